@@ -1,0 +1,121 @@
+// Package connector is the sidecar's engine side: the unix socket, sessions, the registration of regions and layouts, the
+// boards and who watches them, step tracking, and completions back to the shim.
+//
+// It turns what engines say into Events for the control layer and takes Completions from it. It never touches a transport.
+package connector
+
+import (
+	"time"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Priority orders work that waits for the wire.
+type Priority uint8
+
+// The priorities, most urgent first.
+const (
+	DecodeWaits Priority = iota
+	LayerStream
+	Background
+)
+
+// Worker is one registered engine worker, alive until Events.WorkerGone.
+type Worker struct {
+	Boot        transfer.Boot
+	Name        string // "vllm/<engine id>/tp0" for logs
+	Layout      *layout.Layout
+	Fingerprint [32]byte
+	Geometry    [32]byte
+	Regions     []*mem.Region // index = layout.Layer.Region
+	// SourceValid reports whether the blocks of a source lease, at the epoch that the id carries, were still the
+	// engine's promise at the time of the call: it compares the board's source epoch with what was drained from the
+	// ring and drains the ring first where they differ. Safe from any goroutine; a load and a compare when nothing changed.
+	SourceValid func(transfer.LeaseID) bool
+}
+
+// Intent is a source lease: blocks that hold, or will hold, a prompt's KV.
+type Intent struct {
+	Lease    transfer.LeaseID
+	Key      transfer.Key
+	Tokens   uint32
+	Fanout   int
+	Blocks   [][]uint32 // per cache group; grows with Progress
+	Held     bool
+	Priority Priority
+	Deadline time.Duration // what is left
+	Attempt  uint32
+	Req      string // for traces
+}
+
+// Expect is a destination lease: blocks that want a prompt's KV.
+type Expect struct {
+	Lease    transfer.LeaseID
+	Key      transfer.Key
+	Peer     string // endpoint of the source's sidecar
+	Tokens   uint32
+	Skip     []uint32 // per cache group
+	Blocks   [][]uint32
+	Priority Priority
+	Deadline time.Duration
+	Partner  time.Duration
+	Req      string
+}
+
+// Progress says that layer Layer (index into the flattened layers of the layout, all groups in order) of a source lease
+// holds tokens [0, Tokens). Final: no later step will write a block of it.
+type Progress struct {
+	Lease  transfer.LeaseID
+	Layer  int
+	Tokens uint32
+	Final  bool
+	Blocks [][]uint32 // the table as of that step; nil when unchanged
+}
+
+// Await is a scheduler's question whether the prefill has admitted a request.
+type Await struct {
+	Token  uint64 // answer with it
+	Key    transfer.Key
+	Peer   string
+	Tokens uint32
+	TTL    time.Duration
+}
+
+// Events is what the control layer takes. Calls for one worker come in the order of its ring, from one goroutine at a time;
+// they must not block.
+type Events interface {
+	WorkerUp(*Worker)
+	// WorkerGone: its exit is proved, or a new session of the same engine took over. Every lease of it must be fenced
+	// before fenced is called; its memory stays mapped until then.
+	WorkerGone(w *Worker, why error, fenced func())
+	Intent(*Worker, Intent)
+	Progress(*Worker, []Progress)
+	Expect(*Worker, Expect)
+	Cancel(w *Worker, lease uint64, reason string)
+	Preempt(w *Worker, lease uint64)
+	Hold(w *Worker, lease uint64)
+	// Await's answer goes to reply, once, from any goroutine.
+	Await(a Await, reply func(Admission))
+}
+
+// Admission answers an Await.
+type Admission struct {
+	State   string // "admitted", "refused", "gone"
+	Tokens  uint32
+	Message string
+}
+
+// Completion ends one lease towards the shim.
+type Completion struct {
+	Lease     transfer.LeaseID
+	Received  bool   // RECEIVED, else SENT
+	Status    uint16 // enum kvs_status
+	Bytes     uint64
+	Took      time.Duration
+	Transport string
+	Reason    string
+	Grants    int
+	Recompute [][2]uint32 // token ranges
+}
