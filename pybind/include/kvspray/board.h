@@ -78,7 +78,8 @@ struct kvs_rings_header {
 
 /* A single-producer single-consumer ring of variable records. head and tail count bytes and never wrap; the position is
  * value & (bytes - 1). The producer stores head with release after the record, the consumer stores tail with release
- * after its copy. A record never straddles the end: a KVS_REC_PAD record fills up the rest.
+ * after its copy. A record never straddles the end: a KVS_REC_PAD record fills up the rest. The rest can be as short as
+ * 8 bytes, so of a PAD only `length`, `type` and `status` are there (length = the whole rest), and it takes no seq.
  *
  * Doorbell: before it sleeps, the consumer sets `sleeping` = 1 (sequentially consistent), looks at head once more, and
  * only then waits on its eventfd. A producer that has stored head and then exchanges `sleeping` from 1 to 0 writes 1 to
