@@ -1,0 +1,85 @@
+package connector
+
+import (
+	"log/slog"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Defaults and bounds of a Server.
+const (
+	DefaultMaxSessions  = 64
+	DefaultMaxLeases    = 4096     // open leases of one worker
+	DefaultMaxRegions   = 1024     // regions of one worker
+	DefaultMaxAwaits    = 4096     // unanswered AWAITs of one scheduler
+	DefaultMaxBlockIDs  = 16 << 20 // block ids that one worker's open leases may name together
+	DefaultFenceWait    = 5 * time.Second
+	DefaultDetachedWarn = 30 * time.Second
+)
+
+// Limits bounds what engines can make a Server hold. A zero field takes its default.
+type Limits struct {
+	Sessions int // sockets open at once
+	Leases   int // open leases of one worker
+	Regions  int // regions of one worker
+	Awaits   int // unanswered AWAITs of one scheduler session
+	BlockIDs int // block ids in the tables of one worker's open leases
+}
+
+func (l Limits) withDefaults() Limits {
+	set := func(v *int, d int) {
+		if *v <= 0 {
+			*v = d
+		}
+	}
+	set(&l.Sessions, DefaultMaxSessions)
+	set(&l.Leases, DefaultMaxLeases)
+	set(&l.Regions, DefaultMaxRegions)
+	set(&l.Awaits, DefaultMaxAwaits)
+	set(&l.BlockIDs, DefaultMaxBlockIDs)
+	return l
+}
+
+// Hooks are called for metrics, from any goroutine; nil ones are skipped. They must not block.
+type Hooks struct {
+	Session   func(role string, delta int)              // sockets opened (+1) and closed (-1)
+	Worker    func(delta int)                           // registered workers
+	Leases    func(source bool, delta int)              // open leases
+	Record    func(kind string)                         // records accepted: "step", "intent", ...
+	Malformed func(kind string)                         // records and packets refused
+	Ignored   func(kind string)                         // records for a lease that is unknown or complete: a race, no error
+	Completed func(received bool, status uint16)        // completions handed to a shim
+	Queued    func(delta int)                           // completions that wait for room in a ring
+	Exit      func(proved bool)                         // a worker went: exit proved, or superseded
+	Followed  func(progress int, sinceLastPoll time.Duration) // flags seen moving
+}
+
+// Options configures a Server.
+type Options struct {
+	Socket   string        // path of the unix socket; its folder is made 0700 where it does not exist
+	Boot     transfer.Boot // of this sidecar
+	Node     string
+	HostBoot string        // kernel boot id; read from /proc when empty
+	Endpoint func() string // "host:port" that peers dial; called for each WELCOME
+	Events   Events
+	Log      *slog.Logger
+	Limits   Limits
+	Hooks    Hooks
+	// AllowUIDs are users besides our own whose processes may connect. Mode 0600 keeps them out of the socket itself unless
+	// the folder and the socket are shared on purpose (SocketMode).
+	AllowUIDs  []uint32
+	SocketMode uint32 // 0: 0600
+	Features   []string
+	// Told to shims in WELCOME. Zero: 30 s, 10 s, 5 s.
+	Deadline, Partner, Grace time.Duration
+	// FenceWait bounds how long a takeover waits for the older session's leases to be fenced before it is told to retry.
+	// Zero: DefaultFenceWait.
+	FenceWait time.Duration
+}
+
+// Stats is what STATS tells shims; cumulative.
+type Stats struct {
+	Transfers map[string]uint64 // by outcome
+	Bytes     map[string]uint64 // by transport
+}
