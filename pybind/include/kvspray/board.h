@@ -55,7 +55,9 @@ struct kvs_flags_header {
  *     compare-and-swap, poison is sticky.
  * source_epoch: shim -> sidecar. Grows *before* the engine may reuse any block that an intent named (preemption, abort,
  *     free), and before the record that says which. Bytes read from source blocks count only if the epoch is unchanged
- *     after the read, or the ring was drained up to that epoch and names other blocks. */
+ *     after the read, or the ring was drained up to that epoch and names other blocks. Hence one growth per naming record
+ *     (PREEMPT, or CANCEL of a source lease), and no other record between the two: a reader that has drained a record of
+ *     epoch e believes that it knows every block that was given up until e. */
 struct kvs_flag {
 	uint64_t value;
 	uint8_t pad[KVS_CACHE_LINE - 8];
