@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package config owns the one typed configuration of a sidecar: its defaults, its strict YAML form, its checks and its
+// documentation.
+//
+// Invariants: a Config that Load returned passed Validate; Default passes it too and binds to loopback only; every field
+// carries its key, unit and meaning in struct tags, from which the documentation is generated. Values are read once at start and never change
+// afterwards. No goroutines.
+package config
+
+import (
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"time"
+)
+
+// Config is everything that a sidecar can be told.
+type Config struct {
+	Node       string     `yaml:"node" doc:"Name of this node in logs, metrics and gossip. Unique in the cluster." default:"the host name and the process id"`
+	Engine     Engine     `yaml:"engine" doc:"The unix socket that engines on this node connect to."`
+	Peer       Peer       `yaml:"peer" doc:"How other sidecars find and authenticate this one."`
+	Transports Transports `yaml:"transports" doc:"The data lanes."`
+	Transfer   Transfer   `yaml:"transfer" doc:"The life of a transfer. Deadlines start fences; they never release blocks by themselves."`
+	HTTP       HTTP       `yaml:"http" doc:"Health, metrics and the node description that routers read."`
+	Log        Log        `yaml:"log" doc:"Logging, to standard error."`
+	Trace      Trace      `yaml:"trace" doc:"Records for people who look for a fault. They name requests, so they are files and not metrics."`
+	Drain      Drain      `yaml:"drain" doc:"What SIGTERM does: no new leases, those open run on."`
+
+	origin origin
+}
+
+// Engine is the side towards the engines of this node.
+type Engine struct {
+	Socket      string `yaml:"socket" unit:"path" doc:"Unix socket. Its directory is made with mode 0700, the socket with 0600 (0666 where allowed_uids is set: the kernel's credentials then decide)." default:"$XDG_RUNTIME_DIR/kvspray.sock, else /tmp/kvspray-UID/kvspray.sock"`
+	AllowedUIDs []int  `yaml:"allowed_uids" unit:"user ids" doc:"Users whose processes may connect besides the sidecar's own, for pods whose containers run under different users."`
+	MaxSessions int    `yaml:"max_sessions" unit:"sessions" doc:"Engine sessions at once. Each worker rank and each scheduler is one."`
+	MaxRegions  int    `yaml:"max_regions" unit:"regions" doc:"Memory regions that one session may register."`
+	MaxLeases   int    `yaml:"max_leases" unit:"leases" doc:"Leases that one session may have open."`
+}
+
+// Peer is the side towards other sidecars.
+type Peer struct {
+	Listen         string `yaml:"listen" unit:"host:port" doc:"Where the control service and the control lanes listen. Port 0 takes a free one."`
+	Advertise      string `yaml:"advertise" unit:"host:port" doc:"What peers and engines are told to dial, if that differs from the bound address. Port 0 means the bound port." default:"the bound address"`
+	ClusterKeyFile string `yaml:"cluster_key_file" unit:"path" doc:"Shared secret of the cluster, made by 'kvspray keygen cluster': encrypts gossip and, where no certificates are given, authenticates peers. Mode 0600." default:"none: loopback only"`
+	TLS            TLS    `yaml:"tls" doc:"Certificates for mutual TLS between peers, made by 'kvspray keygen' or by your own authority. All three or none."`
+	Gossip         Gossip `yaml:"gossip" doc:"Who is there. Advisory: a member that gossip calls dead keeps its leases until they are fenced."`
+}
+
+// TLS names certificate files in PEM form.
+type TLS struct {
+	Cert string `yaml:"cert" unit:"path" doc:"Certificate of this node." default:"none"`
+	Key  string `yaml:"key" unit:"path" doc:"Private key of the certificate. Mode 0600." default:"none"`
+	CA   string `yaml:"ca" unit:"path" doc:"Authority that signs the certificates of all peers." default:"none"`
+}
+
+// Set reports whether certificates are configured.
+func (t TLS) Set() bool { return t.Cert != "" || t.Key != "" || t.CA != "" }
+
+// Gossip is the membership protocol.
+type Gossip struct {
+	Listen    string   `yaml:"listen" unit:"host:port or off" doc:"UDP and TCP address of the membership protocol. Port 0 takes a free one. 'off': peers are only known by the endpoints that requests carry."`
+	Advertise string   `yaml:"advertise" unit:"host:port" doc:"Address that members are told, if it differs from the bound one." default:"the bound address"`
+	Join      []string `yaml:"join" unit:"host:port list" doc:"Members to ask at start; retried until one answers."`
+}
+
+// Transports selects and tunes the backends.
+type Transports struct {
+	Order []string `yaml:"order" unit:"names" doc:"Backends to use, the preferred one first: shm (same host), tcp. One that the host cannot do is skipped, with its reason in the log and in doctor."`
+	TCP   TCP      `yaml:"tcp" doc:"Plain TCP over one or more rails."`
+	SHM   SHM      `yaml:"shm" doc:"Shared memory between processes of one host."`
+}
+
+// TCP configures the tcp backend.
+type TCP struct {
+	Rails       []Rail `yaml:"rails" doc:"Local addresses to listen on and to dial from. Each is a rail of its own." default:"one rail 'lo' on 127.0.0.1:0"`
+	Connections int    `yaml:"connections" unit:"connections per pair of rails" doc:"Connections between each pair of rails."`
+	Integrity   string `yaml:"integrity" unit:"off or crc32c" doc:"Checksum over each payload. 'off' relies on TCP's own checksum. crc32c costs about a third of the throughput where two cores do all the work."`
+	Slice       Size   `yaml:"slice" unit:"bytes" doc:"Bytes that one lane takes at a time. A multiple of 64KiB."`
+}
+
+// Rail is one local address of the tcp backend.
+type Rail struct {
+	Name      string `yaml:"name" doc:"Name in logs and metrics. Unique on this node." default:"required"`
+	Listen    string `yaml:"listen" unit:"host:port" doc:"Address of the interface. Port 0 takes a free one." default:"required"`
+	Advertise string `yaml:"advertise" unit:"host:port" doc:"What peers dial, if that differs from the bound address. Port 0 means the bound port." default:"the bound address"`
+	Speed     Rate   `yaml:"speed" unit:"bits per second" doc:"Speed of the rail where the kernel cannot tell it." default:"asked from the kernel"`
+}
+
+// SHM configures the shm backend.
+type SHM struct {
+	Dir         string `yaml:"dir" unit:"path" doc:"Directory for the sockets over which sidecars of one host pass each other descriptors. Mode 0700." default:"the directory of the engine socket"`
+	CopyThreads int    `yaml:"copy_threads" unit:"threads" doc:"Threads that copy." default:"half of the cores, at most 8"`
+}
+
+// Transfer bounds the life of a transfer.
+type Transfer struct {
+	Deadline    Duration `yaml:"deadline" unit:"duration" doc:"A transfer that has not committed by then is fenced, and the engine recomputes."`
+	Partner     Duration `yaml:"partner" unit:"duration" doc:"How long one side waits for the other to appear."`
+	Grace       Duration `yaml:"grace" unit:"duration" doc:"How long a fence or a stopped sidecar may take past the deadline before the next stronger means is used."`
+	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Slices in flight over all lanes of one peer."`
+	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Times that one slice is tried before the transfer fails with its blocks named."`
+}
+
+// HTTP configures the operators' endpoint.
+type HTTP struct {
+	Listen string `yaml:"listen" unit:"host:port or off" doc:"Serves /healthz, /readyz, /metrics and /v1/node. Port 0 takes a free one."`
+}
+
+// Log configures logging.
+type Log struct {
+	Level  string `yaml:"level" unit:"debug, info, warn or error" doc:"Least severe level that is written."`
+	Format string `yaml:"format" unit:"text or json" doc:"Form of a line."`
+}
+
+// Trace configures per-transfer records.
+type Trace struct {
+	Transfers   string `yaml:"transfers" unit:"path" doc:"One JSON line for each transfer that ended is appended here, besides the log line." default:"none"`
+	BlockHashes string `yaml:"block_hashes" unit:"path" doc:"The SHA-256 of every block that a transfer moved is appended here, on both sides, as JSON lines. Reads every byte once more: for tests, not for production." default:"none"`
+}
+
+// Drain configures the orderly stop.
+type Drain struct {
+	Timeout Duration `yaml:"timeout" unit:"duration" doc:"How long open transfers may take to end before they are fenced."`
+}
+
+// Defaults that other packages may want to name.
+const (
+	DefaultPeerPort   = 7650
+	DefaultHTTPPort   = 7651
+	DefaultGossipPort = 7652
+
+	Off       = "off"
+	CRC32C    = "crc32c"
+	TransTCP  = "tcp"
+	TransSHM  = "shm"
+	FormText  = "text"
+	FormJSON  = "json"
+	LevelInfo = "info"
+)
+
+// Default is the configuration of a sidecar that was told nothing: everything on loopback.
+func Default() *Config {
+	host, err := os.Hostname()
+	if err != nil || host == "" {
+		host = "localhost"
+	}
+	c := defaults()
+	c.Node = fmt.Sprintf("%s-%d", host, os.Getpid())
+	c.Engine.Socket = DefaultSocket(os.Getenv("XDG_RUNTIME_DIR"), os.Getuid())
+	return c
+}
+
+// defaults holds what does not depend on the process.
+func defaults() *Config {
+	return &Config{
+		Engine: Engine{MaxSessions: 64, MaxRegions: 1024, MaxLeases: 8192},
+		Peer: Peer{
+			Listen: fmt.Sprintf("127.0.0.1:%d", DefaultPeerPort),
+			Gossip: Gossip{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultGossipPort)},
+		},
+		Transports: Transports{
+			Order: []string{TransSHM, TransTCP},
+			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 256 << 10},
+		},
+		Transfer: Transfer{
+			Deadline: Duration(30 * time.Second), Partner: Duration(10 * time.Second), Grace: Duration(5 * time.Second),
+			MaxSlices: 256, MaxAttempts: 8,
+		},
+		HTTP:  HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
+		Log:   Log{Level: LevelInfo, Format: FormText},
+		Drain: Drain{Timeout: Duration(35 * time.Second)},
+	}
+}
+
+// DefaultSocket is where an engine looks when it is told nothing; the shim has the same rule.
+func DefaultSocket(runtimeDir string, uid int) string {
+	if runtimeDir != "" {
+		return filepath.Join(runtimeDir, "kvspray.sock")
+	}
+	return fmt.Sprintf("/tmp/kvspray-%d/kvspray.sock", uid)
+}
+
+// RailsOrDefault returns the tcp rails, or the loopback rail where none is configured.
+func (c *Config) RailsOrDefault() []Rail {
+	if len(c.Transports.TCP.Rails) > 0 {
+		return c.Transports.TCP.Rails
+	}
+	return []Rail{{Name: "lo", Listen: "127.0.0.1:0"}}
+}
+
+// SHMDir returns the directory of the shm backend.
+func (c *Config) SHMDir() string {
+	if c.Transports.SHM.Dir != "" {
+		return c.Transports.SHM.Dir
+	}
+	return filepath.Dir(c.Engine.Socket)
+}
+
+// CopyThreads returns the number of copying threads on a machine of so many cores.
+func (c *Config) CopyThreads(cores int) int {
+	if n := c.Transports.SHM.CopyThreads; n > 0 {
+		return n
+	}
+	return min(max(cores/2, 1), 8)
+}
+
+// Secured reports whether peers can be authenticated, which addresses off loopback need.
+func (c *Config) Secured() bool { return c.Peer.ClusterKeyFile != "" || c.Peer.TLS.Set() }
+
+// LogLevel returns the level as slog knows it.
+func (c *Config) LogLevel() slog.Level {
+	var l slog.Level
+	if err := l.UnmarshalText([]byte(c.Log.Level)); err != nil {
+		return slog.LevelInfo // Validate refused every other text
+	}
+	return l
+}

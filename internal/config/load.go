@@ -1,0 +1,425 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"reflect"
+	"sort"
+	"strconv"
+	"strings"
+	"time"
+
+	"go.yaml.in/yaml/v3"
+)
+
+// maxFileBytes bounds a configuration file; a real one has a few kilobytes.
+const maxFileBytes = 1 << 20
+
+// maxErrors bounds how many mistakes one Load lists.
+const maxErrors = 20
+
+// Error is one mistake: where it stands, what was written, and what to write.
+type Error struct {
+	File   string // empty: a flag
+	Line   int    // 0: unknown
+	Key    string // dotted: transports.tcp.rails[0].listen
+	Value  string
+	Wrong  string
+	Remedy string
+}
+
+func (e *Error) Error() string {
+	var b strings.Builder
+	if e.File != "" {
+		b.WriteString(e.File)
+		if e.Line > 0 {
+			fmt.Fprintf(&b, ":%d", e.Line)
+		}
+		b.WriteString(": ")
+	}
+	b.WriteString(e.Key)
+	if e.Value != "" {
+		fmt.Fprintf(&b, ": %s", strconv.Quote(shorten(e.Value)))
+	}
+	fmt.Fprintf(&b, ": %s", e.Wrong)
+	if e.Remedy != "" {
+		fmt.Fprintf(&b, "; %s", e.Remedy)
+	}
+	return b.String()
+}
+
+func shorten(s string) string {
+	const most = 120 // bytes of a value that an error repeats
+	if len(s) <= most {
+		return s
+	}
+	return s[:most] + "..."
+}
+
+// origin remembers where values came from, so that Validate can name the line.
+type origin struct {
+	file  string
+	lines map[string]int
+	flags map[string]bool
+}
+
+// Load reads a file (none if path is empty), applies "key=value" settings over it, and validates the result.
+func Load(path string, sets ...string) (*Config, error) {
+	c := Default()
+	if path != "" {
+		data, err := readBounded(path)
+		if err != nil {
+			return nil, fmt.Errorf("config: %w; give --config the path of a readable YAML file", err)
+		}
+		if err := c.parse(path, data); err != nil {
+			return nil, err
+		}
+	}
+	for _, s := range sets {
+		if err := c.Set(s); err != nil {
+			return nil, err
+		}
+	}
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// Parse is Load for bytes; name stands for the file in errors.
+func Parse(name string, data []byte) (*Config, error) {
+	c := Default()
+	if err := c.parse(name, data); err != nil {
+		return nil, err
+	}
+	if err := c.Validate(); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+func readBounded(path string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }() // read only
+	data, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
+	if err == nil && len(data) > maxFileBytes {
+		err = fmt.Errorf("%s is larger than %d bytes", path, maxFileBytes)
+	}
+	return data, err
+}
+
+func (c *Config) parse(name string, data []byte) error {
+	c.origin.file = name
+	if len(data) > maxFileBytes {
+		return &Error{File: name, Key: "file", Wrong: fmt.Sprintf("larger than %d bytes", maxFileBytes)}
+	}
+	dec := yaml.NewDecoder(bytes.NewReader(data))
+	var doc yaml.Node
+	if err := dec.Decode(&doc); err != nil {
+		if errors.Is(err, io.EOF) {
+			return nil // an empty file says nothing
+		}
+		return &Error{File: name, Line: yamlLine(err), Key: "syntax", Wrong: strings.TrimPrefix(err.Error(), "yaml: "),
+			Remedy: "compare with 'kvspray config print'"}
+	}
+	var more yaml.Node
+	if err := dec.Decode(&more); !errors.Is(err, io.EOF) {
+		return &Error{File: name, Line: more.Line, Key: "document", Wrong: "a second YAML document", Remedy: "keep one and remove the '---'"}
+	}
+	if len(doc.Content) == 0 {
+		return nil
+	}
+	w := walker{file: name, lines: map[string]int{}}
+	w.value(doc.Content[0], reflect.ValueOf(c).Elem(), "", tags{})
+	c.origin.lines = w.lines
+	return w.err()
+}
+
+// yamlLine digs the line out of the library's message, which has no field for it.
+func yamlLine(err error) int {
+	_, rest, ok := strings.Cut(err.Error(), "line ")
+	if !ok {
+		return 0
+	}
+	digits, _, _ := strings.Cut(rest, ":")
+	n, convErr := strconv.Atoi(digits)
+	if convErr != nil {
+		return 0
+	}
+	return n
+}
+
+// Set applies one "key=value" of a flag: the dotted key of a scalar or a comma-separated list, or
+// "transports.tcp.rails=name@host:port,...".
+func (c *Config) Set(setting string) error {
+	key, text, ok := strings.Cut(setting, "=")
+	if !ok {
+		return &Error{Key: setting, Wrong: "not of the form key=value", Remedy: "write for instance transports.tcp.integrity=off"}
+	}
+	v := reflect.ValueOf(c).Elem()
+	var tg tags
+	for part := range strings.SplitSeq(key, ".") {
+		if v.Kind() != reflect.Struct {
+			return &Error{Key: key, Value: text, Wrong: "no such key", Remedy: "'kvspray config print' lists them all"}
+		}
+		i, known := fieldByKey(v.Type(), part)
+		if i < 0 {
+			return unknownKey("", 0, key, part, known)
+		}
+		tg = tagsOf(v.Type().Field(i))
+		v = v.Field(i)
+	}
+	w := walker{lines: map[string]int{}}
+	node := &yaml.Node{Kind: yaml.ScalarNode, Value: text}
+	switch {
+	case v.Kind() == reflect.Slice && v.Type().Elem() == reflect.TypeFor[Rail]():
+		rails, err := parseRails(text)
+		if err != nil {
+			return &Error{Key: key, Value: text, Wrong: err.Error(), Remedy: "write name@host:port, several with commas between"}
+		}
+		v.Set(reflect.ValueOf(rails))
+	case v.Kind() == reflect.Slice:
+		list := &yaml.Node{Kind: yaml.SequenceNode}
+		for item := range strings.SplitSeq(text, ",") {
+			if item != "" {
+				list.Content = append(list.Content, &yaml.Node{Kind: yaml.ScalarNode, Value: item})
+			}
+		}
+		w.value(list, v, key, tg)
+	case v.Kind() == reflect.Struct:
+		return &Error{Key: key, Value: text, Wrong: "names a section", Remedy: "name one of its keys"}
+	default:
+		w.value(node, v, key, tg)
+	}
+	if c.origin.flags == nil {
+		c.origin.flags = map[string]bool{}
+	}
+	c.origin.flags[key] = true
+	return w.err()
+}
+
+func parseRails(text string) ([]Rail, error) {
+	var rails []Rail
+	for item := range strings.SplitSeq(text, ",") {
+		name, addr, ok := strings.Cut(item, "@")
+		if !ok {
+			return nil, fmt.Errorf("rail %q has no @", item)
+		}
+		rails = append(rails, Rail{Name: name, Listen: addr})
+	}
+	return rails, nil
+}
+
+// walker lays a YAML tree over a struct. The library's own strict mode stops at the first mistake and does not say which
+// key it was under; this one lists them all.
+type walker struct {
+	file  string
+	lines map[string]int
+	errs  []error
+}
+
+type tags struct{ unit string }
+
+func tagsOf(f reflect.StructField) tags { return tags{unit: f.Tag.Get("unit")} }
+
+func (w *walker) err() error {
+	if len(w.errs) > maxErrors {
+		w.errs = append(w.errs[:maxErrors], fmt.Errorf("and more mistakes after these %d", maxErrors))
+	}
+	return errors.Join(w.errs...)
+}
+
+func (w *walker) fail(n *yaml.Node, key, wrong, remedy string) {
+	e := &Error{File: w.file, Line: n.Line, Key: key, Value: n.Value, Wrong: wrong, Remedy: remedy}
+	if key == "" {
+		e.Key = "document"
+	}
+	w.errs = append(w.errs, e)
+}
+
+func (w *walker) value(n *yaml.Node, v reflect.Value, key string, tg tags) {
+	w.lines[key] = n.Line
+	if n.Kind == yaml.AliasNode {
+		w.fail(n, key, "a YAML alias", "write the value itself")
+		return
+	}
+	if n.Kind == yaml.ScalarNode && n.Tag == "!!null" {
+		return // "key:" with nothing after it keeps the default
+	}
+	switch v.Kind() {
+	case reflect.Struct:
+		w.mapping(n, v, key)
+	case reflect.Slice:
+		if n.Kind != yaml.SequenceNode {
+			w.fail(n, key, "not a list", "write [a, b], or one '- item' a line")
+			return
+		}
+		out := reflect.MakeSlice(v.Type(), len(n.Content), len(n.Content))
+		for i, item := range n.Content {
+			w.value(item, out.Index(i), fmt.Sprintf("%s[%d]", key, i), tg)
+		}
+		v.Set(out)
+	default:
+		if n.Kind != yaml.ScalarNode {
+			w.fail(n, key, "not a single value", "write one value of the form: "+want(v, tg))
+			return
+		}
+		if err := setScalar(v, n.Value); err != nil {
+			w.fail(n, key, "not "+err.Error(), "write "+want(v, tg))
+		}
+	}
+}
+
+func (w *walker) mapping(n *yaml.Node, v reflect.Value, key string) {
+	if n.Kind != yaml.MappingNode {
+		w.fail(n, key, "not a section", "write 'key: value' lines, indented under it")
+		return
+	}
+	seen := map[string]int{}
+	for i := 0; i+1 < len(n.Content); i += 2 {
+		k, val := n.Content[i], n.Content[i+1]
+		if len(w.errs) > maxErrors {
+			return
+		}
+		path := join(key, k.Value)
+		if first, dup := seen[k.Value]; dup {
+			w.fail(k, path, fmt.Sprintf("written twice, first in line %d", first), "keep one of them")
+			continue
+		}
+		seen[k.Value] = k.Line
+		f, known := fieldByKey(v.Type(), k.Value)
+		if k.Kind != yaml.ScalarNode || f < 0 {
+			w.errs = append(w.errs, unknownKey(w.file, k.Line, path, k.Value, known))
+			continue
+		}
+		w.value(val, v.Field(f), path, tagsOf(v.Type().Field(f)))
+	}
+}
+
+func join(a, b string) string {
+	if a == "" {
+		return b
+	}
+	return a + "." + b
+}
+
+// fieldByKey returns the index of the field with that key, or -1, and all keys of the struct.
+func fieldByKey(t reflect.Type, key string) (int, []string) {
+	known := make([]string, 0, t.NumField())
+	found := -1
+	for i := range t.NumField() {
+		name := t.Field(i).Tag.Get("yaml")
+		if name == "" {
+			continue
+		}
+		known = append(known, name)
+		if name == key {
+			found = i
+		}
+	}
+	return found, known
+}
+
+func unknownKey(file string, line int, path, key string, known []string) error {
+	remedy := "known here: " + strings.Join(known, ", ")
+	if near := nearest(key, known); near != "" {
+		remedy = fmt.Sprintf("did you mean %q? %s", near, remedy)
+	}
+	return &Error{File: file, Line: line, Key: path, Wrong: "unknown key", Remedy: remedy}
+}
+
+// nearest returns the known key within two edits.
+func nearest(key string, known []string) string {
+	best, dist := "", 3
+	sorted := append([]string(nil), known...)
+	sort.Strings(sorted)
+	for _, k := range sorted {
+		if d := edits(key, k, dist); d < dist {
+			best, dist = k, d
+		}
+	}
+	return best
+}
+
+// edits is the Levenshtein distance, given up at most.
+func edits(a, b string, most int) int {
+	if len(a)-len(b) >= most || len(b)-len(a) >= most {
+		return most
+	}
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := 1; i <= len(a); i++ {
+		diag := row[0]
+		row[0] = i
+		for j := 1; j <= len(b); j++ {
+			cost := diag
+			if a[i-1] != b[j-1] {
+				cost++
+			}
+			diag = row[j]
+			row[j] = min(cost, row[j]+1, row[j-1]+1)
+		}
+	}
+	return row[len(b)]
+}
+
+func setScalar(v reflect.Value, text string) error {
+	switch v.Type() {
+	case reflect.TypeFor[Duration]():
+		d, err := time.ParseDuration(text)
+		if err != nil {
+			return errors.New("a duration with its unit")
+		}
+		v.SetInt(int64(d))
+		return nil
+	case reflect.TypeFor[Size]():
+		n, err := parseUnits(text, sizeUnits)
+		v.SetUint(n)
+		return err
+	case reflect.TypeFor[Rate]():
+		n, err := parseUnits(text, rateUnits)
+		v.SetUint(n)
+		return err
+	}
+	switch v.Kind() {
+	case reflect.String:
+		v.SetString(text)
+	case reflect.Int:
+		n, err := strconv.Atoi(text)
+		if err != nil {
+			return errors.New("a whole number")
+		}
+		v.SetInt(int64(n))
+	default:
+		panic("config: field of kind " + v.Kind().String()) // a test walks every field
+	}
+	return nil
+}
+
+func want(v reflect.Value, tg tags) string {
+	switch v.Type() {
+	case reflect.TypeFor[Duration]():
+		return "a number and ms, s, m or h, for instance 30s"
+	case reflect.TypeFor[Size]():
+		return "a number and B, KiB, MiB or GiB, for instance 256KiB"
+	case reflect.TypeFor[Rate]():
+		return "a number and bit, kbit, mbit or gbit, for instance 10gbit"
+	}
+	if tg.unit != "" {
+		return tg.unit
+	}
+	if v.Kind() == reflect.Int {
+		return "a whole number"
+	}
+	return "text"
+}

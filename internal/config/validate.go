@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// Limits of what a configuration may ask for.
+const (
+	maxSocketPath  = 107 // bytes of sun_path without its end
+	chunkBytes     = 64 << 10
+	maxSlice       = 64 << 20
+	maxConnections = 64
+	maxRails       = 64
+	maxThreads     = 256
+	maxDuration    = 24 * time.Hour
+	maxNameBytes   = 128
+)
+
+// Validate checks values and what they mean together. It opens no file; CheckFiles does.
+func (c *Config) Validate() error {
+	v := checker{c: c}
+	v.name("node", c.Node, maxNameBytes)
+
+	v.check(c.Engine.Socket != "", "engine.socket", c.Engine.Socket, "empty", "name a path")
+	v.check(len(c.Engine.Socket) <= maxSocketPath, "engine.socket", c.Engine.Socket,
+		fmt.Sprintf("longer than the %d bytes that a unix socket address has", maxSocketPath), "use a shorter path, for instance below /run")
+	v.check(strings.HasPrefix(c.Engine.Socket, "/"), "engine.socket", c.Engine.Socket, "not an absolute path", "start it with /")
+	for i, uid := range c.Engine.AllowedUIDs {
+		v.between(fmt.Sprintf("engine.allowed_uids[%d]", i), uid, 0, 1<<31-1)
+	}
+	v.between("engine.max_sessions", c.Engine.MaxSessions, 1, 1024)
+	v.between("engine.max_regions", c.Engine.MaxRegions, 1, 4096)
+	v.between("engine.max_leases", c.Engine.MaxLeases, 1, 1<<16)
+
+	v.bind("peer.listen", c.Peer.Listen, false)
+	v.advertise("peer", c.Peer.Listen, c.Peer.Advertise)
+	if t := c.Peer.TLS; t.Set() {
+		v.check(t.Cert != "", "peer.tls.cert", t.Cert, "missing", "give cert, key and ca together")
+		v.check(t.Key != "", "peer.tls.key", t.Key, "missing", "give cert, key and ca together")
+		v.check(t.CA != "", "peer.tls.ca", t.CA, "missing", "give cert, key and ca together")
+	}
+	v.bind("peer.gossip.listen", c.Peer.Gossip.Listen, true)
+	if c.Peer.Gossip.Listen != Off {
+		v.advertise("peer.gossip", c.Peer.Gossip.Listen, c.Peer.Gossip.Advertise)
+		v.check(isLoopback(c.Peer.Gossip.Listen) || c.Peer.ClusterKeyFile != "", "peer.gossip.listen", c.Peer.Gossip.Listen,
+			"gossip off loopback is encrypted, and there is no key for it",
+			"set peer.cluster_key_file to a file made by 'kvspray keygen cluster', or gossip.listen to off")
+	}
+	v.check(c.Peer.Gossip.Listen != Off || len(c.Peer.Gossip.Join) == 0, "peer.gossip.join", strings.Join(c.Peer.Gossip.Join, ","),
+		"members to join while gossip is off", "set peer.gossip.listen or remove join")
+	for i, a := range c.Peer.Gossip.Join {
+		v.dial(fmt.Sprintf("peer.gossip.join[%d]", i), a)
+	}
+
+	v.transports()
+
+	v.duration("transfer.deadline", c.Transfer.Deadline, 100*time.Millisecond)
+	v.duration("transfer.partner", c.Transfer.Partner, 100*time.Millisecond)
+	v.duration("transfer.grace", c.Transfer.Grace, 100*time.Millisecond)
+	v.check(c.Transfer.Partner <= c.Transfer.Deadline, "transfer.partner", c.Transfer.Partner.String(),
+		fmt.Sprintf("longer than transfer.deadline (%v)", c.Transfer.Deadline), "make it shorter, or the deadline longer")
+	v.between("transfer.max_slices", c.Transfer.MaxSlices, 1, 1<<16)
+	v.between("transfer.max_attempts", c.Transfer.MaxAttempts, 1, 100)
+
+	v.bind("http.listen", c.HTTP.Listen, true)
+	v.oneOf("log.level", c.Log.Level, "debug", LevelInfo, "warn", "error")
+	v.oneOf("log.format", c.Log.Format, FormText, FormJSON)
+	v.duration("drain.timeout", c.Drain.Timeout, 0)
+	return errors.Join(v.errs...)
+}
+
+func (v *checker) transports() {
+	t := v.c.Transports
+	v.check(len(t.Order) > 0, "transports.order", "", "empty", "name at least one of shm, tcp")
+	for i, name := range t.Order {
+		key := fmt.Sprintf("transports.order[%d]", i)
+		v.oneOf(key, name, TransSHM, TransTCP)
+		v.check(!slices.Contains(t.Order[:i], name), key, name, "named twice", "keep one")
+	}
+	v.check(len(t.TCP.Rails) <= maxRails, "transports.tcp.rails", strconv.Itoa(len(t.TCP.Rails)), "too many rails", fmt.Sprintf("%d at most", maxRails))
+	names := map[string]bool{}
+	for i, r := range t.TCP.Rails {
+		key := fmt.Sprintf("transports.tcp.rails[%d]", i)
+		v.name(key+".name", r.Name, 32)
+		v.check(!names[r.Name], key+".name", r.Name, "two rails of one name", "give each its own")
+		names[r.Name] = true
+		v.bind(key+".listen", r.Listen, false)
+		v.advertise(key, r.Listen, r.Advertise)
+		v.check(r.Speed <= 10_000*1e9, key+".speed", r.Speed.String(), "faster than any rail", "10000gbit at most")
+	}
+	v.between("transports.tcp.connections", t.TCP.Connections, 1, maxConnections)
+	v.oneOf("transports.tcp.integrity", t.TCP.Integrity, Off, CRC32C)
+	v.check(t.TCP.Slice >= chunkBytes && t.TCP.Slice <= maxSlice && t.TCP.Slice%chunkBytes == 0, "transports.tcp.slice", t.TCP.Slice.String(),
+		"not a multiple of 64KiB between 64KiB and 64MiB", "256KiB suits fast rails")
+	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir, "not an absolute path", "start it with /")
+	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
+}
+
+// checker collects mistakes with the line that each value came from.
+type checker struct {
+	c    *Config
+	errs []error
+}
+
+func (v *checker) check(ok bool, key, value, wrong, remedy string) {
+	if ok {
+		return
+	}
+	e := &Error{Key: key, Value: value, Wrong: wrong, Remedy: remedy}
+	if !v.c.origin.flags[key] {
+		e.File = v.c.origin.file
+		e.Line = v.c.origin.line(key)
+	}
+	v.errs = append(v.errs, e)
+}
+
+// line finds the line of a key, or of the section that it is missing from.
+func (o *origin) line(key string) int {
+	for key != "" {
+		if n, ok := o.lines[key]; ok {
+			return n
+		}
+		key = key[:max(strings.LastIndexAny(key, ".["), 0)]
+	}
+	return 0
+}
+
+func (v *checker) between(key string, n, low, high int) {
+	v.check(n >= low && n <= high, key, strconv.Itoa(n), fmt.Sprintf("outside %d to %d", low, high), "choose a value inside")
+}
+
+func (v *checker) duration(key string, d Duration, low time.Duration) {
+	v.check(d.D() >= low && d.D() <= maxDuration, key, d.String(), fmt.Sprintf("outside %v to %v", low, maxDuration), "choose a value inside")
+}
+
+func (v *checker) oneOf(key, value string, allowed ...string) {
+	v.check(slices.Contains(allowed, value), key, value, "not one of "+strings.Join(allowed, ", "), "choose one of them")
+}
+
+func (v *checker) name(key, value string, most int) {
+	ok := value != "" && len(value) <= most
+	for _, r := range value {
+		if r <= ' ' || r > '~' || r == '"' {
+			ok = false
+		}
+	}
+	v.check(ok, key, value, fmt.Sprintf("not a name of 1 to %d printable ASCII characters without spaces", most), "choose another")
+}
+
+// bind checks an address to listen on, and that it is one we may listen on without means to authenticate a peer.
+func (v *checker) bind(key, addr string, mayBeOff bool) {
+	if mayBeOff && addr == Off {
+		return
+	}
+	host, port, err := net.SplitHostPort(addr)
+	remedy := "write host:port, for instance 127.0.0.1:0"
+	if mayBeOff {
+		remedy += ", or off"
+	}
+	if err != nil {
+		v.check(false, key, addr, "not an address", remedy)
+		return
+	}
+	v.port(key, addr, port, true)
+	if host != "localhost" && host != "" {
+		if _, err := netip.ParseAddr(host); err != nil {
+			v.check(false, key, addr, "the host is not an IP address", "name the local address itself: a name may move to another interface")
+			return
+		}
+	}
+	v.check(isLoopback(addr) || v.c.Secured(), key, addr, "reachable from other hosts, and peers cannot be authenticated",
+		"set peer.cluster_key_file or peer.tls ('kvspray keygen' makes both), or listen on 127.0.0.1")
+}
+
+func (v *checker) advertise(section, listen, addr string) {
+	if addr != "" {
+		v.dialPort(section+".advertise", addr, true)
+		return
+	}
+	host, _, err := net.SplitHostPort(listen)
+	if err != nil {
+		return // reported by bind
+	}
+	ip, err := netip.ParseAddr(host)
+	wildcard := host == "" || (err == nil && ip.IsUnspecified())
+	v.check(!wildcard, section+".advertise", addr, "missing while listen means every address", "name the host:port that peers shall dial")
+}
+
+func (v *checker) dial(key, addr string) { v.dialPort(key, addr, false) }
+
+func (v *checker) dialPort(key, addr string, zero bool) {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil || host == "" {
+		v.check(false, key, addr, "not an address that can be dialled", "write host:port")
+		return
+	}
+	if ip, err := netip.ParseAddr(host); err == nil && ip.IsUnspecified() {
+		v.check(false, key, addr, "means every address, which cannot be dialled", "name one host")
+		return
+	}
+	v.port(key, addr, port, zero)
+}
+
+func (v *checker) port(key, addr, port string, zero bool) {
+	n, err := strconv.ParseUint(port, 10, 16)
+	low := uint64(1)
+	if zero {
+		low = 0
+	}
+	v.check(err == nil && n >= low, key, addr, fmt.Sprintf("port %q is not a number of %d to 65535", port, low), "write host:port")
+}
+
+func isLoopback(addr string) bool {
+	host, _, err := net.SplitHostPort(addr)
+	if err != nil {
+		return false
+	}
+	if host == "localhost" {
+		return true
+	}
+	ip, err := netip.ParseAddr(host)
+	return err == nil && ip.IsLoopback()
+}
+
+// minKeyBytes is the least that a cluster key file can hold: 32 bytes in base64 or hex take more.
+const minKeyBytes = 32
+
+// CheckFiles looks at every file that the configuration names, as 'kvspray config check' and the start do.
+func (c *Config) CheckFiles() error {
+	v := checker{c: c}
+	if p := c.Peer.ClusterKeyFile; p != "" {
+		v.secret("peer.cluster_key_file", p, "make one with 'kvspray keygen cluster'")
+	}
+	if t := c.Peer.TLS; t.Set() {
+		v.secret("peer.tls.key", t.Key, "make one with 'kvspray keygen node'")
+		if _, err := tls.LoadX509KeyPair(t.Cert, t.Key); err != nil {
+			v.check(false, "peer.tls.cert", t.Cert, err.Error(), "make a pair with 'kvspray keygen node'")
+		}
+		if _, err := os.Stat(t.CA); err != nil {
+			v.check(false, "peer.tls.ca", t.CA, err.Error(), "make one with 'kvspray keygen ca'")
+		}
+	}
+	return errors.Join(v.errs...)
+}
+
+func (v *checker) secret(key, path, remedy string) {
+	st, err := os.Stat(path)
+	if err != nil {
+		v.check(false, key, path, err.Error(), remedy)
+		return
+	}
+	v.check(st.Mode().IsRegular() && st.Size() >= minKeyBytes, key, path, "not a key file", remedy)
+	v.check(st.Mode().Perm()&0o037 == 0, key, path, fmt.Sprintf("open to others (mode %04o)", st.Mode().Perm()), "chmod 600 "+path+", or 0440 where a pod mounts it for its group")
+}
