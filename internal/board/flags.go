@@ -1,0 +1,177 @@
+package board
+
+import (
+	"encoding/binary"
+	"fmt"
+	"sync/atomic"
+)
+
+// Flags is a view of a flags memory: step flags, load flags and the source epoch.
+type Flags struct {
+	mem    []byte
+	boot   [16]byte
+	layers int
+	layer  uint64 // offsets, checked
+	load   uint64
+	epoch  uint64
+}
+
+// FlagsBytes is the size of a flags memory for so many layers.
+func FlagsBytes(layers int) int {
+	return SizeFlagsHeader + (layers+1)*SizeFlag + layers*SizeFlag + CacheLine
+}
+
+// InitFlags writes a header into zeroed memory and returns the view. The shim's side.
+func InitFlags(mem []byte, boot [16]byte, layers int) (*Flags, error) {
+	if layers < 1 || layers > MaxLayers {
+		return nil, fmt.Errorf("board: flags: layers = %d, want 1..%d", layers, MaxLayers)
+	}
+	if len(mem) < FlagsBytes(layers) {
+		return nil, fmt.Errorf("board: flags: %d bytes for %d layers, want %d", len(mem), layers, FlagsBytes(layers))
+	}
+	le := binary.LittleEndian
+	le.PutUint32(mem[OffFlagsHeaderMagic:], FlagsMagic)
+	le.PutUint16(mem[OffFlagsHeaderMajor:], BoardMajor)
+	le.PutUint16(mem[OffFlagsHeaderMinor:], BoardMinor)
+	copy(mem[OffFlagsHeaderBoot:], boot[:])
+	le.PutUint32(mem[OffFlagsHeaderLayers:], uint32(layers))
+	le.PutUint32(mem[OffFlagsHeaderStride:], CacheLine)
+	layer := uint64(SizeFlagsHeader)
+	load := layer + uint64(layers+1)*SizeFlag
+	le.PutUint64(mem[OffFlagsHeaderLayerFlags:], layer)
+	le.PutUint64(mem[OffFlagsHeaderLoadFlags:], load)
+	le.PutUint64(mem[OffFlagsHeaderSourceEpoch:], load+uint64(layers)*SizeFlag)
+	le.PutUint64(mem[OffFlagsHeaderTotalBytes:], uint64(len(mem)))
+	return ParseFlags(mem)
+}
+
+// ParseFlags copies the header once, validates the copy and returns the view.
+func ParseFlags(mem []byte) (*Flags, error) {
+	if len(mem) < SizeFlagsHeader {
+		return nil, fmt.Errorf("board: flags: %d bytes, shorter than the header of %d", len(mem), SizeFlagsHeader)
+	}
+	if err := aligned(mem); err != nil {
+		return nil, err
+	}
+	var h [SizeFlagsHeader]byte
+	copy(h[:], mem)
+	le := binary.LittleEndian
+	if err := version("flags", FlagsMagic, le.Uint32(h[OffFlagsHeaderMagic:]), le.Uint16(h[OffFlagsHeaderMajor:])); err != nil {
+		return nil, err
+	}
+	f := &Flags{mem: mem,
+		layer: le.Uint64(h[OffFlagsHeaderLayerFlags:]),
+		load:  le.Uint64(h[OffFlagsHeaderLoadFlags:]),
+		epoch: le.Uint64(h[OffFlagsHeaderSourceEpoch:])}
+	copy(f.boot[:], h[OffFlagsHeaderBoot:])
+	layers, stride := le.Uint32(h[OffFlagsHeaderLayers:]), le.Uint32(h[OffFlagsHeaderStride:])
+	if layers < 1 || layers > MaxLayers {
+		return nil, fmt.Errorf("board: flags: layers = %d, want 1..%d", layers, MaxLayers)
+	}
+	if stride != CacheLine {
+		return nil, fmt.Errorf("board: flags: stride = %d, want %d", stride, CacheLine)
+	}
+	f.layers = int(layers)
+	total := le.Uint64(h[OffFlagsHeaderTotalBytes:])
+	if total > uint64(len(mem)) {
+		return nil, fmt.Errorf("board: flags: total_bytes = %d, but the memory has %d", total, len(mem))
+	}
+	if err := disjoint("flags", total, 8,
+		part{"header", 0, SizeFlagsHeader},
+		part{"layer_flags", f.layer, uint64(layers+1) * SizeFlag},
+		part{"load_flags", f.load, uint64(layers) * SizeFlag},
+		part{"source_epoch", f.epoch, 8}); err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+// Boot is the boot id of the engine worker.
+func (f *Flags) Boot() [16]byte { return f.boot }
+
+// Layers is the number of layer flags, without the step's end.
+func (f *Flags) Layers() int { return f.layers }
+
+// Layer returns the last step whose layer i is complete; i = Layers() is the end of the step.
+func (f *Flags) Layer(i int) uint64 {
+	if uint(i) > uint(f.layers) {
+		panic("board: layer flag out of range")
+	}
+	return word64(f.mem, f.layer+uint64(i)*SizeFlag).Load()
+}
+
+// SetLayer is the engine's side: layer i of this step is complete. A value that does not grow is dropped.
+func (f *Flags) SetLayer(i int, step uint64) {
+	if uint(i) > uint(f.layers) {
+		panic("board: layer flag out of range")
+	}
+	w := word64(f.mem, f.layer+uint64(i)*SizeFlag)
+	for old := w.Load(); old < step && !w.CompareAndSwap(old, step); old = w.Load() {
+	}
+}
+
+// Load returns load flag i.
+func (f *Flags) Load(i int) uint64 { return f.loadWord(i).Load() }
+
+// SetLoad stores the step whose data has landed for layer i, unless the flag is poisoned. It reports whether it did.
+func (f *Flags) SetLoad(i int, step uint64) bool {
+	w := f.loadWord(i)
+	for {
+		old := w.Load()
+		if old == Poison {
+			return false
+		}
+		if w.CompareAndSwap(old, step) {
+			return true
+		}
+	}
+}
+
+// PoisonLoad says that layer i's data will never come.
+func (f *Flags) PoisonLoad(i int) { f.loadWord(i).Store(Poison) }
+
+func (f *Flags) loadWord(i int) *atomic.Uint64 {
+	if uint(i) >= uint(f.layers) {
+		panic("board: load flag out of range")
+	}
+	return word64(f.mem, f.load+uint64(i)*SizeFlag)
+}
+
+// SourceEpoch returns the source epoch. On x86 the load comes after every read of source blocks before it in program order.
+func (f *Flags) SourceEpoch() uint64 { return word64(f.mem, f.epoch).Load() }
+
+// BumpSourceEpoch is the shim's side: some source blocks are about to lose their contents.
+func (f *Flags) BumpSourceEpoch() uint64 { return word64(f.mem, f.epoch).Add(1) }
+
+func version(what string, wantMagic, magic uint32, major uint16) error {
+	if magic != wantMagic {
+		return fmt.Errorf("board: %s: magic = %#08x, want %#08x: this is no %s memory of kvspray", what, magic, wantMagic, what)
+	}
+	if major != BoardMajor {
+		return fmt.Errorf("board: %s: ABI version %d, this side speaks %d: upgrade the older of the two", what, major, BoardMajor)
+	}
+	return nil
+}
+
+type part struct {
+	name       string
+	off, bytes uint64
+}
+
+// disjoint checks that every part is aligned, inside total, and apart from the others.
+func disjoint(what string, total, align uint64, parts ...part) error {
+	for i, p := range parts {
+		if p.off%align != 0 {
+			return fmt.Errorf("board: %s: %s at offset %d, want a multiple of %d", what, p.name, p.off, align)
+		}
+		if p.bytes > total || p.off > total-p.bytes {
+			return fmt.Errorf("board: %s: %s [%d, +%d) is outside the %d bytes", what, p.name, p.off, p.bytes, total)
+		}
+		for _, q := range parts[:i] {
+			if p.off < q.off+q.bytes && q.off < p.off+p.bytes {
+				return fmt.Errorf("board: %s: %s [%d, +%d) overlaps %s [%d, +%d)", what, p.name, p.off, p.bytes, q.name, q.off, q.bytes)
+			}
+		}
+	}
+	return nil
+}
