@@ -33,7 +33,7 @@ type Config struct {
 
 // Engine is the side towards the engines of this node.
 type Engine struct {
-	Socket      string `yaml:"socket" unit:"path" doc:"Unix socket. Its directory is made with mode 0700, the socket with 0600 (0666 where allowed_uids is set: the kernel's credentials then decide)." default:"$XDG_RUNTIME_DIR/kvspray.sock, else /tmp/kvspray-UID/kvspray.sock"`
+	Socket      string `yaml:"socket" unit:"path" doc:"Unix socket. A directory that is missing is made with mode 0700, the socket with 0600; with allowed_uids 0711 and 0666, and the kernel's credentials of the caller decide." default:"$XDG_RUNTIME_DIR/kvspray.sock, else /tmp/kvspray-UID/kvspray.sock"`
 	AllowedUIDs []int  `yaml:"allowed_uids" unit:"user ids" doc:"Users whose processes may connect besides the sidecar's own, for pods whose containers run under different users."`
 	MaxSessions int    `yaml:"max_sessions" unit:"sessions" doc:"Engine sessions at once. Each worker rank and each scheduler is one."`
 	MaxRegions  int    `yaml:"max_regions" unit:"regions" doc:"Memory regions that one session may register."`

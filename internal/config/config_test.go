@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"bytes"
+	"errors"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+)
+
+var ignoreOrigin = cmpopts.IgnoreUnexported(Config{})
+
+func TestDefaultIsValidAndOnLoopback(t *testing.T) {
+	c := Default()
+	if err := c.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	addrs := []string{c.Peer.Listen, c.Peer.Gossip.Listen, c.HTTP.Listen}
+	for _, r := range c.RailsOrDefault() {
+		addrs = append(addrs, r.Listen)
+	}
+	for _, a := range addrs {
+		if !isLoopback(a) {
+			t.Errorf("%s is not loopback", a)
+		}
+	}
+}
+
+func TestParse(t *testing.T) {
+	c, err := Parse("f.yaml", []byte(`
+node: p0
+engine: {socket: /run/a.sock, allowed_uids: [1000, 1001]}
+peer:
+  listen: 10.0.0.1:7000
+  cluster_key_file: /etc/k
+  gossip: {listen: "10.0.0.1:0", join: ["10.0.0.2:7652"]}
+transports:
+  order: [tcp]
+  tcp:
+    rails:
+      - {name: eth0, listen: "10.0.0.1:0", speed: 10gbit}
+      - {name: eth1, listen: "10.0.1.1:0", advertise: "192.0.2.1:99"}
+    integrity: off
+    slice: 1MiB
+transfer: {deadline: 1m, partner: 500ms}
+http: {listen: off}
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := Default()
+	want.Node = "p0"
+	want.Engine.Socket, want.Engine.AllowedUIDs = "/run/a.sock", []int{1000, 1001}
+	want.Peer.Listen, want.Peer.ClusterKeyFile = "10.0.0.1:7000", "/etc/k"
+	want.Peer.Gossip = Gossip{Listen: "10.0.0.1:0", Join: []string{"10.0.0.2:7652"}}
+	want.Transports.Order = []string{"tcp"}
+	want.Transports.TCP.Rails = []Rail{{Name: "eth0", Listen: "10.0.0.1:0", Speed: 10e9}, {Name: "eth1", Listen: "10.0.1.1:0", Advertise: "192.0.2.1:99"}}
+	want.Transports.TCP.Integrity, want.Transports.TCP.Slice = "off", 1<<20
+	want.Transfer.Deadline, want.Transfer.Partner = Duration(time.Minute), Duration(500*time.Millisecond)
+	want.HTTP.Listen = "off"
+	if d := cmp.Diff(want, c, ignoreOrigin); d != "" {
+		t.Error(d)
+	}
+}
+
+// Every mistake names line, key, value and what to do.
+func TestMistakes(t *testing.T) {
+	for name, c := range map[string]struct {
+		yaml string
+		want []string
+	}{
+		"unknown key":        {"peer:\n  lisen: x", []string{"f.yaml:2", "peer.lisen", "unknown key", `did you mean "listen"`}},
+		"unknown far":        {"zebra: 1", []string{"f.yaml:1", "zebra", "known here: node, engine"}},
+		"unit missing":       {"transfer:\n  deadline: 30", []string{"f.yaml:2", "transfer.deadline", `"30"`, "30s"}},
+		"wrong unit":         {"\ntransports:\n  tcp:\n    slice: 30s", []string{"f.yaml:4", "transports.tcp.slice", `"30s"`, "256KiB"}},
+		"rate as size":       {"transports:\n  tcp:\n    rails:\n    - name: a\n      listen: 127.0.0.1:0\n      speed: 10GiB", []string{":6", "transports.tcp.rails[0].speed", "10gbit"}},
+		"impossible":         {"transfer:\n  deadline: -3s", []string{":2", "transfer.deadline", `"-3s"`, "outside"}},
+		"odd slice":          {"transports: {tcp: {slice: 100KiB}}", []string{":1", "transports.tcp.slice", "multiple of 64KiB"}},
+		"twice":              {"node: a\nnode: b", []string{":2", "node", "first in line 1"}},
+		"list wanted":        {"transports:\n  order: tcp", []string{":2", "transports.order", "not a list"}},
+		"section wanted":     {"peer: 3", []string{":1", "peer", "not a section"}},
+		"scalar wanted":      {"node: [a]", []string{":1", "node", "not a single value"}},
+		"open listen":        {"peer:\n  listen: 10.0.0.1:1", []string{":2", "peer.listen", "10.0.0.1:1", "keygen"}},
+		"open wildcard":      {"http: {listen: \":80\"}", []string{":1", "http.listen", "cluster_key_file"}},
+		"gossip needs key":   {"peer:\n  tls: {cert: a, key: b, ca: c}\n  gossip:\n    listen: 10.0.0.1:1", []string{":4", "peer.gossip.listen", "no key"}},
+		"tls in part":        {"peer:\n  tls: {cert: a}", []string{":2", "peer.tls.key", "together"}},
+		"wildcard advertise": {"peer:\n  cluster_key_file: k\n  listen: 0.0.0.0:1", []string{":2", "peer.advertise", "missing"}},
+		"name as host":       {"peer: {listen: \"example.org:1\"}", []string{"peer.listen", "not an IP address"}},
+		"no port":            {"peer: {listen: 127.0.0.1}", []string{"peer.listen", "not an address"}},
+		"big port":           {"peer: {listen: \"127.0.0.1:70000\"}", []string{"peer.listen", "port"}},
+		"enum":               {"log: {level: loud}", []string{"log.level", `"loud"`, "debug, info, warn, error"}},
+		"transport":          {"transports: {order: [tcp, ib]}", []string{"transports.order[1]", `"ib"`, "shm, tcp"}},
+		"transport twice":    {"transports: {order: [tcp, tcp]}", []string{"transports.order[1]", "twice"}},
+		"rail twice":         {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\"}, {name: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[1].name", "one name"}},
+		"partner":            {"transfer: {partner: 40s}", []string{"transfer.partner", "longer than transfer.deadline"}},
+		"socket long":        {"engine: {socket: /" + strings.Repeat("x", 120) + "}", []string{"engine.socket", "107"}},
+		"syntax":             {"a: [", []string{"f.yaml", "syntax"}},
+		"two documents":      {"node: a\n---\nnode: b", []string{"second YAML document"}},
+		"alias":              {"engine: &a {}\npeer: *a", []string{":2", "alias"}},
+		"merge":              {"<<: {node: a}", []string{"unknown key"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := Parse("f.yaml", []byte(c.yaml))
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			for _, w := range c.want {
+				if !strings.Contains(err.Error(), w) {
+					t.Errorf("%q misses %q", err, w)
+				}
+			}
+		})
+	}
+}
+
+func TestAllMistakesAtOnce(t *testing.T) {
+	_, err := Parse("f.yaml", []byte("a: 1\nb: 2\nlog: {level: 1}\n"))
+	if n := strings.Count(err.Error(), "f.yaml:"); n != 2 {
+		t.Errorf("%d mistakes listed, want both unknown keys (values are checked afterwards): %v", n, err)
+	}
+	_, err = Parse("f.yaml", []byte(strings.Repeat("a: 1\n", 3000)))
+	if n := strings.Count(err.Error(), "\n"); n > maxErrors+1 {
+		t.Errorf("%d lines of mistakes", n)
+	}
+}
+
+func TestSet(t *testing.T) {
+	c, err := Load("", "transports.tcp.integrity=off", "transports.order=tcp,shm", "transfer.grace=2s",
+		"transports.tcp.rails=a@127.0.0.1:0,b@127.0.0.2:0", "peer.gossip.join=", "engine.allowed_uids=1,2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.Transports.TCP.Integrity != Off || c.Transports.Order[0] != "tcp" || c.Transfer.Grace != Duration(2*time.Second) ||
+		len(c.Transports.TCP.Rails) != 2 || c.Transports.TCP.Rails[1].Listen != "127.0.0.2:0" || len(c.Engine.AllowedUIDs) != 2 {
+		t.Errorf("%+v", c)
+	}
+	for _, s := range []string{"x", "x=1", "peer=1", "peer.listen.x=1", "transfer.grace=2", "transports.tcp.rails=a", "log.level=x"} {
+		if _, err := Load("", s); err == nil {
+			t.Errorf("%q accepted", s)
+		} else if strings.Contains(err.Error(), ".yaml") {
+			t.Errorf("%q: %v names a file", s, err)
+		}
+	}
+}
+
+// What print writes, Load reads back.
+func TestPrintRoundTrip(t *testing.T) {
+	c := Default()
+	c.Node = "123"
+	c.Engine.AllowedUIDs = []int{7}
+	c.Peer.Gossip.Join = []string{"a:1", "127.0.0.1:5"}
+	c.Transports.TCP.Rails = []Rail{{Name: "a", Listen: "127.0.0.1:0", Speed: 25e8}, {Name: "b", Listen: "[::1]:0", Advertise: "h:1"}}
+	c.Trace.BlockHashes = "/tmp/with space: and colon"
+	var b bytes.Buffer
+	if err := c.WriteYAML(&b); err != nil {
+		t.Fatal(err)
+	}
+	got, err := Parse("printed", b.Bytes())
+	if err != nil {
+		t.Fatalf("%v\n%s", err, b.String())
+	}
+	if d := cmp.Diff(c, got, ignoreOrigin, cmpopts.EquateEmpty()); d != "" {
+		t.Errorf("%s\n%s", d, b.String())
+	}
+}
+
+// Every field has a key and a meaning, a scalar has a unit or is a name, and all of it stands in docs/config.md.
+func TestEveryFieldIsDocumented(t *testing.T) {
+	var walk func(reflect.Type, string)
+	walk = func(ty reflect.Type, prefix string) {
+		for i := range ty.NumField() {
+			f := ty.Field(i)
+			if !f.IsExported() {
+				continue
+			}
+			if f.Tag.Get("yaml") == "" || len(f.Tag.Get("doc")) < 10 {
+				t.Errorf("%s%s has no key or no meaning", prefix, f.Name)
+			}
+			ft := f.Type
+			if ft.Kind() == reflect.Slice {
+				ft = ft.Elem()
+			}
+			if ft.Kind() == reflect.Struct {
+				walk(ft, prefix+f.Name+".")
+			} else if f.Tag.Get("unit") == "" && f.Name != "Node" && f.Name != "Name" {
+				t.Errorf("%s%s has no unit", prefix, f.Name)
+			}
+		}
+	}
+	walk(reflect.TypeFor[Config](), "")
+
+	var want bytes.Buffer
+	if err := WriteMarkdown(&want); err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile("../../docs/config.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want.Bytes()) {
+		t.Error("docs/config.md is not what the code says; run 'make generate'")
+	}
+	for _, f := range Fields() {
+		if !bytes.Contains(got, []byte("`"+f.Key+"`")) {
+			t.Errorf("docs/config.md misses %s", f.Key)
+		}
+	}
+}
+
+func TestUnits(t *testing.T) {
+	for text, want := range map[string]uint64{"0B": 0, "64KiB": 64 << 10, "1.5MiB": 3 << 19, "4096b": 4096, "2 GiB": 2 << 30} {
+		if got, err := parseUnits(text, sizeUnits); err != nil || got != want {
+			t.Errorf("%q = %d, %v", text, got, err)
+		}
+	}
+	for text, want := range map[string]uint64{"10gbit": 10e9, "2.5Gbit": 25e8, "1bit": 1} {
+		if got, err := parseUnits(text, rateUnits); err != nil || got != want {
+			t.Errorf("%q = %d, %v", text, got, err)
+		}
+	}
+	for _, text := range []string{"", "1", "KiB", "-1B", "0.5B", "1e30GiB", "NaNB", "infB", "1KB", "1kib/s"} {
+		if got, err := parseUnits(text, sizeUnits); err == nil {
+			t.Errorf("%q accepted as %d", text, got)
+		}
+	}
+	if s := Size(100000).String(); s != "100000B" {
+		t.Error(s)
+	}
+	if s := Rate(0).String(); s != "0bit" {
+		t.Error(s)
+	}
+}
+
+func TestCheckFiles(t *testing.T) {
+	dir := t.TempDir()
+	key := filepath.Join(dir, "key")
+	c := Default()
+	c.Peer.ClusterKeyFile = key
+	wantErr := func(what string) {
+		t.Helper()
+		err := c.CheckFiles()
+		var e *Error
+		if !errors.As(err, &e) || !strings.Contains(err.Error(), what) {
+			t.Errorf("%v, want one with %q", err, what)
+		}
+	}
+	wantErr("no such file")
+	if err := os.WriteFile(key, []byte("short"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	wantErr("not a key file")
+	if err := os.WriteFile(key, bytes.Repeat([]byte("k"), 44), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.CheckFiles(); err != nil {
+		t.Error(err)
+	}
+	if err := os.Chmod(key, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	wantErr("chmod 600")
+	c.Peer.ClusterKeyFile = ""
+	c.Peer.TLS = TLS{Cert: key, Key: key, CA: filepath.Join(dir, "none")}
+	wantErr("peer.tls.ca")
+}
+
+func TestLoadFile(t *testing.T) {
+	if _, err := Load(filepath.Join(t.TempDir(), "none.yaml")); err == nil || !strings.Contains(err.Error(), "--config") {
+		t.Error(err)
+	}
+	big := filepath.Join(t.TempDir(), "big.yaml")
+	if err := os.WriteFile(big, bytes.Repeat([]byte("#"), maxFileBytes+1), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Load(big); err == nil || !strings.Contains(err.Error(), "larger") {
+		t.Error(err)
+	}
+	if c, err := Parse("empty", nil); err != nil || c.Peer.Listen == "" {
+		t.Error(err)
+	}
+}
+
+// Whatever bytes come: no panic, and what is accepted is valid, prints, and reads back the same.
+func FuzzParse(f *testing.F) {
+	var b bytes.Buffer
+	if err := Default().WriteYAML(&b); err != nil {
+		f.Fatal(err)
+	}
+	f.Add(b.Bytes())
+	f.Add([]byte("transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\", speed: 10gbit}], slice: 1MiB}}"))
+	f.Add([]byte("transfer:\n  deadline: 1h\n"))
+	f.Add([]byte("<<: *a"))
+	f.Add([]byte("? [a]\n: b"))
+	f.Add([]byte("node: !!binary aGk="))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		c, err := Parse("fuzz", data)
+		if err != nil {
+			return
+		}
+		var out bytes.Buffer
+		if err := c.WriteYAML(&out); err != nil {
+			t.Fatal(err)
+		}
+		again, err := Parse("printed", out.Bytes())
+		if err != nil {
+			t.Fatalf("%v\n%s", err, out.String())
+		}
+		if d := cmp.Diff(c, again, ignoreOrigin, cmpopts.EquateEmpty()); d != "" {
+			t.Fatal(d)
+		}
+	})
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package metrics
+
+import (
+	"fmt"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// exercise touches every series once.
+func exercise(s *Set) {
+	s.TransferEnded(SideDestination, OK, "tcp", 4096, time.Millisecond)
+	s.FlagToCommit(time.Millisecond)
+	s.Slice("tcp", "lo", transfer.Landed, transfer.ReasonNone, 65536)
+	s.Slice("tcp", "lo", transfer.Rejected, transfer.ReasonChecksum, 65536)
+	s.Landed("tcp", "lo", 65536)
+	s.LaneUp("tcp", "lo")
+	s.LaneDown("tcp", "lo", true)
+	s.FrameRefused("tcp", transfer.ReasonRevoked)
+	s.LeasesOpen(SideSource, 2)
+	s.LeasesOpen(SideSource, -1)
+	s.Quarantined(1)
+	s.Fenced(CauseCommit, time.Microsecond)
+	s.Control(Out, "grant")
+	s.Peers(1)
+	s.Sessions("worker", 1)
+	s.Record("intent")
+	s.EngineRefused("overlap")
+	s.Draining(true)
+}
+
+func TestNames(t *testing.T) {
+	reg := prometheus.NewPedanticRegistry()
+	exercise(New(reg))
+	families, err := reg.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(families) != 19 {
+		t.Errorf("%d families, want 19: every collector is registered and exercised", len(families))
+	}
+	shape := regexp.MustCompile(`^kvspray_(transfer|rail|lane|lease|control|engine|sidecar)_[a-z_]+$`)
+	for _, f := range families {
+		name := f.GetName()
+		if !shape.MatchString(name) {
+			t.Errorf("%s does not follow kvspray_<subsystem>_<noun>_<unit>", name)
+		}
+		counter := f.GetType().String() == "COUNTER"
+		if counter != strings.HasSuffix(name, "_total") {
+			t.Errorf("%s is a %s", name, f.GetType())
+		}
+		for _, m := range f.GetMetric() {
+			for _, l := range m.GetLabel() {
+				switch l.GetName() {
+				case "request", "req", "lease", "xfer", "boot", "peer":
+					t.Errorf("%s has the unbounded label %s", name, l.GetName())
+				}
+			}
+		}
+	}
+}
+
+func TestValues(t *testing.T) {
+	reg := prometheus.NewPedanticRegistry()
+	exercise(New(reg))
+	want := `
+# HELP kvspray_lease_open Leases that are open.
+# TYPE kvspray_lease_open gauge
+kvspray_lease_open{side="source"} 1
+# HELP kvspray_rail_bytes_total Payload bytes over a rail.
+# TYPE kvspray_rail_bytes_total counter
+kvspray_rail_bytes_total{direction="in",rail="lo",transport="tcp"} 65536
+kvspray_rail_bytes_total{direction="out",rail="lo",transport="tcp"} 65536
+# HELP kvspray_rail_errors_total Lanes lost and slices failed on a rail.
+# TYPE kvspray_rail_errors_total counter
+kvspray_rail_errors_total{rail="lo",transport="tcp"} 2
+`
+	if err := testutil.GatherAndCompare(reg, strings.NewReader(want), "kvspray_lease_open", "kvspray_rail_bytes_total", "kvspray_rail_errors_total"); err != nil {
+		t.Error(err)
+	}
+}
+
+// Nothing that a peer or an engine can say makes the number of series grow without bound.
+func TestSeriesAreBounded(t *testing.T) {
+	reg := prometheus.NewPedanticRegistry()
+	s := New(reg)
+	for i := range 2000 {
+		name := fmt.Sprintf("x%d", i)
+		s.TransferEnded(SideSource, Outcome(name), name, 1, 0)
+		s.Slice(name, name, transfer.Outcome(i), transfer.Reason(i), 1)
+		s.FrameRefused(name, transfer.Reason(i))
+		s.Fenced(name, 0)
+		s.Control(In, name)
+		s.Sessions(name, 1)
+		s.Record(name)
+		s.LaneUp(name, name)
+	}
+	n, err := testutil.GatherAndCount(reg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if most := 4*(maxRails+1) + 200; n > most {
+		t.Errorf("%d series after 2000 invented names, want at most %d", n, most)
+	}
+}
+
+func TestOutcomeOf(t *testing.T) {
+	for status, want := range map[uint16]Outcome{0: OK, 1: Failed, 2: Cancelled, 3: Expired, 4: Refused, 5: Lost, 6: otherName} {
+		if got := OutcomeOf(status); got != want {
+			t.Errorf("OutcomeOf(%d) = %q, want %q", status, got, want)
+		}
+	}
+}
