@@ -1,0 +1,279 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * kvspray.h: the engine side of kvspray, as one small C library (libkvspray.so, libc and pthread only).
+ *
+ * A client is one session holder: a worker (one engine rank, with a board) or a scheduler (admission only). It owns
+ *   - the unix SOCK_SEQPACKET connection to the sidecar and its reconnection,
+ *   - the board: a flags memfd that lives as long as the client, and a rings memfd that is fresh on every connection,
+ *   - the durable list of open leases, and what would present each of them afresh,
+ *   - a pidfd of every sidecar process that may still touch blocks of an open lease,
+ *   - one background thread, which needs no interpreter lock and calls nothing outside this library.
+ *
+ * Threads. Every function may be called from any thread. None blocks but kvs_wait, kvs_wait_connected and kvs_close; the
+ * others take one mutex that is held for copies only. kvs_signal_* take no lock: one store each.
+ *
+ * Fork. A forked child's client is inert: every call returns KVS_E_FORKED (kvs_close only unmaps and closes).
+ *
+ * Release rule. A lease completes exactly once, through kvs_poll: by the sidecar's record, or by a record of our own once
+ * the exit of every sidecar process that could touch its blocks is proved (its pidfd says so), or once that sidecar states
+ * that it has fenced everything of the earlier session. Time alone never completes a lease that a living process holds.
+ */
+#ifndef KVSPRAY_KVSPRAY_H
+#define KVSPRAY_KVSPRAY_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "board.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVS_PROTOCOL_MAJOR 1
+#define KVS_PROTOCOL_MINOR 0
+#define KVS_PACKET_MAX_BYTES (1u << 20) /* type and body of one socket packet */
+#define KVS_PACKET_MAX_FDS 32
+#define KVS_MAX_REGIONS 27      /* what fits one packet beside the board's descriptors */
+#define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
+#define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
+#define KVS_MAX_SIDECARS 16     /* sidecar processes that may still touch blocks of an open lease */
+#define KVS_MAX_LOADS 256       /* load flag ranges under the watchdog */
+#define KVS_ADOPT_MIN_BYTES (64ull << 20)
+
+/* Results below zero. */
+enum kvs_error {
+	KVS_E_ARG = -1,           /* an argument is impossible; kvs_info.error says which */
+	KVS_E_NOT_CONNECTED = -2, /* no registered session: serve as if alone */
+	KVS_E_FULL = -3,          /* the submission ring has no room: serve as if alone */
+	KVS_E_DEGRADED = -4,      /* the session is being replaced, or the sidecar drains */
+	KVS_E_TOO_BIG = -5,       /* the record exceeds KVS_RECORD_MAX_BYTES or half the ring */
+	KVS_E_UNKNOWN = -6,       /* no such open lease (complete already: a race, not an error) */
+	KVS_E_LIMIT = -7,         /* a bounded table is full */
+	KVS_E_FORKED = -8,        /* this process is a fork of the client's owner */
+	KVS_E_CLOSED = -9,
+	KVS_E_SYS = -10,          /* a system call failed; errno is kept */
+	KVS_E_BUFFER = -11,       /* the caller's buffer cannot hold the next record */
+};
+
+/* Result of calls about an open lease while there is no session: the state is kept and will be presented afresh. */
+#define KVS_KEPT 1
+
+const char *kvs_strerror(int error);
+const char *kvs_library_version(void);
+
+/* ---- memory that the sidecar may reach ---------------------------------------------------------------------------- */
+
+enum kvs_region_kind {
+	KVS_REGION_MEMFD = 1,   /* allocated by us in a sealed memfd */
+	KVS_REGION_ADOPTED = 2, /* pages of an existing mapping, moved into a sealed memfd in place */
+	KVS_REGION_PROCESS = 3, /* this process's memory through its own /proc/self/mem descriptor */
+};
+
+struct kvs_region {
+	uint8_t id[16]; /* random, never reused */
+	int32_t kind;   /* enum kvs_region_kind */
+	int32_t fd;
+	uint64_t addr; /* where it is mapped in this process */
+	uint64_t bytes;
+};
+
+/* A sealed memfd (SHRINK, GROW, SEAL), mapped shared; bytes is rounded up to pages. */
+int kvs_region_alloc(uint64_t bytes, struct kvs_region *out);
+
+#define KVS_ADOPT_SMALL 1u /* allow less than KVS_ADOPT_MIN_BYTES */
+
+/* Replaces the pages of [addr, addr+bytes) with a shared mapping of a sealed memfd that holds the same content. The range
+ * must be page-aligned and consist of private, anonymous, readable and writable mappings. Nobody may write to it during
+ * the call: a write that comes between copy and switch is lost. */
+int kvs_region_adopt(uint64_t addr, uint64_t bytes, uint32_t flags, struct kvs_region *out);
+
+/* Any readable and writable range of this process. */
+int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out);
+
+/* Closes the descriptor; unmaps MEMFD regions, leaves adopted and process memory as it is. Only once no open lease names
+ * its blocks. */
+void kvs_region_free(struct kvs_region *region);
+
+/* ---- client ------------------------------------------------------------------------------------------------------- */
+
+enum kvs_role { KVS_WORKER = 1, KVS_SCHEDULER = 2 };
+
+struct kvs_config {
+	uint32_t size;           /* sizeof(struct kvs_config) of the caller */
+	uint32_t role;           /* enum kvs_role */
+	const char *socket_path; /* NULL: the default of docs/protocol.md section 1 */
+	const char *engine_name;
+	const char *engine_version;
+	const char *engine_id;
+	uint32_t ranks[10];        /* dp, pp, tp, pcp, dcp: rank, size */
+	uint32_t layers;           /* worker: flags on the board, 1..KVS_MAX_LAYERS */
+	uint32_t submission_bytes; /* ring sizes, powers of two; 0: 4 MiB and 256 KiB */
+	uint32_t completion_bytes;
+	uint32_t deadline_ms; /* of a lease; 0: what WELCOME says, 30,000 before that */
+};
+
+typedef struct kvs_client kvs_client;
+
+/* Makes the client and its board; nothing is dialled yet. */
+int kvs_open(const struct kvs_config *config, kvs_client **out);
+
+/* Starts the background connection. Worker: `regions` (their descriptors are duplicated) and `layout`, one msgpack map
+ * (docs/protocol.md section 3), are presented on every connection. Scheduler: n = 0, layout NULL. Once. */
+int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes);
+
+/* Says BYE, joins the thread, unmaps the board, frees the client. Open leases are forgotten: the sidecar fences them when
+ * this process ends. */
+void kvs_close(kvs_client *c);
+
+/* 1: there is a registered session, 0: none. */
+int kvs_connected(kvs_client *c);
+/* Waits until connected or until timeout_ms have passed (negative: no limit). 1 or 0. */
+int kvs_wait_connected(kvs_client *c, int timeout_ms);
+
+/* ---- worker: what the engine says --------------------------------------------------------------------------------- */
+
+/* Flags. Monotonic per layer; layer == layers is the end of the step. No lock, no system call. */
+int kvs_signal_layer(kvs_client *c, uint32_t layer, uint64_t step);
+int kvs_signal_step(kvs_client *c, uint64_t step);
+/* All layers and the step end at once. */
+int kvs_signal_all(kvs_client *c, uint64_t step);
+/* The board's flags memfd, for registration with a GPU; valid until kvs_close. */
+void *kvs_flags(kvs_client *c, uint64_t *bytes);
+
+/* To be called before blocks that an open intent names are reused for something else, where no preempt or cancel of that
+ * lease says so. Returns the new value; 0 on error. */
+uint64_t kvs_bump_source_epoch(kvs_client *c);
+
+/* What would present a lease afresh: one complete INTENT body. */
+struct kvs_snapshot {
+	uint64_t lease;
+	const void *body;
+	uint64_t body_bytes;
+};
+
+/* Opens a lease with an INTENT or EXPECT body. deadline_ms is the body's own. Returns the lease id (> 0) or an error; after
+ * an error nothing is open and nothing was said. */
+int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms);
+
+/* One STEP record, and the snapshots as of it. 0 or KVS_KEPT; both mean that the state is safe with us. If the ring has no
+ * room the session is replaced in the background and the snapshots are presented in the new one. Errors: KVS_E_TOO_BIG (split
+ * it), KVS_E_ARG. */
+int kvs_step(kvs_client *c, const void *body, uint32_t bytes, const struct kvs_snapshot *snapshots, uint32_t n);
+
+/* Preempt and hold carry the lease's new snapshot. Preempt moves the source epoch first. */
+int kvs_preempt(kvs_client *c, const struct kvs_snapshot *snapshot);
+int kvs_hold(kvs_client *c, const struct kvs_snapshot *snapshot);
+/* Gives a lease back; it still completes through kvs_poll. Of a source lease it moves the source epoch first. */
+int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason);
+
+/* Copies completions into buf: struct kvs_record, body, padded to 8 bytes, one after the other. Returns the bytes used, 0 when
+ * there are none. Records that the library made itself have an empty map as body (KVS_LOST), or {"reason": str}. */
+int64_t kvs_poll(kvs_client *c, void *buf, uint64_t cap);
+/* Waits until kvs_poll would return something (1), or timeout_ms have passed (0; negative: no limit). */
+int kvs_wait(kvs_client *c, int timeout_ms);
+
+/* ---- worker: load flags and their watchdog ------------------------------------------------------------------------ */
+
+/* The engine is about to let a GPU wait until load_flags[first..first+count) reach `step`. If they have not by timeout_ms,
+ * or if the sidecar's exit is proved before, those below `step` become KVS_POISON. Returns a handle > 0 or an error. */
+int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t step, uint32_t timeout_ms);
+/* Ends the watch. 1: some flag of the range is poison, 0: none. */
+int kvs_load_done(kvs_client *c, int64_t handle);
+/* Sets flags to zero again, poison included. Only while no stream waits and no open lease loads into them. */
+int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count);
+
+/* ---- scheduler: admission ----------------------------------------------------------------------------------------- */
+
+enum kvs_admission_state {
+	KVS_ADMISSION_NONE = 0, /* never asked, or forgotten */
+	KVS_ADMISSION_PENDING = 1,
+	KVS_ADMISSION_ADMITTED = 2,
+	KVS_ADMISSION_REFUSED = 3,
+	KVS_ADMISSION_GONE = 4, /* said by the sidecar, or ttl passed without an answer */
+};
+
+struct kvs_admission {
+	uint32_t state;
+	uint32_t tokens;
+	char message[232];
+};
+
+/* Asks once per (xfer, hash); repeated calls change nothing. Asked again after a reconnection. Forgotten at ttl_ms + 60 s. */
+int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens,
+              uint32_t ttl_ms);
+int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], struct kvs_admission *out);
+int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
+
+/* ---- what is going on --------------------------------------------------------------------------------------------- */
+
+struct kvs_info {
+	uint32_t size;      /* in: sizeof(struct kvs_info) of the caller */
+	uint32_t connected; /* 1: registered session */
+	uint32_t degraded;  /* 1: the session is being replaced, the sidecar drains, or it refused us */
+	uint32_t quarantined; /* leases that wait for the exit of a sidecar that we may not kill */
+	uint32_t sidecar_pid; /* of the current session; 0: none, or not visible here */
+	uint32_t version;     /* chosen by WELCOME, major << 16 | minor */
+	uint32_t deadline_ms, partner_ms, grace_ms;
+	uint32_t leases;      /* open */
+	uint32_t sidecars;    /* processes that may still touch blocks of open leases, the current one included */
+	uint32_t awaits;
+	uint8_t boot[16];         /* ours */
+	uint8_t sidecar_boot[16]; /* of the current or latest session */
+	uint64_t source_epoch;
+	/* counters since kvs_open */
+	uint64_t connects;     /* sessions that got as far as registered */
+	uint64_t refusals;     /* ERROR messages */
+	uint64_t submitted;    /* records written */
+	uint64_t kept;         /* records not written: no session */
+	uint64_t full;         /* records not written: no room */
+	uint64_t completed;    /* completions handed to the engine */
+	uint64_t synthesised;  /* of these, made by us */
+	uint64_t represented;  /* source leases presented afresh */
+	uint64_t dropped;      /* completions of unknown or complete leases */
+	uint64_t protocol_errors; /* malformed packets, rings or records of the sidecar */
+	uint64_t kills;        /* sidecars killed by the watchdog */
+	uint64_t poisoned;     /* load flags */
+	uint64_t sidecar_exits; /* proved */
+	char node[64];
+	char endpoint[128];  /* that peers dial; empty before the first WELCOME */
+	char error[512];     /* the latest; empty: none */
+};
+
+int kvs_status_read(kvs_client *c, struct kvs_info *info);
+
+/* Copies the oldest unread log line ("level message") into buf, zero-terminated. 1, or 0 when there is none. At most 256 are
+ * kept; the oldest give way. */
+int kvs_next_log(kvs_client *c, char *buf, uint64_t cap);
+
+/* The body of the latest STATS message of the sidecar. Returns its bytes, 0: none yet. */
+int64_t kvs_stats(kvs_client *c, void *buf, uint64_t cap);
+
+/* ---- ring primitives: for tests and for tools; the client uses the same code --------------------------------------- */
+
+/* One end of a ring, in private memory. Never trusts what it has itself written to the shared words. */
+struct kvs_ring_end {
+	struct kvs_ring *ring;
+	uint8_t *data;
+	uint64_t bytes; /* of data, a power of two */
+	uint64_t head, tail; /* own word: truth; the other's word: last value seen and found valid */
+	uint64_t seq;        /* last one written or read */
+};
+
+void kvs_ring_attach(struct kvs_ring_end *end, struct kvs_ring *ring, uint64_t data_bytes);
+/* Appends one record; the bell protocol is the caller's (kvs_ring_wake). 0, KVS_E_FULL, KVS_E_TOO_BIG, or KVS_E_ARG if the
+ * consumer's word is impossible. */
+int kvs_ring_push(struct kvs_ring_end *end, uint16_t type, uint16_t status, uint64_t lease, uint64_t epoch,
+                  const void *body, uint32_t bytes);
+/* 1: the consumer slept and its eventfd must be written. */
+int kvs_ring_wake(struct kvs_ring_end *end);
+/* Copies the next record (header and body, without padding) into buf. Its bytes, 0: empty, KVS_E_ARG: the ring is broken,
+ * KVS_E_BUFFER: cap is too small. */
+int64_t kvs_ring_pop(struct kvs_ring_end *end, void *buf, uint64_t cap);
+/* Announces sleep. 1: still empty, wait on the eventfd; 0: there is something. */
+int kvs_ring_sleep(struct kvs_ring_end *end);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libkvspray.so through ctypes: the structs and prototypes of kvspray.h, and nothing else.
+
+``lib`` releases the interpreter lock around each call. ``fast`` holds it: only for calls that take no lock and make no
+system call (one store each), where handing the lock over would cost more than the call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_int32, c_int64, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+
+__all__ = ["byref", "lib", "fast"]
+
+E_ARG = -1
+E_NOT_CONNECTED = -2
+E_FULL = -3
+E_DEGRADED = -4
+E_TOO_BIG = -5
+E_UNKNOWN = -6
+E_LIMIT = -7
+E_FORKED = -8
+E_CLOSED = -9
+E_SYS = -10
+E_BUFFER = -11
+KEPT = 1
+
+REC_STEP, REC_INTENT, REC_EXPECT, REC_CANCEL, REC_PREEMPT, REC_HOLD = 1, 2, 3, 4, 5, 6
+REC_RECEIVED, REC_SENT = 32, 33
+
+
+class CRegion(ctypes.Structure):
+    _fields_ = [("id", c_uint8 * 16), ("kind", c_int32), ("fd", c_int32), ("addr", c_uint64), ("bytes", c_uint64)]
+
+
+class CConfig(ctypes.Structure):
+    _fields_ = [
+        ("size", c_uint32),
+        ("role", c_uint32),
+        ("socket_path", c_char_p),
+        ("engine_name", c_char_p),
+        ("engine_version", c_char_p),
+        ("engine_id", c_char_p),
+        ("ranks", c_uint32 * 10),
+        ("layers", c_uint32),
+        ("submission_bytes", c_uint32),
+        ("completion_bytes", c_uint32),
+        ("deadline_ms", c_uint32),
+    ]
+
+
+class CSnapshot(ctypes.Structure):
+    _fields_ = [("lease", c_uint64), ("body", c_char_p), ("body_bytes", c_uint64)]
+
+
+class CAdmission(ctypes.Structure):
+    _fields_ = [("state", c_uint32), ("tokens", c_uint32), ("message", c_char * 232)]
+
+
+class CInfo(ctypes.Structure):
+    _fields_ = [
+        ("size", c_uint32),
+        ("connected", c_uint32),
+        ("degraded", c_uint32),
+        ("quarantined", c_uint32),
+        ("sidecar_pid", c_uint32),
+        ("version", c_uint32),
+        ("deadline_ms", c_uint32),
+        ("partner_ms", c_uint32),
+        ("grace_ms", c_uint32),
+        ("leases", c_uint32),
+        ("sidecars", c_uint32),
+        ("awaits", c_uint32),
+        ("boot", c_uint8 * 16),
+        ("sidecar_boot", c_uint8 * 16),
+        ("source_epoch", c_uint64),
+        ("connects", c_uint64),
+        ("refusals", c_uint64),
+        ("submitted", c_uint64),
+        ("kept", c_uint64),
+        ("full", c_uint64),
+        ("completed", c_uint64),
+        ("synthesised", c_uint64),
+        ("represented", c_uint64),
+        ("dropped", c_uint64),
+        ("protocol_errors", c_uint64),
+        ("kills", c_uint64),
+        ("poisoned", c_uint64),
+        ("sidecar_exits", c_uint64),
+        ("node", c_char * 64),
+        ("endpoint", c_char * 128),
+        ("error", c_char * 512),
+    ]
+
+
+_PROTOTYPES = {
+    "kvs_strerror": (c_char_p, [c_int]),
+    "kvs_library_version": (c_char_p, []),
+    "kvs_region_alloc": (c_int, [c_uint64, POINTER(CRegion)]),
+    "kvs_region_adopt": (c_int, [c_uint64, c_uint64, c_uint32, POINTER(CRegion)]),
+    "kvs_region_process": (c_int, [c_uint64, c_uint64, POINTER(CRegion)]),
+    "kvs_region_free": (None, [POINTER(CRegion)]),
+    "kvs_open": (c_int, [POINTER(CConfig), POINTER(c_void_p)]),
+    "kvs_start": (c_int, [c_void_p, POINTER(CRegion), c_uint32, c_char_p, c_uint32]),
+    "kvs_close": (None, [c_void_p]),
+    "kvs_connected": (c_int, [c_void_p]),
+    "kvs_wait_connected": (c_int, [c_void_p, c_int]),
+    "kvs_signal_layer": (c_int, [c_void_p, c_uint32, c_uint64]),
+    "kvs_signal_step": (c_int, [c_void_p, c_uint64]),
+    "kvs_signal_all": (c_int, [c_void_p, c_uint64]),
+    "kvs_flags": (c_void_p, [c_void_p, POINTER(c_uint64)]),
+    "kvs_bump_source_epoch": (c_uint64, [c_void_p]),
+    "kvs_submit": (c_int64, [c_void_p, c_uint16, c_char_p, c_uint32, c_uint32]),
+    "kvs_step": (c_int, [c_void_p, c_char_p, c_uint32, POINTER(CSnapshot), c_uint32]),
+    "kvs_preempt": (c_int, [c_void_p, POINTER(CSnapshot)]),
+    "kvs_hold": (c_int, [c_void_p, POINTER(CSnapshot)]),
+    "kvs_cancel": (c_int, [c_void_p, c_uint64, c_char_p]),
+    "kvs_poll": (c_int64, [c_void_p, c_void_p, c_uint64]),
+    "kvs_wait": (c_int, [c_void_p, c_int]),
+    "kvs_load_watch": (c_int64, [c_void_p, c_uint32, c_uint32, c_uint64, c_uint32]),
+    "kvs_load_done": (c_int, [c_void_p, c_int64]),
+    "kvs_load_reset": (c_int, [c_void_p, c_uint32, c_uint32]),
+    "kvs_await": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_uint32, c_uint32]),
+    "kvs_admission": (c_int, [c_void_p, c_char_p, c_char_p, POINTER(CAdmission)]),
+    "kvs_await_forget": (c_int, [c_void_p, c_char_p, c_char_p]),
+    "kvs_status_read": (c_int, [c_void_p, POINTER(CInfo)]),
+    "kvs_next_log": (c_int, [c_void_p, c_char_p, c_uint64]),
+    "kvs_stats": (c_int64, [c_void_p, c_void_p, c_uint64]),
+}
+
+
+def _bind(dll: ctypes.CDLL, names: list[str]) -> ctypes.CDLL:
+    for name in names:
+        fn = getattr(dll, name)
+        fn.restype, fn.argtypes = _PROTOTYPES[name]
+    return dll
+
+
+def _path() -> str:
+    # KVSPRAY_LIBRARY lets a sanitizer build of the library stand in for the one in the wheel.
+    override = os.environ.get("KVSPRAY_LIBRARY")
+    return override or str(pathlib.Path(__file__).with_name("libkvspray.so"))
+
+
+lib: ctypes.CDLL = _bind(ctypes.CDLL(_path(), use_errno=True), list(_PROTOTYPES))
+fast: ctypes.PyDLL = ctypes.PyDLL(_path())
+_bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_signal_all", "kvs_bump_source_epoch"])
+
+
+def strerror(code: int) -> str:
+    return bytes(lib.kvs_strerror(code)).decode()

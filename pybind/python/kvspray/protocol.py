@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The words of docs/protocol.md: message and record bodies, the prefix hash, and ``kv_transfer_params["kvspray"]``.
+
+Canonical encoding: keys in the order of docs/protocol.md, absent optional keys left out, the smallest integer form, `bin`
+for byte strings and `str` for text. ``encode`` gives that order whatever the order of the given map; keys that it does not
+know follow at the end (a newer version may have them). Readers never depend on the order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+VERSION = PROTOCOL_MAJOR << 16 | PROTOCOL_MINOR
+
+PACKET_MAX_BYTES = 1 << 20
+MAX_PENDING_STEPS = 64
+MAX_FANOUT = 16
+MAX_REQ_BYTES = 128
+PARAMS_VERSION = 1
+
+# Socket messages by type.
+MESSAGES: dict[int, str] = {
+    1: "HELLO", 2: "WELCOME", 3: "REGISTER", 4: "REGISTERED", 5: "ERROR", 6: "AWAIT", 7: "ADMITTED", 8: "BYE", 9: "STATS",
+}  # fmt: skip
+
+# Board records by type.
+RECORDS: dict[int, str] = {
+    1: "STEP", 2: "INTENT", 3: "EXPECT", 4: "CANCEL", 5: "PREEMPT", 6: "HOLD", 32: "RECEIVED", 33: "SENT",
+}  # fmt: skip
+
+# Key order of every body, nested maps by dotted name; a list of maps uses its own name.
+_ORDER: dict[str, tuple[str, ...]] = {
+    "HELLO": ("id", "min", "max", "role", "boot", "engine", "ranks", "pid", "features"),
+    "HELLO.engine": ("name", "version", "id"),
+    "HELLO.ranks": ("dp", "pp", "tp", "pcp", "dcp"),
+    "WELCOME": ("id", "version", "boot", "node", "endpoint", "host", "features", "fenced", "limits",
+                "deadline_ms", "partner_ms", "grace_ms"),
+    "WELCOME.limits": ("leases", "regions", "record_bytes"),
+    "REGISTER": ("id", "session", "regions", "layout", "fds"),
+    "REGISTER.regions": ("region", "kind", "bytes", "addr", "fd"),
+    "REGISTER.layout": ("model", "dtype", "groups", "identity"),
+    "REGISTER.layout.groups": ("tokens_per_block", "strategy", "params", "num_blocks", "layers"),
+    "REGISTER.layout.groups.layers": ("name", "index", "region", "base", "block_stride", "page_bytes"),
+    "REGISTER.fds": ("flags", "rings", "doorbell", "bell"),
+    "REGISTERED": ("id", "fingerprint", "geometry"),
+    "ERROR": ("id", "code", "message", "field", "remedy", "fatal"),
+    "AWAIT": ("id", "xfer", "hash", "peer", "tokens", "ttl_ms"),
+    "ADMITTED": ("id", "state", "tokens", "message"),
+    "BYE": ("reason",),
+    "STATS": ("transfers", "bytes"),
+    "INTENT": ("xfer", "hash", "tokens", "fanout", "blocks", "ready", "steps", "prio", "deadline_ms", "held", "req",
+               "attempt"),
+    "EXPECT": ("xfer", "hash", "peer", "tokens", "skip", "blocks", "prio", "deadline_ms", "partner_ms", "req"),
+    "STEP": ("step", "reqs"),
+    "STEP.reqs": ("lease", "end", "blocks", "attempt"),
+    "CANCEL": ("reason",),
+    "PREEMPT": (),
+    "HOLD": (),
+    "RECEIVED": ("bytes", "us", "transport", "reason", "recompute"),
+    "SENT": ("grants", "bytes", "reason"),
+}  # fmt: skip
+
+
+def _ordered(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        order = _ORDER.get(name, ())
+        out = {k: _ordered(f"{name}.{k}", value[k]) for k in order if k in value}
+        out.update((k, _ordered(f"{name}.{k}", v)) for k, v in value.items() if k not in out)
+        return out
+    if isinstance(value, (list, tuple)):
+        return [_ordered(name, v) for v in value]
+    return value
+
+
+def encode(kind: str, value: Mapping[str, Any]) -> bytes:
+    """The canonical bytes of one message or record body."""
+    if kind not in _ORDER:
+        raise ValueError(f"kvspray: unknown message or record {kind!r}; known are the names in docs/protocol.md")
+    return pack(_ordered(kind, value))
+
+
+def pack(value: Any) -> bytes:
+    """msgpack with `bin` and `str` told apart."""
+    out = msgpack.packb(value, use_bin_type=True)
+    assert isinstance(out, bytes)
+    return out
+
+
+def decode(data: bytes | memoryview) -> dict[str, Any]:
+    """One body; raises ValueError when it is not one msgpack map with text keys."""
+    try:
+        value = msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except Exception as e:
+        raise ValueError(f"kvspray: body of {len(data)} bytes is not msgpack: {e}") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"kvspray: body is a {type(value).__name__}, want a map")
+    return value
+
+
+def pack_blocks(ids: bytes | Iterable[int]) -> bytes:
+    """A block table of one cache group as little-endian u32. Accepts bytes (taken as they are) and numpy arrays too."""
+    if isinstance(ids, (bytes, bytearray, memoryview)):
+        data = bytes(ids)
+        if len(data) % 4:
+            raise ValueError(f"kvspray: packed block table of {len(data)} bytes, want a multiple of 4")
+        return data
+    seq = ids if isinstance(ids, (list, tuple)) else [int(i) for i in ids]
+    try:
+        return struct.pack(f"<{len(seq)}I", *seq)
+    except struct.error as e:
+        raise ValueError(f"kvspray: block ids must be integers in [0, 2^32): {e}") from e
+
+
+def unpack_blocks(data: bytes) -> list[int]:
+    """The inverse of pack_blocks."""
+    if len(data) % 4:
+        raise ValueError(f"kvspray: packed block table of {len(data)} bytes, want a multiple of 4")
+    return list(struct.unpack(f"<{len(data) // 4}I", data))
+
+
+_HASH_DOMAIN = b"kvspray-prefix-v1"
+
+
+def prefix_hash(
+    token_ids: Sequence[int] | Iterable[int],
+    lora: str | None = None,
+    salt: str | None = None,
+    mm: Iterable[tuple[str, int, int]] = (),
+) -> bytes:
+    """SHA-256 over the prompt and all that its KV depends on (docs/protocol.md, section 4).
+
+    The domain string, then four parts, each behind its length as u64 little-endian: the token ids as u32 little-endian, the
+    LoRA name, the cache salt, and the multimodal items, each (identifier behind its length, offset u64, length u64). Absent and empty mean the same.
+    """
+    h = hashlib.sha256(_HASH_DOMAIN)
+
+    def part(data: bytes) -> None:
+        h.update(struct.pack("<Q", len(data)))
+        h.update(data)
+
+    ids = token_ids if isinstance(token_ids, (list, tuple)) else [int(t) for t in token_ids]
+    part(struct.pack(f"<{len(ids)}I", *ids))
+    part((lora or "").encode())
+    part((salt or "").encode())
+    items = bytearray()
+    for identifier, offset, length in mm:
+        ident = identifier.encode()
+        items += struct.pack("<Q", len(ident)) + ident + struct.pack("<QQ", offset, length)
+    part(bytes(items))
+    return h.digest()
+
+
+@dataclass(frozen=True)
+class Params:
+    """``kv_transfer_params["kvspray"]``, version 1."""
+
+    xfer: bytes
+    peer: str = ""
+    fanout: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"v": PARAMS_VERSION, "xfer": self.xfer.hex()}
+        if self.peer:
+            out["peer"] = self.peer
+        out["fanout"] = self.fanout
+        return out
+
+    @classmethod
+    def from_dict(cls, value: object) -> Params | None:
+        """None for anything that is not version 1: local prefill. Never raises: the value comes from a client."""
+        if not isinstance(value, Mapping) or value.get("v") != PARAMS_VERSION:
+            return None
+        xfer, peer, fanout = value.get("xfer"), value.get("peer", ""), value.get("fanout", 1)
+        if not isinstance(xfer, str) or not isinstance(peer, str) or len(peer) > 255:
+            return None
+        if not isinstance(fanout, int) or isinstance(fanout, bool) or not 1 <= fanout <= MAX_FANOUT:
+            return None
+        try:
+            raw = bytes.fromhex(xfer)
+        except ValueError:
+            return None
+        return cls(raw, peer, fanout) if len(raw) == 16 else None

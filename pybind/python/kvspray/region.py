@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that the sidecar may reach."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+
+from . import _lib
+
+
+class KvsprayError(RuntimeError):
+    """A foreground call failed for a reason that the caller must know. Background faults never become exceptions."""
+
+
+class RegionKind(enum.IntEnum):
+    MEMFD = 1
+    ADOPTED = 2
+    PROCESS = 3
+
+
+class Region:
+    """One range of this process's memory, reachable by the sidecar once registered.
+
+    Keep it until the client is closed: its pages belong to open leases. ``buffer`` is a writable view of the bytes.
+    """
+
+    __slots__ = ("_c", "id", "kind", "fd", "addr", "nbytes")
+
+    def __init__(self, c: _lib.CRegion) -> None:
+        self._c = c
+        self.id = bytes(c.id)
+        self.kind = RegionKind(c.kind)
+        self.fd = int(c.fd)
+        self.addr = int(c.addr)
+        self.nbytes = int(c.bytes)
+
+    @property
+    def buffer(self) -> memoryview:
+        return memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.addr)).cast("B")
+
+    def close(self) -> None:
+        """Closes the descriptor and unmaps what alloc mapped. Views of ``buffer`` must be gone."""
+        if self._c.fd >= 0:
+            _lib.lib.kvs_region_free(ctypes.byref(self._c))
+            self.fd = -1
+
+    def __repr__(self) -> str:
+        return f"Region(id={self.id.hex()}, kind={self.kind.name}, fd={self.fd}, nbytes={self.nbytes})"
+
+    @classmethod
+    def alloc(cls, nbytes: int) -> Region:
+        """A sealed memfd, mapped shared; rounded up to pages."""
+        c = _lib.CRegion()
+        _check("region alloc", _lib.lib.kvs_region_alloc(nbytes, ctypes.byref(c)), nbytes)
+        return cls(c)
+
+    @classmethod
+    def adopt(cls, ptr: int, nbytes: int, *, allow_small: bool = False) -> Region:
+        """Moves the pages of an existing private anonymous mapping into a sealed memfd, in place: addresses stay.
+
+        Nobody may write to the range meanwhile. Page-aligned, and at least 64 MiB unless ``allow_small``.
+        """
+        c = _lib.CRegion()
+        _check("region adopt", _lib.lib.kvs_region_adopt(ptr, nbytes, 1 if allow_small else 0, ctypes.byref(c)), nbytes)
+        return cls(c)
+
+    @classmethod
+    def process(cls, ptr: int, nbytes: int) -> Region:
+        """Any range of this process, reached through its own /proc/self/mem descriptor: slower, works for all memory."""
+        c = _lib.CRegion()
+        _check("region process", _lib.lib.kvs_region_process(ptr, nbytes, ctypes.byref(c)), nbytes)
+        return cls(c)
+
+
+def _check(what: str, rc: int, nbytes: int) -> None:
+    if rc == 0:
+        return
+    if rc == _lib.E_SYS:
+        err = ctypes.get_errno()
+        raise KvsprayError(f"kvspray: {what} of {nbytes} bytes: {os.strerror(err)} (errno {err})")
+    raise KvsprayError(
+        f"kvspray: {what} of {nbytes} bytes: {_lib.strerror(rc)}; the range must be page-aligned, private, anonymous, "
+        "readable and writable, and for adopting at least 64 MiB"
+    )

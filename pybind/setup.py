@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles libkvspray.so with the C compiler and puts it beside the Python files.
+
+The library is plain C and is loaded with ctypes, so the wheel is bound to the platform but to no Python version.
+"""
+
+import os
+import pathlib
+import shlex
+import subprocess
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+from setuptools.command.develop import develop
+from setuptools.dist import Distribution
+
+ROOT = pathlib.Path(__file__).parent.resolve()
+CFLAGS = "-std=c11 -O2 -g -fPIC -Wall -Wextra -Werror -fvisibility=hidden -D_GNU_SOURCE -pthread"
+
+
+def compile_library(target: pathlib.Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    cc = shlex.split(os.environ.get("CC", "gcc"))
+    flags = shlex.split(CFLAGS + " " + os.environ.get("CFLAGS", ""))
+    sources = sorted(str(p) for p in (ROOT / "src").glob("*.c"))
+    command = [*cc, *flags, f"-I{ROOT / 'include'}", "-shared", "-Wl,-z,defs", "-o", str(target), *sources]
+    try:
+        subprocess.run(command, check=True)
+    except FileNotFoundError as e:
+        raise SystemExit(f"kvspray: C compiler {cc[0]!r} not found: install gcc, or set CC") from e
+
+
+class BuildPy(build_py):
+    def run(self) -> None:
+        super().run()
+        compile_library(pathlib.Path(self.build_lib) / "kvspray" / "libkvspray.so")
+
+
+class Develop(develop):
+    def run(self) -> None:
+        compile_library(ROOT / "python" / "kvspray" / "libkvspray.so")
+        super().run()
+
+
+class PlatformWheel(bdist_wheel):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
+class BinaryDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(cmdclass={"build_py": BuildPy, "bdist_wheel": PlatformWheel, "develop": Develop}, distclass=BinaryDistribution)
