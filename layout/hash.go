@@ -1,0 +1,153 @@
+package layout
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"fmt"
+	"hash"
+	"maps"
+	"slices"
+)
+
+// Domain strings keep the hashes apart from each other and from later versions of themselves.
+const (
+	fingerprintDomain = "kvspray-fingerprint-v1"
+	geometryDomain    = "kvspray-geometry-v1"
+)
+
+// Fingerprint is equal on two sides where the bytes of equal tokens mean the same: it covers the identity and the dtype.
+func (l *Layout) Fingerprint() [32]byte {
+	h := hasher{sha256.New()}
+	h.str(fingerprintDomain)
+	h.str(l.DType)
+	h.num(uint64(len(l.Identity)))
+	for _, k := range slices.Sorted(maps.Keys(l.Identity)) {
+		h.str(k)
+		h.str(l.Identity[k])
+	}
+	return h.sum()
+}
+
+// Geometry is equal on two sides where the transfer space and the inside of pages are the same: groups, strategies, layers
+// and page bytes, but neither where pages lie nor how many there are, which differ between any two engines.
+func (l *Layout) Geometry() [32]byte {
+	h := hasher{sha256.New()}
+	h.str(geometryDomain)
+	h.num(uint64(len(l.Groups)))
+	for gi := range l.Groups {
+		g := &l.Groups[gi]
+		h.num(uint64(g.TokensPerBlock))
+		h.str(g.Strategy)
+		keys := shapeParams(g)
+		h.num(uint64(len(keys)))
+		for _, k := range keys {
+			h.str(k)
+			h.num(uint64(g.Params[k]))
+		}
+		h.num(uint64(len(g.Layers)))
+		for li := range g.Layers {
+			h.str(g.Layers[li].Name)
+			h.num(g.Layers[li].PageBytes)
+		}
+	}
+	return h.sum()
+}
+
+func shapeParams(g *Group) []string {
+	keys := make([]string, 0, len(g.Params))
+	for k := range g.Params {
+		if !placementParams[k] {
+			keys = append(keys, k)
+		}
+	}
+	slices.Sort(keys)
+	return keys
+}
+
+// maxDiffs bounds what Diff returns: it is read by people and travels in error messages.
+const maxDiffs = 32
+
+// Diff names each field in which the fingerprint or the geometry of a and b differ, with both values.
+func Diff(a, b *Layout) []string {
+	d := differ{}
+	d.check("dtype", a.DType, b.DType)
+	keys := map[string]bool{}
+	for k := range a.Identity {
+		keys[k] = true
+	}
+	for k := range b.Identity {
+		keys[k] = true
+	}
+	for _, k := range slices.Sorted(maps.Keys(keys)) {
+		va, oka := a.Identity[k]
+		vb, okb := b.Identity[k]
+		d.check("identity."+k, orMissing(va, oka), orMissing(vb, okb))
+	}
+	d.check("groups", len(a.Groups), len(b.Groups))
+	for gi := range min(len(a.Groups), len(b.Groups)) {
+		d.group(fmt.Sprintf("groups[%d]", gi), &a.Groups[gi], &b.Groups[gi])
+	}
+	if d.more > 0 {
+		d.out = append(d.out, fmt.Sprintf("and %d more", d.more))
+	}
+	return d.out
+}
+
+type differ struct {
+	out  []string
+	more int
+}
+
+func (d *differ) check(field string, a, b any) {
+	if a == b {
+		return
+	}
+	if len(d.out) >= maxDiffs {
+		d.more++
+		return
+	}
+	d.out = append(d.out, fmt.Sprintf("%s: %v here, %v there", field, a, b))
+}
+
+func (d *differ) group(field string, a, b *Group) {
+	d.check(field+".tokens_per_block", a.TokensPerBlock, b.TokensPerBlock)
+	d.check(field+".strategy", a.Strategy, b.Strategy)
+	keys := append(shapeParams(a), shapeParams(b)...)
+	slices.Sort(keys)
+	for _, k := range slices.Compact(keys) {
+		va, oka := a.Params[k]
+		vb, okb := b.Params[k]
+		d.check(field+".params."+k, orMissing(fmt.Sprint(va), oka), orMissing(fmt.Sprint(vb), okb))
+	}
+	d.check(field+".layers", len(a.Layers), len(b.Layers))
+	for li := range min(len(a.Layers), len(b.Layers)) {
+		lf := fmt.Sprintf("%s.layers[%d]", field, li)
+		d.check(lf+".name", a.Layers[li].Name, b.Layers[li].Name)
+		d.check(lf+".page_bytes", a.Layers[li].PageBytes, b.Layers[li].PageBytes)
+	}
+}
+
+func orMissing(v string, ok bool) string {
+	if !ok {
+		return "missing"
+	}
+	return fmt.Sprintf("%q", v)
+}
+
+type hasher struct{ h hash.Hash }
+
+func (h hasher) num(v uint64) {
+	var b [8]byte
+	binary.LittleEndian.PutUint64(b[:], v)
+	h.h.Write(b[:])
+}
+
+func (h hasher) str(s string) {
+	h.num(uint64(len(s)))
+	h.h.Write([]byte(s))
+}
+
+func (h hasher) sum() (out [32]byte) {
+	h.h.Sum(out[:0])
+	return out
+}
