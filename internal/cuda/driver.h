@@ -1,0 +1,69 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The part of the CUDA driver API that kvspray calls, opened at run time. Types and values restate the API reference of
+ * CUDA 12; no CUDA header and no CUDA library is needed to build or to start.
+ */
+#ifndef KVSPRAY_CUDA_DRIVER_H
+#define KVSPRAY_CUDA_DRIVER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef uint64_t kvc_ptr; /* CUdeviceptr */
+typedef void *kvc_handle; /* CUcontext, CUstream, CUevent, CUmodule, CUfunction */
+
+/* Opens libcuda.so.1 and initialises the driver, once. 0, or a CUresult, or -1 with *why naming what is missing. */
+int kvc_open(const char **why);
+const char *kvc_error_name(int result);
+
+int kvc_driver_version(int *version);
+int kvc_device_count(int *count);
+int kvc_device_name(int dev, char *buf, int len);
+int kvc_device_uuid(int dev, unsigned char uuid[16]);
+int kvc_device_attribute(int dev, int attribute, int *value);
+int kvc_device_pci(int dev, char *buf, int len);
+int kvc_can_access_peer(int dev, int peer, int *yes);
+
+int kvc_context_retain(int dev, kvc_handle *ctx);
+int kvc_context_release(int dev);
+int kvc_enable_peer(kvc_handle ctx, kvc_handle peer);
+int kvc_stream_range(kvc_handle ctx, int *least, int *greatest);
+
+int kvc_module_load(kvc_handle ctx, const void *image, kvc_handle *module);
+int kvc_module_unload(kvc_handle ctx, kvc_handle module);
+int kvc_function(kvc_handle ctx, kvc_handle module, const char *name, kvc_handle *fn);
+int kvc_launch(kvc_handle ctx, kvc_handle fn, unsigned grid, unsigned block, kvc_handle stream, const void *params, size_t bytes);
+
+int kvc_alloc(kvc_handle ctx, size_t bytes, kvc_ptr *p);
+int kvc_free(kvc_handle ctx, kvc_ptr p);
+int kvc_mem_info(kvc_handle ctx, size_t *free_bytes, size_t *total_bytes);
+int kvc_host_alloc(kvc_handle ctx, size_t bytes, void **p);
+int kvc_host_free(kvc_handle ctx, void *p);
+int kvc_host_register(kvc_handle ctx, void *p, size_t bytes);
+int kvc_host_unregister(kvc_handle ctx, void *p);
+int kvc_host_device_pointer(kvc_handle ctx, void *host, kvc_ptr *p);
+int kvc_address_range(kvc_handle ctx, kvc_ptr p, kvc_ptr *base, size_t *bytes);
+int kvc_ipc_export(kvc_handle ctx, kvc_ptr base, unsigned char handle[64]);
+int kvc_ipc_open(kvc_handle ctx, const unsigned char handle[64], kvc_ptr *p);
+int kvc_ipc_close(kvc_handle ctx, kvc_ptr p);
+
+/* Addresses are unified: host, this device or a peer. */
+int kvc_copy_async(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream);
+int kvc_set32_async(kvc_handle ctx, kvc_ptr dst, uint32_t value, size_t words, kvc_handle stream);
+int kvc_write64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t value);
+int kvc_wait64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t at_least);
+
+int kvc_stream_create(kvc_handle ctx, int priority, kvc_handle *stream);
+int kvc_stream_destroy(kvc_handle ctx, kvc_handle stream);
+int kvc_stream_sync(kvc_handle ctx, kvc_handle stream);
+int kvc_stream_query(kvc_handle ctx, kvc_handle stream);
+int kvc_stream_wait(kvc_handle ctx, kvc_handle stream, kvc_handle event);
+/* timing: can tell elapsed time. blocking: kvc_event_sync sleeps instead of spinning. */
+int kvc_event_create(kvc_handle ctx, int timing, int blocking, kvc_handle *event);
+int kvc_event_destroy(kvc_handle ctx, kvc_handle event);
+int kvc_event_record(kvc_handle ctx, kvc_handle event, kvc_handle stream);
+int kvc_event_sync(kvc_handle ctx, kvc_handle event);
+int kvc_event_query(kvc_handle ctx, kvc_handle event);
+int kvc_event_elapsed(kvc_handle ctx, kvc_handle start, kvc_handle end, float *ms);
+
+#endif

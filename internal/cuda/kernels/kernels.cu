@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The kernels of kvspray: one that says "this layer is complete", and two that rearrange bytes inside one GPU's memory.
+// Nothing here stores across PCIe at rate: copy engines cross links, kernels only pack and unpack (docs/gpu.md).
+//
+// Compiled by generate.py to PTX (any later GPU, by the driver's JIT) and to sm_80 and sm_90 code; both are committed.
+
+typedef unsigned long long u64;
+typedef unsigned int u32;
+
+// kvs_flag: copies the step number that the shim wrote to `step` before the graph was launched into the layer's flag, which
+// lives in host-mapped memory. The fence before it orders every write that this GPU made to the layer's cache.
+extern "C" __global__ void kvs_flag(const volatile u64 *step, volatile u64 *flag)
+{
+	__threadfence_system();
+	*flag = *step;
+	__threadfence_system();
+}
+
+// One strided run: count pieces of len bytes, piece i at base + i * stride. The dense side is contiguous: piece i of the run
+// lies at dense + i * len. All of base, stride, dense and len are multiples of 16.
+struct kvs_run {
+	u64 base;
+	u64 stride;
+	u64 dense;
+	u32 len;
+	u32 count;
+};
+
+// Threads of a block move a piece together, VEC x 16 bytes per thread in flight before any is stored: NVLink and HBM want
+// about a megabyte in flight, and a load that waits for its store does not give it.
+template <int VEC>
+static __device__ __forceinline__ void copy_piece(const char *src, char *dst, u32 len)
+{
+	const u32 lanes = blockDim.x * 16;
+	u32 off = threadIdx.x * 16;
+	for (; off + (VEC - 1) * lanes < len; off += VEC * lanes) {
+		uint4 v[VEC];
+#pragma unroll
+		for (int i = 0; i < VEC; i++)
+			v[i] = __ldcs(reinterpret_cast<const uint4 *>(src + off + i * lanes));
+#pragma unroll
+		for (int i = 0; i < VEC; i++)
+			__stcs(reinterpret_cast<uint4 *>(dst + off + i * lanes), v[i]);
+	}
+	for (; off < len; off += lanes)
+		__stcs(reinterpret_cast<uint4 *>(dst + off), __ldcs(reinterpret_cast<const uint4 *>(src + off)));
+}
+
+// rearrange walks the pieces of all runs; block b takes a contiguous share of them, so that it searches once and then walks.
+// `runs` are in order, `first` holds the number of pieces before each run, first[n] the total.
+template <int VEC, bool PACK>
+static __device__ __forceinline__ void rearrange(const kvs_run *runs, const u32 *first, u64 n)
+{
+	const u64 total = first[n];
+	u32 p = (u32)(total * blockIdx.x / gridDim.x);
+	const u32 end = (u32)(total * (blockIdx.x + 1) / gridDim.x);
+	if (p >= end)
+		return;
+	u32 lo = 0, hi = (u32)n; // the last run whose first piece is <= p
+	while (hi - lo > 1) {
+		u32 mid = (lo + hi) / 2;
+		if (first[mid] <= p)
+			lo = mid;
+		else
+			hi = mid;
+	}
+	for (; p < end; p++) {
+		while (p >= first[lo + 1])
+			lo++;
+		const kvs_run r = runs[lo];
+		const u32 i = p - first[lo];
+		char *scattered = reinterpret_cast<char *>(r.base + (u64)i * r.stride);
+		char *dense = reinterpret_cast<char *>(r.dense + (u64)i * r.len);
+		if (PACK)
+			copy_piece<VEC>(scattered, dense, r.len);
+		else
+			copy_piece<VEC>(dense, scattered, r.len);
+	}
+}
+
+#define REARRANGE(vec)                                                                                      \
+	extern "C" __global__ void kvs_pack_v##vec(const kvs_run *runs, const u32 *first, u64 n)                \
+	{                                                                                                       \
+		rearrange<vec, true>(runs, first, n);                                                               \
+	}                                                                                                       \
+	extern "C" __global__ void kvs_unpack_v##vec(const kvs_run *runs, const u32 *first, u64 n)              \
+	{                                                                                                       \
+		rearrange<vec, false>(runs, first, n);                                                              \
+	}
+
+REARRANGE(1)
+REARRANGE(2)
+REARRANGE(4)
+REARRANGE(8)
