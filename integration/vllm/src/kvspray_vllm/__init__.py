@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kvspray's connector for vLLM.
+
+Load it with ``kv_connector="KVSprayConnector"`` and ``kv_connector_module_path="kvspray_vllm"``. The class is imported on first
+use, so that the parts without vLLM (params, keys, layout rules) can be used and tested alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvspray_vllm.connector import KVSprayConnector
+
+__all__ = ["KVSprayConnector"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "KVSprayConnector":
+        from kvspray_vllm.connector import KVSprayConnector
+
+        return KVSprayConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KVSprayConnector: vLLM's KV connector interface on top of kvspray's shim. Only glue: what happens when is in scheduler.py and
+worker.py."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvspray_vllm import layout, shim
+from kvspray_vllm.meta import StepMeta
+from kvspray_vllm.scheduler import SchedulerSide
+from kvspray_vllm.settings import Settings
+from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
+from kvspray_vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvspray")
+
+# Engines before v0.30 know get_finished and block-level errors only.
+HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+
+
+class _SharedZeros(TorchFunctionMode):
+    """Answers the one torch.zeros call that makes vLLM's KV cache with memory that the sidecar can map."""
+
+    def __init__(self, owner: KVSprayConnector, nbytes: int) -> None:
+        super().__init__()
+        self._owner = owner
+        self._nbytes = nbytes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is torch.zeros
+            and self._owner.region is None
+            and args == (self._nbytes,)
+            and kwargs.get("dtype") is torch.int8
+            and str(kwargs.get("device", "cpu")).startswith("cpu")
+        ):
+            shared = self._owner.alloc_shared(self._nbytes)
+            if shared is not None:
+                return shared
+        return func(*args, **kwargs)
+
+
+class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
+    _cache_hit_source = getattr(CacheHitSource, "P2P", CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
+        layout.check_config(vllm_config)
+        self._engine_id = str(self._kv_transfer_config.engine_id)
+        self.region: shim.Memory | None = None
+        self._bound: StepMeta | None = None
+        self._bad_blocks: set[int] = set()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._worker_client: shim.Worker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            if self._kv_transfer_config.kv_load_failure_policy == "fail" and self._kv_transfer_config.is_kv_consumer:
+                logger.warning(
+                    "kvspray: kv_load_failure_policy is 'fail': a request whose transfer fails is answered with an error. "
+                    "With 'recompute' it is prefilled here instead."
+                )
+            self._scheduler = SchedulerSide(
+                self._settings,
+                shim.Scheduler(self._settings.socket, self._engine_id, logger),
+                [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups],
+                self._engine_id,
+                shim.prefix_hash,
+                logger,
+            )
+        else:
+            self._flag_of = layout.flag_indices(kv_cache_config)
+            self._worker_client = shim.Worker(self._settings.socket, self._engine_id, len(self._flag_of), logger)
+            self._worker = WorkerSide(self._worker_client, logger)
+
+    # ---- worker: memory
+
+    def get_mem_pool_context(self) -> AbstractContextManager | None:
+        if self._settings.memory == "process" or not self._kv_cache_config.kv_cache_tensors:
+            return None
+        return _SharedZeros(self, self._kv_cache_config.kv_cache_tensors[0].size)
+
+    def alloc_shared(self, nbytes: int) -> torch.Tensor | None:
+        assert self._worker_client is not None
+        try:
+            self.region = self._worker_client.alloc(nbytes)
+        except shim.ShimError as err:
+            if self._settings.memory == "memfd":
+                raise
+            logger.warning("kvspray: the KV cache is not in shared memory, transfers will be slower: %s", err)
+            return None
+        return torch.frombuffer(self.region.buffer, dtype=torch.int8)[:nbytes]
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None and self._worker_client is not None
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+        kv = self._kv_cache_config
+        layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
+        backends = {name: layers[name].get_attn_backend().get_name() for name in self._flag_of if name in layers}
+        cache_layout = getattr(self._vllm_config.cache_config, "kv_cache_layout", None)
+        cache_layout = getattr(cache_layout, "name", cache_layout)
+        regions: list[shim.Memory] = []
+        by_storage: dict[int, int] = {}
+        groups: list[dict[str, Any]] = []
+        for group in kv.kv_cache_groups:
+            described: list[dict[str, Any]] = []
+            chosen: tuple[str, dict[str, int]] | None = None
+            for name in group.layer_names:
+                tensor = kv_caches[name]
+                place = layout.place_of(tensor, kv.num_blocks)
+                spec = group.kv_cache_spec
+                specs = getattr(spec, "kv_cache_specs", None)
+                if specs is not None:
+                    spec = specs[name]
+                this = layout.strategy_of(spec, backends.get(name, ""), cache_layout, tensor.element_size())
+                if chosen is not None and chosen != this:
+                    raise layout.Unsupported(f"kvspray: layer {name} is laid out as {this}, others of its cache group as {chosen}")
+                chosen = this
+                region = by_storage.get(place.storage)
+                if region is None:
+                    region = by_storage[place.storage] = len(regions)
+                    regions.append(self._memory_of(place))
+                described.append(
+                    {
+                        "name": name,
+                        "index": self._flag_of[name],
+                        "region": region,
+                        "base": place.base,
+                        "block_stride": place.block_stride,
+                        "page_bytes": place.page_bytes,
+                    }
+                )
+            assert chosen is not None
+            groups.append(
+                {
+                    "tokens_per_block": group.kv_cache_spec.block_size,
+                    "strategy": chosen[0],
+                    "params": chosen[1],
+                    "num_blocks": kv.num_blocks,
+                    "layers": described,
+                }
+            )
+        model = self._vllm_config.model_config
+        identity = layout.identity_of(self._vllm_config, backends, self._settings.weights)
+        described_as = {
+            "model": str(model.served_model_name or model.model)[:256],
+            "dtype": identity["dtype"],
+            "groups": groups,
+            "identity": identity,
+        }
+        self._worker.set_flags(self._flag_of)
+        self._worker_client.register(regions, described_as)
+        logger.info(
+            "kvspray: %d layers in %d region(s), %s, %s", len(self._flag_of), len(regions), groups[0]["strategy"], [r.kind for r in regions]
+        )
+
+    def _memory_of(self, place: layout.Place) -> shim.Memory:
+        assert self._worker_client is not None
+        if self.region is not None and self.region.addr == place.storage:
+            return self.region
+        if self._settings.memory == "memfd":
+            raise layout.Unsupported(
+                "kvspray: vLLM allocated a KV cache outside the shared memory that it was offered; set memory to auto or process"
+            )
+        return self._worker_client.process_memory(place.storage, place.storage_bytes)
+
+    # ---- worker: each step
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None and isinstance(kv_connector_metadata, StepMeta)
+        self._worker.preempts(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        assert self._worker is not None and isinstance(connector_metadata, StepMeta)
+        super().bind_connector_metadata(connector_metadata)
+        self._worker.begin(connector_metadata)
+
+    def has_connector_metadata(self) -> bool:
+        # vLLM asks before it calls the two layer hooks; most steps of a decode engine have nobody to tell.
+        return super().has_connector_metadata() and self._worker is not None and self._worker.signals
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads are asynchronous and began when the metadata was bound."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing waits: a request with a load is scheduled once all of it is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        if sys.exc_info()[0] is not None:
+            # vLLM calls this while a failed forward pass unwinds, too.
+            self._worker.step_failed()
+            return
+        self._worker.step_done()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        done = self._worker.collect()
+        self._bad_blocks |= done.bad_blocks
+        return done.sent or None, done.received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        if HAS_TRANSFER_RESULTS:
+            return set()  # whole requests are reported; block errors kill an engine with several cache groups
+        out, self._bad_blocks = self._bad_blocks, set()
+        return out
+
+    if HAS_TRANSFER_RESULTS:
+
+        def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
+            assert self._worker is not None
+            done = self._worker.collect()
+            return base.KVConnectorTransferResults(
+                finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
+            )
+
+    # ---- scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        # A load restores every group; vLLM must not zero them under it.
+        return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        assert self._scheduler is not None and self._kv_cache_manager is not None
+        return self._scheduler.build(scheduler_output, self._kv_cache_manager.get_block_ids)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        assert self._scheduler is not None
+        self._scheduler.worker_said(connector_output.finished_sending or (), connector_output.finished_recving or ())
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        assert self._scheduler is not None
+        return self._scheduler.pending_push_work()
+
+    # ---- both
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side = self._scheduler or self._worker
+        return side.take_stats() if side is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return KVSprayStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        return KVSprayPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        return True  # layer hooks are Python, and a full graph's replay runs none
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How vLLM's KV cache lies in memory, in kvspray's words: per layer a region, a base, a block stride and the bytes of a page.
+
+Shapes are never described: engines keep changing them, and the bytes stay. Which bytes of a page mean what is the strategy's
+knowledge (the sidecar's parseblock), named per cache group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+
+class Unsupported(ValueError):
+    """This engine's configuration cannot be served; the text names the setting and the remedy."""
+
+
+def check_config(config: VllmConfig) -> None:
+    """Refuses at start what would otherwise go wrong in a request."""
+    p = config.parallel_config
+    for name, value in (
+        ("tensor_parallel_size", p.tensor_parallel_size),
+        ("pipeline_parallel_size", p.pipeline_parallel_size),
+        ("decode_context_parallel_size", getattr(p, "decode_context_parallel_size", 1)),
+        ("prefill_context_parallel_size", getattr(p, "prefill_context_parallel_size", 1)),
+    ):
+        if value != 1:
+            raise Unsupported(f"kvspray: {name} is {value}; this version moves the KV of one rank per engine, set it to 1")
+    # Two micro-batches take turns in the layers, and a layer's flag would come with only half of the step computed.
+    if getattr(p, "enable_dbo", False):
+        raise Unsupported("kvspray: enable_dbo is on; a layer's flag would cover half a step, turn dual batch overlap off")
+    if config.speculative_config is not None:
+        raise Unsupported("kvspray: speculative_config is set; draft layers are not followed yet, serve without it")
+    if config.device_config.device_type != "cpu":
+        raise Unsupported(
+            f"kvspray: device is {config.device_config.device_type}; this version follows CPU engines only (flags of a GPU's layers "
+            "are not written yet)"
+        )
+    if config.model_config.is_encoder_decoder:
+        raise Unsupported("kvspray: encoder-decoder models are not supported")
+
+
+def flag_indices(kv: KVCacheConfig) -> dict[str, int]:
+    """The flag of each layer: groups in order, layers in order, as the sidecar flattens them."""
+    out: dict[str, int] = {}
+    for group in kv.kv_cache_groups:
+        for name in group.layer_names:
+            out.setdefault(name, len(out))
+    return out
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer lies: bytes from the start of the storage that it is a view of."""
+
+    storage: int  # address
+    storage_bytes: int
+    base: int
+    block_stride: int
+    page_bytes: int
+    blocks: int
+
+
+def place_of(tensor: torch.Tensor, num_blocks: int) -> Place:
+    """The place of one layer's view. Its first dimension counts blocks, or pieces of blocks that follow one another."""
+    size = tensor.element_size()
+    storage = tensor.untyped_storage()
+    rows, row_stride = tensor.shape[0], tensor.stride(0) * size
+    if rows % num_blocks:
+        raise Unsupported(f"kvspray: a KV cache of {rows} rows does not hold {num_blocks} blocks")
+    pieces = rows // num_blocks
+    row_bytes = tensor[0].numel() * size
+    if not _dense(tensor[0]):
+        raise Unsupported(f"kvspray: a page with shape {tuple(tensor.shape[1:])} and strides {tensor.stride()[1:]} has holes")
+    if pieces > 1 and row_stride != row_bytes:
+        raise Unsupported(f"kvspray: a block of {pieces} pieces with {row_stride - row_bytes} bytes between them has holes")
+    return Place(storage.data_ptr(), storage.nbytes(), tensor.storage_offset() * size, row_stride * pieces, row_bytes * pieces, num_blocks)
+
+
+def _dense(t: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in any order of the dimensions."""
+    want = 1
+    for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
+        if n == 1:
+            continue
+        if stride != want:
+            return False
+        want *= n
+    return True
+
+
+def strategy_of(spec: KVCacheSpec, backend: str, cache_layout: str | None, elem_bytes: int) -> tuple[str, dict[str, int]]:
+    """The parseblock strategy of a cache group, and its parameters."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    if isinstance(spec, MLAAttentionSpec):
+        if getattr(spec, "compress_ratio", 1) not in (0, 1) or spec.page_size_bytes % spec.block_size:
+            raise Unsupported("kvspray: compressed MLA caches are not supported")
+        return "mla", {"token_bytes": spec.page_size_bytes // spec.block_size}
+    # Subclasses of full attention (sliding windows, sinks) free or add blocks by rules of their own.
+    if type(spec) is not FullAttentionSpec or getattr(spec, "sliding_window", None):
+        raise Unsupported(f"kvspray: cache groups of kind {type(spec).__name__} are not supported yet, full attention is")
+    params = {"heads": spec.num_kv_heads, "head_bytes": spec.head_size * elem_bytes}
+    if backend == "CPU_ATTN":
+        return "vllm_cpu_attn", params
+    if cache_layout in ("LBHNC", "HND", "LHBNC", "BLHNC", "BHLNC"):
+        return "packed_hnd", params
+    return "packed_nhd", params
+
+
+def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str) -> dict[str, str]:
+    """What must be equal between prefill and decode: anything that changes the bytes of a token's KV."""
+    import vllm
+
+    m = config.model_config
+    hf: dict[str, Any] = m.hf_text_config.to_dict()
+    # Names and paths of the same weights differ from host to host.
+    for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"):
+        hf.pop(key, None)
+    rope = {k: v for k, v in hf.items() if "rope" in k}
+    return {
+        "engine": "vllm",
+        "engine_version": vllm.__version__,
+        "model_config": hashlib.sha256(json.dumps(hf, sort_keys=True, default=str).encode()).hexdigest()[:32],
+        "weights": weights,
+        "dtype": str(m.dtype).removeprefix("torch."),
+        "cache_dtype": str(config.cache_config.cache_dtype),
+        "layers": str(sum(1 for _ in backends)),
+        "kv_heads": str(m.get_total_num_kv_heads()),
+        "head_size": str(m.get_head_size()),
+        "rope": json.dumps(rope, sort_keys=True, default=str)[:512],
+        "attention": ",".join(sorted(set(backends.values()))),
+    }

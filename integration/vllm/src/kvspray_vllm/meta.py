@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler's side tells the worker's side in one engine step. Plain data: it is pickled to every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+Blocks = tuple[tuple[int, ...], ...]  # per cache group
+
+
+@dataclass(frozen=True)
+class Intent:
+    """This request's blocks hold, or will hold, a prompt's KV that another engine wants."""
+
+    req: str
+    xfer: bytes
+    hash: bytes
+    tokens: int
+    fanout: int
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Gain:
+    """When this step's flags arrive, tokens [0, end) of the request are complete in these blocks."""
+
+    req: str
+    end: int
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Expect:
+    """This request's blocks want a prompt's KV."""
+
+    req: str
+    xfer: bytes
+    hash: bytes
+    peer: str
+    tokens: int
+    skip: int
+    blocks: Blocks
+
+
+@dataclass
+class StepMeta(KVConnectorMetadata):
+    """Applied by the worker in the order of the fields: blocks that were taken away come first."""
+
+    preempts: list[str] = field(default_factory=list)
+    cancels: list[tuple[str, str]] = field(default_factory=list)  # (request, reason)
+    holds: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)  # requests whose end the worker has to report, once nothing is read any more
+    intents: list[Intent] = field(default_factory=list)
+    step: int = 0  # 0: this step computes nothing for anybody else, and leaves no record
+    gains: list[Gain] = field(default_factory=list)
+    expects: list[Expect] = field(default_factory=list)
+
+    def empty(self) -> bool:
+        return not (self.step or self.preempts or self.cancels or self.holds or self.released or self.intents or self.expects)

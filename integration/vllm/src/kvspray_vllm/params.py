@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_transfer_params``: NIXL's keys as they are, and one versioned ``kvspray`` key beside them (docs/protocol.md, section 4).
+
+Everything here comes from a router, so from outside: it is checked, and whatever is not understood means local prefill.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+MAX_FANOUT = 16
+MAX_PEER_BYTES = 255
+
+# "3_" before the id of a parent request: one of its n samples.
+_CHILD = re.compile(r"^\d{1,6}_(?=.)")
+# vLLM's engine front end appends this to every id that a client can see.
+_RANDOM = re.compile(r"-[0-9a-f]{8}$")
+# /v1/completions numbers the prompts of a list.
+_INDEX = re.compile(r"-\d{1,8}$")
+
+
+class ParamsError(ValueError):
+    """The params cannot be used; the text says why, for the log and the metrics."""
+
+    def __init__(self, label: str, text: str) -> None:
+        super().__init__(text)
+        self.label = label
+
+
+@dataclass(frozen=True)
+class Spray:
+    """The ``kvspray`` key, checked."""
+
+    xfer: bytes | None
+    peer: str | None
+    fanout: int
+
+    def encode(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"v": VERSION, "fanout": self.fanout}
+        if self.xfer is not None:
+            out["xfer"] = self.xfer.hex()
+        if self.peer is not None:
+            out["peer"] = self.peer
+        return out
+
+
+def parse(params: Mapping[str, Any]) -> Spray | None:
+    """The ``kvspray`` key of params; None where there is none. Raises ParamsError for one that cannot be used."""
+    raw = params.get("kvspray")
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise ParamsError("malformed", f"kv_transfer_params['kvspray'] is {type(raw).__name__}, want an object")
+    version = raw.get("v")
+    if isinstance(version, bool) or version != VERSION:
+        raise ParamsError("version", f"kv_transfer_params['kvspray']['v'] is {version!r}, this connector speaks {VERSION}")
+    xfer: bytes | None = None
+    text = raw.get("xfer")
+    if text is not None:
+        try:
+            xfer = bytes.fromhex(text) if isinstance(text, str) else b""
+        except ValueError:
+            xfer = b""
+        if len(xfer) != 16:
+            raise ParamsError("malformed", f"kv_transfer_params['kvspray']['xfer'] is {str(text)[:64]!r}, want 32 hex digits")
+    peer = raw.get("peer")
+    if peer is not None and not _is_endpoint(peer):
+        raise ParamsError("malformed", f"kv_transfer_params['kvspray']['peer'] is {str(peer)[:64]!r}, want host:port")
+    fanout = raw.get("fanout", 1)
+    if isinstance(fanout, bool) or not isinstance(fanout, int) or not 1 <= fanout <= MAX_FANOUT:
+        raise ParamsError("malformed", f"kv_transfer_params['kvspray']['fanout'] is {fanout!r}, want 1..{MAX_FANOUT}")
+    return Spray(xfer, peer, fanout)
+
+
+def _is_endpoint(value: object) -> bool:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_PEER_BYTES:
+        return False
+    host, sep, port = value.rpartition(":")
+    return bool(sep and host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+
+
+def api_call_of(request_id: str) -> str:
+    """The part of an engine's request id that the prompts of one API call share: without the sample number before it, the
+    eight random characters after it, and the number of a completion's prompt in its list."""
+    base = _CHILD.sub("", request_id)
+    base = _RANDOM.sub("", base)
+    if base.startswith("cmpl-"):
+        base = _INDEX.sub("", base)
+    return base
+
+
+def derive_xfer(secret: bytes, request_id: str) -> bytes:
+    """A transfer id for a prefill-first request: the same for all prompts of one API call, so that a router that passes on only
+    the first prompt's params serves the others too (they match by hash). `secret` is random per engine: ids cannot be guessed."""
+    call = api_call_of(request_id).encode()
+    return hashlib.sha256(b"kvspray-xfer-v1" + len(secret).to_bytes(4, "little") + secret + call).digest()[:16]

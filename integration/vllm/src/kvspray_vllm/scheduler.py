@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side: which requests give KV away, which wait for KV, and what the worker has to say about it in each step.
+
+It owns no blocks. A *source* is a request whose prompt KV another engine wants; it exists from the first step that schedules
+the request until vLLM has freed its blocks. A *destination* is a request whose prompt KV comes from elsewhere.
+Everything runs on the engine core's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvspray_vllm import params as spray
+from kvspray_vllm.meta import Blocks, Expect, Gain, Intent, StepMeta
+from kvspray_vllm.settings import Settings
+from kvspray_vllm.shim import SchedulerShim
+from kvspray_vllm.stats import KVSprayStats
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], bytes]
+
+DELIVERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+
+
+@dataclass
+class Source:
+    request: Request
+    xfer: bytes
+    hash: bytes
+    tokens: int
+    fanout: int
+    end: int = 0  # tokens that the steps so far have announced, in this attempt
+    finished: bool = False
+
+
+@dataclass
+class Destination:
+    xfer: bytes
+    hash: bytes
+    peer: str
+    tokens: int
+    ready: bool  # the prefill is done: nothing to ask
+    asked: float  # when admission was asked for
+
+
+class SchedulerSide:
+    def __init__(
+        self,
+        settings: Settings,
+        client: SchedulerShim,
+        block_sizes: Sequence[int],
+        engine_id: str,
+        hash_fn: HashFn,
+        log: logging.Logger,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._block_sizes = tuple(block_sizes)
+        self._engine_id = engine_id
+        self._hash = hash_fn
+        self._log = log
+        self._now = now
+        self._secret = secrets.token_bytes(16)
+        self._step = 0
+        self._meta = StepMeta()
+        self._sources: dict[str, Source] = {}
+        self._pending: dict[str, Source] = {}  # not scheduled yet
+        self._destinations: dict[str, Destination] = {}  # not allocated yet
+        self._loading: set[str] = set()
+        self._stats = KVSprayStats()
+
+    # ---- requests arrive
+
+    def on_new_request(self, request: Request) -> None:
+        given = request.kv_transfer_params
+        if not given:
+            return
+        # The samples of one request (n > 1), and the prompts of a list, come with one and the same dict.
+        given = request.kv_transfer_params = dict(given)
+        try:
+            if given.get("do_remote_decode"):
+                self._new_source(request, given)
+            elif given.get("do_remote_prefill"):
+                self._new_destination(request, given)
+        except spray.ParamsError as err:
+            self._serve_alone(request, err.label, str(err))
+
+    def _new_source(self, request: Request, given: dict[str, Any]) -> None:
+        tokens = request.prompt_token_ids
+        if not tokens:
+            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
+        if not self._client.connected or not self._client.endpoint:
+            raise spray.ParamsError("no_sidecar", "no sidecar is connected")
+        asked = spray.parse(given)
+        xfer = asked.xfer if asked and asked.xfer else spray.derive_xfer(self._secret, request.request_id)
+        fanout = asked.fanout if asked else 1
+        self._pending[request.request_id] = Source(request, xfer, self._key_hash(request), len(tokens), fanout)
+
+    def _new_destination(self, request: Request, given: dict[str, Any]) -> None:
+        asked = spray.parse(given)
+        if asked is None or asked.xfer is None or asked.peer is None:
+            raise spray.ParamsError("no_params", "kv_transfer_params names no kvspray transfer and peer")
+        tokens = request.prompt_token_ids
+        if not tokens:
+            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
+        if not self._client.connected:
+            raise spray.ParamsError("no_sidecar", "no sidecar is connected")
+        # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
+        ready = bool(given.get("remote_request_id"))
+        dest = Destination(asked.xfer, self._key_hash(request), asked.peer, len(tokens), ready, self._now())
+        if not ready:
+            self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, self._settings.admission_s)
+        self._destinations[request.request_id] = dest
+
+    def _key_hash(self, request: Request) -> bytes:
+        lora = request.lora_request.lora_name if request.lora_request else ""
+        items = [
+            (f.identifier, f.mm_position.offset, f.mm_position.length) for f in (request.mm_features or ())
+        ]
+        return self._hash(request.prompt_token_ids, lora, request.cache_salt or "", items)
+
+    def _serve_alone(self, request: Request, label: str, text: str) -> None:
+        """This request is served as if there were no other engine."""
+        if request.kv_transfer_params:
+            request.kv_transfer_params["do_remote_prefill"] = False
+        self._destinations.pop(request.request_id, None)
+        self._pending.pop(request.request_id, None)
+        self._stats.local(label)
+        self._log.info("kvspray: request %s is served without a transfer: %s", request.request_id, text)
+
+    # ---- decode: how much can come from elsewhere
+
+    def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        dest = self._destinations.get(request.request_id)
+        if dest is None:
+            return 0, False
+        missing = dest.tokens - computed
+        if missing <= 0:
+            return 0, False
+        if not self._client.connected:
+            self._serve_alone(request, "no_sidecar", "the sidecar went away")
+            return 0, False
+        if dest.ready:
+            return missing, True
+        state = self._client.admission(dest.xfer, dest.hash)
+        if state == "admitted":
+            dest.ready = True
+            return missing, True
+        if state is not None:
+            self._serve_alone(request, "prefill_" + state, f"the prefill side answered {state}")
+            return 0, False
+        if self._now() - dest.asked > self._settings.admission_s:
+            self._serve_alone(request, "admission_timeout", f"not admitted by the prefill within {self._settings.admission_s} s")
+            return 0, False
+        # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
+        return None, False
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        dest = self._destinations.pop(request.request_id, None)
+        if dest is None:
+            return
+        # A load is planned once: vLLM asks again after a failed load, after preemption, and after a prompt of one token.
+        if request.kv_transfer_params:
+            request.kv_transfer_params["do_remote_prefill"] = False
+        if external <= 0:
+            return
+        table = self._cut(blocks.get_block_ids(), dest.tokens)
+        self._meta.expects.append(
+            Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.tokens - external, table)
+        )
+        self._loading.add(request.request_id)
+
+    # ---- each step
+
+    def build(self, out: SchedulerOutput, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepMeta:
+        meta, self._meta = self._meta, StepMeta()
+        for req in out.preempted_req_ids or ():
+            source = self._sources.get(req)
+            if source is not None:
+                # vLLM has given the blocks away already; the worker moves the source epoch before this step computes.
+                meta.preempts.append(req)
+                source.end = 0
+        for req, scheduled in out.num_scheduled_tokens.items():
+            source = self._sources.get(req)
+            if source is None:
+                source = self._pending.pop(req, None)
+                if source is None:
+                    continue
+                self._sources[req] = source
+                meta.intents.append(
+                    Intent(req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens))
+                )
+            if source.end >= source.tokens:
+                continue  # it decodes here
+            # vLLM counts this step's tokens as computed only after this call. What was hit in the prefix cache may still be
+            # under computation by an earlier request of this very step: it, too, is ready only with this step's flags.
+            end = min(source.request.num_computed_tokens + scheduled, source.tokens)
+            if end > source.end:
+                source.end = end
+                meta.gains.append(Gain(req, end, self._cut(tables(req), source.tokens)))
+        if meta.gains:
+            self._step += 1
+            meta.step = self._step
+        return meta
+
+    def _cut(self, table: Iterable[Sequence[int]], tokens: int) -> Blocks:
+        return tuple(
+            tuple(group[: -(-tokens // size)]) for group, size in zip(table, self._block_sizes, strict=True)
+        )
+
+    def worker_said(self, sent: Iterable[str], received: Iterable[str]) -> None:
+        for req in sent:
+            self._sources.pop(req, None)
+        for req in received:
+            self._loading.discard(req)
+
+    # ---- requests end
+
+    def finished(self, request: Request, table: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        req = request.request_id
+        self._destinations.pop(req, None)
+        self._pending.pop(req, None)
+        if req in self._loading:
+            # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
+            self._meta.cancels.append((req, "request finished: " + request.status.name))
+            return False, None
+        source = self._sources.get(req)
+        if source is None:
+            return False, None
+        source.finished = True
+        self._meta.released.append(req)
+        if request.status.name not in DELIVERED or source.end < source.tokens:
+            self._meta.cancels.append((req, "request finished: " + request.status.name))
+            return True, None
+        self._meta.holds.append(req)
+        peer = self._client.endpoint
+        if not peer:
+            return True, None
+        host, _, port = peer.rpartition(":")
+        return True, {
+            # The keys of NIXL's connector, so that its routers pass them on as they are.
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(group) for group in self._cut(table, source.tokens)],
+            "remote_engine_id": self._engine_id,
+            "remote_request_id": req,
+            "remote_host": host,
+            "remote_port": int(port),
+            "tp_size": 1,
+            "remote_num_tokens": source.tokens,
+            "kvspray": spray.Spray(source.xfer, peer, source.fanout).encode(),
+        }
+
+    def pending_push_work(self) -> bool:
+        return any(source.finished for source in self._sources.values())
+
+    def take_stats(self) -> KVSprayStats | None:
+        if self._stats.is_empty():
+            return None
+        out, self._stats = self._stats, KVSprayStats()
+        return out
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``kv_connector_extra_config`` of KVSprayConnector, strictly checked: an unknown key is an error that names the known ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Settings:
+    socket: str | None = None
+    """Path of the sidecar's socket. Default: the sidecar's own default path."""
+    admission_s: float = 10.0
+    """Concurrent dispatch: for how long a decode request waits for its prefill to be admitted before it prefills locally."""
+    memory: str = "auto"
+    """Where the KV cache lives. "memfd": the shim's sealed shared memory, or the engine does not start. "process": vLLM's own
+    allocation. "auto": memfd, and vLLM's own where that cannot be had."""
+    weights: str = ""
+    """A name for this generation of the weights. Prefill and decode must agree on it."""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> Settings:
+        known = {f.name: f for f in fields(cls)}
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            raise ValueError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        out = cls(**extra)
+        if out.socket is not None and (not isinstance(out.socket, str) or not out.socket):
+            raise ValueError(f"kv_connector_extra_config['socket'] is {out.socket!r}, want a path")
+        if isinstance(out.admission_s, bool) or not isinstance(out.admission_s, (int, float)) or not 0 < out.admission_s <= 600:
+            raise ValueError(f"kv_connector_extra_config['admission_s'] is {out.admission_s!r}, want seconds, above 0 and up to 600")
+        if out.memory not in ("auto", "memfd", "process"):
+            raise ValueError(f"kv_connector_extra_config['memory'] is {out.memory!r}, want auto, memfd or process")
+        if not isinstance(out.weights, str):
+            raise ValueError(f"kv_connector_extra_config['weights'] is {out.weights!r}, want a string")
+        return out

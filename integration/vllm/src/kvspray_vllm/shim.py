@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only module that knows the Python package ``kvspray``. The rest of the connector speaks to these two classes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import kvspray
+
+Blocks = Sequence[Sequence[int]]
+
+# enum kvs_status of board.h
+OK, FAILED, CANCELLED, EXPIRED, REFUSED, LOST = range(6)
+STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
+
+
+def status_name(status: int) -> str:
+    return STATUS_NAMES[status] if 0 <= status < len(STATUS_NAMES) else "unknown"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A lease is over: no process touches its blocks on our behalf any more."""
+
+    lease: int
+    received: bool
+    status: int
+    bytes: int
+    us: int
+    transport: str
+    reason: str
+
+
+class WorkerShim(Protocol):
+    """What the worker's side needs. No call blocks on a sidecar; calls that submit raise ShimError where they cannot."""
+
+    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str) -> int: ...
+    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str) -> int: ...
+    def step(self, step: int, gains: Sequence[tuple[int, int, Blocks]]) -> None: ...
+    def preempt(self, lease: int) -> None: ...
+    def cancel(self, lease: int, reason: str) -> None: ...
+    def hold(self, lease: int) -> None: ...
+    def signal_layer(self, index: int, step: int) -> None: ...
+    def signal_step(self, step: int) -> None: ...
+    def poll(self) -> list[Ended]: ...
+    def close(self) -> None: ...
+
+
+class SchedulerShim(Protocol):
+    """What the scheduler's side needs."""
+
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def endpoint(self) -> str | None: ...
+    def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None: ...
+    def admission(self, xfer: bytes, hash: bytes) -> str | None: ...
+    def close(self) -> None: ...
+
+
+class ShimError(Exception):
+    """Nothing was handed out and nothing was said; serve as if alone."""
+
+
+def prefix_hash(tokens: Sequence[int], lora: str, salt: str, items: Sequence[tuple[str, int, int]]) -> bytes:
+    return kvspray.prefix_hash(tokens, lora, salt, items)
+
+
+@dataclass
+class Memory:
+    """A range of this process that the sidecar can reach."""
+
+    region: kvspray.Region
+    buffer: memoryview | None
+
+    @property
+    def addr(self) -> int:
+        return self.region.addr
+
+    @property
+    def kind(self) -> str:
+        return self.region.kind.name.lower()
+
+
+def _engine(engine_id: str) -> kvspray.EngineInfo:
+    import vllm
+
+    return kvspray.EngineInfo("vllm", vllm.__version__, engine_id)
+
+
+class Worker:
+    """WorkerShim over kvspray.WorkerClient."""
+
+    def __init__(self, socket: str | None, engine_id: str, layers: int, log: logging.Logger) -> None:
+        self._c = kvspray.WorkerClient(socket, engine=_engine(engine_id), layers=layers, log=log)
+        self.signal_layer = self._c.signal_layer
+        self.signal_step = self._c.signal_step
+
+    def alloc(self, nbytes: int) -> Memory:
+        try:
+            region = self._c.alloc_region(nbytes)
+        except kvspray.KvsprayError as err:
+            raise ShimError(str(err)) from err
+        return Memory(region, region.buffer)
+
+    def process_memory(self, addr: int, nbytes: int) -> Memory:
+        return Memory(self._c.process_region(addr, nbytes), None)
+
+    def register(self, memory: Sequence[Memory], layout: Mapping[str, Any]) -> None:
+        self._c.register([m.region for m in memory], layout)
+
+    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str) -> int:
+        # A record too big for its ring is an argument error there; here it is one more request to be served as if alone.
+        try:
+            return _lease(self._c.intent(xfer, hash, tokens, blocks, fanout=fanout, req=req))
+        except ValueError as err:
+            raise ShimError(str(err)) from err
+
+    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str) -> int:
+        try:
+            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req))
+        except ValueError as err:
+            raise ShimError(str(err)) from err
+
+    def step(self, step: int, gains: Sequence[tuple[int, int, Blocks]]) -> None:
+        if not self._c.step(step, gains):
+            raise ShimError("the sidecar's ring took no step record")
+
+    def preempt(self, lease: int) -> None:
+        self._c.preempt(lease)
+
+    def cancel(self, lease: int, reason: str) -> None:
+        self._c.cancel(lease, reason)
+
+    def hold(self, lease: int) -> None:
+        self._c.hold(lease)
+
+    def poll(self) -> list[Ended]:
+        return [
+            Ended(c.lease, c.received, int(c.status), c.bytes, c.us, c.transport, c.reason) for c in self._c.poll()
+        ]
+
+    def close(self) -> None:
+        self._c.close()
+
+
+def _lease(lease: int) -> int:
+    if lease <= 0:
+        raise ShimError("no sidecar can take it now (none connected, or its ring is full)")
+    return lease
+
+
+class Scheduler:
+    """SchedulerShim over kvspray.SchedulerClient."""
+
+    def __init__(self, socket: str | None, engine_id: str, log: logging.Logger) -> None:
+        self._c = kvspray.SchedulerClient(socket, engine=_engine(engine_id), log=log)
+
+    @property
+    def connected(self) -> bool:
+        return self._c.connected
+
+    @property
+    def endpoint(self) -> str | None:
+        return self._c.endpoint
+
+    def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
+        self._c.await_admission(xfer, hash, peer, tokens, ttl_s)
+
+    def admission(self, xfer: bytes, hash: bytes) -> str | None:
+        answer = self._c.admission(xfer, hash)
+        if answer is None or answer.state == kvspray.AdmissionState.PENDING:
+            return None
+        return answer.state.name.lower()
+
+    def close(self) -> None:
+        self._c.close()

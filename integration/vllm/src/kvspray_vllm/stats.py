@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer statistics, as vLLM wants them: collected per step, aggregated over workers, shown on vLLM's own /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+# A stats object lives for one engine step, but a logger that is not polled could let one grow.
+MAX_LATENCIES = 4096
+LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class KVSprayStats(KVConnectorStats):
+    """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s], recompute_tokens n, local {reason: n}."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data or {})
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data = {"transfers": {}, "bytes": {}, "latency_s": [], "recompute_tokens": 0, "local": {}}
+
+    def ended(self, received: bool, outcome: str, nbytes: int, us: int, transport: str, recompute: int) -> None:
+        side = "received" if received else "sent"
+        _add(self.data["transfers"], f"{side}/{outcome}", 1)
+        if nbytes:
+            _add(self.data["bytes"], f"{side}/{transport or 'unknown'}", nbytes)
+        if received and outcome == "ok" and len(self.data["latency_s"]) < MAX_LATENCIES:
+            self.data["latency_s"].append(us / 1e6)
+        self.data["recompute_tokens"] += recompute
+
+    def local(self, reason: str) -> None:
+        _add(self.data["local"], reason, 1)
+
+    def is_empty(self) -> bool:
+        return not (self.data["transfers"] or self.data["local"])
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for key in ("transfers", "bytes", "local"):
+            for label, n in other.data[key].items():
+                _add(self.data[key], label, n)
+        room = MAX_LATENCIES - len(self.data["latency_s"])
+        self.data["latency_s"].extend(other.data["latency_s"][:room])
+        self.data["recompute_tokens"] += other.data["recompute_tokens"]
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        d = self.data
+        out: dict[str, int | float] = {f"kvspray {k}": n for k, n in sorted(d["transfers"].items())}
+        out["kvspray MB"] = round(sum(d["bytes"].values()) / 2**20, 3)
+        if d["latency_s"]:
+            xs = sorted(d["latency_s"])
+            out["kvspray p50 ms"] = round(xs[len(xs) // 2] * 1e3, 3)
+            out["kvspray max ms"] = round(xs[-1] * 1e3, 3)
+        if d["recompute_tokens"]:
+            out["kvspray recomputed tokens"] = d["recompute_tokens"]
+        if d["local"]:
+            out["kvspray served alone"] = sum(d["local"].values())
+        return out
+
+
+def _add(counts: dict[str, int], label: str, n: int) -> None:
+    counts[label] = counts.get(label, 0) + n
+
+
+class KVSprayPromMetrics(KVConnectorPromMetrics):
+    """vllm:kvspray_* on vLLM's /metrics."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._transfers = self._counter_cls(
+            name="vllm:kvspray_transfers",
+            documentation="KV transfers that ended, by side (received, sent) and outcome.",
+            labelnames=[*labelnames, "side", "outcome"],
+        )
+        self._bytes = self._counter_cls(
+            name="vllm:kvspray_bytes",
+            documentation="Bytes of KV cache moved, by side and transport.",
+            labelnames=[*labelnames, "side", "transport"],
+        )
+        self._latency = self._histogram_cls(
+            name="vllm:kvspray_transfer_seconds",
+            documentation="From the blocks being offered to the commit, for transfers received.",
+            labelnames=labelnames,
+            buckets=LATENCY_BUCKETS_S,
+        )
+        self._recompute = self._counter_cls(
+            name="vllm:kvspray_recompute_tokens",
+            documentation="Tokens recomputed because their transfer failed.",
+            labelnames=labelnames,
+        )
+        self._local = self._counter_cls(
+            name="vllm:kvspray_served_alone",
+            documentation="Requests that named a transfer and were served without one, by reason.",
+            labelnames=[*labelnames, "reason"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for label, n in transfer_stats_data["transfers"].items():
+            self._transfers.labels(*labels, *label.split("/", 1)).inc(n)
+        for label, n in transfer_stats_data["bytes"].items():
+            self._bytes.labels(*labels, *label.split("/", 1)).inc(n)
+        for seconds in transfer_stats_data["latency_s"]:
+            self._latency.labels(*labels).observe(seconds)
+        self._recompute.labels(*labels).inc(transfer_stats_data["recompute_tokens"])
+        for reason, n in transfer_stats_data["local"].items():
+            self._local.labels(*labels, reason).inc(n)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side: turns a step's metadata into records, in an order that is safe, and completions into results.
+
+Everything runs on the worker's one thread. The leases themselves are owned by the shim, which outlives sidecars.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from kvspray_vllm import shim
+from kvspray_vllm.meta import Expect, StepMeta
+from kvspray_vllm.stats import KVSprayStats
+
+
+@dataclass
+class Results:
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    bad_blocks: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Source:
+    lease: int | None  # None: over, or never given to a sidecar
+
+
+@dataclass
+class _Load:
+    blocks: frozenset[int]
+    tokens: int
+    cancelled: bool = False
+
+
+class WorkerSide:
+    def __init__(self, client: shim.WorkerShim, log: logging.Logger) -> None:
+        self._client = client
+        self._log = log
+        self._flags: dict[str, int] = {}
+        self._sources: dict[str, _Source] = {}
+        self._by_lease: dict[int, str] = {}
+        self._loads: dict[str, _Load] = {}
+        self._load_leases: dict[str, int] = {}
+        self._released: set[str] = set()
+        self._results = Results()
+        self._stats = KVSprayStats()
+        self._step = 0
+        self._preempted: StepMeta | None = None
+
+    def set_flags(self, flags: dict[str, int]) -> None:
+        """Which flag says that a layer is complete, by the layer's name."""
+        self._flags = flags
+
+    # ---- one engine step
+
+    def preempts(self, meta: StepMeta) -> None:
+        """Before the worker touches any block in this step: vLLM has already given these blocks to somebody else."""
+        if self._preempted is meta:
+            return
+        self._preempted = meta
+        for req in meta.preempts:
+            source = self._sources.get(req)
+            if source is not None and source.lease is not None:
+                self._client.preempt(source.lease)
+
+    def begin(self, meta: StepMeta) -> None:
+        """Before the forward pass. A destination may be written as soon as its record is there: its blocks were taken from the
+        free list by this step's schedule, and vLLM frees a consumer's blocks only when no step in flight can write them."""
+        self.preempts(meta)
+        for req, reason in meta.cancels:
+            self._cancel(req, reason)
+        for req in meta.holds:
+            source = self._sources.get(req)
+            if source is not None and source.lease is not None:
+                self._client.hold(source.lease)
+        self._released.update(meta.released)
+        for intent in meta.intents:
+            lease: int | None = None
+            try:
+                lease = self._client.intent(intent.xfer, intent.hash, intent.tokens, intent.blocks, intent.fanout, intent.req)
+                self._by_lease[lease] = intent.req
+            except shim.ShimError as err:
+                self._log.warning("kvspray: request %s cannot be offered to another engine: %s", intent.req, err)
+                self._stats.ended(False, "unsubmitted", 0, 0, "", 0)
+            self._sources[intent.req] = _Source(lease)
+        self._step = 0
+        if meta.gains:
+            gains = []
+            for gain in meta.gains:
+                source = self._sources.get(gain.req)
+                if source is not None and source.lease is not None:
+                    gains.append((source.lease, gain.end, gain.blocks))
+            if gains:
+                try:
+                    self._client.step(meta.step, gains)
+                    self._step = meta.step
+                except shim.ShimError as err:
+                    # Without this record the partner would wait for layers that nobody announces.
+                    self._log.warning("kvspray: step %d cannot be announced: %s", meta.step, err)
+                    for lease, _, _ in gains:
+                        self._client.cancel(lease, "step not announced")
+        for expect in meta.expects:
+            self._expect(expect)
+
+    def _expect(self, expect: Expect) -> None:
+        blocks = frozenset(b for group in expect.blocks for b in group)
+        self._loads[expect.req] = _Load(blocks, expect.tokens - expect.skip)
+        try:
+            lease = self._client.expect(
+                expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req
+            )
+        except shim.ShimError as err:
+            # Nothing was handed out, so there is nothing to fence.
+            self._log.warning("kvspray: request %s is recomputed: %s", expect.req, err)
+            self._loaded(expect.req, shim.LOST, 0, 0, "", "no sidecar")
+            return
+        self._by_lease[lease] = expect.req
+        self._load_leases[expect.req] = lease
+
+    def _cancel(self, req: str, reason: str) -> None:
+        load = self._loads.get(req)
+        if load is not None:
+            load.cancelled = True
+            self._client.cancel(self._load_leases[req], reason)
+            return
+        source = self._sources.get(req)
+        if source is not None and source.lease is not None:
+            self._client.cancel(source.lease, reason)
+
+    @property
+    def signals(self) -> bool:
+        """Whether the layers of this step have anybody to tell."""
+        return self._step != 0
+
+    def layer_done(self, name: str) -> None:
+        if self._step:
+            flag = self._flags.get(name)
+            if flag is not None:
+                self._client.signal_layer(flag, self._step)
+
+    def step_done(self) -> None:
+        if self._step:
+            self._client.signal_step(self._step)
+            self._step = 0
+
+    def step_failed(self) -> None:
+        """The forward pass raised: what this step announced was not computed, and its flags must not come."""
+        self._step = 0
+
+    # ---- what ended
+
+    def collect(self) -> Results:
+        for end in self._client.poll():
+            req = self._by_lease.pop(end.lease, None)
+            if req is None:
+                continue
+            if end.received:
+                self._load_leases.pop(req, None)
+                self._loaded(req, end.status, end.bytes, end.us, end.transport, end.reason)
+            else:
+                self._stats.ended(False, shim.status_name(end.status), end.bytes, end.us, end.transport, 0)
+                source = self._sources.get(req)
+                if source is not None:
+                    source.lease = None
+                if end.status != shim.OK:
+                    self._log.info("kvspray: request %s was not delivered: %s (%s)", req, shim.status_name(end.status), end.reason)
+        # vLLM frees the blocks of what is reported here, and knows only requests that it has told to be finished.
+        for req in list(self._released):
+            source = self._sources.get(req)
+            if source is None or source.lease is None:
+                self._released.discard(req)
+                self._sources.pop(req, None)
+                self._results.sent.add(req)
+        out, self._results = self._results, Results()
+        return out
+
+    def _loaded(self, req: str, status: int, nbytes: int, us: int, transport: str, reason: str) -> None:
+        load = self._loads.pop(req)
+        ok = status == shim.OK
+        self._results.received.add(req)
+        if not ok and not load.cancelled:
+            self._results.failed.add(req)
+            self._results.bad_blocks |= load.blocks
+            self._log.warning("kvspray: request %s is recomputed: %s (%s)", req, shim.status_name(status), reason)
+        self._stats.ended(True, shim.status_name(status), nbytes, us, transport, 0 if ok or load.cancelled else load.tokens)
+
+    def take_stats(self) -> KVSprayStats | None:
+        if self._stats.is_empty():
+            return None
+        out, self._stats = self._stats, KVSprayStats()
+        return out
+
+    def close(self) -> None:
+        self._client.close()

