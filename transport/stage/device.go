@@ -1,0 +1,24 @@
+package stage
+
+import "github.com/kvspray/kvspray/internal/cuda"
+
+// Queue is an in-order queue of device work: a CUDA stream.
+type Queue interface {
+	Copy(dst, src cuda.Ptr, n uint64) error
+	// Record marks the queue's present end in e; Wait makes its later work wait for e's last mark.
+	Record(e Event) error
+	Wait(e Event) error
+}
+
+// Event marks a point in a queue. Sync blocks until the marked work is done; an event never recorded is done.
+type Event interface{ Sync() error }
+
+// Device is what a link needs of its GPU.
+type Device interface {
+	Alloc(n uint64) (cuda.Ptr, error)
+	Free(cuda.Ptr) error
+	NewQueue() (Queue, error)
+	NewEvent() (Event, error)
+	// Close frees queues and events made here.
+	Close() error
+}

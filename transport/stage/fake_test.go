@@ -1,0 +1,186 @@
+package stage
+
+import (
+	"errors"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+)
+
+// fakeMachine is memory and devices without a GPU. Queues run their work on goroutines, in order within a queue and in no
+// order between queues but what events say, as streams do.
+type fakeMachine struct {
+	mu   sync.Mutex
+	mem  map[cuda.Ptr][]byte // by base
+	next cuda.Ptr
+}
+
+func newFakeMachine() *fakeMachine {
+	return &fakeMachine{mem: map[cuda.Ptr][]byte{}, next: 1 << 40}
+}
+
+func (m *fakeMachine) alloc(n uint64) cuda.Ptr {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	p := m.next
+	m.next += cuda.Ptr(n+1<<20) &^ (1<<20 - 1)
+	m.mem[p] = make([]byte, n)
+	return p
+}
+
+// at returns the bytes at p, which must lie in one allocation.
+func (m *fakeMachine) at(p cuda.Ptr, n uint64) []byte {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for base, b := range m.mem {
+		if p >= base && uint64(p-base)+n <= uint64(len(b)) {
+			return b[p-base:][:n]
+		}
+	}
+	return nil
+}
+
+type fakeDevice struct {
+	m         *fakeMachine
+	allocated int
+	queues    []*fakeQueue
+	// failAfter counts down copies; at zero every call on the device's queues fails. Negative: never.
+	mu        sync.Mutex
+	failAfter int
+	copies    int
+	bytes     uint64
+	gate      chan struct{} // a copy waits for it when set
+}
+
+func (m *fakeMachine) device() *fakeDevice { return &fakeDevice{m: m, failAfter: -1} }
+
+func (d *fakeDevice) Alloc(n uint64) (cuda.Ptr, error) {
+	d.allocated++
+	return d.m.alloc(n), nil
+}
+
+func (d *fakeDevice) Free(p cuda.Ptr) error {
+	d.m.mu.Lock()
+	defer d.m.mu.Unlock()
+	if _, ok := d.m.mem[p]; !ok {
+		return errors.New("fake: free of what was not allocated")
+	}
+	delete(d.m.mem, p)
+	d.allocated--
+	return nil
+}
+
+var errFake = errors.New("fake: device fell off the bus")
+
+func (d *fakeDevice) copied(n uint64) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.failAfter == 0 {
+		return errFake
+	}
+	if d.failAfter > 0 {
+		d.failAfter--
+	}
+	d.copies++
+	d.bytes += n
+	return nil
+}
+
+type fakeEvent struct {
+	mu   sync.Mutex
+	last chan struct{} // closed when the work before the last mark is done
+	err  *error
+}
+
+func (e *fakeEvent) mark() (chan struct{}, *error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.last, e.err
+}
+
+func (e *fakeEvent) Sync() error {
+	c, err := e.mark()
+	if c == nil {
+		return nil
+	}
+	<-c
+	return *err
+}
+
+type fakeQueue struct {
+	d    *fakeDevice
+	work chan func()
+	done chan struct{}
+	err  error // sticky, as a CUDA context's; owned by the queue's goroutine
+}
+
+func (d *fakeDevice) NewQueue() (Queue, error) {
+	q := &fakeQueue{d: d, work: make(chan func(), 1024), done: make(chan struct{})}
+	go func() {
+		defer close(q.done)
+		for f := range q.work {
+			f()
+		}
+	}()
+	d.queues = append(d.queues, q)
+	return q, nil
+}
+
+func (d *fakeDevice) NewEvent() (Event, error) { return &fakeEvent{}, nil }
+
+func (d *fakeDevice) Close() error {
+	for _, q := range d.queues {
+		close(q.work)
+		<-q.done
+	}
+	d.queues = nil
+	return nil
+}
+
+func (q *fakeQueue) Copy(dst, src cuda.Ptr, n uint64) error {
+	q.work <- func() {
+		if q.d.gate != nil {
+			<-q.d.gate
+		}
+		if q.err == nil {
+			q.err = q.d.copied(n)
+		}
+		if q.err != nil {
+			return
+		}
+		to, from := q.d.m.at(dst, n), q.d.m.at(src, n)
+		if to == nil || from == nil {
+			q.err = errors.New("fake: copy out of bounds")
+			return
+		}
+		copy(to, from)
+	}
+	return nil
+}
+
+func (q *fakeQueue) Record(e Event) error {
+	f := e.(*fakeEvent)
+	c, err := make(chan struct{}), new(error)
+	f.mu.Lock()
+	f.last, f.err = c, err
+	f.mu.Unlock()
+	q.work <- func() {
+		*err = q.err
+		close(c)
+	}
+	return nil
+}
+
+func (q *fakeQueue) Wait(e Event) error {
+	c, err := e.(*fakeEvent).mark()
+	q.work <- func() {
+		if c == nil {
+			return
+		}
+		<-c
+		if q.err == nil {
+			q.err = *err
+		}
+	}
+	return nil
+}

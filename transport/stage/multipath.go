@@ -1,0 +1,362 @@
+package stage
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+)
+
+// Multipath copies between host memory and one GPU over the PCIe links of several: every link pulls chunks from one queue, so a
+// link that is slow or busy takes fewer. The target's own link copies directly; the others relay, and each relay works on
+// several chunks at once, so that PCIe of one overlaps NVLink of the one before (the MMA paper, arXiv 2512.16056). Small copies
+// take the direct path alone.
+//
+// Goroutines: one per link, idle on a condition variable; joined by Close.
+type Multipath struct {
+	links     []*link
+	threshold uint64 // copies of fewer bytes take the direct path
+
+	mu     sync.Mutex
+	work   sync.Cond
+	jobs   []*job // those with bytes not yet taken, oldest first
+	closed bool
+	alive  int
+	direct bool // the target's own link is alive
+	wg     sync.WaitGroup
+}
+
+// The shape of the pipeline. [measured, 4 H200] chunks of 8 to 16 MiB with three in flight reach 0.98 of all links together;
+// smaller chunks cost a CPU core and a fifth of the rate, and a tail of larger ones idles links at the end.
+const (
+	MaxChunk         = 16 << 20
+	MinChunk         = 2 << 20
+	LinkDepth        = 3
+	MaxJobs          = 1024      // copies that may wait at once
+	DefaultThreshold = 128 << 20 // until Calibrate has measured
+	MaxScratchBytes  = LinkDepth * MaxChunk
+)
+
+// Direction of a copy.
+type Direction uint8
+
+// The directions.
+const (
+	HostToDevice Direction = iota
+	DeviceToHost
+)
+
+// ErrBusy means that MaxJobs copies wait already.
+var ErrBusy = errors.New("stage: too many copies are waiting")
+
+type job struct {
+	dir       Direction
+	host, dev cuda.Ptr
+	n         uint64
+	chunk     uint64
+	relay     bool   // relays may take chunks of it
+	next      uint64 // first byte not yet taken
+	again     []span // chunks that a dying link gave back
+	open      int    // chunks taken, not done
+	err       error
+	done      chan struct{}
+}
+
+type span struct{ off, n uint64 }
+
+type link struct {
+	m       *Multipath
+	name    string
+	dev     Device
+	direct  bool
+	pcie    Queue
+	nvlink  Queue
+	scratch [LinkDepth]cuda.Ptr
+	half    [LinkDepth]Event // first hop done
+	done    [LinkDepth]Event // chunk done
+	slot    [LinkDepth]struct {
+		j *job
+		s span
+	}
+	busy bool // under m.mu: its GPU has work of its own, so it takes nothing
+}
+
+// NewMultipath makes the path set to target. Relays are the other GPUs, each with peer access to target both ways; they may
+// be empty. It takes MaxScratchBytes of memory on each relay.
+func NewMultipath(target Device, relays ...Device) (_ *Multipath, err error) {
+	m := &Multipath{threshold: DefaultThreshold}
+	m.work.L = &m.mu
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, m.free())
+		}
+	}()
+	for i, dev := range append([]Device{target}, relays...) {
+		l := &link{m: m, name: fmt.Sprintf("link%d", i), dev: dev, direct: i == 0}
+		m.links = append(m.links, l)
+		if l.pcie, err = dev.NewQueue(); err != nil {
+			return nil, fmt.Errorf("stage: %s: %w", l.name, err)
+		}
+		if !l.direct {
+			if l.nvlink, err = dev.NewQueue(); err != nil {
+				return nil, fmt.Errorf("stage: %s: %w", l.name, err)
+			}
+		}
+		for b := range LinkDepth {
+			if l.done[b], err = dev.NewEvent(); err != nil {
+				return nil, fmt.Errorf("stage: %s: %w", l.name, err)
+			}
+			if l.direct {
+				continue
+			}
+			if l.half[b], err = dev.NewEvent(); err != nil {
+				return nil, fmt.Errorf("stage: %s: %w", l.name, err)
+			}
+			if l.scratch[b], err = dev.Alloc(MaxChunk); err != nil {
+				return nil, fmt.Errorf("stage: %s: %d bytes of relay buffer: %w", l.name, MaxChunk, err)
+			}
+		}
+	}
+	m.alive, m.direct = len(m.links), true
+	for _, l := range m.links {
+		m.wg.Go(l.run)
+	}
+	return m, nil
+}
+
+// SetThreshold sets from how many bytes on a copy uses every link.
+func (m *Multipath) SetThreshold(n uint64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.threshold = n
+}
+
+// Threshold returns what SetThreshold or NewMultipath set.
+func (m *Multipath) Threshold() uint64 {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.threshold
+}
+
+// Yield says whether relay i (in NewMultipath's order, from 0) has work of its own: then it takes no more chunks. What it has
+// taken it finishes.
+func (m *Multipath) Yield(relay int, busy bool) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if relay < 0 || relay+1 >= len(m.links) {
+		return fmt.Errorf("stage: relay %d of %d: no such relay", relay, len(m.links)-1)
+	}
+	m.links[relay+1].busy = busy
+	m.work.Broadcast()
+	return nil
+}
+
+// Copy moves n bytes between host and dev and returns when they are in place. Host memory is pinned and mapped by every
+// link's context. Safe for concurrent use.
+func (m *Multipath) Copy(dir Direction, host, dev cuda.Ptr, n uint64) error {
+	if n == 0 {
+		return nil
+	}
+	j := &job{dir: dir, host: host, dev: dev, n: n, done: make(chan struct{})}
+	m.mu.Lock()
+	switch {
+	case m.closed:
+		m.mu.Unlock()
+		return net.ErrClosed
+	case m.alive == 0:
+		m.mu.Unlock()
+		return errors.New("stage: every link has failed; restart the sidecar once the GPUs are healthy")
+	case len(m.jobs) >= MaxJobs:
+		m.mu.Unlock()
+		return ErrBusy
+	}
+	m.shapeLocked(j)
+	m.jobs = append(m.jobs, j)
+	m.work.Broadcast()
+	m.mu.Unlock()
+	<-j.done
+	return j.err
+}
+
+// shapeLocked: below the threshold one chunk, which only the direct link takes. Above, at least four chunks a link, so that the end
+// is even, within what was measured to be efficient.
+func (m *Multipath) shapeLocked(j *job) {
+	j.relay = !m.direct || j.n >= m.threshold && len(m.links) > 1
+	j.chunk = j.n
+	if j.relay {
+		c := j.n / uint64(4*len(m.links)) &^ (1<<16 - 1)
+		j.chunk = min(max(c, MinChunk), MaxChunk)
+	}
+}
+
+// take returns the oldest work that l may do, waiting for it if wait is set.
+func (l *link) take(wait bool) (*job, span, bool) {
+	m := l.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for {
+		for i, j := range m.jobs {
+			if !l.direct && (!j.relay || l.busy && m.direct) {
+				continue
+			}
+			var s span
+			if k := len(j.again); k > 0 {
+				s, j.again = j.again[k-1], j.again[:k-1]
+			} else {
+				s = span{j.next, min(j.chunk, j.n-j.next)}
+				j.next += s.n
+			}
+			j.open++
+			if j.next == j.n && len(j.again) == 0 {
+				m.jobs = append(m.jobs[:i], m.jobs[i+1:]...)
+			}
+			return j, s, true
+		}
+		if !wait || m.closed {
+			return nil, span{}, false
+		}
+		m.work.Wait()
+	}
+}
+
+// finish ends one chunk; a chunk that failed goes back for another link.
+func (l *link) finish(j *job, s span, err error) {
+	m := l.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	j.open--
+	if err != nil {
+		if j.next == j.n && len(j.again) == 0 {
+			m.jobs = append(m.jobs, j)
+		}
+		j.relay, j.chunk = true, min(j.chunk, MaxChunk)
+		for ; s.n > MaxChunk; s.off, s.n = s.off+MaxChunk, s.n-MaxChunk {
+			j.again = append(j.again, span{s.off, MaxChunk})
+		}
+		j.again = append(j.again, s)
+		m.work.Broadcast()
+		return
+	}
+	if j.open == 0 && j.next == j.n && len(j.again) == 0 {
+		close(j.done)
+	}
+}
+
+// dead takes l out; the last one fails what waits.
+func (l *link) dead(err error) {
+	m := l.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.alive--
+	if l.direct {
+		m.direct = false
+		for _, j := range m.jobs {
+			j.relay, j.chunk = true, min(j.chunk, MaxChunk)
+		}
+		m.work.Broadcast()
+	}
+	if m.alive > 0 {
+		return
+	}
+	for _, j := range m.jobs {
+		j.err = fmt.Errorf("stage: %s, the last link, failed: %w", l.name, err)
+		close(j.done)
+	}
+	m.jobs = nil
+}
+
+// run keeps up to LinkDepth chunks in flight. Slots are used in turn, so the oldest is always the next to be reused.
+func (l *link) run() {
+	for head, tail := 0, 0; ; {
+		j, s, ok := l.take(head == tail)
+		if ok {
+			b := head % LinkDepth
+			head++
+			l.slot[b].j, l.slot[b].s = j, s
+			if err := l.issue(b, j, s); err != nil {
+				l.fail(tail, head, err)
+				return
+			}
+		} else if head == tail {
+			return // closed
+		}
+		if head-tail == LinkDepth || !ok {
+			b := tail % LinkDepth
+			if err := l.done[b].Sync(); err != nil {
+				l.fail(tail, head, err)
+				return
+			}
+			l.finish(l.slot[b].j, l.slot[b].s, nil)
+			l.slot[b].j = nil
+			tail++
+		}
+	}
+}
+
+func (l *link) fail(tail, head int, err error) {
+	for ; tail < head; tail++ {
+		b := tail % LinkDepth
+		l.finish(l.slot[b].j, l.slot[b].s, err)
+		l.slot[b].j = nil
+	}
+	l.dead(err)
+}
+
+// issue enqueues one chunk. A relay's slot is free: its last chunk was waited for.
+func (l *link) issue(b int, j *job, s span) error {
+	host, dev := j.host+cuda.Ptr(s.off), j.dev+cuda.Ptr(s.off)
+	from, to := host, dev
+	first, second := l.pcie, l.nvlink
+	if j.dir == DeviceToHost {
+		from, to = dev, host
+		first, second = l.nvlink, l.pcie
+	}
+	if l.direct {
+		if err := l.pcie.Copy(to, from, s.n); err != nil {
+			return err
+		}
+		return l.pcie.Record(l.done[b])
+	}
+	if err := first.Copy(l.scratch[b], from, s.n); err != nil {
+		return err
+	}
+	if err := first.Record(l.half[b]); err != nil {
+		return err
+	}
+	if err := second.Wait(l.half[b]); err != nil {
+		return err
+	}
+	if err := second.Copy(to, l.scratch[b], s.n); err != nil {
+		return err
+	}
+	return second.Record(l.done[b])
+}
+
+// Close waits for the copies under way, ends the links and frees their buffers. Later copies get net.ErrClosed.
+func (m *Multipath) Close() error {
+	m.mu.Lock()
+	if m.closed {
+		m.mu.Unlock()
+		return nil
+	}
+	m.closed = true
+	m.work.Broadcast()
+	m.mu.Unlock()
+	m.wg.Wait()
+	return m.free()
+}
+
+func (m *Multipath) free() error {
+	var errs []error
+	for _, l := range m.links {
+		errs = append(errs, l.dev.Close())
+		for _, p := range l.scratch {
+			if p != 0 {
+				errs = append(errs, l.dev.Free(p))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
