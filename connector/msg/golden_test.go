@@ -1,0 +1,387 @@
+package msg
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/hex"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/vmihailenco/msgpack/v5"
+	"github.com/vmihailenco/msgpack/v5/msgpcode"
+
+	"github.com/kvspray/kvspray/layout"
+)
+
+var update = flag.Bool("update", false, "write testdata/golden")
+
+const goldenDir = "../../testdata/golden"
+
+type vector struct {
+	Name  string          `json:"name"`
+	Kind  string          `json:"kind"`
+	Type  string          `json:"type"`
+	Hex   string          `json:"hex"`
+	Value json.RawMessage `json:"value"`
+}
+
+func seq(n int, from byte) []byte {
+	b := make([]byte, n)
+	for i := range b {
+		b[i] = from + byte(i)
+	}
+	return b
+}
+
+func b16(from byte) (v [16]byte) { copy(v[:], seq(16, from)); return }
+func b32(from byte) (v [32]byte) { copy(v[:], seq(32, from)); return }
+
+var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5, "HOLD": 6, "RECEIVED": 32, "SENT": 33}
+
+func goldenLayout(t testing.TB) []byte {
+	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16", Identity: map[string]string{"model": "9f86d081", "rope": "10000"},
+		Groups: []layout.Group{{TokensPerBlock: 16, Strategy: "packed_hnd", Params: map[string]int64{"heads": 2, "head_dim": 64},
+			NumBlocks: 128, Layers: []layout.Layer{
+				{Name: "model.layers.0.self_attn", Index: 0, Region: 0, Base: 0, BlockStride: 8192, PageBytes: 8192},
+				{Name: "model.layers.1.self_attn", Index: 1, Region: 0, Base: 1 << 20, BlockStride: 8192, PageBytes: 8192}}}}}
+	b, err := l.Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// kv is an ordered map for vectors that our own types cannot make.
+type kv []any
+
+func appendAny(b []byte, v any) []byte {
+	switch v := v.(type) {
+	case kv:
+		b = appendMap(b, len(v)/2)
+		for i := 0; i < len(v); i += 2 {
+			b = appendAny(appendStr(b, v[i].(string)), v[i+1])
+		}
+		return b
+	case []any:
+		b = appendArray(b, len(v))
+		for _, e := range v {
+			b = appendAny(b, e)
+		}
+		return b
+	case nil:
+		return append(b, 0xc0)
+	case bool:
+		return appendBool(b, v)
+	case int:
+		if v < 0 {
+			return append(b, 0xd0, byte(int8(v)))
+		}
+		return appendUint(b, uint64(v))
+	case uint64:
+		return appendUint(b, v)
+	case float64:
+		return binary.BigEndian.AppendUint64(append(b, 0xcb), math.Float64bits(v))
+	case string:
+		return appendStr(b, v)
+	case []byte:
+		return appendBin(b, v)
+	case json.RawMessage: // already msgpack
+		return append(b, v...)
+	}
+	panic(fmt.Sprintf("%T", v))
+}
+
+var unknown = kv{"from_the_future", kv{"deep", []any{1, -2, 1.5, nil, true, kv{"x", seq(3, 1)}}}, "also_new", "text"}
+
+func goldenVectors(t testing.TB) (socket, records []vector) {
+	lay := goldenLayout(t)
+	boot, session := b16(0x10), b16(0x80)
+	sock := func(name string, m Message) {
+		p, err := EncodePacket(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		socket = append(socket, vector{Name: name, Kind: "socket", Type: m.Type().String(), Hex: hex.EncodeToString(p)})
+	}
+	rawSock := func(name string, typ Type, v kv) {
+		p := appendAny(binary.LittleEndian.AppendUint32(nil, uint32(typ)), v)
+		socket = append(socket, vector{Name: name, Kind: "socket", Type: typ.String(), Hex: hex.EncodeToString(p)})
+	}
+	rec := func(name, typ string, b []byte) {
+		records = append(records, vector{Name: name, Kind: "record", Type: typ, Hex: hex.EncodeToString(b)})
+	}
+
+	sock("hello-worker", &Hello{ID: 1, Min: VersionMin, Max: VersionMax, Role: RoleWorker, Boot: boot,
+		Engine: Engine{"vllm", "0.32.0", "prefill-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1}, TP: Rank{1, 2}, PCP: Rank{0, 1}, DCP: Rank{0, 1}},
+		PID: 4242, Features: []string{"layer-flags"}})
+	sock("hello-scheduler", &Hello{ID: 1, Min: VersionMin, Max: VersionMax, Role: RoleScheduler, Boot: boot,
+		Engine: Engine{"vllm", "0.32.0", "decode-0"}, Ranks: Ranks{DP: Rank{0, 1}, PP: Rank{0, 1}, TP: Rank{0, 1}, PCP: Rank{0, 1}, DCP: Rank{0, 1}}, PID: 70000})
+	rawSock("hello-older", TypeHello, kv{"id", 1, "min", uint64(VersionMin), "max", uint64(VersionMin), "role", "worker", "boot", boot[:]})
+	rawSock("hello-newer", TypeHello, append(kv{"id", 1, "min", uint64(MakeVersion(1, 0)), "max", uint64(MakeVersion(1, 7)), "role", "worker", "boot", boot[:],
+		"engine", kv{"name", "vllm", "version", "9.9", "id", "e", "flavour", "mint"}, "ranks", kv{"dp", []any{0, 1}, "xp", []any{3, 4}}, "pid", 1,
+		"features", []any{"teleport"}}, unknown...))
+
+	sock("welcome", &Welcome{ID: 1, Version: VersionMax, Boot: b16(0x40), Node: "node-a", Endpoint: "127.0.0.1:7411",
+		Host: "5f0c2b1e-0000-4000-8000-123456789abc", Features: []string{}, Fenced: true, Limits: Limits{4096, 1024, 1 << 20},
+		DeadlineMS: 30000, PartnerMS: 10000, GraceMS: 5000})
+	rawSock("welcome-older", TypeWelcome, kv{"id", 1, "version", uint64(VersionMin), "boot", seq(16, 0x40)})
+	rawSock("welcome-newer", TypeWelcome, append(kv{"id", 1, "version", uint64(VersionMin), "boot", seq(16, 0x40), "node", "n", "endpoint", "h:1", "host", "x",
+		"features", []any{"teleport"}, "fenced", false, "limits", kv{"leases", 9, "regions", 9, "record_bytes", 65536, "wishes", 3},
+		"deadline_ms", 1, "partner_ms", 2, "grace_ms", 3}, unknown...))
+
+	sock("register", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3}, Regions: []Region{
+		{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4},
+		{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 30, FD: 5},
+		{Region: b16(0xc0), Kind: KindProcess, Bytes: 1 << 33, Addr: 0x7f0012340000, FD: 6}}})
+	rawSock("register-newer", TypeRegister, append(kv{"id", 2, "session", session[:], "regions", []any{kv{"region", seq(16, 0xa0), "kind", "memfd",
+		"bytes", 1 << 21, "fd", 4, "numa", 1}}, "layout", json.RawMessage(lay), "fds", kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3, "siren", 7}}, unknown...))
+	sock("registered", &Registered{ID: 2, Fingerprint: b32(1), Geometry: b32(33)})
+	rawSock("registered-newer", TypeRegistered, append(kv{"id", 2, "fingerprint", seq(32, 1), "geometry", seq(32, 33)}, unknown...))
+	sock("error", &ErrorMessage{ID: 2, Code: CodeRegion, Message: "memfd is not sealed", Field: "regions[0].fd",
+		Remedy: "add F_SEAL_SHRINK|F_SEAL_GROW before passing it on"})
+	sock("error-fatal", &ErrorMessage{Code: CodeVersion, Message: "the shim speaks 2.0 to 2.0, the sidecar 1.0 to 1.0", Field: "max",
+		Remedy: "upgrade the older of the two", Fatal: true})
+	rawSock("error-older", TypeError, kv{"id", 0, "code", "protocol", "message", "no"})
+	rawSock("error-newer", TypeError, append(kv{"id", 0, "code", "from-the-future", "message", "?", "field", "", "remedy", "", "fatal", false}, unknown...))
+	sock("await", &Await{ID: 3, Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411", Tokens: 2048, TTLMS: 10000})
+	rawSock("await-older", TypeAwait, kv{"id", 3, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer", "10.0.0.1:7411"})
+	rawSock("await-newer", TypeAwait, append(kv{"id", 3, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer", "10.0.0.1:7411", "tokens", 1, "ttl_ms", 2}, unknown...))
+	sock("admitted", &Admitted{ID: 3, State: "admitted", Tokens: 2048})
+	sock("admitted-refused", &Admitted{ID: 1 << 40, State: "refused", Message: "same transfer, another prompt"})
+	rawSock("admitted-older", TypeAdmitted, kv{"id", 3, "state", "gone"})
+	rawSock("admitted-newer", TypeAdmitted, append(kv{"id", 3, "state", "gone", "tokens", 0, "message", ""}, unknown...))
+	sock("bye", &Bye{Reason: "engine shuts down"})
+	rawSock("bye-older", TypeBye, kv{})
+	rawSock("bye-newer", TypeBye, append(kv{"reason", "r"}, unknown...))
+	sock("stats", &Stats{Transfers: map[string]uint64{"failed": 2, "ok": 300}, Bytes: map[string]uint64{"shm": 1 << 33, "tcp": 70000}})
+	rawSock("stats-newer", TypeStats, append(kv{"transfers", kv{"ok", 1}, "bytes", kv{"tcp", 2}}, unknown...))
+
+	key := kv{"xfer", seq(16, 0x20), "hash", seq(32, 0x60)}
+	with := func(more ...any) []byte { return appendAny(nil, append(append(kv{}, key...), more...)) }
+	blocks := seq(8, 1) // two ids
+	rec("intent", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048, Fanout: 1, Blocks: [][]uint32{{7, 300, 70000}}, Ready: 0,
+		Prio: PrioStream, DeadlineMS: 30000, Req: "cmpl-1"}).Append(nil))
+	rec("intent-restart", "INTENT", (&Intent{Xfer: b16(0x20), Hash: b32(0x60), Tokens: 2048, Fanout: 16, Blocks: [][]uint32{{1, 2}, {}}, Ready: 512,
+		Steps: []PendingStep{{41, 1024}, {43, 2048}}, Prio: PrioDecodeWaits, DeadlineMS: 1234, Held: true, Req: "cmpl-2", Attempt: 3}).Append(nil))
+	rec("intent-older", "INTENT", with("tokens", 16, "blocks", []any{blocks}))
+	rec("intent-newer", "INTENT", with(append(kv{"tokens", 16, "fanout", 1, "blocks", []any{blocks}, "ready", 16, "steps", []any{}, "prio", 9,
+		"deadline_ms", 1, "held", false, "req", "", "attempt", 0}, unknown...)...))
+	rec("expect", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411", Tokens: 2048, Skip: []uint32{512, 0},
+		Blocks: [][]uint32{{5, 6, 7}, {1 << 31}}, Prio: PrioDecodeWaits, DeadlineMS: 30000, PartnerMS: 10000, Req: "cmpl-1"}).Append(nil))
+	rec("expect-older", "EXPECT", with("peer", "h:1", "tokens", 16, "blocks", []any{blocks}))
+	rec("expect-newer", "EXPECT", with(append(kv{"peer", "h:1", "tokens", 16, "skip", []any{0}, "blocks", []any{blocks}, "prio", 0, "deadline_ms", 1,
+		"partner_ms", 1, "req", ""}, unknown...)...))
+	rec("step", "STEP", (&Step{Step: 70000, Reqs: []StepReq{{Lease: 1 << 33, End: 1024, Blocks: [][]uint32{{7, 300, 70000}}, Attempt: 0},
+		{Lease: 2, End: 5, Blocks: [][]uint32{}, Attempt: 1}}}).Append(nil))
+	rec("step-empty", "STEP", (&Step{Step: 1}).Append(nil))
+	rec("step-older", "STEP", appendAny(nil, kv{"step", 1, "reqs", []any{kv{"lease", 1, "end", 2}}}))
+	rec("step-newer", "STEP", appendAny(nil, append(kv{"step", 1, "reqs", []any{append(kv{"lease", 1, "end", 2, "blocks", []any{blocks}, "attempt", 0}, unknown...)}}, unknown...)))
+	rec("cancel", "CANCEL", (&Cancel{Reason: "aborted"}).Append(nil))
+	rec("cancel-older", "CANCEL", appendAny(nil, kv{}))
+	rec("cancel-newer", "CANCEL", appendAny(nil, append(kv{"reason", ""}, unknown...)))
+	rec("preempt", "PREEMPT", (&Empty{}).Append(nil))
+	rec("preempt-newer", "PREEMPT", appendAny(nil, unknown))
+	rec("hold", "HOLD", (&Empty{}).Append(nil))
+	rec("hold-newer", "HOLD", appendAny(nil, unknown))
+	rec("received", "RECEIVED", (&Received{Bytes: 1 << 33, US: 1500, Transport: "tcp"}).Append(nil))
+	rec("received-failed", "RECEIVED", (&Received{Bytes: 65536, US: 30000000, Transport: "shm", Reason: "source lost",
+		Recompute: [][2]uint32{{0, 16}, {512, 2048}}}).Append(nil))
+	rec("received-older", "RECEIVED", appendAny(nil, kv{"bytes", 1}))
+	rec("received-newer", "RECEIVED", appendAny(nil, append(kv{"bytes", 1, "us", 2, "transport", "x", "reason", "", "recompute", []any{}}, unknown...)))
+	rec("sent", "SENT", (&Sent{Grants: 2, Bytes: 1 << 21}).Append(nil))
+	rec("sent-older", "SENT", appendAny(nil, kv{}))
+	rec("sent-newer", "SENT", appendAny(nil, append(kv{"grants", 0, "bytes", 0, "reason", "expired"}, unknown...)))
+	return socket, records
+}
+
+// toJSON renders one msgpack value with a decoder that is not ours, keeping the order of keys.
+func toJSON(t testing.TB, d *msgpack.Decoder) []byte {
+	t.Helper()
+	must := func(err error) {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	enc := func(v any) []byte {
+		b, err := json.Marshal(v)
+		must(err)
+		return b
+	}
+	c, err := d.PeekCode()
+	must(err)
+	var b bytes.Buffer
+	switch {
+	case msgpcode.IsFixedMap(c) || c == msgpcode.Map16 || c == msgpcode.Map32:
+		n, err := d.DecodeMapLen()
+		must(err)
+		b.WriteByte('{')
+		for i := range n {
+			if i > 0 {
+				b.WriteByte(',')
+			}
+			k, err := d.DecodeString()
+			must(err)
+			b.Write(enc(k))
+			b.WriteByte(':')
+			b.Write(toJSON(t, d))
+		}
+		b.WriteByte('}')
+	case msgpcode.IsFixedArray(c) || c == msgpcode.Array16 || c == msgpcode.Array32:
+		n, err := d.DecodeArrayLen()
+		must(err)
+		b.WriteByte('[')
+		for i := range n {
+			if i > 0 {
+				b.WriteByte(',')
+			}
+			b.Write(toJSON(t, d))
+		}
+		b.WriteByte(']')
+	case msgpcode.IsBin(c):
+		v, err := d.DecodeBytes()
+		must(err)
+		b.Write(enc(map[string]string{"$bin": hex.EncodeToString(v)}))
+	default:
+		v, err := d.DecodeInterfaceLoose()
+		must(err)
+		b.Write(enc(v))
+	}
+	return b.Bytes()
+}
+
+func bodyOf(t testing.TB, v vector) []byte {
+	t.Helper()
+	b, err := hex.DecodeString(v.Hex)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestGolden(t *testing.T) {
+	socket, records := goldenVectors(t)
+	for file, vs := range map[string][]vector{"socket.json": socket, "records.json": records} {
+		var out bytes.Buffer
+		out.WriteString("[\n")
+		for i := range vs {
+			b := bodyOf(t, vs[i])
+			if vs[i].Kind == "socket" {
+				b = b[4:]
+			}
+			r := bytes.NewReader(b)
+			vs[i].Value = toJSON(t, msgpack.NewDecoder(r))
+			if r.Len() != 0 {
+				t.Errorf("%s: %d bytes follow the map", vs[i].Name, r.Len())
+			}
+			line, err := json.Marshal(vs[i])
+			if err != nil {
+				t.Fatal(err)
+			}
+			out.Write(line)
+			if i < len(vs)-1 {
+				out.WriteByte(',')
+			}
+			out.WriteByte('\n')
+		}
+		out.WriteString("]\n")
+		path := filepath.Join(goldenDir, file)
+		if *update {
+			if err := os.WriteFile(path, out.Bytes(), 0o644); err != nil {
+				t.Fatal(err)
+			}
+			continue
+		}
+		have, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(have, out.Bytes()) {
+			t.Errorf("%s differs from what the encoder makes: run go test ./connector/msg -run TestGolden -update and look at the difference", path)
+		}
+	}
+}
+
+// TestGoldenDecode speaks the committed vectors: each decodes, and canonical ones encode to the same bytes again.
+func TestGoldenDecode(t *testing.T) {
+	seen := map[string]bool{}
+	for _, file := range []string{"socket.json", "records.json"} {
+		raw, err := os.ReadFile(filepath.Join(goldenDir, file))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var vs []vector
+		if err := json.Unmarshal(raw, &vs); err != nil {
+			t.Fatal(err)
+		}
+		for _, v := range vs {
+			t.Run(v.Name, func(t *testing.T) {
+				b := bodyOf(t, v)
+				var again []byte
+				if v.Kind == "socket" {
+					m, err := DecodePacket(b)
+					if err != nil {
+						t.Fatal(err)
+					}
+					if got := m.Type().String(); got != v.Type {
+						t.Fatalf("type %s, want %s", got, v.Type)
+					}
+					if again, err = EncodePacket(m); err != nil {
+						t.Fatal(err)
+					}
+				} else {
+					m, err := DecodeRecord(recordTypes[v.Type], b)
+					if err != nil {
+						t.Fatal(err)
+					}
+					again = m.(interface{ Append([]byte) []byte }).Append(nil)
+				}
+				seen[v.Kind+v.Type] = true
+				if strings.HasSuffix(v.Name, "-older") || strings.HasSuffix(v.Name, "-newer") {
+					return
+				}
+				if !bytes.Equal(again, b) {
+					t.Fatalf("encodes to\n%x, want\n%x", again, b)
+				}
+			})
+		}
+	}
+	for typ := TypeHello; typ <= TypeStats; typ++ {
+		if !seen["socket"+typ.String()] {
+			t.Errorf("no vector for %s", typ)
+		}
+	}
+	for typ := range recordTypes {
+		if !seen["record"+typ] {
+			t.Errorf("no vector for %s", typ)
+		}
+	}
+}
+
+func TestNegotiate(t *testing.T) {
+	for _, c := range []struct {
+		min, max, want Version
+		ok             bool
+	}{
+		{MakeVersion(1, 0), MakeVersion(1, 0), MakeVersion(1, 0), true},
+		{MakeVersion(1, 0), MakeVersion(1, 7), MakeVersion(1, 0), true},
+		{MakeVersion(1, 0), MakeVersion(2, 3), MakeVersion(1, 0), true},
+		{MakeVersion(0, 9), MakeVersion(1, 0), MakeVersion(1, 0), true},
+		{MakeVersion(2, 0), MakeVersion(2, 3), 0, false},
+		{MakeVersion(0, 1), MakeVersion(0, 9), 0, false},
+		{MakeVersion(1, 1), MakeVersion(1, 0), 0, false},
+	} {
+		got, err := Negotiate(c.min, c.max)
+		if (err == nil) != c.ok || got != c.want {
+			t.Errorf("Negotiate(%s, %s) = %s, %v", c.min, c.max, got, err)
+		}
+		if err != nil && !strings.Contains(err.Error(), c.min.String()) {
+			t.Errorf("error does not name the shim's version: %v", err)
+		}
+	}
+}
