@@ -132,3 +132,9 @@ func (s *Source) Complete() error {
 	s.State = SourceCompleted
 	return nil
 }
+
+// Narrow lets nobody new bind, and reports whether nobody is left to serve.
+func (s *Source) Narrow() bool {
+	s.Fanout = s.ended + len(s.serving)
+	return len(s.serving) == 0
+}

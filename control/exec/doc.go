@@ -1,0 +1,245 @@
+// Package exec is the executor: it decides, for every transfer of one process, what happens next. It matches intents with
+// grants, releases chunks as layers become complete, hands slices to lanes, retries, substitutes transports, commits, fences,
+// expires and completes.
+//
+// It is sans-IO. Events come in as method calls with `now`, what follows from them comes out of Drain as actions, in the
+// order in which they must be performed. It has no goroutine, no clock, no I/O and no lock: its driver (package sidecar)
+// serialises the calls. Moving a slice allocates nothing in steady state.
+//
+// Invariants:
+//   - each lease completes exactly once, by lease.MayRelease;
+//   - a commit needs a full bitmap, both leases, and the fence;
+//   - slices name only origins that are bound; what happens after an origin's guard is revoked counts for nothing;
+//   - every lease has a deadline, every wait ends by it, and then only starts a fence;
+//   - all tables are bounded (package lease and Limits).
+package exec
+
+import (
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// Instant is a point in time: the duration since the driver's start.
+type Instant = lease.Instant
+
+// Plan is the transfer space of one destination lease, as both sides compute it. Immutable.
+type Plan interface {
+	Space() *transfer.Space
+	// Ready returns the front of the segment of a layer that may be sent once that layer holds tokens [0, tokens); final
+	// says that no later step writes to it. It only grows.
+	Ready(layer int, tokens uint32, final bool) transfer.Range
+}
+
+// Planner makes plans. Implemented by the driver over parseblock.
+type Planner interface {
+	// Receive plans what the engine of w wants.
+	Receive(w *connector.Worker, x *connector.Expect) (Plan, error)
+	// Send plans the space that a grant names, and checks that the layout of w can serve it.
+	Send(w *connector.Worker, g *peerv1.Grant) (Plan, error)
+}
+
+// Config is constant for the life of an executor.
+type Config struct {
+	Boot       transfer.Boot // of this process
+	Endpoint   string        // that peers dial; an engine that names it means ourselves
+	Planner    Planner
+	Transports []string // preferred first; others come last
+
+	// Zero values take the defaults below.
+	Deadline      time.Duration // of a lease that names none, and the longest
+	Partner       time.Duration // for a partner to come
+	Grace         time.Duration // between tries of a fence that failed
+	SliceTimeout  time.Duration // a lane that ends nothing for so long is passed over
+	MaxAttempts   int           // of one range
+	MaxRegrants   int           // of one destination lease
+	MaxSlices     int           // in flight, over all lanes of one peer
+	WindowSlices  int           // in flight on one lane, in slices of the size that suits it
+	MaxSlots      int           // grants open towards one peer
+	MaxPending    int           // grants and questions of one peer that wait for an intent
+	Integrity     uint32        // told to the source: Grant.integrity
+	MaxDest       int
+	MaxSource     int
+	TombstoneAge  time.Duration
+	TombstoneHush time.Duration // how long after a served key another grant for it still waits (a list of equal prompts)
+}
+
+// Defaults of Config.
+const (
+	DefaultDeadline      = 30 * time.Second
+	DefaultPartner       = 10 * time.Second
+	DefaultGrace         = 5 * time.Second
+	DefaultSliceTimeout  = 500 * time.Millisecond
+	DefaultMaxAttempts   = 8
+	DefaultMaxRegrants   = 16
+	DefaultMaxSlices     = 256
+	DefaultWindowSlices  = 8
+	DefaultMaxPending    = 4096
+	DefaultTombstoneHush = 2 * time.Second
+	MaxDeadline          = 10 * time.Minute
+	connectRetry         = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
+	disownedWait         = time.Second            // for the record that says why a source was disowned
+)
+
+func (c Config) withDefaults() Config {
+	dur := func(v *time.Duration, d time.Duration) {
+		if *v <= 0 {
+			*v = d
+		}
+	}
+	num := func(v *int, d int) {
+		if *v <= 0 {
+			*v = d
+		}
+	}
+	dur(&c.Deadline, DefaultDeadline)
+	dur(&c.Partner, DefaultPartner)
+	dur(&c.Grace, DefaultGrace)
+	dur(&c.SliceTimeout, DefaultSliceTimeout)
+	dur(&c.TombstoneAge, lease.TombstoneAge)
+	dur(&c.TombstoneHush, DefaultTombstoneHush)
+	num(&c.MaxAttempts, DefaultMaxAttempts)
+	num(&c.MaxRegrants, DefaultMaxRegrants)
+	num(&c.MaxSlices, DefaultMaxSlices)
+	num(&c.WindowSlices, DefaultWindowSlices)
+	num(&c.MaxSlots, lease.MaxSlotsPerPeer)
+	num(&c.MaxPending, DefaultMaxPending)
+	num(&c.MaxDest, lease.MaxDest)
+	num(&c.MaxSource, lease.MaxSource)
+	return c
+}
+
+// Kind says what an Action asks for.
+type Kind uint8
+
+// The actions. What may block is started and reported back as an event; the rest is done before the next action.
+const (
+	// Connect reaches Endpoint; PeerUp or ConnectFailed follows.
+	Connect Kind = iota + 1
+	// Send puts Frame on the control lanes to Peer.
+	Send
+	// Offer makes Landing's grant live (Sink, Host.Grant, backends), fills the tokens into Frame and sends it to Peer.
+	Offer
+	// Fence revokes the guard of Landing at once, then fences it in every backend; FenceDone follows.
+	Fence
+	// Forget drops Landing from what Host.Grant finds.
+	Forget
+	// Bind makes Sending's origin live with its blocks as they are now.
+	Bind
+	// Update gives Sending's origin the block table Blocks.
+	Update
+	// CloseOrigin revokes the guard of Sending at once, then closes it in every backend; OriginClosed follows.
+	CloseOrigin
+	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
+	Move
+	// Complete ends a lease towards the engine of Worker.
+	Complete
+	// Answer answers the Await of that Token.
+	Answer
+	// WorkerFenced says that no lease of Worker is left.
+	WorkerFenced
+)
+
+// Action is something that the driver must do. Which fields are set depends on Kind.
+type Action struct {
+	Kind       Kind
+	Peer       transfer.Boot
+	Endpoint   string
+	Frame      *peerv1.ControlFrame
+	Landing    *Landing
+	Sending    *Sending
+	Blocks     [][]uint32
+	Lane       uint64
+	Slices     []transport.Slice // valid until the next Drain into the same Batch
+	Worker     *connector.Worker
+	Completion connector.Completion
+	Trace      *Trace // Complete: set for leases that got as far as a partner
+	Await      uint64
+	Admission  connector.Admission
+
+	first, count int // of Slices in the batch, until Drain
+}
+
+// Batch carries actions out of the executor; its memory is reused.
+type Batch struct {
+	Actions []Action
+	slices  []transport.Slice
+}
+
+// Trace says how a transfer went, for one line in the log.
+type Trace struct {
+	Key         transfer.Key
+	Req         string
+	Source      transfer.LeaseID
+	Dest        transfer.LeaseID
+	Peer        transfer.Boot
+	Slot        transfer.Slot
+	Gen         transfer.Gen
+	Queue       time.Duration // from the engine's word to the partner's
+	Wire        time.Duration // from there to the full bitmap
+	Commit      time.Duration // from there to the fence's end
+	Grants      int
+	Flag        time.Duration // source: from the last flag to the commit
+	BytesBefore uint64        // source: bytes that were sent before the final step's flag
+}
+
+// Landing is one grant on the receiver: one (peer, slot, generation) of a destination lease.
+type Landing struct {
+	Grant  transport.Grant // Sink is the driver's
+	Worker *connector.Worker
+	Expect *connector.Expect
+	Plan   Plan
+	Sink   any // the driver's own view of Grant.Sink
+
+	dest   *dest
+	full   bool
+	fenced bool
+}
+
+// Lease names the destination lease of the landing.
+func (l *Landing) Lease() transfer.LeaseID { return l.Expect.Lease }
+
+// Sending is one grant on the sender: a source lease that serves it, through one origin.
+type Sending struct {
+	Origin transport.Origin // Source is the driver's
+	Worker *connector.Worker
+	Lease  transfer.LeaseID // source, at the epoch that the bytes are read under; set by Bind
+	Dest   transfer.LeaseID
+	Key    transfer.Key
+	Tokens map[string][]byte // per transport, as the receiver's backends made them
+	Plan   Plan
+	Blocks [][]uint32 // as of Bind; never changed in place
+	Source any        // the driver's own view of Origin.Source
+
+	sendingState
+}
+
+// LaneInfo describes a lane that came up.
+type LaneInfo struct {
+	ID          uint64
+	Peer        transfer.Boot
+	Backend     string
+	SliceBytes  int
+	MaxInFlight int // slices
+}
+
+// Drain moves what must be done into b, whose former content is overwritten, and reports whether there is anything.
+func (e *Exec) Drain(b *Batch) bool {
+	if len(e.out) == 0 {
+		b.Actions = b.Actions[:0]
+		return false
+	}
+	clear(b.Actions)
+	b.Actions, e.out = e.out, b.Actions[:0]
+	b.slices, e.outSlices = e.outSlices, b.slices[:0]
+	for i := range b.Actions {
+		if a := &b.Actions[i]; a.Kind == Move {
+			a.Slices = b.slices[a.first : a.first+a.count : a.first+a.count]
+		}
+	}
+	return true
+}
