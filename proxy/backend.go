@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"sync"
+	"time"
+)
+
+const (
+	rolePrefill = "prefill"
+	roleDecode  = "decode"
+)
+
+// backend is one engine.
+type backend struct {
+	role    string
+	url     string
+	sidecar string // where to learn peer; empty: configured
+
+	mu       sync.Mutex // guards all below
+	peer     string
+	load     int  // requests in flight
+	failures int  // health checks in a row
+	known    bool // the first check was made
+	reason   string
+}
+
+func (b *backend) upLocked() bool { return b.failures < downAfter && (b.known || b.failures == 0) }
+
+func (b *backend) peerAddr() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.peer
+}
+
+// note records the outcome of a health check and reports whether the state changed.
+func (b *backend) note(err error) (up, changed bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	before := b.upLocked()
+	first := !b.known
+	b.known = true
+	if err == nil {
+		b.failures, b.reason = 0, ""
+	} else {
+		b.failures, b.reason = min(b.failures+1, downAfter), err.Error()
+		if first {
+			b.failures = downAfter // nothing good is known of it
+		}
+	}
+	up = b.upLocked()
+	return up, up != before || first
+}
+
+// suspect takes a back end out at once: a connection to it failed. The next good health check brings it back.
+func (b *backend) suspect(err error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.known, b.failures, b.reason = true, downAfter, err.Error()
+}
+
+// pool is all back ends of one role.
+type pool struct {
+	all []*backend
+
+	mu   sync.Mutex
+	next int // where the search starts, so that equals take turns
+}
+
+func newPool(all []*backend) *pool { return &pool{all: all} }
+
+// take returns the least loaded back end that is up and not in skip, with its load raised; nil if there is none. The caller
+// gives it back with done.
+func (p *pool) take(skip map[*backend]bool) *backend {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var best *backend
+	bestLoad := 0
+	for i := range p.all {
+		b := p.all[(p.next+i)%len(p.all)]
+		if skip[b] {
+			continue
+		}
+		b.mu.Lock()
+		up, load := b.upLocked(), b.load
+		b.mu.Unlock()
+		if up && (best == nil || load < bestLoad) {
+			best, bestLoad = b, load
+		}
+	}
+	if best == nil {
+		return nil
+	}
+	p.next++
+	best.mu.Lock()
+	best.load++
+	best.mu.Unlock()
+	return best
+}
+
+func (b *backend) done() {
+	b.mu.Lock()
+	b.load--
+	b.mu.Unlock()
+}
+
+func (p *pool) anyUp() bool {
+	for _, b := range p.all {
+		b.mu.Lock()
+		up := b.upLocked()
+		b.mu.Unlock()
+		if up {
+			return true
+		}
+	}
+	return false
+}
+
+// watch checks one back end until ctx ends.
+func (p *Proxy) watch(ctx context.Context, b *backend) {
+	tick := time.NewTicker(healthEvery)
+	defer tick.Stop()
+	for {
+		err := p.check(ctx, b)
+		if ctx.Err() != nil {
+			return
+		}
+		up, changed := b.note(err)
+		p.met.up.WithLabelValues(b.role, b.url).Set(map[bool]float64{true: 1}[up])
+		if changed {
+			if up {
+				p.log.Info("back end is up", "role", b.role, "url", b.url, "peer", b.peerAddr())
+			} else {
+				p.log.Warn("back end is down", "role", b.role, "url", b.url, "err", err)
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
+}
+
+func (p *Proxy) check(ctx context.Context, b *backend) error {
+	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
+	defer cancel()
+	if err := p.get(ctx, b.url+"/health", nil); err != nil {
+		return err
+	}
+	if b.sidecar == "" {
+		return nil
+	}
+	// A sidecar that does not answer is no reason to take the engine out: requests then go prefill first, where the engine itself
+	// says what it knows.
+	var node struct {
+		Endpoint string `json:"endpoint"`
+	}
+	err := p.get(ctx, b.sidecar+"/v1/node", &node)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if changed := node.Endpoint != b.peer; changed {
+		p.log.Info("endpoint of the prefill's sidecar", "url", b.url, "peer", node.Endpoint, "err", err)
+	}
+	b.peer = node.Endpoint
+	return nil
+}
+
+const maxSmallAnswer = 64 << 10 // bytes of a health or node answer
+
+func (p *Proxy) get(ctx context.Context, url string, into any) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := p.client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = resp.Body.Close() }() // read to its end or given up
+	body, err := io.ReadAll(io.LimitReader(resp.Body, maxSmallAnswer))
+	if err != nil {
+		return err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("GET %s: %s", url, resp.Status)
+	}
+	if into == nil {
+		return nil
+	}
+	return json.Unmarshal(body, into)
+}

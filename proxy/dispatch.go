@@ -1,0 +1,443 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"time"
+)
+
+const (
+	requestIDHeader = "X-Request-Id"
+	maxRequestID    = 128 // bytes
+	copyBytes       = 32 << 10
+)
+
+// generate serves the two endpoints that prefill and decode.
+func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
+	select {
+	case p.slots <- struct{}{}:
+		defer func() { <-p.slots }()
+	default:
+		w.Header().Set("Retry-After", "1")
+		p.refuse(w, http.StatusServiceUnavailable, "too many requests in flight; try again")
+		return
+	}
+	p.met.inFlight.Inc()
+	defer p.met.inFlight.Dec()
+	body, ok := p.readBody(w, r)
+	if !ok {
+		return
+	}
+	req, err := parseRequest(k, body)
+	if err != nil {
+		p.refuse(w, http.StatusBadRequest, err.Error())
+		return
+	}
+	ctx, cancel := context.WithCancel(r.Context())
+	defer cancel()
+	j := &job{p: p, w: w, in: r, req: req, id: requestID(r.Header.Get(requestIDHeader)), start: time.Now(), mode: p.mode}
+	w.Header().Set(requestIDHeader, j.id)
+	j.run(ctx)
+	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()
+	if j.broken {
+		// The status is out; breaking the connection is the only way to tell the client that this was not the end.
+		panic(http.ErrAbortHandler)
+	}
+}
+
+func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
+	// A recorder in tests has no deadline to set; a real connection always has.
+	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout))
+	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, p.limit))
+	_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
+	if err == nil {
+		return body, true
+	}
+	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
+		p.refuse(w, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", p.limit))
+	} else {
+		p.refuse(w, http.StatusBadRequest, "the body could not be read")
+	}
+	return nil, false
+}
+
+// refuse answers in the form of the OpenAI API.
+func (p *Proxy) refuse(w http.ResponseWriter, code int, message string) {
+	kind := "invalid_request_error"
+	if code >= http.StatusInternalServerError {
+		kind = "server_error"
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(code)
+	_ = json.NewEncoder(w).Encode(map[string]any{"error": map[string]any{"message": message, "type": kind, "code": code}}) // the client may be gone
+}
+
+// requestID keeps a client's id if it can stand in a header and a log line.
+func requestID(given string) string {
+	ok := given != "" && len(given) <= maxRequestID
+	for _, c := range []byte(given) {
+		if c <= ' ' || c > '~' {
+			ok = false
+		}
+	}
+	if ok {
+		return given
+	}
+	return randomID()
+}
+
+func randomID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+}
+
+// job is one request on its way.
+type job struct {
+	p      *Proxy
+	w      http.ResponseWriter
+	in     *http.Request
+	req    *request
+	id     string
+	start  time.Time
+	mode   Mode
+	status int
+	broken bool // D's answer broke off after its first byte
+
+	// Set in concurrent mode: P's failure, at most once, and who it was.
+	failed <-chan error
+	pre    *backend
+}
+
+func (j *job) run(ctx context.Context) {
+	if j.req.alone != "" {
+		j.decodeAlone(ctx, aloneRequest)
+		return
+	}
+	pre := j.p.prefill.take(nil)
+	if pre == nil {
+		j.decodeAlone(ctx, aloneNoPrefill)
+		return
+	}
+	defer pre.done()
+	peer := pre.peerAddr()
+	if peer == "" {
+		j.mode = PrefillFirst // P's sidecar is not known: P itself must say
+	}
+	xfer := randomID()
+	body, err := j.req.forPrefill(xfer)
+	if err != nil {
+		j.fail(http.StatusBadRequest, err)
+		return
+	}
+	if j.mode == PrefillFirst {
+		params, err := j.prefill(ctx, pre, body)
+		if ctx.Err() != nil {
+			return
+		}
+		if err != nil {
+			j.decodeAlone(ctx, j.noteAlone(pre, err))
+			return
+		}
+		j.decode(ctx, params)
+		return
+	}
+	params, err := j.req.concurrentParams(xfer, peer)
+	if err != nil {
+		j.fail(http.StatusBadRequest, err)
+		return
+	}
+	pctx, stop := context.WithCancel(ctx)
+	failed := make(chan error, 1)
+	joined := make(chan struct{})
+	go func() {
+		defer close(joined)
+		// P's answer is not needed for its content: D knows everything from the start.
+		if _, err := j.prefill(pctx, pre, body); err != nil && !errors.Is(err, errNoParams) && !errors.Is(err, errListParams) {
+			failed <- err
+		}
+	}()
+	j.failed, j.pre = failed, pre
+	j.decode(ctx, params)
+	stop() // D has answered, or will never: P's part is over
+	<-joined
+}
+
+// noteAlone logs why P's work cannot be used and returns the label for it.
+func (j *job) noteAlone(pre *backend, err error) string {
+	j.p.log.Warn("prefill failed, the decode engine does it alone", "request", j.id, "url", pre.url, "err", err)
+	if errors.Is(err, errNoParams) || errors.Is(err, errListParams) {
+		return aloneParams
+	}
+	return aloneFailed
+}
+
+// prefill asks P and returns the kv_transfer_params of its answer.
+func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMessage, error) {
+	resp, err := j.send(ctx, b, body, false)
+	if err != nil {
+		if notReached(err) {
+			b.suspect(err)
+		}
+		return nil, err
+	}
+	defer func() { _ = resp.Body.Close() }() // its end or its error was seen
+	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxPrefillAnswer+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("prefill %s: %w", b.url, err)
+	case resp.StatusCode != http.StatusOK:
+		return nil, fmt.Errorf("prefill %s: %s: %s", b.url, resp.Status, firstBytes(answer))
+	case len(answer) > maxPrefillAnswer:
+		return nil, fmt.Errorf("prefill %s: the answer is larger than %d bytes", b.url, maxPrefillAnswer)
+	}
+	return j.req.answeredParams(answer)
+}
+
+func firstBytes(b []byte) string {
+	const most = 200
+	return strings.ToValidUTF8(string(b[:min(len(b), most)]), "?")
+}
+
+func (j *job) decodeAlone(ctx context.Context, reason string) {
+	j.p.met.alone.WithLabelValues(reason).Inc()
+	j.decode(ctx, nil)
+}
+
+// decode sends the request to a D and passes its answer on. A failure of P before D's first byte makes D start over by itself:
+// it would otherwise wait for a partner who never comes.
+func (j *job) decode(ctx context.Context, params json.RawMessage) {
+	tried := map[*backend]bool{}
+	var last error
+	for range decodeTries {
+		b := j.p.decode.take(tried)
+		if b == nil {
+			break
+		}
+		tried[b] = true
+		if len(tried) > 1 {
+			j.p.met.retries.Inc()
+		}
+		var sent bool
+		sent, params, last = j.decodeOn(ctx, b, params)
+		b.done()
+		if sent || ctx.Err() != nil {
+			return
+		}
+	}
+	if last == nil {
+		j.fail(http.StatusServiceUnavailable, errors.New("no decode engine is up"))
+		return
+	}
+	j.fail(http.StatusBadGateway, last)
+}
+
+// first is D's answer up to its first byte.
+type first struct {
+	resp *http.Response
+	buf  []byte
+	err  error // of the request or of the first read; io.EOF: an empty answer
+}
+
+// decodeOn tries one back end. sent: the client has, or is beyond getting, an answer. The params returned are those for another try.
+func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) (sent bool, next json.RawMessage, err error) {
+	for {
+		body, err := j.req.forDecode(params)
+		if err != nil {
+			return false, nil, err
+		}
+		dctx, stop := context.WithCancel(ctx)
+		got := make(chan first, 1)
+		go func() { got <- j.firstByte(dctx, b, body) }()
+		var f first
+		select {
+		case f = <-got:
+		case perr := <-j.failed:
+			stop()
+			if f = <-got; f.resp != nil {
+				_ = f.resp.Body.Close() // given up
+			}
+			j.p.met.alone.WithLabelValues(j.noteAlone(j.pre, perr)).Inc()
+			params, j.failed = nil, nil
+			continue
+		}
+		if f.resp == nil {
+			stop()
+			if ctx.Err() == nil {
+				b.suspect(f.err)
+				j.p.log.Warn("decode engine failed", "request", j.id, "url", b.url, "err", f.err)
+			}
+			// A D that was reached may have taken the grant with it: another one must not wait for it.
+			if !notReached(f.err) {
+				params = nil
+			}
+			return false, params, fmt.Errorf("decode %s: %w", b.url, f.err)
+		}
+		j.p.met.first.WithLabelValues(string(j.mode)).Observe(time.Since(j.start).Seconds())
+		j.pass(f)
+		stop()
+		return true, nil, nil
+	}
+}
+
+// notReached reports whether no connection was made, so that the engine cannot have seen the request.
+func notReached(err error) bool {
+	op := (*net.OpError)(nil)
+	return errors.As(err, &op) && op.Op == "dial"
+}
+
+// firstByte sends the request and waits for the first bytes of the answer, so that nothing is promised to the client before.
+func (j *job) firstByte(ctx context.Context, b *backend, body []byte) first {
+	resp, err := j.send(ctx, b, body, true)
+	if err != nil {
+		return first{err: err}
+	}
+	buf := make([]byte, copyBytes)
+	n, err := resp.Body.Read(buf)
+	if n == 0 && err != nil && !errors.Is(err, io.EOF) {
+		_ = resp.Body.Close()
+		return first{err: err}
+	}
+	return first{resp: resp, buf: buf[:n], err: err}
+}
+
+// pass copies D's answer to the client as it comes.
+func (j *job) pass(f first) {
+	defer func() { _ = f.resp.Body.Close() }() // its end or its error was seen
+	copyHeader(j.w.Header(), f.resp.Header)
+	j.w.Header().Set(requestIDHeader, j.id)
+	j.status = f.resp.StatusCode
+	j.w.WriteHeader(f.resp.StatusCode)
+	flush := http.NewResponseController(j.w)
+	data, err := f.buf, f.err
+	buf := f.buf[:cap(f.buf)]
+	for {
+		if len(data) > 0 {
+			if _, werr := j.w.Write(data); werr != nil {
+				return // the client is gone; closing the body cancels D
+			}
+			_ = flush.Flush() // an error shows at the next write
+		}
+		if err != nil {
+			break
+		}
+		var n int
+		n, err = f.resp.Body.Read(buf)
+		data = buf[:n]
+	}
+	if !errors.Is(err, io.EOF) && j.in.Context().Err() == nil {
+		j.p.log.Warn("decode engine broke off", "request", j.id, "err", err)
+		j.broken = true
+	}
+}
+
+func (j *job) fail(code int, err error) {
+	j.status = code
+	j.p.log.Warn("request failed", "request", j.id, "code", code, "err", err)
+	j.p.refuse(j.w, code, err.Error())
+}
+
+// hopByHop headers belong to one connection (RFC 9110, section 7.6.1).
+var hopByHop = []string{"Connection", "Keep-Alive", "Proxy-Authenticate", "Proxy-Authorization", "Te", "Trailer", "Transfer-Encoding", "Upgrade", "Proxy-Connection"}
+
+func copyHeader(dst, src http.Header) {
+	named := map[string]bool{}
+	for _, line := range src.Values("Connection") {
+		for name := range strings.SplitSeq(line, ",") {
+			named[http.CanonicalHeaderKey(strings.TrimSpace(name))] = true
+		}
+	}
+	for k, v := range src {
+		if !named[k] {
+			dst[k] = append([]string(nil), v...)
+		}
+	}
+	for _, k := range hopByHop {
+		dst.Del(k)
+	}
+}
+
+func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*http.Response, error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, b.url+j.req.kind.path(), bytes.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	copyHeader(req.Header, j.in.Header)
+	req.Header.Del("Content-Length")
+	req.Header.Del("Expect")
+	if !decode {
+		req.Header.Del("Accept-Encoding") // this answer is read here
+	}
+	req.Header.Set("Content-Type", "application/json")
+	req.Header.Set(requestIDHeader, j.id)
+	return j.p.client.Do(req)
+}
+
+// pass sends a request that needs no prefill to a decode engine.
+func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
+	body, ok := p.readBody(w, r)
+	if !ok {
+		return
+	}
+	b := p.decode.take(nil)
+	if b == nil {
+		p.refuse(w, http.StatusServiceUnavailable, "no decode engine is up")
+		return
+	}
+	defer b.done()
+	req, err := http.NewRequestWithContext(r.Context(), r.Method, b.url+r.URL.Path, bytes.NewReader(body))
+	if err != nil {
+		p.refuse(w, http.StatusBadRequest, err.Error())
+		return
+	}
+	copyHeader(req.Header, r.Header)
+	resp, err := p.client.Do(req)
+	if err != nil {
+		p.refuse(w, http.StatusBadGateway, fmt.Sprintf("decode %s: %v", b.url, err))
+		return
+	}
+	defer func() { _ = resp.Body.Close() }() // read to its end or given up
+	copyHeader(w.Header(), resp.Header)
+	w.WriteHeader(resp.StatusCode)
+	_, _ = io.Copy(w, resp.Body) // the client may be gone
+}
+
+// health says whether requests can be served, and by whom.
+func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
+	type state struct {
+		Role   string `json:"role"`
+		URL    string `json:"url"`
+		Up     bool   `json:"up"`
+		Load   int    `json:"in_flight"`
+		Peer   string `json:"peer,omitempty"`
+		Reason string `json:"reason,omitempty"`
+	}
+	var list []state
+	for _, set := range []*pool{p.prefill, p.decode} {
+		for _, b := range set.all {
+			b.mu.Lock()
+			list = append(list, state{b.role, b.url, b.upLocked(), b.load, b.peer, b.reason})
+			b.mu.Unlock()
+		}
+	}
+	w.Header().Set("Content-Type", "application/json")
+	status := "ok"
+	if !p.decode.anyUp() {
+		status = "no decode engine is up"
+		w.WriteHeader(http.StatusServiceUnavailable)
+	} else if len(p.prefill.all) > 0 && !p.prefill.anyUp() {
+		status = "degraded: no prefill engine is up"
+	}
+	_ = json.NewEncoder(w).Encode(map[string]any{"status": status, "mode": p.mode, "backends": list}) // the client may be gone
+}

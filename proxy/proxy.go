@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package proxy is a small OpenAI-compatible router for prefill and decode engines.
+//
+// It sends each request to one prefill engine (P) and one decode engine (D), either both at once or P first, with the
+// kv_transfer_params that the kvspray connectors and NIXL-style connectors understand, and passes D's answer through byte by
+// byte. What it cannot split, or what P fails at, D does alone: the client sees a slower answer, never an error of ours.
+//
+// Invariants: nothing that a client sends as kv_transfer_params reaches an engine; bodies, answers of P, requests in flight and
+// retries are bounded; no byte of D's answer is sent twice; when the client goes away both engines' requests are cancelled.
+//
+// Goroutines: Run owns one health checker per back end and the HTTP server and joins them; each request owns at most one
+// goroutine for P and one for D's first byte, and joins both before its handler returns.
+package proxy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// Mode says in which order P and D hear of a request.
+type Mode string
+
+// The modes.
+const (
+	// Concurrent dispatches P and D at once: the transfer overlaps the prefill. Needs the endpoint of P's sidecar.
+	Concurrent Mode = "concurrent"
+	// PrefillFirst asks P, waits for its answer, and hands P's kv_transfer_params to D, as NIXL-style routers do.
+	PrefillFirst Mode = "prefill-first"
+)
+
+// Bounds and times. Bytes and durations.
+const (
+	DefaultBodyBytes   = 32 << 20
+	maxPrefillAnswer   = 16 << 20
+	maxInFlight        = 4096 // requests
+	decodeTries        = 2    // back ends that one request may be tried on
+	healthEvery        = time.Second
+	healthTimeout      = 2 * time.Second
+	downAfter          = 2 // health checks in a row
+	dialTimeout        = 3 * time.Second
+	headerTimeout      = 10 * time.Second // to read a client's header
+	bodyTimeout        = 60 * time.Second // to read a client's body
+	shutdownTimeout    = 30 * time.Second
+	keptIdlePerBackend = 256
+	maxFanout          = 16 // grants that one intent can serve, docs/protocol.md section 2
+)
+
+// Prefill names one prefill engine.
+type Prefill struct {
+	URL     string // of the engine's API server
+	Peer    string // host:port at which its sidecar takes peers; empty: ask Sidecar
+	Sidecar string // URL of its sidecar's HTTP listener, where Peer is empty
+}
+
+// Config is what a Proxy is made of.
+type Config struct {
+	Prefill   []Prefill
+	Decode    []string // URLs
+	Mode      Mode
+	BodyBytes int64 // largest body of a client; 0: DefaultBodyBytes
+	Log       *slog.Logger
+	Registry  *prometheus.Registry // nil: its own
+}
+
+// Proxy routes requests. Use Handler in a server of your own, or Serve.
+type Proxy struct {
+	mode    Mode
+	limit   int64
+	log     *slog.Logger
+	prefill *pool
+	decode  *pool
+	client  *http.Client
+	met     *metrics
+	reg     *prometheus.Registry
+	slots   chan struct{} // bounds requests in flight
+}
+
+// New checks the configuration. It starts nothing.
+func New(cfg Config) (*Proxy, error) {
+	if cfg.Mode == "" {
+		cfg.Mode = Concurrent
+	}
+	if cfg.Mode != Concurrent && cfg.Mode != PrefillFirst {
+		return nil, fmt.Errorf("proxy: mode %q is not one of %s, %s", cfg.Mode, Concurrent, PrefillFirst)
+	}
+	if len(cfg.Decode) == 0 {
+		return nil, errors.New("proxy: no decode engine; give --decode the URL of at least one")
+	}
+	p := &Proxy{mode: cfg.Mode, limit: cfg.BodyBytes, log: cfg.Log, reg: cfg.Registry, slots: make(chan struct{}, maxInFlight)}
+	if p.limit <= 0 {
+		p.limit = DefaultBodyBytes
+	}
+	if p.log == nil {
+		p.log = slog.New(slog.DiscardHandler)
+	}
+	if p.reg == nil {
+		p.reg = prometheus.NewRegistry()
+	}
+	p.met = newMetrics(p.reg)
+	p.client = &http.Client{
+		Transport: &http.Transport{
+			DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
+			MaxIdleConnsPerHost: keptIdlePerBackend,
+			IdleConnTimeout:     90 * time.Second,
+			DisableCompression:  true, // bytes pass through as they are
+		},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+	var pre []*backend
+	for i, b := range cfg.Prefill {
+		u, err := baseURL("--prefill", b.URL)
+		if err != nil {
+			return nil, err
+		}
+		be := &backend{role: rolePrefill, url: u, peer: b.Peer}
+		if b.Sidecar != "" {
+			if be.sidecar, err = baseURL("--prefill-sidecar", b.Sidecar); err != nil {
+				return nil, err
+			}
+		}
+		if b.Peer != "" {
+			if _, _, err := net.SplitHostPort(b.Peer); err != nil {
+				return nil, fmt.Errorf("proxy: --prefill-peer %q: %w; write host:port", b.Peer, err)
+			}
+		}
+		if cfg.Mode == Concurrent && b.Peer == "" && b.Sidecar == "" {
+			return nil, fmt.Errorf("proxy: prefill %d (%s): concurrent dispatch must tell D where P's sidecar is; "+
+				"give --prefill-peer host:port or --prefill-sidecar URL, or use --mode %s", i, b.URL, PrefillFirst)
+		}
+		pre = append(pre, be)
+	}
+	var dec []*backend
+	for _, raw := range cfg.Decode {
+		u, err := baseURL("--decode", raw)
+		if err != nil {
+			return nil, err
+		}
+		dec = append(dec, &backend{role: roleDecode, url: u})
+	}
+	p.prefill, p.decode = newPool(pre), newPool(dec)
+	return p, nil
+}
+
+func baseURL(flag, raw string) (string, error) {
+	u, err := url.Parse(raw)
+	if err != nil || (u.Scheme != "http" && u.Scheme != "https") || u.Host == "" || u.RawQuery != "" {
+		return "", fmt.Errorf("proxy: %s %q is not a URL; write for instance http://127.0.0.1:8100", flag, raw)
+	}
+	return strings.TrimRight(u.String(), "/"), nil
+}
+
+// Handler returns the routes. Health is only known while Serve or Watch runs.
+func (p *Proxy) Handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /v1/completions", func(w http.ResponseWriter, r *http.Request) { p.generate(w, r, kindCompletion) })
+	mux.HandleFunc("POST /v1/chat/completions", func(w http.ResponseWriter, r *http.Request) { p.generate(w, r, kindChat) })
+	for _, route := range []string{"GET /v1/models", "GET /version", "POST /tokenize", "POST /detokenize"} {
+		mux.HandleFunc(route, p.pass)
+	}
+	mux.HandleFunc("GET /health", p.health)
+	mux.Handle("GET /metrics", promhttp.HandlerFor(p.reg, promhttp.HandlerOpts{}))
+	return mux
+}
+
+// Watch keeps the health of all back ends until ctx ends.
+func (p *Proxy) Watch(ctx context.Context) {
+	var wg sync.WaitGroup
+	for _, set := range []*pool{p.prefill, p.decode} {
+		for _, b := range set.all {
+			wg.Go(func() { p.watch(ctx, b) })
+		}
+	}
+	wg.Wait()
+	p.client.CloseIdleConnections()
+}
+
+// Serve runs the proxy on a listener until ctx ends, then lets requests in flight finish for a while.
+func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
+	watching, stopWatching := context.WithCancel(context.WithoutCancel(ctx))
+	var wg sync.WaitGroup
+	wg.Go(func() { p.Watch(watching) })
+	defer wg.Wait()
+	defer stopWatching()
+
+	srv := &http.Server{
+		Handler:           p.Handler(),
+		ReadHeaderTimeout: headerTimeout,
+		ErrorLog:          slog.NewLogLogger(p.log.Handler(), slog.LevelWarn),
+	}
+	failed := make(chan error, 1)
+	wg.Go(func() { failed <- srv.Serve(l) })
+	select {
+	case err := <-failed:
+		return fmt.Errorf("proxy: serve on %s: %w", l.Addr(), err)
+	case <-ctx.Done():
+	}
+	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownTimeout)
+	defer cancel()
+	err := srv.Shutdown(stop)
+	if err != nil {
+		err = errors.Join(err, srv.Close())
+	}
+	<-failed
+	return err
+}

@@ -1,0 +1,694 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
+	"github.com/kvspray/kvspray/internal/leaktest"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+const patience = 10 * time.Second
+
+// engine is a back end that records what it was asked and answers through a function.
+type engine struct {
+	*httptest.Server
+	t *testing.T
+
+	mu       sync.Mutex
+	seen     []seen
+	answer   func(w http.ResponseWriter, r *http.Request, s seen)
+	unwell   bool
+	gone     chan struct{} // closed once a request's context ended before its answer
+	goneOnce sync.Once
+}
+
+type seen struct {
+	path   string
+	header http.Header
+	body   map[string]any
+}
+
+func newEngine(t *testing.T, answer func(w http.ResponseWriter, r *http.Request, s seen)) *engine {
+	e := &engine{t: t, answer: answer, gone: make(chan struct{})}
+	e.Server = httptest.NewServer(http.HandlerFunc(e.serve))
+	t.Cleanup(e.Close)
+	return e
+}
+
+func (e *engine) serve(w http.ResponseWriter, r *http.Request) {
+	if r.URL.Path == "/health" {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if e.unwell {
+			w.WriteHeader(http.StatusServiceUnavailable)
+		}
+		return
+	}
+	s := seen{path: r.URL.Path, header: r.Header.Clone()}
+	raw, err := io.ReadAll(r.Body)
+	if err != nil {
+		e.t.Error(err)
+	}
+	if len(raw) > 0 {
+		if err := json.Unmarshal(raw, &s.body); err != nil {
+			e.t.Errorf("%s: %v", raw, err)
+		}
+	}
+	e.mu.Lock()
+	e.seen = append(e.seen, s)
+	e.mu.Unlock()
+	e.answer(w, r, s)
+}
+
+func (e *engine) requests() []seen {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return append([]seen(nil), e.seen...)
+}
+
+// hang answers nothing until the request is cancelled.
+func (e *engine) hang(r *http.Request) {
+	select {
+	case <-r.Context().Done():
+		e.goneOnce.Do(func() { close(e.gone) })
+	case <-time.After(patience):
+		e.t.Error("a request was never cancelled")
+	}
+}
+
+func params(s seen) map[string]any {
+	p, _ := s.body[paramsKey].(map[string]any)
+	return p
+}
+
+func own(s seen) map[string]any {
+	k, _ := params(s)["kvspray"].(map[string]any)
+	return k
+}
+
+func answerPrefill(w http.ResponseWriter, _ *http.Request, s seen) {
+	xfer, _ := own(s)["xfer"].(string)
+	fmt.Fprintf(w, `{"choices":[{"text":"x"}],"kv_transfer_params":{"do_remote_prefill":true,"remote_engine_id":"p","kvspray":{"v":1,"xfer":%q,"peer":"p:1","fanout":1}}}`, xfer)
+}
+
+func answerDecode(w http.ResponseWriter, _ *http.Request, _ seen) {
+	w.Header().Set("Content-Type", "application/json")
+	fmt.Fprint(w, `{"choices":[{"text":"hello"}]}`)
+}
+
+// start runs a proxy over the engines and returns its URL.
+func start(t *testing.T, cfg Config) (*Proxy, string) {
+	t.Helper()
+	p, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	srv := httptest.NewServer(p.Handler())
+	ctx, cancel := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	wg.Go(func() { p.Watch(ctx) })
+	t.Cleanup(func() {
+		srv.Close()
+		cancel()
+		wg.Wait()
+		http.DefaultClient.CloseIdleConnections()
+	})
+	return p, srv.URL
+}
+
+func pair(t *testing.T, mode Mode, prefill, decode func(http.ResponseWriter, *http.Request, seen)) (p, d *engine, px *Proxy, url string) {
+	p, d = newEngine(t, prefill), newEngine(t, decode)
+	px, url = start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}}, Decode: []string{d.URL}, Mode: mode})
+	return p, d, px, url
+}
+
+func post(t *testing.T, url, path, body string, header ...string) (int, string, http.Header) {
+	t.Helper()
+	req, err := http.NewRequest(http.MethodPost, url+path, strings.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := 0; i+1 < len(header); i += 2 {
+		req.Header.Set(header[i], header[i+1])
+	}
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.StatusCode, string(b), resp.Header
+}
+
+func TestConcurrent(t *testing.T) {
+	// Each waits for the other: only a proxy that dispatches both at once gets an answer.
+	pHere, dHere := make(chan struct{}), make(chan struct{})
+	meet := func(r *http.Request, mine, other chan struct{}) {
+		close(mine)
+		select {
+		case <-other:
+		case <-r.Context().Done():
+		}
+	}
+	p, d, px, url := pair(t, Concurrent,
+		func(w http.ResponseWriter, r *http.Request, s seen) { meet(r, pHere, dHere); answerPrefill(w, r, s) },
+		func(w http.ResponseWriter, r *http.Request, s seen) { meet(r, dHere, pHere); answerDecode(w, r, s) })
+	code, body, header := post(t, url, "/v1/chat/completions",
+		`{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":7,"n":3,"stream":true,"stream_options":{"include_usage":true},"min_tokens":3,"seed":12345678901234567890,"kv_transfer_params":{"do_remote_prefill":true,"remote_host":"evil"}}`,
+		"X-Request-Id", "abc", "Authorization", "Bearer t", "Connection", "X-Hop", "X-Hop", "1")
+	if code != 200 || body != `{"choices":[{"text":"hello"}]}` || header.Get("X-Request-Id") != "abc" {
+		t.Fatalf("%d %s %v", code, body, header)
+	}
+	ps, ds := p.requests()[0], d.requests()[0]
+	if ps.path != "/v1/chat/completions" || ds.path != ps.path {
+		t.Error(ps.path, ds.path)
+	}
+	for key, want := range map[string]any{"max_tokens": 1.0, "max_completion_tokens": 1.0, "stream": false, "n": 1.0, "model": "m"} {
+		if ps.body[key] != want {
+			t.Errorf("P's %s is %v, want %v", key, ps.body[key], want)
+		}
+	}
+	for _, key := range []string{"stream_options", "min_tokens"} {
+		if _, ok := ps.body[key]; ok {
+			t.Errorf("P got %s", key)
+		}
+	}
+	if ds.body["max_tokens"] != 7.0 || ds.body["n"] != 3.0 || ds.body["stream"] != true {
+		t.Errorf("D's body was changed: %v", ds.body)
+	}
+	if params(ps)["do_remote_decode"] != true || params(ps)["do_remote_prefill"] != false || params(ds)["do_remote_prefill"] != true || params(ds)["do_remote_decode"] != false {
+		t.Errorf("params %v, %v", params(ps), params(ds))
+	}
+	if _, ok := params(ds)["remote_host"]; ok {
+		t.Error("a client's kv_transfer_params reached D")
+	}
+	pk, dk := own(ps), own(ds)
+	if pk["v"] != 1.0 || dk["v"] != 1.0 || pk["xfer"] != dk["xfer"] || len(pk["xfer"].(string)) != 32 || pk["fanout"] != 3.0 || dk["fanout"] != 3.0 ||
+		dk["peer"] != "127.0.0.1:7650" {
+		t.Errorf("kvspray params %v, %v", pk, dk)
+	}
+	for _, s := range []seen{ps, ds} {
+		if s.header.Get("X-Request-Id") != "abc" || s.header.Get("Authorization") != "Bearer t" || s.header.Get("X-Hop") != "" {
+			t.Errorf("headers %v", s.header)
+		}
+	}
+	if n := testutil.ToFloat64(px.met.requests.WithLabelValues("concurrent", "2xx")); n != 1 {
+		t.Errorf("%v requests counted", n)
+	}
+}
+
+// A number that does not fit a float64 reaches the engine as it was written.
+func TestFieldsStayAsWritten(t *testing.T) {
+	r, err := parseRequest(kindCompletion, []byte(`{"prompt":"a","seed":12345678901234567890,"temperature":0.10}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := r.forDecode(nil)
+	if err != nil || !bytes.Contains(b, []byte("12345678901234567890")) || !bytes.Contains(b, []byte("0.10")) {
+		t.Errorf("%s, %v", b, err)
+	}
+}
+
+func TestPrefillFirst(t *testing.T) {
+	p, d, _, url := pair(t, PrefillFirst, answerPrefill, answerDecode)
+	code, _, _ := post(t, url, "/v1/completions", `{"prompt":["a","b"],"max_tokens":5}`)
+	if code != 200 {
+		t.Fatal(code)
+	}
+	ps, ds := p.requests()[0], d.requests()[0]
+	if ps.body["max_tokens"] != 1.0 || len(ps.body["prompt"].([]any)) != 2 {
+		t.Errorf("P got %v", ps.body)
+	}
+	if _, ok := ps.body["max_completion_tokens"]; ok {
+		t.Error("max_completion_tokens is a chat field")
+	}
+	if params(ds)["remote_engine_id"] != "p" || own(ds)["xfer"] != own(ps)["xfer"] {
+		t.Errorf("D got %v", params(ds))
+	}
+}
+
+// NIXL's answer describes the first prompt only: a list then must not use it.
+func TestPrefillFirstNIXLParams(t *testing.T) {
+	nixl := func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		fmt.Fprint(w, `{"kv_transfer_params":{"do_remote_prefill":true,"remote_block_ids":[[1]]}}`)
+	}
+	_, d, px, url := pair(t, PrefillFirst, nixl, answerDecode)
+	post(t, url, "/v1/completions", `{"prompt":["a","b"]}`)
+	post(t, url, "/v1/completions", `{"prompt":[1,2,3]}`)
+	ds := d.requests()
+	if params(ds[0]) != nil || params(ds[1])["do_remote_prefill"] != true {
+		t.Errorf("D got %v, %v", params(ds[0]), params(ds[1]))
+	}
+	if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneParams)); n != 1 {
+		t.Errorf("%v counted", n)
+	}
+}
+
+func TestPrefillFails(t *testing.T) {
+	for _, mode := range []Mode{Concurrent, PrefillFirst} {
+		t.Run(string(mode), func(t *testing.T) {
+			failing := func(w http.ResponseWriter, _ *http.Request, _ seen) {
+				http.Error(w, "no", http.StatusInternalServerError)
+			}
+			var d *engine
+			decode := func(w http.ResponseWriter, r *http.Request, s seen) {
+				if params(s) != nil {
+					d.hang(r) // waits for a partner
+					return
+				}
+				answerDecode(w, r, s)
+			}
+			_, d, px, url := pairWith(t, mode, failing, decode, &d)
+			code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`)
+			if code != 200 || !strings.Contains(body, "hello") {
+				t.Fatal(code, body)
+			}
+			last := d.requests()[len(d.requests())-1]
+			if params(last) != nil {
+				t.Errorf("D was asked to wait for a failed P: %v", params(last))
+			}
+			if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneFailed)); n != 1 {
+				t.Errorf("%v local prefills counted", n)
+			}
+			if mode == Concurrent {
+				waitFor(t, d.gone, "D's first request was not cancelled")
+			}
+		})
+	}
+}
+
+// pairWith is pair for a decode function that needs its engine.
+func pairWith(t *testing.T, mode Mode, prefill, decode func(http.ResponseWriter, *http.Request, seen), dp **engine) (*engine, *engine, *Proxy, string) {
+	p, d := newEngine(t, prefill), newEngine(t, decode)
+	*dp = d
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:7650"}}, Decode: []string{d.URL}, Mode: mode})
+	return p, d, px, url
+}
+
+func waitFor(t *testing.T, c <-chan struct{}, what string) {
+	t.Helper()
+	select {
+	case <-c:
+	case <-time.After(patience):
+		t.Fatal(what)
+	}
+}
+
+// A client that goes away takes both requests with it.
+func TestClientDisconnect(t *testing.T) {
+	for _, mode := range []Mode{Concurrent, PrefillFirst} {
+		t.Run(string(mode), func(t *testing.T) {
+			var p, d *engine
+			arrived := make(chan struct{}, 2)
+			p = newEngine(t, func(_ http.ResponseWriter, r *http.Request, _ seen) { arrived <- struct{}{}; p.hang(r) })
+			d = newEngine(t, func(_ http.ResponseWriter, r *http.Request, _ seen) { arrived <- struct{}{}; d.hang(r) })
+			_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}}, Decode: []string{d.URL}, Mode: mode})
+			ctx, cancel := context.WithCancel(context.Background())
+			req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a"}`))
+			if err != nil {
+				t.Fatal(err)
+			}
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				if _, err := http.DefaultClient.Do(req); !errors.Is(err, context.Canceled) {
+					t.Errorf("%v", err)
+				}
+			}()
+			<-arrived
+			if mode == Concurrent {
+				<-arrived
+			}
+			cancel()
+			waitFor(t, done, "the client's call did not end")
+			waitFor(t, p.gone, "P's request was not cancelled")
+			if mode == Concurrent {
+				waitFor(t, d.gone, "D's request was not cancelled")
+			} else if n := len(d.requests()); n != 0 {
+				t.Errorf("D got %d requests", n)
+			}
+		})
+	}
+}
+
+// Each event reaches the client before the next is made.
+func TestStreaming(t *testing.T) {
+	next := make(chan struct{})
+	decode := func(w http.ResponseWriter, r *http.Request, _ seen) {
+		w.Header().Set("Content-Type", "text/event-stream")
+		for i := range 3 {
+			fmt.Fprintf(w, "data: {\"i\":%d}\n\n", i)
+			w.(http.Flusher).Flush()
+			select {
+			case <-next:
+			case <-r.Context().Done():
+				return
+			}
+		}
+		fmt.Fprint(w, "data: [DONE]\n\n")
+	}
+	_, _, _, url := pair(t, Concurrent, answerPrefill, decode)
+	resp, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a","stream":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if ct := resp.Header.Get("Content-Type"); ct != "text/event-stream" {
+		t.Error(ct)
+	}
+	lines := bufio.NewScanner(resp.Body)
+	for i := range 3 {
+		if !lines.Scan() || lines.Text() != fmt.Sprintf(`data: {"i":%d}`, i) {
+			t.Fatalf("event %d: %q", i, lines.Text())
+		}
+		lines.Scan()
+		next <- struct{}{}
+	}
+	if !lines.Scan() || lines.Text() != "data: [DONE]" {
+		t.Error(lines.Text())
+	}
+}
+
+// An answer that breaks off must not look complete.
+func TestDecodeBreaksOff(t *testing.T) {
+	decode := func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		fmt.Fprint(w, "data: 1\n\n")
+		w.(http.Flusher).Flush()
+		panic(http.ErrAbortHandler)
+	}
+	_, _, px, url := pair(t, Concurrent, answerPrefill, decode)
+	resp, err := http.Post(url+"/v1/completions", "application/json", strings.NewReader(`{"prompt":"a","stream":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if b, err := io.ReadAll(resp.Body); err == nil {
+		t.Errorf("%q looked complete", b)
+	}
+	for set, b := range map[*pool]*backend{px.prefill: px.prefill.all[0], px.decode: px.decode.all[0]} {
+		deadline := time.Now().Add(patience)
+		for load(b) != 0 {
+			if time.Now().After(deadline) {
+				t.Fatalf("%d requests still counted on %s of %d", load(b), b.url, len(set.all))
+			}
+		}
+	}
+}
+
+func load(b *backend) int {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.load
+}
+
+func TestDecodeUnreachable(t *testing.T) {
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	dead := newEngine(t, answerDecode)
+	dead.Close()
+	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{dead.URL, d.URL}, Mode: Concurrent})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer px.client.CloseIdleConnections()
+	srv := httptest.NewServer(px.Handler())
+	defer srv.Close()
+	defer http.DefaultClient.CloseIdleConnections()
+	for range 4 {
+		if code, body, _ := post(t, srv.URL, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+			t.Fatal(code, body)
+		}
+	}
+	if n := len(d.requests()); n != 4 {
+		t.Errorf("%d requests", n)
+	}
+	if n := testutil.ToFloat64(px.met.retries); n != 1 {
+		t.Errorf("%v retries: a back end that cannot be reached is out until it is healthy again", n)
+	}
+	d.Close()
+	if code, body, _ := post(t, srv.URL, "/v1/completions", `{"prompt":"a"}`); code != http.StatusBadGateway || !strings.Contains(body, `"error"`) {
+		t.Error(code, body)
+	}
+	if code, _, _ := post(t, srv.URL, "/v1/completions", `{"prompt":"a"}`); code != http.StatusServiceUnavailable {
+		t.Error(code)
+	}
+}
+
+func TestHealth(t *testing.T) {
+	p, d, px, url := pair(t, PrefillFirst, answerPrefill, answerDecode)
+	status := func() (int, string) {
+		resp, err := http.Get(url + "/health")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		b, _ := io.ReadAll(resp.Body)
+		return resp.StatusCode, string(b)
+	}
+	until := func(what string, ok func() bool) {
+		t.Helper()
+		ctx, cancel := context.WithTimeout(context.Background(), patience)
+		defer cancel()
+		for !ok() {
+			select {
+			case <-ctx.Done():
+				t.Fatal(what)
+			case <-time.After(20 * time.Millisecond):
+			}
+		}
+	}
+	set := func(e *engine, unwell bool) {
+		e.mu.Lock()
+		e.unwell = unwell
+		e.mu.Unlock()
+	}
+	if code, body := status(); code != 200 || !strings.Contains(body, `"status":"ok"`) {
+		t.Fatal(code, body)
+	}
+	set(p, true)
+	until("P does not go down", func() bool { _, body := status(); return strings.Contains(body, "degraded") })
+	if code, _, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 || len(p.requests()) != 0 {
+		t.Error("a request went to a prefill engine that is down")
+	}
+	if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneNoPrefill)); n != 1 {
+		t.Errorf("%v counted", n)
+	}
+	set(d, true)
+	until("D does not go down", func() bool { code, _ := status(); return code == http.StatusServiceUnavailable })
+	set(p, false)
+	set(d, false)
+	until("they do not come back", func() bool { _, body := status(); return strings.Contains(body, `"status":"ok"`) })
+	resp, err := http.Get(url + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if b, _ := io.ReadAll(resp.Body); !strings.Contains(string(b), `kvspray_proxy_backend_up{role="decode"`) {
+		t.Errorf("%s", b)
+	}
+}
+
+func TestDiscoversPeer(t *testing.T) {
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"node":"n","endpoint":"10.1.2.3:7650"}`)
+	}))
+	defer sidecar.Close()
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: sidecar.URL}}, Decode: []string{d.URL}, Mode: Concurrent})
+	deadline := time.Now().Add(patience)
+	for px.prefill.all[0].peerAddr() == "" && time.Now().Before(deadline) {
+		<-time.After(5 * time.Millisecond)
+	}
+	post(t, url, "/v1/completions", `{"prompt":"a"}`)
+	if got := own(d.requests()[0])["peer"]; got != "10.1.2.3:7650" {
+		t.Errorf("peer %v", got)
+	}
+}
+
+func TestLeastLoaded(t *testing.T) {
+	a, b := &backend{url: "a"}, &backend{url: "b"}
+	p := newPool([]*backend{a, b})
+	counts := map[*backend]int{}
+	for range 10 {
+		counts[p.take(nil)]++
+	}
+	if counts[a] != 5 || counts[b] != 5 {
+		t.Errorf("%v", counts)
+	}
+	a.done()
+	if got := p.take(nil); got != a {
+		t.Error("the less loaded one was not taken")
+	}
+	if got := p.take(map[*backend]bool{a: true, b: true}); got != nil {
+		t.Error("took one that was to be skipped")
+	}
+	a.suspect(errors.New("x"))
+	if got := p.take(nil); got != b {
+		t.Error("took one that is down")
+	}
+	if up, changed := a.note(nil); !up || !changed {
+		t.Error("did not come back")
+	}
+	if up, _ := a.note(errors.New("once")); !up {
+		t.Error("one failed check took it out")
+	}
+	if up, changed := a.note(errors.New("twice")); up || !changed {
+		t.Error("two failed checks did not take it out")
+	}
+}
+
+func TestAlone(t *testing.T) {
+	for body, alone := range map[string]bool{
+		`{"prompt":"a"}`:                              false,
+		`{"prompt":"a","n":null}`:                     false,
+		`{"prompt":"a","echo":false}`:                 false,
+		`{"prompt":"a","echo":true}`:                  true,
+		`{"prompt":"a","prompt_logprobs":1}`:          true,
+		`{"prompt":"a","n":17}`:                       true,
+		`{"prompt":"a","n":"x"}`:                      true,
+		`{"prompt":[]}`:                               true,
+		`{}`:                                          true,
+		`{"prompt":"a","use_beam_search":true,"n":4}`: true,
+		`{"prompt":[[1,2],[3]],"n":16,"stream":true}`: false,
+		`{"prompt":[1,2,3],"prompt_embeds":"xxxx"}`:   true,
+	} {
+		r, err := parseRequest(kindCompletion, []byte(body))
+		if err != nil || (r.alone != "") != alone {
+			t.Errorf("%s: alone %q, %v", body, r.alone, err)
+		}
+	}
+	for raw, want := range map[string]int{`"a"`: 1, `[1,2]`: 1, `["a","b"]`: 2, `[[1],[2],[3]]`: 3, `[]`: 0, `null`: 0, ``: 0} {
+		if got := countPrompts(json.RawMessage(raw)); got != want {
+			t.Errorf("countPrompts(%s) = %d", raw, got)
+		}
+	}
+}
+
+func TestBadBodies(t *testing.T) {
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL}, BodyBytes: 100})
+	for body, want := range map[string]int{
+		"":                       400,
+		"[]":                     400,
+		"null":                   400,
+		"{":                      400,
+		strings.Repeat("x", 101): 413,
+	} {
+		if code, answer, _ := post(t, url, "/v1/completions", body); code != want || !strings.Contains(answer, `"error"`) {
+			t.Errorf("%q: %d %s", body, code, answer)
+		}
+	}
+	if len(p.requests())+len(d.requests()) != 0 {
+		t.Error("an engine saw a bad body")
+	}
+}
+
+func TestPass(t *testing.T) {
+	_, d, _, url := pair(t, PrefillFirst, answerPrefill, func(w http.ResponseWriter, _ *http.Request, s seen) {
+		w.WriteHeader(http.StatusTeapot)
+		fmt.Fprint(w, s.path)
+	})
+	resp, err := http.Get(url + "/v1/models")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if b, _ := io.ReadAll(resp.Body); resp.StatusCode != http.StatusTeapot || string(b) != "/v1/models" || len(d.requests()) != 1 {
+		t.Error(resp.Status, string(b))
+	}
+}
+
+func TestNewRefuses(t *testing.T) {
+	for name, c := range map[string]Config{
+		"no decode": {},
+		"mode":      {Decode: []string{"http://a:1"}, Mode: "x"},
+		"url":       {Decode: []string{"a:1"}},
+		"no peer":   {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1"}}},
+		"bad peer":  {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x"}}},
+	} {
+		if _, err := New(c); err == nil {
+			t.Errorf("%s accepted", name)
+		}
+	}
+}
+
+// Serve lets a request in flight finish, then ends with everything joined.
+func TestServeDrains(t *testing.T) {
+	arrived, finish := make(chan struct{}), make(chan struct{})
+	p := newEngine(t, answerPrefill)
+	d := newEngine(t, func(w http.ResponseWriter, r *http.Request, s seen) {
+		close(arrived)
+		<-finish
+		answerDecode(w, r, s)
+	})
+	px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	served := make(chan error, 1)
+	go func() { served <- px.Serve(ctx, l) }()
+	answered := make(chan int, 1)
+	go func() {
+		code, _, _ := post(t, "http://"+l.Addr().String(), "/v1/completions", `{"prompt":"a"}`)
+		answered <- code
+	}()
+	<-arrived
+	cancel()
+	close(finish)
+	if code := <-answered; code != 200 {
+		t.Error(code)
+	}
+	if err := <-served; err != nil {
+		t.Error(err)
+	}
+	http.DefaultClient.CloseIdleConnections()
+}
+
+func FuzzParseRequest(f *testing.F) {
+	f.Add([]byte(`{"prompt":["a",[1]],"n":2,"kv_transfer_params":{}}`))
+	f.Add([]byte(`{"prompt":[null],"n":1e3}`))
+	f.Add([]byte(`null`))
+	f.Fuzz(func(t *testing.T, body []byte) {
+		r, err := parseRequest(kindCompletion, body)
+		if err != nil {
+			return
+		}
+		if r.n < 1 || r.prompts < 0 {
+			t.Fatalf("n %d, prompts %d", r.n, r.prompts)
+		}
+		for _, make := range []func() ([]byte, error){
+			func() ([]byte, error) { return r.forPrefill("x") },
+			func() ([]byte, error) { return r.forDecode(nil) },
+		} {
+			b, err := make()
+			if err != nil || !json.Valid(b) {
+				t.Fatalf("%s: %v", b, err)
+			}
+		}
+	})
+}

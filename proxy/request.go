@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+)
+
+// kind of an endpoint.
+type kind uint8
+
+const (
+	kindCompletion kind = iota
+	kindChat
+)
+
+func (k kind) path() string {
+	if k == kindChat {
+		return "/v1/chat/completions"
+	}
+	return "/v1/completions"
+}
+
+const paramsKey = "kv_transfer_params"
+
+// request is a client's body with every field kept as it was written.
+type request struct {
+	kind    kind
+	fields  map[string]json.RawMessage
+	prompts int    // entries of the prompt list; 1 where there is none
+	n       int    // answers per prompt
+	alone   string // why D must do it alone; empty: it can be split
+}
+
+var errNotObject = errors.New("the body is not a JSON object")
+
+// parseRequest reads what the proxy must know and refuses only what is no JSON object: the rest is for the engine to judge.
+func parseRequest(k kind, body []byte) (*request, error) {
+	r := &request{kind: k, prompts: 1, n: 1}
+	if err := json.Unmarshal(body, &r.fields); err != nil {
+		return nil, fmt.Errorf("%w: %w", errNotObject, err)
+	}
+	if r.fields == nil {
+		return nil, errNotObject
+	}
+	delete(r.fields, paramsKey) // only the proxy speaks to the connectors
+	if raw, ok := r.fields["n"]; ok && !isNull(raw) {
+		if err := json.Unmarshal(raw, &r.n); err != nil || r.n < 1 {
+			r.alone, r.n = "invalid n", 1
+		}
+	}
+	if r.n > maxFanout {
+		r.alone = "n too large"
+	}
+	if k == kindCompletion {
+		r.prompts = countPrompts(r.fields["prompt"])
+		if r.prompts == 0 {
+			r.alone = "no prompt"
+		}
+	}
+	// These need the logits of prompt tokens, which are not in the KV cache, or prompts that have no token ids to match by.
+	for _, key := range []string{"prompt_logprobs", "prompt_embeds", "use_beam_search", "echo"} {
+		if raw, ok := r.fields[key]; ok && !isNull(raw) && !bytes.Equal(raw, []byte("false")) {
+			r.alone = key
+		}
+	}
+	return r, nil
+}
+
+func isNull(raw json.RawMessage) bool { return bytes.Equal(raw, []byte("null")) }
+
+// countPrompts tells a string and a list of token ids (one prompt each) from a list of either.
+func countPrompts(raw json.RawMessage) int {
+	if len(raw) == 0 || isNull(raw) {
+		return 0
+	}
+	if raw[0] != '[' {
+		return 1
+	}
+	var list []json.RawMessage
+	if json.Unmarshal(raw, &list) != nil || len(list) == 0 {
+		return 0
+	}
+	if c := list[0][0]; c == '"' || c == '[' {
+		return len(list)
+	}
+	return 1
+}
+
+// kvsprayParams is kv_transfer_params["kvspray"], docs/protocol.md section 4.
+type kvsprayParams struct {
+	V      int    `json:"v"`
+	Xfer   string `json:"xfer"`
+	Peer   string `json:"peer,omitempty"`
+	Fanout int    `json:"fanout"`
+}
+
+// transferParams is kv_transfer_params as the proxy writes it; P's own answer is passed on as it came.
+type transferParams struct {
+	DoRemoteDecode  bool          `json:"do_remote_decode"`
+	DoRemotePrefill bool          `json:"do_remote_prefill"`
+	KVSpray         kvsprayParams `json:"kvspray"`
+}
+
+// notForPrefill are the fields that make no sense for one token that nobody reads, or that an engine refuses beside it.
+var notForPrefill = []string{"stream_options", "min_tokens", "logprobs", "top_logprobs", "best_of", "return_token_ids",
+	"return_tokens_as_token_ids", "prompt_logprobs", "include_stop_str_in_output"}
+
+// forPrefill is the body for P: the same prompt, one token, no stream.
+func (r *request) forPrefill(xfer string) ([]byte, error) {
+	f := maps.Clone(r.fields)
+	for _, key := range notForPrefill {
+		delete(f, key)
+	}
+	f["stream"] = json.RawMessage("false")
+	f["max_tokens"] = json.RawMessage("1")
+	if r.kind == kindChat {
+		f["max_completion_tokens"] = json.RawMessage("1")
+	}
+	f["n"] = json.RawMessage("1")
+	params, err := json.Marshal(transferParams{DoRemoteDecode: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer, Fanout: r.n}})
+	if err != nil {
+		return nil, err
+	}
+	f[paramsKey] = params
+	return json.Marshal(f)
+}
+
+// forDecode is the body for D; nil params: D prefills by itself.
+func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
+	if params == nil {
+		return json.Marshal(r.fields)
+	}
+	f := maps.Clone(r.fields)
+	f[paramsKey] = params
+	return json.Marshal(f)
+}
+
+// concurrentParams is what D gets beside P.
+func (r *request) concurrentParams(xfer, peer string) (json.RawMessage, error) {
+	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer, Peer: peer, Fanout: r.n}})
+}
+
+var (
+	errNoParams   = errors.New("the prefill engine's answer has no kv_transfer_params")
+	errListParams = errors.New("kv_transfer_params without a kvspray key describe the first prompt of a list only")
+)
+
+// answeredParams takes kv_transfer_params out of P's answer. Engines return those of the first prompt only; the kvspray key
+// holds for all prompts of a list, because they share its transfer id, NIXL's own keys do not.
+func (r *request) answeredParams(answer []byte) (json.RawMessage, error) {
+	var a struct {
+		Params json.RawMessage `json:"kv_transfer_params"`
+	}
+	if err := json.Unmarshal(answer, &a); err != nil {
+		return nil, fmt.Errorf("the prefill engine's answer: %w", err)
+	}
+	if len(a.Params) == 0 || isNull(a.Params) {
+		return nil, errNoParams
+	}
+	var keys map[string]json.RawMessage
+	if err := json.Unmarshal(a.Params, &keys); err != nil {
+		return nil, fmt.Errorf("the prefill engine's kv_transfer_params: %w", err)
+	}
+	if own, ok := keys["kvspray"]; (!ok || isNull(own)) && r.prompts > 1 {
+		return nil, errListParams
+	}
+	return a.Params, nil
+}
