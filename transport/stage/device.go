@@ -8,6 +8,8 @@ type Queue interface {
 	// Record marks the queue's present end in e; Wait makes its later work wait for e's last mark.
 	Record(e Event) error
 	Wait(e Event) error
+	// Sync returns when no work of the queue can touch memory any more: all of it is done, or the device has given up.
+	Sync() error
 }
 
 // Event marks a point in a queue. Sync blocks until the marked work is done; an event never recorded is done.

@@ -171,6 +171,12 @@ func (q *fakeQueue) Record(e Event) error {
 	return nil
 }
 
+func (q *fakeQueue) Sync() error {
+	c := make(chan error)
+	q.work <- func() { c <- q.err }
+	return <-c
+}
+
 func (q *fakeQueue) Wait(e Event) error {
 	c, err := e.(*fakeEvent).mark()
 	q.work <- func() {

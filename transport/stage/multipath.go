@@ -18,6 +18,7 @@ import (
 type Multipath struct {
 	links     []*link
 	threshold uint64 // copies of fewer bytes take the direct path
+	min, max  uint64 // bytes of a chunk; MinChunk and MaxChunk but in tests
 
 	mu     sync.Mutex
 	work   sync.Cond
@@ -85,8 +86,12 @@ type link struct {
 
 // NewMultipath makes the path set to target. Relays are the other GPUs, each with peer access to target both ways; they may
 // be empty. It takes MaxScratchBytes of memory on each relay.
-func NewMultipath(target Device, relays ...Device) (_ *Multipath, err error) {
-	m := &Multipath{threshold: DefaultThreshold}
+func NewMultipath(target Device, relays ...Device) (*Multipath, error) {
+	return newMultipath(MinChunk, MaxChunk, target, relays...)
+}
+
+func newMultipath(minChunk, maxChunk uint64, target Device, relays ...Device) (_ *Multipath, err error) {
+	m := &Multipath{threshold: DefaultThreshold, min: minChunk, max: maxChunk}
 	m.work.L = &m.mu
 	defer func() {
 		if err != nil {
@@ -114,8 +119,8 @@ func NewMultipath(target Device, relays ...Device) (_ *Multipath, err error) {
 			if l.half[b], err = dev.NewEvent(); err != nil {
 				return nil, fmt.Errorf("stage: %s: %w", l.name, err)
 			}
-			if l.scratch[b], err = dev.Alloc(MaxChunk); err != nil {
-				return nil, fmt.Errorf("stage: %s: %d bytes of relay buffer: %w", l.name, MaxChunk, err)
+			if l.scratch[b], err = dev.Alloc(maxChunk); err != nil {
+				return nil, fmt.Errorf("stage: %s: %d bytes of relay buffer: %w", l.name, maxChunk, err)
 			}
 		}
 	}
@@ -186,8 +191,8 @@ func (m *Multipath) shapeLocked(j *job) {
 	j.relay = !m.direct || j.n >= m.threshold && len(m.links) > 1
 	j.chunk = j.n
 	if j.relay {
-		c := j.n / uint64(4*len(m.links)) &^ (1<<16 - 1)
-		j.chunk = min(max(c, MinChunk), MaxChunk)
+		c := j.n / uint64(4*len(m.links)) &^ (1<<12 - 1)
+		j.chunk = min(max(c, m.min), m.max)
 	}
 }
 
@@ -231,9 +236,9 @@ func (l *link) finish(j *job, s span, err error) {
 		if j.next == j.n && len(j.again) == 0 {
 			m.jobs = append(m.jobs, j)
 		}
-		j.relay, j.chunk = true, min(j.chunk, MaxChunk)
-		for ; s.n > MaxChunk; s.off, s.n = s.off+MaxChunk, s.n-MaxChunk {
-			j.again = append(j.again, span{s.off, MaxChunk})
+		j.relay, j.chunk = true, min(j.chunk, m.max)
+		for ; s.n > m.max; s.off, s.n = s.off+m.max, s.n-m.max {
+			j.again = append(j.again, span{s.off, m.max})
 		}
 		j.again = append(j.again, s)
 		m.work.Broadcast()
@@ -253,7 +258,7 @@ func (l *link) dead(err error) {
 	if l.direct {
 		m.direct = false
 		for _, j := range m.jobs {
-			j.relay, j.chunk = true, min(j.chunk, MaxChunk)
+			j.relay, j.chunk = true, min(j.chunk, m.max)
 		}
 		m.work.Broadcast()
 	}
@@ -295,7 +300,13 @@ func (l *link) run() {
 	}
 }
 
+// fail gives back what the link had in flight, after the queues are idle: a late write of this link must not land over memory
+// whose copy another link has finished.
 func (l *link) fail(tail, head int, err error) {
+	err = errors.Join(err, l.pcie.Sync())
+	if l.nvlink != nil {
+		err = errors.Join(err, l.nvlink.Sync())
+	}
 	for ; tail < head; tail++ {
 		b := tail % LinkDepth
 		l.finish(l.slot[b].j, l.slot[b].s, err)

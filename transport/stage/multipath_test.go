@@ -11,6 +11,8 @@ import (
 	"github.com/kvspray/kvspray/internal/cuda"
 )
 
+const testMin, testMax = 32 << 10, 256 << 10
+
 type rig struct {
 	m    *fakeMachine
 	devs []*fakeDevice
@@ -32,11 +34,11 @@ func newRig(t *testing.T, links int, n uint64) *rig {
 		}
 	}
 	r.host, r.dev = r.m.alloc(n), r.m.alloc(n)
-	mp, err := NewMultipath(r.devs[0], relays...)
+	mp, err := newMultipath(testMin, testMax, r.devs[0], relays...)
 	if err != nil {
 		t.Fatal(err)
 	}
-	mp.SetThreshold(MinChunk)
+	mp.SetThreshold(testMin)
 	r.mp = mp
 	t.Cleanup(func() {
 		if err := mp.Close(); err != nil {
@@ -61,7 +63,7 @@ func (r *rig) fill(p cuda.Ptr, seed uint64) []byte {
 // Every byte arrives, whatever the size, the direction and the number of links, and nothing beside it is touched.
 func TestMultipathContent(t *testing.T) {
 	for _, links := range []int{1, 2, 4} {
-		for _, n := range []uint64{1, 4096, MinChunk - 1, MinChunk, 3*MinChunk + 17, 12<<20 + 5} {
+		for _, n := range []uint64{1, 4096, testMin - 1, testMin, 3*testMin + 17, 20*testMax + 5} {
 			for _, dir := range []Direction{HostToDevice, DeviceToHost} {
 				r := newRig(t, links, n+64)
 				from, to := r.host, r.dev
@@ -86,9 +88,9 @@ func TestMultipathContent(t *testing.T) {
 
 // Below the threshold the relays are left alone; above it a relay whose GPU is busy is too, while the others share.
 func TestMultipathThresholdAndYield(t *testing.T) {
-	r := newRig(t, 3, 64<<20)
-	r.mp.SetThreshold(32 << 20)
-	if err := r.mp.Copy(HostToDevice, r.host, r.dev, 16<<20); err != nil {
+	r := newRig(t, 3, 40*testMax)
+	r.mp.SetThreshold(20 * testMax)
+	if err := r.mp.Copy(HostToDevice, r.host, r.dev, 10*testMax); err != nil {
 		t.Fatal(err)
 	}
 	if r.devs[1].copies+r.devs[2].copies != 0 || r.devs[0].copies != 1 {
@@ -101,7 +103,7 @@ func TestMultipathThresholdAndYield(t *testing.T) {
 	gate := make(chan struct{})
 	r.devs[0].gate = gate
 	done := make(chan error, 1)
-	go func() { done <- r.mp.Copy(HostToDevice, r.host, r.dev, 64<<20) }()
+	go func() { done <- r.mp.Copy(HostToDevice, r.host, r.dev, 40*testMax) }()
 	for {
 		r.devs[2].mu.Lock()
 		n := r.devs[2].copies
@@ -126,10 +128,10 @@ func TestMultipathThresholdAndYield(t *testing.T) {
 func TestMultipathLinkDies(t *testing.T) {
 	for dies := range 3 {
 		for _, after := range []int{0, 2} {
-			for _, n := range []uint64{40 << 20, MaxChunk + 9} {
+			for _, n := range []uint64{40 << 20, testMax + 9} {
 				r := newRig(t, 3, n)
 				r.devs[dies].failAfter = after
-				if n < 12<<20 {
+				if n < 20*testMax {
 					r.mp.SetThreshold(1 << 40) // direct only, in one piece that fits no relay
 				}
 				for _, dir := range []Direction{HostToDevice, DeviceToHost} {
@@ -151,7 +153,7 @@ func TestMultipathLinkDies(t *testing.T) {
 }
 
 func TestMultipathAllLinksDie(t *testing.T) {
-	r := newRig(t, 2, 12<<20)
+	r := newRig(t, 2, 20*testMax)
 	r.devs[0].failAfter, r.devs[1].failAfter = 1, 1
 	if err := r.mp.Copy(HostToDevice, r.host, r.dev, r.n); !errors.Is(err, errFake) {
 		t.Fatalf("Copy: %v, want the device's error", err)
@@ -163,7 +165,7 @@ func TestMultipathAllLinksDie(t *testing.T) {
 
 // Many copies at once are all exact, and Close ends later ones.
 func TestMultipathConcurrent(t *testing.T) {
-	const n, copies = 6 << 20, 12
+	const n, copies = 10 * testMax, 12
 	r := newRig(t, 4, n*copies)
 	want := r.fill(r.host, 7)
 	var wg sync.WaitGroup
