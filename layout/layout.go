@@ -122,7 +122,7 @@ type TokenRange struct {
 // layer's region.
 type Run struct {
 	SrcOff, DstOff       uint64
-	SrcStride, DstStride uint64 // meaningless where Count is 1
+	SrcStride, DstStride uint64 // modulo 2^64: a run may step backwards; meaningless where Count is 1
 	Count                uint32
 	Len                  uint64
 }

@@ -23,12 +23,15 @@ func (w *runWriter) flush() {
 	if w.len == 0 {
 		return
 	}
-	src, dst, n := w.src, w.dst, w.len
+	w.push(w.src, w.dst, w.len)
 	w.len = 0
+}
+
+func (w *runWriter) push(src, dst, n uint64) {
 	if len(w.runs) > w.base {
 		last := &w.runs[len(w.runs)-1]
-		if last.Len == n && last.Count != 0 {
-			if last.Count == 1 && src > last.SrcOff && dst > last.DstOff {
+		if last.Len == n {
+			if last.Count == 1 {
 				last.SrcStride, last.DstStride, last.Count = src-last.SrcOff, dst-last.DstOff, 2
 				return
 			}
@@ -48,11 +51,7 @@ func (w *runWriter) tokens(from, to Side, pf, pt layout.Plane, t layout.TokenRan
 	if nf == nt && t.Start%nf == 0 && (t.End%nf == 0 || pf.Unit == layout.UnitBlock) {
 		n := pf.Bytes()
 		first, end := t.Start/nf, (t.End-1)/nf+1
-		fs, ts := from.Layer.BlockStride, to.Layer.BlockStride
-		tt := to.Table[first:end]
-		for i, b := range from.Table[first:end] {
-			w.add(fb+uint64(b)*fs, tb+uint64(tt[i])*ts, n)
-		}
+		w.pages(from.Table[first:end], to.Table[first:end], fb, tb, from.Layer.BlockStride, to.Layer.BlockStride, n)
 		return
 	}
 	unit := pf.UnitBytes
@@ -65,10 +64,34 @@ func (w *runWriter) tokens(from, to Side, pf, pt layout.Plane, t layout.TokenRan
 	}
 }
 
+// pages adds whole pages of n bytes. It is the hot loop of every strategy, so it keeps the pending piece in registers.
+func (w *runWriter) pages(from, to []uint32, fb, tb, fs, ts, n uint64) {
+	to = to[:len(from)]
+	src, dst, pending := w.src, w.dst, w.len
+	for i, b := range from {
+		s, d := fb+uint64(b)*fs, tb+uint64(to[i])*ts
+		if s == src+pending && d == dst+pending && pending != 0 {
+			pending += n
+			continue
+		}
+		if pending != 0 {
+			w.push(src, dst, pending)
+		}
+		src, dst, pending = s, d, n
+	}
+	w.src, w.dst, w.len = src, dst, pending
+}
+
 // heads walks a plane of heads: the chosen tokens of each head of each block are one piece.
 func (w *runWriter) heads(from, to Side, pf, pt layout.Plane, t layout.TokenRange) {
 	nf, nt := from.Group.TokensPerBlock, to.Group.TokensPerBlock
 	row := pf.UnitBytes / uint64(nf)
+	if nf == nt && t.Start%nf == 0 && t.End-t.Start >= nf {
+		first, end := t.Start/nf, t.End/nf
+		w.pages(from.Table[first:end], to.Table[first:end], from.Layer.Base+pf.Offset, to.Layer.Base+pt.Offset,
+			from.Layer.BlockStride, to.Layer.BlockStride, pf.Bytes())
+		t.Start = end * nf
+	}
 	for tok := t.Start; tok < t.End; {
 		of, ot := tok%nf, tok%nt
 		n := min(t.End-tok, nf-of, nt-ot)
