@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's and the worker's side together, over a shim that records what it is told. No engine, no sidecar."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvspray_vllm import shim
+from kvspray_vllm.meta import StepMeta
+from kvspray_vllm.scheduler import SchedulerSide
+from kvspray_vllm.settings import Settings
+from kvspray_vllm.worker import Results, WorkerSide
+
+LOG = logging.getLogger("test")
+BLOCK = 16
+
+
+@dataclass
+class FakeWorker:
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    ends: list[shim.Ended] = field(default_factory=list)
+    leases: int = 0
+    down: bool = False
+
+    def _lease(self, kind: str, *what: Any) -> int:
+        if self.down:
+            raise shim.ShimError("down")
+        self.leases += 1
+        self.calls.append((kind, self.leases, *what))
+        return self.leases
+
+    def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Any, fanout: int, req: str) -> int:
+        return self._lease("intent", req, tokens, fanout)
+
+    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str) -> int:
+        return self._lease("expect", req, peer, tokens, skip, blocks)
+
+    def step(self, step: int, gains: Any) -> None:
+        self.calls.append(("step", step, [(lease, end) for lease, end, _ in gains]))
+
+    def preempt(self, lease: int) -> None:
+        self.calls.append(("preempt", lease))
+
+    def cancel(self, lease: int, reason: str) -> None:
+        self.calls.append(("cancel", lease))
+
+    def hold(self, lease: int) -> None:
+        self.calls.append(("hold", lease))
+
+    def signal_layer(self, index: int, step: int) -> None:
+        self.calls.append(("layer", index, step))
+
+    def signal_step(self, step: int) -> None:
+        self.calls.append(("end", step))
+
+    def poll(self) -> list[shim.Ended]:
+        out, self.ends = self.ends, []
+        return out
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+    def end(self, lease: int, received: bool, status: int = shim.OK) -> None:
+        self.ends.append(shim.Ended(lease, received, status, 4096, 250, "tcp", "why"))
+
+    def take(self) -> list[tuple[Any, ...]]:
+        out, self.calls = self.calls, []
+        return out
+
+
+@dataclass
+class FakeScheduler:
+    connected: bool = True
+    endpoint: str | None = "10.1.1.1:7650"
+    answers: dict[bytes, str] = field(default_factory=dict)
+    asked: list[tuple[bytes, str]] = field(default_factory=list)
+
+    def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
+        self.asked.append((xfer, peer))
+
+    def admission(self, xfer: bytes, hash: bytes) -> str | None:
+        return self.answers.get(xfer)
+
+    def close(self) -> None:
+        pass
+
+
+class Engine:
+    """Both sides, and as much of a scheduler as they can see."""
+
+    def __init__(self) -> None:
+        self.worker_shim = FakeWorker()
+        self.scheduler_shim = FakeScheduler()
+        self.clock = 100.0
+        self.scheduler = SchedulerSide(
+            Settings(admission_s=10), self.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, now=lambda: self.clock
+        )
+        self.worker = WorkerSide(self.worker_shim, LOG)
+        self.worker.set_flags({"l0": 0, "l1": 1})
+        self.tables: dict[str, list[int]] = {}
+        self.requests: dict[str, Any] = {}
+
+    def add(self, req: str, n: int, kv: dict[str, Any] | None) -> Any:
+        tokens = list(range(n))
+        r = SimpleNamespace(
+            request_id=req, prompt_token_ids=tokens, num_prompt_tokens=n, num_computed_tokens=0, kv_transfer_params=kv,
+            lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+        )  # fmt: skip
+        self.requests[req] = r
+        self.tables[req] = list(range(1, 1 + -(-n // BLOCK)))
+        self.scheduler.on_new_request(r)
+        return r
+
+    def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
+        out = SimpleNamespace(num_scheduled_tokens=scheduled or {}, preempted_req_ids=preempted or set())
+        meta = self.scheduler.build(out, lambda req: (self.tables[req],))  # type: ignore[arg-type]
+        for req, n in (scheduled or {}).items():
+            self.requests[req].num_computed_tokens += n
+        return meta
+
+    def run(self, meta: StepMeta, forward: bool = True) -> Results:
+        self.worker.preempts(meta)
+        self.worker.begin(meta)
+        if forward:
+            for name in ("l0", "l1"):
+                self.worker.layer_done(name)
+        self.worker.step_done()
+        done = self.worker.collect()
+        self.scheduler.worker_said(done.sent, done.received)
+        return done
+
+    def step(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> Results:
+        return self.run(self.meta(scheduled, preempted))
+
+    def finish(self, req: str, status: str = "FINISHED_LENGTH_CAPPED") -> tuple[bool, Any]:
+        r = self.requests[req]
+        r.status = SimpleNamespace(name=status)
+        return self.scheduler.finished(r, (self.tables[req],))
+
+
+def fake_hash(tokens: Any, lora: str, salt: str, items: Any) -> bytes:
+    return hashlib.sha256(repr((list(tokens), lora, salt, list(items))).encode()).digest()
+
+
+@pytest.fixture
+def e() -> Engine:
+    return Engine()
+
+
+DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+XFER = "ab" * 16
+
+
+def prefill_first(**kw: Any) -> dict[str, Any]:
+    return {"do_remote_prefill": True, "remote_request_id": "cmpl-x", "kvspray": {"v": 1, "xfer": XFER, "peer": "p:1", **kw}}
+
+
+def concurrent() -> dict[str, Any]:
+    return {"do_remote_prefill": True, "kvspray": {"v": 1, "xfer": XFER, "peer": "p:1"}}
+
+
+# ---- prefill
+
+
+def test_chunked_prefill_announces_each_step_before_its_forward(e: Engine) -> None:
+    e.add("r", 40, dict(DECODE))
+    e.step({"r": 16})
+    e.step({"r": 16})
+    e.step({"r": 8})
+    assert e.worker_shim.take() == [
+        ("intent", 1, "r", 40, 1),
+        ("step", 1, [(1, 16)]), ("layer", 0, 1), ("layer", 1, 1), ("end", 1),
+        ("step", 2, [(1, 32)]), ("layer", 0, 2), ("layer", 1, 2), ("end", 2),
+        ("step", 3, [(1, 40)]), ("layer", 0, 3), ("layer", 1, 3), ("end", 3),
+    ]  # fmt: skip
+    delay, kv = e.finish("r")
+    assert delay and kv["do_remote_prefill"] and kv["remote_num_tokens"] == 40 and kv["remote_block_ids"] == [[1, 2, 3]]
+    assert kv["remote_host"] == "10.1.1.1" and kv["remote_port"] == 7650
+    assert kv["kvspray"]["v"] == 1 and kv["kvspray"]["peer"] == "10.1.1.1:7650" and len(kv["kvspray"]["xfer"]) == 32
+    assert e.step().sent == set() and e.worker_shim.take() == [("hold", 1)]
+    assert e.scheduler.pending_push_work()
+    e.worker_shim.end(1, received=False)
+    assert e.step().sent == {"r"}
+    assert not e.scheduler.pending_push_work()
+    assert e.step().sent == set()
+
+
+def test_sent_before_the_request_finished_is_reported_after_it(e: Engine) -> None:
+    e.add("r", 16, dict(DECODE))
+    e.step({"r": 16})
+    e.worker_shim.end(1, received=False)
+    assert e.step().sent == set()
+    assert e.finish("r")[0]
+    assert e.step().sent == {"r"}
+
+
+def test_prefix_hit_is_ready_only_with_the_first_step(e: Engine) -> None:
+    r = e.add("r", 48, dict(DECODE))
+    r.num_computed_tokens = 32
+    e.step({"r": 16})
+    assert ("step", 1, [(1, 48)]) in e.worker_shim.take()
+
+
+def test_a_step_for_nobody_leaves_no_record(e: Engine) -> None:
+    e.add("plain", 16, None)
+    e.add("r", 16, dict(DECODE))
+    e.step({"plain": 16})
+    assert e.worker_shim.take() == []
+    e.step({"r": 16, "plain": 1})
+    e.worker_shim.take()
+    e.step({"r": 1, "plain": 1})  # r decodes here
+    assert e.worker_shim.take() == []
+
+
+def test_preemption_comes_before_anything_else_and_the_next_attempt_starts_over(e: Engine) -> None:
+    r = e.add("r", 48, dict(DECODE))
+    e.step({"r": 32})
+    e.worker_shim.take()
+    e.add("s", 16, dict(DECODE))
+    r.num_computed_tokens = 0
+    e.step({"s": 16}, preempted={"r"})
+    assert [c[0] for c in e.worker_shim.take()][:3] == ["preempt", "intent", "step"]
+    r.num_computed_tokens = 16  # its own prefix is still cached
+    e.step({"r": 32})
+    assert ("step", 3, [(1, 48)]) in e.worker_shim.take()
+
+
+def test_preempts_are_said_once(e: Engine) -> None:
+    e.add("r", 48, dict(DECODE))
+    e.step({"r": 32})
+    e.worker_shim.take()
+    meta = e.meta(preempted={"r"})
+    e.worker.preempts(meta)
+    assert e.worker_shim.take() == [("preempt", 1)]
+    e.worker.begin(meta)
+    assert e.worker_shim.take() == []
+
+
+def test_abort_keeps_the_blocks_until_sent(e: Engine) -> None:
+    e.add("r", 48, dict(DECODE))
+    e.step({"r": 16})
+    e.worker_shim.take()
+    assert e.finish("r", "FINISHED_ABORTED") == (True, None)
+    assert e.step().sent == set() and e.worker_shim.take() == [("cancel", 1)]
+    e.worker_shim.end(1, received=False, status=shim.CANCELLED)
+    assert e.step().sent == {"r"}
+
+
+def test_abort_before_the_first_step_frees_at_once(e: Engine) -> None:
+    e.add("r", 48, dict(DECODE))
+    assert e.finish("r", "FINISHED_ABORTED") == (False, None)
+    assert e.meta().empty()
+
+
+def test_without_a_sidecar_prefill_frees_at_once(e: Engine) -> None:
+    e.scheduler_shim.connected = False
+    e.add("r", 16, dict(DECODE))
+    e.step({"r": 16})
+    assert e.finish("r") == (False, None) and e.worker_shim.take() == []
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"no_sidecar": 1}
+
+
+def test_an_intent_that_could_not_be_submitted_ends_with_its_request(e: Engine) -> None:
+    e.add("r", 16, dict(DECODE))
+    e.worker_shim.down = True
+    e.step({"r": 16})
+    assert e.worker_shim.take() == []
+    assert e.finish("r")[0]
+    assert e.step().sent == {"r"}
+
+
+def test_a_failed_forward_signals_nothing(e: Engine) -> None:
+    e.add("r", 16, dict(DECODE))
+    meta = e.meta({"r": 16})
+    e.worker.begin(meta)
+    e.worker_shim.take()
+    e.worker.step_failed()
+    e.worker.step_done()
+    assert e.worker_shim.take() == []
+
+
+def test_samples_and_lists_share_a_dict_and_an_xfer(e: Engine) -> None:
+    shared = dict(DECODE)
+    a, b = e.add("0_cmpl-q-0-01234567", 16, shared), e.add("cmpl-q-1-89abcdef", 16, shared)
+    assert a.kv_transfer_params is not b.kv_transfer_params
+    meta = e.meta({a.request_id: 16, b.request_id: 16})
+    assert len({i.xfer for i in meta.intents}) == 1 and len(meta.intents) == 2
+
+
+def test_the_routers_xfer_and_fanout_win(e: Engine) -> None:
+    e.add("r", 16, {**DECODE, "kvspray": {"v": 1, "xfer": XFER, "fanout": 4}})
+    meta = e.meta({"r": 16})
+    assert meta.intents[0].xfer.hex() == XFER and meta.intents[0].fanout == 4
+
+
+# ---- decode
+
+
+def blocks(e: Engine, req: str) -> Any:
+    return SimpleNamespace(get_block_ids=lambda: (e.tables[req],))
+
+
+def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
+    r = e.add("r", 40, prefill_first())
+    assert e.scheduler.matched(r, 16) == (24, True)
+    assert e.scheduler_shim.asked == []
+    e.scheduler.allocated(r, blocks(e, "r"), 24)
+    assert e.scheduler.matched(r, 0) == (0, False)  # vLLM asks again after a prompt of one token, or a failed load
+    assert not r.kv_transfer_params["do_remote_prefill"]
+    e.step()
+    assert e.worker_shim.take() == [("expect", 1, "r", "p:1", 40, 16, ((1, 2, 3),))]
+    e.worker_shim.end(1, received=True)
+    done = e.step()
+    assert done.received == {"r"} and done.failed == set()
+
+
+def test_concurrent_waits_for_admission(e: Engine) -> None:
+    r = e.add("r", 40, concurrent())
+    assert e.scheduler_shim.asked == [(bytes.fromhex(XFER), "p:1")]
+    assert e.scheduler.matched(r, 0) == (None, False)
+    e.scheduler_shim.answers[bytes.fromhex(XFER)] = "admitted"
+    assert e.scheduler.matched(r, 0) == (40, True)
+
+
+@pytest.mark.parametrize("answer", ["refused", "gone"])
+def test_a_refused_admission_means_local_prefill(e: Engine, answer: str) -> None:
+    r = e.add("r", 40, concurrent())
+    e.scheduler_shim.answers[bytes.fromhex(XFER)] = answer
+    assert e.scheduler.matched(r, 0) == (0, False)
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"prefill_" + answer: 1}
+
+
+def test_admission_is_bounded(e: Engine) -> None:
+    r = e.add("r", 40, concurrent())
+    e.clock += 9
+    assert e.scheduler.matched(r, 0) == (None, False)
+    e.clock += 2
+    assert e.scheduler.matched(r, 0) == (0, False)
+
+
+def test_no_sidecar_unknown_version_or_no_key_mean_local_prefill(e: Engine) -> None:
+    for kv in (prefill_first(v=2), {"do_remote_prefill": True, "remote_block_ids": [[1]]}, {"do_remote_prefill": True, "kvspray": 3}):
+        r = e.add("r", 40, kv)
+        assert e.scheduler.matched(r, 0) == (0, False)
+    e.scheduler_shim.connected = False
+    assert e.scheduler.matched(e.add("r", 40, concurrent()), 0) == (0, False)
+
+
+def test_a_failed_load_is_reported_after_its_fence(e: Engine) -> None:
+    r = e.add("r", 40, prefill_first())
+    e.scheduler.allocated(r, blocks(e, "r"), 40)
+    assert e.step().received == set()
+    e.worker_shim.end(1, received=True, status=shim.EXPIRED)
+    done = e.step()
+    assert done.received == {"r"} == done.failed and done.bad_blocks == {1, 2, 3}
+    stats = e.worker.take_stats()
+    assert stats is not None and stats.data["recompute_tokens"] == 40 and stats.data["transfers"] == {"received/expired": 1}
+
+
+def test_abort_while_loading_cancels_and_waits(e: Engine) -> None:
+    r = e.add("r", 40, prefill_first())
+    e.scheduler.allocated(r, blocks(e, "r"), 40)
+    e.step()
+    assert e.finish("r", "FINISHED_ABORTED") == (False, None)
+    assert e.step().received == set() and e.worker_shim.take()[-1] == ("cancel", 1)
+    e.worker_shim.end(1, received=True, status=shim.CANCELLED)
+    done = e.step()
+    assert done.received == {"r"} and done.failed == set()
+    assert r.status.name == "FINISHED_ABORTED"
+
+
+def test_an_expect_without_a_sidecar_fails_at_once(e: Engine) -> None:
+    r = e.add("r", 40, prefill_first())
+    e.scheduler.allocated(r, blocks(e, "r"), 40)
+    e.worker_shim.down = True
+    done = e.step()
+    assert done.received == {"r"} == done.failed
+
+
+def test_local_hits_that_leave_nothing_to_load(e: Engine) -> None:
+    r = e.add("r", 40, prefill_first())
+    e.scheduler.allocated(r, blocks(e, "r"), 0)
+    assert e.meta().empty()
+    assert e.scheduler.matched(r, 0) == (0, False)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the installed vLLM must have for the connector to be right: names, signatures and shapes."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+import torch
+from kvspray_vllm import KVSprayConnector, layout
+from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
+from kvspray_vllm.settings import Settings
+from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
+
+
+def test_every_override_has_the_signature_of_its_base() -> None:
+    for name, own in vars(KVSprayConnector).items():
+        theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
+        if name.startswith("__") or theirs is None or not callable(theirs):
+            continue
+        own_params = list(inspect.signature(getattr(KVSprayConnector, name)).parameters)
+        assert own_params == list(inspect.signature(theirs).parameters), name
+    assert supports_hma(KVSprayConnector)
+    assert not inspect.isabstract(KVSprayConnector)
+
+
+def test_metadata_survives_pickling() -> None:
+    meta = StepMeta(
+        preempts=["a"], step=3, gains=[Gain("a", 5, ((1,),))], intents=[Intent("a", b"x" * 16, b"h" * 32, 5, 1, ((1,),))],
+        expects=[Expect("b", b"x" * 16, b"h" * 32, "p:1", 5, 0, ((2,),))],
+    )  # fmt: skip
+    assert pickle.loads(pickle.dumps(meta)) == meta
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [({"sokcet": "x"}, "sokcet"), ({"admission_s": 0}, "admission_s"), ({"memory": "gpu"}, "memory"), ({"socket": ""}, "socket")],
+)
+def test_settings_are_strict(extra: dict[str, object], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        Settings.parse(extra)
+
+
+def test_place_of_a_layer_view() -> None:
+    buf = torch.zeros(4 * 6 * 1024, dtype=torch.int8).view(torch.bfloat16)
+    # [B, H, N, C], six blocks of two layers that alternate
+    layer = buf.as_strided((6, 2, 32, 16), (2048, 512, 16, 1), 1024)
+    place = layout.place_of(layer, 6)
+    assert (place.base, place.block_stride, place.page_bytes, place.blocks) == (2048, 4096, 2048, 6)
+    # the same memory in half blocks
+    halves = buf.as_strided((12, 2, 16, 16), (512, 256, 16, 1))
+    assert layout.place_of(halves, 6).block_stride == 2048
+    with pytest.raises(layout.Unsupported):
+        layout.place_of(buf.as_strided((12, 2, 16, 16), (1024, 256, 16, 1)), 6)  # pieces of a block apart
+    with pytest.raises(layout.Unsupported):
+        layout.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 1)), 6)  # half of each row
+
+
+def test_stats_add_up_and_reach_prometheus() -> None:
+    stats = KVSprayStats()
+    assert stats.is_empty()
+    stats.ended(True, "ok", 1 << 20, 1500, "tcp", 0)
+    other = KVSprayStats()
+    other.ended(True, "expired", 0, 10, "", 40)
+    other.ended(False, "ok", 1 << 20, 0, "tcp", 0)
+    other.local("no_sidecar")
+    stats = KVSprayStats(pickle.loads(pickle.dumps(stats.aggregate(other).to_dict())))
+    assert stats.reduce()["kvspray received/ok"] == 1
+
+    registry = CollectorRegistry()
+    kinds = {k: (lambda k: lambda **kw: k(registry=registry, **kw))(k) for k in (Counter, Gauge, Histogram)}
+
+    class Config:
+        kv_transfer_config = None
+
+    prom = KVSprayPromMetrics(Config(), kinds, ["model_name", "engine"], {0: ["m", "0"]})  # type: ignore[arg-type]
+    prom.observe(stats.to_dict(), 0)
+    text = generate_latest(registry).decode()
+    for line in (
+        'vllm:kvspray_transfers_total{engine="0",model_name="m",outcome="ok",side="received"} 1.0',
+        'vllm:kvspray_transfers_total{engine="0",model_name="m",outcome="expired",side="received"} 1.0',
+        'vllm:kvspray_bytes_total{engine="0",model_name="m",side="sent",transport="tcp"} 1.048576e+06',
+        'vllm:kvspray_transfer_seconds_count{engine="0",model_name="m"} 1.0',
+        'vllm:kvspray_recompute_tokens_total{engine="0",model_name="m"} 40.0',
+        'vllm:kvspray_served_alone_total{engine="0",model_name="m",reason="no_sidecar"} 1.0',
+    ):
+        assert line in text, text
