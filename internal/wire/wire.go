@@ -1,0 +1,60 @@
+// Package wire is the binary form of what travels on lanes: the opening of a lane with its proof, and the frames of data
+// lanes. Fixed layout, little-endian, every length bounded before it is believed.
+//
+// A lane opens with Dial on one end and Accept on the other (open.go): both name their boots, agree on a version, and prove
+// by HMAC-SHA256 over everything said that they hold the key of their mTLS session. The same opening serves tcp data lanes,
+// control lanes and shared-memory lanes, told apart by their purpose.
+//
+// On a data lane (frame.go) each message starts with a Header of HeaderBytes. A data frame is header, payload, Trailer; a
+// confirmation is a header followed by at most MaxConfirms-1 more entries. Both directions carry both.
+//
+// The package does no buffering, keeps no state between calls and starts no goroutine. Encoding and decoding of frames
+// allocate nothing.
+package wire
+
+import (
+	"errors"
+	"fmt"
+)
+
+// Version is major<<16 | minor.
+type Version uint32
+
+// V makes a version.
+func V(major, minor uint16) Version { return Version(major)<<16 | Version(minor) }
+
+// Major is the part whose change breaks readers.
+func (v Version) Major() uint16 { return uint16(v >> 16) }
+
+// Minor is the part that only adds.
+func (v Version) Minor() uint16 { return uint16(v) }
+
+func (v Version) String() string { return fmt.Sprintf("%d.%d", v.Major(), v.Minor()) }
+
+// Versions is what one end speaks, both included.
+type Versions struct{ Min, Max Version }
+
+func (v Versions) String() string { return v.Min.String() + " to " + v.Max.String() }
+
+// Lanes is the range of lane versions that this build speaks.
+var Lanes = Versions{Min: V(1, 0), Max: V(1, 0)}
+
+// Choose returns the highest version that both ranges hold, or ErrVersion with both ranges named.
+func Choose(ours, theirs Versions) (Version, error) {
+	if theirs.Min > theirs.Max {
+		return 0, fmt.Errorf("wire: the peer speaks %s, an empty range: %w", theirs, ErrVersion)
+	}
+	v := min(ours.Max, theirs.Max)
+	if v < ours.Min || v < theirs.Min {
+		return 0, fmt.Errorf("wire: we speak %s, the peer %s: %w; upgrade the older of the two", ours, theirs, ErrVersion)
+	}
+	return v, nil
+}
+
+// Errors that callers tell apart.
+var (
+	ErrVersion   = errors.New("no common version")
+	ErrRefused   = errors.New("refused by the peer")
+	ErrProof     = errors.New("the peer does not hold the key of this pair")
+	ErrMalformed = errors.New("malformed")
+)
