@@ -145,7 +145,8 @@ type Lane interface {
 	Local() string  // rail names
 	Remote() string // as the peer calls it
 	// Move hands over slices. It does not block and does not keep the slice header; the executor bounds what is in
-	// flight by MaxInFlight. An error means that nothing was taken.
+	// flight by MaxInFlight. An error means that nothing was taken. It may call the Source before it returns (a small
+	// slice leaves at once), so the caller holds no lock that the Source takes; it never calls Host.
 	Move(batch []Slice) error
 	MaxInFlight() int // slices
 	// Close ends the lane; what it held ends NotLanded or InDoubt. Idempotent.
