@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the end-to-end tests: one import of vLLM, then forked engines and real sidecars."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "rig"))
+sys.path.insert(0, str(HERE))
+
+import cluster as rig  # noqa: E402
+import engines  # noqa: E402
+
+MODEL = pathlib.Path(os.environ.get("KVSPRAY_MODEL", rig.ROOT / ".build" / "models" / "tiny-llama"))
+
+
+def need(what: str, have: bool, remedy: str) -> None:
+    if have:
+        return
+    if "vllm" in os.environ.get("KVSPRAY_MUST_RUN", "").split(","):
+        pytest.fail(f"{what} is missing, and KVSPRAY_MUST_RUN names vllm; {remedy}")
+    pytest.skip(f"{what} is missing; {remedy}")
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[None]:
+    try:
+        import vllm  # noqa: F401
+
+        have = True
+    except ImportError:
+        have = False
+    need("vLLM", have, "run these tests with .build/venv (test/rig/env.py makes it)")
+    need(str(MODEL), MODEL.is_dir(), "run test/rig/env.py")
+    need(str(rig.BINARY), rig.BINARY.exists(), "run make build")
+    engines.preload()
+    yield
+
+
+class Cluster:
+    """Two sidecars, P, D, and a plain engine R that knows nothing of any of it."""
+
+    def __init__(self, dir: pathlib.Path, config: dict[str, Any] | None = None, start: bool = True) -> None:
+        self.dir = dir
+        self.sp = rig.Sidecar("sp", dir, config)
+        self.sd = rig.Sidecar("sd", dir, config)
+        if start:
+            self.sp.start()
+            self.sd.start()
+        self.engines: dict[str, engines.Engine] = {}
+
+    def kv(self, sidecar: rig.Sidecar, role: str, **extra: Any) -> dict[str, Any]:
+        return {
+            "kv_connector": "KVSprayConnector",
+            "kv_connector_module_path": "kvspray_vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"socket": sidecar.socket, "memory": "memfd", **extra},
+        }
+
+    def spawn(self, name: str, **args: Any) -> engines.Engine:
+        kv = {"P": (self.sp, "kv_producer"), "D": (self.sd, "kv_consumer")}.get(name)
+        extra = args.pop("extra", {})
+        e = engines.Engine(name, str(MODEL), self.dir / f"{name}.log", self.kv(*kv, **extra) if kv else None, **args)
+        self.engines[name] = e
+        return e
+
+    @property
+    def p(self) -> engines.Engine:
+        return self.engines["P"]
+
+    @property
+    def d(self) -> engines.Engine:
+        return self.engines["D"]
+
+    @property
+    def r(self) -> engines.Engine:
+        return self.engines["R"]
+
+    def up(self) -> Cluster:
+        for e in self.engines.values():
+            e.wait_up()
+        if self.sp.proc and self.sd.proc:
+            self.connected()
+        return self
+
+    def connected(self, timeout: float = 20.0) -> None:
+        for e in (self.p, self.d):
+            rig.wait_for(f"engine {e.name} connected", lambda e=e: e.status().get("connected"), timeout)
+
+    # ---- requests, as a router would send them
+
+    def prefill_first(self, prompt: list[int], n_tokens: int = 12, n: int = 1) -> engines.Out:
+        p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}, n=n)
+        return self.d.add(prompt, n_tokens, kv=p.result().kv, n=n).result()
+
+    def start_both(
+        self, prompt: list[int], n_tokens: int = 12, n: int = 1, xfer: str | None = None, tag: str | None = None
+    ) -> tuple[engines.Pending, engines.Pending]:
+        xfer = xfer or secrets.token_hex(16)
+        spray = {"v": 1, "xfer": xfer, "fanout": n}
+        d = self.d.add(prompt, n_tokens, kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": self.sp.endpoint}}, n=n)
+        p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray})
+        return p, d
+
+    def both(self, prompt: list[int], n_tokens: int = 12, n: int = 1) -> engines.Out:
+        p, d = self.start_both(prompt, n_tokens, n)
+        p.result()
+        return d.result()
+
+    def settle(self, timeout: float = 15.0) -> None:
+        """Every lease is over, and no engine holds anything."""
+        for e in (self.p, self.d):
+            if e.alive():
+                rig.wait_for(f"engine {e.name} idle ({e.status()})", e.idle, timeout)
+
+    def close(self) -> None:
+        for e in self.engines.values():
+            e.stop()
+        self.sp.stop()
+        self.sd.stop()
+
+
+@pytest.fixture(scope="module")
+def workdir(request: pytest.FixtureRequest) -> Iterator[pathlib.Path]:
+    """Short, for unix sockets; kept where a test of the module failed."""
+    before = request.session.testsfailed
+    d = pathlib.Path(tempfile.mkdtemp(prefix="kvs-"))
+    yield d
+    if request.session.testsfailed == before:
+        shutil.rmtree(d, ignore_errors=True)
+    else:
+        print(f"\nlogs kept in {d}")

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines as forked children of one process that has imported vLLM once.
+
+Each child runs one engine in its own process, without vLLM's extra processes, and steps it as long as it has work: requests
+can be added, and aborted, while others run. Importing takes a quarter of a minute, an engine after that a few seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import multiprocessing as mp
+import multiprocessing.connection
+import os
+import pathlib
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+ENGINE_ARGS: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 4608,
+    "block_size": 32,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 256,
+    "kv_cache_memory_bytes": 24 << 20,
+    "disable_log_stats": False,
+    "seed": 1,
+}
+
+
+def preload() -> None:
+    """Imports what engines need. Before this, no thread may have been started that a fork would lose."""
+    os.environ.update(ENV)
+    import kvspray_vllm.connector  # noqa: F401
+    import vllm.v1.core.sched.scheduler  # noqa: F401
+    import vllm.v1.engine.core  # noqa: F401
+    import vllm.v1.engine.llm_engine  # noqa: F401
+    import vllm.v1.worker.cpu_model_runner  # noqa: F401
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+
+@dataclasses.dataclass
+class Out:
+    """What became of one request."""
+
+    tokens: list[list[int]]  # per sample
+    finish: list[str | None]
+    kv: dict[str, Any] | None
+    first_s: float | None  # from add to the first token
+    total_s: float
+
+
+class Pending:
+    def __init__(self, engine: Engine, key: int, rid: str) -> None:
+        self.engine, self.key, self.rid = engine, key, rid
+
+    def result(self, timeout: float = 60.0) -> Out:
+        return self.engine._await(self.key, timeout)
+
+    def abort(self) -> None:
+        self.engine._call("abort", self.rid)
+
+
+class EngineDied(Exception):
+    pass
+
+
+class Engine:
+    """The handle of a child."""
+
+    _keys = itertools.count(1)
+
+    def __init__(self, name: str, model: str, log: pathlib.Path, kv: dict[str, Any] | None = None, **args: Any) -> None:
+        self.name = name
+        self.log = log
+        ctx = mp.get_context("fork")
+        self._conn, theirs = ctx.Pipe()
+        self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, theirs, self._conn, log), daemon=True)
+        self._proc.start()
+        theirs.close()
+        self._done: dict[int, Any] = {}
+
+    @property
+    def pid(self) -> int:
+        assert self._proc.pid is not None
+        return self._proc.pid
+
+    def wait_up(self, timeout: float = 90.0) -> Engine:
+        self._await(0, timeout)
+        return self
+
+    def add(self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1, rid: str | None = None) -> Pending:
+        key = next(Engine._keys)
+        rid = rid or f"cmpl-t{key}-0"
+        self._send(("add", key, rid, prompt, n_tokens, kv, n))
+        return Pending(self, key, rid)
+
+    def run(self, prompt: list[int], n_tokens: int = 8, **kw: Any) -> Out:
+        return self.add(prompt, n_tokens, **kw).result()
+
+    def metrics(self) -> dict[str, float]:
+        return self._call("metrics")
+
+    def preempt_all(self) -> bool:
+        """Takes every running request's blocks away, as a full pool would."""
+        return self._call("preempt")
+
+    def clear_prefix_cache(self) -> bool:
+        return self._call("clear")
+
+    def idle(self) -> bool:
+        """No request, no block held."""
+        return self._call("idle")
+
+    def free_blocks(self) -> int:
+        return self._call("free_blocks")
+
+    def status(self) -> dict[str, Any]:
+        return self._call("status")
+
+    def kill(self) -> None:
+        if self._proc.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+        self._proc.join(10)
+
+    def stop(self) -> None:
+        if self._proc.is_alive():
+            try:
+                self._send(("exit",))
+            except (OSError, EngineDied):
+                pass
+            self._proc.join(10)
+        self.kill()
+
+    def alive(self) -> bool:
+        return self._proc.is_alive()
+
+    # ---- the pipe
+
+    def _send(self, what: tuple[Any, ...]) -> None:
+        try:
+            self._conn.send(what)
+        except OSError as err:
+            raise EngineDied(f"engine {self.name} is gone: {err}\n{self.tail()}") from err
+
+    def _call(self, what: str, *args: Any, timeout: float = 60.0) -> Any:
+        key = next(Engine._keys)
+        self._send((what, key, *args))
+        return self._await(key, timeout)
+
+    def _await(self, key: int, timeout: float) -> Any:
+        end = time.monotonic() + timeout
+        while key not in self._done:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"engine {self.name}: no answer within {timeout:g} s\n{self.tail()}")
+            try:
+                if self._conn.poll(min(left, 1.0)):
+                    got, value = self._conn.recv()
+                    self._done[got] = value
+            except (EOFError, OSError) as err:
+                raise EngineDied(f"engine {self.name} died\n{self.tail()}") from err
+        value = self._done.pop(key)
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def tail(self, n: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-n:]) if self.log.exists() else ""
+
+
+# ---- in the child
+
+
+def _child(
+    name: str,
+    model: str,
+    args: dict[str, Any],
+    kv: dict[str, Any] | None,
+    conn: multiprocessing.connection.Connection,
+    parents: multiprocessing.connection.Connection,
+    log: pathlib.Path,
+) -> None:
+    parents.close()
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        if kv is not None:
+            args = {**args, "kv_transfer_config": KVTransferConfig(**kv)}
+        llm = LLM(model, **args)
+        conn.send((0, True))
+        _Loop(llm, conn).run()
+    except EOFError:
+        pass
+    except BaseException as err:
+        traceback.print_exc()
+        sys.stderr.flush()
+        try:
+            conn.send((0, RuntimeError(f"engine {name}: {type(err).__name__}: {err}")))
+        except OSError:
+            pass
+        os._exit(1)
+    os._exit(0)
+
+
+class _Loop:
+    def __init__(self, llm: Any, conn: multiprocessing.connection.Connection) -> None:
+        self.llm, self.conn = llm, conn
+        self.engine = llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.live: dict[str, tuple[int, float, list[float]]] = {}
+
+    def run(self) -> None:
+        while True:
+            busy = self.core.scheduler.has_requests()
+            while self.conn.poll(0 if busy else 0.2):
+                self.handle(self.conn.recv())
+                busy = True
+            if not busy:
+                continue
+            for out in self.engine.step():
+                self.output(out)
+            if not self.core.scheduler.running:
+                time.sleep(0.001)  # as vLLM's own idle loop does while only transfers are under way
+
+    def output(self, out: Any) -> None:
+        entry = self.live.get(out.request_id)
+        if entry is None:
+            return
+        key, start, first = entry
+        if not first and any(c.token_ids for c in out.outputs):
+            first.append(time.monotonic() - start)
+        if out.finished:
+            del self.live[out.request_id]
+            tokens = [list(c.token_ids) for c in out.outputs]
+            finish = [c.finish_reason for c in out.outputs]
+            self.conn.send((key, Out(tokens, finish, out.kv_transfer_params, first[0] if first else None, time.monotonic() - start)))
+
+    def handle(self, what: tuple[Any, ...]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind, *rest = what
+        if kind == "exit":
+            self.core.shutdown()
+            os._exit(0)
+        if kind == "add":
+            key, rid, prompt, n_tokens, kv, n = rest
+            sp = SamplingParams(
+                temperature=0, max_tokens=n_tokens, ignore_eos=True, n=n, output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={"kv_transfer_params": kv} if kv else None,
+            )  # fmt: skip
+            if n_tokens > 1 and n == 1:
+                sp.output_kind = RequestOutputKind.CUMULATIVE  # for the time of the first token
+            self.live[rid] = (key, time.monotonic(), [])
+            self.engine.add_request(rid, {"prompt_token_ids": prompt}, sp)
+            return
+        key, *args = rest
+        self.conn.send((key, getattr(self, "do_" + kind)(*args)))
+
+    def do_abort(self, rid: str) -> bool:
+        entry = self.live.pop(rid, None)
+        self.engine.abort_request([rid])
+        if entry is not None:
+            self.conn.send((entry[0], Out([], ["abort"], None, None, time.monotonic() - entry[1])))
+        return entry is not None
+
+    def do_metrics(self) -> dict[str, float]:
+        from prometheus_client import REGISTRY, generate_latest
+
+        out: dict[str, float] = {}
+        for line in generate_latest(REGISTRY).decode().splitlines():
+            if line.startswith("vllm:"):
+                name, _, value = line.rpartition(" ")
+                out[name] = float(value)
+        return out
+
+    def do_preempt(self) -> bool:
+        return bool(self.engine.reset_prefix_cache(reset_running_requests=True))
+
+    def do_clear(self) -> bool:
+        return bool(self.engine.reset_prefix_cache())
+
+    def do_idle(self) -> bool:
+        return not self.core.scheduler.requests
+
+    def do_free_blocks(self) -> int:
+        return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def do_status(self) -> dict[str, Any]:
+        s = self.core.scheduler
+        c = s.connector
+        out: dict[str, Any] = {"requests": len(s.requests), "running": len(s.running)}
+        if c is not None and c._scheduler is not None:
+            out["connected"] = c._scheduler._client.connected
+            out["sources"] = len(c._scheduler._sources)
+            out["loading"] = len(c._scheduler._loading)
+        return out

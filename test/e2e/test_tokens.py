@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy tokens of a prefill/decode pair equal those of a plain engine, and nothing that should have moved was recomputed."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import cluster as rig
+import pytest
+from conftest import Cluster
+from engines import Out
+from prompts import BLOCK, LENGTHS, fresh
+
+
+@pytest.fixture(scope="module")
+def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
+    out = Cluster(workdir)
+    try:
+        # P's pool holds two long prompts at most, and lets them in before it knows that both fit: so that it has to preempt.
+        out.spawn("P", kv_cache_memory_bytes=6 << 20, scheduler_reserve_full_isl=False, long_prefill_token_threshold=128)
+        out.spawn("D")
+        out.spawn("R")
+        yield out.up()
+        for s in (out.sp, out.sd):
+            assert s.panics() is None
+    finally:
+        out.close()
+
+
+class Moved:
+    """What D loaded and what it computed while the block ran."""
+
+    def __init__(self, c: Cluster) -> None:
+        self.c = c
+
+    def __enter__(self) -> Moved:
+        self.before = self.c.d.metrics()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        after = self.c.d.metrics()
+
+        def grew(name: str, **labels: str) -> int:
+            return int(rig.total(after, name, **labels) - rig.total(self.before, name, **labels))
+
+        self.loaded = grew("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+        self.computed = grew("vllm:prompt_tokens_by_source_total", source="local_compute")
+        self.hit = grew("vllm:prompt_tokens_by_source_total", source="local_cache_hit")
+        self.ok = grew("vllm:kvspray_transfers_total", side="received", outcome="ok")
+        self.all = grew("vllm:kvspray_transfers_total", side="received")
+        self.recomputed = grew("vllm:kvspray_recompute_tokens_total")
+        self.alone = grew("vllm:kvspray_served_alone_total")
+        self.bytes = grew("vllm:kvspray_bytes_total", side="received")
+
+    def all_loaded(self, requests: int) -> None:
+        """Every request had its transfer, and computed at most its last token."""
+        assert (self.ok, self.all, self.recomputed, self.alone) == (requests, requests, 0, 0), vars(self)
+        assert self.computed <= requests, vars(self)
+
+
+def same(got: Out, want: Out) -> None:
+    assert got.tokens == want.tokens
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("mode", ["first", "both"])
+def test_lengths(c: Cluster, mode: str, n: int) -> None:
+    prompt = fresh(n, (mode, n))
+    with Moved(c) as moved:
+        got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
+    same(got, c.r.run(prompt, 12))
+    moved.all_loaded(1)
+    assert moved.bytes == -(-n // BLOCK) * 4 * 8192  # blocks, layers, page
+    c.settle()
+
+
+def test_an_unmodified_nixl_router_sees_its_keys(c: Cluster) -> None:
+    kv = c.p.run(fresh(40), 1, kv={"do_remote_decode": True, "do_remote_prefill": False}).kv
+    assert kv is not None
+    assert kv["do_remote_prefill"] is True and kv["do_remote_decode"] is False
+    assert {"remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size"} <= set(kv)
+    assert kv["kvspray"]["v"] == 1 and kv["kvspray"]["peer"] == c.sp.endpoint
+    prompt = fresh(40, "nobody came")
+    got = c.d.run(prompt, 4, kv={**kv, "kvspray": {**kv["kvspray"], "v": 9}})
+    same(got, c.r.run(prompt, 4))
+    c.settle(timeout=20)  # its partner never came: P lets go after its deadline
+
+
+def test_prefix_hits_on_decode_move_only_what_is_missing(c: Cluster) -> None:
+    base = fresh(160, "prefix on D")
+    with Moved(c) as moved:
+        c.prefill_first(base)
+    assert moved.loaded >= 159
+    longer = base + fresh(100, "tail")
+    for mode in (c.prefill_first, c.both):
+        with Moved(c) as moved:
+            got = mode(longer + fresh(40, mode.__name__))
+        same(got, c.r.run(longer + fresh(40, mode.__name__), 12))
+        moved.all_loaded(1)
+        assert moved.hit >= 160 and moved.bytes <= (300 - 160 + BLOCK) // BLOCK * 4 * 8192
+    c.settle()
+
+
+def test_prefix_hits_on_prefill_wait_for_their_computation(c: Cluster) -> None:
+    """Two prompts with a common start, dispatched together: the second hits blocks that the first has not computed yet."""
+    base = fresh(600, "prefix on P")
+    prompts = [base + fresh(30 + i, i) for i in range(4)]
+    with Moved(c) as moved:
+        runs = [c.start_both(p) for p in prompts]
+        got = [d.result() for _, d in runs]
+    for p, out in zip(prompts, got, strict=True):
+        same(out, c.r.run(p, 12))
+    moved.all_loaded(4)
+    c.settle()
+
+
+def test_many_at_once(c: Cluster) -> None:
+    prompts = [fresh(50 + 37 * i, ("many", i)) for i in range(12)]
+    with Moved(c) as moved:
+        runs = [c.start_both(p) for p in prompts]
+        got = [d.result() for _, d in runs]
+    for p, out in zip(prompts, got, strict=True):
+        same(out, c.r.run(p, 12))
+    moved.all_loaded(12)
+    c.settle()
+
+
+@pytest.mark.parametrize("mode", ["first", "both"])
+def test_samples(c: Cluster, mode: str) -> None:
+    prompt = fresh(150, ("n", mode))
+    with Moved(c) as moved:
+        got = c.prefill_first(prompt, n=3) if mode == "first" else c.both(prompt, n=3)
+    want = c.r.run(prompt, 12).tokens[0]
+    assert got.tokens == [want] * 3
+    assert moved.recomputed == 0 and moved.alone == 0 and moved.ok == moved.all
+    c.settle()
+
+
+def test_prompt_list_with_only_the_first_params(c: Cluster) -> None:
+    """A router passes on the first prompt's params for all of them; the others match by hash."""
+    prompts = [fresh(60 + 20 * i, ("list", i)) for i in range(4)]
+    runs = [
+        c.p.add(p, 1, kv={"do_remote_decode": True, "do_remote_prefill": False}, rid=f"cmpl-list-{i}") for i, p in enumerate(prompts)
+    ]
+    kv = runs[0].result().kv
+    for r in runs[1:]:
+        r.result()
+    with Moved(c) as moved:
+        outs = [c.d.add(p, 12, kv=kv, rid=f"cmpl-other-{i}") for i, p in enumerate(prompts)]
+        got = [o.result() for o in outs]
+    for p, out in zip(prompts, got, strict=True):
+        same(out, c.r.run(p, 12))
+    moved.all_loaded(4)
+    c.settle()
+
+
+def test_equal_prompts_share_a_transfer_id(c: Cluster) -> None:
+    prompt = fresh(90, "twins")
+    with Moved(c) as moved:
+        runs = [c.start_both(prompt, xfer="cd" * 16) for _ in range(2)]
+        got = [d.result() for _, d in runs]
+    for out in got:
+        same(out, c.r.run(prompt, 12))
+    assert moved.recomputed == 0
+    c.settle()
+
+
+def test_another_prompt_under_the_same_transfer_id_is_never_served(c: Cluster) -> None:
+    mine, other = fresh(90, "mine"), fresh(90, "other")
+    kv = c.p.run(other, 1, kv={"do_remote_decode": True, "do_remote_prefill": False}).kv
+    got = c.d.run(mine, 12, kv=kv)
+    same(got, c.r.run(mine, 12))
+    c.settle(timeout=25)
+
+
+def test_preemption_by_a_full_pool(c: Cluster) -> None:
+    """Two prompts that fit one by one, not together, chunk by chunk in turn: P takes the second one's blocks in mid send."""
+    prompts = [fresh(3200, ("big", i)) for i in range(2)]
+    before = c.p.metrics()
+    with Moved(c) as moved:
+        runs = [c.start_both(p) for p in prompts]
+        got = [d.result() for _, d in runs]
+    for p, out in zip(prompts, got, strict=True):
+        same(out, c.r.run(p, 12))
+    assert rig.total(c.p.metrics(), "vllm:num_preemptions_total") > rig.total(before, "vllm:num_preemptions_total")
+    moved.all_loaded(2)
+    c.settle()
+
+
+@pytest.mark.parametrize("when", [1, 4, 8])
+def test_preemption_by_hand_at_several_points(c: Cluster, when: int) -> None:
+    prompt = fresh(1600, ("preempt", when))
+    with Moved(c) as moved:
+        p, d = c.start_both(prompt)
+        # P's steps are counted by its own metrics; the block tables change hands in the middle of the stream.
+        start = rig.total(c.p.metrics(), "vllm:iteration_tokens_total_count")
+        rig.wait_for(
+            "P under way",
+            lambda: rig.total(c.p.metrics(), "vllm:iteration_tokens_total_count") >= start + when or c.p.idle(),
+            10,
+            tick=0.001,
+        )
+        c.p.preempt_all()
+        got = d.result()
+        p.result()
+    same(got, c.r.run(prompt, 12))
+    assert moved.recomputed == 0, vars(moved)
+    c.settle()
+
+
+def test_abort_on_either_side(c: Cluster) -> None:
+    free = {e.name: e.free_blocks() for e in (c.p, c.d)}
+    for side in ("p", "d"):
+        for after in (0, 2, 6):
+            prompt = fresh(1500, ("abort", side, after))
+            p, d = c.start_both(prompt)
+            start = rig.total(c.p.metrics(), "vllm:iteration_tokens_total_count")
+            rig.wait_for(
+                "P under way",
+                lambda after=after, start=start: rig.total(c.p.metrics(), "vllm:iteration_tokens_total_count") >= start + after or c.p.idle(),
+                10,
+                tick=0.001,
+            )
+            if side == "p":
+                p.abort()
+                same(d.result(timeout=45), c.r.run(prompt, 12))  # D computes it itself, or had it already
+            else:
+                d.abort()
+                p.result()
+            c.settle(timeout=25)
+    # The engines serve on, with all their blocks.
+    prompt = fresh(300, "after the aborts")
+    with Moved(c) as moved:
+        same(c.both(prompt), c.r.run(prompt, 12))
+    moved.all_loaded(1)
+    c.settle()
+    assert {e.name: e.free_blocks() for e in (c.p, c.d)} == free
+
+
+def test_metrics_of_both_sides(c: Cluster) -> None:
+    c.settle()
+    p, d = c.p.metrics(), c.d.metrics()
+    assert rig.total(p, "vllm:kvspray_transfers_total", side="sent", outcome="ok") > 0
+    assert rig.total(d, "vllm:kvspray_transfer_seconds_count") == rig.total(d, "vllm:kvspray_transfers_total", side="received", outcome="ok")
+    assert rig.total(p, "vllm:kvspray_bytes_total", side="sent") > 0

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of a small cluster on loopback: sidecars with their configuration, ports, signals and what they report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", ROOT / ".build" / "bin" / "kvspray"))
+
+
+class Failed(Exception):
+    """Something did not come about in time; the text says what was seen instead."""
+
+
+
+def free_port() -> int:
+    """A port that nothing listens on right now."""
+    s = socket.socket()
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    s.bind(("127.0.0.1", 0))
+    port = int(s.getsockname()[1])
+    s.close()
+    return port
+
+
+def wait_for(what: str, check: Callable[[], Any], timeout: float, tick: float = 0.02) -> Any:
+    """The first true value of check. Raises Failed, with the last value or error, when the time has passed."""
+    end = time.monotonic() + timeout
+    last: Any = None
+    while True:
+        try:
+            last = check()
+            if last:
+                return last
+        except (OSError, ValueError) as err:
+            last = err
+        if time.monotonic() >= end:
+            raise Failed(f"{what}: not within {timeout:g} s; last seen: {last!r}")
+        time.sleep(tick)
+
+
+def get(url: str, timeout: float = 5.0) -> str:
+    with urllib.request.urlopen(url, timeout=timeout) as f:
+        return f.read().decode()
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus text as {name{labels}: value}, labels in their order."""
+    out: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            with contextlib.suppress(ValueError):
+                out[name] = float(value)
+    return out
+
+
+def total(metrics: dict[str, float], name: str, **labels: str) -> float:
+    """Sum of a metric over all series that carry these labels."""
+    out = 0.0
+    for key, value in metrics.items():
+        base, _, rest = key.partition("{")
+        if base == name and all(f'{k}="{v}"' in rest for k, v in labels.items()):
+            out += value
+    return out
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    out = dict(base)
+    for k, v in over.items():
+        out[k] = merge(out[k], v) if isinstance(v, dict) and isinstance(out.get(k), dict) else v
+    return out
+
+
+class Sidecar:
+    """One `kvspray serve`. Addresses stay the same over restarts, as they would for a pod with a fixed name."""
+
+    def __init__(self, name: str, dir: pathlib.Path, config: dict[str, Any] | None = None) -> None:
+        self.name = name
+        self.dir = dir / name
+        self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.socket = str(self.dir / "s.sock")
+        self.peer_port, self.http_port = free_port(), free_port()
+        self.endpoint = f"127.0.0.1:{self.peer_port}"
+        self.url = f"http://127.0.0.1:{self.http_port}"
+        self.log = self.dir / "log"
+        self.transfers, self.hashes = self.dir / "transfers.jsonl", self.dir / "blocks.jsonl"
+        self.config = merge(
+            {
+                "node": name,
+                "engine": {"socket": self.socket},
+                "peer": {"listen": self.endpoint, "gossip": {"listen": "off"}},
+                "http": {"listen": f"127.0.0.1:{self.http_port}"},
+                "log": {"level": "debug", "format": "json"},
+                "trace": {"transfers": str(self.transfers), "block_hashes": str(self.hashes)},
+            },
+            config or {},
+        )
+        self.proc: subprocess.Popen[bytes] | None = None
+
+    def start(self, wait: float = 15.0) -> Sidecar:
+        assert self.proc is None
+        path = self.dir / "config.yaml"
+        path.write_text(json.dumps(self.config, indent=1))  # JSON is YAML
+        with self.log.open("ab") as out:
+            self.proc = subprocess.Popen(
+                [str(BINARY), "serve", "--config", str(path)], stdin=subprocess.DEVNULL, stdout=out, stderr=out, close_fds=True
+            )
+        if wait:
+            wait_for(f"sidecar {self.name} ready (log: {self.log})", self.is_ready, wait)
+        return self
+
+    def is_ready(self) -> bool:
+        if self.proc is not None and (rc := self.proc.poll()) is not None:
+            raise Failed(f"sidecar {self.name} ended with status {rc}; the end of its log:\n" + self.tail())
+        try:
+            return get(self.url + "/readyz", 1.0) != ""
+        except urllib.error.HTTPError:
+            return False
+
+    def signal(self, sig: int) -> None:
+        assert self.proc is not None
+        self.proc.send_signal(sig)
+
+    def kill(self) -> None:
+        """kill -9, and its body collected."""
+        if self.proc is not None:
+            self.proc.kill()
+            self.proc.wait()
+            self.proc = None
+
+    def stop(self, timeout: float = 10.0) -> int | None:
+        """The orderly end."""
+        if self.proc is None:
+            return None
+        self.proc.send_signal(signal.SIGCONT)
+        self.proc.terminate()
+        try:
+            rc = self.proc.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.proc.kill()
+            rc = self.proc.wait()
+        self.proc = None
+        return rc
+
+    def metrics(self) -> dict[str, float]:
+        return parse_metrics(get(self.url + "/metrics"))
+
+    def lines(self, path: pathlib.Path) -> list[dict[str, Any]]:
+        if not path.exists():
+            return []
+        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+    def tail(self, n: int = 25) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-n:]) if self.log.exists() else ""
+
+    def panics(self) -> str | None:
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        m = re.search(r"(?m)^(panic:|fatal error:|WARNING: DATA RACE).*", text)
+        return text[m.start() : m.start() + 2000] if m else None
+
+
+@contextlib.contextmanager
+def running(*sidecars: Sidecar) -> Iterator[None]:
+    try:
+        for s in sidecars:
+            s.start()
+        yield
+    finally:
+        for s in sidecars:
+            s.stop()
