@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command kvspray is the sidecar, the router and their tools in one binary.
+package main
+
+import (
+	"os"
+
+	"github.com/kvspray/kvspray/internal/cli"
+)
+
+func main() { os.Exit(cli.Main(os.Args[1:], os.Stdout, os.Stderr)) }

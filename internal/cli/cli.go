@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package cli holds the commands of the kvspray binary. Each turns flags into the configuration of one package and runs it; no
+// command does work of its own.
+//
+// Main owns the process's signals; commands end when their context does. No goroutines of its own.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/config"
+)
+
+// Exit codes of the binary.
+const (
+	exitOK      = 0
+	exitFailure = 1 // it ran, and failed
+	exitUsage   = 2 // flags or configuration are wrong
+)
+
+// errUsage marks mistakes in flags and configuration.
+var errUsage = errors.New("usage")
+
+// errUnhealthy is doctor's and check's verdict; the details were printed.
+var errUnhealthy = errors.New("not everything that is required works")
+
+// Main runs the command line and returns the exit code. A second SIGINT or SIGTERM ends the process at once.
+func Main(args []string, stdout, stderr io.Writer) int {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	// After the first signal the default action is restored, so that a second one ends what hangs.
+	context.AfterFunc(ctx, stop)
+
+	root := newRoot()
+	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	cmd, err := root.ExecuteContextC(ctx)
+	if err == nil {
+		return exitOK
+	}
+	_, _ = fmt.Fprintf(stderr, "kvspray: %v\n", err) // nowhere else to say it
+	// cobra has no error value for a command that it does not know.
+	if errors.Is(err, errUsage) || strings.HasPrefix(err.Error(), "unknown command") {
+		_, _ = fmt.Fprintf(stderr, "See '%s --help'.\n", cmd.CommandPath())
+		return exitUsage
+	}
+	return exitFailure
+}
+
+func newRoot() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "kvspray",
+		Short: "Moves KV cache between LLM serving engines",
+		Long: `kvspray is a sidecar that moves KV cache between LLM serving engines.
+
+Start one next to each engine:        kvspray serve
+Route requests to prefill and decode: kvspray proxy --prefill URL --decode URL
+See what works on this host:          kvspray doctor`,
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return fmt.Errorf("%w: %w", errUsage, err) })
+	root.CompletionOptions.HiddenDefaultCmd = true
+	root.AddCommand(configCommand(), versionCommand(), doctorCommand(), proxyCommand())
+	return root
+}
+
+// configFlags are the flags of every command that reads a configuration.
+type configFlags struct {
+	file   string
+	socket string
+	listen string
+	http   string
+	sets   []string
+}
+
+func (f *configFlags) add(cmd *cobra.Command) {
+	cmd.Flags().StringVar(&f.file, "config", "", "strict YAML file; 'kvspray config print' shows every key (default: built-in values on loopback)")
+	cmd.Flags().StringVar(&f.socket, "socket", "", "unix socket for engines; short for --set engine.socket=")
+	cmd.Flags().StringVar(&f.listen, "listen", "", "host:port for other sidecars, port 0 takes a free one; short for --set peer.listen=")
+	cmd.Flags().StringVar(&f.http, "http", "", "host:port for health and metrics, or off; short for --set http.listen=")
+	cmd.Flags().StringArrayVar(&f.sets, "set", nil, "key=value over the file, for instance transports.tcp.integrity=off; repeatable")
+}
+
+func (f *configFlags) load() (*config.Config, error) {
+	sets := f.sets
+	for _, s := range []struct{ key, value string }{{"engine.socket", f.socket}, {"peer.listen", f.listen}, {"http.listen", f.http}} {
+		if s.value != "" {
+			sets = append(sets, s.key+"="+s.value)
+		}
+	}
+	c, err := config.Load(f.file, sets...)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errUsage, err)
+	}
+	return c, nil
+}
+
+// newLog makes the logger that everything gets injected.
+func newLog(w io.Writer, level slog.Level, format string) *slog.Logger {
+	opts := &slog.HandlerOptions{Level: level}
+	if format == config.FormJSON {
+		return slog.New(slog.NewJSONHandler(w, opts))
+	}
+	return slog.New(slog.NewTextHandler(w, opts))
+}

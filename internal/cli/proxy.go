@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/proxy"
+)
+
+func proxyCommand() *cobra.Command {
+	var (
+		prefill, peers, sidecars, decode []string
+		mode, listen, level, format      string
+		body                             int64
+		ready                            string
+	)
+	cmd := &cobra.Command{
+		Use:   "proxy",
+		Short: "Route OpenAI-compatible requests to prefill and decode engines",
+		Long: `Routes /v1/completions and /v1/chat/completions to one prefill engine and one decode engine each, and streams the decode
+engine's answer back. Health is at /health, metrics are at /metrics.
+
+  --mode concurrent     sends a request to both at once: the transfer overlaps the prefill. The decode engine is told where the
+                        prefill's sidecar is: --prefill-peer, or --prefill-sidecar to ask the sidecar itself.
+  --mode prefill-first  asks the prefill engine, then hands its kv_transfer_params to the decode engine, as NIXL-style routers do.
+
+When the prefill engine fails, the decode engine does the prefill itself.`,
+		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 --decode http://127.0.0.1:8200
+  kvspray proxy --prefill http://p0:8000,http://p1:8000 --prefill-sidecar http://p0:7651,http://p1:7651 --decode http://d0:8000`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := proxyConfig(prefill, peers, sidecars, decode)
+			if err != nil {
+				return fmt.Errorf("%w: %w", errUsage, err)
+			}
+			if !slices.Contains([]string{config.FormText, config.FormJSON}, format) {
+				return fmt.Errorf("%w: --log-format %q is not text or json", errUsage, format)
+			}
+			c := config.Config{Log: config.Log{Level: level}}
+			log := newLog(cmd.ErrOrStderr(), c.LogLevel(), format)
+			reg := prometheus.NewRegistry()
+			reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+			cfg.Mode, cfg.BodyBytes, cfg.Log, cfg.Registry = proxy.Mode(mode), body, log, reg
+			p, err := proxy.New(cfg)
+			if err != nil {
+				return fmt.Errorf("%w: %w", errUsage, err)
+			}
+			var lc net.ListenConfig
+			l, err := lc.Listen(cmd.Context(), "tcp", listen)
+			if err != nil {
+				return fmt.Errorf("proxy: listen: %w; give --listen a free host:port", err)
+			}
+			log.Info("proxy is listening", "address", l.Addr().String(), "mode", mode, "prefill", len(cfg.Prefill), "decode", len(cfg.Decode))
+			if err := writeReady(ready, map[string]string{"http": l.Addr().String()}); err != nil {
+				return errors.Join(err, l.Close())
+			}
+			return p.Serve(cmd.Context(), l)
+		},
+	}
+	f := cmd.Flags()
+	f.StringSliceVar(&prefill, "prefill", nil, "URLs of prefill engines; repeat or separate by commas")
+	f.StringSliceVar(&peers, "prefill-peer", nil, "host:port of each prefill engine's sidecar (its peer.listen), in the order of --prefill")
+	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its http.listen) to learn the former from")
+	f.StringSliceVar(&decode, "decode", nil, "URLs of decode engines")
+	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")
+	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")
+	f.Int64Var(&body, "max-body", proxy.DefaultBodyBytes, "largest request body, in bytes")
+	f.StringVar(&level, "log-level", config.LevelInfo, "debug, info, warn or error")
+	f.StringVar(&format, "log-format", config.FormText, "text or json")
+	f.StringVar(&ready, "ready-file", "", "file to write the bound address to, as JSON, once listening; for scripts that use port 0")
+	return cmd
+}
+
+func proxyConfig(prefill, peers, sidecars, decode []string) (proxy.Config, error) {
+	cfg := proxy.Config{Decode: decode}
+	for _, l := range []struct {
+		flag string
+		list []string
+	}{{"--prefill-peer", peers}, {"--prefill-sidecar", sidecars}} {
+		if len(l.list) != 0 && len(l.list) != len(prefill) {
+			return cfg, fmt.Errorf("%s names %d sidecars for %d prefill engines; give one for each, in the same order", l.flag, len(l.list), len(prefill))
+		}
+	}
+	for i, url := range prefill {
+		b := proxy.Prefill{URL: url}
+		if len(peers) > 0 {
+			b.Peer = peers[i]
+		}
+		if len(sidecars) > 0 {
+			b.Sidecar = sidecars[i]
+		}
+		cfg.Prefill = append(cfg.Prefill, b)
+	}
+	return cfg, nil
+}
+
+// writeReady puts addresses into a file at once, so that a script that sees the file sees all of it.
+func writeReady(path string, addrs map[string]string) error {
+	if path == "" {
+		return nil
+	}
+	b, err := json.Marshal(addrs)
+	if err != nil {
+		return err
+	}
+	tmp, err := os.CreateTemp(filepath.Dir(path), ".ready-*")
+	if err != nil {
+		return fmt.Errorf("--ready-file %s: %w", path, err)
+	}
+	_, werr := tmp.Write(append(b, '\n'))
+	if err := errors.Join(werr, tmp.Close()); err != nil {
+		return errors.Join(fmt.Errorf("--ready-file %s: %w", path, err), os.Remove(tmp.Name()))
+	}
+	return os.Rename(tmp.Name(), path)
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"encoding/json"
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/doctor"
+	"github.com/kvspray/kvspray/internal/version"
+)
+
+func configCommand() *cobra.Command {
+	cmd := &cobra.Command{Use: "config", Short: "Print or check the configuration", Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
+
+	var printed configFlags
+	var docs bool
+	show := &cobra.Command{
+		Use:   "print",
+		Short: "Print the configuration that serve would use, as YAML with comments",
+		Args:  noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if docs {
+				return config.WriteMarkdown(cmd.OutOrStdout())
+			}
+			c, err := printed.load()
+			if err != nil {
+				return err
+			}
+			return c.WriteYAML(cmd.OutOrStdout())
+		},
+	}
+	printed.add(show)
+	show.Flags().BoolVar(&docs, "docs", false, "print the reference page of all keys as Markdown instead")
+
+	var checked configFlags
+	check := &cobra.Command{
+		Use:   "check",
+		Short: "Check the configuration and the files that it names",
+		Args:  noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := checked.load()
+			if err != nil {
+				return err
+			}
+			if err := c.CheckFiles(); err != nil {
+				return fmt.Errorf("%w: %w", errUsage, err)
+			}
+			_, err = fmt.Fprintln(cmd.OutOrStdout(), "ok")
+			return err
+		},
+	}
+	checked.add(check)
+	cmd.AddCommand(show, check)
+	return cmd
+}
+
+// noArgs is cobra.NoArgs with our exit code.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if err := cobra.NoArgs(cmd, args); err != nil {
+		return fmt.Errorf("%w: %w", errUsage, err)
+	}
+	return nil
+}
+
+func versionCommand() *cobra.Command {
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "version",
+		Short: "Print the version",
+		Args:  noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if asJSON {
+				return json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"version": version.String(), "go": version.Go()})
+			}
+			_, err := fmt.Fprintf(cmd.OutOrStdout(), "kvspray %s (%s)\n", version.String(), version.Go())
+			return err
+		},
+	}
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	return cmd
+}
+
+func doctorCommand() *cobra.Command {
+	var flags configFlags
+	var asJSON bool
+	var python string
+	cmd := &cobra.Command{
+		Use:   "doctor",
+		Short: "Say what works on this host, and what to do about the rest",
+		Long: `Says what works on this host. Each line is yes, no (with the reason, and the remedy below it), or could not tell.
+Exits with 1 if something is missing that nothing works without.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := flags.load()
+			if err != nil {
+				return err
+			}
+			results := doctor.Run(cmd.Context(), &doctor.Host{Config: c, Python: python})
+			write := doctor.WriteText
+			if asJSON {
+				write = doctor.WriteJSON
+			}
+			if err := write(cmd.OutOrStdout(), results); err != nil {
+				return err
+			}
+			if !doctor.Healthy(results) {
+				return errUnhealthy
+			}
+			return nil
+		},
+	}
+	flags.add(cmd)
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	cmd.Flags().StringVar(&python, "python", "", "interpreter to look for engines with (default: $VIRTUAL_ENV's, else python3)")
+	return cmd
+}

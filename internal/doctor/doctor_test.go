@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package doctor
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/leaktest"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+// root makes a file tree for a Host.
+func root(t *testing.T, files map[string]string) *Host {
+	t.Helper()
+	dir := t.TempDir()
+	for name, content := range files {
+		p := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(p), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(p, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return &Host{Root: dir, Config: config.Default()}
+}
+
+// This machine runs the tests, so that it can run the sidecar; each line is complete.
+func TestRunHere(t *testing.T) {
+	c := config.Default()
+	c.Engine.Socket = filepath.Join(t.TempDir(), "s.sock")
+	results := Run(context.Background(), &Host{Config: c, Python: "/does/not/exist"})
+	if !Healthy(results) {
+		t.Errorf("not healthy: %+v", results)
+	}
+	seen := map[string]bool{}
+	for _, r := range results {
+		seen[r.Name] = true
+		if r.Detail == "" || r.Name == "" || r.State != Yes && r.State != No && r.State != Unknown || (r.State == No) != (r.Remedy != "") {
+			t.Errorf("incomplete: %+v", r)
+		}
+	}
+	for _, name := range []string{"kernel", "transport shm", "transport tcp", "transport gdr", "rail lo", "memlock", "shared memory", "ptrace scope",
+		"peer pidfd", "engine packages", "rdma devices", "gpu"} {
+		if !seen[name] {
+			t.Errorf("no line for %s", name)
+		}
+	}
+	var text, js bytes.Buffer
+	if err := WriteText(&text, results); err != nil || !strings.Contains(text.String(), "transport tcp") {
+		t.Errorf("%v %s", err, text.String())
+	}
+	var back []Result
+	if err := WriteJSON(&js, results); err != nil || json.Unmarshal(js.Bytes(), &back) != nil || len(back) != len(results) {
+		t.Errorf("%v %s", err, js.String())
+	}
+}
+
+func TestHealthy(t *testing.T) {
+	if Healthy([]Result{{State: No, Required: true}}) || !Healthy([]Result{{State: No}, {State: Unknown, Required: true}}) {
+		t.Error("only a required no is unhealthy")
+	}
+}
+
+func TestFromFiles(t *testing.T) {
+	const ib = "sys/class/infiniband/mlx5_0/ports/1/"
+	for name, c := range map[string]struct {
+		files map[string]string
+		check func(context.Context, *Host) Result
+		state State
+		text  string
+	}{
+		"ptrace open":       {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "0\n"}, ptraceScope, Yes, "0:"},
+		"ptrace restricted": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "1\n"}, ptraceScope, No, "1:"},
+		"ptrace strange":    {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "x"}, ptraceScope, Unknown, "x"},
+		"no yama":           {nil, ptraceScope, Yes, "not there"},
+		"limit":             {map[string]string{"sys/fs/cgroup/memory.max": "8589934592\n"}, memoryLimit, Yes, "8.0 GiB"},
+		"no limit":          {map[string]string{"sys/fs/cgroup/memory.max": "max"}, memoryLimit, Yes, "none"},
+		"odd limit":         {map[string]string{"sys/fs/cgroup/memory.max": "?"}, memoryLimit, Unknown, "?"},
+		"no cgroup":         {nil, memoryLimit, Unknown, "no cgroup"},
+		"no shm":            {nil, sharedMemory, No, "/dev/shm"},
+		"no gpu":            {map[string]string{"dev/null": ""}, gpu, No, "no NVIDIA"},
+		"gpus": {map[string]string{"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "proc/driver/nvidia/version": "NVRM version: X 580\nGCC"},
+			gpu, Yes, "2, X 580"},
+		"gpu not passed": {map[string]string{"dev/null": "", "proc/driver/nvidia/version": "X"}, gpu, No, "no /dev/nvidia"},
+		"gpu no driver":  {map[string]string{"dev/nvidia0": ""}, gpu, Unknown, "1 device"},
+		"no rdma":        {nil, rdma, No, "no device"},
+		"rdma":           {map[string]string{ib + "state": "4: ACTIVE\n", ib + "rate": "400 Gb/sec (4X NDR)\n"}, rdma, Yes, "mlx5_0/1 400 Gb/sec"},
+		"rdma down":      {map[string]string{ib + "state": "1: DOWN\n", ib + "rate": "10 Gb/sec"}, rdma, No, "DOWN"},
+		"gdr":            {map[string]string{ib + "state": "4: ACTIVE\n"}, transportGDR, No, "devices are here"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := c.check(context.Background(), root(t, c.files))
+			if r.State != c.state || !strings.Contains(r.Detail, c.text) {
+				t.Errorf("%+v, want %s with %q", r, c.state, c.text)
+			}
+		})
+	}
+}
+
+func TestParseKernel(t *testing.T) {
+	for text, want := range map[string]string{"6.18.44-fc": "6 18 true", "5.3": "5 3 true", "5.15+": "5 15 true", "x": "0 0 false", "a.b": "0 0 false"} {
+		a, b, ok := parseKernel(text)
+		if got := fmt.Sprint(a, b, ok); got != want {
+			t.Errorf("%s: %s", text, got)
+		}
+	}
+}
+
+func TestRails(t *testing.T) {
+	h := root(t, map[string]string{"sys/class/net/lo/speed": "x"})
+	h.Config.Transports.TCP.Rails = []config.Rail{{Name: "r0", Listen: "127.0.0.1:0"}, {Name: "r1", Listen: "192.0.2.77:0"}}
+	var lo, missing bool
+	for _, r := range rails(context.Background(), h) {
+		lo = lo || r.Name == "rail lo" && r.State == Yes && strings.Contains(r.Detail, "rail r0")
+		missing = missing || r.Name == "rail r1" && r.State == No
+	}
+	if !lo || !missing {
+		t.Errorf("lo %v, missing %v", lo, missing)
+	}
+	if s := (&Host{Root: h.Root}).speed("lo", false); !strings.Contains(s, "could not be told") {
+		t.Error(s)
+	}
+	h = root(t, map[string]string{"sys/class/net/eth0/speed": "25000\n"})
+	if s := h.speed("eth0", false); s != "25 Gbit/s" {
+		t.Error(s)
+	}
+}
+
+func TestEngineSocket(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]State{
+		filepath.Join(dir, "a/b/c.sock"): Yes,
+		file:                             No,
+		filepath.Join(file, "c.sock"):    No,
+		"/" + strings.Repeat("x", 120):   No,
+	} {
+		c := config.Default()
+		c.Engine.Socket = path
+		if r := engineSocket(context.Background(), &Host{Config: c}); r.State != want {
+			t.Errorf("%s: %+v", path, r)
+		}
+	}
+}
+
+func TestEngines(t *testing.T) {
+	script := func(body string) string {
+		p := filepath.Join(t.TempDir(), "python")
+		if err := os.WriteFile(p, []byte("#!/bin/sh\n"+body+"\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	for body, want := range map[string]State{
+		`echo '{"vllm": "1.0", "kvspray": "0.1"}'`: Yes,
+		`echo '{"vllm": "1.0"}'`:                   No,
+		`echo '{}'`:                                No,
+		`echo broken`:                              Unknown,
+		`echo oops >&2; exit 3`:                    Unknown,
+	} {
+		r := engines(context.Background(), &Host{Python: script(body)})
+		if len(r) != 1 || r[0].State != want {
+			t.Errorf("%s: %+v", body, r)
+		}
+	}
+}
+
+func TestRunningSidecar(t *testing.T) {
+	body := `{"node":"n0","endpoint":"127.0.0.1:7650","sessions":["vllm/a/tp0"]}`
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, body) }))
+	defer srv.Close()
+	c := config.Default()
+	c.HTTP.Listen = strings.TrimPrefix(srv.URL, "http://")
+	if r := running(context.Background(), &Host{Config: c}); r.State != Yes || !strings.Contains(r.Detail, "vllm/a/tp0") {
+		t.Errorf("%+v", r)
+	}
+	body = "nonsense"
+	if r := running(context.Background(), &Host{Config: c}); r.State != Unknown {
+		t.Errorf("%+v", r)
+	}
+	srv.Close()
+	if r := running(context.Background(), &Host{Config: c}); r.State != No {
+		t.Errorf("%+v", r)
+	}
+	c.HTTP.Listen = config.Off
+	if r := running(context.Background(), &Host{Config: c}); r.State != Unknown {
+		t.Errorf("%+v", r)
+	}
+}
+
+func TestKillRight(t *testing.T) {
+	c := config.Default()
+	c.Engine.AllowedUIDs = []int{os.Getuid() + 12345}
+	if r := killRight(context.Background(), &Host{Config: c}); r.State != No || !strings.Contains(r.Detail, "quarantine") {
+		t.Errorf("%+v", r)
+	}
+}
