@@ -69,6 +69,7 @@ func (e *Exec) Expect(now Instant, w *connector.Worker, x connector.Expect) {
 	ws.dests[x.Lease.ID] = d
 	e.dests[x.Lease] = d
 	d.ep = e.endpoint(x.Peer)
+	d.ep.refs++
 	e.grant(now, d)
 	e.assign(now)
 }
@@ -244,6 +245,7 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
 			Destination: leaseMsg(d.ID), Source: leaseMsg(d.Source), Bytes: bytes}}})
 	}
+	d.ep.refs--
 	e.dropEndpoint(d.ep)
 	e.workerIdle(d.ws)
 }

@@ -64,6 +64,7 @@ type endpoint struct {
 	addr    string
 	peer    *peer // nil while it is not known
 	trying  bool
+	refs    int                 // leases and questions that name it
 	waiting map[*dest]struct{}  // want a grant there
 	awaits  map[*await]struct{} // want an answer from there
 	retry   *timer
@@ -239,6 +240,7 @@ func (e *Exec) Await(now Instant, id uint64, a connector.Await) {
 	e.agenda.arm(w.t, w.end+e.cfg.Grace/4)
 	e.asked[id] = w
 	w.ep = e.endpoint(a.Peer)
+	w.ep.refs++
 	w.ep.awaits[w] = struct{}{}
 	e.ask(now, w)
 }
@@ -265,6 +267,7 @@ func (e *Exec) answer(w *await, ad connector.Admission) {
 	e.agenda.disarm(w.t)
 	x := e.emit(Answer)
 	x.Await, x.Admission = w.id, ad
+	w.ep.refs--
 	e.dropEndpoint(w.ep)
 }
 
@@ -285,7 +288,7 @@ func (e *Exec) endpoint(addr string) *endpoint {
 
 // dropEndpoint forgets an address that nobody waits for and nobody answers at.
 func (e *Exec) dropEndpoint(ep *endpoint) {
-	if ep.peer == nil && !ep.trying && len(ep.waiting) == 0 && len(ep.awaits) == 0 {
+	if ep.peer == nil && !ep.trying && ep.refs == 0 {
 		e.agenda.disarm(ep.retry)
 		delete(e.endpoints, ep.addr)
 	}

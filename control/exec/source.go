@@ -601,3 +601,9 @@ func (e *Exec) bindGrant(now Instant, p *peer, k transfer.Key, g lease.GrantID, 
 	}
 	return true
 }
+
+// SourceBroken says that a sending cannot be read at all: its tables or its memory are unusable.
+func (e *Exec) SourceBroken(now Instant, snd *Sending, reason string) {
+	e.lose(now, snd, true, reason)
+	e.assign(now)
+}

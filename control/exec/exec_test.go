@@ -1,0 +1,392 @@
+package exec
+
+import (
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+func pair(t testing.TB, seed uint64, faults float64) (s *sim, p, d *simNode, pw, dw *connector.Worker) {
+	s = newSim(t, seed, faults)
+	cfg := Config{Transports: []string{"shm", "tcp"}}
+	p, d = s.node("p:1", cfg), s.node("d:1", cfg)
+	return s, p, d, p.worker(), d.worker()
+}
+
+func (s *sim) until(what string, limit time.Duration, ok func() bool) {
+	s.t.Helper()
+	s.run(s.now+limit, ok)
+	if !ok() {
+		s.fatalf("%s: not within %v", what, limit)
+	}
+}
+
+func wantStatus(t *testing.T, l *simLease, status uint16) {
+	t.Helper()
+	if l.done == nil {
+		t.Fatalf("lease %v is not complete", l.id)
+	}
+	if l.done.Status != status {
+		t.Fatalf("lease %v: status %d (%s): want %d", l.id, l.done.Status, l.done.Reason, status)
+	}
+}
+
+const sec = time.Second
+
+// The order in which the three words come does not matter: intent, grant, progress.
+func TestMatchInAnyOrder(t *testing.T) {
+	k := testKey(1, 1)
+	for _, order := range []string{"IPE", "IEP", "EIP"} {
+		t.Run(order, func(t *testing.T) {
+			s, p, d, pw, dw := pair(t, 1, 0)
+			var src, dst *simLease
+			for _, c := range order {
+				switch c {
+				case 'I':
+					src = p.intent(pw, 1, k, 300, 1, 30*sec)
+				case 'P':
+					p.steps(src)
+				case 'E':
+					dst = d.expect(dw, 1, k, "p:1", 300, 32, 30*sec)
+				}
+				s.run(s.now+100*time.Millisecond, func() bool { return false })
+			}
+			s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
+			wantStatus(t, src, StatusOK)
+			wantStatus(t, dst, StatusOK)
+			if dst.done.Bytes != (300-32)*simUnit*simLayers || src.done.Bytes != dst.done.Bytes || src.done.Grants != 1 {
+				t.Errorf("received %d, sent %d in %d grants", dst.done.Bytes, src.done.Bytes, src.done.Grants)
+			}
+		})
+	}
+}
+
+// Nothing moves that is not ready, and the front of each layer moves as soon as it is.
+func TestStreamsByLayer(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 2, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 256, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 256, 0, 30*sec)
+	s.run(s.now+sec, func() bool { return false })
+	landed := func() (n int) {
+		for _, c := range dst.content {
+			if c != "" {
+				n++
+			}
+		}
+		return n
+	}
+	if landed() != 0 {
+		t.Fatal("chunks moved before any flag")
+	}
+	p.step(src, 0, 128) // 128 KiB of layer 0: two chunks
+	s.until("front of layer 0", sec, func() bool { return landed() == 2 })
+	p.step(src, 1, 70) // 4 full blocks of layer 1: 64 KiB
+	s.until("front of layer 1", sec, func() bool { return landed() == 3 })
+	p.steps(src)
+	s.until("end", sec, func() bool { return dst.done != nil && src.done != nil })
+	wantStatus(t, dst, StatusOK)
+}
+
+func TestFanoutAndEqualKeys(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 3, 0)
+	k := testKey(2, 2)
+	a := p.intent(pw, 1, k, 64, 2, 30*sec)
+	b := p.intent(pw, 2, k, 64, 1, 30*sec)
+	p.steps(a)
+	p.steps(b)
+	var dst []*simLease
+	for i := range 3 {
+		dst = append(dst, d.expect(dw, uint64(i+1), k, "p:1", 64, 0, 30*sec))
+	}
+	s.until("three", sec, func() bool {
+		return a.done != nil && b.done != nil && dst[0].done != nil && dst[1].done != nil && dst[2].done != nil
+	})
+	for _, l := range append(dst, a, b) {
+		wantStatus(t, l, StatusOK)
+	}
+	if a.done.Grants != 2 || b.done.Grants != 1 {
+		t.Errorf("grants served: %d and %d, want 2 and 1", a.done.Grants, b.done.Grants)
+	}
+	late := d.expect(dw, 9, k, "p:1", 64, 0, 30*sec)
+	s.until("late grant", 3*sec, func() bool { return late.done != nil })
+	wantStatus(t, late, StatusFailed)
+}
+
+func TestMismatchAndNoPartner(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 4, 0)
+	src := p.intent(pw, 1, testKey(3, 1), 64, 1, 60*sec)
+	p.steps(src)
+	other := d.expect(dw, 1, testKey(3, 2), "p:1", 64, 0, 8*sec)
+	none := d.expect(dw, 2, testKey(4, 2), "p:1", 64, 0, 8*sec)
+	s.until("refusals", 9*sec, func() bool { return other.done != nil && none.done != nil })
+	if other.done.Status == StatusOK || none.done.Status != StatusExpired {
+		t.Errorf("mismatch %d (%s), no partner %d (%s)", other.done.Status, other.done.Reason, none.done.Status, none.done.Reason)
+	}
+}
+
+func TestFingerprint(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 5, 0)
+	pw.Fingerprint[0] = 1
+	pw.Layout.Identity = map[string]string{"model": "a", "dtype": "bf16"}
+	dw.Layout.Identity = map[string]string{"model": "b", "dtype": "bf16"}
+	p.intent(pw, 1, testKey(3, 1), 64, 1, 60*sec)
+	dst := d.expect(dw, 1, testKey(3, 1), "p:1", 64, 0, 8*sec)
+	s.until("refusal", sec, func() bool { return dst.done != nil })
+	wantStatus(t, dst, StatusRefused)
+	if want := `fingerprint: prefill and decode differ in model ("a" and "b")`; dst.done.Reason != want {
+		t.Errorf("reason %q, want %q", dst.done.Reason, want)
+	}
+}
+
+func TestPreemptInMidTransfer(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 6, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+	s.run(s.now+50*time.Millisecond, func() bool { return false })
+	p.step(src, 0, 512)
+	p.step(src, 1, 512)
+	s.run(s.now+time.Millisecond, func() bool { return false })
+	p.preempt(src)
+	s.run(s.now+sec, func() bool { return false })
+	if dst.done != nil || src.done != nil {
+		t.Fatal("a preempted transfer ended")
+	}
+	p.steps(src)
+	s.until("second attempt", sec, func() bool { return dst.done != nil && src.done != nil })
+	wantStatus(t, dst, StatusOK)
+	wantStatus(t, src, StatusOK)
+}
+
+func TestCancelBothSides(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 7, 0)
+	a, b := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec), p.intent(pw, 2, testKey(2, 1), 512, 1, 30*sec)
+	x, y := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec), d.expect(dw, 2, testKey(2, 1), "p:1", 512, 0, 30*sec)
+	s.run(s.now+50*time.Millisecond, func() bool { return false })
+	p.step(a, 0, 512)
+	p.step(b, 0, 512)
+	s.run(s.now+500*time.Microsecond, func() bool { return false })
+	p.event(func() { p.ex.Cancel(s.now, pw, 1, "") })
+	d.event(func() { d.ex.Cancel(s.now, dw, 2, "") })
+	s.until("ends", sec, func() bool { return a.done != nil && b.done != nil && x.done != nil && y.done != nil })
+	wantStatus(t, a, StatusCancelled)
+	wantStatus(t, x, StatusFailed)
+	wantStatus(t, y, StatusCancelled)
+	wantStatus(t, b, StatusFailed)
+}
+
+func TestAwait(t *testing.T) {
+	s, p, d, pw, _ := pair(t, 8, 0)
+	ask := func(id uint64, k transfer.Key) {
+		d.event(func() { d.ex.Await(s.now, id, connector.Await{Key: k, Peer: "p:1", TTL: 2 * sec}) })
+	}
+	ask(1, testKey(1, 1))
+	ask(2, testKey(1, 2))
+	ask(3, testKey(7, 7))
+	s.run(s.now+sec, func() bool { return false })
+	if len(d.answer) != 0 {
+		t.Fatalf("answers before the intent: %v", d.answer)
+	}
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	s.run(s.now+100*time.Millisecond, func() bool { return false })
+	if got := d.answer[1]; got.State != "admitted" || got.Tokens != 64 {
+		t.Errorf("answer %+v, want admitted", got)
+	}
+	s.run(s.now+3*sec, func() bool { return false })
+	if d.answer[2].State != "refused" || d.answer[3].State != "gone" {
+		t.Errorf("mismatch %+v, nobody %+v", d.answer[2], d.answer[3])
+	}
+	p.event(func() { p.ex.Cancel(s.now, pw, 1, "") })
+	ask(4, testKey(1, 1))
+	s.run(s.now+100*time.Millisecond, func() bool { return false })
+	if d.answer[4].State != "gone" || src.done == nil {
+		t.Errorf("after the end: %+v", d.answer[4])
+	}
+}
+
+func TestHoldWithoutPartner(t *testing.T) {
+	s, p, _, pw, _ := pair(t, 9, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	p.steps(src)
+	p.event(func() { p.ex.Hold(s.now, pw, 1) })
+	s.run(s.now+9900*time.Millisecond, func() bool { return false })
+	if src.done != nil {
+		t.Fatal("released before the partner's time was over")
+	}
+	s.until("expiry", 200*time.Millisecond, func() bool { return src.done != nil })
+	wantStatus(t, src, StatusExpired)
+}
+
+// A sidecar may be its own peer.
+func TestSelf(t *testing.T) {
+	s, p, _, pw, _ := pair(t, 10, 0)
+	w2 := p.worker()
+	s.join(p, p)
+	src := p.intent(pw, 1, testKey(1, 1), 300, 1, 30*sec)
+	dst := p.expect(w2, 1, testKey(1, 1), "p:1", 300, 0, 30*sec)
+	p.steps(src)
+	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
+	wantStatus(t, dst, StatusOK)
+}
+
+// When every lane of the preferred transport is gone, the next one carries on.
+func TestTransportSubstitution(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 11, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 2048, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 2048, 0, 30*sec)
+	s.run(s.now+50*time.Millisecond, func() bool { return false })
+	p.steps(src)
+	s.run(s.now+time.Millisecond, func() bool { return false })
+	for _, l := range p.lanes {
+		if l.backend == "shm" {
+			l.hung = true
+		}
+	}
+	s.until("transfer", 3*sec, func() bool { return dst.done != nil })
+	wantStatus(t, dst, StatusOK)
+}
+
+func TestSourceSidecarDies(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 12, 0)
+	p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+	s.run(s.now+50*time.Millisecond, func() bool { return false })
+	p.kill()
+	s.run(s.now+2*sec, func() bool { return false })
+	if dst.done != nil {
+		t.Fatalf("gave up at once: %s", dst.done.Reason)
+	}
+	// A new sidecar at the same place, to which the shim presents its lease again.
+	p2 := s.node("p:1", Config{Transports: []string{"shm", "tcp"}})
+	w2 := p2.worker()
+	src := p2.intent(w2, 1, testKey(1, 1), 512, 1, 30*sec)
+	p2.steps(src)
+	s.until("transfer", 5*sec, func() bool { return dst.done != nil && src.done != nil })
+	wantStatus(t, dst, StatusOK)
+}
+
+func TestWorkerGone(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 13, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+	s.run(s.now+50*time.Millisecond, func() bool { return false })
+	p.step(src, 0, 512)
+	p.event(func() { p.ex.WorkerGone(s.now, pw, true, "exited") })
+	s.until("both", sec, func() bool { return p.fenced[pw] && dst.done != nil })
+	wantStatus(t, dst, StatusFailed)
+	d.event(func() { d.ex.WorkerGone(s.now, dw, true, "exited") })
+	if !d.fenced[dw] {
+		t.Error("a worker without leases is not fenced at once")
+	}
+}
+
+// TestRandomSchedules attacks the executors with everything at once.
+func TestRandomSchedules(t *testing.T) {
+	runs := uint64(400)
+	if testing.Short() {
+		runs = 60
+	}
+	for seed := range runs {
+		randomSchedule(t, seed)
+	}
+}
+
+func randomSchedule(t *testing.T, seed uint64) {
+	faults := []float64{0, 0.02, 0.1, 0.3}[seed%4]
+	s, p, d, pw, dw := pair(t, seed, faults)
+	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
+	qw := q.worker()
+	type side struct {
+		n *simNode
+		w *connector.Worker
+	}
+	receivers := []side{{d, dw}, {q, qw}, {p, pw}}
+	var all []*simLease
+	gone := false
+	for i := range 24 {
+		k := testKey(byte(s.rng.IntN(8)), byte(s.rng.IntN(8)/7))
+		deadline := time.Duration(1+s.rng.IntN(20)) * sec
+		tokens := uint32(1 + int(k.Xfer[0])*97) // equal for equal keys, as prompts are
+		fanout := 1 + s.rng.IntN(2)
+		id := uint64(i + 1)
+		r := receivers[s.rng.IntN(len(receivers))]
+		skip := uint32(s.rng.IntN(int(tokens)/simBlock+1)) * simBlock
+		s.after(s.delay(5*sec), func() {
+			if p.dead {
+				return
+			}
+			l := p.intent(pw, id, k, tokens, fanout, deadline)
+			all = append(all, l)
+			for st := uint32(64); st < tokens+64; st += 64 {
+				for layer := range simLayers {
+					s.after(time.Duration(st)*200*time.Microsecond+s.delay(10*time.Millisecond), func() {
+						if l.done == nil && l.version == 0 && l.layers[layer] < st {
+							p.step(l, layer, st)
+						}
+					})
+				}
+			}
+			if s.chance(faults) {
+				s.after(s.delay(100*time.Millisecond), func() {
+					if l.done == nil {
+						p.preempt(l)
+						v := l.version
+						s.after(s.delay(sec)+time.Millisecond, func() {
+							if l.done == nil && l.version == v {
+								p.steps(l)
+							}
+						})
+					}
+				})
+			}
+			if s.chance(faults) {
+				s.after(s.delay(sec), func() { p.event(func() { p.ex.Cancel(s.now, pw, id, "") }) })
+			} else {
+				s.after(s.delay(sec), func() { p.event(func() { p.ex.Hold(s.now, pw, id) }) })
+			}
+		})
+		s.after(s.delay(5*sec), func() {
+			if r.n.dead || gone && r.n == d {
+				return
+			}
+			l := r.n.expect(r.w, id+100, k, "p:1", tokens, skip, deadline)
+			all = append(all, l)
+			if s.chance(faults) {
+				s.after(s.delay(sec), func() { r.n.event(func() { r.n.ex.Cancel(s.now, r.w, id+100, "") }) })
+			}
+		})
+	}
+	s.join(p, p)
+	if faults > 0 && s.chance(0.3) {
+		s.after(s.delay(5*sec), q.kill)
+	}
+	if faults > 0 && s.chance(0.2) {
+		s.after(s.delay(5*sec), func() { gone = true; d.event(func() { d.ex.WorkerGone(s.now, dw, true, "exited") }) })
+	}
+	s.run(5*time.Minute, func() bool { return false })
+	good := 0
+	for _, n := range []*simNode{p, d, q} {
+		if n.dead {
+			continue
+		}
+		for _, l := range n.leases {
+			if l.done == nil {
+				s.fatalf("seed %d: lease %v (receive %v) never ended", seed, l.id, l.receive)
+			}
+			if l.done != nil && l.receive && l.done.Status == StatusOK {
+				good++
+			}
+		}
+		if dests, sources := n.ex.Open(); dests+sources != 0 {
+			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
+		}
+		if len(n.ex.bound)+len(n.ex.sending)+len(n.ex.pending)+len(n.ex.byKey)+len(n.ex.byXfer) != 0 || n.ex.live != 0 && faults == 0 {
+			s.fatalf("seed %d: %s keeps %d bound, %d sendings, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.bound), len(n.ex.sending),
+				len(n.ex.pending), len(n.ex.byKey), n.ex.live)
+		}
+	}
+	if faults == 0 && good == 0 {
+		s.fatalf("seed %d: nothing was ever received", seed)
+	}
+}

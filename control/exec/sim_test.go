@@ -1,0 +1,639 @@
+package exec
+
+import (
+	"container/heap"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+	"google.golang.org/protobuf/proto"
+)
+
+// The simulation joins executors by a fabric in virtual time. What it models is what the executor must survive: control
+// messages that take long, slices that end in every way, lanes that die or hang, bytes that arrive late, fences that take
+// time or fail, engines that preempt, cancel and die, sidecars that die. What it checks are the promises to engines.
+
+const (
+	simUnit   = 1024 // bytes of a token in one layer
+	simBlock  = 16   // tokens
+	simLayers = 4
+)
+
+type simEvent struct {
+	at  Instant
+	seq int
+	fn  func()
+}
+
+type simQueue []simEvent
+
+func (q simQueue) Len() int { return len(q) }
+func (q simQueue) Less(i, j int) bool {
+	return q[i].at < q[j].at || q[i].at == q[j].at && q[i].seq < q[j].seq
+}
+func (q simQueue) Swap(i, j int) { q[i], q[j] = q[j], q[i] }
+func (q *simQueue) Push(x any)   { *q = append(*q, x.(simEvent)) }
+func (q *simQueue) Pop() any {
+	old := *q
+	x := old[len(old)-1]
+	*q = old[:len(old)-1]
+	return x
+}
+
+type sim struct {
+	t      testing.TB
+	rng    *rand.Rand
+	now    Instant
+	seq    int
+	queue  simQueue
+	nodes  map[transfer.Boot]*simNode
+	byAddr map[string]*simNode
+	lanes  uint64
+	faults float64 // probability of anything bad
+	trace  []string
+}
+
+func newSim(t testing.TB, seed uint64, faults float64) *sim {
+	return &sim{t: t, rng: rand.New(rand.NewPCG(seed, 7)), nodes: map[transfer.Boot]*simNode{}, byAddr: map[string]*simNode{},
+		faults: faults, now: time.Millisecond}
+}
+
+func (s *sim) logf(format string, args ...any) {
+	s.trace = append(s.trace, fmt.Sprintf("%v ", s.now)+fmt.Sprintf(format, args...))
+}
+
+func (s *sim) fatalf(format string, args ...any) {
+	s.t.Helper()
+	for _, l := range s.trace[max(0, len(s.trace)-200):] {
+		s.t.Log(l)
+	}
+	s.t.Fatalf(format, args...)
+}
+
+func (s *sim) after(d time.Duration, fn func()) {
+	s.seq++
+	heap.Push(&s.queue, simEvent{s.now + max(d, 0), s.seq, fn})
+}
+
+func (s *sim) chance(p float64) bool { return s.rng.Float64() < p }
+
+func (s *sim) delay(max time.Duration) time.Duration {
+	return time.Duration(s.rng.Int64N(int64(max)) + 1)
+}
+
+// run advances virtual time until stop or nothing is left to happen.
+func (s *sim) run(until Instant, stop func() bool) {
+	for !stop() {
+		next := Instant(-1)
+		if len(s.queue) > 0 {
+			next = s.queue[0].at
+		}
+		var due *simNode
+		for _, n := range s.nodes {
+			if n.dead {
+				continue
+			}
+			if at := n.ex.Next(); at < 1<<62 && (next < 0 || at < next) {
+				next, due = max(at, s.now), n
+			}
+		}
+		if next < 0 || next > until {
+			s.now = until
+			return
+		}
+		s.now = next
+		if due != nil {
+			due.event(func() { due.ex.Tick(s.now) })
+			continue
+		}
+		heap.Pop(&s.queue).(simEvent).fn()
+	}
+}
+
+// simPlan is a plan of simLayers equal segments.
+type simPlan struct {
+	space  *transfer.Space
+	tokens uint32
+	skip   uint32
+}
+
+func newSimPlan(tokens uint32, skip []uint32) (*simPlan, error) {
+	var bytes []uint64
+	n := uint64(tokens-min(tokens, skip[0])) * simUnit
+	for range simLayers {
+		bytes = append(bytes, n)
+	}
+	sp, err := transfer.NewSpace(bytes)
+	return &simPlan{sp, tokens, skip[0]}, err
+}
+
+func (p *simPlan) Space() *transfer.Space { return p.space }
+
+func (p *simPlan) Ready(l int, tokens uint32, final bool) transfer.Range {
+	r, bytes := p.space.Segment(l)
+	if final && tokens >= p.tokens {
+		return r
+	}
+	full := min(tokens, p.tokens) / simBlock * simBlock
+	if full <= p.skip || bytes == 0 {
+		return transfer.Range{First: r.First}
+	}
+	return transfer.Range{First: r.First, Count: (full - p.skip) * simUnit / transfer.ChunkBytes}
+}
+
+type simPlanner struct{}
+
+func (simPlanner) Receive(_ *connector.Worker, x *connector.Expect) (Plan, error) {
+	return newSimPlan(x.Tokens, x.Skip)
+}
+
+func (simPlanner) Send(_ *connector.Worker, g *peerv1.Grant) (Plan, error) {
+	return newSimPlan(g.Tokens, g.Skip)
+}
+
+type simNode struct {
+	s      *sim
+	addr   string
+	boot   transfer.Boot
+	ex     *Exec
+	dead   bool
+	batch  Batch
+	busy   bool
+	lanes  map[uint64]*simLane
+	grants map[[2]any]*simLanding // by peer and slot
+	links  map[transfer.Boot]Instant
+	leases map[transfer.LeaseID]*simLease
+	fenced map[*connector.Worker]bool
+	answer map[uint64]connector.Admission
+}
+
+// simLanding is the receiver's memory behind one grant.
+type simLanding struct {
+	l      *Landing
+	lease  *simLease
+	bitmap *transfer.Bitmap
+	told   bool
+}
+
+// simLease is what an engine knows of a lease.
+type simLease struct {
+	id       transfer.LeaseID
+	w        *connector.Worker
+	receive  bool
+	done     *connector.Completion
+	opened   Instant
+	deadline time.Duration
+	content  []string // per chunk, written by lanes: "key" or garbage
+	key      string
+	// source
+	version int
+	layers  [simLayers]uint32 // tokens that are really there
+	final   [simLayers]bool
+	tokens  uint32
+	held    bool
+}
+
+type simLane struct {
+	id       uint64
+	from, to *simNode
+	backend  string
+	dead     bool
+	hung     bool
+	held     []transport.Slice
+}
+
+func (s *sim) node(addr string, cfg Config) *simNode {
+	n := &simNode{s: s, addr: addr, lanes: map[uint64]*simLane{}, grants: map[[2]any]*simLanding{}, links: map[transfer.Boot]Instant{},
+		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*connector.Worker]bool{}, answer: map[uint64]connector.Admission{}}
+	for i := range n.boot {
+		n.boot[i] = byte(s.rng.Uint32())
+	}
+	cfg.Boot, cfg.Endpoint, cfg.Planner = n.boot, addr, simPlanner{}
+	n.ex = New(cfg)
+	s.nodes[n.boot] = n
+	s.byAddr[addr] = n
+	return n
+}
+
+func (n *simNode) worker() *connector.Worker {
+	w := &connector.Worker{Name: n.addr, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock,
+		Layers: make([]layout.Layer, simLayers)}}}}
+	for i := range w.Boot {
+		w.Boot[i] = byte(n.s.rng.Uint32())
+	}
+	n.event(func() { n.ex.WorkerUp(w) })
+	return w
+}
+
+// event runs fn and performs what follows, as the driver does.
+func (n *simNode) event(fn func()) {
+	if n.dead {
+		return
+	}
+	fn()
+	if n.busy {
+		return
+	}
+	n.busy = true
+	for n.ex.Drain(&n.batch) {
+		for i := range n.batch.Actions {
+			n.perform(&n.batch.Actions[i])
+		}
+	}
+	n.busy = false
+}
+
+func (n *simNode) perform(a *Action) {
+	s := n.s
+	switch a.Kind {
+	case Connect:
+		addr := a.Endpoint
+		s.after(s.delay(5*time.Millisecond), func() {
+			n.event(func() {
+				p := s.byAddr[addr]
+				if p == nil || p.dead || s.chance(s.faults) {
+					n.ex.ConnectFailed(s.now, addr, errors.New("connection refused"))
+					return
+				}
+				n.ex.PeerUp(s.now, addr, p.boot)
+				s.join(n, p)
+			})
+		})
+	case Send:
+		n.sendTo(a.Peer, a.Frame)
+	case Offer:
+		l := a.Landing
+		sl := &simLanding{l: l, lease: n.leases[l.Lease()], bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks())}
+		sl.lease.content = make([]string, l.Plan.Space().NumChunks())
+		name := [2]any{l.Grant.Peer, l.Grant.Slot}
+		if old := n.grants[name]; old != nil {
+			s.fatalf("slot %d was given out again before its fence", l.Grant.Slot)
+		}
+		n.grants[name] = sl
+		n.sendTo(a.Peer, a.Frame)
+	case Fence:
+		l := a.Landing
+		l.Grant.Revoke()
+		fail := s.chance(s.faults / 2)
+		s.after(s.delay(2*time.Millisecond), func() {
+			n.event(func() {
+				if fail {
+					n.ex.FenceDone(s.now, l, errors.New("fence failed"))
+				} else {
+					n.ex.FenceDone(s.now, l, nil)
+				}
+			})
+		})
+	case Forget:
+		delete(n.grants, [2]any{a.Landing.Grant.Peer, a.Landing.Grant.Slot})
+	case Bind:
+		if l := n.leases[a.Sending.Lease]; l != nil && l.done != nil {
+			s.fatalf("an origin is bound to a lease that is complete")
+		}
+		a.Sending.Source = [2]any{n.leases[a.Sending.Lease], n.leases[a.Sending.Lease].version}
+		a.Sending.Origin.Source = &simSource{snd: a.Sending}
+	case CloseOrigin:
+		snd := a.Sending
+		snd.Origin.Revoke()
+		fail := s.chance(s.faults / 2)
+		s.after(s.delay(2*time.Millisecond), func() {
+			n.event(func() {
+				if fail {
+					n.ex.OriginClosed(s.now, snd, errors.New("close failed"))
+				} else {
+					n.ex.OriginClosed(s.now, snd, nil)
+				}
+			})
+		})
+	case Move:
+		n.move(a.Lane, append([]transport.Slice(nil), a.Slices...))
+	case Complete:
+		c := a.Completion
+		l := n.leases[c.Lease]
+		s.logf("%s complete %v received=%v status=%d %s", n.addr, c.Lease, c.Received, c.Status, c.Reason)
+		if l == nil || l.done != nil {
+			s.fatalf("lease %v completed twice, or unknown", c.Lease)
+		}
+		l.done = &c
+		if c.Received && c.Status == StatusOK {
+			for i, v := range l.content {
+				if v != l.key {
+					s.fatalf("lease %v committed, but chunk %d holds %q: want %q", c.Lease, i, v, l.key)
+				}
+			}
+		}
+	case Answer:
+		n.answer[a.Await] = a.Admission
+	case WorkerFenced:
+		n.fenced[a.Worker] = true
+		for _, l := range n.leases {
+			if l.w == a.Worker && l.done == nil {
+				s.fatalf("worker reported fenced with lease %v open", l.id)
+			}
+		}
+	}
+}
+
+// sendTo delivers in order per pair, after some time, while both live.
+func (n *simNode) sendTo(to transfer.Boot, f *peerv1.ControlFrame) {
+	s := n.s
+	p := s.nodes[to]
+	if p == nil {
+		return
+	}
+	f = proto.Clone(f).(*peerv1.ControlFrame)
+	d := s.delay(time.Millisecond)
+	if s.chance(s.faults / 4) {
+		d = s.delay(2 * time.Second) // the control lane is cut for a while
+	}
+	at := max(s.now+d, n.links[to]+1)
+	n.links[to] = at
+	s.after(at-s.now, func() {
+		if n.dead && !s.chance(0.5) {
+			return
+		}
+		p.event(func() {
+			s.logf("%s -> %s %.60T", n.addr, p.addr, f.Body)
+			if err := p.ex.Message(s.now, n.boot, f); err != nil {
+				s.fatalf("message refused: %v", err)
+			}
+		})
+	})
+}
+
+// join opens lanes both ways.
+func (s *sim) join(a, b *simNode) {
+	s.after(s.delay(time.Millisecond), func() {
+		b.event(func() { b.ex.PeerUp(s.now, a.addr, a.boot) })
+	})
+	for _, backend := range []string{"shm", "tcp", "tcp"} {
+		s.lane(a, b, backend)
+		if a != b {
+			s.lane(b, a, backend)
+		}
+	}
+}
+
+func (s *sim) lane(from, to *simNode, backend string) {
+	s.lanes++
+	l := &simLane{id: s.lanes, from: from, to: to, backend: backend}
+	s.after(s.delay(3*time.Millisecond), func() {
+		if from.dead || to.dead {
+			return
+		}
+		from.lanes[l.id] = l
+		from.event(func() {
+			from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4})
+		})
+		if s.chance(s.faults) {
+			s.after(s.delay(time.Second), func() { l.hung = true })
+		}
+		if s.chance(s.faults) {
+			s.after(s.delay(2*time.Second), func() { l.die() })
+		}
+	})
+}
+
+// die ends the lane: what it held ends in doubt or not landed, and it comes back later.
+func (l *simLane) die() {
+	if l.dead {
+		return
+	}
+	l.dead = true
+	s, n := l.from.s, l.from
+	delete(n.lanes, l.id)
+	n.event(func() { n.ex.LaneDown(s.now, l.id) })
+	held := l.held
+	l.held = nil
+	for _, sl := range held {
+		out := transfer.NotLanded
+		if s.chance(0.5) {
+			out = transfer.InDoubt
+		}
+		l.end(sl, out, transfer.ReasonLaneLost)
+	}
+	s.lane(l.from, l.to, l.backend)
+}
+
+func (l *simLane) end(sl transport.Slice, out transfer.Outcome, why transfer.Reason) {
+	n := l.from
+	n.event(func() {
+		n.ex.Results(n.s.now, l.id, []transport.Result{{Slice: sl, Outcome: out, Reason: why}})
+	})
+}
+
+func (n *simNode) move(lane uint64, batch []transport.Slice) {
+	s, l := n.s, n.lanes[lane]
+	if l == nil {
+		for _, sl := range batch {
+			s.after(0, func() {
+				n.event(func() {
+					n.ex.Results(s.now, lane, []transport.Result{{Slice: sl, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost}})
+				})
+			})
+		}
+		return
+	}
+	for _, sl := range batch {
+		l.held = append(l.held, sl)
+		s.after(s.delay(time.Millisecond), func() { l.read(sl) })
+	}
+}
+
+func (l *simLane) release(sl transport.Slice) bool {
+	for i := range l.held {
+		if l.held[i].Cookie == sl.Cookie {
+			l.held = append(l.held[:i], l.held[i+1:]...)
+			return true
+		}
+	}
+	return false
+}
+
+// read takes the bytes from the source.
+func (l *simLane) read(sl transport.Slice) {
+	s := l.from.s
+	if l.dead || l.hung || l.from.dead {
+		return
+	}
+	snd := sendingOf(sl)
+	src := snd.Source.([2]any)[0].(*simLease)
+	version := snd.Source.([2]any)[1].(int)
+	if !sl.Origin.Enter() {
+		if l.release(sl) {
+			l.end(sl, transfer.NotLanded, transfer.ReasonSourceGone)
+		}
+		return
+	}
+	if src.done != nil {
+		s.fatalf("lease %v is read after its completion", src.id)
+	}
+	read := make([]string, sl.Range.Count)
+	for i := range read {
+		read[i] = src.chunk(snd.Plan.(*simPlan), sl.Range.First+uint32(i))
+	}
+	sl.Origin.Leave()
+	valid := src.version == version
+	s.after(s.delay(time.Millisecond), func() { l.land(sl, read, valid) })
+}
+
+func sendingOf(sl transport.Slice) *Sending {
+	return sl.Origin.Source.(*simSource).snd
+}
+
+// simSource only leads from an origin to its sending.
+type simSource struct {
+	transport.Source
+	snd *Sending
+}
+
+// chunk is what the engine's memory holds now.
+func (l *simLease) chunk(p *simPlan, c uint32) string {
+	seg := p.space.SegmentOf(c)
+	r := p.Ready(seg, l.layers[seg], l.final[seg])
+	if c >= r.First && c < r.End() {
+		return l.key
+	}
+	return "garbage"
+}
+
+// land is the frame's arrival at the receiver.
+func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
+	s := l.from.s
+	g := l.to.grants[[2]any{l.from.boot, sl.Origin.Slot}]
+	why := transfer.ReasonNone
+	switch {
+	case l.to.dead:
+		return
+	case g == nil:
+		why = transfer.ReasonUnknownSlot
+	case g.l.Grant.Gen != sl.Origin.Gen:
+		why = transfer.ReasonStaleGen
+	case !g.l.Grant.Enter():
+		why = transfer.ReasonRevoked
+	}
+	if why != transfer.ReasonNone {
+		if l.release(sl) {
+			l.end(sl, transfer.Rejected, why)
+		}
+		return
+	}
+	if g.lease.done != nil {
+		s.fatalf("bytes land in lease %v after its completion", g.lease.id)
+	}
+	// A frame that is disowned or fails its checksum has written all the same.
+	bad := s.chance(s.faults)
+	for i, v := range read {
+		if bad {
+			v = "corrupt"
+		}
+		if v != g.lease.key && g.bitmap.Has(sl.Range.First+uint32(i)) {
+			// In the real thing a duplicate of a landed chunk carries the same bytes, or is disowned.
+			continue
+		}
+		g.lease.content[sl.Range.First+uint32(i)] = v
+	}
+	if valid && !bad {
+		g.bitmap.Set(sl.Range)
+		if g.bitmap.Full() && !g.told {
+			g.told = true
+			l.to.event(func() { l.to.ex.Full(s.now, g.l) })
+		}
+	}
+	g.l.Grant.Leave()
+	if !l.release(sl) {
+		return
+	}
+	switch {
+	case !valid:
+		l.end(sl, transfer.NotLanded, transfer.ReasonDisowned)
+	case bad:
+		l.end(sl, transfer.Rejected, transfer.ReasonChecksum)
+	case s.chance(s.faults):
+		l.end(sl, transfer.InDoubt, transfer.ReasonTimeout) // the confirmation is lost
+	default:
+		l.end(sl, transfer.Landed, transfer.ReasonNone)
+	}
+}
+
+// kill ends a sidecar; others get proof of it after a while.
+func (n *simNode) kill() {
+	s := n.s
+	n.dead = true
+	delete(s.byAddr, n.addr)
+	for _, p := range s.nodes {
+		if p != n {
+			s.after(s.delay(time.Second), func() {
+				p.event(func() { p.ex.PeerDown(s.now, n.boot, true) })
+				for _, l := range p.lanes {
+					if l.to == n {
+						l.die()
+					}
+				}
+			})
+		}
+	}
+}
+
+func testKey(x, h byte) (k transfer.Key) {
+	k.Xfer[0], k.Hash[0] = x, h
+	return k
+}
+
+func (n *simNode) expect(w *connector.Worker, id uint64, k transfer.Key, peer string, tokens, skip uint32, deadline time.Duration) *simLease {
+	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
+	l := &simLease{id: lid, w: w, receive: true, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens}
+	n.leases[lid] = l
+	n.event(func() {
+		n.ex.Expect(n.s.now, w, connector.Expect{Lease: lid, Key: k, Peer: peer, Tokens: tokens, Skip: []uint32{skip}, Deadline: deadline,
+			Partner: deadline / 2})
+	})
+	return l
+}
+
+func (n *simNode) intent(w *connector.Worker, id uint64, k transfer.Key, tokens uint32, fanout int, deadline time.Duration) *simLease {
+	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
+	l := &simLease{id: lid, w: w, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens}
+	n.leases[lid] = l
+	n.event(func() {
+		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout, Deadline: deadline})
+	})
+	return l
+}
+
+// step makes layer l hold tokens.
+func (n *simNode) step(l *simLease, layer int, tokens uint32) {
+	final := tokens >= l.tokens
+	l.layers[layer], l.final[layer] = min(tokens, l.tokens), final
+	v := l.version
+	n.event(func() {
+		if l.version == v {
+			n.ex.Progress(n.s.now, l.w, []connector.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens, l.tokens), Final: final}})
+		}
+	})
+}
+
+func (n *simNode) steps(l *simLease) {
+	for i := range simLayers {
+		n.step(l, i, l.tokens)
+	}
+}
+
+// preempt takes the blocks: the memory changes at once, the record comes a little later.
+func (n *simNode) preempt(l *simLease) {
+	l.version++
+	l.layers, l.final = [simLayers]uint32{}, [simLayers]bool{}
+	v := l.version
+	n.s.after(n.s.delay(200*time.Microsecond), func() {
+		if l.version == v {
+			n.event(func() { n.ex.Preempt(n.s.now, l.w, l.id.ID) })
+		}
+	})
+}
