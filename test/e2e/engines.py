@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -202,6 +203,10 @@ def _child(
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
+    sys.stdout = sys.stderr = os.fdopen(fd, "w", buffering=1)
+    for handler in logging.getLogger("vllm").handlers:  # they hold the parent's stream
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stdout)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         from vllm import LLM

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No sidecar when the engines start: they serve as if alone, and transfers work once it is there, without a restart."""
+
+from __future__ import annotations
+
+import pathlib
+
+import cluster as rig
+from conftest import Cluster
+from prompts import fresh
+
+
+def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path) -> None:
+    c = Cluster(workdir, start=False)
+    try:
+        for name in ("P", "D", "R"):
+            c.spawn(name)
+        c.up()
+        for i in range(2):
+            prompt = fresh(300, ("alone", i))
+            want = c.r.run(prompt, 12).tokens
+            first = c.p.run(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False})
+            assert first.kv is None
+            assert c.d.run(prompt, 12, kv=first.kv).tokens == want
+            p, d = c.start_both(fresh(200, ("both alone", i)))
+            assert d.result(timeout=10).tokens == c.r.run(fresh(200, ("both alone", i)), 12).tokens
+            p.result()
+        c.settle(timeout=5)
+        assert rig.total(c.d.metrics(), "vllm:kvspray_served_alone_total", reason="no_sidecar") >= 2
+
+        c.sp.start()
+        c.sd.start()
+        c.connected()
+        prompt = fresh(300, "together")
+        before = rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
+        assert c.both(prompt).tokens == c.r.run(prompt, 12).tokens
+        assert rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok") == before + 1
+        c.settle()
+    finally:
+        c.close()
