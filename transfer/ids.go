@@ -100,11 +100,12 @@ const (
 	ReasonSourceGone         // the source lease closed before the bytes were read
 	ReasonMemory             // memory could not be read or written (an engine died)
 	ReasonTimeout            // past its deadline
+	ReasonSuperseded         // a later attempt has taken over some of its chunks
 	reasonCount
 )
 
 var reasonNames = [reasonCount]string{"none", "unknown_slot", "stale_gen", "revoked", "range", "length", "checksum", "disowned",
-	"lane_lost", "source_gone", "memory", "timeout"}
+	"lane_lost", "source_gone", "memory", "timeout", "superseded"}
 
 func (r Reason) String() string {
 	if int(r) < len(reasonNames) {

@@ -91,13 +91,15 @@ type Sink interface {
 	Landed(lane Lane, r transfer.Range)
 }
 
-// Grant binds a Sink to (peer, slot, generation) in the backends of the receiver.
+// Grant binds a Sink to (peer, slot, generation) in the backends of the receiver. Backends that write with their own CPU
+// write under a Claim, which holds the Guard. Not to be copied.
 type Grant struct {
 	Peer transfer.Boot
 	Slot transfer.Slot
 	Gen  transfer.Gen
 	Sink Sink
 	Guard
+	claims claims
 }
 
 // Source is the sending end: what a lane reads. Implemented by the executor's side.

@@ -1,0 +1,164 @@
+package transport
+
+import (
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Claim is the right of one attempt to write some chunks of a grant. Every backend whose own CPU writes takes one per slice
+// and writes only between Enter and Leave.
+//
+// Why the guard is not enough: a slice that was retried on another lane may still be under way on the first one, and what
+// that one still carries may have been read after the source was lost (its trailer will disown it), or be padding. If it
+// came after the retry had landed, it would damage chunks that a full bitmap then commits. With claims, chunks that landed
+// are never written again, and chunks under way have one writer: a later attempt takes them over, and from then on the
+// earlier one writes nothing.
+//
+// The zero Claim is ready; it may be used again after Land or Release. It belongs to one goroutine, but for what is guarded
+// by mu.
+type Claim struct {
+	g       *Grant
+	r       transfer.Range
+	attempt uint32
+
+	mu     sync.Mutex // held while memory is written; below Grant.claims.mu
+	lost   bool
+	landed bool
+}
+
+// claims is the part of a Grant that Claims share.
+type claims struct {
+	mu     sync.Mutex
+	active []*Claim // at most one per lane and slice under way
+	landed []uint64 // a bit per chunk; grows to the last chunk seen
+}
+
+// Claim takes chunks r for an attempt. It returns ReasonNone and c holds them; or ReasonSuperseded: a later attempt holds
+// some. Earlier attempts that hold some are out when it returns: it waits for a write under way, which is bounded.
+func (g *Grant) Claim(c *Claim, r transfer.Range, attempt uint32) transfer.Reason {
+	s := &g.claims
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, o := range s.active {
+		if overlaps(o.r, r) && o.attempt > attempt {
+			return transfer.ReasonSuperseded
+		}
+	}
+	kept := s.active[:0]
+	for _, o := range s.active {
+		if overlaps(o.r, r) && o.takeOver(s) {
+			continue
+		}
+		kept = append(kept, o)
+	}
+	s.active = append(kept, c)
+	c.g, c.r, c.attempt, c.lost, c.landed = g, r, attempt, false, false
+	s.growLocked(r.End())
+	return transfer.ReasonNone
+}
+
+// takeOver ends the claim for its owner, who sees it at the next Enter. Called with the grant's claims locked.
+func (c *Claim) takeOver(s *claims) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.landed { // between its Land and its removal
+		s.setLocked(c.r)
+	} else {
+		c.lost = true
+	}
+	return true
+}
+
+// Fresh says how far from r.First chunks of r are in one state, and whether that state is "to be written". Chunks that have
+// landed already are read past, not written. Only chunks of the claim may be asked for.
+func (c *Claim) Fresh(r transfer.Range) (count uint32, fresh bool) {
+	s := &c.g.claims
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	fresh = !s.hasLocked(r.First)
+	for count = 1; count < r.Count && s.hasLocked(r.First+count) != fresh; count++ {
+	}
+	return count, fresh
+}
+
+// Enter allows one bounded, non-blocking piece of writing, until Leave. Anything but ReasonNone means that nothing of the
+// slice may be written any more, and Leave must not be called.
+func (c *Claim) Enter() transfer.Reason {
+	c.mu.Lock()
+	if c.lost {
+		c.mu.Unlock()
+		return transfer.ReasonSuperseded
+	}
+	if !c.g.Enter() {
+		c.mu.Unlock()
+		return transfer.ReasonRevoked
+	}
+	return transfer.ReasonNone
+}
+
+// Leave ends what Enter allowed.
+func (c *Claim) Leave() {
+	c.g.Leave()
+	c.mu.Unlock()
+}
+
+// Land reports all chunks of the claim to the grant's Sink, unless the grant was revoked or the claim taken over, and
+// releases the claim. ReasonNone: they have landed.
+func (c *Claim) Land(lane Lane) transfer.Reason {
+	why := c.Enter()
+	if why == transfer.ReasonNone {
+		c.g.Sink.Landed(lane, c.r)
+		c.landed = true
+		c.Leave()
+	}
+	c.Release()
+	return why
+}
+
+// Release gives the claim up. Chunks that it has written and not landed stay fresh. Idempotent.
+func (c *Claim) Release() {
+	if c.g == nil {
+		return
+	}
+	s := &c.g.claims
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i, o := range s.active {
+		if o == c {
+			last := len(s.active) - 1
+			s.active[i] = s.active[last]
+			s.active[last] = nil
+			s.active = s.active[:last]
+			break
+		}
+	}
+	if c.landed {
+		s.setLocked(c.r)
+	}
+	c.g = nil
+}
+
+func overlaps(a, b transfer.Range) bool { return a.First < b.End() && b.First < a.End() }
+
+func (s *claims) growLocked(end uint32) {
+	if n := int(end+63) / 64; n > len(s.landed) {
+		grown := make([]uint64, max(n, 2*len(s.landed)))
+		copy(grown, s.landed)
+		s.landed = grown
+	}
+}
+
+func (s *claims) setLocked(r transfer.Range) {
+	for c := r.First; c < r.End(); c++ {
+		s.landed[c/64] |= 1 << (c % 64)
+	}
+}
+
+func (s *claims) hasLocked(c uint32) bool { return s.landed[c/64]&(1<<(c%64)) != 0 }
+
+var laneIDs atomic.Uint64
+
+// NextLaneID returns an id that no lane of this process has, whatever its backend.
+func NextLaneID() uint64 { return laneIDs.Add(1) }
