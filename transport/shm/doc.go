@@ -1,0 +1,19 @@
+// Package shm is the transport between two sidecars of one host: the destination's sidecar maps the source's memfds read-only
+// and copies.
+//
+// A lane is one unix SOCK_SEQPACKET connection, proved by internal/wire like every lane. It carries only requests and answers;
+// payload never touches it. Move sends a pull (pieces of source regions); the destination checks it against its own grant,
+// copies in bounded pieces under the grant's guard, and says so; the source then looks whether what was read was still
+// promised (Source.Valid), and only its verdict lets the destination report Landed and confirm. Requests are pipelined and
+// answers batched, so that the two round trips cost latency and no throughput.
+//
+// Fence is the receiver's guard alone: the peer holds nothing that can write. CloseOrigin waits until the peer has answered
+// every pull of the origin. Where it does not answer in time its lanes are closed: what it may still read can never become
+// Landed, because the verdict that this takes will not come.
+//
+// Invariants: a foreign region is mapped read-only, and only with seals against shrinking and growing; each slice that Move took
+// ends once; in-flight pulls are bounded by maxPulls in both directions.
+//
+// Goroutines: the backend owns an acceptor for its socket, a pool of copiers and a sweeper for freed regions; each lane a
+// reader and a writer. Close joins all. Host is called from readers, writers and copiers, under no lock.
+package shm

@@ -1,0 +1,539 @@
+package shm
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// ErrBusy is returned by Move when more is handed over than MaxInFlight allows.
+var ErrBusy = errors.New("more slices than the lane takes at once")
+
+// lane is one end of a connection. It is the source of the slices that its own Move takes, and the destination of the pulls
+// that arrive.
+type lane struct {
+	b      *Backend
+	c      *net.UnixConn
+	out    *outbox
+	id     uint64
+	peer   transfer.Boot
+	remote string
+
+	done chan struct{} // closed first at the end; the writer leaves
+
+	moveMu sync.Mutex // serialises Move; taken before mu
+	// guarded by moveMu
+	blocks  []mem.Block
+	scratch []byte
+
+	mu sync.Mutex // taken before Backend.mu
+	// guarded by mu
+	err     error // why the lane ended
+	ended   bool
+	slices  int // taken and not ended
+	pulls   [maxPulls]pull
+	free    []uint16
+	seq     uint64
+	regions map[*mem.Region]uint32 // what the peer was told of, by index
+	nextReg uint32
+	late    []transport.Result // ended inside Move; the writer reports them
+	spare   []*moved           // recycled; at most maxInFlight
+
+	dst destination
+
+	results []transport.Result // the reader's
+}
+
+// moved is a slice that Move took.
+type moved struct {
+	s       transport.Slice
+	at      time.Time
+	left    int // pulls that have not ended; guarded by lane.mu
+	outcome transfer.Outcome
+	reason  transfer.Reason
+	err     error
+}
+
+// pull is one request of a slice, from Move to its end.
+type pull struct {
+	tag     uint64 // 0: free
+	m       *moved
+	r       transfer.Range
+	reading bool // the peer may still be at the source's memory
+	valid   bool // the verdict was "valid": from here on the peer may have landed it
+}
+
+var _ transport.Lane = (*lane)(nil)
+
+func (b *Backend) newLane(c *net.UnixConn, peer transfer.Boot, remote string) (*lane, error) {
+	_ = c.SetDeadline(time.Time{})
+	out, err := newOutbox(c)
+	if err != nil {
+		return nil, fmt.Errorf("shm: new lane: %w", err)
+	}
+	l := &lane{b: b, c: c, out: out, id: b.laneID.Add(1), peer: peer, remote: remote, done: make(chan struct{}),
+		regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
+	for i := maxPulls - 1; i >= 0; i-- {
+		l.free = append(l.free, uint16(i))
+	}
+	l.dst.init(l)
+	b.mu.Lock()
+	if b.closed {
+		b.mu.Unlock()
+		return nil, net.ErrClosed
+	}
+	b.lanes[l] = struct{}{}
+	b.wg.Add(2)
+	b.mu.Unlock()
+	b.host.LaneUp(l)
+	writerGone := make(chan struct{})
+	go func() {
+		defer b.wg.Done()
+		defer close(writerGone)
+		l.write()
+	}()
+	go func() {
+		defer b.wg.Done()
+		err := l.read()
+		l.end(err, writerGone)
+	}()
+	return l, nil
+}
+
+func (l *lane) ID() uint64          { return l.id }
+func (l *lane) Peer() transfer.Boot { return l.peer }
+func (l *lane) Backend() string     { return Name }
+func (l *lane) Local() string       { return Name }
+func (l *lane) Remote() string      { return l.remote }
+func (l *lane) MaxInFlight() int    { return maxInFlight }
+
+func (l *lane) Close() error {
+	l.close(net.ErrClosed)
+	return nil
+}
+
+// close starts the end; the reader finishes it.
+func (l *lane) close(err error) {
+	l.mu.Lock()
+	if l.err == nil {
+		l.err = err
+	}
+	l.mu.Unlock()
+	l.out.fail(err)
+	// Shut down first: the connection's own Close would wait for a send that is under way.
+	if rc := l.out.rc; rc != nil {
+		_ = rc.Control(func(fd uintptr) { _ = unix.Shutdown(int(fd), unix.SHUT_RDWR) })
+	}
+}
+
+// Move implements transport.Lane.
+func (l *lane) Move(batch []transport.Slice) error {
+	l.moveMu.Lock()
+	defer l.moveMu.Unlock()
+	l.mu.Lock()
+	if l.ended || l.err != nil {
+		err := l.err
+		l.mu.Unlock()
+		return fmt.Errorf("shm: move on lane %d: %w", l.id, errors.Join(net.ErrClosed, err))
+	}
+	if l.slices+len(batch) > maxInFlight {
+		n := l.slices
+		l.mu.Unlock()
+		return fmt.Errorf("shm: move on lane %d: %d slices with %d in flight of %d: %w", l.id, len(batch), n, maxInFlight, ErrBusy)
+	}
+	l.slices += len(batch)
+	l.mu.Unlock()
+	now := time.Now()
+	for i := range batch {
+		l.mu.Lock()
+		m := l.newMovedLocked(batch[i], now)
+		l.mu.Unlock()
+		l.moveOne(m)
+	}
+	l.out.kick()
+	l.wakeIfLate()
+	return nil
+}
+
+// moveOne cuts a slice into pulls. Once one pull cannot be made the rest of the slice is not asked for.
+func (l *lane) moveOne(m *moved) {
+	for rest := m.s.Range; ; {
+		n, reason, err := l.pullSome(m, rest)
+		if err != nil {
+			l.mu.Lock()
+			m.spoil(transfer.NotLanded, reason, err)
+			l.mu.Unlock()
+			break
+		}
+		rest.First += n
+		if rest.Count -= n; rest.Count == 0 {
+			break
+		}
+	}
+	l.mu.Lock()
+	if m.left--; m.left == 0 {
+		l.late = append(l.late, l.resultLocked(m))
+	}
+	l.mu.Unlock()
+}
+
+// pullSome asks for as many chunks from the front of r as one pull takes, and returns how many.
+func (l *lane) pullSome(m *moved, r transfer.Range) (uint32, transfer.Reason, error) {
+	if r.Count == 0 {
+		return 0, transfer.ReasonRange, errors.New("shm: an empty range")
+	}
+	r.Count = min(r.Count, maxPullBytes/transfer.ChunkBytes)
+	o := m.s.Origin
+	for {
+		blocks, err := o.Source.Resolve(l.blocks[:0], r)
+		l.blocks = blocks[:0]
+		if err != nil {
+			return 0, transfer.ReasonRange, fmt.Errorf("shm: resolve chunks [%d, +%d): %w", r.First, r.Count, err)
+		}
+		if len(blocks) <= maxPieces {
+			return l.ask(m, r, blocks)
+		}
+		if r.Count == 1 {
+			return 0, transfer.ReasonMemory, fmt.Errorf("shm: chunk %d has %d pieces, at most %d: %w", r.First, len(blocks), maxPieces, transport.ErrNotSupported)
+		}
+		r.Count /= 2
+	}
+}
+
+func (l *lane) ask(m *moved, r transfer.Range, blocks []mem.Block) (uint32, transfer.Reason, error) {
+	o := m.s.Origin
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.ended || l.err != nil {
+		return 0, transfer.ReasonLaneLost, fmt.Errorf("shm: lane %d: %w", l.id, net.ErrClosed)
+	}
+	if len(l.free) == 0 {
+		return 0, transfer.ReasonNone, fmt.Errorf("shm: lane %d: %d pulls in flight: %w", l.id, maxPulls, ErrBusy)
+	}
+	i := l.free[len(l.free)-1]
+	tag := (l.seq+1)<<16 | uint64(i)
+	f := pullFrame{tag: tag, slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt}
+	l.scratch = appendPull(l.scratch[:0], f, len(blocks))
+	for _, bl := range blocks {
+		index, err := l.regionLocked(bl.Region)
+		if err != nil {
+			return 0, transfer.ReasonMemory, err
+		}
+		if bl.Len > maxPullBytes {
+			return 0, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks", bl.Len, r.Count)
+		}
+		l.scratch = appendPiece(l.scratch, piece{region: index, len: uint32(bl.Len), off: bl.Off})
+	}
+	if !l.b.startRead(o) {
+		return 0, transfer.ReasonSourceGone, fmt.Errorf("shm: origin %d.%d is closed", o.Slot, o.Gen)
+	}
+	l.seq++
+	l.free = l.free[:len(l.free)-1]
+	l.pulls[i] = pull{tag: tag, m: m, r: r, reading: true}
+	m.left++
+	l.out.put(l.scratch, -1)
+	return r.Count, transfer.ReasonNone, nil
+}
+
+// regionLocked returns the index by which the peer knows a region; the first time it passes the descriptor on.
+func (l *lane) regionLocked(r *mem.Region) (uint32, error) {
+	if i, ok := l.regions[r]; ok {
+		return i, nil
+	}
+	if _, mapped := r.Bytes(); !mapped {
+		return 0, fmt.Errorf("shm: region %s is %s memory, which the peer cannot map: %w; use another transport", r.ID(), r.Kind(), transport.ErrNotSupported)
+	}
+	if len(l.regions) >= maxRegions {
+		return 0, fmt.Errorf("shm: region %s: the lane knows %d regions already: %w", r.ID(), maxRegions, ErrBusy)
+	}
+	fd, err := reopenReadOnly(r)
+	if err != nil {
+		return 0, fmt.Errorf("shm: region %s: open its memfd read-only: %w", r.ID(), err)
+	}
+	i := l.nextReg
+	l.nextReg++
+	l.regions[r] = i
+	var buf [frameHeader + regionBytes]byte
+	l.out.put(appendRegion(buf[:0], regionFrame{index: i, id: r.ID(), size: r.Size()}), fd)
+	return i, nil
+}
+
+// forgetFreed tells the peer of regions that no engine holds any more.
+func (l *lane) forgetFreed() {
+	l.mu.Lock()
+	for r, i := range l.regions {
+		if r.Acquire() {
+			r.Release()
+			continue
+		}
+		delete(l.regions, r)
+		var buf [frameHeader + forgetBytes]byte
+		l.out.put(appendForget(buf[:0], i), -1)
+	}
+	l.mu.Unlock()
+	l.out.kick()
+}
+
+// reads reports whether the peer may be at memory of o on behalf of this lane.
+func (l *lane) reads(o *transport.Origin) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i := range l.pulls {
+		if p := &l.pulls[i]; p.tag != 0 && p.reading && p.m.s.Origin == o {
+			return true
+		}
+	}
+	return false
+}
+
+// spoil notes that a part of the slice did not land; the worst part decides how the slice ends.
+func (m *moved) spoil(o transfer.Outcome, reason transfer.Reason, err error) {
+	if o > m.outcome { // the outcomes are numbered from good to bad
+		m.outcome, m.reason = o, reason
+		m.err = err
+	}
+}
+
+// endPullLocked frees pull i. Where it was the last of its slice, the result is true.
+func (l *lane) endPullLocked(i uint16, o transfer.Outcome, reason transfer.Reason, err error) (transport.Result, bool) {
+	p := l.pulls[i]
+	if p.reading {
+		l.b.endRead(p.m.s.Origin)
+	}
+	l.pulls[i] = pull{}
+	l.free = append(l.free, i)
+	p.m.spoil(o, reason, err)
+	if p.m.left--; p.m.left > 0 {
+		return transport.Result{}, false
+	}
+	return l.resultLocked(p.m), true
+}
+
+func (l *lane) resultLocked(m *moved) transport.Result {
+	l.slices--
+	res := transport.Result{Slice: m.s, Outcome: m.outcome, Reason: m.reason, Err: m.err, Took: time.Since(m.at)}
+	*m = moved{}
+	l.spare = append(l.spare, m)
+	return res
+}
+
+func (l *lane) newMovedLocked(s transport.Slice, at time.Time) *moved {
+	m := &moved{}
+	if n := len(l.spare); n > 0 {
+		m, l.spare = l.spare[n-1], l.spare[:n-1]
+	}
+	// Its own share keeps the slice open while its pulls are being made and the first may be answered already.
+	*m = moved{s: s, at: at, left: 1, outcome: transfer.Landed}
+	return m
+}
+
+// wakeIfLate hands results that arose inside Move to the writer: Host must not be called from there.
+func (l *lane) wakeIfLate() {
+	l.mu.Lock()
+	n := len(l.late)
+	l.mu.Unlock()
+	if n > 0 {
+		l.out.wakeUp()
+	}
+}
+
+// write is the writer: it goes on where a full socket stopped somebody else.
+func (l *lane) write() {
+	var results []transport.Result
+	for {
+		select {
+		case <-l.done:
+			return
+		case <-l.out.wake:
+		}
+		l.out.resume()
+		l.mu.Lock()
+		results = append(results[:0], l.late...)
+		l.late = l.late[:0]
+		l.mu.Unlock()
+		if len(results) > 0 {
+			l.b.host.Done(l, results)
+			clear(results)
+		}
+	}
+}
+
+// read is the reader: it takes packets until the lane ends.
+func (l *lane) read() error {
+	buf := make([]byte, maxPacketBytes)
+	oob := make([]byte, unix.CmsgSpace(maxPacketFDs*4))
+	for {
+		n, oobn, flags, _, err := l.c.ReadMsgUnix(buf, oob)
+		if err != nil {
+			return fmt.Errorf("shm: lane %d: receive: %w", l.id, err)
+		}
+		if oobn > 0 {
+			if l.dst.fds, err = rights(oob[:oobn]); err != nil {
+				return fmt.Errorf("shm: lane %d: descriptors: %w", l.id, err)
+			}
+		}
+		if n == 0 {
+			return fmt.Errorf("shm: lane %d: %w", l.id, io.EOF)
+		}
+		if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
+			err = fmt.Errorf("%w: a packet was cut", errFrame)
+		} else {
+			err = parse(buf[:n], l)
+		}
+		l.dst.closeFDs()
+		l.out.kick()
+		if len(l.results) > 0 {
+			l.b.host.Done(l, l.results)
+			clear(l.results)
+			l.results = l.results[:0]
+		}
+		if err != nil {
+			return fmt.Errorf("shm: lane %d: %w", l.id, err)
+		}
+	}
+}
+
+func rights(oob []byte) ([]int, error) {
+	msgs, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return nil, err
+	}
+	var fds []int
+	for i := range msgs {
+		if got, err := unix.ParseUnixRights(&msgs[i]); err == nil {
+			fds = append(fds, got...)
+		}
+	}
+	return fds, nil
+}
+
+// end finishes the lane on the reader's goroutine: everything that it held ends, then Host hears of it.
+func (l *lane) end(err error, writerGone <-chan struct{}) {
+	l.mu.Lock()
+	l.ended = true
+	if l.err == nil {
+		l.err = err
+	}
+	err = l.err
+	l.mu.Unlock()
+	l.out.fail(err)
+	_ = l.c.Close()
+	close(l.done)
+	<-writerGone
+	l.dst.end()
+
+	l.moveMu.Lock() // a Move under way finds the lane ended and leaves what it has in late
+	l.mu.Lock()
+	results := append(l.results, l.late...)
+	l.late = nil
+	for i := range l.pulls {
+		p := &l.pulls[i]
+		if p.tag == 0 {
+			continue
+		}
+		o := transfer.NotLanded // without our verdict the peer counts nothing
+		if p.valid {
+			o = transfer.InDoubt
+		}
+		if res, last := l.endPullLocked(uint16(i), o, transfer.ReasonLaneLost, err); last {
+			results = append(results, res)
+		}
+	}
+	clear(l.regions)
+	l.mu.Unlock()
+	l.moveMu.Unlock()
+	if len(results) > 0 {
+		l.b.host.Done(l, results)
+	}
+	l.b.mu.Lock()
+	delete(l.b.lanes, l)
+	l.b.mu.Unlock()
+	l.b.host.LaneDown(l, err)
+}
+
+// find returns the pull that a tag of the peer names. mu is held.
+func (l *lane) findLocked(tag uint64, want func(*pull) bool) (uint16, error) {
+	i := uint16(tag)
+	if i >= maxPulls || tag == 0 || l.pulls[i].tag != tag || !want(&l.pulls[i]) {
+		return 0, fmt.Errorf("%w: an answer to pull %#x, which is not open", errFrame, tag)
+	}
+	return i, nil
+}
+
+// pulled: the peer is done with the source's memory. Now the source says whether what was read counts.
+func (l *lane) pulled(tag uint64, reason transfer.Reason) error {
+	l.mu.Lock()
+	i, err := l.findLocked(tag, func(p *pull) bool { return p.reading })
+	if err != nil {
+		l.mu.Unlock()
+		return err
+	}
+	p := &l.pulls[i]
+	p.reading = false
+	o, r := p.m.s.Origin, p.r
+	l.b.endRead(o)
+	if reason != transfer.ReasonNone {
+		outcome := transfer.Rejected
+		if reason == transfer.ReasonMemory {
+			outcome = transfer.NotLanded
+		}
+		l.endLocked(i, outcome, reason)
+		l.mu.Unlock()
+		return nil
+	}
+	l.mu.Unlock()
+
+	// Under the guard: once CloseOrigin's revocation is through, no pull can be declared valid.
+	valid := o.Enter()
+	if valid {
+		valid = o.Source.Valid(r)
+		o.Leave()
+	}
+	l.mu.Lock()
+	if p.valid = valid; !valid {
+		l.endLocked(i, transfer.NotLanded, transfer.ReasonDisowned)
+	}
+	l.mu.Unlock()
+	var buf [frameHeader + verdictBytes]byte
+	l.out.put(appendVerdict(buf[:0], tag, valid), -1)
+	return nil
+}
+
+func (l *lane) confirm(tag uint64, o transfer.Outcome, reason transfer.Reason) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	i, err := l.findLocked(tag, func(p *pull) bool { return p.valid })
+	if err != nil {
+		return err
+	}
+	switch o {
+	case transfer.Landed:
+		reason = transfer.ReasonNone
+	case transfer.Rejected:
+	default:
+		return fmt.Errorf("%w: outcome %d confirmed", errFrame, o)
+	}
+	l.endLocked(i, o, reason)
+	return nil
+}
+
+// endLocked ends a pull on the reader's goroutine.
+func (l *lane) endLocked(i uint16, o transfer.Outcome, reason transfer.Reason) {
+	if res, last := l.endPullLocked(i, o, reason, nil); last {
+		l.results = append(l.results, res)
+	}
+}
+
+func (l *lane) region(f regionFrame) error           { return l.dst.region(f) }
+func (l *lane) forget(index uint32) error            { return l.dst.forget(index) }
+func (l *lane) pull(f pullFrame) error               { return l.dst.pull(f) }
+func (l *lane) verdict(tag uint64, valid bool) error { return l.dst.verdict(tag, valid) }

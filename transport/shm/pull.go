@@ -1,0 +1,349 @@
+package shm
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+const (
+	// guardBytes are copied under one hold of the grant's guard: 10 to 40 us, which is what a fence may have to wait for.
+	guardBytes = 128 << 10
+	// inlineBytes are copied by the reader itself where no copier is needed: a hand-over costs more than the copy.
+	inlineBytes = 128 << 10
+	// batchAnswers bounds the answers that a copier lets wait while it has more to copy.
+	batchAnswers = 4
+)
+
+// destination is the receiving half of a lane.
+type destination struct {
+	l   *lane
+	fds []int // of the packet that is being parsed; the reader's
+
+	mu sync.Mutex
+	// guarded by mu
+	ended   bool
+	regions map[uint32]*mapping
+	jobs    map[uint64]*job // by tag, from the pull to the verdict
+	free    []*job
+}
+
+// job is one pull at its destination.
+type job struct {
+	l      *lane
+	tag    uint64
+	slot   transfer.Slot
+	gen    transfer.Gen
+	r      transfer.Range
+	pieces []sourcePiece
+	maps   []*mapping // referenced until the copy is over
+	total  uint64
+	copied bool // guarded by destination.mu
+	grant  *transport.Grant
+	blocks []mem.Block
+}
+
+type sourcePiece struct {
+	m   *mapping
+	off uint64
+	len uint64
+}
+
+func (d *destination) init(l *lane) {
+	d.l, d.regions, d.jobs = l, map[uint32]*mapping{}, map[uint64]*job{}
+}
+
+func (d *destination) closeFDs() {
+	for _, fd := range d.fds {
+		closeFD(fd)
+	}
+	d.fds = nil
+}
+
+// region maps what the peer passed. A region that we refuse to map is remembered as such: pulls of it are refused, the lane
+// serves on.
+func (d *destination) region(f regionFrame) error {
+	if len(d.fds) == 0 {
+		return fmt.Errorf("%w: region %s without its descriptor", errFrame, f.id)
+	}
+	fd := d.fds[0]
+	d.fds = d.fds[1:]
+	m, err := d.l.b.maps.open(mapKey{d.l.peer, f.id}, fd, f.size)
+	if err != nil {
+		d.l.b.cfg.Log.Warn("shm region refused", "peer", d.l.peer, "err", err)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if _, dup := d.regions[f.index]; dup || len(d.regions) >= maxRegions {
+		if m != nil {
+			d.l.b.maps.release(m)
+		}
+		return fmt.Errorf("%w: region index %d is taken, or one of more than %d", errFrame, f.index, maxRegions)
+	}
+	d.regions[f.index] = m
+	return nil
+}
+
+func (d *destination) forget(index uint32) error {
+	d.mu.Lock()
+	m, ok := d.regions[index]
+	delete(d.regions, index)
+	d.mu.Unlock()
+	if !ok {
+		return fmt.Errorf("%w: region index %d is unknown", errFrame, index)
+	}
+	if m != nil {
+		d.l.b.maps.release(m)
+	}
+	return nil
+}
+
+func (d *destination) pull(f pullFrame) error {
+	d.mu.Lock()
+	if _, dup := d.jobs[f.tag]; dup || len(d.jobs) >= maxPulls {
+		d.mu.Unlock()
+		return fmt.Errorf("%w: pull %#x is open already, or one of more than %d", errFrame, f.tag, maxPulls)
+	}
+	j := &job{}
+	if n := len(d.free); n > 0 {
+		j, d.free = d.free[n-1], d.free[:n-1]
+	}
+	*j = job{l: d.l, tag: f.tag, slot: f.slot, gen: f.gen, r: f.r, pieces: j.pieces[:0], maps: j.maps[:0], blocks: j.blocks[:0]}
+	d.jobs[f.tag] = j
+	reason := d.sourceLocked(j, f)
+	d.mu.Unlock()
+	switch {
+	case reason != transfer.ReasonNone:
+		j.finish(reason)
+	case j.total <= inlineBytes && len(d.l.b.jobs) == 0:
+		j.finish(j.copy())
+	default:
+		select {
+		case d.l.b.jobs <- j:
+		case <-d.l.b.stop:
+			j.finish(transfer.ReasonLaneLost)
+		}
+	}
+	return nil
+}
+
+// sourceLocked checks the pieces against the mapped regions.
+func (d *destination) sourceLocked(j *job, f pullFrame) transfer.Reason {
+	for i := range f.numPieces() {
+		p := f.piece(i)
+		m := d.regions[p.region]
+		if m == nil {
+			return transfer.ReasonMemory
+		}
+		if n := uint64(len(m.bytes)); p.off > n || uint64(p.len) > n-p.off || p.len == 0 {
+			return transfer.ReasonRange
+		}
+		j.hold(m)
+		j.pieces = append(j.pieces, sourcePiece{m, p.off, uint64(p.len)})
+		j.total += uint64(p.len)
+	}
+	return transfer.ReasonNone
+}
+
+func (j *job) hold(m *mapping) {
+	for _, have := range j.maps {
+		if have == m {
+			return
+		}
+	}
+	j.l.b.maps.acquire(m)
+	j.maps = append(j.maps, m)
+}
+
+// copier copies what readers hand over.
+func (b *Backend) copier() {
+	waiting, owner := 0, (*lane)(nil) // answers of a lane that were not sent yet
+	flush := func() {
+		if owner != nil {
+			owner.out.kick()
+		}
+		waiting, owner = 0, nil
+	}
+	for {
+		var j *job
+		select {
+		case j = <-b.jobs:
+		default:
+			flush()
+			select {
+			case j = <-b.jobs:
+			case <-b.stop:
+				b.dropJobs()
+				return
+			}
+		}
+		if owner != j.l || waiting >= batchAnswers {
+			flush()
+		}
+		owner = j.l
+		waiting++
+		j.finish(j.copy())
+	}
+}
+
+func (b *Backend) dropJobs() {
+	for {
+		select {
+		case j := <-b.jobs:
+			j.finish(transfer.ReasonLaneLost)
+		default:
+			return
+		}
+	}
+}
+
+// copy moves the bytes into the grant's memory and says why not.
+func (j *job) copy() transfer.Reason {
+	g, reason := j.l.b.host.Grant(j.l.peer, j.slot, j.gen)
+	if g == nil {
+		return reason
+	}
+	j.grant = g
+	want, err := g.Sink.Bytes(j.r)
+	if err != nil {
+		return transfer.ReasonRange
+	}
+	if want != j.total {
+		return transfer.ReasonLength
+	}
+	if j.blocks, err = g.Sink.Resolve(j.blocks[:0], j.r); err != nil {
+		return transfer.ReasonRange
+	}
+	c := cursor{job: j}
+	for left := j.total; left > 0; {
+		n := min(left, guardBytes)
+		if !g.Enter() {
+			return transfer.ReasonRevoked
+		}
+		err := c.copy(n)
+		g.Leave()
+		if err != nil {
+			j.l.b.cfg.Log.Warn("shm copy", "peer", j.l.peer, "slot", j.slot, "err", err)
+			return transfer.ReasonMemory
+		}
+		left -= n
+	}
+	return transfer.ReasonNone
+}
+
+// cursor walks the pieces of both sides together.
+type cursor struct {
+	*job
+	si, di     int
+	soff, doff uint64 // in the current piece of each
+}
+
+// copy moves the next n bytes. The guard is held.
+func (c *cursor) copy(n uint64) error {
+	for n > 0 {
+		if c.si >= len(c.pieces) || c.di >= len(c.blocks) {
+			return fmt.Errorf("shm: the blocks of chunks [%d, +%d) hold fewer bytes than their length", c.r.First, c.r.Count)
+		}
+		s, d := &c.pieces[c.si], &c.blocks[c.di]
+		k := min(n, s.len-c.soff, d.Len-c.doff)
+		from := s.m.bytes[s.off+c.soff:][:k]
+		// A mapped region is copied into directly; one of another process takes a system call.
+		if p, ok := (mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}).Bytes(); ok {
+			mem.Copy(p, from)
+		} else if err := d.Region.WriteAt(from, d.Off+c.doff); err != nil {
+			return err
+		}
+		n -= k
+		if c.soff += k; c.soff == s.len {
+			c.si, c.soff = c.si+1, 0
+		}
+		if c.doff += k; c.doff == d.Len {
+			c.di, c.doff = c.di+1, 0
+		}
+	}
+	return nil
+}
+
+// finish answers the pull; where it was copied the job stays for the verdict.
+func (j *job) finish(reason transfer.Reason) {
+	l, d := j.l, &j.l.dst
+	for _, m := range j.maps {
+		l.b.maps.release(m)
+	}
+	j.maps = j.maps[:0]
+	tag := j.tag
+	d.mu.Lock()
+	gone := d.ended
+	if reason == transfer.ReasonNone {
+		j.copied = true
+	} else {
+		d.dropLocked(j)
+	}
+	d.mu.Unlock()
+	if gone {
+		return
+	}
+	if reason != transfer.ReasonNone {
+		l.b.host.Refused(l, reason)
+	}
+	var buf [frameHeader + pulledBytes]byte
+	l.out.put(appendPulled(buf[:0], tag, reason), -1)
+}
+
+// dropLocked ends a job and recycles it.
+func (d *destination) dropLocked(j *job) {
+	delete(d.jobs, j.tag)
+	j.grant = nil
+	clear(j.blocks)
+	clear(j.pieces)
+	if len(d.free) < maxInFlight {
+		d.free = append(d.free, j)
+	}
+}
+
+func (d *destination) verdict(tag uint64, valid bool) error {
+	d.mu.Lock()
+	j := d.jobs[tag]
+	if j == nil || !j.copied {
+		d.mu.Unlock()
+		return fmt.Errorf("%w: a verdict on pull %#x, which is not copied", errFrame, tag)
+	}
+	g, r := j.grant, j.r
+	d.dropLocked(j)
+	d.mu.Unlock()
+	l := d.l
+	if !valid {
+		l.b.host.Refused(l, transfer.ReasonDisowned)
+		return nil
+	}
+	o, reason := transfer.Rejected, transfer.ReasonRevoked
+	if g.Enter() {
+		g.Sink.Landed(l, r)
+		g.Leave()
+		o, reason = transfer.Landed, transfer.ReasonNone
+	} else {
+		l.b.host.Refused(l, reason)
+	}
+	var buf [frameHeader + confirmBytes]byte
+	l.out.put(appendConfirm(buf[:0], tag, o, reason), -1)
+	return nil
+}
+
+// end lets go of everything; copies that are under way finish and are answered to nobody.
+func (d *destination) end() {
+	d.closeFDs()
+	d.mu.Lock()
+	d.ended = true
+	regions := d.regions
+	d.regions = map[uint32]*mapping{}
+	clear(d.jobs)
+	d.mu.Unlock()
+	for _, m := range regions {
+		if m != nil {
+			d.l.b.maps.release(m)
+		}
+	}
+}

@@ -1,0 +1,422 @@
+package shm
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// Name of the backend and of its only rail.
+const Name = "shm"
+
+const (
+	sliceBytes      = 1 << 20 // big enough that its four small messages cost nothing beside the copy
+	maxInFlight     = 16      // slices of a lane
+	maxPulls        = 256     // of a lane, each way: a slice of many small pieces or many bytes takes several
+	maxPullBytes    = 1 << 20
+	maxRegions      = 1024 // of a lane
+	maxOpening      = 16   // connections that have not proved themselves yet
+	openTimeout     = 5 * time.Second
+	sweepEvery      = time.Second // how soon a freed region is unmapped at the peer
+	maxSocketPath   = 107
+	socketPrefix    = "kvspray-shm-"
+	maxStaleSockets = 64 // looked at when the backend opens
+	gbps            = 80 // what the rail claims before it is measured
+)
+
+// Config of the backend.
+type Config struct {
+	Dir     string // folder of the socket, made with mode 0700; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
+	Workers int    // copiers of the whole backend; default the number of processors
+	Log     *slog.Logger
+}
+
+// Backend is the shm transport of one process.
+type Backend struct {
+	cfg    Config
+	host   transport.Host
+	ln     *net.UnixListener
+	path   string
+	maps   mappings
+	jobs   chan *job
+	stop   chan struct{}
+	wg     sync.WaitGroup
+	laneID atomic.Uint64
+
+	mu sync.Mutex
+	// guarded by mu, which is the last lock: nothing else is taken while it is held
+	lanes  map[*lane]struct{}
+	reads  map[*transport.Origin]*reading
+	closed bool
+	opened bool
+}
+
+// reading counts the pulls of one origin that the peer may still be at.
+type reading struct {
+	n    int
+	done chan struct{}
+}
+
+var _ transport.Backend = (*Backend)(nil)
+
+// New returns a backend that does nothing until Open.
+func New(cfg Config) *Backend {
+	if cfg.Workers <= 0 {
+		cfg.Workers = runtime.GOMAXPROCS(0)
+	}
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	return &Backend{
+		cfg: cfg, jobs: make(chan *job, maxPulls), stop: make(chan struct{}),
+		maps:  mappings{all: map[mapKey]*mapping{}},
+		lanes: map[*lane]struct{}{}, reads: map[*transport.Origin]*reading{},
+	}
+}
+
+// Name implements transport.Backend.
+func (b *Backend) Name() string { return Name }
+
+// Caps implements transport.Backend.
+func (b *Backend) Caps() transport.Caps {
+	return transport.Caps{Initiator: transport.ByDestination, Evidence: transport.EvidenceRead, Fence: transport.FenceLease,
+		SameHost: true, SliceBytes: sliceBytes}
+}
+
+// Open implements transport.Backend.
+func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Rail, error) {
+	dir, err := socketDir(b.cfg.Dir)
+	if err != nil {
+		return nil, err
+	}
+	removeStale(dir)
+	var id [8]byte
+	_, _ = rand.Read(id[:]) // never fails
+	path := filepath.Join(dir, socketPrefix+hex.EncodeToString(id[:])+".sock")
+	if len(path) > maxSocketPath {
+		return nil, fmt.Errorf("shm: socket path %q has %d bytes, at most %d; set a shorter folder: %w", path, len(path), maxSocketPath,
+			transport.ErrNotSupported)
+	}
+	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
+	if err != nil {
+		return nil, fmt.Errorf("shm: listen on %q: %w", path, err)
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		_ = ln.Close()
+		return nil, fmt.Errorf("shm: mode of %q: %w", path, err)
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed || b.opened {
+		_ = ln.Close()
+		return nil, fmt.Errorf("shm: open: %w", net.ErrClosed)
+	}
+	b.opened, b.host, b.ln, b.path = true, host, ln, path
+	for range b.cfg.Workers {
+		b.wg.Go(b.copier)
+	}
+	b.wg.Go(b.accept)
+	b.wg.Go(b.sweep)
+	return []transport.Rail{{Name: Name, Address: path, Gbps: gbps, NUMA: -1, Tier: 1}}, ctx.Err()
+}
+
+// socketDir returns a folder that only this user can enter.
+func socketDir(dir string) (string, error) {
+	if dir == "" {
+		if dir = os.Getenv("XDG_RUNTIME_DIR"); dir == "" {
+			dir = filepath.Join(os.TempDir(), fmt.Sprintf("kvspray-%d", os.Getuid()))
+		}
+	}
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", fmt.Errorf("shm: folder of the socket: %w", err)
+	}
+	st, err := os.Stat(dir)
+	if err != nil {
+		return "", fmt.Errorf("shm: folder of the socket: %w", err)
+	}
+	if sys, ok := st.Sys().(*syscall.Stat_t); !ok || int(sys.Uid) != os.Getuid() || st.Mode().Perm()&0o077 != 0 {
+		return "", fmt.Errorf("shm: folder %q has mode %o or another owner: make it 0700 and this user's, or name another one", dir, st.Mode().Perm())
+	}
+	return dir, nil
+}
+
+// removeStale removes sockets that a killed sidecar left behind: nobody answers there.
+func removeStale(dir string) {
+	all, _ := filepath.Glob(filepath.Join(dir, socketPrefix+"*.sock"))
+	for _, path := range all[:min(len(all), maxStaleSockets)] {
+		c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: path, Net: "unixpacket"})
+		if err == nil {
+			_ = c.Close()
+		} else if errors.Is(err, syscall.ECONNREFUSED) {
+			_ = os.Remove(path)
+		}
+	}
+}
+
+func (b *Backend) accept() {
+	opening := make(chan struct{}, maxOpening)
+	for {
+		c, err := b.ln.AcceptUnix()
+		if err != nil {
+			if !errors.Is(err, net.ErrClosed) {
+				b.cfg.Log.Error("shm accept", "err", err)
+			}
+			return
+		}
+		select {
+		case opening <- struct{}{}:
+			b.wg.Go(func() {
+				defer func() { <-opening }()
+				b.welcome(c)
+			})
+		default:
+			_ = c.Close()
+		}
+	}
+}
+
+func (b *Backend) welcome(c *net.UnixConn) {
+	stop := b.closeOnStop(c)
+	_ = c.SetDeadline(time.Now().Add(openTimeout))
+	var remote string
+	o, err := wire.Accept(&packetStream{c: c}, wire.AcceptParams{
+		Purpose: wire.PurposeSHM,
+		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
+			p, ok := b.host.PeerKey(boot)
+			return p.Key, p.Self, ok
+		},
+		Attach: func(h *wire.Hello) ([]byte, error) {
+			remote = string(h.Attach)
+			return []byte(Name), nil
+		},
+	})
+	stop()
+	if err == nil {
+		_, err = b.newLane(c, o.Peer, remote)
+	}
+	if err != nil {
+		_ = c.Close()
+		b.cfg.Log.Warn("shm lane refused", "err", err)
+	}
+}
+
+// closeOnStop ends the opening of c when the backend closes. The result undoes it.
+func (b *Backend) closeOnStop(c net.Conn) func() {
+	ctx, cancel := context.WithCancel(context.Background())
+	b.wg.Go(func() {
+		select {
+		case <-b.stop:
+			_ = c.SetDeadline(time.Unix(1, 0))
+		case <-ctx.Done():
+		}
+	})
+	return cancel
+}
+
+// Dial implements transport.Backend.
+func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+	fail := func(err error) (transport.Lane, error) {
+		return nil, fmt.Errorf("shm: dial boot %s at %q: %w", peer.Boot, remote.Address, err)
+	}
+	b.mu.Lock()
+	ok := b.opened && !b.closed
+	b.mu.Unlock()
+	if !ok {
+		return fail(net.ErrClosed)
+	}
+	nc, err := (&net.Dialer{}).DialContext(ctx, "unixpacket", remote.Address)
+	if err != nil {
+		// Another host, or another mount namespace: either way this transport cannot reach the peer.
+		return fail(fmt.Errorf("%w: %w; share the socket's folder between the pods of one host", transport.ErrNotSupported, err))
+	}
+	c := nc.(*net.UnixConn)
+	deadline := time.Now().Add(openTimeout)
+	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
+		deadline = d
+	}
+	_ = c.SetDeadline(deadline)
+	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+	o, err := wire.Dial(&packetStream{c: c}, wire.DialParams{Purpose: wire.PurposeSHM, Self: peer.Self, Peer: peer.Boot, Key: peer.Key,
+		Attach: []byte(local.Name)})
+	if !undo() && err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		_ = c.Close()
+		return fail(err)
+	}
+	l, err := b.newLane(c, peer.Boot, string(o.Attach))
+	if err != nil {
+		_ = c.Close()
+		return fail(err)
+	}
+	return l, nil
+}
+
+// Grant implements transport.Backend: there is nothing to prepare, the destination copies.
+func (b *Backend) Grant(*transport.Grant) ([]byte, error) { return nil, nil }
+
+// Fence implements transport.Backend. Only this process's copiers write, under the guard.
+func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
+	if !g.Revoked() {
+		return fmt.Errorf("shm: fence of slot %d.%d: its guard is not revoked; revoke first", g.Slot, g.Gen)
+	}
+	select {
+	case <-g.Idle():
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("shm: fence of slot %d.%d: a copy is still under way: %w", g.Slot, g.Gen, ctx.Err())
+	}
+}
+
+// CloseOrigin implements transport.Backend.
+func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
+	if !o.Revoked() {
+		return fmt.Errorf("shm: close of origin %d.%d: its guard is not revoked; revoke first", o.Slot, o.Gen)
+	}
+	b.mu.Lock()
+	r := b.reads[o]
+	b.mu.Unlock()
+	if r == nil {
+		return nil
+	}
+	select {
+	case <-r.done:
+		return nil
+	case <-ctx.Done():
+	}
+	// The peer is silent. Without a lane the verdicts that its reads need can never reach it.
+	b.mu.Lock()
+	var silent []*lane
+	for l := range b.lanes {
+		if l.peer == o.Peer {
+			silent = append(silent, l)
+		}
+	}
+	b.mu.Unlock()
+	for _, l := range silent {
+		if l.reads(o) {
+			l.close(fmt.Errorf("shm: the peer answers no pull of slot %d.%d: %w", o.Slot, o.Gen, ctx.Err()))
+		}
+	}
+	<-r.done // closing a lane ends its pulls at once
+	return nil
+}
+
+// startRead counts a pull of o, unless o is closed.
+func (b *Backend) startRead(o *transport.Origin) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if o.Revoked() {
+		return false
+	}
+	r := b.reads[o]
+	if r == nil {
+		r = &reading{done: make(chan struct{})}
+		b.reads[o] = r
+	}
+	r.n++
+	return true
+}
+
+func (b *Backend) endRead(o *transport.Origin) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	r := b.reads[o]
+	if r.n--; r.n == 0 {
+		delete(b.reads, o)
+		close(r.done)
+	}
+}
+
+// sweep tells peers of regions that were freed here, so that they do not keep a dead engine's memory.
+func (b *Backend) sweep() {
+	t := time.NewTicker(sweepEvery)
+	defer t.Stop()
+	for {
+		select {
+		case <-b.stop:
+			return
+		case <-t.C:
+		}
+		b.mu.Lock()
+		all := make([]*lane, 0, len(b.lanes))
+		for l := range b.lanes {
+			all = append(all, l)
+		}
+		b.mu.Unlock()
+		for _, l := range all {
+			l.forgetFreed()
+		}
+	}
+}
+
+// Close implements transport.Backend.
+func (b *Backend) Close() error {
+	b.mu.Lock()
+	if b.closed {
+		b.mu.Unlock()
+		b.wg.Wait()
+		return nil
+	}
+	b.closed = true
+	all := make([]*lane, 0, len(b.lanes))
+	for l := range b.lanes {
+		all = append(all, l)
+	}
+	ln := b.ln
+	b.mu.Unlock()
+	close(b.stop)
+	if ln != nil {
+		_ = ln.Close() // removes the socket's file
+	}
+	for _, l := range all {
+		l.close(net.ErrClosed)
+	}
+	b.wg.Wait()
+	return nil
+}
+
+// packetStream lets the lane opening, which reads a stream, run over packets. It never reads ahead: each side of the opening
+// waits for the other's packet.
+type packetStream struct {
+	c    *net.UnixConn
+	rest []byte
+	buf  [2048]byte
+}
+
+func (s *packetStream) Read(p []byte) (int, error) {
+	if len(s.rest) == 0 {
+		n, err := s.c.Read(s.buf[:])
+		if err != nil {
+			return 0, err
+		}
+		s.rest = s.buf[:n]
+	}
+	n := copy(p, s.rest)
+	s.rest = s.rest[n:]
+	return n, nil
+}
+
+func (s *packetStream) Write(p []byte) (int, error) { return s.c.Write(p) }
+
+// reopenReadOnly returns a descriptor of a region that its receiver cannot write through.
+func reopenReadOnly(r *mem.Region) (int, error) {
+	return syscall.Open(fmt.Sprintf("/proc/self/fd/%d", r.FD()), syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
+}
