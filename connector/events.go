@@ -34,6 +34,8 @@ type Worker struct {
 	// engine's promise at the time of the call: it compares the board's source epoch with what was drained from the
 	// ring and drains the ring first where they differ. Safe from any goroutine; a load and a compare when nothing changed.
 	SourceValid func(transfer.LeaseID) bool
+
+	state *worker
 }
 
 // Intent is a source lease: blocks that hold, or will hold, a prompt's KV.
@@ -94,6 +96,7 @@ type Events interface {
 	Progress(*Worker, []Progress)
 	Expect(*Worker, Expect)
 	Cancel(w *Worker, lease uint64, reason string)
+	// Preempt: the blocks of a source lease are lost; the lease stays open. Its next Progress carries the new epoch.
 	Preempt(w *Worker, lease uint64)
 	Hold(w *Worker, lease uint64)
 	// Await's answer goes to reply, once, from any goroutine.

@@ -4,18 +4,34 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 // Defaults and bounds of a Server.
 const (
-	DefaultMaxSessions  = 64
-	DefaultMaxLeases    = 4096     // open leases of one worker
-	DefaultMaxRegions   = 1024     // regions of one worker
-	DefaultMaxAwaits    = 4096     // unanswered AWAITs of one scheduler
-	DefaultMaxBlockIDs  = 16 << 20 // block ids that one worker's open leases may name together
-	DefaultFenceWait    = 5 * time.Second
-	DefaultDetachedWarn = 30 * time.Second
+	DefaultMaxSessions = 64
+	DefaultMaxLeases   = 4096     // open leases of one worker
+	DefaultMaxRegions  = 1024     // regions of one worker
+	DefaultMaxAwaits   = 4096     // unanswered AWAITs of one scheduler
+	DefaultMaxBlockIDs = 16 << 20 // block ids that one worker's open leases may name together
+	DefaultFenceWait   = 5 * time.Second
+	DefaultDeadline    = 30 * time.Second
+	DefaultPartner     = 10 * time.Second
+	DefaultGrace       = 5 * time.Second
+
+	maxDeadline    = time.Hour        // of a lease or an AWAIT; longer wishes are cut
+	helloTimeout   = 10 * time.Second // a connection that says nothing gives its place back
+	writeTimeout   = 5 * time.Second  // of one packet to a shim that does not read
+	detachedWarn   = 30 * time.Second // a worker without socket that lives on is logged
+	maxOutbox      = 1024             // packets that wait for a shim to read
+	maxComplaints  = 16               // ERROR messages about records, per session
+	maxBadPackets  = 64               // per session; then it ends
+	drainBatch     = 256              // records between two deliveries
+	maxUndelivered = 4096             // events that SourceValid may leave for the ring's goroutine
+	retryFirst     = 2 * time.Millisecond
+	retryLast      = 100 * time.Millisecond // between looks at a full completion ring
+	statsPeriod    = time.Second
 )
 
 // Limits bounds what engines can make a Server hold. A zero field takes its default.
@@ -76,6 +92,8 @@ type Options struct {
 	// FenceWait bounds how long a takeover waits for the older session's leases to be fenced before it is told to retry.
 	// Zero: DefaultFenceWait.
 	FenceWait time.Duration
+	// Layouts knows the strategies that layouts may name. nil: parseblock.Default().
+	Layouts *parseblock.Registry
 }
 
 // Stats is what STATS tells shims; cumulative.

@@ -1,37 +1,494 @@
 package connector
 
-import "context"
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/parseblock"
+)
 
 // Server is the engine side of one sidecar.
-type Server struct{ opt Options }
+//
+// Goroutines, all joined by Close: the accept loop, two per session (reader, writer), two per registered worker (ring, exit
+// watch), and one watcher on a thread of its own. All of them block in the netpoller or on a condition when nothing happens.
+type Server struct {
+	opt      Options
+	log      *slog.Logger
+	watch    *watcher
+	wg       sync.WaitGroup
+	draining atomic.Bool
+	token    atomic.Uint64
+	epochs   atomic.Uint32
+	open     atomic.Int64  // leases of all workers
+	drained  chan struct{} // one token whenever open reaches 0
+
+	mu       sync.Mutex // protects all below; taken after a worker's locks, never before
+	ln       *net.UnixListener
+	lock     *os.File
+	sessions map[*session]struct{}
+	byBoot   map[[16]byte]*session // the newest worker session of each engine boot
+	workers  map[[16]byte]*worker  // by engine boot; until fenced
+	regions  map[[16]byte]*worker  // by region id; until fenced
+	closed   bool
+	stats    Stats
+	statsAt  time.Time
+	statsDue *time.Timer
+}
 
 // New checks the options. It touches neither disk nor network.
-func New(opt Options) (*Server, error) { return &Server{opt: opt}, nil }
+func New(opt Options) (*Server, error) {
+	switch {
+	case opt.Socket == "":
+		return nil, errors.New("connector: Options.Socket is empty: name the unix socket")
+	case len(opt.Socket) >= len(unix.RawSockaddrUnix{}.Path):
+		return nil, fmt.Errorf("connector: socket path of %d bytes, at most %d: use a shorter folder: %s", len(opt.Socket),
+			len(unix.RawSockaddrUnix{}.Path)-1, opt.Socket)
+	case opt.Events == nil:
+		return nil, errors.New("connector: Options.Events is nil")
+	case opt.Endpoint == nil:
+		return nil, errors.New("connector: Options.Endpoint is nil")
+	}
+	opt.Limits = opt.Limits.withDefaults()
+	if opt.Log == nil {
+		opt.Log = slog.New(slog.DiscardHandler)
+	}
+	if opt.HostBoot == "" {
+		opt.HostBoot = kernelBootID()
+	}
+	if opt.Layouts == nil {
+		opt.Layouts = parseblock.Default()
+	}
+	if opt.SocketMode == 0 {
+		opt.SocketMode = 0o600
+	}
+	def := func(d *time.Duration, v time.Duration) {
+		if *d <= 0 {
+			*d = v
+		}
+	}
+	def(&opt.Deadline, DefaultDeadline)
+	def(&opt.Partner, DefaultPartner)
+	def(&opt.Grace, DefaultGrace)
+	def(&opt.FenceWait, DefaultFenceWait)
+	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: newWatcher(), drained: make(chan struct{}, 1),
+		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{}, workers: map[[16]byte]*worker{},
+		regions: map[[16]byte]*worker{}}, nil
+}
 
 // Listen makes the socket: the folder 0700, the socket 0600. A dead sidecar's socket is replaced, a live one's is refused.
 // Serve calls it when the caller has not.
-func (s *Server) Listen() error { return nil }
+func (s *Server) Listen() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return net.ErrClosed
+	}
+	if s.ln != nil {
+		return nil
+	}
+	path := s.opt.Socket
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return fmt.Errorf("connector: folder of socket %s: %w", path, err)
+	}
+	// The lock, not the socket, says who is alive: it ends with its process, and two sidecars that start at once cannot both
+	// find a dead one.
+	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return fmt.Errorf("connector: lock of socket %s: %w", path, err)
+	}
+	fail := func(err error) error {
+		_ = lock.Close()
+		return err
+	}
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			err = errors.New("another sidecar serves it: stop that one, or choose another socket")
+		}
+		return fail(fmt.Errorf("connector: socket %s: %w", path, err))
+	}
+	if st, err := os.Lstat(path); err == nil {
+		if st.Mode()&os.ModeSocket == 0 {
+			return fail(fmt.Errorf("connector: socket %s: a %s stands there: move it away, or choose another socket", path, st.Mode().Type()))
+		}
+		if c, err := net.Dial("unixpacket", path); err == nil {
+			_ = c.Close()
+			return fail(fmt.Errorf("connector: socket %s: something listens there: stop it, or choose another socket", path))
+		}
+		if err := os.Remove(path); err != nil {
+			return fail(fmt.Errorf("connector: replace the dead socket %s: %w", path, err))
+		}
+		s.log.Info("replaced a dead sidecar's socket", "socket", path)
+	}
+	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
+	if err != nil {
+		return fail(fmt.Errorf("connector: listen: %w", err))
+	}
+	if err := os.Chmod(path, os.FileMode(s.opt.SocketMode)); err != nil {
+		_ = ln.Close()
+		return fail(fmt.Errorf("connector: mode of socket %s: %w", path, err))
+	}
+	s.ln, s.lock = ln, lock
+	s.wg.Go(s.watch.run)
+	return nil
+}
 
 // Serve accepts sessions until ctx ends or Close. It returns after every goroutine of the server has ended.
-func (s *Server) Serve(ctx context.Context) error { <-ctx.Done(); return nil }
+func (s *Server) Serve(ctx context.Context) error {
+	if err := s.Listen(); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	ln := s.ln
+	s.mu.Unlock()
+	if ln == nil {
+		return net.ErrClosed
+	}
+	stop := context.AfterFunc(ctx, func() { _ = s.Close() })
+	defer stop()
+	for {
+		uc, err := ln.AcceptUnix()
+		if errors.Is(err, net.ErrClosed) {
+			break
+		}
+		if err != nil {
+			s.log.Warn("accept", "err", err)
+			// Out of descriptors, most likely: wait for some to come back, without spinning.
+			select {
+			case <-ctx.Done():
+			case <-time.After(100 * time.Millisecond):
+			}
+			continue
+		}
+		s.accept(uc)
+	}
+	err := s.Close()
+	return errors.Join(err, ctx.Err())
+}
+
+func (s *Server) accept(uc *net.UnixConn) {
+	p, err := peerOf(uc)
+	if err == nil && !s.allowed(p.uid) {
+		p.close()
+		err = fmt.Errorf("uid %d may not connect: run the engine as uid %d, or allow that uid in the sidecar's config", p.uid, os.Getuid())
+	}
+	if err != nil {
+		s.hookMalformed("peer")
+		s.log.Warn("connection refused", "err", err)
+		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodePermission, Message: err.Error(), Fatal: true})
+		return
+	}
+	c := &session{s: s, uc: uc, peer: p, outbox: make(chan []byte, maxOutbox), closed: make(chan struct{}), log: s.log}
+	s.mu.Lock()
+	full := len(s.sessions) >= s.opt.Limits.Sessions
+	ok := !s.closed && !full
+	if ok {
+		s.sessions[c] = struct{}{}
+		s.wg.Add(2)
+	}
+	s.mu.Unlock()
+	if !ok {
+		p.close()
+		s.log.Warn("connection refused", "sessions", s.opt.Limits.Sessions)
+		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodeLimit, Message: fmt.Sprintf("%d sessions are open", s.opt.Limits.Sessions),
+			Remedy: "close some, or raise the sidecar's limit", Fatal: true})
+		return
+	}
+	go c.read()
+	go c.write()
+}
+
+// refuseConn says why, if that fits the socket's buffer, and closes.
+func (s *Server) refuseConn(uc *net.UnixConn, e *msg.ErrorMessage) {
+	if p, err := msg.EncodePacket(e); err == nil {
+		_ = uc.SetWriteDeadline(time.Now().Add(50 * time.Millisecond))
+		_, _ = uc.Write(p)
+	}
+	_ = uc.Close()
+}
+
+func (s *Server) allowed(uid uint32) bool {
+	if uid == uint32(os.Getuid()) {
+		return true
+	}
+	for _, u := range s.opt.AllowUIDs {
+		if u == uid {
+			return true
+		}
+	}
+	return false
+}
+
+// takeOver makes c the session of an engine boot. An older registered session is fenced first.
+func (s *Server) takeOver(c *session, boot [16]byte) error {
+	s.mu.Lock()
+	w := s.workers[boot]
+	old := s.byBoot[boot]
+	if w != nil && w.proc.pid != c.peer.pid && !w.proc.exited() {
+		s.mu.Unlock()
+		return &fieldError{code: msg.CodePermission, field: "boot", err: fmt.Errorf("boot %x belongs to the live process %d, this is %d", boot, w.proc.pid, c.peer.pid),
+			remedy: "make a fresh boot id in every process"}
+	}
+	s.byBoot[boot] = c
+	s.mu.Unlock()
+	if old != nil && old != c {
+		old.sendError(&msg.ErrorMessage{Code: msg.CodeSuperseded, Message: "a newer session of the same engine worker took over", Fatal: true})
+	}
+	if w == nil {
+		return nil
+	}
+	s.retire(w, ErrSuperseded)
+	t := time.NewTimer(s.opt.FenceWait)
+	defer t.Stop()
+	select {
+	case <-w.done:
+		return nil
+	case <-t.C:
+		s.log.Warn("the older session is not fenced yet", "worker", w.pub.Name, "after", s.opt.FenceWait)
+		return &fieldError{code: msg.CodeFencing, field: "boot", err: fmt.Errorf("leases of the older session are not fenced after %s", s.opt.FenceWait),
+			remedy: "say HELLO again; if this lasts, restart the sidecar"}
+	}
+}
+
+// retire tells the control layer that a worker is gone, once; its memory goes back when everything is fenced.
+func (s *Server) retire(w *worker, why error) {
+	w.deliver.Lock()
+	defer w.deliver.Unlock()
+	if w.gone {
+		return
+	}
+	w.gone = true
+	w.mu.Lock()
+	c := w.session
+	w.session = nil
+	open := len(w.leases)
+	w.mu.Unlock()
+	w.shut()
+	if c != nil && errors.Is(why, ErrBoard) {
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeBoard, Message: why.Error(), Remedy: "open a new session with fresh rings", Fatal: true})
+	}
+	w.log.Info("worker gone", "why", why, "leases", open)
+	if f := s.opt.Hooks.Exit; f != nil {
+		f(errors.Is(why, ErrExited))
+	}
+	if f := s.opt.Hooks.Worker; f != nil {
+		f(-1)
+	}
+	var once sync.Once
+	s.opt.Events.WorkerGone(w.pub, why, func() {
+		once.Do(func() {
+			s.forget(w)
+			w.release()
+		})
+	})
+}
+
+func (s *Server) forget(w *worker) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.workers[w.pub.Boot] == w {
+		delete(s.workers, w.pub.Boot)
+	}
+	for id, owner := range s.regions {
+		if owner == w {
+			delete(s.regions, id)
+		}
+	}
+}
 
 // Complete ends a lease towards the shim. It never blocks; when the completion ring is full the completion waits in order,
-// bounded by the worker's leases. Completing a lease that is not open is an error and has no effect.
-func (s *Server) Complete(w *Worker, c Completion) error { return nil }
+// bounded by the worker's leases. Completing a lease that is not open is an error (ErrGone, ErrUnknownLease) without effect.
+func (s *Server) Complete(w *Worker, c Completion) error {
+	if w == nil || w.state == nil || w.state.s != s {
+		return fmt.Errorf("complete %s: %w", c.Lease, ErrGone)
+	}
+	return w.state.complete(c)
+}
 
-// Workers returns the registered workers.
-func (s *Server) Workers() []*Worker { return nil }
+// Workers returns the registered workers, those that are being fenced included.
+func (s *Server) Workers() []*Worker {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := make([]*Worker, 0, len(s.workers))
+	for _, w := range s.workers {
+		out = append(out, w.pub)
+	}
+	return out
+}
 
 // Leases returns how many leases all workers have open.
-func (s *Server) Leases() int { return 0 }
+func (s *Server) Leases() int { return int(s.open.Load()) }
 
 // Drain says BYE to every session and refuses new leases (KVS_REFUSED) and sessions. It returns once no lease is open, or
 // with ctx's error.
-func (s *Server) Drain(ctx context.Context) error { return nil }
+func (s *Server) Drain(ctx context.Context) error {
+	s.draining.Store(true)
+	for _, c := range s.allSessions() {
+		c.send(&msg.Bye{Reason: "the sidecar drains"})
+	}
+	for s.open.Load() > 0 {
+		select {
+		case <-s.drained:
+		case <-ctx.Done():
+			return fmt.Errorf("connector: drain: %d leases are open: %w", s.open.Load(), ctx.Err())
+		}
+	}
+	return nil
+}
 
-// Publish tells every session the cumulative stats, at most once a second each; the latest wins.
-func (s *Server) Publish(st Stats) {}
+func (s *Server) allSessions() []*session {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := make([]*session, 0, len(s.sessions))
+	for c := range s.sessions {
+		out = append(out, c)
+	}
+	return out
+}
 
-// Close ends every session and returns after every goroutine has ended. Leases that are open are not completed: the
-// process is about to exit, and its exit is what proves them over. Idempotent.
-func (s *Server) Close() error { return nil }
+// Publish tells every session the cumulative stats, at most once a second; the latest wins.
+func (s *Server) Publish(st Stats) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return
+	}
+	s.stats = st
+	if s.statsDue != nil {
+		return // will go out with the one that waits
+	}
+	wait := statsPeriod - time.Since(s.statsAt)
+	s.statsDue = time.AfterFunc(max(wait, 0), func() {
+		s.mu.Lock()
+		st := s.stats
+		s.statsAt, s.statsDue = time.Now(), nil
+		s.mu.Unlock()
+		p, err := msg.EncodePacket(&msg.Stats{Transfers: st.Transfers, Bytes: st.Bytes})
+		if err != nil {
+			s.log.Error("encode stats", "err", err)
+			return
+		}
+		for _, c := range s.allSessions() {
+			c.queue(p)
+		}
+	})
+}
+
+// Close ends every session and returns after every goroutine has ended. Open leases are not completed: WorkerGone is called
+// for each worker, and its memory goes back when the control layer has fenced it. Idempotent.
+func (s *Server) Close() error {
+	s.mu.Lock()
+	first := !s.closed
+	s.closed = true
+	ln, lock := s.ln, s.lock
+	workers := make([]*worker, 0, len(s.workers))
+	for _, w := range s.workers {
+		workers = append(workers, w)
+	}
+	if s.statsDue != nil {
+		s.statsDue.Stop()
+	}
+	s.mu.Unlock()
+	if first {
+		if ln != nil {
+			_ = ln.Close()
+		}
+		for _, c := range s.allSessions() {
+			_ = c.uc.Close()
+		}
+		for _, w := range workers {
+			s.retire(w, net.ErrClosed)
+		}
+		if ln != nil {
+			s.watch.close()
+		}
+		if lock != nil {
+			_ = lock.Close()
+		}
+	}
+	s.wg.Wait()
+	return nil
+}
+
+func (s *Server) nextEpoch() uint32 { return s.epochs.Add(1) }
+
+// duration takes a wish in milliseconds; none, or an endless one, is cut.
+func (s *Server) duration(ms uint64, def time.Duration) time.Duration {
+	if ms == 0 {
+		return def
+	}
+	return time.Duration(min(ms, uint64(maxDeadline/time.Millisecond))) * time.Millisecond
+}
+
+func (s *Server) hookSession(role string, d int) {
+	if f := s.opt.Hooks.Session; f != nil {
+		f(role, d)
+	}
+}
+
+func (s *Server) hookLeases(source bool, d int) {
+	if s.open.Add(int64(d)) == 0 {
+		select {
+		case s.drained <- struct{}{}:
+		default:
+		}
+	}
+	if f := s.opt.Hooks.Leases; f != nil {
+		f(source, d)
+	}
+}
+
+func (s *Server) hookRecord(kind string) {
+	if f := s.opt.Hooks.Record; f != nil {
+		f(kind)
+	}
+}
+
+func (s *Server) hookMalformed(kind string) {
+	if f := s.opt.Hooks.Malformed; f != nil {
+		f(kind)
+	}
+}
+
+func (s *Server) hookIgnored(kind string) {
+	if f := s.opt.Hooks.Ignored; f != nil {
+		f(kind)
+	}
+}
+
+func (s *Server) hookCompleted(received bool, status uint16) {
+	if f := s.opt.Hooks.Completed; f != nil {
+		f(received, status)
+	}
+}
+
+func (s *Server) hookQueued(d int) {
+	if f := s.opt.Hooks.Queued; f != nil && d != 0 {
+		f(d)
+	}
+}
+
+// workerName is what logs call a worker: engine, its id, and the ranks that tell it apart.
+func workerName(h *msg.Hello) string {
+	name := h.Engine.Name + "/" + h.Engine.ID + "/tp" + strconv.Itoa(int(h.Ranks.TP.Rank))
+	for _, r := range []struct {
+		name string
+		rank msg.Rank
+	}{{"pp", h.Ranks.PP}, {"dp", h.Ranks.DP}, {"pcp", h.Ranks.PCP}, {"dcp", h.Ranks.DCP}} {
+		if r.rank.Size > 1 {
+			name += r.name + strconv.Itoa(int(r.rank.Rank))
+		}
+	}
+	return name
+}

@@ -411,6 +411,10 @@ func (w *Worker) Wait(ctx context.Context) (Completion, error) {
 			if ctx.Err() != nil {
 				return Completion{}, ctx.Err()
 			}
+			if errors.Is(err, os.ErrDeadlineExceeded) {
+				_ = w.bell.SetReadDeadline(never) // left by an earlier Wait whose context ended
+				continue
+			}
 			return Completion{}, fmt.Errorf("bell: %w", err)
 		}
 	}

@@ -1,0 +1,276 @@
+package connector_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+func TestMain(m *testing.M) {
+	if os.Getenv(childEnv) != "" {
+		childMain()
+		return
+	}
+	leaktest.Main(m)
+}
+
+// recorder is a control layer that writes down what it is told.
+type recorder struct {
+	mu       sync.Mutex
+	changed  chan struct{}
+	ups      []*connector.Worker
+	gone     []error
+	fenced   []func()
+	intents  []connector.Intent
+	expects  []connector.Expect
+	progress []connector.Progress
+	cancels  map[uint64]string
+	preempts []uint64
+	holds    []uint64
+	awaits   []connector.Await
+	replies  []func(connector.Admission)
+	order    []string
+	autoGone bool // fence at once
+	onIntent func(*connector.Worker, connector.Intent)
+}
+
+func newRecorder() *recorder {
+	return &recorder{changed: make(chan struct{}), cancels: map[uint64]string{}, autoGone: true}
+}
+
+func (r *recorder) note(what string, f func()) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	f()
+	r.order = append(r.order, what)
+	close(r.changed)
+	r.changed = make(chan struct{})
+}
+
+func (r *recorder) WorkerUp(w *connector.Worker) { r.note("up", func() { r.ups = append(r.ups, w) }) }
+
+func (r *recorder) WorkerGone(w *connector.Worker, why error, fenced func()) {
+	auto := false
+	r.note("gone", func() { r.gone = append(r.gone, why); r.fenced = append(r.fenced, fenced); auto = r.autoGone })
+	if auto {
+		fenced()
+	}
+}
+
+func (r *recorder) Intent(w *connector.Worker, in connector.Intent) {
+	var f func(*connector.Worker, connector.Intent)
+	r.note(fmt.Sprint("intent ", in.Lease.ID), func() { r.intents = append(r.intents, in); f = r.onIntent })
+	if f != nil {
+		f(w, in)
+	}
+}
+
+func (r *recorder) Progress(w *connector.Worker, p []connector.Progress) {
+	r.note(fmt.Sprint("progress ", p[0].Lease.ID), func() { r.progress = append(r.progress, p...) })
+}
+
+func (r *recorder) Expect(w *connector.Worker, ex connector.Expect) {
+	r.note(fmt.Sprint("expect ", ex.Lease.ID), func() { r.expects = append(r.expects, ex) })
+}
+
+func (r *recorder) Cancel(w *connector.Worker, lease uint64, reason string) {
+	r.note(fmt.Sprint("cancel ", lease), func() { r.cancels[lease] = reason })
+}
+
+func (r *recorder) Preempt(w *connector.Worker, lease uint64) {
+	r.note(fmt.Sprint("preempt ", lease), func() { r.preempts = append(r.preempts, lease) })
+}
+
+func (r *recorder) Hold(w *connector.Worker, lease uint64) {
+	r.note(fmt.Sprint("hold ", lease), func() { r.holds = append(r.holds, lease) })
+}
+
+func (r *recorder) Await(a connector.Await, reply func(connector.Admission)) {
+	r.note("await", func() { r.awaits = append(r.awaits, a); r.replies = append(r.replies, reply) })
+}
+
+// until waits for a condition over the recorder, under its lock.
+func (r *recorder) until(t testing.TB, what string, cond func() bool) {
+	t.Helper()
+	deadline := time.NewTimer(20 * time.Second)
+	defer deadline.Stop()
+	for {
+		r.mu.Lock()
+		ok, ch := cond(), r.changed
+		order := fmt.Sprint(r.order)
+		r.mu.Unlock()
+		if ok {
+			return
+		}
+		select {
+		case <-ch:
+		case <-deadline.C:
+			t.Fatalf("%s: not within 20 s; events so far: %s", what, order)
+		}
+	}
+}
+
+// syncBuffer collects logs of many goroutines.
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
+}
+
+type rig struct {
+	*connector.Server
+	rec    *recorder
+	socket string
+	logs   *syncBuffer
+	bad    *counter
+}
+
+type counter struct {
+	mu sync.Mutex
+	n  map[string]int
+}
+
+func (c *counter) add(k string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.n[k]++
+}
+
+func (c *counter) get(k string) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.n[k]
+}
+
+func start(t testing.TB, change func(*connector.Options)) *rig {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "kvc") // t.TempDir is too long for a socket path
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &rig{rec: newRecorder(), socket: filepath.Join(dir, "s"), logs: &syncBuffer{}, bad: &counter{n: map[string]int{}}}
+	opt := connector.Options{Socket: r.socket, Boot: transfer.Boot{1, 2, 3}, Node: "node", Endpoint: func() string { return "127.0.0.1:1" },
+		Events: r.rec, Log: slog.New(slog.NewTextHandler(r.logs, nil))}
+	opt.Hooks.Malformed = r.bad.add
+	opt.Hooks.Ignored = func(k string) { r.bad.add("ignored " + k) }
+	if change != nil {
+		change(&opt)
+	}
+	if r.Server, err = connector.New(opt); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Listen(); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- r.Serve(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil && !errors.Is(err, context.Canceled) {
+			t.Errorf("Serve: %v", err)
+		}
+		_ = os.RemoveAll(dir)
+		if t.Failed() {
+			t.Logf("log of the server:\n%s", r.logs)
+		}
+	})
+	return r
+}
+
+var shape = connectortest.Shape{Layers: 4, NumBlocks: 64, TokensPerBlock: 16, TokenBytes: 64}
+
+func testContext(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func region(t testing.TB, s connectortest.Shape) *mem.Region {
+	t.Helper()
+	r, err := s.Region()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(r.Release)
+	return r
+}
+
+func (r *rig) worker(t testing.TB, change func(*connectortest.Config)) *connectortest.Worker {
+	t.Helper()
+	w, err := connectortest.DialWorker(testContext(t), r.config(t, change))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = w.Close() })
+	return w
+}
+
+func (r *rig) config(t testing.TB, change func(*connectortest.Config)) connectortest.Config {
+	cfg := connectortest.Config{Socket: r.socket, Engine: msg.Engine{Name: "vllm", Version: "1", ID: "e"}, Layout: shape.Layout(),
+		Regions: []*mem.Region{region(t, shape)}}
+	if change != nil {
+		change(&cfg)
+	}
+	return cfg
+}
+
+func (r *rig) lastUp(t testing.TB) *connector.Worker {
+	t.Helper()
+	r.rec.mu.Lock()
+	defer r.rec.mu.Unlock()
+	if len(r.rec.ups) == 0 {
+		t.Fatal("no worker is up")
+	}
+	return r.rec.ups[len(r.rec.ups)-1]
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func key() (x [16]byte, h [32]byte) {
+	_, _ = rand.Read(x[:])
+	_, _ = rand.Read(h[:])
+	return x, h
+}
+
+func intent(tokens uint32, blocks ...uint32) msg.Intent {
+	x, h := key()
+	return msg.Intent{Xfer: x, Hash: h, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{blocks}, Prio: msg.PrioStream}
+}
+
+func asJSON(v any) string {
+	b, _ := json.Marshal(v)
+	return string(b)
+}

@@ -1,0 +1,285 @@
+package connector
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"runtime"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/layout"
+)
+
+// maxBoardBytes bounds a flags or rings memfd: two rings of the largest size and their headers.
+const maxBoardBytes = 2*board.RingMaxBytes + 1<<20
+
+// onRegister maps and checks what a worker hands over. A refusal leaves the session open, so that the shim can mend and
+// register again.
+func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
+	w, err := c.register(m, fds)
+	if err != nil {
+		c.s.hookMalformed("register")
+		c.log.Warn("registration refused", "err", err)
+		c.sendError(errorMessage(m.ID, msg.CodeState, err, false))
+		return
+	}
+	c.worker = w
+	s := c.s
+	// Every lock in order: nobody can retire the worker before WorkerUp was said.
+	w.deliver.Lock()
+	s.mu.Lock()
+	current := !s.closed && s.byBoot[c.hello.Boot] == c && s.workers[c.hello.Boot] == nil
+	if current {
+		for _, r := range w.pub.Regions {
+			if owner := s.regions[r.ID()]; owner != nil {
+				current = false
+			}
+		}
+	}
+	if current {
+		s.workers[c.hello.Boot] = w
+		for _, r := range w.pub.Regions {
+			s.regions[r.ID()] = w
+		}
+		s.wg.Add(2)
+	}
+	s.mu.Unlock()
+	if !current {
+		w.gone = true
+		w.deliver.Unlock()
+		c.worker = nil
+		w.abandon()
+		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Field: "session", Message: "another session of this engine worker is there, or holds a region of this id",
+			Remedy: "open a new session, with fresh region ids for new memory"})
+		return
+	}
+	s.opt.Events.WorkerUp(w.pub)
+	w.deliver.Unlock()
+	if f := s.opt.Hooks.Worker; f != nil {
+		f(1)
+	}
+	c.send(&msg.Registered{ID: m.ID, Fingerprint: w.pub.Fingerprint, Geometry: w.pub.Geometry})
+	var bytes uint64
+	for _, r := range w.pub.Regions {
+		bytes += r.Size()
+	}
+	w.log.Info("worker registered", "regions", len(w.pub.Regions), "bytes", bytes, "layers", w.pub.Layout.NumLayers(),
+		"groups", len(w.pub.Layout.Groups), "fingerprint", fmt.Sprintf("%x", w.pub.Fingerprint[:6]))
+	go w.run()
+	go func() {
+		defer s.wg.Done()
+		if err := w.proc.wait(); err == nil {
+			s.retire(w, ErrExited)
+		} else if !errors.Is(err, os.ErrClosed) {
+			w.log.Error("the exit of the engine worker cannot be watched; its leases stay until a new session takes over", "err", err)
+		}
+	}()
+}
+
+func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err error) {
+	s := c.s
+	refuse := func(code, field string, err error, remedy string) error {
+		return &fieldError{code: code, field: field, err: err, remedy: remedy}
+	}
+	if c.hello.Role != msg.RoleWorker {
+		return nil, refuse(msg.CodeState, "role", errors.New("a scheduler has nothing to register"), "register on the worker's session")
+	}
+	if c.worker != nil {
+		return nil, refuse(msg.CodeState, "session", errors.New("registered already"), "open a new session to register afresh")
+	}
+	if len(m.Regions) == 0 {
+		return nil, refuse(msg.CodeRegion, "regions", errors.New("none"), "register the memory of the KV cache")
+	}
+	if len(m.Regions) > s.opt.Limits.Regions {
+		return nil, refuse(msg.CodeLimit, "regions", fmt.Errorf("%d, at most %d", len(m.Regions), s.opt.Limits.Regions), "register fewer, larger regions")
+	}
+	var undo []func()
+	defer func() {
+		if err != nil {
+			for _, f := range undo {
+				f()
+			}
+		}
+	}()
+	files := map[[2]uint64]string{}
+	// take moves a descriptor out of the packet. Each may be named once, and each file behind a mapping once: two views of one
+	// memory would be overlapping regions.
+	take := func(field string, index uint32, file bool) (fd int, size uint64, err error) {
+		if uint64(index) >= uint64(len(fds)) {
+			return -1, 0, refuse(msg.CodeProtocol, field, fmt.Errorf("index %d, %d descriptors came", index, len(fds)), "send the descriptor in the same packet")
+		}
+		if fds[index] < 0 {
+			return -1, 0, refuse(msg.CodeProtocol, field, fmt.Errorf("descriptor %d is named twice", index), "send one descriptor for each use")
+		}
+		ino, size, err := inode(fds[index])
+		if err != nil {
+			return -1, 0, refuse(msg.CodeProtocol, field, err, "send an open descriptor")
+		}
+		if file {
+			if other, dup := files[ino]; dup {
+				return -1, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s", other), "register each memory once, as one region")
+			}
+			files[ino] = field
+		}
+		fd, fds[index] = fds[index], -1
+		return fd, size, nil
+	}
+	mapBoard := func(field string, index uint32) (*mem.Region, error) {
+		fd, size, err := take(field, index, true)
+		if err != nil {
+			return nil, err
+		}
+		if size > maxBoardBytes {
+			_ = os.NewFile(uintptr(fd), field).Close()
+			return nil, refuse(msg.CodeBoard, field, fmt.Errorf("%d bytes, at most %d", size, maxBoardBytes), "use smaller rings")
+		}
+		r, err := mem.MapMemfd(mem.NewID(), fd, size)
+		if err != nil {
+			_ = os.NewFile(uintptr(fd), field).Close()
+			return nil, refuse(msg.CodeBoard, field, err, "create it with memfd_create(MFD_ALLOW_SEALING), size it, then add F_SEAL_SHRINK|F_SEAL_GROW|F_SEAL_SEAL")
+		}
+		undo = append(undo, r.Release)
+		return r, nil
+	}
+	event := func(field string, index uint32) (int, error) {
+		fd, _, err := take(field, index, false)
+		if err != nil {
+			return -1, err
+		}
+		undo = append(undo, func() { _ = os.NewFile(uintptr(fd), field).Close() })
+		if err := checkEventfd(fd); err != nil {
+			return -1, refuse(msg.CodeBoard, field, err, "create it with eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)")
+		}
+		return fd, nil
+	}
+
+	flagsMem, err := mapBoard("fds.flags", m.FDs.Flags)
+	if err != nil {
+		return nil, err
+	}
+	b, _ := flagsMem.Bytes()
+	flags, err := board.ParseFlags(b)
+	if err != nil {
+		return nil, refuse(msg.CodeBoard, "fds.flags", err, "write the header of board.h before REGISTER")
+	}
+	if flags.Boot() != c.hello.Boot {
+		return nil, refuse(msg.CodeBoard, "fds.flags", fmt.Errorf("boot %x, HELLO said %x", flags.Boot(), c.hello.Boot), "use one boot id per engine worker")
+	}
+	rings, err := mapBoard("fds.rings", m.FDs.Rings)
+	if err != nil {
+		return nil, err
+	}
+	b, _ = rings.Bytes()
+	view, err := board.ParseRings(b)
+	if err != nil {
+		return nil, refuse(msg.CodeBoard, "fds.rings", err, "write the header of board.h before REGISTER")
+	}
+	if view.Session() != m.Session {
+		return nil, refuse(msg.CodeBoard, "fds.rings", fmt.Errorf("session %x, REGISTER says %x", view.Session(), m.Session), "make fresh rings for every connection")
+	}
+	door, err := event("fds.doorbell", m.FDs.Doorbell)
+	if err != nil {
+		return nil, err
+	}
+	bell, err := event("fds.bell", m.FDs.Bell)
+	if err != nil {
+		return nil, err
+	}
+
+	pub := &Worker{Boot: c.hello.Boot, Name: workerName(c.hello)}
+	sizes := make([]uint64, len(m.Regions))
+	ids := map[[16]byte]int{}
+	for i, d := range m.Regions {
+		field := fmt.Sprintf("regions[%d]", i)
+		if d.Region == ([16]byte{}) {
+			return nil, refuse(msg.CodeRegion, field+".region", errors.New("id is all zero"), "send 16 random bytes")
+		}
+		if j, dup := ids[d.Region]; dup {
+			return nil, refuse(msg.CodeRegion, field+".region", fmt.Errorf("the id of regions[%d]", j), "draw a fresh random id for each region")
+		}
+		ids[d.Region] = i
+		fd, _, err := take(field+".fd", d.FD, d.Kind != msg.KindProcess)
+		if err != nil {
+			return nil, err
+		}
+		var r *mem.Region
+		switch d.Kind {
+		case msg.KindMemfd:
+			r, err = mem.MapMemfd(d.Region, fd, d.Bytes)
+		case msg.KindAdopted:
+			r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.Adopted())
+		case msg.KindProcess:
+			if err = disjoint(m.Regions[:i], d); err == nil {
+				r, err = mem.OpenProcess(d.Region, fd, d.Addr, d.Bytes)
+			}
+		default:
+			err = fmt.Errorf("kind %q is unknown, want memfd, adopted or process", d.Kind)
+		}
+		if err != nil {
+			_ = os.NewFile(uintptr(fd), field).Close()
+			return nil, refuse(msg.CodeRegion, field, err, "see docs/protocol.md, REGISTER")
+		}
+		undo = append(undo, r.Release)
+		pub.Regions = append(pub.Regions, r)
+		sizes[i] = r.Size()
+	}
+
+	lay, err := layout.Unmarshal(m.Layout)
+	if err == nil {
+		err = s.opt.Layouts.Validate(lay, sizes)
+	}
+	if err != nil {
+		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
+	}
+	index := make([]int, 0, lay.NumLayers())
+	for gi := range lay.Groups {
+		for li := range lay.Groups[gi].Layers {
+			i := lay.Groups[gi].Layers[li].Index
+			if i < 0 || i >= flags.Layers() {
+				return nil, refuse(msg.CodeLayout, fmt.Sprintf("layout.groups[%d].layers[%d].index", gi, li),
+					fmt.Errorf("%d, the board has %d layer flags", i, flags.Layers()), "make the flags with as many layers as the model has")
+			}
+			index = append(index, i)
+		}
+	}
+	pub.Layout, pub.Fingerprint, pub.Geometry = lay, lay.Fingerprint(), lay.Geometry()
+
+	w = &worker{s: s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: flags, index: index, done: make(chan struct{}),
+		session: c, sub: view.SubmissionConsumer(), comp: view.CompletionProducer(), door: os.NewFile(uintptr(door), "doorbell"), bell: bell,
+		rings: rings, leases: map[uint64]*lease{}, follow: map[uint64]*lease{}, complaint: map[string]int{}, seen: make([]uint64, flags.Layers()+1)}
+	pub.SourceValid = w.sourceValid
+	pub.state = w
+	// SourceValid may be asked long after the worker has gone, by whoever kept the Worker: the flags stay mapped as long as
+	// anybody can ask.
+	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, flagsMem)
+	return w, nil
+}
+
+// disjoint refuses process regions that share addresses.
+func disjoint(before []msg.Region, d msg.Region) error {
+	for i, o := range before {
+		if o.Kind != msg.KindProcess || d.Bytes > math.MaxUint64-d.Addr {
+			continue
+		}
+		if d.Addr < o.Addr+o.Bytes && o.Addr < d.Addr+d.Bytes {
+			return fmt.Errorf("[%#x, +%d) overlaps regions[%d]", d.Addr, d.Bytes, i)
+		}
+	}
+	return nil
+}
+
+// abandon frees a worker that never came up. The session keeps its process.
+func (w *worker) abandon() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.closed = true
+	_ = w.door.Close()
+	w.closeBellLocked()
+	w.rings.Release()
+	for _, r := range w.pub.Regions {
+		r.Release()
+	}
+}

@@ -1,0 +1,756 @@
+package connector
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Why a worker went.
+var (
+	ErrExited     = errors.New("connector: the engine worker's exit is proved")
+	ErrSuperseded = errors.New("connector: a new session of the same engine worker took over")
+	ErrBoard      = errors.New("connector: the engine worker broke its board")
+)
+
+// Errors of Complete.
+var (
+	ErrGone         = errors.New("connector: the worker is gone")
+	ErrUnknownLease = errors.New("connector: no such open lease")
+)
+
+// worker is the state behind a Worker.
+//
+// Lock order: deliver, then mu. Events are called with deliver held and mu free; they may call Complete and SourceValid.
+type worker struct {
+	// Set once.
+	s     *Server
+	pub   *Worker
+	log   *slog.Logger
+	proc  *peer
+	flags *board.Flags
+	index []int         // flat layer -> flag
+	done  chan struct{} // closed when every lease is fenced and the memory is given back
+
+	drained  atomic.Uint64 // source epoch of the last record taken from the ring
+	sources  sync.Map      // lease id -> *lease, open source leases; what SourceValid reads without a lock
+	watched  atomic.Bool   // on the watcher's list
+	waiting  atomic.Int32  // len(follow), for the watcher
+	seen     []uint64      // flags as the watcher saw them last; the watcher's own
+	draining atomic.Bool   // BYE was said: no new leases
+
+	deliver sync.Mutex
+	up      bool // WorkerUp was called; guarded by deliver
+	gone    bool // WorkerGone was called: no event any more; guarded by deliver
+
+	mu        sync.Mutex // protects all below
+	session   *session   // nil when the socket is closed
+	sub       *board.Consumer
+	comp      *board.Producer
+	door      *os.File // wakes our ring goroutine
+	bell      int      // wakes the shim; -1 once closed
+	rings     *mem.Region
+	leases    map[uint64]*lease
+	blockIDs  int               // in pending steps
+	follow    map[uint64]*lease // those with pending steps
+	lastStep  uint64
+	lastEpoch uint64
+	pending   []func(Events) // decoded and accepted, not delivered
+	queue     []completion   // wait for room in the completion ring
+	retry     *time.Timer    // runs while queue is not empty
+	retryIn   time.Duration
+	closed    bool  // rings are not touched any more
+	broken    error // the ring cannot be believed
+	complaint map[string]int
+	detached  *time.Timer
+}
+
+type completion struct {
+	typ, status uint16
+	lease       uint64
+	body        []byte
+}
+
+// lease is one open lease. Fields but epoch are guarded by worker.mu.
+type lease struct {
+	id       uint64
+	source   bool
+	epoch    atomic.Uint32 // 0: closed to readers
+	tokens   uint32
+	attempt  uint32
+	preempt  bool // blocks are lost; the next STEP of a later attempt revives it
+	canceled bool
+	steps    []pendingStep // oldest first
+	reported []uint32      // per flat layer: tokens told to the control layer
+}
+
+type pendingStep struct {
+	step   uint64
+	end    uint32
+	blocks [][]uint32 // nil once told
+	ids    int        // block ids that blocks holds, for the bound
+}
+
+func (w *worker) leaseID(l *lease) transfer.LeaseID {
+	return transfer.LeaseID{Boot: w.pub.Boot, ID: l.id, Epoch: l.epoch.Load()}
+}
+
+// run is the ring's goroutine: it takes records, delivers events, and sleeps on the doorbell.
+func (w *worker) run() {
+	defer w.s.wg.Done()
+	var count [8]byte
+	for {
+		w.pump()
+		w.mu.Lock()
+		if w.closed || w.broken != nil {
+			err, closed := w.broken, w.closed
+			w.mu.Unlock()
+			if !closed {
+				w.s.retire(w, fmt.Errorf("%w: %w", ErrBoard, err))
+			}
+			return
+		}
+		sleep := w.sub.Sleep() && len(w.pending) == 0
+		door := w.door
+		w.mu.Unlock()
+		if !sleep {
+			continue
+		}
+		if _, err := door.Read(count[:]); err != nil {
+			if errors.Is(err, os.ErrClosed) {
+				return
+			}
+			w.mu.Lock()
+			w.broken = fmt.Errorf("doorbell: %w", err)
+			w.mu.Unlock()
+		}
+	}
+}
+
+// pump drains the ring, follows the flags and delivers, until there is nothing left to do.
+func (w *worker) pump() {
+	w.deliver.Lock()
+	defer w.deliver.Unlock()
+	if w.gone {
+		return
+	}
+	for {
+		w.mu.Lock()
+		more := w.drainLocked(drainBatch)
+		w.followLocked()
+		batch := w.pending
+		w.pending = nil
+		follow := len(w.follow) > 0 && !w.closed
+		w.mu.Unlock()
+		if follow {
+			w.s.watch.add(w)
+		}
+		for _, call := range batch {
+			call(w.s.opt.Events)
+		}
+		if len(batch) == 0 && !more {
+			return
+		}
+	}
+}
+
+// drainLocked takes up to n records. It reports whether there may be more.
+func (w *worker) drainLocked(n int) bool {
+	for range n {
+		if w.closed || w.broken != nil {
+			return false
+		}
+		rec, ok, err := w.sub.Next()
+		if err != nil {
+			w.breakLocked(err)
+			return false
+		}
+		if !ok {
+			return false
+		}
+		if rec.Epoch < w.lastEpoch || rec.Epoch > w.flags.SourceEpoch() {
+			w.breakLocked(fmt.Errorf("record %d has source epoch %d after %d, the board's is %d",
+				rec.Seq, rec.Epoch, w.lastEpoch, w.flags.SourceEpoch()))
+			return false
+		}
+		w.recordLocked(rec)
+		w.lastEpoch = rec.Epoch
+		// After the lease's own epoch moved: who sees this epoch as drained sees what the record took away.
+		w.drained.Store(rec.Epoch)
+	}
+	return true
+}
+
+func (w *worker) breakLocked(err error) {
+	if w.broken == nil {
+		w.broken = err
+		for _, l := range w.leases {
+			l.epoch.Store(0)
+		}
+	}
+}
+
+var recordNames = map[uint16]string{board.RecStep: "step", board.RecIntent: "intent", board.RecExpect: "expect", board.RecCancel: "cancel",
+	board.RecPreempt: "preempt", board.RecHold: "hold"}
+
+func (w *worker) recordLocked(rec board.Record) {
+	kind := recordNames[rec.Type]
+	var err error
+	switch rec.Type {
+	case board.RecStep:
+		err = w.stepLocked(rec)
+	case board.RecIntent:
+		err = w.intentLocked(rec)
+	case board.RecExpect:
+		err = w.expectLocked(rec)
+	case board.RecCancel, board.RecPreempt, board.RecHold:
+		err = w.changeLocked(rec)
+	default:
+		kind = "unknown"
+		err = &msg.Error{Message: "record", Field: "type", Problem: fmt.Sprintf("type %d is unknown", rec.Type),
+			Remedy: "this sidecar is older than the shim: upgrade it"}
+	}
+	if err != nil {
+		w.complainLocked(kind, err)
+		return
+	}
+	w.s.hookRecord(kind)
+}
+
+// complainLocked counts a bad record, logs its kind once, and tells the shim.
+func (w *worker) complainLocked(kind string, err error) {
+	w.s.hookMalformed(kind)
+	w.complaint[kind]++
+	if w.complaint[kind] == 1 {
+		w.log.Warn("malformed record; the session goes on without it", "kind", kind, "err", err)
+	}
+	total := 0
+	for _, n := range w.complaint {
+		total += n
+	}
+	if w.session != nil && total <= maxComplaints {
+		w.session.sendError(errorMessage(0, msg.CodeProtocol, err, false))
+	}
+}
+
+// checkTables refuses tables that do not fit the layout: every id is inside its group.
+func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error) {
+	groups := w.pub.Layout.Groups
+	if len(tables) != len(groups) {
+		return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("%d tables, the layout has %d groups", len(tables), len(groups)),
+			Remedy: "send one table per cache group, in the layout's order"}
+	}
+	for gi, table := range tables {
+		n := groups[gi].NumBlocks
+		for i, id := range table {
+			if id >= n {
+				return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("group %d: block %d at place %d, the group has %d", gi, id, i, n),
+					Remedy: "send ids of the registered cache"}
+			}
+		}
+		ids += len(table)
+	}
+	return ids, nil
+}
+
+// openLocked makes a lease unless a bound or a state forbids it. A refusal is told to the shim as a completion.
+func (w *worker) openLocked(rec board.Record, source bool) (*lease, error) {
+	what := "EXPECT"
+	if source {
+		what = "INTENT"
+	}
+	if rec.Lease == 0 {
+		return nil, &msg.Error{Message: what, Field: "lease", Problem: "0 names no lease", Remedy: "count leases from 1"}
+	}
+	if _, dup := w.leases[rec.Lease]; dup {
+		return nil, &msg.Error{Message: what, Field: "lease", Problem: fmt.Sprintf("lease %d is open already", rec.Lease),
+			Remedy: "never reuse an id within one boot"}
+	}
+	return &lease{id: rec.Lease, source: source}, nil
+}
+
+// refuseLocked ends a lease that was never opened.
+func (w *worker) refuseLocked(rec board.Record, source bool, err error) {
+	if rec.Lease == 0 {
+		return
+	}
+	if _, open := w.leases[rec.Lease]; open {
+		return
+	}
+	c := Completion{Lease: transfer.LeaseID{Boot: w.pub.Boot, ID: rec.Lease}, Received: !source, Status: board.Refused, Reason: err.Error()}
+	w.postLocked(encodeCompletion(c))
+	w.s.hookCompleted(!source, board.Refused)
+}
+
+func (w *worker) admitLocked(l *lease) error {
+	switch {
+	case w.draining.Load() || w.s.draining.Load():
+		return errors.New("draining: no new leases")
+	case len(w.leases) >= w.s.opt.Limits.Leases:
+		return fmt.Errorf("%d leases are open, at most %d", len(w.leases), w.s.opt.Limits.Leases)
+	}
+	l.epoch.Store(w.s.nextEpoch())
+	w.leases[l.id] = l
+	if l.source {
+		w.sources.Store(l.id, l)
+	}
+	w.s.hookLeases(l.source, 1)
+	return nil
+}
+
+func (w *worker) intentLocked(rec board.Record) error {
+	l, err := w.openLocked(rec, true)
+	if err != nil {
+		return err
+	}
+	m, err := msg.DecodeIntent(rec.Body)
+	if err == nil {
+		_, err = w.checkTables("INTENT", m.Blocks)
+	}
+	if err == nil && len(m.Steps) > 0 && m.Steps[len(m.Steps)-1].End > m.Tokens {
+		err = &msg.Error{Message: "INTENT", Field: "steps", Problem: fmt.Sprintf("reach token %d of %d", m.Steps[len(m.Steps)-1].End, m.Tokens)}
+	}
+	if err != nil {
+		w.refuseLocked(rec, true, err)
+		return err
+	}
+	l.tokens, l.attempt = m.Tokens, m.Attempt
+	l.reported = make([]uint32, len(w.index))
+	if err := w.admitLocked(l); err != nil {
+		w.refuseLocked(rec, true, err)
+		return nil
+	}
+	for _, s := range m.Steps {
+		l.steps = append(l.steps, pendingStep{step: s.Step, end: s.End})
+	}
+	w.followingLocked(l)
+	in := Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Tokens: m.Tokens, Fanout: int(m.Fanout), Blocks: m.Blocks,
+		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Attempt: m.Attempt, Req: m.Req}
+	w.eventLocked(func(e Events) { e.Intent(w.pub, in) })
+	if m.Ready > 0 {
+		p := make([]Progress, len(w.index))
+		for i := range p {
+			p[i] = Progress{Lease: in.Lease, Layer: i, Tokens: m.Ready, Final: m.Ready >= m.Tokens}
+			l.reported[i] = m.Ready
+		}
+		w.eventLocked(func(e Events) { e.Progress(w.pub, p) })
+	}
+	return nil
+}
+
+func (w *worker) expectLocked(rec board.Record) error {
+	l, err := w.openLocked(rec, false)
+	if err != nil {
+		return err
+	}
+	m, err := msg.DecodeExpect(rec.Body)
+	if err == nil {
+		_, err = w.checkTables("EXPECT", m.Blocks)
+	}
+	if err == nil && m.Peer == "" {
+		err = &msg.Error{Message: "EXPECT", Field: "peer", Problem: "empty", Remedy: "name the endpoint of the prefill's sidecar"}
+	}
+	if err != nil {
+		w.refuseLocked(rec, false, err)
+		return err
+	}
+	l.tokens = m.Tokens
+	if err := w.admitLocked(l); err != nil {
+		w.refuseLocked(rec, false, err)
+		return nil
+	}
+	if m.Skip == nil {
+		m.Skip = make([]uint32, len(m.Blocks))
+	}
+	ex := Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
+		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
+	w.eventLocked(func(e Events) { e.Expect(w.pub, ex) })
+	return nil
+}
+
+// priority takes a value of a newer version for the least urgent.
+func priority(v uint32) Priority { return Priority(min(v, uint32(Background))) }
+
+func (w *worker) stepLocked(rec board.Record) error {
+	m, err := msg.DecodeStep(rec.Body)
+	if err != nil {
+		return err
+	}
+	if m.Step <= w.lastStep {
+		return &msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("%d after %d", m.Step, w.lastStep), Remedy: "steps only grow"}
+	}
+	w.lastStep = m.Step
+	for i := range m.Reqs {
+		if e := w.stepReqLocked(m.Step, &m.Reqs[i]); e != nil && err == nil {
+			err = e
+		}
+	}
+	return err
+}
+
+func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) error {
+	l := w.leases[q.Lease]
+	if l == nil || !l.source || l.canceled {
+		w.s.hookIgnored("step")
+		return nil
+	}
+	// What cannot be followed must not be sent in part either: the lease ends.
+	fail := func(err error) error {
+		w.cancelLocked(l, err.Error())
+		return err
+	}
+	ids := 0
+	if len(q.Blocks) > 0 {
+		var err error
+		if ids, err = w.checkTables("STEP", q.Blocks); err != nil {
+			return fail(err)
+		}
+	}
+	switch {
+	case q.Attempt < l.attempt:
+		w.s.hookIgnored("step")
+		return nil
+	case q.Attempt > l.attempt && !l.preempt:
+		// The engine started over without saying so: what was read before no longer counts.
+		w.preemptLocked(l)
+	}
+	l.attempt, l.preempt = q.Attempt, false
+	if n := len(l.steps); n > 0 && q.End < l.steps[n-1].end {
+		return fail(&msg.Error{Message: "STEP", Field: "end", Problem: fmt.Sprintf("lease %d: token %d after %d in the same attempt", l.id, q.End, l.steps[n-1].end),
+			Remedy: "write PREEMPT first"})
+	}
+	if len(l.steps) >= msg.MaxPendingSteps {
+		return fail(&msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("lease %d: %d steps wait for their flags", l.id, len(l.steps)),
+			Remedy: "signal the layers of each step"})
+	}
+	if w.blockIDs+ids > w.s.opt.Limits.BlockIDs {
+		return fail(&msg.Error{Message: "STEP", Field: "blocks", Problem: fmt.Sprintf("%d block ids wait for their flags, at most %d", w.blockIDs, w.s.opt.Limits.BlockIDs),
+			Remedy: "send tables only where they changed"})
+	}
+	p := pendingStep{step: step, end: min(q.End, l.tokens)}
+	if ids > 0 {
+		p.blocks, p.ids = q.Blocks, ids
+		w.blockIDs += ids
+	}
+	l.steps = append(l.steps, p)
+	w.followingLocked(l)
+	return nil
+}
+
+// changeLocked is CANCEL, PREEMPT or HOLD. What the record takes away is taken even where its body cannot be read.
+func (w *worker) changeLocked(rec board.Record) error {
+	kind := recordNames[rec.Type]
+	l := w.leases[rec.Lease]
+	if l == nil || l.canceled {
+		w.s.hookIgnored(kind)
+		return nil
+	}
+	var err error
+	switch rec.Type {
+	case board.RecCancel:
+		var m *msg.Cancel
+		reason := "cancelled"
+		if m, err = msg.DecodeCancel(rec.Body); err == nil {
+			reason = m.Reason
+		}
+		w.cancelLocked(l, reason)
+	case board.RecPreempt:
+		_, err = msg.DecodeEmpty("PREEMPT", rec.Body)
+		if !l.source {
+			return &msg.Error{Message: "PREEMPT", Field: "lease", Problem: fmt.Sprintf("lease %d is a destination", l.id), Remedy: "write CANCEL"}
+		}
+		w.preemptLocked(l)
+	case board.RecHold:
+		_, err = msg.DecodeEmpty("HOLD", rec.Body)
+		if !l.source {
+			return &msg.Error{Message: "HOLD", Field: "lease", Problem: fmt.Sprintf("lease %d is a destination", l.id)}
+		}
+		w.eventLocked(func(e Events) { e.Hold(w.pub, l.id) })
+	}
+	return err
+}
+
+func (w *worker) cancelLocked(l *lease, reason string) {
+	l.canceled = true
+	l.epoch.Store(0)
+	w.dropStepsLocked(l)
+	w.eventLocked(func(e Events) { e.Cancel(w.pub, l.id, reason) })
+}
+
+func (w *worker) preemptLocked(l *lease) {
+	l.epoch.Store(w.s.nextEpoch())
+	l.preempt = true
+	w.dropStepsLocked(l)
+	clear(l.reported)
+	w.eventLocked(func(e Events) { e.Preempt(w.pub, l.id) })
+}
+
+func (w *worker) dropStepsLocked(l *lease) {
+	if len(l.steps) == 0 {
+		return
+	}
+	for i := range l.steps {
+		w.blockIDs -= l.steps[i].ids
+	}
+	l.steps = nil
+	w.followingLocked(l)
+}
+
+// followingLocked keeps the set of leases with pending steps.
+func (w *worker) followingLocked(l *lease) {
+	if len(l.steps) > 0 {
+		w.follow[l.id] = l
+	} else {
+		delete(w.follow, l.id)
+	}
+	w.waiting.Store(int32(len(w.follow)))
+}
+
+func (w *worker) eventLocked(call func(Events)) { w.pending = append(w.pending, call) }
+
+// followLocked turns flags into Progress for every lease that has pending steps.
+func (w *worker) followLocked() {
+	if len(w.follow) == 0 || w.closed || w.broken != nil {
+		return
+	}
+	end := w.flags.Layer(w.flags.Layers())
+	var out []Progress
+	for _, l := range w.follow {
+		id := w.leaseID(l)
+		first := l.steps[0].step // lowest step that some layer still misses
+		slowest := ^uint64(0)
+		for i, flag := range w.index {
+			at := max(w.flags.Layer(flag), end)
+			slowest = min(slowest, at)
+			if at < first {
+				continue
+			}
+			k := len(l.steps) - 1
+			for l.steps[k].step > at {
+				k--
+			}
+			s := &l.steps[k]
+			if s.end <= l.reported[i] {
+				continue
+			}
+			l.reported[i] = s.end
+			out = append(out, Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens, Blocks: s.blocks})
+			for j := 0; j <= k; j++ { // told now, or outdated by what is told now
+				w.blockIDs -= l.steps[j].ids
+				l.steps[j].blocks, l.steps[j].ids = nil, 0
+			}
+		}
+		n := 0
+		for n < len(l.steps) && l.steps[n].step <= slowest {
+			w.blockIDs -= l.steps[n].ids
+			n++
+		}
+		if n > 0 {
+			l.steps = slices.Delete(l.steps, 0, n)
+			w.followingLocked(l)
+		}
+	}
+	if out != nil {
+		w.eventLocked(func(e Events) { e.Progress(w.pub, out) })
+	}
+}
+
+// sourceValid is Worker.SourceValid.
+func (w *worker) sourceValid(id transfer.LeaseID) bool {
+	// This load comes first: what was drained up to this epoch covers every reuse that can have changed the bytes read before.
+	now := w.flags.SourceEpoch()
+	if w.drained.Load() < now && !w.catchUp(now) {
+		return false
+	}
+	v, ok := w.sources.Load(id.ID)
+	return ok && id.Epoch != 0 && v.(*lease).epoch.Load() == id.Epoch && id.Boot == w.pub.Boot
+}
+
+// catchUp drains the ring until the record of that source epoch was taken. False: it has not been written yet, or too much
+// waits for delivery, or the ring is broken.
+func (w *worker) catchUp(epoch uint64) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for w.drained.Load() < epoch {
+		if len(w.pending) >= maxUndelivered || !w.drainLocked(drainBatch) {
+			break
+		}
+	}
+	if !w.closed && (len(w.pending) > 0 || len(w.follow) > 0 || w.broken != nil) {
+		ring(w.doorFD()) // the ring's goroutine delivers
+	}
+	return w.drained.Load() >= epoch
+}
+
+func (w *worker) doorFD() int {
+	fd := -1
+	if rc, err := w.door.SyscallConn(); err == nil {
+		_ = rc.Control(func(n uintptr) { fd = int(n) })
+	}
+	return fd
+}
+
+// ring adds one to an eventfd. A counter that is full wakes its reader just as well.
+func ring(fd int) {
+	if fd < 0 {
+		return
+	}
+	_, _ = unix.Write(fd, binary.NativeEndian.AppendUint64(nil, 1))
+}
+
+// complete ends an open lease towards the shim.
+func (w *worker) complete(c Completion) error {
+	enc := encodeCompletion(c)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.closed {
+		return fmt.Errorf("complete %s: %w", c.Lease, ErrGone)
+	}
+	l := w.leases[c.Lease.ID]
+	if l == nil || c.Lease.Boot != w.pub.Boot {
+		return fmt.Errorf("complete %s: %w", c.Lease, ErrUnknownLease)
+	}
+	if l.source == c.Received {
+		return fmt.Errorf("complete %s: received = %v, but source = %v: %w", c.Lease, c.Received, l.source, ErrUnknownLease)
+	}
+	w.closeLeaseLocked(l)
+	w.postLocked(enc)
+	w.s.hookCompleted(c.Received, c.Status)
+	return nil
+}
+
+func (w *worker) closeLeaseLocked(l *lease) {
+	l.epoch.Store(0)
+	w.dropStepsLocked(l)
+	delete(w.leases, l.id)
+	if l.source {
+		w.sources.Delete(l.id)
+	}
+	w.s.hookLeases(l.source, -1)
+}
+
+func encodeCompletion(c Completion) completion {
+	if c.Received {
+		m := msg.Received{Bytes: c.Bytes, US: uint64(max(c.Took, 0).Microseconds()), Transport: c.Transport, Reason: c.Reason, Recompute: c.Recompute}
+		return completion{board.RecReceived, c.Status, c.Lease.ID, m.Append(nil)}
+	}
+	m := msg.Sent{Grants: uint32(max(c.Grants, 0)), Bytes: c.Bytes, Reason: c.Reason}
+	return completion{board.RecSent, c.Status, c.Lease.ID, m.Append(nil)}
+}
+
+// postLocked writes a completion, or queues it behind those that found the ring full.
+func (w *worker) postLocked(c completion) {
+	if len(w.queue) >= 2*w.s.opt.Limits.Leases {
+		w.breakLocked(fmt.Errorf("the shim does not read its completion ring: %d completions wait", len(w.queue)))
+		ring(w.doorFD())
+		return
+	}
+	w.queue = append(w.queue, c)
+	w.s.hookQueued(1)
+	if len(w.queue) == 1 {
+		w.flushLocked()
+	}
+}
+
+// flushLocked moves completions from the queue to the ring, and looks again later when the ring is full: the protocol has no
+// bell for room, and a shim that does not read is not worth more.
+func (w *worker) flushLocked() {
+	if w.closed || w.broken != nil {
+		return
+	}
+	wake := false
+	sent := 0
+	var full bool
+	for _, c := range w.queue {
+		wk, err := w.comp.Push(c.typ, c.status, c.lease, 0, c.body)
+		if errors.Is(err, board.ErrTooBig) { // a long list of ranges; no list means everything
+			c.body = encodeCompletion(Completion{Received: c.typ == board.RecReceived, Reason: "too many ranges"}).body
+			wk, err = w.comp.Push(c.typ, c.status, c.lease, 0, c.body)
+		}
+		if errors.Is(err, board.ErrFull) {
+			full = true
+			break
+		}
+		if err != nil {
+			w.breakLocked(fmt.Errorf("completion ring: %w", err))
+			ring(w.doorFD())
+			return
+		}
+		wake = wake || wk
+		sent++
+	}
+	w.queue = slices.Delete(w.queue, 0, sent)
+	w.s.hookQueued(-sent)
+	if wake {
+		ring(w.bell)
+	}
+	if !full {
+		w.retryIn = 0
+		return
+	}
+	w.retryIn = min(max(2*w.retryIn, retryFirst), retryLast)
+	if sent > 0 {
+		w.retryIn = retryFirst
+	}
+	if w.retry == nil {
+		w.retry = time.AfterFunc(w.retryIn, func() {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			w.flushLocked()
+		})
+	} else {
+		w.retry.Reset(w.retryIn)
+	}
+}
+
+// shut stops touching the rings and forgets the leases; the memory stays until release.
+func (w *worker) shut() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.closed {
+		return
+	}
+	w.closed = true
+	w.pending = nil
+	if w.retry != nil {
+		w.retry.Stop()
+	}
+	if w.detached != nil {
+		w.detached.Stop()
+	}
+	w.s.hookQueued(-len(w.queue))
+	w.queue = nil
+	for _, l := range w.leases {
+		w.closeLeaseLocked(l)
+	}
+	_ = w.door.Close() // ends run
+	w.closeBellLocked()
+	w.rings.Release()
+	w.proc.close() // ends the exit watch
+}
+
+// release gives the engine's memory back once everything is fenced.
+func (w *worker) release() {
+	for _, r := range w.pub.Regions {
+		r.Release()
+	}
+	close(w.done)
+}
+
+func (w *worker) closeBellLocked() {
+	_ = unix.Close(w.bell)
+	w.bell = -1
+}
