@@ -12,7 +12,6 @@ import subprocess
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
-from setuptools.command.develop import develop
 from setuptools.dist import Distribution
 
 ROOT = pathlib.Path(__file__).parent.resolve()
@@ -34,13 +33,9 @@ def compile_library(target: pathlib.Path) -> None:
 class BuildPy(build_py):
     def run(self) -> None:
         super().run()
-        compile_library(pathlib.Path(self.build_lib) / "kvspray" / "libkvspray.so")
-
-
-class Develop(develop):
-    def run(self) -> None:
-        compile_library(ROOT / "python" / "kvspray" / "libkvspray.so")
-        super().run()
+        # An editable install uses the library in the source folder.
+        base = ROOT / "python" if self.editable_mode else pathlib.Path(self.build_lib)
+        compile_library(base / "kvspray" / "libkvspray.so")
 
 
 class PlatformWheel(bdist_wheel):
@@ -58,4 +53,4 @@ class BinaryDistribution(Distribution):
         return True
 
 
-setup(cmdclass={"build_py": BuildPy, "bdist_wheel": PlatformWheel, "develop": Develop}, distclass=BinaryDistribution)
+setup(cmdclass={"build_py": BuildPy, "bdist_wheel": PlatformWheel}, distclass=BinaryDistribution)

@@ -29,12 +29,13 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+#pragma GCC visibility push(default)
 
 #define KVS_PROTOCOL_MAJOR 1
 #define KVS_PROTOCOL_MINOR 0
 #define KVS_PACKET_MAX_BYTES (1u << 20) /* type and body of one socket packet */
 #define KVS_PACKET_MAX_FDS 32
-#define KVS_MAX_REGIONS 27      /* what fits one packet beside the board's descriptors */
+#define KVS_MAX_REGIONS 1024    /* of them at most 28 with a descriptor of their own; process regions share one */
 #define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still touch blocks of an open lease */
@@ -141,8 +142,8 @@ int kvs_signal_all(kvs_client *c, uint64_t step);
 /* The board's flags memfd, for registration with a GPU; valid until kvs_close. */
 void *kvs_flags(kvs_client *c, uint64_t *bytes);
 
-/* To be called before blocks that an open intent names are reused for something else, where no preempt or cancel of that
- * lease says so. Returns the new value; 0 on error. */
+/* Disowns everything that is being read from source blocks right now, until the next record. kvs_preempt and kvs_cancel do it
+ * by themselves and name the blocks; alone it does not say which blocks are lost. Returns the new value; 0 on error. */
 uint64_t kvs_bump_source_epoch(kvs_client *c);
 
 /* What would present a lease afresh: one complete INTENT body. */
@@ -273,6 +274,7 @@ int64_t kvs_ring_pop(struct kvs_ring_end *end, void *buf, uint64_t cap);
 /* Announces sleep. 1: still empty, wait on the eventfd; 0: there is something. */
 int kvs_ring_sleep(struct kvs_ring_end *end);
 
+#pragma GCC visibility pop
 #ifdef __cplusplus
 }
 #endif

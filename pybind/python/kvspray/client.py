@@ -196,6 +196,7 @@ class _Client:
         """Says goodbye and joins the background thread. Idempotent. No call may be under way in another thread."""
         self._drain_log()
         self._finalizer()
+        self._h = ctypes.c_void_p()  # signals look at nothing else
 
     def __enter__(self) -> Any:
         return self

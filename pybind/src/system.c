@@ -1,0 +1,237 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * memfds, pidfds, and the regions of an engine.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#ifndef SO_PEERPIDFD
+#define SO_PEERPIDFD 77
+#endif
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+#ifndef SYS_pidfd_send_signal
+#define SYS_pidfd_send_signal 424
+#endif
+
+int64_t kvs_now_ms(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+int kvs_random(void *buf, size_t n)
+{
+	for (size_t at = 0; at < n;) {
+		ssize_t got = getrandom((uint8_t *)buf + at, n - at, 0);
+		if (got < 0 && errno != EINTR)
+			return -1;
+		at += got > 0 ? (size_t)got : 0;
+	}
+	return 0;
+}
+
+int kvs_memfd(const char *name, uint64_t bytes)
+{
+	int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+	if (fd < 0)
+		return -1;
+	if (ftruncate(fd, (off_t)bytes) < 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) < 0) {
+		int err = errno;
+		close(fd);
+		errno = err;
+		return -1;
+	}
+	return fd;
+}
+
+int kvs_pidfd_of_peer(int sock, uint32_t *pid)
+{
+	struct ucred cred;
+	socklen_t len = sizeof cred;
+	*pid = 0;
+	if (getsockopt(sock, SOL_SOCKET, SO_PEERCRED, &cred, &len) < 0)
+		return -1;
+	*pid = cred.pid > 0 ? (uint32_t)cred.pid : 0;
+	int fd = -1;
+	len = sizeof fd;
+	if (getsockopt(sock, SOL_SOCKET, SO_PEERPIDFD, &fd, &len) == 0 && fd >= 0) {
+		fcntl(fd, F_SETFD, FD_CLOEXEC);
+		return fd;
+	}
+	/* The process is gone already. */
+	if (errno == ESRCH || errno == ENODATA || errno == EINVAL)
+		return -1;
+	if (!*pid) {
+		errno = ESRCH;
+		return -1;
+	}
+	return (int)syscall(SYS_pidfd_open, *pid, 0);
+}
+
+int kvs_pidfd_kill(int pidfd)
+{
+	return syscall(SYS_pidfd_send_signal, pidfd, SIGKILL, NULL, 0) == 0 ? 0 : -errno;
+}
+
+bool kvs_pidfd_exited(int pidfd)
+{
+	struct pollfd p = {.fd = pidfd, .events = POLLIN};
+	return poll(&p, 1, 0) == 1 && (p.revents & POLLIN);
+}
+
+/* ---- regions ---- */
+
+static uint64_t page_bytes(void)
+{
+	long n = sysconf(_SC_PAGESIZE);
+	return n > 0 ? (uint64_t)n : 4096;
+}
+
+static int region_id(struct kvs_region *r)
+{
+	memset(r, 0, sizeof *r);
+	r->fd = -1;
+	return kvs_random(r->id, sizeof r->id) < 0 ? KVS_E_SYS : 0;
+}
+
+int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
+{
+	uint64_t page = page_bytes();
+	if (!out || !bytes || bytes > INT64_MAX - page)
+		return KVS_E_ARG;
+	bytes = (bytes + page - 1) / page * page;
+	if (region_id(out) < 0)
+		return KVS_E_SYS;
+	int fd = kvs_memfd("kvspray-region", bytes);
+	if (fd < 0)
+		return KVS_E_SYS;
+	void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (at == MAP_FAILED) {
+		int err = errno;
+		close(fd);
+		errno = err;
+		return KVS_E_SYS;
+	}
+	out->kind = KVS_REGION_MEMFD;
+	out->fd = fd;
+	out->addr = (uint64_t)(uintptr_t)at;
+	out->bytes = bytes;
+	return 0;
+}
+
+/* Whether [addr, addr+bytes) lies in private anonymous mappings that can be read and written, without a gap. 0, KVS_E_ARG or
+ * KVS_E_SYS. */
+static int private_anonymous(uint64_t addr, uint64_t bytes)
+{
+	FILE *f = fopen("/proc/self/maps", "re");
+	if (!f)
+		return KVS_E_SYS;
+	uint64_t at = addr, end = addr + bytes;
+	char *line = NULL;
+	size_t cap = 0;
+	while (at < end && getline(&line, &cap, f) > 0) {
+		uint64_t lo, hi, inode;
+		char perms[5];
+		if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %*x %*s %" SCNu64, &lo, &hi, perms, &inode) != 4)
+			break;
+		if (hi <= at)
+			continue;
+		if (lo > at || perms[0] != 'r' || perms[1] != 'w' || perms[3] != 'p' || inode || strstr(line, "[stack]"))
+			break;
+		at = hi;
+	}
+	free(line);
+	fclose(f);
+	return at >= end ? 0 : KVS_E_ARG;
+}
+
+int kvs_region_adopt(uint64_t addr, uint64_t bytes, uint32_t flags, struct kvs_region *out)
+{
+	uint64_t page = page_bytes();
+	if (!out || !addr || !bytes || addr % page || bytes % page || addr > UINT64_MAX - bytes || bytes > INT64_MAX)
+		return KVS_E_ARG;
+	if (bytes < KVS_ADOPT_MIN_BYTES && !(flags & KVS_ADOPT_SMALL))
+		return KVS_E_ARG;
+	int rc = private_anonymous(addr, bytes);
+	if (rc < 0)
+		return rc;
+	if (region_id(out) < 0)
+		return KVS_E_SYS;
+	int fd = kvs_memfd("kvspray-adopted", bytes);
+	if (fd < 0)
+		return KVS_E_SYS;
+	/* write() and not a copy through a second mapping: it reports a fault instead of dying of it. */
+	for (uint64_t at = 0; at < bytes;) {
+		uint64_t want = bytes - at < (1ull << 30) ? bytes - at : 1ull << 30;
+		ssize_t n = pwrite(fd, (const void *)(uintptr_t)(addr + at), want, (off_t)at);
+		if (n < 0 && errno == EINTR)
+			continue;
+		if (n <= 0) {
+			int err = n < 0 ? errno : ENOSPC;
+			close(fd);
+			errno = err;
+			return KVS_E_SYS;
+		}
+		at += (uint64_t)n;
+	}
+	if (mmap((void *)(uintptr_t)addr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+		int err = errno;
+		close(fd);
+		errno = err;
+		return KVS_E_SYS;
+	}
+	out->kind = KVS_REGION_ADOPTED;
+	out->fd = fd;
+	out->addr = addr;
+	out->bytes = bytes;
+	return 0;
+}
+
+int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out)
+{
+	if (!out || !addr || !bytes || addr > UINT64_MAX - bytes)
+		return KVS_E_ARG;
+	if (region_id(out) < 0)
+		return KVS_E_SYS;
+	int fd = open("/proc/self/mem", O_RDWR | O_CLOEXEC);
+	if (fd < 0)
+		return KVS_E_SYS;
+	/* The two ends must be there; what lies between is found out by whoever reads it. */
+	uint8_t b;
+	if (pread(fd, &b, 1, (off_t)addr) != 1 || pread(fd, &b, 1, (off_t)(addr + bytes - 1)) != 1) {
+		close(fd);
+		return KVS_E_ARG;
+	}
+	out->kind = KVS_REGION_PROCESS;
+	out->fd = fd;
+	out->addr = addr;
+	out->bytes = bytes;
+	return 0;
+}
+
+void kvs_region_free(struct kvs_region *r)
+{
+	if (!r || r->fd < 0)
+		return;
+	if (r->kind == KVS_REGION_MEMFD)
+		munmap((void *)(uintptr_t)r->addr, r->bytes);
+	close(r->fd);
+	r->fd = -1;
+}

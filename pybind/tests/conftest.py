@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import pathlib
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import kvspray
+
+HERE = pathlib.Path(__file__).parent
+TIMEOUT_S = 10.0
+
+ENGINE = kvspray.EngineInfo("test", "1", "e0")
+LAYERS = 3
+
+
+def layout() -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "groups": [
+            {
+                "tokens_per_block": 16,
+                "strategy": "packed-hnd",
+                "params": {"heads": 1, "dim": 32},
+                "num_blocks": 8,
+                "layers": [
+                    {"name": f"l{i}", "index": i, "region": 0, "base": i * 32768, "block_stride": 4096, "page_bytes": 4096}
+                    for i in range(LAYERS)
+                ],
+            }
+        ],
+        "identity": {"model": "tiny"},
+    }
+
+
+def until(condition: Callable[[], Any], what: str, timeout: float = TIMEOUT_S) -> Any:
+    """Waits for a condition with a deadline; the pause only paces the look."""
+    end = time.monotonic() + timeout
+    pause = threading.Event()
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout} s: {what}")
+        pause.wait(0.002)
+    return value
+
+
+class Sidecar:
+    """A fake sidecar in a process of its own, driven over pipes."""
+
+    def __init__(self, socket: pathlib.Path, **options: Any) -> None:
+        options = {"socket": str(socket), "deadline_ms": 2000, "partner_ms": 500, "grace_ms": 400, **options}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "fake_sidecar.py"), json.dumps(options)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.seen: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.expect("listening")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.put(json.loads(line))
+
+    def tell(self, cmd: str, **args: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"cmd": cmd, **args}) + "\n")
+        self.process.stdin.flush()
+
+    def expect(self, ev: str, timeout: float = TIMEOUT_S, **match: Any) -> dict[str, Any]:
+        """The next event of this kind that matches; others are kept in ``seen``."""
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                event = self.events.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no event {ev} {match} within {timeout} s; seen {[str(e)[:160] for e in self.seen[-6:]]}") from None
+            self.seen.append(event)
+            if event["ev"] == ev and all(event.get(k) == v for k, v in match.items()):
+                return event
+
+    def record(self, name: str, **match: Any) -> dict[str, Any]:
+        """The next record of this name, its body decoded."""
+        event = self.expect("record", name=name, **match)
+        event["body"] = kvspray.protocol.decode(bytes.fromhex(event["hex"]))
+        return event
+
+    def complete(self, lease: int, name: str, status: int = 0, **body: Any) -> None:
+        self.tell("complete", lease=lease, name=name, status=status, hex=kvspray.protocol.encode(name, body).hex())
+
+    def signal(self, sig: int) -> None:
+        self.process.send_signal(sig)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    pass
+
+
+@pytest.fixture
+def socket_path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "s.sock"
+
+
+@pytest.fixture
+def sidecar(socket_path: pathlib.Path) -> Iterator[Callable[..., Sidecar]]:
+    made: list[Sidecar] = []
+
+    def make(**options: Any) -> Sidecar:
+        made.append(Sidecar(socket_path, **options))
+        return made[-1]
+
+    yield make
+    for s in made:
+        s.close()
+
+
+@pytest.fixture
+def worker(socket_path: pathlib.Path) -> Iterator[Callable[..., kvspray.WorkerClient]]:
+    made: list[tuple[kvspray.WorkerClient, kvspray.Region]] = []
+
+    def make(*, connect: bool = True, start: bool = True, **options: Any) -> kvspray.WorkerClient:
+        client = kvspray.WorkerClient(socket_path, engine=ENGINE, layers=LAYERS, **options)
+        region = client.alloc_region(LAYERS * 32768)
+        made.append((client, region))
+        if start:
+            client.register([region], layout())
+            if connect:
+                assert client.wait_connected(TIMEOUT_S), client.status()
+        return client
+
+    yield make
+    for client, region in made:
+        client.close()
+        region.close()

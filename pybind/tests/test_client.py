@@ -1,0 +1,607 @@
+# SPDX-License-Identifier: Apache-2.0
+"""WorkerClient against a fake sidecar in a process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, until
+
+import kvspray
+from kvspray import AdmissionState, CompletionStatus
+
+XFER, HASH = b"x" * 16, b"h" * 32
+Make = Callable[..., Any]
+
+
+def poll_one(w: kvspray.WorkerClient, timeout: float = TIMEOUT_S) -> kvspray.Completion:
+    assert w.wait(timeout), w.status()
+    got = w.poll()
+    assert len(got) == 1, got
+    return got[0]
+
+
+def intent(w: kvspray.WorkerClient, **kw: Any) -> int:
+    lease = w.intent(XFER, HASH, 40, [[1, 2, 3]], **kw)
+    assert lease > 0, w.status()
+    return lease
+
+
+def expect(w: kvspray.WorkerClient, **kw: Any) -> int:
+    lease = w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]], **kw)
+    assert lease > 0, w.status()
+    return lease
+
+
+def test_session(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    hello = s.expect("hello")
+    assert hello["role"] == "worker" and hello["pid"] == os.getpid()
+    reg = s.expect("register")
+    assert reg["layers"] == LAYERS and reg["boot"] == hello["boot"] and reg["layout"] == layout()
+    assert reg["seals"] == [0x7, 0x7]  # SEAL, SHRINK, GROW
+    assert reg["regions"][0]["kind"] == "memfd" and "addr" not in reg["regions"][0]
+    st = w.status()
+    assert st.connected and st.node == "fake" and st.endpoint == "127.0.0.1:7001" and st.sidecar_pid == s.process.pid
+    assert (st.deadline_ms, st.partner_ms, st.grace_ms) == (2000, 500, 400) and st.version == (1, 0) and not st.error
+    w.close()
+    s.expect("bye")
+    assert not w.connected and w.poll() == [] and w.intent(XFER, HASH, 1, [[1]]) == 0
+    w.signal_layer(0, 1)  # harmless
+    w.close()
+
+
+def test_source_lease_in_order(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    lease = intent(w, req="r1", fanout=2)
+    r = s.record("INTENT", lease=lease)
+    assert r["body"] == {
+        "xfer": XFER, "hash": HASH, "tokens": 40, "fanout": 2, "blocks": [b"\1\0\0\0\2\0\0\0\3\0\0\0"], "ready": 0, "steps": [],
+        "prio": 1, "deadline_ms": 2000, "held": False, "req": "r1", "attempt": 0,
+    }  # fmt: skip
+    assert bytes.fromhex(r["hex"]) == kvspray.protocol.encode("INTENT", r["body"])
+    assert w.step(7, [(lease, 32, None), (999, 1, None)])
+    r = s.record("STEP")
+    assert r["body"] == {"step": 7, "reqs": [{"lease": lease, "end": 32, "attempt": 0}]} and r["epoch"] == 0
+    for layer in range(LAYERS):
+        w.signal_layer(layer, 7)
+    w.signal_step(7)
+    w.signal_layer(0, 3)  # never back
+    s.tell("flags")
+    assert s.expect("flags")["layers"] == [7] * (LAYERS + 1)
+    assert w.preempt(lease)
+    r = s.record("PREEMPT", lease=lease)
+    assert r["epoch"] == 1 and w.status().source_epoch == 1
+    assert w.step(8, [(lease, 40, [[7, 8, 9]])])
+    r = s.record("STEP")
+    assert r["body"]["reqs"] == [{"lease": lease, "end": 40, "blocks": [kvspray.pack_blocks([7, 8, 9])], "attempt": 1}]
+    assert w.hold(lease)
+    s.record("HOLD", lease=lease)
+    s.complete(lease, "SENT", grants=2, bytes=123, reason="")
+    c = poll_one(w)
+    assert c == kvspray.Completion(lease, False, CompletionStatus.OK, bytes=123, grants=2) and c.ok
+    assert not w.hold(lease) and not w.cancel(lease) and w.status().leases == 0
+    s.complete(lease, "SENT", grants=2, bytes=123, reason="")
+    until(lambda: (w.poll(), w.status().counters["dropped"] == 1)[1], "the duplicate is counted")
+    assert w.connected
+
+
+def test_destination_lease(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    a, b = expect(w), expect(w)
+    r = s.record("EXPECT", lease=a)
+    assert r["body"]["skip"] == [16] and r["body"]["partner_ms"] == 500 and list(r["body"])[0] == "xfer"
+    s.complete(b, "RECEIVED", 1, bytes=5, us=6, transport="tcp", reason="checksum", recompute=[[0, 16], [32, 40]])
+    c = poll_one(w)
+    assert (c.lease, c.received, c.status, c.recompute) == (b, True, CompletionStatus.FAILED, ((0, 16), (32, 40)))
+    assert w.cancel(a, "abort")
+    assert s.record("CANCEL", lease=a)["body"] == {"reason": "abort"}
+    s.complete(a, "RECEIVED", 2, bytes=0, us=0, transport="", reason="cancelled", recompute=[])
+    assert poll_one(w).status == CompletionStatus.CANCELLED
+    assert w.status().source_epoch == 0  # destination blocks have no source epoch
+
+
+def test_cancel_of_source_moves_the_epoch_first(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    lease = intent(w)
+    assert w.cancel(lease)
+    assert s.record("CANCEL", lease=lease)["epoch"] == 1
+
+
+def test_without_a_sidecar(worker: Make, sidecar: Make) -> None:
+    w = worker(connect=False)
+    assert not w.connected and w.intent(XFER, HASH, 16, [[1]]) == 0 and w.expect(XFER, HASH, "a:1", 16, 0, [[1]]) == 0
+    assert not w.wait(0.01) and w.poll() == []
+    until(lambda: "no sidecar at" in w.status().error, "the error is told")
+    sidecar()
+    assert w.wait_connected(TIMEOUT_S)
+    intent(w)
+
+
+def test_killed_sidecar_and_a_new_one(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    src, dst = intent(w), expect(w)
+    w.step(3, [(src, 16, None)])
+    w.step(5, [(src, 40, [[1, 2, 3, 9]])])
+    w.signal_step(3)
+    w.preempt(src)
+    w.step(6, [(src, 32, [[11, 12]])])
+    s.kill()
+    c = poll_one(w)
+    assert (c.lease, c.status) == (dst, CompletionStatus.LOST) and "exit" in c.reason
+    assert not w.connected
+    assert w.step(9, [(src, 40, [[11, 12, 13]])])  # kept
+    assert w.hold(src)
+    assert w.status().counters["kept"] >= 1
+    s2: Sidecar = sidecar()
+    r = s2.record("INTENT", lease=src)
+    assert r["seq"] == 1 and r["epoch"] == 1
+    body = r["body"]
+    assert body["blocks"] == [kvspray.pack_blocks([11, 12, 13])] and body["held"] and body["attempt"] == 1
+    assert body["steps"] == [[6, 32], [9, 40]] and body["ready"] == 0
+    assert 0 < body["deadline_ms"] < 2000
+    assert w.wait_connected(TIMEOUT_S)
+    s2.complete(src, "SENT", grants=1, bytes=1, reason="")
+    assert poll_one(w).ok
+    st = w.status()
+    assert st.counters["represented"] == 1 and st.counters["sidecar_exits"] == 1 and st.counters["synthesised"] == 1
+
+
+def test_what_was_said_before_death_counts(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    dst = expect(w)
+    s.record("EXPECT")
+    s.complete(dst, "RECEIVED", 0, bytes=9, us=1, transport="shm", reason="", recompute=[])
+    s.tell("ping")
+    s.expect("pong")
+    s.kill()
+    until(lambda: w.status().counters["sidecar_exits"] == 1, "exit")
+    c = poll_one(w)
+    assert c.ok and c.bytes == 9
+    assert w.poll() == []
+
+
+def test_closed_socket_of_a_living_sidecar_keeps_leases(sidecar: Make, worker: Make) -> None:
+    """An end of file proves nothing: only the takeover that says `fenced` ends the destination lease."""
+    s: Sidecar = sidecar(fenced=[True, False, False])
+    w = worker()
+    src, dst, gone = intent(w), expect(w), expect(w)
+    s.record("EXPECT", lease=gone)
+    s.tell("listen", on=False)
+    s.tell("close")
+    until(lambda: not w.connected, "disconnected")
+    assert w.cancel(gone)  # kept: nobody to tell
+    assert not w.wait(0.1)
+    s.tell("listen", on=True)
+    got: dict[int, kvspray.Completion] = {}
+
+    def drain() -> bool:
+        got.update({c.lease: c for c in w.poll()})
+        return len(got) == 2
+
+    until(drain, "both destination leases")
+    assert got[dst].status == CompletionStatus.FAILED and got[gone].status == CompletionStatus.CANCELLED
+    assert s.record("INTENT", lease=src)["seq"] == 1
+    assert len([e for e in s.seen if e["ev"] == "hello"]) == 4  # two answers without a fence were not enough
+    assert w.status().counters["kills"] == 0
+
+
+def test_stopped_sidecar_is_killed_after_the_grace(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    src = intent(w)
+    w.hold(src)
+    dst = expect(w)
+    s.record("EXPECT")
+    s.signal(signal.SIGSTOP)
+    start = time.monotonic()
+    c = poll_one(w)
+    took = time.monotonic() - start
+    assert (c.lease, c.status) == (dst, CompletionStatus.LOST) and 2.2 < took < 5, took
+    assert s.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    c = poll_one(w)  # no sidecar until its deadline
+    assert (c.lease, c.received, c.status) == (src, False, CompletionStatus.LOST)
+    st = w.status()
+    assert st.counters["kills"] == 1 and st.leases == 0
+    sidecar()
+    assert w.wait_connected(TIMEOUT_S)
+
+
+def test_forgetful_sidecar_is_asked_to_fence_not_killed(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    dst = expect(w, deadline_s=0.3)
+    c = poll_one(w)
+    assert (c.lease, c.status) == (dst, CompletionStatus.FAILED) and "fenced" in c.reason
+    assert s.process.poll() is None and w.status().counters["kills"] == 0
+    assert w.wait_connected(TIMEOUT_S)
+
+
+def test_stopped_sidecar_beside_a_new_one(sidecar: Make, worker: Make) -> None:
+    """The new sidecar's completion of a source lease does not give blocks back that the old one may still read."""
+    old: Sidecar = sidecar()
+    w = worker()
+    src, dst = intent(w), expect(w)
+    old.record("EXPECT")
+    old.tell("close")
+    old.signal(signal.SIGSTOP)  # may or may not see the command first; both end the same way
+    new: Sidecar = sidecar()
+    old.signal(signal.SIGCONT)
+    until(lambda: not w.connected or w.status().sidecar_pid == new.process.pid, "the old session has ended", 20)
+    old.signal(signal.SIGSTOP)
+    new.record("INTENT", lease=src)
+    new.complete(src, "SENT", grants=1, bytes=1, reason="")
+    st = w.status()
+    if st.sidecars == 2:
+        got = {}
+
+        def drain() -> bool:
+            got.update({c.lease: c.status for c in w.poll()})
+            return len(got) == 2
+
+        assert not w.wait(0.05)
+        until(drain, "both leases, after the old sidecar was killed", 15)
+        assert got == {src: CompletionStatus.OK, dst: CompletionStatus.LOST}
+        assert old.process.wait(TIMEOUT_S) == -signal.SIGKILL and new.process.poll() is None
+
+
+def test_quarantine(sidecar: Make, worker: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    """A sidecar that may not be killed: the lease stays open, status says so, and its exit then ends it."""
+    if os.geteuid() != 0:
+        # The real refusal needs another uid; an unprivileged run meets it through pid 1's twin below only as root.
+        pytest.skip("needs root: a sidecar of another user that this process may not signal")
+    s: Sidecar = sidecar()
+    code = f"""
+import os, sys, signal
+sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+import kvspray
+from conftest import ENGINE, LAYERS, layout, until
+os.setuid(65534)
+w = kvspray.WorkerClient({str(tmp_path / "s.sock")!r}, engine=ENGINE, layers=LAYERS)
+r = w.alloc_region(LAYERS * 32768)
+w.register([r], layout())
+assert w.wait_connected(10), w.status()
+lease = w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]], deadline_s=0.2)
+assert lease
+print("stop", flush=True)
+until(lambda: w.status().quarantined == 1, "quarantine")
+assert "may not be killed" in w.status().error, w.status().error
+assert w.poll() == [] and w.status().leases == 1 and w.status().counters["kills"] == 0
+print("quarantined", flush=True)
+assert w.wait(10)
+assert [(c.lease, int(c.status)) for c in w.poll()] == [(lease, 5)]
+w.close()
+print("over", flush=True)
+"""
+    import subprocess
+    import sys
+
+    for p in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        os.chmod(p, 0o755)
+    os.chmod(tmp_path / "s.sock", 0o777)
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline().strip() == "stop"
+    s.signal(signal.SIGSTOP)
+    assert child.stdout.readline().strip() == "quarantined"
+    s.kill()
+    assert child.stdout.readline().strip() == "over"
+    assert child.wait(TIMEOUT_S) == 0
+
+
+def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar(reading=False)
+    w = worker(submission_bytes=64 << 10)
+    src = intent(w)
+    big = [list(range(3000))]
+    full = 0
+    for _ in range(20):
+        if w.intent(XFER, HASH, 40, big) == 0:
+            full += 1
+    assert full > 0 and w.status().counters["full"] >= full  # refused, and nothing is open for it
+    serial = w.status().counters["connects"]
+    for step in range(1, 200):
+        assert w.step(step, [(src, 40, [list(range(1000))])])
+    until(lambda: w.status().counters["connects"] > serial, "a new session")
+    s.tell("reading", on=True)
+    r = s.record("INTENT", lease=src)
+    while not r["body"]["steps"]:
+        r = s.record("INTENT", lease=src)
+    assert r["body"]["steps"][-1] == [199, 40] and len(r["body"]["steps"]) == 64
+    assert until(lambda: w.connected, "connected again")
+
+
+def test_oversized_records(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker(submission_bytes=128 << 10)
+    with pytest.raises(ValueError, match="1 MiB or half"):
+        w.intent(XFER, HASH, 40, [list(range(18000))])
+    leases = [intent(w) for _ in range(8)]
+    assert w.step(1, [(lease, 40, [list(range(2000))]) for lease in leases])  # 64 KB of tables: split
+    ends: list[int] = []
+    while len(ends) < 8:
+        r = s.record("STEP")
+        assert r["body"]["step"] == 1
+        ends += [q["lease"] for q in r["body"]["reqs"]]
+    assert ends == leases and w.connected
+
+
+def test_broken_completion_ring(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    dst = expect(w)
+    s.record("EXPECT")
+    s.tell("word", ring="comp", word="head", value=1 << 40)
+    assert poll_one(w).status == CompletionStatus.FAILED  # after the takeover
+    assert w.status().counters["protocol_errors"] == 1
+    assert w.wait_connected(TIMEOUT_S)
+    dst = expect(w)
+    s.record("EXPECT")
+    s.complete(dst, "SENT", 0, grants=1, bytes=1, reason="")  # the wrong kind
+    assert poll_one(w).status == CompletionStatus.FAILED
+    assert w.wait_connected(TIMEOUT_S)
+    dst = expect(w)
+    s.record("EXPECT")
+    s.tell("complete", lease=dst, name="RECEIVED", status=0, hex="80", seq=77)
+    assert poll_one(w).status == CompletionStatus.FAILED
+    assert w.wait_connected(TIMEOUT_S)
+    assert w.status().counters["protocol_errors"] == 3
+
+
+def test_broken_submission_tail(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar(reading=False)
+    w = worker(submission_bytes=64 << 10)
+    s.expect("register")
+    s.tell("word", ring="sub", word="tail", value=1 << 40)
+    s.tell("ping")
+    s.expect("pong")
+    for _ in range(40):
+        w.intent(XFER, HASH, 40, [list(range(1000))])
+    until(lambda: w.status().counters["protocol_errors"] == 1, "noticed")
+
+
+@pytest.mark.parametrize("packet", ["", "02", "0200000081", "02000000c1", "04000000810001", "05000000a0", "07000000dfffffffff", "0200000090"])
+def test_malformed_packets(sidecar: Make, worker: Make, packet: str) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    s.expect("register")
+    s.tell("raw", hex=packet or "0000")
+    until(lambda: w.status().counters["protocol_errors"] >= 1, "noticed")
+    assert w.wait_connected(TIMEOUT_S)
+    assert intent(w)
+
+
+def test_unknown_packets_of_a_newer_minor_version(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    s.expect("register")
+    s.tell("raw", hex="6300000080")
+    s.tell("send", name="STATS", body={"transfers": {"ok": 3}, "bytes": {"tcp": 7}})
+    until(lambda: w.sidecar_stats() == {"transfers": {"ok": 3}, "bytes": {"tcp": 7}}, "stats")
+    assert w.connected and w.status().counters["protocol_errors"] == 0
+
+
+def test_version_refusal_heals_without_restart(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar(refuse="version")
+    lines: list[str] = []
+    w = worker(connect=False, log=lambda level, text: lines.append(text))
+    until(lambda: "9.0 to 9.9" in w.status().error, "the refusal is told")
+    assert "upgrade the shim" in w.status().error and not w.connected and any("9.0" in x for x in lines)
+    s.kill()
+    s = sidecar(version=2 << 16)
+    until(lambda: "chose protocol 2.0" in w.status().error, "the numbers are named")
+    s.kill()
+    sidecar()
+    assert w.wait_connected(TIMEOUT_S)
+
+
+def test_refused_layout(sidecar: Make, worker: Make) -> None:
+    sidecar(refuse_register=True)
+    w = worker(connect=False)
+    until(lambda: "field layout" in w.status().error, "the refusal is told")
+    assert not w.connected and w.status().counters["refusals"] >= 1
+
+
+def test_drain(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    dst = expect(w)
+    s.tell("send", name="BYE", body={"reason": "SIGTERM"})
+    until(lambda: not w.connected, "draining")
+    assert w.status().degraded and w.expect(XFER, HASH, "a:1", 40, 0, [[1]]) == 0
+    s.complete(dst, "RECEIVED", 0, bytes=1, us=1, transport="tcp", reason="", recompute=[])
+    assert poll_one(w).ok
+
+
+def test_lease_limit(sidecar: Make, worker: Make) -> None:
+    sidecar(leases=2)
+    w = worker()
+    assert intent(w) and intent(w) and w.intent(XFER, HASH, 1, [[1]]) == 0
+
+
+def test_load_watchdog(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    s.expect("register")
+    ok = w.load_watch(0, 1, 4, 30)
+    late = w.load_watch(1, 2, 4, 0.05)
+    s.tell("load", layer=0, value=4)
+    s.tell("load", layer=1, value=4)
+    s.expect("done")
+    s.expect("done")
+    until(lambda: w.status().counters["poisoned"] == 1, "layer 2 is poisoned, layer 1 had landed")
+    assert w.load_done(ok) and not w.load_done(late) and not w.load_done(late)
+    w.load_reset(2, 1)
+    dead = w.load_watch(0, 3, 9, 30)
+    s.kill()
+    until(lambda: w.status().counters["poisoned"] == 4, "all are poisoned when the sidecar's exit is proved")
+    assert not w.load_done(dead)
+    with pytest.raises(kvspray.KvsprayError):
+        w.load_watch(0, LAYERS + 1, 1, 1)
+
+
+def test_forked_child_is_inert(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    w = worker()
+    lease = expect(w)
+    s.record("EXPECT")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            w.signal_layer(0, 99)
+            ok = w.intent(XFER, HASH, 1, [[1]]) == 0 and not w.connected and w.poll() == [] and not w.cancel(lease) and not w.wait(0.01)
+            w.close()
+            code = 0 if ok else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    s.tell("flags")
+    assert s.expect("flags")["layers"][0] == 0
+    s.complete(lease, "RECEIVED", 0, bytes=1, us=1, transport="tcp", reason="", recompute=[])
+    assert poll_one(w).ok and w.connected
+
+
+def test_wait_does_not_hold_the_interpreter(sidecar: Make, worker: Make) -> None:
+    sidecar()
+    w = worker()
+    done = threading.Event()
+    t = threading.Thread(target=lambda: (w.wait(0.3), done.set()))
+    start = time.monotonic()
+    t.start()
+    n = 0
+    while not done.is_set():
+        n += 1
+        if time.monotonic() - start > TIMEOUT_S:
+            break
+    t.join()
+    assert n > 1000
+
+
+def test_many_completions_wake_the_waiter(sidecar: Make, worker: Make) -> None:
+    sidecar(echo=True)
+    w = worker()
+    for _ in range(300):
+        lease = expect(w)
+        assert poll_one(w).lease == lease
+
+
+def test_regions(sidecar: Make, worker: Make) -> None:
+    import mmap
+
+    n = 1 << 20
+    m = mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    m[:] = os.urandom(n)
+    before = bytes(m)
+    addr = ctypes.addressof(ctypes.c_char.from_buffer(m))
+    w = worker(start=False)
+    with pytest.raises(kvspray.KvsprayError, match="64 MiB"):
+        w.adopt_region(addr, n)
+    with pytest.raises(kvspray.KvsprayError):
+        w.adopt_region(addr + 1, n - 4096, allow_small=True)
+    region = w.adopt_region(addr, n, allow_small=True)
+    assert bytes(m) == before and region.kind == kvspray.RegionKind.ADOPTED
+    m[5:8] = b"abc"
+    assert os.pread(region.fd, 3, 5) == b"abc"
+    os.pwrite(region.fd, b"xyz", 100)
+    assert m[100:103] == b"xyz"
+    with pytest.raises(kvspray.KvsprayError):  # shared already
+        w.adopt_region(addr, n, allow_small=True)
+    process = [w.process_region(addr + i, 4096) for i in range(100)]
+    s: Sidecar = sidecar()
+    w.register([region, *process], layout())
+    reg = s.expect("register")
+    assert len(reg["regions"]) == 101 and reg["fds"] == 6 and reg["regions"][1]["addr"] == addr
+    assert {r["fd"] for r in reg["regions"][1:]} == {5}
+    for r in process:
+        r.close()
+    alloc = w.alloc_region(5000)
+    assert alloc.nbytes == 8192 and len(alloc.buffer) == 8192
+    alloc.buffer[4096] = 7
+    assert os.pread(alloc.fd, 1, 4096) == b"\7"
+    alloc.close()
+    alloc.close()
+
+
+def test_arguments(worker: Make, socket_path: pathlib.Path) -> None:
+    w = worker(start=False)
+    for bad in (
+        lambda: w.intent(b"short", HASH, 1, [[1]]),
+        lambda: w.intent(XFER, HASH, 0, [[1]]),
+        lambda: w.intent(XFER, HASH, 1, [[1]], fanout=17),
+        lambda: w.intent(XFER, HASH, 1, [[-1]]),
+        lambda: w.expect(XFER, HASH, "a:1", 4, [1, 2], [[1]]),
+        lambda: w.expect(XFER, HASH, "a:1", 4, 5, [[1]]),
+        lambda: kvspray.Ranks(tp=(2, 2)).flat(),
+    ):
+        with pytest.raises(ValueError):
+            bad()
+    with pytest.raises(kvspray.KvsprayError):
+        kvspray.WorkerClient(socket_path, engine=ENGINE, layers=2000)
+    with pytest.raises(kvspray.KvsprayError, match="regions"):
+        w.register([], layout())
+    with pytest.raises(kvspray.KvsprayError):
+        kvspray.WorkerClient("x" * 200, engine=ENGINE, layers=1)
+
+
+def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
+    with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:
+        assert c.endpoint is None and c.admission(XFER, HASH) is None
+        assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)  # kept until there is a sidecar
+        first = c.admission(XFER, HASH)
+        assert first is not None and first.state == AdmissionState.PENDING
+        s: Sidecar = sidecar()
+        a = s.expect("await")
+        assert (a["xfer"], a["hash"], a["peer"], a["tokens"]) == (XFER.hex(), HASH.hex(), "127.0.0.1:9", 40) and a["ttl_ms"] <= 30000
+        assert c.connected and c.endpoint == "127.0.0.1:7001"
+        assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
+        s.kill()
+        s = sidecar()
+        a = s.expect("await")  # asked again
+        s.tell("send", name="ADMITTED", body={"id": a["id"], "state": "admitted", "tokens": 40, "message": ""})
+        until(lambda: (x := c.admission(XFER, HASH)) is not None and x.admitted and x.tokens == 40, "admitted")
+        other = b"o" * 32
+        assert c.await_admission(XFER, other, "127.0.0.1:9", 1, 30)
+        a = s.expect("await", hash=other.hex())
+        s.tell("send", name="ADMITTED", body={"id": a["id"], "state": "refused", "tokens": 0, "message": "fingerprint: dtype"})
+        got = until(lambda: (x := c.admission(XFER, other)) is not None and x.state == AdmissionState.REFUSED and x, "refused")
+        assert got.message == "fingerprint: dtype"
+        assert c.await_admission(b"y" * 16, other, "127.0.0.1:9", 1, 0.05)
+        until(lambda: (x := c.admission(b"y" * 16, other)) is not None and x.state == AdmissionState.GONE, "its ttl passes")
+        c.forget(XFER, other)
+        assert c.admission(XFER, other) is None
+        for _ in range(3):
+            with pytest.raises(ValueError):
+                c.await_admission(XFER, b"z" * 32, "p" * 300, 1, 1)
+    assert not c.connected
+
+
+def test_prefix_hash() -> None:
+    base = kvspray.prefix_hash([1, 2, 3])
+    assert len(base) == 32 and base == kvspray.prefix_hash((1, 2, 3), lora="", salt=None)
+    others = [
+        kvspray.prefix_hash([1, 2]), kvspray.prefix_hash([1, 2, 3], lora="a"), kvspray.prefix_hash([1, 2, 3], salt="a"),
+        kvspray.prefix_hash([1, 2, 3], mm=[("a", 0, 1)]), kvspray.prefix_hash([1, 2, 3], mm=[("a", 0, 2)]),
+    ]  # fmt: skip
+    assert len({base, *others}) == 6
+
+
+def test_params() -> None:
+    p = kvspray.Params(b"p" * 16, "127.0.0.1:1", 2)
+    assert kvspray.Params.from_dict(p.to_dict()) == p
+    for bad in (None, {}, {"v": 2, "xfer": "00" * 16}, {"v": 1, "xfer": "zz"}, {"v": 1, "xfer": "00"}, {"v": 1, "xfer": "00" * 16, "fanout": 0}):
+        assert kvspray.Params.from_dict(bad) is None
