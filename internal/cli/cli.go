@@ -29,8 +29,12 @@ const (
 	exitUsage   = 2 // flags or configuration are wrong
 )
 
-// errUsage marks mistakes in flags and configuration.
-var errUsage = errors.New("usage")
+// usageError marks mistakes in flags and configuration.
+type usageError struct{ error }
+
+func (e usageError) Unwrap() error { return e.error }
+
+func usage(err error) error { return usageError{err} }
 
 // errUnhealthy is doctor's and check's verdict; the details were printed.
 var errUnhealthy = errors.New("not everything that is required works")
@@ -52,7 +56,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	}
 	_, _ = fmt.Fprintf(stderr, "kvspray: %v\n", err) // nowhere else to say it
 	// cobra has no error value for a command that it does not know.
-	if errors.Is(err, errUsage) || strings.HasPrefix(err.Error(), "unknown command") {
+	if errors.As(err, new(usageError)) || strings.HasPrefix(err.Error(), "unknown command") {
 		_, _ = fmt.Fprintf(stderr, "See '%s --help'.\n", cmd.CommandPath())
 		return exitUsage
 	}
@@ -72,7 +76,7 @@ See what works on this host:          kvspray doctor`,
 		SilenceUsage:  true,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return fmt.Errorf("%w: %w", errUsage, err) })
+	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usage(err) })
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(configCommand(), versionCommand(), doctorCommand(), proxyCommand())
 	return root
@@ -104,7 +108,7 @@ func (f *configFlags) load() (*config.Config, error) {
 	}
 	c, err := config.Load(f.file, sets...)
 	if err != nil {
-		return nil, fmt.Errorf("%w: %w", errUsage, err)
+		return nil, usage(err)
 	}
 	return c, nil
 }

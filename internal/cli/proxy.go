@@ -43,10 +43,10 @@ When the prefill engine fails, the decode engine does the prefill itself.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := proxyConfig(prefill, peers, sidecars, decode)
 			if err != nil {
-				return fmt.Errorf("%w: %w", errUsage, err)
+				return usage(err)
 			}
 			if !slices.Contains([]string{config.FormText, config.FormJSON}, format) {
-				return fmt.Errorf("%w: --log-format %q is not text or json", errUsage, format)
+				return usage(fmt.Errorf("--log-format %q is not text or json", format))
 			}
 			c := config.Config{Log: config.Log{Level: level}}
 			log := newLog(cmd.ErrOrStderr(), c.LogLevel(), format)
@@ -55,7 +55,7 @@ When the prefill engine fails, the decode engine does the prefill itself.`,
 			cfg.Mode, cfg.BodyBytes, cfg.Log, cfg.Registry = proxy.Mode(mode), body, log, reg
 			p, err := proxy.New(cfg)
 			if err != nil {
-				return fmt.Errorf("%w: %w", errUsage, err)
+				return usage(err)
 			}
 			var lc net.ListenConfig
 			l, err := lc.Listen(cmd.Context(), "tcp", listen)

@@ -48,7 +48,7 @@ func configCommand() *cobra.Command {
 				return err
 			}
 			if err := c.CheckFiles(); err != nil {
-				return fmt.Errorf("%w: %w", errUsage, err)
+				return usage(err)
 			}
 			_, err = fmt.Fprintln(cmd.OutOrStdout(), "ok")
 			return err
@@ -62,7 +62,7 @@ func configCommand() *cobra.Command {
 // noArgs is cobra.NoArgs with our exit code.
 func noArgs(cmd *cobra.Command, args []string) error {
 	if err := cobra.NoArgs(cmd, args); err != nil {
-		return fmt.Errorf("%w: %w", errUsage, err)
+		return usage(err)
 	}
 	return nil
 }

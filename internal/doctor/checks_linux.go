@@ -178,12 +178,12 @@ func rails(_ context.Context, h *Host) []Result {
 		if ip == "" {
 			continue
 		}
-		r := yes("%s, MTU %d, %s, %s", ip, i.MTU, h.speed(i.Name, i.Flags&net.FlagLoopback != 0), use)
-		r.Name = "rail " + i.Name
-		if i.Flags&net.FlagLoopback == 0 && i.MTU < 1500 {
-			r = no("raise the MTU of "+i.Name+", 9000 where the network allows it", "%s, MTU %d is small, %s, %s", ip, i.MTU, h.speed(i.Name, false), use)
-			r.Name = "rail " + i.Name
+		note := ""
+		if i.MTU < 1500 {
+			note = " (small; 9000 is faster where the network allows it)"
 		}
+		r := yes("%s, MTU %d%s, %s, %s", ip, i.MTU, note, h.speed(i.Name, i.Flags&net.FlagLoopback != 0), use)
+		r.Name = "rail " + i.Name
 		out = append(out, r)
 		delete(configured, ip)
 	}

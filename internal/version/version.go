@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package version knows what this build is called.
+// Package version knows what this build is called and by what it was compiled. No state besides what the linker sets.
 package version
 
 import (

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+#
+# Everything below sets up what it needs by itself, in .build and bin. Needed on the machine: Go, CPython 3.10 to 3.13 with
+# venv, gcc with binutils, make.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+ROOT := $(CURDIR)
+B := $(ROOT)/.build
+TOOLS := $(B)/bin
+VENV := $(B)/venv
+LINTENV := $(B)/lint-venv
+# PYTHON names the interpreter that environments are made with; test/rig/env.py finds one otherwise.
+PYTHON ?=
+HOSTPY := $(if $(PYTHON),$(PYTHON),python3)
+VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
+LDFLAGS := -X github.com/kvspray/kvspray/internal/version.version=$(VERSION)
+export KVSPRAY_BINARY := $(ROOT)/bin/kvspray
+
+##@ Use
+
+.PHONY: help
+help: ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+
+.PHONY: build
+build: ## Build bin/kvspray
+	@mkdir -p bin
+	go build -trimpath -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray
+
+.PHONY: wheels
+wheels: env ## Build the Python wheels into dist/
+	@mkdir -p dist
+	rm -rf $(B)/wheel-src && mkdir -p $(B)/wheel-src && cp -r pybind integration/vllm $(B)/wheel-src/
+	$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist $(B)/wheel-src/pybind $(B)/wheel-src/vllm
+	@ls dist
+
+.PHONY: demo
+demo: build env ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: damage a byte on the wire)
+	$(VENV)/bin/python test/rig/demo.py $(if $(FLIP),--flip) $(DEMO_ARGS)
+
+##@ Check
+
+.PHONY: test
+test: ## Everything that must pass: lint, generated code, Go with -race, Python, end to end
+	@bash test/run.sh
+
+.PHONY: test-attack
+test-attack: build env ## The late-write attacks and fault tests in full
+	@bash test/run.sh attack
+
+.PHONY: test-go
+test-go: ## Go tests with -race only
+	go test -race -timeout 15m ./...
+
+.PHONY: test-py
+test-py: build env ## Python tests only, without the end-to-end ones
+	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests
+
+.PHONY: test-e2e
+test-e2e: build env ## End-to-end tests with real engines only
+	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e
+
+.PHONY: lint
+lint: lint-go lint-py ## All linters
+
+.PHONY: lint-go
+lint-go: $(TOOLS)/.stamp
+	@bad=$$(gofmt -l $$(git ls-files -co --exclude-standard '*.go')); if [ -n "$$bad" ]; then echo "gofmt -w these:"; echo "$$bad"; exit 1; fi
+	go vet ./...
+	cd tools && go vet ./...
+	$(TOOLS)/staticcheck ./...
+	$(TOOLS)/errcheck -ignoretests ./...
+	$(TOOLS)/ineffassign ./...
+	CGO_ENABLED=0 go build ./...
+	CGO_ENABLED=0 GOARCH=arm64 go build ./...
+
+.PHONY: lint-py
+lint-py: $(LINTENV)/.stamp
+	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test
+	$(LINTENV)/bin/mypy --config-file tools/mypy.ini pybind/python/kvspray
+	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/vllm/src/kvspray_vllm
+
+.PHONY: generate
+generate: $(TOOLS)/.stamp ## Make all generated code and documents again
+	$(TOOLS)/protogen -root . -plugins $(TOOLS) api/peer/v1/peer.proto
+	go generate ./internal/board/...
+	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
+
+GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go docs/config.md
+.PHONY: generate-check
+generate-check: ## Fail if generated files are not what their sources say
+	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \
+	if [ "$$before" != "$$after" ]; then echo "generated files were stale; commit what 'make generate' made:"; \
+	diff <(echo "$$before") <(echo "$$after") || exit 1; fi
+
+##@ Measure
+
+.PHONY: bench-copy
+bench-copy: build ## kvspray bench copy, both transports, both integrity levels, as JSON in .build/bench
+	@mkdir -p $(B)/bench
+	for t in tcp shm; do for i in off crc32c; do for c in 1 4; do \
+	  [ $$t = shm ] && [ $$i = crc32c ] && continue; \
+	  echo "== $$t, integrity $$i, $$c connections"; \
+	  bin/kvspray bench copy --transport $$t --integrity $$i --conns $$c --json | tee $(B)/bench/copy-$$t-$$i-$$c.json; done; done; done
+
+.PHONY: bench
+bench: ## Go benchmarks (ParseBlock, frames, rings ...)
+	go test -run '^$$' -bench . -benchmem ./...
+
+.PHONY: bench-vllm
+bench-vllm: build env ## D's latency with kvspray against NIXL, same engines and prompts
+	$(HOSTPY) test/rig/env.py --nixl
+	$(VENV)/bin/python test/rig/bench_vllm.py $(BENCH_ARGS)
+
+##@ Set-up
+
+.PHONY: env
+env: ## Make the environment with the pinned vLLM (1 GB to fetch, once)
+	@$(HOSTPY) test/rig/env.py
+
+.PHONY: clean
+clean: ## Remove everything that was built, the environments too
+	rm -rf $(B) bin dist run
+
+$(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
+	@mkdir -p $(TOOLS)
+	@echo "building pinned linters and generators ..."
+	cd tools && go build -o $(TOOLS)/ ./protogen google.golang.org/protobuf/cmd/protoc-gen-go \
+	  google.golang.org/grpc/cmd/protoc-gen-go-grpc honnef.co/go/tools/cmd/staticcheck github.com/kisielk/errcheck \
+	  github.com/gordonklaus/ineffassign
+	@touch $@
+
+$(LINTENV)/.stamp: tools/lint-requirements.txt
+	@echo "making the linters' Python environment ..."
+	$(HOSTPY) -m venv --clear $(LINTENV)
+	$(LINTENV)/bin/python -m pip install -q --disable-pip-version-check -r tools/lint-requirements.txt
+	@touch $@

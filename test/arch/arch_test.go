@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package arch
+
+import (
+	"bytes"
+	"go/ast"
+	"go/build/constraint"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"sort"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/kvspray/kvspray"
+
+// file is one Go file of the module.
+type file struct {
+	path      string // from the root, with slashes
+	dir       string
+	test      bool
+	generated bool
+	ignored   bool // never built: go:build ignore
+	ast       *ast.File
+	imports   []string
+}
+
+var fset = token.NewFileSet()
+
+// skipped directories hold nothing of the module: hidden ones, build outputs, and modules of their own.
+func skipped(root, p string, d fs.DirEntry) bool {
+	if !d.IsDir() || p == root {
+		return false
+	}
+	name := d.Name()
+	if strings.HasPrefix(name, ".") || name == "testdata" || name == "bin" || name == "build" || name == "__pycache__" || strings.HasSuffix(name, ".egg-info") {
+		return true
+	}
+	_, err := os.Stat(filepath.Join(p, "go.mod"))
+	return err == nil
+}
+
+func root(t *testing.T) string {
+	t.Helper()
+	r, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+func goFiles(t *testing.T) []file {
+	t.Helper()
+	r := root(t)
+	var out []file
+	err := filepath.WalkDir(r, func(p string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if skipped(r, p, d) {
+			return fs.SkipDir
+		}
+		if d.IsDir() || !strings.HasSuffix(p, ".go") {
+			return nil
+		}
+		parsed, err := parser.ParseFile(fset, p, nil, parser.ParseComments)
+		if err != nil {
+			return err
+		}
+		rel, err := filepath.Rel(r, p)
+		if err != nil {
+			return err
+		}
+		f := file{path: filepath.ToSlash(rel), test: strings.HasSuffix(p, "_test.go"), generated: ast.IsGenerated(parsed), ast: parsed}
+		f.dir = path.Dir(f.path)
+		for _, g := range parsed.Comments {
+			for _, c := range g.List {
+				if x, err := constraint.Parse(c.Text); err == nil && c.Pos() < parsed.Package && x.String() == "ignore" {
+					f.ignored = true
+				}
+			}
+		}
+		for _, i := range parsed.Imports {
+			name, err := strconv.Unquote(i.Path.Value)
+			if err != nil {
+				return err
+			}
+			f.imports = append(f.imports, name)
+		}
+		out = append(out, f)
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(out) < 50 {
+		t.Fatalf("only %d Go files found: the walk is broken", len(out))
+	}
+	return out
+}
+
+func ruleOf(dir string) *rule {
+	for i := range rules {
+		if rules[i].dir == dir {
+			return &rules[i]
+		}
+	}
+	return nil
+}
+
+func covers(list []string, name string) bool {
+	return slices.ContainsFunc(list, func(e string) bool {
+		prefix, all := strings.CutSuffix(e, "/...")
+		return e == name || all && (name == prefix || strings.HasPrefix(name, prefix+"/"))
+	})
+}
+
+func hasPathPrefix(name, prefix string) bool { return name == prefix || strings.HasPrefix(name, prefix+"/") }
+
+func standard(name string) bool {
+	first, _, _ := strings.Cut(name, "/")
+	return !strings.Contains(first, ".")
+}
+
+func TestImports(t *testing.T) {
+	for _, f := range goFiles(t) {
+		if f.test || f.ignored {
+			continue
+		}
+		r := ruleOf(f.dir)
+		if r == nil {
+			t.Errorf("%s: package %s has no rule; add one to test/arch/rules_test.go and say what it may know, and why", f.path, f.dir)
+			continue
+		}
+		for _, name := range f.imports {
+			switch own, isOwn := strings.CutPrefix(name, module+"/"); {
+			case name == "C":
+				if !r.c {
+					t.Errorf(`%s imports "C"; only packages with c in test/arch/rules_test.go may`, f.path)
+				}
+			case isOwn:
+				if !covers(r.own, own) {
+					t.Errorf("%s imports %s, which %s may not (%s)", f.path, own, r.dir, r.why)
+				}
+			case standard(name):
+				if r.pure && name != "sync/atomic" && slices.ContainsFunc(impure, func(p string) bool { return hasPathPrefix(name, strings.TrimSuffix(p, "/")) }) {
+					t.Errorf("%s imports %s: %s is pure (%s)", f.path, name, r.dir, r.why)
+				}
+			case !slices.ContainsFunc(r.ext, func(p string) bool { return hasPathPrefix(name, p) }):
+				t.Errorf("%s imports %s, which %s may not (%s)", f.path, name, r.dir, r.why)
+			}
+		}
+	}
+}
+
+// The edges that DESIGN forbids by name stay forbidden, whatever the list above says.
+func TestForbiddenEdges(t *testing.T) {
+	for _, e := range []struct{ from, to, why string }{
+		{"connector", "transport", "what an engine says cannot depend on the wire"},
+		{"transport", "layout", "backends move runs; they do not know what a token is"},
+		{"transport", "control", "a backend never decides routing"},
+		{"transport/tcp", "internal/cuda", "tcp works where no GPU is"},
+		{"layout", "internal", "pure"},
+		{"parseblock", "internal", "pure"},
+		{"transfer", "internal", "pure"},
+	} {
+		for _, r := range rules {
+			if !hasPathPrefix(r.dir, e.from) {
+				continue
+			}
+			for _, own := range r.own {
+				if hasPathPrefix(own, e.to) && !hasPathPrefix(own, e.from) {
+					t.Errorf("the rule of %s allows %s: %s", r.dir, own, e.why)
+				}
+			}
+		}
+	}
+}
+
+func TestRulesAreComplete(t *testing.T) {
+	r := root(t)
+	seen := map[string]bool{}
+	for _, x := range rules {
+		if x.why == "" || seen[x.dir] {
+			t.Errorf("rule of %s: no reason, or listed twice", x.dir)
+		}
+		seen[x.dir] = true
+		if _, err := os.Stat(filepath.Join(r, filepath.FromSlash(x.dir))); err != nil {
+			t.Errorf("rule of %s: no such package", x.dir)
+		}
+	}
+}
+
+func TestPure(t *testing.T) {
+	for _, f := range goFiles(t) {
+		r := ruleOf(f.dir)
+		if r == nil || !r.pure || f.test || f.ignored {
+			continue
+		}
+		ast.Inspect(f.ast, func(n ast.Node) bool {
+			switch x := n.(type) {
+			case *ast.GoStmt:
+				t.Errorf("%s: a goroutine in a pure package", fset.Position(x.Pos()))
+			case *ast.SelectorExpr:
+				if id, ok := x.X.(*ast.Ident); ok && id.Name == "time" && id.Obj == nil && clocks[x.Sel.Name] {
+					t.Errorf("%s: time.%s in a pure package; take now as an argument", fset.Position(x.Pos()), x.Sel.Name)
+				}
+			case *ast.ChanType:
+				t.Errorf("%s: a channel in a pure package", fset.Position(x.Pos()))
+			}
+			return true
+		})
+	}
+}
+
+func TestDocComments(t *testing.T) {
+	docs := map[string]string{}
+	names := map[string]string{}
+	for _, f := range goFiles(t) {
+		if f.test || f.ignored {
+			continue
+		}
+		names[f.dir] = f.ast.Name.Name
+		if f.ast.Doc != nil && !f.generated {
+			docs[f.dir] += f.ast.Doc.Text()
+		} else if f.ast.Doc != nil && docs[f.dir] == "" {
+			docs[f.dir] = f.ast.Doc.Text()
+		}
+	}
+	for dir, name := range names {
+		if f := ruleOf(dir); f != nil && f.why == "generated" {
+			continue
+		}
+		want := "Package " + name + " "
+		if name == "main" {
+			want = "Command "
+		}
+		if d := docs[dir]; !strings.HasPrefix(d, want) || len(d) < 60 {
+			t.Errorf("%s: no package comment that begins with %q and says what the package owns", dir, want)
+		}
+	}
+}
+
+func TestUnsafe(t *testing.T) {
+	name := regexp.MustCompile(`_unsafe(_test)?\.go$`)
+	for _, f := range goFiles(t) {
+		if slices.Contains(f.imports, "unsafe") && !f.generated && !name.MatchString(f.path) {
+			t.Errorf("%s imports unsafe; such code lives in *_unsafe.go", f.path)
+		}
+	}
+}
+
+// A cgo file has a sibling for builds without cgo.
+func TestCgoStubs(t *testing.T) {
+	withC := map[string]bool{}
+	stub := map[string]bool{}
+	for _, f := range goFiles(t) {
+		if f.test || f.ignored {
+			continue
+		}
+		if slices.Contains(f.imports, "C") {
+			withC[f.dir] = true
+		}
+		for _, g := range f.ast.Comments {
+			for _, c := range g.List {
+				if x, err := constraint.Parse(c.Text); err == nil && c.Pos() < f.ast.Package &&
+					x.Eval(func(tag string) bool { return tag != "cgo" }) && !x.Eval(func(string) bool { return true }) {
+					stub[f.dir] = true
+				}
+			}
+		}
+	}
+	for dir := range withC {
+		if !stub[dir] {
+			t.Errorf("%s uses cgo and has no file with //go:build !cgo", dir)
+		}
+	}
+}
+
+func TestNoInit(t *testing.T) {
+	for _, f := range goFiles(t) {
+		if f.generated {
+			continue
+		}
+		for _, d := range f.ast.Decls {
+			if fn, ok := d.(*ast.FuncDecl); ok && fn.Recv == nil && fn.Name.Name == "init" {
+				t.Errorf("%s: no work in init; let main pass what is needed", fset.Position(fn.Pos()))
+			}
+		}
+	}
+}
+
+// A test skips through one helper, and waits for conditions.
+func TestHabitsOfTests(t *testing.T) {
+	for _, f := range goFiles(t) {
+		if f.dir == "internal/testutil" {
+			continue
+		}
+		ast.Inspect(f.ast, func(n ast.Node) bool {
+			call, ok := n.(*ast.CallExpr)
+			if !ok {
+				return true
+			}
+			sel, ok := call.Fun.(*ast.SelectorExpr)
+			if !ok {
+				return true
+			}
+			id, ok := sel.X.(*ast.Ident)
+			if !ok {
+				return true
+			}
+			switch {
+			case slices.Contains([]string{"t", "b", "tb", "f"}, id.Name) && slices.Contains([]string{"Skip", "Skipf", "SkipNow"}, sel.Sel.Name):
+				t.Errorf("%s: skip through testutil.Skip, which KVSPRAY_MUST_RUN can refuse", fset.Position(call.Pos()))
+			case f.test && id.Name == "time" && sel.Sel.Name == "Sleep" && !inBubble(f):
+				t.Errorf("%s: time.Sleep in a test; wait for a condition, or use testing/synctest", fset.Position(call.Pos()))
+			}
+			return true
+		})
+	}
+}
+
+// inBubble reports whether a file's tests run on synctest's clock, where Sleep costs nothing.
+func inBubble(f file) bool { return slices.Contains(f.imports, "testing/synctest") }
+
+// sources are the files that people write.
+func sources(t *testing.T) []string {
+	t.Helper()
+	r := root(t)
+	var out []string
+	err := filepath.WalkDir(r, func(p string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() && p != r && (strings.HasPrefix(d.Name(), ".") && d.Name() != ".ci" || slices.Contains([]string{"bin", "build", "testdata", "__pycache__", "run", "dist"}, d.Name())) {
+			return fs.SkipDir
+		}
+		if !d.IsDir() && slices.Contains([]string{".go", ".c", ".h", ".py", ".proto", ".cu", ".sh"}, filepath.Ext(p)) {
+			out = append(out, p)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	sort.Strings(out)
+	return out
+}
+
+func TestHeadersAndLeftovers(t *testing.T) {
+	leftover := regexp.MustCompile(`\b(TO` + `DO|FIX` + `ME|XX` + `X)\b`)
+	for _, p := range sources(t) {
+		b, err := os.ReadFile(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		head := b[:min(len(b), 400)]
+		// Go files are covered by LICENSE; the others get copied into wheels and images one by one.
+		if filepath.Ext(p) != ".go" && !bytes.Contains(head, []byte("SPDX-License-Identifier: Apache-2.0")) && !bytes.Contains(head, []byte("Code generated")) && len(b) > 0 {
+			t.Errorf("%s has no SPDX line", p)
+		}
+		if m := leftover.Find(b); m != nil {
+			t.Errorf("%s: %s", p, m)
+		}
+	}
+}
+
+// Commands that users type are those that exist: the Makefile has every target that the documents name.
+func TestDocumentedTargets(t *testing.T) {
+	r := root(t)
+	mk, err := os.ReadFile(filepath.Join(r, "Makefile"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	used := regexp.MustCompile("`make ([a-z-]+)")
+	for _, doc := range []string{"README.md", "CONTRIBUTING.md", "docs/design.md", "docs/operations.md"} {
+		text, err := os.ReadFile(filepath.Join(r, doc))
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		for _, m := range used.FindAllSubmatch(text, -1) {
+			if !regexp.MustCompile(`(?m)^` + string(m[1]) + `:`).Match(mk) {
+				t.Errorf("%s names make %s, which the Makefile does not have", doc, m[1])
+			}
+		}
+	}
+}

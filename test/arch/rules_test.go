@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package arch
+
+// rule says what one package may import. A package that is not listed fails the test: whoever adds one says here what it may
+// know.
+type rule struct {
+	dir  string
+	why  string   // why it may know just these
+	own  []string // packages of this module; a trailing /... stands for all below
+	ext  []string // modules of others, by the path's beginning
+	pure bool     // no clock, no I/O, no goroutine, no lock: time is an argument
+	c    bool     // may import "C"
+}
+
+// What several rules share.
+const (
+	extGRPC  = "google.golang.org/grpc"
+	extProto = "google.golang.org/protobuf"
+	extSys   = "golang.org/x/sys"
+	extSync  = "golang.org/x/sync"
+	extProm  = "github.com/prometheus/client_golang"
+	extMsg   = "github.com/vmihailenco/msgpack/v5"
+	extYAML  = "go.yaml.in/yaml/v3"
+	extCobra = "github.com/spf13/cobra"
+	extBack  = "github.com/cenkalti/backoff/v5"
+	extGoss  = "github.com/hashicorp/memberlist"
+	extLink  = "github.com/vishvananda/netlink"
+	extLeak  = "go.uber.org/goleak"
+	extCmp   = "github.com/google/go-cmp"
+	extRapid = "pgregory.net/rapid"
+)
+
+var rules = []rule{
+	{dir: "cmd/kvspray", why: "a thin main: everything is in a package that tests can reach",
+		own: []string{"internal/cli"}},
+	{dir: "internal/cli", why: "turns flags into configurations; knows the composed parts and nothing below them",
+		own: []string{"bench/copybench", "control/peer/keys", "internal/config", "internal/doctor", "internal/version", "proxy", "sidecar"},
+		ext: []string{extCobra, extProm}},
+	{dir: "proxy", why: "speaks HTTP to engines only; knows kvspray by its parameters, not by its packages",
+		ext: []string{extProm}},
+	{dir: "sidecar", why: "the one place that knows all parts of a node and joins them",
+		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/peer", "control/peer/keys", "internal/config", "internal/mem",
+			"internal/metrics", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/shm", "transport/tcp"},
+		ext: []string{extProm, extSys, extSync, extBack}},
+	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
+		ext: []string{extYAML}},
+	{dir: "internal/doctor", why: "tries what the host offers by itself, so that it works where the parts do not",
+		own: []string{"internal/config"}, ext: []string{extSys}},
+	{dir: "internal/metrics", why: "names and labels; the reasons and outcomes are transfer's",
+		own: []string{"transfer"}, ext: []string{extProm}},
+	{dir: "internal/version", why: "what the linker and the module know"},
+	{dir: "internal/testutil", why: "for tests of every package"},
+	{dir: "internal/leaktest", why: "for tests of every package", ext: []string{extLeak}},
+
+	{dir: "transfer", why: "ids, chunk space, bitmap, outcomes: shared by connector, control and transports, so it knows none of them", pure: true},
+	{dir: "layout", why: "regions, planes, runs and their form on the wire; the transfer space is transfer's", pure: true,
+		own: []string{"transfer"}, ext: []string{extMsg}},
+	{dir: "parseblock", why: "strategies from layouts to runs", pure: true,
+		own: []string{"layout", "transfer"}},
+
+	{dir: "connector", why: "engine side; must never see a transport: what an engine says cannot depend on the wire",
+		own: []string{"connector/msg", "internal/board", "internal/mem", "internal/metrics", "internal/wire", "layout", "parseblock", "transfer"},
+		ext: []string{extMsg, extSys}},
+	{dir: "connector/msg", why: "messages of the engine protocol: bytes to structs and back", pure: true,
+		own: []string{"transfer"}, ext: []string{extMsg}},
+	{dir: "connector/connectortest", why: "an engine's side in Go, for tests of the sidecar",
+		own: []string{"connector", "connector/msg", "internal/board", "internal/mem", "layout", "parseblock", "transfer"}, ext: []string{extMsg, extSys}},
+	{dir: "internal/board", why: "the shared pages and their rings; knows the header, not the messages in it",
+		ext: []string{extSys}},
+	{dir: "internal/board/gen", why: "generator of the Go mirror of board.h"},
+
+	{dir: "control/lease", why: "leases and slots as plain state", pure: true,
+		own: []string{"transfer"}},
+	{dir: "control/exec", why: "the life of transfers: events and now in, actions out; of connector, transport and the peer's messages it takes the types only", pure: true,
+		own: []string{"api/peer/v1", "connector", "control/lease", "internal/mem", "layout", "parseblock", "transfer", "transport"}},
+	{dir: "control/peer", why: "the conversation with other sidecars; no transport: lanes are opened by the sidecar",
+		own: []string{"api/peer/v1", "control/peer/keys", "internal/metrics", "internal/wire", "transfer"},
+		ext: []string{extGRPC, extProto, extBack, extGoss, extSync, extSys}},
+	{dir: "control/peer/keys", why: "keys and certificates, usable by keygen without a node"},
+	{dir: "api/peer/v1", why: "generated", ext: []string{extGRPC, extProto}},
+
+	{dir: "transport", why: "the contract: what executor and backends agree on",
+		own: []string{"internal/mem", "transfer"}},
+	{dir: "transport/transporttest", why: "the one suite that every backend passes",
+		own: []string{"internal/mem", "transfer", "transport"}, ext: []string{extSys, extCmp, extRapid}},
+	{dir: "transport/tcp", why: "a backend: no layout, no control",
+		own: []string{"internal/mem", "internal/wire", "transfer", "transport"}, ext: []string{extSys, extLink, extSync}},
+	{dir: "transport/shm", why: "a backend: no layout, no control",
+		own: []string{"internal/cuda", "internal/mem", "internal/wire", "transfer", "transport"}, ext: []string{extSys, extSync}},
+	{dir: "transport/gdr", why: "a backend: no layout, no control",
+		own: []string{"internal/mem", "internal/verbs", "internal/wire", "transfer", "transport"}, ext: []string{extSys}},
+	{dir: "transport/stage", why: "the hop between a GPU and host memory, so that tcp never sees cuda",
+		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport"}, ext: []string{extSys}},
+	{dir: "internal/mem", why: "regions and bounded copies; knows nobody who uses them",
+		own: []string{"internal/invariants"}, ext: []string{extSys}},
+	{dir: "internal/invariants", why: "a switch of the build, for every package"},
+	{dir: "internal/wire", why: "lane frames and the proof at their start",
+		own: []string{"internal/mem", "transfer"}, ext: []string{extSys}},
+	{dir: "internal/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
+	{dir: "internal/verbs/fake", why: "verbs without a NIC, for the contract suite", own: []string{"internal/verbs", "internal/mem"}, ext: []string{extSys}},
+	{dir: "internal/cuda", why: "the driver API, opened at run time", ext: []string{extSys}, c: true},
+	{dir: "internal/cuda/kernels", why: "compiled kernels as data"},
+
+	{dir: "bench/copybench", why: "measures backends from outside, against plain loops",
+		own: []string{"internal/mem", "internal/wire", "transfer", "transport", "transport/shm", "transport/tcp"}, ext: []string{extCobra, extSys, extSync}, c: true},
+	{dir: "bench/gpubench", why: "measures GPU copies",
+		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra}},
+	{dir: "test/arch", why: "reads source text only"},
+	{dir: "test/wireflip", why: "damages bytes between two sidecars; knows frames, or nothing at all", own: []string{"internal/wire", "transfer"}},
+}
+
+// impure are packages of the standard library that bring a clock, I/O, goroutines or locks.
+var impure = []string{"context", "database/", "io/ioutil", "log", "net", "os", "runtime", "sync", "syscall", "testing", "unsafe", "C"}
+
+// clocks are functions of package time that read it or wait.
+var clocks = map[string]bool{"Now": true, "Since": true, "Until": true, "Sleep": true, "After": true, "AfterFunc": true, "NewTimer": true,
+	"NewTicker": true, "Tick": true}

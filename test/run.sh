@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# What `make test` and `make test-attack` run: every part even if an earlier one failed, a line for each at the end, and the
+# status of the whole. Output of each part goes to the terminal and to .build/test/PART.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+mode=${1:-test}
+logs=.build/test
+mkdir -p "$logs"
+summary=()
+failed=0
+
+part() { # NAME WHAT-THE-LAST-LINE-MATCHES COMMAND...
+	local name=$1 closing=$2
+	shift 2
+	echo "=== $name: $*"
+	local start=$SECONDS rc=0
+	"$@" 2>&1 | tee "$logs/$name.log" || rc=$?
+	local last
+	last=$(grep -E "$closing" "$logs/$name.log" | tail -n 1 || true)
+	local verdict=ok
+	if ((rc != 0)); then
+		verdict=FAILED
+		failed=1
+	fi
+	summary+=("$(printf '%-10s %-6s %4d s  %s' "$name" "$verdict" $((SECONDS - start)) "$last")")
+}
+
+go_tests() {
+	local rc=0
+	go test -race -timeout 15m "$@" || rc=$?
+	return $rc
+}
+
+counted() { # go test, with a closing line that says how much ran
+	local rc=0 out=$logs/go-raw.log
+	go_tests "$@" 2>&1 | tee "$out" || rc=$?
+	echo "packages: $(grep -c '^ok' "$out" || true) ok, $(grep -cE '^(FAIL|panic)' "$out" || true) failing lines, $(grep -c 'no test files' "$out" || true) without tests"
+	return $rc
+}
+
+py=.build/venv/bin/python
+export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm}
+part build '^' make build
+part env 'ready' make env
+if [ "$mode" = attack ]; then
+	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}
+	part attack-go '^packages' counted -run 'Attack|LateWrite' ./transport/... ./sidecar/...
+	part attack-e2e 'passed|failed|error' "$py" -m pytest -q --full test/e2e
+else
+	part lint '^$' make lint
+	part generate '^' make generate-check
+	part go '^packages' counted ./...
+	part python 'passed|failed|error' "$py" -m pytest -q pybind/tests integration/vllm/tests
+	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e
+fi
+
+echo
+echo "=== summary"
+printf '%s\n' "${summary[@]}"
+if ((failed)); then
+	echo "make $mode: FAILED"
+	exit 1
+fi
+echo "make $mode: ok"
