@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -171,6 +172,71 @@ class Sidecar:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         m = re.search(r"(?m)^(panic:|fatal error:|WARNING: DATA RACE).*", text)
         return text[m.start() : m.start() + 2000] if m else None
+
+
+class Relay:
+    """A TCP relay that can be cut: every connection through it dies, and new ones are refused, until it is healed."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self.target = (host, int(port))
+        self.lock = threading.Lock()
+        self.live: set[socket.socket] = set()
+        self.whole = True
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "127.0.0.1:%d" % self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                conn, _ = self.listener.accept()
+            except OSError:
+                return
+            with self.lock:
+                if not self.whole:
+                    conn.close()
+                    continue
+            try:
+                out = socket.create_connection(self.target, 2)
+            except OSError:
+                conn.close()
+                continue
+            out.settimeout(None)
+            with self.lock:
+                self.live |= {conn, out}
+            for a, b in ((conn, out), (out, conn)):
+                threading.Thread(target=self._copy, args=(a, b), daemon=True).start()
+
+    def _copy(self, a: socket.socket, b: socket.socket) -> None:
+        try:
+            while data := a.recv(1 << 16):
+                b.sendall(data)
+        except OSError:
+            pass
+        for s in (a, b):
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+        with self.lock:
+            self.live -= {a, b}
+
+    def cut(self) -> int:
+        """Returns how many connections died."""
+        with self.lock:
+            self.whole = False
+            live = list(self.live)
+        for s in live:
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+        return len(live) // 2
+
+    def heal(self) -> None:
+        with self.lock:
+            self.whole = True
+
+    def close(self) -> None:
+        self.cut()
+        self.listener.close()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,438 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The demonstration: prefill on one vLLM, decode on another, two sidecars move the KV cache between them.
+
+It starts two sidecars, a prefill engine, a decode engine, a plain engine and the proxy (once per dispatch mode) as separate
+processes on loopback, sends the same prompts through the pair and to the plain engine, and compares: tokens, the hash of
+every transferred block on both sides, bytes moved against bytes expected. The exit status is 0 only if all of it is equal and
+the decode engine recomputed nothing that should have moved.
+
+Environment: FLIP=1 puts a process on the wire that flips one bit. INTEGRITY=off|on chooses the case; without it both run, first off
+(which must turn red), then on (one slice refused, one retry, green); the status is then that of the red one. TRANSPORT=tcp|shm.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as cf
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "rig"))
+
+from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from servers import Answer, Proxy, Server, complete, give_up, kvspray_config  # noqa: E402
+
+BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
+LOGS = BUILD / "demo"
+BLOCK = 32  # tokens
+STEP_TOKENS = 256
+PAGE_BYTES = 8192  # of one layer
+BLOCK_BYTES = 4 * PAGE_BYTES  # of four layers
+FLIPPER = BUILD / "bin" / "wireflip"
+FLIP_FRAME = 3  # the data frame that is changed
+MODES = ("concurrent", "prefill-first")
+FEW = ("65 tokens", "513 tokens", "1024 tokens", "2048 tokens", "a list of prompts")  # what a pass with a flipped bit sends
+HASH_KEYS = ("destination", "group", "layer", "block")
+EARLY_TOKENS = 8 * STEP_TOKENS  # prompts that take eight prefill steps or more
+EARLY_SHARE = 0.75
+GREEN, RED, BOLD, PLAIN = ("\033[32m", "\033[31m", "\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "", "", "")
+
+START = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - START:6.1f} s] {text}", flush=True)
+
+
+def prompt(n: int, seed: object) -> list[int]:
+    r = random.Random(str(seed))
+    return [r.randrange(300, 1000) for _ in range(n)]
+
+
+class Case:
+    """Requests that are sent together, and what they should come to."""
+
+    def __init__(self, name: str, prompts: list[Any], n: int = 1, together: bool = False) -> None:
+        self.name, self.prompts, self.n, self.together = name, prompts, n, together
+
+    def sequences(self) -> list[list[int]]:
+        """The token sequences that the decode engine serves."""
+        out = []
+        for p in self.prompts:
+            for one in p if isinstance(p[0], list) else [p]:
+                out += [one] * self.n
+        return out
+
+
+def cases(mode: str) -> list[Case]:
+    if mode == "prefill-first":
+        return [Case(f"{n} tokens", [prompt(n, ("pf", n))]) for n in (1, 33, 200, 513, 2048)] + [
+            Case("two samples", [prompt(150, "pf n")], n=2),
+            Case("a list of prompts", [[prompt(60 + 30 * i, ("pf list", i)) for i in range(3)]]),
+        ]
+    base_d, base_p = prompt(160, "base D"), prompt(600, "base P")
+    lengths = (1, 2, 5, 16, 31, 32, 33, 64, 65, 100, 129, 255, 256, 257, 513, 700, 1024)
+    return (
+        [Case(f"{n} tokens", [prompt(n, n)]) for n in lengths]
+        + [Case(f"{n} tokens", [prompt(n, n)]) for n in (2048, 2049, 3000, 4096)]
+        + [
+            Case("a prefix for decode", [base_d]),
+            Case("prefix hit on decode", [base_d + prompt(90, "tail D")]),
+            Case("prefix hits on prefill, not computed yet", [base_p + prompt(30 + i, ("tail P", i)) for i in range(3)], together=True),
+            Case("two samples", [prompt(150, "n")], n=2),
+            Case("a list of prompts", [[prompt(60 + 30 * i, ("list", i)) for i in range(3)]]),
+            Case("six at once", [prompt(100 + 61 * i, ("six", i)) for i in range(6)], together=True),
+            Case("preemption by a full pool", [prompt(3200, ("big", i)) for i in range(2)], together=True),
+        ]
+    )
+
+
+class Demo:
+    def __init__(self) -> None:
+        shutil.rmtree(LOGS, ignore_errors=True)
+        LOGS.mkdir(parents=True)
+        # Unix sockets have short names; a checkout may have a long one.
+        self.run = pathlib.Path(tempfile.mkdtemp(prefix="kvs-demo-"))
+        self.transport = os.environ.get("TRANSPORT", "tcp")
+        if self.transport not in ("tcp", "shm"):
+            raise Failed(f"TRANSPORT={self.transport}: want tcp or shm")
+        self.sidecars: list[Sidecar] = []
+        self.flippers: list[subprocess.Popen[str]] = []
+        self.proxies: dict[str, Proxy] = {}
+        self.servers: list[Server] = []
+        self.sent = 0
+
+    # ---- processes
+
+    def start_sidecars(self, integrity: str, flip: bool) -> None:
+        """Sidecars of this integrity level, in the place of earlier ones: engines and routers need not know."""
+        for s in self.sidecars:
+            s.stop()
+        for f in self.flippers:
+            f.terminate()
+            f.wait()
+        self.flippers = []
+        if not self.sidecars:
+            self.sidecars = [Sidecar(name, self.run) for name in ("prefill-sidecar", "decode-sidecar")]
+        for s in self.sidecars:
+            s.log = LOGS / f"{s.name}.log"
+            s.transfers, s.hashes = LOGS / f"{s.name}.{integrity}.transfers.jsonl", LOGS / f"{s.name}.{integrity}.blocks.jsonl"
+            s.config["trace"] = {"transfers": str(s.transfers), "block_hashes": str(s.hashes)}
+            tcp: dict[str, Any] = {"integrity": "crc32c" if integrity == "on" else "off"}
+            if flip:
+                # Lanes to a rail go to where it says it is: to the flipper, which passes them on to where it really is.
+                real, shown = free_port(), free_port()
+                tcp["rails"] = [{"name": "lo", "listen": f"127.0.0.1:{real}", "advertise": f"127.0.0.1:{shown}"}]
+                with (LOGS / f"flip.{integrity}.{s.name}.jsonl").open("w") as out:
+                    self.flippers.append(
+                        subprocess.Popen(
+                            [str(FLIPPER), "-listen", f"127.0.0.1:{shown}", "-target", f"127.0.0.1:{real}", "-frame", str(FLIP_FRAME)],
+                            stdin=subprocess.DEVNULL, stdout=out, text=True,
+                        )  # fmt: skip
+                    )
+            s.config["transports"] = {"order": [self.transport], "tcp": tcp}
+            s.start()
+        say(f"two sidecars: transport {self.transport}, integrity {integrity}{', one bit will flip on the wire' if flip else ''}")
+
+    def start_engines(self) -> None:
+        sp, sd = self.sidecars
+        steps = ["--max-num-batched-tokens", str(STEP_TOKENS)]
+        big = ["--kv-cache-memory-bytes", str(64 << 20)]
+        # P's pool holds one of the two biggest prompts, and P lets both in: it has to preempt.
+        small = ["--kv-cache-memory-bytes", str(6 << 20), "--no-scheduler-reserve-full-isl", "--long-prefill-token-threshold", "128"]
+        self.p = Server("prefill", LOGS)
+        self.d = Server("decode", LOGS)
+        self.r = Server("plain", LOGS)
+        self.servers = [self.p, self.d, self.r]
+        self.p.start(BUILD, kvspray_config(sp.socket, "kv_producer"), *steps, *small)
+        self.d.start(BUILD, kvspray_config(sd.socket, "kv_consumer"), *steps, *big)
+        self.r.start(BUILD, None, *steps, *big)
+        say("three vLLM servers start: prefill, decode, plain (a minute or two)")
+        waiting, beat = list(self.servers), time.monotonic()
+        while waiting:
+            for s in list(waiting):
+                if s.up():
+                    waiting.remove(s)
+                    say(f"  {s.name} is up after {time.monotonic() - s.started:.0f} s")
+            if time.monotonic() - beat > 15:
+                beat = time.monotonic()
+                say(f"  still starting: {', '.join(s.name for s in waiting)} (logs in {LOGS})")
+            if time.monotonic() - self.p.started > 600:
+                raise Failed(f"vLLM did not start within 600 s; see {LOGS}")
+            time.sleep(0.5)
+        for mode in MODES:
+            self.proxies[mode] = Proxy(f"proxy-{mode}", LOGS).start(mode, self.p.url, sp.endpoint, self.d.url)
+        for proxy in self.proxies.values():
+            wait_for(f"{proxy.name} up", proxy.up, 15)
+        say("the proxy is up, once per dispatch mode")
+
+    def wait_sessions(self) -> None:
+        """Until a prompt moves: both engines have found their sidecars."""
+
+        def moves() -> bool:
+            before = self.received()
+            complete(self.proxies["concurrent"].port, prompt(40, ("session", time.monotonic())), max_tokens=2)
+            time.sleep(1.2)  # vLLM shows its statistics once a second at most
+            return self.received() > before
+
+        wait_for("the engines to find their sidecars", moves, 60, tick=0.2)
+        say("both engines have found their sidecars")
+
+    def received(self) -> float:
+        return total(self.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
+
+    def stop(self) -> None:
+        for proxy in self.proxies.values():
+            proxy.stop()
+        for s in self.servers:
+            s.stop()
+        for sidecar in self.sidecars:
+            sidecar.stop()
+        for f in self.flippers:
+            f.terminate()
+            f.wait()
+        shutil.rmtree(self.run, ignore_errors=True)
+
+    def running(self) -> float:
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+        return sum(total(s.metrics(), name) for s in (self.p, self.d) for name in names)
+
+    # ---- prompts
+
+    def ask(self, port: int, case: Case, rid: str) -> list[Answer]:
+        def one(i: int) -> Answer:
+            return complete(port, case.prompts[i], n=case.n, rid=f"{rid}x{i}")
+
+        if not case.together:
+            return [one(i) for i in range(len(case.prompts))]
+        with cf.ThreadPoolExecutor(len(case.prompts)) as pool:
+            return list(pool.map(one, range(len(case.prompts))))
+
+    def send(self, v: Verdict, mode: str, case: Case) -> None:
+        self.sent += 1
+        rid = f"demo{self.sent}"
+        got = self.ask(self.proxies[mode].port, case, rid)
+        want = self.ask(self.r.port, case, rid)
+        same = True
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            v.prompts += len(w.tokens)
+            if g.error or w.error:
+                v.fail(f"{mode}, {case.name}: {g.error or w.error}")
+                same = False
+            elif g.tokens != w.tokens:
+                v.fail(f"{mode}, {case.name}, prompt {i}: tokens {g.tokens}, plain {w.tokens}")
+                same = False
+            else:
+                v.equal += len(g.tokens)
+        for i, p in enumerate(case.prompts):
+            if not isinstance(p[0], list) and case.n == 1:
+                v.lengths[f"cmpl-{rid}x{i}-"] = (mode, len(p), case.together)
+        if len(case.prompts) == 1 and case.n == 1 and not isinstance(case.prompts[0][0], list) and same:
+            v.ttft.append((mode, len(case.prompts[0]), got[0].ttft_s, want[0].ttft_s))
+        for seq in case.sequences():
+            v.sequences += 1
+            v.blocks += -(-len(seq) // BLOCK)
+        times = ", ".join(f"{1e3 * g.ttft_s:.0f}/{1e3 * w.ttft_s:.0f}" for g, w in zip(got, want, strict=True))
+        say(f"  {mode:13} {case.name:42} {mark(same, 'equal', 'DIFFERENT')}   first token, pair/plain: {times} ms")
+
+    def measure(self, v: Verdict, few: bool) -> None:
+        """Sends the prompts and collects what became of them."""
+        before, p_before = self.d.metrics(), self.p.metrics()
+        for mode in MODES:
+            for case in cases(mode):
+                if few and case.name not in FEW:
+                    continue
+                self.send(v, mode, case)
+        wait_for("the engines to be idle", lambda: self.running() == 0, 40)
+        time.sleep(1.5)  # vLLM shows its statistics once a second at most
+        after, p_after = self.d.metrics(), self.p.metrics()
+
+        def grew(name: str, **labels: str) -> int:
+            return int(total(after, name, **labels) - total(before, name, **labels))
+
+        source = "vllm:prompt_tokens_by_source_total"
+        v.hits, v.loaded, v.computed = (grew(source, source=x) for x in ("local_cache_hit", "external_kv_transfer", "local_compute"))
+        v.transfers = grew("vllm:kvspray_transfers_total", side="received", outcome="ok")
+        v.failed = grew("vllm:kvspray_transfers_total", side="received") - v.transfers
+        v.moved = grew("vllm:kvspray_bytes_total", side="received")
+        v.recomputed, v.alone = grew("vllm:kvspray_recompute_tokens_total"), grew("vllm:kvspray_served_alone_total")
+        v.preemptions = int(total(p_after, "vllm:num_preemptions_total") - total(p_before, "vllm:num_preemptions_total"))
+        sp, sd = self.sidecars
+        v.traces = [t for t in sp.lines(sp.transfers) if t.get("side") == "source"]
+        v.hashes = block_hashes(sp.lines(sp.hashes)), block_hashes(sd.lines(sd.hashes))
+        metrics = [s.metrics() for s in self.sidecars]
+        v.refused = int(sum(total(m, "kvspray_tcp_refused_frames_total", reason="checksum") for m in metrics))
+        v.retries = int(sum(total(m, "kvspray_transfer_retries_total") for m in metrics))
+
+    def abandon(self, v: Verdict) -> None:
+        for i, after in enumerate((0.02, 0.15, 0.4)):
+            give_up(self.proxies["concurrent"].port, prompt(2000, ("gone", i)), after)
+        wait_for("the abandoned requests to end", lambda: self.running() == 0, 40)
+        say("  concurrent    three clients that went away in the middle; the engines serve on")
+        w = Verdict()
+        self.send(w, "concurrent", Case("after the abandoned requests", [prompt(300, "after")]))
+        v.problems += w.problems
+
+
+class Verdict:
+    """What one pass came to."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.prompts = self.equal = self.sequences = self.blocks = 0
+        self.hits = self.loaded = self.computed = self.transfers = self.failed = self.moved = 0
+        self.recomputed = self.alone = self.preemptions = self.refused = self.retries = 0
+        self.ttft: list[tuple[str, int, float, float]] = []
+        self.lengths: dict[str, tuple[str, int, bool]] = {}
+        self.traces: list[dict[str, Any]] = []
+        self.hashes: tuple[dict[str, str], dict[str, str]] = ({}, {})
+
+    def fail(self, text: str) -> None:
+        self.problems.append(text)
+
+    def early(self) -> list[tuple[int, float]]:
+        """(tokens, share of the bytes that landed before the last prefill step ended) of long prompts that were sent to both."""
+        out = []
+        for t in self.traces:
+            for prefix, (mode, n, together) in self.lengths.items():
+                if t.get("req", "").startswith(prefix) and mode == "concurrent" and n >= EARLY_TOKENS and not together and t.get("bytes"):
+                    out.append((n, t["bytes_before_last_step"] / t["bytes"]))
+        return sorted(out)
+
+    def judge(self, few: bool) -> None:
+        """Turns the figures into problems. Nothing here may pass on an empty record."""
+        if self.equal != self.prompts or not self.prompts:
+            self.fail(f"{self.equal} of {self.prompts} answers equal")
+        if self.transfers != self.sequences or self.failed or self.recomputed or self.alone:
+            self.fail(
+                f"{self.sequences} sequences, but {self.transfers} transfers, {self.failed} failed, {self.recomputed} tokens recomputed, "
+                f"{self.alone} served alone"
+            )
+        if self.computed > self.sequences:
+            self.fail(f"decode computed {self.computed} prompt tokens for {self.sequences} sequences; one each is the rule")
+        expected = (self.blocks - self.hits // BLOCK) * BLOCK_BYTES
+        if self.moved != expected:
+            self.fail(f"{self.moved} bytes moved, {expected} expected")
+        ours, theirs = self.hashes
+        differ = [k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)]
+        if differ or len(ours) * PAGE_BYTES < self.moved:
+            self.fail(f"{len(differ)} of {len(ours.keys() | theirs.keys())} transferred pages have another hash on the other side, for example {differ[:3]}")
+        if not few:
+            if not self.preemptions:
+                self.fail("prefill was never preempted; the case for it has lost its point")
+            early = self.early()
+            if not early:
+                self.fail("no trace of a long prompt with concurrent dispatch")
+            for n, share in early:
+                if share < EARLY_SHARE:
+                    self.fail(f"{n} tokens: {100 * share:.0f}% of the bytes landed before prefill's last step ended, want {100 * EARLY_SHARE:.0f}%")
+
+    def show(self) -> None:
+        ours, theirs = self.hashes
+        agree = sum(1 for k in ours if theirs.get(k) == ours[k])
+        expected = (self.blocks - self.hits // BLOCK) * BLOCK_BYTES
+        early = self.early()
+        rows = [
+            ("answers equal to the plain engine's", f"{self.equal} of {self.prompts}"),
+            ("transfers (one per sequence)", f"{self.transfers} of {self.sequences}"),
+            ("pages with equal hashes on both sides", f"{agree} of {len(ours.keys() | theirs.keys())}"),
+            ("bytes moved, expected", f"{self.moved}, {expected}"),
+            ("prompt tokens loaded, hit, computed by decode", f"{self.loaded}, {self.hits}, {self.computed}"),
+            ("tokens recomputed, requests served alone", f"{self.recomputed}, {self.alone}"),
+            ("preemptions on prefill", str(self.preemptions)),
+            ("slices refused (checksum), retried", f"{self.refused}, {self.retries}"),
+        ]
+        if early:
+            rows.append(("landed before prefill's last step ended", ", ".join(f"{n}: {100 * x:.0f}%" for n, x in early)))
+        print()
+        for what, value in rows:
+            print(f"  {what:46} {value}")
+        if self.ttft:
+            print(f"\n  {'time to first token, ms':24} {'tokens':>7} {'pair':>8} {'plain':>8}")
+            for mode, n, pair, plain in self.ttft:
+                print(f"  {mode:24} {n:7d} {1e3 * pair:8.1f} {1e3 * plain:8.1f}")
+        print()
+
+
+def block_hashes(lines: list[dict[str, Any]]) -> dict[str, str]:
+    """{what identifies a page in both sidecars' records: its hash}; a page that was sent again counts as it was in the end."""
+    return {"/".join(str(b[k]) for k in HASH_KEYS): b["sha256"] for b in lines}
+
+
+def mark(ok: bool, yes: str, no: str) -> str:
+    return f"{GREEN if ok else RED}{yes if ok else no}{PLAIN}"
+
+
+def build() -> None:
+    for what, cmd in (
+        ("the sidecar", ["go", "build", "-o", str(BINARY), "./cmd/kvspray"]),
+        ("wireflip", ["go", "build", "-o", str(FLIPPER), "./test/wireflip"]),
+        ("the environment with vLLM", [sys.executable, str(HERE.parent / "rig" / "env.py"), "--build", str(BUILD)]),
+    ):
+        say(f"building {what}")
+        env = {**os.environ, "CGO_ENABLED": "0"} if cmd[0] == "go" else dict(os.environ)
+        if subprocess.run(cmd, cwd=ROOT, env=env).returncode != 0:
+            raise Failed(f"building {what} failed")
+
+
+def one_pass(demo: Demo, integrity: str, flip: bool) -> Verdict:
+    v = Verdict()
+    demo.measure(v, few=flip)
+    if not flip:
+        demo.abandon(v)
+    v.judge(few=flip)
+    return v
+
+
+def main() -> int:
+    flip = os.environ.get("FLIP", "") not in ("", "0")
+    wanted = os.environ.get("INTEGRITY", "")
+    if wanted not in ("", "on", "off"):
+        print(f"INTEGRITY={wanted}: want on or off", file=sys.stderr)
+        return 2
+    levels = [wanted] if wanted else (["off", "on"] if flip else ["on"])
+    build()
+    demo = Demo()
+    status = 0
+    try:
+        for i, integrity in enumerate(levels):
+            demo.start_sidecars(integrity, flip)
+            if i == 0:
+                demo.start_engines()
+            demo.wait_sessions()
+            v = one_pass(demo, integrity, flip)
+            if flip:
+                flipped = [line for f in LOGS.glob(f"flip.{integrity}.*.jsonl") for line in f.read_text().splitlines() if '"flipped"' in line]
+                say(f"on the wire: {flipped or 'nothing was flipped'}")
+                if not flipped:
+                    v.fail("no bit was flipped on the wire: the case has lost its point")
+                if integrity == "on" and (v.refused < 1 or v.retries < 1):
+                    v.fail(f"{v.refused} slices refused and {v.retries} retried, want one of each")
+            v.show()
+            for problem in v.problems[:12]:
+                print(f"  {RED}{problem}{PLAIN}")
+            print(f"{BOLD}{mark(not v.problems, 'GREEN', 'RED')}{PLAIN}  transport {demo.transport}, integrity {integrity}{', one bit flipped' if flip else ''}\n", flush=True)
+            status = max(status, 1 if v.problems else 0)
+    finally:
+        say("stopping everything")
+        demo.stop()
+    say(f"logs and traces: {LOGS}")
+    return status
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Failed as err:
+        print(f"demo: {err}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
