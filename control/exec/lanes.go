@@ -29,7 +29,8 @@ type flight struct {
 	snd     *Sending
 	lane    *lane
 	r       transfer.Range
-	attempt uint32
+	attempt uint32 // of this range: a later one takes the chunks over from an earlier one
+	strikes uint8  // attempts that failed for a reason that is counted
 	use     uint32 // how often this entry was given out
 	live    bool
 	doubled bool // its range was given to another lane meanwhile
@@ -79,7 +80,7 @@ func (e *Exec) LaneDown(now Instant, id uint64) {
 }
 
 // Results ends slices.
-func (e *Exec) Results(now Instant, id uint64, res []transport.Result) {
+func (e *Exec) Results(now Instant, res []transport.Result) {
 	for i := range res {
 		e.result(now, &res[i])
 	}
@@ -101,7 +102,7 @@ func (e *Exec) result(now Instant, r *transport.Result) {
 	l.chunks -= int(f.r.Count)
 	snd.peer.inflight--
 	e.live--
-	rng, attempt, doubled := f.r, f.attempt, f.doubled
+	again, doubled := retry{f.r, f.attempt + 1, f.strikes, l.info.ID}, f.doubled
 	f.live, f.snd, f.lane = false, nil, nil
 	e.free = append(e.free, i)
 	if r.Reason != transfer.ReasonLaneLost {
@@ -112,7 +113,7 @@ func (e *Exec) result(now Instant, r *transport.Result) {
 	}
 	if r.Outcome == transfer.Landed {
 		if !snd.src.finished {
-			if n, err := snd.Plan.Space().Bytes(rng); err == nil {
+			if n, err := snd.Plan.Space().Bytes(again.r); err == nil {
 				snd.early += n
 			}
 		}
@@ -126,12 +127,14 @@ func (e *Exec) result(now Instant, r *transport.Result) {
 		// The receiver has closed the lease; its word is on the way.
 		snd.stopped = true
 		return
+	case transfer.ReasonSuperseded:
+		return // by a later attempt of ours, which carries on
 	case transfer.ReasonLaneLost:
 		l.broken = true
 	case transfer.ReasonChecksum, transfer.ReasonTimeout, transfer.ReasonNone:
-		attempt++
+		again.strikes++
 	default:
-		attempt++
+		again.strikes++
 		if snd.fails[l.rank] < badAfter {
 			snd.fails[l.rank]++
 		}
@@ -139,7 +142,7 @@ func (e *Exec) result(now Instant, r *transport.Result) {
 	if doubled {
 		return // its other copy carries on
 	}
-	if int(attempt) > e.cfg.MaxAttempts {
+	if int(again.strikes) >= e.cfg.MaxAttempts {
 		detail := r.Reason.String()
 		if r.Err != nil {
 			detail += ": " + r.Err.Error()
@@ -147,7 +150,7 @@ func (e *Exec) result(now Instant, r *transport.Result) {
 		e.lose(now, snd, true, "a slice failed too often; last: "+detail)
 		return
 	}
-	snd.retries = append(snd.retries, retry{rng, attempt, l.info.ID})
+	snd.retries = append(snd.retries, again)
 }
 
 // disowned stops a sending whose source is no longer valid. The engine's record says why; if none comes, the receiver is
@@ -206,7 +209,7 @@ func (e *Exec) next(now Instant, p *peer, snd *Sending) bool {
 			return false
 		}
 		snd.retries = snd.retries[:k]
-		e.put(now, snd, l, t.r, t.attempt)
+		e.put(now, snd, l, t)
 		return true
 	}
 	if snd.ready.Count() == 0 {
@@ -220,7 +223,7 @@ func (e *Exec) next(now Instant, p *peer, snd *Sending) bool {
 	if r.Count == 0 {
 		return false
 	}
-	e.put(now, snd, l, r, 1)
+	e.put(now, snd, l, retry{r: r, attempt: 1})
 	return true
 }
 
@@ -260,7 +263,7 @@ func (e *Exec) room(l *lane) bool {
 		(l.inflight == 0 || l.chunks < e.cfg.WindowSlices*l.info.SliceBytes/transfer.ChunkBytes)
 }
 
-func (e *Exec) put(now Instant, snd *Sending, l *lane, r transfer.Range, attempt uint32) {
+func (e *Exec) put(now Instant, snd *Sending, l *lane, t retry) {
 	var i uint32
 	if n := len(e.free); n > 0 {
 		i = e.free[n-1]
@@ -271,15 +274,15 @@ func (e *Exec) put(now Instant, snd *Sending, l *lane, r transfer.Range, attempt
 	}
 	f := &e.flights[i]
 	f.use++
-	f.snd, f.lane, f.r, f.attempt, f.live, f.doubled = snd, l, r, attempt, true, false
+	f.snd, f.lane, f.r, f.attempt, f.strikes, f.live, f.doubled = snd, l, t.r, t.attempt, t.strikes, true, false
 	if l.inflight == 0 {
 		l.moved = now
 	}
 	l.inflight++
-	l.chunks += int(r.Count)
+	l.chunks += int(t.r.Count)
 	snd.peer.inflight++
 	e.live++
-	l.batch = append(l.batch, transport.Slice{Origin: &snd.Origin, Range: r, Attempt: attempt, Cookie: uint64(f.use)<<32 | uint64(i)})
+	l.batch = append(l.batch, transport.Slice{Origin: &snd.Origin, Range: t.r, Attempt: t.attempt, Cookie: uint64(f.use)<<32 | uint64(i)})
 }
 
 // scanFlights finds lanes on which nothing ends and gives their ranges to others. The receiver's bitmap makes a duplicate
@@ -296,7 +299,7 @@ func (e *Exec) scanFlights(now Instant) {
 			continue
 		}
 		f.doubled = true
-		f.snd.retries = append(f.snd.retries, retry{f.r, f.attempt, f.lane.info.ID})
+		f.snd.retries = append(f.snd.retries, retry{f.r, f.attempt + 1, f.strikes, f.lane.info.ID})
 		e.touch(f.snd.peer)
 	}
 }

@@ -179,6 +179,7 @@ type simLanding struct {
 	l      *Landing
 	lease  *simLease
 	bitmap *transfer.Bitmap
+	claim  map[uint32]uint32 // chunk -> the latest attempt that came
 	told   bool
 }
 
@@ -270,7 +271,8 @@ func (n *simNode) perform(a *Action) {
 		n.sendTo(a.Peer, a.Frame)
 	case Offer:
 		l := a.Landing
-		sl := &simLanding{l: l, lease: n.leases[l.Lease()], bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks())}
+		sl := &simLanding{l: l, lease: n.leases[l.Lease()], bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks()),
+			claim: map[uint32]uint32{}}
 		sl.lease.content = make([]string, l.Plan.Space().NumChunks())
 		name := [2]any{l.Grant.Peer, l.Grant.Slot}
 		if old := n.grants[name]; old != nil {
@@ -425,7 +427,7 @@ func (l *simLane) die() {
 func (l *simLane) end(sl transport.Slice, out transfer.Outcome, why transfer.Reason) {
 	n := l.from
 	n.event(func() {
-		n.ex.Results(n.s.now, l.id, []transport.Result{{Slice: sl, Outcome: out, Reason: why}})
+		n.ex.Results(n.s.now, []transport.Result{{Slice: sl, Outcome: out, Reason: why}})
 	})
 }
 
@@ -435,7 +437,7 @@ func (n *simNode) move(lane uint64, batch []transport.Slice) {
 		for _, sl := range batch {
 			s.after(0, func() {
 				n.event(func() {
-					n.ex.Results(s.now, lane, []transport.Result{{Slice: sl, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost}})
+					n.ex.Results(s.now, []transport.Result{{Slice: sl, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost}})
 				})
 			})
 		}
@@ -531,14 +533,21 @@ func (l *simLane) land(sl transport.Slice, read []string, valid bool) {
 	// A frame that is disowned or fails its checksum has written all the same.
 	bad := s.chance(s.faults)
 	for i, v := range read {
+		c := sl.Range.First + uint32(i)
+		if sl.Attempt < g.claim[c] {
+			g.l.Grant.Leave()
+			if l.release(sl) {
+				l.end(sl, transfer.Rejected, transfer.ReasonSuperseded)
+			}
+			return
+		}
+		g.claim[c] = sl.Attempt
 		if bad {
 			v = "corrupt"
 		}
-		if v != g.lease.key && g.bitmap.Has(sl.Range.First+uint32(i)) {
-			// In the real thing a duplicate of a landed chunk carries the same bytes, or is disowned.
-			continue
+		if !g.bitmap.Has(c) { // what has landed is read past, as transport.Claim does
+			g.lease.content[c] = v
 		}
-		g.lease.content[sl.Range.First+uint32(i)] = v
 	}
 	if valid && !bad {
 		g.bitmap.Set(sl.Range)

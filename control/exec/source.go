@@ -70,6 +70,7 @@ const (
 type retry struct {
 	r       transfer.Range
 	attempt uint32
+	strikes uint8
 	avoid   uint64 // lane that had it last
 }
 
