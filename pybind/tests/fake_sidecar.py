@@ -155,16 +155,16 @@ class Fake:
         kind = struct.unpack_from("<I", data)[0]
         m = msgpack.unpackb(data[4:], raw=False)
         if kind == TYPES["HELLO"]:
-            self.hello(s, m)
+            self.hello(s, m, data[4:].hex())
         elif kind == TYPES["REGISTER"]:
-            self.register(s, m, list(fds))
+            self.register(s, m, list(fds), data[4:].hex())
         elif kind == TYPES["AWAIT"]:
-            emit("await", id=m["id"], xfer=m["xfer"].hex(), hash=m["hash"].hex(), peer=m["peer"], tokens=m["tokens"], ttl_ms=m["ttl_ms"])
+            emit("await", hex=data[4:].hex(), id=m["id"], xfer=m["xfer"].hex(), hash=m["hash"].hex(), peer=m["peer"], tokens=m["tokens"], ttl_ms=m["ttl_ms"])
         elif kind == TYPES["BYE"]:
             emit("bye", reason=m["reason"])
 
-    def hello(self, s: Session, m: dict[str, Any]) -> None:
-        emit("hello", role=m["role"], boot=m["boot"].hex(), pid=m["pid"], hex=msgpack.packb(m).hex())
+    def hello(self, s: Session, m: dict[str, Any], raw: str) -> None:
+        emit("hello", role=m["role"], boot=m["boot"].hex(), pid=m["pid"], hex=raw)
         s.role = m["role"]
         if self.o.get("mute"):
             return
@@ -183,7 +183,7 @@ class Fake:
         }  # fmt: skip
         self.send(s, "WELCOME", welcome)
 
-    def register(self, s: Session, m: dict[str, Any], fds: list[int]) -> None:
+    def register(self, s: Session, m: dict[str, Any], fds: list[int], raw: str) -> None:
         s.fds = fds
         if "refuse_register" in self.o:
             self.send(s, "ERROR", {"id": m["id"], "code": "layout", "message": "strategy unknown", "field": "layout", "remedy": "x"})
@@ -203,7 +203,7 @@ class Fake:
         self.sel.register(s.doorbell, selectors.EVENT_READ, lambda: self.drain(s))
         regions = [{**r, "region": r["region"].hex()} for r in m["regions"]]
         emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(), regions=regions, layout=m["layout"], seals=seals,
-             fds=len(fds))  # fmt: skip
+             fds=len(fds), hex=raw)  # fmt: skip
         for _ in range(self.o.get("register_twice", 1)):
             self.send(s, "REGISTERED", {"id": m["id"], "fingerprint": b"f" * 32, "geometry": b"g" * 32})
         self.drain(s)

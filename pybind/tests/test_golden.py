@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vectors that the Go and the Python side share: both decode each one, and encode its value to the same bytes."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from kvspray import protocol
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "testdata" / "golden"
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return bytes.fromhex(value["$bin"]) if set(value) == {"$bin"} else {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    return value
+
+
+def vectors() -> list[Any]:
+    found = []
+    for path in sorted(GOLDEN.glob("*.json")):
+        found += [pytest.param(v, id=f"{path.stem}-{v['name']}") for v in json.loads(path.read_text())]
+    assert found, f"no golden vectors in {GOLDEN}"
+    return found
+
+
+def test_every_kind_has_a_vector() -> None:
+    kinds = {p.values[0]["type"] for p in vectors()}
+    assert set(protocol.MESSAGES.values()) | set(protocol.RECORDS.values()) <= kinds
+
+
+@pytest.mark.parametrize("vector", vectors())
+def test_golden(vector: dict[str, Any]) -> None:
+    raw, kind, value = bytes.fromhex(vector["hex"]), vector["type"], plain(vector["value"])
+    if vector["kind"] == "socket":
+        assert protocol.MESSAGES[int.from_bytes(raw[:4], "little")] == kind
+        raw = raw[4:]
+    assert protocol.decode(raw) == value
+    if not vector["name"].endswith("-newer"):
+        shuffled = dict(reversed(list(value.items())))
+        assert protocol.encode(kind, shuffled).hex() == raw.hex()
+    assert protocol.decode(protocol.encode(kind, value)) == value
