@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", ROOT / ".build" / "bin" / "kvspray"))
+BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", ROOT / "bin" / "kvspray"))
 
 
 class Failed(Exception):

@@ -7,7 +7,7 @@ processes on loopback, sends the same prompts through the pair and to the plain 
 every transferred block on both sides, bytes moved against bytes expected. The exit status is 0 only if all of it is equal and
 the decode engine recomputed nothing that should have moved.
 
-Environment: FLIP=1 puts a process on the wire that flips one bit. INTEGRITY=off|on chooses the case; without it both run, first off
+Environment: FLIP=1 (or --flip) puts a process on the wire that flips one bit. INTEGRITY=off|on chooses the case; without it both run, first off
 (which must turn red), then on (one slice refused, one retry, green); the status is then that of the red one. TRANSPORT=tcp|shm.
 """
 
@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "rig"))
+sys.path.insert(0, str(HERE))
 
 from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from servers import Answer, Proxy, Server, complete, give_up, kvspray_config  # noqa: E402
@@ -36,7 +36,7 @@ BLOCK = 32  # tokens
 STEP_TOKENS = 256
 PAGE_BYTES = 8192  # of one layer
 BLOCK_BYTES = 4 * PAGE_BYTES  # of four layers
-FLIPPER = BUILD / "bin" / "wireflip"
+FLIPPER = ROOT / "bin" / "wireflip"
 FLIP_FRAME = 3  # the data frame that is changed
 MODES = ("concurrent", "prefill-first")
 FEW = ("65 tokens", "513 tokens", "1024 tokens", "2048 tokens", "a list of prompts")  # what a pass with a flipped bit sends
@@ -375,7 +375,7 @@ def build() -> None:
     for what, cmd in (
         ("the sidecar", ["go", "build", "-o", str(BINARY), "./cmd/kvspray"]),
         ("wireflip", ["go", "build", "-o", str(FLIPPER), "./test/wireflip"]),
-        ("the environment with vLLM", [sys.executable, str(HERE.parent / "rig" / "env.py"), "--build", str(BUILD)]),
+        ("the environment with vLLM", [sys.executable, str(HERE / "env.py"), "--build", str(BUILD)]),
     ):
         say(f"building {what}")
         env = {**os.environ, "CGO_ENABLED": "0"} if cmd[0] == "go" else dict(os.environ)
@@ -393,7 +393,7 @@ def one_pass(demo: Demo, integrity: str, flip: bool) -> Verdict:
 
 
 def main() -> int:
-    flip = os.environ.get("FLIP", "") not in ("", "0")
+    flip = "--flip" in sys.argv[1:] or os.environ.get("FLIP", "") not in ("", "0")
     wanted = os.environ.get("INTEGRITY", "")
     if wanted not in ("", "on", "off"):
         print(f"INTEGRITY={wanted}: want on or off", file=sys.stderr)
