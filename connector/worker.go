@@ -389,7 +389,7 @@ func (w *worker) stepLocked(rec board.Record) error {
 	if err != nil {
 		return err
 	}
-	if m.Step <= w.lastStep {
+	if m.Step < w.lastStep { // equal: a step whose tables did not fit one record
 		return &msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("%d after %d", m.Step, w.lastStep), Remedy: "steps only grow"}
 	}
 	w.lastStep = m.Step
