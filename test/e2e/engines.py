@@ -48,13 +48,14 @@ ENGINE_ARGS: dict[str, Any] = {
 def preload() -> None:
     """Imports what engines need. Before this, no thread may have been started that a fork would lose."""
     os.environ.update(ENV)
-    import kvspray_vllm.connector  # noqa: F401
     import vllm.v1.core.sched.scheduler  # noqa: F401
     import vllm.v1.engine.core  # noqa: F401
     import vllm.v1.engine.llm_engine  # noqa: F401
     import vllm.v1.worker.cpu_model_runner  # noqa: F401
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
+
+    import kvspray_vllm.connector  # noqa: F401
 
 
 @dataclasses.dataclass

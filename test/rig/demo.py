@@ -324,7 +324,8 @@ class Verdict:
         ours, theirs = self.hashes
         differ = [k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)]
         if differ or len(ours) * PAGE_BYTES < self.moved:
-            self.fail(f"{len(differ)} of {len(ours.keys() | theirs.keys())} transferred pages have another hash on the other side, for example {differ[:3]}")
+            pages = len(ours.keys() | theirs.keys())
+            self.fail(f"{len(differ)} of {pages} transferred pages have another hash on the other side, for example {differ[:3]}")
         if not few:
             if not self.preemptions:
                 self.fail("prefill was never preempted; the case for it has lost its point")
@@ -419,7 +420,8 @@ def main() -> int:
             v.show()
             for problem in v.problems[:12]:
                 print(f"  {RED}{problem}{PLAIN}")
-            print(f"{BOLD}{mark(not v.problems, 'GREEN', 'RED')}{PLAIN}  transport {demo.transport}, integrity {integrity}{', one bit flipped' if flip else ''}\n", flush=True)
+            case = f"transport {demo.transport}, integrity {integrity}{', one bit flipped' if flip else ''}"
+            print(f"{BOLD}{mark(not v.problems, 'GREEN', 'RED')}{PLAIN}  {case}\n", flush=True)
             status = max(status, 1 if v.problems else 0)
     finally:
         say("stopping everything")

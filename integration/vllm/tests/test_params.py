@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvspray_vllm import params
 
 XFER = "00112233445566778899aabbccddeeff"

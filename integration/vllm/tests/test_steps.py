@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from kvspray_vllm import shim
 from kvspray_vllm.meta import StepMeta
 from kvspray_vllm.scheduler import SchedulerSide

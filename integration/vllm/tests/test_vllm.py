@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import pickle
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
+
 from kvspray_vllm import KVSprayConnector, layout
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 
 
 def test_every_override_has_the_signature_of_its_base() -> None:
-    for name, own in vars(KVSprayConnector).items():
+    for name in vars(KVSprayConnector):
         theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
         if name.startswith("__") or theirs is None or not callable(theirs):
             continue
@@ -71,7 +73,7 @@ def test_stats_add_up_and_reach_prometheus() -> None:
     assert stats.reduce()["kvspray received/ok"] == 1
 
     registry = CollectorRegistry()
-    kinds = {k: (lambda k: lambda **kw: k(registry=registry, **kw))(k) for k in (Counter, Gauge, Histogram)}
+    kinds = {kind: functools.partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
 
     class Config:
         kv_transfer_config = None

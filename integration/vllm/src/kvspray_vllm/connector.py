@@ -102,7 +102,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- worker: memory
 
-    def get_mem_pool_context(self) -> AbstractContextManager | None:
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         if self._settings.memory == "process" or not self._kv_cache_config.kv_cache_tensors:
             return None
         return _SharedZeros(self, self._kv_cache_config.kv_cache_tensors[0].size)

@@ -22,7 +22,8 @@ class KVSprayStats(KVConnectorStats):
     """data: transfers {"received/ok": n}, bytes {"received/tcp": n}, latency_s [s], recompute_tokens n, local {reason: n}."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        super().__init__(data or {})
+        super().__init__()
+        self.data: dict[str, Any] = data or {}
         if not self.data:
             self.reset()
 
