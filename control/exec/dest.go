@@ -19,6 +19,7 @@ type dest struct {
 	plan    Plan
 	ep      *endpoint
 	land    *Landing // of the live grant
+	last    *Landing
 	partner time.Duration
 	t       *timer
 
@@ -102,8 +103,11 @@ func (e *Exec) grant(now Instant, d *dest) {
 	}
 	l := &Landing{Worker: d.ws.w, Expect: d.x, Plan: d.plan, dest: d}
 	l.Grant.Peer, l.Grant.Slot, l.Grant.Gen = p.boot, slot, gen
-	d.land = l
+	d.land, d.last = l, l
 	sp := d.plan.Space()
+	if sp.NumChunks() == 0 {
+		l.full, d.filled = true, now
+	}
 	a := e.emit(Offer)
 	a.Peer, a.Landing = p.boot, l
 	a.Frame = &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: &peerv1.Grant{
@@ -150,7 +154,7 @@ func (e *Exec) closeDest(now Instant, d *dest, status uint16, reason string) {
 	// From here on the fence alone decides when the lease ends.
 	e.agenda.disarm(d.t)
 	if fence {
-		e.emit(Fence).Landing = d.land
+		e.fence(d.land)
 	}
 	if status != StatusOK {
 		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
@@ -166,7 +170,15 @@ func (e *Exec) regrant(now Instant, d *dest, why string) {
 		return
 	}
 	if fence, err := d.Close(false); err == nil && fence {
-		e.emit(Fence).Landing = d.land
+		e.fence(d.land)
+	}
+}
+
+func (e *Exec) fence(l *Landing) {
+	a := e.emit(Fence)
+	a.Landing, a.Status = l, StatusFailed
+	if l.dest.decided {
+		a.Status = l.dest.status
 	}
 }
 
@@ -197,7 +209,7 @@ func (e *Exec) FenceDone(now Instant, l *Landing, err error) {
 	d := l.dest
 	if err != nil {
 		d.trouble = "fence: " + err.Error()
-		e.agenda.arm(newTimer(func(Instant) { e.emit(Fence).Landing = l }), now+e.cfg.Grace)
+		e.agenda.arm(newTimer(func(Instant) { e.fence(l) }), now+e.cfg.Grace)
 		return
 	}
 	l.fenced = true
@@ -228,7 +240,7 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 	delete(d.ep.waiting, d)
 	bytes := d.plan.Space().TotalBytes()
 	a := e.emit(Complete)
-	a.Worker = d.ws.w
+	a.Worker, a.Landing = d.ws.w, d.last
 	a.Completion = connector.Completion{Lease: d.ID, Received: true, Status: d.status, Took: now - d.began, Reason: d.reason}
 	a.Trace = &Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer, Slot: d.Slot, Gen: d.Gen, Grants: d.Grants}
 	switch {

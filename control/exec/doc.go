@@ -136,7 +136,7 @@ const (
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
-	// Complete ends a lease towards the engine of Worker.
+	// Complete ends a lease towards the engine of Worker; Landing is its last one, if there was any.
 	Complete
 	// Answer answers the Await of that Token.
 	Answer
@@ -153,6 +153,8 @@ type Action struct {
 	Landing    *Landing
 	Sending    *Sending
 	Blocks     [][]uint32
+	Status     uint16 // Fence: why; StatusFailed where the blocks will be granted again
+	Committed  bool   // CloseOrigin: the receiver committed what was sent
 	Lane       uint64
 	Slices     []transport.Slice // valid until the next Drain into the same Batch
 	Worker     *connector.Worker
@@ -210,6 +212,8 @@ type Sending struct {
 	Lease  transfer.LeaseID // source, at the epoch that the bytes are read under; set by Bind
 	Dest   transfer.LeaseID
 	Key    transfer.Key
+	Prompt uint32            // its tokens
+	Skip   []uint32          // per cache group: tokens that the receiver had
 	Tokens map[string][]byte // per transport, as the receiver's backends made them
 	Plan   Plan
 	Blocks [][]uint32 // as of Bind; never changed in place

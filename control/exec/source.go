@@ -40,15 +40,16 @@ type layerState struct {
 
 // sendingState is what only the executor knows of a Sending.
 type sendingState struct {
-	src     *source
-	peer    *peer
-	grant   lease.GrantID
-	prio    uint32
-	state   sendState
-	version uint32 // of the source's blocks that the origin has
-	live    bool   // bound: an origin exists
-	closed  bool
-	answer  bool // the receiver revoked: it is told when the origin is closed
+	src       *source
+	peer      *peer
+	grant     lease.GrantID
+	prio      uint32
+	state     sendState
+	version   uint32 // of the source's blocks that the origin has
+	live      bool   // bound: an origin exists
+	closed    bool
+	committed bool
+	answer    bool // the receiver revoked: it is told when the origin is closed
 
 	ready   *transfer.RangeSet // may be sent and is given to no lane
 	readyTo []uint32           // per layer: one past the last chunk released
@@ -244,10 +245,15 @@ func (e *Exec) endSending(now Instant, snd *Sending) {
 		delete(e.sending, snd.grant)
 	}
 	if snd.live {
-		e.emit(CloseOrigin).Sending = snd
+		e.closeOrigin(snd)
 		return
 	}
 	e.originClosed(now, snd)
+}
+
+func (e *Exec) closeOrigin(snd *Sending) {
+	a := e.emit(CloseOrigin)
+	a.Sending, a.Committed = snd, snd.committed
 }
 
 func remove[T comparable](s []T, v T) []T {
@@ -264,7 +270,7 @@ func (e *Exec) OriginClosed(now Instant, snd *Sending, err error) {
 		return
 	}
 	if err != nil {
-		e.agenda.arm(newTimer(func(Instant) { e.emit(CloseOrigin).Sending = snd }), now+e.cfg.Grace)
+		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) }), now+e.cfg.Grace)
 		return
 	}
 	snd.src.OriginClosed()
@@ -354,6 +360,7 @@ func (e *Exec) endGrant(now Instant, s *source, g lease.GrantID, committed bool,
 	if snd != nil && snd.src == s {
 		s.last.Slot, s.last.Gen = snd.Origin.Slot, snd.Origin.Gen
 		s.last.BytesBefore = snd.early
+		snd.committed = committed
 		if committed {
 			s.bytes += snd.Plan.Space().TotalBytes()
 		}
@@ -587,7 +594,7 @@ func (e *Exec) bindGrant(now Instant, p *peer, k transfer.Key, g lease.GrantID, 
 	if s.firstBind == 0 {
 		s.firstBind = now
 	}
-	snd := &Sending{Worker: w, Dest: g.Dest, Key: k, Tokens: m.TokensByTransport, Plan: plan}
+	snd := &Sending{Worker: w, Dest: g.Dest, Key: k, Prompt: m.Tokens, Skip: m.Skip, Tokens: m.TokensByTransport, Plan: plan}
 	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = p.boot, transfer.Slot(m.Slot), transfer.Gen(m.Gen)
 	snd.src, snd.peer, snd.grant, snd.prio, snd.opened = s, p, g, m.Priority, now
 	snd.ready = transfer.NewRangeSet(plan.Space().NumChunks())

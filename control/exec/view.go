@@ -1,0 +1,65 @@
+package exec
+
+import "time"
+
+// maxView bounds how many leases a View shows.
+const maxView = 256
+
+// View is what the executor is doing, for people.
+type View struct {
+	Dests   []DestView   `json:"destinations"`
+	Sources []SourceView `json:"sources"`
+	Open    [2]int       `json:"open"` // all of them: destinations, sources
+	Pending int          `json:"waiting_for_intent"`
+	Flights int          `json:"slices_in_flight"`
+}
+
+// DestView is one destination lease.
+type DestView struct {
+	Lease   string        `json:"lease"`
+	Key     string        `json:"key"`
+	Req     string        `json:"req"`
+	State   string        `json:"state"`
+	Grants  int           `json:"grants"`
+	Age     time.Duration `json:"age_ns"`
+	Left    time.Duration `json:"left_ns"`
+	Trouble string        `json:"trouble,omitempty"`
+}
+
+// SourceView is one source lease.
+type SourceView struct {
+	Lease   string        `json:"lease"`
+	Key     string        `json:"key"`
+	Req     string        `json:"req"`
+	State   string        `json:"state"`
+	Serving int           `json:"serving"`
+	Served  int           `json:"served"`
+	Origins int           `json:"origins"`
+	Age     time.Duration `json:"age_ns"`
+	Left    time.Duration `json:"left_ns"`
+}
+
+// View describes the open leases, some of them where there are very many.
+func (e *Exec) View(now Instant) View {
+	v := View{Open: [2]int{len(e.dests), e.nsource}, Flights: e.live}
+	for _, l := range e.pending {
+		v.Pending += len(l)
+	}
+	for _, d := range e.dests {
+		if len(v.Dests) == maxView {
+			break
+		}
+		v.Dests = append(v.Dests, DestView{d.ID.String(), d.Key.String(), d.x.Req, d.State.String(), d.Grants, now - d.began, d.Deadline - now,
+			d.trouble})
+	}
+	for _, ws := range e.workers {
+		for _, s := range ws.sources {
+			if len(v.Sources) == maxView {
+				return v
+			}
+			v.Sources = append(v.Sources, SourceView{s.ID.String(), s.Key.String(), s.in.Req, s.State.String(), s.Serving(), s.Served, s.Origins(),
+				now - s.began, s.Deadline - now})
+		}
+	}
+	return v
+}

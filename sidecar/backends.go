@@ -1,0 +1,39 @@
+package sidecar
+
+import (
+	"fmt"
+	"log/slog"
+	"runtime"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/transport"
+	"github.com/kvspray/kvspray/transport/shm"
+	"github.com/kvspray/kvspray/transport/tcp"
+)
+
+// bitsPerGbit converts configured rail speeds.
+const bitsPerGbit = 1e9
+
+// newBackends makes the configured transports, the preferred one first. They do nothing until Open.
+func newBackends(c *config.Config, log *slog.Logger) (transport.Registry, error) {
+	var reg transport.Registry
+	for _, name := range c.Transports.Order {
+		switch name {
+		case config.TransSHM:
+			reg = append(reg, shm.New(shm.Config{Dir: c.SHMDir(), Workers: c.CopyThreads(runtime.NumCPU()), Log: log}))
+		case config.TransTCP:
+			t := tcp.Config{CRC32C: c.Transports.TCP.Integrity == config.CRC32C, SliceBytes: int(c.Transports.TCP.Slice), Log: log}
+			for _, r := range c.RailsOrDefault() {
+				t.Rails = append(t.Rails, tcp.Rail{Name: r.Name, Listen: r.Listen, Advertise: r.Advertise, Gbps: float64(r.Speed) / bitsPerGbit})
+			}
+			b, err := tcp.New(t)
+			if err != nil {
+				return nil, fmt.Errorf("sidecar: %w", err)
+			}
+			reg = append(reg, b)
+		default:
+			return nil, fmt.Errorf("sidecar: transports.order: %q is unknown: use shm and tcp", name)
+		}
+	}
+	return reg, nil
+}

@@ -1,0 +1,519 @@
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// bindName names a grant or an origin: what a frame carries, with the peer whose lane it came on.
+type bindName struct {
+	peer transfer.Boot
+	slot transfer.Slot
+}
+
+// driver runs the executor: it serialises events, gives them the time, and performs what follows.
+//
+// An event is handled in the goroutine that brings it. Whoever finds nobody performing performs, until nothing is left;
+// others leave their actions to him. So actions keep the executor's order, nothing is done under the lock, and an event on an
+// idle sidecar costs no change of goroutine.
+type driver struct {
+	start time.Time
+
+	mu         sync.Mutex // protects the executor and the fields below
+	ex         *exec.Exec
+	performing bool
+	batch      exec.Batch // the performer's
+	armed      exec.Instant
+	timer      *time.Timer
+	awaits     map[uint64]func(connector.Admission)
+	lastAwait  uint64
+	fenced     map[*connector.Worker]func()
+
+	// Found by frames, so apart from mu. Only actions write to them.
+	bindMu  sync.RWMutex
+	grants  map[bindName]*exec.Landing
+	origins map[bindName]*exec.Sending
+	lanes   map[uint64]*laneEntry
+
+	ctx  context.Context // of fences and dials; ends when everything must
+	stop context.CancelFunc
+	wg   sync.WaitGroup
+}
+
+type laneEntry struct {
+	lane    transport.Lane
+	backend int           // index in the registry
+	down    chan struct{} // closed by LaneDown
+	closing atomic.Bool
+}
+
+// enter takes the executor. leave must follow.
+func (n *Node) enter() exec.Instant {
+	n.d.mu.Lock()
+	return n.now()
+}
+
+func (n *Node) now() exec.Instant { return time.Since(n.d.start) }
+
+// leave performs what the executor wants done, unless somebody is doing that already.
+func (n *Node) leave() {
+	d := &n.d
+	if d.performing {
+		d.mu.Unlock()
+		return
+	}
+	d.performing = true
+	for d.ex.Drain(&d.batch) {
+		d.mu.Unlock()
+		for i := range d.batch.Actions {
+			n.perform(&d.batch.Actions[i])
+		}
+		d.mu.Lock()
+	}
+	d.performing = false
+	n.armLocked()
+	d.mu.Unlock()
+}
+
+// armLocked sets the timer for the executor's next deadline.
+func (n *Node) armLocked() {
+	d := &n.d
+	next := d.ex.Next()
+	if next == d.armed || d.ctx.Err() != nil {
+		return
+	}
+	// A timer that fires too early costs a Tick; one that is moved at each event costs more.
+	if d.armed != lease.Never && next > d.armed {
+		return
+	}
+	d.armed = next
+	wait := max(next-n.now(), 0)
+	if d.timer == nil {
+		d.timer = time.AfterFunc(wait, n.tick)
+	} else {
+		d.timer.Reset(wait)
+	}
+}
+
+func (n *Node) tick() {
+	now := n.enter()
+	n.d.armed = lease.Never
+	n.d.ex.Tick(now)
+	n.leave()
+}
+
+// perform does one action. It must not block: what may is started in a goroutine of the node.
+func (n *Node) perform(a *exec.Action) {
+	switch a.Kind {
+	case exec.Connect:
+		n.connect(a.Endpoint)
+	case exec.Send:
+		n.sendFrame(a.Peer, a.Frame)
+	case exec.Offer:
+		n.offer(a)
+	case exec.Fence:
+		n.fence(a)
+	case exec.Forget:
+		n.forget(a.Landing)
+	case exec.Bind:
+		n.bind(a.Sending)
+	case exec.Update:
+		n.update(a)
+	case exec.CloseOrigin:
+		n.closeOrigin(a)
+	case exec.Move:
+		n.move(a)
+	case exec.Complete:
+		n.complete(a)
+	case exec.Answer:
+		n.d.mu.Lock()
+		reply := n.d.awaits[a.Await]
+		delete(n.d.awaits, a.Await)
+		n.d.mu.Unlock()
+		if reply != nil {
+			reply(a.Admission)
+		}
+	case exec.WorkerFenced:
+		n.d.mu.Lock()
+		done := n.d.fenced[a.Worker]
+		delete(n.d.fenced, a.Worker)
+		n.d.mu.Unlock()
+		if done != nil {
+			done()
+		}
+	}
+}
+
+// sendFrame puts a frame on the control lanes; what is for ourselves is an event of the next round.
+func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
+	if to == n.boot {
+		n.frame(to, f)
+		return
+	}
+	if err := n.peers.Send(to, f); err != nil {
+		n.log.Debug("control frame not sent", "peer", to.String(), "err", err)
+	}
+}
+
+// frame takes one control frame from a peer.
+func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
+	now := n.enter()
+	err := n.d.ex.Message(now, from, f)
+	n.leave()
+	if err != nil {
+		n.log.Warn("control frame refused", "peer", from.String(), "err", err)
+	}
+}
+
+// offer makes a grant live in every backend and only then tells the peer.
+func (n *Node) offer(a *exec.Action) {
+	l := a.Landing
+	s := newSink(n, l)
+	l.Sink, l.Grant.Sink = s, s
+	n.d.bindMu.Lock()
+	n.d.grants[bindName{l.Grant.Peer, l.Grant.Slot}] = l
+	n.d.bindMu.Unlock()
+	g := a.Frame.GetGrant()
+	for _, b := range n.backends {
+		token, err := b.Grant(&l.Grant)
+		if err != nil {
+			n.log.Warn("transport cannot receive this grant", "transport", b.Name(), "lease", l.Lease().String(), "err", err)
+			continue
+		}
+		if token != nil {
+			if g.TokensByTransport == nil {
+				g.TokensByTransport = map[string][]byte{}
+			}
+			g.TokensByTransport[b.Name()] = token
+		}
+	}
+	n.sendFrame(a.Peer, a.Frame)
+}
+
+// fence closes the landing to writers at once, and reports when every backend has acknowledged it.
+func (n *Node) fence(a *exec.Action) {
+	l, status := a.Landing, a.Status
+	l.Grant.Revoke()
+	began := n.now()
+	n.d.wg.Add(1)
+	// Never in this goroutine: it may be a lane's that reports a landing and still holds the guard.
+	go func() {
+		defer n.d.wg.Done()
+		ctx, cancel := context.WithTimeout(n.d.ctx, n.grace)
+		defer cancel()
+		err := waitIdle(ctx, l.Grant.Idle())
+		for _, b := range n.backends {
+			if err == nil {
+				err = b.Fence(ctx, &l.Grant)
+			}
+		}
+		now := n.enter()
+		n.d.ex.FenceDone(now, l, err)
+		n.leave()
+		n.fenceEnded(l, status, now-began, err)
+	}()
+}
+
+func waitIdle(ctx context.Context, idle <-chan struct{}) error {
+	select {
+	case <-idle:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (n *Node) forget(l *exec.Landing) {
+	name := bindName{l.Grant.Peer, l.Grant.Slot}
+	n.d.bindMu.Lock()
+	defer n.d.bindMu.Unlock()
+	if n.d.grants[name] == l {
+		delete(n.d.grants, name)
+	}
+}
+
+func (n *Node) bind(s *exec.Sending) {
+	src, err := n.newSource(s)
+	if err != nil {
+		now := n.enter()
+		n.d.ex.SourceBroken(now, s, err.Error())
+		n.leave()
+		return
+	}
+	s.Source, s.Origin.Source = src, src
+	name := bindName{s.Origin.Peer, s.Origin.Slot}
+	n.d.bindMu.Lock()
+	n.d.origins[name] = s
+	n.d.bindMu.Unlock()
+}
+
+func (n *Node) update(a *exec.Action) {
+	src, ok := a.Sending.Source.(*source)
+	if !ok {
+		return
+	}
+	if err := src.side.SetTables(a.Blocks); err != nil {
+		now := n.enter()
+		n.d.ex.SourceBroken(now, a.Sending, err.Error())
+		n.leave()
+	}
+}
+
+// closeOrigin keeps lanes from reading at once, and reports when no backend reads any more.
+func (n *Node) closeOrigin(a *exec.Action) {
+	s, committed := a.Sending, a.Committed
+	s.Origin.Revoke()
+	name := bindName{s.Origin.Peer, s.Origin.Slot}
+	n.d.wg.Add(1)
+	go func() {
+		defer n.d.wg.Done()
+		ctx, cancel := context.WithTimeout(n.d.ctx, n.grace)
+		defer cancel()
+		err := waitIdle(ctx, s.Origin.Idle())
+		for _, b := range n.backends {
+			if err == nil && s.Source != nil {
+				err = b.CloseOrigin(ctx, &s.Origin)
+			}
+		}
+		if err == nil {
+			n.d.bindMu.Lock()
+			if n.d.origins[name] == s {
+				delete(n.d.origins, name)
+			}
+			n.d.bindMu.Unlock()
+			if committed {
+				n.hashes.sent(s)
+			}
+		} else if n.d.ctx.Err() == nil {
+			n.log.Warn("origin not closed; tried again", "lease", s.Lease.String(), "err", err)
+		}
+		now := n.enter()
+		n.d.ex.OriginClosed(now, s, err)
+		n.leave()
+	}()
+}
+
+func (n *Node) move(a *exec.Action) {
+	n.d.bindMu.RLock()
+	e := n.d.lanes[a.Lane]
+	n.d.bindMu.RUnlock()
+	err := error(net.ErrClosed)
+	if e != nil && !e.closing.Load() {
+		if err = e.lane.Move(a.Slices); err == nil {
+			return
+		}
+		// It took nothing, which only a lane that is about to end does: hasten it.
+		n.closeLane(e)
+	}
+	res := make([]transport.Result, len(a.Slices))
+	for i, s := range a.Slices {
+		res[i] = transport.Result{Slice: s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Err: err}
+	}
+	now := n.enter()
+	n.d.ex.Results(now, res)
+	n.leave()
+}
+
+func (n *Node) closeLane(e *laneEntry) {
+	if e.closing.Swap(true) {
+		return
+	}
+	n.d.wg.Add(1)
+	go func() {
+		defer n.d.wg.Done()
+		if err := e.lane.Close(); err != nil && !errors.Is(err, net.ErrClosed) {
+			n.log.Debug("lane close", "lane", e.lane.ID(), "err", err)
+		}
+	}()
+}
+
+func (n *Node) complete(a *exec.Action) {
+	c := a.Completion
+	n.traceEnd(a, &c)
+	if err := n.engine.Complete(a.Worker, c); err != nil {
+		n.log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
+	}
+}
+
+// filled reports a landing whose bitmap is full. Called by lanes, under the grant's guard.
+func (n *Node) filled(l *exec.Landing) {
+	now := n.enter()
+	n.d.ex.Full(now, l)
+	n.leave()
+}
+
+// The methods below are connector.Events.
+
+// WorkerUp introduces an engine worker.
+func (n *Node) WorkerUp(w *connector.Worker) {
+	n.enter()
+	n.d.ex.WorkerUp(w)
+	n.leave()
+}
+
+// WorkerGone ends all that w has open, then calls fenced.
+func (n *Node) WorkerGone(w *connector.Worker, why error, fenced func()) {
+	now := n.enter()
+	n.d.fenced[w] = fenced
+	n.d.ex.WorkerGone(now, w, workerDead(why), "engine worker gone: "+errText(why))
+	n.leave()
+}
+
+func errText(err error) string {
+	if err == nil {
+		return "no reason given"
+	}
+	return err.Error()
+}
+
+// Intent opens a source lease.
+func (n *Node) Intent(w *connector.Worker, in connector.Intent) {
+	now := n.enter()
+	n.d.ex.Intent(now, w, in)
+	n.leave()
+}
+
+// Progress releases layers.
+func (n *Node) Progress(w *connector.Worker, p []connector.Progress) {
+	now := n.enter()
+	n.d.ex.Progress(now, w, p)
+	n.leave()
+}
+
+// Expect opens a destination lease.
+func (n *Node) Expect(w *connector.Worker, x connector.Expect) {
+	now := n.enter()
+	n.d.ex.Expect(now, w, x)
+	n.leave()
+}
+
+// Cancel gives a lease back.
+func (n *Node) Cancel(w *connector.Worker, id uint64, reason string) {
+	now := n.enter()
+	n.d.ex.Cancel(now, w, id, reason)
+	n.leave()
+}
+
+// Preempt takes the blocks from a source lease.
+func (n *Node) Preempt(w *connector.Worker, id uint64) {
+	now := n.enter()
+	n.d.ex.Preempt(now, w, id)
+	n.leave()
+}
+
+// Hold starts the partner's time.
+func (n *Node) Hold(w *connector.Worker, id uint64) {
+	now := n.enter()
+	n.d.ex.Hold(now, w, id)
+	n.leave()
+}
+
+// Await asks a prefill's sidecar whether it has admitted a request.
+func (n *Node) Await(a connector.Await, reply func(connector.Admission)) {
+	now := n.enter()
+	n.d.lastAwait++
+	id := n.d.lastAwait
+	n.d.awaits[id] = reply
+	n.d.ex.Await(now, id, a)
+	n.leave()
+}
+
+// The methods below are transport.Host, on a type of its own: Grant means two things in this package.
+
+type host struct{ n *Node }
+
+func (h host) PeerKey(boot transfer.Boot) (transport.Peer, bool) { return h.n.peerKey(boot) }
+
+func (h host) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant, transfer.Reason) {
+	d := &h.n.d
+	d.bindMu.RLock()
+	l := d.grants[bindName{peer, slot}]
+	d.bindMu.RUnlock()
+	switch {
+	case l == nil:
+		return nil, transfer.ReasonUnknownSlot
+	case l.Grant.Gen != gen:
+		return nil, transfer.ReasonStaleGen
+	case l.Grant.Revoked():
+		return nil, transfer.ReasonRevoked
+	}
+	return &l.Grant, transfer.ReasonNone
+}
+
+func (h host) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin, transfer.Reason) {
+	d := &h.n.d
+	d.bindMu.RLock()
+	s := d.origins[bindName{peer, slot}]
+	d.bindMu.RUnlock()
+	switch {
+	case s == nil:
+		return nil, transfer.ReasonUnknownSlot
+	case s.Origin.Gen != gen:
+		return nil, transfer.ReasonStaleGen
+	case s.Origin.Revoked():
+		return nil, transfer.ReasonSourceGone
+	}
+	return &s.Origin, transfer.ReasonNone
+}
+
+func (h host) LaneUp(l transport.Lane) {
+	n := h.n
+	i, caps := n.backendOf(l.Backend())
+	n.d.bindMu.Lock()
+	n.d.lanes[l.ID()] = &laneEntry{lane: l, backend: i, down: make(chan struct{})}
+	n.d.bindMu.Unlock()
+	n.metrics.LaneUp(l.Backend(), l.Local())
+	n.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "remote", l.Remote())
+	now := n.enter()
+	n.d.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), SliceBytes: caps.SliceBytes,
+		MaxInFlight: l.MaxInFlight()})
+	n.leave()
+}
+
+func (h host) LaneDown(l transport.Lane, err error) {
+	n := h.n
+	n.d.bindMu.Lock()
+	e := n.d.lanes[l.ID()]
+	delete(n.d.lanes, l.ID())
+	n.d.bindMu.Unlock()
+	if e == nil {
+		return
+	}
+	meant := err == nil || errors.Is(err, net.ErrClosed)
+	n.metrics.LaneDown(l.Backend(), l.Local(), !meant)
+	n.log.Debug("lane down", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "err", err)
+	now := n.enter()
+	n.d.ex.LaneDown(now, l.ID())
+	n.leave()
+	close(e.down)
+}
+
+func (h host) Done(l transport.Lane, res []transport.Result) {
+	n := h.n
+	for i := range res {
+		r := &res[i]
+		var bytes uint64
+		if r.Origin != nil && r.Origin.Source != nil {
+			if b, err := r.Origin.Source.Bytes(r.Range); err == nil {
+				bytes = b
+			}
+		}
+		n.metrics.Slice(l.Backend(), l.Local(), r.Outcome, r.Reason, bytes)
+	}
+	now := n.enter()
+	n.d.ex.Results(now, res)
+	n.leave()
+}
+
+func (h host) Refused(l transport.Lane, r transfer.Reason) { h.n.metrics.FrameRefused(l.Backend(), r) }

@@ -1,0 +1,351 @@
+// Package sidecar composes one node from its parts: the connector towards engines, the control layer towards peers, the
+// transports, and the executor between them. Tests start many nodes in one process; nothing here is global.
+//
+// Invariants: the executor is entered by one goroutine at a time and its actions are performed in its order (driver); a grant
+// is known to every backend before its peer hears of it; nothing is completed before the executor says so; memory of an engine
+// is touched only between its WorkerUp and the end of its last lease.
+//
+// Goroutines: one per lane that is kept open, one per fence and origin close while it lasts, the HTTP server, and those of the
+// parts. Run joins them all.
+package sidecar
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// Options are what a node is made from.
+type Options struct {
+	Config   *config.Config
+	Log      *slog.Logger
+	Registry *prometheus.Registry // a fresh one where nil
+	Version  string
+}
+
+// Node is one sidecar.
+type Node struct {
+	cfg     *config.Config
+	log     *slog.Logger
+	boot    transfer.Boot
+	host    string // kernel boot id
+	version string
+	grace   time.Duration
+
+	reg       *parseblock.Registry
+	metrics   *metrics.Set
+	gather    prometheus.Gatherer
+	backends  transport.Registry
+	rails     map[string][]transport.Rail // ours, by backend
+	engine    *connector.Server
+	peers     peers
+	d         driver
+	dial      dialer
+	hashes    *hashes
+	records   *records
+	totals    totals
+	self      transport.Peer
+	makePeers func(*Node) (peers, error)
+
+	ready    atomic.Bool
+	draining atomic.Bool
+	drain    chan struct{} // closed by the first Drain
+	once     sync.Once
+	started  chan struct{} // closed once every address is known, or Run has failed
+
+	addrMu   sync.Mutex // protects the addresses below, which are known once Run has started
+	endpoint string
+	http     string
+}
+
+// peers is what a node needs of control/peer.
+type peers interface {
+	// Connect reaches endpoint in the background; peerUp or connectFailed follows.
+	Connect(endpoint string)
+	// Send puts a frame on the control lanes to a peer. It does not block.
+	Send(to transfer.Boot, f *peerv1.ControlFrame) error
+	// Endpoint is what peers dial.
+	Endpoint() string
+	Close() error
+}
+
+// New checks the options and makes a node that touches neither disk nor network before Run.
+func New(opt Options) (*Node, error) {
+	if opt.Config == nil {
+		return nil, errors.New("sidecar: no configuration: pass config.Default() or what config.Load returned")
+	}
+	if opt.Log == nil {
+		opt.Log = slog.New(slog.NewTextHandler(io.Discard, nil))
+	}
+	if opt.Registry == nil {
+		opt.Registry = prometheus.NewRegistry()
+	}
+	n := &Node{cfg: opt.Config, version: opt.Version, reg: parseblock.Default(), metrics: metrics.New(opt.Registry), gather: opt.Registry,
+		rails: map[string][]transport.Rail{}, drain: make(chan struct{}), started: make(chan struct{}),
+		grace: time.Duration(opt.Config.Transfer.Grace)}
+	if _, err := rand.Read(n.boot[:]); err != nil {
+		return nil, fmt.Errorf("sidecar: boot id: %w", err)
+	}
+	n.log = opt.Log.With("node", opt.Config.Node, "boot", fmt.Sprintf("%x", n.boot[:4]))
+	n.self = transport.Peer{Boot: n.boot, Self: n.boot}
+	if _, err := rand.Read(n.self.Key[:]); err != nil {
+		return nil, fmt.Errorf("sidecar: key: %w", err)
+	}
+	b, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		n.log.Warn("kernel boot id unknown; no peer counts as being on this host", "err", err)
+	}
+	n.host = strings.TrimSpace(string(b))
+	if n.backends, err = newBackends(n.cfg, n.log); err != nil {
+		return nil, err
+	}
+	n.dial.node = n
+	n.d.armed = lease.Never
+	n.d.awaits = map[uint64]func(connector.Admission){}
+	n.d.fenced = map[*connector.Worker]func(){}
+	n.d.grants = map[bindName]*exec.Landing{}
+	n.d.origins = map[bindName]*exec.Sending{}
+	n.d.lanes = map[uint64]*laneEntry{}
+	n.dial.peers = map[transfer.Boot]*remote{}
+	return n, nil
+}
+
+// Boot is the identity of this node's life.
+func (n *Node) Boot() transfer.Boot { return n.boot }
+
+// Started is closed once the addresses are known, or Run has failed.
+func (n *Node) Started() <-chan struct{} { return n.started }
+
+// Endpoint is what peers dial; known once started.
+func (n *Node) Endpoint() string {
+	n.addrMu.Lock()
+	defer n.addrMu.Unlock()
+	return n.endpoint
+}
+
+// HTTPAddr is where health and metrics are served; empty where they are not.
+func (n *Node) HTTPAddr() string {
+	n.addrMu.Lock()
+	defer n.addrMu.Unlock()
+	return n.http
+}
+
+// Ready reports whether the node serves engines and peers, and is not draining.
+func (n *Node) Ready() bool { return n.ready.Load() && !n.draining.Load() }
+
+// Drain starts the orderly stop: no new leases, those open run on, Run returns when they are over or the time is.
+func (n *Node) Drain() { n.once.Do(func() { close(n.drain) }) }
+
+// Run serves until ctx ends, which drains, or until something that cannot be repaired fails. It joins every goroutine.
+func (n *Node) Run(ctx context.Context) (err error) {
+	announce := sync.OnceFunc(func() { close(n.started) })
+	defer announce()
+	n.d.start = time.Now()
+	// Fences and lanes outlive ctx: draining needs them.
+	n.d.ctx, n.d.stop = context.WithCancel(context.Background())
+	var closers []func() error
+	defer func() {
+		n.ready.Store(false)
+		n.d.stop()
+		for i := len(closers) - 1; i >= 0; i-- {
+			if cerr := closers[i](); cerr != nil && !errors.Is(cerr, net.ErrClosed) {
+				n.log.Warn("stop", "err", cerr)
+			}
+		}
+		n.d.mu.Lock()
+		if n.d.timer != nil {
+			n.d.timer.Stop()
+		}
+		n.d.mu.Unlock()
+		n.d.wg.Wait()
+	}()
+
+	if n.hashes, err = newHashes(n.cfg.Trace.BlockHashes, n.log); err != nil {
+		return err
+	}
+	closers = append(closers, n.hashes.Close)
+	if n.records, err = newRecords(n.cfg.Trace.Transfers, n.log); err != nil {
+		return err
+	}
+	closers = append(closers, n.records.Close)
+
+	// The executor is there before anything can call it; it hears of its own endpoint through peerUp.
+	n.d.ex = exec.New(exec.Config{Boot: n.boot, Planner: &planner{n.reg}, Transports: n.cfg.Transports.Order,
+		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
+		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Integrity: integrity(n.cfg)})
+
+	live := n.backends[:0:0]
+	for _, b := range n.backends {
+		rails, oerr := b.Open(n.d.ctx, host{n})
+		if errors.Is(oerr, transport.ErrNotSupported) {
+			n.log.Warn("transport not available", "transport", b.Name(), "err", oerr)
+			continue
+		}
+		if oerr != nil {
+			return fmt.Errorf("sidecar: open transport %s: %w", b.Name(), oerr)
+		}
+		closers = append(closers, b.Close)
+		live = append(live, b)
+		n.rails[b.Name()] = rails
+	}
+	if n.backends = live; len(live) == 0 {
+		return fmt.Errorf("sidecar: none of the transports %v works here: see 'kvspray doctor'", n.cfg.Transports.Order)
+	}
+
+	if n.peers, err = newPeers(n); err != nil {
+		return err
+	}
+	closers = append(closers, n.peers.Close)
+	n.addrMu.Lock()
+	n.endpoint = n.peers.Endpoint()
+	n.addrMu.Unlock()
+	n.selfUp()
+
+	n.engine, err = connector.New(connector.Options{
+		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Endpoint: n.Endpoint, Events: n, Log: n.log,
+		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases, Regions: n.cfg.Engine.MaxRegions},
+		Hooks:  n.hooks(), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs), SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
+		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
+	})
+	if err != nil {
+		return err
+	}
+	if err := n.engine.Listen(); err != nil {
+		return err
+	}
+	failed := make(chan error, 2)
+	engineCtx, engineStop := context.WithCancel(context.Background())
+	n.d.wg.Add(1)
+	go func() {
+		defer n.d.wg.Done()
+		if serr := n.engine.Serve(engineCtx); serr != nil && engineCtx.Err() == nil {
+			failed <- fmt.Errorf("sidecar: engine socket: %w", serr)
+		}
+	}()
+	closers = append(closers, func() error { engineStop(); return n.engine.Close() })
+
+	if addr := n.cfg.HTTP.Listen; addr != config.Off && addr != "" {
+		ln, lerr := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		if lerr != nil {
+			return fmt.Errorf("sidecar: http.listen %s: %w", addr, lerr)
+		}
+		n.addrMu.Lock()
+		n.http = ln.Addr().String()
+		n.addrMu.Unlock()
+		srv := &http.Server{Handler: n.handler(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
+			WriteTimeout: 30 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 64 << 10}
+		n.d.wg.Add(1)
+		go func() {
+			defer n.d.wg.Done()
+			if herr := srv.Serve(ln); !errors.Is(herr, http.ErrServerClosed) {
+				failed <- fmt.Errorf("sidecar: http: %w", herr)
+			}
+		}()
+		closers = append(closers, srv.Close)
+	}
+	n.d.wg.Add(1)
+	go func() { defer n.d.wg.Done(); n.publish(n.d.ctx) }()
+
+	n.ready.Store(true)
+	announce()
+	n.log.Info("sidecar ready", "endpoint", n.Endpoint(), "socket", n.cfg.Engine.Socket, "http", n.HTTPAddr(), "transports", n.names(),
+		"version", n.version)
+	select {
+	case <-ctx.Done():
+	case <-n.drain:
+	case err = <-failed:
+		return err
+	}
+	n.shut()
+	return nil
+}
+
+// shut finishes what runs, within the configured time, and fences the rest.
+func (n *Node) shut() {
+	n.draining.Store(true)
+	n.metrics.Draining(true)
+	n.log.Info("draining", "timeout", time.Duration(n.cfg.Drain.Timeout))
+	n.enter()
+	n.d.ex.DrainLeases()
+	n.leave()
+	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(n.cfg.Drain.Timeout))
+	defer cancel()
+	if err := n.engine.Drain(ctx); err == nil {
+		n.log.Info("drained")
+		return
+	}
+	now := n.enter()
+	dests, sources := n.d.ex.Open()
+	n.d.ex.Abort(now, "the sidecar stops")
+	n.leave()
+	n.log.Warn("drain timed out; open leases are fenced", "receiving", dests, "sending", sources)
+	last, cancel2 := context.WithTimeout(context.Background(), n.grace)
+	defer cancel2()
+	if err := n.engine.Drain(last); err != nil {
+		n.log.Warn("leases left to the shims: they end with the proved exit of this process", "err", err)
+	}
+}
+
+func (n *Node) names() []string {
+	var s []string
+	for _, b := range n.backends {
+		s = append(s, b.Name())
+	}
+	return s
+}
+
+func (n *Node) backendOf(name string) (int, transport.Caps) {
+	for i, b := range n.backends {
+		if b.Name() == name {
+			return min(i, maxBackends-1), b.Caps()
+		}
+	}
+	return maxBackends - 1, transport.Caps{}
+}
+
+func integrity(c *config.Config) uint32 {
+	if c.Transports.TCP.Integrity == config.CRC32C {
+		return 2
+	}
+	return 0
+}
+
+func uids(in []int) (out []uint32) {
+	for _, u := range in {
+		out = append(out, uint32(u))
+	}
+	return out
+}
+
+// socketMode lets other users reach the socket where some are allowed; credentials are checked all the same.
+func socketMode(allowed []int) uint32 {
+	if len(allowed) > 0 {
+		return 0o666
+	}
+	return 0o600
+}
+
+// workerDead tells an exit from a takeover by a new session of the same engine, which presents its leases again.
+func workerDead(why error) bool { return !errors.Is(why, connector.ErrSuperseded) }

@@ -1,0 +1,480 @@
+package sidecar
+
+import (
+	"bufio"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// publishEvery is how often engines are told the totals.
+const publishEvery = time.Second
+
+// totals is what STATS and /debug/state show.
+type totals struct {
+	bytes     [maxBackends]atomic.Uint64 // landed here, by index of the backend
+	mu        sync.Mutex
+	transfers map[string]uint64 // protected by mu
+}
+
+// landed counts bytes of a frame that arrived. Called by lanes, concurrently.
+func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
+	if !fresh {
+		return
+	}
+	i, _ := n.backendOf(l.Backend())
+	s.bytes[i].Add(bytes)
+	n.totals.bytes[i].Add(bytes)
+	n.metrics.Landed(l.Backend(), l.Local(), bytes)
+}
+
+// route names the transport that moved most of a landing; several are joined with '+' in the trace.
+func (n *Node) route(s *sink) (main, all string) {
+	var most uint64
+	for i, b := range n.backends {
+		v := s.bytes[min(i, maxBackends-1)].Load()
+		if v == 0 {
+			continue
+		}
+		if v > most {
+			main, most = b.Name(), v
+		}
+		if all != "" {
+			all += "+"
+		}
+		all += b.Name()
+	}
+	return main, all
+}
+
+var causes = map[uint16]string{exec.StatusOK: metrics.CauseCommit, exec.StatusCancelled: metrics.CauseCancel,
+	exec.StatusExpired: metrics.CauseDeadline, exec.StatusFailed: metrics.CauseSourceLost}
+
+func (n *Node) fenceEnded(l *exec.Landing, status uint16, took time.Duration, err error) {
+	if err != nil {
+		if n.d.ctx.Err() == nil {
+			n.log.Error("fence failed; the blocks stay in quarantine and it is tried again", "lease", l.Lease().String(), "err", err)
+		}
+		return
+	}
+	n.metrics.Fenced(causes[status], took)
+}
+
+// traceEnd writes the one line that a transfer leaves, before its engine hears of its end.
+func (n *Node) traceEnd(a *exec.Action, c *connector.Completion) {
+	side := metrics.SideSource
+	all := ""
+	if c.Received {
+		side = metrics.SideDestination
+		if a.Landing != nil {
+			if s, ok := a.Landing.Sink.(*sink); ok {
+				c.Transport, all = n.route(s)
+				if c.Status == exec.StatusOK {
+					n.hashes.received(a.Landing)
+				}
+			}
+		}
+	}
+	outcome := metrics.OutcomeOf(c.Status)
+	n.metrics.TransferEnded(side, outcome, c.Transport, c.Bytes, c.Took)
+	n.totals.mu.Lock()
+	if n.totals.transfers == nil {
+		n.totals.transfers = map[string]uint64{}
+	}
+	n.totals.transfers[string(side)+"_"+string(outcome)]++
+	n.totals.mu.Unlock()
+	t := a.Trace
+	if t == nil {
+		n.log.Info("lease refused", "side", side, "lease", c.Lease.String(), "reason", c.Reason)
+		return
+	}
+	if !c.Received && c.Status == exec.StatusOK && t.Flag > 0 {
+		n.metrics.FlagToCommit(t.Flag)
+	}
+	r := record{Side: string(side), Outcome: string(outcome), Xfer: t.Key.Xfer.String(), Hash: hex.EncodeToString(t.Key.Hash[:8]), Req: t.Req,
+		Source: t.Source.String(), Dest: t.Dest.String(), Peer: t.Peer.String(), Slot: uint32(t.Slot), Gen: uint32(t.Gen), Route: all, Bytes: c.Bytes,
+		Grants: t.Grants, QueueUS: t.Queue.Microseconds(), WireUS: t.Wire.Microseconds(), CommitUS: t.Commit.Microseconds(),
+		TookUS: c.Took.Microseconds(), Reason: c.Reason}
+	if !c.Received {
+		r.FlagUS, r.Early = t.Flag.Microseconds(), t.BytesBefore
+	}
+	level := slog.LevelInfo
+	if c.Status != exec.StatusOK && c.Status != exec.StatusCancelled {
+		level = slog.LevelWarn
+	}
+	if n.log.Enabled(context.Background(), level) {
+		n.log.Log(context.Background(), level, "transfer", "side", r.Side, "outcome", r.Outcome, "xfer", r.Xfer, "hash", r.Hash, "req", r.Req,
+			"source", r.Source, "dest", r.Dest, "peer", r.Peer, "slot", r.Slot, "gen", r.Gen, "route", r.Route, "bytes", r.Bytes, "grants", r.Grants,
+			"queue_us", r.QueueUS, "wire_us", r.WireUS, "commit_us", r.CommitUS, "took_us", r.TookUS, "early_bytes", r.Early, "reason", r.Reason)
+	}
+	n.records.write(r)
+}
+
+// record is one line of trace.transfers.
+type record struct {
+	Side     string `json:"side"`
+	Outcome  string `json:"outcome"`
+	Xfer     string `json:"xfer"`
+	Hash     string `json:"hash"`
+	Req      string `json:"req,omitempty"`
+	Source   string `json:"source"`
+	Dest     string `json:"dest"`
+	Peer     string `json:"peer"`
+	Slot     uint32 `json:"slot"`
+	Gen      uint32 `json:"gen"`
+	Route    string `json:"route,omitempty"`
+	Bytes    uint64 `json:"bytes"`
+	Early    uint64 `json:"early_bytes,omitempty"` // source: confirmed before the last step's flag
+	Grants   int    `json:"grants"`
+	QueueUS  int64  `json:"queue_us"`
+	WireUS   int64  `json:"wire_us"`
+	CommitUS int64  `json:"commit_us"`
+	FlagUS   int64  `json:"flag_us,omitempty"` // source: from the last flag to the commit
+	TookUS   int64  `json:"took_us"`
+	Reason   string `json:"reason,omitempty"`
+}
+
+// lines appends JSON lines to a file. A nil or empty one writes nothing.
+type lines struct {
+	mu  sync.Mutex // protects all below
+	f   *os.File
+	log *slog.Logger
+	bad bool
+}
+
+func newLines(what, path string, log *slog.Logger) (*lines, error) {
+	if path == "" {
+		return &lines{}, nil
+	}
+	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("sidecar: %s: %w", what, err)
+	}
+	return &lines{f: f, log: log}, nil
+}
+
+func (l *lines) on() bool { return l.f != nil }
+
+// put writes whole lines in one call, so that readers never see half of one batch between those of others.
+func (l *lines) put(all ...any) {
+	if !l.on() {
+		return
+	}
+	var b []byte
+	for _, v := range all {
+		j, err := json.Marshal(v)
+		if err != nil {
+			continue
+		}
+		b = append(append(b, j...), '\n')
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if _, err := l.f.Write(b); err != nil && !l.bad {
+		l.bad = true
+		l.log.Error("trace file", "path", l.f.Name(), "err", err)
+	}
+}
+
+// Close closes the file.
+func (l *lines) Close() error {
+	if !l.on() {
+		return nil
+	}
+	return l.f.Close()
+}
+
+type records struct{ *lines }
+
+func newRecords(path string, log *slog.Logger) (*records, error) {
+	l, err := newLines("trace.transfers", path, log)
+	return &records{l}, err
+}
+
+func (r *records) write(v record) {
+	if r != nil && r.lines != nil {
+		r.put(v)
+	}
+}
+
+// hashes writes the SHA-256 of every page that a transfer moved, each side from its own memory: the receiver when the
+// transfer commits, before its engine hears of it; the sender when a grant has committed, while it still holds the source.
+type hashes struct{ *lines }
+
+func newHashes(path string, log *slog.Logger) (*hashes, error) {
+	l, err := newLines("trace.block_hashes", path, log)
+	return &hashes{l}, err
+}
+
+// pageHash is one line of trace.block_hashes. Both sides write the same line but for Side.
+type pageHash struct {
+	Side  string `json:"side"`
+	Xfer  string `json:"xfer"`
+	Hash  string `json:"hash"`
+	Dest  string `json:"dest"`  // the destination lease: one source may serve several
+	Group int    `json:"group"` // cache group
+	Layer int    `json:"layer"` // of the group
+	Block uint32 `json:"block"` // ordinal in the prompt
+	Bytes uint64 `json:"bytes"`
+	Sum   string `json:"sha256"`
+}
+
+func (h *hashes) received(l *exec.Landing) {
+	if h == nil || !h.on() {
+		return
+	}
+	s := l.Sink.(*sink)
+	h.pages(pageHash{Side: string(metrics.SideDestination), Xfer: l.Expect.Key.Xfer.String(), Hash: hex.EncodeToString(l.Expect.Key.Hash[:8]),
+		Dest: l.Lease().String()}, l.Worker, l.Expect.Tokens, l.Expect.Skip, s.side.Space(), s.Resolve)
+}
+
+func (h *hashes) sent(s *exec.Sending) {
+	if h == nil || !h.on() {
+		return
+	}
+	src, ok := s.Source.(*source)
+	if !ok {
+		return
+	}
+	h.pages(pageHash{Side: string(metrics.SideSource), Xfer: s.Key.Xfer.String(), Hash: hex.EncodeToString(s.Key.Hash[:8]),
+		Dest: s.Dest.String()}, s.Worker, s.Prompt, s.Skip, src.side.Space(), src.Resolve)
+}
+
+// pages walks each layer's segment, which is its pages in token order, and cuts it into them.
+func (h *hashes) pages(line pageHash, w *connector.Worker, tokens uint32, skip []uint32, sp *transfer.Space,
+	resolve func([]mem.Block, transfer.Range) ([]mem.Block, error)) {
+	var out []any
+	flat := 0
+	for gi := range w.Layout.Groups {
+		g := &w.Layout.Groups[gi]
+		for li := range g.Layers {
+			r, bytes := sp.Segment(flat)
+			flat++
+			if bytes == 0 {
+				continue
+			}
+			blocks, err := resolve(nil, r)
+			if err != nil {
+				return
+			}
+			first := skip[gi] / g.TokensPerBlock
+			full := uint64(tokens/g.TokensPerBlock - first)
+			page := bytes
+			if full > 0 {
+				page = pageBytes(bytes, full, g, tokens)
+			}
+			rd := &blockReader{blocks: blocks}
+			for k := uint32(0); bytes > 0; k++ {
+				n := min(page, bytes)
+				if uint64(k) == full {
+					n = bytes
+				}
+				sum, err := rd.sum(n)
+				if err != nil {
+					return
+				}
+				line.Group, line.Layer, line.Block, line.Bytes, line.Sum = gi, li, first+k, n, hex.EncodeToString(sum)
+				out = append(out, line)
+				bytes -= n
+			}
+		}
+	}
+	h.put(out...)
+}
+
+// pageBytes is the length of a full page in a segment. Strategies move either a token's share of the last page or all of it;
+// the two are told apart by which of them divides the segment.
+func pageBytes(bytes, full uint64, g *layout.Group, tokens uint32) uint64 {
+	rest := uint64(tokens % g.TokensPerBlock)
+	if rest == 0 {
+		return bytes / full
+	}
+	per := full*uint64(g.TokensPerBlock) + rest
+	if bytes%per == 0 {
+		return bytes / per * uint64(g.TokensPerBlock)
+	}
+	return bytes / (full + 1)
+}
+
+// blockReader reads memory in order.
+type blockReader struct {
+	blocks []mem.Block
+	buf    [64 << 10]byte
+}
+
+func (r *blockReader) sum(n uint64) ([]byte, error) {
+	h := sha256.New()
+	for n > 0 {
+		if len(r.blocks) == 0 {
+			return nil, fmt.Errorf("page: %d bytes missing", n)
+		}
+		b := &r.blocks[0]
+		k := min(n, b.Len, uint64(len(r.buf)))
+		if err := b.Region.ReadAt(r.buf[:k], b.Off); err != nil {
+			return nil, err
+		}
+		_, _ = h.Write(r.buf[:k]) // a hash takes everything
+		b.Off, b.Len, n = b.Off+k, b.Len-k, n-k
+		if b.Len == 0 {
+			r.blocks = r.blocks[1:]
+		}
+	}
+	return h.Sum(nil), nil
+}
+
+// publish tells engines the totals.
+func (n *Node) publish(ctx context.Context) {
+	t := time.NewTicker(publishEvery)
+	defer t.Stop()
+	var last string
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.C:
+		}
+		if len(n.engine.Workers()) == 0 {
+			continue
+		}
+		st := n.stats()
+		if s := fmt.Sprint(st); s != last {
+			last = s
+			n.engine.Publish(st)
+		}
+	}
+}
+
+func (n *Node) stats() connector.Stats {
+	st := connector.Stats{Transfers: map[string]uint64{}, Bytes: map[string]uint64{}}
+	n.totals.mu.Lock()
+	for k, v := range n.totals.transfers {
+		st.Transfers[k] = v
+	}
+	n.totals.mu.Unlock()
+	for i, b := range n.backends {
+		st.Bytes[b.Name()] = n.totals.bytes[min(i, maxBackends-1)].Load()
+	}
+	return st
+}
+
+func (n *Node) hooks() connector.Hooks {
+	m := n.metrics
+	side := func(source bool) metrics.Side {
+		if source {
+			return metrics.SideSource
+		}
+		return metrics.SideDestination
+	}
+	return connector.Hooks{
+		Session:   m.Sessions,
+		Leases:    func(source bool, d int) { m.LeasesOpen(side(source), d) },
+		Record:    m.Record,
+		Malformed: m.EngineRefused,
+	}
+}
+
+// handler serves health, metrics and what the node is doing.
+func (n *Node) handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { reply(w, http.StatusOK, "ok\n") })
+	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
+		switch {
+		case n.Ready():
+			reply(w, http.StatusOK, "ready\n")
+		case n.draining.Load():
+			reply(w, http.StatusServiceUnavailable, "draining\n")
+		default:
+			reply(w, http.StatusServiceUnavailable, "starting\n")
+		}
+	})
+	mux.Handle("GET /metrics", promhttp.HandlerFor(n.gather, promhttp.HandlerOpts{MaxRequestsInFlight: 8, Timeout: 20 * time.Second}))
+	mux.HandleFunc("GET /v1/node", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.describe()) })
+	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.state()) })
+	return mux
+}
+
+func reply(w http.ResponseWriter, code int, text string) {
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	w.WriteHeader(code)
+	_, _ = w.Write([]byte(text)) // the client may be gone
+}
+
+func replyJSON(w http.ResponseWriter, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	b := bufio.NewWriter(w)
+	e := json.NewEncoder(b)
+	e.SetIndent("", "  ")
+	if err := e.Encode(v); err != nil {
+		return
+	}
+	_ = b.Flush() // the client may be gone
+}
+
+// nodeView is what routers read.
+type nodeView struct {
+	Node       string   `json:"node"`
+	Boot       string   `json:"boot"`
+	Version    string   `json:"version"`
+	Endpoint   string   `json:"endpoint"`
+	Transports []string `json:"transports"`
+	Ready      bool     `json:"ready"`
+	Draining   bool     `json:"draining"`
+}
+
+func (n *Node) describe() nodeView {
+	return nodeView{Node: n.cfg.Node, Boot: n.boot.String(), Version: n.version, Endpoint: n.Endpoint(), Transports: n.names(), Ready: n.Ready(),
+		Draining: n.draining.Load()}
+}
+
+type laneView struct {
+	Lane      uint64 `json:"lane"`
+	Peer      string `json:"peer"`
+	Transport string `json:"transport"`
+	Local     string `json:"local"`
+	Remote    string `json:"remote"`
+}
+
+// stateView is /debug/state.
+type stateView struct {
+	nodeView
+	Leases exec.View         `json:"leases"`
+	Lanes  []laneView        `json:"lanes"`
+	Totals connector.Stats   `json:"totals"`
+	Peers  map[string]string `json:"peers"` // boot to endpoint
+}
+
+func (n *Node) state() stateView {
+	v := stateView{nodeView: n.describe(), Totals: n.stats(), Peers: map[string]string{}}
+	now := n.enter()
+	v.Leases = n.d.ex.View(now)
+	n.leave()
+	n.d.bindMu.RLock()
+	for id, e := range n.d.lanes {
+		v.Lanes = append(v.Lanes, laneView{id, e.lane.Peer().String(), e.lane.Backend(), e.lane.Local(), e.lane.Remote()})
+	}
+	n.d.bindMu.RUnlock()
+	n.dial.mu.Lock()
+	for b, r := range n.dial.peers {
+		v.Peers[b.String()] = r.endpoint
+	}
+	n.dial.mu.Unlock()
+	return v
+}

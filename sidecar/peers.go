@@ -1,0 +1,4 @@
+package sidecar
+
+// newPeers opens the control layer towards other sidecars.
+func newPeers(n *Node) (peers, error) { return n.makePeers(n) }
