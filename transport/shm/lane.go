@@ -80,7 +80,7 @@ func (b *Backend) newLane(c *net.UnixConn, peer transfer.Boot, remote string) (*
 	if err != nil {
 		return nil, fmt.Errorf("shm: new lane: %w", err)
 	}
-	l := &lane{b: b, c: c, out: out, id: b.laneID.Add(1), peer: peer, remote: remote, done: make(chan struct{}),
+	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote, done: make(chan struct{}),
 		regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
 	for i := maxPulls - 1; i >= 0; i-- {
 		l.free = append(l.free, uint16(i))

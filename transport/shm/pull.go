@@ -43,7 +43,10 @@ type job struct {
 	total  uint64
 	copied bool // guarded by destination.mu
 	grant  *transport.Grant
+	claim  transport.Claim // the right to write the chunks; from the copy to the verdict
 	blocks []mem.Block
+
+	attempt uint32
 }
 
 type sourcePiece struct {
@@ -111,7 +114,8 @@ func (d *destination) pull(f pullFrame) error {
 	if n := len(d.free); n > 0 {
 		j, d.free = d.free[n-1], d.free[:n-1]
 	}
-	*j = job{l: d.l, tag: f.tag, slot: f.slot, gen: f.gen, r: f.r, pieces: j.pieces[:0], maps: j.maps[:0], blocks: j.blocks[:0]}
+	j.l, j.tag, j.slot, j.gen, j.r, j.attempt = d.l, f.tag, f.slot, f.gen, f.r, f.attempt
+	j.pieces, j.maps, j.blocks, j.total, j.copied, j.grant = j.pieces[:0], j.maps[:0], j.blocks[:0], 0, false, nil
 	d.jobs[f.tag] = j
 	reason := d.sourceLocked(j, f)
 	d.mu.Unlock()
@@ -217,19 +221,44 @@ func (j *job) copy() transfer.Reason {
 	if j.blocks, err = g.Sink.Resolve(j.blocks[:0], j.r); err != nil {
 		return transfer.ReasonRange
 	}
+	if reason := g.Claim(&j.claim, j.r, j.attempt); reason != transfer.ReasonNone {
+		return reason
+	}
+	// Chunks that landed from another attempt are passed over: they are never written again.
 	c := cursor{job: j}
-	for left := j.total; left > 0; {
-		n := min(left, guardBytes)
-		if !g.Enter() {
-			return transfer.ReasonRevoked
-		}
-		err := c.copy(n)
-		g.Leave()
+	for rest := j.r; rest.Count > 0; {
+		n, fresh := j.claim.Fresh(rest)
+		bytes, err := g.Sink.Bytes(transfer.Range{First: rest.First, Count: n})
 		if err != nil {
-			j.l.b.cfg.Log.Warn("shm copy", "peer", j.l.peer, "slot", j.slot, "err", err)
+			return transfer.ReasonRange
+		}
+		if reason := c.run(bytes, fresh); reason != transfer.ReasonNone {
+			return reason
+		}
+		rest.First += n
+		rest.Count -= n
+	}
+	return transfer.ReasonNone
+}
+
+// run copies the next n bytes, or passes over them.
+func (c *cursor) run(n uint64, fresh bool) transfer.Reason {
+	for n > 0 {
+		k := min(n, guardBytes)
+		if fresh {
+			if reason := c.claim.Enter(); reason != transfer.ReasonNone {
+				return reason
+			}
+		}
+		err := c.advance(k, fresh)
+		if fresh {
+			c.claim.Leave()
+		}
+		if err != nil {
+			c.l.b.cfg.Log.Warn("shm copy", "peer", c.l.peer, "slot", c.slot, "err", err)
 			return transfer.ReasonMemory
 		}
-		left -= n
+		n -= k
 	}
 	return transfer.ReasonNone
 }
@@ -241,20 +270,22 @@ type cursor struct {
 	soff, doff uint64 // in the current piece of each
 }
 
-// copy moves the next n bytes. The guard is held.
-func (c *cursor) copy(n uint64) error {
+// advance moves the next n bytes, with the claim entered, or passes over them.
+func (c *cursor) advance(n uint64, write bool) error {
 	for n > 0 {
 		if c.si >= len(c.pieces) || c.di >= len(c.blocks) {
 			return fmt.Errorf("shm: the blocks of chunks [%d, +%d) hold fewer bytes than their length", c.r.First, c.r.Count)
 		}
 		s, d := &c.pieces[c.si], &c.blocks[c.di]
 		k := min(n, s.len-c.soff, d.Len-c.doff)
-		from := s.m.bytes[s.off+c.soff:][:k]
-		// A mapped region is copied into directly; one of another process takes a system call.
-		if p, ok := (mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}).Bytes(); ok {
-			mem.Copy(p, from)
-		} else if err := d.Region.WriteAt(from, d.Off+c.doff); err != nil {
-			return err
+		if write {
+			from := s.m.bytes[s.off+c.soff:][:k]
+			// A mapped region is copied into directly; one of another process takes a system call.
+			if p, ok := (mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}).Bytes(); ok {
+				mem.Copy(p, from)
+			} else if err := d.Region.WriteAt(from, d.Off+c.doff); err != nil {
+				return err
+			}
 		}
 		n -= k
 		if c.soff += k; c.soff == s.len {
@@ -277,7 +308,7 @@ func (j *job) finish(reason transfer.Reason) {
 	tag := j.tag
 	d.mu.Lock()
 	gone := d.ended
-	if reason == transfer.ReasonNone {
+	if reason == transfer.ReasonNone && !gone {
 		j.copied = true
 	} else {
 		d.dropLocked(j)
@@ -296,6 +327,7 @@ func (j *job) finish(reason transfer.Reason) {
 // dropLocked ends a job and recycles it.
 func (d *destination) dropLocked(j *job) {
 	delete(d.jobs, j.tag)
+	j.claim.Release()
 	j.grant = nil
 	clear(j.blocks)
 	clear(j.pieces)
@@ -311,21 +343,21 @@ func (d *destination) verdict(tag uint64, valid bool) error {
 		d.mu.Unlock()
 		return fmt.Errorf("%w: a verdict on pull %#x, which is not copied", errFrame, tag)
 	}
-	g, r := j.grant, j.r
-	d.dropLocked(j)
 	d.mu.Unlock()
 	l := d.l
-	if !valid {
-		l.b.host.Refused(l, transfer.ReasonDisowned)
-		return nil
+	o, reason := transfer.Landed, transfer.ReasonDisowned
+	if valid {
+		reason = j.claim.Land(l)
 	}
-	o, reason := transfer.Rejected, transfer.ReasonRevoked
-	if g.Enter() {
-		g.Sink.Landed(l, r)
-		g.Leave()
-		o, reason = transfer.Landed, transfer.ReasonNone
-	} else {
+	d.mu.Lock()
+	d.dropLocked(j)
+	d.mu.Unlock()
+	if reason != transfer.ReasonNone {
 		l.b.host.Refused(l, reason)
+		o = transfer.Rejected
+	}
+	if !valid {
+		return nil // the source has ended it
 	}
 	var buf [frameHeader + confirmBytes]byte
 	l.out.put(appendConfirm(buf[:0], tag, o, reason), -1)
@@ -339,6 +371,11 @@ func (d *destination) end() {
 	d.ended = true
 	regions := d.regions
 	d.regions = map[uint32]*mapping{}
+	for _, j := range d.jobs {
+		if j.copied {
+			j.claim.Release()
+		}
+	}
 	clear(d.jobs)
 	d.mu.Unlock()
 	for _, m := range regions {

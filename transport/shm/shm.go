@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -35,29 +34,29 @@ const (
 	openTimeout     = 5 * time.Second
 	sweepEvery      = time.Second // how soon a freed region is unmapped at the peer
 	maxSocketPath   = 107
-	socketPrefix    = "kvspray-shm-"
+	socketFolder    = "kvspray-shm"
+	socketPrefix    = "lane-"
 	maxStaleSockets = 64 // looked at when the backend opens
 	gbps            = 80 // what the rail claims before it is measured
 )
 
 // Config of the backend.
 type Config struct {
-	Dir     string // folder of the socket, made with mode 0700; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
+	Dir     string // holds the 0700 folder of the socket; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
 	Workers int    // copiers of the whole backend; default the number of processors
 	Log     *slog.Logger
 }
 
 // Backend is the shm transport of one process.
 type Backend struct {
-	cfg    Config
-	host   transport.Host
-	ln     *net.UnixListener
-	path   string
-	maps   mappings
-	jobs   chan *job
-	stop   chan struct{}
-	wg     sync.WaitGroup
-	laneID atomic.Uint64
+	cfg  Config
+	host transport.Host
+	ln   *net.UnixListener
+	path string
+	maps mappings
+	jobs chan *job
+	stop chan struct{}
+	wg   sync.WaitGroup
 
 	mu sync.Mutex
 	// guarded by mu, which is the last lock: nothing else is taken while it is held
@@ -143,6 +142,7 @@ func socketDir(dir string) (string, error) {
 			dir = filepath.Join(os.TempDir(), fmt.Sprintf("kvspray-%d", os.Getuid()))
 		}
 	}
+	dir = filepath.Join(dir, socketFolder)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return "", fmt.Errorf("shm: folder of the socket: %w", err)
 	}
