@@ -42,7 +42,7 @@ counted() { # go test, with a closing line that says how much ran
 
 py=.build/venv/bin/python
 export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm}
-part build '^' make build
+part build '^' make build wireflip
 part env 'ready' make env
 if [ "$mode" = attack ]; then
 	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}

@@ -40,7 +40,7 @@ FLIPPER = ROOT / "bin" / "wireflip"
 FLIP_FRAME = 3  # the data frame that is changed
 MODES = ("concurrent", "prefill-first")
 FEW = ("65 tokens", "513 tokens", "1024 tokens", "2048 tokens", "a list of prompts")  # what a pass with a flipped bit sends
-HASH_KEYS = ("destination", "group", "layer", "block")
+HASH_KEYS = ("xfer", "hash", "dest", "group", "layer", "block")
 EARLY_TOKENS = 8 * STEP_TOKENS  # prompts that take eight prefill steps or more
 EARLY_SHARE = 0.75
 GREEN, RED, BOLD, PLAIN = ("\033[32m", "\033[31m", "\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "", "", "")
@@ -175,19 +175,15 @@ class Demo:
         say("the proxy is up, once per dispatch mode")
 
     def wait_sessions(self) -> None:
-        """Until a prompt moves: both engines have found their sidecars."""
+        """Both engines have found their sidecars: worker and scheduler have their sessions."""
 
-        def moves() -> bool:
-            before = self.received()
-            complete(self.proxies["concurrent"].port, prompt(40, ("session", time.monotonic())), max_tokens=2)
-            time.sleep(1.2)  # vLLM shows its statistics once a second at most
-            return self.received() > before
+        def there(s: Sidecar) -> bool:
+            m = s.metrics()
+            return all(total(m, "kvspray_engine_sessions", role=role) >= 1 for role in ("worker", "scheduler"))
 
-        wait_for("the engines to find their sidecars", moves, 60, tick=0.2)
+        for s in self.sidecars:
+            wait_for(f"engine sessions at {s.name}", lambda s=s: there(s), 60, tick=0.1)
         say("both engines have found their sidecars")
-
-    def received(self) -> float:
-        return total(self.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
 
     def stop(self) -> None:
         for proxy in self.proxies.values():
@@ -269,8 +265,8 @@ class Demo:
         v.traces = [t for t in sp.lines(sp.transfers) if t.get("side") == "source"]
         v.hashes = block_hashes(sp.lines(sp.hashes)), block_hashes(sd.lines(sd.hashes))
         metrics = [s.metrics() for s in self.sidecars]
-        v.refused = int(sum(total(m, "kvspray_tcp_refused_frames_total", reason="checksum") for m in metrics))
-        v.retries = int(sum(total(m, "kvspray_transfer_retries_total") for m in metrics))
+        v.refused = int(sum(total(m, "kvspray_lane_refused_frames_total", reason="checksum") for m in metrics))
+        v.retries = int(sum(total(m, "kvspray_lane_slices_total", outcome="rejected", reason="checksum") for m in metrics))
 
     def abandon(self, v: Verdict) -> None:
         for i, after in enumerate((0.02, 0.15, 0.4)):
@@ -304,7 +300,7 @@ class Verdict:
         for t in self.traces:
             for prefix, (mode, n, together) in self.lengths.items():
                 if t.get("req", "").startswith(prefix) and mode == "concurrent" and n >= EARLY_TOKENS and not together and t.get("bytes"):
-                    out.append((n, t["bytes_before_last_step"] / t["bytes"]))
+                    out.append((n, t.get("early_bytes", 0) / t["bytes"]))
         return sorted(out)
 
     def judge(self, few: bool) -> None:
