@@ -254,6 +254,11 @@ func (s *Stream) Copy(dst, src Ptr, n uint64) error {
 	return check("MemcpyAsync", C.kvc_copy_async(s.c.h, C.kvc_ptr(dst), C.kvc_ptr(src), C.size_t(n), s.h))
 }
 
+// CopySync copies and returns when the stream is idle.
+func (s *Stream) CopySync(dst, src Ptr, n uint64) error {
+	return check("MemcpyAsync and StreamSynchronize", C.kvc_copy_sync(s.c.h, C.kvc_ptr(dst), C.kvc_ptr(src), C.size_t(n), s.h))
+}
+
 // Set32 enqueues a fill.
 func (s *Stream) Set32(dst Ptr, value uint32, words uint64) error {
 	return check("MemsetD32Async", C.kvc_set32_async(s.c.h, C.kvc_ptr(dst), C.uint32_t(value), C.size_t(words), s.h))

@@ -14,3 +14,6 @@ type Driver struct {
 func Open() (*Driver, error) {
 	return nil, fmt.Errorf("%w: this binary was built with CGO_ENABLED=0; build it with cgo and a C compiler to use GPUs", ErrNotSupported)
 }
+
+// Name is not known without the driver.
+func (d Device) Name() (string, error) { return "", ErrNotSupported }

@@ -251,6 +251,15 @@ int kvc_copy_async(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_h
 	return cu.MemcpyAsync(dst, src, bytes, stream);
 }
 
+int kvc_copy_sync(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream)
+{
+	IN(ctx);
+	int r = cu.MemcpyAsync(dst, src, bytes, stream);
+	/* Even after an error nothing of the stream may be in flight when we return. */
+	int s = cu.StreamSynchronize(stream);
+	return r ? r : s;
+}
+
 int kvc_set32_async(kvc_handle ctx, kvc_ptr dst, uint32_t value, size_t words, kvc_handle stream)
 {
 	IN(ctx);

@@ -49,6 +49,7 @@ int kvc_ipc_close(kvc_handle ctx, kvc_ptr p);
 
 /* Addresses are unified: host, this device or a peer. */
 int kvc_copy_async(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream);
+int kvc_copy_sync(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream);
 int kvc_set32_async(kvc_handle ctx, kvc_ptr dst, uint32_t value, size_t words, kvc_handle stream);
 int kvc_write64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t value);
 int kvc_wait64(kvc_handle ctx, kvc_handle stream, kvc_ptr p, uint64_t at_least);

@@ -1,7 +1,9 @@
 package stage
 
 import (
+	"encoding/binary"
 	"errors"
+	"fmt"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/cuda"
@@ -67,6 +69,87 @@ func (d *fakeDevice) Free(p cuda.Ptr) error {
 	}
 	delete(d.m.mem, p)
 	d.allocated--
+	return nil
+}
+
+func (d *fakeDevice) AllocHost(n int) ([]byte, cuda.Ptr, error) {
+	p := d.m.alloc(uint64(n))
+	return d.m.at(p, uint64(n)), p, nil
+}
+
+func (d *fakeDevice) Pack(q Queue, runs, first cuda.Ptr, n int) error {
+	return q.(*fakeQueue).rearrange(runs, first, n, true)
+}
+
+func (d *fakeDevice) Unpack(q Queue, runs, first cuda.Ptr, n int) error {
+	return q.(*fakeQueue).rearrange(runs, first, n, false)
+}
+
+func (d *fakeDevice) PackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr, length uint64) error {
+	return q.(*fakeQueue).uniform(bases, n, dense, length, true)
+}
+
+func (d *fakeDevice) UnpackUniform(q Queue, bases cuda.Ptr, n int, dense cuda.Ptr, length uint64) error {
+	return q.(*fakeQueue).uniform(bases, n, dense, length, false)
+}
+
+func (q *fakeQueue) uniform(bases cuda.Ptr, n int, dense cuda.Ptr, length uint64, pack bool) error {
+	q.work <- func() {
+		if q.err != nil {
+			return
+		}
+		list := q.d.m.at(bases, uint64(n)*8)
+		for i := range uint64(n) {
+			a, b := q.d.m.at(cuda.Ptr(binary.LittleEndian.Uint64(list[i*8:])), length), q.d.m.at(dense+cuda.Ptr(i*length), length)
+			if a == nil || b == nil {
+				q.err = errors.New("fake: kernel out of bounds")
+				return
+			}
+			if pack {
+				copy(b, a)
+			} else {
+				copy(a, b)
+			}
+		}
+	}
+	return nil
+}
+
+// rearrange does what kernels.cu says, one piece after the other, and checks `first` as the kernel relies on it.
+func (q *fakeQueue) rearrange(runs, first cuda.Ptr, n int, pack bool) error {
+	q.work <- func() {
+		if q.err != nil {
+			return
+		}
+		r, f := q.d.m.at(runs, uint64(n*runBytes)), q.d.m.at(first, uint64(n+1)*4)
+		var pieces uint32
+		for i := range n {
+			e := r[i*runBytes:]
+			base, stride := binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint64(e[8:])
+			dense, size := binary.LittleEndian.Uint64(e[16:]), uint64(binary.LittleEndian.Uint32(e[24:]))
+			count := binary.LittleEndian.Uint32(e[28:])
+			if got := binary.LittleEndian.Uint32(f[i*4:]); got != pieces {
+				q.err = fmt.Errorf("fake: first[%d] is %d, %d pieces come before it", i, got, pieces)
+				return
+			}
+			for k := range uint64(count) {
+				a, b := q.d.m.at(cuda.Ptr(base+k*stride), size), q.d.m.at(cuda.Ptr(dense+k*size), size)
+				if a == nil || b == nil {
+					q.err = errors.New("fake: kernel out of bounds")
+					return
+				}
+				if pack {
+					copy(b, a)
+				} else {
+					copy(a, b)
+				}
+			}
+			pieces += count
+		}
+		if got := binary.LittleEndian.Uint32(f[n*4:]); got != pieces {
+			q.err = fmt.Errorf("fake: first[%d] is %d, %d pieces in all", n, got, pieces)
+		}
+	}
 	return nil
 }
 
@@ -169,6 +252,10 @@ func (q *fakeQueue) Record(e Event) error {
 		close(c)
 	}
 	return nil
+}
+
+func (q *fakeQueue) CopySync(dst, src cuda.Ptr, n uint64) error {
+	return errors.Join(q.Copy(dst, src, n), q.Sync())
 }
 
 func (q *fakeQueue) Sync() error {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"sync"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/cuda"
 )
@@ -20,6 +21,8 @@ type Multipath struct {
 	threshold uint64 // copies of fewer bytes take the direct path
 	min, max  uint64 // bytes of a chunk; MinChunk and MaxChunk but in tests
 
+	lanes chan Queue // of the direct path, for copies below the threshold
+
 	mu     sync.Mutex
 	work   sync.Cond
 	jobs   []*job // those with bytes not yet taken, oldest first
@@ -27,6 +30,7 @@ type Multipath struct {
 	alive  int
 	direct bool // the target's own link is alive
 	wg     sync.WaitGroup
+	small  sync.WaitGroup // copies on lanes; Add under mu and before closed
 }
 
 // The shape of the pipeline. [measured, 4 H200] chunks of 8 to 16 MiB with three in flight reach 0.98 of all links together;
@@ -49,15 +53,19 @@ const (
 	DeviceToHost
 )
 
+// directLanes is how many copies below the threshold run at once; further ones wait for a lane.
+const directLanes = 4
+
 // ErrBusy means that MaxJobs copies wait already.
 var ErrBusy = errors.New("stage: too many copies are waiting")
+
+var errNoLink = errors.New("stage: every link has failed; restart the sidecar once the GPUs are healthy")
 
 type job struct {
 	dir       Direction
 	host, dev cuda.Ptr
 	n         uint64
 	chunk     uint64
-	relay     bool   // relays may take chunks of it
 	next      uint64 // first byte not yet taken
 	again     []span // chunks that a dying link gave back
 	open      int    // chunks taken, not done
@@ -124,6 +132,14 @@ func newMultipath(minChunk, maxChunk uint64, target Device, relays ...Device) (_
 			}
 		}
 	}
+	m.lanes = make(chan Queue, directLanes)
+	for range directLanes {
+		q, err := target.NewQueue()
+		if err != nil {
+			return nil, fmt.Errorf("stage: direct path: %w", err)
+		}
+		m.lanes <- q
+	}
 	m.alive, m.direct = len(m.links), true
 	for _, l := range m.links {
 		m.wg.Go(l.run)
@@ -145,6 +161,43 @@ func (m *Multipath) Threshold() uint64 {
 	return m.threshold
 }
 
+// Calibrate measures both ways with the memory given, at least MaxCalibrate bytes on either side whose content is lost, and sets the
+// threshold to where using every link begins to pay in both directions. It takes some tens of milliseconds.
+func (m *Multipath) Calibrate(host, dev cuda.Ptr) (uint64, error) {
+	best := uint64(2 * MaxCalibrate) // beyond what was measured: guess that it pays there
+	for n := uint64(MaxCalibrate); n >= minCalibrate && len(m.links) > 1; n /= 2 {
+		pays := true
+		for _, dir := range []Direction{HostToDevice, DeviceToHost} {
+			var took [2]time.Duration // direct, every link
+			for i, threshold := range []uint64{n + 1, n} {
+				m.SetThreshold(threshold)
+				for range calibrateRuns {
+					start := time.Now()
+					if err := m.Copy(dir, host, dev, n); err != nil {
+						return 0, fmt.Errorf("stage: calibrate with %d bytes: %w", n, err)
+					}
+					took[i] = max(took[i], time.Since(start))
+				}
+			}
+			// The worst of several: using every link is meant to pay always, not on average.
+			pays = pays && took[1] < took[0]
+		}
+		if !pays {
+			break
+		}
+		best = n
+	}
+	m.SetThreshold(best)
+	return best, nil
+}
+
+// The span that Calibrate looks at.
+const (
+	MaxCalibrate  = 256 << 20
+	minCalibrate  = 4 << 20
+	calibrateRuns = 12
+)
+
 // Yield says whether relay i (in NewMultipath's order, from 0) has work of its own: then it takes no more chunks. What it has
 // taken it finishes.
 func (m *Multipath) Yield(relay int, busy bool) error {
@@ -164,19 +217,35 @@ func (m *Multipath) Copy(dir Direction, host, dev cuda.Ptr, n uint64) error {
 	if n == 0 {
 		return nil
 	}
-	j := &job{dir: dir, host: host, dev: dev, n: n, done: make(chan struct{})}
 	m.mu.Lock()
-	switch {
-	case m.closed:
+	if m.closed {
 		m.mu.Unlock()
 		return net.ErrClosed
-	case m.alive == 0:
+	}
+	if m.direct && (n < m.threshold || len(m.links) == 1) {
+		m.small.Add(1)
 		m.mu.Unlock()
-		return errors.New("stage: every link has failed; restart the sidecar once the GPUs are healthy")
-	case len(m.jobs) >= MaxJobs:
+		err := m.copyDirect(dir, host, dev, n)
+		m.small.Done()
+		if err == nil {
+			return nil
+		}
+		// The links find out which of them still work.
+		m.mu.Lock()
+		if m.closed {
+			m.mu.Unlock()
+			return errors.Join(net.ErrClosed, err)
+		}
+	}
+	if len(m.jobs) >= MaxJobs {
 		m.mu.Unlock()
 		return ErrBusy
 	}
+	if m.alive == 0 {
+		m.mu.Unlock()
+		return errNoLink
+	}
+	j := &job{dir: dir, host: host, dev: dev, n: n, done: make(chan struct{})}
 	m.shapeLocked(j)
 	m.jobs = append(m.jobs, j)
 	m.work.Broadcast()
@@ -185,15 +254,25 @@ func (m *Multipath) Copy(dir Direction, host, dev cuda.Ptr, n uint64) error {
 	return j.err
 }
 
-// shapeLocked: below the threshold one chunk, which only the direct link takes. Above, at least four chunks a link, so that the end
-// is even, within what was measured to be efficient.
-func (m *Multipath) shapeLocked(j *job) {
-	j.relay = !m.direct || j.n >= m.threshold && len(m.links) > 1
-	j.chunk = j.n
-	if j.relay {
-		c := j.n / uint64(4*len(m.links)) &^ (1<<12 - 1)
-		j.chunk = min(max(c, m.min), m.max)
+// copyDirect runs in the caller: handing a small copy to another goroutine would cost more than the copy.
+func (m *Multipath) copyDirect(dir Direction, host, dev cuda.Ptr, n uint64) error {
+	from, to := host, dev
+	if dir == DeviceToHost {
+		from, to = dev, host
 	}
+	q := <-m.lanes
+	err := q.CopySync(to, from, n)
+	m.lanes <- q
+	if err != nil {
+		return fmt.Errorf("stage: direct path: %w", err)
+	}
+	return nil
+}
+
+// shapeLocked: at least four chunks a link, so that the end is even, within what was measured to be efficient.
+func (m *Multipath) shapeLocked(j *job) {
+	c := j.n / uint64(4*len(m.links)) &^ (1<<12 - 1)
+	j.chunk = min(max(c, m.min), m.max)
 }
 
 // take returns the oldest work that l may do, waiting for it if wait is set.
@@ -203,7 +282,7 @@ func (l *link) take(wait bool) (*job, span, bool) {
 	defer m.mu.Unlock()
 	for {
 		for i, j := range m.jobs {
-			if !l.direct && (!j.relay || l.busy && m.direct) {
+			if l.busy && m.direct {
 				continue
 			}
 			var s span
@@ -236,10 +315,6 @@ func (l *link) finish(j *job, s span, err error) {
 		if j.next == j.n && len(j.again) == 0 {
 			m.jobs = append(m.jobs, j)
 		}
-		j.relay, j.chunk = true, min(j.chunk, m.max)
-		for ; s.n > m.max; s.off, s.n = s.off+m.max, s.n-m.max {
-			j.again = append(j.again, span{s.off, m.max})
-		}
 		j.again = append(j.again, s)
 		m.work.Broadcast()
 		return
@@ -257,9 +332,6 @@ func (l *link) dead(err error) {
 	m.alive--
 	if l.direct {
 		m.direct = false
-		for _, j := range m.jobs {
-			j.relay, j.chunk = true, min(j.chunk, m.max)
-		}
 		m.work.Broadcast()
 	}
 	if m.alive > 0 {
@@ -356,6 +428,7 @@ func (m *Multipath) Close() error {
 	m.work.Broadcast()
 	m.mu.Unlock()
 	m.wg.Wait()
+	m.small.Wait()
 	return m.free()
 }
 

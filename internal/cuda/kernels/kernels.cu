@@ -79,6 +79,21 @@ static __device__ __forceinline__ void rearrange(const kvs_run *runs, const u32 
 	}
 }
 
+// The common case: every piece has the same length and its own address, piece i lies at dense + i * len.
+template <int VEC, bool PACK>
+static __device__ __forceinline__ void rearrange_uniform(const u64 *base, u64 n, u64 dense, u64 len)
+{
+	const u64 end = n * (blockIdx.x + 1) / gridDim.x;
+	for (u64 i = n * blockIdx.x / gridDim.x; i < end; i++) {
+		char *scattered = reinterpret_cast<char *>(base[i]);
+		char *packed = reinterpret_cast<char *>(dense + i * len);
+		if (PACK)
+			copy_piece<VEC>(scattered, packed, (u32)len);
+		else
+			copy_piece<VEC>(packed, scattered, (u32)len);
+	}
+}
+
 #define REARRANGE(vec)                                                                                      \
 	extern "C" __global__ void kvs_pack_v##vec(const kvs_run *runs, const u32 *first, u64 n)                \
 	{                                                                                                       \
@@ -87,9 +102,14 @@ static __device__ __forceinline__ void rearrange(const kvs_run *runs, const u32 
 	extern "C" __global__ void kvs_unpack_v##vec(const kvs_run *runs, const u32 *first, u64 n)              \
 	{                                                                                                       \
 		rearrange<vec, false>(runs, first, n);                                                              \
+	}                                                                                                       \
+	extern "C" __global__ void kvs_pack_uniform_v##vec(const u64 *base, u64 n, u64 dense, u64 len)          \
+	{                                                                                                       \
+		rearrange_uniform<vec, true>(base, n, dense, len);                                                  \
+	}                                                                                                       \
+	extern "C" __global__ void kvs_unpack_uniform_v##vec(const u64 *base, u64 n, u64 dense, u64 len)        \
+	{                                                                                                       \
+		rearrange_uniform<vec, false>(base, n, dense, len);                                                 \
 	}
 
-REARRANGE(1)
-REARRANGE(2)
 REARRANGE(4)
-REARRANGE(8)

@@ -1,0 +1,14 @@
+//go:build !cgo
+
+package gpubench
+
+import (
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+)
+
+func newOwnerCommand() *cobra.Command { return &cobra.Command{Use: "owner", Hidden: true} }
+
+func (b *bench) nvlink() error    { return cuda.ErrNotSupported }
+func (b *bench) multipath() error { return cuda.ErrNotSupported }
