@@ -1,0 +1,315 @@
+package sidecar
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	mrand "math/rand/v2"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/mem"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+const patience = 20 * time.Second
+
+// tb is what helpers need of a test or a benchmark.
+type running struct {
+	*Node
+	cfg  *config.Config
+	stop func() error
+}
+
+func socketDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "kvs") // t.TempDir is too long for a socket's path
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	return dir
+}
+
+func start(t testing.TB, h *hub, change func(*config.Config)) *running {
+	t.Helper()
+	dir := socketDir(t)
+	cfg := config.Default()
+	cfg.Node = filepath.Base(dir)
+	cfg.Engine.Socket = filepath.Join(dir, "s.sock")
+	cfg.Peer.Listen = "127.0.0.1:0"
+	cfg.Peer.Gossip.Listen = config.Off
+	cfg.HTTP.Listen = "127.0.0.1:0"
+	cfg.Drain.Timeout = config.Duration(2 * time.Second)
+	cfg.Trace.BlockHashes = filepath.Join(dir, "hashes")
+	cfg.Trace.Transfers = filepath.Join(dir, "transfers")
+	if change != nil {
+		change(cfg)
+	}
+	return startConfig(t, h, cfg)
+}
+
+func startConfig(t testing.TB, h *hub, cfg *config.Config) *running {
+	t.Helper()
+	var out io.Writer = io.Discard
+	if testing.Verbose() {
+		out = t.Output()
+	}
+	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.NewTextHandler(out, &slog.HandlerOptions{Level: slog.LevelDebug}))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if h != nil {
+		n.makePeers = h.make
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- n.Run(ctx) }()
+	r := &running{Node: n, cfg: cfg}
+	stopped := false
+	r.stop = func() error {
+		if stopped {
+			return nil
+		}
+		stopped = true
+		cancel()
+		select {
+		case err := <-done:
+			return err
+		case <-time.After(patience):
+			return fmt.Errorf("the node did not stop")
+		}
+	}
+	t.Cleanup(func() {
+		if err := r.stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	select {
+	case <-n.Started():
+	case <-time.After(patience):
+		t.Fatal("the node did not start")
+	}
+	if !n.Ready() {
+		t.Fatalf("the node is not ready: %v", r.stop())
+	}
+	return r
+}
+
+var testShape = connectortest.Shape{Layers: 4, NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 1024}
+
+type engine struct {
+	*connectortest.Worker
+	t      testing.TB
+	shape  connectortest.Shape
+	region *mem.Region
+	done   map[uint64]connectortest.Completion
+}
+
+func newEngine(t testing.TB, r *running, shape connectortest.Shape) *engine {
+	t.Helper()
+	reg, err := shape.Region()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: shape.Layout(), Regions: []*mem.Region{reg},
+		Engine: msg.Engine{Name: "test", Version: "1", ID: "e"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = w.Close()
+		reg.Release()
+	})
+	return &engine{Worker: w, t: t, shape: shape, region: reg, done: map[uint64]connectortest.Completion{}}
+}
+
+// wait returns the completion of one lease, and keeps those of others.
+func (e *engine) wait(lease uint64) connectortest.Completion {
+	e.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	for {
+		if c, ok := e.done[lease]; ok {
+			delete(e.done, lease)
+			return c
+		}
+		c, err := e.Wait(ctx)
+		if err != nil {
+			e.t.Fatalf("completion of lease %d: %v", lease, err)
+		}
+		e.done[c.Lease] = c
+	}
+}
+
+func (e *engine) ok(lease uint64) connectortest.Completion {
+	e.t.Helper()
+	c := e.wait(lease)
+	if c.Status != 0 {
+		e.t.Fatalf("lease %d: status %d, %+v %+v", lease, c.Status, c.Received, c.Sent)
+	}
+	return c
+}
+
+func (e *engine) random() {
+	b, _ := e.region.Bytes()
+	_, _ = rand.Read(b)
+}
+
+func table(rng *mrand.Rand, blocks uint32, n int) []uint32 {
+	t := make([]uint32, n)
+	for i, v := range rng.Perm(int(blocks))[:n] {
+		t[i] = uint32(v)
+	}
+	return t
+}
+
+type prompt struct {
+	xfer   [16]byte
+	hash   [32]byte
+	tokens uint32
+}
+
+func newPrompt(tokens uint32) (p prompt) {
+	_, _ = rand.Read(p.xfer[:])
+	_, _ = rand.Read(p.hash[:])
+	p.tokens = tokens
+	return p
+}
+
+func blocksFor(tokens, per uint32) int { return int((tokens + per - 1) / per) }
+
+// same compares what the plan moves: full pages, and the tokens of the last one.
+func same(t testing.TB, p, d *engine, pt, dt []uint32, tokens, skip uint32) {
+	t.Helper()
+	per := p.shape.TokensPerBlock
+	for l := range p.shape.Layers {
+		for k := int(skip / per); k < blocksFor(tokens, per); k++ {
+			n := min(tokens-uint32(k)*per, per) * uint32(p.shape.TokenBytes)
+			if !bytes.Equal(p.shape.Page(p.region, l, pt[k])[:n], d.shape.Page(d.region, l, dt[k])[:n]) {
+				t.Fatalf("layer %d, block %d of the prompt differs", l, k)
+			}
+		}
+	}
+}
+
+func pairOf(t testing.TB, transports ...string) (p, d *running) {
+	t.Helper()
+	h := newHub()
+	f := func(c *config.Config) { c.Transports.Order = transports }
+	return start(t, h, f), start(t, h, f)
+}
+
+// Whole prompts of many lengths, over random block tables, with and without tokens that the receiver has already.
+func TestMoves(t *testing.T) {
+	for _, transports := range [][]string{{"tcp"}, {"shm"}, {"shm", "tcp"}} {
+		t.Run(strings.Join(transports, "+"), func(t *testing.T) {
+			p, d := pairOf(t, transports...)
+			pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+			rng := mrand.New(mrand.NewPCG(1, 2))
+			for i, tokens := range []uint32{1, 15, 16, 17, 160, 1000, 2048} {
+				pe.random()
+				pr := newPrompt(tokens)
+				n := blocksFor(tokens, 16)
+				pt, dt := table(rng, 256, n), table(rng, 256, n)
+				skip := uint32(rng.IntN(int(tokens)/16+1)) * 16
+				if skip == tokens {
+					skip = 0
+				}
+				intent := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: tokens, DeadlineMS: 10000}
+				expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{skip}, Blocks: [][]uint32{dt},
+					DeadlineMS: 10000, PartnerMS: 5000, Req: fmt.Sprint("req-", i)}
+				var src, dst uint64
+				var err, err2 error
+				if i%2 == 0 {
+					src, err = pe.Intent(intent)
+					dst, err2 = de.Expect(expect)
+				} else {
+					dst, err2 = de.Expect(expect)
+					src, err = pe.Intent(intent)
+				}
+				if err != nil || err2 != nil {
+					t.Fatal(err, err2)
+				}
+				c := de.ok(dst)
+				same(t, pe, de, pt, dt, tokens, skip)
+				if c.Received.Transport != transports[0] || c.Received.Bytes != uint64(tokens-skip)*1024*4 {
+					t.Errorf("received %+v: want %d bytes over %s", c.Received, (tokens-skip)*1024*4, transports[0])
+				}
+				pe.ok(src)
+			}
+			if err := d.stop(); err != nil {
+				t.Fatal(err)
+			}
+			if err := p.stop(); err != nil {
+				t.Fatal(err)
+			}
+			equalHashes(t, p, d)
+		})
+	}
+}
+
+// equalHashes compares the trace of both sides: every page that left is the page that arrived.
+func equalHashes(t testing.TB, p, d *running) {
+	t.Helper()
+	read := func(r *running) map[pageHash]bool {
+		b, err := os.ReadFile(r.cfg.Trace.BlockHashes)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m := map[pageHash]bool{}
+		for l := range strings.Lines(string(b)) {
+			var h pageHash
+			if err := json.Unmarshal([]byte(l), &h); err != nil {
+				t.Fatal(err)
+			}
+			h.Side = ""
+			m[h] = true
+		}
+		return m
+	}
+	a, b := read(p), read(d)
+	if len(a) == 0 || len(a) != len(b) {
+		t.Fatalf("%d pages hashed by the source, %d by the receiver", len(a), len(b))
+	}
+	for h := range b {
+		if !a[h] {
+			t.Errorf("page %+v differs, or is missing at the source", h)
+		}
+	}
+}
+
+func get(t testing.TB, r *running, path string) (int, string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+r.HTTPAddr()+path, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	res, err := (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = res.Body.Close() }()
+	b, err := io.ReadAll(res.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return res.StatusCode, string(b)
+}
