@@ -41,7 +41,9 @@ type Record struct {
 }
 
 // RingsBytes is the size of a rings memory with so many data bytes in each direction.
-func RingsBytes(submission, completion int) int { return SizeRingsHeader + 2*SizeRing + submission + completion }
+func RingsBytes(submission, completion int) int {
+	return SizeRingsHeader + 2*SizeRing + submission + completion
+}
 
 // InitRings writes a header into zeroed memory and returns the view. The shim's side.
 func InitRings(mem []byte, session [16]byte, submission, completion int) (*Rings, error) {
