@@ -1108,8 +1108,19 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 	bool answer = c->state != READY && id && (id == c->hello_msg || id == c->register_msg);
 	fail(c, "sidecar says %.*s: %.*s%s%.*s%s%.*s", (int)code_n, code, (int)message_n, message, field_n ? "; field " : "", (int)field_n,
 	     field, remedy_n ? "; remedy: " : "", (int)remedy_n, remedy);
+	for (int i = 0; i < BUCKETS && c->role == KVS_SCHEDULER && c->state == READY && id; i++) {
+		for (struct await *a = c->await_buckets[i]; a; a = a->hash_next) {
+			if (a->msg != id || a->answer.state != KVS_ADMISSION_PENDING)
+				continue;
+			a->answer.state = KVS_ADMISSION_REFUSED;
+			copy_text(a->answer.message, sizeof a->answer.message, message, message_n);
+		}
+	}
+	/* These pass by themselves; anything else waits for somebody to mend it. */
+	bool passing = mp_key(code, code_n, "fencing") || mp_key(code, code_n, "draining") || mp_key(code, code_n, "state") ||
+		       mp_key(code, code_n, "superseded") || mp_key(code, code_n, "limit");
 	if (answer || fatal)
-		session_end(c, now, mp_key(code, code_n, "retry") || mp_key(code, code_n, "busy") ? 0 : REFUSED_RETRY_MS);
+		session_end(c, now, passing ? 0 : REFUSED_RETRY_MS);
 }
 
 static void on_registered(kvs_client *c, int64_t now, const uint8_t *body, size_t bytes)
@@ -1638,7 +1649,6 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 
 static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
 {
-	uint32_t process_index = 0;
 	if (c->started) {
 		fail(c, "start: the client has been started already");
 		return KVS_E_ARG;
@@ -1671,14 +1681,9 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		to->addr = r->addr;
 		to->bytes = r->bytes;
 		c->region_count = i + 1;
-		/* One /proc/self/mem descriptor reaches all of this process. */
-		if (r->kind == KVS_REGION_PROCESS && process_index) {
-			to->fd_index = process_index;
-			continue;
-		}
 		if (c->region_fd_count == KVS_PACKET_MAX_FDS - BOARD_FDS) {
-			fail(c, "start: more than %d regions with a descriptor of their own do not fit one packet: share memfds, or use process regions",
-			     KVS_PACKET_MAX_FDS - BOARD_FDS);
+			fail(c, "start: %u regions, at most %d descriptors fit one packet: allocate the cache in one memfd, or span it with one process region",
+			     n, KVS_PACKET_MAX_FDS - BOARD_FDS);
 			return KVS_E_LIMIT;
 		}
 		int fd = fcntl(r->fd, F_DUPFD_CLOEXEC, 3);
@@ -1686,8 +1691,6 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 			return KVS_E_SYS;
 		to->fd_index = BOARD_FDS + c->region_fd_count;
 		c->region_fds[c->region_fd_count++] = fd;
-		if (r->kind == KVS_REGION_PROCESS)
-			process_index = to->fd_index;
 	}
 	if (layout_bytes)
 		memcpy(c->layout, layout, layout_bytes);

@@ -56,14 +56,13 @@ int kvs_ring_push(struct kvs_ring_end *e, uint16_t type, uint16_t status, uint64
 	if (bytes)
 		memcpy(e->data + pos + sizeof rec, body, bytes);
 	e->head += length;
-	__atomic_store_n(&e->ring->head, e->head, __ATOMIC_RELEASE);
+	/* Not only release: kvs_ring_wake looks at sleeping after it, in the one order that the consumer sees too. */
+	__atomic_store_n(&e->ring->head, e->head, __ATOMIC_SEQ_CST);
 	return 0;
 }
 
 int kvs_ring_wake(struct kvs_ring_end *e)
 {
-	/* The store of head must be before the look at sleeping in the one order that the consumer sees too. */
-	__atomic_thread_fence(__ATOMIC_SEQ_CST);
 	if (!__atomic_load_n(&e->ring->sleeping, __ATOMIC_SEQ_CST))
 		return 0;
 	return __atomic_exchange_n(&e->ring->sleeping, 0, __ATOMIC_SEQ_CST) == 1;
@@ -114,7 +113,6 @@ int64_t kvs_ring_pop(struct kvs_ring_end *e, void *buf, uint64_t cap)
 int kvs_ring_sleep(struct kvs_ring_end *e)
 {
 	__atomic_store_n(&e->ring->sleeping, 1, __ATOMIC_SEQ_CST);
-	__atomic_thread_fence(__ATOMIC_SEQ_CST);
 	if (__atomic_load_n(&e->ring->head, __ATOMIC_SEQ_CST) == e->tail)
 		return 1;
 	__atomic_store_n(&e->ring->sleeping, 0, __ATOMIC_SEQ_CST);

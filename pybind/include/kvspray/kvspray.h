@@ -35,7 +35,7 @@ extern "C" {
 #define KVS_PROTOCOL_MINOR 0
 #define KVS_PACKET_MAX_BYTES (1u << 20) /* type and body of one socket packet */
 #define KVS_PACKET_MAX_FDS 32
-#define KVS_MAX_REGIONS 1024    /* of them at most 28 with a descriptor of their own; process regions share one */
+#define KVS_MAX_REGIONS 28      /* one descriptor each, beside the board's four */
 #define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still touch blocks of an open lease */

@@ -462,7 +462,9 @@ class WorkerClient(_Client):
             return True
         body = protocol.pack({"step": step, "reqs": entries})
         array = (_lib.CSnapshot * len(changed))(*[_lib.CSnapshot(lease, snap, len(snap)) for lease, snap in changed])
-        rc = lib.kvs_step(h, body, len(body), array, len(changed))
+        rc = _lib.E_TOO_BIG
+        if len(entries) <= protocol.MAX_STEP_REQS:
+            rc = lib.kvs_step(h, body, len(body), array, len(changed))
         if rc == _lib.E_TOO_BIG and len(entries) > 1:
             # Several STEP records may carry one step number.
             half = len(entries) // 2
