@@ -72,7 +72,7 @@ class Pair:
             raise Failed(f"{self.name}: the prefill engine returned no kv_transfer_params")
         t_d, moved = post(self.d.url, prompt, kv)
         t_f, local = post(self.d.url, prompt, None)
-        if moved["choices"][0]["token_ids"] != local["choices"][0]["token_ids"] or moved["choices"][0]["token_ids"] != answer["choices"][0]["token_ids"]:
+        if len({tuple(a["choices"][0]["token_ids"]) for a in (answer, moved, local)}) != 1:
             self.wrong += 1
         if keep:
             self.prefill.setdefault(n, []).append(t_p)
@@ -128,12 +128,9 @@ def main() -> int:
 def start(args: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path, started: list[Process | Sidecar]) -> list[Pair]:
     order = ["tcp"] if args.transport == "tcp" else ["shm", "tcp"]
     config = {"transports": {"order": order, "tcp": {"integrity": args.integrity}}, "log": {"level": "warn"}}
-    sidecars = [Sidecar(n, run, config) for n in ("prefill sidecar", "decode sidecar")]
+    sidecars = [Sidecar(n, run, config) for n in ("prefill-sidecar", "decode-sidecar")]
     for s in sidecars:
-        s.dir = run / s.name.split()[0]
-        s.dir.mkdir()
         s.log = logs / f"{s.name}.log"
-        s.config["engine"]["socket"] = s.socket = str(s.dir / "s.sock")
         s.config["trace"] = {}  # nothing that production would not do
         s.start()
         started.append(s)
