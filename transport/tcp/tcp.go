@@ -1,0 +1,439 @@
+// Package tcp is the transport that works everywhere: payload goes from registered memory by sendmsg and into registered
+// memory by readv, without a Go buffer in between.
+//
+// A rail is a local address with a listener; a lane is one connection between two rails, opened and proved by
+// internal/wire, and carries slices in both directions. A frame is header, payload, trailer; the receiver confirms each
+// frame on the same connection.
+//
+// Invariants:
+//   - memory of a grant is written only inside transport.Claim's Enter and Leave, around one non-blocking readv of at most
+//     pieceBytes; nobody waits for the network with a guard held. So a fence has to wait for the guard alone, and kernel
+//     buffers and frozen peers are harmless: what comes after a revoke goes to scrap, and the lane lives on.
+//   - memory of an origin is read only inside its guard, around one non-blocking sendmsg.
+//   - a reader never waits for a writer: confirmations that do not fit are left to the writer. So two full directions
+//     cannot block each other.
+//   - each slice that Move took ends exactly once: by its confirmation, before it began, or with its lane.
+//
+// Goroutines: one accept loop per rail, one short-lived opener per connection, and a reader and a writer per lane. All of
+// them are joined by Close. An idle lane waits in the netpoller and costs nothing.
+package tcp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// Name is what the backend is called in configuration, logs and metrics.
+const Name = "tcp"
+
+// Bounds and defaults.
+const (
+	openTimeout       = 5 * time.Second // of the opening of an accepted connection
+	maxOpening        = 64              // accepted connections that have not proved themselves
+	maxLanes          = 4096            // of one backend
+	defaultSlice      = 512 << 10       // bytes
+	defaultInFlight   = 16              // slices per lane
+	maxInFlight       = 1024            // slices per lane
+	defaultNotSent    = 1 << 20         // bytes that wait unsent in a socket
+	acceptRetryPause  = 10 * time.Millisecond
+	maxRails          = 64
+	defaultRailListen = "127.0.0.1:0"
+)
+
+// Rail configures one local address.
+type Rail struct {
+	Name      string  // default: the interface's name
+	Listen    string  // host:port; port 0 takes a free one
+	Advertise string  // what peers dial; default: the address listened on
+	Gbps      float64 // 0: asked from the kernel, where it knows
+	Tier      int     // 1..3; 0: decided by the pair
+}
+
+// Config configures the backend. The zero value is one rail on loopback, without checksums.
+type Config struct {
+	Rails       []Rail
+	CRC32C      bool         // checksum over each payload; a lane has it when either end wants it
+	SliceBytes  int          // suggested slice; default 512 KiB
+	MaxInFlight int          // slices per lane; default 16
+	SendBuffer  int          // bytes; 0 leaves it to the kernel
+	RecvBuffer  int          // bytes; 0 leaves it to the kernel
+	NotSent     int          // TCP_NOTSENT_LOWAT in bytes; default 1 MiB
+	Log         *slog.Logger // default: none
+}
+
+// Backend implements transport.Backend.
+type Backend struct {
+	cfg Config
+	log *slog.Logger
+
+	// Set by Open.
+	host   transport.Host
+	rails  []transport.Rail
+	listen []*net.TCPListener
+
+	opening chan struct{} // a token per accepted connection that is being opened
+	wg      sync.WaitGroup
+	ctx     context.Context // ends with Close
+	cancel  context.CancelFunc
+
+	mu     sync.Mutex // protects all below
+	opened bool
+	closed bool
+	lanes  map[*lane]struct{}
+	conns  map[net.Conn]struct{} // being opened
+}
+
+var _ transport.Backend = (*Backend)(nil)
+
+// New checks the configuration.
+func New(cfg Config) (*Backend, error) {
+	if len(cfg.Rails) == 0 {
+		cfg.Rails = []Rail{{Name: "lo", Listen: defaultRailListen}}
+	}
+	if len(cfg.Rails) > maxRails {
+		return nil, fmt.Errorf("tcp: %d rails, at most %d", len(cfg.Rails), maxRails)
+	}
+	if cfg.SliceBytes == 0 {
+		cfg.SliceBytes = defaultSlice
+	}
+	if cfg.SliceBytes < transfer.ChunkBytes || cfg.SliceBytes%transfer.ChunkBytes != 0 {
+		return nil, fmt.Errorf("tcp: slice of %d bytes: must be a positive multiple of %d", cfg.SliceBytes, transfer.ChunkBytes)
+	}
+	if cfg.MaxInFlight == 0 {
+		cfg.MaxInFlight = defaultInFlight
+	}
+	if cfg.MaxInFlight < 1 || cfg.MaxInFlight > maxInFlight {
+		return nil, fmt.Errorf("tcp: %d slices in flight: must be 1 to %d", cfg.MaxInFlight, maxInFlight)
+	}
+	if cfg.NotSent == 0 {
+		cfg.NotSent = defaultNotSent
+	}
+	if cfg.SendBuffer < 0 || cfg.RecvBuffer < 0 || cfg.NotSent < 0 {
+		return nil, fmt.Errorf("tcp: buffers of %d, %d and %d bytes: must not be negative", cfg.SendBuffer, cfg.RecvBuffer, cfg.NotSent)
+	}
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	b := &Backend{cfg: cfg, log: cfg.Log.With("transport", Name), opening: make(chan struct{}, maxOpening),
+		lanes: map[*lane]struct{}{}, conns: map[net.Conn]struct{}{}}
+	b.ctx, b.cancel = context.WithCancel(context.Background())
+	return b, nil
+}
+
+// Name returns "tcp".
+func (b *Backend) Name() string { return Name }
+
+// Caps describes the backend.
+func (b *Backend) Caps() transport.Caps {
+	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead, Fence: transport.FenceLease,
+		SliceBytes: b.cfg.SliceBytes}
+}
+
+// Open listens on every rail.
+func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Rail, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed {
+		return nil, fmt.Errorf("tcp: open: %w", net.ErrClosed)
+	}
+	if b.opened {
+		return nil, errors.New("tcp: open: called twice")
+	}
+	b.opened, b.host = true, host
+	fail := func(err error) ([]transport.Rail, error) {
+		for _, l := range b.listen {
+			_ = l.Close()
+		}
+		b.listen, b.rails = nil, nil
+		return nil, err
+	}
+	names := map[string]bool{}
+	for _, rc := range b.cfg.Rails {
+		addr := rc.Listen
+		if addr == "" {
+			addr = defaultRailListen
+		}
+		ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		if err != nil {
+			return fail(fmt.Errorf("tcp: rail %q: listen on %q: %w; name an address of this host with a free port", rc.Name, addr, err))
+		}
+		l, ok := ln.(*net.TCPListener)
+		if !ok {
+			_ = ln.Close()
+			return fail(fmt.Errorf("tcp: rail %q: listen on %q: not a TCP listener", rc.Name, addr))
+		}
+		b.listen = append(b.listen, l)
+		r := describe(rc, l.Addr().(*net.TCPAddr))
+		if names[r.Name] {
+			return fail(fmt.Errorf("tcp: two rails are called %q: give each its own name", r.Name))
+		}
+		names[r.Name] = true
+		b.rails = append(b.rails, r)
+	}
+	for i, l := range b.listen {
+		b.wg.Add(1)
+		go b.acceptLoop(l, b.rails[i])
+	}
+	return append([]transport.Rail(nil), b.rails...), nil
+}
+
+func (b *Backend) acceptLoop(l *net.TCPListener, rail transport.Rail) {
+	defer b.wg.Done()
+	for {
+		select {
+		case b.opening <- struct{}{}:
+		case <-b.ctx.Done():
+			return
+		}
+		c, err := l.AcceptTCP()
+		if err != nil {
+			<-b.opening
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			// Out of descriptors, or a connection that went away: neither ends the rail.
+			b.log.Warn("accept failed", "rail", rail.Name, "err", err)
+			select {
+			case <-time.After(acceptRetryPause):
+			case <-b.ctx.Done():
+				return
+			}
+			continue
+		}
+		b.wg.Add(1)
+		go func() {
+			defer b.wg.Done()
+			err := b.accept(c, rail)
+			<-b.opening
+			if err != nil {
+				_ = c.Close()
+				b.log.Warn("lane refused", "rail", rail.Name, "remote", c.RemoteAddr().String(), "err", err)
+			}
+		}()
+	}
+}
+
+func (b *Backend) accept(c *net.TCPConn, rail transport.Rail) error {
+	if !b.track(c) {
+		return net.ErrClosed
+	}
+	defer b.untrack(c)
+	_ = c.SetDeadline(time.Now().Add(openTimeout))
+	var theirs attachment
+	var peer transport.Peer
+	o, err := wire.Accept(c, wire.AcceptParams{
+		Purpose: wire.PurposeTCPData,
+		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
+			p, ok := b.host.PeerKey(boot)
+			peer = p
+			return p.Key, p.Self, ok
+		},
+		Attach: func(h *wire.Hello) ([]byte, error) {
+			var err error
+			if theirs, err = parseAttachment(h.Attach); err != nil {
+				return nil, err
+			}
+			return attachment{crc: b.cfg.CRC32C, local: rail.Name, remote: theirs.local}.encode(), nil
+		},
+	})
+	if err != nil {
+		return fmt.Errorf("tcp: accept: %w", err)
+	}
+	peer.Boot = o.Peer
+	_, err = b.start(c, peer, rail.Name, theirs.local, theirs.crc || b.cfg.CRC32C)
+	return err
+}
+
+// Dial opens a lane from a local rail to a peer's.
+func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+	wrap := func(err error) (transport.Lane, error) {
+		return nil, fmt.Errorf("tcp: dial %s from rail %q to rail %q at %s: %w", peer.Boot, local.Name, remote.Name, remote.Address, err)
+	}
+	d := net.Dialer{LocalAddr: b.sourceAddr(local)}
+	nc, err := d.DialContext(ctx, "tcp", remote.Address)
+	if err != nil {
+		return wrap(err)
+	}
+	c := nc.(*net.TCPConn)
+	if !b.track(c) {
+		_ = c.Close()
+		return wrap(net.ErrClosed)
+	}
+	defer b.untrack(c)
+	deadline := time.Now().Add(openTimeout)
+	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
+		deadline = d
+	}
+	_ = c.SetDeadline(deadline)
+	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+	o, err := wire.Dial(c, wire.DialParams{Purpose: wire.PurposeTCPData, Self: peer.Self, Peer: peer.Boot, Key: peer.Key,
+		Attach: attachment{crc: b.cfg.CRC32C, local: local.Name, remote: remote.Name}.encode()})
+	stop()
+	if err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		_ = c.Close()
+		return wrap(err)
+	}
+	theirs, err := parseAttachment(o.Attach)
+	if err != nil {
+		_ = c.Close()
+		return wrap(err)
+	}
+	l, err := b.start(c, peer, local.Name, remote.Name, theirs.crc || b.cfg.CRC32C)
+	if err != nil {
+		_ = c.Close()
+		return wrap(err)
+	}
+	return l, nil
+}
+
+// sourceAddr binds a dialled connection to its rail, unless the rail listens on every address.
+func (b *Backend) sourceAddr(local transport.Rail) net.Addr {
+	for i, r := range b.rails {
+		if r.Name == local.Name {
+			a := b.listen[i].Addr().(*net.TCPAddr)
+			if a.IP.IsUnspecified() {
+				return nil
+			}
+			return &net.TCPAddr{IP: a.IP, Zone: a.Zone}
+		}
+	}
+	return nil
+}
+
+// start makes a lane of a proved connection.
+func (b *Backend) start(c *net.TCPConn, peer transport.Peer, local, remote string, crc bool) (*lane, error) {
+	_ = c.SetDeadline(time.Time{})
+	l, err := newLane(b, c, peer.Boot, local, remote, crc)
+	if err != nil {
+		return nil, err
+	}
+	b.mu.Lock()
+	switch {
+	case b.closed:
+		err = net.ErrClosed
+	case len(b.lanes) >= maxLanes:
+		err = fmt.Errorf("tcp: %d lanes are open already", maxLanes)
+	default:
+		b.lanes[l] = struct{}{}
+		b.wg.Add(2)
+	}
+	b.mu.Unlock()
+	if err != nil {
+		return nil, err
+	}
+	b.host.LaneUp(l)
+	go l.readLoop()
+	go l.writeLoop()
+	return l, nil
+}
+
+func (b *Backend) drop(l *lane) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.lanes, l)
+}
+
+func (b *Backend) track(c net.Conn) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed || !b.opened {
+		return false
+	}
+	b.conns[c] = struct{}{}
+	return true
+}
+
+func (b *Backend) untrack(c net.Conn) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.conns, c)
+}
+
+// Grant needs no preparation: a lane finds the grant by its slot, and its writers are local.
+func (b *Backend) Grant(*transport.Grant) ([]byte, error) { return nil, nil }
+
+// Fence waits for the guard: only readers of this process write, and only while they hold it.
+func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
+	return wait(ctx, "fence", &g.Guard)
+}
+
+// CloseOrigin waits for the guard: only writers of this process read, and only while they hold it.
+func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
+	return wait(ctx, "close origin", &o.Guard)
+}
+
+func wait(ctx context.Context, op string, g *transport.Guard) error {
+	if !g.Revoked() {
+		return fmt.Errorf("tcp: %s: its guard was not revoked", op)
+	}
+	select {
+	case <-g.Idle():
+		return nil
+	default:
+	}
+	select {
+	case <-g.Idle():
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("tcp: %s: somebody still holds the guard: %w", op, ctx.Err())
+	}
+}
+
+// Close ends all lanes and joins every goroutine. Not to be called from a callback.
+func (b *Backend) Close() error {
+	b.mu.Lock()
+	b.closed = true
+	for _, l := range b.listen {
+		_ = l.Close()
+	}
+	for c := range b.conns {
+		_ = c.Close()
+	}
+	for l := range b.lanes {
+		l.fail(net.ErrClosed)
+	}
+	b.mu.Unlock()
+	b.cancel()
+	b.wg.Wait()
+	return nil
+}
+
+// tune sets what the kernel should know about a lane. Buffers are hints; an old kernel without one of them still works.
+func tune(c *net.TCPConn, raw interface {
+	Control(func(fd uintptr)) error
+}, cfg *Config) error {
+	if err := c.SetNoDelay(true); err != nil {
+		return err
+	}
+	if cfg.SendBuffer > 0 {
+		if err := c.SetWriteBuffer(cfg.SendBuffer); err != nil {
+			return err
+		}
+	}
+	if cfg.RecvBuffer > 0 {
+		if err := c.SetReadBuffer(cfg.RecvBuffer); err != nil {
+			return err
+		}
+	}
+	var err error
+	if cerr := raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, cfg.NotSent)
+	}); cerr != nil {
+		return cerr
+	}
+	return err
+}

@@ -1,0 +1,707 @@
+package transporttest
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"net"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// Conformance runs the contract suite. Run it with -race too.
+func Conformance(t *testing.T, f Factory) {
+	for _, c := range []struct {
+		name string
+		run  func(*testing.T, Factory)
+	}{
+		{"Caps", testCaps},
+		{"Content", testContent},
+		{"Empty lane", testIdle},
+		{"Many at once", testMany},
+		{"Both directions", testBothDirections},
+		{"Accepted end moves", testAcceptedEndMoves},
+		{"Duplicates", testDuplicates},
+		{"Late garbage after landing", testLateGarbage},
+		{"Disowned, then retried", testDisowned},
+		{"Resolve errors", testResolveErrors},
+		{"Refusals", testRefusals},
+		{"Too many in flight", testTooMany},
+		{"Fence attack after cancel", func(t *testing.T, f Factory) { testFenceAttack(t, f, false) }},
+		{"Fence attack after success", func(t *testing.T, f Factory) { testFenceAttack(t, f, true) }},
+		{"Fence honours its context", testFenceContext},
+		{"Source rewritten after close", func(t *testing.T, f Factory) { testSourceAttack(t, f, true) }},
+		{"Source rewritten after preemption", func(t *testing.T, f Factory) { testSourceAttack(t, f, false) }},
+		{"Lanes killed", testKill},
+		{"Close", testClose},
+		{"Unknown peer", testUnknownPeer},
+		{"Wrong key", testWrongKey},
+		{"Dial honours its context", testDialContext},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			leaktest.Check(t)
+			c.run(t, f)
+		})
+	}
+}
+
+var shapes = []Shape{
+	{Chunks: 1, BlockBytes: 64 << 10},
+	{Chunks: 16, BlockBytes: 64 << 10},
+	{Chunks: 16, BlockBytes: 16 << 10, Shuffle: true, TailBytes: 24},
+	{Chunks: 13, BlockBytes: 4 << 10, Shuffle: true, TailBytes: 40008},
+	{Chunks: 9, BlockBytes: 7 << 10, Shuffle: true, TailBytes: 8},
+	{Chunks: 20, BlockBytes: 64, Shuffle: true, TailBytes: 128},
+}
+
+func testCaps(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	c := p.A.Backend.Caps()
+	if c.Initiator != transport.BySource && c.Initiator != transport.ByDestination {
+		t.Errorf("initiator %d", c.Initiator)
+	}
+	if c.SliceBytes <= 0 || c.SliceBytes%transfer.ChunkBytes != 0 {
+		t.Errorf("slice of %d bytes is no multiple of a chunk", c.SliceBytes)
+	}
+	if c.Evidence == 0 || c.Fence == 0 || p.A.Backend.Name() == "" {
+		t.Errorf("incomplete: %+v", c)
+	}
+	seen := map[string]bool{}
+	for _, r := range p.A.Rails {
+		if r.Name == "" || seen[r.Name] {
+			t.Errorf("rail name %q is empty or not unique", r.Name)
+		}
+		seen[r.Name] = true
+	}
+	if p.A.Backend.Caps() != c {
+		t.Error("Caps changed")
+	}
+}
+
+func testContent(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, _ := p.Dial()
+	for i, s := range shapes {
+		for j, d := range shapes {
+			// The same content in another layout: the receiver's blocks are its own.
+			d.Chunks, d.TailBytes = s.Chunks, s.TailBytes
+			src, dst := NewMemory(t, s), NewMemory(t, d)
+			seed := uint64(1000 + 100*i + j)
+			src.Write(seed)
+			b := NewBind(t, p.A, p.B, src, dst, transfer.Slot(i), transfer.Gen(j+1))
+			b.Sink.Seed.Store(seed)
+			if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed || r.Origin != b.Origin || r.Attempt != 1 || r.Took <= 0 {
+				t.Fatalf("%+v to %+v: %s %s after %s: %v", s, d, r.Outcome, r.Reason, r.Took, r.Err)
+			}
+			if !b.Sink.Full() {
+				t.Fatalf("%+v to %+v: the sender has its Landed, the sink has %d of %d", s, d, b.Sink.count.Load(), dst.Chunks())
+			}
+			b.End(t)
+			dst.GapsIntact(t)
+		}
+	}
+}
+
+func testIdle(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, b := p.Dial()
+	if err := a.Move(nil); err != nil {
+		t.Errorf("an empty batch: %v", err)
+	}
+	if err := a.Close(); err != nil {
+		t.Error(err)
+	}
+	if l := receive(t, p.A.downs, "LaneDown"); l.ID() != a.ID() {
+		t.Errorf("lane %d is down, closed %d", l.ID(), a.ID())
+	}
+	if l := receive(t, p.B.downs, "LaneDown of the other end"); l.ID() != b.ID() {
+		t.Errorf("lane %d is down, closed %d", l.ID(), b.ID())
+	}
+	if a.ID() == b.ID() {
+		t.Error("two ends in one process share an id")
+	}
+}
+
+// feed moves every chunk of a bind over lanes, in random slices, and retries what is not landed. It reports the slices.
+func feed(t *testing.T, from *End, lanes []transport.Lane, b *Bind) {
+	var wg sync.WaitGroup
+	work := make(chan transfer.Range, b.Source.Chunks())
+	for at := uint32(0); at < b.Source.Chunks(); {
+		n := min(1+rand.Uint32N(7), b.Source.Chunks()-at)
+		work <- transfer.Range{First: at, Count: n}
+		at += n
+	}
+	close(work)
+	for _, l := range lanes {
+		for range 3 {
+			wg.Go(func() {
+				for r := range work {
+					if res := from.MoveWait(l, b.Origin, r, 1); res.Outcome != transfer.Landed {
+						t.Errorf("chunks %d+%d: %s %s: %v", r.First, r.Count, res.Outcome, res.Reason, res.Err)
+					}
+				}
+			})
+		}
+	}
+	wg.Wait()
+}
+
+func testMany(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	var lanes []transport.Lane
+	for range 4 {
+		a, _ := p.Dial()
+		lanes = append(lanes, a)
+	}
+	var wg sync.WaitGroup
+	for slot := range transfer.Slot(4) {
+		s := Shape{Chunks: 60, BlockBytes: 8 << 10, Shuffle: true, TailBytes: 1000}
+		src, dst := NewMemory(t, s), NewMemory(t, s)
+		seed := uint64(slot + 1)
+		src.Write(seed)
+		b := NewBind(t, p.A, p.B, src, dst, slot, 9)
+		b.Sink.Seed.Store(seed)
+		wg.Go(func() {
+			feed(t, p.A, lanes, b)
+			if !b.Sink.Full() {
+				t.Errorf("slot %d: %d of %d chunks", slot, b.Sink.count.Load(), dst.Chunks())
+			}
+			b.End(t)
+			dst.GapsIntact(t)
+		})
+	}
+	wg.Wait()
+}
+
+func testBothDirections(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, b := p.Dial()
+	var wg sync.WaitGroup
+	for slot := range transfer.Slot(2) {
+		s := Shape{Chunks: 120, BlockBytes: 16 << 10, Shuffle: true}
+		src, dst := NewMemory(t, s), NewMemory(t, s)
+		src.Write(7)
+		from, to, lane := p.A, p.B, a
+		if slot == 1 {
+			from, to, lane = p.B, p.A, b
+		}
+		bind := NewBind(t, from, to, src, dst, slot, 1)
+		bind.Sink.Seed.Store(7)
+		wg.Go(func() {
+			feed(t, from, []transport.Lane{lane}, bind)
+			bind.End(t)
+		})
+	}
+	wg.Wait()
+}
+
+func testAcceptedEndMoves(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	_, a := dial(t, p.B, p.A) // the receiver dialled
+	src, dst := NewMemory(t, shapes[2]), NewMemory(t, shapes[2])
+	src.Write(3)
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	b.Sink.Seed.Store(3)
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed {
+		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	b.End(t)
+}
+
+func testDuplicates(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a1, _ := p.Dial()
+	a2, _ := p.Dial()
+	s := Shape{Chunks: 24, BlockBytes: 4 << 10, Shuffle: true}
+	src, dst := NewMemory(t, s), NewMemory(t, s)
+	src.Write(5)
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	b.Sink.Seed.Store(5)
+	for round := range uint32(10) {
+		// The same range at once on two lanes, the later attempt on either; one of them lands at least.
+		r1 := p.A.Move(a1, b.Origin, src.All(), 2*round+1)
+		r2 := p.A.Move(a2, b.Origin, src.All(), 2*round+2)
+		x, y := receive(t, r1, "result"), receive(t, r2, "result")
+		if x.Outcome != transfer.Landed && y.Outcome != transfer.Landed {
+			t.Fatalf("neither of two attempts landed: %s %s, %s %s", x.Outcome, x.Reason, y.Outcome, y.Reason)
+		}
+		for _, r := range []transport.Result{x, y} {
+			if r.Outcome != transfer.Landed && (r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonSuperseded) {
+				t.Fatalf("attempt %d: %s %s: %v", r.Attempt, r.Outcome, r.Reason, r.Err)
+			}
+		}
+	}
+	if !b.Sink.Full() {
+		t.Error("not full")
+	}
+	b.End(t)
+}
+
+// testLateGarbage: what landed is never written again, whatever a slower attempt still carries.
+func testLateGarbage(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, _ := p.Dial()
+	s := Shape{Chunks: 12, BlockBytes: 4 << 10, Shuffle: true}
+	src, dst := NewMemory(t, s), NewMemory(t, s)
+	src.Write(5)
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	part := transfer.Range{First: 2, Count: 7}
+	if r := p.A.MoveWait(a, b.Origin, part, 2); r.Outcome != transfer.Landed {
+		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	// The source is lost and its blocks hold something else; an attempt that began before still sends them.
+	b.Source.Invalid.Store(true)
+	src.Write(666)
+	for attempt := uint32(1); attempt <= 3; attempt++ {
+		if r := p.A.MoveWait(a, b.Origin, src.All(), attempt); r.Outcome != transfer.NotLanded {
+			t.Fatalf("disowned: %s %s: %v", r.Outcome, r.Reason, r.Err)
+		}
+	}
+	b.Fence(t)
+	for c := part.First; c < part.End(); c++ {
+		if at, ok := dst.Holds(5, int(c)); !ok {
+			t.Fatalf("chunk %d had landed and was written again, at byte %d", c, at)
+		}
+	}
+	b.End(t)
+}
+
+func testDisowned(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, _ := p.Dial()
+	src, dst := NewMemory(t, shapes[2]), NewMemory(t, shapes[2])
+	src.Write(5)
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	b.Sink.Seed.Store(5)
+	b.Source.Invalid.Store(true)
+	r := p.A.MoveWait(a, b.Origin, src.All(), 1)
+	if r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonDisowned {
+		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	if n := b.Sink.count.Load(); n != 0 {
+		t.Fatalf("%d chunks of a disowned slice landed", n)
+	}
+	b.Source.Invalid.Store(false)
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Landed {
+		t.Fatalf("the lane did not survive a disowned slice: %s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	b.End(t)
+}
+
+func testResolveErrors(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, _ := p.Dial()
+	src, dst := NewMemory(t, shapes[2]), NewMemory(t, shapes[2])
+	src.Write(5)
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	b.Sink.Seed.Store(5)
+	b.Source.Broken.Store(true)
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome == transfer.Landed || r.Outcome == transfer.InDoubt {
+		t.Fatalf("a source that resolves nothing: %s %s", r.Outcome, r.Reason)
+	}
+	b.Source.Broken.Store(false)
+	b.Sink.Reject.Store(true)
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 2); r.Outcome != transfer.Rejected || r.Reason != transfer.ReasonRange {
+		t.Fatalf("a sink that resolves nothing: %s %s", r.Outcome, r.Reason)
+	}
+	b.Sink.Reject.Store(false)
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 3); r.Outcome != transfer.Landed {
+		t.Fatalf("the lane did not survive: %s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	b.End(t)
+}
+
+func testRefusals(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, _ := p.Dial()
+	s := Shape{Chunks: 8, BlockBytes: 16 << 10}
+	big := Shape{Chunks: 16, BlockBytes: 16 << 10}
+	src, dst := NewMemory(t, big), NewMemory(t, s)
+	src.Write(5)
+	b := NewBind(t, p.A, p.B, src, dst, 1, 7)
+	b.Sink.Seed.Store(5)
+	mem.Fill(dst.bytes, 0x11)
+	want := func(what string, o *transport.Origin, r transfer.Range, reason transfer.Reason) {
+		t.Helper()
+		before := p.B.RefusedFor(reason)
+		res := p.A.MoveWait(a, o, r, 1)
+		if res.Outcome != transfer.Rejected || res.Reason != reason {
+			t.Errorf("%s: %s %s, want rejected %s: %v", what, res.Outcome, res.Reason, reason, res.Err)
+		}
+		if n := p.B.RefusedFor(reason) - before; n != 1 {
+			t.Errorf("%s: counted %d times as %s", what, n, reason)
+		}
+		if at, ok := dst.Filled(0x11); !ok {
+			t.Errorf("%s: byte %d was written", what, at)
+		}
+	}
+	other := func(slot transfer.Slot, gen transfer.Gen) *transport.Origin {
+		o := &transport.Origin{Peer: p.B.Boot, Slot: slot, Gen: gen, Source: b.Source, Token: b.Origin.Token}
+		p.A.mu.Lock()
+		p.A.origins[slot] = o
+		p.A.mu.Unlock()
+		return o
+	}
+	want("unknown slot", other(99, 7), transfer.Range{Count: 8}, transfer.ReasonUnknownSlot)
+	want("older generation", other(1, 6), transfer.Range{Count: 8}, transfer.ReasonStaleGen)
+	want("newer generation", other(1, 8), transfer.Range{Count: 8}, transfer.ReasonStaleGen)
+	p.A.mu.Lock()
+	p.A.origins[1] = b.Origin
+	p.A.mu.Unlock()
+	want("past the end", b.Origin, transfer.Range{First: 4, Count: 8}, transfer.ReasonRange)
+	want("far past the end", b.Origin, transfer.Range{First: 12, Count: 4}, transfer.ReasonRange)
+	b.Fence(t)
+	want("revoked", b.Origin, transfer.Range{Count: 8}, transfer.ReasonRevoked)
+	b.End(t)
+
+	// Lengths that do not match the receiver's.
+	tails := NewMemory(t, Shape{Chunks: 8, BlockBytes: 16 << 10, TailBytes: 4096})
+	mem.Fill(tails.bytes, 0x11)
+	b = NewBind(t, p.A, p.B, src, tails, 2, 1)
+	res := p.A.MoveWait(a, b.Origin, transfer.Range{Count: 8}, 1)
+	if res.Outcome != transfer.Rejected || res.Reason != transfer.ReasonLength {
+		t.Errorf("length mismatch: %s %s", res.Outcome, res.Reason)
+	}
+	if at, ok := tails.Filled(0x11); !ok {
+		t.Errorf("length mismatch: byte %d was written", at)
+	}
+	b.End(t)
+
+	// The lane survived all of it.
+	good := NewMemory(t, big)
+	b = NewBind(t, p.A, p.B, src, good, 3, 1)
+	b.Sink.Seed.Store(5)
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed {
+		t.Fatalf("the lane did not survive: %s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	b.End(t)
+}
+
+func testTooMany(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, _ := p.Dial()
+	src, dst := NewMemory(t, shapes[0]), NewMemory(t, shapes[0])
+	src.Write(5)
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	batch := make([]transport.Slice, a.MaxInFlight()+1)
+	for i := range batch {
+		batch[i] = transport.Slice{Origin: b.Origin, Range: src.All(), Attempt: 1, Cookie: uint64(1e6 + i)}
+	}
+	if err := a.Move(batch); err == nil {
+		t.Fatal("more than MaxInFlight were taken")
+	}
+	// Nothing was taken: a result would have no cookie waiting. The lane works on.
+	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed {
+		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	// A whole window at once.
+	got := make([]<-chan transport.Result, a.MaxInFlight())
+	p.A.mu.Lock()
+	batch = batch[:len(got)]
+	for i := range batch {
+		p.A.cookie++
+		c := make(chan transport.Result, 1)
+		batch[i].Cookie, got[i] = p.A.cookie, c
+		p.A.pending[p.A.cookie] = c
+	}
+	p.A.mu.Unlock()
+	if err := a.Move(batch); err != nil {
+		t.Fatal(err)
+	}
+	clear(batch) // the header was not kept
+	for _, c := range got {
+		if r := receive(t, c, "result"); r.Outcome != transfer.Landed {
+			t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+		}
+	}
+	b.End(t)
+}
+
+// pusher keeps slices of an origin under way on several lanes until stop.
+type pusher struct {
+	wg   sync.WaitGroup
+	halt atomic.Bool
+	// ended counts slices that came back.
+	ended atomic.Int64
+}
+
+func push(from *End, lanes []transport.Lane, o *transport.Origin, chunks uint32, attempt uint32) *pusher {
+	p := &pusher{}
+	for _, l := range lanes {
+		for range 2 {
+			p.wg.Go(func() {
+				for n := attempt; !p.halt.Load(); n++ {
+					r := transfer.Range{First: rand.Uint32N(chunks)}
+					r.Count = 1 + rand.Uint32N(min(8, chunks-r.First))
+					from.MoveWait(l, o, r, n)
+					p.ended.Add(1)
+				}
+			})
+		}
+	}
+	return p
+}
+
+func (p *pusher) stop() {
+	p.halt.Store(true)
+	p.wg.Wait()
+}
+
+// until waits for a condition that other goroutines bring about.
+func until(tb testing.TB, what string, ok func() bool) {
+	tb.Helper()
+	deadline := time.Now().Add(patience)
+	for !ok() {
+		if time.Now().After(deadline) {
+			tb.Fatalf("not within %s: %s", patience, what)
+		}
+		yield()
+	}
+}
+
+// testFenceAttack: after Fence has returned the memory is somebody else's, and the sender still pushes.
+func testFenceAttack(t *testing.T, f Factory, success bool) {
+	p := NewPair(t, f)
+	var lanes []transport.Lane
+	for range 2 {
+		a, _ := p.Dial()
+		lanes = append(lanes, a)
+	}
+	s := Shape{Chunks: 24, BlockBytes: 8 << 10, Shuffle: true, TailBytes: 4096}
+	src, dst := NewMemory(t, s), NewMemory(t, s)
+	src.Write(5)
+	runs := attackRuns(t)
+	for run := range runs {
+		mem.Fill(dst.bytes, gapByte)
+		b := NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
+		push := push(p.A, lanes, b.Origin, src.Chunks(), 1)
+		if success {
+			// Retries are still under way when the last chunk lands.
+			until(t, "all chunks landed", b.Sink.Full)
+		} else {
+			n := 1 + rand.Int64N(6)
+			until(t, "some slices ended", func() bool { return push.ended.Load() >= n })
+		}
+		b.Fence(t)
+		if success {
+			for c := range src.Chunks() {
+				if at, ok := dst.Holds(5, int(c)); !ok {
+					t.Fatalf("run %d: chunk %d is wrong at byte %d after the fence", run, c, at)
+				}
+			}
+		}
+		const engine = 0x3c // what the engine's next request writes there
+		mem.Fill(dst.bytes, engine)
+		before := push.ended.Load()
+		until(t, "slices ended after the fence", func() bool { return push.ended.Load() >= before+int64(4*len(lanes)) })
+		push.stop()
+		if at, ok := dst.Filled(engine); !ok {
+			t.Fatalf("run %d: byte %d was written after the fence", run, at)
+		}
+		b.End(t)
+	}
+	t.Logf("%d runs", runs)
+}
+
+func testFenceContext(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	src, dst := NewMemory(t, shapes[0]), NewMemory(t, shapes[0])
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	if !b.Grant.Enter() || !b.Origin.Enter() {
+		t.Fatal("a fresh guard is revoked")
+	}
+	b.Grant.Revoke()
+	b.Origin.Revoke()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+	defer cancel()
+	if err := p.B.Backend.Fence(ctx, b.Grant); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("fence under a held guard: %v", err)
+	}
+	if err := p.A.Backend.CloseOrigin(ctx, b.Origin); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("close under a held guard: %v", err)
+	}
+	b.Grant.Leave()
+	b.Origin.Leave()
+	b.End(t)
+	b.End(t) // idempotent
+}
+
+// testSourceAttack: what the engine writes into source blocks after the lease has ended never counts as landed.
+func testSourceAttack(t *testing.T, f Factory, closed bool) {
+	p := NewPair(t, f)
+	var lanes []transport.Lane
+	for range 2 {
+		a, _ := p.Dial()
+		lanes = append(lanes, a)
+	}
+	s := Shape{Chunks: 24, BlockBytes: 8 << 10, Shuffle: true}
+	src, dst := NewMemory(t, s), NewMemory(t, s)
+	runs := attackRuns(t)
+	for run := range runs {
+		src.Write(5)
+		b := NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
+		b.Sink.Seed.Store(5) // Landed checks each chunk against it
+		push := push(p.A, lanes, b.Origin, src.Chunks(), 1)
+		n := 1 + rand.Int64N(6)
+		until(t, "some slices ended", func() bool { return push.ended.Load() >= n })
+		if closed {
+			b.CloseOrigin(t)
+		} else {
+			b.Source.Invalid.Store(true) // the epoch moves first
+		}
+		src.Write(666)
+		before := push.ended.Load()
+		until(t, "slices ended after the source was lost", func() bool { return push.ended.Load() >= before+int64(4*len(lanes)) })
+		push.stop()
+		b.End(t)
+	}
+	t.Logf("%d runs", runs)
+}
+
+func testKill(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	s := Shape{Chunks: 32, BlockBytes: 16 << 10, Shuffle: true}
+	src, dst := NewMemory(t, s), NewMemory(t, s)
+	src.Write(5)
+	for run := range 3 * attackRuns(t) {
+		a, b := p.Dial()
+		bind := NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
+		bind.Sink.Seed.Store(5)
+		var wg sync.WaitGroup
+		victim := a
+		if run%2 == 0 {
+			victim = b
+		}
+		after := rand.Int64N(12)
+		var landed atomic.Int64
+		for range 3 {
+			wg.Go(func() {
+				for {
+					r := transfer.Range{First: rand.Uint32N(24), Count: 1 + rand.Uint32N(8)}
+					res := p.A.MoveWait(a, bind.Origin, r, 1)
+					switch {
+					case res.Outcome == transfer.Landed || res.Reason == transfer.ReasonSuperseded:
+						landed.Add(1)
+					case res.Reason == transfer.ReasonLaneLost && res.Outcome != transfer.Rejected:
+						if !errors.Is(res.Err, net.ErrClosed) {
+							t.Errorf("lane lost with %v, want net.ErrClosed", res.Err)
+						}
+						return
+					default:
+						t.Errorf("%s %s: %v", res.Outcome, res.Reason, res.Err)
+						return
+					}
+				}
+			})
+		}
+		until(t, "some slices landed", func() bool { return landed.Load() >= after })
+		if err := victim.Close(); err != nil {
+			t.Error(err)
+		}
+		wg.Wait()
+		if l := receive(t, p.A.downs, "LaneDown"); l.ID() != a.ID() {
+			t.Errorf("lane %d is down, want %d", l.ID(), a.ID())
+		}
+		if l := receive(t, p.B.downs, "LaneDown of the other end"); l.ID() != b.ID() {
+			t.Errorf("lane %d is down, want %d", l.ID(), b.ID())
+		}
+		if n := p.A.open(); n != 0 {
+			t.Fatalf("%d slices never ended", n)
+		}
+		if err := a.Close(); err != nil {
+			t.Errorf("second close: %v", err)
+		}
+		bind.End(t)
+	}
+}
+
+func testClose(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a1, _ := p.Dial()
+	a2, _ := p.Dial()
+	s := Shape{Chunks: 32, BlockBytes: 16 << 10, Shuffle: true}
+	src, dst := NewMemory(t, s), NewMemory(t, s)
+	src.Write(5)
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	push := push(p.A, []transport.Lane{a1, a2}, b.Origin, src.Chunks(), 1)
+	until(t, "some slices ended", func() bool { return push.ended.Load() > 3 })
+	var wg sync.WaitGroup
+	for range 2 {
+		wg.Go(func() {
+			if err := p.A.Backend.Close(); err != nil {
+				t.Errorf("close: %v", err)
+			}
+		})
+	}
+	wg.Wait()
+	push.stop()
+	if n := p.A.open(); n != 0 {
+		t.Fatalf("%d slices never ended", n)
+	}
+	for range 2 {
+		receive(t, p.A.downs, "LaneDown")
+		receive(t, p.B.downs, "LaneDown of the other end")
+	}
+	if err := a1.Move([]transport.Slice{{Origin: b.Origin, Range: src.All()}}); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("move after close: %v", err)
+	}
+	peer, _ := p.A.PeerKey(p.B.Boot)
+	if _, err := p.A.Backend.Dial(context.Background(), peer, p.A.Rails[0], p.B.Rails[0]); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("dial after close: %v", err)
+	}
+	b.End(t)
+	if err := p.A.Backend.Close(); err != nil {
+		t.Errorf("second close: %v", err)
+	}
+}
+
+// refusedDial dials as `peer` says and wants an error, no lane at either end, and the other end to serve on.
+func refusedDial(t *testing.T, p *Pair, peer transport.Peer) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	l, err := p.A.Backend.Dial(ctx, peer, p.A.Rails[0], p.B.Rails[0])
+	if err == nil {
+		_ = l.Close()
+		t.Fatal("the lane opened")
+	}
+	select {
+	case l := <-p.B.ups:
+		t.Fatalf("lane %d is up at the other end", l.ID())
+	case l := <-p.A.ups:
+		t.Fatalf("lane %d is up at this end", l.ID())
+	default:
+	}
+	p.Dial()
+}
+
+func testUnknownPeer(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	refusedDial(t, p, transport.Peer{Boot: p.B.Boot, Self: randomBoot(), Key: p.Key}) // who is that?
+	refusedDial(t, p, transport.Peer{Boot: randomBoot(), Self: p.A.Boot, Key: p.Key}) // an older life of the peer
+}
+
+func testWrongKey(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	bad := p.Key
+	bad[31] ^= 1
+	refusedDial(t, p, transport.Peer{Boot: p.B.Boot, Self: p.A.Boot, Key: bad})
+}
+
+func testDialContext(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	peer, _ := p.A.PeerKey(p.B.Boot)
+	if l, err := p.A.Backend.Dial(ctx, peer, p.A.Rails[0], p.B.Rails[0]); err == nil {
+		_ = l.Close()
+		t.Error("dialled under a cancelled context")
+	}
+}
