@@ -71,9 +71,14 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	go w.run()
 	go func() {
 		defer s.wg.Done()
-		if err := w.proc.wait(); err == nil {
+		err := w.proc.wait()
+		if err == nil {
 			s.retire(w, ErrExited)
-		} else if !errors.Is(err, os.ErrClosed) {
+			return
+		}
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		if !w.closed { // closing the pidfd is how shut ends this
 			w.log.Error("the exit of the engine worker cannot be watched; its leases stay until a new session takes over", "err", err)
 		}
 	}()

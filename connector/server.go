@@ -189,7 +189,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 		s.refuseConn(uc, &msg.ErrorMessage{Code: msg.CodePermission, Message: err.Error(), Fatal: true})
 		return
 	}
-	c := &session{s: s, uc: uc, peer: p, outbox: make(chan []byte, maxOutbox), closed: make(chan struct{}), log: s.log}
+	c := &session{s: s, uc: uc, peer: p, outbox: make(chan []byte, maxOutbox), closed: make(chan struct{}), wrote: make(chan struct{}), log: s.log}
 	s.mu.Lock()
 	full := len(s.sessions) >= s.opt.Limits.Sessions
 	ok := !s.closed && !full

@@ -25,6 +25,7 @@ type session struct {
 
 	outbox chan []byte   // nil packet: close the socket after what is queued
 	closed chan struct{} // closed when the reader has ended
+	wrote  chan struct{} // closed when the writer has ended
 
 	// The reader's own.
 	hello   *msg.Hello
@@ -104,6 +105,7 @@ func (e *fieldError) Unwrap() error { return e.err }
 
 func (c *session) write() {
 	defer c.s.wg.Done()
+	defer close(c.wrote)
 	for {
 		select {
 		case p := <-c.outbox:
@@ -126,6 +128,9 @@ func (c *session) write() {
 func (c *session) read() {
 	defer c.s.wg.Done()
 	err := c.serve()
+	if errors.Is(err, errFatal) {
+		<-c.wrote // the reason goes out first; writes have a deadline
+	}
 	_ = c.uc.Close()
 	c.mu.Lock()
 	c.ended = true

@@ -1,0 +1,597 @@
+package connector_test
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/layout"
+)
+
+func memfd(t testing.TB, size int64, seals int) int {
+	t.Helper()
+	fd, err := unix.MemfdCreate("bad", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	must(t, err)
+	t.Cleanup(func() { _ = unix.Close(fd) })
+	must(t, unix.Ftruncate(fd, size))
+	if seals != 0 {
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
+		must(t, err)
+	}
+	return fd
+}
+
+const sealed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
+
+// TestRegisterRefused: each bad registration gets an error with code, field and remedy; the session serves on.
+func TestRegisterRefused(t *testing.T) {
+	r := start(t, nil)
+	size := int64(shape.Layers) * int64(shape.NumBlocks) * int64(shape.PageBytes())
+	replace := func(i int, fd int) func(*msg.Register, []int) []int {
+		return func(_ *msg.Register, fds []int) []int { fds[i] = fd; return fds }
+	}
+	relayout := func(change func(*layout.Layout)) func(*msg.Register, []int) []int {
+		return func(m *msg.Register, fds []int) []int {
+			l := shape.Layout()
+			change(l)
+			m.Layout, _ = l.Marshal()
+			return fds
+		}
+	}
+	blocking, err := unix.Eventfd(0, unix.EFD_CLOEXEC)
+	must(t, err)
+	defer unix.Close(blocking)
+	self, err := os.OpenFile("/proc/self/mem", os.O_RDWR, 0)
+	must(t, err)
+	defer self.Close()
+	for name, c := range map[string]struct {
+		tamper            func(*msg.Register, []int) []int
+		code, field, text string
+	}{
+		"unsealed region":  {replace(4, memfd(t, size, 0)), msg.CodeRegion, "regions[0]", "sealed"},
+		"half sealed":      {replace(4, memfd(t, size, unix.F_SEAL_GROW)), msg.CodeRegion, "regions[0]", "sealed"},
+		"short region":     {replace(4, memfd(t, 4096, sealed)), msg.CodeRegion, "regions[0]", "announced"},
+		"unsealed flags":   {replace(0, memfd(t, 8192, 0)), msg.CodeBoard, "fds.flags", "sealed"},
+		"blank flags":      {replace(0, memfd(t, 8192, sealed)), msg.CodeBoard, "fds.flags", "magic"},
+		"empty flags":      {replace(0, memfd(t, 0, sealed)), msg.CodeBoard, "fds.flags", ""},
+		"blank rings":      {replace(1, memfd(t, 1<<20, sealed)), msg.CodeBoard, "fds.rings", "magic"},
+		"huge rings":       {replace(1, memfd(t, 1<<33, sealed)), msg.CodeBoard, "fds.rings", "at most"},
+		"doorbell a memfd": {replace(2, memfd(t, 4096, sealed)), msg.CodeBoard, "fds.doorbell", "eventfd"},
+		"blocking bell":    {replace(3, blocking), msg.CodeBoard, "fds.bell", "blocks"},
+		"no descriptor":    {func(m *msg.Register, fds []int) []int { return fds[:4] }, msg.CodeProtocol, "regions[0].fd", "4 descriptors came"},
+		"index twice":      {func(m *msg.Register, fds []int) []int { m.Regions[0].FD = 1; return fds }, msg.CodeProtocol, "regions[0].fd", "twice"},
+		"memory twice": {func(m *msg.Register, fds []int) []int {
+			again := m.Regions[0]
+			again.Region, again.FD = [16]byte{1}, uint32(len(fds))
+			m.Regions = append(m.Regions, again)
+			return append(fds, fds[4])
+		}, msg.CodeRegion, "regions[1].fd", "same memory"},
+		"id twice": {func(m *msg.Register, fds []int) []int {
+			again := m.Regions[0]
+			again.FD = uint32(len(fds))
+			m.Regions = append(m.Regions, again)
+			return append(fds, memfd(t, size, sealed))
+		}, msg.CodeRegion, "regions[1].region", "regions[0]"},
+		"overlapping process regions": {func(m *msg.Register, fds []int) []int {
+			b, _ := region(t, shape).Bytes()
+			addr := addressOf(b)
+			m.Regions = []msg.Region{{Region: [16]byte{1}, Kind: msg.KindProcess, Bytes: 8192, Addr: addr, FD: 4},
+				{Region: [16]byte{2}, Kind: msg.KindProcess, Bytes: 8192, Addr: addr + 4096, FD: 5}}
+			return append(fds[:4], int(self.Fd()), int(self.Fd()))
+		}, msg.CodeRegion, "regions[1]", "overlaps"},
+		"zero id":         {func(m *msg.Register, fds []int) []int { m.Regions[0].Region = [16]byte{}; return fds }, msg.CodeRegion, "regions[0].region", "zero"},
+		"unknown kind":    {func(m *msg.Register, fds []int) []int { m.Regions[0].Kind = "tape"; return fds }, msg.CodeRegion, "regions[0]", "tape"},
+		"no region":       {func(m *msg.Register, fds []int) []int { m.Regions = nil; return fds }, msg.CodeRegion, "regions", "none"},
+		"other session":   {func(m *msg.Register, fds []int) []int { m.Session[0]++; return fds }, msg.CodeBoard, "fds.rings", "session"},
+		"blocks outside":  {relayout(func(l *layout.Layout) { l.Groups[0].NumBlocks *= 2 }), msg.CodeLayout, "layout", "region"},
+		"strategy":        {relayout(func(l *layout.Layout) { l.Groups[0].Strategy = "none" }), msg.CodeLayout, "layout", "unknown"},
+		"layers overlap":  {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Base = 0 }), msg.CodeLayout, "layout", "shares bytes"},
+		"flag index":      {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Index = 4 }), msg.CodeLayout, "layout.groups[0].layers[1].index", "4 layer flags"},
+		"layout no sense": {func(m *msg.Register, fds []int) []int { m.Layout = []byte{0x81, 0xa1, 'x', 0x01}; return fds }, msg.CodeLayout, "layout", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) { cfg.Tamper = c.tamper }))
+			must(t, err)
+			defer w.Close()
+			_, err = w.Connect(testContext(t))
+			var se *connectortest.ServerError
+			if !errors.As(err, &se) {
+				t.Fatalf("registered, or no answer: %v", err)
+			}
+			if se.Code != c.code || !strings.HasPrefix(se.Field, c.field) || !strings.Contains(se.Message, c.text) || se.Remedy == "" || se.Fatal {
+				t.Fatalf("got %+v", se.ErrorMessage)
+			}
+		})
+	}
+	// And it serves on.
+	r.worker(t, nil)
+}
+
+// TestBadPackets: whatever comes in a packet, the session answers and serves on until it has been too much.
+func TestBadPackets(t *testing.T) {
+	r := start(t, nil)
+	s, err := connectortest.DialScheduler(testContext(t), connectortest.SchedulerConfig{Socket: r.socket})
+	must(t, err)
+	defer s.Close()
+	must(t, s.SendRaw([]byte{1}))
+	e, err := s.WaitError(testContext(t), msg.CodeProtocol)
+	must(t, err)
+	if e.Fatal || e.Message == "" {
+		t.Fatalf("%+v", e)
+	}
+	nine := binary.LittleEndian.AppendUint32(nil, 99)
+	must(t, s.SendRaw(append(nine, 0x80)))
+	must(t, s.SendRaw([]byte{6, 0, 0, 0, 0xdf, 0xff, 0xff, 0xff, 0xff}))
+	must(t, s.SendRaw([]byte{2, 0, 0, 0, 0x80}))
+	x, h := key()
+	go func() {
+		r.rec.until(t, "await", func() bool { return len(r.rec.awaits) == 1 })
+		r.rec.replies[0](connector.Admission{State: "admitted", Tokens: 5})
+		r.rec.replies[0](connector.Admission{State: "gone"}) // only the first counts
+	}()
+	a, err := s.Await(testContext(t), x, h, "p:1", 5, time.Second)
+	must(t, err)
+	if a.State != "admitted" || a.Tokens != 5 {
+		t.Fatalf("%+v", a)
+	}
+	if got := r.rec.awaits[0]; got.TTL != time.Second || got.Peer != "p:1" || got.Tokens != 5 || got.Key.Xfer != x {
+		t.Fatalf("%+v", got)
+	}
+	for range 100 {
+		if err := s.SendRaw([]byte{0xff}); err != nil {
+			break // it had enough
+		}
+	}
+	must(t, s.WaitEnd(testContext(t)))
+	if r.bad.get("packet") < 4 {
+		t.Errorf("malformed packets counted: %d", r.bad.get("packet"))
+	}
+	r.worker(t, nil)
+}
+
+func TestVersions(t *testing.T) {
+	r := start(t, nil)
+	for _, c := range []struct {
+		min, max msg.Version
+		ok       bool
+	}{
+		{msg.MakeVersion(1, 0), msg.MakeVersion(1, 9), true},
+		{msg.MakeVersion(0, 3), msg.MakeVersion(1, 0), true},
+		{msg.MakeVersion(2, 0), msg.MakeVersion(2, 1), false},
+		{msg.MakeVersion(0, 1), msg.MakeVersion(0, 9), false},
+	} {
+		w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) { cfg.Min, cfg.Max = c.min, c.max }))
+		must(t, err)
+		_, err = w.Connect(testContext(t))
+		_ = w.Close()
+		var se *connectortest.ServerError
+		if c.ok != (err == nil) || !c.ok && (!errors.As(err, &se) || se.Code != msg.CodeVersion || !strings.Contains(se.Message, c.min.String()) ||
+			!strings.Contains(se.Message, msg.VersionMax.String())) {
+			t.Errorf("%s to %s: %v", c.min, c.max, err)
+		}
+	}
+}
+
+// TestMalformedRecords: a bad record ends at most the lease that it names.
+func TestMalformedRecords(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	good, err := w.Intent(intent(32, 1, 2))
+	must(t, err)
+	for name, push := range map[string]func(id uint64) error{
+		"intent body":     func(id uint64) error { return w.Push(board.RecIntent, id, []byte{0xc1}, false) },
+		"intent empty":    func(id uint64) error { return w.Push(board.RecIntent, id, nil, false) },
+		"intent block":    func(id uint64) error { return w.IntentAs(id, intent(32, 1, 64)) },
+		"intent groups":   func(id uint64) error { i := intent(32, 1); i.Blocks = nil; return w.IntentAs(id, i) },
+		"intent fanout":   func(id uint64) error { i := intent(32, 1); i.Fanout = 17; return w.IntentAs(id, i) },
+		"intent ready":    func(id uint64) error { i := intent(32, 1); i.Ready = 33; return w.IntentAs(id, i) },
+		"intent no token": func(id uint64) error { return w.IntentAs(id, intent(0, 1)) },
+		"intent steps": func(id uint64) error {
+			i := intent(32, 1)
+			i.Steps = []msg.PendingStep{{Step: 2, End: 3}, {Step: 1, End: 4}}
+			return w.IntentAs(id, i)
+		},
+		"expect block": func(id uint64) error {
+			x, h := key()
+			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Blocks: [][]uint32{{1 << 30}}}).Append(nil), false)
+		},
+		"expect no peer": func(id uint64) error {
+			x, h := key()
+			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Tokens: 16, Blocks: [][]uint32{{1}}}).Append(nil), false)
+		},
+		"expect skip": func(id uint64) error {
+			x, h := key()
+			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{17}, Blocks: [][]uint32{{1}}}).Append(nil), false)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			id := w.NewLease()
+			must(t, push(id))
+			c, err := w.Wait(testContext(t))
+			must(t, err)
+			reason := ""
+			if c.Sent != nil {
+				reason = c.Sent.Reason
+			} else {
+				reason = c.Received.Reason
+			}
+			if c.Lease != id || c.Status != board.Refused || reason == "" || strings.HasPrefix(name, "intent") != (c.Sent != nil) {
+				t.Fatalf("completion %+v", c)
+			}
+		})
+	}
+	before := r.bad.get("step") + r.bad.get("unknown") + r.bad.get("intent") + r.bad.get("cancel")
+	must(t, w.IntentAs(good, intent(16, 9)))                                      // open already
+	must(t, w.Push(77, good, nil, false))                                         // unknown type
+	must(t, w.Push(board.RecStep, 0, []byte{0x90}, false))                        // not a map
+	must(t, w.Step(msg.Step{Step: 3}))                                            // fine
+	must(t, w.Step(msg.Step{Step: 2}))                                            // goes back
+	must(t, w.Cancel(999, "race", false))                                         // unknown lease: ignored
+	must(t, w.Step(msg.Step{Step: 5, Reqs: []msg.StepReq{{Lease: 999, End: 1}}})) // ignored
+	must(t, w.Step(msg.Step{Step: 6, Reqs: []msg.StepReq{{Lease: good, End: 32}}}))
+	w.SignalStep(6)
+	r.rec.until(t, "the good lease goes on", func() bool { return len(r.rec.progress) == 4 })
+	if got := r.bad.get("step") + r.bad.get("unknown") + r.bad.get("intent") + r.bad.get("cancel") - before; got != 4 {
+		t.Errorf("%d malformed records counted, want 4: %v", got, r.bad.n)
+	}
+	if r.bad.get("ignored cancel") != 1 || r.bad.get("ignored step") != 1 {
+		t.Error("races are not counted as such")
+	}
+	if len(w.Errors()) == 0 {
+		t.Error("the shim was not told")
+	}
+	if n := strings.Count(r.logs.String(), "malformed record"); n > 6 {
+		t.Errorf("%d log lines: each kind is logged once", n)
+	}
+	// A table that cannot be believed ends its lease.
+	must(t, w.Step(msg.Step{Step: 7, Reqs: []msg.StepReq{{Lease: good, End: 32, Blocks: [][]uint32{{64}}}}}))
+	r.rec.until(t, "cancel", func() bool { return strings.Contains(r.rec.cancels[good], "block 64") })
+}
+
+// TestBrokenRing: a ring that cannot be believed ends the worker, not the sidecar.
+func TestBrokenRing(t *testing.T) {
+	for name, breakIt := range map[string]func(*connectortest.Worker){
+		"head": func(w *connectortest.Worker) {
+			binary.LittleEndian.PutUint64(w.RawRings()[board.SizeRingsHeader:], 1<<40)
+		},
+		"epoch of the future": func(w *connectortest.Worker) {
+			_, _ = w.Intent(intent(16, 1))
+			b := w.RawRings()[board.SizeRingsHeader+board.SizeRing:]
+			for off := 0; off < 4096; off += 8 { // every record's epoch from here on
+				if binary.LittleEndian.Uint32(b[off:]) != 0 && binary.LittleEndian.Uint16(b[off+4:]) == board.RecIntent {
+					binary.LittleEndian.PutUint64(b[off+board.OffRecordEpoch:], 99)
+				}
+			}
+		},
+		"completion tail": func(w *connectortest.Worker) {
+			binary.LittleEndian.PutUint64(w.RawRings()[board.SizeRingsHeader+board.SizeRing+(1<<20)+board.OffRingTail:], 3)
+			_ = w.Push(board.RecIntent, w.NewLease(), nil, false) // refused, which needs the ring
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := start(t, nil)
+			other := r.worker(t, nil)
+			w := r.worker(t, nil)
+			for range 50 { // the epoch one races with the consumer; one of them is caught
+				breakIt(w)
+				_ = w.RingDoorbell()
+				r.rec.mu.Lock()
+				n := len(r.rec.gone)
+				r.rec.mu.Unlock()
+				if n > 0 {
+					break
+				}
+			}
+			r.rec.until(t, "worker gone", func() bool { return len(r.rec.gone) == 1 && errors.Is(r.rec.gone[0], connector.ErrBoard) })
+			must(t, w.WaitEnd(testContext(t)))
+			_, err := other.Intent(intent(16, 1))
+			must(t, err)
+			r.rec.until(t, "the other worker goes on", func() bool {
+				for _, in := range r.rec.intents {
+					if in.Lease.Boot == other.Boot() {
+						return true
+					}
+				}
+				return false
+			})
+			_, err = w.Connect(testContext(t)) // and so does this one, with fresh rings
+			must(t, err)
+		})
+	}
+}
+
+// TestTakeover: a new session of the same boot waits until the older one's leases are fenced.
+func TestTakeover(t *testing.T) {
+	r := start(t, func(o *connector.Options) { o.FenceWait = 50 * time.Millisecond })
+	r.rec.autoGone = false
+	w := r.worker(t, nil)
+	id, err := w.Intent(intent(16, 1))
+	must(t, err)
+	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
+	old := r.lastUp(t)
+	lease := r.rec.intents[0].Lease
+
+	_, err = w.Connect(testContext(t))
+	var se *connectortest.ServerError
+	if !errors.As(err, &se) || se.Code != msg.CodeFencing || se.Fatal {
+		t.Fatalf("not fenced, but: %v", err)
+	}
+	if old.SourceValid(lease) {
+		t.Error("a superseded lease is valid")
+	}
+	if err := r.Complete(old, connector.Completion{Lease: lease}); !errors.Is(err, connector.ErrGone) {
+		t.Errorf("complete: %v", err)
+	}
+	if len(r.rec.gone) != 1 || !errors.Is(r.rec.gone[0], connector.ErrSuperseded) {
+		t.Fatalf("gone: %v", r.rec.gone)
+	}
+	r.rec.fenced[0]()
+	r.rec.fenced[0]()
+	_, err = w.Connect(testContext(t))
+	must(t, err)
+	if !w.Welcome().Fenced {
+		t.Error("WELCOME does not say fenced")
+	}
+	must(t, w.IntentAs(id, intent(16, 1)))
+	r.rec.until(t, "presented again", func() bool { return len(r.rec.intents) == 2 })
+	if again := r.rec.intents[1].Lease; again == lease || again.ID != id {
+		t.Errorf("lease %s after %s: the name must differ", again, lease)
+	}
+	if old.SourceValid(r.rec.intents[1].Lease) {
+		t.Error("the old worker answers for the new one")
+	}
+	r.rec.autoGone = true
+}
+
+type child struct {
+	cmd *exec.Cmd
+	in  io.WriteCloser
+	out *bufio.Scanner
+}
+
+func startChild(t *testing.T, socket string) *child {
+	t.Helper()
+	c := &child{cmd: exec.Command(os.Args[0])}
+	c.cmd.Env = append(os.Environ(), childEnv+"="+socket)
+	c.cmd.Stderr = os.Stderr
+	var err error
+	c.in, err = c.cmd.StdinPipe()
+	must(t, err)
+	out, err := c.cmd.StdoutPipe()
+	must(t, err)
+	c.out = bufio.NewScanner(out)
+	must(t, c.cmd.Start())
+	t.Cleanup(func() { _ = c.cmd.Process.Kill(); _ = c.cmd.Wait() })
+	c.expect(t, "ready")
+	return c
+}
+
+func (c *child) expect(t *testing.T, want string) {
+	t.Helper()
+	if !c.out.Scan() || c.out.Text() != want {
+		t.Fatalf("child says %q, want %q", c.out.Text(), want)
+	}
+}
+
+// TestExit: only the proved exit of the process ends its leases, not the end of its socket.
+func TestExit(t *testing.T) {
+	r := start(t, nil)
+	c := startChild(t, r.socket)
+	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
+	_, err := fmt.Fprintln(c.in, "drop")
+	must(t, err)
+	c.expect(t, "dropped")
+	// The server has seen the end of file once it says so.
+	for !strings.Contains(r.logs.String(), "socket ended") {
+		r.rec.mu.Lock()
+		n := len(r.rec.gone)
+		r.rec.mu.Unlock()
+		if n > 0 {
+			t.Fatal("an end of file ended the worker")
+		}
+		if testContext(t).Err() != nil {
+			t.Fatal("the end of the socket was not seen")
+		}
+	}
+	if len(r.rec.gone) != 0 || r.Leases() != 1 || !r.lastUp(t).SourceValid(r.rec.intents[0].Lease) {
+		t.Fatal("the lease did not survive the socket")
+	}
+	must(t, c.cmd.Process.Kill())
+	r.rec.until(t, "exit", func() bool { return len(r.rec.gone) == 1 && errors.Is(r.rec.gone[0], connector.ErrExited) })
+	if r.Leases() != 0 || len(r.Workers()) != 0 {
+		t.Errorf("%d leases, %d workers", r.Leases(), len(r.Workers()))
+	}
+}
+
+// TestForeignBoot: another process cannot take a live worker's place.
+func TestForeignBoot(t *testing.T) {
+	r := start(t, nil)
+	startChild(t, r.socket)
+	boot := r.lastUp(t).Boot
+	_, err := connectortest.DialWorker(testContext(t), r.config(t, func(c *connectortest.Config) { c.Boot = boot }))
+	var se *connectortest.ServerError
+	if !errors.As(err, &se) || se.Code != msg.CodePermission || !strings.Contains(se.Message, "live process") {
+		t.Fatalf("got %v", err)
+	}
+	if len(r.rec.gone) != 0 {
+		t.Error("the live worker was retired")
+	}
+}
+
+func TestListen(t *testing.T) {
+	r := start(t, nil)
+	opt := connector.Options{Socket: r.socket, Events: r.rec, Endpoint: func() string { return "" }}
+	second, err := connector.New(opt)
+	must(t, err)
+	if err := second.Listen(); err == nil || !strings.Contains(err.Error(), "another sidecar") {
+		t.Fatalf("a live socket was taken over: %v", err)
+	}
+	st, err := os.Stat(r.socket)
+	must(t, err)
+	if st.Mode().Perm() != 0o600 {
+		t.Errorf("socket mode %v", st.Mode())
+	}
+
+	// A dead one's socket is replaced, and the folder is made.
+	dir, err := os.MkdirTemp("", "kvl")
+	must(t, err)
+	defer os.RemoveAll(dir)
+	opt.Socket = filepath.Join(dir, "sub", "s")
+	must(t, os.Mkdir(filepath.Join(dir, "sub"), 0o700))
+	dead, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: opt.Socket, Net: "unixpacket"})
+	must(t, err)
+	dead.SetUnlinkOnClose(false)
+	must(t, dead.Close())
+	third, err := connector.New(opt)
+	must(t, err)
+	must(t, third.Listen())
+	must(t, third.Close())
+	must(t, third.Close())
+
+	must(t, os.WriteFile(opt.Socket, nil, 0o600))
+	fourth, err := connector.New(opt)
+	must(t, err)
+	if err := fourth.Listen(); err == nil || !strings.Contains(err.Error(), "stands there") {
+		t.Errorf("a file was replaced: %v", err)
+	}
+	if _, err := connector.New(connector.Options{Socket: "/" + strings.Repeat("x", 120), Events: r.rec, Endpoint: opt.Endpoint}); err == nil {
+		t.Error("an endless socket path")
+	}
+}
+
+func TestUIDRefused(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root to connect as another user")
+	}
+	r := start(t, func(o *connector.Options) { o.SocketMode = 0o666 })
+	must(t, os.Chmod(filepath.Dir(r.socket), 0o755))
+	ask := exec.Command("python3", "-c", "import socket,os,sys\nos.setuid(65534)\ns=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\ns.connect(sys.argv[1])\nsys.stdout.buffer.write(s.recv(4096))", r.socket)
+	out, err := ask.Output()
+	must(t, err)
+	m, err := msg.DecodePacket(out)
+	must(t, err)
+	if e, ok := m.(*msg.ErrorMessage); !ok || e.Code != msg.CodePermission || !e.Fatal || !strings.Contains(e.Message, "65534") {
+		t.Fatalf("%+v", m)
+	}
+}
+
+// TestFullCompletionRing: completions wait in order and lose nothing.
+func TestFullCompletionRing(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, func(c *connectortest.Config) { c.CompletionBytes = board.RingMinBytes })
+	const n = 1500 // more than 64 KiB of records
+	go func() {
+		for range n {
+			x, h := key()
+			if _, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Blocks: [][]uint32{{1}}}); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+	}()
+	r.rec.until(t, "expects", func() bool { return len(r.rec.expects) == n })
+	up := r.lastUp(t)
+	for _, ex := range r.rec.expects {
+		must(t, r.Complete(up, connector.Completion{Lease: ex.Lease, Received: true, Status: board.OK, Reason: strings.Repeat("x", 50)}))
+	}
+	for i := range n {
+		c, err := w.Wait(testContext(t))
+		must(t, err)
+		if c.Lease != r.rec.expects[i].Lease.ID || c.Seq != uint64(i+1) {
+			t.Fatalf("completion %d: lease %d, seq %d", i, c.Lease, c.Seq)
+		}
+	}
+}
+
+func TestLimitsAndDrain(t *testing.T) {
+	r := start(t, func(o *connector.Options) { o.Limits.Leases = 2 })
+	w := r.worker(t, nil)
+	a, err := w.Intent(intent(16, 1))
+	must(t, err)
+	_, err = w.Intent(intent(16, 2))
+	must(t, err)
+	c, err := w.Intent(intent(16, 3))
+	must(t, err)
+	got, err := w.Wait(testContext(t))
+	must(t, err)
+	if got.Lease != c || got.Status != board.Refused || !strings.Contains(got.Sent.Reason, "2 leases") {
+		t.Fatalf("%+v", got)
+	}
+	r.rec.until(t, "intents", func() bool { return len(r.rec.intents) == 2 })
+	drained := make(chan error, 1)
+	go func() { drained <- r.Drain(testContext(t)) }()
+	must(t, w.WaitBye(testContext(t)))
+	up := r.lastUp(t)
+	for _, in := range r.rec.intents {
+		select {
+		case err := <-drained:
+			t.Fatalf("drained with leases open: %v", err)
+		default:
+		}
+		must(t, r.Complete(up, connector.Completion{Lease: in.Lease, Status: board.OK}))
+	}
+	must(t, <-drained)
+	for range 2 {
+		_, err = w.Wait(testContext(t))
+		must(t, err)
+	}
+	late, err := w.Intent(intent(16, 4))
+	must(t, err)
+	if got, err = w.Wait(testContext(t)); err != nil || got.Lease != late || got.Status != board.Refused || !strings.Contains(got.Sent.Reason, "drain") {
+		t.Fatalf("%+v %v", got, err)
+	}
+	_, err = connectortest.DialWorker(testContext(t), r.config(t, nil))
+	var se *connectortest.ServerError
+	if !errors.As(err, &se) || se.Code != msg.CodeDraining {
+		t.Fatalf("a draining sidecar lets in: %v", err)
+	}
+	_ = a
+}
+
+func TestStats(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	for i := range 10 {
+		r.Publish(connector.Stats{Transfers: map[string]uint64{"ok": uint64(i)}, Bytes: map[string]uint64{"tcp": 5}})
+	}
+	st, err := w.WaitStats(testContext(t))
+	must(t, err)
+	if st.Bytes["tcp"] != 5 {
+		t.Fatalf("%+v", st)
+	}
+}
+
+// TestProcessRegion registers memory that nothing shares.
+func TestProcessRegion(t *testing.T) {
+	r := start(t, nil)
+	b, _ := region(t, shape).Bytes()
+	self, err := unix.Open("/proc/self/mem", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	must(t, err)
+	reg, err := mem.OpenProcess(mem.NewID(), self, addressOf(b), uint64(len(b))) // owns the descriptor
+	must(t, err)
+	t.Cleanup(reg.Release)
+	w := r.worker(t, func(c *connectortest.Config) { c.Regions = []*mem.Region{reg} })
+	copy(b[100:], "hello")
+	got := make([]byte, 5)
+	must(t, r.lastUp(t).Regions[0].ReadAt(got, 100))
+	if string(got) != "hello" {
+		t.Errorf("read %q", got)
+	}
+	_ = w
+}
