@@ -33,6 +33,11 @@ build: ## Build bin/kvspray
 	@mkdir -p bin
 	go build -trimpath -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray
 
+.PHONY: wireflip
+wireflip:
+	@mkdir -p $(TOOLS)
+	go build -o $(TOOLS)/ ./test/wireflip
+
 .PHONY: wheels
 wheels: env ## Build the Python wheels into dist/
 	@mkdir -p dist
@@ -41,8 +46,8 @@ wheels: env ## Build the Python wheels into dist/
 	@ls dist
 
 .PHONY: demo
-demo: build env ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: damage a byte on the wire)
-	$(VENV)/bin/python test/rig/demo.py $(if $(FLIP),--flip) $(DEMO_ARGS)
+demo: ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: damage a bit on the wire; TRANSPORT=tcp|shm)
+	$(HOSTPY) test/rig/demo.py
 
 ##@ Check
 
@@ -51,7 +56,7 @@ test: ## Everything that must pass: lint, generated code, Go with -race, Python,
 	@bash test/run.sh
 
 .PHONY: test-attack
-test-attack: build env ## The late-write attacks and fault tests in full
+test-attack: build wireflip env ## The late-write attacks and fault tests in full
 	@bash test/run.sh attack
 
 .PHONY: test-go
@@ -63,7 +68,7 @@ test-py: build env ## Python tests only, without the end-to-end ones
 	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests
 
 .PHONY: test-e2e
-test-e2e: build env ## End-to-end tests with real engines only
+test-e2e: build wireflip env ## End-to-end tests with real engines only
 	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e
 
 .PHONY: lint

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/version"
+	"github.com/kvspray/kvspray/sidecar"
+)
+
+func serveCommand() *cobra.Command {
+	var flags configFlags
+	var ready string
+	cmd := &cobra.Command{
+		Use:   "serve",
+		Short: "Run the sidecar",
+		Long: `Runs the sidecar of this node: engines connect to its unix socket, other sidecars to its peer address.
+
+Without a file and flags it binds to loopback only. Addresses off loopback need a cluster key or certificates ('kvspray keygen').
+SIGTERM drains: no new leases are taken, those open run on, for at most drain.timeout. A second signal ends the process at once.`,
+		Example: `  kvspray serve
+  kvspray serve --socket /run/a.sock --listen 127.0.0.1:0 --http 127.0.0.1:0 --set peer.gossip.listen=off
+  kvspray serve --config /etc/kvspray.yaml`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := flags.load()
+			if err != nil {
+				return err
+			}
+			if err := cfg.CheckFiles(); err != nil {
+				return usage(err)
+			}
+			reg := prometheus.NewRegistry()
+			reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+			node, err := sidecar.New(sidecar.Options{
+				Config: cfg, Log: newLog(cmd.ErrOrStderr(), cfg.LogLevel(), cfg.Log.Format), Registry: reg, Version: version.String(),
+			})
+			if err != nil {
+				return err
+			}
+			return runNode(cmd.Context(), node, cfg.Engine.Socket, ready)
+		},
+	}
+	flags.add(cmd)
+	cmd.Flags().StringVar(&ready, "ready-file", "", "file to write the bound addresses to, as JSON, once serving; for scripts that use port 0")
+	return cmd
+}
+
+// runNode runs the node and says where it listens as soon as that is known.
+func runNode(ctx context.Context, node *sidecar.Node, socket, ready string) error {
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	var wg sync.WaitGroup
+	var readyErr error
+	wg.Go(func() {
+		<-node.Started()
+		if node.Endpoint() == "" {
+			return // Run failed and says why
+		}
+		addrs := map[string]string{"peer": node.Endpoint(), "http": node.HTTPAddr(), "socket": socket}
+		if readyErr = writeReady(ready, addrs); readyErr != nil {
+			stop()
+		}
+	})
+	err := node.Run(ctx)
+	wg.Wait()
+	return errors.Join(err, readyErr)
+}
