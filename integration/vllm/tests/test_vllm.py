@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,3 +91,49 @@ def test_stats_add_up_and_reach_prometheus() -> None:
         'vllm:kvspray_served_alone_total{engine="0",model_name="m",reason="no_sidecar"} 1.0',
     ):
         assert line in text, text
+
+
+def config(**over: object) -> SimpleNamespace:
+    parallel = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1, enable_dbo=False)
+    out = SimpleNamespace(
+        parallel_config=parallel, speculative_config=None, device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(is_encoder_decoder=False),
+    )  # fmt: skip
+    for path, value in over.items():
+        target, _, name = path.rpartition("__")
+        setattr(getattr(out, target) if target else out, name, value)
+    return out
+
+
+def test_a_plain_cpu_engine_is_accepted() -> None:
+    layout.check_config(config())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("parallel_config__tensor_parallel_size", 2),
+        ("parallel_config__pipeline_parallel_size", 2),
+        ("parallel_config__decode_context_parallel_size", 2),
+        ("parallel_config__enable_dbo", True),
+        ("speculative_config", object()),
+        ("device_config__device_type", "cuda"),
+        ("model_config__is_encoder_decoder", True),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_start(path: str, value: object) -> None:
+    with pytest.raises(layout.Unsupported) as err:
+        layout.check_config(config(**{path: value}))  # type: ignore[arg-type]
+    assert path.rpartition("__")[2].removesuffix("_type").split("_")[0] in str(err.value)
+
+
+def test_strategies_by_kind_of_cache() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    assert layout.strategy_of(full, "CPU_ATTN", "LBHNC", 2) == ("vllm_cpu_attn", {"heads": 2, "head_bytes": 64})
+    assert layout.strategy_of(full, "FLASH_ATTN", "LBHNC", 2)[0] == "packed_hnd"
+    assert layout.strategy_of(full, "FLASH_ATTN", "LBNHC", 2)[0] == "packed_nhd"
+    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
+    with pytest.raises(layout.Unsupported, match="SlidingWindowSpec"):
+        layout.strategy_of(window, "CPU_ATTN", "LBHNC", 2)

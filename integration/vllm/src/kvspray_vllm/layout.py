@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,21 @@ def strategy_of(spec: KVCacheSpec, backend: str, cache_layout: str | None, elem_
     return "packed_nhd", params
 
 
+def cpu_packing(config: VllmConfig) -> str:
+    """The CPU backend packs pages for the vector units of its host: pages of one packing mean nothing to another."""
+    import torch
+
+    m, cache = config.model_config, config.cache_config
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return str(_get_attn_isa(m.dtype, cache.block_size, m.get_head_size(), str(cache.cache_dtype)))
+    except (ImportError, TypeError):
+        # Another vLLM: what the host can do stands for what the backend chose.
+        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_avx512_supported", "_is_avx2_supported")
+        return "+".join(name.strip("_") for name in probes if getattr(torch.cpu, name, bool)()) or platform.machine()
+
+
 def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str) -> dict[str, str]:
     """What must be equal between prefill and decode: anything that changes the bytes of a token's KV."""
     import vllm
@@ -138,4 +154,5 @@ def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str) -
         "head_size": str(m.get_head_size()),
         "rope": json.dumps(rope, sort_keys=True, default=str)[:512],
         "attention": ",".join(sorted(set(backends.values()))),
+        "packing": cpu_packing(config) if "CPU_ATTN" in backends.values() else "",
     }
