@@ -46,7 +46,7 @@ def check_config(config: VllmConfig) -> None:
             "are not written yet)"
         )
     if config.model_config.is_encoder_decoder:
-        raise Unsupported("kvspray: encoder-decoder models are not supported")
+        raise Unsupported("kvspray: the model is_encoder_decoder; such models are not supported")
 
 
 def flag_indices(kv: KVCacheConfig) -> dict[str, int]:
