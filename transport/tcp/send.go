@@ -1,6 +1,7 @@
 package tcp
 
 import (
+	"errors"
 	"fmt"
 	"time"
 
@@ -161,7 +162,12 @@ func (t *sender) begin(e entry) {
 	wire.PutHeader(t.out[at:], &h)
 }
 
-var errSourceClosed = fmt.Errorf("tcp: the source lease was closed")
+// Why this end gives a slice up.
+var (
+	errSourceClosed = errors.New("tcp: the source lease was closed")
+	errDisowned     = errors.New("tcp: the source was no longer valid after it was read")
+	errUneven       = errors.New("tcp: the chunks of a slice do not add up to the bytes of the slice")
+)
 
 // deliver ends slices that never began.
 func (t *sender) deliver() {
@@ -226,12 +232,12 @@ func (t *sender) step(park bool) bool {
 func (t *sender) load() {
 	if !t.lost {
 		r := transfer.Range{First: t.next, Count: min(pieceChunks, t.cur.Range.End()-t.next)}
-		err := fmt.Errorf("tcp: chunks %d+%d hold less than their slice announced", t.cur.Range.First, t.cur.Range.Count)
+		err := errUneven
 		if r.Count > 0 {
 			err = t.p.load(t.cur.Origin.Source, r)
 		}
 		if err == nil && uint64(t.p.left) > t.todo {
-			err = fmt.Errorf("tcp: chunks %d+%d hold more than their slice announced", t.cur.Range.First, t.cur.Range.Count)
+			err = errUneven
 		}
 		if err == nil {
 			t.next = r.End()
@@ -333,5 +339,3 @@ func (t *sender) finishFrame() {
 	t.active, t.cur = false, entry{}
 	t.p.reset()
 }
-
-var errDisowned = fmt.Errorf("tcp: the source was no longer valid after it was read")
