@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
@@ -48,8 +49,11 @@ When the prefill engine fails, the decode engine does the prefill itself.`,
 			if !slices.Contains([]string{config.FormText, config.FormJSON}, format) {
 				return usage(fmt.Errorf("--log-format %q is not text or json", format))
 			}
-			c := config.Config{Log: config.Log{Level: level}}
-			log := newLog(cmd.ErrOrStderr(), c.LogLevel(), format)
+			var severity slog.Level
+			if err := severity.UnmarshalText([]byte(level)); err != nil {
+				return usage(fmt.Errorf("--log-level %q is not debug, info, warn or error", level))
+			}
+			log := newLog(cmd.ErrOrStderr(), severity, format)
 			reg := prometheus.NewRegistry()
 			reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 			cfg.Mode, cfg.BodyBytes, cfg.Log, cfg.Registry = proxy.Mode(mode), body, log, reg

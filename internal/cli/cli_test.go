@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+	"go.yaml.in/yaml/v3"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/leaktest"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+func run(args ...string) (code int, stdout, stderr string) {
+	var out, errs bytes.Buffer
+	code = Main(args, &out, &errs)
+	return code, out.String(), errs.String()
+}
+
+func TestExitCodes(t *testing.T) {
+	bad := filepath.Join(t.TempDir(), "bad.yaml")
+	if err := os.WriteFile(bad, []byte("peer:\n  lisen: x\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		args []string
+		code int
+		text string // on either stream
+	}{
+		"help":           {nil, exitOK, "kvspray serve"},
+		"version":        {[]string{"version"}, exitOK, "kvspray "},
+		"version json":   {[]string{"version", "--json"}, exitOK, `"version"`},
+		"no command":     {[]string{"sreve"}, exitUsage, "Did you mean"},
+		"no flag":        {[]string{"serve", "--nope"}, exitUsage, "--help"},
+		"argument":       {[]string{"doctor", "x"}, exitUsage, "--help"},
+		"bad file":       {[]string{"config", "check", "--config", bad}, exitUsage, bad + ":2: peer.lisen: unknown key; did you mean \"listen\"?"},
+		"bad file serve": {[]string{"serve", "--config", bad}, exitUsage, "peer.lisen"},
+		"open listen":    {[]string{"serve", "--listen", "10.0.0.1:1"}, exitUsage, "keygen"},
+		"no key file":    {[]string{"serve", "--set", "peer.cluster_key_file=/does/not/exist"}, exitUsage, "keygen cluster"},
+		"good":           {[]string{"config", "check"}, exitOK, "ok"},
+		"print":          {[]string{"config", "print", "--set", "node=n1"}, exitOK, "node: n1"},
+		"docs":           {[]string{"config", "print", "--docs"}, exitOK, "| `peer.listen` |"},
+		"proxy nothing":  {[]string{"proxy"}, exitUsage, "--decode"},
+		"proxy peers":    {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1", "--prefill-peer", "x:1,y:1"}, exitUsage, "2 sidecars for 1"},
+		"proxy format":   {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"}, exitUsage, "text or json"},
+		"proxy level":    {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"}, exitUsage, "loud"},
+		"proxy listen":   {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"}, exitFailure, "--listen"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			code, out, errs := run(c.args...)
+			if code != c.code || !strings.Contains(out+errs, c.text) {
+				t.Errorf("%v: code %d, want %d with %q:\n%s%s", c.args, code, c.code, c.text, out, errs)
+			}
+		})
+	}
+}
+
+func TestPrintedConfigLoads(t *testing.T) {
+	_, out, _ := run("config", "print")
+	if _, err := config.Parse("printed", []byte(out)); err != nil {
+		t.Error(err)
+	}
+}
+
+// Every command and flag says what it does.
+func TestEverythingHasHelp(t *testing.T) {
+	var walk func(*cobra.Command)
+	walk = func(c *cobra.Command) {
+		if c.Short == "" {
+			t.Errorf("%s has no help", c.CommandPath())
+		}
+		if !c.HasSubCommands() && c.RunE == nil && c.Run == nil {
+			t.Errorf("%s does nothing", c.CommandPath())
+		}
+		for _, sub := range c.Commands() {
+			walk(sub)
+		}
+	}
+	walk(newRoot())
+}
+
+func TestReadyFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "ready")
+	if err := writeReady(path, map[string]string{"http": "127.0.0.1:1"}); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	var got map[string]string
+	if err != nil || json.Unmarshal(b, &got) != nil || got["http"] != "127.0.0.1:1" {
+		t.Errorf("%s, %v", b, err)
+	}
+	if err := writeReady(filepath.Join(t.TempDir(), "none", "ready"), nil); err == nil || !strings.Contains(err.Error(), "--ready-file") {
+		t.Error(err)
+	}
+}
+
+// What the pod examples tell the binary is what it takes.
+func TestDeployExamples(t *testing.T) {
+	f, err := os.Open("../../deploy/prefill-decode.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	dec := yaml.NewDecoder(f)
+	seen := map[string]int{}
+	for {
+		var doc struct {
+			Kind string
+			Spec struct {
+				ShareProcessNamespace bool `yaml:"shareProcessNamespace"`
+				Containers            []struct {
+					Name, Image string
+					Args        []string
+				}
+			}
+		}
+		if err := dec.Decode(&doc); err != nil {
+			if err.Error() != "EOF" {
+				t.Fatal(err)
+			}
+			break
+		}
+		for _, c := range doc.Spec.Containers {
+			for i, a := range c.Args {
+				c.Args[i] = strings.NewReplacer("$(POD_IP)", "10.1.2.3", "$(POD_NAME)", "prefill-0").Replace(a)
+			}
+			if c.Image == "vllm-kvspray" {
+				checkEngineArgs(t, c.Args)
+				seen["engine"]++
+				continue
+			}
+			root := newRoot()
+			cmd, rest, err := root.Find(c.Args)
+			if err != nil {
+				t.Fatalf("%v: %v", c.Args, err)
+			}
+			if err := cmd.ParseFlags(rest); err != nil {
+				t.Errorf("%v: %v", c.Args, err)
+				continue
+			}
+			seen[cmd.Name()]++
+			if cmd.Name() == "serve" {
+				if !doc.Spec.ShareProcessNamespace {
+					t.Error("a pod whose engine cannot see its sidecar's process")
+				}
+				sets, err := cmd.Flags().GetStringArray("set")
+				if err != nil {
+					t.Fatal(err)
+				}
+				for flag, key := range map[string]string{"socket": "engine.socket", "listen": "peer.listen", "http": "http.listen"} {
+					sets = append(sets, key+"="+cmd.Flags().Lookup(flag).Value.String())
+				}
+				if _, err := config.Load("", sets...); err != nil {
+					t.Errorf("%v: %v", c.Args, err)
+				}
+			}
+		}
+	}
+	if seen["serve"] != 2 || seen["proxy"] != 1 || seen["engine"] != 2 {
+		t.Errorf("%v", seen)
+	}
+}
+
+func checkEngineArgs(t *testing.T, args []string) {
+	t.Helper()
+	for _, a := range args {
+		text, ok := strings.CutPrefix(a, "--kv-transfer-config=")
+		if !ok {
+			continue
+		}
+		var c map[string]any
+		if err := json.Unmarshal([]byte(text), &c); err != nil || c["kv_connector_module_path"] != "kvspray_vllm" {
+			t.Errorf("%s: %v", text, err)
+		}
+		return
+	}
+	t.Errorf("%v has no --kv-transfer-config", args)
+}
