@@ -121,6 +121,7 @@ struct kvs_client {
 	uint32_t ranks[10];
 	uint32_t submission_bytes, completion_bytes;
 	int flags_fd, bell_fd, ctl_fd;
+	_Atomic uint64_t deadlines; /* of kvs_deadlines; written under mu, read without */
 	uint8_t *flags;
 	uint64_t flags_bytes;
 	struct kvs_flag *layer_flags, *load_flags;
@@ -1042,6 +1043,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->info.deadline_ms = clamp_ms(m.deadline_ms, c->info.deadline_ms);
 	c->info.partner_ms = clamp_ms(m.partner_ms, c->info.partner_ms);
 	c->info.grace_ms = clamp_ms(m.grace_ms, c->info.grace_ms);
+	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.partner_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	if (c->role == KVS_SCHEDULER) {
 		session_ready(c, now);
@@ -1615,6 +1617,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	c->info.deadline_ms = clamp_ms(config->deadline_ms, DEFAULT_DEADLINE_MS);
 	c->info.partner_ms = DEFAULT_PARTNER_MS;
 	c->info.grace_ms = DEFAULT_GRACE_MS;
+	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.partner_ms;
 	memcpy(c->ranks, config->ranks, sizeof c->ranks);
 	for (int i = 0; i < KVS_MAX_SIDECARS; i++)
 		c->procs[i].pidfd = -1;
@@ -1837,6 +1840,11 @@ uint64_t kvs_bump_source_epoch(kvs_client *c)
 }
 
 /* ---- public: leases ---- */
+
+uint64_t kvs_deadlines(kvs_client *c)
+{
+	return c && c->fork_gen == fork_gen ? c->deadlines : 0;
+}
 
 static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms, int64_t now, uint64_t *id)
 {

@@ -159,7 +159,7 @@ class Fake:
         elif kind == TYPES["REGISTER"]:
             self.register(s, m, list(fds), data[4:].hex())
         elif kind == TYPES["AWAIT"]:
-            emit("await", hex=data[4:].hex(), id=m["id"], xfer=m["xfer"].hex(), hash=m["hash"].hex(), peer=m["peer"], tokens=m["tokens"], ttl_ms=m["ttl_ms"])
+            emit("await", hex=data[4:].hex(), id=m["id"], ttl_ms=m["ttl_ms"], xfer=m["xfer"].hex(), hash=m["hash"].hex(), peer=m["peer"], tokens=m["tokens"])
         elif kind == TYPES["BYE"]:
             emit("bye", reason=m["reason"])
 

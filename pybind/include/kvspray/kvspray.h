@@ -146,6 +146,9 @@ void *kvs_flags(kvs_client *c, uint64_t *bytes);
  * by themselves and name the blocks; alone it does not say which blocks are lost. Returns the new value; 0 on error. */
 uint64_t kvs_bump_source_epoch(kvs_client *c);
 
+/* Deadline of a lease and patience with a missing partner as the latest WELCOME has them: ms << 32 | ms. No lock. */
+uint64_t kvs_deadlines(kvs_client *c);
+
 /* What would present a lease afresh: one complete INTENT body. */
 struct kvs_snapshot {
 	uint64_t lease;

@@ -12,14 +12,13 @@ from .client import (
     Completion,
     CompletionStatus,
     EngineInfo,
-    KvsprayError,
     Ranks,
     SchedulerClient,
     Status,
     WorkerClient,
 )
 from .protocol import Params, pack_blocks, prefix_hash, unpack_blocks
-from .region import Region, RegionKind
+from .region import KvsprayError, Region, RegionKind
 
 __version__ = "0.1.0"
 

@@ -112,6 +112,7 @@ _PROTOTYPES = {
     "kvs_signal_all": (c_int, [c_void_p, c_uint64]),
     "kvs_flags": (c_void_p, [c_void_p, POINTER(c_uint64)]),
     "kvs_bump_source_epoch": (c_uint64, [c_void_p]),
+    "kvs_deadlines": (c_uint64, [c_void_p]),
     "kvs_submit": (c_int64, [c_void_p, c_uint16, c_char_p, c_uint32, c_uint32]),
     "kvs_step": (c_int, [c_void_p, c_char_p, c_uint32, POINTER(CSnapshot), c_uint32]),
     "kvs_preempt": (c_int, [c_void_p, POINTER(CSnapshot)]),
@@ -146,7 +147,7 @@ def _path() -> str:
 
 lib: ctypes.CDLL = _bind(ctypes.CDLL(_path(), use_errno=True), list(_PROTOTYPES))
 fast: ctypes.PyDLL = ctypes.PyDLL(_path())
-_bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_signal_all", "kvs_bump_source_epoch"])
+_bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_signal_all", "kvs_bump_source_epoch", "kvs_deadlines"])
 
 
 def strerror(code: int) -> str:

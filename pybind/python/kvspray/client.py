@@ -20,7 +20,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from . import _lib, protocol
@@ -285,12 +285,61 @@ def _config(role: int, socket_path: str | os.PathLike[str] | None, engine: Engin
     )
 
 
-@dataclass
 class _Source:
-    """What presents one source lease afresh: always a complete INTENT body."""
+    """What presents one source lease afresh: always a complete INTENT body.
 
-    intent: dict[str, Any]
-    pending: list[tuple[int, int]] = field(default_factory=list)  # (step, end), oldest first
+    The body is kept in three packed parts, because a step changes only the middle one.
+    """
+
+    __slots__ = ("key", "tokens", "fanout", "groups", "prio", "deadline_ms", "held", "req", "attempt", "ready", "pending", "_head", "_tail")
+
+    def __init__(
+        self, xfer: bytes, hash: bytes, tokens: int, fanout: int, table: list[bytes], ready: int, prio: int, deadline_ms: int, held: bool,
+        req: str, attempt: int,
+    ) -> None:  # fmt: skip
+        self.key = {"xfer": xfer, "hash": hash, "tokens": tokens, "fanout": fanout}
+        self.tokens = tokens
+        self.prio = prio
+        self.deadline_ms = deadline_ms
+        self.held = held
+        self.req = req
+        self.attempt = attempt
+        self.ready = ready
+        self.pending: list[tuple[int, int]] = []  # (step, end), oldest first
+        self.set_table(table)
+        self.set_tail()
+
+    def set_table(self, table: list[bytes]) -> None:
+        self.groups = len(table)
+        self._head = protocol.pack({**self.key, "blocks": table})[1:]
+
+    def set_tail(self) -> None:
+        tail = {"prio": self.prio, "deadline_ms": self.deadline_ms, "held": self.held, "req": self.req, "attempt": self.attempt}
+        self._tail = protocol.pack(tail)[1:]
+
+    def settle(self, done: int) -> None:
+        """Steps whose end has been signalled become ``ready``; of too many pending ones the oldest give way (tokens are only
+        reported later, never earlier)."""
+        pending = self.pending
+        while pending and pending[0][0] <= done:
+            self.ready = max(self.ready, pending.pop(0)[1])
+        del pending[: -protocol.MAX_PENDING_STEPS]
+
+    def lose(self) -> None:
+        """The blocks are somebody else's now."""
+        self.pending.clear()
+        self.ready = 0
+        self.attempt += 1
+        self.set_table([b""] * self.groups)
+        self.set_tail()
+
+    def hold(self) -> None:
+        self.held = True
+        self.set_tail()
+
+    def body(self) -> bytes:
+        # 0x8c: a map of the twelve keys of INTENT; each part was packed as a map of its own and has lost its first byte.
+        return b"\x8c" + self._head + protocol.pack({"ready": self.ready, "steps": self.pending})[1:] + self._tail
 
 
 class WorkerClient(_Client):
@@ -402,29 +451,19 @@ class WorkerClient(_Client):
             raise ValueError(f"kvspray: intent: tokens = {tokens}, ready = {ready}; want 1 <= tokens and 0 <= ready <= tokens")
         if not 1 <= fanout <= protocol.MAX_FANOUT:
             raise ValueError(f"kvspray: intent: fanout = {fanout}, want 1..{protocol.MAX_FANOUT}")
-        deadline = _ms(deadline_s, self._deadline_ms or self._info().deadline_ms)
-        intent: dict[str, Any] = {
-            "xfer": _bin("xfer", xfer, 16),
-            "hash": _bin("hash", hash, 32),
-            "tokens": tokens,
-            "fanout": fanout,
-            "blocks": [protocol.pack_blocks(b) for b in blocks],
-            "ready": ready,
-            "steps": [],
-            "prio": prio,
-            "deadline_ms": deadline,
-            "held": held,
-            "req": _req(req),
-            "attempt": attempt,
-        }
+        deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
+        source = _Source(
+            _bin("xfer", xfer, 16), _bin("hash", hash, 32), tokens, fanout, [protocol.pack_blocks(b) for b in blocks], ready, prio,
+            deadline, held, _req(req), attempt,
+        )  # fmt: skip
         h = self._handle()
         if h is None:
             return 0
-        body = protocol.pack(intent)
+        body = source.body()
         with self._lock:  # so that a step() of another thread finds the lease
             lease = int(lib.kvs_submit(h, _lib.REC_INTENT, body, len(body), deadline))
             if lease > 0:
-                self._sources[lease] = _Source(intent)
+                self._sources[lease] = source
         if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
             raise ValueError(f"kvspray: intent: {self._why(lease)} ({len(body)} bytes, {tokens} tokens)")
         return max(0, lease)
@@ -446,15 +485,16 @@ class WorkerClient(_Client):
                 source = self._sources.get(lease)
                 if source is None:
                     continue
-                intent = source.intent
-                entry: dict[str, Any] = {"lease": lease, "end": min(int(end), intent["tokens"])}
+                end = min(int(end), source.tokens)
+                entry: dict[str, Any] = {"lease": lease, "end": end}
                 if blocks is not None:
-                    intent["blocks"] = entry["blocks"] = [protocol.pack_blocks(b) for b in blocks]
-                entry["attempt"] = intent["attempt"]
-                source.pending.append((step, entry["end"]))
-                _settle(source, done)
+                    entry["blocks"] = table = [protocol.pack_blocks(b) for b in blocks]
+                    source.set_table(table)
+                entry["attempt"] = source.attempt
+                source.pending.append((step, end))
+                source.settle(done)
                 entries.append(entry)
-                changed.append((lease, protocol.pack(intent)))
+                changed.append((lease, source.body()))
             return self._write_step(h, step, entries, changed)
 
     def _write_step(self, h: ctypes.c_void_p, step: int, entries: list[dict[str, Any]], changed: list[tuple[int, bytes]]) -> bool:
@@ -477,22 +517,11 @@ class WorkerClient(_Client):
 
         The lease stays open: the next step() gives it new blocks. False: it is complete already.
         """
-
-        def lose(source: _Source) -> None:
-            source.pending.clear()
-            source.intent.update(blocks=[b"" for _ in source.intent["blocks"]], ready=0, steps=[])
-            source.intent["attempt"] += 1
-
-        return self._restate(lease, lose, lib.kvs_preempt)
+        return self._restate(lease, _Source.lose, lib.kvs_preempt)
 
     def hold(self, lease: int) -> bool:
         """The request is finished; its blocks stay only for the transfer. False: the lease is complete already."""
-
-        def held(source: _Source) -> None:
-            source.intent["held"] = True
-            _settle(source, self._step_end.value)
-
-        return self._restate(lease, held, lib.kvs_hold)
+        return self._restate(lease, _Source.hold, lib.kvs_hold)
 
     def _restate(self, lease: int, change: Callable[[_Source], None], call: Any) -> bool:
         h = self._handle()
@@ -502,8 +531,9 @@ class WorkerClient(_Client):
             source = self._sources.get(lease)
             if source is None:
                 return False
+            source.settle(self._step_end.value)
             change(source)
-            body = protocol.pack(source.intent)
+            body = source.body()
             return call(h, byref(_lib.CSnapshot(lease, body, len(body)))) in (0, _lib.KEPT)
 
     # -- destination leases ------------------------------------------------------------------------------------------
@@ -533,8 +563,8 @@ class WorkerClient(_Client):
                 f"kvspray: expect: tokens = {tokens}, skip = {skips} for {len(table)} groups; want 1 <= tokens and one "
                 "0 <= skip <= tokens per group"
             )
-        info = self._info()
-        deadline = _ms(deadline_s, self._deadline_ms or info.deadline_ms)
+        deadline_ms, partner_ms = self._deadlines()
+        deadline = _ms(deadline_s, self._deadline_ms or deadline_ms)
         body = protocol.pack(
             {
                 "xfer": _bin("xfer", xfer, 16),
@@ -545,7 +575,7 @@ class WorkerClient(_Client):
                 "blocks": table,
                 "prio": prio,
                 "deadline_ms": deadline,
-                "partner_ms": min(deadline, _ms(partner_s, info.partner_ms)),
+                "partner_ms": min(deadline, _ms(partner_s, partner_ms)),
                 "req": _req(req),
             }
         )
@@ -616,20 +646,16 @@ class WorkerClient(_Client):
         if h is not None:
             lib.kvs_load_reset(h, first, count)
 
+    def _deadlines(self) -> tuple[int, int]:
+        """What the sidecar said, or the defaults: deadline and partner, in milliseconds."""
+        h = self._handle()
+        both = 0 if h is None else int(fast.kvs_deadlines(h))
+        return both >> 32 or 30_000, both & 0xFFFFFFFF or 10_000
+
     def _why(self, rc: int) -> str:
         text = _lib.strerror(rc)
         detail = _text(self._info().error) if rc == _lib.E_ARG else ""
         return f"{text}: {detail}" if detail else text
-
-
-def _settle(source: _Source, done: int) -> None:
-    """Steps whose end has been signalled become ``ready``; of too many pending ones the oldest give way (tokens are only
-    reported later, never earlier)."""
-    pending = source.pending
-    while pending and pending[0][0] <= done:
-        source.intent["ready"] = max(source.intent["ready"], pending.pop(0)[1])
-    del pending[: -protocol.MAX_PENDING_STEPS]
-    source.intent["steps"] = [list(p) for p in pending]
 
 
 def _req(req: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,10 +89,23 @@ def encode(kind: str, value: Mapping[str, Any]) -> bytes:
     return pack(_ordered(kind, value))
 
 
+class _Packers(threading.local):
+    """A packer serves one thread, and costs more to make than to use."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(use_bin_type=True)
+
+
+_packers = _Packers()
+
+
 def pack(value: Any) -> bytes:
     """msgpack with `bin` and `str` told apart."""
-    out = msgpack.packb(value, use_bin_type=True)
-    assert isinstance(out, bytes)
+    try:
+        out: bytes = _packers.packer.pack(value)
+    except Exception:
+        _packers.packer = msgpack.Packer(use_bin_type=True)  # what it had written so far is not ours
+        raise
     return out
 
 
