@@ -26,7 +26,7 @@ const Name = "shm"
 
 const (
 	sliceBytes      = 1 << 20 // big enough that its four small messages cost nothing beside the copy
-	maxInFlight     = 16      // slices of a lane
+	maxInFlight     = 32      // slices of a lane
 	maxPulls        = 256     // of a lane, each way: a slice of many small pieces or many bytes takes several
 	maxPullBytes    = 1 << 20
 	maxRegions      = 1024 // of a lane
