@@ -431,6 +431,7 @@ func (l *lane) end(err error, writerGone <-chan struct{}) {
 	<-writerGone
 	l.dst.end()
 
+	lost := fmt.Errorf("shm: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))
 	l.moveMu.Lock() // a Move under way finds the lane ended and leaves what it has in late
 	l.mu.Lock()
 	results := append(l.results, l.late...)
@@ -444,7 +445,7 @@ func (l *lane) end(err error, writerGone <-chan struct{}) {
 		if p.valid {
 			o = transfer.InDoubt
 		}
-		if res, last := l.endPullLocked(uint16(i), o, transfer.ReasonLaneLost, err); last {
+		if res, last := l.endPullLocked(uint16(i), o, transfer.ReasonLaneLost, lost); last {
 			results = append(results, res)
 		}
 	}
@@ -528,7 +529,12 @@ func (l *lane) confirm(tag uint64, o transfer.Outcome, reason transfer.Reason) e
 
 // endLocked ends a pull on the reader's goroutine.
 func (l *lane) endLocked(i uint16, o transfer.Outcome, reason transfer.Reason) {
-	if res, last := l.endPullLocked(i, o, reason, nil); last {
+	var err error
+	if o != transfer.Landed {
+		origin := l.pulls[i].m.s.Origin
+		err = fmt.Errorf("shm: slot %d.%d at boot %s: %s: %s", origin.Slot, origin.Gen, l.peer, o, reason)
+	}
+	if res, last := l.endPullLocked(i, o, reason, err); last {
 		l.results = append(l.results, res)
 	}
 }

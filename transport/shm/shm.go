@@ -293,12 +293,23 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 	b.mu.Lock()
 	r := b.reads[o]
 	b.mu.Unlock()
-	if r == nil {
-		return nil
+	if r != nil {
+		b.waitReads(ctx, o, r)
 	}
+	// Verdicts are given under the guard: those under way end here.
+	select {
+	case <-o.Idle():
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("shm: close of origin %d.%d: %w", o.Slot, o.Gen, ctx.Err())
+	}
+}
+
+// waitReads returns once the peer is at no memory of o. A peer that stays silent until ctx ends loses its lanes.
+func (b *Backend) waitReads(ctx context.Context, o *transport.Origin, r *reading) {
 	select {
 	case <-r.done:
-		return nil
+		return
 	case <-ctx.Done():
 	}
 	// The peer is silent. Without a lane the verdicts that its reads need can never reach it.
@@ -316,7 +327,6 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 		}
 	}
 	<-r.done // closing a lane ends its pulls at once
-	return nil
 }
 
 // startRead counts a pull of o, unless o is closed.
