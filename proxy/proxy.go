@@ -212,6 +212,8 @@ func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	if err != nil {
 		err = errors.Join(err, srv.Close())
 	}
-	<-failed
+	if serr := <-failed; !errors.Is(serr, http.ErrServerClosed) {
+		err = errors.Join(err, serr)
+	}
 	return err
 }

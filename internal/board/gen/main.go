@@ -26,7 +26,9 @@ func main() {
 		log.Fatalf("gen: %v", err)
 	}
 	if *out == "-" {
-		os.Stdout.Write(src)
+		if _, err := os.Stdout.Write(src); err != nil {
+			log.Fatalf("gen: %v", err)
+		}
 		return
 	}
 	if err := os.WriteFile(*out, src, 0o644); err != nil {
