@@ -483,11 +483,7 @@ func (l *lane) pulled(tag uint64, reason transfer.Reason) error {
 	o, r := p.m.s.Origin, p.r
 	l.b.endRead(o)
 	if reason != transfer.ReasonNone {
-		outcome := transfer.Rejected
-		if reason == transfer.ReasonMemory {
-			outcome = transfer.NotLanded
-		}
-		l.endLocked(i, outcome, reason)
+		l.endLocked(i, refusal(reason), reason)
 		l.mu.Unlock()
 		return nil
 	}
@@ -509,6 +505,15 @@ func (l *lane) pulled(tag uint64, reason transfer.Reason) error {
 	return nil
 }
 
+// refusal is how a pull ends that the destination did not take: another attempt holds the chunks, its memory failed, or it
+// refuses for good.
+func refusal(reason transfer.Reason) transfer.Outcome {
+	if reason == transfer.ReasonMemory || reason == transfer.ReasonSuperseded {
+		return transfer.NotLanded
+	}
+	return transfer.Rejected
+}
+
 func (l *lane) confirm(tag uint64, o transfer.Outcome, reason transfer.Reason) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -520,6 +525,7 @@ func (l *lane) confirm(tag uint64, o transfer.Outcome, reason transfer.Reason) e
 	case transfer.Landed:
 		reason = transfer.ReasonNone
 	case transfer.Rejected:
+		o = refusal(reason)
 	default:
 		return fmt.Errorf("%w: outcome %d confirmed", errFrame, o)
 	}
