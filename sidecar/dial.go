@@ -179,15 +179,12 @@ func (n *Node) keepLane(ctx context.Context, b transport.Backend, peer transport
 			e := n.d.lanes[lane.ID()]
 			n.d.bindMu.RUnlock()
 			if e != nil {
-				up := time.Now()
+				wait.Reset()
 				select {
 				case <-e.down:
 				case <-ctx.Done():
 					n.closeLane(e)
 					return
-				}
-				if time.Since(up) > dialLongest {
-					wait.Reset()
 				}
 			}
 		} else if ctx.Err() == nil {

@@ -1,0 +1,77 @@
+package sidecar
+
+import (
+	"context"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/config"
+)
+
+// One 4 KiB block between two sidecars, from the intent to the completion that the other engine sees. In "grant-there" the
+// expect came first, so that only the intent, the bytes and the completion are on the clock.
+func BenchmarkBlock4K(b *testing.B) {
+	shape := connectortest.Shape{Layers: 1, NumBlocks: 64, TokensPerBlock: 16, TokenBytes: 256}
+	for _, transport := range []string{"tcp", "shm"} {
+		for _, mode := range []string{"grant-there", "grant-later"} {
+			b.Run(transport+"/"+mode, func(b *testing.B) {
+				h := newHub()
+				f := func(c *config.Config) {
+					c.Transports.Order, c.Trace.BlockHashes, c.Trace.Transfers = []string{transport}, "", ""
+				}
+				p, d := start(b, h, f), start(b, h, f)
+				pe, de := newEngine(b, p, shape), newEngine(b, d, shape)
+				var took []time.Duration
+				for i := 0; b.Loop(); i++ {
+					pr := newPrompt(16)
+					intent := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 16, Fanout: 1, Blocks: [][]uint32{{uint32(i) % 64}}, Ready: 16}
+					expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 16, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{{uint32(i) % 64}}}
+					var dst uint64
+					if mode == "grant-there" {
+						dst, _ = de.Expect(expect)
+						until(b, func() bool {
+							n := p.enter()
+							v := p.d.ex.View(n).Pending
+							p.leave()
+							return v == 1
+						})
+					}
+					from := time.Now()
+					src, err := pe.Intent(intent)
+					if err != nil {
+						b.Fatal(err)
+					}
+					if mode != "grant-there" {
+						dst, _ = de.Expect(expect)
+					}
+					de.ok(dst)
+					if i > 10 { // the first ones open lanes
+						took = append(took, time.Since(from))
+					}
+					pe.ok(src)
+				}
+				if len(took) > 0 {
+					slices.Sort(took)
+					b.ReportMetric(float64(took[len(took)/2].Nanoseconds())/1e3, "p50-us")
+					b.ReportMetric(float64(took[len(took)*99/100].Nanoseconds())/1e3, "p99-us")
+				}
+			})
+		}
+	}
+}
+
+// until waits for a condition that nothing announces.
+func until(t testing.TB, ok func() bool) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	for tick := time.NewTicker(50 * time.Microsecond); !ok(); <-tick.C {
+		if ctx.Err() != nil {
+			tick.Stop()
+			t.Fatal("a condition did not come true in time")
+		}
+	}
+}

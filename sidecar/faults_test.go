@@ -1,0 +1,255 @@
+package sidecar
+
+import (
+	mrand "math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/config"
+)
+
+const tokens = 2048
+
+// underway is one prompt under way between two engines.
+type underway struct {
+	prompt
+	src, dst uint64
+	pt, dt   []uint32
+}
+
+func begin(t testing.TB, p *running, pe, de *engine, seed uint64, ready uint32, steps ...msg.PendingStep) underway {
+	t.Helper()
+	rng := mrand.New(mrand.NewPCG(seed, 3))
+	x := underway{prompt: newPrompt(tokens)}
+	n := blocksFor(tokens, 16)
+	x.pt, x.dt = table(rng, 256, n), table(rng, 256, n)
+	var err error
+	if x.src, err = pe.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{x.pt}, Ready: ready, Steps: steps,
+		DeadlineMS: 20000}); err != nil {
+		t.Fatal(err)
+	}
+	if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
+		DeadlineMS: 20000, PartnerMS: 8000}); err != nil {
+		t.Fatal(err)
+	}
+	return x
+}
+
+func each(t *testing.T, f func(t *testing.T, p, d *running)) {
+	for _, tr := range []string{"tcp", "shm"} {
+		t.Run(tr, func(t *testing.T) {
+			p, d := pairOf(t, tr)
+			f(t, p, d)
+		})
+	}
+}
+
+// bound waits until the receiver knows its partner.
+func bound(t testing.TB, d *running) {
+	t.Helper()
+	until(t, func() bool {
+		now := d.enter()
+		v := d.d.ex.View(now)
+		d.leave()
+		return len(v.Dests) > 0 && v.Dests[0].State == "landing"
+	})
+}
+
+func landedBytes(d *running) (n uint64) {
+	for i := range d.totals.bytes {
+		n += d.totals.bytes[i].Load()
+	}
+	return n
+}
+
+// Layers leave one by one as their flags come, in two steps.
+func TestStreamsWithFlags(t *testing.T) {
+	each(t, func(t *testing.T, p, d *running) {
+		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+		pe.random()
+		x := begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: 2048})
+		bound(t, d)
+		for l := range testShape.Layers {
+			pe.SignalLayer(l, 1)
+			until(t, func() bool { return landedBytes(d) == uint64(l+1)*1024*1024 })
+		}
+		pe.SignalStep(1)
+		for l := range testShape.Layers {
+			pe.SignalLayer(l, 2)
+		}
+		pe.SignalStep(2)
+		de.ok(x.dst)
+		same(t, pe, de, x.pt, x.dt, tokens, 0)
+		pe.ok(x.src)
+	})
+}
+
+// The prefill takes its blocks back in mid transfer and presents others later: the receiver gets the second attempt only.
+func TestPreempt(t *testing.T) {
+	each(t, func(t *testing.T, p, d *running) {
+		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+		pe.random()
+		x := begin(t, p, pe, de, 2, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: 2048})
+		bound(t, d)
+		pe.SignalLayer(0, 1)
+		pe.SignalLayer(1, 1)
+		until(t, func() bool { return landedBytes(d) > 0 })
+		pe.BumpEpoch()
+		if err := pe.Preempt(x.src); err != nil {
+			t.Fatal(err)
+		}
+		pe.random()
+		again := table(mrand.New(mrand.NewPCG(9, 9)), 256, len(x.pt))
+		if err := pe.Step(msg.Step{Step: 5, Reqs: []msg.StepReq{{Lease: x.src, End: tokens, Blocks: [][]uint32{again}, Attempt: 1}}}); err != nil {
+			t.Fatal(err)
+		}
+		for l := range testShape.Layers {
+			pe.SignalLayer(l, 5)
+		}
+		pe.SignalStep(5)
+		de.ok(x.dst)
+		same(t, pe, de, again, x.dt, tokens, 0)
+		pe.ok(x.src)
+	})
+}
+
+func TestCancel(t *testing.T) {
+	each(t, func(t *testing.T, p, d *running) {
+		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+		pe.random()
+		for i, side := range []string{"source", "destination"} {
+			step := uint64(i + 1)
+			x := begin(t, p, pe, de, 3, 0, msg.PendingStep{Step: step, End: 2048})
+			bound(t, d)
+			pe.SignalLayer(0, step)
+			if side == "source" {
+				if err := pe.Cancel(x.src, "aborted", true); err != nil {
+					t.Fatal(err)
+				}
+			} else if err := de.Cancel(x.dst, "aborted", false); err != nil {
+				t.Fatal(err)
+			}
+			dc, sc := de.wait(x.dst), pe.wait(x.src)
+			if side == "source" && (sc.Status != exec.StatusCancelled || dc.Status != exec.StatusFailed) ||
+				side == "destination" && (dc.Status != exec.StatusCancelled || sc.Status != exec.StatusFailed) {
+				t.Errorf("cancelled by the %s: source %d, destination %d", side, sc.Status, dc.Status)
+			}
+			// The blocks are the engine's again: nothing of that transfer may touch them.
+			b, _ := de.region.Bytes()
+			clear(b)
+			for l := range testShape.Layers {
+				pe.SignalLayer(l, step)
+			}
+			pe.SignalStep(step)
+			y := begin(t, p, pe, de, 4, tokens)
+			de.ok(y.dst)
+			pe.ok(y.src)
+			same(t, pe, de, y.pt, y.dt, tokens, 0)
+			owned := map[uint32]bool{}
+			for _, k := range y.dt {
+				owned[k] = true
+			}
+			for k := range testShape.NumBlocks {
+				if !owned[k] && strings.Trim(string(de.shape.Page(de.region, 0, k)), "\x00") != "" {
+					t.Fatalf("block %d was written after its lease was cancelled", k)
+				}
+			}
+		}
+	})
+}
+
+// Lanes die under transfers, again and again: each transfer ends well all the same.
+func TestKillLanes(t *testing.T) {
+	each(t, func(t *testing.T, p, d *running) {
+		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+		stop := make(chan struct{})
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			tick := time.NewTicker(30 * time.Millisecond)
+			defer tick.Stop()
+			for i := 0; ; i++ {
+				select {
+				case <-stop:
+					return
+				case <-tick.C:
+				}
+				n := []*running{p, d}[i%2]
+				n.d.bindMu.RLock()
+				for _, e := range n.d.lanes {
+					if e.lane.Peer() != n.boot {
+						n.closeLane(e)
+						break
+					}
+				}
+				n.d.bindMu.RUnlock()
+			}
+		}()
+		for i := range 20 {
+			pe.random()
+			x := begin(t, p, pe, de, uint64(i), tokens)
+			de.ok(x.dst)
+			same(t, pe, de, x.pt, x.dt, tokens, 0)
+			pe.ok(x.src)
+		}
+		close(stop)
+		<-done
+	})
+}
+
+// One sidecar serves both sides.
+func TestSelf(t *testing.T) {
+	for _, tr := range []string{"tcp", "shm"} {
+		t.Run(tr, func(t *testing.T) {
+			p := start(t, newHub(), func(c *config.Config) { c.Transports.Order = []string{tr} })
+			pe, de := newEngine(t, p, testShape), newEngine(t, p, testShape)
+			for i := range 5 {
+				pe.random()
+				x := begin(t, p, pe, de, uint64(i), tokens)
+				de.ok(x.dst)
+				same(t, pe, de, x.pt, x.dt, tokens, 0)
+				pe.ok(x.src)
+			}
+		})
+	}
+}
+
+// An engine that is told to recompute gets its blocks back by the deadline and not before the fence, with nobody there.
+func TestNobodyThere(t *testing.T) {
+	p, d := pairOf(t, "tcp")
+	de := newEngine(t, d, testShape)
+	pr := newPrompt(64)
+	dt := []uint32{0, 1, 2, 3}
+	for _, peer := range []string{p.Endpoint(), "127.0.0.1:1"} {
+		lease, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: peer, Skip: []uint32{0}, Blocks: [][]uint32{dt},
+			DeadlineMS: 2000, PartnerMS: 300})
+		if err != nil {
+			t.Fatal(err)
+		}
+		from := time.Now()
+		if c := de.wait(lease); c.Status != exec.StatusExpired || time.Since(from) > time.Second {
+			t.Errorf("peer %s: status %d (%s) after %v", peer, c.Status, c.Received.Reason, time.Since(from))
+		}
+	}
+}
+
+func TestHTTP(t *testing.T) {
+	p, d := pairOf(t, "tcp")
+	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+	x := begin(t, p, pe, de, 1, tokens)
+	de.ok(x.dst)
+	pe.ok(x.src)
+	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready", "/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight",
+		"/metrics": `kvspray_transfer_transfers_total{outcome="ok",side="source"`} {
+		if code, body := get(t, p, path); code != 200 || !strings.Contains(body, want) {
+			t.Errorf("GET %s: %d, want %q in %s", path, code, want, body)
+		}
+	}
+	p.draining.Store(true)
+	if code, body := get(t, p, "/readyz"); code != 503 || !strings.Contains(body, "draining") {
+		t.Errorf("GET /readyz while draining: %d %s", code, body)
+	}
+}
