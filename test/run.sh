@@ -46,8 +46,8 @@ part build '^' make build wireflip
 part env 'ready' make env
 if [ "$mode" = attack ]; then
 	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}
-	part attack-go '^packages' counted -run 'Attack|LateWrite' ./transport/... ./sidecar/...
-	part attack-e2e 'passed|failed|error' "$py" -m pytest -q --full test/e2e
+	part attack-go '^packages' counted -v -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)' ./transport/...
+	part attack-e2e 'passed|failed|error' "$py" -m pytest -q test/e2e/test_faults.py
 else
 	part lint '^$' make lint
 	part generate '^' make generate-check

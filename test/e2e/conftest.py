@@ -50,6 +50,8 @@ def zygote() -> Iterator[None]:
 class Cluster:
     """Two sidecars, P, D, and a plain engine R that knows nothing of any of it."""
 
+    transport = "shm"  # what a sidecar's default comes to on one host
+
     def __init__(self, dir: pathlib.Path, config: dict[str, Any] | None = None, start: bool = True) -> None:
         self.dir = dir
         self.sp = rig.Sidecar("sp", dir, config)

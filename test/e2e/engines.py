@@ -274,8 +274,9 @@ class _Loop:
             os._exit(0)
         if kind == "add":
             key, rid, prompt, n_tokens, kv, n = rest
+            # vLLM refuses several greedy samples; the likeliest token alone is the same.
             sp = SamplingParams(
-                temperature=0, max_tokens=n_tokens, ignore_eos=True, n=n, output_kind=RequestOutputKind.FINAL_ONLY,
+                temperature=0 if n == 1 else 1, top_k=0 if n == 1 else 1, max_tokens=n_tokens, ignore_eos=True, n=n, output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args={"kv_transfer_params": kv} if kv else None,
             )  # fmt: skip
             if n_tokens > 1 and n == 1:

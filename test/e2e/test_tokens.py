@@ -13,9 +13,12 @@ from engines import Out
 from prompts import BLOCK, LENGTHS, fresh
 
 
-@pytest.fixture(scope="module")
-def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
-    out = Cluster(workdir)
+@pytest.fixture(scope="module", params=["tcp", "shm"])
+def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    dir = workdir / request.param
+    dir.mkdir()
+    out = Cluster(dir, {"transports": {"order": [request.param]}, "transfer": {"partner": "3s"}})
+    out.transport = request.param
     try:
         # P's pool holds two long prompts at most, and lets them in before it knows that both fit: so that it has to preempt.
         out.spawn("P", kv_cache_memory_bytes=6 << 20, scheduler_reserve_full_isl=False, long_prefill_token_threshold=128)
@@ -52,11 +55,12 @@ class Moved:
         self.recomputed = grew("vllm:kvspray_recompute_tokens_total")
         self.alone = grew("vllm:kvspray_served_alone_total")
         self.bytes = grew("vllm:kvspray_bytes_total", side="received")
+        self.routed = grew("vllm:kvspray_bytes_total", side="received", transport=self.c.transport)
 
     def all_loaded(self, requests: int) -> None:
         """Every request had its transfer, and computed at most its last token."""
         assert (self.ok, self.all, self.recomputed, self.alone) == (requests, requests, 0, 0), vars(self)
-        assert self.computed <= requests, vars(self)
+        assert self.computed <= requests and self.routed == self.bytes > 0, vars(self)
 
 
 def same(got: Out, want: Out) -> None:
@@ -236,6 +240,29 @@ def test_abort_on_either_side(c: Cluster) -> None:
     moved.all_loaded(1)
     c.settle()
     assert {e.name: e.free_blocks() for e in (c.p, c.d)} == free
+
+
+def test_long_prompts_stream_while_prefill_runs(c: Cluster) -> None:
+    """Eight prefill steps or more: most bytes land before the last one ends."""
+    for n in (2048, 4096):
+        prompt = fresh(n, ("early", n))
+        with Moved(c) as moved:
+            got = c.both(prompt)
+        same(got, c.r.run(prompt, 12))
+        moved.all_loaded(1)
+        c.settle()
+        trace = [t for t in c.sp.lines(c.sp.transfers) if t["side"] == "source"][-1]
+        assert trace["bytes"] == moved.bytes
+        assert trace["early_bytes"] >= 0.75 * trace["bytes"], trace
+
+
+def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
+    c.settle()
+    sides = []
+    for s in (c.sp, c.sd):
+        sides.append({tuple(b[k] for k in ("xfer", "hash", "dest", "group", "layer", "block")): b["sha256"] for b in s.lines(s.hashes)})
+    assert len(sides[1]) > 1000
+    assert sides[0] == sides[1]
 
 
 def test_metrics_of_both_sides(c: Cluster) -> None:

@@ -159,6 +159,8 @@ def complete(port: int, prompt: Any, max_tokens: int = 12, n: int = 1, rid: str 
         "model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
         "stream": True, "return_token_ids": True, "n": n, **more,
     }  # fmt: skip
+    if n > 1:  # vLLM refuses several greedy samples; the likeliest token alone is the same
+        body.update(temperature=1, top_k=1)
     start = time.monotonic()
     ttft = 0.0
     tokens: dict[int, list[int]] = {}
