@@ -110,6 +110,7 @@ class Sidecar:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        self._reader.join(TIMEOUT_S)
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 try:

@@ -116,6 +116,8 @@ class Fake:
         self.session: Session | None = None
         self.reading = options.get("reading", True)
         self.listen()
+        self.left: set[int] = set()
+        self.sources: set[int] = set()
         self.stdin = b""
         os.set_blocking(0, False)
         self.sel.register(0, selectors.EVENT_READ, self.command)
@@ -159,7 +161,7 @@ class Fake:
         elif kind == TYPES["REGISTER"]:
             self.register(s, m, list(fds), data[4:].hex())
         elif kind == TYPES["AWAIT"]:
-            emit("await", hex=data[4:].hex(), id=m["id"], ttl_ms=m["ttl_ms"], xfer=m["xfer"].hex(), hash=m["hash"].hex(), peer=m["peer"], tokens=m["tokens"])
+            emit("await", raw=data[4:].hex(), **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()})
         elif kind == TYPES["BYE"]:
             emit("bye", reason=m["reason"])
 
@@ -198,6 +200,8 @@ class Fake:
         fmagic, _, _, boot, layers, stride, layer_at, load_at, epoch_at, ftotal, _ = struct.unpack_from("<IHH16sIIQQQQQ", s.flags)
         assert (fmagic, stride, ftotal) == (0x464C5350, 64, len(s.flags))
         s.flags_at = (layer_at, load_at, epoch_at)
+        self.left.clear()
+        self.sources.clear()
         self.sub = Ring(s.rings, sub, sub_bytes)
         self.comp = Ring(s.rings, comp, comp_bytes)
         self.sel.register(s.doorbell, selectors.EVENT_READ, lambda: self.drain(s))
@@ -209,6 +213,8 @@ class Fake:
         self.drain(s)
 
     def drain(self, s: Session) -> None:
+        if s.rings is None:
+            return  # dropped in the same turn
         try:
             os.read(s.doorbell, 8)
         except BlockingIOError:
@@ -220,9 +226,28 @@ class Fake:
                     return
                 continue
             kind, lease, seq, epoch, body = record
-            emit("record", name=RECORD_NAMES[kind], lease=lease, seq=seq, epoch=epoch, hex=body.hex())
-            if kind == RECORDS["EXPECT"] and self.o.get("echo"):
-                self.push(s, RECORDS["RECEIVED"], 0, lease, msgpack.packb({"bytes": 1, "us": 2, "transport": "tcp", "reason": "", "recompute": []}))
+            if not self.o.get("quiet"):
+                emit("record", name=RECORD_NAMES[kind], lease=lease, seq=seq, epoch=epoch, hex=body.hex())
+            if self.o.get("auto"):
+                self.auto(s, kind, lease)
+
+
+    def auto(self, s: Session, kind: int, lease: int) -> None:
+        """Plays a whole sidecar: expectations land, held and cancelled sources end; with `lazy`, some leases are left alone."""
+        if kind == RECORDS["EXPECT"]:
+            if lease % 5 == self.o.get("lazy", -1):
+                self.left.add(lease)
+                return
+            self.push(s, RECORDS["RECEIVED"], 0, lease, msgpack.packb({"bytes": 1, "us": 2, "transport": "tcp", "reason": "", "recompute": []}))
+        elif kind == RECORDS["CANCEL"] and lease in self.left:
+            self.left.discard(lease)
+            self.push(s, RECORDS["RECEIVED"], 2, lease, msgpack.packb({"bytes": 0, "us": 2, "transport": "", "reason": "", "recompute": []}))
+        elif kind == RECORDS["INTENT"]:
+            self.sources.add(lease)
+        elif kind in (RECORDS["HOLD"], RECORDS["CANCEL"]) and lease in self.sources:
+            self.sources.discard(lease)
+            status = 0 if kind == RECORDS["HOLD"] else 2
+            self.push(s, RECORDS["SENT"], status, lease, msgpack.packb({"grants": 1, "bytes": 1, "reason": ""}))
 
     def push(self, s: Session, *args: Any, **kw: Any) -> None:
         ok = self.comp.push(*args, **kw)
@@ -283,6 +308,11 @@ class Fake:
         elif cmd == "close":
             if s is not None:
                 self.drop(s)
+        elif cmd == "garbage":
+            if s is not None and s.rings is not None:
+                self.push(s, 77, 9, 1 << 60, b"\xc1" * 9)
+                self.push(s, RECORDS["RECEIVED"], 0, 1 << 60, b"\xc1")
+                self.comp.store(HEAD, self.comp.pos + 16)
         elif cmd == "listen":
             if c["on"]:
                 self.listen()

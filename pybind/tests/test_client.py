@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pathlib
+import random
 import signal
 import threading
 import time
@@ -506,11 +507,93 @@ def test_wait_does_not_hold_the_interpreter(sidecar: Make, worker: Make) -> None
 
 
 def test_many_completions_wake_the_waiter(sidecar: Make, worker: Make) -> None:
-    sidecar(echo=True)
+    sidecar(auto=True)
     w = worker()
     for _ in range(300):
         lease = expect(w)
         assert poll_one(w).lease == lease
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
+    """Random engine calls while sidecars are killed, stopped, cut off and replaced: each lease completes exactly once, in time."""
+    rng = random.Random(seed)
+    options = {"deadline_ms": 600, "grace_ms": 400, "auto": True, "quiet": True, "lazy": 3}
+    current: Sidecar = sidecar(**options)
+    w = worker()
+    opened: dict[int, float] = {}
+    sources: list[int] = []
+    done: dict[int, kvspray.Completion] = {}
+
+    def collect() -> None:
+        for c in w.poll():
+            assert c.lease in opened and c.lease not in done, c
+            done[c.lease] = c
+
+    stop = time.monotonic() + 2.5
+    trouble = time.monotonic() + 0.2
+    step = 0
+    while time.monotonic() < stop:
+        choice = rng.random()
+        if choice < 0.3:
+            lease = w.intent(XFER, HASH, 64, [[1, 2, 3, 4]])
+            if lease:
+                opened[lease] = time.monotonic()
+                sources.append(lease)
+        elif choice < 0.6:
+            lease = w.expect(XFER, HASH, "a:1", 64, 0, [[1, 2, 3, 4]])
+            if lease:
+                opened[lease] = time.monotonic()
+        elif choice < 0.8 and sources:
+            step += 1
+            w.step(step, [(lease, rng.randrange(1, 64), [[5, 6, 7]] if rng.random() < 0.5 else None) for lease in sources[-8:]])
+            if rng.random() < 0.7:
+                w.signal_step(step)
+        elif choice < 0.84 and sources:
+            w.preempt(rng.choice(sources))
+        elif choice < 0.9 and opened:
+            w.cancel(rng.choice(list(opened)))
+        elif sources:
+            w.hold(sources.pop(rng.randrange(len(sources))))
+        collect()
+        w.wait(0.001)
+        if time.monotonic() > trouble:
+            trouble += rng.uniform(0.1, 0.5)
+            what = rng.choice(["kill", "stop", "close", "replace", "garbage"])
+            if what == "kill" or current.process.poll() is not None:  # or the shim killed it already
+                current.kill()
+                current = sidecar(**options)
+            elif what == "stop":
+                current.signal(signal.SIGSTOP)
+                if rng.random() < 0.5:
+                    current = sidecar(**options)  # the old one stays stopped, and is killed in time
+                else:
+                    current.signal(signal.SIGCONT)
+            elif what == "close":
+                current.tell("close")
+            elif what == "replace":
+                current = sidecar(**options)  # beside a living one that nobody talks to
+                current.tell("close")
+            else:
+                current.tell("garbage")
+    for lease in sources:
+        w.hold(lease)
+    try:
+        until(lambda: (collect(), len(done) == len(opened))[1], "every lease is complete", 6)
+    except AssertionError:
+        raise AssertionError((len(opened), sorted(set(opened) - set(done))[:5], w.status())) from None
+    assert w.status().leases == 0
+    late = [c for c in w.poll()]
+    assert not late
+    assert len(done) > 50
+
+
+def test_default_path(sidecar: Make, socket_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_path.parent))
+    socket_path.with_name("kvspray.sock").symlink_to(socket_path.name)
+    sidecar()
+    with kvspray.SchedulerClient(engine=ENGINE) as c:
+        assert c.wait_connected(TIMEOUT_S)
 
 
 def test_regions(sidecar: Make, worker: Make) -> None:
@@ -581,7 +664,7 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
         assert first is not None and first.state == AdmissionState.PENDING
         s: Sidecar = sidecar()
         a = s.expect("await")
-        canonical("AWAIT", a["hex"])
+        canonical("AWAIT", a["raw"])
         assert (a["xfer"], a["hash"], a["peer"], a["tokens"]) == (XFER.hex(), HASH.hex(), "127.0.0.1:9", 40) and a["ttl_ms"] <= 30000
         assert c.connected and c.endpoint == "127.0.0.1:7001"
         assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
