@@ -435,13 +435,18 @@ type nodeView struct {
 	Version    string   `json:"version"`
 	Endpoint   string   `json:"endpoint"`
 	Transports []string `json:"transports"`
+	Sessions   []string `json:"sessions"` // registered engine workers
 	Ready      bool     `json:"ready"`
 	Draining   bool     `json:"draining"`
 }
 
 func (n *Node) describe() nodeView {
-	return nodeView{Node: n.cfg.Node, Boot: n.boot.String(), Version: n.version, Endpoint: n.Endpoint(), Transports: n.names(), Ready: n.Ready(),
-		Draining: n.draining.Load()}
+	v := nodeView{Node: n.cfg.Node, Boot: n.boot.String(), Version: n.version, Endpoint: n.Endpoint(), Transports: n.names(), Sessions: []string{},
+		Ready: n.Ready(), Draining: n.draining.Load()}
+	for _, w := range n.engine.Workers() {
+		v.Sessions = append(v.Sessions, w.Name)
+	}
+	return v
 }
 
 type laneView struct {
