@@ -1,0 +1,311 @@
+// Package copybench is `kvspray bench copy`: scattered blocks between two processes through a real backend, beside what the
+// same machine does at best at the same moment.
+//
+// The command starts itself a second time: the parent is the source, the child the destination, each with a region of 512
+// MiB in a memfd. Blocks lie at random places on both sides. Each round moves everything once through the backend and once
+// through the baseline, in turns, so that a noisy machine disturbs both alike; the ratio is the median of the rounds' own
+// ratios. Content is checked after every round, outside the time.
+//
+// Baselines. tcp: a plain Go stream, writev of contiguous 256 KiB pieces from one memfd, readv of the same pieces into the
+// other, over as many connections. shm: a C program that copies the same scattered blocks between the same memfds by memcpy
+// with as many threads (bench/baseline/memcpy.c).
+//
+// Goroutines belong to one run and are joined before it ends.
+package copybench
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+)
+
+// Sizes.
+const (
+	regionBytes = 512 << 20
+	maxConns    = 64
+	maxRounds   = 1000
+	minBlock    = 512
+)
+
+// options are the flags.
+type options struct {
+	Transport string
+	Blocks    []int
+	Total     int
+	Conns     int
+	Window    int
+	Slice     int
+	Rounds    int
+	Integrity string
+	Baseline  string
+	JSON      bool
+	Role      string
+}
+
+// NewCopyCommand returns the `copy` command.
+func NewCopyCommand() *cobra.Command {
+	var o options
+	var blocks, total, slice string
+	c := &cobra.Command{
+		Use:   "copy",
+		Short: "Move scattered blocks between two processes and compare with what the machine can do",
+		Long: `Moves scattered random blocks between two processes through a real transport, in turns with a baseline: for tcp a
+plain Go stream with as many connections, for shm a C memcpy over the same blocks with as many threads. Content is checked.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if o.Role == roleSink {
+				return runSink(cmd.Context(), os.Stdin, os.Stdout)
+			}
+			var err error
+			if o.Blocks, err = parseSizes(blocks); err != nil {
+				return fmt.Errorf("--blocks: %w", err)
+			}
+			one := func(flag, s string) (int, error) {
+				v, err := parseSizes(s)
+				if err == nil && len(v) != 1 {
+					err = fmt.Errorf("%q: one size is wanted", s)
+				}
+				if err != nil {
+					return 0, fmt.Errorf("--%s: %w", flag, err)
+				}
+				return v[0], nil
+			}
+			if o.Total, err = one("total", total); err != nil {
+				return err
+			}
+			if slice != "" {
+				if o.Slice, err = one("slice", slice); err != nil {
+					return err
+				}
+			}
+			if err := o.check(); err != nil {
+				return err
+			}
+			path := []string{cmd.Name()}
+			for p := cmd.Parent(); p != nil && p.HasParent(); p = p.Parent() {
+				path = append(path, p.Name())
+			}
+			slices.Reverse(path)
+			rep, err := run(cmd.Context(), o, path, cmd.ErrOrStderr())
+			if err != nil {
+				return err
+			}
+			if o.JSON {
+				e := json.NewEncoder(cmd.OutOrStdout())
+				e.SetIndent("", "  ")
+				return e.Encode(rep)
+			}
+			return rep.print(cmd.OutOrStdout())
+		},
+	}
+	f := c.Flags()
+	f.StringVar(&o.Transport, "transport", "tcp", "tcp or shm")
+	f.StringVar(&blocks, "blocks", "4KiB,16KiB,64KiB,1MiB,16MiB", "block sizes, separated by commas")
+	f.StringVar(&total, "total", "256MiB", "bytes moved in one round, at most 512MiB")
+	f.IntVar(&o.Conns, "conns", 1, "connections, or lanes and copying threads for shm")
+	f.IntVar(&o.Window, "window", 4, "slices under way on each lane")
+	f.StringVar(&slice, "slice", "", "bytes of a slice (default: what the transport suggests)")
+	f.IntVar(&o.Rounds, "rounds", 9, "measured rounds for each block size")
+	f.StringVar(&o.Integrity, "integrity", "off", "off or crc32c (tcp)")
+	f.StringVar(&o.Baseline, "baseline", "", "the C baseline of shm (default: kvspray-memcpy beside this binary, or in .build)")
+	f.BoolVar(&o.JSON, "json", false, "print JSON")
+	f.StringVar(&o.Role, "role", "", "for the second process")
+	_ = f.MarkHidden("role")
+	return c
+}
+
+func (o *options) check() error {
+	switch {
+	case o.Transport != "tcp" && o.Transport != "shm":
+		return fmt.Errorf("--transport %q: must be tcp or shm", o.Transport)
+	case o.Integrity != "off" && o.Integrity != "crc32c":
+		return fmt.Errorf("--integrity %q: must be off or crc32c", o.Integrity)
+	case o.Integrity == "crc32c" && o.Transport != "tcp":
+		return fmt.Errorf("--integrity crc32c: %s has no wire to be damaged on; use off", o.Transport)
+	case o.Conns < 1 || o.Conns > maxConns:
+		return fmt.Errorf("--conns %d: must be 1 to %d", o.Conns, maxConns)
+	case o.Window < 1:
+		return fmt.Errorf("--window %d: must be positive", o.Window)
+	case o.Rounds < 1 || o.Rounds > maxRounds:
+		return fmt.Errorf("--rounds %d: must be 1 to %d", o.Rounds, maxRounds)
+	case o.Slice%chunk != 0:
+		return fmt.Errorf("--slice %d: must be a multiple of %d", o.Slice, chunk)
+	case o.Total < chunk || o.Total > regionBytes || o.Total%chunk != 0:
+		return fmt.Errorf("--total %d: must be a multiple of %d, at most %d", o.Total, chunk, regionBytes)
+	}
+	for _, b := range o.Blocks {
+		if b < minBlock || b&(b-1) != 0 || o.Total%b != 0 {
+			return fmt.Errorf("--blocks %d: must be a power of two, %d at least, that divides --total %d", b, minBlock, o.Total)
+		}
+	}
+	return nil
+}
+
+// parseSizes reads "4KiB,1MiB".
+func parseSizes(s string) ([]int, error) {
+	var out []int
+	for _, f := range strings.Split(s, ",") {
+		f = strings.TrimSpace(f)
+		num, shift := f, 0
+		for _, u := range []struct {
+			suffix string
+			shift  int
+		}{{"KiB", 10}, {"MiB", 20}, {"GiB", 30}} {
+			if n, ok := strings.CutSuffix(f, u.suffix); ok {
+				num, shift = n, u.shift
+			}
+		}
+		n, err := strconv.Atoi(num)
+		if err != nil || n <= 0 || n > (1<<40)>>shift {
+			return nil, fmt.Errorf("%q: want a size such as 16KiB or 1MiB", f)
+		}
+		out = append(out, n<<shift)
+	}
+	return out, nil
+}
+
+// Result is one block size.
+type Result struct {
+	Block         int        `json:"block_bytes"`
+	GBps          float64    `json:"gb_per_s"`
+	BaselineGBps  float64    `json:"baseline_gb_per_s"`
+	Ratio         float64    `json:"ratio"`
+	Ratios        []float64  `json:"ratios"`
+	Spread        [2]float64 `json:"ratio_min_max"`
+	SpreadGBps    [2]float64 `json:"gb_per_s_min_max"`
+	CPUPerGB      float64    `json:"cpu_s_per_gb"`
+	BaselineCPU   float64    `json:"baseline_cpu_s_per_gb"`
+	ContentErrors int        `json:"content_errors"`
+}
+
+// Report is one run.
+type Report struct {
+	Transport string   `json:"transport"`
+	Integrity string   `json:"integrity"`
+	Conns     int      `json:"conns"`
+	Window    int      `json:"window"`
+	Slice     int      `json:"slice_bytes"`
+	Total     int      `json:"total_bytes"`
+	Rounds    int      `json:"rounds"`
+	Baseline  string   `json:"baseline"`
+	CPU       string   `json:"cpu"`
+	CPUs      int      `json:"cpus"`
+	Kernel    string   `json:"kernel"`
+	Go        string   `json:"go"`
+	Results   []Result `json:"results"`
+}
+
+func (r *Report) host() {
+	r.CPUs, r.Go = runtime.NumCPU(), runtime.Version()
+	var u unix.Utsname
+	if unix.Uname(&u) == nil {
+		r.Kernel = unix.ByteSliceToString(u.Release[:])
+	}
+	b, _ := os.ReadFile("/proc/cpuinfo") // only to name the machine
+	for _, line := range strings.Split(string(b), "\n") {
+		if k, v, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(k) == "model name" {
+			r.CPU = strings.TrimSpace(v)
+			break
+		}
+	}
+}
+
+func (r *Report) print(w io.Writer) error {
+	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %d MiB in slices of %d KiB, %d rounds; %d x %s, Linux %s\nbaseline: %s\n\n",
+		r.Transport, r.Integrity, r.Conns, r.Total>>20, r.Slice>>10, r.Rounds, r.CPUs, r.CPU, r.Kernel, r.Baseline); err != nil {
+		return err
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	_, _ = fmt.Fprintln(t, "block KiB\tGB/s\tbaseline\tratio\tmin\tmax\tCPU s/GB\tbaseline\t")
+	for _, x := range r.Results {
+		_, _ = fmt.Fprintf(t, "%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t\n",
+			x.Block>>10, x.GBps, x.BaselineGBps, x.Ratio, x.Spread[0], x.Spread[1], x.CPUPerGB, x.BaselineCPU)
+	}
+	return t.Flush()
+}
+
+func median(v []float64) float64 {
+	s := slices.Clone(v)
+	slices.Sort(s)
+	if n := len(s); n%2 == 0 {
+		return (s[n/2-1] + s[n/2]) / 2
+	}
+	return s[len(s)/2]
+}
+
+// run is the parent.
+func run(ctx context.Context, o options, path []string, progress io.Writer) (*Report, error) {
+	s, err := newSource(ctx, o, path)
+	if err != nil {
+		return nil, err
+	}
+	defer s.close()
+	rep := &Report{Transport: o.Transport, Integrity: o.Integrity, Conns: o.Conns, Window: s.window, Slice: s.slice, Total: o.Total,
+		Rounds: o.Rounds, Baseline: s.baselineName()}
+	rep.host()
+	seeds := rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64()))
+	for _, b := range o.Blocks {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		res, err := s.measure(ctx, b, seeds)
+		if err != nil {
+			return nil, fmt.Errorf("bench copy: %s, blocks of %d bytes: %w", o.Transport, b, err)
+		}
+		rep.Results = append(rep.Results, *res)
+		_, _ = fmt.Fprintf(progress, "%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f\n", o.Transport, b, res.GBps, res.BaselineGBps, res.Ratio)
+	}
+	return rep, nil
+}
+
+// measure alternates both ways over one block size.
+func (s *source) measure(ctx context.Context, block int, seeds *rand.Rand) (*Result, error) {
+	if err := s.layout(block, seeds.Uint64()); err != nil {
+		return nil, err
+	}
+	res := &Result{Block: block}
+	var ours, base, oursCPU, baseCPU []float64
+	gb := float64(s.o.Total) / 1e9
+	for round := range s.o.Rounds + 1 { // the first one warms up
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		var us, them sample
+		var err error
+		for turn := range 2 {
+			if (turn+round)%2 == 0 {
+				us, err = s.moveAll(ctx, seeds.Uint64())
+			} else {
+				them, err = s.baseline(seeds.Uint64())
+			}
+			if err != nil {
+				return nil, err
+			}
+		}
+		if round == 0 {
+			continue
+		}
+		ours, base = append(ours, gb/us.wall.Seconds()), append(base, gb/them.wall.Seconds())
+		oursCPU, baseCPU = append(oursCPU, us.cpu.Seconds()/gb), append(baseCPU, them.cpu.Seconds()/gb)
+		res.Ratios = append(res.Ratios, them.wall.Seconds()/us.wall.Seconds())
+	}
+	res.GBps, res.BaselineGBps, res.Ratio = median(ours), median(base), median(res.Ratios)
+	res.Spread = [2]float64{slices.Min(res.Ratios), slices.Max(res.Ratios)}
+	res.SpreadGBps = [2]float64{slices.Min(ours), slices.Max(ours)}
+	res.CPUPerGB, res.BaselineCPU = median(oursCPU), median(baseCPU)
+	return res, nil
+}
+
+var errContent = errors.New("content differs after the round")

@@ -1,0 +1,77 @@
+package copybench
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+)
+
+// The test binary is both processes.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == "copy" {
+		c := NewCopyCommand()
+		c.SetArgs(os.Args[2:])
+		c.SilenceUsage = true
+		if err := c.Execute(); err != nil {
+			_, _ = fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+func TestCopy(t *testing.T) {
+	baseline := filepath.Join(t.TempDir(), baselineBinary)
+	if out, err := exec.Command("cc", "-O2", "-pthread", "-o", baseline, "../baseline/memcpy.c").CombinedOutput(); err != nil {
+		t.Fatalf("the C baseline does not build: %v\n%s", err, out)
+	}
+	for _, args := range [][]string{
+		{"--transport", "tcp"},
+		{"--transport", "tcp", "--conns", "3", "--integrity", "crc32c"},
+		{"--transport", "shm", "--conns", "2", "--baseline", baseline},
+	} {
+		c := NewCopyCommand()
+		var out, progress bytes.Buffer
+		c.SetOut(&out)
+		c.SetErr(&progress)
+		c.SetArgs(append(args, "--blocks", "4KiB,1MiB", "--total", "16MiB", "--rounds", "1", "--json"))
+		if err := c.Execute(); err != nil {
+			t.Fatalf("%v: %v\n%s", args, err, progress.String())
+		}
+		var r Report
+		if err := json.Unmarshal(out.Bytes(), &r); err != nil {
+			t.Fatal(err)
+		}
+		if len(r.Results) != 2 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 || r.Results[1].CPUPerGB <= 0 {
+			t.Errorf("%v: %+v", args, r)
+		}
+	}
+}
+
+func TestFlags(t *testing.T) {
+	for _, args := range [][]string{
+		{"--transport", "carrier-pigeon"},
+		{"--blocks", "5KiB"},
+		{"--blocks", "x"},
+		{"--total", "1GiB"},
+		{"--total", "100"},
+		{"--conns", "0"},
+		{"--rounds", "0"},
+		{"--integrity", "md5"},
+		{"--transport", "shm", "--integrity", "crc32c"},
+		{"--slice", "1000"},
+	} {
+		c := NewCopyCommand()
+		c.SetOut(new(bytes.Buffer))
+		c.SetErr(new(bytes.Buffer))
+		c.SetArgs(args)
+		if err := c.Execute(); err == nil {
+			t.Errorf("%v: accepted", args)
+		}
+	}
+}
