@@ -21,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 )
 
@@ -477,7 +478,7 @@ func TestListen(t *testing.T) {
 
 func TestUIDRefused(t *testing.T) {
 	if os.Getuid() != 0 {
-		t.Skip("needs root to connect as another user")
+		testutil.Skip(t, "root", "only root can connect as another user")
 	}
 	r := start(t, func(o *connector.Options) { o.SocketMode = 0o666 })
 	must(t, os.Chmod(filepath.Dir(r.socket), 0o755))

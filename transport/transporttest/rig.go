@@ -24,6 +24,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -107,7 +108,7 @@ func newEnd(tb testing.TB, f Factory) *End {
 	defer cancel()
 	rails, err := e.Backend.Open(ctx, e)
 	if errors.Is(err, transport.ErrNotSupported) {
-		tb.Skipf("%s: %v", e.Backend.Name(), err)
+		testutil.Skip(tb, e.Backend.Name(), err.Error())
 	}
 	if err != nil {
 		tb.Fatalf("open: %v", err)
