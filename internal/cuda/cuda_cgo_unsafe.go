@@ -226,7 +226,9 @@ func (c *Context) OpenIPC(h IPCHandle) (Ptr, error) {
 }
 
 // CloseIPC unmaps what OpenIPC mapped.
-func (c *Context) CloseIPC(p Ptr) error { return check("IpcCloseMemHandle", C.kvc_ipc_close(c.h, C.kvc_ptr(p))) }
+func (c *Context) CloseIPC(p Ptr) error {
+	return check("IpcCloseMemHandle", C.kvc_ipc_close(c.h, C.kvc_ptr(p)))
+}
 
 // Stream is a queue of device work.
 type Stream struct {
@@ -275,7 +277,9 @@ func (s *Stream) Wait64(p Ptr, v uint64) error {
 }
 
 // Wait makes later work of s wait for e.
-func (s *Stream) Wait(e *Event) error { return check("StreamWaitEvent", C.kvc_stream_wait(s.c.h, s.h, e.h)) }
+func (s *Stream) Wait(e *Event) error {
+	return check("StreamWaitEvent", C.kvc_stream_wait(s.c.h, s.h, e.h))
+}
 
 // Event marks a point in a stream.
 type Event struct {

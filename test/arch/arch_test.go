@@ -123,7 +123,9 @@ func covers(list []string, name string) bool {
 	})
 }
 
-func hasPathPrefix(name, prefix string) bool { return name == prefix || strings.HasPrefix(name, prefix+"/") }
+func hasPathPrefix(name, prefix string) bool {
+	return name == prefix || strings.HasPrefix(name, prefix+"/")
+}
 
 func standard(name string) bool {
 	first, _, _ := strings.Cut(name, "/")
