@@ -53,7 +53,7 @@ func childMain() {
 // childShape has as many layers as a usual model.
 var childShape = connectortest.Shape{Layers: 32, NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 64}
 
-const followSteps = 150
+const followSteps = 100
 
 type childWorker struct {
 	*connectortest.Worker

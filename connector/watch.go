@@ -77,6 +77,7 @@ const timerSlack = 1000 // nanoseconds; the default of 50,000 doubles a short sl
 
 func (wt *watcher) run() {
 	defer close(wt.done)
+	spareP()
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine, and its timer slack with it
 	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, timerSlack, 0, 0, 0)
 	p := newPacer(monotonic(unix.CLOCK_MONOTONIC), monotonic(unix.CLOCK_THREAD_CPUTIME_ID))
@@ -88,18 +89,17 @@ func (wt *watcher) run() {
 		if slept {
 			p.resume(monotonic(unix.CLOCK_MONOTONIC), monotonic(unix.CLOCK_THREAD_CPUTIME_ID))
 		}
-		changed := false
+		moved := 0
 		for _, w := range list {
-			if w.flagsMoved() {
-				changed = true
+			if n := w.flagsMoved(); n > 0 {
+				moved += n
 				w.pump()
 			}
 			if w.waiting.Load() == 0 {
 				wt.settle(w)
 			}
 		}
-		ts := unix.NsecToTimespec(int64(p.next(monotonic(unix.CLOCK_MONOTONIC), changed)))
-		_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, 0, &ts, nil)
+		nap(p.next(monotonic(unix.CLOCK_MONOTONIC), moved))
 		if p.due() {
 			p.charge(monotonic(unix.CLOCK_MONOTONIC), monotonic(unix.CLOCK_THREAD_CPUTIME_ID))
 		}
@@ -113,34 +113,32 @@ func monotonic(clock int32) time.Duration {
 }
 
 // flagsMoved compares the flags with what the watcher saw last. One load per flag, no lock.
-func (w *worker) flagsMoved() bool {
-	moved := false
+func (w *worker) flagsMoved() int {
+	moved := 0
 	for i := range w.seen {
 		if v := w.flags.Layer(i); v != w.seen[i] {
 			w.seen[i] = v
-			moved = true
+			moved++
 		}
 	}
 	return moved
 }
 
-// Pacing of the watcher.
+// Pacing of the watcher. One sleep of a thread costs 8 to 20 us of CPU in a virtual machine, whatever is then looked at.
 const (
-	paceMin     = 50 * time.Microsecond
-	paceMax     = 250 * time.Microsecond // while layers come
-	paceIdle    = time.Millisecond       // while an open step does not move
-	paceLooks   = 5                      // looks per layer
-	paceFade    = 16                     // after t without a change, looks are t/paceFade apart
-	paceWindow  = 64                     // looks between two measurements of our own cost
-	paceBudget  = 0.025                  // share of a core
-	paceCeiling = time.Millisecond       // of the floor that the budget raises
+	paceMin    = 50 * time.Microsecond
+	paceIdle   = 2 * time.Millisecond // between looks while an open step does not move
+	paceLate   = 8                    // a layer that is late is looked for every gap/paceLate
+	paceFade   = 16                   // after t without a change, looks are at least t/paceFade apart
+	paceWindow = 64                   // looks between two measurements of our own cost
+	paceBudget = 0.015                // of a core, this thread alone
 )
 
-// pacer decides how long to sleep between two looks: a fraction of the time between layers, longer when nothing moves, and
-// never so short that looking costs more than its budget. Pure: times are arguments.
+// pacer decides how long to sleep between two looks: until just before the next layer is due, then at a fraction of the time
+// between layers, and never so short that looking costs more than its budget. Pure: times are arguments.
 type pacer struct {
 	last  time.Duration // when a flag moved last
-	gap   time.Duration // learned time between moves
+	gap   time.Duration // learned time between layers
 	floor time.Duration // raised by the budget
 	looks int
 	wall  time.Duration // at the last measurement
@@ -148,7 +146,7 @@ type pacer struct {
 }
 
 func newPacer(now, cpu time.Duration) *pacer {
-	return &pacer{last: now, gap: paceLooks * 2 * paceMin, floor: paceMin, wall: now, cpu: cpu}
+	return &pacer{last: now, gap: 4 * paceMin, floor: paceMin, wall: now, cpu: cpu}
 }
 
 // resume starts a new stretch after a sleep without anything to follow; what was learned stays.
@@ -156,29 +154,28 @@ func (p *pacer) resume(now, cpu time.Duration) {
 	p.last, p.wall, p.cpu, p.looks = now, now, cpu, 0
 }
 
-// next returns the time to sleep.
-func (p *pacer) next(now time.Duration, changed bool) time.Duration {
-	since := now - p.last
-	if changed {
-		// Pauses between steps are no gaps between layers.
-		if since < 8*p.gap || since < paceIdle {
-			p.gap += (min(since, paceLooks*paceMax) - p.gap) / 8
-		}
-		p.last, since = now, 0
-	}
+// next returns the time to sleep; moved is how many flags this look has found changed.
+func (p *pacer) next(now time.Duration, moved int) time.Duration {
 	p.looks++
-	d := min(max(p.gap/paceLooks, p.floor), max(paceMax, p.floor))
-	return max(d, min(since/paceFade, paceIdle))
+	since := now - p.last
+	if moved == 0 {
+		return max(p.gap/paceLate, p.floor, min(since/paceFade, paceIdle), paceMin)
+	}
+	// A pause between two steps is no gap between layers: one sample counts only so far.
+	p.gap += (min(since/time.Duration(moved), 4*p.gap) - p.gap) / 8
+	p.gap = max(p.gap, paceMin)
+	p.last = now
+	return max(p.gap*7/8, p.floor)
 }
 
 func (p *pacer) due() bool { return p.looks >= paceWindow }
 
-// charge compares what looking has cost with the budget.
+// charge compares what looking has cost with the budget. The ceiling keeps an unlucky measurement from blinding the watcher.
 func (p *pacer) charge(now, cpu time.Duration) {
 	share := float64(cpu-p.cpu) / float64(max(now-p.wall, 1))
 	switch {
 	case share > paceBudget:
-		p.floor = min(p.floor*5/4, paceCeiling)
+		p.floor = min(p.floor*5/4, paceIdle)
 	case share < paceBudget*3/4:
 		p.floor = max(p.floor*9/10, paceMin)
 	}

@@ -1,0 +1,60 @@
+package connector
+
+import (
+	"testing"
+	"time"
+)
+
+// TestPacer plays engines of several paces against the pacer, with a price for each look.
+func TestPacer(t *testing.T) {
+	const price = 10 * time.Microsecond // of CPU for each look
+	for _, c := range []struct {
+		name        string
+		gap         time.Duration // between layers
+		maxLate     time.Duration // mean time from a flag to the look that sees it
+		maxLooksPer float64       // looks per second
+	}{
+		{"fast GPU", 100 * time.Microsecond, 500 * time.Microsecond, 2500},
+		{"20 ms steps", 625 * time.Microsecond, 500 * time.Microsecond, 2500},
+		{"large model", 3 * time.Millisecond, 400 * time.Microsecond, 2000},
+		{"CPU engine", 20 * time.Millisecond, 2 * time.Millisecond, 700},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p := newPacer(0, 0)
+			var now, cpu, late time.Duration
+			next := c.gap // when the next flag moves
+			looks, seen := 0, 0
+			for now < 10*time.Second {
+				looks++
+				cpu += price
+				moved := 0
+				for next <= now {
+					late += now - next
+					next += c.gap
+					moved++
+				}
+				seen += moved
+				now += p.next(now, moved) + 30*time.Microsecond
+				if p.due() {
+					p.charge(now, cpu)
+				}
+			}
+			mean := late / time.Duration(seen)
+			rate := float64(looks) / now.Seconds()
+			t.Logf("%d looks a second, %s late on average, %.2f%% of a core", int(rate), mean, 100*float64(cpu)/float64(now))
+			if mean > c.maxLate || rate > c.maxLooksPer {
+				t.Errorf("mean lateness %s (at most %s), %d looks a second (at most %d)", mean, c.maxLate, int(rate), int(c.maxLooksPer))
+			}
+		})
+	}
+	// An open step that does not move fades to the idle pace.
+	p := newPacer(0, 0)
+	if d := p.next(time.Second, 0); d != paceIdle {
+		t.Errorf("after a second without a flag: %s between looks, want %s", d, paceIdle)
+	}
+	// And one layer after a long pause does not make the pace a slow one.
+	p.next(time.Second, 1)
+	if d := p.next(time.Second+100*time.Microsecond, 0); d > 500*time.Microsecond {
+		t.Errorf("after a pause: %s between looks", d)
+	}
+}
