@@ -18,11 +18,10 @@ func BenchmarkBlock4K(b *testing.B) {
 	for _, transport := range []string{"tcp", "shm"} {
 		for _, mode := range []string{"grant-there", "grant-later"} {
 			b.Run(transport+"/"+mode, func(b *testing.B) {
-				h := newHub()
 				f := func(c *config.Config) {
 					c.Transports.Order, c.Trace.BlockHashes, c.Trace.Transfers = []string{transport}, "", ""
 				}
-				p, d := start(b, h, f), start(b, h, f)
+				p, d := start(b, f), start(b, f)
 				pe, de := newEngine(b, p, shape), newEngine(b, d, shape)
 				var took []time.Duration
 				for i := 0; b.Loop(); i++ {

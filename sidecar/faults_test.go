@@ -204,7 +204,7 @@ func TestKillLanes(t *testing.T) {
 func TestSelf(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {
-			p := start(t, newHub(), func(c *config.Config) { c.Transports.Order = []string{tr} })
+			p := start(t, func(c *config.Config) { c.Transports.Order = []string{tr} })
 			pe, de := newEngine(t, p, testShape), newEngine(t, p, testShape)
 			for i := range 5 {
 				pe.random()

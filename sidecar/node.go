@@ -54,20 +54,19 @@ type Node struct {
 	version string
 	grace   time.Duration
 
-	reg       *parseblock.Registry
-	metrics   *metrics.Set
-	gather    prometheus.Gatherer
-	backends  transport.Registry
-	rails     map[string][]transport.Rail // ours, by backend
-	engine    *connector.Server
-	peers     peers
-	d         driver
-	dial      dialer
-	hashes    *hashes
-	records   *records
-	totals    totals
-	self      transport.Peer
-	makePeers func(*Node) (peers, error)
+	reg      *parseblock.Registry
+	metrics  *metrics.Set
+	gather   prometheus.Gatherer
+	backends transport.Registry
+	rails    map[string][]transport.Rail // ours, by backend
+	engine   *connector.Server
+	peers    peers
+	d        driver
+	dial     dialer
+	hashes   *hashes
+	records  *records
+	totals   totals
+	self     transport.Peer
 
 	ready    atomic.Bool
 	draining atomic.Bool

@@ -44,7 +44,7 @@ func socketDir(t testing.TB) string {
 	return dir
 }
 
-func start(t testing.TB, h *hub, change func(*config.Config)) *running {
+func start(t testing.TB, change func(*config.Config)) *running {
 	t.Helper()
 	dir := socketDir(t)
 	cfg := config.Default()
@@ -59,10 +59,10 @@ func start(t testing.TB, h *hub, change func(*config.Config)) *running {
 	if change != nil {
 		change(cfg)
 	}
-	return startConfig(t, h, cfg)
+	return startConfig(t, cfg)
 }
 
-func startConfig(t testing.TB, h *hub, cfg *config.Config) *running {
+func startConfig(t testing.TB, cfg *config.Config) *running {
 	t.Helper()
 	var out io.Writer = io.Discard
 	if testing.Verbose() {
@@ -71,9 +71,6 @@ func startConfig(t testing.TB, h *hub, cfg *config.Config) *running {
 	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.NewTextHandler(out, &slog.HandlerOptions{Level: slog.LevelDebug}))})
 	if err != nil {
 		t.Fatal(err)
-	}
-	if h != nil {
-		n.makePeers = h.make
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -210,9 +207,8 @@ func same(t testing.TB, p, d *engine, pt, dt []uint32, tokens, skip uint32) {
 
 func pairOf(t testing.TB, transports ...string) (p, d *running) {
 	t.Helper()
-	h := newHub()
 	f := func(c *config.Config) { c.Transports.Order = transports }
-	return start(t, h, f), start(t, h, f)
+	return start(t, f), start(t, f)
 }
 
 // Whole prompts of many lengths, over random block tables, with and without tokens that the receiver has already.
