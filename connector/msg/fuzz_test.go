@@ -1,0 +1,159 @@
+package msg
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"runtime"
+	"testing"
+)
+
+// hostile are inputs that announce more than they hold, nest without end, or lie about types.
+func hostile() [][]byte {
+	deep := bytes.Repeat([]byte{0x81, 0xa1, 'x'}, 100_000)
+	arrays := bytes.Repeat([]byte{0x91}, 100_000)
+	return [][]byte{
+		{}, {0xc1}, {0x80}, {0x81}, {0x90},
+		{0xdf, 0xff, 0xff, 0xff, 0xff},
+		{0xde, 0xff, 0xff, 0xa1, 'x'},
+		append([]byte{0x81, 0xa1, 'x'}, 0xdd, 0x7f, 0xff, 0xff, 0xff),
+		append([]byte{0x81, 0xa6}, append([]byte("blocks"), 0x91, 0xc6, 0xff, 0xff, 0xff, 0xff)...),
+		append([]byte{0x81, 0xa6}, append([]byte("blocks"), 0xdd, 0xff, 0xff, 0xff, 0xff)...),
+		append([]byte{0x81, 0xa4}, append([]byte("reqs"), 0xdd, 0xff, 0xff, 0xff, 0xff)...),
+		append([]byte{0x81, 0xa7}, append([]byte("regions"), 0xdd, 0xff, 0xff, 0xff, 0xff)...),
+		append([]byte{0x81, 0xa9}, append([]byte("recompute"), 0xdc, 0xff, 0xff)...),
+		append([]byte{0x81, 0xa9}, append([]byte("transfers"), 0xdf, 0xff, 0xff, 0xff, 0xff)...),
+		append([]byte{0x81, 0xa8}, append([]byte("features"), 0xdc, 0xff, 0xff)...),
+		append([]byte{0x81, 0xa6}, append([]byte("layout"), deep...)...),
+		deep, arrays, append([]byte{0x81, 0xa1, 'x'}, arrays...),
+	}
+}
+
+func seeds(f *testing.F, kind string) {
+	socket, records := goldenVectors(f)
+	for _, v := range append(socket, records...) {
+		if v.Kind != kind {
+			continue
+		}
+		b, err := hex.DecodeString(v.Hex)
+		if err != nil {
+			f.Fatal(err)
+		}
+		if kind == "socket" {
+			f.Add(b)
+		} else {
+			f.Add(recordTypes[v.Type], b)
+		}
+	}
+	for _, h := range hostile() {
+		if len(h) > 4096 {
+			continue // TestHostile has them; they only slow mutation down
+		}
+		if kind == "socket" {
+			for t := TypeHello; t <= TypeStats; t++ {
+				f.Add(append(binary.LittleEndian.AppendUint32(nil, uint32(t)), h...))
+			}
+		} else {
+			for _, t := range recordTypes {
+				f.Add(t, h)
+			}
+		}
+	}
+}
+
+// FuzzPacket: no packet makes the decoder fail otherwise than by an error of ours, and what decodes encodes to a fixed point.
+func FuzzPacket(f *testing.F) {
+	seeds(f, "socket")
+	f.Fuzz(func(t *testing.T, b []byte) {
+		m, err := DecodePacket(b)
+		if err != nil {
+			var e *Error
+			var u *UnknownType
+			if !errors.As(err, &e) && !errors.As(err, &u) {
+				t.Fatalf("error of type %T: %v", err, err)
+			}
+			return
+		}
+		once, err := EncodePacket(m)
+		if err != nil {
+			return // grew past a packet
+		}
+		again, err := DecodePacket(once)
+		if err != nil {
+			t.Fatalf("own encoding refused: %v\n%x", err, once)
+		}
+		twice, err := EncodePacket(again)
+		if err != nil || !bytes.Equal(once, twice) {
+			t.Fatalf("not a fixed point: %v\n%x\n%x", err, once, twice)
+		}
+	})
+}
+
+// FuzzRecord is the same for the bodies of records.
+func FuzzRecord(f *testing.F) {
+	seeds(f, "record")
+	f.Fuzz(func(t *testing.T, typ uint16, b []byte) {
+		m, err := DecodeRecord(typ, b)
+		if err != nil {
+			var e *Error
+			if !errors.As(err, &e) {
+				t.Fatalf("error of type %T: %v", err, err)
+			}
+			return
+		}
+		once := m.(interface{ Append([]byte) []byte }).Append(nil)
+		again, err := DecodeRecord(typ, once)
+		if err != nil {
+			t.Fatalf("own encoding refused: %v\n%x", err, once)
+		}
+		if twice := again.(interface{ Append([]byte) []byte }).Append(nil); !bytes.Equal(once, twice) {
+			t.Fatalf("not a fixed point:\n%x\n%x", once, twice)
+		}
+	})
+}
+
+// TestHostile: a lie about a length costs no memory.
+func TestHostile(t *testing.T) {
+	const allowed = 256 << 10
+	var before, after runtime.MemStats
+	for i, h := range hostile() {
+		for typ := TypeHello; typ <= TypeStats; typ++ {
+			p := append(binary.LittleEndian.AppendUint32(nil, uint32(typ)), h...)
+			runtime.ReadMemStats(&before)
+			_, err := DecodePacket(p)
+			runtime.ReadMemStats(&after)
+			if n := after.TotalAlloc - before.TotalAlloc; n > allowed {
+				t.Errorf("input %d as %s: %d bytes allocated (err %v)", i, typ, n, err)
+			}
+		}
+		for name, typ := range recordTypes {
+			runtime.ReadMemStats(&before)
+			_, err := DecodeRecord(typ, h)
+			runtime.ReadMemStats(&after)
+			if n := after.TotalAlloc - before.TotalAlloc; n > allowed {
+				t.Errorf("input %d as %s: %d bytes allocated (err %v)", i, name, n, err)
+			}
+		}
+	}
+	if _, err := DecodePacket(make([]byte, MaxPacketBytes+1)); err == nil {
+		t.Error("an oversized packet decodes")
+	}
+	if _, err := DecodeRecord(1, make([]byte, MaxRecordBytes+1)); err == nil {
+		t.Error("an oversized record decodes")
+	}
+	if _, err := EncodePacket(&Register{Layout: make([]byte, MaxPacketBytes)}); err == nil {
+		t.Error("an oversized packet encodes")
+	}
+}
+
+func BenchmarkDecodeStep(b *testing.B) {
+	table := make([]uint32, 128)
+	body := (&Step{Step: 7, Reqs: []StepReq{{Lease: 1, End: 2048, Blocks: [][]uint32{table}}, {Lease: 2, End: 16, Blocks: [][]uint32{table}}}}).Append(nil)
+	b.ReportAllocs()
+	for b.Loop() {
+		if _, err := DecodeStep(body); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
