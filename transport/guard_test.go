@@ -1,0 +1,262 @@
+package transport
+
+import (
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+const patience = 10 * time.Second
+
+func idle(g *Guard) bool {
+	select {
+	case <-g.Idle():
+		return true
+	default:
+		return false
+	}
+}
+
+func TestGuard(t *testing.T) {
+	var g Guard
+	if g.Revoked() || idle(&g) || !g.Enter() || !g.Enter() {
+		t.Fatal("a fresh guard is not open")
+	}
+	g.Leave()
+	g.Revoke()
+	g.Revoke()
+	if !g.Revoked() || g.Enter() || idle(&g) {
+		t.Fatal("revoked and held: must be shut and not idle")
+	}
+	g.Leave()
+	if !idle(&g) || g.Enter() || !idle(&g) {
+		t.Fatal("revoked and empty: must be idle for good")
+	}
+	var h Guard
+	h.Revoke()
+	if !idle(&h) {
+		t.Fatal("revoked while empty: must be idle at once")
+	}
+}
+
+// Every Enter that succeeds is over before Idle is closed, and none succeeds that began after Revoke had returned.
+func TestGuardConcurrently(t *testing.T) {
+	for range 300 {
+		var g Guard
+		var inside, entered atomic.Int64
+		var revoked, closed atomic.Bool
+		var wg sync.WaitGroup
+		start := make(chan struct{})
+		for range 4 {
+			wg.Go(func() {
+				<-start
+				for range 200 {
+					late := revoked.Load()
+					if !g.Enter() {
+						continue
+					}
+					if late {
+						t.Error("Enter succeeded after Revoke had returned")
+					}
+					entered.Add(1)
+					inside.Add(1)
+					if closed.Load() {
+						t.Error("inside after Idle")
+					}
+					runtime.Gosched()
+					if closed.Load() {
+						t.Error("still inside after Idle")
+					}
+					inside.Add(-1)
+					g.Leave()
+				}
+			})
+		}
+		for range 2 {
+			wg.Go(func() {
+				<-start
+				runtime.Gosched()
+				g.Revoke()
+				revoked.Store(true)
+				select {
+				case <-g.Idle():
+				case <-time.After(patience):
+					t.Error("never idle")
+				}
+				closed.Store(true)
+				if n := inside.Load(); n != 0 {
+					t.Errorf("%d inside at Idle", n)
+				}
+			})
+		}
+		close(start)
+		wg.Wait()
+	}
+}
+
+func BenchmarkGuard(b *testing.B) {
+	var g Guard
+	b.ReportAllocs()
+	for b.Loop() {
+		if g.Enter() {
+			g.Leave()
+		}
+	}
+}
+
+// counter is a Sink that counts what lands.
+type counter struct{ landed [64]atomic.Int32 }
+
+func (c *counter) Resolve(d []mem.Block, _ transfer.Range) ([]mem.Block, error) { return d, nil }
+func (c *counter) Bytes(transfer.Range) (uint64, error)                         { return 0, nil }
+func (c *counter) Landed(_ Lane, r transfer.Range) {
+	for i := r.First; i < r.End(); i++ {
+		c.landed[i].Add(1)
+	}
+}
+
+func span(first, count uint32) transfer.Range { return transfer.Range{First: first, Count: count} }
+
+func TestClaim(t *testing.T) {
+	var sink counter
+	g := &Grant{Sink: &sink}
+	var a, b, c Claim
+	want := func(what string, got, want transfer.Reason) {
+		t.Helper()
+		if got != want {
+			t.Fatalf("%s: %s, want %s", what, got, want)
+		}
+	}
+	want("claim", g.Claim(&a, span(0, 8), 2), transfer.ReasonNone)
+	want("an earlier attempt", g.Claim(&b, span(4, 8), 1), transfer.ReasonSuperseded)
+	want("beside it", g.Claim(&b, span(8, 8), 1), transfer.ReasonNone)
+	want("enter", a.Enter(), transfer.ReasonNone)
+	a.Leave()
+	want("a later attempt", g.Claim(&c, span(6, 4), 3), transfer.ReasonNone)
+	want("taken over", a.Enter(), transfer.ReasonSuperseded)
+	want("taken over too", b.Land(nil), transfer.ReasonSuperseded)
+	a.Release()
+	a.Release()
+	if n, fresh := c.Fresh(span(6, 4)); n != 4 || !fresh {
+		t.Fatalf("%d fresh %v", n, fresh)
+	}
+	want("land", c.Land(nil), transfer.ReasonNone)
+	want("again", g.Claim(&a, span(4, 8), 9), transfer.ReasonNone)
+	for at, states := uint32(4), []struct {
+		n     uint32
+		fresh bool
+	}{{2, true}, {4, false}, {2, true}}; len(states) > 0; states = states[1:] {
+		n, fresh := a.Fresh(span(at, 12-at))
+		if n != states[0].n || fresh != states[0].fresh {
+			t.Fatalf("from %d: %d fresh %v, want %+v", at, n, fresh, states[0])
+		}
+		at += n
+	}
+	g.Revoke()
+	want("revoked", a.Enter(), transfer.ReasonRevoked)
+	want("revoked", a.Land(nil), transfer.ReasonRevoked)
+	for i := range sink.landed {
+		if n := sink.landed[i].Load(); (n == 1) != (i >= 6 && i < 10) {
+			t.Errorf("chunk %d landed %d times", i, n)
+		}
+	}
+}
+
+// The law of claims: the last writer of a chunk that landed is the attempt that landed it. Each chunk has a word; writers
+// store their attempt in it, and what was there when a chunk first landed must be there in the end.
+func TestClaimsConcurrently(t *testing.T) {
+	for round := range 60 {
+		var words, final [64]atomic.Uint32
+		sink := &recordSink{words: &words, final: &final}
+		g := &Grant{Sink: sink}
+		var wg sync.WaitGroup
+		for w := range uint32(4) {
+			wg.Go(func() {
+				var c Claim
+				seed := w*7919 + uint32(round)
+				for i := range uint32(60) {
+					seed = seed*1664525 + 1013904223
+					first := seed >> 16 % 56
+					r := span(first, 1+seed>>24%8)
+					me := 1 + i*4 + w
+					if g.Claim(&c, r, me) != transfer.ReasonNone {
+						continue
+					}
+					lost := false
+					for at := r.First; at < r.End() && !lost; {
+						n, fresh := c.Fresh(span(at, r.End()-at))
+						if fresh {
+							if lost = c.Enter() != transfer.ReasonNone; lost {
+								break
+							}
+							for k := at; k < at+n; k++ {
+								words[k].Store(me)
+							}
+							runtime.Gosched()
+							c.Leave()
+						}
+						at += n
+					}
+					if !lost && seed>>20&1 == 0 {
+						c.Land(nil)
+					} else {
+						c.Release()
+					}
+				}
+			})
+		}
+		wg.Wait()
+		g.Revoke()
+		if !idle(&g.Guard) {
+			t.Fatal("not idle")
+		}
+		for i := range words {
+			if f := final[i].Load(); f != 0 && words[i].Load() != f {
+				t.Fatalf("round %d: chunk %d landed with %d and holds %d", round, i, f, words[i].Load())
+			}
+		}
+	}
+}
+
+type recordSink struct {
+	counter
+	words, final *[64]atomic.Uint32
+}
+
+func (s *recordSink) Landed(_ Lane, r transfer.Range) {
+	for i := r.First; i < r.End(); i++ {
+		s.final[i].CompareAndSwap(0, s.words[i].Load())
+	}
+}
+
+func TestClaimDoesNotAllocate(t *testing.T) {
+	g := &Grant{Sink: &counter{}}
+	var c Claim
+	if n := testing.AllocsPerRun(100, func() {
+		g.Claim(&c, span(3, 8), 1)
+		c.Fresh(span(3, 8))
+		if c.Enter() == transfer.ReasonNone {
+			c.Leave()
+		}
+		c.Land(nil)
+	}); n != 0 {
+		t.Errorf("%v allocations", n)
+	}
+}
+
+func TestRegistry(t *testing.T) {
+	if _, ok := (Registry{}).Get("tcp"); ok {
+		t.Error("an empty registry has tcp")
+	}
+	if a, b := NextLaneID(), NextLaneID(); a == b || a == 0 {
+		t.Error("lane ids repeat")
+	}
+}
