@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package keys makes, writes, loads and uses the secrets by which sidecars know each other: the cluster key, and certificates.
+//
+// With a cluster key alone, every holder derives the same certificate authority from it (HKDF-SHA256 to an ed25519 seed) and
+// issues itself a leaf for a fresh key at start. That is as strong as the shared secret: whoever can sign holds the cluster key,
+// and whoever holds it is a member. TLS 1.3 gives forward secrecy on top. What it cannot do is tell members apart or expel one; for that
+// there are certificates of an authority whose key stays off the nodes.
+//
+// Invariants: secrets are written with mode 0600 and never over an existing file; a secret that others may read is refused; no
+// error text holds a secret. No goroutines, no state.
+package keys
+
+import (
+	"bytes"
+	"crypto/ed25519"
+	"crypto/hkdf"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/hex"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io"
+	"math/big"
+	"net"
+	"os"
+	"time"
+)
+
+// Bounds of what is read.
+const (
+	ClusterKeyBytes = 32
+	MaxClusterKeys  = 4       // in one file, while a key is rotated
+	maxFileBytes    = 1 << 20 // of a key or certificate file
+
+	publicMode  = 0o644
+	secretMode  = 0o600
+	othersMode  = 0o037 // a pod mounts a secret as 0440 for its group
+	serialBits  = 120
+	clusterName = "peer.kvspray.internal" // the name that leaves of a cluster key bear
+	caName      = "kvspray cluster authority"
+	pemCert     = "CERTIFICATE"
+	pemKey      = "PRIVATE KEY"
+)
+
+// The leaf of a cluster key lives as long as its process, and the authority as long as the cluster key, so neither has dates of its
+// own: clocks of hosts that differ must not part a cluster.
+var (
+	clusterFrom  = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
+	clusterUntil = time.Date(9999, 12, 31, 23, 59, 59, 0, time.UTC) // "no well-defined expiration", RFC 5280 4.1.2.5
+)
+
+// Cluster is the shared secret of a cluster. The first key is used; all are accepted, so that a key can be rotated node by node.
+type Cluster [][ClusterKeyBytes]byte
+
+// NewCluster makes a fresh key.
+func NewCluster() (Cluster, error) {
+	c := make(Cluster, 1)
+	if _, err := rand.Read(c[0][:]); err != nil {
+		return nil, fmt.Errorf("keys: make cluster key: %w", err)
+	}
+	return c, nil
+}
+
+// WriteCluster writes a key file: one key per line in hexadecimal, mode 0600. It does not touch a file that exists.
+func WriteCluster(path string, c Cluster) error {
+	var b []byte
+	for i := range c {
+		b = hex.AppendEncode(b, c[i][:])
+		b = append(b, '\n')
+	}
+	return writeNew(path, b, secretMode)
+}
+
+// LoadCluster reads a key file: lines of 64 hexadecimal digits, the one to use first; or exactly 32 raw bytes.
+func LoadCluster(path string) (Cluster, error) {
+	b, err := readSecret(path, "make one with 'kvspray keygen cluster'")
+	if err != nil {
+		return nil, err
+	}
+	if len(b) == ClusterKeyBytes {
+		return checked(path, Cluster{[ClusterKeyBytes]byte(b)})
+	}
+	var c Cluster
+	for i, line := range bytes.Split(bytes.TrimSpace(b), []byte("\n")) {
+		line = bytes.TrimSpace(line)
+		var k [ClusterKeyBytes]byte
+		if len(line) != hex.EncodedLen(ClusterKeyBytes) {
+			return nil, fmt.Errorf("keys: cluster key %s line %d: %d characters, want %d hexadecimal digits (or a file of %d raw bytes): make one with 'kvspray keygen cluster'",
+				path, i+1, len(line), hex.EncodedLen(ClusterKeyBytes), ClusterKeyBytes)
+		}
+		if _, err := hex.Decode(k[:], line); err != nil {
+			return nil, fmt.Errorf("keys: cluster key %s line %d: not hexadecimal: make one with 'kvspray keygen cluster'", path, i+1)
+		}
+		c = append(c, k)
+	}
+	return checked(path, c)
+}
+
+func checked(path string, c Cluster) (Cluster, error) {
+	if len(c) > MaxClusterKeys {
+		return nil, fmt.Errorf("keys: cluster key %s: %d keys, at most %d: remove those that no node uses first", path, len(c), MaxClusterKeys)
+	}
+	for i := range c {
+		if c[i] == ([ClusterKeyBytes]byte{}) {
+			return nil, fmt.Errorf("keys: cluster key %s: key %d is all zeroes: make one with 'kvspray keygen cluster'", path, i+1)
+		}
+	}
+	return c, nil
+}
+
+// Gossip returns the keys of the membership protocol, the one to encrypt with first.
+func (c Cluster) Gossip() ([][]byte, error) {
+	out := make([][]byte, 0, len(c))
+	for i := range c {
+		k, err := derive(c[i], "kvspray gossip 1", ClusterKeyBytes)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, k)
+	}
+	return out, nil
+}
+
+func derive(k [ClusterKeyBytes]byte, purpose string, n int) ([]byte, error) {
+	b, err := hkdf.Key(sha256.New, k[:], nil, purpose, n)
+	if err != nil {
+		return nil, fmt.Errorf("keys: derive %s: %w", purpose, err)
+	}
+	return b, nil
+}
+
+// authority is the same for every holder of k.
+func authority(k [ClusterKeyBytes]byte) (*x509.Certificate, ed25519.PrivateKey, error) {
+	seed, err := derive(k, "kvspray peer authority 1", ed25519.SeedSize)
+	if err != nil {
+		return nil, nil, err
+	}
+	key := ed25519.NewKeyFromSeed(seed)
+	id := sha256.Sum256(key.Public().(ed25519.PublicKey))
+	// The key's hash in the name lets a verifier that holds two authorities, in a rotation, find the right one.
+	t := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: caName, SerialNumber: hex.EncodeToString(id[:8])},
+		NotBefore: clusterFrom, NotAfter: clusterUntil, IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true,
+		KeyUsage: x509.KeyUsageCertSign, SubjectKeyId: id[:20]}
+	return sign(t, t, key.Public().(ed25519.PublicKey), key)
+}
+
+func sign(t, parent *x509.Certificate, pub ed25519.PublicKey, by ed25519.PrivateKey) (*x509.Certificate, ed25519.PrivateKey, error) {
+	der, err := x509.CreateCertificate(rand.Reader, t, parent, pub, by)
+	if err != nil {
+		return nil, nil, fmt.Errorf("keys: sign certificate of %s: %w", t.Subject.CommonName, err)
+	}
+	c, err := x509.ParseCertificate(der)
+	if err != nil {
+		return nil, nil, fmt.Errorf("keys: read the certificate of %s back: %w", t.Subject.CommonName, err)
+	}
+	return c, by, nil
+}
+
+func serial() (*big.Int, error) {
+	n, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), serialBits))
+	if err != nil {
+		return nil, fmt.Errorf("keys: serial number: %w", err)
+	}
+	return n.Add(n, big.NewInt(1)), nil
+}
+
+// leafTemplate is a certificate for both ends of a connection: every node dials and is dialled.
+func leafTemplate(name string, hosts []string, from, until time.Time) (*x509.Certificate, error) {
+	n, err := serial()
+	if err != nil {
+		return nil, err
+	}
+	t := &x509.Certificate{SerialNumber: n, Subject: pkix.Name{CommonName: name}, NotBefore: from, NotAfter: until, BasicConstraintsValid: true,
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}}
+	for _, h := range hosts {
+		if ip := net.ParseIP(h); ip != nil {
+			t.IPAddresses = append(t.IPAddresses, ip)
+		} else {
+			t.DNSNames = append(t.DNSNames, h)
+		}
+	}
+	return t, nil
+}
+
+// Credentials authenticate this node to peers and peers to it.
+type Credentials struct {
+	cert   tls.Certificate
+	pool   *x509.CertPool
+	server string // the name that every peer bears; empty: the host that was dialled
+}
+
+// FromCluster issues a leaf for the life of this process.
+func FromCluster(c Cluster, node string) (*Credentials, error) {
+	if len(c) == 0 {
+		return nil, errors.New("keys: no cluster key: pass what LoadCluster returned")
+	}
+	cr := &Credentials{pool: x509.NewCertPool(), server: clusterName}
+	for i := range c {
+		ca, caKey, err := authority(c[i])
+		if err != nil {
+			return nil, err
+		}
+		cr.pool.AddCert(ca)
+		if i > 0 {
+			continue
+		}
+		pub, key, err := ed25519.GenerateKey(rand.Reader)
+		if err != nil {
+			return nil, fmt.Errorf("keys: make a key for this process: %w", err)
+		}
+		t, err := leafTemplate(node, []string{clusterName}, clusterFrom, clusterUntil)
+		if err != nil {
+			return nil, err
+		}
+		leaf, _, err := sign(t, ca, pub, caKey)
+		if err != nil {
+			return nil, err
+		}
+		cr.cert = tls.Certificate{Certificate: [][]byte{leaf.Raw}, PrivateKey: key, Leaf: leaf}
+	}
+	return cr, nil
+}
+
+// FromFiles loads certificates in PEM form and checks them against each other and against now.
+func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, error) {
+	certPEM, err := readFile(certPath)
+	if err != nil {
+		return nil, err
+	}
+	keyPEM, err := readSecret(keyPath, "make one with 'kvspray keygen node'")
+	if err != nil {
+		return nil, err
+	}
+	caPEM, err := readFile(caPath)
+	if err != nil {
+		return nil, err
+	}
+	cert, err := tls.X509KeyPair(certPEM, keyPEM)
+	if err != nil {
+		return nil, fmt.Errorf("keys: certificate %s with key %s: %w: both must be PEM and made together", certPath, keyPath, err)
+	}
+	if cert.Leaf == nil {
+		return nil, fmt.Errorf("keys: certificate %s: no leaf", certPath)
+	}
+	if now.After(cert.Leaf.NotAfter) || now.Before(cert.Leaf.NotBefore) {
+		return nil, fmt.Errorf("keys: certificate %s: valid from %s to %s, and now is %s: issue another with 'kvspray keygen node', or set the clock",
+			certPath, cert.Leaf.NotBefore.Format(time.RFC3339), cert.Leaf.NotAfter.Format(time.RFC3339), now.UTC().Format(time.RFC3339))
+	}
+	cr := &Credentials{cert: cert, pool: x509.NewCertPool()}
+	if !cr.pool.AppendCertsFromPEM(caPEM) {
+		return nil, fmt.Errorf("keys: authority %s: no certificate in PEM form", caPath)
+	}
+	mid := x509.NewCertPool()
+	for _, der := range cert.Certificate[1:] {
+		if c, perr := x509.ParseCertificate(der); perr == nil {
+			mid.AddCert(c)
+		}
+	}
+	for _, use := range []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth} {
+		if _, err := cert.Leaf.Verify(x509.VerifyOptions{Roots: cr.pool, Intermediates: mid, CurrentTime: now, KeyUsages: []x509.ExtKeyUsage{use}}); err != nil {
+			return nil, fmt.Errorf("keys: certificate %s against authority %s: %w: a node's certificate must allow server and client authentication", certPath, caPath, err)
+		}
+	}
+	return cr, nil
+}
+
+// Server returns the settings of a listening end: a peer without a certificate of ours is refused.
+func (c *Credentials) Server() *tls.Config {
+	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: c.pool}
+}
+
+// Client returns the settings of a dialling end. host is what was dialled, without its port.
+func (c *Credentials) Client(host string) *tls.Config {
+	name := c.server
+	if name == "" {
+		name = host
+	}
+	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, RootCAs: c.pool, ServerName: name}
+}
+
+// WriteAuthority makes an authority for certificates: cert is for all nodes, key signs and belongs on none.
+func WriteAuthority(certPath, keyPath string, now time.Time, valid time.Duration) error {
+	pub, key, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		return fmt.Errorf("keys: make authority: %w", err)
+	}
+	n, err := serial()
+	if err != nil {
+		return err
+	}
+	t := &x509.Certificate{SerialNumber: n, Subject: pkix.Name{CommonName: "kvspray authority"}, NotBefore: now.Add(-time.Hour), NotAfter: now.Add(valid),
+		IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageCRLSign}
+	ca, _, err := sign(t, t, pub, key)
+	if err != nil {
+		return err
+	}
+	return writePair(certPath, keyPath, ca, key)
+}
+
+// WriteNode issues a node's certificate. hosts are the names and addresses that peers dial; at least one.
+func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []string, now time.Time, valid time.Duration) error {
+	if node == "" || len(hosts) == 0 {
+		return fmt.Errorf("keys: issue certificate: node %q, hosts %q: name the node and every host or address that peers dial", node, hosts)
+	}
+	certPEM, err := readFile(caCertPath)
+	if err != nil {
+		return err
+	}
+	keyPEM, err := readSecret(caKeyPath, "make one with 'kvspray keygen ca'")
+	if err != nil {
+		return err
+	}
+	pair, err := tls.X509KeyPair(certPEM, keyPEM)
+	if err != nil {
+		return fmt.Errorf("keys: authority %s with key %s: %w: both must be PEM and made together", caCertPath, caKeyPath, err)
+	}
+	caKey, ok := pair.PrivateKey.(ed25519.PrivateKey)
+	if !ok || pair.Leaf == nil || !pair.Leaf.IsCA {
+		return fmt.Errorf("keys: authority %s: not an ed25519 authority: make one with 'kvspray keygen ca'", caCertPath)
+	}
+	until := now.Add(valid)
+	if until.After(pair.Leaf.NotAfter) {
+		return fmt.Errorf("keys: issue certificate of %s: it would outlive the authority, which ends %s: choose a shorter validity, or make another authority",
+			node, pair.Leaf.NotAfter.Format(time.RFC3339))
+	}
+	pub, key, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		return fmt.Errorf("keys: make key of %s: %w", node, err)
+	}
+	t, err := leafTemplate(node, hosts, now.Add(-time.Hour), until)
+	if err != nil {
+		return err
+	}
+	leaf, _, err := sign(t, pair.Leaf, pub, caKey)
+	if err != nil {
+		return err
+	}
+	return writePair(certPath, keyPath, leaf, key)
+}
+
+func writePair(certPath, keyPath string, c *x509.Certificate, key ed25519.PrivateKey) error {
+	der, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		return fmt.Errorf("keys: encode key: %w", err)
+	}
+	if err := writeNew(keyPath, pem.EncodeToMemory(&pem.Block{Type: pemKey, Bytes: der}), secretMode); err != nil {
+		return err
+	}
+	return writeNew(certPath, pem.EncodeToMemory(&pem.Block{Type: pemCert, Bytes: c.Raw}), publicMode)
+}
+
+func writeNew(path string, b []byte, mode os.FileMode) error {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, mode)
+	if errors.Is(err, os.ErrExist) {
+		return fmt.Errorf("keys: write %s: it exists: move it away first", path)
+	}
+	if err != nil {
+		return fmt.Errorf("keys: write %s: %w", path, err)
+	}
+	_, err = f.Write(b)
+	if err == nil {
+		err = f.Sync()
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err != nil {
+		return fmt.Errorf("keys: write %s: %w", path, errors.Join(err, os.Remove(path)))
+	}
+	return nil
+}
+
+func readFile(path string) ([]byte, error) { return read(path, false, "") }
+
+func readSecret(path, remedy string) ([]byte, error) { return read(path, true, remedy) }
+
+func read(path string, secret bool, remedy string) ([]byte, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		if remedy != "" {
+			return nil, fmt.Errorf("keys: read %s: %w: %s", path, err, remedy)
+		}
+		return nil, fmt.Errorf("keys: read %s: %w", path, err)
+	}
+	defer f.Close() //nolint:errcheck // only read
+	st, err := f.Stat()
+	if err != nil {
+		return nil, fmt.Errorf("keys: read %s: %w", path, err)
+	}
+	if !st.Mode().IsRegular() {
+		return nil, fmt.Errorf("keys: read %s: not a regular file", path)
+	}
+	if m := st.Mode().Perm(); secret && m&othersMode != 0 {
+		return nil, fmt.Errorf("keys: read %s: mode %04o lets others read a secret: chmod 600 %s, or 0440 where a pod mounts it for its group", path, m, path)
+	}
+	b, err := io.ReadAll(io.LimitReader(f, maxFileBytes+1))
+	if err != nil {
+		return nil, fmt.Errorf("keys: read %s: %w", path, err)
+	}
+	if len(b) > maxFileBytes {
+		return nil, fmt.Errorf("keys: read %s: more than %d bytes: not a key or certificate", path, maxFileBytes)
+	}
+	return b, nil
+}
