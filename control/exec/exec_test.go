@@ -6,6 +6,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
 )
 
 func pair(t testing.TB, seed uint64, faults float64) (s *sim, p, d *simNode, pw, dw *connector.Worker) {
@@ -389,4 +390,69 @@ func randomSchedule(t *testing.T, seed uint64) {
 	if faults == 0 && good == 0 {
 		s.fatalf("seed %d: nothing was ever received", seed)
 	}
+}
+
+// A slice costs no allocation once the tables have their size.
+func TestSlicesDoNotAllocate(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 1, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 60000, 1, 30*sec)
+	d.expect(dw, 1, testKey(1, 1), "p:1", 60000, 0, 30*sec)
+	s.run(s.now+100*time.Millisecond, func() bool { return false })
+	// From here on the lanes are the test's.
+	var b Batch
+	var flying []transport.Result
+	collect := func() {
+		for p.ex.Drain(&b) {
+			for _, a := range b.Actions {
+				for _, sl := range a.Slices {
+					flying = append(flying, transport.Result{Slice: sl, Outcome: transfer.Landed})
+				}
+			}
+		}
+	}
+	p.ex.Progress(s.now, pw, []connector.Progress{{Lease: src.id, Layer: 0, Tokens: 60000, Final: true}})
+	collect()
+	if len(flying) == 0 {
+		t.Fatal("nothing was sent")
+	}
+	done := make([]transport.Result, 1)
+	step := func() {
+		if len(flying) == 0 {
+			t.Fatal("ran out of slices")
+		}
+		done[0] = flying[0]
+		flying = append(flying[:0], flying[1:]...)
+		p.ex.Results(s.now, done)
+		collect()
+	}
+	for range 50 {
+		step()
+	}
+	if n := testing.AllocsPerRun(200, step); n != 0 {
+		t.Errorf("%v allocations per slice", n)
+	}
+}
+
+// A prompt that the receiver has already commits without a byte.
+func TestNothingToMove(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 1, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 64, 30*sec)
+	s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
+	wantStatus(t, src, StatusOK)
+	wantStatus(t, dst, StatusOK)
+}
+
+func TestDrain(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 1, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	p.event(func() { p.ex.DrainLeases() })
+	late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
+	wantStatus(t, late, StatusRefused)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+	other := d.expect(dw, 2, testKey(2, 1), "p:1", 64, 0, 30*sec)
+	p.steps(src)
+	s.until("what runs", sec, func() bool { return src.done != nil && dst.done != nil && other.done != nil })
+	wantStatus(t, dst, StatusOK)
+	wantStatus(t, other, StatusFailed)
 }

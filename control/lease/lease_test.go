@@ -1,0 +1,214 @@
+package lease
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+func boot(b byte) (x transfer.Boot) {
+	x[0] = b
+	return x
+}
+
+func TestReleaseRule(t *testing.T) {
+	for _, c := range []struct {
+		e    Exposure
+		want bool
+	}{
+		{Exposure{}, true},
+		{Exposure{Granted: true}, false},
+		{Exposure{Granted: true, Fenced: true}, true},
+		{Exposure{Granted: true, Exited: true}, true},
+		{Exposure{Granted: true, Fenced: true, Exited: true}, true},
+		{Exposure{Fenced: true}, true},
+	} {
+		if got := MayRelease(c.e); got != c.want {
+			t.Errorf("MayRelease(%+v) = %v, want %v", c.e, got, c.want)
+		}
+	}
+}
+
+// Every call in every state of a destination lease.
+func TestDestTransitions(t *testing.T) {
+	ops := map[string]func(*Dest) error{
+		"grant":       func(d *Dest) error { return d.Grant(boot(1), 1, 1) },
+		"bind":        func(d *Dest) error { return d.Bind(transfer.LeaseID{ID: 9}) },
+		"close":       func(d *Dest) error { _, err := d.Close(false); return err },
+		"close-final": func(d *Dest) error { _, err := d.Close(true); return err },
+		"fenced":      (*Dest).Fenced,
+		"complete":    (*Dest).Complete,
+	}
+	none := DestState(255)
+	reach := map[DestState][]string{
+		DestWaiting: nil, DestGranted: {"grant"}, DestLanding: {"grant", "bind"}, DestClosing: {"grant", "close-final"},
+		DestFenced: {"grant", "close-final", "fenced"}, DestCompleted: {"grant", "close-final", "fenced", "complete"},
+	}
+	next := map[DestState]map[string]DestState{
+		DestWaiting:   {"grant": DestGranted, "bind": none, "close": DestWaiting, "close-final": DestFenced, "fenced": none, "complete": none},
+		DestGranted:   {"grant": none, "bind": DestLanding, "close": DestClosing, "close-final": DestClosing, "fenced": none, "complete": none},
+		DestLanding:   {"grant": none, "bind": none, "close": DestClosing, "close-final": DestClosing, "fenced": none, "complete": none},
+		DestClosing:   {"grant": none, "bind": none, "close": DestClosing, "close-final": DestClosing, "fenced": DestFenced, "complete": none},
+		DestFenced:    {"grant": none, "bind": none, "close": none, "close-final": none, "fenced": none, "complete": DestCompleted},
+		DestCompleted: {"grant": none, "bind": none, "close": none, "close-final": none, "fenced": none, "complete": none},
+	}
+	for state, path := range reach {
+		for op, want := range next[state] {
+			d := &Dest{}
+			for _, p := range path {
+				if err := ops[p](d); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if d.State != state {
+				t.Fatalf("path %v leads to %v, want %v", path, d.State, state)
+			}
+			err := ops[op](d)
+			if refused := want == none; refused != (err != nil) || refused && !errors.As(err, new(*StateError)) {
+				t.Errorf("%s in %s: %v", op, state, err)
+			}
+			if want == none {
+				want = state
+			}
+			if d.State != want {
+				t.Errorf("%s in %s leads to %s, want %s", op, state, d.State, want)
+			}
+		}
+	}
+	// A fence that is not final leads back to where a grant can be made, and never to completion.
+	d := &Dest{}
+	for _, p := range []string{"grant", "close", "fenced"} {
+		if err := ops[p](d); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if d.State != DestWaiting || d.Complete() == nil {
+		t.Errorf("after a fence for another grant: %s", d.State)
+	}
+}
+
+func TestSource(t *testing.T) {
+	a, b, c := GrantID{boot(1), transfer.LeaseID{ID: 1}}, GrantID{boot(1), transfer.LeaseID{ID: 2}}, GrantID{boot(2), transfer.LeaseID{ID: 1}}
+	s := &Source{Fanout: 2}
+	if s.Complete() == nil {
+		t.Error("an open lease completes")
+	}
+	for _, g := range []GrantID{a, b} {
+		if err := s.Bind(g); err != nil {
+			t.Fatal(err)
+		}
+		s.OriginOpened()
+	}
+	if err := s.Bind(c); !errors.Is(err, ErrLimit) {
+		t.Errorf("a third grant of two: %v", err)
+	}
+	s.Lost(a)
+	if err := s.Bind(a); err != nil {
+		t.Errorf("a lost grant that comes again: %v", err)
+	}
+	if s.End(a, true) || s.End(a, true) {
+		t.Error("done with one of two, or one ended twice")
+	}
+	if !s.End(b, false) || s.Served != 1 {
+		t.Errorf("not done with both ended, or served %d", s.Served)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if s.Complete() == nil {
+		t.Error("complete with origins open")
+	}
+	s.OriginClosed()
+	s.OriginClosed()
+	if err := s.Complete(); err != nil {
+		t.Error(err)
+	}
+	if s.Complete() == nil || s.Close() == nil || s.Bind(c) == nil {
+		t.Error("a complete lease moves on")
+	}
+	n := &Source{Fanout: 4}
+	_ = n.Bind(a) // room is certain
+	if n.Narrow() || n.Capacity() != 0 || !n.End(a, true) {
+		t.Error("narrowed to the one grant that is here, it is done when that ends")
+	}
+}
+
+// A slot is never given twice at a time, comes back only after its fence, and no generation repeats.
+func TestSlots(t *testing.T) {
+	type name struct {
+		peer transfer.Boot
+		slot transfer.Slot
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		s := NewSlots(4)
+		open := map[name]transfer.Gen{}
+		gens := map[transfer.Gen]bool{}
+		for range rapid.IntRange(1, 200).Draw(t, "steps") {
+			peer := boot(byte(rapid.IntRange(0, 2).Draw(t, "peer")))
+			if rapid.Bool().Draw(t, "alloc") {
+				slot, gen, err := s.Alloc(peer)
+				if err != nil {
+					if !errors.Is(err, ErrLimit) || s.Open(peer) != 4 {
+						t.Fatalf("alloc with %d open: %v", s.Open(peer), err)
+					}
+					continue
+				}
+				if _, dup := open[name{peer, slot}]; dup || gens[gen] || gen == 0 {
+					t.Fatalf("slot %d generation %d given again", slot, gen)
+				}
+				open[name{peer, slot}], gens[gen] = gen, true
+				continue
+			}
+			for n, gen := range open {
+				if n.peer != peer {
+					continue
+				}
+				if s.Fenced(peer, n.slot, gen+1000) == nil {
+					t.Fatal("a fence of another generation frees the slot")
+				}
+				if err := s.Fenced(peer, n.slot, gen); err != nil {
+					t.Fatal(err)
+				}
+				if s.Fenced(peer, n.slot, gen) == nil {
+					t.Fatal("a slot is freed twice")
+				}
+				delete(open, n)
+				break
+			}
+		}
+	})
+}
+
+func TestTombs(t *testing.T) {
+	k := func(b byte) (k transfer.Key) {
+		k.Xfer[0] = b
+		return k
+	}
+	x := NewTombs(3, time.Minute)
+	x.Bury(0, k(1), true)
+	x.Bury(time.Second, k(2), false)
+	if b, ok := x.Find(time.Second, k(1)); !ok || !b.Served {
+		t.Errorf("found %+v %v", b, ok)
+	}
+	x.Raise(k(1))
+	if _, ok := x.Find(time.Second, k(1)); ok {
+		t.Error("a raised key is found")
+	}
+	x.Bury(2*time.Second, k(1), true) // again: its first entry must not take this one along
+	if _, ok := x.Find(time.Minute+500*time.Millisecond, k(1)); !ok {
+		t.Error("a key buried again was dropped with its first burial")
+	}
+	if _, ok := x.Find(2*time.Minute, k(1)); ok || x.Len() != 0 {
+		t.Error("too old, and still there")
+	}
+	for i := range 10 {
+		x.Bury(3*time.Minute, k(byte(i)), true)
+	}
+	if x.Len() != 3 {
+		t.Errorf("%d keys kept of at most 3", x.Len())
+	}
+}
