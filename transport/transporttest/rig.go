@@ -25,7 +25,6 @@ import (
 
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
