@@ -187,3 +187,34 @@ func checkEngineArgs(t *testing.T, args []string) {
 	}
 	t.Errorf("%v has no --kv-transfer-config", args)
 }
+
+// What keygen makes, serve's check takes.
+func TestKeygen(t *testing.T) {
+	dir := t.TempDir()
+	at := func(name string) string { return filepath.Join(dir, name) }
+	must := func(args ...string) {
+		t.Helper()
+		if code, out, errs := run(args...); code != exitOK {
+			t.Fatalf("%v: %d %s%s", args, code, out, errs)
+		}
+	}
+	must("keygen", "cluster", "--out", at("k"))
+	must("config", "check", "--set", "peer.cluster_key_file="+at("k"), "--listen", "10.0.0.1:7650")
+	must("keygen", "ca", "--cert", at("ca.crt"), "--key", at("ca.key"))
+	must("keygen", "node", "--ca", at("ca.crt"), "--ca-key", at("ca.key"), "--name", "n0", "--host", "10.0.0.1,n0", "--cert", at("n.crt"), "--key", at("n.key"))
+	must("config", "check", "--listen", "10.0.0.1:7650", "--set", "peer.tls.cert="+at("n.crt"), "--set", "peer.tls.key="+at("n.key"),
+		"--set", "peer.tls.ca="+at("ca.crt"))
+	for name, c := range map[string]struct {
+		args []string
+		code int
+	}{
+		"overwrite": {[]string{"keygen", "cluster", "--out", at("k")}, exitFailure},
+		"no host":   {[]string{"keygen", "node", "--name", "x"}, exitUsage},
+		"path name": {[]string{"keygen", "node", "--name", "../x", "--host", "h"}, exitUsage},
+		"life":      {[]string{"keygen", "ca", "--valid", "-1h"}, exitUsage},
+	} {
+		if code, out, errs := run(c.args...); code != c.code {
+			t.Errorf("%s: %d, want %d: %s%s", name, code, c.code, out, errs)
+		}
+	}
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/control/peer/keys"
+)
+
+// How long certificates last if nobody says.
+const (
+	defaultCALife   = 10 * 365 * 24 * time.Hour
+	defaultNodeLife = 2 * 365 * 24 * time.Hour
+)
+
+func keygenCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "keygen",
+		Short: "Make keys and certificates for sidecars that listen off loopback",
+		Long: `Makes what sidecars know each other by. One of two ways:
+
+  a cluster key         one secret file that every sidecar holds; simple, and whoever has it is a member
+  certificates          an authority whose key stays off the nodes, and a certificate for each node
+
+An existing file is never overwritten.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	cmd.AddCommand(keygenCluster(), keygenCA(), keygenNode())
+	return cmd
+}
+
+func keygenCluster() *cobra.Command {
+	var out string
+	cmd := &cobra.Command{
+		Use:     "cluster",
+		Short:   "Make a cluster key",
+		Example: "  kvspray keygen cluster --out cluster.key\n  kvspray serve --set peer.cluster_key_file=cluster.key --listen 10.0.0.1:7650 ...",
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := keys.NewCluster()
+			if err != nil {
+				return err
+			}
+			if err := keys.WriteCluster(out, c); err != nil {
+				return err
+			}
+			return say(cmd, "%s made; give it to every sidecar, mode 0600, as peer.cluster_key_file", out)
+		},
+	}
+	cmd.Flags().StringVar(&out, "out", "cluster.key", "file to write")
+	return cmd
+}
+
+func keygenCA() *cobra.Command {
+	var cert, key string
+	var valid time.Duration
+	cmd := &cobra.Command{
+		Use:     "ca",
+		Short:   "Make an authority that signs the certificates of one cluster",
+		Example: "  kvspray keygen ca --cert ca.crt --key ca.key",
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := lifetime(valid); err != nil {
+				return err
+			}
+			if err := keys.WriteAuthority(cert, key, time.Now(), valid); err != nil {
+				return err
+			}
+			return say(cmd, "%s made, for every sidecar as peer.tls.ca; keep %s off the nodes", cert, key)
+		},
+	}
+	cmd.Flags().StringVar(&cert, "cert", "ca.crt", "file for the certificate")
+	cmd.Flags().StringVar(&key, "key", "ca.key", "file for the private key")
+	cmd.Flags().DurationVar(&valid, "valid", defaultCALife, "how long it is valid")
+	return cmd
+}
+
+func keygenNode() *cobra.Command {
+	var caCert, caKey, cert, key, name string
+	var hosts []string
+	var valid time.Duration
+	cmd := &cobra.Command{
+		Use:     "node",
+		Short:   "Issue the certificate of one node",
+		Example: "  kvspray keygen node --name prefill-0 --host 10.0.0.1,prefill-0.example.org",
+		Args:    noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if name == "" || len(hosts) == 0 {
+				return usage(errors.New("--name and --host are needed: the node's name, and every name or address that peers dial"))
+			}
+			if filepath.Base(name) != name {
+				return usage(fmt.Errorf("--name %q is not a plain name", name))
+			}
+			if err := lifetime(valid); err != nil {
+				return err
+			}
+			if cert == "" {
+				cert = name + ".crt"
+			}
+			if key == "" {
+				key = name + ".key"
+			}
+			if err := keys.WriteNode(caCert, caKey, cert, key, name, hosts, time.Now(), valid); err != nil {
+				return err
+			}
+			return say(cmd, "%s and %s made, for peer.tls.cert and peer.tls.key of %s", cert, key, name)
+		},
+	}
+	f := cmd.Flags()
+	f.StringVar(&caCert, "ca", "ca.crt", "certificate of the authority")
+	f.StringVar(&caKey, "ca-key", "ca.key", "private key of the authority")
+	f.StringVar(&name, "name", "", "name of the node")
+	f.StringSliceVar(&hosts, "host", nil, "names and addresses that peers dial; repeat or separate by commas")
+	f.StringVar(&cert, "cert", "", "file for the certificate (default NAME.crt)")
+	f.StringVar(&key, "key", "", "file for the private key (default NAME.key)")
+	f.DurationVar(&valid, "valid", defaultNodeLife, "how long it is valid; not beyond the authority")
+	return cmd
+}
+
+func lifetime(valid time.Duration) error {
+	if valid < time.Minute {
+		return usage(fmt.Errorf("--valid %v is less than a minute", valid))
+	}
+	return nil
+}
+
+func say(cmd *cobra.Command, format string, args ...any) error {
+	_, err := fmt.Fprintf(cmd.OutOrStdout(), format+"\n", args...)
+	return err
+}
