@@ -106,8 +106,12 @@ generate-check: ## Fail if generated files are not what their sources say
 
 ##@ Measure
 
+bin/kvspray-memcpy: bench/baseline/memcpy.c
+	@mkdir -p bin
+	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -pthread -o $@ $<
+
 .PHONY: bench-copy
-bench-copy: build ## kvspray bench copy, both transports, both integrity levels, as JSON in .build/bench
+bench-copy: build bin/kvspray-memcpy ## kvspray bench copy, both transports and integrity levels; JSON in .build/bench
 	@mkdir -p $(B)/bench
 	for t in tcp shm; do for i in off crc32c; do for c in 1 4; do \
 	  [ $$t = shm ] && [ $$i = crc32c ] && continue; \

@@ -5,12 +5,13 @@ package cli
 import (
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/bench/copybench"
 	"github.com/kvspray/kvspray/bench/gpubench"
 )
 
 func benchCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "bench", Short: "Measure what moves bytes, beside a plain baseline of the same run", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
-	cmd.AddCommand(gpubench.NewCommand())
+	cmd.AddCommand(copybench.NewCopyCommand(), gpubench.NewCommand())
 	return cmd
 }
