@@ -4,11 +4,15 @@ package cli
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
+	"io"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/spf13/cobra"
 	"go.yaml.in/yaml/v3"
@@ -216,5 +220,58 @@ func TestKeygen(t *testing.T) {
 		if code, out, errs := run(c.args...); code != c.code {
 			t.Errorf("%s: %d, want %d: %s%s", name, code, c.code, out, errs)
 		}
+	}
+}
+
+// serve with no configuration but free ports: ready, its metrics are there, and the end of its context drains it.
+func TestServe(t *testing.T) {
+	dir, err := os.MkdirTemp("", "kvs") // a socket's path is short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	ready := filepath.Join(dir, "ready")
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	root := newRoot()
+	var logs bytes.Buffer
+	root.SetOut(&logs)
+	root.SetErr(&logs)
+	root.SetArgs([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0",
+		"--set", "peer.gossip.listen=off", "--ready-file", ready})
+	done := make(chan error, 1)
+	go func() { done <- root.ExecuteContext(ctx) }()
+	var addrs map[string]string
+	for deadline := time.After(20 * time.Second); addrs == nil; {
+		select {
+		case err := <-done:
+			t.Fatalf("%v\n%s", err, logs.String())
+		case <-deadline:
+			t.Fatal("not ready")
+		case <-time.After(10 * time.Millisecond):
+		}
+		if b, err := os.ReadFile(ready); err == nil {
+			if err := json.Unmarshal(b, &addrs); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready", "/metrics": "kvspray_sidecar_draining 0", "/v1/node": addrs["peer"]} {
+		resp, err := http.Get("http://" + addrs["http"] + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := io.ReadAll(resp.Body)
+		if cerr := resp.Body.Close(); err != nil || cerr != nil || resp.StatusCode != http.StatusOK || !strings.Contains(string(b), want) {
+			t.Errorf("%s: %s, %v: %.300s", path, resp.Status, err, b)
+		}
+	}
+	http.DefaultClient.CloseIdleConnections()
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("%v\n%s", err, logs.String())
+	}
+	if !strings.Contains(logs.String(), "drained") {
+		t.Errorf("it did not drain:\n%s", logs.String())
 	}
 }
