@@ -19,11 +19,8 @@ import (
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/mem"
 )
-
-func TestMain(m *testing.M) { leaktest.Main(m) }
 
 const patience = 20 * time.Second
 
@@ -175,6 +172,8 @@ func table(rng *mrand.Rand, blocks uint32, n int) []uint32 {
 	}
 	return t
 }
+
+func newRand(seed uint64) *mrand.Rand { return mrand.New(mrand.NewPCG(seed, 5)) }
 
 type prompt struct {
 	xfer   [16]byte

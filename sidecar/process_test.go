@@ -1,0 +1,243 @@
+package sidecar
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	kvexec "github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/leaktest"
+)
+
+// childConfig names the configuration of a node that this test binary runs as a process of its own, which a test can kill.
+const childConfig = "KVSPRAY_TEST_NODE"
+
+func TestMain(m *testing.M) {
+	if path := os.Getenv(childConfig); path != "" {
+		if err := child(path); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	leaktest.Main(m)
+}
+
+func child(path string) error {
+	cfg, err := config.Load(path)
+	if err != nil {
+		return err
+	}
+	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))})
+	if err != nil {
+		return err
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	return n.Run(ctx)
+}
+
+// process is a node of its own.
+type process struct {
+	t        testing.TB
+	path     string
+	socket   string
+	endpoint string
+	http     string
+	cmd      *exec.Cmd
+}
+
+func freePort(t testing.TB) string {
+	t.Helper()
+	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = l.Close() }()
+	return l.Addr().String()
+}
+
+func newProcess(t testing.TB, transport string) *process {
+	t.Helper()
+	dir := socketDir(t)
+	p := &process{t: t, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock"), endpoint: freePort(t), http: freePort(t)}
+	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir), "engine": map[string]any{"socket": p.socket},
+		"peer": map[string]any{"listen": p.endpoint, "gossip": map[string]any{"listen": "off"}}, "http": map[string]any{"listen": p.http},
+		"transports": map[string]any{"order": []string{transport}}}) // JSON is YAML
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(p.path, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	p.start()
+	t.Cleanup(p.kill)
+	return p
+}
+
+func (p *process) start() {
+	p.t.Helper()
+	exe, err := os.Executable()
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	p.cmd = exec.Command(exe)
+	p.cmd.Env = append(os.Environ(), childConfig+"="+p.path)
+	if testing.Verbose() {
+		p.cmd.Stderr = os.Stderr
+	}
+	if err := p.cmd.Start(); err != nil {
+		p.t.Fatal(err)
+	}
+	until(p.t, func() bool {
+		c, err := net.DialTimeout("tcp", p.http, time.Second)
+		if err != nil {
+			return false
+		}
+		_ = c.Close()
+		return true
+	})
+}
+
+func (p *process) kill() {
+	if p.cmd == nil {
+		return
+	}
+	_ = p.cmd.Process.Kill() // it may have ended by itself
+	_ = p.cmd.Wait()
+	p.cmd = nil
+}
+
+func (p *process) signal(sig syscall.Signal) {
+	p.t.Helper()
+	if err := p.cmd.Process.Signal(sig); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// asRunning is what helpers for nodes need of a process.
+func (p *process) asRunning() *running {
+	cfg := config.Default()
+	cfg.Engine.Socket = p.socket
+	n := &Node{}
+	n.endpoint = p.endpoint
+	return &running{Node: n, cfg: cfg}
+}
+
+// kill -9 of the prefill's sidecar in mid transfer: its shim presents the lease to the next one, and the decode's blocks are
+// fenced, granted again and filled.
+func TestSourceSidecarKilled(t *testing.T) {
+	for _, tr := range []string{"tcp", "shm"} {
+		t.Run(tr, func(t *testing.T) {
+			p := newProcess(t, tr)
+			d := start(t, func(c *config.Config) { c.Transports.Order = []string{tr} })
+			pe, de := newEngine(t, p.asRunning(), testShape), newEngine(t, d, testShape)
+			pe.random()
+			x := begin(t, p.asRunning(), pe, de, 1, 0, msg.PendingStep{Step: 1, End: tokens})
+			bound(t, d)
+			pe.SignalLayer(0, 1)
+			until(t, func() bool { return landedBytes(d) > 0 })
+			p.kill()
+			p.start()
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			if _, err := pe.Connect(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if err := pe.IntentAs(x.src, msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{x.pt}, Ready: tokens,
+				DeadlineMS: 15000}); err != nil {
+				t.Fatal(err)
+			}
+			de.ok(x.dst)
+			same(t, pe, de, x.pt, x.dt, tokens, 0)
+			pe.ok(x.src)
+		})
+	}
+}
+
+// kill -9 of the decode's sidecar: the prefill's lease ends, and the next transfer works without a restart of any engine.
+func TestDestinationSidecarKilled(t *testing.T) {
+	for _, tr := range []string{"tcp", "shm"} {
+		t.Run(tr, func(t *testing.T) {
+			d := newProcess(t, tr)
+			p := start(t, func(c *config.Config) { c.Transports.Order = []string{tr} })
+			pe, de := newEngine(t, p, testShape), newEngine(t, d.asRunning(), testShape)
+			pe.random()
+			x := begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: tokens})
+			until(t, func() bool {
+				now := p.enter()
+				v := p.d.ex.View(now)
+				p.leave()
+				return len(v.Sources) > 0 && v.Sources[0].Serving == 1
+			})
+			d.kill()
+			d.start()
+			ctx, cancel := context.WithTimeout(context.Background(), patience)
+			defer cancel()
+			if _, err := de.Connect(ctx); err != nil {
+				t.Fatal(err)
+			}
+			y := begin(t, p, pe, de, 2, tokens)
+			de.ok(y.dst)
+			same(t, pe, de, y.pt, y.dt, tokens, 0)
+			pe.ok(y.src)
+			// The new boot at the old one's place proves that nobody wants the first transfer any more.
+			if c := pe.wait(x.src); c.Status != kvexec.StatusFailed {
+				t.Errorf("the lease of the dead receiver: status %d, %+v", c.Status, c.Sent)
+			}
+		})
+	}
+}
+
+// A decode's sidecar that is stopped holds a source no longer than the deadline, and serves again when it goes on.
+func TestDestinationSidecarStopped(t *testing.T) {
+	d := newProcess(t, "tcp")
+	p := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
+	pe, de := newEngine(t, p, testShape), newEngine(t, d.asRunning(), testShape)
+	pe.random()
+	pr := newPrompt(tokens)
+	pt := table(newRand(1), 256, blocksFor(tokens, 16))
+	src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: 0,
+		Steps: []msg.PendingStep{{Step: 1, End: tokens}}, DeadlineMS: 1500})
+	if err != nil {
+		t.Fatal(err)
+	}
+	dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{pt},
+		DeadlineMS: 20000, PartnerMS: 10000})
+	if err != nil {
+		t.Fatal(err)
+	}
+	until(t, func() bool {
+		now := p.enter()
+		v := p.d.ex.View(now)
+		p.leave()
+		return len(v.Sources) > 0 && v.Sources[0].Serving == 1
+	})
+	d.signal(syscall.SIGSTOP)
+	for l := range testShape.Layers {
+		pe.SignalLayer(l, 1)
+	}
+	pe.SignalStep(1)
+	if c := pe.wait(src); c.Status != kvexec.StatusExpired {
+		t.Errorf("the source of a stopped receiver: status %d, %+v", c.Status, c.Sent)
+	}
+	d.signal(syscall.SIGCONT)
+	if c := de.wait(dst); c.Status == kvexec.StatusOK {
+		same(t, pe, de, pt, pt, tokens, 0)
+	}
+	y := begin(t, p, pe, de, 2, tokens)
+	de.ok(y.dst)
+	same(t, pe, de, y.pt, y.dt, tokens, 0)
+	pe.ok(y.src)
+}
