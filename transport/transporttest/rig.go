@@ -363,6 +363,15 @@ func NewMemory(tb testing.TB, s Shape) *Memory {
 	return m
 }
 
+// Replace puts the same bytes behind another region, one that reaches them in another way. The content stays.
+func (m *Memory) Replace(r *mem.Region) {
+	for _, blocks := range m.blocks {
+		for i := range blocks {
+			blocks[i].Region = r
+		}
+	}
+}
+
 // Chunks of the space.
 func (m *Memory) Chunks() uint32 { return uint32(len(m.length)) }
 
