@@ -53,7 +53,6 @@ type worker struct {
 	draining atomic.Bool   // BYE was said: no new leases
 
 	deliver sync.Mutex
-	up      bool // WorkerUp was called; guarded by deliver
 	gone    bool // WorkerGone was called: no event any more; guarded by deliver
 
 	mu        sync.Mutex // protects all below

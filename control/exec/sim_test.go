@@ -198,7 +198,6 @@ type simLease struct {
 	layers  [simLayers]uint32 // tokens that are really there
 	final   [simLayers]bool
 	tokens  uint32
-	held    bool
 }
 
 type simLane struct {

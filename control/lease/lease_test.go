@@ -110,7 +110,7 @@ func TestSource(t *testing.T) {
 	if err := s.Bind(a); err != nil {
 		t.Errorf("a lost grant that comes again: %v", err)
 	}
-	if s.End(a, true) || s.End(a, true) {
+	if first, again := s.End(a, true), s.End(a, true); first || again {
 		t.Error("done with one of two, or one ended twice")
 	}
 	if !s.End(b, false) || s.Served != 1 {
