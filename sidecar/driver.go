@@ -340,8 +340,19 @@ func (n *Node) closeLane(e *laneEntry) {
 
 func (n *Node) complete(a *exec.Action) {
 	c := a.Completion
-	n.traceEnd(a, &c)
-	if err := n.engine.Complete(a.Worker, c); err != nil {
+	route := ""
+	if a.Landing != nil {
+		if s, ok := a.Landing.Sink.(*sink); ok {
+			c.Transport, route = n.route(s)
+			if c.Status == exec.StatusOK {
+				n.hashes.received(a.Landing)
+			}
+		}
+	}
+	// The engine waits; the log does not.
+	err := n.engine.Complete(a.Worker, c)
+	n.traceEnd(a, &c, route)
+	if err != nil {
 		n.log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
 	}
 }

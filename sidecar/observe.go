@@ -78,20 +78,11 @@ func (n *Node) fenceEnded(l *exec.Landing, status uint16, took time.Duration, er
 	n.metrics.Fenced(causes[status], took)
 }
 
-// traceEnd writes the one line that a transfer leaves, before its engine hears of its end.
-func (n *Node) traceEnd(a *exec.Action, c *connector.Completion) {
+// traceEnd writes the one line that a transfer leaves.
+func (n *Node) traceEnd(a *exec.Action, c *connector.Completion, route string) {
 	side := metrics.SideSource
-	all := ""
 	if c.Received {
 		side = metrics.SideDestination
-		if a.Landing != nil {
-			if s, ok := a.Landing.Sink.(*sink); ok {
-				c.Transport, all = n.route(s)
-				if c.Status == exec.StatusOK {
-					n.hashes.received(a.Landing)
-				}
-			}
-		}
 	}
 	outcome := metrics.OutcomeOf(c.Status)
 	n.metrics.TransferEnded(side, outcome, c.Transport, c.Bytes, c.Took)
@@ -110,7 +101,7 @@ func (n *Node) traceEnd(a *exec.Action, c *connector.Completion) {
 		n.metrics.FlagToCommit(t.Flag)
 	}
 	r := record{Side: string(side), Outcome: string(outcome), Xfer: t.Key.Xfer.String(), Hash: hex.EncodeToString(t.Key.Hash[:8]), Req: t.Req,
-		Source: t.Source.String(), Dest: t.Dest.String(), Peer: t.Peer.String(), Slot: uint32(t.Slot), Gen: uint32(t.Gen), Route: all, Bytes: c.Bytes,
+		Source: t.Source.String(), Dest: t.Dest.String(), Peer: t.Peer.String(), Slot: uint32(t.Slot), Gen: uint32(t.Gen), Route: route, Bytes: c.Bytes,
 		Grants: t.Grants, QueueUS: t.Queue.Microseconds(), WireUS: t.Wire.Microseconds(), CommitUS: t.Commit.Microseconds(),
 		TookUS: c.Took.Microseconds(), Reason: c.Reason}
 	if !c.Received {
