@@ -52,11 +52,6 @@ def say(text: str) -> None:
     print(f"[{time.monotonic() - START:6.1f} s] {text}", flush=True)
 
 
-def prompt(n: int, seed: object) -> list[int]:
-    r = random.Random(str(seed))
-    return [r.randrange(300, 1000) for _ in range(n)]
-
-
 class Case:
     """Requests that are sent together, and what they should come to."""
 
@@ -72,7 +67,13 @@ class Case:
         return out
 
 
-def cases(mode: str) -> list[Case]:
+def cases(mode: str, salt: str) -> list[Case]:
+    """salt: a pass after another one needs prompts of its own, or decode would find them in its prefix cache."""
+
+    def prompt(n: int, seed: object) -> list[int]:
+        r = random.Random(str((salt, seed)))
+        return [r.randrange(300, 1000) for _ in range(n)]
+
     if mode == "prefill-first":
         return [Case(f"{n} tokens", [prompt(n, ("pf", n))]) for n in (1, 33, 200, 513, 2048)] + [
             Case("two samples", [prompt(150, "pf n")], n=2),
@@ -239,11 +240,11 @@ class Demo:
         times = ", ".join(f"{1e3 * g.ttft_s:.0f}/{1e3 * w.ttft_s:.0f}" for g, w in zip(got, want, strict=True))
         say(f"  {mode:13} {case.name:42} {mark(same, 'equal', 'DIFFERENT')}   first token, pair/plain: {times} ms")
 
-    def measure(self, v: Verdict, few: bool) -> None:
+    def measure(self, v: Verdict, salt: str, few: bool) -> None:
         """Sends the prompts and collects what became of them."""
         before, p_before = self.d.metrics(), self.p.metrics()
         for mode in MODES:
-            for case in cases(mode):
+            for case in cases(mode, salt):
                 if few and case.name not in FEW:
                     continue
                 self.send(v, mode, case)
@@ -269,12 +270,13 @@ class Demo:
         v.retries = int(sum(total(m, "kvspray_lane_slices_total", outcome="rejected", reason="checksum") for m in metrics))
 
     def abandon(self, v: Verdict) -> None:
-        for i, after in enumerate((0.02, 0.15, 0.4)):
-            give_up(self.proxies["concurrent"].port, prompt(2000, ("gone", i)), after)
+        r = random.Random("gone")
+        for after in (0.02, 0.15, 0.4):
+            give_up(self.proxies["concurrent"].port, [r.randrange(300, 1000) for _ in range(2000)], after)
         wait_for("the abandoned requests to end", lambda: self.running() == 0, 40)
         say("  concurrent    three clients that went away in the middle; the engines serve on")
         w = Verdict()
-        self.send(w, "concurrent", Case("after the abandoned requests", [prompt(300, "after")]))
+        self.send(w, "concurrent", Case("after the abandoned requests", [[r.randrange(300, 1000) for _ in range(300)]]))
         v.problems += w.problems
 
 
@@ -382,7 +384,7 @@ def build() -> None:
 
 def one_pass(demo: Demo, integrity: str, flip: bool) -> Verdict:
     v = Verdict()
-    demo.measure(v, few=flip)
+    demo.measure(v, integrity, few=flip)
     if not flip:
         demo.abandon(v)
     v.judge(few=flip)
