@@ -637,6 +637,7 @@ static void proc_exited(kvs_client *c, int i)
 	say(c, "warn", "sidecar pid %u has exited", p->pid);
 	poison_of(c, bit(i));
 	unbind_all(c, bit(i), KVS_LOST, "the sidecar's exit was proved");
+	c->backoff_ms = BACKOFF_MIN_MS; /* whoever comes next is another process */
 	if (c->proc == i)
 		break_session(c, "the sidecar has exited"); /* somebody else may hold its end of the socket open */
 	else

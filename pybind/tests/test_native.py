@@ -52,6 +52,14 @@ def test_msgpack(tmp_path: pathlib.Path) -> None:
     assert run(binary).strip() == "ok"
 
 
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str) -> None:
+    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
+    binary = compile_c(tmp_path / "client", "tests/client_test.c", *sources, flags=f"-fsanitize={sanitizer}")
+    out = run(binary, tmp_path / "s.sock", int(RECORDS) // 10)
+    assert "leases" in out
+
+
 @pytest.mark.skipif("KVSPRAY_LIBRARY" in os.environ, reason="runs inside itself")
 def test_client_under_address_sanitizer(tmp_path: pathlib.Path) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))

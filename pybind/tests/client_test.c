@@ -1,0 +1,309 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * client_test: one client used by several threads at once, against a sidecar that dies after every few thousand records and
+ * is started again by a supervisor. Each lease completes exactly once. Meant for the thread and the address sanitizer (leaks).
+ *
+ *   client_test SOCKET LEASES
+ */
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#define REQUIRE(x)                                                                        \
+	do {                                                                              \
+		if (!(x)) {                                                               \
+			fprintf(stderr, "line %d: %s: %s\n", __LINE__, #x, strerror(errno)); \
+			_exit(1);                                                         \
+		}                                                                         \
+	} while (0)
+
+#define RECORDS_PER_LIFE 3000
+#define OPEN_MAX_LEASES 200
+#define PATIENCE_MS 60000
+
+/* ---- the sidecar: one life ---- */
+
+static uint64_t id_of(const uint8_t *body, size_t n)
+{
+	size_t off, len;
+	uint64_t id = 0;
+	REQUIRE(mp_find(body, n, "id", &off, &len));
+	struct mpr r = mpr_make(body + off, len);
+	REQUIRE(mpr_uint(&r, &id));
+	return id;
+}
+
+/* An intent presented afresh says so itself. */
+static bool held(const uint8_t *body, size_t n)
+{
+	size_t off, len;
+	return mp_find(body, n, "held", &off, &len) && body[off] == 0xc3;
+}
+
+static ssize_t get(int sock, uint8_t *buf, size_t cap, int *fds)
+{
+	union {
+		struct cmsghdr align;
+		char buf[CMSG_SPACE(sizeof(int) * KVS_PACKET_MAX_FDS)];
+	} control;
+	struct iovec iov = {buf, cap};
+	struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = control.buf, .msg_controllen = sizeof control.buf};
+	ssize_t n = recvmsg(sock, &msg, MSG_CMSG_CLOEXEC);
+	struct cmsghdr *cm = CMSG_FIRSTHDR(&msg);
+	if (n > 0 && cm && cm->cmsg_type == SCM_RIGHTS)
+		memcpy(fds, CMSG_DATA(cm), cm->cmsg_len - CMSG_LEN(0));
+	return n;
+}
+
+static void put(int sock, uint8_t type, struct mpw *w)
+{
+	uint8_t packet[1024] = {type};
+	REQUIRE(w->len + 4 <= sizeof packet);
+	memcpy(packet + 4, w->buf, w->len);
+	ssize_t n = send(sock, packet, w->len + 4, MSG_NOSIGNAL);
+	(void)n; /* the other side may have gone */
+	mpw_free(w);
+}
+
+static void serve(int listener)
+{
+	static uint8_t buf[1 << 20];
+	uint8_t boot[16];
+	int fds[KVS_PACKET_MAX_FDS];
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	kvs_random(boot, sizeof boot);
+	int sock = accept(listener, NULL, NULL);
+	ssize_t n = get(sock, buf, sizeof buf, fds);
+	if (n <= 4)
+		return;
+	struct mpw w = {0};
+	mpw_map(&w, 4);
+	mpw_str(&w, "id");
+	mpw_uint(&w, id_of(buf + 4, (size_t)n - 4));
+	mpw_str(&w, "version");
+	mpw_uint(&w, 1 << 16);
+	mpw_str(&w, "boot");
+	mpw_bin(&w, boot, 16);
+	mpw_str(&w, "fenced");
+	mpw_bool(&w, true);
+	put(sock, 2, &w);
+	n = get(sock, buf, sizeof buf, fds);
+	if (n <= 4)
+		return;
+	struct stat st;
+	REQUIRE(fstat(fds[1], &st) == 0);
+	uint8_t *rings = mmap(NULL, (size_t)st.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fds[1], 0);
+	REQUIRE(rings != MAP_FAILED);
+	struct kvs_rings_header h;
+	memcpy(&h, rings, sizeof h);
+	struct kvs_ring_end sub, comp;
+	kvs_ring_attach(&sub, (struct kvs_ring *)(rings + h.submission), h.submission_bytes);
+	kvs_ring_attach(&comp, (struct kvs_ring *)(rings + h.completion), h.completion_bytes);
+	w = (struct mpw){0};
+	mpw_map(&w, 1);
+	mpw_str(&w, "id");
+	mpw_uint(&w, id_of(buf + 4, (size_t)n - 4));
+	put(sock, 4, &w);
+	for (int records = 0; records < RECORDS_PER_LIFE;) {
+		int64_t got = kvs_ring_pop(&sub, buf, sizeof buf);
+		REQUIRE(got >= 0);
+		if (got == 0) {
+			if (kvs_ring_sleep(&sub)) {
+				struct pollfd p[2] = {{.fd = fds[2], .events = POLLIN}, {.fd = sock, .events = POLLIN}};
+				poll(p, 2, -1);
+				uint64_t count;
+				if (p[0].revents && read(fds[2], &count, sizeof count) < 0)
+					REQUIRE(errno == EAGAIN);
+				if (p[1].revents && recv(sock, buf, sizeof buf, 0) <= 0)
+					return;
+			}
+			continue;
+		}
+		records++;
+		struct kvs_record r;
+		memcpy(&r, buf, sizeof r);
+		static const uint8_t body[] = {0x81, 0xa5, 'b', 'y', 't', 'e', 's', 1};
+		int rc = 0;
+		if (r.type == KVS_REC_EXPECT)
+			rc = kvs_ring_push(&comp, KVS_REC_RECEIVED, KVS_OK, r.lease, 0, body, sizeof body);
+		else if (r.type == KVS_REC_HOLD || r.type == KVS_REC_CANCEL || (r.type == KVS_REC_INTENT && held(buf + sizeof r, r.body_bytes)))
+			rc = kvs_ring_push(&comp, KVS_REC_SENT, KVS_OK, r.lease, 0, body, sizeof body);
+		REQUIRE(rc == 0);
+		if (kvs_ring_wake(&comp)) {
+			uint64_t one = 1;
+			REQUIRE(write(fds[3], &one, sizeof one) == sizeof one);
+		}
+	}
+}
+
+static void supervise(const char *path)
+{
+	struct sockaddr_un addr = {.sun_family = AF_UNIX};
+	snprintf(addr.sun_path, sizeof addr.sun_path, "%s", path);
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	for (;;) {
+		pid_t pid = fork();
+		if (pid == 0) {
+			unlink(path);
+			/* Made in each life: the peer of a connection is whoever said listen. */
+			int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+			REQUIRE(bind(listener, (struct sockaddr *)&addr, sizeof addr) == 0 && listen(listener, 4) == 0);
+			serve(listener);
+			_exit(0);
+		}
+		int status;
+		waitpid(pid, &status, 0);
+		if (status)
+			_exit(1);
+	}
+}
+
+/* ---- the engine ---- */
+
+static kvs_client *client;
+static uint64_t total;
+static _Atomic uint64_t opened, completed;
+static _Atomic bool over;
+static uint8_t *state; /* per lease: 1 open, 2 complete; guarded by the poller alone once opened */
+
+static void make_body(struct mpw *w, bool is_held)
+{
+	mpw_map(w, 3);
+	mpw_str(w, "deadline_ms");
+	mpw_uint(w, 30000);
+	mpw_str(w, "blocks");
+	mpw_bin(w, "12345678", 8);
+	mpw_str(w, "held");
+	mpw_bool(w, is_held);
+}
+
+static void *submitter(void *arg)
+{
+	(void)arg;
+	struct mpw w = {0}, h = {0};
+	make_body(&w, false);
+	make_body(&h, true);
+	for (uint64_t i = 0, step = 1; atomic_load(&opened) < total; i++) {
+		if (atomic_load(&opened) - atomic_load(&completed) > OPEN_MAX_LEASES) {
+			sched_yield();
+			continue;
+		}
+		uint16_t type = i & 1 ? KVS_REC_INTENT : KVS_REC_EXPECT;
+		int64_t lease = kvs_submit(client, type, w.buf, (uint32_t)w.len, 30000);
+		if (lease <= 0) {
+			REQUIRE(lease == KVS_E_NOT_CONNECTED || lease == KVS_E_FULL || lease == KVS_E_DEGRADED);
+			kvs_wait_connected(client, 100);
+			continue;
+		}
+		atomic_fetch_add(&opened, 1);
+		if (type == KVS_REC_INTENT) {
+			struct kvs_snapshot s = {(uint64_t)lease, w.buf, w.len};
+			int rc = kvs_step(client, w.buf, (uint32_t)w.len, &s, 1);
+			REQUIRE(rc == 0 || rc == KVS_KEPT);
+			kvs_signal_all(client, step++);
+			if (i % 8 == 1)
+				kvs_preempt(client, &s);
+			struct kvs_snapshot last = {(uint64_t)lease, h.buf, h.len};
+			rc = i % 4 == 1 ? kvs_hold(client, &last) : kvs_cancel(client, (uint64_t)lease, "test");
+			REQUIRE(rc == 0 || rc == KVS_KEPT);
+		}
+	}
+	mpw_free(&w);
+	mpw_free(&h);
+	return NULL;
+}
+
+static void *poller(void *arg)
+{
+	(void)arg;
+	uint8_t buf[4096];
+	int64_t end = kvs_now_ms() + PATIENCE_MS;
+	while (atomic_load(&completed) < total || atomic_load(&completed) < atomic_load(&opened)) {
+		REQUIRE(kvs_now_ms() < end);
+		if (!kvs_wait(client, 100))
+			continue;
+		int64_t n = kvs_poll(client, buf, sizeof buf);
+		REQUIRE(n >= 0);
+		for (int64_t at = 0; at < n;) {
+			struct kvs_record r;
+			memcpy(&r, buf + at, sizeof r);
+			REQUIRE(r.lease > 0 && r.lease <= 2 * total && !state[r.lease]);
+			state[r.lease] = 1;
+			atomic_fetch_add(&completed, 1);
+			at += r.length;
+		}
+	}
+	atomic_store(&over, true);
+	return NULL;
+}
+
+static void *watcher(void *arg)
+{
+	(void)arg;
+	char line[300];
+	while (!atomic_load(&over)) {
+		struct kvs_info info = {.size = sizeof info};
+		REQUIRE(kvs_status_read(client, &info) == 0);
+		while (kvs_next_log(client, line, sizeof line) == 1)
+			;
+		kvs_connected(client);
+		kvs_bump_source_epoch(client);
+		int64_t load = kvs_load_watch(client, 0, 2, 1, 10);
+		if (load > 0)
+			kvs_load_done(client, load);
+		poll(NULL, 0, 1);
+	}
+	return NULL;
+}
+
+int main(int argc, char **argv)
+{
+	if (argc != 3) {
+		fprintf(stderr, "usage: client_test SOCKET LEASES\n");
+		return 2;
+	}
+	total = strtoull(argv[2], NULL, 0);
+	state = calloc(2 * total + 1, 1);
+	pid_t supervisor = fork();
+	if (supervisor == 0)
+		supervise(argv[1]);
+	struct kvs_config config = {.size = sizeof config, .role = KVS_WORKER, .socket_path = argv[1], .layers = 4, .submission_bytes = 65536,
+				    .completion_bytes = 65536};
+	struct kvs_region region;
+	REQUIRE(kvs_region_alloc(8192, &region) == 0);
+	REQUIRE(kvs_open(&config, &client) == 0);
+	REQUIRE(kvs_start(client, &region, 1, "\x80", 1) == 0);
+	REQUIRE(kvs_start(client, &region, 1, "\x80", 1) == KVS_E_ARG);
+	REQUIRE(kvs_wait_connected(client, 10000) == 1);
+	pthread_t t[3];
+	void *(*const run[3])(void *) = {submitter, poller, watcher};
+	for (int i = 0; i < 3; i++)
+		REQUIRE(pthread_create(&t[i], NULL, run[i], NULL) == 0);
+	for (int i = 0; i < 3; i++)
+		pthread_join(t[i], NULL);
+	struct kvs_info info = {.size = sizeof info};
+	REQUIRE(kvs_status_read(client, &info) == 0);
+	REQUIRE(info.leases == 0 && info.kills == 0 && info.protocol_errors == 0 && info.completed == atomic_load(&opened));
+	printf("%llu leases, %llu sessions, %llu ended by the shim, %llu presented afresh\n", (unsigned long long)info.completed,
+	       (unsigned long long)info.connects, (unsigned long long)info.synthesised, (unsigned long long)info.represented);
+	kvs_close(client);
+	kvs_region_free(&region);
+	kill(supervisor, SIGKILL);
+	waitpid(supervisor, NULL, 0);
+	free(state);
+	return info.connects > 1 ? 0 : 1;
+}
