@@ -41,7 +41,7 @@ counted() { # go test, with a closing line that says how much ran
 }
 
 py=.build/venv/bin/python
-export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm}
+export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm,tcp,gcc}
 part build '^' make build wireflip
 part env 'ready' make env
 if [ "$mode" = attack ]; then
