@@ -20,7 +20,7 @@ func cpu(t testing.TB) time.Duration {
 }
 
 // TestCPU holds the watcher to its promises, with engines in processes of their own: nothing when idle, a few percent of a
-// core while it follows a 32-layer step every 20 ms.
+// core while it follows a 32-layer step every 20 ms (2 to 3 on a quiet machine; the bound leaves room for a busy one).
 func TestCPU(t *testing.T) {
 	if testing.Short() {
 		testutil.Skip(t, "long", "measures for seconds; run without -short")
@@ -47,7 +47,7 @@ func TestCPU(t *testing.T) {
 	n := len(r.rec.progress)
 	r.rec.mu.Unlock()
 	t.Logf("following %d steps of 32 layers, one every 20 ms: %.2f%% of a core, %d progress reports of %d layers", followSteps, 100*share, n, 32*followSteps)
-	if limit := 0.04; share > limit && !raceEnabled {
+	if limit := 0.05; share > limit && !raceEnabled {
 		t.Errorf("following: %.2f%% of a core, at most %.2f%%", 100*share, 100*limit)
 	}
 	r.rec.until(t, "every layer of the last step", func() bool { return len(r.rec.progress) > 0 && finals(r.rec) == 32 })

@@ -2,6 +2,13 @@
 // boards and who watches them, step tracking, and completions back to the shim.
 //
 // It turns what engines say into Events for the control layer and takes Completions from it. It never touches a transport.
+//
+// Invariants: a block id that reaches Events is inside its cache group; a lease ends once, by a Completion or with its worker;
+// a lease's epoch is never used again in this process; a worker's memory stays mapped until WorkerGone's fenced was called; an
+// end of file on a socket ends nothing. Whatever an engine writes, only its own session suffers.
+//
+// Goroutines: see Server. While a step is open the watcher sleeps on its thread without giving its P away, so Listen raises
+// GOMAXPROCS by one, once per process.
 package connector
 
 import (
