@@ -368,6 +368,8 @@ func TestSilentPeer(t *testing.T) {
 	from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
 	o, g := p.bind(t, 1, from, to)
 	hang, entered := make(chan struct{}), make(chan struct{})
+	release := sync.OnceFunc(func() { close(hang) })
+	t.Cleanup(release) // also where the test fails
 	p.dst.mu.Lock()
 	g.Sink = &hanging{memory: to, entered: entered, hang: hang}
 	p.dst.mu.Unlock()
@@ -384,7 +386,7 @@ func TestSilentPeer(t *testing.T) {
 	if r := p.src.result(t); r.Outcome != transfer.NotLanded {
 		t.Fatalf("ended %s", r.Outcome)
 	}
-	close(hang)
+	release()
 	if err := p.src.b.CloseOrigin(t.Context(), o); err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,149 @@
+package shm
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// recorder writes down what a packet said, and encodes it again.
+type recorder struct {
+	said  []string
+	again []byte
+}
+
+func (r *recorder) note(f string, args ...any) error {
+	r.said = append(r.said, fmt.Sprintf(f, args...))
+	return nil
+}
+
+func (r *recorder) region(f regionFrame) error {
+	r.again = appendRegion(r.again, f)
+	return r.note("region %d %s %d", f.index, f.id, f.size)
+}
+
+func (r *recorder) forget(i uint32) error {
+	r.again = appendForget(r.again, i)
+	return r.note("forget %d", i)
+}
+
+func (r *recorder) pull(f pullFrame) error {
+	r.again = appendPull(r.again, f, f.numPieces())
+	for i := range f.numPieces() {
+		r.again = appendPiece(r.again, f.piece(i))
+	}
+	return r.note("pull %d %d.%d %v %d of %d", f.tag, f.slot, f.gen, f.r, f.attempt, f.numPieces())
+}
+
+func (r *recorder) pulled(tag uint64, why transfer.Reason) error {
+	r.again = appendPulled(r.again, tag, why)
+	return r.note("pulled %d %s", tag, why)
+}
+
+func (r *recorder) verdict(tag uint64, valid bool) error {
+	r.again = appendVerdict(r.again, tag, valid)
+	return r.note("verdict %d %v", tag, valid)
+}
+
+func (r *recorder) confirm(tag uint64, o transfer.Outcome, why transfer.Reason) error {
+	r.again = appendConfirm(r.again, tag, o, why)
+	return r.note("confirm %d %s %s", tag, o, why)
+}
+
+// samplePacket has one frame of each kind.
+func samplePacket() []byte {
+	b := appendRegion(nil, regionFrame{index: 3, id: mem.ID{7}, size: 1 << 40})
+	b = appendPull(b, pullFrame{tag: 1 << 20, slot: 65535, gen: 9, r: transfer.Range{First: 1, Count: 2}, attempt: 4}, 2)
+	b = appendPiece(b, piece{region: 3, len: 4096, off: 1 << 33})
+	b = appendPiece(b, piece{region: 3, len: 1, off: 0})
+	b = appendPulled(b, 5, transfer.ReasonRange)
+	b = appendVerdict(b, 6, true)
+	b = appendConfirm(b, 7, transfer.Landed, transfer.ReasonNone)
+	return appendForget(b, 3)
+}
+
+func TestFramesRoundTrip(t *testing.T) {
+	p := samplePacket()
+	var r recorder
+	if err := parse(p, &r); err != nil {
+		t.Fatal(err)
+	}
+	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4 of 2", "pulled 5 range",
+		"verdict 6 true", "confirm 7 landed none", "forget 3"}
+	if !slices.Equal(r.said, want) {
+		t.Fatalf("got %q, want %q", r.said, want)
+	}
+	if !slices.Equal(r.again, p) {
+		t.Fatal("the packet does not survive the round trip")
+	}
+	for n := range p {
+		var cut recorder
+		if err := parse(p[:n], &cut); err == nil && !slices.Equal(cut.again, p[:n]) {
+			t.Fatalf("cut at %d: accepted as something else", n)
+		}
+	}
+}
+
+func TestMalformedFrames(t *testing.T) {
+	pull := appendPull(nil, pullFrame{tag: 1}, 1)
+	for name, p := range map[string][]byte{
+		"unknown kind":        {99, 0, 0, 0},
+		"kind zero":           {0, 0, 0, 0},
+		"reserved byte":       {byte(kindForget), 1, 4, 0, 0, 0, 0, 0},
+		"longer than packet":  {byte(kindForget), 0, 255, 255},
+		"short body":          {byte(kindForget), 0, 3, 0, 1, 2, 3},
+		"pull without pieces": pull,
+		"pull, count of pieces": func() []byte {
+			b := appendPiece(slices.Clone(pull), piece{})
+			binary.LittleEndian.PutUint16(b[frameHeader+10:], 60000)
+			return b
+		}(),
+	} {
+		if err := parse(p, &recorder{}); !errors.Is(err, errFrame) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func FuzzParse(f *testing.F) {
+	f.Add(samplePacket())
+	f.Fuzz(func(t *testing.T, p []byte) {
+		var r recorder
+		if err := parse(p, &r); err != nil {
+			return
+		}
+		var again recorder
+		if err := parse(r.again, &again); err != nil || !slices.Equal(r.said, again.said) {
+			t.Fatalf("%q became %q: %v", r.said, again.said, err)
+		}
+	})
+}
+
+func TestParseAllocatesNothing(t *testing.T) {
+	p := samplePacket()
+	var h nop
+	if n := testing.AllocsPerRun(100, func() {
+		if err := parse(p, &h); err != nil {
+			t.Fatal(err)
+		}
+	}); n != 0 {
+		t.Fatalf("%v allocations", n)
+	}
+}
+
+type nop struct{ sum uint64 }
+
+func (n *nop) region(f regionFrame) error               { n.sum += f.size; return nil }
+func (n *nop) forget(i uint32) error                    { n.sum += uint64(i); return nil }
+func (n *nop) pull(f pullFrame) error                   { n.sum += f.piece(0).off; return nil }
+func (n *nop) pulled(t uint64, _ transfer.Reason) error { n.sum += t; return nil }
+func (n *nop) verdict(t uint64, _ bool) error           { n.sum += t; return nil }
+func (n *nop) confirm(t uint64, _ transfer.Outcome, _ transfer.Reason) error {
+	n.sum += t
+	return nil
+}
