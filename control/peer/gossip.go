@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/cenkalti/backoff/v5"
+	"github.com/hashicorp/memberlist"
+	"google.golang.org/protobuf/proto"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Slower than memberlist's own LAN settings: nothing waits for gossip, and an idle sidecar should stay idle.
+const (
+	gossipInterval = 500 * time.Millisecond
+	probeInterval  = 2 * time.Second
+	joinFirst      = 200 * time.Millisecond
+	joinMax        = 30 * time.Second
+)
+
+// gossip is memberlist with our metadata. A nil gossip is one that is off.
+type gossip struct {
+	list *memberlist.Memberlist
+	stop context.CancelFunc
+	wg   sync.WaitGroup
+}
+
+// meta is what members are told about this node.
+type meta []byte
+
+func (d meta) NodeMeta(limit int) []byte {
+	if len(d) > limit {
+		return nil
+	}
+	return d
+}
+func (meta) NotifyMsg([]byte)                {}
+func (meta) GetBroadcasts(int, int) [][]byte { return nil }
+func (meta) LocalState(bool) []byte          { return nil }
+func (meta) MergeRemoteState([]byte, bool)   {}
+
+func startGossip(opt Options, endpoint string) (*gossip, error) {
+	g := opt.Gossip
+	if g == nil {
+		return nil, nil //nolint:nilnil // a nil gossip is one that is off
+	}
+	if len(g.Keys) == 0 && !loopback(g.Listen) {
+		return nil, fmt.Errorf("peer: peer.gossip.listen %s: %w: set peer.cluster_key_file ('kvspray keygen cluster'), or gossip.listen to off", g.Listen, ErrUnsafe)
+	}
+	c := memberlist.DefaultLANConfig()
+	host, port, err := splitAddr(g.Listen)
+	if err != nil {
+		return nil, fmt.Errorf("peer: peer.gossip.listen: %w", err)
+	}
+	c.Name = fmt.Sprintf("%s/%s", opt.Node, opt.Boot)
+	c.BindAddr, c.BindPort, c.AdvertisePort = host, port, port
+	if g.Advertise != "" {
+		if c.AdvertiseAddr, c.AdvertisePort, err = splitAddr(g.Advertise); err != nil {
+			return nil, fmt.Errorf("peer: peer.gossip.advertise: %w", err)
+		}
+	}
+	c.GossipInterval, c.ProbeInterval = gossipInterval, probeInterval
+	c.LogOutput, c.Logger = nil, slog.NewLogLogger(opt.Log.With("part", "gossip").Handler(), slog.LevelDebug)
+	d, err := proto.Marshal(&peerv1.HelloReply{Boot: opt.Boot[:], Node: opt.Node, Endpoint: endpoint, Features: []string{opt.Version}})
+	if err != nil {
+		return nil, fmt.Errorf("peer: gossip: %w", err)
+	}
+	if len(d) > memberlist.MetaMaxSize {
+		return nil, fmt.Errorf("peer: gossip: node name, endpoint and version take %d bytes, at most %d: shorten node", len(d), memberlist.MetaMaxSize)
+	}
+	c.Delegate = meta(d)
+	if len(g.Keys) > 0 {
+		if c.Keyring, err = memberlist.NewKeyring(g.Keys[1:], g.Keys[0]); err != nil {
+			return nil, fmt.Errorf("peer: gossip keys: %w", err)
+		}
+	}
+	list, err := memberlist.Create(c)
+	if err != nil {
+		return nil, fmt.Errorf("peer: gossip on %s: %w", g.Listen, err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	out := &gossip{list: list, stop: stop}
+	if len(g.Join) > 0 {
+		out.wg.Go(func() { out.join(ctx, g.Join, opt.Log) })
+	}
+	return out, nil
+}
+
+func splitAddr(s string) (string, int, error) {
+	host, p, err := net.SplitHostPort(s)
+	if err != nil {
+		return "", 0, fmt.Errorf("%q: %w: write host:port", s, err)
+	}
+	port, err := strconv.ParseUint(p, 10, 16)
+	if err != nil {
+		return "", 0, fmt.Errorf("%q: port: %w", s, err)
+	}
+	return host, int(port), nil
+}
+
+// join asks until one answers.
+func (g *gossip) join(ctx context.Context, addrs []string, log *slog.Logger) {
+	wait := backoff.NewExponentialBackOff()
+	wait.InitialInterval, wait.MaxInterval = joinFirst, joinMax
+	wait.Reset()
+	for {
+		n, err := g.list.Join(addrs)
+		if n > 0 {
+			return
+		}
+		log.Debug("gossip: nobody answers yet", "join", addrs, "err", err)
+		t := time.NewTimer(wait.NextBackOff())
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return
+		}
+	}
+}
+
+func (g *gossip) members() (out []Member) {
+	if g == nil {
+		return nil
+	}
+	for _, n := range g.list.Members() {
+		var h peerv1.HelloReply
+		if proto.Unmarshal(n.Meta, &h) != nil || len(h.Boot) != len(transfer.Boot{}) {
+			continue // advisory: a node that says nothing we understand is no peer
+		}
+		m := Member{Name: h.Node, Address: n.Address(), Endpoint: h.Endpoint, Boot: transfer.Boot(h.Boot)}
+		if len(h.Features) > 0 {
+			m.Version = h.Features[0]
+		}
+		out = append(out, m)
+	}
+	return out
+}
+
+func (g *gossip) close() error {
+	if g == nil {
+		return nil
+	}
+	g.stop()
+	g.wg.Wait()
+	err := g.list.Leave(gossipLeave)
+	if g.list.NumMembers() <= 1 {
+		err = nil
+	}
+	return errors.Join(err, g.list.Shutdown())
+}

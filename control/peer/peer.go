@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package peer is the conversation with other sidecars: the gRPC service Peer (who are you, which version, which rails, which
+// layout), the control lanes that carry ControlFrames for the life of transfers, and gossip about who is there.
+//
+// One listener serves gRPC and control lanes; the first bytes tell them apart. Two sidecars that met by Hello share a key, from which
+// every lane proves itself. Of a pair, the one that was told to Connect dials the lanes, one to each control address of the other, and
+// dials again with growing pauses when they die.
+//
+// Invariants: while both processes live and neither was away for longer than forgetAfter, each frame reaches the handler once and in
+// order, whatever happens to lanes; PeerUp comes before the first frame of a boot; PeerDown only says unreachable, except where
+// proved says that another boot answers at the endpoint, after which nothing of the old boot is accepted any more; nothing here says that
+// memory is safe. Send never blocks. Gossip is advisory.
+//
+// Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane, one writer per lane while a socket is
+// full, one per connect or reconnection while it lasts, memberlist's where gossip is on. Close joins all but memberlist's timers.
+//
+// Lock order: Mesh.mu, then session.life, then session.mu. The handler is called under session.life (PeerUp, PeerDown) or no lock.
+package peer
+
+import (
+	"errors"
+	"log/slog"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Bounds.
+const (
+	MaxFrame    = 64 << 10 // bytes of one ControlFrame
+	MaxPeers    = 1024     // known at once
+	MaxUnacked  = 8192     // frames to one peer that it has not acknowledged
+	Reserved    = 2048     // of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits
+	MaxRails    = 64       // rails in a Hello
+	MaxAddrs    = 8        // control addresses of one process, and lanes to it
+	MaxFeatures = 64
+	MaxText     = 256 // bytes of a name, endpoint or feature
+	MaxLayout   = 1 << 20
+
+	maxUnackedBytes = 8 << 20 // to one peer
+	reservedBytes   = 2 << 20 // of these
+	maxHeldBytes    = 2 * maxUnackedBytes
+	maxLanes        = 2 * MaxAddrs // both ends may dial
+	maxConnects     = 128          // connects under way
+	maxOpening      = 256          // accepted connections that have not shown what they are
+	maxConns        = 4096         // accepted connections of all kinds
+	maxStreams      = 64           // concurrent calls on one gRPC connection
+	maxGone         = 4096         // superseded boots that are remembered
+
+	openTimeout  = 5 * time.Second // for one step of reaching a peer
+	callTimeout  = 5 * time.Second
+	forgetAfter  = 10 * time.Minute // unreachable: many times the longest deadline of a transfer
+	downAfter    = time.Second      // without a lane
+	ackDelay     = 20 * time.Millisecond
+	ackEvery     = 256 // frames
+	keeperTick   = time.Second
+	redialFirst  = 20 * time.Millisecond
+	redialMax    = 5 * time.Second
+	writeTimeout = 10 * time.Second
+	gossipLeave  = time.Second
+)
+
+// Errors that callers tell apart.
+var (
+	ErrUnknown   = errors.New("no such peer")
+	ErrQueueFull = errors.New("the peer does not acknowledge; too many frames wait")
+	ErrTooBig    = errors.New("frame too big")
+	ErrUnsafe    = errors.New("address off loopback without cluster key or certificates")
+)
+
+// Protocol is the range of control versions that this build speaks.
+var Protocol = wire.Versions{Min: wire.V(1, 0), Max: wire.V(1, 0)}
+
+// Peer is another process as the handshake authenticated it.
+type Peer struct {
+	Boot     transfer.Boot
+	Node     string
+	Endpoint string
+	HostBoot string // kernel boot id
+	SameHost bool
+	Rails    []*peerv1.Rail
+	Version  wire.Version // chosen
+	Features []string
+	Key      [32]byte // of the pair; lanes prove it
+}
+
+// Handler is told what happens. Its methods are called from the mesh's goroutines and must not block; they may call Send, Connect and
+// PeerKey, not Close.
+type Handler interface {
+	// PeerUp says that control lanes to p are open; also the answer to a Connect where they were open already.
+	PeerUp(p Peer)
+	// PeerDown says that they are gone. proved: another boot answers at its endpoint, and no word of this one is accepted again.
+	PeerDown(boot transfer.Boot, proved bool, err error)
+	// ConnectFailed answers a Connect.
+	ConnectFailed(endpoint string, err error)
+	// Control takes one frame: in order per peer, each once. The handler owns f.
+	Control(boot transfer.Boot, f *peerv1.ControlFrame)
+	// Describe returns the canonical layout behind a geometry hash.
+	Describe(geometry [32]byte) ([]byte, bool)
+}
+
+// Options make a mesh.
+type Options struct {
+	Boot      transfer.Boot
+	Node      string
+	HostBoot  string   // kernel boot id; empty: no peer counts as being on this host
+	Version   string   // of the build, for people
+	Listen    string   // host:port of gRPC and control lanes
+	Advertise string   // host:port that peers are told; port 0 means the bound port; empty: the bound address
+	Control   []string // further host:port to listen on for control lanes, one per rail
+	Features  []string
+
+	Credentials *keys.Credentials // nil: loopback only
+	Rails       func() []*peerv1.Rail
+	Handler     Handler
+	Log         *slog.Logger
+	Gossip      *Gossip // nil: off
+	Pings       Pings
+	Versions    wire.Versions // zero: Protocol
+}
+
+// Pings are how a dead or stopped peer is noticed. Zero values take the defaults.
+type Pings struct {
+	Busy    time.Duration // between pings while something is open; 2 s
+	Idle    time.Duration // otherwise; 10 s
+	Timeout time.Duration // until a lane without an answer is given up; 3 s
+	Tick    time.Duration // how often this is looked at; 1 s
+}
+
+func (p Pings) withDefaults() Pings {
+	set := func(d *time.Duration, v time.Duration) {
+		if *d <= 0 {
+			*d = v
+		}
+	}
+	set(&p.Busy, 2*time.Second)
+	set(&p.Idle, 10*time.Second)
+	set(&p.Timeout, 3*time.Second)
+	set(&p.Tick, keeperTick)
+	return p
+}
+
+// Gossip is the membership protocol.
+type Gossip struct {
+	Listen    string // host:port, UDP and TCP
+	Advertise string // host:port, if it differs
+	Join      []string
+	Keys      [][]byte // of 32 bytes, the one to encrypt with first; none: loopback only
+}
+
+// Member is what gossip says about a node. Advisory.
+type Member struct {
+	Name     string
+	Address  string
+	Endpoint string
+	Boot     transfer.Boot
+	Version  string
+}

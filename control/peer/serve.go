@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/status"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// laneMagic begins every lane and no HTTP/2 preface or TLS record.
+var laneMagic = []byte("HLLO")
+
+// accept takes connections of one listener. calls: gRPC is served there too.
+func (m *Mesh) accept(ln net.Listener, calls bool) {
+	for {
+		c, err := ln.Accept()
+		if err != nil {
+			if m.ctx.Err() != nil {
+				return
+			}
+			m.log.Warn("accept", "address", ln.Addr().String(), "err", err)
+			select { // out of descriptors: let some go
+			case <-time.After(redialFirst):
+				continue
+			case <-m.ctx.Done():
+				return
+			}
+		}
+		m.mu.Lock()
+		if m.closed || m.opening >= maxOpening || len(m.conns) >= maxConns {
+			m.mu.Unlock()
+			_ = c.Close()
+			continue
+		}
+		m.opening++
+		m.conns[c] = true
+		m.wg.Go(func() { m.open(c, calls) })
+		m.mu.Unlock()
+	}
+}
+
+func (m *Mesh) forget(c net.Conn) {
+	_ = c.Close()
+	m.mu.Lock()
+	delete(m.conns, c)
+	m.mu.Unlock()
+}
+
+// open finds out what a connection is.
+func (m *Mesh) open(c net.Conn, calls bool) {
+	opened := sync.OnceFunc(func() {
+		m.mu.Lock()
+		m.opening--
+		m.mu.Unlock()
+	})
+	defer opened()
+	var head [4]byte
+	err := c.SetDeadline(time.Now().Add(openTimeout))
+	if err == nil {
+		_, err = io.ReadFull(c, head[:])
+	}
+	if err != nil {
+		m.forget(c)
+		return
+	}
+	if !bytes.Equal(head[:], laneMagic) {
+		if err := c.SetDeadline(time.Time{}); err != nil || !calls || !m.calls.give(&replayConn{Conn: c, head: head[:], done: func() { m.forget(c) }}) {
+			m.forget(c)
+		}
+		return
+	}
+	var s *session
+	rw := struct {
+		io.Reader
+		io.Writer
+	}{io.MultiReader(bytes.NewReader(head[:]), c), c}
+	o, err := wire.Accept(rw, wire.AcceptParams{Purpose: wire.PurposeControl,
+		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
+			if s = m.session(boot); s == nil {
+				return [32]byte{}, transfer.Boot{}, false
+			}
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return s.info.Key, m.opt.Boot, true
+		},
+		Attach: func(*wire.Hello) ([]byte, error) { return s.mine[:], nil }})
+	if err == nil {
+		err = c.SetDeadline(time.Time{})
+	}
+	if err == nil {
+		err = m.laneUp(s, c, "", o.Attach, func(read func()) { opened(); read() })
+	}
+	m.forget(c)
+	if err != nil && m.ctx.Err() == nil {
+		m.log.Debug("control lane refused", "from", c.RemoteAddr().String(), "err", err)
+	}
+}
+
+// replayConn gives back the bytes that told what it is.
+type replayConn struct {
+	net.Conn
+	head []byte
+	done func()
+}
+
+func (c *replayConn) Read(b []byte) (int, error) {
+	if len(c.head) > 0 {
+		n := copy(b, c.head)
+		c.head = c.head[n:]
+		return n, nil
+	}
+	return c.Conn.Read(b) //nolint:wrapcheck // a connection's own errors
+}
+
+func (c *replayConn) Close() error { c.done(); return nil }
+
+// callListener hands connections to the gRPC server.
+type callListener struct {
+	addr net.Addr
+	in   chan net.Conn
+	done chan struct{}
+	once sync.Once
+}
+
+func newCallListener(addr net.Addr) *callListener {
+	return &callListener{addr: addr, in: make(chan net.Conn), done: make(chan struct{})}
+}
+
+func (l *callListener) give(c net.Conn) bool {
+	select {
+	case l.in <- c:
+		return true
+	case <-l.done:
+		return false
+	}
+}
+
+func (l *callListener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.in:
+		return c, nil
+	case <-l.done:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *callListener) Close() error   { l.once.Do(func() { close(l.done) }); return nil }
+func (l *callListener) Addr() net.Addr { return l.addr }
+
+func (m *Mesh) newServer() *grpc.Server {
+	creds := insecure.NewCredentials()
+	if c := m.opt.Credentials; c != nil {
+		creds = credentials.NewTLS(c.Server())
+	}
+	srv := grpc.NewServer(grpc.Creds(creds), grpc.MaxRecvMsgSize(MaxFrame), grpc.MaxConcurrentStreams(maxStreams), grpc.ConnectionTimeout(openTimeout),
+		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: time.Minute, Time: time.Minute, Timeout: openTimeout}), grpc.WaitForHandlers(true))
+	peerv1.RegisterPeerServer(srv, &service{m: m})
+	return srv
+}
+
+// service answers the calls of peers.
+type service struct {
+	peerv1.UnimplementedPeerServer
+	m *Mesh
+}
+
+func (v *service) Hello(_ context.Context, q *peerv1.HelloRequest) (*peerv1.HelloReply, error) {
+	m := v.m
+	ours := m.opt.Versions
+	ver, err := wire.Choose(ours, wire.Versions{Min: wire.Version(q.GetVersions().GetMin()), Max: wire.Version(q.GetVersions().GetMax())})
+	if err != nil {
+		return nil, status.Errorf(codes.FailedPrecondition, "control protocol: %v", err)
+	}
+	if len(q.Boot) != len(transfer.Boot{}) {
+		return nil, status.Errorf(codes.InvalidArgument, "boot of %d bytes, want %d", len(q.Boot), len(transfer.Boot{}))
+	}
+	boot := transfer.Boot(q.Boot)
+	share := m.share(boot)
+	m.mu.Lock()
+	addrs, gone := m.addrs, m.gone[boot]
+	m.mu.Unlock()
+	if gone {
+		return nil, status.Errorf(codes.FailedPrecondition, "boot %s was superseded at its endpoint", boot)
+	}
+	reply := &peerv1.HelloReply{Version: uint32(ver), Boot: m.opt.Boot[:], Node: m.opt.Node, Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot,
+		Rails: m.opt.Rails(), ControlAddresses: addrs, KeyShare: share[:], Features: m.opt.Features}
+	if boot == m.opt.Boot || len(q.KeyShare) == 0 {
+		return reply, nil // ourselves, or a caller that does not know our boot yet
+	}
+	_, err = m.meet(ver, boot, q.Node, q.Endpoint, q.HostBoot, q.Rails, q.ControlAddresses, q.KeyShare, q.Features)
+	if err != nil {
+		return nil, status.Error(codes.InvalidArgument, err.Error())
+	}
+	return reply, nil
+}
+
+func (v *service) Describe(_ context.Context, q *peerv1.DescribeRequest) (*peerv1.DescribeReply, error) {
+	if len(q.Geometry) != 32 {
+		return nil, status.Errorf(codes.InvalidArgument, "geometry of %d bytes, want 32", len(q.Geometry))
+	}
+	b, ok := v.m.opt.Handler.Describe([32]byte(q.Geometry))
+	if !ok {
+		return nil, status.Errorf(codes.NotFound, "no layout with geometry %x", q.Geometry)
+	}
+	return &peerv1.DescribeReply{Layout: b}, nil
+}
+
+func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeReply, error) {
+	return &peerv1.ProbeReply{Boot: v.m.opt.Boot[:], Node: v.m.opt.Node, Version: v.m.opt.Version}, nil
+}
+
+// meet makes or renews the session with a boot.
+func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, node, endpoint, host string, rails []*peerv1.Rail, addrs []string, share []byte,
+	features []string) (*session, error) {
+	if len(share) != 32 || len(rails) > MaxRails || len(addrs) == 0 || len(addrs) > MaxAddrs || len(features) > MaxFeatures {
+		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d rails (at most %d), %d control addresses (1 to %d), %d features (at most %d): %w",
+			boot, len(share), len(rails), MaxRails, len(addrs), MaxAddrs, len(features), MaxFeatures, wire.ErrMalformed)
+	}
+	texts := append([]string{node, endpoint, host}, addrs...)
+	for _, r := range rails {
+		texts = append(texts, r.GetTransport(), r.GetName(), r.GetAddress())
+	}
+	for _, s := range append(texts, features...) {
+		if len(s) > MaxText {
+			return nil, fmt.Errorf("peer: hello of %s: text of %d bytes, at most %d: %w", boot, len(s), MaxText, wire.ErrMalformed)
+		}
+	}
+	for _, a := range append([]string{endpoint}, addrs...) {
+		if _, _, err := net.SplitHostPort(a); err != nil {
+			return nil, fmt.Errorf("peer: hello of %s: address %q: %w", boot, a, err)
+		}
+	}
+	info := Peer{Boot: boot, Node: node, Endpoint: endpoint, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
+		Features: features, Key: m.pairKey(boot, m.share(boot), [32]byte(share))}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	s := m.sessions[boot]
+	switch {
+	case m.closed:
+		return nil, net.ErrClosed
+	case m.gone[boot]:
+		return nil, fmt.Errorf("peer: boot %s was superseded at its endpoint: %w", boot, wire.ErrRefused)
+	case s == nil && len(m.sessions) >= MaxPeers:
+		return nil, fmt.Errorf("peer: %d peers are known, at most that many: %w", MaxPeers, wire.ErrRefused)
+	case s == nil:
+		s = &session{m: m, boot: boot, held: map[uint64]*peerv1.ControlFrame{}, since: time.Now()}
+		if _, err := rand.Read(s.mine[:]); err != nil {
+			return nil, fmt.Errorf("peer: session: %w", err)
+		}
+		m.sessions[boot] = s
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.lanes) > 0 && s.info.Key != info.Key {
+		return nil, fmt.Errorf("peer: hello of %s: another key share while its lanes live: %w", boot, wire.ErrRefused)
+	}
+	s.info, s.addrs = info, addrs
+	return s, nil
+}
+
+// call runs f with a connection to endpoint that lives as long as f: calls are rare.
+func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context, peerv1.PeerClient) error) error {
+	host, _, err := net.SplitHostPort(endpoint)
+	if err != nil || len(endpoint) > MaxText {
+		return fmt.Errorf("peer: endpoint %q: want host:port of at most %d bytes", endpoint, MaxText)
+	}
+	creds := insecure.NewCredentials()
+	if c := m.opt.Credentials; c != nil {
+		creds = credentials.NewTLS(c.Client(host))
+	} else if !loopback(endpoint) {
+		return fmt.Errorf("peer: call %s: %w: set peer.cluster_key_file ('kvspray keygen cluster') or peer.tls", endpoint, ErrUnsafe)
+	}
+	conn, err := grpc.NewClient("passthrough:///"+endpoint, grpc.WithTransportCredentials(creds), grpc.WithNoProxy(), grpc.WithDisableServiceConfig(),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxLayout)))
+	if err != nil {
+		return fmt.Errorf("peer: call %s: %w", endpoint, err)
+	}
+	defer conn.Close() //nolint:errcheck // nothing is left to lose
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	if err := f(ctx, peerv1.NewPeerClient(conn)); err != nil {
+		return fmt.Errorf("peer: call %s: %w", endpoint, err)
+	}
+	return nil
+}
+
+// hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key with it. A nil session: ourselves.
+func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err error) {
+	m.mu.Lock()
+	addrs := m.addrs
+	m.mu.Unlock()
+	ours := m.opt.Versions
+	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(ours.Min), Max: uint32(ours.Max)}, Boot: m.opt.Boot[:], Node: m.opt.Node,
+		Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot, Rails: m.opt.Rails(), ControlAddresses: addrs, Features: m.opt.Features}
+	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
+		r, err := c.Hello(ctx, q)
+		if err != nil {
+			return err //nolint:wrapcheck // call names the endpoint
+		}
+		if len(r.Boot) != len(transfer.Boot{}) {
+			return fmt.Errorf("hello: boot of %d bytes: %w", len(r.Boot), wire.ErrMalformed)
+		}
+		boot := transfer.Boot(r.Boot)
+		if boot == m.opt.Boot {
+			return nil
+		}
+		m.supersede(endpoint, boot)
+		share := m.share(boot)
+		q.KeyShare = share[:]
+		if r, err = c.Hello(ctx, q); err != nil {
+			return err //nolint:wrapcheck // as above
+		}
+		ver := wire.Version(r.Version)
+		if ver < ours.Min || ver > ours.Max {
+			return fmt.Errorf("hello: the peer chose %s, we speak %s: %w", ver, ours, wire.ErrVersion)
+		}
+		if !bytes.Equal(r.Boot, boot[:]) {
+			return fmt.Errorf("hello: boot %s, then %x: several processes answer there: %w", boot, r.Boot, wire.ErrRefused)
+		}
+		// What we dialled is what reaches it from here, and what requests name.
+		s, err = m.meet(ver, boot, r.Node, endpoint, r.HostBoot, r.Rails, r.ControlAddresses, r.KeyShare, r.Features)
+		return err
+	})
+	return s, err
+}
+
+// Describe asks boot for the layout behind a geometry hash.
+func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry [32]byte) (layout []byte, err error) {
+	if boot == m.opt.Boot {
+		if b, ok := m.opt.Handler.Describe(geometry); ok {
+			return b, nil
+		}
+		return nil, fmt.Errorf("peer: describe %x: no such layout here", geometry)
+	}
+	s := m.session(boot)
+	if s == nil {
+		return nil, fmt.Errorf("peer: describe %x: %s: %w", geometry, boot, ErrUnknown)
+	}
+	s.mu.Lock()
+	endpoint := s.info.Endpoint
+	s.mu.Unlock()
+	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
+		r, err := c.Describe(ctx, &peerv1.DescribeRequest{Geometry: geometry[:]})
+		layout = r.GetLayout()
+		return err //nolint:wrapcheck // call names the endpoint
+	})
+	return layout, err
+}
+
+// Probe asks whoever is at endpoint who it is.
+func (m *Mesh) Probe(ctx context.Context, endpoint string) (r *peerv1.ProbeReply, err error) {
+	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
+		r, err = c.Probe(ctx, &peerv1.ProbeRequest{})
+		return err //nolint:wrapcheck // call names the endpoint
+	})
+	return r, err
+}

@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"fmt"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// session is one other process: what was agreed with it, the lanes to it, and both directions of the numbered frames.
+type session struct {
+	m    *Mesh
+	boot transfer.Boot
+
+	life sync.Mutex // serialises PeerUp and PeerDown; taken before mu
+
+	mu       sync.Mutex // protects all below
+	info     Peer
+	addrs    []string // control addresses of the peer
+	lanes    []*lane
+	up       bool      // PeerUp was said
+	since    time.Time // the last lane died, or the session was made
+	dialing  bool      // a goroutine reconnects
+	dialled  bool      // we opened it, so we reopen it
+	lastFill time.Time // missing lanes were dialled
+	closed   bool
+	mine     [incarnationBytes]byte // tells our sessions with this boot apart
+	theirs   [incarnationBytes]byte
+	met      bool // theirs is known
+	business time.Time
+
+	// Sending.
+	next     uint64 // seq of the next frame
+	unacked  []outgoing
+	outBytes int
+	buf      []byte
+
+	// Receiving.
+	handled    uint64 // all up to here were handled
+	taken      uint64 // all up to here were given to the deliverer
+	held       map[uint64]*peerv1.ControlFrame
+	heldBytes  int
+	delivering bool
+	told       uint64 // the last ack that was sent
+	ackTimer   *time.Timer
+	ackArmed   bool
+}
+
+const incarnationBytes = 16
+
+type outgoing struct {
+	seq   uint64
+	bytes []byte
+	lane  *lane // nil: none yet
+}
+
+// ordinary frames may not take the reserved capacity: they start something, and can be tried again.
+func ordinary(f *peerv1.ControlFrame) bool {
+	switch f.Body.(type) {
+	case *peerv1.ControlFrame_Await, *peerv1.ControlFrame_Grant, *peerv1.ControlFrame_Credit:
+		return true
+	}
+	return false
+}
+
+// send numbers a frame and puts it on a lane, or keeps it until there is one.
+func (s *session) send(f *peerv1.ControlFrame) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return fmt.Errorf("peer: send to %s: %w", s.boot, ErrUnknown)
+	}
+	frames, bytes := MaxUnacked, maxUnackedBytes
+	if ordinary(f) {
+		frames, bytes = MaxUnacked-Reserved, maxUnackedBytes-reservedBytes
+	}
+	if len(s.unacked) >= frames || s.outBytes >= bytes {
+		return fmt.Errorf("peer: send to %s: %d frames of %d bytes: %w", s.boot, len(s.unacked), s.outBytes, ErrQueueFull)
+	}
+	out := peerv1.ControlFrame{Seq: s.next + 1, Ack: s.handled, Body: f.Body}
+	b, err := AppendFrame(make([]byte, 0, lengthBytes+proto.Size(&out)), &out)
+	if err != nil {
+		return err
+	}
+	s.next++
+	s.told = s.handled
+	s.unacked = append(s.unacked, outgoing{seq: s.next, bytes: b})
+	s.outBytes += len(b)
+	s.business = time.Now()
+	s.putLocked(&s.unacked[len(s.unacked)-1])
+	return nil
+}
+
+// putLocked writes one frame to the lane with the least before it, the first of equals.
+func (s *session) putLocked(o *outgoing) {
+	for {
+		l := s.bestLocked()
+		o.lane = l
+		if l == nil || l.write(o.bytes) {
+			return
+		}
+		s.dropLaneLocked(l)
+	}
+}
+
+func (s *session) bestLocked() *lane {
+	var best *lane
+	least := 0
+	for _, l := range s.lanes {
+		n := l.waiting()
+		if best == nil || n < least {
+			best, least = l, n
+		}
+		if n == 0 {
+			break
+		}
+	}
+	return best
+}
+
+func (s *session) dropLaneLocked(dead *lane) {
+	for i, l := range s.lanes {
+		if l == dead {
+			s.lanes = append(s.lanes[:i:i], s.lanes[i+1:]...)
+			break
+		}
+	}
+	if len(s.lanes) == 0 {
+		s.since = time.Now()
+	}
+}
+
+// resendLocked puts what the dead lane may have lost on those that live, in order.
+func (s *session) resendLocked() {
+	for i := range s.unacked {
+		if len(s.lanes) == 0 {
+			return
+		}
+		o := &s.unacked[i]
+		if o.lane != nil {
+			o.lane.mu.Lock()
+			dead := o.lane.dead
+			o.lane.mu.Unlock()
+			if !dead {
+				continue
+			}
+		}
+		s.putLocked(o)
+	}
+}
+
+// take handles one frame of a lane.
+func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
+	switch b := f.Body.(type) {
+	case *peerv1.ControlFrame_Ping:
+		s.control(l, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Pong{Pong: &peerv1.Pong{Nonce: b.Ping.GetNonce()}}})
+	case *peerv1.ControlFrame_Pong: // that something came is all that counts
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if f.Ack > s.next {
+		return fmt.Errorf("peer: %s acknowledges frame %d of %d", s.boot, f.Ack, s.next)
+	}
+	s.ackedLocked(f.Ack)
+	if f.Seq == 0 {
+		return nil
+	}
+	if f.Seq > s.handled+2*MaxUnacked {
+		return fmt.Errorf("peer: %s sends frame %d where %d is the last handled: more than %d open", s.boot, f.Seq, s.handled, 2*MaxUnacked)
+	}
+	if _, dup := s.held[f.Seq]; dup || f.Seq <= s.taken {
+		s.armAckLocked() // it was sent again because our ack was lost
+		s.told = min(s.told, s.handled-min(s.handled, 1))
+		return nil
+	}
+	n := proto.Size(f)
+	if s.heldBytes+n > maxHeldBytes {
+		return fmt.Errorf("peer: %s: %d bytes of frames wait for earlier ones, at most %d", s.boot, s.heldBytes, maxHeldBytes)
+	}
+	s.held[f.Seq] = f
+	s.heldBytes += n
+	s.business = time.Now()
+	if s.delivering {
+		return nil
+	}
+	s.delivering = true
+	for !s.closed {
+		g := s.held[s.taken+1]
+		if g == nil {
+			break
+		}
+		s.taken++
+		delete(s.held, s.taken)
+		s.heldBytes -= proto.Size(g)
+		s.mu.Unlock()
+		s.m.opt.Handler.Control(s.boot, g)
+		s.mu.Lock()
+		s.handled = s.taken
+		if s.handled-s.told >= ackEvery {
+			s.ackLocked()
+		}
+	}
+	s.delivering = false
+	if s.handled != s.told {
+		s.armAckLocked()
+	}
+	return nil
+}
+
+func (s *session) ackedLocked(ack uint64) {
+	i := 0
+	for i < len(s.unacked) && s.unacked[i].seq <= ack {
+		s.outBytes -= len(s.unacked[i].bytes)
+		s.unacked[i] = outgoing{}
+		i++
+	}
+	if i == 0 {
+		return
+	}
+	if s.unacked = s.unacked[i:]; len(s.unacked) == 0 {
+		s.unacked = nil
+	}
+}
+
+func (s *session) armAckLocked() {
+	if s.ackArmed || s.closed {
+		return
+	}
+	s.ackArmed = true
+	if s.ackTimer == nil {
+		s.ackTimer = time.AfterFunc(ackDelay, s.lateAck)
+	} else {
+		s.ackTimer.Reset(ackDelay)
+	}
+}
+
+func (s *session) lateAck() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ackArmed = false
+	if s.handled != s.told && !s.closed {
+		s.ackLocked()
+	}
+}
+
+func (s *session) ackLocked() {
+	l := s.bestLocked()
+	if l == nil {
+		return // the next lane's first frame carries it
+	}
+	b, err := AppendFrame(s.buf[:0], &peerv1.ControlFrame{Ack: s.handled})
+	if err != nil {
+		return // an ack always fits
+	}
+	s.buf = b
+	if l.write(b) {
+		s.told = s.handled
+	}
+}
+
+// control sends an unnumbered frame on this lane, unless more waits there than could help.
+func (s *session) control(l *lane, f *peerv1.ControlFrame) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f.Ack = s.handled
+	b, err := AppendFrame(s.buf[:0], f)
+	if err != nil || l.waiting() > MaxFrame {
+		return
+	}
+	s.buf = b
+	l.write(b)
+}
+
+// busyLocked reports whether somebody waits for something.
+func (s *session) busyLocked(now time.Time, idle time.Duration) bool {
+	return len(s.unacked) > 0 || len(s.held) > 0 || now.Sub(s.business) < idle
+}
+
+// watch sends pings that are due and gives up lanes that do not answer.
+func (s *session) watch(now time.Time, p Pings) {
+	s.mu.Lock()
+	every := p.Idle
+	if s.busyLocked(now, p.Idle) {
+		every = p.Busy
+	}
+	lanes := append([]*lane(nil), s.lanes...)
+	s.mu.Unlock()
+	for _, l := range lanes {
+		if asked := l.asked.Load(); asked != 0 {
+			if now.UnixNano()-asked >= int64(p.Timeout) {
+				l.fail(fmt.Errorf("peer: %s did not answer a ping within %s", s.boot, p.Timeout))
+			}
+			continue
+		}
+		if now.UnixNano()-l.heard.Load() >= int64(every) {
+			l.asked.Store(now.UnixNano())
+			s.control(l, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Ping{Ping: &peerv1.Ping{Nonce: uint64(now.UnixNano())}}})
+		}
+	}
+}
+
+// close ends the session for good. The readers of its lanes notice.
+func (s *session) close(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.closed = true
+	for _, l := range s.lanes {
+		l.fail(err)
+	}
+	s.lanes, s.unacked, s.held = nil, nil, map[uint64]*peerv1.ControlFrame{}
+	s.outBytes, s.heldBytes = 0, 0
+	if s.ackTimer != nil {
+		s.ackTimer.Stop()
+	}
+}
