@@ -122,6 +122,10 @@ bench-copy: build bin/kvspray-memcpy ## kvspray bench copy, both transports and 
 bench: ## Go benchmarks (ParseBlock, frames, rings ...)
 	go test -run '^$$' -bench . -benchmem ./...
 
+.PHONY: bench-latency
+bench-latency: build env ## One 4 KiB block between two sidecars, from the engine's word to the engine's ear
+	$(VENV)/bin/python -m kvspray.latency --kvspray bin/kvspray
+
 .PHONY: bench-vllm
 bench-vllm: build env ## D's latency with kvspray against NIXL, same engines and prompts
 	$(HOSTPY) test/rig/env.py --nixl
