@@ -158,6 +158,7 @@ func dispatch(k kind, b []byte, h handler) error {
 	case kindForget:
 		want = forgetBytes
 	case kindPull:
+		want = pullFixed
 		if len(b) >= pullFixed {
 			want = pullFixed + int(binary.LittleEndian.Uint16(b[10:]))*pieceBytes
 		}
