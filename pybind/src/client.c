@@ -33,7 +33,8 @@
 #define BACKOFF_MIN_MS 10
 #define BACKOFF_MAX_MS 500
 #define BACKOFF_RESET_MS 1000    /* a session that lasted so long was a good one */
-#define REFUSED_RETRY_MS 2000    /* after an ERROR to HELLO or REGISTER: an upgrade may cure it */
+#define REFUSED_MIN_MS 2000      /* after an ERROR to HELLO or REGISTER: an upgrade may cure it, doubled each time */
+#define REFUSED_MAX_MS 10000
 #define HANDSHAKE_TIMEOUT_MS 15000 /* longer than a sidecar's wait for the fence of an earlier session */
 #define REPLAY_RETRY_MS 5        /* while the ring is full of leases presented afresh */
 #define SEND_RETRY_MS 5          /* while the socket has no room for an AWAIT */
@@ -146,7 +147,7 @@ struct kvs_client {
 	bool draining, replaying;
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
-	uint32_t backoff_ms;
+	uint32_t backoff_ms, refused_ms;
 	uint64_t msg; /* last message id */
 	uint64_t hello_msg, register_msg;
 	uint8_t session_id[16];
@@ -874,6 +875,13 @@ static void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 	c->next_try_ms = now + wait_ms;
 }
 
+/* Ends a session that will be refused again until somebody mends something. */
+static void session_refused(kvs_client *c, int64_t now)
+{
+	session_end(c, now, c->refused_ms);
+	c->refused_ms = c->refused_ms * 2 > REFUSED_MAX_MS ? REFUSED_MAX_MS : c->refused_ms * 2;
+}
+
 static void session_begin(kvs_client *c, int64_t now)
 {
 	struct sockaddr_un addr = {.sun_family = AF_UNIX};
@@ -898,7 +906,7 @@ static void session_begin(kvs_client *c, int64_t now)
 	socklen_t len = sizeof cred;
 	if (c->default_path && getsockopt(c->sock, SOL_SOCKET, SO_PEERCRED, &cred, &len) == 0 && cred.uid != 0 && cred.uid != geteuid()) {
 		fail(c, "%s belongs to uid %u, not to us (%u): name the socket explicitly if that is meant", c->path, cred.uid, geteuid());
-		session_end(c, now, REFUSED_RETRY_MS);
+		session_refused(c, now);
 		return;
 	}
 	c->new_pidfd = kvs_pidfd_of_peer(c->sock, &c->new_pid);
@@ -920,6 +928,7 @@ static void session_ready(kvs_client *c, int64_t now)
 {
 	c->state = READY;
 	c->ready_since_ms = now;
+	c->refused_ms = REFUSED_MIN_MS;
 	c->replaying = true;
 	c->info.error[0] = 0;
 	replay(c, now);
@@ -1015,7 +1024,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 		fail(c, "sidecar chose protocol %u.%u, this library speaks %u.%u: upgrade the older of the two", (unsigned)(m.version >> 16),
 		     (unsigned)(m.version & 0xffff), KVS_PROTOCOL_MAJOR, KVS_PROTOCOL_MINOR);
 		c->info.refusals++;
-		session_end(c, now, REFUSED_RETRY_MS);
+		session_refused(c, now);
 		return;
 	}
 	bool known;
@@ -1122,8 +1131,12 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 	/* These pass by themselves; anything else waits for somebody to mend it. */
 	bool passing = mp_key(code, code_n, "fencing") || mp_key(code, code_n, "draining") || mp_key(code, code_n, "state") ||
 		       mp_key(code, code_n, "superseded") || mp_key(code, code_n, "limit");
-	if (answer || fatal)
-		session_end(c, now, passing ? 0 : REFUSED_RETRY_MS);
+	if (!answer && !fatal)
+		return;
+	if (passing)
+		session_end(c, now, 0);
+	else
+		session_refused(c, now);
 }
 
 static void on_registered(kvs_client *c, int64_t now, const uint8_t *body, size_t bytes)
@@ -1613,6 +1626,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	c->flags_fd = c->bell_fd = c->ctl_fd = c->sock = c->doorbell_fd = c->rings_fd = c->new_pidfd = -1;
 	c->proc = -1;
 	c->backoff_ms = BACKOFF_MIN_MS;
+	c->refused_ms = REFUSED_MIN_MS;
 	c->due_ms = INT64_MAX;
 	c->lease_limit = KVS_MAX_LEASES;
 	c->info.deadline_ms = clamp_ms(config->deadline_ms, DEFAULT_DEADLINE_MS);
