@@ -12,6 +12,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -161,8 +162,9 @@ func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
 		n.frame(to, f)
 		return
 	}
+	n.metrics.Control(metrics.Out, frameName(f))
 	if err := n.peers.Send(to, f); err != nil {
-		n.log.Debug("control frame not sent", "peer", to.String(), "err", err)
+		n.log.Warn("control frame not sent", "peer", to.String(), "err", err)
 	}
 }
 

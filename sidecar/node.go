@@ -26,10 +26,10 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/parseblock"
@@ -60,7 +60,7 @@ type Node struct {
 	backends transport.Registry
 	rails    map[string][]transport.Rail // ours, by backend
 	engine   *connector.Server
-	peers    peers
+	peers    *peer.Mesh
 	d        driver
 	dial     dialer
 	hashes   *hashes
@@ -77,17 +77,6 @@ type Node struct {
 	addrMu   sync.Mutex // protects the addresses below, which are known once Run has started
 	endpoint string
 	http     string
-}
-
-// peers is what a node needs of control/peer.
-type peers interface {
-	// Connect reaches endpoint in the background; peerUp or connectFailed follows.
-	Connect(endpoint string)
-	// Send puts a frame on the control lanes to a peer. It does not block.
-	Send(to transfer.Boot, f *peerv1.ControlFrame) error
-	// Endpoint is what peers dial.
-	Endpoint() string
-	Close() error
 }
 
 // New checks the options and makes a node that touches neither disk nor network before Run.
@@ -213,7 +202,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		return fmt.Errorf("sidecar: none of the transports %v works here: see 'kvspray doctor'", n.cfg.Transports.Order)
 	}
 
-	if n.peers, err = newPeers(n); err != nil {
+	if n.peers, err = newPeers(ctx, n); err != nil {
 		return err
 	}
 	closers = append(closers, n.peers.Close)

@@ -1,4 +1,135 @@
 package sidecar
 
+import (
+	"context"
+	"fmt"
+	"net"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer"
+	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/transfer"
+)
+
 // newPeers opens the control layer towards other sidecars.
-func newPeers(n *Node) (peers, error) { return newLink(n) }
+func newPeers(ctx context.Context, n *Node) (*peer.Mesh, error) {
+	cfg := &n.cfg.Peer
+	creds, gossipKeys, err := credentials(n.cfg)
+	if err != nil {
+		return nil, err
+	}
+	opt := peer.Options{Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Version: n.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
+		Control: controlAddresses(n.cfg), Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log}
+	if g := cfg.Gossip.Listen; g != "" && g != config.Off {
+		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: gossipKeys}
+	}
+	m, err := peer.New(opt)
+	if err != nil {
+		return nil, fmt.Errorf("sidecar: %w", err)
+	}
+	if err := m.Start(ctx); err != nil {
+		return nil, fmt.Errorf("sidecar: %w", err)
+	}
+	return m, nil
+}
+
+// credentials loads what authenticates peers: certificates where they are given, else the cluster key, else nothing.
+func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, err error) {
+	var cluster keys.Cluster
+	if path := c.Peer.ClusterKeyFile; path != "" {
+		if cluster, err = keys.LoadCluster(path); err != nil {
+			return nil, nil, fmt.Errorf("sidecar: peer.cluster_key_file: %w", err)
+		}
+		if gossip, err = cluster.Gossip(); err != nil {
+			return nil, nil, fmt.Errorf("sidecar: peer.cluster_key_file: %w", err)
+		}
+	}
+	switch t := c.Peer.TLS; {
+	case t.Set():
+		creds, err = keys.FromFiles(t.Cert, t.Key, t.CA, time.Now())
+	case cluster != nil:
+		creds, err = keys.FromCluster(cluster, c.Node)
+	}
+	if err != nil {
+		return nil, nil, fmt.Errorf("sidecar: peer credentials: %w", err)
+	}
+	return creds, gossip, nil
+}
+
+// controlAddresses puts a control lane on every rail that the peer address is not on already.
+func controlAddresses(c *config.Config) (out []string) {
+	host, _, err := net.SplitHostPort(c.Peer.Listen)
+	if err != nil {
+		return nil
+	}
+	seen := map[string]bool{host: true, "": true, "0.0.0.0": true, "::": true}
+	for _, r := range c.RailsOrDefault() {
+		h, _, err := net.SplitHostPort(r.Listen)
+		if err != nil || seen[h] || seen[""] && host == "" || len(out) == peer.MaxAddrs-1 {
+			continue
+		}
+		if ip := net.ParseIP(h); ip != nil && ip.IsLoopback() {
+			continue // it leads nowhere that the peer address does not
+		}
+		seen[h] = true
+		out = append(out, net.JoinHostPort(h, "0"))
+	}
+	return out
+}
+
+// handler is peer.Handler.
+type handler struct{ n *Node }
+
+func (h handler) PeerUp(p peer.Peer) {
+	h.n.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, HostBoot: p.HostBoot, Rails: p.Rails})
+}
+
+func (h handler) PeerDown(boot transfer.Boot, proved bool, err error) {
+	h.n.log.Info("peer down", "peer", boot.String(), "proved", proved, "err", err)
+	h.n.peerDown(boot, proved)
+}
+
+func (h handler) ConnectFailed(endpoint string, err error) { h.n.connectFailed(endpoint, err) }
+
+func (h handler) Control(boot transfer.Boot, f *peerv1.ControlFrame) {
+	h.n.metrics.Control(metrics.In, frameName(f))
+	h.n.frame(boot, f)
+}
+
+func (h handler) Describe(geometry [32]byte) ([]byte, bool) {
+	for _, w := range h.n.engine.Workers() {
+		if w.Geometry == geometry {
+			b, err := w.Layout.Marshal()
+			return b, err == nil
+		}
+	}
+	return nil, false
+}
+
+// frameName is the field of a frame's body, for metrics.
+func frameName(f *peerv1.ControlFrame) string {
+	switch f.Body.(type) {
+	case *peerv1.ControlFrame_Await:
+		return "await"
+	case *peerv1.ControlFrame_Admitted:
+		return "admitted"
+	case *peerv1.ControlFrame_Grant:
+		return "grant"
+	case *peerv1.ControlFrame_GrantReply:
+		return "grant_reply"
+	case *peerv1.ControlFrame_SourceLost:
+		return "source_lost"
+	case *peerv1.ControlFrame_Revoke:
+		return "revoke"
+	case *peerv1.ControlFrame_Closed:
+		return "closed"
+	case *peerv1.ControlFrame_Commit:
+		return "commit"
+	case *peerv1.ControlFrame_Credit:
+		return "credit"
+	}
+	return "other"
+}
