@@ -292,7 +292,7 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	if err != nil {
 		return fmt.Errorf("peer: call %s: %w", endpoint, err)
 	}
-	defer conn.Close() //nolint:errcheck // nothing is left to lose
+	defer func() { _ = conn.Close() }() // nothing is left to lose
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	if err := f(ctx, peerv1.NewPeerClient(conn)); err != nil {

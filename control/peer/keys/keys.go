@@ -387,7 +387,7 @@ func read(path string, secret bool, remedy string) ([]byte, error) {
 		}
 		return nil, fmt.Errorf("keys: read %s: %w", path, err)
 	}
-	defer f.Close() //nolint:errcheck // only read
+	defer func() { _ = f.Close() }() // only read
 	st, err := f.Stat()
 	if err != nil {
 		return nil, fmt.Errorf("keys: read %s: %w", path, err)
