@@ -291,7 +291,21 @@ func (w *Worker) Push(typ uint16, lease uint64, body []byte, bump bool) error {
 	if bump {
 		w.flags.BumpSourceEpoch()
 	}
-	wake, err := w.sub.Push(typ, 0, lease, w.flags.SourceEpoch(), body)
+	return w.pushLocked(typ, lease, w.flags.SourceEpoch(), body)
+}
+
+// PushEpoch writes a record with any source epoch, for tests that lie about it.
+func (w *Worker) PushEpoch(typ uint16, lease, epoch uint64, body []byte) error {
+	w.subMu.Lock()
+	defer w.subMu.Unlock()
+	if w.rings == nil {
+		return errDisconnected
+	}
+	return w.pushLocked(typ, lease, epoch, body)
+}
+
+func (w *Worker) pushLocked(typ uint16, lease, epoch uint64, body []byte) error {
+	wake, err := w.sub.Push(typ, 0, lease, epoch, body)
 	if err != nil {
 		return err
 	}
