@@ -198,6 +198,55 @@ func TestCutAnywhere(t *testing.T) {
 	}
 }
 
+// A lane that dies with a full socket: what had begun is in doubt, what had not is proved not to have landed.
+func TestDeathOfAFullLane(t *testing.T) {
+	p := transporttest.NewPair(t, factory(Config{MaxInFlight: 64}))
+	stalled := make(chan struct{})
+	var stall sync.Once
+	hold := make(chan struct{})
+	a := dialThrough(t, p, func(at int64, b []byte) error {
+		if at+int64(len(b)) > 1<<20 {
+			stall.Do(func() { close(stalled) })
+			<-hold
+			return io.ErrUnexpectedEOF
+		}
+		return nil
+	})
+	defer close(hold)
+	s := transporttest.Shape{Chunks: 64 * 16, BlockBytes: 64 << 10}
+	src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
+	src.Write(5)
+	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	var got []<-chan transport.Result
+	for i := range uint32(64) { // 64 MiB: more than two sockets hold
+		got = append(got, p.A.Move(a, b.Origin, transfer.Range{First: 16 * i, Count: 16}, 1))
+	}
+	select {
+	case <-stalled:
+	case <-time.After(patience):
+		t.Fatal("nothing came through")
+	}
+	if err := a.Close(); err != nil {
+		t.Fatal(err)
+	}
+	count := map[transfer.Outcome]int{}
+	for _, c := range got {
+		select {
+		case r := <-c:
+			count[r.Outcome]++
+			if r.Outcome != transfer.Landed && (r.Reason != transfer.ReasonLaneLost || !errors.Is(r.Err, net.ErrClosed)) {
+				t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+			}
+		case <-time.After(patience):
+			t.Fatal("a slice never ended")
+		}
+	}
+	if count[transfer.InDoubt] == 0 || count[transfer.NotLanded] == 0 || count[transfer.Rejected] != 0 {
+		t.Errorf("outcomes %v", count)
+	}
+	b.End(t)
+}
+
 // Either end's wish for checksums is enough.
 func TestIntegrityIsNegotiated(t *testing.T) {
 	for _, first := range []bool{true, false} {

@@ -71,7 +71,12 @@ func (m *Mover) rebind() {
 	m.gen++
 	m.next = 0
 	m.bind = NewBind(m.tb, m.pair.A, m.pair.B, m.src.Memory, m.dst.Memory, 1, m.gen)
-	m.bind.Grant.Sink, m.bind.Origin.Source = m.dst, m.src
+	m.pair.B.mu.Lock() // under which lanes look it up
+	m.bind.Grant.Sink = m.dst
+	m.pair.B.mu.Unlock()
+	m.pair.A.mu.Lock()
+	m.bind.Origin.Source = m.src
+	m.pair.A.mu.Unlock()
 }
 
 // Move moves `slices` slices of `chunks` chunks with a window and waits for all of them.
