@@ -2,12 +2,15 @@ package sidecar
 
 import (
 	mrand "math/rand/v2"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 )
 
@@ -253,5 +256,38 @@ func TestHTTP(t *testing.T) {
 	p.draining.Store(true)
 	if code, body := get(t, p, "/readyz"); code != 503 || !strings.Contains(body, "draining") {
 		t.Errorf("GET /readyz while draining: %d %s", code, body)
+	}
+}
+
+// With a cluster key peers prove themselves; without it, or with another one, they do not meet.
+func TestClusterKey(t *testing.T) {
+	dir := socketDir(t)
+	key := func(name string) func(*config.Config) {
+		path := filepath.Join(dir, name)
+		if _, err := os.Stat(path); err != nil {
+			c, err := keys.NewCluster()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := keys.WriteCluster(path, c); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return func(c *config.Config) { c.Peer.ClusterKeyFile, c.Transports.Order = path, []string{"tcp"} }
+	}
+	p, d, stranger := start(t, key("a")), start(t, key("a")), start(t, key("b"))
+	pe, de, se := newEngine(t, p, testShape), newEngine(t, d, testShape), newEngine(t, stranger, testShape)
+	pe.random()
+	x := begin(t, p, pe, de, 1, tokens)
+	de.ok(x.dst)
+	same(t, pe, de, x.pt, x.dt, tokens, 0)
+	pe.ok(x.src)
+	lease, err := se.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
+		DeadlineMS: 2000, PartnerMS: 500})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c := se.wait(lease); c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason, "tls") {
+		t.Errorf("a stranger: status %d, %q", c.Status, c.Received.Reason)
 	}
 }
