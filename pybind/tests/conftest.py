@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import queue
 import subprocess
@@ -20,6 +21,14 @@ TIMEOUT_S = 10.0
 
 ENGINE = kvspray.EngineInfo("test", "1", "e0")
 LAYERS = 3
+
+
+def skip(feature: str, reason: str) -> None:
+    """Skips with a reason; a failure where KVSPRAY_MUST_RUN names the feature, or "all"."""
+    must = os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
+    if feature in must or "all" in must:
+        pytest.fail(f"KVSPRAY_MUST_RUN names {feature}, but: {reason}")
+    pytest.skip(reason)
 
 
 def layout() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, until
+from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, skip, until
 
 import kvspray
 from kvspray import AdmissionState, CompletionStatus
@@ -222,7 +222,7 @@ def test_stopped_sidecar_is_killed_after_the_grace(sidecar: Make, worker: Make) 
         assert w.wait(TIMEOUT_S), w.status()
         got.update({c.lease: c for c in w.poll()})
     took = time.monotonic() - start
-    assert got[dst].status == CompletionStatus.LOST and 2.2 < took < 5, took
+    assert got[dst].status == CompletionStatus.LOST and 2.2 < took < 9, took
     assert s.process.wait(TIMEOUT_S) == -signal.SIGKILL
     while src not in got:  # no sidecar until its deadline
         assert w.wait(TIMEOUT_S), w.status()
@@ -272,11 +272,10 @@ def test_stopped_sidecar_beside_a_new_one(sidecar: Make, worker: Make) -> None:
         assert old.process.wait(TIMEOUT_S) == -signal.SIGKILL and new.process.poll() is None
 
 
-def test_quarantine(sidecar: Make, worker: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_quarantine(sidecar: Make, worker: Make, tmp_path: pathlib.Path) -> None:
     """A sidecar that may not be killed: the lease stays open, status says so, and its exit then ends it."""
     if os.geteuid() != 0:
-        # The real refusal needs another uid; an unprivileged run meets it through pid 1's twin below only as root.
-        pytest.skip("needs root: a sidecar of another user that this process may not signal")
+        skip("root", "needs root: a sidecar of another user, which this process may not signal")
     s: Sidecar = sidecar()
     code = f"""
 import os, sys, signal

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from conftest import skip
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FLAGS = "-std=c11 -g -O1 -D_GNU_SOURCE -Wall -Wextra -Werror -pthread -fno-omit-frame-pointer"
@@ -20,7 +21,7 @@ RECORDS = os.environ.get("KVSPRAY_LITMUS_RECORDS", "200000")
 def compile_c(out: pathlib.Path, *sources: str, flags: str) -> pathlib.Path:
     cc = shlex.split(os.environ.get("CC", "gcc"))
     if shutil.which(cc[0]) is None:
-        pytest.skip(f"needs a C compiler: {cc[0]} not found; install gcc, or set CC")
+        skip("cc", f"needs a C compiler: {cc[0]} not found; install gcc, or set CC")
     subprocess.run(
         [*cc, *shlex.split(FLAGS), *shlex.split(flags), f"-I{ROOT}/include", f"-I{ROOT}/src", "-o", str(out), *(str(ROOT / s) for s in sources)],
         check=True,
@@ -66,7 +67,7 @@ def test_client_under_address_sanitizer(tmp_path: pathlib.Path) -> None:
     library = compile_c(tmp_path / "libkvspray.so", *sources, flags="-fPIC -shared -fsanitize=address,undefined")
     asan = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(asan):
-        pytest.skip("needs libasan.so of gcc to preload it; install libasan")
+        skip("asan", "needs libasan.so of gcc to preload it; install libasan")
     # Python's own allocations look like leaks, and its fork test is about another library.
     env = {"LD_PRELOAD": asan, "KVSPRAY_LIBRARY": str(library), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     chosen = "session or source_lease or killed_sidecar or malformed or broken or scheduler or full_ring or regions or drain"
