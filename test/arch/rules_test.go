@@ -11,6 +11,7 @@ type rule struct {
 	ext  []string // modules of others, by the path's beginning
 	pure bool     // no clock, no I/O, no goroutine, no lock: time is an argument
 	c    bool     // may import "C"
+	soon bool     // named by the design, and may be missing still
 }
 
 // What several rules share.
@@ -88,7 +89,7 @@ var rules = []rule{
 		own: []string{"internal/mem", "internal/wire", "transfer", "transport"}, ext: []string{extSys, extLink, extSync}},
 	{dir: "transport/shm", why: "a backend: no layout, no control",
 		own: []string{"internal/cuda", "internal/mem", "internal/wire", "transfer", "transport"}, ext: []string{extSys, extSync}},
-	{dir: "transport/gdr", why: "a backend: no layout, no control",
+	{dir: "transport/gdr", soon: true, why: "a backend: no layout, no control",
 		own: []string{"internal/mem", "internal/verbs", "internal/wire", "transfer", "transport"}, ext: []string{extSys}},
 	{dir: "transport/stage", why: "the hop between a GPU and host memory, so that tcp never sees cuda",
 		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport"}, ext: []string{extSys}},
@@ -97,8 +98,8 @@ var rules = []rule{
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
 	{dir: "internal/wire", why: "lane frames and the proof at their start",
 		own: []string{"internal/mem", "transfer"}, ext: []string{extSys}},
-	{dir: "internal/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
-	{dir: "internal/verbs/fake", why: "verbs without a NIC, for the contract suite", own: []string{"internal/verbs", "internal/mem"}, ext: []string{extSys}},
+	{dir: "internal/verbs", soon: true, why: "the verbs surface", ext: []string{extSys}, c: true},
+	{dir: "internal/verbs/fake", soon: true, why: "verbs without a NIC, for the contract suite", own: []string{"internal/verbs", "internal/mem"}, ext: []string{extSys}},
 	{dir: "internal/cuda", why: "the driver API, opened at run time", ext: []string{extSys}, c: true},
 	{dir: "internal/cuda/kernels", why: "compiled kernels as data"},
 
