@@ -290,7 +290,7 @@ type HelloRequest struct {
 	HostBoot         string                 `protobuf:"bytes,5,opt,name=host_boot,json=hostBoot,proto3" json:"host_boot,omitempty"` // kernel boot id: same-host transports are worth trying when equal
 	Rails            []*Rail                `protobuf:"bytes,6,rep,name=rails,proto3" json:"rails,omitempty"`                       // data rails
 	ControlAddresses []string               `protobuf:"bytes,7,rep,name=control_addresses,json=controlAddresses,proto3" json:"control_addresses,omitempty"`
-	KeyShare         []byte                 `protobuf:"bytes,8,opt,name=key_share,json=keyShare,proto3" json:"key_share,omitempty"` // 32 random bytes; lane key = HMAC-SHA256(caller's share | callee's share, both boots)
+	KeyShare         []byte                 `protobuf:"bytes,8,opt,name=key_share,json=keyShare,proto3" json:"key_share,omitempty"` // 32 bytes, bound to the callee's boot; empty asks for that boot only. Lane key = HMAC-SHA256(shares, boots), the lower boot's first
 	Features         []string               `protobuf:"bytes,9,rep,name=features,proto3" json:"features,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
