@@ -24,6 +24,7 @@ const (
 type Exec struct {
 	cfg       Config
 	out       []Action
+	late      []Action // follow what the event sends; emptied by assign
 	outSlices []transport.Slice
 
 	slots  *lease.Slots

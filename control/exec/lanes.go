@@ -172,6 +172,11 @@ func (e *Exec) assign(now Instant) {
 		e.assignPeer(now, p)
 	}
 	e.touched = e.touched[:0]
+	if len(e.late) > 0 {
+		e.out = append(e.out, e.late...)
+		clear(e.late)
+		e.late = e.late[:0]
+	}
 	if e.live > 0 && e.scan.idx < 0 {
 		e.agenda.arm(e.scan, now+e.cfg.SliceTimeout/2)
 	}

@@ -522,11 +522,16 @@ func (e *Exec) refusePending(q *pending, code peerv1.GrantReply_Code, message st
 
 func (e *Exec) reply(p *peer, dst transfer.LeaseID, code peerv1.GrantReply_Code, message string, src *transfer.LeaseID,
 	identity map[string]string) {
+	e.send(p.boot, replyFrame(dst, code, message, src, identity))
+}
+
+func replyFrame(dst transfer.LeaseID, code peerv1.GrantReply_Code, message string, src *transfer.LeaseID,
+	identity map[string]string) *peerv1.ControlFrame {
 	r := &peerv1.GrantReply{Destination: leaseMsg(dst), Code: code, Message: message, Identity: identity}
 	if src != nil {
 		r.Source = leaseMsg(*src)
 	}
-	e.send(p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: r}})
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: r}}
 }
 
 func (e *Exec) dropPending(q *pending) {
@@ -603,7 +608,8 @@ func (e *Exec) bindGrant(now Instant, p *peer, k transfer.Key, g lease.GrantID, 
 	s.sends = append(s.sends, snd)
 	i, _ := slices.BinarySearchFunc(p.sends, snd.prio+1, func(o *Sending, v uint32) int { return int(int64(o.prio) - int64(v)) })
 	p.sends = slices.Insert(p.sends, i, snd)
-	e.reply(p, g.Dest, peerv1.GrantReply_BOUND, "", &s.ID, nil)
+	// The bytes leave first: this word is needed only once they are there.
+	e.late = append(e.late, Action{Kind: Send, Peer: p.boot, Frame: replyFrame(g.Dest, peerv1.GrantReply_BOUND, "", &s.ID, nil)})
 	for l := range s.layers {
 		e.release(snd, l)
 	}
