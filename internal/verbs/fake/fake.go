@@ -1,0 +1,410 @@
+// Package fake is RDMA verbs inside one process, deterministic: nothing moves until Step or Run is called, and each hop of a
+// message is a step of its own. So a test can stop time between the sender's read, the receiver's write and the completion,
+// lose any of them, and deliver a message long after its sender gave up on it.
+//
+// A Fabric owns everything under one mutex and starts no goroutine.
+package fake
+
+import (
+	"encoding/binary"
+	"fmt"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/verbs"
+)
+
+// Bounds of a fabric, so that a test that leaks fails instead of growing.
+const (
+	maxObjects = 1 << 16
+	maxQueue   = 1 << 14
+)
+
+// Fabric is the network between devices.
+type Fabric struct {
+	mu sync.Mutex
+	// guarded by mu
+	next    uint32 // queue pair numbers and keys; never reused
+	address uint64 // of the next registration
+	qps     map[uint32]*queuePair
+	mrs     map[uint32]*memory // by key
+	order   []*queuePair       // with sends or messages, oldest first
+	lost    map[uint32]bool    // queue pairs whose answers are lost
+	held    map[uint32]bool    // queue pairs whose messages stay on the wire
+}
+
+// New returns an empty fabric.
+func New() *Fabric {
+	return &Fabric{next: 100, address: 1 << 32, qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
+		lost: map[uint32]bool{}, held: map[uint32]bool{}}
+}
+
+// Device returns a device of the fabric.
+func (f *Fabric) Device(name string) verbs.Device { return &device{f, name} }
+
+type device struct {
+	f    *Fabric
+	name string
+}
+
+func (d *device) Name() string { return d.name }
+func (d *device) Close() error { return nil }
+
+type memory struct {
+	f    *Fabric
+	b    []byte
+	addr uint64
+	key  uint32
+}
+
+func (d *device) Register(b []byte) (verbs.Memory, error) {
+	f := d.f
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(b) == 0 || len(f.mrs) >= maxObjects {
+		return nil, fmt.Errorf("fake: register %d bytes beside %d registrations: %w", len(b), len(f.mrs), verbs.ErrFull)
+	}
+	f.next++
+	m := &memory{f: f, b: b, addr: f.address, key: f.next}
+	f.address += uint64(len(b)) + 1<<20 // a gap, so that an overrun never hits a neighbour
+	f.mrs[m.key] = m
+	return m, nil
+}
+
+func (m *memory) Addr() uint64      { return m.addr }
+func (m *memory) Len() uint64       { return uint64(len(m.b)) }
+func (m *memory) LocalKey() uint32  { return m.key }
+func (m *memory) RemoteKey() uint32 { return m.key }
+
+func (m *memory) Close() error {
+	m.f.mu.Lock()
+	defer m.f.mu.Unlock()
+	delete(m.f.mrs, m.key)
+	return nil
+}
+
+// sliceLocked is the registered memory behind a key, or nil.
+func (f *Fabric) sliceLocked(key uint32, addr uint64, n uint32) []byte {
+	m := f.mrs[key]
+	if m == nil || addr < m.addr || addr-m.addr > uint64(len(m.b)) || uint64(n) > uint64(len(m.b))-(addr-m.addr) {
+		return nil
+	}
+	off := addr - m.addr
+	return m.b[off : off+uint64(n) : off+uint64(n)]
+}
+
+type completionQueue struct {
+	f     *Fabric
+	depth int
+	q     []verbs.Completion
+	ready chan struct{}
+}
+
+func (d *device) NewCompletionQueue(depth int) (verbs.CompletionQueue, error) {
+	if depth < 1 || depth > maxQueue {
+		return nil, fmt.Errorf("fake: completion queue of depth %d: 1 to %d", depth, maxQueue)
+	}
+	return &completionQueue{f: d.f, depth: depth, ready: make(chan struct{}, 1)}, nil
+}
+
+func (c *completionQueue) Ready() <-chan struct{} { return c.ready }
+func (c *completionQueue) Close() error           { return nil }
+
+func (c *completionQueue) Poll(dst []verbs.Completion) (int, error) {
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	n := copy(dst, c.q)
+	c.q = append(c.q[:0], c.q[n:]...)
+	if len(c.q) > c.depth {
+		return n, fmt.Errorf("fake: completion queue overran its depth of %d: %w", c.depth, verbs.ErrFull)
+	}
+	return n, nil
+}
+
+func (c *completionQueue) addLocked(v verbs.Completion) {
+	c.q = append(c.q, v)
+	select {
+	case c.ready <- struct{}{}:
+	default:
+	}
+}
+
+// message is a write on the wire: the sender's memory was read already.
+type message struct {
+	w    verbs.Work
+	data []byte
+}
+
+type queuePair struct {
+	f        *Fabric
+	cq       *completionQueue
+	num      uint32
+	state    verbs.State
+	remote   uint32
+	maxSend  int
+	maxRecv  int
+	sends    []verbs.Work // posted, not read yet
+	wire     []message    // read, not written yet; survives an error of its sender
+	unacked  []verbs.Work // written or on the wire, not completed yet
+	receives []uint64
+}
+
+func (d *device) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+	c, ok := cq.(*completionQueue)
+	if !ok || c.f != d.f {
+		return nil, fmt.Errorf("fake: queue pair: the completion queue is of another fabric")
+	}
+	f := d.f
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.qps) >= maxObjects || sends < 0 || sends > maxQueue || receives < 0 || receives > maxQueue {
+		return nil, fmt.Errorf("fake: queue pair of %d sends and %d receives beside %d others: %w", sends, receives, len(f.qps), verbs.ErrFull)
+	}
+	f.next++
+	q := &queuePair{f: f, cq: c, num: f.next, maxSend: sends, maxRecv: receives}
+	f.qps[q.num] = q
+	f.order = append(f.order, q)
+	return q, nil
+}
+
+func (q *queuePair) Num() uint32 { return q.num }
+
+func (q *queuePair) Address() verbs.Address {
+	a := verbs.Address{QP: q.num}
+	binary.LittleEndian.PutUint32(a.GID[:], q.num)
+	return a
+}
+
+func (q *queuePair) State() verbs.State {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	return q.state
+}
+
+func (q *queuePair) move(to verbs.State, from ...verbs.State) error {
+	for _, s := range from {
+		if q.state == s {
+			q.state = to
+			return nil
+		}
+	}
+	return fmt.Errorf("fake: queue pair %d: %s cannot follow %s: %w", q.num, to, q.state, verbs.ErrState)
+}
+
+func (q *queuePair) ToInit() error {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	return q.move(verbs.Init, verbs.Reset)
+}
+
+func (q *queuePair) ToReadyToReceive(remote verbs.Address) error {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	if err := q.move(verbs.ReadyToReceive, verbs.Init); err != nil {
+		return err
+	}
+	q.remote = remote.QP
+	return nil
+}
+
+func (q *queuePair) ToReadyToSend() error {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	return q.move(verbs.ReadyToSend, verbs.ReadyToReceive)
+}
+
+func (q *queuePair) ToError() error {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	if q.state == verbs.Reset {
+		return fmt.Errorf("fake: queue pair %d: ERR cannot follow RESET: %w", q.num, verbs.ErrState)
+	}
+	q.failLocked()
+	return nil
+}
+
+// failLocked flushes. What is on the wire stays there: the network does not know of the sender's state.
+func (q *queuePair) failLocked() {
+	q.state = verbs.Error
+	for _, w := range append(q.unacked, q.sends...) {
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.Flushed})
+	}
+	for _, id := range q.receives {
+		q.cq.addLocked(verbs.Completion{ID: id, QP: q.num, Op: verbs.Receive, Status: verbs.Flushed})
+	}
+	q.unacked, q.sends, q.receives = nil, nil, nil
+}
+
+func (q *queuePair) ToReset() error {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	q.state, q.remote = verbs.Reset, 0
+	q.unacked, q.sends, q.receives = nil, nil, nil
+	return nil
+}
+
+func (q *queuePair) Close() error {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	q.state = verbs.Reset
+	q.unacked, q.sends, q.receives = nil, nil, nil
+	delete(q.f.qps, q.num)
+	return nil
+}
+
+func (q *queuePair) PostSend(batch []verbs.Work) error {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	switch {
+	case q.state == verbs.Error: // as hardware does: taken, and flushed at once
+		for _, w := range batch {
+			q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.Flushed})
+		}
+		return nil
+	case q.state != verbs.ReadyToSend:
+		return fmt.Errorf("fake: queue pair %d: post send in %s: %w", q.num, q.state, verbs.ErrState)
+	case len(q.sends)+len(q.unacked)+len(batch) > q.maxSend:
+		return fmt.Errorf("fake: queue pair %d: %d sends of %d: %w", q.num, len(q.sends)+len(q.unacked)+len(batch), q.maxSend, verbs.ErrFull)
+	}
+	q.sends = append(q.sends, batch...)
+	return nil
+}
+
+func (q *queuePair) PostReceive(ids []uint64) error {
+	q.f.mu.Lock()
+	defer q.f.mu.Unlock()
+	switch {
+	case q.state == verbs.Reset:
+		return fmt.Errorf("fake: queue pair %d: post receive in %s: %w", q.num, q.state, verbs.ErrState)
+	case q.state == verbs.Error:
+		for _, id := range ids {
+			q.cq.addLocked(verbs.Completion{ID: id, QP: q.num, Op: verbs.Receive, Status: verbs.Flushed})
+		}
+		return nil
+	case len(q.receives)+len(ids) > q.maxRecv:
+		return fmt.Errorf("fake: queue pair %d: %d receives of %d: %w", q.num, len(q.receives)+len(ids), q.maxRecv, verbs.ErrFull)
+	}
+	q.receives = append(q.receives, ids...)
+	return nil
+}
+
+// Hold keeps messages of a sending queue pair on the wire until Release.
+func (f *Fabric) Hold(qp uint32) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.held[qp] = true
+}
+
+// Release lets held messages go on.
+func (f *Fabric) Release(qp uint32) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.held, qp)
+}
+
+// LoseAnswers makes completions of a sending queue pair never come; its writes take effect.
+func (f *Fabric) LoseAnswers(qp uint32) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.lost[qp] = true
+}
+
+// TimeOut is the sender's retry counter running out: its oldest request fails, the rest is flushed. What is on the wire still
+// arrives.
+func (f *Fabric) TimeOut(qp uint32) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	q := f.qps[qp]
+	if q == nil || q.state == verbs.Error {
+		return
+	}
+	if len(q.unacked) > 0 {
+		w := q.unacked[0]
+		q.unacked = q.unacked[1:]
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.RetryExceeded})
+	}
+	q.failLocked()
+}
+
+// Run steps until nothing moves any more and returns how many steps that took.
+func (f *Fabric) Run() int {
+	for n := 0; ; n++ {
+		if !f.Step() {
+			return n
+		}
+	}
+}
+
+// Step makes one hop: a posted request is read and put on the wire, or a message is written and answered. Queue pairs take
+// turns in the order in which they were made. False: nothing can move.
+func (f *Fabric) Step() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for i, q := range f.order {
+		if f.transmitLocked(q) || f.deliverLocked(q) {
+			f.order = append(append(f.order[:i:i], f.order[i+1:]...), q)
+			return true
+		}
+	}
+	return false
+}
+
+func (f *Fabric) transmitLocked(q *queuePair) bool {
+	if len(q.sends) == 0 || q.state != verbs.ReadyToSend {
+		return false
+	}
+	w := q.sends[0]
+	q.sends = q.sends[1:]
+	b := f.sliceLocked(w.LocalKey, w.LocalAddr, w.Len)
+	if b == nil && w.Len > 0 {
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.LocalAccess})
+		q.failLocked()
+		return true
+	}
+	q.unacked = append(q.unacked, w)
+	q.wire = append(q.wire, message{w, append([]byte(nil), b...)})
+	return true
+}
+
+func (f *Fabric) deliverLocked(q *queuePair) bool {
+	if len(q.wire) == 0 || f.held[q.num] {
+		return false
+	}
+	m := q.wire[0]
+	to := f.qps[q.remote]
+	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) || to.remote != q.num {
+		q.wire = q.wire[1:] // nobody there; the sender's time-out will say so
+		return true
+	}
+	q.wire = q.wire[1:]
+	b := f.sliceLocked(m.w.RemoteKey, m.w.RemoteAddr, m.w.Len)
+	switch {
+	case b == nil && m.w.Len > 0:
+		f.answerLocked(q, m.w, verbs.RemoteAccess)
+		to.failLocked() // an access error takes both ends down
+	case m.w.Op == verbs.WriteImm && len(to.receives) == 0:
+		f.answerLocked(q, m.w, verbs.ReceiverNotReady)
+	default:
+		copy(b, m.data)
+		if m.w.Op == verbs.WriteImm {
+			id := to.receives[0]
+			to.receives = to.receives[1:]
+			to.cq.addLocked(verbs.Completion{ID: id, QP: to.num, Op: verbs.Receive, Imm: m.w.Imm})
+		}
+		f.answerLocked(q, m.w, verbs.OK)
+	}
+	return true
+}
+
+func (f *Fabric) answerLocked(q *queuePair, w verbs.Work, s verbs.Status) {
+	if f.lost[q.num] || len(q.unacked) == 0 || q.unacked[0].ID != w.ID {
+		return // lost, or the sender gave up on it
+	}
+	q.unacked = q.unacked[1:]
+	if w.Signaled || s != verbs.OK {
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: s})
+	}
+	if s != verbs.OK {
+		q.wire = nil // out of sequence behind a refused one: the receiver drops them
+		q.failLocked()
+	}
+}
