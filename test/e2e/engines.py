@@ -134,6 +134,10 @@ class Engine:
     def free_blocks(self) -> int:
         return self._call("free_blocks")
 
+    def steps(self) -> int:
+        """Steps so far that computed anything."""
+        return self._call("steps")
+
     def status(self) -> dict[str, Any]:
         return self._call("status")
 
@@ -237,6 +241,15 @@ class _Loop:
         self.engine = llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.live: dict[str, tuple[int, float, list[float]]] = {}
+        self.steps = 0
+        inner = self.core.step_fn
+
+        def counted() -> Any:
+            out = inner()
+            self.steps += bool(out[1])
+            return out
+
+        self.core.step_fn = counted
 
     def run(self) -> None:
         while True:
@@ -316,12 +329,18 @@ class _Loop:
     def do_free_blocks(self) -> int:
         return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def do_steps(self) -> int:
+        return self.steps
+
     def do_status(self) -> dict[str, Any]:
         s = self.core.scheduler
         c = s.connector
         out: dict[str, Any] = {"requests": len(s.requests), "running": len(s.running)}
         if c is not None and c._scheduler is not None:
-            out["connected"] = c._scheduler._client.connected
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            # In one process there are both sides; each has its own session.
+            out["connected"] = c._scheduler._client.connected and get_kv_transfer_group()._worker_client.connected
             out["sources"] = len(c._scheduler._sources)
             out["loading"] = len(c._scheduler._loading)
         return out

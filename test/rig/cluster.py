@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -174,9 +175,7 @@ class Sidecar:
         return text[m.start() : m.start() + 2000] if m else None
 
 
-class Relay:
-    """A TCP relay that can be cut: every connection through it dies, and new ones are refused, until it is healed."""
-
+class _Relay:
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
         self.target = (host, int(port))
@@ -234,9 +233,48 @@ class Relay:
         with self.lock:
             self.whole = True
 
+
+class Relay:
+    """A TCP relay that can be cut: every connection through it dies, and new ones are refused, until it is healed. It has a
+    process of its own, so that whoever uses it has no threads and may fork."""
+
+    def __init__(self, target: str) -> None:
+        self.proc = subprocess.Popen(
+            [sys.executable, __file__, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, close_fds=True
+        )
+        self.address = self._answer()
+
+    def _answer(self) -> str:
+        assert self.proc.stdout is not None
+        return self.proc.stdout.readline().strip()
+
+    def _say(self, word: str) -> str:
+        assert self.proc.stdin is not None
+        self.proc.stdin.write(word + "\n")
+        self.proc.stdin.flush()
+        return self._answer()
+
+    def cut(self) -> int:
+        """Returns how many connections died."""
+        return int(self._say("cut"))
+
+    def heal(self) -> None:
+        self._say("heal")
+
     def close(self) -> None:
-        self.cut()
-        self.listener.close()
+        self.proc.kill()
+        self.proc.wait()
+
+
+def _relay_main(target: str) -> None:
+    relay = _Relay(target)
+    print(relay.address, flush=True)
+    for line in sys.stdin:
+        if line.strip() == "cut":
+            print(relay.cut(), flush=True)
+        else:
+            relay.heal()
+            print("whole", flush=True)
 
 
 @contextlib.contextmanager
@@ -248,3 +286,7 @@ def running(*sidecars: Sidecar) -> Iterator[None]:
     finally:
         for s in sidecars:
             s.stop()
+
+
+if __name__ == "__main__":
+    _relay_main(sys.argv[1])

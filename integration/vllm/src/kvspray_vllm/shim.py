@@ -99,6 +99,10 @@ class Worker:
         self.signal_layer = self._c.signal_layer
         self.signal_step = self._c.signal_step
 
+    @property
+    def connected(self) -> bool:
+        return self._c.connected
+
     def alloc(self, nbytes: int) -> Memory:
         try:
             region = self._c.alloc_region(nbytes)
