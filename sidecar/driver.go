@@ -351,6 +351,9 @@ func (n *Node) complete(a *exec.Action) {
 			}
 		}
 	}
+	if t := a.Trace; t != nil && !c.Received {
+		c.Transport, route = n.named(t.Moved[:])
+	}
 	// The engine waits; the log does not.
 	err := n.engine.Complete(a.Worker, c)
 	n.traceEnd(a, &c, route)

@@ -46,23 +46,39 @@ func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
 	n.metrics.Landed(l.Backend(), l.Local(), bytes)
 }
 
-// route names the transport that moved most of a landing; several are joined with '+' in the trace.
-func (n *Node) route(s *sink) (main, all string) {
-	var most uint64
-	for i, b := range n.backends {
-		v := s.bytes[min(i, maxBackends-1)].Load()
-		if v == 0 {
+// route names the transport that moved most of a landing, and all of them.
+func (n *Node) route(s *sink) (most, all string) {
+	var moved [maxBackends]uint64
+	for i := range n.backends {
+		moved[min(i, maxBackends-1)] = s.bytes[min(i, maxBackends-1)].Load()
+	}
+	var names []string
+	for _, b := range n.backends {
+		names = append(names, b.Name())
+	}
+	return routeOf(names, moved[:])
+}
+
+// named is route for what the executor counted.
+func (n *Node) named(moved []uint64) (most, all string) {
+	return routeOf(n.cfg.Transports.Order, moved)
+}
+
+func routeOf(names []string, moved []uint64) (most, all string) {
+	var top uint64
+	for i, name := range names {
+		if i >= len(moved) || moved[i] == 0 {
 			continue
 		}
-		if v > most {
-			main, most = b.Name(), v
+		if moved[i] > top {
+			most, top = name, moved[i]
 		}
 		if all != "" {
 			all += "+"
 		}
-		all += b.Name()
+		all += name
 	}
-	return main, all
+	return most, all
 }
 
 var causes = map[uint16]string{exec.StatusOK: metrics.CauseCommit, exec.StatusCancelled: metrics.CauseCancel,

@@ -185,8 +185,9 @@ type Trace struct {
 	Wire        time.Duration // from there to the full bitmap
 	Commit      time.Duration // from there to the fence's end
 	Grants      int
-	Flag        time.Duration // source: from the last flag to the commit
-	BytesBefore uint64        // source: bytes that were sent before the final step's flag
+	Flag        time.Duration    // source: from the last flag to the commit
+	BytesBefore uint64           // source: bytes that were sent before the final step's flag
+	Moved       [maxRanks]uint64 // source: bytes confirmed, by index in Config.Transports
 }
 
 // Landing is one grant on the receiver: one (peer, slot, generation) of a destination lease.

@@ -112,8 +112,9 @@ func (e *Exec) result(now Instant, r *transport.Result) {
 		return
 	}
 	if r.Outcome == transfer.Landed {
-		if !snd.src.finished {
-			if n, err := snd.Plan.Space().Bytes(again.r); err == nil {
+		if n, err := snd.Plan.Space().Bytes(again.r); err == nil {
+			snd.moved[l.rank] += n
+			if !snd.src.finished {
 				snd.early += n
 			}
 		}
@@ -316,4 +317,17 @@ func healthy(p *peer) bool {
 		}
 	}
 	return false
+}
+
+// confirmFlights counts what is still on its way as moved: the commit has overtaken its confirmation.
+func (e *Exec) confirmFlights(snd *Sending) {
+	for i := range e.flights {
+		f := &e.flights[i]
+		if !f.live || f.snd != snd || f.doubled {
+			continue
+		}
+		if n, err := snd.Plan.Space().Bytes(f.r); err == nil {
+			snd.moved[f.lane.rank] += n
+		}
+	}
 }

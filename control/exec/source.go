@@ -58,6 +58,7 @@ type sendingState struct {
 	stopped bool            // the receiver refuses, or the source is disowned: wait for the word that says why
 	opened  Instant
 	early   uint64 // bytes landed before the last flag
+	moved   [maxRanks]uint64
 }
 
 type sendState uint8
@@ -360,6 +361,12 @@ func (e *Exec) endGrant(now Instant, s *source, g lease.GrantID, committed bool,
 	if snd != nil && snd.src == s {
 		s.last.Slot, s.last.Gen = snd.Origin.Slot, snd.Origin.Gen
 		s.last.BytesBefore = snd.early
+		if committed {
+			e.confirmFlights(snd)
+		}
+		for i, v := range snd.moved {
+			s.last.Moved[i] += v
+		}
 		snd.committed = committed
 		if committed {
 			s.bytes += snd.Plan.Space().TotalBytes()
