@@ -25,6 +25,7 @@ type Fabric struct {
 	// guarded by mu
 	next    uint32 // queue pair numbers and keys; never reused
 	address uint64 // of the next registration
+	work    chan struct{}
 	qps     map[uint32]*queuePair
 	mrs     map[uint32]*memory // by key
 	order   []*queuePair       // with sends or messages, oldest first
@@ -34,7 +35,7 @@ type Fabric struct {
 
 // New returns an empty fabric.
 func New() *Fabric {
-	return &Fabric{next: 100, address: 1 << 32, qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
+	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1), qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
 		lost: map[uint32]bool{}, held: map[uint32]bool{}}
 }
 
@@ -266,6 +267,7 @@ func (q *queuePair) PostSend(batch []verbs.Work) error {
 		return fmt.Errorf("fake: queue pair %d: %d sends of %d: %w", q.num, len(q.sends)+len(q.unacked)+len(batch), q.maxSend, verbs.ErrFull)
 	}
 	q.sends = append(q.sends, batch...)
+	q.f.wakeLocked()
 	return nil
 }
 
@@ -299,6 +301,17 @@ func (f *Fabric) Release(qp uint32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	delete(f.held, qp)
+	f.wakeLocked()
+}
+
+// Work is signalled when there may be something for Run to do; for tests that drive the fabric from a goroutine.
+func (f *Fabric) Work() <-chan struct{} { return f.work }
+
+func (f *Fabric) wakeLocked() {
+	select {
+	case f.work <- struct{}{}:
+	default:
+	}
 }
 
 // LoseAnswers makes completions of a sending queue pair never come; its writes take effect.
