@@ -50,10 +50,11 @@ type receiver struct {
 	n      int
 	errno  unix.Errno
 	barred transfer.Reason
+	lowat  int // SO_RCVLOWAT as it is set
 }
 
 func (r *receiver) init(l *lane) {
-	r.l = l
+	r.l, r.lowat = l, 1
 	r.vecs = make([]iovec, 0, iovMax)
 	r.entries = make([]wire.Entry, 0, wire.MaxConfirms)
 	r.results = make([]transport.Result, 0, wire.MaxConfirms)
@@ -286,7 +287,27 @@ func (r *receiver) readv(fd uintptr) bool {
 	if guarded {
 		r.claim.Leave()
 	}
-	return r.errno != unix.EAGAIN || !r.park
+	if r.errno != unix.EAGAIN || !r.park {
+		return true
+	}
+	r.expect(fd)
+	return false
+}
+
+// lowatBytes is what a receiver in mid payload lets gather before it is woken. Waking it for every segment costs the sender
+// more than copying the segment does.
+const lowatBytes = 128 << 10
+
+// expect tells the kernel how much to wait for: never more than what is left of the payload, whose sender has it ready.
+// Setting it makes the kernel look at what is there already, so nothing that came before is slept through.
+func (r *receiver) expect(fd uintptr) {
+	want := 1
+	if left := r.todo + uint64(r.p.left); left >= lowatBytes/2 {
+		want = int(min(left, lowatBytes))
+	}
+	if want != r.lowat && unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVLOWAT, want) == nil {
+		r.lowat = want
+	}
 }
 
 // unstage writes a piece that could not be mapped.
