@@ -27,9 +27,12 @@ ARGS = {"P": {"max_num_batched_tokens": 128}, "D": {}, "R": {}}
 class Faulty(Cluster):
     def __init__(self, dir: pathlib.Path) -> None:
         super().__init__(dir, CONFIG, start=False)
-        # Peers reach P's sidecar through a relay that can be cut; its data lanes do not go through it.
-        self.relay = rig.Relay(self.sp.endpoint)
-        self.sp.config["peer"]["advertise"] = self.sp.endpoint = self.relay.address
+        # Sidecars reach each other's control side through relays that can be cut (both ends dial); data lanes do not go there.
+        self.relays: list[rig.Relay] = []
+        for s in (self.sp, self.sd):
+            relay = rig.Relay(s.endpoint)
+            s.config["peer"]["advertise"] = s.endpoint = relay.address
+            self.relays.append(relay)
         self.sp.start()
         self.sd.start()
 
@@ -60,9 +63,13 @@ class Faulty(Cluster):
         assert got == want, what
         assert took < DEADLINE + GRACE + SLACK, f"{what}: {took:.1f} s"
 
+    def heal(self) -> None:
+        for relay in self.relays:
+            relay.heal()
+
     def revive(self, name: str) -> None:
         self.engines[name].kill()
-        self.spawn(name)
+        self.spawn(name, **ARGS[name])
         self.engines[name].wait_up()
 
 
@@ -78,7 +85,8 @@ def c(zygote: None, workdir: pathlib.Path) -> Iterator[Faulty]:
             assert s.panics() is None
     finally:
         out.close()
-        out.relay.close()
+        for relay in out.relays:
+            relay.close()
 
 
 @pytest.fixture(autouse=True)
@@ -197,16 +205,16 @@ def test_the_control_lane_is_cut(c: Faulty, back: bool, steps: int) -> None:
     prompt = fresh(LONG, ("cut", back, steps))
     want = c.r.run(prompt, 12).tokens
     p, d = c.dispatch(prompt, steps)
-    assert c.relay.cut() >= 1
+    assert sum([relay.cut() for relay in c.relays]) >= 1
     try:
         if back:
             time.sleep(0.3)
-            c.relay.heal()
+            c.heal()
         c.bounded("cut", lambda: d.result().tokens, want)
         p.result()
         c.settle(timeout=DEADLINE + GRACE + SLACK)
     finally:
-        c.relay.heal()
+        c.heal()
     c.works_again()
 
 

@@ -78,6 +78,7 @@ class FakeWorker:
 class FakeScheduler:
     connected: bool = True
     endpoint: str | None = "10.1.1.1:7650"
+    partner_s: float = 10.0
     answers: dict[bytes, str] = field(default_factory=dict)
     asked: list[tuple[bytes, str]] = field(default_factory=list)
 
@@ -99,7 +100,7 @@ class Engine:
         self.scheduler_shim = FakeScheduler()
         self.clock = 100.0
         self.scheduler = SchedulerSide(
-            Settings(admission_s=10), self.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, now=lambda: self.clock
+            Settings(), self.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, now=lambda: self.clock
         )
         self.worker = WorkerSide(self.worker_shim, LOG)
         self.worker.set_flags({"l0": 0, "l1": 1})

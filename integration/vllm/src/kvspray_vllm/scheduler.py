@@ -50,6 +50,7 @@ class Destination:
     tokens: int
     ready: bool  # the prefill is done: nothing to ask
     asked: float  # when admission was asked for
+    wait: float  # how long for, seconds
 
 
 class SchedulerSide:
@@ -117,9 +118,10 @@ class SchedulerSide:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
-        dest = Destination(asked.xfer, self._key_hash(request), asked.peer, len(tokens), ready, self._now())
+        wait = self._settings.admission_s or self._client.partner_s
+        dest = Destination(asked.xfer, self._key_hash(request), asked.peer, len(tokens), ready, self._now(), wait)
         if not ready:
-            self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, self._settings.admission_s)
+            self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
         self._destinations[request.request_id] = dest
 
     def _key_hash(self, request: Request) -> bytes:
@@ -159,8 +161,8 @@ class SchedulerSide:
         if state is not None:
             self._serve_alone(request, "prefill_" + state, f"the prefill side answered {state}")
             return 0, False
-        if self._now() - dest.asked > self._settings.admission_s:
-            self._serve_alone(request, "admission_timeout", f"not admitted by the prefill within {self._settings.admission_s} s")
+        if self._now() - dest.asked > dest.wait:
+            self._serve_alone(request, "admission_timeout", f"not admitted by the prefill within {dest.wait:g} s")
             return 0, False
         # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
         return None, False

@@ -12,8 +12,9 @@ from typing import Any
 class Settings:
     socket: str | None = None
     """Path of the sidecar's socket. Default: the sidecar's own default path."""
-    admission_s: float = 10.0
-    """Concurrent dispatch: for how long a decode request waits for its prefill to be admitted before it prefills locally."""
+    admission_s: float | None = None
+    """Concurrent dispatch: for how long a decode request waits for its prefill to be admitted before it prefills locally. Default:
+    the sidecar's own time for a missing partner (transfer.partner)."""
     memory: str = "auto"
     """Where the KV cache lives. "memfd": the shim's sealed shared memory, or the engine does not start. "process": vLLM's own
     allocation. "auto": memfd, and vLLM's own where that cannot be had."""
@@ -29,7 +30,8 @@ class Settings:
         out = cls(**extra)
         if out.socket is not None and (not isinstance(out.socket, str) or not out.socket):
             raise ValueError(f"kv_connector_extra_config['socket'] is {out.socket!r}, want a path")
-        if isinstance(out.admission_s, bool) or not isinstance(out.admission_s, (int, float)) or not 0 < out.admission_s <= 600:
+        wait = 1 if out.admission_s is None else out.admission_s
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 < wait <= 600:
             raise ValueError(f"kv_connector_extra_config['admission_s'] is {out.admission_s!r}, want seconds, above 0 and up to 600")
         if out.memory not in ("auto", "memfd", "process"):
             raise ValueError(f"kv_connector_extra_config['memory'] is {out.memory!r}, want auto, memfd or process")

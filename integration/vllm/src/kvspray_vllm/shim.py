@@ -14,6 +14,8 @@ Blocks = Sequence[Sequence[int]]
 
 # enum kvs_status of board.h
 OK, FAILED, CANCELLED, EXPIRED, REFUSED, LOST = range(6)
+DEFAULT_PARTNER_MS = 10_000  # before a sidecar has said its own
+
 STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
 
 
@@ -56,6 +58,8 @@ class SchedulerShim(Protocol):
     def connected(self) -> bool: ...
     @property
     def endpoint(self) -> str | None: ...
+    @property
+    def partner_s(self) -> float: ...
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None: ...
     def admission(self, xfer: bytes, hash: bytes) -> str | None: ...
     def close(self) -> None: ...
@@ -170,6 +174,10 @@ class Scheduler:
     @property
     def endpoint(self) -> str | None:
         return self._c.endpoint
+
+    @property
+    def partner_s(self) -> float:
+        return (self._c.status().partner_ms or DEFAULT_PARTNER_MS) / 1000
 
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
         self._c.await_admission(xfer, hash, peer, tokens, ttl_s)
