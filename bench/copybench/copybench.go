@@ -119,7 +119,7 @@ plain Go stream with as many connections, for shm a C memcpy over the same block
 	f.StringVar(&slice, "slice", "", "bytes of a slice (default: what the transport suggests)")
 	f.IntVar(&o.Rounds, "rounds", 9, "measured rounds for each block size")
 	f.StringVar(&o.Integrity, "integrity", "off", "off or crc32c (tcp)")
-	f.StringVar(&o.Baseline, "baseline", "", "the C baseline of shm (default: kvspray-memcpy beside this binary, or in .build)")
+	f.StringVar(&o.Baseline, "baseline", "", "the C baseline of shm (default: kvspray-memcpy beside this binary, or in bin)")
 	f.BoolVar(&o.JSON, "json", false, "print JSON")
 	f.StringVar(&o.Role, "role", "", "for the second process")
 	_ = f.MarkHidden("role")

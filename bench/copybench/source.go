@@ -376,14 +376,14 @@ func findBaseline(flag string) (string, error) {
 		if exe, err := os.Executable(); err == nil {
 			tried = append(tried, filepath.Join(filepath.Dir(exe), baselineBinary))
 		}
-		tried = append(tried, filepath.Join(".build", baselineBinary))
+		tried = append(tried, filepath.Join("bin", baselineBinary))
 	}
 	for _, p := range tried {
 		if st, err := os.Stat(p); err == nil && !st.IsDir() {
 			return filepath.Abs(p)
 		}
 	}
-	return "", fmt.Errorf("bench copy: the C baseline is not at %q; run `make bench-baseline`, or name it with --baseline", tried)
+	return "", fmt.Errorf("bench copy: the C baseline is not at %q; run `make bin/kvspray-memcpy`, or name it with --baseline", tried)
 }
 
 // cBaseline is the running C program.
