@@ -5,7 +5,7 @@
 Two prefill/decode pairs of real vLLM engines run side by side, one with each connector. A prompt goes to P, P's
 kv_transfer_params go to D, as NIXL-style routers do; D's latency is timed, and then the same prompt at the same D again,
 without a transfer: the floor. What a connector adds is the difference. Both connectors see fresh prompts of the same lengths,
-in turns, and whoever goes first changes with each pair.
+in turns, and whoever goes first changes with each pair. While one is measured the engines of the other are stopped.
 
 usage: bench_vllm.py [--pairs 50] [--lengths 128,512,...] [--transport tcp|shm] [--out FILE.json]
 """
@@ -13,17 +13,20 @@ usage: bench_vllm.py [--pairs 50] [--lengths 128,512,...] [--transport tcp|shm] 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import platform
 import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -79,11 +82,34 @@ class Pair:
             self.latency.setdefault(n, []).append(t_d)
             self.floor.setdefault(n, []).append(t_f)
 
+    def pause(self) -> None:
+        """The other pair's turn: this one's engines stop, so that threads that poll take no CPU from what is measured."""
+        for s in (self.p, self.d):
+            assert s.proc is not None
+            os.killpg(s.proc.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for s in (self.p, self.d):
+            assert s.proc is not None
+            os.killpg(s.proc.pid, signal.SIGCONT)
+
     def cpu(self) -> dict[str, float]:
         out = {"prefill engine": self.p.cpu_seconds(), "decode engine": self.d.cpu_seconds()}
         for e in self.extra:
             out[e.name] = sidecar_cpu(e) if isinstance(e, Sidecar) else e.cpu_seconds()
         return out
+
+
+@contextlib.contextmanager
+def alone(pair: Pair, pairs: list[Pair]) -> Iterator[None]:
+    others = [p for p in pairs if p is not pair]
+    for p in others:
+        p.pause()
+    try:
+        yield
+    finally:
+        for p in others:
+            p.resume()
 
 
 def sidecar_cpu(s: Sidecar) -> float:
@@ -116,6 +142,9 @@ def main() -> int:
         report = measure(args, lengths, pairs)
     finally:
         for s in reversed(started):
+            if isinstance(s, Server) and s.proc is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(s.proc.pid, signal.SIGCONT)
             s.stop()
         shutil.rmtree(run, ignore_errors=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -170,15 +199,17 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
     for n in lengths:
         for i in range(WARMUP):
             for p in pairs:
-                p.round(n, ("warm", n, i), keep=False)
+                with alone(p, pairs):
+                    p.round(n, ("warm", n, i), keep=False)
     cpu: dict[str, dict[str, float]] = {p.name: {} for p in pairs}
     for n in lengths:
         for i in range(args.pairs):
             for p in pairs if i % 2 == 0 else pairs[::-1]:
-                a = p.cpu()
-                p.round(n, (n, i), keep=True)
-                for k, v in p.cpu().items():
-                    cpu[p.name][k] = cpu[p.name].get(k, 0.0) + v - a[k]
+                with alone(p, pairs):
+                    a = p.cpu()
+                    p.round(n, (n, i), keep=True)
+                    for k, v in p.cpu().items():
+                        cpu[p.name][k] = cpu[p.name].get(k, 0.0) + v - a[k]
         say(f"  {n} tokens: {args.pairs} pairs")
     rounds = args.pairs * len(lengths)
     report: dict[str, Any] = {
