@@ -260,6 +260,7 @@ def show(r: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
     try:
         sys.exit(main())
     except Failed as err:
