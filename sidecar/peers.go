@@ -23,7 +23,8 @@ func newPeers(ctx context.Context, n *Node) (*peer.Mesh, error) {
 	}
 	opt := peer.Options{Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Version: n.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
 		Control: controlAddresses(n.cfg), Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log}
-	if g := cfg.Gossip.Listen; g != "" && g != config.Off {
+	// Gossip on loopback with nobody to join would only keep a processor awake.
+	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 || !config.IsLoopback(g)) {
 		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: gossipKeys}
 	}
 	m, err := peer.New(opt)

@@ -35,7 +35,7 @@ type Exec struct {
 	dests   map[transfer.LeaseID]*dest
 	nsource int
 	byKey   map[transfer.Key][]*source // open ones
-	byXfer  map[transfer.XferID]int    // open source leases
+	byXfer  map[transfer.XferID]count  // open source leases
 	bound   map[lease.GrantID]*source  // grants that a source lease serves, those included that lost it and may come again
 	sending map[lease.GrantID]*Sending // the live one of each
 
@@ -103,13 +103,16 @@ type pending struct {
 	t     *timer
 }
 
+// count is how many source leases are open under one transfer id, and how many of them belong to finished requests.
+type count struct{ open, held int }
+
 // New returns an executor.
 func New(cfg Config) *Exec {
 	cfg = cfg.withDefaults()
 	e := &Exec{
 		cfg: cfg, slots: lease.NewSlots(cfg.MaxSlots), tombs: lease.NewTombs(lease.MaxTombstones, cfg.TombstoneAge),
 		workers: map[*connector.Worker]*worker{}, dests: map[transfer.LeaseID]*dest{}, byKey: map[transfer.Key][]*source{},
-		byXfer: map[transfer.XferID]int{}, bound: map[lease.GrantID]*source{}, sending: map[lease.GrantID]*Sending{},
+		byXfer: map[transfer.XferID]count{}, bound: map[lease.GrantID]*source{}, sending: map[lease.GrantID]*Sending{},
 		endpoints: map[string]*endpoint{}, peers: map[transfer.Boot]*peer{}, lanes: map[uint64]*lane{},
 		pending: map[transfer.Key][]*pending{}, asked: map[uint64]*await{},
 	}
@@ -310,7 +313,14 @@ func (e *Exec) reach(ep *endpoint) {
 // PeerUp says that the sidecar at addr answers and is boot. addr may be empty where it called us.
 func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 	p := e.peer(boot)
-	p.up = true
+	if !p.up {
+		p.up = true
+		for _, d := range e.dests {
+			if d.Peer == boot && d.State == lease.DestLanding {
+				d.Partner = lease.Never
+			}
+		}
+	}
 	if addr == "" {
 		return
 	}
@@ -361,7 +371,7 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 }
 
 // PeerDown says that the control lanes to boot are down. proved: that process is dead or superseded, no word of it will ever
-// come again. Otherwise its leases wait: their own deadlines end them.
+// come again. Otherwise its leases wait for it as long as for any missing partner.
 func (e *Exec) PeerDown(now Instant, boot transfer.Boot, proved bool) {
 	p := e.peers[boot]
 	if p == nil {
@@ -369,6 +379,13 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, proved bool) {
 	}
 	p.up = false
 	if !proved {
+		for _, d := range e.dests {
+			if d.Peer == boot && d.State == lease.DestLanding {
+				d.trouble = "the source's sidecar cannot be reached"
+				d.Partner = now + d.partner
+				e.agenda.arm(d.t, min(d.Deadline, d.Partner))
+			}
+		}
 		return
 	}
 	delete(e.peers, boot)

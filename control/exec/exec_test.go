@@ -127,6 +127,74 @@ func TestMismatchAndNoPartner(t *testing.T) {
 	}
 }
 
+// Once every request of a transfer id is finished no other hash can come, and the decode need not wait to learn it. A question
+// may be early: a prompt list is admitted one by one.
+func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 4, 0)
+	for id := range uint64(2) {
+		p.steps(p.intent(pw, id+1, testKey(3, byte(id)), 64, 1, 60*sec))
+	}
+	early := d.expect(dw, 1, testKey(3, 9), "p:1", 64, 0, 8*sec)
+	p.event(func() { p.ex.Hold(s.now, pw, 1) })
+	s.run(s.now+sec, func() bool { return false })
+	if early.done != nil {
+		t.Fatalf("refused while a request of the list was under way: %s", early.done.Reason)
+	}
+	p.event(func() { p.ex.Hold(s.now, pw, 2) })
+	s.until("refusal of the one that waits", sec, func() bool { return early.done != nil })
+	wantStatus(t, early, StatusRefused)
+	late := d.expect(dw, 2, testKey(3, 8), "p:1", 64, 0, 8*sec)
+	s.until("refusal of a later one", sec, func() bool { return late.done != nil })
+	wantStatus(t, late, StatusRefused)
+}
+
+// A prefill may compute for longer than the deadline; what must not last is the silence.
+func TestProgressExtendsTheSource(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 4, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 5*sec)
+	for tokens := uint32(64); tokens <= 512; tokens += 64 {
+		s.run(s.now+4*sec, func() bool { return false })
+		for l := range simLayers {
+			p.step(src, l, tokens)
+		}
+	}
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 5*sec)
+	s.until("transfer", sec, func() bool { return dst.done != nil && src.done != nil })
+	wantStatus(t, src, StatusOK)
+	wantStatus(t, dst, StatusOK)
+
+	silent := p.intent(pw, 2, testKey(2, 1), 512, 1, 5*sec)
+	p.step(silent, 0, 64)
+	s.until("expiry", 6*sec, func() bool { return silent.done != nil })
+	wantStatus(t, silent, StatusExpired)
+}
+
+// A source's sidecar that cannot be reached and is not known to be dead is waited for as any missing partner; one that comes back
+// in time carries on.
+func TestSourceSidecarOutOfReach(t *testing.T) {
+	for _, back := range []bool{false, true} {
+		s, p, d, pw, dw := pair(t, 12, 0)
+		src := p.intent(pw, 1, testKey(1, 1), 512, 1, 60*sec)
+		dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 20*sec) // a partner has 10 s
+		s.run(s.now+50*time.Millisecond, func() bool { return false })
+		d.event(func() { d.ex.PeerDown(s.now, p.boot, false) })
+		s.run(s.now+9*sec, func() bool { return false })
+		if dst.done != nil {
+			t.Fatalf("gave up after 9 s: %s", dst.done.Reason)
+		}
+		if back {
+			d.event(func() { d.ex.PeerUp(s.now, "p:1", p.boot) })
+			s.run(s.now+5*sec, func() bool { return false })
+			p.steps(src)
+			s.until("transfer", sec, func() bool { return dst.done != nil })
+			wantStatus(t, dst, StatusOK)
+			continue
+		}
+		s.until("expiry", 2*sec, func() bool { return dst.done != nil })
+		wantStatus(t, dst, StatusExpired)
+	}
+}
+
 func TestFingerprint(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 5, 0)
 	pw.Fingerprint[0] = 1

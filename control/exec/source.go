@@ -3,6 +3,7 @@ package exec
 import (
 	"fmt"
 	"slices"
+	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
@@ -26,6 +27,7 @@ type source struct {
 	reason  string
 
 	began     Instant
+	span      time.Duration // from the last word of the engine to the deadline
 	firstBind Instant
 	flagged   Instant // the last progress
 	finished  bool    // every layer is final
@@ -98,12 +100,18 @@ func (e *Exec) Intent(now Instant, w *connector.Worker, in connector.Intent) {
 	s := &source{ws: ws, in: in, blocks: in.Blocks, layers: make([]layerState, w.Layout.NumLayers()), began: now}
 	s.ID, s.Key, s.Attempt = in.Lease, in.Key, in.Attempt
 	s.Fanout = min(max(in.Fanout, 1), lease.MaxFanout)
-	s.Deadline, s.Partner = now+e.span(in.Deadline), lease.Never
+	s.span = e.span(in.Deadline)
+	s.Deadline, s.Partner = now+s.span, lease.Never
 	s.t = newTimer(func(now Instant) { e.sourceDue(now, s) })
 	ws.sources[in.Lease.ID] = s
 	e.nsource++
 	e.byKey[s.Key] = append(e.byKey[s.Key], s)
-	e.byXfer[s.Key.Xfer]++
+	n := e.byXfer[s.Key.Xfer]
+	n.open++
+	if in.Held {
+		n.held++
+	}
+	e.byXfer[s.Key.Xfer] = n
 	e.tombs.Raise(s.Key)
 	if in.Held {
 		s.Held, s.Partner = true, now+e.cfg.Partner
@@ -116,11 +124,33 @@ func (e *Exec) Intent(now Instant, w *connector.Worker, in connector.Intent) {
 // Hold says that the engine keeps the blocks only for us: from now on partners have limited time to come.
 func (e *Exec) Hold(now Instant, w *connector.Worker, id uint64) {
 	s := e.source(w, id)
-	if s == nil || s.Held {
+	if s == nil || s.Held || s.decided {
 		return
 	}
 	s.Held, s.Partner = true, now+e.cfg.Partner
+	s.extend(now)
 	e.agenda.arm(s.t, min(s.Deadline, s.Partner))
+	n := e.byXfer[s.Key.Xfer]
+	n.held++
+	e.byXfer[s.Key.Xfer] = n
+	if n.open != n.held {
+		return
+	}
+	for k, l := range e.pending {
+		if k.Xfer != s.Key.Xfer {
+			continue
+		}
+		for _, q := range slices.Clone(l) {
+			if !q.gone && e.hopeless(q) {
+				e.refusePending(q, peerv1.GrantReply_MISMATCH, mismatch)
+			}
+		}
+	}
+}
+
+// extend starts the deadline again: a prefill may compute for minutes, and what must not last is the silence after it.
+func (s *source) extend(now Instant) {
+	s.Deadline = max(s.Deadline, min(now+s.span, s.began+MaxDeadline))
 }
 
 func (e *Exec) source(w *connector.Worker, id uint64) *source {
@@ -161,6 +191,7 @@ func (e *Exec) Progress(now Instant, w *connector.Worker, all []connector.Progre
 		}
 		s.ID.Epoch = p.Lease.Epoch
 		s.flagged = now
+		s.extend(now)
 		if p.Blocks != nil && !sameTables(p.Blocks, s.blocks) {
 			s.blocks = p.Blocks
 			s.version++
@@ -306,7 +337,12 @@ func (e *Exec) closeSource(now Instant, s *source, status uint16, reason string,
 			e.tombs.Bury(now, s.Key, status == StatusOK)
 		}
 	}
-	if e.byXfer[s.Key.Xfer]--; e.byXfer[s.Key.Xfer] == 0 {
+	n := e.byXfer[s.Key.Xfer]
+	n.open--
+	if s.Held {
+		n.held--
+	}
+	if e.byXfer[s.Key.Xfer] = n; n.open == 0 {
 		delete(e.byXfer, s.Key.Xfer)
 	}
 	for _, snd := range slices.Clone(s.sends) {
@@ -481,6 +517,9 @@ func (e *Exec) wait(now Instant, p *peer, q *pending, ms uint32) {
 	case e.draining:
 		e.refusePending(q, peerv1.GrantReply_DRAINING, "the sidecar is draining")
 		return
+	case !dead && e.hopeless(q):
+		e.refusePending(q, peerv1.GrantReply_MISMATCH, mismatch)
+		return
 	case p.pending >= e.cfg.MaxPending:
 		e.refusePending(q, peerv1.GrantReply_LIMIT, fmt.Sprintf("%d grants and questions wait already", p.pending))
 		return
@@ -499,13 +538,21 @@ func (e *Exec) wait(now Instant, p *peer, q *pending, ms uint32) {
 	e.agenda.arm(q.t, end)
 }
 
+const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt or multimodal items differ"
+
+// hopeless reports that no intent for q will come: every request of its transfer id is finished, and none has its hash. Only a grant
+// says so: it follows an admission, or a prefill that is done. A question may be early, for a prompt list is admitted one by one.
+func (e *Exec) hopeless(q *pending) bool {
+	n := e.byXfer[q.key.Xfer]
+	return q.grant != nil && n.open > 0 && n.open == n.held && len(e.byKey[q.key]) == 0
+}
+
 func (e *Exec) pendingDue(q *pending) {
 	switch {
 	case q.gone:
 		e.refusePending(q, peerv1.GrantReply_GONE, "the source lease of this key is over")
-	case e.byXfer[q.key.Xfer] > 0 && len(e.byKey[q.key]) == 0:
-		e.refusePending(q, peerv1.GrantReply_MISMATCH,
-			"the prefill has this transfer id with another prefix hash: prompt, LoRA, salt or multimodal items differ")
+	case e.byXfer[q.key.Xfer].open > 0 && len(e.byKey[q.key]) == 0:
+		e.refusePending(q, peerv1.GrantReply_MISMATCH, mismatch)
 	case len(e.byKey[q.key]) > 0:
 		e.refusePending(q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the grants that they were made for")
 	default:

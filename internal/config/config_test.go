@@ -28,7 +28,7 @@ func TestDefaultIsValidAndOnLoopback(t *testing.T) {
 		addrs = append(addrs, r.Listen)
 	}
 	for _, a := range addrs {
-		if !isLoopback(a) {
+		if !IsLoopback(a) {
 			t.Errorf("%s is not loopback", a)
 		}
 	}

@@ -53,7 +53,7 @@ func (c *Config) Validate() error {
 	v.bind("peer.gossip.listen", c.Peer.Gossip.Listen, true)
 	if c.Peer.Gossip.Listen != Off {
 		v.advertise("peer.gossip", c.Peer.Gossip.Listen, c.Peer.Gossip.Advertise)
-		v.check(isLoopback(c.Peer.Gossip.Listen) || c.Peer.ClusterKeyFile != "", "peer.gossip.listen", c.Peer.Gossip.Listen,
+		v.check(IsLoopback(c.Peer.Gossip.Listen) || c.Peer.ClusterKeyFile != "", "peer.gossip.listen", c.Peer.Gossip.Listen,
 			"gossip off loopback is encrypted, and there is no key for it",
 			"set peer.cluster_key_file to a file made by 'kvspray keygen cluster', or gossip.listen to off")
 	}
@@ -102,7 +102,7 @@ func (v *checker) transports() {
 	v.between("transports.tcp.connections", t.TCP.Connections, 1, maxConnections)
 	v.oneOf("transports.tcp.integrity", t.TCP.Integrity, Off, CRC32C)
 	v.check(t.TCP.Slice >= chunkBytes && t.TCP.Slice <= maxSlice && t.TCP.Slice%chunkBytes == 0, "transports.tcp.slice", t.TCP.Slice.String(),
-		"not a multiple of 64KiB between 64KiB and 64MiB", "256KiB suits fast rails")
+		"not a multiple of 64KiB between 64KiB and 64MiB", "512KiB suits fast rails")
 	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir, "not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
 }
@@ -179,7 +179,7 @@ func (v *checker) bind(key, addr string, mayBeOff bool) {
 			return
 		}
 	}
-	v.check(isLoopback(addr) || v.c.Secured(), key, addr, "reachable from other hosts, and peers cannot be authenticated",
+	v.check(IsLoopback(addr) || v.c.Secured(), key, addr, "reachable from other hosts, and peers cannot be authenticated",
 		"set peer.cluster_key_file or peer.tls ('kvspray keygen' makes both), or listen on 127.0.0.1")
 }
 
@@ -221,7 +221,8 @@ func (v *checker) port(key, addr, port string, zero bool) {
 	v.check(err == nil && n >= low, key, addr, fmt.Sprintf("port %q is not a number of %d to 65535", port, low), "write host:port")
 }
 
-func isLoopback(addr string) bool {
+// IsLoopback reports whether addr, host:port, names this host alone.
+func IsLoopback(addr string) bool {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
 		return false
