@@ -79,7 +79,8 @@ type lane struct {
 
 	mu      sync.Mutex // protects the fields below
 	backlog []byte
-	writing bool // the writer has the socket
+	writing bool          // the writer has the socket
+	limit   time.Duration // for one write of the writer
 	dead    bool
 	err     error
 	wg      sync.WaitGroup
@@ -104,7 +105,7 @@ func newLane(c net.Conn) (*lane, error) {
 	if err != nil {
 		return nil, fmt.Errorf("peer: control lane: %w", err)
 	}
-	l := &lane{conn: c, raw: raw}
+	l := &lane{conn: c, raw: raw, limit: writeTimeout}
 	l.heard.Store(time.Now().UnixNano())
 	return l, nil
 }
@@ -162,7 +163,7 @@ func (l *lane) drain() {
 		b := l.backlog
 		l.backlog = spare[:0]
 		l.mu.Unlock()
-		err := l.conn.SetWriteDeadline(time.Now().Add(writeTimeout))
+		err := l.conn.SetWriteDeadline(time.Now().Add(l.limit))
 		if err == nil {
 			_, err = l.conn.Write(b)
 		}
@@ -171,6 +172,10 @@ func (l *lane) drain() {
 		if err != nil {
 			l.failLocked(fmt.Errorf("peer: write control lane: %w", err))
 		}
+	}
+	// The deadline would outlive the backlog, and fail a write that comes much later.
+	if err := l.conn.SetWriteDeadline(time.Time{}); err != nil {
+		l.failLocked(fmt.Errorf("peer: write control lane: %w", err))
 	}
 	l.writing = false
 	l.backlog = nil

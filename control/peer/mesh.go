@@ -178,7 +178,7 @@ func (m *Mesh) Members() []Member {
 // PeerKey is what lanes to and from boot prove. False: no handshake with that boot.
 func (m *Mesh) PeerKey(boot transfer.Boot) ([32]byte, bool) {
 	if boot == m.opt.Boot {
-		return m.pairKey(boot, m.share(boot), m.share(boot)), true
+		return m.pairKey(boot, m.share(boot, identity{}), m.share(boot, identity{})), true
 	}
 	s := m.session(boot)
 	if s == nil {
@@ -195,11 +195,13 @@ func (m *Mesh) session(boot transfer.Boot) *session {
 	return m.sessions[boot]
 }
 
-// share is our half of the key with a boot. It is bound to that boot, so that a third process that talks to both learns nothing.
-func (m *Mesh) share(boot transfer.Boot) (out [32]byte) {
+// share is our half of the key with a boot. It is bound to that boot and to the certificate that it shows, so that a third process that talks
+// to both, in its own name or in that of one of them, learns nothing.
+func (m *Mesh) share(boot transfer.Boot, id identity) (out [32]byte) {
 	h := hmac.New(sha256.New, m.secret[:])
 	h.Write([]byte("kvspray share 1"))
 	h.Write(boot[:])
+	h.Write(id[:])
 	h.Sum(out[:0])
 	return out
 }
@@ -280,43 +282,54 @@ func (m *Mesh) Connect(endpoint string) {
 	}
 	m.connecting[endpoint] = true
 	m.wg.Go(func() {
-		info, again, err := m.reach(m.ctx, endpoint)
+		m.connect(endpoint)
 		m.mu.Lock()
 		delete(m.connecting, endpoint)
 		m.mu.Unlock()
-		switch {
-		case m.ctx.Err() != nil:
-		case err != nil:
-			m.opt.Handler.ConnectFailed(endpoint, err)
-		case again:
-			m.opt.Handler.PeerUp(info)
-		}
 	})
 }
 
-// reach says hello and opens lanes. again: they were open before, so nobody has said PeerUp for this call.
-func (m *Mesh) reach(ctx context.Context, endpoint string) (info Peer, again bool, err error) {
-	s, err := m.hello(ctx, endpoint)
-	if err != nil {
-		return Peer{}, false, err
-	}
-	if s == nil { // ourselves
+// connect says hello, opens lanes, and gives the one answer to a Connect.
+func (m *Mesh) connect(endpoint string) {
+	s, err := m.hello(m.ctx, endpoint)
+	if err == nil && s == nil { // ourselves
 		key, _ := m.PeerKey(m.opt.Boot)
-		return Peer{Boot: m.opt.Boot, Node: m.opt.Node, Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot, SameHost: true, Rails: m.opt.Rails(),
-			Version: m.opt.Versions.Max, Features: m.opt.Features, Key: key}, true, nil
+		m.opt.Handler.PeerUp(Peer{Boot: m.opt.Boot, Node: m.opt.Node, Endpoint: endpoint, HostBoot: m.opt.HostBoot, SameHost: true,
+			Rails: m.opt.Rails(), Version: m.opt.Versions.Max, Features: m.opt.Features, Key: key})
+		return
 	}
+	before := 0
+	if err == nil {
+		s.mu.Lock()
+		s.dialled = true
+		before = s.ups
+		open := s.up && len(s.lanes) > 0
+		s.mu.Unlock()
+		if !open {
+			err = m.dialLanes(m.ctx, s)
+		}
+	}
+	if m.ctx.Err() != nil {
+		return
+	}
+	if err != nil {
+		m.opt.Handler.ConnectFailed(endpoint, err)
+		return
+	}
+	// The session may have been up before, or have come up meanwhile under another name of the peer, or be over again.
+	s.life.Lock()
+	defer s.life.Unlock()
 	s.mu.Lock()
-	s.dialled = true
-	open := s.up && len(s.lanes) > 0
-	info = s.info
+	info, up, said := s.info, s.up && !s.closed, s.ups != before && s.saidAs == endpoint
 	s.mu.Unlock()
-	if open {
-		return info, true, nil
+	info.Endpoint = endpoint
+	switch {
+	case said:
+	case up:
+		m.opt.Handler.PeerUp(info)
+	default:
+		m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: its lanes are gone again: %w", endpoint, net.ErrClosed))
 	}
-	if err := m.dialLanes(ctx, s); err != nil {
-		return Peer{}, false, err
-	}
-	return info, false, nil
 }
 
 // dialLanes opens the lanes that are missing. It fails only if none is open in the end.
@@ -415,6 +428,10 @@ func (m *Mesh) laneUp(s *session, c net.Conn, addr string, attach []byte, inline
 	s.met, s.theirs = true, theirs
 	up, info := s.up, s.info
 	s.up = true
+	if !up {
+		s.ups++
+		s.saidAs = info.Endpoint
+	}
 	s.mu.Unlock()
 	if !up {
 		m.opt.Handler.PeerUp(info)
@@ -486,7 +503,7 @@ func (m *Mesh) redial(s *session) {
 	wait.Reset()
 	for {
 		s.mu.Lock()
-		endpoint, done := s.info.Endpoint, s.closed || len(s.lanes) > 0
+		endpoint, done := s.whereLocked(), s.closed || len(s.lanes) > 0
 		s.mu.Unlock()
 		if done || m.ctx.Err() != nil {
 			return
@@ -513,12 +530,10 @@ func (m *Mesh) redial(s *session) {
 	}
 }
 
-// end closes a session, tells the handler, and forgets it.
+// end closes a session, waits for the frame that the handler may be at, tells the handler, and forgets it. Only then can there be another
+// session with the boot, so that its PeerUp comes after this PeerDown.
 func (m *Mesh) end(s *session, proved bool, err error) {
 	m.mu.Lock()
-	if m.sessions[s.boot] == s {
-		delete(m.sessions, s.boot)
-	}
 	if proved && !m.gone[s.boot] {
 		if len(m.goneOrder) >= maxGone {
 			delete(m.gone, m.goneOrder[0])
@@ -535,9 +550,19 @@ func (m *Mesh) end(s *session, proved bool, err error) {
 	s.up = false
 	s.mu.Unlock()
 	s.close(err)
+	s.mu.Lock()
+	for s.delivering {
+		s.quiet.Wait()
+	}
+	s.mu.Unlock()
 	if !over && tell {
 		m.opt.Handler.PeerDown(s.boot, proved, err)
 	}
+	m.mu.Lock()
+	if m.sessions[s.boot] == s {
+		delete(m.sessions, s.boot)
+	}
+	m.mu.Unlock()
 }
 
 // supersede ends the sessions of other boots at an endpoint that now answers as boot. One whose lanes live is left alone: then the
@@ -548,7 +573,7 @@ func (m *Mesh) supersede(endpoint string, boot transfer.Boot) {
 	for b, s := range m.sessions {
 		if b != boot {
 			s.mu.Lock()
-			if s.info.Endpoint == endpoint && len(s.lanes) == 0 {
+			if (s.info.Endpoint == endpoint || s.claimed == endpoint) && len(s.lanes) == 0 {
 				old = append(old, s)
 			}
 			s.mu.Unlock()

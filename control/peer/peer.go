@@ -15,7 +15,7 @@
 // Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane, one writer per lane while a socket is
 // full, one per connect or reconnection while it lasts, memberlist's where gossip is on. Close joins all but memberlist's timers.
 //
-// Lock order: Mesh.mu, then session.life, then session.mu. The handler is called under session.life (PeerUp, PeerDown) or no lock.
+// Lock order: session.life, then Mesh.mu, then session.mu. The handler is called under session.life (PeerUp, PeerDown) or no lock.
 package peer
 
 import (
@@ -79,7 +79,7 @@ var Protocol = wire.Versions{Min: wire.V(1, 0), Max: wire.V(1, 0)}
 type Peer struct {
 	Boot     transfer.Boot
 	Node     string
-	Endpoint string
+	Endpoint string // where it was reached; empty where it came to us, for what it claims would be believed of others' endpoints too
 	HostBoot string // kernel boot id
 	SameHost bool
 	Rails    []*peerv1.Rail

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"crypto/sha256"
 	"fmt"
 	"io"
 	"net"
@@ -17,6 +18,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
+	grpcpeer "google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -181,7 +183,22 @@ type service struct {
 	m *Mesh
 }
 
-func (v *service) Hello(_ context.Context, q *peerv1.HelloRequest) (*peerv1.HelloReply, error) {
+// identity is the SHA-256 of the public key that a process shows in TLS; it lives as long as the process. Zero without credentials.
+type identity [sha256.Size]byte
+
+// identify takes it from what gRPC knows of a call's other end.
+func (m *Mesh) identify(p *grpcpeer.Peer) (id identity, err error) {
+	if m.opt.Credentials == nil {
+		return id, nil
+	}
+	info, ok := p.AuthInfo.(credentials.TLSInfo)
+	if !ok || len(info.State.PeerCertificates) == 0 {
+		return id, fmt.Errorf("peer: a call without a certificate: %w", wire.ErrRefused)
+	}
+	return sha256.Sum256(info.State.PeerCertificates[0].RawSubjectPublicKeyInfo), nil
+}
+
+func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.HelloReply, error) {
 	m := v.m
 	ours := m.opt.Versions
 	ver, err := wire.Choose(ours, wire.Versions{Min: wire.Version(q.GetVersions().GetMin()), Max: wire.Version(q.GetVersions().GetMax())})
@@ -192,7 +209,14 @@ func (v *service) Hello(_ context.Context, q *peerv1.HelloRequest) (*peerv1.Hell
 		return nil, status.Errorf(codes.InvalidArgument, "boot of %d bytes, want %d", len(q.Boot), len(transfer.Boot{}))
 	}
 	boot := transfer.Boot(q.Boot)
-	share := m.share(boot)
+	from, ok := grpcpeer.FromContext(ctx)
+	if !ok {
+		from = &grpcpeer.Peer{}
+	}
+	id, err := m.identify(from)
+	if err != nil {
+		return nil, status.Error(codes.Unauthenticated, err.Error())
+	}
 	m.mu.Lock()
 	addrs, gone := m.addrs, m.gone[boot]
 	m.mu.Unlock()
@@ -200,14 +224,16 @@ func (v *service) Hello(_ context.Context, q *peerv1.HelloRequest) (*peerv1.Hell
 		return nil, status.Errorf(codes.FailedPrecondition, "boot %s was superseded at its endpoint", boot)
 	}
 	reply := &peerv1.HelloReply{Version: uint32(ver), Boot: m.opt.Boot[:], Node: m.opt.Node, Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot,
-		Rails: m.opt.Rails(), ControlAddresses: addrs, KeyShare: share[:], Features: m.opt.Features}
+		Rails: m.opt.Rails(), ControlAddresses: addrs, Features: m.opt.Features}
 	if boot == m.opt.Boot || len(q.KeyShare) == 0 {
 		return reply, nil // ourselves, or a caller that does not know our boot yet
 	}
-	_, err = m.meet(ver, boot, q.Node, q.Endpoint, q.HostBoot, q.Rails, q.ControlAddresses, q.KeyShare, q.Features)
-	if err != nil {
+	if _, err = m.meet(ver, boot, id, "", q.Node, q.Endpoint, q.HostBoot, q.Rails, q.ControlAddresses, q.KeyShare, q.Features); err != nil {
+		m.log.Warn("hello refused", "peer", boot.String(), "err", err)
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
+	share := m.share(boot, id)
+	reply.KeyShare = share[:]
 	return reply, nil
 }
 
@@ -226,8 +252,9 @@ func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeRep
 	return &peerv1.ProbeReply{Boot: v.m.opt.Boot[:], Node: v.m.opt.Node, Version: v.m.opt.Version}, nil
 }
 
-// meet makes or renews the session with a boot.
-func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, node, endpoint, host string, rails []*peerv1.Rail, addrs []string, share []byte,
+// meet makes or renews the session with a boot. dialled is where we reached it, empty where it came to us: then endpoint is only
+// what it claims, good for dialling back and for nothing else.
+func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, node, endpoint, host string, rails []*peerv1.Rail, addrs []string, share []byte,
 	features []string) (*session, error) {
 	if len(share) != 32 || len(rails) > MaxRails || len(addrs) == 0 || len(addrs) > MaxAddrs || len(features) > MaxFeatures {
 		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d rails (at most %d), %d control addresses (1 to %d), %d features (at most %d): %w",
@@ -247,8 +274,8 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, node, endpoint, host s
 			return nil, fmt.Errorf("peer: hello of %s: address %q: %w", boot, a, err)
 		}
 	}
-	info := Peer{Boot: boot, Node: node, Endpoint: endpoint, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
-		Features: features, Key: m.pairKey(boot, m.share(boot), [32]byte(share))}
+	info := Peer{Boot: boot, Node: node, Endpoint: dialled, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
+		Features: features, Key: m.pairKey(boot, m.share(boot, id), [32]byte(share))}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	s := m.sessions[boot]
@@ -260,7 +287,8 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, node, endpoint, host s
 	case s == nil && len(m.sessions) >= MaxPeers:
 		return nil, fmt.Errorf("peer: %d peers are known, at most that many: %w", MaxPeers, wire.ErrRefused)
 	case s == nil:
-		s = &session{m: m, boot: boot, held: map[uint64]*peerv1.ControlFrame{}, since: time.Now()}
+		s = &session{m: m, boot: boot, id: id, held: map[uint64]*peerv1.ControlFrame{}, since: time.Now()}
+		s.quiet.L = &s.mu
 		if _, err := rand.Read(s.mine[:]); err != nil {
 			return nil, fmt.Errorf("peer: session: %w", err)
 		}
@@ -268,10 +296,18 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, node, endpoint, host s
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.lanes) > 0 && s.info.Key != info.Key {
-		return nil, fmt.Errorf("peer: hello of %s: another key share while its lanes live: %w", boot, wire.ErrRefused)
+	if s.closed {
+		return nil, fmt.Errorf("peer: hello of %s: its last session is ending; say hello again: %w", boot, wire.ErrRefused)
 	}
-	s.info, s.addrs = info, addrs
+	// Both halves of the key and the certificate are those of two processes, and live as long as they do. Once a lane has proved the key,
+	// whoever comes under the same boot with another is somebody else.
+	if (s.met || len(s.lanes) > 0) && (s.info.Key != info.Key || s.id != id) {
+		return nil, fmt.Errorf("peer: hello of %s: another key than the process that proved itself under this boot: %w", boot, wire.ErrRefused)
+	}
+	if dialled == "" {
+		info.Endpoint, s.claimed = s.info.Endpoint, endpoint
+	}
+	s.info, s.addrs, s.id = info, addrs, id
 	return s, nil
 }
 
@@ -310,9 +346,14 @@ func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err erro
 	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(ours.Min), Max: uint32(ours.Max)}, Boot: m.opt.Boot[:], Node: m.opt.Node,
 		Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot, Rails: m.opt.Rails(), ControlAddresses: addrs, Features: m.opt.Features}
 	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
-		r, err := c.Hello(ctx, q)
+		var from grpcpeer.Peer
+		r, err := c.Hello(ctx, q, grpc.Peer(&from))
 		if err != nil {
 			return err //nolint:wrapcheck // call names the endpoint
+		}
+		id, err := m.identify(&from)
+		if err != nil {
+			return err
 		}
 		if len(r.Boot) != len(transfer.Boot{}) {
 			return fmt.Errorf("hello: boot of %d bytes: %w", len(r.Boot), wire.ErrMalformed)
@@ -322,10 +363,13 @@ func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err erro
 			return nil
 		}
 		m.supersede(endpoint, boot)
-		share := m.share(boot)
+		share := m.share(boot, id)
 		q.KeyShare = share[:]
-		if r, err = c.Hello(ctx, q); err != nil {
+		if r, err = c.Hello(ctx, q, grpc.Peer(&from)); err != nil {
 			return err //nolint:wrapcheck // as above
+		}
+		if again, ierr := m.identify(&from); ierr != nil || again != id {
+			return fmt.Errorf("hello: two certificates in one conversation: several processes answer there: %w", wire.ErrRefused)
 		}
 		ver := wire.Version(r.Version)
 		if ver < ours.Min || ver > ours.Max {
@@ -335,7 +379,7 @@ func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err erro
 			return fmt.Errorf("hello: boot %s, then %x: several processes answer there: %w", boot, r.Boot, wire.ErrRefused)
 		}
 		// What we dialled is what reaches it from here, and what requests name.
-		s, err = m.meet(ver, boot, r.Node, endpoint, r.HostBoot, r.Rails, r.ControlAddresses, r.KeyShare, r.Features)
+		s, err = m.meet(ver, boot, id, endpoint, r.Node, endpoint, r.HostBoot, r.Rails, r.ControlAddresses, r.KeyShare, r.Features)
 		return err
 	})
 	return s, err
@@ -354,7 +398,7 @@ func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry [32]by
 		return nil, fmt.Errorf("peer: describe %x: %s: %w", geometry, boot, ErrUnknown)
 	}
 	s.mu.Lock()
-	endpoint := s.info.Endpoint
+	endpoint := s.whereLocked()
 	s.mu.Unlock()
 	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
 		r, err := c.Describe(ctx, &peerv1.DescribeRequest{Geometry: geometry[:]})

@@ -21,7 +21,12 @@ type session struct {
 	life sync.Mutex // serialises PeerUp and PeerDown; taken before mu
 
 	mu       sync.Mutex // protects all below
-	info     Peer
+	quiet    sync.Cond  // of mu: delivering has ended
+	id       identity
+	info     Peer     // its Endpoint is where we dialled, if ever
+	claimed  string   // where it says that it serves
+	ups      int      // how often PeerUp was said
+	saidAs   string   // the endpoint in the last PeerUp
 	addrs    []string // control addresses of the peer
 	lanes    []*lane
 	up       bool      // PeerUp was said
@@ -67,6 +72,14 @@ func ordinary(f *peerv1.ControlFrame) bool {
 		return true
 	}
 	return false
+}
+
+// whereLocked is where to call it.
+func (s *session) whereLocked() string {
+	if s.info.Endpoint != "" {
+		return s.info.Endpoint
+	}
+	return s.claimed
 }
 
 // send numbers a frame and puts it on a lane, or keeps it until there is one.
@@ -207,6 +220,7 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 		}
 	}
 	s.delivering = false
+	s.quiet.Broadcast()
 	if s.handled != s.told {
 		s.armAckLocked()
 	}
