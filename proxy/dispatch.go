@@ -23,18 +23,30 @@ const (
 	copyBytes       = 32 << 10
 )
 
-// generate serves the two endpoints that prefill and decode.
-func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
+// enter takes a place among the requests in flight, or refuses; leave gives it back.
+func (p *Proxy) enter(w http.ResponseWriter) bool {
 	select {
 	case p.slots <- struct{}{}:
-		defer func() { <-p.slots }()
+		p.met.inFlight.Inc()
+		return true
 	default:
 		w.Header().Set("Retry-After", "1")
 		p.refuse(w, http.StatusServiceUnavailable, "too many requests in flight; try again")
+		return false
+	}
+}
+
+func (p *Proxy) leave() {
+	p.met.inFlight.Dec()
+	<-p.slots
+}
+
+// generate serves the two endpoints that prefill and decode.
+func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
+	if !p.enter(w) {
 		return
 	}
-	p.met.inFlight.Inc()
-	defer p.met.inFlight.Dec()
+	defer p.leave()
 	body, ok := p.readBody(w, r)
 	if !ok {
 		return
@@ -386,6 +398,10 @@ func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*
 
 // pass sends a request that needs no prefill to a decode engine.
 func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
+	if !p.enter(w) {
+		return
+	}
+	defer p.leave()
 	body, ok := p.readBody(w, r)
 	if !ok {
 		return
@@ -396,7 +412,7 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer b.done()
-	req, err := http.NewRequestWithContext(r.Context(), r.Method, b.url+r.URL.Path, bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(r.Context(), r.Method, b.url+r.URL.RequestURI(), bytes.NewReader(body))
 	if err != nil {
 		p.refuse(w, http.StatusBadRequest, err.Error())
 		return
@@ -404,13 +420,19 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 	copyHeader(req.Header, r.Header)
 	resp, err := p.client.Do(req)
 	if err != nil {
+		if notReached(err) {
+			b.suspect(err)
+		}
 		p.refuse(w, http.StatusBadGateway, fmt.Sprintf("decode %s: %v", b.url, err))
 		return
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end or given up
 	copyHeader(w.Header(), resp.Header)
 	w.WriteHeader(resp.StatusCode)
-	_, _ = io.Copy(w, resp.Body) // the client may be gone
+	if _, err := io.Copy(w, resp.Body); err != nil {
+		// The client is gone, or the engine broke off: then the client must not take this for the end.
+		panic(http.ErrAbortHandler)
+	}
 }
 
 // health says whether requests can be served, and by whom.

@@ -24,7 +24,7 @@ const (
 func newMetrics(reg prometheus.Registerer) *metrics {
 	m := &metrics{
 		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "requests_total",
-			Help: "Requests by mode and class of the answer's status."}, []string{"mode", "code"}),
+			Help: "Requests by mode and class of the answer's status; none: the client went away before."}, []string{"mode", "code"}),
 		alone: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "local_prefills_total",
 			Help: "Requests that the decode engine had to prefill by itself."}, []string{"reason"}),
 		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "backend_up",
@@ -42,6 +42,8 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 
 func statusClass(code int) string {
 	switch {
+	case code == 0:
+		return "none" // the client went away before there was one
 	case code >= 200 && code < 300:
 		return "2xx"
 	case code >= 300 && code < 400:

@@ -52,6 +52,8 @@ const (
 	dialTimeout        = 3 * time.Second
 	headerTimeout      = 10 * time.Second // to read a client's header
 	bodyTimeout        = 60 * time.Second // to read a client's body
+	clientIdle         = 2 * time.Minute  // between two requests of a client's connection
+	backendIdle        = 4 * time.Second  // below the 5 s of vLLM's server: a POST on a connection that it is closing cannot be repeated
 	shutdownTimeout    = 30 * time.Second
 	keptIdlePerBackend = 256
 	maxFanout          = 16 // grants that one intent can serve, docs/protocol.md section 2
@@ -113,7 +115,7 @@ func New(cfg Config) (*Proxy, error) {
 		Transport: &http.Transport{
 			DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
 			MaxIdleConnsPerHost: keptIdlePerBackend,
-			IdleConnTimeout:     90 * time.Second,
+			IdleConnTimeout:     backendIdle,
 			DisableCompression:  true, // bytes pass through as they are
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
@@ -197,6 +199,7 @@ func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	srv := &http.Server{
 		Handler:           p.Handler(),
 		ReadHeaderTimeout: headerTimeout,
+		IdleTimeout:       clientIdle,
 		ErrorLog:          slog.NewLogLogger(p.log.Handler(), slog.LevelWarn),
 	}
 	failed := make(chan error, 1)

@@ -424,6 +424,47 @@ func TestDecodeBreaksOff(t *testing.T) {
 	}
 }
 
+// So must an answer that is only passed on.
+func TestPassBreaksOff(t *testing.T) {
+	_, _, px, url := pair(t, Concurrent, answerPrefill, func(w http.ResponseWriter, _ *http.Request, _ seen) {
+		fmt.Fprint(w, `{"data":[`)
+		w.(http.Flusher).Flush()
+		panic(http.ErrAbortHandler)
+	})
+	if resp, err := http.Get(url + "/v1/models?limit=1"); err == nil { // else it broke before the header went out
+		defer resp.Body.Close()
+		if b, err := io.ReadAll(resp.Body); err == nil {
+			t.Errorf("%q looked complete", b)
+		}
+	}
+	until(t, "a place is still taken", func() bool { return len(px.slots) == 0 })
+}
+
+// vLLM merges these into the same map as its kv_transfer_params.
+func TestNoParamsByTheBackDoor(t *testing.T) {
+	for _, body := range []string{
+		`{"prompt":"a","vllm_xargs":{"kv_transfer_params":"x","mine":7}}`,
+		`{"prompt":"a","echo":true,"vllm_xargs":{"kv_transfer_params":{"kvspray":{"v":1}},"mine":7}}`,
+	} {
+		_, d, _, url := pair(t, PrefillFirst, answerPrefill, answerDecode)
+		if code, answer, _ := post(t, url, "/v1/completions", body); code != http.StatusOK {
+			t.Fatal(code, answer)
+		}
+		x, _ := d.requests()[0].body["vllm_xargs"].(map[string]any)
+		if _, there := x[paramsKey]; there || x["mine"] != 7.0 {
+			t.Errorf("%s became %v", body, x)
+		}
+	}
+}
+
+func TestStatusClass(t *testing.T) {
+	for code, want := range map[int]string{0: "none", 200: "2xx", 302: "3xx", 404: "4xx", 502: "5xx"} {
+		if got := statusClass(code); got != want {
+			t.Errorf("%d: %s", code, got)
+		}
+	}
+}
+
 func load(b *backend) int {
 	b.mu.Lock()
 	defer b.mu.Unlock()

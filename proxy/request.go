@@ -48,6 +48,9 @@ func parseRequest(k kind, body []byte) (*request, error) {
 		return nil, errNotObject
 	}
 	delete(r.fields, paramsKey) // only the proxy speaks to the connectors
+	if err := withoutParams(r.fields); err != nil {
+		return nil, err
+	}
 	if raw, ok := r.fields["n"]; ok && !isNull(raw) {
 		if err := json.Unmarshal(raw, &r.n); err != nil || r.n < 1 {
 			r.alone, r.n = "invalid n", 1
@@ -69,6 +72,26 @@ func parseRequest(k kind, body []byte) (*request, error) {
 		}
 	}
 	return r, nil
+}
+
+// extraKeys are objects whose entries vLLM merges into the map where the connector finds its parameters.
+var extraKeys = []string{"vllm_xargs", "extra_args"}
+
+// withoutParams takes the connector's key out of the places from which an engine would read it beside the one of the API.
+func withoutParams(fields map[string]json.RawMessage) error {
+	for _, key := range extraKeys {
+		var extra map[string]json.RawMessage
+		if json.Unmarshal(fields[key], &extra) != nil || extra[paramsKey] == nil {
+			continue // none, or for the engine to refuse
+		}
+		delete(extra, paramsKey)
+		raw, err := json.Marshal(extra)
+		if err != nil {
+			return err
+		}
+		fields[key] = raw
+	}
+	return nil
 }
 
 func isNull(raw json.RawMessage) bool { return bytes.Equal(raw, []byte("null")) }
