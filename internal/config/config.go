@@ -163,7 +163,7 @@ func defaults() *Config {
 		},
 		Transports: Transports{
 			Order: []string{TransSHM, TransTCP},
-			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 512 << 10},
+			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 1 << 20},
 		},
 		Transfer: Transfer{
 			Deadline: Duration(30 * time.Second), Partner: Duration(10 * time.Second), Grace: Duration(5 * time.Second),

@@ -318,3 +318,24 @@ func FuzzParse(f *testing.F) {
 		}
 	})
 }
+
+// What would end the start half way is said by the check.
+func TestFailsBeforeTheStart(t *testing.T) {
+	for _, sets := range [][]string{
+		{"peer.listen=127.0.0.1:7651"},
+		{"http.listen=127.0.0.1:7652"},
+		{"transports.tcp.rails=a@127.0.0.1:7650"},
+		{"transports.tcp.rails=a@127.0.0.1:5000,b@127.0.0.1:5000"},
+	} {
+		if _, err := Load("", sets...); err == nil || !strings.Contains(err.Error(), "too; choose another port") {
+			t.Errorf("%v: %v", sets, err)
+		}
+	}
+	c, err := Load("", "transports.tcp.rails=a@127.0.0.1:0,b@127.0.0.1:0", "http.listen=off", "peer.gossip.listen=off", "trace.transfers=/nowhere/at/all/t.jsonl")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.CheckFiles(); err == nil || !strings.Contains(err.Error(), "trace.transfers") {
+		t.Error(err)
+	}
+}

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -74,10 +75,29 @@ func (c *Config) Validate() error {
 	v.between("transfer.max_attempts", c.Transfer.MaxAttempts, 1, 100)
 
 	v.bind("http.listen", c.HTTP.Listen, true)
+	v.distinct()
 	v.oneOf("log.level", c.Log.Level, "debug", LevelInfo, "warn", "error")
 	v.oneOf("log.format", c.Log.Format, FormText, FormJSON)
 	v.duration("drain.timeout", c.Drain.Timeout, 0)
 	return errors.Join(v.errs...)
+}
+
+// distinct refuses two listeners on one port, which would end the start half way.
+func (v *checker) distinct() {
+	type listener struct{ key, addr string }
+	all := []listener{{"peer.listen", v.c.Peer.Listen}, {"http.listen", v.c.HTTP.Listen}, {"peer.gossip.listen", v.c.Peer.Gossip.Listen}}
+	for i, r := range v.c.Transports.TCP.Rails {
+		all = append(all, listener{fmt.Sprintf("transports.tcp.rails[%d].listen", i), r.Listen})
+	}
+	seen := map[string]string{}
+	for _, l := range all {
+		if _, port, err := net.SplitHostPort(l.addr); err != nil || port == "0" {
+			continue // off, reported by bind, or a free one
+		}
+		first, taken := seen[l.addr]
+		v.check(!taken, l.key, l.addr, "the address of "+first+" too", "choose another port, or 0 for a free one")
+		seen[l.addr] = l.key
+	}
 }
 
 func (v *checker) transports() {
@@ -102,7 +122,7 @@ func (v *checker) transports() {
 	v.between("transports.tcp.connections", t.TCP.Connections, 1, maxConnections)
 	v.oneOf("transports.tcp.integrity", t.TCP.Integrity, Off, CRC32C)
 	v.check(t.TCP.Slice >= chunkBytes && t.TCP.Slice <= maxSlice && t.TCP.Slice%chunkBytes == 0, "transports.tcp.slice", t.TCP.Slice.String(),
-		"not a multiple of 64KiB between 64KiB and 64MiB", "512KiB suits fast rails")
+		"not a multiple of 64KiB between 64KiB and 64MiB", "1MiB suits fast rails")
 	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir, "not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
 }
@@ -251,6 +271,13 @@ func (c *Config) CheckFiles() error {
 		if _, err := os.Stat(t.CA); err != nil {
 			v.check(false, "peer.tls.ca", t.CA, err.Error(), "make one with 'kvspray keygen ca'")
 		}
+	}
+	for key, p := range map[string]string{"trace.transfers": c.Trace.Transfers, "trace.block_hashes": c.Trace.BlockHashes} {
+		if p == "" {
+			continue
+		}
+		st, err := os.Stat(filepath.Dir(p))
+		v.check(err == nil && st.IsDir(), key, p, "its directory is not there", "make it, or name another path")
 	}
 	return errors.Join(v.errs...)
 }
