@@ -16,9 +16,11 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 )
 
@@ -111,6 +113,17 @@ func (f *configFlags) load() (*config.Config, error) {
 		return nil, usage(err)
 	}
 	return c, nil
+}
+
+// checkFiles looks at the files that a configuration names, and tries the keys and certificates among them.
+func checkFiles(c *config.Config) error {
+	if err := c.CheckFiles(); err != nil {
+		return usage(err)
+	}
+	if err := keys.Check(c.Peer.ClusterKeyFile, c.Peer.TLS.Cert, c.Peer.TLS.Key, c.Peer.TLS.CA, time.Now()); err != nil {
+		return usage(err)
+	}
+	return nil
 }
 
 // newLog makes the logger that everything gets injected.

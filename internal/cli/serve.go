@@ -34,8 +34,8 @@ SIGTERM drains: no new leases are taken, those open run on, for at most drain.ti
 			if err != nil {
 				return err
 			}
-			if err := cfg.CheckFiles(); err != nil {
-				return usage(err)
+			if err := checkFiles(cfg); err != nil {
+				return err
 			}
 			reg := prometheus.NewRegistry()
 			reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))

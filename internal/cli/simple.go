@@ -47,8 +47,8 @@ func configCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			if err := c.CheckFiles(); err != nil {
-				return usage(err)
+			if err := checkFiles(c); err != nil {
+				return err
 			}
 			_, err = fmt.Fprintln(cmd.OutOrStdout(), "ok")
 			return err

@@ -18,9 +18,11 @@ import (
 	"sort"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
+	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 )
 
@@ -127,7 +129,7 @@ func transportGDR(_ context.Context, h *Host) Result {
 	if err != nil || len(devices) == 0 {
 		return no("use tcp, or a host with an RDMA NIC and its driver", "no RDMA device")
 	}
-	return no("use tcp; this version has no gdr backend", "RDMA devices are here, but this version does not drive them")
+	return no("use tcp", "RDMA devices are here, but the gdr backend of this version runs on simulated verbs only and cannot drive them")
 }
 
 func (h *Host) list(dir string) ([]string, error) {
@@ -143,18 +145,14 @@ func (h *Host) list(dir string) ([]string, error) {
 	return names, nil
 }
 
-// rails lists the interfaces that are up and have an address.
+// rails lists the interfaces that are up and have an address, and the configured rails that are on none of them.
 func rails(_ context.Context, h *Host) []Result {
 	ifs, err := net.Interfaces()
 	if err != nil {
 		return []Result{unknown("interfaces: %v", err)}
 	}
-	configured := map[string]string{}
-	for _, r := range h.Config.RailsOrDefault() {
-		if host, _, err := net.SplitHostPort(r.Listen); err == nil {
-			configured[host] = r.Name
-		}
-	}
+	wanted := h.Config.RailsOrDefault()
+	found := make([]bool, len(wanted))
 	var out []Result
 	for _, i := range ifs {
 		addrs, err := i.Addrs()
@@ -162,40 +160,56 @@ func rails(_ context.Context, h *Host) []Result {
 			continue
 		}
 		ip := ""
-		use := "not used"
+		var used []string
 		for _, a := range addrs {
 			n, ok := a.(*net.IPNet)
-			if !ok || n.IP.IsLinkLocalUnicast() {
+			if !ok {
 				continue
 			}
-			if ip == "" {
+			if ip == "" && !n.IP.IsLinkLocalUnicast() {
 				ip = n.IP.String()
 			}
-			if name, ok := configured[n.IP.String()]; ok {
-				ip, use = n.IP.String(), "rail "+name
+			for k, r := range wanted {
+				if on(r.Listen, n) {
+					found[k] = true
+					used = append(used, r.Name)
+				}
 			}
 		}
-		if ip == "" {
+		if ip == "" && len(used) == 0 {
 			continue
+		}
+		use := "not used"
+		if len(used) > 0 {
+			use = "rail " + strings.Join(used, ", ")
 		}
 		note := ""
 		if i.MTU < 1500 {
 			note = " (small; 9000 is faster where the network allows it)"
 		}
-		r := yes("%s, MTU %d%s, %s, %s", ip, i.MTU, note, h.speed(i.Name, i.Flags&net.FlagLoopback != 0), use)
-		r.Name = "rail " + i.Name
-		out = append(out, r)
-		delete(configured, ip)
+		out = append(out, named("rail "+i.Name, yes("%s, MTU %d%s, %s, %s", ip, i.MTU, note, h.speed(i.Name, i.Flags&net.FlagLoopback != 0), use)))
 	}
-	for ip, name := range configured {
-		if ip == "" || net.ParseIP(ip).IsUnspecified() {
-			continue
+	for k, r := range wanted {
+		if host, _, err := net.SplitHostPort(r.Listen); !found[k] && err == nil && !everywhere(host) {
+			out = append(out, named("rail "+r.Name, no("give the address to an interface, or correct transports.tcp.rails", "no interface that is up has %s", host)))
 		}
-		r := no("give the address to an interface, or correct transports.tcp.rails", "no interface that is up has %s", ip)
-		r.Name = "rail " + name
-		out = append(out, r)
 	}
 	return out
+}
+
+func everywhere(host string) bool { return host == "" || net.ParseIP(host).IsUnspecified() }
+
+// on reports whether an address to listen on is that of an interface. All of 127.0.0.0/8 is on the loopback interface.
+func on(listen string, n *net.IPNet) bool {
+	host, _, err := net.SplitHostPort(listen)
+	if err != nil {
+		return false
+	}
+	if host == "localhost" {
+		host = "127.0.0.1"
+	}
+	ip := net.ParseIP(host)
+	return ip != nil && (ip.Equal(n.IP) || ip.IsLoopback() && n.Contains(ip))
 }
 
 func (h *Host) speed(name string, loopback bool) string {
@@ -370,7 +384,11 @@ func keys(_ context.Context, h *Host) Result {
 	if err := h.Config.CheckFiles(); err != nil {
 		return no("see the message; 'kvspray keygen' makes keys and certificates", "%s", strings.ReplaceAll(err.Error(), "\n", "; "))
 	}
-	return yes("readable, and closed to others")
+	p := h.Config.Peer
+	if err := peerkeys.Check(p.ClusterKeyFile, p.TLS.Cert, p.TLS.Key, p.TLS.CA, time.Now()); err != nil {
+		return no("see the message; 'kvspray keygen' makes keys and certificates", "%v", err)
+	}
+	return yes("usable, and closed to others")
 }
 
 func gpu(_ context.Context, h *Host) Result {
@@ -396,6 +414,15 @@ func gpu(_ context.Context, h *Host) Result {
 	}
 	line, _, _ := strings.Cut(version, "\n")
 	return yes("%d, %s", n, strings.TrimPrefix(line, "NVRM version: "))
+}
+
+// gpus is that line, and one for each GPU where there are any.
+func gpus(ctx context.Context, h *Host) []Result {
+	first := gpu(ctx, h)
+	if first.State != Yes || h.Root != "" {
+		return []Result{first}
+	}
+	return append([]Result{first}, gpuDevices()...)
 }
 
 func rdma(_ context.Context, h *Host) Result {

@@ -75,7 +75,7 @@ var checks = []check{
 	{"engine can end a stopped sidecar", false, one(killRight)},
 	{"engine socket", true, one(engineSocket)},
 	{"keys", false, one(keys)},
-	{"gpu", false, one(gpu)},
+	{"gpu", false, gpus},
 	{"rdma devices", false, one(rdma)},
 	{"engine packages", false, engines},
 	{"running sidecar", false, one(running)},
@@ -130,6 +130,11 @@ func WriteJSON(w io.Writer, results []Result) error {
 	enc := json.NewEncoder(w)
 	enc.SetIndent("", "  ")
 	return enc.Encode(results)
+}
+
+func named(name string, r Result) Result {
+	r.Name = name
+	return r
 }
 
 func yes(format string, args ...any) Result {

@@ -120,10 +120,14 @@ func TestParseKernel(t *testing.T) {
 
 func TestRails(t *testing.T) {
 	h := root(t, map[string]string{"sys/class/net/lo/speed": "x"})
-	h.Config.Transports.TCP.Rails = []config.Rail{{Name: "r0", Listen: "127.0.0.1:0"}, {Name: "r1", Listen: "192.0.2.77:0"}}
+	h.Config.Transports.TCP.Rails = []config.Rail{{Name: "r0", Listen: "127.0.0.1:0"}, {Name: "r1", Listen: "192.0.2.77:0"},
+		{Name: "r2", Listen: "127.0.0.9:0"}, {Name: "r3", Listen: "localhost:0"}, {Name: "r4", Listen: "0.0.0.0:0"}}
 	var lo, missing bool
 	for _, r := range rails(context.Background(), h) {
-		lo = lo || r.Name == "rail lo" && r.State == Yes && strings.Contains(r.Detail, "rail r0")
+		lo = lo || r.Name == "rail lo" && r.State == Yes && strings.Contains(r.Detail, "rail r0, r2, r3")
+		if r.State == No && r.Name != "rail r1" {
+			t.Errorf("a rail that works: %+v", r)
+		}
 		missing = missing || r.Name == "rail r1" && r.State == No
 	}
 	if !lo || !missing {
@@ -135,6 +139,24 @@ func TestRails(t *testing.T) {
 	h = root(t, map[string]string{"sys/class/net/eth0/speed": "25000\n"})
 	if s := h.speed("eth0", false); s != "25 Gbit/s" {
 		t.Error(s)
+	}
+}
+
+// A file of the right size and mode is not a key yet.
+func TestKeys(t *testing.T) {
+	p := filepath.Join(t.TempDir(), "cluster.key")
+	h := &Host{Config: config.Default()}
+	if r := keys(context.Background(), h); r.State != Yes {
+		t.Errorf("%+v", r)
+	}
+	h.Config.Peer.ClusterKeyFile = p
+	for content, want := range map[string]State{strings.Repeat("g", 64): No, strings.Repeat("0a", 32): Yes, "short": No} {
+		if err := os.WriteFile(p, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if r := keys(context.Background(), h); r.State != want {
+			t.Errorf("%s: %+v", content, r)
+		}
 	}
 }
 

@@ -250,7 +250,7 @@ func (s *Set) Record(typ string) {
 	s.records.WithLabelValues(typ).Inc()
 }
 
-// maxCodes bounds refusal codes, which are constants of the connector.
+// maxCodeBytes bounds refusal codes, which are constants of the connector.
 const maxCodeBytes = 32
 
 // EngineRefused counts a message or record that was refused. code must be a constant of the caller's.

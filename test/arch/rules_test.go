@@ -11,7 +11,6 @@ type rule struct {
 	ext  []string // modules of others, by the path's beginning
 	pure bool     // no clock, no I/O, no goroutine, no lock: time is an argument
 	c    bool     // may import "C"
-	soon bool     // named by the design, and may be missing still
 }
 
 // What several rules share.
@@ -29,6 +28,7 @@ const (
 	extLink  = "github.com/vishvananda/netlink"
 	extLeak  = "go.uber.org/goleak"
 	extCmp   = "github.com/google/go-cmp"
+	extNVML  = "github.com/NVIDIA/go-nvml"
 	extRapid = "pgregory.net/rapid"
 )
 
@@ -47,7 +47,7 @@ var rules = []rule{
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extYAML}},
 	{dir: "internal/doctor", why: "tries what the host offers by itself, so that it works where the parts do not",
-		own: []string{"internal/config"}, ext: []string{extSys}},
+		own: []string{"control/peer/keys", "internal/config", "internal/cuda"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/metrics", why: "names and labels; the reasons and outcomes are transfer's",
 		own: []string{"transfer"}, ext: []string{extProm}},
 	{dir: "internal/version", why: "what the linker and the module know"},
@@ -89,7 +89,7 @@ var rules = []rule{
 		own: []string{"internal/mem", "internal/wire", "transfer", "transport"}, ext: []string{extSys, extLink, extSync}},
 	{dir: "transport/shm", why: "a backend: no layout, no control",
 		own: []string{"internal/cuda", "internal/mem", "internal/wire", "transfer", "transport"}, ext: []string{extSys, extSync}},
-	{dir: "transport/gdr", soon: true, why: "a backend: no layout, no control",
+	{dir: "transport/gdr", why: "a backend: no layout, no control",
 		own: []string{"internal/mem", "internal/verbs", "internal/wire", "transfer", "transport"}, ext: []string{extSys}},
 	{dir: "transport/stage", why: "the hop between a GPU and host memory, so that tcp never sees cuda",
 		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport"}, ext: []string{extSys}},
@@ -98,8 +98,8 @@ var rules = []rule{
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
 	{dir: "internal/wire", why: "lane frames and the proof at their start",
 		own: []string{"internal/mem", "transfer"}, ext: []string{extSys}},
-	{dir: "internal/verbs", soon: true, why: "the verbs surface", ext: []string{extSys}, c: true},
-	{dir: "internal/verbs/fake", soon: true, why: "verbs without a NIC, for the contract suite", own: []string{"internal/verbs", "internal/mem"}, ext: []string{extSys}},
+	{dir: "internal/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
+	{dir: "internal/verbs/fake", why: "verbs without a NIC, for the contract suite", own: []string{"internal/verbs", "internal/mem"}, ext: []string{extSys}},
 	{dir: "internal/cuda", why: "the driver API, opened at run time", ext: []string{extSys}, c: true},
 	{dir: "internal/cuda/kernels", why: "compiled kernels as data"},
 

@@ -407,3 +407,19 @@ func read(path string, secret bool, remedy string) ([]byte, error) {
 	}
 	return b, nil
 }
+
+// Check does with files what a start would do with them: cluster is the path of a cluster key, the others are those of FromFiles. Empty
+// paths are left out.
+func Check(cluster, cert, key, ca string, now time.Time) error {
+	if cluster != "" {
+		if _, err := LoadCluster(cluster); err != nil {
+			return err
+		}
+	}
+	if cert != "" || key != "" || ca != "" {
+		if _, err := FromFiles(cert, key, ca, now); err != nil {
+			return err
+		}
+	}
+	return nil
+}

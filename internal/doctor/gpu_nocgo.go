@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !cgo
+
+package doctor
+
+func gpuDevices() []Result {
+	return []Result{named("gpu devices", unknown("this build has no cgo and cannot ask the driver"))}
+}
