@@ -22,7 +22,7 @@ func Copy(dst, src []byte) int {
 // piece is a call, and a call that is not a leaf: its prologue is where a waiting collector stops the goroutine.
 //
 //go:noinline
-func piece(dst, src []byte) { copy(dst, src) }
+func piece(dst, src []byte) { move(dst, src) }
 
 // Fill sets every byte of p to c in bounded pieces.
 func Fill(p []byte, c byte) {

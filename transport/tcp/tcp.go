@@ -42,7 +42,7 @@ const (
 	openTimeout       = 5 * time.Second // of the opening of an accepted connection
 	maxOpening        = 64              // accepted connections that have not proved themselves
 	maxLanes          = 4096            // of one backend
-	defaultSlice      = 512 << 10       // bytes
+	defaultSlice      = 1 << 20         // bytes
 	defaultInFlight   = 16              // slices per lane
 	maxInFlight       = 1024            // slices per lane
 	defaultNotSent    = 1 << 20         // bytes that wait unsent in a socket
@@ -64,7 +64,7 @@ type Rail struct {
 type Config struct {
 	Rails       []Rail
 	CRC32C      bool         // checksum over each payload; a lane has it when either end wants it
-	SliceBytes  int          // suggested slice; default 512 KiB
+	SliceBytes  int          // suggested slice; default 1 MiB
 	MaxInFlight int          // slices per lane; default 16
 	SendBuffer  int          // bytes; 0 leaves it to the kernel
 	RecvBuffer  int          // bytes; 0 leaves it to the kernel

@@ -1,0 +1,5 @@
+//go:build !amd64
+
+package mem
+
+func move(dst, src []byte) { copy(dst, src) }
