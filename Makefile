@@ -92,12 +92,14 @@ lint-py: $(LINTENV)/.stamp
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/vllm/src/kvspray_vllm
 
 .PHONY: generate
-generate: $(TOOLS)/.stamp ## Make all generated code and documents again
+generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels and documents again
 	$(TOOLS)/protogen -root . -plugins $(TOOLS) api/peer/v1/peer.proto
 	go generate ./internal/board/...
+	$(LINTENV)/bin/python internal/cuda/kernels/generate.py
 	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
 
-GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go docs/config.md
+GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go internal/cuda/kernels/kernels.ptx internal/cuda/kernels/kernels.sm_*.cubin \
+  docs/config.md
 .PHONY: generate-check
 generate-check: ## Fail if generated files are not what their sources say
 	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \
