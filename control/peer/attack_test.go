@@ -5,6 +5,7 @@ package peer
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"slices"
 	"strings"
@@ -104,6 +105,22 @@ func TestClaimedEndpoint(t *testing.T) {
 	if len(a.downs) > 0 {
 		t.Errorf("downs %v", a.downs)
 	}
+}
+
+// Whoever dialled us and comes back as another process ends the old session at once, by what answers at its endpoint.
+func TestCallerRestarts(t *testing.T) {
+	slow := func(o *Options) { o.Pings = Pings{Tick: time.Hour} } // no tick helps
+	a, b := start(t, slow), start(t, slow)
+	join(t, b, a)
+	at, old := b.Endpoint(), b.opt.Boot
+	if err := b.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s := a.session(old)
+	poll(t, "lanes gone", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return len(s.lanes) == 0 })
+	c := start(t, func(o *Options) { slow(o); o.Listen = at })
+	c.Connect(a.Endpoint())
+	a.until("the old one is down for good", func() bool { return slices.Contains(a.downs, fmt.Sprint(old, true)) })
 }
 
 // Each name under which somebody connects gets its answer, also where the session is up already or comes up meanwhile.

@@ -232,6 +232,7 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 		m.log.Warn("hello refused", "peer", boot.String(), "err", err)
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
+	m.suspect(q.Endpoint, boot)
 	share := m.share(boot, id)
 	reply.KeyShare = share[:]
 	return reply, nil
