@@ -115,7 +115,7 @@ plain Go stream with as many connections, for shm a C memcpy over the same block
 	f.StringVar(&blocks, "blocks", "4KiB,16KiB,64KiB,1MiB,16MiB", "block sizes, separated by commas")
 	f.StringVar(&total, "total", "256MiB", "bytes moved in one round, at most 512MiB")
 	f.IntVar(&o.Conns, "conns", 1, "connections, or lanes and copying threads for shm")
-	f.IntVar(&o.Window, "window", 4, "slices under way on each lane")
+	f.IntVar(&o.Window, "window", 16, "slices under way on each lane")
 	f.StringVar(&slice, "slice", "", "bytes of a slice (default: what the transport suggests)")
 	f.IntVar(&o.Rounds, "rounds", 9, "measured rounds for each block size")
 	f.StringVar(&o.Integrity, "integrity", "off", "off or crc32c (tcp)")

@@ -77,7 +77,7 @@ const (
 	DefaultMaxAttempts   = 8
 	DefaultMaxRegrants   = 16
 	DefaultMaxSlices     = 256
-	DefaultWindowSlices  = 8
+	DefaultWindowSlices  = 16
 	DefaultMaxPending    = 4096
 	DefaultTombstoneHush = 2 * time.Second
 	MaxDeadline          = 10 * time.Minute
