@@ -150,7 +150,9 @@ func TestConnectByOtherNames(t *testing.T) {
 	}
 	s.mu.Unlock()
 	a.Connect(names[1])
-	a.until("an answer while the lanes were gone", func() bool { return len(a.ups) > before && a.ups[len(a.ups)-1].Endpoint == names[1] })
+	a.until("an answer while the lanes were gone", func() bool {
+		return slices.ContainsFunc(a.ups[before:], func(p Peer) bool { return p.Endpoint == names[1] })
+	})
 }
 
 // While a frame of the old boot is being handled, PeerDown waits: after it nothing of that boot comes.

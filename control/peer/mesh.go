@@ -46,7 +46,7 @@ type Mesh struct {
 	locals     []string // hosts that lanes are dialled from, where there are several
 	listeners  []net.Listener
 	sessions   map[transfer.Boot]*session
-	connecting map[string]bool
+	connecting map[string]bool   // true: asked for again meanwhile
 	conns      map[net.Conn]bool // accepted, until closed
 	opening    int
 	gone       map[transfer.Boot]bool
@@ -271,7 +271,11 @@ func (m *Mesh) deliverSelf() {
 func (m *Mesh) Connect(endpoint string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.closed || !m.started || m.connecting[endpoint] {
+	if m.closed || !m.started {
+		return
+	}
+	if _, busy := m.connecting[endpoint]; busy {
+		m.connecting[endpoint] = true
 		return
 	}
 	if len(m.connecting) >= maxConnects {
@@ -280,19 +284,15 @@ func (m *Mesh) Connect(endpoint string) {
 		})
 		return
 	}
-	m.connecting[endpoint] = true
-	m.wg.Go(func() {
-		m.connect(endpoint)
-		m.mu.Lock()
-		delete(m.connecting, endpoint)
-		m.mu.Unlock()
-	})
+	m.connecting[endpoint] = false
+	m.wg.Go(func() { m.connect(endpoint) })
 }
 
 // connect says hello, opens lanes, and gives the one answer to a Connect.
 func (m *Mesh) connect(endpoint string) {
 	s, err := m.hello(m.ctx, endpoint)
 	if err == nil && s == nil { // ourselves
+		m.connected(endpoint)
 		key, _ := m.PeerKey(m.opt.Boot)
 		m.opt.Handler.PeerUp(Peer{Boot: m.opt.Boot, Node: m.opt.Node, Endpoint: endpoint, HostBoot: m.opt.HostBoot, SameHost: true,
 			Rails: m.opt.Rails(), Version: m.opt.Versions.Max, Features: m.opt.Features, Key: key})
@@ -309,6 +309,7 @@ func (m *Mesh) connect(endpoint string) {
 			err = m.dialLanes(m.ctx, s)
 		}
 	}
+	again := m.connected(endpoint) // from here on another call gets an answer of its own
 	if m.ctx.Err() != nil {
 		return
 	}
@@ -320,7 +321,7 @@ func (m *Mesh) connect(endpoint string) {
 	s.life.Lock()
 	defer s.life.Unlock()
 	s.mu.Lock()
-	info, up, said := s.info, s.up && !s.closed, s.ups != before && s.saidAs == endpoint
+	info, up, said := s.info, s.up && !s.closed, s.ups != before && s.saidAs == endpoint && !again
 	s.mu.Unlock()
 	info.Endpoint = endpoint
 	switch {
@@ -330,6 +331,15 @@ func (m *Mesh) connect(endpoint string) {
 	default:
 		m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: its lanes are gone again: %w", endpoint, net.ErrClosed))
 	}
+}
+
+// connected ends a connect, and reports whether somebody asked for it once more meanwhile: then what was said may have come too early.
+func (m *Mesh) connected(endpoint string) (again bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	again = m.connecting[endpoint]
+	delete(m.connecting, endpoint)
+	return again
 }
 
 // dialLanes opens the lanes that are missing. It fails only if none is open in the end.
