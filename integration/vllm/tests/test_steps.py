@@ -391,3 +391,13 @@ def test_local_hits_that_leave_nothing_to_load(e: Engine) -> None:
     e.scheduler.allocated(r, blocks(e, "r"), 0)
     assert e.meta().empty()
     assert e.scheduler.matched(r, 0) == (0, False)
+
+
+@pytest.mark.parametrize("given", ["x", 7, ["do_remote_decode"], True])
+def test_params_of_any_type_are_survived(e: Engine, given: Any) -> None:
+    # vLLM copies what a client sends in vllm_xargs without looking; an exception would end the engine core.
+    r = e.add("odd", 3 * BLOCK, given)
+    assert r.kv_transfer_params is None
+    meta = e.meta({"odd": 3 * BLOCK})
+    assert not meta.intents and not meta.expects
+    assert e.scheduler.finished(r, [[1, 2, 3]]) == (False, None)

@@ -86,6 +86,12 @@ class SchedulerSide:
         given = request.kv_transfer_params
         if not given:
             return
+        if not isinstance(given, dict):
+            # A client may put anything there (vllm_xargs), and an exception here would end the engine core.
+            request.kv_transfer_params = None
+            self._stats.local("bad_params")
+            self._log.warning("kvspray: kv_transfer_params is a %s, not a map; the request is served alone", type(given).__name__)
+            return
         # The samples of one request (n > 1), and the prompts of a list, come with one and the same dict.
         given = request.kv_transfer_params = dict(given)
         try:
