@@ -18,15 +18,15 @@ from prompts import fresh
 DEADLINE, PARTNER, GRACE = 4.0, 1.5, 1.0
 # On top of deadline and grace: the prefill that D then does itself, on two busy cores.
 SLACK = 4.0
-CONFIG = {"transfer": {"deadline": "4s", "partner": "1500ms", "grace": "1s"}, "transports": {"order": ["tcp"]}}
+TRANSFER = {"deadline": "4s", "partner": "1500ms", "grace": "1s"}
 LONG = 4400
 # Small steps, so that a prompt takes 35 of them and a fault lands in the middle.
 ARGS = {"P": {"max_num_batched_tokens": 128}, "D": {}, "R": {}}
 
 
 class Faulty(Cluster):
-    def __init__(self, dir: pathlib.Path) -> None:
-        super().__init__(dir, CONFIG, start=False)
+    def __init__(self, dir: pathlib.Path, transport: str) -> None:
+        super().__init__(dir, {"transfer": TRANSFER, "transports": {"order": [transport]}}, start=False)
         # Sidecars reach each other's control side through relays that can be cut (both ends dial); data lanes do not go there.
         self.relays: list[rig.Relay] = []
         for s in (self.sp, self.sd):
@@ -73,9 +73,11 @@ class Faulty(Cluster):
         self.engines[name].wait_up()
 
 
-@pytest.fixture(scope="module")
-def c(zygote: None, workdir: pathlib.Path) -> Iterator[Faulty]:
-    out = Faulty(workdir)
+@pytest.fixture(scope="module", params=["tcp", "shm"])
+def c(request: pytest.FixtureRequest, zygote: None, workdir: pathlib.Path) -> Iterator[Faulty]:
+    folder = workdir / request.param
+    folder.mkdir()
+    out = Faulty(folder, request.param)
     try:
         for name, args in ARGS.items():
             out.spawn(name, **args)

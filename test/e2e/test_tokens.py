@@ -194,7 +194,7 @@ def test_preemption_by_a_full_pool(c: Cluster) -> None:
 
 @pytest.mark.parametrize("when", [1, 4, 8])
 def test_preemption_by_hand_at_several_points(c: Cluster, when: int) -> None:
-    prompt = fresh(1600, ("preempt", when))
+    prompt = fresh(2400, ("preempt", when))  # ten steps
     with Moved(c) as moved:
         start = c.p.steps()
         p, d = c.start_both(prompt)
