@@ -174,3 +174,25 @@ func TestRestartPresentsLeases(t *testing.T) {
 		t.Fatalf("progress %+v", p)
 	}
 }
+
+// TestTableOutlivesUnchangedStep: a table that no flag was seen for goes with the later step that says "unchanged".
+func TestTableOutlivesUnchangedStep(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	id, err := w.Intent(intent(48, 1))
+	must(t, err)
+	must(t, w.Step(msg.Step{Step: 1, Reqs: []msg.StepReq{{Lease: id, End: 16}}}))
+	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: id, End: 40, Blocks: [][]uint32{{1, 2, 3}}}}}))
+	must(t, w.Step(msg.Step{Step: 3, Reqs: []msg.StepReq{{Lease: id, End: 48}}}))
+	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
+	w.SignalStep(3) // the flags of steps 1 and 2 are never seen by themselves
+	r.rec.until(t, "progress", func() bool { return len(r.rec.progress) == 4 })
+	if p := r.rec.progress[0]; p.Tokens != 48 || asJSON(p.Blocks) != "[[1,2,3]]" {
+		t.Fatalf("progress %+v, want the table of step 2", p)
+	}
+	for _, p := range r.rec.progress[1:] {
+		if p.Tokens != 48 || p.Blocks != nil {
+			t.Fatalf("progress %+v, want no table: it was told already", p)
+		}
+	}
+}

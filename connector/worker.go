@@ -546,7 +546,12 @@ func (w *worker) followLocked() {
 				continue
 			}
 			l.reported[i] = s.end
-			out = append(out, Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens, Blocks: s.blocks})
+			// A step without a table has that of the last one before it, which may not have been told yet.
+			var blocks [][]uint32
+			for j := k; j >= 0 && blocks == nil; j-- {
+				blocks = l.steps[j].blocks
+			}
+			out = append(out, Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens, Blocks: blocks})
 			for j := 0; j <= k; j++ { // told now, or outdated by what is told now
 				w.blockIDs -= l.steps[j].ids
 				l.steps[j].blocks, l.steps[j].ids = nil, 0
