@@ -1,6 +1,7 @@
 package connector_test
 
 import (
+	"sync"
 	"testing"
 	"time"
 
@@ -194,5 +195,41 @@ func TestTableOutlivesUnchangedStep(t *testing.T) {
 		if p.Tokens != 48 || p.Blocks != nil {
 			t.Fatalf("progress %+v, want no table: it was told already", p)
 		}
+	}
+}
+
+// TestManyStepsAtOnce: an engine that computed more steps than may be pending, all of them signalled, while the sidecar did not
+// run, has done nothing wrong.
+func TestManyStepsAtOnce(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	first, err := w.Intent(intent(16, 0))
+	must(t, err)
+	held, release := make(chan struct{}), make(chan struct{})
+	var once sync.Once
+	r.rec.mu.Lock()
+	r.rec.onIntent = func(_ *connector.Worker, in connector.Intent) {
+		if in.Lease.ID != first {
+			once.Do(func() { close(held); <-release }) // the ring's goroutine stands still
+		}
+	}
+	r.rec.mu.Unlock()
+	const steps = msg.MaxPendingSteps + 40
+	id, err := w.Intent(intent(steps, 1, 2, 3, 4, 5, 6, 7))
+	must(t, err)
+	<-held
+	for i := uint64(1); i <= steps; i++ {
+		must(t, w.Step(msg.Step{Step: i, Reqs: []msg.StepReq{{Lease: id, End: uint32(i)}}}))
+		w.SignalStep(i)
+	}
+	close(release)
+	r.rec.until(t, "the end of the last step, or of the lease", func() bool {
+		n := len(r.rec.progress)
+		return n > 0 && r.rec.progress[n-1].Final || len(r.rec.cancels) > 0
+	})
+	r.rec.mu.Lock()
+	defer r.rec.mu.Unlock()
+	if why, ok := r.rec.cancels[id]; ok {
+		t.Fatalf("the lease was ended: %s", why)
 	}
 }

@@ -432,6 +432,9 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) error {
 			Remedy: "write PREEMPT first"})
 	}
 	if len(l.steps) >= msg.MaxPendingSteps {
+		w.followLocked() // their flags may have come while nobody looked: a sidecar that was stopped finds many steps at once
+	}
+	if len(l.steps) >= msg.MaxPendingSteps {
 		return fail(&msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("lease %d: %d steps wait for their flags", l.id, len(l.steps)),
 			Remedy: "signal the layers of each step"})
 	}
