@@ -62,7 +62,7 @@ struct lease {
 	uint32_t bound; /* set of procs */
 	uint64_t session; /* serial of the session that it was last presented in */
 	uint32_t deadline_ms;
-	int64_t end_ms;   /* deadline, as a time */
+	int64_t end_ms;   /* deadline, as a time; of a source it counts from the engine's last word: INTENT, STEP or HOLD */
 	int64_t since_ms; /* source: since when the engine waits for it; 0: it does not */
 	uint8_t *snap;    /* source: the latest INTENT body */
 	uint32_t snap_bytes;
@@ -1927,7 +1927,7 @@ int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t byte
 }
 
 /* Replaces the snapshot of an open source lease. */
-static int snapshot(struct lease *l, const struct kvs_snapshot *s)
+static int snapshot(struct lease *l, const struct kvs_snapshot *s, int64_t now)
 {
 	uint8_t *copy = malloc(s->body_bytes);
 	if (!copy)
@@ -1936,6 +1936,9 @@ static int snapshot(struct lease *l, const struct kvs_snapshot *s)
 	free(l->snap);
 	l->snap = copy;
 	l->snap_bytes = (uint32_t)s->body_bytes;
+	/* A prefill may compute for longer than the deadline; what must not last is the silence after it. */
+	if (!l->since_ms)
+		l->end_ms = now + l->deadline_ms;
 	return 0;
 }
 
@@ -1964,12 +1967,13 @@ int kvs_step(kvs_client *c, const void *body, uint32_t bytes, const struct kvs_s
 		if (rc < 0)
 			return rc;
 	}
+	int64_t now = kvs_now_ms();
 	pthread_mutex_lock(&c->mu);
 	int rc = 0;
 	for (uint32_t i = 0; i < n && rc == 0; i++) {
 		struct lease *l = open_source(c, snapshots[i].lease);
 		if (l && !l->cancelled)
-			rc = snapshot(l, &snapshots[i]);
+			rc = snapshot(l, &snapshots[i], now);
 	}
 	if (rc == 0)
 		rc = push_or_replace(c, KVS_REC_STEP, 0, body, bytes);
@@ -1990,7 +1994,7 @@ static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
 	if (type == KVS_REC_PREEMPT)
 		kvs_bump_source_epoch(c);
 	struct lease *l = open_source(c, s->lease);
-	rc = !l || l->cancelled ? KVS_E_UNKNOWN : snapshot(l, s);
+	rc = !l || l->cancelled ? KVS_E_UNKNOWN : snapshot(l, s, now);
 	if (rc == 0) {
 		if (type == KVS_REC_HOLD && !l->held) {
 			l->held = true;

@@ -315,6 +315,27 @@ print("over", flush=True)
     assert child.wait(TIMEOUT_S) == 0
 
 
+def test_deadline_of_a_source_counts_from_its_last_step(sidecar: Make, worker: Make) -> None:
+    """A prefill that outlasts the deadline of its lease keeps it, also across a sidecar's restart in its last moment."""
+    s: Sidecar = sidecar()
+    w = worker()
+    src = intent(w, deadline_s=0.8)
+    begun, step, pause = time.monotonic(), 0, threading.Event()
+    while time.monotonic() - begun < 1.2:  # longer than the deadline
+        step += 1
+        assert w.step(step, [(src, 1 + step, [[1, 2, 3]])])
+        w.signal_step(step)
+        pause.wait(0.1)
+    s.kill()
+    until(lambda: w.status().sidecars == 0, "the exit is proved")
+    assert w.poll() == []
+    new: Sidecar = sidecar()
+    again = new.record("INTENT", lease=src)["body"]
+    assert again["deadline_ms"] > 100, again
+    new.complete(src, "SENT", grants=1, bytes=1, reason="")
+    assert poll_one(w).status == CompletionStatus.OK
+
+
 def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(reading=False)
     w = worker(submission_bytes=64 << 10)
