@@ -1995,6 +1995,8 @@ static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
 		kvs_bump_source_epoch(c);
 	struct lease *l = open_source(c, s->lease);
 	rc = !l || l->cancelled ? KVS_E_UNKNOWN : snapshot(l, s, now);
+	if (rc == KVS_E_UNKNOWN && type == KVS_REC_PREEMPT)
+		push_or_replace(c, type, s->lease, empty_map, sizeof empty_map); /* no growth of the epoch without its record */
 	if (rc == 0) {
 		if (type == KVS_REC_HOLD && !l->held) {
 			l->held = true;
@@ -2054,8 +2056,10 @@ int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)
 			ring_fd(c->bell_fd);
 		} else {
 			due_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
-			if (usable_locked(c) && l->session != c->serial)
-				rc = KVS_KEPT; /* only an earlier process has it; that one's end is awaited */
+			/* Where only an earlier process has it, that one's end is awaited; of a source the record is written all the
+			 * same, because the epoch has grown. */
+			if (usable_locked(c) && l->session != c->serial && l->type == KVS_REC_EXPECT)
+				rc = KVS_KEPT;
 			else
 				rc = push_or_replace(c, KVS_REC_CANCEL, l->id, w.buf, (uint32_t)w.len);
 		}

@@ -336,6 +336,21 @@ def test_deadline_of_a_source_counts_from_its_last_step(sidecar: Make, worker: M
     assert poll_one(w).status == CompletionStatus.OK
 
 
+def test_every_growth_of_the_epoch_is_followed_by_a_record(sidecar: Make, worker: Make) -> None:
+    """Without one the sidecar would not know whose blocks went, and disown what it reads for every other lease."""
+    s: Sidecar = sidecar()
+    w = worker()
+    src = intent(w)
+    s.record("INTENT", lease=src)
+    s.complete(src, "SENT", grants=1, bytes=1, reason="")
+    assert w.wait(TIMEOUT_S)  # complete, but not polled: the engine does not know yet
+    before = w.status().source_epoch
+    assert not w.preempt(src)
+    assert w.status().source_epoch == before + 1
+    assert s.expect("record", name="PREEMPT", lease=src)["epoch"] == before + 1
+    assert poll_one(w).lease == src
+
+
 def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(reading=False)
     w = worker(submission_bytes=64 << 10)
