@@ -2188,6 +2188,22 @@ int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count)
 
 /* ---- public: admission ---- */
 
+/* Makes room for a question: of those that are answered, the one whose time ends first goes. */
+static void await_evict(kvs_client *c)
+{
+	struct await **oldest = NULL;
+	for (int i = 0; i < BUCKETS; i++)
+		for (struct await **at = &c->await_buckets[i]; *at; at = &(*at)->hash_next)
+			if ((*at)->answer.state != KVS_ADMISSION_PENDING && (!oldest || (*at)->end_ms < (*oldest)->end_ms))
+				oldest = at;
+	if (!oldest)
+		return;
+	struct await *a = *oldest;
+	*oldest = a->hash_next;
+	free(a);
+	c->await_count--;
+}
+
 int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens, uint32_t ttl_ms)
 {
 	CHECK(c);
@@ -2197,6 +2213,10 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 	int64_t now = kvs_now_ms();
 	pthread_mutex_lock(&c->mu);
 	struct await **at = await_slot(c, xfer, hash);
+	if (!*at && c->await_count >= KVS_MAX_AWAITS) {
+		await_evict(c);
+		at = await_slot(c, xfer, hash); /* what it pointed into may be gone */
+	}
 	if (!*at) {
 		struct await *a = c->await_count < KVS_MAX_AWAITS ? calloc(1, sizeof *a) : NULL;
 		if (!a) {

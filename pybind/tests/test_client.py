@@ -724,6 +724,17 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
     assert not c.connected
 
 
+def test_answered_questions_give_way(sidecar: Make, socket_path: pathlib.Path) -> None:
+    """Answers are kept for a while after their time; they must not shut out new questions."""
+    with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:
+        n = 0
+        while c.await_admission(n.to_bytes(16, "little"), HASH, "127.0.0.1:9", 1, 60 if n else 0.001):
+            n += 1
+        assert n >= 4096 and c.status().awaits == 4096
+        until(lambda: c.admission((1).to_bytes(16, "little"), HASH) is not None, "the open ones stay")
+        assert c.admission(bytes(16), HASH) is None  # the only one whose time had passed gave way
+
+
 def test_prefix_hash() -> None:
     base = kvspray.prefix_hash([1, 2, 3])
     assert len(base) == 32 and base == kvspray.prefix_hash((1, 2, 3), lora="", salt=None)
