@@ -555,6 +555,31 @@ func TestLimitsAndDrain(t *testing.T) {
 	_ = a
 }
 
+// TestBlockIDsAreBounded: the tables that open leases name count together, and go back with their leases.
+func TestBlockIDsAreBounded(t *testing.T) {
+	r := start(t, func(o *connector.Options) { o.Limits.BlockIDs = 6 })
+	w := r.worker(t, nil)
+	a, err := w.Intent(intent(64, 1, 2, 3, 4))
+	must(t, err)
+	x, h := key()
+	ex := msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 48, Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7}}}
+	b, err := w.Expect(ex)
+	must(t, err)
+	got, err := w.Wait(testContext(t))
+	must(t, err)
+	if got.Lease != b || got.Status != board.Refused || !strings.Contains(got.Received.Reason, "block ids") {
+		t.Fatalf("%+v", got)
+	}
+	r.rec.until(t, "the intent", func() bool { return len(r.rec.intents) == 1 })
+	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.intents[0].Lease, Status: board.OK}))
+	if got, err = w.Wait(testContext(t)); err != nil || got.Lease != a {
+		t.Fatalf("%+v %v", got, err)
+	}
+	_, err = w.Expect(ex)
+	must(t, err)
+	r.rec.until(t, "the expectation", func() bool { return len(r.rec.expects) == 1 })
+}
+
 func TestStats(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)

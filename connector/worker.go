@@ -63,7 +63,7 @@ type worker struct {
 	bell      int      // wakes the shim; -1 once closed
 	rings     *mem.Region
 	leases    map[uint64]*lease
-	blockIDs  int               // in pending steps
+	blockIDs  int               // in the tables of open leases and of their pending steps
 	follow    map[uint64]*lease // those with pending steps
 	lastStep  uint64
 	lastEpoch uint64
@@ -94,6 +94,7 @@ type lease struct {
 	canceled bool
 	steps    []pendingStep // oldest first
 	reported []uint32      // per flat layer: tokens told to the control layer
+	ids      int           // block ids of the table that the control layer holds
 }
 
 type pendingStep struct {
@@ -294,14 +295,18 @@ func (w *worker) refuseLocked(rec board.Record, source bool, err error) {
 	w.s.hookCompleted(!source, board.Refused)
 }
 
-func (w *worker) admitLocked(l *lease) error {
+func (w *worker) admitLocked(l *lease, ids int) error {
 	switch {
+	case w.blockIDs+ids > w.s.opt.Limits.BlockIDs:
+		return fmt.Errorf("the tables of open leases name %d block ids, with these %d more; at most %d", w.blockIDs, ids, w.s.opt.Limits.BlockIDs)
 	case w.draining.Load() || w.s.draining.Load():
 		return errors.New("draining: no new leases")
 	case len(w.leases) >= w.s.opt.Limits.Leases:
 		return fmt.Errorf("%d leases are open, at most %d", len(w.leases), w.s.opt.Limits.Leases)
 	}
 	l.epoch.Store(w.s.nextEpoch())
+	l.ids = ids
+	w.blockIDs += ids
 	w.leases[l.id] = l
 	if l.source {
 		w.sources.Store(l.id, l)
@@ -315,9 +320,10 @@ func (w *worker) intentLocked(rec board.Record) error {
 	if err != nil {
 		return err
 	}
+	ids := 0
 	m, err := msg.DecodeIntent(rec.Body)
 	if err == nil {
-		_, err = w.checkTables("INTENT", m.Blocks)
+		ids, err = w.checkTables("INTENT", m.Blocks)
 	}
 	if err == nil && len(m.Steps) > 0 && m.Steps[len(m.Steps)-1].End > m.Tokens {
 		err = &msg.Error{Message: "INTENT", Field: "steps", Problem: fmt.Sprintf("reach token %d of %d", m.Steps[len(m.Steps)-1].End, m.Tokens)}
@@ -328,7 +334,7 @@ func (w *worker) intentLocked(rec board.Record) error {
 	}
 	l.tokens, l.attempt = m.Tokens, m.Attempt
 	l.reported = make([]uint32, len(w.index))
-	if err := w.admitLocked(l); err != nil {
+	if err := w.admitLocked(l, ids); err != nil {
 		w.refuseLocked(rec, true, err)
 		return nil
 	}
@@ -355,9 +361,10 @@ func (w *worker) expectLocked(rec board.Record) error {
 	if err != nil {
 		return err
 	}
+	ids := 0
 	m, err := msg.DecodeExpect(rec.Body)
 	if err == nil {
-		_, err = w.checkTables("EXPECT", m.Blocks)
+		ids, err = w.checkTables("EXPECT", m.Blocks)
 	}
 	if err == nil && m.Peer == "" {
 		err = &msg.Error{Message: "EXPECT", Field: "peer", Problem: "empty", Remedy: "name the endpoint of the prefill's sidecar"}
@@ -367,7 +374,7 @@ func (w *worker) expectLocked(rec board.Record) error {
 		return err
 	}
 	l.tokens = m.Tokens
-	if err := w.admitLocked(l); err != nil {
+	if err := w.admitLocked(l, ids); err != nil {
 		w.refuseLocked(rec, false, err)
 		return nil
 	}
@@ -439,7 +446,7 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) error {
 			Remedy: "signal the layers of each step"})
 	}
 	if w.blockIDs+ids > w.s.opt.Limits.BlockIDs {
-		return fail(&msg.Error{Message: "STEP", Field: "blocks", Problem: fmt.Sprintf("%d block ids wait for their flags, at most %d", w.blockIDs, w.s.opt.Limits.BlockIDs),
+		return fail(&msg.Error{Message: "STEP", Field: "blocks", Problem: fmt.Sprintf("the tables of open leases name %d block ids, at most %d", w.blockIDs, w.s.opt.Limits.BlockIDs),
 			Remedy: "send tables only where they changed"})
 	}
 	p := pendingStep{step: step, end: min(q.End, l.tokens)}
@@ -552,7 +559,10 @@ func (w *worker) followLocked() {
 			// A step without a table has that of the last one before it, which may not have been told yet.
 			var blocks [][]uint32
 			for j := k; j >= 0 && blocks == nil; j-- {
-				blocks = l.steps[j].blocks
+				if blocks = l.steps[j].blocks; blocks != nil {
+					w.blockIDs += l.steps[j].ids - l.ids // it takes the place of the lease's table
+					l.ids = l.steps[j].ids
+				}
 			}
 			out = append(out, Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens, Blocks: blocks})
 			for j := 0; j <= k; j++ { // told now, or outdated by what is told now
@@ -642,6 +652,7 @@ func (w *worker) complete(c Completion) error {
 func (w *worker) closeLeaseLocked(l *lease) {
 	l.epoch.Store(0)
 	w.dropStepsLocked(l)
+	w.blockIDs -= l.ids
 	delete(w.leases, l.id)
 	if l.source {
 		w.sources.Delete(l.id)
