@@ -59,15 +59,11 @@ func (l Limits) withDefaults() Limits {
 
 // Hooks are called for metrics, from any goroutine; nil ones are skipped. They must not block.
 type Hooks struct {
-	Session   func(role string, delta int)       // sockets opened (+1) and closed (-1)
-	Worker    func(delta int)                    // registered workers
-	Leases    func(source bool, delta int)       // open leases
-	Record    func(kind string)                  // records accepted: "step", "intent", ...
-	Malformed func(kind string)                  // records and packets refused
-	Ignored   func(kind string)                  // records for a lease that is unknown or complete: a race, no error
-	Completed func(received bool, status uint16) // completions handed to a shim
-	Queued    func(delta int)                    // completions that wait for room in a ring
-	Exit      func(proved bool)                  // a worker went: exit proved, or superseded
+	Session   func(role string, delta int) // sockets opened (+1) and closed (-1)
+	Leases    func(source bool, delta int) // open leases
+	Record    func(kind string)            // records accepted: "step", "intent", ...
+	Malformed func(kind string)            // records and packets refused
+	Ignored   func(kind string)            // records for a lease that is unknown or complete: a race, no error
 }
 
 // Options configures a Server.

@@ -58,9 +58,6 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	}
 	s.opt.Events.WorkerUp(w.pub)
 	w.deliver.Unlock()
-	if f := s.opt.Hooks.Worker; f != nil {
-		f(1)
-	}
 	c.send(&msg.Registered{ID: m.ID, Fingerprint: w.pub.Fingerprint, Geometry: w.pub.Geometry})
 	var bytes uint64
 	for _, r := range w.pub.Regions {

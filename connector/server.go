@@ -279,12 +279,6 @@ func (s *Server) retire(w *worker, why error) {
 		c.sendError(&msg.ErrorMessage{Code: msg.CodeBoard, Message: why.Error(), Remedy: "open a new session with fresh rings", Fatal: true})
 	}
 	w.log.Info("worker gone", "why", why, "leases", open)
-	if f := s.opt.Hooks.Exit; f != nil {
-		f(errors.Is(why, ErrExited))
-	}
-	if f := s.opt.Hooks.Worker; f != nil {
-		f(-1)
-	}
 	var once sync.Once
 	s.opt.Events.WorkerGone(w.pub, why, func() {
 		once.Do(func() {
@@ -464,18 +458,6 @@ func (s *Server) hookMalformed(kind string) {
 func (s *Server) hookIgnored(kind string) {
 	if f := s.opt.Hooks.Ignored; f != nil {
 		f(kind)
-	}
-}
-
-func (s *Server) hookCompleted(received bool, status uint16) {
-	if f := s.opt.Hooks.Completed; f != nil {
-		f(received, status)
-	}
-}
-
-func (s *Server) hookQueued(d int) {
-	if f := s.opt.Hooks.Queued; f != nil && d != 0 {
-		f(d)
 	}
 }
 

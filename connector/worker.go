@@ -292,7 +292,6 @@ func (w *worker) refuseLocked(rec board.Record, source bool, err error) {
 	}
 	c := Completion{Lease: transfer.LeaseID{Boot: w.pub.Boot, ID: rec.Lease}, Received: !source, Status: board.Refused, Reason: err.Error()}
 	w.postLocked(encodeCompletion(c))
-	w.s.hookCompleted(!source, board.Refused)
 }
 
 func (w *worker) admitLocked(l *lease, ids int) error {
@@ -645,7 +644,6 @@ func (w *worker) complete(c Completion) error {
 	}
 	w.closeLeaseLocked(l)
 	w.postLocked(enc)
-	w.s.hookCompleted(c.Received, c.Status)
 	return nil
 }
 
@@ -677,7 +675,6 @@ func (w *worker) postLocked(c completion) {
 		return
 	}
 	w.queue = append(w.queue, c)
-	w.s.hookQueued(1)
 	if len(w.queue) == 1 {
 		w.flushLocked()
 	}
@@ -711,7 +708,6 @@ func (w *worker) flushLocked() {
 		sent++
 	}
 	w.queue = slices.Delete(w.queue, 0, sent)
-	w.s.hookQueued(-sent)
 	if wake {
 		ring(w.bell)
 	}
@@ -749,7 +745,6 @@ func (w *worker) shut() {
 	if w.detached != nil {
 		w.detached.Stop()
 	}
-	w.s.hookQueued(-len(w.queue))
 	w.queue = nil
 	for _, l := range w.leases {
 		w.closeLeaseLocked(l)
