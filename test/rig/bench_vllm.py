@@ -33,6 +33,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from resident import Resident  # noqa: E402
 from servers import MODEL_NAME, Process, Server, kvspray_config  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
@@ -139,6 +140,8 @@ def main() -> int:
     started: list[Process | Sidecar] = []
     try:
         pairs = start(args, run, logs, started)
+        resident = Resident().hold(pid for s in started for pid in s.pids())
+        say(f"{resident.bytes >> 20} MiB of programs and libraries held in memory, {resident.refused >> 20} MiB could not be")
         report = measure(args, lengths, pairs)
     finally:
         for s in reversed(started):

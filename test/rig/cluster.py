@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import re
 import signal
 import socket
@@ -27,15 +28,21 @@ class Failed(Exception):
     """Something did not come about in time; the text says what was seen instead."""
 
 
+_PORTS = range(18000, 30000)  # below what Linux gives to outgoing connections, one of which could take a port between look and use
+_ports = iter(random.sample(_PORTS, len(_PORTS)))
+
 
 def free_port() -> int:
-    """A port that nothing listens on right now."""
-    s = socket.socket()
-    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    s.bind(("127.0.0.1", 0))
-    port = int(s.getsockname()[1])
-    s.close()
-    return port
+    """A port that nothing listens on right now, and that no other call in this process gets."""
+    for port in _ports:
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise Failed(f"no port is free between {_PORTS.start} and {_PORTS.stop}")
 
 
 def wait_for(what: str, check: Callable[[], Any], timeout: float, tick: float = 0.02) -> Any:
@@ -157,6 +164,9 @@ class Sidecar:
             rc = self.proc.wait()
         self.proc = None
         return rc
+
+    def pids(self) -> list[int]:
+        return [self.proc.pid] if self.proc is not None else []
 
     def metrics(self) -> dict[str, float]:
         return parse_metrics(get(self.url + "/metrics"))

@@ -17,6 +17,9 @@ from typing import Any
 from cluster import BINARY, ROOT, Failed, free_port, get, parse_metrics
 
 ENV = {
+    # The worker lives in the engine core's process. In one of its own, both ends of the queue between them poll for a second
+    # after every step, and six polling processes on two cores keep each other, and every figure, waiting.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_CI_ENV": "1",
