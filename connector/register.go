@@ -138,7 +138,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 			_ = os.NewFile(uintptr(fd), field).Close()
 			return nil, refuse(msg.CodeBoard, field, fmt.Errorf("%d bytes, at most %d", size, maxBoardBytes), "use smaller rings")
 		}
-		r, err := mem.MapMemfd(mem.NewID(), fd, size)
+		r, err := mem.MapMemfd(mem.NewID(), fd, size, mem.PopulatePresent())
 		if err != nil {
 			_ = os.NewFile(uintptr(fd), field).Close()
 			return nil, refuse(msg.CodeBoard, field, err, "create it with memfd_create(MFD_ALLOW_SEALING), size it, then add F_SEAL_SHRINK|F_SEAL_GROW|F_SEAL_SEAL")
@@ -210,9 +210,9 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		var r *mem.Region
 		switch d.Kind {
 		case msg.KindMemfd:
-			r, err = mem.MapMemfd(d.Region, fd, d.Bytes)
+			r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.PopulatePresent())
 		case msg.KindAdopted:
-			r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.Adopted())
+			r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.Adopted(), mem.PopulatePresent())
 		case msg.KindProcess:
 			if err = disjoint(m.Regions[:i], d); err == nil {
 				r, err = mem.OpenProcess(d.Region, fd, d.Addr, d.Bytes)

@@ -100,6 +100,7 @@ type Region struct {
 type options struct {
 	kind     Kind
 	populate bool
+	present  bool
 	huge     bool
 }
 
@@ -111,6 +112,10 @@ func Adopted() Option { return func(o *options) { o.kind = KindAdopted } }
 
 // Populate faults all pages in at once, so that the first transfer does not pay for it. Slow for large regions.
 func Populate() Option { return func(o *options) { o.populate = true } }
+
+// PopulatePresent maps all pages at once if the file has them all already, as an engine's own has: a transfer pays for no
+// page fault then. A file with holes is mapped as it is, or whoever announces a huge empty one would take all the memory.
+func PopulatePresent() Option { return func(o *options) { o.present = true } }
 
 // HugePages asks the kernel for huge pages where shared memory may have them. Advice only.
 func HugePages() Option { return func(o *options) { o.huge = true } }
@@ -147,7 +152,7 @@ func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 		return nil, fmt.Errorf("mem: map region %s: sealed against writing (seals %#x); received blocks could not land in it", id, seals)
 	}
 	flags := unix.MAP_SHARED
-	if o.populate {
+	if o.populate || o.present && uint64(st.Blocks)*512 >= size {
 		flags |= unix.MAP_POPULATE
 	}
 	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, flags)

@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,6 +20,9 @@
 
 #include "internal.h"
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
 #endif
@@ -111,6 +115,56 @@ static int region_id(struct kvs_region *r)
 	return kvs_random(r->id, sizeof r->id) < 0 ? KVS_E_SYS : 0;
 }
 
+enum { POPULATE_THREADS = 16, POPULATE_PART = 256 << 20 }; /* one thread for each part, at most so many */
+
+struct populate_part {
+	pthread_t thread;
+	char *at;
+	size_t bytes;
+	int err;
+};
+
+static void *populate_part(void *arg)
+{
+	struct populate_part *p = arg;
+	p->err = 0;
+	while (madvise(p->at, p->bytes, MADV_POPULATE_WRITE) < 0) {
+		if (errno == EINTR || errno == EAGAIN)
+			continue;
+		p->err = errno == EFAULT || errno == EHWPOISON ? ENOMEM : errno; /* EFAULT: a touch would have been SIGBUS */
+		break;
+	}
+	return NULL;
+}
+
+/* Allocates every page of a new shared mapping. A page that cannot be had later kills whoever touches it first with SIGBUS, and
+ * until then the first transfer into each block pays for its page faults. 0 or an errno. */
+static int populate(char *at, uint64_t bytes)
+{
+	madvise(at, bytes, MADV_HUGEPAGE); /* advice: many kernels have it off for shared memory */
+	struct populate_part parts[POPULATE_THREADS];
+	uint64_t huge = 2 << 20;
+	uint64_t step = (bytes + POPULATE_THREADS - 1) / POPULATE_THREADS;
+	step = step < POPULATE_PART ? POPULATE_PART : (step + huge - 1) / huge * huge;
+	int n = 0, err = 0;
+	for (uint64_t off = 0; off < bytes; off += step, n++) {
+		struct populate_part *p = &parts[n];
+		p->at = at + off;
+		p->bytes = bytes - off < step ? bytes - off : step;
+		if (off + step >= bytes || pthread_create(&p->thread, NULL, populate_part, p) != 0) {
+			populate_part(p); /* the last part, or no thread to be had: here */
+			p->thread = pthread_self();
+		}
+	}
+	for (int i = 0; i < n; i++) {
+		if (!pthread_equal(parts[i].thread, pthread_self()))
+			pthread_join(parts[i].thread, NULL);
+		if (parts[i].err)
+			err = parts[i].err;
+	}
+	return err == EINVAL ? 0 : err; /* before Linux 5.14: pages come as they are touched */
+}
+
 int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
 {
 	uint64_t page = page_bytes();
@@ -123,8 +177,10 @@ int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
 	if (fd < 0)
 		return KVS_E_SYS;
 	void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-	if (at == MAP_FAILED) {
-		int err = errno;
+	int err = errno;
+	if (at != MAP_FAILED && (err = populate(at, bytes)) != 0)
+		munmap(at, bytes);
+	if (at == MAP_FAILED || err) {
 		close(fd);
 		errno = err;
 		return KVS_E_SYS;

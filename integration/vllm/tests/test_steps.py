@@ -15,7 +15,7 @@ from kvspray_vllm import shim
 from kvspray_vllm.meta import StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
-from kvspray_vllm.worker import Results, WorkerSide
+from kvspray_vllm.worker import LOAD_WAIT_S, Results, WorkerSide
 
 LOG = logging.getLogger("test")
 BLOCK = 16
@@ -27,6 +27,7 @@ class FakeWorker:
     ends: list[shim.Ended] = field(default_factory=list)
     leases: int = 0
     down: bool = False
+    waits: list[float] = field(default_factory=list)
 
     def _lease(self, kind: str, *what: Any) -> int:
         if self.down:
@@ -62,6 +63,9 @@ class FakeWorker:
     def poll(self) -> list[shim.Ended]:
         out, self.ends = self.ends, []
         return out
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(seconds)
 
     def close(self) -> None:
         self.calls.append(("close",))
@@ -119,7 +123,7 @@ class Engine:
         return r
 
     def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
-        out = SimpleNamespace(num_scheduled_tokens=scheduled or {}, preempted_req_ids=preempted or set())
+        out = SimpleNamespace(num_scheduled_tokens=scheduled or {}, total_num_scheduled_tokens=sum((scheduled or {}).values()), preempted_req_ids=preempted or set())
         meta = self.scheduler.build(out, lambda req: (self.tables[req],))  # type: ignore[arg-type]
         for req, n in (scheduled or {}).items():
             self.requests[req].num_computed_tokens += n
@@ -164,6 +168,26 @@ def prefill_first(**kw: Any) -> dict[str, Any]:
 
 def concurrent() -> dict[str, Any]:
     return {"do_remote_prefill": True, "kvspray": {"v": 1, "xfer": XFER, "peer": "p:1"}}
+
+
+# ---- empty steps
+
+
+def test_only_a_step_that_computes_nothing_waits_for_a_load(e: Engine) -> None:
+    e.step()
+    assert e.worker_shim.waits == []  # nothing is loading
+    dest = e.add("d", 40, prefill_first())
+    e.scheduler.allocated(dest, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 40)  # type: ignore[arg-type]
+    e.add("other", 5, None)
+    e.step({"other": 5})
+    assert e.worker_shim.waits == []  # another request would wait with it
+    e.step()
+    assert e.worker_shim.waits == [LOAD_WAIT_S]
+    lease = e.worker_shim.take()[0][1]
+    e.worker_shim.end(lease, received=True)
+    assert e.step().received == {"d"}
+    e.step()
+    assert e.worker_shim.waits == [LOAD_WAIT_S] * 2  # and not after its end
 
 
 # ---- prefill

@@ -79,7 +79,8 @@ struct kvs_region {
 	uint64_t bytes;
 };
 
-/* A sealed memfd (SHRINK, GROW, SEAL), mapped shared; bytes is rounded up to pages. */
+/* A sealed memfd (SHRINK, GROW, SEAL), mapped shared; bytes is rounded up to pages. All of it is allocated by this call, with
+ * several threads where it is large. KVS_E_SYS, errno ENOMEM or ENOSPC: there is not that much memory. */
 int kvs_region_alloc(uint64_t bytes, struct kvs_region *out);
 
 #define KVS_ADOPT_SMALL 1u /* allow less than KVS_ADOPT_MIN_BYTES */

@@ -56,6 +56,7 @@ class StepMeta(KVConnectorMetadata):
     step: int = 0  # 0: this step computes nothing for anybody else, and leaves no record
     gains: list[Gain] = field(default_factory=list)
     expects: list[Expect] = field(default_factory=list)
+    idle: bool = False  # the engine computes nothing in this step
 
     def empty(self) -> bool:
         return not (self.step or self.preempts or self.cancels or self.holds or self.released or self.intents or self.expects)

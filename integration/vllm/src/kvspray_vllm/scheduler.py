@@ -219,6 +219,7 @@ class SchedulerSide:
         if meta.gains:
             self._step += 1
             meta.step = self._step
+        meta.idle = not out.total_num_scheduled_tokens
         return meta
 
     def _cut(self, table: Iterable[Sequence[int]], tokens: int) -> Blocks:

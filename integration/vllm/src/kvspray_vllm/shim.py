@@ -37,7 +37,7 @@ class Ended:
 
 
 class WorkerShim(Protocol):
-    """What the worker's side needs. No call blocks on a sidecar; calls that submit raise ShimError where they cannot."""
+    """What the worker's side needs. No call but wait blocks; calls that submit raise ShimError where they cannot."""
 
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str) -> int: ...
     def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str) -> int: ...
@@ -48,6 +48,7 @@ class WorkerShim(Protocol):
     def signal_layer(self, index: int, step: int) -> None: ...
     def signal_step(self, step: int) -> None: ...
     def poll(self) -> list[Ended]: ...
+    def wait(self, seconds: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -150,6 +151,9 @@ class Worker:
         return [
             Ended(c.lease, c.received, int(c.status), c.bytes, c.us, c.transport, c.reason) for c in self._c.poll()
         ]
+
+    def wait(self, seconds: float) -> None:
+        self._c.wait(seconds)
 
     def close(self) -> None:
         self._c.close()

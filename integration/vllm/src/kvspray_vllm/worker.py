@@ -13,6 +13,10 @@ from kvspray_vllm import shim
 from kvspray_vllm.meta import Expect, StepMeta
 from kvspray_vllm.stats import KVSprayStats
 
+# How long a step in which the engine computes nothing waits for a load. vLLM sleeps a millisecond after each such step; the end
+# of a load that came during the sleep would wait for it and for the next empty step. A new request waits this long at most.
+LOAD_WAIT_S = 0.002
+
 
 @dataclass
 class Results:
@@ -47,6 +51,7 @@ class WorkerSide:
         self._results = Results()
         self._stats = KVSprayStats()
         self._step = 0
+        self._idle = False
         self._preempted: StepMeta | None = None
 
     def set_flags(self, flags: dict[str, int]) -> None:
@@ -69,6 +74,7 @@ class WorkerSide:
         """Before the forward pass. A destination may be written as soon as its record is there: its blocks were taken from the
         free list by this step's schedule, and vLLM frees a consumer's blocks only when no step in flight can write them."""
         self.preempts(meta)
+        self._idle = meta.idle
         for req, reason in meta.cancels:
             self._cancel(req, reason)
         for req in meta.holds:
@@ -152,6 +158,8 @@ class WorkerSide:
     # ---- what ended
 
     def collect(self) -> Results:
+        if self._idle and self._load_leases:
+            self._client.wait(LOAD_WAIT_S)
         for end in self._client.poll():
             req = self._by_lease.pop(end.lease, None)
             if req is None:
