@@ -48,7 +48,8 @@ func (e *Error) Error() string {
 	return s
 }
 
-// reader is a cursor over one msgpack value. The first error sticks and every later read returns zero.
+// reader is a cursor over one msgpack value. The first error sticks and every later read returns zero. Of a key that comes twice
+// the last value counts, lists included: a repeated list must not grow past its bound.
 type reader struct {
 	what  string
 	field []byte // the key being read

@@ -113,6 +113,44 @@ func FuzzRecord(f *testing.F) {
 	})
 }
 
+// TestRepeatedKeys: a list that comes twice is no way around its bound.
+func TestRepeatedKeys(t *testing.T) {
+	list := func(key string, n int, element []byte) []byte {
+		return append(appendArray(appendStr(nil, key), n), bytes.Repeat(element, n)...)
+	}
+	body := func(m interface{ Append([]byte) []byte }, lists ...[]byte) []byte {
+		b := m.Append(nil)
+		b[0] += byte(len(lists)) // a map of fewer than 16 keys
+		return append(b, bytes.Join(lists, nil)...)
+	}
+	in := &Intent{Tokens: 1, Fanout: 1, Blocks: [][]uint32{{1}}}
+	var steps [][]byte
+	for i := range 3 {
+		b := appendArray(appendStr(nil, "steps"), MaxPendingSteps)
+		for s := range MaxPendingSteps {
+			b = appendUint(appendUint(appendArray(b, 2), uint64(1+i*MaxPendingSteps+s)), 1)
+		}
+		steps = append(steps, b)
+	}
+	got, err := DecodeIntent(body(in, steps...))
+	if err != nil || len(got.Steps) != MaxPendingSteps || got.Steps[0].Step != 2*MaxPendingSteps+1 {
+		t.Errorf("INTENT.steps three times: %v, %d steps", err, len(got.Steps))
+	}
+	req := append(appendMap(nil, 2), 0xa5, 'l', 'e', 'a', 's', 'e', 1, 0xa3, 'e', 'n', 'd', 1)
+	reqs := list("reqs", MaxStepReqs, req)
+	if got, err := DecodeStep(body(&Step{Step: 1}, reqs, reqs)); err != nil || len(got.Reqs) != MaxStepReqs {
+		t.Errorf("STEP.reqs twice: %v", err)
+	}
+	ranges := list("recompute", MaxRecompute, []byte{0x92, 1, 2})
+	if got, err := DecodeReceived(body(&Received{}, ranges, ranges)); err != nil || len(got.Recompute) != MaxRecompute {
+		t.Errorf("RECEIVED.recompute twice: %v", err)
+	}
+	ex := &Expect{Peer: "p:1", Tokens: 9, Skip: []uint32{1}, Blocks: [][]uint32{{1}}}
+	if got, err := DecodeExpect(body(ex, list("skip", 1, []byte{5}))); err != nil || len(got.Skip) != 1 || got.Skip[0] != 5 {
+		t.Errorf("EXPECT.skip twice: %v", err)
+	}
+}
+
 // TestHostile: a lie about a length costs no memory.
 func TestHostile(t *testing.T) {
 	const allowed = 256 << 10

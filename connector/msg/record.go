@@ -109,6 +109,7 @@ func DecodeIntent(b []byte) (*Intent, error) {
 			m.Ready = r.u32()
 		case "steps":
 			c := r.arrayLen(MaxPendingSteps)
+			m.Steps = nil
 			for range c {
 				if k := r.arrayLen(2); r.err == nil && k != 2 {
 					r.fail("%d elements, want [step, token_end]", k)
@@ -190,6 +191,7 @@ func DecodeExpect(b []byte) (*Expect, error) {
 			m.Tokens, n.got = r.u32(), n.got|8
 		case "skip":
 			c := r.arrayLen(MaxGroups)
+			m.Skip = nil
 			for range c {
 				m.Skip = append(m.Skip, r.u32())
 			}
@@ -258,6 +260,7 @@ func DecodeStep(b []byte) (*Step, error) {
 		case "reqs":
 			n.got |= 2
 			c := r.arrayLen(MaxStepReqs)
+			m.Reqs = nil
 			for range c {
 				var q StepReq
 				k := need{names: []string{"lease", "end"}}
@@ -366,6 +369,7 @@ func DecodeReceived(b []byte) (*Received, error) {
 			m.Reason = r.str(MaxTextBytes)
 		case "recompute":
 			c := r.arrayLen(MaxRecompute)
+			m.Recompute = nil
 			for range c {
 				if k := r.arrayLen(2); r.err == nil && k != 2 {
 					r.fail("%d elements, want [start, end]", k)

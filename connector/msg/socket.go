@@ -724,7 +724,7 @@ func (r *reader) counts() map[string]uint64 {
 	}
 	out := make(map[string]uint64, n)
 	for range n {
-		k := r.str(MaxNameBytes)
+		k := strings.ToValidUTF8(r.str(MaxNameBytes), "?") // as it would be written: keys are sorted before
 		v := r.u64()
 		if r.err != nil {
 			return nil
