@@ -33,6 +33,12 @@ def test_round_trip() -> None:
         ({"v": 1, "peer": "h:0"}, "malformed"),
         ({"v": 1, "peer": "h:70000"}, "malformed"),
         ({"v": 1, "peer": "h" * 300 + ":1"}, "malformed"),
+        ({"v": 1, "peer": "h:" + "0" * 200 + "1"}, "malformed"),
+        ({"v": 1, "peer": "\u00e9" * 200 + ":1"}, "malformed"),  # more bytes than characters
+        ({"v": 1, "peer": "h\0x:1"}, "malformed"),
+        ({"v": 1, "peer": "\ud800:1"}, "malformed"),
+        ({"v": 1, "peer": "a b:1"}, "malformed"),
+        ({"v": 1, "peer": "h:\u0661"}, "malformed"),
         ({"v": 1, "fanout": 0}, "malformed"),
         ({"v": 1, "fanout": 17}, "malformed"),
         ({"v": 1, "fanout": True}, "malformed"),

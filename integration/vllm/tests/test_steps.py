@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pathlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -85,8 +86,11 @@ class FakeScheduler:
     partner_s: float = 10.0
     answers: dict[bytes, str] = field(default_factory=dict)
     asked: list[tuple[bytes, str]] = field(default_factory=list)
+    full: bool = False
 
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
+        if self.full:
+            raise shim.ShimError("full")
         self.asked.append((xfer, peer))
 
     def admission(self, xfer: bytes, hash: bytes) -> str | None:
@@ -123,7 +127,8 @@ class Engine:
         return r
 
     def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
-        out = SimpleNamespace(num_scheduled_tokens=scheduled or {}, total_num_scheduled_tokens=sum((scheduled or {}).values()), preempted_req_ids=preempted or set())
+        counts = scheduled or {}
+        out = SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set())
         meta = self.scheduler.build(out, lambda req: (self.tables[req],))  # type: ignore[arg-type]
         for req, n in (scheduled or {}).items():
             self.requests[req].num_computed_tokens += n
@@ -188,6 +193,22 @@ def test_only_a_step_that_computes_nothing_waits_for_a_load(e: Engine) -> None:
     assert e.step().received == {"d"}
     e.step()
     assert e.worker_shim.waits == [LOAD_WAIT_S] * 2  # and not after its end
+
+
+def test_no_wait_where_the_end_of_another_load_is_known_or_other_ranks_wait(e: Engine) -> None:
+    def load(req: str) -> None:
+        e.scheduler.allocated(e.add(req, 40, prefill_first()), SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 40)  # type: ignore[arg-type]
+
+    load("d")
+    e.step()
+    e.worker_shim.down = True
+    load("f")
+    assert e.step().failed == {"f"} and e.worker_shim.waits == [LOAD_WAIT_S]
+    e.worker = WorkerSide(FakeWorker(), LOG, load_wait_s=0)
+    load("g")
+    e.step()
+    e.step()
+    assert e.worker._client.waits == []  # type: ignore[attr-defined]
 
 
 # ---- prefill
@@ -308,7 +329,16 @@ def test_a_failed_forward_signals_nothing(e: Engine) -> None:
     e.worker_shim.take()
     e.worker.step_failed()
     e.worker.step_done()
-    assert e.worker_shim.take() == []
+    # The flags of a later step would say that this one is complete, too.
+    assert e.worker_shim.take() == [("cancel", 1)]
+
+
+def test_a_step_whose_end_never_came_ends_its_leases(e: Engine) -> None:
+    e.add("r", 32, dict(DECODE))
+    e.worker.begin(e.meta({"r": 16}))
+    e.worker_shim.take()
+    e.step({"r": 16})
+    assert e.worker_shim.take()[0] == ("cancel", 1)
 
 
 def test_samples_and_lists_share_a_dict_and_an_xfer(e: Engine) -> None:
@@ -344,6 +374,46 @@ def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
     e.worker_shim.end(1, received=True)
     done = e.step()
     assert done.received == {"r"} and done.failed == set()
+
+
+def test_a_question_that_cannot_be_asked_means_local_prefill(e: Engine) -> None:
+    e.scheduler_shim.full = True
+    r = e.add("r", 40, concurrent())
+    assert e.scheduler.matched(r, 0) == (0, False)
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"not_asked": 1}
+
+
+def test_the_real_scheduler_shim_says_what_it_cannot_ask(tmp_path: pathlib.Path) -> None:
+    c = shim.Scheduler(str(tmp_path / "nobody"), "e", LOG)
+    with pytest.raises(shim.ShimError):
+        c.await_admission(bytes(16), bytes(32), "\u00e9" * 200 + ":1", 1, 1.0)
+    with pytest.raises(shim.ShimError):
+        c.await_admission(bytes(16), bytes(32), "a:1\0b:1", 1, 1.0)
+    c.await_admission(bytes(16), bytes(32), "a:1", 1, 1.0)
+    c.close()
+    with pytest.raises(shim.ShimError):
+        c.await_admission(bytes(16), bytes(32), "a:1", 1, 1.0)
+
+
+@pytest.mark.parametrize("kv", [dict(DECODE), prefill_first()])
+def test_a_prompt_that_cannot_be_hashed_is_served_alone(kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    e = Engine()
+    monkeypatch.setattr(e.scheduler, "_hash", shim.prefix_hash)
+    r = SimpleNamespace(
+        request_id="r", prompt_token_ids=[-1, 2], num_prompt_tokens=2, num_computed_tokens=0, kv_transfer_params=kv,
+        lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    )  # fmt: skip
+    e.scheduler.on_new_request(r)  # type: ignore[arg-type]
+    assert e.scheduler.matched(r, 0) == (0, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("endpoint", [None, "", "no port", "h:", "cut-in-the-middle:"])
+def test_an_endpoint_that_nobody_can_dial_is_not_handed_out(e: Engine, endpoint: str | None) -> None:
+    e.add("r", 16, dict(DECODE))
+    e.step({"r": 16})
+    e.scheduler_shim.endpoint = endpoint
+    assert e.finish("r") == (True, None)
 
 
 def test_concurrent_waits_for_admission(e: Engine) -> None:

@@ -725,7 +725,7 @@ class SchedulerClient(_Client):
         if h is None:
             return False
         args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), tokens, _ms(ttl_s, 0))
-        rc = lib.kvs_await(h, *args)
+        rc = _lib.E_ARG if "\0" in peer else lib.kvs_await(h, *args)
         if rc == _lib.E_ARG:
             raise ValueError(f"kvspray: await_admission: peer = {peer!r}, tokens = {tokens}; want host:port of at most 255 bytes")
         return bool(rc == 0)

@@ -20,7 +20,7 @@ from kvspray_vllm.meta import StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
-from kvspray_vllm.worker import WorkerSide
+from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,7 +98,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
             self._worker_client = shim.Worker(self._settings.socket, self._engine_id, len(self._flag_of), logger)
-            self._worker = WorkerSide(self._worker_client, logger)
+            alone = vllm_config.parallel_config.data_parallel_size == 1
+            self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0)
 
     # ---- worker: memory
 

@@ -69,7 +69,7 @@ def parse(params: Mapping[str, Any]) -> Spray | None:
         if len(xfer) != 16:
             raise ParamsError("malformed", f"kv_transfer_params['kvspray']['xfer'] is {str(text)[:64]!r}, want 32 hex digits")
     peer = raw.get("peer")
-    if peer is not None and not _is_endpoint(peer):
+    if peer is not None and not is_endpoint(peer):
         raise ParamsError("malformed", f"kv_transfer_params['kvspray']['peer'] is {str(peer)[:64]!r}, want host:port")
     fanout = raw.get("fanout", 1)
     if isinstance(fanout, bool) or not isinstance(fanout, int) or not 1 <= fanout <= MAX_FANOUT:
@@ -77,11 +77,15 @@ def parse(params: Mapping[str, Any]) -> Spray | None:
     return Spray(xfer, peer, fanout)
 
 
-def _is_endpoint(value: object) -> bool:
+def is_endpoint(value: object) -> bool:
+    """Whether value is host:port."""
     if not isinstance(value, str) or not 0 < len(value) <= MAX_PEER_BYTES:
         return False
+    # Names come as they are dialled: a character beyond ASCII, a space or a NUL would be cut or counted differently further on.
+    if not value.isascii() or not value.isprintable() or " " in value:
+        return False
     host, sep, port = value.rpartition(":")
-    return bool(sep and host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    return bool(sep and host) and len(port) <= 5 and port.isdigit() and 0 < int(port) < 65536
 
 
 def api_call_of(request_id: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvspray_vllm import params as spray
 from kvspray_vllm.meta import Blocks, Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
-from kvspray_vllm.shim import SchedulerShim
+from kvspray_vllm.shim import SchedulerShim, ShimError
 from kvspray_vllm.stats import KVSprayStats
 
 if TYPE_CHECKING:
@@ -101,6 +101,9 @@ class SchedulerSide:
                 self._new_destination(request, given)
         except spray.ParamsError as err:
             self._serve_alone(request, err.label, str(err))
+        except Exception as err:  # a prompt that cannot be hashed, say: nothing that comes with a request ends the engine core
+            self._log.exception("kvspray: request %s: its transfer cannot be prepared", request.request_id)
+            self._serve_alone(request, "error", repr(err))
 
     def _new_source(self, request: Request, given: dict[str, Any]) -> None:
         tokens = request.prompt_token_ids
@@ -127,7 +130,10 @@ class SchedulerSide:
         wait = self._settings.admission_s or self._client.partner_s
         dest = Destination(asked.xfer, self._key_hash(request), asked.peer, len(tokens), ready, self._now(), wait)
         if not ready:
-            self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
+            try:
+                self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
+            except ShimError as err:
+                raise spray.ParamsError("not_asked", f"the prefill cannot be asked: {err}") from err
         self._destinations[request.request_id] = dest
 
     def _key_hash(self, request: Request) -> bytes:
@@ -253,8 +259,9 @@ class SchedulerSide:
             return True, None
         self._meta.holds.append(req)
         peer = self._client.endpoint
-        if not peer:
+        if not spray.is_endpoint(peer):
             return True, None
+        assert peer is not None
         host, _, port = peer.rpartition(":")
         return True, {
             # The keys of NIXL's connector, so that its routers pass them on as they are.

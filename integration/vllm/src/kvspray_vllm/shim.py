@@ -53,7 +53,7 @@ class WorkerShim(Protocol):
 
 
 class SchedulerShim(Protocol):
-    """What the scheduler's side needs."""
+    """What the scheduler's side needs. No call blocks; await_admission raises ShimError where it cannot ask."""
 
     @property
     def connected(self) -> bool: ...
@@ -184,7 +184,12 @@ class Scheduler:
         return (self._c.status().partner_ms or DEFAULT_PARTNER_MS) / 1000
 
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
-        self._c.await_admission(xfer, hash, peer, tokens, ttl_s)
+        try:
+            asked = self._c.await_admission(xfer, hash, peer, tokens, ttl_s)
+        except ValueError as err:
+            raise ShimError(str(err)) from err
+        if not asked:
+            raise ShimError("too many open questions")
 
     def admission(self, xfer: bytes, hash: bytes) -> str | None:
         answer = self._c.admission(xfer, hash)

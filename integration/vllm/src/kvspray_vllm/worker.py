@@ -15,6 +15,7 @@ from kvspray_vllm.stats import KVSprayStats
 
 # How long a step in which the engine computes nothing waits for a load. vLLM sleeps a millisecond after each such step; the end
 # of a load that came during the sleep would wait for it and for the next empty step. A new request waits this long at most.
+# Not where the engine is one of several data parallel ranks in step: the others compute, and wait for this one's dummy batch.
 LOAD_WAIT_S = 0.002
 
 
@@ -39,9 +40,10 @@ class _Load:
 
 
 class WorkerSide:
-    def __init__(self, client: shim.WorkerShim, log: logging.Logger) -> None:
+    def __init__(self, client: shim.WorkerShim, log: logging.Logger, load_wait_s: float = LOAD_WAIT_S) -> None:
         self._client = client
         self._log = log
+        self._load_wait_s = load_wait_s
         self._flags: dict[str, int] = {}
         self._sources: dict[str, _Source] = {}
         self._by_lease: dict[int, str] = {}
@@ -50,7 +52,8 @@ class WorkerSide:
         self._released: set[str] = set()
         self._results = Results()
         self._stats = KVSprayStats()
-        self._step = 0
+        self._step = 0  # announced, and its end not signalled yet
+        self._announced: list[int] = []  # the leases that gain tokens in it
         self._idle = False
         self._preempted: StepMeta | None = None
 
@@ -73,6 +76,8 @@ class WorkerSide:
     def begin(self, meta: StepMeta) -> None:
         """Before the forward pass. A destination may be written as soon as its record is there: its blocks were taken from the
         free list by this step's schedule, and vLLM frees a consumer's blocks only when no step in flight can write them."""
+        if self._step:
+            self.step_failed()  # its end would have come before this
         self.preempts(meta)
         self._idle = meta.idle
         for req, reason in meta.cancels:
@@ -91,7 +96,6 @@ class WorkerSide:
                 self._log.warning("kvspray: request %s cannot be offered to another engine: %s", intent.req, err)
                 self._stats.ended(False, "unsubmitted", 0, 0, "", 0)
             self._sources[intent.req] = _Source(lease)
-        self._step = 0
         if meta.gains:
             gains = []
             for gain in meta.gains:
@@ -102,6 +106,7 @@ class WorkerSide:
                 try:
                     self._client.step(meta.step, gains)
                     self._step = meta.step
+                    self._announced = [lease for lease, _, _ in gains]
                 except shim.ShimError as err:
                     # Without this record the partner would wait for layers that nobody announces.
                     self._log.warning("kvspray: step %d cannot be announced: %s", meta.step, err)
@@ -152,14 +157,18 @@ class WorkerSide:
             self._step = 0
 
     def step_failed(self) -> None:
-        """The forward pass raised: what this step announced was not computed, and its flags must not come."""
-        self._step = 0
+        """The forward pass raised: what this step announced was not computed. Its flags do not come, but those of a later step would
+        be taken for them, should the engine go on: the leases end."""
+        if self._step:
+            for lease in self._announced:
+                self._client.cancel(lease, "the forward pass failed")
+            self._step = 0
 
     # ---- what ended
 
     def collect(self) -> Results:
-        if self._idle and self._load_leases:
-            self._client.wait(LOAD_WAIT_S)
+        if self._idle and self._load_leases and self._load_wait_s > 0 and not self._results.received:
+            self._client.wait(self._load_wait_s)
         for end in self._client.poll():
             req = self._by_lease.pop(end.lease, None)
             if req is None:
