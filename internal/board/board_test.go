@@ -156,6 +156,11 @@ func TestConsumerRefuses(t *testing.T) {
 		"seq zero":            {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 0) }},
 		"pad in the middle":   {8, func(b []byte) { put32(b, subData+board.OffRecordType, board.RecPad) }},
 		"pad to the end":      {8, func(b []byte) { put32(b, subData, board.RingMinBytes); put32(b, subData+4, board.RecPad) }},
+		"pad of a whole ring": {8, func(b []byte) {
+			put32(b, subData, board.RingMinBytes)
+			put32(b, subData+4, board.RecPad)
+			put64(b, subHead, board.RingMinBytes)
+		}},
 		"more than half ring": {8, func(b []byte) { put32(b, subData, board.RingMinBytes/2+8); put64(b, subHead, board.RingMinBytes/2+8) }},
 	} {
 		t.Run(name, func(t *testing.T) {

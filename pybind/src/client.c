@@ -508,7 +508,8 @@ static void drain(kvs_client *c)
 {
 	if (c->state != READY || !c->rings)
 		return;
-	while (!c->ring_bad) {
+	/* A ringful at most: a sidecar that writes without end must not hold up the engine. */
+	for (uint32_t i = 0; i < c->completion_bytes / sizeof(struct kvs_record) && !c->ring_bad; i++) {
 		int64_t n = kvs_ring_pop(&c->comp, c->record, c->completion_bytes);
 		if (n == 0)
 			return;
@@ -910,6 +911,12 @@ static void session_begin(kvs_client *c, int64_t now)
 		return;
 	}
 	c->new_pidfd = kvs_pidfd_of_peer(c->sock, &c->new_pid);
+	if (c->new_pidfd < 0 && errno == EREMOTE) {
+		fail(c, "the sidecar at %s is in another pid namespace and this kernel has no SO_PEERPIDFD, so its death could not be proved: share the "
+			"pid namespace (shareProcessNamespace in a pod), or use Linux 6.5 or later", c->path);
+		session_refused(c, now);
+		return;
+	}
 	if (c->new_pidfd < 0 && (errno == ESRCH || errno == ENODATA || errno == EINVAL)) {
 		/* The listener died between our connect and now. */
 		session_end(c, now, 0);
@@ -1048,6 +1055,10 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 		fail(c, "no pidfd of the sidecar: its death cannot be proved, leases may stay in quarantine");
 	memcpy(c->info.sidecar_boot, m.boot, 16);
 	copy_text(c->info.node, sizeof c->info.node, m.node, m.node_bytes);
+	if (m.endpoint_bytes >= sizeof c->info.endpoint) {
+		fail(c, "the sidecar's endpoint has %u bytes, at most %zu: it is not handed out", m.endpoint_bytes, sizeof c->info.endpoint - 1);
+		m.endpoint_bytes = 0; /* a part of it would name somebody else */
+	}
 	copy_text(c->info.endpoint, sizeof c->info.endpoint, m.endpoint, m.endpoint_bytes);
 	c->info.version = (uint32_t)m.version;
 	c->info.deadline_ms = clamp_ms(m.deadline_ms, c->info.deadline_ms);
@@ -1983,20 +1994,48 @@ int kvs_step(kvs_client *c, const void *body, uint32_t bytes, const struct kvs_s
 
 static const uint8_t empty_map[1] = {0x80};
 
+/* Gives a lease back; the epoch has grown already where it is a source. */
+static int give_back(kvs_client *c, struct lease *l, const void *body, uint32_t bytes, int64_t now)
+{
+	int rc = 0;
+	l->cancelled = true;
+	if (l->type == KVS_REC_INTENT && !l->since_ms)
+		l->since_ms = now;
+	/* Where only an earlier process has it, that one's end is awaited; of a source the record is written all the same, because
+	 * the epoch has grown. */
+	if (usable_locked(c) && l->session != c->serial && l->type == KVS_REC_EXPECT)
+		rc = KVS_KEPT;
+	else if (usable_locked(c) || l->bound)
+		rc = push_or_replace(c, KVS_REC_CANCEL, l->id, body, bytes);
+	if (l->bound) {
+		due_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
+	} else {
+		lease_end(c, l, KVS_CANCELLED, "cancelled while no sidecar had it");
+		ring_fd(c->bell_fd);
+	}
+	return rc;
+}
+
 static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
 {
 	int64_t now = kvs_now_ms();
+	if (!s)
+		return KVS_E_ARG;
 	int rc = check_snapshot(c, s);
-	if (rc < 0)
-		return rc;
 	pthread_mutex_lock(&c->mu);
-	/* Blocks are lost whether or not anybody still wants them. */
-	if (type == KVS_REC_PREEMPT)
-		kvs_bump_source_epoch(c);
 	struct lease *l = open_source(c, s->lease);
-	rc = !l || l->cancelled ? KVS_E_UNKNOWN : snapshot(l, s, now);
-	if (rc == KVS_E_UNKNOWN && type == KVS_REC_PREEMPT)
-		push_or_replace(c, type, s->lease, empty_map, sizeof empty_map); /* no growth of the epoch without its record */
+	bool open = l && !l->cancelled;
+	if (rc == 0)
+		rc = open ? snapshot(l, s, now) : KVS_E_UNKNOWN;
+	/* A lease whose snapshot does not say what is so could be presented with blocks that are somebody else's: it ends. */
+	bool end = rc < 0 && open;
+	/* Blocks are lost whether or not anybody still wants them, and no growth of the epoch is without its record. */
+	if (type == KVS_REC_PREEMPT || end)
+		kvs_bump_source_epoch(c);
+	if (end)
+		give_back(c, l, empty_map, sizeof empty_map, now);
+	else if (rc < 0 && type == KVS_REC_PREEMPT)
+		push_or_replace(c, type, s->lease, empty_map, sizeof empty_map);
 	if (rc == 0) {
 		if (type == KVS_REC_HOLD && !l->held) {
 			l->held = true;
@@ -2045,24 +2084,9 @@ int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)
 	if (!l || l->done) {
 		rc = KVS_E_UNKNOWN;
 	} else if (!l->cancelled) {
-		l->cancelled = true;
-		if (l->type == KVS_REC_INTENT) {
+		if (l->type == KVS_REC_INTENT)
 			kvs_bump_source_epoch(c);
-			if (!l->since_ms)
-				l->since_ms = now;
-		}
-		if (!l->bound) {
-			lease_end(c, l, KVS_CANCELLED, "cancelled while no sidecar had it");
-			ring_fd(c->bell_fd);
-		} else {
-			due_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
-			/* Where only an earlier process has it, that one's end is awaited; of a source the record is written all the
-			 * same, because the epoch has grown. */
-			if (usable_locked(c) && l->session != c->serial && l->type == KVS_REC_EXPECT)
-				rc = KVS_KEPT;
-			else
-				rc = push_or_replace(c, KVS_REC_CANCEL, l->id, w.buf, (uint32_t)w.len);
-		}
+		rc = give_back(c, l, w.buf, (uint32_t)w.len, now);
 	}
 	pthread_mutex_unlock(&c->mu);
 	mpw_free(&w);
@@ -2120,13 +2144,11 @@ int kvs_wait(kvs_client *c, int timeout_ms)
 		pthread_mutex_unlock(&c->mu);
 		if (there)
 			return 1;
-		if (closing)
+		int64_t now = kvs_now_ms();
+		if (closing || now >= end)
 			return 0;
 		if (again)
 			continue;
-		int64_t now = kvs_now_ms();
-		if (now >= end)
-			return 0;
 		struct pollfd p = {.fd = c->bell_fd, .events = POLLIN};
 		int64_t left = end == INT64_MAX ? -1 : earlier(end - now, INT_MAX);
 		if (poll(&p, 1, (int)left) > 0)

@@ -57,7 +57,7 @@ bool mp_find(const void *data, size_t n, const char *key, size_t *off, size_t *l
 int64_t kvs_now_ms(void); /* CLOCK_MONOTONIC */
 int kvs_random(void *buf, size_t n);
 int kvs_memfd(const char *name, uint64_t bytes); /* sealed SHRINK, GROW, SEAL; -1: errno */
-int kvs_pidfd_of_peer(int sock, uint32_t *pid);  /* -1: errno */
+int kvs_pidfd_of_peer(int sock, uint32_t *pid);  /* -1: errno; EREMOTE: a process that this kernel cannot show us */
 int kvs_pidfd_kill(int pidfd);                   /* 0 or -errno */
 bool kvs_pidfd_exited(int pidfd);
 

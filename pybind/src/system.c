@@ -83,7 +83,7 @@ int kvs_pidfd_of_peer(int sock, uint32_t *pid)
 	if (errno == ESRCH || errno == ENODATA || errno == EINVAL)
 		return -1;
 	if (!*pid) {
-		errno = ESRCH;
+		errno = EREMOTE;
 		return -1;
 	}
 	return (int)syscall(SYS_pidfd_open, *pid, 0);
@@ -129,7 +129,7 @@ static void *populate_part(void *arg)
 	struct populate_part *p = arg;
 	p->err = 0;
 	while (madvise(p->at, p->bytes, MADV_POPULATE_WRITE) < 0) {
-		if (errno == EINTR || errno == EAGAIN)
+		if (errno == EINTR)
 			continue;
 		p->err = errno == EFAULT || errno == EHWPOISON ? ENOMEM : errno; /* EFAULT: a touch would have been SIGBUS */
 		break;
@@ -137,10 +137,14 @@ static void *populate_part(void *arg)
 	return NULL;
 }
 
-/* Allocates every page of a new shared mapping. A page that cannot be had later kills whoever touches it first with SIGBUS, and
- * until then the first transfer into each block pays for its page faults. 0 or an errno. */
-static int populate(char *at, uint64_t bytes)
+/* Allocates every page of a new shared mapping of fd. A page that cannot be had later kills whoever touches it first with SIGBUS,
+ * and until then the first transfer into each block pays for its page faults. 0 or an errno. */
+static int populate(char *at, uint64_t bytes, int fd)
 {
+	/* Threads take over the mask: the engine's signals are not for them. */
+	sigset_t all, old;
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &old);
 	madvise(at, bytes, MADV_HUGEPAGE); /* advice: many kernels have it off for shared memory */
 	struct populate_part parts[POPULATE_THREADS];
 	uint64_t huge = 2 << 20;
@@ -156,13 +160,21 @@ static int populate(char *at, uint64_t bytes)
 			p->thread = pthread_self();
 		}
 	}
+	bool unknown = false;
 	for (int i = 0; i < n; i++) {
 		if (!pthread_equal(parts[i].thread, pthread_self()))
 			pthread_join(parts[i].thread, NULL);
-		if (parts[i].err)
+		if (parts[i].err == EINVAL)
+			unknown = true;
+		else if (parts[i].err)
 			err = parts[i].err;
 	}
-	return err == EINVAL ? 0 : err; /* before Linux 5.14: pages come as they are touched */
+	pthread_sigmask(SIG_SETMASK, &old, NULL);
+	/* Before Linux 5.14: the memory is had all the same, in one thread and without its page table entries. */
+	while (unknown && !err && fallocate(fd, 0, 0, (off_t)bytes) < 0)
+		if (errno != EINTR)
+			err = errno;
+	return err;
 }
 
 int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
@@ -178,7 +190,7 @@ int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
 		return KVS_E_SYS;
 	void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	int err = errno;
-	if (at != MAP_FAILED && (err = populate(at, bytes)) != 0)
+	if (at != MAP_FAILED && (err = populate(at, bytes, fd)) != 0)
 		munmap(at, bytes);
 	if (at == MAP_FAILED || err) {
 		close(fd);

@@ -177,7 +177,7 @@ class Fake:
         version = self.o.get("version", 1 << 16)
         self.session = s
         welcome = {
-            "id": m["id"], "version": version, "boot": self.boot, "node": "fake", "endpoint": "127.0.0.1:7001", "host": "h",
+            "id": m["id"], "version": version, "boot": self.boot, "node": "fake", "endpoint": self.o.get("endpoint", "127.0.0.1:7001"), "host": "h",
             "features": ["x"], "fenced": self.fenced.pop(0) if self.fenced else True,
             "limits": {"leases": self.o.get("leases", 4096), "regions": 64, "record_bytes": 1 << 20},
             "deadline_ms": self.o["deadline_ms"], "partner_ms": self.o["partner_ms"], "grace_ms": self.o["grace_ms"],

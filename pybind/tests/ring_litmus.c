@@ -167,6 +167,15 @@ static int mutate(uint64_t n)
 	struct kvs_ring *ring = aligned_alloc(KVS_CACHE_LINE, sizeof *ring + bytes);
 	uint8_t *data = (uint8_t *)(ring + 1), body[BODY_MAX], *buf = malloc(bytes);
 	uint64_t rng = 88172645463325252ull, popped = 0, refused = 0;
+	/* Pads of a whole ring, one after the other, would keep the reader for as long as the writer likes. */
+	memset(ring, 0, sizeof *ring);
+	struct kvs_ring_end reader;
+	kvs_ring_attach(&reader, ring, bytes);
+	uint32_t pad[2] = {(uint32_t)bytes, KVS_REC_PAD};
+	memcpy(data, pad, sizeof pad);
+	ring->head = bytes;
+	if (kvs_ring_pop(&reader, buf, bytes) != KVS_E_ARG || ring->tail != 0)
+		die("a pad of the whole ring was taken", 0);
 	for (uint64_t round = 0; round < n; round++) {
 #define RANDOM() (rng ^= rng << 13, rng ^= rng >> 7, rng ^= rng << 17)
 		memset(ring, 0, sizeof *ring);

@@ -351,6 +351,54 @@ def test_every_growth_of_the_epoch_is_followed_by_a_record(sidecar: Make, worker
     assert poll_one(w).lease == src
 
 
+def test_a_lease_that_was_never_presented_again_is_cancelled_on_the_record(sidecar: Make, worker: Make) -> None:
+    """Its blocks go, so the epoch grows; the new sidecar must learn why, or it disowns what it reads for the leases before it."""
+    old: Sidecar = sidecar()
+    w = worker(submission_bytes=64 << 10)
+    leases = [w.intent(XFER, HASH, 80_000, [list(range(5000))]) for _ in range(3)]  # 20 KB each: three fit the ring
+    for lease in leases:
+        old.record("INTENT", lease=lease)
+    leases.append(w.intent(XFER, HASH, 80_000, [list(range(5000))]))
+    old.record("INTENT", lease=leases[3])
+    old.kill()
+    until(lambda: not w.connected, "the death is known")
+    s = sidecar(reading=False)
+    s.expect("register")
+    until(lambda: w.status().counters["represented"] == 3, "the ring is full")
+    assert w.cancel(leases[3])
+    grown = w.status().source_epoch
+    assert poll_one(w).status == kvspray.CompletionStatus.CANCELLED
+    s.tell("reading", on=True)
+    for lease in leases[:3]:
+        s.record("INTENT", lease=lease)
+    assert s.expect("record")["epoch"] == grown
+    assert w.wait_connected(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("call", ["kvs_preempt", "kvs_hold"])
+def test_a_lease_whose_snapshot_cannot_be_kept_ends(sidecar: Make, worker: Make, call: str) -> None:
+    from kvspray import _lib
+
+    s: Sidecar = sidecar()
+    w = worker()
+    src = intent(w)
+    s.record("INTENT", lease=src)
+    before = w.status().source_epoch
+    assert getattr(_lib.lib, call)(w._h, _lib.byref(_lib.CSnapshot(src, b"\xc1", 1))) == _lib.E_ARG
+    assert s.expect("record", name="CANCEL", lease=src)["epoch"] == before + 1 == w.status().source_epoch
+    s.complete(src, "SENT", status=2, grants=0, bytes=0, reason="")
+    assert poll_one(w).status == kvspray.CompletionStatus.CANCELLED
+
+
+def test_a_long_endpoint_is_whole_or_not_there(sidecar: Make, socket_path: pathlib.Path) -> None:
+    for n, want in ((255, True), (256, False)):
+        s: Sidecar = sidecar(endpoint="h" * (n - 5) + ":7650")
+        with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:
+            assert c.wait_connected(TIMEOUT_S)
+            assert c.endpoint == ("h" * (n - 5) + ":7650" if want else None)
+        s.kill()
+
+
 def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar(reading=False)
     w = worker(submission_bytes=64 << 10)

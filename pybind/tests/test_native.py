@@ -53,6 +53,12 @@ def test_msgpack(tmp_path: pathlib.Path) -> None:
     assert run(binary).strip() == "ok"
 
 
+@pytest.mark.parametrize("kernel", ["old", "full", "single"])
+def test_regions_where_the_kernel_refuses(tmp_path: pathlib.Path, kernel: str) -> None:
+    binary = compile_c(tmp_path / "region", "tests/region_test.c", "src/system.c", flags="-O2")
+    assert run(binary, kernel).strip() == "ok"
+
+
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))

@@ -125,7 +125,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out);
 int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes);
 
 /* Says BYE, joins the thread, unmaps the board, frees the client. Open leases are forgotten: the sidecar fences them when
- * this process ends. */
+ * this process ends. No other call may be under way, or come later. */
 void kvs_close(kvs_client *c);
 
 /* 1: there is a registered session, 0: none. */
@@ -166,7 +166,8 @@ int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t byte
  * it), KVS_E_ARG. */
 int kvs_step(kvs_client *c, const void *body, uint32_t bytes, const struct kvs_snapshot *snapshots, uint32_t n);
 
-/* Preempt and hold carry the lease's new snapshot. Preempt moves the source epoch first. */
+/* Preempt and hold carry the lease's new snapshot. Preempt moves the source epoch first, whatever is wrong with its argument: the
+ * blocks are lost. A lease whose snapshot cannot be kept is given back. */
 int kvs_preempt(kvs_client *c, const struct kvs_snapshot *snapshot);
 int kvs_hold(kvs_client *c, const struct kvs_snapshot *snapshot);
 /* Gives a lease back; it still completes through kvs_poll. Of a source lease it moves the source epoch first. */
@@ -241,7 +242,7 @@ struct kvs_info {
 	uint64_t poisoned;     /* load flags */
 	uint64_t sidecar_exits; /* proved */
 	char node[64];
-	char endpoint[128];  /* that peers dial; empty before the first WELCOME */
+	char endpoint[256];  /* that peers dial; empty before the first WELCOME */
 	char error[512];     /* the latest; empty: none */
 };
 

@@ -90,7 +90,7 @@ class CInfo(ctypes.Structure):
         ("poisoned", c_uint64),
         ("sidecar_exits", c_uint64),
         ("node", c_char * 64),
-        ("endpoint", c_char * 128),
+        ("endpoint", c_char * 256),
         ("error", c_char * 512),
     ]
 
