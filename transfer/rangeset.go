@@ -68,21 +68,22 @@ func (s *RangeSet) Peek(limit uint32) Range {
 	if s.count == 0 || limit == 0 {
 		return Range{}
 	}
-	first := s.next(s.hint, true)
+	first := s.next(s.hint, s.n, true)
 	s.hint = first
-	end := s.next(first, false)
-	return Range{First: first, Count: min(limit, end-first)}
+	// No further than asked for: a slice must not cost a scan of the whole run that it begins.
+	end := s.next(first, first+min(limit, s.n-first), false)
+	return Range{First: first, Count: end - first}
 }
 
 // Ranges yields the runs of the set in order.
 func (s *RangeSet) Ranges() func(yield func(Range) bool) {
 	return func(yield func(Range) bool) {
-		for c := s.next(0, true); c < s.n; {
-			end := s.next(c, false)
+		for c := s.next(0, s.n, true); c < s.n; {
+			end := s.next(c, s.n, false)
 			if !yield(Range{First: c, Count: end - c}) {
 				return
 			}
-			c = s.next(end, true)
+			c = s.next(end, s.n, true)
 		}
 	}
 }
@@ -104,17 +105,17 @@ func (s *RangeSet) apply(first, end uint32, fn func(w *uint64, mask uint64) uint
 	return n
 }
 
-// next is the first chunk from c on whose membership is want, or n.
-func (s *RangeSet) next(c uint32, want bool) uint32 {
-	for c < s.n {
+// next is the first chunk from c on, and before end, whose membership is want, or end.
+func (s *RangeSet) next(c, end uint32, want bool) uint32 {
+	for c < end {
 		w := s.words[c/64]
 		if !want {
 			w = ^w
 		}
 		if w = w >> (c % 64) << (c % 64); w != 0 {
-			return min(s.n, c/64*64+uint32(bits.TrailingZeros64(w)))
+			return min(end, c/64*64+uint32(bits.TrailingZeros64(w)))
 		}
 		c = (c/64 + 1) * 64
 	}
-	return s.n
+	return end
 }

@@ -1,0 +1,240 @@
+package spray
+
+import "github.com/kvspray/kvspray/transfer"
+
+// chunk is what is known about one chunk of a flow.
+type chunk struct {
+	attempt uint16 // the last one that carried it
+	avoid   uint16 // one more than the index of the pair that failed it last; 0: none
+	copies  uint8  // slices in flight that carry it, probes not counted
+	strikes uint8  // failures that were charged
+	landed  bool
+}
+
+// Flow is the sending side of one transfer to one peer: which of its chunks may be sent, which are on their way, which landed.
+type Flow struct {
+	Owner any // the caller's
+
+	peer     *Peer
+	prio     Priority
+	deadline Instant // nothing is sent from then on; 0: never
+	seq      uint64
+	space    *transfer.Space
+	fresh    *transfer.RangeSet // ready, never sent
+	again    *transfer.RangeSet // sent, and free for another lane; these go first
+	chunks   []chunk
+	pos      int // in its queue; -1: nothing waits
+	hedges   int // chunks that may still be hedged
+	flights  int
+	stopped  bool
+	closed   bool
+	bad      [MaxRanks]uint8
+}
+
+// Waiting counts chunks that may be sent and wait for a lane.
+func (f *Flow) Waiting() uint32 { return f.fresh.Count() + f.again.Count() }
+
+// Flights counts slices in flight.
+func (f *Flow) Flights() int { return f.flights }
+
+// Open adds a flow towards p, with nothing ready. Nothing of it is sent from deadline on; 0 is none.
+func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transfer.Space, owner any) *Flow {
+	s.seq++
+	n := space.NumChunks()
+	return &Flow{Owner: owner, peer: p, prio: min(prio, Background), deadline: deadline, seq: s.seq, space: space,
+		fresh: transfer.NewRangeSet(n), again: transfer.NewRangeSet(n), chunks: make([]chunk, n), pos: -1,
+		hedges: max(int(n)/hedgeShare, hedgeLeast)}
+}
+
+// Ready lets chunks be sent. What was ready before is ignored.
+func (f *Flow) Ready(r transfer.Range) {
+	if f.stopped {
+		return
+	}
+	end := min(r.End(), uint32(len(f.chunks)))
+	for c := r.First; c < end; c++ {
+		if k := &f.chunks[c]; k.attempt == 0 && !k.landed {
+			f.peer.backlog += int(f.fresh.Add(transfer.Range{First: c, Count: 1}))
+		}
+	}
+	f.requeue()
+}
+
+// Stop keeps everything that waits from being sent, for good.
+func (f *Flow) Stop() {
+	f.stopped = true
+	f.peer.queues[f.prio].remove(f)
+	f.peer.backlog -= int(f.Waiting())
+	f.fresh.Clear()
+	f.again.Clear()
+}
+
+// Close ends the flow. Slices in flight still end, and change nothing then.
+func (f *Flow) Close() {
+	if !f.closed {
+		f.Stop()
+		f.closed = true
+	}
+}
+
+// requeue puts the flow in its queue, or takes it out, by what it has.
+func (f *Flow) requeue() {
+	q := &f.peer.queues[f.prio]
+	switch wants := f.Waiting() > 0 && !f.stopped; {
+	case wants && f.pos < 0:
+		q.push(f)
+	case !wants && f.pos >= 0:
+		q.remove(f)
+	}
+}
+
+// next is the first run that the flow would send, as far as a slice can reach, and the pair that it must avoid, as in chunk.
+func (f *Flow) next() (r transfer.Range, avoid uint16) {
+	if f.again.Count() > 0 {
+		r = f.again.Peek(maxSliceChunks)
+		return r, f.chunks[r.First].avoid
+	}
+	return f.fresh.Peek(maxSliceChunks), 0
+}
+
+// take removes up to limit chunks of the run that next found for one slice, and returns the attempt that it is.
+func (f *Flow) take(limit uint32) (transfer.Range, uint32) {
+	var r transfer.Range
+	if f.again.Count() > 0 {
+		r = f.again.Peek(limit)
+		avoid := f.chunks[r.First].avoid
+		for n := uint32(1); n < r.Count; n++ {
+			if f.chunks[r.First+n].avoid != avoid {
+				r.Count = n
+			}
+		}
+		f.again.Remove(r)
+	} else {
+		r = f.fresh.Take(limit)
+	}
+	f.peer.backlog -= int(r.Count)
+	f.requeue()
+	return r, f.send(r)
+}
+
+// send counts one more copy of r in flight and returns its attempt.
+func (f *Flow) send(r transfer.Range) uint32 {
+	run := f.chunks[r.First:r.End()]
+	var last uint16
+	for i := range run {
+		last = max(last, run[i].attempt)
+	}
+	if last < MaxAttempts {
+		last++
+	}
+	for i := range run {
+		run[i].attempt = last
+		run[i].copies++
+	}
+	return uint32(last)
+}
+
+// free makes what of r has neither landed nor waits sendable again; only where no copy is left, unless spare says that
+// the copies in flight are doubted.
+func (f *Flow) free(r transfer.Range, spare bool) {
+	if f.stopped {
+		return
+	}
+	for c := r.First; c < r.End(); c++ {
+		k := &f.chunks[c]
+		if k.landed || k.copies > 0 && (!spare || k.copies >= MaxCopies) {
+			continue
+		}
+		f.peer.backlog += int(f.again.Add(transfer.Range{First: c, Count: 1}))
+	}
+	f.requeue()
+}
+
+// land takes the receiver's word for r. A copy that waits is not sent.
+func (f *Flow) land(r transfer.Range) {
+	run := f.chunks[r.First:r.End()]
+	for i := range run {
+		run[i].landed = true
+	}
+	if f.again.Count() > 0 {
+		f.peer.backlog -= int(f.again.Remove(r))
+		f.requeue()
+	}
+}
+
+// strike charges a failure to the chunks of r and reports whether one of them, of which no copy is left, has had too many.
+func (f *Flow) strike(r transfer.Range, pair *pair, most int) (exhausted bool) {
+	run := f.chunks[r.First:r.End()]
+	for i := range run {
+		k := &run[i]
+		k.avoid = uint16(pair.index + 1)
+		if int(k.strikes) < most {
+			k.strikes++
+		}
+		if !k.landed && k.copies == 0 && (int(k.strikes) >= most || k.attempt >= MaxAttempts) {
+			exhausted = true
+		}
+	}
+	return exhausted
+}
+
+// queue is a heap of flows by deadline, then age.
+type queue []*Flow
+
+func (a *Flow) before(b *Flow) bool {
+	if a.deadline != b.deadline {
+		return b.deadline == 0 || a.deadline != 0 && a.deadline < b.deadline
+	}
+	return a.seq < b.seq
+}
+
+func (q queue) swap(i, j int) {
+	q[i], q[j] = q[j], q[i]
+	q[i].pos, q[j].pos = i, j
+}
+
+func (q queue) up(i int) {
+	for i > 0 && q[i].before(q[(i-1)/2]) {
+		q.swap(i, (i-1)/2)
+		i = (i - 1) / 2
+	}
+}
+
+func (q queue) down(i int) {
+	for {
+		c := 2*i + 1
+		if c >= len(q) {
+			return
+		}
+		if c+1 < len(q) && q[c+1].before(q[c]) {
+			c++
+		}
+		if !q[c].before(q[i]) {
+			return
+		}
+		q.swap(i, c)
+		i = c
+	}
+}
+
+func (q *queue) push(f *Flow) {
+	f.pos = len(*q)
+	*q = append(*q, f)
+	q.up(f.pos)
+}
+
+func (q *queue) remove(f *Flow) {
+	i := f.pos
+	if i < 0 {
+		return
+	}
+	last := len(*q) - 1
+	q.swap(i, last)
+	(*q)[last] = nil
+	*q = (*q)[:last]
+	f.pos = -1
+	if i < last {
+		q.up(i)
+		q.down(i)
+	}
+}

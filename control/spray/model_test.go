@@ -1,0 +1,534 @@
+package spray
+
+import (
+	"container/heap"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// The model joins a scheduler to links in virtual time. A link moves bytes in order at its rate, and confirms each slice a delay
+// later. What is on a dead link stays there until the link heals, as in a socket.
+
+const (
+	gbit = 0.125 // bytes per nanosecond
+	mbit = gbit / 1000
+	ms   = time.Millisecond
+	sec  = time.Second
+)
+
+type event struct {
+	at  Instant
+	seq int
+	fn  func()
+}
+
+type events []event
+
+func (q events) Len() int { return len(q) }
+func (q events) Less(i, j int) bool {
+	return q[i].at < q[j].at || q[i].at == q[j].at && q[i].seq < q[j].seq
+}
+func (q events) Swap(i, j int) { q[i], q[j] = q[j], q[i] }
+func (q *events) Push(x any)   { *q = append(*q, x.(event)) }
+func (q *events) Pop() any {
+	old := *q
+	x := old[len(old)-1]
+	*q = old[:len(old)-1]
+	return x
+}
+
+type link struct {
+	m       *model
+	name    string
+	rate    float64
+	delay   Instant
+	dead    bool // moves nothing
+	deaf    bool // moves, and confirms nothing
+	queue   []Slice
+	left    float64 // bytes of the head
+	since   Instant // left was true then
+	version int
+	held    []Slice // of a deaf link
+	bytes   uint64  // that arrived
+	arrived func(Slice)
+}
+
+type model struct {
+	t      testing.TB
+	s      *Scheduler
+	p      *Peer
+	now    Instant
+	seq    int
+	q      events
+	links  []*link
+	byLane map[uint64]*link
+	lanes  uint64
+	ends   func(Ended, Slice)
+	pulled func(Slice)
+	ticked bool
+	pulls  int
+}
+
+func newModel(t testing.TB, cfg Config) *model {
+	m := &model{t: t, s: New(cfg), now: sec, byLane: map[uint64]*link{}}
+	m.p = m.s.Peer(transfer.Boot{1}, nil)
+	m.tick()
+	return m
+}
+
+func (m *model) at(d Instant, fn func()) {
+	m.seq++
+	heap.Push(&m.q, event{m.now + d, m.seq, fn})
+}
+
+// rail adds a link with lanes on it.
+func (m *model) rail(rate float64, delay Instant, lanes int, change ...func(*LaneInfo)) *link {
+	l := &link{m: m, name: fmt.Sprint("r", len(m.links)), rate: rate, delay: delay}
+	m.links = append(m.links, l)
+	for range lanes {
+		m.lanes++
+		in := LaneInfo{ID: m.lanes, Path: Path{"tcp", l.name, l.name}, SliceBytes: 1 << 20, MaxSlices: 16}
+		for _, c := range change {
+			c(&in)
+		}
+		m.byLane[m.lanes] = l
+		if err := m.s.LaneUp(m.now, m.p, in); err != nil {
+			m.t.Fatal(err)
+		}
+	}
+	return l
+}
+
+func (l *link) take(sl Slice) {
+	l.serve()
+	l.queue = append(l.queue, sl)
+	if len(l.queue) == 1 {
+		l.left = float64(sl.Bytes)
+	}
+	l.plan()
+}
+
+// serve brings the head up to now.
+func (l *link) serve() {
+	if !l.dead && len(l.queue) > 0 {
+		l.left -= l.rate * float64(l.m.now-l.since)
+	}
+	l.since = l.m.now
+}
+
+func (l *link) plan() {
+	l.version++
+	if l.dead || len(l.queue) == 0 {
+		return
+	}
+	v := l.version
+	l.m.at(Instant(max(l.left, 0)/l.rate)+1, func() {
+		if v != l.version {
+			return
+		}
+		l.serve()
+		sl := l.queue[0]
+		l.queue = l.queue[1:]
+		l.bytes += sl.Bytes
+		if l.arrived != nil {
+			l.arrived(sl)
+		}
+		if len(l.queue) > 0 {
+			l.left = float64(l.queue[0].Bytes)
+		}
+		l.plan()
+		l.m.at(l.delay, func() { l.confirm(sl) })
+	})
+}
+
+func (l *link) confirm(sl Slice) {
+	if l.deaf {
+		l.held = append(l.held, sl)
+		return
+	}
+	l.m.end(sl, Confirmed)
+}
+
+func (l *link) set(fn func()) {
+	l.serve()
+	fn()
+	l.plan()
+	if !l.deaf {
+		held := l.held
+		l.held = nil
+		for _, sl := range held {
+			l.confirm(sl)
+		}
+	}
+}
+
+func (m *model) end(sl Slice, v Verdict) {
+	out, ok := m.s.End(m.now, sl.Cookie, v)
+	if !ok {
+		m.t.Fatalf("%v: a slice in flight is unknown at its end", m.now)
+	}
+	if m.ends != nil {
+		m.ends(out, sl)
+	}
+	m.pull()
+}
+
+func (m *model) pull() {
+	for {
+		sl, ok := m.s.Pull(m.now, m.p)
+		if !ok {
+			return
+		}
+		m.pulls++
+		if m.pulled != nil {
+			m.pulled(sl)
+		}
+		m.byLane[sl.Lane].take(sl)
+	}
+}
+
+func (m *model) tick() {
+	m.at(TickEvery, func() {
+		m.s.Tick(m.now, func(*Peer) {})
+		m.pull()
+		m.tick()
+	})
+}
+
+// run lets time pass until done, at most for d, and returns how long it took.
+func (m *model) run(d Instant, done func() bool) Instant {
+	m.t.Helper()
+	from := m.now
+	m.pull()
+	for !done() {
+		e := heap.Pop(&m.q).(event)
+		if e.at > from+d {
+			heap.Push(&m.q, e)
+			m.now = from + d
+			if !done() {
+				return -1
+			}
+			break
+		}
+		m.now = e.at
+		e.fn()
+	}
+	return m.now - from
+}
+
+func (m *model) wait(d Instant) { m.run(d, func() bool { return false }) }
+
+func space(t testing.TB, bytes ...uint64) *transfer.Space {
+	sp, err := transfer.NewSpace(bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return sp
+}
+
+// open adds a flow that is ready as a whole.
+func (m *model) open(prio Priority, bytes uint64) *Flow {
+	f := m.s.Open(m.p, prio, 0, space(m.t, bytes), nil)
+	f.Ready(f.space.All())
+	return f
+}
+
+// landed reports whether the receiver has everything that the scheduler knows of.
+func (f *Flow) landed() bool {
+	for i := range f.chunks {
+		if !f.chunks[i].landed {
+			return false
+		}
+	}
+	return true
+}
+
+// move runs one transfer and returns its rate in bytes per nanosecond.
+func (m *model) move(bytes uint64) float64 {
+	m.t.Helper()
+	f := m.open(LayerStream, bytes)
+	d := m.run(60*sec, f.landed)
+	if d < 0 {
+		m.t.Fatalf("a transfer of %d bytes did not end; %d chunks wait, %d slices in flight", bytes, f.Waiting(), f.flights)
+	}
+	f.Close()
+	return float64(bytes) / float64(d)
+}
+
+func (m *model) sum() (v float64) {
+	for _, l := range m.links {
+		if !l.dead {
+			v += l.rate
+		}
+	}
+	return v
+}
+
+// What is added up, warm and cold.
+func TestRailsAddUp(t *testing.T) {
+	for _, c := range []struct {
+		name       string
+		rates      []float64
+		delay      Instant
+		bytes      uint64
+		warm, cold float64
+		claims     float64
+	}{
+		{"10+10+10+1", []float64{10 * gbit, 10 * gbit, 10 * gbit, gbit}, 50 * time.Microsecond, 256 << 20, 0.97, 0.95, 0},
+		{"2+1+0.5+0.5", []float64{2 * gbit, gbit, gbit / 2, gbit / 2}, 100 * time.Microsecond, 256 << 20, 0.97, 0.93, 0},
+		{"a claim of ten times the rate", []float64{gbit, gbit / 10}, 100 * time.Microsecond, 256 << 20, 0.97, 0.90, 1},
+		{"50 Mbit/s beside 2 Gbit/s", []float64{2 * gbit, 50 * mbit}, 100 * time.Microsecond, 256 << 20, 0.97, 0.93, 0},
+		{"5 Mbit/s beside 2 Gbit/s", []float64{2 * gbit, 5 * mbit}, 100 * time.Microsecond, 256 << 20, 0.97, 0.93, 0},
+		{"eight", []float64{2 * gbit, gbit, gbit / 2, gbit / 4, gbit / 8, gbit / 10, gbit / 20, gbit / 20}, 100 * time.Microsecond, 256 << 20,
+			0.97, 0.93, 0},
+		{"a long way", []float64{gbit, gbit}, 20 * ms, 1 << 30, 0.97, 0.93, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			m := newModel(t, Config{})
+			for _, r := range c.rates {
+				m.rail(r, c.delay, 2, func(in *LaneInfo) { in.Gbps, in.MaxSlices = c.claims, 64 })
+			}
+			cold := m.move(c.bytes) / m.sum()
+			warm := 1.0
+			for range 10 {
+				m.wait(3 * ms)
+				warm = min(warm, m.move(c.bytes)/m.sum())
+			}
+			t.Logf("cold %.3f, worst of ten warm %.3f of the sum", cold, warm)
+			if cold < c.cold || warm < c.warm {
+				t.Errorf("cold %.3f, warm %.3f of the sum of the rails: want %.2f and %.2f", cold, warm, c.cold, c.warm)
+				for _, v := range m.s.View(m.now).Pairs {
+					t.Logf("%+v", v)
+				}
+			}
+			for _, v := range m.s.View(m.now).Pairs {
+				if v.Counters.Exclusions > 0 {
+					t.Errorf("a healthy rail was excluded: %s: %s", v.Path, v.Reason)
+				}
+			}
+		})
+	}
+}
+
+// The fixed policies do what other engines do, which is what ours is measured against.
+func TestFixedPoliciesFollowTheSlowest(t *testing.T) {
+	for _, c := range []struct {
+		policy Policy
+		claims bool
+		low    float64
+		high   float64
+	}{
+		{RoundRobin, false, 0.1, 0.6},
+		{Weighted, true, 0.9, 1}, // as long as the claims are true
+		{Weighted, false, 0.1, 0.6},
+	} {
+		m := newModel(t, Config{Policy: c.policy})
+		for _, r := range []float64{2, 1, 0.5, 0.5} {
+			m.rail(r*gbit, 100*time.Microsecond, 1, func(in *LaneInfo) {
+				if c.claims {
+					in.Gbps = r
+				}
+			})
+		}
+		got := m.move(256<<20) / m.sum()
+		if got < c.low || got > c.high {
+			t.Errorf("%v, claims %v: %.2f of the sum, want %.2f to %.2f", c.policy, c.claims, got, c.low, c.high)
+		}
+	}
+}
+
+// A rail that dies in mid transfer costs less than 100 ms, whichever way it dies; once it is well it is used again.
+func TestRailDiesInMidTransfer(t *testing.T) {
+	for name, fault := range map[string]struct {
+		kill func(*link)
+		heal func(*link)
+		rate float64 // of the rail while it is ill
+	}{
+		"silent":   {func(l *link) { l.set(func() { l.dead = true }) }, func(l *link) { l.set(func() { l.dead = false }) }, 0},
+		"ack drop": {func(l *link) { l.set(func() { l.deaf = true }) }, func(l *link) { l.set(func() { l.deaf = false }) }, 0},
+		"collapse": {func(l *link) { l.set(func() { l.rate /= 20 }) }, func(l *link) { l.set(func() { l.rate *= 20 }) }, gbit / 20},
+	} {
+		for victim := range 3 {
+			t.Run(fmt.Sprint(name, victim), func(t *testing.T) {
+				const bytes = 256 << 20
+				m := newModel(t, Config{})
+				for range 4 {
+					m.rail(gbit, 100*time.Microsecond, 2)
+				}
+				m.move(64 << 20)
+				dead := m.links[victim]
+				f := m.open(LayerStream, bytes)
+				at := 100*ms + Instant(victim)*7*ms
+				m.run(at, f.landed)
+				fault.kill(dead)
+				rest := 0
+				for i := range f.chunks {
+					if !f.chunks[i].landed {
+						rest++
+					}
+				}
+				took := m.run(10*sec, f.landed)
+				ideal := Instant(float64(rest*transfer.ChunkBytes) / (3*gbit + fault.rate))
+				if took < 0 || took > ideal+100*ms {
+					t.Errorf("%d chunks took %v after the fault, want at most %v and 100 ms", rest, took, ideal)
+				}
+				t.Logf("cost %v", took-ideal)
+				f.Close()
+				// While it is ill the others carry on at their full rate.
+				if r := m.move(bytes); r < 0.95*3*gbit {
+					t.Errorf("%.3f Gbit/s beside the ill rail, want 0.95 of 3", r/gbit)
+				}
+				fault.heal(dead)
+				healed := m.now
+				for m.move(64<<20) < 0.97*4*gbit {
+					if m.now > healed+2*sec {
+						t.Fatalf("not at 97%% within 2 s of healing: %+v", m.s.View(m.now).Pairs[victim])
+					}
+				}
+			})
+		}
+	}
+}
+
+// A rail that flaps every 300 ms, and all rails dead for three seconds.
+func TestFlapsAndBlackouts(t *testing.T) {
+	m := newModel(t, Config{})
+	for range 3 {
+		m.rail(gbit, 100*time.Microsecond, 2)
+	}
+	var flap func()
+	flap = func() {
+		m.links[0].set(func() { m.links[0].dead = !m.links[0].dead })
+		m.at(300*ms, flap)
+	}
+	m.at(50*ms, flap)
+	if r := m.move(1 << 30); r < 0.95*2*gbit {
+		t.Errorf("%.2f Gbit/s beside a flapping rail, want 0.95 of the 2 that are steady", r/gbit)
+	}
+
+	m = newModel(t, Config{})
+	for range 3 {
+		m.rail(gbit, 100*time.Microsecond, 2)
+	}
+	f := m.open(LayerStream, 256<<20)
+	m.run(100*ms, f.landed)
+	all := func(dead bool) {
+		for _, l := range m.links {
+			l.set(func() { l.dead = dead })
+		}
+	}
+	all(true)
+	m.wait(3 * sec)
+	all(false)
+	if took := m.run(2*sec, f.landed); took < 0 {
+		t.Errorf("not done 2 s after all rails came back: %+v", m.s.View(m.now))
+	}
+}
+
+// The window of what is urgent: it waits behind no more than two slices of the fastest rail.
+func TestUrgentBesideBackground(t *testing.T) {
+	m := newModel(t, Config{})
+	for _, r := range []float64{2, 1, 0.5} {
+		m.rail(r*gbit, 100*time.Microsecond, 2)
+	}
+	alone := func() Instant {
+		f := m.s.Open(m.p, DecodeWaits, 0, space(t, 4096), nil)
+		f.Ready(f.space.All())
+		d := m.run(sec, f.landed)
+		if d < 0 {
+			t.Fatal("an urgent transfer did not end")
+		}
+		f.Close()
+		return d
+	}
+	m.move(64 << 20)
+	m.wait(50 * ms)
+	var quiet Instant
+	for range 100 {
+		quiet = max(quiet, alone())
+		m.wait(3 * ms)
+	}
+	m.open(Background, 2<<30)
+	m.wait(200 * ms)
+	var loaded Instant
+	for range 300 {
+		loaded = max(loaded, alone())
+		m.wait(1700 * time.Microsecond)
+	}
+	slice := Instant((256 << 10) / (2 * gbit))
+	t.Logf("worst: alone %v, with load %v, slice time %v", quiet, loaded, slice)
+	if loaded > quiet+2*slice {
+		t.Errorf("worst urgent transfer %v with load and %v alone: more than two slice times of %v", loaded, quiet, slice)
+	}
+}
+
+// Whatever is urgent, background has its share, and no more while there is other work.
+func TestBackgroundShare(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 100*time.Microsecond, 2)
+	m.rail(gbit, 100*time.Microsecond, 2)
+	var bytes [numPriorities]uint64
+	m.ends = func(e Ended, _ Slice) { bytes[e.Flow.prio] += e.Bytes }
+	for p := range numPriorities {
+		for range 2 {
+			m.open(p, 1<<30)
+		}
+	}
+	m.wait(2 * sec)
+	all := float64(bytes[0] + bytes[1] + bytes[2])
+	t.Logf("shares %.3f %.3f %.3f", float64(bytes[0])/all, float64(bytes[1])/all, float64(bytes[2])/all)
+	if v := float64(bytes[Background]) / all; v < 0.04 || v > 0.1 {
+		t.Errorf("background had %.3f of the wire", v)
+	}
+	if v := float64(bytes[LayerStream]) / all; v < 0.08 || v > 0.15 {
+		t.Errorf("layer streams had %.3f of the wire under urgent load", v)
+	}
+}
+
+// The next transport carries on when the preferred one dies as a whole, and gives back when it heals.
+func TestTransportSubstitution(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(4*gbit, 20*time.Microsecond, 1, func(in *LaneInfo) { in.Path.Transport = "shm" })
+	m.rail(gbit, 100*time.Microsecond, 2, func(in *LaneInfo) { in.Rank = 1 })
+	m.move(64 << 20)
+	if m.links[1].bytes != 0 {
+		t.Errorf("%d bytes over the second transport while the first is well", m.links[1].bytes)
+	}
+	f := m.open(LayerStream, 64<<20)
+	m.run(20*ms, f.landed)
+	m.links[0].set(func() { m.links[0].dead = true })
+	if took := m.run(sec, f.landed); took < 0 {
+		t.Fatal("the second transport did not carry on")
+	}
+	f.Close()
+	m.links[0].set(func() { m.links[0].dead = false })
+	m.wait(2 * sec)
+	m.move(64 << 20)
+	before := m.links[1].bytes
+	m.move(64 << 20)
+	if n := m.links[1].bytes - before; n != 0 {
+		t.Errorf("%d bytes over the second transport after the first one healed", n)
+	}
+}
+
+// Near tiers take what they can alone; a far one helps only where there is enough to do.
+func TestTiers(t *testing.T) {
+	m := newModel(t, Config{})
+	near := m.rail(gbit, 50*time.Microsecond, 1, func(in *LaneInfo) { in.Tier = 1 })
+	far := m.rail(gbit, 50*time.Microsecond, 1, func(in *LaneInfo) { in.Tier = 3 })
+	m.move(64 << 20)
+	a, b := near.bytes, far.bytes
+	for range 50 {
+		m.move(64 << 10)
+		m.wait(5 * ms)
+	}
+	if near.bytes-a < 45*64<<10 || far.bytes-b > 5*64<<10 {
+		t.Errorf("of small transfers %d bytes went near and %d far", near.bytes-a, far.bytes-b)
+	}
+	if far.bytes == 0 {
+		t.Error("the far rail did not help with a long transfer")
+	}
+}

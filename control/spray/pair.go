@@ -1,0 +1,291 @@
+package spray
+
+import (
+	"fmt"
+	"math"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// State is the health of a pair.
+type State uint8
+
+// The states. Whether a pair is suspect follows from its lanes.
+const (
+	Healthy    State = iota
+	Readmitted       // carries slices again, in growing windows
+	Probing          // the cooldown is over: a copy of something goes first
+	Excluded
+)
+
+func (s State) String() string {
+	return [...]string{"healthy", "readmitted", "probing", "excluded"}[min(s, Excluded)]
+}
+
+// pair is two rails, one here and one at the peer, and what was learned about them. It outlives its lanes.
+type pair struct {
+	path  Path
+	peer  *Peer
+	index int // in peer.pairs
+	rank  int
+	tier  int
+	lanes []*lane
+
+	// The sums of what its lanes have. stalled, live and the like follow lane.usable.
+	inflight uint64 // bytes
+	stalled  uint64 // of them, on lanes that are not usable
+	live     int    // usable lanes
+	flights  int    // slices on them
+	slots    int    // slices that they can have
+	slice    uint64 // the longest slice that they take, bytes
+
+	// Learned.
+	neutral   float64 // bytes per nanosecond, before anything is known
+	bw        float64
+	b0        float64 // nanoseconds
+	b1        float64
+	samples   int
+	sampled   Instant // the last one
+	seen      Instant // the last decay or sample
+	lat       [2]Instant
+	latAt     Instant // begin of lat[0]; lat[1] is the span before
+	err       float64 // mean of |predicted - actual| / actual
+	delivered uint64  // bytes
+	delivAt   Instant // the last of them, or the begin of the busy period
+	moved     Instant // the last time that anything came back
+	piece     uint64  // slice that suits it now, bytes
+	window    uint64
+
+	// Health.
+	state    State
+	step     int // of Readmitted
+	since    Instant
+	until    Instant // of Excluded
+	cooldown time.Duration
+	reason   string
+	errors   int // since errorsAt
+	errorsAt Instant
+
+	turn  float64 // of Weighted
+	count Counters
+}
+
+// Counters only grow.
+type Counters struct {
+	Bytes, Slices          uint64 // confirmed
+	Hedges                 uint64
+	Probes, ProbesFailed   uint64
+	Retries                [numVerdicts]uint64 // slices that go again, by verdict
+	Errors, Timeouts       uint64
+	Suspicions             uint64 // of lanes
+	Exclusions, Readmitted uint64
+}
+
+// lane is one connection of a pair. Its flights form a list, oldest first.
+type lane struct {
+	info     LaneInfo
+	pair     *pair
+	inflight uint64
+	flights  int
+	head     int32 // indices of flights; none is -1
+	tail     int32
+	moved    Instant // the last time that anything came back, or that it was given something while idle
+	suspect  bool
+	broken   bool
+	busy     int // index in Scheduler.busy, or -1
+}
+
+func (l *lane) usable() bool { return !l.suspect && !l.broken }
+
+// claimed is the neutral rate of a link that says it has so many Gbit/s. Absurd claims are bounded: they cost a window until
+// the first sample, no more.
+func claimed(gbps float64) float64 {
+	if !(gbps > 0) || math.IsInf(gbps, 1) {
+		return defaultRate
+	}
+	return min(max(gbps/8, minClaim), maxClaim)
+}
+
+func (q *pair) reset() {
+	q.bw, q.b0, q.b1, q.samples, q.err = q.neutral, 0, 1, 0, 0
+	q.lat = [2]Instant{}
+	q.resize()
+}
+
+// load is what is in flight and believed to move.
+func (q *pair) load() uint64 { return q.inflight - q.stalled }
+
+// expect predicts the time from now until the last of len more bytes is confirmed.
+func (q *pair) expect(n uint64) float64 { return q.b0 + q.b1*float64(q.load()+n)/q.bw }
+
+// score ranks pairs: less is better.
+func (q *pair) score(n uint64) float64 { return tierPenalty[q.tier] * q.expect(n) }
+
+// usable reports that real work may go there.
+func (q *pair) usable() bool { return q.live > 0 && q.state <= Readmitted }
+
+// room reports that the window is open for n more bytes. Urgent ones may go one slice beyond it: they wait behind a window, not
+// for one.
+func (q *pair) room(n uint64, urgent bool) bool {
+	slots, w := q.slots, q.window
+	if urgent {
+		w += q.piece
+	} else if slots > q.live {
+		slots -= q.live // one of each lane stays free for what is urgent
+	}
+	load := q.load()
+	return q.flights < slots && (load == 0 || load+n <= w)
+}
+
+// pick is the least loaded lane that has room.
+func (q *pair) pick(urgent bool) *lane {
+	var found *lane
+	for _, l := range q.lanes {
+		most := l.info.MaxSlices
+		if !urgent && most > 1 {
+			most--
+		}
+		if l.usable() && l.flights < most && (found == nil || l.inflight < found.inflight) {
+			found = l
+		}
+	}
+	return found
+}
+
+// least is the least delay that was seen from post to confirmation, with next to nothing in flight before.
+func (q *pair) least() Instant {
+	switch {
+	case q.lat[1] == 0:
+		return q.lat[0]
+	case q.lat[0] == 0:
+		return q.lat[1]
+	}
+	return min(q.lat[0], q.lat[1])
+}
+
+// resize follows what was learned: a slice is what the rail moves in sliceTime, in whole chunks, and the window is
+// bandwidth x delay, doubled, so that a window that is too small doubles the next one.
+func (q *pair) resize() {
+	q.slice = max(q.slice, transfer.ChunkBytes)
+	if q.peer.policy != Spray {
+		q.piece, q.window = q.slice, staticSlices*q.slice
+		return
+	}
+	if q.samples == 0 {
+		q.piece, q.window = transfer.ChunkBytes, coldChunks*transfer.ChunkBytes
+	} else {
+		chunks := uint64(math.Ceil(q.bw * float64(sliceTime) / transfer.ChunkBytes))
+		q.piece = min(max(chunks, 1)*transfer.ChunkBytes, q.slice)
+		q.window = max(2*q.piece, uint64(q.bw*float64(max(2*q.least(), windowFloor))))
+	}
+	if q.state == Readmitted {
+		q.window = min(q.window, transfer.ChunkBytes<<q.step)
+		q.piece = min(q.piece, max(q.window/2, transfer.ChunkBytes))
+	}
+}
+
+// ewma moves v towards the newest sample by its weight, which is the weight of the *new* one.
+func ewma(v, sample, weight float64) float64 { return v + weight*(sample-v) }
+
+// learn takes the confirmation of f.
+func (q *pair) learn(now Instant, f *flight) {
+	took := max(now-f.posted, 1)
+	q.count.Bytes += f.bytes
+	q.count.Slices++
+
+	// Bytes confirmed since f was posted, by the time in which the rail was busy with them. What waits in queues shows
+	// up in neither.
+	rate := float64(q.delivered-f.delivered) / float64(max(now-f.begin, time.Microsecond))
+	rate = min(max(rate, smallest), maxClaim)
+	// Where little was in flight the rail could have done more.
+	if !f.limited || rate > q.bw || q.samples == 0 {
+		q.bw = ewma(q.bw, rate, max(alpha, 1/float64(q.samples+1)))
+	}
+	q.samples = min(q.samples+1, 1<<20)
+	q.sampled, q.seen = now, now
+
+	predicted, actual := float64(f.predicted), float64(took)
+	q.err = ewma(q.err, min(math.Abs(predicted-actual)/actual, maxB1), alpha)
+	// What the wire does not explain is a cost per slice where the slice is short, and a factor where it is long.
+	if wire := float64(f.ahead+f.bytes) / q.bw; wire < q.b0 || q.samples == 1 {
+		q.b0 = min(max(ewma(q.b0, actual-q.b1*wire, alpha), 0), maxB0)
+	} else {
+		q.b1 = min(max(ewma(q.b1, (actual-q.b0)/wire, alpha), 1/maxB1), maxB1)
+	}
+	if f.ahead <= q.piece {
+		if q.lat[0] == 0 || now-q.latAt > latencySpan {
+			q.lat[1], q.lat[0], q.latAt = q.lat[0], took, now
+		} else {
+			q.lat[0] = min(q.lat[0], took)
+		}
+	}
+	q.resize()
+}
+
+// decay moves what was learned towards neutral where nothing new was learned for long, so that a rail is not judged for ever by
+// a bad hour.
+func (q *pair) decay(now Instant) {
+	if q.samples == 0 || now-q.sampled < decayAfter || now-q.seen < decayEvery {
+		return
+	}
+	if now-q.sampled >= neutralAfter {
+		q.reset()
+		return
+	}
+	from := max(q.seen, q.sampled+decayAfter)
+	keep := math.Exp2(-float64(now-from) / float64(decayHalf))
+	q.bw = q.neutral * math.Pow(q.bw/q.neutral, keep)
+	q.b0 *= keep
+	q.b1 = math.Pow(q.b1, keep)
+	q.seen = now
+	q.resize()
+}
+
+// exclude takes the pair out of use until its cooldown is over.
+func (q *pair) exclude(now Instant, c *Config, reason string) {
+	if q.cooldown == 0 || q.state == Healthy && now-q.since > calmAfter {
+		q.cooldown = c.Cooldown
+	} else {
+		q.cooldown = min(2*q.cooldown, max(c.MaxCooldown, c.Cooldown))
+	}
+	if q.state == Probing {
+		q.peer.probing--
+	}
+	q.state, q.since, q.until, q.reason = Excluded, now, now+q.cooldown, reason
+	q.errors = 0
+	q.count.Exclusions++
+}
+
+// fault counts an error of the path; several of them exclude it, and one does where it is on trial.
+func (q *pair) fault(now Instant, c *Config, what string) {
+	q.count.Errors++
+	if q.errors == 0 || now-q.errorsAt > errorSpan {
+		q.errors, q.errorsAt = 0, now
+	}
+	q.errors++
+	switch {
+	case q.state == Excluded:
+	case q.state != Healthy:
+		q.exclude(now, c, what+" on trial")
+	case q.errors >= maxErrors:
+		q.exclude(now, c, fmt.Sprintf("%d errors within %v, the last: %s", q.errors, errorSpan, what))
+	}
+}
+
+// proven takes a confirmation of something that was posted after the exclusion.
+func (q *pair) proven(now Instant) {
+	switch q.state {
+	case Excluded, Probing:
+		if q.state == Probing {
+			q.peer.probing--
+		}
+		q.state, q.step, q.since = Readmitted, 1, now
+	case Readmitted:
+		if q.step++; q.step > readmitSteps {
+			q.state, q.since, q.errors = Healthy, now, 0
+			q.count.Readmitted++
+		}
+	}
+	q.resize()
+}

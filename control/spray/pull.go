@@ -1,0 +1,306 @@
+package spray
+
+import (
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Pull gives the next slice that a lane to p takes now; false: nothing waits, or no window is open for what does. Called until it
+// says false after every event that may have changed something.
+func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
+	if p.lanes == 0 || p.flights >= s.cfg.MaxFlights {
+		return Slice{}, false
+	}
+	s.renew(now, p)
+	if p.probing > 0 && p.flights > 0 {
+		if out, ok := s.probe(now, p); ok {
+			return out, true
+		}
+	}
+	if p.backlog == 0 {
+		return s.hedge(now, p)
+	}
+	// What lower priorities are owed goes first.
+	for prio := LayerStream; prio < numPriorities; prio++ {
+		if p.owed[prio] >= shareQuantum && len(p.queues[prio]) > 0 {
+			// With the room of what is urgent, which would leave none otherwise.
+			if out, ok := s.serve(now, p, prio, true); ok {
+				p.owed[prio] = max(0, p.owed[prio]-float64(out.Bytes))
+				return out, true
+			}
+		}
+	}
+	for prio := range numPriorities {
+		if out, ok := s.serve(now, p, prio, prio == DecodeWaits); ok {
+			for low := prio + 1; low < numPriorities; low++ {
+				if len(p.queues[low]) > 0 {
+					p.owed[low] = min(p.owed[low]+share[low]*float64(out.Bytes), maxShareQuanta*shareQuantum)
+				}
+			}
+			return out, true
+		}
+	}
+	return Slice{}, false
+}
+
+// renew does what time alone changes.
+func (s *Scheduler) renew(now Instant, p *Peer) {
+	for _, q := range p.pairs {
+		q.decay(now)
+		if q.state == Excluded && now >= q.until {
+			q.state, q.since = Probing, now
+			p.probing++
+		}
+	}
+}
+
+// serve takes a slice from the first flows of one priority.
+func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Slice, bool) {
+	for i := 0; i < min(len(p.queues[prio]), scanFlows); i++ {
+		f := p.queues[prio][i]
+		if f.deadline != 0 && now >= f.deadline {
+			f.Stop()
+			i--
+			continue
+		}
+		run, avoid := f.next()
+		q, limit := s.choose(p, f, run, avoid, urgent)
+		if q == nil {
+			continue
+		}
+		l := q.pick(urgent)
+		if l == nil {
+			continue
+		}
+		r, attempt := f.take(limit)
+		return s.post(now, l, f, r, attempt), true
+	}
+	return Slice{}, false
+}
+
+// choose is the pair that takes the next slice of f, and how many chunks; nil: none should now.
+func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, urgent bool) (*pair, uint32) {
+	if s.cfg.Policy != Spray {
+		return s.static(p, f)
+	}
+	avail := uint64(run.Count) * transfer.ChunkBytes
+	if run.Count == 1 {
+		avail = f.space.ChunkBytes(run.First)
+	}
+	// The best class of pairs that are usable at all decides who is asked; its sums say how soon the others would be done.
+	class := 1 << 30
+	var best, shunned *pair
+	var score, rate, load, fixed float64
+	usable := 0
+	for _, q := range p.pairs {
+		if !q.usable() {
+			continue
+		}
+		c := f.class(q)
+		if c > class {
+			continue
+		}
+		if c < class {
+			class, usable, best, shunned, rate, load, fixed = c, 0, nil, nil, 0, 0, maxB0
+		}
+		usable++
+		rate += q.bw
+		load += float64(q.load())
+		fixed = min(fixed, q.b0)
+		n := min(avail, q.piece)
+		if !q.room(n, urgent) {
+			continue
+		}
+		if int(avoid) == q.index+1 {
+			shunned = q
+			continue
+		}
+		if v := q.score(n); best == nil || v < score {
+			best, score = q, v
+		}
+	}
+	if usable == 0 {
+		return p.lastResort(), 1
+	}
+	if best == nil {
+		// A pair that failed these chunks gets them again only if there is no other.
+		if shunned != nil && usable == 1 {
+			return shunned, uint32(shunned.piece / transfer.ChunkBytes)
+		}
+		return nil, 0
+	}
+	// Near the end: leave it to the others if they are done with everything before best is done with this. Something of
+	// theirs is in flight then, and asks again.
+	if load -= float64(best.load()); load > 0 {
+		others := fixed + (load+float64(p.backlog)*transfer.ChunkBytes)/(rate-best.bw)
+		if score > tailSlack*others {
+			return nil, 0
+		}
+	}
+	return best, uint32(best.piece / transfer.ChunkBytes)
+}
+
+// class orders the transports for one flow: those that keep failing it come last.
+func (f *Flow) class(q *pair) int {
+	if f.bad[q.rank] >= badFlow {
+		return q.rank + MaxRanks
+	}
+	return q.rank
+}
+
+// lastResort is an excluded pair that has nothing in flight, the one whose time is up soonest. There is no other path.
+func (p *Peer) lastResort() *pair {
+	var found *pair
+	for _, q := range p.pairs {
+		if q.live > 0 && q.load() == 0 && (found == nil || q.until < found.until) {
+			found = q
+		}
+	}
+	return found
+}
+
+// static is choose for the policies that bind in a fixed order: the pair whose turn it is, or nobody.
+func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
+	class := 1 << 30
+	var sum float64
+	for _, q := range p.pairs {
+		if q.usable() {
+			if c := f.class(q); c < class {
+				class, sum = c, 0
+			}
+			if f.class(q) == class {
+				sum += q.neutral
+			}
+		}
+	}
+	if class == 1<<30 {
+		return p.lastResort(), 1
+	}
+	var turn *pair
+	for i := range p.pairs {
+		q := p.pairs[(p.turn+i)%len(p.pairs)]
+		if !q.usable() || f.class(q) != class {
+			continue
+		}
+		if s.cfg.Policy == RoundRobin {
+			turn = q
+			break
+		}
+		if turn == nil || q.turn+q.neutral > turn.turn+turn.neutral {
+			turn = q
+		}
+	}
+	if !turn.room(turn.piece, false) || turn.pick(false) == nil {
+		return nil, 0
+	}
+	if s.cfg.Policy == RoundRobin {
+		p.turn = turn.index + 1
+	} else {
+		for _, q := range p.pairs {
+			if q.usable() && f.class(q) == class {
+				q.turn += q.neutral
+			}
+		}
+		turn.turn -= sum
+	}
+	return turn, uint32(turn.piece / transfer.ChunkBytes)
+}
+
+// probe sends a copy of one chunk that is under way elsewhere over a pair whose cooldown is over. As attempt 0 it takes the
+// chunk from nobody, whatever becomes of it.
+func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
+	for _, q := range p.pairs {
+		if q.state != Probing || q.live == 0 || q.load() > 0 {
+			continue
+		}
+		l := q.pick(true)
+		if l == nil {
+			continue
+		}
+		for _, o := range p.pairs {
+			if o == q || o.live == 0 {
+				continue
+			}
+			for _, other := range o.lanes {
+				if other.tail < 0 {
+					continue
+				}
+				fl := &s.flights[other.tail]
+				if fl.probe || fl.flow.stopped || fl.flow.class(q) > fl.flow.class(o)+MaxRanks {
+					continue
+				}
+				q.count.Probes++
+				return s.post(now, l, fl.flow, transfer.Range{First: fl.r.First, Count: 1}, 0), true
+			}
+		}
+	}
+	return Slice{}, false
+}
+
+// hedge sends a second copy of a slice that a better rail would bring sooner than the one that has it, when nothing else
+// waits. The budgets of flow and peer bound what that may cost.
+func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
+	if s.cfg.Policy != Spray || p.flights == 0 || p.hedged >= MaxHedgeBytes {
+		return Slice{}, false
+	}
+	var best *pair
+	var score float64
+	for _, q := range p.pairs {
+		if q.state == Healthy && q.live > 0 && q.room(transfer.ChunkBytes, false) {
+			if v := q.score(transfer.ChunkBytes); best == nil || v < score {
+				best, score = q, v
+			}
+		}
+	}
+	if best == nil {
+		return Slice{}, false
+	}
+	victim := int32(-1)
+	var gain float64
+	for _, q := range p.pairs {
+		if q == best || q.rank < best.rank {
+			continue
+		}
+		for _, l := range q.lanes {
+			for i, n := l.tail, 0; i >= 0 && n < hedgeScan; i, n = s.flights[i].prev, n+1 {
+				fl := &s.flights[i]
+				f := fl.flow
+				if fl.probe || fl.doubled || f.stopped || f.prio == Background || f.hedges < int(fl.r.Count) || f.bad[best.rank] >= badFlow ||
+					f.deadline != 0 && now >= f.deadline {
+					continue
+				}
+				left := remaining(now, fl)
+				if left < hedgeFloor {
+					continue
+				}
+				if g := float64(left) - hedgeGain*best.score(fl.bytes); g > gain {
+					victim, gain = i, g
+				}
+			}
+		}
+	}
+	if victim < 0 {
+		return Slice{}, false
+	}
+	l := best.pick(false)
+	if l == nil {
+		return Slice{}, false
+	}
+	f, r := s.flights[victim].flow, s.flights[victim].r
+	s.flights[victim].doubled = true
+	f.hedges -= int(r.Count)
+	best.count.Hedges++
+	out := s.post(now, l, f, r, f.send(r))
+	fl, _ := s.find(out.Cookie)
+	fl.hedge, fl.doubled = true, true
+	p.hedged += fl.bytes
+	return out, true
+}
+
+// remaining guesses how long a slice still takes: what was predicted, and when that is over, as long again as it is late.
+func remaining(now Instant, fl *flight) Instant {
+	due := fl.posted + fl.predicted
+	if now <= due {
+		return due - now
+	}
+	return now - due
+}

@@ -1,0 +1,433 @@
+package spray
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Scheduler knows every lane of a process and every flow: what one transfer learns about a rail holds for all. Its methods must
+// not be called concurrently.
+type Scheduler struct {
+	cfg     Config
+	peers   []*Peer
+	lanes   map[uint64]*lane
+	busy    []*lane // lanes with something in flight
+	flights []flight
+	unused  []int32
+	live    int
+	seq     uint64
+}
+
+// Peer is one other process, with the pairs of rails that lead there and the flows that want to go there.
+type Peer struct {
+	Owner any // the caller's
+
+	boot    transfer.Boot
+	policy  Policy
+	pairs   []*pair
+	lanes   int
+	queues  [numPriorities]queue
+	owed    [numPriorities]float64 // bytes, to lower priorities
+	backlog int                    // chunks that wait
+	flights int
+	hedged  uint64 // bytes of hedges in flight
+	probing int    // pairs in that state
+	turn    int    // of RoundRobin
+	moved   Instant
+}
+
+// flight is a slice in flight.
+type flight struct {
+	flow       *Flow
+	lane       *lane
+	r          transfer.Range
+	bytes      uint64
+	use        uint32 // how often this entry was given out
+	prev, next int32  // on its lane, by age
+
+	posted    Instant
+	predicted Instant
+	begin     Instant // of the busy period that counts for its rate sample
+	delivered uint64  // of the pair, then
+	ahead     uint64  // in flight on the pair before it
+
+	live    bool
+	limited bool // the window was far from full: its rate says little
+	probe   bool
+	hedge   bool // is the second copy
+	doubled bool // has a second copy, or its chunks wait for another lane
+	late    bool // was charged as a failure already
+}
+
+// New returns a scheduler without peers.
+func New(cfg Config) *Scheduler {
+	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{}}
+}
+
+// Peer adds a peer.
+func (s *Scheduler) Peer(boot transfer.Boot, owner any) *Peer {
+	p := &Peer{Owner: owner, boot: boot, policy: s.cfg.Policy}
+	s.peers = append(s.peers, p)
+	return p
+}
+
+// Forget drops what is known of a peer that will never speak again. Its lanes and flows end as ever.
+func (s *Scheduler) Forget(p *Peer) {
+	if i := slices.Index(s.peers, p); i >= 0 {
+		s.peers = slices.Delete(s.peers, i, i+1)
+	}
+}
+
+// Busy reports whether anything is in flight: then Tick wants to be called every TickEvery.
+func (s *Scheduler) Busy() bool { return s.live > 0 }
+
+// Flights counts slices in flight.
+func (s *Scheduler) Flights() int { return s.live }
+
+// TickEvery is how often Tick looks at what is in flight.
+const TickEvery = tickEvery
+
+// LaneUp adds a lane to p.
+func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
+	in.SliceBytes = min(max(in.SliceBytes/transfer.ChunkBytes, 1), maxSliceChunks) * transfer.ChunkBytes
+	in.MaxSlices = max(in.MaxSlices, 1)
+	in.Rank = min(max(in.Rank, 0), MaxRanks-1)
+	in.Tier = min(max(in.Tier, 1), len(tierPenalty)-1)
+	switch {
+	case s.lanes[in.ID] != nil:
+		return fmt.Errorf("spray: lane %d is up already", in.ID)
+	case p.lanes >= MaxLanes:
+		return fmt.Errorf("spray: lane %d over %.*s: the peer has %d lanes, which is the most", in.ID, maxPairNameSize, in.Path, p.lanes)
+	case len(in.Path.Local) > maxPairNameSize || len(in.Path.Remote) > maxPairNameSize:
+		return fmt.Errorf("spray: lane %d: the name of a rail is longer than %d bytes", in.ID, maxPairNameSize)
+	}
+	q, err := p.pair(in)
+	if err != nil {
+		return err
+	}
+	q.tier, q.rank, q.neutral = in.Tier, in.Rank, claimed(in.Gbps)
+	q.slice = max(q.slice, uint64(in.SliceBytes))
+	if len(q.lanes) == 0 {
+		q.slice, q.moved = uint64(in.SliceBytes), now
+	}
+	if q.samples == 0 {
+		q.reset()
+	}
+	q.resize()
+	l := &lane{info: in, pair: q, head: -1, tail: -1, moved: now, busy: -1}
+	q.lanes = append(q.lanes, l)
+	p.lanes++
+	s.lanes[in.ID] = l
+	q.recount()
+	return nil
+}
+
+// pair finds or makes the pair of a lane. Of pairs that have no lane any more the oldest is forgotten when there are too many.
+func (p *Peer) pair(in LaneInfo) (*pair, error) {
+	var idle *pair
+	for _, q := range p.pairs {
+		if q.path == in.Path {
+			return q, nil
+		}
+		if len(q.lanes) == 0 && q.inflight == 0 && (idle == nil || q.moved < idle.moved) {
+			idle = q
+		}
+	}
+	if len(p.pairs) < MaxPairs {
+		q := &pair{path: in.Path, peer: p, index: len(p.pairs), neutral: claimed(in.Gbps)}
+		p.pairs = append(p.pairs, q)
+		return q, nil
+	}
+	if idle == nil {
+		return nil, fmt.Errorf("spray: rails %s: the peer has %d pairs, which is the most", in.Path, MaxPairs)
+	}
+	if idle.state == Probing {
+		p.probing--
+	}
+	*idle = pair{path: in.Path, peer: p, index: idle.index, neutral: claimed(in.Gbps)}
+	return idle, nil
+}
+
+// LaneDown removes a lane. What it still holds ends through End, before or after.
+func (s *Scheduler) LaneDown(now Instant, id uint64) {
+	l := s.lanes[id]
+	if l == nil {
+		return
+	}
+	delete(s.lanes, id)
+	q := l.pair
+	s.release(l)
+	if l.flights > 0 && !l.broken {
+		q.fault(now, &s.cfg, "lane lost")
+	}
+	l.broken = true
+	q.lanes = slices.DeleteFunc(q.lanes, func(o *lane) bool { return o == l })
+	q.peer.lanes--
+	q.moved = now
+	q.recount()
+}
+
+// recount follows a change of what lanes are usable. Rare, so from scratch.
+func (q *pair) recount() {
+	q.live, q.flights, q.slots, q.stalled = 0, 0, 0, q.inflight
+	for _, l := range q.lanes {
+		if l.usable() {
+			q.live++
+			q.flights += l.flights
+			q.slots += l.info.MaxSlices
+			q.stalled -= l.inflight
+		}
+	}
+}
+
+// post puts r of f on l. A probe has no attempt and counts as no copy.
+func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attempt uint32) Slice {
+	var i int32
+	if n := len(s.unused); n > 0 {
+		i = s.unused[n-1]
+		s.unused = s.unused[:n-1]
+	} else {
+		i = int32(len(s.flights))
+		s.flights = append(s.flights, flight{})
+	}
+	q := l.pair
+	bytes, err := f.space.Bytes(r)
+	if err != nil {
+		bytes = 0 // cannot be: r comes from a set of that space's size
+	}
+	fl := &s.flights[i]
+	*fl = flight{flow: f, lane: l, r: r, bytes: bytes, use: fl.use + 1, prev: l.tail, next: -1, posted: now,
+		predicted: Instant(q.expect(bytes)), delivered: q.delivered, ahead: q.load(), live: true, probe: attempt == 0}
+	fl.limited = fl.ahead+bytes < q.window/2
+	if q.load() == 0 {
+		q.delivAt = now
+	}
+	fl.begin = q.delivAt
+	if l.tail >= 0 {
+		s.flights[l.tail].next = i
+	} else {
+		l.head, l.moved = i, now
+		l.busy = len(s.busy)
+		s.busy = append(s.busy, l)
+	}
+	l.tail = i
+	l.inflight += bytes
+	l.flights++
+	q.inflight += bytes
+	if l.usable() {
+		q.flights++
+	} else {
+		q.stalled += bytes
+	}
+	q.peer.flights++
+	f.flights++
+	s.live++
+	return Slice{Lane: l.info.ID, Flow: f, Range: r, Bytes: bytes, Attempt: attempt, Cookie: uint64(fl.use)<<32 | uint64(uint32(i))}
+}
+
+// find is the flight of a cookie, or nil: it has ended, or never was.
+func (s *Scheduler) find(cookie uint64) (*flight, int32) {
+	i := uint32(cookie)
+	if int64(i) >= int64(len(s.flights)) {
+		return nil, 0
+	}
+	f := &s.flights[i]
+	if !f.live || f.use != uint32(cookie>>32) {
+		return nil, 0
+	}
+	return f, int32(i)
+}
+
+// End ends a slice; false: that cookie names none that is in flight, so nothing changes.
+func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
+	fl, i := s.find(cookie)
+	if fl == nil {
+		return Ended{}, false
+	}
+	s.unlink(fl, i)
+	l, q, f := fl.lane, fl.lane.pair, fl.flow
+	out := Ended{Flow: f, Range: fl.r, Bytes: fl.bytes, Rank: q.rank}
+	s.judge(now, fl, v)
+	if fl.probe {
+		if v == Confirmed && !f.stopped {
+			f.land(fl.r)
+		}
+	} else {
+		run := f.chunks[fl.r.First:fl.r.End()]
+		for i := range run {
+			run[i].copies--
+		}
+		switch {
+		case f.stopped:
+		case v == Confirmed:
+			f.land(fl.r)
+		default:
+			if v == Refused && f.bad[q.rank] < badFlow {
+				f.bad[q.rank]++
+			}
+			if (v == Failed || v == Refused) && !fl.late {
+				out.Exhausted = f.strike(fl.r, q, s.cfg.MaxStrikes)
+			}
+			q.count.Retries[v]++
+			f.free(fl.r, false)
+		}
+	}
+	if l.broken && v == Lost {
+		s.release(l)
+	}
+	fl.live, fl.flow, fl.lane = false, nil, nil
+	s.unused = append(s.unused, i)
+	return out, true
+}
+
+// unlink takes a flight off its lane and out of every sum.
+func (s *Scheduler) unlink(fl *flight, i int32) {
+	l, q := fl.lane, fl.lane.pair
+	if fl.prev >= 0 {
+		s.flights[fl.prev].next = fl.next
+	} else {
+		l.head = fl.next
+	}
+	if fl.next >= 0 {
+		s.flights[fl.next].prev = fl.prev
+	} else {
+		l.tail = fl.prev
+	}
+	l.inflight -= fl.bytes
+	l.flights--
+	q.inflight -= fl.bytes
+	if l.usable() {
+		q.flights--
+	} else {
+		q.stalled -= fl.bytes
+	}
+	q.peer.flights--
+	fl.flow.flights--
+	if fl.hedge {
+		q.peer.hedged -= fl.bytes
+	}
+	s.live--
+	if l.flights == 0 {
+		last := len(s.busy) - 1
+		s.busy[l.busy] = s.busy[last]
+		s.busy[l.busy].busy = l.busy
+		s.busy[last] = nil
+		s.busy = s.busy[:last]
+		l.busy = -1
+	}
+}
+
+// judge takes what the end of a flight says about its path.
+func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
+	l, q := fl.lane, fl.lane.pair
+	if v == Lost {
+		if !l.broken {
+			l.broken = true
+			q.recount()
+			q.fault(now, &s.cfg, "lane lost")
+		}
+		if fl.probe {
+			q.count.ProbesFailed++
+		}
+		return
+	}
+	l.moved, q.moved = now, now
+	if l.suspect {
+		l.suspect = false
+		q.recount()
+	}
+	switch v {
+	case Confirmed, Superseded:
+		q.delivered += fl.bytes
+		if v == Confirmed {
+			q.learn(now, fl)
+		}
+		q.delivAt = now
+		q.peer.moved = now
+		if q.state != Healthy && fl.posted >= q.since {
+			q.proven(now)
+		}
+	case Failed:
+		if fl.probe {
+			q.count.ProbesFailed++
+		}
+		if !fl.late {
+			q.fault(now, &s.cfg, "slice failed")
+		}
+	}
+}
+
+// release makes what a lane has in flight sendable on others, too.
+func (s *Scheduler) release(l *lane) {
+	for i := l.head; i >= 0; i = s.flights[i].next {
+		s.double(&s.flights[i])
+	}
+}
+
+func (s *Scheduler) double(fl *flight) {
+	if !fl.doubled && !fl.probe {
+		fl.doubled = true
+		fl.flow.free(fl.r, true)
+	}
+}
+
+// Tick looks at what is in flight and calls touched for peers that have new work or a new choice.
+func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
+	for _, l := range s.busy {
+		s.watch(now, l)
+		touched(l.pair.peer)
+	}
+	for _, l := range s.busy {
+		q := l.pair
+		if q.live == 0 && len(q.lanes) > 0 && q.state != Excluded {
+			s.lagging(now, q, Instant(lagFactor)*s.flights[l.head].predicted)
+		}
+	}
+}
+
+// watch finds silence on a lane, and a slice that others overtake without end.
+func (s *Scheduler) watch(now Instant, l *lane) {
+	q, fl := l.pair, &s.flights[l.head]
+	if !l.usable() {
+		return
+	}
+	if silent := now - max(l.moved, fl.posted); silent >= max(s.cfg.Suspect, lateFactor*fl.predicted) {
+		l.suspect = true
+		q.recount()
+		q.count.Suspicions++
+		s.release(l)
+		if q.state == Probing || q.state == Readmitted {
+			q.exclude(now, &s.cfg, fmt.Sprintf("on trial, and silent for %v", silent))
+		}
+		return
+	}
+	for i := l.head; i >= 0; i = s.flights[i].next {
+		fl := &s.flights[i]
+		if now-fl.posted < max(s.cfg.Attempt, stuckFactor*fl.predicted) {
+			break // the rest is younger
+		}
+		if fl.late {
+			continue
+		}
+		fl.late = true
+		q.count.Timeouts++
+		if !fl.probe {
+			fl.flow.strike(fl.r, q, s.cfg.MaxStrikes)
+			s.double(fl)
+		}
+		q.fault(now, &s.cfg, "slice timed out")
+	}
+}
+
+// lagging excludes a pair that is silent while its peers move. Where all are silent it is the other side, or the way there.
+func (s *Scheduler) lagging(now Instant, q *pair, patience Instant) {
+	silent := now - q.moved
+	for _, l := range q.lanes {
+		silent = min(silent, now-l.moved)
+	}
+	if silent >= max(s.cfg.Exclude, patience) && q.peer.moved > now-silent {
+		q.exclude(now, &s.cfg, fmt.Sprintf("silent for %v while other rails to this peer moved", silent))
+	}
+}

@@ -1,0 +1,497 @@
+package spray
+
+import (
+	"fmt"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// The traps that other engines fell into, one test each.
+
+func near(t *testing.T, what string, got, want, tolerance float64) {
+	t.Helper()
+	if math.Abs(got-want) > tolerance*math.Abs(want) {
+		t.Errorf("%s: %g, want %g within %g%%", what, got, want, tolerance*100)
+	}
+}
+
+// solo is a scheduler with n rails of one lane each, in hand.
+func solo(t *testing.T, n int) (*Scheduler, *Peer) {
+	s := New(Config{})
+	p := s.Peer(transfer.Boot{1}, nil)
+	for i := range n {
+		up(t, s, p, i)
+	}
+	return s, p
+}
+
+func up(t *testing.T, s *Scheduler, p *Peer, i int) {
+	t.Helper()
+	name := fmt.Sprint(i)
+	if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", name, name}, SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func flow(t *testing.T, s *Scheduler, p *Peer, chunks int) *Flow {
+	f := s.Open(p, LayerStream, 0, space(t, uint64(chunks)*transfer.ChunkBytes), nil)
+	f.Ready(f.space.All())
+	return f
+}
+
+func pullAll(s *Scheduler, p *Peer, now Instant) (out []Slice) {
+	for {
+		sl, ok := s.Pull(now, p)
+		if !ok {
+			return out
+		}
+		out = append(out, sl)
+	}
+}
+
+// Inverted weight: 0.01 was meant for the newest sample, and went to all the others. One outlier must not move an estimate by
+// more than its weight, and many equal samples must.
+func TestTrapInvertedEWMA(t *testing.T) {
+	near(t, "weight of the newest", ewma(100, 0, alpha), 75, 1e-9)
+	m := newModel(t, Config{})
+	l := m.rail(gbit, 100*time.Microsecond, 1)
+	m.move(64 << 20)
+	q := m.p.pairs[0]
+	near(t, "learned", q.bw, gbit, 0.03)
+	before := q.bw
+	f := m.open(LayerStream, 16<<20)
+	m.run(20*ms, f.landed)
+	n := q.count.Slices
+	l.set(func() { l.rate /= 50 })
+	m.run(sec, func() bool { return q.count.Slices > n })
+	if q.bw < before*(1-2*alpha) {
+		t.Errorf("one slow slice took the estimate from %g to %g", before, q.bw)
+	}
+	m.run(60*sec, func() bool { return q.count.Slices > n+30 })
+	near(t, "after thirty slow ones", q.bw, gbit/50, 0.2)
+}
+
+// Queue counted twice: once in what is in flight, and again in a bandwidth that was taken from post to completion. A rail that is
+// kept full must be learned at its own rate, and the prediction must hold.
+func TestTrapQueueCountedTwice(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 5*ms, 4)
+	m.move(512 << 20)
+	q := m.p.pairs[0]
+	if q.window < 8*q.piece {
+		t.Fatalf("window %d and slice %d: not what this test is about", q.window, q.piece)
+	}
+	near(t, "learned under a full window", q.bw, gbit, 0.03)
+	if q.err > 0.15 {
+		t.Errorf("predictions are off by %.2f with b0 %v and b1 %.2f", q.err, Instant(q.b0), q.b1)
+	}
+}
+
+// A floor of a tenth of the claim hid a NIC that was slower than that; and an estimate that is too low must not starve its rail
+// for ever either.
+func TestTrapFloorHidesSlowRail(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Gbps = 400 })
+	slow := m.rail(mbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Gbps = 400 })
+	f := m.open(LayerStream, 1<<30)
+	m.run(6*sec, f.landed)
+	q := m.p.pairs[1]
+	near(t, "a rail of 1 Mbit/s that claims 400 Gbit/s", q.bw, mbit, 0.15)
+	f.Close()
+
+	// It heals: the next long transfer finds out.
+	slow.set(func() { slow.rate = gbit })
+	m.wait(10 * sec)
+	m.move(256 << 20)
+	near(t, "healed", q.bw, gbit, 0.1)
+}
+
+// Timeouts that nobody retries: a slice that never ends goes out again elsewhere, and counts as a failure of its rail.
+func TestTrapTimeoutWithoutRetry(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.rail(gbit, 100*time.Microsecond, 1)
+	f := m.open(LayerStream, 4<<30-1<<20)
+	m.run(100*ms, f.landed)
+	// One slice of rail 0 is swallowed; the lane lives on.
+	l := m.links[0]
+	var lost Slice
+	l.set(func() {
+		lost = l.queue[1]
+		l.queue = append(l.queue[:1], l.queue[2:]...)
+	})
+	again := false
+	m.pulled = func(sl Slice) {
+		if sl.Range.First <= lost.Range.First && lost.Range.First < sl.Range.End() {
+			again = again || sl.Lane != lost.Lane && sl.Attempt > lost.Attempt
+		}
+	}
+	m.wait(DefaultAttempt + 100*ms)
+	q := m.p.pairs[0]
+	if !again || q.count.Timeouts != 1 || q.count.Errors != 1 {
+		t.Errorf("sent again elsewhere %v, %d timeouts, %d errors: want true, 1, 1", again, q.count.Timeouts, q.count.Errors)
+	}
+	if q.count.Suspicions != 0 {
+		t.Error("the lane moved all the time, and was suspect")
+	}
+}
+
+// Retries that are not charged: what goes out again is in flight as much as everything else.
+func TestTrapRetriesAreCharged(t *testing.T) {
+	s, p := solo(t, 2)
+	f := flow(t, s, p, 1)
+	a, ok := s.Pull(0, p)
+	if !ok {
+		t.Fatal("nothing to pull")
+	}
+	if _, ok := s.End(ms, a.Cookie, Failed); !ok {
+		t.Fatal("unknown slice")
+	}
+	b, ok := s.Pull(ms, p)
+	if !ok || b.Attempt != 2 || b.Lane == a.Lane {
+		t.Fatalf("retry %+v of %+v, %v: want attempt 2 on the other lane", b, a, ok)
+	}
+	q := s.lanes[b.Lane].pair
+	if q.inflight != transfer.ChunkBytes || s.lanes[b.Lane].inflight != transfer.ChunkBytes || p.flights != 1 || f.chunks[0].strikes != 1 {
+		t.Errorf("a retry is in flight with %d bytes on its pair, %d slices and %d strikes", q.inflight, p.flights, f.chunks[0].strikes)
+	}
+	if o := s.lanes[a.Lane].pair; o.inflight != 0 {
+		t.Errorf("%d bytes still charged to the pair that failed", o.inflight)
+	}
+	// And there is an end to them.
+	now := 2 * ms
+	for n := 2; ; n++ {
+		out, ok := s.End(now, b.Cookie, Failed)
+		if !ok {
+			t.Fatal("unknown slice")
+		}
+		if out.Exhausted {
+			if n != DefaultMaxStrikes {
+				t.Errorf("given up after %d attempts: want %d", n, DefaultMaxStrikes)
+			}
+			return
+		}
+		now += sec
+		if b, ok = s.Pull(now, p); !ok {
+			t.Fatalf("attempt %d has no lane", n+1)
+		}
+	}
+}
+
+// Health per worker thread: what one transfer learns holds for every other one.
+func TestTrapHealthIsShared(t *testing.T) {
+	s, p := solo(t, 2)
+	flow(t, s, p, 64)
+	bad := uint64(1)
+	for now := Instant(0); s.lanes[bad].pair.state != Excluded; now += ms {
+		if now > sec {
+			t.Fatal("three errors did not exclude the rail")
+		}
+		for _, sl := range pullAll(s, p, now) {
+			v := Confirmed
+			if sl.Lane == bad {
+				v = Failed
+			}
+			s.End(now+ms/2, sl.Cookie, v)
+		}
+	}
+	other := s.Open(p, DecodeWaits, 0, space(t, 1<<20), nil)
+	other.Ready(other.space.All())
+	q := s.lanes[bad].pair
+	for _, sl := range pullAll(s, p, q.since) {
+		if sl.Lane == bad {
+			t.Errorf("a new flow was given an excluded rail: %+v", sl)
+		}
+	}
+	if v := s.View(q.since).Pairs[0]; v.State != "excluded" || !strings.Contains(v.Reason, "3 errors") {
+		t.Errorf("shown as %s, %q", v.State, v.Reason)
+	}
+}
+
+// The cooldown doubled on every error, so that the first one was four times as long as configured. Ten errors of one incident are
+// one exclusion.
+func TestTrapCooldownDoublesPerError(t *testing.T) {
+	s, p := solo(t, 2)
+	f := flow(t, s, p, 640)
+	q := s.lanes[1].pair
+	var held []Slice
+	for range 10 { // more in flight than a window would allow
+		r, attempt := f.take(1)
+		held = append(held, s.post(0, s.lanes[1], f, r, attempt))
+	}
+	for _, sl := range held {
+		s.End(ms, sl.Cookie, Failed)
+	}
+	if q.state != Excluded || q.cooldown != DefaultCooldown || q.count.Exclusions != 1 {
+		t.Errorf("%v, cooldown %v after %d exclusions: want excluded, %v, 1", q.state, q.cooldown, q.count.Exclusions, DefaultCooldown)
+	}
+	// A second incident right after is a second step, up to the longest.
+	for now := 2 * ms; q.count.Exclusions < 8; now += ms {
+		if now > 20*sec {
+			t.Fatalf("%d exclusions", q.count.Exclusions)
+		}
+		for _, sl := range pullAll(s, p, now) {
+			v := Confirmed
+			if sl.Lane == 1 {
+				v = Failed
+			}
+			s.End(now, sl.Cookie, v)
+		}
+		f.Close()
+		f = flow(t, s, p, 64)
+	}
+	if q.cooldown != DefaultMaxCooldown {
+		t.Errorf("cooldown %v after eight exclusions: want %v", q.cooldown, DefaultMaxCooldown)
+	}
+}
+
+// Re-admission by expiry, with live traffic: what goes first over a rail whose cooldown is over is a copy, which takes its chunk from
+// nobody, and then the window grows.
+func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.move(16 << 20)
+	q := m.p.pairs[1]
+	f := m.open(LayerStream, 1<<30)
+	m.run(20*ms, f.landed)
+	for range maxErrors {
+		q.fault(m.now, &m.s.cfg, "test")
+	}
+	m.wait(20 * ms)
+	var first []Slice
+	var windows []uint64
+	m.pulled = func(sl Slice) {
+		if sl.Lane == 2 && q.state != Healthy {
+			first = append(first, sl)
+			windows = append(windows, q.load())
+		}
+	}
+	m.wait(DefaultCooldown + 50*ms)
+	if len(first) < 3 || first[0].Attempt != 0 || first[0].Range.Count != 1 || first[1].Attempt == 0 {
+		t.Fatalf("after the cooldown went %+v: want a probe, then slices", first)
+	}
+	for i, n := range windows {
+		if n > transfer.ChunkBytes<<readmitSteps {
+			t.Errorf("slice %d of the re-admission: %d bytes in flight", i, n)
+		}
+	}
+	if q.state != Healthy || q.count.Readmitted != 1 || q.count.Probes != 1 {
+		t.Errorf("%v after %d probes and %d re-admissions", q.state, q.count.Probes, q.count.Readmitted)
+	}
+}
+
+// The remote NIC counted for nothing: one local rail to a fast and a slow remote one is two pairs.
+func TestTrapRemoteIgnored(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Path.Local = "same" })
+	m.rail(gbit/10, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Path.Local = "same" })
+	m.move(64 << 20)
+	near(t, "fast remote", m.p.pairs[0].bw, gbit, 0.1)
+	near(t, "slow remote", m.p.pairs[1].bw, gbit/10, 0.1)
+}
+
+// What is learned and not used any more decays to neutral.
+func TestDecayToNeutral(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit/100, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Gbps = 2 })
+	m.move(1 << 20)
+	q := m.p.pairs[0]
+	learned := q.bw
+	near(t, "learned", learned, gbit/100, 0.2)
+	look := func(after Instant) float64 {
+		m.wait(after)
+		m.s.Pull(m.now, m.p)
+		return q.bw
+	}
+	if v := look(4 * sec); v != learned {
+		t.Errorf("after 4 s: %g, learned was %g", v, learned)
+	}
+	if v := look(6 * sec); v < 2*learned || v > gbit {
+		t.Errorf("after 10 s: %g, learned was %g", v, learned)
+	}
+	near(t, "after a minute", look(51*sec), 2*gbit, 1e-9)
+	if q.samples != 0 {
+		t.Error("neutral, and still believed")
+	}
+}
+
+// Silence makes a lane suspect in 60 ms and its chunks go elsewhere; exclusion follows only because others moved.
+func TestSuspicionAndExclusionBySilence(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.move(16 << 20)
+	f := m.open(LayerStream, 3<<30)
+	m.run(50*ms, f.landed)
+	q := m.p.pairs[0]
+	m.links[0].set(func() { m.links[0].dead = true })
+	if d := m.run(sec, func() bool { return q.live == 0 }); d < DefaultSuspect-5*ms || d > DefaultSuspect+2*TickEvery {
+		t.Errorf("suspect after %v, want %v", d, DefaultSuspect)
+	}
+	if v := m.s.View(m.now).Pairs[0]; v.State != "suspect" || v.Suspect != 1 {
+		t.Errorf("shown as %+v", v)
+	}
+	m.wait(DefaultExclude)
+	if q.state != Excluded || !strings.Contains(q.reason, "other rails") {
+		t.Errorf("%v (%s) after a second of silence beside a rail that moves", q.state, q.reason)
+	}
+
+	// The other one goes silent as well: there is nobody to lag behind.
+	m.links[1].set(func() { m.links[1].dead = true })
+	m.wait(5 * sec)
+	if o := m.p.pairs[1]; o.state != Healthy || o.live != 0 {
+		t.Errorf("the last rail is %v with %d usable lanes: want suspect, not excluded", o.state, o.live)
+	}
+}
+
+// A slow rail is not taken for a silent one, and packet loss that stops a rail for 200 ms now and then excludes nobody.
+func TestNoFalseExclusion(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(2*gbit, 100*time.Microsecond, 2)
+	m.rail(5*mbit, 100*time.Microsecond, 2)
+	var gap func()
+	n := 0
+	gap = func() {
+		l := m.links[n%2]
+		n++
+		l.set(func() { l.dead = true })
+		m.at(200*ms, func() {
+			l.set(func() { l.dead = false })
+			m.at(500*ms, gap)
+		})
+	}
+	m.at(100*ms, gap)
+	for m.now < 60*sec {
+		m.move(128 << 20)
+	}
+	for _, v := range m.s.View(m.now).Pairs {
+		if v.Counters.Exclusions != 0 {
+			t.Errorf("%s was excluded %d times: %s", v.Path, v.Counters.Exclusions, v.Reason)
+		}
+	}
+}
+
+// Flows past their deadline send nothing; among equals the earlier deadline goes first.
+func TestDeadlines(t *testing.T) {
+	s, p := solo(t, 1)
+	open := func(deadline Instant) *Flow {
+		f := s.Open(p, LayerStream, deadline, space(t, transfer.ChunkBytes), nil)
+		f.Ready(f.space.All())
+		return f
+	}
+	never, late, soon, past := open(0), open(2*sec), open(sec), open(ms)
+	var order []*Flow
+	for _, sl := range pullAll(s, p, 2*ms) {
+		order = append(order, sl.Flow)
+	}
+	if len(order) != 3 || order[0] != soon || order[1] != late || order[2] != never || past.Waiting() != 0 {
+		t.Errorf("%d flows sent, in the wrong order or past their deadline", len(order))
+	}
+}
+
+// Hedges are bounded: no more than the flow's budget, never twice, never for background.
+func TestHedgesAreBounded(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.move(16 << 20)
+	hedges := func() uint64 { return m.p.pairs[0].count.Hedges + m.p.pairs[1].count.Hedges }
+	run := func(prio Priority) uint64 {
+		f := m.open(prio, 8<<20)
+		before := hedges()
+		m.run(20*ms, f.landed)
+		l := m.links[0]
+		l.set(func() { l.rate = gbit / 1000 })
+		m.run(30*sec, f.landed)
+		l.set(func() { l.rate = gbit })
+		if !f.landed() {
+			t.Fatal("not done")
+		}
+		if int(f.hedges) < 0 {
+			t.Errorf("hedge budget is %d", f.hedges)
+		}
+		f.Close()
+		n := hedges() - before
+		m.wait(sec)
+		m.move(32 << 20)
+		return n
+	}
+	if n := run(LayerStream); n == 0 || n > 8 {
+		t.Errorf("%d hedges for the tail of a stream: want some, and few", n)
+	}
+	if n := run(Background); n != 0 {
+		t.Errorf("%d hedges for background", n)
+	}
+}
+
+// What peers claim and how often things come is bounded, and refused by name.
+func TestBounds(t *testing.T) {
+	s, p := solo(t, 0)
+	for i, gbps := range []float64{math.Inf(1), math.NaN(), -1, 1e300, 1e-300} {
+		name := fmt.Sprint("claim", i)
+		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{"tcp", name, name}, Gbps: gbps}); err != nil {
+			t.Fatal(err)
+		}
+		if q := s.lanes[uint64(i+1)].pair; !(q.bw >= minClaim && q.bw <= maxClaim) || q.window != coldChunks*transfer.ChunkBytes {
+			t.Errorf("claim of %g: rate %g, window %d", gbps, q.bw, q.window)
+		}
+	}
+	refused := 0
+	for i := range 10000 {
+		name := fmt.Sprint("rail", i)
+		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 10), Path: Path{"tcp", name, name}}); err != nil {
+			refused++
+			if !strings.Contains(err.Error(), name) {
+				t.Fatalf("refused without a name: %v", err)
+			}
+		}
+	}
+	if len(p.pairs) != MaxPairs || refused != 10000-MaxPairs+5 {
+		t.Errorf("%d pairs, %d refused", len(p.pairs), refused)
+	}
+	// A pair that has no lane any more makes room.
+	s.LaneDown(sec, 1)
+	if err := s.LaneUp(sec, p, LaneInfo{ID: 1, Path: Path{"tcp", "new", "new"}}); err != nil || len(p.pairs) != MaxPairs {
+		t.Errorf("%d pairs: %v", len(p.pairs), err)
+	}
+	if err := s.LaneUp(sec, p, LaneInfo{ID: 1, Path: Path{"tcp", "new", "new"}}); err == nil {
+		t.Error("one lane came up twice")
+	}
+	for i := range 2 * MaxLanes {
+		_ = s.LaneUp(0, p, LaneInfo{ID: uint64(i + 20000), Path: Path{"tcp", "new", "new"}})
+	}
+	if p.lanes != MaxLanes {
+		t.Errorf("%d lanes", p.lanes)
+	}
+	if err := s.LaneUp(0, s.Peer(transfer.Boot{2}, nil), LaneInfo{ID: 99999, Path: Path{"tcp", strings.Repeat("x", 10000), "b"}}); err == nil ||
+		len(err.Error()) > 200 {
+		t.Errorf("a name of 10,000 bytes: %v", err)
+	}
+}
+
+// Cookies that nobody gave out, ends that come twice, and a clock that goes back change nothing.
+func TestForeignEnds(t *testing.T) {
+	s, p := solo(t, 1)
+	f := flow(t, s, p, 3)
+	all := pullAll(s, p, sec)
+	for _, c := range []uint64{0, 1 << 32, 1<<32 | 77, 1<<63 | 1, ^uint64(0)} {
+		if _, ok := s.End(sec, c, Confirmed); ok && c != all[0].Cookie {
+			t.Errorf("cookie %#x ended something", c)
+		}
+	}
+	for _, sl := range all {
+		s.End(ms, sl.Cookie, Confirmed) // earlier than it was posted
+		if _, ok := s.End(2*sec, sl.Cookie, Failed); ok {
+			t.Error("an end came twice and counted twice")
+		}
+	}
+	s.Tick(0, func(*Peer) {})
+	if err := check(s, []*Peer{p}, []*Flow{f}); err != nil || !f.landed() {
+		t.Error(err)
+	}
+}
