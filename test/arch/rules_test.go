@@ -87,6 +87,8 @@ var rules = []rule{
 		own: []string{"internal/mem", "transfer"}},
 	{dir: "transport/transporttest", why: "the one suite that every backend passes",
 		own: []string{"internal/leaktest", "internal/mem", "internal/testutil", "transfer", "transport"}, ext: []string{extSys, extCmp, extRapid}},
+	{dir: "transport/faulttest", why: "a decorator of backends: the contract, and nothing below it",
+		own: []string{"transfer", "transport"}},
 	{dir: "transport/tcp", why: "a backend: no layout, no control",
 		own: []string{"internal/mem", "internal/wire", "transfer", "transport"}, ext: []string{extSys, extLink, extSync}},
 	{dir: "transport/shm", why: "a backend: no layout, no control",

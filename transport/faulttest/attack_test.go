@@ -1,0 +1,176 @@
+package faulttest
+
+import (
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+	"github.com/kvspray/kvspray/transport/transporttest"
+)
+
+const (
+	attackRuns   = 12
+	attackChunks = 24
+	sliceChunks  = 3
+	hedgeAfter   = 25 * time.Millisecond // a slice that has not ended goes out on the other lane
+	maxTries     = 12
+	patience     = 20 * time.Second
+)
+
+func until(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !ok(); runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatalf("not within %s: %s", patience, what)
+		}
+	}
+}
+
+// spread moves all chunks of a bind over lanes as a sender with hedging and retries does, and reports whether every slice is
+// said to have landed. Slices that never end are left behind; their lanes are closed later.
+func spread(p *transporttest.Pair, lanes []transport.Lane, b *transporttest.Bind) bool {
+	var wg sync.WaitGroup
+	all := make([]bool, attackChunks/sliceChunks)
+	for i := range all {
+		wg.Go(func() {
+			r := transfer.Range{First: uint32(i) * sliceChunks, Count: sliceChunks}
+			for try := range maxTries {
+				c := p.A.Move(lanes[(i+try)%len(lanes)], b.Origin, r, uint32(try)+1)
+				hedge := time.NewTimer(hedgeAfter)
+				select {
+				case res := <-c:
+					all[i] = res.Outcome == transfer.Landed
+				case <-hedge.C:
+				}
+				hedge.Stop()
+				if all[i] {
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+	for _, ok := range all {
+		if !ok {
+			return false
+		}
+	}
+	return true
+}
+
+// TestNoFaultCommits attacks the two promises with each fault alone: a full sink holds every byte, and after the fence the
+// blocks are somebody else's, whatever still comes.
+func TestNoFaultCommits(t *testing.T) {
+	for _, base := range bases {
+		for _, kind := range Kinds() {
+			t.Run(base.name+"/"+kind.String(), func(t *testing.T) {
+				var victim atomic.Uint64 // the lane that gets stuck
+				rule := Rule{Kind: kind, Prob: 0.4, AfterFence: true, After: time.Millisecond}
+				switch kind {
+				case Drop, DropResult:
+					rule.After = 0 // ends with its lane only
+				case Stuck:
+					rule.After = 0
+					rule.Only = func(l transport.Lane, _ transport.Slice) bool { return l.ID() == victim.Load() }
+				}
+				plan := New(uint64(kind), rule)
+				repeats := &retrier{}
+				p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend {
+					r := &retrier{Backend: Wrap(base.make(tb), plan)}
+					if repeats.Backend == nil {
+						repeats = r // the sender's
+					}
+					return r
+				})
+				commits, lies := 0, 0
+				for run := range attackRuns {
+					lanes := make([]transport.Lane, 3)
+					for i := range lanes {
+						lanes[i], _ = p.Dial()
+					}
+					victim.Store(lanes[0].ID())
+					shape := transporttest.Shape{Chunks: attackChunks, BlockBytes: 8 << 10, Shuffle: true, TailBytes: 4096}
+					src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+					seed := uint64(run + 1)
+					src.Write(seed)
+					b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
+					b.Sink.Seed.Store(seed) // each Landed is checked against it
+					said := spread(p, lanes, b)
+					full := b.Sink.Full()
+					b.Fence(t)
+					switch {
+					case full:
+						commits++
+						for c := range attackChunks {
+							if at, ok := dst.Holds(seed, c); !ok {
+								t.Fatalf("run %d: committed, and chunk %d is wrong at byte %d", run, c, at)
+							}
+						}
+					case said && kind != FalseLanded:
+						t.Fatalf("run %d: every slice landed, the sink is not full", run)
+					case said:
+						lies++
+					}
+					engine := byte(run + 1)
+					mem.Fill(bytesOf(t, dst), engine)
+					plan.Release() // the fence let most of them go already
+					b.CloseOrigin(t)
+					for _, l := range lanes {
+						if err := l.Close(); err != nil {
+							t.Error(err)
+						}
+					}
+					until(t, "ghosts are gone", plan.Quiet)
+					if at, ok := dst.Filled(engine); !ok {
+						t.Fatalf("run %d: byte %d was written after the fence", run, at)
+					}
+					b.End(t)
+				}
+				repeats.mu.Lock()
+				repeated := repeats.repeated
+				repeats.mu.Unlock()
+				t.Logf("%d injected; %d of %d runs committed, %d were told landed throughout and did not; ghosts: %d landed, %d refused, %d unsent; %d repeated results",
+					plan.Injected(kind), commits, attackRuns, lies, plan.Ghosts(kind, transfer.Landed),
+					plan.Ghosts(kind, transfer.Rejected)+plan.Ghosts(kind, transfer.NotLanded), plan.Unsent(kind), repeated)
+				if plan.Injected(kind) == 0 {
+					t.Error("never injected")
+				}
+				switch kind {
+				case FalseLanded:
+					if lies == 0 {
+						t.Error("no run was told a false success throughout")
+					}
+				case LateWrite:
+					if plan.Ghosts(kind, transfer.Rejected)+plan.Ghosts(kind, transfer.NotLanded) == 0 {
+						t.Error("no late write came after the fence")
+					}
+				case Duplicate:
+					if plan.Ghosts(kind, transfer.Landed) == 0 {
+						t.Error("no duplicate landed")
+					}
+				case DuplicateResult:
+					if repeated == 0 {
+						t.Error("no result came twice")
+					}
+				}
+				if kind != FalseLanded && commits != attackRuns {
+					t.Errorf("%d of %d runs committed", commits, attackRuns)
+				}
+			})
+		}
+	}
+}
+
+func bytesOf(t *testing.T, m *transporttest.Memory) []byte {
+	t.Helper()
+	b, ok := m.Region.Bytes()
+	if !ok {
+		t.Fatal("test memory is not mapped")
+	}
+	return b
+}

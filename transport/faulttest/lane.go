@@ -1,0 +1,358 @@
+package faulttest
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// lane is a lane with faults. Slices go to the lane inside under cookies of its own, so that a ghost is told from the slice
+// that it is the ghost of.
+type lane struct {
+	transport.Lane
+	b *Backend
+
+	mu     sync.Mutex
+	open   map[uint64]*entry // by the cookie inside
+	taken  int               // entries that the host waits for
+	ghosts int               // entries that are ghosts
+	next   uint64
+	ended  bool
+	stuck  bool
+	frozen []func() // what a stuck lane keeps, in order
+}
+
+// entry is a slice that has not ended.
+type entry struct {
+	s     transport.Slice // the host's
+	rule  *Rule           // nil: no fault
+	ghost Kind            // not 0: the host believes it to be over
+	began time.Time
+	stuck bool // its lane kept it, or its result
+	left  bool // it is inside, or was
+	// pending: Move has not returned; it alone may end the entry, as one that was never taken.
+	pending bool
+}
+
+// kind is the fault of the entry; 0: none.
+func (e *entry) kind() Kind {
+	if e.rule == nil {
+		return 0
+	}
+	return e.rule.Kind
+}
+
+var errBusy = errors.New("faulttest: more slices than the lane takes at once")
+
+// MaxInFlight implements transport.Lane. A quarter of the lane inside is for ghosts.
+func (l *lane) MaxInFlight() int { return max(1, l.Lane.MaxInFlight()*3/4) }
+
+// hauntRetry is how long a ghost waits that finds its quarter full.
+const hauntRetry = 200 * time.Microsecond
+
+// Move implements transport.Lane.
+func (l *lane) Move(batch []transport.Slice) error {
+	var plain []transport.Slice
+	type faulty struct {
+		id   uint64
+		kind Kind
+	}
+	var bad []faulty
+	now := time.Now()
+	l.mu.Lock()
+	if l.ended {
+		l.mu.Unlock()
+		return fmt.Errorf("faulttest: move on lane %d: %w", l.ID(), net.ErrClosed)
+	}
+	if l.taken+len(batch) > l.MaxInFlight() {
+		n := l.taken
+		l.mu.Unlock()
+		return fmt.Errorf("faulttest: move on lane %d: %d slices with %d in flight of %d: %w", l.ID(), len(batch), n, l.MaxInFlight(), errBusy)
+	}
+	first := l.next + 1
+	for _, s := range batch {
+		e := &entry{s: s, began: now, pending: true}
+		if !l.stuck {
+			e.rule = l.b.plan.draw(l, s)
+		}
+		l.next++
+		id := l.next
+		l.open[id] = e
+		l.taken++
+		if e.kind() == Stuck {
+			l.stuck = true
+			if after := e.rule.After; after > 0 {
+				l.b.pump.after(after, l.thaw)
+			}
+		}
+		if l.stuck {
+			e.stuck = true
+			l.frozen = append(l.frozen, func() { l.leave(id) })
+		} else if e.leavesNow() {
+			e.left = true
+			plain = append(plain, e.inside(id))
+		}
+		if e.rule != nil {
+			bad = append(bad, faulty{id, e.rule.Kind})
+		}
+	}
+	l.mu.Unlock()
+	err := l.Lane.Move(plain)
+	l.mu.Lock()
+	for id := first; id < first+uint64(len(batch)); id++ {
+		e := l.open[id]
+		switch {
+		case e == nil:
+		case err != nil: // nothing was taken, so nothing of the batch is
+			delete(l.open, id)
+			l.taken--
+		default:
+			e.pending = false
+			if l.ended && !e.left {
+				l.b.pump.after(0, func() { l.endAs(id, transfer.NotLanded, transfer.ReasonLaneLost, net.ErrClosed) })
+			}
+		}
+	}
+	l.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	for _, f := range bad {
+		l.b.plan.count(f.kind)
+		l.suffer(f.id)
+	}
+	return nil
+}
+
+// leavesNow says whether the slice, or a part of it, goes inside at once.
+func (e *entry) leavesNow() bool {
+	switch e.kind() {
+	case 0, DelayResult, DropResult, Partial, Duplicate, DuplicateResult:
+		return true
+	}
+	return false
+}
+
+// inside is what goes to the lane inside.
+func (e *entry) inside(id uint64) transport.Slice {
+	s := e.s
+	s.Cookie = id
+	if e.kind() == Partial && e.ghost == 0 {
+		s.Range.Count /= 2
+	}
+	return s
+}
+
+// suffer does what a fault does once its slice is taken. Host is never called from here: Move runs it.
+func (l *lane) suffer(id uint64) {
+	l.mu.Lock()
+	e := l.open[id]
+	l.mu.Unlock()
+	if e == nil {
+		return // over already
+	}
+	after := l.b.pump.after
+	switch r := e.rule; r.Kind {
+	case Error:
+		after(0, func() { l.endAs(id, transfer.NotLanded, r.Reason, ErrInjected) })
+	case FalseLanded:
+		after(0, func() { l.endAs(id, transfer.Landed, transfer.ReasonNone, nil) })
+	case Delay:
+		after(r.After, func() { l.leave(id) })
+	case Drop:
+		if r.After > 0 {
+			after(r.After, func() { l.endAs(id, transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) })
+		}
+	case LateWrite:
+		g := &ghost{l: l, s: e.s, kind: LateWrite}
+		l.b.plan.ghostBorn()
+		if r.AfterFence {
+			l.b.plan.hold(g)
+		} else {
+			after(r.After, func() { l.haunt(g) })
+		}
+		after(0, func() { l.endAs(id, transfer.NotLanded, r.Reason, ErrInjected) })
+	}
+}
+
+// thaw lets a stuck lane move again.
+func (l *lane) thaw() {
+	l.mu.Lock()
+	frozen := l.frozen
+	l.frozen, l.stuck = nil, false
+	l.mu.Unlock()
+	for _, fn := range frozen {
+		fn()
+	}
+}
+
+// leave hands a slice that was kept to the lane inside. Runs on the pump.
+func (l *lane) leave(id uint64) {
+	l.mu.Lock()
+	e := l.open[id]
+	if e == nil {
+		l.mu.Unlock()
+		return
+	}
+	if e.pending {
+		l.mu.Unlock()
+		l.b.pump.after(hauntRetry, func() { l.leave(id) })
+		return
+	}
+	e.left = true
+	s := e.inside(id)
+	l.mu.Unlock()
+	if err := l.Lane.Move([]transport.Slice{s}); err != nil {
+		l.endAs(id, transfer.NotLanded, transfer.ReasonLaneLost, err)
+	}
+}
+
+// haunt sends a ghost.
+func (l *lane) haunt(g *ghost) {
+	l.mu.Lock()
+	if l.ended {
+		l.mu.Unlock()
+		l.b.plan.ghostUnsent(g.kind)
+		return
+	}
+	if l.ghosts >= max(1, l.Lane.MaxInFlight()-l.MaxInFlight()) {
+		l.mu.Unlock()
+		l.b.pump.after(hauntRetry, func() { l.haunt(g) })
+		return
+	}
+	l.ghosts++
+	l.next++
+	id := l.next
+	l.open[id] = &entry{s: g.s, ghost: g.kind, began: time.Now(), left: true}
+	s := g.s
+	s.Cookie = id
+	l.mu.Unlock()
+	if l.Lane.Move([]transport.Slice{s}) != nil {
+		if l.take(id) != nil {
+			l.b.plan.ghostUnsent(g.kind)
+		}
+	}
+}
+
+// take ends the life of an entry; whoever gets it ends the slice.
+func (l *lane) take(id uint64) *entry {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	e := l.open[id]
+	if e == nil {
+		return nil
+	}
+	delete(l.open, id)
+	if e.ghost == 0 {
+		l.taken--
+	} else {
+		l.ghosts--
+	}
+	return e
+}
+
+// endAs ends a slice, if nothing else has, with a result of our own.
+func (l *lane) endAs(id uint64, o transfer.Outcome, why transfer.Reason, err error) {
+	if e := l.take(id); e != nil {
+		l.tell(e.result(o, why, err))
+	}
+}
+
+// result is one of our own. Err says what was injected, where anything was.
+func (e *entry) result(o transfer.Outcome, why transfer.Reason, err error) transport.Result {
+	if errors.Is(err, ErrInjected) {
+		err = fmt.Errorf("%w: %s of chunks %d+%d", err, e.kind(), e.s.Range.First, e.s.Range.Count)
+	}
+	return transport.Result{Slice: e.s, Outcome: o, Reason: why, Err: err, Took: max(time.Since(e.began), 1)}
+}
+
+func (l *lane) tell(res ...transport.Result) { l.b.host.Done(l, res) }
+
+// done takes results from inside.
+func (l *lane) done(res []transport.Result) {
+	out := make([]transport.Result, 0, len(res)+1)
+	for _, r := range res {
+		id := r.Cookie
+		l.mu.Lock()
+		e := l.open[id]
+		if e == nil {
+			l.mu.Unlock()
+			continue // it was ended without waiting for this
+		}
+		r.Slice = e.s
+		if l.stuck && !l.ended && e.ghost == 0 {
+			e.stuck = true
+			l.frozen = append(l.frozen, func() { l.pass(id, r) })
+			l.mu.Unlock()
+			continue
+		}
+		late := !l.ended && (e.kind() == DelayResult || e.kind() == DropResult) && e.ghost == 0
+		l.mu.Unlock()
+		if late {
+			switch {
+			case e.kind() == DelayResult:
+				l.b.pump.after(e.rule.After, func() { l.pass(id, r) })
+			case e.rule.After > 0:
+				l.b.pump.after(e.rule.After, func() { l.endAs(id, transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) })
+			}
+			continue
+		}
+		if l.take(id) == nil {
+			continue
+		}
+		switch {
+		case e.ghost != 0:
+			l.b.plan.ghostEnded(e.ghost, r.Outcome)
+			continue
+		case e.kind() == DropResult:
+			r = e.result(transfer.InDoubt, transfer.ReasonLaneLost, net.ErrClosed)
+		case e.kind() == Partial && r.Reason != transfer.ReasonLaneLost:
+			r = e.result(transfer.InDoubt, transfer.ReasonTimeout, ErrInjected)
+		case e.kind() == Duplicate && r.Outcome == transfer.Landed:
+			l.b.plan.ghostBorn()
+			l.haunt(&ghost{l: l, s: e.s, kind: Duplicate})
+		case e.kind() == DuplicateResult:
+			out = append(out, r)
+		}
+		out = append(out, r)
+	}
+	if len(out) > 0 {
+		l.tell(out...)
+	}
+}
+
+// pass delivers a result that was kept.
+func (l *lane) pass(id uint64, r transport.Result) {
+	if l.take(id) != nil {
+		l.tell(r)
+	}
+}
+
+// down ends what the lane inside will not end: slices that never went there, and results that were kept. What is still
+// inside ends from there.
+func (l *lane) down() {
+	var out []transport.Result
+	l.mu.Lock()
+	l.ended, l.stuck, l.frozen = true, false, nil
+	for id, e := range l.open {
+		o := transfer.InDoubt // as much as a sender knows of a lane that died
+		switch {
+		case e.pending, e.ghost != 0, e.left && !e.stuck && e.kind() != DropResult && e.kind() != DelayResult:
+			continue
+		case !e.left && e.kind() != Drop:
+			o = transfer.NotLanded
+		}
+		delete(l.open, id)
+		l.taken--
+		out = append(out, e.result(o, transfer.ReasonLaneLost, net.ErrClosed))
+	}
+	l.mu.Unlock()
+	if len(out) > 0 {
+		l.tell(out...)
+	}
+}

@@ -1,0 +1,221 @@
+package faulttest
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// ErrInjected is wrapped by every result that a fault made.
+var ErrInjected = errors.New("faulttest: injected")
+
+// Kind is a fault.
+type Kind uint8
+
+// The faults. After is Rule.After.
+const (
+	Error           Kind = iota + 1 // ends NotLanded at once; nothing leaves
+	Delay                           // leaves After later
+	DelayResult                     // leaves at once; its result comes After later
+	Drop                            // never leaves; ends InDoubt after After, with no After only with its lane
+	DropResult                      // leaves; its result is lost and it ends as with Drop
+	Partial                         // only the first half of its chunks leaves; ends InDoubt
+	Duplicate                       // once it has landed it leaves a second time
+	DuplicateResult                 // its result comes twice
+	FalseLanded                     // ends Landed; nothing leaves
+	LateWrite                       // ends NotLanded at once, and leaves later: see Rule.AfterFence
+	Stuck                           // from here on the lane moves nothing, in either direction, for After; with no After until its end
+	numKinds
+)
+
+var kindNames = [numKinds]string{"none", "error", "delay", "delay result", "drop", "drop result", "partial", "duplicate", "duplicate result",
+	"false landed", "late write", "stuck"}
+
+func (k Kind) String() string {
+	if k < numKinds {
+		return kindNames[k]
+	}
+	return fmt.Sprintf("kind(%d)", uint8(k))
+}
+
+// Kinds are all faults.
+func Kinds() []Kind {
+	var all []Kind
+	for k := Error; k < numKinds; k++ {
+		all = append(all, k)
+	}
+	return all
+}
+
+// Rule says which slices suffer a fault. The first rule that fires decides.
+type Rule struct {
+	Kind Kind
+	// Only restricts the rule; nil: every slice matches.
+	Only func(transport.Lane, transport.Slice) bool
+	// At scripts it: the n-th slices that match, from 1.
+	At []int
+	// Prob draws it from the plan's seed where there is no script; 0 without a script means always.
+	Prob float64
+	// Max bounds how often it fires; 0: no bound.
+	Max int
+	// After is the delay of the kinds that have one.
+	After time.Duration
+	// AfterFence holds a LateWrite until a backend under the same plan has fenced its grant: the blocks are in other hands
+	// by then. Without it a LateWrite leaves After later.
+	AfterFence bool
+	// Reason of an Error; a retry is counted against the transport or not by it.
+	Reason transfer.Reason
+}
+
+// Plan decides and counts. Both ends of a pair may share one, and must for AfterFence. Safe for concurrent use.
+type Plan struct {
+	mu       sync.Mutex
+	rng      *rand.Rand
+	rules    []Rule
+	matched  []int
+	fired    []int
+	injected [numKinds]int
+	ghosts   [numKinds]map[transfer.Outcome]int
+	unsent   [numKinds]int // ghosts whose lane was gone, or full
+	live     int           // ghosts that have not ended, the held ones included
+	held     []*ghost      // until a fence
+}
+
+// maxGhosts bounds the slices that a plan sends on its own account at one time.
+const maxGhosts = 4096
+
+// New returns a plan. The same seed and the same order of slices give the same faults.
+func New(seed uint64, rules ...Rule) *Plan {
+	p := &Plan{rng: rand.New(rand.NewPCG(seed, 0xfa17)), rules: rules, matched: make([]int, len(rules)), fired: make([]int, len(rules))}
+	for i := range p.ghosts {
+		p.ghosts[i] = map[transfer.Outcome]int{}
+	}
+	return p
+}
+
+// draw says which rule a slice suffers; nil: none.
+func (p *Plan) draw(l transport.Lane, s transport.Slice) *Rule {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for i := range p.rules {
+		r := &p.rules[i]
+		if r.Kind == Partial && s.Range.Count < 2 || r.Only != nil && !r.Only(l, s) {
+			continue
+		}
+		p.matched[i]++
+		switch {
+		case r.Max > 0 && p.fired[i] >= r.Max:
+			continue
+		case len(r.At) > 0 && !slices.Contains(r.At, p.matched[i]):
+			continue
+		case len(r.At) == 0 && r.Prob > 0 && p.rng.Float64() >= r.Prob:
+			continue
+		case (r.Kind == LateWrite || r.Kind == Duplicate) && p.live >= maxGhosts:
+			continue
+		}
+		p.fired[i]++
+		return r
+	}
+	return nil
+}
+
+func (p *Plan) count(k Kind) {
+	p.mu.Lock()
+	p.injected[k]++
+	p.mu.Unlock()
+}
+
+// Injected says how many slices suffered a fault.
+func (p *Plan) Injected(k Kind) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.injected[k]
+}
+
+// Ghosts says how many slices that a fault sent on its own account ended so. Those of LateWrite that were refused are writes
+// that came too late.
+func (p *Plan) Ghosts(k Kind, o transfer.Outcome) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.ghosts[k][o]
+}
+
+// Unsent says how many ghosts never left, because their lane was gone or full.
+func (p *Plan) Unsent(k Kind) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.unsent[k]
+}
+
+// Quiet reports whether every ghost has ended.
+func (p *Plan) Quiet() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.live == 0
+}
+
+// ghost is a slice that the host believes to be over.
+type ghost struct {
+	l    *lane
+	s    transport.Slice
+	kind Kind
+}
+
+func (p *Plan) ghostBorn() {
+	p.mu.Lock()
+	p.live++
+	p.mu.Unlock()
+}
+
+func (p *Plan) ghostEnded(k Kind, o transfer.Outcome) {
+	p.mu.Lock()
+	p.live--
+	p.ghosts[k][o]++
+	p.mu.Unlock()
+}
+
+func (p *Plan) ghostUnsent(k Kind) {
+	p.mu.Lock()
+	p.live--
+	p.unsent[k]++
+	p.mu.Unlock()
+}
+
+func (p *Plan) hold(g *ghost) {
+	p.mu.Lock()
+	p.held = append(p.held, g)
+	p.mu.Unlock()
+}
+
+// fenced lets go what was held for a grant of `self` that is fenced now.
+func (p *Plan) fenced(self transfer.Boot, g *transport.Grant) {
+	p.free(func(h *ghost) bool {
+		o := h.s.Origin
+		return o.Peer == self && o.Slot == g.Slot && o.Gen == g.Gen
+	})
+}
+
+// Release lets go everything that waits for a fence.
+func (p *Plan) Release() { p.free(func(*ghost) bool { return true }) }
+
+func (p *Plan) free(which func(*ghost) bool) {
+	var gone []*ghost
+	p.mu.Lock()
+	p.held = slices.DeleteFunc(p.held, func(h *ghost) bool {
+		if which(h) {
+			gone = append(gone, h)
+			return true
+		}
+		return false
+	})
+	p.mu.Unlock()
+	for _, h := range gone {
+		h.l.haunt(h)
+	}
+}
