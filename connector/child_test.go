@@ -33,14 +33,18 @@ func childMain() {
 		fail(err)
 	}
 	w := childWorker{Worker: dialled}
-	if w.lease, err = w.Intent(intent(16*followSteps, 1)); err != nil {
+	table := make([]uint32, childShape.NumBlocks)
+	for i := range table {
+		table[i] = uint32(i)
+	}
+	if w.lease, err = w.Intent(intent(childTokens, table...)); err != nil {
 		fail(err)
 	}
 	fmt.Println("ready")
 	var line string
 	_, _ = fmt.Scanln(&line)
-	if line == "steps" {
-		w.stepEvery(20*time.Millisecond, followSteps)
+	if line == "decode" {
+		w.decode()
 	}
 	if line == "drop" {
 		w.Disconnect()
@@ -51,37 +55,51 @@ func childMain() {
 }
 
 // childShape has as many layers as a usual model.
-var childShape = connectortest.Shape{Layers: 32, NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 64}
+var childShape = connectortest.Shape{Layers: 32, NumBlocks: 1024, TokensPerBlock: 16, TokenBytes: 64}
 
-const followSteps = 100
+const (
+	childTokens  = 16 * 1024 // a token and a step each: minutes of decoding
+	decodePeriod = 20 * time.Millisecond
+)
 
 type childWorker struct {
 	*connectortest.Worker
 	lease uint64
 }
 
-// stepEvery runs steps of one prompt at the pace of an engine: every layer takes its share of the period. "done" follows.
-func (w *childWorker) stepEvery(period time.Duration, steps int) {
+// decode runs a step for one token in every period, and every layer takes its share of it, until a line comes.
+func (w *childWorker) decode() {
 	runtime.LockOSThread()
 	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+	stop := make(chan struct{})
+	go func() {
+		_, _ = fmt.Scanln(new(string))
+		close(stop)
+	}()
 	var at unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &at)
 	next := at.Nano()
-	table := make([]uint32, 0, steps)
-	for s := 1; s <= steps; s++ {
-		table = append(table, uint32(s))
-		if err := w.Step(msg.Step{Step: uint64(s), Reqs: []msg.StepReq{{Lease: w.lease, End: uint32(16 * s), Blocks: [][]uint32{table}}}}); err != nil {
+	for s := 1; s < childTokens; s++ {
+		if err := w.Step(msg.Step{Step: uint64(s), Reqs: []msg.StepReq{{Lease: w.lease, End: uint32(s)}}}); err != nil {
 			fmt.Println("error:", err)
 			return
 		}
+		if s == 1 {
+			fmt.Println("decoding")
+		}
 		for l := range childShape.Layers {
-			next += int64(period) / int64(childShape.Layers)
+			next += int64(decodePeriod) / int64(childShape.Layers)
 			at = unix.NsecToTimespec(next)
 			_ = unix.ClockNanosleep(unix.CLOCK_MONOTONIC, unix.TIMER_ABSTIME, &at, nil)
 			w.SignalLayer(l, uint64(s))
 		}
 		w.SignalStep(uint64(s))
+		select {
+		case <-stop:
+			fmt.Println("stopped")
+			_, _ = fmt.Scanln(new(string))
+			return
+		default:
+		}
 	}
-	fmt.Println("done")
-	_, _ = fmt.Scanln(new(string))
 }

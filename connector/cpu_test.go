@@ -3,92 +3,118 @@ package connector_test
 import (
 	"fmt"
 	"runtime"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// cpu is what this process has used so far.
+// What a sidecar may cost its host while it moves nothing, in cores.
+const (
+	idleShare   = 0.005 // no engine computes
+	decodeShare = 0.03  // two engines decode, and every layer of every step is followed
+)
+
+// cpuWindows is how often a share is measured before it counts as too high: others that use the machine make the same work dearer,
+// never cheaper, so that the least of several measurements is the nearest to the truth.
+const (
+	cpuWindows = 10
+	cpuWindow  = time.Second
+)
+
+// cpu is what this process has used so far, in all its threads.
 func cpu(t testing.TB) time.Duration {
 	t.Helper()
-	var ru unix.Rusage
-	must(t, unix.Getrusage(unix.RUSAGE_SELF, &ru))
-	return time.Duration(ru.Utime.Nano() + ru.Stime.Nano())
+	var ts unix.Timespec
+	must(t, unix.ClockGettime(unix.CLOCK_PROCESS_CPUTIME_ID, &ts))
+	return time.Duration(ts.Nano())
 }
 
-// TestCPU holds the watcher to its promises, with engines in processes of their own: nothing when idle, a few percent of a
-// core while it follows a 32-layer step every 20 ms (2 to 3 on a quiet machine; the bound leaves room for a busy one).
+// holds measures the process until one window stays under the limit, and fails when none does. during is told the length of each
+// window.
+func holds(t *testing.T, what string, limit float64, during func(time.Duration)) {
+	t.Helper()
+	best := 1e9
+	for range cpuWindows {
+		began, used := time.Now(), cpu(t)
+		<-time.After(cpuWindow) // the time is the measurement
+		spent := time.Since(began)
+		share := float64(cpu(t)-used) / float64(spent)
+		t.Logf("%s: %.2f%% of a core", what, 100*share)
+		during(spent)
+		if best = min(best, share); best <= limit {
+			return
+		}
+	}
+	if !raceEnabled {
+		t.Errorf("%s: %.2f%% of a core at best, at most %.2f%%", what, 100*best, 100*limit)
+	}
+}
+
+// counting is a control layer that costs nothing: the measurement is of the connector.
+type counting struct {
+	*recorder
+	layers atomic.Int64 // of which progress was reported
+}
+
+func (c *counting) Progress(_ *connector.Worker, p []connector.Progress) { c.layers.Add(int64(len(p))) }
+
+// TestCPU holds the watcher to its promises, with two engines in processes of their own: nothing when idle, and little while both
+// run a step of 32 layers every 20 ms.
 func TestCPU(t *testing.T) {
 	if testing.Short() {
 		testutil.Skip(t, "long", "measures for seconds; run without -short")
 	}
-	r := start(t, nil)
+	events := &counting{}
+	r := start(t, func(o *connector.Options) {
+		events.recorder = o.Events.(*recorder)
+		o.Events = events
+	})
 	a := startChild(t, r.socket)
 	b := startChild(t, r.socket)
 	r.rec.until(t, "intents", func() bool { return len(r.rec.intents) == 2 })
 
-	began, used := time.Now(), cpu(t)
-	<-time.After(2 * time.Second) // the time is the measurement
-	share := float64(cpu(t)-used) / float64(time.Since(began))
-	t.Logf("idle, two sessions with a lease open each: %.3f%% of a core", 100*share)
-	if limit := 0.005; share > limit && !raceEnabled {
-		t.Errorf("idle: %.2f%% of a core, at most %.2f%%", 100*share, 100*limit)
-	}
+	holds(t, "idle, two sessions with a lease open each", idleShare, func(time.Duration) {
+		if n := events.layers.Load(); n != 0 {
+			t.Fatalf("%d layers moved", n)
+		}
+	})
 
-	began, used = time.Now(), cpu(t)
-	_, err := fmt.Fprintln(a.in, "steps")
-	must(t, err)
-	a.expect(t, "done")
-	share = float64(cpu(t)-used) / float64(time.Since(began))
-	r.rec.mu.Lock()
-	n := len(r.rec.progress)
-	r.rec.mu.Unlock()
-	t.Logf("following %d steps of 32 layers, one every 20 ms: %.2f%% of a core, %d progress reports of %d layers", followSteps, 100*share, n, 32*followSteps)
-	if limit := 0.05; share > limit && !raceEnabled {
-		t.Errorf("following: %.2f%% of a core, at most %.2f%%", 100*share, 100*limit)
+	for _, child := range []*child{a, b} {
+		_, err := fmt.Fprintln(child.in, "decode")
+		must(t, err)
+		child.expect(t, "decoding")
 	}
-	r.rec.until(t, "every layer of the last step", func() bool { return len(r.rec.progress) > 0 && finals(r.rec) == 32 })
-	if n < 32*followSteps*8/10 {
-		t.Errorf("%d progress reports of %d layers: the watcher is too slow to follow", n, 32*followSteps)
-	}
+	before := events.layers.Load()
+	holds(t, "two engines that decode", decodeShare, func(spent time.Duration) {
+		// A watcher that does not look is cheap, too.
+		seen, want := events.layers.Load()-before, int64(2*childShape.Layers)*int64(spent/decodePeriod)
+		before += seen
+		if seen < want*8/10 && !raceEnabled {
+			t.Errorf("%d layers reported of %d: the watcher is too slow to follow", seen, want)
+		}
+	})
 
 	// A watcher that sleeps must not hold up the garbage collector.
-	stop := make(chan struct{})
-	slowest := make(chan time.Duration)
-	go func() {
-		var worst time.Duration
-		for {
-			select {
-			case <-stop:
-				slowest <- worst
-				return
-			case <-time.After(200 * time.Millisecond):
-				at := time.Now()
-				runtime.GC()
-				worst = max(worst, time.Since(at))
-			}
-		}
-	}()
-	_, err = fmt.Fprintln(b.in, "steps")
-	must(t, err)
-	b.expect(t, "done")
-	close(stop)
-	if gc := <-slowest; gc > 50*time.Millisecond && !raceEnabled {
-		t.Errorf("a garbage collection took %s", gc)
-	} else {
-		t.Logf("slowest garbage collection: %s", gc)
+	var slowest time.Duration
+	for range 10 {
+		<-time.After(50 * time.Millisecond)
+		at := time.Now()
+		runtime.GC()
+		slowest = max(slowest, time.Since(at))
 	}
-}
+	t.Logf("slowest garbage collection: %s", slowest)
+	if slowest > 50*time.Millisecond && !raceEnabled {
+		t.Errorf("a garbage collection took %s", slowest)
+	}
 
-func finals(rec *recorder) int {
-	n := 0
-	for _, p := range rec.progress {
-		if p.Final {
-			n++
-		}
+	for _, child := range []*child{a, b} {
+		_, err := fmt.Fprintln(child.in, "stop")
+		must(t, err)
+		child.expect(t, "stopped")
 	}
-	return n
 }

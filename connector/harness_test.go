@@ -274,3 +274,14 @@ func asJSON(v any) string {
 	b, _ := json.Marshal(v)
 	return string(b)
 }
+
+// finals counts the layers that are complete; under the recorder's lock.
+func finals(rec *recorder) int {
+	n := 0
+	for _, p := range rec.progress {
+		if p.Final {
+			n++
+		}
+	}
+	return n
+}
