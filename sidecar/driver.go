@@ -486,15 +486,26 @@ func (h host) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (
 func (h host) LaneUp(l transport.Lane) {
 	n := h.n
 	i, caps := n.backendOf(l.Backend())
+	e := &laneEntry{lane: l, backend: i, down: make(chan struct{})}
 	n.d.bindMu.Lock()
-	n.d.lanes[l.ID()] = &laneEntry{lane: l, backend: i, down: make(chan struct{})}
+	n.d.lanes[l.ID()] = e
 	n.d.bindMu.Unlock()
 	n.metrics.LaneUp(l.Backend(), l.Local())
 	n.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "remote", l.Remote())
+	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
+		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight()}
+	for _, r := range n.rails[l.Backend()] {
+		if r.Name == l.Local() {
+			in.Gbps, in.Tier = r.Gbps, r.Tier
+		}
+	}
 	now := n.enter()
-	n.d.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), SliceBytes: caps.SliceBytes,
-		MaxInFlight: l.MaxInFlight()})
+	err := n.d.ex.LaneUp(now, in)
 	n.leave()
+	if err != nil {
+		n.log.Warn("lane refused", "lane", l.ID(), "err", err)
+		n.closeLane(e)
+	}
 }
 
 func (h host) LaneDown(l transport.Lane, err error) {

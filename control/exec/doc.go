@@ -1,6 +1,6 @@
 // Package exec is the executor: it decides, for every transfer of one process, what happens next. It matches intents with
-// grants, releases chunks as layers become complete, hands slices to lanes, retries, substitutes transports, commits, fences,
-// expires and completes.
+// grants, releases chunks as layers become complete, commits, fences, expires and completes. Which lane takes what, and what
+// becomes of slices that fail, is decided by package spray.
 //
 // It is sans-IO. Events come in as method calls with `now`, what follows from them comes out of Drain as actions, in the
 // order in which they must be performed. It has no goroutine, no clock, no I/O and no lock: its driver (package sidecar)
@@ -20,6 +20,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -49,16 +50,15 @@ type Config struct {
 	Endpoint   string        // that peers dial; an engine that names it means ourselves
 	Planner    Planner
 	Transports []string // preferred first; others come last
+	Policy     spray.Policy
 
 	// Zero values take the defaults below.
 	Deadline      time.Duration // of a lease that names none, and the longest
 	Partner       time.Duration // for a partner to come
 	Grace         time.Duration // between tries of a fence that failed
-	SliceTimeout  time.Duration // a lane that ends nothing for so long is passed over
-	MaxAttempts   int           // of one range
+	MaxAttempts   int           // failures of one chunk
 	MaxRegrants   int           // of one destination lease
 	MaxSlices     int           // in flight, over all lanes of one peer
-	WindowSlices  int           // in flight on one lane, in slices of the size that suits it
 	MaxSlots      int           // grants open towards one peer
 	MaxPending    int           // grants and questions of one peer that wait for an intent
 	Integrity     uint32        // told to the source: Grant.integrity
@@ -73,11 +73,9 @@ const (
 	DefaultDeadline      = 30 * time.Second
 	DefaultPartner       = 10 * time.Second
 	DefaultGrace         = 5 * time.Second
-	DefaultSliceTimeout  = 500 * time.Millisecond
 	DefaultMaxAttempts   = 8
 	DefaultMaxRegrants   = 16
 	DefaultMaxSlices     = 256
-	DefaultWindowSlices  = 16
 	DefaultMaxPending    = 4096
 	DefaultTombstoneHush = 2 * time.Second
 	MaxDeadline          = 10 * time.Minute
@@ -99,13 +97,11 @@ func (c Config) withDefaults() Config {
 	dur(&c.Deadline, DefaultDeadline)
 	dur(&c.Partner, DefaultPartner)
 	dur(&c.Grace, DefaultGrace)
-	dur(&c.SliceTimeout, DefaultSliceTimeout)
 	dur(&c.TombstoneAge, lease.TombstoneAge)
 	dur(&c.TombstoneHush, DefaultTombstoneHush)
 	num(&c.MaxAttempts, DefaultMaxAttempts)
 	num(&c.MaxRegrants, DefaultMaxRegrants)
 	num(&c.MaxSlices, DefaultMaxSlices)
-	num(&c.WindowSlices, DefaultWindowSlices)
 	num(&c.MaxSlots, lease.MaxSlotsPerPeer)
 	num(&c.MaxPending, DefaultMaxPending)
 	num(&c.MaxDest, lease.MaxDest)
@@ -228,6 +224,10 @@ type LaneInfo struct {
 	ID          uint64
 	Peer        transfer.Boot
 	Backend     string
+	Local       string // rails
+	Remote      string
+	Tier        int     // 1 to 3; 0: unknown
+	Gbps        float64 // what the link claims; 0: unknown
 	SliceBytes  int
 	MaxInFlight int // slices
 }

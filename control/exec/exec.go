@@ -7,6 +7,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -45,12 +46,11 @@ type Exec struct {
 	pending   map[transfer.Key][]*pending // grants and questions that wait for an intent
 	asked     map[uint64]*await           // our own questions
 
-	flights  []flight
-	free     []uint32
-	live     int // flights in use
-	scan     *timer
-	touched  []*peer // peers with new work, until assign
-	draining bool
+	spray      *spray.Scheduler
+	scan       *timer  // of what is in flight
+	touched    []*peer // peers with new work, until assign
+	touchRails func(*spray.Peer)
+	draining   bool
 }
 
 type worker struct {
@@ -73,13 +73,12 @@ type endpoint struct {
 
 // peer is one boot of another sidecar, or of ourselves.
 type peer struct {
-	boot     transfer.Boot
-	up       bool
-	lanes    []*lane
-	sends    []*Sending // by priority, then age
-	inflight int
-	pending  int
-	dirty    bool
+	boot    transfer.Boot
+	up      bool
+	lanes   []*lane
+	rails   *spray.Peer
+	pending int
+	dirty   bool
 }
 
 // await is a question of one of our engines.
@@ -116,7 +115,9 @@ func New(cfg Config) *Exec {
 		endpoints: map[string]*endpoint{}, peers: map[transfer.Boot]*peer{}, lanes: map[uint64]*lane{},
 		pending: map[transfer.Key][]*pending{}, asked: map[uint64]*await{},
 	}
+	e.spray = spray.New(spray.Config{Policy: cfg.Policy, MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})
 	e.scan = newTimer(e.scanFlights)
+	e.touchRails = func(p *spray.Peer) { e.touch(p.Owner.(*peer)) }
 	if cfg.Endpoint != "" {
 		e.PeerUp(0, cfg.Endpoint, cfg.Boot)
 	}
@@ -348,6 +349,7 @@ func (e *Exec) peer(boot transfer.Boot) *peer {
 	p := e.peers[boot]
 	if p == nil {
 		p = &peer{boot: boot}
+		p.rails = e.spray.Peer(boot, p)
 		e.peers[boot] = p
 	}
 	return p
@@ -389,6 +391,7 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, proved bool) {
 		return
 	}
 	delete(e.peers, boot)
+	e.spray.Forget(p.rails)
 	for _, ep := range e.endpoints {
 		if ep.peer == p {
 			ep.peer = nil

@@ -450,9 +450,9 @@ func randomSchedule(t *testing.T, seed uint64) {
 		if dests, sources := n.ex.Open(); dests+sources != 0 {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
-		if len(n.ex.bound)+len(n.ex.sending)+len(n.ex.pending)+len(n.ex.byKey)+len(n.ex.byXfer) != 0 || n.ex.live != 0 && faults == 0 {
+		if len(n.ex.bound)+len(n.ex.sending)+len(n.ex.pending)+len(n.ex.byKey)+len(n.ex.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
 			s.fatalf("seed %d: %s keeps %d bound, %d sendings, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.bound), len(n.ex.sending),
-				len(n.ex.pending), len(n.ex.byKey), n.ex.live)
+				len(n.ex.pending), len(n.ex.byKey), n.ex.spray.Flights())
 		}
 	}
 	if faults == 0 && good == 0 {

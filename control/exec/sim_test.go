@@ -204,6 +204,7 @@ type simLane struct {
 	id       uint64
 	from, to *simNode
 	backend  string
+	rail     string
 	dead     bool
 	hung     bool
 	held     []transport.Slice
@@ -374,24 +375,29 @@ func (s *sim) join(a, b *simNode) {
 	s.after(s.delay(time.Millisecond), func() {
 		b.event(func() { b.ex.PeerUp(s.now, a.addr, a.boot) })
 	})
-	for _, backend := range []string{"shm", "tcp", "tcp"} {
-		s.lane(a, b, backend)
+	for i, backend := range []string{"shm", "tcp", "tcp"} {
+		rail := fmt.Sprint(backend, i)
+		s.lane(a, b, backend, rail)
 		if a != b {
-			s.lane(b, a, backend)
+			s.lane(b, a, backend, rail)
 		}
 	}
 }
 
-func (s *sim) lane(from, to *simNode, backend string) {
+func (s *sim) lane(from, to *simNode, backend, rail string) {
 	s.lanes++
-	l := &simLane{id: s.lanes, from: from, to: to, backend: backend}
+	l := &simLane{id: s.lanes, from: from, to: to, backend: backend, rail: rail}
 	s.after(s.delay(3*time.Millisecond), func() {
 		if from.dead || to.dead {
 			return
 		}
 		from.lanes[l.id] = l
 		from.event(func() {
-			from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4})
+			err := from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, Local: rail, Remote: rail,
+				SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4})
+			if err != nil {
+				s.fatalf("%v", err)
+			}
 		})
 		if s.chance(s.faults) {
 			s.after(s.delay(time.Second), func() { l.hung = true })
@@ -420,7 +426,7 @@ func (l *simLane) die() {
 		}
 		l.end(sl, out, transfer.ReasonLaneLost)
 	}
-	s.lane(l.from, l.to, l.backend)
+	s.lane(l.from, l.to, l.backend, l.rail)
 }
 
 func (l *simLane) end(sl transport.Slice, out transfer.Outcome, why transfer.Reason) {

@@ -8,6 +8,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -45,7 +46,6 @@ type sendingState struct {
 	src       *source
 	peer      *peer
 	grant     lease.GrantID
-	prio      uint32
 	state     sendState
 	version   uint32 // of the source's blocks that the origin has
 	live      bool   // bound: an origin exists
@@ -53,11 +53,9 @@ type sendingState struct {
 	committed bool
 	answer    bool // the receiver revoked: it is told when the origin is closed
 
-	ready   *transfer.RangeSet // may be sent and is given to no lane
-	readyTo []uint32           // per layer: one past the last chunk released
-	retries []retry
-	fails   [maxRanks]uint8 // per transport rank: slices that it failed for reasons of its own
-	stopped bool            // the receiver refuses, or the source is disowned: wait for the word that says why
+	flow    *spray.Flow
+	readyTo []uint32 // per layer: one past the last chunk released
+	stopped bool     // the receiver refuses, or the source is disowned: wait for the word that says why
 	opened  Instant
 	early   uint64 // bytes landed before the last flag
 	moved   [maxRanks]uint64
@@ -69,14 +67,6 @@ const (
 	sendOpen sendState = iota
 	sendEnded
 )
-
-// retry is a range that goes out again.
-type retry struct {
-	r       transfer.Range
-	attempt uint32
-	strikes uint8
-	avoid   uint64 // lane that had it last
-}
 
 // Intent opens a source lease.
 func (e *Exec) Intent(now Instant, w *connector.Worker, in connector.Intent) {
@@ -233,7 +223,7 @@ func (e *Exec) release(snd *Sending, l int) {
 	snd.version = s.version
 	r := snd.Plan.Ready(l, s.layers[l].tokens, s.layers[l].final)
 	if from := max(snd.readyTo[l], r.First); from < r.End() {
-		snd.ready.Add(transfer.Range{First: from, Count: r.End() - from})
+		snd.flow.Ready(transfer.Range{First: from, Count: r.End() - from})
 		snd.readyTo[l] = r.End()
 		e.touch(snd.peer)
 	}
@@ -272,7 +262,8 @@ func (e *Exec) endSending(now Instant, snd *Sending) {
 	}
 	snd.state = sendEnded
 	snd.src.sends = remove(snd.src.sends, snd)
-	snd.peer.sends = remove(snd.peer.sends, snd)
+	snd.flow.Close()
+	e.touch(snd.peer)
 	if e.sending[snd.grant] == snd {
 		delete(e.sending, snd.grant)
 	}
@@ -655,13 +646,15 @@ func (e *Exec) bindGrant(now Instant, p *peer, k transfer.Key, g lease.GrantID, 
 	}
 	snd := &Sending{Worker: w, Dest: g.Dest, Key: k, Prompt: m.Tokens, Skip: m.Skip, Tokens: m.TokensByTransport, Plan: plan}
 	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = p.boot, transfer.Slot(m.Slot), transfer.Gen(m.Gen)
-	snd.src, snd.peer, snd.grant, snd.prio, snd.opened = s, p, g, m.Priority, now
-	snd.ready = transfer.NewRangeSet(plan.Space().NumChunks())
+	snd.src, snd.peer, snd.grant, snd.opened = s, p, g, now
+	var deadline Instant
+	if m.DeadlineMs > 0 {
+		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)
+	}
+	snd.flow = e.spray.Open(p.rails, spray.Priority(min(m.Priority, uint32(spray.Background))), deadline, plan.Space(), snd)
 	snd.readyTo = make([]uint32, len(s.layers))
 	e.bound[g], e.sending[g] = s, snd
 	s.sends = append(s.sends, snd)
-	i, _ := slices.BinarySearchFunc(p.sends, snd.prio+1, func(o *Sending, v uint32) int { return int(int64(o.prio) - int64(v)) })
-	p.sends = slices.Insert(p.sends, i, snd)
 	// The bytes leave first: this word is needed only once they are there.
 	e.late = append(e.late, Action{Kind: Send, Peer: p.boot, Frame: replyFrame(g.Dest, peerv1.GrantReply_BOUND, "", &s.ID, nil)})
 	for l := range s.layers {

@@ -1,6 +1,10 @@
 package exec
 
-import "time"
+import (
+	"time"
+
+	"github.com/kvspray/kvspray/control/spray"
+)
 
 // maxView bounds how many leases a View shows.
 const maxView = 256
@@ -12,6 +16,7 @@ type View struct {
 	Open    [2]int       `json:"open"` // all of them: destinations, sources
 	Pending int          `json:"waiting_for_intent"`
 	Flights int          `json:"slices_in_flight"`
+	Rails   spray.View   `json:"rails"`
 }
 
 // DestView is one destination lease.
@@ -41,7 +46,7 @@ type SourceView struct {
 
 // View describes the open leases, some of them where there are very many.
 func (e *Exec) View(now Instant) View {
-	v := View{Open: [2]int{len(e.dests), e.nsource}, Flights: e.live}
+	v := View{Open: [2]int{len(e.dests), e.nsource}, Flights: e.spray.Flights(), Rails: e.spray.View(now)}
 	for _, l := range e.pending {
 		v.Pending += len(l)
 	}

@@ -228,5 +228,6 @@ type Ended struct {
 	Range     transfer.Range
 	Bytes     uint64
 	Rank      int
-	Exhausted bool // a chunk has failed too often: the flow cannot succeed
+	Fresh     uint32 // chunks that had not landed before: what a second copy brings counts once
+	Exhausted bool   // a chunk has failed too often: the flow cannot succeed
 }

@@ -150,16 +150,20 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 	f.requeue()
 }
 
-// land takes the receiver's word for r. A copy that waits is not sent.
-func (f *Flow) land(r transfer.Range) {
+// land takes the receiver's word for r and returns how many of its chunks are new. A copy that waits is not sent.
+func (f *Flow) land(r transfer.Range) (fresh uint32) {
 	run := f.chunks[r.First:r.End()]
 	for i := range run {
-		run[i].landed = true
+		if !run[i].landed {
+			run[i].landed = true
+			fresh++
+		}
 	}
 	if f.again.Count() > 0 {
 		f.peer.backlog -= int(f.again.Remove(r))
 		f.requeue()
 	}
+	return fresh
 }
 
 // strike charges a failure to the chunks of r and reports whether one of them, of which no copy is left, has had too many.

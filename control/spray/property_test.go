@@ -162,9 +162,9 @@ func declared(s *Scheduler, sl Slice) error {
 
 // TestRandomOrders does anything in any order: lanes come and go, slices end every way or not at all, flows stop.
 func TestRandomOrders(t *testing.T) {
-	runs := uint64(300)
+	runs := uint64(100)
 	if testing.Short() {
-		runs = 60
+		runs = 20
 	}
 	for seed := range runs {
 		randomOrder(t, seed)

@@ -86,6 +86,15 @@ func (s *Scheduler) Busy() bool { return s.live > 0 }
 // Flights counts slices in flight.
 func (s *Scheduler) Flights() int { return s.live }
 
+// Unconfirmed calls yield for each slice of f in flight whose chunks have not landed otherwise, hedges left out.
+func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64)) {
+	for i := range s.flights {
+		if fl := &s.flights[i]; fl.live && fl.flow == f && !fl.probe && !fl.hedge && !f.chunks[fl.r.First].landed {
+			yield(fl.lane.pair.rank, fl.bytes)
+		}
+	}
+}
+
 // TickEvery is how often Tick looks at what is in flight.
 const TickEvery = tickEvery
 
@@ -252,7 +261,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 	s.judge(now, fl, v)
 	if fl.probe {
 		if v == Confirmed && !f.stopped {
-			f.land(fl.r)
+			out.Fresh = f.land(fl.r)
 		}
 	} else {
 		run := f.chunks[fl.r.First:fl.r.End()]
@@ -262,7 +271,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 		switch {
 		case f.stopped:
 		case v == Confirmed:
-			f.land(fl.r)
+			out.Fresh = f.land(fl.r)
 		default:
 			if v == Refused && f.bad[q.rank] < badFlow {
 				f.bad[q.rank]++

@@ -11,7 +11,7 @@ const maxView = 1024
 
 // PairView is one pair of rails, for people and metrics.
 type PairView struct {
-	Peer      transfer.Boot `json:"-"`
+	Peer      string        `json:"peer"`
 	Path      Path          `json:"path"`
 	Rank      int           `json:"rank"`
 	Tier      int           `json:"tier"`
@@ -63,7 +63,7 @@ func (s *Scheduler) View(now Instant) View {
 }
 
 func (q *pair) view(now Instant) PairView {
-	v := PairView{Peer: q.peer.boot, Path: q.path, Rank: q.rank, Tier: q.tier, State: q.state.String(), Lanes: len(q.lanes),
+	v := PairView{Peer: q.peer.boot.String(), Path: q.path, Rank: q.rank, Tier: q.tier, State: q.state.String(), Lanes: len(q.lanes),
 		InFlight: q.inflight, Window: q.window, Slice: q.piece, Rate: q.bw * 1e9, Neutral: q.neutral * 1e9, Delay: q.least(),
 		Fixed: Instant(q.b0), Factor: q.b1, Score: Instant(q.score(transfer.ChunkBytes)), Error: q.err, Samples: q.samples,
 		Counters: q.count, LastMoved: now - q.moved}

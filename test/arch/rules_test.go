@@ -76,7 +76,7 @@ var rules = []rule{
 	{dir: "control/spray", why: "who pulls what, as plain state; of transfers it takes spaces and sets of chunks", pure: true,
 		own: []string{"transfer"}},
 	{dir: "control/exec", why: "the life of transfers: events and now in, actions out; of connector, transport and the peer's messages it takes the types only", pure: true,
-		own: []string{"api/peer/v1", "connector", "control/lease", "internal/mem", "layout", "parseblock", "transfer", "transport"}},
+		own: []string{"api/peer/v1", "connector", "control/lease", "control/spray", "internal/mem", "layout", "parseblock", "transfer", "transport"}},
 	{dir: "control/peer", why: "the conversation with other sidecars; no transport: lanes are opened by the sidecar",
 		own: []string{"api/peer/v1", "control/peer/keys", "internal/metrics", "internal/wire", "transfer"},
 		ext: []string{extGRPC, extProto, extBack, extGoss, extSync, extSys}},
