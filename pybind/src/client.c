@@ -599,6 +599,14 @@ static int present(kvs_client *c, struct lease *l, int64_t now)
 	return rc;
 }
 
+/* Whether a record of so many body bytes leaves a quarter of the ring to what the engine says meanwhile. Without that room its next
+ * step would find the ring full, the session would be replaced, and all leases would be presented once more, and so on. */
+static bool leaves_room(const kvs_client *c, uint64_t bytes)
+{
+	uint64_t used = c->sub.head - __atomic_load_n(&c->sub.ring->tail, __ATOMIC_ACQUIRE);
+	return !used || used + sizeof(struct kvs_record) + bytes <= c->sub.bytes / 4 * 3;
+}
+
 static void replay(kvs_client *c, int64_t now)
 {
 	if (!c->replaying || !usable_locked(c))
@@ -606,6 +614,8 @@ static void replay(kvs_client *c, int64_t now)
 	for (struct lease *l = c->open.first; l; l = l->next) {
 		if (l->type != KVS_REC_INTENT || l->done || l->cancelled || l->session == c->serial)
 			continue;
+		if (!leaves_room(c, l->snap_bytes))
+			return;
 		int rc = present(c, l, now);
 		if (rc == KVS_E_FULL)
 			return;
