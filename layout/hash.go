@@ -15,6 +15,9 @@ const (
 	geometryDomain    = "kvspray-geometry-v1"
 )
 
+// placementParams say where pages are and not what they are: geometry leaves them out.
+var placementParams = map[string]bool{"v_offset": true, "row_stride": true, "head_stride": true, "tile_stride": true}
+
 // Fingerprint is equal on two sides where the bytes of equal tokens mean the same: it covers the identity and the dtype.
 func (l *Layout) Fingerprint() [32]byte {
 	h := hasher{sha256.New()}
@@ -91,6 +94,13 @@ func Diff(a, b *Layout) []string {
 		d.out = append(d.out, fmt.Sprintf("and %d more", d.more))
 	}
 	return d.out
+}
+
+// DiffGeometry names each field in which the geometry of a and b differ, with both values.
+func DiffGeometry(a, b *Layout) []string {
+	x, y := *a, *b
+	x.DType, y.DType, x.Identity, y.Identity = "", "", nil, nil
+	return Diff(&x, &y)
 }
 
 type differ struct {

@@ -48,111 +48,6 @@ type Layer struct {
 	PageBytes   uint64 // bytes that one block holds of this layer, all planes together
 }
 
-// Role says what a plane holds.
-type Role uint8
-
-// The roles.
-const (
-	RoleK Role = iota + 1
-	RoleV
-	RoleKV     // K and V packed in each unit
-	RoleLatent // MLA
-	RolePage   // opaque: only whole pages mean anything
-)
-
-func (r Role) String() string {
-	switch r {
-	case RoleK:
-		return "k"
-	case RoleV:
-		return "v"
-	case RoleKV:
-		return "kv"
-	case RoleLatent:
-		return "latent"
-	case RolePage:
-		return "page"
-	}
-	return fmt.Sprintf("role(%d)", uint8(r))
-}
-
-// Unit is the granule in which a plane is laid out.
-type Unit uint8
-
-// The units.
-const (
-	UnitToken Unit = iota + 1 // tokens one after another, UnitBytes each
-	UnitHead                  // heads one after another, UnitBytes each; inside, tokens one after another
-	UnitBlock                 // one opaque piece of UnitBytes; only whole blocks can be addressed
-)
-
-func (u Unit) String() string {
-	switch u {
-	case UnitToken:
-		return "token"
-	case UnitHead:
-		return "head"
-	case UnitBlock:
-		return "block"
-	}
-	return fmt.Sprintf("unit(%d)", uint8(u))
-}
-
-// Plane is one contiguous part of a page. A page's content, in the transfer space, is its planes in order.
-type Plane struct {
-	Role      Role
-	Offset    uint64 // bytes from Base + block*BlockStride; may lie past the stride (K/V-first layouts)
-	Unit      Unit
-	UnitBytes uint64
-	Units     uint32 // tokens per block, heads, or 1
-}
-
-// Bytes is the length of the plane in one block.
-func (p Plane) Bytes() uint64 { return p.UnitBytes * uint64(p.Units) }
-
-// PlaneFunc appends the planes of a layer to dst; the strategy of the group knows them.
-type PlaneFunc func(dst []Plane, g *Group, l *Layer) ([]Plane, error)
-
-// TokenRange is tokens [Start, End) of a sequence.
-type TokenRange struct {
-	Start, End uint32
-}
-
-// Run is Count pieces of Len bytes, SrcStride apart on one side and DstStride on the other. Offsets are from the start of the
-// layer's region.
-type Run struct {
-	SrcOff, DstOff       uint64
-	SrcStride, DstStride uint64 // modulo 2^64: a run may step backwards; meaningless where Count is 1
-	Count                uint32
-	Len                  uint64
-}
-
-// Bytes is what the run moves.
-func (r Run) Bytes() uint64 { return uint64(r.Count) * r.Len }
-
-// IpcBlock is one contiguous piece of a run.
-type IpcBlock struct {
-	SrcOff, DstOff, Len uint64
-}
-
-// At returns piece i of the run.
-func (r Run) At(i uint32) IpcBlock {
-	return IpcBlock{SrcOff: r.SrcOff + uint64(i)*r.SrcStride, DstOff: r.DstOff + uint64(i)*r.DstStride, Len: r.Len}
-}
-
-// Explode yields the pieces of runs one by one, so that they never exist at once.
-func Explode(runs []Run) func(yield func(IpcBlock) bool) {
-	return func(yield func(IpcBlock) bool) {
-		for _, r := range runs {
-			for i := range r.Count {
-				if !yield(r.At(i)) {
-					return
-				}
-			}
-		}
-	}
-}
-
 // Piece is a contiguous part of one side's memory.
 type Piece struct {
 	Region   RegionIndex
@@ -198,15 +93,6 @@ func (l *Layout) LayerAt(flat int) (group, layer int, ok bool) {
 	return 0, 0, false
 }
 
-// progression is the bytes of one plane over all blocks: count pieces of size bytes, stride apart.
-type progression struct {
-	start, stride, count, size uint64
-	region                     int
-	group, layer, plane        int
-}
-
-func (p progression) end() uint64 { return p.start + (p.count-1)*p.stride + p.size }
-
 // Validate checks every bound of the layout against the sizes of the registered regions. planes is the registry's.
 func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 	if err := l.checkShape(len(regionBytes)); err != nil {
@@ -223,17 +109,18 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 				return fmt.Errorf("%s (%q): %w", field, ly.Name, err)
 			}
 			if len(ps) == 0 || len(ps) > MaxPlanes {
-				return refuse(field+".planes", len(ps), "a layer has 1 to 8 planes", "mend strategy "+g.Strategy)
+				return refuse(field+".planes", len(ps), fmt.Sprintf("a layer has 1 to %d planes", MaxPlanes), "mend strategy "+g.Strategy)
 			}
 			var sum uint64
-			for pi, p := range ps {
-				pr, err := place(field, g, ly, p, regionBytes[ly.Region])
-				if err != nil {
+			for pi := range ps {
+				n := len(all)
+				if all, err = place(all, field, g, ly, &ps[pi], regionBytes[ly.Region]); err != nil {
 					return err
 				}
-				pr.group, pr.layer, pr.plane = gi, li, pi
-				sum += pr.size // each at most a region's size, at most 8 of them, checked against PageBytes below
-				all = append(all, pr)
+				for i := range all[n:] {
+					all[n+i].group, all[n+i].layer = gi, li
+				}
+				sum += ps[pi].Bytes() // each at most a region's size, at most MaxPlanes of them
 			}
 			if sum != ly.PageBytes {
 				return refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("the planes of strategy %q hold %d bytes", g.Strategy, sum),
@@ -295,34 +182,6 @@ func (l *Layout) checkShape(regions int) error {
 	return nil
 }
 
-func place(field string, g *Group, ly *Layer, p Plane, regionBytes uint64) (progression, error) {
-	hi, size := bits.Mul64(p.UnitBytes, uint64(p.Units))
-	if hi != 0 || size == 0 {
-		return progression{}, refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("a plane of %d units of %d bytes", p.Units, p.UnitBytes),
-			"register the page bytes and params that the engine uses")
-	}
-	pr := progression{stride: ly.BlockStride, count: uint64(g.NumBlocks), size: size, region: ly.Region}
-	if pr.count > 1 && size > ly.BlockStride {
-		return progression{}, refuse(field+".block_stride", ly.BlockStride, fmt.Sprintf("blocks of %d bytes would overlap", size),
-			"register the distance from one block to the next")
-	}
-	end, ok := addAll(ly.Base, p.Offset, size)
-	pr.start = ly.Base + p.Offset
-	hi, span := bits.Mul64(pr.count-1, ly.BlockStride)
-	if ok && hi == 0 {
-		end, ok = addAll(end, span)
-	}
-	if !ok || hi != 0 {
-		return progression{}, refuse(field+".base", ly.Base, "its offsets overflow 64 bits", "register offsets from the start of the region")
-	}
-	if end > regionBytes {
-		return progression{}, refuse(field+".base", ly.Base,
-			fmt.Sprintf("plane %s ends at byte %d of a region of %d", p.Role, end, regionBytes),
-			"check base, block_stride, page_bytes and num_blocks against the region")
-	}
-	return pr, nil
-}
-
 func addAll(v uint64, more ...uint64) (uint64, bool) {
 	for _, m := range more {
 		s, carry := bits.Add64(v, m, 0)
@@ -333,6 +192,3 @@ func addAll(v uint64, more ...uint64) (uint64, bool) {
 	}
 	return v, true
 }
-
-// Hash names: what geometry leaves out because it says where pages are and not what they are.
-var placementParams = map[string]bool{"v_offset": true}

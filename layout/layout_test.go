@@ -14,9 +14,13 @@ import (
 	"pgregory.net/rapid"
 )
 
+func opaque(n uint64) Plane {
+	return Plane{Role: RolePage, Unit: UnitBlock, CellBytes: n, Rows: 1, Heads: 1, Cols: 1, AllHeads: 1}
+}
+
 // onePlane stands for a strategy with one opaque plane; parseblock tests the real ones.
 func onePlane(dst []Plane, _ *Group, l *Layer) ([]Plane, error) {
-	return append(dst, Plane{Role: RolePage, Unit: UnitBlock, UnitBytes: l.PageBytes, Units: 1}), nil
+	return append(dst, opaque(l.PageBytes)), nil
 }
 
 func sample() *Layout {
@@ -107,7 +111,7 @@ func TestValidate(t *testing.T) {
 	}
 	l := sample()
 	wrong := func(dst []Plane, _ *Group, l *Layer) ([]Plane, error) {
-		return append(dst, Plane{Unit: UnitBlock, UnitBytes: l.PageBytes - 1, Units: 1}), nil
+		return append(dst, opaque(l.PageBytes-1)), nil
 	}
 	if err := l.Validate([]uint64{2000}, wrong); err == nil || !strings.Contains(err.Error(), "hold 99 bytes") {
 		t.Fatal(err)

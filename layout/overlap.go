@@ -6,21 +6,81 @@ import (
 	"slices"
 )
 
+// Bounds of the work that a layout may cause when it is checked.
+const (
+	maxScattered = 1 << 16 // progressions of one layout
+	maxCompared  = 1 << 24 // pairs of them
+)
+
+// progression is count pieces of size bytes, stride apart: bytes of one plane over all blocks.
+type progression struct {
+	start, stride, count, size uint64
+	region, group, layer       int
+	base, block                uint64 // of the layer
+	inSlot                     bool   // block b's part lies in [base+b*block, base+(b+1)*block)
+}
+
+func (p *progression) end() uint64 { return p.start + (p.count-1)*p.stride + p.size }
+
 // checkOverlap refuses two layers that share a byte. Layers of different groups may lie on the very same pages: hybrid models
 // draw the block tables of all groups from one pool, so that a block id belongs to one group at a time.
 func (l *Layout) checkOverlap(all []progression) error {
 	slices.SortFunc(all, func(a, b progression) int {
 		return cmp.Or(cmp.Compare(a.region, b.region), cmp.Compare(a.start, b.start))
 	})
-	for i, a := range all {
-		for _, b := range all[i+1:] {
-			if b.region != a.region || b.start >= a.end() {
+	for first := 0; first < len(all); {
+		end := first + 1
+		for end < len(all) && all[end].region == all[first].region {
+			end++
+		}
+		if region := all[first:end]; !apart(region) {
+			if err := l.compare(region); err != nil {
+				return err
+			}
+		}
+		first = end
+	}
+	return nil
+}
+
+// apart reports whether progressions of one stride keep to bytes that differ modulo the stride, as interleaved layers do. It
+// may miss it, and then each pair is looked at.
+func apart(all []progression) bool {
+	type interval struct{ lo, hi uint64 }
+	stride := all[0].stride
+	in := make([]interval, 0, len(all))
+	for i := range all {
+		if all[i].stride != stride || all[i].size > stride {
+			return false
+		}
+		lo := all[i].start % stride
+		if lo+all[i].size > stride { // wraps round
+			in = append(in, interval{0, lo + all[i].size - stride})
+		}
+		in = append(in, interval{lo, min(stride, lo+all[i].size)})
+	}
+	slices.SortFunc(in, func(a, b interval) int { return cmp.Compare(a.lo, b.lo) })
+	for i := 1; i < len(in); i++ {
+		if in[i].lo < in[i-1].hi {
+			return false
+		}
+	}
+	return true
+}
+
+func (l *Layout) compare(all []progression) error {
+	work := 0
+	for i := range all {
+		a := &all[i]
+		for k := i + 1; k < len(all); k++ {
+			b := &all[k]
+			if b.start >= a.end() {
 				break
 			}
-			if a.group != b.group && a.start == b.start && a.stride == b.stride && a.size == b.size {
-				continue
+			if work++; work > maxCompared {
+				return refuse("layers", l.NumLayers(), "their pages interleave in too many ways to be checked", "register fewer, more regular layers")
 			}
-			if !overlap(a, b) {
+			if a.group != b.group && samePages(a, b) || !overlap(*a, *b) {
 				continue
 			}
 			la, lb := &l.Groups[a.group].Layers[a.layer], &l.Groups[b.group].Layers[b.layer]
@@ -30,6 +90,12 @@ func (l *Layout) checkOverlap(all []progression) error {
 		}
 	}
 	return nil
+}
+
+// samePages reports whether what a and b share can only be bytes of one and the same block id.
+func samePages(a, b *progression) bool {
+	return a.start == b.start && a.stride == b.stride && a.size == b.size ||
+		a.base == b.base && a.block == b.block && a.inSlot && b.inSlot
 }
 
 // overlap says whether any piece of a and any of b share a byte. Exact for equal strides; for different ones it errs towards

@@ -1,6 +1,12 @@
 // Package parseblock knows the inside of pages: strategies that turn (layouts, block tables, token range) into runs of bytes,
 // and the plan of a transfer space made from them.
 //
+// A strategy only says which planes a page has (layout.Plane: offset, cells, strides on three axes). Everything else is one
+// mechanism: planes of two layouts with the same role are paired, cut to the heads that both ranks have, and walked block by
+// block. So two layouts of different order, block size, tensor or pipeline parallelism are the general case, and equal ones
+// the special case that merges into long pieces. What would have to be converted (another dtype, another quantisation, an
+// opaque page of another backend) is refused by name.
+//
 // Laws, tested by property against a naive byte copy: exactly the chosen tokens move, no two runs overlap, every byte lies
 // inside the layer's pages, and nothing is planned when anything is wrong. Appending allocates nothing while the caller's
 // slice has room.
@@ -16,22 +22,11 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// Side is one end of a copy: a layer of a group, and the block table of a sequence in it. Table[i] holds tokens
-// [i*TokensPerBlock, (i+1)*TokensPerBlock).
-type Side struct {
-	Group *layout.Group
-	Layer *layout.Layer
-	Table []uint32
-}
-
 // Strategy is one kind of page. Implementations are pure and safe for concurrent use.
 type Strategy interface {
 	Name() string
 	// Planes appends the planes of one page, in the order of the transfer space.
 	Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error)
-	// ParseBlock appends the runs that copy tokens from src to dst, coalesced, in token order within each plane. Both sides
-	// name this strategy. On an error dst comes back as it was.
-	ParseBlock(dst []layout.Run, from, to Side, tokens layout.TokenRange) ([]layout.Run, error)
 }
 
 // Registry holds the strategies by name. Filled by main, read-only afterwards.
@@ -89,4 +84,117 @@ func (r *Registry) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) 
 // Validate checks a layout against the regions that it was registered with.
 func (r *Registry) Validate(l *layout.Layout, regionBytes []uint64) error {
 	return l.Validate(regionBytes, r.Planes)
+}
+
+// Side is one end of a template: a layer of a group.
+type Side struct {
+	Group *layout.Group
+	Layer *layout.Layer
+}
+
+// Template is the copy from one layer to another, without block tables: what is computed once per pair of layouts. It is
+// read-only and safe for concurrent use.
+type Template struct {
+	pairs    []pair
+	from, to *layout.Group
+}
+
+// Template compiles the copy of a layer. The sides may have other strategies, block sizes and ranks; a template of ranks that
+// share no head is empty.
+func (r *Registry) Template(from, to Side) (*Template, error) {
+	var planes [2][]sited
+	for i, s := range [2]Side{from, to} {
+		if s.Group == nil || s.Layer == nil || s.Group.TokensPerBlock == 0 {
+			return nil, &layout.Error{Field: [2]string{"from", "to"}[i], Value: "unset", Problem: "has no group, layer or block size",
+				Remedy: "pass a validated layout"}
+		}
+		var err error
+		if planes[i], err = r.sited(nil, s.Group, s.Layer, 0, 0); err != nil {
+			return nil, err
+		}
+	}
+	pairs, err := pairUp(planes[0], planes[1])
+	if err != nil {
+		return nil, err
+	}
+	return &Template{pairs: pairs, from: from.Group, to: to.Group}, nil
+}
+
+func (r *Registry) sited(dst []sited, g *layout.Group, l *layout.Layer, gi, flat int) ([]sited, error) {
+	var buf [layout.MaxPlanes]layout.Plane
+	planes, err := r.Planes(buf[:0], g, l)
+	if err != nil {
+		return dst, err
+	}
+	for _, p := range planes {
+		dst = append(dst, sited{Plane: p, g: g, l: l, gi: gi, flat: flat})
+	}
+	return dst, nil
+}
+
+// Bytes is what the template moves of each full block of the receiver, or of a state.
+func (t *Template) Bytes() uint64 {
+	var n uint64
+	for i := range t.pairs {
+		n += t.pairs[i].bytes()
+	}
+	return n
+}
+
+// Append adds the runs that copy tokens from the blocks of one table to those of the other, coalesced, in token order within
+// each plane. from[i] holds tokens [i*TokensPerBlock, (i+1)*TokensPerBlock). Of a compressed cache it moves the entries that are
+// complete with a token of the range; of a state, what is in the block of the last token. On an error dst comes back as it was.
+func (t *Template) Append(dst []layout.Run, from, to []uint32, tokens layout.TokenRange) ([]layout.Run, error) {
+	if tokens.End <= tokens.Start {
+		return dst, &layout.Error{Field: "tokens", Value: fmt.Sprintf("[%d, %d)", tokens.Start, tokens.End), Problem: "is empty",
+			Remedy: "ask for one token or more"}
+	}
+	if err := checkTable("from", from, t.from, tokens); err != nil {
+		return dst, err
+	}
+	if err := checkTable("to", to, t.to, tokens); err != nil {
+		return dst, err
+	}
+	w := runWriter{runs: dst, base: len(dst)}
+	for i := range t.pairs {
+		p := &t.pairs[i]
+		if p.unit == layout.UnitState {
+			last := uint64(tokens.End - 1)
+			w.shape(p.from.off+uint64(from[last/p.from.tokens])*p.from.block, p.to.off+uint64(to[last/p.to.tokens])*p.to.block, &p.full)
+			continue
+		}
+		first, end, err := p.span(tokens)
+		if err != nil {
+			return dst, err
+		}
+		if first < end {
+			w.rows(p, from, to, first, end)
+		}
+	}
+	w.flush()
+	return w.runs, nil
+}
+
+func checkTable(name string, table []uint32, g *layout.Group, t layout.TokenRange) error {
+	n := g.TokensPerBlock
+	first, last := t.Start/n, (t.End-1)/n
+	if uint64(last) >= uint64(len(table)) {
+		return &layout.Error{Field: name + ".table", Value: fmt.Sprintf("%d blocks", len(table)),
+			Problem: fmt.Sprintf("tokens [%d, %d) need %d of %d tokens", t.Start, t.End, last+1, n), Remedy: "pass the whole block table"}
+	}
+	if i := outOfTable(table[first:last+1], g.NumBlocks); i >= 0 {
+		return &layout.Error{Field: fmt.Sprintf("%s.table[%d]", name, int(first)+i), Value: fmt.Sprint(table[int(first)+i]),
+			Problem: fmt.Sprintf("the group has %d blocks", g.NumBlocks), Remedy: "pass the engine's own block ids"}
+	}
+	return nil
+}
+
+// outOfTable returns the index of the first block id that the group does not have, or -1.
+func outOfTable(table []uint32, blocks uint32) int {
+	for i, b := range table {
+		if b >= blocks {
+			return i
+		}
+	}
+	return -1
 }

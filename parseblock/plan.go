@@ -8,43 +8,48 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Plan is the transfer space of one receiving rank for one prompt: a segment for each (group, layer), in the flattened order
-// of layers, each starting at a chunk. The content of a segment is the receiver's pages in token order, plane after plane in
-// each page, from the first token that it lacks to the end of the prompt. A tail block holds just the tokens of the prompt,
-// or the whole page where its strategy moves only whole pages.
+// Plan is the transfer space of what one source gives to one receiving rank for one prompt: a segment for each (group, layer) of
+// the receiver, in the flattened order of layers, each starting at a chunk. The content of a segment is the receiver's pages in
+// token order, plane after plane in each page, from the first token that it lacks to the end of the prompt. A tail block holds
+// just the tokens of the prompt, or the whole page where its strategy moves only whole pages; of a sliding window only the
+// blocks that the next token sees move, and of a recurrent state the one block that has it. Heads and layers that the source does
+// not have are left out: several sources make several plans, which Assign chooses so that together they are everything.
 //
-// Source and receiver compute the same plan from their own layouts alone. A Plan is read-only and safe for concurrent use.
+// Source and receiver compute the same plan from the two layouts. Where their geometry is equal, each can pass its own for
+// both. A Plan is read-only and safe for concurrent use.
 type Plan struct {
-	dst    *layout.Layout
-	tokens uint32
-	space  *transfer.Space
-	segs   []segment
+	src, dst *layout.Layout
+	share    *Share
+	tokens   uint32
+	space    *transfer.Space
+	segs     []segment
 }
 
-// segment is the template of one layer.
+// segment is the template of one layer of the receiver.
 type segment struct {
-	group, layer int
-	block0       uint32 // first block of the table that moves
-	full         uint32 // blocks that move as full pages
-	page         uint64 // bytes of a full page
-	pageParts    []part
-	tail         uint64 // bytes of the tail page, 0 where there is none
-	tailParts    []part
+	group  int
+	state  bool
+	n      uint32 // tokens of a block
+	block0 uint32 // first block of the table that moves
+	full   uint32 // blocks that move as full pages
+	page   uint64 // bytes of a full page
+	tail   uint64 // bytes of the tail page, 0 where there is none
+	pairs  []pair
+	tails  []uint64 // rows of each pair in the tail page
 }
 
-// part is a contiguous part of a page, in transfer-space order. Offsets are from Base + block*BlockStride.
-type part struct {
-	plane int // whose offset the side adds: it differs between sides in K/V-first layouts
-	off   uint64
-	len   uint64
-}
-
-// NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's; a receiver passes
-// its own for both. skip holds, for each group, how many tokens the receiver has already: a multiple of the block size, or all.
+// NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's, which must have all
+// of it. skip holds, for each group of dst, how many tokens the receiver has already: a multiple of the block size, or all.
 func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint32) (*Plan, error) {
-	if err := sameShape(src, dst); err != nil {
+	all, err := Assign(reg, []*layout.Layout{src}, dst, nil)
+	if err != nil {
 		return nil, err
 	}
+	return NewShare(reg, src, dst, &all[0], tokens, skip)
+}
+
+// NewShare is NewPlan for the part of the receiver's cache that Assign gave to this source.
+func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32, skip []uint32) (*Plan, error) {
 	if tokens == 0 {
 		return nil, &layout.Error{Field: "tokens", Value: "0", Problem: "there is nothing to plan", Remedy: "send a prompt of one token or more"}
 	}
@@ -52,8 +57,12 @@ func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint3
 		return nil, &layout.Error{Field: "skip", Value: fmt.Sprintf("%d groups", len(skip)),
 			Problem: fmt.Sprintf("the layout has %d", len(dst.Groups)), Remedy: "give the tokens already present for each cache group"}
 	}
-	p := &Plan{dst: dst, tokens: tokens, segs: make([]segment, 0, dst.NumLayers())}
-	bytes := make([]uint64, 0, dst.NumLayers())
+	links, err := link(reg, src, dst, share)
+	if err != nil {
+		return nil, err
+	}
+	p := &Plan{src: src, dst: dst, share: share, tokens: tokens, segs: make([]segment, 0, len(links))}
+	bytes := make([]uint64, 0, len(links))
 	for gi := range dst.Groups {
 		g := &dst.Groups[gi]
 		n := g.TokensPerBlock
@@ -61,79 +70,58 @@ func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint3
 			return nil, &layout.Error{Field: fmt.Sprintf("skip[%d]", gi), Value: fmt.Sprint(skip[gi]),
 				Problem: fmt.Sprintf("is inside a block of %d tokens", n), Remedy: "skip whole blocks"}
 		}
-		for li := range g.Layers {
-			s, err := newSegment(reg, g, gi, li, tokens, min(skip[gi], tokens))
-			if err != nil {
-				return nil, fmt.Errorf("groups[%d].layers[%d]: %w", gi, li, err)
-			}
+		for range g.Layers {
+			s := newSegment(g, gi, links[len(p.segs)], tokens, min(skip[gi], tokens))
 			p.segs = append(p.segs, s)
 			bytes = append(bytes, uint64(s.full)*s.page+s.tail)
 		}
 	}
-	var err error
 	if p.space, err = transfer.NewSpace(bytes); err != nil {
 		return nil, err
 	}
 	return p, nil
 }
 
-// sameShape refuses two layouts whose pages differ inside: their bytes would have to be rearranged on the way.
-func sameShape(src, dst *layout.Layout) error {
-	if src == dst || src.Geometry() == dst.Geometry() {
-		return nil
-	}
-	e := &layout.Error{Field: "geometry", Value: "differs", Problem: "the cache pages of the two engines have different shapes",
-		Remedy: "run prefill and decode with the same block size, attention backend and parallelism"}
-	a, b := *src, *dst
-	a.DType, b.DType, a.Identity, b.Identity = "", "", nil, nil // the fingerprint's concern
-	if diffs := layout.Diff(&a, &b); len(diffs) > 0 {
-		e.Value = fmt.Sprintf("%q", diffs)
-	}
-	return e
-}
-
-func newSegment(reg *Registry, g *layout.Group, gi, li int, tokens, skip uint32) (segment, error) {
-	planes, err := reg.Planes(nil, g, &g.Layers[li])
-	if err != nil {
-		return segment{}, err
-	}
+func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segment {
 	n := g.TokensPerBlock
-	s := segment{group: gi, layer: li, block0: skip / n}
-	if skip >= tokens {
-		return s, nil
+	s := segment{group: gi, n: n, block0: skip / n, pairs: pairs, tails: make([]uint64, len(pairs))}
+	if skip >= tokens || len(pairs) == 0 {
+		return s
 	}
+	if s.state = pairs[0].unit == layout.UnitState; s.state {
+		s.block0 = (tokens - 1) / n
+		for i := range pairs {
+			s.tails[i] = pairs[i].rows
+			s.tail += pairs[i].bytes()
+		}
+		s.page = s.tail
+		return s
+	}
+	s.block0 = max(s.block0, WindowStart(g, tokens)/n)
 	s.full = tokens/n - s.block0
-	rest := tokens % n
-	for i, pl := range planes {
-		s.pageParts = appendPart(s.pageParts, part{plane: i, len: pl.Bytes()})
-		s.page += pl.Bytes()
-		if rest == 0 {
-			continue
-		}
-		switch pl.Unit {
-		case layout.UnitToken:
-			s.tailParts = appendPart(s.tailParts, part{plane: i, len: uint64(rest) * pl.UnitBytes})
-		case layout.UnitHead:
-			for h := range pl.Units {
-				s.tailParts = appendPart(s.tailParts,
-					part{plane: i, off: uint64(h) * pl.UnitBytes, len: pl.UnitBytes / uint64(n) * uint64(rest)})
-			}
+	rest := uint64(tokens % n)
+	for i := range pairs {
+		p := &pairs[i]
+		s.page += p.bytes()
+		switch {
+		case rest == 0:
+		case p.unit == layout.UnitBlock:
+			s.tails[i] = p.rows
 		default:
-			s.tailParts = appendPart(s.tailParts, part{plane: i, len: pl.Bytes()})
+			s.tails[i] = rest / p.rowTokens
 		}
+		s.tail += s.tails[i] * p.heads * p.cols * p.cell
 	}
-	for _, t := range s.tailParts {
-		s.tail += t.len
-	}
-	return s, nil
+	return s
 }
 
-func appendPart(parts []part, p part) []part {
-	if k := len(parts) - 1; k >= 0 && parts[k].plane == p.plane && parts[k].off+parts[k].len == p.off {
-		parts[k].len += p.len
-		return parts
+// WindowStart is the first token that the token after a prompt still sees: 0 without a sliding window.
+func WindowStart(g *layout.Group, tokens uint32) uint32 {
+	w := g.Params["window"]
+	if w <= 0 || uint64(w) > uint64(tokens) {
+		return 0
 	}
-	return append(parts, p)
+	return tokens - uint32(w) + 1
 }
 
 // Space is the transfer space.
@@ -159,11 +147,11 @@ func (p *Plan) Ready(layer int, tokens uint32, final bool) transfer.Range {
 	if bytes == 0 {
 		return transfer.Range{First: r.First}
 	}
-	blocks := min(tokens, p.tokens) / p.dst.Groups[s.group].TokensPerBlock
+	blocks := min(tokens, p.tokens) / s.n
 	if final && tokens >= p.tokens || s.tail == 0 && blocks >= s.block0+s.full {
 		return r
 	}
-	if blocks <= s.block0 {
+	if s.state || blocks <= s.block0 {
 		return transfer.Range{First: r.First}
 	}
 	return transfer.Range{First: r.First, Count: uint32(uint64(blocks-s.block0) * s.page / transfer.ChunkBytes)}
@@ -174,41 +162,72 @@ func (p *Plan) Ready(layer int, tokens uint32, final bool) transfer.Range {
 type Resolver struct {
 	plan   *Plan
 	layout *layout.Layout
-	segs   []sideSegment
+	segs   [][]sideTrack // of each pair of each segment
 	tables atomic.Pointer[[][]uint32]
 }
 
-// sideSegment is what one side adds to the template: where its planes lie.
-type sideSegment struct {
-	region   layout.RegionIndex
-	stride   uint64
-	planeOff [layout.MaxPlanes]uint64 // from the start of the region to the plane in block 0
+// sideTrack is what one side adds to a pair: where its cells lie.
+type sideTrack struct {
+	place
+	full, tail bool // a full page, or a tail page, is one piece of memory in the order of the space
 }
 
 // Side binds the plan to one engine's layout and block tables, one per group. A source's tables may still be short: what they
 // do not cover cannot be resolved until SetTables brings longer ones.
 func (p *Plan) Side(reg *Registry, l *layout.Layout, tables [][]uint32) (*Resolver, error) {
-	if err := sameShape(l, p.dst); err != nil {
+	from, to, receives := p.src, l, true
+	if l != p.dst && l.Geometry() != p.dst.Geometry() {
+		if l != p.src && l.Geometry() != p.src.Geometry() {
+			return nil, refuseGeometry(l, p.dst)
+		}
+		from, to, receives = l, p.dst, false
+	}
+	links, err := link(reg, from, to, p.share)
+	if err != nil {
 		return nil, err
 	}
-	s := &Resolver{plan: p, layout: l, segs: make([]sideSegment, len(p.segs))}
-	var planes []layout.Plane
-	for i := range p.segs {
-		g := &l.Groups[p.segs[i].group]
-		ly := &g.Layers[p.segs[i].layer]
-		var err error
-		if planes, err = reg.Planes(planes[:0], g, ly); err != nil {
-			return nil, err
-		}
-		s.segs[i].region, s.segs[i].stride = ly.Region, ly.BlockStride
-		for k, pl := range planes {
-			s.segs[i].planeOff[k] = ly.Base + pl.Offset
+	s := &Resolver{plan: p, layout: l, segs: make([][]sideTrack, len(links))}
+	for i, pairs := range links {
+		seg := &p.segs[i]
+		s.segs[i] = make([]sideTrack, len(pairs))
+		for k := range pairs {
+			t := &s.segs[i][k]
+			if t.place = pairs[k].from; receives {
+				t.place = pairs[k].to
+			}
+			t.full, t.tail = t.dense(&seg.pairs[k], seg.pairs[k].rows), t.dense(&seg.pairs[k], seg.tails[k])
 		}
 	}
 	if err := s.SetTables(tables); err != nil {
 		return nil, err
 	}
 	return s, nil
+}
+
+// dense reports whether so many rows from the start of a block of the receiver are one piece here.
+func (t *sideTrack) dense(p *pair, rows uint64) bool {
+	if p.unit != layout.UnitState && t.tileRows%p.rows != 0 && rows > p.step {
+		return false
+	}
+	s := shape{len: p.cell}
+	s.add(p.cols, t.col, t.col)
+	if p.headMajor {
+		s.add(rows, t.row, t.row)
+		s.add(p.heads, t.head, t.head)
+	} else {
+		s.add(p.heads, t.head, t.head)
+		s.add(rows, t.row, t.row)
+	}
+	return s.dims == 0
+}
+
+func refuseGeometry(l, dst *layout.Layout) error {
+	e := &layout.Error{Field: "geometry", Value: "differs", Problem: "the layout is neither the plan's source nor its receiver",
+		Remedy: "bind the layouts that the plan was made from"}
+	if diffs := layout.DiffGeometry(l, dst); len(diffs) > 0 {
+		e.Value = fmt.Sprintf("%q", diffs)
+	}
+	return e
 }
 
 // SetTables replaces the block tables; the caller must not change them afterwards. Every id is checked against the layout.
@@ -242,7 +261,8 @@ func (s *Resolver) Covers() error {
 // was. It allocates nothing while dst has room.
 func (s *Resolver) Append(dst []layout.Piece, r transfer.Range) ([]layout.Piece, error) {
 	p := s.plan
-	if err := p.space.Check(r); err != nil {
+	err := p.space.Check(r)
+	if err != nil {
 		return dst, err
 	}
 	tables := *s.tables.Load()
@@ -257,15 +277,9 @@ func (s *Resolver) Append(dst []layout.Piece, r transfer.Range) ([]layout.Piece,
 		if lo >= hi {
 			continue
 		}
-		t := &p.segs[si]
-		table := tables[t.group]
-		last := uint64(t.block0) + t.blockOf(hi-1)
-		if last >= uint64(len(table)) {
-			return dst[:base], &layout.Error{Field: fmt.Sprintf("blocks[%d]", t.group), Value: fmt.Sprintf("%d blocks", len(table)),
-				Problem: fmt.Sprintf("chunks [%d, +%d) need block %d of the table", r.First, r.Count, last),
-				Remedy:  "ask for what the table covers"}
+		if dst, err = s.appendSegment(dst, base, si, tables, lo, hi); err != nil {
+			return dst[:base], fmt.Errorf("chunks [%d, +%d): %w", r.First, r.Count, err)
 		}
-		dst = s.appendSegment(dst, base, t, &s.segs[si], table, lo, hi)
 	}
 	return dst, nil
 }
@@ -275,32 +289,118 @@ func (t *segment) blockOf(off uint64) uint64 {
 	return min(off/t.page, uint64(t.full))
 }
 
-func (s *Resolver) appendSegment(dst []layout.Piece, base int, t *segment, side *sideSegment, table []uint32, lo, hi uint64) []layout.Piece {
+func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, error) {
+	t := &s.plan.segs[si]
 	for lo < hi {
 		k := t.blockOf(lo)
-		at := side.stride * uint64(table[uint64(t.block0)+k])
-		parts := t.pageParts
-		if k == uint64(t.full) {
-			parts = t.tailParts
-		}
-		pos := k * t.page // of the current part, in the segment
-		for i := range parts {
-			pt := &parts[i]
-			end := pos + pt.len
+		last := k == uint64(t.full)
+		pos := k * t.page // of the current pair, in the segment
+		for i := range t.pairs {
+			p, side := &t.pairs[i], &s.segs[si][i]
+			rows, dense := p.rows, side.full
+			if last {
+				rows, dense = t.tails[i], side.tail
+			}
+			end := pos + rows*p.heads*p.cols*p.cell
 			if end <= lo {
 				pos = end
 				continue
 			}
 			n := min(end, hi) - lo
-			dst = appendPiece(dst, base, side.region, at+side.planeOff[pt.plane]+pt.off+(lo-pos), n)
+			w := walk{p: p, side: side, table: tables[side.group], row0: (uint64(t.block0) + k) * p.rows, rows: rows, dense: dense}
+			if t.state {
+				w.row0 = uint64(s.plan.tokens-1) / side.tokens
+			}
+			if err := w.reaches(); err != nil {
+				return dst, err
+			}
+			dst = w.appendTo(dst, base, lo-pos, lo-pos+n)
 			lo += n
 			pos = end
 			if lo >= hi {
-				return dst
+				break
 			}
 		}
 	}
+	return dst, nil
+}
+
+// walk is the memory of one pair in one block of the receiver.
+type walk struct {
+	p     *pair
+	side  *sideTrack
+	table []uint32
+	row0  uint64 // first row, of the sequence; the block of the table where the pair is a state
+	rows  uint64
+	dense bool
+}
+
+func (w *walk) reaches() error {
+	need := w.row0
+	if w.p.unit != layout.UnitState {
+		need = (w.row0 + w.rows - 1) / (w.side.tileRows * w.side.tiles)
+	}
+	if need < uint64(len(w.table)) {
+		return nil
+	}
+	return &layout.Error{Field: fmt.Sprintf("blocks[%d]", w.side.group), Value: fmt.Sprintf("%d blocks", len(w.table)),
+		Problem: fmt.Sprintf("block %d of the table is needed", need), Remedy: "ask for what the table covers"}
+}
+
+// appendTo adds bytes [lo, hi) of the pair's content in the block.
+func (w *walk) appendTo(dst []layout.Piece, base int, lo, hi uint64) []layout.Piece {
+	p, side := w.p, w.side
+	if w.dense {
+		return appendPiece(dst, base, side.reg, w.at(0)+lo, hi-lo)
+	}
+	width := p.cols * p.cell // of a row of a head
+	for lo < hi {
+		c, b := lo/p.cell, lo%p.cell
+		col := uint64(0)
+		if p.cols > 1 {
+			c, col = c/p.cols, c%p.cols
+		}
+		row, head := c/p.heads, c%p.heads
+		if p.headMajor {
+			head, row = c/w.rows, c%w.rows
+		}
+		off := w.at(row) + head*side.head + col*side.col + b
+		// How far memory goes on as the space does: the cell, the row, the heads or rows beside it.
+		n := p.cell - b
+		if p.cols == 1 || side.col == p.cell {
+			n += (p.cols - 1 - col) * p.cell
+			if p.headMajor {
+				if side.row == width {
+					n += w.more(row) * width
+				}
+			} else if p.heads == 1 || side.head == width {
+				n += (p.heads - 1 - head) * width
+				if side.row == p.heads*width {
+					n += w.more(row) * side.row
+				}
+			}
+		}
+		n = min(n, hi-lo)
+		dst = appendPiece(dst, base, side.reg, off, n)
+		lo += n
+	}
 	return dst
+}
+
+func (w *walk) at(row uint64) uint64 {
+	if w.p.unit == layout.UnitState {
+		return w.side.off + uint64(w.table[w.row0])*w.side.block + row*w.side.row
+	}
+	return w.side.at(w.table, w.row0+row)
+}
+
+// more is how many rows follow in the same kernel block.
+func (w *walk) more(row uint64) uint64 {
+	n := w.rows - 1 - row
+	if w.p.unit != layout.UnitState {
+		n = min(n, w.side.tileRows-1-(w.row0+row)%w.side.tileRows)
+	}
+	return n
 }
 
 func appendPiece(dst []layout.Piece, base int, region layout.RegionIndex, off, n uint64) []layout.Piece {

@@ -2,13 +2,17 @@ package parseblock
 
 import "github.com/kvspray/kvspray/layout"
 
-// runWriter coalesces pieces into runs: first those that touch on both sides, then those of equal length and distance.
+// runWriter coalesces pieces into runs: first those that touch on both sides, then those of equal length and distance, then
+// rows of such runs.
 type runWriter struct {
 	runs     []layout.Run
 	base     int // runs before it are the caller's
 	src, dst uint64
 	len      uint64 // 0: no piece is pending
 }
+
+// maxCount bounds the pieces of one axis of a run.
+const maxCount = 1 << 31
 
 func (w *runWriter) add(src, dst, n uint64) {
 	if w.len != 0 && src == w.src+w.len && dst == w.dst+w.len {
@@ -27,47 +31,109 @@ func (w *runWriter) flush() {
 	w.len = 0
 }
 
+// push adds one contiguous piece.
 func (w *runWriter) push(src, dst, n uint64) {
 	if len(w.runs) > w.base {
 		last := &w.runs[len(w.runs)-1]
-		if last.Len == n {
+		if last.Len == n && last.Outer == 1 {
 			if last.Count == 1 {
 				last.SrcStride, last.DstStride, last.Count = src-last.SrcOff, dst-last.DstOff, 2
 				return
 			}
-			if last.Count > 1 && src == last.SrcOff+uint64(last.Count)*last.SrcStride && dst == last.DstOff+uint64(last.Count)*last.DstStride {
+			c := uint64(last.Count)
+			if src == last.SrcOff+c*last.SrcStride && dst == last.DstOff+c*last.DstStride && c < maxCount {
 				last.Count++
 				return
 			}
 		}
 	}
-	w.runs = append(w.runs, layout.Run{SrcOff: src, DstOff: dst, Count: 1, Len: n})
+	w.runs = append(w.runs, layout.Run{SrcOff: src, DstOff: dst, Count: 1, Outer: 1, Len: n})
 }
 
-// tokens walks a plane whose tokens lie one after another in the block, and whole pages of any plane.
-func (w *runWriter) tokens(from, to Side, pf, pt layout.Plane, t layout.TokenRange) {
-	nf, nt := from.Group.TokensPerBlock, to.Group.TokensPerBlock
-	fb, tb := from.Layer.Base+pf.Offset, to.Layer.Base+pt.Offset
-	if nf == nt && t.Start%nf == 0 && (t.End%nf == 0 || pf.Unit == layout.UnitBlock) {
-		n := pf.Bytes()
-		first, end := t.Start/nf, (t.End-1)/nf+1
-		w.pages(from.Table[first:end], to.Table[first:end], fb, tb, from.Layer.BlockStride, to.Layer.BlockStride, n)
+// strided adds a row of pieces: longer where it goes on with the last one's strides, else as one more row where the distance
+// to the last one is the same again.
+func (w *runWriter) strided(src, dst uint64, s *shape) {
+	count := uint32(s.n[0])
+	if len(w.runs) > w.base {
+		last := &w.runs[len(w.runs)-1]
+		if last.Len == s.len && last.Count > 1 && last.SrcStride == s.src[0] && last.DstStride == s.dst[0] {
+			c, o := uint64(last.Count), uint64(last.Outer)
+			switch {
+			case o == 1 && src == last.SrcOff+c*s.src[0] && dst == last.DstOff+c*s.dst[0] && c+s.n[0] < maxCount:
+				last.Count += count
+				return
+			case last.Count != count:
+			case o == 1:
+				last.SrcOuter, last.DstOuter, last.Outer = src-last.SrcOff, dst-last.DstOff, 2
+				return
+			case src == last.SrcOff+o*last.SrcOuter && dst == last.DstOff+o*last.DstOuter && o < maxCount:
+				last.Outer++
+				return
+			}
+		}
+	}
+	w.runs = append(w.runs, layout.Run{SrcOff: src, DstOff: dst, SrcStride: s.src[0], DstStride: s.dst[0], Count: count, Outer: 1, Len: s.len})
+}
+
+func (w *runWriter) shape(src, dst uint64, s *shape) {
+	if s.dims == 0 {
+		w.add(src, dst, s.len)
 		return
 	}
-	unit := pf.UnitBytes
-	for tok := t.Start; tok < t.End; {
-		of, ot := tok%nf, tok%nt
-		n := min(t.End-tok, nf-of, nt-ot)
-		w.add(fb+uint64(from.Table[tok/nf])*from.Layer.BlockStride+uint64(of)*unit,
-			tb+uint64(to.Table[tok/nt])*to.Layer.BlockStride+uint64(ot)*unit, uint64(n)*unit)
-		tok += n
+	w.flush()
+	switch s.dims {
+	case 1:
+		w.strided(src, dst, s)
+	default:
+		outer := uint64(1)
+		if s.dims == 3 {
+			outer = s.n[2]
+		}
+		for range outer {
+			w.runs = append(w.runs, layout.Run{SrcOff: src, DstOff: dst, SrcStride: s.src[0], DstStride: s.dst[0], Count: uint32(s.n[0]),
+				SrcOuter: s.src[1], DstOuter: s.dst[1], Outer: uint32(s.n[1]), Len: s.len})
+			src += s.src[2]
+			dst += s.dst[2]
+		}
 	}
 }
 
-// pages adds whole pages of n bytes. It is the hot loop of every strategy, so it keeps the pending piece in registers.
-func (w *runWriter) pages(from, to []uint32, fb, tb, fs, ts, n uint64) {
+// rows walks rows [r, end) of a pair of token planes, or whole opaque blocks.
+func (w *runWriter) rows(p *pair, from, to []uint32, r, end uint64) {
+	if r%p.step != 0 {
+		n := min(p.step-r%p.step, end-r)
+		s := p.shape(n)
+		w.shape(p.from.at(from, r), p.to.at(to, r), &s)
+		r += n
+	}
+	whole := (end - r) / p.step
+	switch {
+	case whole == 0:
+	case p.from.tiles == 1 && p.to.tiles == 1 && p.step == p.from.tileRows && p.step == p.to.tileRows:
+		first := r / p.step
+		w.blocks(p, from[first:first+whole], to[first:first+whole])
+	default:
+		for i := range whole {
+			w.shape(p.from.at(from, r+i*p.step), p.to.at(to, r+i*p.step), &p.full)
+		}
+	}
+	if r += whole * p.step; r < end {
+		s := p.shape(end - r)
+		w.shape(p.from.at(from, r), p.to.at(to, r), &s)
+	}
+}
+
+// blocks adds whole blocks of equal size on both sides. It is the hot loop, so it keeps the pending piece in registers.
+func (w *runWriter) blocks(p *pair, from, to []uint32) {
 	to = to[:len(from)]
-	src, dst, pending := w.src, w.dst, w.len
+	fb, tb, fs, ts := p.from.off, p.to.off, p.from.block, p.to.block
+	if p.full.dims != 0 {
+		for i, b := range from {
+			w.shape(fb+uint64(b)*fs, tb+uint64(to[i])*ts, &p.full)
+		}
+		return
+	}
+	src, dst, pending, n := w.src, w.dst, w.len, p.full.len
 	for i, b := range from {
 		s, d := fb+uint64(b)*fs, tb+uint64(to[i])*ts
 		if s == src+pending && d == dst+pending && pending != 0 {
@@ -80,33 +146,4 @@ func (w *runWriter) pages(from, to []uint32, fb, tb, fs, ts, n uint64) {
 		src, dst, pending = s, d, n
 	}
 	w.src, w.dst, w.len = src, dst, pending
-}
-
-// heads walks a plane of heads: the chosen tokens of each head of each block are one piece.
-func (w *runWriter) heads(from, to Side, pf, pt layout.Plane, t layout.TokenRange) {
-	nf, nt := from.Group.TokensPerBlock, to.Group.TokensPerBlock
-	row := pf.UnitBytes / uint64(nf)
-	if nf == nt && t.Start%nf == 0 && t.End-t.Start >= nf {
-		first, end := t.Start/nf, t.End/nf
-		w.pages(from.Table[first:end], to.Table[first:end], from.Layer.Base+pf.Offset, to.Layer.Base+pt.Offset,
-			from.Layer.BlockStride, to.Layer.BlockStride, pf.Bytes())
-		t.Start = end * nf
-	}
-	for tok := t.Start; tok < t.End; {
-		of, ot := tok%nf, tok%nt
-		n := min(t.End-tok, nf-of, nt-ot)
-		src := from.Layer.Base + pf.Offset + uint64(from.Table[tok/nf])*from.Layer.BlockStride + uint64(of)*row
-		dst := to.Layer.Base + pt.Offset + uint64(to.Table[tok/nt])*to.Layer.BlockStride + uint64(ot)*row
-		if n == nf && n == nt {
-			w.add(src, dst, pf.Bytes())
-			tok += n
-			continue
-		}
-		for range pf.Units {
-			w.add(src, dst, uint64(n)*row)
-			src += pf.UnitBytes
-			dst += pt.UnitBytes
-		}
-		tok += n
-	}
 }

@@ -6,208 +6,402 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// The names of the strategies; what a shim registers.
+// The names of the strategies; what a shim registers. In the drawings a page is read from left to right, the last axis is
+// contiguous, B counts blocks, N tokens of a block, H heads of this rank, D numbers of a head, s bytes of a number, C bytes of
+// a latent. Parameters that all token strategies take:
+//
+//	heads               KV heads of this rank; 1 where it is left out (then a token cannot be cut between ranks)
+//	kv_heads            KV heads of the model; tp_rank, tp_size: which of them this rank has (HeadShare)
+//	row_stride          bytes from one token to the next, where other layers lie between
+//	head_stride         bytes from one head to the next, likewise
+//	window              tokens that a sliding window looks back; only the tail that a next token sees is moved
 const (
-	PackedHND       = "packed_hnd"        // [B,H,N,2D], K|V packed in each row; params: heads
-	PackedNHD       = "packed_nhd"        // [B,N,H,2D]
-	FlashKVFirst    = "flash_kv_first"    // [2,B,N,H,D]; params: v_offset, by default num_blocks*block_stride
-	FlashBlockFirst = "flash_block_first" // [B,2,N,H,D]
-	MLA             = "mla"               // [B,N,C]
+	// PackedHND is K|V packed in each cell, heads outside. vLLM since 0.27 (FLASH_ATTN, FLASHINFER, TRITON with an HND layout), and with
+	// head_stride also the cross-layer orders LHBNC and BHLNC (Allocation).
+	//
+	//	[B, H, N, 2D]  | h0: k0 v0 k1 v1 ... | h1: k0 v0 k1 v1 ... |
+	PackedHND = "packed_hnd"
+	// PackedNHD is the same with tokens outside; vLLM's default since 0.27 (LBNHC), and BLNHC.
+	//
+	//	[B, N, H, 2D]  | t0: h0(k v) h1(k v) ... | t1: ... |
+	PackedNHD = "packed_nhd"
+	// FlashKVFirst has all K before all V: vLLM's FlashAttention before 0.27, its ROCM_ATTN, SGLang's pools where K and V are one
+	// allocation. v_offset: bytes from K of block 0 to V of block 0, by default num_blocks*block_stride.
+	//
+	//	[2, B, N, H, D]  | k of every block ... | v of every block ... |
+	FlashKVFirst = "flash_kv_first"
+	// FlashKVFirstHND is the same with heads outside in each page.
+	//
+	//	[2, B, H, N, D]
+	FlashKVFirstHND = "flash_kv_first_hnd"
+	// FlashBlockFirst has K and V in each page: vLLM's FlashInfer (NHD) and Triton before 0.27.
+	//
+	//	[B, 2, N, H, D]  | k: t0 t1 ... | v: t0 t1 ... |
+	FlashBlockFirst = "flash_block_first"
+	// FlashBlockFirstHND is vLLM's FlashInfer before 0.27 with VLLM_KV_CACHE_LAYOUT=HND. A head's V is a head's K away from
+	// the page's middle, not from the page's start: the head counts on both halves.
+	//
+	//	[B, 2, H, N, D]  | k: h0(t0 t1 ...) h1(...) | v: h0(t0 t1 ...) h1(...) |
+	FlashBlockFirstHND = "flash_block_first_hnd"
+	// FlashToken interleaves K and V by token: FlashAttention's ragged pages in engines that append KV as one tensor.
+	//
+	//	[B, N, 2, H, D]  | t0: k(h0 h1 ...) v(h0 h1 ...) | t1: ... |
+	FlashToken = "flash_token"
+
+	// QuantInlineHND and QuantInlineNHD are packed pages whose values carry their scales: vLLM's TRITON_ATTN with a scale per
+	// token and head (int8, fp8, int4). value_bytes and scale_bytes: of K or of V of one head of one token.
+	//
+	//	[B, H, N, 2(D'+4)]  | k0 scale v0 scale | k1 scale v1 scale | ...
+	QuantInlineHND = "quant_inline_hnd"
+	QuantInlineNHD = "quant_inline_nhd"
+	// QuantPlanarHND and QuantPlanarNHD keep scales behind the values of a page's half: vLLM's FlashInfer with nvfp4
+	// (value_bytes D/2, scale_bytes D/16). A part of a page is four pieces, or its scales stay behind.
+	//
+	//	| k values: H*N*D' | k scales: H*N*S | v values: H*N*D' | v scales: H*N*S |
+	QuantPlanarHND = "quant_planar_hnd"
+	QuantPlanarNHD = "quant_planar_nhd"
+	// ScalesKVFirst is a tensor of scales of its own beside a quantised cache, registered as a layer "name#scale".
+	//
+	//	[2, B, N, H] of scale_bytes
+	ScalesKVFirst = "scales_kv_first"
+
+	// MLA is one latent for each token, replicated on all ranks: DeepSeek-V2/V3, Kimi; vLLM and SGLang alike. Pages may be wider
+	// (block_stride) than their tokens, as Kimi-K3's, which are as wide as a KDA state.
+	//
+	//	[B, N, C]  | t0 | t1 | ...
+	MLA = "mla"
+	// FP8DSMLA is vLLM's and SGLang's fp8 cache of DeepSeek-V3.2: 656 bytes a token, one row that must not be taken apart.
+	//
+	//	| t0: 512 fp8, 4 fp32 scales, 64 bf16 rope | t1: ... |
+	FP8DSMLA = "fp8_ds_mla"
+	// DSAIndexer is the indexer's cache of DeepSeek-V3.2 and GLM-5: planar in each *kernel* page, 64 tokens by default (kernel_tokens), of
+	// which a block may hold several. A part of a page is two pieces, values and scales. value_bytes 128, scale_bytes 4 by default
+	// (64 and 4 with mxfp4); compress_ratio: tokens of one entry. Not divided by tensor parallelism.
+	//
+	//	| v0 v1 ... v63 | s0 s1 ... s63 |
+	DSAIndexer = "dsa_indexer"
+	// DeepSeekV4 is the main and the sliding cache of DeepSeek-V4 in their slab: N/compress_ratio entries of 576 bytes (448 fp8 and 64
+	// bf16), then 8 scale bytes for each; padded to 576 bytes by block_stride.
+	//
+	//	| e0: 576 | e1: 576 | ... | s0: 8 | s1: 8 | ... | pad |
+	DeepSeekV4 = "deepseek_v4"
+	// DeepSeekV4Compressor is the fp32 state of its compressor, one row a token (sliding: window 8 or 128).
+	//
+	//	[B, N, row]
+	DeepSeekV4Compressor = "deepseek_v4_compressor"
+
+	// GDNState is the state of a gated delta net (Qwen3-Next, Qwen3.5): in vLLM a page of [conv | recurrent], in SGLang slots
+	// of two tensors (part 1 and 2). Moved once per request, from the block that holds its last token. Parameters, all
+	// of the model: k_heads, k_dim, v_heads, v_dim, conv_len (K-1, and one more for each speculated token), conv_bytes and state_bytes (of a number),
+	// tp_rank, tp_size, conv_order (0: SD, 1: DS, as VLLM_SSM_CONV_STATE_LAYOUT), state_order (0: V outside, 1: K outside), part (0: both,
+	// 1: only conv, 2: only recurrent), state_offset (where padding stands between).
+	//
+	//	SD [len, dim]: | t0: q k v | t1: q k v | ...     three pieces for each row of history
+	//	DS [dim, len]: | q: c0(t0 t1 ..) c1 .. | k | v |  three pieces
+	//	recurrent    : [v_heads, v_dim, k_dim]
+	GDNState = "gdn_state"
+	// KDAState is the same of Kimi Delta Attention (Kimi-Linear, Kimi-K3): as many k as v heads, fp32 recurrent state.
+	KDAState = "kda_state"
+	// Mamba2State is that of Mamba-2: k_heads are its groups, k_dim its state size; the convolution remembers x, B, C in this
+	// order. Ranks beyond the groups share them.
+	Mamba2State = "mamba2_state"
+
+	// SGLangK and SGLangV are SGLang's device pools, K and V in tensors of their own for each layer (layers "name#k" and "name#v"). A
+	// page is page_size token slots.
+	//
+	//	(size+page, H, D)
+	SGLangK = "sglang_k"
+	SGLangV = "sglang_v"
+	// The layouts of SGLang's host pools (HiCache). layers: how many the pool has. v_offset: by default half of the pool.
+	// MLA pools are the same without the 2: MLA, with row_stride.
+	//
+	//	layer_first       (2, L, size, H, D)
+	//	page_first        (2, size, L, H, D)
+	//	page_first_direct (2, pages, L, page, H, D)
+	//	page_head         (2, pages, H, page, L, D)
+	SGLangLayerFirst      = "sglang_layer_first"
+	SGLangPageFirst       = "sglang_page_first"
+	SGLangPageFirstDirect = "sglang_page_first_direct"
+	SGLangPageHead        = "sglang_page_head"
+
 	// VLLMCPUAttn is vLLM's CPU backend: [B,H,N,2D] seen as [B,H,2N,D], K rows and then V rows of each head, packed for the
 	// host's vector units. Only whole pages mean anything, and only between equal block sizes.
 	VLLMCPUAttn = "vllm_cpu_attn"
+	// Page is any page whose inside is unknown: it moves whole or not at all.
+	Page = "page"
 )
 
-type form uint8
-
-const (
-	formHeads  form = iota + 1 // one plane, heads outside, tokens inside
-	formTokens                 // one plane, tokens outside
-	formKVFar                  // K and V planes, V far away
-	formKVNear                 // K and V planes, V behind K in the page
-	formPage                   // one opaque page
-)
-
+// builtin is a strategy of this package: a name and how a layer's planes follow from its parameters.
 type builtin struct {
 	name string
-	form form
-	role layout.Role
+	make func(p *params) []layout.Plane
 }
 
 var builtins = []*builtin{
-	{PackedHND, formHeads, layout.RoleKV},
-	{PackedNHD, formTokens, layout.RoleKV},
-	{FlashKVFirst, formKVFar, layout.RoleK},
-	{FlashBlockFirst, formKVNear, layout.RoleK},
-	{MLA, formTokens, layout.RoleLatent},
-	{VLLMCPUAttn, formPage, layout.RolePage},
+	{PackedHND, packed(hnd, false)},
+	{PackedNHD, packed(nhd, false)},
+	{QuantInlineHND, packed(hnd, true)},
+	{QuantInlineNHD, packed(nhd, true)},
+	{FlashKVFirst, split(nhd, vFar)},
+	{FlashKVFirstHND, split(hnd, vFar)},
+	{FlashBlockFirst, split(nhd, vHalf)},
+	{FlashBlockFirstHND, split(hnd, vHalf)},
+	{FlashToken, flashToken},
+	{QuantPlanarHND, quantPlanar(hnd)},
+	{QuantPlanarNHD, quantPlanar(nhd)},
+	{ScalesKVFirst, scales},
+	{MLA, rows(layout.RoleLatent, "", 0)},
+	{FP8DSMLA, rows(layout.RoleLatent, FP8DSMLA, 656)},
+	{DSAIndexer, dsaIndexer},
+	{DeepSeekV4, deepseekV4},
+	{DeepSeekV4Compressor, rows(layout.RoleCompressor, "", 0)},
+	{GDNState, linearState(layout.RoleConvQ, layout.RoleConvK, layout.RoleConvV)},
+	{KDAState, linearState(layout.RoleConvQ, layout.RoleConvK, layout.RoleConvV)},
+	{Mamba2State, linearState(layout.RoleConvV, layout.RoleConvK, layout.RoleConvQ)},
+	{SGLangK, one(layout.RoleK)},
+	{SGLangV, one(layout.RoleV)},
+	{SGLangLayerFirst, split(nhd, vPool)},
+	{SGLangPageFirst, split(pageFirst, vPool)},
+	{SGLangPageFirstDirect, split(nhd, vPool)},
+	{SGLangPageHead, split(pageHead, vPool)},
+	{VLLMCPUAttn, opaque},
+	{Page, opaque},
 }
-
-// maxHeads bounds the pieces of a partly filled page.
-const maxHeads = 1 << 14
 
 func (s *builtin) Name() string { return s.name }
 
 func (s *builtin) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
-	ps, n, err := s.planes(g, l)
-	if err != nil {
-		return dst, err
+	p := params{strategy: s.name, g: g, l: l, n: uint64(g.TokensPerBlock)}
+	planes := s.make(&p)
+	if p.err != nil {
+		return dst, p.err
 	}
-	return append(dst, ps[:n]...), nil
+	return append(dst, planes...), nil
 }
 
-// planes returns by value, so that the hot path needs no scratch.
-func (s *builtin) planes(g *layout.Group, l *layout.Layer) (ps [2]layout.Plane, n int, err error) {
-	tokens := g.TokensPerBlock
-	page := l.PageBytes
-	switch s.form {
-	case formPage:
-		return [2]layout.Plane{{Role: s.role, Unit: layout.UnitBlock, UnitBytes: page, Units: 1}}, 1, nil
-	case formTokens:
-		if err := divides(s.name, "page_bytes", page, "tokens_per_block", uint64(tokens)); err != nil {
-			return ps, 0, err
-		}
-		return [2]layout.Plane{{Role: s.role, Unit: layout.UnitToken, UnitBytes: page / uint64(tokens), Units: tokens}}, 1, nil
-	case formHeads:
-		heads := g.Params["heads"]
-		if heads < 1 || heads > maxHeads {
-			return ps, 0, &layout.Error{Field: "params.heads", Value: fmt.Sprint(heads),
-				Problem: fmt.Sprintf("strategy %q needs 1 to %d", s.name, maxHeads), Remedy: "register the KV heads of this rank"}
-		}
-		if err := divides(s.name, "page_bytes", page, "heads*tokens_per_block", uint64(heads)*uint64(tokens)); err != nil {
-			return ps, 0, err
-		}
-		return [2]layout.Plane{{Role: s.role, Unit: layout.UnitHead, UnitBytes: page / uint64(heads), Units: uint32(heads)}}, 1, nil
-	}
-	if err := divides(s.name, "page_bytes", page, "2*tokens_per_block", 2*uint64(tokens)); err != nil {
-		return ps, 0, err
-	}
-	token := page / 2 / uint64(tokens)
-	ps = [2]layout.Plane{
-		{Role: layout.RoleK, Unit: layout.UnitToken, UnitBytes: token, Units: tokens},
-		{Role: layout.RoleV, Unit: layout.UnitToken, UnitBytes: token, Units: tokens, Offset: page / 2},
-	}
-	if s.form == formKVFar {
-		ps[1].Offset, err = s.vOffset(g, l)
-	}
-	return ps, 2, err
+// order sets the strides of a plane of K or V whose cells are set.
+type order func(p *params, pl *layout.Plane)
+
+func nhd(p *params, pl *layout.Plane) {
+	pl.HeadStride = pl.CellBytes
+	pl.RowStride = uint64(pl.Heads) * pl.CellBytes
+	p.strides(pl)
 }
 
-func (s *builtin) vOffset(g *layout.Group, l *layout.Layer) (uint64, error) {
-	if v, ok := g.Params["v_offset"]; ok {
-		if v <= 0 {
-			return 0, &layout.Error{Field: "params.v_offset", Value: fmt.Sprint(v), Problem: "must be above 0",
-				Remedy: "register the bytes from K of block 0 to V of block 0, or leave it out"}
-		}
-		return uint64(v), nil
-	}
-	if l.BlockStride > 1<<62/layout.MaxBlocks {
-		return 0, &layout.Error{Field: "block_stride", Value: fmt.Sprint(l.BlockStride), Problem: "its offsets overflow 64 bits",
-			Remedy: "register the distance from one block to the next"}
-	}
-	return uint64(g.NumBlocks) * l.BlockStride, nil
+func hnd(p *params, pl *layout.Plane) {
+	pl.HeadMajor = true
+	pl.RowStride = pl.CellBytes
+	pl.HeadStride = uint64(pl.Rows) * pl.CellBytes
+	p.strides(pl)
 }
 
-func divides(strategy, field string, v uint64, by string, n uint64) error {
-	if n != 0 && v != 0 && v%n == 0 {
+// pageFirst has the layers of a token side by side.
+func pageFirst(p *params, pl *layout.Plane) {
+	pl.HeadStride = pl.CellBytes
+	pl.RowStride = p.need("layers", 1, layout.MaxLayers) * uint64(pl.Heads) * pl.CellBytes
+}
+
+// pageHead has the layers of a token's head side by side.
+func pageHead(p *params, pl *layout.Plane) {
+	pl.HeadMajor = true
+	pl.RowStride = p.need("layers", 1, layout.MaxLayers) * pl.CellBytes
+	pl.HeadStride = uint64(pl.Rows) * pl.RowStride
+}
+
+// packed is one plane of K and V; scaled ones must say what their cells hold.
+func packed(o order, scaled bool) func(*params) []layout.Plane {
+	return func(p *params) []layout.Plane {
+		pl := p.plane(layout.RoleKV, p.l.PageBytes)
+		if scaled {
+			v, s := p.need("value_bytes", 1, maxCell), p.need("scale_bytes", 1, maxCell)
+			if p.err == nil && pl.CellBytes != 2*(v+s) {
+				p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a head of a token has %d bytes, not 2*(%d+%d)", pl.CellBytes, v, s))
+			}
+			pl.Format = fmt.Sprintf("inline %d+%d", v, s)
+		}
+		o(p, &pl)
+		return []layout.Plane{pl}
+	}
+}
+
+// split is a plane of K and one of V, where the given function says how far V is.
+func split(o order, far func(p *params) uint64) func(*params) []layout.Plane {
+	return func(p *params) []layout.Plane {
+		p.even(2)
+		k := p.plane(layout.RoleK, p.l.PageBytes/2)
+		o(p, &k)
+		v := k
+		v.Role, v.Offset = layout.RoleV, far(p)
+		return []layout.Plane{k, v}
+	}
+}
+
+func vHalf(p *params) uint64 { return p.l.PageBytes / 2 }
+
+func vFar(p *params) uint64 {
+	if _, ok := p.g.Params["v_offset"]; ok {
+		return p.need("v_offset", 1, 1<<62)
+	}
+	if p.l.BlockStride > 1<<62/layout.MaxBlocks {
+		p.refuse("block_stride", p.l.BlockStride, "its offsets overflow 64 bits")
+		return 0
+	}
+	return uint64(p.g.NumBlocks) * p.l.BlockStride
+}
+
+// vPool is half of a pool that holds all layers.
+func vPool(p *params) uint64 {
+	if _, ok := p.g.Params["v_offset"]; ok {
+		return p.need("v_offset", 1, 1<<62)
+	}
+	layers := p.need("layers", 1, layout.MaxLayers)
+	if p.l.PageBytes > 1<<62/layout.MaxBlocks/layout.MaxLayers {
+		p.refuse("page_bytes", p.l.PageBytes, "its offsets overflow 64 bits")
+		return 0
+	}
+	return layers * uint64(p.g.NumBlocks) * (p.l.PageBytes / 2)
+}
+
+func flashToken(p *params) []layout.Plane {
+	p.even(2)
+	k := p.plane(layout.RoleK, p.l.PageBytes/2)
+	k.HeadStride = k.CellBytes
+	k.RowStride = 2 * uint64(k.Heads) * k.CellBytes
+	p.strides(&k)
+	v := k
+	v.Role, v.Offset = layout.RoleV, uint64(k.Heads)*k.CellBytes
+	return []layout.Plane{k, v}
+}
+
+func one(role layout.Role) func(*params) []layout.Plane {
+	return func(p *params) []layout.Plane {
+		pl := p.plane(role, p.l.PageBytes)
+		nhd(p, &pl)
+		return []layout.Plane{pl}
+	}
+}
+
+func quantPlanar(o order) func(*params) []layout.Plane {
+	return func(p *params) []layout.Plane {
+		v, s := p.need("value_bytes", 1, maxCell), p.need("scale_bytes", 1, maxCell)
+		var out []layout.Plane
+		var at uint64
+		for _, c := range []struct {
+			role layout.Role
+			cell uint64
+		}{{layout.RoleK, v}, {layout.RoleKScale, s}, {layout.RoleV, v}, {layout.RoleVScale, s}} {
+			pl := p.cells(c.role, c.cell)
+			pl.Offset, pl.Format = at, fmt.Sprintf("scaled %d+%d", v, s)
+			o(p, &pl)
+			at += pl.Bytes()
+			out = append(out, pl)
+		}
+		return out
+	}
+}
+
+func scales(p *params) []layout.Plane {
+	p.even(2)
+	k := p.plane(layout.RoleKScale, p.l.PageBytes/2)
+	nhd(p, &k)
+	v := k
+	v.Role, v.Offset = layout.RoleVScale, vFar(p)
+	return []layout.Plane{k, v}
+}
+
+// rows is one row for each token, the same on all ranks; cell is the only size that it may have, or 0.
+func rows(role layout.Role, format string, cell uint64) func(*params) []layout.Plane {
+	return func(p *params) []layout.Plane {
+		pl := p.replicated(role, p.divide(p.l.PageBytes, p.n, "tokens_per_block"), 1)
+		if cell != 0 && pl.CellBytes != cell && p.err == nil {
+			p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a token has %d bytes, not %d", pl.CellBytes, cell))
+		}
+		pl.Format = format
+		p.strides(&pl)
+		return []layout.Plane{pl}
+	}
+}
+
+func dsaIndexer(p *params) []layout.Plane {
+	v, s := p.get("value_bytes", 128, 1, maxCell), p.get("scale_bytes", 4, 1, maxCell)
+	ratio := p.get("compress_ratio", 1, 1, layout.MaxTokensPerBlock)
+	values, scales := p.replicated(layout.RoleIndex, v, ratio), p.replicated(layout.RoleIndexScale, s, ratio)
+	tile := p.get("kernel_tokens", min(64, p.n), 1, layout.MaxTokensPerBlock)
+	p.divide(p.n, tile, "kernel_tokens")
+	tile = p.divide(tile, ratio, "compress_ratio")
+	if p.err != nil {
 		return nil
 	}
-	return &layout.Error{Field: field, Value: fmt.Sprint(v),
-		Problem: fmt.Sprintf("strategy %q needs a multiple of %s = %d", strategy, by, n),
-		Remedy:  "register the bytes of one block, or the strategy that fits"}
+	scales.Offset = tile * v
+	for _, pl := range []*layout.Plane{&values, &scales} {
+		pl.Format = fmt.Sprintf("scaled %d+%d", v, s)
+		pl.TileRows, pl.TileStride = uint32(tile), tile*(v+s)
+	}
+	return []layout.Plane{values, scales}
 }
 
-// ParseBlock implements Strategy.
-func (s *builtin) ParseBlock(dst []layout.Run, from, to Side, tokens layout.TokenRange) ([]layout.Run, error) {
-	if err := s.check(from, to, tokens); err != nil {
-		return dst, err
-	}
-	pf, n, err := s.planes(from.Group, from.Layer)
-	if err != nil {
-		return dst, err
-	}
-	pt, _, err := s.planes(to.Group, to.Layer)
-	if err != nil {
-		return dst, err
-	}
-	w := runWriter{runs: dst, base: len(dst)}
-	for i := range n {
-		if pf[i].Unit == layout.UnitHead {
-			w.heads(from, to, pf[i], pt[i], tokens)
-		} else {
-			w.tokens(from, to, pf[i], pt[i], tokens)
-		}
-	}
-	w.flush()
-	return w.runs, nil
+func deepseekV4(p *params) []layout.Plane {
+	const data, scale = 576, 8
+	ratio := p.get("compress_ratio", 1, 1, layout.MaxTokensPerBlock)
+	d, s := p.replicated(layout.RoleLatent, data, ratio), p.replicated(layout.RoleLatentScale, scale, ratio)
+	d.Format, s.Format = DeepSeekV4, DeepSeekV4
+	s.Offset = uint64(d.Rows) * data
+	return []layout.Plane{d, s}
 }
 
-func (s *builtin) check(from, to Side, t layout.TokenRange) error {
-	if t.End <= t.Start {
-		return &layout.Error{Field: "tokens", Value: fmt.Sprintf("[%d, %d)", t.Start, t.End), Problem: "is empty", Remedy: "ask for one token or more"}
-	}
-	if err := checkSide("from", from, t, s.name); err != nil {
-		return err
-	}
-	if err := checkSide("to", to, t, s.name); err != nil {
-		return err
-	}
-	nf, nt := from.Group.TokensPerBlock, to.Group.TokensPerBlock
-	if s.form == formPage {
-		if nf != nt {
-			return &layout.Error{Field: "tokens_per_block", Value: fmt.Sprintf("%d and %d", nf, nt),
-				Problem: fmt.Sprintf("pages of strategy %q only move whole", s.name), Remedy: "use equal block sizes on both sides"}
-		}
-		if from.Layer.PageBytes != to.Layer.PageBytes {
-			return &layout.Error{Field: "page_bytes", Value: fmt.Sprintf("%d and %d", from.Layer.PageBytes, to.Layer.PageBytes),
-				Problem: fmt.Sprintf("pages of strategy %q only move whole", s.name), Remedy: "use equal models and dtypes on both sides"}
-		}
-		if t.Start%nf != 0 {
-			return &layout.Error{Field: "tokens.start", Value: fmt.Sprint(t.Start),
-				Problem: fmt.Sprintf("pages of strategy %q only move whole, %d tokens each", s.name, nf), Remedy: "start at a block boundary"}
-		}
-		return nil
-	}
-	// What one token (of one head) takes must agree; planes of equal form then agree in everything but the block size.
-	if a, b := from.Layer.PageBytes*uint64(nt), to.Layer.PageBytes*uint64(nf); a != b {
-		return &layout.Error{Field: "page_bytes", Value: fmt.Sprintf("%d and %d", from.Layer.PageBytes, to.Layer.PageBytes),
-			Problem: fmt.Sprintf("a token takes %d and %d bytes", from.Layer.PageBytes/uint64(nf), to.Layer.PageBytes/uint64(nt)),
-			Remedy:  "use equal models and dtypes on both sides"}
-	}
-	if s.form == formHeads && from.Group.Params["heads"] != to.Group.Params["heads"] {
-		return &layout.Error{Field: "params.heads", Value: fmt.Sprintf("%d and %d", from.Group.Params["heads"], to.Group.Params["heads"]),
-			Problem: "the two sides hold different heads", Remedy: "use equal tensor parallel sizes on both sides"}
-	}
-	return nil
+func opaque(p *params) []layout.Plane {
+	return []layout.Plane{{Role: layout.RolePage, Unit: layout.UnitBlock, CellBytes: p.l.PageBytes, Rows: 1, RowTokens: p.g.TokensPerBlock,
+		Heads: 1, Cols: 1, AllHeads: 1, Format: p.strategy}}
 }
 
-func checkSide(name string, s Side, t layout.TokenRange, strategy string) error {
-	if s.Group == nil || s.Layer == nil || s.Group.TokensPerBlock == 0 {
-		return &layout.Error{Field: name, Value: "unset", Problem: "has no group, layer or block size", Remedy: "pass a validated layout"}
-	}
-	if s.Group.Strategy != strategy {
-		return &layout.Error{Field: name + ".strategy", Value: fmt.Sprintf("%q", s.Group.Strategy),
-			Problem: fmt.Sprintf("is not %q", strategy), Remedy: "use the same strategy on both sides"}
-	}
-	n := s.Group.TokensPerBlock
-	first, last := t.Start/n, (t.End-1)/n
-	if uint64(last) >= uint64(len(s.Table)) {
-		return &layout.Error{Field: name + ".table", Value: fmt.Sprintf("%d blocks", len(s.Table)),
-			Problem: fmt.Sprintf("tokens [%d, %d) need %d of %d tokens", t.Start, t.End, last+1, n), Remedy: "pass the whole block table"}
-	}
-	if i := outOfTable(s.Table[first:last+1], s.Group.NumBlocks); i >= 0 {
-		return &layout.Error{Field: fmt.Sprintf("%s.table[%d]", name, int(first)+i), Value: fmt.Sprint(s.Table[int(first)+i]),
-			Problem: fmt.Sprintf("the group has %d blocks", s.Group.NumBlocks), Remedy: "pass the engine's own block ids"}
-	}
-	return nil
-}
-
-// outOfTable returns the index of the first block id that the group does not have, or -1.
-func outOfTable(table []uint32, blocks uint32) int {
-	for i, b := range table {
-		if b >= blocks {
-			return i
+// linearState is the state of a linear attention: a convolution whose history of q, k and v stands in the given order, and a
+// matrix for each head of v.
+func linearState(first, second, third layout.Role) func(*params) []layout.Plane {
+	return func(p *params) []layout.Plane {
+		kHeads, kDim := p.need("k_heads", 1, maxHeads), p.need("k_dim", 1, maxHeads)
+		vHeads, vDim := p.need("v_heads", 1, maxHeads), p.need("v_dim", 1, maxHeads)
+		history, conv := p.need("conv_len", 1, 256), p.get("conv_bytes", 2, 1, 8)
+		elem := p.get("state_bytes", 2, 1, 8)
+		part, dimFirst, kOutside := p.get("part", 0, 0, 2), p.get("conv_order", 0, 0, 1) == 1, p.get("state_order", 0, 0, 1) == 1
+		if p.err != nil {
+			return nil
 		}
+		k0, kn := p.share(kHeads)
+		v0, vn := p.share(vHeads)
+		state := layout.Plane{Unit: layout.UnitState, Cols: 1, RowTokens: 1}
+		var out []layout.Plane
+		var dim, at uint64
+		if part != 2 {
+			dim = 2*kn*kDim + vn*vDim
+			for _, role := range []layout.Role{first, second, third} {
+				heads, from, all, width := kn, k0, kHeads, kDim
+				if role == layout.RoleConvV {
+					heads, from, all, width = vn, v0, vHeads, vDim
+				}
+				pl := state
+				pl.Role, pl.CellBytes, pl.Rows, pl.HeadMajor = role, conv, uint32(history), dimFirst
+				pl.Heads, pl.FirstHead, pl.AllHeads = uint32(heads*width), uint32(from*width), uint32(all*width)
+				pl.RowStride, pl.HeadStride, pl.Offset = dim*conv, conv, at*conv
+				if dimFirst {
+					pl.RowStride, pl.HeadStride, pl.Offset = conv, history*conv, at*history*conv
+				}
+				at += heads * width
+				out = append(out, pl)
+			}
+		}
+		if part != 1 {
+			pl := state
+			pl.Role, pl.CellBytes, pl.HeadMajor, pl.Transposed = layout.RoleRecurrent, elem, true, kOutside
+			pl.Heads, pl.FirstHead, pl.AllHeads = uint32(vn), uint32(v0), uint32(vHeads)
+			r, c := vDim, kDim
+			if kOutside {
+				r, c = c, r
+			}
+			pl.Rows, pl.Cols = uint32(r), uint32(c)
+			pl.ColStride, pl.RowStride, pl.HeadStride = elem, c*elem, r*c*elem
+			pl.Offset = p.get("state_offset", dim*history*conv, dim*history*conv, 1<<40)
+			out = append(out, pl)
+		}
+		return out
 	}
-	return -1
 }

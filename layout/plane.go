@@ -1,0 +1,233 @@
+package layout
+
+import (
+	"cmp"
+	"fmt"
+	"math/bits"
+	"slices"
+)
+
+// Role says what a plane holds. Planes of two layouts are matched by it.
+type Role uint8
+
+// The roles.
+const (
+	RoleK           Role = iota + 1
+	RoleV                // beside RoleK
+	RoleKV               // K and V packed in each cell, K in its first half
+	RoleLatent           // MLA: one vector for all heads
+	RoleLatentScale      // its scales, where they lie apart
+	RoleKScale           // scales of quantised K
+	RoleVScale           // scales of quantised V
+	RoleIndex            // keys of a sparse attention's indexer
+	RoleIndexScale       // their scales
+	RoleCompressor       // state of a compressing attention, by token
+	RoleConvQ            // convolution state: what the projections of q, k and v (Mamba: C, B and x) remember
+	RoleConvK
+	RoleConvV
+	RoleRecurrent // recurrent state, a matrix for each head
+	RolePage      // opaque: only whole pages mean anything
+)
+
+var roleNames = [...]string{RoleK: "k", RoleV: "v", RoleKV: "kv", RoleLatent: "latent", RoleLatentScale: "latent_scale", RoleKScale: "k_scale",
+	RoleVScale: "v_scale", RoleIndex: "index", RoleIndexScale: "index_scale", RoleCompressor: "compressor", RoleConvQ: "conv_q",
+	RoleConvK: "conv_k", RoleConvV: "conv_v", RoleRecurrent: "recurrent", RolePage: "page"}
+
+func (r Role) String() string {
+	if int(r) < len(roleNames) && roleNames[r] != "" {
+		return roleNames[r]
+	}
+	return fmt.Sprintf("role(%d)", uint8(r))
+}
+
+// Unit is the granule in which a plane can be addressed.
+type Unit uint8
+
+// The units.
+const (
+	UnitToken Unit = iota + 1 // rows follow the tokens: any range of them can be taken
+	UnitBlock                 // opaque: only whole blocks can be taken, and a block that is begun counts whole
+	UnitState                 // one per request, in the block that holds its last token
+)
+
+func (u Unit) String() string {
+	switch u {
+	case UnitToken:
+		return "token"
+	case UnitBlock:
+		return "block"
+	case UnitState:
+		return "state"
+	}
+	return fmt.Sprintf("unit(%d)", uint8(u))
+}
+
+// Plane is one part of a page: cells of CellBytes on three axes, each with its own stride.
+//
+//	offset of cell (row, head, col) of block b, from the start of the region:
+//	  Base + b*BlockStride + Offset + tile*TileStride + (row mod TileRows)*RowStride + head*HeadStride + col*ColStride
+//	where tile = row / TileRows, 0 where the plane has no tiles
+//
+// Rows follow the tokens (or the history of a convolution, or one side of a state's matrix), heads are what tensor
+// parallelism divides, columns exist where a matrix may be stored in either order. A dense plane of NHD pages is a plane whose
+// RowStride is Heads*HeadStride; of HND pages one whose HeadStride is Rows*RowStride; both orders come from the strides alone.
+type Plane struct {
+	Role       Role
+	Unit       Unit
+	Format     string // how the bytes of a cell are coded, where the dtype of the cache does not say it alone
+	HeadMajor  bool   // heads come before rows in the transfer space
+	Transposed bool   // rows and columns of a state's matrix are exchanged
+	Offset     uint64
+
+	CellBytes                        uint64
+	Rows, Heads, Cols                uint32
+	RowStride, HeadStride, ColStride uint64
+
+	RowTokens  uint32 // tokens that one row stands for: more than 1 in a compressed cache, whose row is complete with its last token
+	FirstHead  uint32 // the first of this rank's heads among those of the model
+	AllHeads   uint32 // heads of the model: Heads where every rank has all of them
+	TileRows   uint32 // rows of a kernel block, where the pages of the block table hold several; else Rows
+	TileStride uint64 // from one kernel block to the next
+}
+
+// Bytes is what the plane holds in one block.
+func (p *Plane) Bytes() uint64 {
+	return p.CellBytes * uint64(p.Rows) * uint64(p.Heads) * uint64(p.Cols)
+}
+
+// PlaneFunc appends the planes of a layer to dst; the strategy of the group knows them.
+type PlaneFunc func(dst []Plane, g *Group, l *Layer) ([]Plane, error)
+
+// axis is count things, stride apart.
+type axis struct{ count, stride uint64 }
+
+// place appends the bytes of one plane over all blocks. It refuses a plane that leaves its region, or that meets itself.
+func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regionBytes uint64) ([]progression, error) {
+	bad := func(problem string) error {
+		return refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("plane %s: %s", p.Role, problem),
+			"register the page bytes and params that the engine uses")
+	}
+	tileRows := p.TileRows
+	if tileRows == 0 || tileRows > p.Rows {
+		tileRows = p.Rows
+	}
+	if p.CellBytes == 0 || p.Rows == 0 || p.Heads == 0 || p.Cols == 0 || p.Rows%tileRows != 0 {
+		return dst, bad(fmt.Sprintf("%d rows in tiles of %d, %d heads, %d columns of %d bytes", p.Rows, tileRows, p.Heads, p.Cols, p.CellBytes))
+	}
+	if p.Unit == UnitToken && (p.RowTokens == 0 || uint64(p.Rows)*uint64(p.RowTokens) != uint64(g.TokensPerBlock)) {
+		return dst, bad(fmt.Sprintf("%d rows of %d tokens in a block of %d tokens", p.Rows, p.RowTokens, g.TokensPerBlock))
+	}
+	if uint64(p.FirstHead)+uint64(p.Heads) > uint64(p.AllHeads) {
+		return dst, bad(fmt.Sprintf("heads [%d, +%d) of %d", p.FirstHead, p.Heads, p.AllHeads))
+	}
+	axes := [5]axis{{uint64(p.Cols), p.ColStride}, {uint64(p.Heads), p.HeadStride}, {uint64(tileRows), p.RowStride},
+		{uint64(p.Rows / tileRows), p.TileStride}, {uint64(g.NumBlocks), ly.BlockStride}}
+	inBlock, ok := extent(p.CellBytes, axes[:4])
+	if !ok {
+		return dst, bad("its offsets overflow 64 bits")
+	}
+	all, ok := extent(inBlock, axes[4:])
+	if !ok {
+		return dst, refuse(field+".block_stride", ly.BlockStride, "its offsets overflow 64 bits", "register the distance from one block to the next")
+	}
+	start, ok := addAll(ly.Base, p.Offset)
+	if !ok {
+		return dst, refuse(field+".base", ly.Base, "its offsets overflow 64 bits", "register offsets from the start of the region")
+	}
+	end, ok := addAll(start, all)
+	if !ok {
+		return dst, refuse(field+".base", ly.Base, "its offsets overflow 64 bits", "register offsets from the start of the region")
+	}
+	if end > regionBytes {
+		return dst, refuse(field+".base", ly.Base,
+			fmt.Sprintf("plane %s ends at byte %d of a region of %d", p.Role, end, regionBytes),
+			"check base, block_stride, page_bytes and num_blocks against the region")
+	}
+	pr := progression{start: start, stride: 1, count: 1, size: p.CellBytes, region: ly.Region,
+		base: ly.Base, block: ly.BlockStride, inSlot: p.Offset <= ly.BlockStride && inBlock <= ly.BlockStride-p.Offset}
+	return spread(dst, field, ly, p, pr, axes[:])
+}
+
+// extent is the bytes from the first cell's start to the last one's end.
+func extent(size uint64, axes []axis) (uint64, bool) {
+	for _, a := range axes {
+		hi, span := bits.Mul64(a.count-1, a.stride)
+		var ok bool
+		if size, ok = addAll(size, span); hi != 0 || !ok {
+			return 0, false
+		}
+	}
+	return size, true
+}
+
+// spread turns the axes into as few progressions as they take: one where all of them merge, as they do in every dense cache
+// and in interleaved allocations; else the blocks of each piece of a page.
+func spread(dst []progression, field string, ly *Layer, p *Plane, pr progression, axes []axis) ([]progression, error) {
+	blocks := axes[len(axes)-1]
+	sorted := [5]axis{}
+	in := sorted[:copy(sorted[:], axes)]
+	slices.SortStableFunc(in, func(a, b axis) int { return cmp.Compare(a.stride, b.stride) })
+	reach := pr.size // of what is inside
+	size, outer := pr.size, make([]axis, 0, len(axes))
+	merged := pr // with every axis
+	whole := true
+	for _, a := range in {
+		if a.count == 1 {
+			continue
+		}
+		if a.stride < reach {
+			name, value := ".page_bytes", ly.PageBytes
+			if a.stride == ly.BlockStride {
+				name, value = ".block_stride", ly.BlockStride
+			}
+			return dst, refuse(field+name, value, fmt.Sprintf("plane %s: pieces of %d bytes, %d apart, would overlap", p.Role, reach, a.stride),
+				"register the strides that the engine uses")
+		}
+		reach += (a.count - 1) * a.stride
+		switch {
+		case merged.count == 1 && a.stride == merged.size:
+			merged.size *= a.count
+		case merged.count == 1:
+			merged.count, merged.stride = a.count, a.stride
+		case a.stride == merged.count*merged.stride:
+			merged.count *= a.count
+		default:
+			whole = false
+		}
+		switch {
+		case a == blocks:
+		case len(outer) == 0 && a.stride == size:
+			size *= a.count
+		default:
+			outer = append(outer, a)
+		}
+	}
+	if whole {
+		if merged.count == 1 {
+			merged.stride = merged.size
+		}
+		return append(dst, merged), nil
+	}
+	pieces := uint64(1)
+	for _, a := range outer {
+		if pieces *= a.count; pieces > maxScattered {
+			break
+		}
+	}
+	if pieces+uint64(len(dst)) > maxScattered {
+		return dst, refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("plane %s: pages lie in more than %d pieces", p.Role, maxScattered),
+			"register layers whose blocks or heads follow one another evenly")
+	}
+	if pr.size, pr.count, pr.stride = size, blocks.count, blocks.stride; pr.count == 1 {
+		pr.stride = size
+	}
+	for i := range pieces {
+		q := pr
+		for _, a := range outer {
+			q.start += i % a.count * a.stride
+			i /= a.count
+		}
+		dst = append(dst, q)
+	}
+	return dst, nil
+}

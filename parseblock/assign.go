@@ -1,0 +1,218 @@
+package parseblock
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/kvspray/kvspray/layout"
+)
+
+// Share is what one source gives of a receiver's cache.
+type Share struct {
+	Source int      // index into the sources of Assign
+	roles  []uint32 // of each flattened layer of the receiver, a bit for each role that it gives
+}
+
+// Layers counts the layers of the receiver that the share has a part of.
+func (s *Share) Layers() int {
+	n := 0
+	for _, r := range s.roles {
+		if r != 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// bitOf is the role's bit; packed K and V count as both, so that a source that packs them and one that does not are alike.
+func bitOf(r layout.Role) uint32 {
+	if r == layout.RoleKV {
+		return 1<<layout.RoleK | 1<<layout.RoleV
+	}
+	return 1 << r
+}
+
+// Part returns the name of the model's layer that a layer of a layout is a part of: what stands before '#'. Engines that keep K
+// and V, or values and scales, in tensors of their own register several layers, "x#k" and "x#v".
+func Part(name string) string {
+	model, _, _ := strings.Cut(name, "#")
+	return model
+}
+
+// link pairs the planes of every flattened layer of dst with those of src, and keeps what the share says (all without one).
+// Layers that src does not have get no pairs: pipeline parallelism.
+func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error) {
+	if src.DType != dst.DType {
+		return nil, &layout.Error{Field: "dtype", Value: fmt.Sprintf("%q and %q", src.DType, dst.DType),
+			Problem: "what moves is copied, never converted", Remedy: "run prefill and decode with the same cache dtype"}
+	}
+	out := make([][]pair, dst.NumLayers())
+	if share != nil && len(share.roles) != len(out) {
+		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d layers", len(share.roles)),
+			Problem: fmt.Sprintf("the receiver has %d", len(out)), Remedy: "use the share that Assign made for this receiver"}
+	}
+	have, err := byModelLayer(reg, src)
+	if err != nil {
+		return nil, err
+	}
+	want, err := byModelLayer(reg, dst)
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range want.names {
+		from, ok := have.planes[name]
+		if !ok {
+			continue
+		}
+		pairs, err := pairUp(from, want.planes[name])
+		if err != nil {
+			return nil, err
+		}
+		for i := range pairs {
+			p := &pairs[i]
+			flat := p.to.flat
+			if share != nil && share.roles[flat]&bitOf(p.role) == 0 {
+				continue
+			}
+			if k := len(out[flat]); k > 0 && (out[flat][0].unit == layout.UnitState) != (p.unit == layout.UnitState) {
+				return nil, &layout.Error{Field: fmt.Sprintf("layer %q", name), Value: p.unit.String(),
+					Problem: "holds tokens and state at once", Remedy: "register them as two layers"}
+			}
+			out[flat] = append(out[flat], *p)
+		}
+	}
+	return out, nil
+}
+
+// modelLayers are the planes of a layout by layer of the model.
+type modelLayers struct {
+	names  []string // in the layout's order
+	planes map[string][]sited
+}
+
+func byModelLayer(reg *Registry, l *layout.Layout) (*modelLayers, error) {
+	m := &modelLayers{planes: make(map[string][]sited, l.NumLayers())}
+	flat := 0
+	for gi := range l.Groups {
+		g := &l.Groups[gi]
+		for li := range g.Layers {
+			name := Part(g.Layers[li].Name)
+			before, seen := m.planes[name]
+			planes, err := reg.sited(before, g, &g.Layers[li], gi, flat)
+			if err != nil {
+				return nil, fmt.Errorf("groups[%d].layers[%d]: %w", gi, li, err)
+			}
+			if !seen {
+				m.names = append(m.names, name)
+			}
+			m.planes[name] = planes
+			flat++
+		}
+	}
+	return m, nil
+}
+
+// holding is what one source could give of one plane of the receiver.
+type holding struct {
+	source     int
+	first, end uint64 // heads of the model
+}
+
+// Assign chooses, for every plane of the receiver, the sources that give it, so that each head comes from exactly one. Ranks that
+// hold the same (MLA, the replicated heads of a TP that exceeds them) are interchangeable, and of those the one with the
+// least load is taken: load(i) before anything is assigned, one more for each plane given. nil means no load. It fails where
+// something is held by nobody.
+func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load func(source int) uint64) ([]Share, error) {
+	layers := dst.NumLayers()
+	want, err := byModelLayer(reg, dst)
+	if err != nil {
+		return nil, err
+	}
+	type key struct {
+		flat int
+		role layout.Role
+	}
+	held := make(map[key][]holding)
+	for si, src := range sources {
+		links, err := link(reg, src, dst, nil)
+		if err != nil {
+			if len(sources) > 1 {
+				err = fmt.Errorf("source %d: %w", si, err)
+			}
+			return nil, err
+		}
+		for flat, pairs := range links {
+			for i := range pairs {
+				p := &pairs[i]
+				h := holding{source: si, first: p.head0, end: p.head0 + p.heads}
+				if p.role == layout.RoleKV {
+					held[key{flat, layout.RoleK}] = append(held[key{flat, layout.RoleK}], h)
+					held[key{flat, layout.RoleV}] = append(held[key{flat, layout.RoleV}], h)
+					continue
+				}
+				held[key{flat, p.role}] = append(held[key{flat, p.role}], h)
+			}
+		}
+	}
+	loads := make([]uint64, len(sources))
+	shares := make([]Share, len(sources))
+	for i := range sources {
+		shares[i] = Share{Source: i, roles: make([]uint32, layers)}
+		if load != nil {
+			loads[i] = load(i)
+		}
+	}
+	give := func(flat int, role layout.Role, p *sited) error {
+		hs := held[key{flat, role}]
+		// Of holdings that start alike the least loaded comes first; a source that gives a layer's K keeps its V.
+		slices.SortStableFunc(hs, func(a, b holding) int {
+			ka, kb := shares[a.source].roles[flat] == 0, shares[b.source].roles[flat] == 0
+			if c := cmp.Compare(a.first, b.first); c != 0 || ka == kb {
+				return cmp.Or(c, cmp.Compare(loads[a.source], loads[b.source]))
+			}
+			if kb {
+				return -1
+			}
+			return 1
+		})
+		at, end := uint64(p.FirstHead), uint64(p.FirstHead)+uint64(p.Heads)
+		for i, h := range hs {
+			switch {
+			case i > 0 && h.first == hs[i-1].first && h.end == hs[i-1].end:
+				continue // a replica
+			case h.first > at:
+				return refusePair(nil, p, role.String(), fmt.Sprintf("heads [%d, %d)", at, h.first), "no source has them", "wait for every rank of the prefill engine")
+			case h.first < at:
+				return refusePair(nil, p, role.String(), fmt.Sprintf("heads [%d, %d)", h.first, h.end), "two sources have parts of them",
+					"divide the heads of the prefill engine evenly")
+			}
+			shares[h.source].roles[flat] |= bitOf(role)
+			loads[h.source]++
+			at = h.end
+		}
+		if at < end {
+			return refusePair(nil, p, role.String(), fmt.Sprintf("heads [%d, %d)", at, end), "no source has them", "wait for every rank and stage of the prefill engine")
+		}
+		return nil
+	}
+	for _, name := range want.names {
+		for i := range want.planes[name] {
+			p := &want.planes[name][i]
+			roles := [2]layout.Role{p.Role}
+			if p.Role == layout.RoleKV {
+				roles = [2]layout.Role{layout.RoleK, layout.RoleV}
+			}
+			for _, r := range roles {
+				if r == 0 {
+					continue
+				}
+				if err := give(p.flat, r, p); err != nil {
+					return nil, err
+				}
+			}
+		}
+	}
+	return slices.DeleteFunc(shares, func(s Share) bool { return s.Layers() == 0 }), nil
+}

@@ -1,0 +1,279 @@
+package parseblock
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"reflect"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// benchCase is a copy as it comes in practice: Llama-8B's layer of 8 heads of 128 bf16, 16 tokens a block, 32,768 tokens.
+type benchCase struct {
+	name     string
+	from, to layout.Group
+}
+
+const benchTokens, benchBlocks = 32768, 4096 // ids are drawn from twice the blocks needed
+
+func benchGroup(strategy string, page uint64, params map[string]int64) layout.Group {
+	if params == nil {
+		params = map[string]int64{}
+	}
+	return layout.Group{TokensPerBlock: 16, Strategy: strategy, NumBlocks: benchBlocks, Params: params,
+		Layers: []layout.Layer{{Name: "l", PageBytes: page, BlockStride: page}}}
+}
+
+func benchCases() []benchCase {
+	const token, half = 8 * 512, 4 * 512
+	var out []benchCase
+	same := func(name string, g layout.Group) { out = append(out, benchCase{name, g, g}) }
+	kv := func(strategy string, tp, rank uint64) layout.Group {
+		return benchGroup(strategy, 16*token/tp, map[string]int64{"kv_heads": 8, "tp_size": int64(tp), "tp_rank": int64(rank)})
+	}
+	for _, s := range []string{PackedHND, PackedNHD, FlashKVFirst, FlashBlockFirst, FlashBlockFirstHND, FlashToken, SGLangK} {
+		g := kv(s, 1, 0)
+		if s == SGLangK {
+			g = benchGroup(s, 8*token, map[string]int64{"heads": 8})
+		}
+		same(s, g)
+	}
+	same(QuantPlanarHND, benchGroup(QuantPlanarHND, 16*8*2*(64+8), map[string]int64{"heads": 8, "value_bytes": 64, "scale_bytes": 8}))
+	same(MLA, benchGroup(MLA, 16*1152, nil))
+	same(FP8DSMLA, benchGroup(FP8DSMLA, 16*656, nil))
+	same(DSAIndexer, benchGroup(DSAIndexer, 16*132, nil))
+	same(DeepSeekV4, benchGroup(DeepSeekV4, 4*584, map[string]int64{"compress_ratio": 4}))
+	same(VLLMCPUAttn, benchGroup(VLLMCPUAttn, 16*token, nil))
+	out = append(out,
+		benchCase{"NHD, TP 2 to 1", kv(PackedNHD, 2, 1), kv(PackedNHD, 1, 0)},
+		benchCase{"HND, TP 1 to 2", kv(PackedHND, 1, 0), kv(PackedHND, 2, 1)},
+		benchCase{"HND to NHD", kv(PackedHND, 1, 0), kv(PackedNHD, 1, 0)},
+		benchCase{"packed to K and V apart", kv(PackedNHD, 1, 0), kv(FlashKVFirst, 1, 0)})
+	wide := kv(PackedNHD, 1, 0)
+	wide.TokensPerBlock, wide.Layers = 64, []layout.Layer{{Name: "l", PageBytes: 64 * token, BlockStride: 64 * token}}
+	out = append(out, benchCase{"NHD, 16 to 64 tokens a block", kv(PackedNHD, 1, 0), wide})
+	return out
+}
+
+func benchTable(seed uint64, blocks int) []uint32 {
+	r := rand.New(rand.NewPCG(1, seed))
+	t := make([]uint32, blocks)
+	for i, v := range r.Perm(benchBlocks)[:blocks] {
+		t[i] = uint32(v)
+	}
+	return t
+}
+
+func (c *benchCase) template(t testing.TB) (*Template, []uint32, []uint32) {
+	tpl, err := Default().Template(Side{&c.from, &c.from.Layers[0]}, Side{&c.to, &c.to.Layers[0]})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tpl, benchTable(2, benchTokens/int(c.from.TokensPerBlock)), benchTable(3, benchTokens/int(c.to.TokensPerBlock))
+}
+
+// TestNoAllocations: neither runs nor pieces allocate while the caller's slice has room.
+func TestNoAllocations(t *testing.T) {
+	reg := Default()
+	runs := make([]layout.Run, 0, 1<<15)
+	pieces := make([]layout.Piece, 0, 1<<19)
+	for _, c := range benchCases() {
+		t.Run(c.name, func(t *testing.T) {
+			tpl, from, to := c.template(t)
+			end := uint32(benchTokens - 3)
+			if c.to.Strategy == VLLMCPUAttn {
+				end = benchTokens
+			}
+			if n := testing.AllocsPerRun(3, func() {
+				if _, err := tpl.Append(runs, from, to, layout.TokenRange{End: end}); err != nil {
+					t.Fatal(err)
+				}
+			}); n != 0 {
+				t.Errorf("runs: %v allocations", n)
+			}
+			lf, lt := &layout.Layout{Groups: []layout.Group{c.from}}, &layout.Layout{Groups: []layout.Group{c.to}}
+			share := &Share{roles: []uint32{^uint32(0)}}
+			p, err := NewShare(reg, lf, lt, share, end, []uint32{0})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, side := range []struct {
+				l     *layout.Layout
+				table []uint32
+			}{{lf, from}, {lt, to}} {
+				s, err := p.Side(reg, side.l, [][]uint32{side.table})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if n := testing.AllocsPerRun(3, func() {
+					if _, err := s.Append(pieces, p.Space().All()); err != nil {
+						t.Fatal(err)
+					}
+				}); n != 0 {
+					t.Errorf("pieces: %v allocations", n)
+				}
+			}
+		})
+	}
+}
+
+// TestCompact: a run list is never longer than there are blocks on the side that has more, times planes; where blocks follow
+// one another evenly it is a handful.
+func TestCompact(t *testing.T) {
+	for _, c := range benchCases() {
+		tpl, from, to := c.template(t)
+		limit := max(len(from), len(to)) * len(tpl.pairs)
+		runs, err := tpl.Append(nil, from, to, layout.TokenRange{End: benchTokens})
+		if err != nil || len(runs) > limit {
+			t.Errorf("%s: %d runs for %d blocks (%v)", c.name, len(runs), limit, err)
+		}
+		flat := uint32(0)
+		even := func(n int) []uint32 {
+			flat++
+			out := make([]uint32, n)
+			for i := range out {
+				out[i] = uint32(i) + flat
+			}
+			return out
+		}
+		runs, err = tpl.Append(runs[:0], even(len(from)), even(len(to)), layout.TokenRange{End: benchTokens})
+		limit = len(tpl.pairs)
+		if tpl.pairs[0].full.dims > 1 { // two axes inside a block: one run each
+			limit = max(len(from), len(to))
+		}
+		if err != nil || len(runs) > limit {
+			t.Errorf("%s, blocks in order: %d runs for %d planes (%v)", c.name, len(runs), limit, err)
+		}
+	}
+}
+
+// TestCostOfPlanning: 32,768 tokens through 64 layers of NHD pages, from one of two ranks to one: under 64 KiB beside the block
+// tables, and compiled in under a millisecond on a quiet machine; the bound here leaves room for a busy one under -race.
+func TestCostOfPlanning(t *testing.T) {
+	reg := Default()
+	group := func(tp int64) *layout.Group {
+		g := benchGroup(PackedNHD, 16*4096/uint64(tp), map[string]int64{"kv_heads": 8, "tp_size": tp})
+		for len(g.Layers) < 64 {
+			g.Layers = append(g.Layers, g.Layers[0])
+		}
+		return &g
+	}
+	from, to := group(2), group(1)
+	templates := make([]*Template, 64)
+	compile := func() {
+		for i := range templates {
+			var err error
+			if templates[i], err = reg.Template(Side{from, &from.Layers[i]}, Side{to, &to.Layers[i]}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	best := time.Hour
+	for range 20 {
+		start := time.Now()
+		compile()
+		best = min(best, time.Since(start))
+	}
+	var bytes uintptr
+	for _, tpl := range templates {
+		bytes += reflect.TypeFor[Template]().Size() + uintptr(cap(tpl.pairs))*reflect.TypeFor[pair]().Size()
+	}
+	t.Logf("64 templates: %v, %d bytes", best, bytes)
+	if bytes > 64<<10 || best > 50*time.Millisecond {
+		t.Fatalf("64 templates took %v and %d bytes", best, bytes)
+	}
+}
+
+func BenchmarkTemplate(b *testing.B) {
+	c := benchCases()
+	for i := range c {
+		if c[i].name != "NHD, TP 2 to 1" {
+			continue
+		}
+		reg := Default()
+		b.ReportAllocs()
+		for b.Loop() {
+			if _, err := reg.Template(Side{&c[i].from, &c[i].from.Layers[0]}, Side{&c[i].to, &c[i].to.Layers[0]}); err != nil {
+				b.Fatal(err)
+			}
+		}
+	}
+}
+
+func BenchmarkRuns(b *testing.B) {
+	for _, c := range benchCases() {
+		b.Run(c.name, func(b *testing.B) {
+			tpl, from, to := c.template(b)
+			runs := make([]layout.Run, 0, 1<<15)
+			b.ReportAllocs()
+			var n int
+			for b.Loop() {
+				out, err := tpl.Append(runs, from, to, layout.TokenRange{End: benchTokens})
+				if err != nil {
+					b.Fatal(err)
+				}
+				n = len(out)
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(n), "ns/run")
+			b.ReportMetric(float64(n), "runs")
+		})
+	}
+}
+
+// BenchmarkExplode walks the pieces of a reshape one by one: 32,768 rows of a head half each.
+func BenchmarkExplode(b *testing.B) {
+	for _, c := range benchCases() {
+		if c.name != "NHD, TP 2 to 1" {
+			continue
+		}
+		tpl, from, to := c.template(b)
+		runs, err := tpl.Append(nil, from, to, layout.TokenRange{End: benchTokens})
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.ReportAllocs()
+		var n, sum uint64
+		for b.Loop() {
+			n = 0
+			for p := range layout.Explode(runs) {
+				n++
+				sum += p.DstOff
+			}
+		}
+		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(n), "ns/piece")
+		_ = fmt.Sprint(sum)
+	}
+}
+
+// BenchmarkAppend resolves slices of four chunks, as lanes do.
+func BenchmarkAppend(b *testing.B) {
+	reg := Default()
+	for _, c := range benchCases() {
+		b.Run(c.name, func(b *testing.B) {
+			lf, lt := &layout.Layout{Groups: []layout.Group{c.from}}, &layout.Layout{Groups: []layout.Group{c.to}}
+			p, err := NewShare(reg, lf, lt, &Share{roles: []uint32{^uint32(0)}}, benchTokens, []uint32{0})
+			if err != nil {
+				b.Fatal(err)
+			}
+			side, err := p.Side(reg, lf, [][]uint32{benchTable(2, benchTokens/int(c.from.TokensPerBlock))})
+			if err != nil {
+				b.Fatal(err)
+			}
+			pieces := make([]layout.Piece, 0, 1<<16)
+			b.ReportAllocs()
+			total, i := 0, uint32(0)
+			for b.Loop() {
+				out, err := side.Append(pieces, transfer.Range{First: i % (p.Space().NumChunks() - 4), Count: 4})
+				if err != nil {
+					b.Fatal(err)
+				}
+				total += len(out)
+				i += 4
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(total), "ns/piece")
+		})
+	}
+}
