@@ -99,7 +99,7 @@ generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels 
 	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
 
 GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go internal/cuda/kernels/kernels.ptx internal/cuda/kernels/kernels.sm_*.cubin \
-  docs/config.md
+  pybind/src/flag_ptx.h docs/config.md
 .PHONY: generate-check
 generate-check: ## Fail if generated files are not what their sources say
 	@before=$$(sha256sum $(GENERATED)); $(MAKE) -s generate; after=$$(sha256sum $(GENERATED)); \
@@ -127,6 +127,13 @@ bench: ## Go benchmarks (ParseBlock, frames, rings ...)
 .PHONY: bench-latency
 bench-latency: build env ## One 4 KiB block between two sidecars, from the engine's word to the engine's ear
 	$(VENV)/bin/python -m kvspray.latency --kvspray bin/kvspray
+
+.PHONY: gpu-bin
+gpu-bin: build env ## What test/gpu/run.sh needs on a host with GPUs and no Go: .build/gpu, to be carried there with the sources
+	@mkdir -p $(B)/gpu
+	go build -trimpath -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray
+	rm -rf $(B)/gpu/py && mkdir -p $(B)/gpu/py && cp -r $$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parent)') $(B)/gpu/py/
+	@du -sh $(B)/gpu
 
 .PHONY: bench-vllm
 bench-vllm: build env ## D's latency with kvspray against NIXL, same engines and prompts

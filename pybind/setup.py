@@ -23,7 +23,7 @@ def compile_library(target: pathlib.Path) -> None:
     cc = shlex.split(os.environ.get("CC", "gcc"))
     flags = shlex.split(CFLAGS + " " + os.environ.get("CFLAGS", ""))
     sources = sorted(str(p) for p in (ROOT / "src").glob("*.c"))
-    command = [*cc, *flags, f"-I{ROOT / 'include'}", "-shared", "-Wl,-z,defs", "-o", str(target), *sources]
+    command = [*cc, *flags, f"-I{ROOT / 'include'}", "-shared", "-Wl,-z,defs", "-o", str(target), *sources, "-ldl"]
     try:
         subprocess.run(command, check=True)
     except FileNotFoundError as e:

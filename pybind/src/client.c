@@ -233,6 +233,8 @@ const char *kvs_strerror(int error)
 		return "system call failed";
 	case KVS_E_BUFFER:
 		return "buffer is too small";
+	case KVS_E_GPU:
+		return "the CUDA driver refused, or there is none";
 	}
 	return "unknown error";
 }
@@ -2171,7 +2173,7 @@ int kvs_wait(kvs_client *c, int timeout_ms)
 int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t step, uint32_t timeout_ms)
 {
 	CHECK(c);
-	if (c->role != KVS_WORKER || !count || first >= c->layers || count > c->layers - first || !step || step == KVS_POISON)
+	if (c->role != KVS_WORKER || !count || first >= c->layers || count > c->layers - first || !step || step >= KVS_POISON)
 		return KVS_E_ARG;
 	int64_t rc = KVS_E_LIMIT, now = kvs_now_ms();
 	pthread_mutex_lock(&c->mu);

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels.cu with a pinned NVRTC to the images beside it. Needs no GPU and no CUDA installation.
+"""Compiles kernels.cu with a pinned NVRTC to the images beside it, and the shim's flag.cu to a C header. Needs no GPU and no
+CUDA installation.
 
 usage: generate.py [--check]      --check compiles and compares, and writes nothing
 
@@ -17,6 +18,7 @@ import zipfile
 
 WHEEL = "nvidia-cuda-nvrtc-cu12==12.4.127"
 HERE = os.path.dirname(os.path.abspath(__file__))
+SHIM = os.path.join(HERE, "..", "..", "..", "pybind", "src")
 CACHE = os.path.join(HERE, "..", "..", "..", ".build", "nvrtc")
 IMAGES = [  # file, --gpu-architecture, what NVRTC calls it
     ("kernels.ptx", "compute_80", "PTX"),
@@ -40,6 +42,13 @@ def toolchain() -> ctypes.CDLL:
                 z.extractall(CACHE)
             os.remove(wheel)
     return ctypes.CDLL(glob.glob(pattern, recursive=True)[0])
+
+
+def header(ptx: bytes) -> bytes:
+    lines = ptx.decode("ascii").rstrip("\n").split("\n")
+    body = "\n".join('\t"' + line.replace("\\", "\\\\").replace('"', '\\"').replace("\t", "\\t") + '\\n"' for line in lines)
+    text = "/* SPDX-License-Identifier: Apache-2.0\n *\n * Made from flag.cu by internal/cuda/kernels/generate.py. DO NOT EDIT. */\n"
+    return (text + f"static const char flag_ptx[] =\n{body};\n").encode()
 
 
 def compile_image(nvrtc: ctypes.CDLL, source: bytes, arch: str, kind: str) -> bytes:
@@ -66,13 +75,15 @@ def main() -> int:
     nvrtc = toolchain()
     with open(os.path.join(HERE, "kernels.cu"), "rb") as f:
         source = f.read()
+    with open(os.path.join(SHIM, "flag.cu"), "rb") as f:
+        flag = f.read()
     stale = []
-    for name, arch, kind in IMAGES:
-        image = compile_image(nvrtc, source, arch, kind)
-        path = os.path.join(HERE, name)
+    images = [(os.path.join(HERE, name), compile_image(nvrtc, source, arch, kind)) for name, arch, kind in IMAGES]
+    images.append((os.path.join(SHIM, "flag_ptx.h"), header(compile_image(nvrtc, flag, "compute_75", "PTX"))))
+    for path, image in images:
         if "--check" in sys.argv:
             if not os.path.exists(path) or open(path, "rb").read() != image:
-                stale.append(name)
+                stale.append(os.path.basename(path))
         else:
             with open(path, "wb") as f:
                 f.write(image)

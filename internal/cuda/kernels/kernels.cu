@@ -1,21 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels of kvspray: one that says "this layer is complete", and two that rearrange bytes inside one GPU's memory.
+// The kernels of the sidecar: they rearrange bytes inside one GPU's memory.
 // Nothing here stores across PCIe at rate: copy engines cross links, kernels only pack and unpack (docs/gpu.md).
 //
 // Compiled by generate.py to PTX (any later GPU, by the driver's JIT) and to sm_80 and sm_90 code; both are committed.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
-
-// kvs_flag: copies the step number that the shim wrote to `step` before the graph was launched into the layer's flag, which
-// lives in host-mapped memory. The fence before it orders every write that this GPU made to the layer's cache.
-extern "C" __global__ void kvs_flag(const volatile u64 *step, volatile u64 *flag)
-{
-	__threadfence_system();
-	*flag = *step;
-	__threadfence_system();
-}
 
 // One strided run: count pieces of len bytes, piece i at base + i * stride. The dense side is contiguous: piece i of the run
 // lies at dense + i * len. All of base, stride, dense and len are multiples of 16.

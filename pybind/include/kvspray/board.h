@@ -27,7 +27,9 @@
 
 #define KVS_CACHE_LINE 64
 #define KVS_MAX_LAYERS 1024
-#define KVS_POISON UINT64_MAX /* load flags: the data will never come */
+/* Load flags: the data will never come. A stream's wait for "at least v" compares cyclically, (int64)(flag - v) >= 0
+ * (CUstreamWaitValue_flags), so this is the greatest number that ends every such wait; all ones would end none. */
+#define KVS_POISON ((uint64_t)INT64_MAX)
 
 #define KVS_RING_MIN_BYTES (64u << 10)
 #define KVS_RING_MAX_BYTES (16u << 20) /* a power of two in between */

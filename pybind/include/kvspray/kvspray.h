@@ -55,6 +55,7 @@ enum kvs_error {
 	KVS_E_CLOSED = -9,
 	KVS_E_SYS = -10,          /* a system call failed; errno is kept */
 	KVS_E_BUFFER = -11,       /* the caller's buffer cannot hold the next record */
+	KVS_E_GPU = -12,          /* the CUDA driver refused, or there is none; kvs_gpu_error says what */
 };
 
 /* Result of calls about an open lease while there is no session: the state is kept and will be presented afresh. */
@@ -188,6 +189,33 @@ int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t s
 int kvs_load_done(kvs_client *c, int64_t handle);
 /* Sets flags to zero again, poison included. Only while no stream waits and no open lease loads into them. */
 int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count);
+
+/* ---- worker: signals by the GPU itself ----------------------------------------------------------------------------- */
+
+/* Uses the board's flags from a GPU, by the CUDA driver opened at run time (libcuda.so.1). Streams are CUstream of the engine's
+ * context. One thread at a time. No call waits for the GPU but kvs_gpu_close. After KVS_E_GPU a flag may be missing: the step
+ * must not be announced, or its leases end at their deadline. */
+typedef struct kvs_gpu kvs_gpu;
+
+/* In a thread whose current CUDA context is the engine's. KVS_E_GPU: `error` says what there is not. */
+int kvs_gpu_open(kvs_client *c, kvs_gpu **out, char *error, uint32_t error_bytes);
+/* Waits for what was enqueued on its side branch. Before kvs_close, and when no graph with its signals runs any more. */
+void kvs_gpu_close(kvs_gpu *g);
+/* What failed first, for a log. */
+const char *kvs_gpu_error(kvs_gpu *g);
+
+/* Before the step's first kernel, or before the launch of its graph, on the same stream and outside a capture: this is step
+ * `step`. Steps never fall. */
+int kvs_gpu_step(kvs_gpu *g, uint64_t step, void *stream);
+/* After the layer's last write to its cache. Eager: one stream write. In a capture: a node on a side branch, which takes the step
+ * from memory, so that replays say their own step without the host. */
+int kvs_gpu_signal_layer(kvs_gpu *g, uint32_t layer, void *stream);
+/* The end of the step, all layers; in a capture it joins the side branch as well. */
+int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
+/* Joins the side branch where a capture ends before the step does (piecewise graphs): one that is not joined makes the capture fail. */
+int kvs_gpu_join(kvs_gpu *g, void *stream);
+/* The stream goes on once load_flags[layer] >= value, or is poison. In a graph the value is baked in: use 1 and kvs_load_reset. */
+int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream);
 
 /* ---- scheduler: admission ----------------------------------------------------------------------------------------- */
 

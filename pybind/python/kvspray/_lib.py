@@ -25,6 +25,7 @@ E_FORKED = -8
 E_CLOSED = -9
 E_SYS = -10
 E_BUFFER = -11
+E_GPU = -12
 KEPT = 1
 
 REC_STEP, REC_INTENT, REC_EXPECT, REC_CANCEL, REC_PREEMPT, REC_HOLD = 1, 2, 3, 4, 5, 6
@@ -123,6 +124,14 @@ _PROTOTYPES = {
     "kvs_load_watch": (c_int64, [c_void_p, c_uint32, c_uint32, c_uint64, c_uint32]),
     "kvs_load_done": (c_int, [c_void_p, c_int64]),
     "kvs_load_reset": (c_int, [c_void_p, c_uint32, c_uint32]),
+    "kvs_gpu_open": (c_int, [c_void_p, POINTER(c_void_p), c_char_p, c_uint32]),
+    "kvs_gpu_close": (None, [c_void_p]),
+    "kvs_gpu_error": (c_char_p, [c_void_p]),
+    "kvs_gpu_step": (c_int, [c_void_p, c_uint64, c_void_p]),
+    "kvs_gpu_signal_layer": (c_int, [c_void_p, c_uint32, c_void_p]),
+    "kvs_gpu_signal_step": (c_int, [c_void_p, c_void_p]),
+    "kvs_gpu_join": (c_int, [c_void_p, c_void_p]),
+    "kvs_gpu_wait_layer": (c_int, [c_void_p, c_uint32, c_uint64, c_void_p]),
     "kvs_await": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_uint32, c_uint32]),
     "kvs_admission": (c_int, [c_void_p, c_char_p, c_char_p, POINTER(CAdmission)]),
     "kvs_await_forget": (c_int, [c_void_p, c_char_p, c_char_p]),
@@ -148,6 +157,8 @@ def _path() -> str:
 lib: ctypes.CDLL = _bind(ctypes.CDLL(_path(), use_errno=True), list(_PROTOTYPES))
 fast: ctypes.PyDLL = ctypes.PyDLL(_path())
 _bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_signal_all", "kvs_bump_source_epoch", "kvs_deadlines"])
+# Launches: microseconds each, and none of them waits for the GPU.
+_bind(fast, ["kvs_gpu_step", "kvs_gpu_signal_layer", "kvs_gpu_signal_step", "kvs_gpu_join", "kvs_gpu_wait_layer"])
 
 
 def strerror(code: int) -> str:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals by the GPU itself: layer flags that streams and captured graphs set, and load flags that streams wait for.
+
+    gpu = GpuSignals(client)                  # in the engine's worker, once its GPU is chosen
+    gpu.step(step, stream)                    # before the step's first kernel, or before a graph's launch
+    gpu.signal_layer(layer, stream)           # after the layer's last write to its cache; eager, or while a graph is captured
+    gpu.signal_step(stream)                   # at the end of the step
+
+``stream`` is a CUstream as an integer (torch.cuda.current_stream().cuda_stream). Nothing here waits for the GPU, and nothing
+raises after the constructor: the first call that fails is logged, and from then on ``ok`` is False and every call returns False.
+The engine must then announce no more steps; what was announced ends at its deadline and is recomputed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+from ._lib import E_GPU, fast, lib, strerror
+from .client import WorkerClient
+from .region import KvsprayError
+
+_ERROR_BYTES = 256
+
+
+class GpuSignals:
+    def __init__(self, client: WorkerClient, log: logging.Logger | None = None) -> None:
+        """Raises KvsprayError where there is no NVIDIA driver, or no CUDA context in this thread."""
+        handle = ctypes.c_void_p()
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        rc = lib.kvs_gpu_open(client._handle(), ctypes.byref(handle), error, _ERROR_BYTES)
+        if rc != 0:
+            raise KvsprayError(f"kvspray: no signals by the GPU: {error.value.decode() or strerror(rc)}")
+        self._client = client  # its flags must outlive this
+        self._h: ctypes.c_void_p | None = handle
+        self._log = log or logging.getLogger("kvspray")
+        self.ok = True
+
+    def step(self, step: int, stream: int) -> bool:
+        """What comes on this stream from now on belongs to ``step``. Steps never fall."""
+        return self._call(fast.kvs_gpu_step, step, stream)
+
+    def signal_layer(self, layer: int, stream: int) -> bool:
+        return self._call(fast.kvs_gpu_signal_layer, layer, stream)
+
+    def signal_step(self, stream: int) -> bool:
+        return self._call(fast.kvs_gpu_signal_step, stream)
+
+    def join(self, stream: int) -> bool:
+        """Joins the side branch of a capture that ends before the step does."""
+        return self._call(fast.kvs_gpu_join, stream)
+
+    def wait_layer(self, layer: int, value: int, stream: int) -> bool:
+        """The stream goes on once the layer's load flag is at least ``value``, or poison."""
+        return self._call(fast.kvs_gpu_wait_layer, layer, value, stream)
+
+    def close(self) -> None:
+        """Before the client's, and once no graph with these signals runs any more."""
+        h, self._h, self.ok = self._h, None, False
+        if h is not None:
+            lib.kvs_gpu_close(h)
+
+    def _call(self, fn: object, *args: int) -> bool:
+        if not self.ok:
+            return False
+        rc = fn(self._h, *args)  # type: ignore[operator]
+        if rc != 0:
+            self.ok = False
+            why = lib.kvs_gpu_error(self._h).decode() if rc == E_GPU else strerror(rc)
+            self._log.error("kvspray: signals by the GPU end here: %s: %s", getattr(fn, "__name__", "call"), why)
+        return rc == 0

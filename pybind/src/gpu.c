@@ -1,0 +1,289 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Signals by the GPU itself: layer flags that a stream or a captured graph sets, load flags that a stream waits for.
+ *
+ * libcuda is opened at run time and used in the engine's own context; without it the rest of the library works.
+ *
+ * The flags are the board's, registered as host-mapped memory. Outside a capture a flag is one stream write of the step. Inside
+ * one, a value would be baked into the graph, so a one-thread kernel copies the step from a device word that kvs_gpu_step sets
+ * before each replay. That kernel sits on a side branch of the graph: forked after the layer, joined once at the end of the step.
+ * The next layer does not wait for it, and the join orders a step's flags before the next step's word.
+ */
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "flag_ptx.h"
+#include "internal.h"
+
+typedef void *handle;
+typedef unsigned long long devptr;
+
+/* X(field, exported name, parameters). The names carry the ABI version of their parameter lists. Source: cuda.h of CUDA 12. */
+#define ENTRY_POINTS(X)                                                                                    \
+	X(CtxGetCurrent, "cuCtxGetCurrent", (handle *))                                                        \
+	X(CtxPushCurrent, "cuCtxPushCurrent_v2", (handle))                                                     \
+	X(CtxPopCurrent, "cuCtxPopCurrent_v2", (handle *))                                                     \
+	X(CtxGetDevice, "cuCtxGetDevice", (int *))                                                             \
+	X(CtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int *, int *))                            \
+	X(DeviceGetAttribute, "cuDeviceGetAttribute", (int *, int, int))                                       \
+	X(GetErrorName, "cuGetErrorName", (int, const char **))                                                \
+	X(ModuleLoadData, "cuModuleLoadData", (handle *, const void *))                                        \
+	X(ModuleUnload, "cuModuleUnload", (handle))                                                            \
+	X(ModuleGetFunction, "cuModuleGetFunction", (handle *, handle, const char *))                          \
+	X(LaunchKernel, "cuLaunchKernel",                                                                      \
+	  (handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **, void **)) \
+	X(MemAlloc, "cuMemAlloc_v2", (devptr *, size_t))                                                       \
+	X(MemFree, "cuMemFree_v2", (devptr))                                                                   \
+	X(MemsetD32, "cuMemsetD32_v2", (devptr, unsigned, size_t))                                             \
+	X(MemHostRegister, "cuMemHostRegister_v2", (void *, size_t, unsigned))                                 \
+	X(MemHostUnregister, "cuMemHostUnregister", (void *))                                                  \
+	X(MemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2", (devptr *, void *, unsigned))               \
+	X(StreamWriteValue64, "cuStreamWriteValue64_v2", (handle, devptr, uint64_t, unsigned))                 \
+	X(StreamWaitValue64, "cuStreamWaitValue64_v2", (handle, devptr, uint64_t, unsigned))                   \
+	X(StreamCreateWithPriority, "cuStreamCreateWithPriority", (handle *, unsigned, int))                   \
+	X(StreamDestroy, "cuStreamDestroy_v2", (handle))                                                       \
+	X(StreamSynchronize, "cuStreamSynchronize", (handle))                                                  \
+	X(StreamIsCapturing, "cuStreamIsCapturing", (handle, int *))                                           \
+	X(StreamWaitEvent, "cuStreamWaitEvent", (handle, handle, unsigned))                                    \
+	X(EventCreate, "cuEventCreate", (handle *, unsigned))                                                  \
+	X(EventDestroy, "cuEventDestroy_v2", (handle))                                                         \
+	X(EventRecord, "cuEventRecord", (handle, handle))
+
+#define DECLARE(field, name, params) int(*field) params;
+static struct {
+	ENTRY_POINTS(DECLARE)
+} cu;
+
+enum {
+	HOST_PORTABLE = 1,
+	HOST_DEVICEMAP = 2,
+	STREAM_NON_BLOCKING = 1,
+	EVENT_DISABLE_TIMING = 2,
+	WAIT_GEQ = 0, /* cyclic: (int64)(flag - value) >= 0, which is why KVS_POISON is the greatest positive number */
+	CAPTURE_NONE = 0,
+	CAPTURE_ACTIVE = 1,
+	ATTRIBUTE_64_BIT_STREAM_MEM_OPS = 122, /* CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS (since 12.0 without _V1) */
+	WORD_BYTES = 256,
+};
+
+struct kvs_gpu {
+	handle context, module, flag_kernel, side, fork, join;
+	devptr word;      /* on the device: the step that replays say is complete */
+	devptr flags;     /* the board's flags as the device sees them */
+	void *host_flags; /* ... and as this process does */
+	uint64_t layer_flags, load_flags; /* offsets */
+	uint32_t layers;
+	uint64_t step;  /* the latest that kvs_gpu_step enqueued */
+	int forked;     /* the side stream is part of a capture that has not joined it */
+	char error[160]; /* of the first call that failed */
+};
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static char missing[128];
+
+static void open_driver(void)
+{
+	const char *name = getenv("KVSPRAY_LIBCUDA");
+	void *lib = dlopen(name ? name : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+	if (!lib) {
+		snprintf(missing, sizeof missing, "%s cannot be opened: no NVIDIA driver here", name ? name : "libcuda.so.1");
+		return;
+	}
+#define RESOLVE(field, symbol, params)                                                          \
+	if (!missing[0] && !(*(void **)&cu.field = dlsym(lib, symbol)))                             \
+		snprintf(missing, sizeof missing, "the driver has no %s: it is older than CUDA 12.0", symbol);
+	ENTRY_POINTS(RESOLVE)
+}
+
+/* 0, or KVS_E_GPU and the first error kept. */
+static int check(struct kvs_gpu *g, int rc, const char *call)
+{
+	if (rc == 0)
+		return 0;
+	const char *name = NULL;
+	if (cu.GetErrorName(rc, &name) != 0 || !name)
+		name = "unknown error";
+	if (!g->error[0])
+		snprintf(g->error, sizeof g->error, "%s: %s (%d)", call, name, rc);
+	return KVS_E_GPU;
+}
+
+#define TRY(g, call, ...)                                                    \
+	do {                                                                     \
+		int rc_ = check((g), cu.call(__VA_ARGS__), "cu" #call);              \
+		if (rc_)                                                             \
+			return rc_;                                                      \
+	} while (0)
+
+static int set_up(struct kvs_gpu *g, kvs_client *c)
+{
+	uint64_t bytes = 0;
+	int device, memops = 0, least, greatest;
+	TRY(g, CtxGetCurrent, &g->context);
+	if (!g->context) {
+		snprintf(g->error, sizeof g->error, "no CUDA context is current in this thread: call this after the engine has chosen its GPU");
+		return KVS_E_GPU;
+	}
+	TRY(g, CtxGetDevice, &device);
+	TRY(g, DeviceGetAttribute, &memops, ATTRIBUTE_64_BIT_STREAM_MEM_OPS, device);
+	if (!memops) {
+		snprintf(g->error, sizeof g->error, "GPU %d has no 64-bit stream memory operations", device);
+		return KVS_E_GPU;
+	}
+	void *flags = kvs_flags(c, &bytes);
+	if (!flags)
+		return KVS_E_ARG;
+	const struct kvs_flags_header *h = flags;
+	g->layers = h->layers;
+	g->layer_flags = h->layer_flags;
+	g->load_flags = h->load_flags;
+	TRY(g, MemHostRegister, flags, bytes, HOST_PORTABLE | HOST_DEVICEMAP);
+	g->host_flags = flags;
+	TRY(g, MemHostGetDevicePointer, &g->flags, flags, 0);
+	TRY(g, MemAlloc, &g->word, WORD_BYTES);
+	TRY(g, MemsetD32, g->word, 0, WORD_BYTES / 4);
+	TRY(g, ModuleLoadData, &g->module, flag_ptx);
+	TRY(g, ModuleGetFunction, &g->flag_kernel, g->module, "kvs_flag");
+	TRY(g, CtxGetStreamPriorityRange, &least, &greatest);
+	TRY(g, StreamCreateWithPriority, &g->side, STREAM_NON_BLOCKING, greatest);
+	TRY(g, EventCreate, &g->fork, EVENT_DISABLE_TIMING);
+	TRY(g, EventCreate, &g->join, EVENT_DISABLE_TIMING);
+	return 0;
+}
+
+int kvs_gpu_open(kvs_client *c, kvs_gpu **out, char *error, uint32_t error_bytes)
+{
+	if (error && error_bytes)
+		error[0] = 0;
+	if (!c || !out)
+		return KVS_E_ARG;
+	*out = NULL;
+	pthread_once(&once, open_driver);
+	if (missing[0]) {
+		if (error)
+			snprintf(error, error_bytes, "%s", missing);
+		return KVS_E_GPU;
+	}
+	struct kvs_gpu *g = calloc(1, sizeof *g);
+	if (!g)
+		return KVS_E_SYS;
+	int rc = set_up(g, c);
+	if (rc) {
+		if (error)
+			snprintf(error, error_bytes, "%s", g->error[0] ? g->error : kvs_strerror(rc));
+		kvs_gpu_close(g);
+		return rc;
+	}
+	*out = g;
+	return 0;
+}
+
+void kvs_gpu_close(kvs_gpu *g)
+{
+	if (!g)
+		return;
+	if (g->context && cu.CtxPushCurrent(g->context) == 0) {
+		if (g->side)
+			cu.StreamSynchronize(g->side);
+		if (g->join)
+			cu.EventDestroy(g->join);
+		if (g->fork)
+			cu.EventDestroy(g->fork);
+		if (g->side)
+			cu.StreamDestroy(g->side);
+		if (g->module)
+			cu.ModuleUnload(g->module);
+		if (g->word)
+			cu.MemFree(g->word);
+		if (g->host_flags)
+			cu.MemHostUnregister(g->host_flags);
+		cu.CtxPopCurrent(&g->context);
+	}
+	free(g);
+}
+
+const char *kvs_gpu_error(kvs_gpu *g)
+{
+	return g ? g->error : "";
+}
+
+static devptr layer_flag(const struct kvs_gpu *g, uint32_t i)
+{
+	return g->flags + g->layer_flags + (devptr)i * sizeof(struct kvs_flag);
+}
+
+int kvs_gpu_step(kvs_gpu *g, uint64_t step, void *stream)
+{
+	if (!g || step < g->step || step >= KVS_POISON)
+		return KVS_E_ARG; /* flags only grow */
+	TRY(g, StreamWriteValue64, stream, g->word, step, 0);
+	g->step = step;
+	return 0;
+}
+
+/* Sets a flag once everything that `stream` holds by now is done. *capturing: whether that became a part of a graph. */
+static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
+{
+	int status = CAPTURE_NONE;
+	devptr flag = layer_flag(g, i);
+	TRY(g, StreamIsCapturing, stream, &status);
+	*capturing = status == CAPTURE_ACTIVE;
+	if (status == CAPTURE_NONE) {
+		TRY(g, StreamWriteValue64, stream, flag, g->step, 0);
+		return 0;
+	}
+	if (!*capturing) {
+		if (!g->error[0])
+			snprintf(g->error, sizeof g->error, "the stream's capture is invalid");
+		return KVS_E_GPU;
+	}
+	void *args[] = {&g->word, &flag};
+	TRY(g, EventRecord, g->fork, stream);
+	TRY(g, StreamWaitEvent, g->side, g->fork, 0);
+	g->forked = 1;
+	TRY(g, LaunchKernel, g->flag_kernel, 1, 1, 1, 1, 1, 1, 0, g->side, args, NULL);
+	return 0;
+}
+
+int kvs_gpu_signal_layer(kvs_gpu *g, uint32_t layer, void *stream)
+{
+	int capturing;
+	if (!g || layer >= g->layers)
+		return KVS_E_ARG;
+	return set_flag(g, layer, stream, &capturing);
+}
+
+int kvs_gpu_join(kvs_gpu *g, void *stream)
+{
+	if (!g)
+		return KVS_E_ARG;
+	if (!g->forked)
+		return 0;
+	g->forked = 0;
+	TRY(g, EventRecord, g->join, g->side);
+	TRY(g, StreamWaitEvent, stream, g->join, 0);
+	return 0;
+}
+
+int kvs_gpu_signal_step(kvs_gpu *g, void *stream)
+{
+	int capturing;
+	if (!g)
+		return KVS_E_ARG;
+	int rc = set_flag(g, g->layers, stream, &capturing);
+	int joined = capturing ? kvs_gpu_join(g, stream) : 0;
+	return rc ? rc : joined;
+}
+
+int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream)
+{
+	if (!g || layer >= g->layers || value == 0 || value >= KVS_POISON)
+		return KVS_E_ARG;
+	TRY(g, StreamWaitValue64, stream, g->flags + g->load_flags + (devptr)layer * sizeof(struct kvs_flag), value, WAIT_GEQ);
+	return 0;
+}

@@ -1,0 +1,181 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * A CUDA driver without a GPU: it keeps what was enqueued on which stream, knows captures and their branches, and fails a call on
+ * demand. KVSPRAY_LIBCUDA names it to the library, ctypes loads it too and reads the record.
+ *
+ * A capture holds what real ones hold us to: a stream joins it by waiting for an event that was recorded inside it, and the end fails
+ * when a stream that joined was not joined back.
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef void *handle;
+typedef unsigned long long devptr;
+
+enum { STREAMS = 8, EVENTS = 8, OPS = 4096 };
+
+struct op {
+	char what[12]; /* write, wait, kernel, record, follow */
+	int stream;
+	uint64_t address, value; /* kernel: flag, word */
+	int captured;
+};
+
+static struct op ops[OPS];
+static int op_count;
+static int capturing[STREAMS + 1]; /* 1: the origin, 2: a branch that is not joined, 3: joined back */
+static int event_of[EVENTS + 1];   /* stream that recorded it last, 0: none */
+static int next_stream = 4, next_event = 1;
+static int has_context = 1;
+static char fail_call[32];
+static void *registered;
+static size_t registered_bytes;
+static int live; /* streams, events, modules, allocations, registrations */
+
+static int failing(const char *call)
+{
+	return strcmp(fail_call, call) == 0;
+}
+
+#define ENTER(call)           \
+	do {                      \
+		if (failing(call))    \
+			return 999;       \
+	} while (0)
+
+static void push(const char *what, int stream, uint64_t address, uint64_t value)
+{
+	if (op_count == OPS)
+		abort();
+	struct op *o = &ops[op_count++];
+	snprintf(o->what, sizeof o->what, "%s", what);
+	o->stream = stream;
+	o->address = address;
+	o->value = value;
+	o->captured = capturing[stream] == 1 || capturing[stream] == 2;
+}
+
+/* for the test */
+struct op *fake_ops(int *n) { *n = op_count; return ops; }
+void fake_clear(void) { op_count = 0; }
+void fake_context(int there) { has_context = there; }
+void fake_fail(const char *call) { snprintf(fail_call, sizeof fail_call, "%s", call); }
+int fake_live(void) { return live; }
+void *fake_registered(void) { return registered; }
+void fake_capture_begin(int stream) { capturing[stream] = 1; }
+int fake_capture_end(int stream)
+{
+	int unjoined = 0;
+	for (int i = 1; i <= STREAMS; i++) {
+		unjoined |= capturing[i] == 2;
+		capturing[i] = 0;
+	}
+	(void)stream;
+	return unjoined;
+}
+
+int cuCtxGetCurrent(handle *out) { ENTER("cuCtxGetCurrent"); *out = has_context ? (handle)1 : NULL; return 0; }
+int cuCtxPushCurrent_v2(handle c) { (void)c; return 0; }
+int cuCtxPopCurrent_v2(handle *c) { (void)c; return 0; }
+int cuCtxGetDevice(int *d) { *d = 0; return 0; }
+int cuCtxGetStreamPriorityRange(int *a, int *b) { *a = 0; *b = -5; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d) { (void)d; *v = a == 122 && !failing("memops"); return 0; }
+int cuGetErrorName(int rc, const char **out) { *out = rc == 999 ? "CUDA_ERROR_UNKNOWN" : "CUDA_ERROR_OTHER"; return 0; }
+int cuModuleLoadData(handle *m, const void *p)
+{
+	ENTER("cuModuleLoadData");
+	if (!strstr(p, "kvs_flag"))
+		return 200;
+	*m = (handle)1;
+	live++;
+	return 0;
+}
+int cuModuleUnload(handle m) { (void)m; live--; return 0; }
+int cuModuleGetFunction(handle *f, handle m, const char *name) { (void)m; *f = (handle)2; return strcmp(name, "kvs_flag") ? 500 : 0; }
+int cuLaunchKernel(handle f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned shared, handle s, void **args, void **extra)
+{
+	(void)f, (void)shared, (void)extra;
+	ENTER("cuLaunchKernel");
+	if (a * b * c * d * e * g != 1)
+		return 1;
+	push("kernel", (int)(intptr_t)s, *(devptr *)args[1], *(devptr *)args[0]);
+	return 0;
+}
+int cuMemAlloc_v2(devptr *p, size_t n) { ENTER("cuMemAlloc"); *p = (devptr)(uintptr_t)calloc(1, n); live++; return 0; }
+int cuMemFree_v2(devptr p) { free((void *)(uintptr_t)p); live--; return 0; }
+int cuMemsetD32_v2(devptr p, unsigned v, size_t n) { (void)p, (void)v, (void)n; return 0; }
+int cuMemHostRegister_v2(void *p, size_t n, unsigned flags)
+{
+	ENTER("cuMemHostRegister");
+	if ((uintptr_t)p % 4096 || flags != 3)
+		return 1;
+	registered = p;
+	registered_bytes = n;
+	live++;
+	return 0;
+}
+int cuMemHostUnregister(void *p) { live--; return p == registered ? 0 : 713; }
+int cuMemHostGetDevicePointer_v2(devptr *out, void *p, unsigned flags) { (void)flags; *out = (devptr)(uintptr_t)p; return 0; }
+int cuStreamWriteValue64_v2(handle s, devptr p, uint64_t v, unsigned flags)
+{
+	ENTER("cuStreamWriteValue64");
+	if (flags)
+		return 1;
+	push("write", (int)(intptr_t)s, p, v);
+	return 0;
+}
+int cuStreamWaitValue64_v2(handle s, devptr p, uint64_t v, unsigned flags)
+{
+	ENTER("cuStreamWaitValue64");
+	if (flags)
+		return 1;
+	push("wait", (int)(intptr_t)s, p, v);
+	return 0;
+}
+int cuStreamCreateWithPriority(handle *out, unsigned flags, int priority)
+{
+	if (flags != 1 || priority != -5 || next_stream > STREAMS)
+		return 1;
+	*out = (handle)(intptr_t)next_stream++;
+	live++;
+	return 0;
+}
+int cuStreamDestroy_v2(handle s) { (void)s; next_stream--; live--; return 0; }
+int cuStreamSynchronize(handle s) { (void)s; return 0; }
+int cuStreamIsCapturing(handle s, int *out)
+{
+	int c = capturing[(intptr_t)s];
+	*out = failing("invalidated") ? 2 : c == 1 || c == 2;
+	return 0;
+}
+int cuEventCreate(handle *out, unsigned flags)
+{
+	if (flags != 2 || next_event > EVENTS)
+		return 1;
+	*out = (handle)(intptr_t)next_event++;
+	live++;
+	return 0;
+}
+int cuEventDestroy_v2(handle e) { (void)e; next_event--; live--; return 0; }
+int cuEventRecord(handle e, handle s)
+{
+	ENTER("cuEventRecord");
+	event_of[(intptr_t)e] = (int)(intptr_t)s;
+	push("record", (int)(intptr_t)s, (uint64_t)(intptr_t)e, 0);
+	return 0;
+}
+int cuStreamWaitEvent(handle s, handle e, unsigned flags)
+{
+	int from = event_of[(intptr_t)e], to = (int)(intptr_t)s;
+	(void)flags;
+	if (!from)
+		return 400;
+	push("follow", to, (uint64_t)(intptr_t)e, (uint64_t)from);
+	if (capturing[from] == 1 && capturing[to] != 1)
+		capturing[to] = 2; /* a branch */
+	else if (capturing[from] == 2 && capturing[to] == 1)
+		capturing[from] = 3; /* joined back */
+	return 0;
+}

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals by the GPU on a driver that only keeps the record: what is enqueued, on which stream, inside and outside captures."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+
+# In a process of its own: the library opens the driver once, and other tests need it not to be there.
+PROLOGUE = """
+import ctypes, os, sys, logging
+import kvspray
+from kvspray.gpu import GpuSignals
+
+class Op(ctypes.Structure):
+    _fields_ = [("what", ctypes.c_char * 12), ("stream", ctypes.c_int), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("captured", ctypes.c_int)]
+
+fake = ctypes.CDLL(os.environ["KVSPRAY_LIBCUDA"])
+fake.fake_ops.restype = ctypes.POINTER(Op)
+LAYERS = 4
+client = kvspray.WorkerClient("/nonexistent/kvspray.sock", engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
+base, _ = client.flags
+FLAG, LOAD = 128, 128 + 64 * (LAYERS + 1)
+
+def flag(i): return base + FLAG + 64 * i
+def load(i): return base + LOAD + 64 * i
+
+def ops():
+    n = ctypes.c_int()
+    p = fake.fake_ops(ctypes.byref(n))
+    out = [(p[i].what.decode(), p[i].stream, p[i].address, p[i].value, p[i].captured) for i in range(n.value)]
+    fake.fake_clear()
+    return out
+
+MAIN, SIDE = 1, 4
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    out = tmp_path_factory.mktemp("cuda") / "libfake_cuda.so"
+    subprocess.run(["gcc", "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-o", out, HERE / "fake_cuda.c"], check=True)
+    return out
+
+
+def run(driver: pathlib.Path | str, body: str) -> str:
+    env = {**os.environ, "KVSPRAY_LIBCUDA": str(driver)}
+    p = subprocess.run([sys.executable, "-c", PROLOGUE + body], capture_output=True, text=True, env=env, timeout=60)
+    assert p.returncode == 0, p.stdout[-1000:] + p.stderr[-3000:]
+    return p.stdout + p.stderr
+
+
+def test_eager_flags_are_stream_writes_of_the_step(driver: pathlib.Path) -> None:
+    run(driver, """
+g = GpuSignals(client)
+assert fake.fake_registered and g.step(7, MAIN) and g.signal_layer(0, MAIN) and g.signal_layer(3, MAIN) and g.signal_step(MAIN)
+word = ops()
+assert [o[:2] + o[3:] for o in word] == [("write", MAIN, 7, 0)] * 4, word
+assert [o[2] for o in word][1:] == [flag(0), flag(3), flag(LAYERS)]
+assert g.step(7, MAIN) and g.step(8, MAIN)  # a step may be said again, and never falls
+assert not g.step(7, MAIN) and not g.ok and not g.signal_layer(0, MAIN)
+""")
+
+
+def test_captured_flags_are_on_a_side_branch_that_is_joined_once(driver: pathlib.Path) -> None:
+    run(driver, """
+g = GpuSignals(client)
+assert g.step(1, MAIN)
+word = ops()[0][2]
+for graph in range(3):  # one per batch size, all with the same board
+    fake.fake_capture_begin(MAIN)
+    for layer in range(LAYERS):
+        assert g.signal_layer(layer, MAIN)
+    assert g.signal_step(MAIN)
+    got = ops()
+    assert fake.fake_capture_end(MAIN) == 0, "a branch is not joined"
+    kernels = [o for o in got if o[0] == "kernel"]
+    assert [o[2] for o in kernels] == [flag(i) for i in range(LAYERS + 1)]
+    assert all(o[1] == SIDE and o[3] == word and o[4] for o in kernels), "on the side branch, and the step comes from memory"
+    assert not any(o[0] == "write" for o in got), "a value would be baked into the graph"
+    joins = [i for i, o in enumerate(got) if o[0] == "follow" and o[1] == MAIN]
+    assert joins == [len(got) - 1], "joined once, after the last flag"
+    assert g.step(10 + graph, MAIN) and ops() == [("write", MAIN, word, 10 + graph, 0)]
+""")
+
+
+def test_a_piece_of_a_step_joins_and_goes_on(driver: pathlib.Path) -> None:
+    run(driver, """
+g = GpuSignals(client)
+fake.fake_capture_begin(MAIN)
+assert g.signal_layer(0, MAIN)
+assert fake.fake_capture_end(MAIN) == 1, "the fake has to notice this"
+assert g.join(MAIN)
+fake.fake_capture_begin(MAIN)
+assert g.signal_layer(0, MAIN) and g.signal_layer(1, MAIN) and g.join(MAIN)
+assert fake.fake_capture_end(MAIN) == 0
+assert g.join(MAIN) and g.step(3, MAIN) and g.signal_layer(2, MAIN) and g.signal_step(MAIN)  # the rest of it eager
+assert ops()[-1][0] == "write"
+""")
+
+
+def test_waits_compare_cyclically_and_poison_ends_them(driver: pathlib.Path) -> None:
+    run(driver, """
+g = GpuSignals(client)
+assert g.wait_layer(2, 5, MAIN) and g.wait_layer(3, 1, MAIN)
+assert [o[:4] for o in ops()] == [("wait", MAIN, load(2), 5), ("wait", MAIN, load(3), 1)]
+poison = 2**63 - 1
+for value in (1, 5, 2**62, poison - 1):
+    assert ctypes.c_int64(poison - value).value >= 0  # CUstreamWaitValue GEQ: (int64)(flag - value) >= 0
+assert not g.wait_layer(0, poison, MAIN)
+""")
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [("cuMemHostRegister", "cuMemHostRegister: CUDA_ERROR_UNKNOWN (999)"), ("cuModuleLoadData", "cuModuleLoadData"), ("cuMemAlloc", "cuMemAlloc"),
+     ("memops", "64-bit stream memory operations")],
+)  # fmt: skip
+def test_what_cannot_be_had_is_said_and_nothing_is_left(driver: pathlib.Path, fail: str, said: str) -> None:
+    out = run(driver, f"""
+fake.fake_fail(b"{fail}")
+try:
+    GpuSignals(client)
+except kvspray.KvsprayError as err:
+    print(err)
+assert fake.fake_live() == 0, fake.fake_live()
+fake.fake_fail(b"")
+GpuSignals(client).close()
+assert fake.fake_live() == 0, fake.fake_live()
+""")
+    assert said in out
+
+
+def test_without_context_or_driver(driver: pathlib.Path) -> None:
+    body = """
+try:
+    fake_there and fake.fake_context(0)
+    GpuSignals(client)
+except kvspray.KvsprayError as err:
+    print(err)
+"""
+    assert "no CUDA context is current" in run(driver, "fake_there = True" + body)
+    env = {**os.environ, "KVSPRAY_LIBCUDA": "libnothing.so.1"}
+    code = PROLOGUE.replace('fake = ctypes.CDLL(os.environ["KVSPRAY_LIBCUDA"])\nfake.fake_ops.restype = ctypes.POINTER(Op)\n', "fake_there = False\n")
+    p = subprocess.run([sys.executable, "-c", code + body], capture_output=True, text=True, env=env, timeout=60)
+    assert p.returncode == 0 and "libnothing.so.1 cannot be opened" in p.stdout, p.stderr
+
+
+def test_a_failure_is_logged_once_and_never_raised(driver: pathlib.Path) -> None:
+    out = run(driver, """
+logging.basicConfig()
+g = GpuSignals(client)
+fake.fake_fail(b"cuStreamWriteValue64")
+assert not g.step(1, MAIN) and not g.ok
+fake.fake_fail(b"")
+assert not any([g.step(2, MAIN), g.signal_layer(0, MAIN), g.signal_step(MAIN), g.wait_layer(0, 1, MAIN), g.join(MAIN)])
+g.close()
+g.close()
+assert not g.signal_layer(0, MAIN)
+""")
+    assert out.count("signals by the GPU end here") == 1 and "cuStreamWriteValue64: CUDA_ERROR_UNKNOWN" in out
+    out = run(driver, """
+logging.basicConfig()
+g = GpuSignals(client)
+fake.fake_fail(b"invalidated")
+assert not g.signal_layer(0, MAIN)
+""")
+    assert "capture is invalid" in out

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# What needs a GPU, on a host that has a driver, python3 with torch, and nothing else. `make gpu-bin` builds what it runs, ahead and
+# elsewhere, into .build/gpu. Results go to the folder $OUT (default .build/gpu/out).
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+out=${OUT:-.build/gpu/out}
+mkdir -p "$out"
+export PYTHONPATH=$PWD/.build/gpu/py
+rc=0
+python3 test/gpu/signals.py --json "$out/signals.json" || rc=$?
+gpus=$(nvidia-smi --list-gpus | wc -l)
+if ((gpus > 1)); then
+	.build/gpu/kvspray bench gpu nvlink --json "$out/nvlink.json" || rc=$?
+	.build/gpu/kvspray bench gpu multipath --repeat 40 --json "$out/multipath.json" || rc=$?
+fi
+exit $rc
