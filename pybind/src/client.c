@@ -168,6 +168,7 @@ struct kvs_client {
 	uint64_t out_seq;
 	int64_t due_ms; /* when the background thread wakes by itself */
 	uint64_t nudged; /* serial of the session that was replaced because of a late lease */
+	int64_t nudge_ms; /* when that was */
 	struct load loads[KVS_MAX_LOADS];
 	int64_t next_load;
 	struct await *await_buckets[BUCKETS];
@@ -1418,8 +1419,13 @@ static int64_t watch(kvs_client *c, int64_t now)
 			fail(c, "lease %llu is open past its deadline; asking sidecar pid %u to fence by a new session", (unsigned long long)l->id,
 			     c->procs[c->proc].pid);
 			c->nudged = c->serial;
+			c->nudge_ms = now;
 			break_session(c, "a lease is open past its deadline");
 		}
+		/* Where we ourselves have not run for a while, the sidecar may not have either (a host that was paused): its half of
+		 * the grace counts from the nudge. */
+		if (limit < c->nudge_ms + c->info.grace_ms / 2)
+			limit = c->nudge_ms + c->info.grace_ms / 2;
 		if (now >= limit) {
 			guilty |= l->bound;
 			due = earlier(due, now + KILL_RETRY_MS);

@@ -8,6 +8,8 @@ import os
 import pathlib
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -242,6 +244,40 @@ def test_forgetful_sidecar_is_asked_to_fence_not_killed(sidecar: Make, worker: M
     assert (c.lease, c.status) == (dst, CompletionStatus.FAILED) and "fenced" in c.reason
     assert s.process.poll() is None and w.status().counters["kills"] == 0
     assert w.wait_connected(TIMEOUT_S)
+
+
+PAUSED = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import conftest, kvspray
+w = kvspray.WorkerClient(sys.argv[1], engine=conftest.ENGINE, layers=conftest.LAYERS)
+region = w.alloc_region(conftest.LAYERS * 32768)
+w.register([region], conftest.layout())
+assert w.wait_connected(10) and w.expect(b"x" * 16, b"h" * 32, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]) == 1
+print("open", flush=True)
+w.wait(20)
+print(w.poll()[0].status.name, w.status().counters["kills"], flush=True)
+w.close()
+"""
+
+
+def test_a_host_that_was_paused_is_no_reason_to_kill(sidecar: Make, socket_path: pathlib.Path) -> None:
+    """Engine and sidecar stop together for longer than deadline and grace. Both go on, and the sidecar gets its chance to fence."""
+    s: Sidecar = sidecar(deadline_ms=500)
+    here = str(pathlib.Path(__file__).parent)
+    engine = subprocess.Popen([sys.executable, "-c", PAUSED, str(socket_path), here], stdout=subprocess.PIPE, text=True)
+    try:
+        assert engine.stdout is not None and engine.stdout.readline() == "open\n"
+        s.record("EXPECT", lease=1)
+        for process in (s.process, engine):
+            process.send_signal(signal.SIGSTOP)
+        threading.Event().wait(1.5)  # the time is what is tested
+        for process in (engine, s.process):
+            process.send_signal(signal.SIGCONT)
+        assert engine.stdout.readline() == "FAILED 0\n"
+    finally:
+        engine.kill()
+        engine.communicate()
 
 
 def test_stopped_sidecar_beside_a_new_one(sidecar: Make, worker: Make) -> None:

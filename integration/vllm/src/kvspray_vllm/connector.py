@@ -76,7 +76,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         layout.check_config(vllm_config)
         self._engine_id = str(self._kv_transfer_config.engine_id)
         self.region: shim.Memory | None = None
-        self._bound: StepMeta | None = None
         self._bad_blocks: set[int] = set()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
