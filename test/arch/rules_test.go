@@ -89,6 +89,8 @@ var rules = []rule{
 		own: []string{"internal/leaktest", "internal/mem", "internal/testutil", "transfer", "transport"}, ext: []string{extSys, extCmp, extRapid}},
 	{dir: "transport/faulttest", why: "a decorator of backends: the contract, and nothing below it",
 		own: []string{"transfer", "transport"}},
+	{dir: "transport/simfabric", why: "a backend in virtual time: no clock, no goroutine, no layout, no control",
+		own: []string{"internal/mem", "transfer", "transport"}},
 	{dir: "transport/tcp", why: "a backend: no layout, no control",
 		own: []string{"internal/mem", "internal/wire", "transfer", "transport"}, ext: []string{extSys, extLink, extSync}},
 	{dir: "transport/shm", why: "a backend: no layout, no control",
@@ -112,6 +114,9 @@ var rules = []rule{
 	{dir: "bench/gpubench", why: "measures GPU copies",
 		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra}},
 	{dir: "test/arch", why: "reads source text only"},
+	{dir: "test/sim", why: "drives production executors over the simulated fabric: the one place that knows both",
+		own: []string{"api/peer/v1", "connector", "control/exec", "internal/mem", "layout", "transfer", "transport", "transport/simfabric"},
+		ext: []string{extProto}},
 	{dir: "test/wireflip", why: "damages bytes between two sidecars; knows frames, or nothing at all", own: []string{"internal/wire", "transfer"}},
 }
 

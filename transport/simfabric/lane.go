@@ -1,0 +1,636 @@
+package simfabric
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"net"
+	"slices"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+const (
+	packetBytes = 1500
+	// firstWindow is what a lane sends before it has heard anything.
+	firstWindow = 2 * transfer.ChunkBytes
+	// dupAcks is how many later chunks are confirmed before one that is not is taken up again.
+	dupAcks    = 3
+	maxBackoff = 6
+	// padding is what a chunk holds whose source was lost.
+	padding = ^uint64(0)
+)
+
+// end is one side of a lane: it sends what its own Move takes and receives what the other's sends.
+type end struct {
+	f             *Fabric
+	b             *Backend
+	id            uint64
+	local, remote *Rail
+	peer          transfer.Boot
+	other         *end
+	path          []*Link
+	up            bool // announced and not dead
+	closing       bool
+	dead          bool
+
+	flights []*flight // taken and not ended
+	queue   []*flight // with chunks that never left
+	again   []sent    // to be taken up again
+	out     []sent    // in the network, by the time they were sent
+	bytes   int       // of out
+
+	window   float64
+	limit    float64 // slow start ends here
+	rtt      Time
+	backoff  uint
+	progress Time
+	cut      Time // the last time that the window was halved
+	armed    bool
+
+	results [1]transport.Result
+}
+
+// sent is a chunk in the network.
+type sent struct {
+	fl    *flight
+	idx   uint32
+	at    Time
+	n     int
+	skips uint8
+	again bool
+}
+
+// flight is a slice that Move took. Its first half is the sender's, its second the receiver's; neither looks at the other's
+// but for what chunks carry: the slice's header, their content, and the trailer with the last one.
+type flight struct {
+	id      uint64
+	e       *end
+	s       transport.Slice
+	began   Time
+	total   uint64
+	uniform bool // all chunks are whole
+	words   []uint64
+	data    [][]byte
+	next    uint32          // chunks that have left
+	lost    transfer.Reason // why the source was lost; the trailer disowns the slice
+	err     error
+	ended   bool
+
+	opened bool
+	closed bool // decided
+	left   uint32
+	have   []uint64
+	grant  *transport.Grant
+	claim  transport.Claim
+	why    transfer.Reason
+	out    transfer.Outcome
+}
+
+func newEnd(f *Fabric, b *Backend, id uint64, local, remote *Rail, peer transfer.Boot, path []*Link) *end {
+	e := &end{f: f, b: b, id: id, local: local, remote: remote, peer: peer, path: path, window: firstWindow, limit: math.Inf(1),
+		progress: f.now}
+	local.ends = append(local.ends, e)
+	b.ends = append(b.ends, e)
+	return e
+}
+
+func (e *end) ID() uint64          { return e.id }
+func (e *end) Peer() transfer.Boot { return e.peer }
+func (e *end) Backend() string     { return Name }
+func (e *end) Local() string       { return e.local.Name }
+func (e *end) Remote() string      { return e.remote.Name }
+func (e *end) MaxInFlight() int    { return e.f.cfg.MaxInFlight }
+
+func (e *end) announce() {
+	if e.dead {
+		return
+	}
+	e.up = true
+	e.b.host.LaneUp(e)
+}
+
+var errBusy = errors.New("more slices than the lane takes at once")
+
+// Move implements transport.Lane.
+func (e *end) Move(batch []transport.Slice) error {
+	if e.dead || e.closing {
+		return fmt.Errorf("simfabric: move on lane %d: %w", e.id, net.ErrClosed)
+	}
+	if len(e.flights)+len(batch) > e.f.cfg.MaxInFlight {
+		return fmt.Errorf("simfabric: move on lane %d: %d slices with %d in flight: %w", e.id, len(batch), len(e.flights), errBusy)
+	}
+	if len(e.flights) == 0 {
+		e.progress = e.f.now
+	}
+	for _, s := range batch {
+		e.f.flights++
+		fl := &flight{id: e.f.flights, e: e, s: s, began: e.f.now, left: s.Range.Count}
+		e.flights = append(e.flights, fl)
+		n, err := s.Origin.Source.Bytes(s.Range)
+		why := transfer.ReasonRange
+		if err == nil && s.Origin.Revoked() {
+			err, why = errSourceClosed, transfer.ReasonSourceGone
+		}
+		if err == nil {
+			err = fl.resolve()
+		}
+		if err != nil {
+			e.f.After(0, func() { e.finish(fl, transfer.NotLanded, why, err) })
+			continue
+		}
+		fl.total, fl.uniform = n, n == uint64(s.Range.Count)*transfer.ChunkBytes
+		fl.have = make([]uint64, (s.Range.Count+63)/64)
+		if _, ok := s.Origin.Source.(WordSource); ok {
+			fl.words = make([]uint64, s.Range.Count)
+		} else {
+			fl.data = make([][]byte, s.Range.Count)
+		}
+		e.queue = append(e.queue, fl)
+	}
+	e.pump()
+	return nil
+}
+
+var (
+	errSourceClosed = errors.New("simfabric: the source lease was closed")
+	errDisowned     = errors.New("simfabric: the source was no longer valid after it was read")
+)
+
+// resolve looks whether a source with memory has any for the slice.
+func (fl *flight) resolve() error {
+	if _, ok := fl.s.Origin.Source.(WordSource); ok {
+		return nil
+	}
+	_, err := fl.s.Origin.Source.Resolve(nil, fl.s.Range)
+	return err
+}
+
+// Close implements transport.Lane.
+func (e *end) Close() error {
+	if e.dead || e.closing {
+		return nil
+	}
+	e.closing = true
+	e.f.After(0, func() { e.die(net.ErrClosed) })
+	return nil
+}
+
+// die ends this side. The other hears of it, or finds out.
+func (e *end) die(err error) {
+	if e.dead {
+		return
+	}
+	e.dead = true
+	e.local.ends = remove(e.local.ends, e)
+	e.b.ends = remove(e.b.ends, e)
+	e.out, e.again, e.queue = nil, nil, nil
+	var res []transport.Result
+	for _, fl := range e.flights {
+		o := transfer.InDoubt
+		if fl.next == 0 {
+			o = transfer.NotLanded
+		}
+		fl.ended = true
+		e.f.stats.Ended[o]++
+		res = append(res, transport.Result{Slice: fl.s, Outcome: o, Reason: transfer.ReasonLaneLost,
+			Err: fmt.Errorf("simfabric: lane %d: %w", e.id, errors.Join(err, net.ErrClosed)), Took: max(e.f.now-fl.began, 1)})
+	}
+	e.flights = nil
+	if len(res) > 0 {
+		e.b.host.Done(e, res)
+	}
+	if e.up {
+		e.up = false
+		e.b.host.LaneDown(e, err)
+	}
+	if e.other.dead {
+		return
+	}
+	later := e.f.cfg.UserTimeout
+	if d, ok := e.signal(); ok {
+		later = d
+	}
+	e.f.After(later, func() { e.other.die(fmt.Errorf("simfabric: the peer ended the lane: %w", net.ErrClosed)) })
+}
+
+func remove[T comparable](s []T, v T) []T {
+	if i := slices.Index(s, v); i >= 0 {
+		return slices.Delete(s, i, i+1)
+	}
+	return s
+}
+
+// signal is what a small packet to the other side takes.
+func (e *end) signal() (d Time, ok bool) {
+	for _, l := range e.path {
+		x, ok := l.delay(e.f)
+		if !ok {
+			return 0, false
+		}
+		d += x
+	}
+	return d, true
+}
+
+// pump sends what the window allows: first what was lost, then what never left.
+func (e *end) pump() {
+	for !e.dead {
+		if len(e.again) > 0 {
+			x := e.again[0]
+			if x.fl.ended {
+				e.again = e.again[1:]
+				continue
+			}
+			if !e.room(x.n) {
+				break
+			}
+			e.again = e.again[1:]
+			x.again, x.skips = true, 0
+			e.f.stats.Again++
+			e.send(x)
+			continue
+		}
+		if len(e.queue) == 0 {
+			break
+		}
+		fl := e.queue[0]
+		if fl.ended {
+			e.queue = e.queue[1:]
+			continue
+		}
+		n := fl.size(fl.next)
+		if !e.room(n) {
+			break
+		}
+		idx := fl.next
+		fl.read(idx, n)
+		if fl.next++; fl.next == fl.s.Range.Count {
+			fl.trailer()
+			e.queue = e.queue[1:]
+		}
+		e.send(sent{fl: fl, idx: idx, n: n})
+	}
+	e.arm()
+}
+
+func (e *end) room(n int) bool {
+	return e.bytes == 0 || float64(e.bytes+n) <= min(e.window, float64(e.f.cfg.WindowBytes))
+}
+
+func (fl *flight) size(idx uint32) int {
+	if fl.uniform {
+		return transfer.ChunkBytes
+	}
+	n, err := fl.s.Origin.Source.Bytes(transfer.Range{First: fl.s.Range.First + idx, Count: 1})
+	if err != nil {
+		return 0
+	}
+	return int(n)
+}
+
+// read takes the content of a chunk as it is now.
+func (fl *flight) read(idx uint32, n int) {
+	o := fl.s.Origin
+	if fl.lost == transfer.ReasonNone && !o.Enter() {
+		fl.lost, fl.err = transfer.ReasonSourceGone, errSourceClosed
+	}
+	chunk := fl.s.Range.First + idx
+	if fl.lost != transfer.ReasonNone {
+		if fl.words != nil {
+			fl.words[idx] = padding
+		} else {
+			fl.data[idx] = make([]byte, n)
+		}
+		return
+	}
+	defer o.Leave()
+	if fl.words != nil {
+		fl.words[idx] = o.Source.(WordSource).ReadWord(chunk)
+		return
+	}
+	buf := make([]byte, n)
+	blocks, err := o.Source.Resolve(nil, transfer.Range{First: chunk, Count: 1})
+	if err == nil {
+		err = eachBlock(blocks, buf, (*mem.Region).ReadAt)
+	}
+	if err != nil {
+		fl.lost, fl.err = transfer.ReasonMemory, err
+	}
+	fl.data[idx] = buf
+}
+
+// eachBlock hands the parts of buf to the blocks that they belong to.
+func eachBlock(blocks []mem.Block, buf []byte, do func(*mem.Region, []byte, uint64) error) error {
+	for _, b := range blocks {
+		if uint64(len(buf)) < b.Len {
+			return fmt.Errorf("simfabric: a chunk of %d bytes resolves to more", len(buf))
+		}
+		if err := do(b.Region, buf[:b.Len], b.Off); err != nil {
+			return err
+		}
+		buf = buf[b.Len:]
+	}
+	return nil
+}
+
+// trailer says whether everything that was read was true; it travels with the last chunk.
+func (fl *flight) trailer() {
+	if o := fl.s.Origin; fl.lost == transfer.ReasonNone && (o.Revoked() || !o.Source.Valid(fl.s.Range)) {
+		fl.lost, fl.err = transfer.ReasonDisowned, errDisowned
+	}
+}
+
+// send puts a chunk on the wire.
+func (e *end) send(x sent) {
+	x.at = e.f.now
+	e.out = append(e.out, x)
+	e.bytes += x.n
+	e.f.stats.Sent++
+	at := e.f.now + e.unlucky(x.n)
+	e.f.cross(x.fl, x.idx, 0, at, at)
+}
+
+// unlucky is what lost packets of a chunk cost: a round trip for each loss that is noticed, a timeout for one that is not.
+func (e *end) unlucky(n int) (d Time) {
+	ok := 1.0
+	for _, l := range e.path {
+		ok *= 1 - l.loss
+	}
+	if ok == 1 {
+		return 0
+	}
+	p := 1 - math.Pow(ok, math.Ceil(float64(n)/packetBytes))
+	if e.f.rng.Float64() >= p {
+		return 0
+	}
+	e.f.stats.Lost++
+	e.halve()
+	if e.f.rng.Float64() < 1-ok { // and so is the packet that stands in for it
+		return e.f.cfg.RTO
+	}
+	return max(e.rtt, e.base())
+}
+
+// base is the round trip of an idle network.
+func (e *end) base() (d Time) {
+	for _, l := range e.path {
+		d += 2 * l.spec.Latency
+	}
+	return d
+}
+
+// cross lets a chunk, whose first byte is there at `first` and whose last at `tail`, take link number hop.
+func (f *Fabric) cross(fl *flight, idx uint32, hop uint8, first, tail Time) {
+	p := fl.e.path
+	first, tail, ok := p[hop].carry(f, first, tail, fl.size(idx))
+	switch {
+	case !ok:
+	case int(hop)+1 < len(p):
+		f.at(first, event{kind: evHop, hop: hop + 1, idx: idx, fl: fl, tail: tail})
+	default:
+		f.at(tail, event{kind: evArrive, idx: idx, fl: fl})
+	}
+}
+
+// arrive takes a chunk at the receiver; e is its end.
+func (e *end) arrive(fl *flight, idx uint32) {
+	if e.dead {
+		if d, ok := e.signal(); ok {
+			e.f.After(d, func() { fl.e.die(fmt.Errorf("simfabric: the peer's end is gone: %w", net.ErrClosed)) })
+		}
+		return
+	}
+	if !fl.closed {
+		if !fl.opened {
+			fl.opened = true
+			fl.why = e.open(fl)
+		}
+		if w, bit := idx/64, uint64(1)<<(idx%64); fl.have[w]&bit == 0 {
+			fl.have[w] |= bit
+			fl.left--
+			e.write(fl, idx)
+			if fl.left == 0 {
+				e.decide(fl)
+			}
+		}
+	}
+	if d, ok := e.signal(); ok {
+		e.f.at(e.f.now+d, event{kind: evAck, idx: idx, fl: fl, final: fl.closed})
+	}
+}
+
+// open looks up what a slice names. The reason is why it may not be written.
+func (e *end) open(fl *flight) transfer.Reason {
+	o, r := fl.s.Origin, fl.s.Range
+	g, why := e.b.host.Grant(e.peer, o.Slot, o.Gen)
+	if g == nil {
+		return why
+	}
+	n, err := g.Sink.Bytes(r)
+	if err != nil {
+		return transfer.ReasonRange
+	}
+	if n != fl.total {
+		return transfer.ReasonLength
+	}
+	if _, ok := g.Sink.(WordSink); ok != (fl.words != nil) {
+		return transfer.ReasonMemory
+	} else if !ok {
+		if _, err := g.Sink.Resolve(nil, r); err != nil {
+			return transfer.ReasonRange
+		}
+	}
+	if why := g.Claim(&fl.claim, r, fl.s.Attempt); why != transfer.ReasonNone {
+		return why
+	}
+	fl.grant = g
+	return transfer.ReasonNone
+}
+
+// write puts one chunk in place, unless it has landed before or somebody else may by now.
+func (e *end) write(fl *flight, idx uint32) {
+	if fl.why != transfer.ReasonNone {
+		return
+	}
+	chunk := fl.s.Range.First + idx
+	one := transfer.Range{First: chunk, Count: 1}
+	_, fresh := fl.claim.Fresh(one)
+	if fl.why = fl.claim.Enter(); fl.why != transfer.ReasonNone {
+		return
+	}
+	defer fl.claim.Leave()
+	switch {
+	case !fresh:
+	case fl.words != nil:
+		fl.grant.Sink.(WordSink).WriteWord(chunk, fl.words[idx])
+	default:
+		blocks, err := fl.grant.Sink.Resolve(nil, one)
+		if err == nil {
+			err = eachBlock(blocks, fl.data[idx], (*mem.Region).WriteAt)
+		}
+		if err != nil {
+			fl.why = transfer.ReasonMemory
+		}
+	}
+}
+
+// decide ends a slice at the receiver.
+func (e *end) decide(fl *flight) {
+	fl.closed = true
+	switch {
+	case fl.why != transfer.ReasonNone:
+	case fl.lost != transfer.ReasonNone:
+		fl.out, fl.why = transfer.NotLanded, transfer.ReasonDisowned
+		fl.claim.Release()
+		return
+	default:
+		if fl.why = fl.claim.Land(e); fl.why == transfer.ReasonNone {
+			fl.out = transfer.Landed
+			return
+		}
+	}
+	fl.claim.Release()
+	fl.out = transfer.Rejected
+	if fl.why == transfer.ReasonSuperseded {
+		fl.out = transfer.NotLanded
+	}
+	e.b.host.Refused(e, fl.why)
+}
+
+// acked takes the confirmation of a chunk at the sender.
+func (e *end) acked(fl *flight, idx uint32, final bool) {
+	if e.dead || fl.ended {
+		return
+	}
+	e.progress, e.backoff = e.f.now, 0
+	at := -1
+	for i := range e.out {
+		if x := &e.out[i]; x.fl == fl && x.idx == idx {
+			at = i
+			break
+		}
+	}
+	if at >= 0 {
+		x := e.out[at]
+		if !x.again {
+			e.sample(e.f.now - x.at)
+		}
+		for i := range at {
+			e.out[i].skips++
+		}
+		e.bytes -= x.n
+		e.out = slices.Delete(e.out, at, at+1)
+		if e.window < e.limit {
+			e.window += float64(x.n)
+		} else {
+			e.window += float64(transfer.ChunkBytes) * float64(x.n) / e.window
+		}
+		e.window = min(e.window, float64(e.f.cfg.WindowBytes))
+		e.overtaken()
+	} else {
+		e.again = slices.DeleteFunc(e.again, func(x sent) bool { return x.fl == fl && x.idx == idx })
+	}
+	if final {
+		e.finish(fl, fl.out, fl.why, nil)
+	}
+	e.pump()
+}
+
+// overtaken takes up chunks that enough later ones came before.
+func (e *end) overtaken() {
+	kept := e.out[:0]
+	for _, x := range e.out {
+		if x.skips < dupAcks {
+			kept = append(kept, x)
+			continue
+		}
+		e.bytes -= x.n
+		e.again = append(e.again, x)
+		e.halve()
+	}
+	clear(e.out[len(kept):])
+	e.out = kept
+}
+
+func (e *end) sample(d Time) {
+	if e.rtt == 0 {
+		e.rtt = d
+		return
+	}
+	e.rtt += (d - e.rtt) / 8
+}
+
+// halve shrinks the window, once for a round trip.
+func (e *end) halve() {
+	if e.cut > 0 && e.f.now-e.cut < e.rtt {
+		return
+	}
+	e.cut = e.f.now
+	e.window = max(e.window/2, transfer.ChunkBytes)
+	e.limit = e.window
+}
+
+func (e *end) rto() Time { return max(e.f.cfg.RTO, 2*e.rtt) << e.backoff }
+
+func (e *end) arm() {
+	if !e.armed && !e.dead && len(e.out) > 0 {
+		e.armed = true
+		e.f.at(e.out[0].at+e.rto(), event{kind: evTimeout, end: e})
+	}
+}
+
+// timeout takes up everything where the oldest chunk is overdue.
+func (e *end) timeout() {
+	e.armed = false
+	if e.dead || len(e.out) == 0 {
+		return
+	}
+	if e.f.now-e.out[0].at < e.rto() {
+		e.arm()
+		return
+	}
+	if e.f.now-e.progress >= e.f.cfg.UserTimeout {
+		e.die(fmt.Errorf("simfabric: lane %d: no confirmation for %s", e.id, e.f.cfg.UserTimeout))
+		return
+	}
+	e.limit = max(e.window/2, 2*transfer.ChunkBytes)
+	e.window = transfer.ChunkBytes
+	e.backoff = min(e.backoff+1, maxBackoff)
+	e.again = append(e.again, e.out...)
+	e.out, e.bytes = e.out[:0], 0
+	e.pump()
+}
+
+// finish ends a slice at the sender.
+func (e *end) finish(fl *flight, o transfer.Outcome, why transfer.Reason, err error) {
+	if e.dead || fl.ended {
+		return
+	}
+	fl.ended = true
+	e.flights = remove(e.flights, fl)
+	kept := e.out[:0]
+	for _, x := range e.out {
+		if x.fl == fl {
+			e.bytes -= x.n
+			continue
+		}
+		kept = append(kept, x)
+	}
+	clear(e.out[len(kept):])
+	e.out = kept
+	if o != transfer.Landed {
+		if fl.lost != transfer.ReasonNone {
+			o, why, err = transfer.NotLanded, fl.lost, fl.err
+		}
+		if err == nil {
+			err = fmt.Errorf("simfabric: chunks %d+%d, attempt %d: the receiver says %s", fl.s.Range.First, fl.s.Range.Count, fl.s.Attempt, why)
+		}
+	}
+	e.f.stats.Ended[o]++
+	e.results[0] = transport.Result{Slice: fl.s, Outcome: o, Reason: why, Err: err, Took: max(e.f.now-fl.began, 1)}
+	e.b.host.Done(e, e.results[:])
+	e.results[0] = transport.Result{}
+}

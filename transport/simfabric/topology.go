@@ -1,0 +1,223 @@
+package simfabric
+
+import (
+	"fmt"
+	"math"
+	"time"
+)
+
+// LinkSpec describes one direction of a cable and the queue in front of it.
+type LinkSpec struct {
+	BitsPerSecond float64
+	Latency       time.Duration
+	Jitter        time.Duration // added to the latency, evenly drawn
+	Loss          float64       // of a packet
+	Buffer        int           // bytes that may wait; 0: no bound, as at a sender that is told to wait
+}
+
+// Link is one direction of a cable.
+type Link struct {
+	Name      string
+	spec      LinkSpec
+	scale     float64 // of the rate
+	loss      float64
+	deaf      bool // swallows everything and says nothing
+	down      bool // has no carrier
+	busy      Time // until when it is occupied
+	bytes     uint64
+	deepest   int
+	overflows uint64
+}
+
+func newLink(name string, s LinkSpec) *Link {
+	return &Link{Name: name, spec: s, scale: 1, loss: s.Loss}
+}
+
+// Bytes that the link has carried.
+func (l *Link) Bytes() uint64 { return l.bytes }
+
+// Deepest is the longest that its queue ever was, in bytes.
+func (l *Link) Deepest() int { return l.deepest }
+
+// Overflows counts chunks that found its buffer full.
+func (l *Link) Overflows() uint64 { return l.overflows }
+
+// SetDeaf makes the link swallow everything, or carry again. Nobody is told.
+func (l *Link) SetDeaf(deaf bool) { l.deaf = deaf }
+
+// SetRate makes the link a share of what it claims to be.
+func (l *Link) SetRate(scale float64) { l.scale = max(scale, 1e-6) }
+
+// SetLoss sets the probability that a packet is lost.
+func (l *Link) SetLoss(p float64) { l.loss = p }
+
+func (l *Link) dead() bool { return l.deaf || l.down }
+
+// carry takes n bytes whose first arrives at `first` and whose last at `tail`, and says when they leave the far end.
+func (l *Link) carry(f *Fabric, first, tail Time, n int) (Time, Time, bool) {
+	if l.dead() {
+		f.stats.Swallowed++
+		return 0, 0, false
+	}
+	rate := l.spec.BitsPerSecond * l.scale
+	if wait := l.busy - first; wait > 0 {
+		queued := int(wait.Seconds()*rate/8) + n
+		if l.spec.Buffer > 0 && queued > l.spec.Buffer {
+			f.stats.Overflows++
+			l.overflows++
+			return 0, 0, false
+		}
+		l.deepest = max(l.deepest, queued)
+	}
+	start := max(first, l.busy)
+	end := max(start+Time(float64(n)*8e9/rate), tail)
+	l.busy = end
+	l.bytes += uint64(n)
+	d := l.spec.Latency + f.Jitter(l.spec.Jitter)
+	return start + d, end + d, true
+}
+
+// delay is what a packet of no size takes now; false: it does not get through.
+func (l *Link) delay(f *Fabric) (Time, bool) {
+	if l.dead() {
+		f.stats.Swallowed++
+		return 0, false
+	}
+	return max(0, l.busy-f.now) + l.spec.Latency + f.Jitter(l.spec.Jitter), true
+}
+
+// Switch joins rails. Between two switches traffic crosses the trunks of both, where they have any.
+type Switch struct {
+	Name     string
+	up, down *Link
+}
+
+// NewSwitch adds a switch; trunk describes its link to the core, in either direction. nil: the core is as fast as needed.
+func (f *Fabric) NewSwitch(name string, trunk *LinkSpec) *Switch {
+	s := &Switch{Name: name}
+	if trunk != nil {
+		s.up, s.down = newLink(name+"/up", *trunk), newLink(name+"/down", *trunk)
+	}
+	return s
+}
+
+// Trunk returns the links to the core and from it; nil where there are none.
+func (s *Switch) Trunk() (up, down *Link) { return s.up, s.down }
+
+// RailSpec describes a rail: the same link in both directions. Out of the host its queue has no bound.
+type RailSpec struct {
+	Name   string
+	Link   LinkSpec
+	Switch *Switch
+}
+
+// Rail is a NIC of a host with its cable to a switch.
+type Rail struct {
+	Name   string
+	host   *Host
+	sw     *Switch
+	tx, rx *Link
+	ends   []*end
+	cuts   uint64
+
+	listener *Backend
+}
+
+// Host is one machine.
+type Host struct {
+	Name  string
+	f     *Fabric
+	rails []*Rail
+}
+
+// NewHost adds a host.
+func (f *Fabric) NewHost(name string, rails ...RailSpec) *Host {
+	h := &Host{Name: name, f: f}
+	for _, s := range rails {
+		out := s.Link
+		out.Buffer = 0
+		r := &Rail{Name: s.Name, host: h, sw: s.Switch, tx: newLink(name+"/"+s.Name+"/tx", out), rx: newLink(name+"/"+s.Name+"/rx", s.Link)}
+		h.rails = append(h.rails, r)
+		f.byAddr[r.address()] = r
+	}
+	return h
+}
+
+// Rails of the host.
+func (h *Host) Rails() []*Rail { return h.rails }
+
+// Tx is the link out of the host.
+func (r *Rail) Tx() *Link { return r.tx }
+
+// Rx is the link into the host: the switch's port.
+func (r *Rail) Rx() *Link { return r.rx }
+
+func (r *Rail) address() string { return r.host.Name + "/" + r.Name }
+
+// Down pulls the cable. What is on it is gone; the host's own lanes over it die after Config.Carrier, its peers' when they notice.
+func (r *Rail) Down() {
+	f := r.host.f
+	r.tx.down, r.rx.down = true, true
+	r.cuts++
+	cut := r.cuts
+	f.After(f.cfg.Carrier, func() {
+		if r.cuts != cut || !r.tx.down {
+			return // back before anybody looked
+		}
+		for _, e := range append([]*end(nil), r.ends...) {
+			e.die(fmt.Errorf("simfabric: rail %s has no carrier", r.Name))
+		}
+	})
+}
+
+// Up plugs it in again.
+func (r *Rail) Up() { r.tx.down, r.rx.down = false, false }
+
+// Flap pulls the cable again and again, for about half of period each time, until a time.
+func (r *Rail) Flap(period time.Duration, until Time) {
+	f := r.host.f
+	if f.now >= until {
+		r.Up()
+		return
+	}
+	r.Down()
+	f.After(period/4+f.Jitter(period/2), func() {
+		r.Up()
+		f.After(period/4+f.Jitter(period/2), func() { r.Flap(period, until) })
+	})
+}
+
+// path is what a byte crosses from one rail to another.
+func path(from, to *Rail) []*Link {
+	p := []*Link{from.tx}
+	if from.sw != to.sw {
+		if from.sw != nil && from.sw.up != nil {
+			p = append(p, from.sw.up)
+		}
+		if to.sw != nil && to.sw.down != nil {
+			p = append(p, to.sw.down)
+		}
+	}
+	return append(p, to.rx)
+}
+
+// Latency is what a small message from h to another host takes now over the best of its rails; false: none gets through.
+func (h *Host) Latency(to *Host) (Time, bool) {
+	best := Time(math.MaxInt64)
+	for i, a := range h.rails {
+		b := to.rails[i%len(to.rails)]
+		var d Time
+		ok := true
+		for _, l := range path(a, b) {
+			if l.dead() {
+				ok = false
+				break
+			}
+			d += max(0, l.busy-h.f.now) + l.spec.Latency
+		}
+		if ok {
+			best = min(best, d)
+		}
+	}
+	return best, best != math.MaxInt64
+}
