@@ -219,7 +219,6 @@ const (
 	Refused                       // by the transport for this flow: memory, range
 	Lost                          // with its lane, which takes nothing more
 	Dropped                       // for reasons of the flow, which say nothing about the path
-	numVerdicts
 )
 
 // Ended is what became of a slice.

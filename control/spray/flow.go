@@ -1,6 +1,10 @@
 package spray
 
-import "github.com/kvspray/kvspray/transfer"
+import (
+	"math"
+
+	"github.com/kvspray/kvspray/transfer"
+)
 
 // chunk is what is known about one chunk of a flow.
 type chunk struct {
@@ -166,20 +170,27 @@ func (f *Flow) land(r transfer.Range) (fresh uint32) {
 	return fresh
 }
 
-// strike charges a failure to the chunks of r and reports whether one of them, of which no copy is left, has had too many.
-func (f *Flow) strike(r transfer.Range, pair *pair, most int) (exhausted bool) {
+// strike charges a failure to the chunks of r.
+func (f *Flow) strike(r transfer.Range, pair *pair) {
+	run := f.chunks[r.First:r.End()]
+	for i := range run {
+		run[i].avoid = uint16(pair.index + 1)
+		if run[i].strikes < math.MaxUint8 {
+			run[i].strikes++
+		}
+	}
+}
+
+// exhausted reports whether a chunk of r that no slice carries any more has failed too often to be sent again.
+func (f *Flow) exhausted(r transfer.Range, most int) bool {
 	run := f.chunks[r.First:r.End()]
 	for i := range run {
 		k := &run[i]
-		k.avoid = uint16(pair.index + 1)
-		if int(k.strikes) < most {
-			k.strikes++
-		}
 		if !k.landed && k.copies == 0 && (int(k.strikes) >= most || k.attempt >= MaxAttempts) {
-			exhausted = true
+			return true
 		}
 	}
-	return exhausted
+	return false
 }
 
 // queue is a heap of flows by deadline, then age.

@@ -73,13 +73,39 @@ type pair struct {
 
 // Counters only grow.
 type Counters struct {
-	Bytes, Slices          uint64 // confirmed
-	Hedges                 uint64
-	Probes, ProbesFailed   uint64
-	Retries                [numVerdicts]uint64 // slices that go again, by verdict
-	Errors, Timeouts       uint64
-	Suspicions             uint64 // of lanes
-	Exclusions, Readmitted uint64
+	Bytes        uint64 `json:"bytes"` // confirmed
+	Confirmed    uint64 `json:"slices_confirmed"`
+	Superseded   uint64 `json:"slices_superseded"`
+	Failed       uint64 `json:"slices_failed"`
+	Refused      uint64 `json:"slices_refused"`
+	Lost         uint64 `json:"slices_lost"`
+	Dropped      uint64 `json:"slices_dropped"`
+	Doubled      uint64 `json:"slices_doubled"` // given to others as well, for silence or with their lane
+	TimedOut     uint64 `json:"slices_timed_out"`
+	Hedges       uint64 `json:"hedges"`
+	Probes       uint64 `json:"probes"`
+	ProbesFailed uint64 `json:"probes_failed"`
+	Errors       uint64 `json:"errors"`     // that count towards an exclusion
+	Suspicions   uint64 `json:"suspicions"` // of lanes
+	Exclusions   uint64 `json:"exclusions"`
+	Readmissions uint64 `json:"readmissions"`
+}
+
+func (c *Counters) ended(v Verdict) {
+	switch v {
+	case Confirmed:
+		c.Confirmed++
+	case Superseded:
+		c.Superseded++
+	case Failed:
+		c.Failed++
+	case Refused:
+		c.Refused++
+	case Lost:
+		c.Lost++
+	case Dropped:
+		c.Dropped++
+	}
 }
 
 // lane is one connection of a pair. Its flights form a list, oldest first.
@@ -192,7 +218,6 @@ func ewma(v, sample, weight float64) float64 { return v + weight*(sample-v) }
 func (q *pair) learn(now Instant, f *flight) {
 	took := max(now-f.posted, 1)
 	q.count.Bytes += f.bytes
-	q.count.Slices++
 
 	// Bytes confirmed since f was posted, by the time in which the rail was busy with them. What waits in queues shows
 	// up in neither.
@@ -284,7 +309,7 @@ func (q *pair) proven(now Instant) {
 	case Readmitted:
 		if q.step++; q.step > readmitSteps {
 			q.state, q.since, q.errors = Healthy, now, 0
-			q.count.Readmitted++
+			q.count.Readmissions++
 		}
 	}
 	q.resize()

@@ -277,9 +277,9 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 				f.bad[q.rank]++
 			}
 			if (v == Failed || v == Refused) && !fl.late {
-				out.Exhausted = f.strike(fl.r, q, s.cfg.MaxStrikes)
+				f.strike(fl.r, q)
 			}
-			q.count.Retries[v]++
+			out.Exhausted = f.exhausted(fl.r, s.cfg.MaxStrikes)
 			f.free(fl.r, false)
 		}
 	}
@@ -331,6 +331,7 @@ func (s *Scheduler) unlink(fl *flight, i int32) {
 // judge takes what the end of a flight says about its path.
 func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 	l, q := fl.lane, fl.lane.pair
+	q.count.ended(v)
 	if v == Lost {
 		if !l.broken {
 			l.broken = true
@@ -378,6 +379,7 @@ func (s *Scheduler) release(l *lane) {
 func (s *Scheduler) double(fl *flight) {
 	if !fl.doubled && !fl.probe {
 		fl.doubled = true
+		fl.lane.pair.count.Doubled++
 		fl.flow.free(fl.r, true)
 	}
 }
@@ -421,9 +423,9 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 			continue
 		}
 		fl.late = true
-		q.count.Timeouts++
+		q.count.TimedOut++
 		if !fl.probe {
-			fl.flow.strike(fl.r, q, s.cfg.MaxStrikes)
+			fl.flow.strike(fl.r, q)
 			s.double(fl)
 		}
 		q.fault(now, &s.cfg, "slice timed out")

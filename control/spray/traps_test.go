@@ -65,13 +65,13 @@ func TestTrapInvertedEWMA(t *testing.T) {
 	before := q.bw
 	f := m.open(LayerStream, 16<<20)
 	m.run(20*ms, f.landed)
-	n := q.count.Slices
+	n := q.count.Confirmed
 	l.set(func() { l.rate /= 50 })
-	m.run(sec, func() bool { return q.count.Slices > n })
+	m.run(sec, func() bool { return q.count.Confirmed > n })
 	if q.bw < before*(1-2*alpha) {
 		t.Errorf("one slow slice took the estimate from %g to %g", before, q.bw)
 	}
-	m.run(60*sec, func() bool { return q.count.Slices > n+30 })
+	m.run(60*sec, func() bool { return q.count.Confirmed > n+30 })
 	near(t, "after thirty slow ones", q.bw, gbit/50, 0.2)
 }
 
@@ -132,8 +132,8 @@ func TestTrapTimeoutWithoutRetry(t *testing.T) {
 	}
 	m.wait(DefaultAttempt + 100*ms)
 	q := m.p.pairs[0]
-	if !again || q.count.Timeouts != 1 || q.count.Errors != 1 {
-		t.Errorf("sent again elsewhere %v, %d timeouts, %d errors: want true, 1, 1", again, q.count.Timeouts, q.count.Errors)
+	if !again || q.count.TimedOut != 1 || q.count.Errors != 1 {
+		t.Errorf("sent again elsewhere %v, %d timeouts, %d errors: want true, 1, 1", again, q.count.TimedOut, q.count.Errors)
 	}
 	if q.count.Suspicions != 0 {
 		t.Error("the lane moved all the time, and was suspect")
@@ -280,8 +280,8 @@ func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 			t.Errorf("slice %d of the re-admission: %d bytes in flight", i, n)
 		}
 	}
-	if q.state != Healthy || q.count.Readmitted != 1 || q.count.Probes != 1 {
-		t.Errorf("%v after %d probes and %d re-admissions", q.state, q.count.Probes, q.count.Readmitted)
+	if q.state != Healthy || q.count.Readmissions != 1 || q.count.Probes != 1 {
+		t.Errorf("%v after %d probes and %d re-admissions", q.state, q.count.Probes, q.count.Readmissions)
 	}
 }
 
