@@ -247,7 +247,10 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 			index = append(index, i)
 		}
 	}
-	pub.Layout, pub.Fingerprint, pub.Geometry = lay, lay.Fingerprint(), lay.Geometry()
+	pub.Layout, pub.Geometry = lay, lay.Geometry()
+	if pub.Fingerprint, err = s.opt.Layouts.Fingerprint(lay); err != nil {
+		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
+	}
 
 	w = &worker{s: s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: flags, index: index, done: make(chan struct{}),
 		session: c, sub: view.SubmissionConsumer(), comp: view.CompletionProducer(), door: os.NewFile(uintptr(door), "doorbell"), bell: bell,

@@ -9,27 +9,11 @@ import (
 	"slices"
 )
 
-// Domain strings keep the hashes apart from each other and from later versions of themselves.
-const (
-	fingerprintDomain = "kvspray-fingerprint-v1"
-	geometryDomain    = "kvspray-geometry-v1"
-)
+// geometryDomain keeps the hash apart from others, and from later versions of itself.
+const geometryDomain = "kvspray-geometry-v1"
 
 // placementParams say where pages are and not what they are: geometry leaves them out.
 var placementParams = map[string]bool{"v_offset": true, "row_stride": true, "head_stride": true, "tile_stride": true}
-
-// Fingerprint is equal on two sides where the bytes of equal tokens mean the same: it covers the identity and the dtype.
-func (l *Layout) Fingerprint() [32]byte {
-	h := hasher{sha256.New()}
-	h.str(fingerprintDomain)
-	h.str(l.DType)
-	h.num(uint64(len(l.Identity)))
-	for _, k := range slices.Sorted(maps.Keys(l.Identity)) {
-		h.str(k)
-		h.str(l.Identity[k])
-	}
-	return h.sum()
-}
 
 // Geometry is equal on two sides where the transfer space and the inside of pages are the same: groups, strategies, layers
 // and page bytes, but neither where pages lie nor how many there are, which differ between any two engines.
@@ -70,7 +54,7 @@ func shapeParams(g *Group) []string {
 // maxDiffs bounds what Diff returns: it is read by people and travels in error messages.
 const maxDiffs = 32
 
-// Diff names each field in which the fingerprint or the geometry of a and b differ, with both values.
+// Diff names each field in which the dtype, the identity or the geometry of a and b differ, with both values.
 func Diff(a, b *Layout) []string {
 	d := differ{}
 	d.check("dtype", a.DType, b.DType)
