@@ -607,7 +607,9 @@ static int present(kvs_client *c, struct lease *l, int64_t now)
 static bool leaves_room(const kvs_client *c, uint64_t bytes)
 {
 	uint64_t used = c->sub.head - __atomic_load_n(&c->sub.ring->tail, __ATOMIC_ACQUIRE);
-	return !used || used + sizeof(struct kvs_record) + bytes <= c->sub.bytes / 4 * 3;
+	if (!used || used > c->sub.bytes) /* an impossible tail is for push to find */
+		return true;
+	return used + sizeof(struct kvs_record) + bytes <= c->sub.bytes / 4 * 3;
 }
 
 static void replay(kvs_client *c, int64_t now)

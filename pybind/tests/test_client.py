@@ -417,6 +417,13 @@ def test_leases_presented_again_leave_room_for_the_engine(sidecar: Make, worker:
     assert w.wait_connected(TIMEOUT_S) and w.status().counters["connects"] == 2
 
 
+def test_an_impossible_tail_does_not_stop_the_presenting(sidecar: Make, worker: Make) -> None:
+    w = worker(submission_bytes=64 << 10, connect=False)
+    s, _ = restart_with_a_slow_one(sidecar, w)
+    s.tell("word", ring="sub", word="tail", value=1 << 40)
+    assert w.wait_connected(1), w.status()  # and not when the deadline of the lease has passed
+
+
 def test_a_lease_that_was_never_presented_again_is_cancelled_on_the_record(sidecar: Make, worker: Make) -> None:
     """Its blocks go, so the epoch grows; the new sidecar must learn why, or it disowns what it reads for the leases before it."""
     w = worker(submission_bytes=64 << 10, connect=False)
