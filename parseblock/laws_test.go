@@ -282,6 +282,28 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 			}
 		}
 	}
+	byRuns := make([]byte, to.size)
+	for _, share := range shares {
+		from := sources[share.Source]
+		plan, err := NewShare(reg, layouts[share.Source], dst, &share, uint32(tokens), repeat(uint32(skip), len(to.groups)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for l := range dst.NumLayers() {
+			for part := range plan.Parts(l) {
+				runs, _, _, err := plan.Runs(nil, l, part, repeat(ft, len(from.groups)), repeat(tt, len(to.groups)))
+				if err != nil {
+					t.Fatal(err)
+				}
+				for p := range layout.Explode(runs) {
+					copy(byRuns[p.DstOff:p.DstOff+p.Len], mems[share.Source][p.SrcOff:])
+				}
+			}
+		}
+	}
+	if !bytes.Equal(byRuns, want) {
+		t.Fatal("the plan's runs and the reference differ")
+	}
 	for i := range want {
 		if got[i] != want[i] {
 			t.Fatalf("byte %d of %d: got %d, want %d (touched %v)", i, len(want), got[i], want[i], touched[i])

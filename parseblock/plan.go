@@ -413,3 +413,20 @@ func appendPiece(dst []layout.Piece, base int, region layout.RegionIndex, off, n
 
 // Space is the plan's space, so that a Resolver alone can serve as a sink or a source.
 func (s *Resolver) Space() *transfer.Space { return s.plan.space }
+
+// Parts is how many pairs of planes a layer of the receiver (flattened index) is moved as: 0 where this source has none of it.
+func (p *Plan) Parts(layer int) int { return len(p.segs[layer].pairs) }
+
+// Runs appends the runs of one part of a layer, and says which regions of the two sides they lie in: what a kernel or a copy
+// engine that sees both memories needs. The tables are one per group of each side.
+func (p *Plan) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (runs []layout.Run, src, dest layout.RegionIndex, err error) {
+	s := &p.segs[layer]
+	pr := &s.pairs[part]
+	t := layout.TokenRange{Start: min(s.block0*s.n, p.tokens), End: p.tokens}
+	if t.Start == t.End || s.page == 0 {
+		return dst, pr.from.reg, pr.to.reg, nil
+	}
+	tpl := Template{pairs: s.pairs[part : part+1], from: &p.src.Groups[pr.from.group], to: &p.dst.Groups[pr.to.group]}
+	runs, err = tpl.Append(dst, from[pr.from.group], to[pr.to.group], t)
+	return runs, pr.from.reg, pr.to.reg, err
+}
