@@ -2,6 +2,8 @@ package sidecar
 
 import (
 	"context"
+	"fmt"
+	"math/rand/v2"
 	"slices"
 	"testing"
 	"time"
@@ -56,6 +58,55 @@ func BenchmarkBlock4K(b *testing.B) {
 					slices.Sort(took)
 					b.ReportMetric(float64(took[len(took)/2].Nanoseconds())/1e3, "p50-us")
 					b.ReportMetric(float64(took[len(took)*99/100].Nanoseconds())/1e3, "p99-us")
+				}
+			})
+		}
+	}
+}
+
+// 128 MiB of scattered pages of 16 KiB between two sidecars over loopback, from the expect to the completion.
+func BenchmarkTransfer(b *testing.B) {
+	const layers, blocks = 32, 256
+	shape := connectortest.Shape{Layers: layers, NumBlocks: blocks, TokensPerBlock: 16, TokenBytes: 1024}
+	for _, transport := range []string{"tcp", "shm"} {
+		for _, rails := range []int{1, 4} {
+			if transport == "shm" && rails > 1 {
+				continue
+			}
+			b.Run(fmt.Sprint(transport, "/", rails), func(b *testing.B) {
+				f := func(c *config.Config) {
+					c.Transports.Order, c.Trace.BlockHashes, c.Trace.Transfers = []string{transport}, "", ""
+					c.Transports.TCP.Rails = nil
+					for i := range rails {
+						c.Transports.TCP.Rails = append(c.Transports.TCP.Rails, config.Rail{Name: fmt.Sprint("r", i), Listen: fmt.Sprintf("127.0.0.%d:0", i+1)})
+					}
+				}
+				p, d := start(b, f), start(b, f)
+				pe, de := newEngine(b, p, shape), newEngine(b, d, shape)
+				table := func() (t []uint32) {
+					for _, v := range rand.Perm(blocks) {
+						t = append(t, uint32(v))
+					}
+					return t
+				}
+				move := func() {
+					pr := newPrompt(blocks * 16)
+					src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: pr.tokens, Fanout: 1, Blocks: [][]uint32{table()}, Ready: pr.tokens})
+					if err != nil {
+						b.Fatal(err)
+					}
+					dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: pr.tokens, Peer: p.Endpoint(), Skip: []uint32{0},
+						Blocks: [][]uint32{table()}})
+					if err != nil {
+						b.Fatal(err)
+					}
+					de.ok(dst)
+					pe.ok(src)
+				}
+				move()
+				b.SetBytes(layers * blocks * int64(shape.PageBytes()))
+				for b.Loop() {
+					move()
 				}
 			})
 		}

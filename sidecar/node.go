@@ -30,6 +30,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/control/peer"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/parseblock"
@@ -109,6 +110,9 @@ func New(opt Options) (*Node, error) {
 	if n.backends, err = newBackends(n.cfg, n.log); err != nil {
 		return nil, err
 	}
+	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
+		return nil, fmt.Errorf("sidecar: metrics: %w", err)
+	}
 	n.dial.node = n
 	n.d.armed = lease.Never
 	n.d.awaits = map[uint64]func(connector.Admission){}
@@ -180,9 +184,16 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	closers = append(closers, n.records.Close)
 
 	// The executor is there before anything can call it; it hears of its own endpoint through peerUp.
+	policy, ok := spray.ParsePolicy(n.cfg.Transfer.Policy)
+	if !ok {
+		return fmt.Errorf("sidecar: transfer.policy: %q is unknown: use spray, round-robin or weighted", n.cfg.Transfer.Policy)
+	}
+	n.d.mu.Lock() // metrics may be read already
 	n.d.ex = exec.New(exec.Config{Boot: n.boot, Planner: &planner{n.reg}, Transports: n.cfg.Transports.Order,
 		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
-		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Integrity: integrity(n.cfg)})
+		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Integrity: integrity(n.cfg),
+		Policy: policy})
+	n.d.mu.Unlock()
 
 	live := n.backends[:0:0]
 	for _, b := range n.backends {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/layout"
@@ -462,6 +463,30 @@ type laneView struct {
 	Transport string `json:"transport"`
 	Local     string `json:"local"`
 	Remote    string `json:"remote"`
+}
+
+// railSamples is what the scheduler knows of each rail, for metrics.
+func (n *Node) railSamples() (out []metrics.RailSample) {
+	n.d.mu.Lock()
+	var rails []spray.RailView
+	if n.d.ex != nil {
+		rails = n.d.ex.Rails(n.now())
+	}
+	n.d.mu.Unlock()
+	for _, r := range rails {
+		c := &r.Counters
+		pairs := map[string]float64{}
+		for state, k := range r.States {
+			pairs[state] = float64(k)
+		}
+		out = append(out, metrics.RailSample{Transport: r.Transport, Rail: r.Local, Pairs: pairs, InFlight: float64(r.InFlight),
+			Window: float64(r.Window), Rate: r.Rate, Error: r.Error, Hedges: float64(c.Hedges), Exclusions: float64(c.Exclusions),
+			Readmissions: float64(c.Readmissions),
+			Retries: map[string]float64{"failed": float64(c.Failed), "refused": float64(c.Refused), "lost": float64(c.Lost),
+				"silence": float64(c.Doubled), "timeout": float64(c.TimedOut)},
+			Probes: map[string]float64{"ok": float64(c.ProbesPassed), "failed": float64(c.ProbesFailed)}})
+	}
+	return out
 }
 
 // stateView is /debug/state.

@@ -126,7 +126,7 @@ type Origin struct {
 type Slice struct {
 	Origin  *Origin
 	Range   transfer.Range
-	Attempt uint32 // 1, 2 ...; for traces and for telling a retry from a duplicate
+	Attempt uint32 // 1, 2 ...: a later one takes chunks over from an earlier one; 0: a probe, which takes them from nobody
 	Cookie  uint64 // the executor's; returned in Result untouched
 }
 

@@ -1,6 +1,8 @@
 package exec
 
 import (
+	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -314,6 +316,131 @@ func TestTransportSubstitution(t *testing.T) {
 	}
 	s.until("transfer", 3*sec, func() bool { return dst.done != nil })
 	wantStatus(t, dst, StatusOK)
+}
+
+// chunksIn counts what is in place of a lease.
+func (l *simLease) chunksIn() (n int) {
+	for _, v := range l.content {
+		if v == l.key {
+			n++
+		}
+	}
+	return n
+}
+
+// A lane that goes silent in mid transfer costs less than 100 ms, also where it is the preferred transport's only one.
+func TestSilentLaneCostsLittle(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 11, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 8192, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 8192, 0, 30*sec)
+	s.run(s.now+50*time.Millisecond, func() bool { return false })
+	p.steps(src)
+	s.until("a part", sec, func() bool { return dst.chunksIn() > 100 })
+	if dst.done != nil {
+		t.Fatal("it is over already")
+	}
+	var silent []*simLane
+	for _, l := range p.lanes {
+		if l.backend == "shm" || l.rail == "tcp1" {
+			l.hung = true
+			silent = append(silent, l)
+		}
+	}
+	from, held := s.now, 0
+	s.until("transfer", sec, func() bool { return dst.done != nil })
+	wantStatus(t, dst, StatusOK)
+	for _, l := range silent {
+		held += len(l.held)
+	}
+	// 400 chunks remain, and the healthy lane moves two in a millisecond at least.
+	if took := s.now - from; took > 350*time.Millisecond || held == 0 {
+		t.Errorf("%v after two lanes of three fell silent with %d slices", took, held)
+	}
+	s.run(s.now+100*time.Millisecond, func() bool { return false })
+	v := p.ex.View(s.now).Rails
+	suspect := 0
+	for _, r := range v.Pairs {
+		if r.State == "suspect" {
+			suspect++
+		}
+	}
+	if suspect != 2 {
+		t.Errorf("%d of 2 silent rails are shown as suspect: %+v", suspect, v.Pairs)
+	}
+}
+
+// A receiver that must not wait goes before a background transfer that came first.
+func TestPriorities(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 2, 0)
+	var src, dst [2]*simLease
+	open := func(i int, prio connector.Priority) {
+		k := testKey(byte(i), 1)
+		src[i] = p.intent(pw, uint64(i+1), k, 8192, 1, 30*sec)
+		lid := transfer.LeaseID{Boot: dw.Boot, ID: uint64(i + 1)}
+		dst[i] = &simLease{id: lid, w: dw, receive: true, opened: s.now, deadline: 30 * sec, key: k.String(), tokens: 8192}
+		d.leases[lid] = dst[i]
+		d.event(func() {
+			d.ex.Expect(s.now, dw, connector.Expect{Lease: lid, Key: k, Peer: "p:1", Tokens: 8192, Skip: []uint32{0}, Deadline: 30 * sec,
+				Partner: 10 * sec, Priority: prio})
+		})
+	}
+	open(0, connector.Background)
+	s.run(s.now+50*time.Millisecond, func() bool { return false })
+	p.steps(src[0])
+	s.until("a start", sec, func() bool { return dst[0].chunksIn() > 10 })
+	open(1, connector.DecodeWaits)
+	p.steps(src[1])
+	s.until("the urgent one", sec, func() bool { return dst[1].done != nil })
+	if dst[0].done != nil {
+		t.Error("background was over first")
+	}
+	s.until("background", sec, func() bool { return dst[0].done != nil })
+	wantStatus(t, dst[0], StatusOK)
+}
+
+// Nothing is sent after the deadline that the receiver named with its grant.
+func TestNothingIsSentPastTheDeadline(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 3, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 8192, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 8192, 0, 2*sec)
+	s.run(s.now+50*time.Millisecond, func() bool { return false })
+	p.step(src, 0, 1024)
+	s.run(s.now+sec, func() bool { return false })
+	d.kill() // so that no revoke comes, and no proof of its death
+	flow := func() *Sending {
+		for _, snd := range p.ex.sending {
+			return snd
+		}
+		return nil
+	}
+	if flow() == nil || dst.done != nil {
+		t.Fatal("no sending is open")
+	}
+	s.queue = nil
+	p.ex.Tick(s.now + 2*sec)
+	s.now += 2 * sec
+	before := p.ex.spray.Flights()
+	p.step(src, 1, 8192)
+	if n := p.ex.spray.Flights(); n > before {
+		t.Errorf("%d slices were sent after the deadline", n-before)
+	}
+}
+
+// Lanes past the bound are refused by name, and the others carry on.
+func TestLanesAreBounded(t *testing.T) {
+	s, p, _, _, _ := pair(t, 3, 0)
+	var boot transfer.Boot
+	boot[0] = 9
+	var refused error
+	for i := range 2000 {
+		rail := fmt.Sprint("rail", i)
+		if err := p.ex.LaneUp(s.now, LaneInfo{ID: uint64(1000 + i), Peer: boot, Backend: "tcp", Local: rail, Remote: rail}); err != nil {
+			refused = err
+		}
+	}
+	if n := p.ex.Lanes(boot); n == 0 || n > 1024 || refused == nil || !strings.Contains(refused.Error(), "rail1999") {
+		t.Errorf("%d lanes; refused: %v", n, refused)
+	}
 }
 
 func TestSourceSidecarDies(t *testing.T) {

@@ -68,3 +68,6 @@ func (e *Exec) View(now Instant) View {
 	}
 	return v
 }
+
+// Rails sums up every local rail, for metrics.
+func (e *Exec) Rails(now Instant) []spray.RailView { return e.spray.Rails(now) }

@@ -105,7 +105,7 @@ const (
 	MaxLanes        = 1024      // lanes of one peer
 	MaxCopies       = 16        // of one chunk in flight at once, probes not counted
 	MaxAttempts     = 1<<16 - 1 // of one chunk, of every kind
-	maxSliceChunks  = 256       // of one slice
+	maxSliceChunks  = 1024      // of one slice
 	MaxHedgeBytes   = 4 << 20   // hedges in flight to one peer
 	hedgeShare      = 8         // of a flow's chunks, one in so many may be hedged, and hedgeLeast
 	hedgeLeast      = 16        // chunks

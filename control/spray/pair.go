@@ -84,6 +84,7 @@ type Counters struct {
 	TimedOut     uint64 `json:"slices_timed_out"`
 	Hedges       uint64 `json:"hedges"`
 	Probes       uint64 `json:"probes"`
+	ProbesPassed uint64 `json:"probes_passed"`
 	ProbesFailed uint64 `json:"probes_failed"`
 	Errors       uint64 `json:"errors"`     // that count towards an exclusion
 	Suspicions   uint64 `json:"suspicions"` // of lanes

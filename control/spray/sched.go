@@ -18,6 +18,7 @@ type Scheduler struct {
 	unused  []int32
 	live    int
 	seq     uint64
+	past    map[railName]*Counters // of pairs that are forgotten
 }
 
 // Peer is one other process, with the pairs of rails that lead there and the flows that want to go there.
@@ -63,7 +64,7 @@ type flight struct {
 
 // New returns a scheduler without peers.
 func New(cfg Config) *Scheduler {
-	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{}}
+	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{}, past: map[railName]*Counters{}}
 }
 
 // Peer adds a peer.
@@ -77,6 +78,9 @@ func (s *Scheduler) Peer(boot transfer.Boot, owner any) *Peer {
 func (s *Scheduler) Forget(p *Peer) {
 	if i := slices.Index(s.peers, p); i >= 0 {
 		s.peers = slices.Delete(s.peers, i, i+1)
+		for _, q := range p.pairs {
+			s.bury(q)
+		}
 	}
 }
 
@@ -112,7 +116,7 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	case len(in.Path.Local) > maxPairNameSize || len(in.Path.Remote) > maxPairNameSize:
 		return fmt.Errorf("spray: lane %d: the name of a rail is longer than %d bytes", in.ID, maxPairNameSize)
 	}
-	q, err := p.pair(in)
+	q, err := s.pair(p, in)
 	if err != nil {
 		return err
 	}
@@ -134,7 +138,7 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 }
 
 // pair finds or makes the pair of a lane. Of pairs that have no lane any more the oldest is forgotten when there are too many.
-func (p *Peer) pair(in LaneInfo) (*pair, error) {
+func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 	var idle *pair
 	for _, q := range p.pairs {
 		if q.path == in.Path {
@@ -155,6 +159,7 @@ func (p *Peer) pair(in LaneInfo) (*pair, error) {
 	if idle.state == Probing {
 		p.probing--
 	}
+	s.bury(idle)
 	*idle = pair{path: in.Path, peer: p, index: idle.index, neutral: claimed(in.Gbps)}
 	return idle, nil
 }
@@ -260,6 +265,12 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 	out := Ended{Flow: f, Range: fl.r, Bytes: fl.bytes, Rank: q.rank}
 	s.judge(now, fl, v)
 	if fl.probe {
+		switch v {
+		case Confirmed, Superseded:
+			q.count.ProbesPassed++
+		case Failed, Lost:
+			q.count.ProbesFailed++
+		}
 		if v == Confirmed && !f.stopped {
 			out.Fresh = f.land(fl.r)
 		}
@@ -338,9 +349,6 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 			q.recount()
 			q.fault(now, &s.cfg, "lane lost")
 		}
-		if fl.probe {
-			q.count.ProbesFailed++
-		}
 		return
 	}
 	l.moved, q.moved = now, now
@@ -360,9 +368,6 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 			q.proven(now)
 		}
 	case Failed:
-		if fl.probe {
-			q.count.ProbesFailed++
-		}
 		if !fl.late {
 			q.fault(now, &s.cfg, "slice failed")
 		}
@@ -372,16 +377,19 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 // release makes what a lane has in flight sendable on others, too.
 func (s *Scheduler) release(l *lane) {
 	for i := l.head; i >= 0; i = s.flights[i].next {
-		s.double(&s.flights[i])
+		if s.double(&s.flights[i]) {
+			l.pair.count.Doubled++
+		}
 	}
 }
 
-func (s *Scheduler) double(fl *flight) {
-	if !fl.doubled && !fl.probe {
-		fl.doubled = true
-		fl.lane.pair.count.Doubled++
-		fl.flow.free(fl.r, true)
+func (s *Scheduler) double(fl *flight) bool {
+	if fl.doubled || fl.probe {
+		return false
 	}
+	fl.doubled = true
+	fl.flow.free(fl.r, true)
+	return true
 }
 
 // Tick looks at what is in flight and calls touched for peers that have new work or a new choice.

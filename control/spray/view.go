@@ -1,13 +1,19 @@
 package spray
 
 import (
+	"cmp"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// maxView bounds the pairs that a snapshot shows.
-const maxView = 1024
+// Bounds of what is shown.
+const (
+	maxView = 1024 // pairs
+	maxPast = 128  // local rails whose counters are kept after their pairs are forgotten
+)
 
 // PairView is one pair of rails, for people and metrics.
 type PairView struct {
@@ -60,6 +66,99 @@ func (s *Scheduler) View(now Instant) View {
 		}
 	}
 	return v
+}
+
+// RailView sums up what is known of one local rail, over all peers. Its counters never fall: those of pairs that were forgotten
+// stay in.
+type RailView struct {
+	Transport, Local string
+	Pairs            int            // with lanes
+	States           map[string]int // of them
+	InFlight         uint64         // bytes
+	Window           uint64         // bytes
+	Rate             float64        // bytes per second, of the best pair
+	Error            float64        // of predictions, mean over pairs that have been used
+	Counters         Counters
+}
+
+// Rails sums up every local rail.
+func (s *Scheduler) Rails(now Instant) []RailView {
+	rails := map[railName]*RailView{}
+	used := map[railName]int{}
+	at := func(n railName) *RailView {
+		if rails[n] == nil {
+			rails[n] = &RailView{Transport: n.transport, Local: n.local, States: map[string]int{}}
+		}
+		return rails[n]
+	}
+	for n, c := range s.past {
+		at(n).Counters.add(c)
+	}
+	for _, p := range s.peers {
+		for _, q := range p.pairs {
+			n := q.path.rail()
+			r, v := at(n), q.view(now)
+			r.Counters.add(&q.count)
+			if q.samples > 0 {
+				used[n]++
+				r.Error += (q.err - r.Error) / float64(used[n])
+			}
+			if v.Lanes == 0 {
+				continue
+			}
+			r.Pairs++
+			r.States[v.State]++
+			r.InFlight += v.InFlight
+			r.Window += v.Window
+			r.Rate = max(r.Rate, v.Rate)
+		}
+	}
+	var out []RailView
+	for _, r := range rails {
+		out = append(out, *r)
+	}
+	slices.SortFunc(out, func(a, b RailView) int {
+		return cmp.Or(strings.Compare(a.Transport, b.Transport), strings.Compare(a.Local, b.Local))
+	})
+	return out
+}
+
+// railName is one local rail.
+type railName struct{ transport, local string }
+
+func (p Path) rail() railName { return railName{p.Transport, p.Local} }
+
+// bury keeps the counters of a pair that is forgotten. Past maxPast rails they are summed up together.
+func (s *Scheduler) bury(q *pair) {
+	n := q.path.rail()
+	if s.past[n] == nil && len(s.past) >= maxPast {
+		n = railName{n.transport, "other"}
+	}
+	if s.past[n] == nil {
+		s.past[n] = &Counters{}
+	}
+	s.past[n].add(&q.count)
+	q.count = Counters{}
+}
+
+func (c *Counters) add(o *Counters) {
+	c.Bytes += o.Bytes
+	c.Confirmed += o.Confirmed
+	c.Superseded += o.Superseded
+	c.Failed += o.Failed
+	c.Refused += o.Refused
+	c.Lost += o.Lost
+	c.Dropped += o.Dropped
+	c.Doubled += o.Doubled
+	c.TimedOut += o.TimedOut
+	c.Hedges += o.Hedges
+	c.Probes += o.Probes
+	c.ProbesPassed += o.ProbesPassed
+	c.ProbesFailed += o.ProbesFailed
+	c.Errors += o.Errors
+	c.Suspicions += o.Suspicions
+	c.Exclusions += o.Exclusions
+	c.Readmissions += o.Readmissions
 }
 
 func (q *pair) view(now Instant) PairView {

@@ -78,7 +78,7 @@ type TCP struct {
 	Rails       []Rail `yaml:"rails" doc:"Local addresses to listen on and to dial from. Each is a rail of its own." default:"one rail 'lo' on 127.0.0.1:0"`
 	Connections int    `yaml:"connections" unit:"connections per pair of rails" doc:"Connections between each pair of rails."`
 	Integrity   string `yaml:"integrity" unit:"off or crc32c" doc:"Checksum over each payload. 'off' relies on TCP's own checksum. crc32c costs about a third of the throughput where two cores do all the work."`
-	Slice       Size   `yaml:"slice" unit:"bytes" doc:"Bytes that one lane takes at a time. A multiple of 64KiB."`
+	Slice       Size   `yaml:"slice" unit:"bytes" doc:"Bytes that one lane takes at a time at most; slow rails take less. A multiple of 64KiB."`
 }
 
 // Rail is one local address of the tcp backend.
@@ -102,6 +102,7 @@ type Transfer struct {
 	Grace       Duration `yaml:"grace" unit:"duration" doc:"How long a fence or a stopped sidecar may take past the deadline before the next stronger means is used."`
 	MaxSlices   int      `yaml:"max_slices" unit:"slices" doc:"Slices in flight over all lanes of one peer."`
 	MaxAttempts int      `yaml:"max_attempts" unit:"attempts" doc:"Times that one slice is tried before the transfer fails with its blocks named."`
+	Policy      string   `yaml:"policy" unit:"spray, round-robin or weighted" doc:"Who gets the next slice. spray: the rail that finishes it first, as learned. round-robin and weighted (by link speed) bind in a fixed order: for comparisons only."`
 }
 
 // HTTP configures the operators' endpoint.
@@ -139,6 +140,10 @@ const (
 	FormText  = "text"
 	FormJSON  = "json"
 	LevelInfo = "info"
+
+	PolicySpray      = "spray"
+	PolicyRoundRobin = "round-robin"
+	PolicyWeighted   = "weighted"
 )
 
 // Default is the configuration of a sidecar that was told nothing: everything on loopback.
@@ -167,7 +172,7 @@ func defaults() *Config {
 		},
 		Transfer: Transfer{
 			Deadline: Duration(30 * time.Second), Partner: Duration(10 * time.Second), Grace: Duration(5 * time.Second),
-			MaxSlices: 256, MaxAttempts: 8,
+			MaxSlices: 256, MaxAttempts: 8, Policy: PolicySpray,
 		},
 		HTTP:  HTTP{Listen: fmt.Sprintf("127.0.0.1:%d", DefaultHTTPPort)},
 		Log:   Log{Level: LevelInfo, Format: FormText},

@@ -73,6 +73,7 @@ func (c *Config) Validate() error {
 		fmt.Sprintf("longer than transfer.deadline (%v)", c.Transfer.Deadline), "make it shorter, or the deadline longer")
 	v.between("transfer.max_slices", c.Transfer.MaxSlices, 1, 1<<16)
 	v.between("transfer.max_attempts", c.Transfer.MaxAttempts, 1, 100)
+	v.oneOf("transfer.policy", c.Transfer.Policy, PolicySpray, PolicyRoundRobin, PolicyWeighted)
 
 	v.bind("http.listen", c.HTTP.Listen, true)
 	v.distinct()

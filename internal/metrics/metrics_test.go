@@ -37,15 +37,42 @@ func exercise(s *Set) {
 	s.Draining(true)
 }
 
+// rails has a name for each of the bounded series, and one rail too many.
+func rails() (out []RailSample) {
+	for i := range maxRails + 10 {
+		out = append(out, RailSample{Transport: "tcp", Rail: fmt.Sprint("r", i), Pairs: map[string]float64{"healthy": 2}, InFlight: 1, Window: 2, Rate: 3,
+			Error: 0.5, Retries: map[string]float64{"silence": 4}, Hedges: 5, Exclusions: 6, Readmissions: 7, Probes: map[string]float64{"ok": 8}})
+	}
+	return out
+}
+
+// What many rails are made of stays bounded, and the series do not collide.
+func TestRailsAreBounded(t *testing.T) {
+	reg := prometheus.NewPedanticRegistry()
+	if err := New(reg).Rails(reg, rails); err != nil {
+		t.Fatal(err)
+	}
+	if n := testutil.CollectAndCount(railCollector{New(prometheus.NewRegistry()), rails}, "kvspray_rail_window_bytes"); n != maxRails+1 {
+		t.Errorf("%d rails have series, want %d and %q", n, maxRails, otherName)
+	}
+	if _, err := reg.Gather(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestNames(t *testing.T) {
 	reg := prometheus.NewPedanticRegistry()
-	exercise(New(reg))
+	s := New(reg)
+	exercise(s)
+	if err := s.Rails(reg, rails); err != nil {
+		t.Fatal(err)
+	}
 	families, err := reg.Gather()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(families) != 19 {
-		t.Errorf("%d families, want 19: every collector is registered and exercised", len(families))
+	if len(families) != 29 {
+		t.Errorf("%d families, want 29: every collector is registered and exercised", len(families))
 	}
 	shape := regexp.MustCompile(`^kvspray_(transfer|rail|lane|lease|control|engine|sidecar)_[a-z_]+$`)
 	for _, f := range families {

@@ -41,7 +41,7 @@ var rules = []rule{
 	{dir: "proxy", why: "speaks HTTP to engines only; knows kvspray by its parameters, not by its packages",
 		ext: []string{extProm}},
 	{dir: "sidecar", why: "the one place that knows all parts of a node and joins them",
-		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/peer", "control/peer/keys", "internal/config", "internal/mem",
+		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/peer", "control/peer/keys", "control/spray", "internal/config", "internal/mem",
 			"internal/metrics", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/shm", "transport/tcp"},
 		ext: []string{extProm, extSys, extSync, extBack}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package metrics
+
+import "github.com/prometheus/client_golang/prometheus"
+
+// RailSample is what is known of one local rail when metrics are read.
+type RailSample struct {
+	Transport, Rail string
+	Pairs           map[string]float64 // rail pairs to peers, by state
+	InFlight        float64            // bytes
+	Window          float64            // bytes
+	Rate            float64            // bytes per second
+	Error           float64            // |predicted - actual| / actual, mean
+	Retries         map[string]float64
+	Hedges          float64
+	Exclusions      float64
+	Readmissions    float64
+	Probes          map[string]float64 // by outcome
+}
+
+// railCollector reads samples when it is asked. What it may show is bounded by railLabel.
+type railCollector struct {
+	set  *Set
+	read func() []RailSample
+}
+
+// Rails makes reg show what read returns, each time it is gathered.
+func (s *Set) Rails(reg prometheus.Registerer, read func() []RailSample) error {
+	return reg.Register(railCollector{s, read})
+}
+
+func railDesc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc("kvspray_rail_"+name, help, append([]string{"transport", "rail"}, labels...), nil)
+}
+
+var (
+	railPairs    = railDesc("pairs", "Pairs of rails that have a lane, by state.", "state")
+	railInFlight = railDesc("in_flight_bytes", "Bytes in flight, over all peers.")
+	railWindow   = railDesc("window_bytes", "Bytes that may be in flight, over all peers.")
+	railRate     = railDesc("learned_bytes_per_second", "Learned bandwidth of the best pair.")
+	railError    = railDesc("prediction_error_ratio", "Mean of |predicted - actual| / actual, from post to confirmation.")
+	railRetries  = railDesc("retries_total", "Slices that were given out again, by reason.", "reason")
+	railHedges   = railDesc("hedges_total", "Second copies sent over this rail near the end of a transfer.")
+	railExcluded = railDesc("exclusions_total", "Exclusions of a pair of rails.")
+	railAgain    = railDesc("readmissions_total", "Pairs of rails that were taken back after an exclusion.")
+	railProbes   = railDesc("probes_total", "Probes of excluded pairs.", "outcome")
+)
+
+// Describe implements prometheus.Collector.
+func (c railCollector) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{railPairs, railInFlight, railWindow, railRate, railError, railRetries, railHedges, railExcluded, railAgain,
+		railProbes} {
+		out <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c railCollector) Collect(out chan<- prometheus.Metric) {
+	seen := map[[2]string]bool{}
+	for _, r := range c.read() {
+		transport, rail := transportLabel(r.Transport), c.set.railLabel(r.Rail)
+		if seen[[2]string{transport, rail}] {
+			continue // one series each: rails past the bound share a name, and the first stands for them
+		}
+		seen[[2]string{transport, rail}] = true
+		put := func(d *prometheus.Desc, typ prometheus.ValueType, v float64, labels ...string) {
+			out <- prometheus.MustNewConstMetric(d, typ, v, append([]string{transport, rail}, labels...)...)
+		}
+		put(railInFlight, prometheus.GaugeValue, r.InFlight)
+		put(railWindow, prometheus.GaugeValue, r.Window)
+		put(railRate, prometheus.GaugeValue, r.Rate)
+		put(railError, prometheus.GaugeValue, r.Error)
+		put(railHedges, prometheus.CounterValue, r.Hedges)
+		put(railExcluded, prometheus.CounterValue, r.Exclusions)
+		put(railAgain, prometheus.CounterValue, r.Readmissions)
+		for state, n := range r.Pairs {
+			put(railPairs, prometheus.GaugeValue, n, state)
+		}
+		for reason, n := range r.Retries {
+			put(railRetries, prometheus.CounterValue, n, reason)
+		}
+		for outcome, n := range r.Probes {
+			put(railProbes, prometheus.CounterValue, n, outcome)
+		}
+	}
+}
