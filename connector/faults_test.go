@@ -611,3 +611,55 @@ func TestProcessRegion(t *testing.T) {
 	}
 	_ = w
 }
+
+// TestBlockingEventfds: an engine that makes its eventfds block, and fills or empties them, holds up nobody but itself.
+func TestBlockingEventfds(t *testing.T) {
+	r := start(t, nil)
+	var door, bell int
+	w := r.worker(t, func(c *connectortest.Config) {
+		c.Tamper = func(m *msg.Register, fds []int) []int {
+			var err error // of one description with those that are sent
+			door, err = unix.Dup(fds[m.FDs.Doorbell])
+			must(t, err)
+			bell, err = unix.Dup(fds[m.FDs.Bell])
+			must(t, err)
+			return fds
+		}
+	})
+	defer func() { _, _ = unix.Close(door), unix.Close(bell) }()
+	_, err := w.Intent(intent(16, 1))
+	must(t, err)
+	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
+	for _, fd := range []int{door, bell} {
+		fl, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
+		must(t, err)
+		_, err = unix.FcntlInt(uintptr(fd), unix.F_SETFL, fl&^unix.O_NONBLOCK)
+		must(t, err)
+	}
+	// The sidecar comes back to its doorbell, and finds it empty.
+	_, err = unix.Write(door, binary.NativeEndian.AppendUint64(nil, 1))
+	must(t, err)
+	_, err = w.Intent(intent(16, 2))
+	must(t, err)
+	r.rec.until(t, "second intent", func() bool { return len(r.rec.intents) == 2 })
+	_, err = unix.Write(bell, binary.NativeEndian.AppendUint64(nil, ^uint64(0)-1))
+	must(t, err)
+	// The engine announces sleep, so that its bell is rung.
+	completions := board.SizeRingsHeader + board.SizeRing + 1<<20
+	binary.LittleEndian.PutUint32(w.RawRings()[completions+board.OffRingSleeping:], 1)
+	done := make(chan error, 3)
+	go func() {
+		for _, in := range r.rec.intents {
+			done <- r.Complete(r.lastUp(t), connector.Completion{Lease: in.Lease})
+		}
+		done <- r.Close()
+	}()
+	for range 3 {
+		select {
+		case err := <-done:
+			must(t, err)
+		case <-testContext(t).Done():
+			t.Fatal("the sidecar waits for an eventfd")
+		}
+	}
+}

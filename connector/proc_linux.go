@@ -83,15 +83,19 @@ func (p *peer) wait() error {
 	return rc.Read(readable)
 }
 
-func readable(fd uintptr) bool {
-	fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+func readable(fd uintptr) bool { return ready(fd, unix.POLLIN) }
+
+// ready reports whether a descriptor has one of these events, without waiting.
+func ready(fd uintptr, events int16) bool {
+	fds := []unix.PollFd{{Fd: int32(fd), Events: events}}
 	n, err := unix.Poll(fds, 0)
-	return err == nil && n == 1 && fds[0].Revents&unix.POLLIN != 0
+	return err == nil && n == 1 && fds[0].Revents&events != 0
 }
 
 func (p *peer) close() { _ = p.pidfd.Close() }
 
-// checkEventfd refuses anything but a non-blocking eventfd: other files could block us or mean something when written.
+// checkEventfd refuses anything but a non-blocking eventfd: other files could block us or mean something when written. The flag is
+// the shim's to change later; see ring and awaitDoorbell.
 func checkEventfd(fd int) error {
 	name, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {

@@ -111,7 +111,6 @@ func (w *worker) leaseID(l *lease) transfer.LeaseID {
 // run is the ring's goroutine: it takes records, delivers events, and sleeps on the doorbell.
 func (w *worker) run() {
 	defer w.s.wg.Done()
-	var count [8]byte
 	for {
 		w.pump()
 		w.mu.Lock()
@@ -124,12 +123,11 @@ func (w *worker) run() {
 			return
 		}
 		sleep := w.sub.Sleep() && len(w.pending) == 0
-		door := w.door
 		w.mu.Unlock()
 		if !sleep {
 			continue
 		}
-		if _, err := door.Read(count[:]); err != nil {
+		if err := w.awaitDoorbell(); err != nil {
 			if errors.Is(err, os.ErrClosed) {
 				return
 			}
@@ -619,9 +617,29 @@ func (w *worker) doorFD() int {
 	return fd
 }
 
-// ring adds one to an eventfd. A counter that is full wakes its reader just as well.
+// awaitDoorbell waits in the netpoller until the doorbell was rung, and takes what it counted. The shim shares the eventfd's flags
+// and can make it block at any time: a read that was not announced would hold a thread, and whoever closes the doorbell.
+func (w *worker) awaitDoorbell() error {
+	rc, err := w.door.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var count [8]byte
+	var failed error
+	err = rc.Read(func(fd uintptr) bool {
+		if !readable(fd) {
+			return false
+		}
+		_, failed = unix.Read(int(fd), count[:])
+		return !errors.Is(failed, unix.EAGAIN) && !errors.Is(failed, unix.EINTR)
+	})
+	return errors.Join(err, failed)
+}
+
+// ring adds one to an eventfd. A counter that is full wakes its reader just as well, and is left alone: the shim can make it block
+// whoever adds to it, and the locks that are held here are the sidecar's.
 func ring(fd int) {
-	if fd < 0 {
+	if fd < 0 || !ready(uintptr(fd), unix.POLLOUT) {
 		return
 	}
 	_, _ = unix.Write(fd, binary.NativeEndian.AppendUint64(nil, 1))
