@@ -47,6 +47,8 @@ type Config struct {
 	// Fence is how long fences take at most, Handshake what a lane's opening takes beside the way.
 	Fence     time.Duration
 	Handshake time.Duration
+	// Record is the most that lies between an engine's taking blocks back and its word of it.
+	Record time.Duration
 }
 
 // How the driver goes on where something fails.
@@ -68,7 +70,20 @@ type Cluster struct {
 	violations []string
 	repeated   int
 	open       int // leases that have not ended
+	sabotage   sabotage
 }
+
+// sabotage takes a line out of the driver or of what it implements, so that tests can show that the watching is awake.
+type sabotage uint8
+
+const (
+	honest       sabotage = iota
+	fenceNothing          // a fence neither revokes the grant nor waits
+	commitEarly           // one chunk counts as all
+	alwaysValid           // a source swears to what was preempted
+	closeNothing          // an origin is closed without revoking it
+	neverTick             // no deadline ever comes
+)
 
 // New returns a cluster without nodes.
 func New(cfg Config) *Cluster {
@@ -77,6 +92,9 @@ func New(cfg Config) *Cluster {
 	}
 	if cfg.Handshake <= 0 {
 		cfg.Handshake = time.Millisecond
+	}
+	if cfg.Record <= 0 {
+		cfg.Record = 200 * time.Microsecond
 	}
 	return &Cluster{F: simfabric.New(cfg.Fabric), cfg: cfg, byBoot: map[transfer.Boot]*Node{}, byAddr: map[string]*Node{}}
 }
@@ -109,6 +127,7 @@ type Node struct {
 	worker  *connector.Worker
 	backend *simfabric.Backend
 	rails   []transport.Rail
+	gbps    map[string]float64 // by rail
 	batch   exec.Batch
 	busy    bool
 	tickAt  exec.Instant
@@ -136,6 +155,10 @@ func (c *Cluster) AddNode(rails ...simfabric.RailSpec) *Node {
 	n.Host = c.F.NewHost(n.addr, rails...)
 	n.backend = n.Host.Backend()
 	n.rails, _ = n.backend.Open(context.Background(), host{n})
+	n.gbps = map[string]float64{}
+	for _, r := range n.rails {
+		n.gbps[r.Name] = r.Gbps
+	}
 	cfg := c.cfg.Exec
 	cfg.Boot, cfg.Endpoint, cfg.Planner, cfg.Transports = n.boot, n.addr, planner{}, []string{simfabric.Name}
 	n.ex = exec.New(cfg)
@@ -166,7 +189,7 @@ func (n *Node) event(fn func(now exec.Instant)) {
 // arm sees to it that Tick comes when the executor wants it.
 func (n *Node) arm() {
 	at := n.ex.Next()
-	if at >= 1<<62 || n.tickAt >= 0 && n.tickAt <= at {
+	if n.c.sabotage == neverTick || at >= 1<<62 || n.tickAt >= 0 && n.tickAt <= at {
 		return
 	}
 	n.tickAt = at
@@ -190,9 +213,14 @@ func (n *Node) perform(a *exec.Action) {
 		n.offer(a)
 	case exec.Fence:
 		l := a.Landing
-		l.Grant.Revoke()
+		if c.sabotage != fenceNothing {
+			l.Grant.Revoke()
+		}
 		c.F.After(c.F.Jitter(c.cfg.Fence), func() {
-			err := n.backend.Fence(context.Background(), &l.Grant)
+			var err error
+			if c.sabotage != fenceNothing {
+				err = n.backend.Fence(context.Background(), &l.Grant)
+			}
 			if err == nil {
 				l.Sink.(*sink).fenced = true
 			}
@@ -207,9 +235,14 @@ func (n *Node) perform(a *exec.Action) {
 		n.origins[bindName{s.Origin.Peer, s.Origin.Slot}] = s
 	case exec.CloseOrigin:
 		s := a.Sending
-		s.Origin.Revoke()
+		if c.sabotage != closeNothing {
+			s.Origin.Revoke()
+		}
 		c.F.After(c.F.Jitter(c.cfg.Fence), func() {
-			err := n.backend.CloseOrigin(context.Background(), &s.Origin)
+			var err error
+			if c.sabotage != closeNothing {
+				err = n.backend.CloseOrigin(context.Background(), &s.Origin)
+			}
 			if name := (bindName{s.Origin.Peer, s.Origin.Slot}); n.origins[name] == s {
 				delete(n.origins, name)
 			}
@@ -413,8 +446,8 @@ func (h host) LaneUp(l transport.Lane) {
 	n := h.n
 	n.lanes[l.ID()] = l
 	n.event(func(now exec.Instant) {
-		n.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), SliceBytes: n.backend.Caps().SliceBytes,
-			MaxInFlight: l.MaxInFlight()})
+		n.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
+			Gbps: n.gbps[l.Local()], SliceBytes: n.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight()})
 	})
 }
 
@@ -566,7 +599,7 @@ func (t *Transfer) Preempt(prefill time.Duration) {
 	t.version++
 	t.layers = [Layers]uint32{}
 	v, f := t.version, t.From.c.F
-	f.After(f.Jitter(200*time.Microsecond), func() {
+	f.After(f.Jitter(t.From.c.cfg.Record), func() {
 		if t.version != v || t.Sent != nil {
 			return
 		}
@@ -591,7 +624,9 @@ func (s *source) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error)
 
 func (s *source) Bytes(r transfer.Range) (uint64, error) { return s.plan.space.Bytes(r) }
 
-func (s *source) Valid(transfer.Range) bool { return s.t.version == s.version }
+func (s *source) Valid(transfer.Range) bool {
+	return s.t.version == s.version || s.c.sabotage == alwaysValid
+}
 
 // ReadWord implements simfabric.WordSource.
 func (s *source) ReadWord(chunk uint32) uint64 {
@@ -633,7 +668,7 @@ func (s *sink) WriteWord(chunk uint32, w uint64) {
 
 func (s *sink) Landed(_ transport.Lane, r transfer.Range) {
 	s.bitmap.Set(r)
-	if s.bitmap.Full() && !s.full {
+	if (s.bitmap.Full() || s.n.c.sabotage == commitEarly) && !s.full {
 		s.full = true
 		s.n.event(func(now exec.Instant) { s.n.ex.Full(now, s.l) })
 	}

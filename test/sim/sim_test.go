@@ -1,163 +1,240 @@
 package sim
 
 import (
-	"fmt"
-	"runtime"
+	"os"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-// slack is what lies between a deadline and the end that it causes: fences, and the word of it to the other side.
-const slack = 2 * time.Second
+// RunsEnv names the variable that says how many random schedules run, and makes the big cluster move a million slices.
+const RunsEnv = "KVSPRAY_SIM_RUNS"
 
-type scenario struct {
-	nodes, rails, partners int
-	transfers              int // per node
-	tokens                 uint32
-	deadline               time.Duration
-	spread                 time.Duration // transfers begin within
-	flapping               float64       // share of rails
-	preempted              float64       // share of transfers
-	racks                  int           // 0: one switch without bounds
-	link                   simfabric.LinkSpec
-	repeats                float64
+func runs(t testing.TB) (n int, full bool) {
+	s := os.Getenv(RunsEnv)
+	if s == "" {
+		return 100, false
+	}
+	n, err := strconv.Atoi(s)
+	if err != nil || n < 1 {
+		t.Fatalf("%s=%q: must be a positive number of runs", RunsEnv, s)
+	}
+	return n, true
 }
 
-var gigabit = simfabric.LinkSpec{BitsPerSecond: 25e9, Latency: 5 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: 8 << 20}
-
-// build makes the cluster and everything that will happen to it.
-func (s scenario) build(seed uint64) *Cluster {
-	c := New(Config{Fabric: simfabric.Config{Seed: seed, UserTimeout: 5 * time.Second}, RepeatResults: s.repeats})
-	f := c.F
-	var racks []*simfabric.Switch
-	for i := range s.racks {
-		// Half of what the hosts could send.
-		per := float64((s.nodes+s.racks-1)/s.racks*s.rails) * s.link.BitsPerSecond / 2
-		racks = append(racks, f.NewSwitch(fmt.Sprintf("rack%d", i), &simfabric.LinkSpec{BitsPerSecond: per, Latency: 2 * time.Microsecond, Buffer: 32 << 20}))
-	}
-	for i := range s.nodes {
-		var rails []simfabric.RailSpec
-		for r := range s.rails {
-			spec := simfabric.RailSpec{Name: fmt.Sprintf("r%d", r), Link: s.link}
-			if s.racks > 0 {
-				spec.Switch = racks[i%s.racks]
-			}
-			rails = append(rails, spec)
-		}
-		c.AddNode(rails...)
-	}
-	for i, n := range c.Nodes {
-		for p := range s.partners {
-			c.Join(n, c.Nodes[(i+1+p)%s.nodes])
-		}
-	}
-	f.Run(f.Now()+50*time.Millisecond, nil) // every lane is up
-	rng := f.Rand()
-	for range int(s.flapping * float64(s.nodes*s.rails)) {
-		r := c.Nodes[rng.IntN(s.nodes)].Host.Rails()[rng.IntN(s.rails)]
-		until := f.Now() + s.spread + s.deadline
-		switch rng.IntN(4) {
-		case 0: // one direction only, and silently
-			link := r.Tx()
-			if rng.IntN(2) == 0 {
-				link = r.Rx()
-			}
-			f.After(f.Jitter(s.spread), func() {
-				link.SetDeaf(true)
-				f.After(f.Jitter(time.Second), func() { link.SetDeaf(false) })
-			})
-		case 1:
-			f.After(f.Jitter(s.spread), func() {
-				r.Tx().SetRate(0.05)
-				f.After(f.Jitter(time.Second), func() { r.Tx().SetRate(1) })
-			})
-		default:
-			f.After(f.Jitter(s.spread), func() { r.Flap(300*time.Millisecond, until) })
-		}
-	}
-	for i, n := range c.Nodes {
-		for range s.transfers {
-			to := c.Nodes[(i+1+rng.IntN(s.partners))%s.nodes]
-			preempt := rng.Float64() < s.preempted
-			from := n
-			if rng.IntN(2) == 0 {
-				from, to = to, from
-			}
-			f.After(f.Jitter(s.spread), func() {
-				t := c.Begin(from, to, s.tokens, s.deadline, 2*time.Millisecond)
-				if preempt {
-					f.After(f.Jitter(4*time.Millisecond), func() { t.Preempt(2 * time.Millisecond) })
-				}
-			})
-		}
-	}
-	return c
-}
-
-// finish runs until all is over, and checks what was promised.
-func (s scenario) finish(t testing.TB, c *Cluster) (ok, failed int) {
+func (v verdict) check(t testing.TB) {
 	t.Helper()
-	begin := c.F.Now()
-	c.F.Run(begin+s.spread+10*time.Millisecond, nil)
-	c.F.Run(begin+s.spread+s.deadline+exec.DefaultGrace+slack, func() bool { return c.Open() == 0 || len(c.Violations()) > 0 })
+	for _, p := range v.problems {
+		t.Error(p)
+	}
+}
+
+// TestFlapping: rails die, come back, swallow one direction, collapse, lose packets; engines preempt; results come twice; and no
+// transfer fails while there is a path.
+func TestFlapping(t *testing.T) {
+	s := scenario{nodes: 64, rails: 4, partners: 3, transfers: 8, tokens: 256, deadline: 10 * time.Second, spread: time.Second,
+		preempted: 0.05, racks: 4, link: fast, repeats: 0.01}
+	for seed := range uint64(3) {
+		began := time.Now()
+		c := s.build(seed, s.faults(seed, 24))
+		v := s.run(c)
+		report(t, c, time.Since(began))
+		v.check(t)
+		if v.failed > 0 {
+			t.Errorf("seed %d: %d transfers failed, %d did not: %q", seed, v.failed, v.ok, v.reasons)
+		}
+		if st := c.F.Stats(); st.Swallowed == 0 || c.Repeated() == 0 || st.Ended[transfer.InDoubt] == 0 {
+			t.Errorf("seed %d: nothing was swallowed, repeated, or in doubt: there was no fault", seed)
+		}
+	}
+}
+
+// TestTrace: the same seed gives the same events, down to the last.
+func TestTrace(t *testing.T) {
+	s := scenario{nodes: 24, rails: 4, partners: 3, transfers: 6, tokens: 256, deadline: 10 * time.Second, spread: 500 * time.Millisecond,
+		preempted: 0.1, racks: 3, link: fast, repeats: 0.01}
+	seen := map[uint64]uint64{}
+	for seed := range uint64(4) {
+		var first uint64
+		for again := range 3 {
+			c := s.build(seed, s.faults(seed, 10))
+			s.run(c).check(t)
+			switch trace := c.F.Trace(); {
+			case again == 0:
+				first = trace
+			case trace != first:
+				t.Fatalf("seed %d: traces %016x and %016x", seed, first, trace)
+			}
+		}
+		if other, ok := seen[first]; ok {
+			t.Errorf("seeds %d and %d have one trace", seed, other)
+		}
+		seen[first] = seed
+	}
+}
+
+// TestThousandNodes: a thousand nodes of eight rails, one in a hundred of which flaps.
+func TestThousandNodes(t *testing.T) {
+	s := scenario{nodes: 1000, rails: 8, partners: 4, transfers: 4, tokens: 256, deadline: 20 * time.Second, spread: time.Second,
+		preempted: 0.01, racks: 20, link: fast, repeats: 0.001}
+	if _, full := runs(t); full {
+		s.transfers, s.spread = 63, 2*time.Second
+	}
+	began := time.Now()
+	faults := s.faults(7, 80)
+	for i := range faults {
+		faults[i].kind = flaps
+	}
+	c := s.build(7, faults)
+	v := s.run(c)
+	report(t, c, time.Since(began))
+	v.check(t)
+	if v.failed > 0 {
+		t.Errorf("%d transfers failed, %d did not: %q", v.failed, v.ok, v.reasons)
+	}
+	if n := slices(c); s.transfers == 63 && n < 1e6 {
+		t.Errorf("%d slices", n)
+	}
+}
+
+// TestSchedules runs small clusters under random faults, many more than there are rails. Transfers may fail there, promises
+// may not.
+func TestSchedules(t *testing.T) {
+	n, _ := runs(t)
+	var ok, failed int
+	var events uint64
+	for seed := range uint64(n) {
+		s := scenario{nodes: 3 + int(seed%4), rails: 1 + int(seed%3), partners: 2, transfers: 6, tokens: 64 << (seed % 3), deadline: 3 * time.Second,
+			spread: time.Second, preempted: 0.2, link: fast, repeats: 0.02}
+		if seed%2 == 1 {
+			s.link = simfabric.LinkSpec{BitsPerSecond: 200e6, Latency: 100 * time.Microsecond, Jitter: 300 * time.Microsecond, Buffer: 256 << 10}
+		}
+		faults := s.faults(seed, 2+int(seed%17))
+		c := s.build(seed, faults)
+		v := s.run(c)
+		ok, failed, events = ok+v.ok, failed+v.failed, events+c.F.Stats().Events
+		if len(v.problems) > 0 {
+			for _, x := range s.shrink(seed, faults) {
+				t.Log(x)
+			}
+			t.Fatalf("seed %d, with the faults above: %q", seed, v.problems)
+		}
+	}
+	t.Logf("%d schedules, %d events: %d transfers came, %d did not", n, events, ok, failed)
+	if ok == 0 || failed == 0 {
+		t.Error("the faults are too strong, or too weak, to show anything")
+	}
+}
+
+// TestAllRailsDead: three seconds without any path. Who has longer to live comes, who has not fails in time.
+func TestAllRailsDead(t *testing.T) {
+	for _, silent := range []bool{false, true} {
+		s := scenario{nodes: 6, rails: 4, partners: 2, transfers: 0, tokens: 2048, deadline: 12 * time.Second, spread: time.Second, link: fast}
+		s.link.BitsPerSecond = 1e9
+		c := s.build(1, nil)
+		for i, n := range c.Nodes {
+			to := c.Nodes[(i+1)%s.nodes]
+			c.Begin(n, to, s.tokens, s.deadline, time.Millisecond)
+			c.Begin(n, to, s.tokens, 2*time.Second, time.Millisecond)
+			for _, r := range n.Host.Rails() {
+				c.F.After(20*time.Millisecond, func() {
+					if silent {
+						r.Tx().SetDeaf(true)
+					} else {
+						r.Down()
+					}
+				})
+				c.F.After(3020*time.Millisecond, func() {
+					r.Tx().SetDeaf(false)
+					r.Up()
+				})
+			}
+		}
+		s.transfers = 2
+		s.run(c).check(t)
+		for _, x := range c.Transfers() {
+			if x.Sent == nil || x.Received == nil {
+				continue // said above
+			}
+			if came := x.Received.Status == exec.StatusOK; came != (x.Deadline == s.deadline) {
+				t.Errorf("silent %v: a transfer with a deadline of %s: came %v after %s: %q", silent, x.Deadline, came, x.Took(), x.Received.Reason)
+			}
+		}
+	}
+}
+
+// TestIncast: sixteen senders, one receiver of one rail. All of it comes, and the receiver's link is not left idle.
+func TestIncast(t *testing.T) {
+	const senders = 16
+	link := simfabric.LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: 4 << 20}
+	c := New(Config{Fabric: simfabric.Config{Seed: 1}})
+	to := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link})
+	for range senders {
+		c.Join(c.AddNode(simfabric.RailSpec{Name: "r0", Link: link}), to)
+	}
+	c.F.Run(settle, nil)
+	began := c.F.Now()
+	var bytes uint64
+	for _, n := range c.Nodes[1:] {
+		for range 4 {
+			bytes += c.Begin(n, to, 2048, 30*time.Second, time.Millisecond).Bytes()
+		}
+	}
+	c.F.Run(began+40*time.Second, func() bool { return c.Open() == 0 })
+	took := c.F.Now() - began
+	rx := to.Host.Rails()[0].Rx()
+	share := float64(bytes) * 8 / took.Seconds() / link.BitsPerSecond
+	t.Logf("%d MiB in %s: %.3f of the link; %d overflows, deepest queue %d KiB", bytes>>20, took, share, rx.Overflows(), rx.Deepest()>>10)
 	for _, v := range c.Violations() {
 		t.Error(v)
 	}
-	if n := s.nodes * s.transfers; len(c.Transfers()) != n {
-		t.Errorf("%d transfers of %d began", len(c.Transfers()), n)
+	if c.Open() > 0 {
+		t.Errorf("%d leases are open", c.Open())
 	}
-	for _, x := range c.Transfers() {
-		switch {
-		case x.Sent == nil || x.Received == nil:
-			t.Errorf("transfer %d from %s to %s never ended", x.ID, x.From.addr, x.To.addr)
-		case x.Last() > x.Deadline+slack:
-			t.Errorf("transfer %d ended after %s, its deadline was %s", x.ID, x.Last(), x.Deadline)
-		case x.Received.Status == exec.StatusOK:
-			ok++
-		default:
-			failed++
-			if failed <= 5 {
-				t.Logf("transfer %d: received %d %q, sent %d %q", x.ID, x.Received.Status, x.Received.Reason, x.Sent.Status, x.Sent.Reason)
+	if share < 0.75 {
+		t.Errorf("%.3f of the link: it collapsed", share)
+	}
+}
+
+// TestSabotage: where a line is missing, a promise is broken and the watching says which.
+func TestSabotage(t *testing.T) {
+	for _, x := range []struct {
+		what sabotage
+		name string
+		want string
+	}{
+		{fenceNothing, "fence nothing", "written after"},
+		{commitEarly, "commit early", "committed, and chunk"},
+		{alwaysValid, "always valid", "committed, and chunk"},
+		{closeNothing, "close nothing", "is read after"},
+		{neverTick, "never tick", "never ended"},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			s := scenario{nodes: 6, rails: 3, partners: 2, transfers: 20, tokens: 256, deadline: 2 * time.Second, spread: time.Second, preempted: 1,
+				record: 20 * time.Millisecond, link: fast, repeats: 0.02}
+			s.link.BitsPerSecond = 1e9
+			const seed, n = 3, 24
+			honestly := s.run(s.build(seed, s.faults(seed, n)))
+			honestly.check(t)
+			s.sabotage = x.what
+			faults := s.faults(seed, n)
+			v := s.run(s.build(seed, faults))
+			if len(v.problems) == 0 || !strings.Contains(strings.Join(v.problems, "\n"), x.want) {
+				t.Fatalf("%d came, %d did not; problems: %q, want one that says %q", v.ok, v.failed, v.problems, x.want)
 			}
-		}
-		if t.Failed() && c.Open() > 0 {
-			return ok, failed
-		}
-	}
-	return ok, failed
-}
-
-func report(t testing.TB, c *Cluster, wall time.Duration) {
-	s := c.F.Stats()
-	var slices uint64
-	for _, n := range s.Ended {
-		slices += n
-	}
-	var m runtime.MemStats
-	runtime.ReadMemStats(&m)
-	t.Logf("%d events in %.1f s: %.2f million a second; %d slices %v; chunks: %d sent, %d again, %d swallowed, %d overflows; %d results repeated; heap %d MiB; trace %016x",
-		s.Events, wall.Seconds(), float64(s.Events)/wall.Seconds()/1e6, slices, s.Ended, s.Sent, s.Again, s.Swallowed, s.Overflows, c.Repeated(),
-		m.HeapAlloc>>20, c.F.Trace())
-}
-
-// TestFlapping: rails die, come back, swallow one direction, collapse; engines preempt; results come twice; and no transfer
-// fails while there is a path.
-func TestFlapping(t *testing.T) {
-	s := scenario{nodes: 64, rails: 4, partners: 3, transfers: 8, tokens: 256, deadline: 10 * time.Second, spread: time.Second, flapping: 0.1,
-		preempted: 0.05, racks: 4, link: gigabit, repeats: 0.01}
-	for seed := range uint64(4) {
-		began := time.Now()
-		c := s.build(seed)
-		ok, failed := s.finish(t, c)
-		report(t, c, time.Since(began))
-		if failed > 0 {
-			t.Errorf("seed %d: %d transfers failed, %d did not", seed, failed, ok)
-		}
-		if st := c.F.Stats(); st.Swallowed == 0 || c.Repeated() == 0 {
-			t.Errorf("seed %d: nothing was swallowed, or no result repeated: there was no fault", seed)
-		}
+			short := s.shrink(seed, faults)
+			t.Logf("%s; %d of %d faults are left: %v", v.problems[0], len(short), n, short)
+			if len(short) > n/4 {
+				t.Errorf("%d faults are left of %d", len(short), n)
+			}
+			if len(s.run(s.build(seed, short)).problems) == 0 {
+				t.Error("what is left breaks nothing")
+			}
+		})
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"math"
 	"net"
 	"slices"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/transfer"
@@ -19,6 +20,8 @@ const (
 	// dupAcks is how many later chunks are confirmed before one that is not is taken up again.
 	dupAcks    = 3
 	maxBackoff = 6
+	// probeSlack is what a receiver may take to confirm.
+	probeSlack = 2 * time.Millisecond
 	// padding is what a chunk holds whose source was lost.
 	padding = ^uint64(0)
 )
@@ -45,10 +48,12 @@ type end struct {
 	window   float64
 	limit    float64 // slow start ends here
 	rtt      Time
+	pace     Time // what the slowest link takes for two chunks
 	backoff  uint
 	progress Time
 	cut      Time // the last time that the window was halved
 	armed    bool
+	probed   bool // since the last confirmation
 
 	results [1]transport.Result
 }
@@ -92,6 +97,10 @@ type flight struct {
 func newEnd(f *Fabric, b *Backend, id uint64, local, remote *Rail, peer transfer.Boot, path []*Link) *end {
 	e := &end{f: f, b: b, id: id, local: local, remote: remote, peer: peer, path: path, window: firstWindow, limit: math.Inf(1),
 		progress: f.now}
+	e.rtt = e.base() // the handshake's
+	for _, l := range path {
+		e.pace = max(e.pace, Time(2*8*transfer.ChunkBytes*1e9/l.spec.BitsPerSecond))
+	}
 	local.ends = append(local.ends, e)
 	b.ends = append(b.ends, e)
 	return e
@@ -505,7 +514,7 @@ func (e *end) acked(fl *flight, idx uint32, final bool) {
 	if e.dead || fl.ended {
 		return
 	}
-	e.progress, e.backoff = e.f.now, 0
+	e.progress, e.backoff, e.probed = e.f.now, 0, false
 	at := -1
 	for i := range e.out {
 		if x := &e.out[i]; x.fl == fl && x.idx == idx {
@@ -555,13 +564,7 @@ func (e *end) overtaken() {
 	e.out = kept
 }
 
-func (e *end) sample(d Time) {
-	if e.rtt == 0 {
-		e.rtt = d
-		return
-	}
-	e.rtt += (d - e.rtt) / 8
-}
+func (e *end) sample(d Time) { e.rtt += (d - e.rtt) / 8 }
 
 // halve shrinks the window, once for a round trip.
 func (e *end) halve() {
@@ -573,12 +576,22 @@ func (e *end) halve() {
 	e.limit = e.window
 }
 
-func (e *end) rto() Time { return max(e.f.cfg.RTO, 2*e.rtt) << e.backoff }
+// rto is when a chunk is late: not before the network could have carried two of them.
+func (e *end) rto() Time { return max(e.f.cfg.RTO, 2*e.rtt)<<e.backoff + e.pace }
+
+// due is when the oldest chunk is late: every confirmation starts the time again. The first time it is only probed.
+func (e *end) due() Time {
+	wait := e.rto()
+	if !e.probed {
+		wait = min(wait, 2*e.rtt+e.pace+probeSlack)
+	}
+	return max(e.out[0].at, e.progress) + wait
+}
 
 func (e *end) arm() {
 	if !e.armed && !e.dead && len(e.out) > 0 {
 		e.armed = true
-		e.f.at(e.out[0].at+e.rto(), event{kind: evTimeout, end: e})
+		e.f.at(e.due(), event{kind: evTimeout, end: e})
 	}
 }
 
@@ -588,12 +601,23 @@ func (e *end) timeout() {
 	if e.dead || len(e.out) == 0 {
 		return
 	}
-	if e.f.now-e.out[0].at < e.rto() {
+	if e.f.now < e.due() {
 		e.arm()
 		return
 	}
 	if e.f.now-e.progress >= e.f.cfg.UserTimeout {
 		e.die(fmt.Errorf("simfabric: lane %d: no confirmation for %s", e.id, e.f.cfg.UserTimeout))
+		return
+	}
+	if !e.probed {
+		// The tail of what was sent may be lost, and nothing later tells of it.
+		e.probed = true
+		x := e.out[0]
+		e.out = slices.Delete(e.out, 0, 1)
+		e.bytes -= x.n
+		e.again = append(e.again, x)
+		e.halve()
+		e.pump()
 		return
 	}
 	e.limit = max(e.window/2, 2*transfer.ChunkBytes)
