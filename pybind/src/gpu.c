@@ -272,7 +272,7 @@ int kvs_gpu_join(kvs_gpu *g, void *stream)
 
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream)
 {
-	int capturing;
+	int capturing = 0; /* where not even that could be learned */
 	if (!g)
 		return KVS_E_ARG;
 	int rc = set_flag(g, g->layers, stream, &capturing);

@@ -6,10 +6,12 @@
  * A capture holds what real ones hold us to: a stream joins it by waiting for an event that was recorded inside it, and the end fails
  * when a stream that joined was not joined back.
  */
+#define _GNU_SOURCE
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef void *handle;
 typedef unsigned long long devptr;
@@ -30,6 +32,7 @@ static int event_of[EVENTS + 1];   /* stream that recorded it last, 0: none */
 static int next_stream = 4, next_event = 1;
 static int has_context = 1;
 static char fail_call[32];
+static volatile int blocked; /* as with a queue that is full */
 static void *registered;
 static size_t registered_bytes;
 static int live; /* streams, events, modules, allocations, registrations */
@@ -62,6 +65,7 @@ struct op *fake_ops(int *n) { *n = op_count; return ops; }
 void fake_clear(void) { op_count = 0; }
 void fake_context(int there) { has_context = there; }
 void fake_fail(const char *call) { snprintf(fail_call, sizeof fail_call, "%s", call); }
+void fake_block(int on) { blocked = on; }
 int fake_live(void) { return live; }
 void *fake_registered(void) { return registered; }
 void fake_capture_begin(int stream) { capturing[stream] = 1; }
@@ -121,6 +125,11 @@ int cuMemHostGetDevicePointer_v2(devptr *out, void *p, unsigned flags) { (void)f
 int cuStreamWriteValue64_v2(handle s, devptr p, uint64_t v, unsigned flags)
 {
 	ENTER("cuStreamWriteValue64");
+	for (int ms = 0; blocked; ms++) {
+		if (ms == 5000)
+			return 999;
+		nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+	}
 	if (flags)
 		return 1;
 	push("write", (int)(intptr_t)s, p, v);
@@ -147,6 +156,7 @@ int cuStreamSynchronize(handle s) { (void)s; return 0; }
 int cuStreamIsCapturing(handle s, int *out)
 {
 	int c = capturing[(intptr_t)s];
+	ENTER("cuStreamIsCapturing");
 	*out = failing("invalidated") ? 2 : c == 1 || c == 2;
 	return 0;
 }

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pathlib
 import subprocess
@@ -153,6 +152,17 @@ except kvspray.KvsprayError as err:
     assert p.returncode == 0 and "libnothing.so.1 cannot be opened" in p.stdout, p.stderr
 
 
+def test_a_launch_that_waits_does_not_hold_the_interpreter(driver: pathlib.Path) -> None:
+    """A stream's queue can be full of what waits for a load; other threads of the engine must run meanwhile."""
+    run(driver, """
+import threading
+g = GpuSignals(client)
+fake.fake_block(1)
+threading.Timer(0.05, fake.fake_block, [0]).start()
+assert g.step(1, MAIN), "nobody else could run"
+""")
+
+
 def test_a_failure_is_logged_once_and_never_raised(driver: pathlib.Path) -> None:
     out = run(driver, """
 logging.basicConfig()
@@ -164,8 +174,11 @@ assert not any([g.step(2, MAIN), g.signal_layer(0, MAIN), g.signal_step(MAIN), g
 g.close()
 g.close()
 assert not g.signal_layer(0, MAIN)
+g = GpuSignals(client)
+fake.fake_fail(b"cuStreamIsCapturing")
+assert not g.signal_step(MAIN)
 """)
-    assert out.count("signals by the GPU end here") == 1 and "cuStreamWriteValue64: CUDA_ERROR_UNKNOWN" in out
+    assert out.count("signals by the GPU end here") == 2 and "cuStreamIsCapturing" in out and "cuStreamWriteValue64: CUDA_ERROR_UNKNOWN" in out
     out = run(driver, """
 logging.basicConfig()
 g = GpuSignals(client)

@@ -193,8 +193,8 @@ int kvs_load_reset(kvs_client *c, uint32_t first, uint32_t count);
 /* ---- worker: signals by the GPU itself ----------------------------------------------------------------------------- */
 
 /* Uses the board's flags from a GPU, by the CUDA driver opened at run time (libcuda.so.1). Streams are CUstream of the engine's
- * context. One thread at a time. No call waits for the GPU but kvs_gpu_close. After KVS_E_GPU a flag may be missing: the step
- * must not be announced, or its leases end at their deadline. */
+ * context. One thread at a time. No call waits for the GPU but kvs_gpu_close; the driver may let one wait where the stream's queue
+ * is full. After KVS_E_GPU a flag may be missing: the step must not be announced, or its leases end at their deadline. */
 typedef struct kvs_gpu kvs_gpu;
 
 /* In a thread whose current CUDA context is the engine's. KVS_E_GPU: `error` says what there is not. */

@@ -157,8 +157,6 @@ def _path() -> str:
 lib: ctypes.CDLL = _bind(ctypes.CDLL(_path(), use_errno=True), list(_PROTOTYPES))
 fast: ctypes.PyDLL = ctypes.PyDLL(_path())
 _bind(fast, ["kvs_signal_layer", "kvs_signal_step", "kvs_signal_all", "kvs_bump_source_epoch", "kvs_deadlines"])
-# Launches: microseconds each, and none of them waits for the GPU.
-_bind(fast, ["kvs_gpu_step", "kvs_gpu_signal_layer", "kvs_gpu_signal_step", "kvs_gpu_join", "kvs_gpu_wait_layer"])
 
 
 def strerror(code: int) -> str:

@@ -6,8 +6,9 @@
     gpu.signal_layer(layer, stream)           # after the layer's last write to its cache; eager, or while a graph is captured
     gpu.signal_step(stream)                   # at the end of the step
 
-``stream`` is a CUstream as an integer (torch.cuda.current_stream().cuda_stream). Nothing here waits for the GPU, and nothing
-raises after the constructor: the first call that fails is logged, and from then on ``ok`` is False and every call returns False.
+``stream`` is a CUstream as an integer (torch.cuda.current_stream().cuda_stream). Nothing here waits for the GPU by itself, but the
+driver lets a launch wait where a stream's queue is full, behind a load that has not come, say: no call holds the interpreter lock.
+Nothing raises after the constructor: the first call that fails is logged, and from then on ``ok`` is False and every call returns False.
 The engine must then announce no more steps; what was announced ends at its deadline and is recomputed.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import logging
 
-from ._lib import E_GPU, fast, lib, strerror
+from ._lib import E_GPU, lib, strerror
 from .client import WorkerClient
 from .region import KvsprayError
 
@@ -38,21 +39,21 @@ class GpuSignals:
 
     def step(self, step: int, stream: int) -> bool:
         """What comes on this stream from now on belongs to ``step``. Steps never fall."""
-        return self._call(fast.kvs_gpu_step, step, stream)
+        return self._call(lib.kvs_gpu_step, step, stream)
 
     def signal_layer(self, layer: int, stream: int) -> bool:
-        return self._call(fast.kvs_gpu_signal_layer, layer, stream)
+        return self._call(lib.kvs_gpu_signal_layer, layer, stream)
 
     def signal_step(self, stream: int) -> bool:
-        return self._call(fast.kvs_gpu_signal_step, stream)
+        return self._call(lib.kvs_gpu_signal_step, stream)
 
     def join(self, stream: int) -> bool:
         """Joins the side branch of a capture that ends before the step does."""
-        return self._call(fast.kvs_gpu_join, stream)
+        return self._call(lib.kvs_gpu_join, stream)
 
     def wait_layer(self, layer: int, value: int, stream: int) -> bool:
         """The stream goes on once the layer's load flag is at least ``value``, or poison."""
-        return self._call(fast.kvs_gpu_wait_layer, layer, value, stream)
+        return self._call(lib.kvs_gpu_wait_layer, layer, value, stream)
 
     def close(self) -> None:
         """Before the client's, and once no graph with these signals runs any more."""
