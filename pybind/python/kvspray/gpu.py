@@ -64,7 +64,7 @@ class GpuSignals:
     def _call(self, fn: object, *args: int) -> bool:
         if not self.ok:
             return False
-        rc = fn(self._h, *args)  # type: ignore[operator]
+        rc: int = fn(self._h, *args)  # type: ignore[operator]
         if rc != 0:
             self.ok = False
             why = lib.kvs_gpu_error(self._h).decode() if rc == E_GPU else strerror(rc)
