@@ -73,8 +73,15 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 		for i := range pairs {
 			p := &pairs[i]
 			flat := p.to.flat
-			if share != nil && share.roles[flat]&bitOf(p.role) == 0 {
-				continue
+			if share != nil {
+				switch share.roles[flat] & bitOf(p.role) {
+				case 0:
+					continue
+				case bitOf(p.role):
+				default:
+					return nil, &layout.Error{Field: fmt.Sprintf("layer %q", name), Value: p.role.String(), Problem: "K and V are given by two sources",
+						Remedy: "use the share that Assign made for these layouts"}
+				}
 			}
 			if k := len(out[flat]); k > 0 && (out[flat][0].unit == layout.UnitState) != (p.unit == layout.UnitState) {
 				return nil, &layout.Error{Field: fmt.Sprintf("layer %q", name), Value: p.unit.String(),
@@ -121,9 +128,8 @@ type holding struct {
 }
 
 // Assign chooses, for every plane of the receiver, the sources that give it, so that each head comes from exactly one. Ranks that
-// hold the same (MLA, the replicated heads of a TP that exceeds them) are interchangeable, and of those the one with the
-// least load is taken: load(i) before anything is assigned, one more for each plane given. nil means no load. It fails where
-// something is held by nobody.
+// hold the same (MLA, the replicated heads of a TP that exceeds them) are interchangeable: of those, one that gives already, or
+// else the one with the least load is taken. nil means no load. It fails where something is held by nobody.
 func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load func(source int) uint64) ([]Share, error) {
 	layers := dst.NumLayers()
 	want, err := byModelLayer(reg, dst)
@@ -164,18 +170,19 @@ func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load fu
 			loads[i] = load(i)
 		}
 	}
+	gives := make([]bool, len(sources))
+	rank := func(source int) int {
+		if gives[source] {
+			return 0
+		}
+		return 1
+	}
 	give := func(flat int, role layout.Role, p *sited) error {
 		hs := held[key{flat, role}]
-		// Of holdings that start alike the least loaded comes first; a source that gives a layer's K keeps its V.
+		// Of replicas the one comes first that gives this receiver something already (each contributor more is one more to wait
+		// for, and a layer's V must come with its K), and else the least loaded.
 		slices.SortStableFunc(hs, func(a, b holding) int {
-			ka, kb := shares[a.source].roles[flat] == 0, shares[b.source].roles[flat] == 0
-			if c := cmp.Compare(a.first, b.first); c != 0 || ka == kb {
-				return cmp.Or(c, cmp.Compare(loads[a.source], loads[b.source]))
-			}
-			if kb {
-				return -1
-			}
-			return 1
+			return cmp.Or(cmp.Compare(a.first, b.first), cmp.Compare(rank(a.source), rank(b.source)), cmp.Compare(loads[a.source], loads[b.source]))
 		})
 		at, end := uint64(p.FirstHead), uint64(p.FirstHead)+uint64(p.Heads)
 		for i, h := range hs {
@@ -189,7 +196,7 @@ func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load fu
 					"divide the heads of the prefill engine evenly")
 			}
 			shares[h.source].roles[flat] |= bitOf(role)
-			loads[h.source]++
+			gives[h.source] = true
 			at = h.end
 		}
 		if at < end {

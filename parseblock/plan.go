@@ -18,10 +18,15 @@ import (
 // Source and receiver compute the same plan from the two layouts. Where their geometry is equal, each can pass its own for
 // both. A Plan is read-only and safe for concurrent use.
 type Plan struct {
+	Work
+	space *transfer.Space
+}
+
+// Work is a plan without a space, of any size: the runs of each layer, for copiers that see both memories. Read-only.
+type Work struct {
 	src, dst *layout.Layout
 	share    *Share
 	tokens   uint32
-	space    *transfer.Space
 	segs     []segment
 }
 
@@ -50,6 +55,23 @@ func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint3
 
 // NewShare is NewPlan for the part of the receiver's cache that Assign gave to this source.
 func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32, skip []uint32) (*Plan, error) {
+	w, err := NewWork(reg, src, dst, share, tokens, skip)
+	if err != nil {
+		return nil, err
+	}
+	bytes := make([]uint64, len(w.segs))
+	for i := range w.segs {
+		bytes[i] = uint64(w.segs[i].full)*w.segs[i].page + w.segs[i].tail
+	}
+	space, err := transfer.NewSpace(bytes)
+	if err != nil {
+		return nil, err
+	}
+	return &Plan{Work: *w, space: space}, nil
+}
+
+// NewWork is NewShare without the transfer space.
+func NewWork(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32, skip []uint32) (*Work, error) {
 	if tokens == 0 {
 		return nil, &layout.Error{Field: "tokens", Value: "0", Problem: "there is nothing to plan", Remedy: "send a prompt of one token or more"}
 	}
@@ -61,8 +83,7 @@ func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint3
 	if err != nil {
 		return nil, err
 	}
-	p := &Plan{src: src, dst: dst, share: share, tokens: tokens, segs: make([]segment, 0, len(links))}
-	bytes := make([]uint64, 0, len(links))
+	p := &Work{src: src, dst: dst, share: share, tokens: tokens, segs: make([]segment, 0, len(links))}
 	for gi := range dst.Groups {
 		g := &dst.Groups[gi]
 		n := g.TokensPerBlock
@@ -71,13 +92,8 @@ func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint3
 				Problem: fmt.Sprintf("is inside a block of %d tokens", n), Remedy: "skip whole blocks"}
 		}
 		for range g.Layers {
-			s := newSegment(g, gi, links[len(p.segs)], tokens, min(skip[gi], tokens))
-			p.segs = append(p.segs, s)
-			bytes = append(bytes, uint64(s.full)*s.page+s.tail)
+			p.segs = append(p.segs, newSegment(g, gi, links[len(p.segs)], tokens, min(skip[gi], tokens)))
 		}
-	}
-	if p.space, err = transfer.NewSpace(bytes); err != nil {
-		return nil, err
 	}
 	return p, nil
 }
@@ -128,10 +144,10 @@ func WindowStart(g *layout.Group, tokens uint32) uint32 {
 func (p *Plan) Space() *transfer.Space { return p.space }
 
 // Tokens is the length of the prompt that the plan is for.
-func (p *Plan) Tokens() uint32 { return p.tokens }
+func (p *Work) Tokens() uint32 { return p.tokens }
 
 // BlocksNeeded is how many entries the block table of a group must have to cover the plan.
-func (p *Plan) BlocksNeeded(group int) int {
+func (p *Work) BlocksNeeded(group int) int {
 	n := p.dst.Groups[group].TokensPerBlock
 	return int((p.tokens-1)/n) + 1
 }
@@ -414,12 +430,12 @@ func appendPiece(dst []layout.Piece, base int, region layout.RegionIndex, off, n
 // Space is the plan's space, so that a Resolver alone can serve as a sink or a source.
 func (s *Resolver) Space() *transfer.Space { return s.plan.space }
 
-// Parts is how many pairs of planes a layer of the receiver (flattened index) is moved as: 0 where this source has none of it.
-func (p *Plan) Parts(layer int) int { return len(p.segs[layer].pairs) }
+// Parts is how many pairs of planes a layer of the receiver (flattened index) is moved as, 0 where this source has none of it.
+func (p *Work) Parts(layer int) int { return len(p.segs[layer].pairs) }
 
 // Runs appends the runs of one part of a layer, and says which regions of the two sides they lie in: what a kernel or a copy
 // engine that sees both memories needs. The tables are one per group of each side.
-func (p *Plan) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (runs []layout.Run, src, dest layout.RegionIndex, err error) {
+func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (runs []layout.Run, src, dest layout.RegionIndex, err error) {
 	s := &p.segs[layer]
 	pr := &s.pairs[part]
 	t := layout.TokenRange{Start: min(s.block0*s.n, p.tokens), End: p.tokens}

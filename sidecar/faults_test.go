@@ -249,7 +249,7 @@ func TestHTTP(t *testing.T) {
 	x := begin(t, p, pe, de, 1, tokens)
 	de.ok(x.dst)
 	pe.ok(x.src)
-	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready", "/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight",
+	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready", "/v1/node": p.Endpoint(), "/debug/state": "slices_in_flight", "/v1/layouts": `"layout"`,
 		"/metrics": `kvspray_transfer_transfers_total{outcome="ok",side="source"`} {
 		// Engines hear of an end before the counters do.
 		until(t, func() bool {

@@ -415,6 +415,7 @@ func (n *Node) handler() http.Handler {
 	})
 	mux.Handle("GET /metrics", promhttp.HandlerFor(n.gather, promhttp.HandlerOpts{MaxRequestsInFlight: 8, Timeout: 20 * time.Second}))
 	mux.HandleFunc("GET /v1/node", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.describe()) })
+	mux.HandleFunc("GET /v1/layouts", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.layouts()) })
 	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.state()) })
 	return mux
 }

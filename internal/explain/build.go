@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"fmt"
+
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
+)
+
+// Side is how one engine serves the model.
+type Side struct {
+	Block int    `json:"block"` // tokens of a block
+	TP    int    `json:"tp"`
+	Order string `json:"order"` // strategy of its attention layers
+	DType string `json:"dtype"` // bf16, or fp8
+}
+
+// Orders are the strategies that attention layers can be explained with.
+var Orders = []string{parseblock.PackedNHD, parseblock.PackedHND, parseblock.FlashKVFirst, parseblock.FlashBlockFirst, parseblock.FlashBlockFirstHND,
+	parseblock.FlashToken, parseblock.FlashKVFirstHND}
+
+// Bounds of what can be asked for.
+const (
+	MaxTokens = 1 << 24
+	MaxTP     = 256
+)
+
+func (s *Side) check(which string) error {
+	if s.Block < 1 || s.Block > layout.MaxTokensPerBlock {
+		return fmt.Errorf("%s block size %d: 1 to %d tokens", which, s.Block, layout.MaxTokensPerBlock)
+	}
+	if s.TP < 1 || s.TP > MaxTP {
+		return fmt.Errorf("%s TP %d: 1 to %d ranks", which, s.TP, MaxTP)
+	}
+	if s.DType != "bf16" && s.DType != "fp8" {
+		return fmt.Errorf("%s dtype %q: bf16 or fp8", which, s.DType)
+	}
+	for _, o := range Orders {
+		if s.Order == o {
+			return nil
+		}
+	}
+	return fmt.Errorf("%s order %q: one of %q", which, s.Order, Orders)
+}
+
+// Layout is what a rank would register for prompts of so many tokens: every layer dense, one behind the other in one region.
+func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error) {
+	l := &layout.Layout{Model: m.Name, DType: s.DType}
+	elem := int64(2)
+	if s.DType == "fp8" {
+		elem = 1
+	}
+	var at uint64
+	first := 0
+	add := func(prefix, strategy string, layers, block int, page int64, params map[string]int64) {
+		params["tp_size"], params["tp_rank"] = int64(s.TP), int64(rank)
+		blocks := uint64((tokens-1)/block + 1)
+		g := layout.Group{TokensPerBlock: uint32(block), NumBlocks: uint32(blocks), Strategy: strategy, Params: params}
+		for i := range layers {
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d", prefix, first+i), Index: first + i, Base: at, BlockStride: uint64(page), PageBytes: uint64(page)})
+			step := blocks * uint64(page)
+			if strategy == parseblock.FlashKVFirst || strategy == parseblock.FlashKVFirstHND {
+				g.Layers[i].BlockStride /= 2
+			}
+			at += step
+		}
+		l.Groups = append(l.Groups, g)
+	}
+	for ci := range m.Caches {
+		c := &m.Caches[ci]
+		n := int64(s.Block)
+		window := func(p map[string]int64) map[string]int64 {
+			if c.Window > 0 {
+				p["window"] = int64(c.Window)
+			}
+			return p
+		}
+		switch {
+		case c.KVHeads > 0:
+			_, own := parseblock.HeadShare(uint64(c.KVHeads), uint64(rank), uint64(s.TP))
+			p := window(map[string]int64{"kv_heads": int64(c.KVHeads), "heads": int64(own)})
+			add("layers", s.Order, c.Layers, s.Block, 2*n*int64(own)*int64(c.HeadDim)*elem, p)
+		case c.Compress > 0:
+			if n%int64(c.Compress) != 0 {
+				n = int64(c.Compress) * ((n-1)/int64(c.Compress) + 1) // an entry is never cut
+			}
+			entries := n / int64(c.Compress)
+			add("layers", parseblock.DeepSeekV4, c.Layers, int(n), entries*584, window(map[string]int64{"compress_ratio": int64(c.Compress)}))
+			if c.Indexer {
+				add("indexer", parseblock.DSAIndexer, c.Layers, int(n), entries*132, map[string]int64{"compress_ratio": int64(c.Compress), "kernel_tokens": n})
+			}
+		case c.Latent > 0:
+			strategy, row := parseblock.MLA, int64(c.Latent)*2
+			if s.DType == "fp8" {
+				strategy, row = parseblock.FP8DSMLA, 656
+				if c.Latent != 576 {
+					return nil, 0, fmt.Errorf("fp8 pages of a latent of %d numbers are unknown", c.Latent)
+				}
+			}
+			add("layers", strategy, c.Layers, s.Block, n*row, window(map[string]int64{}))
+			if c.Indexer {
+				add("indexer", parseblock.DSAIndexer, c.Layers, s.Block, n*132, map[string]int64{"kernel_tokens": min(n, 64)})
+			}
+		default:
+			_, kn := parseblock.HeadShare(uint64(c.KHeads), uint64(rank), uint64(s.TP))
+			_, vn := parseblock.HeadShare(uint64(c.VHeads), uint64(rank), uint64(s.TP))
+			conv := (2*int64(kn)*int64(c.KDim) + int64(vn)*int64(c.VDim)) * int64(c.ConvLen) * 2
+			page := conv + int64(vn)*int64(c.VDim)*int64(c.KDim)*int64(c.StateBytes)
+			add("layers", c.Linear, c.Layers, tokens, page, map[string]int64{"k_heads": int64(c.KHeads), "k_dim": int64(c.KDim), "v_heads": int64(c.VHeads),
+				"v_dim": int64(c.VDim), "conv_len": int64(c.ConvLen), "state_bytes": int64(c.StateBytes)})
+		}
+		first += c.Layers
+	}
+	return l, at, nil
+}

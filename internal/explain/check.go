@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
+)
+
+// Engine is one engine's registered layouts, a worker each.
+type Engine struct {
+	Name    string
+	Layouts []*layout.Layout
+}
+
+// Verdict is whether the caches of two engines can be moved from one to the other.
+type Verdict struct {
+	From        string   `json:"from"`
+	To          string   `json:"to"`
+	Means       []string `json:"differs"`  // in meaning: nothing may move
+	Geometry    []string `json:"geometry"` // in shape: a plan has to bridge it
+	Refused     string   `json:"refused,omitempty"`
+	Contributor int      `json:"contributors"` // workers that give to the worst receiver
+}
+
+// OK reports that KV can move.
+func (v *Verdict) OK() bool { return len(v.Means) == 0 && v.Refused == "" }
+
+// Check compares what two engines registered, and plans from all workers of the one to each of the other.
+func Check(from, to *Engine) (*Verdict, error) {
+	reg := parseblock.Default()
+	v := &Verdict{From: from.Name, To: to.Name}
+	for _, e := range []*Engine{from, to} {
+		if len(e.Layouts) == 0 {
+			return nil, fmt.Errorf("%s: no engine has registered a cache there", e.Name)
+		}
+	}
+	for _, a := range from.Layouts {
+		for _, b := range to.Layouts {
+			da, err := reg.Describe(a)
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", from.Name, err)
+			}
+			db, err := reg.Describe(b)
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", to.Name, err)
+			}
+			for _, d := range da.Diff(db) {
+				if !slices.Contains(v.Means, d) {
+					v.Means = append(v.Means, d)
+				}
+			}
+			for _, d := range layout.DiffGeometry(a, b) {
+				if !slices.Contains(v.Geometry, d) && len(v.Geometry) < 32 {
+					v.Geometry = append(v.Geometry, d)
+				}
+			}
+		}
+	}
+	for _, b := range to.Layouts {
+		shares, err := parseblock.Assign(reg, from.Layouts, b, nil)
+		if err != nil {
+			v.Refused = err.Error()
+			break
+		}
+		v.Contributor = max(v.Contributor, len(shares))
+	}
+	return v, nil
+}
+
+// MaxEngineBytes bounds what a sidecar says of its engines.
+const MaxEngineBytes = 64 << 20
+
+// ParseEngine reads what GET /v1/layouts of a sidecar says.
+func ParseEngine(name string, r io.Reader) (*Engine, error) {
+	var reply struct {
+		Workers []struct {
+			Name   string `json:"name"`
+			Layout []byte `json:"layout"` // as registered, msgpack
+		} `json:"workers"`
+	}
+	if err := json.NewDecoder(r).Decode(&reply); err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	e := &Engine{Name: name}
+	for _, w := range reply.Workers {
+		l, err := layout.Unmarshal(w.Layout)
+		if err != nil {
+			return nil, fmt.Errorf("%s: worker %q: %w", name, w.Name, err)
+		}
+		e.Layouts = append(e.Layouts, l)
+	}
+	return e, nil
+}
+
+// WriteText writes the verdict for people.
+func (v *Verdict) WriteText(w io.Writer) error {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s to %s\n", v.From, v.To)
+	for _, d := range v.Means {
+		fmt.Fprintf(&b, "  differs: %s\n", d)
+	}
+	if v.Refused != "" {
+		fmt.Fprintf(&b, "  refused: %s\n", v.Refused)
+	}
+	for _, d := range v.Geometry {
+		fmt.Fprintf(&b, "  shape: %s\n", d)
+	}
+	switch {
+	case !v.OK():
+		b.WriteString("no: decode would have to prefill by itself\n")
+	case len(v.Geometry) == 0:
+		b.WriteString("ok: pages move as they are\n")
+	default:
+		fmt.Fprintf(&b, "the bytes mean the same, and a plan exists (%d workers give to one); it needs a reshape\n", v.Contributor)
+	}
+	_, err := io.WriteString(w, b.String())
+	return err
+}

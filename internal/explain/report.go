@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"fmt"
+
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
+)
+
+// Report is the explanation. Its JSON form is stable within a major version.
+type Report struct {
+	Model         string  `json:"model"`
+	Note          string  `json:"note,omitempty"`
+	Tokens        int     `json:"tokens"`
+	Prefill       Side    `json:"prefill"`
+	Decode        Side    `json:"decode"`
+	BytesPerToken float64 `json:"bytes_per_token"` // of the whole model, every head once
+	FixedBytes    uint64  `json:"fixed_bytes"`     // state and full windows, once per request
+	Pages         []Page  `json:"pages"`           // of rank 0 of each side
+	Flows         []Flow  `json:"flows"`
+	TotalBytes    uint64  `json:"total_bytes"`
+	TotalWrites   uint64  `json:"total_writes"`
+}
+
+// Page is one block of one layer of a group.
+type Page struct {
+	Side     string  `json:"side"`
+	Layers   int     `json:"layers"`
+	Strategy string  `json:"strategy"`
+	Tokens   uint32  `json:"tokens"`
+	Bytes    uint64  `json:"bytes"`
+	Window   int64   `json:"window,omitempty"`
+	Planes   []Plane `json:"planes"`
+}
+
+// Plane is where a page has its cells.
+type Plane struct {
+	Role       string `json:"role"`
+	Unit       string `json:"unit"`
+	Offset     uint64 `json:"offset"`
+	CellBytes  uint64 `json:"cell_bytes"`
+	Rows       uint32 `json:"rows"`
+	RowTokens  uint32 `json:"row_tokens"`
+	RowStride  uint64 `json:"row_stride"`
+	Heads      uint32 `json:"heads"`
+	FirstHead  uint32 `json:"first_head"`
+	AllHeads   uint32 `json:"all_heads"`
+	HeadStride uint64 `json:"head_stride"`
+	Cols       uint32 `json:"cols"`
+	ColStride  uint64 `json:"col_stride"`
+	Tiles      uint32 `json:"tiles"` // kernel pages in the page, each with its part of the rows
+	TileStride uint64 `json:"tile_stride"`
+}
+
+// Flow is what one prefill rank gives to one decode rank.
+type Flow struct {
+	From   int    `json:"from"`
+	To     int    `json:"to"`
+	Bytes  uint64 `json:"bytes"`
+	Runs   uint64 `json:"runs"`   // entries of the strided list
+	Writes uint64 `json:"writes"` // contiguous pieces
+	Least  uint64 `json:"least"`  // bytes of the shortest and the longest piece
+	Most   uint64 `json:"most"`
+}
+
+// Explain plans a prompt of so many tokens. Block tables are scattered, as they are in an engine that has run for a while.
+func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
+	if err := prefill.check("prefill"); err != nil {
+		return nil, err
+	}
+	if err := decode.check("decode"); err != nil {
+		return nil, err
+	}
+	if tokens < 1 || tokens > MaxTokens {
+		return nil, fmt.Errorf("%d tokens: 1 to %d", tokens, MaxTokens)
+	}
+	reg := parseblock.Default()
+	r := &Report{Model: m.Name, Note: m.Note, Tokens: tokens, Prefill: prefill, Decode: decode}
+	whole, err := build(reg, m, Side{Block: prefill.Block, TP: 1, Order: prefill.Order, DType: prefill.DType}, tokens)
+	if err != nil {
+		return nil, fmt.Errorf("prefill: %w", err)
+	}
+	if err := r.sizes(reg, whole[0]); err != nil {
+		return nil, err
+	}
+	sources, err := build(reg, m, prefill, tokens)
+	if err != nil {
+		return nil, fmt.Errorf("prefill: %w", err)
+	}
+	receivers, err := build(reg, m, decode, tokens)
+	if err != nil {
+		return nil, fmt.Errorf("decode: %w", err)
+	}
+	for _, s := range []struct {
+		name string
+		l    *layout.Layout
+	}{{"prefill", sources[0]}, {"decode", receivers[0]}} {
+		if err := r.pages(reg, s.name, s.l); err != nil {
+			return nil, err
+		}
+	}
+	given := make([]uint64, len(sources)) // what each source gave already: replicas take turns
+	for to, dst := range receivers {
+		shares, err := parseblock.Assign(reg, sources, dst, func(i int) uint64 { return given[i] })
+		if err != nil {
+			return nil, err
+		}
+		for i := range shares {
+			f, err := flow(reg, sources[shares[i].Source], dst, &shares[i], tokens)
+			if err != nil {
+				return nil, err
+			}
+			f.From, f.To = shares[i].Source, to
+			given[f.From] += f.Bytes
+			r.Flows = append(r.Flows, f)
+			r.TotalBytes += f.Bytes
+			r.TotalWrites += f.Writes
+		}
+	}
+	return r, nil
+}
+
+// build makes the layouts of every rank of a side, valid ones only.
+func build(reg *parseblock.Registry, m *Model, s Side, tokens int) ([]*layout.Layout, error) {
+	out := make([]*layout.Layout, s.TP)
+	for rank := range out {
+		l, bytes, err := m.Layout(s, rank, tokens)
+		if err != nil {
+			return nil, err
+		}
+		if err := reg.Validate(l, []uint64{bytes}); err != nil {
+			return nil, err
+		}
+		out[rank] = l
+	}
+	return out, nil
+}
+
+// sizes are those of the model, as one rank would have them.
+func (r *Report) sizes(reg *parseblock.Registry, l *layout.Layout) error {
+	for gi := range l.Groups {
+		g := &l.Groups[gi]
+		planes, err := reg.Planes(nil, g, &g.Layers[0])
+		if err != nil {
+			return err
+		}
+		layers := uint64(len(g.Layers))
+		switch page := g.Layers[0].PageBytes; {
+		case planes[0].Unit == layout.UnitState:
+			r.FixedBytes += layers * page
+		case g.Params["window"] > 0:
+			r.FixedBytes += layers * page / uint64(g.TokensPerBlock) * uint64(g.Params["window"])
+		default:
+			r.BytesPerToken += float64(layers*page) / float64(g.TokensPerBlock)
+		}
+	}
+	return nil
+}
+
+func (r *Report) pages(reg *parseblock.Registry, side string, l *layout.Layout) error {
+	for gi := range l.Groups {
+		g := &l.Groups[gi]
+		planes, err := reg.Planes(nil, g, &g.Layers[0])
+		if err != nil {
+			return err
+		}
+		p := Page{Side: side, Layers: len(g.Layers), Strategy: g.Strategy, Tokens: g.TokensPerBlock, Bytes: g.Layers[0].PageBytes, Window: g.Params["window"]}
+		for _, pl := range planes {
+			tiles := uint32(1)
+			if pl.TileRows != 0 {
+				tiles = pl.Rows / pl.TileRows
+			}
+			p.Planes = append(p.Planes, Plane{Role: pl.Role.String(), Unit: pl.Unit.String(), Offset: pl.Offset, CellBytes: pl.CellBytes, Rows: pl.Rows, RowTokens: pl.RowTokens,
+				RowStride: pl.RowStride, Heads: pl.Heads, FirstHead: pl.FirstHead, AllHeads: pl.AllHeads, HeadStride: pl.HeadStride, Cols: pl.Cols, ColStride: pl.ColStride,
+				Tiles: tiles, TileStride: pl.TileStride})
+		}
+		r.Pages = append(r.Pages, p)
+	}
+	return nil
+}
+
+func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.Share, tokens int) (Flow, error) {
+	f := Flow{Least: 1<<64 - 1}
+	plan, err := parseblock.NewWork(reg, src, dst, share, uint32(tokens), make([]uint32, len(dst.Groups)))
+	if err != nil {
+		return f, err
+	}
+	from, to := scattered(src, 7), scattered(dst, 11)
+	var runs []layout.Run
+	for l := range dst.NumLayers() {
+		for part := range plan.Parts(l) {
+			if runs, _, _, err = plan.Runs(runs[:0], l, part, from, to); err != nil {
+				return f, err
+			}
+			f.Runs += uint64(len(runs))
+			for i := range runs {
+				f.Bytes += runs[i].Bytes()
+				f.Writes += runs[i].Pieces()
+				f.Least, f.Most = min(f.Least, runs[i].Len), max(f.Most, runs[i].Len)
+			}
+		}
+	}
+	return f, nil
+}
+
+// scattered are block tables in which hardly a block follows its neighbour: ids a step apart that is prime to their number.
+func scattered(l *layout.Layout, step uint64) [][]uint32 {
+	out := make([][]uint32, len(l.Groups))
+	for gi := range l.Groups {
+		n := uint64(l.Groups[gi].NumBlocks)
+		s := step
+		for gcd(s, n) != 1 {
+			s += 2
+		}
+		out[gi] = make([]uint32, n)
+		for i := range out[gi] {
+			out[gi][i] = uint32(uint64(i) * s % n)
+		}
+		for i := 0; i+4 < len(out[gi]); i += 5 { // the even distance is broken, that runs would merge over
+			out[gi][i], out[gi][i+2] = out[gi][i+2], out[gi][i]
+		}
+	}
+	return out
+}
+
+func gcd(a, b uint64) uint64 {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
+}
