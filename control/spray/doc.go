@@ -182,7 +182,9 @@ func (c Config) withDefaults() Config {
 
 // Path names a pair of rails to one peer.
 type Path struct {
-	Transport, Local, Remote string
+	Transport string `json:"transport"`
+	Local     string `json:"local"`
+	Remote    string `json:"remote"`
 }
 
 func (p Path) String() string { return p.Transport + ":" + p.Local + ">" + p.Remote }

@@ -162,7 +162,7 @@ func declared(s *Scheduler, sl Slice) error {
 
 // TestRandomOrders does anything in any order: lanes come and go, slices end every way or not at all, flows stop.
 func TestRandomOrders(t *testing.T) {
-	runs := uint64(100)
+	runs := uint64(60)
 	if testing.Short() {
 		runs = 20
 	}

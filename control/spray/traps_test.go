@@ -272,7 +272,7 @@ func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 		}
 	}
 	m.wait(DefaultCooldown + 50*ms)
-	if len(first) < 3 || first[0].Attempt != 0 || first[0].Range.Count != 1 || first[1].Attempt == 0 {
+	if len(first) < readmitSteps+1 || first[0].Attempt != 0 || first[0].Range.Count != 1 || first[1].Attempt == 0 {
 		t.Fatalf("after the cooldown went %+v: want a probe, then slices", first)
 	}
 	for i, n := range windows {
@@ -394,6 +394,108 @@ func TestDeadlines(t *testing.T) {
 	}
 }
 
+// A slow rail leaves short work to a fast one: it is not sent there and then hedged, it is not sent there at all.
+func TestTailIsLeftToFasterRails(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(2*gbit, 100*time.Microsecond, 1)
+	slow := m.rail(5*mbit, 100*time.Microsecond, 1)
+	m.move(256 << 20)
+	m.wait(sec)
+	before, hedges := slow.bytes, m.p.pairs[0].count.Hedges
+	for range 50 {
+		m.move(1 << 20)
+		m.wait(2 * ms)
+	}
+	if n := slow.bytes - before; n != 0 || m.p.pairs[0].count.Hedges != hedges {
+		t.Errorf("%d bytes of short transfers on the slow rail, %d hedges", n, m.p.pairs[0].count.Hedges-hedges)
+	}
+}
+
+// What is urgent goes out at once, though windows and lanes are full of other work.
+func TestUrgentNeedsNoOpenWindow(t *testing.T) {
+	for _, most := range []int{2, 16} { // full lanes, full window
+		s := New(Config{})
+		p := s.Peer(transfer.Boot{1}, nil)
+		if err := s.LaneUp(0, p, LaneInfo{ID: 1, Path: Path{"tcp", "a", "b"}, SliceBytes: 1 << 20, MaxSlices: most}); err != nil {
+			t.Fatal(err)
+		}
+		flow(t, s, p, 64)
+		if n := len(pullAll(s, p, 0)); n != min(most-1, coldChunks) {
+			t.Errorf("%d slices of bulk on a lane for %d", n, most)
+		}
+		f := s.Open(p, DecodeWaits, 0, space(t, 4096), nil)
+		f.Ready(f.space.All())
+		if all := pullAll(s, p, 0); len(all) != 1 || all[0].Flow != f {
+			t.Errorf("lane for %d: the urgent slice waits: %+v", most, all)
+		}
+	}
+}
+
+// Short transfers cannot fill a rail, and do not make it look slow.
+func TestShortTransfersTeachNoBandwidth(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, ms, 1)
+	m.move(128 << 20)
+	for range 200 {
+		m.move(4096)
+		m.wait(ms)
+	}
+	near(t, "after short transfers", m.p.pairs[0].bw, gbit, 0.05)
+}
+
+// The window follows the rail's delay, not the queue that the window itself makes.
+func TestWindowDoesNotFeedOnItself(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, ms, 2, func(in *LaneInfo) { in.MaxSlices = 1024 })
+	f := m.open(LayerStream, 4<<30-1<<20)
+	m.run(20*sec, f.landed)
+	q := m.p.pairs[0]
+	if most := uint64(gbit * float64(5*ms)); q.window > most {
+		t.Errorf("window of %d bytes after 20 s at full load, with a delay of 1 ms: want %d at most", q.window, most)
+	}
+	near(t, "learned", q.bw, gbit, 0.03)
+}
+
+// A transport that cannot serve one flow is avoided by that flow, and by no other.
+func TestRefusalIsTheFlowsOwn(t *testing.T) {
+	s := New(Config{})
+	p := s.Peer(transfer.Boot{1}, nil)
+	for i, name := range []string{"shm", "tcp"} {
+		if err := s.LaneUp(0, p, LaneInfo{ID: uint64(i + 1), Path: Path{name, "a", "b"}, Rank: i, SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f := flow(t, s, p, 64)
+	now := Instant(0)
+	for range badFlow {
+		all := pullAll(s, p, now)
+		if all[0].Lane != 1 {
+			t.Fatalf("a flow leaves the preferred transport early: %+v", all[0])
+		}
+		for i, sl := range all {
+			v := Dropped
+			if i == 0 {
+				v = Refused
+			}
+			now += ms
+			s.End(now, sl.Cookie, v)
+		}
+	}
+	for _, sl := range pullAll(s, p, now) {
+		if sl.Lane != 2 {
+			t.Errorf("still on the transport that refused it: %+v", sl)
+		}
+	}
+	f.Close()
+	flow(t, s, p, 1)
+	if all := pullAll(s, p, now); len(all) != 1 || all[0].Lane != 1 {
+		t.Errorf("another flow went %+v", all)
+	}
+	if q := p.pairs[0]; q.state != Healthy || q.count.Errors != 0 {
+		t.Errorf("the rail was blamed: %v, %d errors", q.state, q.count.Errors)
+	}
+}
+
 // Hedges are bounded: no more than the flow's budget, never twice, never for background.
 func TestHedgesAreBounded(t *testing.T) {
 	m := newModel(t, Config{})
@@ -401,8 +503,10 @@ func TestHedgesAreBounded(t *testing.T) {
 	m.rail(gbit, 100*time.Microsecond, 1)
 	m.move(16 << 20)
 	hedges := func() uint64 { return m.p.pairs[0].count.Hedges + m.p.pairs[1].count.Hedges }
+	limit := func(*Flow) {}
 	run := func(prio Priority) uint64 {
 		f := m.open(prio, 8<<20)
+		limit(f)
 		before := hedges()
 		m.run(20*ms, f.landed)
 		l := m.links[0]
@@ -426,6 +530,15 @@ func TestHedgesAreBounded(t *testing.T) {
 	}
 	if n := run(Background); n != 0 {
 		t.Errorf("%d hedges for background", n)
+	}
+	// With either budget used up there are none.
+	limit = func(f *Flow) { f.hedges = 0 }
+	if n := run(LayerStream); n != 0 {
+		t.Errorf("%d hedges of a flow whose budget is spent", n)
+	}
+	limit = func(*Flow) { m.p.hedged += MaxHedgeBytes }
+	if n := run(LayerStream); n != 0 {
+		t.Errorf("%d hedges though as many bytes as may are in flight", n)
 	}
 }
 
