@@ -26,6 +26,7 @@ type scenario struct {
 	spread                 time.Duration // transfers begin within
 	preempted              float64       // share of transfers
 	record                 time.Duration // until their engines say so
+	alone                  float64       // share of transfers whose prefill never comes
 	racks                  int           // 0: one switch without bounds
 	link                   simfabric.LinkSpec
 	repeats                float64
@@ -130,9 +131,13 @@ func (s scenario) build(seed uint64, faults []fault) *Cluster {
 			if rng.IntN(2) == 0 {
 				from, to = to, from
 			}
-			preempt := rng.Float64() < s.preempted
+			preempt, alone := rng.Float64() < s.preempted, rng.Float64() < s.alone
 			at, later := time.Duration(rng.Int64N(int64(s.spread))), time.Duration(rng.Int64N(int64(4*time.Millisecond)))
 			f.After(at, func() {
+				if alone {
+					c.BeginAlone(from, to, s.tokens, s.deadline)
+					return
+				}
 				t := c.Begin(from, to, s.tokens, s.deadline, 2*time.Millisecond)
 				if preempt {
 					f.After(later, func() { t.Preempt(2 * time.Millisecond) })
@@ -149,6 +154,7 @@ const settle = 50 * time.Millisecond
 // verdict is how a run went.
 type verdict struct {
 	ok, failed int
+	alone      int      // rightly failed
 	reasons    []string // of the first that failed
 	problems   []string // broken promises
 }
@@ -176,10 +182,14 @@ func (s scenario) run(c *Cluster) (v verdict) {
 	}
 	for _, x := range c.Transfers() {
 		switch {
-		case x.Sent == nil || x.Received == nil:
+		case x.Sent == nil && !x.Alone || x.Received == nil:
 			problem("transfer %d from %s to %s never ended", x.ID, x.From.addr, x.To.addr)
 		case x.Last() > x.Deadline+slack:
 			problem("transfer %d ended after %s, its deadline was %s", x.ID, x.Last(), x.Deadline)
+		case x.Alone && x.Received.Status == exec.StatusOK:
+			problem("transfer %d came from nowhere", x.ID)
+		case x.Alone:
+			v.alone++
 		case x.Received.Status == exec.StatusOK:
 			v.ok++
 		default:

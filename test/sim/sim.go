@@ -446,8 +446,11 @@ func (h host) LaneUp(l transport.Lane) {
 	n := h.n
 	n.lanes[l.ID()] = l
 	n.event(func(now exec.Instant) {
-		n.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
+		err := n.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
 			Gbps: n.gbps[l.Local()], SliceBytes: n.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight()})
+		if err != nil {
+			n.c.violation("%s: lane %d is refused: %v", n.addr, l.ID(), err)
+		}
 	})
 }
 
@@ -515,6 +518,7 @@ type Transfer struct {
 	From, To *Node
 	Tokens   uint32
 	Deadline time.Duration
+	Alone    bool // its prefill never comes
 	Began    time.Duration
 	Sent     *connector.Completion // nil: not ended
 	Received *connector.Completion
@@ -541,18 +545,9 @@ func (t *Transfer) Bytes() uint64 { return uint64(t.Tokens) * unitBytes * Layers
 
 // Begin lets `to` expect a prompt of tokens from `from`, which has them computed layer by layer.
 func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration, prefill time.Duration) *Transfer {
-	t := &Transfer{ID: uint64(len(c.transfers) + 1), From: from, To: to, Tokens: tokens, Deadline: deadline, Began: c.F.Now()}
-	binary.BigEndian.PutUint64(t.key.Xfer[:], t.ID)
-	binary.BigEndian.PutUint64(t.key.Hash[:], ^t.ID)
-	c.transfers = append(c.transfers, t)
-	c.open += 2
-	t.dst, t.src = to.lease(t), from.lease(t)
-	expect := func() {
-		to.event(func(now exec.Instant) {
-			to.ex.Expect(now, to.worker, connector.Expect{Lease: t.dst, Key: t.key, Peer: from.addr, Tokens: tokens, Skip: []uint32{0},
-				Deadline: deadline, Partner: deadline})
-		})
-	}
+	t, expect := c.transfer(from, to, tokens, deadline)
+	t.src = from.lease(t)
+	c.open++
 	intent := func() {
 		from.event(func(now exec.Instant) {
 			from.ex.Intent(now, from.worker, connector.Intent{Lease: t.src, Key: t.key, Tokens: tokens, Fanout: 1, Deadline: deadline})
@@ -567,6 +562,29 @@ func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration, p
 		c.F.After(c.F.Jitter(time.Millisecond), expect)
 	}
 	return t
+}
+
+// BeginAlone lets `to` expect a prompt that `from` never hears of.
+func (c *Cluster) BeginAlone(from, to *Node, tokens uint32, deadline time.Duration) *Transfer {
+	t, expect := c.transfer(from, to, tokens, deadline)
+	t.Alone = true
+	expect()
+	return t
+}
+
+func (c *Cluster) transfer(from, to *Node, tokens uint32, deadline time.Duration) (*Transfer, func()) {
+	t := &Transfer{ID: uint64(len(c.transfers) + 1), From: from, To: to, Tokens: tokens, Deadline: deadline, Began: c.F.Now()}
+	binary.BigEndian.PutUint64(t.key.Xfer[:], t.ID)
+	binary.BigEndian.PutUint64(t.key.Hash[:], ^t.ID)
+	c.transfers = append(c.transfers, t)
+	c.open++
+	t.dst = to.lease(t)
+	return t, func() {
+		to.event(func(now exec.Instant) {
+			to.ex.Expect(now, to.worker, connector.Expect{Lease: t.dst, Key: t.key, Peer: from.addr, Tokens: tokens, Skip: []uint32{0},
+				Deadline: deadline, Partner: deadline})
+		})
+	}
 }
 
 func (n *Node) lease(t *Transfer) transfer.LeaseID {
