@@ -257,6 +257,10 @@ func TestHTTP(t *testing.T) {
 			return code == 200 && strings.Contains(body, want)
 		})
 	}
+	if _, body := get(t, p, "/metrics"); !strings.Contains(body, `kvspray_rail_pairs{rail="lo",state="healthy",transport="tcp"}`) ||
+		!strings.Contains(body, `kvspray_rail_learned_bytes_per_second{rail="lo",transport="tcp"}`) {
+		t.Error("/metrics does not say how the rails are")
+	}
 	p.draining.Store(true)
 	if code, body := get(t, p, "/readyz"); code != 503 || !strings.Contains(body, "draining") {
 		t.Errorf("GET /readyz while draining: %d %s", code, body)
