@@ -223,6 +223,11 @@ func newPair(f, t *sited) (pair, error) {
 	if a, b := f.g.Params["window"], t.g.Params["window"]; a != 0 && (b == 0 || b > a) {
 		return differ("params.window", a, b, "the source has only its own window: use equal models on both sides")
 	}
+	// The receiver's first block must not begin before the source's first one that is still there.
+	if f.g.Params["window"] != 0 && f.g.TokensPerBlock%t.g.TokensPerBlock != 0 {
+		return differ("tokens_per_block", f.g.TokensPerBlock, t.g.TokensPerBlock,
+			"a sliding window needs blocks at the source that are as large as the receiver's, or a multiple")
+	}
 	first := max(f.FirstHead, t.FirstHead)
 	end := min(f.FirstHead+f.Heads, t.FirstHead+t.Heads)
 	p := pair{from: placeOf(f, first), to: placeOf(t, first), role: t.Role, unit: t.Unit, headMajor: t.HeadMajor, cell: t.CellBytes,

@@ -111,6 +111,7 @@ func TestRefusals(t *testing.T) {
 		"state dtype":        {gdn(), gdn("state_bytes", 4), one, one, layout.TokenRange{End: 16}, "bytes of a head of a token"},
 		"state and tokens":   {gdn(), nil, one, one, layout.TokenRange{End: 16}, "latent = missing"},
 		"smaller window":     {kv(MLA, 1600, "window", 8), kv(MLA, 1600, "window", 16), one, one, layout.TokenRange{End: 16}, "params.window = 8 and 16"},
+		"window and blocks":  {kv(MLA, 1600, "window", 8), group(func(g *layout.Group) { g.TokensPerBlock, g.Layers[0].PageBytes, g.Params["window"] = 32, 3200, 8 }), one, one, layout.TokenRange{End: 16}, "tokens_per_block = 16 and 32"},
 		"no group":           {&layout.Group{}, nil, one, one, layout.TokenRange{End: 16}, "from = unset"},
 	} {
 		t.Run(name, func(t *testing.T) {

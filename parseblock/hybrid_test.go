@@ -1,0 +1,184 @@
+package parseblock
+
+import (
+	"bytes"
+	"fmt"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// TestHybrids: models with several kinds of cache, each a group with its own block size, table and prefix hit, in a region of its
+// own; some of them draft layers, which are groups like any other.
+func TestHybrids(t *testing.T) {
+	reg := Default()
+	rapid.Check(t, func(t *rapid.T) {
+		n := rapid.IntRange(2, 3).Draw(t, "groups")
+		tokens := rapid.Uint64Range(1, 24).Draw(t, "tokens")
+		type end struct {
+			l      *layout.Layout
+			caches []*cache
+			tables [][]uint32 // of each group
+			mem    [][]byte
+			sizes  []uint64
+		}
+		src, dst := &end{l: &layout.Layout{}}, &end{l: &layout.Layout{}}
+		var skips []uint32
+		var want [][]byte
+		model := func(layer int, role layout.Role, head, e, col, x uint64) byte {
+			return byte(uint64(layer)*131 + uint64(role)*17 + head*29 + e*7 + col*5 + x*3 + 1)
+		}
+		for i := range n {
+			l := fmt.Sprint(i)
+			f := &families[rapid.IntRange(0, len(families)-1).Draw(t, l+"family")]
+			common := genCommon(t, f)
+			common.first = 10 * i
+			fromKind := rapid.SampledFrom(f.kinds).Draw(t, l+"from")
+			skip := uint64(0)
+			for _, e := range []*end{src, dst} {
+				label := l + "from."
+				kind := fromKind
+				if e == dst {
+					label = l + "to."
+					if kind = rapid.SampledFrom(f.kinds).Draw(t, l+"to"); strategyOf(kind) == KDAState || strategyOf(fromKind) == KDAState {
+						kind = fromKind
+					}
+				}
+				d := genDims(t, f, label, common)
+				d.blocks = (tokens-1)/d.n + 1 + rapid.Uint64Range(0, 2).Draw(t, label+"spare")
+				c := f.make(kind, d)
+				table := genTable(t, label+"table", c.blocks, 99)
+				for _, g := range c.groups {
+					for k := range g.Layers {
+						g.Layers[k].Region = i
+					}
+					e.l.Groups = append(e.l.Groups, g)
+					e.tables = append(e.tables, table)
+				}
+				e.caches, e.sizes = append(e.caches, c), append(e.sizes, c.size)
+				mem := make([]byte, c.size)
+				if e == src {
+					fill(c, 10*i, table, tokens, mem, model)
+					e.mem = append(e.mem, mem)
+					continue
+				}
+				e.mem = append(e.mem, make([]byte, c.size))
+				if skip = min(tokens, c.n*rapid.Uint64Range(0, (tokens-1)/c.n+1).Draw(t, l+"skip")); skip < tokens {
+					for k := range c.layers {
+						fillFrom(c, k, table, skip, tokens, mem, func(layer int, role layout.Role, head, e, col, x uint64) byte {
+							return model(10*i+layer, role, head, e, col, x)
+						})
+					}
+				}
+				want = append(want, mem)
+				skips = append(skips, repeat(uint32(skip), len(c.groups))...)
+			}
+		}
+		for _, e := range []*end{src, dst} {
+			if err := reg.Validate(e.l, e.sizes); err != nil {
+				t.Fatal(err)
+			}
+		}
+		plan, err := NewPlan(reg, src.l, dst.l, uint32(tokens), skips)
+		if err != nil {
+			t.Fatal(err)
+		}
+		from, err := plan.Side(reg, src.l, src.tables)
+		if err != nil {
+			t.Fatal(err)
+		}
+		to, err := plan.Side(reg, dst.l, dst.tables)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for c := range plan.Space().NumChunks() {
+			r := transfer.Range{First: c, Count: 1}
+			ps, err := from.Append(nil, r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			pd, err := to.Append(nil, r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var flat []byte
+			for _, p := range ps {
+				flat = append(flat, src.mem[p.Region][p.Off:p.Off+p.Len]...)
+			}
+			for _, p := range pd {
+				flat = flat[copy(dst.mem[p.Region][p.Off:p.Off+p.Len], flat):]
+			}
+		}
+		for i := range want {
+			if !bytes.Equal(dst.mem[i], want[i]) {
+				t.Fatalf("group %d differs", i)
+			}
+		}
+	})
+}
+
+// TestSlab: DeepSeek-V4's caches and the hybrids of vLLM share a pool of equal blocks. Groups may have the same pages, since a block
+// id belongs to one of them at a time; layers of one group may not, nor may pages that cross into the next block.
+func TestSlab(t *testing.T) {
+	reg := Default()
+	const slab, blocks = 8192, 10
+	group := func(strategy string, tokens uint32, page uint64, params map[string]int64, bases ...uint64) layout.Group {
+		g := layout.Group{TokensPerBlock: tokens, NumBlocks: blocks, Strategy: strategy, Params: params}
+		for i, b := range bases {
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d.%d", strategy, tokens, i), Index: i, Base: b, BlockStride: slab, PageBytes: page})
+		}
+		return g
+	}
+	c4 := group(DeepSeekV4, 16, 4*584, map[string]int64{"compress_ratio": 4}, 0, 4096)
+	swa := group(DeepSeekV4, 4, 4*584, map[string]int64{"window": 128}, 0, 4096)
+	index := group(DSAIndexer, 16, 4*132, map[string]int64{"compress_ratio": 4, "kernel_tokens": 16}, 2400, 4096+2400)
+	state := group(GDNState, 1<<20, 2*2*3*2+2*1*2*2, map[string]int64{"k_heads": 1, "k_dim": 2, "v_heads": 2, "v_dim": 1, "conv_len": 3}, 0)
+	state.Layers[0].PageBytes = 3*2*(2*2+2) + 2*1*2*2
+	shifted := group(MLA, 16, 4096, nil, 6000)
+	for name, c := range map[string]struct {
+		groups []layout.Group
+		want   string
+	}{
+		"four groups":           {[]layout.Group{c4, swa, index, state}, ""},
+		"one group twice there": {[]layout.Group{group(DeepSeekV4, 16, 4*584, map[string]int64{"compress_ratio": 4}, 0, 2000)}, "shares bytes"},
+		"into the next block":   {[]layout.Group{c4, shifted}, "shares bytes"},
+	} {
+		l := &layout.Layout{Groups: c.groups}
+		err := reg.Validate(l, []uint64{slab*blocks + 4096})
+		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("%s: %v, want %q", name, err, c.want)
+		}
+	}
+}
+
+// TestWideAllocations: the pools of real engines pass the check in time, cross-layer and interleaved ones too.
+func TestWideAllocations(t *testing.T) {
+	reg := Default()
+	for _, order := range Orders {
+		a := Allocation{Order: order, Layers: 94, Blocks: 200_000, Tokens: 16, Heads: 8, Content: 512}
+		g, err := a.Group(func(i int) string { return fmt.Sprint("l", i) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		size := uint64(94) * 200_000 * 16 * 8 * 512
+		if err := reg.Validate(&layout.Layout{Groups: []layout.Group{g}}, []uint64{size}); err != nil {
+			t.Errorf("%s: %v", order, err)
+		}
+		if err := reg.Validate(&layout.Layout{Groups: []layout.Group{g}}, []uint64{size - 1}); err == nil {
+			t.Errorf("%s: a byte outside the region was accepted", order)
+		}
+		g.Layers[1].Base--
+		if err := reg.Validate(&layout.Layout{Groups: []layout.Group{g}}, []uint64{size}); err == nil {
+			t.Errorf("%s: layers that share a byte were accepted", order)
+		}
+	}
+	for _, a := range []Allocation{{Order: "NHLBC", Layers: 1, Blocks: 1, Tokens: 1, Heads: 1, Content: 1}, {Order: "LBNHC"}, {Order: "LBNHC", Layers: 1 << 30, Blocks: 1 << 31, Tokens: 1 << 20, Heads: 1, Content: 1}} {
+		if _, err := a.Group(func(int) string { return "" }); err == nil {
+			t.Errorf("%+v was accepted", a)
+		}
+	}
+}
