@@ -231,7 +231,7 @@ func (n *Node) perform(a *exec.Action) {
 	case exec.Bind:
 		s := a.Sending
 		t := n.leases[s.Lease.ID]
-		s.Origin.Source = &source{c: c, t: t, plan: s.Plan.(*plan), version: t.version}
+		s.Origin.Source = &source{c: c, t: t, plan: s.Plan.(*plan), epoch: s.Lease.Epoch}
 		n.origins[bindName{s.Origin.Peer, s.Origin.Slot}] = s
 	case exec.CloseOrigin:
 		s := a.Sending
@@ -527,7 +527,7 @@ type Transfer struct {
 	src, dst           transfer.LeaseID
 	sentAt, receivedAt exec.Instant
 	content            []uint64 // the destination's
-	version            int      // of the source's blocks
+	epoch              uint32   // of the source's blocks
 	layers             [Layers]uint32
 }
 
@@ -595,15 +595,17 @@ func (n *Node) lease(t *Transfer) transfer.LeaseID {
 
 // compute fills the layers of the source one by one.
 func (t *Transfer) compute(prefill time.Duration) {
-	f, v := t.From.c.F, t.version
+	f, v := t.From.c.F, t.epoch
 	for i := range Layers {
 		f.After(prefill*time.Duration(i+1)/Layers, func() {
-			if t.version != v || t.Sent != nil {
+			if t.epoch != v || t.Sent != nil {
 				return
 			}
 			t.layers[i] = t.Tokens
 			t.From.event(func(now exec.Instant) {
-				t.From.ex.Progress(now, t.From.worker, []connector.Progress{{Lease: t.src, Layer: i, Tokens: t.Tokens, Final: true}})
+				lease := t.src
+				lease.Epoch = v
+				t.From.ex.Progress(now, t.From.worker, []connector.Progress{{Lease: lease, Layer: i, Tokens: t.Tokens, Final: true}})
 			})
 		})
 	}
@@ -614,11 +616,11 @@ func (t *Transfer) Preempt(prefill time.Duration) {
 	if t.Sent != nil {
 		return
 	}
-	t.version++
+	t.epoch++
 	t.layers = [Layers]uint32{}
-	v, f := t.version, t.From.c.F
+	v, f := t.epoch, t.From.c.F
 	f.After(f.Jitter(t.From.c.cfg.Record), func() {
-		if t.version != v || t.Sent != nil {
+		if t.epoch != v || t.Sent != nil {
 			return
 		}
 		t.From.event(func(now exec.Instant) { t.From.ex.Preempt(now, t.From.worker, t.src.ID) })
@@ -630,10 +632,10 @@ var errModel = errors.New("sim: memory is modelled")
 
 // source is what lanes read.
 type source struct {
-	c       *Cluster
-	t       *Transfer
-	plan    *plan
-	version int
+	c     *Cluster
+	t     *Transfer
+	plan  *plan
+	epoch uint32 // of the progress that the executor knows of, which the blocks may have left behind already
 }
 
 func (s *source) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) {
@@ -643,7 +645,7 @@ func (s *source) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error)
 func (s *source) Bytes(r transfer.Range) (uint64, error) { return s.plan.space.Bytes(r) }
 
 func (s *source) Valid(transfer.Range) bool {
-	return s.t.version == s.version || s.c.sabotage == alwaysValid
+	return s.t.epoch == s.epoch || s.c.sabotage == alwaysValid
 }
 
 // ReadWord implements simfabric.WordSource.
