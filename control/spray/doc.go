@@ -134,9 +134,10 @@ const (
 	calmAfter    = 10 * time.Second // without an exclusion the next one begins with the first cooldown
 	hedgeFloor   = 2 * time.Millisecond
 	tickEvery    = 10 * time.Millisecond
-	lateFactor   = 2 // times its prediction before a slice makes its lane suspect
-	lagFactor    = 4 // times its prediction before a silent pair is excluded
-	stuckFactor  = 8 // times its prediction before one slice of a living lane counts as failed
+	maxTickGap   = 50 * time.Millisecond // between two Ticks; what is longer, this process was asleep
+	lateFactor   = 2                     // times its prediction before a slice makes its lane suspect
+	lagFactor    = 4                     // times its prediction before a silent pair is excluded
+	stuckFactor  = 8                     // times its prediction before one slice of a living lane counts as failed
 )
 
 // Numbers of the model. Rates are in bytes per nanosecond, which is GB/s.

@@ -298,7 +298,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 
 // remaining guesses how long a slice still takes: what was predicted, and when that is over, as long again as it is late.
 func remaining(now Instant, fl *flight) Instant {
-	due := fl.posted + fl.predicted
+	due := fl.posted + fl.forgiven + fl.predicted
 	if now <= due {
 		return due - now
 	}

@@ -18,6 +18,7 @@ type Scheduler struct {
 	unused  []int32
 	live    int
 	seq     uint64
+	ticked  Instant                // the last Tick, or when the first slice went out since all was idle
 	past    map[railName]*Counters // of pairs that are forgotten
 }
 
@@ -50,6 +51,7 @@ type flight struct {
 
 	posted    Instant
 	predicted Instant
+	forgiven  Instant // of its age: we were asleep
 	begin     Instant // of the busy period that counts for its rate sample
 	delivered uint64  // of the pair, then
 	ahead     uint64  // in flight on the pair before it
@@ -237,7 +239,9 @@ func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attemp
 	}
 	q.peer.flights++
 	f.flights++
-	s.live++
+	if s.live++; s.live == 1 {
+		s.ticked = now
+	}
 	return Slice{Lane: l.info.ID, Flow: f, Range: r, Bytes: bytes, Attempt: attempt, Cookie: uint64(fl.use)<<32 | uint64(uint32(i))}
 }
 
@@ -394,6 +398,10 @@ func (s *Scheduler) double(fl *flight) bool {
 
 // Tick looks at what is in flight and calls touched for peers that have new work or a new choice.
 func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
+	if asleep := now - s.ticked - maxTickGap; asleep > 0 && s.live > 0 {
+		s.forgive(now, asleep)
+	}
+	s.ticked = now
 	for _, l := range s.busy {
 		s.watch(now, l)
 		touched(l.pair.peer)
@@ -406,13 +414,25 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	}
 }
 
+// forgive takes the time in which this process did not run off every clock that a lane is judged by: we were silent, and what came
+// meanwhile has not been looked at yet.
+func (s *Scheduler) forgive(now, asleep Instant) {
+	for _, l := range s.busy {
+		l.moved = min(l.moved+asleep, now)
+		l.pair.moved = max(l.pair.moved, l.moved)
+		for i := l.head; i >= 0; i = s.flights[i].next {
+			s.flights[i].forgiven += asleep
+		}
+	}
+}
+
 // watch finds silence on a lane, and a slice that others overtake without end.
 func (s *Scheduler) watch(now Instant, l *lane) {
 	q, fl := l.pair, &s.flights[l.head]
 	if !l.usable() {
 		return
 	}
-	if silent := now - max(l.moved, fl.posted); silent >= max(s.cfg.Suspect, lateFactor*fl.predicted) {
+	if silent := now - max(l.moved, fl.posted+fl.forgiven); silent >= max(s.cfg.Suspect, lateFactor*fl.predicted) {
 		l.suspect = true
 		q.recount()
 		q.count.Suspicions++
@@ -424,7 +444,7 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 	}
 	for i := l.head; i >= 0; i = s.flights[i].next {
 		fl := &s.flights[i]
-		if now-fl.posted < max(s.cfg.Attempt, stuckFactor*fl.predicted) {
+		if now-fl.posted-fl.forgiven < max(s.cfg.Attempt, stuckFactor*fl.predicted) {
 			break // the rest is younger
 		}
 		if fl.late {

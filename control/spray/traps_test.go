@@ -349,6 +349,39 @@ func TestSuspicionAndExclusionBySilence(t *testing.T) {
 	}
 }
 
+// A process that was stopped for five seconds blames nobody: the confirmations are there, it has not read them.
+func TestOwnSleepBlamesNobody(t *testing.T) {
+	s, p := solo(t, 2)
+	f := flow(t, s, p, 640)
+	now := Instant(0)
+	var sent []Slice
+	for range 20 {
+		sent = append(sent, pullAll(s, p, now)...)
+		now += 5 * ms
+		s.Tick(now, func(*Peer) {})
+		s.End(now, sent[0].Cookie, Confirmed)
+		sent = sent[1:]
+	}
+	now += 5 * sec
+	s.Tick(now, func(*Peer) {})
+	for _, q := range p.pairs {
+		if q.state != Healthy || q.live != 1 || q.count.TimedOut != 0 || q.count.Errors != 0 {
+			t.Errorf("%s: %v, %d usable lanes, %d timeouts after our own sleep", q.path, q.state, q.live, q.count.TimedOut)
+		}
+	}
+	// But silence that follows is silence.
+	for range 30 {
+		now += 5 * ms
+		s.Tick(now, func(*Peer) {})
+	}
+	if p.pairs[0].live+p.pairs[1].live != 0 {
+		t.Error("lanes that brought nothing for 150 ms are not suspect")
+	}
+	if err := check(s, []*Peer{p}, []*Flow{f}); err != nil {
+		t.Error(err)
+	}
+}
+
 // A slow rail is not taken for a silent one, and packet loss that stops a rail for 200 ms now and then excludes nobody.
 func TestNoFalseExclusion(t *testing.T) {
 	m := newModel(t, Config{})
