@@ -63,6 +63,10 @@ test-attack: build wireflip env ## The late-write attacks and fault tests in ful
 test-go: ## Go tests with -race only
 	go test -race -timeout 15m ./...
 
+.PHONY: test-laws
+test-laws: ## The laws of parseblock with 100,000 random cases each (nightly)
+	go test -timeout 30m ./parseblock -run 'Laws|Hybrids|Ignores' -rapid.checks=100000
+
 .PHONY: test-py
 test-py: build env ## Python tests only, without the end-to-end ones
 	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests
