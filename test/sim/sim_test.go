@@ -80,7 +80,7 @@ func TestTrace(t *testing.T) {
 
 // TestThousandNodes: a thousand nodes of eight rails, one in a hundred of which flaps.
 func TestThousandNodes(t *testing.T) {
-	s := scenario{nodes: 1000, rails: 8, partners: 4, transfers: 4, tokens: 256, deadline: 20 * time.Second, spread: time.Second,
+	s := scenario{nodes: 1000, rails: 8, partners: 4, transfers: 1, tokens: 256, deadline: 20 * time.Second, spread: time.Second,
 		preempted: 0.01, racks: 20, link: fast, repeats: 0.001}
 	if _, full := runs(t); full {
 		s.transfers, s.spread = 63, 2*time.Second
