@@ -187,6 +187,29 @@ func TestCostOfPlanning(t *testing.T) {
 	}
 }
 
+// BenchmarkPlan is what a sidecar does for each transfer: the plan of its own layout of 64 layers, and its memory bound to it.
+func BenchmarkPlan(b *testing.B) {
+	reg := Default()
+	g := benchGroup(PackedNHD, 16*4096, map[string]int64{"heads": 8})
+	for i := len(g.Layers); i < 64; i++ {
+		l := g.Layers[0]
+		l.Name = fmt.Sprint("l", i)
+		g.Layers = append(g.Layers, l)
+	}
+	l := &layout.Layout{Groups: []layout.Group{g}}
+	tables := [][]uint32{benchTable(2, 64)}
+	b.ReportAllocs()
+	for b.Loop() {
+		p, err := NewPlan(reg, l, l, 1024, []uint32{0})
+		if err != nil {
+			b.Fatal(err)
+		}
+		if _, err := p.Side(reg, l, tables); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
 func BenchmarkTemplate(b *testing.B) {
 	c := benchCases()
 	for i := range c {

@@ -292,6 +292,50 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 			}
 		}
 	}
+	// What a receiver plans from its own layout alone is as many bytes, in the same places; of equal engines, in the same order.
+	own, err := NewPlan(reg, dst, dst, uint32(tokens), repeat(uint32(skip), len(to.groups)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if own.Space().NumChunks() > 0 {
+		side, err := own.Side(reg, dst, repeat(tt, len(to.groups)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		mine, err := side.Append(nil, own.Space().All())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, p := range mine {
+			for i := range p.Len {
+				if !touched[p.Off+i] {
+					t.Fatalf("byte %d is in the receiver's own plan only", p.Off+i)
+				}
+			}
+		}
+		n := uint64(0)
+		for _, x := range touched {
+			if x {
+				n++
+			}
+		}
+		if n != own.Space().TotalBytes() {
+			t.Fatalf("the plans move %d bytes, the receiver's own has %d", n, own.Space().TotalBytes())
+		}
+		if len(shares) == 1 && layouts[shares[0].Source].Geometry() == dst.Geometry() {
+			plan, err := NewPlan(reg, layouts[shares[0].Source], dst, uint32(tokens), repeat(uint32(skip), len(to.groups)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			theirs, err := plan.Side(reg, dst, repeat(tt, len(to.groups)))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got, err := theirs.Append(nil, plan.Space().All()); err != nil || !slices.Equal(got, mine) {
+				t.Fatalf("equal engines plan differently: %v and %v (%v)", got, mine, err)
+			}
+		}
+	}
 	byRuns := make([]byte, to.size)
 	for _, share := range shares {
 		from := sources[share.Source]

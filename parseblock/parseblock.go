@@ -25,7 +25,8 @@ import (
 // Strategy is one kind of page. Implementations are pure and safe for concurrent use.
 type Strategy interface {
 	Name() string
-	// Planes appends the planes of one page, in the order of the transfer space.
+	// Planes appends the planes of one page, in the order of the transfer space. They follow from the group and the layer's page
+	// bytes and block stride alone: layers that agree in these have the same planes.
 	Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error)
 }
 

@@ -46,6 +46,9 @@ type segment struct {
 // NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's, which must have all
 // of it. skip holds, for each group of dst, how many tokens the receiver has already: a multiple of the block size, or all.
 func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint32) (*Plan, error) {
+	if src == dst {
+		return NewShare(reg, src, dst, nil, tokens, skip) // what one has, it has
+	}
 	all, err := Assign(reg, []*layout.Layout{src}, dst, nil)
 	if err != nil {
 		return nil, err
@@ -191,21 +194,37 @@ type sideTrack struct {
 // Side binds the plan to one engine's layout and block tables, one per group. A source's tables may still be short: what they
 // do not cover cannot be resolved until SetTables brings longer ones.
 func (p *Plan) Side(reg *Registry, l *layout.Layout, tables [][]uint32) (*Resolver, error) {
-	from, to, receives := p.src, l, true
-	if l != p.dst && l.Geometry() != p.dst.Geometry() {
-		if l != p.src && l.Geometry() != p.src.Geometry() {
-			return nil, refuseGeometry(l, p.dst)
-		}
-		from, to, receives = l, p.dst, false
+	var links [][]pair // nil: the plan's own
+	var err error
+	receives := true
+	switch {
+	case l == p.dst:
+	case l == p.src:
+		receives = false
+	case l.Geometry() == p.dst.Geometry():
+		links, err = link(reg, p.src, l, p.share)
+	case l.Geometry() == p.src.Geometry():
+		receives = false
+		links, err = link(reg, l, p.dst, p.share)
+	default:
+		err = refuseGeometry(l, p.dst)
 	}
-	links, err := link(reg, from, to, p.share)
 	if err != nil {
 		return nil, err
 	}
-	s := &Resolver{plan: p, layout: l, segs: make([][]sideTrack, len(links))}
-	for i, pairs := range links {
+	n := 0
+	for i := range p.segs {
+		n += len(p.segs[i].pairs)
+	}
+	s := &Resolver{plan: p, layout: l, segs: make([][]sideTrack, len(p.segs))}
+	all := make([]sideTrack, n)
+	for i := range p.segs {
 		seg := &p.segs[i]
-		s.segs[i] = make([]sideTrack, len(pairs))
+		pairs := seg.pairs
+		if links != nil {
+			pairs = links[i]
+		}
+		s.segs[i], all = all[:len(pairs):len(pairs)], all[len(pairs):]
 		for k := range pairs {
 			t := &s.segs[i][k]
 			if t.place = pairs[k].from; receives {
