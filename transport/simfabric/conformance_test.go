@@ -143,8 +143,8 @@ func TestConformance(t *testing.T) {
 		link LinkSpec
 	}{
 		{"good", Config{Seed: 1}, LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond}},
-		{"bad", Config{Seed: 2}, LinkSpec{BitsPerSecond: 1e9, Latency: 100 * time.Microsecond, Jitter: 2 * time.Millisecond, Loss: 0.01,
-			Buffer: 3 * transfer.ChunkBytes}},
+		{"bad", Config{Seed: 2}, LinkSpec{BitsPerSecond: 1e9, Latency: 100 * time.Microsecond, Jitter: 2 * time.Millisecond, Loss: 0.002,
+			Buffer: transfer.ChunkBytes}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var mu sync.Mutex
