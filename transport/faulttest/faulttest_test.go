@@ -90,6 +90,28 @@ func TestScript(t *testing.T) {
 	}
 }
 
+// TestStuckKeepsHalf: a lane that is stuck when half a slice has landed does not make a whole one of it.
+func TestStuckKeepsHalf(t *testing.T) {
+	plan := New(1, Rule{Kind: Partial, At: []int{1}}, Rule{Kind: Stuck, At: []int{1}, After: 20 * time.Millisecond})
+	p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend { return Wrap(bases[2].make(tb), plan) })
+	l, _ := p.Dial()
+	s := transporttest.Shape{Chunks: 8, BlockBytes: 16 << 10}
+	src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
+	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	half := p.A.Move(l, b.Origin, transfer.Range{First: 0, Count: 4}, 1)
+	stuck := p.A.Move(l, b.Origin, transfer.Range{First: 4, Count: 4}, 1)
+	if r := <-half; r.Outcome != transfer.InDoubt || r.Reason != transfer.ReasonTimeout {
+		t.Errorf("half a slice ended %s %s", r.Outcome, r.Reason)
+	}
+	if r := <-stuck; r.Outcome != transfer.Landed {
+		t.Errorf("the slice that stuck ended %s %s", r.Outcome, r.Reason)
+	}
+	if plan.Injected(Partial) != 1 || plan.Injected(Stuck) != 1 {
+		t.Errorf("injected: %d partial, %d stuck", plan.Injected(Partial), plan.Injected(Stuck))
+	}
+	b.End(t)
+}
+
 // TestStuckUntilClosed: what a stuck lane holds, and what it swallowed the result of, ends with the lane.
 func TestStuckUntilClosed(t *testing.T) {
 	plan := New(1, Rule{Kind: Stuck, At: []int{3}}, Rule{Kind: DelayResult, At: []int{1}, After: time.Hour}, Rule{Kind: Drop, At: []int{1}})

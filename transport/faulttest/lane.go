@@ -285,6 +285,9 @@ func (l *lane) done(res []transport.Result) {
 			continue // it was ended without waiting for this
 		}
 		r.Slice = e.s
+		if e.kind() == Partial && e.ghost == 0 && r.Reason != transfer.ReasonLaneLost {
+			r = e.result(transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) // also where a stuck lane keeps it: half of it is all that moved
+		}
 		if l.stuck && !l.ended && e.ghost == 0 {
 			e.stuck = true
 			l.frozen = append(l.frozen, func() { l.pass(id, r) })
@@ -311,8 +314,6 @@ func (l *lane) done(res []transport.Result) {
 			continue
 		case e.kind() == DropResult:
 			r = e.result(transfer.InDoubt, transfer.ReasonLaneLost, net.ErrClosed)
-		case e.kind() == Partial && r.Reason != transfer.ReasonLaneLost:
-			r = e.result(transfer.InDoubt, transfer.ReasonTimeout, ErrInjected)
 		case e.kind() == Duplicate && r.Outcome == transfer.Landed:
 			l.b.plan.ghostBorn()
 			l.haunt(&ghost{l: l, s: e.s, kind: Duplicate})
