@@ -142,20 +142,20 @@ func TestConsumerRefuses(t *testing.T) {
 		body   int
 		change func([]byte)
 	}{
-		"head not aligned":    {8, func(b []byte) { put64(b, subHead, 49) }},
-		"head too far":        {8, func(b []byte) { put64(b, subHead, board.RingMinBytes+8) }},
-		"head went back":      {8, func(b []byte) { put64(b, subHead, ^uint64(7)) }},
-		"length short":        {8, func(b []byte) { put32(b, subData, 32) }},
-		"length odd":          {8, func(b []byte) { put32(b, subData, 47) }},
-		"length past head":    {8, func(b []byte) { put32(b, subData, 56) }},
-		"length huge":         {8, func(b []byte) { put32(b, subData, 1<<31) }},
-		"body longer":         {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 9) }},
-		"body shorter":        {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 0) }},
-		"body huge":           {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, ^uint32(0)) }},
-		"seq gap":             {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 2) }},
-		"seq zero":            {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 0) }},
-		"pad in the middle":   {8, func(b []byte) { put32(b, subData+board.OffRecordType, board.RecPad) }},
-		"pad to the end":      {8, func(b []byte) { put32(b, subData, board.RingMinBytes); put32(b, subData+4, board.RecPad) }},
+		"head not aligned":  {8, func(b []byte) { put64(b, subHead, 49) }},
+		"head too far":      {8, func(b []byte) { put64(b, subHead, board.RingMinBytes+8) }},
+		"head went back":    {8, func(b []byte) { put64(b, subHead, ^uint64(7)) }},
+		"length short":      {8, func(b []byte) { put32(b, subData, 32) }},
+		"length odd":        {8, func(b []byte) { put32(b, subData, 47) }},
+		"length past head":  {8, func(b []byte) { put32(b, subData, 56) }},
+		"length huge":       {8, func(b []byte) { put32(b, subData, 1<<31) }},
+		"body longer":       {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 9) }},
+		"body shorter":      {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, 0) }},
+		"body huge":         {8, func(b []byte) { put32(b, subData+board.OffRecordBodyBytes, ^uint32(0)) }},
+		"seq gap":           {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 2) }},
+		"seq zero":          {8, func(b []byte) { put64(b, subData+board.OffRecordSeq, 0) }},
+		"pad in the middle": {8, func(b []byte) { put32(b, subData+board.OffRecordType, board.RecPad) }},
+		"pad to the end":    {8, func(b []byte) { put32(b, subData, board.RingMinBytes); put32(b, subData+4, board.RecPad) }},
 		"pad of a whole ring": {8, func(b []byte) {
 			put32(b, subData, board.RingMinBytes)
 			put32(b, subData+4, board.RecPad)
