@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -58,14 +59,20 @@ type process struct {
 	cmd      *exec.Cmd
 }
 
+// freePort is an address that nothing listens on, below the ports that Linux gives to outgoing connections: one of those could
+// take it between this look and the child's bind, or while the child is dead.
 func freePort(t testing.TB) string {
 	t.Helper()
-	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
+	for range 1000 {
+		l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", fmt.Sprintf("127.0.0.1:%d", 18000+rand.IntN(12000)))
+		if err != nil {
+			continue
+		}
+		defer func() { _ = l.Close() }()
+		return l.Addr().String()
 	}
-	defer func() { _ = l.Close() }()
-	return l.Addr().String()
+	t.Fatal("no port is free between 18000 and 30000")
+	return ""
 }
 
 func newProcess(t testing.TB, transport string) *process {
@@ -81,8 +88,13 @@ func newProcess(t testing.TB, transport string) *process {
 	if err := os.WriteFile(p.path, b, 0o600); err != nil {
 		t.Fatal(err)
 	}
+	t.Cleanup(func() {
+		p.kill()
+		if log, err := os.ReadFile(p.path + ".log"); err == nil && t.Failed() {
+			t.Logf("the child said:\n%s", log[max(0, len(log)-4096):])
+		}
+	})
 	p.start()
-	t.Cleanup(p.kill)
 	return p
 }
 
@@ -94,9 +106,12 @@ func (p *process) start() {
 	}
 	p.cmd = exec.Command(exe)
 	p.cmd.Env = append(os.Environ(), childConfig+"="+p.path)
-	if testing.Verbose() {
-		p.cmd.Stderr = os.Stderr
+	log, err := os.OpenFile(p.path+".log", os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if err != nil {
+		p.t.Fatal(err)
 	}
+	defer func() { _ = log.Close() }() // the child has its own
+	p.cmd.Stderr = log
 	if err := p.cmd.Start(); err != nil {
 		p.t.Fatal(err)
 	}
