@@ -97,7 +97,8 @@ func (n *Node) peerUp(in peerInfo) {
 
 // connectFailed ends a connect.
 func (n *Node) connectFailed(endpoint string, err error) {
-	n.log.Debug("peer not reached", "endpoint", endpoint, "err", err)
+	// Somebody waits for this peer, or it would not have been tried: a wrong address costs every request its patience.
+	n.log.Warn("peer not reached; tried again while requests wait for it", "endpoint", endpoint, "err", err)
 	now := n.enter()
 	n.d.ex.ConnectFailed(now, endpoint, err)
 	n.leave()

@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"net"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/cenkalti/backoff/v5"
@@ -114,6 +115,9 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 	for i, addr := range append([]string{m.opt.Listen}, m.opt.Control...) {
 		ln, lerr := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
 		if lerr != nil {
+			if errors.Is(lerr, syscall.EADDRINUSE) {
+				lerr = fmt.Errorf("%w: another sidecar? give this one --listen, --http and --socket of its own", lerr)
+			}
 			return fmt.Errorf("peer: listen on %s: %w", addr, lerr)
 		}
 		lns = append(lns, ln)

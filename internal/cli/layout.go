@@ -10,6 +10,7 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -89,6 +90,9 @@ func layoutExplainCommand() *cobra.Command {
 func readModel(name string) (*explain.Model, error) {
 	if name == "" {
 		return nil, errors.New("--model is missing: a config.json, or one of " + strings.Join(explain.Presets(), ", "))
+	}
+	if st, err := os.Stat(name); err == nil && st.IsDir() {
+		name = filepath.Join(name, "config.json") // a model's folder
 	}
 	if !strings.ContainsAny(name, "/.") || !strings.HasSuffix(name, ".json") {
 		return explain.Preset(name)
