@@ -214,7 +214,7 @@ func (n *Node) fence(a *exec.Action) {
 		defer n.d.wg.Done()
 		ctx, cancel := context.WithTimeout(n.d.ctx, n.grace)
 		defer cancel()
-		err := waitIdle(ctx, l.Grant.Idle())
+		err := l.Grant.Wait(ctx)
 		for _, b := range n.backends {
 			if err == nil {
 				err = b.Fence(ctx, &l.Grant)
@@ -225,15 +225,6 @@ func (n *Node) fence(a *exec.Action) {
 		n.leave()
 		n.fenceEnded(l, status, now-began, err)
 	}()
-}
-
-func waitIdle(ctx context.Context, idle <-chan struct{}) error {
-	select {
-	case <-idle:
-		return nil
-	case <-ctx.Done():
-		return ctx.Err()
-	}
 }
 
 func (n *Node) forget(l *exec.Landing) {
@@ -282,7 +273,7 @@ func (n *Node) closeOrigin(a *exec.Action) {
 		defer n.d.wg.Done()
 		ctx, cancel := context.WithTimeout(n.d.ctx, n.grace)
 		defer cancel()
-		err := waitIdle(ctx, s.Origin.Idle())
+		err := s.Origin.Wait(ctx)
 		for _, b := range n.backends {
 			if err == nil && s.Source != nil {
 				err = b.CloseOrigin(ctx, &s.Origin)

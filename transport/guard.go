@@ -1,6 +1,9 @@
 package transport
 
 import (
+	"context"
+	"errors"
+	"fmt"
 	"sync"
 	"sync/atomic"
 )
@@ -52,6 +55,26 @@ func (g *Guard) Idle() <-chan struct{} {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.idleLocked()
+}
+
+var errOpen = errors.New("the guard is not revoked; revoke first")
+
+// Wait returns once the guard is revoked and nobody holds it. What is over already is over, whatever ctx says.
+func (g *Guard) Wait(ctx context.Context) error {
+	if !g.Revoked() {
+		return errOpen
+	}
+	select {
+	case <-g.Idle():
+		return nil
+	default:
+	}
+	select {
+	case <-g.Idle():
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("somebody still holds the guard: %w", ctx.Err())
+	}
 }
 
 func (g *Guard) emptied() {

@@ -1,6 +1,8 @@
 package transport
 
 import (
+	"context"
+	"errors"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -27,6 +29,11 @@ func idle(g *Guard) bool {
 
 func TestGuard(t *testing.T) {
 	var g Guard
+	over, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := g.Wait(context.Background()); err == nil {
+		t.Error("the wait for an open guard, which nobody may ever revoke, is no error")
+	}
 	if g.Revoked() || idle(&g) || !g.Enter() || !g.Enter() {
 		t.Fatal("a fresh guard is not open")
 	}
@@ -36,7 +43,13 @@ func TestGuard(t *testing.T) {
 	if !g.Revoked() || g.Enter() || idle(&g) {
 		t.Fatal("revoked and held: must be shut and not idle")
 	}
+	if err := g.Wait(over); !errors.Is(err, context.Canceled) {
+		t.Errorf("the wait for a held guard ended with %v", err)
+	}
 	g.Leave()
+	if err := g.Wait(over); err != nil {
+		t.Errorf("what is over already is over, whatever ctx says: %v", err)
+	}
 	if !idle(&g) || g.Enter() || !idle(&g) {
 		t.Fatal("revoked and empty: must be idle for good")
 	}

@@ -1,6 +1,10 @@
 package exec
 
-import "github.com/kvspray/kvspray/control/lease"
+import (
+	"container/heap"
+
+	"github.com/kvspray/kvspray/control/lease"
+)
 
 // timer is an entry of the executor's agenda. Its owner holds it for life; idx is -1 while it is not armed.
 type timer struct {
@@ -11,40 +15,31 @@ type timer struct {
 
 func newTimer(fire func(now Instant)) *timer { return &timer{idx: -1, fire: fire} }
 
-// agenda is a binary heap of timers by time.
+// agenda is a heap of timers by time.
 type agenda []*timer
 
-func (a agenda) swap(i, j int) {
+func (a agenda) Len() int           { return len(a) }
+func (a agenda) Less(i, j int) bool { return a[i].at < a[j].at }
+
+func (a agenda) Swap(i, j int) {
 	a[i], a[j] = a[j], a[i]
 	a[i].idx, a[j].idx = i, j
 }
 
-func (a agenda) up(i int) {
-	for i > 0 {
-		p := (i - 1) / 2
-		if a[p].at <= a[i].at {
-			return
-		}
-		a.swap(i, p)
-		i = p
-	}
+// Push and Pop are for package heap.
+func (a *agenda) Push(x any) {
+	t := x.(*timer)
+	t.idx = len(*a)
+	*a = append(*a, t)
 }
 
-func (a agenda) down(i int) {
-	for {
-		c := 2*i + 1
-		if c >= len(a) {
-			return
-		}
-		if c+1 < len(a) && a[c+1].at < a[c].at {
-			c++
-		}
-		if a[i].at <= a[c].at {
-			return
-		}
-		a.swap(i, c)
-		i = c
-	}
+func (a *agenda) Pop() any {
+	last := len(*a) - 1
+	t := (*a)[last]
+	(*a)[last] = nil
+	*a = (*a)[:last]
+	t.idx = -1
+	return t
 }
 
 // arm sets t to fire at `at`, whether it was armed or not. lease.Never disarms it.
@@ -55,26 +50,15 @@ func (a *agenda) arm(t *timer, at Instant) {
 	}
 	t.at = at
 	if t.idx < 0 {
-		t.idx = len(*a)
-		*a = append(*a, t)
+		heap.Push(a, t)
+		return
 	}
-	a.up(t.idx)
-	a.down(t.idx)
+	heap.Fix(a, t.idx)
 }
 
 func (a *agenda) disarm(t *timer) {
-	i := t.idx
-	if i < 0 {
-		return
-	}
-	last := len(*a) - 1
-	a.swap(i, last)
-	(*a)[last] = nil
-	*a = (*a)[:last]
-	t.idx = -1
-	if i < last {
-		a.up(i)
-		a.down(i)
+	if t.idx >= 0 {
+		heap.Remove(a, t.idx)
 	}
 }
 

@@ -1,6 +1,7 @@
 package spray
 
 import (
+	"container/heap"
 	"math"
 
 	"github.com/kvspray/kvspray/transfer"
@@ -203,53 +204,34 @@ func (a *Flow) before(b *Flow) bool {
 	return a.seq < b.seq
 }
 
-func (q queue) swap(i, j int) {
+func (q queue) Len() int           { return len(q) }
+func (q queue) Less(i, j int) bool { return q[i].before(q[j]) }
+
+func (q queue) Swap(i, j int) {
 	q[i], q[j] = q[j], q[i]
 	q[i].pos, q[j].pos = i, j
 }
 
-func (q queue) up(i int) {
-	for i > 0 && q[i].before(q[(i-1)/2]) {
-		q.swap(i, (i-1)/2)
-		i = (i - 1) / 2
-	}
-}
-
-func (q queue) down(i int) {
-	for {
-		c := 2*i + 1
-		if c >= len(q) {
-			return
-		}
-		if c+1 < len(q) && q[c+1].before(q[c]) {
-			c++
-		}
-		if !q[c].before(q[i]) {
-			return
-		}
-		q.swap(i, c)
-		i = c
-	}
-}
-
-func (q *queue) push(f *Flow) {
+// Push and Pop are for package heap.
+func (q *queue) Push(x any) {
+	f := x.(*Flow)
 	f.pos = len(*q)
 	*q = append(*q, f)
-	q.up(f.pos)
 }
 
-func (q *queue) remove(f *Flow) {
-	i := f.pos
-	if i < 0 {
-		return
-	}
+func (q *queue) Pop() any {
 	last := len(*q) - 1
-	q.swap(i, last)
+	f := (*q)[last]
 	(*q)[last] = nil
 	*q = (*q)[:last]
 	f.pos = -1
-	if i < last {
-		q.up(i)
-		q.down(i)
+	return f
+}
+
+func (q *queue) push(f *Flow) { heap.Push(q, f) }
+
+func (q *queue) remove(f *Flow) {
+	if f.pos >= 0 {
+		heap.Remove(q, f.pos)
 	}
 }

@@ -265,12 +265,10 @@ func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 			return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, err)
 		}
 	}
-	select {
-	case <-g.Idle():
-		return nil
-	case <-ctx.Done():
-		return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, ctx.Err())
+	if err := g.Wait(ctx); err != nil {
+		return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, err)
 	}
+	return nil
 }
 
 // CloseOrigin implements transport.Backend.
@@ -297,17 +295,10 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 			<-u.done
 		}
 	}
-	select {
-	case <-o.Idle(): // what is over is over, whatever ctx says
-		return nil
-	default:
+	if err := o.Wait(ctx); err != nil {
+		return fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, err)
 	}
-	select {
-	case <-o.Idle():
-		return nil
-	case <-ctx.Done():
-		return fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, ctx.Err())
-	}
+	return nil
 }
 
 // Close implements transport.Backend.

@@ -274,20 +274,10 @@ func (b *Backend) Grant(*transport.Grant) ([]byte, error) { return nil, nil }
 
 // Fence implements transport.Backend. Only this process's copiers write, under the guard.
 func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
-	if !g.Revoked() {
-		return fmt.Errorf("shm: fence of slot %d.%d: its guard is not revoked; revoke first", g.Slot, g.Gen)
+	if err := g.Wait(ctx); err != nil {
+		return fmt.Errorf("shm: fence of slot %d.%d: %w", g.Slot, g.Gen, err)
 	}
-	select {
-	case <-g.Idle():
-		return nil
-	default:
-	}
-	select {
-	case <-g.Idle():
-		return nil
-	case <-ctx.Done():
-		return fmt.Errorf("shm: fence of slot %d.%d: a copy is still under way: %w", g.Slot, g.Gen, ctx.Err())
-	}
+	return nil
 }
 
 // CloseOrigin implements transport.Backend.
@@ -301,18 +291,11 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 	if r != nil {
 		b.waitReads(ctx, o, r)
 	}
-	// Verdicts are given under the guard: those under way end here. What is over already is over, whatever ctx says.
-	select {
-	case <-o.Idle():
-		return nil
-	default:
+	// Verdicts are given under the guard: those under way end here.
+	if err := o.Wait(ctx); err != nil {
+		return fmt.Errorf("shm: close of origin %d.%d: %w", o.Slot, o.Gen, err)
 	}
-	select {
-	case <-o.Idle():
-		return nil
-	case <-ctx.Done():
-		return fmt.Errorf("shm: close of origin %d.%d: %w", o.Slot, o.Gen, ctx.Err())
-	}
+	return nil
 }
 
 // waitReads returns once the peer is at no memory of o. A peer that stays silent until ctx ends loses its lanes.

@@ -123,17 +123,10 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 }
 
 func idle(ctx context.Context, g *transport.Guard) error {
-	select {
-	case <-g.Idle():
-		return nil
-	default:
+	if err := g.Wait(ctx); err != nil {
+		return fmt.Errorf("simfabric: %w", err)
 	}
-	select {
-	case <-g.Idle():
-		return nil
-	case <-ctx.Done():
-		return fmt.Errorf("simfabric: the guard is held: %w", ctx.Err())
-	}
+	return nil
 }
 
 // Close implements transport.Backend. Its lanes end before it returns.

@@ -377,20 +377,10 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 }
 
 func wait(ctx context.Context, op string, g *transport.Guard) error {
-	if !g.Revoked() {
-		return fmt.Errorf("tcp: %s: its guard was not revoked", op)
+	if err := g.Wait(ctx); err != nil {
+		return fmt.Errorf("tcp: %s: %w", op, err)
 	}
-	select {
-	case <-g.Idle():
-		return nil
-	default:
-	}
-	select {
-	case <-g.Idle():
-		return nil
-	case <-ctx.Done():
-		return fmt.Errorf("tcp: %s: somebody still holds the guard: %w", op, ctx.Err())
-	}
+	return nil
 }
 
 // Close ends all lanes and joins every goroutine. Not to be called from a callback.
