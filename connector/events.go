@@ -16,6 +16,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -36,7 +37,8 @@ type Worker struct {
 	Layout      *layout.Layout
 	Fingerprint [32]byte
 	Geometry    [32]byte
-	Regions     []*mem.Region // index = layout.Layer.Region
+	Own         *parseblock.Match // of the layout with itself: what moves to or from an engine of equal geometry is planned from it
+	Regions     []*mem.Region     // index = layout.Layer.Region
 	// SourceValid reports whether the blocks of a source lease, at the epoch that the id carries, were still the
 	// engine's promise at the time of the call: it compares the board's source epoch with what was drained from the
 	// ring and drains the ring first where they differ. Safe from any goroutine; a load and a compare when nothing changed.

@@ -103,6 +103,7 @@ func TestRegisterRefused(t *testing.T) {
 		"blocks outside":  {relayout(func(l *layout.Layout) { l.Groups[0].NumBlocks *= 2 }), msg.CodeLayout, "layout", "region"},
 		"strategy":        {relayout(func(l *layout.Layout) { l.Groups[0].Strategy = "none" }), msg.CodeLayout, "layout", "unknown"},
 		"layers overlap":  {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Base = 0 }), msg.CodeLayout, "layout", "shares bytes"},
+		"one layer twice": {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Name = l.Groups[0].Layers[0].Name + "#again" }), msg.CodeLayout, "layout", "register it once"},
 		"flag index":      {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Index = 4 }), msg.CodeLayout, "layout.groups[0].layers[1].index", "4 layer flags"},
 		"layout no sense": {func(m *msg.Register, fds []int) []int { m.Layout = []byte{0x81, 0xa1, 'x', 0x01}; return fds }, msg.CodeLayout, "layout", ""},
 	} {

@@ -11,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
 )
 
 // maxBoardBytes bounds a flags or rings memfd: two rings of the largest size and their headers.
@@ -248,6 +249,9 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		}
 	}
 	pub.Layout, pub.Geometry = lay, lay.Geometry()
+	if pub.Own, err = parseblock.NewMatch(s.opt.Layouts, lay, lay, nil); err != nil {
+		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
+	}
 	if pub.Fingerprint, err = s.opt.Layouts.Fingerprint(lay); err != nil {
 		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
 	}

@@ -53,9 +53,6 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d layers", len(share.roles)),
 			Problem: fmt.Sprintf("the receiver has %d", len(out)), Remedy: "use the share that Assign made for this receiver"}
 	}
-	if src == dst && share == nil {
-		return linkSelf(reg, dst)
-	}
 	have, err := byModelLayer(reg, src)
 	if err != nil {
 		return nil, err
@@ -90,46 +87,6 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 				return nil, refuseMixed(name, p.unit)
 			}
 			out[flat] = append(out[flat], *p)
-		}
-	}
-	return out, nil
-}
-
-// linkSelf pairs every plane with itself: what a sidecar does for each transfer between engines of equal geometry, so it asks a
-// strategy once for equal layers and takes memory once.
-func linkSelf(reg *Registry, l *layout.Layout) ([][]pair, error) {
-	out := make([][]pair, 0, l.NumLayers())
-	var buf [layout.MaxPlanes]layout.Plane
-	var all []pair
-	flat := 0
-	for gi := range l.Groups {
-		g := &l.Groups[gi]
-		var planes []layout.Plane
-		for li := range g.Layers {
-			ly := &g.Layers[li]
-			if li == 0 || ly.PageBytes != g.Layers[li-1].PageBytes || ly.BlockStride != g.Layers[li-1].BlockStride {
-				var err error
-				if planes, err = reg.Planes(buf[:0], g, ly); err != nil {
-					return nil, fmt.Errorf("groups[%d].layers[%d]: %w", gi, li, err)
-				}
-				if need := len(planes) * (len(g.Layers) - li); cap(all)-len(all) < need {
-					all = make([]pair, 0, need) // what was handed out stays where it is
-				}
-			}
-			first := len(all)
-			for i := range planes {
-				s := sited{Plane: planes[i], g: g, l: ly, gi: gi, flat: flat}
-				p, err := newPair(&s, &s)
-				if err != nil {
-					return nil, err
-				}
-				if k := len(all); k > first && (all[first].unit == layout.UnitState) != (p.unit == layout.UnitState) {
-					return nil, refuseMixed(ly.Name, p.unit)
-				}
-				all = append(all, p)
-			}
-			out = append(out, all[first:len(all):len(all)])
-			flat++
 		}
 	}
 	return out, nil

@@ -198,9 +198,13 @@ func BenchmarkPlan(b *testing.B) {
 	}
 	l := &layout.Layout{Groups: []layout.Group{g}}
 	tables := [][]uint32{benchTable(2, 64)}
+	m, err := NewMatch(reg, l, l, nil)
+	if err != nil {
+		b.Fatal(err)
+	}
 	b.ReportAllocs()
 	for b.Loop() {
-		p, err := NewPlan(reg, l, l, 1024, []uint32{0})
+		p, err := m.Plan(1024, []uint32{0})
 		if err != nil {
 			b.Fatal(err)
 		}

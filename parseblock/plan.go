@@ -46,9 +46,6 @@ type segment struct {
 // NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's, which must have all
 // of it. skip holds, for each group of dst, how many tokens the receiver has already: a multiple of the block size, or all.
 func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint32) (*Plan, error) {
-	if src == dst {
-		return NewShare(reg, src, dst, nil, tokens, skip) // what one has, it has
-	}
 	all, err := Assign(reg, []*layout.Layout{src}, dst, nil)
 	if err != nil {
 		return nil, err
@@ -58,7 +55,33 @@ func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint3
 
 // NewShare is NewPlan for the part of the receiver's cache that Assign gave to this source.
 func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32, skip []uint32) (*Plan, error) {
-	w, err := NewWork(reg, src, dst, share, tokens, skip)
+	m, err := NewMatch(reg, src, dst, share)
+	if err != nil {
+		return nil, err
+	}
+	return m.Plan(tokens, skip)
+}
+
+// Match is what of a receiver's cache a source has: the pairs of planes of every layer. It follows from the two layouts alone, so
+// one serves every prompt that moves between them. Read-only and safe for concurrent use.
+type Match struct {
+	src, dst *layout.Layout
+	share    *Share
+	links    [][]pair
+}
+
+// NewMatch pairs the planes of two layouts, as far as the share says; nil: all that both have.
+func NewMatch(reg *Registry, src, dst *layout.Layout, share *Share) (*Match, error) {
+	links, err := link(reg, src, dst, share)
+	if err != nil {
+		return nil, err
+	}
+	return &Match{src: src, dst: dst, share: share, links: links}, nil
+}
+
+// Plan is the transfer space of one prompt; tokens and skip are those of NewPlan.
+func (m *Match) Plan(tokens uint32, skip []uint32) (*Plan, error) {
+	w, err := m.Work(tokens, skip)
 	if err != nil {
 		return nil, err
 	}
@@ -73,8 +96,9 @@ func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint3
 	return &Plan{Work: *w, space: space}, nil
 }
 
-// NewWork is NewShare without the transfer space.
-func NewWork(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32, skip []uint32) (*Work, error) {
+// Work is Plan without the transfer space.
+func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
+	dst := m.dst
 	if tokens == 0 {
 		return nil, &layout.Error{Field: "tokens", Value: "0", Problem: "there is nothing to plan", Remedy: "send a prompt of one token or more"}
 	}
@@ -82,11 +106,7 @@ func NewWork(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32
 		return nil, &layout.Error{Field: "skip", Value: fmt.Sprintf("%d groups", len(skip)),
 			Problem: fmt.Sprintf("the layout has %d", len(dst.Groups)), Remedy: "give the tokens already present for each cache group"}
 	}
-	links, err := link(reg, src, dst, share)
-	if err != nil {
-		return nil, err
-	}
-	p := &Work{src: src, dst: dst, share: share, tokens: tokens, segs: make([]segment, 0, len(links))}
+	p := &Work{src: m.src, dst: dst, share: m.share, tokens: tokens, segs: make([]segment, 0, len(m.links))}
 	for gi := range dst.Groups {
 		g := &dst.Groups[gi]
 		n := g.TokensPerBlock
@@ -95,7 +115,7 @@ func NewWork(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32
 				Problem: fmt.Sprintf("is inside a block of %d tokens", n), Remedy: "skip whole blocks"}
 		}
 		for range g.Layers {
-			p.segs = append(p.segs, newSegment(g, gi, links[len(p.segs)], tokens, min(skip[gi], tokens)))
+			p.segs = append(p.segs, newSegment(g, gi, m.links[len(p.segs)], tokens, min(skip[gi], tokens)))
 		}
 	}
 	return p, nil

@@ -25,7 +25,7 @@ type received struct {
 }
 
 func (p *planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
-	plan, err := parseblock.NewPlan(p.reg, w.Layout, w.Layout, x.Tokens, x.Skip)
+	plan, err := w.Own.Plan(x.Tokens, x.Skip)
 	if err != nil {
 		return nil, err
 	}
@@ -45,7 +45,7 @@ func (p *planner) Send(w *connector.Worker, g *peerv1.Grant) (exec.Plan, error) 
 			Problem: "the cache pages of the two engines have different shapes",
 			Remedy:  "run prefill and decode with the same block size, attention backend and parallelism"}
 	}
-	return parseblock.NewPlan(p.reg, w.Layout, w.Layout, g.Tokens, g.Skip)
+	return w.Own.Plan(g.Tokens, g.Skip)
 }
 
 // pieces is a pool of scratch for Resolve: lanes call it concurrently, and it must not allocate.

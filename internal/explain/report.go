@@ -183,7 +183,11 @@ func (r *Report) pages(reg *parseblock.Registry, side string, l *layout.Layout) 
 
 func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.Share, tokens int) (Flow, error) {
 	f := Flow{Least: 1<<64 - 1}
-	plan, err := parseblock.NewWork(reg, src, dst, share, uint32(tokens), make([]uint32, len(dst.Groups)))
+	match, err := parseblock.NewMatch(reg, src, dst, share)
+	if err != nil {
+		return f, err
+	}
+	plan, err := match.Work(uint32(tokens), make([]uint32, len(dst.Groups)))
 	if err != nil {
 		return f, err
 	}
