@@ -115,6 +115,8 @@ var rules = []rule{
 		own: []string{"internal/mem", "internal/wire", "transfer", "transport", "transport/shm", "transport/tcp"}, ext: []string{extCobra, extSys, extSync}, c: true},
 	{dir: "bench/gpubench", why: "measures GPU copies",
 		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra}},
+	{dir: "bench/timeline", why: "flags, faults and results as values: what benchmarks of sockets and of the simulation have in common",
+		ext: []string{extCobra}},
 	{dir: "test/arch", why: "reads source text only"},
 	{dir: "test/sim", why: "drives production executors over the simulated fabric: the one place that knows both",
 		own: []string{"api/peer/v1", "connector", "control/exec", "internal/mem", "layout", "transfer", "transport", "transport/simfabric"},

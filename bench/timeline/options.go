@@ -1,0 +1,132 @@
+package timeline
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+)
+
+// Bounds of Options.
+const (
+	MaxRails    = 16
+	MaxFaults   = 256
+	MinBlock    = 512
+	MaxBlock    = 16 << 20
+	MaxDuration = time.Hour
+)
+
+// Policies that `transfer.policy` knows.
+var policies = []string{"spray", "round-robin", "weighted"}
+
+// Options are what the user asks for.
+type Options struct {
+	Rates    []Rate
+	Block    int
+	Total    int64         // bytes of one transfer
+	Duration time.Duration // transfers of Total follow each other so long; 0: one cold and one warm
+	Policy   string
+	Faults   []Fault // by time
+	JSON     string  // file, "-" for standard output, "" for none
+	HTML     string
+}
+
+// Flags of both commands; Options reads them after the command line was parsed.
+type Flags struct {
+	cmd                        *cobra.Command
+	rates, block, total        string
+	duration                   time.Duration
+	policy, jsonFile, htmlFile string
+	faults                     []string
+}
+
+// Defaults of the flags.
+const (
+	defaultRates = "2gbit,1gbit,500mbit,500mbit"
+	defaultBlock = "16KiB"
+	defaultTotal = "256MiB"
+)
+
+// AddFlags gives a command the flags.
+func AddFlags(cmd *cobra.Command) *Flags {
+	x := &Flags{cmd: cmd}
+	f := cmd.Flags()
+	f.StringVar(&x.rates, "rates", defaultRates, "the rails' rates, separated by commas")
+	f.StringVar(&x.block, "block", defaultBlock, "bytes of a block of KV cache; blocks lie scattered on both sides")
+	f.StringVar(&x.total, "total", defaultTotal, "bytes of a transfer: one is cold, one warm")
+	f.DurationVar(&x.duration, "duration", 0, "move transfers of "+defaultTotal+" one after the other for so long, instead of --total")
+	f.StringVar(&x.policy, "policy", policies[0], strings.Join(policies, ", "))
+	f.StringArrayVar(&x.faults, "fault", nil, "T:railN:kind; kinds: down, up, drop, ackdrop, rate=1/20, flap=300ms, blackhole, heal; all for railN meets every rail; repeatable")
+	f.StringVar(&x.jsonFile, "json", "", "write the result here; - for standard output")
+	f.StringVar(&x.htmlFile, "html", "", "write a chart here")
+	cmd.MarkFlagsMutuallyExclusive("total", "duration")
+	return x
+}
+
+// Options checks the flags. The error names the flag.
+func (x *Flags) Options() (*Options, error) {
+	o := &Options{Duration: x.duration, Policy: x.policy, JSON: x.jsonFile, HTML: x.htmlFile}
+	for _, s := range strings.Split(x.rates, ",") {
+		r, err := ParseRate(strings.TrimSpace(s))
+		if err != nil {
+			return nil, fmt.Errorf("--rates: %w", err)
+		}
+		o.Rates = append(o.Rates, r)
+	}
+	block, err := ParseSize(x.block)
+	if err != nil {
+		return nil, fmt.Errorf("--block: %w", err)
+	}
+	o.Block = int(min(block, MaxBlock+1))
+	if o.Total, err = ParseSize(x.total); err != nil {
+		return nil, fmt.Errorf("--total: %w", err)
+	}
+	if x.cmd.Flags().Changed("duration") && x.duration <= 0 {
+		return nil, fmt.Errorf("--duration %s: must be positive", x.duration)
+	}
+	for _, s := range x.faults {
+		f, err := ParseFault(s)
+		if err != nil {
+			return nil, fmt.Errorf("--fault: %w", err)
+		}
+		o.Faults = append(o.Faults, f)
+	}
+	Sort(o.Faults)
+	return o, o.check()
+}
+
+func (o *Options) check() error {
+	switch {
+	case len(o.Rates) > MaxRails:
+		return fmt.Errorf("--rates: %d rails: at most %d", len(o.Rates), MaxRails)
+	case o.Block < MinBlock || o.Block > MaxBlock || o.Block&(o.Block-1) != 0:
+		return fmt.Errorf("--block %s: must be a power of two from %s to %s", FormatSize(int64(o.Block)), FormatSize(MinBlock), FormatSize(MaxBlock))
+	case o.Total%int64(o.Block) != 0:
+		return fmt.Errorf("--total %s: must be a multiple of --block %s", FormatSize(o.Total), FormatSize(int64(o.Block)))
+	case o.Duration > MaxDuration:
+		return fmt.Errorf("--duration %s: at most %s", o.Duration, MaxDuration)
+	case len(o.Faults) > MaxFaults:
+		return fmt.Errorf("--fault: %d of them: at most %d", len(o.Faults), MaxFaults)
+	}
+	known := false
+	for _, p := range policies {
+		known = known || p == o.Policy
+	}
+	if !known {
+		return fmt.Errorf("--policy %q: want one of %s", o.Policy, strings.Join(policies, ", "))
+	}
+	for _, f := range o.Faults {
+		if f.Rail >= len(o.Rates) {
+			return fmt.Errorf("--fault %s: there are %d rails, rail0 to rail%d", f, len(o.Rates), len(o.Rates)-1)
+		}
+		if o.Duration > 0 && f.At >= o.Duration {
+			return fmt.Errorf("--fault %s: never happens within --duration %s", f, o.Duration)
+		}
+	}
+	if o.JSON == "-" && o.HTML == "-" {
+		return errors.New("--json - and --html -: only one can go to standard output")
+	}
+	return nil
+}

@@ -1,0 +1,233 @@
+package timeline
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"slices"
+	"time"
+)
+
+// Result is one run.
+type Result struct {
+	Bench   string `json:"bench"` // rails or sim
+	Version string `json:"version"`
+	Host    string `json:"host"` // CPUs and kernel, or what stands for them
+
+	Nodes int    `json:"nodes,omitempty"` // sim
+	Seed  uint64 `json:"seed,omitempty"`  // sim
+	Trace string `json:"trace,omitempty"` // sim: the same flags give the same
+
+	Block    int     `json:"block_bytes"`
+	Total    int64   `json:"total_bytes"`
+	Duration Seconds `json:"duration_seconds,omitempty"`
+	Policy   string  `json:"policy"`
+	Faults   []Fault `json:"faults,omitempty"`
+
+	Rails []Rail `json:"rails"`
+	// Together is what plain streams over all rails at once carry.
+	Together Rate `json:"together_bits_per_second"`
+
+	Transfers []Transfer `json:"transfers"`
+	Samples   Samples    `json:"samples"`
+
+	// What follows is read out of the above by Judge.
+	Goodput Rate    `json:"goodput_bits_per_second"` // content, from the first beginning to the last end
+	Cold    float64 `json:"cold_share"`              // the first transfer's rate, of Together
+	Warm    float64 `json:"warm_share,omitempty"`    // the median of the others
+	Failed  int     `json:"failed_transfers"`        // more than none is a failure of the run
+	Dips    []Dip   `json:"dips,omitempty"`          // one for each time at which something happened
+}
+
+// Rail is one of them.
+type Rail struct {
+	Name   string  `json:"name"`
+	Rate   Rate    `json:"rate_bits_per_second"`   // as it was asked for
+	Alone  Rate    `json:"alone_bits_per_second"`  // what a plain stream carried over it
+	RTT    Seconds `json:"rtt_seconds,omitempty"`  // when idle
+	Buffer int     `json:"buffer_bytes,omitempty"` // of its shaper
+}
+
+// Transfer is one of those that followed each other.
+type Transfer struct {
+	Began Seconds `json:"began_seconds"` // after the first one
+	Took  Seconds `json:"took_seconds"`
+	Bytes uint64  `json:"bytes"`
+	// Error is why it failed; "" says that it came and that its content was verified.
+	Error string `json:"error,omitempty"`
+}
+
+// Samples are the bytes that each rail's receiver has counted so far, at equal times from the first transfer's beginning.
+type Samples struct {
+	Every Seconds    `json:"every_seconds"`
+	Bytes [][]uint64 `json:"rail_bytes"` // [rail][sample]
+}
+
+// Dip is what one fault, or several of one time, did to the throughput.
+type Dip struct {
+	Faults []Fault `json:"faults"`
+	// Expected is what the rails that are left carry.
+	Expected Rate `json:"expected_bits_per_second"`
+	// Recovered is when the first window begins that has its share of that, after the fault; negative: none did before the next fault.
+	Recovered Seconds `json:"recovered_after_seconds"`
+	// Share of what was expected that came in the time after the fault that Depth names, or until the next.
+	Share float64 `json:"share"`
+}
+
+// How a dip is read.
+const (
+	SampleEvery = 5 * time.Millisecond
+	Window      = 50 * time.Millisecond
+	Enough      = 0.95 // of what the remaining rails carry
+	Depth       = 500 * time.Millisecond
+	// Never is Recovered where no window came.
+	Never = Seconds(-1)
+)
+
+// Judge fills in what is read out of transfers, rails and samples.
+func (r *Result) Judge() {
+	r.Goodput, r.Cold, r.Warm, r.Failed, r.Dips = 0, 0, 0, 0, nil
+	var content uint64
+	var end time.Duration
+	var warm []float64
+	for i, t := range r.Transfers {
+		if t.Error != "" {
+			r.Failed++
+			continue
+		}
+		content += t.Bytes
+		end = max(end, t.Began.D()+t.Took.D())
+		share := 0.0
+		if r.Together > 0 {
+			share = float64(RateOf(t.Bytes, t.Took.D()) / r.Together)
+		}
+		if i == 0 {
+			r.Cold = share
+		} else {
+			warm = append(warm, share)
+		}
+	}
+	r.Goodput = RateOf(content, end)
+	if len(warm) > 0 {
+		slices.Sort(warm)
+		r.Warm = warm[len(warm)/2]
+	}
+	for i := 0; i < len(r.Faults); {
+		at := r.Faults[i].At
+		n := i
+		for n < len(r.Faults) && r.Faults[n].At == at {
+			n++
+		}
+		until := end
+		if n < len(r.Faults) {
+			until = min(end, r.Faults[n].At)
+		}
+		if at < end {
+			d := Dip{Faults: r.Faults[i:n], Expected: r.usable(at), Recovered: Never}
+			if after, ok := r.Samples.recovered(at, until, d.Expected); ok {
+				d.Recovered = Seconds(after)
+			}
+			deep := min(until, at+Depth)
+			if want := d.Expected.Over(deep - at); want > 0 {
+				d.Share = float64(r.Samples.Between(at, deep)) / want
+			}
+			r.Dips = append(r.Dips, d)
+		}
+		i = n
+	}
+}
+
+// usable is what the rails that faults have left carry together: never more than they did when all were measured at once.
+func (r *Result) usable(at time.Duration) (sum Rate) {
+	var all Rate
+	for i, x := range r.Rails {
+		all += x.Alone
+		sum += x.Alone * Rate(ConditionAt(r.Faults, i, at).Usable())
+	}
+	if r.Together > 0 && all > r.Together {
+		sum *= r.Together / all
+	}
+	return sum
+}
+
+// At is how many bytes had come over all rails at a time, linear between samples.
+func (s *Samples) At(at time.Duration) (n uint64) {
+	if s.Every <= 0 {
+		return 0
+	}
+	for _, b := range s.Bytes {
+		i := int(at / s.Every.D())
+		switch {
+		case len(b) == 0 || at < 0:
+		case i+1 >= len(b):
+			n += b[len(b)-1]
+		default:
+			n += b[i] + uint64(float64(b[i+1]-b[i])*(float64(at%s.Every.D())/float64(s.Every)))
+		}
+	}
+	return n
+}
+
+// Between is how many bytes came in [from, to).
+func (s *Samples) Between(from, to time.Duration) uint64 { return s.At(to) - s.At(from) }
+
+// recovered finds the first window after `at`, and over before `until`, that has enough of a rate.
+func (s *Samples) recovered(at, until time.Duration, rate Rate) (time.Duration, bool) {
+	want := rate.Over(Window) * Enough
+	for from := at; s.Every > 0 && from+Window <= until; from += s.Every.D() {
+		if float64(s.Between(from, from+Window)) >= want {
+			return from - at, true
+		}
+	}
+	return 0, false
+}
+
+// Write writes the result as JSON.
+func (r *Result) Write(w io.Writer) error {
+	e := json.NewEncoder(w)
+	e.SetIndent("", "  ")
+	return e.Encode(r)
+}
+
+// Read reads what Write wrote. Fields that it does not know are refused: they would be lost.
+func Read(in io.Reader) (*Result, error) {
+	d := json.NewDecoder(in)
+	d.DisallowUnknownFields()
+	var r Result
+	if err := d.Decode(&r); err != nil {
+		return nil, fmt.Errorf("timeline: read a result: %w", err)
+	}
+	for i, b := range r.Samples.Bytes {
+		if !slices.IsSorted(b) {
+			return nil, fmt.Errorf("timeline: read a result: samples of rail %d: counts go down", i)
+		}
+	}
+	return &r, nil
+}
+
+// Print writes the result for people.
+func (r *Result) Print(w io.Writer) error {
+	var b bytes.Buffer
+	p := func(format string, args ...any) { fmt.Fprintf(&b, format, args...) }
+	p("%s, %s; policy %s, blocks of %s\n", r.Bench, r.Host, r.Policy, FormatSize(int64(r.Block)))
+	for _, x := range r.Rails {
+		p("  %-8s %10s, alone %s\n", x.Name, x.Rate, x.Alone)
+	}
+	p("together %s; %d transfers of %s, %d failed: %s", r.Together, len(r.Transfers), FormatSize(r.Total), r.Failed, r.Goodput)
+	p(", cold %.3f", r.Cold)
+	if len(r.Transfers) > 1 {
+		p(", warm %.3f", r.Warm)
+	}
+	p(" of together\n")
+	for _, d := range r.Dips {
+		p("  %v: %.3f of %s in the %s after", d.Faults, d.Share, d.Expected, Depth)
+		if d.Recovered == Never {
+			p("; no window of %s at %.2f\n", Window, Enough)
+		} else {
+			p("; at %.2f after %s\n", Enough, d.Recovered)
+		}
+	}
+	_, err := w.Write(b.Bytes())
+	return err
+}

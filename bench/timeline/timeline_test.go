@@ -1,0 +1,214 @@
+package timeline
+
+import (
+	"bytes"
+	"io"
+	"math"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/spf13/cobra"
+)
+
+func parse(t *testing.T, args ...string) (*Options, error) {
+	t.Helper()
+	var x *Flags
+	var o *Options
+	cmd := &cobra.Command{Use: "x", SilenceErrors: true, SilenceUsage: true, RunE: func(*cobra.Command, []string) (err error) {
+		o, err = x.Options()
+		return err
+	}}
+	x = AddFlags(cmd)
+	cmd.SetArgs(args)
+	cmd.SetOut(io.Discard)
+	return o, cmd.Execute()
+}
+
+// TestFlags reads the command line that the issue gives.
+func TestFlags(t *testing.T) {
+	o, err := parse(t, "--rates", "2gbit,1gbit, 500mbit,2.5gbit", "--block", "64KiB", "--policy", "weighted", "--duration", "8s",
+		"--fault", "5s:rail0:up", "--fault", "2s:rail0:down", "--fault", "2s:all:rate=1/20", "--fault", "500ms:rail3:flap=300ms", "--json", "-", "--html", "f")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := &Options{Rates: []Rate{2e9, 1e9, 500e6, 2.5e9}, Block: 64 << 10, Total: 256 << 20, Duration: 8 * time.Second, Policy: "weighted", JSON: "-", HTML: "f",
+		Faults: []Fault{{At: 500 * time.Millisecond, Rail: 3, Kind: Flap, Period: 300 * time.Millisecond}, {At: 2 * time.Second, Kind: Down},
+			{At: 2 * time.Second, Rail: AllRails, Kind: Slow, Share: 0.05}, {At: 5 * time.Second, Kind: Up}}}
+	if d := cmp.Diff(want, o); d != "" {
+		t.Error(d)
+	}
+	for _, f := range o.Faults {
+		if again, err := ParseFault(f.String()); err != nil || again != f {
+			t.Errorf("%s: read again it is %v: %v", f, again, err)
+		}
+	}
+	if o, err = parse(t); err != nil || len(o.Rates) != 4 || o.Duration != 0 {
+		t.Errorf("no flags: %+v: %v", o, err)
+	}
+}
+
+// TestFlagsRefused: each mistake is told by its flag and its value.
+func TestFlagsRefused(t *testing.T) {
+	for _, x := range []struct{ args, want string }{
+		{"--rates 2gbit,fast", `--rates: "fast": want a rate`},
+		{"--rates 900gbit", `--rates: "900gbit": must be`},
+		{"--rates -1gbit", `--rates: "-1gbit": must be`},
+		{"--rates nangbit", `--rates: "nangbit": want a rate`},
+		{"--rates " + strings.Repeat("1gbit,", MaxRails) + "1gbit", "at most 16"},
+		{"--block 16KB", `--block: "16KB": want a size`},
+		{"--block 3KiB", "--block 3KiB: must be a power of two"},
+		{"--block 1GiB", "must be a power of two"},
+		{"--total 0", "--total"},
+		{"--total 9999999999GiB", "--total"},
+		{"--total 17KiB", "--total 17KiB: must be a multiple of --block 16KiB"},
+		{"--total 1MiB --duration 1s", "total"},
+		{"--duration 0s", "--duration 0s: must be positive"},
+		{"--duration 2h", "--duration 2h0m0s: at most"},
+		{"--policy best", `--policy "best": want one of spray`},
+		{"--fault down", "want T:railN:kind"},
+		{"--fault 1:rail0:down", `time "1"`},
+		{"--fault -1s:rail0:down", `time "-1s"`},
+		{"--fault 1s:eth0:down", `rail "eth0"`},
+		{"--fault 1s:rail4:down", "--fault 1s:rail4:down: there are 4 rails"},
+		{"--fault 1s:rail99999:down", `rail "rail99999"`},
+		{"--fault 1s:rail0:explode", `kind "explode": want one of down, up`},
+		{"--fault 1s:rail0:down=3", "kind down takes no value"},
+		{"--fault 1s:rail0:rate", `rate ""`},
+		{"--fault 1s:rail0:rate=2", `rate "2"`},
+		{"--fault 1s:rail0:rate=1/0", `rate "1/0"`},
+		{"--fault 1s:rail0:rate=0/0", `rate "0/0"`},
+		{"--fault 1s:rail0:flap=1ms", `flap "1ms"`},
+		{"--fault 9s:rail0:down --duration 8s", "never happens within"},
+		{"--json - --html -", "only one"},
+	} {
+		if _, err := parse(t, strings.Fields(x.args)...); err == nil || !strings.Contains(err.Error(), x.want) {
+			t.Errorf("%s: %v, want %q", x.args, err, x.want)
+		}
+	}
+}
+
+func TestUnits(t *testing.T) {
+	for s, want := range map[string]Rate{"1gbit": 1e9, "500mbit": 500e6, "2.5gbit": 2.5e9, "1mbit": 1e6, "1500kbit": 1.5e6} {
+		r, err := ParseRate(s)
+		if err != nil || r != want {
+			t.Errorf("%s: %g: %v", s, r, err)
+		}
+		if again, err := ParseRate(r.String()); err != nil || again != r {
+			t.Errorf("%s is written as %s: %v", s, r, err)
+		}
+	}
+	for s, want := range map[string]int64{"16KiB": 16 << 10, "3MiB": 3 << 20, "1GiB": 1 << 30, "513": 513} {
+		if n, err := ParseSize(s); err != nil || n != want || FormatSize(n) != s {
+			t.Errorf("%s: %d, %s: %v", s, n, FormatSize(n), err)
+		}
+	}
+}
+
+func TestConditions(t *testing.T) {
+	var faults []Fault
+	for _, s := range []string{"1s:rail0:down", "2s:rail0:rate=1/4", "3s:rail0:up", "4s:all:drop", "5s:rail0:flap=300ms", "6s:rail0:up", "7s:rail0:heal"} {
+		f, err := ParseFault(s)
+		if err != nil {
+			t.Fatal(err)
+		}
+		faults = append(faults, f)
+	}
+	for at, want := range []float64{1, 0, 0, 0.25, 0, 0, 0, 1} {
+		if got := ConditionAt(faults, 0, time.Duration(at)*time.Second).Usable(); got != want {
+			t.Errorf("rail 0 at %d s: %g is usable, want %g", at, got, want)
+		}
+	}
+	if got := ConditionAt(faults, 1, 10*time.Second).Usable(); got != 0 {
+		t.Errorf("rail 1 was never healed, and %g is usable", got)
+	}
+}
+
+// TestJudge reads a run whose numbers are known: two equal rails; one dies at 1 s, for 80 ms nothing comes, then the other's rate.
+func TestJudge(t *testing.T) {
+	const each = Rate(800e6) // 100 bytes a microsecond
+	r := &Result{Bench: "sim", Host: "none", Total: 1 << 20, Block: 16 << 10, Policy: "spray", Together: 2 * each, Faults: []Fault{{At: time.Second, Rail: 1, Kind: Down}},
+		Rails:     []Rail{{Name: "rail0", Rate: each, Alone: each}, {Name: "rail1", Rate: each, Alone: each}},
+		Transfers: []Transfer{{Took: Seconds(time.Second), Bytes: 180e6}, {Began: Seconds(time.Second), Took: Seconds(time.Second), Bytes: 92e6}, {Error: "gone"}},
+		Samples:   Samples{Every: Seconds(SampleEvery), Bytes: make([][]uint64, 2)}}
+	for i := range 401 {
+		at := time.Duration(i) * SampleEvery
+		r.Samples.Bytes[1] = append(r.Samples.Bytes[1], uint64(each.Over(min(at, time.Second))))
+		r.Samples.Bytes[0] = append(r.Samples.Bytes[0], uint64(each.Over(min(at, time.Second)+max(0, at-1080*time.Millisecond))))
+	}
+	r.Judge()
+	near := func(what string, got, want float64) {
+		t.Helper()
+		if math.Abs(got-want) > 1e-6*max(1, want) {
+			t.Errorf("%s: %g, want %g", what, got, want)
+		}
+	}
+	near("goodput", float64(r.Goodput), 272e6*8/2)
+	near("cold", r.Cold, 0.9)
+	near("warm", r.Warm, 0.46)
+	if r.Failed != 1 || len(r.Dips) != 1 {
+		t.Fatalf("%d failed, dips %+v", r.Failed, r.Dips)
+	}
+	d := r.Dips[0]
+	near("expected", float64(d.Expected), float64(each))
+	near("share", d.Share, 0.84) // of 500 ms, 80 are missing
+	if d.Recovered.D() != 80*time.Millisecond {
+		t.Errorf("recovered after %s", d.Recovered)
+	}
+
+	var b bytes.Buffer
+	if err := r.Write(&b); err != nil {
+		t.Fatal(err)
+	}
+	again, err := Read(bytes.NewReader(b.Bytes()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d := cmp.Diff(r, again); d != "" {
+		t.Error(d)
+	}
+	b.Reset()
+	if err := r.Print(&b); err != nil || !strings.Contains(b.String(), "0.840 of 800mbit in the 500ms after; at 0.95 after 80ms") {
+		t.Errorf("%v: %s", err, b.String())
+	}
+
+	// A rail that never comes near says so, and one that claims more together than alone is not expected to.
+	r.Rails[0].Alone *= 2
+	r.Judge()
+	near("expected of claims", float64(r.Dips[0].Expected), float64(2*each)*2/3)
+	if r.Dips[0].Recovered != Never {
+		t.Errorf("recovered after %s", r.Dips[0].Recovered)
+	}
+}
+
+// TestReadRefused: what is not a result is said to be none.
+func TestReadRefused(t *testing.T) {
+	for s, want := range map[string]string{
+		`{`:                                "read a result",
+		`{"speed": 3}`:                     "speed",
+		`{"faults": ["1s:rail0:explode"]}`: "explode",
+		`{"samples": {"every_seconds": 0.005, "rail_bytes": [[3, 2]]}}`: "go down",
+		`{"duration_seconds": 1e300}`:                                   "out of range",
+	} {
+		if _, err := Read(strings.NewReader(s)); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", s, err, want)
+		}
+	}
+}
+
+func FuzzParseFault(f *testing.F) {
+	for _, s := range []string{"2s:rail0:down", "1s:all:rate=1/20", "500ms:rail1:flap=300ms", "1s:rail0:rate=0.3"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		x, err := ParseFault(s)
+		if err != nil {
+			return
+		}
+		again, err := ParseFault(x.String())
+		if err != nil || again != x {
+			t.Errorf("%q is %+v, written as %s it is %+v: %v", s, x, x, again, err)
+		}
+	})
+}
