@@ -79,6 +79,7 @@ const (
 	DefaultMaxPending    = 4096
 	DefaultTombstoneHush = 2 * time.Second
 	MaxDeadline          = 10 * time.Minute
+	maxRefused           = 10                     // tries at an address where nobody listens: 2 s, in which a sidecar starts anew
 	connectRetry         = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
 	disownedWait         = time.Second            // for the record that says why a source was disowned
 )

@@ -1,7 +1,12 @@
 package exec
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
+	"maps"
+	"slices"
+	"syscall"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -65,6 +70,7 @@ type endpoint struct {
 	addr    string
 	peer    *peer // nil while it is not known
 	trying  bool
+	refused int                 // tries in a row at which nobody listened there
 	refs    int                 // leases and questions that name it
 	waiting map[*dest]struct{}  // want a grant there
 	awaits  map[*await]struct{} // want an answer from there
@@ -326,7 +332,7 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 		return
 	}
 	ep := e.endpoint(addr)
-	ep.trying = false
+	ep.trying, ep.refused = false, 0
 	e.agenda.disarm(ep.retry)
 	if old := ep.peer; old != nil && old != p {
 		ep.peer = p
@@ -355,7 +361,8 @@ func (e *Exec) peer(boot transfer.Boot) *peer {
 	return p
 }
 
-// ConnectFailed ends a Connect without a peer. Those who wait for it try again until their own time is over.
+// ConnectFailed ends a Connect without a peer. Those who wait for it try again until their own time is over, or until it is plain that
+// nobody listens at that address (ECONNREFUSED): a wrong address must not cost each request all its patience.
 func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	ep := e.endpoints[addr]
 	if ep == nil {
@@ -365,11 +372,30 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	for d := range ep.waiting {
 		d.trouble = err.Error()
 	}
+	if ep.refused++; !errors.Is(err, syscall.ECONNREFUSED) {
+		ep.refused = 0
+	}
+	if ep.refused >= maxRefused {
+		e.nobody(now, ep, err)
+	}
 	if len(ep.waiting)+len(ep.awaits) == 0 {
 		e.dropEndpoint(ep)
 		return
 	}
 	e.agenda.arm(ep.retry, now+connectRetry)
+}
+
+// nobody ends what waits for an address at which nobody listens.
+func (e *Exec) nobody(now Instant, ep *endpoint, err error) {
+	ep.refused = 0
+	ep.refs++ // it stays until the caller has seen that nobody is left
+	for _, d := range slices.SortedFunc(maps.Keys(ep.waiting), func(a, b *dest) int { return cmp.Compare(a.ID.ID, b.ID.ID) }) {
+		e.closeDest(now, d, StatusExpired, err.Error())
+	}
+	for _, w := range slices.SortedFunc(maps.Keys(ep.awaits), func(a, b *await) int { return cmp.Compare(a.id, b.id) }) {
+		e.answer(w, connector.Admission{State: "gone", Message: err.Error()})
+	}
+	ep.refs--
 }
 
 // PeerDown says that the control lanes to boot are down. proved: that process is dead or superseded, no word of it will ever

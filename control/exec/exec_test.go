@@ -129,6 +129,33 @@ func TestMismatchAndNoPartner(t *testing.T) {
 	}
 }
 
+// A wrong address costs a request two seconds, not all the time that a partner has; a sidecar that starts anew meanwhile is waited for.
+func TestNobodyListens(t *testing.T) {
+	s, _, d, _, dw := pair(t, 4, 0)
+	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
+	d.event(func() { d.ex.Await(s.now, 1, connector.Await{Key: testKey(3, 2), Peer: "q:1", TTL: 8 * sec}) })
+	s.run(s.now+sec, func() bool { return false })
+	if dst.done != nil || len(d.answer) != 0 {
+		t.Fatal("gave up at once")
+	}
+	s.until("the end", 2*sec, func() bool { return dst.done != nil && len(d.answer) == 1 })
+	wantStatus(t, dst, StatusExpired)
+	if !strings.Contains(dst.done.Reason, "refused") || d.answer[1].State != "gone" {
+		t.Errorf("reason %q, answer %+v", dst.done.Reason, d.answer[1])
+	}
+	if ep := d.ex.endpoints["q:1"]; ep != nil {
+		t.Errorf("the address is still known: %+v", ep)
+	}
+	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
+	s.run(s.now+sec, func() bool { return false })
+	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
+	qw := q.worker()
+	src := q.intent(qw, 1, testKey(4, 1), 64, 1, 60*sec)
+	q.steps(src)
+	s.until("transfer", 2*sec, func() bool { return late.done != nil })
+	wantStatus(t, late, StatusOK)
+}
+
 // Once every request of a transfer id is finished no other hash can come, and the decode need not wait to learn it. A question
 // may be early: a prompt list is admitted one by one.
 func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {

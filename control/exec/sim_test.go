@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"syscall"
 	"testing"
 	"time"
 
@@ -259,8 +260,12 @@ func (n *simNode) perform(a *Action) {
 		s.after(s.delay(5*time.Millisecond), func() {
 			n.event(func() {
 				p := s.byAddr[addr]
-				if p == nil || p.dead || s.chance(s.faults) {
-					n.ex.ConnectFailed(s.now, addr, errors.New("connection refused"))
+				if p == nil || p.dead {
+					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
+					return
+				}
+				if s.chance(s.faults) {
+					n.ex.ConnectFailed(s.now, addr, errors.New("handshake failed"))
 					return
 				}
 				n.ex.PeerUp(s.now, addr, p.boot)

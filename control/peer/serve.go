@@ -7,10 +7,13 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"sync"
+	"sync/atomic"
+	"syscall"
 	"time"
 
 	"google.golang.org/grpc"
@@ -324,18 +327,29 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	} else if !loopback(endpoint) {
 		return fmt.Errorf("peer: call %s: %w: set peer.cluster_key_file ('kvspray keygen cluster') or peer.tls", endpoint, ErrUnsafe)
 	}
+	// gRPC makes a text of what the dialler said; whether anybody listens there is worth knowing.
+	var refused atomic.Bool
+	dial := func(ctx context.Context, addr string) (net.Conn, error) {
+		c, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+		refused.Store(errors.Is(err, syscall.ECONNREFUSED))
+		return c, err //nolint:wrapcheck // gRPC says what it did
+	}
 	conn, err := grpc.NewClient("passthrough:///"+endpoint, grpc.WithTransportCredentials(creds), grpc.WithNoProxy(), grpc.WithDisableServiceConfig(),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxLayout)))
+		grpc.WithContextDialer(dial), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxLayout)))
 	if err != nil {
 		return fmt.Errorf("peer: call %s: %w", endpoint, err)
 	}
 	defer func() { _ = conn.Close() }() // nothing is left to lose
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
-	if err := f(ctx, peerv1.NewPeerClient(conn)); err != nil {
-		return fmt.Errorf("peer: call %s: %w", endpoint, err)
+	err = f(ctx, peerv1.NewPeerClient(conn))
+	switch {
+	case err == nil:
+		return nil
+	case refused.Load():
+		return fmt.Errorf("peer: call %s: nobody listens there: %w", endpoint, syscall.ECONNREFUSED)
 	}
-	return nil
+	return fmt.Errorf("peer: call %s: %w", endpoint, err)
 }
 
 // hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key with it. A nil session: ourselves.
