@@ -34,6 +34,7 @@ const (
 type Worker struct {
 	Boot        transfer.Boot
 	Name        string // "vllm/<engine id>/tp0" for logs
+	Place       Place
 	Layout      *layout.Layout
 	Fingerprint [32]byte
 	Geometry    [32]byte

@@ -17,6 +17,9 @@ import (
 // maxBoardBytes bounds a flags or rings memfd: two rings of the largest size and their headers.
 const maxBoardBytes = 2*board.RingMaxBytes + 1<<20
 
+// maxRanks bounds the ranks of an engine that share a request.
+const maxRanks = 256
+
 // onRegister maps and checks what a worker hands over. A refusal leaves the session open, so that the shim can mend and
 // register again.
 func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
@@ -92,6 +95,13 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	}
 	if c.worker != nil {
 		return nil, refuse(msg.CodeState, "session", errors.New("registered already"), "open a new session to register afresh")
+	}
+	if r := c.hello.Ranks; r.PP.Size > maxRanks || r.TP.Size > maxRanks || r.PP.Size*r.TP.Size > maxRanks {
+		return nil, refuse(msg.CodeLimit, "ranks", fmt.Errorf("%d stages of %d ranks, at most %d in all", r.PP.Size, r.TP.Size, maxRanks), "serve the model with fewer")
+	}
+	if r := c.hello.Ranks; r.PCP.Size > 1 || r.DCP.Size > 1 {
+		return nil, refuse(msg.CodeLayout, "ranks", fmt.Errorf("context parallel over %d and %d ranks: which tokens a rank has is not known", r.PCP.Size, r.DCP.Size),
+			"set prefill and decode context parallel sizes to 1")
 	}
 	if len(m.Regions) == 0 {
 		return nil, refuse(msg.CodeRegion, "regions", errors.New("none"), "register the memory of the KV cache")
@@ -192,7 +202,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		return nil, err
 	}
 
-	pub := &Worker{Boot: c.hello.Boot, Name: workerName(c.hello)}
+	pub := &Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello)}
 	sizes := make([]uint64, len(m.Regions))
 	ids := map[[16]byte]int{}
 	for i, d := range m.Regions {

@@ -130,20 +130,33 @@ type holding struct {
 	first, end uint64 // heads of the model
 }
 
-// Assign chooses, for every plane of the receiver, the sources that give it, so that each head comes from exactly one. Ranks that
-// hold the same (MLA, the replicated heads of a TP that exceeds them) are interchangeable: of those, one that gives already, or
-// else the one with the least load is taken. nil means no load. It fails where something is held by nobody.
-func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load func(source int) uint64) ([]Share, error) {
-	layers := dst.NumLayers()
-	want, err := byModelLayer(reg, dst)
+// planeKey names a plane of the receiver.
+type planeKey struct {
+	flat int
+	role layout.Role
+}
+
+// Division is what every source could give of a receiver's cache. It follows from the layouts alone, so one serves every prompt.
+// Read-only and safe for concurrent use.
+type Division struct {
+	sources, layers int
+	want            []wanted
+	held            map[planeKey][]holding
+}
+
+// wanted is a plane of the receiver, packed K and V as two.
+type wanted struct {
+	planeKey
+	plane sited
+}
+
+// NewDivision pairs the planes of every source with those of the receiver.
+func NewDivision(reg *Registry, sources []*layout.Layout, dst *layout.Layout) (*Division, error) {
+	planes, err := byModelLayer(reg, dst)
 	if err != nil {
 		return nil, err
 	}
-	type key struct {
-		flat int
-		role layout.Role
-	}
-	held := make(map[key][]holding)
+	d := &Division{sources: len(sources), layers: dst.NumLayers(), held: make(map[planeKey][]holding)}
 	for si, src := range sources {
 		links, err := link(reg, src, dst, nil)
 		if err != nil {
@@ -155,33 +168,74 @@ func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load fu
 		for flat, pairs := range links {
 			for i := range pairs {
 				p := &pairs[i]
-				h := holding{source: si, first: p.head0, end: p.head0 + p.heads}
-				if p.role == layout.RoleKV {
-					held[key{flat, layout.RoleK}] = append(held[key{flat, layout.RoleK}], h)
-					held[key{flat, layout.RoleV}] = append(held[key{flat, layout.RoleV}], h)
-					continue
+				for _, role := range apart(p.role) {
+					k := planeKey{flat, role}
+					d.held[k] = append(d.held[k], holding{source: si, first: p.head0, end: p.head0 + p.heads})
 				}
-				held[key{flat, p.role}] = append(held[key{flat, p.role}], h)
 			}
 		}
 	}
-	loads := make([]uint64, len(sources))
-	shares := make([]Share, len(sources))
-	for i := range sources {
-		shares[i] = Share{Source: i, roles: make([]uint32, layers)}
+	for _, name := range planes.names {
+		for i := range planes.planes[name] {
+			p := &planes.planes[name][i]
+			for _, role := range apart(p.Role) {
+				d.want = append(d.want, wanted{planeKey{p.flat, role}, *p})
+			}
+		}
+	}
+	return d, nil
+}
+
+var (
+	kAndV    = []layout.Role{layout.RoleK, layout.RoleV}
+	allRoles = func() (all [layout.RolePage + 1]layout.Role) {
+		for r := range all {
+			all[r] = layout.Role(r)
+		}
+		return all
+	}()
+)
+
+// apart is the role, packed K and V as two.
+func apart(r layout.Role) []layout.Role {
+	if r == layout.RoleKV {
+		return kAndV
+	}
+	return allRoles[r : r+1]
+}
+
+// Assign chooses, for every plane of the receiver, the sources that give it, so that each head comes from exactly one. Ranks that
+// hold the same (MLA, the replicated heads of a TP that exceeds them) are interchangeable: of those, one that gives already, or
+// else the one with the least load is taken. nil means no load. It fails where something is held by nobody.
+func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load func(source int) uint64) ([]Share, error) {
+	d, err := NewDivision(reg, sources, dst)
+	if err != nil {
+		return nil, err
+	}
+	return d.Assign(load)
+}
+
+// Assign is the function of that name for sources and receiver of the division.
+func (d *Division) Assign(load func(source int) uint64) ([]Share, error) {
+	loads := make([]uint64, d.sources)
+	shares := make([]Share, d.sources)
+	for i := range shares {
+		shares[i] = Share{Source: i, roles: make([]uint32, d.layers)}
 		if load != nil {
 			loads[i] = load(i)
 		}
 	}
-	gives := make([]bool, len(sources))
+	gives := make([]bool, d.sources)
 	rank := func(source int) int {
 		if gives[source] {
 			return 0
 		}
 		return 1
 	}
-	give := func(flat int, role layout.Role, p *sited) error {
-		hs := held[key{flat, role}]
+	var hs []holding
+	for w := range d.want {
+		k, p := d.want[w].planeKey, &d.want[w].plane
+		hs = append(hs[:0], d.held[k]...)
 		// Of replicas the one comes first that gives this receiver something already (each contributor more is one more to wait
 		// for, and a layer's V must come with its K), and else the least loaded.
 		slices.SortStableFunc(hs, func(a, b holding) int {
@@ -193,35 +247,17 @@ func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load fu
 			case i > 0 && h.first == hs[i-1].first && h.end == hs[i-1].end:
 				continue // a replica
 			case h.first > at:
-				return refusePair(nil, p, role.String(), fmt.Sprintf("heads [%d, %d)", at, h.first), "no source has them", "wait for every rank of the prefill engine")
+				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", at, h.first), "no source has them", "wait for every rank of the prefill engine")
 			case h.first < at:
-				return refusePair(nil, p, role.String(), fmt.Sprintf("heads [%d, %d)", h.first, h.end), "two sources have parts of them",
+				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", h.first, h.end), "two sources have parts of them",
 					"divide the heads of the prefill engine evenly")
 			}
-			shares[h.source].roles[flat] |= bitOf(role)
+			shares[h.source].roles[k.flat] |= bitOf(k.role)
 			gives[h.source] = true
 			at = h.end
 		}
 		if at < end {
-			return refusePair(nil, p, role.String(), fmt.Sprintf("heads [%d, %d)", at, end), "no source has them", "wait for every rank and stage of the prefill engine")
-		}
-		return nil
-	}
-	for _, name := range want.names {
-		for i := range want.planes[name] {
-			p := &want.planes[name][i]
-			roles := [2]layout.Role{p.Role}
-			if p.Role == layout.RoleKV {
-				roles = [2]layout.Role{layout.RoleK, layout.RoleV}
-			}
-			for _, r := range roles {
-				if r == 0 {
-					continue
-				}
-				if err := give(p.flat, r, p); err != nil {
-					return nil, err
-				}
-			}
+			return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", at, end), "no source has them", "wait for every rank and stage of the prefill engine")
 		}
 	}
 	return slices.DeleteFunc(shares, func(s Share) bool { return s.Layers() == 0 }), nil

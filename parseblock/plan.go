@@ -2,6 +2,7 @@ package parseblock
 
 import (
 	"fmt"
+	"slices"
 	"sync/atomic"
 
 	"github.com/kvspray/kvspray/layout"
@@ -20,6 +21,7 @@ import (
 type Plan struct {
 	Work
 	space *transfer.Space
+	match *Match
 }
 
 // Work is a plan without a space, of any size: the runs of each layer, for copiers that see both memories. Read-only.
@@ -67,7 +69,9 @@ func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint3
 type Match struct {
 	src, dst *layout.Layout
 	share    *Share
-	links    [][]pair
+	links    [][]pair // by layer of the receiver
+	from     [][]int  // layers of the source that a layer of the receiver is made from
+	feeds    [][]int  // layers of the receiver that a layer of the source has a part in
 }
 
 // NewMatch pairs the planes of two layouts, as far as the share says; nil: all that both have.
@@ -76,7 +80,17 @@ func NewMatch(reg *Registry, src, dst *layout.Layout, share *Share) (*Match, err
 	if err != nil {
 		return nil, err
 	}
-	return &Match{src: src, dst: dst, share: share, links: links}, nil
+	m := &Match{src: src, dst: dst, share: share, links: links, from: make([][]int, len(links)), feeds: make([][]int, src.NumLayers())}
+	for flat, pairs := range links {
+		for i := range pairs {
+			l := pairs[i].from.flat
+			if !slices.Contains(m.from[flat], l) {
+				m.from[flat] = append(m.from[flat], l)
+				m.feeds[l] = append(m.feeds[l], flat)
+			}
+		}
+	}
+	return m, nil
 }
 
 // Plan is the transfer space of one prompt; tokens and skip are those of NewPlan.
@@ -93,7 +107,7 @@ func (m *Match) Plan(tokens uint32, skip []uint32) (*Plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Plan{Work: *w, space: space}, nil
+	return &Plan{Work: *w, space: space, match: m}, nil
 }
 
 // Work is Plan without the transfer space.
@@ -175,14 +189,30 @@ func (p *Work) BlocksNeeded(group int) int {
 	return int((p.tokens-1)/n) + 1
 }
 
-// Ready returns the chunks of a layer (flattened index) that are complete once it holds tokens [0, tokens). A block that is not
+// Feeds lists the segments, which are layers of the receiver, that a layer of the source (flattened index) has a part in.
+func (p *Plan) Feeds(layer int) []int { return p.match.feeds[layer] }
+
+// From lists the layers of the source that a segment is made from.
+func (p *Plan) From(segment int) []int { return p.match.from[segment] }
+
+// Receiver is the layout of the side that receives.
+func (p *Work) Receiver() *layout.Layout { return p.dst }
+
+// Pages says how a segment is cut into pages: the first block of the table that moves, how many move whole, the bytes of such a page,
+// and those of the tail page (0 where there is none).
+func (p *Work) Pages(segment int) (first, full uint32, page, tail uint64) {
+	s := &p.segs[segment]
+	return s.block0, s.full, s.page, s.tail
+}
+
+// Ready returns the chunks of a segment that are complete once its layers at the source hold tokens [0, tokens). A block that is not
 // full waits for final. The range starts at the front of the segment and only grows with tokens; Count may be 0.
-func (p *Plan) Ready(layer int, tokens uint32, final bool) transfer.Range {
-	if layer < 0 || layer >= len(p.segs) {
+func (p *Plan) Ready(segment int, tokens uint32, final bool) transfer.Range {
+	if segment < 0 || segment >= len(p.segs) {
 		return transfer.Range{}
 	}
-	r, bytes := p.space.Segment(layer)
-	s := &p.segs[layer]
+	r, bytes := p.space.Segment(segment)
+	s := &p.segs[segment]
 	if bytes == 0 {
 		return transfer.Range{First: r.First}
 	}

@@ -137,6 +137,8 @@ func (n *Node) perform(a *exec.Action) {
 		n.move(a)
 	case exec.Complete:
 		n.complete(a)
+	case exec.Describe:
+		n.fetchLayout(a.Peer, a.Geometry)
 	case exec.Answer:
 		n.d.mu.Lock()
 		reply := n.d.awaits[a.Await]
@@ -178,26 +180,27 @@ func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 	}
 }
 
-// offer makes a grant live in every backend and only then tells the peer.
+// offer makes the parts of a grant live in every backend and only then tells the peer.
 func (n *Node) offer(a *exec.Action) {
-	l := a.Landing
-	s := newSink(n, l)
-	l.Sink, l.Grant.Sink = s, s
-	n.d.bindMu.Lock()
-	n.d.grants[bindName{l.Grant.Peer, l.Grant.Slot}] = l
-	n.d.bindMu.Unlock()
-	g := a.Frame.GetGrant()
-	for _, b := range n.backends {
-		token, err := b.Grant(&l.Grant)
-		if err != nil {
-			n.log.Warn("transport cannot receive this grant", "transport", b.Name(), "lease", l.Lease().String(), "err", err)
-			continue
-		}
-		if token != nil {
-			if g.TokensByTransport == nil {
-				g.TokensByTransport = map[string][]byte{}
+	for _, l := range a.Landings {
+		s := newSink(n, l)
+		l.Sink, l.Grant.Sink = s, s
+		n.d.bindMu.Lock()
+		n.d.grants[bindName{l.Grant.Peer, l.Grant.Slot}] = l
+		n.d.bindMu.Unlock()
+		for _, b := range n.backends {
+			token, err := b.Grant(&l.Grant)
+			if err != nil {
+				n.log.Warn("transport cannot receive this grant", "transport", b.Name(), "lease", l.Lease().String(), "rank", l.Part.Rank, "err", err)
+				continue
 			}
-			g.TokensByTransport[b.Name()] = token
+			if token == nil {
+				continue
+			}
+			if l.Part.TokensByTransport == nil {
+				l.Part.TokensByTransport = map[string][]byte{}
+			}
+			l.Part.TokensByTransport[b.Name()] = token
 		}
 	}
 	n.sendFrame(a.Peer, a.Frame)
@@ -334,11 +337,11 @@ func (n *Node) closeLane(e *laneEntry) {
 func (n *Node) complete(a *exec.Action) {
 	c := a.Completion
 	route := ""
-	if a.Landing != nil {
-		if s, ok := a.Landing.Sink.(*sink); ok {
-			c.Transport, route = n.route(s)
-			if c.Status == exec.StatusOK {
-				n.hashes.received(a.Landing)
+	if len(a.Landings) > 0 {
+		c.Transport, route = n.route(a.Landings)
+		if c.Status == exec.StatusOK {
+			for _, l := range a.Landings {
+				n.hashes.received(l)
 			}
 		}
 	}

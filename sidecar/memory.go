@@ -1,12 +1,9 @@
 package sidecar
 
 import (
-	"fmt"
 	"sync"
 	"sync/atomic"
 
-	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
-	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/layout"
@@ -14,39 +11,6 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
-
-// planner makes the executor's plans from registered layouts.
-type planner struct{ reg *parseblock.Registry }
-
-// received is a plan with the receiver's own memory bound to it.
-type received struct {
-	*parseblock.Plan
-	side *parseblock.Resolver
-}
-
-func (p *planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
-	plan, err := w.Own.Plan(x.Tokens, x.Skip)
-	if err != nil {
-		return nil, err
-	}
-	side, err := plan.Side(p.reg, w.Layout, x.Blocks)
-	if err != nil {
-		return nil, err
-	}
-	if err := side.Covers(); err != nil {
-		return nil, err
-	}
-	return received{plan, side}, nil
-}
-
-func (p *planner) Send(w *connector.Worker, g *peerv1.Grant) (exec.Plan, error) {
-	if string(g.Geometry) != string(w.Geometry[:]) {
-		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%.8x at the receiver, %.8x at the source", g.Geometry, w.Geometry),
-			Problem: "the cache pages of the two engines have different shapes",
-			Remedy:  "run prefill and decode with the same block size, attention backend and parallelism"}
-	}
-	return w.Own.Plan(g.Tokens, g.Skip)
-}
 
 // pieces is a pool of scratch for Resolve: lanes call it concurrently, and it must not allocate.
 var pieces = sync.Pool{New: func() any { s := make([]layout.Piece, 0, 256); return &s }}

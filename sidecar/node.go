@@ -56,6 +56,7 @@ type Node struct {
 	grace   time.Duration
 
 	reg      *parseblock.Registry
+	plans    *planner
 	metrics  *metrics.Set
 	gather   prometheus.Gatherer
 	backends transport.Registry
@@ -97,6 +98,7 @@ func New(opt Options) (*Node, error) {
 	if _, err := rand.Read(n.boot[:]); err != nil {
 		return nil, fmt.Errorf("sidecar: boot id: %w", err)
 	}
+	n.plans = newPlanner(n.reg)
 	n.log = opt.Log.With("node", opt.Config.Node, "boot", fmt.Sprintf("%x", n.boot[:4]))
 	n.self = transport.Peer{Boot: n.boot, Self: n.boot}
 	if _, err := rand.Read(n.self.Key[:]); err != nil {
@@ -189,7 +191,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		return fmt.Errorf("sidecar: transfer.policy: %q is unknown: use spray, round-robin or weighted", n.cfg.Transfer.Policy)
 	}
 	n.d.mu.Lock() // metrics may be read already
-	n.d.ex = exec.New(exec.Config{Boot: n.boot, Planner: &planner{n.reg}, Transports: n.cfg.Transports.Order,
+	n.d.ex = exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
 		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
 		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Integrity: integrity(n.cfg),
 		Policy: policy})

@@ -21,7 +21,7 @@ import (
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/metrics"
-	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -47,11 +47,15 @@ func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
 	n.metrics.Landed(l.Backend(), l.Local(), bytes)
 }
 
-// route names the transport that moved most of a landing, and all of them.
-func (n *Node) route(s *sink) (most, all string) {
+// route names the transport that moved most of a grant's parts, and all of them.
+func (n *Node) route(lands []*exec.Landing) (most, all string) {
 	var moved [maxBackends]uint64
-	for i := range n.backends {
-		moved[min(i, maxBackends-1)] = s.bytes[min(i, maxBackends-1)].Load()
+	for _, l := range lands {
+		if s, ok := l.Sink.(*sink); ok {
+			for i := range moved {
+				moved[i] += s.bytes[i].Load()
+			}
+		}
 	}
 	var names []string
 	for _, b := range n.backends {
@@ -238,7 +242,8 @@ type pageHash struct {
 	Xfer  string `json:"xfer"`
 	Hash  string `json:"hash"`
 	Dest  string `json:"dest"`  // the destination lease: one source may serve several
-	Group int    `json:"group"` // cache group
+	Rank  string `json:"rank"`  // of the source's engine: several may give parts of one page
+	Group int    `json:"group"` // cache group, as all that follows of the receiver
 	Layer int    `json:"layer"` // of the group
 	Block uint32 `json:"block"` // ordinal in the prompt
 	Bytes uint64 `json:"bytes"`
@@ -246,12 +251,12 @@ type pageHash struct {
 }
 
 func (h *hashes) received(l *exec.Landing) {
-	if h == nil || !h.on() {
+	s, ok := l.Sink.(*sink)
+	if h == nil || !h.on() || !ok {
 		return
 	}
-	s := l.Sink.(*sink)
 	h.pages(pageHash{Side: string(metrics.SideDestination), Xfer: l.Expect.Key.Xfer.String(), Hash: hex.EncodeToString(l.Expect.Key.Hash[:8]),
-		Dest: l.Lease().String()}, l.Worker, l.Expect.Tokens, l.Expect.Skip, s.side.Space(), s.Resolve)
+		Dest: l.Lease().String(), Rank: l.Part.Rank}, l.Plan.(received).Plan, s.Resolve)
 }
 
 func (h *hashes) sent(s *exec.Sending) {
@@ -263,18 +268,19 @@ func (h *hashes) sent(s *exec.Sending) {
 		return
 	}
 	h.pages(pageHash{Side: string(metrics.SideSource), Xfer: s.Key.Xfer.String(), Hash: hex.EncodeToString(s.Key.Hash[:8]),
-		Dest: s.Dest.String()}, s.Worker, s.Prompt, s.Skip, src.side.Space(), src.Resolve)
+		Dest: s.Dest.String(), Rank: s.Worker.Place.Rank()}, s.Plan.(*parseblock.Plan), src.Resolve)
 }
 
 // pages walks each layer's segment, which is its pages in token order, and cuts it into them.
-func (h *hashes) pages(line pageHash, w *connector.Worker, tokens uint32, skip []uint32, sp *transfer.Space,
-	resolve func([]mem.Block, transfer.Range) ([]mem.Block, error)) {
+func (h *hashes) pages(line pageHash, plan *parseblock.Plan, resolve func([]mem.Block, transfer.Range) ([]mem.Block, error)) {
 	var out []any
 	flat := 0
-	for gi := range w.Layout.Groups {
-		g := &w.Layout.Groups[gi]
-		for li := range g.Layers {
+	sp := plan.Space()
+	groups := plan.Receiver().Groups
+	for gi := range groups {
+		for li := range groups[gi].Layers {
 			r, bytes := sp.Segment(flat)
+			first, full, page, tail := plan.Pages(flat)
 			flat++
 			if bytes == 0 {
 				continue
@@ -283,17 +289,11 @@ func (h *hashes) pages(line pageHash, w *connector.Worker, tokens uint32, skip [
 			if err != nil {
 				return
 			}
-			first := skip[gi] / g.TokensPerBlock
-			full := uint64(tokens/g.TokensPerBlock - first)
-			page := bytes
-			if full > 0 {
-				page = pageBytes(bytes, full, g, tokens)
-			}
 			rd := &blockReader{blocks: blocks}
 			for k := uint32(0); bytes > 0; k++ {
-				n := min(page, bytes)
-				if uint64(k) == full {
-					n = bytes
+				n := page
+				if k == full {
+					n = tail
 				}
 				sum, err := rd.sum(n)
 				if err != nil {
@@ -306,20 +306,6 @@ func (h *hashes) pages(line pageHash, w *connector.Worker, tokens uint32, skip [
 		}
 	}
 	h.put(out...)
-}
-
-// pageBytes is the length of a full page in a segment. Strategies move either a token's share of the last page or all of it;
-// the two are told apart by which of them divides the segment.
-func pageBytes(bytes, full uint64, g *layout.Group, tokens uint32) uint64 {
-	rest := uint64(tokens % g.TokensPerBlock)
-	if rest == 0 {
-		return bytes / full
-	}
-	per := full*uint64(g.TokensPerBlock) + rest
-	if bytes%per == 0 {
-		return bytes / per * uint64(g.TokensPerBlock)
-	}
-	return bytes / (full + 1)
 }
 
 // blockReader reads memory in order.

@@ -1,7 +1,10 @@
 package exec
 
 import (
+	"crypto/sha256"
+	"errors"
 	"fmt"
+	"slices"
 	"sort"
 	"strings"
 	"time"
@@ -18,8 +21,9 @@ type dest struct {
 	x       *connector.Expect
 	plan    Plan
 	ep      *endpoint
-	land    *Landing // of the live grant
-	last    *Landing
+	team    lease.TeamID
+	live    *offer // the grant that is not fenced yet
+	last    *offer
 	partner time.Duration
 	t       *timer
 
@@ -32,6 +36,16 @@ type dest struct {
 	bound   Instant
 	filled  Instant
 	claimed bool // a partner was bound at least once
+}
+
+// offer is one grant of a destination lease: its parts that give something.
+type offer struct {
+	dest     *dest
+	gen      uint32
+	lands    []*Landing
+	unbound  int
+	unfilled int
+	unfenced int
 }
 
 // Expect opens a destination lease.
@@ -53,12 +67,17 @@ func (e *Exec) Expect(now Instant, w *connector.Worker, x connector.Expect) {
 		refuse(fmt.Sprintf("%d destination leases are open: at most %d", len(e.dests), e.cfg.MaxDest))
 		return
 	}
+	team, err := teamOf(w, &x)
+	if err != nil {
+		refuse(err.Error())
+		return
+	}
 	plan, err := e.cfg.Planner.Receive(w, &x)
 	if err != nil {
 		refuse(err.Error())
 		return
 	}
-	d := &dest{ws: ws, x: &x, plan: plan, began: now, partner: x.Partner}
+	d := &dest{ws: ws, x: &x, plan: plan, team: team, began: now, partner: x.Partner}
 	if d.partner <= 0 {
 		d.partner = e.cfg.Partner
 	}
@@ -82,6 +101,56 @@ func (e *Exec) span(d time.Duration) time.Duration {
 	return min(d, MaxDeadline)
 }
 
+// teamDomain keeps the hash apart from others.
+const teamDomain = "kvspray-team-v1"
+
+// teamOf names the receivers of a request: every rank of the engine finds the same name, and no other request does.
+func teamOf(w *connector.Worker, x *connector.Expect) (id lease.TeamID, err error) {
+	h := sha256.New()
+	h.Write([]byte(teamDomain))
+	if w.Place.World() > 1 {
+		if x.Req == "" {
+			return id, fmt.Errorf("the engine has %d ranks, and the request has no id by which theirs can be told: send req", w.Place.World())
+		}
+		fmt.Fprintf(h, "%q %q", w.Place.Engine, x.Req)
+	} else {
+		fmt.Fprintf(h, "%x %d %d", x.Lease.Boot, x.Lease.ID, x.Lease.Epoch)
+	}
+	copy(id[:], h.Sum(nil))
+	return id, nil
+}
+
+// divide says what each rank of the source's engine gives. As long as nothing else was heard, the engine there is taken to be as the
+// one here, rank by rank; if that is wrong its sidecar says so, and which ranks there are.
+func (e *Exec) divide(d *dest, p *peer) ([]Part, error) {
+	place := d.ws.w.Place
+	own := Rank{place.Rank(), d.ws.w.Geometry}
+	names := place.Ranks()
+	if p.ranks == nil || len(p.ranks) == len(names) && slices.Contains(p.ranks, own) {
+		parts := make([]Part, len(names))
+		for i, name := range names {
+			if parts[i].Name = name; name == own.Name {
+				parts[i].Geometry, parts[i].Plan = own.Geometry, d.plan
+			}
+		}
+		return parts, nil
+	}
+	parts, err := e.cfg.Planner.Divide(d.ws.w, d.x, p.ranks, func(rank string) uint64 { return p.load[rank] })
+	if err != nil {
+		return nil, err
+	}
+	var bytes uint64
+	for i := range parts {
+		if parts[i].Plan != nil {
+			bytes += parts[i].Plan.Space().TotalBytes()
+		}
+	}
+	if want := d.plan.Space().TotalBytes(); len(parts) != len(p.ranks) || bytes != want {
+		return nil, fmt.Errorf("the %d ranks of the prefill engine would give %d bytes of %d", len(parts), bytes, want)
+	}
+	return parts, nil
+}
+
 // grant offers the blocks of d to its source's sidecar, or waits for that one to be reached.
 func (e *Exec) grant(now Instant, d *dest) {
 	if d.State != lease.DestWaiting {
@@ -93,29 +162,89 @@ func (e *Exec) grant(now Instant, d *dest) {
 		e.reach(d.ep)
 		return
 	}
-	slot, gen, err := e.slots.Alloc(p.boot)
-	if err == nil {
-		err = d.Dest.Grant(p.boot, slot, gen)
+	parts, err := e.divide(d, p)
+	if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
+		e.describe(p, unknown, d, nil)
+		return
 	}
 	if err != nil {
+		e.closeDest(now, d, StatusRefused, "plan: "+err.Error())
+		return
+	}
+	o := &offer{dest: d}
+	msg := &peerv1.Grant{
+		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Tokens: d.x.Tokens, Skip: d.x.Skip,
+		Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:], Priority: uint32(d.x.Priority),
+		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now), Integrity: e.cfg.Integrity,
+		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)),
+	}
+	for i := range parts {
+		q := &parts[i]
+		msg.Parts[i] = &peerv1.Part{Rank: q.Name}
+		if q.Plan == nil {
+			continue
+		}
+		l := &Landing{Worker: d.ws.w, Expect: d.x, Plan: q.Plan, Part: msg.Parts[i], offer: o}
+		slot, gen, err := e.slots.Alloc(p.boot)
+		if err != nil {
+			for _, l := range o.lands { // nobody has heard of them
+				_ = e.slots.Fenced(p.boot, l.Grant.Slot, l.Grant.Gen)
+			}
+			e.closeDest(now, d, StatusFailed, err.Error())
+			return
+		}
+		l.Grant.Peer, l.Grant.Slot, l.Grant.Gen = p.boot, slot, gen
+		sp := q.Plan.Space()
+		l.Part.Geometry, l.Part.Slot, l.Part.Gen, l.Part.Share = q.Geometry[:], uint32(slot), uint32(gen), q.Share
+		l.Part.Chunks, l.Part.Bytes = sp.NumChunks(), sp.TotalBytes()
+		l.full = sp.NumChunks() == 0
+		o.lands = append(o.lands, l)
+		o.gen = uint32(gen) // generations only grow, so the last part's is the grant's, too
+		if !l.full {
+			o.unfilled++
+		}
+	}
+	if len(o.lands) == 0 {
+		e.closeDest(now, d, StatusRefused, "plan: no rank of the prefill engine gives anything")
+		return
+	}
+	first := &o.lands[0].Grant
+	if err := d.Dest.Grant(p.boot, first.Slot, first.Gen); err != nil {
 		e.closeDest(now, d, StatusFailed, err.Error())
 		return
 	}
-	l := &Landing{Worker: d.ws.w, Expect: d.x, Plan: d.plan, dest: d}
-	l.Grant.Peer, l.Grant.Slot, l.Grant.Gen = p.boot, slot, gen
-	d.land, d.last = l, l
-	sp := d.plan.Space()
-	if sp.NumChunks() == 0 {
-		l.full, d.filled = true, now
+	o.unbound, o.unfenced = len(o.lands), len(o.lands)
+	d.live, d.last = o, o
+	if o.unfilled == 0 {
+		d.filled = now
 	}
+	e.charge(o, true)
+	msg.Gen = o.gen
 	a := e.emit(Offer)
-	a.Peer, a.Landing = p.boot, l
-	a.Frame = &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: &peerv1.Grant{
-		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Slot: uint32(slot), Gen: uint32(gen),
-		Tokens: d.x.Tokens, Skip: d.x.Skip, Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:],
-		Chunks: sp.NumChunks(), Bytes: sp.TotalBytes(), Priority: uint32(d.x.Priority),
-		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now), Integrity: e.cfg.Integrity,
-	}}}
+	a.Peer, a.Landings = p.boot, o.lands
+	a.Frame = &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: msg}}
+}
+
+// charge counts what the ranks of a peer's engine owe us, so that replicas are chosen by load.
+func (e *Exec) charge(o *offer, on bool) {
+	p := e.peers[o.lands[0].Grant.Peer]
+	if p == nil {
+		return
+	}
+	for _, l := range o.lands {
+		n := p.load[l.Part.Rank]
+		if on {
+			n += l.Part.Bytes
+		} else {
+			n -= min(n, l.Part.Bytes)
+		}
+		if p.load == nil {
+			p.load = map[string]uint64{}
+		}
+		if p.load[l.Part.Rank] = n; n == 0 {
+			delete(p.load, l.Part.Rank)
+		}
+	}
 }
 
 func (e *Exec) destDue(now Instant, d *dest) {
@@ -154,11 +283,11 @@ func (e *Exec) closeDest(now Instant, d *dest, status uint16, reason string) {
 	// From here on the fence alone decides when the lease ends.
 	e.agenda.disarm(d.t)
 	if fence {
-		e.fence(d.land)
+		e.fence(d.live)
 	}
 	if status != StatusOK {
 		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
-			Destination: leaseMsg(d.ID), Slot: uint32(d.Slot), Gen: uint32(d.Gen), Reason: reason}}})
+			Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: reason}}})
 	}
 }
 
@@ -170,32 +299,43 @@ func (e *Exec) regrant(now Instant, d *dest, why string) {
 		return
 	}
 	if fence, err := d.Close(false); err == nil && fence {
-		e.fence(d.land)
+		e.fence(d.live)
 	}
 }
 
-func (e *Exec) fence(l *Landing) {
+// fence closes every part of a grant to writers.
+func (e *Exec) fence(o *offer) {
+	for _, l := range o.lands {
+		e.fencePart(l)
+	}
+}
+
+func (e *Exec) fencePart(l *Landing) {
 	a := e.emit(Fence)
 	a.Landing, a.Status = l, StatusFailed
-	if l.dest.decided {
-		a.Status = l.dest.status
+	if d := l.offer.dest; d.decided {
+		a.Status = d.status
 	}
 }
 
 // Full says that every chunk of a landing is in place.
 func (e *Exec) Full(now Instant, l *Landing) {
-	d := l.dest
-	if d.land != l || l.full {
+	o := l.offer
+	if o.dest.live != o || l.full {
 		return
 	}
-	l.full, d.filled = true, now
-	e.tryCommit(now, d)
+	l.full = true
+	if o.unfilled--; o.unfilled > 0 {
+		return
+	}
+	o.dest.filled = now
+	e.tryCommit(now, o.dest)
 	e.assign(now)
 }
 
-// tryCommit closes the lease to writers once the bitmap is full and both leases are known.
+// tryCommit closes the lease to writers once the bitmap of every part is full and its source lease known.
 func (e *Exec) tryCommit(now Instant, d *dest) {
-	if d.land != nil && d.land.full && d.State == lease.DestLanding {
+	if d.live != nil && d.live.unfilled == 0 && d.State == lease.DestLanding {
 		e.closeDest(now, d, StatusOK, "")
 	}
 }
@@ -206,20 +346,25 @@ func (e *Exec) FenceDone(now Instant, l *Landing, err error) {
 	if l.fenced {
 		return
 	}
-	d := l.dest
+	o := l.offer
+	d := o.dest
 	if err != nil {
 		d.trouble = "fence: " + err.Error()
-		e.agenda.arm(newTimer(func(Instant) { e.fence(l) }), now+e.cfg.Grace)
+		e.agenda.arm(newTimer(func(Instant) { e.fencePart(l) }), now+e.cfg.Grace)
 		return
 	}
 	l.fenced = true
 	e.emit(Forget).Landing = l
 	// The landing was granted once and is fenced once: neither call can fail.
 	_ = e.slots.Fenced(l.Grant.Peer, l.Grant.Slot, l.Grant.Gen)
-	if d.land != l || d.Fenced() != nil {
+	if o.unfenced--; o.unfenced > 0 {
 		return
 	}
-	d.land = nil
+	e.charge(o, false)
+	if d.live != o || d.Fenced() != nil {
+		return
+	}
+	d.live = nil
 	if d.State == lease.DestFenced {
 		e.completeDest(now, d)
 	} else {
@@ -240,9 +385,19 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 	delete(d.ep.waiting, d)
 	bytes := d.plan.Space().TotalBytes()
 	a := e.emit(Complete)
-	a.Worker, a.Landing = d.ws.w, d.last
+	a.Worker = d.ws.w
+	var sources []*peerv1.Lease
+	if d.last != nil {
+		a.Landings = d.last.lands
+		for _, l := range d.last.lands {
+			if l.bound {
+				sources = append(sources, leaseMsg(l.source))
+			}
+		}
+	}
 	a.Completion = connector.Completion{Lease: d.ID, Received: true, Status: d.status, Took: now - d.began, Reason: d.reason}
-	a.Trace = &Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer, Slot: d.Slot, Gen: d.Gen, Grants: d.Grants}
+	a.Trace = &Trace{Key: d.Key, Req: d.x.Req, Source: d.Source, Dest: d.ID, Peer: d.Peer, Slot: d.Slot, Gen: d.Gen, Grants: d.Grants,
+		Parts: len(a.Landings)}
 	switch {
 	case d.filled > 0 && d.claimed:
 		from := min(d.bound, d.filled)
@@ -255,7 +410,7 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 	if d.status == StatusOK {
 		a.Completion.Bytes = bytes
 		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{
-			Destination: leaseMsg(d.ID), Source: leaseMsg(d.Source), Bytes: bytes}}})
+			Destination: leaseMsg(d.ID), Source: sources, Bytes: bytes}}})
 	}
 	d.ep.refs--
 	e.dropEndpoint(d.ep)
@@ -277,21 +432,20 @@ func (e *Exec) destOf(p *peer, l *peerv1.Lease) (*dest, error) {
 
 func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
 	d, err := e.destOf(p, m.Destination)
-	if d == nil || d.State != lease.DestGranted {
+	if d == nil || d.State != lease.DestGranted || m.Gen != d.live.gen {
 		return err
 	}
 	switch m.Code {
 	case peerv1.GrantReply_BOUND:
-		src, err := leaseID(m.Source)
+		return e.partBound(now, d, m)
+	case peerv1.GrantReply_RANKS:
+		ranks, err := ranksOf(m)
 		if err != nil {
+			e.closeDest(now, d, StatusFailed, "the ranks of the prefill engine: "+err.Error())
 			return err
 		}
-		if err := d.Bind(src); err != nil {
-			return err
-		}
-		d.bound, d.claimed = now, true
-		e.agenda.arm(d.t, d.Deadline)
-		e.tryCommit(now, d)
+		p.ranks = ranks
+		e.regrant(now, d, "ranks: "+m.Message)
 	case peerv1.GrantReply_NO_PARTNER:
 		e.closeDest(now, d, StatusExpired, "no partner: "+m.Message)
 	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_PLAN:
@@ -306,6 +460,47 @@ func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
 		e.closeDest(now, d, StatusFailed, codeName(m.Code)+": "+m.Message)
 	}
 	return nil
+}
+
+// partBound takes the source lease of one part. The lease is bound with the last of them.
+func (e *Exec) partBound(now Instant, d *dest, m *peerv1.GrantReply) error {
+	src, err := leaseID(m.Source)
+	if err != nil {
+		return err
+	}
+	i := slices.IndexFunc(d.live.lands, func(l *Landing) bool { return l.Part.Rank == m.Rank })
+	if i < 0 || d.live.lands[i].bound {
+		return fmt.Errorf("grant %s: rank %.80q is bound: it gives nothing, or was bound before", d.ID, m.Rank)
+	}
+	l := d.live.lands[i]
+	l.bound, l.source = true, src
+	if d.live.unbound--; d.live.unbound > 0 {
+		return nil
+	}
+	if err := d.Bind(d.live.lands[0].source); err != nil {
+		return err
+	}
+	d.bound, d.claimed = now, true
+	e.agenda.arm(d.t, d.Deadline)
+	e.tryCommit(now, d)
+	return nil
+}
+
+// ranksOf reads what a peer says of its engine.
+func ranksOf(m *peerv1.GrantReply) ([]Rank, error) {
+	if n := len(m.Ranks); n < 1 || n > MaxParts {
+		return nil, fmt.Errorf("%d of them: want 1 to %d", n, MaxParts)
+	}
+	out := make([]Rank, 0, len(m.Ranks))
+	for i, r := range m.Ranks {
+		if r.GetRank() == "" || len(r.Rank) > maxRankBytes || len(r.Geometry) != 32 ||
+			slices.ContainsFunc(out, func(o Rank) bool { return o.Name == r.Rank }) {
+			return nil, fmt.Errorf("ranks[%d] = %.80q with a geometry of %d bytes: want each name once, in 1 to %d bytes, and 32", i, r.GetRank(),
+				len(r.GetGeometry()), maxRankBytes)
+		}
+		out = append(out, Rank{r.Rank, [32]byte(r.Geometry)})
+	}
+	return out, nil
 }
 
 func codeName(c peerv1.GrantReply_Code) string { return strings.ToLower(c.String()) }
@@ -339,6 +534,9 @@ func (e *Exec) onSourceLost(now Instant, p *peer, m *peerv1.SourceLost) error {
 	d, err := e.destOf(p, m.Destination)
 	if d == nil || d.decided {
 		return err
+	}
+	if d.live == nil || m.Gen != d.live.gen {
+		return nil // of a grant that is over
 	}
 	if m.Final {
 		e.closeDest(now, d, StatusFailed, "source lost: "+m.Reason)

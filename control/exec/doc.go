@@ -9,12 +9,15 @@
 // Invariants:
 //   - each lease completes exactly once, by lease.MayRelease;
 //   - a commit needs a full bitmap, both leases, and the fence;
+//   - a destination lease is granted in parts, one for each rank of the source's engine that gives something; together they are all
+//     that the receiver lacks, and the commit needs every one of them;
 //   - slices name only origins that are bound; what happens after an origin's guard is revoked counts for nothing;
 //   - every lease has a deadline, every wait ends by it, and then only starts a fence;
 //   - all tables are bounded (package lease and Limits).
 package exec
 
 import (
+	"fmt"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -28,20 +31,47 @@ import (
 // Instant is a point in time: the duration since the driver's start.
 type Instant = lease.Instant
 
-// Plan is the transfer space of one destination lease, as both sides compute it. Immutable.
+// Plan is the transfer space of one part of a destination lease, as both sides compute it: a segment for each layer of the receiver.
+// Immutable.
 type Plan interface {
 	Space() *transfer.Space
-	// Ready returns the front of the segment of a layer that may be sent once that layer holds tokens [0, tokens); final
-	// says that no later step writes to it. It only grows.
-	Ready(layer int, tokens uint32, final bool) transfer.Range
+	// Ready returns the front of a segment that may be sent once the layers of the source that it is made from hold tokens
+	// [0, tokens); final says that no later step writes to them. It only grows.
+	Ready(segment int, tokens uint32, final bool) transfer.Range
+	// Feeds lists the segments that a layer of the source has a part in, From the layers of the source that a segment is made from.
+	Feeds(layer int) []int
+	From(segment int) []int
+}
+
+// Rank is a rank of a peer's engine: its name there, and the geometry of its cache.
+type Rank struct {
+	Name     string
+	Geometry [32]byte
+}
+
+// Part is what one rank of a peer's engine gives to a destination lease. Plan is nil where it gives nothing.
+type Part struct {
+	Rank
+	Share []uint32 // as it travels; empty: all that both have
+	Plan  Plan
 }
 
 // Planner makes plans. Implemented by the driver over parseblock.
 type Planner interface {
-	// Receive plans what the engine of w wants.
+	// Receive plans all that the engine of w wants.
 	Receive(w *connector.Worker, x *connector.Expect) (Plan, error)
-	// Send plans the space that a grant names, and checks that the layout of w can serve it.
-	Send(w *connector.Worker, g *peerv1.Grant) (Plan, error)
+	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load says how busy a rank is. The
+	// result has a part for every rank. Where it does not know the layout of one it returns an *UnknownLayout.
+	Divide(w *connector.Worker, x *connector.Expect, ranks []Rank, load func(rank string) uint64) ([]Part, error)
+	// Send plans a part of a grant, and checks that the layout of w can serve it; it, too, may return an *UnknownLayout.
+	Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (Plan, error)
+}
+
+// UnknownLayout asks for layouts of a peer: Describe follows for each geometry, and then the same call again.
+type UnknownLayout struct{ Geometries [][32]byte }
+
+func (u *UnknownLayout) Error() string {
+	return fmt.Sprintf("%d layouts of the peer are not known yet", len(u.Geometries))
 }
 
 // Config is constant for the life of an executor.
@@ -59,8 +89,8 @@ type Config struct {
 	MaxAttempts   int           // failures of one chunk
 	MaxRegrants   int           // of one destination lease
 	MaxSlices     int           // in flight, over all lanes of one peer
-	MaxSlots      int           // grants open towards one peer
-	MaxPending    int           // grants and questions of one peer that wait for an intent
+	MaxSlots      int           // parts of grants open towards one peer
+	MaxPending    int           // grants, parts of them and questions of one peer that wait for an intent
 	Integrity     uint32        // told to the source: Grant.integrity
 	MaxDest       int
 	MaxSource     int
@@ -82,6 +112,9 @@ const (
 	maxRefused           = 10                     // tries at an address where nobody listens: 2 s, in which a sidecar starts anew
 	connectRetry         = 200 * time.Millisecond // between tries to reach a peer that a lease waits for
 	disownedWait         = time.Second            // for the record that says why a source was disowned
+	MaxParts             = 256                    // ranks of an engine, and so parts of a grant
+	maxRankBytes         = 64                     // of a rank's name
+	maxDescribing        = 1024                   // layouts asked for at a time
 )
 
 func (c Config) withDefaults() Config {
@@ -119,7 +152,7 @@ const (
 	Connect Kind = iota + 1
 	// Send puts Frame on the control lanes to Peer.
 	Send
-	// Offer makes Landing's grant live (Sink, Host.Grant, backends), fills the tokens into Frame and sends it to Peer.
+	// Offer makes the grants of Landings live (Sink, Host.Grant, backends), fills the tokens into their parts and sends Frame to Peer.
 	Offer
 	// Fence revokes the guard of Landing at once, then fences it in every backend; FenceDone follows.
 	Fence
@@ -133,8 +166,10 @@ const (
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
-	// Complete ends a lease towards the engine of Worker; Landing is its last one, if there was any.
+	// Complete ends a lease towards the engine of Worker; Landings are those of its last grant, if there was any.
 	Complete
+	// Describe asks Peer for the layout behind Geometry; Described follows.
+	Describe
 	// Answer answers the Await of that Token.
 	Answer
 	// WorkerFenced says that no lease of Worker is left.
@@ -148,6 +183,8 @@ type Action struct {
 	Endpoint   string
 	Frame      *peerv1.ControlFrame
 	Landing    *Landing
+	Landings   []*Landing
+	Geometry   [32]byte
 	Sending    *Sending
 	Blocks     [][]uint32
 	Status     uint16 // Fence: why; StatusFailed where the blocks will be granted again
@@ -182,20 +219,24 @@ type Trace struct {
 	Wire        time.Duration // from there to the full bitmap
 	Commit      time.Duration // from there to the fence's end
 	Grants      int
+	Parts       int              // destination: ranks that gave something
 	Flag        time.Duration    // source: from the last flag to the commit
 	BytesBefore uint64           // source: bytes that were sent before the final step's flag
 	Moved       [maxRanks]uint64 // source: bytes confirmed, by index in Config.Transports
 }
 
-// Landing is one grant on the receiver: one (peer, slot, generation) of a destination lease.
+// Landing is one part of a grant on the receiver: one (peer, slot, generation) of a destination lease.
 type Landing struct {
 	Grant  transport.Grant // Sink is the driver's
 	Worker *connector.Worker
 	Expect *connector.Expect
 	Plan   Plan
-	Sink   any // the driver's own view of Grant.Sink
+	Sink   any          // the driver's own view of Grant.Sink
+	Part   *peerv1.Part // as it is offered; what backends add goes into it
 
-	dest   *dest
+	offer  *offer
+	source transfer.LeaseID // that gives it
+	bound  bool
 	full   bool
 	fenced bool
 }
@@ -203,7 +244,7 @@ type Landing struct {
 // Lease names the destination lease of the landing.
 func (l *Landing) Lease() transfer.LeaseID { return l.Expect.Lease }
 
-// Sending is one grant on the sender: a source lease that serves it, through one origin.
+// Sending is one part of a grant on the sender: a source lease that serves it, through one origin.
 type Sending struct {
 	Origin transport.Origin // Source is the driver's
 	Worker *connector.Worker

@@ -42,8 +42,7 @@ type Exec struct {
 	nsource int
 	byKey   map[transfer.Key][]*source // open ones
 	byXfer  map[transfer.XferID]count  // open source leases
-	bound   map[lease.GrantID]*source  // grants that a source lease serves, those included that lost it and may come again
-	sending map[lease.GrantID]*Sending // the live one of each
+	inbound map[lease.GrantID]*inbound // grants of peers, the newest of each destination lease
 
 	endpoints map[string]*endpoint
 	peers     map[transfer.Boot]*peer
@@ -51,6 +50,7 @@ type Exec struct {
 	pending   map[transfer.Key][]*pending // grants and questions that wait for an intent
 	asked     map[uint64]*await           // our own questions
 
+	describing map[described]*description
 	spray      *spray.Scheduler
 	scan       *timer  // of what is in flight
 	touched    []*peer // peers with new work, until assign
@@ -85,6 +85,8 @@ type peer struct {
 	rails   *spray.Peer
 	pending int
 	dirty   bool
+	ranks   []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
+	load    map[string]uint64 // bytes of the parts that its ranks owe us, by rank
 }
 
 // await is a question of one of our engines.
@@ -97,12 +99,12 @@ type await struct {
 	t    *timer
 }
 
-// pending waits for an intent: a grant, or a question.
+// pending waits for an intent: a question, a grant, or a part of one.
 type pending struct {
 	peer  *peer
 	key   transfer.Key
-	grant *peerv1.Grant // nil: a question
-	dest  lease.GrantID
+	in    *inbound // nil: a question
+	claim *claim   // nil: the grant waits for any intent of its key
 	token uint64
 	gone  bool // the key has a tombstone: this is what to say when the time is over
 	t     *timer
@@ -117,9 +119,9 @@ func New(cfg Config) *Exec {
 	e := &Exec{
 		cfg: cfg, slots: lease.NewSlots(cfg.MaxSlots), tombs: lease.NewTombs(lease.MaxTombstones, cfg.TombstoneAge),
 		workers: map[*connector.Worker]*worker{}, dests: map[transfer.LeaseID]*dest{}, byKey: map[transfer.Key][]*source{},
-		byXfer: map[transfer.XferID]count{}, bound: map[lease.GrantID]*source{}, sending: map[lease.GrantID]*Sending{},
+		byXfer: map[transfer.XferID]count{}, inbound: map[lease.GrantID]*inbound{},
 		endpoints: map[string]*endpoint{}, peers: map[transfer.Boot]*peer{}, lanes: map[uint64]*lane{},
-		pending: map[transfer.Key][]*pending{}, asked: map[uint64]*await{},
+		pending: map[transfer.Key][]*pending{}, asked: map[uint64]*await{}, describing: map[described]*description{},
 	}
 	e.spray = spray.New(spray.Config{Policy: cfg.Policy, MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})
 	e.scan = newTimer(e.scanFlights)
@@ -433,16 +435,16 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, proved bool) {
 			e.regrant(now, d, "the source's sidecar is gone")
 		}
 	}
+	for g, in := range e.inbound {
+		if g.Peer == boot {
+			e.endInbound(now, in, false, "the destination's sidecar is gone")
+		}
+	}
 	for _, l := range e.pending {
 		for _, q := range append([]*pending(nil), l...) {
 			if q.peer == p {
 				e.dropPending(q)
 			}
-		}
-	}
-	for g, s := range e.bound {
-		if g.Peer == boot {
-			e.endGrant(now, s, g, false, "the destination's sidecar is gone")
 		}
 	}
 	e.assign(now)

@@ -435,8 +435,8 @@ func TestNothingIsSentPastTheDeadline(t *testing.T) {
 	s.run(s.now+sec, func() bool { return false })
 	d.kill() // so that no revoke comes, and no proof of its death
 	flow := func() *Sending {
-		for _, snd := range p.ex.sending {
-			return snd
+		for _, in := range p.ex.inbound {
+			return in.claims[0].snd
 		}
 		return nil
 	}
@@ -604,8 +604,8 @@ func randomSchedule(t *testing.T, seed uint64) {
 		if dests, sources := n.ex.Open(); dests+sources != 0 {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
-		if len(n.ex.bound)+len(n.ex.sending)+len(n.ex.pending)+len(n.ex.byKey)+len(n.ex.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
-			s.fatalf("seed %d: %s keeps %d bound, %d sendings, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.bound), len(n.ex.sending),
+		if len(n.ex.inbound)+len(n.ex.describing)+len(n.ex.pending)+len(n.ex.byKey)+len(n.ex.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
+			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.inbound), len(n.ex.describing),
 				len(n.ex.pending), len(n.ex.byKey), n.ex.spray.Flights())
 		}
 	}

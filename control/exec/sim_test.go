@@ -149,13 +149,23 @@ func (p *simPlan) Ready(l int, tokens uint32, final bool) transfer.Range {
 	return transfer.Range{First: r.First, Count: (full - p.skip) * simUnit / transfer.ChunkBytes}
 }
 
+func (p *simPlan) Feeds(l int) []int { return simSelf[l : l+1] }
+
+func (p *simPlan) From(seg int) []int { return simSelf[seg : seg+1] }
+
+var simSelf = [simLayers]int{0, 1, 2, 3}
+
 type simPlanner struct{}
 
 func (simPlanner) Receive(_ *connector.Worker, x *connector.Expect) (Plan, error) {
 	return newSimPlan(x.Tokens, x.Skip)
 }
 
-func (simPlanner) Send(_ *connector.Worker, g *peerv1.Grant) (Plan, error) {
+func (simPlanner) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part, error) {
+	return nil, errors.New("engines of this simulation are all alike")
+}
+
+func (simPlanner) Send(_ *connector.Worker, g *peerv1.Grant, _ *peerv1.Part) (Plan, error) {
 	return newSimPlan(g.Tokens, g.Skip)
 }
 
@@ -275,15 +285,16 @@ func (n *simNode) perform(a *Action) {
 	case Send:
 		n.sendTo(a.Peer, a.Frame)
 	case Offer:
-		l := a.Landing
-		sl := &simLanding{l: l, lease: n.leases[l.Lease()], bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks()),
-			claim: map[uint32]uint32{}}
-		sl.lease.content = make([]string, l.Plan.Space().NumChunks())
-		name := [2]any{l.Grant.Peer, l.Grant.Slot}
-		if old := n.grants[name]; old != nil {
-			s.fatalf("slot %d was given out again before its fence", l.Grant.Slot)
+		for _, l := range a.Landings {
+			sl := &simLanding{l: l, lease: n.leases[l.Lease()], bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks()),
+				claim: map[uint32]uint32{}}
+			sl.lease.content = make([]string, l.Plan.Space().NumChunks())
+			name := [2]any{l.Grant.Peer, l.Grant.Slot}
+			if old := n.grants[name]; old != nil {
+				s.fatalf("slot %d was given out again before its fence", l.Grant.Slot)
+			}
+			n.grants[name] = sl
 		}
-		n.grants[name] = sl
 		n.sendTo(a.Peer, a.Frame)
 	case Fence:
 		l := a.Landing

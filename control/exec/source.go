@@ -21,6 +21,7 @@ type source struct {
 	version uint32 // of blocks
 	layers  []layerState
 	sends   []*Sending // open ones
+	claims  []*claim   // of grants that it serves
 	t       *timer
 
 	decided bool
@@ -45,7 +46,7 @@ type layerState struct {
 type sendingState struct {
 	src       *source
 	peer      *peer
-	grant     lease.GrantID
+	claim     *claim
 	state     sendState
 	version   uint32 // of the source's blocks that the origin has
 	live      bool   // bound: an origin exists
@@ -54,7 +55,7 @@ type sendingState struct {
 	answer    bool // the receiver revoked: it is told when the origin is closed
 
 	flow    *spray.Flow
-	readyTo []uint32 // per layer: one past the last chunk released
+	readyTo []uint32 // per segment: one past the last chunk released
 	stopped bool     // the receiver refuses, or the source is disowned: wait for the word that says why
 	opened  Instant
 	early   uint64 // bytes landed before the last flag
@@ -131,8 +132,8 @@ func (e *Exec) Hold(now Instant, w *connector.Worker, id uint64) {
 			continue
 		}
 		for _, q := range slices.Clone(l) {
-			if !q.gone && e.hopeless(q) {
-				e.refusePending(q, peerv1.GrantReply_MISMATCH, mismatch)
+			if q.t != nil && !q.gone && e.hopeless(q) {
+				e.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
 			}
 		}
 	}
@@ -221,11 +222,18 @@ func (e *Exec) release(snd *Sending, l int) {
 		a.Sending, a.Blocks = snd, s.blocks
 	}
 	snd.version = s.version
-	r := snd.Plan.Ready(l, s.layers[l].tokens, s.layers[l].final)
-	if from := max(snd.readyTo[l], r.First); from < r.End() {
-		snd.flow.Ready(transfer.Range{First: from, Count: r.End() - from})
-		snd.readyTo[l] = r.End()
-		e.touch(snd.peer)
+	for _, seg := range snd.Plan.Feeds(l) {
+		// A segment may be made from several layers of the source (K and V in layers of their own): all of them count.
+		tokens, final := s.layers[l].tokens, s.layers[l].final
+		for _, o := range snd.Plan.From(seg) {
+			tokens, final = min(tokens, s.layers[o].tokens), final && s.layers[o].final
+		}
+		r := snd.Plan.Ready(seg, tokens, final)
+		if from := max(snd.readyTo[seg], r.First); from < r.End() {
+			snd.flow.Ready(transfer.Range{First: from, Count: r.End() - from})
+			snd.readyTo[seg] = r.End()
+			e.touch(snd.peer)
+		}
 	}
 }
 
@@ -249,9 +257,9 @@ func (e *Exec) lose(now Instant, snd *Sending, final bool, reason string) {
 	if snd.state != sendOpen {
 		return
 	}
-	e.send(snd.grant.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{
-		Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason}}})
-	snd.src.Lost(snd.grant)
+	e.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{
+		Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason, Gen: snd.claim.in.msg.Gen}}})
+	snd.src.Lost(snd.claim.in.id)
 	e.endSending(now, snd)
 }
 
@@ -264,8 +272,8 @@ func (e *Exec) endSending(now Instant, snd *Sending) {
 	snd.src.sends = remove(snd.src.sends, snd)
 	snd.flow.Close()
 	e.touch(snd.peer)
-	if e.sending[snd.grant] == snd {
-		delete(e.sending, snd.grant)
+	if snd.claim.snd == snd {
+		snd.claim.snd = nil
 	}
 	if snd.live {
 		e.closeOrigin(snd)
@@ -304,7 +312,7 @@ func (e *Exec) OriginClosed(now Instant, snd *Sending, err error) {
 func (e *Exec) originClosed(now Instant, snd *Sending) {
 	snd.closed = true
 	if snd.answer {
-		e.send(snd.grant.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Closed{Closed: &peerv1.Closed{
+		e.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Closed{Closed: &peerv1.Closed{
 			Destination: leaseMsg(snd.Dest)}}})
 	}
 	e.completeSource(now, snd.src)
@@ -339,14 +347,16 @@ func (e *Exec) closeSource(now Instant, s *source, status uint16, reason string,
 	for _, snd := range slices.Clone(s.sends) {
 		e.lose(now, snd, final, reason)
 	}
-	for g, b := range e.bound {
-		if b == s {
-			delete(e.bound, g)
-		}
+	for _, c := range s.claims {
+		c.src = nil
+		e.forget(c.in)
 	}
+	s.claims = nil
 	if final && status != StatusOK && len(e.byKey[s.Key]) == 0 {
 		for _, q := range slices.Clone(e.pending[s.Key]) {
-			e.refusePending(q, peerv1.GrantReply_GONE, reason)
+			if q.t != nil {
+				e.refusePending(now, q, peerv1.GrantReply_GONE, reason)
+			}
 		}
 	}
 	e.completeSource(now, s)
@@ -374,110 +384,6 @@ func (e *Exec) completeSource(now Instant, s *source) {
 	e.workerIdle(s.ws)
 }
 
-// endGrant says that a destination lease needs nothing more from s.
-func (e *Exec) endGrant(now Instant, s *source, g lease.GrantID, committed bool, why string) {
-	snd := e.sending[g]
-	delete(e.bound, g)
-	if committed {
-		if s.flagged > 0 {
-			s.last.Flag = now - s.flagged
-		}
-		s.last.Dest, s.last.Peer = g.Dest, g.Peer
-	}
-	last := s.End(g, committed)
-	if snd != nil && snd.src == s {
-		s.last.Slot, s.last.Gen = snd.Origin.Slot, snd.Origin.Gen
-		s.last.BytesBefore = snd.early
-		if committed {
-			e.confirmFlights(snd)
-		}
-		for i, v := range snd.moved {
-			s.last.Moved[i] += v
-		}
-		snd.committed = committed
-		if committed {
-			s.bytes += snd.Plan.Space().TotalBytes()
-		}
-		e.endSending(now, snd)
-	}
-	if !last {
-		return
-	}
-	if s.Served > 0 {
-		e.closeSource(now, s, StatusOK, "", true)
-	} else {
-		e.closeSource(now, s, StatusFailed, why, true)
-	}
-}
-
-func (e *Exec) onCommit(now Instant, p *peer, m *peerv1.Commit) error {
-	id, err := leaseID(m.Destination)
-	if err != nil {
-		return err
-	}
-	g := lease.GrantID{Peer: p.boot, Dest: id}
-	if s := e.bound[g]; s != nil {
-		e.endGrant(now, s, g, true, "")
-	}
-	return nil
-}
-
-func (e *Exec) onRevoke(now Instant, p *peer, m *peerv1.Revoke) error {
-	id, err := leaseID(m.Destination)
-	if err != nil {
-		return err
-	}
-	g := lease.GrantID{Peer: p.boot, Dest: id}
-	if s := e.bound[g]; s != nil {
-		if snd := e.sending[g]; snd != nil {
-			snd.answer = true
-		}
-		e.endGrant(now, s, g, false, "the receiver gave up: "+m.Reason)
-		return nil
-	}
-	for _, l := range e.pending {
-		for _, q := range l {
-			if q.grant != nil && q.dest == g {
-				e.dropPending(q)
-				return nil
-			}
-		}
-	}
-	return nil
-}
-
-func (e *Exec) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
-	k, err := key(m.Xfer, m.Hash)
-	if err != nil {
-		return fmt.Errorf("grant: %w", err)
-	}
-	id, err := leaseID(m.Destination)
-	if err != nil {
-		return fmt.Errorf("grant: %w", err)
-	}
-	if m.Slot > 1<<16-1 || m.Gen == 0 {
-		return fmt.Errorf("grant %s: slot %d and generation %d: want 16 bits, and from 1", id, m.Slot, m.Gen)
-	}
-	g := lease.GrantID{Peer: p.boot, Dest: id}
-	if old := e.sending[g]; old != nil {
-		if uint32(old.Origin.Gen) >= m.Gen {
-			return nil // a replay
-		}
-		old.src.Lost(g)
-		e.endSending(now, old)
-	}
-	for _, q := range slices.Clone(e.pending[k]) {
-		if q.grant != nil && q.dest == g {
-			e.dropPending(q)
-		}
-	}
-	if e.bindGrant(now, p, k, g, m) {
-		return nil
-	}
-	e.wait(now, p, &pending{peer: p, key: k, grant: m, dest: g}, m.PartnerMs)
-	return nil
-}
-
 func (e *Exec) onAwait(now Instant, p *peer, m *peerv1.Await) error {
 	k, err := key(m.Xfer, m.Hash)
 	if err != nil {
@@ -488,179 +394,13 @@ func (e *Exec) onAwait(now Instant, p *peer, m *peerv1.Await) error {
 		e.admit(q, l[0])
 		return nil
 	}
-	e.wait(now, p, q, m.TtlMs)
+	e.wait(now, q, m.TtlMs)
 	return nil
 }
 
 func (e *Exec) admit(q *pending, s *source) {
 	e.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
 		Token: q.token, State: peerv1.Admitted_ADMITTED, Tokens: s.in.Tokens}}})
-}
-
-// wait keeps a grant or a question until its intent comes.
-func (e *Exec) wait(now Instant, p *peer, q *pending, ms uint32) {
-	tomb, dead := e.tombs.Find(now, q.key)
-	hush := tomb.At + e.cfg.TombstoneHush
-	switch {
-	case dead && (!tomb.Served || now >= hush):
-		e.refusePending(q, peerv1.GrantReply_GONE, "the source lease of this key is over")
-		return
-	case e.draining:
-		e.refusePending(q, peerv1.GrantReply_DRAINING, "the sidecar is draining")
-		return
-	case !dead && e.hopeless(q):
-		e.refusePending(q, peerv1.GrantReply_MISMATCH, mismatch)
-		return
-	case p.pending >= e.cfg.MaxPending:
-		e.refusePending(q, peerv1.GrantReply_LIMIT, fmt.Sprintf("%d grants and questions wait already", p.pending))
-		return
-	}
-	end := now + e.cfg.Partner
-	if ms > 0 {
-		end = now + min(Instant(ms)*1e6, MaxDeadline)
-	}
-	if dead && hush < end {
-		// A prompt list with equal prompts: another intent may be about to come.
-		end, q.gone = hush, true
-	}
-	p.pending++
-	e.pending[q.key] = append(e.pending[q.key], q)
-	q.t = newTimer(func(Instant) { e.pendingDue(q) })
-	e.agenda.arm(q.t, end)
-}
-
-const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt or multimodal items differ"
-
-// hopeless reports that no intent for q will come: every request of its transfer id is finished, and none has its hash. Only a grant
-// says so: it follows an admission, or a prefill that is done. A question may be early, for a prompt list is admitted one by one.
-func (e *Exec) hopeless(q *pending) bool {
-	n := e.byXfer[q.key.Xfer]
-	return q.grant != nil && n.open > 0 && n.open == n.held && len(e.byKey[q.key]) == 0
-}
-
-func (e *Exec) pendingDue(q *pending) {
-	switch {
-	case q.gone:
-		e.refusePending(q, peerv1.GrantReply_GONE, "the source lease of this key is over")
-	case e.byXfer[q.key.Xfer].open > 0 && len(e.byKey[q.key]) == 0:
-		e.refusePending(q, peerv1.GrantReply_MISMATCH, mismatch)
-	case len(e.byKey[q.key]) > 0:
-		e.refusePending(q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the grants that they were made for")
-	default:
-		e.refusePending(q, peerv1.GrantReply_NO_PARTNER, "the prefill never had this transfer")
-	}
-}
-
-func (e *Exec) refusePending(q *pending, code peerv1.GrantReply_Code, message string) {
-	e.dropPending(q)
-	if q.grant != nil {
-		e.reply(q.peer, q.dest.Dest, code, message, nil, nil)
-		return
-	}
-	state := peerv1.Admitted_GONE
-	if code == peerv1.GrantReply_MISMATCH || code == peerv1.GrantReply_DRAINING || code == peerv1.GrantReply_LIMIT {
-		state = peerv1.Admitted_REFUSED
-	}
-	e.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
-		Token: q.token, State: state, Message: message}}})
-}
-
-func (e *Exec) reply(p *peer, dst transfer.LeaseID, code peerv1.GrantReply_Code, message string, src *transfer.LeaseID,
-	identity map[string]string) {
-	e.send(p.boot, replyFrame(dst, code, message, src, identity))
-}
-
-func replyFrame(dst transfer.LeaseID, code peerv1.GrantReply_Code, message string, src *transfer.LeaseID,
-	identity map[string]string) *peerv1.ControlFrame {
-	r := &peerv1.GrantReply{Destination: leaseMsg(dst), Code: code, Message: message, Identity: identity}
-	if src != nil {
-		r.Source = leaseMsg(*src)
-	}
-	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: r}}
-}
-
-func (e *Exec) dropPending(q *pending) {
-	if q.t == nil {
-		return
-	}
-	e.agenda.disarm(q.t)
-	q.t = nil
-	q.peer.pending--
-	if l := remove(e.pending[q.key], q); len(l) > 0 {
-		e.pending[q.key] = l
-	} else {
-		delete(e.pending, q.key)
-	}
-}
-
-// wake looks again at what waits for a key.
-func (e *Exec) wake(now Instant, k transfer.Key) {
-	for _, q := range slices.Clone(e.pending[k]) {
-		if q.grant == nil {
-			if l := e.byKey[k]; len(l) > 0 {
-				e.dropPending(q)
-				e.admit(q, l[0])
-			}
-			continue
-		}
-		if e.bindGrant(now, q.peer, k, q.dest, q.grant) {
-			e.dropPending(q)
-		}
-	}
-}
-
-// bindGrant gives a grant to a source lease of its key, or refuses it for good; false: there is none with room.
-func (e *Exec) bindGrant(now Instant, p *peer, k transfer.Key, g lease.GrantID, m *peerv1.Grant) bool {
-	var s *source
-	for _, c := range e.byKey[k] {
-		if c.Has(g) {
-			s = c
-			break
-		}
-		if s == nil && c.Capacity() > 0 {
-			s = c
-		}
-	}
-	if s == nil {
-		return false
-	}
-	w := s.ws.w
-	if string(m.Fingerprint) != string(w.Fingerprint[:]) {
-		e.reply(p, g.Dest, peerv1.GrantReply_FINGERPRINT, "the identities of the two engines differ", &s.ID, w.Layout.Identity)
-		return true
-	}
-	plan, err := e.cfg.Planner.Send(w, m)
-	if err == nil && (m.Tokens != s.in.Tokens || plan.Space().NumChunks() != m.Chunks || plan.Space().TotalBytes() != m.Bytes) {
-		err = fmt.Errorf("transfer space: the receiver has %d tokens, %d chunks, %d bytes, the source %d, %d, %d", m.Tokens, m.Chunks, m.Bytes,
-			s.in.Tokens, plan.Space().NumChunks(), plan.Space().TotalBytes())
-	}
-	if err == nil {
-		err = s.Bind(g)
-	}
-	if err != nil {
-		e.reply(p, g.Dest, peerv1.GrantReply_PLAN, err.Error(), &s.ID, nil)
-		return true
-	}
-	if s.firstBind == 0 {
-		s.firstBind = now
-	}
-	snd := &Sending{Worker: w, Dest: g.Dest, Key: k, Prompt: m.Tokens, Skip: m.Skip, Tokens: m.TokensByTransport, Plan: plan}
-	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = p.boot, transfer.Slot(m.Slot), transfer.Gen(m.Gen)
-	snd.src, snd.peer, snd.grant, snd.opened = s, p, g, now
-	var deadline Instant
-	if m.DeadlineMs > 0 {
-		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)
-	}
-	snd.flow = e.spray.Open(p.rails, spray.Priority(min(m.Priority, uint32(spray.Background))), deadline, plan.Space(), snd)
-	snd.readyTo = make([]uint32, len(s.layers))
-	e.bound[g], e.sending[g] = s, snd
-	s.sends = append(s.sends, snd)
-	// The bytes leave first: this word is needed only once they are there.
-	e.late = append(e.late, Action{Kind: Send, Peer: p.boot, Frame: replyFrame(g.Dest, peerv1.GrantReply_BOUND, "", &s.ID, nil)})
-	for l := range s.layers {
-		e.release(snd, l)
-	}
-	return true
 }
 
 // SourceBroken says that a sending cannot be read at all: its tables or its memory are unusable.

@@ -97,17 +97,18 @@ func TestSource(t *testing.T) {
 	if s.Complete() == nil {
 		t.Error("an open lease completes")
 	}
+	one := func(s *Source, g GrantID) error { return s.Bind(g, TeamID{byte(g.Dest.ID), g.Peer[0]}, 1) }
 	for _, g := range []GrantID{a, b} {
-		if err := s.Bind(g); err != nil {
+		if err := one(s, g); err != nil {
 			t.Fatal(err)
 		}
 		s.OriginOpened()
 	}
-	if err := s.Bind(c); !errors.Is(err, ErrLimit) {
+	if err := one(s, c); !errors.Is(err, ErrLimit) {
 		t.Errorf("a third grant of two: %v", err)
 	}
 	s.Lost(a)
-	if err := s.Bind(a); err != nil {
+	if err := one(s, a); err != nil {
 		t.Errorf("a lost grant that comes again: %v", err)
 	}
 	if first, again := s.End(a, true), s.End(a, true); first || again {
@@ -127,13 +128,58 @@ func TestSource(t *testing.T) {
 	if err := s.Complete(); err != nil {
 		t.Error(err)
 	}
-	if s.Complete() == nil || s.Close() == nil || s.Bind(c) == nil {
+	if s.Complete() == nil || s.Close() == nil || one(s, c) == nil {
 		t.Error("a complete lease moves on")
 	}
 	n := &Source{Fanout: 4}
-	_ = n.Bind(a) // room is certain
-	if n.Narrow() || n.Capacity() != 0 || !n.End(a, true) {
+	_ = one(n, a) // room is certain
+	if n.Narrow() || n.Room(TeamID{9}) || !n.End(a, true) {
 		t.Error("narrowed to the one grant that is here, it is done when that ends")
+	}
+}
+
+// A request of several receivers takes one place of a source, which is free when all of them have ended.
+func TestTeams(t *testing.T) {
+	g := func(id uint64) GrantID { return GrantID{boot(1), transfer.LeaseID{ID: id}} }
+	x, y := TeamID{1}, TeamID{2}
+	s := &Source{Fanout: 1}
+	for id := range uint64(3) {
+		if err := s.Bind(g(id), x, 3); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if s.Room(y) || s.Room(x) {
+		t.Error("room for a fourth receiver of three, or for a second request of one")
+	}
+	if s.Bind(g(9), y, 1) == nil || s.Bind(g(9), x, 3) == nil {
+		t.Error("one too many is bound")
+	}
+	if s.End(g(0), true) || s.End(g(1), true) || s.Done() || s.Served != 0 {
+		t.Error("done with two of three receivers")
+	}
+	s.Lost(g(2))
+	if err := s.Bind(g(2), y, 1); err != nil || !s.End(g(2), true) || s.Served != 1 {
+		t.Errorf("not done with all three: %v, served %d", err, s.Served)
+	}
+	// One receiver that fails is a request that is not served.
+	f := &Source{Fanout: 2}
+	_, _ = f.Bind(g(0), x, 2), f.Bind(g(1), x, 2) // room is certain
+	if f.End(g(0), true) || f.End(g(1), false) || f.Served != 0 {
+		t.Errorf("served %d, and one receiver of two failed", f.Served)
+	}
+	// Who has not come in time does not count: neither the second request nor the second receiver of the first.
+	n := &Source{Fanout: 2}
+	_ = n.Bind(g(0), x, 2) // room is certain
+	if n.Narrow() || n.Room(x) || n.Room(y) || !n.End(g(0), true) || n.Served != 1 {
+		t.Errorf("narrowed: served %d", n.Served)
+	}
+	late := &Source{Fanout: 1}
+	_ = late.Bind(g(0), x, 2) // room is certain
+	if late.End(g(0), true) || !late.Narrow() || !late.Done() {
+		t.Error("its one receiver has ended, the other never came: it is not done")
+	}
+	if b := (&Source{Fanout: 1}); b.Bind(g(0), x, 0) == nil || b.Bind(g(0), x, MaxTeam+1) == nil {
+		t.Error("teams of no receivers, or of too many")
 	}
 }
 

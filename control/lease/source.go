@@ -31,29 +31,53 @@ type GrantID struct {
 	Dest transfer.LeaseID
 }
 
+// TeamID names the receivers of one decode request: the ranks of its engine, each with a destination lease of its own.
+type TeamID [16]byte
+
+// MaxTeam bounds the receivers of one request.
+const MaxTeam = 1024
+
+// team is the receivers of one decode request, as far as they have come.
+type team struct {
+	size      int // of them, as the first one said
+	members   int // that came
+	ended     int // that need us no more
+	committed int // of those
+}
+
+// place is what a source lease keeps for a destination lease.
+type place struct {
+	lost bool // its grant is lost and may come again
+	team TeamID
+}
+
 // Source is one source lease: blocks of an engine that hold, or will hold, a prompt's KV.
 type Source struct {
 	ID       transfer.LeaseID
 	Key      transfer.Key
-	Fanout   int
+	Fanout   int  // decode requests that it serves
 	Held     bool // the request is finished, the engine keeps the blocks only for us
 	Deadline Instant
 	Partner  Instant // when the partners must have come, counted from Hold; Never before
 	Attempt  uint32
 
 	State   SourceState
-	serving map[GrantID]bool // bound now; the value says whether the grant is lost and may come again
-	ended   int              // destination leases that need us no more: committed, revoked, or their process died
-	Served  int              // those of them that committed
-	origins int              // open origins: memory that a backend may read
+	serving map[GrantID]place // bound now
+	teams   map[TeamID]*team
+	ended   int // teams that need us no more: committed, revoked, or their process died
+	Served  int // those of them that committed, every receiver
+	origins int // open origins: memory that a backend may read
 }
 
-// Capacity is how many more destination leases may bind.
-func (s *Source) Capacity() int {
+// Room reports whether a receiver of the team may bind.
+func (s *Source) Room(id TeamID) bool {
 	if s.State != SourceOpen {
-		return 0
+		return false
 	}
-	return s.Fanout - s.ended - len(s.serving)
+	if t := s.teams[id]; t != nil {
+		return t.members < t.size
+	}
+	return len(s.teams) < s.Fanout
 }
 
 // Has reports whether the grant of that destination lease is bound, or was lost and may come again.
@@ -65,41 +89,68 @@ func (s *Source) Has(g GrantID) bool {
 // Serving counts the destination leases bound, those included that lost their grant and may come again.
 func (s *Source) Serving() int { return len(s.serving) }
 
-// Bind binds a destination lease; binding one again after Lost is the same place taken once more.
-func (s *Source) Bind(g GrantID) error {
+// Bind binds a destination lease, one of so many of its team; binding one again after Lost is the same place taken once more.
+func (s *Source) Bind(g GrantID, id TeamID, size int) error {
 	if s.State != SourceOpen {
 		return &StateError{s.ID, "bind", s.State}
 	}
-	if !s.Has(g) && s.Capacity() <= 0 {
-		return fmt.Errorf("source lease %s: all %d grants are taken: %w", s.ID, s.Fanout, ErrLimit)
+	if p, ok := s.serving[g]; ok {
+		s.serving[g] = place{team: p.team}
+		return nil
+	}
+	if size < 1 || size > MaxTeam {
+		return fmt.Errorf("source lease %s: a team of %d receivers: want 1 to %d", s.ID, size, MaxTeam)
+	}
+	if !s.Room(id) {
+		return fmt.Errorf("source lease %s: all the places of its %d requests are taken: %w", s.ID, s.Fanout, ErrLimit)
 	}
 	if s.serving == nil {
-		s.serving = make(map[GrantID]bool, s.Fanout)
+		s.serving, s.teams = make(map[GrantID]place, s.Fanout), make(map[TeamID]*team, s.Fanout)
 	}
-	s.serving[g] = false
+	t := s.teams[id]
+	if t == nil {
+		t = &team{size: size}
+		s.teams[id] = t
+	}
+	t.members++
+	s.serving[g] = place{team: id}
 	return nil
 }
 
 // Lost says that the grant lost its source blocks; its place is kept for when it is offered again.
 func (s *Source) Lost(g GrantID) {
-	if s.Has(g) {
-		s.serving[g] = true
+	if p, ok := s.serving[g]; ok {
+		p.lost = true
+		s.serving[g] = p
 	}
 }
 
 // End says that a destination lease needs nothing more from us. It reports whether it was the last one.
 func (s *Source) End(g GrantID, committed bool) (last bool) {
-	if s.Has(g) {
+	if p, ok := s.serving[g]; ok {
 		delete(s.serving, g)
-		s.ended++
+		t := s.teams[p.team]
+		t.ended++
 		if committed {
-			s.Served++
+			t.committed++
 		}
+		s.close(t)
 	}
 	return s.Done()
 }
 
-// Done reports whether all the grants that the intent is for have ended.
+// close counts a team whose last receiver has ended.
+func (s *Source) close(t *team) {
+	if t.ended != t.size {
+		return
+	}
+	s.ended++
+	if t.committed == t.size {
+		s.Served++
+	}
+}
+
+// Done reports whether all the requests that the intent is for have ended.
 func (s *Source) Done() bool { return s.ended >= s.Fanout }
 
 // OriginOpened counts memory that a backend may read from now on.
@@ -133,8 +184,14 @@ func (s *Source) Complete() error {
 	return nil
 }
 
-// Narrow lets nobody new bind, and reports whether nobody is left to serve.
+// Narrow lets nobody new bind, and reports whether nobody is left to serve. Receivers of a team that have not come will not.
 func (s *Source) Narrow() bool {
-	s.Fanout = s.ended + len(s.serving)
+	s.Fanout = len(s.teams)
+	for _, t := range s.teams {
+		if t.ended != t.size && t.members != t.size {
+			t.size = t.members
+			s.close(t)
+		}
+	}
 	return len(s.serving) == 0
 }

@@ -256,21 +256,22 @@ func (n *Node) perform(a *exec.Action) {
 }
 
 func (n *Node) offer(a *exec.Action) {
-	l := a.Landing
-	name := bindName{l.Grant.Peer, l.Grant.Slot}
-	if n.grants[name] != nil {
-		n.c.violation("%s: slot %d was given out again before its fence", n.addr, l.Grant.Slot)
-	}
-	t := n.leases[l.Lease().ID]
-	chunks := l.Plan.Space().NumChunks()
-	if t.content == nil {
-		t.content = make([]uint64, chunks)
-	}
-	s := &sink{n: n, t: t, l: l, bitmap: transfer.NewBitmap(chunks)}
-	l.Sink, l.Grant.Sink = s, s
-	n.grants[name] = s
-	if _, err := n.backend.Grant(&l.Grant); err != nil {
-		n.c.violation("%s: grant: %v", n.addr, err)
+	for _, l := range a.Landings {
+		name := bindName{l.Grant.Peer, l.Grant.Slot}
+		if n.grants[name] != nil {
+			n.c.violation("%s: slot %d was given out again before its fence", n.addr, l.Grant.Slot)
+		}
+		t := n.leases[l.Lease().ID]
+		chunks := l.Plan.Space().NumChunks()
+		if t.content == nil {
+			t.content = make([]uint64, chunks)
+		}
+		s := &sink{n: n, t: t, l: l, bitmap: transfer.NewBitmap(chunks)}
+		l.Sink, l.Grant.Sink = s, s
+		n.grants[name] = s
+		if _, err := n.backend.Grant(&l.Grant); err != nil {
+			n.c.violation("%s: grant: %v", n.addr, err)
+		}
 	}
 	n.send(a.Peer, a.Frame)
 }
@@ -502,13 +503,23 @@ func (p *plan) Ready(layer int, tokens uint32, final bool) transfer.Range {
 	return transfer.Range{First: r.First, Count: full * unitBytes / transfer.ChunkBytes}
 }
 
+func (p *plan) Feeds(layer int) []int { return self[layer : layer+1] }
+
+func (p *plan) From(segment int) []int { return self[segment : segment+1] }
+
+var self = [Layers]int{0, 1, 2, 3}
+
 type planner struct{}
 
 func (planner) Receive(_ *connector.Worker, x *connector.Expect) (exec.Plan, error) {
 	return newPlan(x.Tokens)
 }
 
-func (planner) Send(_ *connector.Worker, g *peerv1.Grant) (exec.Plan, error) {
+func (planner) Divide(*connector.Worker, *connector.Expect, []exec.Rank, func(string) uint64) ([]exec.Part, error) {
+	return nil, errors.New("sim: all engines are alike")
+}
+
+func (planner) Send(_ *connector.Worker, g *peerv1.Grant, _ *peerv1.Part) (exec.Plan, error) {
 	return newPlan(g.Tokens)
 }
 

@@ -90,6 +90,7 @@ const (
 	GrantReply_GONE        GrantReply_Code = 6
 	GrantReply_LIMIT       GrantReply_Code = 7
 	GrantReply_DRAINING    GrantReply_Code = 8
+	GrantReply_RANKS       GrantReply_Code = 9 // the engine has other ranks than the parts name: grant again, for those in `ranks`
 )
 
 // Enum value maps for GrantReply_Code.
@@ -104,6 +105,7 @@ var (
 		6: "GONE",
 		7: "LIMIT",
 		8: "DRAINING",
+		9: "RANKS",
 	}
 	GrantReply_Code_value = map[string]int32{
 		"UNKNOWN":     0,
@@ -115,6 +117,7 @@ var (
 		"GONE":        6,
 		"LIMIT":       7,
 		"DRAINING":    8,
+		"RANKS":       9,
 	}
 )
 
@@ -142,7 +145,7 @@ func (x GrantReply_Code) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use GrantReply_Code.Descriptor instead.
 func (GrantReply_Code) EnumDescriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13, 0}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15, 0}
 }
 
 type VersionRange struct {
@@ -1124,27 +1127,27 @@ func (x *Admitted) GetMessage() string {
 	return ""
 }
 
-// Grant offers a destination lease for a key. Destination to source.
+// Grant offers a destination lease for a key. Destination to source. Its parts divide the receiver's cache among the ranks of the
+// engine that has the prompt; the shares are so made that each byte comes from exactly one of them.
 type Grant struct {
-	state             protoimpl.MessageState `protogen:"open.v1"`
-	Xfer              []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`
-	Hash              []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`
-	Destination       *Lease                 `protobuf:"bytes,3,opt,name=destination,proto3" json:"destination,omitempty"`
-	Slot              uint32                 `protobuf:"varint,4,opt,name=slot,proto3" json:"slot,omitempty"` // 16 bits
-	Gen               uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"`
-	Tokens            uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`          // whole prompt
-	Skip              []uint32               `protobuf:"varint,7,rep,packed,name=skip,proto3" json:"skip,omitempty"`       // per cache group: tokens that the receiver already has
-	Fingerprint       []byte                 `protobuf:"bytes,8,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // 32 bytes
-	Geometry          []byte                 `protobuf:"bytes,9,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes, of the receiver's layout
-	Chunks            uint32                 `protobuf:"varint,10,opt,name=chunks,proto3" json:"chunks,omitempty"`         // of the transfer space, as the receiver computes it
-	Bytes             uint64                 `protobuf:"varint,11,opt,name=bytes,proto3" json:"bytes,omitempty"`
-	Priority          uint32                 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
-	DeadlineMs        uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // what is left; durations only, never wall clocks across hosts
-	PartnerMs         uint32                 `protobuf:"varint,14,opt,name=partner_ms,json=partnerMs,proto3" json:"partner_ms,omitempty"`
-	TokensByTransport map[string][]byte      `protobuf:"bytes,15,rep,name=tokens_by_transport,json=tokensByTransport,proto3" json:"tokens_by_transport,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Integrity         uint32                 `protobuf:"varint,16,opt,name=integrity,proto3" json:"integrity,omitempty"` // 0 off, 1 transport, 2 crc32c
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Xfer          []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`
+	Hash          []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`
+	Destination   *Lease                 `protobuf:"bytes,3,opt,name=destination,proto3" json:"destination,omitempty"`
+	Gen           uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"`                // of this offer: it grows each time that the lease is granted
+	Tokens        uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`          // whole prompt
+	Skip          []uint32               `protobuf:"varint,7,rep,packed,name=skip,proto3" json:"skip,omitempty"`       // per cache group of the receiver: tokens that it already has
+	Fingerprint   []byte                 `protobuf:"bytes,8,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // 32 bytes
+	Geometry      []byte                 `protobuf:"bytes,9,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes, of the receiver's layout; Describe says what is behind it
+	Priority      uint32                 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
+	DeadlineMs    uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // what is left; durations only, never wall clocks across hosts
+	PartnerMs     uint32                 `protobuf:"varint,14,opt,name=partner_ms,json=partnerMs,proto3" json:"partner_ms,omitempty"`
+	Integrity     uint32                 `protobuf:"varint,16,opt,name=integrity,proto3" json:"integrity,omitempty"`               // 0 off, 1 transport, 2 crc32c
+	Team          []byte                 `protobuf:"bytes,17,opt,name=team,proto3" json:"team,omitempty"`                          // 16 bytes: the receivers of one decode request, one for each rank of its engine
+	TeamSize      uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // how many they are
+	Parts         []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, those included that give nothing
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Grant) Reset() {
@@ -1198,13 +1201,6 @@ func (x *Grant) GetDestination() *Lease {
 	return nil
 }
 
-func (x *Grant) GetSlot() uint32 {
-	if x != nil {
-		return x.Slot
-	}
-	return 0
-}
-
 func (x *Grant) GetGen() uint32 {
 	if x != nil {
 		return x.Gen
@@ -1240,20 +1236,6 @@ func (x *Grant) GetGeometry() []byte {
 	return nil
 }
 
-func (x *Grant) GetChunks() uint32 {
-	if x != nil {
-		return x.Chunks
-	}
-	return 0
-}
-
-func (x *Grant) GetBytes() uint64 {
-	if x != nil {
-		return x.Bytes
-	}
-	return 0
-}
-
 func (x *Grant) GetPriority() uint32 {
 	if x != nil {
 		return x.Priority
@@ -1275,13 +1257,6 @@ func (x *Grant) GetPartnerMs() uint32 {
 	return 0
 }
 
-func (x *Grant) GetTokensByTransport() map[string][]byte {
-	if x != nil {
-		return x.TokensByTransport
-	}
-	return nil
-}
-
 func (x *Grant) GetIntegrity() uint32 {
 	if x != nil {
 		return x.Integrity
@@ -1289,8 +1264,183 @@ func (x *Grant) GetIntegrity() uint32 {
 	return 0
 }
 
-// GrantReply binds the grant to a source lease, or refuses it for good. A grant whose intent has not come yet gets no reply
-// until it comes or partner_ms passes.
+func (x *Grant) GetTeam() []byte {
+	if x != nil {
+		return x.Team
+	}
+	return nil
+}
+
+func (x *Grant) GetTeamSize() uint32 {
+	if x != nil {
+		return x.TeamSize
+	}
+	return 0
+}
+
+func (x *Grant) GetParts() []*Part {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
+// Part is what one rank of the source's engine gives.
+type Part struct {
+	state             protoimpl.MessageState `protogen:"open.v1"`
+	Rank              string                 `protobuf:"bytes,1,opt,name=rank,proto3" json:"rank,omitempty"`         // "pp0/tp1"
+	Geometry          []byte                 `protobuf:"bytes,2,opt,name=geometry,proto3" json:"geometry,omitempty"` // 32 bytes, of that rank's layout; empty where it gives nothing, and then all below is
+	Slot              uint32                 `protobuf:"varint,3,opt,name=slot,proto3" json:"slot,omitempty"`        // 16 bits
+	Gen               uint32                 `protobuf:"varint,4,opt,name=gen,proto3" json:"gen,omitempty"`
+	Chunks            uint32                 `protobuf:"varint,5,opt,name=chunks,proto3" json:"chunks,omitempty"` // of its transfer space, as the receiver computes it
+	Bytes             uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	Share             []uint32               `protobuf:"varint,7,rep,packed,name=share,proto3" json:"share,omitempty"` // pairs (layers, roles) over the receiver's layers in order; empty: all that both have
+	TokensByTransport map[string][]byte      `protobuf:"bytes,8,rep,name=tokens_by_transport,json=tokensByTransport,proto3" json:"tokens_by_transport,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
+}
+
+func (x *Part) Reset() {
+	*x = Part{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Part) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Part) ProtoMessage() {}
+
+func (x *Part) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Part.ProtoReflect.Descriptor instead.
+func (*Part) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *Part) GetRank() string {
+	if x != nil {
+		return x.Rank
+	}
+	return ""
+}
+
+func (x *Part) GetGeometry() []byte {
+	if x != nil {
+		return x.Geometry
+	}
+	return nil
+}
+
+func (x *Part) GetSlot() uint32 {
+	if x != nil {
+		return x.Slot
+	}
+	return 0
+}
+
+func (x *Part) GetGen() uint32 {
+	if x != nil {
+		return x.Gen
+	}
+	return 0
+}
+
+func (x *Part) GetChunks() uint32 {
+	if x != nil {
+		return x.Chunks
+	}
+	return 0
+}
+
+func (x *Part) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+func (x *Part) GetShare() []uint32 {
+	if x != nil {
+		return x.Share
+	}
+	return nil
+}
+
+func (x *Part) GetTokensByTransport() map[string][]byte {
+	if x != nil {
+		return x.TokensByTransport
+	}
+	return nil
+}
+
+// Rank is a rank of an engine and the layout of its cache.
+type Rank struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Rank          string                 `protobuf:"bytes,1,opt,name=rank,proto3" json:"rank,omitempty"`
+	Geometry      []byte                 `protobuf:"bytes,2,opt,name=geometry,proto3" json:"geometry,omitempty"` // 32 bytes
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Rank) Reset() {
+	*x = Rank{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Rank) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Rank) ProtoMessage() {}
+
+func (x *Rank) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Rank.ProtoReflect.Descriptor instead.
+func (*Rank) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *Rank) GetRank() string {
+	if x != nil {
+		return x.Rank
+	}
+	return ""
+}
+
+func (x *Rank) GetGeometry() []byte {
+	if x != nil {
+		return x.Geometry
+	}
+	return nil
+}
+
+// GrantReply binds a part of a grant to a source lease, or refuses the grant for good. A part whose intent has not come yet gets
+// no reply until it comes or partner_ms passes.
 type GrantReply struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
@@ -1298,13 +1448,16 @@ type GrantReply struct {
 	Code          GrantReply_Code        `protobuf:"varint,3,opt,name=code,proto3,enum=kvspray.peer.v1.GrantReply_Code" json:"code,omitempty"`
 	Message       string                 `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`                                                                             // names each differing field
 	Identity      map[string]string      `protobuf:"bytes,5,rep,name=identity,proto3" json:"identity,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"` // FINGERPRINT only: the source's identity, so that the receiver can name what differs
+	Rank          string                 `protobuf:"bytes,6,opt,name=rank,proto3" json:"rank,omitempty"`                                                                                   // BOUND only: whose part
+	Gen           uint32                 `protobuf:"varint,7,opt,name=gen,proto3" json:"gen,omitempty"`                                                                                    // of the grant that is answered
+	Ranks         []*Rank                `protobuf:"bytes,8,rep,name=ranks,proto3" json:"ranks,omitempty"`                                                                                 // RANKS only
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GrantReply) Reset() {
 	*x = GrantReply{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1316,7 +1469,7 @@ func (x *GrantReply) String() string {
 func (*GrantReply) ProtoMessage() {}
 
 func (x *GrantReply) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1329,7 +1482,7 @@ func (x *GrantReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantReply.ProtoReflect.Descriptor instead.
 func (*GrantReply) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *GrantReply) GetDestination() *Lease {
@@ -1367,21 +1520,43 @@ func (x *GrantReply) GetIdentity() map[string]string {
 	return nil
 }
 
-// SourceLost says that the source lease behind a grant is gone (preempted, aborted, its engine dead). Source to destination.
-// The destination fences the slot, clears its bitmap, and offers a fresh Grant while its deadline lasts, unless `final`.
+func (x *GrantReply) GetRank() string {
+	if x != nil {
+		return x.Rank
+	}
+	return ""
+}
+
+func (x *GrantReply) GetGen() uint32 {
+	if x != nil {
+		return x.Gen
+	}
+	return 0
+}
+
+func (x *GrantReply) GetRanks() []*Rank {
+	if x != nil {
+		return x.Ranks
+	}
+	return nil
+}
+
+// SourceLost says that a source lease behind a grant is gone (preempted, aborted, its engine dead). Source to destination.
+// The destination fences every part, clears their bitmaps, and offers a fresh Grant while its deadline lasts, unless `final`.
 type SourceLost struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
 	Source        *Lease                 `protobuf:"bytes,2,opt,name=source,proto3" json:"source,omitempty"`
 	Final         bool                   `protobuf:"varint,3,opt,name=final,proto3" json:"final,omitempty"`
 	Reason        string                 `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
+	Gen           uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"` // of the grant
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SourceLost) Reset() {
 	*x = SourceLost{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1393,7 +1568,7 @@ func (x *SourceLost) String() string {
 func (*SourceLost) ProtoMessage() {}
 
 func (x *SourceLost) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1406,7 +1581,7 @@ func (x *SourceLost) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SourceLost.ProtoReflect.Descriptor instead.
 func (*SourceLost) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{14}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SourceLost) GetDestination() *Lease {
@@ -1437,12 +1612,18 @@ func (x *SourceLost) GetReason() string {
 	return ""
 }
 
-// Revoke says that a grant is closed to writers. Destination to source; the source answers Closed.
+func (x *SourceLost) GetGen() uint32 {
+	if x != nil {
+		return x.Gen
+	}
+	return 0
+}
+
+// Revoke says that a grant is closed to writers, all its parts. Destination to source; the source answers Closed.
 type Revoke struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
-	Slot          uint32                 `protobuf:"varint,2,opt,name=slot,proto3" json:"slot,omitempty"`
-	Gen           uint32                 `protobuf:"varint,3,opt,name=gen,proto3" json:"gen,omitempty"`
+	Gen           uint32                 `protobuf:"varint,3,opt,name=gen,proto3" json:"gen,omitempty"` // of the grant
 	Reason        string                 `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1450,7 +1631,7 @@ type Revoke struct {
 
 func (x *Revoke) Reset() {
 	*x = Revoke{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1462,7 +1643,7 @@ func (x *Revoke) String() string {
 func (*Revoke) ProtoMessage() {}
 
 func (x *Revoke) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1475,7 +1656,7 @@ func (x *Revoke) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Revoke.ProtoReflect.Descriptor instead.
 func (*Revoke) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Revoke) GetDestination() *Lease {
@@ -1483,13 +1664,6 @@ func (x *Revoke) GetDestination() *Lease {
 		return x.Destination
 	}
 	return nil
-}
-
-func (x *Revoke) GetSlot() uint32 {
-	if x != nil {
-		return x.Slot
-	}
-	return 0
 }
 
 func (x *Revoke) GetGen() uint32 {
@@ -1516,7 +1690,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1528,7 +1702,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1541,7 +1715,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Closed) GetDestination() *Lease {
@@ -1551,11 +1725,12 @@ func (x *Closed) GetDestination() *Lease {
 	return nil
 }
 
-// Commit: every chunk landed, integrity met, closed to writers. Destination to source. The receipt releases the source blocks.
+// Commit: every chunk of every part landed, integrity met, closed to writers. Destination to source. The receipts of all receivers of
+// a request release the source blocks.
 type Commit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
-	Source        *Lease                 `protobuf:"bytes,2,opt,name=source,proto3" json:"source,omitempty"`
+	Source        []*Lease               `protobuf:"bytes,2,rep,name=source,proto3" json:"source,omitempty"` // those that gave something
 	Bytes         uint64                 `protobuf:"varint,3,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1563,7 +1738,7 @@ type Commit struct {
 
 func (x *Commit) Reset() {
 	*x = Commit{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1575,7 +1750,7 @@ func (x *Commit) String() string {
 func (*Commit) ProtoMessage() {}
 
 func (x *Commit) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1588,7 +1763,7 @@ func (x *Commit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Commit.ProtoReflect.Descriptor instead.
 func (*Commit) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Commit) GetDestination() *Lease {
@@ -1598,7 +1773,7 @@ func (x *Commit) GetDestination() *Lease {
 	return nil
 }
 
-func (x *Commit) GetSource() *Lease {
+func (x *Commit) GetSource() []*Lease {
 	if x != nil {
 		return x.Source
 	}
@@ -1623,7 +1798,7 @@ type Credit struct {
 
 func (x *Credit) Reset() {
 	*x = Credit{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1635,7 +1810,7 @@ func (x *Credit) String() string {
 func (*Credit) ProtoMessage() {}
 
 func (x *Credit) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1648,7 +1823,7 @@ func (x *Credit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Credit.ProtoReflect.Descriptor instead.
 func (*Credit) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Credit) GetTransport() string {
@@ -1674,7 +1849,7 @@ type Ping struct {
 
 func (x *Ping) Reset() {
 	*x = Ping{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1686,7 +1861,7 @@ func (x *Ping) String() string {
 func (*Ping) ProtoMessage() {}
 
 func (x *Ping) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1699,7 +1874,7 @@ func (x *Ping) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ping.ProtoReflect.Descriptor instead.
 func (*Ping) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{19}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Ping) GetNonce() uint64 {
@@ -1718,7 +1893,7 @@ type Pong struct {
 
 func (x *Pong) Reset() {
 	*x = Pong{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1730,7 +1905,7 @@ func (x *Pong) String() string {
 func (*Pong) ProtoMessage() {}
 
 func (x *Pong) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1743,7 +1918,7 @@ func (x *Pong) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pong.ProtoReflect.Descriptor instead.
 func (*Pong) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{20}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Pong) GetNonce() uint64 {
@@ -1835,40 +2010,54 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aUNKNOWN\x10\x00\x12\f\n" +
 	"\bADMITTED\x10\x01\x12\v\n" +
 	"\aREFUSED\x10\x02\x12\b\n" +
-	"\x04GONE\x10\x03\"\xc6\x04\n" +
+	"\x04GONE\x10\x03\"\xd5\x03\n" +
 	"\x05Grant\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x128\n" +
-	"\vdestination\x18\x03 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x12\n" +
-	"\x04slot\x18\x04 \x01(\rR\x04slot\x12\x10\n" +
+	"\vdestination\x18\x03 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x10\n" +
 	"\x03gen\x18\x05 \x01(\rR\x03gen\x12\x16\n" +
 	"\x06tokens\x18\x06 \x01(\rR\x06tokens\x12\x12\n" +
 	"\x04skip\x18\a \x03(\rR\x04skip\x12 \n" +
 	"\vfingerprint\x18\b \x01(\fR\vfingerprint\x12\x1a\n" +
-	"\bgeometry\x18\t \x01(\fR\bgeometry\x12\x16\n" +
-	"\x06chunks\x18\n" +
-	" \x01(\rR\x06chunks\x12\x14\n" +
-	"\x05bytes\x18\v \x01(\x04R\x05bytes\x12\x1a\n" +
+	"\bgeometry\x18\t \x01(\fR\bgeometry\x12\x1a\n" +
 	"\bpriority\x18\f \x01(\rR\bpriority\x12\x1f\n" +
 	"\vdeadline_ms\x18\r \x01(\rR\n" +
 	"deadlineMs\x12\x1d\n" +
 	"\n" +
-	"partner_ms\x18\x0e \x01(\rR\tpartnerMs\x12]\n" +
-	"\x13tokens_by_transport\x18\x0f \x03(\v2-.kvspray.peer.v1.Grant.TokensByTransportEntryR\x11tokensByTransport\x12\x1c\n" +
-	"\tintegrity\x18\x10 \x01(\rR\tintegrity\x1aD\n" +
+	"partner_ms\x18\x0e \x01(\rR\tpartnerMs\x12\x1c\n" +
+	"\tintegrity\x18\x10 \x01(\rR\tintegrity\x12\x12\n" +
+	"\x04team\x18\x11 \x01(\fR\x04team\x12\x1b\n" +
+	"\tteam_size\x18\x12 \x01(\rR\bteamSize\x12+\n" +
+	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05partsJ\x04\b\x04\x10\x05J\x04\b\n" +
+	"\x10\vJ\x04\b\v\x10\fJ\x04\b\x0f\x10\x10\"\xc4\x02\n" +
+	"\x04Part\x12\x12\n" +
+	"\x04rank\x18\x01 \x01(\tR\x04rank\x12\x1a\n" +
+	"\bgeometry\x18\x02 \x01(\fR\bgeometry\x12\x12\n" +
+	"\x04slot\x18\x03 \x01(\rR\x04slot\x12\x10\n" +
+	"\x03gen\x18\x04 \x01(\rR\x03gen\x12\x16\n" +
+	"\x06chunks\x18\x05 \x01(\rR\x06chunks\x12\x14\n" +
+	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\x12\x14\n" +
+	"\x05share\x18\a \x03(\rR\x05share\x12\\\n" +
+	"\x13tokens_by_transport\x18\b \x03(\v2,.kvspray.peer.v1.Part.TokensByTransportEntryR\x11tokensByTransport\x1aD\n" +
 	"\x16TokensByTransportEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"\xc6\x03\n" +
+	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"6\n" +
+	"\x04Rank\x12\x12\n" +
+	"\x04rank\x18\x01 \x01(\tR\x04rank\x12\x1a\n" +
+	"\bgeometry\x18\x02 \x01(\fR\bgeometry\"\xa5\x04\n" +
 	"\n" +
 	"GrantReply\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
 	"\x06source\x18\x02 \x01(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x124\n" +
 	"\x04code\x18\x03 \x01(\x0e2 .kvspray.peer.v1.GrantReply.CodeR\x04code\x12\x18\n" +
 	"\amessage\x18\x04 \x01(\tR\amessage\x12E\n" +
-	"\bidentity\x18\x05 \x03(\v2).kvspray.peer.v1.GrantReply.IdentityEntryR\bidentity\x1a;\n" +
+	"\bidentity\x18\x05 \x03(\v2).kvspray.peer.v1.GrantReply.IdentityEntryR\bidentity\x12\x12\n" +
+	"\x04rank\x18\x06 \x01(\tR\x04rank\x12\x10\n" +
+	"\x03gen\x18\a \x01(\rR\x03gen\x12+\n" +
+	"\x05ranks\x18\b \x03(\v2\x15.kvspray.peer.v1.RankR\x05ranks\x1a;\n" +
 	"\rIdentityEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"z\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x85\x01\n" +
 	"\x04Code\x12\v\n" +
 	"\aUNKNOWN\x10\x00\x12\t\n" +
 	"\x05BOUND\x10\x01\x12\x0e\n" +
@@ -1879,23 +2068,24 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04PLAN\x10\x05\x12\b\n" +
 	"\x04GONE\x10\x06\x12\t\n" +
 	"\x05LIMIT\x10\a\x12\f\n" +
-	"\bDRAINING\x10\b\"\xa4\x01\n" +
+	"\bDRAINING\x10\b\x12\t\n" +
+	"\x05RANKS\x10\t\"\xb6\x01\n" +
 	"\n" +
 	"SourceLost\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
 	"\x06source\x18\x02 \x01(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
 	"\x05final\x18\x03 \x01(\bR\x05final\x12\x16\n" +
-	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x80\x01\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x10\n" +
+	"\x03gen\x18\x05 \x01(\rR\x03gen\"r\n" +
 	"\x06Revoke\x128\n" +
-	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x12\n" +
-	"\x04slot\x18\x02 \x01(\rR\x04slot\x12\x10\n" +
+	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x10\n" +
 	"\x03gen\x18\x03 \x01(\rR\x03gen\x12\x16\n" +
-	"\x06reason\x18\x04 \x01(\tR\x06reason\"B\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reasonJ\x04\b\x02\x10\x03\"B\n" +
 	"\x06Closed\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\"\x88\x01\n" +
 	"\x06Commit\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
-	"\x06source\x18\x02 \x01(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
+	"\x06source\x18\x02 \x03(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
 	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"B\n" +
 	"\x06Credit\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x1a\n" +
@@ -1922,7 +2112,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -1939,16 +2129,18 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*Await)(nil),           // 12: kvspray.peer.v1.Await
 	(*Admitted)(nil),        // 13: kvspray.peer.v1.Admitted
 	(*Grant)(nil),           // 14: kvspray.peer.v1.Grant
-	(*GrantReply)(nil),      // 15: kvspray.peer.v1.GrantReply
-	(*SourceLost)(nil),      // 16: kvspray.peer.v1.SourceLost
-	(*Revoke)(nil),          // 17: kvspray.peer.v1.Revoke
-	(*Closed)(nil),          // 18: kvspray.peer.v1.Closed
-	(*Commit)(nil),          // 19: kvspray.peer.v1.Commit
-	(*Credit)(nil),          // 20: kvspray.peer.v1.Credit
-	(*Ping)(nil),            // 21: kvspray.peer.v1.Ping
-	(*Pong)(nil),            // 22: kvspray.peer.v1.Pong
-	nil,                     // 23: kvspray.peer.v1.Grant.TokensByTransportEntry
-	nil,                     // 24: kvspray.peer.v1.GrantReply.IdentityEntry
+	(*Part)(nil),            // 15: kvspray.peer.v1.Part
+	(*Rank)(nil),            // 16: kvspray.peer.v1.Rank
+	(*GrantReply)(nil),      // 17: kvspray.peer.v1.GrantReply
+	(*SourceLost)(nil),      // 18: kvspray.peer.v1.SourceLost
+	(*Revoke)(nil),          // 19: kvspray.peer.v1.Revoke
+	(*Closed)(nil),          // 20: kvspray.peer.v1.Closed
+	(*Commit)(nil),          // 21: kvspray.peer.v1.Commit
+	(*Credit)(nil),          // 22: kvspray.peer.v1.Credit
+	(*Ping)(nil),            // 23: kvspray.peer.v1.Ping
+	(*Pong)(nil),            // 24: kvspray.peer.v1.Pong
+	nil,                     // 25: kvspray.peer.v1.Part.TokensByTransportEntry
+	nil,                     // 26: kvspray.peer.v1.GrantReply.IdentityEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	2,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -1957,38 +2149,40 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	12, // 3: kvspray.peer.v1.ControlFrame.await:type_name -> kvspray.peer.v1.Await
 	13, // 4: kvspray.peer.v1.ControlFrame.admitted:type_name -> kvspray.peer.v1.Admitted
 	14, // 5: kvspray.peer.v1.ControlFrame.grant:type_name -> kvspray.peer.v1.Grant
-	15, // 6: kvspray.peer.v1.ControlFrame.grant_reply:type_name -> kvspray.peer.v1.GrantReply
-	16, // 7: kvspray.peer.v1.ControlFrame.source_lost:type_name -> kvspray.peer.v1.SourceLost
-	17, // 8: kvspray.peer.v1.ControlFrame.revoke:type_name -> kvspray.peer.v1.Revoke
-	18, // 9: kvspray.peer.v1.ControlFrame.closed:type_name -> kvspray.peer.v1.Closed
-	19, // 10: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
-	20, // 11: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
-	21, // 12: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
-	22, // 13: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
+	17, // 6: kvspray.peer.v1.ControlFrame.grant_reply:type_name -> kvspray.peer.v1.GrantReply
+	18, // 7: kvspray.peer.v1.ControlFrame.source_lost:type_name -> kvspray.peer.v1.SourceLost
+	19, // 8: kvspray.peer.v1.ControlFrame.revoke:type_name -> kvspray.peer.v1.Revoke
+	20, // 9: kvspray.peer.v1.ControlFrame.closed:type_name -> kvspray.peer.v1.Closed
+	21, // 10: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
+	22, // 11: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
+	23, // 12: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
+	24, // 13: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
 	0,  // 14: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
 	10, // 15: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
-	23, // 16: kvspray.peer.v1.Grant.tokens_by_transport:type_name -> kvspray.peer.v1.Grant.TokensByTransportEntry
-	10, // 17: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 18: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
-	1,  // 19: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	24, // 20: kvspray.peer.v1.GrantReply.identity:type_name -> kvspray.peer.v1.GrantReply.IdentityEntry
-	10, // 21: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 22: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
-	10, // 23: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 24: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 25: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 26: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
-	4,  // 27: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 28: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 29: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 30: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 31: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 32: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	30, // [30:33] is the sub-list for method output_type
-	27, // [27:30] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	15, // 16: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
+	25, // 17: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	10, // 18: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 19: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
+	1,  // 20: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
+	26, // 21: kvspray.peer.v1.GrantReply.identity:type_name -> kvspray.peer.v1.GrantReply.IdentityEntry
+	16, // 22: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	10, // 23: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 24: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
+	10, // 25: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 26: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 27: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 28: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
+	4,  // 29: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	6,  // 30: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	8,  // 31: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	5,  // 32: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	7,  // 33: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	9,  // 34: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	32, // [32:35] is the sub-list for method output_type
+	29, // [29:32] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -2015,7 +2209,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   23,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

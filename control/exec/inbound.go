@@ -1,0 +1,579 @@
+package exec
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// inbound is a grant of a peer: what one destination lease wants of an engine of ours, a claim on each of its ranks.
+type inbound struct {
+	id     lease.GrantID
+	peer   *peer
+	key    transfer.Key
+	msg    *peerv1.Grant
+	team   lease.TeamID
+	engine string   // whose ranks the parts are; set with claims
+	claims []*claim // nil while no intent of the key has come
+	wait   *pending // for it
+}
+
+// claim is a part of a grant: what is wanted of one rank. A rank that gives nothing is claimed, too: its engine keeps the request's
+// blocks on every rank until all of it is served.
+type claim struct {
+	in    *inbound
+	part  *peerv1.Part
+	src   *source  // nil: its intent has not come, or it is over
+	snd   *Sending // nil: the rank gives nothing, or lost what it had
+	wait  *pending // for its intent
+	asked bool     // for a layout that its plan needs
+	ended bool     // the destination lease has committed meanwhile
+}
+
+func (c *claim) gives() bool { return len(c.part.Geometry) > 0 }
+
+func (e *Exec) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
+	k, err := key(m.Xfer, m.Hash)
+	if err != nil {
+		return fmt.Errorf("grant: %w", err)
+	}
+	id, err := leaseID(m.Destination)
+	if err != nil {
+		return fmt.Errorf("grant: %w", err)
+	}
+	if err := checkGrant(m); err != nil {
+		return fmt.Errorf("grant %s: %w", id, err)
+	}
+	g := lease.GrantID{Peer: p.boot, Dest: id}
+	if old := e.inbound[g]; old != nil {
+		if old.msg.Gen >= m.Gen {
+			return nil // a replay
+		}
+		e.replace(now, old)
+	}
+	in := &inbound{id: g, peer: p, key: k, msg: m, team: lease.TeamID(m.Team)}
+	e.inbound[g] = in
+	if !e.settle(now, in) {
+		e.wait(now, &pending{peer: p, key: k, in: in}, m.PartnerMs)
+	}
+	return nil
+}
+
+func checkGrant(m *peerv1.Grant) error {
+	switch n := len(m.Parts); {
+	case m.Gen == 0:
+		return fmt.Errorf("generation 0: they count from 1")
+	case len(m.Team) != len(lease.TeamID{}) || m.TeamSize < 1 || m.TeamSize > lease.MaxTeam:
+		return fmt.Errorf("team of %d bytes and %d receivers: want %d, and 1 to %d", len(m.Team), m.TeamSize, len(lease.TeamID{}), lease.MaxTeam)
+	case n < 1 || n > MaxParts:
+		return fmt.Errorf("%d parts: want 1 to %d", n, MaxParts)
+	}
+	ranks, slots := make(map[string]bool, len(m.Parts)), make(map[uint32]bool, len(m.Parts))
+	for i, p := range m.Parts {
+		bad := func(what string, v any) error { return fmt.Errorf("parts[%d].%s = %v", i, what, v) }
+		switch {
+		case p.GetRank() == "" || len(p.Rank) > maxRankBytes || ranks[p.Rank]:
+			return bad("rank", fmt.Sprintf("%.80q: want each rank once, in 1 to %d bytes", p.GetRank(), maxRankBytes))
+		case len(p.Geometry) == 0 && (p.Slot != 0 || p.Gen != 0 || p.Chunks != 0 || p.Bytes != 0 || len(p.Share) != 0):
+			return bad("geometry", "empty: a rank that gives nothing has no slot, chunks or share")
+		case len(p.Geometry) != 0 && len(p.Geometry) != 32:
+			return bad("geometry", fmt.Sprintf("%d bytes: want 32", len(p.Geometry)))
+		case len(p.Geometry) != 0 && (p.Slot > 1<<16-1 || p.Gen == 0 || slots[p.Slot]):
+			return bad("slot", fmt.Sprintf("%d, generation %d: want 16 bits, each slot once, and generations from 1", p.Slot, p.Gen))
+		case len(p.Share) > 2*layout.MaxLayers:
+			return bad("share", fmt.Sprintf("%d numbers: want at most %d", len(p.Share), 2*layout.MaxLayers))
+		}
+		ranks[p.Rank] = true
+		if len(p.Geometry) > 0 {
+			slots[p.Slot] = true
+		}
+	}
+	return nil
+}
+
+// settle finds the engine that a grant is for, and claims its ranks. False: no intent of its key has come that it could be for.
+func (e *Exec) settle(now Instant, in *inbound) bool {
+	var first *source
+	for _, s := range e.byKey[in.key] {
+		if s.Has(in.id) {
+			first = s
+			break
+		}
+		if first == nil && s.Room(in.team) {
+			first = s
+		}
+	}
+	if first == nil {
+		return false
+	}
+	engine := first.ws.w.Place
+	ranks := map[string]*worker{}
+	for _, ws := range e.workers {
+		if ws.w.Place.Engine == engine.Engine && !ws.gone {
+			ranks[ws.w.Place.Rank()] = ws
+		}
+	}
+	if why := misfit(in.msg, ranks, engine.World()); why != "" {
+		if len(ranks) < engine.World() {
+			return false // what it has cannot be told before all of it is here
+		}
+		r := &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Code: peerv1.GrantReply_RANKS, Message: why, Gen: in.msg.Gen}
+		for _, name := range engine.Ranks() {
+			if ws := ranks[name]; ws != nil {
+				r.Ranks = append(r.Ranks, &peerv1.Rank{Rank: name, Geometry: ws.w.Geometry[:]})
+			}
+		}
+		delete(e.inbound, in.id)
+		e.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: r}})
+		return true
+	}
+	in.engine = engine.Engine
+	for _, p := range in.msg.Parts {
+		in.claims = append(in.claims, &claim{in: in, part: p})
+	}
+	for _, c := range in.claims {
+		if e.inbound[in.id] != in {
+			break // refused by an earlier one
+		}
+		if !e.bindClaim(now, c) {
+			e.wait(now, &pending{peer: in.peer, key: in.key, in: in, claim: c}, in.msg.PartnerMs)
+		}
+	}
+	return true
+}
+
+// misfit says what of the parts is not as the engine's ranks are; empty: all that can be told yet fits.
+func misfit(m *peerv1.Grant, ranks map[string]*worker, world int) string {
+	if len(m.Parts) != world {
+		return fmt.Sprintf("the engine has %d ranks, the grant is for %d", world, len(m.Parts))
+	}
+	found := 0
+	for _, p := range m.Parts {
+		ws := ranks[p.Rank]
+		if ws == nil {
+			continue
+		}
+		found++
+		if len(p.Geometry) > 0 && string(p.Geometry) != string(ws.w.Geometry[:]) {
+			return fmt.Sprintf("the cache of rank %s has another shape", p.Rank)
+		}
+	}
+	if found != len(ranks) {
+		return "the engine's ranks have other names"
+	}
+	return ""
+}
+
+// bindClaim gives a part to a source lease of its key and rank, or refuses the grant for good; false: there is none with room.
+func (e *Exec) bindClaim(now Instant, c *claim) bool {
+	in := c.in
+	var s *source
+	for _, o := range e.byKey[in.key] {
+		if o.ws.w.Place.Engine != in.engine || o.ws.w.Place.Rank() != c.part.Rank {
+			continue
+		}
+		if o.Has(in.id) {
+			s = o
+			break
+		}
+		if s == nil && o.Room(in.team) {
+			s = o
+		}
+	}
+	if s == nil {
+		return false
+	}
+	m, w := in.msg, s.ws.w
+	if string(m.Fingerprint) != string(w.Fingerprint[:]) {
+		e.refuse(now, in, peerv1.GrantReply_FINGERPRINT, "the identities of the two engines differ", w.Layout.Identity)
+		return true
+	}
+	var plan Plan
+	if c.gives() && !c.ended {
+		if string(c.part.Geometry) != string(w.Geometry[:]) {
+			e.refuse(now, in, peerv1.GrantReply_PLAN, fmt.Sprintf("the cache of rank %s has another shape than the grant says", c.part.Rank), nil)
+			return true
+		}
+		var err error
+		plan, err = e.cfg.Planner.Send(w, m, c.part)
+		if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
+			c.asked = true
+			e.describe(in.peer, unknown, nil, c)
+			return true
+		}
+		if err == nil && (m.Tokens != s.in.Tokens || plan.Space().NumChunks() != c.part.Chunks || plan.Space().TotalBytes() != c.part.Bytes) {
+			err = fmt.Errorf("transfer space: the receiver has %d tokens, %d chunks, %d bytes of rank %s, the source %d, %d, %d", m.Tokens, c.part.Chunks,
+				c.part.Bytes, c.part.Rank, s.in.Tokens, plan.Space().NumChunks(), plan.Space().TotalBytes())
+		}
+		if err != nil {
+			e.refuse(now, in, peerv1.GrantReply_PLAN, err.Error(), nil)
+			return true
+		}
+	}
+	if err := s.Bind(in.id, in.team, int(m.TeamSize)); err != nil {
+		e.refuse(now, in, peerv1.GrantReply_PLAN, err.Error(), nil)
+		return true
+	}
+	if s.firstBind == 0 {
+		s.firstBind = now
+	}
+	c.src = s
+	s.claims = append(s.claims, c)
+	switch {
+	case c.ended:
+		e.endClaim(now, c, true, "")
+	case plan != nil:
+		e.open(now, c, plan)
+	}
+	return true
+}
+
+// open starts to send a part.
+func (e *Exec) open(now Instant, c *claim, plan Plan) {
+	in, s, m := c.in, c.src, c.in.msg
+	snd := &Sending{Worker: s.ws.w, Dest: in.id.Dest, Key: in.key, Prompt: m.Tokens, Skip: m.Skip, Tokens: c.part.TokensByTransport, Plan: plan}
+	snd.Origin.Peer, snd.Origin.Slot, snd.Origin.Gen = in.peer.boot, transfer.Slot(c.part.Slot), transfer.Gen(c.part.Gen)
+	snd.src, snd.peer, snd.claim, snd.opened = s, in.peer, c, now
+	var deadline Instant
+	if m.DeadlineMs > 0 {
+		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)
+	}
+	snd.flow = e.spray.Open(in.peer.rails, spray.Priority(min(m.Priority, uint32(spray.Background))), deadline, plan.Space(), snd)
+	snd.readyTo = make([]uint32, plan.Space().NumSegments())
+	c.snd = snd
+	s.sends = append(s.sends, snd)
+	// The bytes leave first: this word is needed only once they are there.
+	e.late = append(e.late, Action{Kind: Send, Peer: in.peer.boot, Frame: &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
+		GrantReply: &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Source: leaseMsg(s.ID), Code: peerv1.GrantReply_BOUND, Rank: c.part.Rank,
+			Gen: m.Gen}}}})
+	for l := range s.layers {
+		e.release(snd, l)
+	}
+}
+
+// refuse answers a grant for good; the receiver gives up, and so its places are free.
+func (e *Exec) refuse(now Instant, in *inbound, code peerv1.GrantReply_Code, message string, identity map[string]string) {
+	e.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{
+		Destination: leaseMsg(in.id.Dest), Code: code, Message: message, Identity: identity, Gen: in.msg.Gen}}})
+	if e.inbound[in.id] == in {
+		e.endInbound(now, in, false, message)
+	}
+	// An earlier grant of the lease may have left places behind.
+	for _, s := range slices.Clone(e.byKey[in.key]) {
+		if s.Has(in.id) {
+			e.served(now, s, s.End(in.id, false), message)
+		}
+	}
+}
+
+// forget drops a grant that nothing is bound to and nothing waits for.
+func (e *Exec) forget(in *inbound) {
+	if e.inbound[in.id] != in || in.wait != nil {
+		return
+	}
+	for _, c := range in.claims {
+		if c.src != nil || c.wait != nil || c.asked {
+			return
+		}
+	}
+	delete(e.inbound, in.id)
+}
+
+// replace ends an older grant of a destination lease; its places are kept for the newer one.
+func (e *Exec) replace(now Instant, in *inbound) {
+	delete(e.inbound, in.id)
+	if in.wait != nil {
+		e.dropPending(in.wait)
+	}
+	for _, c := range in.claims {
+		if c.wait != nil {
+			e.dropPending(c.wait)
+		}
+		if c.src == nil {
+			continue
+		}
+		c.src.Lost(in.id)
+		c.src.claims = remove(c.src.claims, c)
+		if c.snd != nil {
+			e.endSending(now, c.snd)
+		}
+		c.src = nil
+	}
+}
+
+// endInbound says that a destination lease needs nothing more of our engine.
+func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {
+	delete(e.inbound, in.id)
+	if in.wait != nil {
+		e.dropPending(in.wait)
+	}
+	for _, c := range in.claims {
+		switch {
+		case c.src != nil:
+			e.endClaim(now, c, committed, why)
+		case c.wait != nil && committed:
+			c.ended = true // a rank that gave nothing, and whose intent is late: its place is taken and given back when it comes
+		case c.wait != nil:
+			e.dropPending(c.wait)
+		}
+	}
+}
+
+// endClaim says the same of one rank.
+func (e *Exec) endClaim(now Instant, c *claim, committed bool, why string) {
+	s, snd := c.src, c.snd
+	c.src, c.snd = nil, nil
+	s.claims = remove(s.claims, c)
+	if committed {
+		if s.flagged > 0 {
+			s.last.Flag = now - s.flagged
+		}
+		s.last.Dest, s.last.Peer = c.in.id.Dest, c.in.id.Peer
+	}
+	last := s.End(c.in.id, committed)
+	if snd != nil {
+		s.last.Slot, s.last.Gen = snd.Origin.Slot, snd.Origin.Gen
+		s.last.BytesBefore = snd.early
+		if committed {
+			e.confirmFlights(snd)
+			s.bytes += snd.Plan.Space().TotalBytes()
+		}
+		for i, v := range snd.moved {
+			s.last.Moved[i] += v
+		}
+		snd.committed = committed
+		e.endSending(now, snd)
+	}
+	e.served(now, s, last, why)
+}
+
+// served ends a source lease whose last receiver has ended.
+func (e *Exec) served(now Instant, s *source, last bool, why string) {
+	switch {
+	case !last:
+	case s.Served > 0:
+		e.closeSource(now, s, StatusOK, "", true)
+	default:
+		e.closeSource(now, s, StatusFailed, why, true)
+	}
+}
+
+func (e *Exec) onCommit(now Instant, p *peer, m *peerv1.Commit) error {
+	id, err := leaseID(m.Destination)
+	if err != nil {
+		return err
+	}
+	if in := e.inbound[lease.GrantID{Peer: p.boot, Dest: id}]; in != nil {
+		e.endInbound(now, in, true, "")
+	}
+	return nil
+}
+
+func (e *Exec) onRevoke(now Instant, p *peer, m *peerv1.Revoke) error {
+	id, err := leaseID(m.Destination)
+	if err != nil {
+		return err
+	}
+	in := e.inbound[lease.GrantID{Peer: p.boot, Dest: id}]
+	if in == nil {
+		return nil
+	}
+	for _, c := range in.claims {
+		if c.snd != nil {
+			c.snd.answer = true
+		}
+	}
+	e.endInbound(now, in, false, "the receiver gave up: "+m.Reason)
+	return nil
+}
+
+// described names a layout of a peer.
+type described struct {
+	boot     transfer.Boot
+	geometry [32]byte
+}
+
+// description is who waits for it.
+type description struct {
+	dests  map[*dest]struct{}
+	claims map[*claim]struct{}
+}
+
+// describe asks for layouts that a plan needs; d or c goes on when they come.
+func (e *Exec) describe(p *peer, u *UnknownLayout, d *dest, c *claim) {
+	for _, g := range u.Geometries {
+		name := described{p.boot, g}
+		w := e.describing[name]
+		if w == nil {
+			if len(e.describing) >= maxDescribing {
+				continue // those who wait for nothing else end by their time
+			}
+			w = &description{dests: map[*dest]struct{}{}, claims: map[*claim]struct{}{}}
+			e.describing[name] = w
+			a := e.emit(Describe)
+			a.Peer, a.Geometry = p.boot, g
+		}
+		if d != nil {
+			w.dests[d] = struct{}{}
+		}
+		if c != nil {
+			w.claims[c] = struct{}{}
+		}
+	}
+}
+
+// Described says that the planner knows a layout of a peer now, or why it cannot.
+func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err error) {
+	name := described{boot, geometry}
+	w := e.describing[name]
+	delete(e.describing, name)
+	if w == nil {
+		return
+	}
+	for d := range w.dests {
+		switch {
+		case d.State != lease.DestWaiting || d.decided:
+		case err != nil && d.ep.peer != nil && d.ep.peer.boot == boot:
+			e.closeDest(now, d, StatusFailed, "the layout of a rank of the prefill engine is not to be had: "+err.Error())
+		default:
+			e.grant(now, d)
+		}
+	}
+	for c := range w.claims {
+		c.asked = false
+		switch {
+		case e.inbound[c.in.id] != c.in || c.src != nil || c.wait != nil:
+		case err != nil:
+			e.refuse(now, c.in, peerv1.GrantReply_PLAN, "the layout of the receiver is not to be had: "+err.Error(), nil)
+		case !e.bindClaim(now, c):
+			e.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, claim: c}, c.in.msg.PartnerMs)
+		}
+	}
+	e.assign(now)
+}
+
+// wait keeps a grant, a part of one or a question until its intent comes.
+func (e *Exec) wait(now Instant, q *pending, ms uint32) {
+	p := q.peer
+	tomb, dead := e.tombs.Find(now, q.key)
+	hush := tomb.At + e.cfg.TombstoneHush
+	switch {
+	case dead && (!tomb.Served || now >= hush):
+		e.refusePending(now, q, peerv1.GrantReply_GONE, "the source lease of this key is over")
+		return
+	case e.draining:
+		e.refusePending(now, q, peerv1.GrantReply_DRAINING, "the sidecar is draining")
+		return
+	case !dead && e.hopeless(q):
+		e.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
+		return
+	case p.pending >= e.cfg.MaxPending:
+		e.refusePending(now, q, peerv1.GrantReply_LIMIT, fmt.Sprintf("%d grants and questions wait already", p.pending))
+		return
+	}
+	end := now + e.cfg.Partner
+	if ms > 0 {
+		end = now + min(Instant(ms)*1e6, MaxDeadline)
+	}
+	if dead && hush < end {
+		// A prompt list with equal prompts: another intent may be about to come.
+		end, q.gone = hush, true
+	}
+	p.pending++
+	e.pending[q.key] = append(e.pending[q.key], q)
+	switch {
+	case q.claim != nil:
+		q.claim.wait = q
+	case q.in != nil:
+		q.in.wait = q
+	}
+	q.t = newTimer(func(now Instant) { e.pendingDue(now, q) })
+	e.agenda.arm(q.t, end)
+}
+
+const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt or multimodal items differ"
+
+// hopeless reports that no intent for q will come: every request of its transfer id is finished, and none has its hash. Only a grant
+// says so: it follows an admission, or a prefill that is done. A question may be early, for a prompt list is admitted one by one.
+func (e *Exec) hopeless(q *pending) bool {
+	n := e.byXfer[q.key.Xfer]
+	return q.in != nil && n.open > 0 && n.open == n.held && len(e.byKey[q.key]) == 0
+}
+
+func (e *Exec) pendingDue(now Instant, q *pending) {
+	switch {
+	case q.gone:
+		e.refusePending(now, q, peerv1.GrantReply_GONE, "the source lease of this key is over")
+	case e.byXfer[q.key.Xfer].open > 0 && len(e.byKey[q.key]) == 0:
+		e.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
+	case q.claim != nil && len(e.byKey[q.key]) > 0:
+		e.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, fmt.Sprintf("rank %s of the prefill engine has not come", q.claim.part.Rank))
+	case len(e.byKey[q.key]) > 0:
+		e.refusePending(now, q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the grants that they were made for")
+	default:
+		e.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, "the prefill never had this transfer")
+	}
+}
+
+func (e *Exec) refusePending(now Instant, q *pending, code peerv1.GrantReply_Code, message string) {
+	e.dropPending(q)
+	if q.in != nil {
+		if e.inbound[q.in.id] == q.in { // else it has committed without this rank
+			e.refuse(now, q.in, code, message, nil)
+		}
+		return
+	}
+	state := peerv1.Admitted_GONE
+	if code == peerv1.GrantReply_MISMATCH || code == peerv1.GrantReply_DRAINING || code == peerv1.GrantReply_LIMIT {
+		state = peerv1.Admitted_REFUSED
+	}
+	e.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
+		Token: q.token, State: state, Message: message}}})
+}
+
+func (e *Exec) dropPending(q *pending) {
+	if q.t == nil {
+		return
+	}
+	e.agenda.disarm(q.t)
+	q.t = nil
+	q.peer.pending--
+	switch {
+	case q.claim != nil:
+		q.claim.wait = nil
+	case q.in != nil:
+		q.in.wait = nil
+	}
+	if l := remove(e.pending[q.key], q); len(l) > 0 {
+		e.pending[q.key] = l
+	} else {
+		delete(e.pending, q.key)
+	}
+}
+
+// wake looks again at what waits for a key.
+func (e *Exec) wake(now Instant, k transfer.Key) {
+	for _, q := range slices.Clone(e.pending[k]) {
+		switch {
+		case q.t == nil: // settled by one before it
+		case q.claim != nil:
+			if e.bindClaim(now, q.claim) {
+				e.dropPending(q)
+			}
+		case q.in != nil:
+			if e.settle(now, q.in) {
+				e.dropPending(q)
+			}
+		case len(e.byKey[k]) > 0:
+			e.dropPending(q)
+			e.admit(q, e.byKey[k][0])
+		}
+	}
+}

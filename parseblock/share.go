@@ -1,0 +1,203 @@
+package parseblock
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+
+	"github.com/kvspray/kvspray/layout"
+)
+
+// knownRoles has the bit of every role.
+const knownRoles = 1<<(layout.RolePage+1) - 2
+
+// Encode is the share as it travels between sidecars: pairs (layers, roles) over the receiver's flattened layers.
+func (s *Share) Encode() []uint32 {
+	var out []uint32
+	for i, r := range s.roles {
+		if k := len(out); i > 0 && out[k-1] == r {
+			out[k-2]++
+			continue
+		}
+		out = append(out, 1, r)
+	}
+	return out
+}
+
+// DecodeShare reads what Encode wrote, for a receiver of so many layers. Every length is checked before memory is taken for it.
+func DecodeShare(in []uint32, layers int) (*Share, error) {
+	if len(in)%2 != 0 || len(in) > 2*layers {
+		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d numbers", len(in)), Problem: fmt.Sprintf("pairs for at most %d layers", layers),
+			Remedy: "use what Encode wrote for this receiver"}
+	}
+	s := &Share{roles: make([]uint32, 0, layers)}
+	for i := 0; i < len(in); i += 2 {
+		n, roles := in[i], in[i+1]
+		if n == 0 || uint64(n) > uint64(layers-len(s.roles)) || roles&^knownRoles != 0 {
+			return nil, &layout.Error{Field: fmt.Sprintf("share[%d]", i), Value: fmt.Sprintf("%d layers, roles %#x", n, roles),
+				Problem: fmt.Sprintf("%d layers are left, roles are bits of %#x", layers-len(s.roles), knownRoles), Remedy: "use what Encode wrote for this receiver"}
+		}
+		for range n {
+			s.roles = append(s.roles, roles)
+		}
+	}
+	if len(s.roles) != layers {
+		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d layers", len(s.roles)), Problem: fmt.Sprintf("the receiver has %d", layers),
+			Remedy: "use what Encode wrote for this receiver"}
+	}
+	return s, nil
+}
+
+// maxProved bounds the tokens of a block that Prove looks at. Rows repeat: what holds for some of them holds for all.
+const maxProved = 512
+
+// Prove checks what Assign promises, from the bytes and not from the heads that Assign reasons with: in a block of each layer of the
+// receiver, the runs of all shares write every byte of every plane, and none twice. Whoever plans from several sources asks for it
+// once for each set of layouts: a share that is wrong would be noticed by nothing that comes later.
+func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares []Share) error {
+	matches := make([]*Match, len(shares))
+	for i := range shares {
+		if n := shares[i].Source; n < 0 || n >= len(sources) {
+			return &layout.Error{Field: fmt.Sprintf("shares[%d].source", i), Value: fmt.Sprint(n), Problem: fmt.Sprintf("there are %d sources", len(sources)),
+				Remedy: "pass the sources that Assign was given"}
+		}
+		var err error
+		if matches[i], err = NewMatch(reg, sources[shares[i].Source], dst, &shares[i]); err != nil {
+			return err
+		}
+	}
+	flat := 0
+	var got, want []extent
+	for gi := range dst.Groups {
+		g := &dst.Groups[gi]
+		for li := range g.Layers {
+			planes, err := reg.Planes(nil, g, &g.Layers[li])
+			if err != nil {
+				return err
+			}
+			tokens := g.TokensPerBlock
+			if planes[0].Unit == layout.UnitToken {
+				tokens = provedTokens(tokens, planes)
+			}
+			want, got = want[:0], got[:0]
+			for i := range planes {
+				want = appendCells(want, &g.Layers[li], &planes[i], tokens)
+			}
+			for _, m := range matches {
+				if got, err = m.writes(got, flat, g, tokens); err != nil {
+					return err
+				}
+			}
+			if err := tile(g.Layers[li].Name, got, want); err != nil {
+				return err
+			}
+			flat++
+		}
+	}
+	return nil
+}
+
+func provedTokens(tokens uint32, planes []layout.Plane) uint32 {
+	if tokens <= maxProved {
+		return tokens
+	}
+	step := uint32(1)
+	for i := range planes {
+		step = max(step, planes[i].RowTokens)
+	}
+	return min(tokens, max(maxProved/step, 1)*step)
+}
+
+// extent is bytes [off, end).
+type extent struct{ off, end uint64 }
+
+// appendCells adds what the rows of so many tokens are in block 0.
+func appendCells(dst []extent, l *layout.Layer, p *layout.Plane, tokens uint32) []extent {
+	rows := uint64(p.Rows)
+	if p.Unit == layout.UnitToken {
+		rows = uint64(tokens / p.RowTokens)
+	}
+	for row := range rows {
+		off := l.Base + p.Offset + row*p.RowStride
+		if tile := uint64(p.TileRows); tile != 0 && tile < uint64(p.Rows) {
+			off = l.Base + p.Offset + row/tile*p.TileStride + row%tile*p.RowStride
+		}
+		for head := range uint64(p.Heads) {
+			for col := range uint64(p.Cols) {
+				at := off + head*p.HeadStride + col*p.ColStride
+				dst = append(dst, extent{at, at + p.CellBytes})
+			}
+		}
+	}
+	return dst
+}
+
+// writes adds what the match writes to a layer of block 0.
+func (m *Match) writes(dst []extent, flat int, g *layout.Group, tokens uint32) ([]extent, error) {
+	for i := range m.links[flat] {
+		pr := &m.links[flat][i]
+		from := &m.src.Groups[pr.from.group]
+		one := Template{pairs: m.links[flat][i : i+1], from: from, to: g}
+		// All tables name block 0: which bytes of the receiver's block are written does not depend on the source's.
+		runs, err := one.Append(nil, make([]uint32, tokens/from.TokensPerBlock+1), make([]uint32, 1), layout.TokenRange{End: tokens})
+		if err != nil {
+			return dst, err
+		}
+		for k := range runs {
+			r := &runs[k]
+			for o := range uint64(r.Outer) {
+				for c := range uint64(r.Count) {
+					at := r.DstOff + o*r.DstOuter + c*r.DstStride
+					dst = append(dst, extent{at, at + r.Len})
+				}
+			}
+		}
+	}
+	return dst, nil
+}
+
+// tile reports the first byte that is written twice, outside, or not at all.
+func tile(layer string, got, want []extent) error {
+	bad := func(off uint64, problem string) error {
+		return &layout.Error{Field: fmt.Sprintf("layer %q", layer), Value: fmt.Sprintf("byte %d of the region", off), Problem: problem,
+			Remedy: "report this: the shares of several sources would corrupt the cache, so nothing was planned"}
+	}
+	byOffset := func(a, b extent) int { return cmp.Compare(a.off, b.off) }
+	slices.SortFunc(got, byOffset)
+	slices.SortFunc(want, byOffset)
+	for i := 1; i < len(got); i++ {
+		if got[i].off < got[i-1].end {
+			return bad(got[i].off, "two sources would write it")
+		}
+	}
+	got, want = joined(got), joined(want)
+	for i := range want {
+		switch {
+		case i >= len(got) || got[i].off > want[i].off:
+			return bad(want[i].off, "no source would write it")
+		case got[i].off < want[i].off:
+			return bad(got[i].off, "it would be written and holds nothing of the layer")
+		case got[i].end < want[i].end:
+			return bad(got[i].end, "no source would write it")
+		case got[i].end > want[i].end:
+			return bad(want[i].end, "it would be written and holds nothing of the layer")
+		}
+	}
+	if len(got) > len(want) {
+		return bad(got[len(want)].off, "it would be written and holds nothing of the layer")
+	}
+	return nil
+}
+
+// joined merges neighbours of a sorted list, in place.
+func joined(in []extent) []extent {
+	out := in[:0]
+	for _, e := range in {
+		if k := len(out) - 1; k >= 0 && out[k].end == e.off {
+			out[k].end = e.end
+			continue
+		}
+		out = append(out, e)
+	}
+	return out
+}

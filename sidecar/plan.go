@@ -1,0 +1,249 @@
+package sidecar
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"sync"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Bounds of what a planner remembers. Past them it forgets all of a kind, and works it out again.
+const (
+	maxLayouts   = 256 // of peers
+	maxDivisions = 256
+	maxMatches   = 1024
+	maxProofs    = 4096
+)
+
+// describeTimeout bounds the question for a peer's layout; it answers from memory.
+const describeTimeout = 5 * time.Second
+
+// planner makes the executor's plans from registered layouts. What follows from layouts alone is worked out once and kept: a prompt
+// between engines that have met costs a plan from its template, whatever is reshaped.
+type planner struct {
+	reg *parseblock.Registry
+
+	mu      sync.Mutex // protects layouts; the rest belongs to the executor's goroutine
+	layouts map[[32]byte]*layout.Layout
+
+	divisions map[string]*parseblock.Division // by the geometries of receiver and ranks
+	proofs    map[string]struct{}             // divisions with the shares that were proved for them
+	matches   map[matchKey]*parseblock.Match
+}
+
+// matchKey names a match of an own worker with a layout of a peer.
+type matchKey struct {
+	w        *connector.Worker
+	geometry [32]byte
+	share    string
+	receives bool
+}
+
+func newPlanner(reg *parseblock.Registry) *planner {
+	return &planner{reg: reg, layouts: map[[32]byte]*layout.Layout{}, divisions: map[string]*parseblock.Division{}, proofs: map[string]struct{}{},
+		matches: map[matchKey]*parseblock.Match{}}
+}
+
+// received is a plan with the receiver's own memory bound to it.
+type received struct {
+	*parseblock.Plan
+	side *parseblock.Resolver
+}
+
+// Receive plans all that x wants, as an engine of equal geometry would send it.
+func (p *planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
+	return p.receive(w, x, w.Own)
+}
+
+func (p *planner) receive(w *connector.Worker, x *connector.Expect, m *parseblock.Match) (exec.Plan, error) {
+	plan, err := m.Plan(x.Tokens, x.Skip)
+	if err != nil {
+		return nil, err
+	}
+	side, err := plan.Side(p.reg, w.Layout, x.Blocks)
+	if err != nil {
+		return nil, err
+	}
+	if err := side.Covers(); err != nil {
+		return nil, err
+	}
+	return received{plan, side}, nil
+}
+
+// Divide plans x from the ranks of another engine.
+func (p *planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.Rank, load func(rank string) uint64) ([]exec.Part, error) {
+	sources := make([]*layout.Layout, len(ranks))
+	var unknown exec.UnknownLayout
+	name := string(w.Geometry[:])
+	for i := range ranks {
+		if sources[i] = p.known(ranks[i].Geometry, w.Layout); sources[i] == nil {
+			unknown.Geometries = append(unknown.Geometries, ranks[i].Geometry)
+		}
+		name += string(ranks[i].Geometry[:])
+	}
+	if len(unknown.Geometries) > 0 {
+		return nil, &unknown
+	}
+	d := p.divisions[name]
+	if d == nil {
+		var err error
+		if d, err = parseblock.NewDivision(p.reg, sources, w.Layout); err != nil {
+			return nil, err
+		}
+		makeRoom(p.divisions, maxDivisions)
+		p.divisions[name] = d
+	}
+	shares, err := d.Assign(func(i int) uint64 { return load(ranks[i].Name) })
+	if err != nil {
+		return nil, err
+	}
+	parts := make([]exec.Part, len(ranks))
+	for i := range parts {
+		parts[i].Rank = ranks[i]
+	}
+	for i := range shares {
+		part := &parts[shares[i].Source]
+		part.Share = shares[i].Encode()
+		name += fmt.Sprint(shares[i].Source, part.Share)
+	}
+	if _, proved := p.proofs[name]; !proved {
+		if err := parseblock.Prove(p.reg, sources, w.Layout, shares); err != nil {
+			return nil, err
+		}
+		makeRoom(p.proofs, maxProofs)
+		p.proofs[name] = struct{}{}
+	}
+	for i := range shares {
+		part := &parts[shares[i].Source]
+		m, err := p.match(matchKey{w, part.Geometry, fmt.Sprint(part.Share), true}, sources[shares[i].Source], w.Layout, &shares[i])
+		if err != nil {
+			return nil, err
+		}
+		if part.Plan, err = p.receive(w, x, m); err != nil {
+			return nil, err
+		}
+	}
+	return parts, nil
+}
+
+// Send plans what a part of a grant wants of w.
+func (p *planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
+	if len(g.Geometry) != 32 {
+		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%d bytes", len(g.Geometry)), Problem: "it is a hash of 32", Remedy: "run sidecars of one version"}
+	}
+	geometry := [32]byte(g.Geometry)
+	if len(part.Share) == 0 {
+		if geometry != w.Geometry {
+			return nil, &layout.Error{Field: "share", Value: "empty", Problem: "the two layouts differ, and so the share must be named",
+				Remedy: "run sidecars of one version"}
+		}
+		return w.Own.Plan(g.Tokens, g.Skip)
+	}
+	dst := p.known(geometry, w.Layout)
+	if dst == nil {
+		return nil, &exec.UnknownLayout{Geometries: [][32]byte{geometry}}
+	}
+	share, err := parseblock.DecodeShare(part.Share, dst.NumLayers())
+	if err != nil {
+		return nil, err
+	}
+	m, err := p.match(matchKey{w, geometry, fmt.Sprint(part.Share), false}, w.Layout, dst, share)
+	if err != nil {
+		return nil, err
+	}
+	return m.Plan(g.Tokens, g.Skip)
+}
+
+func (p *planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.Share) (*parseblock.Match, error) {
+	if m := p.matches[k]; m != nil {
+		return m, nil
+	}
+	m, err := parseblock.NewMatch(p.reg, src, dst, share)
+	if err == nil {
+		makeRoom(p.matches, maxMatches)
+		p.matches[k] = m
+	}
+	return m, err
+}
+
+// known returns a peer's layout. Fingerprints say whether caches mean the same, and both sides compare them before a byte moves; a
+// geometry does not, so the dtype counts as ours.
+func (p *planner) known(geometry [32]byte, ours *layout.Layout) *layout.Layout {
+	p.mu.Lock()
+	l := p.layouts[geometry]
+	p.mu.Unlock()
+	if l == nil || l.DType == ours.DType {
+		return l
+	}
+	as := *l
+	as.DType = ours.DType
+	return &as
+}
+
+// learn takes what a peer says is behind a geometry. It is foreign: the hash must be that of the layout, and no offset of it may
+// overflow.
+func (p *planner) learn(geometry [32]byte, encoded []byte) error {
+	l, err := layout.Unmarshal(encoded)
+	if err != nil {
+		return err
+	}
+	regions := 0
+	for gi := range l.Groups {
+		for li := range l.Groups[gi].Layers {
+			if r := l.Groups[gi].Layers[li].Region; r >= 0 && r < layout.MaxRegions {
+				regions = max(regions, r+1)
+			}
+		}
+	}
+	sizes := make([]uint64, regions)
+	for i := range sizes {
+		sizes[i] = math.MaxInt64 // how large they are there is of no interest
+	}
+	if err := p.reg.Validate(l, sizes); err != nil {
+		return err
+	}
+	if got := l.Geometry(); got != geometry {
+		return fmt.Errorf("the layout has geometry %.8x: %.8x was asked for", got, geometry)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	makeRoom(p.layouts, maxLayouts)
+	p.layouts[geometry] = l
+	return nil
+}
+
+// makeRoom empties a map that is full.
+func makeRoom[K comparable, V any](m map[K]V, most int) {
+	if len(m) >= most {
+		clear(m)
+	}
+}
+
+// fetchLayout asks a peer for the layout behind a geometry for the executor.
+func (n *Node) fetchLayout(boot transfer.Boot, geometry [32]byte) {
+	n.d.wg.Add(1)
+	go func() {
+		defer n.d.wg.Done()
+		ctx, cancel := context.WithTimeout(n.d.ctx, describeTimeout)
+		defer cancel()
+		b, err := n.peers.Describe(ctx, boot, geometry)
+		if err == nil {
+			err = n.plans.learn(geometry, b)
+		}
+		if err != nil && !errors.Is(err, context.Canceled) {
+			n.log.Warn("layout of a peer", "peer", boot.String(), "geometry", fmt.Sprintf("%.8x", geometry), "err", err)
+		}
+		now := n.enter()
+		n.d.ex.Described(now, boot, geometry, err)
+		n.leave()
+	}()
+}
