@@ -2,6 +2,7 @@ package exec
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -126,11 +127,11 @@ func (e *Exec) Hold(now Instant, w *connector.Worker, id uint64) {
 	if n.open != n.held {
 		return
 	}
-	for k, l := range e.pending {
+	for _, k := range keysInOrder(maps.Keys(e.pending)) {
 		if k.Xfer != s.Key.Xfer {
 			continue
 		}
-		for _, q := range slices.Clone(l) {
+		for _, q := range slices.Clone(e.pending[k]) {
 			if !q.gone && e.hopeless(q) {
 				e.refusePending(q, peerv1.GrantReply_MISMATCH, mismatch)
 			}

@@ -71,3 +71,19 @@ func (e *Exec) View(now Instant) View {
 
 // Rails sums up every local rail, for metrics.
 func (e *Exec) Rails(now Instant) []spray.RailView { return e.spray.Rails(now) }
+
+// Load is how much the executor holds: counts only, cheap enough to be looked at after every event.
+type Load struct {
+	Dests, Sources   int // leases that are open
+	Bound, Sending   int // grants that source leases serve; those under way
+	Pending, Asked   int // keys that wait for an intent; our own questions
+	Endpoints, Peers int
+	Lanes, Flights   int // lanes; slices given to them
+	Timers           int
+}
+
+// Load returns it.
+func (e *Exec) Load() Load {
+	return Load{len(e.dests), e.nsource, len(e.bound), len(e.sending), len(e.pending), len(e.asked), len(e.endpoints), len(e.peers),
+		len(e.lanes), e.spray.Flights(), len(e.agenda)}
+}
