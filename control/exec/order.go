@@ -41,8 +41,13 @@ func endpointsInOrder(all iter.Seq[*endpoint]) []*endpoint {
 	return slices.SortedFunc(all, func(a, b *endpoint) int { return cmp.Compare(a.addr, b.addr) })
 }
 
-func keysInOrder(all iter.Seq[transfer.Key]) []transfer.Key {
-	return slices.SortedFunc(all, func(a, b transfer.Key) int {
-		return cmp.Or(bytes.Compare(a.Xfer[:], b.Xfer[:]), bytes.Compare(a.Hash[:], b.Hash[:]))
-	})
+// keysInOrder are those of one transfer id.
+func keysInOrder(all iter.Seq[transfer.Key], x transfer.XferID) (out []transfer.Key) {
+	for k := range all {
+		if k.Xfer == x {
+			out = append(out, k)
+		}
+	}
+	slices.SortFunc(out, func(a, b transfer.Key) int { return bytes.Compare(a.Hash[:], b.Hash[:]) })
+	return out
 }

@@ -127,10 +127,7 @@ func (e *Exec) Hold(now Instant, w *connector.Worker, id uint64) {
 	if n.open != n.held {
 		return
 	}
-	for _, k := range keysInOrder(maps.Keys(e.pending)) {
-		if k.Xfer != s.Key.Xfer {
-			continue
-		}
+	for _, k := range keysInOrder(maps.Keys(e.pending), s.Key.Xfer) {
 		for _, q := range slices.Clone(e.pending[k]) {
 			if !q.gone && e.hopeless(q) {
 				e.refusePending(q, peerv1.GrantReply_MISMATCH, mismatch)
