@@ -26,6 +26,10 @@ func (q *pair) tierAt(at Place) uint8 {
 	if t := q.tiers[at]; t != 0 {
 		return t
 	}
+	return q.askTier(at)
+}
+
+func (q *pair) askTier(at Place) uint8 {
 	t := q.tier
 	if at != 0 && q.peer.Tier != nil {
 		if v := q.peer.Tier(q.path, at); v != 0 {

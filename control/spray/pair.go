@@ -33,8 +33,6 @@ type pair struct {
 	lanes []*lane
 
 	// The sums of what its lanes have. stalled, live and the like follow lane.usable.
-	tiers [MaxPlaces]uint8 // by place; 0: not asked yet
-
 	inflight uint64 // bytes
 	stalled  uint64 // of them, on lanes that are not usable
 	live     int    // usable lanes
@@ -73,6 +71,7 @@ type pair struct {
 
 	turn  float64 // of Weighted
 	count Counters
+	tiers [MaxPlaces]uint8 // by place; 0: not asked yet
 }
 
 // Counters only grow.

@@ -103,7 +103,8 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			class, usable, best, shunned, rate, load, fixed, near = c, 0, nil, nil, 0, 0, maxB0, uint8(len(tierPenalty)-1)
 		}
 		usable++
-		near = min(near, q.tierAt(f.at))
+		tier := q.tierAt(f.at)
+		near = min(near, tier)
 		rate += q.bw
 		load += float64(q.load())
 		fixed = min(fixed, q.b0)
@@ -115,7 +116,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			shunned = q
 			continue
 		}
-		if v := q.score(n, f.at); best == nil || v < score {
+		if v := tierPenalty[tier] * q.expect(n); best == nil || v < score {
 			best, score = q, v
 		}
 	}
