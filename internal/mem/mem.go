@@ -1,5 +1,5 @@
-// Package mem owns the memory that engines lend to the sidecar: mapped memfds, adopted mappings and, where nothing can be
-// shared, another process's memory behind an open /proc/PID/mem descriptor.
+// Package mem owns the memory that engines lend to the sidecar: mapped memfds, adopted mappings, memory of a GPU behind its
+// Device and, where nothing can be shared, another process's memory behind an open /proc/PID/mem descriptor.
 //
 // Invariants: a Region's id is random and never reused; its bytes stay mapped while any reference is held; a memfd is mapped
 // only after its seals prove that it cannot shrink under us; copies go through Copy, whose bounded pieces let the garbage
@@ -56,6 +56,7 @@ const (
 	KindMemfd   Kind = iota + 1 // a sealed memfd that the engine allocated its cache in; mapped
 	KindAdopted                 // pages of an existing allocation moved into a memfd; mapped
 	KindProcess                 // another process's memory through its own /proc/self/mem descriptor; syscalls only
+	KindDevice                  // memory of a GPU, through its Device only
 )
 
 func (k Kind) String() string {
@@ -66,6 +67,8 @@ func (k Kind) String() string {
 		return "adopted"
 	case KindProcess:
 		return "process"
+	case KindDevice:
+		return "device"
 	}
 	return fmt.Sprintf("kind(%d)", uint8(k))
 }
@@ -91,10 +94,15 @@ type Region struct {
 	id    ID
 	kind  Kind
 	size  uint64
-	base  uint64 // KindProcess: address in the owner
-	fd    int
-	bytes []byte // nil for KindProcess
+	base  uint64 // KindProcess: address in the owner; KindDevice: for the Device
+	fd    int    // -1: none
+	bytes []byte // nil where nothing is mapped
 	refs  atomic.Int64
+
+	// KindDevice only.
+	device Device
+	handle []byte
+	free   func()
 }
 
 type options struct {
@@ -235,10 +243,10 @@ func (r *Region) Kind() Kind { return r.kind }
 // Size is its length in bytes.
 func (r *Region) Size() uint64 { return r.size }
 
-// Base is the address in the owner's process; 0 unless KindProcess.
+// Base is the address in the owner's process (KindProcess) or for the Device (KindDevice); 0 for mapped memory.
 func (r *Region) Base() uint64 { return r.base }
 
-// FD is the descriptor behind the region, for passing on. It stays the region's.
+// FD is the descriptor behind the region, for passing on; -1 where there is none. It stays the region's.
 func (r *Region) FD() int { return r.fd }
 
 // Bytes returns the mapped memory; false where there is none and ReadAt and WriteAt are the only way. The slice is dead
@@ -269,6 +277,9 @@ func (r *Region) ReadAt(p []byte, off uint64) error {
 		Copy(p, b[off:])
 		return nil
 	}
+	if r.device != nil {
+		return r.device.Gather(p, []Block{{r, off, uint64(len(p))}})
+	}
 	for len(p) > 0 {
 		n, err := unix.Pread(r.fd, p[:min(len(p), copyPiece)], int64(r.base+off))
 		if n, err = r.progress("read", n, err); err != nil {
@@ -287,6 +298,9 @@ func (r *Region) WriteAt(p []byte, off uint64) error {
 	if b, ok := r.Bytes(); ok {
 		Copy(b[off:off+uint64(len(p))], p)
 		return nil
+	}
+	if r.device != nil {
+		return r.device.Scatter([]Block{{r, off, uint64(len(p))}}, p)
 	}
 	for len(p) > 0 {
 		n, err := unix.Pwrite(r.fd, p[:min(len(p), copyPiece)], int64(r.base+off))
@@ -340,6 +354,12 @@ func (r *Region) Release() {
 		} else {
 			_ = unix.Munmap(r.bytes)
 		}
+	}
+	if r.free != nil {
+		r.free()
+	}
+	if r.fd < 0 {
+		return
 	}
 	if err := unix.Close(r.fd); err != nil && invariants.Enabled {
 		panic(os.NewSyscallError("mem: close of region "+r.id.String(), err))
