@@ -109,7 +109,6 @@ type options struct {
 	kind     Kind
 	populate bool
 	present  bool
-	huge     bool
 }
 
 // Option changes how a region is mapped.
@@ -118,15 +117,13 @@ type Option func(*options)
 // Adopted marks a memfd as KindAdopted.
 func Adopted() Option { return func(o *options) { o.kind = KindAdopted } }
 
-// Populate faults all pages in at once, so that the first transfer does not pay for it. Slow for large regions.
+// Populate allocates all pages at once, so that the first transfer does not pay for it; in huge pages where the kernel has
+// them.
 func Populate() Option { return func(o *options) { o.populate = true } }
 
 // PopulatePresent maps all pages at once if the file has them all already, as an engine's own has: a transfer pays for no
 // page fault then. A file with holes is mapped as it is, or whoever announces a huge empty one would take all the memory.
 func PopulatePresent() Option { return func(o *options) { o.present = true } }
-
-// HugePages asks the kernel for huge pages where shared memory may have them. Advice only.
-func HugePages() Option { return func(o *options) { o.huge = true } }
 
 // MapMemfd maps the first size bytes of a sealed memfd, shared and writable. On success the region owns fd; on an error it
 // stays the caller's. The memfd must carry F_SEAL_SHRINK and F_SEAL_GROW: a truncation would otherwise kill this process
@@ -160,15 +157,15 @@ func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 		return nil, fmt.Errorf("mem: map region %s: sealed against writing (seals %#x); received blocks could not land in it", id, seals)
 	}
 	flags := unix.MAP_SHARED
-	if o.populate || o.present && uint64(st.Blocks)*512 >= size {
+	if o.present && uint64(st.Blocks)*512 >= size {
 		flags |= unix.MAP_POPULATE
 	}
-	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, flags)
+	b, err := mapShared(fd, size, flags)
 	if err != nil {
 		return nil, fmt.Errorf("mem: map region %s: mmap %d bytes: %w", id, size, err)
 	}
-	if o.huge {
-		_ = unix.Madvise(b, unix.MADV_HUGEPAGE) // advice; many kernels have it off for shared memory
+	if o.populate {
+		populate(b)
 	}
 	r := &Region{id: id, kind: o.kind, size: size, fd: fd, bytes: b}
 	r.refs.Store(1)
@@ -352,7 +349,7 @@ func (r *Region) Release() {
 		if invariants.Enabled {
 			_ = unix.Mprotect(r.bytes, unix.PROT_NONE)
 		} else {
-			_ = unix.Munmap(r.bytes)
+			unmap(r.bytes)
 		}
 	}
 	if r.free != nil {
