@@ -19,7 +19,11 @@ const (
 	brokeEnd     = "never ended"
 	brokeLate    = "ended long after its deadline"
 	brokeLeak    = "holds something when nothing is open"
+	brokePath    = "failed while there was a path"
 )
+
+// Promises are all of them.
+var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLate, brokeLeak, brokePath}
 
 // check looks at what the executor holds.
 func (s *sidecar) check() {
@@ -54,7 +58,7 @@ func (s *sidecar) check() {
 // quiet looks at what an executor holds when no lease is open anywhere.
 func (s *sidecar) quiet() {
 	x := s.ex.Load()
-	if x.Dests+x.Sources+x.Bound+x.Sending+x.Flights+x.Asked > 0 || len(s.grants)+len(s.origins) > 0 {
+	if x.Dests+x.Sources+x.Bound+x.Sending+x.Flights+x.Asked+x.Pending+x.Timers > 0 || len(s.grants)+len(s.origins) > 0 {
 		s.c.violation("%s %s: %+v, %d grants, %d origins", s.n.addr, brokeLeak, x, len(s.grants), len(s.origins))
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
@@ -241,6 +242,17 @@ func (s *sidecar) twice(fn func()) {
 	}
 }
 
+var errFence = errors.New("sim: a backend could not")
+
+// fails makes a fence or a close fail, now and then.
+func (s *sidecar) fails() error {
+	if !s.c.chance(s.c.cfg.FenceFails) {
+		return nil
+	}
+	s.c.stats.FencesFailed++
+	return errFence
+}
+
 // arm sees to it that Tick comes when the executor wants it.
 func (s *sidecar) arm() {
 	at := s.ex.Next()
@@ -270,7 +282,10 @@ func (s *sidecar) perform(a *exec.Action) {
 		l := a.Landing
 		l.Grant.Revoke()
 		s.later(c.F.Jitter(c.cfg.Fence), func() {
-			err := s.backend.Fence(context.Background(), &l.Grant)
+			err := s.fails()
+			if err == nil {
+				err = s.backend.Fence(context.Background(), &l.Grant)
+			}
 			if err == nil {
 				l.Sink.(*sink).fenced = true
 			}
@@ -291,12 +306,15 @@ func (s *sidecar) perform(a *exec.Action) {
 		x := a.Sending
 		x.Origin.Revoke()
 		s.later(c.F.Jitter(c.cfg.Fence), func() {
-			err := s.backend.CloseOrigin(context.Background(), &x.Origin)
+			err := s.fails()
+			if err == nil {
+				err = s.backend.CloseOrigin(context.Background(), &x.Origin)
+			}
 			if err == nil {
 				x.Source.(*source).closed = true
-			}
-			if name := (bindName{x.Origin.Peer, x.Origin.Slot}); s.origins[name] == x {
-				delete(s.origins, name)
+				if name := (bindName{x.Origin.Peer, x.Origin.Slot}); s.origins[name] == x {
+					delete(s.origins, name)
+				}
 			}
 			done := func() { s.event(func(now exec.Instant) { s.ex.OriginClosed(now, x, err) }) }
 			done()
@@ -339,8 +357,11 @@ func (s *sidecar) move(id uint64, batch []transport.Slice) {
 		s.moving[x.Cookie] = true
 	}
 	err := give(s.lanes[id], batch)
-	if err == nil {
+	switch {
+	case err == nil:
 		return
+	case !errors.Is(err, errNoLane) && !errors.Is(err, net.ErrClosed):
+		s.c.violation("%s: lane %d %s: %v", s.n.addr, id, brokeBound, err)
 	}
 	res := make([]transport.Result, 0, len(batch))
 	for _, x := range batch {

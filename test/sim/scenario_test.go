@@ -34,7 +34,8 @@ type scenario struct {
 	alone                  float64       // share of transfers whose prefill never comes
 	racks                  int           // 0: one switch without bounds
 	link                   simfabric.LinkSpec
-	twice, replay          float64
+	twice, replay, unfence float64
+	slices                 int // in flight to one peer at most; 0: the default
 }
 
 // load is one transfer and what its engines do to it.
@@ -189,7 +190,8 @@ func (x fault) schedule(c *Cluster) {
 
 // build makes the cluster and everything that will happen to it.
 func (s scenario) build(x schedule) *Cluster {
-	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: 5 * time.Second}, Twice: s.twice, Replay: s.replay, Record: s.record})
+	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: 5 * time.Second}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
+		FenceFails: s.unfence, Record: s.record})
 	f := c.F
 	var racks []*simfabric.Switch
 	for i := range s.racks {
@@ -252,7 +254,7 @@ type verdict struct {
 
 // patience is how much later than its deadline a transfer may end.
 func (x schedule) patience() time.Duration {
-	d := exec.DefaultGrace + slack
+	d := 3*exec.DefaultGrace + slack // a fence may fail, and fail again
 	for _, f := range x.faults {
 		if f.kind >= numRailFaults {
 			d += f.last

@@ -61,7 +61,7 @@ func TestFlapping(t *testing.T) {
 		report(t, c, time.Since(began))
 		v.check(t)
 		if v.failed > 0 {
-			t.Errorf("seed %d: %d transfers failed, %d did not: %q", seed, v.failed, v.ok, v.reasons)
+			t.Errorf("seed %d: %d transfers %s, %d did not: %q", seed, v.failed, brokePath, v.ok, v.reasons)
 		}
 		if st := c.F.Stats(); st.Swallowed == 0 || c.Stats().Twice == 0 || st.Ended[transfer.InDoubt] == 0 {
 			t.Errorf("seed %d: nothing was swallowed, repeated, or in doubt: there was no fault", seed)
@@ -117,7 +117,7 @@ func TestThousandNodes(t *testing.T) {
 	report(t, c, time.Since(began))
 	v.check(t)
 	if v.failed > 0 {
-		t.Errorf("%d transfers failed, %d did not: %q", v.failed, v.ok, v.reasons)
+		t.Errorf("%d transfers %s, %d did not: %q", v.failed, brokePath, v.ok, v.reasons)
 	}
 	if n := ended(c); s.transfers == 63 && n < 1e6 {
 		t.Errorf("%d slices", n)
@@ -133,6 +133,9 @@ func small(seed uint64) scenario {
 	}
 	if seed%5 > 1 {
 		s.replay = 0.02
+	}
+	if seed%7 > 3 {
+		s.unfence, s.slices = 0.01, 6
 	}
 	return s
 }
@@ -167,6 +170,7 @@ func (s *Stats) add(x Stats) {
 	s.Replayed += x.Replayed
 	s.Stale += x.Stale
 	s.Refused += x.Refused
+	s.FencesFailed += x.FencesFailed
 	s.Restarts += x.Restarts
 	s.EngineDeaths += x.EngineDeaths
 	s.Cancelled += x.Cancelled
@@ -178,7 +182,7 @@ func (s *Stats) add(x Stats) {
 func TestSchedules(t *testing.T) {
 	n, _ := runs(t)
 	c := schedules(t, n)
-	if n >= fewRuns && (c.Twice == 0 || c.Replayed == 0 || c.Restarts == 0 || c.EngineDeaths == 0 || c.Cancelled == 0 || c.Preempted == 0) {
+	if n >= fewRuns && (c.Twice == 0 || c.Replayed == 0 || c.Restarts == 0 || c.EngineDeaths == 0 || c.FencesFailed == 0 || c.Cancelled == 0 || c.Preempted == 0) {
 		t.Errorf("something never happened: %+v", c)
 	}
 }
