@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -89,6 +90,14 @@ type Options struct {
 	FenceWait time.Duration
 	// Layouts knows the strategies that layouts may name. nil: parseblock.Default().
 	Layouts *parseblock.Registry
+	// Devices imports memory of GPUs. nil: such regions are refused.
+	Devices Devices
+}
+
+// Devices makes regions of GPU memory that engines lend.
+type Devices interface {
+	// Import takes the handle that the engine's shim made, and the descriptor that goes with it or -1. On success the region owns fd.
+	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 }
 
 // Stats is what STATS tells shims; cumulative.

@@ -214,9 +214,11 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 			return nil, refuse(msg.CodeRegion, field+".region", fmt.Errorf("the id of regions[%d]", j), "draw a fresh random id for each region")
 		}
 		ids[d.Region] = i
-		fd, _, err := take(field+".fd", d.FD, d.Kind != msg.KindProcess)
-		if err != nil {
-			return nil, err
+		fd := -1
+		if d.FD != msg.NoFD {
+			if fd, _, err = take(field+".fd", d.FD, d.Kind == msg.KindMemfd || d.Kind == msg.KindAdopted); err != nil {
+				return nil, err
+			}
 		}
 		var r *mem.Region
 		switch d.Kind {
@@ -228,11 +230,23 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 			if err = disjoint(m.Regions[:i], d); err == nil {
 				r, err = mem.OpenProcess(d.Region, fd, d.Addr, d.Bytes)
 			}
+		case msg.KindDevice:
+			if s.opt.Devices == nil {
+				err = errNoDevices
+			} else if r, err = s.opt.Devices.Import(d.Region, d.Handle, fd, d.Bytes); err == nil {
+				err = apart(pub.Regions, r)
+			}
+			if err != nil && r != nil {
+				r.Release() // it has taken fd
+				fd = -1
+			}
 		default:
-			err = fmt.Errorf("kind %q is unknown, want memfd, adopted or process", d.Kind)
+			err = fmt.Errorf("kind %q is unknown, want memfd, adopted, process or device", d.Kind)
 		}
 		if err != nil {
-			_ = os.NewFile(uintptr(fd), field).Close()
+			if fd >= 0 {
+				_ = os.NewFile(uintptr(fd), field).Close()
+			}
 			return nil, refuse(msg.CodeRegion, field, err, "see docs/protocol.md, REGISTER")
 		}
 		undo = append(undo, r.Release)
@@ -275,6 +289,18 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	// anybody can ask.
 	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, flagsMem)
 	return w, nil
+}
+
+var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled is off, or it found no driver; its log and 'kvspray doctor' say which")
+
+// apart refuses regions that share memory of a GPU.
+func apart(before []*mem.Region, r *mem.Region) error {
+	for i, o := range before {
+		if o.Device() == r.Device() && r.Base() < o.Base()+o.Size() && o.Base() < r.Base()+r.Size() {
+			return fmt.Errorf("the same memory as regions[%d], or a part of it", i)
+		}
+	}
+	return nil
 }
 
 // disjoint refuses process regions that share addresses.

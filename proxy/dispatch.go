@@ -23,6 +23,9 @@ const (
 	copyBytes       = 32 << 10
 )
 
+// errRefused is an answer of P that says that the client is wrong (4xx): D will say the same, and its answer is the client's.
+var errRefused = errors.New("refused")
+
 // enter takes a place among the requests in flight, or refuses; leave gives it back.
 func (p *Proxy) enter(w http.ResponseWriter) bool {
 	select {
@@ -188,6 +191,10 @@ func (j *job) run(ctx context.Context) {
 
 // noteAlone logs why P's work cannot be used and returns the label for it.
 func (j *job) noteAlone(pre *backend, err error) string {
+	if errors.Is(err, errRefused) {
+		j.p.log.Info("the prefill engine refused the request, the decode engine answers it", "request", j.id, "url", pre.url, "err", err)
+		return aloneRefused
+	}
 	j.p.log.Warn("prefill failed, the decode engine does it alone", "request", j.id, "url", pre.url, "err", err)
 	if errors.Is(err, errNoParams) || errors.Is(err, errListParams) {
 		return aloneParams
@@ -209,6 +216,8 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 	switch {
 	case err != nil:
 		return nil, fmt.Errorf("prefill %s: %w", b.url, err)
+	case resp.StatusCode >= 400 && resp.StatusCode < 500:
+		return nil, fmt.Errorf("prefill %s: %w: %s: %s", b.url, errRefused, resp.Status, firstBytes(answer))
 	case resp.StatusCode != http.StatusOK:
 		return nil, fmt.Errorf("prefill %s: %s: %s", b.url, resp.Status, firstBytes(answer))
 	case len(answer) > maxPrefillAnswer:

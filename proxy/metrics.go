@@ -17,6 +17,7 @@ type metrics struct {
 const (
 	aloneNoPrefill = "no_prefill"     // none is up
 	aloneFailed    = "prefill_failed" // it answered with an error, or not at all
+	aloneRefused   = "refused"        // it answered that the client is wrong (4xx)
 	aloneParams    = "prefill_params" // its answer has nothing that D could use
 	aloneRequest   = "not_splittable" // prompt logprobs, beam search ...
 )

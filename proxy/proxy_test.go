@@ -267,10 +267,13 @@ func TestPrefillFirstNIXLParams(t *testing.T) {
 func TestPrefillFails(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
 		t.Run(string(mode), func(t *testing.T) {
+			var d *engine
 			failing := func(w http.ResponseWriter, _ *http.Request, _ seen) {
+				if mode == Concurrent {
+					until(t, "D was not asked", func() bool { return len(d.requests()) > 0 })
+				}
 				http.Error(w, "no", http.StatusInternalServerError)
 			}
-			var d *engine
 			decode := func(w http.ResponseWriter, r *http.Request, s seen) {
 				if params(s) != nil {
 					d.hang(r) // waits for a partner
@@ -292,6 +295,27 @@ func TestPrefillFails(t *testing.T) {
 			}
 			if mode == Concurrent {
 				waitFor(t, d.gone, "D's first request was not cancelled")
+			}
+		})
+	}
+}
+
+// A request that is wrong is the client's affair: it gets the decode engine's word, and no prefill counts as failed.
+func TestClientIsWrong(t *testing.T) {
+	for _, mode := range []Mode{Concurrent, PrefillFirst} {
+		t.Run(string(mode), func(t *testing.T) {
+			var d *engine
+			unknown := func(w http.ResponseWriter, _ *http.Request, _ seen) { http.Error(w, "no such model", http.StatusNotFound) }
+			_, _, px, url := pairWith(t, mode, unknown, unknown, &d)
+			code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`)
+			if code != http.StatusNotFound || !strings.Contains(body, "no such model") {
+				t.Fatal(code, body)
+			}
+			if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneFailed)); n != 0 {
+				t.Errorf("%v prefills counted as failed", n)
+			}
+			if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneRefused)); mode == PrefillFirst && n != 1 {
+				t.Errorf("%v refusals counted", n)
 			}
 		})
 	}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"log/slog"
 	"sync"
 	"time"
 
@@ -23,6 +24,7 @@ const (
 	dialLongest  = 5 * time.Second       // between tries
 	shmLanes     = 1                     // per peer: one lane copies with several threads
 	maxRailPairs = 64                    // per peer and transport
+	maxUnreached = 1024                  // addresses remembered as not answering; what is beyond is not warned of
 )
 
 // peerInfo is a peer as the handshake authenticated it.
@@ -38,8 +40,9 @@ type peerInfo struct {
 type dialer struct {
 	node *Node
 
-	mu    sync.Mutex // protects peers
-	peers map[transfer.Boot]*remote
+	mu        sync.Mutex // guards what follows
+	peers     map[transfer.Boot]*remote
+	unreached map[string]struct{} // addresses that were warned of and have not answered since
 }
 
 type remote struct {
@@ -86,6 +89,7 @@ func (n *Node) peerUp(in peerInfo) {
 			defer n.keepLanes(ctx, in)
 		}
 	}
+	delete(d.unreached, in.Endpoint)
 	r.peer = transport.Peer{Boot: in.Boot, Self: n.boot, Key: in.Key}
 	count := len(d.peers) - 1
 	d.mu.Unlock()
@@ -97,8 +101,16 @@ func (n *Node) peerUp(in peerInfo) {
 
 // connectFailed ends a connect.
 func (n *Node) connectFailed(endpoint string, err error) {
-	// Somebody waits for this peer, or it would not have been tried: a wrong address costs every request its patience.
-	n.log.Warn("peer not reached; tried again while requests wait for it", "endpoint", endpoint, "err", err)
+	// Somebody waits for this peer, or it would not have been tried: a wrong address costs each request seconds. Said once, until it answers.
+	d := &n.dial
+	level := slog.LevelDebug
+	d.mu.Lock()
+	if _, said := d.unreached[endpoint]; !said && len(d.unreached) < maxUnreached {
+		d.unreached[endpoint] = struct{}{}
+		level = slog.LevelWarn
+	}
+	d.mu.Unlock()
+	n.log.Log(n.d.ctx, level, "peer not reached; tried again while requests wait for it", "endpoint", endpoint, "err", err)
 	now := n.enter()
 	n.d.ex.ConnectFailed(now, endpoint, err)
 	n.leave()

@@ -22,6 +22,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -122,7 +123,7 @@ func New(opt Options) (*Node, error) {
 	n.d.grants = map[bindName]*exec.Landing{}
 	n.d.origins = map[bindName]*exec.Sending{}
 	n.d.lanes = map[uint64]*laneEntry{}
-	n.dial.peers = map[transfer.Boot]*remote{}
+	n.dial.peers, n.dial.unreached = map[transfer.Boot]*remote{}, map[string]struct{}{}
 	return n, nil
 }
 
@@ -249,6 +250,9 @@ func (n *Node) Run(ctx context.Context) (err error) {
 
 	if addr := n.cfg.HTTP.Listen; addr != config.Off && addr != "" {
 		ln, lerr := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		if errors.Is(lerr, syscall.EADDRINUSE) {
+			return fmt.Errorf("sidecar: http.listen %s: %w: is another sidecar running? Choose another port with --http, 127.0.0.1:0 for any, or off", addr, lerr)
+		}
 		if lerr != nil {
 			return fmt.Errorf("sidecar: http.listen %s: %w", addr, lerr)
 		}

@@ -59,6 +59,7 @@ type Caps struct {
 	SameHost    bool // only between processes of one kernel
 	Credits     int  // receives that the destination must post ahead; 0: none needed
 	SliceBytes  int  // the slice size that suits it; a multiple of transfer.ChunkBytes
+	Tells       bool // every lane is a Meter
 }
 
 // Rail is one local attachment of a backend: an address, a port, a socket in a folder.
@@ -153,6 +154,15 @@ type Lane interface {
 	MaxInFlight() int // slices
 	// Close ends the lane; what it held ends NotLanded or InDoubt. Idempotent.
 	Close() error
+}
+
+// Meter is a Lane that knows how far its bytes came before a slice is confirmed. Silence is judged by it: a chunk takes longer on a slow
+// rail than anybody should wait for a dead one.
+type Meter interface {
+	Lane
+	// Received is how many bytes that this end sent have reached the other host, of whatever slice. It only grows, and takes a
+	// microsecond or two. That a byte was received says that the path works, and nothing about a slice.
+	Received() uint64
 }
 
 // Host is what a backend calls. The executor's driver implements it.

@@ -51,6 +51,19 @@ static void *copier(void *arg)
 	return NULL;
 }
 
+/* Where huge pages can be mapped as such, as the other side does it. */
+static void *map(int fd, uint64_t bytes, int prot)
+{
+	const uint64_t huge = 2 << 20;
+	char *span = mmap(NULL, bytes + huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (span == MAP_FAILED)
+		die("mmap");
+	void *at = mmap(span + (-(uintptr_t)span & (huge - 1)), bytes, prot, MAP_SHARED | MAP_POPULATE | MAP_FIXED, fd, 0);
+	if (at == MAP_FAILED)
+		die("mmap");
+	return at;
+}
+
 static uint64_t ns(clockid_t c)
 {
 	struct timespec t;
@@ -73,10 +86,8 @@ int main(void)
 	for (uint64_t i = 0; i < head[2]; i++)
 		if (from[i] > head[0] || to[i] > head[0] || head[1] > head[0] - from[i] || head[1] > head[0] - to[i])
 			return 2;
-	src = mmap(NULL, head[0], PROT_READ, MAP_SHARED | MAP_POPULATE, 3, 0);
-	dst = mmap(NULL, head[0], PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, 4, 0);
-	if (src == MAP_FAILED || dst == MAP_FAILED)
-		die("mmap");
+	src = map(3, head[0], PROT_READ);
+	dst = map(4, head[0], PROT_READ | PROT_WRITE);
 	pthread_barrier_init(&begin, NULL, (unsigned)head[3] + 1);
 	pthread_barrier_init(&end, NULL, (unsigned)head[3] + 1);
 	for (uint64_t i = 0; i < head[3]; i++) {

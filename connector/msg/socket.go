@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 )
@@ -123,6 +124,7 @@ const (
 	KindMemfd   = "memfd"
 	KindAdopted = "adopted"
 	KindProcess = "process"
+	KindDevice  = "device" // of a GPU
 )
 
 // Region describes memory that rides along as a descriptor.
@@ -131,8 +133,15 @@ type Region struct {
 	Kind   string
 	Bytes  uint64
 	Addr   uint64 // KindProcess only
-	FD     uint32 // index into the packet's descriptors
+	FD     uint32 // index into the packet's descriptors; NoFD: none, KindDevice only
+	Handle []byte // KindDevice only: how the allocation is imported
 }
+
+// NoFD stands for the descriptor of a region that comes without one.
+const NoFD = math.MaxUint32
+
+// MaxHandleBytes bounds Region.Handle.
+const MaxHandleBytes = 256
 
 // FDs are indices into the packet's descriptors.
 type FDs struct{ Flags, Rings, Doorbell, Bell uint32 }
@@ -503,7 +512,7 @@ func readRegister(r *reader) *Register {
 }
 
 func (r *reader) region() Region {
-	v := Region{}
+	v := Region{FD: NoFD}
 	n := need{names: []string{"region", "kind", "bytes", "fd"}}
 	for j := r.mapLen(); j > 0 && r.err == nil; j-- {
 		switch string(r.key()) {
@@ -518,9 +527,14 @@ func (r *reader) region() Region {
 			v.Addr = r.u64()
 		case "fd":
 			v.FD, n.got = r.u32(), n.got|8
+		case "handle":
+			v.Handle = append([]byte(nil), r.bin(MaxHandleBytes)...)
 		default:
 			r.skip()
 		}
+	}
+	if v.Kind == KindDevice {
+		n.got |= 8
 	}
 	n.check(r)
 	return v
@@ -532,9 +546,11 @@ func (m *Register) append(b []byte) []byte {
 	b = appendBin(appendStr(b, "session"), m.Session[:])
 	b = appendArray(appendStr(b, "regions"), len(m.Regions))
 	for _, v := range m.Regions {
-		n := 4
-		if v.Kind == KindProcess {
-			n = 5
+		n := 3
+		for _, present := range []bool{v.Kind == KindProcess, v.Kind == KindDevice, v.FD != NoFD} {
+			if present {
+				n++
+			}
 		}
 		b = appendMap(b, n)
 		b = appendBin(appendStr(b, "region"), v.Region[:])
@@ -543,7 +559,12 @@ func (m *Register) append(b []byte) []byte {
 		if v.Kind == KindProcess {
 			b = appendUint(appendStr(b, "addr"), v.Addr)
 		}
-		b = appendUint(appendStr(b, "fd"), uint64(v.FD))
+		if v.Kind == KindDevice {
+			b = appendBin(appendStr(b, "handle"), v.Handle)
+		}
+		if v.FD != NoFD {
+			b = appendUint(appendStr(b, "fd"), uint64(v.FD))
+		}
 	}
 	b = append(appendStr(b, "layout"), m.Layout...)
 	b = appendMap(appendStr(b, "fds"), 4)

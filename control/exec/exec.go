@@ -1,11 +1,9 @@
 package exec
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"maps"
-	"slices"
 	"syscall"
 	"time"
 
@@ -170,11 +168,11 @@ func (e *Exec) DrainLeases() { e.draining = true }
 
 // Abort closes every lease, as if its engine had cancelled it, with a status that makes it recompute.
 func (e *Exec) Abort(now Instant, reason string) {
-	for _, d := range e.dests {
+	for _, d := range inOrder(maps.Values(e.dests)) {
 		e.closeDest(now, d, StatusFailed, reason)
 	}
-	for _, w := range e.workers {
-		for _, s := range w.sources {
+	for _, w := range workersInOrder(maps.Values(e.workers)) {
+		for _, s := range sourcesInOrder(maps.Values(w.sources)) {
 			e.closeSource(now, s, StatusFailed, reason, true)
 		}
 	}
@@ -198,10 +196,10 @@ func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason s
 		return
 	}
 	ws.gone = true
-	for _, d := range ws.dests {
+	for _, d := range inOrder(maps.Values(ws.dests)) {
 		e.closeDest(now, d, StatusFailed, reason)
 	}
-	for _, s := range ws.sources {
+	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {
 		e.closeSource(now, s, StatusFailed, reason, final)
 	}
 	e.workerIdle(ws)
@@ -343,10 +341,10 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 		}
 	}
 	ep.peer = p
-	for w := range ep.awaits {
+	for _, w := range awaitsInOrder(maps.Keys(ep.awaits)) {
 		e.ask(now, w)
 	}
-	for d := range ep.waiting {
+	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		delete(ep.waiting, d)
 		e.grant(now, d)
 	}
@@ -391,10 +389,10 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 func (e *Exec) nobody(now Instant, ep *endpoint, err error) {
 	ep.refused = 0
 	ep.refs++ // it stays until the caller has seen that nobody is left
-	for _, d := range slices.SortedFunc(maps.Keys(ep.waiting), func(a, b *dest) int { return cmp.Compare(a.ID.ID, b.ID.ID) }) {
+	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		e.closeDest(now, d, StatusExpired, err.Error())
 	}
-	for _, w := range slices.SortedFunc(maps.Keys(ep.awaits), func(a, b *await) int { return cmp.Compare(a.id, b.id) }) {
+	for _, w := range awaitsInOrder(maps.Keys(ep.awaits)) {
 		e.answer(w, connector.Admission{State: "gone", Message: err.Error()})
 	}
 	ep.refs--
@@ -420,7 +418,7 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, proved bool) {
 	}
 	delete(e.peers, boot)
 	e.spray.Forget(p.rails)
-	for _, ep := range e.endpoints {
+	for _, ep := range endpointsInOrder(maps.Values(e.endpoints)) {
 		if ep.peer == p {
 			ep.peer = nil
 			for w := range ep.awaits {
@@ -430,13 +428,13 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, proved bool) {
 			e.dropEndpoint(ep)
 		}
 	}
-	for _, d := range e.dests {
+	for _, d := range inOrder(maps.Values(e.dests)) {
 		if d.Peer == boot && (d.State == lease.DestGranted || d.State == lease.DestLanding) {
 			e.regrant(now, d, "the source's sidecar is gone")
 		}
 	}
-	for g, in := range e.inbound {
-		if g.Peer == boot {
+	for _, g := range grantsInOrder(maps.Keys(e.inbound)) {
+		if in := e.inbound[g]; in != nil && g.Peer == boot {
 			e.endInbound(now, in, false, "the destination's sidecar is gone")
 		}
 	}

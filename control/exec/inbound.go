@@ -3,6 +3,7 @@ package exec
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -437,7 +438,7 @@ func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err
 	if w == nil {
 		return
 	}
-	for d := range w.dests {
+	for _, d := range inOrder(maps.Keys(w.dests)) {
 		switch {
 		case d.State != lease.DestWaiting || d.decided:
 		case err != nil && d.ep.peer != nil && d.ep.peer.boot == boot:
@@ -446,7 +447,7 @@ func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err
 			e.grant(now, d)
 		}
 	}
-	for c := range w.claims {
+	for _, c := range claimsInOrder(maps.Keys(w.claims)) {
 		c.asked = false
 		switch {
 		case e.inbound[c.in.id] != c.in || c.src != nil || c.wait != nil:

@@ -2,6 +2,7 @@ package exec
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -127,11 +128,8 @@ func (e *Exec) Hold(now Instant, w *connector.Worker, id uint64) {
 	if n.open != n.held {
 		return
 	}
-	for k, l := range e.pending {
-		if k.Xfer != s.Key.Xfer {
-			continue
-		}
-		for _, q := range slices.Clone(l) {
+	for _, k := range keysInOrder(maps.Keys(e.pending), s.Key.Xfer) {
+		for _, q := range slices.Clone(e.pending[k]) {
 			if q.t != nil && !q.gone && e.hopeless(q) {
 				e.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
 			}

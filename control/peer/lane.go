@@ -85,8 +85,9 @@ type lane struct {
 	err     error
 	wg      sync.WaitGroup
 
-	heard atomic.Int64 // unix nanoseconds of the last bytes that came
-	asked atomic.Int64 // of the first ping that is not answered by anything; 0: none
+	heard   atomic.Int64 // unix nanoseconds of the last bytes that came
+	doubted atomic.Int64 // when a frame was put on it that was not acknowledged in time; 0: never
+	asked   atomic.Int64 // of the first ping that is not answered by anything; 0: none
 }
 
 type rawWriter interface {

@@ -46,6 +46,9 @@ type session struct {
 	outBytes int
 	buf      []byte
 
+	resendTimer *time.Timer
+	resendArmed bool
+
 	// Receiving.
 	handled    uint64 // all up to here were handled
 	taken      uint64 // all up to here were given to the deliverer
@@ -62,7 +65,9 @@ const incarnationBytes = 16
 type outgoing struct {
 	seq   uint64
 	bytes []byte
-	lane  *lane // nil: none yet
+	lane  *lane     // nil: none yet
+	at    time.Time // it was last put on a lane
+	tries int       // after the first
 }
 
 // ordinary frames may not take the reserved capacity: they start something, and can be tried again.
@@ -106,11 +111,14 @@ func (s *session) send(f *peerv1.ControlFrame) error {
 	s.unacked = append(s.unacked, outgoing{seq: s.next, bytes: b})
 	s.outBytes += len(b)
 	s.business = time.Now()
-	s.putLocked(&s.unacked[len(s.unacked)-1])
+	o := &s.unacked[len(s.unacked)-1]
+	o.at = s.business
+	s.putLocked(o)
+	s.watchUnackedLocked()
 	return nil
 }
 
-// putLocked writes one frame to the lane with the least before it, the first of equals.
+// putLocked writes one frame to the best lane.
 func (s *session) putLocked(o *outgoing) {
 	for {
 		l := s.bestLocked()
@@ -122,16 +130,23 @@ func (s *session) putLocked(o *outgoing) {
 	}
 }
 
-func (s *session) bestLocked() *lane {
-	var best *lane
-	least := 0
+// bestLocked is a lane that nobody doubts, with the least waiting before it, on which something came last: that is the proof that
+// it works.
+func (s *session) bestLocked() (best *lane) {
+	var doubted bool
+	var least int
+	var heard int64
 	for _, l := range s.lanes {
-		n := l.waiting()
-		if best == nil || n < least {
-			best, least = l, n
+		d, n, h := l.doubtful(), l.waiting(), l.heard.Load()
+		better := h > heard
+		if n != least {
+			better = n < least
 		}
-		if n == 0 {
-			break
+		if d != doubted {
+			better = doubted
+		}
+		if best == nil || better {
+			best, doubted, least, heard = l, d, n, h
 		}
 	}
 	return best
@@ -164,8 +179,10 @@ func (s *session) resendLocked() {
 				continue
 			}
 		}
+		o.at = time.Now()
 		s.putLocked(o)
 	}
+	s.watchUnackedLocked()
 }
 
 // take handles one frame of a lane.
@@ -188,8 +205,9 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 		return fmt.Errorf("peer: %s sends frame %d where %d is the last handled: more than %d open", s.boot, f.Seq, s.handled, 2*MaxUnacked)
 	}
 	if _, dup := s.held[f.Seq]; dup || f.Seq <= s.taken {
-		s.armAckLocked() // it was sent again because our ack was lost
+		// It was sent again because our ack was lost, or is late.
 		s.told = min(s.told, s.handled-min(s.handled, 1))
+		s.ackLocked()
 		return nil
 	}
 	n := proto.Size(f)
@@ -331,5 +349,8 @@ func (s *session) close(err error) {
 	s.outBytes, s.heldBytes = 0, 0
 	if s.ackTimer != nil {
 		s.ackTimer.Stop()
+	}
+	if s.resendTimer != nil {
+		s.resendTimer.Stop()
 	}
 }

@@ -199,6 +199,7 @@ type LaneInfo struct {
 	Gbps       float64 // what the link claims; 0: unknown
 	SliceBytes int     // the longest slice that suits it
 	MaxSlices  int     // in flight
+	Tells      bool    // received bytes within a slice are told through Moved: its silence is silence
 }
 
 // Slice is a run of chunks that a lane takes now.

@@ -22,6 +22,7 @@ type Flow struct {
 
 	peer     *Peer
 	prio     Priority
+	at       Place
 	deadline Instant // nothing is sent from then on; 0: never
 	seq      uint64
 	space    *transfer.Space
@@ -35,6 +36,9 @@ type Flow struct {
 	closed   bool
 	bad      [MaxRanks]uint8
 }
+
+// SetPlace says where the memory of the flow lies; before anything of it is ready.
+func (f *Flow) SetPlace(at Place) { f.at = min(at, MaxPlaces-1) }
 
 // Waiting counts chunks that may be sent and wait for a lane.
 func (f *Flow) Waiting() uint32 { return f.fresh.Count() + f.again.Count() }

@@ -56,8 +56,10 @@ type pair struct {
 	moved     Instant // the last time that anything came back
 	piece     uint64  // slice that suits it now, bytes
 	window    uint64
+	credit    uint64 // the most that its receiver wants in flight; 0: no word of it
 
 	// Health.
+	down     bool // a link is
 	state    State
 	step     int // of Readmitted
 	since    Instant
@@ -69,6 +71,7 @@ type pair struct {
 
 	turn  float64 // of Weighted
 	count Counters
+	tiers [MaxPlaces]uint8 // by place; 0: not asked yet
 }
 
 // Counters only grow.
@@ -146,8 +149,8 @@ func (q *pair) load() uint64 { return q.inflight - q.stalled }
 // expect predicts the time from now until the last of len more bytes is confirmed.
 func (q *pair) expect(n uint64) float64 { return q.b0 + q.b1*float64(q.load()+n)/q.bw }
 
-// score ranks pairs: less is better.
-func (q *pair) score(n uint64) float64 { return tierPenalty[q.tier] * q.expect(n) }
+// score ranks pairs for memory at a place: less is better.
+func (q *pair) score(n uint64, at Place) float64 { return tierPenalty[q.tierAt(at)] * q.expect(n) }
 
 // usable reports that real work may go there.
 func (q *pair) usable() bool { return q.live > 0 && q.state <= Readmitted }
@@ -210,6 +213,7 @@ func (q *pair) resize() {
 		q.window = min(q.window, transfer.ChunkBytes<<q.step)
 		q.piece = min(q.piece, max(q.window/2, transfer.ChunkBytes))
 	}
+	q.credited()
 }
 
 // ewma moves v towards the newest sample by its weight, which is the weight of the *new* one.

@@ -90,7 +90,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	class := 1 << 30
 	var best, shunned *pair
 	var score, rate, load, fixed float64
-	usable := 0
+	usable, near := 0, uint8(len(tierPenalty)-1)
 	for _, q := range p.pairs {
 		if !q.usable() {
 			continue
@@ -100,9 +100,11 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			continue
 		}
 		if c < class {
-			class, usable, best, shunned, rate, load, fixed = c, 0, nil, nil, 0, 0, maxB0
+			class, usable, best, shunned, rate, load, fixed, near = c, 0, nil, nil, 0, 0, maxB0, uint8(len(tierPenalty)-1)
 		}
 		usable++
+		tier := q.tierAt(f.at)
+		near = min(near, tier)
 		rate += q.bw
 		load += float64(q.load())
 		fixed = min(fixed, q.b0)
@@ -114,10 +116,11 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			shunned = q
 			continue
 		}
-		if v := q.score(n); best == nil || v < score {
+		if v := tierPenalty[tier] * q.expect(n); best == nil || v < score {
 			best, score = q, v
 		}
 	}
+	score /= tierPenalty[near] // being far costs only where something is nearer
 	if usable == 0 {
 		return p.lastResort(), 1
 	}
@@ -151,7 +154,7 @@ func (f *Flow) class(q *pair) int {
 func (p *Peer) lastResort() *pair {
 	var found *pair
 	for _, q := range p.pairs {
-		if q.live > 0 && q.load() == 0 && (found == nil || q.until < found.until) {
+		if q.live > 0 && !q.down && q.load() == 0 && (found == nil || q.until < found.until) {
 			found = q
 		}
 	}
@@ -246,7 +249,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	var score float64
 	for _, q := range p.pairs {
 		if q.state == Healthy && q.live > 0 && q.room(transfer.ChunkBytes, false) {
-			if v := q.score(transfer.ChunkBytes); best == nil || v < score {
+			if v := q.score(transfer.ChunkBytes, 0); best == nil || v < score {
 				best, score = q, v
 			}
 		}
@@ -272,7 +275,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 				if left < hedgeFloor {
 					continue
 				}
-				if g := float64(left) - hedgeGain*best.score(fl.bytes); g > gain {
+				if g := float64(left) - hedgeGain*penalty(best.tierAt(f.at), q.tierAt(f.at))*best.expect(fl.bytes); g > gain {
 					victim, gain = i, g
 				}
 			}

@@ -20,11 +20,14 @@ type Scheduler struct {
 	seq     uint64
 	ticked  Instant                // the last Tick, or when the first slice went out since all was idle
 	past    map[railName]*Counters // of pairs that are forgotten
+	down    map[railName]bool      // our rails whose links are down
 }
 
 // Peer is one other process, with the pairs of rails that lead there and the flows that want to go there.
 type Peer struct {
 	Owner any // the caller's
+	// Tier is asked once per pair for the tier of memory at a place; nil or 0: that of the lane. Set before the first lane.
+	Tier func(Path, Place) int
 
 	boot    transfer.Boot
 	policy  Policy
@@ -34,9 +37,11 @@ type Peer struct {
 	owed    [numPriorities]float64 // bytes, to lower priorities
 	backlog int                    // chunks that wait
 	flights int
-	hedged  uint64 // bytes of hedges in flight
-	probing int    // pairs in that state
-	turn    int    // of RoundRobin
+	hedged  uint64              // bytes of hedges in flight
+	probing int                 // pairs in that state
+	turn    int                 // of RoundRobin
+	down    map[railName]bool   // its rails whose links are down
+	credits map[railName]uint64 // bytes that it wants in flight at most, by its rails
 	moved   Instant
 }
 
@@ -66,12 +71,12 @@ type flight struct {
 
 // New returns a scheduler without peers.
 func New(cfg Config) *Scheduler {
-	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{}, past: map[railName]*Counters{}}
+	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{}, past: map[railName]*Counters{}, down: map[railName]bool{}}
 }
 
 // Peer adds a peer.
 func (s *Scheduler) Peer(boot transfer.Boot, owner any) *Peer {
-	p := &Peer{Owner: owner, boot: boot, policy: s.cfg.Policy}
+	p := &Peer{Owner: owner, boot: boot, policy: s.cfg.Policy, down: map[railName]bool{}, credits: map[railName]uint64{}}
 	s.peers = append(s.peers, p)
 	return p
 }
@@ -123,6 +128,7 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 		return err
 	}
 	q.tier, q.rank, q.neutral = in.Tier, in.Rank, claimed(in.Gbps)
+	q.tiers = [MaxPlaces]uint8{}
 	q.slice = max(q.slice, uint64(in.SliceBytes))
 	if len(q.lanes) == 0 {
 		q.slice, q.moved = uint64(in.SliceBytes), now
@@ -136,6 +142,8 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	p.lanes++
 	s.lanes[in.ID] = l
 	q.recount()
+	s.follow(now, q)
+	p.share(in.Path.far())
 	return nil
 }
 
@@ -183,6 +191,7 @@ func (s *Scheduler) LaneDown(now Instant, id uint64) {
 	q.peer.lanes--
 	q.moved = now
 	q.recount()
+	q.peer.share(q.path.far())
 }
 
 // recount follows a change of what lanes are usable. Rare, so from scratch.
@@ -432,7 +441,11 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 	if !l.usable() {
 		return
 	}
-	if silent := now - max(l.moved, fl.posted+fl.forgiven); silent >= max(s.cfg.Suspect, lateFactor*fl.predicted) {
+	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
+	if l.info.Tells {
+		patience = s.cfg.Suspect // of what has not a byte to show for it
+	}
+	if silent := now - max(l.moved, fl.posted+fl.forgiven); silent >= patience {
 		l.suspect = true
 		q.recount()
 		q.count.Suspicions++

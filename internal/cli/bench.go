@@ -7,11 +7,12 @@ import (
 
 	"github.com/kvspray/kvspray/bench/copybench"
 	"github.com/kvspray/kvspray/bench/gpubench"
+	"github.com/kvspray/kvspray/bench/railsbench"
 )
 
 func benchCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "bench", Short: "Measure what moves bytes, beside a plain baseline of the same run", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
-	cmd.AddCommand(copybench.NewCopyCommand(), gpubench.NewCommand())
+	cmd.AddCommand(copybench.NewCopyCommand(), gpubench.NewCommand(), railsbench.NewCommand())
 	return cmd
 }

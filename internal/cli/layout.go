@@ -169,7 +169,7 @@ func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
 	}
 	resp, err := http.DefaultClient.Do(q)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%w: is a sidecar running there? Name its http.listen, host:port (default 127.0.0.1:7651)", err)
 	}
 	defer func() { _ = resp.Body.Close() }() // nothing is left to lose
 	if resp.StatusCode != http.StatusOK {

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"path"
 	"path/filepath"
 	"time"
 )
@@ -75,18 +76,21 @@ type Transports struct {
 
 // TCP configures the tcp backend.
 type TCP struct {
-	Rails       []Rail `yaml:"rails" doc:"Local addresses to listen on and to dial from. Each is a rail of its own." default:"one rail 'lo' on 127.0.0.1:0"`
+	Rails       []Rail `yaml:"rails" doc:"Local addresses to listen on and to dial from, or patterns of interface names. Each is a rail of its own. 'auto' is one pattern for every interface that leads beyond this host; without a cluster key or certificates it means the loopback interface. Interfaces that a pattern matches become rails, and stop being rails, while the sidecar runs." default:"one rail 'lo' on 127.0.0.1:0"`
 	Connections int    `yaml:"connections" unit:"connections per pair of rails" doc:"Connections between each pair of rails."`
 	Integrity   string `yaml:"integrity" unit:"off or crc32c" doc:"Checksum over each payload. 'off' relies on TCP's own checksum. crc32c costs about a third of the throughput where two cores do all the work."`
 	Slice       Size   `yaml:"slice" unit:"bytes" doc:"Bytes that one lane takes at a time at most; slow rails take less. A multiple of 64KiB."`
 }
 
-// Rail is one local address of the tcp backend.
+// Rail is one local address of the tcp backend, or a pattern of interfaces. The first entry that an interface fits decides.
 type Rail struct {
-	Name      string `yaml:"name" doc:"Name in logs and metrics. Unique on this node." default:"required"`
-	Listen    string `yaml:"listen" unit:"host:port" doc:"Address of the interface. Port 0 takes a free one." default:"required"`
+	Name      string `yaml:"name" doc:"Name in logs and metrics. Unique on this node." default:"required, but with match: the interface's name"`
+	Listen    string `yaml:"listen" unit:"host:port" doc:"Address of the interface. Port 0 takes a free one." default:"required, but with match"`
+	Match     string `yaml:"match" unit:"pattern" doc:"Every interface whose name fits (* ? [a-z]) is a rail, as long as it has an address that leads beyond this host. The first entry that an interface fits decides. Instead of name and listen." default:"none"`
+	Exclude   bool   `yaml:"exclude" unit:"true or false" doc:"With match: these interfaces are no rails." default:"false"`
 	Advertise string `yaml:"advertise" unit:"host:port" doc:"What peers dial, if that differs from the bound address. Port 0 means the bound port." default:"the bound address"`
 	Speed     Rate   `yaml:"speed" unit:"bits per second" doc:"Speed of the rail where the kernel cannot tell it." default:"asked from the kernel"`
+	Tier      int    `yaml:"tier" unit:"0 to 3" doc:"How near the rail is to all memory of this node: 1 same PCIe switch, 2 same NUMA node, 3 another one. A far rail waits until the nearer ones have more than they can do at once." default:"0: asked from the PCI tree, for each engine's memory"`
 }
 
 // SHM configures the shm backend.
@@ -188,13 +192,37 @@ func DefaultSocket(runtimeDir string, uid int) string {
 	return fmt.Sprintf("/tmp/kvspray-%d/kvspray.sock", uid)
 }
 
-// RailsOrDefault returns the tcp rails, or the loopback rail where none is configured.
-func (c *Config) RailsOrDefault() []Rail {
-	if len(c.Transports.TCP.Rails) > 0 {
-		return c.Transports.TCP.Rails
+// RailsOrDefault returns the tcp rails that have an address of their own: the loopback rail where none is configured, or where
+// patterns may not match anything else because peers cannot be authenticated.
+func (c *Config) RailsOrDefault() (out []Rail) {
+	for _, r := range c.Transports.TCP.Rails {
+		if r.Match == "" {
+			out = append(out, r)
+		}
 	}
-	return []Rail{{Name: "lo", Listen: "127.0.0.1:0"}}
+	if len(out) == 0 && (len(c.Transports.TCP.Rails) == 0 || !c.Secured()) {
+		return []Rail{{Name: "lo", Listen: "127.0.0.1:0"}}
+	}
+	return out
 }
+
+// RailFor returns the entry of transports.tcp.rails that decides about an interface; false: it is no rail.
+func (c *Config) RailFor(name string) (Rail, bool) {
+	if !c.Secured() {
+		return Rail{}, false // loopback only
+	}
+	for _, r := range c.Transports.TCP.Rails {
+		if ok, err := path.Match(r.Match, name); r.Match != "" && err == nil && ok {
+			return r, !r.Exclude
+		}
+	}
+	return Rail{}, false
+}
+
+// Auto is what 'auto' stands for among rails.
+const Auto = "auto"
+
+func autoRails() []Rail { return []Rail{{Match: "*"}} }
 
 // SHMDir returns the directory of the shm backend.
 func (c *Config) SHMDir() string {

@@ -100,6 +100,13 @@ func TestMistakes(t *testing.T) {
 		"transport":          {"transports: {order: [tcp, ib]}", []string{"transports.order[1]", `"ib"`, "shm, tcp"}},
 		"transport twice":    {"transports: {order: [tcp, tcp]}", []string{"transports.order[1]", "twice"}},
 		"rail twice":         {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\"}, {name: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[1].name", "one name"}},
+		"bad pattern":        {"transports:\n  tcp:\n    rails:\n    - match: \"[a\"", []string{":4", "rails[0].match", "not a pattern"}},
+		"match and listen":   {"transports: {tcp: {rails: [{match: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[0].match", "beside it"}},
+		"exclude alone":      {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\", exclude: true}]}}", []string{"rails[0].exclude", "match"}},
+		"exclude maybe":      {"transports: {tcp: {rails: [{match: a, exclude: yes}]}}", []string{"rails[0].exclude", "true or false"}},
+		"tier":               {"transports: {tcp: {rails: [{match: a, tier: 4}]}}", []string{"rails[0].tier", "outside 0 to 3"}},
+		"absurd speed":       {"transports: {tcp: {rails: [{match: a, speed: 99999gbit}]}}", []string{"rails[0].speed", "faster than any rail"}},
+		"rails":              {"transports: {tcp: {rails: everything}}", []string{"transports.tcp.rails", "not a list"}},
 		"partner":            {"transfer: {partner: 40s}", []string{"transfer.partner", "longer than transfer.deadline"}},
 		"socket long":        {"engine: {socket: /" + strings.Repeat("x", 120) + "}", []string{"engine.socket", "107"}},
 		"syntax":             {"a: [", []string{"f.yaml", "syntax"}},
@@ -151,13 +158,56 @@ func TestSet(t *testing.T) {
 	}
 }
 
+// The first entry that an interface fits decides; with no means to authenticate peers there is loopback alone.
+func TestRailPatterns(t *testing.T) {
+	keyed := "peer: {cluster_key_file: /etc/k}\n"
+	for _, x := range []struct {
+		yaml   string
+		static string
+		rails  string // of eth0, eth1, ib0
+	}{
+		{"", "lo", ""},
+		{"transports: {tcp: {rails: auto}}", "lo", ""},
+		{keyed, "lo", ""},
+		{keyed + "transports: {tcp: {rails: auto}}", "", "eth0 eth1 ib0"},
+		{keyed + "transports: {tcp: {rails: [{match: eth1, exclude: true}, {match: \"eth*\"}]}}", "", "eth0"},
+		{keyed + "transports: {tcp: {rails: [{match: \"ib[0-9]\", speed: 200gbit, tier: 1}, {name: a, listen: \"127.0.0.1:0\"}]}}", "a", "ib0"},
+	} {
+		c, err := Parse("f.yaml", []byte(x.yaml))
+		if err != nil {
+			t.Errorf("%s: %v", x.yaml, err)
+			continue
+		}
+		var static, rails []string
+		for _, r := range c.RailsOrDefault() {
+			static = append(static, r.Name)
+		}
+		for _, n := range []string{"eth0", "eth1", "ib0"} {
+			if _, ok := c.RailFor(n); ok {
+				rails = append(rails, n)
+			}
+		}
+		if got := strings.Join(static, " "); got != x.static {
+			t.Errorf("%s: rails with an address: %q, want %q", x.yaml, got, x.static)
+		}
+		if got := strings.Join(rails, " "); got != x.rails {
+			t.Errorf("%s: rails by pattern: %q, want %q", x.yaml, got, x.rails)
+		}
+	}
+	c, err := Load("", "transports.tcp.rails=auto")
+	if err != nil || len(c.Transports.TCP.Rails) != 1 || c.Transports.TCP.Rails[0].Match != "*" {
+		t.Errorf("%+v, %v", c, err)
+	}
+}
+
 // What print writes, Load reads back.
 func TestPrintRoundTrip(t *testing.T) {
 	c := Default()
 	c.Node = "123"
 	c.Engine.AllowedUIDs = []int{7}
 	c.Peer.Gossip.Join = []string{"a:1", "127.0.0.1:5"}
-	c.Transports.TCP.Rails = []Rail{{Name: "a", Listen: "127.0.0.1:0", Speed: 25e8}, {Name: "b", Listen: "[::1]:0", Advertise: "h:1"}}
+	c.Transports.TCP.Rails = []Rail{{Name: "a", Listen: "127.0.0.1:0", Speed: 25e8}, {Name: "b", Listen: "[::1]:0", Advertise: "h:1"},
+		{Match: "*", Exclude: true}, {Match: "ib*", Tier: 2}}
 	c.Trace.BlockHashes = "/tmp/with space: and colon"
 	var b bytes.Buffer
 	if err := c.WriteYAML(&b); err != nil {

@@ -180,10 +180,12 @@ func (c *Config) Set(setting string) error {
 	w := walker{lines: map[string]int{}}
 	node := &yaml.Node{Kind: yaml.ScalarNode, Value: text}
 	switch {
-	case v.Kind() == reflect.Slice && v.Type().Elem() == reflect.TypeFor[Rail]():
+	case v.Type() == reflect.TypeFor[[]Rail]() && text == Auto:
+		v.Set(reflect.ValueOf(autoRails()))
+	case v.Type() == reflect.TypeFor[[]Rail]():
 		rails, err := parseRails(text)
 		if err != nil {
-			return &Error{Key: key, Value: text, Wrong: err.Error(), Remedy: "write name@host:port, several with commas between"}
+			return &Error{Key: key, Value: text, Wrong: err.Error(), Remedy: "write name@host:port, several with commas between, or auto"}
 		}
 		v.Set(reflect.ValueOf(rails))
 	case v.Kind() == reflect.Slice:
@@ -258,6 +260,10 @@ func (w *walker) value(n *yaml.Node, v reflect.Value, key string, tg tags) {
 	case reflect.Struct:
 		w.mapping(n, v, key)
 	case reflect.Slice:
+		if v.Type() == reflect.TypeFor[[]Rail]() && n.Kind == yaml.ScalarNode && n.Value == Auto {
+			v.Set(reflect.ValueOf(autoRails()))
+			return
+		}
 		if n.Kind != yaml.SequenceNode {
 			w.fail(n, key, "not a list", "write [a, b], or one '- item' a line")
 			return
@@ -394,6 +400,11 @@ func setScalar(v reflect.Value, text string) error {
 	switch v.Kind() {
 	case reflect.String:
 		v.SetString(text)
+	case reflect.Bool:
+		if text != "true" && text != "false" {
+			return errors.New("true or false")
+		}
+		v.SetBool(text == "true")
 	case reflect.Int:
 		n, err := strconv.Atoi(text)
 		if err != nil {

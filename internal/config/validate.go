@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"path"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -113,12 +114,21 @@ func (v *checker) transports() {
 	names := map[string]bool{}
 	for i, r := range t.TCP.Rails {
 		key := fmt.Sprintf("transports.tcp.rails[%d]", i)
+		v.between(key+".tier", r.Tier, 0, 3)
+		v.check(r.Speed <= 10_000*1e9, key+".speed", r.Speed.String(), "faster than any rail", "10000gbit at most")
+		if r.Match != "" {
+			_, err := path.Match(r.Match, "")
+			v.check(err == nil, key+".match", r.Match, "not a pattern", "write an interface's name, with * ? or [a-z] where it varies")
+			v.check(r.Name == "" && r.Listen == "" && r.Advertise == "", key+".match", r.Match, "name, listen or advertise beside it",
+				"a pattern stands for many rails: their names and addresses are those of the interfaces")
+			continue
+		}
+		v.check(!r.Exclude, key+".exclude", "true", "a rail that is not to be one", "remove it, or name interfaces with match")
 		v.name(key+".name", r.Name, 32)
 		v.check(!names[r.Name], key+".name", r.Name, "two rails of one name", "give each its own")
 		names[r.Name] = true
 		v.bind(key+".listen", r.Listen, false)
 		v.advertise(key, r.Listen, r.Advertise)
-		v.check(r.Speed <= 10_000*1e9, key+".speed", r.Speed.String(), "faster than any rail", "10000gbit at most")
 	}
 	v.between("transports.tcp.connections", t.TCP.Connections, 1, maxConnections)
 	v.oneOf("transports.tcp.integrity", t.TCP.Integrity, Off, CRC32C)

@@ -230,6 +230,19 @@ func (c *Context) CloseIPC(p Ptr) error {
 	return check("IpcCloseMemHandle", C.kvc_ipc_close(c.h, C.kvc_ptr(p)))
 }
 
+// ImportFD maps bytes of an allocation that another process exported as a descriptor, which stays the caller's. CloseImport
+// unmaps it.
+func (c *Context) ImportFD(fd int, bytes uint64) (Ptr, error) {
+	var p C.kvc_ptr
+	err := check("MemImportFromShareableHandle and MemMap", C.kvc_import_fd(c.h, C.int(c.Device), C.int(fd), C.size_t(bytes), &p))
+	return Ptr(p), err
+}
+
+// CloseImport unmaps what ImportFD mapped.
+func (c *Context) CloseImport(p Ptr, bytes uint64) error {
+	return check("MemUnmap and MemAddressFree", C.kvc_import_close(c.h, C.kvc_ptr(p), C.size_t(bytes)))
+}
+
 // Stream is a queue of device work.
 type Stream struct {
 	c *Context
@@ -254,6 +267,12 @@ func (s *Stream) Sync() error { return check("StreamSynchronize", C.kvc_stream_s
 // Copy enqueues a copy between any two addresses that s's context can reach.
 func (s *Stream) Copy(dst, src Ptr, n uint64) error {
 	return check("MemcpyAsync", C.kvc_copy_async(s.c.h, C.kvc_ptr(dst), C.kvc_ptr(src), C.size_t(n), s.h))
+}
+
+// CopyBatch enqueues copies in one call into the driver, in no order among each other. The slices have equal lengths, at least 1.
+func (s *Stream) CopyBatch(dst, src []Ptr, n []uint64) error {
+	return check("MemcpyBatchAsync", C.kvc_copy_batch(s.c.h, (*C.kvc_ptr)(unsafe.Pointer(&dst[0])), (*C.kvc_ptr)(unsafe.Pointer(&src[0])),
+		(*C.size_t)(unsafe.Pointer(&n[0])), C.size_t(len(dst)), s.h))
 }
 
 // CopySync copies and returns when the stream is idle.

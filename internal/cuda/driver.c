@@ -40,6 +40,13 @@
 	X(IpcGetMemHandle, "cuIpcGetMemHandle", (struct ipc_handle *, kvc_ptr))                                 \
 	X(IpcOpenMemHandle, "cuIpcOpenMemHandle_v2", (kvc_ptr *, struct ipc_handle, unsigned))                  \
 	X(IpcCloseMemHandle, "cuIpcCloseMemHandle", (kvc_ptr))                                                  \
+	X(MemImportFromShareableHandle, "cuMemImportFromShareableHandle", (uint64_t *, void *, int))            \
+	X(MemRelease, "cuMemRelease", (uint64_t))                                                               \
+	X(MemAddressReserve, "cuMemAddressReserve", (kvc_ptr *, size_t, size_t, kvc_ptr, unsigned long long))   \
+	X(MemAddressFree, "cuMemAddressFree", (kvc_ptr, size_t))                                                \
+	X(MemMap, "cuMemMap", (kvc_ptr, size_t, size_t, uint64_t, unsigned long long))                          \
+	X(MemUnmap, "cuMemUnmap", (kvc_ptr, size_t))                                                            \
+	X(MemSetAccess, "cuMemSetAccess", (kvc_ptr, size_t, const struct access *, size_t))                     \
 	X(MemcpyAsync, "cuMemcpyAsync", (kvc_ptr, kvc_ptr, size_t, kvc_handle))                                 \
 	X(MemsetD32Async, "cuMemsetD32Async", (kvc_ptr, unsigned, size_t, kvc_handle))                          \
 	X(StreamWriteValue64, "cuStreamWriteValue64_v2", (kvc_handle, kvc_ptr, uint64_t, unsigned))             \
@@ -60,9 +67,28 @@ struct ipc_handle {
 	unsigned char bytes[64];
 };
 
+struct location {
+	int type, id;
+};
+
+struct access {
+	struct location location;
+	int flags;
+};
+
+/* CUmemcpyAttributes. */
+struct copy_attributes {
+	int source_order;
+	struct location source, destination;
+	unsigned flags;
+};
+
 #define DECLARE(field, name, params) int(*field) params;
 static struct {
 	ENTRY_POINTS(DECLARE)
+	/* Optional: many copies in one call, since CUDA 12.8; the second form, since 13.0, reports no index of what failed. */
+	int (*MemcpyBatchAsync)(const kvc_ptr *, const kvc_ptr *, const size_t *, size_t, struct copy_attributes *, size_t *, size_t, size_t *, kvc_handle);
+	int (*MemcpyBatchAsync2)(const kvc_ptr *, const kvc_ptr *, const size_t *, size_t, struct copy_attributes *, size_t *, size_t, kvc_handle);
 } cu;
 
 enum {
@@ -75,6 +101,10 @@ enum {
 	WAIT_GEQ = 0,
 	PEER_ALREADY_ENABLED = 704,
 	HOST_ALREADY_REGISTERED = 712,
+	HANDLE_POSIX_FD = 1,
+	LOCATION_DEVICE = 1,
+	ACCESS_READ_WRITE = 3,
+	SOURCE_ORDER_STREAM = 1,
 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -97,6 +127,8 @@ static void open_driver(void)
 		return;                                                                                             \
 	}
 	ENTRY_POINTS(RESOLVE)
+	*(void **)&cu.MemcpyBatchAsync = dlsym(lib, "cuMemcpyBatchAsync");
+	*(void **)&cu.MemcpyBatchAsync2 = dlsym(lib, "cuMemcpyBatchAsync_v2");
 	open_result = cu.Init(0);
 }
 
@@ -243,6 +275,50 @@ int kvc_ipc_close(kvc_handle ctx, kvc_ptr p)
 {
 	IN(ctx);
 	return cu.IpcCloseMemHandle(p);
+}
+
+int kvc_import_fd(kvc_handle ctx, int dev, int fd, size_t bytes, kvc_ptr *p)
+{
+	uint64_t memory;
+	IN(ctx);
+	int r = cu.MemImportFromShareableHandle(&memory, (void *)(intptr_t)fd, HANDLE_POSIX_FD);
+	if (r)
+		return r;
+	if (!(r = cu.MemAddressReserve(p, bytes, 0, 0, 0))) {
+		struct access all = {{LOCATION_DEVICE, dev}, ACCESS_READ_WRITE};
+		if (!(r = cu.MemMap(*p, bytes, 0, memory, 0)) && (r = cu.MemSetAccess(*p, bytes, &all, 1)))
+			cu.MemUnmap(*p, bytes);
+		if (r)
+			cu.MemAddressFree(*p, bytes);
+	}
+	/* The mapping keeps the memory. */
+	cu.MemRelease(memory);
+	return r;
+}
+
+int kvc_import_close(kvc_handle ctx, kvc_ptr p, size_t bytes)
+{
+	IN(ctx);
+	int r = cu.MemUnmap(p, bytes);
+	int f = cu.MemAddressFree(p, bytes);
+	return r ? r : f;
+}
+
+int kvc_copy_batch(kvc_handle ctx, const kvc_ptr *dst, const kvc_ptr *src, const size_t *bytes, size_t n, kvc_handle stream)
+{
+	struct copy_attributes attributes = {.source_order = SOURCE_ORDER_STREAM};
+	size_t first = 0, failed;
+	IN(ctx);
+	if (n > 1 && cu.MemcpyBatchAsync2)
+		return cu.MemcpyBatchAsync2(dst, src, bytes, n, &attributes, &first, 1, stream);
+	if (n > 1 && cu.MemcpyBatchAsync)
+		return cu.MemcpyBatchAsync(dst, src, bytes, n, &attributes, &first, 1, &failed, stream);
+	for (size_t i = 0; i < n; i++) {
+		int r = cu.MemcpyAsync(dst[i], src[i], bytes[i], stream);
+		if (r)
+			return r;
+	}
+	return 0;
 }
 
 int kvc_copy_async(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream)

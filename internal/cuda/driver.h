@@ -47,6 +47,13 @@ int kvc_ipc_export(kvc_handle ctx, kvc_ptr base, unsigned char handle[64]);
 int kvc_ipc_open(kvc_handle ctx, const unsigned char handle[64], kvc_ptr *p);
 int kvc_ipc_close(kvc_handle ctx, kvc_ptr p);
 
+/* Maps an allocation that another process exported as a descriptor, for this device; the descriptor stays the caller's. */
+int kvc_import_fd(kvc_handle ctx, int dev, int fd, size_t bytes, kvc_ptr *p);
+int kvc_import_close(kvc_handle ctx, kvc_ptr p, size_t bytes);
+
+/* n copies in one call, where the driver has that; in no order among each other. */
+int kvc_copy_batch(kvc_handle ctx, const kvc_ptr *dst, const kvc_ptr *src, const size_t *bytes, size_t n, kvc_handle stream);
+
 /* Addresses are unified: host, this device or a peer. */
 int kvc_copy_async(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream);
 int kvc_copy_sync(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream);

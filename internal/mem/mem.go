@@ -1,5 +1,5 @@
-// Package mem owns the memory that engines lend to the sidecar: mapped memfds, adopted mappings and, where nothing can be
-// shared, another process's memory behind an open /proc/PID/mem descriptor.
+// Package mem owns the memory that engines lend to the sidecar: mapped memfds, adopted mappings, memory of a GPU behind its
+// Device and, where nothing can be shared, another process's memory behind an open /proc/PID/mem descriptor.
 //
 // Invariants: a Region's id is random and never reused; its bytes stay mapped while any reference is held; a memfd is mapped
 // only after its seals prove that it cannot shrink under us; copies go through Copy, whose bounded pieces let the garbage
@@ -56,6 +56,7 @@ const (
 	KindMemfd   Kind = iota + 1 // a sealed memfd that the engine allocated its cache in; mapped
 	KindAdopted                 // pages of an existing allocation moved into a memfd; mapped
 	KindProcess                 // another process's memory through its own /proc/self/mem descriptor; syscalls only
+	KindDevice                  // memory of a GPU, through its Device only
 )
 
 func (k Kind) String() string {
@@ -66,6 +67,8 @@ func (k Kind) String() string {
 		return "adopted"
 	case KindProcess:
 		return "process"
+	case KindDevice:
+		return "device"
 	}
 	return fmt.Sprintf("kind(%d)", uint8(k))
 }
@@ -91,17 +94,21 @@ type Region struct {
 	id    ID
 	kind  Kind
 	size  uint64
-	base  uint64 // KindProcess: address in the owner
-	fd    int
-	bytes []byte // nil for KindProcess
+	base  uint64 // KindProcess: address in the owner; KindDevice: for the Device
+	fd    int    // -1: none
+	bytes []byte // nil where nothing is mapped
 	refs  atomic.Int64
+
+	// KindDevice only.
+	device Device
+	handle []byte
+	free   func()
 }
 
 type options struct {
 	kind     Kind
 	populate bool
 	present  bool
-	huge     bool
 }
 
 // Option changes how a region is mapped.
@@ -110,15 +117,13 @@ type Option func(*options)
 // Adopted marks a memfd as KindAdopted.
 func Adopted() Option { return func(o *options) { o.kind = KindAdopted } }
 
-// Populate faults all pages in at once, so that the first transfer does not pay for it. Slow for large regions.
+// Populate allocates all pages at once, so that the first transfer does not pay for it; in huge pages where the kernel has
+// them.
 func Populate() Option { return func(o *options) { o.populate = true } }
 
 // PopulatePresent maps all pages at once if the file has them all already, as an engine's own has: a transfer pays for no
 // page fault then. A file with holes is mapped as it is, or whoever announces a huge empty one would take all the memory.
 func PopulatePresent() Option { return func(o *options) { o.present = true } }
-
-// HugePages asks the kernel for huge pages where shared memory may have them. Advice only.
-func HugePages() Option { return func(o *options) { o.huge = true } }
 
 // MapMemfd maps the first size bytes of a sealed memfd, shared and writable. On success the region owns fd; on an error it
 // stays the caller's. The memfd must carry F_SEAL_SHRINK and F_SEAL_GROW: a truncation would otherwise kill this process
@@ -152,15 +157,15 @@ func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 		return nil, fmt.Errorf("mem: map region %s: sealed against writing (seals %#x); received blocks could not land in it", id, seals)
 	}
 	flags := unix.MAP_SHARED
-	if o.populate || o.present && uint64(st.Blocks)*512 >= size {
+	if o.present && uint64(st.Blocks)*512 >= size {
 		flags |= unix.MAP_POPULATE
 	}
-	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ|unix.PROT_WRITE, flags)
+	b, err := mapShared(fd, size, flags)
 	if err != nil {
 		return nil, fmt.Errorf("mem: map region %s: mmap %d bytes: %w", id, size, err)
 	}
-	if o.huge {
-		_ = unix.Madvise(b, unix.MADV_HUGEPAGE) // advice; many kernels have it off for shared memory
+	if o.populate {
+		populate(b)
 	}
 	r := &Region{id: id, kind: o.kind, size: size, fd: fd, bytes: b}
 	r.refs.Store(1)
@@ -235,10 +240,10 @@ func (r *Region) Kind() Kind { return r.kind }
 // Size is its length in bytes.
 func (r *Region) Size() uint64 { return r.size }
 
-// Base is the address in the owner's process; 0 unless KindProcess.
+// Base is the address in the owner's process (KindProcess) or for the Device (KindDevice); 0 for mapped memory.
 func (r *Region) Base() uint64 { return r.base }
 
-// FD is the descriptor behind the region, for passing on. It stays the region's.
+// FD is the descriptor behind the region, for passing on; -1 where there is none. It stays the region's.
 func (r *Region) FD() int { return r.fd }
 
 // Bytes returns the mapped memory; false where there is none and ReadAt and WriteAt are the only way. The slice is dead
@@ -269,6 +274,9 @@ func (r *Region) ReadAt(p []byte, off uint64) error {
 		Copy(p, b[off:])
 		return nil
 	}
+	if r.device != nil {
+		return r.device.Gather(p, []Block{{r, off, uint64(len(p))}})
+	}
 	for len(p) > 0 {
 		n, err := unix.Pread(r.fd, p[:min(len(p), copyPiece)], int64(r.base+off))
 		if n, err = r.progress("read", n, err); err != nil {
@@ -287,6 +295,9 @@ func (r *Region) WriteAt(p []byte, off uint64) error {
 	if b, ok := r.Bytes(); ok {
 		Copy(b[off:off+uint64(len(p))], p)
 		return nil
+	}
+	if r.device != nil {
+		return r.device.Scatter([]Block{{r, off, uint64(len(p))}}, p)
 	}
 	for len(p) > 0 {
 		n, err := unix.Pwrite(r.fd, p[:min(len(p), copyPiece)], int64(r.base+off))
@@ -338,8 +349,14 @@ func (r *Region) Release() {
 		if invariants.Enabled {
 			_ = unix.Mprotect(r.bytes, unix.PROT_NONE)
 		} else {
-			_ = unix.Munmap(r.bytes)
+			unmap(r.bytes)
 		}
+	}
+	if r.free != nil {
+		r.free()
+	}
+	if r.fd < 0 {
+		return
 	}
 	if err := unix.Close(r.fd); err != nil && invariants.Enabled {
 		panic(os.NewSyscallError("mem: close of region "+r.id.String(), err))

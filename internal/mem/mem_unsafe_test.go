@@ -95,7 +95,7 @@ func TestMapMemfdRefuses(t *testing.T) {
 func TestMapMemfd(t *testing.T) {
 	fd := memfd(t, 3*4096+100, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW)
 	id := NewID()
-	r, err := MapMemfd(id, fd, 3*4096+50, Adopted(), Populate(), HugePages())
+	r, err := MapMemfd(id, fd, 3*4096+50, Adopted(), Populate())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -116,6 +116,59 @@ func TestMapMemfd(t *testing.T) {
 	if err := unix.Close(fd); err == nil {
 		t.Error("the descriptor outlived the region")
 	}
+}
+
+// Two mappings of one memfd, the engine's and ours, are of huge pages where the kernel can make them, whatever sysfs says.
+func TestHugePages(t *testing.T) {
+	const size = 3*hugePage + 12345
+	r, err := NewAnonymous("huge", size, Populate())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Release()
+	var st unix.Stat_t
+	if err := unix.Fstat(r.FD(), &st); err != nil || st.Blocks*512 < size {
+		t.Fatalf("%d bytes are allocated of %d: %v", st.Blocks*512, size, err)
+	}
+	fd, err := unix.Dup(r.FD())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours, err := MapMemfd(NewID(), fd, size, PopulatePresent())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ours.Release()
+	for _, m := range []*Region{r, ours} {
+		b, _ := m.Bytes()
+		if at := uintptr(unsafe.Pointer(&b[0])); at%hugePage != 0 || len(b) != size {
+			t.Fatalf("%d bytes are mapped at %#x", len(b), at)
+		}
+		b[0], b[size-1] = 1, 2
+		if kib := hugeMapped(t, b); kib == 0 {
+			testutil.Skip(t, "hugepages", "the kernel makes no huge pages of shared memory now")
+		} else if kib != 3*hugePage>>10 {
+			t.Errorf("%d KiB of %d are mapped as huge pages", kib, size>>10)
+		}
+	}
+}
+
+// hugeMapped is how many KiB of the mapping at b are huge pages.
+func hugeMapped(t *testing.T, b []byte) (kib int) {
+	t.Helper()
+	all, err := os.ReadFile("/proc/self/smaps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, mine, ok := strings.Cut("\n"+string(all), fmt.Sprintf("\n%x-", uintptr(unsafe.Pointer(&b[0]))))
+	_, mine, found := strings.Cut(mine, "ShmemPmdMapped:")
+	if !ok || !found {
+		t.Fatalf("no mapping at %p", &b[0])
+	}
+	if _, err := fmt.Sscanf(mine, "%d kB", &kib); err != nil {
+		t.Fatal(err)
+	}
+	return kib
 }
 
 func TestBounds(t *testing.T) {

@@ -1,13 +1,19 @@
 // Package verbs is the small part of RDMA verbs that kvspray needs: reliable connections, registered memory, one-sided writes
 // with and without an immediate, preposted receives, completions. Device is implemented by internal/verbs/fake, which is
-// deterministic, and over libibverbs, opened at run time.
+// deterministic, and by Open over libibverbs, which is opened at run time and brings the provider of the NIC (libmlx5 ...)
+// with it. A Device here is one port under one GID: a rail.
 //
 // What callers may rely on, and no more: writes of one queue pair take effect in order, and an immediate arrives after every
 // write posted before it on the same queue pair. A failed completion at the sender proves nothing about the receiver's memory:
 // bytes may already be there, or still arrive, as long as the receiver's own queue pair is not in the error state and its key is
-// valid. Once ToError has returned on the receiver's side, nothing is written through that queue pair any more.
+// valid. Nothing is written through a queue pair any more once ToError has returned at the receiver's side and then a receive
+// that was posted before it has completed as Flushed: a NIC flushes behind the packet that it is at. The same holds once Close
+// of a registration has returned, for its keys.
 //
-// The package holds types only; it starts no goroutine.
+// No pointer of Go's is kept by C: registered memory is off the heap, and work requests are copied as they are posted.
+//
+// Goroutines: Open starts one that waits for the device's events, NewCompletionQueue one that waits for completions; their
+// Close joins them.
 package verbs
 
 import (
@@ -58,9 +64,10 @@ const (
 	RemoteAccess            // the remote key does not cover the range, or is gone
 	RetryExceeded           // no answer from the other end
 	ReceiverNotReady        // no receive was posted there
+	Broken                  // anything else; the queue pair is in the error state
 )
 
-var statusNames = [...]string{"ok", "flushed", "local access", "remote access", "retry exceeded", "receiver not ready"}
+var statusNames = [...]string{"ok", "flushed", "local access", "remote access", "retry exceeded", "receiver not ready", "broken"}
 
 func (s Status) String() string {
 	if int(s) < len(statusNames) {
@@ -68,6 +75,9 @@ func (s Status) String() string {
 	}
 	return fmt.Sprintf("status(%d)", uint8(s))
 }
+
+// ErrNotSupported is wrapped where this host cannot do it; the text gives the reason and the remedy.
+var ErrNotSupported = errors.New("RDMA is not supported")
 
 // ErrState is wrapped where a queue pair's state does not allow a call; ErrFull where a queue has no room.
 var (
@@ -77,9 +87,59 @@ var (
 
 // Address is what the other end needs to connect to a queue pair.
 type Address struct {
-	GID [16]byte
-	QP  uint32
-	PSN uint32
+	GID  [16]byte
+	QP   uint32
+	PSN  uint32
+	LID  uint16 // 0 on Ethernet
+	MTU  MTU    // of the port
+	Type GIDType
+}
+
+// MTU of a path, as verbs number it: 256 << (MTU-1) bytes.
+type MTU uint8
+
+// MTU4096 is the largest.
+const MTU4096 MTU = 5
+
+// Bytes of payload in a packet.
+func (m MTU) Bytes() int { return 128 << m }
+
+// Valid reports whether m is an MTU.
+func (m MTU) Valid() bool { return m >= 1 && m <= MTU4096 }
+
+// Limits of a device and its port.
+type Limits struct {
+	MaxRegistration uint64 // bytes of one
+	MaxMessage      uint32 // bytes of one write
+	MaxWork         int    // of one queue
+	MaxCompletions  int    // of one completion queue
+}
+
+// EventKind says what happened to a device.
+type EventKind uint8
+
+// The kinds of events.
+const (
+	PortDown EventKind = iota + 1
+	PortUp
+	GIDChange
+	QueuePairFatal
+	DeviceFatal // nothing of the device works any more
+)
+
+var eventNames = [...]string{"", "port down", "port up", "GID change", "queue pair fatal", "device fatal"}
+
+func (k EventKind) String() string {
+	if int(k) < len(eventNames) {
+		return eventNames[k]
+	}
+	return fmt.Sprintf("event(%d)", uint8(k))
+}
+
+// Event is what a device says by itself.
+type Event struct {
+	Kind EventKind
+	QP   uint32 // of QueuePairFatal
 }
 
 // Work is one send request. The memory must stay registered until its completion, or until the queue pair is drained.
@@ -93,6 +153,7 @@ type Work struct {
 	RemoteKey  uint32
 	Imm        uint32
 	Signaled   bool // failures complete always
+	Inline     bool // the bytes are copied as the request is posted; host memory of at most MaxInline bytes
 }
 
 // Completion ends one request.
@@ -137,6 +198,9 @@ type QueuePair interface {
 	// PostSend takes all of the batch or nothing.
 	PostSend(batch []Work) error
 	PostReceive(ids []uint64) error
+	// MaxInline is how many bytes a request may carry Inline.
+	MaxInline() int
+	// Close destroys the queue pair: nothing goes through it any more. It fails where the device no longer obeys.
 	Close() error
 }
 
@@ -145,6 +209,15 @@ type Device interface {
 	Name() string
 	NewCompletionQueue(depth int) (CompletionQueue, error)
 	NewQueuePair(cq CompletionQueue, sends, receives int) (QueuePair, error)
-	Register(b []byte) (Memory, error)
+	// Limits of the device.
+	Limits() Limits
+	// Active reports whether the port can carry anything now.
+	Active() (bool, error)
+	// Register pins b, which stays mapped until Close. Without remote, others get no key to it.
+	Register(b []byte, remote bool) (Memory, error)
+	// RegisterDMABuf pins device memory behind a dma-buf descriptor. Its addresses begin at 0.
+	RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, error)
+	// Events is closed by Close. What nobody takes in time is dropped, oldest first, except that DeviceFatal stays.
+	Events() <-chan Event
 	Close() error
 }

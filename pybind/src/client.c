@@ -99,8 +99,9 @@ struct await {
 struct region {
 	uint8_t id[16];
 	int32_t kind;
-	uint32_t fd_index; /* in the packet */
+	uint32_t fd_index; /* in the packet; 0: none */
 	uint64_t addr, bytes;
+	uint8_t handle[KVS_HANDLE_BYTES];
 };
 
 struct load {
@@ -771,7 +772,7 @@ static int send_hello(kvs_client *c)
 
 static void register_body(kvs_client *c, struct mpw *w)
 {
-	static const char *const kinds[] = {"", "memfd", "adopted", "process"};
+	static const char *const kinds[] = {"", "memfd", "adopted", "process", "device"};
 	mpw_map(w, 5);
 	mpw_str(w, "id");
 	mpw_uint(w, c->register_msg);
@@ -781,8 +782,8 @@ static void register_body(kvs_client *c, struct mpw *w)
 	mpw_array(w, c->region_count);
 	for (uint32_t i = 0; i < c->region_count; i++) {
 		const struct region *r = &c->regions[i];
-		bool process = r->kind == KVS_REGION_PROCESS;
-		mpw_map(w, process ? 5 : 4);
+		bool process = r->kind == KVS_REGION_PROCESS, device = r->kind == KVS_REGION_DEVICE;
+		mpw_map(w, 3 + process + device + (r->fd_index != 0));
 		mpw_str(w, "region");
 		mpw_bin(w, r->id, 16);
 		mpw_str(w, "kind");
@@ -793,8 +794,14 @@ static void register_body(kvs_client *c, struct mpw *w)
 			mpw_str(w, "addr");
 			mpw_uint(w, r->addr);
 		}
-		mpw_str(w, "fd");
-		mpw_uint(w, r->fd_index);
+		if (device) {
+			mpw_str(w, "handle");
+			mpw_bin(w, r->handle, sizeof r->handle);
+		}
+		if (r->fd_index) {
+			mpw_str(w, "fd");
+			mpw_uint(w, r->fd_index);
+		}
 	}
 	mpw_str(w, "layout");
 	mpw_raw(w, c->layout, c->layout_bytes);
@@ -1720,8 +1727,8 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		return KVS_E_SYS;
 	for (uint32_t i = 0; i < n; i++) {
 		const struct kvs_region *r = &regions[i];
-		if (r->kind < KVS_REGION_MEMFD || r->kind > KVS_REGION_PROCESS) {
-			fail(c, "start: region %u has kind %d, want 1..3", i, r->kind);
+		if (r->kind < KVS_REGION_MEMFD || r->kind > KVS_REGION_DEVICE) {
+			fail(c, "start: region %u has kind %d, want 1..4", i, r->kind);
 			return KVS_E_ARG;
 		}
 		struct region *to = &c->regions[i];
@@ -1729,7 +1736,10 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		to->kind = r->kind;
 		to->addr = r->addr;
 		to->bytes = r->bytes;
+		memcpy(to->handle, r->handle, sizeof to->handle);
 		c->region_count = i + 1;
+		if (r->kind == KVS_REGION_DEVICE && r->fd < 0)
+			continue;
 		if (c->region_fd_count == KVS_PACKET_MAX_FDS - BOARD_FDS) {
 			fail(c, "start: %u regions, at most %d descriptors fit one packet: allocate the cache in one memfd, or span it with one process region",
 			     n, KVS_PACKET_MAX_FDS - BOARD_FDS);

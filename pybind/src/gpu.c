@@ -32,6 +32,13 @@ typedef unsigned long long devptr;
 	X(CtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int *, int *))                            \
 	X(DeviceGetAttribute, "cuDeviceGetAttribute", (int *, int, int))                                       \
 	X(GetErrorName, "cuGetErrorName", (int, const char **))                                                \
+	X(DeviceGetUuid, "cuDeviceGetUuid_v2", (unsigned char *, int))                                         \
+	X(PointerGetAttribute, "cuPointerGetAttribute", (void *, int, devptr))                                 \
+	X(MemGetAddressRange, "cuMemGetAddressRange_v2", (devptr *, size_t *, devptr))                         \
+	X(IpcGetMemHandle, "cuIpcGetMemHandle", (unsigned char *, devptr))                                     \
+	X(MemRetainAllocationHandle, "cuMemRetainAllocationHandle", (uint64_t *, void *))                      \
+	X(MemExportToShareableHandle, "cuMemExportToShareableHandle", (void *, uint64_t, int, unsigned long long)) \
+	X(MemRelease, "cuMemRelease", (uint64_t))                                                              \
 	X(ModuleLoadData, "cuModuleLoadData", (handle *, const void *))                                        \
 	X(ModuleUnload, "cuModuleUnload", (handle))                                                            \
 	X(ModuleGetFunction, "cuModuleGetFunction", (handle *, handle, const char *))                          \
@@ -68,6 +75,8 @@ enum {
 	CAPTURE_NONE = 0,
 	CAPTURE_ACTIVE = 1,
 	ATTRIBUTE_64_BIT_STREAM_MEM_OPS = 122, /* CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS (since 12.0 without _V1) */
+	POINTER_DEVICE_ORDINAL = 9,
+	HANDLE_POSIX_FD = 1,
 	WORD_BYTES = 256,
 };
 
@@ -285,5 +294,83 @@ int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream)
 	if (!g || layer >= g->layers || value == 0 || value >= KVS_POISON)
 		return KVS_E_ARG;
 	TRY(g, StreamWaitValue64, stream, g->flags + g->load_flags + (devptr)layer * sizeof(struct kvs_flag), value, WAIT_GEQ);
+	return 0;
+}
+
+/* ---- memory that the sidecar imports ---- */
+
+enum { HANDLE_IPC = 1, HANDLE_FD = 2 };
+
+static void put64(uint8_t *at, uint64_t v)
+{
+	for (int i = 0; i < 8; i++)
+		at[i] = (uint8_t)(v >> (8 * i));
+}
+
+static int region_failed(char *error, uint32_t n, int rc, const char *what, const char *remedy)
+{
+	const char *name = NULL;
+	if (!error || !n)
+		return KVS_E_GPU;
+	if (!rc)
+		snprintf(error, n, "%s; %s", what, remedy);
+	else if (cu.GetErrorName(rc, &name) == 0 && name)
+		snprintf(error, n, "%s: %s (%d); %s", what, name, rc, remedy);
+	else
+		snprintf(error, n, "%s: error %d; %s", what, rc, remedy);
+	return KVS_E_GPU;
+}
+
+int kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out, char *error, uint32_t error_bytes)
+{
+	if (error && error_bytes)
+		error[0] = 0;
+	if (!out || !addr || !bytes || addr > UINT64_MAX - bytes)
+		return KVS_E_ARG;
+	memset(out, 0, sizeof *out);
+	out->fd = -1;
+	pthread_once(&once, open_driver);
+	if (missing[0]) {
+		if (error && error_bytes)
+			snprintf(error, error_bytes, "%s", missing);
+		return KVS_E_GPU;
+	}
+	int device = 0, rc;
+	devptr base = 0;
+	size_t size = 0;
+	uint8_t *h = out->handle;
+	if ((rc = cu.PointerGetAttribute(&device, POINTER_DEVICE_ORDINAL, addr)) != 0)
+		return region_failed(error, error_bytes, rc, "this is no memory of a GPU", "pass data_ptr() of a tensor on a GPU");
+	if ((rc = cu.MemGetAddressRange(&base, &size, addr)) != 0 || (rc = cu.DeviceGetUuid(h + 8, device)) != 0)
+		return region_failed(error, error_bytes, rc, "the allocation around it is not known", "pass memory that is still allocated");
+	if (addr - base > size || bytes > size - (addr - base))
+		return region_failed(error, error_bytes, 0, "the range ends beyond its allocation", "register each allocation as a region of its own");
+	if (cu.IpcGetMemHandle(h + 40, base) == 0) {
+		put64(h, HANDLE_IPC);
+	} else {
+		/* Made by cuMemCreate: one descriptor for one allocation, which must hold the whole range. */
+		uint64_t memory;
+		memset(h + 40, 0, 64);
+		if ((rc = cu.MemRetainAllocationHandle(&memory, (void *)(uintptr_t)addr)) != 0)
+			return region_failed(error, error_bytes, rc, "the driver names the allocation neither by IPC nor by a handle",
+			                     "allocate the cache with cudaMalloc, or with cuMemCreate and POSIX descriptors");
+		rc = cu.MemExportToShareableHandle(&out->fd, memory, HANDLE_POSIX_FD, 0);
+		cu.MemRelease(memory);
+		if (rc) {
+			out->fd = -1;
+			return region_failed(error, error_bytes, rc, "the allocation cannot be exported as a descriptor",
+			                     "allocate it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR; with torch, unset expandable_segments");
+		}
+		put64(h, HANDLE_FD);
+	}
+	put64(h + 24, addr - base);
+	put64(h + 32, size);
+	if (kvs_random(out->id, sizeof out->id) < 0) {
+		kvs_region_free(out);
+		return KVS_E_SYS;
+	}
+	out->kind = KVS_REGION_DEVICE;
+	out->addr = addr;
+	out->bytes = bytes;
 	return 0;
 }

@@ -23,6 +23,9 @@
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 #ifndef SO_PEERPIDFD
 #define SO_PEERPIDFD 77
 #endif
@@ -116,6 +119,7 @@ static int region_id(struct kvs_region *r)
 }
 
 enum { POPULATE_THREADS = 16, POPULATE_PART = 256 << 20 }; /* one thread for each part, at most so many */
+enum { HUGE = 2 << 20 }; /* bytes of a huge page (x86-64, arm64 with pages of 4 KiB) */
 
 struct populate_part {
 	pthread_t thread;
@@ -128,6 +132,13 @@ static void *populate_part(void *arg)
 {
 	struct populate_part *p = arg;
 	p->err = 0;
+	/* Scattered blocks miss the TLB at each small page. One small page in each huge one, of which the kernel then makes a whole one, is also
+	 * ten times faster than 512 faults, and works where shmem_enabled says never. Where it does not work, small pages follow. */
+	if (p->bytes >= HUGE) {
+		for (size_t off = 0; off + HUGE <= p->bytes; off += HUGE)
+			madvise(p->at + off, 1, MADV_POPULATE_WRITE);
+		madvise(p->at, p->bytes / HUGE * HUGE, MADV_COLLAPSE);
+	}
 	while (madvise(p->at, p->bytes, MADV_POPULATE_WRITE) < 0) {
 		if (errno == EINTR)
 			continue;
@@ -145,11 +156,9 @@ static int populate(char *at, uint64_t bytes, int fd)
 	sigset_t all, old;
 	sigfillset(&all);
 	pthread_sigmask(SIG_SETMASK, &all, &old);
-	madvise(at, bytes, MADV_HUGEPAGE); /* advice: many kernels have it off for shared memory */
 	struct populate_part parts[POPULATE_THREADS];
-	uint64_t huge = 2 << 20;
 	uint64_t step = (bytes + POPULATE_THREADS - 1) / POPULATE_THREADS;
-	step = step < POPULATE_PART ? POPULATE_PART : (step + huge - 1) / huge * huge;
+	step = step < POPULATE_PART ? POPULATE_PART : (step + HUGE - 1) / HUGE * HUGE;
 	int n = 0, err = 0;
 	for (uint64_t off = 0; off < bytes; off += step, n++) {
 		struct populate_part *p = &parts[n];
@@ -177,10 +186,30 @@ static int populate(char *at, uint64_t bytes, int fd)
 	return err;
 }
 
+/* Maps fd where huge pages of it can be mapped as such: at a multiple of their size. MAP_FAILED and errno. */
+static void *map_aligned(int fd, uint64_t bytes)
+{
+	char *span = mmap(NULL, bytes + HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (span == MAP_FAILED)
+		return MAP_FAILED;
+	uint64_t head = -(uint64_t)(uintptr_t)span & (HUGE - 1);
+	char *at = mmap(span + head, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+	if (at == MAP_FAILED) {
+		int err = errno;
+		munmap(span, bytes + HUGE);
+		errno = err;
+		return MAP_FAILED;
+	}
+	if (head)
+		munmap(span, head);
+	munmap(at + bytes, HUGE - head);
+	return at;
+}
+
 int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
 {
 	uint64_t page = page_bytes();
-	if (!out || !bytes || bytes > INT64_MAX - page)
+	if (!out || !bytes || bytes > INT64_MAX - HUGE - page)
 		return KVS_E_ARG;
 	bytes = (bytes + page - 1) / page * page;
 	if (region_id(out) < 0)
@@ -188,7 +217,7 @@ int kvs_region_alloc(uint64_t bytes, struct kvs_region *out)
 	int fd = kvs_memfd("kvspray-region", bytes);
 	if (fd < 0)
 		return KVS_E_SYS;
-	void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	void *at = map_aligned(fd, bytes);
 	int err = errno;
 	if (at != MAP_FAILED && (err = populate(at, bytes, fd)) != 0)
 		munmap(at, bytes);

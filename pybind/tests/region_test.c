@@ -80,7 +80,9 @@ static void allocated(uint64_t bytes)
 	check(pthread_sigmask(SIG_BLOCK, &none, &now) == 0 && !sigismember(&now, SIGTERM), "the signal mask is not restored");
 	memset((void *)(uintptr_t)r.addr, 1, bytes);
 	check(mapped(), "not mapped");
+	check(r.addr % (2 << 20) == 0, "huge pages could not be mapped there");
 	kvs_region_free(&r);
+	check(!mapped(), "still mapped");
 }
 
 int main(int argc, char **argv)

@@ -186,3 +186,36 @@ fake.fake_fail(b"invalidated")
 assert not g.signal_layer(0, MAIN)
 """)
     assert "capture is invalid" in out
+
+
+def test_memory_of_a_gpu_is_named_by_handle_or_descriptor(driver: pathlib.Path) -> None:
+    run(driver, """
+import struct
+r = kvspray.Region.gpu((16 << 20) + 4096, 8192)  # a slice, as torch's allocator hands out
+kind, uuid, off, size, ipc = struct.unpack("<Q16sQQ64s", bytes(r._c.handle))
+assert (kind, uuid, off, size, ipc) == (1, bytes([0x73]) * 16, 4096, 1 << 20, bytes([0x5a]) * 64), (kind, uuid, off, size)
+assert r.fd == -1 and r.kind.name == "DEVICE" and r.id != bytes(16)
+v = kvspray.Region.gpu(32 << 20, 1 << 20)
+kind, _, off, size, ipc = struct.unpack("<Q16sQQ64s", bytes(v._c.handle))
+assert (kind, off, size, ipc) == (2, 0, 1 << 20, bytes(64)) and os.readlink(f"/proc/self/fd/{v.fd}").startswith("/memfd:allocation")
+fake.fake_fail(b"cuMemExportToShareableHandle")
+for ptr, nbytes, want in ((0x1000, 16, "no memory of a GPU"), ((16 << 20) + 4096, 1 << 20, "beyond its allocation"), (32 << 20, 16, "expandable_segments")):
+    try:
+        kvspray.Region.gpu(ptr, nbytes)
+        raise SystemExit(f"{ptr:#x} was taken")
+    except kvspray.KvsprayError as e:
+        assert want in str(e), e
+try:
+    r.buffer
+    raise SystemExit("a buffer")
+except kvspray.KvsprayError:
+    pass
+fd = v.fd
+v.close(); r.close()
+try:
+    os.fstat(fd)
+    raise SystemExit("the descriptor is left open")
+except OSError:
+    pass
+assert fake.fake_live() == 0
+""")

@@ -26,6 +26,9 @@ const (
 	extBack  = "github.com/cenkalti/backoff/v5"
 	extGoss  = "github.com/hashicorp/memberlist"
 	extLink  = "github.com/vishvananda/netlink"
+	extNetns = "github.com/vishvananda/netns"
+	extNFT   = "github.com/google/nftables"
+	extPlot  = "gonum.org/v1/plot"
 	extLeak  = "go.uber.org/goleak"
 	extCmp   = "github.com/google/go-cmp"
 	extNVML  = "github.com/NVIDIA/go-nvml"
@@ -36,22 +39,23 @@ var rules = []rule{
 	{dir: "cmd/kvspray", why: "a thin main: everything is in a package that tests can reach",
 		own: []string{"internal/cli"}},
 	{dir: "internal/cli", why: "turns flags into configurations; knows the composed parts and nothing below them",
-		own: []string{"bench/copybench", "bench/gpubench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/version", "proxy", "sidecar"},
+		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/version", "proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "proxy", why: "speaks HTTP to engines only; knows kvspray by its parameters, not by its packages",
 		ext: []string{extProm}},
 	{dir: "sidecar", why: "the one place that knows all parts of a node and joins them",
 		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/peer", "control/peer/keys", "control/spray", "internal/config", "internal/mem",
-			"internal/metrics", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/shm", "transport/tcp"},
+			"internal/metrics", "internal/topo", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/shm", "transport/tcp"},
 		ext: []string{extProm, extSys, extSync, extBack}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extYAML}},
 	{dir: "internal/doctor", why: "tries what the host offers by itself, so that it works where the parts do not",
-		own: []string{"control/peer/keys", "internal/config", "internal/cuda"}, ext: []string{extSys, extNVML}},
+		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/topo"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/explain", why: "describes and plans with the code that plans transfers; knows no engine and no wire",
 		own: []string{"layout", "parseblock"}},
 	{dir: "internal/metrics", why: "names and labels; the reasons and outcomes are transfer's",
 		own: []string{"transfer"}, ext: []string{extProm}},
+	{dir: "internal/topo", why: "what the kernel and the GPU driver know of this host; knows nobody who asks", ext: []string{extLink, extSys, extNVML}},
 	{dir: "internal/version", why: "what the linker and the module know"},
 	{dir: "internal/testutil", why: "for tests of every package"},
 	{dir: "internal/leaktest", why: "for tests of every package", ext: []string{extLeak}},
@@ -115,6 +119,11 @@ var rules = []rule{
 		own: []string{"internal/mem", "internal/wire", "transfer", "transport", "transport/shm", "transport/tcp"}, ext: []string{extCobra, extSys, extSync}, c: true},
 	{dir: "bench/gpubench", why: "measures GPU copies",
 		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra}},
+	{dir: "bench/railsbench", why: "plays both engines to two sidecar processes: speaks to them as engines and operators do, and knows nothing inside them",
+		own: []string{"bench/railsbench/netrig", "bench/timeline", "connector/connectortest", "connector/msg", "control/peer/keys", "internal/board", "internal/mem", "internal/version"},
+		ext: []string{extCobra, extPlot, extSys}},
+	{dir: "bench/railsbench/netrig", why: "rails made of the kernel: namespaces, veths, shapers and filters",
+		own: []string{"bench/timeline"}, ext: []string{extLink, extNetns, extNFT, extSys}},
 	{dir: "bench/timeline", why: "flags, faults and results as values: what benchmarks of sockets and of the simulation have in common",
 		ext: []string{extCobra}},
 	{dir: "test/arch", why: "reads source text only"},

@@ -364,6 +364,7 @@ class Verdict:
             print(f"\n  {'time to first token, ms':24} {'tokens':>7} {'pair':>8} {'plain':>8}")
             for mode, n, pair, plain in self.ttft:
                 print(f"  {mode:24} {n:7d} {1e3 * pair:8.1f} {1e3 * plain:8.1f}")
+            print("  (all engines share this machine's cores: prefill, decode and transfer take turns where a plain engine works alone)")
         print()
 
 

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime"
+	"strings"
 	"testing"
 	"time"
 
@@ -14,10 +15,13 @@ import (
 // slack is what lies between a deadline and the end that it causes: fences, and the word of it to the other side.
 const slack = 2 * time.Second
 
-// fast is a rail of 25 Gbit/s.
-var fast = simfabric.LinkSpec{BitsPerSecond: 25e9, Latency: 5 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: 8 << 20}
+// fast is a rail of 25 Gbit/s, slow one of 200 Mbit/s on which everything takes long enough to be caught in the middle.
+var (
+	fast = simfabric.LinkSpec{BitsPerSecond: 25e9, Latency: 5 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: 8 << 20}
+	slow = simfabric.LinkSpec{BitsPerSecond: 200e6, Latency: 100 * time.Microsecond, Jitter: 300 * time.Microsecond, Buffer: 256 << 10}
+)
 
-// scenario is a cluster and its load. The load of a seed is the same whatever the faults are.
+// scenario is a cluster and the kind of its load. The load of a seed is the same whatever the faults are.
 type scenario struct {
 	nodes, rails, partners int
 	transfers              int // per node
@@ -25,53 +29,125 @@ type scenario struct {
 	deadline               time.Duration
 	spread                 time.Duration // transfers begin within
 	preempted              float64       // share of transfers
-	record                 time.Duration // until their engines say so
+	cancelled              float64       // share of transfers, by either side
+	record                 time.Duration // until engines say that they took blocks back
 	alone                  float64       // share of transfers whose prefill never comes
 	racks                  int           // 0: one switch without bounds
 	link                   simfabric.LinkSpec
-	repeats                float64
-	sabotage               sabotage
+	twice, replay, unfence float64
+	slices                 int // in flight to one peer at most; 0: the default
+}
+
+// load is one transfer and what its engines do to it.
+type load struct {
+	from, to int
+	at       time.Duration
+	alone    bool
+	preempt  time.Duration // after it began; 0: never
+	cancel   time.Duration // after it began; 0: never
+	receiver bool          // who cancels
 }
 
 // fault is one thing that goes wrong.
 type fault struct {
-	kind faultKind
+	kind fkind
 	node int
-	rail int
-	at   time.Duration // after the load began
+	rail int // control cut: the other node is so much further
+	at   time.Duration
 	last time.Duration
 }
 
-type faultKind uint8
+type fkind uint8
 
 const (
-	flaps faultKind = iota
+	flaps fkind = iota
 	pulled
 	deafTx
 	deafRx
 	slowed
 	lossy
+	numRailFaults
+)
+
+const (
+	restart   fkind = iota + numRailFaults // the sidecar dies, and another comes
+	newEngine                              // the engine dies, and another comes
+	frozen                                 // the sidecar is stopped and goes on
+	cut                                    // control frames do not get through
+	leap                                   // the clock is late: time has passed that nobody saw
+	allRails                               // nothing gets through on any rail of the node
 	numFaults
 )
 
-func (f fault) String() string {
-	return fmt.Sprintf("%s of n%d/r%d at %s for %s", [...]string{"flaps", "pulled", "deaf tx", "deaf rx", "slowed", "lossy"}[f.kind], f.node, f.rail, f.at, f.last)
+var faultNames = [numFaults]string{"flaps", "pulled", "deafTx", "deafRx", "slowed", "lossy", "restart", "newEngine", "frozen", "cut", "leap", "allRails"}
+
+// GoString is the fault as this package's tests write it.
+func (x fault) GoString() string {
+	return fmt.Sprintf("{%s, %d, %d, %d, %d}", faultNames[x.kind], x.node, x.rail, x.at, x.last)
 }
 
-// faults draws n of them.
-func (s scenario) faults(seed uint64, n int) []fault {
-	rng := rand.New(rand.NewPCG(seed, 0xfa))
-	out := make([]fault, n)
-	for i := range out {
-		out[i] = fault{faultKind(rng.IntN(int(numFaults))), rng.IntN(s.nodes), rng.IntN(s.rails), time.Duration(rng.Int64N(int64(s.spread))),
-			time.Duration(rng.Int64N(int64(2 * time.Second)))}
+func (l load) GoString() string {
+	return fmt.Sprintf("{%d, %d, %d, %v, %d, %d, %v}", l.from, l.to, l.at, l.alone, l.preempt, l.cancel, l.receiver)
+}
+
+// schedule is all that happens to a cluster.
+type schedule struct {
+	seed   uint64
+	loads  []load
+	faults []fault
+}
+
+// GoString is what to add to TestRegressions.
+func (x schedule) GoString() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "{seed: %d,\n\tloads: []load{", x.seed)
+	for _, l := range x.loads {
+		fmt.Fprintf(&b, "%#v, ", l)
 	}
-	return out
+	b.WriteString("},\n\tfaults: []fault{")
+	for _, f := range x.faults {
+		fmt.Fprintf(&b, "%#v, ", f)
+	}
+	b.WriteString("}},")
+	return b.String()
+}
+
+// draw makes the schedule of a seed: its load, and n faults of which share `processes` meet processes and not rails.
+func (s scenario) draw(seed uint64, n int, processes float64) schedule {
+	x := schedule{seed: seed}
+	rng := rand.New(rand.NewPCG(seed, 0x10ad))
+	for i := range s.nodes {
+		for range s.transfers {
+			l := load{from: i, to: (i + 1 + rng.IntN(s.partners)) % s.nodes, at: time.Duration(rng.Int64N(int64(s.spread)))}
+			if rng.IntN(2) == 0 {
+				l.from, l.to = l.to, l.from
+			}
+			if rng.Float64() < s.preempted {
+				l.preempt = 1 + time.Duration(rng.Int64N(int64(4*time.Millisecond)))
+			}
+			if rng.Float64() < s.cancelled {
+				l.cancel, l.receiver = 1+time.Duration(rng.Int64N(int64(20*time.Millisecond))), rng.IntN(2) == 0
+			}
+			l.alone = rng.Float64() < s.alone
+			x.loads = append(x.loads, l)
+		}
+	}
+	rng = rand.New(rand.NewPCG(seed, 0xfa))
+	for range n {
+		f := fault{fkind(rng.IntN(int(numRailFaults))), rng.IntN(s.nodes), rng.IntN(s.rails), time.Duration(rng.Int64N(int64(s.spread))),
+			time.Duration(rng.Int64N(int64(2 * time.Second)))}
+		if rng.Float64() < processes {
+			f.kind = numRailFaults + fkind(rng.IntN(int(numFaults-numRailFaults)))
+		}
+		x.faults = append(x.faults, f)
+	}
+	return x
 }
 
 func (x fault) schedule(c *Cluster) {
-	f, r := c.F, c.Nodes[x.node].Host.Rails()[x.rail]
+	f, n := c.F, c.Nodes[x.node]
 	begin, end := func() {}, func() {}
+	r := n.Host.Rails()[x.rail]
 	switch x.kind {
 	case flaps:
 		begin = func() { r.Flap(300*time.Millisecond, f.Now()+x.last) }
@@ -85,6 +161,26 @@ func (x fault) schedule(c *Cluster) {
 		begin, end = func() { r.Tx().SetRate(0.05) }, func() { r.Tx().SetRate(1) }
 	case lossy:
 		begin, end = func() { r.Rx().SetLoss(0.02) }, func() { r.Rx().SetLoss(0) }
+	case restart:
+		begin, end = n.Kill, n.Restart
+	case newEngine:
+		begin, end = n.KillEngine, n.StartEngine
+	case frozen:
+		begin = func() { n.Freeze(x.last) }
+	case cut:
+		begin = func() { c.Cut(n, c.Nodes[(x.node+1+x.rail)%len(c.Nodes)], x.last) }
+	case leap:
+		begin = func() { n.Leap(x.last) }
+	case allRails:
+		set := func(deaf bool) func() {
+			return func() {
+				for _, r := range n.Host.Rails() {
+					r.Tx().SetDeaf(deaf)
+					r.Rx().SetDeaf(deaf)
+				}
+			}
+		}
+		begin, end = set(true), set(false)
 	}
 	f.After(x.at, func() {
 		begin()
@@ -93,10 +189,9 @@ func (x fault) schedule(c *Cluster) {
 }
 
 // build makes the cluster and everything that will happen to it.
-func (s scenario) build(seed uint64, faults []fault) *Cluster {
-	c := New(Config{Fabric: simfabric.Config{Seed: seed, UserTimeout: 5 * time.Second}, RepeatResults: s.repeats,
-		Record: s.record})
-	c.sabotage = s.sabotage
+func (s scenario) build(x schedule) *Cluster {
+	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: 5 * time.Second}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
+		FenceFails: s.unfence, Record: s.record})
 	f := c.F
 	var racks []*simfabric.Switch
 	for i := range s.racks {
@@ -121,29 +216,27 @@ func (s scenario) build(seed uint64, faults []fault) *Cluster {
 		}
 	}
 	f.Run(f.Now()+settle, nil)
-	for _, x := range faults {
-		x.schedule(c)
+	for _, y := range x.faults {
+		y.schedule(c)
 	}
-	rng := rand.New(rand.NewPCG(seed, 0x10ad))
-	for i, n := range c.Nodes {
-		for range s.transfers {
-			from, to := n, c.Nodes[(i+1+rng.IntN(s.partners))%s.nodes]
-			if rng.IntN(2) == 0 {
-				from, to = to, from
+	for _, l := range x.loads {
+		f.After(l.at, func() {
+			from, to := c.Nodes[l.from], c.Nodes[l.to]
+			if l.alone {
+				c.BeginAlone(from, to, s.tokens, s.deadline)
+				return
 			}
-			preempt, alone := rng.Float64() < s.preempted, rng.Float64() < s.alone
-			at, later := time.Duration(rng.Int64N(int64(s.spread))), time.Duration(rng.Int64N(int64(4*time.Millisecond)))
-			f.After(at, func() {
-				if alone {
-					c.BeginAlone(from, to, s.tokens, s.deadline)
-					return
-				}
-				t := c.Begin(from, to, s.tokens, s.deadline, 2*time.Millisecond)
-				if preempt {
-					f.After(later, func() { t.Preempt(2 * time.Millisecond) })
-				}
-			})
-		}
+			t := c.Begin(from, to, s.tokens, s.deadline, 2*time.Millisecond)
+			if t == nil {
+				return
+			}
+			if l.preempt > 0 {
+				f.After(l.preempt, func() { t.Preempt(2 * time.Millisecond) })
+			}
+			if l.cancel > 0 {
+				f.After(l.cancel, func() { t.Cancel(l.receiver) })
+			}
+		})
 	}
 	return c
 }
@@ -159,72 +252,97 @@ type verdict struct {
 	problems   []string // broken promises
 }
 
+// patience is how much later than its deadline a transfer may end.
+func (x schedule) patience() time.Duration {
+	d := 3*exec.DefaultGrace + slack // a fence may fail, and fail again
+	for _, f := range x.faults {
+		if f.kind >= numRailFaults {
+			d += f.last
+		}
+	}
+	return d
+}
+
 // run lets everything happen, and says what was promised and not kept.
-func (s scenario) run(c *Cluster) (v verdict) {
+func (s scenario) run(c *Cluster, x schedule) (v verdict) {
 	begin := c.F.Now()
-	end := begin + s.spread + s.deadline + exec.DefaultGrace + slack
-	c.F.Run(begin+s.spread+time.Millisecond, func() bool { return len(c.Violations()) > 0 })
-	c.F.Run(end, func() bool { return c.Open() == 0 || len(c.Violations()) > 0 })
-	if c.Open() == 0 {
-		c.F.Run(end, nil) // what comes late comes now
+	end := begin + s.spread + s.deadline + x.patience()
+	broken := func() bool { return len(c.Violations()) > 0 }
+	c.F.Run(begin+s.spread+time.Millisecond, broken)
+	c.F.Run(end, func() bool { return c.Open() == 0 || broken() })
+	if c.Open() == 0 && !broken() {
+		c.F.Run(end, broken) // what comes late comes now
+	}
+	if !broken() {
+		c.Settle(x.patience())
 	}
 	v.problems = append(v.problems, c.Violations()...)
 	if len(v.problems) > 0 {
 		return v
 	}
-	problem := func(format string, args ...any) {
-		if len(v.problems) < maxViolations {
-			v.problems = append(v.problems, fmt.Sprintf(format, args...))
-		}
-	}
-	if n := s.nodes * s.transfers; len(c.Transfers()) != n {
-		problem("%d transfers of %d began", len(c.Transfers()), n)
-	}
-	for _, x := range c.Transfers() {
+	for _, t := range c.Transfers() {
 		switch {
-		case x.Sent == nil && !x.Alone || x.Received == nil:
-			problem("transfer %d from %s to %s never ended", x.ID, x.From.addr, x.To.addr)
-		case x.Last() > x.Deadline+slack:
-			problem("transfer %d ended after %s, its deadline was %s", x.ID, x.Last(), x.Deadline)
-		case x.Alone && x.Received.Status == exec.StatusOK:
-			problem("transfer %d came from nowhere", x.ID)
-		case x.Alone:
+		case t.Alone && t.Received.Status == exec.StatusOK:
+			v.problems = append(v.problems, fmt.Sprintf("transfer %d came from nowhere", t.ID))
+		case t.Alone:
 			v.alone++
-		case x.Received.Status == exec.StatusOK:
+		case t.Received.Status == exec.StatusOK:
 			v.ok++
 		default:
 			v.failed++
 			if len(v.reasons) < 5 {
-				v.reasons = append(v.reasons, fmt.Sprintf("transfer %d: received %d %q, sent %d %q", x.ID, x.Received.Status, x.Received.Reason,
-					x.Sent.Status, x.Sent.Reason))
+				v.reasons = append(v.reasons, fmt.Sprintf("transfer %d: received %d %q, sent %d %q", t.ID, t.Received.Status, t.Received.Reason,
+					t.Sent.Status, t.Sent.Reason))
 			}
 		}
 	}
 	return v
 }
 
-// shrink drops faults as long as the run still breaks a promise.
-func (s scenario) shrink(seed uint64, faults []fault) []fault {
-	broken := func(x []fault) bool { return len(s.run(s.build(seed, x)).problems) > 0 }
-	for step := max(1, len(faults)/2); ; {
+// shrink drops faults and transfers for as long as the run still breaks a promise.
+func (s scenario) shrink(x schedule) schedule {
+	broken := func(x schedule) bool { return len(s.run(s.build(x), x).problems) > 0 }
+	x.faults = shrink(x.faults, func(f []fault) bool {
+		y := x
+		y.faults = f
+		return broken(y)
+	})
+	x.loads = shrink(x.loads, func(l []load) bool {
+		y := x
+		y.loads = l
+		return broken(y)
+	})
+	// With fewer transfers some of the faults may have nothing left to do.
+	x.faults = shrink(x.faults, func(f []fault) bool {
+		y := x
+		y.faults = f
+		return broken(y)
+	})
+	return x
+}
+
+// shrink drops items, in halves first, for as long as what is left is broken.
+func shrink[T any](items []T, broken func([]T) bool) []T {
+	for step := max(1, len(items)/2); len(items) > 0; {
 		smaller := false
-		for i := 0; i < len(faults); {
-			rest := append(append([]fault(nil), faults[:i]...), faults[min(i+step, len(faults)):]...)
+		for i := 0; i < len(items); {
+			rest := append(append([]T(nil), items[:i]...), items[min(i+step, len(items)):]...)
 			if broken(rest) {
-				faults, smaller = rest, true
+				items, smaller = rest, true
 			} else {
 				i += step
 			}
 		}
-		if step == 1 && !smaller || len(faults) == 0 {
-			return faults
+		if step == 1 && !smaller {
+			break
 		}
 		step = max(1, step/2)
 	}
+	return items
 }
 
-// slices that ended, of a run.
-func slices(c *Cluster) (n uint64) {
+// ended counts slices of a run.
+func ended(c *Cluster) (n uint64) {
 	for _, k := range c.F.Stats().Ended {
 		n += k
 	}
@@ -236,7 +354,7 @@ func report(t testing.TB, c *Cluster, wall time.Duration) {
 	s := c.F.Stats()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
-	t.Logf("%d events in %.1f s, %.2f million a second; %d slices %v; chunks: %d sent, %d again, %d swallowed, %d overflows; %d results repeated; heap %d MiB; trace %016x",
-		s.Events, wall.Seconds(), float64(s.Events)/wall.Seconds()/1e6, slices(c), s.Ended, s.Sent, s.Again, s.Swallowed, s.Overflows, c.Repeated(),
+	t.Logf("%d events in %.1f s, %.2f million a second; %d slices %v; chunks: %d sent, %d again, %d swallowed, %d overflows; %+v; heap %d MiB; trace %016x",
+		s.Events, wall.Seconds(), float64(s.Events)/wall.Seconds()/1e6, ended(c), s.Ended, s.Sent, s.Again, s.Swallowed, s.Overflows, c.Stats(),
 		m.HeapAlloc>>20, c.F.Trace())
 }

@@ -25,6 +25,8 @@ type lane struct {
 	ended  bool
 	stuck  bool
 	frozen []func() // what a stuck lane keeps, in order
+
+	received uint64 // before it was stuck
 }
 
 // entry is a slice that has not ended.
@@ -48,6 +50,21 @@ func (e *entry) kind() Kind {
 }
 
 var errBusy = errors.New("faulttest: more slices than the lane takes at once")
+
+// Received implements transport.Meter. A stuck lane shows no sign of life, whatever the one inside still moves.
+func (l *lane) Received() uint64 {
+	m, ok := l.Lane.(transport.Meter)
+	if !ok {
+		return 0
+	}
+	n := m.Received()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if !l.stuck {
+		l.received = n
+	}
+	return l.received
+}
 
 // MaxInFlight implements transport.Lane. A quarter of the lane inside is for ghosts.
 func (l *lane) MaxInFlight() int { return max(1, l.Lane.MaxInFlight()*3/4) }

@@ -28,7 +28,7 @@ const (
 	maxSends     = 8192 // work requests of a lane
 	maxOpening   = 16
 	openTimeout  = 5 * time.Second
-	addressBytes = 16 + 4 + 4
+	addressBytes = 16 + 4 + 4 + 2 + 1 + 1
 	maxRailName  = 64
 )
 
@@ -232,7 +232,7 @@ func register(d verbs.Device, regs map[*mem.Region]verbs.Memory, r *mem.Region) 
 	if !ok {
 		return nil, fmt.Errorf("region %s is %s memory: %w", r.ID(), r.Kind(), transport.ErrNotSupported)
 	}
-	m, err := d.Register(p)
+	m, err := d.Register(p, true)
 	if err == nil {
 		regs[r] = m
 	}
@@ -331,7 +331,9 @@ func (b *Backend) Close() error {
 func encodeAddress(a verbs.Address) []byte {
 	b := append([]byte(nil), a.GID[:]...)
 	b = binary.LittleEndian.AppendUint32(b, a.QP)
-	return binary.LittleEndian.AppendUint32(b, a.PSN)
+	b = binary.LittleEndian.AppendUint32(b, a.PSN)
+	b = binary.LittleEndian.AppendUint16(b, a.LID)
+	return append(b, byte(a.MTU), byte(a.Type))
 }
 
 // decodeAddress reads what attach made: the queue pair's address and the name of the peer's rail.
@@ -341,5 +343,6 @@ func decodeAddress(b []byte) (a verbs.Address, rail string, err error) {
 	}
 	copy(a.GID[:], b)
 	a.QP, a.PSN = binary.LittleEndian.Uint32(b[16:]), binary.LittleEndian.Uint32(b[20:])
+	a.LID, a.MTU, a.Type = binary.LittleEndian.Uint16(b[24:]), verbs.MTU(b[26]), verbs.GIDType(b[27])
 	return a, string(b[addressBytes:]), nil
 }

@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -212,6 +213,11 @@ func (b *Backend) welcome(c *net.UnixConn) {
 	}
 	if err != nil {
 		_ = c.Close()
+		if errors.Is(err, io.ErrUnexpectedEOF) {
+			// A sidecar that starts knocks to learn whether this socket's owner lives, and says nothing.
+			b.cfg.Log.Debug("shm lane not opened", "err", err)
+			return
+		}
 		b.cfg.Log.Warn("shm lane refused", "err", err)
 	}
 }

@@ -82,7 +82,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	}
 	f := b.h.f
 	from, to := f.byAddr[b.h.Name+"/"+local.Name], f.byAddr[remote.Address]
-	if from == nil || to == nil || to.listener == nil || to.listener.closed {
+	if from == nil || to == nil || to.listener == nil || to.listener.closed || to.host.frozen {
 		return fail(errUnreachable)
 	}
 	there, back := path(from, to), path(to, from)
@@ -106,8 +106,8 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	x := newEnd(f, b, f.lanes-1, from, to, peer.Boot, there)
 	y := newEnd(f, to.listener, f.lanes, to, from, peer.Self, back)
 	x.other, y.other = y, x
-	f.After(0, x.announce)
-	f.After(latency, y.announce)
+	b.h.After(0, x.announce)
+	to.host.After(latency, y.announce)
 	return x, nil
 }
 

@@ -118,6 +118,10 @@ func (f *Fabric) Step() bool {
 	f.now = at
 	f.stats.Events++
 	f.note(uint64(at), uint64(ev.kind))
+	if h := ev.owner(); h != nil && h.frozen {
+		h.held = append(h.held, ev)
+		return true
+	}
 	switch ev.kind {
 	case evCall:
 		ev.fn()
@@ -177,7 +181,23 @@ type event struct {
 	tail  Time // evHop: when the last byte gets there
 	fl    *flight
 	end   *end
+	host  *Host // evCall: whose process it is, if it is anybody's
 	fn    func()
+}
+
+// owner is the host whose process must run for the event to have an effect; nil: nobody's, the network does it.
+func (ev *event) owner() *Host {
+	switch ev.kind {
+	case evCall:
+		return ev.host
+	case evArrive:
+		return ev.fl.e.remote.host
+	case evAck:
+		return ev.fl.e.local.host
+	case evTimeout:
+		return ev.end.local.host
+	}
+	return nil
 }
 
 func (f *Fabric) at(t Time, ev event) { f.queue.push(max(t, f.now), ev) }

@@ -147,7 +147,7 @@ func (e *end) Move(batch []transport.Slice) error {
 			err = fl.resolve()
 		}
 		if err != nil {
-			e.f.After(0, func() { e.finish(fl, transfer.NotLanded, why, err) })
+			e.local.host.After(0, func() { e.finish(fl, transfer.NotLanded, why, err) })
 			continue
 		}
 		fl.total, fl.uniform = n, n == uint64(s.Range.Count)*transfer.ChunkBytes
@@ -183,7 +183,7 @@ func (e *end) Close() error {
 		return nil
 	}
 	e.closing = true
-	e.f.After(0, func() { e.die(net.ErrClosed) })
+	e.local.host.After(0, func() { e.die(net.ErrClosed) })
 	return nil
 }
 
@@ -222,7 +222,7 @@ func (e *end) die(err error) {
 	if d, ok := e.signal(); ok {
 		later = d
 	}
-	e.f.After(later, func() { e.other.die(fmt.Errorf("simfabric: the peer ended the lane: %w", net.ErrClosed)) })
+	e.remote.host.After(later, func() { e.other.die(fmt.Errorf("simfabric: the peer ended the lane: %w", net.ErrClosed)) })
 }
 
 func remove[T comparable](s []T, v T) []T {
@@ -408,7 +408,7 @@ func (f *Fabric) cross(fl *flight, idx uint32, hop uint8, first, tail Time) {
 func (e *end) arrive(fl *flight, idx uint32) {
 	if e.dead {
 		if d, ok := e.signal(); ok {
-			e.f.After(d, func() { fl.e.die(fmt.Errorf("simfabric: the peer's end is gone: %w", net.ErrClosed)) })
+			e.remote.host.After(d, func() { fl.e.die(fmt.Errorf("simfabric: the peer's end is gone: %w", net.ErrClosed)) })
 		}
 		return
 	}

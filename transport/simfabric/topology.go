@@ -127,9 +127,11 @@ type Rail struct {
 
 // Host is one machine.
 type Host struct {
-	Name  string
-	f     *Fabric
-	rails []*Rail
+	Name   string
+	f      *Fabric
+	rails  []*Rail
+	frozen bool
+	held   []event // what waits for the process; bounded by what lanes have in the network and by what the process itself asked for
 }
 
 // NewHost adds a host.
@@ -144,6 +146,31 @@ func (f *Fabric) NewHost(name string, rails ...RailSpec) *Host {
 	}
 	return h
 }
+
+// After runs fn when d has passed, in the host's process: later if that is frozen then.
+func (h *Host) After(d Time, fn func()) {
+	h.f.at(h.f.now+max(d, 0), event{kind: evCall, host: h, fn: fn})
+}
+
+// Freeze stops the process on the host, as SIGSTOP does. What has left goes on through the network and is written at hosts that
+// are not frozen; what comes in waits in the kernel.
+func (h *Host) Freeze() { h.frozen = true }
+
+// Thaw lets it run again: what has come in meanwhile is seen at once, in its order.
+func (h *Host) Thaw() {
+	if !h.frozen {
+		return
+	}
+	h.frozen = false
+	held := h.held
+	h.held = nil
+	for _, ev := range held {
+		h.f.at(h.f.now, ev)
+	}
+}
+
+// Frozen reports whether the process is stopped.
+func (h *Host) Frozen() bool { return h.frozen }
 
 // Rails of the host.
 func (h *Host) Rails() []*Rail { return h.rails }
@@ -162,7 +189,7 @@ func (r *Rail) Down() {
 	r.tx.down, r.rx.down = true, true
 	r.cuts++
 	cut := r.cuts
-	f.After(f.cfg.Carrier, func() {
+	r.host.After(f.cfg.Carrier, func() {
 		if r.cuts != cut || !r.tx.down {
 			return // back before anybody looked
 		}

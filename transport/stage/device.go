@@ -5,6 +5,8 @@ import "github.com/kvspray/kvspray/internal/cuda"
 // Queue is an in-order queue of device work: a CUDA stream.
 type Queue interface {
 	Copy(dst, src cuda.Ptr, n uint64) error
+	// CopyBatch enqueues many copies at once, in no order among each other.
+	CopyBatch(dst, src []cuda.Ptr, n []uint64) error
 	// CopySync is Copy and Sync in one call into the driver; it spins.
 	CopySync(dst, src cuda.Ptr, n uint64) error
 	// Record marks the queue's present end in e; Wait makes its later work wait for e's last mark.

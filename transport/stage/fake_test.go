@@ -241,6 +241,15 @@ func (q *fakeQueue) Copy(dst, src cuda.Ptr, n uint64) error {
 	return nil
 }
 
+func (q *fakeQueue) CopyBatch(dst, src []cuda.Ptr, n []uint64) error {
+	for i := range dst {
+		if err := q.Copy(dst[i], src[i], n[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func (q *fakeQueue) Record(e Event) error {
 	f := e.(*fakeEvent)
 	c, err := make(chan struct{}), new(error)

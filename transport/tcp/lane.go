@@ -8,6 +8,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -40,9 +42,10 @@ type lane struct {
 	flight   ring  // begun, not confirmed; in the order of their frames
 	taken    int   // accepted and not ended: in queue, in flight, or on the way to Done
 	confirms []wire.Entry
+	acked    uint64 // bytes, when Received was asked last
 }
 
-var _ transport.Lane = (*lane)(nil)
+var _ transport.Meter = (*lane)(nil)
 
 // entry is one slice on its way.
 type entry struct {
@@ -108,7 +111,25 @@ func (l *lane) Peer() transfer.Boot { return l.peer }
 func (l *lane) Backend() string     { return Name }
 func (l *lane) Local() string       { return l.local }
 func (l *lane) Remote() string      { return l.remote }
-func (l *lane) MaxInFlight() int    { return l.b.cfg.MaxInFlight }
+
+// Received asks the kernel what the other end's kernel has acknowledged. A process that is frozen there takes a receive buffer more than it
+// reads, and then no byte.
+func (l *lane) Received() uint64 {
+	var n uint64
+	err := l.raw.Control(func(fd uintptr) {
+		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+			n = info.Bytes_acked
+		}
+	})
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err == nil {
+		l.acked = max(l.acked, n)
+	}
+	return l.acked
+}
+
+func (l *lane) MaxInFlight() int { return l.b.cfg.MaxInFlight }
 
 // inlineBytes bounds what Move and the reader write themselves: below it a system call is cheaper than waking the writer.
 const inlineBytes = transfer.ChunkBytes

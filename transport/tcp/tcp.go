@@ -24,6 +24,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -77,10 +78,7 @@ type Backend struct {
 	cfg Config
 	log *slog.Logger
 
-	// Set by Open.
-	host   transport.Host
-	rails  []transport.Rail
-	listen []*net.TCPListener
+	host transport.Host // set by Open
 
 	opening chan struct{} // a token per accepted connection that is being opened
 	wg      sync.WaitGroup
@@ -90,11 +88,18 @@ type Backend struct {
 	mu     sync.Mutex // protects all below
 	opened bool
 	closed bool
+	rails  []rail // in the order in which they came
 	lanes  map[*lane]struct{}
 	conns  map[net.Conn]struct{} // being opened
 }
 
 var _ transport.Backend = (*Backend)(nil)
+
+// rail is one that is open.
+type rail struct {
+	transport.Rail
+	listen *net.TCPListener
+}
 
 // New checks the configuration.
 func New(cfg Config) (*Backend, error) {
@@ -137,10 +142,10 @@ func (b *Backend) Name() string { return Name }
 // Caps describes the backend.
 func (b *Backend) Caps() transport.Caps {
 	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead, Fence: transport.FenceLease,
-		SliceBytes: b.cfg.SliceBytes}
+		SliceBytes: b.cfg.SliceBytes, Tells: true}
 }
 
-// Open listens on every rail.
+// Open listens on every rail of the configuration.
 func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Rail, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -151,41 +156,92 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 		return nil, errors.New("tcp: open: called twice")
 	}
 	b.opened, b.host = true, host
-	fail := func(err error) ([]transport.Rail, error) {
-		for _, l := range b.listen {
-			_ = l.Close()
-		}
-		b.listen, b.rails = nil, nil
-		return nil, err
-	}
-	names := map[string]bool{}
+	var all []rail
 	for _, rc := range b.cfg.Rails {
-		addr := rc.Listen
-		if addr == "" {
-			addr = defaultRailListen
-		}
-		ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		r, err := listen(ctx, rc, all)
 		if err != nil {
-			return fail(fmt.Errorf("tcp: rail %q: listen on %q: %w; name an address of this host with a free port", rc.Name, addr, err))
+			for _, r := range all {
+				_ = r.listen.Close()
+			}
+			return nil, err
 		}
-		l, ok := ln.(*net.TCPListener)
-		if !ok {
-			_ = ln.Close()
-			return fail(fmt.Errorf("tcp: rail %q: listen on %q: not a TCP listener", rc.Name, addr))
-		}
-		b.listen = append(b.listen, l)
-		r := describe(rc, l.Addr().(*net.TCPAddr))
-		if names[r.Name] {
-			return fail(fmt.Errorf("tcp: two rails are called %q: give each its own name", r.Name))
-		}
-		names[r.Name] = true
-		b.rails = append(b.rails, r)
+		all = append(all, r)
 	}
-	for i, l := range b.listen {
-		b.wg.Add(1)
-		go b.acceptLoop(l, b.rails[i])
+	var out []transport.Rail
+	for _, r := range all {
+		b.startLocked(r)
+		out = append(out, r.Rail)
 	}
-	return append([]transport.Rail(nil), b.rails...), nil
+	return out, nil
+}
+
+// listen opens one rail beside others.
+func listen(ctx context.Context, rc Rail, others []rail) (rail, error) {
+	addr := rc.Listen
+	if addr == "" {
+		addr = defaultRailListen
+	}
+	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return rail{}, fmt.Errorf("tcp: rail %q: listen on %q: %w; name an address of this host with a free port", rc.Name, addr, err)
+	}
+	l, ok := ln.(*net.TCPListener)
+	if !ok {
+		_ = ln.Close()
+		return rail{}, fmt.Errorf("tcp: rail %q: listen on %q: not a TCP listener", rc.Name, addr)
+	}
+	r := rail{describe(rc, l.Addr().(*net.TCPAddr)), l}
+	for _, o := range others {
+		if o.Name == r.Name {
+			_ = l.Close()
+			return rail{}, fmt.Errorf("tcp: two rails are called %q: give each its own name", r.Name)
+		}
+	}
+	return r, nil
+}
+
+func (b *Backend) startLocked(r rail) {
+	b.rails = append(b.rails, r)
+	b.wg.Add(1)
+	go b.acceptLoop(r.listen, r.Rail)
+}
+
+// AddRail opens one more rail after Open.
+func (b *Backend) AddRail(ctx context.Context, rc Rail) (transport.Rail, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	switch {
+	case b.closed || !b.opened:
+		return transport.Rail{}, fmt.Errorf("tcp: add rail %q: %w", rc.Name, net.ErrClosed)
+	case len(b.rails) >= maxRails:
+		return transport.Rail{}, fmt.Errorf("tcp: add rail %q: %d rails are open, at most that many", rc.Name, maxRails)
+	}
+	r, err := listen(ctx, rc, b.rails)
+	if err != nil {
+		return transport.Rail{}, err
+	}
+	b.startLocked(r)
+	return r.Rail, nil
+}
+
+var errRailGone = errors.New("tcp: the rail was taken away")
+
+// RemoveRail ends a rail and its lanes; false: there is none of that name. What the lanes carry ends as with every lane that is lost.
+func (b *Backend) RemoveRail(name string) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	i := slices.IndexFunc(b.rails, func(r rail) bool { return r.Name == name })
+	if i < 0 {
+		return false
+	}
+	_ = b.rails[i].listen.Close()
+	b.rails = slices.Delete(b.rails, i, i+1)
+	for l := range b.lanes {
+		if l.local == name {
+			l.fail(errRailGone)
+		}
+	}
+	return true
 }
 
 func (b *Backend) acceptLoop(l *net.TCPListener, rail transport.Rail) {
@@ -302,9 +358,11 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 
 // sourceAddr binds a dialled connection to its rail, unless the rail listens on every address.
 func (b *Backend) sourceAddr(local transport.Rail) net.Addr {
-	for i, r := range b.rails {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, r := range b.rails {
 		if r.Name == local.Name {
-			a := b.listen[i].Addr().(*net.TCPAddr)
+			a := r.listen.Addr().(*net.TCPAddr)
 			if a.IP.IsUnspecified() {
 				return nil
 			}
@@ -387,8 +445,8 @@ func wait(ctx context.Context, op string, g *transport.Guard) error {
 func (b *Backend) Close() error {
 	b.mu.Lock()
 	b.closed = true
-	for _, l := range b.listen {
-		_ = l.Close()
+	for _, r := range b.rails {
+		_ = r.listen.Close()
 	}
 	for c := range b.conns {
 		_ = c.Close()

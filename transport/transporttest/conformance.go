@@ -23,6 +23,7 @@ func Conformance(t *testing.T, f Factory) {
 		run  func(*testing.T, Factory)
 	}{
 		{"Caps", testCaps},
+		{"Meter", testMeter},
 		{"Content", testContent},
 		{"Empty lane", testIdle},
 		{"Many at once", testMany},
@@ -82,6 +83,46 @@ func testCaps(t *testing.T, f Factory) {
 	}
 	if p.A.Backend.Caps() != c {
 		t.Error("Caps changed")
+	}
+}
+
+// testMeter: a backend that says so tells received bytes. They grow by what was moved, and stand still where nothing moves.
+func testMeter(t *testing.T, f Factory) {
+	p := NewPair(t, f)
+	a, _ := p.Dial()
+	if !p.A.Backend.Caps().Tells {
+		return // testCaps has looked at the rest
+	}
+	m, ok := a.(transport.Meter)
+	if !ok {
+		t.Fatal("Caps say that lanes tell received bytes, and this one is no transport.Meter")
+	}
+	src, dst := NewMemory(t, shapes[1]), NewMemory(t, shapes[1])
+	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
+	defer b.End(t)
+	for i := range 3 {
+		before := m.Received()
+		if r := p.A.MoveWait(a, b.Origin, src.All(), uint32(i+1)); r.Outcome != transfer.Landed {
+			t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+		}
+		want, err := b.Source.Bytes(src.All())
+		if err != nil {
+			t.Fatal(err)
+		}
+		// What acknowledges a confirmation may come a little after it.
+		for deadline := time.Now().Add(5 * time.Second); m.Received()-before < want; {
+			if time.Now().After(deadline) {
+				t.Fatalf("%d bytes landed, and %d of them were received", want, m.Received()-before)
+			}
+		}
+	}
+	idle := m.Received()
+	if err := a.Close(); err != nil {
+		t.Error(err)
+	}
+	receive(t, p.A.downs, "LaneDown")
+	if got := m.Received(); got < idle {
+		t.Errorf("%d bytes received after the lane was closed, %d before", got, idle)
 	}
 }
 

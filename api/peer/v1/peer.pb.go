@@ -200,14 +200,16 @@ func (x *VersionRange) GetMax() uint32 {
 	return 0
 }
 
+// Rail is a data rail of the sender. What a receiver does not understand of it, or does not believe, it leaves out.
 type Rail struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
-	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"` // unique with its transport; frames that speak of a rail name it
 	Address       string                 `protobuf:"bytes,3,opt,name=address,proto3" json:"address,omitempty"`
-	Gbps          float64                `protobuf:"fixed64,4,opt,name=gbps,proto3" json:"gbps,omitempty"`
+	Gbps          float64                `protobuf:"fixed64,4,opt,name=gbps,proto3" json:"gbps,omitempty"` // 0: unknown
 	Mtu           uint32                 `protobuf:"varint,5,opt,name=mtu,proto3" json:"mtu,omitempty"`
 	Numa          int32                  `protobuf:"varint,6,opt,name=numa,proto3" json:"numa,omitempty"`
+	Down          bool                   `protobuf:"varint,7,opt,name=down,proto3" json:"down,omitempty"` // its link has no carrier
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -282,6 +284,13 @@ func (x *Rail) GetNuma() int32 {
 		return x.Numa
 	}
 	return 0
+}
+
+func (x *Rail) GetDown() bool {
+	if x != nil {
+		return x.Down
+	}
+	return false
 }
 
 type HelloRequest struct {
@@ -764,6 +773,7 @@ type ControlFrame struct {
 	//	*ControlFrame_Credit
 	//	*ControlFrame_Ping
 	//	*ControlFrame_Pong
+	//	*ControlFrame_Rails
 	Body          isControlFrame_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -919,6 +929,15 @@ func (x *ControlFrame) GetPong() *Pong {
 	return nil
 }
 
+func (x *ControlFrame) GetRails() *Rails {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_Rails); ok {
+			return x.Rails
+		}
+	}
+	return nil
+}
+
 type isControlFrame_Body interface {
 	isControlFrame_Body()
 }
@@ -967,6 +986,10 @@ type ControlFrame_Pong struct {
 	Pong *Pong `protobuf:"bytes,20,opt,name=pong,proto3,oneof"`
 }
 
+type ControlFrame_Rails struct {
+	Rails *Rails `protobuf:"bytes,21,opt,name=rails,proto3,oneof"`
+}
+
 func (*ControlFrame_Await) isControlFrame_Body() {}
 
 func (*ControlFrame_Admitted) isControlFrame_Body() {}
@@ -988,6 +1011,8 @@ func (*ControlFrame_Credit) isControlFrame_Body() {}
 func (*ControlFrame_Ping) isControlFrame_Body() {}
 
 func (*ControlFrame_Pong) isControlFrame_Body() {}
+
+func (*ControlFrame_Rails) isControlFrame_Body() {}
 
 // Await asks the prefill's sidecar to say when it has an intent for the key. Destination to source.
 type Await struct {
@@ -1787,11 +1812,14 @@ func (x *Commit) GetBytes() uint64 {
 	return 0
 }
 
-// Credit grants receives to a sender on transports that need them.
+// Credit says how much a sender may have in flight to one of our rails: on transports that need them so many receives, and where
+// several senders share the rail, so many bytes. It holds for a second: a receiver that means it says it again.
 type Credit struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
 	Receives      uint32                 `protobuf:"varint,2,opt,name=receives,proto3" json:"receives,omitempty"`
+	Rail          string                 `protobuf:"bytes,3,opt,name=rail,proto3" json:"rail,omitempty"`
+	Bytes         uint64                 `protobuf:"varint,4,opt,name=bytes,proto3" json:"bytes,omitempty"` // 0: as many as the sender finds right
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1840,6 +1868,66 @@ func (x *Credit) GetReceives() uint32 {
 	return 0
 }
 
+func (x *Credit) GetRail() string {
+	if x != nil {
+		return x.Rail
+	}
+	return ""
+}
+
+func (x *Credit) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
+// Rails is the whole list of the sender's data rails as they are now. It follows each change, and is the last word: what a Hello said
+// is older.
+type Rails struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Rails         []*Rail                `protobuf:"bytes,1,rep,name=rails,proto3" json:"rails,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Rails) Reset() {
+	*x = Rails{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Rails) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Rails) ProtoMessage() {}
+
+func (x *Rails) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Rails.ProtoReflect.Descriptor instead.
+func (*Rails) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *Rails) GetRails() []*Rail {
+	if x != nil {
+		return x.Rails
+	}
+	return nil
+}
+
 type Ping struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Nonce         uint64                 `protobuf:"varint,1,opt,name=nonce,proto3" json:"nonce,omitempty"`
@@ -1849,7 +1937,7 @@ type Ping struct {
 
 func (x *Ping) Reset() {
 	*x = Ping{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1861,7 +1949,7 @@ func (x *Ping) String() string {
 func (*Ping) ProtoMessage() {}
 
 func (x *Ping) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1874,7 +1962,7 @@ func (x *Ping) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ping.ProtoReflect.Descriptor instead.
 func (*Ping) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{21}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Ping) GetNonce() uint64 {
@@ -1893,7 +1981,7 @@ type Pong struct {
 
 func (x *Pong) Reset() {
 	*x = Pong{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1905,7 +1993,7 @@ func (x *Pong) String() string {
 func (*Pong) ProtoMessage() {}
 
 func (x *Pong) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1918,7 +2006,7 @@ func (x *Pong) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pong.ProtoReflect.Descriptor instead.
 func (*Pong) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{22}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Pong) GetNonce() uint64 {
@@ -1935,14 +2023,15 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x16api/peer/v1/peer.proto\x12\x0fkvspray.peer.v1\"2\n" +
 	"\fVersionRange\x12\x10\n" +
 	"\x03min\x18\x01 \x01(\rR\x03min\x12\x10\n" +
-	"\x03max\x18\x02 \x01(\rR\x03max\"\x8c\x01\n" +
+	"\x03max\x18\x02 \x01(\rR\x03max\"\xa0\x01\n" +
 	"\x04Rail\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
 	"\aaddress\x18\x03 \x01(\tR\aaddress\x12\x12\n" +
 	"\x04gbps\x18\x04 \x01(\x01R\x04gbps\x12\x10\n" +
 	"\x03mtu\x18\x05 \x01(\rR\x03mtu\x12\x12\n" +
-	"\x04numa\x18\x06 \x01(\x05R\x04numa\"\xbd\x02\n" +
+	"\x04numa\x18\x06 \x01(\x05R\x04numa\x12\x12\n" +
+	"\x04down\x18\a \x01(\bR\x04down\"\xbd\x02\n" +
 	"\fHelloRequest\x129\n" +
 	"\bversions\x18\x01 \x01(\v2\x1d.kvspray.peer.v1.VersionRangeR\bversions\x12\x12\n" +
 	"\x04boot\x18\x02 \x01(\fR\x04boot\x12\x12\n" +
@@ -1977,7 +2066,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05Lease\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\x04R\x02id\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xf9\x04\n" +
+	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xa9\x05\n" +
 	"\fControlFrame\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12\x10\n" +
 	"\x03ack\x18\x02 \x01(\x04R\x03ack\x12.\n" +
@@ -1994,7 +2083,8 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x06commit\x18\x11 \x01(\v2\x17.kvspray.peer.v1.CommitH\x00R\x06commit\x121\n" +
 	"\x06credit\x18\x12 \x01(\v2\x17.kvspray.peer.v1.CreditH\x00R\x06credit\x12+\n" +
 	"\x04ping\x18\x13 \x01(\v2\x15.kvspray.peer.v1.PingH\x00R\x04ping\x12+\n" +
-	"\x04pong\x18\x14 \x01(\v2\x15.kvspray.peer.v1.PongH\x00R\x04pongB\x06\n" +
+	"\x04pong\x18\x14 \x01(\v2\x15.kvspray.peer.v1.PongH\x00R\x04pong\x12.\n" +
+	"\x05rails\x18\x15 \x01(\v2\x16.kvspray.peer.v1.RailsH\x00R\x05railsB\x06\n" +
 	"\x04body\"\\\n" +
 	"\x05Await\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
@@ -2086,10 +2176,14 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x06Commit\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
 	"\x06source\x18\x02 \x03(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
-	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"B\n" +
+	"\x05bytes\x18\x03 \x01(\x04R\x05bytes\"l\n" +
 	"\x06Credit\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x1a\n" +
-	"\breceives\x18\x02 \x01(\rR\breceives\"\x1c\n" +
+	"\breceives\x18\x02 \x01(\rR\breceives\x12\x12\n" +
+	"\x04rail\x18\x03 \x01(\tR\x04rail\x12\x14\n" +
+	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\"4\n" +
+	"\x05Rails\x12+\n" +
+	"\x05rails\x18\x01 \x03(\v2\x15.kvspray.peer.v1.RailR\x05rails\"\x1c\n" +
 	"\x04Ping\x12\x14\n" +
 	"\x05nonce\x18\x01 \x01(\x04R\x05nonce\"\x1c\n" +
 	"\x04Pong\x12\x14\n" +
@@ -2112,7 +2206,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -2137,10 +2231,11 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*Closed)(nil),          // 20: kvspray.peer.v1.Closed
 	(*Commit)(nil),          // 21: kvspray.peer.v1.Commit
 	(*Credit)(nil),          // 22: kvspray.peer.v1.Credit
-	(*Ping)(nil),            // 23: kvspray.peer.v1.Ping
-	(*Pong)(nil),            // 24: kvspray.peer.v1.Pong
-	nil,                     // 25: kvspray.peer.v1.Part.TokensByTransportEntry
-	nil,                     // 26: kvspray.peer.v1.GrantReply.IdentityEntry
+	(*Rails)(nil),           // 23: kvspray.peer.v1.Rails
+	(*Ping)(nil),            // 24: kvspray.peer.v1.Ping
+	(*Pong)(nil),            // 25: kvspray.peer.v1.Pong
+	nil,                     // 26: kvspray.peer.v1.Part.TokensByTransportEntry
+	nil,                     // 27: kvspray.peer.v1.GrantReply.IdentityEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	2,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -2155,34 +2250,36 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	20, // 9: kvspray.peer.v1.ControlFrame.closed:type_name -> kvspray.peer.v1.Closed
 	21, // 10: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
 	22, // 11: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
-	23, // 12: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
-	24, // 13: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
-	0,  // 14: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
-	10, // 15: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
-	15, // 16: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
-	25, // 17: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
-	10, // 18: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 19: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
-	1,  // 20: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	26, // 21: kvspray.peer.v1.GrantReply.identity:type_name -> kvspray.peer.v1.GrantReply.IdentityEntry
-	16, // 22: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
-	10, // 23: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 24: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
-	10, // 25: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 26: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 27: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 28: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
-	4,  // 29: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 30: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 31: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 32: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 33: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 34: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	32, // [32:35] is the sub-list for method output_type
-	29, // [29:32] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	24, // 12: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
+	25, // 13: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
+	23, // 14: kvspray.peer.v1.ControlFrame.rails:type_name -> kvspray.peer.v1.Rails
+	0,  // 15: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
+	10, // 16: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
+	15, // 17: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
+	26, // 18: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	10, // 19: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 20: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
+	1,  // 21: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
+	27, // 22: kvspray.peer.v1.GrantReply.identity:type_name -> kvspray.peer.v1.GrantReply.IdentityEntry
+	16, // 23: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	10, // 24: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 25: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
+	10, // 26: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 27: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 28: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 29: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
+	3,  // 30: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	4,  // 31: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	6,  // 32: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	8,  // 33: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	5,  // 34: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	7,  // 35: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	9,  // 36: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	34, // [34:37] is the sub-list for method output_type
+	31, // [31:34] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -2202,6 +2299,7 @@ func file_api_peer_v1_peer_proto_init() {
 		(*ControlFrame_Credit)(nil),
 		(*ControlFrame_Ping)(nil),
 		(*ControlFrame_Pong)(nil),
+		(*ControlFrame_Rails)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -2209,7 +2307,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   25,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

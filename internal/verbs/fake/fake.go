@@ -17,6 +17,7 @@ import (
 const (
 	maxObjects = 1 << 16
 	maxQueue   = 1 << 14
+	maxInline  = 64 // bytes
 )
 
 // Fabric is the network between devices.
@@ -31,41 +32,114 @@ type Fabric struct {
 	order   []*queuePair       // with sends or messages, oldest first
 	lost    map[uint32]bool    // queue pairs whose answers are lost
 	held    map[uint32]bool    // queue pairs whose messages stay on the wire
+	devices map[string]*device
+	limits  verbs.Limits
 }
 
 // New returns an empty fabric.
 func New() *Fabric {
 	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1), qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
-		lost: map[uint32]bool{}, held: map[uint32]bool{}}
+		lost: map[uint32]bool{}, held: map[uint32]bool{}, devices: map[string]*device{},
+		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
 }
 
-// Device returns a device of the fabric.
-func (f *Fabric) Device(name string) verbs.Device { return &device{f, name} }
+// Limit sets what devices say and enforce, for tests of limits.
+func (f *Fabric) Limit(l verbs.Limits) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.limits = l
+}
+
+// Device returns the device of that name, which is made on first use.
+func (f *Fabric) Device(name string) verbs.Device {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	d := f.devices[name]
+	if d == nil {
+		d = &device{f: f, name: name, events: make(chan verbs.Event, maxEvents)}
+		f.devices[name] = d
+	}
+	return d
+}
+
+// maxEvents that nobody has taken; later ones are lost.
+const maxEvents = 64
+
+// Emit makes a device say something. PortDown and PortUp also change what Active says; what is on the wire stays there.
+func (f *Fabric) Emit(name string, e verbs.Event) {
+	d := f.Device(name).(*device)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch e.Kind {
+	case verbs.PortDown, verbs.DeviceFatal:
+		d.down = true
+	case verbs.PortUp:
+		d.down = false
+	}
+	if d.closed {
+		return
+	}
+	select {
+	case d.events <- e:
+	default:
+	}
+}
 
 type device struct {
-	f    *Fabric
-	name string
+	f      *Fabric
+	name   string
+	events chan verbs.Event
+	down   bool // guarded by f.mu
+	closed bool // guarded by f.mu
 }
 
-func (d *device) Name() string { return d.name }
-func (d *device) Close() error { return nil }
+func (d *device) Name() string               { return d.name }
+func (d *device) Events() <-chan verbs.Event { return d.events }
+
+func (d *device) Limits() verbs.Limits {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	return d.f.limits
+}
+
+func (d *device) Active() (bool, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	return !d.down, nil
+}
+
+func (d *device) Close() error {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	if !d.closed {
+		d.closed = true
+		close(d.events)
+	}
+	return nil
+}
 
 type memory struct {
 	f    *Fabric
 	b    []byte
 	addr uint64
 	key  uint32
+
+	remote bool
 }
 
-func (d *device) Register(b []byte) (verbs.Memory, error) {
+func (d *device) RegisterDMABuf(int, uint64, uint64, bool) (verbs.Memory, error) {
+	return nil, fmt.Errorf("fake: dma-buf: %w", verbs.ErrNotSupported)
+}
+
+func (d *device) Register(b []byte, remote bool) (verbs.Memory, error) {
 	f := d.f
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if len(b) == 0 || len(f.mrs) >= maxObjects {
+	if len(b) == 0 || uint64(len(b)) > f.limits.MaxRegistration || len(f.mrs) >= maxObjects {
 		return nil, fmt.Errorf("fake: register %d bytes beside %d registrations: %w", len(b), len(f.mrs), verbs.ErrFull)
 	}
 	f.next++
-	m := &memory{f: f, b: b, addr: f.address, key: f.next}
+	m := &memory{f: f, b: b, addr: f.address, key: f.next, remote: remote}
 	f.address += uint64(len(b)) + 1<<20 // a gap, so that an overrun never hits a neighbour
 	f.mrs[m.key] = m
 	return m, nil
@@ -84,9 +158,9 @@ func (m *memory) Close() error {
 }
 
 // sliceLocked is the registered memory behind a key, or nil.
-func (f *Fabric) sliceLocked(key uint32, addr uint64, n uint32) []byte {
+func (f *Fabric) sliceLocked(key uint32, addr uint64, n uint32, remote bool) []byte {
 	m := f.mrs[key]
-	if m == nil || addr < m.addr || addr-m.addr > uint64(len(m.b)) || uint64(n) > uint64(len(m.b))-(addr-m.addr) {
+	if m == nil || remote && !m.remote || addr < m.addr || addr-m.addr > uint64(len(m.b)) || uint64(n) > uint64(len(m.b))-(addr-m.addr) {
 		return nil
 	}
 	off := addr - m.addr
@@ -101,8 +175,8 @@ type completionQueue struct {
 }
 
 func (d *device) NewCompletionQueue(depth int) (verbs.CompletionQueue, error) {
-	if depth < 1 || depth > maxQueue {
-		return nil, fmt.Errorf("fake: completion queue of depth %d: 1 to %d", depth, maxQueue)
+	if depth < 1 || depth > 2*maxQueue {
+		return nil, fmt.Errorf("fake: completion queue of depth %d: 1 to %d", depth, 2*maxQueue)
 	}
 	return &completionQueue{f: d.f, depth: depth, ready: make(chan struct{}, 1)}, nil
 }
@@ -167,11 +241,13 @@ func (d *device) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (ve
 	return q, nil
 }
 
-func (q *queuePair) Num() uint32 { return q.num }
+func (q *queuePair) Num() uint32    { return q.num }
+func (q *queuePair) MaxInline() int { return maxInline }
 
 func (q *queuePair) Address() verbs.Address {
-	a := verbs.Address{QP: q.num}
-	binary.LittleEndian.PutUint32(a.GID[:], q.num)
+	a := verbs.Address{QP: q.num, MTU: verbs.MTU4096, Type: verbs.GIDRoCEv2}
+	binary.BigEndian.PutUint32(a.GID[12:], 10<<24|q.num&0xffffff)
+	a.GID[10], a.GID[11] = 0xff, 0xff
 	return a
 }
 
@@ -198,6 +274,9 @@ func (q *queuePair) ToInit() error {
 }
 
 func (q *queuePair) ToReadyToReceive(remote verbs.Address) error {
+	if err := verbs.CheckPeer(q.Address(), remote); err != nil {
+		return err
+	}
 	q.f.mu.Lock()
 	defer q.f.mu.Unlock()
 	if err := q.move(verbs.ReadyToReceive, verbs.Init); err != nil {
@@ -367,7 +446,7 @@ func (f *Fabric) transmitLocked(q *queuePair) bool {
 	}
 	w := q.sends[0]
 	q.sends = q.sends[1:]
-	b := f.sliceLocked(w.LocalKey, w.LocalAddr, w.Len)
+	b := f.sliceLocked(w.LocalKey, w.LocalAddr, w.Len, false)
 	if b == nil && w.Len > 0 {
 		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.LocalAccess})
 		q.failLocked()
@@ -389,7 +468,7 @@ func (f *Fabric) deliverLocked(q *queuePair) bool {
 		return true
 	}
 	q.wire = q.wire[1:]
-	b := f.sliceLocked(m.w.RemoteKey, m.w.RemoteAddr, m.w.Len)
+	b := f.sliceLocked(m.w.RemoteKey, m.w.RemoteAddr, m.w.Len, true)
 	switch {
 	case b == nil && m.w.Len > 0:
 		f.answerLocked(q, m.w, verbs.RemoteAccess)

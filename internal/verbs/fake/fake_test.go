@@ -24,7 +24,7 @@ func newEnd(t *testing.T, d verbs.Device) *end {
 	if e.q, err = d.NewQueuePair(e.cq, 32, 32); err != nil {
 		t.Fatal(err)
 	}
-	if e.m, err = d.Register(e.mem); err != nil {
+	if e.m, err = d.Register(e.mem, true); err != nil {
 		t.Fatal(err)
 	}
 	return e

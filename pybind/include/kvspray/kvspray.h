@@ -35,7 +35,7 @@ extern "C" {
 #define KVS_PROTOCOL_MINOR 0
 #define KVS_PACKET_MAX_BYTES (1u << 20) /* type and body of one socket packet */
 #define KVS_PACKET_MAX_FDS 32
-#define KVS_MAX_REGIONS 28      /* one descriptor each, beside the board's four */
+#define KVS_MAX_REGIONS 28      /* a descriptor each at most, beside the board's four */
 #define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still touch blocks of an open lease */
@@ -70,14 +70,18 @@ enum kvs_region_kind {
 	KVS_REGION_MEMFD = 1,   /* allocated by us in a sealed memfd */
 	KVS_REGION_ADOPTED = 2, /* pages of an existing mapping, moved into a sealed memfd in place */
 	KVS_REGION_PROCESS = 3, /* this process's memory through its own /proc/self/mem descriptor */
+	KVS_REGION_DEVICE = 4,  /* memory of a GPU, imported by the sidecar */
 };
+
+#define KVS_HANDLE_BYTES 104 /* docs/protocol.md section 1.1 */
 
 struct kvs_region {
 	uint8_t id[16]; /* random, never reused */
 	int32_t kind;   /* enum kvs_region_kind */
-	int32_t fd;
+	int32_t fd;     /* -1: none (DEVICE by an IPC handle) */
 	uint64_t addr; /* where it is mapped in this process */
 	uint64_t bytes;
+	uint8_t handle[KVS_HANDLE_BYTES]; /* DEVICE only */
 };
 
 /* A sealed memfd (SHRINK, GROW, SEAL), mapped shared; bytes is rounded up to pages. All of it is allocated by this call, with
@@ -93,6 +97,11 @@ int kvs_region_adopt(uint64_t addr, uint64_t bytes, uint32_t flags, struct kvs_r
 
 /* Any readable and writable range of this process. */
 int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out);
+
+/* A range of one GPU allocation of this process: any slice of what cudaMalloc gave (torch's allocator hands out such), or of memory
+ * made by cuMemCreate with POSIX descriptors allowed. The allocation must live until its leases are over. KVS_E_GPU: `error` says why
+ * the sidecar could not import it, and what to change. */
+int kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out, char *error, uint32_t error_bytes);
 
 /* Closes the descriptor; unmaps MEMFD regions, leaves adopted and process memory as it is. Only once no open lease names
  * its blocks. */

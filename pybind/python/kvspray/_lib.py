@@ -33,7 +33,7 @@ REC_RECEIVED, REC_SENT = 32, 33
 
 
 class CRegion(ctypes.Structure):
-    _fields_ = [("id", c_uint8 * 16), ("kind", c_int32), ("fd", c_int32), ("addr", c_uint64), ("bytes", c_uint64)]
+    _fields_ = [("id", c_uint8 * 16), ("kind", c_int32), ("fd", c_int32), ("addr", c_uint64), ("bytes", c_uint64), ("handle", c_uint8 * 104)]
 
 
 class CConfig(ctypes.Structure):
@@ -102,6 +102,7 @@ _PROTOTYPES = {
     "kvs_region_alloc": (c_int, [c_uint64, POINTER(CRegion)]),
     "kvs_region_adopt": (c_int, [c_uint64, c_uint64, c_uint32, POINTER(CRegion)]),
     "kvs_region_process": (c_int, [c_uint64, c_uint64, POINTER(CRegion)]),
+    "kvs_region_gpu": (c_int, [c_uint64, c_uint64, POINTER(CRegion), c_char_p, c_uint32]),
     "kvs_region_free": (None, [POINTER(CRegion)]),
     "kvs_open": (c_int, [POINTER(CConfig), POINTER(c_void_p)]),
     "kvs_start": (c_int, [c_void_p, POINTER(CRegion), c_uint32, c_char_p, c_uint32]),

@@ -392,6 +392,10 @@ class WorkerClient(_Client):
         """Any memory of this process, through /proc/self/mem."""
         return Region.process(ptr, nbytes)
 
+    def gpu_region(self, ptr: int, nbytes: int) -> Region:
+        """Memory of a GPU (``tensor.data_ptr()``), which the sidecar imports."""
+        return Region.gpu(ptr, nbytes)
+
     @property
     def flags(self) -> tuple[int, int]:
         """(address, bytes) of the flags memory, to be registered with a GPU as host-mapped memory."""

@@ -47,7 +47,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
                 "deadline_ms", "partner_ms", "grace_ms"),
     "WELCOME.limits": ("leases", "regions", "record_bytes"),
     "REGISTER": ("id", "session", "regions", "layout", "fds"),
-    "REGISTER.regions": ("region", "kind", "bytes", "addr", "fd"),
+    "REGISTER.regions": ("region", "kind", "bytes", "addr", "handle", "fd"),
     "REGISTER.layout": ("model", "dtype", "groups", "identity"),
     "REGISTER.layout.groups": ("tokens_per_block", "strategy", "params", "num_blocks", "layers"),
     "REGISTER.layout.groups.layers": ("name", "index", "region", "base", "block_stride", "page_bytes"),

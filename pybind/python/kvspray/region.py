@@ -10,6 +10,9 @@ import os
 from . import _lib
 
 
+_ERROR_BYTES = 256
+
+
 class KvsprayError(RuntimeError):
     """A foreground call failed for a reason that the caller must know. Background faults never become exceptions."""
 
@@ -18,6 +21,7 @@ class RegionKind(enum.IntEnum):
     MEMFD = 1
     ADOPTED = 2
     PROCESS = 3
+    DEVICE = 4
 
 
 class Region:
@@ -38,6 +42,8 @@ class Region:
 
     @property
     def buffer(self) -> memoryview:
+        if self.kind == RegionKind.DEVICE:
+            raise KvsprayError("kvspray: a region of GPU memory has no buffer that the CPU can read")
         return memoryview((ctypes.c_uint8 * self.nbytes).from_address(self.addr)).cast("B")
 
     def close(self) -> None:
@@ -64,6 +70,17 @@ class Region:
         """
         c = _lib.CRegion()
         _check("region adopt", _lib.lib.kvs_region_adopt(ptr, nbytes, 1 if allow_small else 0, ctypes.byref(c)), nbytes)
+        return cls(c)
+
+    @classmethod
+    def gpu(cls, ptr: int, nbytes: int) -> Region:
+        """Memory of a GPU: any range of one allocation (``tensor.data_ptr()``). Keep the tensor as long as the client."""
+        c = _lib.CRegion()
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        rc = _lib.lib.kvs_region_gpu(ptr, nbytes, ctypes.byref(c), error, _ERROR_BYTES)
+        if rc == _lib.E_GPU:
+            raise KvsprayError(f"kvspray: region of {nbytes} bytes of GPU memory at {ptr:#x}: {error.value.decode()}")
+        _check("region gpu", rc, nbytes)
         return cls(c)
 
     @classmethod

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package railsbench
+
+import (
+	"fmt"
+	"io"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/bench/timeline"
+)
+
+// NewCommand returns the `rails` command.
+func NewCommand() *cobra.Command {
+	var claims, integrity string
+	var set []string
+	c := &cobra.Command{
+		Use:   "rails",
+		Short: "Move KV blocks over several rails between two sidecars, while rails fail",
+		Long: `Builds two network namespaces joined by a veth pair per rail, each shaped to its rate, measures every rail alone and all
+at once with plain streams, and then moves scattered blocks from one real sidecar to another over all of them, while the faults
+happen. Content is compared after every transfer. Needs root, or the right to make network namespaces. Nothing that it makes outlives it.`,
+		Example: `  kvspray bench rails
+  kvspray bench rails --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --html rails.html
+  kvspray bench rails --policy weighted --claims 2gbit,1gbit,500mbit,500mbit`,
+		Args: cobra.NoArgs,
+	}
+	flags := timeline.AddFlags(c)
+	c.Flags().StringVar(&claims, "claims", "", "what the links claim, separated by commas: the sidecars are told that (default: nothing)")
+	c.Flags().StringVar(&integrity, "integrity", "", "off or crc32c (default: the sidecar's)")
+	c.Flags().StringArrayVar(&set, "set", nil, "key=value of the sidecars' configuration; repeatable")
+	c.RunE = func(cmd *cobra.Command, _ []string) error {
+		o, err := flags.Options()
+		if err != nil {
+			return err
+		}
+		s := Setup{Rates: o.Rates, Policy: o.Policy, Integrity: integrity, Set: set}
+		if claims != "" {
+			for _, part := range strings.Split(claims, ",") {
+				r, err := timeline.ParseRate(strings.TrimSpace(part))
+				if err != nil {
+					return fmt.Errorf("--claims: %w", err)
+				}
+				s.Claims = append(s.Claims, r)
+			}
+		}
+		if s.Kvspray, err = os.Executable(); err != nil {
+			return err
+		}
+		res, err := Run(cmd.Context(), o, s, cmd.ErrOrStderr())
+		if err != nil {
+			return err
+		}
+		if err := output(o.JSON, cmd.OutOrStdout(), res.Write); err != nil {
+			return fmt.Errorf("--json: %w", err)
+		}
+		if err := output(o.HTML, cmd.OutOrStdout(), func(w io.Writer) error { return HTML(w, res) }); err != nil {
+			return fmt.Errorf("--html: %w", err)
+		}
+		if o.JSON != "-" && o.HTML != "-" {
+			if err := res.Print(cmd.OutOrStdout()); err != nil {
+				return err
+			}
+		}
+		if res.Failed > 0 {
+			return fmt.Errorf("%d of %d transfers failed", res.Failed, len(res.Transfers))
+		}
+		return nil
+	}
+	return c
+}
+
+// output writes to a file, to standard output for "-", and nowhere for "".
+func output(path string, stdout io.Writer, write func(io.Writer) error) error {
+	switch path {
+	case "":
+		return nil
+	case "-":
+		return write(stdout)
+	}
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	err = write(f)
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	return err
+}

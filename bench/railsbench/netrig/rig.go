@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package netrig
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"net"
+	"net/netip"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/bench/timeline"
+)
+
+// Side is one of the two namespaces.
+type Side int
+
+// The sides. Bulk goes from Sender to Receiver.
+const (
+	Sender Side = iota
+	Receiver
+)
+
+// What a shaper holds. The burst is what a rail may send at line speed after a pause: large enough for the timers of a virtual
+// machine, small enough that a slow rail is slow.
+const (
+	burstTime  = 2 * time.Millisecond
+	leastBurst = 16 << 10
+	mostBurst  = 512 << 10
+	queueTime  = 20 * time.Millisecond // bytes wait in the shaper at most so long
+)
+
+// ErrNotPermitted says that this process may not make network namespaces.
+var ErrNotPermitted = errors.New("network namespaces are not permitted here: run as root (or with CAP_SYS_ADMIN and CAP_NET_ADMIN, " +
+	"in a container --privileged), or inside 'unshare --user --map-root-user --net --mount'")
+
+// Rig is two namespaces and the rails between them.
+type Rig struct {
+	ns    [2]netns.NsHandle
+	nl    [2]*netlink.Handle
+	rates []timeline.Rate
+
+	mu    sync.Mutex // protects all below
+	cond  []timeline.Condition
+	loss  []float64
+	flaps []*flap // by rail; nil: it does not
+}
+
+// New builds rails of these rates, all healthy.
+func New(rates []timeline.Rate) (_ *Rig, err error) {
+	if len(rates) == 0 || len(rates) > timeline.MaxRails {
+		return nil, fmt.Errorf("netrig: %d rails: must be 1 to %d", len(rates), timeline.MaxRails)
+	}
+	r := &Rig{ns: [2]netns.NsHandle{netns.None(), netns.None()}, rates: rates, loss: make([]float64, len(rates)), flaps: make([]*flap, len(rates))}
+	for range rates {
+		r.cond = append(r.cond, timeline.Healthy)
+	}
+	defer func() {
+		if err != nil {
+			r.Close()
+		}
+	}()
+	for s := range r.ns {
+		if r.ns[s], err = newNamespace(); err != nil {
+			if errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOSYS) {
+				err = fmt.Errorf("%w (%w)", ErrNotPermitted, err)
+			}
+			return nil, fmt.Errorf("netrig: new network namespace: %w", err)
+		}
+		if r.nl[s], err = netlink.NewHandleAt(r.ns[s], unix.NETLINK_ROUTE); err != nil {
+			return nil, fmt.Errorf("netrig: netlink in the new namespace: %w", err)
+		}
+		lo, err := r.nl[s].LinkByName("lo")
+		if err == nil {
+			err = r.nl[s].LinkSetUp(lo)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("netrig: lo: %w", err)
+		}
+	}
+	for i := range rates {
+		if err := r.build(i); err != nil {
+			return nil, fmt.Errorf("netrig: rail %d: %w", i, err)
+		}
+	}
+	return r, nil
+}
+
+// newNamespace makes a namespace and leaves the caller's thread where it was.
+func newNamespace() (netns.NsHandle, error) {
+	runtime.LockOSThread()
+	home, err := netns.Get()
+	if err != nil {
+		runtime.UnlockOSThread()
+		return netns.None(), err
+	}
+	defer func() { _ = home.Close() }()
+	ns, err := netns.New()
+	if err != nil {
+		runtime.UnlockOSThread()
+		return netns.None(), err
+	}
+	if err := netns.Set(home); err != nil {
+		return ns, err // the thread stays locked and ends with its goroutine: nobody else must run in there
+	}
+	runtime.UnlockOSThread()
+	return ns, nil
+}
+
+// Name is what the device of a rail is called, at both ends.
+func Name(rail int) string { return "rail" + strconv.Itoa(rail) }
+
+// Addr is the address of a rail at one side.
+func Addr(s Side, rail int) netip.Addr {
+	return netip.AddrFrom4([4]byte{10, 77, byte(rail), byte(1 + s)})
+}
+
+func (r *Rig) build(i int) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = Name(i)
+	attrs.Namespace = netlink.NsFd(r.ns[Sender])
+	veth := netlink.NewVeth(attrs)
+	veth.PeerName, veth.PeerNamespace = Name(i), netlink.NsFd(r.ns[Receiver])
+	if err := r.nl[Sender].LinkAdd(veth); err != nil {
+		return fmt.Errorf("veth: %w", err)
+	}
+	for s := range r.ns {
+		link, err := r.nl[s].LinkByName(Name(i))
+		if err != nil {
+			return err
+		}
+		ip := Addr(Side(s), i).AsSlice()
+		if err := r.nl[s].AddrAdd(link, &netlink.Addr{IPNet: &net.IPNet{IP: ip, Mask: net.CIDRMask(24, 32)}}); err != nil {
+			return fmt.Errorf("address: %w", err)
+		}
+		if err := r.nl[s].LinkSetUp(link); err != nil {
+			return fmt.Errorf("up: %w", err)
+		}
+	}
+	return r.shape(i, 1)
+}
+
+// shape gives both ends of a rail a share of its rate.
+func (r *Rig) shape(i int, share float64) error {
+	rate := max(uint64(float64(r.rates[i])*share/8), 1)
+	burst := uint32(min(max(float64(rate)*burstTime.Seconds(), leastBurst), mostBurst))
+	for s := range r.ns {
+		link, err := r.nl[s].LinkByName(Name(i))
+		if err != nil {
+			return err
+		}
+		q := &netlink.Tbf{QdiscAttrs: netlink.QdiscAttrs{LinkIndex: link.Attrs().Index, Parent: netlink.HANDLE_ROOT, Handle: netlink.MakeHandle(1, 0)},
+			Rate: rate, Limit: uint32(min(float64(rate)*queueTime.Seconds(), math.MaxUint32/2)) + burst, Buffer: netlink.Xmittime(rate, burst)}
+		if err := r.nl[s].QdiscReplace(q); err != nil {
+			return fmt.Errorf("tbf: %w", err)
+		}
+	}
+	return nil
+}
+
+// Rails is how many there are.
+func (r *Rig) Rails() int { return len(r.rates) }
+
+// Buffer is what the shaper of a healthy rail holds.
+func (r *Rig) Buffer(rail int) int {
+	return int(r.rates[rail].Over(queueTime))
+}
+
+// Do runs f on a thread inside one namespace: sockets that f makes belong there for good. f must not leave its goroutine.
+func (r *Rig) Do(s Side, f func() error) error {
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		home, err := netns.Get()
+		if err == nil {
+			defer func() { _ = home.Close() }()
+			err = netns.Set(r.ns[s])
+		}
+		if err != nil {
+			runtime.UnlockOSThread()
+			done <- fmt.Errorf("netrig: enter namespace: %w", err)
+			return
+		}
+		err = f()
+		if back := netns.Set(home); back != nil {
+			done <- errors.Join(err, back)
+			return // locked: the thread ends here
+		}
+		runtime.UnlockOSThread()
+		done <- err
+	}()
+	return <-done
+}
+
+// Start starts a command inside one namespace. It is killed when this process dies.
+func (r *Rig) Start(s Side, cmd *exec.Cmd) error {
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
+	return r.Do(s, cmd.Start)
+}
+
+// Listen listens inside one namespace.
+func (r *Rig) Listen(ctx context.Context, s Side, addr string) (l net.Listener, err error) {
+	err = r.Do(s, func() error {
+		l, err = (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		return err
+	})
+	return l, err
+}
+
+// Dial connects from inside one namespace; from is the local address, or the zero one.
+func (r *Rig) Dial(ctx context.Context, s Side, from netip.Addr, to string) (c net.Conn, err error) {
+	var d net.Dialer
+	if from.IsValid() {
+		d.LocalAddr = &net.TCPAddr{IP: from.AsSlice()}
+	}
+	err = r.Do(s, func() error {
+		c, err = d.DialContext(ctx, "tcp", to)
+		return err
+	})
+	return c, err
+}
+
+// Close ends what flaps and lets go of the namespaces.
+func (r *Rig) Close() {
+	r.mu.Lock()
+	flaps := r.flaps
+	r.flaps = make([]*flap, len(flaps))
+	r.mu.Unlock()
+	for _, f := range flaps {
+		f.end()
+	}
+	for s := range r.ns {
+		if r.nl[s] != nil {
+			r.nl[s].Close()
+		}
+		if r.ns[s].IsOpen() {
+			_ = r.ns[s].Close()
+		}
+	}
+}
+
+// Permitted reports whether New can work here; the error says why not, and the remedy.
+func Permitted() error {
+	r, err := New([]timeline.Rate{timeline.MinRate})
+	if err != nil {
+		return err
+	}
+	r.Close()
+	return nil
+}

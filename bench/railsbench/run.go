@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package railsbench
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/bench/railsbench/netrig"
+	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/version"
+)
+
+// How a run is made up.
+const (
+	aloneSpan    = time.Second
+	togetherSpan = 2 * time.Second
+	pipelined    = 2 // transfers that are wanted at a time under --duration, so that the wire is never idle between two
+	settle       = 200 * time.Millisecond
+)
+
+// Run measures the rails with plain streams, moves transfers through the sidecars while the faults happen, and judges.
+func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) (*timeline.Result, error) {
+	say := func(format string, args ...any) { _, _ = fmt.Fprintf(progress, format+"\n", args...) }
+	f, err := Open(ctx, s)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	res := &timeline.Result{Bench: "rails", Version: version.String(), Host: host(), Block: o.Block, Total: o.Total,
+		Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
+	for i, r := range o.Rates {
+		alone, err := Streams(ctx, f.Rig, []int{i}, aloneSpan)
+		if err != nil {
+			return nil, err
+		}
+		res.Rails = append(res.Rails, timeline.Rail{Name: netrig.Name(i), Rate: r, Alone: alone[0], Buffer: f.Rig.Buffer(i)})
+		say("%s of %s: a plain stream alone carries %s", netrig.Name(i), r, alone[0])
+	}
+	if res.Together, err = Together(ctx, f.Rig, togetherSpan); err != nil {
+		return nil, err
+	}
+	say("plain streams over all of them at once carry %s", res.Together)
+	p, err := f.Engines(ctx, o.Block, o.Total, pipelined+1)
+	if err != nil {
+		return nil, err
+	}
+	if err := f.Meet(ctx, p); err != nil {
+		return nil, err
+	}
+	if err := pause(ctx, settle); err != nil {
+		return nil, err
+	}
+	return res, f.Move(ctx, p, o, res)
+}
+
+// Move moves transfers for o.Duration, or a cold and a warm one, while the faults happen, and fills in what res says about that.
+func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, res *timeline.Result) error {
+	c, err := f.Rig.Counters(netrig.Receiver)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var wg sync.WaitGroup
+	stop := make(chan struct{})
+	var readings []netrig.Reading
+	start := time.Now()
+	wg.Go(func() {
+		var err error
+		if readings, err = c.Watch(timeline.SampleEvery, stop); err != nil {
+			cancel(err)
+		}
+	})
+	wg.Go(func() {
+		for _, x := range o.Faults {
+			if pause(ctx, time.Until(start.Add(x.At))) != nil {
+				return
+			}
+			if err := f.Rig.Apply(x); err != nil {
+				cancel(err)
+				return
+			}
+		}
+	})
+	var all []*Transfer
+	window := make(chan struct{}, 1)
+	if o.Duration > 0 {
+		window = make(chan struct{}, pipelined)
+	}
+	for err == nil {
+		if o.Duration > 0 && time.Since(start) >= o.Duration || o.Duration == 0 && len(all) == 2 {
+			break
+		}
+		select {
+		case window <- struct{}{}:
+		case <-ctx.Done():
+		}
+		var t *Transfer
+		if t, err = p.Begin(ctx, Order{}); err == nil {
+			all = append(all, t)
+			wg.Go(func() { t.Landed(); <-window })
+		}
+	}
+	var last time.Time
+	for _, t := range all {
+		if t.Wait(); t.Ended.After(last) {
+			last = t.Ended
+		}
+	}
+	if err == nil {
+		// The chart should show what came after the last end, and a fault may belong to that.
+		err = pause(ctx, timeline.Window)
+	}
+	close(stop)
+	cancel(nil)
+	wg.Wait()
+	if cause := context.Cause(ctx); err != nil && cause != nil && cause != context.Canceled {
+		err = cause
+	}
+	if err != nil {
+		return err
+	}
+	base := all[0].Began
+	res.Samples = grid(readings, base, len(res.Rails))
+	var turn time.Time
+	for _, t := range all {
+		// Transfers are served in the order in which they began: the wire belongs to one once its predecessor is done.
+		began := t.Began
+		if turn.After(began) {
+			began = turn
+		}
+		turn = t.Ended
+		x := timeline.Transfer{Began: timeline.Seconds(began.Sub(base)), Took: timeline.Seconds(t.Ended.Sub(began)), Bytes: t.Bytes}
+		if t.Err != nil {
+			x.Error = t.Err.Error()
+		}
+		res.Transfers = append(res.Transfers, x)
+	}
+	res.Judge()
+	return nil
+}
+
+// grid turns readings into samples at equal times from base on.
+func grid(in []netrig.Reading, base time.Time, rails int) timeline.Samples {
+	s := timeline.Samples{Every: timeline.Seconds(timeline.SampleEvery), Bytes: make([][]uint64, rails)}
+	if len(in) == 0 {
+		return s
+	}
+	zero := make([]uint64, rails)
+	for n, k := 0, 0; ; n++ {
+		at := base.Add(time.Duration(n) * timeline.SampleEvery)
+		for k < len(in)-1 && !in[k+1].At.After(at) {
+			k++
+		}
+		if k == len(in)-1 {
+			return s
+		}
+		a, b := in[k], in[k+1]
+		part := min(max(float64(at.Sub(a.At))/float64(b.At.Sub(a.At)), 0), 1)
+		for i := range rails {
+			v := a.Rx[i] + uint64(part*float64(b.Rx[i]-a.Rx[i]))
+			if n == 0 {
+				zero[i] = v
+			}
+			s.Bytes[i] = append(s.Bytes[i], v-zero[i])
+		}
+	}
+}
+
+// host names the machine and says how busy it was before.
+func host() string {
+	cpu := "unknown processor"
+	b, _ := os.ReadFile("/proc/cpuinfo") // only to name the machine
+	for line := range strings.Lines(string(b)) {
+		if k, v, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(k) == "model name" {
+			cpu = strings.TrimSpace(v)
+			break
+		}
+	}
+	kernel := ""
+	var u unix.Utsname
+	if unix.Uname(&u) == nil {
+		kernel = unix.ByteSliceToString(u.Release[:])
+	}
+	load, _ := os.ReadFile("/proc/loadavg")
+	one, _, _ := strings.Cut(string(load), " ")
+	return fmt.Sprintf("%d x %s, Linux %s, load before the run %s", runtime.NumCPU(), cpu, kernel, one)
+}

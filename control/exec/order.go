@@ -1,0 +1,59 @@
+package exec
+
+import (
+	"bytes"
+	"cmp"
+	"iter"
+	"slices"
+
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Go walks maps in a random order. Where an event concerns many leases they are taken in the order of their ids, so that the same
+// events have the same consequences, and what went wrong once can be run again.
+
+func compareLeases(a, b transfer.LeaseID) int {
+	return cmp.Or(bytes.Compare(a.Boot[:], b.Boot[:]), cmp.Compare(a.ID, b.ID))
+}
+
+func inOrder(all iter.Seq[*dest]) []*dest {
+	return slices.SortedFunc(all, func(a, b *dest) int { return compareLeases(a.ID, b.ID) })
+}
+
+func sourcesInOrder(all iter.Seq[*source]) []*source {
+	return slices.SortedFunc(all, func(a, b *source) int { return compareLeases(a.ID, b.ID) })
+}
+
+func awaitsInOrder(all iter.Seq[*await]) []*await {
+	return slices.SortedFunc(all, func(a, b *await) int { return cmp.Compare(a.id, b.id) })
+}
+
+func grantsInOrder(all iter.Seq[lease.GrantID]) []lease.GrantID {
+	return slices.SortedFunc(all, func(a, b lease.GrantID) int { return compareLeases(a.Dest, b.Dest) })
+}
+
+func workersInOrder(all iter.Seq[*worker]) []*worker {
+	return slices.SortedFunc(all, func(a, b *worker) int { return bytes.Compare(a.w.Boot[:], b.w.Boot[:]) })
+}
+
+func endpointsInOrder(all iter.Seq[*endpoint]) []*endpoint {
+	return slices.SortedFunc(all, func(a, b *endpoint) int { return cmp.Compare(a.addr, b.addr) })
+}
+
+func claimsInOrder(all iter.Seq[*claim]) []*claim {
+	return slices.SortedFunc(all, func(a, b *claim) int {
+		return cmp.Or(compareLeases(a.in.id.Dest, b.in.id.Dest), cmp.Compare(a.part.Rank, b.part.Rank))
+	})
+}
+
+// keysInOrder are those of one transfer id.
+func keysInOrder(all iter.Seq[transfer.Key], x transfer.XferID) (out []transfer.Key) {
+	for k := range all {
+		if k.Xfer == x {
+			out = append(out, k)
+		}
+	}
+	slices.SortFunc(out, func(a, b transfer.Key) int { return bytes.Compare(a.Hash[:], b.Hash[:]) })
+	return out
+}

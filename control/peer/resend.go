@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import "time"
+
+// A rail that dies in silence takes what is in its control lane with it, and the kernel says so only after minutes. A frame is small
+// and handled once however often it comes, so it is cheap to say it again elsewhere long before anybody can know that the lane is dead.
+const (
+	resendAfter = 3 * ackDelay // without an acknowledgement
+	resendMax   = time.Second  // between two tries of the same frame
+	resendBatch = 64           // frames said again at a time: more wait for the acknowledgement of these
+)
+
+// watchUnackedLocked arms the timer that says unacknowledged frames again.
+func (s *session) watchUnackedLocked() {
+	if s.resendArmed || s.closed || len(s.unacked) == 0 {
+		return
+	}
+	s.resendArmed = true
+	wait := max(time.Until(s.unacked[0].due()), time.Millisecond)
+	if s.resendTimer == nil {
+		s.resendTimer = time.AfterFunc(wait, s.overdue)
+	} else {
+		s.resendTimer.Reset(wait)
+	}
+}
+
+// due is when the frame is said again.
+func (o *outgoing) due() time.Time {
+	return o.at.Add(min(resendAfter<<min(o.tries, 8), resendMax))
+}
+
+// overdue says the oldest frames again, on other lanes than those that did not bring them across.
+func (s *session) overdue() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.resendArmed = false
+	if s.closed {
+		return
+	}
+	now := time.Now()
+	for i := range min(len(s.unacked), resendBatch) {
+		o := &s.unacked[i]
+		if now.Before(o.due()) {
+			break
+		}
+		if o.lane == nil {
+			continue // there was none; the next one takes it
+		}
+		// What the socket still holds has not been lost: a full lane is slow, not silent.
+		if o.lane.waiting() == 0 {
+			o.lane.doubted.Store(o.at.UnixNano())
+		}
+		o.at = now
+		o.tries++
+		s.putLocked(o)
+	}
+	s.watchUnackedLocked()
+}
+
+// doubtful reports that frames were lost on the lane, or seem to be, and nothing has come on it since.
+func (l *lane) doubtful() bool {
+	at := l.doubted.Load()
+	return at != 0 && l.heard.Load() <= at
+}

@@ -1,0 +1,131 @@
+package topo
+
+import (
+	"context"
+	"net"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+// TestWatch runs in a network namespace of its own: a link appears, comes up, gets an address, loses its carrier and vanishes.
+func TestWatch(t *testing.T) {
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	type news struct {
+		at time.Time
+		e  Event
+	}
+	events := make(chan news, 256)
+	ready := make(chan *netlink.Handle, 1)
+	var wg sync.WaitGroup
+	var failed error
+	wg.Go(func() {
+		// Never unlocked: the thread ends with its goroutine, and the namespace with the thread.
+		runtime.LockOSThread()
+		if failed = unix.Unshare(unix.CLONE_NEWNET); failed != nil {
+			ready <- nil
+			return
+		}
+		h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+		if err != nil {
+			failed = err
+			ready <- nil
+			return
+		}
+		ready <- h
+		failed = Watch(ctx, Options{Root: t.TempDir()}, func(_ *Host, all []Event) {
+			for _, e := range all {
+				events <- news{time.Now(), e}
+			}
+		})
+	})
+	h := <-ready
+	if h == nil {
+		wg.Wait()
+		testutil.Skip(t, "netns", "no network namespace can be made: "+failed.Error())
+	}
+	defer h.Close()
+	wait := func(name string, c Change) (NIC, time.Time) {
+		t.Helper()
+		limit := time.After(10 * time.Second)
+		for {
+			select {
+			case n := <-events:
+				if n.e.NIC.Name == name && n.e.Change == c {
+					return n.e.NIC, n.at
+				}
+			case <-limit:
+				t.Fatalf("%s: not told that it %s", name, c)
+			}
+		}
+	}
+	wait("lo", Appeared)
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = "rail0"
+	veth := &netlink.Veth{LinkAttrs: attrs, PeerName: "far0"}
+	must(t, h.LinkAdd(veth))
+	if n, _ := wait("rail0", Appeared); n.Kind != Veth || n.Link {
+		t.Errorf("%+v", n)
+	}
+	far, err := h.LinkByName("far0")
+	must(t, err)
+	must(t, h.LinkSetUp(veth))
+	must(t, h.LinkSetUp(far))
+	wait("rail0", Up)
+	must(t, h.AddrAdd(veth, &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(10, 1, 2, 3), Mask: net.CIDRMask(24, 32)}}))
+	for n, _ := wait("rail0", Changed); ; n, _ = wait("rail0", Changed) { // an address of IPv6 may come first
+		if p, err := n.Route(); err == nil && p.String() == "10.1.2.3/24" {
+			break
+		}
+	}
+	// The other end goes: this one loses its carrier, which must be told within a few milliseconds.
+	const tries = 10
+	var worst time.Duration
+	for range tries {
+		began := time.Now()
+		must(t, h.LinkSetDown(far))
+		n, at := wait("rail0", Down)
+		if n.Link || !n.Admin {
+			t.Errorf("%+v", n)
+		}
+		worst = max(worst, at.Sub(began))
+		must(t, h.LinkSetUp(far))
+		wait("rail0", Up)
+	}
+	t.Logf("told of a lost carrier after at most %v of %d times", worst, tries)
+	if worst > 200*time.Millisecond { // 20 ms is the whole of what healing may take; this machine is shared
+		t.Errorf("told of a lost carrier after %v", worst)
+	}
+	must(t, h.LinkDel(veth))
+	wait("rail0", Vanished)
+	stop()
+	wg.Wait()
+	if failed != nil {
+		t.Error(failed)
+	}
+}
+
+// A subscription that the kernel ended is made again.
+func TestSubscriptionIsRenewed(t *testing.T) {
+	k, err := openKernel()
+	must(t, err)
+	defer k.close()
+	must(t, k.subscribe())
+	first := k.sub
+	must(t, k.subscribe())
+	if k.sub != first {
+		t.Error("made again while it lived")
+	}
+	first.lost.Store(true)
+	must(t, k.subscribe())
+	if k.sub == first {
+		t.Error("not made again after it was lost")
+	}
+}

@@ -1,0 +1,291 @@
+package verbs
+
+import (
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// GIDType says which packets a GID makes.
+type GIDType uint8
+
+// The types of GIDs.
+const (
+	GIDInfiniBand GIDType = iota + 1
+	GIDRoCEv1             // Ethernet frames that no router forwards
+	GIDRoCEv2             // UDP
+)
+
+func (t GIDType) String() string {
+	switch t {
+	case GIDInfiniBand:
+		return "IB"
+	case GIDRoCEv1:
+		return "RoCEv1"
+	case GIDRoCEv2:
+		return "RoCEv2"
+	}
+	return fmt.Sprintf("gid type %d", uint8(t))
+}
+
+// GID is one entry of a port's table.
+type GID struct {
+	Index  int
+	Raw    [16]byte
+	Type   GIDType
+	NetDev string // the interface that it belongs to
+}
+
+// Addr is the GID as an IP address; an IPv4 address where it stands for one.
+func (g GID) Addr() netip.Addr { return netip.AddrFrom16(g.Raw).Unmap() }
+
+// Port is one port of an RDMA device, as sysfs shows it.
+type Port struct {
+	Device string
+	Num    int
+	State  string // "ACTIVE", "DOWN" ...
+	Link   string // "Ethernet" or "InfiniBand"
+	LID    uint16
+	Gbps   float64
+	NUMA   int // -1: unknown
+	GIDs   []GID
+}
+
+// Name is the device's, with the port's number where it is not the first.
+func (p *Port) Name() string {
+	if p.Num == 1 {
+		return p.Device
+	}
+	return fmt.Sprintf("%s/%d", p.Device, p.Num)
+}
+
+// ErrNoDevices: this kernel shows no RDMA device.
+var ErrNoDevices = errors.New("no RDMA device: is the NIC's driver loaded, and /sys/class/infiniband visible in this container?")
+
+const (
+	maxPorts = 64   // of a host
+	maxGIDs  = 4096 // of a port
+)
+
+// Ports lists the ports of this host. root is "/" but in tests.
+func Ports(root string) ([]Port, error) { return ports(root, "") }
+
+// ports lists all ports, with the GIDs of the only device, or of every one: a table has thousands of entries, a file each.
+func ports(root, only string) ([]Port, error) {
+	base := filepath.Join(root, "sys/class/infiniband")
+	devices, err := os.ReadDir(base)
+	if errors.Is(err, os.ErrNotExist) || err == nil && len(devices) == 0 {
+		return nil, fmt.Errorf("%w: %w", ErrNotSupported, ErrNoDevices)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("verbs: list devices: %w", err)
+	}
+	var all []Port
+	for _, d := range devices {
+		dir := filepath.Join(base, d.Name(), "ports")
+		nums, err := os.ReadDir(dir)
+		if err != nil {
+			return nil, fmt.Errorf("verbs: ports of %s: %w", d.Name(), err)
+		}
+		for _, n := range nums {
+			num, err := strconv.Atoi(n.Name())
+			if err != nil || num < 1 || num > 255 {
+				continue
+			}
+			if len(all) == maxPorts {
+				return all, fmt.Errorf("verbs: more than %d ports", maxPorts)
+			}
+			p := readPort(filepath.Join(base, d.Name()), d.Name(), num)
+			if only == "" || only == d.Name() {
+				p.GIDs = readGIDs(filepath.Join(dir, n.Name()), p.Link)
+			}
+			all = append(all, p)
+		}
+	}
+	return all, nil
+}
+
+func readPort(dev, name string, num int) Port {
+	dir := filepath.Join(dev, "ports", strconv.Itoa(num))
+	p := Port{Device: name, Num: num, Link: line(dir, "link_layer"), NUMA: -1}
+	_, p.State, _ = strings.Cut(line(dir, "state"), ": ")
+	if lid, err := strconv.ParseUint(line(dir, "lid"), 0, 16); err == nil {
+		p.LID = uint16(lid)
+	}
+	if rate, _, ok := strings.Cut(line(dir, "rate"), " "); ok {
+		p.Gbps, _ = strconv.ParseFloat(rate, 64) // 0: unknown
+	}
+	if n, err := strconv.Atoi(line(dev, "device/numa_node")); err == nil {
+		p.NUMA = n
+	}
+	return p
+}
+
+func readGIDs(dir, link string) (gids []GID) {
+	entries, err := os.ReadDir(filepath.Join(dir, "gids"))
+	if err != nil {
+		return nil
+	}
+	for _, e := range entries[:min(len(entries), maxGIDs)] {
+		i, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		raw, err := hex.DecodeString(strings.ReplaceAll(line(dir, "gids/"+e.Name()), ":", ""))
+		g := GID{Index: i}
+		if err != nil || copy(g.Raw[:], raw) != 16 || g.Raw == [16]byte{} {
+			continue // an empty entry
+		}
+		g.NetDev = line(dir, "gid_attrs/ndevs/"+e.Name())
+		switch t := line(dir, "gid_attrs/types/"+e.Name()); {
+		case strings.Contains(t, "v2"):
+			g.Type = GIDRoCEv2
+		case strings.Contains(t, "RoCE v1") || link == "Ethernet":
+			g.Type = GIDRoCEv1
+		default:
+			g.Type = GIDInfiniBand
+		}
+		gids = append(gids, g)
+	}
+	slices.SortFunc(gids, func(a, b GID) int { return a.Index - b.Index })
+	return gids
+}
+
+func line(dir, file string) string {
+	b, err := os.ReadFile(filepath.Join(dir, file))
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(b))
+}
+
+// AutoGID lets ChooseGID choose.
+const AutoGID = -1
+
+// ChooseGID picks the entry that queue pairs of the port use, and says why. pinned is an index, or AutoGID.
+//
+// On Ethernet: RoCEv2 before RoCEv1, since only UDP is routed and hashed over links; never a link-local address while there
+// is another, since no router forwards it; IPv4 before IPv6, since that is what most fabrics are set up for; then the lowest
+// index, which does not move when addresses are added.
+func ChooseGID(p *Port, pinned int) (GID, string, error) {
+	if pinned != AutoGID {
+		for _, g := range p.GIDs {
+			if g.Index == pinned {
+				return g, fmt.Sprintf("index %d is configured", pinned), nil
+			}
+		}
+		return GID{}, "", fmt.Errorf("verbs: port %s: GID index %d is empty: set gid_index to one of %v, or leave it out", p.Name(), pinned, indexes(p.GIDs))
+	}
+	if len(p.GIDs) == 0 {
+		return GID{}, "", fmt.Errorf("verbs: port %s has no GID: give its network interface an address", p.Name())
+	}
+	if p.Link != "Ethernet" {
+		return p.GIDs[0], "InfiniBand: the first one", nil
+	}
+	rank := func(g GID) int {
+		r := 0
+		if g.Type != GIDRoCEv2 {
+			r += 4
+		}
+		if a := g.Addr(); a.IsLinkLocalUnicast() {
+			r += 2
+		} else if !a.Is4() {
+			r++
+		}
+		return r
+	}
+	best := slices.MinFunc(p.GIDs, func(a, b GID) int {
+		if d := rank(a) - rank(b); d != 0 {
+			return d
+		}
+		return a.Index - b.Index
+	})
+	switch {
+	case best.Type != GIDRoCEv2:
+		return GID{}, "", fmt.Errorf("verbs: port %s has RoCEv1 GIDs only: enable RoCEv2 (cma_roce_mode), or pin one with gid_index", p.Name())
+	case best.Addr().IsLinkLocalUnicast():
+		return GID{}, "", fmt.Errorf("verbs: port %s has link-local GIDs only, which no router forwards: give %s an IP address, or pin one with gid_index",
+			p.Name(), best.NetDev)
+	}
+	why := "RoCEv2, " + best.Addr().String() + " of " + best.NetDev
+	if others := len(p.GIDs) - 1; others > 0 {
+		why += fmt.Sprintf("; before %d others that are RoCEv1, link-local, IPv6 or of a higher index", others)
+	}
+	return best, why, nil
+}
+
+func indexes(gids []GID) (out []int) {
+	for _, g := range gids {
+		out = append(out, g.Index)
+	}
+	return out
+}
+
+// CheckPeer reports whether two ends can be connected at all, naming both where they cannot.
+func CheckPeer(local, remote Address) error {
+	switch {
+	case local.Type != remote.Type:
+		return fmt.Errorf("verbs: this end uses %s (%s), the peer %s (%s): pin gid_index at one of them", local.Type, show(local), remote.Type, show(remote))
+	case local.Type == GIDInfiniBand:
+		if remote.LID == 0 && remote.GID == [16]byte{} {
+			return errors.New("verbs: the peer names neither a LID nor a GID")
+		}
+	case remote.GID == [16]byte{} || netip.AddrFrom16(remote.GID).Unmap().IsMulticast() || netip.AddrFrom16(remote.GID).Unmap().IsUnspecified():
+		return fmt.Errorf("verbs: the peer's GID %s is no address of a host", show(remote))
+	case netip.AddrFrom16(local.GID).Is4In6() != netip.AddrFrom16(remote.GID).Is4In6():
+		return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: one is IPv4, one IPv6: pin gid_index at one of them", show(local), show(remote))
+	}
+	if !remote.MTU.Valid() {
+		return fmt.Errorf("verbs: the peer names MTU number %d: 1 to %d", remote.MTU, MTU4096)
+	}
+	if remote.QP == 0 || remote.QP >= 1<<24 || remote.PSN >= 1<<24 {
+		return fmt.Errorf("verbs: the peer names queue pair %#x and sequence number %#x: both have 24 bits", remote.QP, remote.PSN)
+	}
+	return nil
+}
+
+func show(a Address) string { return netip.AddrFrom16(a.GID).Unmap().String() }
+
+// Config of a device that Open opens.
+type Config struct {
+	Device       string
+	Port         int // 1 and up; 0: the first
+	GIDIndex     int // or AutoGID
+	MTU          MTU // at most; 0: the port's
+	TrafficClass uint8
+	ServiceLevel uint8
+	// Timer is the exponent of the time-out of an acknowledgement, 4.096us << Timer; Retries is how often a request is
+	// repeated after it. A dead path is noticed after about 2 x (Retries+1) x time-out. Soft-RoCE takes 7 for "for ever".
+	Timer   uint8
+	Retries uint8
+}
+
+// Timers that notice a dead path within about 50 ms.
+const (
+	DefaultTimer   = 10 // 4.2 ms
+	DefaultRetries = 3
+	maxTimer       = 31
+	maxRetries     = 6
+)
+
+func (c *Config) check() error {
+	switch {
+	case c.Device == "":
+		return errors.New("verbs: no device is named")
+	case c.MTU > MTU4096:
+		return fmt.Errorf("verbs: MTU number %d: 1 to %d", c.MTU, MTU4096)
+	case c.Timer == 0 || c.Timer > maxTimer:
+		return fmt.Errorf("verbs: timer %d: 1 to %d", c.Timer, maxTimer)
+	case c.Retries == 0 || c.Retries > maxRetries:
+		return fmt.Errorf("verbs: %d retries: 1 to %d", c.Retries, maxRetries)
+	case c.ServiceLevel > 15:
+		return fmt.Errorf("verbs: service level %d: 0 to 15", c.ServiceLevel)
+	}
+	return nil
+}

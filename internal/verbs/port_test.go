@@ -1,0 +1,104 @@
+package verbs
+
+import (
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func gid(index int, t GIDType, addr string) GID {
+	return GID{Index: index, Raw: netip.MustParseAddr(addr).As16(), Type: t, NetDev: "eth0"}
+}
+
+func TestChooseGID(t *testing.T) {
+	const local, v6, v4 = "fe80::1", "2001:db8::1", "10.1.2.3"
+	for _, c := range []struct {
+		name   string
+		link   string
+		gids   []GID
+		pinned int
+		want   int // -1: an error
+		says   string
+	}{
+		{"mlx5 as it comes", "Ethernet", []GID{gid(0, GIDRoCEv1, local), gid(1, GIDRoCEv2, local), gid(2, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, AutoGID, 3, v4},
+		{"IPv6 before it", "Ethernet", []GID{gid(1, GIDRoCEv2, v6), gid(4, GIDRoCEv2, v4)}, AutoGID, 4, v4},
+		{"IPv6 only", "Ethernet", []GID{gid(0, GIDRoCEv2, local), gid(2, GIDRoCEv2, v6)}, AutoGID, 2, v6},
+		{"two addresses", "Ethernet", []GID{gid(7, GIDRoCEv2, "10.1.2.4"), gid(5, GIDRoCEv2, v4)}, AutoGID, 5, v4},
+		{"RoCEv1 only", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, AutoGID, -1, "enable RoCEv2"},
+		{"routable v1, link-local v2", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(1, GIDRoCEv2, local)}, AutoGID, -1, "give eth0 an IP address"},
+		{"pinned against it", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, 0, 0, "configured"},
+		{"pinned to nothing", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, 9, -1, "one of [0]"},
+		{"empty table", "Ethernet", nil, AutoGID, -1, "no GID"},
+		{"InfiniBand", "InfiniBand", []GID{gid(0, GIDInfiniBand, local)}, AutoGID, 0, "InfiniBand"},
+	} {
+		got, why, err := ChooseGID(&Port{Device: "mlx5_0", Num: 1, Link: c.link, GIDs: c.gids}, c.pinned)
+		if err != nil {
+			why = err.Error()
+			got.Index = -1
+		}
+		if got.Index != c.want || !strings.Contains(why, c.says) {
+			t.Errorf("%s: index %d, %q; want %d, saying %q", c.name, got.Index, why, c.want, c.says)
+		}
+	}
+}
+
+func TestPorts(t *testing.T) {
+	root := t.TempDir()
+	write := func(file, text string) {
+		path := filepath.Join(root, "sys/class/infiniband", file)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(text+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := Ports(root); err == nil || !strings.Contains(err.Error(), "no RDMA device") {
+		t.Errorf("an empty host: %v", err)
+	}
+	const p = "mlx5_1/ports/2/"
+	write(p+"link_layer", "Ethernet")
+	write(p+"state", "4: ACTIVE")
+	write(p+"lid", "0x12")
+	write(p+"rate", "400 Gb/sec (4X NDR)")
+	write("mlx5_1/device/numa_node", "1")
+	write(p+"gids/3", "0000:0000:0000:0000:0000:ffff:0a01:0203")
+	write(p+"gids/0", "fe80:0000:0000:0000:0000:0000:0000:0001")
+	write(p+"gids/1", "0000:0000:0000:0000:0000:0000:0000:0000")
+	write(p+"gid_attrs/types/3", "RoCE v2")
+	write(p+"gid_attrs/types/0", "IB/RoCE v1")
+	write(p+"gid_attrs/ndevs/3", "eth7")
+	ports, err := Ports(root)
+	if err != nil || len(ports) != 1 {
+		t.Fatalf("%+v %v", ports, err)
+	}
+	x := ports[0]
+	if x.Name() != "mlx5_1/2" || x.State != "ACTIVE" || x.LID != 0x12 || x.Gbps != 400 || x.NUMA != 1 || len(x.GIDs) != 2 {
+		t.Errorf("%+v", x)
+	}
+	if g := x.GIDs[1]; g.Index != 3 || g.Type != GIDRoCEv2 || g.Addr().String() != "10.1.2.3" || g.NetDev != "eth7" || x.GIDs[0].Type != GIDRoCEv1 {
+		t.Errorf("%+v", x.GIDs)
+	}
+}
+
+func TestConfigCheck(t *testing.T) {
+	good := Config{Device: "mlx5_0", Timer: DefaultTimer, Retries: DefaultRetries}
+	if err := good.check(); err != nil {
+		t.Fatal(err)
+	}
+	for name, spoil := range map[string]func(*Config){
+		"device":  func(c *Config) { c.Device = "" },
+		"MTU":     func(c *Config) { c.MTU = 6 },
+		"timer":   func(c *Config) { c.Timer = 0 }, // which waits for ever
+		"retries": func(c *Config) { c.Retries = 7 },
+		"service": func(c *Config) { c.ServiceLevel = 16 },
+	} {
+		bad := good
+		spoil(&bad)
+		if err := bad.check(); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# initramfs.sh DIR: packs DIR/initrd.gz from what fetch.sh unpacked and from this machine's iproute2 and C library.
+set -euo pipefail
+dir=$(realpath "$1")
+here=$(cd "$(dirname "$0")" && pwd)
+root=$dir/root
+arch=x86_64-linux-gnu
+version=$(ls "$dir/kernel/lib/modules")
+modules=$dir/kernel/lib/modules/$version
+out=$(mktemp -d "$dir/initrd.XXXXXX")
+trap 'rm -rf "$out"' EXIT
+
+mkdir -p "$out"/{bin,sbin,dev,proc,sys,tmp,mnt,run,lib64,usr/bin,usr/lib/tc,etc/libibverbs.d} "$out/usr/lib/$arch"/{libibverbs,xtables} "$out/lib/modules/$version"
+ln -s "../usr/lib/$arch" "$out/lib/$arch"
+cp "$root/bin/busybox" "$out/bin/"
+"$root/bin/busybox" --list | while read -r applet; do
+  # ip and tc are iproute2's, and the shell is dash: busybox's has an ip of its own inside, which knows less.
+  case $applet in busybox | ip | tc | sh) ;; *) ln -s busybox "$out/bin/$applet" ;; esac
+done
+ln -s ../bin/busybox "$out/sbin/modprobe" # the kernel asks for modules by this name
+cp -L "$(command -v dash)" "$out/bin/sh"
+cp -L "$(command -v ip)" "$(command -v tc)" "$(command -v rdma)" "$out/bin/"
+cp -L "$root"/usr/bin/{ibv_devinfo,ib_write_bw,ib_write_lat} "$root/usr/sbin/xtables-legacy-multi" "$out/usr/bin/"
+ln -s xtables-legacy-multi "$out/usr/bin/iptables"
+cp "$root/etc/libibverbs.d/rxe.driver" "$out/etc/libibverbs.d/"
+cp "$root/usr/lib/$arch"/libibverbs/librxe-*.so "$out/usr/lib/$arch/libibverbs/"
+cp "$root/usr/lib/$arch"/xtables/libxt_{standard,udp,tcp,statistic}.so "$out/usr/lib/$arch/xtables/"
+
+# Libraries of all these, and of cgo binaries that are carried in.
+cp -L "$root/usr/lib/$arch/libibverbs.so.1" "$out/usr/lib/$arch/"
+{
+  export LD_LIBRARY_PATH=$root/usr/lib/$arch:$root/lib/$arch
+  for file in "$out"/usr/bin/* "$out"/bin/{ip,tc,rdma} "$out/usr/lib/$arch"/*.so* "$out/usr/lib/$arch"/{libibverbs,xtables}/*.so; do
+    [ -L "$file" ] || ldd "$file" 2>/dev/null | awk '$2 == "=>" && $3 ~ /^\// {print $3} $1 ~ /ld-linux/ {print $1}'
+  done
+  for name in libpthread.so.0 libdl.so.2 librt.so.1 libresolv.so.2 libgcc_s.so.1; do
+    ldconfig -p | awk -v n="$name" '$1 == n {print $NF; exit}'
+  done
+} | sort -u | while read -r lib; do
+  case $lib in
+    */ld-linux*) cp -L "$lib" "$out/lib64/" ;;
+    *) cp -L "$lib" "$out/usr/lib/$arch/" ;;
+  esac
+done
+
+# Modules with what they depend on.
+wanted="virtio_pci 9pnet_virtio 9p virtio_net veth rdma_rxe ib_uverbs sch_netem sch_plug sch_prio iptable_filter xt_tcpudp xt_statistic crc32_generic crc32-pclmul"
+for m in $wanted; do
+  grep -E "/$m\.ko:" "$modules/modules.dep" || grep -qE "/$m\.ko" "$modules/modules.builtin" || { echo "no module $m" >&2; exit 1; }
+done | tr -d : | tr ' ' '\n' | sort -u | while read -r file; do
+  [ -n "$file" ] || continue
+  mkdir -p "$out/lib/modules/$version/$(dirname "$file")"
+  cp "$modules/$file" "$out/lib/modules/$version/$file"
+done
+"$root/bin/busybox" depmod -b "$out" "$version"
+install -m 755 "$here/guest/init" "$out/init"
+cp "$here/guest/rails.sh" "$out/rails.sh"
+(cd "$out" && find . | "$root/bin/busybox" cpio -o -H newc 2>/dev/null | gzip -1) >"$dir/initrd.gz.new"
+mv "$dir/initrd.gz.new" "$dir/initrd.gz"

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# vm.sh DIR SHARE SCRIPT [KERNEL-ARGUMENT...]: boots a guest that sees the folder SHARE as /mnt and runs SCRIPT there. Shows
+# its console, and ends with the script's status. GUEST_NET adds devices, GUEST_MEM (MiB), GUEST_CPUS and GUEST_TIMEOUT (s) bound it.
+set -uo pipefail
+dir=$(realpath "$1") share=$2 script=$3
+shift 3
+console=$(mktemp "$dir/console.XXXXXX")
+trap 'rm -f "$console"' EXIT
+version=$(ls "$dir/kernel/lib/modules")
+# Emulation works everywhere; a /dev/kvm that is there may still not start a guest, so it is asked for by GUEST_ACCEL=kvm.
+accel=${GUEST_ACCEL:-tcg,thread=multi}
+# shellcheck disable=SC2086
+nice -n 10 timeout "${GUEST_TIMEOUT:-900}" qemu-system-x86_64 -accel "$accel" -cpu qemu64 -M q35 -smp "${GUEST_CPUS:-2}" -m "${GUEST_MEM:-2048}" \
+  -nodefaults -no-user-config -display none -no-reboot -serial stdio \
+  -fsdev "local,id=share,path=$share,security_model=none" -device virtio-9p-pci,fsdev=share,mount_tag=share ${GUEST_NET:-} \
+  -kernel "$dir/kernel/boot/vmlinuz-$version" -initrd "$dir/initrd.gz" \
+  -append "console=ttyS0 quiet panic=-1 mitigations=off run=$script $*" </dev/null 2>&1 | tr -d '\r' | tee "$console" | sed -u '/^GUEST-EXIT:/d'
+status=$(sed -n 's/^GUEST-EXIT://p' "$console" | tail -n 1)
+if [ -z "$status" ]; then
+  echo "the guest ended without a status (QEMU: ${PIPESTATUS[0]})" >&2
+  exit 125
+fi
+exit "$status"

@@ -1,0 +1,133 @@
+package sim
+
+import (
+	"time"
+
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
+)
+
+// What must hold after every event. Each promise has words of its own, by which the mutants know what noticed them.
+const (
+	brokeWrite   = "is written outside a live lease"
+	brokeRead    = "is read outside a live lease"
+	brokeCommit  = "is committed with chunks that are missing or wrong"
+	brokeRelease = "goes back to its engine against the release rule"
+	brokeSlices  = "has lost count of its slices"
+	brokeBound   = "holds more than its bound"
+	brokeEnd     = "never ended"
+	brokeLate    = "ended long after its deadline"
+	brokeLeak    = "holds something when nothing is open"
+	brokePath    = "failed while there was a path"
+)
+
+// Promises are all of them.
+var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLate, brokeLeak, brokePath}
+
+// check looks at what the executor holds.
+func (s *sidecar) check() {
+	x := s.ex.Load()
+	if x.Flights != len(s.moving) {
+		s.c.violation("%s %s: %d are in flight, %d were given out and have not ended", s.n.addr, brokeSlices, x.Flights, len(s.moving))
+		// Said once; what follows is the same.
+		clear(s.moving)
+	}
+	bound := func(what string, n, most int) {
+		if n > most {
+			s.c.violation("%s %s: %d %s, at most %d", s.n.addr, brokeBound, n, what, most)
+		}
+	}
+	cfg := s.c.cfg.Exec
+	slices := cfg.MaxSlices
+	if slices == 0 {
+		slices = exec.DefaultMaxSlices
+	}
+	bound("destination leases", x.Dests, lease.MaxDest)
+	bound("source leases", x.Sources, lease.MaxSource)
+	bound("slices in flight", x.Flights, slices*max(x.Peers, 1))
+	bound("grants of peers", x.Inbound, lease.MaxFanout*lease.MaxSource+exec.DefaultMaxPending*max(x.Peers, 1))
+	bound("lanes", x.Lanes, spray.MaxLanes*max(x.Peers, 1))
+	// One for each thing that has a time of its own, a retry of its fence included, and the scan of what is in flight.
+	bound("timers", x.Timers, 2*(x.Dests+x.Sources+x.Inbound+x.Asked)+len(s.grants)+len(s.origins)+x.Endpoints+x.Pending*16+x.Lanes+1)
+	for _, p := range s.pipes {
+		bound("control frames for one peer", len(p.waiting), maxWaiting)
+	}
+}
+
+// quiet looks at what an executor holds when no lease is open anywhere.
+func (s *sidecar) quiet() {
+	x := s.ex.Load()
+	if x.Dests+x.Sources+x.Inbound+x.Sending+x.Flights+x.Asked+x.Pending+x.Timers > 0 || len(s.grants)+len(s.origins) > 0 {
+		s.c.violation("%s %s: %+v, %d grants, %d origins", s.n.addr, brokeLeak, x, len(s.grants), len(s.origins))
+	}
+}
+
+// read is called before a chunk of the source is read.
+func (t *Transfer) read(s *source, chunk uint32) {
+	if t.Sent != nil || s.closed || s.s.dead {
+		s.s.c.violation("transfer %d: chunk %d of the source %s (ended %v, closed %v, dead %v)", t.ID, chunk, brokeRead, t.Sent != nil, s.closed, s.s.dead)
+	}
+}
+
+// write is called before a chunk of the destination is written.
+func (t *Transfer) write(k *sink, chunk uint32) {
+	if t.Received != nil || k.fenced || k.s.dead {
+		k.s.c.violation("transfer %d: chunk %d %s (ended %v, fenced %v, dead %v)", t.ID, chunk, brokeWrite, t.Received != nil, k.fenced, k.s.dead)
+	}
+}
+
+// released is called before a lease of the transfer goes back to its engine.
+func (t *Transfer) released(receiver bool) {
+	if receiver {
+		for _, k := range t.sinks {
+			if !k.fenced && !k.s.dead {
+				k.s.c.violation("transfer %d: the destination %s: slot %d is neither fenced nor is its process dead", t.ID, brokeRelease, k.l.Grant.Slot)
+			}
+		}
+		return
+	}
+	for _, s := range t.sources {
+		if !s.closed && !s.s.dead {
+			s.s.c.violation("transfer %d: the source %s: an origin is neither closed nor is its process dead", t.ID, brokeRelease)
+		}
+	}
+}
+
+// committed is called when the receiving engine was told that everything is there.
+func (t *Transfer) committed() {
+	epoch := uint32(0)
+	if len(t.content) > 0 {
+		epoch = uint32(t.content[0] >> 56)
+	}
+	for i, w := range t.content {
+		// All of it from one life of the source's blocks: half of a prompt computed once and half computed again is no prompt.
+		if w != t.word(uint32(i), epoch) || epoch > t.epoch {
+			t.To.c.violation("transfer %d %s: chunk %d of %d holds %x, want %x", t.ID, brokeCommit, i, len(t.content), w, t.word(uint32(i), epoch))
+			return
+		}
+	}
+	if want := t.Bytes(); t.Received.Bytes != want {
+		t.To.c.violation("transfer %d %s: it says %d bytes of %d", t.ID, brokeCommit, t.Received.Bytes, want)
+	}
+}
+
+// Settle looks at the end of a run: whether all that began ended, in time; patience is what the run itself kept processes from running.
+func (c *Cluster) Settle(patience time.Duration) {
+	for _, t := range c.transfers {
+		switch {
+		case t.Received == nil, t.Sent == nil && !t.Alone:
+			c.violation("transfer %d from %s to %s %s (received %v, sent %v)", t.ID, t.From.addr, t.To.addr, brokeEnd, t.Received != nil, t.Sent != nil)
+		case t.Last() > t.Deadline+patience:
+			c.violation("transfer %d %s: after %s, its deadline was %s", t.ID, brokeLate, t.Last(), t.Deadline)
+		}
+	}
+	if c.open > 0 {
+		return
+	}
+	for _, n := range c.Nodes {
+		if n.side != nil {
+			n.side.quiet()
+		}
+	}
+}

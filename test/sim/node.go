@@ -1,0 +1,502 @@
+package sim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+	"github.com/kvspray/kvspray/transport/simfabric"
+)
+
+// Node is a machine: its rails, one engine worker, and the sidecar that lives there now.
+type Node struct {
+	c        *Cluster
+	Host     *simfabric.Host
+	addr     string
+	side     *sidecar // nil: it is dead
+	engine   *engine  // nil: it is dead
+	joined   []*Node  // whom it opens lanes to
+	joinedBy []*Node
+	leap     time.Duration // its clock is so far from the fabric's
+	freezes  int
+	nextID   uint64
+}
+
+// engine is one life of an engine worker. What it has open outlives sidecars.
+type engine struct {
+	boot   transfer.Boot
+	leases map[uint64]*Transfer // open ones
+}
+
+// sidecar is one life of a sidecar process: the driver of an executor.
+type sidecar struct {
+	c       *Cluster
+	n       *Node
+	boot    transfer.Boot
+	dead    bool
+	ex      *exec.Exec
+	worker  *connector.Worker // of the engine's present life
+	backend *simfabric.Backend
+	rails   []transport.Rail
+	batch   exec.Batch
+	busy    bool
+	tickAt  exec.Instant // -1: none is armed
+
+	lanes   map[uint64]transport.Lane
+	dials   map[uint64]*dial // by lane, of those that this process opened
+	grants  map[bindName]*sink
+	origins map[bindName]*exec.Sending
+	pipes   map[transfer.Boot]*pipe
+	over    map[transfer.Boot]bool // boots of peers that were superseded
+	moving  map[uint64]bool        // slices that were given to lanes and have not ended, by cookie
+	owners  map[transfer.LeaseID]*Transfer
+}
+
+type bindName struct {
+	peer transfer.Boot
+	slot transfer.Slot
+}
+
+// AddNode adds a node to the cluster on a host with these rails.
+func (c *Cluster) AddNode(rails ...simfabric.RailSpec) *Node {
+	n := &Node{c: c, addr: fmt.Sprintf("n%d", len(c.Nodes))}
+	n.Host = c.F.NewHost(n.addr, rails...)
+	// No two clocks agree: whatever compares instants of two hosts goes wrong at once.
+	n.leap = time.Duration(len(c.Nodes)) * 17 * time.Minute
+	n.engine = &engine{boot: c.boot(), leases: map[uint64]*Transfer{}}
+	c.Nodes = append(c.Nodes, n)
+	c.byAddr[n.addr] = n
+	n.start()
+	return n
+}
+
+func (n *Node) now() exec.Instant { return n.c.F.Now() + n.leap }
+
+// start begins a sidecar's life.
+func (n *Node) start() {
+	c := n.c
+	s := &sidecar{c: c, n: n, boot: c.boot(), tickAt: -1, lanes: map[uint64]transport.Lane{}, dials: map[uint64]*dial{}, grants: map[bindName]*sink{},
+		origins: map[bindName]*exec.Sending{}, pipes: map[transfer.Boot]*pipe{}, over: map[transfer.Boot]bool{}, moving: map[uint64]bool{},
+		owners: map[transfer.LeaseID]*Transfer{}}
+	n.side = s
+	s.backend = n.Host.Backend()
+	s.rails, _ = s.backend.Open(context.Background(), host{s}) // fails only once it is closed
+	cfg := c.cfg.Exec
+	cfg.Boot, cfg.Endpoint, cfg.Planner, cfg.Transports = s.boot, n.addr, planner{}, []string{simfabric.Name}
+	s.ex = exec.New(cfg)
+	if n.engine != nil {
+		s.register(n.engine)
+	}
+}
+
+// register is an engine's hello: it names its layout, and presents what it has open.
+func (s *sidecar) register(e *engine) {
+	w := &connector.Worker{Name: s.n.addr, Boot: e.boot, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens,
+		Layers: make([]layout.Layer, Layers)}}}}
+	s.worker = w
+	s.event(func(exec.Instant) { s.ex.WorkerUp(w) })
+	for _, t := range inOrder(e.leases) {
+		t.present(s)
+	}
+}
+
+// Kill ends the sidecar's process; Restart begins another life.
+func (n *Node) Kill() {
+	s := n.side
+	if s == nil {
+		return
+	}
+	n.c.stats.Restarts++
+	n.side, s.dead = nil, true
+	for _, t := range transfersInOrder(s.owners) {
+		t.orphan(n)
+	}
+	// The kernel closes its sockets. Nothing that it held can be touched by it again.
+	_ = s.backend.Close()
+	for _, p := range append(append([]*Node(nil), n.joined...), n.joinedBy...) {
+		if p.side != nil {
+			p.side.pipe(s.boot).cut()
+		}
+	}
+}
+
+// Restart brings the sidecar back as another boot; who knew it reaches it again.
+func (n *Node) Restart() {
+	if n.side != nil {
+		return
+	}
+	n.start()
+	c := n.c
+	again := func(a, b *Node) {
+		c.F.After(c.cfg.Handshake+c.F.Jitter(redialMost/4), func() {
+			if n.side != nil {
+				c.meet(a, b)
+			}
+		})
+	}
+	for _, p := range n.joined {
+		again(n, p)
+	}
+	for _, p := range n.joinedBy {
+		again(p, n)
+	}
+}
+
+// KillEngine ends the engine; its sidecar, if it lives, is told by the kernel. StartEngine begins another life.
+func (n *Node) KillEngine() {
+	e := n.engine
+	if e == nil {
+		return
+	}
+	n.c.stats.EngineDeaths++
+	n.engine = nil
+	if s := n.side; s != nil {
+		w := s.worker
+		n.Host.After(n.c.F.Jitter(time.Millisecond), func() {
+			s.event(func(now exec.Instant) { s.ex.WorkerGone(now, w, true, "the engine died") })
+		})
+	}
+	for _, t := range inOrder(e.leases) {
+		if n.side == nil || !t.known(n) {
+			t.orphan(n)
+		}
+	}
+}
+
+// StartEngine begins another life of the engine, with nothing open.
+func (n *Node) StartEngine() {
+	if n.engine != nil {
+		return
+	}
+	n.engine = &engine{boot: n.c.boot(), leases: map[uint64]*Transfer{}}
+	if n.side != nil {
+		n.side.register(n.engine)
+	}
+}
+
+// Freeze stops the sidecar for a while, as SIGSTOP does.
+func (n *Node) Freeze(d time.Duration) {
+	n.freezes++
+	n.Host.Freeze()
+	n.c.F.After(d, func() {
+		if n.freezes--; n.freezes == 0 {
+			n.Host.Thaw()
+		}
+	})
+}
+
+// Leap moves the node's clock.
+func (n *Node) Leap(d time.Duration) {
+	n.leap += d
+	if s := n.side; s != nil {
+		s.tickAt = -1
+		s.arm()
+	}
+}
+
+// later runs fn in the sidecar's process, if it still lives then.
+func (s *sidecar) later(d time.Duration, fn func()) {
+	s.n.Host.After(d, func() {
+		if !s.dead {
+			fn()
+		}
+	})
+}
+
+// event tells the executor something and does what follows.
+func (s *sidecar) event(fn func(now exec.Instant)) {
+	if s.dead {
+		return
+	}
+	if s.n.Host.Frozen() {
+		s.later(0, func() { s.event(fn) })
+		return
+	}
+	fn(s.n.now())
+	if s.busy {
+		return // the loop below is further up
+	}
+	s.busy = true
+	for s.ex.Drain(&s.batch) {
+		for i := range s.batch.Actions {
+			s.perform(&s.batch.Actions[i])
+		}
+	}
+	s.busy = false
+	s.arm()
+	s.check()
+}
+
+// twice does something again a little later, now and then.
+func (s *sidecar) twice(fn func()) {
+	if s.c.chance(s.c.cfg.Twice) {
+		s.c.stats.Twice++
+		s.later(s.c.F.Jitter(10*time.Millisecond), fn)
+	}
+}
+
+var errFence = errors.New("sim: a backend could not")
+
+// fails makes a fence or a close fail, now and then.
+func (s *sidecar) fails() error {
+	if !s.c.chance(s.c.cfg.FenceFails) {
+		return nil
+	}
+	s.c.stats.FencesFailed++
+	return errFence
+}
+
+// arm sees to it that Tick comes when the executor wants it.
+func (s *sidecar) arm() {
+	at := s.ex.Next()
+	if at >= 1<<62 || s.tickAt >= 0 && s.tickAt <= at {
+		return
+	}
+	s.tickAt = at
+	s.later(at-s.n.now(), func() {
+		if s.tickAt != at {
+			return // an earlier one was armed since
+		}
+		s.tickAt = -1
+		s.event(s.ex.Tick)
+	})
+}
+
+func (s *sidecar) perform(a *exec.Action) {
+	c := s.c
+	switch a.Kind {
+	case exec.Connect:
+		s.connect(a.Endpoint)
+	case exec.Send:
+		s.send(a.Peer, a.Frame)
+	case exec.Offer:
+		s.offer(a)
+	case exec.Fence:
+		l := a.Landing
+		l.Grant.Revoke()
+		s.later(c.F.Jitter(c.cfg.Fence), func() {
+			err := s.fails()
+			if err == nil {
+				err = s.backend.Fence(context.Background(), &l.Grant)
+			}
+			if err == nil {
+				l.Sink.(*sink).fenced = true
+			}
+			done := func() { s.event(func(now exec.Instant) { s.ex.FenceDone(now, l, err) }) }
+			done()
+			s.twice(done)
+		})
+	case exec.Forget:
+		delete(s.grants, bindName{a.Landing.Grant.Peer, a.Landing.Grant.Slot})
+	case exec.Bind:
+		x := a.Sending
+		t := s.owner(x.Lease)
+		src := &source{s: s, t: t, plan: x.Plan.(*plan), epoch: x.Lease.Epoch}
+		t.sources = append(t.sources, src)
+		x.Origin.Source, x.Source = src, src
+		s.origins[bindName{x.Origin.Peer, x.Origin.Slot}] = x
+	case exec.CloseOrigin:
+		x := a.Sending
+		x.Origin.Revoke()
+		s.later(c.F.Jitter(c.cfg.Fence), func() {
+			err := s.fails()
+			if err == nil {
+				err = s.backend.CloseOrigin(context.Background(), &x.Origin)
+			}
+			if err == nil {
+				x.Source.(*source).closed = true
+				if name := (bindName{x.Origin.Peer, x.Origin.Slot}); s.origins[name] == x {
+					delete(s.origins, name)
+				}
+			}
+			done := func() { s.event(func(now exec.Instant) { s.ex.OriginClosed(now, x, err) }) }
+			done()
+			s.twice(done)
+		})
+	case exec.Move:
+		s.move(a.Lane, a.Slices)
+	case exec.Complete:
+		s.complete(a)
+	case exec.WorkerFenced:
+		s.workerFenced(a.Worker)
+	}
+}
+
+func (s *sidecar) offer(a *exec.Action) {
+	for _, l := range a.Landings {
+		name := bindName{l.Grant.Peer, l.Grant.Slot}
+		if s.grants[name] != nil {
+			s.c.violation("%s: slot %d was given out again before its fence", s.n.addr, l.Grant.Slot)
+		}
+		t := s.owner(l.Lease())
+		chunks := l.Plan.Space().NumChunks()
+		// What an earlier grant brought does not count: the new one has an empty bitmap.
+		t.content = make([]uint64, chunks)
+		k := &sink{s: s, t: t, l: l, bitmap: transfer.NewBitmap(chunks)}
+		t.sinks = append(t.sinks, k)
+		l.Sink, l.Grant.Sink = k, k
+		s.grants[name] = k
+		if _, err := s.backend.Grant(&l.Grant); err != nil {
+			s.c.violation("%s: grant: %v", s.n.addr, err)
+		}
+	}
+	s.send(a.Peer, a.Frame)
+}
+
+func (s *sidecar) move(id uint64, batch []transport.Slice) {
+	for _, x := range batch {
+		if s.moving[x.Cookie] {
+			s.c.violation("%s: slice %x was given out twice", s.n.addr, x.Cookie)
+		}
+		s.moving[x.Cookie] = true
+	}
+	err := give(s.lanes[id], batch)
+	switch {
+	case err == nil:
+		return
+	case !errors.Is(err, errNoLane) && !errors.Is(err, net.ErrClosed):
+		s.c.violation("%s: lane %d %s: %v", s.n.addr, id, brokeBound, err)
+	}
+	res := make([]transport.Result, 0, len(batch))
+	for _, x := range batch {
+		res = append(res, transport.Result{Slice: x, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Err: err, Took: 1})
+	}
+	s.later(0, func() { s.results(res) })
+}
+
+func (s *sidecar) results(res []transport.Result) {
+	s.event(func(now exec.Instant) {
+		for i := range res {
+			delete(s.moving, res[i].Cookie)
+		}
+		s.ex.Results(now, res)
+	})
+}
+
+var errNoLane = errors.New("sim: no such lane")
+
+func give(l transport.Lane, batch []transport.Slice) error {
+	if l == nil {
+		return errNoLane
+	}
+	return l.Move(batch)
+}
+
+// dial keeps one lane open between two processes, as long as both live.
+type dial struct {
+	s, to         *sidecar
+	local, remote transport.Rail
+	wait          time.Duration
+}
+
+func (d *dial) again() {
+	f := d.s.c.F
+	d.s.later(d.s.c.cfg.Handshake+f.Jitter(d.s.c.cfg.Handshake)+d.wait, func() {
+		if d.s.over[d.to.boot] {
+			return
+		}
+		l, err := d.s.backend.Dial(context.Background(), transport.Peer{Boot: d.to.boot, Self: d.s.boot}, d.local, d.remote)
+		if err != nil {
+			d.wait = min(max(2*d.wait, redialFirst), redialMost)
+			d.again()
+			return
+		}
+		d.wait = 0
+		d.s.dials[l.ID()] = d
+	})
+}
+
+// host is the transport.Host of a sidecar.
+type host struct{ s *sidecar }
+
+// PeerKey knows the boots that a handshake named, and this one by all of its names but one: whoever dials names the boot that he
+// means, and is refused by another life at the same address.
+func (h host) PeerKey(boot transfer.Boot) (transport.Peer, bool) {
+	p := h.s.pipes[boot]
+	return transport.Peer{Boot: boot, Self: h.s.boot}, p != nil && !h.s.over[boot]
+}
+
+func (h host) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Grant, transfer.Reason) {
+	k := h.s.grants[bindName{peer, slot}]
+	switch {
+	case k == nil:
+		return nil, transfer.ReasonUnknownSlot
+	case k.l.Grant.Gen != gen:
+		return nil, transfer.ReasonStaleGen
+	}
+	return &k.l.Grant, transfer.ReasonNone
+}
+
+func (h host) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin, transfer.Reason) {
+	x := h.s.origins[bindName{peer, slot}]
+	switch {
+	case x == nil:
+		return nil, transfer.ReasonUnknownSlot
+	case x.Origin.Gen != gen:
+		return nil, transfer.ReasonStaleGen
+	}
+	return &x.Origin, transfer.ReasonNone
+}
+
+func (h host) LaneUp(l transport.Lane) {
+	s := h.s
+	if s.dead || s.over[l.Peer()] {
+		_ = l.Close()
+		return
+	}
+	s.lanes[l.ID()] = l
+	s.event(func(now exec.Instant) {
+		err := s.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
+			Gbps: s.gbps(l.Local()), SliceBytes: s.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight()})
+		if err != nil {
+			s.c.violation("%s: lane %d is refused: %v", s.n.addr, l.ID(), err)
+		}
+	})
+}
+
+func (s *sidecar) gbps(rail string) float64 {
+	for _, r := range s.rails {
+		if r.Name == rail {
+			return r.Gbps
+		}
+	}
+	return 0
+}
+
+func (h host) LaneDown(l transport.Lane, _ error) {
+	s := h.s
+	if s.dead {
+		return
+	}
+	delete(s.lanes, l.ID())
+	s.event(func(now exec.Instant) { s.ex.LaneDown(now, l.ID()) })
+	if d := s.dials[l.ID()]; d != nil {
+		delete(s.dials, l.ID())
+		d.again()
+	}
+}
+
+func (h host) Done(_ transport.Lane, res []transport.Result) {
+	s := h.s
+	if s.dead {
+		return
+	}
+	if s.n.Host.Frozen() {
+		res = append([]transport.Result(nil), res...)
+	}
+	s.results(res)
+	if s.c.chance(s.c.cfg.Twice) {
+		s.c.stats.Twice++
+		again := append([]transport.Result(nil), res...)
+		s.later(s.c.F.Jitter(10*time.Millisecond), func() { s.event(func(now exec.Instant) { s.ex.Results(now, again) }) })
+	}
+}
+
+func (h host) Refused(transport.Lane, transfer.Reason) {}

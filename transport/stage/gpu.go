@@ -1,0 +1,473 @@
+package stage
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+	"github.com/kvspray/kvspray/internal/mem"
+)
+
+// GPU is one GPU as a mem.Device: hops between its memory and the host's, and pipelines to other GPUs.
+type GPU struct {
+	gpus  *GPUs
+	index int
+	card  card
+	dev   Packer
+
+	// Pinned host memory: what lanes borrow, then a bounce buffer for each hop.
+	arena    []byte
+	arenaPtr cuda.Ptr
+	lent     chan []byte
+	hops     chan *hop
+	in, out  chooser // to the GPU, from it
+}
+
+var _ mem.Device = (*GPU)(nil)
+
+// hop is what one gather or scatter needs.
+type hop struct {
+	queue     Queue
+	done      Event
+	dense     cuda.Ptr // HopBytes on the GPU
+	bounce    []byte   // HopBytes of the arena, for callers whose memory is not pinned
+	list      []byte   // pinned: block lists as the kernels read them
+	listPtr   cuda.Ptr
+	far, near []cuda.Ptr // CopyBatch's
+	sizes     []uint64
+}
+
+const hopListBytes = hopRuns*runBytes + (hopRuns+1)*4
+
+// hopFirstAt is where a hop's list has the counts of pieces.
+const hopFirstAt = hopRuns * runBytes
+
+func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
+	u := &GPU{gpus: g, index: index, card: c, in: chooser{fixed: g.cfg.Executor}, out: chooser{fixed: g.cfg.Executor}}
+	if u.dev, err = c.NewPacker(); err != nil {
+		return nil, err
+	}
+	dense := make([]cuda.Ptr, 0, g.cfg.Hops)
+	defer func() {
+		if err != nil {
+			errs := []error{err, u.dev.Close()}
+			for _, p := range dense {
+				errs = append(errs, u.dev.Free(p))
+			}
+			err = errors.Join(errs...)
+		}
+	}()
+	u.lent, u.hops = make(chan []byte, g.cfg.Buffers), make(chan *hop, g.cfg.Hops)
+	if u.arena, u.arenaPtr, err = u.dev.AllocHost((g.cfg.Buffers + g.cfg.Hops) * HopBytes); err != nil {
+		return nil, fmt.Errorf("%d MiB of pinned host memory: %w; lower transports.gpu.buffers", g.cfg.Buffers+g.cfg.Hops, err)
+	}
+	for i := range g.cfg.Buffers {
+		u.lent <- u.arena[i*HopBytes:][:HopBytes:HopBytes]
+	}
+	for i := range g.cfg.Hops {
+		h := &hop{bounce: u.arena[(g.cfg.Buffers+i)*HopBytes:][:HopBytes:HopBytes], far: make([]cuda.Ptr, 0, hopRuns), near: make([]cuda.Ptr, 0, hopRuns),
+			sizes: make([]uint64, 0, hopRuns)}
+		if h.queue, err = u.dev.NewQueue(); err != nil {
+			return nil, err
+		}
+		if h.done, err = u.dev.NewEvent(); err != nil {
+			return nil, err
+		}
+		if h.dense, err = u.dev.Alloc(HopBytes); err != nil {
+			return nil, fmt.Errorf("%d bytes of staging: %w", HopBytes, err)
+		}
+		dense = append(dense, h.dense)
+		if h.list, h.listPtr, err = u.dev.AllocHost(hopListBytes); err != nil {
+			return nil, err
+		}
+		u.hops <- h
+	}
+	return u, nil
+}
+
+func (u *GPU) close() error {
+	var errs []error
+	var dense []cuda.Ptr
+	for range cap(u.hops) {
+		dense = append(dense, (<-u.hops).dense) // waits for what is under way
+	}
+	errs = append(errs, u.dev.Close())
+	for _, p := range dense {
+		errs = append(errs, u.dev.Free(p))
+	}
+	return errors.Join(append(errs, u.card.Close())...)
+}
+
+// LendBytes implements mem.Device.
+func (u *GPU) LendBytes() int { return HopBytes }
+
+// Lend implements mem.Device.
+func (u *GPU) Lend() []byte {
+	select {
+	case b := <-u.lent:
+		return b
+	default:
+		return nil
+	}
+}
+
+// Return implements mem.Device.
+func (u *GPU) Return(b []byte) { u.lent <- b[:HopBytes] }
+
+// Gather implements mem.Device.
+func (u *GPU) Gather(dst []byte, blocks []mem.Block) error {
+	return u.rearrange(DeviceToHost, dst, blocks)
+}
+
+// Scatter implements mem.Device.
+func (u *GPU) Scatter(blocks []mem.Block, src []byte) error {
+	return u.rearrange(HostToDevice, src, blocks)
+}
+
+// rearrange does a gather or a scatter in hops of at most HopBytes and hopRuns blocks.
+func (u *GPU) rearrange(dir Direction, p []byte, blocks []mem.Block) error {
+	h := <-u.hops
+	defer func() { u.hops <- h }()
+	var off uint64 // of blocks[0]: done already
+	for len(blocks) > 0 {
+		n, bytes := 0, uint64(0)
+		h.far, h.sizes = h.far[:0], h.sizes[:0]
+		for n < len(blocks) && len(h.far) < hopRuns && bytes < HopBytes {
+			b := &blocks[n]
+			if err := b.Region.Check(b.Off, b.Len); err != nil {
+				return err
+			}
+			k := min(b.Len-off, HopBytes-bytes)
+			if k > 0 {
+				h.far = append(h.far, cuda.Ptr(b.Region.Base()+b.Off+off))
+				h.sizes = append(h.sizes, k)
+			}
+			bytes += k
+			if off += k; off == b.Len {
+				n, off = n+1, 0
+			}
+		}
+		if bytes > uint64(len(p)) {
+			return fmt.Errorf("stage: blocks of %d bytes and more beside a buffer of %d: %w", bytes, len(p), mem.ErrBounds)
+		}
+		if err := u.hop(h, dir, p[:bytes]); err != nil {
+			return fmt.Errorf("stage: GPU %d: %w", u.index, err)
+		}
+		p, blocks = p[bytes:], blocks[n:]
+	}
+	return nil
+}
+
+// hop moves what h.far and h.sizes name, and waits for it.
+func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
+	if len(h.far) == 0 {
+		return nil
+	}
+	host, pinned := u.pinned(p)
+	if !pinned {
+		host, _ = u.pinned(h.bounce)
+		if dir == HostToDevice {
+			mem.Copy(h.bounce, p)
+		}
+	}
+	learn := &u.out
+	if dir == HostToDevice {
+		learn = &u.in
+	}
+	how, choice := u.how(h, len(p), learn)
+	start := time.Now()
+	var err error
+	if how == Pack {
+		err = u.packed(h, dir, host, uint64(len(p)))
+	} else {
+		err = u.copied(h, dir, host)
+	}
+	if err == nil {
+		err = h.queue.Record(h.done)
+	}
+	if err == nil {
+		err = h.done.Sync()
+	}
+	if err != nil {
+		// Nothing may be in flight when we return, whatever went wrong.
+		return errors.Join(err, h.queue.Sync())
+	}
+	if choice {
+		learn.took(how, uint64(len(p)), time.Since(start))
+	}
+	if !pinned && dir == DeviceToHost {
+		mem.Copy(p, h.bounce)
+	}
+	return nil
+}
+
+// how: the kernels move 16 bytes at a time, and few or large blocks need no packing. choice: either would have done.
+func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool) {
+	if len(h.far) < 4 || bytes/len(h.far) >= directPiece {
+		return Copy, false
+	}
+	for i, p := range h.far {
+		if (uint64(p)|h.sizes[i])%packAlign != 0 {
+			return Copy, false
+		}
+	}
+	return learn.pick(), true
+}
+
+// pinned gives the device address of host memory that lies in the arena.
+func (u *GPU) pinned(p []byte) (cuda.Ptr, bool) {
+	off, ok := offsetIn(u.arena, p)
+	return u.arenaPtr + cuda.Ptr(off), ok
+}
+
+// copied lets the copy engine walk the blocks.
+func (u *GPU) copied(h *hop, dir Direction, host cuda.Ptr) error {
+	h.near = h.near[:0]
+	for _, n := range h.sizes {
+		h.near = append(h.near, host)
+		host += cuda.Ptr(n)
+	}
+	if dir == HostToDevice {
+		return h.queue.CopyBatch(h.far, h.near, h.sizes)
+	}
+	return h.queue.CopyBatch(h.near, h.far, h.sizes)
+}
+
+// packed crosses the link once: a kernel packs on the GPU before, or unpacks after.
+func (u *GPU) packed(h *hop, dir Direction, host cuda.Ptr, bytes uint64) error {
+	launch := u.list(h)
+	if dir == HostToDevice {
+		return errors.Join(h.queue.Copy(h.dense, host, bytes), launch(u.dev.Unpack, u.dev.UnpackUniform))
+	}
+	return errors.Join(launch(u.dev.Pack, u.dev.PackUniform), h.queue.Copy(host, h.dense, bytes))
+}
+
+// list writes the blocks for the kernels, which read it where it is: it is short, and a copy of it would cost a launch.
+func (u *GPU) list(h *hop) func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+	n, same := len(h.far), true
+	for _, k := range h.sizes {
+		same = same && k == h.sizes[0]
+	}
+	if same {
+		for i, p := range h.far {
+			binary.LittleEndian.PutUint64(h.list[i*8:], uint64(p))
+		}
+		return func(_ func(Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+			return uniform(h.queue, h.listPtr, n, h.dense, h.sizes[0])
+		}
+	}
+	dense := uint64(h.dense)
+	for i, p := range h.far {
+		r := h.list[i*runBytes:][:runBytes]
+		binary.LittleEndian.PutUint64(r, uint64(p))
+		binary.LittleEndian.PutUint64(r[8:], 0)
+		binary.LittleEndian.PutUint64(r[16:], dense)
+		binary.LittleEndian.PutUint32(r[24:], uint32(h.sizes[i]))
+		binary.LittleEndian.PutUint32(r[28:], 1)
+		binary.LittleEndian.PutUint32(h.list[hopFirstAt+i*4:], uint32(i))
+		dense += h.sizes[i]
+	}
+	binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(n))
+	return func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error, _ func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+		return runs(h.queue, h.listPtr, h.listPtr+hopFirstAt, n)
+	}
+}
+
+// moves is scratch of Move: callers come from several goroutines.
+var moves = sync.Pool{New: func() any { s := make([]Move, 0, 4096); return &s }}
+
+// Move implements mem.Device.
+func (u *GPU) Move(dst, src []mem.Block) error {
+	buf := moves.Get().(*[]Move)
+	w := mover{gpus: u.gpus, list: (*buf)[:0]}
+	err := w.run(dst, src)
+	*buf = w.list[:0]
+	moves.Put(buf)
+	return err
+}
+
+// mover walks two lists of blocks together. Pieces between the same two GPUs gather in one list, pieces between a GPU and the host in
+// another; both are moved when the next piece does not fit.
+type mover struct {
+	gpus     *GPUs
+	list     []Move
+	from, to *GPU // of list
+
+	far, near []mem.Block // of gpu, and of the host
+	gpu       *GPU
+	dir       Direction
+	bytes     uint64 // of far
+}
+
+func (w *mover) run(dst, src []mem.Block) error {
+	var si, di int
+	var soff, doff uint64
+	for si < len(src) && di < len(dst) {
+		s, d := &src[si], &dst[di]
+		k := min(s.Len-soff, d.Len-doff)
+		if k > 0 {
+			if err := w.piece(mem.Block{Region: d.Region, Off: d.Off + doff, Len: k}, mem.Block{Region: s.Region, Off: s.Off + soff, Len: k}); err != nil {
+				return err
+			}
+		}
+		if soff += k; soff == s.Len {
+			si, soff = si+1, 0
+		}
+		if doff += k; doff == d.Len {
+			di, doff = di+1, 0
+		}
+	}
+	if si < len(src) || di < len(dst) {
+		return fmt.Errorf("stage: move: the two lists have different lengths: %w", mem.ErrBounds)
+	}
+	if err := w.flush(); err != nil {
+		return err
+	}
+	return w.host()
+}
+
+func (w *mover) piece(d, s mem.Block) error {
+	if err := errors.Join(s.Region.Check(s.Off, s.Len), d.Region.Check(d.Off, d.Len)); err != nil {
+		return err
+	}
+	from, _ := s.Region.Device().(*GPU)
+	to, _ := d.Region.Device().(*GPU)
+	switch {
+	case from == nil && to == nil:
+		buf := make([]byte, s.Len)
+		return errors.Join(s.Region.ReadAt(buf, s.Off), d.Region.WriteAt(buf, d.Off))
+	case from == nil:
+		return w.beside(to, HostToDevice, d, s)
+	case to == nil:
+		return w.beside(from, DeviceToHost, s, d)
+	}
+	if from != w.from || to != w.to {
+		if err := w.flush(); err != nil {
+			return err
+		}
+		w.from, w.to = from, to
+	}
+	w.list = append(w.list, Move{Src: cuda.Ptr(s.Region.Base() + s.Off), Dst: cuda.Ptr(d.Region.Base() + d.Off), Len: s.Len, Count: 1})
+	return nil
+}
+
+// beside adds a piece between a GPU and the host.
+func (w *mover) beside(u *GPU, dir Direction, far, near mem.Block) error {
+	for far.Len > 0 {
+		if w.gpu != u || w.dir != dir || w.bytes == HopBytes {
+			if err := w.host(); err != nil {
+				return err
+			}
+			w.gpu, w.dir = u, dir
+		}
+		k := min(far.Len, HopBytes-w.bytes)
+		w.far = append(w.far, mem.Block{Region: far.Region, Off: far.Off, Len: k})
+		w.near = append(w.near, mem.Block{Region: near.Region, Off: near.Off, Len: k})
+		w.bytes += k
+		far.Off, far.Len, near.Off = far.Off+k, far.Len-k, near.Off+k
+	}
+	return nil
+}
+
+// flush runs the list.
+func (w *mover) flush() error {
+	if len(w.list) == 0 {
+		return nil
+	}
+	err := w.gpus.withPeer(w.from, w.to, func(p *Peer) error { return p.Run(w.list) })
+	if errors.Is(err, errNoPeer) {
+		err = w.through()
+	}
+	w.list = w.list[:0]
+	return err
+}
+
+// through takes the list by way of host memory, where two GPUs do not reach each other. One hop at a time: to hold one of each GPU
+// could deadlock against those who go the other way.
+func (w *mover) through() error {
+	buf, giveBack := w.from.buffer()
+	defer giveBack()
+	for i := 0; i < len(w.list); {
+		j, bytes := i, uint64(0)
+		for j < len(w.list) && j-i < hopRuns && bytes+w.list[j].Len <= HopBytes {
+			bytes += w.list[j].Len
+			j++
+		}
+		if j == i { // larger than a hop: cut it
+			m := &w.list[i]
+			if err := w.exchange([]Move{{Src: m.Src, Dst: m.Dst, Len: HopBytes}}, buf); err != nil {
+				return err
+			}
+			m.Src, m.Dst, m.Len = m.Src+HopBytes, m.Dst+HopBytes, m.Len-HopBytes
+			continue
+		}
+		if err := w.exchange(w.list[i:j], buf[:bytes]); err != nil {
+			return err
+		}
+		i = j
+	}
+	return nil
+}
+
+// exchange moves at most a hop's worth.
+func (w *mover) exchange(list []Move, buf []byte) error {
+	for _, side := range []struct {
+		gpu *GPU
+		dir Direction
+	}{{w.from, DeviceToHost}, {w.to, HostToDevice}} {
+		h := <-side.gpu.hops
+		h.far, h.sizes = h.far[:0], h.sizes[:0]
+		for i := range list {
+			p := list[i].Src
+			if side.dir == HostToDevice {
+				p = list[i].Dst
+			}
+			h.far, h.sizes = append(h.far, p), append(h.sizes, list[i].Len)
+		}
+		err := side.gpu.hop(h, side.dir, buf)
+		side.gpu.hops <- h
+		if err != nil {
+			return fmt.Errorf("stage: GPU %d: %w", side.gpu.index, err)
+		}
+	}
+	return nil
+}
+
+// buffer is a lent buffer, or pageable memory while none is free.
+func (u *GPU) buffer() (buf []byte, giveBack func()) {
+	if b := u.Lend(); b != nil {
+		return b, func() { u.Return(b) }
+	}
+	return make([]byte, HopBytes), func() {}
+}
+
+// host moves the pieces that have host memory on one side, by way of one buffer.
+func (w *mover) host() error {
+	if len(w.near) == 0 {
+		return nil
+	}
+	u := w.gpu
+	buf, giveBack := u.buffer()
+	defer giveBack()
+	buf = buf[:w.bytes]
+	if w.dir == HostToDevice {
+		if err := mem.Gather(buf, w.near); err != nil {
+			return err
+		}
+		if err := u.Scatter(w.far, buf); err != nil {
+			return err
+		}
+	} else {
+		if err := u.Gather(buf, w.far); err != nil {
+			return err
+		}
+		if err := mem.Scatter(w.near, buf); err != nil {
+			return err
+		}
+	}
+	w.far, w.near, w.bytes = w.far[:0], w.near[:0], 0
+	return nil
+}

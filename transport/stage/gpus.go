@@ -1,0 +1,262 @@
+package stage
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+	"github.com/kvspray/kvspray/internal/mem"
+)
+
+// platform is a host's GPUs: CUDA, or a fake of it in tests.
+type platform interface {
+	UUIDs() ([][16]byte, error)
+	Open(i int) (card, error)
+	CanAccess(from, to int) (bool, error)
+}
+
+// card is one GPU in use by this process.
+type card interface {
+	NewPacker() (Packer, error)
+	// Import maps the whole allocation that h names and returns how long it really is. fd stays the caller's.
+	Import(h *Handle, fd int) (p cuda.Ptr, bytes uint64, err error)
+	Unimport(h *Handle, p cuda.Ptr, bytes uint64) error
+	// Reach lets this card's copy engines at the other's memory. Idempotent.
+	Reach(other card) error
+	Close() error
+}
+
+// Config bounds what a sidecar takes of each GPU that it uses. The zero value has sensible bounds.
+type Config struct {
+	Executor    Executor
+	Hops        int    // gathers and scatters under way at once, each with a HopBytes buffer on the GPU and one in host memory; default 8
+	Buffers     int    // host buffers of HopBytes that lanes borrow; default 128
+	PeerStage   uint64 // bytes of one stage between two GPUs; default 16 MiB. A pair takes PeerPipelines*PeerDepth of them on each
+	PeerDisable bool   // never copy between GPUs directly: for comparisons
+	Log         *slog.Logger
+}
+
+// The shape of hops. A slice of a lane has 1 MiB; the copy engine takes 19 us for it, launches and waits about as long, so a few
+// hops at once fill PCIe.
+const (
+	HopBytes       = 1 << 20
+	hopRuns        = 4096 // blocks of one hop; more are done in several
+	defaultHops    = 8
+	defaultBuffers = 128
+	PeerPipelines  = 2 // per ordered pair of GPUs, so that one drains while the other fills
+	defaultStage   = 16 << 20
+	directPiece    = 256 << 10 // blocks of so many bytes on average are copied one by one
+)
+
+// GPUs is this process's use of the host's GPUs: it imports memory that engines lend, and moves it. A GPU is opened when the
+// first memory of it is imported; until then it is not touched. A GPU that fails takes nothing else with it: its regions return
+// errors, others and host memory carry on.
+type GPUs struct {
+	cfg  Config
+	plat platform
+	ids  [][16]byte
+
+	mu     sync.Mutex // protects all below
+	gpus   map[int]*GPU
+	peers  map[[2]int]chan *Peer
+	closed bool
+}
+
+// New opens the CUDA driver. An error wraps cuda.ErrNotSupported where there is none, or no GPU.
+func New(cfg Config) (*GPUs, error) {
+	p, err := openPlatform()
+	if err != nil {
+		return nil, err
+	}
+	return newGPUs(p, cfg)
+}
+
+func newGPUs(p platform, cfg Config) (*GPUs, error) {
+	ids, err := p.UUIDs()
+	if err != nil {
+		return nil, fmt.Errorf("stage: list GPUs: %w", err)
+	}
+	if len(ids) == 0 {
+		return nil, fmt.Errorf("%w: the driver is there and lists no GPU", cuda.ErrNotSupported)
+	}
+	if cfg.Hops <= 0 {
+		cfg.Hops = defaultHops
+	}
+	if cfg.Buffers <= 0 {
+		cfg.Buffers = defaultBuffers
+	}
+	if cfg.PeerStage == 0 {
+		cfg.PeerStage = defaultStage
+	}
+	if cfg.Log == nil {
+		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	return &GPUs{cfg: cfg, plat: p, ids: ids, gpus: map[int]*GPU{}, peers: map[[2]int]chan *Peer{}}, nil
+}
+
+// Import makes a region of size bytes of another process's GPU memory. handle is an encoded Handle, fd its descriptor or -1. On
+// success the region owns fd; on an error it stays the caller's.
+func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
+	h, err := ParseHandle(handle)
+	if err != nil {
+		return nil, err
+	}
+	if size == 0 || size > h.Alloc-h.Off {
+		return nil, fmt.Errorf("stage: region %s: %d bytes at offset %d of an allocation of %d: register what was allocated", id, size, h.Off, h.Alloc)
+	}
+	if (h.Kind == HandleFD) != (fd >= 0) {
+		return nil, fmt.Errorf("stage: region %s: descriptor %d with a GPU handle of kind %d: kind 2 comes with one, kind 1 without", id, fd, h.Kind)
+	}
+	gpu, err := g.find(h.GPU)
+	if err != nil {
+		return nil, fmt.Errorf("stage: region %s: %w", id, err)
+	}
+	p, n, err := gpu.card.Import(&h, fd)
+	if err != nil {
+		return nil, fmt.Errorf("stage: region %s: import from GPU %d: %w; the allocation must be alive and another process's", id, gpu.index, err)
+	}
+	undo := func() {
+		if err := gpu.card.Unimport(&h, p, n); err != nil {
+			g.cfg.Log.Warn("gpu memory not unmapped", "gpu", gpu.index, "region", id.String(), "err", err)
+		}
+	}
+	if h.Off >= n || size > n-h.Off {
+		undo()
+		return nil, fmt.Errorf("stage: region %s: [%d, +%d) of an allocation that has %d bytes", id, h.Off, size, n)
+	}
+	r, err := mem.NewDevice(id, mem.DeviceMemory{Device: gpu, Addr: uint64(p) + h.Off, Size: size, Handle: handle, FD: fd, Free: undo})
+	if err != nil {
+		undo()
+		return nil, err
+	}
+	return r, nil
+}
+
+// find opens the GPU of that name at its first use.
+func (g *GPUs) find(id [16]byte) (*GPU, error) {
+	for i := range g.ids {
+		if g.ids[i] == id {
+			return g.open(i)
+		}
+	}
+	return nil, fmt.Errorf("no GPU of UUID %x here, %d others: give this sidecar the engine's GPUs (NVIDIA_VISIBLE_DEVICES, the pod's resources)", id, len(g.ids))
+}
+
+func (g *GPUs) open(i int) (*GPU, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return nil, net.ErrClosed
+	}
+	if u := g.gpus[i]; u != nil {
+		return u, nil
+	}
+	c, err := g.plat.Open(i)
+	if err != nil {
+		return nil, fmt.Errorf("open GPU %d: %w", i, err)
+	}
+	u, err := newGPU(g, i, c)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("open GPU %d: %w", i, err), c.Close())
+	}
+	g.gpus[i] = u
+	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes", g.cfg.Hops*HopBytes, "executor", g.cfg.Executor.String())
+	return u, nil
+}
+
+// errNoPeer: copies between two GPUs go through host memory.
+var errNoPeer = errors.New("stage: no peer access")
+
+// withPeer calls f with a pipeline from one GPU to another, waiting until one is free.
+func (g *GPUs) withPeer(from, to *GPU, f func(*Peer) error) error {
+	pool, err := g.pool(from, to)
+	if err != nil {
+		return err
+	}
+	p := <-pool
+	defer func() { pool <- p }()
+	return f(p)
+}
+
+func (g *GPUs) pool(from, to *GPU) (chan *Peer, error) {
+	if g.cfg.PeerDisable {
+		return nil, errNoPeer
+	}
+	key := [2]int{from.index, to.index}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return nil, net.ErrClosed
+	}
+	if pool, ok := g.peers[key]; ok {
+		if pool == nil {
+			return nil, errNoPeer
+		}
+		return pool, nil
+	}
+	if from != to {
+		for _, k := range [][2]*GPU{{from, to}, {to, from}} {
+			ok, err := g.plat.CanAccess(k[0].index, k[1].index)
+			if err == nil && ok {
+				err = k[0].card.Reach(k[1].card)
+			}
+			if !ok || err != nil {
+				g.cfg.Log.Warn("no peer access; copies go through host memory", "from", k[0].index, "to", k[1].index, "err", err)
+				g.peers[key] = nil
+				return nil, errNoPeer
+			}
+		}
+	}
+	pool := make(chan *Peer, PeerPipelines)
+	for range PeerPipelines {
+		p, err := g.newPeer(from, to)
+		if err != nil {
+			// One pipeline is slower than two and better than none; with none the host's memory serves.
+			g.cfg.Log.Warn("gpu pipeline not made", "from", from.index, "to", to.index, "have", len(pool), "err", err)
+			break
+		}
+		pool <- p
+	}
+	if len(pool) == 0 {
+		g.peers[key] = nil
+		return nil, errNoPeer
+	}
+	g.peers[key] = pool
+	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", uint64(len(pool)*PeerDepth)*g.cfg.PeerStage)
+	return pool, nil
+}
+
+func (g *GPUs) newPeer(from, to *GPU) (*Peer, error) {
+	src, err := from.card.NewPacker()
+	if err != nil {
+		return nil, err
+	}
+	dst, err := to.card.NewPacker()
+	if err != nil {
+		return nil, errors.Join(err, src.Close())
+	}
+	return newPeer(min(MinStage, max(g.cfg.PeerStage/2, 1)), g.cfg.PeerStage, src, dst)
+}
+
+// Close gives every GPU back. No region may be in use any more.
+func (g *GPUs) Close() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return nil
+	}
+	g.closed = true
+	var errs []error
+	for _, pool := range g.peers {
+		for n := cap(pool); n > 0 && len(pool) > 0; n-- {
+			errs = append(errs, (<-pool).Close())
+		}
+	}
+	for _, u := range g.gpus {
+		errs = append(errs, u.close())
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,326 @@
+package stage
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+	"github.com/kvspray/kvspray/internal/mem"
+)
+
+// fakePlatform has GPUs whose UUID is their number, and engines' allocations whose IPC handle is their address.
+type fakePlatform struct {
+	m       *fakeMachine
+	n       int
+	apart   bool // no peer access
+	devices [][]*fakeDevice
+	mu      sync.Mutex
+	mapped  int
+	fail    map[int]bool // GPUs off the bus
+}
+
+func newFakePlatform(n int) *fakePlatform {
+	return &fakePlatform{m: newFakeMachine(), n: n, devices: make([][]*fakeDevice, n), fail: map[int]bool{}}
+}
+
+func uuid(i int) [16]byte { return [16]byte{byte(i + 1)} }
+
+func (p *fakePlatform) UUIDs() (ids [][16]byte, _ error) {
+	for i := range p.n {
+		ids = append(ids, uuid(i))
+	}
+	return ids, nil
+}
+
+func (p *fakePlatform) CanAccess(int, int) (bool, error) { return !p.apart, nil }
+
+func (p *fakePlatform) Open(i int) (card, error) { return &fakeCard{p, i}, nil }
+
+type fakeCard struct {
+	p *fakePlatform
+	i int
+}
+
+func (c *fakeCard) NewPacker() (Packer, error) {
+	c.p.mu.Lock()
+	defer c.p.mu.Unlock()
+	if c.p.fail[c.i] {
+		return nil, errFake
+	}
+	d := c.p.m.device()
+	c.p.devices[c.i] = append(c.p.devices[c.i], d)
+	return d, nil
+}
+
+func (c *fakeCard) Reach(card) error { return nil }
+func (c *fakeCard) Close() error     { return nil }
+
+func (c *fakeCard) Import(h *Handle, _ int) (cuda.Ptr, uint64, error) {
+	p := cuda.Ptr(binary.LittleEndian.Uint64(h.IPC[:]))
+	c.p.m.mu.Lock()
+	b, ok := c.p.m.mem[p]
+	c.p.m.mu.Unlock()
+	if !ok {
+		return 0, 0, errors.New("fake: invalid handle")
+	}
+	c.p.mu.Lock()
+	defer c.p.mu.Unlock()
+	c.p.mapped++
+	return p, uint64(len(b)), nil
+}
+
+func (c *fakeCard) Unimport(*Handle, cuda.Ptr, uint64) error {
+	c.p.mu.Lock()
+	defer c.p.mu.Unlock()
+	c.p.mapped--
+	return nil
+}
+
+// lend allocates memory of GPU i and returns a part of it as an engine would name it.
+func (p *fakePlatform) lend(i int, alloc, off uint64) (Handle, []byte) {
+	ptr := p.m.alloc(alloc)
+	h := Handle{Kind: HandleIPC, GPU: uuid(i), Off: off, Alloc: alloc}
+	binary.LittleEndian.PutUint64(h.IPC[:], uint64(ptr))
+	return h, p.m.at(ptr, alloc)[off:]
+}
+
+func must[T any](v T, err error) func(testing.TB) T {
+	return func(tb testing.TB) T {
+		tb.Helper()
+		if err != nil {
+			tb.Fatal(err)
+		}
+		return v
+	}
+}
+
+func small() Config { return Config{Hops: 3, Buffers: 4, PeerStage: 64 << 10} }
+
+// Random blocks between host memory, two regions of one GPU and one of another equal a plain copy, whatever the executor, and no
+// byte beside them changes.
+func TestGPUsMove(t *testing.T) {
+	for _, c := range []struct {
+		how   Executor
+		apart bool
+	}{{Auto, false}, {Pack, false}, {Copy, false}, {Auto, true}} {
+		t.Run(fmt.Sprintf("%s,apart=%v", c.how, c.apart), func(t *testing.T) {
+			p := newFakePlatform(2)
+			p.apart = c.apart
+			cfg := small()
+			cfg.Executor = c.how
+			g := must(newGPUs(p, cfg))(t)
+			const size = 3 << 20
+			type place struct {
+				r *mem.Region
+				b []byte
+			}
+			var places []place
+			for _, gpu := range []int{0, 0, 1} {
+				h, b := p.lend(gpu, size+8192, 4096)
+				places = append(places, place{must(g.Import(mem.NewID(), h.Append(nil), -1, size))(t), b[:size]})
+			}
+			host := must(mem.NewAnonymous("test", size))(t)
+			hb, _ := host.Bytes()
+			places = append(places, place{host, hb})
+			rng := rand.New(rand.NewPCG(7, uint64(c.how)))
+			for _, q := range places {
+				for i := range q.b {
+					q.b[i] = byte(rng.Uint32())
+				}
+			}
+			const cell = 24 << 10
+			for range 12 {
+				s, d := places[rng.IntN(4)], places[rng.IntN(4)]
+				if s.r == d.r {
+					continue
+				}
+				want := bytes.Clone(d.b)
+				a, z := rng.Perm(size/cell), rng.Perm(size/cell)
+				n := 1 + rng.IntN(size/cell)
+				var from, to []mem.Block
+				var flat []byte
+				for i := range n {
+					k, shift := uint64(1+rng.IntN(cell-16)), uint64(rng.IntN(16))
+					if rng.IntN(3) > 0 {
+						k, shift = cell&^15, 0
+					}
+					f := mem.Block{Region: s.r, Off: uint64(a[i]*cell) + shift, Len: k}
+					e := mem.Block{Region: d.r, Off: uint64(z[i]*cell) + shift, Len: k}
+					from, to = append(from, f), append(to, e)
+					copy(want[e.Off:][:k], s.b[f.Off:][:k])
+					flat = append(flat, s.b[f.Off:][:k]...)
+				}
+				if s.r.Device() == nil && d.r.Device() == nil {
+					continue
+				}
+				dev := mem.DeviceOf(from)
+				if dev == nil {
+					dev = mem.DeviceOf(to)
+				}
+				if err := dev.Move(to, from); err != nil {
+					t.Fatal(err)
+				}
+				if !bytes.Equal(d.b, want) {
+					t.Fatal("content differs after Move")
+				}
+				got := make([]byte, len(flat))
+				if err := mem.Gather(got, from); err != nil || !bytes.Equal(got, flat) {
+					t.Fatalf("Gather: %v, or content differs", err)
+				}
+				for i := range flat {
+					flat[i]++
+				}
+				if lent := places[0].r.Device().Lend(); lent != nil && len(flat) <= len(lent) {
+					copy(lent, flat)
+					if err := mem.Scatter(to, lent[:len(flat)]); err != nil {
+						t.Fatal(err)
+					}
+					places[0].r.Device().Return(lent)
+				} else if err := mem.Scatter(to, flat); err != nil {
+					t.Fatal(err)
+				}
+				if err := mem.Gather(got, to); err != nil || !bytes.Equal(got, flat) {
+					t.Fatalf("Scatter and Gather: %v, or content differs", err)
+				}
+			}
+			for _, q := range places {
+				q.r.Release()
+			}
+			if p.mapped != 0 {
+				t.Errorf("%d imports are left", p.mapped)
+			}
+			if err := g.Close(); err != nil {
+				t.Error(err)
+			}
+			for i := range p.devices {
+				for _, d := range p.devices[i] {
+					if d.allocated != 0 {
+						t.Errorf("GPU %d: %d allocations leaked", i, d.allocated)
+					}
+				}
+			}
+		})
+	}
+}
+
+// What an engine may say wrongly is refused in words, maps nothing, and leaves other memory usable.
+func TestGPUsRefuse(t *testing.T) {
+	p := newFakePlatform(2)
+	g := must(newGPUs(p, small()))(t)
+	defer g.Close()
+	good, _ := p.lend(0, 1<<20, 0)
+	enc := func(f func(h *Handle)) []byte {
+		h := good
+		f(&h)
+		return h.Append(nil)
+	}
+	for _, c := range []struct {
+		name   string
+		handle []byte
+		fd     int
+		size   uint64
+		want   string
+	}{
+		{"short", good.Append(nil)[:50], -1, 4096, "want 104"},
+		{"kind", enc(func(h *Handle) { h.Kind = 9 }), -1, 4096, "kind"},
+		{"offset beyond the allocation", enc(func(h *Handle) { h.Off = 1 << 20 }), -1, 4096, "offset"},
+		{"length beyond the allocation", good.Append(nil), -1, 1<<20 + 1, "register what was allocated"},
+		{"offset and length wrap", enc(func(h *Handle) { h.Off = 1<<20 - 1 }), -1, 1<<64 - 1, "offset"},
+		{"another host's GPU", enc(func(h *Handle) { h.GPU = uuid(7) }), -1, 4096, "NVIDIA_VISIBLE_DEVICES"},
+		{"freed or foreign", enc(func(h *Handle) { h.IPC[5] ^= 1 }), -1, 4096, "must be alive"},
+		{"a lie about the allocation", enc(func(h *Handle) { h.Alloc = 1 << 30; h.Off = 1 << 20 }), -1, 4096, "that has 1048576 bytes"},
+		{"descriptor too much", good.Append(nil), 0, 4096, "descriptor"},
+		{"descriptor missing", enc(func(h *Handle) { h.Kind = HandleFD }), -1, 4096, "descriptor"},
+	} {
+		r, err := g.Import(mem.NewID(), c.handle, c.fd, c.size)
+		if err == nil {
+			r.Release()
+		}
+		if err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: %v, want it to say %q", c.name, err, c.want)
+		}
+	}
+	if p.mapped != 0 {
+		t.Errorf("%d imports are left", p.mapped)
+	}
+	p.fail[1] = true
+	bad, _ := p.lend(1, 1<<20, 0)
+	if _, err := g.Import(mem.NewID(), bad.Append(nil), -1, 4096); !errors.Is(err, errFake) {
+		t.Errorf("a GPU that cannot be opened: %v", err)
+	}
+	r := must(g.Import(mem.NewID(), good.Append(nil), -1, 4096))(t)
+	if err := r.WriteAt(make([]byte, 4096), 0); err != nil {
+		t.Errorf("the other GPU: %v", err)
+	}
+	r.Release()
+}
+
+// A GPU that falls off the bus fails its own copies, and nothing of another GPU.
+func TestGPUFalls(t *testing.T) {
+	p := newFakePlatform(2)
+	g := must(newGPUs(p, small()))(t)
+	defer g.Close()
+	var r [2]*mem.Region
+	for i := range r {
+		h, _ := p.lend(i, 1<<20, 0)
+		r[i] = must(g.Import(mem.NewID(), h.Append(nil), -1, 1<<20))(t)
+		defer r[i].Release()
+	}
+	for _, d := range p.devices[0] {
+		d.mu.Lock()
+		d.failAfter = 0
+		d.mu.Unlock()
+	}
+	buf := make([]byte, 256<<10)
+	if err := r[0].ReadAt(buf, 0); !errors.Is(err, errFake) || !strings.Contains(err.Error(), "GPU 0") {
+		t.Errorf("a fallen GPU: %v", err)
+	}
+	if err := r[1].ReadAt(buf, 0); err != nil {
+		t.Errorf("its neighbour: %v", err)
+	}
+}
+
+func TestChooser(t *testing.T) {
+	var c chooser
+	count := func(n int, pack, copy float64) (packs int) {
+		for range n {
+			e := c.pick()
+			cost := pack
+			if e == Copy {
+				cost = copy
+			} else {
+				packs++
+			}
+			c.took(e, 1000, 1000*timeUnit(cost))
+		}
+		return packs
+	}
+	if n := count(640, 1, 3); n < 600 {
+		t.Errorf("pack is three times as fast and was taken %d of 640 times", n)
+	}
+	count(640, 30, 3) // the engine is busy now
+	if n := count(640, 30, 3); n > 40 {
+		t.Errorf("pack waits for the engine and was taken %d of 640 times", n)
+	}
+	c.fixed = Pack
+	if c.pick() != Pack {
+		t.Error("fixed is not")
+	}
+	for _, name := range []string{"auto", "pack", "copy"} {
+		if e, err := ParseExecutor(name); err != nil || e.String() != name {
+			t.Errorf("%s: %s, %v", name, e, err)
+		}
+	}
+	if _, err := ParseExecutor("fast"); err == nil {
+		t.Error("an unknown executor was accepted")
+	}
+}
+
+func timeUnit(ns float64) time.Duration { return time.Duration(ns * float64(time.Microsecond)) }

@@ -1,0 +1,81 @@
+//go:build cgo
+
+package stage
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+)
+
+// cudaPlatform is the host's driver.
+type cudaPlatform struct{ devices []cuda.Device }
+
+func openPlatform() (platform, error) {
+	d, err := cuda.Open()
+	if err != nil {
+		return nil, err
+	}
+	return cudaPlatform{d.Devices}, nil
+}
+
+func (p cudaPlatform) UUIDs() ([][16]byte, error) {
+	ids := make([][16]byte, 0, len(p.devices))
+	for _, d := range p.devices {
+		id, err := d.UUID()
+		if err != nil {
+			return nil, err
+		}
+		ids = append(ids, id)
+	}
+	return ids, nil
+}
+
+func (p cudaPlatform) Open(i int) (card, error) {
+	c, err := p.devices[i].Retain()
+	if err != nil {
+		return nil, err
+	}
+	return cudaCard{c}, nil
+}
+
+func (p cudaPlatform) CanAccess(from, to int) (bool, error) {
+	return p.devices[from].CanAccess(p.devices[to])
+}
+
+// cudaCard is a retained context.
+type cudaCard struct{ c *cuda.Context }
+
+func (d cudaCard) NewPacker() (Packer, error) { return CUDA(d.c) }
+
+func (d cudaCard) Reach(other card) error { return d.c.EnablePeer(other.(cudaCard).c) }
+
+func (d cudaCard) Close() error { return d.c.Release() }
+
+func (d cudaCard) Import(h *Handle, fd int) (cuda.Ptr, uint64, error) {
+	if h.Kind == HandleFD {
+		p, err := d.c.ImportFD(fd, h.Alloc)
+		return p, h.Alloc, err
+	}
+	p, err := d.c.OpenIPC(h.IPC)
+	if err != nil {
+		return 0, 0, err
+	}
+	// The owner's word is not taken for the length: a copy past the end would take the context, and with it everybody's memory.
+	base, n, err := d.c.AddressRange(p)
+	if err == nil && base != p {
+		err = fmt.Errorf("the driver has it at %#x, mapped at %#x", uint64(base), uint64(p))
+	}
+	if err != nil {
+		return 0, 0, errors.Join(err, d.c.CloseIPC(p))
+	}
+	return p, n, nil
+}
+
+func (d cudaCard) Unimport(h *Handle, p cuda.Ptr, bytes uint64) error {
+	if h.Kind == HandleFD {
+		return d.c.CloseImport(p, bytes)
+	}
+	return d.c.CloseIPC(p)
+}

@@ -1,0 +1,10 @@
+//go:build !cgo
+
+package stage
+
+import "github.com/kvspray/kvspray/internal/cuda"
+
+func openPlatform() (platform, error) {
+	_, err := cuda.Open()
+	return nil, err
+}
