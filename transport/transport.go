@@ -112,6 +112,20 @@ type Source interface {
 	Valid(r transfer.Range) bool
 }
 
+// OnDevice is implemented by a Sink or a Source whose memory may lie on a device. A backend whose CPU moves bytes then stages whole
+// slices through the buffers that the device lends, instead of small pieces through its own.
+type OnDevice interface {
+	Device() mem.Device // nil: host memory
+}
+
+// DeviceOf returns the device of a Sink or a Source; nil for host memory.
+func DeviceOf(end any) mem.Device {
+	if d, ok := end.(OnDevice); ok {
+		return d.Device()
+	}
+	return nil
+}
+
 // Origin binds a Source to (peer, slot, generation) in the backends of the sender.
 type Origin struct {
 	Peer   transfer.Boot

@@ -260,14 +260,12 @@ func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeRep
 // what it claims, good for dialling back and for nothing else.
 func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, node, endpoint, host string, rails []*peerv1.Rail, addrs []string, share []byte,
 	features []string) (*session, error) {
-	if len(share) != 32 || len(rails) > MaxRails || len(addrs) == 0 || len(addrs) > MaxAddrs || len(features) > MaxFeatures {
-		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d rails (at most %d), %d control addresses (1 to %d), %d features (at most %d): %w",
-			boot, len(share), len(rails), MaxRails, len(addrs), MaxAddrs, len(features), MaxFeatures, wire.ErrMalformed)
+	if len(share) != 32 || len(addrs) == 0 || len(addrs) > MaxAddrs || len(features) > MaxFeatures {
+		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d control addresses (1 to %d), %d features (at most %d): %w",
+			boot, len(share), len(addrs), MaxAddrs, len(features), MaxFeatures, wire.ErrMalformed)
 	}
+	rails, refused := CheckRails(rails)
 	texts := append([]string{node, endpoint, host}, addrs...)
-	for _, r := range rails {
-		texts = append(texts, r.GetTransport(), r.GetName(), r.GetAddress())
-	}
 	for _, s := range append(texts, features...) {
 		if len(s) > MaxText {
 			return nil, fmt.Errorf("peer: hello of %s: text of %d bytes, at most %d: %w", boot, len(s), MaxText, wire.ErrMalformed)
@@ -312,6 +310,10 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, 
 		info.Endpoint, s.claimed = s.info.Endpoint, endpoint
 	}
 	s.info, s.addrs, s.id = info, addrs, id
+	if len(refused) > 0 && !s.complained {
+		s.complained = true
+		m.log.Warn("rails of a peer are not what they can be; said once", "peer", boot.String(), "refused", refused)
+	}
 	return s, nil
 }
 

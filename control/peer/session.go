@@ -40,6 +40,8 @@ type session struct {
 	met      bool // theirs is known
 	business time.Time
 
+	complained bool // about the peer's rails
+
 	// Sending.
 	next     uint64 // seq of the next frame
 	unacked  []outgoing

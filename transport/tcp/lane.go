@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -35,6 +36,9 @@ type lane struct {
 	tx sender   // owned through writing
 	rx receiver // the reader's
 
+	stage stager // slices of device memory, on their way to the queue
+	land  lander // frames of device memory, on their way into place
+
 	mu       sync.Mutex // protects all below
 	writing  bool
 	err      error // why the lane ended; nil while it lives
@@ -53,9 +57,14 @@ type entry struct {
 	began time.Time
 	seq   uint32
 	sent  bool // all of it is written, or about to be: it may be confirmed
-	// Why this end gave it up in mid frame; the frame still goes out, disowned.
+	// Why this end gave it up: before its frame began, or in mid frame, which then still goes out, disowned.
 	why transfer.Reason
 	err error
+
+	// Of device memory: the payload, gathered before its frame begins. nil: none was to be lent, or the memory is the host's.
+	buf []byte
+	dev mem.Device
+	sum uint32
 }
 
 // ring is a bounded queue of entries.
@@ -103,6 +112,8 @@ func newLane(b *Backend, c *net.TCPConn, peer transfer.Boot, local, remote strin
 		confirms: make([]wire.Entry, 0, wire.MaxConfirms)}
 	l.tx.init(l)
 	l.rx.init(l)
+	l.stage.init(l)
+	l.land.init(l)
 	return l, nil
 }
 
@@ -158,15 +169,21 @@ func (l *lane) Move(batch []transport.Slice) error {
 		l.mu.Unlock()
 		return fmt.Errorf("tcp: move: %d slices to lane %d, which has %d of %d", len(batch), l.id, n, l.b.cfg.MaxInFlight)
 	}
+	ready := 0
 	for _, s := range batch {
+		if dev := transport.DeviceOf(s.Origin.Source); dev != nil {
+			l.stage.putLocked(entry{Slice: s, began: now, dev: dev})
+			continue
+		}
 		l.queue.push(entry{Slice: s, began: now})
+		ready++
 	}
 	l.taken += len(batch)
-	mine := !l.writing
-	l.writing = true
+	mine := ready > 0 && !l.writing
+	l.writing = l.writing || mine
 	l.mu.Unlock()
 	switch {
-	case !mine: // whoever writes takes them too
+	case !mine: // whoever writes takes them too, or the stager hands them on
 	case len(batch) == 1 && batch[0].Range.Count == 1:
 		l.pump(true)
 	default:
@@ -232,6 +249,7 @@ func (l *lane) writeLoop() {
 		<-l.wake
 	}
 	<-l.rdDone
+	l.stage.wait()
 	l.finish()
 }
 
@@ -243,6 +261,7 @@ func (l *lane) finish() {
 	end := func(r *ring, outcome transfer.Outcome) {
 		for r.n > 0 {
 			e := r.pop()
+			l.stage.giveBack(&e)
 			res = append(res, transport.Result{Slice: e.Slice, Outcome: outcome, Reason: transfer.ReasonLaneLost,
 				Err: fmt.Errorf("tcp: lane %d to %s: %w", l.id, l.peer, err), Took: time.Since(e.began)})
 		}

@@ -27,7 +27,8 @@ type receiver struct {
 	next  uint32          // first chunk that is in no piece yet
 	todo  uint64          // payload bytes that are in no piece yet
 	sum   uint32
-	open  bool // the piece is the grant's memory: read under the claim
+	open  bool     // the piece is the grant's memory: read under the claim
+	place *landing // not nil: the frame is of device memory, and goes to its buffer first
 	p     piece
 
 	// What follows a payload: its trailer, and the next header, if that is there already. While a header is read, tail
@@ -69,8 +70,11 @@ func (l *lane) readLoop() {
 	r := &l.rx
 	err := r.run()
 	r.claim.Release()
+	l.land.drop(r.place)
+	r.place = nil
 	r.p.reset()
 	l.fail(err)
+	l.land.end()
 }
 
 func (r *receiver) run() error {
@@ -134,21 +138,38 @@ func (r *receiver) frame() error {
 		r.why = transfer.ReasonDisowned
 	case h.Flags&wire.FlagCRC32C != 0 && t.CRC32C != r.sum:
 		r.why = transfer.ReasonChecksum
+	case r.place != nil:
+		// Confirmations keep the order of the frames: those before this one go first.
+		err := r.flush()
+		r.l.land.put(r.place, h)
+		r.place, r.grant = nil, nil
+		return err
 	default:
 		r.why = r.claim.Land(r.l)
 	}
 	r.claim.Release()
-	r.grant = nil
-	e := wire.Entry{Slot: h.Slot, Outcome: transfer.Landed, Reason: r.why, Gen: h.Gen, Range: h.Range, Attempt: h.Attempt, Seq: h.Seq}
-	if r.why != transfer.ReasonNone {
-		e.Outcome = transfer.Rejected
-		r.l.b.host.Refused(r.l, r.why)
+	r.l.land.drop(r.place)
+	r.place, r.grant = nil, nil
+	e := r.l.verdict(h, r.why)
+	if r.l.land.busy() {
+		r.l.land.follow(e)
+		return nil
 	}
 	r.acks = append(r.acks, e)
 	if r.unacked += h.Length; r.unacked >= ackBytes || len(r.acks) == wire.MaxConfirms {
 		return r.flush()
 	}
 	return nil
+}
+
+// verdict is the confirmation of a frame.
+func (l *lane) verdict(h *wire.Header, why transfer.Reason) wire.Entry {
+	e := wire.Entry{Slot: h.Slot, Outcome: transfer.Landed, Reason: why, Gen: h.Gen, Range: h.Range, Attempt: h.Attempt, Seq: h.Seq}
+	if why != transfer.ReasonNone {
+		e.Outcome = transfer.Rejected
+		l.b.host.Refused(l, why)
+	}
+	return e
 }
 
 // begin decides whether a frame is written or scrapped.
@@ -172,12 +193,21 @@ func (r *receiver) begin() {
 	case r.l.crc && h.Flags&wire.FlagCRC32C == 0:
 		r.why = transfer.ReasonChecksum
 	default:
-		r.why = r.grant.Claim(&r.claim, h.Range, h.Attempt)
+		claim := &r.claim
+		if r.place = r.l.land.take(r.grant, n); r.place != nil {
+			claim = &r.place.claim
+		}
+		r.why = r.grant.Claim(claim, h.Range, h.Attempt)
 	}
 }
 
 // load makes the next piece: memory of the grant, or scrap.
 func (r *receiver) load() {
+	if r.why == transfer.ReasonNone && r.place != nil {
+		r.p.fixed(r.place.buf)
+		r.open, r.todo = false, 0
+		return
+	}
 	if r.why == transfer.ReasonNone {
 		c := transfer.Range{First: r.next, Count: min(pieceChunks, r.h.Range.End()-r.next)}
 		if c.Count == 0 {
@@ -324,21 +354,26 @@ func (r *receiver) unstage() {
 
 // flush confirms everything that is due. It does not wait: what does not fit in the socket is the writer's.
 func (r *receiver) flush() error {
-	l := r.l
 	r.unacked = 0
 	if len(r.acks) == 0 {
 		return nil
 	}
+	err := r.l.confirm(r.acks...)
+	r.acks = r.acks[:0]
+	return err
+}
+
+// confirm hands confirmations to the write side.
+func (l *lane) confirm(e ...wire.Entry) error {
 	l.mu.Lock()
-	if len(l.confirms)+len(r.acks) > maxInFlight+wire.MaxConfirms {
+	if len(l.confirms)+len(e) > maxInFlight+wire.MaxConfirms {
 		l.mu.Unlock()
 		return fmt.Errorf("tcp: the peer sends and does not read: over %d confirmations wait: %w", maxInFlight, wire.ErrMalformed)
 	}
-	l.confirms = append(l.confirms, r.acks...)
+	l.confirms = append(l.confirms, e...)
 	mine := !l.writing
 	l.writing = true
 	l.mu.Unlock()
-	r.acks = r.acks[:0]
 	if mine {
 		l.pump(true)
 	}

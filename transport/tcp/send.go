@@ -62,6 +62,7 @@ func (t *sender) init(l *lane) {
 
 func (t *sender) release() {
 	t.p.reset()
+	t.l.stage.giveBack(&t.cur)
 	t.results, t.cur = nil, entry{}
 }
 
@@ -78,7 +79,7 @@ func (l *lane) pump(inline bool) (released bool) {
 			if done := t.gather(inline); done {
 				return true
 			}
-			if inline && (len(t.results) > 0 || t.active && t.todo > inlineBytes) {
+			if inline && (len(t.results) > 0 || t.active && t.todo+uint64(t.p.left) > inlineBytes) {
 				l.wake <- struct{}{}
 				return false
 			}
@@ -110,7 +111,8 @@ func (t *sender) gather(inline bool) bool {
 	if have {
 		e = l.queue.pop()
 		e.seq = t.seq
-		l.flight.push(e) // before its first byte can be confirmed
+		l.flight.push(e)          // before its first byte can be confirmed
+		l.flight.last().buf = nil // the frame's, not the confirmation's
 	}
 	if !have && len(t.acks) == 0 && len(t.out) == t.outAt && len(t.results) == 0 && l.err == nil {
 		l.writing = false
@@ -138,11 +140,15 @@ func (t *sender) begin(e entry) {
 	if err == nil && n > uint64(e.Range.Count)*transfer.ChunkBytes {
 		err = fmt.Errorf("tcp: chunks %d+%d have %d bytes", e.Range.First, e.Range.Count, n)
 	}
+	if err == nil && e.err != nil {
+		err, why = e.err, e.why
+	}
 	if err == nil && e.Origin.Revoked() {
 		err, why = errSourceClosed, transfer.ReasonSourceGone
 	}
 	if err != nil {
 		l := t.l
+		l.stage.giveBack(&e)
 		l.mu.Lock()
 		l.flight.drop() // the last one: nothing of it left this end
 		l.mu.Unlock()
@@ -152,6 +158,11 @@ func (t *sender) begin(e entry) {
 	}
 	t.active, t.cur, t.next, t.todo, t.lost, t.sum = true, e, e.Range.First, n, false, 0
 	t.p.reset()
+	if e.buf != nil { // no memory of the origin is read any more: no guard is needed
+		t.p.fixed(e.buf)
+		t.p.staged, t.summed = true, true
+		t.todo, t.next, t.sum = 0, e.Range.End(), e.sum
+	}
 	t.seq++
 	h := wire.Header{Kind: wire.KindData, Slot: e.Origin.Slot, Gen: e.Origin.Gen, Range: e.Range, Attempt: e.Attempt, Seq: e.seq, Length: n}
 	if t.l.crc {
@@ -336,6 +347,7 @@ func (t *sender) finishFrame() {
 	at := len(t.out)
 	t.out = t.out[:at+wire.TrailerBytes]
 	wire.PutTrailer(t.out[at:], &tr)
-	t.active, t.cur = false, entry{}
 	t.p.reset()
+	t.l.stage.giveBack(&t.cur) // the kernel has its own copy
+	t.active, t.cur = false, entry{}
 }

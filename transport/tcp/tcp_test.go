@@ -25,4 +25,12 @@ func TestConformance(t *testing.T) { transporttest.Conformance(t, factory(Config
 
 func TestConformanceCRC32C(t *testing.T) { transporttest.Conformance(t, factory(Config{CRC32C: true})) }
 
+func TestConformanceOnDevice(t *testing.T) {
+	transporttest.ConformanceOnDevice(t, func(testing.TB, *transporttest.Device) transporttest.Factory { return factory(Config{}) })
+}
+
+func TestConformanceOnDeviceCRC32C(t *testing.T) {
+	transporttest.ConformanceOnDevice(t, func(testing.TB, *transporttest.Device) transporttest.Factory { return factory(Config{CRC32C: true}) })
+}
+
 func BenchmarkTCP(b *testing.B) { transporttest.Benchmark(b, factory(Config{})) }

@@ -352,8 +352,14 @@ func NewMemory(tb testing.TB, s Shape) *Memory {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(region.Release)
-	m.Region = region
 	m.bytes, _ = region.Bytes()
+	if d := onDevice.Load(); d != nil {
+		if region, err = d.Region(m.bytes); err != nil {
+			tb.Fatal(err)
+		}
+		tb.Cleanup(region.Release)
+	}
+	m.Region = region
 	off := m.gap
 	for _, r := range refs {
 		m.blocks[r.chunk][r.at] = mem.Block{Region: region, Off: uint64(off), Len: uint64(r.n)}
@@ -371,6 +377,9 @@ func (m *Memory) Replace(r *mem.Region) {
 		}
 	}
 }
+
+// Device implements transport.OnDevice.
+func (m *Memory) Device() mem.Device { return m.Region.Device() }
 
 // Chunks of the space.
 func (m *Memory) Chunks() uint32 { return uint32(len(m.length)) }

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"fmt"
+	"math"
+	"strings"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+)
+
+// What a peer may say of a rail.
+const (
+	MaxGbps = 10_000
+	maxMTU  = 1 << 20
+	maxNUMA = 1 << 16
+)
+
+// CheckRails keeps of what a peer says about its rails what can be believed, and says what not, each by its name: a rail with a name that
+// is too long, empty or used twice is left out, and so is what comes after MaxRails; an absurd speed, MTU or node counts as unknown. The
+// list that comes back is not the peer's.
+func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
+	no := func(format string, args ...any) {
+		if len(refused) < maxComplaints {
+			refused = append(refused, fmt.Sprintf(format, args...))
+		}
+	}
+	seen := map[[2]string]bool{}
+	for i, r := range rails {
+		id := [2]string{r.GetTransport(), r.GetName()}
+		switch {
+		case len(good) >= MaxRails:
+			no("rails %d to %d: at most %d are kept", i, len(rails)-1, MaxRails)
+			return good, refused
+		case !plain(id[0]) || !plain(id[1]) || len(r.GetAddress()) > MaxText:
+			no("rail %d, %.40q: transport, name or address empty, not printable, or over %d bytes", i, id[1], MaxText)
+			continue
+		case seen[id]:
+			no("rail %s: named twice", id[1])
+			continue
+		}
+		seen[id] = true
+		k := &peerv1.Rail{Transport: id[0], Name: id[1], Address: r.Address, Gbps: r.Gbps, Mtu: r.Mtu, Numa: r.Numa, Down: r.Down}
+		if !(k.Gbps >= 0 && k.Gbps <= MaxGbps) || math.IsNaN(k.Gbps) {
+			no("rail %s: a speed of %g Gbit/s: 0 to %d", id[1], k.Gbps, MaxGbps)
+			k.Gbps = 0
+		}
+		if k.Mtu > maxMTU {
+			no("rail %s: an MTU of %d: at most %d", id[1], k.Mtu, maxMTU)
+			k.Mtu = 0
+		}
+		if k.Numa < -1 || k.Numa > maxNUMA {
+			no("rail %s: NUMA node %d: -1 to %d", id[1], k.Numa, maxNUMA)
+			k.Numa = -1
+		}
+		good = append(good, k)
+	}
+	return good, refused
+}
+
+// maxComplaints bounds what one look complains about.
+const maxComplaints = 8
+
+func plain(s string) bool {
+	return s != "" && len(s) <= MaxText && !strings.ContainsFunc(s, func(r rune) bool { return r <= ' ' || r > '~' })
+}

@@ -1,0 +1,199 @@
+// Package route ranks the ways in which bytes can go from memory here to memory at a peer: transport x local rail x remote rail, and
+// the same with a hop through host memory on either side. It is pure. Which of them carries which slice is package spray's to say; this
+// says which are worth a lane, in which order, and why others are not.
+//
+// Invariants: the same input gives the same list; at most MaxCandidates are kept, the best ones; a candidate that cannot be used says why.
+package route
+
+import (
+	"cmp"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Bounds.
+const (
+	MaxRails      = 64  // of one side and transport that are looked at
+	MaxPairs      = 64  // of rails of one transport that get lanes
+	MaxCandidates = 256 // of one peer
+)
+
+// Transport is what a backend can do, as both sides have it.
+type Transport struct {
+	Name     string
+	Rank     int  // 0 is preferred
+	SameHost bool // works between processes of one host only
+	Device   bool // reads and writes GPU memory itself
+}
+
+// Rail is one end.
+type Rail struct {
+	Transport string
+	Name      string
+	Address   string       // host:port where that is what it is; opaque otherwise
+	Prefix    netip.Prefix // of a local rail: what is on its link; invalid: unknown
+	Gbps      float64      // 0: unknown
+	Down      bool
+	Tier      int // for the memory at hand; 0: unknown
+}
+
+// Kind is how bytes get onto the transport and off it.
+type Kind string
+
+// The kinds.
+const (
+	Direct Kind = "direct"
+	Staged Kind = "staged" // through pinned host memory, at the end or ends whose memory the transport cannot touch
+)
+
+// Candidate is one way.
+type Candidate struct {
+	Kind      Kind    `json:"kind"`
+	Transport string  `json:"transport"`
+	Local     string  `json:"local"`
+	Remote    string  `json:"remote"`
+	Tier      int     `json:"tier"`
+	Gbps      float64 `json:"gbps"` // of the slower end; 0: unknown
+	OnLink    bool    `json:"on_link"`
+	Why       string  `json:"unusable,omitempty"` // empty: usable
+
+	rank int
+}
+
+// Usable reports whether lanes may be opened for it, or bytes sent.
+func (c *Candidate) Usable() bool { return c.Why == "" }
+
+// Input is what routes are made of.
+type Input struct {
+	Transports []Transport
+	Local      []Rail
+	Remote     []Rail
+	SameHost   bool // both processes run on one kernel
+	DeviceHere bool // the memory at this end is a GPU's
+	DeviceAway bool // that at the other end is
+	Stage      bool // this process has a staging ring, and the peer says that it has
+}
+
+// Rank lists the candidates, the best first.
+func Rank(in Input) []Candidate {
+	var out []Candidate
+	for _, t := range in.Transports {
+		kind, why := Direct, ""
+		if (in.DeviceHere || in.DeviceAway) && !t.Device {
+			kind = Staged
+			if !in.Stage {
+				why = t.Name + " cannot touch GPU memory, and there is no staging ring on both sides"
+			}
+		}
+		if t.SameHost && !in.SameHost {
+			why = t.Name + " works within one host"
+		}
+		local, remote := of(in.Local, t.Name), of(in.Remote, t.Name)
+		for _, p := range Pairs(local, remote) {
+			a, b := &local[p.Local], &remote[p.Remote]
+			c := Candidate{Kind: kind, Transport: t.Name, Local: a.Name, Remote: b.Name, Tier: max(a.Tier, b.Tier, 1), Gbps: slower(a.Gbps, b.Gbps), OnLink: p.OnLink,
+				Why: why, rank: t.Rank}
+			switch {
+			case c.Why != "":
+			case a.Down:
+				c.Why = fmt.Sprintf("the link of %s is down", a.Name)
+			case b.Down:
+				c.Why = fmt.Sprintf("the link of the peer's %s is down", b.Name)
+			}
+			out = append(out, c)
+		}
+	}
+	slices.SortStableFunc(out, compare)
+	return out[:min(len(out), MaxCandidates)]
+}
+
+// compare orders candidates: what can be used, the preferred transport, without a hop, near memory, on one link, fast.
+func compare(a, b Candidate) int {
+	return cmp.Or(first(b.Usable(), a.Usable()), cmp.Compare(a.rank, b.rank), first(b.Kind == Direct, a.Kind == Direct), cmp.Compare(a.Tier, b.Tier),
+		first(b.OnLink, a.OnLink), cmp.Compare(b.Gbps, a.Gbps), strings.Compare(a.Local, b.Local), strings.Compare(a.Remote, b.Remote))
+}
+
+func first(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case a:
+		return 1
+	}
+	return -1
+}
+
+func of(all []Rail, transport string) (out []Rail) {
+	for _, r := range all {
+		if r.Transport == transport && len(out) < MaxRails {
+			out = append(out, r)
+		}
+	}
+	return out
+}
+
+func slower(a, b float64) float64 {
+	if a == 0 || b == 0 {
+		return max(a, b)
+	}
+	return min(a, b)
+}
+
+// Pair is two rails by their indices.
+type Pair struct {
+	Local, Remote int
+	OnLink        bool
+}
+
+// Pairs says which rails of one transport are joined by lanes. Rails on one link belong together: nothing else can be as short, and where
+// links are not routed nothing else works. What is left over is paired in order, the longer list deciding how many there are: so each
+// rail has a partner. Rails that are down keep their partners, so that nobody changes his because a cable was pulled.
+func Pairs(local, remote []Rail) (out []Pair) {
+	if len(local) == 0 || len(remote) == 0 {
+		return nil
+	}
+	usedHere, usedThere := make([]bool, len(local)), make([]bool, len(remote))
+	for i, a := range local {
+		for k, b := range remote {
+			if !usedThere[k] && onLink(a, b) {
+				out = append(out, Pair{i, k, true})
+				usedHere[i], usedThere[k] = true, true
+				break
+			}
+		}
+	}
+	here, there := unused(usedHere), unused(usedThere)
+	for i := range max(len(here), len(there)) {
+		p := Pair{}
+		switch {
+		case i < len(here) && i < len(there):
+			p = Pair{Local: here[i], Remote: there[i]}
+		case i < len(here):
+			p = Pair{Local: here[i], Remote: here[i] % len(remote)}
+		default:
+			p = Pair{Local: there[i] % len(local), Remote: there[i]}
+		}
+		p.OnLink = onLink(local[p.Local], remote[p.Remote])
+		out = append(out, p)
+	}
+	return out[:min(len(out), MaxPairs)]
+}
+
+func unused(used []bool) (out []int) {
+	for i, u := range used {
+		if !u {
+			out = append(out, i)
+		}
+	}
+	return out
+}
+
+func onLink(local, remote Rail) bool {
+	if !local.Prefix.IsValid() {
+		return false
+	}
+	a, err := netip.ParseAddrPort(remote.Address)
+	return err == nil && local.Prefix.Contains(a.Addr().Unmap().WithZone(""))
+}
