@@ -22,6 +22,7 @@ import (
 const (
 	lengthBytes = 4
 	readBuffer  = 16 << 10
+	rtoMax      = 1000 // milliseconds between two retransmissions: the least that the kernel takes
 )
 
 // ReadFrame reads one length-prefixed ControlFrame. buf is reused; the frame does not alias it.
@@ -104,6 +105,12 @@ func newLane(c net.Conn) (*lane, error) {
 	}
 	raw, err := tc.SyscallConn()
 	if err != nil {
+		return nil, fmt.Errorf("peer: control lane: %w", err)
+	}
+	if err := raw.Control(func(fd uintptr) {
+		// As on data lanes (transport/tcp). Kernels before 6.15 do not know it.
+		_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, rtoMax)
+	}); err != nil {
 		return nil, fmt.Errorf("peer: control lane: %w", err)
 	}
 	l := &lane{conn: c, raw: raw, limit: writeTimeout}

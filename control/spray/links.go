@@ -47,11 +47,9 @@ func (s *Scheduler) Moved(now Instant, id uint64) {
 		return
 	}
 	q := l.pair
-	l.moved, q.moved, q.peer.moved = now, now, now
-	if l.suspect {
-		l.suspect = false
-		q.recount()
-	}
+	s.alive(now, l)
+	q.peer.moved = now
+	q.stirs(now)
 }
 
 // Quiet calls yield for each lane that can tell what it has received, and should be asked: it is busy and has brought nothing for a while.
@@ -107,7 +105,7 @@ func (s *Scheduler) follow(now Instant, q *pair) {
 		if q.state == Probing {
 			q.peer.probing--
 		}
-		q.down, q.state, q.since, q.until, q.errors = true, Excluded, now, never, 0
+		q.down, q.state, q.since, q.until, q.errors, q.silent = true, Excluded, now, never, 0, false
 		q.count.Exclusions++
 		q.reason = fmt.Sprintf("the link of the local rail %s is down", q.path.Local)
 		if !here {

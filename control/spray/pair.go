@@ -64,6 +64,7 @@ type pair struct {
 	step     int // of Readmitted
 	since    Instant
 	until    Instant // of Excluded
+	silent   bool    // that is why it is excluded
 	cooldown time.Duration
 	reason   string
 	errors   int // since errorsAt
@@ -283,8 +284,16 @@ func (q *pair) exclude(now Instant, c *Config, reason string) {
 		q.peer.probing--
 	}
 	q.state, q.since, q.until, q.reason = Excluded, now, now+q.cooldown, reason
-	q.errors = 0
+	q.errors, q.silent = 0, false
 	q.count.Exclusions++
+}
+
+// stirs takes a sign of life. What is out of use for its silence, and is silent no longer, is probed at once: no cooldown tells more
+// than that.
+func (q *pair) stirs(now Instant) {
+	if q.state == Excluded && q.silent {
+		q.until = min(q.until, now)
+	}
 }
 
 // fault counts an error of the path; several of them exclude it, and one does where it is on trial.

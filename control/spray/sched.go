@@ -364,11 +364,7 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 		}
 		return
 	}
-	l.moved, q.moved = now, now
-	if l.suspect {
-		l.suspect = false
-		q.recount()
-	}
+	s.alive(now, l)
 	switch v {
 	case Confirmed, Superseded:
 		q.delivered += fl.bytes
@@ -377,6 +373,7 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 		}
 		q.delivAt = now
 		q.peer.moved = now
+		q.stirs(now)
 		if q.state != Healthy && fl.posted >= q.since {
 			q.proven(now)
 		}
@@ -385,6 +382,19 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 			q.fault(now, &s.cfg, "slice failed")
 		}
 	}
+}
+
+// alive takes a sign of life of a lane. Where it was suspect, others have what it carries, and its silence was judged: no slice that it
+// held meanwhile is late for that.
+func (s *Scheduler) alive(now Instant, l *lane) {
+	if l.suspect {
+		for i := l.head; i >= 0; i = s.flights[i].next {
+			s.flights[i].forgiven = now - s.flights[i].posted
+		}
+		l.suspect = false
+		l.pair.recount()
+	}
+	l.moved, l.pair.moved = now, now
 }
 
 // release makes what a lane has in flight sendable on others, too.
@@ -417,7 +427,8 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 	}
 	for _, l := range s.busy {
 		q := l.pair
-		if q.live == 0 && len(q.lanes) > 0 && q.state != Excluded {
+		// One that waits for its probe has been judged: without a lane to probe on, nothing new is known of it.
+		if q.live == 0 && len(q.lanes) > 0 && q.state <= Readmitted {
 			s.lagging(now, q, Instant(lagFactor)*s.flights[l.head].predicted)
 		}
 	}
@@ -452,6 +463,7 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 		s.release(l)
 		if q.state == Probing || q.state == Readmitted {
 			q.exclude(now, &s.cfg, fmt.Sprintf("on trial, and silent for %v", silent))
+			q.silent = true
 		}
 		return
 	}
@@ -481,5 +493,6 @@ func (s *Scheduler) lagging(now Instant, q *pair, patience Instant) {
 	}
 	if silent >= max(s.cfg.Exclude, patience) && q.peer.moved > now-silent {
 		q.exclude(now, &s.cfg, fmt.Sprintf("silent for %v while other rails to this peer moved", silent))
+		q.silent = true
 	}
 }

@@ -349,6 +349,46 @@ func TestSuspicionAndExclusionBySilence(t *testing.T) {
 	}
 }
 
+// A rail that was silent for long is excluded once, not again and again while nothing could be tried on it; and what brings something
+// again is probed at once, not when a cooldown ends that has doubled meanwhile.
+func TestSignOfLifeEndsTheCooldown(t *testing.T) {
+	m := newModel(t, Config{MaxCooldown: 20 * sec, Cooldown: 10 * sec})
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.rail(gbit, 100*time.Microsecond, 1)
+	m.move(16 << 20)
+	m.open(LayerStream, 4<<30-1<<20)
+	m.wait(50 * ms)
+	q, l := m.p.pairs[0], m.links[0]
+	l.set(func() { l.dead = true })
+	m.wait(15 * sec)
+	if q.count.Exclusions != 1 || q.count.Probes != 0 || q.count.TimedOut != 0 {
+		t.Fatalf("%d exclusions and %d probes of a rail that nothing could be tried on: want 1, 0", q.count.Exclusions, q.count.Probes)
+	}
+	// Once more, and healed while the cooldown of now is young. What it held all the time is not late now: that was its silence.
+	l.set(func() { l.dead = false })
+	m.wait(200 * ms)
+	if q.state != Healthy || q.count.TimedOut != 0 {
+		t.Fatalf("%v (%s) 200 ms after it moved, %d slices timed out", q.state, q.reason, q.count.TimedOut)
+	}
+	l.set(func() { l.dead = true })
+	m.wait(2 * sec)
+	if q.state != Excluded || q.until < m.now+5*sec {
+		t.Fatalf("%v until %v at %v: not what this test is about", q.state, q.until, m.now)
+	}
+	l.set(func() { l.dead = false })
+	if d := m.run(sec, func() bool { return q.state == Healthy }); d > 100*ms {
+		t.Errorf("in use again %v after it moved: %v", d, q.state)
+	}
+	// One that fails what it is given moves as well, and has to wait.
+	m.wait(10 * ms)
+	q.exclude(m.now, &m.s.cfg, "checksums")
+	until := q.until
+	m.wait(100 * ms)
+	if q.state != Excluded || q.until != until {
+		t.Errorf("excluded for errors until %v: %v until %v after it moved", until, q.state, q.until)
+	}
+}
+
 // A process that was stopped for five seconds blames nobody: the confirmations are there, it has not read them.
 func TestOwnSleepBlamesNobody(t *testing.T) {
 	s, p := solo(t, 2)

@@ -47,6 +47,7 @@ const (
 	defaultInFlight   = 16              // slices per lane
 	maxInFlight       = 1024            // slices per lane
 	defaultNotSent    = 1 << 20         // bytes that wait unsent in a socket
+	rtoMax            = 1000            // milliseconds between two retransmissions: the least that the kernel takes
 	acceptRetryPause  = 10 * time.Millisecond
 	maxRails          = 64
 	defaultRailListen = "127.0.0.1:0"
@@ -480,6 +481,9 @@ func tune(c *net.TCPConn, raw interface {
 	var err error
 	if cerr := raw.Control(func(fd uintptr) {
 		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, cfg.NotSent)
+		// A rail that heals after seconds of silence would be silent for as long again, while its retransmissions back off. Kernels before
+		// 6.15 do not know the option: there it takes that long.
+		_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, rtoMax)
 	}); cerr != nil {
 		return cerr
 	}
