@@ -127,10 +127,14 @@ var rules = []rule{
 		own: []string{"bench/timeline"}, ext: []string{extLink, extNetns, extNFT, extSys}},
 	{dir: "bench/timeline", why: "flags, faults and results as values: what benchmarks of sockets and of the simulation have in common",
 		ext: []string{extCobra}},
+	{dir: "bench/simbench", why: "drives simulated clusters by the flags of the benchmark of real rails; test/sim is the driver of executors there",
+		own: []string{"bench/timeline", "control/exec", "control/spray", "internal/mem", "internal/version", "test/sim", "transfer", "transport", "transport/simfabric"},
+		ext: []string{extCobra}},
 	{dir: "test/arch", why: "reads source text only"},
 	{dir: "test/sim", why: "drives production executors over the simulated fabric: the one place that knows both",
-		own: []string{"api/peer/v1", "connector", "control/exec", "internal/mem", "layout", "transfer", "transport", "transport/simfabric"},
+		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/spray", "internal/mem", "layout", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extProto}},
+	{dir: "test/sim/mutants", why: "changes copies of sources and runs test/sim; knows its promises", own: []string{"test/sim"}},
 	{dir: "test/wireflip", why: "damages bytes between two sidecars; knows frames, or nothing at all", own: []string{"internal/wire", "transfer"}},
 }
 

@@ -79,6 +79,8 @@ type Transfer struct {
 	Began    time.Duration
 	Sent     *connector.Completion // nil: not ended
 	Received *connector.Completion
+	// OnReceived is called when the receiving engine hears how it ended.
+	OnReceived func()
 
 	key                transfer.Key
 	src, dst           transfer.LeaseID
@@ -92,6 +94,9 @@ type Transfer struct {
 	sinks              []*sink // every grant that was ever made
 	sources            []*source
 }
+
+// ReceivedAt is when the receiving engine heard how it ended.
+func (t *Transfer) ReceivedAt() time.Duration { return t.receivedAt }
 
 // Took is how long the receiving engine waited.
 func (t *Transfer) Took() time.Duration { return t.receivedAt - t.Began }
@@ -305,6 +310,9 @@ func (t *Transfer) ended(receiver bool, x connector.Completion) {
 	if receiver {
 		t.Received, t.receivedAt = &x, c.F.Now()
 		delete(t.taker.leases, t.dst.ID)
+		if t.OnReceived != nil {
+			c.F.After(0, t.OnReceived)
+		}
 	} else {
 		t.Sent, t.sentAt = &x, c.F.Now()
 		delete(t.giver.leases, t.src.ID)

@@ -173,7 +173,7 @@ func TestOneLaneFillsItsLink(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			f := New(Config{Seed: 1})
-			a, b := newStation(t, f, 1, RailSpec{"r", c.link, nil}), newStation(t, f, 2, RailSpec{"r", c.link, nil})
+			a, b := newStation(t, f, 1, RailSpec{"r", c.link, nil, nil}), newStation(t, f, 2, RailSpec{"r", c.link, nil, nil})
 			s := newStream(a, b, 0, 32)
 			d := time.Duration(c.seconds * 1e9)
 			f.Run(d, nil)
@@ -190,7 +190,7 @@ func TestOneLaneFillsItsLink(t *testing.T) {
 func TestRateAndDelay(t *testing.T) {
 	f := New(Config{Seed: 1})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 100 * time.Microsecond}
-	a, b := newStation(t, f, 1, RailSpec{"r", link, nil}), newStation(t, f, 2, RailSpec{"r", link, nil})
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
 	var took time.Duration
 	s := newStream(a, b, 0, 0)
 	done := a.onDone
@@ -224,10 +224,10 @@ func TestIncast(t *testing.T) {
 	run := func(buffer, windowBytes int) (share, jain float64, overflows uint64) {
 		f := New(Config{Seed: 1, WindowBytes: windowBytes})
 		link := LinkSpec{BitsPerSecond: 10e9, Latency: 5 * time.Microsecond, Jitter: time.Microsecond, Buffer: buffer}
-		b := newStation(t, f, 100, RailSpec{"r", link, nil})
+		b := newStation(t, f, 100, RailSpec{"r", link, nil, nil})
 		var all []*stream
 		for i := range 16 {
-			all = append(all, newStream(newStation(t, f, byte(i+1), RailSpec{"r", link, nil}), b, 0, 16))
+			all = append(all, newStream(newStation(t, f, byte(i+1), RailSpec{"r", link, nil, nil}), b, 0, 16))
 		}
 		f.Run(seconds*time.Second, nil)
 		var sum, squares float64
@@ -260,9 +260,9 @@ func TestTrunk(t *testing.T) {
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 5 * time.Microsecond, Buffer: 4 << 20}
 	var across, inside []*stream
 	for i := range 4 {
-		a, b := newStation(t, f, byte(i+1), RailSpec{"r", link, left}), newStation(t, f, byte(i+10), RailSpec{"r", link, right})
+		a, b := newStation(t, f, byte(i+1), RailSpec{"r", link, left, nil}), newStation(t, f, byte(i+10), RailSpec{"r", link, right, nil})
 		across = append(across, newStream(a, b, 0, 8))
-		c, d := newStation(t, f, byte(i+20), RailSpec{"r", link, left}), newStation(t, f, byte(i+30), RailSpec{"r", link, left})
+		c, d := newStation(t, f, byte(i+20), RailSpec{"r", link, left, nil}), newStation(t, f, byte(i+30), RailSpec{"r", link, left, nil})
 		inside = append(inside, newStream(c, d, 0, 8))
 	}
 	f.Run(time.Second, nil)
@@ -290,7 +290,7 @@ func TestAsymmetric(t *testing.T) {
 	for _, acks := range []bool{false, true} {
 		f := New(Config{Seed: 1, UserTimeout: 3 * time.Second})
 		link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-		a, b := newStation(t, f, 1, RailSpec{"r", link, nil}), newStation(t, f, 2, RailSpec{"r", link, nil})
+		a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
 		s := newStream(a, b, 0, 8)
 		f.Run(100*time.Millisecond, nil)
 		landed := s.ended[transfer.Landed]
@@ -317,7 +317,7 @@ func TestAsymmetric(t *testing.T) {
 func TestFlap(t *testing.T) {
 	f := New(Config{Seed: 1, Carrier: 5 * time.Millisecond})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-	a, b := newStation(t, f, 1, RailSpec{"r", link, nil}), newStation(t, f, 2, RailSpec{"r", link, nil})
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
 	s := newStream(a, b, 0, 8)
 	rail := a.h.Rails()[0]
 	f.Run(50*time.Millisecond, nil)
@@ -354,7 +354,7 @@ func TestFlap(t *testing.T) {
 func TestLateWrite(t *testing.T) {
 	f := New(Config{Seed: 1})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
-	a, b := newStation(t, f, 1, RailSpec{"r", link, nil}), newStation(t, f, 2, RailSpec{"r", link, nil})
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
 	s := newStream(a, b, 0, 8)
 	f.Run(20*time.Millisecond, nil)
 	b.h.Rails()[0].Rx().SetDeaf(true)
@@ -381,9 +381,9 @@ func TestTrace(t *testing.T) {
 	run := func(seed uint64) (uint64, uint64) {
 		f := New(Config{Seed: seed})
 		link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond, Jitter: 20 * time.Microsecond, Loss: 0.001, Buffer: 256 << 10}
-		b := newStation(t, f, 100, RailSpec{"r", link, nil})
+		b := newStation(t, f, 100, RailSpec{"r", link, nil, nil})
 		for i := range 8 {
-			a := newStation(t, f, byte(i+1), RailSpec{"r", link, nil})
+			a := newStation(t, f, byte(i+1), RailSpec{"r", link, nil, nil})
 			newStream(a, b, 0, 8)
 			f.After(f.Jitter(100*time.Millisecond), func() { a.h.Rails()[0].Flap(20*time.Millisecond, 150*time.Millisecond) })
 		}
@@ -423,10 +423,10 @@ func TestQueue(t *testing.T) {
 func BenchmarkEvents(b *testing.B) {
 	f := New(Config{Seed: 1, WindowBytes: 512 << 10})
 	link := LinkSpec{BitsPerSecond: 10e9, Latency: 5 * time.Microsecond, Jitter: time.Microsecond, Buffer: 8 << 20}
-	dst := newStation(b, f, 200, RailSpec{"r", link, nil})
+	dst := newStation(b, f, 200, RailSpec{"r", link, nil, nil})
 	var all []*stream
 	for i := range 16 {
-		all = append(all, newStream(newStation(b, f, byte(i+1), RailSpec{"r", link, nil}), dst, 0, 16))
+		all = append(all, newStream(newStation(b, f, byte(i+1), RailSpec{"r", link, nil, nil}), dst, 0, 16))
 	}
 	b.ReportAllocs()
 	for b.Loop() {

@@ -33,8 +33,13 @@ func newLink(name string, s LinkSpec) *Link {
 	return &Link{Name: name, spec: s, scale: 1, loss: s.Loss}
 }
 
-// Bytes that the link has carried.
+// Bytes that the link has carried, those that are in its queue included.
 func (l *Link) Bytes() uint64 { return l.bytes }
+
+// Passed is how many bytes have left the link by now.
+func (l *Link) Passed(now Time) uint64 {
+	return l.bytes - min(l.bytes, uint64(max(0, l.busy-now).Seconds()*l.spec.BitsPerSecond*l.scale/8))
+}
 
 // Deepest is the longest that its queue ever was, in bytes.
 func (l *Link) Deepest() int { return l.deepest }
@@ -106,11 +111,12 @@ func (f *Fabric) NewSwitch(name string, trunk *LinkSpec) *Switch {
 // Trunk returns the links to the core and from it; nil where there are none.
 func (s *Switch) Trunk() (up, down *Link) { return s.up, s.down }
 
-// RailSpec describes a rail: the same link in both directions. Out of the host its queue has no bound.
+// RailSpec describes a rail: the same link in both directions, or Out out of the host. Out of the host its queue has no bound.
 type RailSpec struct {
 	Name   string
 	Link   LinkSpec
 	Switch *Switch
+	Out    *LinkSpec // nil: as Link
 }
 
 // Rail is a NIC of a host with its cable to a switch.
@@ -139,6 +145,9 @@ func (f *Fabric) NewHost(name string, rails ...RailSpec) *Host {
 	h := &Host{Name: name, f: f}
 	for _, s := range rails {
 		out := s.Link
+		if s.Out != nil {
+			out = *s.Out
+		}
 		out.Buffer = 0
 		r := &Rail{Name: s.Name, host: h, sw: s.Switch, tx: newLink(name+"/"+s.Name+"/tx", out), rx: newLink(name+"/"+s.Name+"/rx", s.Link)}
 		h.rails = append(h.rails, r)

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simbench
+
+import (
+	"fmt"
+	"io"
+	"os"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/bench/timeline"
+)
+
+// Chart draws a result as HTML.
+type Chart func(io.Writer, *timeline.Result) error
+
+// NewCommand returns the `sim` command; chart is what --html is drawn by.
+func NewCommand(chart Chart) *cobra.Command {
+	var nodes int
+	var seed uint64
+	var against string
+	c := &cobra.Command{
+		Use:   "sim",
+		Short: "Move KV blocks over simulated rails between many nodes, while rails fail",
+		Long: `Moves transfers between simulated nodes, with the production executors and schedulers, in virtual time, while the faults
+happen: what 'kvspray bench rails' does with two sidecars and the kernel's rails, for up to thousands of nodes and without
+privileges. Half of the nodes send, each to one of the others. The same flags and seed give the same run, down to the last event.
+
+With --against it runs what a result of 'kvspray bench rails' says, on rails as they were measured there, and compares.`,
+		Example: `  kvspray bench sim --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up
+  kvspray bench sim --nodes 1000 --rates 25gbit,25gbit,25gbit,25gbit --block 64KiB --seed 7
+  kvspray bench sim --against rails.json`,
+		Args: cobra.NoArgs,
+	}
+	flags := timeline.AddFlags(c)
+	c.Flags().IntVar(&nodes, "nodes", 2, "simulated nodes, half of which send")
+	c.Flags().Uint64Var(&seed, "seed", 1, "of all that is drawn at random")
+	c.Flags().StringVar(&against, "against", "", "a JSON result of 'kvspray bench rails' that is run again and compared with")
+	c.RunE = func(cmd *cobra.Command, _ []string) error {
+		o, err := flags.Options()
+		if err != nil {
+			return err
+		}
+		s := Setup{Options: o, Nodes: nodes, Seed: seed}
+		var real *timeline.Result
+		if against != "" {
+			for _, f := range []string{"rates", "block", "total", "duration", "policy", "fault", "nodes"} {
+				if cmd.Flags().Changed(f) {
+					return fmt.Errorf("--against %s and --%s: the result says which run it was; leave --%s out", against, f, f)
+				}
+			}
+			if real, err = readResult(against); err != nil {
+				return fmt.Errorf("--against: %w", err)
+			}
+			s = Predict(real, seed)
+			s.Options.JSON, s.Options.HTML = o.JSON, o.HTML
+			o = s.Options
+		}
+		res, err := Run(cmd.Context(), s)
+		if err != nil {
+			return err
+		}
+		if err := output(o.JSON, cmd.OutOrStdout(), res.Write); err != nil {
+			return fmt.Errorf("--json: %w", err)
+		}
+		if err := output(o.HTML, cmd.OutOrStdout(), func(w io.Writer) error { return chart(w, res) }); err != nil {
+			return fmt.Errorf("--html: %w", err)
+		}
+		if o.JSON != "-" && o.HTML != "-" {
+			if err := res.Print(cmd.OutOrStdout()); err != nil {
+				return err
+			}
+		}
+		if real != nil {
+			return Compare(real, res, cmd.ErrOrStderr())
+		}
+		if res.Failed > 0 {
+			return fmt.Errorf("%d of %d transfers failed", res.Failed, len(res.Transfers))
+		}
+		return nil
+	}
+	return c
+}
+
+func readResult(path string) (*timeline.Result, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }()
+	return timeline.Read(f)
+}
+
+// output writes to a file, to standard output for "-", and nowhere for "".
+func output(path string, stdout io.Writer, write func(io.Writer) error) error {
+	switch path {
+	case "":
+		return nil
+	case "-":
+		return write(stdout)
+	}
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	err = write(f)
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	return err
+}

@@ -1,0 +1,67 @@
+package main
+
+// mutant is one change of one place.
+type mutant struct {
+	name         string
+	file         string
+	old, becomes string
+	breaks       []string // any of these promises
+}
+
+// The promises of package sim.
+const (
+	outside  = "is written outside a live lease"
+	read     = "is read outside a live lease"
+	commit   = "is committed with chunks that are missing or wrong"
+	released = "goes back to its engine against the release rule"
+	lost     = "has lost count of its slices"
+	bound    = "holds more than its bound"
+	never    = "never ended"
+	late     = "ended long after its deadline"
+	leak     = "holds something when nothing is open"
+	path     = "failed while there was a path"
+)
+
+var mutants = []mutant{
+	// The guard and the fence.
+	{"a revoked guard lets in", "transport/guard.go", "if g.state.Add(1) >= guardRevoked {", "if g.state.Add(1) < 0 {", []string{outside, read}},
+	{"a failed fence counts", "control/exec/dest.go", "	if err != nil {\n		d.trouble = \"fence: \" + err.Error()", "	if false {\n		d.trouble = \"fence: \"", []string{outside, released}},
+	{"a failed close counts", "control/exec/source.go", "	if err != nil {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", "	if false {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", []string{read, released}},
+	{"the release rule says yes", "control/lease/doc.go", "return !e.Granted || e.Fenced || e.Exited", "return true", []string{released, read}},
+	{"an origin is not counted", "control/exec/source.go", "		s.OriginOpened()\n", "", []string{released, read}},
+	{"a generation comes again", "control/lease/slots.go", "	s.gen++\n", "	s.gen = 1\n", []string{commit, outside, released}},
+	{"a claim outlives its grant", "transport/claim.go", "	if !c.g.Enter() {\n		c.mu.Unlock()\n		return transfer.ReasonRevoked\n	}\n	return transfer.ReasonNone", "	c.g.Enter()\n	return transfer.ReasonNone", []string{outside, never}},
+
+	// The commit.
+	{"one chunk less is full", "transfer/bitmap.go", "func (b *Bitmap) Full() bool { return b.set.Load() == b.n }", "func (b *Bitmap) Full() bool { return b.set.Load()+1 >= b.n }", []string{commit}},
+	{"committed when bound", "control/exec/dest.go", "if d.land != nil && d.land.full && d.State == lease.DestLanding {", "if d.land != nil && d.State == lease.DestLanding {", []string{commit}},
+	{"a chunk counts twice", "transfer/bitmap.go", "added += uint32(bits.OnesCount64(mask &^ old))", "added += uint32(bits.OnesCount64(mask | mask&old))", []string{commit, never, path}},
+	{"the full bitmap of an older grant", "control/exec/dest.go", "	if d.land != l || l.full {\n		return\n	}\n	l.full, d.filled = true, now", "	if d.land == nil {\n		return\n	}\n	d.land.full, d.filled = true, now", []string{commit}},
+	{"preempted blocks are sent on", "control/exec/source.go", "		e.lose(now, snd, false, \"preempted\")\n", "		_ = snd\n", []string{commit, path, never}},
+
+	// Slices.
+	{"results beside the first", "control/exec/lanes.go", "	for i := range res {\n		e.result(now, &res[i])", "	for i := range min(1, len(res)) {\n		e.result(now, &res[i])", []string{lost}},
+	{"an older slice's result", "control/spray/sched.go", "	s.live--\n", "	s.live -= 2\n", []string{lost}},
+	{"a rail's end loses slices", "control/exec/lanes.go", "		e.outSlices = append(e.outSlices, l.batch...)", "		e.outSlices = append(e.outSlices, l.batch[:1]...)\n		a.count = 1", []string{lost}},
+	{"failed chunks stay away", "control/spray/sched.go", "			f.free(fl.r, false)\n", "", []string{path, never}},
+
+	// Bounds.
+	{"no bound of slices for a peer", "control/spray/pull.go", "if p.lanes == 0 || p.flights >= s.cfg.MaxFlights {", "if p.lanes == 0 {", []string{bound}},
+	{"a timer stays", "control/exec/source.go", "	e.agenda.disarm(s.t)\n	if l := remove", "	if l := remove", []string{leak, bound}},
+
+	// Time.
+	{"no deadline of destinations", "control/exec/dest.go", "	case now >= d.Deadline:\n", "	case false:\n", []string{never, late}},
+	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + MaxDeadline\n", []string{never, late}},
+	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + 12*e.span(x.Deadline)\n", []string{never, late}},
+	{"a peer's clock", "control/exec/source.go", "deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", "deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", []string{path, never}},
+
+	// What is left behind.
+	{"a grant is not forgotten", "control/exec/dest.go", "	e.emit(Forget).Landing = l\n", "", []string{leak, released}},
+	{"a sending is not forgotten", "control/exec/source.go", "	if e.sending[snd.grant] == snd {\n		delete(e.sending, snd.grant)\n	}\n", "", []string{leak}},
+	{"a bound grant is not forgotten", "control/exec/source.go", "		if b == s {\n			delete(e.bound, g)\n		}\n", "		_, _ = g, b\n", []string{leak}},
+
+	// Boots.
+	{"an older boot is waited for", "control/exec/exec.go", "			e.regrant(now, d, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
+	{"a dead boot's grants stay", "control/exec/exec.go", "			e.endGrant(now, s, g, false, \"the destination's sidecar is gone\")\n", "", []string{leak, never, late}},
+	{"a dead engine's leases stay", "control/exec/exec.go", "		e.closeDest(now, d, StatusFailed, reason)\n	}\n	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {", "		_ = d\n	}\n	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {", []string{never, released, late}},
+}
