@@ -23,6 +23,8 @@ type Claim struct {
 	r       transfer.Range
 	attempt uint32
 
+	stop func() bool // of a device's claim; see ClaimDevice
+
 	mu     sync.Mutex // held while memory is written; below Grant.claims.mu
 	lost   bool
 	landed bool
@@ -31,13 +33,51 @@ type Claim struct {
 // claims is the part of a Grant that Claims share.
 type claims struct {
 	mu     sync.Mutex
-	active []*Claim // at most one per lane and slice under way
-	landed []uint64 // a bit per chunk; grows to the last chunk seen
+	active []*Claim      // at most one per lane and slice under way
+	landed []uint64      // a bit per chunk; grows to the last chunk seen
+	ended  chan struct{} // closed when the next device's claim ends; made by DeviceBusy
 }
 
 // Claim takes chunks r for an attempt. It returns ReasonNone and c holds them; or ReasonSuperseded: a later attempt holds
 // some. Earlier attempts that hold some are out when it returns: it waits for a write under way, which is bounded.
 func (g *Grant) Claim(c *Claim, r transfer.Range, attempt uint32) transfer.Reason {
+	return g.claim(c, r, attempt, nil)
+}
+
+// ClaimDevice is Claim for chunks that a device writes, between this call and Land or Release, without asking Enter. stop ends
+// that: where it returns true, the device writes none of them any more, and never will. It is called by whoever takes the
+// chunks over, at most once, must not call Grant or Claim, and is bounded. Where it returns false, the claim holds, and the
+// later attempt is superseded by the earlier one.
+func (g *Grant) ClaimDevice(c *Claim, r transfer.Range, attempt uint32, stop func() bool) transfer.Reason {
+	return g.claim(c, r, attempt, stop)
+}
+
+// DeviceBusy is nil if a claim on r by attempt would stop no device. Otherwise it is closed when a device's claim has ended;
+// ask again then. Waiting a little for a device that is healthy is cheaper than stopping it.
+func (g *Grant) DeviceBusy(r transfer.Range, attempt uint32) <-chan struct{} {
+	s := &g.claims
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	busy := false
+	for _, o := range s.active {
+		if !overlaps(o.r, r) {
+			continue
+		}
+		if o.attempt > attempt {
+			return nil // superseded at once
+		}
+		busy = busy || o.stop != nil
+	}
+	if !busy {
+		return nil
+	}
+	if s.ended == nil {
+		s.ended = make(chan struct{})
+	}
+	return s.ended
+}
+
+func (g *Grant) claim(c *Claim, r transfer.Range, attempt uint32, stop func() bool) transfer.Reason {
 	s := &g.claims
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -46,26 +86,36 @@ func (g *Grant) Claim(c *Claim, r transfer.Range, attempt uint32) transfer.Reaso
 			return transfer.ReasonSuperseded
 		}
 	}
-	kept := s.active[:0]
+	kept, held := s.active[:0], false
 	for _, o := range s.active {
-		if overlaps(o.r, r) && o.takeOver(s) {
-			continue
+		if overlaps(o.r, r) {
+			if o.takeOver(s) {
+				continue
+			}
+			held = true
 		}
 		kept = append(kept, o)
 	}
-	s.active = append(kept, c)
-	c.g, c.r, c.attempt, c.lost, c.landed = g, r, attempt, false, false
+	if s.active = kept; held {
+		return transfer.ReasonSuperseded
+	}
+	s.active = append(s.active, c)
+	c.g, c.r, c.attempt, c.stop, c.lost, c.landed = g, r, attempt, stop, false, false
 	s.growLocked(r.End())
 	return transfer.ReasonNone
 }
 
-// takeOver ends the claim for its owner, who sees it at the next Enter. Called with the grant's claims locked.
+// takeOver ends the claim for its owner, who sees it at the next Enter. False: it is a device's, which could not be stopped.
+// Called with the grant's claims locked.
 func (c *Claim) takeOver(s *claims) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.landed { // between its Land and its removal
+	switch {
+	case c.landed: // between its Land and its removal
 		s.setLocked(c.r)
-	} else {
+	case c.stop != nil && !c.stop():
+		return false
+	default:
 		c.lost = true
 	}
 	return true
@@ -137,7 +187,11 @@ func (c *Claim) Release() {
 	if c.landed {
 		s.setLocked(c.r)
 	}
-	c.g = nil
+	if c.stop != nil && s.ended != nil {
+		close(s.ended)
+		s.ended = nil
+	}
+	c.g, c.stop = nil, nil
 }
 
 func overlaps(a, b transfer.Range) bool { return a.First < b.End() && b.First < a.End() }

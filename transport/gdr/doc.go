@@ -1,17 +1,26 @@
 // Package gdr is the RDMA transport: the source writes with one-sided operations straight to the final offsets.
 //
-// How the contract fits. Grant registers the grant's regions with keys of its own and returns them, with every block's
-// address, as the token; the source computes the remote addresses of a slice from it. The last write of each chunk carries
-// (slot, chunk) as its immediate; on a reliable connection it arrives after all writes ahead of it, so it is the receiver's
-// evidence. The receiver reports Landed and confirms on the lane's socket; the sender's own completion is never success.
-// Fence invalidates the grant's keys: a write that comes later, whenever its NIC gets to it, is refused and takes its queue
-// pair down with it, and nobody else's memory. CloseOrigin waits for the completions of the origin's writes; where they do
-// not come in time the queue pair goes to the error state, which flushes them. One-sided writes have no trailer, so the
-// source's validity is looked at after the reads, when the completions are in, and a slice that fails it ends NotLanded; its
-// chunks may have landed, and the commit needs the source's word at its close.
+// How a slice moves. The source ASKs on the lane's socket; the destination claims the chunks and answers GO with the remote
+// address, length and key of every block that is still to be written, so here too the receiver alone maps chunks to memory.
+// The source's NIC writes. When the last write has completed, the source looks whether what the NIC read was still valid, and
+// sends its verdict as the immediate of an empty write on the same queue pair. On a reliable connection that arrives after
+// every write ahead of it: it is the trailer of the slice, and the receiver's evidence. The receiver reports Landed and
+// answers END. A completion at the sender alone is never success, and an immediate that rode on the last payload write could
+// not carry the verdict, since nothing has been read when it is posted.
 //
-// Invariants: receives are posted ahead for every chunk that may be in flight; a failed completion ends InDoubt; slots are
-// bound to a grant from Grant to Fence.
+// Who may write. A claim keeps chunks for one writer, from GO until the verdict, and a chunk that landed is never offered
+// again. A later attempt waits a little for a claim whose lane moves (Config.Patience), then stops that lane. Fence does the
+// same with what is still claimed in its grant. Stopping a lane is the receiver's alone: its queue pair goes to the error
+// state, and once it has flushed the receives that were posted before, its NIC writes nothing more, whatever a frozen or
+// confused peer still sends. If the NIC does not obey, the keys under which the slice could write are invalidated instead.
+// Keys belong to one peer and die when that peer has not used them for a while; the next use makes a new generation.
 //
-// Goroutines: an acceptor; per lane one that follows completions and one that reads the socket. Close joins all.
+// Invariants: receives for every verdict that may come are posted ahead, and one more, so there is always one to flush; each
+// work request's id is its place in the order of posting; what was posted is counted, so drained is known, not waited for; a
+// slice whose writes were posted and whose END did not come is InDoubt; the hot path allocates nothing once its buffers have
+// grown to the largest slice.
+//
+// Goroutines: per rail an acceptor and one that follows the device's events; one that looks for silent lanes and idle keys;
+// per lane one each that follows completions, reads the socket, writes the socket, and lands; one per ASK that waits for a
+// claim, at most maxInFlight a lane. Close joins all.
 package gdr

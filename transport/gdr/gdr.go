@@ -2,7 +2,6 @@ package gdr
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -10,7 +9,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
@@ -21,49 +19,54 @@ import (
 const Name = "gdr"
 
 const (
-	purpose      = "gdr-data"
-	sliceBytes   = 1 << 20
-	maxInFlight  = 16   // slices of a lane
-	maxChunks    = 512  // in flight on a lane; as many receives are posted ahead at the other end
-	maxSends     = 8192 // work requests of a lane
-	maxOpening   = 16
-	openTimeout  = 5 * time.Second
-	addressBytes = 16 + 4 + 4 + 2 + 1 + 1
-	maxRailName  = 64
+	purpose     = "gdr-data"
+	sliceBytes  = 1 << 20
+	maxInFlight = 16   // slices of a lane, each way
+	maxSends    = 2048 // work requests of a lane; less where the device has less
+	maxSetUps   = 8    // lanes that are opened at a time, each way: a mesh that comes up does not herd
+	openTimeout = 5 * time.Second
+
+	// DefaultPatience is how long a later attempt, or a fence, waits for a slice under way before it stops the lane.
+	DefaultPatience = 100 * time.Millisecond
+	// DefaultSilence is how long a lane may have slices under way without any progress before it is given up. The device's
+	// own timers are quicker where the path is dead; this is for what they do not see.
+	DefaultSilence = 3 * time.Second
+	drainTimeout   = 2 * time.Second // in which a device flushes a queue pair
+	watchInterval  = 250 * time.Millisecond
 )
 
-// Config of the backend. Listen is where lanes are opened; payload goes through Device.
-type Config struct {
-	Device verbs.Device
-	Listen string // default 127.0.0.1:0
-	Log    *slog.Logger
+// Rail is one port under one GID. Lanes are opened at Listen; payload goes through the device.
+type Rail struct {
+	Name   string
+	Open   func() (verbs.Device, error) // again after the device was lost
+	Listen string
+	Gbps   float64
+	NUMA   int // -1: unknown
 }
 
-// Backend is the RDMA transport of one process, over one device.
+// Config of the backend. Zero durations are the defaults.
+type Config struct {
+	Rails    []Rail
+	Patience time.Duration
+	Silence  time.Duration
+	Log      *slog.Logger
+}
+
+// Backend is the RDMA transport of one process.
 type Backend struct {
-	cfg  Config
-	host transport.Host
-	ln   net.Listener
-	wg   sync.WaitGroup
+	cfg    Config
+	host   transport.Host
+	rails  []*rail
+	setUps chan struct{}
+	life   context.Context // ended by Close
+	finish context.CancelFunc
+	wg     sync.WaitGroup
 
 	mu sync.Mutex
-	// guarded by mu; taken after lane.mu
+	// guarded by mu, which is taken after lane.mu
 	closed bool
 	lanes  map[*lane]struct{}
-	grants map[grantKey]*granted
-	local  map[*mem.Region]verbs.Memory // regions that this process sends from
 	use    map[*transport.Origin]*using
-}
-
-type grantKey struct {
-	peer transfer.Boot
-	slot transfer.Slot
-}
-
-// granted is a grant with the registrations that only it uses.
-type granted struct {
-	g    *transport.Grant
-	regs map[*mem.Region]verbs.Memory
 }
 
 // using counts the slices of an origin whose writes have not completed.
@@ -74,16 +77,20 @@ type using struct {
 
 var _ transport.Backend = (*Backend)(nil)
 
-// New returns a backend over cfg.Device.
+// New returns a backend over the configured rails.
 func New(cfg Config) *Backend {
-	if cfg.Listen == "" {
-		cfg.Listen = "127.0.0.1:0"
-	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	return &Backend{cfg: cfg, lanes: map[*lane]struct{}{}, grants: map[grantKey]*granted{}, local: map[*mem.Region]verbs.Memory{},
-		use: map[*transport.Origin]*using{}}
+	if cfg.Patience == 0 {
+		cfg.Patience = DefaultPatience
+	}
+	if cfg.Silence == 0 {
+		cfg.Silence = DefaultSilence
+	}
+	b := &Backend{cfg: cfg, setUps: make(chan struct{}, maxSetUps), lanes: map[*lane]struct{}{}, use: map[*transport.Origin]*using{}}
+	b.life, b.finish = context.WithCancel(context.Background())
+	return b
 }
 
 // Name implements transport.Backend.
@@ -91,83 +98,86 @@ func (b *Backend) Name() string { return Name }
 
 // Caps implements transport.Backend.
 func (b *Backend) Caps() transport.Caps {
-	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceImmediate, Fence: transport.FenceLease, NeedsTokens: true,
-		Credits: maxChunks, SliceBytes: sliceBytes}
+	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceImmediate, Fence: transport.FenceLease,
+		Credits: maxInFlight, SliceBytes: sliceBytes}
 }
 
-// Open implements transport.Backend.
+// Open implements transport.Backend. Rails that do not open are left out with a word in the log, as long as one does.
 func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Rail, error) {
-	if b.cfg.Device == nil {
-		return nil, fmt.Errorf("gdr: no RDMA device: %w", transport.ErrNotSupported)
+	b.host = host
+	if len(b.cfg.Rails) == 0 {
+		return nil, fmt.Errorf("gdr: no rail: %w", transport.ErrNotSupported)
 	}
-	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", b.cfg.Listen)
-	if err != nil {
-		return nil, fmt.Errorf("gdr: listen on %q: %w", b.cfg.Listen, err)
-	}
-	b.host, b.ln = host, ln
-	b.wg.Go(b.accept)
-	return []transport.Rail{{Name: b.cfg.Device.Name(), Address: ln.Addr().String(), NUMA: -1}}, nil
-}
-
-func (b *Backend) accept() {
-	opening := make(chan struct{}, maxOpening)
-	for {
-		c, err := b.ln.Accept()
+	var rails []transport.Rail
+	var errs error
+	for _, cfg := range b.cfg.Rails {
+		r, err := b.openRail(ctx, cfg)
 		if err != nil {
-			return
+			err = fmt.Errorf("gdr: rail %s: %w", cfg.Name, err)
+			b.cfg.Log.Warn("rail not available", "transport", Name, "err", err)
+			errs = errors.Join(errs, err)
+			continue
 		}
-		select {
-		case opening <- struct{}{}:
-			b.wg.Go(func() {
-				defer func() { <-opening }()
-				if err := b.welcome(c); err != nil {
-					_ = c.Close()
-					b.cfg.Log.Warn("gdr lane refused", "err", err)
-				}
-			})
-		default:
-			_ = c.Close()
-		}
+		b.rails = append(b.rails, r)
+		rails = append(rails, transport.Rail{Name: cfg.Name, Address: r.ln.Addr().String(), Gbps: cfg.Gbps, NUMA: cfg.NUMA})
 	}
-}
-
-func (b *Backend) welcome(c net.Conn) error {
-	l, err := b.prepare(c)
-	if err != nil {
-		return err
+	if len(rails) == 0 {
+		return nil, fmt.Errorf("gdr: %w: %w", transport.ErrNotSupported, errs)
 	}
-	_ = c.SetDeadline(time.Now().Add(openTimeout))
-	o, err := wire.Accept(c, wire.AcceptParams{Purpose: purpose,
-		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
-			p, ok := b.host.PeerKey(boot)
-			return p.Key, p.Self, ok
-		},
-		Attach: func(*wire.Hello) ([]byte, error) { return l.attach(), nil },
-	})
-	if err != nil {
-		return errors.Join(err, l.q.Close())
-	}
-	// The dialer is ready to receive before it sends its proof is checked; we connect only to one that is proved.
-	return l.start(o)
+	b.wg.Go(b.watch)
+	return rails, nil
 }
 
 // Dial implements transport.Backend.
-func (b *Backend) Dial(ctx context.Context, peer transport.Peer, _, remote transport.Rail) (transport.Lane, error) {
+func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
 	fail := func(err error) (transport.Lane, error) {
-		return nil, fmt.Errorf("gdr: dial boot %s at %q: %w", peer.Boot, remote.Address, err)
+		return nil, fmt.Errorf("gdr: dial boot %s at %q from rail %s: %w", peer.Boot, remote.Address, local.Name, err)
 	}
-	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", remote.Address)
+	if b.life.Err() != nil {
+		return fail(net.ErrClosed)
+	}
+	var r *rail
+	for _, x := range b.rails {
+		if x.cfg.Name == local.Name {
+			r = x
+		}
+	}
+	if r == nil {
+		return fail(fmt.Errorf("no such rail: %w", net.ErrClosed))
+	}
+	select {
+	case b.setUps <- struct{}{}:
+		defer func() { <-b.setUps }()
+	case <-b.life.Done():
+		return fail(net.ErrClosed)
+	case <-ctx.Done():
+		return fail(ctx.Err())
+	}
+	dev, err := r.usable()
 	if err != nil {
 		return fail(err)
 	}
-	l, err := b.prepare(c)
+	// From the rail's own address, so that the socket shares the fate of the rail.
+	dialer := net.Dialer{}
+	if a, ok := r.ln.Addr().(*net.TCPAddr); ok && !a.IP.IsUnspecified() {
+		dialer.LocalAddr = &net.TCPAddr{IP: a.IP, Zone: a.Zone}
+	}
+	c, err := dialer.DialContext(ctx, "tcp", remote.Address)
+	if err != nil {
+		return fail(err)
+	}
+	l, err := b.prepare(c, r, dev)
 	if err != nil {
 		_ = c.Close()
 		return fail(err)
 	}
 	_ = c.SetDeadline(time.Now().Add(openTimeout))
 	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+	defer b.whileAlive(c)()
 	o, err := wire.Dial(c, wire.DialParams{Purpose: purpose, Self: peer.Self, Peer: peer.Boot, Key: peer.Key, Attach: l.attach()})
+	if err == nil {
+		err = l.connect(o)
+	}
 	if !undo() && err == nil {
 		err = ctx.Err()
 	}
@@ -175,174 +185,182 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, _, remote trans
 		err = l.start(o)
 	}
 	if err != nil {
-		_ = c.Close()
-		return fail(errors.Join(err, l.q.Close()))
+		return fail(errors.Join(err, l.abandon()))
 	}
 	return l, nil
 }
 
-// Grant implements transport.Backend: it registers the grant's regions under keys of their own and describes its memory.
-func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
-	gr := &granted{g: g, regs: map[*mem.Region]verbs.Memory{}}
-	fail := func(err error) ([]byte, error) {
-		return nil, errors.Join(fmt.Errorf("gdr: grant %d.%d: %w", g.Slot, g.Gen, err), closeAll(gr.regs))
-	}
-	var t token
-	var blocks []mem.Block
-	for c := uint32(0); c < transfer.MaxSlotChunks; c++ {
-		r := transfer.Range{First: c, Count: 1}
-		if _, err := g.Sink.Bytes(r); err != nil {
-			break // past the end
-		}
-		var err error
-		if blocks, err = g.Sink.Resolve(blocks[:0], r); err != nil {
-			return fail(err)
-		}
-		if len(blocks) > maxChunkBlocks {
-			return fail(fmt.Errorf("chunk %d has %d blocks, at most %d: %w", c, len(blocks), maxChunkBlocks, transport.ErrNotSupported))
-		}
-		rs := make([]remoteBlock, 0, len(blocks))
-		for _, bl := range blocks {
-			m, err := register(b.cfg.Device, gr.regs, bl.Region)
-			if err != nil {
-				return fail(err)
-			}
-			rs = append(rs, remoteBlock{m.Addr() + bl.Off, uint32(bl.Len), m.RemoteKey()})
-		}
-		t.chunks = append(t.chunks, rs)
-	}
+// Grant implements transport.Backend. Keys are made when the first slice asks: the receiver says then what may be written.
+func (b *Backend) Grant(*transport.Grant) ([]byte, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {
-		return fail(net.ErrClosed)
+		return nil, fmt.Errorf("gdr: grant: %w", net.ErrClosed)
 	}
-	k := grantKey{g.Peer, g.Slot}
-	if _, taken := b.grants[k]; taken {
-		return fail(fmt.Errorf("slot %d is bound: fence it first", g.Slot))
-	}
-	b.grants[k] = gr
-	return t.encode(), nil
+	return nil, nil
 }
 
-func register(d verbs.Device, regs map[*mem.Region]verbs.Memory, r *mem.Region) (verbs.Memory, error) {
-	if m := regs[r]; m != nil {
-		return m, nil
-	}
-	p, ok := r.Bytes()
-	if !ok {
-		return nil, fmt.Errorf("region %s is %s memory: %w", r.ID(), r.Kind(), transport.ErrNotSupported)
-	}
-	m, err := d.Register(p, true)
-	if err == nil {
-		regs[r] = m
-	}
-	return m, err
-}
-
-func closeAll(regs map[*mem.Region]verbs.Memory) (err error) {
-	for _, m := range regs {
-		err = errors.Join(err, m.Close())
-	}
-	return err
-}
-
-// Fence implements transport.Backend: the grant's keys are invalid when it returns.
+// Fence implements transport.Backend: nothing that was claimed in the grant can be written when it returns.
 func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
-	if !g.Revoked() {
-		return fmt.Errorf("gdr: fence of slot %d.%d: its guard is not revoked; revoke first", g.Slot, g.Gen)
-	}
-	b.mu.Lock()
-	k := grantKey{g.Peer, g.Slot}
-	gr := b.grants[k]
-	if gr != nil && gr.g == g {
-		delete(b.grants, k)
-	} else {
-		gr = nil
-	}
-	b.mu.Unlock()
-	if gr != nil {
-		if err := closeAll(gr.regs); err != nil {
-			return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, err)
-		}
-	}
+	fail := func(err error) error { return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, err) }
+	// Slices are armed under the guard, so after this there are no more of them.
 	if err := g.Wait(ctx); err != nil {
-		return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, err)
+		return fail(err)
+	}
+	patience := time.NewTimer(b.cfg.Patience)
+	defer patience.Stop()
+	for _, l := range b.lanesOf(g.Peer) {
+		for waiting := true; waiting; {
+			change := l.armedFor(g)
+			if change == nil {
+				break
+			}
+			select {
+			case <-change:
+			case <-patience.C:
+				patience.Reset(0) // the others have waited as long
+				waiting = false
+			case <-ctx.Done():
+				waiting = false
+			}
+		}
+		if l.armedFor(g) == nil {
+			continue
+		}
+		l.fail(fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, net.ErrClosed))
+		if !l.stopped(ctx) {
+			if err := l.invalidate(g); err != nil {
+				return fail(fmt.Errorf("lane %d on rail %s was not drained (%w), nor its keys invalidated: %w", l.id, l.rail.cfg.Name, context.Cause(ctx), err))
+			}
+		}
 	}
 	return nil
 }
 
 // CloseOrigin implements transport.Backend.
 func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
-	if !o.Revoked() {
-		return fmt.Errorf("gdr: close of origin %d.%d: its guard is not revoked; revoke first", o.Slot, o.Gen)
+	fail := func(err error) error { return fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, err) }
+	if err := o.Wait(ctx); err != nil {
+		return fail(err)
 	}
 	b.mu.Lock()
 	u := b.use[o]
-	var peers []*lane
-	for l := range b.lanes {
-		if l.peer == o.Peer {
-			peers = append(peers, l)
-		}
-	}
 	b.mu.Unlock()
-	if u != nil {
-		select {
-		case <-u.done:
-		case <-ctx.Done():
-			for _, l := range peers {
-				l.close(ctx.Err()) // flushes its work requests: the NIC reads no more
-			}
-			<-u.done
+	if u == nil {
+		return nil
+	}
+	patience := time.NewTimer(b.cfg.Silence)
+	defer patience.Stop()
+	select {
+	case <-u.done:
+		return nil
+	case <-patience.C:
+	case <-ctx.Done():
+	}
+	// Its lanes are stopped, which flushes their work requests: the NIC reads no more.
+	for _, l := range b.lanesOf(o.Peer) {
+		if l.reads(o) {
+			l.fail(fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, net.ErrClosed))
 		}
 	}
-	if err := o.Wait(ctx); err != nil {
-		return fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, err)
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTimeout)
+	defer cancel()
+	select {
+	case <-u.done:
+		return nil
+	case <-last.Done():
+		return fail(fmt.Errorf("the device still reads: %w", last.Err()))
 	}
-	return nil
 }
 
 // Close implements transport.Backend.
 func (b *Backend) Close() error {
 	b.mu.Lock()
 	b.closed = true
-	all := make([]*lane, 0, len(b.lanes))
-	for l := range b.lanes {
-		all = append(all, l)
-	}
 	b.mu.Unlock()
-	if b.ln != nil {
-		_ = b.ln.Close()
+	b.finish()
+	for _, r := range b.rails {
+		_ = r.ln.Close() // what it accepted is a lane
 	}
-	for _, l := range all {
-		l.close(net.ErrClosed)
+	for _, l := range b.allLanes() {
+		l.fail(net.ErrClosed)
 	}
 	b.wg.Wait()
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	err := closeAll(b.local)
-	b.local = nil
-	for _, gr := range b.grants {
-		err = errors.Join(err, closeAll(gr.regs))
+	var err error
+	for _, r := range b.rails {
+		err = errors.Join(err, r.close())
 	}
-	b.grants = nil
 	return err
 }
 
-func encodeAddress(a verbs.Address) []byte {
-	b := append([]byte(nil), a.GID[:]...)
-	b = binary.LittleEndian.AppendUint32(b, a.QP)
-	b = binary.LittleEndian.AppendUint32(b, a.PSN)
-	b = binary.LittleEndian.AppendUint16(b, a.LID)
-	return append(b, byte(a.MTU), byte(a.Type))
+// whileAlive keeps Close from waiting for the set-up of a lane. The result ends that.
+func (b *Backend) whileAlive(c net.Conn) func() bool {
+	return context.AfterFunc(b.life, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 }
 
-// decodeAddress reads what attach made: the queue pair's address and the name of the peer's rail.
-func decodeAddress(b []byte) (a verbs.Address, rail string, err error) {
-	if len(b) < addressBytes || len(b) > addressBytes+maxRailName {
-		return a, "", fmt.Errorf("gdr: an address of %d bytes, not %d and a rail's name of at most %d", len(b), addressBytes, maxRailName)
+func (b *Backend) allLanes() (all []*lane) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for l := range b.lanes {
+		all = append(all, l)
 	}
-	copy(a.GID[:], b)
-	a.QP, a.PSN = binary.LittleEndian.Uint32(b[16:]), binary.LittleEndian.Uint32(b[20:])
-	a.LID, a.MTU, a.Type = binary.LittleEndian.Uint16(b[24:]), verbs.MTU(b[26]), verbs.GIDType(b[27])
-	return a, string(b[addressBytes:]), nil
+	return all
+}
+
+func (b *Backend) lanesOf(peer transfer.Boot) (all []*lane) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for l := range b.lanes {
+		if l.peer == peer {
+			all = append(all, l)
+		}
+	}
+	return all
+}
+
+// startUse holds an origin for as long as the NIC may read it. CloseOrigin has revoked it before it looks.
+func (b *Backend) startUse(o *transport.Origin) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if o.Revoked() {
+		return false
+	}
+	u := b.use[o]
+	if u == nil {
+		u = &using{done: make(chan struct{})}
+		b.use[o] = u
+	}
+	u.n++
+	return true
+}
+
+func (b *Backend) endUse(o *transport.Origin) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	u := b.use[o]
+	if u.n--; u.n == 0 {
+		delete(b.use, o)
+		close(u.done)
+	}
+}
+
+// watch gives up silent lanes and idle keys.
+func (b *Backend) watch() {
+	tick := time.NewTicker(min(watchInterval, b.cfg.Silence/2))
+	defer tick.Stop()
+	for {
+		select {
+		case <-b.life.Done():
+			return
+		case now := <-tick.C:
+			for _, l := range b.allLanes() {
+				l.checkProgress(now)
+			}
+			for _, r := range b.rails {
+				if err := r.sweep(now); err != nil {
+					b.cfg.Log.Warn("registration not given back", "transport", Name, "rail", r.cfg.Name, "err", err)
+				}
+			}
+		}
+	}
 }

@@ -1,7 +1,7 @@
 package gdr
 
 import (
-	"encoding/binary"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -9,89 +9,140 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
 
-// A confirmation on the lane's socket: slot, reason, a zero byte, generation, chunk.
-const confirmBytes = 2 + 1 + 1 + 4 + 4
+const (
+	receives    = maxInFlight + 1 // one verdict for each slice, and one that is always there to be flushed
+	receiveMark = 1 << 63         // in the ids of receives
+	batchWorks  = 64              // work requests posted by one call
+	pollBatch   = 64
+	readBuffer  = 64 << 10
+)
 
 // lane is one end of a queue pair and of the socket that goes with it.
 type lane struct {
 	b      *Backend
+	rail   *rail
+	dev    *openDevice
 	c      net.Conn
 	q      verbs.QueuePair
 	cq     verbs.CompletionQueue
 	id     uint64
 	peer   transfer.Boot
 	remote string
-	done   chan struct{}
+	depth  uint64 // of the send queue, less what verdicts need
+	most   uint64 // bytes of one write
+	stop   func() bool
 
-	sendMu sync.Mutex // orders confirmations on the socket
+	drained  chan struct{} // closed when the queue pair touches no memory any more
+	kick     chan struct{} // for the follower: something ended or failed without a completion
+	verdicts chan uint32   // from the follower to the lander; has room for every receive
+	asks     sync.WaitGroup
+
+	outMu   sync.Mutex // below mu
+	outBuf  []byte     // guarded by outMu
+	outWake chan struct{}
 
 	mu sync.Mutex
 	// guarded by mu
-	err    error
-	seq    uint64
-	slices map[uint64]*moved
-	open   map[chunkKey]*moved // chunks in flight
-	posted int
+	err       error
+	stuck     bool // ended, but never drained
+	seq       uint16
+	out       [maxInFlight]sending
+	in        [maxInFlight]receiving
+	going     ring // slices with writes to post
+	flying    ring // slices whose writes are all posted
+	posted    uint64
+	done      uint64 // requests that have ended: all up to this one
+	good      uint64 // and have ended well
+	recvs     uint64 // receives posted
+	recvsDone uint64
+	progress  time.Time
+	change    chan struct{} // closed when a claim ends; made by who waits
+	works     [batchWorks]verbs.Work
+	one       [1]verbs.Work
+	oneID     [1]uint64
 }
 
-type chunkKey struct {
-	slot  transfer.Slot
-	gen   transfer.Gen
-	chunk uint32
+// ring is a queue of slice ids.
+type ring struct {
+	ids     [maxInFlight]uint8
+	head, n int
 }
 
-type moved struct {
-	s        transport.Slice
-	seq      uint64
-	at       time.Time
-	works    int // posted; given back when the slice ends
-	complete uint32
-	confirm  uint32 // chunks answered
-	reason   transfer.Reason
-	reading  bool // the NIC may still read the source
-	disowned bool
-	checked  bool // disowned is known
+func (r *ring) push(id uint8) {
+	r.ids[(r.head+r.n)%maxInFlight] = id
+	r.n++
+}
+func (r *ring) first() uint8 { return r.ids[r.head] }
+func (r *ring) pop() {
+	r.head = (r.head + 1) % maxInFlight
+	r.n--
 }
 
 var _ transport.Lane = (*lane)(nil)
 
-func (b *Backend) prepare(c net.Conn) (*lane, error) {
-	cq, err := b.cfg.Device.NewCompletionQueue(maxSends + maxChunks)
+// prepare makes a lane that is not connected.
+func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice) (_ *lane, err error) {
+	if !dev.enter() {
+		return nil, net.ErrClosed
+	}
+	defer func() {
+		if err != nil {
+			dev.leave()
+		}
+	}()
+	lim := dev.Limits()
+	sends := min(maxSends, lim.MaxWork, lim.MaxCompletions-receives)
+	if sends < 2*maxInFlight || lim.MaxWork < receives {
+		return nil, fmt.Errorf("gdr: %s allows %d work requests and %d completions: %d and %d are needed at least: %w", dev.Name(), lim.MaxWork,
+			lim.MaxCompletions, 2*maxInFlight, 2*maxInFlight+receives, transport.ErrNotSupported)
+	}
+	cq, err := dev.NewCompletionQueue(sends + receives)
 	if err != nil {
 		return nil, fmt.Errorf("gdr: new lane: %w", err)
 	}
-	q, err := b.cfg.Device.NewQueuePair(cq, maxSends, maxChunks)
+	q, err := dev.NewQueuePair(cq, sends, receives)
 	if err != nil {
-		return nil, fmt.Errorf("gdr: new lane: %w", err)
+		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
-	return &lane{b: b, c: c, q: q, cq: cq, id: transport.NextLaneID(), done: make(chan struct{}), slices: map[uint64]*moved{},
-		open: map[chunkKey]*moved{}}, nil
+	l := &lane{b: b, rail: r, dev: dev, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: uint64(max(lim.MaxMessage, 1)),
+		drained: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
+	l.stop = l.stopForTakeover
+	return l, nil
 }
 
-func (l *lane) attach() []byte {
-	name := l.b.cfg.Device.Name()
-	return append(encodeAddress(l.q.Address()), name[:min(len(name), maxRailName)]...)
+func (l *lane) attach() []byte { return encodeAddress(l.q.Address(), l.rail.cfg.Name) }
+
+// abandon ends a lane that was never up.
+func (l *lane) abandon() error {
+	_ = l.c.Close()
+	defer l.dev.leave()
+	return errors.Join(l.q.Close(), l.cq.Close())
 }
 
-// start connects to the proved peer. Both ends say on the socket that their receives are posted before either sends.
-func (l *lane) start(o *wire.Opened) error {
+// connect makes the queue pair ready for the proved peer's.
+func (l *lane) connect(o *wire.Opened) error {
 	addr, rail, err := decodeAddress(o.Attach)
 	if err != nil {
 		return err
 	}
-	l.remote = rail
-	ids := make([]uint64, maxChunks)
-	if err := errors.Join(l.q.ToInit(), l.q.ToReadyToReceive(addr), l.q.PostReceive(ids), l.q.ToReadyToSend()); err != nil {
-		return err
+	l.remote, l.peer = rail, o.Peer
+	var ids [receives]uint64
+	for i := range ids {
+		ids[i] = receiveMark
 	}
-	var ready [1]byte
+	l.recvs = receives
+	return errors.Join(l.q.ToInit(), l.q.ToReadyToReceive(addr), l.q.PostReceive(ids[:]), l.q.ToReadyToSend())
+}
+
+// start begins service. Both ends say on the socket that their receives are posted before either sends.
+func (l *lane) start(o *wire.Opened) error {
+	ready := [1]byte{1}
 	if _, err := l.c.Write(ready[:]); err != nil {
 		return fmt.Errorf("gdr: ready: %w", err)
 	}
@@ -99,370 +150,302 @@ func (l *lane) start(o *wire.Opened) error {
 		return fmt.Errorf("gdr: the peer's ready: %w", err)
 	}
 	_ = l.c.SetDeadline(time.Time{})
-	l.peer = o.Peer
 	l.b.mu.Lock()
 	if l.b.closed {
 		l.b.mu.Unlock()
 		return net.ErrClosed
 	}
 	l.b.lanes[l] = struct{}{}
-	l.b.wg.Add(2)
+	l.b.wg.Add(1)
 	l.b.mu.Unlock()
 	l.b.host.LaneUp(l)
-	follower := make(chan struct{})
-	go func() {
-		defer l.b.wg.Done()
-		defer close(follower)
-		l.follow()
-	}()
-	go func() {
-		defer l.b.wg.Done()
-		l.close(l.read())
-		close(l.done)
-		<-follower
-		l.end()
-	}()
+	select {
+	case <-l.dev.gone: // while we were not in the list yet
+		l.fail(errors.New("gdr: the device was lost"))
+	default:
+	}
+	go l.run()
 	return nil
+}
+
+// run owns the lane's goroutines, and ends it when they have ended.
+func (l *lane) run() {
+	defer l.b.wg.Done()
+	var parts sync.WaitGroup
+	over := make(chan struct{})
+	parts.Go(func() { l.fail(l.read()) })
+	parts.Go(func() { l.write(over) })
+	parts.Go(l.land)
+	l.follow() // until the queue pair is drained, and the lane has failed
+	close(l.verdicts)
+	close(over)
+	parts.Wait()
+	l.asks.Wait()
+	l.end()
 }
 
 func (l *lane) ID() uint64          { return l.id }
 func (l *lane) Peer() transfer.Boot { return l.peer }
 func (l *lane) Backend() string     { return Name }
-func (l *lane) Local() string       { return l.b.cfg.Device.Name() }
+func (l *lane) Local() string       { return l.rail.cfg.Name }
 func (l *lane) Remote() string      { return l.remote }
 func (l *lane) MaxInFlight() int    { return maxInFlight }
 
+// Close implements transport.Lane.
 func (l *lane) Close() error {
-	l.close(net.ErrClosed)
+	l.fail(net.ErrClosed)
 	return nil
 }
 
-// close puts the queue pair in the error state, which flushes it, and ends the socket, which ends the reader.
-func (l *lane) close(err error) {
+// fail ends the lane: its queue pair goes to the error state, which flushes it, and its socket is closed.
+func (l *lane) fail(err error) {
 	l.mu.Lock()
+	l.failLocked(err)
+	l.mu.Unlock()
+}
+
+func (l *lane) failLocked(err error) {
 	if l.err == nil {
 		l.err = err
+		if err := l.q.ToError(); err != nil && !errors.Is(err, net.ErrClosed) {
+			l.b.cfg.Log.Warn("queue pair does not take the error state", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+		}
 	}
-	l.mu.Unlock()
-	_ = l.q.ToError() // from RTS it cannot fail
 	_ = l.c.Close()
+	l.wake()
 }
 
-// Move implements transport.Lane.
-func (l *lane) Move(batch []transport.Slice) error {
+func (l *lane) wake() {
+	select {
+	case l.kick <- struct{}{}:
+	default:
+	}
+}
+
+func (l *lane) failure() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	fail := func(err error) error { return fmt.Errorf("gdr: move on lane %d: %w", l.id, err) }
-	if l.err != nil {
-		return fail(errors.Join(net.ErrClosed, l.err))
-	}
-	var chunks uint32
-	for i := range batch {
-		chunks += batch[i].Range.Count
-	}
-	if len(l.slices)+len(batch) > maxInFlight || len(l.open)+int(chunks) > maxChunks {
-		return fail(fmt.Errorf("%d slices of %d chunks beside %d of %d: %w", len(batch), chunks, len(l.slices), len(l.open), verbs.ErrFull))
-	}
-	// All is planned before anything is posted: an error means that nothing was taken.
-	var works []verbs.Work
-	var taken []*moved
-	undo := func(err error) error {
-		for _, m := range taken {
-			l.dropLocked(m)
-		}
-		return fail(err)
-	}
-	for i := range batch {
-		m := &moved{s: batch[i], at: time.Now(), seq: l.seq + 1}
-		before := len(works)
-		var err error
-		if works, err = l.planLocked(works, m); err != nil {
-			return undo(err)
-		}
-		m.works = len(works) - before
-		if l.posted+m.works > maxSends {
-			return undo(verbs.ErrFull)
-		}
-		if !l.b.startUse(m.s.Origin) {
-			return undo(fmt.Errorf("origin %d.%d is closed", m.s.Origin.Slot, m.s.Origin.Gen))
-		}
-		m.reading = true
-		l.seq++
-		l.slices[m.seq] = m
-		l.posted += m.works
-		for c := m.s.Range.First; c < m.s.Range.End(); c++ {
-			l.open[m.key(c)] = m
-		}
-		taken = append(taken, m)
-	}
-	if err := l.q.PostSend(works); err != nil {
-		return undo(err)
-	}
-	return nil
+	return l.err
 }
 
-func (m *moved) key(chunk uint32) chunkKey { return chunkKey{m.s.Origin.Slot, m.s.Origin.Gen, chunk} }
-
-// planLocked appends the writes of a slice: for each chunk both sides' blocks walked together, the last one with the immediate.
-func (l *lane) planLocked(works []verbs.Work, m *moved) ([]verbs.Work, error) {
-	o := m.s.Origin
-	t, err := decodeToken(o.Token)
-	if err != nil {
-		return works, err
-	}
-	if m.s.Range.Count == 0 || uint64(m.s.Range.First)+uint64(m.s.Range.Count) > uint64(len(t.chunks)) {
-		return works, fmt.Errorf("chunks [%d, +%d) of a grant of %d", m.s.Range.First, m.s.Range.Count, len(t.chunks))
-	}
-	var blocks []mem.Block
-	for c := m.s.Range.First; c < m.s.Range.End(); c++ {
-		if l.open[m.key(c)] != nil {
-			return works, fmt.Errorf("chunk %d is in flight on this lane already", c)
-		}
-		if blocks, err = o.Source.Resolve(blocks[:0], transfer.Range{First: c, Count: 1}); err != nil {
-			return works, err
-		}
-		first := len(works)
-		dst := append([]remoteBlock(nil), t.chunks[c]...)
-		for _, s := range blocks {
-			local, err := l.b.registered(s.Region)
-			if err != nil {
-				return works, err
-			}
-			for s.Len > 0 {
-				if len(dst) == 0 {
-					return works, fmt.Errorf("chunk %d is longer here than in the grant", c)
-				}
-				n := min(s.Len, uint64(dst[0].len))
-				works = append(works, verbs.Work{ID: m.seq, Op: verbs.Write, LocalAddr: local.Addr() + s.Off, LocalKey: local.LocalKey(),
-					Len: uint32(n), RemoteAddr: dst[0].addr, RemoteKey: dst[0].key})
-				s.Off, s.Len = s.Off+n, s.Len-n
-				dst[0].addr += n
-				if dst[0].len -= uint32(n); dst[0].len == 0 {
-					dst = dst[1:]
-				}
-			}
-		}
-		if len(dst) != 0 || len(works) == first {
-			return works, fmt.Errorf("chunk %d is shorter here than in the grant", c)
-		}
-		last := &works[len(works)-1]
-		last.Op, last.Imm, last.Signaled = verbs.WriteImm, uint32(o.Slot)<<16|c, true
-	}
-	return works, nil
+// stopForTakeover stops the lane for a later attempt.
+func (l *lane) stopForTakeover() bool {
+	l.fail(fmt.Errorf("gdr: a later attempt takes over what lane %d had under way: %w", l.id, net.ErrClosed))
+	ctx, cancel := context.WithTimeout(context.Background(), 2*drainTimeout)
+	defer cancel()
+	return l.stopped(ctx)
 }
 
-func (l *lane) dropLocked(m *moved) {
-	if m.reading {
-		m.reading = false
-		l.b.endUse(m.s.Origin)
-	}
-	if l.slices[m.seq] == m {
-		delete(l.slices, m.seq)
-		l.posted -= m.works
-	}
-	for c := m.s.Range.First; c < m.s.Range.End(); c++ {
-		if l.open[m.key(c)] == m {
-			delete(l.open, m.key(c))
-		}
+// stopped reports, once the lane was failed, whether its queue pair touches no memory any more.
+func (l *lane) stopped(ctx context.Context) bool {
+	select {
+	case <-l.drained:
+		return true
+	case <-ctx.Done():
+		return false
 	}
 }
 
-// follow takes completions until the lane is done and drained.
+// follow takes completions until the lane has failed and everything that was posted has ended. A device that does not flush
+// is made to forget the queue pair; one that does not even do that leaves the lane stuck, with what it holds.
 func (l *lane) follow() {
-	buf := make([]verbs.Completion, 256)
+	buf := make([]verbs.Completion, pollBatch)
+	var flush <-chan time.Time
 	for {
 		n, err := l.cq.Poll(buf)
-		for _, c := range buf[:n] {
-			l.completed(c)
-		}
 		if err != nil {
-			l.close(err)
+			l.fail(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+			n = 0
+		}
+		ended, failed := l.completed(buf[:n])
+		if failed && ended {
+			break
+		}
+		if failed && flush == nil {
+			flush = time.After(drainTimeout)
 		}
 		if n > 0 {
 			continue
 		}
 		select {
 		case <-l.cq.Ready():
-		case <-l.done:
-			// The queue pair is in the error state: everything posted was flushed before done was closed.
-			for n, _ := l.cq.Poll(buf); n > 0; n, _ = l.cq.Poll(buf) {
-				for _, c := range buf[:n] {
-					l.completed(c)
-				}
+			continue
+		case <-l.kick:
+			continue
+		case <-flush:
+		}
+		break
+	}
+	err := l.q.Close()
+	if err == nil || l.everythingEnded() {
+		close(l.drained)
+	} else {
+		l.mu.Lock()
+		l.stuck = true
+		l.mu.Unlock()
+	}
+	if cerr := l.cq.Close(); err != nil || cerr != nil {
+		l.b.cfg.Log.Warn("queue pair not given back", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", errors.Join(err, cerr))
+	}
+}
+
+func (l *lane) everythingEnded() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.done == l.posted && l.recvs == l.recvsDone
+}
+
+// completed takes completions and does what they allow. ended: nothing that was posted is still open.
+func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
+	l.mu.Lock()
+	for i := range batch {
+		c := &batch[i]
+		receive := c.ID&receiveMark != 0
+		switch {
+		case receive:
+			l.recvsDone++
+			if c.Status != verbs.OK {
+				break
 			}
+			l.verdicts <- c.Imm // has room: the lander posts the next receive
+		case c.Status == verbs.OK:
+			l.done = max(l.done, c.ID)
+			l.good = max(l.good, c.ID)
+		default:
+			l.done = max(l.done, c.ID)
+		}
+		if c.Status != verbs.OK && c.Status != verbs.Flushed {
+			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: work request: %s", l.id, l.rail.cfg.Name, l.remote, c.Status))
+		} else if c.Status == verbs.Flushed && l.err == nil {
+			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: the queue pair was flushed", l.id, l.rail.cfg.Name, l.remote))
+		}
+	}
+	if len(batch) > 0 {
+		l.progress = time.Now()
+	}
+	l.pumpLocked()
+	l.mu.Unlock()
+	l.judge()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.done == l.posted && l.recvs == l.recvsDone, l.err != nil
+}
+
+// checkProgress gives up a lane on which slices wait and nothing comes.
+func (l *lane) checkProgress(now time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.err != nil || now.Sub(l.progress) < l.b.cfg.Silence {
+		return
+	}
+	for i := range l.out {
+		if s := &l.out[i]; s.state != idle && now.Sub(s.at) > l.b.cfg.Silence {
+			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: no progress for %s", l.id, l.rail.cfg.Name, l.remote, l.b.cfg.Silence))
 			return
 		}
 	}
 }
 
-func (l *lane) completed(c verbs.Completion) {
-	if c.Status != verbs.OK {
-		if c.Status != verbs.Flushed {
-			l.close(fmt.Errorf("gdr: lane %d: work request failed: %s", l.id, c.Status))
-		}
-		return // the end of the lane ends the slices
+// say queues a frame for the socket.
+func (l *lane) say(h *head, spans []span) {
+	h.spans = uint32(len(spans))
+	l.outMu.Lock()
+	l.outBuf = appendHead(l.outBuf, h)
+	for _, s := range spans {
+		l.outBuf = appendSpan(l.outBuf, s)
 	}
-	if c.Op == verbs.Receive {
-		l.arrived(transfer.Slot(c.Imm>>16), c.Imm&0xffff)
-		return
-	}
-	l.mu.Lock()
-	m := l.slices[c.ID]
-	var res []transport.Result
-	if m != nil {
-		if m.complete++; m.complete == m.s.Range.Count {
-			m.reading = false
-			l.b.endUse(m.s.Origin)
-			o := m.s.Origin
-			l.mu.Unlock()
-			valid := o.Enter()
-			if valid {
-				valid = o.Source.Valid(m.s.Range)
-				o.Leave()
-			}
-			l.mu.Lock()
-			m.disowned, m.checked = !valid, true
-		}
-		res = l.maybeEndLocked(m)
-	}
-	l.mu.Unlock()
-	if len(res) > 0 {
-		l.b.host.Done(l, res)
+	l.outMu.Unlock()
+	select {
+	case l.outWake <- struct{}{}:
+	default:
 	}
 }
 
-// maybeEndLocked ends a slice whose writes completed and whose chunks were all answered.
-func (l *lane) maybeEndLocked(m *moved) []transport.Result {
-	if !m.checked || m.confirm < m.s.Range.Count || l.slices[m.seq] != m {
-		return nil
-	}
-	l.dropLocked(m)
-	r := transport.Result{Slice: m.s, Outcome: transfer.Landed, Took: time.Since(m.at)}
-	switch {
-	case m.reason != transfer.ReasonNone:
-		r.Outcome, r.Reason = transfer.Rejected, m.reason
-	case m.disowned:
-		r.Outcome, r.Reason = transfer.NotLanded, transfer.ReasonDisowned
-	}
-	if r.Outcome != transfer.Landed {
-		r.Err = fmt.Errorf("gdr: slot %d.%d at boot %s: %s", m.s.Origin.Slot, m.s.Origin.Gen, l.peer, r.Reason)
-	}
-	return []transport.Result{r}
-}
-
-// arrived: an immediate says that every byte of a chunk is in place. The guard decides whether that still counts.
-func (l *lane) arrived(slot transfer.Slot, chunk uint32) {
-	if err := l.q.PostReceive([]uint64{0}); err != nil {
-		l.close(err)
-		return
-	}
-	l.b.mu.Lock()
-	gr := l.b.grants[grantKey{l.peer, slot}]
-	l.b.mu.Unlock()
-	var gen transfer.Gen
-	reason := transfer.ReasonUnknownSlot
-	if gr != nil {
-		gen, reason = gr.g.Gen, transfer.ReasonRevoked
-		if gr.g.Enter() {
-			gr.g.Sink.Landed(l, transfer.Range{First: chunk, Count: 1})
-			gr.g.Leave()
-			reason = transfer.ReasonNone
-		}
-	}
-	if reason != transfer.ReasonNone {
-		l.b.host.Refused(l, reason)
-	}
-	b := binary.LittleEndian.AppendUint16(make([]byte, 0, confirmBytes), uint16(slot))
-	b = append(b, byte(reason), 0)
-	b = binary.LittleEndian.AppendUint32(b, uint32(gen))
-	b = binary.LittleEndian.AppendUint32(b, chunk)
-	l.sendMu.Lock()
-	defer l.sendMu.Unlock()
-	if _, err := l.c.Write(b); err != nil {
-		l.close(err)
-	}
-}
-
-// read takes confirmations until the socket ends.
-func (l *lane) read() error {
-	var b [confirmBytes]byte
+// write sends what say has queued. Its bound: the ids that both ends have under way, with their spans.
+func (l *lane) write(over <-chan struct{}) {
+	var buf []byte
 	for {
-		if _, err := io.ReadFull(l.c, b[:]); err != nil {
-			return fmt.Errorf("gdr: lane %d: %w", l.id, err)
+		l.outMu.Lock()
+		buf, l.outBuf = l.outBuf, buf[:0]
+		l.outMu.Unlock()
+		if len(buf) > 0 {
+			if _, err := l.c.Write(buf); err != nil {
+				l.fail(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+			}
+			continue
 		}
-		k := chunkKey{transfer.Slot(binary.LittleEndian.Uint16(b[:])), transfer.Gen(binary.LittleEndian.Uint32(b[4:])), binary.LittleEndian.Uint32(b[8:])}
-		reason := transfer.Reason(b[2])
-		l.mu.Lock()
-		m := l.open[k]
-		if m == nil {
-			l.mu.Unlock()
-			return fmt.Errorf("gdr: lane %d: a confirmation of slot %d.%d chunk %d, which is not in flight", l.id, k.slot, k.gen, k.chunk)
-		}
-		delete(l.open, k)
-		m.confirm++
-		if reason != transfer.ReasonNone {
-			m.reason = reason
-		}
-		res := l.maybeEndLocked(m)
-		l.mu.Unlock()
-		if len(res) > 0 {
-			l.b.host.Done(l, res)
+		select {
+		case <-l.outWake:
+		case <-over:
+			return
 		}
 	}
 }
 
-// end finishes the lane: what has not ended is in doubt, for its bytes may be anywhere.
+// end gives everything back and reports. The lane's goroutines have ended.
 func (l *lane) end() {
 	l.mu.Lock()
 	err := l.err
 	var res []transport.Result
-	for _, m := range l.slices {
-		l.dropLocked(m)
-		res = append(res, transport.Result{Slice: m.s, Outcome: transfer.InDoubt, Reason: transfer.ReasonLaneLost, Took: time.Since(m.at),
-			Err: fmt.Errorf("gdr: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))})
+	for i := range l.out {
+		s := &l.out[i]
+		if s.state == idle {
+			continue
+		}
+		r := transport.Result{Slice: s.s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Took: time.Since(s.at),
+			Err: fmt.Errorf("gdr: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))}
+		if s.state >= flight {
+			r.Outcome = transfer.InDoubt // its bytes may be anywhere
+		}
+		if !l.stuck {
+			s.release(l.b)
+		}
+		s.state = idle
+		res = append(res, r)
 	}
+	stuck := l.stuck
 	l.mu.Unlock()
-	_ = l.q.Close()
-	_ = l.cq.Close()
+	if !stuck {
+		for i := range l.in {
+			l.in[i].release()
+		}
+		l.mu.Lock()
+		for i := range l.in {
+			l.in[i].state, l.in[i].g = idle, nil
+		}
+		l.changedLocked()
+		l.mu.Unlock()
+		l.dev.leave() // a stuck lane keeps its device
+	}
 	if len(res) > 0 {
 		l.b.host.Done(l, res)
 	}
 	l.b.mu.Lock()
-	delete(l.b.lanes, l)
+	if !stuck {
+		delete(l.b.lanes, l) // a stuck one stays for fences to find
+	}
 	l.b.mu.Unlock()
 	l.b.host.LaneDown(l, err)
 }
 
-func (b *Backend) registered(r *mem.Region) (verbs.Memory, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.closed {
-		return nil, net.ErrClosed
+// again posts a receive in the place of one that was used.
+func (l *lane) again() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.err != nil {
+		return
 	}
-	return register(b.cfg.Device, b.local, r)
+	l.oneID[0] = receiveMark
+	if err := l.q.PostReceive(l.oneID[:]); err != nil {
+		l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+		return
+	}
+	l.recvs++
 }
 
-func (b *Backend) startUse(o *transport.Origin) bool {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if o.Revoked() {
-		return false
-	}
-	u := b.use[o]
-	if u == nil {
-		u = &using{done: make(chan struct{})}
-		b.use[o] = u
-	}
-	u.n++
-	return true
-}
-
-func (b *Backend) endUse(o *transport.Origin) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	u := b.use[o]
-	if u.n--; u.n == 0 {
-		delete(b.use, o)
-		close(u.done)
+func (l *lane) changedLocked() {
+	if l.change != nil {
+		close(l.change)
+		l.change = nil
 	}
 }

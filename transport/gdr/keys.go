@@ -1,0 +1,216 @@
+package gdr
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+const (
+	maxKeys  = 4096             // registrations of a rail
+	idleKeys = 30 * time.Second // unused for so long, a registration is given back
+	maxPart  = 16 << 30         // bytes of one registration: larger regions are registered in parts
+	partUnit = 2 << 20          // parts begin at huge pages
+)
+
+// keys are the registrations of one device.
+type keys struct {
+	d    verbs.Device
+	part uint64
+
+	mu sync.Mutex
+	// guarded by mu
+	m      map[keyName]*key
+	closed bool
+}
+
+// keyName: what is read locally has no peer.
+type keyName struct {
+	region *mem.Region
+	peer   transfer.Boot
+}
+
+// key is a region's registration for one peer, or for reading it here. Made once, by whoever asks first.
+type key struct {
+	k     *keys
+	name  keyName
+	ready chan struct{}
+	err   error // set before ready is closed, as are parts
+	parts []verbs.Memory
+
+	// guarded by k.mu
+	users int
+	last  time.Time
+
+	ending sync.Mutex // held while parts are given back
+}
+
+func newKeys(d verbs.Device) *keys {
+	k := &keys{d: d, part: min(d.Limits().MaxRegistration, maxPart), m: map[keyName]*key{}}
+	if k.part > partUnit {
+		k.part -= k.part % partUnit
+	}
+	return k
+}
+
+// get returns the registration of a region, which put gives back. It may take long the first time.
+func (k *keys) get(r *mem.Region, peer transfer.Boot) (*key, error) {
+	name := keyName{r, peer}
+	k.mu.Lock()
+	e := k.m[name]
+	switch {
+	case k.closed:
+		k.mu.Unlock()
+		return nil, verbs.ErrState
+	case e != nil:
+		e.users++
+		k.mu.Unlock()
+		<-e.ready
+		if e.err != nil {
+			e.put()
+			return nil, e.err
+		}
+		return e, nil
+	case len(k.m) >= maxKeys:
+		k.mu.Unlock()
+		return nil, fmt.Errorf("gdr: %d registrations on %s: more regions and peers than are served at a time: %w", maxKeys, k.d.Name(), verbs.ErrFull)
+	}
+	e = &key{k: k, name: name, ready: make(chan struct{}), users: 1}
+	k.m[name] = e
+	k.mu.Unlock()
+	e.register()
+	close(e.ready)
+	if e.err != nil {
+		k.mu.Lock()
+		e.retireLocked()
+		k.mu.Unlock()
+		e.put()
+		return nil, e.err
+	}
+	return e, nil
+}
+
+func (e *key) register() {
+	r := e.name.region
+	p, ok := r.Bytes()
+	if !ok {
+		e.err = fmt.Errorf("gdr: region %s is %s memory, which the NIC does not reach: %w", r.ID(), r.Kind(), transport.ErrNotSupported)
+		return
+	}
+	if !r.Acquire() {
+		e.err = fmt.Errorf("gdr: region %s: %w", r.ID(), mem.ErrFreed)
+		return
+	}
+	e.parts = []verbs.Memory{}
+	for len(p) > 0 {
+		n := min(uint64(len(p)), e.k.part)
+		m, err := e.k.d.Register(p[:n:n], e.name.peer != transfer.Boot{})
+		if err != nil {
+			e.err = errors.Join(fmt.Errorf("gdr: region %s: %w", r.ID(), err), e.release())
+			return
+		}
+		e.parts = append(e.parts, m)
+		p = p[n:]
+	}
+}
+
+// release invalidates the keys.
+func (e *key) release() (err error) {
+	e.ending.Lock()
+	defer e.ending.Unlock()
+	if e.parts == nil {
+		return nil
+	}
+	for _, m := range e.parts {
+		err = errors.Join(err, m.Close())
+	}
+	if err == nil {
+		e.parts = nil
+		e.name.region.Release()
+	}
+	return err
+}
+
+// spans appends the memory of [off, off+n) under the key.
+func (e *key) spans(dst []span, off, n uint64, remote bool) []span {
+	for n > 0 {
+		m := e.parts[off/e.k.part]
+		at := off % e.k.part
+		s := span{addr: m.Addr() + at, len: uint32(min(n, m.Len()-at, 1<<31)), key: m.LocalKey()}
+		if remote {
+			s.key = m.RemoteKey()
+		}
+		if last := len(dst) - 1; last >= 0 && dst[last].key == s.key && dst[last].addr+uint64(dst[last].len) == s.addr && uint64(dst[last].len)+uint64(s.len) < 1<<31 {
+			dst[last].len += s.len
+		} else {
+			dst = append(dst, s)
+		}
+		off, n = off+uint64(s.len), n-uint64(s.len)
+	}
+	return dst
+}
+
+// put gives a use back.
+func (e *key) put() {
+	e.k.mu.Lock()
+	defer e.k.mu.Unlock()
+	e.users--
+	e.last = time.Now()
+}
+
+// retireLocked keeps new users away: they get a new generation.
+func (e *key) retireLocked() {
+	if e.k.m[e.name] == e {
+		delete(e.k.m, e.name)
+	}
+}
+
+// invalidate ends a registration that others may still be using: their writes fail.
+func (e *key) invalidate() error {
+	e.k.mu.Lock()
+	e.retireLocked()
+	e.k.mu.Unlock()
+	return e.release()
+}
+
+// sweep gives back what is idle. Nobody holds what has no user, and nobody finds what is retired.
+func (k *keys) sweep(now time.Time) (err error) {
+	var idle []*key
+	k.mu.Lock()
+	for _, e := range k.m {
+		if e.users == 0 && now.Sub(e.last) > idleKeys {
+			e.retireLocked()
+			idle = append(idle, e)
+		}
+	}
+	k.mu.Unlock()
+	for _, e := range idle {
+		err = errors.Join(err, e.release())
+	}
+	return err
+}
+
+// close gives back everything. Nothing is in use any more.
+func (k *keys) close() (err error) {
+	k.mu.Lock()
+	k.closed = true
+	all := make([]*key, 0, len(k.m))
+	for _, e := range k.m {
+		all = append(all, e)
+	}
+	clear(k.m)
+	k.mu.Unlock()
+	for _, e := range all {
+		<-e.ready
+		if e.err == nil {
+			err = errors.Join(err, e.release())
+		}
+	}
+	return err
+}

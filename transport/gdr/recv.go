@@ -1,0 +1,262 @@
+package gdr
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// receiving is a slice that the peer sends.
+type receiving struct {
+	state  state
+	seq    uint16
+	g      *transport.Grant // while armed
+	claim  transport.Claim
+	keys   []*key
+	spans  []span
+	blocks []mem.Block
+}
+
+// release gives the chunks and the keys back. Nothing is written for the slice any more. Not under lane.mu: whoever takes
+// chunks over holds the grant's claims, and fails the lane.
+func (r *receiving) release() {
+	r.claim.Release()
+	for i, k := range r.keys {
+		k.put()
+		r.keys[i] = nil
+	}
+	r.keys = r.keys[:0]
+}
+
+// read takes frames until the socket ends.
+func (l *lane) read() error {
+	in := bufio.NewReaderSize(l.c, readBuffer)
+	var raw [headBytes]byte
+	var h head
+	var spans []byte
+	results := make([]transport.Result, 1)
+	for {
+		if _, err := io.ReadFull(in, raw[:]); err != nil {
+			return fmt.Errorf("gdr: lane %d: %w", l.id, err)
+		}
+		if err := parseHead(&raw, &h); err != nil {
+			return err
+		}
+		var err error
+		switch h.kind {
+		case kindAsk:
+			err = l.asked(h)
+		case kindEnd:
+			err = l.ended(&h, results)
+		case kindGo:
+			n := int(h.spans) * spanBytes
+			if cap(spans) < n {
+				spans = make([]byte, n)
+			}
+			if _, err = io.ReadFull(in, spans[:n]); err == nil {
+				err = l.proceed(&h, spans[:n])
+			}
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// asked answers one ASK, or has it answered when the claims in its way have ended. An error ends the lane.
+func (l *lane) asked(h head) error {
+	l.mu.Lock()
+	r := &l.in[h.id]
+	free := r.state == idle
+	if free {
+		r.state, r.seq = asked, h.seq
+	}
+	l.mu.Unlock()
+	if !free {
+		return fmt.Errorf("%w: ASK for slice %d, which is under way", errFrame, h.id)
+	}
+	g, why := l.b.host.Grant(l.peer, h.slot, h.gen)
+	if g == nil && why == transfer.ReasonNone {
+		why = transfer.ReasonUnknownSlot
+	}
+	if g != nil {
+		why = transfer.ReasonNone
+		if h.r.Count == 0 || uint64(h.r.First)+uint64(h.r.Count) > transfer.MaxSlotChunks {
+			why = transfer.ReasonRange
+		} else if n, err := g.Sink.Bytes(h.r); err != nil {
+			why = transfer.ReasonRange
+		} else if n != h.bytes {
+			why = transfer.ReasonLength
+		}
+	}
+	if why != transfer.ReasonNone {
+		l.refuse(h.id, why)
+		return nil
+	}
+	if busy := g.DeviceBusy(h.r, h.attempt); busy != nil {
+		l.asks.Go(func() {
+			l.waitFor(g, &h, busy)
+			if err := l.arm(g, &h); err != nil {
+				l.fail(err)
+			}
+		})
+		return nil
+	}
+	return l.arm(g, &h)
+}
+
+// waitFor gives slices under way a little time to end by themselves.
+func (l *lane) waitFor(g *transport.Grant, h *head, busy <-chan struct{}) {
+	patience := time.NewTimer(l.b.cfg.Patience)
+	defer patience.Stop()
+	for busy != nil {
+		select {
+		case <-busy:
+		case <-l.drained:
+			return
+		case <-patience.C:
+			return
+		}
+		busy = g.DeviceBusy(h.r, h.attempt)
+	}
+}
+
+// arm claims the chunks of a slice and lets the peer write them.
+func (l *lane) arm(g *transport.Grant, h *head) error {
+	r := &l.in[h.id]
+	if why := g.ClaimDevice(&r.claim, h.r, h.attempt, l.stop); why != transfer.ReasonNone {
+		l.refuse(h.id, why)
+		return nil
+	}
+	if err := l.offer(g, h, r); err != nil {
+		if errors.Is(err, errRange) {
+			l.refuse(h.id, transfer.ReasonRange)
+			return nil
+		}
+		return err
+	}
+	// Under the guard: a fence looks for armed slices after the guard is idle.
+	if !g.Enter() {
+		l.refuse(h.id, transfer.ReasonRevoked)
+		return nil
+	}
+	l.mu.Lock()
+	dead := l.err != nil
+	if !dead {
+		r.state, r.g = armed, g
+	}
+	l.mu.Unlock()
+	g.Leave()
+	if !dead {
+		l.say(&head{kind: kindGo, id: h.id, seq: h.seq}, r.spans)
+	}
+	return nil
+}
+
+var errRange = errors.New("gdr: the grant does not resolve")
+
+// offer works out what the peer may write: what has not landed yet.
+func (l *lane) offer(g *transport.Grant, h *head, r *receiving) (err error) {
+	r.spans = r.spans[:0]
+	for at := h.r; at.Count > 0; {
+		n, fresh := r.claim.Fresh(at)
+		part := transfer.Range{First: at.First, Count: n}
+		at = transfer.Range{First: at.First + n, Count: at.Count - n}
+		if !fresh {
+			bytes, err := g.Sink.Bytes(part)
+			if err != nil || bytes > 1<<31 {
+				return errRange
+			}
+			r.spans = append(r.spans, span{len: uint32(bytes)})
+			continue
+		}
+		if r.blocks, err = g.Sink.Resolve(r.blocks[:0], part); err != nil {
+			return errRange
+		}
+		if r.spans, r.keys, err = l.spans(r.spans, r.keys, r.blocks, l.peer); err != nil {
+			return err
+		}
+	}
+	if len(r.spans) > maxSpans || total(r.spans) != h.bytes {
+		return errRange
+	}
+	return nil
+}
+
+// refuse ends a slice that may not be written.
+func (l *lane) refuse(id uint8, why transfer.Reason) {
+	l.b.host.Refused(l, why)
+	l.finish(id, why)
+}
+
+// finish frees the slice's id and says END, in this order: the peer uses the id again.
+func (l *lane) finish(id uint8, why transfer.Reason) {
+	r := &l.in[id]
+	r.release()
+	l.mu.Lock()
+	r.state, r.g = idle, nil
+	seq := r.seq
+	l.changedLocked()
+	l.mu.Unlock()
+	l.say(&head{kind: kindEnd, id: id, reason: why, seq: seq}, nil)
+}
+
+// land takes verdicts: all bytes of the slice are in place. Claim and guard decide whether that still counts.
+func (l *lane) land() {
+	for imm := range l.verdicts {
+		l.again()
+		id, why, seq := parseVerdict(imm)
+		l.mu.Lock()
+		ok := id < maxInFlight && int(why) < transfer.NumReasons && l.in[id].state == armed && l.in[id].seq == seq
+		l.mu.Unlock()
+		if !ok {
+			l.fail(fmt.Errorf("%w: a verdict on slice %d.%d, which is not under way", errFrame, id, seq))
+			continue
+		}
+		if why == transfer.ReasonNone {
+			why = l.in[id].claim.Land(l)
+		}
+		if why != transfer.ReasonNone {
+			l.b.host.Refused(l, why)
+		}
+		l.finish(id, why)
+	}
+}
+
+// armedFor is nil if nothing may be written to a grant through this lane. Otherwise it is closed at the next change.
+func (l *lane) armedFor(g *transport.Grant) <-chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i := range l.in {
+		if l.in[i].g == g {
+			if l.change == nil {
+				l.change = make(chan struct{})
+			}
+			return l.change
+		}
+	}
+	return nil
+}
+
+// invalidate ends the keys under which a grant may be written through this lane, whose device does not drain.
+func (l *lane) invalidate(g *transport.Grant) (err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i := range l.in {
+		if r := &l.in[i]; r.g == g {
+			for _, k := range r.keys {
+				err = errors.Join(err, k.invalidate())
+			}
+			if err == nil {
+				r.g = nil
+			}
+		}
+	}
+	return err
+}

@@ -1,0 +1,351 @@
+package gdr
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// state of a slice, on either side.
+type state uint8
+
+const (
+	idle   state = iota
+	asked        // the source has asked; at the destination: it is looked at
+	failed       // at the source: it never left; the follower reports it
+	gone         // the source prepares to write
+	flight       // written, as far as the queue has room
+	judged       // the verdict is posted
+	armed        // at the destination: the source may write
+)
+
+// sending is a slice under way from here.
+type sending struct {
+	state   state
+	seq     uint16
+	s       transport.Slice
+	at      time.Time
+	bytes   uint64
+	src     []span
+	dst     []span
+	si, di  int    // cursors
+	last    uint64 // its last work request
+	reading bool   // the origin is held
+	keys    []*key
+	blocks  []mem.Block
+	why     transfer.Reason // not none: this end gave it up
+	err     error
+}
+
+// release gives back what the slice held while the NIC read.
+func (s *sending) release(b *Backend) {
+	for i, k := range s.keys {
+		k.put()
+		s.keys[i] = nil
+	}
+	s.keys = s.keys[:0]
+	if s.reading {
+		s.reading = false
+		b.endUse(s.s.Origin)
+	}
+}
+
+// Move implements transport.Lane.
+func (l *lane) Move(batch []transport.Slice) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.err != nil {
+		return fmt.Errorf("gdr: move on lane %d: %w", l.id, errors.Join(net.ErrClosed, l.err))
+	}
+	free := 0
+	for i := range l.out {
+		if l.out[i].state == idle {
+			free++
+		}
+	}
+	if len(batch) > free {
+		return fmt.Errorf("gdr: move on lane %d: %d slices, and %d of %d are under way: %w", l.id, len(batch), maxInFlight-free, maxInFlight, verbs.ErrFull)
+	}
+	id := 0
+	for i := range batch {
+		for l.out[id].state != idle {
+			id++
+		}
+		s := &l.out[id]
+		l.seq++
+		s.state, s.s, s.seq, s.at = asked, batch[i], l.seq, time.Now()
+		s.why, s.err, s.si, s.di = transfer.ReasonNone, nil, 0, 0
+		if s.bytes, s.err = s.s.Origin.Source.Bytes(s.s.Range); s.err != nil {
+			s.state, s.why = failed, transfer.ReasonRange
+			l.wake()
+			continue
+		}
+		l.say(&head{kind: kindAsk, id: uint8(id), seq: s.seq, slot: s.s.Origin.Slot, gen: s.s.Origin.Gen, r: s.s.Range, attempt: s.s.Attempt,
+			bytes: s.bytes}, nil)
+	}
+	return nil
+}
+
+var errLost = errors.New("gdr: the source lease was closed")
+
+// proceed prepares a slice that the receiver lets us write. Called by the reader; an error ends the lane.
+func (l *lane) proceed(h *head, spans []byte) error {
+	l.mu.Lock()
+	s := &l.out[h.id]
+	ok := s.state == asked && s.seq == h.seq
+	if ok {
+		s.state = gone // nobody else touches it from here
+	}
+	l.mu.Unlock()
+	if !ok {
+		return fmt.Errorf("%w: GO for slice %d.%d, which did not ask", errFrame, h.id, h.seq)
+	}
+	s.dst = appendSpans(s.dst[:0], spans)
+	if total(s.dst) != s.bytes {
+		return fmt.Errorf("%w: GO for %d bytes of a slice of %d", errFrame, total(s.dst), s.bytes)
+	}
+	o := s.s.Origin
+	if !l.b.startUse(o) {
+		return l.giveUp(h.id, transfer.ReasonSourceGone, errLost)
+	}
+	s.reading = true
+	var err error
+	if s.blocks, err = o.Source.Resolve(s.blocks[:0], s.s.Range); err != nil {
+		return l.giveUp(h.id, transfer.ReasonRange, err)
+	}
+	if s.src, s.keys, err = l.spans(s.src[:0], s.keys[:0], s.blocks, transfer.Boot{}); err != nil {
+		return err
+	}
+	if total(s.src) != s.bytes {
+		return l.giveUp(h.id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, total(s.src), s.bytes))
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.err != nil {
+		return nil
+	}
+	s.state = flight
+	l.going.push(h.id)
+	l.pumpLocked()
+	return nil
+}
+
+func total(spans []span) (n uint64) {
+	for _, s := range spans {
+		n += uint64(s.len)
+	}
+	return n
+}
+
+// spans appends blocks as memory under keys, and the keys, each once, in use.
+func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, peer transfer.Boot) ([]span, []*key, error) {
+	for i := range blocks {
+		b := &blocks[i]
+		var k *key
+		for _, h := range held {
+			if h.name.region == b.Region {
+				k = h
+			}
+		}
+		if k == nil {
+			var err error
+			if k, err = l.dev.keys.get(b.Region, peer); err != nil {
+				return dst, held, err
+			}
+			held = append(held, k)
+		}
+		if err := b.Region.Check(b.Off, b.Len); err != nil {
+			return dst, held, err
+		}
+		dst = k.spans(dst, b.Off, b.Len, peer != transfer.Boot{})
+	}
+	return dst, held, nil
+}
+
+// pumpLocked posts writes as far as the send queue has room.
+func (l *lane) pumpLocked() {
+	for l.going.n > 0 && l.err == nil {
+		id := l.going.first()
+		s := &l.out[id]
+		room := l.depth - min(l.posted-l.done, l.depth)
+		n := s.plan(l.works[:min(room, batchWorks)], l.posted, l.most, l.q.MaxInline())
+		if n > 0 {
+			if err := l.q.PostSend(l.works[:n]); err != nil {
+				l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+				return
+			}
+			l.posted += uint64(n)
+		}
+		if s.di < len(s.dst) {
+			if room == uint64(n) {
+				return // a completion brings room
+			}
+			continue
+		}
+		s.last = l.posted
+		l.going.pop()
+		l.flying.push(id)
+		if s.last <= l.good {
+			l.wake() // nothing to write
+		}
+	}
+}
+
+// plan fills works with the next writes of a slice: both sides' spans walked together. It moves the cursors.
+func (s *sending) plan(works []verbs.Work, posted, most uint64, inline int) (n int) {
+	for s.di < len(s.dst) {
+		d := &s.dst[s.di]
+		if d.skip() {
+			for d.len > 0 {
+				s.advance(min(d.len, s.src[s.si].len))
+			}
+			s.di++
+			continue
+		}
+		if n == len(works) {
+			break
+		}
+		a := &s.src[s.si]
+		k := uint32(min(uint64(min(a.len, d.len)), most))
+		works[n] = verbs.Work{ID: posted + uint64(n) + 1, Op: verbs.Write, LocalAddr: a.addr, LocalKey: a.key, Len: k, RemoteAddr: d.addr,
+			RemoteKey: d.key, Inline: int(k) <= inline}
+		n++
+		d.addr += uint64(k)
+		if s.advance(k); d.len == 0 {
+			s.di++
+		}
+	}
+	if n > 0 {
+		works[n-1].Signaled = true
+	}
+	return n
+}
+
+// advance takes k bytes off both sides.
+func (s *sending) advance(k uint32) {
+	a, d := &s.src[s.si], &s.dst[s.di]
+	a.addr += uint64(k)
+	a.len -= k
+	d.len -= k
+	if a.len == 0 {
+		s.si++
+	}
+}
+
+// giveUp sends a verdict against a slice of which nothing was written.
+func (l *lane) giveUp(id uint8, why transfer.Reason, err error) error {
+	s := &l.out[id]
+	s.why, s.err = why, err
+	s.release(l.b)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.verdictLocked(id)
+	return nil
+}
+
+func (l *lane) verdictLocked(id uint8) {
+	s := &l.out[id]
+	if l.err != nil {
+		return
+	}
+	l.one[0] = verbs.Work{ID: l.posted + 1, Op: verbs.WriteImm, Imm: verdictOf(id, s.why, s.seq), Signaled: true}
+	if err := l.q.PostSend(l.one[:]); err != nil {
+		l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
+		return
+	}
+	l.posted++
+	s.state = judged
+}
+
+// judge says of each slice whose writes have completed whether its bytes count, and reports slices that never left. Called by
+// the follower.
+func (l *lane) judge() {
+	for {
+		l.mu.Lock()
+		l.reportLocked()
+		if l.err != nil || l.flying.n == 0 || l.out[l.flying.first()].last > l.good {
+			l.mu.Unlock()
+			return
+		}
+		id := l.flying.first()
+		l.flying.pop()
+		s := &l.out[id]
+		l.mu.Unlock()
+		// The NIC has read all of it. Only the follower and, after it, end touch the slice now.
+		o := s.s.Origin
+		valid := o.Enter()
+		if valid {
+			valid = o.Source.Valid(s.s.Range)
+			o.Leave()
+		}
+		if !valid {
+			s.why, s.err = transfer.ReasonDisowned, errors.New("gdr: the source was no longer valid after it was read")
+		}
+		s.release(l.b)
+		l.mu.Lock()
+		l.verdictLocked(id)
+		l.mu.Unlock()
+	}
+}
+
+// reportLocked ends slices that never left. It lets the lock go while it does.
+func (l *lane) reportLocked() {
+	for i := range l.out {
+		s := &l.out[i]
+		if s.state != failed {
+			continue
+		}
+		res := [1]transport.Result{{Slice: s.s, Outcome: transfer.NotLanded, Reason: s.why, Err: s.err, Took: time.Since(s.at)}}
+		s.state, s.s = idle, transport.Slice{}
+		l.mu.Unlock()
+		l.b.host.Done(l, res[:])
+		l.mu.Lock()
+	}
+}
+
+// ended takes the receiver's last word on a slice. Called by the reader.
+func (l *lane) ended(h *head, results []transport.Result) error {
+	l.mu.Lock()
+	s := &l.out[h.id]
+	if s.seq != h.seq || s.state != asked && s.state != judged || s.state == asked && h.reason == transfer.ReasonNone {
+		l.mu.Unlock()
+		return fmt.Errorf("%w: END of slice %d.%d, which is not at its end", errFrame, h.id, h.seq)
+	}
+	l.progress = time.Now()
+	r := transport.Result{Slice: s.s, Outcome: transfer.Landed, Took: l.progress.Sub(s.at)}
+	switch {
+	case s.why != transfer.ReasonNone:
+		r.Outcome, r.Reason, r.Err = transfer.NotLanded, s.why, s.err
+	case h.reason == transfer.ReasonSuperseded:
+		r.Outcome, r.Reason = transfer.NotLanded, h.reason
+	case h.reason != transfer.ReasonNone:
+		r.Outcome, r.Reason = transfer.Rejected, h.reason
+	}
+	if r.Outcome != transfer.Landed && r.Err == nil {
+		r.Err = fmt.Errorf("gdr: chunks %d+%d, attempt %d: the receiver says %s", s.s.Range.First, s.s.Range.Count, s.s.Attempt, h.reason)
+	}
+	s.state, s.s = idle, transport.Slice{}
+	l.mu.Unlock()
+	results[0] = r
+	l.b.host.Done(l, results[:1])
+	results[0] = transport.Result{}
+	return nil
+}
+
+// reads reports whether the NIC may read an origin through this lane.
+func (l *lane) reads(o *transport.Origin) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i := range l.out {
+		if s := &l.out[i]; s.state != idle && s.s.Origin == o {
+			return true
+		}
+	}
+	return false
+}
