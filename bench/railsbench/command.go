@@ -10,6 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/bench/chart"
 	"github.com/kvspray/kvspray/bench/timeline"
 )
 
@@ -57,7 +58,7 @@ happen. Content is compared after every transfer. Needs root, or the right to ma
 		if err := output(o.JSON, cmd.OutOrStdout(), res.Write); err != nil {
 			return fmt.Errorf("--json: %w", err)
 		}
-		if err := output(o.HTML, cmd.OutOrStdout(), func(w io.Writer) error { return HTML(w, res) }); err != nil {
+		if err := output(o.HTML, cmd.OutOrStdout(), func(w io.Writer) error { return chart.Of("kvspray bench rails")(w, res) }); err != nil {
 			return fmt.Errorf("--html: %w", err)
 		}
 		if o.JSON != "-" && o.HTML != "-" {

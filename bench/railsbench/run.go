@@ -23,9 +23,11 @@ import (
 const (
 	aloneSpan    = time.Second
 	togetherSpan = 2 * time.Second
-	pipelined    = 2 // transfers that are wanted at a time under --duration, so that the wire is never idle between two
 	settle       = 200 * time.Millisecond
 )
+
+// Pipelined is how many transfers are wanted at a time under --duration: the wire is never idle between two.
+const Pipelined = 2
 
 // Run measures the rails with plain streams, moves transfers through the sidecars while the faults happen, and judges.
 func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) (*timeline.Result, error) {
@@ -49,7 +51,7 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) 
 		return nil, err
 	}
 	say("plain streams over all of them at once carry %s", res.Together)
-	p, err := f.Engines(ctx, o.Block, o.Total, pipelined+1)
+	p, err := f.Engines(ctx, o.Block, o.Total, Pipelined+1)
 	if err != nil {
 		return nil, err
 	}
@@ -59,11 +61,12 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) 
 	if err := pause(ctx, settle); err != nil {
 		return nil, err
 	}
-	return res, f.Move(ctx, p, o, res)
+	return res, f.Move(ctx, p, o, Pipelined, res)
 }
 
-// Move moves transfers for o.Duration, or a cold and a warm one, while the faults happen, and fills in what res says about that.
-func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, res *timeline.Result) error {
+// Move moves transfers for o.Duration, so many at a time, or a cold and a warm one, while the faults happen, and fills in what res says
+// about that.
+func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, atOnce int, res *timeline.Result) error {
 	c, err := f.Rig.Counters(netrig.Receiver)
 	if err != nil {
 		return err
@@ -95,7 +98,7 @@ func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, res *tim
 	var all []*Transfer
 	window := make(chan struct{}, 1)
 	if o.Duration > 0 {
-		window = make(chan struct{}, pipelined)
+		window = make(chan struct{}, atOnce)
 	}
 	for err == nil {
 		if o.Duration > 0 && time.Since(start) >= o.Duration || o.Duration == 0 && len(all) == 2 {
@@ -148,6 +151,20 @@ func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, res *tim
 	}
 	res.Judge()
 	return nil
+}
+
+// Late is how much later the transfer that was in flight at a fault ended than it would have, had the rails that are left brought the rest
+// of it at their full rate from then on. False: none was in flight.
+func Late(r *timeline.Result, d *timeline.Dip) (time.Duration, bool) {
+	at := d.Faults[0].At
+	for _, t := range r.Transfers {
+		if end := t.Began.D() + t.Took.D(); t.Began.D() <= at && at < end && d.Expected > 0 {
+			left := float64(t.Bytes) - float64(r.Samples.Between(t.Began.D(), at))
+			due := at + time.Duration(max(left, 0)*8/float64(d.Expected)*float64(time.Second))
+			return end - due, true
+		}
+	}
+	return 0, false
 }
 
 // grid turns readings into samples at equal times from base on.
