@@ -75,7 +75,7 @@ func (e *Exec) Rails(now Instant) []spray.RailView { return e.spray.Rails(now) }
 // Load is how much the executor holds: counts only, cheap enough to be looked at after every event.
 type Load struct {
 	Dests, Sources   int // leases that are open
-	Inbound, Sending int // grants of peers; parts of them that are under way
+	Inbound          int // grants of peers
 	Pending, Asked   int // keys that wait for an intent; our own questions
 	Endpoints, Peers int
 	Lanes, Flights   int // lanes; slices given to them
@@ -84,14 +84,6 @@ type Load struct {
 
 // Load returns it.
 func (e *Exec) Load() Load {
-	sending := 0
-	for _, in := range e.inbound {
-		for _, c := range in.claims {
-			if c.snd != nil {
-				sending++
-			}
-		}
-	}
-	return Load{len(e.dests), e.nsource, len(e.inbound), sending, len(e.pending), len(e.asked), len(e.endpoints), len(e.peers),
+	return Load{len(e.dests), e.nsource, len(e.inbound), len(e.pending), len(e.asked), len(e.endpoints), len(e.peers),
 		len(e.lanes), e.spray.Flights(), len(e.agenda)}
 }

@@ -58,7 +58,7 @@ func (s *sidecar) check() {
 // quiet looks at what an executor holds when no lease is open anywhere.
 func (s *sidecar) quiet() {
 	x := s.ex.Load()
-	if x.Dests+x.Sources+x.Inbound+x.Sending+x.Flights+x.Asked+x.Pending+x.Timers > 0 || len(s.grants)+len(s.origins) > 0 {
+	if x.Dests+x.Sources+x.Inbound+x.Flights+x.Asked+x.Pending+x.Timers > 0 || len(s.grants)+len(s.origins) > 0 {
 		s.c.violation("%s %s: %+v, %d grants, %d origins", s.n.addr, brokeLeak, x, len(s.grants), len(s.origins))
 	}
 }

@@ -499,4 +499,9 @@ func (h host) Done(_ transport.Lane, res []transport.Result) {
 	}
 }
 
-func (h host) Refused(transport.Lane, transfer.Reason) {}
+func (h host) Refused(_ transport.Lane, why transfer.Reason) {
+	switch why {
+	case transfer.ReasonUnknownSlot, transfer.ReasonStaleGen, transfer.ReasonRevoked:
+		h.s.c.stats.Late++
+	}
+}

@@ -69,6 +69,7 @@ type Cluster struct {
 type Stats struct {
 	Twice, Replayed, Stale, Refused int // reports; control frames that came again; of a boot that is over; that were refused
 	FencesFailed                    int
+	Late                            int // slices that came for a grant that was over
 	Restarts, EngineDeaths          int
 	Cancelled, Preempted            int
 	Leases                          int // that ended

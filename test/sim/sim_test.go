@@ -171,6 +171,7 @@ func (s *Stats) add(x Stats) {
 	s.Stale += x.Stale
 	s.Refused += x.Refused
 	s.FencesFailed += x.FencesFailed
+	s.Late += x.Late
 	s.Restarts += x.Restarts
 	s.EngineDeaths += x.EngineDeaths
 	s.Cancelled += x.Cancelled
