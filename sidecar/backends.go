@@ -31,8 +31,10 @@ func newBackends(c *config.Config, log *slog.Logger) (transport.Registry, error)
 				return nil, fmt.Errorf("sidecar: %w", err)
 			}
 			reg = append(reg, b)
+		case config.TransGDR:
+			reg = append(reg, newGDR(c, log))
 		default:
-			return nil, fmt.Errorf("sidecar: transports.order: %q is unknown: use shm and tcp", name)
+			return nil, fmt.Errorf("sidecar: transports.order: %q is unknown: use shm, gdr and tcp", name)
 		}
 	}
 	return reg, nil

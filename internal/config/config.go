@@ -69,9 +69,21 @@ type Gossip struct {
 
 // Transports selects and tunes the backends.
 type Transports struct {
-	Order []string `yaml:"order" unit:"names" doc:"Backends to use, the preferred one first: shm (same host), tcp. One that the host cannot do is skipped, with its reason in the log and in doctor."`
+	Order []string `yaml:"order" unit:"names" doc:"Backends to use, the preferred one first: shm (same host), gdr (RDMA), tcp. One that the host cannot do is skipped, with its reason in the log and in doctor."`
 	TCP   TCP      `yaml:"tcp" doc:"Plain TCP over one or more rails."`
 	SHM   SHM      `yaml:"shm" doc:"Shared memory between processes of one host."`
+	GDR   GDR      `yaml:"gdr" doc:"RDMA. Used where transports.order names gdr; docs/rdma.md says what a host needs."`
+}
+
+// GDR configures the RDMA backend.
+type GDR struct {
+	Rails        []string `yaml:"rails" unit:"device, device/port or device/port@gid-index" doc:"Ports to use. Each is a rail of its own. The GID is chosen where none is named: 'kvspray doctor' shows the tables, the choice and the reason." default:"every active port"`
+	QueuePairs   int      `yaml:"queue_pairs" unit:"queue pairs per pair of rails" doc:"Queue pairs between each pair of rails."`
+	DeadPath     Duration `yaml:"dead_path" unit:"duration" doc:"A path that does not answer is given up about so soon. Shorter than a congested fabric's worst pause, healthy rails fail."`
+	Listen       string   `yaml:"listen" unit:"host" doc:"Address that lanes over InfiniBand ports are opened at. RoCE ports use that of their GID." default:"the host of peer.listen"`
+	MTU          int      `yaml:"mtu" unit:"bytes: 256, 512, 1024, 2048 or 4096" doc:"Most payload of a packet; both ends use the smaller one." default:"the port's"`
+	TrafficClass int      `yaml:"traffic_class" unit:"0 to 255" doc:"Traffic class of the packets: the DSCP, times four, on RoCE."`
+	ServiceLevel int      `yaml:"service_level" unit:"0 to 15" doc:"InfiniBand service level, or the Ethernet priority of RoCE without a DSCP."`
 }
 
 // TCP configures the tcp backend.
@@ -141,6 +153,7 @@ const (
 	CRC32C    = "crc32c"
 	TransTCP  = "tcp"
 	TransSHM  = "shm"
+	TransGDR  = "gdr"
 	FormText  = "text"
 	FormJSON  = "json"
 	LevelInfo = "info"
@@ -173,6 +186,7 @@ func defaults() *Config {
 		Transports: Transports{
 			Order: []string{TransSHM, TransTCP},
 			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 1 << 20},
+			GDR:   GDR{QueuePairs: 2, DeadPath: Duration(50 * time.Millisecond)},
 		},
 		Transfer: Transfer{
 			Deadline: Duration(30 * time.Second), Partner: Duration(10 * time.Second), Grace: Duration(5 * time.Second),

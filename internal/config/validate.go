@@ -11,6 +11,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -102,12 +103,33 @@ func (v *checker) distinct() {
 	}
 }
 
+func (v *checker) gdr() {
+	g := v.c.Transports.GDR
+	v.check(!slices.Contains(v.c.Transports.Order, TransGDR) || v.c.Secured(), "transports.order", TransGDR,
+		"leads to other hosts, and nothing authenticates them", "set peer.cluster_key_file to a file made by 'kvspray keygen cluster', or peer.tls")
+	v.check(len(g.Rails) <= maxRails, "transports.gdr.rails", strconv.Itoa(len(g.Rails)), "too many rails", fmt.Sprintf("%d at most", maxRails))
+	for i, r := range g.Rails {
+		key := fmt.Sprintf("transports.gdr.rails[%d]", i)
+		v.check(gdrRail.MatchString(r), key, r, "not a port", "write a device, device/port or device/port@gid-index: mlx5_0, mlx5_1/2@3")
+		v.check(!slices.Contains(g.Rails[:i], r), key, r, "named twice", "keep one")
+	}
+	v.between("transports.gdr.queue_pairs", g.QueuePairs, 1, maxConnections)
+	v.duration("transports.gdr.dead_path", g.DeadPath, time.Millisecond)
+	v.check(g.DeadPath <= Duration(10*time.Second), "transports.gdr.dead_path", g.DeadPath.String(), "longer than any transfer waits", "10s at most")
+	v.check(slices.Contains([]int{0, 256, 512, 1024, 2048, 4096}, g.MTU), "transports.gdr.mtu", strconv.Itoa(g.MTU), "no MTU of RDMA", "256, 512, 1024, 2048 or 4096")
+	v.between("transports.gdr.traffic_class", g.TrafficClass, 0, 255)
+	v.between("transports.gdr.service_level", g.ServiceLevel, 0, 15)
+}
+
+// gdrRail is device[/port][@gid index], as transport/gdr reads it.
+var gdrRail = regexp.MustCompile(`^[A-Za-z0-9_.-]+(/[1-9][0-9]{0,2})?(@[0-9]{1,3})?$`)
+
 func (v *checker) transports() {
 	t := v.c.Transports
-	v.check(len(t.Order) > 0, "transports.order", "", "empty", "name at least one of shm, tcp")
+	v.check(len(t.Order) > 0, "transports.order", "", "empty", "name at least one of shm, gdr, tcp")
 	for i, name := range t.Order {
 		key := fmt.Sprintf("transports.order[%d]", i)
-		v.oneOf(key, name, TransSHM, TransTCP)
+		v.oneOf(key, name, TransSHM, TransGDR, TransTCP)
 		v.check(!slices.Contains(t.Order[:i], name), key, name, "named twice", "keep one")
 	}
 	v.check(len(t.TCP.Rails) <= maxRails, "transports.tcp.rails", strconv.Itoa(len(t.TCP.Rails)), "too many rails", fmt.Sprintf("%d at most", maxRails))
@@ -130,6 +152,7 @@ func (v *checker) transports() {
 		v.bind(key+".listen", r.Listen, false)
 		v.advertise(key, r.Listen, r.Advertise)
 	}
+	v.gdr()
 	v.between("transports.tcp.connections", t.TCP.Connections, 1, maxConnections)
 	v.oneOf("transports.tcp.integrity", t.TCP.Integrity, Off, CRC32C)
 	v.check(t.TCP.Slice >= chunkBytes && t.TCP.Slice <= maxSlice && t.TCP.Slice%chunkBytes == 0, "transports.tcp.slice", t.TCP.Slice.String(),

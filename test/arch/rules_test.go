@@ -45,7 +45,7 @@ var rules = []rule{
 		ext: []string{extProm}},
 	{dir: "sidecar", why: "the one place that knows all parts of a node and joins them",
 		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/peer", "control/peer/keys", "control/route", "control/spray", "internal/config", "internal/mem",
-			"internal/metrics", "internal/topo", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/shm", "transport/tcp"},
+			"internal/metrics", "internal/topo", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/gdr", "transport/shm", "transport/tcp"},
 		ext: []string{extProm, extSys, extSync, extBack}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extYAML}},

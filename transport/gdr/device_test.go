@@ -40,7 +40,8 @@ func guestConfig(timer uint8, patience time.Duration, device, listen string) Con
 	open := func() (verbs.Device, error) {
 		return verbs.Open(verbs.Config{Device: device, GIDIndex: verbs.AutoGID, Timer: timer, Retries: 5})
 	}
-	return Config{Rails: []Rail{{Name: device, Open: open, Listen: listen, NUMA: -1}}, Patience: patience, Silence: 15 * time.Second}
+	rails := []Rail{{Name: device, Open: open, Listen: listen, NUMA: -1}}
+	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: patience, Silence: 15 * time.Second}
 }
 
 func TestDeviceConformance(t *testing.T) { transporttest.Conformance(t, ends(t)) }

@@ -46,7 +46,7 @@ type Rail struct {
 
 // Config of the backend. Zero durations are the defaults.
 type Config struct {
-	Rails    []Rail
+	Rails    func() ([]Rail, error) // asked by Open
 	Patience time.Duration
 	Silence  time.Duration
 	Log      *slog.Logger
@@ -105,12 +105,9 @@ func (b *Backend) Caps() transport.Caps {
 // Open implements transport.Backend. Rails that do not open are left out with a word in the log, as long as one does.
 func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Rail, error) {
 	b.host = host
-	if len(b.cfg.Rails) == 0 {
-		return nil, fmt.Errorf("gdr: no rail: %w", transport.ErrNotSupported)
-	}
+	found, errs := b.cfg.Rails()
 	var rails []transport.Rail
-	var errs error
-	for _, cfg := range b.cfg.Rails {
+	for _, cfg := range found {
 		r, err := b.openRail(ctx, cfg)
 		if err != nil {
 			err = fmt.Errorf("gdr: rail %s: %w", cfg.Name, err)

@@ -1,0 +1,123 @@
+package gdr
+
+import (
+	"errors"
+	"fmt"
+	"math/bits"
+	"net"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/verbs"
+)
+
+// Options say which ports become rails, and how their queue pairs are set up.
+type Options struct {
+	Rails        []string      // device[/port][@gid index]; none: every active port
+	Listen       string        // host that lanes are opened at where a port has no IP address (InfiniBand)
+	DeadPath     time.Duration // in which a dead path is noticed
+	MTU          int           // bytes at most; 0: the port's
+	TrafficClass int
+	ServiceLevel int
+}
+
+// retries before a path counts as dead: few, so that time-outs are not shorter than a busy receiver's hiccups.
+const retries = verbs.DefaultRetries
+
+// timer is the largest exponent with which a path is given up in time. Devices wait up to twice their time-out.
+func timer(d time.Duration) uint8 {
+	const unit = 4096 * time.Nanosecond
+	n := uint64(d / (2 * (retries + 1) * unit))
+	return uint8(max(bits.Len64(n)-1, 1))
+}
+
+// ParseRail takes device[/port][@gid index].
+func ParseRail(s string) (device string, port, gid int, err error) {
+	bad := func() (string, int, int, error) {
+		return "", 0, 0, fmt.Errorf("gdr: rail %q: write device, device/port or device/port@gid-index, for instance mlx5_0 or mlx5_1/2@3", s)
+	}
+	port, gid = 1, verbs.AutoGID
+	s0, index, pinned := strings.Cut(s, "@")
+	device, num, numbered := strings.Cut(s0, "/")
+	if device == "" {
+		return bad()
+	}
+	if numbered {
+		if port, err = strconv.Atoi(num); err != nil || port < 1 || port > 255 {
+			return bad()
+		}
+	}
+	if pinned {
+		if gid, err = strconv.Atoi(index); err != nil || gid < 0 || gid > 255 {
+			return bad()
+		}
+	}
+	return device, port, gid, nil
+}
+
+// Find returns the rails of this host. It opens no device.
+func Find(o Options) ([]Rail, error) {
+	if err := verbs.Library(); err != nil {
+		return nil, err
+	}
+	ports, err := verbs.Ports("/")
+	if err != nil {
+		return nil, err
+	}
+	type pick struct {
+		p   *verbs.Port
+		gid int
+	}
+	var picks []pick
+	var names []string
+	for i := range ports {
+		names = append(names, ports[i].Name())
+		if len(o.Rails) == 0 && ports[i].State == "ACTIVE" {
+			picks = append(picks, pick{&ports[i], verbs.AutoGID})
+		}
+	}
+	for _, s := range o.Rails {
+		device, num, gid, err := ParseRail(s)
+		if err != nil {
+			return nil, err
+		}
+		found := false
+		for i := range ports {
+			if p := &ports[i]; p.Device == device && p.Num == num {
+				picks = append(picks, pick{p, gid})
+				found = true
+			}
+		}
+		if !found {
+			return nil, fmt.Errorf("gdr: rail %q: no such port: there are %v", s, names)
+		}
+	}
+	if len(picks) == 0 {
+		return nil, fmt.Errorf("%w: no port is active: %v", verbs.ErrNotSupported, names)
+	}
+	var rails []Rail
+	var errs error
+	for _, x := range picks {
+		g, _, err := verbs.ChooseGID(x.p, x.gid)
+		if err != nil {
+			errs = errors.Join(errs, err)
+			continue
+		}
+		host := o.Listen
+		if g.Type == verbs.GIDRoCEv2 && !g.Addr().IsLinkLocalUnicast() {
+			host = g.Addr().String() // the socket shares the fate of the rail
+		}
+		cfg := verbs.Config{Device: x.p.Device, Port: x.p.Num, GIDIndex: x.gid, TrafficClass: uint8(o.TrafficClass), ServiceLevel: uint8(o.ServiceLevel),
+			Timer: timer(o.DeadPath), Retries: retries}
+		if o.MTU > 0 {
+			cfg.MTU = verbs.MTU(bits.Len(uint(o.MTU)) - 8)
+		}
+		rails = append(rails, Rail{Name: x.p.Name(), Open: func() (verbs.Device, error) { return verbs.Open(cfg) }, Listen: net.JoinHostPort(host, "0"),
+			Gbps: x.p.Gbps, NUMA: x.p.NUMA})
+	}
+	if len(rails) == 0 {
+		return nil, fmt.Errorf("%w: %w", verbs.ErrNotSupported, errs)
+	}
+	return rails, nil
+}
