@@ -24,8 +24,9 @@ func newBackends(c *config.Config, log *slog.Logger) (transport.Registry, error)
 		case config.TransTCP:
 			t := tcp.Config{CRC32C: c.Transports.TCP.Integrity == config.CRC32C, SliceBytes: int(c.Transports.TCP.Slice), Log: log}
 			for _, r := range c.RailsOrDefault() {
-				t.Rails = append(t.Rails, tcp.Rail{Name: r.Name, Listen: r.Listen, Advertise: r.Advertise, Gbps: float64(r.Speed) / bitsPerGbit})
+				t.Rails = append(t.Rails, tcp.Rail{Name: r.Name, Listen: r.Listen, Advertise: r.Advertise, Gbps: float64(r.Speed) / bitsPerGbit, Tier: r.Tier})
 			}
+			t.Empty = len(t.Rails) == 0
 			b, err := tcp.New(t)
 			if err != nil {
 				return nil, fmt.Errorf("sidecar: %w", err)

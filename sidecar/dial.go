@@ -4,14 +4,20 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"maps"
+	"slices"
 	"sync"
+	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/cenkalti/backoff/v5"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -23,7 +29,6 @@ const (
 	dialFirst    = 20 * time.Millisecond // before the second try
 	dialLongest  = 5 * time.Second       // between tries
 	shmLanes     = 1                     // per peer: one lane copies with several threads
-	maxRailPairs = 64                    // per peer and transport
 	maxUnreached = 1024                  // addresses remembered as not answering; what is beyond is not warned of
 )
 
@@ -48,7 +53,19 @@ type dialer struct {
 type remote struct {
 	peer     transport.Peer
 	endpoint string
-	stop     context.CancelFunc // of the lanes that we keep; nil where the peer keeps them
+	hostBoot string
+	rails    []*peerv1.Rail     // the peer's, as it said last; never changed in place
+	ctx      context.Context    // of the lanes that we keep; nil where the peer keeps them
+	stop     context.CancelFunc // ends it
+	keepers  map[wantedLane]context.CancelFunc
+
+	complained bool // about its rails
+}
+
+// wantedLane is a lane that we keep open.
+type wantedLane struct {
+	backend, local, remote, address string
+	n                               int
 }
 
 // peerKey is what lanes prove.
@@ -80,16 +97,13 @@ func (n *Node) peerUp(in peerInfo) {
 	d.mu.Lock()
 	r := d.peers[in.Boot]
 	if r == nil {
-		r = &remote{endpoint: in.Endpoint}
+		r = &remote{endpoint: in.Endpoint, hostBoot: in.HostBoot, keepers: map[wantedLane]context.CancelFunc{}}
 		d.peers[in.Boot] = r
 		// Of two sidecars one dials, so that there is one set of lanes: both ends send on it.
 		if bytes.Compare(n.boot[:], in.Boot[:]) <= 0 {
-			var ctx context.Context
-			ctx, r.stop = context.WithCancel(n.d.ctx)
-			defer n.keepLanes(ctx, in)
+			r.ctx, r.stop = context.WithCancel(n.d.ctx)
 		}
 	}
-	delete(d.unreached, in.Endpoint)
 	r.peer = transport.Peer{Boot: in.Boot, Self: n.boot, Key: in.Key}
 	count := len(d.peers) - 1
 	d.mu.Unlock()
@@ -97,6 +111,11 @@ func (n *Node) peerUp(in peerInfo) {
 	now := n.enter()
 	n.d.ex.PeerUp(now, in.Endpoint, in.Boot)
 	n.leave()
+	n.peerRails(in.Boot, in.Rails)
+	if in.Boot != n.boot {
+		// What its Hello was told may be older than this.
+		n.sendFrame(in.Boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{Rails: n.railList()}}})
+	}
 }
 
 // connectFailed ends a connect.
@@ -111,6 +130,9 @@ func (n *Node) connectFailed(endpoint string, err error) {
 	}
 	d.mu.Unlock()
 	n.log.Log(n.d.ctx, level, "peer not reached; tried again while requests wait for it", "endpoint", endpoint, "err", err)
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		err = fmt.Errorf("%w: %w", exec.ErrNobody, err)
+	}
 	now := n.enter()
 	n.d.ex.ConnectFailed(now, endpoint, err)
 	n.leave()
@@ -127,49 +149,78 @@ func (n *Node) peerDown(boot transfer.Boot, proved bool) {
 		count := len(n.dial.peers) - 1
 		n.dial.mu.Unlock()
 		n.metrics.Peers(max(count, 0))
-		n.d.bindMu.RLock()
-		for _, e := range n.d.lanes {
-			if e.lane.Peer() == boot {
-				n.closeLane(e)
-			}
-		}
-		n.d.bindMu.RUnlock()
+		n.dropLanes(func(l transport.Lane) bool { return l.Peer() == boot })
+		n.d.bindMu.Lock()
+		maps.DeleteFunc(n.d.inflows, func(k inflowName, _ *atomic.Uint64) bool { return k.peer == boot })
+		n.d.bindMu.Unlock()
 	}
 	now := n.enter()
 	n.d.ex.PeerDown(now, boot, proved)
 	n.leave()
 }
 
-// keepLanes starts a keeper for each lane that is wanted.
-func (n *Node) keepLanes(ctx context.Context, in peerInfo) {
-	peer := transport.Peer{Boot: in.Boot, Self: n.boot, Key: in.Key}
-	for _, b := range n.backends {
-		if b.Caps().SameHost && (n.host == "" || n.host != in.HostBoot) {
+// boots are the peers that are known.
+func (d *dialer) boots() []transfer.Boot {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return slices.SortedFunc(maps.Keys(d.peers), func(a, b transfer.Boot) int { return bytes.Compare(a[:], b[:]) })
+}
+
+func (d *dialer) reconcileAll() {
+	for _, boot := range d.boots() {
+		d.reconcile(boot)
+	}
+}
+
+// reconcile starts a keeper for each lane that is wanted and has none, and ends those of lanes that are not wanted any more.
+func (d *dialer) reconcile(boot transfer.Boot) {
+	n := d.node
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	r := d.peers[boot]
+	if r == nil || r.ctx == nil || r.ctx.Err() != nil {
+		return
+	}
+	wanted := map[wantedLane]bool{}
+	for _, c := range n.routes(r) {
+		if !c.Usable() || c.Kind != route.Direct {
 			continue
 		}
-		var theirs []transport.Rail
-		for _, r := range in.Rails {
-			if r.Transport == b.Name() {
-				theirs = append(theirs, transport.Rail{Name: r.Name, Address: r.Address, Gbps: r.Gbps, MTU: int(r.Mtu), NUMA: int(r.Numa)})
-			}
-		}
-		ours := n.rails[b.Name()]
-		if len(theirs) == 0 || len(ours) == 0 {
+		b, ok := n.backends.Get(c.Transport)
+		i := slices.IndexFunc(r.rails, func(x *peerv1.Rail) bool { return x.Transport == c.Transport && x.Name == c.Remote })
+		local, here := n.rails.find(c.Transport, c.Local)
+		if !ok || i < 0 || !here {
 			continue
 		}
+		x := r.rails[i]
+		remote := transport.Rail{Name: x.Name, Address: x.Address, Gbps: x.Gbps, MTU: int(x.Mtu), NUMA: int(x.Numa)}
 		lanes := shmLanes
-		if b.Name() == config.TransTCP {
+		switch c.Transport {
+		case config.TransTCP:
 			lanes = n.cfg.Transports.TCP.Connections
+		case config.TransGDR:
+			lanes = n.cfg.Transports.GDR.QueuePairs
 		}
-		// Rails are paired in order; the longer list decides how many pairs there are.
-		for i := range min(max(len(ours), len(theirs)), maxRailPairs) {
-			for range lanes {
-				n.d.wg.Add(1)
-				go func() {
-					defer n.d.wg.Done()
-					n.keepLane(ctx, b, peer, ours[i%len(ours)], theirs[i%len(theirs)])
-				}()
+		for k := range lanes {
+			w := wantedLane{c.Transport, c.Local, c.Remote, x.Address, k}
+			wanted[w] = true
+			if r.keepers[w] != nil {
+				continue
 			}
+			ctx, stop := context.WithCancel(r.ctx)
+			r.keepers[w] = stop
+			peer := r.peer
+			n.d.wg.Add(1)
+			go func() {
+				defer n.d.wg.Done()
+				n.keepLane(ctx, b, peer, local.Rail, remote)
+			}()
+		}
+	}
+	for w, stop := range r.keepers {
+		if !wanted[w] {
+			stop()
+			delete(r.keepers, w)
 		}
 	}
 }
@@ -209,17 +260,6 @@ func (n *Node) keepLane(ctx context.Context, b transport.Backend, peer transport
 		case <-ctx.Done():
 		}
 	}
-}
-
-// railList describes our rails to peers.
-func (n *Node) railList() (out []*peerv1.Rail) {
-	for _, b := range n.backends {
-		for _, r := range n.rails[b.Name()] {
-			out = append(out, &peerv1.Rail{Transport: b.Name(), Name: r.Name, Address: r.Address, Gbps: r.Gbps, Mtu: uint32(max(r.MTU, 0)),
-				Numa: int32(r.NUMA)})
-		}
-	}
-	return out
 }
 
 var (

@@ -46,16 +46,25 @@ type driver struct {
 	grants  map[bindName]*exec.Landing
 	origins map[bindName]*exec.Sending
 	lanes   map[uint64]*laneEntry
+	inflows map[inflowName]*atomic.Uint64 // bytes; lanes come and go, the sums stay as long as the peer
 
 	ctx  context.Context // of fences and dials; ends when everything must
 	stop context.CancelFunc
 	wg   sync.WaitGroup
 }
 
+// inflowName is one of our rails and who sends over it.
+type inflowName struct {
+	peer            transfer.Boot
+	transport, rail string
+}
+
 type laneEntry struct {
 	lane    transport.Lane
-	backend int           // index in the registry
-	down    chan struct{} // closed by LaneDown
+	backend int            // index in the registry
+	inflow  *atomic.Uint64 // bytes that came from its peer over its rail
+	asked   uint64         // received bytes when it was asked last; the performer's
+	down    chan struct{}  // closed by LaneDown
 	closing atomic.Bool
 }
 
@@ -135,6 +144,10 @@ func (n *Node) perform(a *exec.Action) {
 		n.closeOrigin(a)
 	case exec.Move:
 		n.move(a)
+	case exec.Ask:
+		n.ask(a.Lane)
+	case exec.Measure:
+		n.measure()
 	case exec.Complete:
 		n.complete(a)
 	case exec.Describe:
@@ -172,6 +185,10 @@ func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
 
 // frame takes one control frame from a peer.
 func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
+	if r := f.GetRails(); r != nil {
+		n.peerRails(from, r.Rails)
+		return
+	}
 	now := n.enter()
 	err := n.d.ex.Message(now, from, f)
 	n.leave()
@@ -318,6 +335,43 @@ func (n *Node) move(a *exec.Action) {
 	}
 	now := n.enter()
 	n.d.ex.Results(now, res)
+	n.leave()
+}
+
+// ask says whether bytes of a quiet lane have moved.
+func (n *Node) ask(lane uint64) {
+	n.d.bindMu.RLock()
+	e := n.d.lanes[lane]
+	n.d.bindMu.RUnlock()
+	if e == nil {
+		return
+	}
+	m, ok := e.lane.(transport.Meter)
+	if !ok {
+		return
+	}
+	if got := m.Received(); got > e.asked {
+		e.asked = got
+		now := n.enter()
+		n.d.ex.Moved(now, lane)
+		n.leave()
+	}
+}
+
+// measure says what has come over each rail, and from whom.
+func (n *Node) measure() {
+	var all []exec.Inflow
+	n.d.bindMu.RLock()
+	for k, v := range n.d.inflows {
+		all = append(all, exec.Inflow{Peer: k.peer, Transport: k.transport, Rail: k.rail, Bytes: v.Load()})
+	}
+	n.d.bindMu.RUnlock()
+	for i := range all {
+		r, _ := n.rails.find(all[i].Transport, all[i].Rail)
+		all[i].Gbps = r.Gbps
+	}
+	now := n.enter()
+	n.d.ex.Measured(now, all)
 	n.leave()
 }
 
@@ -481,17 +535,20 @@ func (h host) LaneUp(l transport.Lane) {
 	n := h.n
 	i, caps := n.backendOf(l.Backend())
 	e := &laneEntry{lane: l, backend: i, down: make(chan struct{})}
+	name := inflowName{l.Peer(), l.Backend(), l.Local()}
 	n.d.bindMu.Lock()
+	if n.d.inflows[name] == nil {
+		n.d.inflows[name] = new(atomic.Uint64)
+	}
+	e.inflow = n.d.inflows[name]
 	n.d.lanes[l.ID()] = e
 	n.d.bindMu.Unlock()
 	n.metrics.LaneUp(l.Backend(), l.Local())
 	n.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "remote", l.Remote())
 	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
-		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight()}
-	for _, r := range n.rails[l.Backend()] {
-		if r.Name == l.Local() {
-			in.Gbps, in.Tier = r.Gbps, r.Tier
-		}
+		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Tells: caps.Tells}
+	if r, ok := n.rails.find(l.Backend(), l.Local()); ok {
+		in.Gbps, in.Tier = r.Gbps, r.Tier
 	}
 	now := n.enter()
 	err := n.d.ex.LaneUp(now, in)

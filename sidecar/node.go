@@ -34,6 +34,7 @@ import (
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/topo"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -61,7 +62,7 @@ type Node struct {
 	metrics  *metrics.Set
 	gather   prometheus.Gatherer
 	backends transport.Registry
-	rails    map[string][]transport.Rail // ours, by backend
+	rails    railSet // ours
 	engine   *connector.Server
 	peers    *peer.Mesh
 	d        driver
@@ -94,7 +95,7 @@ func New(opt Options) (*Node, error) {
 		opt.Registry = prometheus.NewRegistry()
 	}
 	n := &Node{cfg: opt.Config, version: opt.Version, reg: parseblock.Default(), metrics: metrics.New(opt.Registry), gather: opt.Registry,
-		rails: map[string][]transport.Rail{}, drain: make(chan struct{}), started: make(chan struct{}),
+		drain: make(chan struct{}), started: make(chan struct{}),
 		grace: time.Duration(opt.Config.Transfer.Grace)}
 	if _, err := rand.Read(n.boot[:]); err != nil {
 		return nil, fmt.Errorf("sidecar: boot id: %w", err)
@@ -117,12 +118,14 @@ func New(opt Options) (*Node, error) {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	n.dial.node = n
+	n.rails.byB, n.rails.told, n.rails.host = map[string][]rail{}, map[string]bool{}, &topo.Host{}
 	n.d.armed = lease.Never
 	n.d.awaits = map[uint64]func(connector.Admission){}
 	n.d.fenced = map[*connector.Worker]func(){}
 	n.d.grants = map[bindName]*exec.Landing{}
 	n.d.origins = map[bindName]*exec.Sending{}
 	n.d.lanes = map[uint64]*laneEntry{}
+	n.d.inflows = map[inflowName]*atomic.Uint64{}
 	n.dial.peers, n.dial.unreached = map[transfer.Boot]*remote{}, map[string]struct{}{}
 	return n, nil
 }
@@ -210,12 +213,13 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		}
 		closers = append(closers, b.Close)
 		live = append(live, b)
-		n.rails[b.Name()] = rails
+		n.rails.put(b.Name(), rails)
 	}
 	if n.backends = live; len(live) == 0 {
 		return fmt.Errorf("sidecar: none of the transports %v works here: see 'kvspray doctor'", n.cfg.Transports.Order)
 	}
 
+	n.look()
 	if n.peers, err = newPeers(ctx, n); err != nil {
 		return err
 	}
@@ -272,6 +276,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 	n.d.wg.Add(1)
 	go func() { defer n.d.wg.Done(); n.publish(n.d.ctx) }()
+	n.d.wg.Add(1)
+	go func() { defer n.d.wg.Done(); n.watchRails(n.d.ctx) }()
 
 	n.ready.Store(true)
 	announce()

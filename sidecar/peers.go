@@ -22,7 +22,7 @@ func newPeers(ctx context.Context, n *Node) (*peer.Mesh, error) {
 		return nil, err
 	}
 	opt := peer.Options{Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Version: n.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
-		Control: controlAddresses(n.cfg), Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log}
+		Control: n.controlAddresses(), Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log}
 	// Gossip on loopback with nobody to join would only keep a processor awake.
 	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 || !config.IsLoopback(g)) {
 		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: gossipKeys}
@@ -60,15 +60,24 @@ func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, er
 	return creds, gossip, nil
 }
 
-// controlAddresses puts a control lane on every rail that the peer address is not on already.
-func controlAddresses(c *config.Config) (out []string) {
-	host, _, err := net.SplitHostPort(c.Peer.Listen)
+// controlAddresses puts a control lane on every rail that is there now and that the peer address is not on already.
+func (n *Node) controlAddresses() (out []string) {
+	host, _, err := net.SplitHostPort(n.cfg.Peer.Listen)
 	if err != nil {
 		return nil
 	}
 	seen := map[string]bool{host: true, "": true, "0.0.0.0": true, "::": true}
-	for _, r := range c.RailsOrDefault() {
-		h, _, err := net.SplitHostPort(r.Listen)
+	var addrs []string
+	for _, r := range n.cfg.RailsOrDefault() {
+		addrs = append(addrs, r.Listen)
+	}
+	for _, r := range n.rails.of(config.TransTCP) {
+		if r.auto {
+			addrs = append(addrs, r.Address)
+		}
+	}
+	for _, a := range addrs {
+		h, _, err := net.SplitHostPort(a)
 		if err != nil || seen[h] || seen[""] && host == "" || len(out) == peer.MaxAddrs-1 {
 			continue
 		}
@@ -131,6 +140,8 @@ func frameName(f *peerv1.ControlFrame) string {
 		return "commit"
 	case *peerv1.ControlFrame_Credit:
 		return "credit"
+	case *peerv1.ControlFrame_Rails:
+		return "rails"
 	}
 	return "other"
 }

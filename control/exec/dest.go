@@ -67,6 +67,10 @@ func (e *Exec) Expect(now Instant, w *connector.Worker, x connector.Expect) {
 		refuse(fmt.Sprintf("%d destination leases are open: at most %d", len(e.dests), e.cfg.MaxDest))
 		return
 	}
+	if why := e.unreachable(now, x.Peer); why != "" {
+		refuse(why)
+		return
+	}
 	team, err := teamOf(w, &x)
 	if err != nil {
 		refuse(err.Error())

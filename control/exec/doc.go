@@ -166,6 +166,10 @@ const (
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
+	// Ask looks whether more bytes were received of what Lane carries than at the last time; if so, Moved follows.
+	Ask
+	// Measure looks at what came over each rail and from whom; Measured follows.
+	Measure
 	// Complete ends a lease towards the engine of Worker; Landings are those of its last grant, if there was any.
 	Complete
 	// Describe asks Peer for the layout behind Geometry; Described follows.
@@ -271,7 +275,8 @@ type LaneInfo struct {
 	Tier        int     // 1 to 3; 0: unknown
 	Gbps        float64 // what the link claims; 0: unknown
 	SliceBytes  int
-	MaxInFlight int // slices
+	MaxInFlight int  // slices
+	Tells       bool // a transport.Meter: it may be asked what has been received
 }
 
 // Drain moves what must be done into b, whose former content is overwritten, and reports whether there is anything.

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"syscall"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -23,6 +22,9 @@ const (
 	StatusExpired   uint16 = 3
 	StatusRefused   uint16 = 4
 )
+
+// ErrNobody is wrapped by what ConnectFailed is told where it is plain that nobody listens at the address.
+var ErrNobody = errors.New("connection refused")
 
 // Exec is one executor. Its methods must not be called concurrently.
 type Exec struct {
@@ -49,10 +51,17 @@ type Exec struct {
 	asked     map[uint64]*await           // our own questions
 
 	describing map[described]*description
+	rails      map[railID]bool // ours: whether their links are down
+	credit     *timer          // of the next look at what comes in
+	inflows    map[inflowID]*inflow
+	inrails    map[railID]*inrail
+	limited    int // peers and rails that have a credit
+
 	spray      *spray.Scheduler
 	scan       *timer  // of what is in flight
 	touched    []*peer // peers with new work, until assign
 	touchRails func(*spray.Peer)
+	askLane    func(lane uint64)
 	draining   bool
 }
 
@@ -73,6 +82,7 @@ type endpoint struct {
 	waiting map[*dest]struct{}  // want a grant there
 	awaits  map[*await]struct{} // want an answer from there
 	retry   *timer
+	breaker
 }
 
 // peer is one boot of another sidecar, or of ourselves.
@@ -82,9 +92,15 @@ type peer struct {
 	lanes   []*lane
 	rails   *spray.Peer
 	pending int
-	dirty   bool
-	ranks   []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
-	load    map[string]uint64 // bytes of the parts that its ranks owe us, by rank
+	known   map[railID]bool    // its rails: whether their links are down; nil: it has not said
+	credits map[railID]Instant // when what it wants in flight at most is forgotten
+	expiry  *timer             // of the first of them
+
+	complained bool // about its credits
+
+	dirty bool
+	ranks []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
+	load  map[string]uint64 // bytes of the parts that its ranks owe us, by rank
 }
 
 // await is a question of one of our engines.
@@ -122,7 +138,9 @@ func New(cfg Config) *Exec {
 		pending: map[transfer.Key][]*pending{}, asked: map[uint64]*await{}, describing: map[described]*description{},
 	}
 	e.spray = spray.New(spray.Config{Policy: cfg.Policy, MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})
-	e.scan = newTimer(e.scanFlights)
+	e.inflows, e.inrails = map[inflowID]*inflow{}, map[railID]*inrail{}
+	e.scan, e.credit = newTimer(e.scanFlights), newTimer(e.creditDue)
+	e.askLane = func(lane uint64) { e.emit(Ask).Lane = lane }
 	e.touchRails = func(p *spray.Peer) { e.touch(p.Owner.(*peer)) }
 	if cfg.Endpoint != "" {
 		e.PeerUp(0, cfg.Endpoint, cfg.Boot)
@@ -239,6 +257,11 @@ func (e *Exec) Await(now Instant, id uint64, a connector.Await) {
 		x.Await, x.Admission = id, connector.Admission{State: "refused", Message: "sidecar is draining, or has too many questions open"}
 		return
 	}
+	if why := e.unreachable(now, a.Peer); why != "" {
+		x := e.emit(Answer)
+		x.Await, x.Admission = id, connector.Admission{State: "gone", Message: why}
+		return
+	}
 	ttl := a.TTL
 	if ttl <= 0 {
 		ttl = e.cfg.Partner
@@ -297,9 +320,13 @@ func (e *Exec) endpoint(addr string) *endpoint {
 	return ep
 }
 
-// dropEndpoint forgets an address that nobody waits for and nobody answers at.
+// dropEndpoint forgets an address that nobody waits for and nobody answers at; later, where its breaker is to be remembered.
 func (e *Exec) dropEndpoint(ep *endpoint) {
 	if ep.peer == nil && !ep.trying && ep.refs == 0 {
+		if at := ep.until(); at > 0 && len(e.endpoints) <= maxEndpoints {
+			e.agenda.arm(ep.retry, at)
+			return
+		}
 		e.agenda.disarm(ep.retry)
 		delete(e.endpoints, ep.addr)
 	}
@@ -310,6 +337,7 @@ func (e *Exec) reach(ep *endpoint) {
 		return
 	}
 	if len(ep.waiting) == 0 && len(ep.awaits) == 0 {
+		ep.breaker = breaker{}
 		e.dropEndpoint(ep)
 		return
 	}
@@ -332,7 +360,7 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 		return
 	}
 	ep := e.endpoint(addr)
-	ep.trying, ep.refused = false, 0
+	ep.trying, ep.refused, ep.breaker = false, 0, breaker{}
 	e.agenda.disarm(ep.retry)
 	if old := ep.peer; old != nil && old != p {
 		ep.peer = p
@@ -362,17 +390,18 @@ func (e *Exec) peer(boot transfer.Boot) *peer {
 }
 
 // ConnectFailed ends a Connect without a peer. Those who wait for it try again until their own time is over, or until it is plain that
-// nobody listens at that address (ECONNREFUSED): a wrong address must not cost each request all its patience.
+// nobody listens at that address (ErrNobody): a wrong address must not cost each request all its patience.
 func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	ep := e.endpoints[addr]
 	if ep == nil {
 		return
 	}
 	ep.trying = false
+	ep.failed(now, err)
 	for d := range ep.waiting {
 		d.trouble = err.Error()
 	}
-	if ep.refused++; !errors.Is(err, syscall.ECONNREFUSED) {
+	if ep.refused++; !errors.Is(err, ErrNobody) {
 		ep.refused = 0
 	}
 	if ep.refused >= maxRefused {
@@ -387,8 +416,8 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 
 // nobody ends what waits for an address at which nobody listens.
 func (e *Exec) nobody(now Instant, ep *endpoint, err error) {
-	ep.refused = 0
-	ep.refs++ // it stays until the caller has seen that nobody is left
+	ep.refused, ep.breaker = 0, breaker{} // a refusal is quick: nobody needs protection from the next one
+	ep.refs++                             // it stays until the caller has seen that nobody is left
 	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		e.closeDest(now, d, StatusExpired, err.Error())
 	}
@@ -418,6 +447,7 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, proved bool) {
 	}
 	delete(e.peers, boot)
 	e.spray.Forget(p.rails)
+	e.forgetCredits(p)
 	for _, ep := range endpointsInOrder(maps.Values(e.endpoints)) {
 		if ep.peer == p {
 			ep.peer = nil
@@ -467,8 +497,10 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 		err = e.onRevoke(now, p, b.Revoke)
 	case *peerv1.ControlFrame_Commit:
 		err = e.onCommit(now, p, b.Commit)
+	case *peerv1.ControlFrame_Credit:
+		err = e.onCredit(now, p, b.Credit)
 	default:
-		// Closed is for receivers whose fence needs the sender; Credit, Ping and Pong are the lanes' own.
+		// Closed is for receivers whose fence needs the sender; Rails, Ping and Pong are the lanes' own.
 	}
 	e.assign(now)
 	return err

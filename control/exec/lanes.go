@@ -38,7 +38,7 @@ func (e *Exec) rank(backend string) int {
 func (e *Exec) LaneUp(now Instant, in LaneInfo) error {
 	p := e.peer(in.Peer)
 	err := e.spray.LaneUp(now, p.rails, spray.LaneInfo{ID: in.ID, Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
-		Rank: e.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight})
+		Rank: e.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight, Tells: in.Tells})
 	if err != nil {
 		return fmt.Errorf("exec: lane to peer %s: %w", in.Peer, err)
 	}
@@ -158,6 +158,7 @@ func (e *Exec) assign(now Instant) {
 	if e.spray.Busy() && e.scan.idx < 0 {
 		e.agenda.arm(e.scan, now+spray.TickEvery)
 	}
+	e.armCredits(now)
 }
 
 func (e *Exec) assignPeer(now Instant, p *peer) {
@@ -185,6 +186,7 @@ func (e *Exec) assignPeer(now Instant, p *peer) {
 // scanFlights lets the scheduler look for silence.
 func (e *Exec) scanFlights(now Instant) {
 	e.spray.Tick(now, e.touchRails)
+	e.spray.Quiet(now, e.askLane)
 }
 
 // confirmFlights counts what is still on its way as moved: the commit has overtaken its confirmation.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"syscall"
 	"testing"
 	"time"
 
@@ -271,7 +270,7 @@ func (n *simNode) perform(a *Action) {
 			n.event(func() {
 				p := s.byAddr[addr]
 				if p == nil || p.dead {
-					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", syscall.ECONNREFUSED))
+					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", ErrNobody))
 					return
 				}
 				if s.chance(s.faults) {

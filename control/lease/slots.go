@@ -11,6 +11,7 @@ import (
 type Slots struct {
 	gen   transfer.Gen // the last one given, over all peers
 	peers map[transfer.Boot]*peerSlots
+	busy  int // peers with open slots
 	max   int
 }
 
@@ -51,6 +52,9 @@ func (s *Slots) Alloc(peer transfer.Boot) (transfer.Slot, transfer.Gen, error) {
 		p.next++
 	}
 	s.gen++
+	if len(p.used) == 0 {
+		s.busy++
+	}
 	p.used[slot] = s.gen
 	return slot, s.gen, nil
 }
@@ -63,12 +67,18 @@ func (s *Slots) Fenced(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen)
 	}
 	delete(p.used, slot)
 	p.free = append(p.free, slot)
+	if len(p.used) == 0 {
+		s.busy--
+	}
 	if len(p.used) == 0 && len(s.peers) > MaxPeers/2 {
 		// A peer without grants may be forgotten: generations are counted over all peers, so none repeats.
 		delete(s.peers, peer)
 	}
 	return nil
 }
+
+// Peers counts those that have slots which are given and not fenced.
+func (s *Slots) Peers() int { return s.busy }
 
 // Open counts the slots of peer that are given and not fenced.
 func (s *Slots) Open(peer transfer.Boot) int {

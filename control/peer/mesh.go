@@ -271,6 +271,24 @@ func (m *Mesh) deliverSelf() {
 	m.mu.Unlock()
 }
 
+// LinkDown says that the link of one of our addresses is down. Control lanes over it end now, rather than by a ping that nobody answers; what
+// they carried goes out again on others.
+func (m *Mesh) LinkDown(addr net.IP) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, s := range m.sessions {
+		s.mu.Lock()
+		for _, l := range s.lanes {
+			if a, ok := l.conn.LocalAddr().(*net.TCPAddr); ok && a.IP.Equal(addr) {
+				l.fail(errLinkDown) // its reader drops it and sends again what it had
+			}
+		}
+		s.mu.Unlock()
+	}
+}
+
+var errLinkDown = errors.New("peer: the link of this address is down")
+
 // Connect reaches endpoint in the background. PeerUp or ConnectFailed follows; several calls for one endpoint may share one answer.
 func (m *Mesh) Connect(endpoint string) {
 	m.mu.Lock()

@@ -219,7 +219,7 @@ func (s *Set) Fenced(cause string, took time.Duration) {
 }
 
 var controlTypes = map[string]bool{"await": true, "admitted": true, "grant": true, "grant_reply": true, "source_lost": true, "revoke": true,
-	"closed": true, "commit": true, "credit": true, "ping": true, "pong": true}
+	"closed": true, "commit": true, "credit": true, "rails": true, "ping": true, "pong": true}
 
 // Control counts one control message; typ is the field's name in ControlFrame.
 func (s *Set) Control(d Direction, typ string) {

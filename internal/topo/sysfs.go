@@ -137,10 +137,7 @@ func (r *reader) seat(nodes []int, p ...string) (Seat, bool) {
 		if len(s.Path) == 0 && strings.HasPrefix(c, "pci") || pciAddress.MatchString(c) {
 			s.Path = append(s.Path, c)
 		} else if len(s.Path) > 0 {
-			break
-		} else if len(s.Path) == 0 && !strings.HasPrefix(c, "pci") {
-			// Some buses put a controller before the host bridge.
-			continue
+			break // below the PCI device; what is above the host bridge, some machines have, does not matter
 		}
 	}
 	if len(s.Path) > 0 {

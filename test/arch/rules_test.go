@@ -143,6 +143,9 @@ var rules = []rule{
 // impure are packages of the standard library that bring a clock, I/O, goroutines or locks.
 var impure = []string{"context", "database/", "io/ioutil", "log", "net", "os", "runtime", "sync", "syscall", "testing", "unsafe", "C"}
 
+// values are packages below them that hold nothing but values.
+var values = map[string]bool{"sync/atomic": true, "net/netip": true}
+
 // clocks are functions of package time that read it or wait.
 var clocks = map[string]bool{"Now": true, "Since": true, "Until": true, "Sleep": true, "After": true, "AfterFunc": true, "NewTimer": true,
 	"NewTicker": true, "Tick": true}

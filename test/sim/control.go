@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"syscall"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -213,7 +212,7 @@ func (s *sidecar) connect(addr string) {
 		var err error
 		switch {
 		case p == nil || p.side == nil:
-			err = fmt.Errorf("sim: connect to %s: %w", addr, syscall.ECONNREFUSED)
+			err = fmt.Errorf("sim: connect to %s: %w", addr, exec.ErrNobody)
 		case p.Host.Frozen():
 			err = fmt.Errorf("sim: connect to %s: no answer", addr)
 		}

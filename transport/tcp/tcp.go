@@ -65,6 +65,7 @@ type Rail struct {
 // Config configures the backend. The zero value is one rail on loopback, without checksums.
 type Config struct {
 	Rails       []Rail
+	Empty       bool         // no rail until AddRail
 	CRC32C      bool         // checksum over each payload; a lane has it when either end wants it
 	SliceBytes  int          // suggested slice; default 1 MiB
 	MaxInFlight int          // slices per lane; default 16
@@ -104,7 +105,7 @@ type rail struct {
 
 // New checks the configuration.
 func New(cfg Config) (*Backend, error) {
-	if len(cfg.Rails) == 0 {
+	if len(cfg.Rails) == 0 && !cfg.Empty {
 		cfg.Rails = []Rail{{Name: "lo", Listen: defaultRailListen}}
 	}
 	if len(cfg.Rails) > maxRails {

@@ -1,0 +1,374 @@
+package sidecar
+
+import (
+	"context"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/peer"
+	"github.com/kvspray/kvspray/control/route"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/topo"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+	"github.com/kvspray/kvspray/transport/tcp"
+)
+
+// Times of rails.
+const (
+	railRetry    = time.Second     // between tries to listen on an address that cannot be bound yet
+	watchRetry   = 5 * time.Second // between tries to hear of links
+	gbitPerMbit  = 1e-3
+	maxAutoRails = 32 // rails that patterns make
+)
+
+// rail is one of ours, as it is now.
+type rail struct {
+	transport.Rail
+	nic    string       // its interface; empty: none, or unknown
+	prefix netip.Prefix // what is on its link
+	down   bool
+	auto   bool // made by a pattern, and gone with its interface
+}
+
+// railSet is our rails, by backend. The host changes them while the node runs.
+type railSet struct {
+	apply sync.Mutex // held while the set is brought to what the host has; above mu
+
+	mu   sync.RWMutex // protects all below
+	byB  map[string][]rail
+	host *topo.Host // as it was looked at last; never nil
+	told map[string]bool
+}
+
+func (s *railSet) of(backend string) []rail {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return slices.Clone(s.byB[backend])
+}
+
+func (s *railSet) find(backend, name string) (rail, bool) {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	i := slices.IndexFunc(s.byB[backend], func(r rail) bool { return r.Name == name })
+	if i < 0 {
+		return rail{}, false
+	}
+	return s.byB[backend][i], true
+}
+
+// put takes the rails that a backend has opened.
+func (s *railSet) put(backend string, opened []transport.Rail) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, r := range opened {
+		s.byB[backend] = append(s.byB[backend], rail{Rail: r})
+	}
+}
+
+// once reports whether something is said for the first time.
+func (s *railSet) once(what string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	const most = 256 // things that are remembered as said
+	if s.told[what] || len(s.told) >= most {
+		return false
+	}
+	s.told[what] = true
+	return true
+}
+
+// look brings the rails to what the host is now, once, before anybody is told of them.
+func (n *Node) look() {
+	h, err := topo.Discover(topo.Options{})
+	if err != nil {
+		n.log.Warn("interfaces cannot be looked at; rails are those with an address in the configuration", "err", err)
+		return
+	}
+	n.hostChanged(h)
+}
+
+// watchRails follows links and addresses until ctx ends.
+func (n *Node) watchRails(ctx context.Context) {
+	for ctx.Err() == nil {
+		err := topo.Watch(ctx, topo.Options{}, func(h *topo.Host, events []topo.Event) {
+			for _, e := range events {
+				n.log.Debug("interface "+e.Change.String(), "interface", e.NIC.Name, "link", e.NIC.Link, "addresses", e.NIC.Addrs)
+			}
+			n.hostChanged(h)
+		})
+		if err == nil {
+			return
+		}
+		if n.rails.once("watch: " + err.Error()) {
+			n.log.Warn("links are not watched: one that goes down is found out by its silence", "err", err)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(watchRetry):
+		}
+	}
+}
+
+// hostChanged makes and takes away rails as patterns and interfaces have it, and follows links. Executor and peers are told what changed.
+func (n *Node) hostChanged(h *topo.Host) {
+	s := &n.rails
+	s.apply.Lock()
+	defer s.apply.Unlock()
+	before := s.of(config.TransTCP)
+	now, again := n.follow(h, before)
+	s.mu.Lock()
+	s.host = h
+	s.byB[config.TransTCP] = now
+	s.mu.Unlock()
+	if again {
+		n.lookAgain(h)
+	}
+	if slices.Equal(before, now) {
+		return
+	}
+	n.railsChanged(before, now)
+}
+
+// follow is the rails that tcp has once it has what the host has. again: an address could not be bound yet.
+func (n *Node) follow(h *topo.Host, before []rail) (now []rail, again bool) {
+	b, dynamic := n.tcp()
+	auto := 0
+	for _, r := range before {
+		nic := h.At(addrOf(r.Address))
+		switch {
+		case !r.auto:
+			if nic != nil || r.nic != "" { // an address of no interface, for instance of a proxy, has no link to follow
+				r.down = nic == nil || !nic.Link
+			}
+			if nic != nil {
+				r.nic = nic.Name
+				r.place(nic, addrOf(r.Address))
+			}
+		case nic == nil || nic.Name != r.nic || !n.wanted(nic):
+			if dynamic {
+				b.RemoveRail(r.Name)
+			}
+			n.log.Info("rail gone", "rail", r.Name, "address", r.Address)
+			continue
+		default:
+			r.down = !nic.Link
+			r.speed(n, nic)
+			r.place(nic, addrOf(r.Address))
+			auto++
+		}
+		now = append(now, r)
+	}
+	for i := range h.NICs {
+		nic := &h.NICs[i]
+		if !dynamic || !n.wanted(nic) || slices.ContainsFunc(now, func(r rail) bool { return r.nic == nic.Name }) {
+			continue
+		}
+		p, err := nic.Route()
+		if err != nil {
+			if n.rails.once(nic.Name + ": " + err.Error()) {
+				n.log.Info("an interface that a pattern names is no rail", "interface", nic.Name, "why", err)
+			}
+			continue
+		}
+		if auto >= maxAutoRails {
+			if n.rails.once("bound") {
+				n.log.Warn("more interfaces fit transports.tcp.rails than there are rails; exclude some", "most", maxAutoRails)
+			}
+			break
+		}
+		rc, _ := n.cfg.RailFor(nic.Name)
+		opened, err := b.AddRail(n.d.ctx, tcp.Rail{Name: nic.Name, Listen: net.JoinHostPort(p.Addr().String(), "0"), Tier: rc.Tier})
+		if err != nil {
+			again = true
+			if n.rails.once(nic.Name + " at " + p.String()) {
+				n.log.Warn("an interface is no rail yet", "interface", nic.Name, "err", err)
+			}
+			continue
+		}
+		auto++
+		r := rail{Rail: opened, nic: nic.Name, auto: true, down: !nic.Link}
+		r.speed(n, nic)
+		r.place(nic, p.Addr())
+		now = append(now, r)
+		n.log.Info("rail added", "rail", r.Name, "address", r.Address, "gbps", r.Gbps, "mtu", r.MTU, "numa", r.NUMA, "link", nic.Link)
+	}
+	return now, again
+}
+
+// wanted reports whether an interface is a rail by a pattern: its link may be down, but it has been set up.
+func (n *Node) wanted(nic *topo.NIC) bool {
+	_, ok := n.cfg.RailFor(nic.Name)
+	return ok && nic.Admin
+}
+
+// speed is what the configuration says, else the kernel.
+func (r *rail) speed(n *Node, nic *topo.NIC) {
+	rc, _ := n.cfg.RailFor(nic.Name)
+	if r.Gbps = float64(rc.Speed) / bitsPerGbit; r.Gbps == 0 {
+		r.Gbps = float64(nic.Mbps) * gbitPerMbit
+	}
+}
+
+func (r *rail) place(nic *topo.NIC, a netip.Addr) {
+	r.MTU, r.NUMA = nic.MTU, nic.Node
+	for _, p := range nic.Addrs {
+		if p.Addr() == a {
+			r.prefix = p.Masked()
+		}
+	}
+}
+
+func addrOf(address string) netip.Addr {
+	a, err := netip.ParseAddrPort(address)
+	if err != nil {
+		return netip.Addr{}
+	}
+	return a.Addr().Unmap().WithZone("")
+}
+
+// tcp returns the backend whose rails come and go.
+func (n *Node) tcp() (*tcp.Backend, bool) {
+	b, ok := n.backends.Get(config.TransTCP)
+	if !ok {
+		return nil, false
+	}
+	t, ok := b.(*tcp.Backend)
+	return t, ok
+}
+
+// lookAgain tries later what could not be bound.
+func (n *Node) lookAgain(h *topo.Host) {
+	n.d.wg.Add(1)
+	go func() {
+		defer n.d.wg.Done()
+		select {
+		case <-n.d.ctx.Done():
+			return
+		case <-time.After(railRetry):
+		}
+		n.rails.mu.RLock()
+		last := n.rails.host
+		n.rails.mu.RUnlock()
+		if last == h { // else it was looked at since
+			n.hostChanged(h)
+		}
+	}()
+}
+
+// railsChanged tells everybody. The executor first: what a dead link carries goes elsewhere at once.
+func (n *Node) railsChanged(before, after []rail) {
+	now := n.enter()
+	n.d.ex.SetRails(now, states(n.railList()))
+	n.leave()
+	for _, r := range after {
+		was := slices.IndexFunc(before, func(o rail) bool { return o.Name == r.Name })
+		if was < 0 || before[was].down == r.down {
+			continue
+		}
+		if r.down {
+			n.log.Warn("rail down", "rail", r.Name, "interface", r.nic)
+			n.dropLanes(func(l transport.Lane) bool { return l.Backend() == config.TransTCP && l.Local() == r.Name })
+			if n.peers != nil {
+				n.peers.LinkDown(addrOf(r.Address).AsSlice())
+			}
+		} else {
+			n.log.Info("rail up", "rail", r.Name, "interface", r.nic)
+		}
+	}
+	n.tellRails()
+	n.dial.reconcileAll()
+}
+
+// dropLanes closes lanes. On a link that is down they would only wait for a retransmission that comes long after it is up again.
+func (n *Node) dropLanes(match func(transport.Lane) bool) {
+	n.d.bindMu.RLock()
+	defer n.d.bindMu.RUnlock()
+	for _, e := range n.d.lanes {
+		if match(e.lane) {
+			n.closeLane(e)
+		}
+	}
+}
+
+// railList describes our rails to peers.
+func (n *Node) railList() (out []*peerv1.Rail) {
+	for _, b := range n.backends {
+		for _, r := range n.rails.of(b.Name()) {
+			if len(out) < peer.MaxRails {
+				out = append(out, &peerv1.Rail{Transport: b.Name(), Name: r.Name, Address: r.Address, Gbps: r.Gbps, Mtu: uint32(max(r.MTU, 0)),
+					Numa: int32(r.NUMA), Down: r.down})
+			}
+		}
+	}
+	return out
+}
+
+func states(rails []*peerv1.Rail) (out []exec.Rail) {
+	for _, r := range rails {
+		out = append(out, exec.Rail{Transport: r.Transport, Name: r.Name, Down: r.Down})
+	}
+	return out
+}
+
+// tellRails sends the list to every peer; to ourselves too, for a node is its own peer.
+func (n *Node) tellRails() {
+	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{Rails: n.railList()}}}
+	for _, boot := range n.dial.boots() {
+		if boot == n.boot {
+			n.peerRails(boot, f.GetRails().Rails)
+		} else {
+			n.sendFrame(boot, f)
+		}
+	}
+}
+
+// peerRails takes the rails of a peer as it says they are now.
+func (n *Node) peerRails(boot transfer.Boot, said []*peerv1.Rail) {
+	good, refused := peer.CheckRails(said)
+	d := &n.dial
+	d.mu.Lock()
+	r := d.peers[boot]
+	if r == nil {
+		d.mu.Unlock()
+		return
+	}
+	complain := len(refused) > 0 && !r.complained
+	r.complained = r.complained || complain
+	r.rails = good
+	d.mu.Unlock()
+	if complain {
+		n.log.Warn("rails of a peer are not what they can be; said once", "peer", boot.String(), "refused", refused)
+	}
+	now := n.enter()
+	n.d.ex.PeerRails(now, boot, states(good))
+	n.leave()
+	for _, x := range good {
+		if x.Down {
+			n.dropLanes(func(l transport.Lane) bool {
+				return l.Peer() == boot && l.Backend() == x.Transport && l.Remote() == x.Name
+			})
+		}
+	}
+	d.reconcile(boot)
+}
+
+// routes are the ways to a peer, the best first.
+func (n *Node) routes(r *remote) []route.Candidate {
+	in := route.Input{SameHost: n.host != "" && n.host == r.hostBoot}
+	for i, b := range n.backends {
+		in.Transports = append(in.Transports, route.Transport{Name: b.Name(), Rank: i, SameHost: b.Caps().SameHost})
+		for _, x := range n.rails.of(b.Name()) {
+			in.Local = append(in.Local, route.Rail{Transport: b.Name(), Name: x.Name, Address: x.Address, Prefix: x.prefix, Gbps: x.Gbps, Down: x.down, Tier: x.Tier})
+		}
+	}
+	for _, x := range r.rails {
+		in.Remote = append(in.Remote, route.Rail{Transport: x.Transport, Name: x.Name, Address: x.Address, Gbps: x.Gbps, Down: x.Down})
+	}
+	return route.Rank(in)
+}
