@@ -4,7 +4,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/control/lease"
+	limits "github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/control/spray"
 )
 
@@ -25,6 +25,9 @@ const (
 // Promises are all of them.
 var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLate, brokeLeak, brokePath}
 
+// strays are timers whose lease may be over.
+const strays = 64
+
 // check looks at what the executor holds.
 func (s *sidecar) check() {
 	x := s.ex.Load()
@@ -43,13 +46,14 @@ func (s *sidecar) check() {
 	if slices == 0 {
 		slices = exec.DefaultMaxSlices
 	}
-	bound("destination leases", x.Dests, lease.MaxDest)
-	bound("source leases", x.Sources, lease.MaxSource)
+	bound("destination leases", x.Dests, limits.MaxDest)
+	bound("source leases", x.Sources, limits.MaxSource)
 	bound("slices in flight", x.Flights, slices*max(x.Peers, 1))
-	bound("grants of peers", x.Inbound, lease.MaxFanout*lease.MaxSource+exec.DefaultMaxPending*max(x.Peers, 1))
+	bound("grants of peers", x.Inbound, limits.MaxFanout*limits.MaxSource+exec.DefaultMaxPending*max(x.Peers, 1))
 	bound("lanes", x.Lanes, spray.MaxLanes*max(x.Peers, 1))
-	// One for each thing that has a time of its own, a retry of its fence included, and the scan of what is in flight.
-	bound("timers", x.Timers, 2*(x.Dests+x.Sources+x.Inbound+x.Asked)+len(s.grants)+len(s.origins)+x.Endpoints+x.Pending*16+x.Lanes+1)
+	// One for each thing that has a time of its own, a retry of its fence included, the scan of what is in flight, and for a second
+	// what waits for the word about a source that was disowned.
+	bound("timers", x.Timers, 2*(x.Dests+x.Sources+x.Inbound+x.Asked)+len(s.grants)+len(s.origins)+x.Endpoints+x.Pending*16+x.Lanes+1+strays)
 	for _, p := range s.pipes {
 		bound("control frames for one peer", len(p.waiting), maxWaiting)
 	}
@@ -64,51 +68,48 @@ func (s *sidecar) quiet() {
 }
 
 // read is called before a chunk of the source is read.
-func (t *Transfer) read(s *source, chunk uint32) {
-	if t.Sent != nil || s.closed || s.s.dead {
-		s.s.c.violation("transfer %d: chunk %d of the source %s (ended %v, closed %v, dead %v)", t.ID, chunk, brokeRead, t.Sent != nil, s.closed, s.s.dead)
+func (s *source) read(chunk uint32) {
+	if l := s.l; l.done != nil || s.closed || s.s.dead {
+		s.s.c.violation("transfer %d: chunk %d of the source %s (ended %v, closed %v, dead %v)", l.t.ID, chunk, brokeRead, l.done != nil, s.closed, s.s.dead)
 	}
 }
 
 // write is called before a chunk of the destination is written.
-func (t *Transfer) write(k *sink, chunk uint32) {
-	if t.Received != nil || k.fenced || k.s.dead {
-		k.s.c.violation("transfer %d: chunk %d %s (ended %v, fenced %v, dead %v)", t.ID, chunk, brokeWrite, t.Received != nil, k.fenced, k.s.dead)
+func (k *sink) write(chunk uint32) {
+	if l := k.l; l.done != nil || k.fenced || k.s.dead {
+		k.s.c.violation("transfer %d: chunk %d %s (ended %v, fenced %v, dead %v)", l.t.ID, chunk, brokeWrite, l.done != nil, k.fenced, k.s.dead)
 	}
 }
 
-// released is called before a lease of the transfer goes back to its engine.
-func (t *Transfer) released(receiver bool) {
-	if receiver {
-		for _, k := range t.sinks {
-			if !k.fenced && !k.s.dead {
-				k.s.c.violation("transfer %d: the destination %s: slot %d is neither fenced nor is its process dead", t.ID, brokeRelease, k.l.Grant.Slot)
+// released is called before a lease goes back to its engine.
+func (l *lease) released() {
+	for _, k := range l.sinks {
+		if !k.fenced && !k.s.dead {
+			l.n.c.violation("transfer %d: the destination %s: slot %d is neither fenced nor is its process dead", l.t.ID, brokeRelease, k.land.Grant.Slot)
+		}
+	}
+	for _, s := range l.sources {
+		if !s.closed && !s.s.dead {
+			l.n.c.violation("transfer %d: the source %s: an origin is neither closed nor is its process dead", l.t.ID, brokeRelease)
+		}
+	}
+}
+
+// committed is called when a rank of the receiving engine was told that everything is there.
+func (l *lease) committed() {
+	t, own := l.t, held(l.rank, len(l.e.boots))
+	// What one rank of the prefill gave is all from one life of its blocks: half of a layer computed once and half computed again is no layer.
+	for layer := own.lo; layer < own.hi; layer++ {
+		epoch := uint32(l.content[l.at(layer, 0)] >> 56)
+		for i := range t.perLayer() {
+			if w := l.content[l.at(layer, i)]; w != t.word(layer, i, epoch) || epoch > t.epoch {
+				l.n.c.violation("transfer %d %s: chunk %d of layer %d holds %x, want %x", t.ID, brokeCommit, i, layer, w, t.word(layer, i, epoch))
+				return
 			}
 		}
-		return
 	}
-	for _, s := range t.sources {
-		if !s.closed && !s.s.dead {
-			s.s.c.violation("transfer %d: the source %s: an origin is neither closed nor is its process dead", t.ID, brokeRelease)
-		}
-	}
-}
-
-// committed is called when the receiving engine was told that everything is there.
-func (t *Transfer) committed() {
-	epoch := uint32(0)
-	if len(t.content) > 0 {
-		epoch = uint32(t.content[0] >> 56)
-	}
-	for i, w := range t.content {
-		// All of it from one life of the source's blocks: half of a prompt computed once and half computed again is no prompt.
-		if w != t.word(uint32(i), epoch) || epoch > t.epoch {
-			t.To.c.violation("transfer %d %s: chunk %d of %d holds %x, want %x", t.ID, brokeCommit, i, len(t.content), w, t.word(uint32(i), epoch))
-			return
-		}
-	}
-	if want := t.Bytes(); t.Received.Bytes != want {
-		t.To.c.violation("transfer %d %s: it says %d bytes of %d", t.ID, brokeCommit, t.Received.Bytes, want)
+	if want := t.Bytes() / uint64(len(l.e.boots)); l.done.Bytes != want {
+		l.n.c.violation("transfer %d %s: it says %d bytes of %d", t.ID, brokeCommit, l.done.Bytes, want)
 	}
 }
 

@@ -4,12 +4,12 @@ import (
 	"cmp"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"iter"
 	"maps"
 	"slices"
 	"time"
 
-	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/mem"
@@ -17,59 +17,29 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// plan is a transfer space of Layers equal segments.
-type plan struct {
-	space  *transfer.Space
-	tokens uint32
+// engine is one life of an engine: a worker for each of its ranks. What it has open outlives sidecars.
+type engine struct {
+	boots []transfer.Boot // of its workers
+	open  map[transfer.LeaseID]*lease
 }
 
-func newPlan(tokens uint32) (*plan, error) {
-	bytes := make([]uint64, Layers)
-	for i := range bytes {
-		bytes[i] = uint64(tokens) * unitBytes
-	}
-	sp, err := transfer.NewSpace(bytes)
-	return &plan{sp, tokens}, err
+// lease is what one rank of an engine has open for a transfer.
+type lease struct {
+	t        *Transfer
+	n        *Node
+	e        *engine
+	rank     int
+	receiver bool
+	id       transfer.LeaseID
+	said     bool // the engine wants it: a sidecar is told, and the next one again
+	done     *connector.Completion
+
+	content []uint64  // receiver: its blocks
+	sinks   []*sink   // receiver: every part that was ever granted
+	sources []*source // every origin that was ever bound
 }
 
-func (p *plan) Space() *transfer.Space { return p.space }
-
-func (p *plan) Ready(layer int, tokens uint32, final bool) transfer.Range {
-	r, _ := p.space.Segment(layer)
-	if final && tokens >= p.tokens {
-		return r
-	}
-	full := min(tokens, p.tokens) / blockTokens * blockTokens
-	return transfer.Range{First: r.First, Count: full * unitBytes / transfer.ChunkBytes}
-}
-
-func (p *plan) Feeds(layer int) []int { return self[layer : layer+1] }
-
-func (p *plan) From(segment int) []int { return self[segment : segment+1] }
-
-// self has every layer at its own index.
-var self = func() (all [Layers]int) {
-	for i := range all {
-		all[i] = i
-	}
-	return all
-}()
-
-type planner struct{}
-
-func (planner) Receive(_ *connector.Worker, x *connector.Expect) (exec.Plan, error) {
-	return newPlan(x.Tokens)
-}
-
-func (planner) Divide(*connector.Worker, *connector.Expect, []exec.Rank, func(string) uint64) ([]exec.Part, error) {
-	return nil, errors.New("sim: all engines are alike")
-}
-
-func (planner) Send(_ *connector.Worker, g *peerv1.Grant, _ *peerv1.Part) (exec.Plan, error) {
-	return newPlan(g.Tokens)
-}
-
-// Transfer is a prompt on its way, as both engines see it.
+// Transfer is a prompt on its way, as both engines see it. Each has a lease on every rank.
 type Transfer struct {
 	ID       uint64
 	From, To *Node
@@ -77,22 +47,16 @@ type Transfer struct {
 	Deadline time.Duration
 	Alone    bool // its prefill never comes
 	Began    time.Duration
-	Sent     *connector.Completion // nil: not ended
-	Received *connector.Completion
+	// Sent and Received are the first completion of a side's leases that is not good, or the last; nil: not all have ended.
+	Sent, Received *connector.Completion
 	// OnReceived is called when the receiving engine hears how it ended.
 	OnReceived func()
 
 	key                transfer.Key
-	src, dst           transfer.LeaseID
-	giver, taker       *engine // whose leases these are
+	gives, takes       []*lease
 	sentAt, receivedAt time.Duration
-	intended           bool     // the prefill has admitted it
-	expected           bool     // the decode has blocks for it
-	content            []uint64 // the destination's
-	epoch              uint32   // of the source's blocks
-	layers             [Layers]uint32
-	sinks              []*sink // every grant that was ever made
-	sources            []*source
+	epoch              uint32       // of the source's blocks
+	ready              [Layers]bool // computed at that epoch
 }
 
 // ReceivedAt is when the receiving engine heard how it ended.
@@ -101,23 +65,19 @@ func (t *Transfer) ReceivedAt() time.Duration { return t.receivedAt }
 // Took is how long the receiving engine waited.
 func (t *Transfer) Took() time.Duration { return t.receivedAt - t.Began }
 
-// Last is when the later of both leases ended, from the beginning.
+// Last is when the later of both sides ended, from the beginning.
 func (t *Transfer) Last() time.Duration { return max(t.sentAt, t.receivedAt) - t.Began }
 
 // Bytes of the transfer.
 func (t *Transfer) Bytes() uint64 { return uint64(t.Tokens) * unitBytes * Layers }
 
-// word is what chunk i must hold where it was read at an epoch.
-func (t *Transfer) word(i uint32, epoch uint32) uint64 {
-	return uint64(epoch&0xff)<<56 | t.ID<<20 | uint64(i) + 1
+// word is what chunk i of a layer must hold where it was read at an epoch.
+func (t *Transfer) word(layer int, i, epoch uint32) uint64 {
+	return uint64(epoch&0xff)<<56 | t.ID<<24 | uint64(layer)<<20 | uint64(i) + 1
 }
 
-func inOrder(m map[uint64]*Transfer) []*Transfer { return byID(maps.Values(m)) }
-
-func transfersInOrder(m map[transfer.LeaseID]*Transfer) []*Transfer { return byID(maps.Values(m)) }
-
-func byID(all iter.Seq[*Transfer]) []*Transfer {
-	return slices.Compact(slices.SortedFunc(all, func(a, b *Transfer) int { return cmp.Compare(a.ID, b.ID) }))
+func inOrder(all iter.Seq[*lease]) []*lease {
+	return slices.SortedFunc(all, func(a, b *lease) int { return cmp.Or(cmp.Compare(a.t.ID, b.t.ID), cmp.Compare(a.id.ID, b.id.ID)) })
 }
 
 // Begin lets `to` expect a prompt of tokens from `from`, which has them computed layer by layer. Where an engine is dead there is
@@ -127,22 +87,20 @@ func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration, p
 	if t == nil {
 		return nil
 	}
-	t.giver = from.engine
-	t.src = from.lease(t)
-	c.open++
+	for r := range from.engine.boots {
+		t.gives = append(t.gives, from.open(t, r, false))
+	}
 	intent := func() {
-		t.intended = true
-		if s := from.side; s != nil {
-			t.intend(s)
-		}
+		c.saySoon(t.gives)
 		t.compute(prefill)
 	}
+	expect := func() { c.saySoon(t.takes) }
 	if c.F.Rand().IntN(2) == 0 {
-		t.expect()
+		expect()
 		c.F.After(c.F.Jitter(time.Millisecond), intent)
 	} else {
 		intent()
-		c.F.After(c.F.Jitter(time.Millisecond), t.expect)
+		c.F.After(c.F.Jitter(time.Millisecond), expect)
 	}
 	return t
 }
@@ -152,7 +110,7 @@ func (c *Cluster) BeginAlone(from, to *Node, tokens uint32, deadline time.Durati
 	t := c.transfer(from, to, tokens, deadline)
 	if t != nil {
 		t.Alone = true
-		t.expect()
+		c.saySoon(t.takes)
 	}
 	return t
 }
@@ -161,67 +119,71 @@ func (c *Cluster) transfer(from, to *Node, tokens uint32, deadline time.Duration
 	if from.engine == nil || to.engine == nil {
 		return nil
 	}
-	t := &Transfer{ID: uint64(len(c.transfers) + 1), From: from, To: to, Tokens: tokens, Deadline: deadline, Began: c.F.Now(), taker: to.engine}
+	t := &Transfer{ID: uint64(len(c.transfers) + 1), From: from, To: to, Tokens: tokens, Deadline: deadline, Began: c.F.Now()}
 	binary.BigEndian.PutUint64(t.key.Xfer[:], t.ID)
 	binary.BigEndian.PutUint64(t.key.Hash[:], ^t.ID)
 	c.transfers = append(c.transfers, t)
-	c.open++
-	t.dst = to.lease(t)
+	for r := range to.engine.boots {
+		t.takes = append(t.takes, to.open(t, r, true))
+	}
 	return t
 }
 
-func (n *Node) lease(t *Transfer) transfer.LeaseID {
+// open gives a rank of n's engine a lease.
+func (n *Node) open(t *Transfer, rank int, receiver bool) *lease {
 	n.nextID++
-	n.engine.leases[n.nextID] = t
-	return transfer.LeaseID{Boot: n.engine.boot, ID: n.nextID}
+	n.c.open++
+	l := &lease{t: t, n: n, e: n.engine, rank: rank, receiver: receiver, id: transfer.LeaseID{Boot: n.engine.boots[rank], ID: n.nextID}}
+	n.engine.open[l.id] = l
+	return l
 }
+
+// saySoon lets each rank say what it wants, the first at once.
+func (c *Cluster) saySoon(all []*lease) {
+	for i, l := range all {
+		if i == 0 {
+			l.say()
+			continue
+		}
+		c.F.After(c.F.Jitter(time.Millisecond), l.say)
+	}
+}
+
+func (l *lease) say() {
+	l.said = true
+	if s := l.n.side; s != nil {
+		l.present(s)
+	}
+}
+
+// alive reports whether the lease is open and its engine there.
+func (l *lease) alive() bool { return l.done == nil && l.n.engine == l.e }
 
 // left of the deadline.
-func (t *Transfer) left() time.Duration {
-	return max(t.Began+t.Deadline-t.From.c.F.Now(), time.Millisecond)
+func (l *lease) left() time.Duration {
+	return max(l.t.Began+l.t.Deadline-l.n.c.F.Now(), time.Millisecond)
 }
 
-func (t *Transfer) expect() {
-	t.expected = true
-	if s := t.To.side; s != nil {
-		t.want(s)
-	}
-}
-
-func (t *Transfer) want(s *sidecar) {
-	if t.Received != nil || t.To.engine != t.taker {
+// present shows a sidecar a lease that its engine wants.
+func (l *lease) present(s *sidecar) {
+	if !l.said || !l.alive() {
 		return
 	}
-	s.owners[t.dst] = t
-	w := s.worker
-	s.event(func(now exec.Instant) {
-		s.ex.Expect(now, w, connector.Expect{Lease: t.dst, Key: t.key, Peer: t.From.addr, Tokens: t.Tokens, Skip: []uint32{0},
-			Deadline: t.left(), Partner: t.left()})
-	})
-}
-
-func (t *Transfer) intend(s *sidecar) {
-	if t.Sent != nil || t.From.engine != t.giver {
+	t, w := l.t, s.workers[l.rank]
+	s.owners[l.id] = l
+	if l.receiver {
+		s.event(func(now exec.Instant) {
+			s.ex.Expect(now, w, connector.Expect{Lease: l.id, Key: t.key, Peer: t.From.addr, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Skip: []uint32{0},
+				Deadline: l.left(), Partner: l.left()})
+		})
 		return
 	}
-	s.owners[t.src] = t
-	w := s.worker
 	s.event(func(now exec.Instant) {
-		s.ex.Intent(now, w, connector.Intent{Lease: t.src, Key: t.key, Tokens: t.Tokens, Fanout: 1, Deadline: t.left()})
+		s.ex.Intent(now, w, connector.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Fanout: 1, Deadline: l.left()})
 	})
-}
-
-// present shows a new sidecar what is open of a transfer at its node.
-func (t *Transfer) present(s *sidecar) {
-	if s.n == t.To && t.expected {
-		t.want(s)
-	}
-	if s.n == t.From && t.intended {
-		t.intend(s)
-		for i := range Layers {
-			if t.layers[i] > 0 {
-				t.progress(i, t.epoch)
-			}
+	for layer, ok := range t.ready {
+		if ok {
+			l.progress(layer, t.epoch)
 		}
 	}
 }
@@ -231,124 +193,138 @@ func (t *Transfer) compute(prefill time.Duration) {
 	f, v := t.From.c.F, t.epoch
 	for i := range Layers {
 		f.After(prefill*time.Duration(i+1)/Layers, func() {
-			if t.epoch == v && t.Sent == nil && t.From.engine == t.giver {
-				t.layers[i] = t.Tokens
-				t.progress(i, v)
+			if t.epoch != v {
+				return
+			}
+			t.ready[i] = true
+			for _, l := range t.gives {
+				l.progress(i, v)
 			}
 		})
 	}
 }
 
-func (t *Transfer) progress(layer int, epoch uint32) {
-	s := t.From.side
-	if s == nil {
+// progress says that a layer is complete, if it is of the lease's rank.
+func (l *lease) progress(layer int, epoch uint32) {
+	s, own := l.n.side, held(l.rank, len(l.e.boots))
+	if s == nil || !l.said || !l.alive() || layer < own.lo || layer >= own.hi {
 		return
 	}
-	w := s.worker
+	w := s.workers[l.rank]
 	s.event(func(now exec.Instant) {
-		lease := t.src
-		lease.Epoch = epoch
-		s.ex.Progress(now, w, []connector.Progress{{Lease: lease, Layer: layer, Tokens: t.Tokens, Final: true}})
+		id := l.id
+		id.Epoch = epoch
+		s.ex.Progress(now, w, []connector.Progress{{Lease: id, Layer: layer - own.lo, Tokens: l.t.Tokens, Final: true}})
 	})
 }
 
-// Preempt takes the source's blocks away, as an engine does without asking; it says so a little later, and computes again.
+// Preempt takes the source's blocks away on every rank, as an engine does without asking; each says so a little later, and all compute
+// again.
 func (t *Transfer) Preempt(prefill time.Duration) {
-	if t.Sent != nil || t.From.engine != t.giver {
+	if len(t.gives) == 0 || t.Sent != nil || t.From.engine != t.gives[0].e {
 		return
 	}
 	c := t.From.c
 	c.stats.Preempted++
 	t.epoch++
-	t.layers = [Layers]uint32{}
-	v := t.epoch
-	c.F.After(c.F.Jitter(c.cfg.Record), func() {
-		if t.epoch != v || t.Sent != nil || t.From.engine != t.giver {
-			return
+	t.ready = [Layers]bool{}
+	v, last := t.epoch, time.Duration(0)
+	for _, l := range t.gives {
+		after := c.F.Jitter(c.cfg.Record)
+		last = max(last, after)
+		c.F.After(after, func() {
+			if s := l.n.side; s != nil && t.epoch == v && l.alive() && l.said {
+				w := s.workers[l.rank]
+				s.event(func(now exec.Instant) { s.ex.Preempt(now, w, l.id.ID) })
+			}
+		})
+	}
+	c.F.After(last+1, func() {
+		if t.epoch == v {
+			t.compute(prefill)
 		}
-		if s := t.From.side; s != nil {
-			w := s.worker
-			s.event(func(now exec.Instant) { s.ex.Preempt(now, w, t.src.ID) })
-		}
-		t.compute(prefill)
 	})
 }
 
-// Cancel gives one of the transfer's leases back, if it is still open.
+// Cancel gives the transfer's leases of one side back, those that are still open.
 func (t *Transfer) Cancel(receiver bool) {
-	n, e, id, ended := t.From, t.giver, t.src.ID, t.Sent
+	all := t.gives
 	if receiver {
-		n, e, id, ended = t.To, t.taker, t.dst.ID, t.Received
+		all = t.takes
 	}
-	if s := n.side; s != nil && e != nil && n.engine == e && ended == nil {
-		n.c.stats.Cancelled++
-		w := s.worker
-		s.event(func(now exec.Instant) { s.ex.Cancel(now, w, id, "") })
-	}
-}
-
-// known reports whether the sidecar at n was told of the transfer's lease there.
-func (t *Transfer) known(n *Node) bool {
-	return n == t.To && n.side.owners[t.dst] == t || n == t.From && t.giver != nil && n.side.owners[t.src] == t
-}
-
-// orphan ends the leases at n of an engine that is dead, where no sidecar is left to say so.
-func (t *Transfer) orphan(n *Node) {
-	dead := connector.Completion{Status: exec.StatusFailed, Reason: "the engine died, and nobody else knew"}
-	if n == t.To && n.engine != t.taker && t.Received == nil {
-		t.ended(true, dead)
-	}
-	if n == t.From && t.giver != nil && n.engine != t.giver && t.Sent == nil {
-		t.ended(false, dead)
+	for _, l := range all {
+		if s := l.n.side; s != nil && l.alive() && l.said {
+			l.n.c.stats.Cancelled++
+			w := s.workers[l.rank]
+			s.event(func(now exec.Instant) { s.ex.Cancel(now, w, l.id.ID, "") })
+		}
 	}
 }
 
-func (t *Transfer) ended(receiver bool, x connector.Completion) {
-	c := t.From.c
+// orphan ends a lease whose engine is dead, where no sidecar knows of it.
+func (l *lease) orphan() {
+	if l.done == nil && l.n.engine != l.e {
+		l.ended(connector.Completion{Status: exec.StatusFailed, Reason: "the engine died, and nobody else knew"})
+	}
+}
+
+func (l *lease) ended(x connector.Completion) {
+	c, t := l.n.c, l.t
 	c.open--
 	c.stats.Leases++
-	if receiver {
-		t.Received, t.receivedAt = &x, c.F.Now()
-		delete(t.taker.leases, t.dst.ID)
-		if t.OnReceived != nil {
-			c.F.After(0, t.OnReceived)
+	l.done = &x
+	delete(l.e.open, l.id)
+	all := t.gives
+	if l.receiver {
+		all = t.takes
+	}
+	var worst *connector.Completion
+	for _, o := range all {
+		switch {
+		case o.done == nil:
+			return
+		case worst == nil || worst.Status == exec.StatusOK:
+			worst = o.done
 		}
-	} else {
-		t.Sent, t.sentAt = &x, c.F.Now()
-		delete(t.giver.leases, t.src.ID)
+	}
+	if !l.receiver {
+		t.Sent, t.sentAt = worst, c.F.Now()
+		return
+	}
+	t.Received, t.receivedAt = worst, c.F.Now()
+	if t.OnReceived != nil {
+		c.F.After(0, t.OnReceived)
 	}
 }
 
-func (s *sidecar) owner(l transfer.LeaseID) *Transfer {
-	l.Epoch = 0
-	return s.owners[l]
+func (s *sidecar) owner(id transfer.LeaseID) *lease {
+	id.Epoch = 0
+	return s.owners[id]
 }
 
 func (s *sidecar) complete(a *exec.Action) {
 	x := a.Completion
-	t := s.owner(x.Lease)
+	l := s.owner(x.Lease)
 	switch {
-	case t == nil:
+	case l == nil:
 		s.c.violation("%s: lease %v ended and was not open", s.n.addr, x.Lease)
 		return
-	case x.Received && t.Received != nil, !x.Received && t.Sent != nil:
-		s.c.violation("%s: lease %v of transfer %d ended twice", s.n.addr, x.Lease, t.ID)
+	case l.done != nil:
+		s.c.violation("%s: lease %v of transfer %d ended twice", s.n.addr, x.Lease, l.t.ID)
 		return
 	}
-	x.Lease.Epoch = 0
-	delete(s.owners, x.Lease)
-	t.released(x.Received)
-	t.ended(x.Received, x)
+	delete(s.owners, l.id)
+	l.released()
+	l.ended(x)
 	if x.Received && x.Status == exec.StatusOK {
-		t.committed()
+		l.committed()
 	}
 }
 
 func (s *sidecar) workerFenced(w *connector.Worker) {
-	for _, t := range transfersInOrder(s.owners) {
-		if t.taker != nil && t.taker.boot == w.Boot && t.To == s.n && t.Received == nil && t.expected ||
-			t.giver != nil && t.giver.boot == w.Boot && t.From == s.n && t.Sent == nil && t.intended {
-			s.c.violation("%s: its worker is said to be fenced, and transfer %d has a lease open", s.n.addr, t.ID)
+	for _, l := range inOrder(maps.Values(s.owners)) {
+		if l.id.Boot == w.Boot {
+			s.c.violation("%s: its worker is said to be fenced, and transfer %d has a lease open", s.n.addr, l.t.ID)
 		}
 	}
 }
@@ -358,7 +334,7 @@ var errModel = errors.New("sim: memory is modelled")
 // source is what lanes read.
 type source struct {
 	s      *sidecar
-	t      *Transfer
+	l      *lease
 	plan   *plan
 	epoch  uint32 // of the progress that the executor knows of, which the blocks may have left behind already
 	closed bool
@@ -370,24 +346,24 @@ func (s *source) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error)
 
 func (s *source) Bytes(r transfer.Range) (uint64, error) { return s.plan.space.Bytes(r) }
 
-func (s *source) Valid(transfer.Range) bool { return s.t.epoch == s.epoch }
+func (s *source) Valid(transfer.Range) bool { return s.l.t.epoch == s.epoch }
 
 // ReadWord implements simfabric.WordSource.
 func (s *source) ReadWord(chunk uint32) uint64 {
-	s.t.read(s, chunk)
-	seg := s.plan.space.SegmentOf(chunk)
-	r := s.plan.Ready(seg, s.t.layers[seg], s.t.layers[seg] == s.t.Tokens)
-	if chunk < r.First || chunk >= r.End() {
-		return garbage
+	s.read(chunk)
+	layer, i := s.plan.place(chunk)
+	if t := s.l.t; t.ready[layer] {
+		return t.word(layer, i, t.epoch)
 	}
-	return s.t.word(chunk, s.t.epoch)
+	return garbage
 }
 
-// sink is one grant's view of a destination.
+// sink is one part of a grant of a destination.
 type sink struct {
 	s      *sidecar
-	t      *Transfer
-	l      *exec.Landing
+	l      *lease
+	land   *exec.Landing
+	plan   *plan
 	bitmap *transfer.Bitmap
 	fenced bool
 	full   bool
@@ -395,19 +371,33 @@ type sink struct {
 
 func (k *sink) Resolve(dst []mem.Block, _ transfer.Range) ([]mem.Block, error) { return dst, errModel }
 
-func (k *sink) Bytes(r transfer.Range) (uint64, error) { return k.l.Plan.Space().Bytes(r) }
+func (k *sink) Bytes(r transfer.Range) (uint64, error) { return k.plan.space.Bytes(r) }
 
 // WriteWord implements simfabric.WordSink.
 func (k *sink) WriteWord(chunk uint32, w uint64) {
-	k.t.write(k, chunk)
-	k.t.content[chunk] = w
+	k.write(chunk)
+	layer, i := k.plan.place(chunk)
+	k.l.content[k.l.at(layer, i)] = w
 }
 
-func (k *sink) Landed(_ transport.Lane, r transfer.Range) {
+// perLayer is how many chunks a layer has.
+func (t *Transfer) perLayer() uint32 {
+	return (t.Tokens*unitBytes + transfer.ChunkBytes - 1) / transfer.ChunkBytes
+}
+
+// at is where a chunk of a layer lies in the blocks of a receiver's rank.
+func (l *lease) at(layer int, i uint32) uint32 {
+	return uint32(layer-held(l.rank, len(l.e.boots)).lo)*l.t.perLayer() + i
+}
+
+func (k *sink) Landed(l transport.Lane, r transfer.Range) {
+	if n, err := k.Bytes(r); err == nil {
+		k.s.came(l, n)
+	}
 	k.bitmap.Set(r)
 	if k.bitmap.Full() && !k.full {
 		k.full = true
-		full := func() { k.s.event(func(now exec.Instant) { k.s.ex.Full(now, k.l) }) }
+		full := func() { k.s.event(func(now exec.Instant) { k.s.ex.Full(now, k.land) }) }
 		full()
 		k.s.twice(full)
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"time"
 
@@ -15,7 +16,7 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-// Node is a machine: its rails, one engine worker, and the sidecar that lives there now.
+// Node is a machine: its rails, one engine, and the sidecar that lives there now.
 type Node struct {
 	c        *Cluster
 	Host     *simfabric.Host
@@ -26,13 +27,8 @@ type Node struct {
 	joinedBy []*Node
 	leap     time.Duration // its clock is so far from the fabric's
 	freezes  int
+	ranks    int // of its engine
 	nextID   uint64
-}
-
-// engine is one life of an engine worker. What it has open outlives sidecars.
-type engine struct {
-	boot   transfer.Boot
-	leases map[uint64]*Transfer // open ones
 }
 
 // sidecar is one life of a sidecar process: the driver of an executor.
@@ -42,7 +38,8 @@ type sidecar struct {
 	boot    transfer.Boot
 	dead    bool
 	ex      *exec.Exec
-	worker  *connector.Worker // of the engine's present life
+	workers []*connector.Worker // of the engine's present life
+	planner planner
 	backend *simfabric.Backend
 	rails   []transport.Rail
 	batch   exec.Batch
@@ -56,7 +53,8 @@ type sidecar struct {
 	pipes   map[transfer.Boot]*pipe
 	over    map[transfer.Boot]bool // boots of peers that were superseded
 	moving  map[uint64]bool        // slices that were given to lanes and have not ended, by cookie
-	owners  map[transfer.LeaseID]*Transfer
+	owners  map[transfer.LeaseID]*lease
+	inflows map[inflow]uint64 // bytes
 }
 
 type bindName struct {
@@ -64,17 +62,27 @@ type bindName struct {
 	slot transfer.Slot
 }
 
-// AddNode adds a node to the cluster on a host with these rails.
-func (c *Cluster) AddNode(rails ...simfabric.RailSpec) *Node {
-	n := &Node{c: c, addr: fmt.Sprintf("n%d", len(c.Nodes))}
+// AddNode adds a node to the cluster on a host with these rails, and an engine of one rank.
+func (c *Cluster) AddNode(rails ...simfabric.RailSpec) *Node { return c.AddRanks(1, rails...) }
+
+// AddRanks adds one whose engine has so many ranks: 1, 2 or 4, each with its part of the layers.
+func (c *Cluster) AddRanks(ranks int, rails ...simfabric.RailSpec) *Node {
+	n := &Node{c: c, addr: fmt.Sprintf("n%d", len(c.Nodes)), ranks: ranks}
 	n.Host = c.F.NewHost(n.addr, rails...)
 	// No two clocks agree: whatever compares instants of two hosts goes wrong at once.
 	n.leap = time.Duration(len(c.Nodes)) * 17 * time.Minute
-	n.engine = &engine{boot: c.boot(), leases: map[uint64]*Transfer{}}
+	n.newEngine()
 	c.Nodes = append(c.Nodes, n)
 	c.byAddr[n.addr] = n
 	n.start()
 	return n
+}
+
+func (n *Node) newEngine() {
+	n.engine = &engine{open: map[transfer.LeaseID]*lease{}}
+	for range n.ranks {
+		n.engine.boots = append(n.engine.boots, n.c.boot())
+	}
 }
 
 func (n *Node) now() exec.Instant { return n.c.F.Now() + n.leap }
@@ -84,26 +92,31 @@ func (n *Node) start() {
 	c := n.c
 	s := &sidecar{c: c, n: n, boot: c.boot(), tickAt: -1, lanes: map[uint64]transport.Lane{}, dials: map[uint64]*dial{}, grants: map[bindName]*sink{},
 		origins: map[bindName]*exec.Sending{}, pipes: map[transfer.Boot]*pipe{}, over: map[transfer.Boot]bool{}, moving: map[uint64]bool{},
-		owners: map[transfer.LeaseID]*Transfer{}}
+		owners: map[transfer.LeaseID]*lease{}, planner: planner{map[[32]byte]bool{}}}
 	n.side = s
 	s.backend = n.Host.Backend()
 	s.rails, _ = s.backend.Open(context.Background(), host{s}) // fails only once it is closed
 	cfg := c.cfg.Exec
-	cfg.Boot, cfg.Endpoint, cfg.Planner, cfg.Transports = s.boot, n.addr, planner{}, []string{simfabric.Name}
+	cfg.Boot, cfg.Endpoint, cfg.Planner, cfg.Transports = s.boot, n.addr, s.planner, []string{simfabric.Name}
 	s.ex = exec.New(cfg)
 	if n.engine != nil {
 		s.register(n.engine)
 	}
 }
 
-// register is an engine's hello: it names its layout, and presents what it has open.
+// register is an engine's hello: each rank names its layout, and presents what it has open.
 func (s *sidecar) register(e *engine) {
-	w := &connector.Worker{Name: s.n.addr, Boot: e.boot, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens,
-		Layers: make([]layout.Layer, Layers)}}}}
-	s.worker = w
-	s.event(func(exec.Instant) { s.ex.WorkerUp(w) })
-	for _, t := range inOrder(e.leases) {
-		t.present(s)
+	s.workers = nil
+	for r, boot := range e.boots {
+		own := held(r, len(e.boots))
+		w := &connector.Worker{Name: s.n.addr, Boot: boot, Place: connector.Place{Engine: s.n.addr, PP: r, PPSize: len(e.boots)},
+			Geometry: geometry(r, len(e.boots)),
+			Layout:   &layout.Layout{Groups: []layout.Group{{TokensPerBlock: blockTokens, Layers: make([]layout.Layer, own.hi-own.lo)}}}}
+		s.workers = append(s.workers, w)
+		s.event(func(exec.Instant) { s.ex.WorkerUp(w) })
+	}
+	for _, l := range inOrder(maps.Values(e.open)) {
+		l.present(s)
 	}
 }
 
@@ -115,8 +128,8 @@ func (n *Node) Kill() {
 	}
 	n.c.stats.Restarts++
 	n.side, s.dead = nil, true
-	for _, t := range transfersInOrder(s.owners) {
-		t.orphan(n)
+	for _, l := range inOrder(maps.Values(s.owners)) {
+		l.orphan()
 	}
 	// The kernel closes its sockets. Nothing that it held can be touched by it again.
 	_ = s.backend.Close()
@@ -157,16 +170,19 @@ func (n *Node) KillEngine() {
 	}
 	n.c.stats.EngineDeaths++
 	n.engine = nil
-	if s := n.side; s != nil {
-		w := s.worker
-		n.Host.After(n.c.F.Jitter(time.Millisecond), func() {
+	for _, l := range inOrder(maps.Values(e.open)) {
+		if n.side == nil || n.side.owners[l.id] != l {
+			l.orphan()
+		}
+	}
+	s := n.side
+	if s == nil {
+		return
+	}
+	for _, w := range s.workers {
+		s.later(n.c.F.Jitter(time.Millisecond), func() {
 			s.event(func(now exec.Instant) { s.ex.WorkerGone(now, w, true, "the engine died") })
 		})
-	}
-	for _, t := range inOrder(e.leases) {
-		if n.side == nil || !t.known(n) {
-			t.orphan(n)
-		}
 	}
 }
 
@@ -175,7 +191,7 @@ func (n *Node) StartEngine() {
 	if n.engine != nil {
 		return
 	}
-	n.engine = &engine{boot: n.c.boot(), leases: map[uint64]*Transfer{}}
+	n.newEngine()
 	if n.side != nil {
 		n.side.register(n.engine)
 	}
@@ -297,9 +313,9 @@ func (s *sidecar) perform(a *exec.Action) {
 		delete(s.grants, bindName{a.Landing.Grant.Peer, a.Landing.Grant.Slot})
 	case exec.Bind:
 		x := a.Sending
-		t := s.owner(x.Lease)
-		src := &source{s: s, t: t, plan: x.Plan.(*plan), epoch: x.Lease.Epoch}
-		t.sources = append(t.sources, src)
+		l := s.owner(x.Lease)
+		src := &source{s: s, l: l, plan: x.Plan.(*plan), epoch: x.Lease.Epoch}
+		l.sources = append(l.sources, src)
 		x.Origin.Source, x.Source = src, src
 		s.origins[bindName{x.Origin.Peer, x.Origin.Slot}] = x
 	case exec.CloseOrigin:
@@ -322,32 +338,51 @@ func (s *sidecar) perform(a *exec.Action) {
 		})
 	case exec.Move:
 		s.move(a.Lane, a.Slices)
+	case exec.Measure:
+		s.measure()
 	case exec.Complete:
 		s.complete(a)
+	case exec.Describe:
+		s.describe(a.Peer, a.Geometry)
 	case exec.WorkerFenced:
 		s.workerFenced(a.Worker)
 	}
 }
 
 func (s *sidecar) offer(a *exec.Action) {
-	for _, l := range a.Landings {
-		name := bindName{l.Grant.Peer, l.Grant.Slot}
+	for i, land := range a.Landings {
+		name := bindName{land.Grant.Peer, land.Grant.Slot}
 		if s.grants[name] != nil {
-			s.c.violation("%s: slot %d was given out again before its fence", s.n.addr, l.Grant.Slot)
+			s.c.violation("%s: slot %d was given out again before its fence", s.n.addr, land.Grant.Slot)
 		}
-		t := s.owner(l.Lease())
-		chunks := l.Plan.Space().NumChunks()
-		// What an earlier grant brought does not count: the new one has an empty bitmap.
-		t.content = make([]uint64, chunks)
-		k := &sink{s: s, t: t, l: l, bitmap: transfer.NewBitmap(chunks)}
-		t.sinks = append(t.sinks, k)
-		l.Sink, l.Grant.Sink = k, k
+		l := s.owner(land.Lease())
+		if i == 0 {
+			// What an earlier grant brought does not count: the new one has empty bitmaps.
+			own := held(l.rank, len(l.e.boots))
+			l.content = make([]uint64, uint32(own.hi-own.lo)*l.t.perLayer())
+		}
+		k := &sink{s: s, l: l, land: land, plan: land.Plan.(*plan), bitmap: transfer.NewBitmap(land.Plan.Space().NumChunks())}
+		l.sinks = append(l.sinks, k)
+		land.Sink, land.Grant.Sink = k, k
 		s.grants[name] = k
-		if _, err := s.backend.Grant(&l.Grant); err != nil {
+		if _, err := s.backend.Grant(&land.Grant); err != nil {
 			s.c.violation("%s: grant: %v", s.n.addr, err)
 		}
 	}
 	s.send(a.Peer, a.Frame)
+}
+
+// describe fetches a layout from a peer, which may be gone.
+func (s *sidecar) describe(peer transfer.Boot, geometry [32]byte) {
+	s.later(s.c.cfg.Handshake+s.c.F.Jitter(s.c.cfg.Handshake), func() {
+		var err error
+		if p := s.pipes[peer]; p == nil || p.to == nil || p.to.dead {
+			err = errNoLane
+		} else {
+			s.planner.known[geometry] = true
+		}
+		s.event(func(now exec.Instant) { s.ex.Described(now, peer, geometry, err) })
+	})
 }
 
 func (s *sidecar) move(id uint64, batch []transport.Slice) {
@@ -428,10 +463,10 @@ func (h host) Grant(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*
 	switch {
 	case k == nil:
 		return nil, transfer.ReasonUnknownSlot
-	case k.l.Grant.Gen != gen:
+	case k.land.Grant.Gen != gen:
 		return nil, transfer.ReasonStaleGen
 	}
-	return &k.l.Grant, transfer.ReasonNone
+	return &k.land.Grant, transfer.ReasonNone
 }
 
 func (h host) Origin(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) (*transport.Origin, transfer.Reason) {

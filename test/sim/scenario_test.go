@@ -35,7 +35,8 @@ type scenario struct {
 	racks                  int           // 0: one switch without bounds
 	link                   simfabric.LinkSpec
 	twice, replay, unfence float64
-	slices                 int // in flight to one peer at most; 0: the default
+	slices                 int   // in flight to one peer at most; 0: the default
+	ranks                  []int // of the nodes' engines, in turn; nil: one
 }
 
 // load is one transfer and what its engines do to it.
@@ -208,7 +209,11 @@ func (s scenario) build(x schedule) *Cluster {
 			}
 			rails = append(rails, spec)
 		}
-		c.AddNode(rails...)
+		ranks := 1
+		if len(s.ranks) > 0 {
+			ranks = s.ranks[i%len(s.ranks)]
+		}
+		c.AddRanks(ranks, rails...)
 	}
 	for i, n := range c.Nodes {
 		for p := range s.partners {

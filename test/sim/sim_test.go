@@ -53,8 +53,9 @@ func (v verdict) check(t testing.TB) {
 func TestFlapping(t *testing.T) {
 	s := scenario{nodes: 64, rails: 4, partners: 3, transfers: 8, tokens: 256, deadline: 10 * time.Second, spread: time.Second,
 		preempted: 0.05, racks: 4, link: fast, twice: 0.01}
-	for seed := range uint64(3) {
-		began := time.Now()
+	for seed, ranks := range [][]int{{1}, {2}, {1, 2, 4}} {
+		began, seed := time.Now(), uint64(seed)
+		s.ranks = ranks
 		x := s.draw(seed, 24, 0)
 		c := s.build(x)
 		v := s.run(c, x)
@@ -133,6 +134,12 @@ func small(seed uint64) scenario {
 	}
 	if seed%5 > 1 {
 		s.replay = 0.02
+	}
+	switch seed % 11 {
+	case 3, 4:
+		s.ranks = []int{2} // rank by rank
+	case 5, 6:
+		s.ranks = []int{1, 2, 4} // several ranks feed one, and one feeds several
 	}
 	if seed%7 > 3 {
 		s.unfence, s.slices = 0.01, 6
