@@ -76,6 +76,7 @@ type Plane struct {
 	Unit       Unit
 	Format     string // how the bytes of a cell are coded, where the dtype of the cache does not say it alone
 	HeadMajor  bool   // heads come before rows in the transfer space
+	ColMajor   bool   // and so do columns, inside each head: a cell is one number, and a row's numbers lie far apart
 	Transposed bool   // rows and columns of a state's matrix are exchanged
 	Offset     uint64
 

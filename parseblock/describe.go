@@ -91,14 +91,15 @@ func kindOf(s *sited) string {
 		return fmt.Sprintf("%s %s state of %d x %d x %d bytes, %d heads", s.Role, orPlain(s.Format), rows, cols, s.CellBytes, s.AllHeads)
 	case layout.UnitBlock:
 		var params []string
-		for _, k := range slices.Sorted(maps.Keys(s.g.Params)) {
-			params = append(params, fmt.Sprintf("%s=%d", k, s.g.Params[k]))
+		packing := packingParams(s.g)
+		for _, k := range slices.Sorted(maps.Keys(packing)) {
+			params = append(params, fmt.Sprintf("%s=%d", k, packing[k]))
 		}
 		per := fmt.Sprintf("%d bytes a token", s.CellBytes/uint64(s.g.TokensPerBlock))
 		if s.CellBytes%uint64(s.g.TokensPerBlock) != 0 {
 			per = fmt.Sprintf("%d bytes for %d tokens", s.CellBytes, s.g.TokensPerBlock)
 		}
-		return fmt.Sprintf("%s %s, %s, [%s]", s.Role, s.Format, per, strings.Join(params, " "))
+		return fmt.Sprintf("%s %s, %s, %d heads, [%s]", s.Role, s.Format, per, s.AllHeads, strings.Join(params, " "))
 	}
 	kind := fmt.Sprintf("%s %s of %d bytes, %d heads", s.Role, orPlain(s.Format), uint64(cols)*s.CellBytes, s.AllHeads)
 	if s.RowTokens != 1 {

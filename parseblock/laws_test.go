@@ -217,6 +217,16 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if err := Prove(reg, layouts, dst, shares); err != nil {
+		t.Fatal(err)
+	}
+	for i := range shares {
+		// What a share says survives the wire.
+		back, err := DecodeShare(shares[i].Encode(), dst.NumLayers())
+		if err != nil || !slices.Equal(back.roles, shares[i].roles) {
+			t.Fatalf("share %v came back as %v: %v", shares[i].roles, back, err)
+		}
+	}
 	tt := genTable(t, "toTable", to.blocks, 99)
 	skip := min(tokens, to.n*rapid.Uint64Range(0, (tokens-1)/to.n+1).Draw(t, "skip"))
 	first := skip

@@ -36,6 +36,7 @@ type pair struct {
 	role      layout.Role
 	unit      layout.Unit
 	headMajor bool
+	colMajor  bool
 	cell      uint64
 	heads     uint64
 	cols      uint64
@@ -71,14 +72,25 @@ func (s *shape) add(n, src, dst uint64) {
 }
 
 func (p *pair) shape(rows uint64) shape {
+	return p.ordered(rows, &p.from, &p.to)
+}
+
+// ordered puts the axes of some rows in the order of the transfer space.
+func (p *pair) ordered(rows uint64, from, to *place) shape {
 	s := shape{len: p.cell}
-	s.add(p.cols, p.from.col, p.to.col)
-	if p.headMajor {
-		s.add(rows, p.from.row, p.to.row)
-		s.add(p.heads, p.from.head, p.to.head)
-	} else {
-		s.add(p.heads, p.from.head, p.to.head)
-		s.add(rows, p.from.row, p.to.row)
+	switch {
+	case p.colMajor:
+		s.add(rows, from.row, to.row)
+		s.add(p.cols, from.col, to.col)
+		s.add(p.heads, from.head, to.head)
+	case p.headMajor:
+		s.add(p.cols, from.col, to.col)
+		s.add(rows, from.row, to.row)
+		s.add(p.heads, from.head, to.head)
+	default:
+		s.add(p.cols, from.col, to.col)
+		s.add(p.heads, from.head, to.head)
+		s.add(rows, from.row, to.row)
 	}
 	return s
 }
@@ -217,7 +229,7 @@ func newPair(f, t *sited) (pair, error) {
 		return differ("rows of state", f.Rows, t.Rows, "use the same convolution and the same speculation on both sides")
 	case t.Unit == layout.UnitBlock && f.g.TokensPerBlock != t.g.TokensPerBlock:
 		return differ("tokens_per_block", f.g.TokensPerBlock, t.g.TokensPerBlock, "opaque pages only move whole: use equal block sizes on both sides")
-	case t.Unit == layout.UnitBlock && !maps.Equal(f.g.Params, t.g.Params):
+	case t.Unit == layout.UnitBlock && !maps.Equal(packingParams(f.g), packingParams(t.g)):
 		return differ("params", f.g.Params, t.g.Params, "opaque pages only move whole: use equal backends and parallelism on both sides")
 	}
 	if a, b := f.g.Params["window"], t.g.Params["window"]; a != 0 && (b == 0 || b > a) {
@@ -230,7 +242,7 @@ func newPair(f, t *sited) (pair, error) {
 	}
 	first := max(f.FirstHead, t.FirstHead)
 	end := min(f.FirstHead+f.Heads, t.FirstHead+t.Heads)
-	p := pair{from: placeOf(f, first), to: placeOf(t, first), role: t.Role, unit: t.Unit, headMajor: t.HeadMajor, cell: t.CellBytes,
+	p := pair{from: placeOf(f, first), to: placeOf(t, first), role: t.Role, unit: t.Unit, headMajor: t.HeadMajor, colMajor: t.ColMajor, cell: t.CellBytes,
 		cols: uint64(t.Cols), rows: uint64(t.Rows), rowTokens: uint64(max(t.RowTokens, 1)), head0: uint64(first)}
 	if end > first {
 		p.heads = uint64(end - first)
@@ -241,6 +253,15 @@ func newPair(f, t *sited) (pair, error) {
 	}
 	p.full = p.shape(p.step)
 	return p, nil
+}
+
+// packingParams are those that say how an opaque page is packed, and not which heads it holds: a head is as opaque as a page.
+func packingParams(g *layout.Group) map[string]int64 {
+	out := maps.Clone(g.Params)
+	for _, k := range [...]string{"heads", "kv_heads", "tp_rank", "tp_size"} {
+		delete(out, k)
+	}
+	return out
 }
 
 func orPlain(format string) string {

@@ -88,7 +88,7 @@ func TestRefusals(t *testing.T) {
 		"K and V, and MLA":   {kv(PackedNHD, 1600), nil, one, one, layout.TokenRange{End: 16}, "latent = missing"},
 		"inside a page":      {kv(Page, 1600), kv(Page, 1600), one, one, layout.TokenRange{Start: 8, End: 16}, "tokens.start = 8"},
 		"two opaque kinds":   {kv(Page, 1600), kv(VLLMCPUAttn, 1600), one, one, layout.TokenRange{End: 16}, "page format = page and vllm_cpu_attn"},
-		"opaque params":      {kv(VLLMCPUAttn, 1600, "heads", 1), kv(VLLMCPUAttn, 1600, "heads", 2), one, one, layout.TokenRange{End: 16}, "page params"},
+		"opaque params":      {kv(VLLMCPUAttn, 1600, "number_bytes", 2), kv(VLLMCPUAttn, 1600, "number_bytes", 4), one, one, layout.TokenRange{End: 16}, "page params"},
 		"unequal token size": {nil, group(func(g *layout.Group) { g.Layers[0].PageBytes = 3200 }), one, one, layout.TokenRange{End: 16}, "bytes of a head of a token = 100 and 200"},
 		"heads do not fit":   {kv(PackedHND, 1600, "heads", 3), kv(PackedHND, 1600, "heads", 3), one, one, layout.TokenRange{End: 16}, "page_bytes = 1600"},
 		"heads unsaid":       {kv(PackedHND, 1600), kv(PackedHND, 1600), one, one, layout.TokenRange{End: 16}, "params.heads = missing"},

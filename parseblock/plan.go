@@ -294,15 +294,7 @@ func (t *sideTrack) dense(p *pair, rows uint64) bool {
 	if p.unit != layout.UnitState && t.tileRows%p.rows != 0 && rows > p.step {
 		return false
 	}
-	s := shape{len: p.cell}
-	s.add(p.cols, t.col, t.col)
-	if p.headMajor {
-		s.add(rows, t.row, t.row)
-		s.add(p.heads, t.head, t.head)
-	} else {
-		s.add(p.heads, t.head, t.head)
-		s.add(rows, t.row, t.row)
-	}
+	s := p.ordered(rows, &t.place, &t.place)
 	return s.dims == 0
 }
 
@@ -441,6 +433,12 @@ func (w *walk) appendTo(dst []layout.Piece, base int, lo, hi uint64) []layout.Pi
 	width := p.cols * p.cell // of a row of a head
 	for lo < hi {
 		c, b := lo/p.cell, lo%p.cell
+		if p.colMajor {
+			n := min(w.column(c)-b, hi-lo)
+			dst = appendPiece(dst, base, side.reg, w.cellAt(c)+b, n)
+			lo += n
+			continue
+		}
 		col := uint64(0)
 		if p.cols > 1 {
 			c, col = c/p.cols, c%p.cols
@@ -470,6 +468,26 @@ func (w *walk) appendTo(dst []layout.Piece, base int, lo, hi uint64) []layout.Pi
 		lo += n
 	}
 	return dst
+}
+
+// cellAt is where cell c of the block lies, counted in the order of a plane whose columns come before its rows.
+func (w *walk) cellAt(c uint64) uint64 {
+	col, row := c/w.rows, c%w.rows
+	return w.at(row) + col/w.p.cols*w.side.head + col%w.p.cols*w.side.col
+}
+
+// column is how many bytes from cell c on lie in memory as in the space: the rest of its column, and the columns after it where
+// they follow.
+func (w *walk) column(c uint64) uint64 {
+	p, row := w.p, c%w.rows
+	if w.side.row != p.cell {
+		return p.cell
+	}
+	n := (1 + w.more(row)) * p.cell
+	if whole := w.rows * p.cell; w.side.col == whole && w.more(0) == w.rows-1 {
+		n += (p.cols - 1 - c/w.rows%p.cols) * whole
+	}
+	return n
 }
 
 func (w *walk) at(row uint64) uint64 {

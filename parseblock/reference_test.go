@@ -328,6 +328,31 @@ func whole(kind string, d *dims) *cache {
 	return c
 }
 
+// cpuCache is [B, H, K then V, ...]: opaque, or with K stored [D, N] and V [N, D].
+func cpuCache(kind string, d *dims) *cache {
+	params := map[string]int64{"kv_heads": int64(d.kvHeads), "number_bytes": int64(d.elem)}
+	first, own := d.shard(params, d.kvHeads)
+	params["heads"] = int64(own)
+	row := d.head * d.elem
+	page := own * 2 * d.n * row
+	if kind == VLLMCPUAttn {
+		c := paged(kind, d, params, page, []content{{layout.RolePage, 2 * row, first, own, 1, 1}}, func(r uint64, _ layout.Role, head, _, x uint64) uint64 {
+			return (head*d.n+r)*2*row + x
+		})
+		c.opaque = true
+		return c
+	}
+	params["k_transposed"] = 1
+	cs := []content{{layout.RoleK, row, first, own, 1, 1}, {layout.RoleV, row, first, own, 1, 1}}
+	return paged(VLLMCPUAttn, d, params, page, cs, func(r uint64, role layout.Role, head, _, x uint64) uint64 {
+		at := head * 2 * d.n * row
+		if role == layout.RoleV {
+			return at + d.n*row + r*row + x
+		}
+		return at + x/d.elem*d.n*d.elem + r*d.elem + x%d.elem
+	})
+}
+
 // stateCache: kind is strategy, then s or d (conv order), then v or k (order of the recurrent state).
 func stateCache(kind string, d *dims) *cache {
 	strategy, form, _ := strings.Cut(kind, " ")
@@ -447,7 +472,8 @@ var families = []family{
 		return stateCache(kind, d)
 	}},
 	{name: "mamba2", kinds: []string{Mamba2State + " sv", Mamba2State + " dv"}, make: stateCache},
-	{name: "cpu", kinds: []string{VLLMCPUAttn}, make: whole, fixed: true},
+	{name: "cpu", kinds: []string{VLLMCPUAttn}, make: cpuCache, fixed: true},
+	{name: "cpu vec", kinds: []string{"vec"}, make: cpuCache},
 	{name: "page", kinds: []string{Page}, make: whole, fixed: true},
 }
 
@@ -491,7 +517,7 @@ func sizesOf(f *family, d *dims) []uint64 {
 			fits = func(uint64) bool { return d.kHeads%s == 0 && d.vHeads%s == 0 }
 		case "mamba2":
 			fits = func(uint64) bool { return d.vHeads%s == 0 && (d.kHeads%s == 0 || s%d.kHeads == 0) }
-		case "cpu", "page":
+		case "page":
 			fits = func(uint64) bool { return s == 1 }
 		}
 		if fits(d.kvHeads) {

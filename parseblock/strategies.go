@@ -124,8 +124,12 @@ const (
 	SGLangPageFirstDirect = "sglang_page_first_direct"
 	SGLangPageHead        = "sglang_page_head"
 
-	// VLLMCPUAttn is vLLM's CPU backend: [B,H,N,2D] seen as [B,H,2N,D], K rows and then V rows of each head, packed for the
-	// host's vector units. Only whole pages mean anything, and only between equal block sizes.
+	// VLLMCPUAttn is vLLM's CPU backend: [B,H,N,2D] seen as [B,H,2N,D], K and then V of each head, packed for the host's vector
+	// units. With k_transposed = 1 (vec and vec16: AVX2, AVX-512) K lies with its numbers outside and its tokens inside, and V as
+	// rows; number_bytes is the size of a number, 2 by default. Without it (AMX, NEON and others) a head's part of a page is opaque: it
+	// moves whole, between equal block sizes.
+	//
+	//	| h0: d0(t0 t1 ...) d1(t0 t1 ...) ... | v: t0 t1 ... | h1: ...
 	VLLMCPUAttn = "vllm_cpu_attn"
 	// Page is any page whose inside is unknown: it moves whole or not at all.
 	Page = "page"
@@ -164,7 +168,7 @@ var builtins = []*builtin{
 	{SGLangPageFirst, split(pageFirst, vPool)},
 	{SGLangPageFirstDirect, split(nhd, vPool)},
 	{SGLangPageHead, split(pageHead, vPool)},
-	{VLLMCPUAttn, opaque},
+	{VLLMCPUAttn, cpuAttn},
 	{Page, opaque},
 }
 
@@ -352,6 +356,24 @@ func deepseekV4(p *params) []layout.Plane {
 func opaque(p *params) []layout.Plane {
 	return []layout.Plane{{Role: layout.RolePage, Unit: layout.UnitBlock, CellBytes: p.l.PageBytes, Rows: 1, RowTokens: p.g.TokensPerBlock,
 		Heads: 1, Cols: 1, AllHeads: 1, Format: p.strategy}}
+}
+
+func cpuAttn(p *params) []layout.Plane {
+	k := p.cells(layout.RoleK, 1)
+	k.HeadMajor = true
+	k.HeadStride = p.divide(p.l.PageBytes, uint64(k.Heads), "heads")
+	if p.get("k_transposed", 0, 0, 1) == 0 {
+		k.Role, k.Unit, k.Format, k.CellBytes, k.Rows, k.RowTokens = layout.RolePage, layout.UnitBlock, p.strategy, k.HeadStride, 1, p.g.TokensPerBlock
+		return []layout.Plane{k}
+	}
+	number := p.get("number_bytes", 2, 1, 8)
+	row := p.divide(k.HeadStride, 2*p.n, "tokens_per_block, K and V,")
+	v := k
+	k.CellBytes, k.RowStride, k.ColStride = number, number, p.n*number
+	k.Cols, k.ColMajor = uint32(p.divide(row, number, "number_bytes")), true
+	v.Role, v.CellBytes, v.RowStride, v.Offset = layout.RoleV, row, row, k.HeadStride/2
+	k.Format, v.Format = p.strategy, p.strategy // as a kind: what another backend calls K would have to be turned
+	return []layout.Plane{k, v}
 }
 
 // linearState is the state of a linear attention: a convolution whose history of q, k and v stands in the given order, and a
