@@ -39,7 +39,7 @@ func TestProveRefusesWrongShares(t *testing.T) {
 		{"TP 1 to 2", stages(PackedNHD, 1, 1, 16), stages(PackedNHD, 1, 2, 16)[1]},
 		{"TP 8, replicated", stages(PackedNHD, 1, 8, 16), stages(PackedNHD, 1, 1, 16)[0]},
 		{"PP 2 TP 2", stages(FlashKVFirst, 2, 2, 16), stages(PackedNHD, 1, 1, 16)[0]},
-		{"K transposed", stages(VLLMCPUAttn, 1, 2, 16), stages(VLLMCPUAttn, 1, 1, 16)[0]},
+		{"opaque heads", stages(VLLMCPUAttn, 1, 2, 16), stages(VLLMCPUAttn, 1, 1, 16)[0]},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			shares, err := Assign(reg, c.sources, c.dst, nil)
@@ -56,10 +56,8 @@ func TestProveRefusesWrongShares(t *testing.T) {
 				}
 				return out
 			}
-			wrong := 0
 			refused := func(what string, bad []Share) {
 				t.Helper()
-				wrong++
 				if err := Prove(reg, c.sources, c.dst, bad); err == nil {
 					t.Errorf("%s: proved", what)
 				}

@@ -51,6 +51,7 @@ def preload() -> None:
     import vllm.v1.core.sched.scheduler  # noqa: F401
     import vllm.v1.engine.core  # noqa: F401
     import vllm.v1.engine.llm_engine  # noqa: F401
+    import vllm.v1.executor.multiproc_executor  # noqa: F401
     import vllm.v1.worker.cpu_model_runner  # noqa: F401
     import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
@@ -94,7 +95,9 @@ class Engine:
         self.log = log
         ctx = mp.get_context("fork")
         self._conn, theirs = ctx.Pipe()
-        self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, theirs, self._conn, log), daemon=True)
+        ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+        # A daemon may have no children of its own; workers end with the engine that they are told by.
+        self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, theirs, self._conn, log), daemon=ranks == 1)
         self._proc.start()
         theirs.close()
         self._done: dict[int, Any] = {}
@@ -219,6 +222,8 @@ def _child(
 
         if kv is not None:
             args = {**args, "kv_transfer_config": KVTransferConfig(**kv)}
+        if "distributed_executor_backend" in args:
+            _fork_workers()
         llm = LLM(model, **args)
         conn.send((0, True))
         _Loop(llm, conn).run()
@@ -233,6 +238,20 @@ def _child(
             pass
         os._exit(1)
     os._exit(0)
+
+
+def _worker_connected(_worker: Any) -> bool:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return bool(get_kv_transfer_group()._worker_client.connected)
+
+
+def _fork_workers() -> None:
+    """vLLM starts the workers of a CPU engine by a fresh interpreter each, which takes a quarter of a minute to import it; this
+    process has imported it and has no threads yet."""
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: mp.get_context("fork")
 
 
 class _Loop:
@@ -337,10 +356,9 @@ class _Loop:
         c = s.connector
         out: dict[str, Any] = {"requests": len(s.requests), "running": len(s.running)}
         if c is not None and c._scheduler is not None:
-            from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-            # In one process there are both sides; each has its own session.
-            out["connected"] = c._scheduler._client.connected and get_kv_transfer_group()._worker_client.connected
+            # The scheduler and every worker have a session of their own.
+            workers = self.core.model_executor.collective_rpc(_worker_connected)
+            out["connected"] = c._scheduler._client.connected and all(workers)
             out["sources"] = len(c._scheduler._sources)
             out["loading"] = len(c._scheduler._loading)
         return out

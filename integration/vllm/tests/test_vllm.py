@@ -112,8 +112,7 @@ def test_a_plain_cpu_engine_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("parallel_config__tensor_parallel_size", 2),
-        ("parallel_config__pipeline_parallel_size", 2),
+        ("parallel_config__prefill_context_parallel_size", 2),
         ("parallel_config__decode_context_parallel_size", 2),
         ("parallel_config__enable_dbo", True),
         ("speculative_config", object()),
@@ -130,10 +129,25 @@ def test_what_cannot_be_served_is_refused_at_start(path: str, value: object) -> 
 def test_strategies_by_kind_of_cache() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+    alone = layout.Ranks()
+
+    def strategy(spec: object, backend: str, order: str, heads: int = 2, ranks: layout.Ranks = alone, packing: str = "") -> tuple[str, dict[str, int]]:
+        return layout.strategy_of(spec, backend, order, 2, heads, ranks, packing)  # type: ignore[arg-type]
+
     full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-    assert layout.strategy_of(full, "CPU_ATTN", "LBHNC", 2) == ("vllm_cpu_attn", {"heads": 2, "head_bytes": 64})
-    assert layout.strategy_of(full, "FLASH_ATTN", "LBHNC", 2)[0] == "packed_hnd"
-    assert layout.strategy_of(full, "FLASH_ATTN", "LBNHC", 2)[0] == "packed_nhd"
+    own = {"heads": 2, "head_bytes": 64, "kv_heads": 2, "tp_rank": 0, "tp_size": 1}
+    assert strategy(full, "CPU_ATTN", "LBHNC") == ("vllm_cpu_attn", own)
+    assert strategy(full, "CPU_ATTN", "LBHNC", packing="amx") == ("vllm_cpu_attn", own)
+    assert strategy(full, "CPU_ATTN", "LBHNC", packing=layout.TRANSPOSED) == ("vllm_cpu_attn", own | {"k_transposed": 1, "number_bytes": 2})
+    assert strategy(full, "FLASH_ATTN", "LBHNC") == ("packed_hnd", own)
+    assert strategy(full, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own)
+    # Rank 3 of 4 has heads 6 and 7 of 8; of 16 ranks over 8 heads, each two have one.
+    assert strategy(full, "FLASH_ATTN", "LBNHC", 8, layout.Ranks(tp=3, tp_size=4))[1] == own | {"kv_heads": 8, "tp_rank": 3, "tp_size": 4}
+    one = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
+    assert strategy(one, "FLASH_ATTN", "LBNHC", 8, layout.Ranks(tp=5, tp_size=16))[1]["heads"] == 1
+    for heads, size in ((6, 4), (4, 6), (2, 2)):
+        with pytest.raises(layout.Unsupported, match="tensor_parallel_size"):
+            strategy(full, "FLASH_ATTN", "LBNHC", heads, layout.Ranks(tp_size=size))
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
     with pytest.raises(layout.Unsupported, match="SlidingWindowSpec"):
-        layout.strategy_of(window, "CPU_ATTN", "LBHNC", 2)
+        strategy(window, "CPU_ATTN", "LBHNC")

@@ -93,10 +93,14 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 self._engine_id,
                 shim.prefix_hash,
                 logger,
+                vllm_config.parallel_config.tensor_parallel_size,
             )
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
-            self._worker_client = shim.Worker(self._settings.socket, self._engine_id, len(self._flag_of), logger)
+            self._ranks = layout.ranks_of(vllm_config)
+            self._worker_client = shim.Worker(
+                self._settings.socket, self._engine_id, len(self._flag_of), logger, shim.ranks(self._ranks, vllm_config.parallel_config)
+            )
             alone = vllm_config.parallel_config.data_parallel_size == 1
             self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0)
 
@@ -128,6 +132,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         backends = {name: layers[name].get_attn_backend().get_name() for name in self._flag_of if name in layers}
         cache_layout = getattr(self._vllm_config.cache_config, "kv_cache_layout", None)
         cache_layout = getattr(cache_layout, "name", cache_layout)
+        model = self._vllm_config.model_config
+        identity = layout.identity_of(self._vllm_config, backends, self._settings.weights)
         regions: list[shim.Memory] = []
         by_storage: dict[int, int] = {}
         groups: list[dict[str, Any]] = []
@@ -141,7 +147,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 specs = getattr(spec, "kv_cache_specs", None)
                 if specs is not None:
                     spec = specs[name]
-                this = layout.strategy_of(spec, backends.get(name, ""), cache_layout, tensor.element_size())
+                this = layout.strategy_of(
+                    spec, backends.get(name, ""), cache_layout, tensor.element_size(), model.get_total_num_kv_heads(), self._ranks, identity["packing"]
+                )
                 if chosen is not None and chosen != this:
                     raise layout.Unsupported(f"kvspray: layer {name} is laid out as {this}, others of its cache group as {chosen}")
                 chosen = this
@@ -159,7 +167,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                         "page_bytes": place.page_bytes,
                     }
                 )
-            assert chosen is not None
+            if chosen is None:
+                raise layout.Unsupported("kvspray: this pipeline stage has no layer of a cache group; divide the layers otherwise, or use one stage")
             groups.append(
                 {
                     "tokens_per_block": group.kv_cache_spec.block_size,
@@ -169,8 +178,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                     "layers": described,
                 }
             )
-        model = self._vllm_config.model_config
-        identity = layout.identity_of(self._vllm_config, backends, self._settings.weights)
         described_as = {
             "model": str(model.served_model_name or model.model)[:256],
             "dtype": identity["dtype"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,13 +29,11 @@ def check_config(config: VllmConfig) -> None:
     """Refuses at start what would otherwise go wrong in a request."""
     p = config.parallel_config
     for name, value in (
-        ("tensor_parallel_size", p.tensor_parallel_size),
-        ("pipeline_parallel_size", p.pipeline_parallel_size),
         ("decode_context_parallel_size", getattr(p, "decode_context_parallel_size", 1)),
         ("prefill_context_parallel_size", getattr(p, "prefill_context_parallel_size", 1)),
     ):
         if value != 1:
-            raise Unsupported(f"kvspray: {name} is {value}; this version moves the KV of one rank per engine, set it to 1")
+            raise Unsupported(f"kvspray: {name} is {value}; which tokens a rank has is not known to kvspray, set it to 1")
     # Two micro-batches take turns in the layers, and a layer's flag would come with only half of the step computed.
     if getattr(p, "enable_dbo", False):
         raise Unsupported("kvspray: enable_dbo is on; a layer's flag would cover half a step, turn dual batch overlap off")
@@ -47,6 +46,24 @@ def check_config(config: VllmConfig) -> None:
         )
     if config.model_config.is_encoder_decoder:
         raise Unsupported("kvspray: the model is_encoder_decoder; such models are not supported")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which rank this worker is: its pipeline stage, and its part of the heads."""
+
+    pp: int = 0
+    pp_size: int = 1
+    tp: int = 0
+    tp_size: int = 1
+
+
+def ranks_of(config: VllmConfig) -> Ranks:
+    """The rank of this worker; its process groups are there before a connector is made."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    p = config.parallel_config
+    return Ranks(get_pp_group().rank_in_group, p.pipeline_parallel_size, get_tp_group().rank_in_group, p.tensor_parallel_size)
 
 
 def flag_indices(kv: KVCacheConfig) -> dict[str, int]:
@@ -98,8 +115,10 @@ def _dense(t: torch.Tensor) -> bool:
     return True
 
 
-def strategy_of(spec: KVCacheSpec, backend: str, cache_layout: str | None, elem_bytes: int) -> tuple[str, dict[str, int]]:
-    """The parseblock strategy of a cache group, and its parameters."""
+def strategy_of(
+    spec: KVCacheSpec, backend: str, cache_layout: str | None, elem_bytes: int, kv_heads: int, ranks: Ranks, packing: str
+) -> tuple[str, dict[str, int]]:
+    """The parseblock strategy of a cache group, and its parameters. kv_heads: of the whole model."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if isinstance(spec, MLAAttentionSpec):
@@ -109,12 +128,30 @@ def strategy_of(spec: KVCacheSpec, backend: str, cache_layout: str | None, elem_
     # Subclasses of full attention (sliding windows, sinks) free or add blocks by rules of their own.
     if type(spec) is not FullAttentionSpec or getattr(spec, "sliding_window", None):
         raise Unsupported(f"kvspray: cache groups of kind {type(spec).__name__} are not supported yet, full attention is")
-    params = {"heads": spec.num_kv_heads, "head_bytes": spec.head_size * elem_bytes}
+    own = max(1, kv_heads // ranks.tp_size)
+    if spec.num_kv_heads != own or (kv_heads % ranks.tp_size and ranks.tp_size % kv_heads):
+        raise Unsupported(
+            f"kvspray: a layer has {spec.num_kv_heads} KV heads on this rank, and the model's {kv_heads} over {ranks.tp_size} ranks would "
+            "be others; models whose layers differ in their heads are not supported with this tensor_parallel_size"
+        )
+    params = {
+        "heads": spec.num_kv_heads,
+        "head_bytes": spec.head_size * elem_bytes,
+        "kv_heads": kv_heads,
+        "tp_rank": ranks.tp,
+        "tp_size": ranks.tp_size,
+    }
     if backend == "CPU_ATTN":
+        if packing == TRANSPOSED:
+            params |= {"k_transposed": 1, "number_bytes": elem_bytes}
         return "vllm_cpu_attn", params
     if cache_layout in ("LBHNC", "HND", "LHBNC", "BLHNC", "BHLNC"):
         return "packed_hnd", params
     return "packed_nhd", params
+
+
+# K of a head as [head size, tokens], V as [tokens, head size]: vec and vec16, which AVX2 and AVX-512 hosts use. Others pack in tiles.
+TRANSPOSED = "transposed"
 
 
 def cpu_packing(config: VllmConfig) -> str:
@@ -125,7 +162,8 @@ def cpu_packing(config: VllmConfig) -> str:
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        return str(_get_attn_isa(m.dtype, cache.block_size, m.get_head_size(), str(cache.cache_dtype)))
+        isa = str(_get_attn_isa(m.dtype, cache.block_size, m.get_head_size(), str(cache.cache_dtype)))
+        return TRANSPOSED if isa in ("vec", "vec16") else isa
     except (ImportError, TypeError):
         # Another vLLM: what the host can do stands for what the backend chose.
         probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_avx512_supported", "_is_avx2_supported")
@@ -142,6 +180,7 @@ def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str) -
     for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"):
         hf.pop(key, None)
     rope = {k: v for k, v in hf.items() if "rope" in k}
+    spec = config.speculative_config
     return {
         "engine": "vllm",
         "engine_version": vllm.__version__,
@@ -149,10 +188,13 @@ def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str) -
         "weights": weights,
         "dtype": str(m.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype),
-        "layers": str(sum(1 for _ in backends)),
+        "layers": str(m.get_total_num_hidden_layers()),
         "kv_heads": str(m.get_total_num_kv_heads()),
         "head_size": str(m.get_head_size()),
         "rope": json.dumps(rope, sort_keys=True, default=str)[:512],
         "attention": ",".join(sorted(set(backends.values()))),
         "packing": cpu_packing(config) if "CPU_ATTN" in backends.values() else "",
+        "byte_order": sys.byteorder,
+        "backoff": "0",  # prefill computes the whole prompt
+        "speculative": "" if spec is None else f"{spec.method}:{spec.model}:{spec.num_speculative_tokens}",
     }

@@ -62,6 +62,7 @@ class SchedulerSide:
         engine_id: str,
         hash_fn: HashFn,
         log: logging.Logger,
+        tp_size: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -70,6 +71,7 @@ class SchedulerSide:
         self._engine_id = engine_id
         self._hash = hash_fn
         self._log = log
+        self._tp_size = tp_size
         self._now = now
         self._secret = secrets.token_bytes(16)
         self._step = 0
@@ -272,7 +274,7 @@ class SchedulerSide:
             "remote_request_id": req,
             "remote_host": host,
             "remote_port": int(port),
-            "tp_size": 1,
+            "tp_size": self._tp_size,
             "remote_num_tokens": source.tokens,
             "kvspray": spray.Spray(source.xfer, peer, source.fanout).encode(),
         }

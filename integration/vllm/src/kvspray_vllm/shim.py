@@ -6,9 +6,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import kvspray
+from kvspray_vllm import layout
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig
 
 Blocks = Sequence[Sequence[int]]
 
@@ -96,11 +100,17 @@ def _engine(engine_id: str) -> kvspray.EngineInfo:
     return kvspray.EngineInfo("vllm", vllm.__version__, engine_id)
 
 
+def ranks(of: layout.Ranks, parallel: ParallelConfig) -> kvspray.Ranks:
+    return kvspray.Ranks(
+        dp=(parallel.data_parallel_rank, parallel.data_parallel_size), pp=(of.pp, of.pp_size), tp=(of.tp, of.tp_size)
+    )
+
+
 class Worker:
     """WorkerShim over kvspray.WorkerClient."""
 
-    def __init__(self, socket: str | None, engine_id: str, layers: int, log: logging.Logger) -> None:
-        self._c = kvspray.WorkerClient(socket, engine=_engine(engine_id), layers=layers, log=log)
+    def __init__(self, socket: str | None, engine_id: str, layers: int, log: logging.Logger, ranks: kvspray.Ranks) -> None:
+        self._c = kvspray.WorkerClient(socket, engine=_engine(engine_id), layers=layers, log=log, ranks=ranks)
         self.signal_layer = self._c.signal_layer
         self.signal_step = self._c.signal_step
 

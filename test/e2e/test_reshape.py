@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill and decode engines that are not alike: other block sizes, other tensor and pipeline parallelism. Their tokens equal a
+plain engine's, and nothing that should have moved was computed again.
+
+Numbers are float32 where ranks differ: the ranks' sums are rounded in another order than one engine's, and in bf16 that alone
+changes greedy tokens, with no transfer at all. What moves is copied as it is, whatever its size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import cluster as rig
+import pytest
+from conftest import Cluster
+from prompts import fresh
+from test_tokens import Moved
+
+LENGTHS = (1, 31, 33, 64, 65, 200, 513)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    p: dict[str, Any]
+    d: dict[str, Any]
+    both: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def ranks(of: dict[str, Any]) -> int:
+        return int(of.get("tensor_parallel_size", 1)) * int(of.get("pipeline_parallel_size", 1))
+
+
+def ranks(**size: int) -> dict[str, Any]:
+    return {**size, "distributed_executor_backend": "mp"}
+
+
+F32 = {"dtype": "float32"}
+CASES = (
+    Case("blocks of 32 to 64", {"block_size": 32}, {"block_size": 64}),
+    Case("blocks of 96 to 32", {"block_size": 96}, {"block_size": 32}),
+    Case("TP 2 to 1", ranks(tensor_parallel_size=2), {}, F32),
+    Case("TP 1 to 2, blocks of 64 to 32", {"block_size": 64}, ranks(tensor_parallel_size=2), F32),
+    Case("PP 2 to 1", ranks(pipeline_parallel_size=2), {}, F32),
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    case: Case = request.param
+    dir = workdir / case.name.replace(" ", "-").replace(",", "")
+    dir.mkdir()
+    out = Cluster(dir)
+    out.case = case  # type: ignore[attr-defined]
+    try:
+        out.spawn("P", **case.both, **case.p)
+        out.spawn("D", **case.both, **case.d)
+        out.spawn("R", **case.both)
+        yield out.up()
+        for s in (out.sp, out.sd):
+            assert s.panics() is None
+    finally:
+        out.close()
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("mode", ["first", "both"])
+def test_tokens_are_those_of_one_engine(c: Cluster, mode: str, n: int) -> None:
+    case: Case = c.case  # type: ignore[attr-defined]
+    prompt = fresh(n, (case.name, mode, n))
+    with Moved(c) as moved:
+        got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
+    assert got.tokens == c.r.run(prompt, 12).tokens
+    # Each of D's ranks has a transfer of its own, and together they receive what one would.
+    receivers = case.ranks(case.d)
+    assert (moved.ok, moved.all, moved.recomputed, moved.alone) == (receivers, receivers, 0, 0), vars(moved)
+    assert moved.computed <= 1, vars(moved)
+    number = 4 if case.both else 2
+    assert moved.bytes == n * 4 * 2 * 2 * 32 * number, vars(moved)  # layers, heads, K and V, head size
+    c.settle()
+
+
+def test_a_prefix_that_decode_has_is_left_out(c: Cluster) -> None:
+    case: Case = c.case  # type: ignore[attr-defined]
+    block = int(case.d.get("block_size", 32))
+    prompt = fresh(300, (case.name, "prefix"))
+    c.d.run(prompt[: 2 * block], 2)
+    with Moved(c) as moved:
+        got = c.prefill_first(prompt)
+    assert got.tokens == c.r.run(prompt, 12).tokens
+    assert moved.hit == 2 * block and moved.loaded == 300 - 2 * block and moved.recomputed == 0, vars(moved)
+    c.settle()
+
+
+def test_many_at_once(c: Cluster) -> None:
+    case: Case = c.case  # type: ignore[attr-defined]
+    prompts = [fresh(40 + 37 * i, (case.name, "many", i)) for i in range(6)]
+    started = [c.start_both(p) for p in prompts]
+    got = [d.result().tokens for _, d in started]
+    for p, _ in started:
+        p.result()
+    assert got == [c.r.run(p, 12).tokens for p in prompts]
+    c.settle()
+
+
+def test_ranks_are_told_once(c: Cluster) -> None:
+    """The decode side supposes that the prefill engine is as its own, learns otherwise once, and grants right from then on."""
+    before = rig.total(c.sd.metrics(), "kvspray_control_messages_total", direction="in", type="grant_reply")
+    prompt = fresh(100, "told")
+    c.prefill_first(prompt)
+    case: Case = c.case  # type: ignore[attr-defined]
+    replies = rig.total(c.sd.metrics(), "kvspray_control_messages_total", direction="in", type="grant_reply") - before
+    assert replies == case.ranks(case.p) * (1 if case.ranks(case.d) == 1 else case.ranks(case.d)), replies
+    c.settle()
