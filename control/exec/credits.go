@@ -174,40 +174,30 @@ func (e *Exec) onCredit(now Instant, p *peer, m *peerv1.Credit) error {
 		}
 		p.credits[id] = now + creditAge
 	}
-	e.armExpiry(p)
+	p.expiry = lease.Never
+	for _, end := range p.credits {
+		p.expiry = min(p.expiry, end)
+	}
 	e.touch(p)
 	return nil
 }
 
-// armExpiry sets the timer of the credit of p that ends first.
-func (e *Exec) armExpiry(p *peer) {
-	if p.expiry == nil {
-		p.expiry = newTimer(func(now Instant) { e.expire(now, p) })
-	}
-	at := lease.Never
-	for _, end := range p.credits {
-		at = min(at, end)
-	}
-	e.agenda.arm(p.expiry, at)
-}
-
-// expire lifts credits that their receiver has not said again: it has forgotten them, or us.
+// expire lifts credits that their receiver has not said again: it has forgotten them, or us. Called before slices are given out: where none
+// are, a credit does no harm.
 func (e *Exec) expire(now Instant, p *peer) {
+	p.expiry = lease.Never
 	for id, end := range p.credits {
-		if end <= now {
-			delete(p.credits, id)
-			e.spray.Credit(p.rails, id.transport, id.name, 0)
+		if end > now {
+			p.expiry = min(p.expiry, end)
+			continue
 		}
+		delete(p.credits, id)
+		e.spray.Credit(p.rails, id.transport, id.name, 0)
 	}
-	e.armExpiry(p)
-	e.touch(p)
 }
 
 // forgetCredits drops what was agreed with a peer that is gone.
 func (e *Exec) forgetCredits(p *peer) {
-	if p.expiry != nil {
-		e.agenda.disarm(p.expiry)
-	}
 	for id := range e.inflows {
 		if id.peer == p.boot {
 			delete(e.inflows, id)

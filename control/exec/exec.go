@@ -94,7 +94,7 @@ type peer struct {
 	pending int
 	known   map[railID]bool    // its rails: whether their links are down; nil: it has not said
 	credits map[railID]Instant // when what it wants in flight at most is forgotten
-	expiry  *timer             // of the first of them
+	expiry  Instant            // of the first of them
 
 	complained bool // about its credits
 

@@ -162,6 +162,9 @@ func (e *Exec) assign(now Instant) {
 }
 
 func (e *Exec) assignPeer(now Instant, p *peer) {
+	if len(p.credits) > 0 && now >= p.expiry {
+		e.expire(now, p)
+	}
 	for {
 		sl, ok := e.spray.Pull(now, p.rails)
 		if !ok {
