@@ -50,7 +50,7 @@ var rules = []rule{
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extYAML}},
 	{dir: "internal/doctor", why: "tries what the host offers by itself, so that it works where the parts do not",
-		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/topo"}, ext: []string{extSys, extNVML}},
+		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/topo", "internal/verbs"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/explain", why: "describes and plans with the code that plans transfers; knows no engine and no wire",
 		own: []string{"layout", "parseblock"}},
 	{dir: "internal/metrics", why: "names and labels; the reasons and outcomes are transfer's",
