@@ -133,6 +133,7 @@ var rules = []rule{
 		own: []string{"bench/chart", "bench/timeline", "control/exec", "control/spray", "internal/mem", "internal/version", "test/sim", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extCobra}},
 	{dir: "test/arch", why: "reads source text only"},
+	{dir: "test/rails", why: "tests only: sidecar processes over rails of the kernel, from outside"},
 	{dir: "test/sim", why: "drives production executors over the simulated fabric: the one place that knows both",
 		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/spray", "internal/mem", "layout", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extProto}},
