@@ -31,7 +31,6 @@ const (
 	extPlot  = "gonum.org/v1/plot"
 	extLeak  = "go.uber.org/goleak"
 	extCmp   = "github.com/google/go-cmp"
-	extCharm = "charm.land"
 	extNVML  = "github.com/NVIDIA/go-nvml"
 	extRapid = "pgregory.net/rapid"
 )
@@ -40,13 +39,13 @@ var rules = []rule{
 	{dir: "cmd/kvspray", why: "a thin main: everything is in a package that tests can reach",
 		own: []string{"internal/cli"}},
 	{dir: "internal/cli", why: "turns flags into configurations; knows the composed parts and nothing below them",
-		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "bench/simbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/top", "internal/version", "proxy", "sidecar"},
+		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "bench/simbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/version", "proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "proxy", why: "speaks HTTP to engines only; knows kvspray by its parameters, not by its packages",
 		ext: []string{extProm}},
 	{dir: "sidecar", why: "the one place that knows all parts of a node and joins them",
 		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/peer", "control/peer/keys", "control/route", "control/spray", "internal/config", "internal/mem",
-			"internal/metrics", "internal/topo", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/gdr", "transport/shm", "transport/tcp"},
+			"internal/metrics", "internal/topo", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/gdr", "transport/shm", "transport/stage", "transport/tcp"},
 		ext: []string{extProm, extSys, extSync, extBack}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extYAML}},
@@ -112,8 +111,6 @@ var rules = []rule{
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
 	{dir: "internal/wire", why: "lane frames and the proof at their start",
 		own: []string{"internal/mem", "transfer"}, ext: []string{extSys}},
-	{dir: "internal/top", why: "shows what a sidecar says of itself: the forms of that, and a terminal",
-		own: []string{"connector", "control/exec", "control/spray"}, ext: []string{extCharm}},
 	{dir: "internal/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
 	{dir: "internal/verbs/fake", why: "verbs without a NIC, for the contract suite", own: []string{"internal/verbs", "internal/mem"}, ext: []string{extSys}},
 	{dir: "internal/cuda", why: "the driver API, opened at run time", ext: []string{extSys}, c: true},
