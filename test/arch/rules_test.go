@@ -31,6 +31,7 @@ const (
 	extPlot  = "gonum.org/v1/plot"
 	extLeak  = "go.uber.org/goleak"
 	extCmp   = "github.com/google/go-cmp"
+	extCharm = "charm.land"
 	extNVML  = "github.com/NVIDIA/go-nvml"
 	extRapid = "pgregory.net/rapid"
 )
@@ -39,7 +40,7 @@ var rules = []rule{
 	{dir: "cmd/kvspray", why: "a thin main: everything is in a package that tests can reach",
 		own: []string{"internal/cli"}},
 	{dir: "internal/cli", why: "turns flags into configurations; knows the composed parts and nothing below them",
-		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "bench/simbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/version", "proxy", "sidecar"},
+		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "bench/simbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/top", "internal/version", "proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "proxy", why: "speaks HTTP to engines only; knows kvspray by its parameters, not by its packages",
 		ext: []string{extProm}},
@@ -111,6 +112,8 @@ var rules = []rule{
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
 	{dir: "internal/wire", why: "lane frames and the proof at their start",
 		own: []string{"internal/mem", "transfer"}, ext: []string{extSys}},
+	{dir: "internal/top", why: "shows what a sidecar says of itself: the forms of that, and a terminal",
+		own: []string{"connector", "control/exec", "control/spray"}, ext: []string{extCharm}},
 	{dir: "internal/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
 	{dir: "internal/verbs/fake", why: "verbs without a NIC, for the contract suite", own: []string{"internal/verbs", "internal/mem"}, ext: []string{extSys}},
 	{dir: "internal/cuda", why: "the driver API, opened at run time", ext: []string{extSys}, c: true},
