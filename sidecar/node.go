@@ -202,7 +202,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.d.ex = exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
 		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
 		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Integrity: integrity(n.cfg),
-		Policy: policy})
+		Policy: policy, Near: n.near})
 	n.d.mu.Unlock()
 
 	if n.gpus != nil {

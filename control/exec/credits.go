@@ -144,27 +144,35 @@ func (e *Exec) Measured(now Instant, all []Inflow) {
 	e.assign(now)
 }
 
-// onCredit takes what a peer wants in flight to one of its rails.
-func (e *Exec) onCredit(now Instant, p *peer, m *peerv1.Credit) error {
-	id := railID{m.Transport, m.Rail}
-	refuse := func(format string, args ...any) error {
-		if p.complained {
-			return nil // once
-		}
+// complain says once that a peer said what cannot be; what it said is left out, and nothing else is harmed.
+func (e *Exec) complain(p *peer, format string, args ...any) {
+	if !p.complained {
 		p.complained = true
-		return fmt.Errorf("credit for rail %.64q of peer %s: "+format, append([]any{m.Rail, p.boot}, args...)...)
+		a := e.emit(Complain)
+		a.Peer, a.Text = p.boot, fmt.Sprintf(format, args...)
+	}
+}
+
+// onCredit takes what a peer wants in flight to one of its rails.
+func (e *Exec) onCredit(now Instant, p *peer, m *peerv1.Credit) {
+	id := railID{m.Transport, m.Rail}
+	refuse := func(format string, args ...any) {
+		e.complain(p, "credit for rail %.64q: "+format, append([]any{m.Rail}, args...)...)
 	}
 	if m.Rail == "" {
-		return nil // of receives: the backends' own
+		return // of receives: the backends' own
 	}
 	if m.Bytes > maxCredit {
-		return refuse("%d bytes: at most %d", m.Bytes, maxCredit)
+		refuse("%d bytes: at most %d", m.Bytes, maxCredit)
+		return
 	}
 	if _, ok := p.known[id]; p.known != nil && !ok {
-		return refuse("the peer has named no such rail of %.64q", m.Transport)
+		refuse("the peer has named no such rail of %.64q", m.Transport)
+		return
 	}
 	if !e.spray.Credit(p.rails, id.transport, id.name, m.Bytes) {
-		return refuse("too many credits")
+		refuse("too many credits")
+		return
 	}
 	if m.Bytes == 0 {
 		delete(p.credits, id)
@@ -179,7 +187,6 @@ func (e *Exec) onCredit(now Instant, p *peer, m *peerv1.Credit) error {
 		p.expiry = min(p.expiry, end)
 	}
 	e.touch(p)
-	return nil
 }
 
 // expire lifts credits that their receiver has not said again: it has forgotten them, or us. Called before slices are given out: where none
