@@ -15,12 +15,16 @@ import (
 const bitsPerGbit = 1e9
 
 // newBackends makes the configured transports, the preferred one first. They do nothing until Open.
-func newBackends(c *config.Config, log *slog.Logger) (transport.Registry, error) {
+func newBackends(c *config.Config, devices *gpus, log *slog.Logger) (transport.Registry, error) {
 	var reg transport.Registry
 	for _, name := range c.Transports.Order {
 		switch name {
 		case config.TransSHM:
-			reg = append(reg, shm.New(shm.Config{Dir: c.SHMDir(), Workers: c.CopyThreads(runtime.NumCPU()), Log: log}))
+			s := shm.Config{Dir: c.SHMDir(), Workers: c.CopyThreads(runtime.NumCPU()), Log: log}
+			if devices != nil {
+				s.Devices = devices
+			}
+			reg = append(reg, shm.New(s))
 		case config.TransTCP:
 			t := tcp.Config{CRC32C: c.Transports.TCP.Integrity == config.CRC32C, SliceBytes: int(c.Transports.TCP.Slice), Log: log}
 			for _, r := range c.RailsOrDefault() {

@@ -148,6 +148,8 @@ func (n *Node) perform(a *exec.Action) {
 		n.ask(a.Lane)
 	case exec.Measure:
 		n.measure()
+	case exec.Complain:
+		n.log.Warn("a peer says what cannot be; said once", "peer", a.Peer.String(), "refused", a.Text)
 	case exec.Complete:
 		n.complete(a)
 	case exec.Describe:

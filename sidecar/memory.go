@@ -29,6 +29,17 @@ func resolve(dst []mem.Block, side *parseblock.Resolver, regions []*mem.Region, 
 	return dst, err
 }
 
+// deviceOf is where a worker's cache lies. A worker has one GPU; a few of its regions may be host memory all the same, which the
+// device takes too.
+func deviceOf(regions []*mem.Region) mem.Device {
+	for _, r := range regions {
+		if d := r.Device(); d != nil {
+			return d
+		}
+	}
+	return nil
+}
+
 // maxBackends bounds the transports whose bytes a sink tells apart.
 const maxBackends = 8
 
@@ -50,6 +61,9 @@ func newSink(n *Node, l *exec.Landing) *sink {
 func (s *sink) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	return resolve(dst, s.side, s.landing.Worker.Regions, r)
 }
+
+// Device implements transport.OnDevice.
+func (s *sink) Device() mem.Device { return deviceOf(s.landing.Worker.Regions) }
 
 func (s *sink) Bytes(r transfer.Range) (uint64, error) { return s.side.Space().Bytes(r) }
 
@@ -82,6 +96,9 @@ func (n *Node) newSource(s *exec.Sending) (*source, error) {
 func (s *source) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
 	return resolve(dst, s.side, s.sending.Worker.Regions, r)
 }
+
+// Device implements transport.OnDevice.
+func (s *source) Device() mem.Device { return deviceOf(s.sending.Worker.Regions) }
 
 func (s *source) Bytes(r transfer.Range) (uint64, error) { return s.side.Space().Bytes(r) }
 

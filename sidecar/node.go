@@ -62,6 +62,7 @@ type Node struct {
 	metrics  *metrics.Set
 	gather   prometheus.Gatherer
 	backends transport.Registry
+	gpus     *gpus   // nil: switched off
 	rails    railSet // ours
 	engine   *connector.Server
 	peers    *peer.Mesh
@@ -111,7 +112,10 @@ func New(opt Options) (*Node, error) {
 		n.log.Warn("kernel boot id unknown; no peer counts as being on this host", "err", err)
 	}
 	n.host = strings.TrimSpace(string(b))
-	if n.backends, err = newBackends(n.cfg, n.log); err != nil {
+	if n.gpus, err = newGPUs(n.cfg, n.log); err != nil {
+		return nil, err
+	}
+	if n.backends, err = newBackends(n.cfg, n.gpus, n.log); err != nil {
 		return nil, err
 	}
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
@@ -198,9 +202,12 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.d.ex = exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
 		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
 		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Integrity: integrity(n.cfg),
-		Policy: policy})
+		Policy: policy, Near: n.near})
 	n.d.mu.Unlock()
 
+	if n.gpus != nil {
+		closers = append(closers, n.gpus.Close) // the first here is the last to be closed
+	}
 	live := n.backends[:0:0]
 	for _, b := range n.backends {
 		rails, oerr := b.Open(n.d.ctx, host{n})
@@ -229,8 +236,13 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.addrMu.Unlock()
 	n.selfUp()
 
+	var devices connector.Devices
+	if n.gpus != nil {
+		devices = n.gpus
+	}
 	n.engine, err = connector.New(connector.Options{
-		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Endpoint: n.Endpoint, Events: n, Log: n.log,
+		Devices: devices,
+		Socket:  n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Endpoint: n.Endpoint, Events: n, Log: n.log,
 		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases, Regions: n.cfg.Engine.MaxRegions},
 		Hooks:  n.hooks(), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs), SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
 		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,

@@ -18,6 +18,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/metrics"
@@ -473,13 +474,23 @@ func (n *Node) railSamples() (out []metrics.RailSample) {
 			pairs[state] = float64(k)
 		}
 		out = append(out, metrics.RailSample{Transport: r.Transport, Rail: r.Local, Pairs: pairs, InFlight: float64(r.InFlight),
-			Window: float64(r.Window), Rate: r.Rate, Error: r.Error, Hedges: float64(c.Hedges), Exclusions: float64(c.Exclusions),
-			Readmissions: float64(c.Readmissions),
+			Window: float64(r.Window), Suspicions: float64(c.Suspicions), Up: n.linkUp(r.Transport, r.Local),
+			Slices: map[string]float64{"confirmed": float64(c.Confirmed), "superseded": float64(c.Superseded), "failed": float64(c.Failed),
+				"refused": float64(c.Refused), "lost": float64(c.Lost), "dropped": float64(c.Dropped)},
+			Rate: r.Rate, Error: r.Error, Hedges: float64(c.Hedges), Exclusions: float64(c.Exclusions), Readmissions: float64(c.Readmissions),
 			Retries: map[string]float64{"failed": float64(c.Failed), "refused": float64(c.Refused), "lost": float64(c.Lost),
 				"silence": float64(c.Doubled), "timeout": float64(c.TimedOut)},
 			Probes: map[string]float64{"ok": float64(c.ProbesPassed), "failed": float64(c.ProbesFailed)}})
 	}
 	return out
+}
+
+// linkUp is 1, or 0 where the link of a rail of ours is known to be down, or the rail is gone.
+func (n *Node) linkUp(backend, name string) float64 {
+	if r, ok := n.rails.find(backend, name); !ok || r.down {
+		return 0
+	}
+	return 1
 }
 
 // stateView is /debug/state.
@@ -489,10 +500,13 @@ type stateView struct {
 	Lanes  []laneView        `json:"lanes"`
 	Totals connector.Stats   `json:"totals"`
 	Peers  map[string]string `json:"peers"` // boot to endpoint
+	Rails  []railView        `json:"our_rails"`
+	// Routes are the ways to each peer, the best first, with the reason why one is not used. By boot.
+	Routes map[string][]route.Candidate `json:"routes"`
 }
 
 func (n *Node) state() stateView {
-	v := stateView{nodeView: n.describe(), Totals: n.stats(), Peers: map[string]string{}}
+	v := stateView{nodeView: n.describe(), Totals: n.stats(), Peers: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{}}
 	now := n.enter()
 	v.Leases = n.d.ex.View(now)
 	n.leave()
@@ -504,6 +518,7 @@ func (n *Node) state() stateView {
 	n.dial.mu.Lock()
 	for b, r := range n.dial.peers {
 		v.Peers[b.String()] = r.endpoint
+		v.Routes[b.String()] = n.routes(r)
 	}
 	n.dial.mu.Unlock()
 	return v

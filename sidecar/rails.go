@@ -9,6 +9,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/route"
@@ -356,6 +357,64 @@ func (n *Node) peerRails(boot transfer.Boot, said []*peerv1.Rail) {
 		}
 	}
 	d.reconcile(boot)
+}
+
+// near says how near a rail is to the memory of a worker, for the executor: 1 to 3; 0 where nothing is known, so that nobody is preferred.
+func (n *Node) near(w *connector.Worker, backend, name string) int {
+	r, ok := n.rails.find(backend, name)
+	if !ok {
+		return 0
+	}
+	if r.Tier != 0 {
+		return r.Tier // the configuration's word
+	}
+	n.rails.mu.RLock()
+	h := n.rails.host
+	n.rails.mu.RUnlock()
+	nic := h.NIC(r.nic)
+	m, known := memoryOf(w)
+	if nic == nil || !known || m.GPU == "" && len(h.Nodes) < 2 {
+		return 0
+	}
+	return h.Tier(nic, m)
+}
+
+// placed is a mem.Device that knows where it sits.
+type placed interface{ PCI() string }
+
+// memoryOf is where the cache of a worker lies, by its first region that tells.
+func memoryOf(w *connector.Worker) (topo.Memory, bool) {
+	for _, r := range w.Regions {
+		if d, ok := r.Device().(placed); ok {
+			return topo.Memory{GPU: d.PCI(), Node: topo.Unknown}, true
+		}
+		if node := r.Node(); node >= 0 {
+			return topo.Memory{Node: node}, true
+		}
+	}
+	return topo.Memory{}, false
+}
+
+// railView is one of our rails in /debug/state.
+type railView struct {
+	Transport string  `json:"transport"`
+	Rail      string  `json:"rail"`
+	Address   string  `json:"address"`
+	Interface string  `json:"interface,omitempty"`
+	Gbps      float64 `json:"gbps,omitempty"`
+	MTU       int     `json:"mtu,omitempty"`
+	NUMA      int     `json:"numa"`
+	Down      bool    `json:"down"`
+	Auto      bool    `json:"auto"` // by a pattern
+}
+
+func (n *Node) railViews() (out []railView) {
+	for _, b := range n.backends {
+		for _, r := range n.rails.of(b.Name()) {
+			out = append(out, railView{b.Name(), r.Name, r.Address, r.nic, r.Gbps, r.MTU, r.NUMA, r.down, r.auto})
+		}
+	}
+	return out
 }
 
 // routes are the ways to a peer, the best first.

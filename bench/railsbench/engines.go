@@ -59,7 +59,8 @@ type waitKey struct {
 type Transfer struct {
 	Began, Ended time.Time
 	Bytes        uint64
-	Recompute    int // tokens that did not come, where it failed
+	Recompute    int    // tokens that did not come, where it failed
+	Transport    string // that moved most of it
 	// Err is why it failed or what differs.
 	Err error
 
@@ -247,6 +248,9 @@ func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
 		defer p.flights.Done()
 		c, ok := <-received
 		t.Ended = time.Now()
+		if ok {
+			t.Transport = c.Received.Transport
+		}
 		switch {
 		case !ok:
 			t.Err = p.broken()
@@ -283,6 +287,12 @@ func (t *Transfer) Wait() *Transfer {
 	<-t.done
 	return t
 }
+
+// Tokens is the length of the prompt that it carries.
+func (t *Transfer) Tokens() int { return len(t.to) * tokensPerBlock }
+
+// Heard is closed when Landed would return.
+func (t *Transfer) Heard() <-chan struct{} { return t.landed }
 
 // compare looks at what came, on a thread that gets only time that nobody else wants.
 func (p *Pair) compare() {

@@ -261,14 +261,16 @@ type State struct {
 		} `json:"rails"`
 	} `json:"leases"`
 	Lanes []struct {
-		Local string `json:"local"`
+		Transport string `json:"transport"`
+		Local     string `json:"local"`
 	} `json:"lanes"`
 }
 
 // PairState is one pair of rails, as its sidecar sees it.
 type PairState struct {
 	Path struct {
-		Local string `json:"local"`
+		Transport string `json:"transport"`
+		Local     string `json:"local"`
 	} `json:"path"`
 	State    string            `json:"state"`
 	Reason   string            `json:"reason"`
@@ -306,7 +308,9 @@ func (f *Field) Meet(ctx context.Context, p *Pair) error {
 			}
 			rails := map[string]bool{}
 			for _, l := range s.Lanes {
-				rails[l.Local] = true
+				if l.Transport == "tcp" {
+					rails[l.Local] = true
+				}
 			}
 			if len(rails) == f.Rig.Rails() {
 				met++

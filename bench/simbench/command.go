@@ -4,19 +4,16 @@ package simbench
 
 import (
 	"fmt"
-	"io"
 	"os"
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/bench/chart"
 	"github.com/kvspray/kvspray/bench/timeline"
 )
 
-// Chart draws a result as HTML.
-type Chart func(io.Writer, *timeline.Result) error
-
-// NewCommand returns the `sim` command; chart is what --html is drawn by.
-func NewCommand(chart Chart) *cobra.Command {
+// NewCommand returns the `sim` command.
+func NewCommand() *cobra.Command {
 	var nodes int
 	var seed uint64
 	var against string
@@ -61,16 +58,8 @@ With --against it runs what a result of 'kvspray bench rails' says, on rails as 
 		if err != nil {
 			return err
 		}
-		if err := output(o.JSON, cmd.OutOrStdout(), res.Write); err != nil {
-			return fmt.Errorf("--json: %w", err)
-		}
-		if err := output(o.HTML, cmd.OutOrStdout(), func(w io.Writer) error { return chart(w, res) }); err != nil {
-			return fmt.Errorf("--html: %w", err)
-		}
-		if o.JSON != "-" && o.HTML != "-" {
-			if err := res.Print(cmd.OutOrStdout()); err != nil {
-				return err
-			}
+		if err := o.Save(res, cmd.OutOrStdout(), chart.Of("kvspray bench sim")); err != nil {
+			return err
 		}
 		if real != nil {
 			return Compare(real, res, cmd.ErrOrStderr())
@@ -90,23 +79,4 @@ func readResult(path string) (*timeline.Result, error) {
 	}
 	defer func() { _ = f.Close() }()
 	return timeline.Read(f)
-}
-
-// output writes to a file, to standard output for "-", and nowhere for "".
-func output(path string, stdout io.Writer, write func(io.Writer) error) error {
-	switch path {
-	case "":
-		return nil
-	case "-":
-		return write(stdout)
-	}
-	f, err := os.Create(path)
-	if err != nil {
-		return err
-	}
-	err = write(f)
-	if cerr := f.Close(); err == nil {
-		err = cerr
-	}
-	return err
 }

@@ -10,5 +10,5 @@
 //	1s:rail3:blackhole   the peer's address on this rail leads nowhere; the link itself is fine
 //	4s:rail1:heal        undoes everything
 //
-// Values only: no clock, no I/O beyond reading and writing a Result, no goroutines.
+// Values only: no clock, no I/O beyond reading and saving a Result, no goroutines.
 package timeline

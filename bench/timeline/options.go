@@ -3,6 +3,8 @@ package timeline
 import (
 	"errors"
 	"fmt"
+	"io"
+	"os"
 	"strings"
 	"time"
 
@@ -31,6 +33,39 @@ type Options struct {
 	Faults   []Fault // by time
 	JSON     string  // file, "-" for standard output, "" for none
 	HTML     string
+}
+
+// Save writes a result where the options say: as JSON, as what html makes of it, and for people where neither goes to standard output.
+func (o *Options) Save(r *Result, stdout io.Writer, html func(io.Writer, *Result) error) error {
+	if err := save(o.JSON, stdout, r.Write); err != nil {
+		return fmt.Errorf("--json: %w", err)
+	}
+	if err := save(o.HTML, stdout, func(w io.Writer) error { return html(w, r) }); err != nil {
+		return fmt.Errorf("--html: %w", err)
+	}
+	if o.JSON == "-" || o.HTML == "-" {
+		return nil
+	}
+	return r.Print(stdout)
+}
+
+// save writes to a file, to standard output for "-", and nowhere for "".
+func save(path string, stdout io.Writer, write func(io.Writer) error) error {
+	switch path {
+	case "":
+		return nil
+	case "-":
+		return write(stdout)
+	}
+	f, err := os.Create(path)
+	if err != nil {
+		return err
+	}
+	err = write(f)
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	return err
 }
 
 // Flags of both commands; Options reads them after the command line was parsed.

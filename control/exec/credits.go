@@ -144,27 +144,35 @@ func (e *Exec) Measured(now Instant, all []Inflow) {
 	e.assign(now)
 }
 
-// onCredit takes what a peer wants in flight to one of its rails.
-func (e *Exec) onCredit(now Instant, p *peer, m *peerv1.Credit) error {
-	id := railID{m.Transport, m.Rail}
-	refuse := func(format string, args ...any) error {
-		if p.complained {
-			return nil // once
-		}
+// complain says once that a peer said what cannot be; what it said is left out, and nothing else is harmed.
+func (e *Exec) complain(p *peer, format string, args ...any) {
+	if !p.complained {
 		p.complained = true
-		return fmt.Errorf("credit for rail %.64q of peer %s: "+format, append([]any{m.Rail, p.boot}, args...)...)
+		a := e.emit(Complain)
+		a.Peer, a.Text = p.boot, fmt.Sprintf(format, args...)
+	}
+}
+
+// onCredit takes what a peer wants in flight to one of its rails.
+func (e *Exec) onCredit(now Instant, p *peer, m *peerv1.Credit) {
+	id := railID{m.Transport, m.Rail}
+	refuse := func(format string, args ...any) {
+		e.complain(p, "credit for rail %.64q: "+format, append([]any{m.Rail}, args...)...)
 	}
 	if m.Rail == "" {
-		return nil // of receives: the backends' own
+		return // of receives: the backends' own
 	}
 	if m.Bytes > maxCredit {
-		return refuse("%d bytes: at most %d", m.Bytes, maxCredit)
+		refuse("%d bytes: at most %d", m.Bytes, maxCredit)
+		return
 	}
 	if _, ok := p.known[id]; p.known != nil && !ok {
-		return refuse("the peer has named no such rail of %.64q", m.Transport)
+		refuse("the peer has named no such rail of %.64q", m.Transport)
+		return
 	}
 	if !e.spray.Credit(p.rails, id.transport, id.name, m.Bytes) {
-		return refuse("too many credits")
+		refuse("too many credits")
+		return
 	}
 	if m.Bytes == 0 {
 		delete(p.credits, id)
@@ -174,40 +182,29 @@ func (e *Exec) onCredit(now Instant, p *peer, m *peerv1.Credit) error {
 		}
 		p.credits[id] = now + creditAge
 	}
-	e.armExpiry(p)
-	e.touch(p)
-	return nil
-}
-
-// armExpiry sets the timer of the credit of p that ends first.
-func (e *Exec) armExpiry(p *peer) {
-	if p.expiry == nil {
-		p.expiry = newTimer(func(now Instant) { e.expire(now, p) })
-	}
-	at := lease.Never
+	p.expiry = lease.Never
 	for _, end := range p.credits {
-		at = min(at, end)
+		p.expiry = min(p.expiry, end)
 	}
-	e.agenda.arm(p.expiry, at)
+	e.touch(p)
 }
 
-// expire lifts credits that their receiver has not said again: it has forgotten them, or us.
+// expire lifts credits that their receiver has not said again: it has forgotten them, or us. Called before slices are given out: where none
+// are, a credit does no harm.
 func (e *Exec) expire(now Instant, p *peer) {
+	p.expiry = lease.Never
 	for id, end := range p.credits {
-		if end <= now {
-			delete(p.credits, id)
-			e.spray.Credit(p.rails, id.transport, id.name, 0)
+		if end > now {
+			p.expiry = min(p.expiry, end)
+			continue
 		}
+		delete(p.credits, id)
+		e.spray.Credit(p.rails, id.transport, id.name, 0)
 	}
-	e.armExpiry(p)
-	e.touch(p)
 }
 
 // forgetCredits drops what was agreed with a peer that is gone.
 func (e *Exec) forgetCredits(p *peer) {
-	if p.expiry != nil {
-		e.agenda.disarm(p.expiry)
-	}
 	for id := range e.inflows {
 		if id.peer == p.boot {
 			delete(e.inflows, id)

@@ -180,7 +180,7 @@ func (e *Exec) grant(now Instant, d *dest) {
 		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Tokens: d.x.Tokens, Skip: d.x.Skip,
 		Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:], Priority: uint32(d.x.Priority),
 		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now), Integrity: e.cfg.Integrity,
-		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)),
+		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)), Tiers: e.tiersOf(d.ws),
 	}
 	for i := range parts {
 		q := &parts[i]

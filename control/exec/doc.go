@@ -81,6 +81,8 @@ type Config struct {
 	Planner    Planner
 	Transports []string // preferred first; others come last
 	Policy     spray.Policy
+	// Near says how near one of our rails is to the memory of a worker: 1 to 3, as package topo has it; 0: unknown. Nil: nothing is known.
+	Near func(w *connector.Worker, transport, rail string) int
 
 	// Zero values take the defaults below.
 	Deadline      time.Duration // of a lease that names none, and the longest
@@ -170,6 +172,8 @@ const (
 	Ask
 	// Measure looks at what came over each rail and from whom; Measured follows.
 	Measure
+	// Complain says Text: a peer said what cannot be. Once for each peer.
+	Complain
 	// Complete ends a lease towards the engine of Worker; Landings are those of its last grant, if there was any.
 	Complete
 	// Describe asks Peer for the layout behind Geometry; Described follows.
@@ -198,6 +202,7 @@ type Action struct {
 	Worker     *connector.Worker
 	Completion connector.Completion
 	Trace      *Trace // Complete: set for leases that got as far as a partner
+	Text       string // Complain
 	Await      uint64
 	Admission  connector.Admission
 

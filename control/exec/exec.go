@@ -52,6 +52,7 @@ type Exec struct {
 
 	describing map[described]*description
 	rails      map[railID]bool // ours: whether their links are down
+	railsNo    int             // how often they were told
 	credit     *timer          // of the next look at what comes in
 	inflows    map[inflowID]*inflow
 	inrails    map[railID]*inrail
@@ -67,6 +68,8 @@ type Exec struct {
 
 type worker struct {
 	w       *connector.Worker
+	tiers   []*peerv1.RailTier // of our rails for its memory
+	tiersOf int                // the list of rails that they are of
 	sources map[uint64]*source
 	dests   map[uint64]*dest
 	gone    bool
@@ -94,9 +97,11 @@ type peer struct {
 	pending int
 	known   map[railID]bool    // its rails: whether their links are down; nil: it has not said
 	credits map[railID]Instant // when what it wants in flight at most is forgotten
-	expiry  *timer             // of the first of them
+	expiry  Instant            // of the first of them
 
-	complained bool // about its credits
+	places places
+
+	complained bool // about its rails, tiers and credits
 
 	dirty bool
 	ranks []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
@@ -384,6 +389,7 @@ func (e *Exec) peer(boot transfer.Boot) *peer {
 	if p == nil {
 		p = &peer{boot: boot}
 		p.rails = e.spray.Peer(boot, p)
+		p.rails.Tier = func(path spray.Path, at spray.Place) int { return e.tierAt(p, path, at) }
 		e.peers[boot] = p
 	}
 	return p
@@ -498,7 +504,7 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 	case *peerv1.ControlFrame_Commit:
 		err = e.onCommit(now, p, b.Commit)
 	case *peerv1.ControlFrame_Credit:
-		err = e.onCredit(now, p, b.Credit)
+		e.onCredit(now, p, b.Credit)
 	default:
 		// Closed is for receivers whose fence needs the sender; Rails, Ping and Pong are the lanes' own.
 	}

@@ -247,6 +247,7 @@ func (e *Exec) open(now Instant, c *claim, plan Plan) {
 		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)
 	}
 	snd.flow = e.spray.Open(in.peer.rails, spray.Priority(min(m.Priority, uint32(spray.Background))), deadline, plan.Space(), snd)
+	snd.flow.SetPlace(e.place(in.peer, s.ws.w, m.Tiers))
 	snd.readyTo = make([]uint32, plan.Space().NumSegments())
 	c.snd = snd
 	s.sends = append(s.sends, snd)

@@ -138,7 +138,8 @@ func (e *Exec) disowned(now Instant, snd *Sending) {
 		return
 	}
 	snd.stop()
-	e.agenda.arm(newTimer(func(now Instant) { e.lose(now, snd, false, "the source blocks changed") }), now+disownedWait)
+	snd.lapse = newTimer(func(now Instant) { e.lose(now, snd, false, "the source blocks changed") })
+	e.agenda.arm(snd.lapse, now+disownedWait)
 }
 
 // assign gives work to lanes: those of a peer that has news.
@@ -162,6 +163,9 @@ func (e *Exec) assign(now Instant) {
 }
 
 func (e *Exec) assignPeer(now Instant, p *peer) {
+	if len(p.credits) > 0 && now >= p.expiry {
+		e.expire(now, p)
+	}
 	for {
 		sl, ok := e.spray.Pull(now, p.rails)
 		if !ok {

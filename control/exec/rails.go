@@ -21,6 +21,7 @@ type railID struct{ transport, name string }
 // SetRails says what our rails are. Pairs over one that is down or gone are out of use at once; what they carried goes to others.
 func (e *Exec) SetRails(now Instant, rails []Rail) {
 	e.rails = e.setRails(now, nil, e.rails, rails)
+	e.railsNo++
 	for _, p := range e.peersInOrder() {
 		e.touch(p)
 	}

@@ -58,6 +58,7 @@ type sendingState struct {
 	flow    *spray.Flow
 	readyTo []uint32 // per segment: one past the last chunk released
 	stopped bool     // the receiver refuses, or the source is disowned: wait for the word that says why
+	lapse   *timer   // for that word, where the source is disowned
 	opened  Instant
 	early   uint64 // bytes landed before the last flag
 	moved   [maxRanks]uint64
@@ -270,6 +271,9 @@ func (e *Exec) endSending(now Instant, snd *Sending) {
 	snd.src.sends = remove(snd.src.sends, snd)
 	snd.flow.Close()
 	e.touch(snd.peer)
+	if snd.lapse != nil {
+		e.agenda.disarm(snd.lapse)
+	}
 	if snd.claim.snd == snd {
 		snd.claim.snd = nil
 	}

@@ -40,6 +40,13 @@ func (q *pair) askTier(at Place) uint8 {
 	return q.tiers[at]
 }
 
+// ForgetPlace makes a place mean something else from now on.
+func (p *Peer) ForgetPlace(at Place) {
+	for _, q := range p.pairs {
+		q.tiers[min(at, MaxPlaces-1)] = 0
+	}
+}
+
 // Moved says that bytes of what a lane carries have reached the other end since it was asked last.
 func (s *Scheduler) Moved(now Instant, id uint64) {
 	l := s.lanes[id]

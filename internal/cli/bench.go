@@ -8,11 +8,12 @@ import (
 	"github.com/kvspray/kvspray/bench/copybench"
 	"github.com/kvspray/kvspray/bench/gpubench"
 	"github.com/kvspray/kvspray/bench/railsbench"
+	"github.com/kvspray/kvspray/bench/simbench"
 )
 
 func benchCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "bench", Short: "Measure what moves bytes, beside a plain baseline of the same run", Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
-	cmd.AddCommand(copybench.NewCopyCommand(), gpubench.NewCommand(), railsbench.NewCommand())
+	cmd.AddCommand(copybench.NewCopyCommand(), gpubench.NewCommand(), railsbench.NewCommand(), simbench.NewCommand())
 	return cmd
 }

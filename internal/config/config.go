@@ -72,6 +72,7 @@ type Transports struct {
 	Order []string `yaml:"order" unit:"names" doc:"Backends to use, the preferred one first: shm (same host), gdr (RDMA), tcp. One that the host cannot do is skipped, with its reason in the log and in doctor."`
 	TCP   TCP      `yaml:"tcp" doc:"Plain TCP over one or more rails."`
 	SHM   SHM      `yaml:"shm" doc:"Shared memory between processes of one host."`
+	GPU   GPU      `yaml:"gpu" doc:"Memory of GPUs that engines register. A GPU is touched once an engine lends memory of it."`
 	GDR   GDR      `yaml:"gdr" doc:"RDMA. Used where transports.order names gdr; docs/rdma.md says what a host needs."`
 }
 
@@ -84,6 +85,14 @@ type GDR struct {
 	MTU          int      `yaml:"mtu" unit:"bytes: 256, 512, 1024, 2048 or 4096" doc:"Most payload of a packet; both ends use the smaller one." default:"the port's"`
 	TrafficClass int      `yaml:"traffic_class" unit:"0 to 255" doc:"Traffic class of the packets: the DSCP, times four, on RoCE."`
 	ServiceLevel int      `yaml:"service_level" unit:"0 to 15" doc:"InfiniBand service level, or the Ethernet priority of RoCE without a DSCP."`
+}
+
+// GPU configures how memory of GPUs is reached.
+type GPU struct {
+	Enabled  string `yaml:"enabled" unit:"auto or off" doc:"auto: used where there is an NVIDIA driver. off: engines that register memory of a GPU are refused."`
+	Executor string `yaml:"executor" unit:"auto, pack or copy" doc:"How scattered blocks cross between a GPU and the host. pack: a kernel packs them, which waits beside a busy engine unless MPS runs. copy: the copy engine takes each by itself. auto: what takes less time, learned under the load that there is."`
+	Buffers  int    `yaml:"buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU, lent to lanes."`
+	Stage    Size   `yaml:"stage" unit:"bytes" doc:"One stage of the copy between two GPUs; 8 are held on each for every direction in use."`
 }
 
 // TCP configures the tcp backend.
@@ -186,6 +195,7 @@ func defaults() *Config {
 		Transports: Transports{
 			Order: []string{TransSHM, TransTCP},
 			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 1 << 20},
+			GPU:   GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Stage: 16 << 20},
 			GDR:   GDR{QueuePairs: 2, DeadPath: Duration(50 * time.Millisecond)},
 		},
 		Transfer: Transfer{

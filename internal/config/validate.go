@@ -24,6 +24,8 @@ const (
 	chunkBytes     = 64 << 10
 	maxSlice       = 64 << 20
 	maxConnections = 64
+	minStage       = 1 << 20
+	maxStage       = 64 << 20
 	maxRails       = 64
 	maxThreads     = 256
 	maxDuration    = 24 * time.Hour
@@ -159,6 +161,11 @@ func (v *checker) transports() {
 		"not a multiple of 64KiB between 64KiB and 64MiB", "1MiB suits fast rails")
 	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir, "not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
+	v.oneOf("transports.gpu.enabled", t.GPU.Enabled, Auto, Off)
+	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy")
+	v.between("transports.gpu.buffers", t.GPU.Buffers, 8, 4096)
+	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0, "transports.gpu.stage", t.GPU.Stage.String(),
+		"not a multiple of 1MiB between 1MiB and 64MiB", "16MiB reaches nine tenths of NVLink, 64MiB a little more")
 }
 
 // checker collects mistakes with the line that each value came from.

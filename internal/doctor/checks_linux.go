@@ -124,14 +124,6 @@ func transportTCP(ctx context.Context, _ *Host) Result {
 	return yes("listens and connects on loopback")
 }
 
-func transportGDR(_ context.Context, h *Host) Result {
-	devices, err := h.list("/sys/class/infiniband")
-	if err != nil || len(devices) == 0 {
-		return no("use tcp, or a host with an RDMA NIC and its driver", "no RDMA device")
-	}
-	return no("use tcp", "RDMA devices are here, but the gdr backend of this version runs on simulated verbs only and cannot drive them")
-}
-
 func (h *Host) list(dir string) ([]string, error) {
 	entries, err := os.ReadDir(h.path(dir))
 	if err != nil {

@@ -65,6 +65,7 @@ var checks = []check{
 	{"transport shm", true, one(transportSHM)},
 	{"transport tcp", true, one(transportTCP)},
 	{"transport gdr", false, one(transportGDR)},
+	{"gdr rail", false, gdrRails},
 	{"rail", false, rails},
 	{"memlock", false, one(memlock)},
 	{"shared memory", false, one(sharedMemory)},

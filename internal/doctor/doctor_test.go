@@ -98,7 +98,6 @@ func TestFromFiles(t *testing.T) {
 		"no rdma":        {nil, rdma, No, "no device"},
 		"rdma":           {map[string]string{ib + "state": "4: ACTIVE\n", ib + "rate": "400 Gb/sec (4X NDR)\n"}, rdma, Yes, "mlx5_0/1 400 Gb/sec"},
 		"rdma down":      {map[string]string{ib + "state": "1: DOWN\n", ib + "rate": "10 Gb/sec"}, rdma, No, "DOWN"},
-		"gdr":            {map[string]string{ib + "state": "4: ACTIVE\n"}, transportGDR, No, "devices are here"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := c.check(context.Background(), root(t, c.files))
@@ -106,6 +105,40 @@ func TestFromFiles(t *testing.T) {
 				t.Errorf("%+v, want %s with %q", r, c.state, c.text)
 			}
 		})
+	}
+}
+
+func TestGDRRails(t *testing.T) {
+	const ib = "sys/class/infiniband/mlx5_0/ports/1/"
+	files := map[string]string{ib + "state": "4: ACTIVE\n", ib + "link_layer": "Ethernet", ib + "rate": "400 Gb/sec (4X NDR)",
+		ib + "gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001", ib + "gid_attrs/types/0": "RoCE v2", ib + "gid_attrs/ndevs/0": "eth7",
+		ib + "gids/1": "0000:0000:0000:0000:0000:ffff:0a01:0203", ib + "gid_attrs/types/1": "IB/RoCE v1", ib + "gid_attrs/ndevs/1": "eth7",
+		ib + "gids/2": "0000:0000:0000:0000:0000:ffff:0a01:0203", ib + "gid_attrs/types/2": "RoCE v2", ib + "gid_attrs/ndevs/2": "eth7"}
+	say := func(h *Host) Result {
+		t.Helper()
+		r := gdrRails(context.Background(), h)
+		if len(r) != 1 || r[0].Name != "gdr rail mlx5_0" {
+			t.Fatalf("%+v", r)
+		}
+		return r[0]
+	}
+	r := say(root(t, files))
+	for _, part := range []string{"400 Gbit/s", "GID 2: RoCEv2, 10.1.2.3 of eth7", "0 RoCEv2 fe80::1 eth7", "1 RoCEv1 10.1.2.3 eth7"} {
+		if r.State != Yes || !strings.Contains(r.Detail, part) {
+			t.Errorf("%+v misses %q", r, part)
+		}
+	}
+	h := root(t, files)
+	h.Config.Transports.GDR.Rails = []string{"mlx5_0@1"}
+	if r := say(h); r.State != Yes || !strings.Contains(r.Detail, "index 1 is configured") {
+		t.Errorf("%+v", r)
+	}
+	delete(files, ib+"gids/2")
+	if r := say(root(t, files)); r.State != No || !strings.Contains(r.Remedy, "mlx5_0@INDEX") {
+		t.Errorf("%+v", r)
+	}
+	if r := gdrRails(context.Background(), root(t, nil)); len(r) != 0 {
+		t.Errorf("%+v", r)
 	}
 }
 

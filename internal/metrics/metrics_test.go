@@ -41,7 +41,8 @@ func exercise(s *Set) {
 func rails() (out []RailSample) {
 	for i := range maxRails + 10 {
 		out = append(out, RailSample{Transport: "tcp", Rail: fmt.Sprint("r", i), Pairs: map[string]float64{"healthy": 2}, InFlight: 1, Window: 2, Rate: 3,
-			Error: 0.5, Retries: map[string]float64{"silence": 4}, Hedges: 5, Exclusions: 6, Readmissions: 7, Probes: map[string]float64{"ok": 8}})
+			Error: 0.5, Retries: map[string]float64{"silence": 4}, Hedges: 5, Exclusions: 6, Readmissions: 7, Probes: map[string]float64{"ok": 8},
+			Up: 1, Suspicions: 9, Slices: map[string]float64{"confirmed": 10}})
 	}
 	return out
 }
@@ -71,8 +72,8 @@ func TestNames(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(families) != 29 {
-		t.Errorf("%d families, want 29: every collector is registered and exercised", len(families))
+	if len(families) != 32 {
+		t.Errorf("%d families, want 32: every collector is registered and exercised", len(families))
 	}
 	shape := regexp.MustCompile(`^kvspray_(transfer|rail|lane|lease|control|engine|sidecar)_[a-z_]+$`)
 	for _, f := range families {

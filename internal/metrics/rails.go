@@ -13,6 +13,9 @@ type RailSample struct {
 	Rate            float64            // bytes per second
 	Error           float64            // |predicted - actual| / actual, mean
 	Retries         map[string]float64
+	Up              float64            // 1, or 0 where its link is down
+	Slices          map[string]float64 // that ended, by how
+	Suspicions      float64            // of lanes
 	Hedges          float64
 	Exclusions      float64
 	Readmissions    float64
@@ -40,6 +43,9 @@ var (
 	railWindow   = railDesc("window_bytes", "Bytes that may be in flight, over all peers.")
 	railRate     = railDesc("learned_bytes_per_second", "Learned bandwidth of the best pair.")
 	railError    = railDesc("prediction_error_ratio", "Mean of |predicted - actual| / actual, from post to confirmation.")
+	railUp       = railDesc("link_up", "1 while the link of a rail has a carrier, as far as is known.")
+	railSlices   = railDesc("slices_total", "Slices that were given to a rail and ended, by how.", "outcome")
+	railSuspects = railDesc("suspicions_total", "Lanes that brought nothing for so long that their chunks went to others.")
 	railRetries  = railDesc("retries_total", "Slices that were given out again, by reason.", "reason")
 	railHedges   = railDesc("hedges_total", "Second copies sent over this rail near the end of a transfer.")
 	railExcluded = railDesc("exclusions_total", "Exclusions of a pair of rails.")
@@ -50,7 +56,7 @@ var (
 // Describe implements prometheus.Collector.
 func (c railCollector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{railPairs, railInFlight, railWindow, railRate, railError, railRetries, railHedges, railExcluded, railAgain,
-		railProbes} {
+		railProbes, railUp, railSlices, railSuspects} {
 		out <- d
 	}
 }
@@ -71,6 +77,11 @@ func (c railCollector) Collect(out chan<- prometheus.Metric) {
 		put(railWindow, prometheus.GaugeValue, r.Window)
 		put(railRate, prometheus.GaugeValue, r.Rate)
 		put(railError, prometheus.GaugeValue, r.Error)
+		put(railUp, prometheus.GaugeValue, r.Up)
+		put(railSuspects, prometheus.CounterValue, r.Suspicions)
+		for outcome, n := range r.Slices {
+			put(railSlices, prometheus.CounterValue, n, outcome)
+		}
 		put(railHedges, prometheus.CounterValue, r.Hedges)
 		put(railExcluded, prometheus.CounterValue, r.Exclusions)
 		put(railAgain, prometheus.CounterValue, r.Readmissions)

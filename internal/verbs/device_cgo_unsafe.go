@@ -68,7 +68,7 @@ func Open(cfg Config) (Device, error) {
 	if err := Library(); err != nil {
 		return nil, err
 	}
-	ports, err := ports("/", cfg.Device)
+	ports, err := Ports("/")
 	if err != nil {
 		return nil, err
 	}

@@ -71,13 +71,13 @@ var ErrNoDevices = errors.New("no RDMA device: is the NIC's driver loaded, and /
 const (
 	maxPorts = 64   // of a host
 	maxGIDs  = 4096 // of a port
+	// maxGap ends the search of a table, which may have a thousand entries with a file each: the kernel fills the first free
+	// one, so what lies behind as many empty ones can only be left from a time with that many addresses.
+	maxGap = 64
 )
 
 // Ports lists the ports of this host. root is "/" but in tests.
-func Ports(root string) ([]Port, error) { return ports(root, "") }
-
-// ports lists all ports, with the GIDs of the only device, or of every one: a table has thousands of entries, a file each.
-func ports(root, only string) ([]Port, error) {
+func Ports(root string) ([]Port, error) {
 	base := filepath.Join(root, "sys/class/infiniband")
 	devices, err := os.ReadDir(base)
 	if errors.Is(err, os.ErrNotExist) || err == nil && len(devices) == 0 {
@@ -102,9 +102,7 @@ func ports(root, only string) ([]Port, error) {
 				return all, fmt.Errorf("verbs: more than %d ports", maxPorts)
 			}
 			p := readPort(filepath.Join(base, d.Name()), d.Name(), num)
-			if only == "" || only == d.Name() {
-				p.GIDs = readGIDs(filepath.Join(dir, n.Name()), p.Link)
-			}
+			p.GIDs = readGIDs(filepath.Join(dir, n.Name()), p.Link)
 			all = append(all, p)
 		}
 	}
@@ -128,22 +126,21 @@ func readPort(dev, name string, num int) Port {
 }
 
 func readGIDs(dir, link string) (gids []GID) {
-	entries, err := os.ReadDir(filepath.Join(dir, "gids"))
-	if err != nil {
-		return nil
-	}
-	for _, e := range entries[:min(len(entries), maxGIDs)] {
-		i, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue
+	for i, gap := 0, 0; i < maxGIDs && gap < maxGap; i++ {
+		index := strconv.Itoa(i)
+		text := line(dir, "gids/"+index)
+		if text == "" {
+			break // the end of the table
 		}
-		raw, err := hex.DecodeString(strings.ReplaceAll(line(dir, "gids/"+e.Name()), ":", ""))
+		raw, err := hex.DecodeString(strings.ReplaceAll(text, ":", ""))
 		g := GID{Index: i}
 		if err != nil || copy(g.Raw[:], raw) != 16 || g.Raw == [16]byte{} {
-			continue // an empty entry
+			gap++
+			continue
 		}
-		g.NetDev = line(dir, "gid_attrs/ndevs/"+e.Name())
-		switch t := line(dir, "gid_attrs/types/"+e.Name()); {
+		gap = 0
+		g.NetDev = line(dir, "gid_attrs/ndevs/"+index)
+		switch t := line(dir, "gid_attrs/types/"+index); {
 		case strings.Contains(t, "v2"):
 			g.Type = GIDRoCEv2
 		case strings.Contains(t, "RoCE v1") || link == "Ethernet":
@@ -153,7 +150,6 @@ func readGIDs(dir, link string) (gids []GID) {
 		}
 		gids = append(gids, g)
 	}
-	slices.SortFunc(gids, func(a, b GID) int { return a.Index - b.Index })
 	return gids
 }
 

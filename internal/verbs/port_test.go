@@ -67,6 +67,7 @@ func TestPorts(t *testing.T) {
 	write(p+"gids/3", "0000:0000:0000:0000:0000:ffff:0a01:0203")
 	write(p+"gids/0", "fe80:0000:0000:0000:0000:0000:0000:0001")
 	write(p+"gids/1", "0000:0000:0000:0000:0000:0000:0000:0000")
+	write(p+"gids/2", "0000:0000:0000:0000:0000:0000:0000:0000")
 	write(p+"gid_attrs/types/3", "RoCE v2")
 	write(p+"gid_attrs/types/0", "IB/RoCE v1")
 	write(p+"gid_attrs/ndevs/3", "eth7")

@@ -31,6 +31,7 @@ const (
 	extPlot  = "gonum.org/v1/plot"
 	extLeak  = "go.uber.org/goleak"
 	extCmp   = "github.com/google/go-cmp"
+	extCharm = "charm.land"
 	extNVML  = "github.com/NVIDIA/go-nvml"
 	extRapid = "pgregory.net/rapid"
 )
@@ -39,18 +40,18 @@ var rules = []rule{
 	{dir: "cmd/kvspray", why: "a thin main: everything is in a package that tests can reach",
 		own: []string{"internal/cli"}},
 	{dir: "internal/cli", why: "turns flags into configurations; knows the composed parts and nothing below them",
-		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/version", "proxy", "sidecar"},
+		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "bench/simbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/top", "internal/version", "proxy", "sidecar"},
 		ext: []string{extCobra, extProm}},
 	{dir: "proxy", why: "speaks HTTP to engines only; knows kvspray by its parameters, not by its packages",
 		ext: []string{extProm}},
 	{dir: "sidecar", why: "the one place that knows all parts of a node and joins them",
 		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/peer", "control/peer/keys", "control/route", "control/spray", "internal/config", "internal/mem",
-			"internal/metrics", "internal/topo", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/gdr", "transport/shm", "transport/tcp"},
+			"internal/metrics", "internal/topo", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/gdr", "transport/shm", "transport/stage", "transport/tcp"},
 		ext: []string{extProm, extSys, extSync, extBack}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extYAML}},
 	{dir: "internal/doctor", why: "tries what the host offers by itself, so that it works where the parts do not",
-		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/topo"}, ext: []string{extSys, extNVML}},
+		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/topo", "internal/verbs"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/explain", why: "describes and plans with the code that plans transfers; knows no engine and no wire",
 		own: []string{"layout", "parseblock"}},
 	{dir: "internal/metrics", why: "names and labels; the reasons and outcomes are transfer's",
@@ -111,6 +112,8 @@ var rules = []rule{
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
 	{dir: "internal/wire", why: "lane frames and the proof at their start",
 		own: []string{"internal/mem", "transfer"}, ext: []string{extSys}},
+	{dir: "internal/top", why: "shows what a sidecar says of itself: the forms of that, and a terminal",
+		own: []string{"connector", "control/exec", "control/spray"}, ext: []string{extCharm}},
 	{dir: "internal/verbs", why: "the verbs surface", ext: []string{extSys}, c: true},
 	{dir: "internal/verbs/fake", why: "verbs without a NIC, for the contract suite", own: []string{"internal/verbs", "internal/mem"}, ext: []string{extSys}},
 	{dir: "internal/cuda", why: "the driver API, opened at run time", ext: []string{extSys}, c: true},
@@ -130,9 +133,10 @@ var rules = []rule{
 	{dir: "bench/timeline", why: "flags, faults and results as values: what benchmarks of sockets and of the simulation have in common",
 		ext: []string{extCobra}},
 	{dir: "bench/simbench", why: "drives simulated clusters by the flags of the benchmark of real rails; test/sim is the driver of executors there",
-		own: []string{"bench/timeline", "control/exec", "control/spray", "internal/mem", "internal/version", "test/sim", "transfer", "transport", "transport/simfabric"},
+		own: []string{"bench/chart", "bench/timeline", "control/exec", "control/spray", "internal/mem", "internal/version", "test/sim", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extCobra}},
 	{dir: "test/arch", why: "reads source text only"},
+	{dir: "test/rails", why: "tests only: sidecar processes over rails of the kernel, from outside"},
 	{dir: "test/sim", why: "drives production executors over the simulated fabric: the one place that knows both",
 		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/spray", "internal/mem", "layout", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extProto}},

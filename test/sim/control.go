@@ -66,7 +66,11 @@ func (s *sidecar) peerUp(y *sidecar) {
 			s.supersede(boot)
 		}
 	}
-	s.event(func(now exec.Instant) { s.ex.PeerUp(now, y.n.addr, y.boot) })
+	rails := y.n.rails() // the handshake says them
+	s.event(func(now exec.Instant) {
+		s.ex.PeerUp(now, y.n.addr, y.boot)
+		s.ex.PeerRails(now, y.boot, rails)
+	})
 	p.pump()
 }
 
@@ -172,6 +176,15 @@ func (p *pipe) pump() {
 	}
 }
 
+// peerRails takes what a peer says of its rails.
+func (s *sidecar) peerRails(from transfer.Boot, f *peerv1.Rails) {
+	var rails []exec.Rail
+	for _, r := range f.Rails {
+		rails = append(rails, exec.Rail{Transport: r.Transport, Name: r.Name, Down: r.Down})
+	}
+	s.event(func(now exec.Instant) { s.ex.PeerRails(now, from, rails) })
+}
+
 // hear takes a frame of a peer.
 func (s *sidecar) hear(from transfer.Boot, f *peerv1.ControlFrame) {
 	if s.over[from] {
@@ -179,6 +192,10 @@ func (s *sidecar) hear(from transfer.Boot, f *peerv1.ControlFrame) {
 		return
 	}
 	p := s.pipe(from)
+	if r := f.GetRails(); r != nil {
+		s.peerRails(from, r)
+		return
+	}
 	s.event(func(now exec.Instant) {
 		if err := s.ex.Message(now, from, f); err != nil {
 			s.c.violation("%s refused a message: %v", s.n.addr, err)

@@ -8,6 +8,7 @@ import (
 	"net"
 	"time"
 
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/layout"
@@ -47,7 +48,8 @@ type sidecar struct {
 	tickAt  exec.Instant // -1: none is armed
 
 	lanes   map[uint64]transport.Lane
-	dials   map[uint64]*dial // by lane, of those that this process opened
+	asked   map[uint64]uint64 // bytes received, by lane, when that was asked last
+	dials   map[uint64]*dial  // by lane, of those that this process opened
 	grants  map[bindName]*sink
 	origins map[bindName]*exec.Sending
 	pipes   map[transfer.Boot]*pipe
@@ -71,6 +73,11 @@ func (c *Cluster) AddRanks(ranks int, rails ...simfabric.RailSpec) *Node {
 	n.Host = c.F.NewHost(n.addr, rails...)
 	// No two clocks agree: whatever compares instants of two hosts goes wrong at once.
 	n.leap = time.Duration(len(c.Nodes)) * 17 * time.Minute
+	n.Host.Watch(func(*simfabric.Rail) {
+		if n.side != nil {
+			n.side.tellRails()
+		}
+	})
 	n.newEngine()
 	c.Nodes = append(c.Nodes, n)
 	c.byAddr[n.addr] = n
@@ -90,7 +97,8 @@ func (n *Node) now() exec.Instant { return n.c.F.Now() + n.leap }
 // start begins a sidecar's life.
 func (n *Node) start() {
 	c := n.c
-	s := &sidecar{c: c, n: n, boot: c.boot(), tickAt: -1, lanes: map[uint64]transport.Lane{}, dials: map[uint64]*dial{}, grants: map[bindName]*sink{},
+	s := &sidecar{c: c, n: n, boot: c.boot(), tickAt: -1, lanes: map[uint64]transport.Lane{}, asked: map[uint64]uint64{},
+		dials: map[uint64]*dial{}, grants: map[bindName]*sink{},
 		origins: map[bindName]*exec.Sending{}, pipes: map[transfer.Boot]*pipe{}, over: map[transfer.Boot]bool{}, moving: map[uint64]bool{},
 		owners: map[transfer.LeaseID]*lease{}, planner: planner{map[[32]byte]bool{}}}
 	n.side = s
@@ -99,6 +107,7 @@ func (n *Node) start() {
 	cfg := c.cfg.Exec
 	cfg.Boot, cfg.Endpoint, cfg.Planner, cfg.Transports = s.boot, n.addr, s.planner, []string{simfabric.Name}
 	s.ex = exec.New(cfg)
+	s.tellRails()
 	if n.engine != nil {
 		s.register(n.engine)
 	}
@@ -344,6 +353,8 @@ func (s *sidecar) perform(a *exec.Action) {
 		s.complete(a)
 	case exec.Describe:
 		s.describe(a.Peer, a.Geometry)
+	case exec.Ask:
+		s.ask(a.Lane)
 	case exec.WorkerFenced:
 		s.workerFenced(a.Worker)
 	}
@@ -370,6 +381,39 @@ func (s *sidecar) offer(a *exec.Action) {
 		}
 	}
 	s.send(a.Peer, a.Frame)
+}
+
+// ask says whether bytes of a quiet lane have moved.
+func (s *sidecar) ask(lane uint64) {
+	m, ok := s.lanes[lane].(transport.Meter)
+	if !ok {
+		return
+	}
+	if got := m.Received(); got > s.asked[lane] {
+		s.asked[lane] = got
+		s.event(func(now exec.Instant) { s.ex.Moved(now, lane) })
+	}
+}
+
+// rails as they are now.
+func (n *Node) rails() (out []exec.Rail) {
+	for _, r := range n.Host.Rails() {
+		out = append(out, exec.Rail{Transport: simfabric.Name, Name: r.Name, Down: !r.HasCarrier()})
+	}
+	return out
+}
+
+// tellRails says what the rails are, to the executor and to every peer.
+func (s *sidecar) tellRails() {
+	rails := s.n.rails()
+	s.event(func(now exec.Instant) { s.ex.SetRails(now, rails) })
+	f := &peerv1.Rails{}
+	for _, r := range rails {
+		f.Rails = append(f.Rails, &peerv1.Rail{Transport: r.Transport, Name: r.Name, Down: r.Down})
+	}
+	for _, boot := range bootsInOrder(s.pipes) {
+		s.send(boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: f}})
+	}
 }
 
 // describe fetches a layout from a peer, which may be gone.
@@ -489,7 +533,7 @@ func (h host) LaneUp(l transport.Lane) {
 	s.lanes[l.ID()] = l
 	s.event(func(now exec.Instant) {
 		err := s.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
-			Gbps: s.gbps(l.Local()), SliceBytes: s.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight()})
+			Gbps: s.gbps(l.Local()), SliceBytes: s.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight(), Tells: s.backend.Caps().Tells})
 		if err != nil {
 			s.c.violation("%s: lane %d is refused: %v", s.n.addr, l.ID(), err)
 		}
@@ -511,6 +555,7 @@ func (h host) LaneDown(l transport.Lane, _ error) {
 		return
 	}
 	delete(s.lanes, l.ID())
+	delete(s.asked, l.ID())
 	s.event(func(now exec.Instant) { s.ex.LaneDown(now, l.ID()) })
 	if d := s.dials[l.ID()]; d != nil {
 		delete(s.dials, l.ID())

@@ -48,11 +48,11 @@ func (v verdict) check(t testing.TB) {
 	}
 }
 
-// TestFlapping: rails die, come back, swallow one direction, collapse, lose packets; engines preempt; results come twice; and no
-// transfer fails while there is a path.
+// TestFlapping: rails die, come back, swallow one direction, collapse, lose packets; engines preempt; results come twice, and so do
+// control frames, out of their order; and no transfer fails while there is a path.
 func TestFlapping(t *testing.T) {
 	s := scenario{nodes: 64, rails: 4, partners: 3, transfers: 8, tokens: 256, deadline: 10 * time.Second, spread: time.Second,
-		preempted: 0.05, racks: 4, link: fast, twice: 0.01}
+		preempted: 0.05, racks: 4, link: fast, twice: 0.01, replay: 0.01}
 	for seed, ranks := range [][]int{{1}, {2}, {1, 2, 4}} {
 		began, seed := time.Now(), uint64(seed)
 		s.ranks = ranks
@@ -74,7 +74,7 @@ func TestFlapping(t *testing.T) {
 // included.
 func TestTrace(t *testing.T) {
 	s := scenario{nodes: 24, rails: 4, partners: 3, transfers: 6, tokens: 256, deadline: 10 * time.Second, spread: 500 * time.Millisecond,
-		preempted: 0.1, cancelled: 0.1, racks: 3, link: fast, twice: 0.01, replay: 0.01}
+		preempted: 0.1, cancelled: 0.1, racks: 3, link: fast, twice: 0.01, replay: 0.1}
 	seen := map[uint64]uint64{}
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(0))
 	for seed := range uint64(4) {

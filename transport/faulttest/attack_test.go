@@ -69,12 +69,12 @@ func TestNoFaultCommits(t *testing.T) {
 	for _, base := range bases {
 		for _, kind := range Kinds() {
 			t.Run(base.name+"/"+kind.String(), func(t *testing.T) {
-				var victim atomic.Uint64 // the lane that gets stuck
+				var victim atomic.Uint64 // the lane that gets stuck, or holds what it has
 				rule := Rule{Kind: kind, Prob: 0.4, AfterFence: true, After: time.Millisecond}
 				switch kind {
 				case Drop, DropResult:
 					rule.After = 0 // ends with its lane only
-				case Stuck:
+				case Stuck, Hold:
 					rule.After = 0
 					rule.Only = func(l transport.Lane, _ transport.Slice) bool { return l.ID() == victim.Load() }
 				}

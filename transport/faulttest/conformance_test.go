@@ -172,7 +172,7 @@ func TestContractUnderFaults(t *testing.T) {
 				if landed+refused+unsent > 0 {
 					counts = append(counts, fmt.Sprintf("(ghosts: %d landed, %d did not, %d never left)", landed, refused, unsent))
 				}
-				if n == 0 && k != FalseLanded {
+				if n == 0 && k != FalseLanded && k != Hold { // the suite waits for slices before it fences
 					t.Errorf("%s was never injected", k)
 				}
 				if k == LateWrite && refused == 0 {

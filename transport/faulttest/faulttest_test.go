@@ -79,6 +79,9 @@ func TestScript(t *testing.T) {
 			if n := plan.Injected(c.rule.Kind); n != 1 {
 				t.Errorf("injected %d times", n)
 			}
+			if c.rule.Kind == Duplicate { // which lands, unless the fence comes first
+				until(t, "ghosts are gone", plan.Quiet)
+			}
 			b.End(t)
 			until(t, "ghosts are gone", plan.Quiet)
 			if want := map[Kind]transfer.Outcome{Duplicate: transfer.Landed, LateWrite: transfer.Rejected}[c.rule.Kind]; want != 0 {
@@ -146,6 +149,55 @@ func TestStuckUntilClosed(t *testing.T) {
 		}
 	}
 	b.End(t)
+}
+
+// TestHold: a slice that is held is in flight for its sender, and leaves once its grant is fenced, or when it is released.
+func TestHold(t *testing.T) {
+	for _, fenced := range []bool{true, false} {
+		plan := New(1, Rule{Kind: Hold, At: []int{1, 2}})
+		p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend { return Wrap(bases[2].make(tb), plan) })
+		l, _ := p.Dial()
+		s := transporttest.Shape{Chunks: 8, BlockBytes: 16 << 10}
+		src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
+		src.Write(9)
+		b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+		held := []<-chan transport.Result{p.A.Move(l, b.Origin, transfer.Range{First: 0, Count: 4}, 1),
+			p.A.Move(l, b.Origin, transfer.Range{First: 4, Count: 4}, 1)}
+		if res := p.A.MoveWait(l, b.Origin, transfer.Range{First: 0, Count: 4}, 2); res.Outcome != transfer.Landed {
+			t.Errorf("the slice behind those that are held ended %s %s", res.Outcome, res.Reason)
+		}
+		if n := plan.Held(); n != 2 {
+			t.Errorf("%d slices held, want 2", n)
+		}
+		for _, c := range held {
+			select {
+			case res := <-c:
+				t.Errorf("a slice that is held ended %s %s", res.Outcome, res.Reason)
+			default:
+			}
+		}
+		want := transfer.Landed
+		if fenced {
+			want = transfer.Rejected
+			b.Fence(t)
+		} else {
+			plan.Release()
+		}
+		for _, c := range held {
+			select {
+			case res := <-c:
+				if res.Outcome != want {
+					t.Errorf("fenced %v: ended %s %s, want %s", fenced, res.Outcome, res.Reason, want)
+				}
+			case <-time.After(patience):
+				t.Fatal("a slice never ended")
+			}
+		}
+		if n := plan.Held(); n != 0 {
+			t.Errorf("%d slices held in the end", n)
+		}
+		b.End(t)
+	}
 }
 
 // TestSeed: the same seed draws the same faults, another seed others.

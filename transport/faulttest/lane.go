@@ -185,6 +185,8 @@ func (l *lane) suffer(id uint64) {
 		if r.After > 0 {
 			after(r.After, func() { l.endAs(id, transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) })
 		}
+	case Hold:
+		l.b.plan.hold(&ghost{l: l, s: e.s, kind: Hold, id: id})
 	case LateWrite:
 		g := &ghost{l: l, s: e.s, kind: LateWrite}
 		l.b.plan.ghostBorn()

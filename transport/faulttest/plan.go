@@ -31,11 +31,12 @@ const (
 	FalseLanded                     // ends Landed; nothing leaves
 	LateWrite                       // ends NotLanded at once, and leaves later: see Rule.AfterFence
 	Stuck                           // from here on the lane moves nothing, in either direction, for After; with no After until its end
+	Hold                            // in flight for its sender, and leaves when its grant has been fenced, or at Plan.Release
 	numKinds
 )
 
 var kindNames = [numKinds]string{"none", "error", "delay", "delay result", "drop", "drop result", "partial", "duplicate", "duplicate result",
-	"false landed", "late write", "stuck"}
+	"false landed", "late write", "stuck", "hold"}
 
 func (k Kind) String() string {
 	if k < numKinds {
@@ -73,7 +74,7 @@ type Rule struct {
 	Reason transfer.Reason
 }
 
-// Plan decides and counts. Both ends of a pair may share one, and must for AfterFence. Safe for concurrent use.
+// Plan decides and counts. Both ends of a pair may share one, and must for AfterFence and Hold. Safe for concurrent use.
 type Plan struct {
 	mu       sync.Mutex
 	rng      *rand.Rand
@@ -84,7 +85,7 @@ type Plan struct {
 	ghosts   [numKinds]map[transfer.Outcome]int
 	unsent   [numKinds]int // ghosts whose lane was gone, or full
 	live     int           // ghosts that have not ended, the held ones included
-	held     []*ghost      // until a fence
+	held     []*ghost      // until a fence: late writes, and slices of Hold
 }
 
 // maxGhosts bounds the slices that a plan sends on its own account at one time.
@@ -160,11 +161,19 @@ func (p *Plan) Quiet() bool {
 	return p.live == 0
 }
 
-// ghost is a slice that the host believes to be over.
+// Held says how many slices wait for a fence, or for Release.
+func (p *Plan) Held() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.held)
+}
+
+// ghost is a slice that the host believes to be over; of kind Hold, one that it waits for.
 type ghost struct {
 	l    *lane
 	s    transport.Slice
 	kind Kind
+	id   uint64 // of Hold: its entry
 }
 
 func (p *Plan) ghostBorn() {
@@ -216,6 +225,10 @@ func (p *Plan) free(which func(*ghost) bool) {
 	})
 	p.mu.Unlock()
 	for _, h := range gone {
-		h.l.haunt(h)
+		if h.kind == Hold {
+			h.l.b.pump.after(0, func() { h.l.leave(h.id) })
+		} else {
+			h.l.haunt(h)
+		}
 	}
 }

@@ -27,11 +27,13 @@ const (
 	kindPulled                  // destination: copied, or refused
 	kindVerdict                 // source: what was copied was still valid, or is disowned
 	kindConfirm                 // destination: landed, or came too late
+	kindDevice                  // source: as kindRegion, for memory of a GPU: a handle, and a descriptor only if the handle wants one
 	numKinds
 )
 
 const (
 	regionBytes  = 4 + 16 + 8
+	deviceFixed  = regionBytes + 1 // with a descriptor or without; the handle follows
 	forgetBytes  = 4
 	pullFixed    = 8 + 2 + 2 + 4*4
 	pieceBytes   = 4 + 4 + 8
@@ -46,6 +48,13 @@ type regionFrame struct {
 	index uint32
 	id    mem.ID
 	size  uint64
+}
+
+// deviceFrame is a regionFrame whose memory is imported.
+type deviceFrame struct {
+	regionFrame
+	hasFD  bool
+	handle []byte // a view into the packet
 }
 
 type pullFrame struct {
@@ -81,6 +90,18 @@ func appendRegion(b []byte, f regionFrame) []byte {
 	b = binary.LittleEndian.AppendUint32(b, f.index)
 	b = append(b, f.id[:]...)
 	return binary.LittleEndian.AppendUint64(b, f.size)
+}
+
+func appendDevice(b []byte, f deviceFrame) []byte {
+	b = appendHeader(b, kindDevice, deviceFixed+len(f.handle))
+	b = binary.LittleEndian.AppendUint32(b, f.index)
+	b = append(b, f.id[:]...)
+	b = binary.LittleEndian.AppendUint64(b, f.size)
+	fd := byte(0)
+	if f.hasFD {
+		fd = 1
+	}
+	return append(append(b, fd), f.handle...)
 }
 
 func appendForget(b []byte, index uint32) []byte {
@@ -124,6 +145,7 @@ func appendConfirm(b []byte, tag uint64, o transfer.Outcome, r transfer.Reason) 
 // handler takes the frames of a packet. Views into the packet end with the call.
 type handler interface {
 	region(regionFrame) error
+	device(deviceFrame) error
 	forget(index uint32) error
 	pull(pullFrame) error
 	pulled(tag uint64, reason transfer.Reason) error
@@ -155,6 +177,8 @@ func dispatch(k kind, b []byte, h handler) error {
 	switch k {
 	case kindRegion:
 		want = regionBytes
+	case kindDevice:
+		want = max(deviceFixed, min(len(b), deviceFixed+mem.MaxHandleBytes))
 	case kindForget:
 		want = forgetBytes
 	case kindPull:
@@ -179,6 +203,11 @@ func dispatch(k kind, b []byte, h handler) error {
 		f := regionFrame{index: binary.LittleEndian.Uint32(b), size: binary.LittleEndian.Uint64(b[20:])}
 		copy(f.id[:], b[4:])
 		return h.region(f)
+	case kindDevice:
+		f := deviceFrame{regionFrame: regionFrame{index: binary.LittleEndian.Uint32(b), size: binary.LittleEndian.Uint64(b[20:])},
+			hasFD: b[28] == 1, handle: b[deviceFixed:]}
+		copy(f.id[:], b[4:])
+		return h.device(f)
 	case kindForget:
 		return h.forget(binary.LittleEndian.Uint32(b))
 	case kindPull:

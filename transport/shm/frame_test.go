@@ -27,6 +27,11 @@ func (r *recorder) region(f regionFrame) error {
 	return r.note("region %d %s %d", f.index, f.id, f.size)
 }
 
+func (r *recorder) device(f deviceFrame) error {
+	r.again = appendDevice(r.again, f)
+	return r.note("device %d %s %d %v %x", f.index, f.id, f.size, f.hasFD, f.handle)
+}
+
 func (r *recorder) forget(i uint32) error {
 	r.again = appendForget(r.again, i)
 	return r.note("forget %d", i)
@@ -64,6 +69,7 @@ func samplePacket() []byte {
 	b = appendPulled(b, 5, transfer.ReasonRange)
 	b = appendVerdict(b, 6, true)
 	b = appendConfirm(b, 7, transfer.Landed, transfer.ReasonNone)
+	b = appendDevice(b, deviceFrame{regionFrame{index: 4, id: mem.ID{8}, size: 1 << 30}, true, []byte{0xab, 0xcd}})
 	return appendForget(b, 3)
 }
 
@@ -74,7 +80,7 @@ func TestFramesRoundTrip(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4 of 2", "pulled 5 range",
-		"verdict 6 true", "confirm 7 landed none", "forget 3"}
+		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 1073741824 true abcd", "forget 3"}
 	if !slices.Equal(r.said, want) {
 		t.Fatalf("got %q, want %q", r.said, want)
 	}
@@ -92,12 +98,14 @@ func TestFramesRoundTrip(t *testing.T) {
 func TestMalformedFrames(t *testing.T) {
 	pull := appendPull(nil, pullFrame{tag: 1}, 1)
 	for name, p := range map[string][]byte{
-		"unknown kind":        {99, 0, 0, 0},
-		"kind zero":           {0, 0, 0, 0},
-		"reserved byte":       {byte(kindForget), 1, 4, 0, 0, 0, 0, 0},
-		"longer than packet":  {byte(kindForget), 0, 255, 255},
-		"short body":          {byte(kindForget), 0, 3, 0, 1, 2, 3},
-		"pull without pieces": pull,
+		"unknown kind":                {99, 0, 0, 0},
+		"kind zero":                   {0, 0, 0, 0},
+		"reserved byte":               {byte(kindForget), 1, 4, 0, 0, 0, 0, 0},
+		"longer than packet":          {byte(kindForget), 0, 255, 255},
+		"short body":                  {byte(kindForget), 0, 3, 0, 1, 2, 3},
+		"device, short":               {byte(kindDevice), 0, 28, 0, 27: 0, 31: 0},
+		"device, handle of 257 bytes": appendDevice(nil, deviceFrame{handle: make([]byte, mem.MaxHandleBytes+1)}),
+		"pull without pieces":         pull,
 		"pull, count of pieces": func() []byte {
 			b := appendPiece(slices.Clone(pull), piece{})
 			binary.LittleEndian.PutUint16(b[frameHeader+10:], 60000)
@@ -139,6 +147,7 @@ func TestParseAllocatesNothing(t *testing.T) {
 type nop struct{ sum uint64 }
 
 func (n *nop) region(f regionFrame) error               { n.sum += f.size; return nil }
+func (n *nop) device(f deviceFrame) error               { n.sum += f.size; return nil }
 func (n *nop) forget(i uint32) error                    { n.sum += uint64(i); return nil }
 func (n *nop) pull(f pullFrame) error                   { n.sum += f.piece(0).off; return nil }
 func (n *nop) pulled(t uint64, _ transfer.Reason) error { n.sum += t; return nil }

@@ -249,17 +249,31 @@ func (l *lane) regionLocked(r *mem.Region) (uint32, error) {
 	if i, ok := l.regions[r]; ok {
 		return i, nil
 	}
-	if _, mapped := r.Bytes(); !mapped {
+	if _, mapped := r.Bytes(); !mapped && r.Device() == nil {
 		return 0, fmt.Errorf("shm: region %s is %s memory, which the peer cannot map: %w; use another transport", r.ID(), r.Kind(), transport.ErrNotSupported)
 	}
 	if len(l.regions) >= maxRegions {
 		return 0, fmt.Errorf("shm: region %s: the lane knows %d regions already: %w", r.ID(), maxRegions, ErrBusy)
 	}
+	i := l.nextReg
+	if r.Device() != nil {
+		fd := -1
+		if r.FD() >= 0 {
+			var err error
+			if fd, err = unix.FcntlInt(uintptr(r.FD()), unix.F_DUPFD_CLOEXEC, 0); err != nil {
+				return 0, fmt.Errorf("shm: region %s: duplicate its descriptor: %w", r.ID(), err)
+			}
+		}
+		l.nextReg++
+		l.regions[r] = i
+		var buf [frameHeader + deviceFixed + mem.MaxHandleBytes]byte
+		l.out.put(appendDevice(buf[:0], deviceFrame{regionFrame{index: i, id: r.ID(), size: r.Size()}, fd >= 0, r.Handle()}), fd)
+		return i, nil
+	}
 	fd, err := reopenReadOnly(r)
 	if err != nil {
 		return 0, fmt.Errorf("shm: region %s: open its memfd read-only: %w", r.ID(), err)
 	}
-	i := l.nextReg
 	l.nextReg++
 	l.regions[r] = i
 	var buf [frameHeader + regionBytes]byte
@@ -546,6 +560,7 @@ func (l *lane) endLocked(i uint16, o transfer.Outcome, reason transfer.Reason) {
 }
 
 func (l *lane) region(f regionFrame) error           { return l.dst.region(f) }
+func (l *lane) device(f deviceFrame) error           { return l.dst.device(f) }
 func (l *lane) forget(index uint32) error            { return l.dst.forget(index) }
 func (l *lane) pull(f pullFrame) error               { return l.dst.pull(f) }
 func (l *lane) verdict(tag uint64, valid bool) error { return l.dst.verdict(tag, valid) }

@@ -1,6 +1,7 @@
 package shm
 
 import (
+	"bytes"
 	"fmt"
 	"sync"
 
@@ -10,11 +11,20 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// mapping is a peer's region, mapped read-only. Shared by all lanes of that peer, so that its pages are faulted in once.
+// mapping is a peer's region: mapped read-only, or imported where it is memory of a GPU. Shared by all lanes of that peer, so that
+// its pages are faulted in once.
 type mapping struct {
-	key   mapKey
-	bytes []byte
-	refs  int // guarded by mappings.mu
+	key    mapKey
+	bytes  []byte      // of the host
+	region *mem.Region // of a GPU
+	refs   int         // guarded by mappings.mu
+}
+
+func (m *mapping) size() uint64 {
+	if m.region != nil {
+		return m.region.Size()
+	}
+	return uint64(len(m.bytes))
 }
 
 type mapKey struct {
@@ -33,12 +43,8 @@ func (m *mappings) open(key mapKey, fd int, size uint64) (*mapping, error) {
 	defer func() { _ = unix.Close(fd) }()
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if mp, ok := m.all[key]; ok {
-		if uint64(len(mp.bytes)) != size {
-			return nil, fmt.Errorf("region %s: %d bytes, but %d before", key.id, size, len(mp.bytes))
-		}
-		mp.refs++
-		return mp, nil
+	if mp, err := m.foundLocked(key, size); mp != nil || err != nil {
+		return mp, err
 	}
 	if size == 0 || size > mem.MaxRegionBytes {
 		return nil, fmt.Errorf("region %s: size %d: must be 1 to %d bytes", key.id, size, uint64(mem.MaxRegionBytes))
@@ -64,6 +70,42 @@ func (m *mappings) open(key mapKey, fd int, size uint64) (*mapping, error) {
 	return mp, nil
 }
 
+// openDevice imports memory of a GPU, or finds that it is imported already. It always takes fd.
+func (m *mappings) openDevice(key mapKey, devices Devices, handle []byte, fd int, size uint64) (*mapping, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	mp, err := m.foundLocked(key, size)
+	if mp != nil || err != nil {
+		closeFD(fd)
+		return mp, err
+	}
+	if devices == nil {
+		closeFD(fd)
+		return nil, fmt.Errorf("region %s: memory of a GPU, and this sidecar uses none: see 'kvspray doctor'", key.id)
+	}
+	r, err := devices.Import(key.id, bytes.Clone(handle), fd, size)
+	if err != nil {
+		closeFD(fd)
+		return nil, err
+	}
+	mp = &mapping{key: key, region: r, refs: 1}
+	m.all[key] = mp
+	return mp, nil
+}
+
+// foundLocked takes a reference to what is there already.
+func (m *mappings) foundLocked(key mapKey, size uint64) (*mapping, error) {
+	mp, ok := m.all[key]
+	if !ok {
+		return nil, nil
+	}
+	if mp.size() != size {
+		return nil, fmt.Errorf("region %s: %d bytes, but %d before", key.id, size, mp.size())
+	}
+	mp.refs++
+	return mp, nil
+}
+
 func (m *mappings) acquire(mp *mapping) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -75,6 +117,10 @@ func (m *mappings) release(mp *mapping) {
 	defer m.mu.Unlock()
 	if mp.refs--; mp.refs == 0 {
 		delete(m.all, mp.key)
+		if mp.region != nil {
+			mp.region.Release()
+			return
+		}
 		_ = unix.Munmap(mp.bytes)
 	}
 }

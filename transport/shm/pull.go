@@ -78,15 +78,36 @@ func (d *destination) region(f regionFrame) error {
 	if err != nil {
 		d.l.b.cfg.Log.Warn("shm region refused", "peer", d.l.peer, "err", err)
 	}
+	return d.learn(f.index, m)
+}
+
+// device imports what the peer passed; a refusal is remembered as with region.
+func (d *destination) device(f deviceFrame) error {
+	fd := -1
+	if f.hasFD {
+		if len(d.fds) == 0 {
+			return fmt.Errorf("%w: region %s without its descriptor", errFrame, f.id)
+		}
+		fd, d.fds = d.fds[0], d.fds[1:]
+	}
+	m, err := d.l.b.maps.openDevice(mapKey{d.l.peer, f.id}, d.l.b.cfg.Devices, f.handle, fd, f.size)
+	if err != nil {
+		d.l.b.cfg.Log.Warn("shm region refused", "peer", d.l.peer, "err", err)
+	}
+	return d.learn(f.index, m)
+}
+
+// learn keeps a region, or that it was refused, by the peer's index.
+func (d *destination) learn(index uint32, m *mapping) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if _, dup := d.regions[f.index]; dup || len(d.regions) >= maxRegions {
+	if _, dup := d.regions[index]; dup || len(d.regions) >= maxRegions {
 		if m != nil {
 			d.l.b.maps.release(m)
 		}
-		return fmt.Errorf("%w: region index %d is taken, or one of more than %d", errFrame, f.index, maxRegions)
+		return fmt.Errorf("%w: region index %d is taken, or one of more than %d", errFrame, index, maxRegions)
 	}
-	d.regions[f.index] = m
+	d.regions[index] = m
 	return nil
 }
 
@@ -119,14 +140,18 @@ func (d *destination) pull(f pullFrame) error {
 	d.jobs[f.tag] = j
 	reason := d.sourceLocked(j, f)
 	d.mu.Unlock()
+	queue := d.l.b.jobs
+	if reason == transfer.ReasonNone && j.onDevice() {
+		queue = d.l.b.far
+	}
 	switch {
 	case reason != transfer.ReasonNone:
 		j.finish(reason)
-	case j.total <= inlineBytes && len(d.l.b.jobs) == 0:
+	case queue == d.l.b.jobs && j.total <= inlineBytes && len(d.l.b.jobs) == 0:
 		j.finish(j.copy())
 	default:
 		select {
-		case d.l.b.jobs <- j:
+		case queue <- j:
 		case <-d.l.b.stop:
 			j.finish(transfer.ReasonLaneLost)
 		}
@@ -142,7 +167,7 @@ func (d *destination) sourceLocked(j *job, f pullFrame) transfer.Reason {
 		if m == nil {
 			return transfer.ReasonMemory
 		}
-		if n := uint64(len(m.bytes)); p.off > n || uint64(p.len) > n-p.off || p.len == 0 {
+		if n := m.size(); p.off > n || uint64(p.len) > n-p.off || p.len == 0 {
 			return transfer.ReasonRange
 		}
 		j.hold(m)
@@ -180,7 +205,7 @@ func (b *Backend) copier() {
 			select {
 			case j = <-b.jobs:
 			case <-b.stop:
-				b.dropJobs()
+				b.dropJobs(b.jobs)
 				return
 			}
 		}
@@ -193,10 +218,10 @@ func (b *Backend) copier() {
 	}
 }
 
-func (b *Backend) dropJobs() {
+func (b *Backend) dropJobs(queue chan *job) {
 	for {
 		select {
-		case j := <-b.jobs:
+		case j := <-queue:
 			j.finish(transfer.ReasonLaneLost)
 		default:
 			return
@@ -204,8 +229,8 @@ func (b *Backend) dropJobs() {
 	}
 }
 
-// copy moves the bytes into the grant's memory and says why not.
-func (j *job) copy() transfer.Reason {
+// admit checks the pull against its grant and claims the chunks.
+func (j *job) admit() transfer.Reason {
 	g, reason := j.l.b.host.Grant(j.l.peer, j.slot, j.gen)
 	if g == nil {
 		return reason
@@ -221,14 +246,19 @@ func (j *job) copy() transfer.Reason {
 	if j.blocks, err = g.Sink.Resolve(j.blocks[:0], j.r); err != nil {
 		return transfer.ReasonRange
 	}
-	if reason := g.Claim(&j.claim, j.r, j.attempt); reason != transfer.ReasonNone {
+	return g.Claim(&j.claim, j.r, j.attempt)
+}
+
+// copy moves the bytes into the grant's memory and says why not.
+func (j *job) copy() transfer.Reason {
+	if reason := j.admit(); reason != transfer.ReasonNone {
 		return reason
 	}
 	// Chunks that landed from another attempt are passed over: they are never written again.
 	c := cursor{job: j}
 	for rest := j.r; rest.Count > 0; {
 		n, fresh := j.claim.Fresh(rest)
-		bytes, err := g.Sink.Bytes(transfer.Range{First: rest.First, Count: n})
+		bytes, err := j.grant.Sink.Bytes(transfer.Range{First: rest.First, Count: n})
 		if err != nil {
 			return transfer.ReasonRange
 		}
@@ -272,20 +302,30 @@ type cursor struct {
 
 // advance moves the next n bytes, with the claim entered, or passes over them.
 func (c *cursor) advance(n uint64, write bool) error {
+	return c.each(n, func(d mem.Block, s sourcePiece) error {
+		if !write {
+			return nil
+		}
+		from := s.m.bytes[s.off:][:s.len]
+		// A mapped region is copied into directly; one of another process takes a system call.
+		if p, ok := d.Bytes(); ok {
+			mem.Copy(p, from)
+			return nil
+		}
+		return d.Region.WriteAt(from, d.Off)
+	})
+}
+
+// each calls f for the next n bytes, cut where the pieces of either side end.
+func (c *cursor) each(n uint64, f func(d mem.Block, s sourcePiece) error) error {
 	for n > 0 {
 		if c.si >= len(c.pieces) || c.di >= len(c.blocks) {
 			return fmt.Errorf("shm: the blocks of chunks [%d, +%d) hold fewer bytes than their length", c.r.First, c.r.Count)
 		}
 		s, d := &c.pieces[c.si], &c.blocks[c.di]
 		k := min(n, s.len-c.soff, d.Len-c.doff)
-		if write {
-			from := s.m.bytes[s.off+c.soff:][:k]
-			// A mapped region is copied into directly; one of another process takes a system call.
-			if p, ok := (mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}).Bytes(); ok {
-				mem.Copy(p, from)
-			} else if err := d.Region.WriteAt(from, d.Off+c.doff); err != nil {
-				return err
-			}
+		if err := f(mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}, sourcePiece{s.m, s.off + c.soff, k}); err != nil {
+			return err
 		}
 		n -= k
 		if c.soff += k; c.soff == s.len {

@@ -43,9 +43,16 @@ const (
 
 // Config of the backend.
 type Config struct {
-	Dir     string // holds the 0700 folder of the socket; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
-	Workers int    // copiers of the whole backend; default the number of processors
+	Dir     string  // holds the 0700 folder of the socket; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
+	Workers int     // copiers of the whole backend; default the number of processors
+	Devices Devices // imports peers' GPU memory; nil: pulls of it are refused
 	Log     *slog.Logger
+}
+
+// Devices makes regions of GPU memory by the handles that peers pass on.
+type Devices interface {
+	// Import owns fd, which may be -1, once it has succeeded.
+	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 }
 
 // Backend is the shm transport of one process.
@@ -56,6 +63,7 @@ type Backend struct {
 	path string
 	maps mappings
 	jobs chan *job
+	far  chan *job // those with memory of a GPU on either side
 	stop chan struct{}
 	wg   sync.WaitGroup
 
@@ -84,7 +92,7 @@ func New(cfg Config) *Backend {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
 	return &Backend{
-		cfg: cfg, jobs: make(chan *job, maxPulls), stop: make(chan struct{}),
+		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), stop: make(chan struct{}),
 		maps:  mappings{all: map[mapKey]*mapping{}},
 		lanes: map[*lane]struct{}{}, reads: map[*transport.Origin]*reading{},
 	}
@@ -130,6 +138,9 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 	b.opened, b.host, b.ln, b.path = true, host, ln, path
 	for range b.cfg.Workers {
 		b.wg.Go(b.copier)
+	}
+	for range movers {
+		b.wg.Go(b.mover)
 	}
 	b.wg.Go(b.accept)
 	b.wg.Go(b.sweep)

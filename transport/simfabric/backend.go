@@ -35,7 +35,7 @@ type Backend struct {
 
 var (
 	_ transport.Backend = (*Backend)(nil)
-	_ transport.Lane    = (*end)(nil)
+	_ transport.Meter   = (*end)(nil)
 )
 
 // Backend returns the transport of h. A host that dies and comes back gets another one.
@@ -46,7 +46,7 @@ func (b *Backend) Name() string { return Name }
 
 // Caps implements transport.Backend.
 func (b *Backend) Caps() transport.Caps {
-	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead, Fence: transport.FenceLease,
+	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead, Fence: transport.FenceLease, Tells: true,
 		SliceBytes: b.h.f.cfg.SliceBytes / transfer.ChunkBytes * transfer.ChunkBytes}
 }
 

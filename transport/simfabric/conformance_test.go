@@ -123,6 +123,11 @@ func (l pacedLane) Close() (err error) {
 	return err
 }
 
+func (l pacedLane) Received() (n uint64) {
+	l.p.do(func() { n = l.Lane.(*end).Received() })
+	return n
+}
+
 type pacedHost struct {
 	transport.Host
 	p *paced

@@ -17,8 +17,11 @@ type Config struct {
 	MaxInFlight int           // slices of a lane
 	WindowBytes int           // the most that a lane has in the network
 	RTO         time.Duration // the least time until a chunk is taken up again
+	MaxRTO      time.Duration // and the longest
 	UserTimeout time.Duration // silence that a lane dies of
 	Carrier     time.Duration // from a rail's end until its own host notices
+	// Patient lanes outlive the carrier, as connections do; others die of it, as they do where the address goes with the link.
+	Patient bool
 }
 
 // Defaults of Config.
@@ -27,6 +30,7 @@ const (
 	DefaultMaxInFlight = 64
 	DefaultWindowBytes = 4 << 20
 	DefaultRTO         = 200 * time.Millisecond
+	DefaultMaxRTO      = time.Second // as package tcp asks of the kernel
 	DefaultUserTimeout = 20 * time.Second
 	DefaultCarrier     = time.Millisecond
 )
@@ -72,6 +76,7 @@ func New(cfg Config) *Fabric {
 	num(&cfg.MaxInFlight, DefaultMaxInFlight)
 	num(&cfg.WindowBytes, DefaultWindowBytes)
 	dur(&cfg.RTO, DefaultRTO)
+	dur(&cfg.MaxRTO, DefaultMaxRTO)
 	dur(&cfg.UserTimeout, DefaultUserTimeout)
 	dur(&cfg.Carrier, DefaultCarrier)
 	return &Fabric{cfg: cfg, rng: rand.New(rand.NewPCG(cfg.Seed, 0x5ab)), byAddr: map[string]*Rail{}, trace: fnvOffset,

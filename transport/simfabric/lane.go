@@ -54,6 +54,7 @@ type end struct {
 	cut      Time // the last time that the window was halved
 	armed    bool
 	probed   bool // since the last confirmation
+	received uint64
 
 	results [1]transport.Result
 }
@@ -83,6 +84,7 @@ type flight struct {
 	lost    transfer.Reason // why the source was lost; the trailer disowns the slice
 	err     error
 	ended   bool
+	acked   uint64 // bytes
 
 	opened bool
 	closed bool // decided
@@ -112,6 +114,9 @@ func (e *end) Backend() string     { return Name }
 func (e *end) Local() string       { return e.local.Name }
 func (e *end) Remote() string      { return e.remote.Name }
 func (e *end) MaxInFlight() int    { return e.f.cfg.MaxInFlight }
+
+// Received implements transport.Meter, in chunks that were confirmed.
+func (e *end) Received() uint64 { return e.received }
 
 func (e *end) announce() {
 	if e.dead {
@@ -531,6 +536,8 @@ func (e *end) acked(fl *flight, idx uint32, final bool) {
 			e.out[i].skips++
 		}
 		e.bytes -= x.n
+		e.received += uint64(x.n)
+		fl.acked += uint64(x.n)
 		e.out = slices.Delete(e.out, at, at+1)
 		if e.window < e.limit {
 			e.window += float64(x.n)
@@ -577,7 +584,9 @@ func (e *end) halve() {
 }
 
 // rto is when a chunk is late: not before the network could have carried two of them.
-func (e *end) rto() Time { return max(e.f.cfg.RTO, 2*e.rtt)<<e.backoff + e.pace }
+func (e *end) rto() Time {
+	return min(max(e.f.cfg.RTO, 2*e.rtt)<<e.backoff, max(e.f.cfg.MaxRTO, 2*e.rtt)) + e.pace
+}
 
 // due is when the oldest chunk is late: every confirmation starts the time again. The first time it is only probed.
 func (e *end) due() Time {
@@ -645,7 +654,9 @@ func (e *end) finish(fl *flight, o transfer.Outcome, why transfer.Reason, err er
 	}
 	clear(e.out[len(kept):])
 	e.out = kept
-	if o != transfer.Landed {
+	if o == transfer.Landed {
+		e.received += fl.total - fl.acked // what it says of chunks whose own confirmations got lost
+	} else {
 		if fl.lost != transfer.ReasonNone {
 			o, why, err = transfer.NotLanded, fl.lost, fl.err
 		}

@@ -136,6 +136,7 @@ type Host struct {
 	Name   string
 	f      *Fabric
 	rails  []*Rail
+	watch  func(*Rail) // hears of carriers
 	frozen bool
 	held   []event // what waits for the process; bounded by what lanes have in the network and by what the process itself asked for
 }
@@ -155,6 +156,9 @@ func (f *Fabric) NewHost(name string, rails ...RailSpec) *Host {
 	}
 	return h
 }
+
+// Watch lets fn hear of each rail of the host whose carrier has come or gone, when the host notices.
+func (h *Host) Watch(fn func(*Rail)) { h.watch = fn }
 
 // After runs fn when d has passed, in the host's process: later if that is frozen then.
 func (h *Host) After(d Time, fn func()) {
@@ -192,7 +196,11 @@ func (r *Rail) Rx() *Link { return r.rx }
 
 func (r *Rail) address() string { return r.host.Name + "/" + r.Name }
 
-// Down pulls the cable. What is on it is gone; the host's own lanes over it die after Config.Carrier, its peers' when they notice.
+// HasCarrier reports whether the cable is plugged in.
+func (r *Rail) HasCarrier() bool { return !r.tx.down }
+
+// Down pulls the cable. What is on it is gone; the host's own lanes over it die after Config.Carrier unless they are patient, its peers'
+// when they notice.
 func (r *Rail) Down() {
 	f := r.host.f
 	r.tx.down, r.rx.down = true, true
@@ -202,6 +210,12 @@ func (r *Rail) Down() {
 		if r.cuts != cut || !r.tx.down {
 			return // back before anybody looked
 		}
+		if r.host.watch != nil {
+			r.host.watch(r)
+		}
+		if f.cfg.Patient {
+			return
+		}
 		for _, e := range append([]*end(nil), r.ends...) {
 			e.die(fmt.Errorf("simfabric: rail %s has no carrier", r.Name))
 		}
@@ -209,7 +223,19 @@ func (r *Rail) Down() {
 }
 
 // Up plugs it in again.
-func (r *Rail) Up() { r.tx.down, r.rx.down = false, false }
+func (r *Rail) Up() {
+	if !r.tx.down {
+		return
+	}
+	r.tx.down, r.rx.down = false, false
+	r.cuts++
+	cut := r.cuts
+	r.host.After(r.host.f.cfg.Carrier, func() {
+		if r.cuts == cut && r.host.watch != nil {
+			r.host.watch(r)
+		}
+	})
+}
 
 // Flap pulls the cable again and again, for about half of period each time, until a time.
 func (r *Rail) Flap(period time.Duration, until Time) {

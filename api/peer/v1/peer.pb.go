@@ -145,7 +145,7 @@ func (x GrantReply_Code) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use GrantReply_Code.Descriptor instead.
 func (GrantReply_Code) EnumDescriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15, 0}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16, 0}
 }
 
 type VersionRange struct {
@@ -1171,6 +1171,7 @@ type Grant struct {
 	Team          []byte                 `protobuf:"bytes,17,opt,name=team,proto3" json:"team,omitempty"`                          // 16 bytes: the receivers of one decode request, one for each rank of its engine
 	TeamSize      uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // how many they are
 	Parts         []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, those included that give nothing
+	Tiers         []*RailTier            `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"`                        // how near the receiver's rails are to its memory; those that are left out: unknown
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1310,6 +1311,74 @@ func (x *Grant) GetParts() []*Part {
 	return nil
 }
 
+func (x *Grant) GetTiers() []*RailTier {
+	if x != nil {
+		return x.Tiers
+	}
+	return nil
+}
+
+// RailTier says how near a rail of the receiver is to the memory that a grant is about.
+type RailTier struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Transport     string                 `protobuf:"bytes,1,opt,name=transport,proto3" json:"transport,omitempty"`
+	Rail          string                 `protobuf:"bytes,2,opt,name=rail,proto3" json:"rail,omitempty"`
+	Tier          uint32                 `protobuf:"varint,3,opt,name=tier,proto3" json:"tier,omitempty"` // 1 same PCIe switch, 2 same NUMA node, 3 another one
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RailTier) Reset() {
+	*x = RailTier{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RailTier) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RailTier) ProtoMessage() {}
+
+func (x *RailTier) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RailTier.ProtoReflect.Descriptor instead.
+func (*RailTier) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13}
+}
+
+func (x *RailTier) GetTransport() string {
+	if x != nil {
+		return x.Transport
+	}
+	return ""
+}
+
+func (x *RailTier) GetRail() string {
+	if x != nil {
+		return x.Rail
+	}
+	return ""
+}
+
+func (x *RailTier) GetTier() uint32 {
+	if x != nil {
+		return x.Tier
+	}
+	return 0
+}
+
 // Part is what one rank of the source's engine gives.
 type Part struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
@@ -1327,7 +1396,7 @@ type Part struct {
 
 func (x *Part) Reset() {
 	*x = Part{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1339,7 +1408,7 @@ func (x *Part) String() string {
 func (*Part) ProtoMessage() {}
 
 func (x *Part) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1352,7 +1421,7 @@ func (x *Part) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Part.ProtoReflect.Descriptor instead.
 func (*Part) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Part) GetRank() string {
@@ -1422,7 +1491,7 @@ type Rank struct {
 
 func (x *Rank) Reset() {
 	*x = Rank{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1434,7 +1503,7 @@ func (x *Rank) String() string {
 func (*Rank) ProtoMessage() {}
 
 func (x *Rank) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1447,7 +1516,7 @@ func (x *Rank) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Rank.ProtoReflect.Descriptor instead.
 func (*Rank) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{14}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Rank) GetRank() string {
@@ -1482,7 +1551,7 @@ type GrantReply struct {
 
 func (x *GrantReply) Reset() {
 	*x = GrantReply{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1494,7 +1563,7 @@ func (x *GrantReply) String() string {
 func (*GrantReply) ProtoMessage() {}
 
 func (x *GrantReply) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1507,7 +1576,7 @@ func (x *GrantReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantReply.ProtoReflect.Descriptor instead.
 func (*GrantReply) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *GrantReply) GetDestination() *Lease {
@@ -1581,7 +1650,7 @@ type SourceLost struct {
 
 func (x *SourceLost) Reset() {
 	*x = SourceLost{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1593,7 +1662,7 @@ func (x *SourceLost) String() string {
 func (*SourceLost) ProtoMessage() {}
 
 func (x *SourceLost) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1606,7 +1675,7 @@ func (x *SourceLost) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SourceLost.ProtoReflect.Descriptor instead.
 func (*SourceLost) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *SourceLost) GetDestination() *Lease {
@@ -1656,7 +1725,7 @@ type Revoke struct {
 
 func (x *Revoke) Reset() {
 	*x = Revoke{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1668,7 +1737,7 @@ func (x *Revoke) String() string {
 func (*Revoke) ProtoMessage() {}
 
 func (x *Revoke) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1681,7 +1750,7 @@ func (x *Revoke) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Revoke.ProtoReflect.Descriptor instead.
 func (*Revoke) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Revoke) GetDestination() *Lease {
@@ -1715,7 +1784,7 @@ type Closed struct {
 
 func (x *Closed) Reset() {
 	*x = Closed{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1727,7 +1796,7 @@ func (x *Closed) String() string {
 func (*Closed) ProtoMessage() {}
 
 func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1740,7 +1809,7 @@ func (x *Closed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Closed.ProtoReflect.Descriptor instead.
 func (*Closed) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Closed) GetDestination() *Lease {
@@ -1763,7 +1832,7 @@ type Commit struct {
 
 func (x *Commit) Reset() {
 	*x = Commit{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1775,7 +1844,7 @@ func (x *Commit) String() string {
 func (*Commit) ProtoMessage() {}
 
 func (x *Commit) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1788,7 +1857,7 @@ func (x *Commit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Commit.ProtoReflect.Descriptor instead.
 func (*Commit) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{19}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Commit) GetDestination() *Lease {
@@ -1826,7 +1895,7 @@ type Credit struct {
 
 func (x *Credit) Reset() {
 	*x = Credit{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1838,7 +1907,7 @@ func (x *Credit) String() string {
 func (*Credit) ProtoMessage() {}
 
 func (x *Credit) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[20]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1851,7 +1920,7 @@ func (x *Credit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Credit.ProtoReflect.Descriptor instead.
 func (*Credit) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{20}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Credit) GetTransport() string {
@@ -1893,7 +1962,7 @@ type Rails struct {
 
 func (x *Rails) Reset() {
 	*x = Rails{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1905,7 +1974,7 @@ func (x *Rails) String() string {
 func (*Rails) ProtoMessage() {}
 
 func (x *Rails) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[21]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1918,7 +1987,7 @@ func (x *Rails) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Rails.ProtoReflect.Descriptor instead.
 func (*Rails) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{21}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Rails) GetRails() []*Rail {
@@ -1937,7 +2006,7 @@ type Ping struct {
 
 func (x *Ping) Reset() {
 	*x = Ping{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1949,7 +2018,7 @@ func (x *Ping) String() string {
 func (*Ping) ProtoMessage() {}
 
 func (x *Ping) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[22]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1962,7 +2031,7 @@ func (x *Ping) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ping.ProtoReflect.Descriptor instead.
 func (*Ping) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{22}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Ping) GetNonce() uint64 {
@@ -1981,7 +2050,7 @@ type Pong struct {
 
 func (x *Pong) Reset() {
 	*x = Pong{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1993,7 +2062,7 @@ func (x *Pong) String() string {
 func (*Pong) ProtoMessage() {}
 
 func (x *Pong) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[23]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2006,7 +2075,7 @@ func (x *Pong) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pong.ProtoReflect.Descriptor instead.
 func (*Pong) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{23}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Pong) GetNonce() uint64 {
@@ -2100,7 +2169,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aUNKNOWN\x10\x00\x12\f\n" +
 	"\bADMITTED\x10\x01\x12\v\n" +
 	"\aREFUSED\x10\x02\x12\b\n" +
-	"\x04GONE\x10\x03\"\xd5\x03\n" +
+	"\x04GONE\x10\x03\"\x86\x04\n" +
 	"\x05Grant\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x128\n" +
@@ -2118,8 +2187,13 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\tintegrity\x18\x10 \x01(\rR\tintegrity\x12\x12\n" +
 	"\x04team\x18\x11 \x01(\fR\x04team\x12\x1b\n" +
 	"\tteam_size\x18\x12 \x01(\rR\bteamSize\x12+\n" +
-	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05partsJ\x04\b\x04\x10\x05J\x04\b\n" +
-	"\x10\vJ\x04\b\v\x10\fJ\x04\b\x0f\x10\x10\"\xc4\x02\n" +
+	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05parts\x12/\n" +
+	"\x05tiers\x18\x14 \x03(\v2\x19.kvspray.peer.v1.RailTierR\x05tiersJ\x04\b\x04\x10\x05J\x04\b\n" +
+	"\x10\vJ\x04\b\v\x10\fJ\x04\b\x0f\x10\x10\"P\n" +
+	"\bRailTier\x12\x1c\n" +
+	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
+	"\x04rail\x18\x02 \x01(\tR\x04rail\x12\x12\n" +
+	"\x04tier\x18\x03 \x01(\rR\x04tier\"\xc4\x02\n" +
 	"\x04Part\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\tR\x04rank\x12\x1a\n" +
 	"\bgeometry\x18\x02 \x01(\fR\bgeometry\x12\x12\n" +
@@ -2206,7 +2280,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -2223,19 +2297,20 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*Await)(nil),           // 12: kvspray.peer.v1.Await
 	(*Admitted)(nil),        // 13: kvspray.peer.v1.Admitted
 	(*Grant)(nil),           // 14: kvspray.peer.v1.Grant
-	(*Part)(nil),            // 15: kvspray.peer.v1.Part
-	(*Rank)(nil),            // 16: kvspray.peer.v1.Rank
-	(*GrantReply)(nil),      // 17: kvspray.peer.v1.GrantReply
-	(*SourceLost)(nil),      // 18: kvspray.peer.v1.SourceLost
-	(*Revoke)(nil),          // 19: kvspray.peer.v1.Revoke
-	(*Closed)(nil),          // 20: kvspray.peer.v1.Closed
-	(*Commit)(nil),          // 21: kvspray.peer.v1.Commit
-	(*Credit)(nil),          // 22: kvspray.peer.v1.Credit
-	(*Rails)(nil),           // 23: kvspray.peer.v1.Rails
-	(*Ping)(nil),            // 24: kvspray.peer.v1.Ping
-	(*Pong)(nil),            // 25: kvspray.peer.v1.Pong
-	nil,                     // 26: kvspray.peer.v1.Part.TokensByTransportEntry
-	nil,                     // 27: kvspray.peer.v1.GrantReply.IdentityEntry
+	(*RailTier)(nil),        // 15: kvspray.peer.v1.RailTier
+	(*Part)(nil),            // 16: kvspray.peer.v1.Part
+	(*Rank)(nil),            // 17: kvspray.peer.v1.Rank
+	(*GrantReply)(nil),      // 18: kvspray.peer.v1.GrantReply
+	(*SourceLost)(nil),      // 19: kvspray.peer.v1.SourceLost
+	(*Revoke)(nil),          // 20: kvspray.peer.v1.Revoke
+	(*Closed)(nil),          // 21: kvspray.peer.v1.Closed
+	(*Commit)(nil),          // 22: kvspray.peer.v1.Commit
+	(*Credit)(nil),          // 23: kvspray.peer.v1.Credit
+	(*Rails)(nil),           // 24: kvspray.peer.v1.Rails
+	(*Ping)(nil),            // 25: kvspray.peer.v1.Ping
+	(*Pong)(nil),            // 26: kvspray.peer.v1.Pong
+	nil,                     // 27: kvspray.peer.v1.Part.TokensByTransportEntry
+	nil,                     // 28: kvspray.peer.v1.GrantReply.IdentityEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	2,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -2244,42 +2319,43 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	12, // 3: kvspray.peer.v1.ControlFrame.await:type_name -> kvspray.peer.v1.Await
 	13, // 4: kvspray.peer.v1.ControlFrame.admitted:type_name -> kvspray.peer.v1.Admitted
 	14, // 5: kvspray.peer.v1.ControlFrame.grant:type_name -> kvspray.peer.v1.Grant
-	17, // 6: kvspray.peer.v1.ControlFrame.grant_reply:type_name -> kvspray.peer.v1.GrantReply
-	18, // 7: kvspray.peer.v1.ControlFrame.source_lost:type_name -> kvspray.peer.v1.SourceLost
-	19, // 8: kvspray.peer.v1.ControlFrame.revoke:type_name -> kvspray.peer.v1.Revoke
-	20, // 9: kvspray.peer.v1.ControlFrame.closed:type_name -> kvspray.peer.v1.Closed
-	21, // 10: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
-	22, // 11: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
-	24, // 12: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
-	25, // 13: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
-	23, // 14: kvspray.peer.v1.ControlFrame.rails:type_name -> kvspray.peer.v1.Rails
+	18, // 6: kvspray.peer.v1.ControlFrame.grant_reply:type_name -> kvspray.peer.v1.GrantReply
+	19, // 7: kvspray.peer.v1.ControlFrame.source_lost:type_name -> kvspray.peer.v1.SourceLost
+	20, // 8: kvspray.peer.v1.ControlFrame.revoke:type_name -> kvspray.peer.v1.Revoke
+	21, // 9: kvspray.peer.v1.ControlFrame.closed:type_name -> kvspray.peer.v1.Closed
+	22, // 10: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
+	23, // 11: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
+	25, // 12: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
+	26, // 13: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
+	24, // 14: kvspray.peer.v1.ControlFrame.rails:type_name -> kvspray.peer.v1.Rails
 	0,  // 15: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
 	10, // 16: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
-	15, // 17: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
-	26, // 18: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
-	10, // 19: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 20: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
-	1,  // 21: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	27, // 22: kvspray.peer.v1.GrantReply.identity:type_name -> kvspray.peer.v1.GrantReply.IdentityEntry
-	16, // 23: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
-	10, // 24: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 25: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
-	10, // 26: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 27: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 28: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 29: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
-	3,  // 30: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	4,  // 31: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 32: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 33: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 34: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 35: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 36: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	34, // [34:37] is the sub-list for method output_type
-	31, // [31:34] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	16, // 17: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
+	15, // 18: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
+	27, // 19: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
+	10, // 20: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 21: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
+	1,  // 22: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
+	28, // 23: kvspray.peer.v1.GrantReply.identity:type_name -> kvspray.peer.v1.GrantReply.IdentityEntry
+	17, // 24: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	10, // 25: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 26: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
+	10, // 27: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 28: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 29: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 30: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
+	3,  // 31: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	4,  // 32: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	6,  // 33: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	8,  // 34: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	5,  // 35: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	7,  // 36: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	9,  // 37: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	35, // [35:38] is the sub-list for method output_type
+	32, // [32:35] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -2307,7 +2383,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   26,
+			NumMessages:   27,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

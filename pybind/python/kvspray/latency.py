@@ -10,21 +10,26 @@ Three orders are measured, each over many transfers of fresh random content that
     both     intent() and expect() back to back; time from intent() to the completion
     expect   the source waits already; time from expect() to the completion
 
-It also times the calls that an engine makes in its step: signal_layer(), intent(), step().
+It also times the calls that an engine makes in its step: signal_layer(), intent(), step(). Where the time goes is what a second pair
+of sidecars says in its trace about another run of "both": queue (until the partner's word is there), wire (until the last chunk
+has landed), commit (the fence), and the rest, which is the rings on both sides and the wake-ups of sidecar and engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
+import platform
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from . import EngineInfo, Region, SchedulerClient, WorkerClient, prefix_hash
@@ -158,19 +163,37 @@ def _calls(side: _Side, count: int) -> dict[str, float]:
     return {k: round(v, 3) for k, v in out.items()}
 
 
+def _phases(args: argparse.Namespace) -> dict[str, float]:
+    """Where the time of "both" goes, by the trace of the destination's sidecar; medians in microseconds."""
+    sidecars = _Sidecars(args.kvspray, args.set, trace=True)
+    try:
+        with _joined(sidecars.sockets, args) as (source, dest, peer):
+            _transfers(source, dest, peer, "both", 20, args.block, 0)
+            whole = _transfers(source, dest, peer, "both", args.count, args.block, args.settle_us)
+    finally:
+        sidecars.stop()
+    lines = [json.loads(line) for line in sidecars.trace.read_text().splitlines()][20:]
+    sidecars.close()
+    out = {what: statistics.median(line[what] for line in lines) for what in ("queue_us", "wire_us", "commit_us")}
+    out["rest_us"] = whole["p50_us"] - sum(out.values())
+    return {k: round(v, 1) for k, v in out.items()}
+
+
 class _Sidecars:
     """Two sidecars of our own, each with its socket in a private folder."""
 
-    def __init__(self, binary: str, sets: list[str]) -> None:
+    def __init__(self, binary: str, sets: list[str], trace: bool = False) -> None:
         self.dir = tempfile.TemporaryDirectory(prefix="kvspray-latency-")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.sockets: list[str] = []
+        self.trace = pathlib.Path(self.dir.name) / "trace"  # of the destination's sidecar
         for name in ("source", "dest"):
             base = pathlib.Path(self.dir.name) / name
             base.mkdir(mode=0o700)
             socket, ready = base / "kvspray.sock", base / "ready.json"
             command = [binary, "serve", "--socket", str(socket), "--listen", "127.0.0.1:0", "--http", "off", "--ready-file", str(ready)]
-            for s in ["peer.gossip.listen=off", *sets]:
+            traced = [f"trace.transfers={self.trace}"] if trace and name == "dest" else []
+            for s in ["peer.gossip.listen=off", *traced, *sets]:
                 command += ["--set", s]
             log = open(base / "log", "wb")  # noqa: SIM115
             self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
@@ -183,7 +206,7 @@ class _Sidecars:
                     raise SystemExit(f"kvspray.latency: the {name} sidecar does not serve:\n{tail}")
                 time.sleep(0.01)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         for p in self.processes:
             p.send_signal(signal.SIGTERM)
         for p in self.processes:
@@ -192,7 +215,31 @@ class _Sidecars:
             except subprocess.TimeoutExpired:
                 p.kill()
                 p.wait()
+        self.processes.clear()
+
+    def close(self) -> None:
+        self.stop()
         self.dir.cleanup()
+
+
+@contextlib.contextmanager
+def _joined(sockets: list[str], args: argparse.Namespace) -> Iterator[tuple[_Side, _Side, str]]:
+    """The two engines, and the source's endpoint."""
+    source, dest = (_Side(name, socket, args.block, args.busy) for name, socket in zip(("source", "dest"), sockets, strict=True))
+    with SchedulerClient(sockets[0], engine=EngineInfo("latency")) as scheduler:
+        if not scheduler.wait_connected(START_TIMEOUT_S) or scheduler.endpoint is None:
+            raise SystemExit("kvspray.latency: the source's sidecar names no endpoint for its peers")
+        peer = scheduler.endpoint
+    yield source, dest, peer
+    for side in (source, dest):
+        side.client.close()
+
+
+def _cpu() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -215,23 +262,23 @@ def main(argv: list[str] | None = None) -> int:
         sidecars = _Sidecars(args.kvspray, args.set)
         sockets = sidecars.sockets
     try:
-        source, dest = (_Side(name, socket, args.block, args.busy) for name, socket in zip(("source", "dest"), sockets, strict=True))
-        with SchedulerClient(sockets[0], engine=EngineInfo("latency")) as scheduler:
-            if not scheduler.wait_connected(START_TIMEOUT_S) or scheduler.endpoint is None:
-                raise SystemExit("kvspray.latency: the source's sidecar names no endpoint for its peers")
-            peer = scheduler.endpoint
-        _transfers(source, dest, peer, "both", 20, args.block, 0)  # lanes and caches warm up
-        result: dict[str, Any] = {"block_bytes": args.block, "count": args.count, "runs": {}, "best": {}}
-        for order in ("granted", "both", "expect"):
-            runs = [_transfers(source, dest, peer, order, args.count, args.block, args.settle_us) for _ in range(args.runs)]
-            result["runs"][order] = runs
-            result["best"][order] = min(runs, key=lambda r: r["p50_us"])
-        result["calls"] = _calls(source, 100_000)
-        for side in (source, dest):
-            side.client.close()
+        with _joined(sockets, args) as (source, dest, peer):
+            _transfers(source, dest, peer, "both", 20, args.block, 0)  # lanes and caches warm up
+            result: dict[str, Any] = {
+                "what": "one block between two sidecars, microseconds from the engine's word to the engine's ear",
+                "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release()},
+                "block_bytes": args.block, "count": args.count, "settle_us": args.settle_us, "busy": args.busy, "runs": {}, "best": {},
+            }  # fmt: skip
+            for order in ("granted", "both", "expect"):
+                runs = [_transfers(source, dest, peer, order, args.count, args.block, args.settle_us) for _ in range(args.runs)]
+                result["runs"][order] = runs
+                result["best"][order] = min(runs, key=lambda r: r["p50_us"])
+            result["calls"] = _calls(source, 100_000)
     finally:
         if sidecars is not None:
             sidecars.close()
+    if sidecars is not None:
+        result["phases_of_both"] = _phases(args)
     if args.json:
         print(json.dumps(result))
         return 0
@@ -240,6 +287,9 @@ def main(argv: list[str] | None = None) -> int:
         spread = " ".join(f"{r['p50_us']:.0f}" for r in result["runs"][order])
         figures = "  ".join(f"{name} {best[name + '_us']:7.1f}" for name in ("p50", "p90", "p99", "min"))
         print(f"  {order:8} {figures}  (p50 of each run: {spread})")
+    if sidecars is not None:
+        phases = "  ".join(f"{k.removesuffix('_us')} {v:.0f}" for k, v in result["phases_of_both"].items())
+        print(f"  where the time of both goes: {phases}")
     calls = result["calls"]
     print(f"  calls: signal_layer {calls['signal_layer_us']:.3f}, intent {calls['intent_us']:.2f}, step {calls['step_us']:.2f}")
     return 0

@@ -29,15 +29,16 @@ var mutants = []mutant{
 	{"a failed close counts", "control/exec/source.go", "	if err != nil {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", "	if false {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", []string{read, released}},
 	{"the release rule says yes", "control/lease/doc.go", "return !e.Granted || e.Fenced || e.Exited", "return true", []string{released, read}},
 	{"an origin is not counted", "control/exec/source.go", "		s.OriginOpened()\n", "", []string{released, read}},
-	{"a generation comes again", "control/lease/slots.go", "	s.gen++\n", "	s.gen = 1\n", []string{commit, outside, released}},
+	{"a generation comes again", "control/lease/slots.go", "	s.gen++\n", "	s.gen = 1\n", []string{commit, outside, released, path}},
 	{"a claim outlives its grant", "transport/claim.go", "	if !c.g.Enter() {\n		c.mu.Unlock()\n		return transfer.ReasonRevoked\n	}\n	return transfer.ReasonNone", "	c.g.Enter()\n	return transfer.ReasonNone", []string{outside, never}},
 
 	// The commit.
 	{"one chunk less is full", "transfer/bitmap.go", "func (b *Bitmap) Full() bool { return b.set.Load() == b.n }", "func (b *Bitmap) Full() bool { return b.set.Load()+1 >= b.n }", []string{commit}},
-	{"committed when bound", "control/exec/dest.go", "if d.land != nil && d.land.full && d.State == lease.DestLanding {", "if d.land != nil && d.State == lease.DestLanding {", []string{commit}},
+	{"committed when bound", "control/exec/dest.go", "if d.live != nil && d.live.unfilled == 0 && d.State == lease.DestLanding {", "if d.live != nil && d.State == lease.DestLanding {", []string{commit}},
 	{"a chunk counts twice", "transfer/bitmap.go", "added += uint32(bits.OnesCount64(mask &^ old))", "added += uint32(bits.OnesCount64(mask | mask&old))", []string{commit, never, path}},
-	{"the full bitmap of an older grant", "control/exec/dest.go", "	if d.land != l || l.full {\n		return\n	}\n	l.full, d.filled = true, now", "	if d.land == nil {\n		return\n	}\n	d.land.full, d.filled = true, now", []string{commit}},
-	{"preempted blocks are sent on", "control/exec/source.go", "		e.lose(now, snd, false, \"preempted\")\n", "		_ = snd\n", []string{commit, path, never}},
+	{"the full bitmap of an older grant", "control/exec/dest.go", "	o := l.offer\n	if o.dest.live != o || l.full {\n		return\n	}\n", "	o := l.offer.dest.live\n	if o == nil || o.unfilled == 0 {\n		return\n	}\n", []string{commit}},
+	{"a part counts twice", "control/exec/dest.go", "if o.dest.live != o || l.full {", "if o.dest.live != o || o.unfilled == 0 {", []string{commit}},
+	{"an older epoch of the source", "control/exec/source.go", "		s.ID.Epoch = p.Lease.Epoch\n", "", []string{path, never}},
 
 	// Slices.
 	{"results beside the first", "control/exec/lanes.go", "	for i := range res {\n		e.result(now, &res[i])", "	for i := range min(1, len(res)) {\n		e.result(now, &res[i])", []string{lost}},
@@ -53,15 +54,19 @@ var mutants = []mutant{
 	{"no deadline of destinations", "control/exec/dest.go", "	case now >= d.Deadline:\n", "	case false:\n", []string{never, late}},
 	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + MaxDeadline\n", []string{never, late}},
 	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + 12*e.span(x.Deadline)\n", []string{never, late}},
-	{"a peer's clock", "control/exec/source.go", "deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", "deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", []string{path, never}},
+	{"a peer's clock", "control/exec/inbound.go", "deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", "deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", []string{path, never}},
 
 	// What is left behind.
 	{"a grant is not forgotten", "control/exec/dest.go", "	e.emit(Forget).Landing = l\n", "", []string{leak, released}},
-	{"a sending is not forgotten", "control/exec/source.go", "	if e.sending[snd.grant] == snd {\n		delete(e.sending, snd.grant)\n	}\n", "", []string{leak}},
-	{"a bound grant is not forgotten", "control/exec/source.go", "		if b == s {\n			delete(e.bound, g)\n		}\n", "		_, _ = g, b\n", []string{leak}},
+	{"a grant of a peer is not forgotten", "control/exec/inbound.go", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n	delete(e.inbound, in.id)\n", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n", []string{leak, bound}},
+	{"a grant outlives its source", "control/exec/source.go", "		c.src = nil\n		e.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
+
+	// What comes again.
+	{"a replayed grant takes the place", "control/exec/inbound.go", "		if old.msg.Gen >= m.Gen {\n			return nil // a replay\n		}\n", "", []string{path, never, released, commit}},
+	{"an older grant's reply", "control/exec/dest.go", "if d == nil || d.State != lease.DestGranted || m.Gen != d.live.gen {", "if d == nil || d.State != lease.DestGranted {", []string{path, never, commit}},
 
 	// Boots.
 	{"an older boot is waited for", "control/exec/exec.go", "			e.regrant(now, d, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
-	{"a dead boot's grants stay", "control/exec/exec.go", "			e.endGrant(now, s, g, false, \"the destination's sidecar is gone\")\n", "", []string{leak, never, late}},
+	{"a dead boot's grants stay", "control/exec/exec.go", "			e.endInbound(now, in, false, \"the destination's sidecar is gone\")\n", "", []string{leak, never, late}},
 	{"a dead engine's leases stay", "control/exec/exec.go", "		e.closeDest(now, d, StatusFailed, reason)\n	}\n	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {", "		_ = d\n	}\n	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {", []string{never, released, late}},
 }

@@ -1,0 +1,133 @@
+package exec
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/spray"
+)
+
+// Tiers. How near a rail is depends on the memory at hand, at both ends: the receiver says with each grant how near its rails are to its
+// blocks, we know how near ours are to the source's. The two together are a place, of which package spray keeps a tier per pair of rails;
+// the farther end counts.
+
+const (
+	maxTier      = 3
+	maxRailTiers = 64 // in one grant
+)
+
+// places are those of one peer. The zero value is ready.
+type places struct {
+	byName map[string]spray.Place
+	list   []place // list[i] is place i+1
+}
+
+type place struct {
+	name   string
+	w      *connector.Worker // of the source
+	remote map[railID]uint8
+}
+
+// tiersOf says how near our rails are to the memory of a worker; nothing where all are as near.
+func (e *Exec) tiersOf(ws *worker) []*peerv1.RailTier {
+	if e.cfg.Near == nil {
+		return nil
+	}
+	if ws.tiersOf == e.railsNo+1 {
+		return ws.tiers
+	}
+	ws.tiers, ws.tiersOf = nil, e.railsNo+1
+	ids := make([]railID, 0, len(e.rails))
+	for id := range e.rails {
+		ids = append(ids, id)
+	}
+	slices.SortFunc(ids, func(a, b railID) int {
+		return cmp.Or(strings.Compare(a.transport, b.transport), strings.Compare(a.name, b.name))
+	})
+	differ := false
+	for _, id := range ids[:min(len(ids), maxRailTiers)] {
+		if t := e.cfg.Near(ws.w, id.transport, id.name); t > 0 && t <= maxTier {
+			ws.tiers = append(ws.tiers, &peerv1.RailTier{Transport: id.transport, Rail: id.name, Tier: uint32(t)})
+			differ = differ || uint32(t) != ws.tiers[0].Tier
+		}
+	}
+	if !differ {
+		ws.tiers = nil
+	}
+	return ws.tiers
+}
+
+// place names where the memory of a grant lies: that of w here, and there what is as near to the peer's rails as tiers say. Past
+// spray.MaxPlaces it is unknown.
+func (e *Exec) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spray.Place {
+	if e.cfg.Near == nil && len(tiers) == 0 {
+		return 0
+	}
+	if len(tiers) > maxRailTiers {
+		e.complain(p, "a grant with the tiers of %d rails: at most %d are looked at", len(tiers), maxRailTiers)
+		tiers = tiers[:maxRailTiers]
+	}
+	remote := map[railID]uint8{}
+	var name strings.Builder
+	fmt.Fprintf(&name, "%x", w.Boot)
+	for _, t := range tiers {
+		id := railID{t.GetTransport(), t.GetRail()}
+		_, known := p.known[id]
+		switch {
+		case p.known != nil && !known:
+			e.complain(p, "the tier of rail %.64q: the peer has named no such rail of %.64q", id.name, id.transport)
+			continue
+		case t.GetTier() < 1 || t.GetTier() > maxTier:
+			e.complain(p, "rail %.64q: tier %d: 1 to %d", id.name, t.GetTier(), maxTier)
+			continue
+		}
+		remote[id] = uint8(t.GetTier())
+		fmt.Fprintf(&name, " %q %q %d", id.transport, id.name, t.GetTier())
+	}
+	if at, ok := p.places.byName[name.String()]; ok {
+		return at
+	}
+	at := e.newPlace(p)
+	if at != 0 {
+		p.places.list[at-1] = place{name.String(), w, remote}
+		p.places.byName[name.String()] = at
+	}
+	return at
+}
+
+// newPlace is one that is free, or that of a worker that is gone; 0: there is none.
+func (e *Exec) newPlace(p *peer) spray.Place {
+	if p.places.byName == nil {
+		p.places.byName = map[string]spray.Place{}
+	}
+	if len(p.places.list) < spray.MaxPlaces-1 {
+		p.places.list = append(p.places.list, place{})
+		return spray.Place(len(p.places.list))
+	}
+	for i := range p.places.list {
+		if x := &p.places.list[i]; e.workers[x.w] == nil {
+			delete(p.places.byName, x.name)
+			at := spray.Place(i + 1)
+			p.rails.ForgetPlace(at)
+			return at
+		}
+	}
+	return 0
+}
+
+// tierAt is what package spray asks for once per pair and place.
+func (e *Exec) tierAt(p *peer, path spray.Path, at spray.Place) int {
+	if int(at) > len(p.places.list) || at == 0 {
+		return 0
+	}
+	x := &p.places.list[at-1]
+	here := 0
+	if e.cfg.Near != nil {
+		here = e.cfg.Near(x.w, path.Transport, path.Local)
+	}
+	return max(here, int(x.remote[railID{path.Transport, path.Remote}]))
+}

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package top is `kvspray top`: what a running sidecar is doing, as text that is drawn again and again. It reads the sidecar's own
+// /debug/state and nothing else, so it sees what anybody with curl sees.
+//
+// Render is pure: two snapshots and a width in, lines out. Live drives it in a terminal, Once prints it one time.
+//
+// Goroutines: those of the terminal library while Live runs.
+package top
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+)
+
+// Bounds of a request.
+const (
+	maxState = 16 << 20 // bytes
+	patience = 3 * time.Second
+)
+
+// Snapshot is a sidecar's /debug/state at a time.
+type Snapshot struct {
+	At time.Time `json:"-"`
+
+	Node     string            `json:"node"`
+	Boot     string            `json:"boot"`
+	Version  string            `json:"version"`
+	Endpoint string            `json:"endpoint"`
+	Sessions []string          `json:"sessions"`
+	Ready    bool              `json:"ready"`
+	Draining bool              `json:"draining"`
+	Leases   exec.View         `json:"leases"`
+	Lanes    []Lane            `json:"lanes"`
+	Totals   connector.Stats   `json:"totals"`
+	Peers    map[string]string `json:"peers"`
+}
+
+// Lane is one lane of a sidecar.
+type Lane struct {
+	Peer      string `json:"peer"`
+	Transport string `json:"transport"`
+	Local     string `json:"local"`
+}
+
+// Fetch asks the sidecar at http://addr.
+func Fetch(ctx context.Context, addr string) (*Snapshot, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/debug/state", nil)
+	if err != nil {
+		return nil, fmt.Errorf("top: --http %q: %w; want host:port of a sidecar's http.listen", addr, err)
+	}
+	res, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return nil, fmt.Errorf("top: no sidecar answers: %w; start one with 'kvspray serve', or name its http.listen with --http", err)
+	}
+	defer func() { _ = res.Body.Close() }()
+	b, err := io.ReadAll(io.LimitReader(res.Body, maxState+1))
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("top: read from %s: %w", addr, err)
+	case len(b) > maxState:
+		return nil, fmt.Errorf("top: %s answers more than %d MiB: not a sidecar", addr, maxState>>20)
+	case res.StatusCode != http.StatusOK:
+		return nil, fmt.Errorf("top: %s answers %s to /debug/state: not a sidecar, or one of another version", addr, res.Status)
+	}
+	s := &Snapshot{At: time.Now()}
+	if err := json.Unmarshal(b, s); err != nil {
+		return nil, fmt.Errorf("top: %s: %w; a sidecar of another version?", addr, err)
+	}
+	return s, nil
+}

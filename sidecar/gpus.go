@@ -1,0 +1,62 @@
+package sidecar
+
+import (
+	"fmt"
+	"log/slog"
+	"net"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transport/stage"
+)
+
+// gpus opens the CUDA driver when the first engine or peer lends memory of a GPU: the sidecar of CPU engines never loads it.
+type gpus struct {
+	cfg stage.Config
+
+	mu     sync.Mutex // protects all below
+	opened *stage.GPUs
+	closed bool
+}
+
+// newGPUs returns nil where GPUs are switched off.
+func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
+	t := c.Transports.GPU
+	if t.Enabled == config.Off {
+		return nil, nil
+	}
+	how, err := stage.ParseExecutor(t.Executor)
+	if err != nil {
+		return nil, fmt.Errorf("sidecar: transports.gpu.executor: %w", err)
+	}
+	return &gpus{cfg: stage.Config{Executor: how, Buffers: t.Buffers, PeerStage: uint64(t.Stage), Log: log}}, nil
+}
+
+// Import makes a region of GPU memory; it owns fd once it has succeeded.
+func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return nil, net.ErrClosed
+	}
+	if g.opened == nil {
+		// A failure is not kept: a driver that was being loaded is there the next time.
+		var err error
+		if g.opened, err = stage.New(g.cfg); err != nil {
+			return nil, err
+		}
+	}
+	return g.opened.Import(id, handle, fd, size)
+}
+
+// Close gives the GPUs back, after everything that moves their memory has ended.
+func (g *gpus) Close() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.closed = true
+	if g.opened == nil {
+		return nil
+	}
+	return g.opened.Close()
+}

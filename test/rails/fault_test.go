@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rails
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/bench/railsbench"
+	"github.com/kvspray/kvspray/bench/railsbench/netrig"
+	"github.com/kvspray/kvspray/bench/timeline"
+)
+
+// What a fault may cost.
+const (
+	linkDown  = 20 * time.Millisecond  // the kernel says so
+	silent    = 150 * time.Millisecond // nobody does
+	readmit   = 2 * time.Second        // after healing, at readmitAt of all rails
+	readmitAt = 0.97
+)
+
+var kinds = []struct {
+	kind string
+	cost time.Duration
+}{
+	{"down", linkDown}, {"drop", silent}, {"ackdrop", silent}, {"rate=1/20", silent}, {"flap=300ms", silent}, {"blackhole", silent},
+}
+
+// A rail dies in mid transfer, each way. No transfer fails, content is right; the others go on as if nothing had happened, the transfer in
+// flight ends as soon as they allow, and the rail is used again soon after it has healed.
+func TestFaults(t *testing.T) {
+	rr := goal(t)
+	for _, k := range kinds {
+		t.Run(k.kind, func(t *testing.T) {
+			f := open(t, railsbench.Setup{Rates: rr})
+			p := engines(t, f, 16*kib, total(), 2)
+			r := measured(t, f, rr)
+			n, until := 1, time.Now()
+			switch how {
+			case minute:
+				n, until = 0, time.Now().Add(time.Minute)
+			case long:
+				n = 20
+			}
+			// In mid transfer: each takes more than half a second over all rails. Healed after a second, and then time to come back.
+			at := []string{"250ms:rail0:" + k.kind, "1250ms:rail0:heal"}
+			o := &timeline.Options{Duration: 4 * time.Second, Faults: faults(t, at...)}
+			var windows, lates, back []time.Duration
+			transfers := 0
+			for i := 0; i < n || time.Now().Before(until); i++ {
+				transfer(t, p, railsbench.Order{}) // warm
+				r.Transfers, r.Faults = nil, o.Faults
+				if how != smoke {
+					r.Together = together(t, f)
+				}
+				if err := f.Move(t.Context(), p, o, 1, r); err != nil {
+					t.Fatal(err)
+				}
+				for _, x := range r.Transfers {
+					if x.Error != "" {
+						t.Errorf("run %d: a transfer that began at %v failed: %s", i, x.Began, x.Error)
+					}
+				}
+				transfers += len(r.Transfers)
+				if len(r.Dips) != 2 {
+					t.Fatalf("run %d: %d dips for two events; %d transfers until %v", i, len(r.Dips), len(r.Transfers), r.Transfers[len(r.Transfers)-1].Began)
+				}
+				w := r.Dips[0].Recovered.D()
+				if w < 0 {
+					w = time.Hour // never
+				}
+				l, ok := railsbench.Late(r, &r.Dips[0])
+				if !ok {
+					t.Fatalf("run %d: no transfer was in flight at the fault", i)
+				}
+				windows, lates, back = append(windows, w), append(lates, l), append(back, again(r, 1250*time.Millisecond))
+			}
+			t.Logf("%d faults, %d transfers, all right; the first window of %v at %.2f: median %v, worst %v; in flight, late by: median %v, worst %v; back at %.2f after: median %v, worst %v",
+				len(windows), transfers, timeline.Window, timeline.Enough, median(windows), quantile(windows, 1), median(lates), quantile(lates, 1), readmitAt, median(back), quantile(back, 1))
+			if how == smoke {
+				return
+			}
+			if w := quantile(windows, 1); w > k.cost {
+				t.Errorf("the other rails were disturbed: the first window at %.2f of what they carry began %v after the fault, want %v", timeline.Enough, w, k.cost)
+			}
+			if l := quantile(lates, 1); l > k.cost {
+				t.Errorf("the transfer in flight ended %v later than the rails that were left allow, want %v: %v", l, k.cost, lates)
+			}
+			if b := quantile(back, 1); b > readmit {
+				t.Errorf("back at %.2f %v after healing, want %v: %v", readmitAt, b, readmit, back)
+			}
+		})
+	}
+}
+
+// again is how long after healing the first window of a quarter of a second begins in which all rails together carry what they should.
+// Transfers follow one another here, so a window has a pause in it: what is missing of the wire's time between two of them does not count.
+func again(r *timeline.Result, healed time.Duration) time.Duration {
+	const window = 250 * time.Millisecond
+	var idle func(from, to time.Duration) time.Duration = func(from, to time.Duration) (sum time.Duration) {
+		for i := 1; i < len(r.Transfers); i++ {
+			a, b := r.Transfers[i-1].Began.D()+r.Transfers[i-1].Took.D(), r.Transfers[i].Began.D()
+			if lo, hi := max(a, from), min(b, to); hi > lo {
+				sum += hi - lo
+			}
+		}
+		return sum
+	}
+	last := r.Transfers[len(r.Transfers)-1]
+	for from := healed; from+window <= last.Began.D()+last.Took.D(); from += timeline.SampleEvery {
+		want := r.Together.Over(window-idle(from, from+window)) * readmitAt
+		if float64(r.Samples.Between(from, from+window)) >= want {
+			return from - healed
+		}
+	}
+	return time.Hour // never
+}
+
+// All rails dead for three seconds, then back: who has time finishes, who has not fails for its deadline, and the wire is used again.
+func TestAllDeadThenBack(t *testing.T) {
+	rr := goal(t)
+	for _, kind := range []string{"down", "drop"} {
+		t.Run(kind, func(t *testing.T) {
+			f := open(t, railsbench.Setup{Rates: rr})
+			p := engines(t, f, 16*kib, total(), 3)
+			transfer(t, p, railsbench.Order{})
+			patient, err := p.Begin(t.Context(), railsbench.Order{Deadline: 20 * time.Second})
+			if err != nil {
+				t.Fatal(err)
+			}
+			hasty, err := p.Begin(t.Context(), railsbench.Order{Deadline: 1500 * time.Millisecond})
+			if err != nil {
+				t.Fatal(err)
+			}
+			after(t, 200*time.Millisecond)
+			apply(t, f, "0s:all:"+kind)
+			died := time.Now()
+			after(t, 3*time.Second)
+			apply(t, f, "0s:all:heal")
+			if patient.Wait(); patient.Err != nil {
+				t.Errorf("a transfer with 20 s: %v", patient.Err)
+			}
+			took := patient.Ended.Sub(died)
+			t.Logf("dead for 3 s; the patient one ended %v after it began to be", took)
+			if hasty.Wait(); hasty.Err == nil {
+				t.Error("a transfer with 1.5 s came through 3 s without a rail")
+			} else if !strings.Contains(hasty.Err.Error(), "deadline") {
+				t.Errorf("the one past its deadline failed for another reason: %v", hasty.Err)
+			} else if whole := hasty.Recompute == 0; !whole && hasty.Recompute > hasty.Tokens() {
+				// No range at all is the protocol's word for everything.
+				t.Errorf("%d tokens are to be computed again of a prompt of %d", hasty.Recompute, hasty.Tokens())
+			}
+			if most := 3*time.Second + 2*readmit; took > most && how != smoke {
+				t.Errorf("the patient one ended %v after the rails died, want %v", took, most)
+			}
+			transfer(t, p, railsbench.Order{})
+		})
+	}
+}
+
+// tcp as a whole is gone in mid transfer; another transport can reach the peer: the same transfer carries on.
+func TestOtherTransportCarriesOn(t *testing.T) {
+	rr := goal(t)
+	for _, kind := range []string{"down", "drop"} {
+		t.Run(kind, func(t *testing.T) {
+			f := open(t, railsbench.Setup{Rates: rr, Set: []string{"transports.order=tcp,shm", "transports.shm.dir=" + t.TempDir()}})
+			p := engines(t, f, 16*kib, total(), 2)
+			transfer(t, p, railsbench.Order{})
+			x, err := p.Begin(t.Context(), railsbench.Order{Deadline: 20 * time.Second})
+			if err != nil {
+				t.Fatal(err)
+			}
+			after(t, 200*time.Millisecond)
+			apply(t, f, "0s:all:"+kind)
+			died := time.Now()
+			select {
+			case <-x.Heard():
+			case <-time.After(10 * time.Second):
+				t.Error("ten seconds after tcp was gone the transfer has not ended")
+			}
+			// The receiver's engine has it. The word of that comes to the sender by control lanes, which have no other way than the rails.
+			apply(t, f, "0s:all:heal")
+			if x.Wait(); x.Err != nil {
+				t.Fatal(x.Err)
+			}
+			t.Logf("ended %v after tcp was gone, by %s", x.Ended.Sub(died), x.Transport)
+			s, err := f.State(t.Context(), netrig.Sender)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var byTCP, bySHM uint64
+			for _, q := range s.Leases.Rails.Pairs {
+				if q.Path.Transport == "shm" {
+					bySHM += q.Counters["bytes"]
+				} else {
+					byTCP += q.Counters["bytes"]
+				}
+			}
+			if bySHM == 0 || byTCP == 0 || byTCP < x.Bytes {
+				t.Errorf("%d bytes by tcp, %d by shm: want the first transfer and a part of the second by tcp, the rest by shm", byTCP, bySHM)
+			}
+		})
+	}
+}
+
+// Nobody is blamed who did nothing: a slow rail beside a fast one, and loss on all of them.
+func TestNoFalseExclusion(t *testing.T) {
+	only(t, minute)
+	span := 20 * time.Second
+	if how == long {
+		span = 10 * time.Minute
+	}
+	for name, c := range map[string]struct {
+		rates []string
+		loss  float64
+	}{"5 Mbit/s beside 2 Gbit/s": {[]string{"2gbit", "5mbit"}, 0}, "1% loss": {[]string{"200mbit", "100mbit", "50mbit", "50mbit"}, 0.01}} {
+		t.Run(name, func(t *testing.T) {
+			rr := rates(t, c.rates...)
+			f := open(t, railsbench.Setup{Rates: rr})
+			p := engines(t, f, 16*kib, 64*mib, 3)
+			transfer(t, p, railsbench.Order{})
+			for i := range rr {
+				if err := f.Rig.Loss(i, c.loss); err != nil {
+					t.Fatal(err)
+				}
+			}
+			r := &timeline.Result{Rails: make([]timeline.Rail, len(rr))}
+			if err := f.Move(t.Context(), p, &timeline.Options{Duration: span}, 2, r); err != nil {
+				t.Fatal(err)
+			}
+			if r.Failed > 0 {
+				t.Errorf("%d of %d transfers failed", r.Failed, len(r.Transfers))
+			}
+			s, err := f.State(t.Context(), netrig.Sender)
+			if err != nil {
+				t.Fatal(err)
+			}
+			used := 0
+			for _, q := range s.Leases.Rails.Pairs {
+				if q.Samples == 0 {
+					continue
+				}
+				used++
+				if q.Counters["exclusions"] > 0 {
+					t.Errorf("%s was excluded %d times: %s", q.Path.Local, q.Counters["exclusions"], q.Reason)
+				}
+				t.Logf("%s: %d MiB, %d suspicions, %d given twice", q.Path.Local, q.Counters["bytes"]>>20, q.Counters["suspicions"], q.Counters["slices_doubled"])
+			}
+			if used != len(rr) {
+				t.Errorf("%d rails were used of %d", used, len(rr))
+			}
+			t.Logf("%v, %d transfers, %v", span, len(r.Transfers), r.Goodput)
+		})
+	}
+}

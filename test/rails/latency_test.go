@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rails
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/bench/railsbench"
+	"github.com/kvspray/kvspray/connector/msg"
+)
+
+// A decode that waits for one small block is not kept waiting by the background: its p99 grows by no more than two slices of the fastest
+// rail, one that is on the wire and one that is in the socket.
+func TestUrgentBesideBackground(t *testing.T) {
+	only(t, minute)
+	const sliceTime = 1050 * time.Microsecond // 256 KiB at 2 Gbit/s
+	n := 1000
+	if how == long {
+		n = 4000
+	}
+	f := open(t, railsbench.Setup{Rates: goal(t)})
+	bulk := engines(t, f, 16*kib, total(), 3)
+	small := engines(t, f, 4*kib, 4*kib, 4)
+	transfer(t, bulk, railsbench.Order{}) // the rails are known
+	measure := func() (out []time.Duration) {
+		for range n {
+			x := transfer(t, small, railsbench.Order{Priority: msg.PrioDecodeWaits})
+			out = append(out, x.Ended.Sub(x.Began))
+		}
+		return out
+	}
+	alone := measure()
+
+	ctx, stop := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	moved := 0
+	for range 2 {
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				x, err := bulk.Begin(ctx, railsbench.Order{Priority: msg.PrioBackground})
+				if err != nil {
+					return // ctx ended
+				}
+				if x.Wait(); x.Err != nil {
+					t.Error(x.Err)
+				}
+			}
+		})
+	}
+	after(t, 500*time.Millisecond)
+	loaded := measure()
+	stop()
+	wg.Wait()
+	_ = moved
+	a, l := quantile(alone, 0.99), quantile(loaded, 0.99)
+	t.Logf("%d transfers of 4 KiB: alone p50 %v, p99 %v; beside the background p50 %v, p99 %v", n, median(alone), a, median(loaded), l)
+	if most := a + 2*sliceTime; l > most {
+		t.Errorf("p99 beside background %v, alone %v: want %v at most", l, a, most)
+	}
+}

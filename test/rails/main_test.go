@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rails
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/bench/railsbench"
+	"github.com/kvspray/kvspray/bench/railsbench/netrig"
+	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+// How much is run.
+type extent int
+
+const (
+	smoke extent = iota
+	minute
+	long
+)
+
+const (
+	extentEnv = "KVSPRAY_RAILS"
+	attackEnv = "KVSPRAY_ATTACK_RUNS"
+	binaryEnv = "KVSPRAY_BINARY"
+)
+
+var (
+	kvspray string // the binary
+	how     extent
+)
+
+func TestMain(m *testing.M) {
+	code, err := setUp(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "test/rails:", err)
+		os.Exit(1)
+	}
+	os.Exit(code)
+}
+
+func setUp(m *testing.M) (int, error) {
+	switch v := os.Getenv(extentEnv); v {
+	case "":
+	case "minute":
+		how = minute
+	case "long":
+		how = long
+	default:
+		return 0, fmt.Errorf("%s=%q: want minute, long, or nothing", extentEnv, v)
+	}
+	if kvspray = os.Getenv(binaryEnv); kvspray == "" || !exists(kvspray) {
+		// What the sidecars are built from must not be older than the tests.
+		dir, err := os.MkdirTemp("", "kvspray-rails")
+		if err != nil {
+			return 0, err
+		}
+		defer func() { _ = os.RemoveAll(dir) }()
+		kvspray = filepath.Join(dir, "kvspray")
+		if out, err := exec.Command("go", "build", "-o", kvspray, "github.com/kvspray/kvspray/cmd/kvspray").CombinedOutput(); err != nil {
+			return 0, fmt.Errorf("build kvspray: %w\n%s", err, out)
+		}
+	}
+	return m.Run(), nil
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}
+
+// only skips what is not of this extent.
+func only(t *testing.T, from extent) {
+	t.Helper()
+	if how < from {
+		testutil.Skip(t, "rails-figures", "figures need a quiet machine: "+extentEnv+"=minute or long")
+	}
+}
+
+// rates reads "2gbit,1gbit".
+func rates(t testing.TB, s ...string) (out []timeline.Rate) {
+	t.Helper()
+	for _, x := range s {
+		r, err := timeline.ParseRate(x)
+		if err != nil {
+			t.Fatal(err)
+		}
+		out = append(out, r)
+	}
+	return out
+}
+
+// goal is the mix that the goals name, or a tenth of it where figures do not count.
+func goal(t testing.TB) []timeline.Rate {
+	if how == smoke {
+		return rates(t, "200mbit", "100mbit", "50mbit", "50mbit")
+	}
+	return rates(t, "2gbit", "1gbit", "500mbit", "500mbit")
+}
+
+// total is the size of a transfer: half a second over the rails of goal.
+func total() int64 {
+	if how == smoke {
+		return 16 << 20
+	}
+	return 256 << 20
+}
+
+const kib, mib = 1 << 10, 1 << 20
+
+// open builds a field, or skips where that is not permitted.
+func open(t testing.TB, s railsbench.Setup) *railsbench.Field {
+	t.Helper()
+	leaktest.Check(t)
+	s.Kvspray = kvspray
+	f, err := railsbench.Open(t.Context(), s)
+	if errors.Is(err, netrig.ErrNotPermitted) {
+		testutil.Skip(t, "netns", err.Error())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("%s", f.Logs())
+		}
+		f.Close()
+	})
+	return f
+}
+
+// engines adds a pair of engines, and lets the sidecars meet.
+func engines(t testing.TB, f *railsbench.Field, block int, total int64, slots int) *railsbench.Pair {
+	t.Helper()
+	p, err := f.Engines(t.Context(), block, total, slots)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Meet(t.Context(), p); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// measured is a result that knows what plain streams carry.
+func measured(t testing.TB, f *railsbench.Field, rr []timeline.Rate) *timeline.Result {
+	t.Helper()
+	r := &timeline.Result{Bench: "rails"}
+	for i, rate := range rr {
+		if how == smoke {
+			r.Rails = append(r.Rails, timeline.Rail{Name: netrig.Name(i), Rate: rate, Alone: rate})
+			r.Together += rate
+			continue
+		}
+		alone, err := railsbench.Streams(t.Context(), f.Rig, []int{i}, time.Second)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Rails = append(r.Rails, timeline.Rail{Name: netrig.Name(i), Rate: rate, Alone: alone[0]})
+	}
+	if how != smoke {
+		r.Together = together(t, f)
+	}
+	return r
+}
+
+func together(t testing.TB, f *railsbench.Field) timeline.Rate {
+	t.Helper()
+	r, err := railsbench.Together(t.Context(), f.Rig, 1500*time.Millisecond)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+// transfer moves one and fails the test if it does not come, or comes wrong.
+func transfer(t testing.TB, p *railsbench.Pair, o railsbench.Order) *railsbench.Transfer {
+	t.Helper()
+	x, err := p.Begin(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if x.Wait(); x.Err != nil {
+		t.Fatal(x.Err)
+	}
+	return x
+}
+
+// rate is what a transfer reached.
+func rate(x *railsbench.Transfer) timeline.Rate {
+	return timeline.RateOf(x.Bytes, x.Ended.Sub(x.Began))
+}
+
+func faults(t testing.TB, s ...string) (out []timeline.Fault) {
+	t.Helper()
+	for _, x := range s {
+		f, err := timeline.ParseFault(x)
+		if err != nil {
+			t.Fatal(err)
+		}
+		out = append(out, f)
+	}
+	return out
+}
+
+func apply(t testing.TB, f *railsbench.Field, s ...string) {
+	t.Helper()
+	for _, x := range faults(t, s...) {
+		if err := f.Rig.Apply(x); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// after waits; the tests have to let time pass in which nothing may happen, or in which rails are dead.
+func after(t testing.TB, d time.Duration) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), d)
+	defer cancel()
+	<-ctx.Done()
+}
+
+func median[T int | float64 | time.Duration](v []T) T {
+	s := slices.Clone(v)
+	slices.Sort(s)
+	return s[len(s)/2]
+}
+
+// quantile is the value that a share of all does not exceed.
+func quantile(v []time.Duration, q float64) time.Duration {
+	s := slices.Clone(v)
+	slices.Sort(s)
+	return s[min(int(q*float64(len(s))), len(s)-1)]
+}
+
+func runs(t testing.TB, least int) int {
+	t.Helper()
+	v := os.Getenv(attackEnv)
+	if v == "" {
+		return least
+	}
+	n, err := strconv.Atoi(v)
+	if err != nil || n < 1 {
+		t.Fatalf("%s=%q: want a number of runs", attackEnv, v)
+	}
+	return n
+}

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package rails
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/bench/railsbench"
+	"github.com/kvspray/kvspray/bench/timeline"
+)
+
+// Shares of what plain streams over all rails at once carry.
+const (
+	warmGoal      = 0.97
+	coldGoal      = 0.93
+	liarsColdGoal = 0.90
+)
+
+// mix is a set of rails.
+type mix struct {
+	name   string
+	rates  []string
+	claims []string
+}
+
+// add moves transfers over a mix, cold and warm in turns with plain streams, and returns the shares.
+func add(t *testing.T, m mix, policy string, block int, n int) (cold, warm []float64) {
+	t.Helper()
+	rr := rates(t, m.rates...)
+	f := open(t, railsbench.Setup{Rates: rr, Claims: rates(t, m.claims...), Policy: policy})
+	var sum timeline.Rate
+	for _, r := range rr {
+		sum += r
+	}
+	size := total()
+	for size > 16*mib && sum.Over(time.Second) < float64(size) {
+		size /= 2 // half a second to a second each
+	}
+	p := engines(t, f, block, size, 2)
+	for i := range n {
+		if i > 0 {
+			// The sidecars of the last round know the rails. These do not.
+			if err := f.Renew(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if err := f.Meet(t.Context(), p); err != nil {
+				t.Fatal(err)
+			}
+		}
+		before := together(t, f)
+		c := rate(transfer(t, p, railsbench.Order{}))
+		w := rate(transfer(t, p, railsbench.Order{}))
+		plain := (before + together(t, f)) / 2
+		cold, warm = append(cold, float64(c/plain)), append(warm, float64(w/plain))
+	}
+	return cold, warm
+}
+
+func verdict(t *testing.T, what string, v []float64, least float64) {
+	t.Helper()
+	worst := v[0]
+	for _, x := range v {
+		worst = min(worst, x)
+	}
+	t.Logf("%s: worst %.3f, median %.3f of plain streams in %d runs", what, worst, median(v), len(v))
+	if worst < least {
+		t.Errorf("%s: worst of %d runs %.3f of what plain streams carry, want %.2f: %.3f", what, len(v), worst, least, v)
+	}
+}
+
+// Unequal rails add up, cold and warm, whatever the blocks.
+func TestRailsAddUp(t *testing.T) {
+	only(t, minute)
+	n := 3
+	if how == long {
+		n = 10
+	}
+	for _, block := range []int{16 * kib, 64 * kib, 1 * mib} {
+		t.Run(timeline.FormatSize(int64(block)), func(t *testing.T) {
+			cold, warm := add(t, mix{rates: []string{"2gbit", "1gbit", "500mbit", "500mbit"}}, "", block, n)
+			verdict(t, "cold", cold, coldGoal)
+			verdict(t, "warm", warm, warmGoal)
+		})
+	}
+}
+
+// Any other mix, and rails that are not what they claim.
+func TestOtherMixes(t *testing.T) {
+	only(t, minute)
+	mixes := []mix{
+		{"one in a hundred", []string{"1gbit", "50mbit"}, nil},
+		{"eight", []string{"1gbit", "500mbit", "300mbit", "200mbit", "100mbit", "100mbit", "50mbit", "50mbit"}, nil},
+	}
+	n := 2
+	if how == long {
+		n = 10
+		mixes = append(mixes, mix{"two equal", []string{"1gbit", "1gbit"}, nil}, mix{"three", []string{"2gbit", "200mbit", "50mbit"}, nil},
+			mix{"slow", []string{"100mbit", "70mbit", "50mbit"}, nil}, mix{"five", []string{"1gbit", "800mbit", "600mbit", "400mbit", "200mbit"}, nil})
+	}
+	for _, m := range mixes {
+		t.Run(m.name, func(t *testing.T) {
+			cold, warm := add(t, m, "", 16*kib, n)
+			verdict(t, "cold", cold, coldGoal)
+			verdict(t, "warm", warm, warmGoal)
+		})
+	}
+	t.Run("a tenth of its claim", func(t *testing.T) {
+		cold, warm := add(t, mix{rates: []string{"200mbit", "1gbit", "500mbit", "500mbit"}, claims: []string{"2gbit", "1gbit", "500mbit", "500mbit"}}, "", 16*kib, n)
+		verdict(t, "cold", cold, liarsColdGoal)
+		verdict(t, "warm", warm, warmGoal)
+	})
+}
+
+// What other engines do, beside it: each slice to the next rail, or shares by what links claim. They are here to be compared with; where a
+// link lies, or claims nothing, they are as slow as that link makes them.
+func TestFixedPolicies(t *testing.T) {
+	only(t, long)
+	for _, policy := range []string{"spray", "round-robin", "weighted"} {
+		for _, m := range []mix{
+			{"claims nothing", []string{"2gbit", "1gbit", "500mbit", "500mbit"}, nil},
+			{"claims are true", []string{"2gbit", "1gbit", "500mbit", "500mbit"}, []string{"2gbit", "1gbit", "500mbit", "500mbit"}},
+			{"one lies", []string{"200mbit", "1gbit", "500mbit", "500mbit"}, []string{"2gbit", "1gbit", "500mbit", "500mbit"}},
+		} {
+			t.Run(policy+"/"+m.name, func(t *testing.T) {
+				cold, warm := add(t, m, policy, 16*kib, 3)
+				least := 0.0
+				if policy == "spray" {
+					least = liarsColdGoal
+				}
+				verdict(t, fmt.Sprintf("%s, %s, cold", policy, m.name), cold, least)
+				verdict(t, fmt.Sprintf("%s, %s, warm", policy, m.name), warm, least)
+			})
+		}
+	}
+}

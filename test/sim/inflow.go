@@ -1,0 +1,37 @@
+package sim
+
+import (
+	"bytes"
+	"cmp"
+	"maps"
+	"slices"
+
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// inflow is one rail and who sends over it.
+type inflow struct {
+	peer            transfer.Boot
+	transport, rail string
+}
+
+// came counts what a lane has brought, as the sidecar's driver does.
+func (s *sidecar) came(l transport.Lane, n uint64) {
+	if s.inflows == nil {
+		s.inflows = map[inflow]uint64{}
+	}
+	s.inflows[inflow{l.Peer(), l.Backend(), l.Local()}] += n
+}
+
+// measure answers exec.Measure.
+func (s *sidecar) measure() {
+	var all []exec.Inflow
+	for _, k := range slices.SortedFunc(maps.Keys(s.inflows), func(a, b inflow) int {
+		return cmp.Or(bytes.Compare(a.peer[:], b.peer[:]), cmp.Compare(a.rail, b.rail))
+	}) {
+		all = append(all, exec.Inflow{Peer: k.peer, Transport: k.transport, Rail: k.rail, Gbps: s.gbps(k.rail), Bytes: s.inflows[k]})
+	}
+	s.event(func(now exec.Instant) { s.ex.Measured(now, all) })
+}

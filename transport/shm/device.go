@@ -1,0 +1,216 @@
+package shm
+
+import (
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// Memory of a GPU is moved by the GPU's copy engines, which want much at once: a mover takes every pull that waits, up to
+// moveBytes, claims the chunks of all of them, and hands them to the device in one call. Two movers, so that one batch is on the
+// link while the next is made.
+const (
+	movers    = 2
+	moveBytes = 128 << 20
+	moveJobs  = maxPulls
+)
+
+// onDevice reports whether memory of a GPU is on either side. A grant that is gone is found out when it is admitted.
+func (j *job) onDevice() bool {
+	for _, m := range j.maps {
+		if m.region != nil {
+			return true
+		}
+	}
+	g, _ := j.l.b.host.Grant(j.l.peer, j.slot, j.gen)
+	return g != nil && transport.DeviceOf(g.Sink) != nil
+}
+
+// batch is what a mover has in hand.
+type batch struct {
+	jobs  []*job
+	parts []part // of the jobs, one each
+
+	// Pieces of all jobs: between two regions, and from the peer's host memory, which is mapped here and no region of ours.
+	dst, src []mem.Block
+	up       []upload
+}
+
+// part is what a job has in a batch.
+type part struct {
+	reason  transfer.Reason // none: it is moved, and its claim is entered
+	at, end int             // in dst and src
+	up, top int             // in up
+}
+
+type upload struct {
+	to   mem.Block
+	from []byte
+}
+
+// mover moves pulls of device memory until the backend closes.
+func (b *Backend) mover() {
+	var m batch
+	for {
+		select {
+		case j := <-b.far:
+			m.jobs = append(m.jobs[:0], j)
+		case <-b.stop:
+			b.dropJobs(b.far)
+			return
+		}
+		m.fill(b.far)
+		m.run()
+	}
+}
+
+// fill adds what waits.
+func (m *batch) fill(queue <-chan *job) {
+	for total := m.jobs[0].total; total < moveBytes && len(m.jobs) < moveJobs; {
+		select {
+		case j := <-queue:
+			m.jobs = append(m.jobs, j)
+			total += j.total
+		default:
+			return
+		}
+	}
+}
+
+// run moves the batch and answers every pull of it.
+//
+// First every claim, and what of it is still to be written; then the right to write all of it: who takes a claim over waits for its
+// writer with the grant's claims locked, so a writer must ask nothing of them, not even for another pull of its batch.
+func (m *batch) run() {
+	m.parts, m.dst, m.src, m.up = m.parts[:0], m.dst[:0], m.src[:0], m.up[:0]
+	for _, j := range m.jobs {
+		p := part{reason: j.admit(), at: len(m.dst), up: len(m.up)}
+		if p.reason == transfer.ReasonNone {
+			p.reason = m.list(j)
+		}
+		p.end, p.top = len(m.dst), len(m.up)
+		m.parts = append(m.parts, p)
+	}
+	kept := 0
+	for i, j := range m.jobs {
+		p := &m.parts[i]
+		if p.reason == transfer.ReasonNone {
+			p.reason = j.claim.Enter()
+		}
+		if p.reason == transfer.ReasonNone {
+			kept += p.end - p.at
+		}
+	}
+	// All at once, unless somebody's pieces have to stay out.
+	together := kept == len(m.dst) && kept > 0 && deviceOf(m.dst, m.src).Move(m.dst, m.src) == nil
+	for i, j := range m.jobs {
+		p := &m.parts[i]
+		if p.reason == transfer.ReasonNone {
+			if err := m.one(p, together); err != nil {
+				j.l.b.cfg.Log.Warn("shm device copy", "peer", j.l.peer, "slot", j.slot, "err", err)
+				p.reason = transfer.ReasonMemory
+			}
+			j.claim.Leave()
+		}
+	}
+	for i, j := range m.jobs {
+		l := j.l
+		j.finish(m.parts[i].reason)
+		if i+1 == len(m.jobs) || m.jobs[i+1].l != l {
+			l.out.kick()
+		}
+	}
+	clear(m.jobs)
+	clear(m.dst)
+	clear(m.src)
+	clear(m.up)
+}
+
+// one moves what a job has in the batch, as far as it was not moved together with the others: a device refuses all where it refuses
+// one, and the others must not suffer.
+func (m *batch) one(p *part, moved bool) error {
+	if !moved && p.at < p.end {
+		if err := deviceOf(m.dst[p.at:p.end], m.src[p.at:p.end]).Move(m.dst[p.at:p.end], m.src[p.at:p.end]); err != nil {
+			return err
+		}
+	}
+	return uploadAll(m.up[p.up:p.top])
+}
+
+// deviceOf finds the device of blocks of which some lie on one.
+func deviceOf(dst, src []mem.Block) mem.Device {
+	if d := mem.DeviceOf(src); d != nil {
+		return d
+	}
+	return mem.DeviceOf(dst)
+}
+
+// list adds the pieces of a pull whose chunks have not landed yet.
+func (m *batch) list(j *job) transfer.Reason {
+	c := cursor{job: j}
+	for rest := j.r; rest.Count > 0; {
+		n, fresh := j.claim.Fresh(rest)
+		bytes, err := j.grant.Sink.Bytes(transfer.Range{First: rest.First, Count: n})
+		if err != nil {
+			return transfer.ReasonRange
+		}
+		err = c.each(bytes, func(d mem.Block, s sourcePiece) error {
+			switch {
+			case !fresh:
+			case s.m.region == nil:
+				m.up = append(m.up, upload{d, s.m.bytes[s.off:][:s.len]})
+			default:
+				m.dst = append(m.dst, d)
+				m.src = append(m.src, mem.Block{Region: s.m.region, Off: s.off, Len: s.len})
+			}
+			return nil
+		})
+		if err != nil {
+			return transfer.ReasonRange
+		}
+		rest.First, rest.Count = rest.First+n, rest.Count-n
+	}
+	return transfer.ReasonNone
+}
+
+// plain has buffers for when a device lends none.
+var plain = sync.Pool{New: func() any { b := make([]byte, maxPullBytes); return &b }}
+
+// uploadAll gathers host memory in a buffer before it goes to the device: a call for each block would wait for the device each time.
+func uploadAll(ups []upload) error {
+	if len(ups) == 0 {
+		return nil
+	}
+	var buf []byte
+	if dev := ups[0].to.Region.Device(); dev != nil {
+		if buf = dev.Lend(); buf != nil {
+			defer dev.Return(buf)
+		}
+	}
+	if buf == nil {
+		p := plain.Get().(*[]byte)
+		defer plain.Put(p)
+		buf = *p
+	}
+	var blocks []mem.Block
+	n := 0
+	for _, u := range ups {
+		if n+len(u.from) > len(buf) {
+			if err := mem.Scatter(blocks, buf[:n]); err != nil {
+				return err
+			}
+			blocks, n = blocks[:0], 0
+		}
+		if len(u.from) > len(buf) {
+			if err := u.to.Region.WriteAt(u.from, u.to.Off); err != nil {
+				return err
+			}
+			continue
+		}
+		n += mem.Copy(buf[n:], u.from)
+		blocks = append(blocks, u.to)
+	}
+	return mem.Scatter(blocks, buf[:n])
+}
