@@ -182,6 +182,7 @@ type simNode struct {
 	leases map[transfer.LeaseID]*simLease
 	fenced map[*connector.Worker]bool
 	answer map[uint64]connector.Admission
+	hangs  map[string]bool // addresses that do not answer a connect
 }
 
 // simLanding is the receiver's memory behind one grant.
@@ -266,6 +267,9 @@ func (n *simNode) perform(a *Action) {
 	switch a.Kind {
 	case Connect:
 		addr := a.Endpoint
+		if n.hangs[addr] {
+			return
+		}
 		s.after(s.delay(5*time.Millisecond), func() {
 			n.event(func() {
 				p := s.byAddr[addr]

@@ -1,0 +1,295 @@
+package exec
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// drained is what an executor wants done, slices left out.
+func drained(e *Exec) (out []Action) {
+	var b Batch
+	for e.Drain(&b) {
+		out = append(out, b.Actions...)
+	}
+	return out
+}
+
+func only(t *testing.T, all []Action, k Kind) []Action {
+	t.Helper()
+	var out []Action
+	for _, a := range all {
+		if a.Kind == k {
+			out = append(out, a)
+		}
+	}
+	return out
+}
+
+// lanes joins an executor to a peer by rails r0, r1 ...
+func laned(t *testing.T, e *Exec, boot transfer.Boot, n int) {
+	t.Helper()
+	e.PeerUp(0, "peer:1", boot)
+	for i := range n {
+		name := fmt.Sprint("r", i)
+		if err := e.LaneUp(0, LaneInfo{ID: uint64(100*int(boot[0]) + i), Peer: boot, Backend: "tcp", Local: name, Remote: name, SliceBytes: 1 << 20, MaxInFlight: 16, Tells: true}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func states(e *Exec, now Instant) string {
+	var out []string
+	for _, p := range e.View(now).Rails.Pairs {
+		out = append(out, p.Path.Local+" "+p.State)
+	}
+	return strings.Join(out, ", ")
+}
+
+// What is said of links holds for the pairs over them, ours and the peer's; a rail that is gone is on trial when it is there again.
+func TestLinksOfRails(t *testing.T) {
+	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
+	peer := transfer.Boot{1}
+	laned(t, e, peer, 2)
+	set := func(now Instant, mine, theirs string) {
+		list := func(s string) (out []Rail) {
+			for _, f := range strings.Fields(s) {
+				name, down := strings.CutSuffix(f, "!")
+				out = append(out, Rail{Transport: "tcp", Name: name, Down: down})
+			}
+			return out
+		}
+		e.SetRails(now, list(mine))
+		e.PeerRails(now, peer, list(theirs))
+	}
+	for i, x := range []struct{ mine, theirs, want string }{
+		{"r0 r1", "r0 r1", "r0 healthy, r1 healthy"},
+		{"r0! r1", "r0 r1", "r0 excluded, r1 healthy"},
+		{"r0! r1", "r0! r1!", "r0 excluded, r1 excluded"},
+		{"r0 r1", "r0! r1", "r0 excluded, r1 probing"},
+		{"r0 r1", "r0 r1", "r0 probing, r1 probing"},
+		{"r1", "r0 r1", "r0 probing, r1 probing"}, // it was excluded, and is on trial if it comes back
+	} {
+		now := Instant(i+1) * sec
+		set(now, x.mine, x.theirs)
+		e.Tick(now)
+		if got := states(e, now); got != x.want {
+			t.Errorf("ours %q, the peer's %q: %s, want %s", x.mine, x.theirs, got, x.want)
+		}
+	}
+	var many []Rail
+	for i := range 10000 {
+		many = append(many, Rail{Transport: "tcp", Name: fmt.Sprint("x", i), Down: true})
+	}
+	e.PeerRails(20*sec, peer, many)
+	e.PeerRails(21*sec, peer, nil)
+}
+
+// Credits that cannot be, of rails that the peer has not named or beyond all bounds, are refused by name, once, and change nothing.
+func TestAbsurdCredits(t *testing.T) {
+	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
+	peer := transfer.Boot{1}
+	laned(t, e, peer, 1)
+	e.PeerRails(0, peer, []Rail{{Transport: "tcp", Name: "r0"}})
+	drained(e)
+	say := func(now Instant, rail string, bytes uint64) []Action {
+		t.Helper()
+		if err := e.Message(now, peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: rail, Bytes: bytes}}}); err != nil {
+			t.Error(err)
+		}
+		return only(t, drained(e), Complain)
+	}
+	credit := func(now Instant) uint64 { return e.View(now).Rails.Pairs[0].Credit }
+	if said := say(sec, "r0", 1<<20); len(said) != 0 || credit(sec) != 1<<20 {
+		t.Errorf("credit %d, complaints %v", credit(sec), said)
+	}
+	said := say(sec, "bogus", 1<<20)
+	if len(said) != 1 || !strings.Contains(said[0].Text, `"bogus"`) || said[0].Peer != peer {
+		t.Errorf("%+v", said)
+	}
+	if said := append(say(sec, "r0", 1<<60), say(sec, "other", 1)...); len(said) != 0 || credit(sec) != 1<<20 {
+		t.Errorf("said again: %v, credit %d", said, credit(sec))
+	}
+	// What is not said again is forgotten.
+	e.touch(e.peers[peer])
+	e.Tick(sec + creditAge + 1)
+	if c := credit(3 * sec); c != 0 {
+		t.Errorf("a credit of %d is still believed", c)
+	}
+}
+
+// Shares follow what comes: one sender is not limited, two are, and are free again when the other stops.
+func TestSharesOfCredits(t *testing.T) {
+	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
+	a, b := transfer.Boot{1}, transfer.Boot{2}
+	var sums [2]uint64
+	now := Instant(0)
+	step := func(moves ...bool) (out []string) {
+		for range 10 {
+			now += creditEvery
+			for i, m := range moves {
+				if m {
+					sums[i] += 5 << 20 // 1 GiB/s
+				}
+			}
+			e.Measured(now, []Inflow{{Peer: a, Transport: "tcp", Rail: "r0", Gbps: 400, Bytes: sums[0]}, {Peer: b, Transport: "tcp", Rail: "r0", Gbps: 400, Bytes: sums[1]}})
+			for _, x := range only(t, drained(e), Send) {
+				c := x.Frame.GetCredit()
+				out = append(out, fmt.Sprintf("%d:%s:%d", x.Peer[0], c.Rail, c.Bytes/transfer.ChunkBytes))
+			}
+		}
+		return out
+	}
+	step(false, false)
+	if got := step(true, false); len(got) != 0 {
+		t.Errorf("one sender is told %v", got)
+	}
+	// Both bring 1 GiB/s each: 2 MiB a millisecond, 16 chunks each, whatever the link claims to be.
+	got := step(true, true)
+	if len(got) < 2 || !strings.HasSuffix(got[len(got)-1], ":16") && !strings.HasSuffix(got[len(got)-1], ":8") {
+		t.Errorf("two senders are told %v", got)
+	}
+	if got := step(true, false); len(got) != 2 || got[0] != "1:r0:0" || got[1] != "2:r0:0" {
+		t.Errorf("when one of two stops they are told %v", got)
+	}
+}
+
+// A peer that hangs is tried for ten seconds at the cost of those who wait for it; then requests are refused at once, one is let through
+// now and then, and when it answers all is as before. Requests to others never notice.
+func TestBreaker(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 4, 0)
+	hang := errors.New("context deadline exceeded")
+	fail := func() { d.event(func() { d.ex.ConnectFailed(s.now, "q:1", hang) }) }
+	// The fabric of this test refuses unknown addresses; what it says of this one is replaced.
+	d.hangs = map[string]bool{"q:1": true}
+	n := uint64(0)
+	expect := func(addr string) *simLease {
+		n++
+		return d.expect(dw, n, testKey(3, byte(n)), addr, 64, 0, 20*sec)
+	}
+	first := expect("q:1")
+	for range 4 {
+		s.run(s.now+4*sec, func() bool { return false })
+		fail()
+	}
+	if first.done == nil || first.done.Status != StatusExpired {
+		t.Fatalf("the first request: %+v", first.done)
+	}
+	second := expect("q:1")
+	if second.done == nil || second.done.Status != StatusRefused || !strings.Contains(second.done.Reason, "q:1 was not reached for") {
+		t.Fatalf("a request while the breaker is open: %+v", second.done)
+	}
+	d.event(func() { d.ex.Await(s.now, 77, connector.Await{Key: testKey(9, 9), Peer: "q:1", TTL: 8 * sec}) })
+	if d.answer[77].State != "gone" {
+		t.Errorf("a question while the breaker is open: %+v", d.answer[77])
+	}
+	other := p.intent(pw, 50, testKey(7, 7), 64, 1, 20*sec)
+	p.steps(other)
+	n = 49
+	got := d.expect(dw, 51, testKey(7, 7), "p:1", 64, 0, 20*sec)
+	s.until("a transfer with another peer", sec, func() bool { return got.done != nil })
+	wantStatus(t, got, StatusOK)
+	// Half open: one waits, the address answers, and it is closed.
+	s.run(s.now+breakMost, func() bool { return false })
+	delete(d.hangs, "q:1")
+	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
+	qw := q.worker()
+	n = 59
+	third := expect("q:1")
+	if third.done != nil {
+		t.Fatalf("after its time nobody is let through: %+v", third.done)
+	}
+	src := q.intent(qw, 1, testKey(3, byte(n)), 64, 1, 20*sec)
+	q.steps(src)
+	s.until("a transfer with the peer that is back", 5*sec, func() bool { return third.done != nil })
+	wantStatus(t, third, StatusOK)
+}
+
+// Breakers are forgotten when nobody asks any more, and bounded.
+func TestBreakersAreForgotten(t *testing.T) {
+	var b breaker
+	hang := errors.New("no answer")
+	now := Instant(sec)
+	for range 3 {
+		b.failed(now, hang)
+		now += 5 * sec
+	}
+	if b.refuses(now-5*sec) == "" {
+		t.Error("closed after ten seconds of failures")
+	}
+	spans := []time.Duration{b.span}
+	for range 6 {
+		now = b.open
+		if b.refuses(now) != "" {
+			t.Error("open beyond its time")
+		}
+		b.failed(now, hang)
+		b.failed(now+1, hang) // somebody who waited already changes nothing
+		spans = append(spans, b.span)
+	}
+	if spans[0] != breakFirst || spans[1] != 2*breakFirst || spans[6] != breakMost {
+		t.Errorf("spans %v", spans)
+	}
+	if b.until() <= b.open {
+		t.Error("forgotten while it is open")
+	}
+}
+
+// Tiers of a grant: unknown rails and tiers that do not exist are left out by name, once; the farther end of a pair counts; places are
+// bounded, and those of workers that are gone are used again.
+func TestPlaces(t *testing.T) {
+	near := map[string]int{"r0": 1, "r1": 3}
+	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}, Near: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
+	boot := transfer.Boot{1}
+	laned(t, e, boot, 2)
+	known := []Rail{{Transport: "tcp", Name: "r0"}, {Transport: "tcp", Name: "r1"}}
+	e.SetRails(0, known)
+	e.PeerRails(0, boot, known)
+	drained(e)
+	w := &connector.Worker{Name: "w"}
+	e.WorkerUp(w)
+	if got := e.tiersOf(e.workers[w]); len(got) != 2 || got[0].Tier != 1 || got[1].Tier != 3 {
+		t.Errorf("told with a grant: %v", got)
+	}
+	p := e.peers[boot]
+	tier := func(rail string, n uint32) *peerv1.RailTier {
+		return &peerv1.RailTier{Transport: "tcp", Rail: rail, Tier: n}
+	}
+	at := e.place(p, w, []*peerv1.RailTier{tier("r0", 2), tier("bogus", 1), tier("r1", 7)})
+	said := only(t, drained(e), Complain)
+	if len(said) != 1 || !strings.Contains(said[0].Text, `"bogus"`) {
+		t.Errorf("complaints: %+v", said)
+	}
+	for rail, want := range map[string]int{"r0": 2, "r1": 3} {
+		if got := e.tierAt(p, spray.Path{Transport: "tcp", Local: rail, Remote: rail}, at); got != want {
+			t.Errorf("%s: tier %d, want %d", rail, got, want)
+		}
+	}
+	if again := e.place(p, w, []*peerv1.RailTier{tier("r0", 2)}); again != at {
+		t.Errorf("places %d and %d of the same memory", at, again)
+	}
+	seen := map[spray.Place]bool{}
+	for i := range 100 {
+		w := &connector.Worker{Boot: transfer.Boot{byte(i), 1}}
+		e.WorkerUp(w)
+		seen[e.place(p, w, nil)] = true
+	}
+	if !seen[0] || len(seen) != spray.MaxPlaces-1 {
+		t.Errorf("%d places of 100 workers", len(seen))
+	}
+	for w := range e.workers {
+		e.WorkerGone(0, w, true, "gone")
+	}
+	fresh := &connector.Worker{Boot: transfer.Boot{200}}
+	e.WorkerUp(fresh)
+	if e.place(p, fresh, nil) == 0 {
+		t.Error("places of workers that are gone are not used again")
+	}
+}
