@@ -27,6 +27,7 @@ var llama = connectortest.Shape{Layers: 32, NumBlocks: 256, TokensPerBlock: 16, 
 const (
 	llamaTokens  = 4096
 	rdmaRails    = 4
+	rdmaDeadPath = 300 * time.Millisecond // with the default of 50 ms, an emulated processor that is busy looks like a dead path
 	rdmaDeadline = 120 * time.Second // an emulated processor moves 512 MiB in 5 to 20 s
 )
 
@@ -55,6 +56,7 @@ func startRDMA(t testing.TB, cluster, listen string, devices []string, change fu
 		c.Transports.Order = []string{config.TransGDR}
 		c.Transports.GDR.Rails = devices
 		c.Transports.GDR.QueuePairs = 1
+		c.Transports.GDR.DeadPath = config.Duration(rdmaDeadPath)
 		c.Trace.BlockHashes = ""
 		c.Transfer.Deadline = config.Duration(rdmaDeadline)
 		c.Transfer.MaxAttempts = 64

@@ -23,7 +23,7 @@ type Claim struct {
 	r       transfer.Range
 	attempt uint32
 
-	stop func() bool // of a device's claim; see ClaimDevice
+	device Device // that writes; nil: the CPU
 
 	mu     sync.Mutex // held while memory is written; below Grant.claims.mu
 	lost   bool
@@ -35,52 +35,50 @@ type claims struct {
 	mu     sync.Mutex
 	active []*Claim      // at most one per lane and slice under way
 	landed []uint64      // a bit per chunk; grows to the last chunk seen
-	ended  chan struct{} // closed when the next device's claim ends; made by DeviceBusy
+	ended  chan struct{} // closed when the next device's claim ends; made by ClaimDevice
 }
 
 // Claim takes chunks r for an attempt. It returns ReasonNone and c holds them; or ReasonSuperseded: a later attempt holds
 // some. Earlier attempts that hold some are out when it returns: it waits for a write under way, which is bounded.
 func (g *Grant) Claim(c *Claim, r transfer.Range, attempt uint32) transfer.Reason {
-	return g.claim(c, r, attempt, nil)
+	g.claims.mu.Lock()
+	defer g.claims.mu.Unlock()
+	return g.claimLocked(c, r, attempt, nil)
 }
 
-// ClaimDevice is Claim for chunks that a device writes, between this call and Land or Release, without asking Enter. stop ends
-// that: where it returns true, the device writes none of them any more, and never will. It is called by whoever takes the
-// chunks over, at most once, must not call Grant or Claim, and is bounded. Where it returns false, the claim holds, and the
-// later attempt is superseded by the earlier one.
-func (g *Grant) ClaimDevice(c *Claim, r transfer.Range, attempt uint32, stop func() bool) transfer.Reason {
-	return g.claim(c, r, attempt, stop)
+// Device is what writes under a claim of ClaimDevice.
+type Device interface {
+	// Stop makes the device write no more, and never again, under any claim that it has. True: that is so. It is called by
+	// whoever takes chunks over, must not call Grant or Claim, and is bounded in time.
+	Stop() bool
 }
 
-// DeviceBusy is nil if a claim on r by attempt would stop no device. Otherwise it is closed when a device's claim has ended;
-// ask again then. Waiting a little for a device that is healthy is cheaper than stopping it.
-func (g *Grant) DeviceBusy(r transfer.Range, attempt uint32) <-chan struct{} {
+// ClaimDevice is Claim for chunks that a device writes, between this call and Land or Release, without asking Enter.
+//
+// Where another device holds some of the chunks, and force is not set, nothing is claimed: holder is that device, and ended is
+// closed when a device's claim has ended. Waiting a little for one that moves is cheaper than stopping it. With force it is
+// stopped, as Claim does; where that fails its claim holds, and the later attempt is superseded by the earlier one.
+func (g *Grant) ClaimDevice(c *Claim, r transfer.Range, attempt uint32, d Device, force bool) (why transfer.Reason, holder Device, ended <-chan struct{}) {
 	s := &g.claims
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	busy := false
 	for _, o := range s.active {
-		if !overlaps(o.r, r) {
+		if force || !overlaps(o.r, r) || o.device == nil {
 			continue
 		}
 		if o.attempt > attempt {
-			return nil // superseded at once
+			return transfer.ReasonSuperseded, nil, nil
 		}
-		busy = busy || o.stop != nil
+		if s.ended == nil {
+			s.ended = make(chan struct{})
+		}
+		return transfer.ReasonNone, o.device, s.ended
 	}
-	if !busy {
-		return nil
-	}
-	if s.ended == nil {
-		s.ended = make(chan struct{})
-	}
-	return s.ended
+	return g.claimLocked(c, r, attempt, d), nil, nil
 }
 
-func (g *Grant) claim(c *Claim, r transfer.Range, attempt uint32, stop func() bool) transfer.Reason {
+func (g *Grant) claimLocked(c *Claim, r transfer.Range, attempt uint32, d Device) transfer.Reason {
 	s := &g.claims
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	for _, o := range s.active {
 		if overlaps(o.r, r) && o.attempt > attempt {
 			return transfer.ReasonSuperseded
@@ -100,7 +98,7 @@ func (g *Grant) claim(c *Claim, r transfer.Range, attempt uint32, stop func() bo
 		return transfer.ReasonSuperseded
 	}
 	s.active = append(s.active, c)
-	c.g, c.r, c.attempt, c.stop, c.lost, c.landed = g, r, attempt, stop, false, false
+	c.g, c.r, c.attempt, c.device, c.lost, c.landed = g, r, attempt, d, false, false
 	s.growLocked(r.End())
 	return transfer.ReasonNone
 }
@@ -113,7 +111,7 @@ func (c *Claim) takeOver(s *claims) bool {
 	switch {
 	case c.landed: // between its Land and its removal
 		s.setLocked(c.r)
-	case c.stop != nil && !c.stop():
+	case c.device != nil && !c.device.Stop():
 		return false
 	default:
 		c.lost = true
@@ -187,11 +185,11 @@ func (c *Claim) Release() {
 	if c.landed {
 		s.setLocked(c.r)
 	}
-	if c.stop != nil && s.ended != nil {
+	if c.device != nil && s.ended != nil {
 		close(s.ended)
 		s.ended = nil
 	}
-	c.g, c.stop = nil, nil
+	c.g, c.device = nil, nil
 }
 
 func overlaps(a, b transfer.Range) bool { return a.First < b.End() && b.First < a.End() }

@@ -6,12 +6,21 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
+type device struct {
+	stops int
+	obeys bool
+}
+
+func (d *device) Stop() bool {
+	d.stops++
+	return d.obeys
+}
+
 // TestClaimDevice: a device's claim is waited for, or ended by stopping the device, and holds where that cannot be stopped.
 func TestClaimDevice(t *testing.T) {
 	var sink counter
 	g := &Grant{Sink: &sink}
-	stops, obeys := 0, true
-	stop := func() bool { stops++; return obeys }
+	d := &device{obeys: true}
 	var device, other Claim
 	want := func(what string, got, want transfer.Reason) {
 		t.Helper()
@@ -27,31 +36,42 @@ func TestClaimDevice(t *testing.T) {
 			return c != nil
 		}
 	}
-	want("claim", g.ClaimDevice(&device, span(0, 8), 2, stop), transfer.ReasonNone)
-	if g.DeviceBusy(span(8, 8), 3) != nil || g.DeviceBusy(span(4, 8), 1) != nil {
-		t.Fatal("busy where there is nothing to wait for: beside it, or superseded by it")
+	claim := func(c *Claim, r transfer.Range, attempt uint32, force bool) (Device, <-chan struct{}) {
+		t.Helper()
+		why, holder, ended := g.ClaimDevice(c, r, attempt, d, force)
+		want("claim", why, transfer.ReasonNone)
+		return holder, ended
 	}
-	busy := g.DeviceBusy(span(4, 8), 3)
-	if !open(busy) {
+	if holder, _ := claim(&device, span(0, 8), 2, false); holder != nil {
+		t.Fatal("busy where nobody is")
+	}
+	if holder, _ := claim(&other, span(8, 8), 3, false); holder != nil {
+		t.Fatal("busy beside it")
+	}
+	other.Release()
+	why, _, _ := g.ClaimDevice(&other, span(4, 8), 1, d, false)
+	want("an earlier attempt", why, transfer.ReasonSuperseded)
+	holder, busy := claim(&other, span(4, 8), 3, false)
+	if holder != d || !open(busy) {
 		t.Fatal("not busy")
 	}
 	want("land", device.Land(nil), transfer.ReasonNone)
-	if open(busy) || stops != 0 {
-		t.Fatalf("landed: still busy, or stopped %d times", stops)
+	if open(busy) || d.stops != 0 {
+		t.Fatalf("landed: still busy, or stopped %d times", d.stops)
 	}
 
-	want("claim", g.ClaimDevice(&device, span(8, 8), 2, stop), transfer.ReasonNone)
-	busy = g.DeviceBusy(span(8, 8), 2)
-	obeys = false
+	claim(&device, span(8, 8), 2, false)
+	_, busy = claim(&other, span(8, 8), 2, false)
+	d.obeys = false
 	want("a device that goes on", g.Claim(&other, span(8, 4), 9), transfer.ReasonSuperseded)
-	if stops != 1 || !open(busy) {
-		t.Fatalf("stopped %d times", stops)
+	if d.stops != 1 || !open(busy) {
+		t.Fatalf("stopped %d times", d.stops)
 	}
-	obeys = true
-	want("a device that stops", g.Claim(&other, span(8, 4), 9), transfer.ReasonNone)
-	want("its landing", device.Land(nil), transfer.ReasonSuperseded)
-	if stops != 2 || open(busy) {
-		t.Fatalf("stopped %d times", stops)
+	d.obeys = true
+	claim(&other, span(8, 4), 9, true)
+	want("the landing of what was stopped", device.Land(nil), transfer.ReasonSuperseded)
+	if d.stops != 2 || open(busy) {
+		t.Fatalf("stopped %d times", d.stops)
 	}
 	want("the other's", other.Land(nil), transfer.ReasonNone)
 	for i := range 16 {

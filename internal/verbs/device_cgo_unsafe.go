@@ -352,7 +352,7 @@ func (q *completionQueue) Poll(dst []Completion) (int, error) {
 	r := C.kvv_cq_poll(q.c, &q.buf[0], C.int(min(len(dst), pollBatch)), &q.n)
 	for i := range int(q.n) {
 		c := &q.buf[i]
-		dst[i] = Completion{ID: uint64(c.id), QP: uint32(c.qp), Imm: uint32(c.imm), Status: status(c.status)}
+		dst[i] = Completion{ID: uint64(c.id), QP: uint32(c.qp), Imm: uint32(c.imm), Status: status(c.status), Code: int(c.status)}
 		if c.status == C.KVI_WC_SUCCESS && c.opcode == C.KVI_WC_RECV_RDMA_WITH_IMM {
 			dst[i].Op = Receive
 		} else if c.status == C.KVI_WC_SUCCESS {

@@ -163,6 +163,7 @@ type Completion struct {
 	Op     Op
 	Status Status
 	Imm    uint32
+	Code   int // the library's own status, where Status is not OK
 }
 
 // Memory is a registered range.

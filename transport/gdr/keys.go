@@ -59,11 +59,18 @@ func newKeys(d verbs.Device) *keys {
 	return k
 }
 
-// get returns the registration of a region, which put gives back. It may take long the first time.
-func (k *keys) get(r *mem.Region, peer transfer.Boot) (*key, error) {
+// errLater: the registration is not there yet.
+var errLater = errors.New("gdr: not registered yet")
+
+// get returns the registration of a region, which put gives back. The first time takes long; without wait that is errLater.
+func (k *keys) get(r *mem.Region, peer transfer.Boot, wait bool) (*key, error) {
 	name := keyName{r, peer}
 	k.mu.Lock()
 	e := k.m[name]
+	if !wait && (e == nil || !e.made()) {
+		k.mu.Unlock()
+		return nil, errLater
+	}
 	switch {
 	case k.closed:
 		k.mu.Unlock()
@@ -94,6 +101,15 @@ func (k *keys) get(r *mem.Region, peer transfer.Boot) (*key, error) {
 		return nil, e.err
 	}
 	return e, nil
+}
+
+func (e *key) made() bool {
+	select {
+	case <-e.ready:
+		return true
+	default:
+		return false
+	}
 }
 
 func (e *key) register() {

@@ -21,6 +21,8 @@ const (
 	batchWorks  = 64              // work requests posted by one call
 	pollBatch   = 64
 	readBuffer  = 64 << 10
+
+	patienceToAsk = 5 // times Config.Silence that a slice may wait for leave to write
 )
 
 // lane is one end of a queue pair and of the socket that goes with it.
@@ -36,7 +38,6 @@ type lane struct {
 	remote string
 	depth  uint64 // of the send queue, less what verdicts need
 	most   uint64 // bytes of one write
-	stop   func() bool
 
 	drained  chan struct{} // closed when the queue pair touches no memory any more
 	kick     chan struct{} // for the follower: something ended or failed without a completion
@@ -112,7 +113,6 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice) (_ *lane, err er
 	}
 	l := &lane{b: b, rail: r, dev: dev, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: uint64(max(lim.MaxMessage, 1)),
 		drained: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
-	l.stop = l.stopForTakeover
 	return l, nil
 }
 
@@ -228,8 +228,8 @@ func (l *lane) failure() error {
 	return l.err
 }
 
-// stopForTakeover stops the lane for a later attempt.
-func (l *lane) stopForTakeover() bool {
+// Stop implements transport.Device: a later attempt takes over.
+func (l *lane) Stop() bool {
 	l.fail(fmt.Errorf("gdr: a later attempt takes over what lane %d had under way: %w", l.id, net.ErrClosed))
 	ctx, cancel := context.WithTimeout(context.Background(), 2*drainTimeout)
 	defer cancel()
@@ -315,7 +315,7 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 			l.done = max(l.done, c.ID)
 		}
 		if c.Status != verbs.OK && c.Status != verbs.Flushed {
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: work request: %s", l.id, l.rail.cfg.Name, l.remote, c.Status))
+			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: work request: %s (status %d)", l.id, l.rail.cfg.Name, l.remote, c.Status, c.Code))
 		} else if c.Status == verbs.Flushed && l.err == nil {
 			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: the queue pair was flushed", l.id, l.rail.cfg.Name, l.remote))
 		}
@@ -331,7 +331,8 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 	return l.done == l.posted && l.recvs == l.recvsDone, l.err != nil
 }
 
-// checkProgress gives up a lane on which slices wait and nothing comes.
+// checkProgress gives up a lane on which writes are posted and nothing comes. A slice that only waits for a word of the peer
+// writes nothing, and may wait there for a registration or for another lane.
 func (l *lane) checkProgress(now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -339,11 +340,23 @@ func (l *lane) checkProgress(now time.Time) {
 		return
 	}
 	for i := range l.out {
-		if s := &l.out[i]; s.state != idle && now.Sub(s.at) > l.b.cfg.Silence {
-			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: no progress for %s", l.id, l.rail.cfg.Name, l.remote, l.b.cfg.Silence))
+		s := &l.out[i]
+		limit := l.b.cfg.Silence
+		if s.state < flight {
+			limit *= patienceToAsk
+		}
+		if s.state != idle && now.Sub(s.at) > limit {
+			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: no progress for %s", l.id, l.rail.cfg.Name, l.remote, now.Sub(l.progress).Round(time.Millisecond)))
 			return
 		}
 	}
+}
+
+// quiet is how long nothing has come over the lane.
+func (l *lane) quiet() time.Duration {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return time.Since(l.progress)
 }
 
 // say queues a frame for the socket.

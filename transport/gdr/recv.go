@@ -14,19 +14,21 @@ import (
 
 // receiving is a slice that the peer sends.
 type receiving struct {
-	state  state
-	seq    uint16
-	g      *transport.Grant // while armed
-	claim  transport.Claim
-	keys   []*key
-	spans  []span
-	blocks []mem.Block
+	state   state
+	seq     uint16
+	g       *transport.Grant // while armed
+	claim   transport.Claim
+	claimed bool
+	keys    []*key
+	spans   []span
+	blocks  []mem.Block
 }
 
 // release gives the chunks and the keys back. Nothing is written for the slice any more. Not under lane.mu: whoever takes
 // chunks over holds the grant's claims, and fails the lane.
 func (r *receiving) release() {
 	r.claim.Release()
+	r.claimed = false
 	for i, k := range r.keys {
 		k.put()
 		r.keys[i] = nil
@@ -99,42 +101,69 @@ func (l *lane) asked(h head) error {
 		l.refuse(h.id, why)
 		return nil
 	}
-	if busy := g.DeviceBusy(h.r, h.attempt); busy != nil {
-		l.asks.Go(func() {
-			l.waitFor(g, &h, busy)
-			if err := l.arm(g, &h); err != nil {
-				l.fail(err)
-			}
-		})
-		return nil
+	err := l.arm(g, &h, false)
+	if !errors.Is(err, errLater) {
+		return err
 	}
-	return l.arm(g, &h)
-}
-
-// waitFor gives slices under way a little time to end by themselves.
-func (l *lane) waitFor(g *transport.Grant, h *head, busy <-chan struct{}) {
-	patience := time.NewTimer(l.b.cfg.Patience)
-	defer patience.Stop()
-	for busy != nil {
-		select {
-		case <-busy:
-		case <-l.drained:
-			return
-		case <-patience.C:
-			return
+	l.asks.Go(func() {
+		if err := l.arm(g, &h, true); err != nil {
+			l.fail(err)
 		}
-		busy = g.DeviceBusy(h.r, h.attempt)
+	})
+	return nil
+}
+
+// claimFor claims the chunks of a slice. Slices in its way have the time to end by themselves as long as their lanes move.
+func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason, error) {
+	var patience *time.Timer
+	for force := false; ; {
+		why, holder, ended := g.ClaimDevice(&l.in[h.id].claim, h.r, h.attempt, l, force)
+		switch {
+		case holder == nil:
+			return why, nil
+		case !wait:
+			return why, errLater
+		case g.Revoked():
+			return transfer.ReasonRevoked, nil
+		}
+		left := time.Duration(0)
+		if x, ours := holder.(*lane); ours {
+			left = l.b.cfg.Patience - x.quiet()
+		}
+		if force = left <= 0; force {
+			continue
+		}
+		if patience == nil {
+			patience = time.NewTimer(left)
+			defer patience.Stop()
+		} else {
+			patience.Reset(left)
+		}
+		select {
+		case <-ended:
+		case <-l.drained:
+			return transfer.ReasonLaneLost, nil
+		case <-patience.C:
+		}
 	}
 }
 
-// arm claims the chunks of a slice and lets the peer write them.
-func (l *lane) arm(g *transport.Grant, h *head) error {
+// arm claims the chunks of a slice and lets the peer write them. errLater: it needs to wait for another slice or for a
+// registration, and may not; a claim is kept.
+func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 	r := &l.in[h.id]
-	if why := g.ClaimDevice(&r.claim, h.r, h.attempt, l.stop); why != transfer.ReasonNone {
-		l.refuse(h.id, why)
-		return nil
+	if !r.claimed {
+		why, err := l.claimFor(g, h, wait)
+		if err != nil {
+			return err
+		}
+		if why != transfer.ReasonNone {
+			l.refuse(h.id, why)
+			return nil
+		}
+		r.claimed = true
 	}
-	if err := l.offer(g, h, r); err != nil {
+	if err := l.offer(g, h, r, wait); err != nil {
 		if errors.Is(err, errRange) {
 			l.refuse(h.id, transfer.ReasonRange)
 			return nil
@@ -150,6 +179,7 @@ func (l *lane) arm(g *transport.Grant, h *head) error {
 	dead := l.err != nil
 	if !dead {
 		r.state, r.g = armed, g
+		l.progress = time.Now()
 	}
 	l.mu.Unlock()
 	g.Leave()
@@ -162,7 +192,7 @@ func (l *lane) arm(g *transport.Grant, h *head) error {
 var errRange = errors.New("gdr: the grant does not resolve")
 
 // offer works out what the peer may write: what has not landed yet.
-func (l *lane) offer(g *transport.Grant, h *head, r *receiving) (err error) {
+func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err error) {
 	r.spans = r.spans[:0]
 	for at := h.r; at.Count > 0; {
 		n, fresh := r.claim.Fresh(at)
@@ -179,7 +209,7 @@ func (l *lane) offer(g *transport.Grant, h *head, r *receiving) (err error) {
 		if r.blocks, err = g.Sink.Resolve(r.blocks[:0], part); err != nil {
 			return errRange
 		}
-		if r.spans, r.keys, err = l.spans(r.spans, r.keys, r.blocks, l.peer); err != nil {
+		if r.spans, r.keys, err = l.spans(r.spans, r.keys, r.blocks, l.peer, wait); err != nil {
 			return err
 		}
 	}

@@ -110,20 +110,36 @@ func (l *lane) proceed(h *head, spans []byte) error {
 	if total(s.dst) != s.bytes {
 		return fmt.Errorf("%w: GO for %d bytes of a slice of %d", errFrame, total(s.dst), s.bytes)
 	}
+	err := l.launch(h.id, false)
+	if errors.Is(err, errLater) {
+		id := h.id
+		l.asks.Go(func() {
+			if err := l.launch(id, true); err != nil {
+				l.fail(err)
+			}
+		})
+		return nil
+	}
+	return err
+}
+
+// launch resolves a slice's source and begins to write. errLater: it needs to wait for a registration, and may not.
+func (l *lane) launch(id uint8, wait bool) error {
+	s := &l.out[id]
 	o := s.s.Origin
-	if !l.b.startUse(o) {
-		return l.giveUp(h.id, transfer.ReasonSourceGone, errLost)
+	if !s.reading && !l.b.startUse(o) {
+		return l.giveUp(id, transfer.ReasonSourceGone, errLost)
 	}
 	s.reading = true
 	var err error
 	if s.blocks, err = o.Source.Resolve(s.blocks[:0], s.s.Range); err != nil {
-		return l.giveUp(h.id, transfer.ReasonRange, err)
+		return l.giveUp(id, transfer.ReasonRange, err)
 	}
-	if s.src, s.keys, err = l.spans(s.src[:0], s.keys[:0], s.blocks, transfer.Boot{}); err != nil {
+	if s.src, s.keys, err = l.spans(s.src[:0], s.keys, s.blocks, transfer.Boot{}, wait); err != nil {
 		return err
 	}
 	if total(s.src) != s.bytes {
-		return l.giveUp(h.id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, total(s.src), s.bytes))
+		return l.giveUp(id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, total(s.src), s.bytes))
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -131,7 +147,7 @@ func (l *lane) proceed(h *head, spans []byte) error {
 		return nil
 	}
 	s.state = flight
-	l.going.push(h.id)
+	l.going.push(id)
 	l.pumpLocked()
 	return nil
 }
@@ -143,8 +159,8 @@ func total(spans []span) (n uint64) {
 	return n
 }
 
-// spans appends blocks as memory under keys, and the keys, each once, in use.
-func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, peer transfer.Boot) ([]span, []*key, error) {
+// spans appends blocks as memory under keys, and to held the keys that are not in it yet, in use.
+func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, peer transfer.Boot, wait bool) ([]span, []*key, error) {
 	for i := range blocks {
 		b := &blocks[i]
 		var k *key
@@ -155,7 +171,7 @@ func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, peer transfer.
 		}
 		if k == nil {
 			var err error
-			if k, err = l.dev.keys.get(b.Region, peer); err != nil {
+			if k, err = l.dev.keys.get(b.Region, peer, wait); err != nil {
 				return dst, held, err
 			}
 			held = append(held, k)
