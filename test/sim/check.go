@@ -25,8 +25,8 @@ const (
 // Promises are all of them.
 var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLate, brokeLeak, brokePath}
 
-// strays are timers whose lease may be over.
-const strays = 64
+// waiting bounds what waits for one key here: a grant, its parts, and what was replayed of older ones.
+const waiting = 2 * MaxRanks
 
 // check looks at what the executor holds.
 func (s *sidecar) check() {
@@ -51,9 +51,9 @@ func (s *sidecar) check() {
 	bound("slices in flight", x.Flights, slices*max(x.Peers, 1))
 	bound("grants of peers", x.Inbound, limits.MaxFanout*limits.MaxSource+exec.DefaultMaxPending*max(x.Peers, 1))
 	bound("lanes", x.Lanes, spray.MaxLanes*max(x.Peers, 1))
-	// One for each thing that has a time of its own, a retry of its fence included, the scan of what is in flight, and for a second
-	// what waits for the word about a source that was disowned.
-	bound("timers", x.Timers, 2*(x.Dests+x.Sources+x.Inbound+x.Asked)+len(s.grants)+len(s.origins)+x.Endpoints+x.Pending*16+x.Lanes+1+strays)
+	// One for each thing that has a time of its own; a fence or a close that failed may be told twice; credits and what is in flight
+	// have one look at all of them.
+	bound("timers", x.Timers, x.Dests+x.Sources+x.Asked+x.Endpoints+x.Pending*waiting+2*(len(s.grants)+len(s.origins))+2)
 	for _, p := range s.pipes {
 		bound("control frames for one peer", len(p.waiting), maxWaiting)
 	}

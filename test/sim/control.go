@@ -82,6 +82,7 @@ func (s *sidecar) supersede(boot transfer.Boot) {
 	s.over[boot] = true
 	p := s.pipes[boot]
 	delete(s.pipes, boot)
+	s.dialled = slices.DeleteFunc(s.dialled, func(d *dial) bool { return d.to.boot == boot })
 	p.waiting = nil
 	s.event(func(now exec.Instant) { s.ex.PeerDown(now, boot, true) })
 	for _, id := range slices.Sorted(maps.Keys(s.lanes)) {
@@ -183,6 +184,7 @@ func (s *sidecar) peerRails(from transfer.Boot, f *peerv1.Rails) {
 		rails = append(rails, exec.Rail{Transport: r.Transport, Name: r.Name, Down: r.Down})
 	}
 	s.event(func(now exec.Instant) { s.ex.PeerRails(now, from, rails) })
+	s.redial()
 }
 
 // hear takes a frame of a peer.

@@ -50,6 +50,7 @@ type sidecar struct {
 	lanes   map[uint64]transport.Lane
 	asked   map[uint64]uint64 // bytes received, by lane, when that was asked last
 	dials   map[uint64]*dial  // by lane, of those that this process opened
+	dialled []*dial           // all of them
 	grants  map[bindName]*sink
 	origins map[bindName]*exec.Sending
 	pipes   map[transfer.Boot]*pipe
@@ -407,6 +408,7 @@ func (n *Node) rails() (out []exec.Rail) {
 func (s *sidecar) tellRails() {
 	rails := s.n.rails()
 	s.event(func(now exec.Instant) { s.ex.SetRails(now, rails) })
+	s.redial()
 	f := &peerv1.Rails{}
 	for _, r := range rails {
 		f.Rails = append(f.Rails, &peerv1.Rail{Transport: r.Transport, Name: r.Name, Down: r.Down})
@@ -473,14 +475,20 @@ type dial struct {
 	s, to         *sidecar
 	local, remote transport.Rail
 	wait          time.Duration
+	tries         int
+	waiting       bool
 }
 
 func (d *dial) again() {
 	f := d.s.c.F
+	d.tries++
+	try := d.tries
+	d.waiting = true
 	d.s.later(d.s.c.cfg.Handshake+f.Jitter(d.s.c.cfg.Handshake)+d.wait, func() {
-		if d.s.over[d.to.boot] {
+		if d.tries != try || d.s.over[d.to.boot] {
 			return
 		}
+		d.waiting = false
 		l, err := d.s.backend.Dial(context.Background(), transport.Peer{Boot: d.to.boot, Self: d.s.boot}, d.local, d.remote)
 		if err != nil {
 			d.wait = min(max(2*d.wait, redialFirst), redialMost)
@@ -490,6 +498,16 @@ func (d *dial) again() {
 		d.wait = 0
 		d.s.dials[l.ID()] = d
 	})
+}
+
+// redial tries at once what waits to be tried again: a rail, here or there, has come back.
+func (s *sidecar) redial() {
+	for _, d := range s.dialled {
+		if d.waiting && d.wait > 0 {
+			d.wait = 0
+			d.again()
+		}
+	}
 }
 
 // host is the transport.Host of a sidecar.

@@ -149,6 +149,7 @@ func (c *Cluster) meet(a, b *Node) {
 	}
 	for i, r := range x.rails {
 		d := &dial{s: x, to: y, local: r, remote: y.rails[i%len(y.rails)]}
+		x.dialled = append(x.dialled, d)
 		d.again()
 	}
 }
