@@ -173,7 +173,7 @@ func (n *Node) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 		p, err := nic.Route()
 		if err != nil {
 			if n.rails.once(nic.Name + ": " + err.Error()) {
-				n.log.Info("an interface that a pattern names is no rail", "interface", nic.Name, "why", err)
+				n.log.Debug("an interface that a pattern fits is no rail", "interface", nic.Name, "why", err)
 			}
 			continue
 		}

@@ -1,0 +1,195 @@
+package sidecar
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+// inNamespace runs the calling test again in a child that has a network namespace of its own, and reports whether this is the child.
+func inNamespace(t *testing.T) bool {
+	t.Helper()
+	const marker = "KVSPRAY_TEST_NETNS"
+	if os.Getenv(marker) == t.Name() {
+		return true
+	}
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(exe, "-test.run=^"+t.Name()+"$", "-test.v", "-test.timeout=2m")
+	cmd.Env = append(os.Environ(), marker+"="+t.Name())
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	out, err := cmd.CombinedOutput()
+	if err != nil && cmd.Process == nil {
+		testutil.Skip(t, "netns", "no network namespace can be made: "+err.Error())
+	}
+	if err != nil {
+		t.Errorf("%v\n%s", err, out[max(0, len(out)-16<<10):])
+	}
+	return false
+}
+
+// veth makes a pair of interfaces, brings it up and gives the first end an address.
+func veth(t *testing.T, name, addr string) (here, far netlink.Link) {
+	t.Helper()
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = name
+	v := &netlink.Veth{LinkAttrs: attrs, PeerName: name + "far"}
+	ok(t, netlink.LinkAdd(v))
+	far, err := netlink.LinkByName(name + "far")
+	ok(t, err)
+	ip, n, err := net.ParseCIDR(addr)
+	ok(t, err)
+	ok(t, netlink.AddrAdd(v, &netlink.Addr{IPNet: &net.IPNet{IP: ip, Mask: n.Mask}}))
+	ok(t, netlink.LinkSetUp(v))
+	ok(t, netlink.LinkSetUp(far))
+	return v, far
+}
+
+func ok(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestRailsComeAndGo: two sidecars, both on every interface that there is. One appears, one loses its carrier and gets it back, one
+// vanishes; transfers go on all the while, and both sides know.
+func TestRailsComeAndGo(t *testing.T) {
+	if !inNamespace(t) {
+		return
+	}
+	lo, err := netlink.LinkByName("lo")
+	ok(t, err)
+	ok(t, netlink.LinkSetUp(lo))
+	veth(t, "rail0", "10.90.0.1/24")
+	veth(t, "other0", "10.99.0.1/24")
+	key, err := keys.NewCluster()
+	ok(t, err)
+	path := filepath.Join(t.TempDir(), "cluster.key")
+	ok(t, keys.WriteCluster(path, key))
+	change := func(c *config.Config) {
+		c.Transports.Order = []string{config.TransTCP}
+		c.Transports.TCP.Rails = []config.Rail{{Match: "other*", Exclude: true}, {Match: "rail1", Speed: 25e9, Tier: 2}, {Match: "*"}}
+		c.Peer.ClusterKeyFile = path
+		c.Peer.Listen = "127.0.0.1:0"
+	}
+	p, d := start(t, change), start(t, change)
+	rails := func(n *running) (out []string) {
+		for _, r := range n.rails.of(config.TransTCP) {
+			s := r.Name
+			if r.down {
+				s += "!"
+			}
+			out = append(out, s)
+		}
+		return out
+	}
+	// lanes are pairs of rails that have lanes to the other node, with their state.
+	lanes := func(n, to *running) (out []string) {
+		for _, q := range n.state().Leases.Rails.Pairs {
+			if q.Peer == to.Boot().String() && q.Lanes > 0 {
+				out = append(out, q.Path.Local+">"+q.Path.Remote+" "+q.State)
+			}
+		}
+		slices.Sort(out)
+		return out
+	}
+	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+	pe.random()
+	var seed uint64
+	move := func() {
+		t.Helper()
+		seed++
+		x := begin(t, p, pe, de, seed, 0, msg.PendingStep{Step: seed, End: tokens})
+		bound(t, d)
+		for l := range testShape.Layers {
+			pe.SignalLayer(l, seed)
+		}
+		pe.SignalStep(seed)
+		de.ok(x.dst)
+		same(t, pe, de, x.pt, x.dt, tokens, 0)
+		pe.ok(x.src)
+	}
+	wait := func(what string, want []string, get func() []string) {
+		t.Helper()
+		deadline := time.Now().Add(patience)
+		for !slices.Equal(get(), want) {
+			if time.Now().After(deadline) {
+				t.Fatalf("%s: %q, want %q; routes %+v", what, get(), want, p.state().Routes)
+			}
+		}
+	}
+	both := func(what string, ours []string, pairs ...string) {
+		t.Helper()
+		wait(what+": rails", ours, func() []string { return rails(p) })
+		wait(what+": rails there", ours, func() []string { return rails(d) })
+		if pairs != nil {
+			wait(what+": pairs", pairs, func() []string { return lanes(p, d) })
+			wait(what+": pairs there", pairs, func() []string { return lanes(d, p) })
+		}
+	}
+	both("at the start", []string{"rail0"})
+	move()
+	both("in use", []string{"rail0"}, "rail0>rail0 healthy")
+
+	one, far := veth(t, "rail1", "10.91.0.1/24")
+	both("one appeared", []string{"rail0", "rail1"}, "rail0>rail0 healthy", "rail1>rail1 healthy")
+	if r, _ := p.rails.find(config.TransTCP, "rail1"); r.Gbps != 25 || r.Tier != 2 || r.nic != "rail1" || !r.prefix.IsValid() {
+		t.Errorf("%+v", r)
+	}
+	move()
+
+	ok(t, netlink.LinkSetDown(far))
+	both("one lost its carrier", []string{"rail0", "rail1!"}, "rail0>rail0 healthy")
+	move()
+	var why []string
+	for _, c := range p.state().Routes[d.Boot().String()] {
+		if c.Local == "rail1" {
+			why = append(why, c.Why)
+		}
+	}
+	if !slices.Equal(why, []string{"the link of rail1 is down"}) {
+		t.Errorf("routes say %q", why)
+	}
+
+	ok(t, netlink.LinkSetUp(far))
+	both("it has it back", []string{"rail0", "rail1"})
+	deadline := time.Now().Add(patience)
+	for {
+		move() // work is what a rail proves itself with
+		if s := strings.Join(lanes(p, d), ", "); s == "rail0>rail0 healthy, rail1>rail1 healthy" {
+			break
+		} else if time.Now().After(deadline) {
+			t.Fatalf("not taken back: %s", s)
+		}
+	}
+
+	ok(t, netlink.LinkDel(one))
+	both("one vanished", []string{"rail0"}, "rail0>rail0 healthy")
+	move()
+	for i := range 3 { // and again under its old name
+		veth(t, "rail1", fmt.Sprintf("10.92.%d.1/24", i))
+		both("made anew", []string{"rail0", "rail1"})
+		l, err := netlink.LinkByName("rail1")
+		ok(t, err)
+		ok(t, netlink.LinkDel(l))
+		both("gone again", []string{"rail0"})
+	}
+	move()
+}
