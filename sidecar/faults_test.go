@@ -1,12 +1,9 @@
 package sidecar
 
 import (
-	"bytes"
 	mrand "math/rand/v2"
 	"os"
 	"path/filepath"
-	"runtime"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -15,7 +12,6 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
 const tokens = 2048
@@ -298,76 +294,4 @@ func TestClusterKey(t *testing.T) {
 	if c := se.wait(lease); c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason, "tls") {
 		t.Errorf("a stranger: status %d, %q", c.Status, c.Received.Reason)
 	}
-}
-
-// The late-write attack through two whole sidecars: blocks that came back to an engine, after a cancel or after success while
-// copies of landed slices are still on other lanes, are never written again.
-func TestLateWrites(t *testing.T) {
-	each(t, func(t *testing.T, p, d *running) {
-		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
-		pe.random()
-		rng := newRand(11)
-		canary := bytes.Repeat([]byte{0xa5}, len(must(de.region.Bytes())))
-		cancelled := 0
-		for i := range attackRuns(t) {
-			x := begin(t, p, pe, de, uint64(i), tokens)
-			if i%2 == 0 {
-				spin(time.Duration(rng.IntN(1500)) * time.Microsecond)
-				if err := de.Cancel(x.dst, "attack", false); err != nil {
-					t.Fatal(err)
-				}
-			} else {
-				// Give every slice in flight to other lanes as well, as a scan of silent lanes would.
-				now := p.enter()
-				p.d.ex.Tick(now + time.Minute/120)
-				p.leave()
-			}
-			if c := de.wait(x.dst); c.Status == exec.StatusCancelled {
-				cancelled++
-				// A cancel that came before the grant left is nothing that the source can know of.
-				if err := pe.Cancel(x.src, "attack", true); err != nil {
-					t.Fatal(err)
-				}
-			} else if c.Status == exec.StatusOK {
-				same(t, pe, de, x.pt, x.dt, tokens, 0)
-			}
-			b := must(de.region.Bytes())
-			copy(b, canary)
-			pe.wait(x.src)
-			spin(300 * time.Microsecond)
-			if !bytes.Equal(b, canary) {
-				t.Fatalf("run %d: blocks were written after their completion", i)
-			}
-		}
-		if cancelled == 0 {
-			t.Error("no cancel ever came in time")
-		}
-	})
-}
-
-func must(b []byte, ok bool) []byte {
-	if !ok {
-		panic("region is not mapped")
-	}
-	return b
-}
-
-// spin waits for a time that a timer cannot measure.
-func spin(d time.Duration) {
-	for end := time.Now().Add(d); time.Now().Before(end); runtime.Gosched() {
-	}
-}
-
-// attackRuns follows the transports' suite: few runs, unless KVSPRAY_ATTACK_RUNS says more.
-func attackRuns(t testing.TB) int {
-	t.Helper()
-	v := os.Getenv(transporttest.AttackRunsEnv)
-	if v == "" {
-		return 40
-	}
-	n, err := strconv.Atoi(v)
-	if err != nil || n < 1 {
-		t.Fatalf("%s=%q: want a number from 1", transporttest.AttackRunsEnv, v)
-	}
-	return n
 }

@@ -43,6 +43,12 @@ func socketDir(t testing.TB) string {
 
 func start(t testing.TB, change func(*config.Config)) *running {
 	t.Helper()
+	return startConfig(t, testConfig(t, change))
+}
+
+// testConfig is that of a node which meets only those that it is told of.
+func testConfig(t testing.TB, change func(*config.Config)) *config.Config {
+	t.Helper()
 	dir := socketDir(t)
 	cfg := config.Default()
 	cfg.Node = filepath.Base(dir)
@@ -56,10 +62,11 @@ func start(t testing.TB, change func(*config.Config)) *running {
 	if change != nil {
 		change(cfg)
 	}
-	return startConfig(t, cfg)
+	return cfg
 }
 
-func startConfig(t testing.TB, cfg *config.Config) *running {
+// startConfig runs a node. Those who prepare it change what it is made of, before it runs.
+func startConfig(t testing.TB, cfg *config.Config, prepare ...func(*Node)) *running {
 	t.Helper()
 	var out io.Writer = io.Discard
 	if testing.Verbose() {
@@ -68,6 +75,9 @@ func startConfig(t testing.TB, cfg *config.Config) *running {
 	n, err := New(Options{Config: cfg, Version: "test", Log: slog.New(slog.NewTextHandler(out, &slog.HandlerOptions{Level: slog.LevelDebug}))})
 	if err != nil {
 		t.Fatal(err)
+	}
+	for _, f := range prepare {
+		f(n)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
