@@ -67,6 +67,15 @@ test-go: ## Go tests with -race only
 test-laws: ## The laws of parseblock with 100,000 random cases each (nightly)
 	go test -timeout 30m ./parseblock -run 'Laws|Hybrids|Ignores' -rapid.checks=100000
 
+.PHONY: test-sim
+test-sim: ## 10,000 random fault schedules, a million slices between 1,000 nodes, the late-write attacks 1,000 times; costs without -race
+	KVSPRAY_SIM_RUNS=$${KVSPRAY_SIM_RUNS:-10000} go test -timeout 60m -v ./test/sim | grep -v '^=== '
+	go test -timeout 10m -v -run 'Cost|TenThousandOpen' ./control/spray ./control/exec | grep -v '^=== '
+
+.PHONY: test-mutants
+test-mutants: ## Take lines out of the production code, one at a time: the simulated clusters must notice each
+	go run ./test/sim/mutants
+
 .PHONY: test-py
 test-py: build env ## Python tests only, without the end-to-end ones
 	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests
