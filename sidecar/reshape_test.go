@@ -365,3 +365,19 @@ func expectOf(r *fleetRank, tokens uint32) *connector.Expect {
 	}
 	return x
 }
+
+// Two engines of unlike kinds behind one sidecar: what is known of the one is no answer about the other.
+func TestTwoEnginesAtOnePeer(t *testing.T) {
+	p, d := pairOf(t, "tcp")
+	dense := fleetShape{1, 2, []kind{attention(parseblock.PackedNHD, 16, fleetHeads)}}
+	mla := fleetShape{1, 1, []kind{latent(16)}}
+	p1, d1 := fleet(t, p, "p1", dense), fleet(t, d, "d1", fleetShape{1, 1, dense.kinds})
+	p2, d2 := fleet(t, p, "p2", mla), fleet(t, d, "d2", mla)
+	p3, d3 := fleet(t, p, "p3", fleetShape{1, 4, dense.kinds}), fleet(t, d, "d3", fleetShape{1, 2, dense.kinds})
+	rng := newRand(3)
+	for i := range 3 {
+		move(t, p, p1, d1, rng, 200, byte(3*i))
+		move(t, p, p2, d2, rng, 200, byte(3*i+1))
+		move(t, p, p3, d3, rng, 200, byte(3*i+2))
+	}
+}

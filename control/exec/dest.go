@@ -22,6 +22,7 @@ type dest struct {
 	plan    Plan
 	ep      *endpoint
 	team    lease.TeamID
+	told    bool   // by the peer, for this lease, which ranks its engine has
 	live    *offer // the grant that is not fenced yet
 	last    *offer
 	partner time.Duration
@@ -167,6 +168,11 @@ func (e *Exec) grant(now Instant, d *dest) {
 		return
 	}
 	parts, err := e.divide(d, p)
+	if unknown := (*UnknownLayout)(nil); err != nil && !d.told && !errors.As(err, &unknown) {
+		// The ranks are those of another engine there: ask as if nothing were known.
+		p.ranks = nil
+		parts, err = e.divide(d, p)
+	}
 	if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
 		e.describe(p, unknown, d, nil)
 		return
@@ -448,7 +454,7 @@ func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
 			e.closeDest(now, d, StatusFailed, "the ranks of the prefill engine: "+err.Error())
 			return err
 		}
-		p.ranks = ranks
+		p.ranks, d.told = ranks, true
 		e.regrant(now, d, "ranks: "+m.Message)
 	case peerv1.GrantReply_NO_PARTNER:
 		e.closeDest(now, d, StatusExpired, "no partner: "+m.Message)

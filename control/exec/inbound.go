@@ -442,6 +442,9 @@ func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err
 	for _, d := range inOrder(maps.Keys(w.dests)) {
 		switch {
 		case d.State != lease.DestWaiting || d.decided:
+		case err != nil && !d.told && d.ep.peer != nil:
+			d.ep.peer.ranks = nil // of an engine that is not there any more, or not for this one
+			e.grant(now, d)
 		case err != nil && d.ep.peer != nil && d.ep.peer.boot == boot:
 			e.closeDest(now, d, StatusFailed, "the layout of a rank of the prefill engine is not to be had: "+err.Error())
 		default:

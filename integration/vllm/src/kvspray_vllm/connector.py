@@ -150,6 +150,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 this = layout.strategy_of(
                     spec, backends.get(name, ""), cache_layout, tensor.element_size(), model.get_total_num_kv_heads(), self._ranks, identity["packing"]
                 )
+                this = this[0], layout.place_params(name, place, *this)
                 if chosen is not None and chosen != this:
                     raise layout.Unsupported(f"kvspray: layer {name} is laid out as {this}, others of its cache group as {chosen}")
                 chosen = this

@@ -85,6 +85,8 @@ class Place:
     block_stride: int
     page_bytes: int
     blocks: int
+    pieces: int = 1  # kernel blocks of a block
+    strides: tuple[tuple[str, int], ...] = ()  # bytes between heads and between tokens, where other layers lie between them
 
 
 def place_of(tensor: torch.Tensor, num_blocks: int) -> Place:
@@ -96,11 +98,27 @@ def place_of(tensor: torch.Tensor, num_blocks: int) -> Place:
         raise Unsupported(f"kvspray: a KV cache of {rows} rows does not hold {num_blocks} blocks")
     pieces = rows // num_blocks
     row_bytes = tensor[0].numel() * size
+    strides: tuple[tuple[str, int], ...] = ()
     if not _dense(tensor[0]):
-        raise Unsupported(f"kvspray: a page with shape {tuple(tensor.shape[1:])} and strides {tensor.stride()[1:]} has holes")
+        if tensor.dim() != 4 or tensor.stride(3) != 1 or pieces > 1:
+            raise Unsupported(f"kvspray: a page with shape {tuple(tensor.shape[1:])} and strides {tensor.stride()[1:]} has holes")
+        # vLLM's views are [block, head, token, content] whatever the order in memory.
+        strides = (("head_stride", tensor.stride(1) * size), ("row_stride", tensor.stride(2) * size))
     if pieces > 1 and row_stride != row_bytes:
         raise Unsupported(f"kvspray: a block of {pieces} pieces with {row_stride - row_bytes} bytes between them has holes")
-    return Place(storage.data_ptr(), storage.nbytes(), tensor.storage_offset() * size, row_stride * pieces, row_bytes * pieces, num_blocks)
+    return Place(
+        storage.data_ptr(), storage.nbytes(), tensor.storage_offset() * size, row_stride * pieces, row_bytes * pieces, num_blocks, pieces, strides
+    )
+
+
+def place_params(name: str, place: Place, strategy: str, params: dict[str, int]) -> dict[str, int]:
+    """The parameters of a strategy with those of the place. Refuses what the strategy cannot say."""
+    if place.pieces > 1 and strategy != "packed_nhd" and strategy != "mla":
+        # With tokens outside, pieces in a row are one block; with heads outside they are a block of blocks.
+        raise Unsupported(f"kvspray: layer {name}: a block holds {place.pieces} kernel blocks whose heads lie outside; set block_size to the kernel's")
+    if place.strides and not strategy.startswith("packed_"):
+        raise Unsupported(f"kvspray: layer {name}: pages of {strategy} with other layers between their tokens are not supported")
+    return params | dict(place.strides)
 
 
 def _dense(t: torch.Tensor) -> bool:
