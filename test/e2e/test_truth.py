@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import random
-import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import cluster as rig
-import kvspray
 import pytest
 import torch
 from conftest import need
+from ranks import Rank, connected, draw, group, move, register, worker
 
 LAYERS = 3
 HEADS = 4
@@ -37,22 +35,16 @@ def sidecars(workdir: pathlib.Path) -> Iterator[tuple[rig.Sidecar, rig.Sidecar]]
 
 
 @dataclasses.dataclass
-class Rank:
-    """A worker without an engine: its memory, its views, its session."""
+class Engine:
+    """The workers of one kind of engine, and each one's views: a layer each."""
 
-    rank: int
-    size: int
-    client: kvspray.WorkerClient
-    region: kvspray.Region
-    memory: torch.Tensor  # int8, all of it
-    views: list[torch.Tensor]  # a layer each
-    table: list[int] = dataclasses.field(default_factory=list)
+    ranks: list[Rank]
+    views: list[list[torch.Tensor]]
 
-    @property
-    def heads(self) -> range:
-        own = max(1, HEADS // self.size)
-        first = self.rank * HEADS // self.size
-        return range(first, first + own)
+    def close(self) -> None:
+        self.views.clear()
+        for r in self.ranks:
+            r.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +70,12 @@ class Kind:
         return FullAttentionSpec(block_size=self.block, num_kv_heads=own, head_size=self.head_size, dtype=self.dtype)
 
 
-def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> list[Rank]:
+def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
     from kvspray_vllm import layout
     from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    out = []
+    out = Engine([], [])
     for rank in range(kind.tp):
         spec = kind.spec(max(1, HEADS // kind.tp))
         order = KVCacheLayout[kind.order]
@@ -91,18 +83,13 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> list[Rank]:
         nbytes = LAYERS * BLOCKS * spec.page_size_bytes
         interleaved = LAYERS * spec.page_size_bytes if order.is_block_outermost else None
         layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, order, fixed_strides=(None, interleaved, None, None, None))
-        client = kvspray.WorkerClient(
-            sidecar.socket, engine=kvspray.EngineInfo("vllm", "truth", engine), layers=LAYERS, ranks=kvspray.Ranks(tp=(rank, kind.tp))
-        )
-        region = client.alloc_region(nbytes)
-        memory = torch.frombuffer(region.buffer, dtype=torch.int8)[:nbytes]
-        memory.random_(-128, 127)
-        views = create_kv_cache_views(memory, spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block))
+        r = worker(sidecar, engine, rank, kind.tp, LAYERS, nbytes)
+        views = create_kv_cache_views(r.memory, spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block))
         described = []
         chosen = None
         for i, view in enumerate(views):
             place = layout.place_of(view, BLOCKS)
-            assert place.storage == memory.untyped_storage().data_ptr()
+            assert place.storage == r.memory.untyped_storage().data_ptr()
             strategy, params = layout.strategy_of(
                 spec, kind.backend, kind.order, view.element_size(), 1 if kind.mla else HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
             )
@@ -113,75 +100,38 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> list[Rank]:
                 {"name": names[i], "index": i, "region": 0, "base": place.base, "block_stride": place.block_stride, "page_bytes": place.page_bytes}
             )
         assert chosen is not None
-        client.register(
-            [region],
-            {
-                "model": "truth", "dtype": str(kind.dtype).removeprefix("torch."), "identity": {"model_config": "truth"},
-                "groups": [{"tokens_per_block": kind.block, "strategy": chosen[0], "params": chosen[1], "num_blocks": BLOCKS, "layers": described}],
-            },
-        )  # fmt: skip
-        out.append(Rank(rank, kind.tp, client, region, memory, views))
-    for r in out:
-        rig.wait_for(f"rank {r.rank} of {kind} connected", lambda r=r: r.client.connected, 10)
+        register(r, str(kind.dtype).removeprefix("torch."), [group(kind.block, chosen[0], chosen[1], BLOCKS, described)])
+        out.ranks.append(r)
+        out.views.append(views)
+    connected(*out.ranks)
     return out
 
 
-def move(peer: str, ps: Sequence[Rank], ds: Sequence[Rank], pn: int, dn: int, tokens: int) -> None:
-    xfer, digest, req = secrets.token_bytes(16), secrets.token_bytes(32), secrets.token_hex(8)
-    for ranks, n in ((ps, pn), (ds, dn)):
-        table = random.sample(range(BLOCKS), -(-tokens // n))
-        for r in ranks:
-            r.table = table
-    leases = [(r, r.client.intent(xfer, digest, tokens, [r.table], ready=tokens, req=req)) for r in ps]
-    leases += [(r, r.client.expect(xfer, digest, peer, tokens, 0, [r.table], req=req, deadline_s=20)) for r in ds]
-    for r, lease in leases:
-        assert lease > 0
-        ended: list[Any] = []
-
-        def done(r: Rank = r, ended: list[Any] = ended) -> bool:
-            ended.extend(r.client.poll())
-            return bool(ended)
-
-        rig.wait_for("the transfer's end", done, 20, 0.005)
-        assert [(c.lease, int(c.status)) for c in ended] == [(lease, 0)], ended
+Fill = Callable[[Rank, Kind, list[torch.Tensor], torch.Tensor], None]
 
 
-def close(*ranks: Sequence[Rank]) -> None:
-    for some in ranks:
-        for r in some:
-            r.views.clear()
-            r.client.close()
-
-
-def check(peer: str, ps: list[Rank], ds: list[Rank], pk: Kind, dk: Kind, fill: Callable[..., None], tokens: int) -> None:
-    """fill(rank, kind, memory's views, content) writes a prompt as the engine does. The receivers' memory must become what filling it
-    there would have made of it, to the last byte."""
-    move_into = [d.memory.clone() for d in ds]
+def check(peer: str, p: Engine, d: Engine, pk: Kind, dk: Kind, fill: Fill, tokens: int) -> None:
+    """fill writes a prompt as the engine does. The receivers' memory must become what filling it there would have made of it, to the last
+    byte."""
+    before = [r.memory.clone() for r in d.ranks]
     content = torch.randn(LAYERS, tokens, HEADS, 2, pk.head_size).to(pk.dtype)
-    for p in ps:
-        p.table = list(range(-(-tokens // pk.block)))
-    # Fill after the tables are drawn: move draws them, so it is asked first which they are.
-    state = random.getstate()
-    for ranks, n in ((ps, pk.block), (ds, dk.block)):
-        table = random.sample(range(BLOCKS), -(-tokens // n))
-        for r in ranks:
-            r.table = table
-    random.setstate(state)
-    for p in ps:
-        fill(p, pk, p.views, content)
-    move(peer, ps, ds, pk.block, dk.block, tokens)
-    for d, before in zip(ds, move_into, strict=True):
-        got = d.memory.clone()
-        d.memory.copy_(before)
-        fill(d, dk, d.views, content)
-        assert torch.equal(got, d.memory), f"{pk} to {dk}, {tokens} tokens, rank {d.rank}: {int((got != d.memory).sum())} bytes differ"
+    draw(p.ranks, [(pk.block, BLOCKS)], tokens)
+    draw(d.ranks, [(dk.block, BLOCKS)], tokens)
+    for r, views in zip(p.ranks, p.views, strict=True):
+        fill(r, pk, views, content)
+    move(peer, p.ranks, d.ranks, tokens)
+    for r, views, was in zip(d.ranks, d.views, before, strict=True):
+        got = r.memory.clone()
+        r.memory.copy_(was)
+        fill(r, dk, views, content)
+        assert torch.equal(got, r.memory), f"{pk} to {dk}, {tokens} tokens, rank {r.rank}: {int((got != r.memory).sum())} bytes differ"
 
 
 def by_index(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.Tensor) -> None:
     """As every backend of vLLM writes: view[block, head, slot] = K and V of that head."""
     for layer, view in enumerate(views):
         for t in range(content.shape[1]):
-            for h, head in enumerate(rank.heads):
+            for h, head in enumerate(rank.heads(HEADS)):
                 view[rank.table[t // kind.block], h, t % kind.block] = content[layer, t, head].reshape(-1)
 
 
@@ -194,20 +144,20 @@ def by_kernel(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.
     for layer, view in enumerate(views):
         b, h, n, _ = view.shape
         keys, values = view.view(b, h, 2 * n, -1).chunk(2, dim=2)
-        own = content[layer][:, rank.heads.start : rank.heads.stop]
+        own = content[layer][:, list(rank.heads(HEADS))]
         ops.cpu_attn_reshape_and_cache(own[:, :, 0].contiguous(), own[:, :, 1].contiguous(), keys, values, slots, "vec", 1.0, 1.0, "auto")
 
 
-def attention(rank: Rank, kind: Kind, tokens: int, query: torch.Tensor) -> list[torch.Tensor]:
+def attention(rank: Rank, kind: Kind, views: list[torch.Tensor], tokens: int, query: torch.Tensor) -> torch.Tensor:
     """What vLLM's CPU backend makes of the cache: the attention of one token after the prompt, with its kernel."""
     from vllm import _custom_ops as ops
 
     table = torch.tensor([rank.table], dtype=torch.int32)
     start, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
-    q = query[:, rank.heads.start : rank.heads.stop].contiguous()
-    own = len(rank.heads)
+    own = len(rank.heads(HEADS))
+    q = query[:, list(rank.heads(HEADS))].contiguous()
     out = []
-    for view in rank.views:
+    for view in views:
         b, h, n, _ = view.shape
         keys, values = view.view(b, h, 2 * n, -1).chunk(2, dim=2)
         meta = ops.cpu_attn_get_scheduler_metadata(
@@ -217,7 +167,7 @@ def attention(rank: Rank, kind: Kind, tokens: int, query: torch.Tensor) -> list[
         o = torch.empty_like(q)
         ops.cpu_attention_with_kv_cache(q, keys, values, o, start, lens, kind.head_size**-0.5, True, None, -1, table, 0.0, meta, None)
         out.append(o)
-    return out
+    return torch.stack(out)
 
 
 PAIRS = [(Kind(a, 16), Kind(ORDERS[(i + 1 + i % 4) % len(ORDERS)], n, tp)) for i, a in enumerate(ORDERS) for n, tp in ((16, 1), (64, 2))]
@@ -227,13 +177,14 @@ PAIRS += [(Kind("LBNHC", 16, 8), Kind("BHLNC", 48)), (Kind("LHBNC", 48), Kind("L
 
 @pytest.mark.parametrize(("pk", "dk"), PAIRS, ids=str)
 def test_every_order_of_vllm(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None:
-    p, d = sidecars
-    ps, ds = make(p, pk, f"p{pk}"), make(d, dk, f"d{dk}")
+    sp, sd = sidecars
+    p, d = make(sp, pk, f"p{pk}"), make(sd, dk, f"d{dk}")
     try:
         for tokens in (1, 50, 130):
-            check(p.endpoint, ps, ds, pk, dk, by_index, tokens)
+            check(sp.endpoint, p, d, pk, dk, by_index, tokens)
     finally:
-        close(ps, ds)
+        p.close()
+        d.close()
 
 
 CPU = [Kind("LBHNC", n, tp, "CPU_ATTN", dtype, 32) for n, tp, dtype in (
@@ -243,37 +194,40 @@ CPU = [Kind("LBHNC", n, tp, "CPU_ATTN", dtype, 32) for n, tp, dtype in (
 
 @pytest.mark.parametrize(("pk", "dk"), [(a, b) for a in CPU for b in CPU if a.dtype == b.dtype], ids=str)
 def test_pages_of_the_cpu_backend(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None:
-    p, d = sidecars
-    ps, ds = make(p, pk, f"p{pk}"), make(d, dk, f"d{dk}")
+    sp, sd = sidecars
+    p, d = make(sp, pk, f"p{pk}"), make(sd, dk, f"d{dk}")
     try:
         for tokens in (1, 33, 200):
-            check(p.endpoint, ps, ds, pk, dk, by_kernel, tokens)
+            check(sp.endpoint, p, d, pk, dk, by_kernel, tokens)
             # And read by the kernel that reads them: both engines see the same prompt.
             query = torch.randn(1, HEADS, pk.head_size).to(pk.dtype)
-            want = torch.cat([torch.stack(attention(r, pk, tokens, query)) for r in ps], dim=2)
-            got = torch.cat([torch.stack(attention(r, dk, tokens, query)) for r in ds], dim=2)
+            want = torch.cat([attention(r, pk, views, tokens, query) for r, views in zip(p.ranks, p.views, strict=True)], dim=2)
+            got = torch.cat([attention(r, dk, views, tokens, query) for r, views in zip(d.ranks, d.views, strict=True)], dim=2)
             torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
     finally:
-        close(ps, ds)
+        p.close()
+        d.close()
 
 
 @pytest.mark.parametrize(("pn", "ptp", "dn", "dtp"), [(16, 1, 16, 1), (16, 2, 64, 1), (64, 1, 16, 4)])
 def test_latents_of_mla(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, ptp: int, dn: int, dtp: int) -> None:
-    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
-    p, d = sidecars
+    sp, sd = sidecars
     pk, dk = Kind("LBHNC", pn, ptp, "CPU_MLA", mla=True), Kind("LBHNC", dn, dtp, "CPU_MLA", mla=True)
-    ps, ds = make(p, pk, f"pm{pn}{ptp}"), make(d, dk, f"dm{dn}{dtp}")
+    p, d = make(sp, pk, f"pm{pn}{ptp}"), make(sd, dk, f"dm{dn}{dtp}")
 
     def fill(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.Tensor) -> None:
         tokens = content.shape[1]
         slots = torch.tensor([rank.table[t // kind.block] * kind.block + t % kind.block for t in range(tokens)], dtype=torch.int64)
         latent = content.reshape(LAYERS, tokens, -1).repeat(1, 1, 8)[:, :, :576]
         for layer, view in enumerate(views):
-            ops.concat_and_cache_mla(latent[layer][:, :512].contiguous(), latent[layer][:, 512:].contiguous(), view.squeeze(1), slots, "auto", torch.ones(1))
+            # The backend's own method; it uses nothing of the object.
+            CPUMLAImpl.do_kv_cache_update(None, latent[layer][:, :512], latent[layer][:, None, 512:], view.squeeze(1), slots, "auto", torch.ones(1))
 
     try:
         for tokens in (1, 50, 130):
-            check(p.endpoint, ps, ds, pk, dk, fill, tokens)
+            check(sp.endpoint, p, d, pk, dk, fill, tokens)
     finally:
-        close(ps, ds)
+        p.close()
+        d.close()

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers without engines: memory that sidecars can reach, what is registered of it, and prompts that move between two sets of them.
+
+For tests that fill an engine's own tensors and look what became of them elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import cluster as rig
+import kvspray
+import torch
+
+Tables = list[list[int]]  # per cache group
+
+
+@dataclasses.dataclass
+class Rank:
+    """One worker: its session and its memory."""
+
+    rank: int
+    size: int
+    client: kvspray.WorkerClient
+    region: kvspray.Region
+    memory: torch.Tensor  # int8, all of it
+    tables: Tables = dataclasses.field(default_factory=list)
+
+    @property
+    def table(self) -> list[int]:
+        """Of an engine with one cache group."""
+        return self.tables[0]
+
+    def heads(self, of: int) -> range:
+        """Those of the model's heads that the rank has: divided, or one shared by neighbours."""
+        first = self.rank * of // self.size
+        return range(first, first + max(1, of // self.size))
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def worker(sidecar: rig.Sidecar, engine: str, rank: int, size: int, layers: int, nbytes: int) -> Rank:
+    """A worker with that much memory, full of noise that is a finite number in any format: kernels multiply what lies behind a prompt
+    by zero."""
+    client = kvspray.WorkerClient(
+        sidecar.socket, engine=kvspray.EngineInfo("truth", "1", engine), layers=layers, ranks=kvspray.Ranks(tp=(rank, size))
+    )
+    region = client.alloc_region(nbytes)
+    memory = torch.frombuffer(region.buffer, dtype=torch.int8)[:nbytes]
+    memory.random_(0, 64)
+    return Rank(rank, size, client, region, memory)
+
+
+def group(tokens_per_block: int, strategy: str, params: Mapping[str, int], num_blocks: int, layers: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"tokens_per_block": tokens_per_block, "strategy": strategy, "params": dict(params), "num_blocks": num_blocks, "layers": layers}
+
+
+def register(r: Rank, dtype: str, groups: list[dict[str, Any]]) -> None:
+    r.client.register([r.region], {"model": "truth", "dtype": dtype, "identity": {"model_config": "truth"}, "groups": groups})
+
+
+def connected(*ranks: Rank) -> None:
+    for r in ranks:
+        rig.wait_for(f"rank {r.rank} connected", lambda r=r: r.client.connected, 10)
+
+
+def draw(ranks: Sequence[Rank], groups: Sequence[tuple[int, int]], tokens: int) -> None:
+    """The same random block tables for every rank of an engine; groups are (tokens of a block, blocks)."""
+    tables = [random.sample(range(blocks), -(-tokens // n)) for n, blocks in groups]
+    for r in ranks:
+        r.tables = tables
+
+
+def move(peer: str, ps: Sequence[Rank], ds: Sequence[Rank], tokens: int) -> None:
+    """Moves a prompt that every p holds whole to every d."""
+    xfer, digest, req = secrets.token_bytes(16), secrets.token_bytes(32), secrets.token_hex(8)
+    leases = [(r, r.client.intent(xfer, digest, tokens, r.tables, ready=tokens, req=req)) for r in ps]
+    leases += [(r, r.client.expect(xfer, digest, peer, tokens, 0, r.tables, req=req, deadline_s=20)) for r in ds]
+    for r, lease in leases:
+        assert lease > 0
+        ended: list[Any] = []
+
+        def done(r: Rank = r, ended: list[Any] = ended) -> bool:
+            ended.extend(r.client.poll())
+            return bool(ended)
+
+        rig.wait_for("the transfer's end", done, 20, 0.005)
+        assert [(c.lease, int(c.status)) for c in ended] == [(lease, 0)], ended
