@@ -95,7 +95,7 @@ class Engine:
         self.log = log
         ctx = mp.get_context("fork")
         self._conn, theirs = ctx.Pipe()
-        ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+        ranks = args.get("tensor_parallel_size", 1)
         # A daemon may have no children of its own; workers end with the engine that they are told by.
         self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, theirs, self._conn, log), daemon=ranks == 1)
         self._proc.start()
