@@ -27,7 +27,7 @@ var llama = connectortest.Shape{Layers: 32, NumBlocks: 256, TokensPerBlock: 16, 
 const (
 	llamaTokens  = 4096
 	rdmaRails    = 4
-	rdmaDeadPath = 300 * time.Millisecond // with the default of 50 ms, an emulated processor that is busy looks like a dead path
+	rdmaDeadPath = 500 * time.Millisecond // with the default of 50 ms, an emulated processor that is busy looks like a dead path
 	rdmaDeadline = 120 * time.Second // an emulated processor moves 512 MiB in 5 to 20 s
 )
 
