@@ -68,7 +68,7 @@ func sharing(attribute func(cuda.Attribute) (int, error)) Result {
 		}
 		return "no"
 	}
-	ordering := map[int]string{0: "none", 100: "its own reads", 200: "all devices"}[v[4]]
+	ordering := map[int]string{0: "none", 100: "the GPU itself", 200: "all devices"}[v[4]]
 	if ordering == "" {
 		ordering = fmt.Sprintf("value %d", v[4])
 	}

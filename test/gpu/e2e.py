@@ -29,9 +29,8 @@ import tempfile
 import time
 from typing import Any
 
-import torch
-
 import kvspray
+import torch
 from kvspray.gpu import GpuSignals
 
 LAYERS = 32
@@ -39,7 +38,7 @@ TOKENS = 16  # of a block
 PAGE = 16 << 10
 BLOCKS = 8192  # 4 GiB in all
 WORDS = PAGE // 8
-SIZES = (32, 128, 512)  # blocks of a graph's request
+SIZES = (32, 128, 256, 512)  # blocks of a graph's request
 HIDDEN = 2048
 TIMEOUT_S = 60.0
 CANARY = -0x5A5A5A5A
@@ -290,7 +289,6 @@ class Remote:
         self.pipe, other = ctx.Pipe()
         self.process = ctx.Process(target=engine, args=(gpu, socket, other), daemon=True)
         self.process.start()
-        self.get()
 
     def get(self) -> Any:
         if not self.pipe.poll(TIMEOUT_S * 2):
@@ -325,7 +323,13 @@ class Rig:
         self.dir = tempfile.TemporaryDirectory(prefix="kvs-")
         self.n = 0
         self.sidecars = [self.sidecar("a"), self.sidecar("b")]
+        self.engines()
+
+    def engines(self) -> None:
+        """Both at once: most of a start is loading torch."""
         self.p, self.d = self.engine(0), self.engine(1)
+        self.p.get()
+        self.d.get()
         self.peer = self.p.call("endpoint")
 
     def sidecar(self, name: str) -> Sidecar:
@@ -437,8 +441,10 @@ def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: in
             # A life after it: what is left serves the newcomer.
             if victim == "source engine":
                 rig.p = rig.engine(0)
+                rig.p.get()
             elif victim == "destination engine":
                 rig.d = rig.engine(1)
+                rig.d.get()
             else:
                 side = int(victim == "destination sidecar")
                 old = rig.sidecars[side]
@@ -446,7 +452,7 @@ def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: in
                 for e2 in (rig.p, rig.d):
                     e2.stop()
                 rig.sidecars[side] = rig.sidecar("ab"[side])
-                rig.p, rig.d = rig.engine(0), rig.engine(1)
+                rig.engines()
             rig.peer = rig.p.call("endpoint")
         after = content(rig, r, 2)
         rig.close()
@@ -462,6 +468,9 @@ def main() -> int:
     ap.add_argument("--rounds", type=int, default=20)
     ap.add_argument("--kills", type=int, default=3)
     ap.add_argument("--kill-ms", type=float, default=20)
+    ap.add_argument("--layers", default="128:24,128:96,128:200,256:200", help="blocks:kernels per layer, ...",
+                    type=lambda s: [tuple(int(x) for x in w.split(":")) for w in s.split(",")])  # fmt: skip
+    ap.add_argument("--path", action="append", default=[])
     ap.add_argument("--part", action="append", default=[])
     ap.add_argument("--set", action="append", default=[])
     ap.add_argument("--json", type=pathlib.Path)
@@ -474,8 +483,8 @@ def main() -> int:
         "shm": ["transports.order=shm"],
         "tcp": ["transports.order=tcp", "transports.tcp.connections=8", "transports.tcp.integrity=off", "transfer.max_slices=256"],
     }
-    for name, sets in paths.items():
-        sets = sets + args.set
+    for name in args.path or paths:
+        sets = paths[name] + args.set
         rig = Rig(args, sets)
         try:
             if "content" in parts:
@@ -490,7 +499,7 @@ def main() -> int:
                 report[f"rate_{name}"] = rate(rig, r)
                 say(f"rate over {name}: {report[f'rate_{name}']}")
             if "layers" in parts:
-                report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in ((128, 24), (128, 96), (512, 96))]
+                report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
                 say(f"layers over {name}: {report[f'layers_{name}']}")
         except SystemExit:
             for s in rig.sidecars:

@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
+	"unsafe"
 
 	"github.com/kvspray/kvspray/internal/cuda"
 	"github.com/kvspray/kvspray/internal/mem"
@@ -51,11 +52,12 @@ func lent(g *stage.GPUs, c *cuda.Context, n uint64) (r *mem.Region, p cuda.Ptr, 
 }
 
 func (b *bench) stagedRows(cs []*cuda.Context) error {
-	host, hostPtr, err := cs[0].AllocHost(stagedTotal)
+	cache, err := mem.NewAnonymous("bench", stagedTotal, mem.Populate())
 	if err != nil {
 		return err
 	}
-	defer cs[0].FreeHost(host)
+	defer cache.Release()
+	host, _ := cache.Bytes()
 	rand.NewChaCha8([32]byte{4}).Read(host[:256<<20])
 	for off := 256 << 20; off < len(host); off *= 2 {
 		copy(host[off:], host[:off])
@@ -70,17 +72,22 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 		if err != nil {
 			return err
 		}
-		r, p, _, stop, err := lent(g, cs[0], stagedPool)
+		unpin, err := g.Pin(host)
 		if err != nil {
 			return errors.Join(err, g.Close())
+		}
+		hostPtr := cuda.Ptr(uintptr(unsafe.Pointer(&host[0]))) // unified: host memory has the same address everywhere
+		r, p, _, stop, err := lent(g, cs[0], stagedPool)
+		if err != nil {
+			return errors.Join(err, unpin(), g.Close())
 		}
 		for off := cuda.Ptr(0); off < stagedPool && err == nil; off += stagedTotal {
 			err = errors.Join(s.Copy(p+off, hostPtr, stagedTotal), s.Sync())
 		}
-		for _, block := range []uint64{4 << 10, 16 << 10, 64 << 10} {
+		for _, at := range []struct{ block, slice uint64 }{{4 << 10, stage.HopBytes}, {16 << 10, stage.HopBytes}, {16 << 10, stage.LendBytes}, {64 << 10, stage.HopBytes}} {
 			for _, dir := range []stage.Direction{stage.DeviceToHost, stage.HostToDevice} {
 				if err == nil {
-					err = b.hops(r, p, how, block, dir, s, host, hostPtr)
+					err = b.hops(r, p, how, at.block, at.slice, dir, s, host, hostPtr)
 				}
 			}
 		}
@@ -88,17 +95,16 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 			err = b.moves(g, cs, r, p)
 		}
 		r.Release()
-		if err = errors.Join(err, g.Close(), stop()); err != nil {
+		if err = errors.Join(err, unpin(), g.Close(), stop()); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// hops is stagedTotal in slices of one buffer each, by stagedWorkers at once.
-func (b *bench) hops(r *mem.Region, p cuda.Ptr, how stage.Executor, block uint64, dir stage.Direction, s *cuda.Stream, host []byte, hostPtr cuda.Ptr) error {
+// hops is stagedTotal in slices, by stagedWorkers at once, to and from pinned memory as a host cache has it.
+func (b *bench) hops(r *mem.Region, p cuda.Ptr, how stage.Executor, block, slice uint64, dir stage.Direction, s *cuda.Stream, host []byte, hostPtr cuda.Ptr) error {
 	dev := r.Device()
-	slice := uint64(dev.LendBytes())
 	perm := rand.New(rand.NewPCG(5, block)).Perm(int(stagedPool / block))[:stagedTotal/block]
 	blocks := make([]mem.Block, len(perm))
 	for i, k := range perm {
@@ -111,13 +117,12 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how stage.Executor, block uint64
 		errs := make([]error, stagedWorkers)
 		for w := range stagedWorkers {
 			wg.Go(func() {
-				buf := dev.Lend()
-				defer dev.Return(buf)
 				for errs[w] == nil {
 					at := int(next.Add(int64(per))) - per
 					if at >= len(blocks) {
 						return
 					}
+					buf := host[uint64(at)*block:][:slice]
 					if dir == stage.DeviceToHost {
 						errs[w] = dev.Gather(buf, blocks[at:at+per])
 					} else {
@@ -133,13 +138,12 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how stage.Executor, block uint64
 	if dir == stage.HostToDevice {
 		name, ceiling = "host to GPU", func() error { return errors.Join(s.Copy(p, hostPtr, stagedTotal), s.Sync()) }
 	}
-	row := Row{What: fmt.Sprintf("%s, slices of scattered %d KiB, %s", name, block>>10, how), Bytes: stagedTotal, Block: block}
+	row := Row{What: fmt.Sprintf("%s, slices of %d MiB, scattered %d KiB, %s", name, slice>>20, block>>10, how), Bytes: stagedTotal, Block: block}
 	if err := b.pair(row, run, stagedTotal, ceiling); err != nil {
 		return err
 	}
 	// There and back through one slice: what is scattered is what is gathered, from places that a plain copy finds too.
-	in, out := dev.Lend(), make([]byte, slice)
-	defer dev.Return(in)
+	in, out := make([]byte, slice), make([]byte, slice)
 	rand.NewChaCha8([32]byte{byte(block)}).Read(in)
 	if err := errors.Join(dev.Scatter(blocks[:per], in), dev.Gather(out, blocks[:per])); err != nil {
 		return err
