@@ -59,6 +59,10 @@ test: ## Everything that must pass: lint, generated code, Go with -race, Python,
 test-attack: build wireflip env ## The late-write attacks and fault tests in full
 	@bash test/run.sh attack
 
+.PHONY: test-rails-long
+test-rails-long: build ## The goals of rails in full, on real sockets: hours, and a machine that does nothing else (root)
+	KVSPRAY_RAILS=long go test -timeout 6h -count=1 -v ./test/rails
+
 .PHONY: test-go
 test-go: ## Go tests with -race only
 	go test -race -timeout 15m ./...
@@ -100,7 +104,7 @@ lint-go: $(TOOLS)/.stamp
 
 .PHONY: lint-py
 lint-py: $(LINTENV)/.stamp
-	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test
+	$(LINTENV)/bin/ruff check --config tools/ruff.toml pybind integration test bench
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini pybind/python/kvspray
 	$(LINTENV)/bin/mypy --config-file tools/mypy.ini integration/vllm/src/kvspray_vllm
 
@@ -136,6 +140,21 @@ bench-copy: build bin/kvspray-memcpy ## kvspray bench copy, both transports and 
 .PHONY: bench
 bench: ## Go benchmarks (ParseBlock, frames, rings ...)
 	go test -run '^$$' -bench . -benchmem ./...
+
+.PHONY: bench-rails
+bench-rails: build ## kvspray bench rails, a rail dying and coming back; JSON and HTML in .build/bench (root)
+	@mkdir -p $(B)/bench
+	bin/kvspray bench rails --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --json $(B)/bench/rails.json --html $(B)/bench/rails.html
+
+.PHONY: bench-peers
+bench-peers: build $(B)/venv-peers/.stamp ## The same blocks, rails and faults with NIXL and Mooncake (root; 450 MB to fetch, once)
+	go run ./bench/peers -python $(B)/venv-peers/bin/python -out $(B)/bench/peers $(BENCH_ARGS)
+
+$(B)/venv-peers/.stamp: bench/peers/requirements.txt
+	@echo "making the environment of the other engines ..."
+	"$$(cd test/rig && $(HOSTPY) -c 'import env; print(env.find_python())')" -m venv --clear $(B)/venv-peers
+	$(B)/venv-peers/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
+	@touch $@
 
 .PHONY: bench-latency
 bench-latency: build env ## One 4 KiB block between two sidecars, from the engine's word to the engine's ear

@@ -133,7 +133,10 @@ func (r *Registry) Fingerprint(l *layout.Layout) ([32]byte, error) {
 }
 
 // Diff names each field in which two descriptions differ, with both values. It is empty exactly where the hashes are equal.
-func (d Description) Diff(other Description) []string {
+func (d Description) Diff(other Description) []string { return d.DiffAs(other, "here", "there") }
+
+// DiffAs is Diff for readers who are at neither side: it says where each value is.
+func (d Description) DiffAs(other Description, here, there string) []string {
 	var out []string
 	values := func(d Description, name string) []string {
 		var v []string
@@ -150,7 +153,7 @@ func (d Description) Diff(other Description) []string {
 	}
 	for _, n := range slices.Sorted(maps.Keys(names)) {
 		if a, b := values(d, n), values(other, n); !slices.Equal(a, b) {
-			out = append(out, fmt.Sprintf("%s: %s here, %s there", n, orMissing(a), orMissing(b)))
+			out = append(out, fmt.Sprintf("%s: %s %s, %s %s", n, orMissing(a), here, orMissing(b), there))
 		}
 	}
 	return out

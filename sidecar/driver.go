@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -154,6 +155,8 @@ func (n *Node) perform(a *exec.Action) {
 		n.complete(a)
 	case exec.Describe:
 		n.fetchLayout(a.Peer, a.Geometry)
+	case exec.Compare:
+		n.compare(a.Comparison)
 	case exec.Answer:
 		n.d.mu.Lock()
 		reply := n.d.awaits[a.Await]
@@ -175,6 +178,9 @@ func (n *Node) perform(a *exec.Action) {
 
 // sendFrame puts a frame on the control lanes; what is for ourselves is an event of the next round.
 func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
+	if r := f.GetGrantReply(); r != nil && r.Code != peerv1.GrantReply_BOUND && r.Code != peerv1.GrantReply_RANKS {
+		n.log.Warn("grant refused", "peer", to.String(), "code", strings.ToLower(r.Code.String()), "gen", r.Gen, "reason", r.Message)
+	}
 	if to == n.boot {
 		n.frame(to, f)
 		return

@@ -17,5 +17,6 @@ func newGDR(c *config.Config, log *slog.Logger) *gdr.Backend {
 		host, _, _ = net.SplitHostPort(c.Peer.Listen) // was checked
 	}
 	o := gdr.Options{Rails: g.Rails, Listen: host, DeadPath: time.Duration(g.DeadPath), MTU: g.MTU, TrafficClass: g.TrafficClass, ServiceLevel: g.ServiceLevel}
-	return gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return gdr.Find(o) }, Log: log})
+	// Where a path is dead, its sender's timers end the lane; who waits for it waits longer than they take.
+	return gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return gdr.Find(o) }, Patience: 2 * o.DeadPath, Log: log})
 }

@@ -109,9 +109,9 @@ func (h handler) Control(boot transfer.Boot, f *peerv1.ControlFrame) {
 	h.n.frame(boot, f)
 }
 
-func (h handler) Describe(geometry [32]byte) ([]byte, bool) {
+func (h handler) Describe(geometry, fingerprint [32]byte) ([]byte, bool) {
 	for _, w := range h.n.engine.Workers() {
-		if w.Geometry == geometry {
+		if w.Geometry == geometry && (fingerprint == [32]byte{} || w.Fingerprint == fingerprint) {
 			b, err := w.Layout.Marshal()
 			return b, err == nil
 		}

@@ -32,8 +32,9 @@ const describeTimeout = 5 * time.Second
 type planner struct {
 	reg *parseblock.Registry
 
-	mu      sync.Mutex // protects layouts; the rest belongs to the executor's goroutine
-	layouts map[[32]byte]*layout.Layout
+	mu        sync.Mutex                          // protects layouts and described; the rest belongs to the executor's goroutine
+	layouts   map[[32]byte]*layout.Layout         // of peers, by geometry
+	described map[[32]byte]parseblock.Description // of peers' caches that are not as ours, by fingerprint
 
 	divisions map[string]*parseblock.Division // by the geometries of receiver and ranks
 	proofs    map[string]struct{}             // divisions with the shares that were proved for them
@@ -49,7 +50,8 @@ type matchKey struct {
 }
 
 func newPlanner(reg *parseblock.Registry) *planner {
-	return &planner{reg: reg, layouts: map[[32]byte]*layout.Layout{}, divisions: map[string]*parseblock.Division{}, proofs: map[string]struct{}{},
+	return &planner{reg: reg, layouts: map[[32]byte]*layout.Layout{}, described: map[[32]byte]parseblock.Description{},
+		divisions: map[string]*parseblock.Division{}, proofs: map[string]struct{}{},
 		matches: map[matchKey]*parseblock.Match{}}
 }
 
@@ -189,12 +191,24 @@ func (p *planner) known(geometry [32]byte, ours *layout.Layout) *layout.Layout {
 	return &as
 }
 
-// learn takes what a peer says is behind a geometry. It is foreign: the hash must be that of the layout, and no offset of it may
-// overflow.
+// learn takes what a peer says is behind a geometry.
 func (p *planner) learn(geometry [32]byte, encoded []byte) error {
-	l, err := layout.Unmarshal(encoded)
+	l, err := p.verify(geometry, encoded)
 	if err != nil {
 		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	makeRoom(p.layouts, maxLayouts)
+	p.layouts[geometry] = l
+	return nil
+}
+
+// verify decodes a peer's layout. It is foreign: the hash must be that of the layout, and no offset of it may overflow.
+func (p *planner) verify(geometry [32]byte, encoded []byte) (*layout.Layout, error) {
+	l, err := layout.Unmarshal(encoded)
+	if err != nil {
+		return nil, err
 	}
 	regions := 0
 	for gi := range l.Groups {
@@ -209,16 +223,12 @@ func (p *planner) learn(geometry [32]byte, encoded []byte) error {
 		sizes[i] = math.MaxInt64 // how large they are there is of no interest
 	}
 	if err := p.reg.Validate(l, sizes); err != nil {
-		return err
+		return nil, err
 	}
 	if got := l.Geometry(); got != geometry {
-		return fmt.Errorf("the layout has geometry %.8x: %.8x was asked for", got, geometry)
+		return nil, fmt.Errorf("the layout has geometry %.8x: %.8x was asked for", got, geometry)
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	makeRoom(p.layouts, maxLayouts)
-	p.layouts[geometry] = l
-	return nil
+	return l, nil
 }
 
 // makeRoom empties a map that is full.
@@ -235,7 +245,7 @@ func (n *Node) fetchLayout(boot transfer.Boot, geometry [32]byte) {
 		defer n.d.wg.Done()
 		ctx, cancel := context.WithTimeout(n.d.ctx, describeTimeout)
 		defer cancel()
-		b, err := n.peers.Describe(ctx, boot, geometry)
+		b, err := n.peers.Describe(ctx, boot, geometry, [32]byte{})
 		if err == nil {
 			err = n.plans.learn(geometry, b)
 		}

@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -27,8 +28,8 @@ var llama = connectortest.Shape{Layers: 32, NumBlocks: 256, TokensPerBlock: 16, 
 const (
 	llamaTokens  = 4096
 	rdmaRails    = 4
-	rdmaDeadPath = 300 * time.Millisecond // with the default of 50 ms, an emulated processor that is busy looks like a dead path
-	rdmaDeadline = 120 * time.Second // an emulated processor moves 512 MiB in 5 to 20 s
+	rdmaDeadPath = 500 * time.Millisecond // with the default of 50 ms, an emulated processor that is busy looks like a dead path
+	rdmaDeadline = 120 * time.Second      // an emulated processor moves 512 MiB in 5 to 20 s
 )
 
 // shell runs a command of the guest's.
@@ -301,4 +302,108 @@ func TestRDMAFaults(t *testing.T) {
 		})
 	}
 	fmt.Printf("| fault | 512 MiB took | noticed after | longest stall | lanes back after healing |\n|---|---|---|---|---|\n%s", table_.String())
+}
+
+// twoFaults are what the sender's host does to itself while a list moves to the other one.
+var twoFaults = []fault{
+	{name: "none"},
+	{name: "requests dropped", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"},
+	{name: "link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"},
+}
+
+// sentBytes is what the cards of this host have sent.
+func sentBytes(t testing.TB, cards int) (sum uint64) {
+	t.Helper()
+	for i := range cards {
+		b, err := os.ReadFile(fmt.Sprintf("/sys/class/net/eth%d/statistics/tx_bytes", i))
+		var n uint64
+		if err == nil {
+			n, err = strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		sum += n
+	}
+	return sum
+}
+
+// TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2 decodes. What host 2 must find follows
+// from the number of the round.
+func TestRDMATwoHosts(t *testing.T) {
+	node, share := os.Getenv("KVSPRAY_RDMA_NODE"), os.Getenv("KVSPRAY_RDMA_SHARE")
+	if node == "" {
+		testutil.Skip(t, "rdma-two", "this is one of two hosts: make test-rdma-two runs both")
+	}
+	var devices []string
+	for i := 0; ; i++ {
+		if _, err := os.Stat(fmt.Sprintf("/sys/class/infiniband/r%d", i)); err != nil {
+			break
+		}
+		devices = append(devices, fmt.Sprintf("r%d", i))
+	}
+	needRails(t, "r0", "r1")
+	path := filepath.Join(share, "key")
+	if node == "1" {
+		b, err := os.ReadFile(clusterKey(t))
+		if err == nil {
+			err = os.WriteFile(path+".new", b, 0o600)
+		}
+		if err == nil {
+			err = os.Rename(path+".new", path)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "the other host has made a key", func() bool { _, err := os.Stat(path); return err == nil })
+	b, err := os.ReadFile(path)
+	key := filepath.Join(t.TempDir(), "key")
+	if err == nil {
+		err = os.WriteFile(key, b, 0o600) // a file that only its owner reads
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	const port = "7650"
+	n := startRDMA(t, key, "10.9.0."+node+":"+port, devices, nil)
+	e := newEngine(t, n, llama)
+	for i, f := range twoFaults {
+		seed := uint64(i + 1)
+		x := prompt{tokens: llamaTokens}
+		x.xfer[0], x.hash[0] = byte(seed), byte(seed)
+		tb := table(newRand(seed), llama.NumBlocks, int(llama.NumBlocks))
+		began := time.Now()
+		if node == "1" {
+			fill(e, tb, seed)
+			lease, err := e.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Fanout: 1, Blocks: [][]uint32{tb}, Ready: llamaTokens,
+				DeadlineMS: uint64(rdmaDeadline.Milliseconds())})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if f.inject != "" {
+				before := sentBytes(t, len(devices))
+				eventually(t, "a quarter was sent", func() bool { return sentBytes(t, len(devices))-before > llamaTokens*4096*32/4 })
+				shell(t, f.inject)
+			}
+			if c := completion(t, e, lease); c.Status != 0 {
+				t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
+			}
+			if f.heal != "" {
+				shell(t, f.heal)
+			}
+			continue
+		}
+		lease, err := e.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Peer: "10.9.0.1:" + port, Skip: []uint32{0}, Blocks: [][]uint32{tb},
+			DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: uint64(rdmaDeadline.Milliseconds())})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c := completion(t, e, lease); c.Status != 0 {
+			t.Errorf("%s: receiver: %d %+v", f.name, c.Status, c.Received)
+		} else if k := wrong(e, tb, seed); k > 0 {
+			t.Errorf("%s: %d pages are wrong", f.name, k)
+		}
+		t.Logf("%s: 512 MiB in %.1f s", f.name, time.Since(began).Seconds())
+	}
 }

@@ -44,6 +44,10 @@ attacks() { # LEAST ARGUMENTS...: counted, and at least so many attacks passed: 
 	return $rc
 }
 
+figures() { # PATTERN: tests on rails of the kernel, without -race and with nothing beside them, because they measure
+	KVSPRAY_RAILS=${KVSPRAY_RAILS:-minute} go test -count=1 -timeout 90m -v -run "$1" ./test/rails
+}
+
 go_limit=15m
 py=.build/venv/bin/python
 export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm,tcp,gcc}
@@ -54,11 +58,13 @@ if [ "$mode" = attack ]; then
 	go_limit=60m
 	part attack-go '^attacks' attacks 15 -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)' ./transport/...
 	part attack-node '^attacks' attacks 2 -run '^TestLateWrites$' ./sidecar
+	part attack-rails '^(ok|FAIL)' figures '^TestLateWrites$'
 	part attack-e2e 'passed|failed|error' "$py" -m pytest -q test/e2e/test_faults.py
 else
 	part lint '^$' make lint
 	part generate '^' make generate-check
 	part go '^packages' counted ./...
+	part rails '^(ok|FAIL)' figures .
 	part python 'passed|failed|error' "$py" -m pytest -q pybind/tests integration/vllm/tests
 	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e
 fi

@@ -51,16 +51,17 @@ func NewCommand() *cobra.Command {
 	var repeat int
 	var jsonFile string
 	cmd := &cobra.Command{
-		Use:   "gpu nvlink|multipath",
+		Use:   "gpu nvlink|staged|multipath",
 		Short: "GPU memory: NVLink between two processes' GPUs, and every PCIe link to one GPU, beside the ceilings",
-		Long: `Measures the paths that the sidecar has to GPU memory. Needs two GPUs or more with peer access, and a build with cgo.
+		Long: `Measures the paths that the sidecar has to GPU memory. Needs a build with cgo, and but for staged two GPUs or more with peer access.
 
   nvlink      scattered blocks from GPU 0 to GPU 1, the memory belonging to two other processes: pack, copy engine, unpack
+  staged      slices between GPU 0 and host memory, as tcp lanes take them, by each executor; moves as shm lanes take them
   multipath   host memory to and from GPU 0 over the PCIe links of 1, 2, ... all GPUs
 
 Each repetition is paired with one of its ceiling (the contiguous copy, all links at once).`,
 		Args:      cobra.MatchAll(cobra.ExactArgs(1), cobra.OnlyValidArgs),
-		ValidArgs: []string{"nvlink", "multipath"},
+		ValidArgs: []string{"nvlink", "staged", "multipath"},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if repeat < 1 || repeat > 1000 {
 				return fmt.Errorf("--repeat %d: want 1 to 1000", repeat)
@@ -69,7 +70,7 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			if err != nil {
 				return err
 			}
-			if len(drv.Devices) < 2 {
+			if len(drv.Devices) < 2 && args[0] != "staged" {
 				return fmt.Errorf("bench gpu %s: %d GPU here: want two or more", args[0], len(drv.Devices))
 			}
 			b := &bench{drv: drv, out: cmd.OutOrStdout(), repeat: repeat, report: Report{Driver: drv.Version}}
@@ -82,9 +83,12 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			}
 			fmt.Fprintf(b.out, "%d x %s\n%-58s %9s %9s %9s %9s %7s %6s\n", len(drv.Devices), b.report.Devices[0], "", "GB/s", "min", "max", "ceiling",
 				"ratio", "cores")
-			if args[0] == "nvlink" {
+			switch args[0] {
+			case "nvlink":
 				err = b.nvlink()
-			} else {
+			case "staged":
+				err = b.staged()
+			default:
 				err = b.multipath()
 			}
 			if err != nil {

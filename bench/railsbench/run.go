@@ -37,18 +37,13 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) 
 		return nil, err
 	}
 	defer f.Close()
-	res := &timeline.Result{Bench: "rails", Version: version.String(), Host: host(), Block: o.Block, Total: o.Total,
+	res := &timeline.Result{Bench: "rails", Version: version.String(), Host: Host(), Block: o.Block, Total: o.Total,
 		Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
-	for i, r := range o.Rates {
-		alone, err := Streams(ctx, f.Rig, []int{i}, aloneSpan)
-		if err != nil {
-			return nil, err
-		}
-		res.Rails = append(res.Rails, timeline.Rail{Name: netrig.Name(i), Rate: r, Alone: alone[0], Buffer: f.Rig.Buffer(i)})
-		say("%s of %s: a plain stream alone carries %s", netrig.Name(i), r, alone[0])
-	}
-	if res.Together, err = Together(ctx, f.Rig, togetherSpan); err != nil {
+	if res.Rails, res.Together, err = f.Plain(ctx, togetherSpan); err != nil {
 		return nil, err
+	}
+	for _, r := range res.Rails {
+		say("%s of %s: a plain stream alone carries %s", r.Name, r.Rate, r.Alone)
 	}
 	say("plain streams over all of them at once carry %s", res.Together)
 	p, err := f.Engines(ctx, o.Block, o.Total, Pipelined+1)
@@ -64,9 +59,82 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) 
 	return res, f.Move(ctx, p, o, Pipelined, res)
 }
 
+// Plain measures each rail alone, and then all of them at once, with plain streams.
+func (f *Field) Plain(ctx context.Context, span time.Duration) (rails []timeline.Rail, all timeline.Rate, err error) {
+	for i, r := range f.setup.Rates {
+		alone, err := Streams(ctx, f.Rig, []int{i}, aloneSpan)
+		if err != nil {
+			return nil, 0, err
+		}
+		rails = append(rails, timeline.Rail{Name: netrig.Name(i), Rate: r, Alone: alone[0], Buffer: f.Rig.Buffer(i)})
+	}
+	all, err = Together(ctx, f.Rig, span)
+	return rails, all, err
+}
+
 // Move moves transfers for o.Duration, so many at a time, or a cold and a warm one, while the faults happen, and fills in what res says
 // about that.
 func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, atOnce int, res *timeline.Result) error {
+	if o.Duration == 0 {
+		return f.move(ctx, p, o.Faults, 1, func(n int, _ time.Duration) bool { return n < 2 }, res)
+	}
+	return f.move(ctx, p, o.Faults, atOnce, func(_ int, since time.Duration) bool { return since < o.Duration }, res)
+}
+
+// MoveCount moves so many transfers, one after the other, on healthy rails.
+func (f *Field) MoveCount(ctx context.Context, p *Pair, count int, res *timeline.Result) error {
+	return f.move(ctx, p, nil, 1, func(n int, _ time.Duration) bool { return n < count }, res)
+}
+
+// move begins transfers while more says so.
+func (f *Field) move(ctx context.Context, p *Pair, faults []timeline.Fault, atOnce int, more func(n int, since time.Duration) bool, res *timeline.Result) error {
+	err := f.Watch(ctx, faults, func(base time.Time) error {
+		var all []*Transfer
+		var wg sync.WaitGroup
+		defer wg.Wait()
+		window := make(chan struct{}, atOnce)
+		for more(len(all), time.Since(base)) {
+			select {
+			case window <- struct{}{}:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+			if !more(len(all), time.Since(base)) {
+				break
+			}
+			t, err := p.Begin(ctx, Order{})
+			if err != nil {
+				return err
+			}
+			all = append(all, t)
+			wg.Go(func() { t.Landed(); <-window })
+		}
+		var turn time.Time
+		for _, t := range all {
+			t.Wait()
+			// Transfers are served in the order in which they began: the wire belongs to one once its predecessor is done.
+			began := t.Began
+			if turn.After(began) {
+				began = turn
+			}
+			turn = t.Ended
+			x := timeline.Transfer{Began: timeline.Seconds(began.Sub(base)), Took: timeline.Seconds(t.Ended.Sub(began)), Bytes: t.Bytes}
+			if t.Err != nil {
+				x.Error = t.Err.Error()
+			}
+			res.Transfers = append(res.Transfers, x)
+		}
+		return nil
+	}, res)
+	if err == nil {
+		res.Judge()
+	}
+	return err
+}
+
+// Watch calls do, which fills in transfers, while it samples the receiver's counters and lets the faults happen; base is the time from which
+// everything counts.
+func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base time.Time) error, res *timeline.Result) error {
 	c, err := f.Rig.Counters(netrig.Receiver)
 	if err != nil {
 		return err
@@ -77,7 +145,7 @@ func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, atOnce i
 	var wg sync.WaitGroup
 	stop := make(chan struct{})
 	var readings []netrig.Reading
-	start := time.Now()
+	base := time.Now()
 	wg.Go(func() {
 		var err error
 		if readings, err = c.Watch(timeline.SampleEvery, stop); err != nil {
@@ -85,8 +153,8 @@ func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, atOnce i
 		}
 	})
 	wg.Go(func() {
-		for _, x := range o.Faults {
-			if pause(ctx, time.Until(start.Add(x.At))) != nil {
+		for _, x := range faults {
+			if pause(ctx, time.Until(base.Add(x.At))) != nil {
 				return
 			}
 			if err := f.Rig.Apply(x); err != nil {
@@ -95,62 +163,20 @@ func (f *Field) Move(ctx context.Context, p *Pair, o *timeline.Options, atOnce i
 			}
 		}
 	})
-	var all []*Transfer
-	window := make(chan struct{}, 1)
-	if o.Duration > 0 {
-		window = make(chan struct{}, atOnce)
-	}
-	for err == nil {
-		if o.Duration > 0 && time.Since(start) >= o.Duration || o.Duration == 0 && len(all) == 2 {
-			break
-		}
-		select {
-		case window <- struct{}{}:
-		case <-ctx.Done():
-		}
-		var t *Transfer
-		if t, err = p.Begin(ctx, Order{}); err == nil {
-			all = append(all, t)
-			wg.Go(func() { t.Landed(); <-window })
-		}
-	}
-	var last time.Time
-	for _, t := range all {
-		if t.Wait(); t.Ended.After(last) {
-			last = t.Ended
-		}
-	}
+	err = do(base)
 	if err == nil {
-		// The chart should show what came after the last end, and a fault may belong to that.
+		// The chart should show what came after the last end.
 		err = pause(ctx, timeline.Window)
 	}
 	close(stop)
+	cause := context.Cause(ctx)
 	cancel(nil)
 	wg.Wait()
-	if cause := context.Cause(ctx); err != nil && cause != nil && cause != context.Canceled {
+	if err == nil || cause != nil {
 		err = cause
 	}
-	if err != nil {
-		return err
-	}
-	base := all[0].Began
-	res.Samples = grid(readings, base, len(res.Rails))
-	var turn time.Time
-	for _, t := range all {
-		// Transfers are served in the order in which they began: the wire belongs to one once its predecessor is done.
-		began := t.Began
-		if turn.After(began) {
-			began = turn
-		}
-		turn = t.Ended
-		x := timeline.Transfer{Began: timeline.Seconds(began.Sub(base)), Took: timeline.Seconds(t.Ended.Sub(began)), Bytes: t.Bytes}
-		if t.Err != nil {
-			x.Error = t.Err.Error()
-		}
-		res.Transfers = append(res.Transfers, x)
-	}
-	res.Judge()
-	return nil
+	res.Samples = grid(readings, base, f.Rig.Rails())
+	return err
 }
 
 // Late is how much later the transfer that was in flight at a fault ended than it would have, had the rails that are left brought the rest
@@ -194,8 +220,8 @@ func grid(in []netrig.Reading, base time.Time, rails int) timeline.Samples {
 	}
 }
 
-// host names the machine and says how busy it was before.
-func host() string {
+// Host names the machine and says how busy it is.
+func Host() string {
 	cpu := "unknown processor"
 	b, _ := os.ReadFile("/proc/cpuinfo") // only to name the machine
 	for line := range strings.Lines(string(b)) {

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sort"
 	"strings"
 	"time"
 
@@ -458,14 +457,8 @@ func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
 		e.regrant(now, d, "ranks: "+m.Message)
 	case peerv1.GrantReply_NO_PARTNER:
 		e.closeDest(now, d, StatusExpired, "no partner: "+m.Message)
-	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_PLAN:
+	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_FINGERPRINT, peerv1.GrantReply_PLAN:
 		e.closeDest(now, d, StatusRefused, codeName(m.Code)+": "+m.Message)
-	case peerv1.GrantReply_FINGERPRINT:
-		reason := "fingerprint: " + m.Message
-		if diff := differing(m.Identity, d.ws.w.Layout.Identity); diff != "" {
-			reason = "fingerprint: prefill and decode differ in " + diff
-		}
-		e.closeDest(now, d, StatusRefused, reason)
 	default:
 		e.closeDest(now, d, StatusFailed, codeName(m.Code)+": "+m.Message)
 	}
@@ -514,31 +507,6 @@ func ranksOf(m *peerv1.GrantReply) ([]Rank, error) {
 }
 
 func codeName(c peerv1.GrantReply_Code) string { return strings.ToLower(c.String()) }
-
-// maxDiffering bounds the fields that a refusal names.
-const maxDiffering = 8
-
-func differing(source, dest map[string]string) string {
-	if len(source) == 0 {
-		return ""
-	}
-	var out []string
-	for k, v := range source {
-		if w, ok := dest[k]; !ok || v != w {
-			out = append(out, fmt.Sprintf("%s (%q and %q)", k, v, w))
-		}
-	}
-	for k, w := range dest {
-		if _, ok := source[k]; !ok {
-			out = append(out, fmt.Sprintf("%s (absent and %q)", k, w))
-		}
-	}
-	sort.Strings(out)
-	if len(out) > maxDiffering {
-		out = append(out[:maxDiffering], "...")
-	}
-	return strings.Join(out, ", ")
-}
 
 func (e *Exec) onSourceLost(now Instant, p *peer, m *peerv1.SourceLost) error {
 	d, err := e.destOf(p, m.Destination)

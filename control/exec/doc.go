@@ -178,6 +178,8 @@ const (
 	Complete
 	// Describe asks Peer for the layout behind Geometry; Described follows.
 	Describe
+	// Compare finds out in what the caches of Comparison differ; Compared follows.
+	Compare
 	// Answer answers the Await of that Token.
 	Answer
 	// WorkerFenced says that no lease of Worker is left.
@@ -193,6 +195,7 @@ type Action struct {
 	Landing    *Landing
 	Landings   []*Landing
 	Geometry   [32]byte
+	Comparison Comparison
 	Sending    *Sending
 	Blocks     [][]uint32
 	Status     uint16 // Fence: why; StatusFailed where the blocks will be granted again

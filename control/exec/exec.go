@@ -51,9 +51,10 @@ type Exec struct {
 	asked     map[uint64]*await           // our own questions
 
 	describing map[described]*description
-	rails      map[railID]bool // ours: whether their links are down
-	railsNo    int             // how often they were told
-	credit     *timer          // of the next look at what comes in
+	comparing  map[Comparison]map[*claim]struct{} // refusals that wait for their reason
+	rails      map[railID]bool                    // ours: whether their links are down
+	railsNo    int                                // how often they were told
+	credit     *timer                             // of the next look at what comes in
 	inflows    map[inflowID]*inflow
 	inrails    map[railID]*inrail
 	limited    int // peers and rails that have a credit
@@ -141,6 +142,7 @@ func New(cfg Config) *Exec {
 		byXfer: map[transfer.XferID]count{}, inbound: map[lease.GrantID]*inbound{},
 		endpoints: map[string]*endpoint{}, peers: map[transfer.Boot]*peer{}, lanes: map[uint64]*lane{},
 		pending: map[transfer.Key][]*pending{}, asked: map[uint64]*await{}, describing: map[described]*description{},
+		comparing: map[Comparison]map[*claim]struct{}{},
 	}
 	e.spray = spray.New(spray.Config{Policy: cfg.Policy, MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})
 	e.inflows, e.inrails = map[inflowID]*inflow{}, map[railID]*inrail{}

@@ -227,14 +227,22 @@ func TestSourceSidecarOutOfReach(t *testing.T) {
 func TestFingerprint(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 5, 0)
 	pw.Fingerprint[0] = 1
-	pw.Layout.Identity = map[string]string{"model": "a", "dtype": "bf16"}
-	dw.Layout.Identity = map[string]string{"model": "b", "dtype": "bf16"}
-	p.intent(pw, 1, testKey(3, 1), 64, 1, 60*sec)
+	src := p.intent(pw, 1, testKey(3, 1), 64, 1, 60*sec)
+	p.steps(src)
 	dst := d.expect(dw, 1, testKey(3, 1), "p:1", 64, 0, 8*sec)
 	s.until("refusal", sec, func() bool { return dst.done != nil })
 	wantStatus(t, dst, StatusRefused)
-	if want := `fingerprint: prefill and decode differ in model ("a" and "b")`; dst.done.Reason != want {
+	const want = "fingerprint: dtype: a at prefill, b at decode"
+	if dst.done.Reason != want {
 		t.Errorf("reason %q, want %q", dst.done.Reason, want)
+	}
+	p.event(func() { p.ex.Hold(s.now, pw, 1) })
+	s.until("the source's expiry", 11*sec, func() bool { return src.done != nil })
+	if wantStatus(t, src, StatusExpired); !strings.HasSuffix(src.done.Reason, "; last: "+want) {
+		t.Errorf("reason %q, want one that ends with %q", src.done.Reason, want)
+	}
+	if s.compared != 1 || dst.chunksIn() > 0 {
+		t.Errorf("%d comparisons, %d chunks written", s.compared, dst.chunksIn())
 	}
 }
 
@@ -604,7 +612,7 @@ func randomSchedule(t *testing.T, seed uint64) {
 		if dests, sources := n.ex.Open(); dests+sources != 0 {
 			s.fatalf("seed %d: %s has %d and %d leases open", seed, n.addr, dests, sources)
 		}
-		if len(n.ex.inbound)+len(n.ex.describing)+len(n.ex.pending)+len(n.ex.byKey)+len(n.ex.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
+		if len(n.ex.inbound)+len(n.ex.describing)+len(n.ex.comparing)+len(n.ex.pending)+len(n.ex.byKey)+len(n.ex.byXfer) != 0 || n.ex.spray.Flights() != 0 && faults == 0 {
 			s.fatalf("seed %d: %s keeps %d grants, %d descriptions, %d pending, %d keys, %d flights", seed, n.addr, len(n.ex.inbound), len(n.ex.describing),
 				len(n.ex.pending), len(n.ex.byKey), n.ex.spray.Flights())
 		}

@@ -24,6 +24,8 @@ type inbound struct {
 	engine string   // whose ranks the parts are; set with claims
 	claims []*claim // nil while no intent of the key has come
 	wait   *pending // for it
+
+	differs bool // in fingerprint: it is refused when it is known what differs
 }
 
 // claim is a part of a grant: what is wanted of one rank. A rank that gives nothing is claimed, too: its engine keeps the request's
@@ -34,7 +36,7 @@ type claim struct {
 	src   *source  // nil: its intent has not come, or it is over
 	snd   *Sending // nil: the rank gives nothing, or lost what it had
 	wait  *pending // for its intent
-	asked bool     // for a layout that its plan needs
+	asked bool     // for a layout that its plan needs, or for what keeps the two engines apart
 	ended bool     // the destination lease has committed meanwhile
 }
 
@@ -71,6 +73,8 @@ func checkGrant(m *peerv1.Grant) error {
 	switch n := len(m.Parts); {
 	case m.Gen == 0:
 		return fmt.Errorf("generation 0: they count from 1")
+	case len(m.Fingerprint) != 32:
+		return fmt.Errorf("fingerprint of %d bytes: want 32", len(m.Fingerprint))
 	case len(m.Team) != len(lease.TeamID{}) || m.TeamSize < 1 || m.TeamSize > lease.MaxTeam:
 		return fmt.Errorf("team of %d bytes and %d receivers: want %d, and 1 to %d", len(m.Team), m.TeamSize, len(lease.TeamID{}), lease.MaxTeam)
 	case n < 1 || n > MaxParts:
@@ -175,6 +179,9 @@ func misfit(m *peerv1.Grant, ranks map[string]*worker, world int) string {
 // bindClaim gives a part to a source lease of its key and rank, or refuses the grant for good; false: there is none with room.
 func (e *Exec) bindClaim(now Instant, c *claim) bool {
 	in := c.in
+	if in.differs {
+		return true
+	}
 	var s *source
 	for _, o := range e.byKey[in.key] {
 		if o.ws.w.Place.Engine != in.engine || o.ws.w.Place.Rank() != c.part.Rank {
@@ -193,13 +200,13 @@ func (e *Exec) bindClaim(now Instant, c *claim) bool {
 	}
 	m, w := in.msg, s.ws.w
 	if string(m.Fingerprint) != string(w.Fingerprint[:]) {
-		e.refuse(now, in, peerv1.GrantReply_FINGERPRINT, "the identities of the two engines differ", w.Layout.Identity)
+		e.compare(now, c, w)
 		return true
 	}
 	var plan Plan
 	if c.gives() && !c.ended {
 		if string(c.part.Geometry) != string(w.Geometry[:]) {
-			e.refuse(now, in, peerv1.GrantReply_PLAN, fmt.Sprintf("the cache of rank %s has another shape than the grant says", c.part.Rank), nil)
+			e.refuse(now, in, peerv1.GrantReply_PLAN, fmt.Sprintf("the cache of rank %s has another shape than the grant says", c.part.Rank))
 			return true
 		}
 		var err error
@@ -214,12 +221,12 @@ func (e *Exec) bindClaim(now Instant, c *claim) bool {
 				c.part.Bytes, c.part.Rank, s.in.Tokens, plan.Space().NumChunks(), plan.Space().TotalBytes())
 		}
 		if err != nil {
-			e.refuse(now, in, peerv1.GrantReply_PLAN, err.Error(), nil)
+			e.refuse(now, in, peerv1.GrantReply_PLAN, err.Error())
 			return true
 		}
 	}
 	if err := s.Bind(in.id, in.team, int(m.TeamSize)); err != nil {
-		e.refuse(now, in, peerv1.GrantReply_PLAN, err.Error(), nil)
+		e.refuse(now, in, peerv1.GrantReply_PLAN, err.Error())
 		return true
 	}
 	if s.firstBind == 0 {
@@ -261,14 +268,15 @@ func (e *Exec) open(now Instant, c *claim, plan Plan) {
 }
 
 // refuse answers a grant for good; the receiver gives up, and so its places are free.
-func (e *Exec) refuse(now Instant, in *inbound, code peerv1.GrantReply_Code, message string, identity map[string]string) {
+func (e *Exec) refuse(now Instant, in *inbound, code peerv1.GrantReply_Code, message string) {
 	e.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{
-		Destination: leaseMsg(in.id.Dest), Code: code, Message: message, Identity: identity, Gen: in.msg.Gen}}})
+		Destination: leaseMsg(in.id.Dest), Code: code, Message: message, Gen: in.msg.Gen}}})
 	if e.inbound[in.id] == in {
 		e.endInbound(now, in, false, message)
 	}
 	// An earlier grant of the lease may have left places behind.
 	for _, s := range slices.Clone(e.byKey[in.key]) {
+		s.trouble = codeName(code) + ": " + message
 		if s.Has(in.id) {
 			e.served(now, s, s.End(in.id, false), message)
 		}
@@ -456,7 +464,7 @@ func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err
 		switch {
 		case e.inbound[c.in.id] != c.in || c.src != nil || c.wait != nil:
 		case err != nil:
-			e.refuse(now, c.in, peerv1.GrantReply_PLAN, "the layout of the receiver is not to be had: "+err.Error(), nil)
+			e.refuse(now, c.in, peerv1.GrantReply_PLAN, "the layout of the receiver is not to be had: "+err.Error())
 		case !e.bindClaim(now, c):
 			e.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, claim: c}, c.in.msg.PartnerMs)
 		}
@@ -531,7 +539,7 @@ func (e *Exec) refusePending(now Instant, q *pending, code peerv1.GrantReply_Cod
 	e.dropPending(q)
 	if q.in != nil {
 		if e.inbound[q.in.id] == q.in { // else it has committed without this rank
-			e.refuse(now, q.in, code, message, nil)
+			e.refuse(now, q.in, code, message)
 		}
 		return
 	}

@@ -48,16 +48,17 @@ func (q *simQueue) Pop() any {
 }
 
 type sim struct {
-	t      testing.TB
-	rng    *rand.Rand
-	now    Instant
-	seq    int
-	queue  simQueue
-	nodes  map[transfer.Boot]*simNode
-	byAddr map[string]*simNode
-	lanes  uint64
-	faults float64 // probability of anything bad
-	trace  []string
+	t        testing.TB
+	rng      *rand.Rand
+	now      Instant
+	seq      int
+	queue    simQueue
+	nodes    map[transfer.Boot]*simNode
+	byAddr   map[string]*simNode
+	lanes    uint64
+	faults   float64 // probability of anything bad
+	trace    []string
+	compared int
 }
 
 func newSim(t testing.TB, seed uint64, faults float64) *sim {
@@ -350,6 +351,9 @@ func (n *simNode) perform(a *Action) {
 				}
 			}
 		}
+	case Compare:
+		s.compared++
+		s.after(s.delay(time.Millisecond), func() { n.event(func() { n.ex.Compared(s.now, a.Comparison, "dtype: a at prefill, b at decode") }) })
 	case Answer:
 		n.answer[a.Await] = a.Admission
 	case WorkerFenced:

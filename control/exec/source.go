@@ -28,6 +28,7 @@ type source struct {
 	decided bool
 	status  uint16
 	reason  string
+	trouble string // why a grant for it was refused last
 
 	began     Instant
 	span      time.Duration // from the last word of the engine to the deadline
@@ -153,7 +154,7 @@ func (e *Exec) source(w *connector.Worker, id uint64) *source {
 func (e *Exec) sourceDue(now Instant, s *source) {
 	switch {
 	case now >= s.Deadline:
-		e.closeSource(now, s, StatusExpired, "the deadline passed", true)
+		e.closeSource(now, s, StatusExpired, withTrouble("the deadline passed", s.trouble), true)
 	case now >= s.Partner:
 		// Nobody new may come; those who are here finish.
 		s.Partner = lease.Never
@@ -161,7 +162,7 @@ func (e *Exec) sourceDue(now Instant, s *source) {
 			if s.Served > 0 {
 				e.closeSource(now, s, StatusOK, fmt.Sprintf("%d of %d partners came", s.Served, s.in.Fanout), true)
 			} else {
-				e.closeSource(now, s, StatusExpired, fmt.Sprintf("no partner came within %v", e.cfg.Partner), true)
+				e.closeSource(now, s, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", e.cfg.Partner), s.trouble), true)
 			}
 			return
 		}

@@ -99,8 +99,8 @@ type Handler interface {
 	ConnectFailed(endpoint string, err error)
 	// Control takes one frame: in order per peer, each once. The handler owns f.
 	Control(boot transfer.Boot, f *peerv1.ControlFrame)
-	// Describe returns the canonical layout behind a geometry hash.
-	Describe(geometry [32]byte) ([]byte, bool)
+	// Describe returns the canonical layout behind a geometry hash; of several the one with that fingerprint, unless it is zero.
+	Describe(geometry, fingerprint [32]byte) ([]byte, bool)
 }
 
 // Options make a mesh.

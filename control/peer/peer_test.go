@@ -69,7 +69,9 @@ func (n *node) PeerDown(b transfer.Boot, proved bool, _ error) {
 func (n *node) ConnectFailed(_ string, err error) {
 	n.note(func() { n.failed = append(n.failed, err) })
 }
-func (n *node) Describe(g [32]byte) ([]byte, bool) { return []byte("layout"), g[0] == 1 }
+func (n *node) Describe(g, f [32]byte) ([]byte, bool) {
+	return fmt.Appendf(nil, "layout %d", f[0]), g[0] == 1 && f[0] != 9
+}
 func (n *node) Control(b transfer.Boot, f *peerv1.ControlFrame) {
 	if n.on != nil {
 		n.on(b, f)
@@ -211,11 +213,16 @@ func TestHandshake(t *testing.T) {
 			}
 			a.inOrder(b.opt.Boot, 500)
 			b.inOrder(a.opt.Boot, 500)
-			if l, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{1}); err != nil || string(l) != "layout" {
+			if l, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{1}, [32]byte{}); err != nil || string(l) != "layout 0" {
 				t.Errorf("describe: %q %v", l, err)
 			}
-			if _, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{2}); err == nil {
-				t.Error("an unknown layout was described")
+			if l, err := a.Mesh.Describe(t.Context(), b.opt.Boot, [32]byte{1}, [32]byte{4}); err != nil || string(l) != "layout 4" {
+				t.Errorf("describe with a fingerprint: %q %v", l, err)
+			}
+			for _, name := range [][2][32]byte{{{2}, {}}, {{1}, {9}}} {
+				if _, err := a.Mesh.Describe(t.Context(), b.opt.Boot, name[0], name[1]); err == nil {
+					t.Errorf("an unknown layout was described: %v", name)
+				}
 			}
 			if r, err := a.Probe(t.Context(), b.Endpoint()); err != nil || !bytes.Equal(r.Boot, b.opt.Boot[:]) {
 				t.Errorf("probe: %v %v", r, err)

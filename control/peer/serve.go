@@ -245,9 +245,14 @@ func (v *service) Describe(_ context.Context, q *peerv1.DescribeRequest) (*peerv
 	if len(q.Geometry) != 32 {
 		return nil, status.Errorf(codes.InvalidArgument, "geometry of %d bytes, want 32", len(q.Geometry))
 	}
-	b, ok := v.m.opt.Handler.Describe([32]byte(q.Geometry))
+	var fingerprint [32]byte
+	if n := len(q.Fingerprint); n != 0 && n != len(fingerprint) {
+		return nil, status.Errorf(codes.InvalidArgument, "fingerprint of %d bytes, want 32, or none", n)
+	}
+	copy(fingerprint[:], q.Fingerprint)
+	b, ok := v.m.opt.Handler.Describe([32]byte(q.Geometry), fingerprint)
 	if !ok {
-		return nil, status.Errorf(codes.NotFound, "no layout with geometry %x", q.Geometry)
+		return nil, status.Errorf(codes.NotFound, "no layout with geometry %x and fingerprint %x", q.Geometry, q.Fingerprint)
 	}
 	return &peerv1.DescribeReply{Layout: b}, nil
 }
@@ -402,10 +407,11 @@ func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err erro
 	return s, err
 }
 
-// Describe asks boot for the layout behind a geometry hash.
-func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry [32]byte) (layout []byte, err error) {
+// Describe asks boot for the layout behind a geometry hash; of several the one with that fingerprint, unless it is zero. The answer is
+// foreign: an older peer does not look at fingerprints.
+func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry, fingerprint [32]byte) (layout []byte, err error) {
 	if boot == m.opt.Boot {
-		if b, ok := m.opt.Handler.Describe(geometry); ok {
+		if b, ok := m.opt.Handler.Describe(geometry, fingerprint); ok {
 			return b, nil
 		}
 		return nil, fmt.Errorf("peer: describe %x: no such layout here", geometry)
@@ -418,7 +424,11 @@ func (m *Mesh) Describe(ctx context.Context, boot transfer.Boot, geometry [32]by
 	endpoint := s.whereLocked()
 	s.mu.Unlock()
 	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
-		r, err := c.Describe(ctx, &peerv1.DescribeRequest{Geometry: geometry[:]})
+		q := &peerv1.DescribeRequest{Geometry: geometry[:]}
+		if fingerprint != [32]byte{} {
+			q.Fingerprint = fingerprint[:]
+		}
+		r, err := c.Describe(ctx, q)
 		layout = r.GetLayout()
 		return err //nolint:wrapcheck // call names the endpoint
 	})

@@ -47,6 +47,8 @@ const (
 	GPUDirectRDMAWriteOrdering  Attribute = 118
 	DMABufSupported             Attribute = 124
 	HostRegisterUsesHostPointer Attribute = 91
+	PosixFDHandles              Attribute = 103
+	IPCEvents                   Attribute = 125
 )
 
 // Device is one GPU by its ordinal.

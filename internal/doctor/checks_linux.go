@@ -11,10 +11,12 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -24,6 +26,7 @@ import (
 
 	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/topo"
 )
 
 // What the checks compare with.
@@ -137,62 +140,142 @@ func (h *Host) list(dir string) ([]string, error) {
 	return names, nil
 }
 
-// rails lists the interfaces that are up and have an address, and the configured rails that are on none of them.
+// rails says of each interface whether it is a rail, as sidecars see it, and where it sits; then the configured rails that are on none.
 func rails(_ context.Context, h *Host) []Result {
-	ifs, err := net.Interfaces()
+	links := h.Links
+	host, err := topo.Discover(topo.Options{Root: h.Root, Links: links})
 	if err != nil {
 		return []Result{unknown("interfaces: %v", err)}
 	}
+	var out []Result
+	for _, err := range host.Trouble {
+		out = append(out, unknown("%v", err))
+	}
 	wanted := h.Config.RailsOrDefault()
 	found := make([]bool, len(wanted))
-	var out []Result
-	for _, i := range ifs {
-		addrs, err := i.Addrs()
-		if err != nil || i.Flags&net.FlagUp == 0 || len(addrs) == 0 {
-			continue
-		}
-		ip := ""
+	for i := range host.NICs {
+		n := &host.NICs[i]
 		var used []string
-		for _, a := range addrs {
-			n, ok := a.(*net.IPNet)
-			if !ok {
-				continue
-			}
-			if ip == "" && !n.IP.IsLinkLocalUnicast() {
-				ip = n.IP.String()
-			}
-			for k, r := range wanted {
-				if on(r.Listen, n) {
-					found[k] = true
-					used = append(used, r.Name)
-				}
+		for k, r := range wanted {
+			if on(r.Listen, n) {
+				found[k] = true
+				used = append(used, r.Name)
 			}
 		}
-		if ip == "" && len(used) == 0 {
-			continue
+		if r, ok := nicLine(h, host, n, used); ok {
+			out = append(out, r)
 		}
-		use := "not used"
-		if len(used) > 0 {
-			use = "rail " + strings.Join(used, ", ")
-		}
-		note := ""
-		if i.MTU < 1500 {
-			note = " (small; 9000 is faster where the network allows it)"
-		}
-		out = append(out, named("rail "+i.Name, yes("%s, MTU %d%s, %s, %s", ip, i.MTU, note, h.speed(i.Name, i.Flags&net.FlagLoopback != 0), use)))
 	}
 	for k, r := range wanted {
 		if host, _, err := net.SplitHostPort(r.Listen); !found[k] && err == nil && !everywhere(host) {
-			out = append(out, named("rail "+r.Name, no("give the address to an interface, or correct transports.tcp.rails", "no interface that is up has %s", host)))
+			out = append(out, named("rail "+r.Name, no("give the address to an interface, or correct transports.tcp.rails", "no interface has %s", host)))
 		}
 	}
 	return out
 }
 
+// nicLine says what an interface is to kvspray; false: it has nothing to do with it.
+func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool) {
+	entry, auto := h.Config.RailFor(n.Name)
+	route, why := n.Route()
+	switch {
+	case len(used) == 0 && why != nil && (!auto || entry.Match == "*"):
+		return Result{}, false // leads nowhere, and nobody asked for it by name
+	case auto && len(used) == 0 && why == nil:
+		used = []string{n.Name + " by the pattern " + entry.Match}
+	}
+	parts := []string{route.Addr().String()}
+	if why != nil {
+		parts[0] = why.Error()
+	}
+	if n.Kind == topo.Loopback && len(n.Addrs) > 0 {
+		parts[0] = n.Addrs[0].Addr().String()
+	}
+	parts = append(parts, speedText(n))
+	mtu := fmt.Sprintf("MTU %d", n.MTU)
+	if n.MTU < 1500 {
+		mtu += " (small; 9000 is faster where the network allows it)"
+	}
+	parts = append(parts, mtu)
+	if where := seatText(host, n); where != "" {
+		parts = append(parts, where)
+	}
+	switch {
+	case len(used) > 0:
+		parts = append(parts, "rail "+strings.Join(used, ", "))
+	case entry.Exclude:
+		parts = append(parts, "excluded by the pattern "+entry.Match)
+	default:
+		parts = append(parts, "not used")
+	}
+	text := strings.Join(parts, ", ")
+	switch {
+	case auto && why != nil:
+		return named("rail "+n.Name, no("give it an address, or exclude it in transports.tcp.rails", "%s", text)), true
+	case len(used) > 0 && !n.Admin:
+		return named("rail "+n.Name, no("ip link set "+n.Name+" up", "%s; it is set down", text)), true
+	case len(used) > 0 && !n.Link:
+		return named("rail "+n.Name, no("look at cable and switch; transfers take the other rails meanwhile", "%s; its link has no carrier", text)), true
+	}
+	return named("rail "+n.Name, yes("%s", text)), true
+}
+
+func speedText(n *topo.NIC) string {
+	switch {
+	case n.Kind == topo.Loopback:
+		return "speed of memory"
+	case n.Mbps > 0:
+		return fmt.Sprintf("%g Gbit/s", float64(n.Mbps)/1000)
+	}
+	return "speed could not be told (a virtual interface); set rails[].speed"
+}
+
+// seatText is where an interface sits, and the GPU that is nearest to it, in the terms of nvidia-smi topo.
+func seatText(host *topo.Host, n *topo.NIC) string {
+	var parts []string
+	if len(n.Seats) == 1 && n.Seats[0].Address() != "" {
+		at := "PCI " + n.Seats[0].Address()
+		if n.RDMA != "" {
+			at += " (" + n.RDMA + ")"
+		}
+		parts = append(parts, at)
+	} else if len(n.Seats) > 1 {
+		parts = append(parts, "on "+strings.Join(n.Below, " and "))
+	}
+	if n.Node != topo.Unknown && len(host.Nodes) > 1 {
+		parts = append(parts, fmt.Sprintf("NUMA node %d", n.Node))
+	}
+	var near []string
+	best := topo.NotKnown
+	for i := range host.GPUs {
+		g := &host.GPUs[i]
+		for _, s := range n.Seats {
+			d := topo.Between(s, g.Seat)
+			if d == topo.NotKnown || best != topo.NotKnown && d > best {
+				continue
+			}
+			if d != best {
+				best, near = d, nil
+			}
+			name := g.PCI
+			if g.Index != topo.Unknown {
+				name = strconv.Itoa(g.Index)
+			}
+			if !slices.Contains(near, name) {
+				near = append(near, name)
+			}
+		}
+	}
+	if len(near) > 0 {
+		parts = append(parts, fmt.Sprintf("nearest GPU %s (%s)", strings.Join(near, ", "), best))
+	}
+	return strings.Join(parts, ", ")
+}
+
 func everywhere(host string) bool { return host == "" || net.ParseIP(host).IsUnspecified() }
 
 // on reports whether an address to listen on is that of an interface. All of 127.0.0.0/8 is on the loopback interface.
-func on(listen string, n *net.IPNet) bool {
+func on(listen string, n *topo.NIC) bool {
 	host, _, err := net.SplitHostPort(listen)
 	if err != nil {
 		return false
@@ -200,20 +283,12 @@ func on(listen string, n *net.IPNet) bool {
 	if host == "localhost" {
 		host = "127.0.0.1"
 	}
-	ip := net.ParseIP(host)
-	return ip != nil && (ip.Equal(n.IP) || ip.IsLoopback() && n.Contains(ip))
-}
-
-func (h *Host) speed(name string, loopback bool) string {
-	if loopback {
-		return "speed of memory"
+	a, err := netip.ParseAddr(host)
+	if err != nil {
+		return false
 	}
-	text, err := h.read("/sys/class/net/" + name + "/speed")
-	mbit, convErr := strconv.Atoi(text)
-	if err != nil || convErr != nil || mbit <= 0 {
-		return "speed could not be told (a virtual interface); set rails[].speed"
-	}
-	return fmt.Sprintf("%g Gbit/s", float64(mbit)/1000)
+	a = a.Unmap().WithZone("")
+	return slices.ContainsFunc(n.Addrs, func(p netip.Prefix) bool { return p.Addr() == a || a.IsLoopback() && p.Contains(a) })
 }
 
 func memlock(_ context.Context, _ *Host) Result {

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/topo"
 )
 
 // State is the answer of one check.
@@ -44,6 +45,8 @@ type Host struct {
 	Root   string // of /proc, /sys and /dev; empty: the real ones
 	Python string // interpreter to look for engines with; empty: $VIRTUAL_ENV's, else python3 on the path
 	Config *config.Config
+	// Links are the interfaces; nil: the kernel's.
+	Links func() ([]topo.Link, error)
 }
 
 func (h *Host) path(p string) string { return h.Root + p }

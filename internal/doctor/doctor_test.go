@@ -9,13 +9,17 @@ import (
 	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/topo"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -166,12 +170,54 @@ func TestRails(t *testing.T) {
 	if !lo || !missing {
 		t.Errorf("lo %v, missing %v", lo, missing)
 	}
-	if s := (&Host{Root: h.Root}).speed("lo", false); !strings.Contains(s, "could not be told") {
-		t.Error(s)
+}
+
+// Each interface gets one line: what it is, whether it is a rail, and why not.
+func TestRailLines(t *testing.T) {
+	h := root(t, map[string]string{"sys/class/net/eth0/speed": "25000\n", "sys/class/net/eth1/speed": "100000\n", "sys/class/net/bond0/speed": "200000\n",
+		"sys/class/net/bond0/lower_a/x": "", "sys/devices/system/node/online": "0-1\n"})
+	link := func(name string, kind topo.Kind, change func(*topo.Link), addrs ...string) topo.Link {
+		l := topo.Link{Name: name, Index: len(name), Kind: kind, MTU: 9000, Admin: true, Link: true}
+		for _, a := range addrs {
+			l.Addrs = append(l.Addrs, netip.MustParsePrefix(a))
+		}
+		if change != nil {
+			change(&l)
+		}
+		return l
 	}
-	h = root(t, map[string]string{"sys/class/net/eth0/speed": "25000\n"})
-	if s := h.speed("eth0", false); s != "25 Gbit/s" {
-		t.Error(s)
+	h.Links = func() ([]topo.Link, error) {
+		return []topo.Link{
+			link("lo", topo.Loopback, nil, "127.0.0.1/8"),
+			link("eth0", topo.Physical, nil, "10.0.0.1/24"),
+			link("eth1", topo.Physical, func(l *topo.Link) { l.Link = false }, "10.0.1.1/24"),
+			link("eth2", topo.Physical, func(l *topo.Link) { l.Admin, l.Link = false, false }, "10.0.2.1/24"),
+			link("ib0", topo.Physical, nil),
+			link("mgmt", topo.Physical, nil, "10.9.0.1/24"),
+			link("docker0", topo.Bridge, nil, "172.17.0.1/16"),
+		}, nil
+	}
+	h.Config.Peer.ClusterKeyFile = "/etc/k"
+	h.Config.Transports.TCP.Rails = []config.Rail{{Match: "mgmt", Exclude: true}, {Match: "ib*"}, {Match: "*"}, {Name: "fixed", Listen: "10.7.7.7:0"}}
+	want := map[string]string{
+		"rail lo":    "", // leads nowhere, and is no rail here
+		"rail eth0":  "yes 10.0.0.1, 25 Gbit/s, MTU 9000, rail eth0 by the pattern *",
+		"rail eth1":  "no 10.0.1.1, 100 Gbit/s, MTU 9000, rail eth1 by the pattern *; its link has no carrier",
+		"rail eth2":  "no 10.0.2.1, speed could not be told (a virtual interface); set rails[].speed, MTU 9000, rail eth2 by the pattern *; it is set down",
+		"rail ib0":   "no no address that reaches beyond its link, speed could not be told (a virtual interface); set rails[].speed, MTU 9000, not used",
+		"rail mgmt":  "yes 10.9.0.1, speed could not be told (a virtual interface); set rails[].speed, MTU 9000, excluded by the pattern mgmt",
+		"rail fixed": "no no interface has 10.7.7.7",
+	}
+	got := map[string]string{}
+	for _, r := range rails(context.Background(), h) {
+		got[r.Name] = string(r.State) + " " + r.Detail
+		if r.State == No && r.Remedy == "" {
+			t.Errorf("%s: no remedy", r.Name)
+		}
+	}
+	delete(want, "rail lo")
+	if d := cmp.Diff(want, got); d != "" {
+		t.Error(d)
 	}
 }
 

@@ -37,7 +37,47 @@ func gpuDevices() []Result {
 		}
 		out = append(out, named(name, gpuHealth(d, driver)))
 	}
-	return append(out, named("gpu peers", gpuPeers()))
+	return append(append(out, gpuMemory()...), named("gpu peers", gpuPeers()))
+}
+
+// gpuMemory says how each GPU's memory reaches other processes and network adapters.
+func gpuMemory() (out []Result) {
+	d, err := cuda.Open()
+	if err != nil {
+		return []Result{named("gpu memory", unknown("%v", err))}
+	}
+	for _, dev := range d.Devices {
+		out = append(out, named(fmt.Sprintf("gpu %d memory", dev), sharing(dev.Attribute)))
+	}
+	return out
+}
+
+// sharing words the attributes of one GPU. What only RDMA needs is said and does not fail the check.
+func sharing(attribute func(cuda.Attribute) (int, error)) Result {
+	var v [6]int
+	for i, a := range []cuda.Attribute{cuda.IPCEvents, cuda.PosixFDHandles, cuda.DMABufSupported, cuda.GPUDirectRDMASupported,
+		cuda.GPUDirectRDMAWriteOrdering, cuda.GPUDirectRDMAFlushOptions} {
+		var err error
+		if v[i], err = attribute(a); err != nil {
+			return unknown("attribute %d: %v", a, err)
+		}
+	}
+	can := func(yes int) string {
+		if yes != 0 {
+			return "yes"
+		}
+		return "no"
+	}
+	ordering := map[int]string{0: "none", 100: "the GPU itself", 200: "all devices"}[v[4]]
+	if ordering == "" {
+		ordering = fmt.Sprintf("value %d", v[4])
+	}
+	what := fmt.Sprintf("CUDA IPC %s, by descriptor %s; dma-buf %s, GPUDirect RDMA %s (writes are ordered for: %s; flush options %#x)", can(v[0]), can(v[1]),
+		can(v[2]), can(v[3]), ordering, v[5])
+	if v[0] == 0 && v[1] == 0 {
+		return no("use a driver and a virtualisation that share GPU memory between processes; until then engines must keep their cache in host memory", "%s", what)
+	}
+	return yes("%s", what)
 }
 
 func gpuHealth(d nvml.Device, driver string) Result {

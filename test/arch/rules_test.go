@@ -125,6 +125,8 @@ var rules = []rule{
 		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra}},
 	{dir: "bench/chart", why: "draws results; knows nothing of how they came about",
 		own: []string{"bench/timeline"}, ext: []string{extPlot}},
+	{dir: "bench/peers", why: "puts other engines beside two sidecars on the same rails",
+		own: []string{"bench/chart", "bench/railsbench", "bench/railsbench/netrig", "bench/timeline"}},
 	{dir: "bench/railsbench", why: "plays both engines to two sidecar processes: speaks to them as engines and operators do, and knows nothing inside them",
 		own: []string{"bench/chart", "bench/railsbench/netrig", "bench/timeline", "connector/connectortest", "connector/msg", "control/peer/keys", "internal/board", "internal/mem", "internal/version"},
 		ext: []string{extCobra, extSys}},

@@ -13,7 +13,13 @@ import (
 )
 
 // slack is what lies between a deadline and the end that it causes: fences, and the word of it to the other side.
-const slack = 2 * time.Second
+const slack = 500 * time.Millisecond
+
+// userTimeout is how long lanes are patient with silence.
+const userTimeout = 5 * time.Second
+
+// forever is longer than any run.
+const forever = time.Hour
 
 // fast is a rail of 25 Gbit/s, slow one of 200 Mbit/s on which everything takes long enough to be caught in the middle.
 var (
@@ -139,6 +145,9 @@ func (s scenario) draw(seed uint64, n int, processes float64) schedule {
 			time.Duration(rng.Int64N(int64(2 * time.Second)))}
 		if rng.Float64() < processes {
 			f.kind = numRailFaults + fkind(rng.IntN(int(numFaults-numRailFaults)))
+			if f.kind == allRails && rng.IntN(2) == 0 {
+				f.last = forever
+			}
 		}
 		x.faults = append(x.faults, f)
 	}
@@ -191,7 +200,7 @@ func (x fault) schedule(c *Cluster) {
 
 // build makes the cluster and everything that will happen to it.
 func (s scenario) build(x schedule) *Cluster {
-	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: 5 * time.Second}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
+	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: userTimeout}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
 		FenceFails: s.unfence, Record: s.record})
 	f := c.F
 	var racks []*simfabric.Switch
@@ -258,10 +267,13 @@ type verdict struct {
 }
 
 // patience is how much later than its deadline a transfer may end.
-func (x schedule) patience() time.Duration {
-	d := 3*exec.DefaultGrace + slack // a fence may fail, and fail again
+func (s scenario) patience(x schedule) time.Duration {
+	d := slack
+	if s.unfence > 0 {
+		d += 3 * exec.DefaultGrace // a fence may fail, and fail again
+	}
 	for _, f := range x.faults {
-		if f.kind >= numRailFaults {
+		if f.kind >= numRailFaults && f.last < forever {
 			d += f.last
 		}
 	}
@@ -271,15 +283,15 @@ func (x schedule) patience() time.Duration {
 // run lets everything happen, and says what was promised and not kept.
 func (s scenario) run(c *Cluster, x schedule) (v verdict) {
 	begin := c.F.Now()
-	end := begin + s.spread + s.deadline + x.patience()
+	end := begin + s.spread + s.deadline + s.patience(x)
 	broken := func() bool { return len(c.Violations()) > 0 }
 	c.F.Run(begin+s.spread+time.Millisecond, broken)
 	c.F.Run(end, func() bool { return c.Open() == 0 || broken() })
 	if c.Open() == 0 && !broken() {
-		c.F.Run(end, broken) // what comes late comes now
+		c.F.Run(end+2*userTimeout, broken) // what comes late comes now, and what was stuck on lanes is given up
 	}
 	if !broken() {
-		c.Settle(x.patience())
+		c.Settle(s.patience(x))
 	}
 	v.problems = append(v.problems, c.Violations()...)
 	if len(v.problems) > 0 {

@@ -37,11 +37,15 @@ func ends(t testing.TB) transporttest.Factory {
 }
 
 func guestConfig(timer uint8, patience time.Duration, device, listen string) Config {
+	rails := []Rail{guestRail(device, listen, timer)}
+	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: patience, Silence: 15 * time.Second}
+}
+
+func guestRail(device, listen string, timer uint8) Rail {
 	open := func() (verbs.Device, error) {
 		return verbs.Open(verbs.Config{Device: device, GIDIndex: verbs.AutoGID, Timer: timer, Retries: 5})
 	}
-	rails := []Rail{{Name: device, Open: open, Listen: listen, NUMA: -1}}
-	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: patience, Silence: 15 * time.Second}
+	return Rail{Name: device, Open: open, Listen: listen, NUMA: -1}
 }
 
 func TestDeviceConformance(t *testing.T) { transporttest.Conformance(t, ends(t)) }

@@ -187,12 +187,22 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	return l, nil
 }
 
-// Grant implements transport.Backend. Keys are made when the first slice asks: the receiver says then what may be written.
-func (b *Backend) Grant(*transport.Grant) ([]byte, error) {
+// Grant implements transport.Backend. The receiver says what may be written when a slice asks; here it only begins to register
+// the memory, which takes long the first time. A cache is one region, or one per layer: the others follow with their slices.
+func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {
 		return nil, fmt.Errorf("gdr: grant: %w", net.ErrClosed)
+	}
+	blocks, err := g.Sink.Resolve(nil, transfer.Range{Count: 1})
+	if err != nil || len(blocks) == 0 {
+		return nil, nil // nothing to write, or nothing that will be allowed
+	}
+	for _, r := range b.rails {
+		r.mu.Lock()
+		r.dev.keys.begin(&b.wg, blocks[0].Region, g.Peer)
+		r.mu.Unlock()
 	}
 	return nil, nil
 }

@@ -103,6 +103,20 @@ func (k *keys) get(r *mem.Region, peer transfer.Boot, wait bool) (*key, error) {
 	return e, nil
 }
 
+// begin makes a registration that will be needed, unless it is there or being made.
+func (k *keys) begin(wg *sync.WaitGroup, r *mem.Region, peer transfer.Boot) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.m[keyName{r, peer}] != nil || k.closed {
+		return
+	}
+	wg.Go(func() {
+		if e, err := k.get(r, peer, true); err == nil { // an error comes again, with the first slice
+			e.put()
+		}
+	})
+}
+
 func (e *key) made() bool {
 	select {
 	case <-e.ready:

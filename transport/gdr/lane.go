@@ -113,6 +113,9 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice) (_ *lane, err er
 	}
 	l := &lane{b: b, rail: r, dev: dev, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: uint64(max(lim.MaxMessage, 1)),
 		drained: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
+	for i := range l.in {
+		l.in[i].l = l
+	}
 	return l, nil
 }
 
@@ -228,8 +231,8 @@ func (l *lane) failure() error {
 	return l.err
 }
 
-// Stop implements transport.Device: a later attempt takes over.
-func (l *lane) Stop() bool {
+// halt stops the lane for a later attempt.
+func (l *lane) halt() bool {
 	l.fail(fmt.Errorf("gdr: a later attempt takes over what lane %d had under way: %w", l.id, net.ErrClosed))
 	ctx, cancel := context.WithTimeout(context.Background(), 2*drainTimeout)
 	defer cancel()
@@ -350,13 +353,6 @@ func (l *lane) checkProgress(now time.Time) {
 			return
 		}
 	}
-}
-
-// quiet is how long nothing has come over the lane.
-func (l *lane) quiet() time.Duration {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return time.Since(l.progress)
 }
 
 // say queues a frame for the socket.

@@ -12,8 +12,9 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// receiving is a slice that the peer sends.
+// receiving is a slice that the peer sends. It is the device of its claim.
 type receiving struct {
+	l       *lane
 	state   state
 	seq     uint16
 	g       *transport.Grant // while armed
@@ -22,6 +23,24 @@ type receiving struct {
 	keys    []*key
 	spans   []span
 	blocks  []mem.Block
+}
+
+// Stop implements transport.Device. What is not armed yet is not written; arm finds the claim lost.
+func (r *receiving) Stop() bool {
+	r.l.mu.Lock()
+	harmless := r.state != armed
+	r.l.mu.Unlock()
+	return harmless || r.l.halt()
+}
+
+// moving is how long a later attempt should wait for this one.
+func (r *receiving) moving() time.Duration {
+	r.l.mu.Lock()
+	defer r.l.mu.Unlock()
+	if r.state != armed {
+		return 0
+	}
+	return r.l.b.cfg.Patience - time.Since(r.l.progress)
 }
 
 // release gives the chunks and the keys back. Nothing is written for the slice any more. Not under lane.mu: whoever takes
@@ -117,7 +136,7 @@ func (l *lane) asked(h head) error {
 func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason, error) {
 	var patience *time.Timer
 	for force := false; ; {
-		why, holder, ended := g.ClaimDevice(&l.in[h.id].claim, h.r, h.attempt, l, force)
+		why, holder, ended := g.ClaimDevice(&l.in[h.id].claim, h.r, h.attempt, &l.in[h.id], force)
 		switch {
 		case holder == nil:
 			return why, nil
@@ -127,8 +146,8 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 			return transfer.ReasonRevoked, nil
 		}
 		left := time.Duration(0)
-		if x, ours := holder.(*lane); ours {
-			left = l.b.cfg.Patience - x.quiet()
+		if x, ours := holder.(*receiving); ours {
+			left = x.moving()
 		}
 		if force = left <= 0; force {
 			continue
@@ -170,9 +189,9 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 		}
 		return err
 	}
-	// Under the guard: a fence looks for armed slices after the guard is idle.
-	if !g.Enter() {
-		l.refuse(h.id, transfer.ReasonRevoked)
+	// Under the claim and the guard: who takes over stops what is armed, and a fence looks for it after the guard is idle.
+	if why := r.claim.Enter(); why != transfer.ReasonNone {
+		l.refuse(h.id, why)
 		return nil
 	}
 	l.mu.Lock()
@@ -182,7 +201,7 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 		l.progress = time.Now()
 	}
 	l.mu.Unlock()
-	g.Leave()
+	r.claim.Leave()
 	if !dead {
 		l.say(&head{kind: kindGo, id: h.id, seq: h.seq}, r.spans)
 	}

@@ -61,14 +61,16 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 		}
 	}()
 	u.lent, u.hops = make(chan []byte, g.cfg.Buffers), make(chan *hop, g.cfg.Hops)
-	if u.arena, u.arenaPtr, err = u.dev.AllocHost((g.cfg.Buffers + g.cfg.Hops) * HopBytes); err != nil {
-		return nil, fmt.Errorf("%d MiB of pinned host memory: %w; lower transports.gpu.buffers", g.cfg.Buffers+g.cfg.Hops, err)
+	lend := g.cfg.Buffers * LendBytes
+	size := lend + g.cfg.Hops*HopBytes
+	if u.arena, u.arenaPtr, err = u.dev.AllocHost(size); err != nil {
+		return nil, fmt.Errorf("%d MiB of pinned host memory: %w; lower transports.gpu.buffers", size>>20, err)
 	}
-	for i := range g.cfg.Buffers {
-		u.lent <- u.arena[i*HopBytes:][:HopBytes:HopBytes]
+	for off := 0; off < lend; off += LendBytes {
+		u.lent <- u.arena[off:][:LendBytes:LendBytes]
 	}
 	for i := range g.cfg.Hops {
-		h := &hop{bounce: u.arena[(g.cfg.Buffers+i)*HopBytes:][:HopBytes:HopBytes], far: make([]cuda.Ptr, 0, hopRuns), near: make([]cuda.Ptr, 0, hopRuns),
+		h := &hop{bounce: u.arena[lend+i*HopBytes:][:HopBytes:HopBytes], far: make([]cuda.Ptr, 0, hopRuns), near: make([]cuda.Ptr, 0, hopRuns),
 			sizes: make([]uint64, 0, hopRuns)}
 		if h.queue, err = u.dev.NewQueue(); err != nil {
 			return nil, err
@@ -102,7 +104,7 @@ func (u *GPU) close() error {
 }
 
 // LendBytes implements mem.Device.
-func (u *GPU) LendBytes() int { return HopBytes }
+func (u *GPU) LendBytes() int { return LendBytes }
 
 // Lend implements mem.Device.
 func (u *GPU) Lend() []byte {
@@ -115,7 +117,7 @@ func (u *GPU) Lend() []byte {
 }
 
 // Return implements mem.Device.
-func (u *GPU) Return(b []byte) { u.lent <- b[:HopBytes] }
+func (u *GPU) Return(b []byte) { u.lent <- b[:LendBytes] }
 
 // Gather implements mem.Device.
 func (u *GPU) Gather(dst []byte, blocks []mem.Block) error {
@@ -217,10 +219,17 @@ func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool) {
 	return learn.pick(), true
 }
 
-// pinned gives the device address of host memory that lies in the arena.
+// pinned gives the device address of host memory that lies in the arena, or in what Pin was told.
 func (u *GPU) pinned(p []byte) (cuda.Ptr, bool) {
-	off, ok := offsetIn(u.arena, p)
-	return u.arenaPtr + cuda.Ptr(off), ok
+	if off, ok := offsetIn(u.arena, p); ok {
+		return u.arenaPtr + cuda.Ptr(off), true
+	}
+	for _, r := range *u.gpus.pins.Load() {
+		if off, ok := offsetIn(r.bytes, p); ok {
+			return r.at + cuda.Ptr(off), true
+		}
+	}
+	return 0, false
 }
 
 // copied lets the copy engine walk the blocks.
@@ -357,13 +366,13 @@ func (w *mover) piece(d, s mem.Block) error {
 // beside adds a piece between a GPU and the host.
 func (w *mover) beside(u *GPU, dir Direction, far, near mem.Block) error {
 	for far.Len > 0 {
-		if w.gpu != u || w.dir != dir || w.bytes == HopBytes {
+		if w.gpu != u || w.dir != dir || w.bytes == LendBytes {
 			if err := w.host(); err != nil {
 				return err
 			}
 			w.gpu, w.dir = u, dir
 		}
-		k := min(far.Len, HopBytes-w.bytes)
+		k := min(far.Len, LendBytes-w.bytes)
 		w.far = append(w.far, mem.Block{Region: far.Region, Off: far.Off, Len: k})
 		w.near = append(w.near, mem.Block{Region: near.Region, Off: near.Off, Len: k})
 		w.bytes += k
@@ -392,16 +401,16 @@ func (w *mover) through() error {
 	defer giveBack()
 	for i := 0; i < len(w.list); {
 		j, bytes := i, uint64(0)
-		for j < len(w.list) && j-i < hopRuns && bytes+w.list[j].Len <= HopBytes {
+		for j < len(w.list) && j-i < hopRuns && bytes+w.list[j].Len <= LendBytes {
 			bytes += w.list[j].Len
 			j++
 		}
 		if j == i { // larger than a hop: cut it
 			m := &w.list[i]
-			if err := w.exchange([]Move{{Src: m.Src, Dst: m.Dst, Len: HopBytes}}, buf); err != nil {
+			if err := w.exchange([]Move{{Src: m.Src, Dst: m.Dst, Len: LendBytes}}, buf); err != nil {
 				return err
 			}
-			m.Src, m.Dst, m.Len = m.Src+HopBytes, m.Dst+HopBytes, m.Len-HopBytes
+			m.Src, m.Dst, m.Len = m.Src+LendBytes, m.Dst+LendBytes, m.Len-LendBytes
 			continue
 		}
 		if err := w.exchange(w.list[i:j], buf[:bytes]); err != nil {
@@ -441,7 +450,7 @@ func (u *GPU) buffer() (buf []byte, giveBack func()) {
 	if b := u.Lend(); b != nil {
 		return b, func() { u.Return(b) }
 	}
-	return make([]byte, HopBytes), func() {}
+	return make([]byte, LendBytes), func() {}
 }
 
 // host moves the pieces that have host memory on one side, by way of one buffer.

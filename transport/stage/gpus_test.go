@@ -62,6 +62,28 @@ func (c *fakeCard) NewPacker() (Packer, error) {
 func (c *fakeCard) Reach(card) error { return nil }
 func (c *fakeCard) Close() error     { return nil }
 
+// Register puts b at an address of the fake machine.
+func (c *fakeCard) Register(b []byte) (cuda.Ptr, error) {
+	p := c.p.m.alloc(1)
+	c.p.m.mu.Lock()
+	defer c.p.m.mu.Unlock()
+	c.p.m.mem[p] = b
+	c.p.m.next += cuda.Ptr(len(b))
+	return p, nil
+}
+
+func (c *fakeCard) Unregister(b []byte) error {
+	c.p.m.mu.Lock()
+	defer c.p.m.mu.Unlock()
+	for p, m := range c.p.m.mem {
+		if len(m) > 0 && &m[0] == &b[0] {
+			delete(c.p.m.mem, p)
+			return nil
+		}
+	}
+	return errors.New("fake: not registered")
+}
+
 func (c *fakeCard) Import(h *Handle, _ int) (cuda.Ptr, uint64, error) {
 	p := cuda.Ptr(binary.LittleEndian.Uint64(h.IPC[:]))
 	c.p.m.mu.Lock()
@@ -128,6 +150,14 @@ func TestGPUsMove(t *testing.T) {
 			}
 			host := must(mem.NewAnonymous("test", size))(t)
 			hb, _ := host.Bytes()
+			if c.how == Pack { // and once with the host's memory pinned
+				unpin := must(g.Pin(hb))(t)
+				defer func() {
+					if err := unpin(); err != nil {
+						t.Error(err)
+					}
+				}()
+			}
 			places = append(places, place{host, hb})
 			rng := rand.New(rand.NewPCG(7, uint64(c.how)))
 			for _, q := range places {

@@ -51,6 +51,10 @@ func (d cudaCard) NewPacker() (Packer, error) { return CUDA(d.c) }
 
 func (d cudaCard) Reach(other card) error { return d.c.EnablePeer(other.(cudaCard).c) }
 
+func (d cudaCard) Register(b []byte) (cuda.Ptr, error) { return d.c.Register(b) }
+
+func (d cudaCard) Unregister(b []byte) error { return d.c.Unregister(b) }
+
 func (d cudaCard) Close() error { return d.c.Release() }
 
 func (d cudaCard) Import(h *Handle, fd int) (cuda.Ptr, uint64, error) {

@@ -511,7 +511,8 @@ func (x *HelloReply) GetFeatures() []string {
 
 type DescribeRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Geometry      []byte                 `protobuf:"bytes,1,opt,name=geometry,proto3" json:"geometry,omitempty"` // 32 bytes
+	Geometry      []byte                 `protobuf:"bytes,1,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes
+	Fingerprint   []byte                 `protobuf:"bytes,2,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // 32 bytes: of several layouts with that geometry this one; empty: any
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -549,6 +550,13 @@ func (*DescribeRequest) Descriptor() ([]byte, []int) {
 func (x *DescribeRequest) GetGeometry() []byte {
 	if x != nil {
 		return x.Geometry
+	}
+	return nil
+}
+
+func (x *DescribeRequest) GetFingerprint() []byte {
+	if x != nil {
+		return x.Fingerprint
 	}
 	return nil
 }
@@ -1540,11 +1548,10 @@ type GrantReply struct {
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
 	Source        *Lease                 `protobuf:"bytes,2,opt,name=source,proto3" json:"source,omitempty"`
 	Code          GrantReply_Code        `protobuf:"varint,3,opt,name=code,proto3,enum=kvspray.peer.v1.GrantReply_Code" json:"code,omitempty"`
-	Message       string                 `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`                                                                             // names each differing field
-	Identity      map[string]string      `protobuf:"bytes,5,rep,name=identity,proto3" json:"identity,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"` // FINGERPRINT only: the source's identity, so that the receiver can name what differs
-	Rank          string                 `protobuf:"bytes,6,opt,name=rank,proto3" json:"rank,omitempty"`                                                                                   // BOUND only: whose part
-	Gen           uint32                 `protobuf:"varint,7,opt,name=gen,proto3" json:"gen,omitempty"`                                                                                    // of the grant that is answered
-	Ranks         []*Rank                `protobuf:"bytes,8,rep,name=ranks,proto3" json:"ranks,omitempty"`                                                                                 // RANKS only
+	Message       string                 `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"` // names each differing field, with both values
+	Rank          string                 `protobuf:"bytes,6,opt,name=rank,proto3" json:"rank,omitempty"`       // BOUND only: whose part
+	Gen           uint32                 `protobuf:"varint,7,opt,name=gen,proto3" json:"gen,omitempty"`        // of the grant that is answered
+	Ranks         []*Rank                `protobuf:"bytes,8,rep,name=ranks,proto3" json:"ranks,omitempty"`     // RANKS only
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1605,13 +1612,6 @@ func (x *GrantReply) GetMessage() string {
 		return x.Message
 	}
 	return ""
-}
-
-func (x *GrantReply) GetIdentity() map[string]string {
-	if x != nil {
-		return x.Identity
-	}
-	return nil
 }
 
 func (x *GrantReply) GetRank() string {
@@ -2121,9 +2121,10 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05rails\x18\x06 \x03(\v2\x15.kvspray.peer.v1.RailR\x05rails\x12+\n" +
 	"\x11control_addresses\x18\a \x03(\tR\x10controlAddresses\x12\x1b\n" +
 	"\tkey_share\x18\b \x01(\fR\bkeyShare\x12\x1a\n" +
-	"\bfeatures\x18\t \x03(\tR\bfeatures\"-\n" +
+	"\bfeatures\x18\t \x03(\tR\bfeatures\"O\n" +
 	"\x0fDescribeRequest\x12\x1a\n" +
-	"\bgeometry\x18\x01 \x01(\fR\bgeometry\"'\n" +
+	"\bgeometry\x18\x01 \x01(\fR\bgeometry\x12 \n" +
+	"\vfingerprint\x18\x02 \x01(\fR\vfingerprint\"'\n" +
 	"\rDescribeReply\x12\x16\n" +
 	"\x06layout\x18\x01 \x01(\fR\x06layout\"\x0e\n" +
 	"\fProbeRequest\"N\n" +
@@ -2208,20 +2209,16 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"6\n" +
 	"\x04Rank\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\tR\x04rank\x12\x1a\n" +
-	"\bgeometry\x18\x02 \x01(\fR\bgeometry\"\xa5\x04\n" +
+	"\bgeometry\x18\x02 \x01(\fR\bgeometry\"\xa7\x03\n" +
 	"\n" +
 	"GrantReply\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
 	"\x06source\x18\x02 \x01(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x124\n" +
 	"\x04code\x18\x03 \x01(\x0e2 .kvspray.peer.v1.GrantReply.CodeR\x04code\x12\x18\n" +
-	"\amessage\x18\x04 \x01(\tR\amessage\x12E\n" +
-	"\bidentity\x18\x05 \x03(\v2).kvspray.peer.v1.GrantReply.IdentityEntryR\bidentity\x12\x12\n" +
+	"\amessage\x18\x04 \x01(\tR\amessage\x12\x12\n" +
 	"\x04rank\x18\x06 \x01(\tR\x04rank\x12\x10\n" +
 	"\x03gen\x18\a \x01(\rR\x03gen\x12+\n" +
-	"\x05ranks\x18\b \x03(\v2\x15.kvspray.peer.v1.RankR\x05ranks\x1a;\n" +
-	"\rIdentityEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x85\x01\n" +
+	"\x05ranks\x18\b \x03(\v2\x15.kvspray.peer.v1.RankR\x05ranks\"\x85\x01\n" +
 	"\x04Code\x12\v\n" +
 	"\aUNKNOWN\x10\x00\x12\t\n" +
 	"\x05BOUND\x10\x01\x12\x0e\n" +
@@ -2233,7 +2230,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04GONE\x10\x06\x12\t\n" +
 	"\x05LIMIT\x10\a\x12\f\n" +
 	"\bDRAINING\x10\b\x12\t\n" +
-	"\x05RANKS\x10\t\"\xb6\x01\n" +
+	"\x05RANKS\x10\tJ\x04\b\x05\x10\x06\"\xb6\x01\n" +
 	"\n" +
 	"SourceLost\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
@@ -2280,7 +2277,7 @@ func file_api_peer_v1_peer_proto_rawDescGZIP() []byte {
 }
 
 var file_api_peer_v1_peer_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_api_peer_v1_peer_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_api_peer_v1_peer_proto_goTypes = []any{
 	(Admitted_State)(0),     // 0: kvspray.peer.v1.Admitted.State
 	(GrantReply_Code)(0),    // 1: kvspray.peer.v1.GrantReply.Code
@@ -2310,7 +2307,6 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*Ping)(nil),            // 25: kvspray.peer.v1.Ping
 	(*Pong)(nil),            // 26: kvspray.peer.v1.Pong
 	nil,                     // 27: kvspray.peer.v1.Part.TokensByTransportEntry
-	nil,                     // 28: kvspray.peer.v1.GrantReply.IdentityEntry
 }
 var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	2,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
@@ -2336,26 +2332,25 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	10, // 20: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
 	10, // 21: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
 	1,  // 22: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	28, // 23: kvspray.peer.v1.GrantReply.identity:type_name -> kvspray.peer.v1.GrantReply.IdentityEntry
-	17, // 24: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
-	10, // 25: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 26: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
-	10, // 27: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 28: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 29: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 30: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
-	3,  // 31: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	4,  // 32: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 33: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 34: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 35: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 36: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 37: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	35, // [35:38] is the sub-list for method output_type
-	32, // [32:35] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	17, // 23: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	10, // 24: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 25: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
+	10, // 26: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 27: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 28: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 29: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
+	3,  // 30: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	4,  // 31: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	6,  // 32: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	8,  // 33: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	5,  // 34: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	7,  // 35: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	9,  // 36: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	34, // [34:37] is the sub-list for method output_type
+	31, // [31:34] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -2383,7 +2378,7 @@ func file_api_peer_v1_peer_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_peer_v1_peer_proto_rawDesc), len(file_api_peer_v1_peer_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   27,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -383,6 +383,18 @@ func (f *Fabric) Release(qp uint32) {
 	f.wakeLocked()
 }
 
+// Held counts the messages of a sending queue pair that are on the wire.
+func (f *Fabric) Held(qp uint32) int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, q := range f.order {
+		if q.num == qp {
+			return len(q.wire)
+		}
+	}
+	return 0
+}
+
 // Work is signalled when there may be something for Run to do; for tests that drive the fabric from a goroutine.
 func (f *Fabric) Work() <-chan struct{} { return f.work }
 

@@ -51,7 +51,6 @@ var mutants = []mutant{
 	{"a timer stays", "control/exec/source.go", "	e.agenda.disarm(s.t)\n	if l := remove", "	if l := remove", []string{leak, bound}},
 
 	// Time.
-	{"no deadline of destinations", "control/exec/dest.go", "	case now >= d.Deadline:\n", "	case false:\n", []string{never, late}},
 	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + MaxDeadline\n", []string{never, late}},
 	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + 12*e.span(x.Deadline)\n", []string{never, late}},
 	{"a peer's clock", "control/exec/inbound.go", "deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", "deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", []string{path, never}},

@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command peers puts other transfer engines beside kvspray: NIXL over UCX and Mooncake's transfer engine, as their wheels come, move the
+// same scattered blocks over the same rails of the kernel, healthy and with one rail that dies, in turns with two kvspray sidecars and
+// with plain streams. One table, one chart, and a JSON file with every result (`make bench-peers`).
+//
+// What each engine is told: NIXL all devices, once with its own choice of how many to use and once with all of them forced; Mooncake one
+// address, for it takes no more. Their descriptor lists are made before the clock starts; kvspray's clock runs from the engines' word to
+// the engine's ear, checksums included.
+//
+// Goroutines: one reader per driver process, one that samples counters and one that does the faults. All end with main.
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"github.com/kvspray/kvspray/bench/chart"
+	"github.com/kvspray/kvspray/bench/railsbench"
+	"github.com/kvspray/kvspray/bench/timeline"
+)
+
+// How a comparison is made up.
+const (
+	healthyCount = 4 // transfers of one turn, the first of which is cold
+	faultSpan    = 9 * time.Second
+	streamSpan   = 1500 * time.Millisecond
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	var o options
+	flag.StringVar(&o.kvspray, "kvspray", "bin/kvspray", "the sidecar's binary")
+	flag.StringVar(&o.python, "python", ".build/venv-peers/bin/python", "interpreter with nixl and mooncake-transfer-engine")
+	flag.StringVar(&o.driver, "driver", "bench/peers/driver.py", "the engines' driver")
+	flag.StringVar(&o.out, "out", ".build/bench/peers", "folder for results.json, table.txt and chart.html")
+	flag.IntVar(&o.turns, "turns", 2, "how often every engine has its turn")
+	rates := flag.String("rates", "2gbit,1gbit,500mbit,500mbit", "the rails")
+	blocks := flag.String("blocks", "16KiB,1MiB", "block sizes")
+	total := flag.String("total", "256MiB", "bytes of one transfer")
+	only := flag.String("engines", "", "some of the engines, separated by commas (default: all)")
+	flag.Parse()
+	if err := o.parse(*rates, *blocks, *total, *only); err != nil {
+		fmt.Fprintln(os.Stderr, "peers:", err)
+		os.Exit(2)
+	}
+	if err := run(ctx, o); err != nil {
+		fmt.Fprintln(os.Stderr, "peers:", err)
+		os.Exit(1)
+	}
+}
+
+type options struct {
+	kvspray, python, driver, out string
+	turns                        int
+	rates                        []timeline.Rate
+	blocks                       []int
+	total                        int64
+	engines                      []engine
+}
+
+func (o *options) parse(rates, blocks, total, only string) (err error) {
+	for _, s := range strings.Split(rates, ",") {
+		r, err := timeline.ParseRate(s)
+		if err != nil {
+			return fmt.Errorf("-rates: %w", err)
+		}
+		o.rates = append(o.rates, r)
+	}
+	for _, s := range strings.Split(blocks, ",") {
+		b, err := timeline.ParseSize(s)
+		if err != nil {
+			return fmt.Errorf("-blocks: %w", err)
+		}
+		o.blocks = append(o.blocks, int(b))
+	}
+	if o.total, err = timeline.ParseSize(total); err != nil {
+		return fmt.Errorf("-total: %w", err)
+	}
+	if o.turns < 1 {
+		return fmt.Errorf("-turns %d: must be positive", o.turns)
+	}
+	for _, e := range engines {
+		if only == "" || slices.Contains(strings.Split(only, ","), e.name) {
+			o.engines = append(o.engines, e)
+		}
+	}
+	if len(o.engines) == 0 {
+		return fmt.Errorf("-engines %q: none of %s", only, engineNames())
+	}
+	return nil
+}
+
+// engine is one contestant.
+type engine struct {
+	name   string
+	title  string
+	driver string   // "" is kvspray
+	env    []string // of its processes
+}
+
+var engines = []engine{
+	{name: "kvspray", title: "kvspray"},
+	{name: "nixl", title: "NIXL 1.5.1, UCX tcp, all devices", driver: "nixl", env: []string{"UCX_TLS=tcp", "UCX_NET_DEVICES=all"}},
+	{name: "nixl4", title: "NIXL 1.5.1, UCX tcp, all rails forced", driver: "nixl",
+		env: []string{"UCX_TLS=tcp", "UCX_NET_DEVICES=all", "UCX_MAX_RNDV_RAILS=4", "UCX_MAX_RMA_RAILS=4"}},
+	{name: "mooncake", title: "Mooncake 0.3.13, tcp", driver: "mooncake", env: []string{"MC_TCP_ENABLE_CONNECTION_POOL=1", "GLOG_minloglevel=2"}},
+}
+
+func engineNames() string {
+	var s []string
+	for _, e := range engines {
+		s = append(s, e.name)
+	}
+	return strings.Join(s, ", ")
+}
+
+// scenario is what happens to the rails.
+type scenario struct {
+	name   string
+	faults []string
+}
+
+var scenarios = []scenario{
+	{name: "healthy"},
+	{name: "the fastest rail down for 3 s", faults: []string{"2s:rail0:down", "5s:rail0:up"}},
+	{name: "the slowest rail down for 3 s", faults: []string{"2s:rail3:down", "5s:rail3:up"}},
+}
+
+// outcome is one engine's turn.
+type outcome struct {
+	Engine   string           `json:"engine"`
+	Scenario string           `json:"scenario"`
+	Block    int              `json:"block_bytes"`
+	Turn     int              `json:"turn"`
+	Result   *timeline.Result `json:"result"`
+	// Of a fault: what came while the rail was down, of what the rails that were left carry; and the longest time without a byte.
+	During float64          `json:"share_while_down,omitempty"`
+	Stall  timeline.Seconds `json:"longest_stall_seconds,omitempty"`
+	Error  string           `json:"error,omitempty"` // the turn did not end in order
+}
+
+func run(ctx context.Context, o options) error {
+	if err := os.MkdirAll(o.out, 0o755); err != nil {
+		return err
+	}
+	var all []*outcome
+	for _, block := range o.blocks {
+		for _, s := range scenarios {
+			for turn := range o.turns {
+				for _, e := range o.engines {
+					if err := ctx.Err(); err != nil {
+						return err
+					}
+					x, err := o.turn(ctx, e, s, block)
+					if err != nil {
+						return fmt.Errorf("%s, %s, blocks of %s: %w", e.title, s.name, timeline.FormatSize(int64(block)), err)
+					}
+					x.Turn = turn
+					all = append(all, x)
+					fmt.Fprintf(os.Stderr, "%-8s %-30s %8s: %s of %s, %d failed, while down %.2f, stall %v %s\n", e.name, s.name, timeline.FormatSize(int64(block)),
+						x.Result.Goodput, x.Result.Together, x.Result.Failed, x.During, x.Stall.D().Round(10*time.Millisecond), x.Error)
+				}
+			}
+		}
+	}
+	return o.write(all)
+}
+
+// turn lets one engine do one thing, on rails of its own.
+func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*outcome, error) {
+	f, err := railsbench.Open(ctx, railsbench.Setup{Rates: o.rates, Kvspray: o.kvspray})
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	opt := &timeline.Options{Rates: o.rates, Block: block, Total: o.total}
+	for _, t := range s.faults {
+		x, err := timeline.ParseFault(t)
+		if err != nil {
+			return nil, err
+		}
+		opt.Faults, opt.Duration = append(opt.Faults, x), faultSpan
+	}
+	res := &timeline.Result{Bench: "rails", Host: railsbench.Host(), Block: block, Total: o.total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
+		Faults: opt.Faults}
+	if res.Rails, res.Together, err = f.Plain(ctx, streamSpan); err != nil {
+		return nil, err
+	}
+	x := &outcome{Engine: e.name, Scenario: s.name, Block: block, Result: res}
+	if e.driver == "" {
+		err = o.ours(ctx, f, opt, res)
+	} else {
+		x.Error, err = o.theirs(ctx, f, e, opt, res)
+	}
+	if err != nil {
+		return nil, err
+	}
+	res.Judge()
+	if len(opt.Faults) > 0 {
+		from, to := opt.Faults[0].At, opt.Faults[1].At
+		left := 0.0
+		for i, r := range res.Rails {
+			if !opt.Faults[0].Meets(i) {
+				left += float64(r.Alone)
+			}
+		}
+		x.During = float64(timeline.RateOf(res.Samples.Between(from, to), to-from)) / left
+		x.Stall = timeline.Seconds(stall(res))
+	}
+	return x, nil
+}
+
+// stall is the longest time in which next to nothing came over any rail, between the beginning and the end of the transfers.
+func stall(r *timeline.Result) (longest time.Duration) {
+	const window, nothing = 50 * time.Millisecond, 16 << 10 // keepalives and retransmissions are nothing
+	var end time.Duration
+	for _, t := range r.Transfers {
+		end = max(end, t.Began.D()+t.Took.D())
+	}
+	begin := time.Duration(-1)
+	for at := time.Duration(0); at+window <= end; at += timeline.SampleEvery {
+		switch quiet := r.Samples.Between(at, at+window) < nothing; {
+		case quiet && begin < 0:
+			begin = at
+		case !quiet:
+			begin = -1
+		}
+		if begin >= 0 {
+			longest = max(longest, at+window-begin)
+		}
+	}
+	return longest
+}
+
+// ours moves with two sidecars.
+func (o *options) ours(ctx context.Context, f *railsbench.Field, opt *timeline.Options, res *timeline.Result) error {
+	p, err := f.Engines(ctx, opt.Block, opt.Total, 2)
+	if err != nil {
+		return err
+	}
+	if err := f.Meet(ctx, p); err != nil {
+		return err
+	}
+	if opt.Duration == 0 {
+		// As many as the others, one after the other.
+		opt = &timeline.Options{Rates: opt.Rates, Block: opt.Block, Total: opt.Total}
+		return f.MoveCount(ctx, p, healthyCount, res)
+	}
+	return f.Move(ctx, p, opt, 1, res)
+}
+
+// write writes results, table and chart.
+func (o *options) write(all []*outcome) error {
+	b, err := json.MarshalIndent(all, "", " ")
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(filepath.Join(o.out, "results.json"), append(b, '\n'), 0o644); err != nil {
+		return err
+	}
+	var text strings.Builder
+	o.table(&text, all)
+	if err := os.WriteFile(filepath.Join(o.out, "table.txt"), []byte(text.String()), 0o644); err != nil {
+		return err
+	}
+	fmt.Print(text.String())
+	f, err := os.Create(filepath.Join(o.out, "chart.html"))
+	if err != nil {
+		return err
+	}
+	defer func() { _ = f.Close() }()
+	var panels []chart.Panel
+	for _, x := range all {
+		// Of each engine and fault the first turn: that is what a reader compares.
+		if x.Turn == 0 && len(x.Result.Faults) > 0 && x.Block == o.blocks[0] && len(x.Result.Samples.Bytes) > 0 {
+			panels = append(panels, chart.Panel{Title: title(x.Engine) + ": " + x.Scenario, Result: x.Result})
+		}
+	}
+	return chart.HTML(f, "A rail dies: kvspray and other engines", panels...)
+}
+
+func title(name string) string {
+	for _, e := range engines {
+		if e.name == name {
+			return e.title
+		}
+	}
+	return name
+}
+
+// table says for each engine and block what was reached, worst and median over all turns.
+func (o *options) table(w *strings.Builder, all []*outcome) {
+	fmt.Fprintf(w, "%s\nrails %s; transfers of %s; shares of what plain streams over all rails carried in the same turn\n\n", railsbench.Host(), join(o.rates),
+		timeline.FormatSize(o.total))
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	_, _ = fmt.Fprintln(t, "engine\tblock\tcold, worst\twarm, worst\twarm, median\tfault\tfailed\tof the remaining rails while down, worst\tlongest stall")
+	for _, block := range o.blocks {
+		for _, e := range o.engines {
+			var cold, warm []float64
+			for _, x := range all {
+				if x.Engine == e.name && x.Block == block && len(x.Result.Faults) == 0 {
+					cold = append(cold, x.Result.Cold)
+					warm = append(warm, x.Result.Warm)
+				}
+			}
+			_, _ = fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t\t\t\t\n", e.title, timeline.FormatSize(int64(block)), worst(cold), worst(warm), mid(warm))
+			for _, s := range scenarios[1:] {
+				var during, stalls []float64
+				failed, transfers := 0, 0
+				note := ""
+				for _, x := range all {
+					if x.Engine == e.name && x.Block == block && x.Scenario == s.name {
+						during, stalls = append(during, x.During), append(stalls, x.Stall.D().Seconds())
+						failed, transfers = failed+x.Result.Failed, transfers+len(x.Result.Transfers)
+						if x.Error != "" {
+							note = " (" + x.Error + ")"
+						}
+					}
+				}
+				_, _ = fmt.Fprintf(t, "\t\t\t\t\t%s\t%d of %d%s\t%s\t%.2f s\n", s.name, failed, transfers, note, worst(during), slices.Max(append(stalls, 0)))
+			}
+		}
+	}
+	_ = t.Flush()
+}
+
+func join(r []timeline.Rate) string {
+	var s []string
+	for _, x := range r {
+		s = append(s, x.String())
+	}
+	return strings.Join(s, " + ")
+}
+
+func worst(v []float64) string {
+	if len(v) == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.3f", slices.Min(v))
+}
+
+func mid(v []float64) string {
+	if len(v) == 0 {
+		return "-"
+	}
+	s := slices.Clone(v)
+	slices.Sort(s)
+	return fmt.Sprintf("%.3f", s[len(s)/2])
+}

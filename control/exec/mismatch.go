@@ -1,0 +1,53 @@
+package exec
+
+import (
+	"maps"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Comparison names two caches whose fingerprints differ: that of one of our workers, and the one that a peer's grant is for. A hash does
+// not say what differs, and so the refusal waits until the driver has found that out.
+type Comparison struct {
+	Worker      *connector.Worker
+	Peer        transfer.Boot
+	Geometry    [32]byte // of the peer's
+	Fingerprint [32]byte
+}
+
+// maxComparing bounds the comparisons under way; a grant past it is refused without its reason.
+const maxComparing = 256
+
+// compare refuses the grant of c as soon as it is known what differs.
+func (e *Exec) compare(now Instant, c *claim, w *connector.Worker) {
+	m := c.in.msg
+	name := Comparison{Worker: w, Peer: c.in.peer.boot, Fingerprint: [32]byte(m.Fingerprint)}
+	copy(name.Geometry[:], m.Geometry)
+	waiting := e.comparing[name]
+	if waiting == nil {
+		if len(e.comparing) >= maxComparing {
+			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, "the caches of the two engines differ; too many such refusals to say in what")
+			return
+		}
+		waiting = map[*claim]struct{}{}
+		e.comparing[name] = waiting
+		e.emit(Compare).Comparison = name
+	}
+	c.asked, c.in.differs = true, true
+	waiting[c] = struct{}{}
+}
+
+// Compared says in what two caches differ, every field with both values, or why that cannot be said.
+func (e *Exec) Compared(now Instant, name Comparison, difference string) {
+	waiting := e.comparing[name]
+	delete(e.comparing, name)
+	for _, c := range claimsInOrder(maps.Keys(waiting)) {
+		c.asked = false
+		if e.inbound[c.in.id] == c.in {
+			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, difference)
+		}
+	}
+	e.assign(now)
+}

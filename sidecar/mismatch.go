@@ -1,0 +1,98 @@
+package sidecar
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/parseblock"
+)
+
+// Bounds of the sentence that says in what two engines differ: it travels in a control frame, and to an engine in a completion.
+const (
+	maxDifferenceBytes = 3 << 10
+	maxFieldBytes      = 512 // of one field of it
+)
+
+// compare finds out in what a worker's cache and that of a peer's engine differ. The peer's description is asked for once.
+func (n *Node) compare(c exec.Comparison) {
+	n.d.wg.Add(1)
+	go func() {
+		defer n.d.wg.Done()
+		ctx, cancel := context.WithTimeout(n.d.ctx, describeTimeout)
+		defer cancel()
+		difference, err := n.difference(ctx, c)
+		if err != nil {
+			difference = "the caches of the two engines differ; in what is not to be had: " + err.Error()
+		}
+		now := n.enter()
+		n.d.ex.Compared(now, c, difference)
+		n.leave()
+	}()
+}
+
+func (n *Node) difference(ctx context.Context, c exec.Comparison) (string, error) {
+	theirs, known := n.plans.describedAs(c.Fingerprint)
+	if !known {
+		b, err := n.peers.Describe(ctx, c.Peer, c.Geometry, c.Fingerprint)
+		if err != nil {
+			return "", err //nolint:wrapcheck // names the peer and the hash
+		}
+		if theirs, err = n.plans.learnDescription(c.Geometry, c.Fingerprint, b); err != nil {
+			return "", err
+		}
+	}
+	ours, err := n.plans.reg.Describe(c.Worker.Layout)
+	if err != nil {
+		return "", err //nolint:wrapcheck // names the field
+	}
+	return sentence(ours.DiffAs(theirs, "at prefill", "at decode")), nil
+}
+
+// sentence joins fields within its bound, and says how many it left out.
+func sentence(fields []string) string {
+	var b strings.Builder
+	for i, f := range fields {
+		if len(f) > maxFieldBytes {
+			f = strings.ToValidUTF8(f[:maxFieldBytes], "") + "..."
+		}
+		if i > 0 {
+			if b.Len()+len(f) > maxDifferenceBytes {
+				fmt.Fprintf(&b, "; and %d more", len(fields)-i)
+				break
+			}
+			b.WriteString("; ")
+		}
+		b.WriteString(f)
+	}
+	return b.String()
+}
+
+// describedAs returns the description behind a fingerprint of a peer's cache, if it was learned.
+func (p *planner) describedAs(fingerprint [32]byte) (parseblock.Description, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	d, ok := p.described[fingerprint]
+	return d, ok
+}
+
+// learnDescription takes what a peer says is behind a fingerprint, whose hash must be that.
+func (p *planner) learnDescription(geometry, fingerprint [32]byte, encoded []byte) (parseblock.Description, error) {
+	l, err := p.verify(geometry, encoded)
+	if err != nil {
+		return nil, err
+	}
+	d, err := p.reg.Describe(l)
+	if err != nil {
+		return nil, err //nolint:wrapcheck // names the field
+	}
+	if got := d.Hash(); got != fingerprint {
+		return nil, fmt.Errorf("the layout has fingerprint %.8x: %.8x was asked for", got, fingerprint)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	makeRoom(p.described, maxLayouts)
+	p.described[fingerprint] = d
+	return d, nil
+}

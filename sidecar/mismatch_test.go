@@ -1,0 +1,166 @@
+package sidecar
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
+)
+
+// logBuffer is a log that a test reads while it is written.
+type logBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+func startLogged(t testing.TB) (*running, *logBuffer) {
+	t.Helper()
+	l := &logBuffer{}
+	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
+	return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) }), l
+}
+
+// engineOf is newEngine with a layout that is changed.
+func engineOf(t testing.TB, r *running, shape connectortest.Shape, change func(*layout.Layout)) *engine {
+	t.Helper()
+	reg, err := shape.Region()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := shape.Layout()
+	change(l)
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: l, Regions: []*mem.Region{reg},
+		Engine: msg.Engine{Name: "test", Version: "1", ID: "e"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = w.Close()
+		reg.Release()
+	})
+	return &engine{Worker: w, t: t, shape: shape, region: reg, done: map[uint64]connectortest.Completion{}}
+}
+
+// Every field in which two engines differ is named with both values: to the decode engine, in the trace line, and in the log of either
+// side. The peer is asked once.
+func TestMismatchIsNamed(t *testing.T) {
+	p, plog := startLogged(t)
+	d, dlog := startLogged(t)
+	pe := newEngine(t, p, testShape)
+	de := engineOf(t, d, testShape, func(l *layout.Layout) {
+		l.DType, l.Identity = "float16", map[string]string{"model": "test", "dtype": "bfloat16", parseblock.IdentityRope: "2e6"}
+	})
+	ask := func() string {
+		pr := newPrompt(64)
+		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1, Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: 10000})
+		dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
+			DeadlineMS: 10000, PartnerMS: 5000})
+		if err != nil || err2 != nil {
+			t.Fatal(err, err2)
+		}
+		c := de.wait(dst)
+		if c.Status != exec.StatusRefused {
+			t.Fatalf("status %d, %+v", c.Status, c.Received)
+		}
+		if err := pe.Cancel(src, "test", true); err != nil {
+			t.Fatal(err)
+		}
+		pe.wait(src)
+		return c.Received.Reason
+	}
+	const want = `dtype: "bfloat16" at prefill, "float16" at decode; identity.rope: missing at prefill, "2e6" at decode`
+	if got := ask(); got != "fingerprint: "+want {
+		t.Errorf("reason %q, want %q", got, want)
+	}
+	for _, l := range []*logBuffer{plog, dlog} {
+		until(t, func() bool { return strings.Contains(strings.ReplaceAll(l.String(), `\"`, `"`), want) })
+	}
+	// What is remembered is used.
+	p.plans.mu.Lock()
+	if len(p.plans.described) != 1 {
+		t.Errorf("%d descriptions are remembered", len(p.plans.described))
+	}
+	for k := range p.plans.described {
+		p.plans.described[k] = parseblock.Description{{Name: "remembered", Value: "yes"}}
+	}
+	p.plans.mu.Unlock()
+	if got := ask(); !strings.Contains(got, `remembered: missing at prefill, "yes" at decode`) {
+		t.Errorf("the peer was asked again: %q", got)
+	}
+	until(t, func() bool {
+		b, err := os.ReadFile(d.cfg.Trace.Transfers)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var r record
+		line, _, _ := strings.Cut(string(b), "\n")
+		return json.Unmarshal([]byte(line), &r) == nil && r.Reason == "fingerprint: "+want
+	})
+}
+
+// A peer that describes something else than it was asked for is not believed.
+func TestDescriptionMustHash(t *testing.T) {
+	p := newPlanner(parseblock.Default())
+	l := testShape.Layout()
+	b, err := l.Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	fp, err := p.reg.Fingerprint(l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, ask := range map[string][2][32]byte{"geometry": {{1}, fp}, "fingerprint": {l.Geometry(), {1}}} {
+		if _, err := p.learnDescription(ask[0], ask[1], b); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("another %s: %v", name, err)
+		}
+	}
+	if _, err := p.learnDescription(l.Geometry(), fp, b); err != nil {
+		t.Error(err)
+	}
+	if _, ok := p.describedAs(fp); !ok || len(p.described) != 1 {
+		t.Errorf("%d descriptions", len(p.described))
+	}
+}
+
+func TestSentenceIsBounded(t *testing.T) {
+	var fields []string
+	for i := range 64 {
+		fields = append(fields, fmt.Sprintf("identity.f%02d: %s", i, strings.Repeat("é", 600)))
+	}
+	got := sentence(fields)
+	left := 64 - strings.Count(got, "identity.")
+	if len(got) > maxDifferenceBytes+32 || left == 64 || !strings.HasSuffix(got, fmt.Sprintf("; and %d more", left)) {
+		t.Errorf("%d bytes, %d fields left out: ...%s", len(got), left, got[len(got)-40:])
+	}
+	if got := sentence(fields[:1]); strings.Contains(got, "more") || len(got) > maxFieldBytes+3 {
+		t.Errorf("one field: %d bytes", len(got))
+	}
+}

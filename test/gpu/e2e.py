@@ -1,0 +1,522 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines with their caches on GPUs, two real sidecars between them; the engines are processes of their own.
+
+    run.sh e2e [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers] [--json F]
+
+content   random block lists over every transport, by eager steps and by replays of full CUDA graphs of several sizes; every byte of
+          every block is compared, and so are the blocks around it
+kill      kill -9 of the source's engine, of either sidecar and of the destination's engine in mid copy: what was promised came whole or is
+          reported as failed, and nothing is written into blocks that were given back
+rate      one transfer of 2 GiB in scattered 16 KiB blocks, both GPUs idle
+layers    how long after the end of the forward pass the last layer's bytes are committed, the engine busy
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import kvspray
+import torch
+from kvspray.gpu import GpuSignals
+
+LAYERS = 32
+TOKENS = 16  # of a block
+PAGE = 16 << 10
+BLOCKS = 8192  # 4 GiB in all
+WORDS = PAGE // 8
+SIZES = (32, 128, 256, 512)  # blocks of a graph's request
+HIDDEN = 2048
+TIMEOUT_S = 60.0
+CANARY = -0x5A5A5A5A
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+class Sidecar:
+    def __init__(self, binary: str, base: pathlib.Path, name: str, sets: list[str]) -> None:
+        self.base = base / name
+        self.base.mkdir(mode=0o700)
+        self.socket, ready = str(self.base / "s"), self.base / "ready.json"
+        command = [binary, "serve", "--socket", self.socket, "--listen", "127.0.0.1:0", "--http", "off", "--ready-file", str(ready)]
+        for s in ["peer.gossip.listen=off", f"transports.shm.dir={base}", *sets]:
+            command += ["--set", s]
+        log = open(self.base / "log", "wb")  # noqa: SIM115
+        self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        end = time.monotonic() + TIMEOUT_S
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"e2e: the {name} sidecar does not serve:\n{self.tail()}")
+            time.sleep(0.01)
+
+    def tail(self) -> str:
+        return (self.base / "log").read_text()[-3000:]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def layout() -> dict[str, Any]:
+    layers = [
+        {"name": f"l{i}", "index": i, "region": 0, "base": i * BLOCKS * PAGE, "block_stride": PAGE, "page_bytes": PAGE} for i in range(LAYERS)
+    ]
+    group = {"tokens_per_block": TOKENS, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": BLOCKS, "layers": layers}
+    return {"model": "e2e", "dtype": "bfloat16", "groups": [group], "identity": {"model": "e2e"}}
+
+
+class Engine:
+    """One engine: a paged cache on a GPU, its client, and a model whose layers compute for a while and then write the request's pages."""
+
+    def __init__(self, gpu: int, socket: str) -> None:
+        torch.cuda.set_device(gpu)
+        self.cache = torch.full((LAYERS, BLOCKS, WORDS), CANARY, dtype=torch.int64, device="cuda")
+        self.client = kvspray.WorkerClient(socket, engine=kvspray.EngineInfo("e2e", id=f"{os.getpid()}"), layers=LAYERS)
+        self.region = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
+        self.client.register([self.region], layout())
+        if not self.client.wait_connected(TIMEOUT_S):
+            raise SystemExit(f"e2e: no session: {self.client.status().error}")
+        self.gpu = GpuSignals(self.client)
+        self.count = 0
+        self.word = torch.arange(WORDS, dtype=torch.int64, device="cuda")
+        self.seed = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self.weight = torch.randn(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16) / 64
+        self.tables = {n: torch.zeros(n, dtype=torch.int64, device="cuda") for n in SIZES}
+        self.inputs = {n: torch.randn(max(16, n), HIDDEN, device="cuda", dtype=torch.bfloat16) for n in SIZES}
+        self.work = 4
+        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.names: dict[int, int] = {}
+
+    def content(self, seed: Any, layer: int, n: int) -> torch.Tensor:
+        """What position i of a request holds in a layer."""
+        place = torch.arange(n, dtype=torch.int64, device="cuda").unsqueeze(1)
+        return (self.word + (place << 20) + (layer << 40)) * 0x9E3779B1 + seed * 0x85EBCA6B
+
+    def forward(self, n: int, work: int) -> None:
+        x = self.inputs[n]
+        stream = torch.cuda.current_stream().cuda_stream
+        for layer in range(LAYERS):
+            for _ in range(work):
+                x = torch.nn.functional.linear(x, self.weight)
+            self.cache[layer].index_copy_(0, self.tables[n], self.content(self.seed, layer, n))
+            if not self.gpu.signal_layer(layer, stream):
+                raise SystemExit("e2e: signal refused")
+        self.gpu.signal_step(stream)
+
+    def graph(self, n: int, work: int) -> torch.cuda.CUDAGraph:
+        if (n, work) not in self.graphs:
+            self.gpu.step(self.count, torch.cuda.current_stream().cuda_stream)
+            self.forward(n, 1)  # loads what it needs; says a step that is over
+            torch.cuda.synchronize()
+            g = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(g):
+                self.forward(n, work)
+            self.graphs[n, work] = g
+        return self.graphs[n, work]
+
+    # -- what the parent asks -------------------------------------------------------------------------------------------
+
+    def endpoint(self) -> str:
+        return self.client.status().endpoint
+
+    def prepare(self, n: int, work: int) -> float:
+        """Captures, and returns microseconds per layer."""
+        g = self.graph(n, work)
+        self.tables[n].copy_(torch.arange(n))
+        times = []
+        for _ in range(5):
+            self.count += 1
+            self.gpu.step(self.count, torch.cuda.current_stream().cuda_stream)
+            torch.cuda.synchronize()
+            t = time.monotonic()
+            g.replay()
+            torch.cuda.synchronize()
+            times.append(time.monotonic() - t)
+        return 1e6 * statistics.median(times) / LAYERS
+
+    def canary(self) -> None:
+        self.cache.fill_(CANARY)
+        torch.cuda.synchronize()
+
+    def send(self, xfer: bytes, seed: int, blocks: list[int], eager: bool, work: int = 1, chunks: int = 1) -> dict[str, float]:
+        """A prefill of len(blocks) blocks, which is announced before it runs, in `chunks` steps."""
+        n = len(blocks)
+        size = next(s for s in SIZES if s >= n)
+        graph = None if eager else self.graph(size, work)
+        stream = torch.cuda.current_stream().cuda_stream
+        spare = [b for b in range(BLOCKS - size, BLOCKS) if b not in set(blocks)]
+        # The graph writes more than the request has: into blocks of its own.
+        self.tables[size].copy_(torch.tensor(blocks + spare[: size - n]))
+        self.seed.fill_(seed)
+        torch.cuda.synchronize()
+        lease = self.client.intent(xfer, b"h" * 32, n * TOKENS, [blocks])
+        if not lease:
+            raise SystemExit(f"e2e: intent refused: {self.client.status().error}")
+        self.names[lease] = seed
+        for c in range(chunks):
+            self.count += 1
+            if not self.client.step(self.count, [(lease, n * TOKENS * (c + 1) // chunks, None)]) or not self.gpu.step(self.count, stream):
+                raise SystemExit("e2e: step refused")
+            done = torch.cuda.Event()
+            if graph is None:
+                self.forward(size, work)
+            else:
+                graph.replay()
+            done.record()
+            while not done.query():
+                pass
+        return {"end": time.monotonic(), "lease": lease}
+
+    def offer(self, xfer: bytes, seed: int, blocks: list[int]) -> int:
+        """A prompt that is there already."""
+        table = torch.tensor(blocks, device="cuda")
+        for layer in range(LAYERS):
+            self.cache[layer].index_copy_(0, table, self.content(seed, layer, len(blocks)))
+        torch.cuda.synchronize()
+        lease = self.client.intent(xfer, b"h" * 32, len(blocks) * TOKENS, [blocks], ready=len(blocks) * TOKENS, held=True)
+        self.names[lease] = seed
+        return lease
+
+    def expect(self, xfer: bytes, peer: str, blocks: list[int]) -> dict[str, float]:
+        at = time.monotonic()
+        lease = self.client.expect(xfer, b"h" * 32, peer, len(blocks) * TOKENS, 0, [blocks])
+        if not lease:
+            raise SystemExit(f"e2e: expect refused: {self.client.status().error}")
+        return {"lease": lease, "at": at}
+
+    def finish(self, lease: int, timeout: float = TIMEOUT_S) -> dict[str, Any]:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            for c in self.client.poll():
+                if c.lease == lease:
+                    return {"at": time.monotonic(), "status": c.status.name, "us": c.us, "transport": c.transport, "bytes": c.bytes, "reason": c.reason}
+        raise SystemExit(f"e2e: lease {lease} is not complete after {timeout} s: {self.client.status()}")
+
+    def check(self, seed: int, blocks: list[int]) -> int:
+        """Blocks that do not hold what they should."""
+        table = torch.tensor(blocks, device="cuda")
+        return sum(int((self.cache[i][table] != self.content(seed, i, len(blocks))).any(dim=1).sum()) for i in range(LAYERS))
+
+    def around(self, blocks: list[int]) -> int:
+        """Blocks beside these that were written."""
+        mask = torch.ones(BLOCKS, dtype=torch.bool, device="cuda")
+        mask[torch.tensor(blocks, device="cuda")] = False
+        return sum(int(((self.cache[i] != CANARY).any(dim=1) & mask).sum()) for i in range(LAYERS))
+
+    def refill(self, blocks: list[int]) -> None:
+        """The engine gives the blocks to the next request."""
+        self.cache[:, torch.tensor(blocks, device="cuda")] = CANARY + 1
+        torch.cuda.synchronize()
+
+    def refilled(self, blocks: list[int]) -> int:
+        return int((self.cache[:, torch.tensor(blocks, device="cuda")] != CANARY + 1).any(dim=2).sum())
+
+    def connected(self) -> bool:
+        return self.client.wait_connected(TIMEOUT_S)
+
+    def bad(self) -> list[str]:
+        """What an engine may register wrongly; each in a client of its own. Returns what was not refused, or killed the session of others."""
+        wrong = []
+        good = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
+        handle = bytes(good._c.handle)
+        cases = {
+            "uuid": handle[:8] + bytes(16) + handle[24:],
+            "offset": handle[:24] + (1 << 50).to_bytes(8, "little") + handle[32:],
+            "foreign": handle[:40] + os.urandom(64),
+            "kind": b"\7" + handle[1:],
+            "length": handle[:32] + (1 << 44).to_bytes(8, "little") + handle[40:],
+        }
+        for name, raw in cases.items():
+            region = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
+            for i, b in enumerate(raw):
+                region._c.handle[i] = b
+            if name == "length":
+                region._c.handle[24:32] = (1 << 43).to_bytes(8, "little")
+            with kvspray.WorkerClient(os.environ["E2E_SOCKET"], engine=kvspray.EngineInfo("bad", id=name), layers=LAYERS) as c:
+                c.register([region], layout())
+                end = time.monotonic() + 5
+                while not (error := c.status().error) and time.monotonic() < end:
+                    if c.connected:
+                        break
+                    time.sleep(0.01)
+                if c.connected or not error:
+                    wrong.append(f"{name}: connected={c.connected} error={error!r}")
+                else:
+                    say(f"bad input {name}: {error[:160]}")
+        return wrong
+
+
+def engine(gpu: int, socket: str, pipe: Any) -> None:
+    os.environ["E2E_SOCKET"] = socket
+    try:
+        e = Engine(gpu, socket)
+        pipe.send(("ok", None))
+        while (call := pipe.recv()) is not None:
+            name, args, kwargs = call
+            pipe.send(("ok", getattr(e, name)(*args, **kwargs)))
+        e.gpu.close()
+        e.client.close()
+    except BaseException as x:  # noqa: BLE001
+        import traceback
+
+        pipe.send(("failed", "".join(traceback.format_exception(x))[-2000:]))
+
+
+class Remote:
+    """An engine in a process of its own."""
+
+    def __init__(self, gpu: int, socket: str) -> None:
+        ctx = mp.get_context("spawn")
+        self.pipe, other = ctx.Pipe()
+        self.process = ctx.Process(target=engine, args=(gpu, socket, other), daemon=True)
+        self.process.start()
+
+    def get(self) -> Any:
+        if not self.pipe.poll(TIMEOUT_S * 2):
+            raise SystemExit("e2e: an engine does not answer")
+        kind, value = self.pipe.recv()
+        if kind != "ok":
+            raise SystemExit(f"e2e: an engine failed: {value}")
+        return value
+
+    def start(self, name: str, *args: Any, **kwargs: Any) -> None:
+        self.pipe.send((name, args, kwargs))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.start(name, *args, **kwargs)
+        return self.get()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+    def stop(self) -> None:
+        if self.process.is_alive():
+            with contextlib.suppress(OSError):
+                self.pipe.send(None)
+            self.process.join(20)
+        self.process.kill()
+
+
+class Rig:
+    def __init__(self, args: argparse.Namespace, sets: list[str]) -> None:
+        self.args, self.sets = args, sets
+        self.dir = tempfile.TemporaryDirectory(prefix="kvs-")
+        self.n = 0
+        self.sidecars = [self.sidecar("a"), self.sidecar("b")]
+        self.engines()
+
+    def engines(self) -> None:
+        """Both at once: most of a start is loading torch."""
+        self.p, self.d = self.engine(0), self.engine(1)
+        self.p.get()
+        self.d.get()
+        self.peer = self.p.call("endpoint")
+
+    def sidecar(self, name: str) -> Sidecar:
+        self.n += 1
+        return Sidecar(self.args.kvspray, pathlib.Path(self.dir.name), f"{name}{self.n}", self.sets)
+
+    def engine(self, side: int) -> Remote:
+        return Remote(self.args.gpus[side], self.sidecars[side].socket)
+
+    def close(self) -> None:
+        for e in (self.p, self.d):
+            e.stop()
+        for s in self.sidecars:
+            s.stop()
+        self.dir.cleanup()
+
+
+def pick(r: random.Random, n: int) -> list[int]:
+    """Without the blocks that graphs use beside the request."""
+    return r.sample(range(BLOCKS - max(SIZES)), n)
+
+
+def content(rig: Rig, r: random.Random, rounds: int) -> dict[str, Any]:
+    """One prefill at a time, its destination waiting before it, or coming after."""
+    moved = wrong = beside = 0
+    transports: dict[str, int] = {}
+    for i in range(rounds):
+        n = r.choice([1, 3, *SIZES, r.randint(1, max(SIZES))])
+        src, dst, xfer, seed = pick(r, n), pick(r, n), os.urandom(16), r.randint(1, 1 << 30)
+        rig.d.call("canary")
+        first = r.random() < 0.5
+        if first:
+            e = rig.d.call("expect", xfer, rig.peer, dst)
+        s = rig.p.call("send", xfer, seed, src, r.random() < 0.3, r.choice([1, 4]), r.choice([1, 1, 3]))
+        if not first:
+            e = rig.d.call("expect", xfer, rig.peer, dst)
+        done = rig.d.call("finish", e["lease"])
+        rig.p.call("finish", s["lease"])
+        if done["status"] != "OK":
+            raise SystemExit(f"e2e: round {i}: {done}\n{rig.sidecars[0].tail()}\n{rig.sidecars[1].tail()}")
+        wrong += rig.d.call("check", seed, dst)
+        beside += rig.d.call("around", dst)
+        moved += n * LAYERS
+        transports[done["transport"]] = transports.get(done["transport"], 0) + 1
+    return {"blocks": moved, "wrong": wrong, "beside": beside, "transports": transports}
+
+
+def rate(rig: Rig, r: random.Random, repeat: int = 6, n: int = 4096) -> dict[str, Any]:
+    got = []
+    for i in range(repeat):
+        src, dst, xfer, seed = pick(r, n), pick(r, n), os.urandom(16), r.randint(1, 1 << 30)
+        lease = rig.p.call("offer", xfer, seed, src)
+        e = rig.d.call("expect", xfer, rig.peer, dst)
+        done = rig.d.call("finish", e["lease"])
+        rig.p.call("finish", lease)
+        if done["status"] != "OK" or (i == 0 and rig.d.call("check", seed, dst)):
+            raise SystemExit(f"e2e: rate: {done}, or content differs\n{rig.sidecars[1].tail()}")
+        got.append(n * LAYERS * PAGE / (done["at"] - e["at"]) / 1e9)
+    return {"transport": done["transport"], "GB": n * LAYERS * PAGE / 1e9, "gb_per_s": round(statistics.median(got[1:]), 1), "all": [round(g, 1) for g in got]}
+
+
+def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> dict[str, Any]:
+    layer_us = rig.p.call("prepare", n, work)
+    lag = []
+    for _ in range(repeat):
+        src, dst, xfer, seed = pick(r, n), pick(r, n), os.urandom(16), r.randint(1, 1 << 30)
+        e = rig.d.call("expect", xfer, rig.peer, dst)
+        rig.d.start("finish", e["lease"])
+        s = rig.p.call("send", xfer, seed, src, False, work)
+        done = rig.d.get()
+        rig.p.call("finish", s["lease"])
+        if done["status"] != "OK" or rig.d.call("check", seed, dst):
+            raise SystemExit(f"e2e: layers: {done}, or content differs")
+        lag.append(1e6 * (done["at"] - s["end"]))
+    lag = sorted(lag[2:])
+    return {"transport": done["transport"], "blocks": n, "layer_us": round(layer_us, 1), "layer_bytes": n * PAGE, "after_forward_p50_us": round(statistics.median(lag)),
+            "after_forward_max_us": round(lag[-1])}  # fmt: skip
+
+
+def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: int) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    n = 4096
+    for victim in ("source engine", "source sidecar", "destination sidecar", "destination engine"):
+        ends: dict[str, int] = {}
+        late = wrong = 0
+        rig = Rig(args, sets)
+        for _ in range(rounds):
+            src, dst, xfer, seed = pick(r, n), pick(r, n), os.urandom(16), r.randint(1, 1 << 30)
+            rig.p.call("offer", xfer, seed, src)
+            e = rig.d.call("expect", xfer, rig.peer, dst)
+            time.sleep(r.random() * args.kill_ms / 1000)
+            if victim == "source engine":
+                rig.p.kill()
+            elif victim == "destination engine":
+                rig.d.kill()
+            else:
+                rig.sidecars[victim == "destination sidecar"].process.send_signal(signal.SIGKILL)
+            if victim != "destination engine":
+                done = rig.d.call("finish", e["lease"])
+                ends[done["status"]] = ends.get(done["status"], 0) + 1
+                if done["status"] == "OK":
+                    wrong += rig.d.call("check", seed, dst)
+                # The engine's next request is in these blocks now.
+                rig.d.call("refill", dst)
+                time.sleep(0.3)
+                late += rig.d.call("refilled", dst)
+            else:
+                ends["killed"] = ends.get("killed", 0) + 1
+            # A life after it: what is left serves the newcomer.
+            if victim == "source engine":
+                rig.p = rig.engine(0)
+                rig.p.get()
+            elif victim == "destination engine":
+                rig.d = rig.engine(1)
+                rig.d.get()
+            else:
+                side = int(victim == "destination sidecar")
+                old = rig.sidecars[side]
+                old.process.wait()
+                for e2 in (rig.p, rig.d):
+                    e2.stop()
+                rig.sidecars[side] = rig.sidecar("ab"[side])
+                rig.engines()
+            rig.peer = rig.p.call("endpoint")
+        after = content(rig, r, 2)
+        rig.close()
+        out[victim] = {"ends": ends, "late_writes": late, "wrong": wrong, "after": after}
+        say(f"kill -9 {victim}: {out[victim]}")
+    return out
+
+
+def main() -> int:
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--kvspray", default="kvspray")
+    ap.add_argument("--gpus", default="0,0", type=lambda s: [int(x) for x in s.split(",")])
+    ap.add_argument("--rounds", type=int, default=20)
+    ap.add_argument("--kills", type=int, default=3)
+    ap.add_argument("--kill-ms", type=float, default=20)
+    ap.add_argument("--layers", default="128:24,128:96,128:200,256:200", help="blocks:kernels per layer, ...",
+                    type=lambda s: [tuple(int(x) for x in w.split(":")) for w in s.split(",")])  # fmt: skip
+    ap.add_argument("--path", action="append", default=[])
+    ap.add_argument("--part", action="append", default=[])
+    ap.add_argument("--set", action="append", default=[])
+    ap.add_argument("--json", type=pathlib.Path)
+    args = ap.parse_args()
+    parts = args.part or ["content", "rate", "layers", "kill"]
+    r = random.Random(1)
+    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "layers": LAYERS, "page": PAGE}
+    problems = []
+    paths = {
+        "shm": ["transports.order=shm"],
+        "tcp": ["transports.order=tcp", "transports.tcp.connections=8", "transports.tcp.integrity=off", "transfer.max_slices=256"],
+    }
+    for name in args.path or paths:
+        sets = paths[name] + args.set
+        rig = Rig(args, sets)
+        try:
+            if "content" in parts:
+                got = report[f"content_{name}"] = content(rig, r, args.rounds)
+                say(f"content over {name}: {got}")
+                if got["wrong"] or got["beside"] or set(got["transports"]) != {name}:
+                    problems.append(f"content over {name}: {got}")
+                got = rig.d.call("bad")
+                report[f"bad_{name}"] = got
+                problems += got
+            if "rate" in parts:
+                report[f"rate_{name}"] = rate(rig, r)
+                say(f"rate over {name}: {report[f'rate_{name}']}")
+            if "layers" in parts:
+                report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
+                say(f"layers over {name}: {report[f'layers_{name}']}")
+        except SystemExit:
+            for s in rig.sidecars:
+                say(s.tail())
+            raise
+        finally:
+            report[f"log_{name}"] = [line for s in rig.sidecars for line in s.tail().splitlines() if "gpu" in line or "WARN" in line or "ERROR" in line][-12:]
+            rig.close()
+        if "kill" in parts:
+            got = report[f"kill_{name}"] = kill(args, r, sets, args.kills)
+            problems += [f"kill over {name}, {v}: {k}" for v, k in got.items() if k["late_writes"] or k["wrong"] or k["after"]["wrong"]]
+    report["problems"] = problems
+    print(json.dumps(report, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+package gdr
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/verbs/fake"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+	"github.com/kvspray/kvspray/transport/transporttest"
+)
+
+// The late write: writes are posted and on the wire, the receiver alone fences, its engine uses the blocks for another prompt,
+// and only then the packets arrive. Nothing of the sender helps: it is frozen, with its lane's mutex held, so that none of its
+// goroutines gets past it, while its NIC goes on.
+
+const (
+	seedOld   = 5
+	seedNew   = 99 // what the engine's next prompt leaves in the blocks
+	pairLasts = 50 // runs; the rig remembers every lane
+)
+
+// wire holds packets of the sender's first rail back, and lets them go.
+type holder interface {
+	hold(t *testing.T, sender *lane)
+	// release returns when what was held has arrived, and says whether there was anything.
+	release(t *testing.T, sender *lane) bool
+}
+
+func runsOf(t *testing.T, standard int) int {
+	s := os.Getenv(transporttest.AttackRunsEnv)
+	if s == "" {
+		return standard
+	}
+	n, err := strconv.Atoi(s)
+	if err != nil || n < 1 {
+		t.Fatalf("%s=%q", transporttest.AttackRunsEnv, s)
+	}
+	return n
+}
+
+func open(t *testing.T, p *transporttest.Pair, rail int) *lane {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	peer, _ := p.A.PeerKey(p.B.Boot)
+	for {
+		l, err := p.A.Backend.Dial(ctx, peer, p.A.Rails[rail], p.B.Rails[rail])
+		if err == nil {
+			return l.(*lane)
+		}
+		if ctx.Err() != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// lateWrite makes one run. fence: whether the receiver fences, which the control run does without.
+func lateWrite(t *testing.T, p *transporttest.Pair, w holder, gen transfer.Gen, success, fence bool) (changed bool) {
+	t.Helper()
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(seedOld)
+	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
+	first := open(t, p, 0)
+	w.hold(t, first)
+	res := p.A.Move(first, b.Origin, src.All(), 1)
+	until(t, "writes are posted and not answered", writing(first))
+	first.mu.Lock()
+	if success {
+		// Another lane brings everything; it takes the chunks over from the frozen one, which the receiver stops.
+		if r := p.A.MoveWait(open(t, p, 1), b.Origin, src.All(), 2); r.Outcome != transfer.Landed || !b.Sink.Full() {
+			t.Fatalf("the retry: %s %s: %v", r.Outcome, r.Reason, r.Err)
+		}
+	}
+	if fence {
+		b.Fence(t)
+	}
+	dst.Write(seedNew)
+	if !w.release(t, first) {
+		t.Fatal("nothing was held: this proves nothing")
+	}
+	for c := range dst.Chunks() {
+		if at, ok := dst.Holds(seedNew, int(c)); !ok {
+			changed = true
+			if fence {
+				t.Errorf("chunk %d: byte %d was written after the fence", c, at)
+			}
+		}
+	}
+	first.mu.Unlock()
+	if !fence {
+		_ = first.Close()
+	}
+	select {
+	case r := <-res:
+		if r.Outcome == transfer.Landed && fence {
+			t.Errorf("the late slice counts as landed")
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("the late slice never ended")
+	}
+	b.End(t)
+	return changed
+}
+
+func lateWrites(t *testing.T, runs int, pair func(t *testing.T) (*transporttest.Pair, holder)) {
+	for _, success := range []bool{false, true} {
+		t.Run(map[bool]string{false: "LateWrites/after cancel", true: "LateWrites/after success"}[success], func(t *testing.T) {
+			for run := 0; run < runs && !t.Failed(); {
+				p, w := pair(t)
+				for range min(pairLasts, runs-run) {
+					run++
+					lateWrite(t, p, w, transfer.Gen(run), success, true)
+				}
+			}
+			t.Logf("%d runs", runs)
+		})
+	}
+	t.Run("without a fence they do arrive", func(t *testing.T) {
+		p, w := pair(t)
+		if !lateWrite(t, p, w, 1, false, false) {
+			t.Error("not a byte came: the attack attacks nothing")
+		}
+	})
+}
+
+// fakeWire is the fabric, driven by hand while packets are held.
+type fakeWire struct{ f *fake.Fabric }
+
+func (w fakeWire) hold(_ *testing.T, l *lane) { w.f.Hold(l.q.Num()) }
+
+func (w fakeWire) release(t *testing.T, l *lane) bool {
+	held := w.f.Held(l.q.Num())
+	w.f.Release(l.q.Num())
+	until(t, "the held messages arrive", func() bool { return w.f.Held(l.q.Num()) == 0 })
+	return held > 0
+}
+
+// TestLateDMA is the attack on the fake, ten times as often as the others.
+func TestLateDMA(t *testing.T) {
+	lateWrites(t, 10*runsOf(t, 20), func(t *testing.T) (*transporttest.Pair, holder) {
+		f, _ := rig(t)
+		return transporttest.NewPair(t, func(testing.TB) transport.Backend {
+			rails := []Rail{}
+			for _, name := range []string{"fake0", "fake1"} {
+				rails = append(rails, Rail{Name: name, Open: func() (verbs.Device, error) { return f.Device(name), nil }, Listen: "127.0.0.1:0", NUMA: -1})
+			}
+			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: time.Millisecond, Silence: time.Minute})
+		}), fakeWire{f}
+	})
+}
+
+// plugWire holds packets in a queueing discipline of the sender's network interface.
+type plugWire struct{ before uint64 }
+
+func tc(t *testing.T, args string) {
+	t.Helper()
+	if out, err := exec.Command("tc", strings.Fields("qdisc "+args)...).CombinedOutput(); err != nil {
+		t.Fatalf("tc qdisc %s: %v: %s", args, err, out)
+	}
+}
+
+func received(t *testing.T) uint64 {
+	t.Helper()
+	b, err := os.ReadFile("/sys/class/net/r0b/statistics/rx_packets")
+	if err == nil {
+		var n uint64
+		if n, err = strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64); err == nil {
+			return n
+		}
+	}
+	t.Fatal(err)
+	return 0
+}
+
+func (w *plugWire) hold(t *testing.T, _ *lane) {
+	tc(t, "change dev r0a root plug block")
+	w.before = received(t)
+}
+
+// release waits until the receiver's interface has had nothing new for a while.
+func (w *plugWire) release(t *testing.T, _ *lane) bool {
+	if n := received(t); n != w.before {
+		t.Fatalf("%d packets came while they were held", n-w.before)
+	}
+	tc(t, "change dev r0a root plug release_indefinite")
+	last, since := w.before, time.Now()
+	until(t, "the held packets arrive", func() bool {
+		if n := received(t); n != last {
+			last, since = n, time.Now()
+		}
+		return last > w.before && time.Since(since) > 30*time.Millisecond
+	})
+	return last > w.before
+}
+
+// TestDeviceLateWrites is the attack on real queue pairs, in the guest.
+func TestDeviceLateWrites(t *testing.T) {
+	ends(t) // or skip
+	tc(t, "add dev r0a root plug limit 1000000000")
+	tc(t, "change dev r0a root plug release_indefinite")
+	defer tc(t, "del dev r0a root")
+	lateWrites(t, runsOf(t, 20), func(t *testing.T) (*transporttest.Pair, holder) {
+		made := 0
+		return transporttest.NewPair(t, func(testing.TB) transport.Backend {
+			side := string("ab"[made%2])
+			made++
+			var rails []Rail
+			for i := range 2 {
+				name := fmt.Sprintf("r%d%s", i, side)
+				// The sockets go over loopback, so that only the NIC's packets are held. Timers of 0.27 s: the sender's NIC
+				// shall not give up before its packets are let go.
+				rails = append(rails, guestRail(name, "127.0.0.1:0", 16))
+			}
+			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 20 * time.Millisecond, Silence: time.Minute})
+		}), &plugWire{}
+	})
+}
+
+// TestKeysEnd: the receiver's registration is invalidated in mid transfer, as where its NIC does not drain. What was under way
+// ends in doubt, and the next lane has keys of another generation.
+func TestKeysEnd(t *testing.T) {
+	f, factory := rig(t)
+	p := transporttest.NewPair(t, factory)
+	a, b := p.Dial()
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(seedOld)
+	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	bind.Sink.Seed.Store(seedOld)
+	f.Hold(a.(*lane).q.Num())
+	res := p.A.Move(a, bind.Origin, src.All(), 1)
+	until(t, "writes are under way", writing(a))
+	if err := b.(*lane).invalidate(bind.Grant); err != nil {
+		t.Fatal(err)
+	}
+	f.Release(a.(*lane).q.Num())
+	select {
+	case r := <-res:
+		if r.Outcome != transfer.InDoubt || !strings.Contains(r.Err.Error(), "remote access") {
+			t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("the slice never ended")
+	}
+	next := open(t, p, 0)
+	if r := p.A.MoveWait(next, bind.Origin, src.All(), 2); r.Outcome != transfer.Landed {
+		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	bind.End(t)
+}
+
+// TestDeviceEvents: a port that goes down takes its lanes with it at once, and none is opened until it is up; a device that is
+// lost is opened again.
+func TestDeviceEvents(t *testing.T) {
+	f, _ := rig(t)
+	names := []string{"here", "there"}
+	p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
+		name := names[0]
+		names = names[1:]
+		rails := []Rail{{Name: name, Open: func() (verbs.Device, error) { return f.Device(name), nil }, Listen: "127.0.0.1:0", NUMA: -1}}
+		return New(Config{Rails: func() ([]Rail, error) { return rails, nil }})
+	})
+	a, _ := p.Dial()
+	x := a.(*lane)
+	down := func() bool { return x.failure() != nil }
+	f.Emit("here", verbs.Event{Kind: verbs.QueuePairFatal, QP: x.q.Num() + 1000})
+	f.Emit("here", verbs.Event{Kind: verbs.PortDown})
+	until(t, "the lane is down", down)
+	if err := x.failure(); !strings.Contains(err.Error(), "port down") {
+		t.Error(err)
+	}
+	peer, _ := p.A.PeerKey(p.B.Boot)
+	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil || !strings.Contains(err.Error(), "not active") {
+		t.Errorf("dialled over a port that is down: %v", err)
+	}
+	f.Emit("here", verbs.Event{Kind: verbs.PortUp})
+	x = open(t, p, 0)
+	f.Emit("here", verbs.Event{Kind: verbs.QueuePairFatal, QP: x.q.Num()})
+	until(t, "the lane is down", down)
+}
+
+// TestFailedRegistration: what cannot be registered fails the lane with the device's own words.
+func TestFailedRegistration(t *testing.T) {
+	refuse := errors.New("the limit of locked memory is 65536 bytes: run 'ulimit -l unlimited'")
+	f, _ := rig(t)
+	p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
+		c := config(f)
+		rails, _ := c.Rails()
+		inner := rails[0].Open
+		rails[0].Open = func() (verbs.Device, error) {
+			d, err := inner()
+			return refusing{d, refuse}, err
+		}
+		return New(c)
+	})
+	a, _ := p.Dial()
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	r := p.A.MoveWait(a, bind.Origin, src.All(), 1)
+	if r.Outcome != transfer.NotLanded || r.Reason != transfer.ReasonLaneLost {
+		t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	bind.End(t)
+}
+
+type refusing struct {
+	verbs.Device
+	err error
+}
+
+func (r refusing) Register([]byte, bool) (verbs.Memory, error) { return nil, r.err }
