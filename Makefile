@@ -88,6 +88,31 @@ test-py: build env ## Python tests only, without the end-to-end ones
 test-e2e: build wireflip env ## End-to-end tests with real engines only
 	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e
 
+RDMA := $(B)/rdma
+export RDMA_DIR := $(RDMA)
+$(RDMA)/initrd.gz: $(wildcard test/rdma/guest/*) test/rdma/initramfs.sh test/rdma/fetch.sh
+	test/rdma/fetch.sh $(RDMA)
+	test/rdma/initramfs.sh $(RDMA)
+
+.PHONY: rdma-guest
+rdma-guest: $(RDMA)/initrd.gz
+	test/rdma/abi.sh $(RDMA)
+
+.PHONY: test-rdma
+test-rdma: rdma-guest ## Real verbs over soft-RoCE in a QEMU guest: contract suite, attacks, 512 MiB over 4 rails with faults
+	go test -count=1 -race -timeout 30m -exec $(ROOT)/test/rdma/exec.sh ./internal/verbs
+	RAILS=2 GUEST_MEM=2560 go test -count=1 -race -v -timeout 30m -run Device -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
+	GUEST_MEM=2560 go test -count=1 -v -timeout 30m -run TestRDMAFaults -exec $(ROOT)/test/rdma/exec.sh ./sidecar
+
+.PHONY: test-rdma-two
+test-rdma-two: rdma-guest ## The same over two guests, as two hosts
+	go test -c -o $(RDMA)/sidecar.test ./sidecar
+	RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMATwoHosts
+
+.PHONY: bench-rdma
+bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios, not speeds
+	RAILS=4 GUEST_MEM=2560 GUEST_TIMEOUT=3000 KVSPRAY_BENCH_RDMA=10 go test -count=1 -v -timeout 50m -run TestDeviceBandwidth -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
+
 .PHONY: lint
 lint: lint-go lint-py ## All linters
 
@@ -136,6 +161,12 @@ bench-copy: build bin/kvspray-memcpy ## kvspray bench copy, both transports and 
 	  [ $$t = shm ] && [ $$i = crc32c ] && continue; \
 	  echo "== $$t, integrity $$i, $$c connections"; \
 	  bin/kvspray bench copy --transport $$t --integrity $$i --conns $$c --json | tee $(B)/bench/copy-$$t-$$i-$$c.json; done; done; done
+
+.PHONY: bench-sim-check
+bench-sim-check: build ## Is the simulation's word true? Real rails (root), then the same run simulated; fails where they are 7% apart
+	@mkdir -p $(B)/bench
+	for f in "" "--fault 3s:rail0:down --fault 5s:rail0:up" "--fault 3s:rail0:drop --fault 5s:rail0:heal" "--fault 3s:rail0:rate=1/20 --fault 5s:rail0:heal"; do \
+	  bin/kvspray bench rails --duration 8s $$f --json $(B)/bench/rails.json && bin/kvspray bench sim --against $(B)/bench/rails.json || exit 1; done
 
 .PHONY: bench
 bench: ## Go benchmarks (ParseBlock, frames, rings ...)

@@ -21,7 +21,7 @@ import (
 const (
 	payload     = 1448.0 / 1514 // of a full Ethernet frame that carries TCP with timestamps: what a plain stream gets of a shaper's rate
 	queueTime   = 20 * time.Millisecond
-	leastQueue  = 64 << 10
+	leastQueue  = 3 * transfer.ChunkBytes // a chunk stands for its packets: in front of slow rails there is room for several at least
 	defaultRTT  = 100 * time.Microsecond
 	hostRate    = 200e9 // out of a host, where nothing is shaped
 	sliceBytes  = 1 << 20
@@ -84,8 +84,9 @@ func spec(r timeline.Rail) simfabric.RailSpec {
 		link.Latency = r.RTT.D() / 2
 	}
 	if link.Buffer == 0 {
-		link.Buffer = max(leastQueue, int(r.Alone.Over(queueTime)))
+		link.Buffer = int(r.Alone.Over(queueTime))
 	}
+	link.Buffer = max(link.Buffer, leastQueue)
 	out := link
 	out.BitsPerSecond, out.Latency = hostRate, 0
 	return simfabric.RailSpec{Name: r.Name, Link: link, Out: &out}
