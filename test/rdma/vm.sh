@@ -12,7 +12,7 @@ version=$(ls "$dir/kernel/lib/modules")
 # Emulation works everywhere; a /dev/kvm that is there may still not start a guest, so it is asked for by GUEST_ACCEL=kvm.
 accel=${GUEST_ACCEL:-tcg,thread=multi}
 # shellcheck disable=SC2086
-nice -n 10 timeout "${GUEST_TIMEOUT:-900}" qemu-system-x86_64 -accel "$accel" -cpu qemu64 -M q35 -smp "${GUEST_CPUS:-2}" -m "${GUEST_MEM:-2048}" \
+nice -n 10 timeout "${GUEST_TIMEOUT:-1800}" qemu-system-x86_64 -accel "$accel" -cpu qemu64 -M q35 -smp "${GUEST_CPUS:-2}" -m "${GUEST_MEM:-2048}" \
   -nodefaults -no-user-config -display none -no-reboot -serial stdio \
   -fsdev "local,id=share,path=$share,security_model=none" -device virtio-9p-pci,fsdev=share,mount_tag=share ${GUEST_NET:-} \
   -kernel "$dir/kernel/boot/vmlinuz-$version" -initrd "$dir/initrd.gz" \

@@ -66,13 +66,13 @@ type Backend struct {
 	// guarded by mu, which is taken after lane.mu
 	closed bool
 	lanes  map[*lane]struct{}
-	use    map[*transport.Origin]*using
+	use    map[*transport.Origin]using
 }
 
 // using counts the slices of an origin whose writes have not completed.
 type using struct {
 	n    int
-	done chan struct{}
+	done chan struct{} // closed at 0; made by who waits
 }
 
 var _ transport.Backend = (*Backend)(nil)
@@ -88,7 +88,7 @@ func New(cfg Config) *Backend {
 	if cfg.Silence == 0 {
 		cfg.Silence = DefaultSilence
 	}
-	b := &Backend{cfg: cfg, setUps: make(chan struct{}, maxSetUps), lanes: map[*lane]struct{}{}, use: map[*transport.Origin]*using{}}
+	b := &Backend{cfg: cfg, setUps: make(chan struct{}, maxSetUps), lanes: map[*lane]struct{}{}, use: map[*transport.Origin]using{}}
 	b.life, b.finish = context.WithCancel(context.Background())
 	return b
 }
@@ -251,9 +251,13 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 		return fail(err)
 	}
 	b.mu.Lock()
-	u := b.use[o]
+	u, used := b.use[o]
+	if used && u.done == nil {
+		u.done = make(chan struct{})
+		b.use[o] = u
+	}
 	b.mu.Unlock()
-	if u == nil {
+	if !used {
 		return nil
 	}
 	patience := time.NewTimer(b.cfg.Silence)
@@ -333,11 +337,8 @@ func (b *Backend) startUse(o *transport.Origin) bool {
 		return false
 	}
 	u := b.use[o]
-	if u == nil {
-		u = &using{done: make(chan struct{})}
-		b.use[o] = u
-	}
 	u.n++
+	b.use[o] = u
 	return true
 }
 
@@ -345,8 +346,12 @@ func (b *Backend) endUse(o *transport.Origin) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	u := b.use[o]
-	if u.n--; u.n == 0 {
-		delete(b.use, o)
+	if u.n--; u.n > 0 {
+		b.use[o] = u
+		return
+	}
+	delete(b.use, o)
+	if u.done != nil {
 		close(u.done)
 	}
 }

@@ -124,12 +124,17 @@ func (l *lane) asked(h head) error {
 	if !errors.Is(err, errLater) {
 		return err
 	}
+	l.armLater(g, h)
+	return nil
+}
+
+// armLater is apart from asked so that a head is on the heap only here.
+func (l *lane) armLater(g *transport.Grant, h head) {
 	l.asks.Go(func() {
 		if err := l.arm(g, &h, true); err != nil {
 			l.fail(err)
 		}
 	})
-	return nil
 }
 
 // claimFor claims the chunks of a slice. Slices in its way have the time to end by themselves as long as their lanes move.

@@ -307,6 +307,7 @@ type Shape struct {
 	TailBytes  int  // of every fourth chunk, which ends a segment; 0: all are whole
 	BlockBytes int  // scattered blocks; ChunkBytes or more: contiguous chunks
 	Shuffle    bool // in random order
+	Gapless    bool // nothing between blocks: without Shuffle, one piece of memory
 }
 
 // Memory is a test space in a region: for each chunk its blocks. Between all blocks there are gaps that nobody may touch.
@@ -324,6 +325,9 @@ const gapByte = 0xa5
 func NewMemory(tb testing.TB, s Shape) *Memory {
 	tb.Helper()
 	m := &Memory{gap: 64}
+	if s.Gapless {
+		m.gap = 0
+	}
 	bb := min(s.BlockBytes, transfer.ChunkBytes)
 	type ref struct{ chunk, at, n int }
 	var refs []ref
