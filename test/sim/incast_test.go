@@ -13,11 +13,13 @@ import (
 func TestIncastIsShared(t *testing.T) {
 	const senders = 16
 	for _, x := range []struct {
-		gbps   float64
-		buffer int
-	}{{10, 4 << 20}, {10, 2 << 20}, {25, 4 << 20}, {100, 16 << 20}} {
-		t.Run(fmt.Sprintf("%v Gbit, %d KiB", x.gbps, x.buffer>>10), func(t *testing.T) {
-			link := simfabric.LinkSpec{BitsPerSecond: x.gbps * 1e9, Latency: 10 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: x.buffer}
+		gbps    float64
+		buffer  int
+		latency time.Duration
+	}{{10, 4 << 20, 10 * time.Microsecond}, {10, 2 << 20, 10 * time.Microsecond}, {25, 4 << 20, 10 * time.Microsecond},
+		{100, 16 << 20, 10 * time.Microsecond}, {10, 16 << 20, 2 * time.Millisecond}} {
+		t.Run(fmt.Sprintf("%v Gbit, %d KiB, %v", x.gbps, x.buffer>>10, x.latency), func(t *testing.T) {
+			link := simfabric.LinkSpec{BitsPerSecond: x.gbps * 1e9, Latency: x.latency, Jitter: 2 * time.Microsecond, Buffer: x.buffer}
 			c := New(Config{Fabric: simfabric.Config{Seed: 1}})
 			to := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link})
 			for range senders {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"slices"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -438,6 +439,7 @@ func (s *sidecar) move(id uint64, batch []transport.Slice) {
 		}
 		s.moving[x.Cookie] = true
 	}
+	batch = s.lie(id, batch)
 	err := give(s.lanes[id], batch)
 	switch {
 	case err == nil:
@@ -450,6 +452,34 @@ func (s *sidecar) move(id uint64, batch []transport.Slice) {
 		res = append(res, transport.Result{Slice: x, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Err: err, Took: 1})
 	}
 	s.later(0, func() { s.results(res) })
+}
+
+// ghost marks slices that the executor believes to be over.
+const ghost = 1 << 63
+
+// lie takes slices out of a batch of which the backend will not tell the truth.
+func (s *sidecar) lie(lane uint64, batch []transport.Slice) []transport.Slice {
+	if s.c.cfg.Lies == 0 {
+		return batch
+	}
+	var honest []transport.Slice
+	for _, x := range batch {
+		if !s.c.chance(s.c.cfg.Lies) {
+			honest = append(honest, x)
+			continue
+		}
+		s.c.stats.Lies++
+		res := transport.Result{Slice: x, Outcome: transfer.Landed, Took: 1}
+		if s.c.chance(0.7) {
+			res.Outcome = transfer.NotLanded
+			s.later(s.c.F.Jitter(300*time.Millisecond), func() {
+				x.Cookie |= ghost
+				_ = give(s.lanes[lane], []transport.Slice{x}) // what does not leave does no harm
+			})
+		}
+		s.later(0, func() { s.results([]transport.Result{res}) })
+	}
+	return honest
 }
 
 func (s *sidecar) results(res []transport.Result) {
@@ -586,8 +616,10 @@ func (h host) Done(_ transport.Lane, res []transport.Result) {
 	if s.dead {
 		return
 	}
-	if s.n.Host.Frozen() {
-		res = append([]transport.Result(nil), res...)
+	if s.c.cfg.Lies > 0 {
+		res = slices.DeleteFunc(slices.Clone(res), func(r transport.Result) bool { return r.Cookie&ghost != 0 })
+	} else if s.n.Host.Frozen() {
+		res = slices.Clone(res)
 	}
 	s.results(res)
 	if s.c.chance(s.c.cfg.Twice) {

@@ -34,6 +34,9 @@ type Config struct {
 	Twice float64
 	// Replay is the share of control frames after which an earlier one of the same two processes comes again.
 	Replay float64
+	// Lies is the share of slices of which a backend does not tell the truth: it says that they have landed and has sent nothing, or that
+	// they have not and sends them later.
+	Lies float64
 	// FenceFails is the share of fences and closes that fail at first; the executor tries them again after its grace.
 	FenceFails float64
 	// Fence is how long fences take at most, Handshake what a lane's opening takes beside the way.
@@ -68,7 +71,7 @@ type Cluster struct {
 // Stats count what the cluster did to its nodes.
 type Stats struct {
 	Twice, Replayed, Stale, Refused int // reports; control frames that came again; of a boot that is over; that were refused
-	FencesFailed                    int
+	FencesFailed, Lies              int
 	Late                            int // slices that came for a grant that was over
 	Restarts, EngineDeaths          int
 	Cancelled, Preempted            int

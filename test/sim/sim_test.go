@@ -143,6 +143,9 @@ func small(seed uint64) scenario {
 	case 5, 6:
 		s.ranks = []int{1, 2, 4} // several ranks feed one, and one feeds several
 	}
+	if seed%13 == 7 {
+		s.lies = 0.05
+	}
 	if seed%7 > 3 {
 		s.unfence, s.slices = 0.01, 6
 	}
@@ -181,6 +184,7 @@ func (s *Stats) add(x Stats) {
 	s.Refused += x.Refused
 	s.FencesFailed += x.FencesFailed
 	s.Late += x.Late
+	s.Lies += x.Lies
 	s.Restarts += x.Restarts
 	s.EngineDeaths += x.EngineDeaths
 	s.Cancelled += x.Cancelled
@@ -192,7 +196,7 @@ func (s *Stats) add(x Stats) {
 func TestSchedules(t *testing.T) {
 	n, _ := runs(t)
 	c := schedules(t, n)
-	if n >= fewRuns && (c.Twice == 0 || c.Replayed == 0 || c.Restarts == 0 || c.EngineDeaths == 0 || c.FencesFailed == 0 || c.Cancelled == 0 || c.Preempted == 0) {
+	if n >= fewRuns && (c.Twice == 0 || c.Replayed == 0 || c.Restarts == 0 || c.EngineDeaths == 0 || c.FencesFailed == 0 || c.Lies == 0 || c.Cancelled == 0 || c.Preempted == 0) {
 		t.Errorf("something never happened: %+v", c)
 	}
 }
