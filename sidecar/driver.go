@@ -35,6 +35,7 @@ type driver struct {
 	mu         sync.Mutex // protects the executor and the fields below
 	ex         *exec.Exec
 	performing bool
+	rounds     uint64     // batches performed
 	batch      exec.Batch // the performer's
 	armed      exec.Instant
 	timer      *time.Timer
@@ -91,6 +92,7 @@ func (n *Node) leave() {
 			n.perform(&d.batch.Actions[i])
 		}
 		d.mu.Lock()
+		d.rounds++
 	}
 	d.performing = false
 	n.armLocked()
@@ -233,7 +235,7 @@ func (n *Node) offer(a *exec.Action) {
 
 // fence closes the landing to writers at once, and reports when every backend has acknowledged it.
 func (n *Node) fence(a *exec.Action) {
-	l, status := a.Landing, a.Status
+	l, cause := a.Landing, a.Cause
 	l.Grant.Revoke()
 	began := n.now()
 	n.d.wg.Add(1)
@@ -248,10 +250,13 @@ func (n *Node) fence(a *exec.Action) {
 				err = b.Fence(ctx, &l.Grant)
 			}
 		}
+		if s, ok := l.Sink.(*sink); ok {
+			n.quarantine(&s.quarantined, err)
+		}
 		now := n.enter()
 		n.d.ex.FenceDone(now, l, err)
 		n.leave()
-		n.fenceEnded(l, status, now-began, err)
+		n.fenceEnded(l, cause, now-began, err)
 	}()
 }
 
@@ -318,6 +323,9 @@ func (n *Node) closeOrigin(a *exec.Action) {
 			}
 		} else if n.d.ctx.Err() == nil {
 			n.log.Warn("origin not closed; tried again", "lease", s.Lease.String(), "err", err)
+		}
+		if src, ok := s.Source.(*source); ok {
+			n.quarantine(&src.quarantined, err)
 		}
 		now := n.enter()
 		n.d.ex.OriginClosed(now, s, err)
@@ -398,9 +406,9 @@ func (n *Node) closeLane(e *laneEntry) {
 
 func (n *Node) complete(a *exec.Action) {
 	c := a.Completion
-	route := ""
+	route, moved := "", uint64(0)
 	if len(a.Landings) > 0 {
-		c.Transport, route = n.route(a.Landings)
+		c.Transport, route, moved = n.route(a.Landings)
 		if c.Status == exec.StatusOK {
 			for _, l := range a.Landings {
 				n.hashes.received(l)
@@ -408,11 +416,11 @@ func (n *Node) complete(a *exec.Action) {
 		}
 	}
 	if t := a.Trace; t != nil && !c.Received {
-		c.Transport, route = n.named(t.Moved[:])
+		c.Transport, route, moved = n.named(t.Moved[:])
 	}
 	// The engine waits; the log does not.
 	err := n.engine.Complete(a.Worker, c)
-	n.traceEnd(a, &c, route)
+	n.traceEnd(a, &c, route, moved)
 	if err != nil {
 		n.log.Debug("completion not delivered", "lease", c.Lease.String(), "err", err)
 	}

@@ -51,6 +51,8 @@ type sink struct {
 	bitmap  *transfer.Bitmap
 	full    atomic.Bool
 	bytes   [maxBackends]atomic.Uint64 // landed, by index of the backend; duplicates count once
+
+	quarantined atomic.Bool // its fence failed, and is tried again
 }
 
 func newSink(n *Node, l *exec.Landing) *sink {
@@ -83,6 +85,8 @@ func (s *sink) Landed(lane transport.Lane, r transfer.Range) {
 type source struct {
 	sending *exec.Sending
 	side    *parseblock.Resolver
+
+	quarantined atomic.Bool // its origin could not be closed, and is tried again
 }
 
 func (n *Node) newSource(s *exec.Sending) (*source, error) {

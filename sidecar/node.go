@@ -275,8 +275,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		n.addrMu.Lock()
 		n.http = ln.Addr().String()
 		n.addrMu.Unlock()
-		srv := &http.Server{Handler: n.handler(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
-			WriteTimeout: 30 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 64 << 10}
+		srv := &http.Server{Handler: n.handler(), ReadHeaderTimeout: headerTimeout, ReadTimeout: requestTimeout,
+			WriteTimeout: replyTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes}
 		n.d.wg.Add(1)
 		go func() {
 			defer n.d.wg.Done()

@@ -30,6 +30,19 @@ import (
 // publishEvery is how often engines are told the totals.
 const publishEvery = time.Second
 
+// Bounds of what HTTP clients may ask for.
+const (
+	maxScrapes     = 8 // of /metrics at a time
+	scrapeTimeout  = 20 * time.Second
+	healthTimeout  = 800 * time.Millisecond // for the executor; a kubelet waits a second
+	healthInterval = 5 * time.Millisecond   // between looks at it
+	headerTimeout  = 5 * time.Second
+	requestTimeout = 10 * time.Second
+	replyTimeout   = 30 * time.Second // above scrapeTimeout
+	idleTimeout    = time.Minute
+	maxHeaderBytes = 64 << 10
+)
+
 // totals is what STATS and /debug/state show.
 type totals struct {
 	bytes     [maxBackends]atomic.Uint64 // landed here, by index of the backend
@@ -54,8 +67,8 @@ func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
 	n.metrics.Landed(l.Backend(), l.Local(), bytes)
 }
 
-// route names the transport that moved most of a grant's parts, and all of them.
-func (n *Node) route(lands []*exec.Landing) (most, all string) {
+// route names the transport that moved most of a grant's parts, and all of them, and counts the bytes.
+func (n *Node) route(lands []*exec.Landing) (most, all string, bytes uint64) {
 	var moved [maxBackends]uint64
 	for _, l := range lands {
 		if s, ok := l.Sink.(*sink); ok {
@@ -72,16 +85,17 @@ func (n *Node) route(lands []*exec.Landing) (most, all string) {
 }
 
 // named is route for what the executor counted.
-func (n *Node) named(moved []uint64) (most, all string) {
+func (n *Node) named(moved []uint64) (most, all string, bytes uint64) {
 	return routeOf(n.cfg.Transports.Order, moved)
 }
 
-func routeOf(names []string, moved []uint64) (most, all string) {
+func routeOf(names []string, moved []uint64) (most, all string, bytes uint64) {
 	var top uint64
 	for i, name := range names {
 		if i >= len(moved) || moved[i] == 0 {
 			continue
 		}
+		bytes += moved[i]
 		if moved[i] > top {
 			most, top = name, moved[i]
 		}
@@ -90,30 +104,41 @@ func routeOf(names []string, moved []uint64) (most, all string) {
 		}
 		all += name
 	}
-	return most, all
+	return most, all, bytes
 }
 
-var causes = map[uint16]string{exec.StatusOK: metrics.CauseCommit, exec.StatusCancelled: metrics.CauseCancel,
-	exec.StatusExpired: metrics.CauseDeadline, exec.StatusFailed: metrics.CauseSourceLost}
+var causes = map[exec.Cause]string{exec.ByCommit: metrics.CauseCommit, exec.ByCancel: metrics.CauseCancel, exec.ByDeadline: metrics.CauseDeadline,
+	exec.ByRefusal: metrics.CauseRefused, exec.BySourceLost: metrics.CauseSourceLost, exec.ByPeerLost: metrics.CausePeerLost,
+	exec.ByEngineGone: metrics.CauseEngineGone, exec.ByDrain: metrics.CauseDrain}
 
-func (n *Node) fenceEnded(l *exec.Landing, status uint16, took time.Duration, err error) {
+// quarantine counts what keeps blocks away from an engine: in from the first failure, out with the acknowledgement.
+func (n *Node) quarantine(in *atomic.Bool, err error) {
+	if was := in.Swap(err != nil); was != (err != nil) {
+		n.metrics.Quarantined(map[bool]int{true: -1, false: 1}[was])
+	}
+}
+
+func (n *Node) fenceEnded(l *exec.Landing, cause exec.Cause, took time.Duration, err error) {
 	if err != nil {
 		if n.d.ctx.Err() == nil {
 			n.log.Error("fence failed; the blocks stay in quarantine and it is tried again", "lease", l.Lease().String(), "err", err)
 		}
 		return
 	}
-	n.metrics.Fenced(causes[status], took)
+	n.metrics.Fenced(causes[cause], took)
 }
 
-// traceEnd writes the one line that a transfer leaves.
-func (n *Node) traceEnd(a *exec.Action, c *connector.Completion, route string) {
+// traceEnd writes the one line that a transfer leaves. moved counts its bytes, also where it failed.
+func (n *Node) traceEnd(a *exec.Action, c *connector.Completion, route string, moved uint64) {
 	side := metrics.SideSource
 	if c.Received {
 		side = metrics.SideDestination
 	}
 	outcome := metrics.OutcomeOf(c.Status)
-	n.metrics.TransferEnded(side, outcome, c.Transport, c.Bytes, c.Took)
+	if c.Status == exec.StatusOK {
+		moved = c.Bytes
+	}
+	n.metrics.TransferEnded(side, outcome, c.Transport, moved, c.Took)
 	n.totals.mu.Lock()
 	if n.totals.transfers == nil {
 		n.totals.transfers = map[string]uint64{}
@@ -142,7 +167,8 @@ func (n *Node) traceEnd(a *exec.Action, c *connector.Completion, route string) {
 	if n.log.Enabled(context.Background(), level) {
 		n.log.Log(context.Background(), level, "transfer", "side", r.Side, "outcome", r.Outcome, "xfer", r.Xfer, "hash", r.Hash, "req", r.Req,
 			"source", r.Source, "dest", r.Dest, "peer", r.Peer, "slot", r.Slot, "gen", r.Gen, "route", r.Route, "bytes", r.Bytes, "grants", r.Grants,
-			"queue_us", r.QueueUS, "wire_us", r.WireUS, "commit_us", r.CommitUS, "took_us", r.TookUS, "early_bytes", r.Early, "reason", r.Reason)
+			"queue_us", r.QueueUS, "wire_us", r.WireUS, "commit_us", r.CommitUS, "flag_us", r.FlagUS, "took_us", r.TookUS,
+			"early_bytes", r.Early, "reason", r.Reason)
 	}
 	n.records.write(r)
 }
@@ -395,7 +421,13 @@ func (n *Node) hooks() connector.Hooks {
 // handler serves health, metrics and what the node is doing.
 func (n *Node) handler() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { reply(w, http.StatusOK, "ok\n") })
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, r *http.Request) {
+		if why := n.wedged(r.Context()); why != "" {
+			reply(w, http.StatusServiceUnavailable, why+"\n")
+			return
+		}
+		reply(w, http.StatusOK, "ok\n")
+	})
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		switch {
 		case n.Ready():
@@ -406,11 +438,37 @@ func (n *Node) handler() http.Handler {
 			reply(w, http.StatusServiceUnavailable, "starting\n")
 		}
 	})
-	mux.Handle("GET /metrics", promhttp.HandlerFor(n.gather, promhttp.HandlerOpts{MaxRequestsInFlight: 8, Timeout: 20 * time.Second}))
+	mux.Handle("GET /metrics", promhttp.HandlerFor(n.gather, promhttp.HandlerOpts{MaxRequestsInFlight: maxScrapes, Timeout: scrapeTimeout}))
 	mux.HandleFunc("GET /v1/node", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.describe()) })
 	mux.HandleFunc("GET /v1/layouts", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.layouts()) })
 	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.state()) })
 	return mux
+}
+
+// wedged says what holds the executor up, or nothing: within healthTimeout its lock is free, and whoever performs its actions gets through
+// a batch of them.
+func (n *Node) wedged(ctx context.Context) string {
+	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
+	defer cancel()
+	t := time.NewTicker(healthInterval)
+	defer t.Stop()
+	var first uint64
+	why := "the executor's lock is held"
+	for seen := false; ; {
+		if d := &n.d; d.mu.TryLock() {
+			performing, rounds := d.performing, d.rounds
+			d.mu.Unlock()
+			if !performing || seen && rounds != first {
+				return ""
+			}
+			first, seen, why = rounds, true, "an action of the executor does not end"
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Sprintf("wedged: %s, for %v", why, healthTimeout)
+		case <-t.C:
+		}
+	}
 }
 
 func reply(w http.ResponseWriter, code int, text string) {

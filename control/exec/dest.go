@@ -46,6 +46,7 @@ type offer struct {
 	unbound  int
 	unfilled int
 	unfenced int
+	cause    Cause // of its fence
 }
 
 // Expect opens a destination lease.
@@ -259,12 +260,20 @@ func (e *Exec) charge(o *offer, on bool) {
 func (e *Exec) destDue(now Instant, d *dest) {
 	switch {
 	case now >= d.Deadline:
-		e.closeDest(now, d, StatusExpired, withTrouble("the deadline passed", d.trouble))
+		e.closeDestBy(now, d, e.timeOut(d), StatusExpired, withTrouble("the deadline passed", d.trouble))
 	case now >= d.Partner:
-		e.closeDest(now, d, StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", d.partner), d.trouble))
+		e.closeDestBy(now, d, e.timeOut(d), StatusExpired, withTrouble(fmt.Sprintf("no partner came within %v", d.partner), d.trouble))
 	default:
 		e.agenda.arm(d.t, min(d.Deadline, d.Partner))
 	}
+}
+
+// timeOut says why nothing came in time.
+func (e *Exec) timeOut(d *dest) Cause {
+	if p := e.peers[d.Peer]; d.live != nil && (p == nil || !p.up) {
+		return ByPeerLost
+	}
+	return ByDeadline
 }
 
 func withTrouble(reason, trouble string) string {
@@ -276,6 +285,11 @@ func withTrouble(reason, trouble string) string {
 
 // closeDest ends a destination lease; the first verdict stands. What was granted is fenced before the engine hears of it.
 func (e *Exec) closeDest(now Instant, d *dest, status uint16, reason string) {
+	e.closeDestBy(now, d, causeOf(status), status, reason)
+}
+
+// closeDestBy is closeDest where the verdict does not say what started the fence.
+func (e *Exec) closeDestBy(now Instant, d *dest, cause Cause, status uint16, reason string) {
 	if d.decided {
 		return
 	}
@@ -292,7 +306,7 @@ func (e *Exec) closeDest(now Instant, d *dest, status uint16, reason string) {
 	// From here on the fence alone decides when the lease ends.
 	e.agenda.disarm(d.t)
 	if fence {
-		e.fence(d.live)
+		e.fence(d.live, cause)
 	}
 	if status != StatusOK {
 		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
@@ -301,19 +315,20 @@ func (e *Exec) closeDest(now Instant, d *dest, status uint16, reason string) {
 }
 
 // regrant fences the live grant; when that is done the blocks are offered again.
-func (e *Exec) regrant(now Instant, d *dest, why string) {
+func (e *Exec) regrant(now Instant, d *dest, cause Cause, why string) {
 	d.trouble = why
 	if d.Grants > e.cfg.MaxRegrants {
-		e.closeDest(now, d, StatusFailed, fmt.Sprintf("granted %d times; last: %s", d.Grants, why))
+		e.closeDestBy(now, d, cause, StatusFailed, fmt.Sprintf("granted %d times; last: %s", d.Grants, why))
 		return
 	}
 	if fence, err := d.Close(false); err == nil && fence {
-		e.fence(d.live)
+		e.fence(d.live, cause)
 	}
 }
 
 // fence closes every part of a grant to writers.
-func (e *Exec) fence(o *offer) {
+func (e *Exec) fence(o *offer, cause Cause) {
+	o.cause = cause
 	for _, l := range o.lands {
 		e.fencePart(l)
 	}
@@ -321,10 +336,7 @@ func (e *Exec) fence(o *offer) {
 
 func (e *Exec) fencePart(l *Landing) {
 	a := e.emit(Fence)
-	a.Landing, a.Status = l, StatusFailed
-	if d := l.offer.dest; d.decided {
-		a.Status = d.status
-	}
+	a.Landing, a.Cause = l, l.offer.cause
 }
 
 // Full says that every chunk of a landing is in place.
@@ -454,7 +466,7 @@ func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
 			return err
 		}
 		p.ranks, d.told = ranks, true
-		e.regrant(now, d, "ranks: "+m.Message)
+		e.regrant(now, d, ByRefusal, "ranks: "+m.Message)
 	case peerv1.GrantReply_NO_PARTNER:
 		e.closeDest(now, d, StatusExpired, "no partner: "+m.Message)
 	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_FINGERPRINT, peerv1.GrantReply_PLAN:
@@ -521,7 +533,7 @@ func (e *Exec) onSourceLost(now Instant, p *peer, m *peerv1.SourceLost) error {
 		return nil
 	}
 	if d.State != lease.DestClosing {
-		e.regrant(now, d, "source lost: "+m.Reason)
+		e.regrant(now, d, BySourceLost, "source lost: "+m.Reason)
 	}
 	return nil
 }

@@ -198,8 +198,8 @@ type Action struct {
 	Comparison Comparison
 	Sending    *Sending
 	Blocks     [][]uint32
-	Status     uint16 // Fence: why; StatusFailed where the blocks will be granted again
-	Committed  bool   // CloseOrigin: the receiver committed what was sent
+	Cause      Cause // Fence: why
+	Committed  bool  // CloseOrigin: the receiver committed what was sent
 	Lane       uint64
 	Slices     []transport.Slice // valid until the next Drain into the same Batch
 	Worker     *connector.Worker
@@ -210,6 +210,36 @@ type Action struct {
 	Admission  connector.Admission
 
 	first, count int // of Slices in the batch, until Drain
+}
+
+// Cause says what started a fence.
+type Cause uint8
+
+// The causes.
+const (
+	ByCommit Cause = iota + 1
+	ByCancel
+	ByDeadline
+	ByRefusal    // the source's sidecar will not serve the grant
+	BySourceLost // preempted, aborted, or its engine is dead
+	ByPeerLost   // the source's sidecar is dead, or could not be reached until the time was over
+	ByEngineGone // ours
+	ByDrain
+)
+
+// causeOf is what a verdict alone says.
+func causeOf(status uint16) Cause {
+	switch status {
+	case StatusOK:
+		return ByCommit
+	case StatusCancelled:
+		return ByCancel
+	case StatusExpired:
+		return ByDeadline
+	case StatusRefused:
+		return ByRefusal
+	}
+	return BySourceLost
 }
 
 // Batch carries actions out of the executor; its memory is reused.

@@ -194,7 +194,7 @@ func (e *Exec) DrainLeases() { e.draining = true }
 // Abort closes every lease, as if its engine had cancelled it, with a status that makes it recompute.
 func (e *Exec) Abort(now Instant, reason string) {
 	for _, d := range inOrder(maps.Values(e.dests)) {
-		e.closeDest(now, d, StatusFailed, reason)
+		e.closeDestBy(now, d, ByDrain, StatusFailed, reason)
 	}
 	for _, w := range workersInOrder(maps.Values(e.workers)) {
 		for _, s := range sourcesInOrder(maps.Values(w.sources)) {
@@ -222,7 +222,7 @@ func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason s
 	}
 	ws.gone = true
 	for _, d := range inOrder(maps.Values(ws.dests)) {
-		e.closeDest(now, d, StatusFailed, reason)
+		e.closeDestBy(now, d, ByEngineGone, StatusFailed, reason)
 	}
 	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {
 		e.closeSource(now, s, StatusFailed, reason, final)
@@ -468,7 +468,7 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, proved bool) {
 	}
 	for _, d := range inOrder(maps.Values(e.dests)) {
 		if d.Peer == boot && (d.State == lease.DestGranted || d.State == lease.DestLanding) {
-			e.regrant(now, d, "the source's sidecar is gone")
+			e.regrant(now, d, ByPeerLost, "the source's sidecar is gone")
 		}
 	}
 	for _, g := range grantsInOrder(maps.Keys(e.inbound)) {

@@ -97,8 +97,8 @@ func New(reg prometheus.Registerer) *Set {
 		rails: map[string]bool{},
 		transfers: counters("transfer", "transfers_total", "Transfers that ended.",
 			"side", "outcome", "transport"),
-		bytes: counters("transfer", "payload_bytes_total", "Payload bytes that landed (destination) or were confirmed (source).",
-			"side", "transport"),
+		bytes: counters("transfer", "payload_bytes_total", "Payload bytes that landed (destination) or were confirmed (source), by how their transfer ended.",
+			"side", "outcome", "transport"),
 		duration: prometheus.NewHistogramVec(opts("transfer", "duration_seconds", "From the first word of a transfer to its end."),
 			[]string{"side", "outcome"}),
 		commit: prometheus.NewHistogram(opts("transfer", "flag_to_commit_seconds",
@@ -109,7 +109,7 @@ func New(reg prometheus.Registerer) *Set {
 		slices:     counters("lane", "slices_total", "Attempts to move a slice, by how they ended.", "transport", "outcome", "reason"),
 		refused:    counters("lane", "refused_frames_total", "Frames that were scrapped.", "transport", "reason"),
 		leases:     gauges("lease", "open", "Leases that are open.", "side"),
-		quarantine: prometheus.NewGauge(gaugeOpts("lease", "quarantined", "Leases whose fence is not acknowledged: their blocks stay away from the engine.")),
+		quarantine: prometheus.NewGauge(gaugeOpts("lease", "quarantined", "Parts of leases, at either end, whose fence has failed and is tried again: their blocks stay away from the engine.")),
 		fences:     counters("lease", "fences_total", "Fences, by what started them.", "cause"),
 		fenceTime:  prometheus.NewHistogram(opts("lease", "fence_duration_seconds", "From the revocation of a lease to its last fence acknowledgement.")),
 		control:    counters("control", "messages_total", "Messages on control lanes.", "direction", "type"),
@@ -141,12 +141,13 @@ func opts(subsystem, name, help string) prometheus.HistogramOpts {
 	return prometheus.HistogramOpts{Namespace: "kvspray", Subsystem: subsystem, Name: name, Help: help, Buckets: secondsFast()}
 }
 
-// TransferEnded counts one transfer. transport is the one that moved most of it, empty where nothing moved.
+// TransferEnded counts one transfer, and the bytes that it moved before it ended. transport is the one that moved most of it, empty where
+// nothing moved.
 func (s *Set) TransferEnded(side Side, outcome Outcome, transport string, bytes uint64, took time.Duration) {
 	transport = transportLabel(transport)
 	outcome = outcomeLabel(outcome)
 	s.transfers.WithLabelValues(string(side), string(outcome), transport).Inc()
-	s.bytes.WithLabelValues(string(side), transport).Add(float64(bytes))
+	s.bytes.WithLabelValues(string(side), string(outcome), transport).Add(float64(bytes))
 	s.duration.WithLabelValues(string(side), string(outcome)).Observe(took.Seconds())
 }
 
@@ -192,7 +193,7 @@ func (s *Set) FrameRefused(transport string, reason transfer.Reason) {
 // LeasesOpen moves the number of open leases by n, which may be negative.
 func (s *Set) LeasesOpen(side Side, n int) { s.leases.WithLabelValues(string(side)).Add(float64(n)) }
 
-// Quarantined moves the number of leases whose fence is not acknowledged by n.
+// Quarantined moves the number of parts of leases whose fence has failed by n.
 func (s *Set) Quarantined(n int) { s.quarantine.Add(float64(n)) }
 
 // The causes of a fence.
@@ -200,13 +201,14 @@ const (
 	CauseCommit     = "commit"
 	CauseCancel     = "cancel"
 	CauseDeadline   = "deadline"
+	CauseRefused    = "refused"
 	CauseSourceLost = "source_lost"
 	CausePeerLost   = "peer_lost"
 	CauseEngineGone = "engine_gone"
 	CauseDrain      = "drain"
 )
 
-var causes = map[string]bool{CauseCommit: true, CauseCancel: true, CauseDeadline: true, CauseSourceLost: true, CausePeerLost: true,
+var causes = map[string]bool{CauseCommit: true, CauseCancel: true, CauseDeadline: true, CauseRefused: true, CauseSourceLost: true, CausePeerLost: true,
 	CauseEngineGone: true, CauseDrain: true}
 
 // Fenced counts one fence and the time that it took.
