@@ -103,3 +103,36 @@ func TestConfigCheck(t *testing.T) {
 		}
 	}
 }
+
+func TestCheckPeer(t *testing.T) {
+	good := Address{GID: netip.MustParseAddr("10.0.0.1").As16(), QP: 17, PSN: 5, MTU: MTU4096, Type: GIDRoCEv2}
+	if err := CheckPeer(good, good); err != nil {
+		t.Fatal(err)
+	}
+	for says, lie := range map[string]func(*Address){
+		"RoCEv1 (10.0.0.1)":                    func(a *Address) { a.Type = GIDRoCEv1 },
+		"no address of a host":                 func(a *Address) { a.GID = [16]byte{} },
+		"224.0.0.1 is no address":              func(a *Address) { a.GID = netip.MustParseAddr("224.0.0.1").As16() },
+		"one is IPv4, one IPv6":                func(a *Address) { a.GID = netip.MustParseAddr("2001:db8::1").As16() },
+		"MTU number 6":                         func(a *Address) { a.MTU = 6 },
+		"MTU number 0":                         func(a *Address) { a.MTU = 0 },
+		"queue pair 0x0":                       func(a *Address) { a.QP = 0 },
+		"queue pair 0x1000000":                 func(a *Address) { a.QP = 1 << 24 },
+		"sequence number 0x1000000":            func(a *Address) { a.PSN = 1 << 24 },
+		"this end uses RoCEv2 (10.0.0.1), the": func(a *Address) { a.Type = GIDInfiniBand },
+	} {
+		bad := good
+		lie(&bad)
+		if err := CheckPeer(good, bad); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %v", says, err)
+		}
+	}
+	ib := Address{Type: GIDInfiniBand, QP: 1, MTU: 5}
+	if err := CheckPeer(ib, ib); err == nil || !strings.Contains(err.Error(), "neither a LID nor a GID") {
+		t.Error(err)
+	}
+	ib.LID = 9
+	if err := CheckPeer(ib, ib); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,116 @@
+package gdr
+
+import (
+	"errors"
+	"net"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport/transporttest"
+)
+
+// TestLiars: whatever an authenticated peer says, it loses its own lane at most, and is told apart in the log.
+func TestLiars(t *testing.T) {
+	_, factory := rig(t)
+	p := transporttest.NewPair(t, factory)
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(seedOld)
+	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	bind.Sink.Seed.Store(seedOld)
+	one := transfer.Range{First: 3, Count: 1}
+	verdict := func(imm uint32) func(*testing.T, *lane) {
+		return func(t *testing.T, l *lane) {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			l.posted++
+			if err := l.q.PostSend([]verbs.Work{{ID: l.posted, Op: verbs.WriteImm, Imm: imm, Signaled: true}}); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	frame := func(h head, spans ...span) func(*testing.T, *lane) {
+		return func(_ *testing.T, l *lane) { l.say(&h, spans) }
+	}
+	for name, c := range map[string]struct {
+		lie  func(*testing.T, *lane)
+		says string
+	}{
+		"END of nothing":              {frame(head{kind: kindEnd, id: 3, seq: 1}), "not at its end"},
+		"GO for nothing":              {frame(head{kind: kindGo, id: 3, seq: 1}, span{1, 2, 3}), "did not ask"},
+		"a slice beyond the window":   {frame(head{kind: kindAsk, id: maxInFlight}), "slice 16 of 16"},
+		"a kind that is none":         {frame(head{kind: 9}), "kind 9"},
+		"a reason that is none":       {frame(head{kind: kindEnd, reason: 200}), "reason 200"},
+		"spans behind an ASK":         {frame(head{kind: kindAsk}, span{1, 2, 3}), "1 spans"},
+		"a verdict on nothing":        {verdict(verdictOf(5, 0, 1)), "not under way"},
+		"a verdict beyond the window": {verdict(0xff000000), "not under way"},
+		"noise": {func(_ *testing.T, l *lane) {
+			l.outMu.Lock()
+			l.outBuf = append(l.outBuf, strings.Repeat("x", headBytes)...)
+			l.outMu.Unlock()
+			l.say(&head{kind: kindEnd}, nil)
+		}, "malformed"},
+		"the same id twice": {func(_ *testing.T, l *lane) {
+			// The second comes while the first is armed: its source never writes.
+			for range 2 {
+				l.say(&head{kind: kindAsk, id: 7, seq: 1, slot: 1, gen: 1, r: one, attempt: 1, bytes: 4096}, nil)
+			}
+		}, "under way"},
+		"writes through a key that is none": {func(t *testing.T, l *lane) {
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			k, err := l.dev.keys.get(src.Region, transfer.Boot{}, true)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer k.put()
+			l.posted++
+			if err := l.q.PostSend([]verbs.Work{{ID: l.posted, Op: verbs.Write, LocalAddr: k.parts[0].Addr(), LocalKey: k.parts[0].LocalKey(), Len: 64,
+				RemoteAddr: 1 << 40, RemoteKey: 0xdead, Signaled: true}}); err != nil {
+				t.Error(err)
+			}
+		}, "flushed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, b := p.Dial()
+			c.lie(t, a.(*lane))
+			there := b.(*lane)
+			until(t, "the lane is down", func() bool { return there.failure() != nil })
+			if err := there.failure(); !strings.Contains(err.Error(), c.says) {
+				t.Errorf("%v, want %q", err, c.says)
+			}
+		})
+	}
+	a, _ := p.Dial()
+	if r := p.A.MoveWait(a, bind.Origin, src.All(), 2); r.Outcome != transfer.Landed {
+		t.Fatalf("an honest lane afterwards: %s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	bind.End(t)
+	dst.GapsIntact(t)
+}
+
+// TestWrongGo: an answer for another length than was asked for ends the lane before anything is written.
+func TestWrongGo(t *testing.T) {
+	_, factory := rig(t)
+	p := transporttest.NewPair(t, factory)
+	a, b := p.Dial()
+	src := transporttest.NewMemory(t, shape)
+	bind := transporttest.NewBind(t, p.A, p.B, src, transporttest.NewMemory(t, shape), 1, 1)
+	there := b.(*lane)
+	there.mu.Lock() // it answers nothing by itself
+	res := p.A.Move(a, bind.Origin, transfer.Range{Count: 1}, 1)
+	here := a.(*lane)
+	here.mu.Lock()
+	seq := here.out[0].seq
+	here.mu.Unlock()
+	there.say(&head{kind: kindGo, id: 0, seq: seq}, []span{{addr: 1, len: 1 << 20, key: 1}})
+	until(t, "the lane is down", func() bool { return here.failure() != nil })
+	there.mu.Unlock()
+	r := <-res
+	if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), "GO for 1048576 bytes") || !errors.Is(r.Err, net.ErrClosed) {
+		t.Errorf("%s: %v", r.Outcome, r.Err)
+	}
+	bind.End(t)
+}
