@@ -21,9 +21,19 @@ import (
 )
 
 // The tests of this file run in the guests of test/rdma: real verbs over soft-RoCE, four rails. They move what a Llama-8B
-// leaves for 4,096 tokens: 32 layers, 512 MiB.
+// leaves for 4,096 tokens: 32 layers, 512 MiB. KVSPRAY_RDMA_LAYERS makes it fewer where the processor is shared.
 
-var llama = connectortest.Shape{Layers: 32, NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 4096}
+var llama = connectortest.Shape{Layers: layers(), NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 4096}
+
+func layers() int {
+	if n, err := strconv.Atoi(os.Getenv("KVSPRAY_RDMA_LAYERS")); err == nil && n > 0 && n < 32 {
+		return n
+	}
+	return 32
+}
+
+// whole is the size of the list.
+func whole() uint64 { return llamaTokens * llama.TokenBytes * uint64(llama.Layers) }
 
 const (
 	llamaTokens  = 4096
@@ -265,8 +275,7 @@ func TestRDMAFaults(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			const whole = llamaTokens * 4096 * 32
-			eventually(t, "a quarter landed", func() bool { return landedBytes(d)-before > whole/4 })
+			eventually(t, "a quarter landed", func() bool { return landedBytes(d)-before > whole()/4 })
 			s := watchStall(d)
 			var noticed time.Duration
 			injected := time.Now()
@@ -277,7 +286,7 @@ func TestRDMAFaults(t *testing.T) {
 				f.act(t, p, d)
 			}
 			if (f.inject != "" || f.act != nil) && !f.quiet {
-				eventually(t, "the rail's lanes are down", func() bool { return lanesOn(p, "r0a") == 0 || landedBytes(d)-before == whole })
+				eventually(t, "the rail's lanes are down", func() bool { return lanesOn(p, "r0a") == 0 || landedBytes(d)-before == whole() })
 				noticed = time.Since(injected)
 			}
 			dc, pc := completion(t, de, dst), completion(t, pe, src)
@@ -301,7 +310,7 @@ func TestRDMAFaults(t *testing.T) {
 			fmt.Fprintf(&table_, "| %s | %.1f s | %d ms | %d ms | %d ms |\n", f.name, took.Seconds(), noticed.Milliseconds(), longest.Milliseconds(), back.Milliseconds())
 		})
 	}
-	fmt.Printf("| fault | 512 MiB took | noticed after | longest stall | lanes back after healing |\n|---|---|---|---|---|\n%s", table_.String())
+	fmt.Printf("| fault | %d MiB took | noticed after | longest stall | lanes back after healing |\n|---|---|---|---|---|\n%s", whole()>>20, table_.String())
 }
 
 // twoFaults are what the sender's host does to itself while a list moves to the other one.
@@ -383,7 +392,7 @@ func TestRDMATwoHosts(t *testing.T) {
 			}
 			if f.inject != "" {
 				before := sentBytes(t, len(devices))
-				eventually(t, "a quarter was sent", func() bool { return sentBytes(t, len(devices))-before > llamaTokens*4096*32/4 })
+				eventually(t, "a quarter was sent", func() bool { return sentBytes(t, len(devices))-before > whole()/4 })
 				shell(t, f.inject)
 			}
 			if c := completion(t, e, lease); c.Status != 0 {
@@ -404,6 +413,6 @@ func TestRDMATwoHosts(t *testing.T) {
 		} else if k := wrong(e, tb, seed); k > 0 {
 			t.Errorf("%s: %d pages are wrong", f.name, k)
 		}
-		t.Logf("%s: 512 MiB in %.1f s", f.name, time.Since(began).Seconds())
+		t.Logf("%s: %d MiB in %.1f s", f.name, whole()>>20, time.Since(began).Seconds())
 	}
 }
