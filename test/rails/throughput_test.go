@@ -79,7 +79,11 @@ func TestRailsAddUp(t *testing.T) {
 	}
 	for _, block := range []int{16 * kib, 64 * kib, 1 * mib} {
 		t.Run(timeline.FormatSize(int64(block)), func(t *testing.T) {
-			cold, warm := add(t, mix{rates: []string{"2gbit", "1gbit", "500mbit", "500mbit"}}, "", block, n)
+			m := mix{rates: []string{"2gbit", "1gbit", "500mbit", "500mbit"}}
+			if tenth {
+				m.rates = []string{"200mbit", "100mbit", "50mbit", "50mbit"}
+			}
+			cold, warm := add(t, m, "", block, n)
 			verdict(t, "cold", cold, coldGoal)
 			verdict(t, "warm", warm, warmGoal)
 		})
