@@ -114,19 +114,27 @@ func Open(cfg Config) (Device, error) {
 		d.mtu = min(d.mtu, cfg.MTU)
 	}
 	// What sysfs said and what the provider uses must be the same entry.
-	var raw [16]byte
-	if err := check(fmt.Sprintf("GID %d of %s", d.gid.Index, d.name),
-		C.kvv_device_gid(d.c, C.uint8_t(cfg.Port), C.int(d.gid.Index), (*C.uint8_t)(&raw[0]))); err != nil {
+	if err := d.checkGID(); err != nil {
 		return fail(err)
-	}
-	if raw != d.gid.Raw {
-		return fail(fmt.Errorf("verbs: GID %d of %s changed while it was opened; try again", d.gid.Index, d.name))
 	}
 	if d.file, err = watched(int(fd), "rdma-events"); err != nil {
 		return fail(err)
 	}
 	d.wg.Go(d.follow)
 	return d, nil
+}
+
+// checkGID reports whether the table still holds the GID under the index that queue pairs name.
+func (d *device) checkGID() error {
+	var raw [16]byte
+	if err := check(fmt.Sprintf("GID %d of %s", d.gid.Index, d.name),
+		C.kvv_device_gid(d.c, C.uint8_t(d.cfg.Port), C.int(d.gid.Index), (*C.uint8_t)(&raw[0]))); err != nil {
+		return err
+	}
+	if raw != d.gid.Raw {
+		return fmt.Errorf("verbs: GID %d of %s was %s and has changed: restart the sidecar if the address of its interface has", d.gid.Index, d.name, d.gid.Addr())
+	}
+	return nil
 }
 
 // watched is a descriptor of its own for the netpoller: libibverbs keeps and closes the original.
@@ -213,6 +221,9 @@ func (d *device) Events() <-chan Event { return d.events }
 func (d *device) Active() (bool, error) {
 	var l C.struct_kvv_limits
 	if err := check("query "+d.name, C.kvv_device_limits(d.c, C.uint8_t(d.cfg.Port), &l)); err != nil {
+		return false, err
+	}
+	if err := d.checkGID(); err != nil {
 		return false, err
 	}
 	return l.port_state == C.KVI_PORT_ACTIVE, nil

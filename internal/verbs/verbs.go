@@ -212,7 +212,7 @@ type Device interface {
 	NewQueuePair(cq CompletionQueue, sends, receives int) (QueuePair, error)
 	// Limits of the device.
 	Limits() Limits
-	// Active reports whether the port can carry anything now.
+	// Active reports whether the port can carry anything now. An error: the device, or its GID, is not what was opened.
 	Active() (bool, error)
 	// Register pins b, which stays mapped until Close. Without remote, others get no key to it.
 	Register(b []byte, remote bool) (Memory, error)

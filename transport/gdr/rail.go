@@ -77,6 +77,12 @@ func (r *rail) follow(dev *openDevice) {
 			return
 		}
 		r.b.cfg.Log.Info("device event", "transport", Name, "rail", r.cfg.Name, "event", e.Kind.String(), "qp", e.QP)
+		if e.Kind == verbs.GIDChange { // mostly of an entry that we do not use
+			if _, err := dev.Active(); err != nil {
+				r.b.cfg.Log.Warn("rail lost its address", "transport", Name, "rail", r.cfg.Name, "err", err)
+				e.Kind = verbs.DeviceFatal
+			}
+		}
 		if e.Kind == verbs.DeviceFatal {
 			close(dev.gone)
 		}
