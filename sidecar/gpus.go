@@ -50,6 +50,16 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	return g.opened.Import(id, handle, fd, size)
 }
 
+// inUse reports whether memory of a GPU has been lent.
+func (g *gpus) inUse() bool {
+	if g == nil {
+		return false
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.opened != nil
+}
+
 // Close gives the GPUs back, after everything that moves their memory has ended.
 func (g *gpus) Close() error {
 	g.mu.Lock()

@@ -59,6 +59,7 @@ type Caps struct {
 	SameHost    bool // only between processes of one kernel
 	Credits     int  // receives that the destination must post ahead; 0: none needed
 	SliceBytes  int  // the slice size that suits it; a multiple of transfer.ChunkBytes
+	DeviceSlice int  // the same where memory of GPUs is moved; 0: SliceBytes
 	Tells       bool // every lane is a Meter
 }
 

@@ -191,8 +191,12 @@ func (l *lane) pullSome(m *moved, r transfer.Range) (uint32, transfer.Reason, er
 	if r.Count == 0 {
 		return 0, transfer.ReasonRange, errors.New("shm: an empty range")
 	}
-	r.Count = min(r.Count, maxPullBytes/transfer.ChunkBytes)
+	all := r.Count
 	o := m.s.Origin
+	r.Count = min(r.Count, maxPullBytes/transfer.ChunkBytes)
+	if transport.DeviceOf(o.Source) != nil {
+		r.Count = min(all, deviceSlice/transfer.ChunkBytes)
+	}
 	for {
 		blocks, err := o.Source.Resolve(l.blocks[:0], r)
 		l.blocks = blocks[:0]
@@ -223,12 +227,17 @@ func (l *lane) ask(m *moved, r transfer.Range, blocks []mem.Block) (uint32, tran
 	tag := (l.seq+1)<<16 | uint64(i)
 	f := pullFrame{tag: tag, slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt}
 	l.scratch = appendPull(l.scratch[:0], f, len(blocks))
+	var last *mem.Region
+	var index uint32
 	for _, bl := range blocks {
-		index, err := l.regionLocked(bl.Region)
-		if err != nil {
-			return 0, transfer.ReasonMemory, err
+		if bl.Region != last { // a map's look-up for each block would be most of the cost of large caches
+			var err error
+			if index, err = l.regionLocked(bl.Region); err != nil {
+				return 0, transfer.ReasonMemory, err
+			}
+			last = bl.Region
 		}
-		if bl.Len > maxPullBytes {
+		if bl.Len > deviceSlice {
 			return 0, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks", bl.Len, r.Count)
 		}
 		l.scratch = appendPiece(l.scratch, piece{region: index, len: uint32(bl.Len), off: bl.Off})

@@ -161,16 +161,19 @@ func (d *destination) pull(f pullFrame) error {
 
 // sourceLocked checks the pieces against the mapped regions.
 func (d *destination) sourceLocked(j *job, f pullFrame) transfer.Reason {
+	var m *mapping
+	var index uint32
 	for i := range f.numPieces() {
 		p := f.piece(i)
-		m := d.regions[p.region]
-		if m == nil {
-			return transfer.ReasonMemory
+		if m == nil || p.region != index {
+			if index, m = p.region, d.regions[p.region]; m == nil {
+				return transfer.ReasonMemory
+			}
+			j.hold(m)
 		}
 		if n := m.size(); p.off > n || uint64(p.len) > n-p.off || p.len == 0 {
 			return transfer.ReasonRange
 		}
-		j.hold(m)
 		j.pieces = append(j.pieces, sourcePiece{m, p.off, uint64(p.len)})
 		j.total += uint64(p.len)
 	}

@@ -302,6 +302,7 @@ func (u *GPU) Move(dst, src []mem.Block) error {
 // another; both are moved when the next piece does not fit.
 type mover struct {
 	gpus     *GPUs
+	dst, src side // of the last piece
 	list     []Move
 	from, to *GPU // of list
 
@@ -339,11 +340,14 @@ func (w *mover) run(dst, src []mem.Block) error {
 }
 
 func (w *mover) piece(d, s mem.Block) error {
-	if err := errors.Join(s.Region.Check(s.Off, s.Len), d.Region.Check(d.Off, d.Len)); err != nil {
-		return err
+	// Thousands of pieces lie in the same two regions: what they need is looked up once.
+	if d.Region != w.dst.Region || s.Region != w.src.Region {
+		w.dst, w.src = sideOf(d.Region), sideOf(s.Region)
 	}
-	from, _ := s.Region.Device().(*GPU)
-	to, _ := d.Region.Device().(*GPU)
+	if s.Off > w.src.size || s.Len > w.src.size-s.Off || d.Off > w.dst.size || d.Len > w.dst.size-d.Off {
+		return errors.Join(s.Region.Check(s.Off, s.Len), d.Region.Check(d.Off, d.Len))
+	}
+	from, to := w.src.gpu, w.dst.gpu
 	switch {
 	case from == nil && to == nil:
 		buf := make([]byte, s.Len)
@@ -359,8 +363,21 @@ func (w *mover) piece(d, s mem.Block) error {
 		}
 		w.from, w.to = from, to
 	}
-	w.list = append(w.list, Move{Src: cuda.Ptr(s.Region.Base() + s.Off), Dst: cuda.Ptr(d.Region.Base() + d.Off), Len: s.Len, Count: 1})
+	w.list = append(w.list, Move{Src: w.src.base + cuda.Ptr(s.Off), Dst: w.dst.base + cuda.Ptr(d.Off), Len: s.Len, Count: 1})
 	return nil
+}
+
+// side is what a mover needs of a region.
+type side struct {
+	*mem.Region
+	gpu  *GPU // nil: of the host
+	base cuda.Ptr
+	size uint64
+}
+
+func sideOf(r *mem.Region) side {
+	u, _ := r.Device().(*GPU)
+	return side{r, u, cuda.Ptr(r.Base()), r.Size()}
 }
 
 // beside adds a piece between a GPU and the host.
