@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/vmihailenco/msgpack/v5"
 	"github.com/vmihailenco/msgpack/v5/msgpcode"
 
@@ -139,9 +141,14 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4},
 		{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 30, FD: 5},
 		{Region: b16(0xc0), Kind: KindProcess, Bytes: 1 << 33, Addr: 0x7f0012340000, FD: 6}}})
+	rawSock("register-older", TypeRegister, kv{"id", 2, "session", session[:], "regions", []any{kv{"region", seq(16, 0xa0), "kind", "memfd",
+		"bytes", 1 << 21, "fd", 4}}, "layout", kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16, "strategy", "packed_hnd", "num_blocks", 128,
+		"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192, "page_bytes", 8192}}}}},
+		"fds", kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3}})
 	rawSock("register-newer", TypeRegister, append(kv{"id", 2, "session", session[:], "regions", []any{kv{"region", seq(16, 0xa0), "kind", "memfd",
 		"bytes", 1 << 21, "fd", 4, "numa", 1}}, "layout", json.RawMessage(lay), "fds", kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3, "siren", 7}}, unknown...))
 	sock("registered", &Registered{ID: 2, Fingerprint: b32(1), Geometry: b32(33)})
+	rawSock("registered-older", TypeRegistered, kv{"id", 2, "fingerprint", seq(32, 1)})
 	rawSock("registered-newer", TypeRegistered, append(kv{"id", 2, "fingerprint", seq(32, 1), "geometry", seq(32, 33)}, unknown...))
 	sock("register-device", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3}, Regions: []Region{
 		{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a}, 104), FD: NoFD},
@@ -163,6 +170,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rawSock("bye-older", TypeBye, kv{})
 	rawSock("bye-newer", TypeBye, append(kv{"reason", "r"}, unknown...))
 	sock("stats", &Stats{Transfers: map[string]uint64{"failed": 2, "ok": 300}, Bytes: map[string]uint64{"shm": 1 << 33, "tcp": 70000}})
+	rawSock("stats-older", TypeStats, kv{})
 	rawSock("stats-newer", TypeStats, append(kv{"transfers", kv{"ok", 1}, "bytes", kv{"tcp", 2}}, unknown...))
 
 	key := kv{"xfer", seq(16, 0x20), "hash", seq(32, 0x60)}
@@ -313,6 +321,7 @@ func TestGolden(t *testing.T) {
 // TestGoldenDecode speaks the committed vectors: each decodes, and canonical ones encode to the same bytes again.
 func TestGoldenDecode(t *testing.T) {
 	seen := map[string]bool{}
+	others := otherVersions(t)
 	for _, file := range []string{"socket.json", "records.json"} {
 		raw, err := os.ReadFile(filepath.Join(goldenDir, file))
 		if err != nil {
@@ -326,6 +335,7 @@ func TestGoldenDecode(t *testing.T) {
 			t.Run(v.Name, func(t *testing.T) {
 				b := bodyOf(t, v)
 				var again []byte
+				var value any
 				if v.Kind == "socket" {
 					m, err := DecodePacket(b)
 					if err != nil {
@@ -337,15 +347,25 @@ func TestGoldenDecode(t *testing.T) {
 					if again, err = EncodePacket(m); err != nil {
 						t.Fatal(err)
 					}
+					value = m
 				} else {
 					m, err := DecodeRecord(recordTypes[v.Type], b)
 					if err != nil {
 						t.Fatal(err)
 					}
 					again = m.(interface{ Append([]byte) []byte }).Append(nil)
+					value = m
 				}
 				seen[v.Kind+v.Type] = true
+				seen[v.Name] = true
 				if strings.HasSuffix(v.Name, "-older") || strings.HasSuffix(v.Name, "-newer") {
+					want, ok := others[v.Name]
+					if !ok {
+						t.Fatalf("nobody says what %s means: add it to otherVersions", v.Name)
+					}
+					if diff := cmp.Diff(want, value, cmpopts.EquateEmpty()); diff != "" {
+						t.Errorf("decoded (-want +got):\n%s", diff)
+					}
 					return
 				}
 				if !bytes.Equal(again, b) {
@@ -358,11 +378,68 @@ func TestGoldenDecode(t *testing.T) {
 		if !seen["socket"+typ.String()] {
 			t.Errorf("no vector for %s", typ)
 		}
+		for _, version := range []string{"-older", "-newer"} {
+			if name := strings.ToLower(typ.String()) + version; !seen[name] {
+				t.Errorf("no vector %s", name)
+			}
+		}
 	}
 	for typ := range recordTypes {
 		if !seen["record"+typ] {
 			t.Errorf("no vector for %s", typ)
 		}
+	}
+}
+
+// otherVersions is what the vectors of an older and a newer version mean to us: the default for what is missing, and nothing of what
+// is new.
+func otherVersions(t testing.TB) map[string]any {
+	boot, session := b16(0x10), b16(0x80)
+	region := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4}}
+	blocks := [][]uint32{{0x04030201, 0x08070605}}
+	xfer, hash := b16(0x20), b32(0x60)
+	older := appendAny(nil, kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16, "strategy", "packed_hnd", "num_blocks", 128,
+		"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192, "page_bytes", 8192}}}}})
+	if l, err := layout.Unmarshal(older); err != nil || l.DType != "bfloat16" || len(l.Identity) != 0 || l.Groups[0].Layers[0].PageBytes != 8192 {
+		t.Errorf("the older layout: %+v, %v", l, err)
+	}
+	one := Rank{0, 1}
+	return map[string]any{
+		"hello-older": &Hello{ID: 1, Min: VersionMin, Max: VersionMin, Role: RoleWorker, Boot: boot},
+		"hello-newer": &Hello{ID: 1, Min: MakeVersion(1, 0), Max: MakeVersion(1, 7), Role: RoleWorker, Boot: boot,
+			Engine: Engine{"vllm", "9.9", "e"}, Ranks: Ranks{DP: one}, PID: 1, Features: []string{"teleport"}},
+		"welcome-older": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40)},
+		"welcome-newer": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40), Node: "n", Endpoint: "h:1", Host: "x", Features: []string{"teleport"},
+			Limits: Limits{9, 9, 65536}, DeadlineMS: 1, PartnerMS: 2, GraceMS: 3},
+		"register-older":   &Register{ID: 2, Session: session, Regions: region, Layout: older, FDs: FDs{0, 1, 2, 3}},
+		"register-newer":   &Register{ID: 2, Session: session, Regions: region, Layout: goldenLayout(t), FDs: FDs{0, 1, 2, 3}},
+		"registered-older": &Registered{ID: 2, Fingerprint: b32(1)},
+		"registered-newer": &Registered{ID: 2, Fingerprint: b32(1), Geometry: b32(33)},
+		"error-older":      &ErrorMessage{Code: CodeProtocol, Message: "no"},
+		"error-newer":      &ErrorMessage{Code: "from-the-future", Message: "?"},
+		"await-older":      &Await{ID: 3, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411"},
+		"await-newer":      &Await{ID: 3, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411", Tokens: 1, TTLMS: 2},
+		"admitted-older":   &Admitted{ID: 3, State: "gone"},
+		"admitted-newer":   &Admitted{ID: 3, State: "gone"},
+		"bye-older":        &Bye{},
+		"bye-newer":        &Bye{Reason: "r"},
+		"stats-older":      &Stats{},
+		"stats-newer":      &Stats{Transfers: map[string]uint64{"ok": 1}, Bytes: map[string]uint64{"tcp": 2}},
+
+		"intent-older":   &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Prio: PrioStream},
+		"intent-newer":   &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Ready: 16, Prio: 9, DeadlineMS: 1},
+		"expect-older":   &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Blocks: blocks},
+		"expect-newer":   &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0}, Blocks: blocks, DeadlineMS: 1, PartnerMS: 1},
+		"step-older":     &Step{Step: 1, Reqs: []StepReq{{Lease: 1, End: 2}}},
+		"step-newer":     &Step{Step: 1, Reqs: []StepReq{{Lease: 1, End: 2, Blocks: blocks}}},
+		"cancel-older":   &Cancel{},
+		"cancel-newer":   &Cancel{},
+		"preempt-newer":  &Empty{},
+		"hold-newer":     &Empty{},
+		"received-older": &Received{Bytes: 1},
+		"received-newer": &Received{Bytes: 1, US: 2, Transport: "x"},
+		"sent-older":     &Sent{},
+		"sent-newer":     &Sent{Reason: "expired"},
 	}
 }
 

@@ -159,7 +159,7 @@ type Register struct {
 type Registered struct {
 	ID          uint64
 	Fingerprint [32]byte
-	Geometry    [32]byte
+	Geometry    [32]byte // zero where a sidecar does not say
 }
 
 // Codes of an ErrorMessage.
@@ -576,7 +576,7 @@ func (m *Register) append(b []byte) []byte {
 
 func readRegistered(r *reader) *Registered {
 	m := &Registered{}
-	n := need{names: []string{"id", "fingerprint", "geometry"}}
+	n := need{names: []string{"id", "fingerprint"}}
 	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
 		switch string(r.key()) {
 		case "id":
@@ -586,7 +586,6 @@ func readRegistered(r *reader) *Registered {
 			n.got |= 2
 		case "geometry":
 			r.fixed(m.Geometry[:])
-			n.got |= 4
 		default:
 			r.skip()
 		}

@@ -2,6 +2,7 @@ package wire
 
 import (
 	"bytes"
+	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"flag"
@@ -501,4 +502,97 @@ func FuzzDial(f *testing.F) {
 			t.Fatal("opened without the key")
 		}
 	})
+}
+
+// tape is a peer that said what it said.
+type tape struct {
+	*bytes.Reader
+	heard bytes.Buffer
+}
+
+func (t *tape) Write(p []byte) (int, error) { return t.heard.Write(p) }
+
+// otherBuild is what builds of other versions say, each with the words that a version after ours may give a meaning to.
+func otherBuild(t *testing.T, versions Versions) (dialer, acceptor []byte) {
+	t.Helper()
+	d, a := params()
+	ours := answer{versions: Lanes, attach: []byte("eth1!")}
+	copy(ours.nonce[:], bytes.Repeat([]byte{0x22}, nonceBytes))
+	h := Hello{Versions: versions, Purpose: d.Purpose, From: d.Self, To: d.Peer, Attach: d.Attach}
+	copy(h.Nonce[:], bytes.Repeat([]byte{0x11}, nonceBytes))
+	dialer, err := AppendHello(nil, &h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	binary.LittleEndian.PutUint16(dialer[6:], 0x0101) // reserved today
+	key, _, _ := a.Lookup(d.Self)
+	var common error
+	if ours.version, common = Choose(Lanes, versions); common == nil {
+		proof := prove(&key, "dialer", dialer, &ours)
+		dialer = binary.LittleEndian.AppendUint32(dialer, magicFinish)
+		dialer = append(append(dialer, 1, 1, 1, 1), proof[:]...)
+	}
+
+	// The same build as acceptor, of our own hello.
+	h.Versions = Lanes
+	hello, err := AppendHello(nil, &h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	theirs := answer{versions: versions, attach: []byte("eth1!")}
+	copy(theirs.nonce[:], bytes.Repeat([]byte{0x22}, nonceBytes))
+	if theirs.version, err = Choose(versions, Lanes); err != nil {
+		theirs.verdict, theirs.attach, theirs.nonce = OpenVersion, nil, [nonceBytes]byte{}
+		return dialer, appendAnswer(nil, &theirs)
+	}
+	theirs.proof = prove(&key, "acceptor", hello, &theirs)
+	acceptor = appendAnswer(nil, &theirs)
+	acceptor = binary.LittleEndian.AppendUint32(acceptor, magicVerdict)
+	return dialer, append(acceptor, 0, 0, 7, 7) // OpenOK, and what is reserved today
+}
+
+// The committed bytes of an invented older and a newer build are understood at either end, and one with which we share no version is
+// told so by name.
+func TestOtherBuilds(t *testing.T) {
+	for name, c := range map[string]struct {
+		versions Versions
+		named    string // in the refusal
+	}{
+		"older":      {Versions{V(0, 3), V(1, 0)}, ""},
+		"newer":      {Versions{V(1, 0), V(1, 9)}, ""},
+		"only-older": {Versions{V(0, 1), V(0, 3)}, "0.1 to 0.3"},
+		"only-newer": {Versions{V(2, 0), V(2, 5)}, "2.0 to 2.5"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dialer, acceptor := otherBuild(t, c.versions)
+			golden(t, "open-dialer-"+name, dialer)
+			golden(t, "open-acceptor-"+name, acceptor)
+			d, a := params()
+			in := &tape{Reader: bytes.NewReader(goldenBytes(t, "open-dialer-"+name))}
+			y, aerr := Accept(in, a)
+			x, derr := Dial(&tape{Reader: bytes.NewReader(goldenBytes(t, "open-acceptor-"+name))}, d)
+			if c.named != "" {
+				for end, err := range map[string]error{"accept": aerr, "dial": derr} {
+					if !errors.Is(err, ErrVersion) || !strings.Contains(err.Error(), c.named) {
+						t.Errorf("%s: %v, want one that names %q", end, err, c.named)
+					}
+				}
+				// The other build hears why, and what we speak.
+				got, err := readAnswer(&in.heard)
+				if err != nil || got.verdict != OpenVersion || got.versions != Lanes {
+					t.Errorf("answered %+v, %v", got, err)
+				}
+				return
+			}
+			if aerr != nil || derr != nil {
+				t.Fatal(aerr, derr)
+			}
+			if y.Version != V(1, 0) || y.Peer != boot(0xaa) || string(y.Attach) != "eth0" {
+				t.Errorf("accepted: %+v", y)
+			}
+			if x.Version != V(1, 0) || string(x.Attach) != "eth1!" {
+				t.Errorf("dialled: %+v", x)
+			}
+		})
+	}
 }

@@ -131,10 +131,21 @@ class Fake:
         self.sel.register(self.listener, selectors.EVENT_READ, self.accept)
 
     def send(self, s: Session, name: str, body: dict[str, Any]) -> None:
+        if name in self.o.get("replay", {}):
+            self.replay(s, name, body["id"], self.o["replay"][name])
+            return
         try:
             s.sock.send(struct.pack("<I", TYPES[name]) + msgpack.packb(body))
         except OSError as e:
             emit("send-failed", error=str(e))
+
+    def replay(self, s: Session, name: str, answered: int, packet: str) -> None:
+        """Sends a recorded packet as it stands, but for the id of what it answers."""
+        raw = bytes.fromhex(packet)
+        assert struct.unpack_from("<I", raw)[0] == TYPES[name]
+        at = raw.index(b"\xa2id") + 3
+        assert raw[at] < 0x80 and answered < 0x80, "both ids are one byte"
+        s.sock.send(raw[:at] + bytes([answered]) + raw[at + 1 :])
 
     def accept(self) -> None:
         sock, _ = self.listener.accept()
@@ -302,6 +313,9 @@ class Fake:
         elif cmd == "send":
             assert s is not None
             self.send(s, c["name"], c["body"])
+        elif cmd == "replay":
+            assert s is not None
+            self.replay(s, c["name"], c["id"], c["hex"])
         elif cmd == "raw":
             assert s is not None
             s.sock.send(bytes.fromhex(c["hex"]))
