@@ -113,6 +113,11 @@ test-rdma-two: rdma-guest ## The same over two guests, as two hosts
 bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios, not speeds
 	RAILS=4 GUEST_MEM=2560 GUEST_TIMEOUT=3000 KVSPRAY_BENCH_RDMA=10 go test -count=1 -v -timeout 50m -run TestDeviceBandwidth -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 
+.PHONY: test-sglang
+test-sglang: build ## SGLang's own pools, moved and read back (an environment of 2.7 GB, made once)
+	$(HOSTPY) test/rig/env.py --sglang
+	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q test/sglang
+
 .PHONY: lint
 lint: lint-go lint-py ## All linters
 

@@ -2,6 +2,7 @@ package layout
 
 import (
 	"fmt"
+	"math"
 	"math/bits"
 )
 
@@ -129,6 +130,23 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 		}
 	}
 	return l.checkOverlap(all)
+}
+
+// ValidateForeign checks a layout whose memory is elsewhere: all that Validate does but whether its regions are large enough.
+func ValidateForeign(l *Layout, planes PlaneFunc) error {
+	regions := 0
+	for gi := range l.Groups {
+		for li := range l.Groups[gi].Layers {
+			if r := l.Groups[gi].Layers[li].Region; r >= 0 && r < MaxRegions {
+				regions = max(regions, r+1)
+			}
+		}
+	}
+	sizes := make([]uint64, regions)
+	for i := range sizes {
+		sizes[i] = math.MaxInt64
+	}
+	return l.Validate(sizes, planes)
 }
 
 func (l *Layout) checkShape(regions int) error {

@@ -1,21 +1,34 @@
 package sidecar
 
-// layoutsView is /v1/layouts: what engines registered, for `kvspray layout check`.
+import (
+	"cmp"
+	"slices"
+
+	"github.com/kvspray/kvspray/connector"
+)
+
+// layoutsView is /v1/layouts: what engines registered, for `kvspray layout`. Ranks of an engine come in order.
 type layoutsView struct {
 	Workers []layoutView `json:"workers"`
 }
 
 type layoutView struct {
 	Name   string `json:"name"`
+	Engine string `json:"engine"` // its kind and id
+	Rank   string `json:"rank"`   // in it
 	Layout []byte `json:"layout"` // msgpack, docs/protocol.md section 3
 }
 
 func (n *Node) layouts() layoutsView {
 	v := layoutsView{Workers: []layoutView{}}
-	for _, w := range n.engine.Workers() {
+	workers := n.engine.Workers()
+	slices.SortFunc(workers, func(a, b *connector.Worker) int {
+		return cmp.Or(cmp.Compare(a.Place.Engine, b.Place.Engine), cmp.Compare(a.Place.PP, b.Place.PP), cmp.Compare(a.Place.TP, b.Place.TP))
+	})
+	for _, w := range workers {
 		// Marshal refuses only what is longer than a registration can be.
 		if b, err := w.Layout.Marshal(); err == nil {
-			v.Workers = append(v.Workers, layoutView{Name: w.Name, Layout: b})
+			v.Workers = append(v.Workers, layoutView{Name: w.Name, Engine: w.Place.Engine, Rank: w.Place.Rank(), Layout: b})
 		}
 	}
 	return v

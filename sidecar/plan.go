@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math"
 	"sync"
 	"time"
 
@@ -210,19 +209,7 @@ func (p *planner) verify(geometry [32]byte, encoded []byte) (*layout.Layout, err
 	if err != nil {
 		return nil, err
 	}
-	regions := 0
-	for gi := range l.Groups {
-		for li := range l.Groups[gi].Layers {
-			if r := l.Groups[gi].Layers[li].Region; r >= 0 && r < layout.MaxRegions {
-				regions = max(regions, r+1)
-			}
-		}
-	}
-	sizes := make([]uint64, regions)
-	for i := range sizes {
-		sizes[i] = math.MaxInt64 // how large they are there is of no interest
-	}
-	if err := p.reg.Validate(l, sizes); err != nil {
+	if err := layout.ValidateForeign(l, p.reg.Planes); err != nil {
 		return nil, err
 	}
 	if got := l.Geometry(); got != geometry {

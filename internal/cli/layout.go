@@ -27,7 +27,7 @@ func layoutCommand() *cobra.Command {
 }
 
 func layoutExplainCommand() *cobra.Command {
-	var model, format string
+	var model, format, engine, toEngine string
 	var tokens int
 	var prefill, decode explain.Side
 	cmd := &cobra.Command{
@@ -35,16 +35,21 @@ func layoutExplainCommand() *cobra.Command {
 		Short: "Bytes per token, the page drawn, and the plan between prefill and decode",
 		Long: "Bytes per token, the page drawn, and the plan between prefill and decode.\n\n" +
 			"The model is a config.json, as in a model's directory, or one of: " + strings.Join(explain.Presets(), ", ") + ".\n" +
-			"What is not said of decode is as for prefill.",
+			"What is not said of decode is as for prefill.\n\n" +
+			"With --engine (and --to-engine) what running engines registered is explained instead; ENGINE is the HTTP address of a sidecar, with\n" +
+			"#ID behind it where several engines are registered there.",
 		Example: "  kvspray layout explain --model llama-3.1-8b --tp 2 --to-tp 1\n" +
 			"  kvspray layout explain --model ./config.json --block 16 --to-block 64 --order packed_hnd --format svg > layout.svg",
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			f := cmd.Flags()
+			if engine != "" || toEngine != "" {
+				return explainEngines(cmd, engine, toEngine, model, tokens, format)
+			}
 			m, err := readModel(model)
 			if err != nil {
 				return usage(err)
 			}
-			f := cmd.Flags()
 			if !f.Changed("to-block") {
 				decode.Block = prefill.Block
 			}
@@ -61,19 +66,13 @@ func layoutExplainCommand() *cobra.Command {
 			if err != nil {
 				return usage(err)
 			}
-			switch format {
-			case "text":
-				return r.WriteText(cmd.OutOrStdout())
-			case "json":
-				return r.WriteJSON(cmd.OutOrStdout())
-			case "svg":
-				return r.WriteSVG(cmd.OutOrStdout())
-			}
-			return usage(fmt.Errorf("--format %q: text, json or svg", format))
+			return writeReport(cmd.OutOrStdout(), r, format)
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&model, "model", "", "config.json of the model, or the name of a preset")
+	f.StringVar(&engine, "engine", "", "explain what the engine at this sidecar registered")
+	f.StringVar(&toEngine, "to-engine", "", "the decode engine, where it is another one")
 	f.IntVar(&tokens, "tokens", 32768, "length of the prompt that is planned")
 	f.StringVar(&format, "format", "text", "text, json or svg")
 	f.IntVar(&prefill.Block, "block", 16, "tokens of a block at the prefill engine")
@@ -85,6 +84,43 @@ func layoutExplainCommand() *cobra.Command {
 	f.StringVar(&decode.Order, "to-order", "", "order of its attention pages")
 	f.StringVar(&decode.DType, "to-dtype", "", "dtype of its cache")
 	return cmd
+}
+
+func explainEngines(cmd *cobra.Command, from, to, model string, tokens int, format string) error {
+	if model != "" {
+		return usage(errors.New("--model and --engine: one of them"))
+	}
+	if from == "" {
+		return usage(errors.New("--to-engine without --engine: name the prefill engine's sidecar, too"))
+	}
+	if to == "" {
+		to = from
+	}
+	p, err := fetchEngine(cmd.Context(), from)
+	if err != nil {
+		return err
+	}
+	d, err := fetchEngine(cmd.Context(), to)
+	if err != nil {
+		return err
+	}
+	r, err := explain.ExplainEngines(p, d, tokens)
+	if err != nil {
+		return err
+	}
+	return writeReport(cmd.OutOrStdout(), r, format)
+}
+
+func writeReport(w io.Writer, r *explain.Report, format string) error {
+	switch format {
+	case "text":
+		return r.WriteText(w)
+	case "json":
+		return r.WriteJSON(w)
+	case "svg":
+		return r.WriteSVG(w)
+	}
+	return usage(fmt.Errorf("--format %q: text, json or svg", format))
 }
 
 func readModel(name string) (*explain.Model, error) {
@@ -158,6 +194,7 @@ func layoutCheckCommand() *cobra.Command {
 const fetchTimeout = 10 * time.Second
 
 func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
+	address, engine, _ := strings.Cut(address, "#")
 	if !strings.Contains(address, "://") {
 		address = "http://" + address
 	}
@@ -175,5 +212,5 @@ func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
 	if resp.StatusCode != http.StatusOK {
 		return nil, fmt.Errorf("%s: %s: is it a sidecar's http.listen, of this version?", q.URL, resp.Status)
 	}
-	return explain.ParseEngine(address, io.LimitReader(resp.Body, explain.MaxEngineBytes))
+	return explain.ParseEngine(address, engine, io.LimitReader(resp.Body, explain.MaxEngineBytes))
 }

@@ -8,6 +8,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -44,22 +45,23 @@ func TestLayoutExplain(t *testing.T) {
 	}
 }
 
-// TestLayoutCheck asks two servers that answer as a sidecar does.
-func TestLayoutCheck(t *testing.T) {
-	serve := func(weights string, tp int) string {
-		m, err := explain.Preset("llama-3.1-8b")
-		if err != nil {
-			t.Fatal(err)
-		}
-		type worker struct {
-			Name   string `json:"name"`
-			Layout []byte `json:"layout"`
-		}
-		var reply struct {
-			Workers []worker `json:"workers"`
-		}
-		for rank := range tp {
-			l, _, err := m.Layout(explain.Side{Block: 16, TP: tp, Order: parseblock.PackedNHD, DType: "bf16"}, rank, 64)
+// sidecarOf is a server that answers as a sidecar does, with engines of llama-3.1-8b.
+func sidecarOf(t *testing.T, weights string, engines map[string]explain.Side) string {
+	m, err := explain.Preset("llama-3.1-8b")
+	if err != nil {
+		t.Fatal(err)
+	}
+	type worker struct {
+		Name   string `json:"name"`
+		Engine string `json:"engine"`
+		Layout []byte `json:"layout"`
+	}
+	var reply struct {
+		Workers []worker `json:"workers"`
+	}
+	for id, side := range engines {
+		for rank := range side.TP {
+			l, _, err := m.Layout(side, rank, 4096)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -68,19 +70,69 @@ func TestLayoutCheck(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			reply.Workers = append(reply.Workers, worker{"w", b})
+			reply.Workers = append(reply.Workers, worker{"w", id, b})
 		}
-		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
-			if q.URL.Path != "/v1/layouts" {
-				http.NotFound(w, q)
-				return
+	}
+	s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		if q.URL.Path != "/v1/layouts" {
+			http.NotFound(w, q)
+			return
+		}
+		if err := json.NewEncoder(w).Encode(reply); err != nil {
+			t.Error(err)
+		}
+	}))
+	t.Cleanup(s.Close)
+	return s.URL
+}
+
+func nhd(tp, block int) explain.Side {
+	return explain.Side{Block: block, TP: tp, Order: parseblock.PackedNHD, DType: "bf16"}
+}
+
+// TestLayoutExplainEngine explains what running engines registered.
+func TestLayoutExplainEngine(t *testing.T) {
+	two := sidecarOf(t, "1", map[string]explain.Side{"vllm/p": nhd(2, 16)})
+	one := sidecarOf(t, "1", map[string]explain.Side{"vllm/d": nhd(1, 64)})
+	many := sidecarOf(t, "1", map[string]explain.Side{"vllm/p": nhd(2, 16), "vllm/d": nhd(1, 64)})
+	for name, c := range map[string]struct {
+		args []string
+		code int
+		text string
+	}{
+		"two sidecars":   {[]string{"--engine", two, "--to-engine", one}, exitOK, "prefill TP 2 with 16 tokens a block to decode TP 1 with 64"},
+		"to itself":      {[]string{"--engine", two}, exitOK, "131,072 bytes a token"},
+		"one of several": {[]string{"--engine", many + "#vllm/p", "--to-engine", many + "#vllm/d"}, exitOK, "prefill TP 2 with 16"},
+		"json":           {[]string{"--engine", two, "--format", "json"}, exitOK, `"bytes_per_token": 131072`},
+		"svg":            {[]string{"--engine", two, "--to-engine", one, "--format", "svg"}, exitOK, "<svg "},
+		"which of them":  {[]string{"--engine", many}, exitFailure, "2 engines are registered there"},
+		"not there":      {[]string{"--engine", many + "#vllm/x"}, exitFailure, `engine "vllm/x" is not registered there`},
+		"none there":     {[]string{"--engine", sidecarOf(t, "1", nil)}, exitFailure, "no engine has registered"},
+		"too many":       {[]string{"--engine", two, "--tokens", "9000"}, exitFailure, "ask for 4096 tokens at most"},
+		"model as well":  {[]string{"--engine", two, "--model", "llama-3.1-8b"}, exitUsage, "one of them"},
+		"only decode":    {[]string{"--to-engine", two}, exitUsage, "name the prefill engine's sidecar"},
+		"nobody":         {[]string{"--engine", "127.0.0.1:1"}, exitFailure, "refused"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			args := append([]string{"layout", "explain"}, c.args...)
+			if !slices.Contains(args, "--tokens") {
+				args = append(args, "--tokens", "4096")
 			}
-			if err := json.NewEncoder(w).Encode(reply); err != nil {
-				t.Error(err)
+			code, out, errs := run(args...)
+			if code != c.code || !strings.Contains(out+errs, c.text) {
+				t.Errorf("code %d, want %d with %q:\n%s%s", code, c.code, c.text, out, errs)
 			}
-		}))
-		t.Cleanup(s.Close)
-		return s.URL
+		})
+	}
+}
+
+// TestLayoutCheck asks two servers that answer as a sidecar does.
+func TestLayoutCheck(t *testing.T) {
+	serve := func(weights string, tp int) string {
+		if tp == 0 {
+			return sidecarOf(t, weights, nil)
+		}
+		return sidecarOf(t, weights, map[string]explain.Side{"vllm/e": nhd(tp, 16)})
 	}
 	a, b, two, none := serve("1", 1), serve("2", 1), serve("1", 2), serve("1", 0)
 	for name, c := range map[string]struct {

@@ -77,11 +77,14 @@ func Check(from, to *Engine) (*Verdict, error) {
 // MaxEngineBytes bounds what a sidecar says of its engines.
 const MaxEngineBytes = 64 << 20
 
-// ParseEngine reads what GET /v1/layouts of a sidecar says.
-func ParseEngine(name string, r io.Reader) (*Engine, error) {
+// ParseEngine reads what GET /v1/layouts of a sidecar says of the engine with this id, or of the only one where it is empty.
+func ParseEngine(name, engine string, r io.Reader) (*Engine, error) {
+	reg := parseblock.Default()
+	var engines []string
 	var reply struct {
 		Workers []struct {
 			Name   string `json:"name"`
+			Engine string `json:"engine"`
 			Layout []byte `json:"layout"` // as registered, msgpack
 		} `json:"workers"`
 	}
@@ -90,11 +93,28 @@ func ParseEngine(name string, r io.Reader) (*Engine, error) {
 	}
 	e := &Engine{Name: name}
 	for _, w := range reply.Workers {
+		if engine != "" && w.Engine != engine {
+			continue
+		}
+		if !slices.Contains(engines, w.Engine) {
+			engines = append(engines, w.Engine)
+		}
 		l, err := layout.Unmarshal(w.Layout)
+		if err == nil {
+			err = layout.ValidateForeign(l, reg.Planes)
+		}
 		if err != nil {
 			return nil, fmt.Errorf("%s: worker %q: %w", name, w.Name, err)
 		}
 		e.Layouts = append(e.Layouts, l)
+	}
+	switch {
+	case len(engines) > 1:
+		return nil, fmt.Errorf("%s: %d engines are registered there: name one of %q as %s#ENGINE", name, len(engines), engines, name)
+	case len(e.Layouts) == 0 && engine != "":
+		return nil, fmt.Errorf("%s: engine %q is not registered there", name, engine)
+	case len(e.Layouts) == 0:
+		return nil, fmt.Errorf("%s: no engine has registered a cache there", name)
 	}
 	return e, nil
 }

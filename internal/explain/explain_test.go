@@ -226,9 +226,12 @@ func FuzzParseConfig(f *testing.F) {
 func FuzzParseEngine(f *testing.F) {
 	f.Add([]byte(`{"workers": [{"name": "w", "layout": "gaVtb2RlbKFt"}]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		e, err := ParseEngine("fuzz", bytes.NewReader(b))
-		if err != nil || len(e.Layouts) == 0 {
+		e, err := ParseEngine("fuzz", "", bytes.NewReader(b))
+		if err != nil {
 			return
+		}
+		if r, err := ExplainEngines(e, e, 64); err == nil && r.TotalBytes == 0 && r.BytesPerToken >= 1 {
+			t.Fatalf("%v bytes a token, and nothing moves: %+v", r.BytesPerToken, r)
 		}
 		if v, err := Check(e, e); err == nil && len(v.Means)+len(v.Geometry) > 0 && len(e.Layouts) == 1 {
 			t.Fatalf("an engine differs from itself: %+v", v)

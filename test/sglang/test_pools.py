@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own memory pools, made and filled by its own code on a CPU, moved by real sidecars, and compared with what its code would
+have written there. Device pools (K and V apart, MLA, the indexer of DSA, the state slots of linear attention) and the layouts of its
+host pools, each against others, with other page sizes and other tensor parallelism.
+
+Its environment is 2.7 GB and takes minutes to fetch (test/rig/env.py --sglang), so these tests have a target of their own: make
+test-sglang. Triton's kernels run in its interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "rig"))
+
+import cluster as rig  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from ranks import Rank, compare, connected, draw, group, move, owner, register  # noqa: E402
+
+if "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(","):
+    import sglang  # noqa: F401
+else:
+    pytest.importorskip("sglang", reason="SGLang is missing; make test-sglang makes its environment")
+
+LAYERS, HEADS, DIM, LATENT, ROPE = 3, 4, 8, 32, 8
+TOKENS = 768  # of each pool
+Content = torch.Tensor  # [layer, token, head, K or V, dim]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel() -> None:
+    from sglang.srt.runtime_context import get_parallel
+
+    names = ("tp", "pp", "attn_dcp", "attn_tp", "attn_dp", "attn_cp")
+    get_parallel().override_permanently(dcp_enabled=False, **{f"{n}_{k}": int(k == "size") for n in names for k in ("size", "rank")})
+
+
+@pytest.fixture(scope="module")
+def sidecars() -> Iterator[tuple[rig.Sidecar, rig.Sidecar]]:
+    with tempfile.TemporaryDirectory(prefix="kvs-") as dir:
+        p, d = rig.Sidecar("gp", pathlib.Path(dir)), rig.Sidecar("gd", pathlib.Path(dir))
+        with rig.running(p, d):
+            yield p, d
+            assert p.panics() is None and d.panics() is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    pool: str
+    page: int
+    tp: int = 1
+    layout: str = "device"
+
+    def __str__(self) -> str:
+        return f"{self.pool}-{self.layout}-{self.page}-tp{self.tp}"
+
+    @property
+    def blocks(self) -> int:
+        return self.tokens // self.page
+
+    @property
+    def tokens(self) -> int:
+        # A device pool has one page more than it says, for padding.
+        return TOKENS + self.page if self.layout == "device" else TOKENS * 2
+
+
+def layer(i: int, suffix: str, region: int, base: int, stride: int, page: int, index: int) -> dict[str, Any]:
+    return {"name": f"layers.{i}{suffix}", "index": index, "region": region, "base": base, "block_stride": stride, "page_bytes": page}
+
+
+def device_mha(kind: Kind, heads: int) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool(
+        size=TOKENS, page_size=kind.page, dtype=torch.bfloat16, head_num=heads, head_dim=DIM, layer_num=LAYERS, device="cpu",
+        enable_memory_saver=False, enable_alt_stream=False,
+    )  # fmt: skip
+
+
+def device_mla(kind: Kind) -> Any:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    return MLATokenToKVPool(
+        size=TOKENS, page_size=kind.page, dtype=torch.bfloat16, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, layer_num=LAYERS, device="cpu",
+        enable_memory_saver=False,
+    )  # fmt: skip
+
+
+Fill = Callable[[Rank, torch.Tensor, Content], None]  # rank, slots of the prompt's tokens, content
+
+
+def slots(rank: Rank, kind: Kind, tokens: int) -> torch.Tensor:
+    t = torch.arange(tokens)
+    return torch.tensor(rank.table, dtype=torch.int64)[t // kind.page] * kind.page + t % kind.page
+
+
+def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any]], Fill]:
+    """The pool's tensors, its registration, and how SGLang writes to it."""
+    params = {"kv_heads": HEADS, "tp_rank": rank, "tp_size": kind.tp}
+    heads = max(1, HEADS // kind.tp)
+    first = rank * HEADS // kind.tp
+    token = heads * DIM * 2
+
+    def kv(content: Content, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = content[i][:, first : first + heads]
+        return own[:, :, 0].contiguous(), own[:, :, 1].contiguous()
+
+    def latent(content: Content, i: int) -> torch.Tensor:
+        return content[i].reshape(content.shape[1], 1, -1)[:, :, : LATENT + ROPE].contiguous()
+
+    if kind.layout == "device" and kind.pool == "mha":
+        pool = device_mha(kind, heads)
+        tensors = [*pool.k_buffer, *pool.v_buffer]
+        groups = [
+            group(kind.page, f"sglang_{x}", params | {"heads": heads}, kind.blocks,
+                  [layer(i, f"#{x}", r * LAYERS + i, 0, kind.page * token, kind.page * token, r * LAYERS + i) for i in range(LAYERS)])
+            for r, x in enumerate("kv")
+        ]  # fmt: skip
+
+        def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
+            for i in range(LAYERS):
+                pool.set_kv_buffer(None, loc, *kv(content, i), layer_id_override=i)
+
+        return tensors, groups, fill
+    if kind.layout == "device" and kind.pool == "mla":
+        pool = device_mla(kind)
+        row = (LATENT + ROPE) * 2
+        groups = [group(kind.page, "mla", {}, kind.blocks, [layer(i, "", i, 0, kind.page * row, kind.page * row, i) for i in range(LAYERS)])]
+
+        def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
+            for i in range(LAYERS):
+                pool.set_kv_buffer(None, loc, latent(content, i), None, layer_id_override=i)
+
+        return list(pool.kv_buffer), groups, fill
+    if kind.pool == "dsa":
+        from sglang.kernels.ops.kvcache import dsa_index_k_cache as index
+
+        # The pool asks for pages of 64; this is the buffer that it makes, and the kernel that it writes with.
+        tensors = [torch.zeros(kind.blocks * kind.page // 64, 64 * 132, dtype=torch.uint8) for _ in range(LAYERS)]
+        page = kind.page * 132
+        groups = [group(kind.page, "dsa_indexer", {"kernel_tokens": 64}, kind.blocks, [layer(i, "", i, 0, page, page, i) for i in range(LAYERS)])]
+
+        def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
+            for i in range(LAYERS):
+                keys = content[i].reshape(content.shape[1], -1).repeat(1, 2)[:, :128].to(torch.float8_e4m3fn)
+                scales = content[i, :, 0, 0, :1].float()
+                index._set_k_and_s_triton(buf=tensors[i], loc=loc, index_k=keys, index_k_scale=scales, page_size=64)
+
+        return tensors, groups, fill
+    # Host pools. Their index is what their layout's name says.
+    if kind.pool == "mha":
+        from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost as Host
+
+        extra: dict[str, Any] = {}
+        info = device_mha(kind, heads).get_device_pool_infos()[0].buffer_info
+    else:
+        from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost as Host
+
+        dev = device_mla(kind)
+        extra = {"override_kv_cache_dim": dev.kv_cache_dim, "target_layer_num": LAYERS}
+        info = dev.get_device_pool_infos()[0].buffer_info
+    host = Host(
+        info, 2.0, 0, kind.page, kind.layout, pin_memory=False, device="cpu", allocator_type="default", device_capacity_tokens=TOKENS,
+        start_layer=0, end_layer=LAYERS, **extra,
+    )  # fmt: skip
+    buf = host.kv_buffer
+    size = host.size
+    blocks = size // kind.page
+    if kind.pool == "mha":
+        half = buf[0].numel() * 2
+        # (base of a layer, bytes from page to page)
+        base, stride = {
+            "layer_first": (size * token, kind.page * token),
+            "page_first": (token, kind.page * LAYERS * token),
+            "page_first_direct": (kind.page * token, kind.page * LAYERS * token),
+            "page_head": (DIM * 2, kind.page * LAYERS * token),
+        }[kind.layout]
+        page = 2 * kind.page * token
+        groups = [
+            group(kind.page, f"sglang_{kind.layout}", params | {"heads": heads, "layers": LAYERS, "v_offset": half}, blocks,
+                  [layer(i, "", 0, i * base, stride, page, i) for i in range(LAYERS)])
+        ]  # fmt: skip
+
+        def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
+            for i in range(LAYERS):
+                for x, own in enumerate(kv(content, i)):
+                    at = {
+                        "layer_first": lambda x=x, i=i: buf[x, i, :],
+                        "page_first": lambda x=x, i=i: buf[x, :, i],
+                        "page_first_direct": lambda x=x, i=i: buf[x, :, i],
+                        "page_head": lambda x=x, i=i: buf[x, :, :, :, i],
+                    }[kind.layout]()
+                    if kind.layout == "page_head":
+                        at[loc // kind.page, :, loc % kind.page] = own
+                    elif kind.layout == "page_first_direct":
+                        at[loc // kind.page, loc % kind.page] = own
+                    else:
+                        at[loc] = own
+
+        return [buf], groups, fill
+    row = (LATENT + ROPE) * 2
+    base, stride, more = {
+        "layer_first": (size * row, kind.page * row, {}),
+        "page_first": (row, kind.page * LAYERS * row, {"row_stride": LAYERS * row}),
+        "page_first_direct": (kind.page * row, kind.page * LAYERS * row, {}),
+    }[kind.layout]
+    groups = [group(kind.page, "mla", more, blocks, [layer(i, "", 0, i * base, stride, kind.page * row, i) for i in range(LAYERS)])]
+
+    def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
+        for i in range(LAYERS):
+            if kind.layout == "layer_first":
+                buf[i, loc] = latent(content, i)
+            elif kind.layout == "page_first":
+                buf[loc, i] = latent(content, i)
+            else:
+                buf[loc // kind.page, i, loc % kind.page] = latent(content, i)
+
+    return [buf], groups, fill
+
+
+@dataclasses.dataclass
+class Engine:
+    ranks: list[Rank]
+    fills: list[Fill]
+    groups: int
+    blocks: int
+
+
+def make(sidecar: rig.Sidecar, kind: Kind, name: str) -> Engine:
+    out = Engine([], [], 0, 0)
+    for rank in range(kind.tp):
+        tensors, groups, fill = build(kind, rank)
+        layers = sum(len(g["layers"]) for g in groups)
+        r = owner(sidecar, name, rank, kind.tp, layers, tensors)
+        register(r, "bfloat16", groups)
+        out.ranks.append(r)
+        out.fills.append(fill)
+        out.groups, out.blocks = len(groups), groups[0]["num_blocks"]
+    connected(*out.ranks)
+    return out
+
+
+def check(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None:
+    p, d = make(sidecars[0], pk, f"p{pk}"), make(sidecars[1], dk, f"d{dk}")
+    try:
+        for tokens in (1, 70, 256, 300):
+            before = [[m.clone() for m in r.memory] for r in d.ranks]
+            content = torch.randn(LAYERS, tokens, HEADS, 2, DIM).to(torch.bfloat16)
+            for e, kind in ((p, pk), (d, dk)):
+                draw(e.ranks, [(kind.page, e.blocks)], tokens)
+                for r in e.ranks:
+                    r.tables = r.tables * e.groups
+            for r, fill in zip(p.ranks, p.fills, strict=True):
+                fill(r, slots(r, pk, tokens), content)
+            move(sidecars[0].endpoint, p.ranks, d.ranks, tokens)
+            for r, fill, was in zip(d.ranks, d.fills, before, strict=True):
+                loc = slots(r, dk, tokens)
+                compare(r, was, lambda r=r, fill=fill, loc=loc: fill(r, loc, content), f"{pk} to {dk}, {tokens} tokens")
+    finally:
+        for r in (*p.ranks, *d.ranks):
+            r.close()
+
+
+HOST = ("layer_first", "page_first", "page_first_direct", "page_head")
+MHA = [Kind("mha", 16), Kind("mha", 64, 2), *(Kind("mha", 16, 1, x) for x in HOST)]
+MLA = [Kind("mla", 16), Kind("mla", 64, 2), *(Kind("mla", 16, 1, x) for x in HOST[:3])]
+
+
+def pairs(kinds: list[Kind]) -> list[tuple[Kind, Kind]]:
+    """Every kind to itself, to the next, and to the one that is three on."""
+    return [(a, kinds[(i + k) % len(kinds)]) for i, a in enumerate(kinds) for k in (0, 1, 3)]
+
+
+@pytest.mark.parametrize(("pk", "dk"), pairs(MHA), ids=str)
+def test_k_and_v(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None:
+    check(sidecars, pk, dk)
+
+
+@pytest.mark.parametrize(("pk", "dk"), pairs(MLA), ids=str)
+def test_latents(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None:
+    check(sidecars, pk, dk)
+
+
+@pytest.mark.parametrize(("pn", "dn"), [(64, 64), (64, 128), (128, 64)])
+def test_keys_of_the_indexer(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, dn: int) -> None:
+    check(sidecars, Kind("dsa", pn), Kind("dsa", dn))
+
+
+def test_a_page_major_pool_is_what_its_layout_says(sidecars: tuple[rig.Sidecar, rig.Sidecar]) -> None:
+    """The index that these tests use for host pools is SGLang's: its own page copy finds the same bytes."""
+    for layout in HOST:
+        kind = Kind("mha", 16, 1, layout)
+        (buf,), _, fill = build(kind, 0)
+        content = torch.randn(LAYERS, 16, HEADS, 2, DIM).to(torch.bfloat16)
+        r = Rank(0, 1, None, [], [], [[3]])  # type: ignore[arg-type]
+        fill(r, slots(r, kind, 16), content)
+        want = {
+            "layer_first": lambda b: b[:, :, 48:64], "page_first": lambda b: b[:, 48:64], "page_first_direct": lambda b: b[:, 3:4], "page_head": lambda b: b[:, 3:4],
+        }[layout](buf)  # fmt: skip
+        assert want.float().abs().sum() == buf.float().abs().sum() > 0
