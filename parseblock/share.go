@@ -66,12 +66,28 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 			return err
 		}
 	}
-	flat := 0
+	flat := -1
 	var got, want []extent
+	seen := map[string]bool{}
 	for gi := range dst.Groups {
 		g := &dst.Groups[gi]
 		for li := range g.Layers {
-			planes, err := reg.Planes(nil, g, &g.Layers[li])
+			flat++
+			// Layers that differ in nothing but their place are as good as one.
+			l := &g.Layers[li]
+			name := fmt.Sprint(gi, l.PageBytes, l.BlockStride)
+			for _, m := range matches {
+				for i := range m.links[flat] {
+					pr := &m.links[flat][i]
+					name += fmt.Sprint("|", pr.role, pr.head0, pr.heads, pr.to.off-l.Base)
+				}
+				name += ";"
+			}
+			if seen[name] {
+				continue
+			}
+			seen[name] = true
+			planes, err := reg.Planes(nil, g, l)
 			if err != nil {
 				return err
 			}
@@ -81,17 +97,16 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 			}
 			want, got = want[:0], got[:0]
 			for i := range planes {
-				want = appendCells(want, &g.Layers[li], &planes[i], tokens)
+				want = appendCells(want, l, &planes[i], tokens)
 			}
 			for _, m := range matches {
 				if got, err = m.writes(got, flat, g, tokens); err != nil {
 					return err
 				}
 			}
-			if err := tile(g.Layers[li].Name, got, want); err != nil {
+			if err := tile(l.Name, got, want); err != nil {
 				return err
 			}
-			flat++
 		}
 	}
 	return nil
@@ -117,17 +132,38 @@ func appendCells(dst []extent, l *layout.Layer, p *layout.Plane, tokens uint32) 
 	if p.Unit == layout.UnitToken {
 		rows = uint64(tokens / p.RowTokens)
 	}
-	for row := range rows {
-		off := l.Base + p.Offset + row*p.RowStride
-		if tile := uint64(p.TileRows); tile != 0 && tile < uint64(p.Rows) {
-			off = l.Base + p.Offset + row/tile*p.TileStride + row%tile*p.RowStride
+	tile := uint64(p.TileRows)
+	if tile == 0 || tile >= uint64(p.Rows) {
+		tile = uint64(p.Rows)
+	}
+	for first := uint64(0); first < rows; first += tile {
+		dst = appendAxes(dst, l.Base+p.Offset+first/tile*p.TileStride, p.CellBytes, []axis{{min(tile, rows-first), p.RowStride},
+			{uint64(p.Heads), p.HeadStride}, {uint64(p.Cols), p.ColStride}})
+	}
+	return dst
+}
+
+// axis is count things, stride apart.
+type axis struct{ count, stride uint64 }
+
+// appendAxes adds the cells of some axes; those that follow one another in memory are one extent.
+func appendAxes(dst []extent, at, cell uint64, axes []axis) []extent {
+	slices.SortFunc(axes, func(a, b axis) int { return cmp.Compare(a.stride, b.stride) })
+	for len(axes) > 0 && (axes[0].stride == cell || axes[0].count == 1) {
+		cell *= axes[0].count
+		axes = axes[1:]
+	}
+	n := uint64(1)
+	for _, a := range axes {
+		n *= a.count
+	}
+	for i := range n {
+		off := at
+		for _, a := range axes {
+			off += i % a.count * a.stride
+			i /= a.count
 		}
-		for head := range uint64(p.Heads) {
-			for col := range uint64(p.Cols) {
-				at := off + head*p.HeadStride + col*p.ColStride
-				dst = append(dst, extent{at, at + p.CellBytes})
-			}
-		}
+		dst = append(dst, extent{off, off + cell})
 	}
 	return dst
 }
@@ -145,12 +181,7 @@ func (m *Match) writes(dst []extent, flat int, g *layout.Group, tokens uint32) (
 		}
 		for k := range runs {
 			r := &runs[k]
-			for o := range uint64(r.Outer) {
-				for c := range uint64(r.Count) {
-					at := r.DstOff + o*r.DstOuter + c*r.DstStride
-					dst = append(dst, extent{at, at + r.Len})
-				}
-			}
+			dst = appendAxes(dst, r.DstOff, r.Len, []axis{{uint64(r.Count), r.DstStride}, {uint64(r.Outer), r.DstOuter}})
 		}
 	}
 	return dst, nil

@@ -39,6 +39,13 @@ Content = torch.Tensor  # [layer, token, head, K or V, dim]
 def parallel() -> None:
     from sglang.srt.runtime_context import get_parallel
 
+    # SGLang keeps 10 GB of a host free; these pools are kilobytes, and a shared machine may have less.
+    from sglang.srt.mem_cache.pool_host import base, mha, mla
+
+    for module in (base, mha, mla):
+        if hasattr(module, "host_memory_budget_bytes"):
+            module.host_memory_budget_bytes = lambda asked: asked
+
     names = ("tp", "pp", "attn_dcp", "attn_tp", "attn_dp", "attn_cp")
     get_parallel().override_permanently(dcp_enabled=False, **{f"{n}_{k}": int(k == "size") for n in names for k in ("size", "rank")})
 
