@@ -129,6 +129,9 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	}
 	q.tier, q.rank, q.neutral = in.Tier, in.Rank, claimed(in.Gbps)
 	q.tiers = [MaxPlaces]uint8{}
+	if in.Way > 0 && (q.way == 0 || in.Way < q.way) {
+		q.way = in.Way
+	}
 	q.slice = max(q.slice, uint64(in.SliceBytes))
 	if len(q.lanes) == 0 {
 		q.slice, q.moved = uint64(in.SliceBytes), now

@@ -581,7 +581,8 @@ func (h host) LaneUp(l transport.Lane) {
 	s.lanes[l.ID()] = l
 	s.event(func(now exec.Instant) {
 		err := s.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
-			Gbps: s.gbps(l.Local()), SliceBytes: s.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight(), Tells: s.backend.Caps().Tells})
+			Gbps: s.gbps(l.Local()), SliceBytes: s.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight(),
+			Tells: s.backend.Caps().Tells, Way: way(l)})
 		if err != nil {
 			s.c.violation("%s: lane %d is refused: %v", s.n.addr, l.ID(), err)
 		}
