@@ -456,8 +456,8 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 		return
 	}
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
-	if l.info.Tells {
-		patience = s.cfg.Suspect // of what has not a byte to show for it
+	if l.info.Tells && now-q.moved >= s.cfg.Suspect {
+		patience = s.cfg.Suspect // of what has not a byte to show for it; while other lanes of the pair have, it may be their turn
 	}
 	if silent := now - max(l.moved, fl.posted+fl.forgiven); silent >= patience {
 		l.suspect = true
