@@ -660,8 +660,8 @@ func (w *worker) complete(c Completion) error {
 	if l.source == c.Received {
 		return fmt.Errorf("complete %s: received = %v, but source = %v: %w", c.Lease, c.Received, l.source, ErrUnknownLease)
 	}
+	w.postLocked(enc) // before the lease counts as over: a drain that waits for the last one closes the ring
 	w.closeLeaseLocked(l)
-	w.postLocked(enc)
 	return nil
 }
 

@@ -379,6 +379,9 @@ func (n *Node) measure() {
 	var all []exec.Inflow
 	n.d.bindMu.RLock()
 	for k, v := range n.d.inflows {
+		if _, caps := n.backendOf(k.transport); caps.SameHost {
+			continue // nothing is in front of us that could overflow
+		}
 		all = append(all, exec.Inflow{Peer: k.peer, Transport: k.transport, Rail: k.rail, Bytes: v.Load()})
 	}
 	n.d.bindMu.RUnlock()
@@ -568,6 +571,9 @@ func (h host) LaneUp(l transport.Lane) {
 	}
 	if r, ok := n.rails.find(l.Backend(), l.Local()); ok {
 		in.Gbps, in.Tier = r.Gbps, r.Tier
+	}
+	if t, ok := l.(transport.Timed); ok {
+		in.Way = t.Way()
 	}
 	now := n.enter()
 	err := n.d.ex.LaneUp(now, in)

@@ -295,3 +295,41 @@ func TestClusterKey(t *testing.T) {
 		t.Errorf("a stranger: status %d, %q", c.Status, c.Received.Reason)
 	}
 }
+
+// A sidecar that is told to end in mid transfer ends it first, and both engines hear that it went well: the last completion is in
+// the ring, and the last word at the peer, before the process is gone.
+func TestDrainInMidTransfer(t *testing.T) {
+	for _, tr := range []string{"tcp", "shm"} {
+		t.Run(tr, func(t *testing.T) {
+			order := func(c *config.Config) { c.Transports.Order, c.Drain.Timeout = []string{tr}, config.Duration(patience) }
+			stays := start(t, order)
+			for i := range 6 {
+				leaves := start(t, order)
+				p, d := stays, leaves
+				if i%2 == 1 {
+					p, d = leaves, stays
+				}
+				pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+				pe.random()
+				x := begin(t, p, pe, de, uint64(i), 0, msg.PendingStep{Step: 1, End: tokens})
+				bound(t, d)
+				before := landedBytes(d)
+				pe.SignalLayer(0, 1)
+				until(t, func() bool { return landedBytes(d) > before })
+				ended := make(chan error, 1)
+				go func() { ended <- leaves.stop() }()
+				until(t, func() bool { return leaves.draining.Load() })
+				for l := range testShape.Layers {
+					pe.SignalLayer(l, 1)
+				}
+				pe.SignalStep(1)
+				de.ok(x.dst)
+				same(t, pe, de, x.pt, x.dt, tokens, 0)
+				pe.ok(x.src)
+				if err := <-ended; err != nil {
+					t.Fatal(err)
+				}
+			}
+		})
+	}
+}

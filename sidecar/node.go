@@ -315,6 +315,7 @@ func (n *Node) shut() {
 	n.leave()
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(n.cfg.Drain.Timeout))
 	defer cancel()
+	defer n.lastWords()
 	if err := n.engine.Drain(ctx); err == nil {
 		n.log.Info("drained")
 		return
@@ -329,6 +330,37 @@ func (n *Node) shut() {
 	if err := n.engine.Drain(last); err != nil {
 		n.log.Warn("leases left to the shims: they end with the proved exit of this process", "err", err)
 	}
+}
+
+// How long peers have to acknowledge what was said to them last.
+const (
+	lastWordsTime = 500 * time.Millisecond
+	lastWordsTick = time.Millisecond
+)
+
+// lastWords waits until what the executor has decided is done, and peers know of it: the last lease is over for its engine a
+// moment before the other side hears that it is.
+func (n *Node) lastWords() {
+	ctx, cancel := context.WithTimeout(context.Background(), lastWordsTime)
+	defer cancel()
+	tick := time.NewTicker(lastWordsTick)
+	defer tick.Stop()
+	for n.performing() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return
+		}
+	}
+	if err := n.peers.Flush(ctx); err != nil {
+		n.log.Debug("a peer has not acknowledged everything; its leases end by their deadlines", "err", err)
+	}
+}
+
+func (n *Node) performing() bool {
+	n.d.mu.Lock()
+	defer n.d.mu.Unlock()
+	return n.d.performing
 }
 
 func (n *Node) names() []string {

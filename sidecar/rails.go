@@ -253,6 +253,7 @@ func (n *Node) lookAgain(h *topo.Host) {
 			return
 		case <-time.After(railRetry):
 		}
+		<-n.started
 		n.rails.mu.RLock()
 		last := n.rails.host
 		n.rails.mu.RUnlock()

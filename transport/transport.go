@@ -180,6 +180,12 @@ type Meter interface {
 	Received() uint64
 }
 
+// Timed is a Lane that knows how long a small message takes there and back while nothing else is on the way.
+type Timed interface {
+	Lane
+	Way() time.Duration // 0: unknown
+}
+
 // Host is what a backend calls. The executor's driver implements it.
 type Host interface {
 	// PeerKey returns the peer as authenticated by the handshake, or false: an unknown peer's lane is refused.

@@ -9,19 +9,19 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transfer"
 )
 
 // Incast. Where several peers send to one of our rails, each of them finds its own window right, and together they overflow whatever
 // is in front of us; then all of them wait for a retransmission, and the rail is idle. So we tell each of them what it may have in
-// flight: its share of what the rail moves in queueTime, a chunk at least. It is counted by what has landed, not by what was granted: a
+// flight: its share of what the rail moves in spray.CreditSpan, a chunk at least. It is counted by what has landed, not by what was granted: a
 // grant may wait for its prefill for minutes.
 const (
 	creditEvery   = 5 * time.Millisecond   // between looks while several peers may send
 	creditHold    = 20 * time.Millisecond  // a peer that brought nothing for so long does not send now
 	creditRefresh = 250 * time.Millisecond // a credit is said again after this
 	creditAge     = time.Second            // and holds for this
-	queueTime     = time.Millisecond       // what a rail moves in this time may be on the way to it
 	rateHalf      = time.Second            // a measured rate halves in so long
 	maxCredit     = 1 << 30                // bytes that anybody may say
 	maxInflows    = 4096                   // pairs of peer and rail that are told apart
@@ -109,7 +109,7 @@ func (e *Exec) Measured(now Instant, all []Inflow) {
 		if rate == 0 {
 			rate = claims[r]
 		}
-		budget[r] = uint64(rate * float64(queueTime))
+		budget[r] = uint64(rate * float64(spray.CreditSpan))
 	}
 	for r := range e.inrails {
 		if len(senders[r]) == 0 {

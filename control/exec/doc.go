@@ -313,8 +313,9 @@ type LaneInfo struct {
 	Tier        int     // 1 to 3; 0: unknown
 	Gbps        float64 // what the link claims; 0: unknown
 	SliceBytes  int
-	MaxInFlight int  // slices
-	Tells       bool // a transport.Meter: it may be asked what has been received
+	MaxInFlight int           // slices
+	Way         time.Duration // the round trip when it came up; 0: unknown
+	Tells       bool          // a transport.Meter: it may be asked what has been received
 }
 
 // Drain moves what must be done into b, whose former content is overwritten, and reports whether there is anything.

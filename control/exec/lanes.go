@@ -38,7 +38,7 @@ func (e *Exec) rank(backend string) int {
 func (e *Exec) LaneUp(now Instant, in LaneInfo) error {
 	p := e.peer(in.Peer)
 	err := e.spray.LaneUp(now, p.rails, spray.LaneInfo{ID: in.ID, Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
-		Rank: e.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight, Tells: in.Tells})
+		Rank: e.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight, Tells: in.Tells, Way: in.Way})
 	if err != nil {
 		return fmt.Errorf("exec: lane to peer %s: %w", in.Peer, err)
 	}

@@ -236,6 +236,38 @@ func (m *Mesh) Send(boot transfer.Boot, f *peerv1.ControlFrame) error {
 	return s.send(f)
 }
 
+// flushTick is how often Flush looks.
+const flushTick = time.Millisecond
+
+// Flush waits until every peer has acknowledged all that was sent to it, or returns ctx's error. For the end of a process: what
+// it said last, a commit for example, is worth nothing where Close overtakes it.
+func (m *Mesh) Flush(ctx context.Context) error {
+	tick := time.NewTicker(flushTick)
+	defer tick.Stop()
+	for m.unacked() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return fmt.Errorf("peer: flush: %w", ctx.Err())
+		}
+	}
+	return nil
+}
+
+func (m *Mesh) unacked() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, s := range m.sessions {
+		s.mu.Lock()
+		n := len(s.unacked)
+		s.mu.Unlock()
+		if n > 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // sendSelf delivers in order from one goroutine, as a peer's frames would come.
 func (m *Mesh) sendSelf(f *peerv1.ControlFrame) error {
 	m.mu.Lock()

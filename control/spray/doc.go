@@ -199,6 +199,7 @@ type LaneInfo struct {
 	Gbps       float64 // what the link claims; 0: unknown
 	SliceBytes int     // the longest slice that suits it
 	MaxSlices  int     // in flight
+	Way        Instant // the round trip when it came up; 0: unknown
 	Tells      bool    // received bytes within a slice are told through Moved: its silence is silence
 }
 

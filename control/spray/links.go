@@ -2,6 +2,7 @@ package spray
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -18,8 +19,12 @@ const MaxPlaces = 64
 const (
 	maxLinks = 512                // rails of one side whose state or credit is remembered
 	never    = Instant(1<<63 - 1) // until a link is back
+	maxWay   = 4 << 30            // bytes that a way can hold
 	askAfter = 3                  // a lane is asked for its received bytes after this part of Config.Suspect
 )
+
+// CreditSpan is the time in which a rail moves the credits that its owner has given: what may wait in front of it.
+const CreditSpan = time.Millisecond
 
 // tierAt is the tier of the pair for memory at a place: 1 to 3.
 func (q *pair) tierAt(at Place) uint8 {
@@ -161,13 +166,17 @@ func (p *Peer) share(n railName) {
 	}
 }
 
-// credited keeps window and slice within the credit.
+// credited keeps window and slice within the credit, and what the way there holds by itself: a credit is what may wait at the receiver's end,
+// and on a long way most of a window does not.
 func (q *pair) credited() {
-	if q.credit == 0 || q.window <= q.credit {
+	if q.credit == 0 {
 		return
 	}
-	q.window = q.credit
-	q.piece = min(q.piece, max(q.window/2/transfer.ChunkBytes, 1)*transfer.ChunkBytes)
+	most := q.credit + uint64(min(float64(q.credit)*float64(q.way)/float64(CreditSpan), maxWay))
+	if q.window > most {
+		q.window = most
+		q.piece = min(q.piece, max(q.window/2/transfer.ChunkBytes, 1)*transfer.ChunkBytes)
+	}
 }
 
 // penalty of a pair for a flow, where the nearest that the flow can have is of tier near: being far costs only where something is nearer.

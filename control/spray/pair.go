@@ -56,7 +56,8 @@ type pair struct {
 	moved     Instant // the last time that anything came back
 	piece     uint64  // slice that suits it now, bytes
 	window    uint64
-	credit    uint64 // the most that its receiver wants in flight; 0: no word of it
+	credit    uint64  // the most that its receiver wants to wait for it; 0: no word of it
+	way       Instant // the round trip when its lanes came up, the least of them; 0: unknown
 
 	// Health.
 	down     bool // a link is

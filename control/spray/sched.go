@@ -129,6 +129,9 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	}
 	q.tier, q.rank, q.neutral = in.Tier, in.Rank, claimed(in.Gbps)
 	q.tiers = [MaxPlaces]uint8{}
+	if in.Way > 0 && (q.way == 0 || in.Way < q.way) {
+		q.way = in.Way
+	}
 	q.slice = max(q.slice, uint64(in.SliceBytes))
 	if len(q.lanes) == 0 {
 		q.slice, q.moved = uint64(in.SliceBytes), now
@@ -453,8 +456,8 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 		return
 	}
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
-	if l.info.Tells {
-		patience = s.cfg.Suspect // of what has not a byte to show for it
+	if l.info.Tells && now-q.moved >= s.cfg.Suspect {
+		patience = s.cfg.Suspect // of what has not a byte to show for it; while other lanes of the pair have, it may be their turn
 	}
 	if silent := now - max(l.moved, fl.posted+fl.forgiven); silent >= patience {
 		l.suspect = true

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines with their caches on GPUs, two real sidecars between them; the engines are processes of their own.
 
-    run.sh e2e [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers] [--json F]
+    run.sh e2e [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers|slow] [--json F]
 
 content   random block lists over every transport, by eager steps and by replays of full CUDA graphs of several sizes; every byte of
           every block is compared, and so are the blocks around it
 kill      kill -9 of the source's engine, of either sidecar and of the destination's engine in mid copy: what was promised came whole or is
           reported as failed, and nothing is written into blocks that were given back
 rate      one transfer of 2 GiB in scattered 16 KiB blocks, both GPUs idle
+slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15 GB/s, idle and loaded by turns
 layers    how long after the end of the forward pass the last layer's bytes are committed, the engine busy
 """
 
@@ -195,6 +196,51 @@ class Engine:
         lease = self.client.intent(xfer, b"h" * 32, len(blocks) * TOKENS, [blocks], ready=len(blocks) * TOKENS, held=True)
         self.names[lease] = seed
         return lease
+
+    def again(self, xfers: list[bytes], blocks: list[int]) -> list[int]:
+        """Prompts in blocks whose content does not matter."""
+        return [self.client.intent(x, b"h" * 32, len(blocks) * TOKENS, [blocks], ready=len(blocks) * TOKENS, held=True) for x in xfers]
+
+    def busy(self, n: int, work: int, seconds: float) -> float:
+        """Replays for so long, never more than two ahead; microseconds per layer."""
+        g, stream = self.graph(n, work), torch.cuda.current_stream().cuda_stream
+        events = [torch.cuda.Event(), torch.cuda.Event()]
+        torch.cuda.synchronize()
+        start, steps = time.monotonic(), 0
+        while time.monotonic() < start + seconds:
+            events[steps % 2].synchronize()
+            self.count += 1
+            self.gpu.step(self.count, stream)
+            g.replay()
+            events[steps % 2].record()
+            steps += 1
+        torch.cuda.synchronize()
+        return 1e6 * (time.monotonic() - start) / steps / LAYERS
+
+    def pull(self, xfers: list[bytes], peer: str, blocks: list[int], seconds: float, gb_per_s: float) -> dict[str, float]:
+        """One transfer after the other for so long, not faster than that (0: as fast as it goes)."""
+        start, moved, used = time.monotonic(), 0, 0
+        for x in xfers:
+            if time.monotonic() > start + seconds:
+                break
+            e = self.expect(x, peer, blocks)
+            used += 1
+            done = self.finish(int(e["lease"]))
+            if done["status"] != "OK":
+                raise SystemExit(f"e2e: pull: {done}")
+            moved += len(blocks) * LAYERS * PAGE
+            while gb_per_s and moved / (time.monotonic() - start) > gb_per_s * 1e9:
+                pass
+        return {"gb_per_s": moved / (time.monotonic() - start) / 1e9, "used": used}
+
+    def settle(self, leases: list[int]) -> None:
+        """Gives up what nobody pulled."""
+        open_leases = set(leases)
+        for lease in leases:
+            self.client.cancel(lease)
+        end = time.monotonic() + TIMEOUT_S
+        while open_leases and time.monotonic() < end:
+            open_leases -= {c.lease for c in self.client.poll()}
 
     def expect(self, xfer: bytes, peer: str, blocks: list[int]) -> dict[str, float]:
         at = time.monotonic()
@@ -409,6 +455,30 @@ def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> d
             "after_forward_max_us": round(lag[-1])}  # fmt: skip
 
 
+def slow(rig: Rig, r: random.Random, pairs: int, seconds: float = 0.25, n: int = 512) -> list[dict[str, Any]]:
+    out = []
+    for work in (4, 36):
+        layer_us = rig.p.call("prepare", 128, work)
+        for pace in (15.0, 0.0):
+            idle, loaded, rates = [], [], []
+            for _ in range(pairs):
+                idle.append(rig.p.call("busy", 128, work, seconds))
+                src, dst = pick(r, n), pick(r, n)
+                xfers = [os.urandom(16) for _ in range(200)]
+                leases = rig.p.call("again", xfers, src)
+                rig.p.start("busy", 128, work, seconds)
+                got = rig.d.call("pull", xfers, rig.peer, dst, seconds, pace)
+                loaded.append(rig.p.get())
+                rates.append(got["gb_per_s"])
+                rig.p.call("settle", leases)
+            lost = sorted(100 * (b / a - 1) for a, b in zip(idle, loaded, strict=True))
+            out.append({"layer_us": round(layer_us, 1), "asked_gb_per_s": pace or "all", "gb_per_s": round(statistics.median(rates), 1), "pairs": pairs,
+                        "slower_percent": round(statistics.median(lost), 1), "p10": round(lost[len(lost) // 10], 1),
+                        "p90": round(lost[-1 - len(lost) // 10], 1)})  # fmt: skip
+            say(f"slow: {out[-1]}")
+    return out
+
+
 def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     n = 4096
@@ -467,6 +537,7 @@ def main() -> int:
     ap.add_argument("--gpus", default="0,0", type=lambda s: [int(x) for x in s.split(",")])
     ap.add_argument("--rounds", type=int, default=20)
     ap.add_argument("--kills", type=int, default=3)
+    ap.add_argument("--pairs", type=int, default=30, help="of part slow")
     ap.add_argument("--kill-ms", type=float, default=20)
     ap.add_argument("--layers", default="128:24,128:96,128:200,256:200", help="blocks:kernels per layer, ...",
                     type=lambda s: [tuple(int(x) for x in w.split(":")) for w in s.split(",")])  # fmt: skip
@@ -498,6 +569,8 @@ def main() -> int:
             if "rate" in parts:
                 report[f"rate_{name}"] = rate(rig, r)
                 say(f"rate over {name}: {report[f'rate_{name}']}")
+            if "slow" in parts:
+                report[f"slow_{name}"] = slow(rig, r, args.pairs)
             if "layers" in parts:
                 report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
                 say(f"layers over {name}: {report[f'layers_{name}']}")

@@ -20,10 +20,13 @@ const (
 	brokeLate    = "ended long after its deadline"
 	brokeLeak    = "holds something when nothing is open"
 	brokePath    = "failed while there was a path"
+	brokeSlot    = "was given out again before its fence"
+	brokeWord    = "refused a message of an honest peer"
 )
 
 // Promises are all of them.
-var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLate, brokeLeak, brokePath}
+var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLate, brokeLeak, brokePath,
+	brokeSlot, brokeWord}
 
 // waiting bounds what waits for one key here: a grant, its parts, and what was replayed of older ones.
 const waiting = 2 * MaxRanks

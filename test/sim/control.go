@@ -200,7 +200,7 @@ func (s *sidecar) hear(from transfer.Boot, f *peerv1.ControlFrame) {
 	}
 	s.event(func(now exec.Instant) {
 		if err := s.ex.Message(now, from, f); err != nil {
-			s.c.violation("%s refused a message: %v", s.n.addr, err)
+			s.c.violation("%s %s: %v", s.n.addr, brokeWord, err)
 		}
 	})
 	if len(p.heard) == maxHeard {

@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"maps"
 	"slices"
+	"time"
 
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/transfer"
@@ -34,4 +35,12 @@ func (s *sidecar) measure() {
 		all = append(all, exec.Inflow{Peer: k.peer, Transport: k.transport, Rail: k.rail, Gbps: s.gbps(k.rail), Bytes: s.inflows[k]})
 	}
 	s.event(func(now exec.Instant) { s.ex.Measured(now, all) })
+}
+
+// way is the round trip of a lane, where it tells.
+func way(l transport.Lane) time.Duration {
+	if t, ok := l.(transport.Timed); ok {
+		return t.Way()
+	}
+	return 0
 }

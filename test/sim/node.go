@@ -366,7 +366,7 @@ func (s *sidecar) offer(a *exec.Action) {
 	for i, land := range a.Landings {
 		name := bindName{land.Grant.Peer, land.Grant.Slot}
 		if s.grants[name] != nil {
-			s.c.violation("%s: slot %d was given out again before its fence", s.n.addr, land.Grant.Slot)
+			s.c.violation("%s: slot %d %s", s.n.addr, land.Grant.Slot, brokeSlot)
 		}
 		l := s.owner(land.Lease())
 		if i == 0 {
@@ -444,7 +444,7 @@ func (s *sidecar) move(id uint64, batch []transport.Slice) {
 	switch {
 	case err == nil:
 		return
-	case !errors.Is(err, errNoLane) && !errors.Is(err, net.ErrClosed):
+	case !errors.Is(err, errNoLane) && !errors.Is(err, net.ErrClosed) && s.c.cfg.Lies == 0: // what lies send counts, and nobody knows of it
 		s.c.violation("%s: lane %d %s: %v", s.n.addr, id, brokeBound, err)
 	}
 	res := make([]transport.Result, 0, len(batch))
@@ -454,17 +454,24 @@ func (s *sidecar) move(id uint64, batch []transport.Slice) {
 	s.later(0, func() { s.results(res) })
 }
 
+var errBackend = errors.New("sim: a backend gave a slice back")
+
 // ghost marks slices that the executor believes to be over.
 const ghost = 1 << 63
 
-// lie takes slices out of a batch of which the backend will not tell the truth.
+// lie takes slices out of a batch of which the backend will not tell the truth, or that it gives back.
 func (s *sidecar) lie(lane uint64, batch []transport.Slice) []transport.Slice {
-	if s.c.cfg.Lies == 0 {
+	if s.c.cfg.Lies+s.c.cfg.Errors == 0 {
 		return batch
 	}
 	var honest []transport.Slice
 	for _, x := range batch {
-		if !s.c.chance(s.c.cfg.Lies) {
+		switch {
+		case s.c.chance(s.c.cfg.Errors):
+			res := transport.Result{Slice: x, Outcome: transfer.NotLanded, Err: errBackend, Took: 1}
+			s.later(0, func() { s.results([]transport.Result{res}) })
+			continue
+		case !s.c.chance(s.c.cfg.Lies):
 			honest = append(honest, x)
 			continue
 		}
@@ -581,7 +588,8 @@ func (h host) LaneUp(l transport.Lane) {
 	s.lanes[l.ID()] = l
 	s.event(func(now exec.Instant) {
 		err := s.ex.LaneUp(now, exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
-			Gbps: s.gbps(l.Local()), SliceBytes: s.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight(), Tells: s.backend.Caps().Tells})
+			Gbps: s.gbps(l.Local()), SliceBytes: s.backend.Caps().SliceBytes, MaxInFlight: l.MaxInFlight(),
+			Tells: s.backend.Caps().Tells, Way: way(l)})
 		if err != nil {
 			s.c.violation("%s: lane %d is refused: %v", s.n.addr, l.ID(), err)
 		}

@@ -41,7 +41,7 @@ type scenario struct {
 	racks                  int           // 0: one switch without bounds
 	link                   simfabric.LinkSpec
 	twice, replay, unfence float64
-	lies                   float64
+	lies, errors           float64
 	slices                 int   // in flight to one peer at most; 0: the default
 	ranks                  []int // of the nodes' engines, in turn; nil: one
 }
@@ -202,7 +202,7 @@ func (x fault) schedule(c *Cluster) {
 // build makes the cluster and everything that will happen to it.
 func (s scenario) build(x schedule) *Cluster {
 	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: userTimeout}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
-		FenceFails: s.unfence, Lies: s.lies, Record: s.record})
+		FenceFails: s.unfence, Lies: s.lies, Errors: s.errors, Record: s.record})
 	f := c.F
 	var racks []*simfabric.Switch
 	for i := range s.racks {

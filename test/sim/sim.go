@@ -37,6 +37,8 @@ type Config struct {
 	// Lies is the share of slices of which a backend does not tell the truth: it says that they have landed and has sent nothing, or that
 	// they have not and sends them later.
 	Lies float64
+	// Errors is the share of slices that a backend gives back at once.
+	Errors float64
 	// FenceFails is the share of fences and closes that fail at first; the executor tries them again after its grace.
 	FenceFails float64
 	// Fence is how long fences take at most, Handshake what a lane's opening takes beside the way.

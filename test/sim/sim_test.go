@@ -48,11 +48,11 @@ func (v verdict) check(t testing.TB) {
 	}
 }
 
-// TestFlapping: rails die, come back, swallow one direction, collapse, lose packets; engines preempt; results come twice, and so do
+// TestFlapping: rails die, come back, swallow one direction, collapse, lose packets; backends give slices back; engines preempt; results come twice, and so do
 // control frames, out of their order; and no transfer fails while there is a path.
 func TestFlapping(t *testing.T) {
 	s := scenario{nodes: 64, rails: 4, partners: 3, transfers: 8, tokens: 256, deadline: 10 * time.Second, spread: time.Second,
-		preempted: 0.05, racks: 4, link: fast, twice: 0.01, replay: 0.01}
+		preempted: 0.05, racks: 4, link: fast, twice: 0.01, replay: 0.2, errors: 0.01}
 	for seed, ranks := range [][]int{{1}, {2}, {1, 2, 4}} {
 		began, seed := time.Now(), uint64(seed)
 		s.ranks = ranks
@@ -144,7 +144,7 @@ func small(seed uint64) scenario {
 		s.ranks = []int{1, 2, 4} // several ranks feed one, and one feeds several
 	}
 	if seed%13 == 7 {
-		s.lies = 0.05
+		s.lies, s.errors = 0.05, 0.05
 	}
 	if seed%7 > 3 {
 		s.unfence, s.slices = 0.01, 6

@@ -288,6 +288,23 @@ func TestDeviceEvents(t *testing.T) {
 	x = open(t, p, 0)
 	f.Emit("here", verbs.Event{Kind: verbs.QueuePairFatal, QP: x.q.Num()})
 	until(t, "the lane is down", down)
+
+	x = open(t, p, 0)
+	lost := x.dev
+	f.Emit("here", verbs.Event{Kind: verbs.DeviceFatal})
+	until(t, "the lane is down", down)
+	if err := x.failure(); !strings.Contains(err.Error(), "device lost") {
+		t.Error(err)
+	}
+	f.Emit("here", verbs.Event{Kind: verbs.PortUp}) // it is back
+	if x = open(t, p, 0); x.dev == lost {
+		t.Error("a lane on the device that was lost")
+	}
+	until(t, "the lost device is closed", func() bool {
+		lost.mu.Lock()
+		defer lost.mu.Unlock()
+		return lost.closed
+	})
 }
 
 // TestFailedRegistration: what cannot be registered fails the lane with the device's own words.

@@ -142,7 +142,7 @@ func (e *key) register() {
 		n := min(uint64(len(p)), e.k.part)
 		m, err := e.k.d.Register(p[:n:n], e.name.peer != transfer.Boot{})
 		if err != nil {
-			e.err = errors.Join(fmt.Errorf("gdr: region %s: %w", r.ID(), err), e.release())
+			e.err = errors.Join(fmt.Errorf("gdr: region %s: %w", r.ID(), err), e.release(false))
 			return
 		}
 		e.parts = append(e.parts, m)
@@ -150,8 +150,8 @@ func (e *key) register() {
 	}
 }
 
-// release invalidates the keys.
-func (e *key) release() (err error) {
+// release invalidates the keys. lost: the device is gone, and with it what it had pinned, whatever it answers.
+func (e *key) release(lost bool) (err error) {
 	e.ending.Lock()
 	defer e.ending.Unlock()
 	if e.parts == nil {
@@ -160,7 +160,7 @@ func (e *key) release() (err error) {
 	for _, m := range e.parts {
 		err = errors.Join(err, m.Close())
 	}
-	if err == nil {
+	if err == nil || lost {
 		e.parts = nil
 		e.name.region.Release()
 	}
@@ -206,7 +206,7 @@ func (e *key) invalidate() error {
 	e.k.mu.Lock()
 	e.retireLocked()
 	e.k.mu.Unlock()
-	return e.release()
+	return e.release(false)
 }
 
 // sweep gives back what is idle. Nobody holds what has no user, and nobody finds what is retired.
@@ -221,13 +221,13 @@ func (k *keys) sweep(now time.Time) (err error) {
 	}
 	k.mu.Unlock()
 	for _, e := range idle {
-		err = errors.Join(err, e.release())
+		err = errors.Join(err, e.release(false))
 	}
 	return err
 }
 
 // close gives back everything. Nothing is in use any more.
-func (k *keys) close() (err error) {
+func (k *keys) close(lost bool) (err error) {
 	k.mu.Lock()
 	k.closed = true
 	all := make([]*key, 0, len(k.m))
@@ -239,7 +239,7 @@ func (k *keys) close() (err error) {
 	for _, e := range all {
 		<-e.ready
 		if e.err == nil {
-			err = errors.Join(err, e.release())
+			err = errors.Join(err, e.release(lost))
 		}
 	}
 	return err

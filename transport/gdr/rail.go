@@ -29,7 +29,8 @@ type rail struct {
 type openDevice struct {
 	verbs.Device
 	keys *keys
-	gone chan struct{} // closed by a fatal event
+	gone chan struct{} // closed by lose
+	once sync.Once
 
 	mu sync.Mutex
 	// guarded by mu
@@ -78,20 +79,20 @@ func (r *rail) follow(dev *openDevice) {
 		}
 		r.b.cfg.Log.Info("device event", "transport", Name, "rail", r.cfg.Name, "event", e.Kind.String(), "qp", e.QP)
 		if e.Kind == verbs.GIDChange { // mostly of an entry that we do not use
-			if _, err := dev.Active(); err != nil {
-				r.b.cfg.Log.Warn("rail lost its address", "transport", Name, "rail", r.cfg.Name, "err", err)
-				e.Kind = verbs.DeviceFatal
+			if _, err := dev.active(); err != nil {
+				r.lose(dev, err)
 			}
 		}
 		if e.Kind == verbs.DeviceFatal {
-			close(dev.gone)
+			r.lose(dev, errors.New("device fatal"))
+			return
 		}
 		for _, l := range r.b.allLanes() {
 			if l.dev != dev {
 				continue
 			}
 			switch e.Kind {
-			case verbs.PortDown, verbs.DeviceFatal:
+			case verbs.PortDown:
 				l.fail(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind))
 			case verbs.QueuePairFatal:
 				if l.q.Num() == e.QP {
@@ -99,10 +100,29 @@ func (r *rail) follow(dev *openDevice) {
 				}
 			}
 		}
-		if e.Kind == verbs.DeviceFatal {
-			return
-		}
 	}
+}
+
+// lose gives a device up, once: its lanes end, and when they have, it is closed, which lets the kernel remove it.
+func (r *rail) lose(dev *openDevice, why error) {
+	dev.once.Do(func() {
+		r.b.cfg.Log.Warn("device lost", "transport", Name, "rail", r.cfg.Name, "err", why)
+		close(dev.gone)
+		for _, l := range r.b.allLanes() {
+			if l.dev == dev {
+				l.fail(fmt.Errorf("gdr: rail %s: device lost: %w", r.cfg.Name, why))
+			}
+		}
+	})
+}
+
+// active is Active while the device is open.
+func (d *openDevice) active() (bool, error) {
+	if !d.enter() {
+		return false, net.ErrClosed
+	}
+	defer d.leave()
+	return d.Active()
 }
 
 // usable returns the device if its port is up; one that was lost is opened again.
@@ -119,8 +139,9 @@ func (r *rail) usable() (*openDevice, error) {
 		r.dev = dev
 	default:
 	}
-	active, err := r.dev.Active()
+	active, err := r.dev.active()
 	if err != nil {
+		r.lose(r.dev, err)
 		return nil, err
 	}
 	if !active {
@@ -129,21 +150,34 @@ func (r *rail) usable() (*openDevice, error) {
 	return r.dev, nil
 }
 
-// sweep gives back idle keys, and lost devices that nobody uses any more.
+// sweep gives back idle keys, and lost devices that nobody uses any more: the kernel waits for that to remove them.
 func (r *rail) sweep(now time.Time) error {
 	r.mu.Lock()
 	dev := r.dev
 	kept := r.lost[:0]
 	for _, d := range r.lost {
-		if d.users() > 0 {
+		if !d.closeLost() {
 			kept = append(kept, d)
-			continue
 		}
-		_ = d.close() // it is gone: what it says to this changes nothing
 	}
 	r.lost = kept
 	r.mu.Unlock()
-	return dev.keys.sweep(now)
+	select {
+	case <-dev.gone:
+		dev.closeLost()
+		return nil
+	default:
+		return dev.keys.sweep(now)
+	}
+}
+
+// closeLost closes a lost device if no lane has it any more. It is gone: what it says to this changes nothing.
+func (d *openDevice) closeLost() bool {
+	if d.users() > 0 {
+		return false
+	}
+	_ = d.close()
+	return true
 }
 
 func (d *openDevice) users() int {
@@ -179,7 +213,13 @@ func (d *openDevice) close() error {
 		d.empty.Wait()
 	}
 	d.mu.Unlock()
-	return errors.Join(d.keys.close(), d.Close())
+	lost := false
+	select {
+	case <-d.gone:
+		lost = true
+	default:
+	}
+	return errors.Join(d.keys.close(lost), d.Close())
 }
 
 // close ends the rail's devices; their lanes have ended.

@@ -49,7 +49,10 @@ type lane struct {
 	acked    uint64 // bytes, when Received was asked last
 }
 
-var _ transport.Meter = (*lane)(nil)
+var (
+	_ transport.Meter = (*lane)(nil)
+	_ transport.Timed = (*lane)(nil)
+)
 
 // entry is one slice on its way.
 type entry struct {
@@ -122,6 +125,16 @@ func (l *lane) Peer() transfer.Boot { return l.peer }
 func (l *lane) Backend() string     { return Name }
 func (l *lane) Local() string       { return l.local }
 func (l *lane) Remote() string      { return l.remote }
+
+// Way is the least round trip that the kernel has seen: when the lane has just been opened, that of its handshake.
+func (l *lane) Way() (d time.Duration) {
+	_ = l.raw.Control(func(fd uintptr) { // a lane that is closed has none
+		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
+			d = time.Duration(info.Min_rtt) * time.Microsecond
+		}
+	})
+	return d
+}
 
 // Received asks the kernel what the other end's kernel has acknowledged. A process that is frozen there takes a receive buffer more than it
 // reads, and then no byte.

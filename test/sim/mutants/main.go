@@ -24,8 +24,8 @@ import (
 // How a mutant is looked at.
 const (
 	tests   = "^(TestSchedules|TestFlapping|TestAllRailsDead)$"
-	runs    = "4000"          // random schedules, until one fails
-	limit   = 4 * time.Minute // of one mutant
+	runs    = "1500"           // random schedules, until one fails
+	limit   = 10 * time.Minute // of one mutant
 	binary  = "sim.test"
 	testPkg = "./test/sim"
 )

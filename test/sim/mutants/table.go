@@ -20,6 +20,8 @@ const (
 	late     = "ended long after its deadline"
 	leak     = "holds something when nothing is open"
 	path     = "failed while there was a path"
+	slot     = "was given out again before its fence"
+	word     = "refused a message of an honest peer"
 )
 
 var mutants = []mutant{
@@ -56,13 +58,13 @@ var mutants = []mutant{
 	{"a peer's clock", "control/exec/inbound.go", "deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", "deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", []string{path, never}},
 
 	// What is left behind.
-	{"a grant is not forgotten", "control/exec/dest.go", "	e.emit(Forget).Landing = l\n", "", []string{leak, released}},
+	{"a grant is not forgotten", "control/exec/dest.go", "	e.emit(Forget).Landing = l\n", "", []string{leak, slot}},
 	{"a grant of a peer is not forgotten", "control/exec/inbound.go", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n	delete(e.inbound, in.id)\n", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n", []string{leak, bound}},
 	{"a grant outlives its source", "control/exec/source.go", "		c.src = nil\n		e.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
 
 	// What comes again.
 	{"a replayed grant takes the place", "control/exec/inbound.go", "		if old.msg.Gen >= m.Gen {\n			return nil // a replay\n		}\n", "", []string{path, never, released, commit}},
-	{"an older grant's reply", "control/exec/dest.go", "if d == nil || d.State != lease.DestGranted || m.Gen != d.live.gen {", "if d == nil || d.State != lease.DestGranted {", []string{path, never, commit}},
+	{"an older grant's reply", "control/exec/dest.go", "if d == nil || d.State != lease.DestGranted || m.Gen != d.live.gen {", "if d == nil || d.State != lease.DestGranted {", []string{word, path, never, commit}},
 
 	// Boots.
 	{"an older boot is waited for", "control/exec/exec.go", "			e.regrant(now, d, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
