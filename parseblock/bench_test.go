@@ -187,6 +187,105 @@ func TestCostOfPlanning(t *testing.T) {
 	}
 }
 
+// reshape is a receiver of 64 layers of NHD pages and the two ranks that share it.
+func reshape(t testing.TB) (plan func()) {
+	reg := Default()
+	side := func(rank, tp int64, seed uint64) (*layout.Layout, []uint32) {
+		g := benchGroup(PackedNHD, 16*4096/uint64(tp), map[string]int64{"kv_heads": 8, "tp_size": tp, "tp_rank": rank})
+		for i := len(g.Layers); i < 64; i++ {
+			l := g.Layers[0]
+			l.Name = fmt.Sprint("l", i)
+			g.Layers = append(g.Layers, l)
+		}
+		return &layout.Layout{Groups: []layout.Group{g}}, benchTable(seed, benchTokens/16)
+	}
+	a, at := side(0, 2, 1)
+	b, bt := side(1, 2, 2)
+	dst, dt := side(0, 1, 3)
+	division, err := NewDivision(reg, []*layout.Layout{a, b}, dst)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shares, err := division.Assign(nil)
+	if err != nil || len(shares) != 2 {
+		t.Fatal(shares, err)
+	}
+	if err := Prove(reg, []*layout.Layout{a, b}, dst, shares); err != nil {
+		t.Fatal(err)
+	}
+	var matches []*Match
+	for i, src := range []*layout.Layout{a, b} {
+		m, err := NewMatch(reg, src, dst, &shares[i])
+		if err != nil {
+			t.Fatal(err)
+		}
+		matches = append(matches, m)
+	}
+	tables := [][][]uint32{{at}, {bt}, {dt}}
+	return func() {
+		if _, err := division.Assign(nil); err != nil {
+			t.Fatal(err)
+		}
+		for i, m := range matches {
+			p, err := m.Plan(benchTokens, []uint32{0})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for side, l := range []*layout.Layout{m.src, dst} {
+				if _, err := p.Side(reg, l, tables[i+side*(2-i)]); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+}
+
+// TestCostOfReshape: what both sidecars plan for one prompt of 32,768 tokens and 64 layers, from two ranks to one, beside the block
+// tables: under 64 KiB, and under a millisecond on a quiet machine (the bound leaves room for a busy
+// one under -race).
+func TestCostOfReshape(t *testing.T) {
+	plan := reshape(t)
+	best := time.Hour
+	for range 20 {
+		start := time.Now()
+		plan()
+		best = min(best, time.Since(start))
+	}
+	r := testing.Benchmark(func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			plan()
+		}
+	})
+	t.Logf("assigned, planned and bound on both sides, two ranks to one: %v, %d bytes", best, r.AllocedBytesPerOp())
+	if r.AllocedBytesPerOp() > 64<<10 || best > 50*time.Millisecond {
+		t.Fatalf("planning took %v and %d bytes", best, r.AllocedBytesPerOp())
+	}
+}
+
+func BenchmarkReshape(b *testing.B) {
+	plan := reshape(b)
+	b.ReportAllocs()
+	for b.Loop() {
+		plan()
+	}
+}
+
+// BenchmarkProve is what a set of layouts costs once, when two engines meet.
+func BenchmarkProve(b *testing.B) {
+	reg := Default()
+	sources, dst := stages(PackedNHD, 2, 8, 16), stages(PackedNHD, 1, 1, 16)[0]
+	for b.Loop() {
+		shares, err := Assign(reg, sources, dst, nil)
+		if err == nil {
+			err = Prove(reg, sources, dst, shares)
+		}
+		if err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
 // BenchmarkPlan is what a sidecar does for each transfer: the plan of its own layout of 64 layers, and its memory bound to it.
 func BenchmarkPlan(b *testing.B) {
 	reg := Default()

@@ -475,6 +475,7 @@ var families = []family{
 	{name: "cpu", kinds: []string{VLLMCPUAttn}, make: cpuCache, fixed: true},
 	{name: "cpu vec", kinds: []string{"vec"}, make: cpuCache},
 	{name: "page", kinds: []string{Page}, make: whole, fixed: true},
+	kimiK3Family,
 }
 
 func genDims(t *rapid.T, f *family, label string, common *dims) *dims {

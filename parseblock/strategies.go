@@ -170,6 +170,7 @@ var builtins = []*builtin{
 	{SGLangPageHead, split(pageHead, vPool)},
 	{VLLMCPUAttn, cpuAttn},
 	{Page, opaque},
+	{KimiK3, kimiK3},
 }
 
 func (s *builtin) Name() string { return s.name }

@@ -1,0 +1,21 @@
+package parseblock
+
+import "github.com/kvspray/kvspray/layout"
+
+// KimiK3 is the latent of Kimi-K3's MLA layers in vLLM: the front of pages that are as wide as a KDA state, because both kinds of layers
+// draw their pages from one pool. page_bytes is what the tokens take, block_stride the width of a page; what lies behind the tokens
+// belongs to nobody. token_bytes, where it is given, must be what a token takes. The KDA layers are KDAState.
+//
+//	| t0: 512 latent, 64 rope | t1: ... | tN-1 | nothing | next page: ...
+const KimiK3 = "kimi_k3"
+
+func kimiK3(p *params) []layout.Plane {
+	token := p.divide(p.l.PageBytes, p.n, "tokens_per_block")
+	if want := p.get("token_bytes", token, 1, maxCell); want != token {
+		p.refuse("params.token_bytes", want, "page_bytes has another number of bytes for a token")
+	}
+	if p.g.NumBlocks > 1 && p.l.BlockStride < p.l.PageBytes {
+		p.refuse("block_stride", p.l.BlockStride, "a page is at least as wide as its tokens")
+	}
+	return []layout.Plane{p.replicated(layout.RoleLatent, token, 1)}
+}
