@@ -216,7 +216,7 @@ func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool) {
 			return Copy, false
 		}
 	}
-	return learn.pick(), true
+	return learn.pick(time.Now()), true
 }
 
 // pinned gives the device address of host memory that lies in the arena, or in what Pin was told.
@@ -304,7 +304,8 @@ type mover struct {
 	gpus     *GPUs
 	dst, src side // of the last piece
 	list     []Move
-	from, to *GPU // of list
+	total    uint64 // bytes of list
+	from, to *GPU   // of list
 
 	far, near []mem.Block // of gpu, and of the host
 	gpu       *GPU
@@ -364,6 +365,7 @@ func (w *mover) piece(d, s mem.Block) error {
 		w.from, w.to = from, to
 	}
 	w.list = append(w.list, Move{Src: w.src.base + cuda.Ptr(s.Off), Dst: w.dst.base + cuda.Ptr(d.Off), Len: s.Len, Count: 1})
+	w.total += s.Len
 	return nil
 }
 
@@ -403,11 +405,19 @@ func (w *mover) flush() error {
 	if len(w.list) == 0 {
 		return nil
 	}
-	err := w.gpus.withPeer(w.from, w.to, func(p *Peer) error { return p.Run(w.list) })
+	err := w.gpus.withPeer(w.from, w.to, func(p *Peer, learn *chooser) error {
+		start := time.Now()
+		how := learn.pick(start)
+		err := p.RunBy(how, w.list)
+		if err == nil {
+			learn.took(how, w.total, time.Since(start))
+		}
+		return err
+	})
 	if errors.Is(err, errNoPeer) {
 		err = w.through()
 	}
-	w.list = w.list[:0]
+	w.list, w.total = w.list[:0], 0
 	return err
 }
 
