@@ -405,23 +405,32 @@ func (w *mover) flush() error {
 	if len(w.list) == 0 {
 		return nil
 	}
-	err := w.gpus.withPeer(w.from, w.to, func(p *Peer, learn *chooser) error {
-		start := time.Now()
-		how := learn.pick(start)
-		err := p.RunBy(how, w.list)
-		if err == nil {
-			learn.took(how, w.total, time.Since(start))
-		}
-		return err
-	})
+	defer func() { w.list, w.total = w.list[:0], 0 }()
+	pool, err := w.gpus.pool(w.from, w.to)
 	if errors.Is(err, errNoPeer) {
-		err = w.through()
+		return w.through()
 	}
-	w.list, w.total = w.list[:0], 0
+	if err != nil {
+		return err
+	}
+	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down; copy engines do neither, and take
+	// scattered blocks across PCIe well. Within one GPU they do not: there the driver copies by kernels too.
+	start := time.Now()
+	how := pool.learn.pick(start)
+	if how == Copy {
+		err = w.through()
+	} else {
+		p := <-pool.free
+		err = p.Run(w.list)
+		pool.free <- p
+	}
+	if err == nil {
+		pool.learn.took(how, w.total, time.Since(start))
+	}
 	return err
 }
 
-// through takes the list by way of host memory, where two GPUs do not reach each other. One hop at a time: to hold one of each GPU
+// through takes the list by way of host memory: where two GPUs do not reach each other, or are busy. One hop at a time: to hold one of each GPU
 // could deadlock against those who go the other way.
 func (w *mover) through() error {
 	buf, giveBack := w.from.buffer()

@@ -217,17 +217,6 @@ func (g *GPUs) open(i int) (*GPU, error) {
 // errNoPeer: copies between two GPUs go through host memory.
 var errNoPeer = errors.New("stage: no peer access")
 
-// withPeer calls f with a pipeline from one GPU to another, waiting until one is free.
-func (g *GPUs) withPeer(from, to *GPU, f func(*Peer, *chooser) error) error {
-	pool, err := g.pool(from, to)
-	if err != nil {
-		return err
-	}
-	p := <-pool.free
-	defer func() { pool.free <- p }()
-	return f(p, &pool.learn)
-}
-
 // pipelines are those from one GPU to another.
 type pipelines struct {
 	free  chan *Peer

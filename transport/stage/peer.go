@@ -39,8 +39,6 @@ const (
 	MinStage    = 16 << 20
 	PeerDepth   = 4
 	MaxRuns     = 64 << 10 // of one stage
-	copyStage   = 4 << 20  // where copy engines gather and scatter: they are a tenth as fast as kernels, so steps must be short to overlap
-	copyRuns    = 4096     // of such a stage
 	DirectBytes = 16 << 20 // pieces of so many bytes skip packing
 	packAlign   = 16
 	runBytes    = 32 // sizeof(struct kvs_run)
@@ -72,7 +70,6 @@ type stageBuffer struct {
 	runsDev  [2]cuda.Ptr
 	packed   Event // on the source
 	copied   Event
-	list     copyList
 	unpacked Event // on the destination; the host waits for it before it writes the lists again
 }
 
@@ -123,29 +120,19 @@ func newPeer(minStage, maxStage uint64, src, dst Packer) (_ *Peer, err error) {
 	return p, nil
 }
 
-// copyList is a stage for copy engines: pieces of both sides, and where they lie in the dense buffers.
-type copyList struct {
-	far, near [2][]cuda.Ptr
-	bytes     []uint64
-}
-
-// Run moves all of moves by kernels that pack and unpack.
-func (p *Peer) Run(moves []Move) error { return p.RunBy(Pack, moves) }
-
-// RunBy moves all of moves and returns when every byte is in place. Copy leaves gathering and scattering to the copy engines, which
-// do not wait for an engine's kernels and take nothing from them. After an error, what was in flight has been waited for: no late
-// write follows. Safe for concurrent use; calls take turns.
-func (p *Peer) RunBy(how Executor, moves []Move) error {
+// Run moves all of moves and returns when every byte is in place. After an error, what was in flight has been waited for: no
+// late write follows. Safe for concurrent use; calls take turns.
+func (p *Peer) Run(moves []Move) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
 		return net.ErrClosed
 	}
-	err := p.run(how, moves)
+	err := p.run(moves)
 	return errors.Join(err, p.src.queue.Sync(), p.link.Sync(), p.dst.queue.Sync())
 }
 
-func (p *Peer) run(how Executor, moves []Move) error {
+func (p *Peer) run(moves []Move) error {
 	var cur cursor
 	size := p.min
 	for cur.move < len(moves) {
@@ -161,7 +148,7 @@ func (p *Peer) run(how Executor, moves []Move) error {
 			cur.advance(m, 1)
 			continue
 		}
-		if err := p.stage(how, moves, &cur, size); err != nil {
+		if err := p.stage(moves, &cur, size); err != nil {
 			return err
 		}
 		// What is left is guessed from the next move: to look at all of them would cost as much as to list them.
@@ -199,7 +186,7 @@ func (c *cursor) advance(m *Move, n uint64) {
 }
 
 // stage fills one buffer with packable pieces, up to size bytes, and issues its three steps.
-func (p *Peer) stage(how Executor, moves []Move, cur *cursor, size uint64) error {
+func (p *Peer) stage(moves []Move, cur *cursor, size uint64) error {
 	b := &p.buffers[p.used%PeerDepth]
 	if p.used >= PeerDepth {
 		// Its last unpack frees the lists, which are host memory, and both dense buffers.
@@ -208,16 +195,6 @@ func (p *Peer) stage(how Executor, moves []Move, cur *cursor, size uint64) error
 		}
 	}
 	p.used++
-	if how == Copy {
-		l := &b.list
-		bytes := l.fill(b, moves, cur, min(copyStage, p.max))
-		return p.issue(b, bytes, func(side int, q Queue) error {
-			if side == 0 {
-				return q.CopyBatch(l.near[side], l.far[side], l.bytes)
-			}
-			return q.CopyBatch(l.far[side], l.near[side], l.bytes)
-		})
-	}
 	size = max(size, moves[cur.move].Len)
 	if n, bytes := b.fillUniform(moves, cur, size); n > 0 {
 		length := bytes / uint64(n)
@@ -244,29 +221,6 @@ func (p *Peer) stage(how Executor, moves []Move, cur *cursor, size uint64) error
 		}
 		return p.dst.dev.Unpack(q, b.runsDev[side], b.runsDev[side]+firstAt, n)
 	})
-}
-
-// fill takes pieces up to size bytes, one at least, and up to copyRuns.
-func (l *copyList) fill(b *stageBuffer, moves []Move, cur *cursor, size uint64) (bytes uint64) {
-	for side := range 2 {
-		l.far[side], l.near[side] = l.far[side][:0], l.near[side][:0]
-	}
-	l.bytes = l.bytes[:0]
-	for cur.move < len(moves) && len(l.bytes) < copyRuns {
-		m := &moves[cur.move]
-		if m.Len == 0 || m.Count == 0 || m.Count > maxPieces || !packable(m) || bytes > 0 && m.Len > size-min(bytes, size) {
-			break
-		}
-		l.far[0] = append(l.far[0], m.Src+cuda.Ptr(cur.piece*m.SrcStride))
-		l.far[1] = append(l.far[1], m.Dst+cuda.Ptr(cur.piece*m.DstStride))
-		for side := range 2 {
-			l.near[side] = append(l.near[side], b.dense[side]+cuda.Ptr(bytes))
-		}
-		l.bytes = append(l.bytes, m.Len)
-		bytes += m.Len
-		cur.advance(m, 1)
-	}
-	return bytes
 }
 
 // minUniform is the number of single pieces of one length in a row that make the short list worth a stage of its own.

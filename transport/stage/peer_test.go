@@ -57,7 +57,7 @@ func TestPeerContent(t *testing.T) {
 				}
 				moves = append(moves, mv)
 			}
-			if err := p.RunBy([]Executor{Pack, Copy}[rng.IntN(2)], moves); err != nil {
+			if err := p.Run(moves); err != nil {
 				t.Fatalf("seed %d: %v", seed, err)
 			}
 			if !bytes.Equal(db, want) {
