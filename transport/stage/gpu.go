@@ -430,31 +430,54 @@ func (w *mover) flush() error {
 	return err
 }
 
-// through takes the list by way of host memory: where two GPUs do not reach each other, or are busy. One hop at a time: to hold one of each GPU
-// could deadlock against those who go the other way.
+// throughWorkers exchange at once: each waits for two copies, one after the other, so several fill the link.
+const throughWorkers = 6
+
+// through takes the list by way of host memory: where two GPUs do not reach each other, or are busy. A worker holds one hop at a
+// time: to hold one of each GPU could deadlock against those who go the other way.
 func (w *mover) through() error {
-	buf, giveBack := w.from.buffer()
-	defer giveBack()
-	for i := 0; i < len(w.list); {
-		j, bytes := i, uint64(0)
-		for j < len(w.list) && j-i < hopRuns && bytes+w.list[j].Len <= LendBytes {
-			bytes += w.list[j].Len
-			j++
+	var mu sync.Mutex // protects all below
+	var failed error
+	at := 0
+	next := func() (list []Move, bytes uint64) {
+		mu.Lock()
+		defer mu.Unlock()
+		if failed != nil {
+			return nil, 0
 		}
-		if j == i { // larger than a hop: cut it
-			m := &w.list[i]
-			if err := w.exchange([]Move{{Src: m.Src, Dst: m.Dst, Len: LendBytes}}, buf); err != nil {
-				return err
-			}
-			m.Src, m.Dst, m.Len = m.Src+LendBytes, m.Dst+LendBytes, m.Len-LendBytes
-			continue
+		first := at
+		for at < len(w.list) && at-first < hopRuns && bytes+w.list[at].Len <= LendBytes {
+			bytes += w.list[at].Len
+			at++
 		}
-		if err := w.exchange(w.list[i:j], buf[:bytes]); err != nil {
-			return err
+		if at > first || at == len(w.list) {
+			return w.list[first:at], bytes
 		}
-		i = j
+		m := &w.list[at] // larger than a buffer: cut it
+		part := Move{Src: m.Src, Dst: m.Dst, Len: LendBytes}
+		m.Src, m.Dst, m.Len = m.Src+LendBytes, m.Dst+LendBytes, m.Len-LendBytes
+		return []Move{part}, LendBytes
 	}
-	return nil
+	var wg sync.WaitGroup
+	for range min(throughWorkers, 1+w.total/LendBytes) {
+		wg.Go(func() {
+			buf, giveBack := w.from.buffer()
+			defer giveBack()
+			for {
+				list, bytes := next()
+				if len(list) == 0 {
+					return
+				}
+				if err := w.exchange(list, buf[:bytes]); err != nil {
+					mu.Lock()
+					failed = err
+					mu.Unlock()
+				}
+			}
+		})
+	}
+	wg.Wait()
+	return failed
 }
 
 // exchange moves at most a hop's worth.
