@@ -491,7 +491,7 @@ func TestFullCompletionRing(t *testing.T) {
 	go func() {
 		for range n {
 			x, h := key()
-			if _, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Blocks: [][]uint32{{1}}}); err != nil {
+			if _, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{16}, Blocks: [][]uint32{{1}}}); err != nil {
 				t.Error(err)
 				return
 			}

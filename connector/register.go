@@ -43,6 +43,11 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 			}
 		}
 	}
+	owner, mine, theirs := (*worker)(nil), (*extent)(nil), (*extent)(nil)
+	if current {
+		owner, mine, theirs = s.sharedLocked(w)
+		current = owner == nil
+	}
 	if current {
 		s.workers[c.hello.Boot] = w
 		for _, r := range w.pub.Regions {
@@ -56,6 +61,10 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 		w.deliver.Unlock()
 		c.worker = nil
 		w.abandon()
+		if owner != nil {
+			c.sharedMemory(m.ID, owner, mine, theirs)
+			return
+		}
 		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Field: "session", Message: "another session of this engine worker is there, or holds a region of this id",
 			Remedy: "open a new session, with fresh region ids for new memory"})
 		return
@@ -83,6 +92,46 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 			w.log.Error("the exit of the engine worker cannot be watched; its leases stay until a new session takes over", "err", err)
 		}
 	}()
+}
+
+// sharedLocked finds a worker, of any session, whose memory w registers, too. A worker's memory is its own until its leases are fenced.
+func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *extent) {
+	byFile := map[[2]uint64][]extent{}
+	for _, e := range w.extents {
+		byFile[e.file] = append(byFile[e.file], e)
+	}
+	for _, o := range s.workers {
+		for i := range o.extents {
+			if e := overlapping(byFile[o.extents[i].file], &o.extents[i]); e != nil {
+				return o, e, &o.extents[i]
+			}
+		}
+	}
+	return nil, nil, nil
+}
+
+// sharedMemory refuses memory that another worker has. An engine that made a new client for the memory of one that it has closed is
+// to have it: what is left of the old one is fenced first, and the shim tries again.
+func (c *session) sharedMemory(id uint64, owner *worker, mine, theirs *extent) {
+	owner.mu.Lock()
+	left := owner.session == nil && owner.draining.Load() && owner.proc.pid == c.peer.pid
+	owner.mu.Unlock()
+	if left {
+		c.s.retire(owner, ErrSuperseded)
+	}
+	owner.deliver.Lock()
+	gone := owner.gone
+	owner.deliver.Unlock()
+	e := &msg.ErrorMessage{ID: id, Code: msg.CodeRegion, Field: mine.field,
+		Message: fmt.Sprintf("the same memory as %s of engine worker %s, which is registered", theirs.field, owner.pub.Name),
+		Remedy:  "give each engine worker memory of its own, or stop the other one"}
+	if gone {
+		e.Code, e.Message, e.Remedy = msg.CodeFencing, fmt.Sprintf("the same memory as %s of engine worker %s, which is being fenced", theirs.field,
+			owner.pub.Name), "try again in a moment"
+	}
+	c.s.hookMalformed("register")
+	c.log.Warn("registration refused", "field", e.Field, "err", e.Message)
+	c.sendError(e)
 }
 
 func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err error) {
@@ -118,6 +167,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		}
 	}()
 	files := map[[2]uint64]string{}
+	var extents []extent
 	// take moves a descriptor out of the packet. Each may be named once, and each file behind a mapping once: two views of one
 	// memory would be overlapping regions.
 	take := func(field string, index uint32, file bool) (fd int, size uint64, err error) {
@@ -135,7 +185,12 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 			if other, dup := files[ino]; dup {
 				return -1, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s", other), "register each memory once, as one region")
 			}
+			e := extent{file: ino, to: max(size, 1), field: field}
+			if o := overlapping(extents, &e); o != nil {
+				return -1, 0, refuse(msg.CodeRegion, field, fmt.Errorf("the same memory as %s, which is a view of it", o.field), "register each memory once, as one region")
+			}
 			files[ino] = field
+			extents = append(extents, e)
 		}
 		fd, fds[index] = fds[index], -1
 		return fd, size, nil
@@ -227,9 +282,23 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		case msg.KindAdopted:
 			r, err = mem.MapMemfd(d.Region, fd, d.Bytes, mem.Adopted(), mem.PopulatePresent())
 		case msg.KindProcess:
+			var views []extent
 			if err = disjoint(m.Regions[:i], d); err == nil {
 				r, err = mem.OpenProcess(d.Region, fd, d.Addr, d.Bytes)
 			}
+			if err == nil {
+				views, err = viewed(c.peer.pid, d.Addr, d.Bytes, field)
+			}
+			for k := range views {
+				if o := overlapping(extents, &views[k]); err == nil && o != nil {
+					err = fmt.Errorf("[%#x, +%d) is a view of the memory of %s", d.Addr, d.Bytes, o.field)
+				}
+			}
+			if err != nil && r != nil {
+				r.Release() // it has taken fd
+				fd = -1
+			}
+			extents = append(extents, views...)
 		case msg.KindDevice:
 			if s.opt.Devices == nil {
 				err = errNoDevices
@@ -282,7 +351,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 
 	w = &worker{s: s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: flags, index: index, done: make(chan struct{}),
 		session: c, sub: view.SubmissionConsumer(), comp: view.CompletionProducer(), door: os.NewFile(uintptr(door), "doorbell"), bell: bell,
-		rings: rings, leases: map[uint64]*lease{}, follow: map[uint64]*lease{}, complaint: map[string]int{}, seen: make([]uint64, flags.Layers()+1)}
+		rings: rings, extents: extents, leases: map[uint64]*lease{}, writing: map[uint64]uint64{}, follow: map[uint64]*lease{}, complaint: map[string]int{}, seen: make([]uint64, flags.Layers()+1)}
 	pub.SourceValid = w.sourceValid
 	pub.state = w
 	// SourceValid may be asked long after the worker has gone, by whoever kept the Worker: the flags stay mapped as long as

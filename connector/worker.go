@@ -50,6 +50,7 @@ type worker struct {
 	watched  atomic.Bool   // on the watcher's list
 	waiting  atomic.Int32  // len(follow), for the watcher
 	seen     []uint64      // flags as the watcher saw them last; the watcher's own
+	extents  []extent      // of its board and regions
 	draining atomic.Bool   // BYE was said: no new leases
 
 	deliver sync.Mutex
@@ -63,6 +64,7 @@ type worker struct {
 	bell      int      // wakes the shim; -1 once closed
 	rings     *mem.Region
 	leases    map[uint64]*lease
+	writing   map[uint64]uint64 // blocks that open destination leases write: bit set, see claimOf
 	blockIDs  int               // in the tables of open leases and of their pending steps
 	follow    map[uint64]*lease // those with pending steps
 	lastStep  uint64
@@ -95,6 +97,7 @@ type lease struct {
 	steps    []pendingStep // oldest first
 	reported []uint32      // per flat layer: tokens told to the control layer
 	ids      int           // block ids of the table that the control layer holds
+	writes   [][]uint32    // destination: per group, the blocks that will be written
 }
 
 type pendingStep struct {
@@ -371,17 +374,82 @@ func (w *worker) expectLocked(rec board.Record) error {
 		return err
 	}
 	l.tokens = m.Tokens
-	if err := w.admitLocked(l, ids); err != nil {
-		w.refuseLocked(rec, false, err)
-		return nil
-	}
 	if m.Skip == nil {
 		m.Skip = make([]uint32, len(m.Blocks))
+	}
+	if err := w.claimLocked(l, m); err != nil {
+		w.refuseLocked(rec, false, err)
+		return err
+	}
+	if err := w.admitLocked(l, ids); err != nil {
+		w.unclaimLocked(l)
+		w.refuseLocked(rec, false, err)
+		return nil
 	}
 	ex := Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
 		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
 	w.eventLocked(func(e Events) { e.Expect(w.pub, ex) })
 	return nil
+}
+
+// claimLocked takes the blocks that a destination lease will write, each for itself: what it skips may be shared, and so may what is
+// only read. Two writers of one block would each be right about bytes that the other has replaced.
+func (w *worker) claimLocked(l *lease, m *msg.Expect) error {
+	if m.Tokens == 0 || len(m.Skip) != len(m.Blocks) {
+		return nil // the plan refuses it
+	}
+	for gi, table := range m.Blocks {
+		first, end := w.pub.Own.Written(gi, m.Tokens, m.Skip[gi])
+		first, end = min(first, len(table)), min(end, len(table))
+		l.writes = append(l.writes, table[first:first])
+		for i := first; i < end; i++ {
+			word, bit := claimOf(gi, table[i])
+			if w.writing[word]&bit != 0 {
+				err := w.claimedLocked(l, gi, table, first, i)
+				w.unclaimLocked(l)
+				return err
+			}
+			w.writing[word] |= bit
+			l.writes[gi] = table[first : i+1]
+		}
+	}
+	return nil
+}
+
+// claimedLocked names who has the block at place i.
+func (w *worker) claimedLocked(l *lease, group int, table []uint32, first, i int) error {
+	id := table[i]
+	e := &msg.Error{Message: "EXPECT", Field: fmt.Sprintf("blocks[%d][%d]", group, i), Problem: fmt.Sprintf("block %d is written for another open lease", id),
+		Remedy: "wait for its completion, which says that nothing writes any more"}
+	if j := slices.Index(table[first:i], id); j >= 0 {
+		e.Problem = fmt.Sprintf("block %d is at place %d, too, and both would be written", id, first+j)
+		e.Remedy = "allocate a block of its own for each part of the prompt"
+		return e
+	}
+	for _, o := range w.leases {
+		if o != l && group < len(o.writes) && slices.Contains(o.writes[group], id) {
+			e.Problem = fmt.Sprintf("block %d is written for lease %d, which is open", id, o.id)
+		}
+	}
+	return e
+}
+
+// unclaimLocked gives back what claimLocked took.
+func (w *worker) unclaimLocked(l *lease) {
+	for gi, table := range l.writes {
+		for _, id := range table {
+			word, bit := claimOf(gi, id)
+			if w.writing[word] &^= bit; w.writing[word] == 0 {
+				delete(w.writing, word)
+			}
+		}
+	}
+	l.writes = nil
+}
+
+// claimOf is the place of a block in worker.writing.
+func claimOf(group int, id uint32) (word, bit uint64) {
+	return uint64(group)<<32 | uint64(id>>6), 1 << (id & 63)
 }
 
 // priority takes a value of a newer version for the least urgent.
@@ -670,6 +738,7 @@ func (w *worker) closeLeaseLocked(l *lease) {
 	w.dropStepsLocked(l)
 	w.blockIDs -= l.ids
 	delete(w.leases, l.id)
+	w.unclaimLocked(l)
 	if l.source {
 		w.sources.Delete(l.id)
 	}

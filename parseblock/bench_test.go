@@ -2,11 +2,13 @@ package parseblock
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"reflect"
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -115,6 +117,37 @@ func TestNoAllocations(t *testing.T) {
 				}); n != 0 {
 					t.Errorf("pieces: %v allocations", n)
 				}
+			}
+		})
+	}
+}
+
+// TestRunsAreCheap: a run takes less than 20 ns to plan, of whatever layout. The least of several tries: what else the machine does
+// makes them dearer, never cheaper.
+func TestRunsAreCheap(t *testing.T) {
+	if raceEnabled {
+		testutil.Skip(t, "norace", "the race detector makes it many times slower")
+	}
+	const (
+		limit = 20.0 // ns
+		tries = 200
+	)
+	runs := make([]layout.Run, 0, 1<<15)
+	for _, c := range benchCases() {
+		t.Run(c.name, func(t *testing.T) {
+			tpl, from, to := c.template(t)
+			best := math.Inf(1)
+			for range tries {
+				began := time.Now()
+				out, err := tpl.Append(runs, from, to, layout.TokenRange{End: benchTokens})
+				if err != nil {
+					t.Fatal(err)
+				}
+				best = min(best, float64(time.Since(began))/float64(len(out)))
+			}
+			t.Logf("%.1f ns a run", best)
+			if best > limit {
+				t.Errorf("%.1f ns a run at best, less than %.0f ns wanted", best, limit)
 			}
 		})
 	}

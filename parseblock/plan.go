@@ -177,6 +177,21 @@ func WindowStart(g *layout.Group, tokens uint32) uint32 {
 	return tokens - uint32(w) + 1
 }
 
+// Written says which entries of a group's block table name blocks that the transfer of a prompt writes at its receiver: [first, end).
+// What is before them it has already, or sees no more.
+func (m *Match) Written(group int, tokens, skip uint32) (first, end int) {
+	at := 0
+	for gi := range group {
+		at += len(m.dst.Groups[gi].Layers)
+	}
+	g := &m.dst.Groups[group]
+	if tokens == 0 || skip >= tokens || len(m.links[at]) == 0 {
+		return 0, 0
+	}
+	s := newSegment(g, group, m.links[at], tokens, skip)
+	return int(s.block0), int((tokens-1)/g.TokensPerBlock) + 1
+}
+
 // Space is the transfer space.
 func (p *Plan) Space() *transfer.Space { return p.space }
 

@@ -56,6 +56,7 @@ type process struct {
 	socket   string
 	endpoint string
 	http     string
+	argv     []string // see command
 	cmd      *exec.Cmd
 }
 
@@ -75,10 +76,10 @@ func freePort(t testing.TB) string {
 	return ""
 }
 
-func newProcess(t testing.TB, transport string) *process {
+func newProcess(t testing.TB, transport string, argv ...string) *process {
 	t.Helper()
 	dir := socketDir(t)
-	p := &process{t: t, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock"), endpoint: freePort(t), http: freePort(t)}
+	p := &process{t: t, argv: argv, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock"), endpoint: freePort(t), http: freePort(t)}
 	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir), "engine": map[string]any{"socket": p.socket},
 		"peer": map[string]any{"listen": p.endpoint, "gossip": map[string]any{"listen": "off"}}, "http": map[string]any{"listen": p.http},
 		"transports": map[string]any{"order": []string{transport}}}) // JSON is YAML
@@ -100,12 +101,10 @@ func newProcess(t testing.TB, transport string) *process {
 
 func (p *process) start() {
 	p.t.Helper()
-	exe, err := os.Executable()
-	if err != nil {
+	var err error
+	if p.cmd, err = p.command(); err != nil {
 		p.t.Fatal(err)
 	}
-	p.cmd = exec.Command(exe)
-	p.cmd.Env = append(os.Environ(), childConfig+"="+p.path)
 	log, err := os.OpenFile(p.path+".log", os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
 		p.t.Fatal(err)

@@ -44,6 +44,17 @@ attacks() { # LEAST ARGUMENTS...: counted, and at least so many attacks passed: 
 	return $rc
 }
 
+bounds() { # the tests whose bounds the race detector would hide, without it and one package after the other; all of them have to be there
+	local rc=0 out=$logs/bounds-raw.log name
+	KVSPRAY_MUST_RUN=$KVSPRAY_MUST_RUN,kvspray,alloc,norace go test -count=1 -p 1 -v -timeout 5m -run "^($(IFS='|'; echo "$*"))\$" \
+		./connector ./sidecar ./transport/tcp ./transport/shm ./parseblock ./internal/mem 2>&1 | tee "$out" || rc=$?
+	for name in "$@"; do
+		grep -q "^--- PASS: $name " "$out" || { echo "$name did not pass"; rc=1; }
+	done
+	echo "bounds: $(grep -c '^--- PASS' "$out" || true) passed, $# expected"
+	return $rc
+}
+
 figures() { # PATTERN: tests on rails of the kernel, without -race and with nothing beside them, because they measure
 	KVSPRAY_RAILS=${KVSPRAY_RAILS:-minute} go test -count=1 -timeout 90m -v -run "$1" ./test/rails
 }
@@ -64,6 +75,7 @@ else
 	part lint '^$' make lint
 	part generate '^' make generate-check
 	part go '^packages' counted ./...
+	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCopyDoesNotHoldTheCollector
 	part rails '^(ok|FAIL)' figures .
 	part python 'passed|failed|error' "$py" -m pytest -q pybind/tests integration/vllm/tests
 	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e

@@ -14,6 +14,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -156,6 +157,16 @@ func run(ctx context.Context, o options) error {
 		return err
 	}
 	var all []*outcome
+	// What was measured before somebody had enough is worth something, too.
+	err := o.turnsOf(ctx, func(x *outcome) { all = append(all, x) })
+	if len(all) == 0 {
+		return err
+	}
+	return errors.Join(err, o.write(all))
+}
+
+// turnsOf lets everybody have their turns.
+func (o *options) turnsOf(ctx context.Context, done func(*outcome)) error {
 	for _, block := range o.blocks {
 		for _, s := range scenarios {
 			for turn := range o.turns {
@@ -168,14 +179,14 @@ func run(ctx context.Context, o options) error {
 						return fmt.Errorf("%s, %s, blocks of %s: %w", e.title, s.name, timeline.FormatSize(int64(block)), err)
 					}
 					x.Turn = turn
-					all = append(all, x)
+					done(x)
 					fmt.Fprintf(os.Stderr, "%-8s %-30s %8s: %s of %s, %d failed, while down %.2f, stall %v %s\n", e.name, s.name, timeline.FormatSize(int64(block)),
 						x.Result.Goodput, x.Result.Together, x.Result.Failed, x.During, x.Stall.D().Round(10*time.Millisecond), x.Error)
 				}
 			}
 		}
 	}
-	return o.write(all)
+	return nil
 }
 
 // turn lets one engine do one thing, on rails of its own.
@@ -287,6 +298,9 @@ func (o *options) write(all []*outcome) error {
 		if x.Turn == 0 && len(x.Result.Faults) > 0 && x.Block == o.blocks[0] && len(x.Result.Samples.Bytes) > 0 {
 			panels = append(panels, chart.Panel{Title: title(x.Engine) + ": " + x.Scenario, Result: x.Result})
 		}
+	}
+	if len(panels) == 0 {
+		return nil
 	}
 	return chart.HTML(f, "A rail dies: kvspray and other engines", panels...)
 }

@@ -26,11 +26,13 @@ const (
 	maxLayers      = 32
 	tokensPerBlock = 16
 	maxChecks      = 64 // transfers whose content waits to be compared
+	compareNice    = 10 // of the thread that compares
 )
 
 // Pair is an engine at each sidecar, with equal caches.
 type Pair struct {
 	field *Field
+	id    string // of both engines: a sidecar tells its workers apart by it
 	shape connectortest.Shape
 	n     int // blocks of one transfer, in each layer
 
@@ -78,7 +80,7 @@ func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) 
 		layers *= 2
 	}
 	n := pages / layers
-	p := &Pair{field: f, n: n, shape: connectortest.Shape{Layers: layers, NumBlocks: uint32(n * slots), TokensPerBlock: tokensPerBlock,
+	p := &Pair{field: f, id: fmt.Sprintf("e%d", len(f.pairs)), n: n, shape: connectortest.Shape{Layers: layers, NumBlocks: uint32(n * slots), TokensPerBlock: tokensPerBlock,
 		TokenBytes: uint64(block / tokensPerBlock)}, slots: make(chan []uint32, slots), checks: make(chan *Transfer, maxChecks),
 		waits: map[waitKey]chan connectortest.Completion{}}
 	var seed [32]byte
@@ -123,7 +125,7 @@ func (p *Pair) connect(ctx context.Context) (err error) {
 	p.disconnect()
 	dial := func(side netrig.Side) (*connectortest.Worker, error) {
 		return connectortest.DialWorker(ctx, connectortest.Config{Socket: p.field.nodes[side].socket, Layout: p.shape.Layout(),
-			Regions: []*mem.Region{p.region[side]}, Engine: msg.Engine{Name: "bench", Version: "1", ID: "e"}})
+			Regions: []*mem.Region{p.region[side]}, Engine: msg.Engine{Name: "bench", Version: "1", ID: p.id}})
 	}
 	if p.src, err = dial(netrig.Sender); err != nil {
 		return fmt.Errorf("engine at the sending sidecar: %w\n%s", err, p.field.Logs())
@@ -298,7 +300,7 @@ func (t *Transfer) Heard() <-chan struct{} { return t.landed }
 func (p *Pair) compare() {
 	defer p.wg.Done()
 	runtime.LockOSThread() // for good: the thread's priority ends with it
-	_ = unix.Setpriority(unix.PRIO_PROCESS, 0, 19)
+	_ = unix.Setpriority(unix.PRIO_PROCESS, 0, compareNice)
 	for t := range p.checks {
 		if t.Err == nil {
 			t.Err = p.same(t)

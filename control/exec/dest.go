@@ -117,9 +117,9 @@ func teamOf(w *connector.Worker, x *connector.Expect) (id lease.TeamID, err erro
 		if x.Req == "" {
 			return id, fmt.Errorf("the engine has %d ranks, and the request has no id by which theirs can be told: send req", w.Place.World())
 		}
-		fmt.Fprintf(h, "%q %q", w.Place.Engine, x.Req)
+		_, _ = fmt.Fprintf(h, "%q %q", w.Place.Engine, x.Req) // a hash takes everything
 	} else {
-		fmt.Fprintf(h, "%x %d %d", x.Lease.Boot, x.Lease.ID, x.Lease.Epoch)
+		_, _ = fmt.Fprintf(h, "%x %d %d", x.Lease.Boot, x.Lease.ID, x.Lease.Epoch)
 	}
 	copy(id[:], h.Sum(nil))
 	return id, nil

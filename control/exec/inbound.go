@@ -61,6 +61,11 @@ func (e *Exec) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
 		}
 		e.replace(now, old)
 	}
+	for _, s := range e.byKey[k] {
+		if s.Over(g) {
+			return nil // a replay
+		}
+	}
 	in := &inbound{id: g, peer: p, key: k, msg: m, team: lease.TeamID(m.Team)}
 	e.inbound[g] = in
 	if !e.settle(now, in) {

@@ -173,6 +173,10 @@ func TestTeams(t *testing.T) {
 	if n.Narrow() || n.Room(x) || n.Room(y) || !n.End(g(0), true) || n.Served != 1 {
 		t.Errorf("narrowed: served %d", n.Served)
 	}
+	// Who has ended is known as long as the lease lives: its grant, said again, must not take the place of a receiver that is still to come.
+	if p := (&Source{Fanout: 1}); p.Bind(g(0), x, 2) != nil || p.Over(g(0)) || p.End(g(0), true) || !p.Over(g(0)) || p.Over(g(1)) {
+		t.Error("a receiver that has ended is not told from one that has not come")
+	}
 	late := &Source{Fanout: 1}
 	_ = late.Bind(g(0), x, 2) // room is certain
 	if late.End(g(0), true) || !late.Narrow() || !late.Done() {

@@ -63,6 +63,7 @@ type Source struct {
 
 	State   SourceState
 	serving map[GrantID]place // bound now
+	over    map[GrantID]bool  // ended; a place is not given to them again
 	teams   map[TeamID]*team
 	ended   int // teams that need us no more: committed, revoked, or their process died
 	Served  int // those of them that committed, every receiver
@@ -85,6 +86,10 @@ func (s *Source) Has(g GrantID) bool {
 	_, ok := s.serving[g]
 	return ok
 }
+
+// Over reports whether the grant's destination lease has ended here: what comes of it again is a replay, and would take the place of
+// another receiver of its request.
+func (s *Source) Over(g GrantID) bool { return s.over[g] }
 
 // Serving counts the destination leases bound, those included that lost their grant and may come again.
 func (s *Source) Serving() int { return len(s.serving) }
@@ -129,6 +134,10 @@ func (s *Source) Lost(g GrantID) {
 func (s *Source) End(g GrantID, committed bool) (last bool) {
 	if p, ok := s.serving[g]; ok {
 		delete(s.serving, g)
+		if s.over == nil {
+			s.over = map[GrantID]bool{}
+		}
+		s.over[g] = true
 		t := s.teams[p.team]
 		t.ended++
 		if committed {

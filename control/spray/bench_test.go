@@ -40,7 +40,7 @@ func loaded(t testing.TB, n int) (step func()) {
 		}
 	}
 	step = func() {
-		if p.backlog < 1000 {
+		if p.waits(Background) < 1000 {
 			open()
 		}
 		pull()

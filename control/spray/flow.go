@@ -63,7 +63,7 @@ func (f *Flow) Ready(r transfer.Range) {
 	end := min(r.End(), uint32(len(f.chunks)))
 	for c := r.First; c < end; c++ {
 		if k := &f.chunks[c]; k.attempt == 0 && !k.landed {
-			f.peer.backlog += int(f.fresh.Add(transfer.Range{First: c, Count: 1}))
+			f.peer.backlog[f.prio] += int(f.fresh.Add(transfer.Range{First: c, Count: 1}))
 		}
 	}
 	f.requeue()
@@ -73,7 +73,7 @@ func (f *Flow) Ready(r transfer.Range) {
 func (f *Flow) Stop() {
 	f.stopped = true
 	f.peer.queues[f.prio].remove(f)
-	f.peer.backlog -= int(f.Waiting())
+	f.peer.backlog[f.prio] -= int(f.Waiting())
 	f.fresh.Clear()
 	f.again.Clear()
 }
@@ -121,7 +121,7 @@ func (f *Flow) take(limit uint32) (transfer.Range, uint32) {
 	} else {
 		r = f.fresh.Take(limit)
 	}
-	f.peer.backlog -= int(r.Count)
+	f.peer.backlog[f.prio] -= int(r.Count)
 	f.requeue()
 	return r, f.send(r)
 }
@@ -154,7 +154,7 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 		if k.landed || k.copies > 0 && (!spare || k.copies >= MaxCopies) {
 			continue
 		}
-		f.peer.backlog += int(f.again.Add(transfer.Range{First: c, Count: 1}))
+		f.peer.backlog[f.prio] += int(f.again.Add(transfer.Range{First: c, Count: 1}))
 	}
 	f.requeue()
 }
@@ -169,7 +169,7 @@ func (f *Flow) land(r transfer.Range) (fresh uint32) {
 		}
 	}
 	if f.again.Count() > 0 {
-		f.peer.backlog -= int(f.again.Remove(r))
+		f.peer.backlog[f.prio] -= int(f.again.Remove(r))
 		f.requeue()
 	}
 	return fresh

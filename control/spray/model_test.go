@@ -497,6 +497,37 @@ func TestUrgentBesideBackground(t *testing.T) {
 	}
 }
 
+// An urgent chunk that finds the fast rail full for a moment waits for it, and is not given to a slow one because there is no end of
+// background that the fast one could be busy with: nothing of that goes before it.
+func TestUrgentIsNotPutOnASlowRail(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(gbit, 100*time.Microsecond, 2)
+	m.rail(gbit/50, 100*time.Microsecond, 2)
+	m.move(64 << 20)
+	m.open(Background, 2<<30)
+	m.wait(100 * ms)
+	slow := 0
+	m.pulled = func(sl Slice) {
+		if sl.Flow.prio == DecodeWaits && m.byLane[sl.Lane] == m.links[1] {
+			slow++
+		}
+	}
+	var all []*Flow
+	for range 10 {
+		f := m.s.Open(m.p, DecodeWaits, 0, space(t, 256<<10), nil)
+		f.Ready(f.space.All())
+		all = append(all, f)
+	}
+	for _, f := range all {
+		if m.run(sec, f.landed) < 0 {
+			t.Fatal("an urgent transfer did not end")
+		}
+	}
+	if slow > 0 {
+		t.Errorf("%d urgent slices went over a rail of a fiftieth of the speed", slow)
+	}
+}
+
 // Whatever is urgent, background has its share, and no more while there is other work.
 func TestBackgroundShare(t *testing.T) {
 	m := newModel(t, Config{})

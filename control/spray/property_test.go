@@ -98,17 +98,17 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		if probing != p.probing || up != p.lanes {
 			return fmt.Errorf("peer: %d pairs on probe and %d lanes, counted %d and %d", probing, up, p.probing, p.lanes)
 		}
-		backlog := 0
+		var backlog [numPriorities]int
 		for prio, q := range p.queues {
 			for i, f := range q {
 				if f.pos != i || int(f.prio) != prio || f.Waiting() == 0 || f.stopped || i > 0 && q[i].before(q[(i-1)/2]) {
 					return fmt.Errorf("queue %d: wrong at %d", prio, i)
 				}
-				backlog += int(f.Waiting())
+				backlog[f.prio] += int(f.Waiting())
 			}
 		}
 		if backlog != p.backlog {
-			return fmt.Errorf("peer: %d chunks wait, %d counted", backlog, p.backlog)
+			return fmt.Errorf("peer: %v chunks wait, %v counted", backlog, p.backlog)
 		}
 	}
 	for _, f := range flows {
@@ -216,8 +216,8 @@ func randomOrder(t *testing.T, seed uint64) {
 			for _, q := range p.pairs {
 				live = live || q.live > 0
 			}
-			if live && p.backlog > 0 && p.flights == 0 {
-				t.Fatalf("seed %d: %d chunks wait beside idle lanes", seed, p.backlog)
+			if live && p.waits(Background) > 0 && p.flights == 0 {
+				t.Fatalf("seed %d: %d chunks wait beside idle lanes", seed, p.waits(Background))
 			}
 		}
 	}

@@ -16,7 +16,7 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 			return out, true
 		}
 	}
-	if p.backlog == 0 {
+	if p.waits(Background) == 0 {
 		return s.hedge(now, p)
 	}
 	// What lower priorities are owed goes first.
@@ -134,7 +134,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	// Near the end: leave it to the others if they are done with everything before best is done with this. Something of
 	// theirs is in flight then, and asks again.
 	if load -= float64(best.load()); load > 0 {
-		others := fixed + (load+float64(p.backlog)*transfer.ChunkBytes)/(rate-best.bw)
+		others := fixed + (load+float64(p.waits(f.prio))*transfer.ChunkBytes)/(rate-best.bw)
 		if score > tailSlack*others {
 			return nil, 0
 		}

@@ -35,7 +35,7 @@ type Peer struct {
 	lanes   int
 	queues  [numPriorities]queue
 	owed    [numPriorities]float64 // bytes, to lower priorities
-	backlog int                    // chunks that wait
+	backlog [numPriorities]int     // chunks that wait
 	flights int
 	hedged  uint64              // bytes of hedges in flight
 	probing int                 // pairs in that state
@@ -43,6 +43,14 @@ type Peer struct {
 	down    map[railName]bool   // its rails whose links are down
 	credits map[railName]uint64 // bytes that it wants in flight at most, by its rails
 	moved   Instant
+}
+
+// waits counts chunks that wait and are at least so urgent.
+func (p *Peer) waits(prio Priority) (n int) {
+	for _, b := range p.backlog[:prio+1] {
+		n += b
+	}
+	return n
 }
 
 // flight is a slice in flight.

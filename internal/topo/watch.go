@@ -16,7 +16,9 @@ import (
 
 // Times of a watcher.
 const (
-	settle  = 2 * time.Millisecond   // after a look, so that a burst of news is one
+	settle  = 2 * time.Millisecond   // after a look at least, so that a burst of news is one
+	share   = 4                      // times what the look took, at least: a host that makes containers has news all the time
+	longest = 40 * time.Millisecond  // pause after a look
 	again   = 100 * time.Millisecond // after a look that failed
 	unasked = 30 * time.Second       // between looks where there is no news: a speed changes without any
 )
@@ -148,13 +150,12 @@ func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 	devices := &Host{Nodes: (&reader{root: opt.Root}).nodes()}
 	devices.gpus(&opt) // they do not come and go
 	for {
-		wait := settle
+		began := time.Now()
 		l, err := opt.Links()
 		if err == nil {
 			err = k.subscribe()
 		}
 		if err != nil {
-			wait = again
 			k.poke()
 		} else {
 			now := &Host{GPUs: devices.GPUs, Nodes: devices.Nodes, Trouble: devices.Trouble}
@@ -163,6 +164,10 @@ func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 				tell(now, events)
 			}
 			last = now
+		}
+		wait := min(max(share*time.Since(began), settle), longest)
+		if err != nil {
+			wait = again
 		}
 		t := time.NewTimer(wait)
 		select {

@@ -9,8 +9,28 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/bench/railsbench"
+	"github.com/kvspray/kvspray/bench/railsbench/netrig"
+	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/connector/msg"
 )
+
+// received is what has come over all rails.
+func received(t *testing.T, f *railsbench.Field) (sum uint64) {
+	t.Helper()
+	c, err := f.Rig.Counters(netrig.Receiver)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	v := make([]uint64, f.Rig.Rails())
+	if err := c.Read(v); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range v {
+		sum += n
+	}
+	return sum
+}
 
 // A decode that waits for one small block is not kept waiting by the background: its p99 grows by no more than two slices of the fastest
 // rail, one that is on the wire and one that is in the socket.
@@ -35,17 +55,22 @@ func TestUrgentBesideBackground(t *testing.T) {
 		}
 		return out
 	}
+	plain := together(t, f)
 	alone := measure()
 
 	ctx, stop := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
 	for range 2 {
 		wg.Go(func() {
+			var all []*railsbench.Transfer
 			for ctx.Err() == nil {
 				x, err := bulk.Begin(ctx, railsbench.Order{Priority: msg.PrioBackground})
 				if err != nil {
 					return // ctx ended
 				}
+				all = append(all, x.Landed())
+			}
+			for _, x := range all {
 				if x.Wait(); x.Err != nil {
 					t.Error(x.Err)
 				}
@@ -53,11 +78,17 @@ func TestUrgentBesideBackground(t *testing.T) {
 		})
 	}
 	after(t, 500*time.Millisecond)
+	from, begun := received(t, f), time.Now()
 	loaded := measure()
+	carried := timeline.RateOf(received(t, f)-from, time.Since(begun))
 	stop()
 	wg.Wait()
+	// Beside a background that has pauses nobody waits.
+	if carried < plain*8/10 {
+		t.Errorf("the background carried %s, plain streams carry %s: this tests nothing", carried, plain)
+	}
 	a, l := quantile(alone, 0.99), quantile(loaded, 0.99)
-	t.Logf("%d transfers of 4 KiB: alone p50 %v, p99 %v; beside the background p50 %v, p99 %v", n, median(alone), a, median(loaded), l)
+	t.Logf("%d transfers of 4 KiB: alone p50 %v, p99 %v; beside a background of %s p50 %v, p99 %v", n, median(alone), a, carried, median(loaded), l)
 	if most := a + 2*sliceTime; l > most {
 		t.Errorf("p99 beside background %v, alone %v: want %v at most", l, a, most)
 	}

@@ -211,7 +211,11 @@ func (s *sidecar) hear(from transfer.Boot, f *peerv1.ControlFrame) {
 		return
 	}
 	old := proto.Clone(p.heard[s.c.F.Rand().IntN(len(p.heard))]).(*peerv1.ControlFrame)
-	s.later(s.c.F.Jitter(2*time.Second), func() {
+	after := s.c.F.Jitter(2 * time.Second)
+	if s.c.chance(0.5) {
+		after = s.c.F.Jitter(4 * time.Millisecond) // while what it speaks of may still be under way
+	}
+	s.later(after, func() {
 		if s.over[from] {
 			s.c.stats.Stale++
 			return

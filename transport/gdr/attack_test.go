@@ -64,9 +64,8 @@ func open(t *testing.T, p *transporttest.Pair, rail int) *lane {
 }
 
 // lateWrite makes one run. fence: whether the receiver fences, which the control run does without.
-func lateWrite(t *testing.T, p *transporttest.Pair, w holder, gen transfer.Gen, success, fence bool) (changed bool) {
+func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transporttest.Memory, gen transfer.Gen, success, fence bool) (changed bool) {
 	t.Helper()
-	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
 	first := open(t, p, 0)
@@ -114,11 +113,15 @@ func lateWrite(t *testing.T, p *transporttest.Pair, w holder, gen transfer.Gen, 
 func lateWrites(t *testing.T, runs int, pair func(t *testing.T) (*transporttest.Pair, holder)) {
 	for _, success := range []bool{false, true} {
 		t.Run(map[bool]string{false: "LateWrites/after cancel", true: "LateWrites/after success"}[success], func(t *testing.T) {
+			src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 			for run := 0; run < runs && !t.Failed(); {
 				p, w := pair(t)
 				for range min(pairLasts, runs-run) {
 					run++
-					lateWrite(t, p, w, transfer.Gen(run), success, true)
+					lateWrite(t, p, w, src, dst, transfer.Gen(run), success, true)
+				}
+				if err := errors.Join(p.A.Backend.Close(), p.B.Backend.Close()); err != nil {
+					t.Error(err)
 				}
 			}
 			t.Logf("%d runs", runs)
@@ -126,7 +129,7 @@ func lateWrites(t *testing.T, runs int, pair func(t *testing.T) (*transporttest.
 	}
 	t.Run("without a fence they do arrive", func(t *testing.T) {
 		p, w := pair(t)
-		if !lateWrite(t, p, w, 1, false, false) {
+		if !lateWrite(t, p, w, transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape), 1, false, false) {
 			t.Error("not a byte came: the attack attacks nothing")
 		}
 	})
@@ -146,8 +149,8 @@ func (w fakeWire) release(t *testing.T, l *lane) bool {
 
 // TestLateDMA is the attack on the fake, ten times as often as the others.
 func TestLateDMA(t *testing.T) {
+	f, _ := rig(t)
 	lateWrites(t, 10*runsOf(t, 20), func(t *testing.T) (*transporttest.Pair, holder) {
-		f, _ := rig(t)
 		return transporttest.NewPair(t, func(testing.TB) transport.Backend {
 			rails := []Rail{}
 			for _, name := range []string{"fake0", "fake1"} {

@@ -139,7 +139,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	for i := range ids {
 		ids[i] = receiveMark
 	}
-	l.recvs = receives
+	l.recvs, l.progress = receives, time.Now()
 	return errors.Join(l.q.ToInit(), l.q.ToReadyToReceive(addr), l.q.PostReceive(ids[:]), l.q.ToReadyToSend())
 }
 

@@ -216,7 +216,7 @@ func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool) {
 			return Copy, false
 		}
 	}
-	return learn.pick(), true
+	return learn.pick(time.Now()), true
 }
 
 // pinned gives the device address of host memory that lies in the arena, or in what Pin was told.
@@ -304,7 +304,8 @@ type mover struct {
 	gpus     *GPUs
 	dst, src side // of the last piece
 	list     []Move
-	from, to *GPU // of list
+	total    uint64 // bytes of list
+	from, to *GPU   // of list
 
 	far, near []mem.Block // of gpu, and of the host
 	gpu       *GPU
@@ -364,6 +365,7 @@ func (w *mover) piece(d, s mem.Block) error {
 		w.from, w.to = from, to
 	}
 	w.list = append(w.list, Move{Src: w.src.base + cuda.Ptr(s.Off), Dst: w.dst.base + cuda.Ptr(d.Off), Len: s.Len, Count: 1})
+	w.total += s.Len
 	return nil
 }
 
@@ -403,39 +405,79 @@ func (w *mover) flush() error {
 	if len(w.list) == 0 {
 		return nil
 	}
-	err := w.gpus.withPeer(w.from, w.to, func(p *Peer) error { return p.Run(w.list) })
+	defer func() { w.list, w.total = w.list[:0], 0 }()
+	pool, err := w.gpus.pool(w.from, w.to)
 	if errors.Is(err, errNoPeer) {
-		err = w.through()
+		return w.through()
 	}
-	w.list = w.list[:0]
+	if err != nil {
+		return err
+	}
+	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down; copy engines do neither, and take
+	// scattered blocks across PCIe well. Within one GPU they do not: there the driver copies by kernels too.
+	start := time.Now()
+	how := pool.learn.pick(start)
+	if how == Copy {
+		err = w.through()
+	} else {
+		p := <-pool.free
+		err = p.Run(w.list)
+		pool.free <- p
+	}
+	if err == nil {
+		pool.learn.took(how, w.total, time.Since(start))
+	}
 	return err
 }
 
-// through takes the list by way of host memory, where two GPUs do not reach each other. One hop at a time: to hold one of each GPU
-// could deadlock against those who go the other way.
+// throughWorkers exchange at once: each waits for two copies, one after the other, so several fill the link.
+const throughWorkers = 6
+
+// through takes the list by way of host memory: where two GPUs do not reach each other, or are busy. A worker holds one hop at a
+// time: to hold one of each GPU could deadlock against those who go the other way.
 func (w *mover) through() error {
-	buf, giveBack := w.from.buffer()
-	defer giveBack()
-	for i := 0; i < len(w.list); {
-		j, bytes := i, uint64(0)
-		for j < len(w.list) && j-i < hopRuns && bytes+w.list[j].Len <= LendBytes {
-			bytes += w.list[j].Len
-			j++
+	var mu sync.Mutex // protects all below
+	var failed error
+	at := 0
+	next := func() (list []Move, bytes uint64) {
+		mu.Lock()
+		defer mu.Unlock()
+		if failed != nil {
+			return nil, 0
 		}
-		if j == i { // larger than a hop: cut it
-			m := &w.list[i]
-			if err := w.exchange([]Move{{Src: m.Src, Dst: m.Dst, Len: LendBytes}}, buf); err != nil {
-				return err
-			}
-			m.Src, m.Dst, m.Len = m.Src+LendBytes, m.Dst+LendBytes, m.Len-LendBytes
-			continue
+		first := at
+		for at < len(w.list) && at-first < hopRuns && bytes+w.list[at].Len <= LendBytes {
+			bytes += w.list[at].Len
+			at++
 		}
-		if err := w.exchange(w.list[i:j], buf[:bytes]); err != nil {
-			return err
+		if at > first || at == len(w.list) {
+			return w.list[first:at], bytes
 		}
-		i = j
+		m := &w.list[at] // larger than a buffer: cut it
+		part := Move{Src: m.Src, Dst: m.Dst, Len: LendBytes}
+		m.Src, m.Dst, m.Len = m.Src+LendBytes, m.Dst+LendBytes, m.Len-LendBytes
+		return []Move{part}, LendBytes
 	}
-	return nil
+	var wg sync.WaitGroup
+	for range min(throughWorkers, 1+w.total/LendBytes) {
+		wg.Go(func() {
+			buf, giveBack := w.from.buffer()
+			defer giveBack()
+			for {
+				list, bytes := next()
+				if len(list) == 0 {
+					return
+				}
+				if err := w.exchange(list, buf[:bytes]); err != nil {
+					mu.Lock()
+					failed = err
+					mu.Unlock()
+				}
+			}
+		})
+	}
+	wg.Wait()
+	return failed
 }
 
 // exchange moves at most a hop's worth.

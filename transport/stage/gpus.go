@@ -67,7 +67,7 @@ type GPUs struct {
 
 	mu     sync.Mutex // protects all below
 	gpus   map[int]*GPU
-	peers  map[[2]int]chan *Peer
+	peers  map[[2]int]*pipelines // nil: no way but through the host
 	closed bool
 
 	pins atomic.Pointer[[]pin] // changed under mu
@@ -139,7 +139,7 @@ func newGPUs(p platform, cfg Config) (*GPUs, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &GPUs{cfg: cfg, plat: p, ids: ids, gpus: map[int]*GPU{}, peers: map[[2]int]chan *Peer{}}
+	g := &GPUs{cfg: cfg, plat: p, ids: ids, gpus: map[int]*GPU{}, peers: map[[2]int]*pipelines{}}
 	g.pins.Store(&[]pin{})
 	return g, nil
 }
@@ -217,18 +217,13 @@ func (g *GPUs) open(i int) (*GPU, error) {
 // errNoPeer: copies between two GPUs go through host memory.
 var errNoPeer = errors.New("stage: no peer access")
 
-// withPeer calls f with a pipeline from one GPU to another, waiting until one is free.
-func (g *GPUs) withPeer(from, to *GPU, f func(*Peer) error) error {
-	pool, err := g.pool(from, to)
-	if err != nil {
-		return err
-	}
-	p := <-pool
-	defer func() { pool <- p }()
-	return f(p)
+// pipelines are those from one GPU to another.
+type pipelines struct {
+	free  chan *Peer
+	learn chooser
 }
 
-func (g *GPUs) pool(from, to *GPU) (chan *Peer, error) {
+func (g *GPUs) pool(from, to *GPU) (*pipelines, error) {
 	if g.cfg.PeerDisable {
 		return nil, errNoPeer
 	}
@@ -257,22 +252,22 @@ func (g *GPUs) pool(from, to *GPU) (chan *Peer, error) {
 			}
 		}
 	}
-	pool := make(chan *Peer, PeerPipelines)
+	pool := &pipelines{free: make(chan *Peer, PeerPipelines), learn: chooser{fixed: g.cfg.Executor}}
 	for range PeerPipelines {
 		p, err := g.newPeer(from, to)
 		if err != nil {
 			// One pipeline is slower than two and better than none; with none the host's memory serves.
-			g.cfg.Log.Warn("gpu pipeline not made", "from", from.index, "to", to.index, "have", len(pool), "err", err)
+			g.cfg.Log.Warn("gpu pipeline not made", "from", from.index, "to", to.index, "have", len(pool.free), "err", err)
 			break
 		}
-		pool <- p
+		pool.free <- p
 	}
-	if len(pool) == 0 {
+	if len(pool.free) == 0 {
 		g.peers[key] = nil
 		return nil, errNoPeer
 	}
 	g.peers[key] = pool
-	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", uint64(len(pool)*PeerDepth)*g.cfg.PeerStage)
+	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", uint64(len(pool.free)*PeerDepth)*g.cfg.PeerStage)
 	return pool, nil
 }
 
@@ -298,8 +293,8 @@ func (g *GPUs) Close() error {
 	g.closed = true
 	var errs []error
 	for _, pool := range g.peers {
-		for n := cap(pool); n > 0 && len(pool) > 0; n-- {
-			errs = append(errs, (<-pool).Close())
+		for pool != nil && len(pool.free) > 0 {
+			errs = append(errs, (<-pool.free).Close())
 		}
 	}
 	for _, u := range g.gpus {

@@ -319,28 +319,34 @@ func TestGPUFalls(t *testing.T) {
 
 func TestChooser(t *testing.T) {
 	var c chooser
-	count := func(n int, pack, copy float64) (packs int) {
-		for range n {
-			e := c.pick()
-			cost := pack
-			if e == Copy {
-				cost = copy
-			} else {
+	now := time.Unix(1000, 0)
+	// count is how often pack is taken in calls of 100 us each, for which the executors take so long.
+	count := func(calls int, pack, copy time.Duration) (packs int) {
+		for range calls {
+			now = now.Add(100 * time.Microsecond)
+			e, took := c.pick(now), copy
+			if e == Pack {
+				took = pack
 				packs++
 			}
-			c.took(e, 1000, 1000*timeUnit(cost))
+			c.took(e, 1<<20, took)
 		}
 		return packs
 	}
-	if n := count(640, 1, 3); n < 600 {
-		t.Errorf("pack is three times as fast and was taken %d of 640 times", n)
+	const us = time.Microsecond
+	if n := count(10000, 30*us, 90*us); n < 9980 {
+		t.Errorf("pack is three times as fast and was taken %d of 10000 times", n)
 	}
-	count(640, 30, 3) // the engine is busy now
-	if n := count(640, 30, 3); n > 40 {
-		t.Errorf("pack waits for the engine and was taken %d of 640 times", n)
+	count(100, 3000*us, 90*us) // the engine is busy now
+	if n := count(10000, 3000*us, 90*us); n > 10 {
+		t.Errorf("pack waits for the engine, which pays for each, and was taken %d of 10000 times in a second", n)
+	}
+	count(25000, 30*us, 90*us) // and idle again: noticed at the next look
+	if n := count(1000, 30*us, 90*us); n < 990 {
+		t.Errorf("pack is fast again and was taken %d of 1000 times", n)
 	}
 	c.fixed = Pack
-	if c.pick() != Pack {
+	if c.pick(now) != Pack {
 		t.Error("fixed is not")
 	}
 	for _, name := range []string{"auto", "pack", "copy"} {
@@ -352,5 +358,3 @@ func TestChooser(t *testing.T) {
 		t.Error("an unknown executor was accepted")
 	}
 }
-
-func timeUnit(ns float64) time.Duration { return time.Duration(ns * float64(time.Microsecond)) }

@@ -141,7 +141,7 @@ func (p *Peer) run(moves []Move) error {
 			return fmt.Errorf("stage: move %d: %d pieces of %d bytes: want 1 to %d pieces of 1 to %d bytes", cur.move, m.Count, m.Len,
 				uint64(maxPieces), uint64(maxPiece))
 		}
-		if !packable(m) {
+		if !packable(m) || m.Len > p.max {
 			if err := p.link.Copy(m.Dst+cuda.Ptr(cur.piece*m.DstStride), m.Src+cuda.Ptr(cur.piece*m.SrcStride), m.Len); err != nil {
 				return err
 			}

@@ -97,6 +97,9 @@ func testMeter(t *testing.T, f Factory) {
 	if !ok {
 		t.Fatal("Caps say that lanes tell received bytes, and this one is no transport.Meter")
 	}
+	if w, ok := a.(transport.Timed); ok && (w.Way() < 0 || w.Way() > time.Second) {
+		t.Errorf("a round trip of %v", w.Way())
+	}
 	src, dst := NewMemory(t, shapes[1]), NewMemory(t, shapes[1])
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
 	defer b.End(t)

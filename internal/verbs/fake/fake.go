@@ -8,6 +8,7 @@ package fake
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/verbs"
@@ -445,10 +446,12 @@ func (f *Fabric) Step() bool {
 	defer f.mu.Unlock()
 	for i, q := range f.order {
 		if f.transmitLocked(q) || f.deliverLocked(q) {
-			f.order = append(append(f.order[:i:i], f.order[i+1:]...), q)
+			f.order = append(slices.Delete(f.order, i, i+1), q)
 			return true
 		}
 	}
+	// Nothing moves: what is closed and has nothing on the wire is forgotten.
+	f.order = slices.DeleteFunc(f.order, func(q *queuePair) bool { return f.qps[q.num] == nil && len(q.wire) == 0 })
 	return false
 }
 
@@ -474,6 +477,7 @@ func (f *Fabric) deliverLocked(q *queuePair) bool {
 		return false
 	}
 	m := q.wire[0]
+	q.wire[0] = message{} // whoever keeps a queue pair does not keep what it sent
 	to := f.qps[q.remote]
 	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) || to.remote != q.num {
 		q.wire = q.wire[1:] // nobody there; the sender's time-out will say so

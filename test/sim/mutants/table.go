@@ -63,11 +63,12 @@ var mutants = []mutant{
 	{"a grant outlives its source", "control/exec/source.go", "		c.src = nil\n		e.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
 
 	// What comes again.
+	{"a grant that is over comes again", "control/exec/inbound.go", "		if s.Over(g) {\n			return nil // a replay\n		}\n", "		_ = s\n", []string{path, never}},
 	{"a replayed grant takes the place", "control/exec/inbound.go", "		if old.msg.Gen >= m.Gen {\n			return nil // a replay\n		}\n", "", []string{path, never, released, commit}},
 	{"an older grant's reply", "control/exec/dest.go", "if d == nil || d.State != lease.DestGranted || m.Gen != d.live.gen {", "if d == nil || d.State != lease.DestGranted {", []string{word, path, never, commit}},
 
 	// Boots.
-	{"an older boot is waited for", "control/exec/exec.go", "			e.regrant(now, d, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
+	{"an older boot is waited for", "control/exec/exec.go", "			e.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
 	{"a dead boot's grants stay", "control/exec/exec.go", "			e.endInbound(now, in, false, \"the destination's sidecar is gone\")\n", "", []string{leak, never, late}},
-	{"a dead engine's leases stay", "control/exec/exec.go", "		e.closeDest(now, d, StatusFailed, reason)\n	}\n	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {", "		_ = d\n	}\n	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {", []string{never, released, late}},
+	{"a dead engine's leases stay", "control/exec/exec.go", "		e.closeSource(now, s, StatusFailed, reason, final)\n	}\n	e.workerIdle(ws)", "		_ = s\n	}\n	e.workerIdle(ws)", []string{never, released, late}},
 }

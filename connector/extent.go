@@ -1,0 +1,92 @@
+package connector
+
+import (
+	"bufio"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// extent is a part of a file that memory of an engine is backed by. Region ids are what engines call their memory; this is what the
+// memory is, and two regions that share it could each be written by a transfer that knows nothing of the other.
+type extent struct {
+	file     [2]uint64 // device, inode
+	from, to uint64
+	field    string // of REGISTER
+}
+
+func (e *extent) overlaps(o *extent) bool {
+	return e.file == o.file && e.from < o.to && o.from < e.to
+}
+
+// overlapping returns the one of before that shares memory with e.
+func overlapping(before []extent, e *extent) *extent {
+	for i := range before {
+		if before[i].overlaps(e) {
+			return &before[i]
+		}
+	}
+	return nil
+}
+
+// Bounds of what is read of a process's list of mappings.
+const (
+	maxMapsBytes   = 32 << 20
+	maxViewExtents = 4096 // of one region
+)
+
+// viewed lists what files a process shares at [addr, addr+bytes): a view of a memfd is the memfd. Private memory belongs to nobody
+// else and is left out. Where the list cannot be read nothing is known, and nothing is returned: access to the memory itself was
+// proved by the descriptor that came with it.
+func viewed(pid int32, addr, bytes uint64, field string) ([]extent, error) {
+	if pid <= 0 {
+		return nil, nil
+	}
+	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		return nil, nil //nolint:nilerr // unknown, not wrong
+	}
+	defer func() { _ = f.Close() }() // read only
+	return parseMaps(io.LimitReader(f, maxMapsBytes), addr, bytes, field)
+}
+
+// parseMaps reads lines as "7f00-7f10 rw-s 00001000 00:01 1234 /memfd:kv (deleted)", which are in order.
+func parseMaps(r io.Reader, addr, bytes uint64, field string) (out []extent, err error) {
+	lines := bufio.NewScanner(r)
+	for lines.Scan() {
+		f := strings.Fields(lines.Text())
+		if len(f) < 5 {
+			continue
+		}
+		lo, hi, ok := strings.Cut(f[0], "-")
+		major, minor, ok2 := strings.Cut(f[3], ":")
+		if !ok || !ok2 {
+			continue
+		}
+		var n [6]uint64
+		for i, s := range []string{lo, hi, f[2], major, minor} {
+			if n[i], err = strconv.ParseUint(s, 16, 64); err != nil {
+				return nil, fmt.Errorf("mapping %.80q: %w", lines.Text(), err)
+			}
+		}
+		if n[5], err = strconv.ParseUint(f[4], 10, 64); err != nil {
+			return nil, fmt.Errorf("mapping %.80q: %w", lines.Text(), err)
+		}
+		start, end := max(n[0], addr), min(n[1], addr+bytes)
+		if n[0] >= addr+bytes {
+			break
+		}
+		if start >= end || n[5] == 0 || len(f[1]) < 4 || f[1][3] != 's' {
+			continue
+		}
+		if len(out) == maxViewExtents {
+			return nil, fmt.Errorf("more than %d mappings of files", maxViewExtents)
+		}
+		out = append(out, extent{file: [2]uint64{unix.Mkdev(uint32(n[3]), uint32(n[4])), n[5]}, from: n[2] + start - n[0], to: n[2] + end - n[0], field: field})
+	}
+	return out, lines.Err() //nolint:wrapcheck // of a file that was named
+}

@@ -1,0 +1,174 @@
+package connector_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/internal/mem"
+)
+
+func refused(t *testing.T, err error, code, field, text string) {
+	t.Helper()
+	var se *connectortest.ServerError
+	if !errors.As(err, &se) || se.Code != code || se.Field != field || !strings.Contains(se.Message, text) || se.Remedy == "" || se.Fatal {
+		t.Fatalf("got %v, want %s for %s with %q", err, code, field, text)
+	}
+}
+
+// processView is a region of this process's own memory at b.
+func processView(t *testing.T, b []byte) *mem.Region {
+	t.Helper()
+	self, err := unix.Open("/proc/self/mem", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	must(t, err)
+	r, err := mem.OpenProcess(mem.NewID(), self, addressOf(b), uint64(len(b))) // owns the descriptor
+	must(t, err)
+	t.Cleanup(r.Release)
+	return r
+}
+
+// again is the same memory under another id.
+func again(t *testing.T, r *mem.Region) func(*msg.Register, []int) []int {
+	t.Helper()
+	return func(m *msg.Register, fds []int) []int { m.Regions[0].Region = mem.NewID(); return fds }
+}
+
+// Memory that one engine worker has registered is refused to another, whatever it calls it and however it shows it, and both serve on.
+func TestMemoryOfAnotherSession(t *testing.T) {
+	r := start(t, nil)
+	kv := region(t, shape)
+	b, _ := kv.Bytes()
+	first := r.worker(t, func(c *connectortest.Config) { c.Regions = []*mem.Region{kv} })
+	for name, c := range map[string]struct {
+		region *mem.Region
+		field  string
+	}{"memfd": {kv, "regions[0].fd"}, "view": {processView(t, b), "regions[0]"}} {
+		t.Run(name, func(t *testing.T) {
+			w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) {
+				cfg.Regions, cfg.Tamper = []*mem.Region{c.region}, again(t, c.region)
+			}))
+			must(t, err)
+			defer w.Close()
+			_, err = w.Connect(testContext(t))
+			refused(t, err, msg.CodeRegion, c.field, "the same memory as regions[0].fd of engine worker")
+		})
+	}
+	_, err := first.Intent(intent(16, 1))
+	must(t, err)
+	r.rec.until(t, "the first one's intent", func() bool { return len(r.rec.intents) == 1 })
+	r.worker(t, nil) // memory of its own
+}
+
+// A view and the memfd behind it are one memory also within one registration, in either order.
+func TestViewOfOwnMemory(t *testing.T) {
+	r := start(t, nil)
+	kv := region(t, shape)
+	b, _ := kv.Bytes()
+	view := processView(t, b)
+	for name, c := range map[string]struct {
+		regions []*mem.Region
+		field   string
+	}{"memfd first": {[]*mem.Region{kv, view}, "regions[1]"}, "view first": {[]*mem.Region{view, kv}, "regions[1].fd"}} {
+		t.Run(name, func(t *testing.T) {
+			w, err := connectortest.NewWorker(r.config(t, func(cfg *connectortest.Config) { cfg.Regions = c.regions }))
+			must(t, err)
+			defer w.Close()
+			_, err = w.Connect(testContext(t))
+			refused(t, err, msg.CodeRegion, c.field, "regions[0]")
+		})
+	}
+}
+
+// An engine that closes its client and makes another has its memory again, but not before what was open on it is fenced.
+func TestMemoryComesBackAfterTheFence(t *testing.T) {
+	r := start(t, nil)
+	r.rec.autoGone = false
+	kv := region(t, shape)
+	mine := func(c *connectortest.Config) { c.Regions, c.Tamper = []*mem.Region{kv}, again(t, kv) }
+	w := r.worker(t, mine)
+	_, err := w.Intent(intent(16, 1))
+	must(t, err)
+	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
+	next, err := connectortest.NewWorker(r.config(t, mine))
+	must(t, err)
+	t.Cleanup(func() { _ = next.Close() })
+	_, err = next.Connect(testContext(t))
+	refused(t, err, msg.CodeRegion, "regions[0].fd", "which is registered") // its session lives
+	must(t, w.Bye("the engine closes its client"))
+	must(t, w.Close())
+	// The end of the old socket is noticed a little later.
+	var se *connectortest.ServerError
+	for ctx := testContext(t); ; {
+		if _, err = next.Connect(ctx); !errors.As(err, &se) {
+			t.Fatalf("registered before the fence, or no answer: %v", err)
+		}
+		if se.Code == msg.CodeFencing {
+			break
+		}
+	}
+	if !errors.Is(r.rec.gone[0], connector.ErrSuperseded) {
+		t.Fatalf("gone: %v", r.rec.gone)
+	}
+	_, err = next.Connect(testContext(t))
+	refused(t, err, msg.CodeFencing, "regions[0].fd", "is being fenced")
+	r.rec.fenced[0]()
+	_, err = next.Connect(testContext(t))
+	must(t, err)
+}
+
+// A block is written by one open lease at one place. What is skipped, what a window has left behind and what is only read may be shared.
+func TestBlocksHaveOneWriter(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	expect := func(tokens, skip uint32, blocks ...uint32) uint64 {
+		t.Helper()
+		x, h := key()
+		id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: tokens, Skip: []uint32{skip}, Blocks: [][]uint32{blocks}})
+		must(t, err)
+		return id
+	}
+	var accepted []connector.Expect
+	accept := func(id uint64) {
+		t.Helper()
+		n := len(accepted) + 1
+		r.rec.until(t, "an expectation", func() bool { accepted = append(accepted[:0:0], r.rec.expects...); return len(accepted) == n })
+		if got := accepted[n-1].Lease.ID; got != id {
+			t.Fatalf("lease %d is open, want %d", got, id)
+		}
+	}
+	refuse := func(id uint64, texts ...string) {
+		t.Helper()
+		c, err := w.Wait(testContext(t))
+		must(t, err)
+		if c.Lease != id || c.Status != board.Refused {
+			t.Fatalf("%+v", c)
+		}
+		for _, s := range texts {
+			if !strings.Contains(c.Received.Reason, s) {
+				t.Errorf("reason %q, want %q in it", c.Received.Reason, s)
+			}
+		}
+	}
+	refuse(expect(48, 0, 7, 8, 7), "EXPECT.blocks[0][2]", "block 7 is at place 0, too", "allocate a block of its own")
+	a := expect(48, 16, 1, 2, 3) // reads 1, writes 2 and 3
+	accept(a)
+	refuse(expect(32, 0, 5, 3), "EXPECT.blocks[0][1]", "block 3 is written for lease", "wait for its completion")
+	accept(expect(32, 16, 1, 5))       // the shared prefix is skipped by both, and the refused lease has left nothing behind
+	accept(expect(64, 48, 1, 1, 1, 9)) // a place holder at what is skipped
+	accept(expect(32, 32, 2, 3))       // all of it is there: nothing is written
+	accept(expect(16, 0, 10, 10, 10))  // what is allocated beyond the prompt is not written
+	_, err := w.Intent(intent(48, 2, 2, 3))
+	must(t, err) // sources share
+	r.rec.until(t, "the intent", func() bool { return len(r.rec.intents) == 1 })
+	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: accepted[0].Lease, Received: true}))
+	if c, err := w.Wait(testContext(t)); err != nil || c.Lease != a {
+		t.Fatalf("%+v %v", c, err)
+	}
+	accept(expect(32, 0, 2, 3)) // they are the engine's again
+}

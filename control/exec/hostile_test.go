@@ -1,0 +1,298 @@
+package exec
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// target is an executor with one open prompt and one lane to a peer that may say anything.
+type target struct {
+	ex    *Exec
+	w     *connector.Worker
+	peer  transfer.Boot
+	batch Batch
+}
+
+const targetTokens = 256
+
+func newTarget() *target {
+	tg := &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{}, Transports: []string{"tcp"}, MaxPending: 8}), peer: transfer.Boot{9}}
+	tg.w = &connector.Worker{Name: "w", Boot: transfer.Boot{2}, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
+	tg.ex.WorkerUp(tg.w)
+	tg.ex.PeerUp(1, "", tg.peer)
+	_ = tg.ex.LaneUp(1, LaneInfo{ID: 1, Peer: tg.peer, Backend: "tcp", Local: "r", Remote: "r", SliceBytes: transfer.ChunkBytes, MaxInFlight: 4}) // a fresh peer has room
+	tg.ex.Intent(1, tg.w, connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1}, Key: testKey(1, 1), Tokens: targetTokens, Fanout: 1, Deadline: 30 * sec})
+	for l := range simLayers {
+		tg.ex.Progress(1, tg.w, []connector.Progress{{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1}, Layer: l, Tokens: targetTokens, Final: true}})
+	}
+	tg.drain()
+	return tg
+}
+
+// drain returns what the executor wants done: how much of it gives bytes away, and its answers.
+func (tg *target) drain() (gives int, replies []*peerv1.GrantReply) {
+	for tg.ex.Drain(&tg.batch) {
+		for i := range tg.batch.Actions {
+			switch a := &tg.batch.Actions[i]; a.Kind {
+			case Bind, Update, Move, Offer:
+				gives++
+			case Send:
+				if r := a.Frame.GetGrantReply(); r != nil {
+					replies = append(replies, r)
+				}
+			}
+		}
+	}
+	return gives, replies
+}
+
+// goodGrant is what an honest receiver would say.
+func goodGrant() *peerv1.Grant {
+	k := testKey(1, 1)
+	plan, err := newSimPlan(targetTokens, []uint32{0})
+	if err != nil {
+		panic(err)
+	}
+	sp := plan.Space()
+	return &peerv1.Grant{Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
+		Tokens: targetTokens, Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte, 32), DeadlineMs: 10000, PartnerMs: 5000,
+		Team: make([]byte, len(lease.TeamID{})), TeamSize: 1,
+		Parts: []*peerv1.Part{{Rank: connector.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7, Gen: 3, Chunks: sp.NumChunks(), Bytes: sp.TotalBytes()}}}
+}
+
+func grantFrame(g *peerv1.Grant) *peerv1.ControlFrame {
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: g}}
+}
+
+// hostileGrants are each wrong in one thing. code is what they are answered; UNKNOWN: nothing, they are no grants at all.
+var hostileGrants = map[string]struct {
+	change func(*peerv1.Grant)
+	code   peerv1.GrantReply_Code
+	text   string
+}{
+	"no key":               {func(g *peerv1.Grant) { g.Xfer = nil }, 0, "xfer has 0 bytes"},
+	"long key":             {func(g *peerv1.Grant) { g.Hash = make([]byte, 33) }, 0, "33"},
+	"no destination":       {func(g *peerv1.Grant) { g.Destination = nil }, 0, "boot has 0 bytes"},
+	"short boot":           {func(g *peerv1.Grant) { g.Destination.Boot = make([]byte, 15) }, 0, "boot has 15 bytes"},
+	"generation 0":         {func(g *peerv1.Grant) { g.Gen = 0 }, 0, "generation 0"},
+	"no fingerprint":       {func(g *peerv1.Grant) { g.Fingerprint = nil }, 0, "fingerprint of 0 bytes"},
+	"no team":              {func(g *peerv1.Grant) { g.Team = nil }, 0, "team of 0 bytes"},
+	"empty team":           {func(g *peerv1.Grant) { g.TeamSize = 0 }, 0, "0 receivers"},
+	"huge team":            {func(g *peerv1.Grant) { g.TeamSize = 1 << 31 }, 0, "2147483648 receivers"},
+	"no parts":             {func(g *peerv1.Grant) { g.Parts = nil }, 0, "0 parts"},
+	"too many parts":       {func(g *peerv1.Grant) { g.Parts = make([]*peerv1.Part, MaxParts+1) }, 0, "257 parts"},
+	"nil part":             {func(g *peerv1.Grant) { g.Parts[0] = nil }, 0, "parts[0].rank"},
+	"no rank":              {func(g *peerv1.Grant) { g.Parts[0].Rank = "" }, 0, "parts[0].rank"},
+	"long rank":            {func(g *peerv1.Grant) { g.Parts[0].Rank = strings.Repeat("r", maxRankBytes+1) }, 0, "parts[0].rank"},
+	"rank twice":           {func(g *peerv1.Grant) { g.Parts = append(g.Parts, g.Parts[0]) }, 0, "parts[1].rank"},
+	"short geometry":       {func(g *peerv1.Grant) { g.Parts[0].Geometry = make([]byte, 31) }, 0, "parts[0].geometry"},
+	"slot without content": {func(g *peerv1.Grant) { g.Parts[0].Geometry = nil }, 0, "parts[0].geometry"},
+	"slot of 17 bits":      {func(g *peerv1.Grant) { g.Parts[0].Slot = 1 << 16 }, 0, "parts[0].slot = 65536"},
+	"part of generation 0": {func(g *peerv1.Grant) { g.Parts[0].Gen = 0 }, 0, "generation 0"},
+	"slot twice": {func(g *peerv1.Grant) {
+		p := proto.Clone(g.Parts[0]).(*peerv1.Part)
+		p.Rank = "pp1/tp0"
+		g.Parts = append(g.Parts, p)
+	}, 0, "parts[1].slot"},
+	"long share":      {func(g *peerv1.Grant) { g.Parts[0].Share = make([]uint32, 2*layout.MaxLayers+1) }, 0, "parts[0].share"},
+	"more tokens":     {func(g *peerv1.Grant) { g.Tokens *= 2 }, peerv1.GrantReply_PLAN, "transfer space: the receiver has 512 tokens"},
+	"more chunks":     {func(g *peerv1.Grant) { g.Parts[0].Chunks++ }, peerv1.GrantReply_PLAN, "transfer space"},
+	"no chunks":       {func(g *peerv1.Grant) { g.Parts[0].Chunks = 0 }, peerv1.GrantReply_PLAN, "0 chunks"},
+	"all chunks":      {func(g *peerv1.Grant) { g.Parts[0].Chunks = 1<<32 - 1 }, peerv1.GrantReply_PLAN, "4294967295 chunks"},
+	"more bytes":      {func(g *peerv1.Grant) { g.Parts[0].Bytes = 1<<64 - 1 }, peerv1.GrantReply_PLAN, "18446744073709551615 bytes"},
+	"another skip":    {func(g *peerv1.Grant) { g.Skip[0] = simBlock }, peerv1.GrantReply_PLAN, "transfer space"},
+	"other geometry":  {func(g *peerv1.Grant) { g.Parts[0].Geometry[0]++ }, peerv1.GrantReply_RANKS, "another shape"},
+	"unknown rank":    {func(g *peerv1.Grant) { g.Parts[0].Rank = "pp9/tp9" }, peerv1.GrantReply_RANKS, "other names"},
+	"rank too many":   {func(g *peerv1.Grant) { g.Parts = append(g.Parts, &peerv1.Part{Rank: "pp1/tp0"}) }, peerv1.GrantReply_RANKS, "1 ranks"},
+	"unlike teams":    {func(g *peerv1.Grant) { g.TeamSize = lease.MaxTeam + 1 }, 0, "team"},
+	"other prompt":    {func(g *peerv1.Grant) { g.Hash[0]++ }, 0, ""}, // waits for its own
+	"other transfer":  {func(g *peerv1.Grant) { g.Xfer[0]++ }, 0, ""},
+	"nothing is said": {func(g *peerv1.Grant) { proto.Reset(g) }, 0, "key"},
+}
+
+// What is wrong in a grant is named, to the log where it is no grant at all and to the peer where it cannot be served, and not a byte
+// is given away. The honest grant after it is served.
+func TestHostileGrants(t *testing.T) {
+	for name, c := range hostileGrants {
+		t.Run(name, func(t *testing.T) {
+			tg := newTarget()
+			g := goodGrant()
+			c.change(g)
+			err := tg.ex.Message(2, tg.peer, grantFrame(g))
+			gives, replies := tg.drain()
+			if gives != 0 {
+				t.Errorf("%d actions give bytes away", gives)
+			}
+			said := fmt.Sprint(err)
+			switch {
+			case c.code != 0:
+				if len(replies) != 1 || replies[0].Code != c.code || err != nil {
+					t.Fatalf("answered %v, %v: want %v", replies, err, c.code)
+				}
+				said = replies[0].Message
+			case c.text == "":
+				if err != nil || len(replies) != 0 {
+					t.Fatalf("answered %v, %v", replies, err)
+				}
+			case err == nil || len(replies) != 0 || len(tg.ex.inbound) != 0:
+				t.Fatalf("%v, %d answers, %d grants are kept", err, len(replies), len(tg.ex.inbound))
+			}
+			if !strings.Contains(said, c.text) {
+				t.Errorf("said %q, want %q in it", said, c.text)
+			}
+			good := goodGrant()
+			good.Gen, good.Parts[0].Gen = 4, 4
+			if err := tg.ex.Message(3, tg.peer, grantFrame(good)); err != nil {
+				t.Fatal(err)
+			}
+			if gives, replies = tg.drain(); gives == 0 || len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
+				t.Errorf("the honest grant: %d actions, %v", gives, replies)
+			}
+		})
+	}
+}
+
+// What was said before, or is of a generation that is over, changes nothing; nor does a word about a lease that its sender was not granted.
+func TestReplaysAndStaleFrames(t *testing.T) {
+	tg := newTarget()
+	say := func(from transfer.Boot, f *peerv1.ControlFrame) (gives int, replies []*peerv1.GrantReply) {
+		t.Helper()
+		if err := tg.ex.Message(3, from, f); err != nil {
+			t.Fatal(err)
+		}
+		return tg.drain()
+	}
+	if gives, replies := say(tg.peer, grantFrame(goodGrant())); gives == 0 || len(replies) != 1 {
+		t.Fatalf("%d actions, %v", gives, replies)
+	}
+	var in *inbound
+	for _, in = range tg.ex.inbound {
+	}
+	snd := in.claims[0].snd
+	stale := goodGrant()
+	stale.Gen = 2
+	dest := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1})
+	other := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 6, Epoch: 1})
+	stranger := transfer.Boot{13}
+	for name, f := range map[string]struct {
+		from transfer.Boot
+		f    *peerv1.ControlFrame
+	}{
+		"replay":             {tg.peer, grantFrame(goodGrant())},
+		"stale generation":   {tg.peer, grantFrame(stale)},
+		"stranger's revoke":  {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}}},
+		"stranger's commit":  {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: dest}}}},
+		"commit of another":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: other}}}},
+		"reply to no grant":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{Destination: dest, Source: dest, Code: peerv1.GrantReply_BOUND}}}},
+		"loss of no grant":   {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{Destination: dest, Final: true}}}},
+		"answer to nothing":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{Token: 77}}}},
+		"a frame of nothing": {tg.peer, &peerv1.ControlFrame{}},
+	} {
+		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
+			t.Errorf("%s: %d actions, %v", name, gives, replies)
+		}
+		if in.claims[0].snd != snd || snd.state == sendEnded || len(tg.ex.inbound) != 1 {
+			t.Fatalf("%s: the transfer under way is gone", name)
+		}
+	}
+	// A second receiver of the same source, beyond what its intent was made for, waits and gets nothing.
+	more := goodGrant()
+	more.Destination.Id, more.Team[0], more.Parts[0].Slot = 8, 1, 9
+	if gives, replies := say(tg.peer, grantFrame(more)); gives != 0 || len(replies) != 0 {
+		t.Errorf("a receiver too many: %d actions, %v", gives, replies)
+	}
+}
+
+// Any number of grants and questions for prompts that never come is bounded.
+func TestWaitingIsBounded(t *testing.T) {
+	tg := newTarget()
+	refused := 0
+	for i := range 100 {
+		g := goodGrant()
+		g.Xfer[3], g.Destination.Id = byte(i), uint64(100+i)
+		g.Xfer[0]++
+		if err := tg.ex.Message(2, tg.peer, grantFrame(g)); err != nil {
+			t.Fatal(err)
+		}
+		_, replies := tg.drain()
+		for _, r := range replies {
+			if r.Code == peerv1.GrantReply_LIMIT {
+				refused++
+			}
+		}
+	}
+	if refused != 92 || len(tg.ex.inbound) != 8 || len(tg.ex.pending) != 8 {
+		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.inbound), len(tg.ex.pending))
+	}
+}
+
+// FuzzMessage says anything, frame by frame: a byte for the length of each. Nothing panics, what is kept stays bounded, and what was
+// refused has given nothing away.
+func FuzzMessage(f *testing.F) {
+	add := func(frames ...*peerv1.ControlFrame) {
+		var b []byte
+		for _, fr := range frames {
+			raw, err := proto.Marshal(fr)
+			if err != nil {
+				f.Fatal(err)
+			}
+			if len(raw) < 1<<16 {
+				b = append(append(b, byte(len(raw)), byte(len(raw)>>8)), raw...)
+			}
+		}
+		f.Add(b)
+	}
+	for _, c := range hostileGrants {
+		g := goodGrant()
+		c.change(g)
+		if g.Parts == nil || g.Parts[0] != nil {
+			add(grantFrame(g), grantFrame(goodGrant()))
+		}
+	}
+	dest := goodGrant().Destination
+	add(grantFrame(goodGrant()), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}})
+	add(grantFrame(goodGrant()), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: dest}}})
+	add(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{Xfer: goodGrant().Xfer, Hash: goodGrant().Hash, Token: 1}}})
+	add(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r", Bytes: 1}}})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		tg := newTarget()
+		frames := 0
+		for len(b) >= 2 && frames < 64 {
+			n := min(int(b[0])|int(b[1])<<8, len(b)-2)
+			var fr peerv1.ControlFrame
+			if proto.Unmarshal(b[2:2+n], &fr) == nil {
+				frames++
+				err := tg.ex.Message(Instant(frames)*sec/10, tg.peer, &fr)
+				gives, replies := tg.drain()
+				for _, r := range replies {
+					if err != nil && r.Code == peerv1.GrantReply_BOUND {
+						t.Fatalf("refused (%v) and bound", err)
+					}
+				}
+				if err != nil && gives != 0 {
+					t.Fatalf("refused (%v), and %d actions give bytes away", err, gives)
+				}
+			}
+			b = b[2+n:]
+		}
+		if n := len(tg.ex.inbound); n > frames || len(tg.ex.pending) > 8 || len(tg.ex.dests) != 0 || len(tg.ex.describing)+len(tg.ex.comparing) > frames || len(tg.ex.peers) > 2 {
+			t.Fatalf("%d frames: %d grants, %d keys wait, %d destinations, %d descriptions, %d peers", frames, n, len(tg.ex.pending), len(tg.ex.dests),
+				len(tg.ex.describing)+len(tg.ex.comparing), len(tg.ex.peers))
+		}
+		// All of it is over with its time.
+		tg.ex.Tick(MaxDeadline + 60*sec)
+		tg.drain()
+		if n := len(tg.ex.pending); n != 0 {
+			t.Fatalf("%d keys wait forever", n)
+		}
+	})
+}

@@ -1,0 +1,5 @@
+//go:build !race
+
+package parseblock
+
+const raceEnabled = false
