@@ -6,8 +6,6 @@ import (
 	"testing"
 	"time"
 
-	"google.golang.org/protobuf/proto"
-
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/transfer"
@@ -688,49 +686,6 @@ func TestDrain(t *testing.T) {
 	s.until("what runs", sec, func() bool { return src.done != nil && dst.done != nil && other.done != nil })
 	wantStatus(t, dst, StatusOK)
 	wantStatus(t, other, StatusFailed)
-}
-
-// FuzzMessage: whatever control frames a peer sends, nothing panics, its waiting words stay within their bound, and what it is refused
-// leaves nothing behind.
-func FuzzMessage(f *testing.F) {
-	seed := func(frame *peerv1.ControlFrame) {
-		b, err := proto.Marshal(frame)
-		if err != nil {
-			f.Fatal(err)
-		}
-		f.Add(b)
-	}
-	k := testKey(1, 1)
-	id := &peerv1.Lease{Boot: make([]byte, 16), Id: 7}
-	grant := func(parts ...*peerv1.Part) *peerv1.ControlFrame {
-		return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: &peerv1.Grant{Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: id, Gen: 1, Tokens: 64,
-			Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte, 32), Team: make([]byte, 16), TeamSize: 1, Parts: parts}}}
-	}
-	seed(grant(&peerv1.Part{Rank: "pp0/tp0", Geometry: make([]byte, 32), Gen: 1, Chunks: 4, Bytes: 64 * simUnit * simLayers}))
-	seed(grant(&peerv1.Part{Rank: "pp0/tp0"}, &peerv1.Part{Rank: "pp0/tp1", Geometry: make([]byte, 32), Gen: 1, Share: []uint32{1, 2}}))
-	seed(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{Destination: id, Code: peerv1.GrantReply_RANKS,
-		Ranks: []*peerv1.Rank{{Rank: "pp0/tp0", Geometry: make([]byte, 32)}}}}})
-	seed(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: id}}})
-	f.Fuzz(func(t *testing.T, b []byte) {
-		var frame peerv1.ControlFrame
-		if proto.Unmarshal(b, &frame) != nil {
-			return
-		}
-		s, p, _, pw, _ := pair(t, 1, 0)
-		p.intent(pw, 1, k, 64, 1, 5*sec)
-		var boot transfer.Boot
-		boot[0] = 99
-		for range 3 {
-			p.event(func() { _ = p.ex.Message(s.now, boot, &frame) })
-		}
-		if n := p.ex.Load(); n.Inbound > 1 || n.Pending > 2 {
-			t.Fatalf("one frame, said three times, left %+v", n)
-		}
-		p.event(func() { p.ex.PeerDown(s.now, boot, true) })
-		if n := p.ex.Load(); n.Inbound != 0 || n.Pending != 0 {
-			t.Fatalf("a peer that is gone left %+v", n)
-		}
-	})
 }
 
 // A grant that is not as a grant must be is refused by the name of its field, and nothing of it is kept.
