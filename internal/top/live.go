@@ -4,7 +4,6 @@ package top
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -45,11 +44,11 @@ func Live(ctx context.Context, addr string, interval time.Duration, in io.Reader
 	if _, err := Fetch(ctx, addr); err != nil {
 		return err // at once, in the words of a command line
 	}
-	opts := append([]tea.ProgramOption{tea.WithContext(ctx), tea.WithInput(in), tea.WithOutput(out), tea.WithoutSignalHandler()}, more...)
-	_, err := tea.NewProgram(newModel(ctx, addr, interval), opts...).Run()
-	if errors.Is(err, tea.ErrProgramKilled) && ctx.Err() != nil {
-		return nil // the user's signal
-	}
+	opts := append([]tea.ProgramOption{tea.WithInput(in), tea.WithOutput(out), tea.WithoutSignalHandler()}, more...)
+	p := tea.NewProgram(newModel(ctx, addr, interval), opts...)
+	// As a key would, so that it leaves the terminal as it was and joins its readers.
+	defer context.AfterFunc(ctx, p.Quit)()
+	_, err := p.Run()
 	return err
 }
 

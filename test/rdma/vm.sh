@@ -16,7 +16,7 @@ nice -n 10 timeout "${GUEST_TIMEOUT:-1800}" qemu-system-x86_64 -accel "$accel" -
   -nodefaults -no-user-config -display none -no-reboot -serial stdio \
   -fsdev "local,id=share,path=$share,security_model=none" -device virtio-9p-pci,fsdev=share,mount_tag=share ${GUEST_NET:-} \
   -kernel "$dir/kernel/boot/vmlinuz-$version" -initrd "$dir/initrd.gz" \
-  -append "console=ttyS0 quiet panic=-1 mitigations=off run=$script $*" </dev/null 2>&1 | tr -d '\r' | tee "$console" | sed -u '/^GUEST-EXIT:/d'
+  -append "console=ttyS0 quiet panic=-1 mitigations=off run=$script $*" </dev/null 2>&1 | sed -u 's|\r||g' | tee "$console" | sed -u '/^GUEST-EXIT:/d'
 status=$(sed -n 's/^GUEST-EXIT://p' "$console" | tail -n 1)
 if [ -z "$status" ]; then
   echo "the guest ended without a status (QEMU: ${PIPESTATUS[0]})" >&2
