@@ -47,6 +47,11 @@ type Server struct {
 	statsDue *time.Timer
 }
 
+const (
+	acceptPause    = 100 * time.Millisecond // after an accept that failed
+	refusalTimeout = 50 * time.Millisecond  // to tell a connection why it is refused
+)
+
 // New checks the options. It touches neither disk nor network.
 func New(opt Options) (*Server, error) {
 	switch {
@@ -167,7 +172,7 @@ func (s *Server) Serve(ctx context.Context) error {
 			// Out of descriptors, most likely: wait for some to come back, without spinning.
 			select {
 			case <-ctx.Done():
-			case <-time.After(100 * time.Millisecond):
+			case <-time.After(acceptPause):
 			}
 			continue
 		}
@@ -212,7 +217,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 // refuseConn says why, if that fits the socket's buffer, and closes.
 func (s *Server) refuseConn(uc *net.UnixConn, e *msg.ErrorMessage) {
 	if p, err := msg.EncodePacket(e); err == nil {
-		_ = uc.SetWriteDeadline(time.Now().Add(50 * time.Millisecond))
+		_ = uc.SetWriteDeadline(time.Now().Add(refusalTimeout))
 		_, _ = uc.Write(p)
 	}
 	_ = uc.Close()

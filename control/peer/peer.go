@@ -131,15 +131,22 @@ type Pings struct {
 	Tick    time.Duration // how often this is looked at; 1 s
 }
 
+// Defaults of Pings.
+const (
+	pingBusy    = 2 * time.Second
+	pingIdle    = 10 * time.Second
+	pingTimeout = 3 * time.Second
+)
+
 func (p Pings) withDefaults() Pings {
 	set := func(d *time.Duration, v time.Duration) {
 		if *d <= 0 {
 			*d = v
 		}
 	}
-	set(&p.Busy, 2*time.Second)
-	set(&p.Idle, 10*time.Second)
-	set(&p.Timeout, 3*time.Second)
+	set(&p.Busy, pingBusy)
+	set(&p.Idle, pingIdle)
+	set(&p.Timeout, pingTimeout)
 	set(&p.Tick, keeperTick)
 	return p
 }

@@ -115,6 +115,7 @@ func TestMistakes(t *testing.T) {
 		"partner":            {"transfer: {partner: 40s}", []string{"transfer.partner", "longer than transfer.deadline"}},
 		"socket long":        {"engine: {socket: /" + strings.Repeat("x", 120) + "}", []string{"engine.socket", "107"}},
 		"syntax":             {"a: [", []string{"f.yaml", "syntax"}},
+		"syntax of a value":  {"peer:\n  listen: {a: b: c}\n", []string{"f.yaml:1", "syntax", `near "peer:" and "listen: {a: b: c}"`}},
 		"two documents":      {"node: a\n---\nnode: b", []string{"second YAML document"}},
 		"alias":              {"engine: &a {}\npeer: *a", []string{":2", "alias"}},
 		"merge":              {"<<: {node: a}", []string{"unknown key"}},
@@ -392,5 +393,16 @@ func TestFailsBeforeTheStart(t *testing.T) {
 	}
 	if err := c.CheckFiles(); err == nil || !strings.Contains(err.Error(), "trace.transfers") {
 		t.Error(err)
+	}
+}
+
+// A guess is made for a slip, not for another word.
+func TestNearest(t *testing.T) {
+	known := []string{"log", "listen", "peer", "http", "drain"}
+	for key, want := range map[string]string{"foo": "", "lag": "", "lisen": "listen", "lsiten": "listen", "pear": "peer", "htpp": "http", "rain": "drain",
+		"wood": "", "drums": "", "": ""} {
+		if got := nearest(key, known); got != want {
+			t.Errorf("nearest(%q) = %q, want %q", key, got, want)
+		}
 	}
 }

@@ -127,7 +127,8 @@ func (c *Config) parse(name string, data []byte) error {
 		if errors.Is(err, io.EOF) {
 			return nil // an empty file says nothing
 		}
-		return &Error{File: name, Line: yamlLine(err), Key: "syntax", Wrong: strings.TrimPrefix(err.Error(), "yaml: "),
+		line := yamlLine(err)
+		return &Error{File: name, Line: line, Key: "syntax", Wrong: strings.TrimPrefix(err.Error(), "yaml: ") + excerpt(data, line),
 			Remedy: "compare with 'kvspray config print'"}
 	}
 	var more yaml.Node
@@ -155,6 +156,22 @@ func yamlLine(err error) int {
 		return 0
 	}
 	return n
+}
+
+// maxExcerptBytes bounds what an error shows of a line.
+const maxExcerptBytes = 80
+
+// excerpt quotes what is no YAML, its key and value. The parser names the line at fault or the one before it, so both are shown.
+func excerpt(data []byte, line int) string {
+	lines := bytes.Split(data, []byte("\n"))
+	if line < 1 || line > len(lines) {
+		return ""
+	}
+	near := fmt.Sprintf(", near %.*q", maxExcerptBytes, bytes.TrimSpace(lines[line-1]))
+	if line < len(lines) && len(bytes.TrimSpace(lines[line])) > 0 {
+		near += fmt.Sprintf(" and %.*q", maxExcerptBytes, bytes.TrimSpace(lines[line]))
+	}
+	return near
 }
 
 // Set applies one "key=value" of a flag: the dotted key of a scalar or a comma-separated list, or
@@ -342,9 +359,12 @@ func unknownKey(file string, line int, path, key string, known []string) error {
 	return &Error{File: file, Line: line, Key: path, Wrong: "unknown key", Remedy: remedy}
 }
 
-// nearest returns the known key within two edits.
+// nearest returns the known key that key may be a slip of: one edit for every three letters, two at most.
 func nearest(key string, known []string) string {
-	best, dist := "", 3
+	best, dist := "", min(len(key)/3, 2)+1
+	if len(key) <= 3 {
+		dist = 1 // in a short word any letter makes another one
+	}
 	sorted := append([]string(nil), known...)
 	sort.Strings(sorted)
 	for _, k := range sorted {

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines with their caches on GPUs, two real sidecars between them; the engines are processes of their own.
 
-    run.sh e2e [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers|slow] [--json F]
+    e2e.py [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers|slow] [--json F]
 
 content   random block lists over every transport, by eager steps and by replays of full CUDA graphs of several sizes; every byte of
           every block is compared, and so are the blocks around it
@@ -533,7 +533,7 @@ def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: in
 
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("--kvspray", default="kvspray")
+    ap.add_argument("--kvspray", default=".build/gpu/kvspray")
     ap.add_argument("--gpus", default="0,0", type=lambda s: [int(x) for x in s.split(",")])
     ap.add_argument("--rounds", type=int, default=20)
     ap.add_argument("--kills", type=int, default=3)
@@ -546,7 +546,7 @@ def main() -> int:
     ap.add_argument("--set", action="append", default=[])
     ap.add_argument("--json", type=pathlib.Path)
     args = ap.parse_args()
-    parts = args.part or ["content", "rate", "layers", "kill"]
+    parts = args.part or ["content", "rate", "slow", "layers", "kill"]
     r = random.Random(1)
     report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "layers": LAYERS, "page": PAGE}
     problems = []
