@@ -6,12 +6,16 @@ from __future__ import annotations
 import pathlib
 
 import cluster as rig
+import pytest
 from conftest import Cluster
 from prompts import fresh
 
 
-def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path) -> None:
-    c = Cluster(workdir, start=False)
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path, transport: str) -> None:
+    dir = workdir / transport
+    dir.mkdir()
+    c = Cluster(dir, {"transports": {"order": [transport]}}, start=False)
     try:
         for name in ("P", "D", "R"):
             c.spawn(name)
@@ -34,7 +38,9 @@ def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path) -> None:
         prompt = fresh(300, "together")
         before = rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
         assert c.both(prompt).tokens == c.r.run(prompt, 12).tokens
-        assert rig.total(c.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok") == before + 1
+        after = c.d.metrics()
+        assert rig.total(after, "vllm:kvspray_transfers_total", side="received", outcome="ok") == before + 1
+        assert rig.total(after, "vllm:kvspray_bytes_total", side="received", transport=transport) > 0
         c.settle()
     finally:
         c.close()
