@@ -112,17 +112,17 @@ func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transpor
 
 func lateWrites(t *testing.T, runs int, pair func(t *testing.T) (*transporttest.Pair, holder)) {
 	for _, success := range []bool{false, true} {
-		t.Run(map[bool]string{false: "LateWrites/after cancel", true: "LateWrites/after success"}[success], func(t *testing.T) {
+		t.Run(map[bool]string{false: "after cancel", true: "after success"}[success], func(t *testing.T) {
 			src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 			for run := 0; run < runs && !t.Failed(); {
-				p, w := pair(t)
-				for range min(pairLasts, runs-run) {
-					run++
-					lateWrite(t, p, w, src, dst, transfer.Gen(run), success, true)
-				}
-				if err := errors.Join(p.A.Backend.Close(), p.B.Backend.Close()); err != nil {
-					t.Error(err)
-				}
+				n := min(pairLasts, runs-run)
+				t.Run("lanes", func(t *testing.T) { // what a pair remembers goes with it
+					p, w := pair(t)
+					for range n {
+						run++
+						lateWrite(t, p, w, src, dst, transfer.Gen(run), success, true)
+					}
+				})
 			}
 			t.Logf("%d runs", runs)
 		})
