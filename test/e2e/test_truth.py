@@ -71,9 +71,10 @@ class Kind:
 
 
 def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
-    from kvspray_vllm import layout
     from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
     from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvspray_vllm import layout
 
     out = Engine([], [])
     for rank in range(kind.tp):

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cluster as rig
-import kvspray
 import torch
+
+import kvspray
 
 Tables = list[list[int]]  # per cache group
 

@@ -10,6 +10,7 @@ test-sglang. Triton's kernels run in its interpreter.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -37,10 +38,9 @@ Content = torch.Tensor  # [layer, token, head, K or V, dim]
 
 @pytest.fixture(scope="module", autouse=True)
 def parallel() -> None:
-    from sglang.srt.runtime_context import get_parallel
-
     # SGLang keeps 10 GB of a host free; these pools are kilobytes, and a shared machine may have less.
     from sglang.srt.mem_cache.pool_host import base, mha, mla
+    from sglang.srt.runtime_context import get_parallel
 
     for module in (base, mha, mla):
         if hasattr(module, "host_memory_budget_bytes"):
@@ -270,7 +270,7 @@ def check(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None
             move(sidecars[0].endpoint, p.ranks, d.ranks, tokens)
             for r, fill, was in zip(d.ranks, d.fills, before, strict=True):
                 loc = slots(r, dk, tokens)
-                compare(r, was, lambda r=r, fill=fill, loc=loc: fill(r, loc, content), f"{pk} to {dk}, {tokens} tokens")
+                compare(r, was, functools.partial(fill, r, loc, content), f"{pk} to {dk}, {tokens} tokens")
     finally:
         for r in (*p.ranks, *d.ranks):
             r.close()
