@@ -17,7 +17,6 @@ const (
 	brokeSlices  = "has lost count of its slices"
 	brokeBound   = "holds more than its bound"
 	brokeEnd     = "never ended"
-	brokeLate    = "ended long after its deadline"
 	brokeLeak    = "holds something when nothing is open"
 	brokePath    = "failed while there was a path"
 	brokeSlot    = "was given out again before its fence"
@@ -25,7 +24,7 @@ const (
 )
 
 // Promises are all of them.
-var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLate, brokeLeak, brokePath,
+var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLeak, brokePath,
 	brokeSlot, brokeWord}
 
 // waiting bounds what waits for one key here: a grant, its parts, and what was replayed of older ones.
@@ -123,7 +122,7 @@ func (c *Cluster) Settle(patience time.Duration) {
 		case t.Received == nil, t.Sent == nil && !t.Alone:
 			c.violation("transfer %d from %s to %s %s (received %v, sent %v)", t.ID, t.From.addr, t.To.addr, brokeEnd, t.Received != nil, t.Sent != nil)
 		case t.Last() > t.Deadline+patience:
-			c.violation("transfer %d %s: after %s, its deadline was %s", t.ID, brokeLate, t.Last(), t.Deadline)
+			c.violation("transfer %d %s in time: after %s, its deadline was %s", t.ID, brokeEnd, t.Last(), t.Deadline)
 		}
 	}
 	if c.open > 0 {

@@ -17,7 +17,6 @@ const (
 	lost     = "has lost count of its slices"
 	bound    = "holds more than its bound"
 	never    = "never ended"
-	late     = "ended long after its deadline"
 	leak     = "holds something when nothing is open"
 	path     = "failed while there was a path"
 	slot     = "was given out again before its fence"
@@ -53,8 +52,8 @@ var mutants = []mutant{
 	{"a timer stays", "control/exec/source.go", "	e.agenda.disarm(s.t)\n	if l := remove", "	if l := remove", []string{leak, bound}},
 
 	// Time.
-	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + MaxDeadline\n", []string{never, late}},
-	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + 12*e.span(x.Deadline)\n", []string{never, late}},
+	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + MaxDeadline\n", []string{never}},
+	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + 12*e.span(x.Deadline)\n", []string{never}},
 	{"a peer's clock", "control/exec/inbound.go", "deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", "deadline = min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)", []string{path, never}},
 
 	// What is left behind.
@@ -69,6 +68,6 @@ var mutants = []mutant{
 
 	// Boots.
 	{"an older boot is waited for", "control/exec/exec.go", "			e.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
-	{"a dead boot's grants stay", "control/exec/exec.go", "			e.endInbound(now, in, false, \"the destination's sidecar is gone\")\n", "", []string{leak, never, late}},
-	{"a dead engine's leases stay", "control/exec/exec.go", "		e.closeSource(now, s, StatusFailed, reason, final)\n	}\n	e.workerIdle(ws)", "		_ = s\n	}\n	e.workerIdle(ws)", []string{never, released, late}},
+	{"a dead boot's grants stay", "control/exec/exec.go", "			e.endInbound(now, in, false, \"the destination's sidecar is gone\")\n", "", []string{leak, never}},
+	{"a dead engine's leases stay", "control/exec/exec.go", "		e.closeSource(now, s, StatusFailed, reason, final)\n	}\n	e.workerIdle(ws)", "		_ = s\n	}\n	e.workerIdle(ws)", []string{never, released}},
 }
