@@ -69,5 +69,4 @@ var mutants = []mutant{
 	// Boots.
 	{"an older boot is waited for", "control/exec/exec.go", "			e.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
 	{"a dead boot's grants stay", "control/exec/exec.go", "			e.endInbound(now, in, false, \"the destination's sidecar is gone\")\n", "", []string{leak, never}},
-	{"a dead engine's leases stay", "control/exec/exec.go", "		e.closeSource(now, s, StatusFailed, reason, final)\n	}\n	e.workerIdle(ws)", "		_ = s\n	}\n	e.workerIdle(ws)", []string{never, released}},
 }
