@@ -305,7 +305,9 @@ func TestClientIsWrong(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
 		t.Run(string(mode), func(t *testing.T) {
 			var d *engine
-			unknown := func(w http.ResponseWriter, _ *http.Request, _ seen) { http.Error(w, "no such model", http.StatusNotFound) }
+			unknown := func(w http.ResponseWriter, _ *http.Request, _ seen) {
+				http.Error(w, "no such model", http.StatusNotFound)
+			}
 			_, _, px, url := pairWith(t, mode, unknown, unknown, &d)
 			code, body, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`)
 			if code != http.StatusNotFound || !strings.Contains(body, "no such model") {

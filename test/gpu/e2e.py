@@ -30,8 +30,9 @@ import tempfile
 import time
 from typing import Any
 
-import kvspray
 import torch
+
+import kvspray
 from kvspray.gpu import GpuSignals
 
 LAYERS = 32
@@ -451,8 +452,14 @@ def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> d
             raise SystemExit(f"e2e: layers: {done}, or content differs")
         lag.append(1e6 * (done["at"] - s["end"]))
     lag = sorted(lag[2:])
-    return {"transport": done["transport"], "blocks": n, "layer_us": round(layer_us, 1), "layer_bytes": n * PAGE, "after_forward_p50_us": round(statistics.median(lag)),
-            "after_forward_max_us": round(lag[-1])}  # fmt: skip
+    return {
+        "transport": done["transport"],
+        "blocks": n,
+        "layer_us": round(layer_us, 1),
+        "layer_bytes": n * PAGE,
+        "after_forward_p50_us": round(statistics.median(lag)),
+        "after_forward_max_us": round(lag[-1]),
+    }
 
 
 def slow(rig: Rig, r: random.Random, pairs: int, seconds: float = 0.25, n: int = 512) -> list[dict[str, Any]]:

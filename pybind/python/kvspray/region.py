@@ -9,7 +9,6 @@ import os
 
 from . import _lib
 
-
 _ERROR_BYTES = 256
 
 
