@@ -35,15 +35,12 @@ func received(t *testing.T, f *railsbench.Field) (sum uint64) {
 // A decode that waits for one small block is not kept waiting by the background: its p99 grows by no more than two slices of the fastest
 // rail, one that is on the wire and one that is in the socket.
 func TestUrgentBesideBackground(t *testing.T) {
-	only(t, minute)
+	only(t, long)
 	sliceTime := 1050 * time.Microsecond // 256 KiB at 2 Gbit/s
 	if tenth {
 		sliceTime = 2620 * time.Microsecond // 64 KiB, the least slice, at 200 Mbit/s
 	}
-	n := 1000
-	if how == long {
-		n = 4000
-	}
+	const n = 4000
 	f := open(t, railsbench.Setup{Rates: goal(t)})
 	bulk := engines(t, f, 16*kib, total(), 3)
 	small := engines(t, f, 4*kib, 4*kib, 4)
