@@ -58,8 +58,14 @@ def test_place_of_a_layer_view() -> None:
     assert layout.place_of(halves, 6).block_stride == 2048
     with pytest.raises(layout.Unsupported):
         layout.place_of(buf.as_strided((12, 2, 16, 16), (1024, 256, 16, 1)), 6)  # pieces of a block apart
-    with pytest.raises(layout.Unsupported):
-        layout.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 1)), 6)  # half of each row
+    # Half of each row, as where layers alternate within a token: a packed page can say it, others cannot.
+    rows = layout.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 1)), 6)
+    assert rows.strides == (("head_stride", 1024), ("row_stride", 32))
+    assert layout.place_params("l", rows, "packed_hnd", {"heads": 2}) == {"heads": 2, "head_stride": 1024, "row_stride": 32}
+    with pytest.raises(layout.Unsupported, match="layer l"):
+        layout.place_params("l", rows, "vllm_cpu_attn", {"heads": 2})
+    with pytest.raises(layout.Unsupported, match="holes"):
+        layout.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 2)), 6)  # every other element
 
 
 def test_stats_add_up_and_reach_prometheus() -> None:
