@@ -37,7 +37,7 @@ LOGS = BUILD / "demo"
 BLOCK = 32  # tokens
 STEP_TOKENS = 256
 PAGE_BYTES = 8192  # of one layer
-BLOCK_BYTES = 4 * PAGE_BYTES  # of four layers
+TOKEN_BYTES = 4 * PAGE_BYTES // BLOCK  # in four layers; a block that is not full moves as far as it is
 FLIPPER = ROOT / "bin" / "wireflip"
 FLIP_FRAME = 3  # the data frame that is changed
 MODES = ("concurrent", "prefill-first")
@@ -242,7 +242,7 @@ class Demo:
             v.ttft.append((mode, len(case.prompts[0]), got[0].ttft_s, want[0].ttft_s))
         for seq in case.sequences():
             v.sequences += 1
-            v.blocks += -(-len(seq) // BLOCK)
+            v.tokens += len(seq)
         times = ", ".join(f"{1e3 * g.ttft_s:.0f}/{1e3 * w.ttft_s:.0f}" for g, w in zip(got, want, strict=True))
         say(f"  {mode:13} {case.name:42} {mark(same, 'equal', 'DIFFERENT')}   first token, pair/plain: {times} ms")
 
@@ -291,7 +291,7 @@ class Verdict:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
-        self.prompts = self.equal = self.sequences = self.blocks = 0
+        self.prompts = self.equal = self.sequences = self.tokens = 0
         self.hits = self.loaded = self.computed = self.transfers = self.failed = self.moved = 0
         self.recomputed = self.alone = self.preemptions = self.refused = self.retries = 0
         self.ttft: list[tuple[str, int, float, float]] = []
@@ -322,7 +322,7 @@ class Verdict:
             )
         if self.computed > self.sequences:
             self.fail(f"decode computed {self.computed} prompt tokens for {self.sequences} sequences; one each is the rule")
-        expected = (self.blocks - self.hits // BLOCK) * BLOCK_BYTES
+        expected = (self.tokens - self.hits) * TOKEN_BYTES
         if self.moved != expected:
             self.fail(f"{self.moved} bytes moved, {expected} expected")
         ours, theirs = self.hashes
@@ -343,7 +343,7 @@ class Verdict:
     def show(self) -> None:
         ours, theirs = self.hashes
         agree = sum(1 for k in ours if theirs.get(k) == ours[k])
-        expected = (self.blocks - self.hits // BLOCK) * BLOCK_BYTES
+        expected = (self.tokens - self.hits) * TOKEN_BYTES
         early = self.early()
         rows = [
             ("answers equal to the plain engine's", f"{self.equal} of {self.prompts}"),
