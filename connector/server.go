@@ -420,7 +420,14 @@ func (s *Server) Close() error {
 	return nil
 }
 
-func (s *Server) nextEpoch() uint32 { return s.epochs.Add(1) }
+// nextEpoch is never 0, which means that a lease is closed, also when the counter comes round.
+func (s *Server) nextEpoch() uint32 {
+	for {
+		if e := s.epochs.Add(1); e != 0 {
+			return e
+		}
+	}
+}
 
 // duration takes a wish in milliseconds; none, or an endless one, is cut.
 func (s *Server) duration(ms uint64, def time.Duration) time.Duration {

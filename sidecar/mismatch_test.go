@@ -2,7 +2,6 @@ package sidecar
 
 import (
 	"bytes"
-	"context"
 	"encoding/json"
 	"fmt"
 	"log/slog"
@@ -11,11 +10,9 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 )
@@ -43,29 +40,6 @@ func startLogged(t testing.TB) (*running, *logBuffer) {
 	l := &logBuffer{}
 	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
 	return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) }), l
-}
-
-// engineOf is newEngine with a layout that is changed.
-func engineOf(t testing.TB, r *running, shape connectortest.Shape, change func(*layout.Layout)) *engine {
-	t.Helper()
-	reg, err := shape.Region()
-	if err != nil {
-		t.Fatal(err)
-	}
-	l := shape.Layout()
-	change(l)
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
-	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: l, Regions: []*mem.Region{reg},
-		Engine: msg.Engine{Name: "test", Version: "1", ID: "e"}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		_ = w.Close()
-		reg.Release()
-	})
-	return &engine{Worker: w, t: t, shape: shape, region: reg, done: map[uint64]connectortest.Completion{}}
 }
 
 // Every field in which two engines differ is named with both values: to the decode engine, in the trace line, and in the log of either

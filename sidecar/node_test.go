@@ -20,6 +20,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/layout"
 )
 
 const patience = 20 * time.Second
@@ -125,13 +126,21 @@ type engine struct {
 
 func newEngine(t testing.TB, r *running, shape connectortest.Shape) *engine {
 	t.Helper()
+	return engineOf(t, r, shape, func(*layout.Layout) {})
+}
+
+// engineOf is newEngine with a layout that is changed.
+func engineOf(t testing.TB, r *running, shape connectortest.Shape, change func(*layout.Layout)) *engine {
+	t.Helper()
 	reg, err := shape.Region()
 	if err != nil {
 		t.Fatal(err)
 	}
+	l := shape.Layout()
+	change(l)
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: shape.Layout(), Regions: []*mem.Region{reg},
+	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: l, Regions: []*mem.Region{reg},
 		Engine: msg.Engine{Name: "test", Version: "1", ID: "e"}})
 	if err != nil {
 		t.Fatal(err)
@@ -146,7 +155,12 @@ func newEngine(t testing.TB, r *running, shape connectortest.Shape) *engine {
 // wait returns the completion of one lease, and keeps those of others.
 func (e *engine) wait(lease uint64) connectortest.Completion {
 	e.t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	return e.waitFor(lease, patience)
+}
+
+func (e *engine) waitFor(lease uint64, limit time.Duration) connectortest.Completion {
+	e.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	for {
 		if c, ok := e.done[lease]; ok {

@@ -1,7 +1,6 @@
 package sidecar
 
 import (
-	"context"
 	"encoding/binary"
 	"fmt"
 	"os"
@@ -122,23 +121,6 @@ func wrong(e *engine, table []uint32, seed uint64) (pages int) {
 		}
 	}
 	return pages
-}
-
-func completion(t testing.TB, e *engine, lease uint64) connectortest.Completion {
-	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 2*rdmaDeadline)
-	defer cancel()
-	for {
-		if c, ok := e.done[lease]; ok {
-			delete(e.done, lease)
-			return c
-		}
-		c, err := e.Wait(ctx)
-		if err != nil {
-			t.Fatalf("completion of lease %d: %v", lease, err)
-		}
-		e.done[c.Lease] = c
-	}
 }
 
 // stall follows the landed bytes of a node and keeps the longest time without any.
@@ -289,7 +271,7 @@ func TestRDMAFaults(t *testing.T) {
 				eventually(t, "the rail's lanes are down", func() bool { return lanesOn(p, "r0a") == 0 || landedBytes(d)-before == whole() })
 				noticed = time.Since(injected)
 			}
-			dc, pc := completion(t, de, dst), completion(t, pe, src)
+			dc, pc := de.waitFor(dst, 2*rdmaDeadline), pe.waitFor(src, 2*rdmaDeadline)
 			took, longest := time.Since(began), s.end()
 			if dc.Status != 0 || pc.Status != 0 {
 				t.Errorf("failed: receiver %d %+v, sender %d %+v", dc.Status, dc.Received, pc.Status, pc.Sent)
@@ -395,7 +377,7 @@ func TestRDMATwoHosts(t *testing.T) {
 				eventually(t, "a quarter was sent", func() bool { return sentBytes(t, len(devices))-before > whole()/4 })
 				shell(t, f.inject)
 			}
-			if c := completion(t, e, lease); c.Status != 0 {
+			if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
 				t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
 			}
 			if f.heal != "" {
@@ -408,7 +390,7 @@ func TestRDMATwoHosts(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if c := completion(t, e, lease); c.Status != 0 {
+		if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
 			t.Errorf("%s: receiver: %d %+v", f.name, c.Status, c.Received)
 		} else if k := wrong(e, tb, seed); k > 0 {
 			t.Errorf("%s: %d pages are wrong", f.name, k)

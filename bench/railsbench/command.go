@@ -4,7 +4,6 @@ package railsbench
 
 import (
 	"fmt"
-	"io"
 	"os"
 	"strings"
 
@@ -55,16 +54,8 @@ happen. Content is compared after every transfer. Needs root, or the right to ma
 		if err != nil {
 			return err
 		}
-		if err := output(o.JSON, cmd.OutOrStdout(), res.Write); err != nil {
-			return fmt.Errorf("--json: %w", err)
-		}
-		if err := output(o.HTML, cmd.OutOrStdout(), func(w io.Writer) error { return chart.Of("kvspray bench rails")(w, res) }); err != nil {
-			return fmt.Errorf("--html: %w", err)
-		}
-		if o.JSON != "-" && o.HTML != "-" {
-			if err := res.Print(cmd.OutOrStdout()); err != nil {
-				return err
-			}
+		if err := o.Save(res, cmd.OutOrStdout(), chart.Of("kvspray bench rails")); err != nil {
+			return err
 		}
 		if res.Failed > 0 {
 			return fmt.Errorf("%d of %d transfers failed", res.Failed, len(res.Transfers))
@@ -72,23 +63,4 @@ happen. Content is compared after every transfer. Needs root, or the right to ma
 		return nil
 	}
 	return c
-}
-
-// output writes to a file, to standard output for "-", and nowhere for "".
-func output(path string, stdout io.Writer, write func(io.Writer) error) error {
-	switch path {
-	case "":
-		return nil
-	case "-":
-		return write(stdout)
-	}
-	f, err := os.Create(path)
-	if err != nil {
-		return err
-	}
-	err = write(f)
-	if cerr := f.Close(); err == nil {
-		err = cerr
-	}
-	return err
 }

@@ -497,7 +497,7 @@ def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: in
             src, dst, xfer, seed = pick(r, n), pick(r, n), os.urandom(16), r.randint(1, 1 << 30)
             rig.p.call("offer", xfer, seed, src)
             e = rig.d.call("expect", xfer, rig.peer, dst)
-            time.sleep(r.random() * args.kill_ms / 1000)
+            time.sleep(r.random() * args.kill_ms / 1000)  # the moment of the death is what is drawn: there is nothing to wait for
             if victim == "source engine":
                 rig.p.kill()
             elif victim == "destination engine":
@@ -511,7 +511,7 @@ def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: in
                     wrong += rig.d.call("check", seed, dst)
                 # The engine's next request is in these blocks now.
                 rig.d.call("refill", dst)
-                time.sleep(0.3)
+                time.sleep(0.3)  # for a late write that must not come
                 late += rig.d.call("refilled", dst)
             else:
                 ends["killed"] = ends.get("killed", 0) + 1
