@@ -330,8 +330,8 @@ func TestTakeover(t *testing.T) {
 	if err := r.Complete(old, connector.Completion{Lease: lease}); !errors.Is(err, connector.ErrGone) {
 		t.Errorf("complete: %v", err)
 	}
-	if len(r.rec.gone) != 1 || !errors.Is(r.rec.gone[0], connector.ErrSuperseded) {
-		t.Fatalf("gone: %v", r.rec.gone)
+	if gone := r.rec.retired(); len(gone) != 1 || !errors.Is(gone[0], connector.ErrSuperseded) {
+		t.Fatalf("gone: %v", gone)
 	}
 	r.rec.fenced[0]()
 	r.rec.fenced[0]()
@@ -391,17 +391,14 @@ func TestExit(t *testing.T) {
 	c.expect(t, "dropped")
 	// The server has seen the end of file once it says so.
 	for !strings.Contains(r.logs.String(), "socket ended") {
-		r.rec.mu.Lock()
-		n := len(r.rec.gone)
-		r.rec.mu.Unlock()
-		if n > 0 {
+		if len(r.rec.retired()) > 0 {
 			t.Fatal("an end of file ended the worker")
 		}
 		if testContext(t).Err() != nil {
 			t.Fatal("the end of the socket was not seen")
 		}
 	}
-	if len(r.rec.gone) != 0 || r.Leases() != 1 || !r.lastUp(t).SourceValid(r.rec.intents[0].Lease) {
+	if len(r.rec.retired()) != 0 || r.Leases() != 1 || !r.lastUp(t).SourceValid(r.rec.intents[0].Lease) {
 		t.Fatal("the lease did not survive the socket")
 	}
 	must(t, c.cmd.Process.Kill())
@@ -421,7 +418,7 @@ func TestForeignBoot(t *testing.T) {
 	if !errors.As(err, &se) || se.Code != msg.CodePermission || !strings.Contains(se.Message, "live process") {
 		t.Fatalf("got %v", err)
 	}
-	if len(r.rec.gone) != 0 {
+	if len(r.rec.retired()) != 0 {
 		t.Error("the live worker was retired")
 	}
 }

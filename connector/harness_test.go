@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -103,6 +104,13 @@ func (r *recorder) Hold(w *connector.Worker, lease uint64) {
 
 func (r *recorder) Await(a connector.Await, reply func(connector.Admission)) {
 	r.note("await", func() { r.awaits = append(r.awaits, a); r.replies = append(r.replies, reply) })
+}
+
+// retired is why each worker that is gone went. A child's exit may be noted at any moment, so it is read under the lock.
+func (r *recorder) retired() []error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Clone(r.gone)
 }
 
 // until waits for a condition over the recorder, under its lock.

@@ -112,8 +112,8 @@ func TestMemoryComesBackAfterTheFence(t *testing.T) {
 			break
 		}
 	}
-	if !errors.Is(r.rec.gone[0], connector.ErrSuperseded) {
-		t.Fatalf("gone: %v", r.rec.gone)
+	if gone := r.rec.retired(); !errors.Is(gone[0], connector.ErrSuperseded) {
+		t.Fatalf("gone: %v", gone)
 	}
 	_, err = next.Connect(testContext(t))
 	refused(t, err, msg.CodeFencing, "regions[0].fd", "is being fenced")
