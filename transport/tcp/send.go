@@ -304,7 +304,8 @@ func (t *sender) send(fd uintptr) bool {
 	return t.errno != unix.EAGAIN || !t.park
 }
 
-// fill maps a new piece, or copies it to the stage where it cannot be mapped, and sums it up. Under the guard.
+// fill maps a new piece, or copies it to the stage where it cannot be mapped, and sums it up, or else prefetches what the sum would
+// have read. Under the guard.
 //
 // The sum is taken just before the kernel reads the same bytes, so that memory is read from DRAM once. Sum and payload can
 // then differ if the engine writes in between; but the engine may do that only after it has moved the source's epoch, and
@@ -321,9 +322,13 @@ func (t *sender) fill() error {
 			at += int(b.Len)
 		}
 	}
-	if t.l.crc && !t.summed {
+	if !t.summed {
 		for _, s := range t.p.segs {
-			t.sum = mem.CRC32C(t.sum, s)
+			if t.l.crc {
+				t.sum = mem.CRC32C(t.sum, s)
+			} else {
+				mem.Prefetch(s)
+			}
 		}
 	}
 	t.summed = true
