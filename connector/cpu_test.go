@@ -21,7 +21,7 @@ const (
 // cpuWindows is how often a share is measured before it counts as too high: others that use the machine make the same work dearer,
 // never cheaper, so that the least of several measurements is the nearest to the truth.
 const (
-	cpuWindows = 10
+	cpuWindows = 20
 	cpuWindow  = time.Second
 )
 

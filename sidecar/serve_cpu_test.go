@@ -25,7 +25,7 @@ const (
 
 // Others that use the machine make the same work dearer, never cheaper: the least of several windows is the nearest to the truth.
 const (
-	cpuWindows = 8
+	cpuWindows = 15
 	cpuWindow  = 2 * time.Second
 )
 
