@@ -77,7 +77,7 @@ func (c *benchCase) template(t testing.TB) (*Template, []uint32, []uint32) {
 	return tpl, benchTable(2, benchTokens/int(c.from.TokensPerBlock)), benchTable(3, benchTokens/int(c.to.TokensPerBlock))
 }
 
-// TestNoAllocations: neither runs nor pieces allocate while the caller's slice has room.
+// TestNoAllocations: neither runs nor pieces allocate while the caller's slice has room, and walking all pieces of runs never does.
 func TestNoAllocations(t *testing.T) {
 	reg := Default()
 	runs := make([]layout.Run, 0, 1<<15)
@@ -95,6 +95,21 @@ func TestNoAllocations(t *testing.T) {
 				}
 			}); n != 0 {
 				t.Errorf("runs: %v allocations", n)
+			}
+			all, err := tpl.Append(runs, from, to, layout.TokenRange{End: end})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var walked, want uint64
+			for i := range all {
+				want += 4 * all[i].Bytes() // AllocsPerRun makes a run more, to warm up
+			}
+			if n := testing.AllocsPerRun(3, func() {
+				for p := range layout.Explode(all) {
+					walked += p.Len
+				}
+			}); n != 0 || walked != want {
+				t.Errorf("walking the pieces: %v allocations, %d bytes, want none and %d", n, walked, want)
 			}
 			lf, lt := &layout.Layout{Groups: []layout.Group{c.from}}, &layout.Layout{Groups: []layout.Group{c.to}}
 			share := &Share{roles: []uint32{^uint32(0)}}
@@ -122,22 +137,23 @@ func TestNoAllocations(t *testing.T) {
 	}
 }
 
-// TestRunsAreCheap: a run takes less than 20 ns to plan, of whatever layout. The least of several tries: what else the machine does
-// makes them dearer, never cheaper.
+// TestRunsAreCheap: a run takes less than 10 ns to plan, of whatever layout (6 to 7 on the machine of docs/bench/parseblock.md). The
+// least of many short tries: what else the machine does makes them dearer, never cheaper.
 func TestRunsAreCheap(t *testing.T) {
 	if raceEnabled {
 		testutil.Skip(t, "norace", "the race detector makes it many times slower")
 	}
 	const (
-		limit = 20.0 // ns
+		limit = 10.0 // ns
 		tries = 200
+		most  = 200_000 // tries, two seconds: a neighbour that shares the caches is not always there
 	)
 	runs := make([]layout.Run, 0, 1<<15)
 	for _, c := range benchCases() {
 		t.Run(c.name, func(t *testing.T) {
 			tpl, from, to := c.template(t)
 			best := math.Inf(1)
-			for range tries {
+			for i := 0; i < tries || best > limit && i < most; i++ {
 				began := time.Now()
 				out, err := tpl.Append(runs, from, to, layout.TokenRange{End: benchTokens})
 				if err != nil {
@@ -183,8 +199,17 @@ func TestCompact(t *testing.T) {
 	}
 }
 
+// planTime is what planning a prompt of 32,768 tokens and 64 layers may take, as the least of several tries. The race detector makes it
+// tens of times slower, so there it only says that nothing is out of all proportion.
+func planTime() time.Duration {
+	if raceEnabled {
+		return 50 * time.Millisecond
+	}
+	return time.Millisecond
+}
+
 // TestCostOfPlanning: 32,768 tokens through 64 layers of NHD pages, from one of two ranks to one: under 64 KiB beside the block
-// tables, and compiled in under a millisecond on a quiet machine; the bound here leaves room for a busy one under -race.
+// tables, and compiled in under a millisecond.
 func TestCostOfPlanning(t *testing.T) {
 	reg := Default()
 	group := func(tp int64) *layout.Group {
@@ -215,7 +240,7 @@ func TestCostOfPlanning(t *testing.T) {
 		bytes += reflect.TypeFor[Template]().Size() + uintptr(cap(tpl.pairs))*reflect.TypeFor[pair]().Size()
 	}
 	t.Logf("64 templates: %v, %d bytes", best, bytes)
-	if bytes > 64<<10 || best > 50*time.Millisecond {
+	if bytes > 64<<10 || best > planTime() {
 		t.Fatalf("64 templates took %v and %d bytes", best, bytes)
 	}
 }
@@ -274,8 +299,7 @@ func reshape(t testing.TB) (plan func()) {
 }
 
 // TestCostOfReshape: what both sidecars plan for one prompt of 32,768 tokens and 64 layers, from two ranks to one, beside the block
-// tables: under 64 KiB, and under a millisecond on a quiet machine (the bound leaves room for a busy
-// one under -race).
+// tables: under 64 KiB, and under a millisecond.
 func TestCostOfReshape(t *testing.T) {
 	plan := reshape(t)
 	best := time.Hour
@@ -291,7 +315,7 @@ func TestCostOfReshape(t *testing.T) {
 		}
 	})
 	t.Logf("assigned, planned and bound on both sides, two ranks to one: %v, %d bytes", best, r.AllocedBytesPerOp())
-	if r.AllocedBytesPerOp() > 64<<10 || best > 50*time.Millisecond {
+	if r.AllocedBytesPerOp() > 64<<10 || best > planTime() {
 		t.Fatalf("planning took %v and %d bytes", best, r.AllocedBytesPerOp())
 	}
 }

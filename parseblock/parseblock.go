@@ -161,7 +161,7 @@ func (t *Template) Append(dst []layout.Run, from, to []uint32, tokens layout.Tok
 		p := &t.pairs[i]
 		if p.unit == layout.UnitState {
 			last := uint64(tokens.End - 1)
-			w.shape(p.from.off+uint64(from[last/p.from.tokens])*p.from.block, p.to.off+uint64(to[last/p.to.tokens])*p.to.block, &p.full)
+			w.one(p.from.off+uint64(from[last/p.from.tokens])*p.from.block, p.to.off+uint64(to[last/p.to.tokens])*p.to.block, &p.full)
 			continue
 		}
 		first, end, err := p.span(tokens)
@@ -169,7 +169,7 @@ func (t *Template) Append(dst []layout.Run, from, to []uint32, tokens layout.Tok
 			return dst, err
 		}
 		if first < end {
-			w.rows(p, from, to, first, end)
+			w.walk(p, from, to, first, end)
 		}
 	}
 	w.flush()

@@ -1,149 +1,267 @@
 package parseblock
 
-import "github.com/kvspray/kvspray/layout"
+import (
+	"slices"
 
-// runWriter coalesces pieces into runs: first those that touch on both sides, then those of equal length and distance, then
-// rows of such runs.
-type runWriter struct {
-	runs     []layout.Run
-	base     int // runs before it are the caller's
-	src, dst uint64
-	len      uint64 // 0: no piece is pending
-}
+	"github.com/kvspray/kvspray/layout"
+)
 
 // maxCount bounds the pieces of one axis of a run.
 const maxCount = 1 << 31
 
-func (w *runWriter) add(src, dst, n uint64) {
-	if w.len != 0 && src == w.src+w.len && dst == w.dst+w.len {
-		w.len += n
-		return
-	}
-	w.flush()
-	w.src, w.dst, w.len = src, dst, n
+// maxSteps is how many steps of a pair are looked at together: the offsets of one side, those of the other, which steps touch, which
+// lie evenly. Each question has a loop that asks nothing else, and what is between them stays in the first-level cache.
+const maxSteps = 128
+
+// runWriter coalesces the steps of pairs into runs. A row is one contiguous piece, or pieces an equal distance apart; it grows as long
+// as the next one touches it on both sides. Rows of equal size that are an equal distance apart are one run.
+type runWriter struct {
+	runs []layout.Run
+	base int // runs before it are the caller's
+	kind rowKind
+
+	// Rows that are not in a run yet; between calls at most one, which may still grow.
+	rows           int
+	src, dst, size [1 + maxSteps]uint64 // size is in bytes or pieces
 }
 
-func (w *runWriter) flush() {
-	if w.len == 0 {
-		return
-	}
-	w.push(w.src, w.dst, w.len)
-	w.len = 0
+// rowKind is what rows consist of: bytes, or pieces.
+type rowKind struct {
+	len      uint64 // of a piece; 0: of bytes
+	src, dst uint64 // from a piece to the next; 1 from a byte to the next
 }
 
-// push adds one contiguous piece.
-func (w *runWriter) push(src, dst, n uint64) {
-	if len(w.runs) > w.base {
-		last := &w.runs[len(w.runs)-1]
-		if last.Len == n && last.Outer == 1 {
-			if last.Count == 1 {
-				last.SrcStride, last.DstStride, last.Count = src-last.SrcOff, dst-last.DstOff, 2
-				return
-			}
-			c := uint64(last.Count)
-			if src == last.SrcOff+c*last.SrcStride && dst == last.DstOff+c*last.DstStride && c < maxCount {
-				last.Count++
-				return
-			}
-		}
+// most is the size that a row may have.
+func (k *rowKind) most() uint64 {
+	if k.len == 0 {
+		return 1 << 63
 	}
-	w.runs = append(w.runs, layout.Run{SrcOff: src, DstOff: dst, Count: 1, Outer: 1, Len: n})
+	return maxCount
 }
 
-// strided adds a row of pieces: longer where it goes on with the last one's strides, else as one more row where the distance
-// to the last one is the same again.
-func (w *runWriter) strided(src, dst uint64, s *shape) {
-	count := uint32(s.n[0])
-	if len(w.runs) > w.base {
-		last := &w.runs[len(w.runs)-1]
-		if last.Len == s.len && last.Count > 1 && last.SrcStride == s.src[0] && last.DstStride == s.dst[0] {
-			c, o := uint64(last.Count), uint64(last.Outer)
-			switch {
-			case o == 1 && src == last.SrcOff+c*s.src[0] && dst == last.DstOff+c*s.dst[0] && c+s.n[0] < maxCount:
-				last.Count += count
-				return
-			case last.Count != count:
-			case o == 1:
-				last.SrcOuter, last.DstOuter, last.Outer = src-last.SrcOff, dst-last.DstOff, 2
-				return
-			case src == last.SrcOff+o*last.SrcOuter && dst == last.DstOff+o*last.DstOuter && o < maxCount:
-				last.Outer++
-				return
-			}
-		}
-	}
-	w.runs = append(w.runs, layout.Run{SrcOff: src, DstOff: dst, SrcStride: s.src[0], DstStride: s.dst[0], Count: count, Outer: 1, Len: s.len})
-}
-
-func (w *runWriter) shape(src, dst uint64, s *shape) {
-	if s.dims == 0 {
-		w.add(src, dst, s.len)
-		return
-	}
-	w.flush()
-	switch s.dims {
-	case 1:
-		w.strided(src, dst, s)
-	default:
-		outer := uint64(1)
-		if s.dims == 3 {
-			outer = s.n[2]
-		}
-		for range outer {
-			w.runs = append(w.runs, layout.Run{SrcOff: src, DstOff: dst, SrcStride: s.src[0], DstStride: s.dst[0], Count: uint32(s.n[0]),
-				SrcOuter: s.src[1], DstOuter: s.dst[1], Outer: uint32(s.n[1]), Len: s.len})
-			src += s.src[2]
-			dst += s.dst[2]
-		}
-	}
-}
-
-// rows walks rows [r, end) of a pair of token planes, or whole opaque blocks.
-func (w *runWriter) rows(p *pair, from, to []uint32, r, end uint64) {
-	if r%p.step != 0 {
-		n := min(p.step-r%p.step, end-r)
+// walk adds rows [r, end) of a pair of token planes, or whole opaque blocks.
+func (w *runWriter) walk(p *pair, from, to []uint32, r, end uint64) {
+	if in := r % p.step; in != 0 {
+		n := min(p.step-in, end-r)
 		s := p.shape(n)
-		w.shape(p.from.at(from, r), p.to.at(to, r), &s)
+		w.one(p.from.at(from, r), p.to.at(to, r), &s)
 		r += n
 	}
-	whole := (end - r) / p.step
-	switch {
-	case whole == 0:
-	case p.from.tiles == 1 && p.to.tiles == 1 && p.step == p.from.tileRows && p.step == p.to.tileRows:
-		first := r / p.step
-		w.blocks(p, from[first:first+whole], to[first:first+whole])
-	default:
-		for i := range whole {
-			w.shape(p.from.at(from, r+i*p.step), p.to.at(to, r+i*p.step), &p.full)
-		}
+	if n := (end - r) / p.step; n > 0 {
+		w.steps(p, from, to, r/p.step, n)
+		r += n * p.step
 	}
-	if r += whole * p.step; r < end {
+	if r < end {
 		s := p.shape(end - r)
-		w.shape(p.from.at(from, r), p.to.at(to, r), &s)
+		w.one(p.from.at(from, r), p.to.at(to, r), &s)
 	}
 }
 
-// blocks adds whole blocks of equal size on both sides. It is the hot loop, so it keeps the pending piece in registers.
-func (w *runWriter) blocks(p *pair, from, to []uint32) {
-	to = to[:len(from)]
-	fb, tb, fs, ts := p.from.off, p.to.off, p.from.block, p.to.block
-	if p.full.dims != 0 {
-		for i, b := range from {
-			w.shape(fb+uint64(b)*fs, tb+uint64(to[i])*ts, &p.full)
-		}
-		return
+// steps adds n whole steps of a pair, from the given one on.
+func (w *runWriter) steps(p *pair, from, to []uint32, first, n uint64) {
+	w.begin(&p.full)
+	f, t := p.from.cursor(from, first, p.step), p.to.cursor(to, first, p.step)
+	for n > 0 {
+		k := min(n, maxSteps)
+		end := uint64(w.rows) + k
+		f.next(w.src[w.rows:end])
+		t.next(w.dst[w.rows:end])
+		w.add(int(k), &p.full)
+		n -= k
 	}
-	src, dst, pending, n := w.src, w.dst, w.len, p.full.len
-	for i, b := range from {
-		s, d := fb+uint64(b)*fs, tb+uint64(to[i])*ts
-		if s == src+pending && d == dst+pending && pending != 0 {
-			pending += n
+}
+
+// one adds a shape at one place.
+func (w *runWriter) one(src, dst uint64, s *shape) {
+	w.begin(s)
+	w.src[w.rows], w.dst[w.rows] = src, dst
+	w.add(1, s)
+}
+
+// begin makes ready for rows of a shape: those of another kind can grow no more.
+func (w *runWriter) begin(s *shape) {
+	kind := rowKind{src: 1, dst: 1}
+	if s.dims > 0 {
+		kind = rowKind{len: s.len, src: s.src[0], dst: s.dst[0]}
+	}
+	if kind != w.kind || s.dims > 1 {
+		w.flush()
+		w.kind = kind
+	}
+}
+
+// add takes the n shapes at the offsets that were set behind the rows.
+func (w *runWriter) add(n int, s *shape) {
+	switch s.dims {
+	case 0:
+		w.join(n, s.len)
+	case 1:
+		w.join(n, s.n[0])
+	default:
+		w.grids(n, s)
+	}
+}
+
+// join adds n rows of one size, and makes one of those that touch.
+func (w *runWriter) join(n int, size uint64) {
+	src, dst, sizes := w.src[:w.rows+n], w.dst[:w.rows+n], w.size[:w.rows+n]
+	k := w.rows - 1 // the row that may grow
+	if k < 0 {
+		sizes[0] = size
+		k = 0
+		n--
+	}
+	bySrc, byDst := size*w.kind.src, size*w.kind.dst
+	endSrc, endDst := src[k]+sizes[k]*w.kind.src, dst[k]+sizes[k]*w.kind.dst
+	most := w.kind.most() - size
+	for i := len(src) - n; i < len(src); i++ {
+		s, d := src[i], dst[i]
+		if s == endSrc && d == endDst && sizes[k] <= most {
+			sizes[k] += size
+			endSrc += bySrc
+			endDst += byDst
 			continue
 		}
-		if pending != 0 {
-			w.push(src, dst, pending)
-		}
-		src, dst, pending = s, d, n
+		k++
+		src[k], dst[k], sizes[k] = s, d, size
+		endSrc, endDst = s+bySrc, d+byDst
 	}
-	w.src, w.dst, w.len = src, dst, pending
+	w.write(k)
+	w.src[0], w.dst[0], w.size[0], w.rows = src[k], dst[k], sizes[k], 1
+}
+
+// flush writes down the row that could still grow.
+func (w *runWriter) flush() {
+	w.write(w.rows)
+	w.rows = 0
+}
+
+// write makes runs of the first n rows.
+func (w *runWriter) write(n int) {
+	src, dst, sizes := w.src[:n], w.dst[:n], w.size[:n]
+	i := w.resume(src, dst, sizes)
+	for i < n {
+		size := sizes[i]
+		var bySrc, byDst uint64
+		j := i + 1
+		if j < n && sizes[j] == size {
+			bySrc, byDst = src[j]-src[i], dst[j]-dst[i]
+			for j++; j < n && sizes[j] == size && src[j]-src[j-1] == bySrc && dst[j]-dst[j-1] == byDst; {
+				j++
+			}
+		}
+		r := w.more()
+		r.SrcOff, r.DstOff = src[i], dst[i]
+		if w.kind.len == 0 {
+			r.SrcStride, r.DstStride, r.Count, r.Len = bySrc, byDst, uint32(j-i), size
+			r.SrcOuter, r.DstOuter, r.Outer = 0, 0, 1
+		} else {
+			r.SrcStride, r.DstStride, r.Count, r.Len = w.kind.src, w.kind.dst, uint32(size), w.kind.len
+			r.SrcOuter, r.DstOuter, r.Outer = bySrc, byDst, uint32(j-i)
+		}
+		i = j
+	}
+}
+
+// resume adds rows to the last run as long as they go on with it, and returns how many do.
+func (w *runWriter) resume(src, dst, sizes []uint64) int {
+	k := len(w.runs) - 1
+	if k < w.base {
+		return 0
+	}
+	r := &w.runs[k]
+	count, bySrc, byDst, size := &r.Count, &r.SrcStride, &r.DstStride, r.Len
+	if w.kind.len == 0 {
+		if r.Outer != 1 {
+			return 0
+		}
+	} else {
+		if w.kind != (rowKind{r.Len, r.SrcStride, r.DstStride}) || r.Count == 1 {
+			return 0
+		}
+		count, bySrc, byDst, size = &r.Outer, &r.SrcOuter, &r.DstOuter, uint64(r.Count)
+	}
+	for i := range src {
+		c := uint64(*count)
+		switch {
+		case sizes[i] != size || c >= maxCount:
+			return i
+		case c == 1:
+			*bySrc, *byDst = src[i]-r.SrcOff, dst[i]-r.DstOff
+		case src[i] != r.SrcOff+c**bySrc || dst[i] != r.DstOff+c**byDst:
+			return i
+		}
+		*count++
+	}
+	return len(src)
+}
+
+// grids adds n shapes of two axes or three, each a run of its own.
+func (w *runWriter) grids(n int, s *shape) {
+	outer := uint64(1)
+	if s.dims == 3 {
+		outer = s.n[2]
+	}
+	for i := range n {
+		for k := range outer {
+			r := w.more()
+			r.SrcOff, r.DstOff, r.Len = w.src[i]+k*s.src[2], w.dst[i]+k*s.dst[2], s.len
+			r.SrcStride, r.DstStride, r.Count = s.src[0], s.dst[0], uint32(s.n[0])
+			r.SrcOuter, r.DstOuter, r.Outer = s.src[1], s.dst[1], uint32(s.n[1])
+		}
+	}
+}
+
+// more is one run more, to be filled in: field by field, since a copy of 72 bytes takes longer than all the rest.
+func (w *runWriter) more() *layout.Run {
+	n := len(w.runs)
+	if n == cap(w.runs) {
+		w.runs = slices.Grow(w.runs, 1)
+	}
+	w.runs = w.runs[:n+1]
+	return &w.runs[n]
+}
+
+// cursor gives the offsets of step after step on one side.
+type cursor struct {
+	*place
+	table []uint32 // from the current block on
+	step  uint64   // bytes from a step to the next, in a kernel block
+	per   uint64   // steps of a kernel block
+	unit  uint64   // those behind, in the kernel block
+	tile  uint64   // kernel blocks behind, in the block
+}
+
+func (p *place) cursor(table []uint32, first, rows uint64) cursor {
+	per := p.tileRows / rows
+	tile := first / per
+	return cursor{place: p, table: table[tile/p.tiles:], step: rows * p.row, per: per, unit: first % per, tile: tile % p.tiles}
+}
+
+// next sets the offsets of the next steps.
+func (c *cursor) next(out []uint64) {
+	off, block := c.off, c.block
+	if c.per == 1 && c.tiles == 1 {
+		for i, b := range c.table[:len(out)] {
+			out[i] = off + uint64(b)*block
+		}
+		c.table = c.table[len(out):]
+		return
+	}
+	for len(out) > 0 {
+		n := min(uint64(len(out)), c.per-c.unit)
+		at := off + uint64(c.table[0])*block + c.tile*c.place.tile + c.unit*c.step
+		for i := range out[:n] {
+			out[i] = at
+			at += c.step
+		}
+		out = out[n:]
+		if c.unit += n; c.unit < c.per {
+			continue
+		}
+		c.unit = 0
+		if c.tile++; c.tile == c.tiles {
+			c.tile, c.table = 0, c.table[1:]
+		}
+	}
 }
