@@ -1,7 +1,10 @@
 package connector_test
 
 import (
+	"encoding/binary"
 	"errors"
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -12,6 +15,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/layout"
 )
 
 func refused(t *testing.T, err error, code, field, text string) {
@@ -63,6 +67,34 @@ func TestMemoryOfAnotherSession(t *testing.T) {
 	must(t, err)
 	r.rec.until(t, "the first one's intent", func() bool { return len(r.rec.intents) == 1 })
 	r.worker(t, nil) // memory of its own
+}
+
+type fakeGPU struct{ mem.Device }
+
+// Import takes the first bytes of a handle for an address, as a driver does that knows the handle already.
+func (g *fakeGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
+	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: binary.LittleEndian.Uint64(handle), Size: size, Handle: handle, FD: fd})
+}
+
+// Memory of a GPU is one worker's, too.
+func TestDeviceMemoryOfAnotherSession(t *testing.T) {
+	r := start(t, func(o *connector.Options) { o.Devices = &fakeGPU{} })
+	connect := func(addr uint64) error {
+		w, err := connectortest.NewWorker(r.config(t, func(c *connectortest.Config) {
+			c.Tamper = func(m *msg.Register, fds []int) []int {
+				d := &m.Regions[0]
+				d.Kind, d.FD, d.Handle = msg.KindDevice, msg.NoFD, binary.LittleEndian.AppendUint64(nil, addr)
+				return fds
+			}
+		}))
+		must(t, err)
+		t.Cleanup(func() { _ = w.Close() })
+		_, err = w.Connect(testContext(t))
+		return err
+	}
+	must(t, connect(1<<20))
+	refused(t, connect(1<<20+4096), msg.CodeRegion, "regions[0]", "the same memory as regions[0] of engine worker")
+	must(t, connect(1<<30))
 }
 
 // A view and the memfd behind it are one memory also within one registration, in either order.
@@ -171,4 +203,50 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 		t.Fatalf("%+v %v", c, err)
 	}
 	accept(expect(32, 0, 2, 3)) // they are the engine's again
+}
+
+// The groups of a hybrid model lie on the same pages: a block is written for one of them at a time, whichever table names it.
+func TestGroupsOnTheSamePagesHaveOneWriter(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, func(c *connectortest.Config) {
+		lay := shape.Layout()
+		lay.Groups = []layout.Group{lay.Groups[0], shape.Layout().Groups[0], lay.Groups[0]}
+		for gi, from := range []int{0, 0, 2} { // the first two over one another, the third beside them
+			g := &lay.Groups[gi]
+			g.Layers = slices.Clone(g.Layers[from : from+2])
+			for i := range g.Layers {
+				g.Layers[i].Index = i
+				g.Layers[i].Name = fmt.Sprintf("layers.%d", 3*i+gi)
+			}
+		}
+		c.Layout = lay
+	})
+	expect := func(a, b, c uint32) uint64 {
+		t.Helper()
+		x, h := key()
+		id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{0, 0, 0}, Blocks: [][]uint32{{a}, {b}, {c}}})
+		must(t, err)
+		return id
+	}
+	refuse := func(id uint64, texts ...string) {
+		t.Helper()
+		c, err := w.Wait(testContext(t))
+		must(t, err)
+		if c.Lease != id || c.Status != board.Refused {
+			t.Fatalf("%+v", c)
+		}
+		for _, s := range texts {
+			if !strings.Contains(c.Received.Reason, s) {
+				t.Errorf("reason %q, want %q in it", c.Received.Reason, s)
+			}
+		}
+	}
+	refuse(expect(4, 4, 9), "EXPECT.blocks[1][0]", "block 4 is written for group 0, too", "one pool")
+	a := expect(1, 2, 1) // block 1 of the third group is other memory than block 1 of the first
+	r.rec.until(t, "the expectation", func() bool { return len(r.rec.expects) == 1 && r.rec.expects[0].Lease.ID == a })
+	refuse(expect(2, 3, 3), "EXPECT.blocks[0][0]", "block 2 is written for lease")
+	refuse(expect(3, 1, 3), "EXPECT.blocks[1][0]", "block 1 is written for lease")
+	refuse(expect(3, 4, 1), "EXPECT.blocks[2][0]", "block 1 is written for lease")
+	b := expect(3, 4, 2)
+	r.rec.until(t, "the next", func() bool { return len(r.rec.expects) == 2 && r.rec.expects[1].Lease.ID == b })
 }

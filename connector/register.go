@@ -6,6 +6,7 @@ import (
 	"math"
 	"os"
 	"runtime"
+	"slices"
 
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
@@ -104,6 +105,11 @@ func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *extent) {
 		for i := range o.extents {
 			if e := overlapping(byFile[o.extents[i].file], &o.extents[i]); e != nil {
 				return o, e, &o.extents[i]
+			}
+		}
+		for i, r := range w.pub.Regions {
+			if k := sameDeviceMemory(o.pub.Regions, r); k >= 0 {
+				return o, &extent{field: fmt.Sprintf("regions[%d]", i)}, &extent{field: fmt.Sprintf("regions[%d]", k)}
 			}
 		}
 	}
@@ -349,7 +355,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
 	}
 
-	w = &worker{s: s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: flags, index: index, done: make(chan struct{}),
+	w = &worker{s: s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: flags, index: index, pools: poolsOf(lay), done: make(chan struct{}),
 		session: c, sub: view.SubmissionConsumer(), comp: view.CompletionProducer(), door: os.NewFile(uintptr(door), "doorbell"), bell: bell,
 		rings: rings, extents: extents, leases: map[uint64]*lease{}, writing: map[uint64]uint64{}, follow: map[uint64]*lease{}, complaint: map[string]int{}, seen: make([]uint64, flags.Layers()+1)}
 	pub.SourceValid = w.sourceValid
@@ -364,12 +370,18 @@ var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled 
 
 // apart refuses regions that share memory of a GPU.
 func apart(before []*mem.Region, r *mem.Region) error {
-	for i, o := range before {
-		if o.Device() == r.Device() && r.Base() < o.Base()+o.Size() && o.Base() < r.Base()+r.Size() {
-			return fmt.Errorf("the same memory as regions[%d], or a part of it", i)
-		}
+	if i := sameDeviceMemory(before, r); i >= 0 {
+		return fmt.Errorf("the same memory as regions[%d], or a part of it", i)
 	}
 	return nil
+}
+
+// sameDeviceMemory finds the one of all that shares memory of a GPU with r: a handle that was imported already is imported at the same
+// address. -1: none, or r is not a GPU's.
+func sameDeviceMemory(all []*mem.Region, r *mem.Region) int {
+	return slices.IndexFunc(all, func(o *mem.Region) bool {
+		return r.Device() != nil && o.Device() == r.Device() && r.Base() < o.Base()+o.Size() && o.Base() < r.Base()+r.Size()
+	})
 }
 
 // disjoint refuses process regions that share addresses.

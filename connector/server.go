@@ -260,6 +260,11 @@ func (s *Server) takeOver(c *session, boot [16]byte) error {
 	case <-w.done:
 		return nil
 	case <-t.C:
+		s.mu.Lock()
+		if s.byBoot[boot] == c {
+			delete(s.byBoot, boot) // it has no hello by which its end would find it
+		}
+		s.mu.Unlock()
 		s.log.Warn("the older session is not fenced yet", "worker", w.pub.Name, "after", s.opt.FenceWait)
 		return &fieldError{code: msg.CodeFencing, field: "boot", err: fmt.Errorf("leases of the older session are not fenced after %s", s.opt.FenceWait),
 			remedy: "say HELLO again; if this lasts, restart the sidecar"}

@@ -16,6 +16,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -43,6 +44,7 @@ type worker struct {
 	proc  *peer
 	flags *board.Flags
 	index []int         // flat layer -> flag
+	pools []int         // group -> the first group on the same pages
 	done  chan struct{} // closed when every lease is fenced and the memory is given back
 
 	drained  atomic.Uint64 // source epoch of the last record taken from the ring
@@ -403,7 +405,7 @@ func (w *worker) claimLocked(l *lease, m *msg.Expect) error {
 		first, end = min(first, len(table)), min(end, len(table))
 		l.writes = append(l.writes, table[first:first])
 		for i := first; i < end; i++ {
-			word, bit := claimOf(gi, table[i])
+			word, bit := claimOf(w.pools[gi], table[i])
 			if w.writing[word]&bit != 0 {
 				err := w.claimedLocked(l, gi, table, first, i)
 				w.unclaimLocked(l)
@@ -427,8 +429,16 @@ func (w *worker) claimedLocked(l *lease, group int, table []uint32, first, i int
 		return e
 	}
 	for _, o := range w.leases {
-		if o != l && group < len(o.writes) && slices.Contains(o.writes[group], id) {
-			e.Problem = fmt.Sprintf("block %d is written for lease %d, which is open", id, o.id)
+		for gi, writes := range o.writes {
+			if o != l && w.pools[gi] == w.pools[group] && slices.Contains(writes, id) {
+				e.Problem = fmt.Sprintf("block %d is written for lease %d, which is open", id, o.id)
+			}
+		}
+	}
+	for gi, writes := range l.writes[:group] {
+		if w.pools[gi] == w.pools[group] && slices.Contains(writes, id) {
+			e.Problem = fmt.Sprintf("block %d is written for group %d, too, whose layers lie on the same pages", id, gi)
+			e.Remedy = "draw the block tables of such groups from one pool"
 		}
 	}
 	return e
@@ -438,7 +448,7 @@ func (w *worker) claimedLocked(l *lease, group int, table []uint32, first, i int
 func (w *worker) unclaimLocked(l *lease) {
 	for gi, table := range l.writes {
 		for _, id := range table {
-			word, bit := claimOf(gi, id)
+			word, bit := claimOf(w.pools[gi], id)
 			if w.writing[word] &^= bit; w.writing[word] == 0 {
 				delete(w.writing, word)
 			}
@@ -448,8 +458,55 @@ func (w *worker) unclaimLocked(l *lease) {
 }
 
 // claimOf is the place of a block in worker.writing.
-func claimOf(group int, id uint32) (word, bit uint64) {
-	return uint64(group)<<32 | uint64(id>>6), 1 << (id & 63)
+func claimOf(pool int, id uint32) (word, bit uint64) {
+	return uint64(pool)<<32 | uint64(id>>6), 1 << (id & 63)
+}
+
+// poolsOf names for each cache group the first one whose blocks are the same memory: hybrid models lay the layers of all groups over one
+// another, and a block id belongs to one group at a time.
+func poolsOf(l *layout.Layout) []int {
+	pools := make([]int, len(l.Groups))
+	for gi := range l.Groups {
+		pools[gi] = gi
+		for o := range gi {
+			if pools[o] != pools[gi] && onePool(&l.Groups[o], &l.Groups[gi]) {
+				from, to := pools[gi], pools[o]
+				for i := range pools[:gi+1] {
+					if pools[i] == from {
+						pools[i] = to
+					}
+				}
+			}
+		}
+	}
+	return pools
+}
+
+// onePool reports whether a layer of a and one of b share pages. Where their strides are equal they do so block by block, or not at all,
+// which the layout's own check has seen to; where they are not, any common stretch counts.
+func onePool(a, b *layout.Group) bool {
+	for i := range a.Layers {
+		for k := range b.Layers {
+			x, y := &a.Layers[i], &b.Layers[k]
+			if x.Base > y.Base {
+				x, y = y, x
+			}
+			n := a.NumBlocks
+			if x == &b.Layers[k] {
+				n = b.NumBlocks
+			}
+			if x.Region != y.Region || y.Base-x.Base >= uint64(n)*x.BlockStride {
+				continue
+			}
+			if x.BlockStride != y.BlockStride {
+				return true
+			}
+			if d := (y.Base - x.Base) % x.BlockStride; d < x.PageBytes || x.BlockStride-d < y.PageBytes {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // priority takes a value of a newer version for the least urgent.
