@@ -163,7 +163,7 @@ func TestPlanRefusals(t *testing.T) {
 		"skip inside": {mk(nil), 32, []uint32{5}, "skip[0] = 5"},
 		"skip groups": {mk(nil), 32, nil, "skip = 0 groups"},
 		"no tokens":   {mk(nil), 0, []uint32{0}, "tokens = 0"},
-		"too big":     {mk(nil), 16 * 5000, []uint32{0}, "passes 65536 chunks"},
+		"too big":     {mk(nil), 16*4096*64 + 1, []uint32{0}, `tokens = 4194305: the KV that one source gives to one rank passes 4194304 chunks of 65536 bytes (256 GiB) at layer "a"`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, err := NewPlan(reg, c.src, mk(nil), c.tokens, c.skip)

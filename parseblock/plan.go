@@ -2,6 +2,7 @@ package parseblock
 
 import (
 	"fmt"
+	"math/bits"
 	"slices"
 	"sync/atomic"
 
@@ -99,15 +100,30 @@ func (m *Match) Plan(tokens uint32, skip []uint32) (*Plan, error) {
 	if err != nil {
 		return nil, err
 	}
-	bytes := make([]uint64, len(w.segs))
+	segments := make([]uint64, len(w.segs))
+	var total uint64
 	for i := range w.segs {
-		bytes[i] = uint64(w.segs[i].full)*w.segs[i].page + w.segs[i].tail
+		s := &w.segs[i]
+		hi, n := bits.Mul64(uint64(s.full), s.page)
+		n, carry := bits.Add64(n, s.tail, 0)
+		segments[i] = n
+		if total += n/transfer.ChunkBytes + min(n%transfer.ChunkBytes, 1); hi != 0 || carry != 0 || total > transfer.MaxSlotChunks {
+			return nil, tooLarge(tokens, m.dst, i)
+		}
 	}
-	space, err := transfer.NewSpace(bytes)
+	space, err := transfer.NewSpace(segments)
 	if err != nil {
 		return nil, err
 	}
 	return &Plan{Work: *w, space: space, match: m}, nil
+}
+
+// tooLarge refuses a prompt of which one rank would get more than a transfer can name.
+func tooLarge(tokens uint32, dst *layout.Layout, flat int) error {
+	g, l, _ := dst.LayerAt(flat)
+	return &layout.Error{Field: "tokens", Value: fmt.Sprint(tokens), Problem: fmt.Sprintf("the KV that one source gives to one rank passes %d chunks of %d bytes (%d GiB) at layer %q",
+		transfer.MaxSlotChunks, transfer.ChunkBytes, transfer.MaxSlotChunks*transfer.ChunkBytes>>30, dst.Groups[g].Layers[l].Name),
+		Remedy: "divide the model over more ranks or stages, or let decode compute this prompt by itself"}
 }
 
 // Work is Plan without the transfer space.

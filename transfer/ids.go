@@ -38,7 +38,7 @@ type LeaseID struct {
 
 func (l LeaseID) String() string { return fmt.Sprintf("%x:%d.%d", l.Boot[:4], l.ID, l.Epoch) }
 
-// Slot is a receiver-chosen small name for one grant, scoped to the pair of peers; it and a chunk fit a 32-bit immediate.
+// Slot is a receiver-chosen small name for one grant, scoped to the pair of peers.
 type Slot uint16
 
 // Gen is the generation of a slot. Frames of another generation are scrapped.
@@ -47,8 +47,9 @@ type Gen uint32
 // ChunkBytes is the unit of readiness, confirmation and retry in the transfer space.
 const ChunkBytes = 64 << 10
 
-// MaxSlotChunks bounds the chunks of one slot: 4 GiB. Bigger transfers open several.
-const MaxSlotChunks = 1 << 16
+// MaxSlotChunks bounds the chunks of one slot: 256 GiB, the memory of the largest GPUs. Both sides keep some bytes for each chunk of an
+// open transfer, so the bound is on what a wrong number can make them hold.
+const MaxSlotChunks = 1 << 22
 
 // Range is a run of consecutive chunks.
 type Range struct {

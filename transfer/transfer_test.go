@@ -1,6 +1,7 @@
 package transfer
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -202,7 +203,7 @@ func TestSpaceBounds(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, lens := range [][]uint64{{MaxSlotChunks*ChunkBytes + 1}, {^uint64(0)}, {^uint64(0), ^uint64(0)}, {MaxSlotChunks * ChunkBytes, 1}} {
-		if _, err := NewSpace(lens); err == nil || !strings.Contains(err.Error(), "65536 chunks") {
+		if _, err := NewSpace(lens); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("%d chunks", MaxSlotChunks)) {
 			t.Fatalf("%v: %v", lens, err)
 		}
 	}

@@ -68,7 +68,7 @@ func (s *station) Done(l transport.Lane, res []transport.Result) {
 	}
 }
 
-const spaceChunks = transfer.MaxSlotChunks
+const spaceChunks = 1 << 16
 
 // words is a space that is its own content.
 type words struct {
