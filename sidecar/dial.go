@@ -68,18 +68,13 @@ type wantedLane struct {
 	n                               int
 }
 
-// peerKey is what lanes prove.
+// peerKey is what lanes prove. The handshake is enough: the first lane of a peer may come before its PeerUp.
 func (n *Node) peerKey(boot transfer.Boot) (transport.Peer, bool) {
 	if boot == n.boot {
 		return n.self, true
 	}
-	n.dial.mu.Lock()
-	defer n.dial.mu.Unlock()
-	r := n.dial.peers[boot]
-	if r == nil {
-		return transport.Peer{}, false
-	}
-	return r.peer, true
+	key, ok := n.peers.PeerKey(boot)
+	return transport.Peer{Boot: boot, Self: n.boot, Key: key}, ok
 }
 
 // selfUp makes the node its own peer: one sidecar may serve both sides.
@@ -105,6 +100,7 @@ func (n *Node) peerUp(in peerInfo) {
 		}
 	}
 	r.peer = transport.Peer{Boot: in.Boot, Self: n.boot, Key: in.Key}
+	delete(d.unreached, in.Endpoint)
 	count := len(d.peers) - 1
 	d.mu.Unlock()
 	n.metrics.Peers(max(count, 0))
@@ -114,7 +110,7 @@ func (n *Node) peerUp(in peerInfo) {
 	n.peerRails(in.Boot, in.Rails)
 	if in.Boot != n.boot {
 		// What its Hello was told may be older than this.
-		n.sendFrame(in.Boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{Rails: n.railList()}}})
+		n.sendFrame(in.Boot, n.railsFrame())
 	}
 }
 
@@ -138,9 +134,9 @@ func (n *Node) connectFailed(endpoint string, err error) {
 	n.leave()
 }
 
-// peerDown takes the loss of the control lanes to a peer. proved: that process will never speak again.
-func (n *Node) peerDown(boot transfer.Boot, proved bool) {
-	if proved {
+// peerDown takes the loss of the control lanes to a peer. over: the conversation has ended, too; nothing is kept of it.
+func (n *Node) peerDown(boot transfer.Boot, over bool) {
+	if over {
 		n.dial.mu.Lock()
 		if r := n.dial.peers[boot]; r != nil && r.stop != nil {
 			r.stop()
@@ -150,13 +146,24 @@ func (n *Node) peerDown(boot transfer.Boot, proved bool) {
 		n.dial.mu.Unlock()
 		n.metrics.Peers(max(count, 0))
 		n.dropLanes(func(l transport.Lane) bool { return l.Peer() == boot })
-		n.d.bindMu.Lock()
-		maps.DeleteFunc(n.d.inflows, func(k inflowName, _ *atomic.Uint64) bool { return k.peer == boot })
-		n.d.bindMu.Unlock()
+		n.forgetInflows(boot)
 	}
 	now := n.enter()
-	n.d.ex.PeerDown(now, boot, proved)
+	n.d.ex.PeerDown(now, boot, over)
 	n.leave()
+}
+
+// forgetInflows drops what was counted of a peer that is not known any more.
+func (n *Node) forgetInflows(boot transfer.Boot) {
+	n.d.bindMu.Lock()
+	defer n.d.bindMu.Unlock()
+	maps.DeleteFunc(n.d.inflows, func(k inflowName, _ *atomic.Uint64) bool { return k.peer == boot })
+}
+
+func (d *dialer) knows(boot transfer.Boot) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.peers[boot] != nil
 }
 
 // boots are the peers that are known.

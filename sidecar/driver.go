@@ -197,6 +197,11 @@ func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
 func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 	if r := f.GetRails(); r != nil {
 		n.peerRails(from, r.Rails)
+		if len(r.ControlAddresses) > 0 && from != n.boot {
+			if err := n.peers.PeerAddresses(from, r.ControlAddresses); err != nil {
+				n.log.Warn("control addresses of a peer", "err", err)
+			}
+		}
 		return
 	}
 	now := n.enter()
@@ -412,10 +417,13 @@ func (n *Node) complete(a *exec.Action) {
 	route, moved := "", uint64(0)
 	if len(a.Landings) > 0 {
 		c.Transport, route, moved = n.route(a.Landings)
-		if c.Status == exec.StatusOK {
+		switch c.Status {
+		case exec.StatusOK:
 			for _, l := range a.Landings {
 				n.hashes.received(l)
 			}
+		case exec.StatusFailed, exec.StatusExpired:
+			c.Recompute = recompute(n.reg, a.Landings)
 		}
 	}
 	if t := a.Trace; t != nil && !c.Received {
@@ -599,6 +607,9 @@ func (h host) LaneDown(l transport.Lane, err error) {
 	now := n.enter()
 	n.d.ex.LaneDown(now, l.ID())
 	n.leave()
+	if !n.dial.knows(l.Peer()) {
+		n.forgetInflows(l.Peer()) // it was gone before its last lane came up
+	}
 	close(e.down)
 }
 

@@ -205,6 +205,9 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		Policy: policy, Near: n.near})
 	n.d.mu.Unlock()
 
+	if n.peers, err = newPeers(n); err != nil { // the first lane may ask for a key
+		return err
+	}
 	if n.gpus != nil {
 		closers = append(closers, n.gpus.Close) // the first here is the last to be closed
 	}
@@ -227,8 +230,11 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 
 	n.look()
-	if n.peers, err = newPeers(ctx, n); err != nil {
-		return err
+	if err = n.peers.SetControl(ctx, n.controlAddresses()); err == nil {
+		err = n.peers.Start(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("sidecar: %w", err)
 	}
 	closers = append(closers, n.peers.Close)
 	n.addrMu.Lock()

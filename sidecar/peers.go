@@ -1,7 +1,6 @@
 package sidecar
 
 import (
-	"context"
 	"fmt"
 	"net"
 	"time"
@@ -14,24 +13,21 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// newPeers opens the control layer towards other sidecars.
-func newPeers(ctx context.Context, n *Node) (*peer.Mesh, error) {
+// newPeers makes the control layer towards other sidecars. It is there before anything can ask for it, and starts when the rails are known.
+func newPeers(n *Node) (*peer.Mesh, error) {
 	cfg := &n.cfg.Peer
 	creds, gossipKeys, err := credentials(n.cfg)
 	if err != nil {
 		return nil, err
 	}
 	opt := peer.Options{Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Version: n.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
-		Control: n.controlAddresses(), Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log}
+		Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log}
 	// Gossip on loopback with nobody to join would only keep a processor awake.
 	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 || !config.IsLoopback(g)) {
 		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: gossipKeys}
 	}
 	m, err := peer.New(opt)
 	if err != nil {
-		return nil, fmt.Errorf("sidecar: %w", err)
-	}
-	if err := m.Start(ctx); err != nil {
 		return nil, fmt.Errorf("sidecar: %w", err)
 	}
 	return m, nil
@@ -97,9 +93,9 @@ func (h handler) PeerUp(p peer.Peer) {
 	h.n.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, HostBoot: p.HostBoot, Rails: p.Rails})
 }
 
-func (h handler) PeerDown(boot transfer.Boot, proved bool, err error) {
-	h.n.log.Info("peer down", "peer", boot.String(), "proved", proved, "err", err)
-	h.n.peerDown(boot, proved)
+func (h handler) PeerDown(boot transfer.Boot, over bool, err error) {
+	h.n.log.Info("peer down", "peer", boot.String(), "over", over, "err", err)
+	h.n.peerDown(boot, over)
 }
 
 func (h handler) ConnectFailed(endpoint string, err error) { h.n.connectFailed(endpoint, err) }

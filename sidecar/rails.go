@@ -276,12 +276,13 @@ func (n *Node) railsChanged(before, after []rail) {
 		if r.down {
 			n.log.Warn("rail down", "rail", r.Name, "interface", r.nic)
 			n.dropLanes(func(l transport.Lane) bool { return l.Backend() == config.TransTCP && l.Local() == r.Name })
-			if n.peers != nil {
-				n.peers.LinkDown(addrOf(r.Address).AsSlice())
-			}
+			n.peers.LinkDown(addrOf(r.Address).AsSlice())
 		} else {
 			n.log.Info("rail up", "rail", r.Name, "interface", r.nic)
 		}
+	}
+	if err := n.peers.SetControl(n.d.ctx, n.controlAddresses()); err != nil {
+		n.log.Warn("a rail carries no control lanes yet", "err", err)
 	}
 	n.tellRails()
 	n.dial.reconcileAll()
@@ -320,14 +321,18 @@ func states(rails []*peerv1.Rail) (out []exec.Rail) {
 
 // tellRails sends the list to every peer; to ourselves too, for a node is its own peer.
 func (n *Node) tellRails() {
-	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{Rails: n.railList()}}}
 	for _, boot := range n.dial.boots() {
 		if boot == n.boot {
-			n.peerRails(boot, f.GetRails().Rails)
+			n.peerRails(boot, n.railList())
 		} else {
-			n.sendFrame(boot, f)
+			n.sendFrame(boot, n.railsFrame())
 		}
 	}
+}
+
+// railsFrame is all that peers are told of our rails.
+func (n *Node) railsFrame() *peerv1.ControlFrame {
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{Rails: n.railList(), ControlAddresses: n.peers.Addresses()}}}
 }
 
 // peerRails takes the rails of a peer as it says they are now.

@@ -60,7 +60,7 @@ func (b *breaker) until() Instant {
 // unreachable says why nothing that names an endpoint can come to anything now.
 func (e *Exec) unreachable(now Instant, addr string) string {
 	ep := e.endpoints[addr]
-	if ep == nil || ep.peer != nil {
+	if ep == nil || ep.reached() {
 		return ""
 	}
 	if why := ep.refuses(now); why != "" {

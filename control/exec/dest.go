@@ -2,10 +2,7 @@ package exec
 
 import (
 	"crypto/sha256"
-	"errors"
 	"fmt"
-	"slices"
-	"strings"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -22,12 +19,14 @@ type dest struct {
 	ep      *endpoint
 	team    lease.TeamID
 	told    bool   // by the peer, for this lease, which ranks its engine has
+	gen     uint32 // of the last grant
 	live    *offer // the grant that is not fenced yet
 	last    *offer
 	partner time.Duration
 	t       *timer
 
 	decided bool // status and reason stand
+	again   bool // its engine will present it again
 	status  uint16
 	reason  string
 	trouble string // the last one; the reason if time runs out
@@ -36,17 +35,6 @@ type dest struct {
 	bound   Instant
 	filled  Instant
 	claimed bool // a partner was bound at least once
-}
-
-// offer is one grant of a destination lease: its parts that give something.
-type offer struct {
-	dest     *dest
-	gen      uint32
-	lands    []*Landing
-	unbound  int
-	unfilled int
-	unfenced int
-	cause    Cause // of its fence
 }
 
 // Expect opens a destination lease.
@@ -60,25 +48,30 @@ func (e *Exec) Expect(now Instant, w *connector.Worker, x connector.Expect) {
 		a.Worker = w
 		a.Completion = connector.Completion{Lease: x.Lease, Received: true, Status: StatusRefused, Reason: reason}
 	}
+	team, err := teamOf(w, &x)
+	if err != nil {
+		refuse(err.Error())
+		return
+	}
+	var full string
 	switch {
 	case e.draining:
-		refuse("the sidecar is draining")
-		return
+		full = "the sidecar is draining"
 	case len(e.dests) >= e.cfg.MaxDest || e.dests[x.Lease] != nil:
-		refuse(fmt.Sprintf("%d destination leases are open: at most %d", len(e.dests), e.cfg.MaxDest))
+		full = fmt.Sprintf("%d destination leases are open: at most %d", len(e.dests), e.cfg.MaxDest)
+	}
+	if full != "" {
+		e.decline(now, x.Peer, &x, team, w.Place.World(), 0, full, false)
+		refuse(full)
 		return
 	}
 	if why := e.unreachable(now, x.Peer); why != "" {
 		refuse(why)
 		return
 	}
-	team, err := teamOf(w, &x)
-	if err != nil {
-		refuse(err.Error())
-		return
-	}
 	plan, err := e.cfg.Planner.Receive(w, &x)
 	if err != nil {
+		e.decline(now, x.Peer, &x, team, w.Place.World(), 0, "plan: "+err.Error(), true)
 		refuse(err.Error())
 		return
 	}
@@ -119,142 +112,10 @@ func teamOf(w *connector.Worker, x *connector.Expect) (id lease.TeamID, err erro
 		}
 		_, _ = fmt.Fprintf(h, "%q %q", w.Place.Engine, x.Req) // a hash takes everything
 	} else {
-		_, _ = fmt.Fprintf(h, "%x %d %d", x.Lease.Boot, x.Lease.ID, x.Lease.Epoch)
+		_, _ = fmt.Fprintf(h, "%x %d", x.Lease.Boot, x.Lease.ID) // not the epoch, for the lease may be presented again
 	}
 	copy(id[:], h.Sum(nil))
 	return id, nil
-}
-
-// divide says what each rank of the source's engine gives. As long as nothing else was heard, the engine there is taken to be as the
-// one here, rank by rank; if that is wrong its sidecar says so, and which ranks there are.
-func (e *Exec) divide(d *dest, p *peer) ([]Part, error) {
-	place := d.ws.w.Place
-	own := Rank{place.Rank(), d.ws.w.Geometry}
-	names := place.Ranks()
-	if p.ranks == nil || len(p.ranks) == len(names) && slices.Contains(p.ranks, own) {
-		parts := make([]Part, len(names))
-		for i, name := range names {
-			if parts[i].Name = name; name == own.Name {
-				parts[i].Geometry, parts[i].Plan = own.Geometry, d.plan
-			}
-		}
-		return parts, nil
-	}
-	parts, err := e.cfg.Planner.Divide(d.ws.w, d.x, p.ranks, func(rank string) uint64 { return p.load[rank] })
-	if err != nil {
-		return nil, err
-	}
-	var bytes uint64
-	for i := range parts {
-		if parts[i].Plan != nil {
-			bytes += parts[i].Plan.Space().TotalBytes()
-		}
-	}
-	if want := d.plan.Space().TotalBytes(); len(parts) != len(p.ranks) || bytes != want {
-		return nil, fmt.Errorf("the %d ranks of the prefill engine would give %d bytes of %d", len(parts), bytes, want)
-	}
-	return parts, nil
-}
-
-// grant offers the blocks of d to its source's sidecar, or waits for that one to be reached.
-func (e *Exec) grant(now Instant, d *dest) {
-	if d.State != lease.DestWaiting {
-		return
-	}
-	p := d.ep.peer
-	if p == nil {
-		d.ep.waiting[d] = struct{}{}
-		e.reach(d.ep)
-		return
-	}
-	parts, err := e.divide(d, p)
-	if unknown := (*UnknownLayout)(nil); err != nil && !d.told && !errors.As(err, &unknown) {
-		// The ranks are those of another engine there: ask as if nothing were known.
-		p.ranks = nil
-		parts, err = e.divide(d, p)
-	}
-	if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
-		e.describe(p, unknown, d, nil)
-		return
-	}
-	if err != nil {
-		e.closeDest(now, d, StatusRefused, "plan: "+err.Error())
-		return
-	}
-	o := &offer{dest: d}
-	msg := &peerv1.Grant{
-		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Tokens: d.x.Tokens, Skip: d.x.Skip,
-		Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:], Priority: uint32(d.x.Priority),
-		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now), Integrity: e.cfg.Integrity,
-		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)), Tiers: e.tiersOf(d.ws),
-	}
-	for i := range parts {
-		q := &parts[i]
-		msg.Parts[i] = &peerv1.Part{Rank: q.Name}
-		if q.Plan == nil {
-			continue
-		}
-		l := &Landing{Worker: d.ws.w, Expect: d.x, Plan: q.Plan, Part: msg.Parts[i], offer: o}
-		slot, gen, err := e.slots.Alloc(p.boot)
-		if err != nil {
-			for _, l := range o.lands { // nobody has heard of them
-				_ = e.slots.Fenced(p.boot, l.Grant.Slot, l.Grant.Gen)
-			}
-			e.closeDest(now, d, StatusFailed, err.Error())
-			return
-		}
-		l.Grant.Peer, l.Grant.Slot, l.Grant.Gen = p.boot, slot, gen
-		sp := q.Plan.Space()
-		l.Part.Geometry, l.Part.Slot, l.Part.Gen, l.Part.Share = q.Geometry[:], uint32(slot), uint32(gen), q.Share
-		l.Part.Chunks, l.Part.Bytes = sp.NumChunks(), sp.TotalBytes()
-		l.full = sp.NumChunks() == 0
-		o.lands = append(o.lands, l)
-		o.gen = uint32(gen) // generations only grow, so the last part's is the grant's, too
-		if !l.full {
-			o.unfilled++
-		}
-	}
-	if len(o.lands) == 0 {
-		e.closeDest(now, d, StatusRefused, "plan: no rank of the prefill engine gives anything")
-		return
-	}
-	first := &o.lands[0].Grant
-	if err := d.Dest.Grant(p.boot, first.Slot, first.Gen); err != nil {
-		e.closeDest(now, d, StatusFailed, err.Error())
-		return
-	}
-	o.unbound, o.unfenced = len(o.lands), len(o.lands)
-	d.live, d.last = o, o
-	if o.unfilled == 0 {
-		d.filled = now
-	}
-	e.charge(o, true)
-	msg.Gen = o.gen
-	a := e.emit(Offer)
-	a.Peer, a.Landings = p.boot, o.lands
-	a.Frame = &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: msg}}
-}
-
-// charge counts what the ranks of a peer's engine owe us, so that replicas are chosen by load.
-func (e *Exec) charge(o *offer, on bool) {
-	p := e.peers[o.lands[0].Grant.Peer]
-	if p == nil {
-		return
-	}
-	for _, l := range o.lands {
-		n := p.load[l.Part.Rank]
-		if on {
-			n += l.Part.Bytes
-		} else {
-			n -= min(n, l.Part.Bytes)
-		}
-		if p.load == nil {
-			p.load = map[string]uint64{}
-		}
-		if p.load[l.Part.Rank] = n; n == 0 {
-			delete(p.load, l.Part.Rank)
-		}
-	}
 }
 
 func (e *Exec) destDue(now Instant, d *dest) {
@@ -295,11 +156,15 @@ func (e *Exec) closeDestBy(now Instant, d *dest, cause Cause, status uint16, rea
 	}
 	d.decided, d.status, d.reason = true, status, reason
 	delete(d.ep.waiting, d)
+	waited := d.State == lease.DestWaiting
 	fence, err := d.Close(true)
 	if err != nil {
 		return
 	}
-	if d.State == lease.DestFenced {
+	if waited {
+		if !d.again {
+			e.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.gen, reason, status == StatusRefused)
+		}
 		e.completeDest(now, d)
 		return
 	}
@@ -310,7 +175,7 @@ func (e *Exec) closeDestBy(now Instant, d *dest, cause Cause, status uint16, rea
 	}
 	if status != StatusOK {
 		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
-			Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: reason}}})
+			Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: reason, Again: d.again}}})
 	}
 }
 
@@ -436,104 +301,4 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 	d.ep.refs--
 	e.dropEndpoint(d.ep)
 	e.workerIdle(d.ws)
-}
-
-// destOf finds the lease that a message of p speaks of; nil if it is over, or granted to somebody else.
-func (e *Exec) destOf(p *peer, l *peerv1.Lease) (*dest, error) {
-	id, err := leaseID(l)
-	if err != nil {
-		return nil, err
-	}
-	d := e.dests[id]
-	if d == nil || d.Peer != p.boot || d.State == lease.DestWaiting {
-		return nil, nil
-	}
-	return d, nil
-}
-
-func (e *Exec) onGrantReply(now Instant, p *peer, m *peerv1.GrantReply) error {
-	d, err := e.destOf(p, m.Destination)
-	if d == nil || d.State != lease.DestGranted || m.Gen != d.live.gen {
-		return err
-	}
-	switch m.Code {
-	case peerv1.GrantReply_BOUND:
-		return e.partBound(now, d, m)
-	case peerv1.GrantReply_RANKS:
-		ranks, err := ranksOf(m)
-		if err != nil {
-			e.closeDest(now, d, StatusFailed, "the ranks of the prefill engine: "+err.Error())
-			return err
-		}
-		p.ranks, d.told = ranks, true
-		e.regrant(now, d, ByRefusal, "ranks: "+m.Message)
-	case peerv1.GrantReply_NO_PARTNER:
-		e.closeDest(now, d, StatusExpired, "no partner: "+m.Message)
-	case peerv1.GrantReply_MISMATCH, peerv1.GrantReply_FINGERPRINT, peerv1.GrantReply_PLAN:
-		e.closeDest(now, d, StatusRefused, codeName(m.Code)+": "+m.Message)
-	default:
-		e.closeDest(now, d, StatusFailed, codeName(m.Code)+": "+m.Message)
-	}
-	return nil
-}
-
-// partBound takes the source lease of one part. The lease is bound with the last of them.
-func (e *Exec) partBound(now Instant, d *dest, m *peerv1.GrantReply) error {
-	src, err := leaseID(m.Source)
-	if err != nil {
-		return err
-	}
-	i := slices.IndexFunc(d.live.lands, func(l *Landing) bool { return l.Part.Rank == m.Rank })
-	if i < 0 || d.live.lands[i].bound {
-		return fmt.Errorf("grant %s: rank %.80q is bound: it gives nothing, or was bound before", d.ID, m.Rank)
-	}
-	l := d.live.lands[i]
-	l.bound, l.source = true, src
-	if d.live.unbound--; d.live.unbound > 0 {
-		return nil
-	}
-	if err := d.Bind(d.live.lands[0].source); err != nil {
-		return err
-	}
-	d.bound, d.claimed = now, true
-	e.agenda.arm(d.t, d.Deadline)
-	e.tryCommit(now, d)
-	return nil
-}
-
-// ranksOf reads what a peer says of its engine.
-func ranksOf(m *peerv1.GrantReply) ([]Rank, error) {
-	if n := len(m.Ranks); n < 1 || n > MaxParts {
-		return nil, fmt.Errorf("%d of them: want 1 to %d", n, MaxParts)
-	}
-	out := make([]Rank, 0, len(m.Ranks))
-	for i, r := range m.Ranks {
-		if r.GetRank() == "" || len(r.Rank) > maxRankBytes || len(r.Geometry) != 32 ||
-			slices.ContainsFunc(out, func(o Rank) bool { return o.Name == r.Rank }) {
-			return nil, fmt.Errorf("ranks[%d] = %.80q with a geometry of %d bytes: want each name once, in 1 to %d bytes, and 32", i, r.GetRank(),
-				len(r.GetGeometry()), maxRankBytes)
-		}
-		out = append(out, Rank{r.Rank, [32]byte(r.Geometry)})
-	}
-	return out, nil
-}
-
-func codeName(c peerv1.GrantReply_Code) string { return strings.ToLower(c.String()) }
-
-func (e *Exec) onSourceLost(now Instant, p *peer, m *peerv1.SourceLost) error {
-	d, err := e.destOf(p, m.Destination)
-	if d == nil || d.decided {
-		return err
-	}
-	if d.live == nil || m.Gen != d.live.gen {
-		return nil // of a grant that is over
-	}
-	if m.Final {
-		e.closeDest(now, d, StatusFailed, "source lost: "+m.Reason)
-		return nil
-	}
-	if d.State != lease.DestClosing {
-		e.regrant(now, d, BySourceLost, "source lost: "+m.Reason)
-	}
-	return nil
 }

@@ -3,7 +3,6 @@ package exec
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"time"
 
@@ -25,7 +24,9 @@ type inbound struct {
 	claims []*claim // nil while no intent of the key has come
 	wait   *pending // for it
 
-	differs bool // in fingerprint: it is refused when it is known what differs
+	differs bool   // in fingerprint: it is refused when it is known what differs
+	absent  *timer // while its sidecar is out of reach or gone: how long its places are kept
+	over    bool   // that sidecar is gone: nothing is sent to it any more
 }
 
 // claim is a part of a grant: what is wanted of one rank. A rank that gives nothing is claimed, too: its engine keeps the request's
@@ -56,10 +57,10 @@ func (e *Exec) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
 	}
 	g := lease.GrantID{Peer: p.boot, Dest: id}
 	if old := e.inbound[g]; old != nil {
-		if old.msg.Gen >= m.Gen {
+		if int32(m.Gen-old.msg.Gen) <= 0 { // they wrap
 			return nil // a replay
 		}
-		e.replace(now, old)
+		e.replace(now, old, g)
 	}
 	for _, s := range e.byKey[k] {
 		if s.Over(g) {
@@ -80,10 +81,11 @@ func checkGrant(m *peerv1.Grant) error {
 		return fmt.Errorf("generation 0: they count from 1")
 	case len(m.Fingerprint) != 32:
 		return fmt.Errorf("fingerprint of %d bytes: want 32", len(m.Fingerprint))
-	case len(m.Team) != len(lease.TeamID{}) || m.TeamSize < 1 || m.TeamSize > lease.MaxTeam:
-		return fmt.Errorf("team of %d bytes and %d receivers: want %d, and 1 to %d", len(m.Team), m.TeamSize, len(lease.TeamID{}), lease.MaxTeam)
 	case n < 1 || n > MaxParts:
 		return fmt.Errorf("%d parts: want 1 to %d", n, MaxParts)
+	}
+	if err := checkTeam(m.Team, m.TeamSize); err != nil {
+		return err
 	}
 	ranks, slots := make(map[string]bool, len(m.Parts)), make(map[uint32]bool, len(m.Parts))
 	for i, p := range m.Parts {
@@ -110,6 +112,7 @@ func checkGrant(m *peerv1.Grant) error {
 
 // settle finds the engine that a grant is for, and claims its ranks. False: no intent of its key has come that it could be for.
 func (e *Exec) settle(now Instant, in *inbound) bool {
+	e.succeed(now, in)
 	var first *source
 	for _, s := range e.byKey[in.key] {
 		if s.Has(in.id) {
@@ -140,7 +143,7 @@ func (e *Exec) settle(now Instant, in *inbound) bool {
 				r.Ranks = append(r.Ranks, &peerv1.Rank{Rank: name, Geometry: ws.w.Geometry[:]})
 			}
 		}
-		delete(e.inbound, in.id)
+		e.drop(in)
 		e.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: r}})
 		return true
 	}
@@ -259,7 +262,9 @@ func (e *Exec) open(now Instant, c *claim, plan Plan) {
 		deadline = now + min(time.Duration(m.DeadlineMs)*time.Millisecond, MaxDeadline)
 	}
 	snd.flow = e.spray.Open(in.peer.rails, spray.Priority(min(m.Priority, uint32(spray.Background))), deadline, plan.Space(), snd)
-	snd.flow.SetPlace(e.place(in.peer, s.ws.w, m.Tiers))
+	snd.at = e.place(in.peer, s.ws.w, m.Tiers)
+	snd.flow.SetPlace(snd.at)
+	in.peer.places.moves(snd.at, 1)
 	snd.readyTo = make([]uint32, plan.Space().NumSegments())
 	c.snd = snd
 	s.sends = append(s.sends, snd)
@@ -288,6 +293,17 @@ func (e *Exec) refuse(now Instant, in *inbound, code peerv1.GrantReply_Code, mes
 	}
 }
 
+// drop forgets a grant.
+func (e *Exec) drop(in *inbound) {
+	if e.inbound[in.id] == in {
+		delete(e.inbound, in.id)
+	}
+	e.present(in)
+	if in.wait != nil {
+		e.dropPending(in.wait)
+	}
+}
+
 // forget drops a grant that nothing is bound to and nothing waits for.
 func (e *Exec) forget(in *inbound) {
 	if e.inbound[in.id] != in || in.wait != nil {
@@ -298,37 +314,38 @@ func (e *Exec) forget(in *inbound) {
 			return
 		}
 	}
-	delete(e.inbound, in.id)
+	e.drop(in)
 }
 
-// replace ends an older grant of a destination lease; its places are kept for the newer one.
-func (e *Exec) replace(now Instant, in *inbound) {
-	delete(e.inbound, in.id)
-	if in.wait != nil {
-		e.dropPending(in.wait)
-	}
+// suspend ends what a grant moves and waits for. Its places stay.
+func (e *Exec) suspend(now Instant, in *inbound) {
 	for _, c := range in.claims {
 		if c.wait != nil {
 			e.dropPending(c.wait)
 		}
-		if c.src == nil {
-			continue
-		}
-		c.src.Lost(in.id)
-		c.src.claims = remove(c.src.claims, c)
 		if c.snd != nil {
 			e.endSending(now, c.snd)
 		}
+	}
+}
+
+// replace ends an older grant of a destination lease; its places are kept for the newer one, whose name is g.
+func (e *Exec) replace(now Instant, in *inbound, g lease.GrantID) {
+	e.drop(in)
+	e.suspend(now, in)
+	for _, c := range in.claims {
+		if c.src == nil {
+			continue
+		}
+		c.src.Rename(in.id, g)
+		c.src.claims = remove(c.src.claims, c)
 		c.src = nil
 	}
 }
 
 // endInbound says that a destination lease needs nothing more of our engine.
 func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {
-	delete(e.inbound, in.id)
-	if in.wait != nil {
-		e.dropPending(in.wait)
-	}
+	e.drop(in)
 	for _, c := range in.claims {
 		switch {
 		case c.src != nil:
@@ -394,204 +411,25 @@ func (e *Exec) onCommit(now Instant, p *peer, m *peerv1.Commit) error {
 func (e *Exec) onRevoke(now Instant, p *peer, m *peerv1.Revoke) error {
 	id, err := leaseID(m.Destination)
 	if err != nil {
-		return err
+		return fmt.Errorf("revoke: %w", err)
 	}
-	in := e.inbound[lease.GrantID{Peer: p.boot, Dest: id}]
+	g := lease.GrantID{Peer: p.boot, Dest: id}
+	in := e.inbound[g]
 	if in == nil {
-		return nil
+		return e.onDecline(now, p, g, m)
 	}
 	for _, c := range in.claims {
 		if c.snd != nil {
 			c.snd.answer = true
 		}
 	}
-	e.endInbound(now, in, false, "the receiver gave up: "+m.Reason)
+	if m.Again {
+		e.suspend(now, in)
+		e.absent(now, in, false)
+		return nil
+	}
+	e.endInbound(now, in, false, gaveUp+m.Reason)
 	return nil
 }
 
-// described names a layout of a peer.
-type described struct {
-	boot     transfer.Boot
-	geometry [32]byte
-}
-
-// description is who waits for it.
-type description struct {
-	dests  map[*dest]struct{}
-	claims map[*claim]struct{}
-}
-
-// describe asks for layouts that a plan needs; d or c goes on when they come.
-func (e *Exec) describe(p *peer, u *UnknownLayout, d *dest, c *claim) {
-	for _, g := range u.Geometries {
-		name := described{p.boot, g}
-		w := e.describing[name]
-		if w == nil {
-			if len(e.describing) >= maxDescribing {
-				continue // those who wait for nothing else end by their time
-			}
-			w = &description{dests: map[*dest]struct{}{}, claims: map[*claim]struct{}{}}
-			e.describing[name] = w
-			a := e.emit(Describe)
-			a.Peer, a.Geometry = p.boot, g
-		}
-		if d != nil {
-			w.dests[d] = struct{}{}
-		}
-		if c != nil {
-			w.claims[c] = struct{}{}
-		}
-	}
-}
-
-// Described says that the planner knows a layout of a peer now, or why it cannot.
-func (e *Exec) Described(now Instant, boot transfer.Boot, geometry [32]byte, err error) {
-	name := described{boot, geometry}
-	w := e.describing[name]
-	delete(e.describing, name)
-	if w == nil {
-		return
-	}
-	for _, d := range inOrder(maps.Keys(w.dests)) {
-		switch {
-		case d.State != lease.DestWaiting || d.decided:
-		case err != nil && !d.told && d.ep.peer != nil:
-			d.ep.peer.ranks = nil // of an engine that is not there any more, or not for this one
-			e.grant(now, d)
-		case err != nil && d.ep.peer != nil && d.ep.peer.boot == boot:
-			e.closeDest(now, d, StatusFailed, "the layout of a rank of the prefill engine is not to be had: "+err.Error())
-		default:
-			e.grant(now, d)
-		}
-	}
-	for _, c := range claimsInOrder(maps.Keys(w.claims)) {
-		c.asked = false
-		switch {
-		case e.inbound[c.in.id] != c.in || c.src != nil || c.wait != nil:
-		case err != nil:
-			e.refuse(now, c.in, peerv1.GrantReply_PLAN, "the layout of the receiver is not to be had: "+err.Error())
-		case !e.bindClaim(now, c):
-			e.wait(now, &pending{peer: c.in.peer, key: c.in.key, in: c.in, claim: c}, c.in.msg.PartnerMs)
-		}
-	}
-	e.assign(now)
-}
-
-// wait keeps a grant, a part of one or a question until its intent comes.
-func (e *Exec) wait(now Instant, q *pending, ms uint32) {
-	p := q.peer
-	tomb, dead := e.tombs.Find(now, q.key)
-	hush := tomb.At + e.cfg.TombstoneHush
-	switch {
-	case dead && (!tomb.Served || now >= hush):
-		e.refusePending(now, q, peerv1.GrantReply_GONE, "the source lease of this key is over")
-		return
-	case e.draining:
-		e.refusePending(now, q, peerv1.GrantReply_DRAINING, "the sidecar is draining")
-		return
-	case !dead && e.hopeless(q):
-		e.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
-		return
-	case p.pending >= e.cfg.MaxPending:
-		e.refusePending(now, q, peerv1.GrantReply_LIMIT, fmt.Sprintf("%d grants and questions wait already", p.pending))
-		return
-	}
-	end := now + e.cfg.Partner
-	if ms > 0 {
-		end = now + min(Instant(ms)*1e6, MaxDeadline)
-	}
-	if dead && hush < end {
-		// A prompt list with equal prompts: another intent may be about to come.
-		end, q.gone = hush, true
-	}
-	p.pending++
-	e.pending[q.key] = append(e.pending[q.key], q)
-	switch {
-	case q.claim != nil:
-		q.claim.wait = q
-	case q.in != nil:
-		q.in.wait = q
-	}
-	q.t = newTimer(func(now Instant) { e.pendingDue(now, q) })
-	e.agenda.arm(q.t, end)
-}
-
-const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt or multimodal items differ"
-
-// hopeless reports that no intent for q will come: every request of its transfer id is finished, and none has its hash. Only a grant
-// says so: it follows an admission, or a prefill that is done. A question may be early, for a prompt list is admitted one by one.
-func (e *Exec) hopeless(q *pending) bool {
-	n := e.byXfer[q.key.Xfer]
-	return q.in != nil && n.open > 0 && n.open == n.held && len(e.byKey[q.key]) == 0
-}
-
-func (e *Exec) pendingDue(now Instant, q *pending) {
-	switch {
-	case q.gone:
-		e.refusePending(now, q, peerv1.GrantReply_GONE, "the source lease of this key is over")
-	case e.byXfer[q.key.Xfer].open > 0 && len(e.byKey[q.key]) == 0:
-		e.refusePending(now, q, peerv1.GrantReply_MISMATCH, mismatch)
-	case q.claim != nil && len(e.byKey[q.key]) > 0:
-		e.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, fmt.Sprintf("rank %s of the prefill engine has not come", q.claim.part.Rank))
-	case len(e.byKey[q.key]) > 0:
-		e.refusePending(now, q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the grants that they were made for")
-	default:
-		e.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, "the prefill never had this transfer")
-	}
-}
-
-func (e *Exec) refusePending(now Instant, q *pending, code peerv1.GrantReply_Code, message string) {
-	e.dropPending(q)
-	if q.in != nil {
-		if e.inbound[q.in.id] == q.in { // else it has committed without this rank
-			e.refuse(now, q.in, code, message)
-		}
-		return
-	}
-	state := peerv1.Admitted_GONE
-	if code == peerv1.GrantReply_MISMATCH || code == peerv1.GrantReply_DRAINING || code == peerv1.GrantReply_LIMIT {
-		state = peerv1.Admitted_REFUSED
-	}
-	e.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
-		Token: q.token, State: state, Message: message}}})
-}
-
-func (e *Exec) dropPending(q *pending) {
-	if q.t == nil {
-		return
-	}
-	e.agenda.disarm(q.t)
-	q.t = nil
-	q.peer.pending--
-	switch {
-	case q.claim != nil:
-		q.claim.wait = nil
-	case q.in != nil:
-		q.in.wait = nil
-	}
-	if l := remove(e.pending[q.key], q); len(l) > 0 {
-		e.pending[q.key] = l
-	} else {
-		delete(e.pending, q.key)
-	}
-}
-
-// wake looks again at what waits for a key.
-func (e *Exec) wake(now Instant, k transfer.Key) {
-	for _, q := range slices.Clone(e.pending[k]) {
-		switch {
-		case q.t == nil: // settled by one before it
-		case q.claim != nil:
-			if e.bindClaim(now, q.claim) {
-				e.dropPending(q)
-			}
-		case q.in != nil:
-			if e.settle(now, q.in) {
-				e.dropPending(q)
-			}
-		case len(e.byKey[k]) > 0:
-			e.dropPending(q)
-			e.admit(q, e.byKey[k][0])
-		}
-	}
-}
+const gaveUp = "the receiver gave up: "

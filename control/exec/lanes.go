@@ -60,6 +60,9 @@ func (e *Exec) LaneDown(now Instant, id uint64) {
 	l.peer.lanes = remove(l.peer.lanes, l)
 	e.spray.LaneDown(now, id)
 	e.touch(l.peer)
+	if p := l.peer; !p.met && len(p.lanes) == 0 && e.peers[p.boot] == p {
+		e.forgetPeer(now, p) // it was gone before its last lane came up
+	}
 	e.assign(now)
 }
 

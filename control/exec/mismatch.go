@@ -45,7 +45,7 @@ func (e *Exec) Compared(now Instant, name Comparison, difference string) {
 	delete(e.comparing, name)
 	for _, c := range claimsInOrder(maps.Keys(waiting)) {
 		c.asked = false
-		if e.inbound[c.in.id] == c.in {
+		if e.inbound[c.in.id] == c.in && !c.in.over {
 			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, difference)
 		}
 	}

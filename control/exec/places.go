@@ -24,12 +24,21 @@ const (
 type places struct {
 	byName map[string]spray.Place
 	list   []place // list[i] is place i+1
+	turn   int     // of list, to be used for something else
 }
 
 type place struct {
 	name   string
 	w      *connector.Worker // of the source
 	remote map[railID]uint8
+	flows  int // that are there
+}
+
+// moves counts flows in and out of a place.
+func (p *places) moves(at spray.Place, by int) {
+	if at != 0 {
+		p.list[at-1].flows += by
+	}
 }
 
 // tiersOf says how near our rails are to the memory of a worker; nothing where all are as near.
@@ -93,24 +102,27 @@ func (e *Exec) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spr
 	}
 	at := e.newPlace(p)
 	if at != 0 {
-		p.places.list[at-1] = place{name.String(), w, remote}
+		p.places.list[at-1] = place{name: name.String(), w: w, remote: remote}
 		p.places.byName[name.String()] = at
 	}
 	return at
 }
 
-// newPlace is one that is free, or that of a worker that is gone; 0: there is none.
+// newPlace is one that nothing is at; 0: there is none. Rails come and go, and each time the same memory is another place.
 func (e *Exec) newPlace(p *peer) spray.Place {
-	if p.places.byName == nil {
-		p.places.byName = map[string]spray.Place{}
+	x := &p.places
+	if x.byName == nil {
+		x.byName = map[string]spray.Place{}
 	}
-	if len(p.places.list) < spray.MaxPlaces-1 {
-		p.places.list = append(p.places.list, place{})
-		return spray.Place(len(p.places.list))
+	if len(x.list) < spray.MaxPlaces-1 {
+		x.list = append(x.list, place{})
+		return spray.Place(len(x.list))
 	}
-	for i := range p.places.list {
-		if x := &p.places.list[i]; e.workers[x.w] == nil {
-			delete(p.places.byName, x.name)
+	for range x.list {
+		i := x.turn
+		x.turn = (i + 1) % len(x.list)
+		if x.list[i].flows == 0 {
+			delete(x.byName, x.list[i].name)
 			at := spray.Place(i + 1)
 			p.rails.ForgetPlace(at)
 			return at

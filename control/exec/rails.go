@@ -30,7 +30,10 @@ func (e *Exec) SetRails(now Instant, rails []Rail) {
 
 // PeerRails says what the rails of boot are, by its own word.
 func (e *Exec) PeerRails(now Instant, boot transfer.Boot, rails []Rail) {
-	p := e.peer(boot)
+	p := e.peers[boot]
+	if p == nil {
+		return // it is gone
+	}
 	p.known = e.setRails(now, p.rails, p.known, rails)
 	e.touch(p)
 	e.assign(now)

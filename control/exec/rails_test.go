@@ -243,7 +243,7 @@ func TestBreakersAreForgotten(t *testing.T) {
 }
 
 // Tiers of a grant: unknown rails and tiers that do not exist are left out by name, once; the farther end of a pair counts; places are
-// bounded, and those of workers that are gone are used again.
+// bounded, and those at which nothing is are used again.
 func TestPlaces(t *testing.T) {
 	near := map[string]int{"r0": 1, "r1": 3}
 	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}, Near: func(_ *connector.Worker, _, rail string) int { return near[rail] }})
@@ -279,17 +279,23 @@ func TestPlaces(t *testing.T) {
 	for i := range 100 {
 		w := &connector.Worker{Boot: transfer.Boot{byte(i), 1}}
 		e.WorkerUp(w)
-		seen[e.place(p, w, nil)] = true
+		at := e.place(p, w, nil)
+		p.places.moves(at, 1)
+		seen[at] = true
 	}
-	if !seen[0] || len(seen) != spray.MaxPlaces-1 {
+	if !seen[0] || len(seen) != spray.MaxPlaces {
 		t.Errorf("%d places of 100 workers", len(seen))
 	}
-	for w := range e.workers {
-		e.WorkerGone(0, w, true, "gone")
+	// Rails that come and go make other places of the same memory, as often as they like.
+	for at := range seen {
+		p.places.moves(at, -1)
 	}
-	fresh := &connector.Worker{Boot: transfer.Boot{200}}
-	e.WorkerUp(fresh)
-	if e.place(p, fresh, nil) == 0 {
-		t.Error("places of workers that are gone are not used again")
+	for i := range uint32(500) {
+		if e.place(p, w, []*peerv1.RailTier{tier("r0", i%3+1), tier("r1", i/3%3+1)}) == 0 {
+			t.Fatal("places at which nothing is are not used again")
+		}
+	}
+	if len(p.places.byName) != spray.MaxPlaces-1 || len(p.places.list) != spray.MaxPlaces-1 {
+		t.Errorf("%d names of %d places", len(p.places.byName), len(p.places.list))
 	}
 }

@@ -57,6 +57,7 @@ type sendingState struct {
 	answer    bool // the receiver revoked: it is told when the origin is closed
 
 	flow    *spray.Flow
+	at      spray.Place
 	readyTo []uint32 // per segment: one past the last chunk released
 	stopped bool     // the receiver refuses, or the source is disowned: wait for the word that says why
 	lapse   *timer   // for that word, where the source is disowned
@@ -259,7 +260,6 @@ func (e *Exec) lose(now Instant, snd *Sending, final bool, reason string) {
 	}
 	e.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{
 		Destination: leaseMsg(snd.Dest), Source: leaseMsg(snd.src.ID), Final: final, Reason: reason, Gen: snd.claim.in.msg.Gen}}})
-	snd.src.Lost(snd.claim.in.id)
 	e.endSending(now, snd)
 }
 
@@ -271,6 +271,7 @@ func (e *Exec) endSending(now Instant, snd *Sending) {
 	snd.state = sendEnded
 	snd.src.sends = remove(snd.src.sends, snd)
 	snd.flow.Close()
+	snd.peer.places.moves(snd.at, -1)
 	e.touch(snd.peer)
 	if snd.lapse != nil {
 		e.agenda.disarm(snd.lapse)
@@ -385,25 +386,6 @@ func (e *Exec) completeSource(now Instant, s *source) {
 	}
 	a.Trace = &t
 	e.workerIdle(s.ws)
-}
-
-func (e *Exec) onAwait(now Instant, p *peer, m *peerv1.Await) error {
-	k, err := key(m.Xfer, m.Hash)
-	if err != nil {
-		return fmt.Errorf("await: %w", err)
-	}
-	q := &pending{peer: p, key: k, token: m.Token}
-	if l := e.byKey[k]; len(l) > 0 {
-		e.admit(q, l[0])
-		return nil
-	}
-	e.wait(now, q, m.TtlMs)
-	return nil
-}
-
-func (e *Exec) admit(q *pending, s *source) {
-	e.send(q.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
-		Token: q.token, State: peerv1.Admitted_ADMITTED, Tokens: s.in.Tokens}}})
 }
 
 // SourceBroken says that a sending cannot be read at all: its tables or its memory are unusable.

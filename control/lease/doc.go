@@ -1,7 +1,7 @@
 // Package lease holds the state of destination and source leases, of the slots that name grants, and of keys that are
 // finished. It is pure: no clock, no I/O, no goroutine; an instant is a time.Duration since the caller's own start.
 //
-// Invariants: a slot is given out again only after its fence; a generation never repeats within a boot; a lease completes
+// Invariants: a slot is given out again only after its fence; no (peer, slot, generation) repeats within a boot; a lease completes
 // once; MayRelease is the only place that says when blocks go back to an engine.
 package lease
 

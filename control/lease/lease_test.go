@@ -107,9 +107,8 @@ func TestSource(t *testing.T) {
 	if err := one(s, c); !errors.Is(err, ErrLimit) {
 		t.Errorf("a third grant of two: %v", err)
 	}
-	s.Lost(a)
 	if err := one(s, a); err != nil {
-		t.Errorf("a lost grant that comes again: %v", err)
+		t.Errorf("a grant that comes again: %v", err)
 	}
 	if first, again := s.End(a, true), s.End(a, true); first || again {
 		t.Error("done with one of two, or one ended twice")
@@ -157,7 +156,6 @@ func TestTeams(t *testing.T) {
 	if s.End(g(0), true) || s.End(g(1), true) || s.Done() || s.Served != 0 {
 		t.Error("done with two of three receivers")
 	}
-	s.Lost(g(2))
 	if err := s.Bind(g(2), y, 1); err != nil || !s.End(g(2), true) || s.Served != 1 {
 		t.Errorf("not done with all three: %v, served %d", err, s.Served)
 	}
@@ -177,6 +175,16 @@ func TestTeams(t *testing.T) {
 	if p := (&Source{Fanout: 1}); p.Bind(g(0), x, 2) != nil || p.Over(g(0)) || p.End(g(0), true) || !p.Over(g(0)) || p.Over(g(1)) {
 		t.Error("a receiver that has ended is not told from one that has not come")
 	}
+	// The next life of a lease has the place of the one before, and nobody else gets one by it.
+	r := &Source{Fanout: 1}
+	_ = r.Bind(g(0), x, 1) // room is certain
+	r.Rename(g(9), g(8))
+	if r.Rename(g(0), g(1)); r.Has(g(0)) || r.Has(g(8)) || !r.Has(g(1)) || r.Bind(g(1), y, 1) != nil || r.Bind(g(0), x, 1) == nil {
+		t.Error("a place that was renamed is not the place that it was")
+	}
+	if r.End(g(0), true) || !r.End(g(1), true) || r.Served != 1 {
+		t.Errorf("renamed, and served %d", r.Served)
+	}
 	late := &Source{Fanout: 1}
 	_ = late.Bind(g(0), x, 2) // room is certain
 	if late.End(g(0), true) || !late.Narrow() || !late.Done() {
@@ -187,16 +195,22 @@ func TestTeams(t *testing.T) {
 	}
 }
 
-// A slot is never given twice at a time, comes back only after its fence, and no generation repeats.
+// A slot is never given twice at a time, comes back only after its fence, and no name repeats, also where peers were forgotten.
 func TestSlots(t *testing.T) {
 	type name struct {
 		peer transfer.Boot
 		slot transfer.Slot
+		gen  transfer.Gen
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		s := NewSlots(4)
-		open := map[name]transfer.Gen{}
-		gens := map[transfer.Gen]bool{}
+		for i := range MaxPeers - 3 { // so many that those without grants are forgotten
+			idle := boot(9)
+			idle[1], idle[2] = byte(i), byte(i>>8)
+			s.peers[idle] = &peerSlots{}
+		}
+		open := map[name]bool{}
+		given := map[name]bool{}
 		for range rapid.IntRange(1, 200).Draw(t, "steps") {
 			peer := boot(byte(rapid.IntRange(0, 2).Draw(t, "peer")))
 			if rapid.Bool().Draw(t, "alloc") {
@@ -207,23 +221,29 @@ func TestSlots(t *testing.T) {
 					}
 					continue
 				}
-				if _, dup := open[name{peer, slot}]; dup || gens[gen] || gen == 0 {
+				for n := range open {
+					if n.peer == peer && n.slot == slot {
+						t.Fatalf("slot %d is given again before its fence", slot)
+					}
+				}
+				n := name{peer, slot, gen}
+				if given[n] || gen == 0 {
 					t.Fatalf("slot %d generation %d given again", slot, gen)
 				}
-				open[name{peer, slot}], gens[gen] = gen, true
+				open[n], given[n] = true, true
 				continue
 			}
-			for n, gen := range open {
+			for n := range open {
 				if n.peer != peer {
 					continue
 				}
-				if s.Fenced(peer, n.slot, gen+1000) == nil {
+				if s.Fenced(peer, n.slot, n.gen+1000) == nil {
 					t.Fatal("a fence of another generation frees the slot")
 				}
-				if err := s.Fenced(peer, n.slot, gen); err != nil {
+				if err := s.Fenced(peer, n.slot, n.gen); err != nil {
 					t.Fatal(err)
 				}
-				if s.Fenced(peer, n.slot, gen) == nil {
+				if s.Fenced(peer, n.slot, n.gen) == nil {
 					t.Fatal("a slot is freed twice")
 				}
 				delete(open, n)
@@ -231,6 +251,34 @@ func TestSlots(t *testing.T) {
 			}
 		}
 	})
+}
+
+// A slot that has had every generation is not given again, and others are, for as long as there are any.
+func TestSlotsOutliveTheirGenerations(t *testing.T) {
+	s, p := NewSlots(4), boot(1)
+	once := func() (transfer.Slot, transfer.Gen, error) {
+		n, g, err := s.Alloc(p)
+		if err == nil {
+			err = s.Fenced(p, n, g)
+		}
+		return n, g, err
+	}
+	for want := range transfer.Slot(3) {
+		if n, g, err := once(); err != nil || n != want || g != 1 {
+			t.Fatalf("slot %d generation %d, %v: want %d and 1", n, g, err, want)
+		}
+		s.peers[p].slots[want].gen = maxGen - 1
+		if n, g, err := once(); err != nil || n != want || g != maxGen {
+			t.Fatalf("slot %d generation %d, %v: want %d and the last one", n, g, err, want)
+		}
+	}
+	s.peers[p].slots = make([]slot, maxSlots)
+	if n, _, err := once(); !errors.Is(err, ErrLimit) {
+		t.Errorf("slot %d, %v: every one of them is used up", n, err)
+	}
+	if s.Open(p) != 0 || s.Peers() != 0 {
+		t.Errorf("%d open, %d peers", s.Open(p), s.Peers())
+	}
 }
 
 func TestTombs(t *testing.T) {

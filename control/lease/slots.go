@@ -7,18 +7,30 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Slots gives out (slot, generation) names for grants, per peer.
+const (
+	maxSlots = 1 << 16        // that a frame can name
+	maxGen   = math.MaxUint32 // of a slot
+)
+
+// Slots gives out (slot, generation) names for grants, per peer. The generations of a slot only count up, and one that has had them all is
+// never given again, so no name comes twice to a boot, and a frame that was held up for months meets nothing of its name. There are 2^48
+// for each peer, nine years of a million grants a second; fewer only where a peer with very many was forgotten.
 type Slots struct {
-	gen   transfer.Gen // the last one given, over all peers
 	peers map[transfer.Boot]*peerSlots
-	busy  int // peers with open slots
+	floor transfer.Gen // no peer that was forgotten has had a later one
+	busy  int          // peers with open slots
 	max   int
 }
 
 type peerSlots struct {
-	next int                            // lowest slot never given
-	free []transfer.Slot                // fenced, oldest first
-	used map[transfer.Slot]transfer.Gen // granted and not fenced
+	slots []slot          // those ever given
+	free  []transfer.Slot // fenced, oldest first
+	open  int
+}
+
+type slot struct {
+	gen  transfer.Gen // the last one given
+	open bool
 }
 
 // NewSlots returns an empty table that gives each peer at most max slots at a time.
@@ -28,53 +40,63 @@ func NewSlots(max int) *Slots {
 
 // Alloc names a new grant for peer.
 func (s *Slots) Alloc(peer transfer.Boot) (transfer.Slot, transfer.Gen, error) {
-	if s.gen == math.MaxUint32 {
-		return 0, 0, fmt.Errorf("slot for peer %s: all generations of this boot are used: restart the sidecar: %w", peer, ErrLimit)
-	}
 	p := s.peers[peer]
 	if p == nil {
 		if len(s.peers) >= MaxPeers {
 			return 0, 0, fmt.Errorf("slot for peer %s: %d peers hold slots already: %w", peer, MaxPeers, ErrLimit)
 		}
-		p = &peerSlots{used: make(map[transfer.Slot]transfer.Gen)}
+		p = &peerSlots{}
 		s.peers[peer] = p
 	}
-	var slot transfer.Slot
+	var n transfer.Slot
 	switch {
-	case len(p.used) >= s.max:
-		return 0, 0, fmt.Errorf("slot for peer %s: %d grants are open: %w", peer, len(p.used), ErrLimit)
+	case p.open >= s.max:
+		return 0, 0, fmt.Errorf("slot for peer %s: %d grants are open: %w", peer, p.open, ErrLimit)
 	case len(p.free) > 0:
 		// The oldest free slot: frames that name a slot recently used meet a stale generation for longest.
-		slot = p.free[0]
+		n = p.free[0]
 		p.free = append(p.free[:0], p.free[1:]...)
+	case len(p.slots) < maxSlots && s.floor < maxGen:
+		n = transfer.Slot(len(p.slots))
+		p.slots = append(p.slots, slot{gen: s.floor})
 	default:
-		slot = transfer.Slot(p.next)
-		p.next++
+		return 0, 0, fmt.Errorf("slot for peer %s: every generation of every slot is used: restart the sidecar: %w", peer, ErrLimit)
 	}
-	s.gen++
-	if len(p.used) == 0 {
+	if p.open++; p.open == 1 {
 		s.busy++
 	}
-	p.used[slot] = s.gen
-	return slot, s.gen, nil
+	x := &p.slots[n]
+	x.gen++
+	x.open = true
+	return n, x.gen, nil
 }
 
 // Fenced makes a slot available again. Only a fence acknowledgement leads here.
-func (s *Slots) Fenced(peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) error {
+func (s *Slots) Fenced(peer transfer.Boot, n transfer.Slot, gen transfer.Gen) error {
 	p := s.peers[peer]
-	if p == nil || p.used[slot] != gen {
-		return fmt.Errorf("fenced slot %d of peer %s: generation %d is not open", slot, peer, gen)
+	if p == nil || int(n) >= len(p.slots) || !p.slots[n].open || p.slots[n].gen != gen {
+		return fmt.Errorf("fenced slot %d of peer %s: generation %d is not open", n, peer, gen)
 	}
-	delete(p.used, slot)
-	p.free = append(p.free, slot)
-	if len(p.used) == 0 {
+	p.slots[n].open = false
+	if gen < maxGen {
+		p.free = append(p.free, n)
+	}
+	if p.open--; p.open == 0 {
 		s.busy--
-	}
-	if len(p.used) == 0 && len(s.peers) > MaxPeers/2 {
-		// A peer without grants may be forgotten: generations are counted over all peers, so none repeats.
-		delete(s.peers, peer)
+		s.tidy(peer, p)
 	}
 	return nil
+}
+
+// tidy forgets a peer without grants where there are many. If it comes again its names go on beyond those that anybody forgotten has had.
+func (s *Slots) tidy(peer transfer.Boot, p *peerSlots) {
+	if len(s.peers) <= MaxPeers/2 {
+		return
+	}
+	for i := range p.slots {
+		s.floor = max(s.floor, p.slots[i].gen)
+	}
+	delete(s.peers, peer)
 }
 
 // Peers counts those that have slots which are given and not fenced.
@@ -83,7 +105,7 @@ func (s *Slots) Peers() int { return s.busy }
 // Open counts the slots of peer that are given and not fenced.
 func (s *Slots) Open(peer transfer.Boot) int {
 	if p := s.peers[peer]; p != nil {
-		return len(p.used)
+		return p.open
 	}
 	return 0
 }

@@ -45,12 +45,6 @@ type team struct {
 	committed int // of those
 }
 
-// place is what a source lease keeps for a destination lease.
-type place struct {
-	lost bool // its grant is lost and may come again
-	team TeamID
-}
-
 // Source is one source lease: blocks of an engine that hold, or will hold, a prompt's KV.
 type Source struct {
 	ID       transfer.LeaseID
@@ -62,8 +56,8 @@ type Source struct {
 	Attempt  uint32
 
 	State   SourceState
-	serving map[GrantID]place // bound now
-	over    map[GrantID]bool  // ended; a place is not given to them again
+	serving map[GrantID]TeamID // bound now, or their grant is lost and may come again
+	over    map[GrantID]bool   // ended; a place is not given to them again
 	teams   map[TeamID]*team
 	ended   int // teams that need us no more: committed, revoked, or their process died
 	Served  int // those of them that committed, every receiver
@@ -94,13 +88,12 @@ func (s *Source) Over(g GrantID) bool { return s.over[g] }
 // Serving counts the destination leases bound, those included that lost their grant and may come again.
 func (s *Source) Serving() int { return len(s.serving) }
 
-// Bind binds a destination lease, one of so many of its team; binding one again after Lost is the same place taken once more.
+// Bind binds a destination lease, one of so many of its team; binding one again is the same place taken once more.
 func (s *Source) Bind(g GrantID, id TeamID, size int) error {
 	if s.State != SourceOpen {
 		return &StateError{s.ID, "bind", s.State}
 	}
-	if p, ok := s.serving[g]; ok {
-		s.serving[g] = place{team: p.team}
+	if s.Has(g) {
 		return nil
 	}
 	if size < 1 || size > MaxTeam {
@@ -110,7 +103,7 @@ func (s *Source) Bind(g GrantID, id TeamID, size int) error {
 		return fmt.Errorf("source lease %s: all the places of its %d requests are taken: %w", s.ID, s.Fanout, ErrLimit)
 	}
 	if s.serving == nil {
-		s.serving, s.teams = make(map[GrantID]place, s.Fanout), make(map[TeamID]*team, s.Fanout)
+		s.serving, s.teams = make(map[GrantID]TeamID, s.Fanout), make(map[TeamID]*team, s.Fanout)
 	}
 	t := s.teams[id]
 	if t == nil {
@@ -118,27 +111,27 @@ func (s *Source) Bind(g GrantID, id TeamID, size int) error {
 		s.teams[id] = t
 	}
 	t.members++
-	s.serving[g] = place{team: id}
+	s.serving[g] = id
 	return nil
 }
 
-// Lost says that the grant lost its source blocks; its place is kept for when it is offered again.
-func (s *Source) Lost(g GrantID) {
-	if p, ok := s.serving[g]; ok {
-		p.lost = true
-		s.serving[g] = p
+// Rename keeps the place of a destination lease for its next life: another sidecar grants it now.
+func (s *Source) Rename(old, g GrantID) {
+	if id, ok := s.serving[old]; ok {
+		delete(s.serving, old)
+		s.serving[g] = id
 	}
 }
 
 // End says that a destination lease needs nothing more from us. It reports whether it was the last one.
 func (s *Source) End(g GrantID, committed bool) (last bool) {
-	if p, ok := s.serving[g]; ok {
+	if id, ok := s.serving[g]; ok {
 		delete(s.serving, g)
 		if s.over == nil {
 			s.over = map[GrantID]bool{}
 		}
 		s.over[g] = true
-		t := s.teams[p.team]
+		t := s.teams[id]
 		t.ended++
 		if committed {
 			t.committed++

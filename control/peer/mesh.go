@@ -13,6 +13,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
@@ -43,9 +44,8 @@ type Mesh struct {
 	started    bool
 	closed     bool
 	endpoint   string
-	addrs      []string // control addresses that peers are told
-	locals     []string // hosts that lanes are dialled from, where there are several
-	listeners  []net.Listener
+	served     net.Listener // of calls, and of control lanes
+	control    []controlAt  // further ones, in the order in which peers are told
 	sessions   map[transfer.Boot]*session
 	connecting map[string]bool   // true: asked for again meanwhile
 	conns      map[net.Conn]bool // accepted, until closed
@@ -73,12 +73,8 @@ func New(opt Options) (*Mesh, error) {
 	if len(opt.Control) >= MaxAddrs {
 		return nil, fmt.Errorf("peer: %d further control addresses, at most %d", len(opt.Control), MaxAddrs-1)
 	}
-	if opt.Credentials == nil {
-		for _, a := range append([]string{opt.Listen}, opt.Control...) {
-			if !loopback(a) {
-				return nil, fmt.Errorf("peer: peer.listen %s: %w: set peer.cluster_key_file ('kvspray keygen cluster') or peer.tls, or listen on 127.0.0.1", a, ErrUnsafe)
-			}
-		}
+	if err := opt.safe(); err != nil {
+		return nil, err
 	}
 	m := &Mesh{opt: opt, log: opt.Log, pings: opt.Pings.withDefaults(), sessions: map[transfer.Boot]*session{}, connecting: map[string]bool{},
 		conns: map[net.Conn]bool{}, gone: map[transfer.Boot]bool{}}
@@ -86,6 +82,19 @@ func New(opt Options) (*Mesh, error) {
 		return nil, fmt.Errorf("peer: secret: %w", err)
 	}
 	return m, nil
+}
+
+// safe refuses addresses that others can reach where nobody proves who he is.
+func (o *Options) safe() error {
+	if o.Credentials != nil {
+		return nil
+	}
+	for _, a := range append([]string{o.Listen}, o.Control...) {
+		if !loopback(a) {
+			return fmt.Errorf("peer: peer.listen %s: %w: set peer.cluster_key_file ('kvspray keygen cluster') or peer.tls, or listen on 127.0.0.1", a, ErrUnsafe)
+		}
+	}
+	return nil
 }
 
 func loopback(addr string) bool {
@@ -121,22 +130,17 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 			return fmt.Errorf("peer: listen on %s: %w", addr, lerr)
 		}
 		lns = append(lns, ln)
-		told := ln.Addr().String()
-		if i == 0 {
-			if told, err = advertised(m.opt.Advertise, ln.Addr()); err != nil {
-				return err
-			}
-			m.endpoint = told
-		} else if host, _, serr := net.SplitHostPort(told); serr == nil {
-			m.locals = append(m.locals, host)
+		if i > 0 {
+			m.control = append(m.control, controlAt{addr, ln})
+		} else if m.endpoint, err = advertised(m.opt.Advertise, ln.Addr()); err != nil {
+			return err
 		}
-		m.addrs = append(m.addrs, told)
 	}
 	if m.gossip, err = startGossip(m.opt, m.endpoint); err != nil {
 		return err
 	}
 	m.ctx, m.stop = context.WithCancel(context.Background())
-	m.listeners, m.started = lns, true
+	m.served, m.started = lns[0], true
 	m.calls = newCallListener(lns[0].Addr())
 	m.grpc = m.newServer()
 	m.wg.Go(func() { _ = m.grpc.Serve(m.calls) })
@@ -396,53 +400,52 @@ func (m *Mesh) connected(endpoint string) (again bool) {
 	return again
 }
 
-// dialLanes opens the lanes that are missing. It fails only if none is open in the end.
+// dialLanes opens the lanes that are missing, all at once: the way to one address may be dead. It fails only if none is open in the end.
 func (m *Mesh) dialLanes(ctx context.Context, s *session) error {
 	s.mu.Lock()
-	addrs := s.missingLocked()
+	missing := s.missingLocked()
 	s.mu.Unlock()
-	var last error
-	for i, addr := range addrs {
-		if err := m.dialLane(ctx, s, addr, i); err != nil {
-			last = err
-			m.log.Debug("control lane not opened", "peer", s.boot.String(), "address", addr, "err", err)
-		}
+	errs := make([]error, len(missing))
+	var wg sync.WaitGroup
+	for i, to := range missing {
+		wg.Go(func() {
+			if errs[i] = m.dialLane(ctx, s, to); errs[i] != nil {
+				m.log.Debug("control lane not opened", "peer", s.boot.String(), "address", to.addr, "err", errs[i])
+			}
+		})
 	}
+	wg.Wait()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if len(s.lanes) > 0 || last == nil {
+	if len(s.lanes) > 0 {
 		return nil
 	}
-	return last
+	return errors.Join(errs...)
+}
+
+// target is a control address of a peer; index is its place among them.
+type target struct {
+	addr  string
+	index int
 }
 
 // missingLocked is the control addresses to which we hold no lane.
-func (s *session) missingLocked() (out []string) {
-	for _, a := range s.addrs {
-		have := false
-		for _, l := range s.lanes {
-			have = have || l.addr == a
-		}
-		if !have {
-			out = append(out, a)
+func (s *session) missingLocked() (out []target) {
+	for i, a := range s.addrs {
+		if !slices.ContainsFunc(s.lanes, func(l *lane) bool { return l.addr == a }) {
+			out = append(out, target{a, i})
 		}
 	}
 	return out
 }
 
-func (m *Mesh) dialLane(ctx context.Context, s *session, addr string, i int) error {
-	if m.opt.Credentials == nil && !loopback(addr) {
-		return fmt.Errorf("peer: control lane to %s: %w: set peer.cluster_key_file or peer.tls", addr, ErrUnsafe)
+func (m *Mesh) dialLane(ctx context.Context, s *session, to target) error {
+	if m.opt.Credentials == nil && !loopback(to.addr) {
+		return fmt.Errorf("peer: control lane to %s: %w: set peer.cluster_key_file or peer.tls", to.addr, ErrUnsafe)
 	}
 	ctx, cancel := context.WithTimeout(ctx, openTimeout)
 	defer cancel()
-	d := net.Dialer{}
-	if len(m.locals) > 0 && i > 0 {
-		if ip := net.ParseIP(m.locals[(i-1)%len(m.locals)]); ip != nil {
-			d.LocalAddr = &net.TCPAddr{IP: ip}
-		}
-	}
-	c, err := d.DialContext(ctx, "tcp", addr)
+	c, err := m.dialFrom(ctx, m.localFor(to), to.addr)
 	if err != nil {
 		return fmt.Errorf("peer: control lane: %w", err)
 	}
@@ -455,13 +458,40 @@ func (m *Mesh) dialLane(ctx context.Context, s *session, addr string, i int) err
 		err = ctx.Err()
 	}
 	if err == nil {
-		err = m.laneUp(s, c, addr, o.Attach, nil)
+		err = m.laneUp(s, c, to.addr, o.Attach, nil)
 	}
 	if err != nil {
 		_ = c.Close()
-		return fmt.Errorf("peer: control lane to %s at %s: %w", s.boot, addr, err)
+		return fmt.Errorf("peer: control lane to %s at %s: %w", s.boot, to.addr, err)
 	}
 	return nil
+}
+
+// localFor is the rail of ours that a lane to one of the peer's leaves by: the first to the first and so on, where the route would leave
+// the choice open. nil: the route's choice.
+func (m *Mesh) localFor(to target) net.IP {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if to.index == 0 || len(m.control) == 0 {
+		return nil
+	}
+	host, _, err := net.SplitHostPort(m.control[(to.index-1)%len(m.control)].ln.Addr().String())
+	if err != nil {
+		return nil
+	}
+	return net.ParseIP(host)
+}
+
+// dialFrom dials from an address of ours, and from any where that one does not lead there.
+func (m *Mesh) dialFrom(ctx context.Context, local net.IP, addr string) (net.Conn, error) {
+	if local != nil {
+		bound, cancel := context.WithTimeout(ctx, boundTimeout)
+		defer cancel()
+		if c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: local}}).DialContext(bound, "tcp", addr); err == nil {
+			return c, nil
+		}
+	}
+	return (&net.Dialer{}).DialContext(ctx, "tcp", addr) //nolint:wrapcheck // the caller says what it was for
 }
 
 // laneUp takes a lane that has proved itself, and starts its reader, or reads in this goroutine where read is given.
@@ -572,7 +602,11 @@ func (m *Mesh) redial(s *session) {
 		if done || m.ctx.Err() != nil {
 			return
 		}
+		// The same process may answer at its other addresses: the way to its endpoint may be what was lost.
+		var others sync.WaitGroup
+		others.Go(func() { _ = m.dialLanes(m.ctx, s) }) // what failed was logged
 		got, err := m.hello(m.ctx, endpoint)
+		others.Wait()
 		if err == nil && got != nil {
 			err = m.dialLanes(m.ctx, got)
 			if err == nil && got != s {
@@ -595,10 +629,10 @@ func (m *Mesh) redial(s *session) {
 }
 
 // end closes a session, waits for the frame that the handler may be at, tells the handler, and forgets it. Only then can there be another
-// session with the boot, so that its PeerUp comes after this PeerDown.
-func (m *Mesh) end(s *session, proved bool, err error) {
+// session with the boot, so that its PeerUp comes after this PeerDown. superseded: there will be none.
+func (m *Mesh) end(s *session, superseded bool, err error) {
 	m.mu.Lock()
-	if proved && !m.gone[s.boot] {
+	if superseded && !m.gone[s.boot] {
 		if len(m.goneOrder) >= maxGone {
 			delete(m.gone, m.goneOrder[0])
 			m.goneOrder = m.goneOrder[1:]
@@ -610,7 +644,7 @@ func (m *Mesh) end(s *session, proved bool, err error) {
 	s.life.Lock()
 	defer s.life.Unlock()
 	s.mu.Lock()
-	over, tell := s.closed, s.up || proved
+	over, tell := s.closed, s.ups > 0 || superseded
 	s.up = false
 	s.mu.Unlock()
 	s.close(err)
@@ -620,7 +654,7 @@ func (m *Mesh) end(s *session, proved bool, err error) {
 	}
 	s.mu.Unlock()
 	if !over && tell {
-		m.opt.Handler.PeerDown(s.boot, proved, err)
+		m.opt.Handler.PeerDown(s.boot, true, err)
 	}
 	m.mu.Lock()
 	if m.sessions[s.boot] == s {
@@ -747,8 +781,9 @@ func (m *Mesh) Close() error {
 		return nil
 	}
 	m.stop()
-	for _, l := range m.listeners {
-		_ = l.Close()
+	_ = m.served.Close()
+	for _, c := range m.control {
+		_ = c.ln.Close()
 	}
 	for c := range m.conns {
 		_ = c.Close()

@@ -9,8 +9,8 @@
 //
 // Invariants: while both processes live and neither was away for longer than forgetAfter, each frame reaches the handler once and in
 // order, whatever happens to lanes; PeerUp comes before the first frame of a boot; PeerDown only says unreachable, except where
-// proved says that another boot answers at the endpoint, after which nothing of the old boot is accepted any more; nothing here says that
-// memory is safe. Send never blocks. Gossip is advisory.
+// over says that the conversation has ended; where another boot answers at the endpoint nothing of the old one is accepted any more; nothing
+// here says that memory is safe. Send never blocks. Gossip is advisory.
 //
 // Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane, one writer per lane while a socket is
 // full, one per connect or reconnection while it lasts, memberlist's where gossip is on. Close joins all but memberlist's timers.
@@ -52,6 +52,7 @@ const (
 	maxGone         = 4096         // superseded boots that are remembered
 
 	openTimeout  = 5 * time.Second // for one step of reaching a peer
+	boundTimeout = time.Second     // for a connect from one rail, before any may be tried
 	callTimeout  = 5 * time.Second
 	forgetAfter  = 10 * time.Minute // unreachable: many times the longest deadline of a transfer
 	downAfter    = time.Second      // without a lane
@@ -93,8 +94,9 @@ type Peer struct {
 type Handler interface {
 	// PeerUp says that control lanes to p are open; also the answer to a Connect where they were open already.
 	PeerUp(p Peer)
-	// PeerDown says that they are gone. proved: another boot answers at its endpoint, and no word of this one is accepted again.
-	PeerDown(boot transfer.Boot, proved bool, err error)
+	// PeerDown says that they are gone. over: so is the conversation, and what was sent and not acknowledged is lost. Another boot answers at
+	// the peer's endpoint, or nothing was heard of it for forgetAfter, or it has forgotten us; in the latter cases it may come up again.
+	PeerDown(boot transfer.Boot, over bool, err error)
 	// ConnectFailed answers a Connect.
 	ConnectFailed(endpoint string, err error)
 	// Control takes one frame: in order per peer, each once. The handler owns f.
@@ -111,7 +113,7 @@ type Options struct {
 	Version   string   // of the build, for people
 	Listen    string   // host:port of gRPC and control lanes
 	Advertise string   // host:port that peers are told; port 0 means the bound port; empty: the bound address
-	Control   []string // further host:port to listen on for control lanes, one per rail
+	Control   []string // further host:port to listen on for control lanes, one per rail; SetControl changes them
 	Features  []string
 
 	Credentials *keys.Credentials // nil: loopback only

@@ -37,7 +37,7 @@ func (m *Mesh) accept(ln net.Listener, calls bool) {
 	for {
 		c, err := ln.Accept()
 		if err != nil {
-			if m.ctx.Err() != nil {
+			if m.ctx.Err() != nil || errors.Is(err, net.ErrClosed) { // SetControl closes some
 				return
 			}
 			m.log.Warn("accept", "address", ln.Addr().String(), "err", err)
@@ -221,13 +221,13 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 		return nil, status.Error(codes.Unauthenticated, err.Error())
 	}
 	m.mu.Lock()
-	addrs, gone := m.addrs, m.gone[boot]
+	gone := m.gone[boot]
 	m.mu.Unlock()
 	if gone {
 		return nil, status.Errorf(codes.FailedPrecondition, "boot %s was superseded at its endpoint", boot)
 	}
 	reply := &peerv1.HelloReply{Version: uint32(ver), Boot: m.opt.Boot[:], Node: m.opt.Node, Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot,
-		Rails: m.opt.Rails(), ControlAddresses: addrs, Features: m.opt.Features}
+		Rails: m.opt.Rails(), ControlAddresses: m.Addresses(), Features: m.opt.Features}
 	if boot == m.opt.Boot || len(q.KeyShare) == 0 {
 		return reply, nil // ourselves, or a caller that does not know our boot yet
 	}
@@ -265,21 +265,18 @@ func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeRep
 // what it claims, good for dialling back and for nothing else.
 func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, node, endpoint, host string, rails []*peerv1.Rail, addrs []string, share []byte,
 	features []string) (*session, error) {
-	if len(share) != 32 || len(addrs) == 0 || len(addrs) > MaxAddrs || len(features) > MaxFeatures {
-		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d control addresses (1 to %d), %d features (at most %d): %w",
-			boot, len(share), len(addrs), MaxAddrs, len(features), MaxFeatures, wire.ErrMalformed)
+	if len(share) != 32 || len(features) > MaxFeatures {
+		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d features (at most %d): %w", boot, len(share), len(features), MaxFeatures,
+			wire.ErrMalformed)
 	}
 	rails, refused := CheckRails(rails)
-	texts := append([]string{node, endpoint, host}, addrs...)
-	for _, s := range append(texts, features...) {
+	for _, s := range append([]string{node, host}, features...) {
 		if len(s) > MaxText {
 			return nil, fmt.Errorf("peer: hello of %s: text of %d bytes, at most %d: %w", boot, len(s), MaxText, wire.ErrMalformed)
 		}
 	}
-	for _, a := range append([]string{endpoint}, addrs...) {
-		if _, _, err := net.SplitHostPort(a); err != nil {
-			return nil, fmt.Errorf("peer: hello of %s: address %q: %w", boot, a, err)
-		}
+	if err := errors.Join(checkAddress(endpoint), checkAddresses(addrs)); err != nil {
+		return nil, fmt.Errorf("peer: hello of %s: %w", boot, err)
 	}
 	info := Peer{Boot: boot, Node: node, Endpoint: dialled, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
 		Features: features, Key: m.pairKey(boot, m.share(boot, id), [32]byte(share))}
@@ -322,6 +319,29 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, 
 	return s, nil
 }
 
+// checkAddresses refuses what cannot be the control addresses of a process.
+func checkAddresses(addrs []string) error {
+	if len(addrs) < 1 || len(addrs) > MaxAddrs {
+		return fmt.Errorf("%d control addresses (1 to %d): %w", len(addrs), MaxAddrs, wire.ErrMalformed)
+	}
+	for _, a := range addrs {
+		if err := checkAddress(a); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func checkAddress(a string) error {
+	if len(a) > MaxText {
+		return fmt.Errorf("address of %d bytes, at most %d: %w", len(a), MaxText, wire.ErrMalformed)
+	}
+	if _, _, err := net.SplitHostPort(a); err != nil {
+		return fmt.Errorf("address %q: %w: %w", a, err, wire.ErrMalformed)
+	}
+	return nil
+}
+
 // call runs f with a connection to endpoint that lives as long as f: calls are rare.
 func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context, peerv1.PeerClient) error) error {
 	host, _, err := net.SplitHostPort(endpoint)
@@ -361,12 +381,9 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 
 // hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key with it. A nil session: ourselves.
 func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err error) {
-	m.mu.Lock()
-	addrs := m.addrs
-	m.mu.Unlock()
 	ours := m.opt.Versions
 	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(ours.Min), Max: uint32(ours.Max)}, Boot: m.opt.Boot[:], Node: m.opt.Node,
-		Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot, Rails: m.opt.Rails(), ControlAddresses: addrs, Features: m.opt.Features}
+		Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot, Rails: m.opt.Rails(), ControlAddresses: m.Addresses(), Features: m.opt.Features}
 	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
 		var from grpcpeer.Peer
 		r, err := c.Hello(ctx, q, grpc.Peer(&from))

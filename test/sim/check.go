@@ -53,9 +53,9 @@ func (s *sidecar) check() {
 	bound("slices in flight", x.Flights, slices*max(x.Peers, 1))
 	bound("grants of peers", x.Inbound, limits.MaxFanout*limits.MaxSource+exec.DefaultMaxPending*max(x.Peers, 1))
 	bound("lanes", x.Lanes, spray.MaxLanes*max(x.Peers, 1))
-	// One for each thing that has a time of its own; a fence or a close that failed may be told twice; credits and what is in flight
-	// have one look at all of them.
-	bound("timers", x.Timers, x.Dests+x.Sources+x.Asked+x.Endpoints+x.Pending*waiting+2*(len(s.grants)+len(s.origins))+2)
+	// One for each thing that has a time of its own, grants whose sidecar is away among them; a fence or a close that failed may be told
+	// twice; credits and what is in flight have one look at all of them.
+	bound("timers", x.Timers, x.Dests+x.Sources+x.Inbound+x.Asked+x.Endpoints+x.Pending*waiting+2*(len(s.grants)+len(s.origins))+2)
 	for _, p := range s.pipes {
 		bound("control frames for one peer", len(p.waiting), maxWaiting)
 	}

@@ -1713,12 +1713,18 @@ func (x *SourceLost) GetGen() uint32 {
 	return 0
 }
 
-// Revoke says that a grant is closed to writers, all its parts. Destination to source; the source answers Closed.
+// Revoke says that a grant is closed to writers, all its parts. Destination to source; the source answers Closed. Where no grant is out,
+// and none will come, it says whose place at the source lease stays empty.
 type Revoke struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
-	Gen           uint32                 `protobuf:"varint,3,opt,name=gen,proto3" json:"gen,omitempty"` // of the grant
+	Gen           uint32                 `protobuf:"varint,3,opt,name=gen,proto3" json:"gen,omitempty"` // of the last grant; 0: none was made
 	Reason        string                 `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
+	Xfer          []byte                 `protobuf:"bytes,5,opt,name=xfer,proto3" json:"xfer,omitempty"` // these, as in Grant, where no grant is out
+	Hash          []byte                 `protobuf:"bytes,6,opt,name=hash,proto3" json:"hash,omitempty"`
+	Team          []byte                 `protobuf:"bytes,7,opt,name=team,proto3" json:"team,omitempty"`
+	TeamSize      uint32                 `protobuf:"varint,8,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"`
+	Again         bool                   `protobuf:"varint,9,opt,name=again,proto3" json:"again,omitempty"` // the lease is about to be presented again: its place is kept as for a missing partner
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1772,6 +1778,41 @@ func (x *Revoke) GetReason() string {
 		return x.Reason
 	}
 	return ""
+}
+
+func (x *Revoke) GetXfer() []byte {
+	if x != nil {
+		return x.Xfer
+	}
+	return nil
+}
+
+func (x *Revoke) GetHash() []byte {
+	if x != nil {
+		return x.Hash
+	}
+	return nil
+}
+
+func (x *Revoke) GetTeam() []byte {
+	if x != nil {
+		return x.Team
+	}
+	return nil
+}
+
+func (x *Revoke) GetTeamSize() uint32 {
+	if x != nil {
+		return x.TeamSize
+	}
+	return 0
+}
+
+func (x *Revoke) GetAgain() bool {
+	if x != nil {
+		return x.Again
+	}
+	return false
 }
 
 // Closed: the source neither reads nor sends for this grant any more.
@@ -1954,10 +1995,11 @@ func (x *Credit) GetBytes() uint64 {
 // Rails is the whole list of the sender's data rails as they are now. It follows each change, and is the last word: what a Hello said
 // is older.
 type Rails struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Rails         []*Rail                `protobuf:"bytes,1,rep,name=rails,proto3" json:"rails,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	state            protoimpl.MessageState `protogen:"open.v1"`
+	Rails            []*Rail                `protobuf:"bytes,1,rep,name=rails,proto3" json:"rails,omitempty"`
+	ControlAddresses []string               `protobuf:"bytes,2,rep,name=control_addresses,json=controlAddresses,proto3" json:"control_addresses,omitempty"` // as in Hello; empty: those that were said before
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Rails) Reset() {
@@ -1993,6 +2035,13 @@ func (*Rails) Descriptor() ([]byte, []int) {
 func (x *Rails) GetRails() []*Rail {
 	if x != nil {
 		return x.Rails
+	}
+	return nil
+}
+
+func (x *Rails) GetControlAddresses() []string {
+	if x != nil {
+		return x.ControlAddresses
 	}
 	return nil
 }
@@ -2237,11 +2286,16 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x06source\x18\x02 \x01(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
 	"\x05final\x18\x03 \x01(\bR\x05final\x12\x16\n" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x10\n" +
-	"\x03gen\x18\x05 \x01(\rR\x03gen\"r\n" +
+	"\x03gen\x18\x05 \x01(\rR\x03gen\"\xe1\x01\n" +
 	"\x06Revoke\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x10\n" +
 	"\x03gen\x18\x03 \x01(\rR\x03gen\x12\x16\n" +
-	"\x06reason\x18\x04 \x01(\tR\x06reasonJ\x04\b\x02\x10\x03\"B\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x12\n" +
+	"\x04xfer\x18\x05 \x01(\fR\x04xfer\x12\x12\n" +
+	"\x04hash\x18\x06 \x01(\fR\x04hash\x12\x12\n" +
+	"\x04team\x18\a \x01(\fR\x04team\x12\x1b\n" +
+	"\tteam_size\x18\b \x01(\rR\bteamSize\x12\x14\n" +
+	"\x05again\x18\t \x01(\bR\x05againJ\x04\b\x02\x10\x03\"B\n" +
 	"\x06Closed\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\"\x88\x01\n" +
 	"\x06Commit\x128\n" +
@@ -2252,9 +2306,10 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x1a\n" +
 	"\breceives\x18\x02 \x01(\rR\breceives\x12\x12\n" +
 	"\x04rail\x18\x03 \x01(\tR\x04rail\x12\x14\n" +
-	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\"4\n" +
+	"\x05bytes\x18\x04 \x01(\x04R\x05bytes\"a\n" +
 	"\x05Rails\x12+\n" +
-	"\x05rails\x18\x01 \x03(\v2\x15.kvspray.peer.v1.RailR\x05rails\"\x1c\n" +
+	"\x05rails\x18\x01 \x03(\v2\x15.kvspray.peer.v1.RailR\x05rails\x12+\n" +
+	"\x11control_addresses\x18\x02 \x03(\tR\x10controlAddresses\"\x1c\n" +
 	"\x04Ping\x12\x14\n" +
 	"\x05nonce\x18\x01 \x01(\x04R\x05nonce\"\x1c\n" +
 	"\x04Pong\x12\x14\n" +

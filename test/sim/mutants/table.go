@@ -30,7 +30,7 @@ var mutants = []mutant{
 	{"a failed close counts", "control/exec/source.go", "	if err != nil {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", "	if false {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", []string{read, released}},
 	{"the release rule says yes", "control/lease/doc.go", "return !e.Granted || e.Fenced || e.Exited", "return true", []string{released, read}},
 	{"an origin is not counted", "control/exec/source.go", "		s.OriginOpened()\n", "", []string{released, read}},
-	{"a generation comes again", "control/lease/slots.go", "	s.gen++\n", "	s.gen = 1\n", []string{commit, outside, released, path}},
+	{"a generation comes again", "control/lease/slots.go", "	x.gen++\n", "	x.gen = 1\n", []string{commit, outside, released, path}},
 	{"a claim outlives its grant", "transport/claim.go", "	if !c.g.Enter() {\n		c.mu.Unlock()\n		return transfer.ReasonRevoked\n	}\n	return transfer.ReasonNone", "	c.g.Enter()\n	return transfer.ReasonNone", []string{outside, never}},
 
 	// The commit.
@@ -58,15 +58,15 @@ var mutants = []mutant{
 
 	// What is left behind.
 	{"a grant is not forgotten", "control/exec/dest.go", "	e.emit(Forget).Landing = l\n", "", []string{leak, slot}},
-	{"a grant of a peer is not forgotten", "control/exec/inbound.go", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n	delete(e.inbound, in.id)\n", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n", []string{leak, bound}},
+	{"a grant of a peer is not forgotten", "control/exec/inbound.go", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n	e.drop(in)\n", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n", []string{leak, bound}},
 	{"a grant outlives its source", "control/exec/source.go", "		c.src = nil\n		e.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
 
 	// What comes again.
 	{"a grant that is over comes again", "control/exec/inbound.go", "		if s.Over(g) {\n			return nil // a replay\n		}\n", "		_ = s\n", []string{path, never}},
-	{"a replayed grant takes the place", "control/exec/inbound.go", "		if old.msg.Gen >= m.Gen {\n			return nil // a replay\n		}\n", "", []string{path, never, released, commit}},
-	{"an older grant's reply", "control/exec/dest.go", "if d == nil || d.State != lease.DestGranted || m.Gen != d.live.gen {", "if d == nil || d.State != lease.DestGranted {", []string{word, path, never, commit}},
+	{"a replayed grant takes the place", "control/exec/inbound.go", "		if int32(m.Gen-old.msg.Gen) <= 0 { // they wrap\n			return nil // a replay\n		}\n", "", []string{path, never, released, commit}},
+	{"an older grant's reply", "control/exec/offer.go", "if d == nil || d.State == lease.DestClosing || m.Gen != d.live.gen {", "if d == nil || d.State == lease.DestClosing {", []string{word, path, never, commit}},
 
 	// Boots.
-	{"an older boot is waited for", "control/exec/exec.go", "			e.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
-	{"a dead boot's grants stay", "control/exec/exec.go", "			e.endInbound(now, in, false, \"the destination's sidecar is gone\")\n", "", []string{leak, never}},
+	{"an older boot is waited for", "control/exec/endpoints.go", "			e.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
+	{"a dead boot's grants stay", "control/exec/endpoints.go", "			e.absent(now, in, over)\n", "", []string{leak, never}},
 }

@@ -1,0 +1,91 @@
+package exec
+
+import (
+	"fmt"
+	"slices"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/lease"
+)
+
+// A receiver that cannot plan, or is cancelled while nothing is granted, says so: else the source's engine would keep its blocks until it
+// has waited long enough for a partner.
+
+// decline is such a word: its place at each rank of our engine stays empty.
+type decline struct {
+	id     lease.GrantID
+	team   lease.TeamID
+	size   int
+	why    string
+	engine string
+	world  int             // its ranks; 0: none of its intents has come
+	told   map[string]bool // those that know
+}
+
+// decline tells the sidecar at an address that no grant will come for a lease. far: it is worth a connect.
+func (e *Exec) decline(now Instant, addr string, x *connector.Expect, team lease.TeamID, size int, gen uint32, reason string, far bool) {
+	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: leaseMsg(x.Lease), Gen: gen, Reason: reason,
+		Xfer: x.Key.Xfer[:], Hash: x.Key.Hash[:], Team: team[:], TeamSize: uint32(size)}}}
+	ep := e.endpoint(addr)
+	switch {
+	case ep.reached():
+		e.send(ep.peer.boot, f)
+	case far && len(ep.partings) < maxPartings:
+		ep.partings = append(ep.partings, f)
+		e.reach(now, ep)
+	}
+	e.dropEndpoint(ep)
+}
+
+// onDecline takes a decline: a Revoke of a lease that has no grant here.
+func (e *Exec) onDecline(now Instant, p *peer, g lease.GrantID, m *peerv1.Revoke) error {
+	if len(m.Xfer) == 0 {
+		return nil // of a grant that is over
+	}
+	k, err := key(m.Xfer, m.Hash)
+	if err != nil {
+		return fmt.Errorf("revoke %s: %w", g.Dest, err)
+	}
+	if err := checkTeam(m.Team, m.TeamSize); err != nil {
+		return fmt.Errorf("revoke %s: %w", g.Dest, err)
+	}
+	why := gaveUp + m.Reason
+	if old := e.absents[engineLease{g.Dest.Boot, g.Dest.ID}]; old != nil && old.key == k {
+		e.endInbound(now, old, false, why)
+		return nil
+	}
+	q := &pending{peer: p, key: k, decline: &decline{id: g, team: lease.TeamID(m.Team), size: int(m.TeamSize), why: why, told: map[string]bool{}}}
+	if !e.settleDecline(now, q) {
+		e.wait(now, q, 0)
+	}
+	return nil
+}
+
+// settleDecline gives the place of the receiver back on every rank that has come. False: others may come yet.
+func (e *Exec) settleDecline(now Instant, q *pending) bool {
+	d := q.decline
+	for _, s := range slices.Clone(e.byKey[q.key]) {
+		at := s.ws.w.Place
+		switch {
+		case d.world > 0 && d.engine != at.Engine || d.told[at.Rank()]:
+			continue
+		case s.Over(d.id): // it knows
+		case s.Bind(d.id, d.team, d.size) != nil:
+			continue // of another request
+		default:
+			s.trouble = d.why
+			e.served(now, s, s.End(d.id, false), d.why)
+		}
+		d.engine, d.world = at.Engine, at.World()
+		d.told[at.Rank()] = true
+	}
+	return d.world > 0 && len(d.told) >= d.world
+}
+
+func checkTeam(team []byte, size uint32) error {
+	if len(team) != len(lease.TeamID{}) || size < 1 || size > lease.MaxTeam {
+		return fmt.Errorf("team of %d bytes and %d receivers: want %d, and 1 to %d", len(team), size, len(lease.TeamID{}), lease.MaxTeam)
+	}
+	return nil
+}

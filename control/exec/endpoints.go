@@ -1,0 +1,259 @@
+package exec
+
+import (
+	"errors"
+	"maps"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// endpoint is a sidecar as engines name it.
+type endpoint struct {
+	addr     string
+	peer     *peer // nil while it is not known
+	trying   bool
+	refused  int                    // tries in a row at which nobody listened there
+	again    Instant                // not tried before that
+	refs     int                    // leases and questions that name it
+	waiting  map[*dest]struct{}     // want a grant there, or have one from a peer that is out of reach
+	awaits   map[*await]struct{}    // want an answer from there
+	partings []*peerv1.ControlFrame // are said once it is reached
+	retry    *timer
+	breaker
+}
+
+// maxPartings bounds the words for one address that nobody waits for: past it a source learns by its own time that nobody comes.
+const maxPartings = 256
+
+// peer is one boot of another sidecar, or of ourselves.
+type peer struct {
+	boot    transfer.Boot
+	up      bool
+	met     bool // it was up
+	lanes   []*lane
+	rails   *spray.Peer
+	pending int
+	known   map[railID]bool    // its rails: whether their links are down; nil: it has not said
+	credits map[railID]Instant // when what it wants in flight at most is forgotten
+	expiry  Instant            // of the first of them
+
+	places places
+
+	complained bool // about its rails, tiers and credits
+
+	dirty bool
+	ranks []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
+	load  map[string]uint64 // bytes of the parts that its ranks owe us, by rank
+}
+
+func (e *Exec) peer(boot transfer.Boot) *peer {
+	p := e.peers[boot]
+	if p == nil {
+		p = &peer{boot: boot}
+		p.rails = e.spray.Peer(boot, p)
+		p.rails.Tier = func(path spray.Path, at spray.Place) int { return e.tierAt(p, path, at) }
+		e.peers[boot] = p
+	}
+	return p
+}
+
+// endpoint returns the entry of an address.
+func (e *Exec) endpoint(addr string) *endpoint {
+	ep := e.endpoints[addr]
+	if ep == nil {
+		ep = &endpoint{addr: addr, waiting: map[*dest]struct{}{}, awaits: map[*await]struct{}{}}
+		ep.retry = newTimer(func(now Instant) { e.reach(now, ep) })
+		e.endpoints[addr] = ep
+	}
+	return ep
+}
+
+// reached reports whether what is sent there arrives.
+func (ep *endpoint) reached() bool { return ep.peer != nil && ep.peer.up }
+
+// wanted reports whether anybody waits for it to be reached.
+func (ep *endpoint) wanted() bool { return len(ep.waiting)+len(ep.awaits)+len(ep.partings) > 0 }
+
+// dropEndpoint forgets an address that nobody waits for and nobody answers at; later, where its breaker is to be remembered.
+func (e *Exec) dropEndpoint(ep *endpoint) {
+	if ep.peer == nil && !ep.trying && ep.refs == 0 && !ep.wanted() {
+		if at := ep.until(); at > 0 && len(e.endpoints) <= maxEndpoints {
+			e.agenda.arm(ep.retry, at)
+			return
+		}
+		e.agenda.disarm(ep.retry)
+		delete(e.endpoints, ep.addr)
+	}
+}
+
+// reach tries to reach a sidecar that somebody waits for. However many do, there is one try at a time, and a pause between two.
+func (e *Exec) reach(now Instant, ep *endpoint) {
+	switch {
+	case ep.trying || ep.reached():
+	case !ep.wanted():
+		ep.breaker = breaker{}
+		e.dropEndpoint(ep)
+	case now < ep.again:
+		e.agenda.arm(ep.retry, ep.again)
+	default:
+		ep.trying = true
+		e.emit(Connect).Endpoint = ep.addr
+	}
+}
+
+// PeerUp says that the sidecar at addr answers and is boot. addr may be empty where it called us.
+func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
+	p := e.peer(boot)
+	if !p.up {
+		p.up, p.met = true, true
+		for _, d := range e.dests {
+			if d.Peer == boot && d.State == lease.DestLanding {
+				d.Partner = lease.Never
+			}
+		}
+		for _, in := range e.inbound {
+			if in.peer == p {
+				e.present(in)
+			}
+		}
+	}
+	if addr != "" {
+		ep := e.endpoint(addr)
+		old := ep.peer
+		if ep.peer = p; old != nil && old != p && old.boot != e.cfg.Boot {
+			e.PeerDown(now, old.boot, true)
+		}
+	}
+	for _, ep := range endpointsInOrder(maps.Values(e.endpoints)) {
+		if ep.peer == p {
+			e.serve(now, ep)
+		}
+	}
+	e.assign(now)
+}
+
+// serve does at an endpoint that is reached what was waited for.
+func (e *Exec) serve(now Instant, ep *endpoint) {
+	ep.trying, ep.refused, ep.again, ep.breaker = false, 0, 0, breaker{}
+	e.agenda.disarm(ep.retry)
+	for _, w := range awaitsInOrder(maps.Keys(ep.awaits)) {
+		e.ask(now, w)
+	}
+	for _, f := range ep.partings {
+		e.send(ep.peer.boot, f)
+	}
+	ep.partings = nil
+	for _, d := range inOrder(maps.Keys(ep.waiting)) {
+		delete(ep.waiting, d)
+		e.grant(now, d)
+	}
+}
+
+// ConnectFailed ends a Connect without a peer. Those who wait for it try again until their own time is over, or until it is plain that
+// nobody listens at that address (ErrNobody): a wrong address must not cost each request all its patience, nor a sidecar that died.
+func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
+	ep := e.endpoints[addr]
+	if ep == nil {
+		return
+	}
+	if ep.trying = false; ep.reached() {
+		return // otherwise than by this try
+	}
+	ep.again = now + connectRetry
+	ep.failed(now, err)
+	ep.partings = nil
+	for d := range ep.waiting {
+		d.trouble = err.Error()
+	}
+	if ep.refused++; !errors.Is(err, ErrNobody) {
+		ep.refused = 0
+	}
+	if ep.refused >= maxRefused {
+		e.nobody(now, ep, err)
+	}
+	if !ep.wanted() {
+		e.dropEndpoint(ep)
+		return
+	}
+	e.agenda.arm(ep.retry, ep.again)
+}
+
+// nobody ends what waits for an address at which nobody listens.
+func (e *Exec) nobody(now Instant, ep *endpoint, err error) {
+	ep.refused, ep.breaker = 0, breaker{} // a refusal is quick: nobody needs protection from the next one
+	ep.refs++                             // it stays until the caller has seen that nobody is left
+	for _, d := range inOrder(maps.Keys(ep.waiting)) {
+		e.closeDestBy(now, d, e.timeOut(d), StatusExpired, err.Error())
+	}
+	for _, w := range awaitsInOrder(maps.Keys(ep.awaits)) {
+		e.answer(w, connector.Admission{State: "gone", Message: err.Error()})
+	}
+	ep.refs--
+}
+
+// PeerDown says that the control lanes to boot are down. over: so is all that was agreed with that process, which is dead, superseded, or
+// was silent for so long that it was forgotten; if it comes again it begins anew. Otherwise its leases wait for it as long as for any
+// missing partner, or until nobody listens where it was.
+func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
+	p := e.peers[boot]
+	if p == nil {
+		return
+	}
+	p.up = false
+	if over {
+		e.forgetPeer(now, p)
+	}
+	for _, d := range inOrder(maps.Values(e.dests)) {
+		switch {
+		case d.Peer != boot || d.State != lease.DestGranted && d.State != lease.DestLanding:
+		case over:
+			e.regrant(now, d, ByPeerLost, "the source's sidecar is gone")
+		default:
+			d.trouble = "the source's sidecar cannot be reached"
+			if d.State == lease.DestLanding {
+				d.Partner = now + d.partner
+				e.agenda.arm(d.t, min(d.Deadline, d.Partner))
+			}
+			d.ep.waiting[d] = struct{}{}
+		}
+	}
+	for _, ep := range endpointsInOrder(maps.Values(e.endpoints)) {
+		if ep.peer == p {
+			e.reach(now, ep)
+		}
+	}
+	for _, g := range grantsInOrder(maps.Keys(e.inbound)) {
+		if in := e.inbound[g]; in != nil && in.peer == p {
+			e.absent(now, in, over)
+		}
+	}
+	e.assign(now)
+}
+
+// forgetPeer drops what is known of a peer, and not the leases that have to do with it.
+func (e *Exec) forgetPeer(now Instant, p *peer) {
+	delete(e.peers, p.boot)
+	e.spray.Forget(p.rails)
+	e.forgetCredits(p)
+	for _, ep := range endpointsInOrder(maps.Values(e.endpoints)) {
+		if ep.peer == p {
+			ep.peer = nil
+			for w := range ep.awaits {
+				w.sent = transfer.Boot{}
+			}
+			e.reach(now, ep)
+			e.dropEndpoint(ep)
+		}
+	}
+	for _, l := range e.pending {
+		for _, q := range append([]*pending(nil), l...) {
+			if q.peer == p {
+				e.dropPending(q)
+			}
+		}
+	}
+}

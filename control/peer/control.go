@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"slices"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Rails come and go while a mesh runs, and each that is there should carry a control lane: the last one that is left must not be one that
+// nobody listens on.
+
+// controlAt is a listener for control lanes on a rail.
+type controlAt struct {
+	asked string // host:port
+	ln    net.Listener
+}
+
+// Addresses are the control addresses that peers are told, the endpoint first.
+func (m *Mesh) Addresses() []string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := []string{m.endpoint}
+	for _, c := range m.control {
+		out = append(out, c.ln.Addr().String())
+	}
+	return out
+}
+
+// SetControl replaces Options.Control, before Start or later. Lanes to addresses that are gone end with their links. The error says which could not be listened
+// on; asked again, they are tried again. Peers are told by whoever calls: see Addresses and PeerAddresses.
+func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
+	addrs = addrs[:min(len(addrs), MaxAddrs-1)]
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	switch {
+	case m.closed:
+		return fmt.Errorf("peer: control addresses: %w", net.ErrClosed)
+	case !m.started:
+		m.opt.Control = slices.Clone(addrs)
+		return m.opt.safe()
+	}
+	var failed error
+	now := make([]controlAt, 0, len(addrs))
+	for _, addr := range addrs {
+		if i := slices.IndexFunc(m.control, func(c controlAt) bool { return c.asked == addr }); i >= 0 {
+			now = append(now, m.control[i])
+			continue
+		}
+		if m.opt.Credentials == nil && !loopback(addr) {
+			failed = fmt.Errorf("peer: control lanes on %s: %w: set peer.cluster_key_file or peer.tls", addr, ErrUnsafe)
+			continue
+		}
+		ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		if err != nil {
+			failed = fmt.Errorf("peer: listen on %s: %w", addr, err)
+			continue
+		}
+		now = append(now, controlAt{addr, ln})
+		m.wg.Go(func() { m.accept(ln, false) })
+	}
+	for _, c := range m.control {
+		if !slices.Contains(now, c) {
+			_ = c.ln.Close() // its acceptor notices
+		}
+	}
+	m.control = now
+	return failed
+}
+
+// PeerAddresses takes what a peer says that its control addresses are now. Where we keep its lanes, those that are missing follow.
+func (m *Mesh) PeerAddresses(boot transfer.Boot, addrs []string) error {
+	if err := checkAddresses(addrs); err != nil {
+		return fmt.Errorf("peer: control addresses of %s: %w", boot, err)
+	}
+	s := m.session(boot)
+	if s == nil {
+		return fmt.Errorf("peer: control addresses of %s: %w", boot, ErrUnknown)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !slices.Equal(s.addrs, addrs) {
+		s.addrs, s.lastFill = slices.Clone(addrs), time.Time{} // the keeper's next tick
+	}
+	return nil
+}

@@ -1,0 +1,90 @@
+package sidecar
+
+import (
+	"cmp"
+	"slices"
+
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// tokenRange is tokens [start, end) of a prompt.
+type tokenRange = [2]uint32
+
+// recompute names the tokens that a failed transfer has not brought, in order. None means all of them: so where nothing was granted, and
+// where the engine could not go on in the middle of the prompt because what it would need of the tokens before never moves.
+//
+// What counts is the last grant, which is fenced: a chunk of it that has landed was whole and valid when it did, and nothing is written
+// there any more. Any other may be torn, or stem from a grant before.
+func recompute(reg *parseblock.Registry, lands []*exec.Landing) (missing []tokenRange) {
+	for _, l := range lands {
+		s, ok := l.Sink.(*sink)
+		if !ok {
+			return nil
+		}
+		plan := l.Plan.(received).Plan
+		sp, perBlock, resumes := plan.Space(), blockTokens(plan.Receiver()), resumable(reg, plan.Receiver())
+		if !resumes {
+			return nil
+		}
+		for r := range s.bitmap.Missing() {
+			for r.Count > 0 {
+				seg := sp.SegmentOf(r.First)
+				chunks, bytes := sp.Segment(seg)
+				end := min(r.End(), chunks.End())
+				first, full, page, _ := plan.Pages(seg)
+				pageOf := func(off uint64) uint32 { return first + uint32(min(off/page, uint64(full))) }
+				lo := pageOf(uint64(r.First-chunks.First) * transfer.ChunkBytes)
+				hi := pageOf(min(uint64(end-chunks.First)*transfer.ChunkBytes, bytes) - 1)
+				n := perBlock[seg]
+				missing = append(missing, tokenRange{lo * n, min((hi+1)*n, plan.Tokens())})
+				r = transfer.Range{First: end, Count: r.End() - end}
+			}
+		}
+	}
+	return joined(missing)
+}
+
+// blockTokens is how many tokens a block holds, by flattened layer.
+func blockTokens(l *layout.Layout) (out []uint32) {
+	for gi := range l.Groups {
+		for range l.Groups[gi].Layers {
+			out = append(out, l.Groups[gi].TokensPerBlock)
+		}
+	}
+	return out
+}
+
+// resumable reports whether an engine that has the front of a prompt in its cache can compute the rest. It cannot where a layer has a
+// recurrent state, or sees a window: of those only the end of the prompt moves.
+func resumable(reg *parseblock.Registry, l *layout.Layout) bool {
+	for gi := range l.Groups {
+		g := &l.Groups[gi]
+		if g.Params["window"] > 0 {
+			return false
+		}
+		for li := range g.Layers {
+			planes, err := reg.Planes(nil, g, &g.Layers[li])
+			if err != nil || slices.ContainsFunc(planes, func(p layout.Plane) bool { return p.Unit == layout.UnitState }) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// joined sorts ranges and merges those that touch.
+func joined(in []tokenRange) []tokenRange {
+	slices.SortFunc(in, func(a, b tokenRange) int { return cmp.Compare(a[0], b[0]) })
+	out := in[:0]
+	for _, r := range in {
+		if k := len(out) - 1; k >= 0 && r[0] <= out[k][1] {
+			out[k][1] = max(out[k][1], r[1])
+			continue
+		}
+		out = append(out, r)
+	}
+	return out
+}
