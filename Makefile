@@ -68,8 +68,9 @@ test-go: ## Go tests with -race only
 	go test -race -timeout 15m ./...
 
 .PHONY: test-laws
-test-laws: ## The laws of parseblock with 100,000 random cases each (nightly)
+test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB of one prompt for one rank (nightly)
 	go test -timeout 30m ./parseblock -run 'Laws|Hybrids|Ignores' -rapid.checks=100000
+	KVSPRAY_LARGE=1 go test -count=1 ./sidecar -run '^TestMoreThan4GiB$$'
 
 .PHONY: test-sim
 test-sim: ## 10,000 random fault schedules, a million slices between 1,000 nodes, the late-write attacks 1,000 times; costs without -race
