@@ -29,7 +29,8 @@ func TestMain(m *testing.M) {
 }
 
 // TestLaws copies one layer of one rank to one of another by runs and by the reference, for every pair of caches that hold the
-// same content: exactly the chosen tokens and the common heads, nothing else, each byte once, and the same again in two halves.
+// same content: exactly the chosen tokens and the common heads, nothing else, each byte once, the same again in two halves, and back
+// again where it came from.
 func TestLaws(t *testing.T) {
 	reg := Default()
 	rapid.Check(t, func(t *rapid.T) {
@@ -43,9 +44,13 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 	common := genCommon(t, f)
 	var cs [2]*cache
 	var kind string
+	blocks, table := rapid.Uint64Range(1, 8), 12
+	if rapid.IntRange(0, 49).Draw(t, "long") == 0 { // more than are looked at together
+		blocks, table = rapid.Uint64Range(maxSteps, 3*maxSteps), 3*maxSteps
+	}
 	for i, label := range []string{"from.", "to."} {
 		d := genDims(t, f, label, common)
-		d.blocks = rapid.Uint64Range(1, 8).Draw(t, label+"blocks")
+		d.blocks = blocks.Draw(t, label+"blocks")
 		d.size = rapid.SampledFrom(sizesOf(f, d)).Draw(t, label+"tp")
 		d.rank = rapid.Uint64Range(0, d.size-1).Draw(t, label+"rank")
 		if i == 0 || rapid.Bool().Draw(t, "other kind") {
@@ -57,7 +62,7 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 		}
 	}
 	from, to := cs[0], cs[1]
-	ft, tt := genTable(t, "fromTable", from.blocks, 12), genTable(t, "toTable", to.blocks, 12)
+	ft, tt := genTable(t, "fromTable", from.blocks, table), genTable(t, "toTable", to.blocks, table)
 	limit := min(uint64(len(ft))*from.n, uint64(len(tt))*to.n)
 	start := rapid.Uint64Range(0, limit-1).Draw(t, "start")
 	if from.opaque {
@@ -138,6 +143,26 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 	}
 	if !bytes.Equal(got, want) {
 		return errors.New("runs and the reference differ")
+	}
+	// Back again: what came over comes to where it was, and nothing else does.
+	back, was := make([]byte, from.size), make([]byte, from.size)
+	moved(from, to, layer, layer, ft, tt, start, end, func(_ layout.Role, s, _ uint64) { was[s] = src[s] })
+	for gi := range from.groups {
+		fg, tg := &from.groups[gi], &to.groups[gi]
+		tpl, err := reg.Template(Side{tg, &tg.Layers[layer]}, Side{fg, &fg.Layers[layer]})
+		if err != nil {
+			return fmt.Errorf("back: %w", err)
+		}
+		runs, err := tpl.Append(nil, tt, ft, layout.TokenRange{Start: uint32(start), End: uint32(end)})
+		if err != nil {
+			return fmt.Errorf("back: %w", err)
+		}
+		for p := range layout.Explode(runs) {
+			copy(back[p.DstOff:p.DstOff+p.Len], got[p.SrcOff:])
+		}
+	}
+	if !bytes.Equal(back, was) {
+		return errors.New("what goes there and back is not what it was")
 	}
 	return nil
 }
@@ -505,29 +530,33 @@ var bugs = []struct {
 	}},
 }
 
-// TestMutants: the laws are worth what they catch. Every strategy is made wrong in each way that changes it, at least five, and
-// each time some case must fail.
+// TestMutants: the laws are worth what they catch. Every strategy of the registry is made wrong, it alone, in each way that changes it, at
+// least five, and each time some case must fail. One that has no reference has no such case.
 func TestMutants(t *testing.T) {
-	const seeds = 4000
-	caught := map[string]int{}
+	const (
+		seeds = 4000
+		least = 5  // ways to be wrong
+		tried = 60 // cases in which a mistake would change something if it ever does
+	)
 	// Validate would catch some of them first; what is asked for here is that the copy shows them.
 	unchecked := func(*layout.Layout, []uint64) error { return nil }
-	for fi := range families {
-		f := &families[fi]
-		atLeast := 100 + 30*len(f.kinds)
-		for _, bug := range bugs {
-			changed := map[string]bool{}
-			hit := map[string]bool{}
-			for seed := 0; seed < seeds && (seed < atLeast || len(hit) < len(changed)); seed++ {
-				used := map[string]bool{}
-				var all []Strategy
-				for _, b := range builtins {
+	homes := familiesOf(t)
+	for _, b := range builtins {
+		t.Run(b.name, func(t *testing.T) {
+			t.Parallel()
+			caught := 0
+			for _, bug := range bugs {
+				changed, hit := false, false
+				all := make([]Strategy, 0, len(builtins))
+				for _, o := range builtins {
+					if o != b {
+						all = append(all, o)
+						continue
+					}
 					all = append(all, mutant{b, func(ps []layout.Plane) []layout.Plane {
 						before := slices.Clone(ps)
 						ps = bug.wrong(ps)
-						if !slices.Equal(before, ps) && !harmless(before, ps) {
-							used[b.name], changed[b.name] = true, true
-						}
+						changed = changed || !slices.Equal(before, ps) && !harmless(before, ps)
 						return ps
 					}})
 				}
@@ -535,26 +564,54 @@ func TestMutants(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if rapid.Custom(func(t *rapid.T) error { return lawOfCopies(t, reg, f, unchecked) }).Example(seed) == nil {
-					continue
+				for seed := 0; seed < seeds && !hit && (changed || seed < tried) && len(homes[b.name]) > 0; seed++ {
+					f := &homes[b.name][seed%len(homes[b.name])]
+					hit = rapid.Custom(func(t *rapid.T) error { return lawOfCopies(t, reg, f, unchecked) }).Example(seed) != nil
 				}
-				for n := range used {
-					hit[n] = true
+				switch {
+				case changed && hit:
+					caught++
+				case changed:
+					t.Errorf("%s: not caught in %d cases", bug.name, seeds)
+				case hit:
+					t.Errorf("%s: a case failed that it does not change", bug.name)
 				}
 			}
-			for n := range changed {
-				if !hit[n] {
-					t.Errorf("%s: %s: not caught in %d cases", n, bug.name, seeds)
+			if caught < least {
+				t.Errorf("only %d ways to be wrong were tried and caught, want %d", caught, least)
+			}
+			t.Logf("%d ways to be wrong, each caught", caught)
+		})
+	}
+}
+
+// familiesOf are the families in which each strategy is tried, with it and one other kind in them.
+func familiesOf(t *testing.T) map[string][]family {
+	out := map[string][]family{}
+	for fi := range families {
+		f := families[fi]
+		byStrategy := map[string][]string{}
+		for _, k := range f.kinds {
+			d := dims{layers: 1, n: 4, blocks: 2, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1, kHeads: 1, kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}
+			for _, g := range f.make(k, &d).groups {
+				if !slices.Contains(byStrategy[g.Strategy], k) {
+					byStrategy[g.Strategy] = append(byStrategy[g.Strategy], k)
 				}
-				caught[n]++
 			}
 		}
-	}
-	for _, b := range builtins {
-		if caught[b.name] < 5 {
-			t.Errorf("%s: only %d ways to be wrong were tried", b.name, caught[b.name])
+		for s, kinds := range byStrategy {
+			only := f
+			only.kinds = kinds
+			if i := slices.IndexFunc(f.kinds, func(k string) bool { return !slices.Contains(kinds, k) }); i >= 0 {
+				only.kinds = append(slices.Clone(kinds), f.kinds[i])
+			}
+			out[s] = append(out[s], only)
 		}
 	}
+	if len(out) == 0 {
+		t.Fatal("no strategy is tried")
+	}
+	return out
 }
 
 // harmless reports whether a change is none: a stride along an axis of one.
