@@ -592,6 +592,39 @@ def test_lease_limit(sidecar: Make, worker: Make) -> None:
     assert intent(w) and intent(w) and w.intent(XFER, HASH, 1, [[1]]) == 0
 
 
+def test_memory_that_means_something_else(sidecar: Make, worker: Make) -> None:
+    """What it meant before is not given away any more: sources end with a growth of the epoch, loads fail, and the new layout is presented."""
+    s: Sidecar = sidecar()
+    w = worker()
+    src, dst = intent(w), expect(w)
+    s.record("INTENT", lease=src)
+    s.record("EXPECT", lease=dst)
+    epoch, connects = w.status().source_epoch, w.status().counters["connects"]
+    other = {**layout(), "identity": {"model": "tiny", "weights": "step-2"}}
+    w.describe(other)
+    assert w.status().source_epoch == epoch + 1
+    s.expect("hello")
+    assert s.expect("register")["layout"] == other
+    ends = {}
+    until(lambda: (ends.update({c.lease: c.status for c in w.poll()}), len(ends) == 2)[1], "both have ended")
+    assert ends == {src: CompletionStatus.CANCELLED, dst: CompletionStatus.FAILED}
+    assert w.wait_connected(TIMEOUT_S) and w.status().counters["connects"] == connects + 1
+    assert w.status().counters["represented"] == 0
+    intent(w)
+
+
+def test_describe_without_a_sidecar_and_with_nonsense(worker: Make, sidecar: Make) -> None:
+    w = worker(connect=False)
+    other = {**layout(), "identity": {"model": "tiny", "weights": "step-2"}}
+    w.describe(other)
+    s: Sidecar = sidecar()
+    assert s.expect("register")["layout"] == other
+    from kvspray import _lib
+
+    assert _lib.lib.kvs_describe(w._h, b"\xc1", 1) == _lib.E_ARG
+    assert _lib.lib.kvs_describe(w._h, None, 0) == _lib.E_ARG
+
+
 def test_load_watchdog(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar()
     w = worker()

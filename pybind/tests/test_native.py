@@ -30,9 +30,20 @@ def compile_c(out: pathlib.Path, *sources: str, flags: str) -> pathlib.Path:
 
 
 def run(*command: object, env: dict[str, str] | None = None, timeout: float = 120) -> str:
-    p = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=timeout, env={**os.environ, **(env or {})})
-    assert p.returncode == 0, (p.stdout[-2000:], p.stderr[-4000:])
-    return p.stdout
+    """What the command says. Where it fails, or does not end in time, the test fails with all that it has said."""
+    with subprocess.Popen(
+        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, **(env or {})}
+    ) as p:
+        verdict = ""
+        try:
+            out, _ = p.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            p.kill()
+            out, _ = p.communicate()
+            verdict = f"did not end within {timeout:g} s"
+    if p.returncode != 0:
+        pytest.fail(f"{shlex.join(map(str, command))} {verdict or f'ended with status {p.returncode}'}; it said:\n{out}", pytrace=False)
+    return out
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])

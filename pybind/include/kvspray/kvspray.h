@@ -134,6 +134,10 @@ int kvs_open(const struct kvs_config *config, kvs_client **out);
  * (docs/protocol.md section 3), are presented on every connection. Scheduler: n = 0, layout NULL. Once. */
 int kvs_start(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes);
 
+/* Worker: the same memory means something else from now on, say because the engine has other weights. Every open source lease is given
+ * back, and the session is replaced by one that presents this layout; what was being loaded fails. KVS_E_ARG before kvs_start. */
+int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes);
+
 /* Says BYE, joins the thread, unmaps the board, frees the client. Open leases are forgotten: the sidecar fences them when
  * this process ends. No other call may be under way, or come later. */
 void kvs_close(kvs_client *c);

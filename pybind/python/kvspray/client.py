@@ -416,6 +416,19 @@ class WorkerClient(_Client):
             raise KvsprayError(f"kvspray: register: {self._why(rc)}")
         self._regions = list(regions)
 
+    def describe(self, layout: Mapping[str, Any]) -> None:
+        """The registered memory means something else from now on, say because the engine has other weights.
+
+        Open source leases are given back, loads under way fail, and a new session presents this layout.
+        """
+        h = self._handle()
+        if h is None:
+            return
+        body = protocol.pack(protocol._ordered("REGISTER.layout", layout))
+        rc = lib.kvs_describe(h, body, len(body))
+        if rc != 0:
+            raise KvsprayError(f"kvspray: describe: {self._why(rc)}")
+
     # -- flags -------------------------------------------------------------------------------------------------------
 
     def signal_layer(self, layer: int, step: int) -> None:

@@ -1,0 +1,310 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * client.h: the client, as its files see it.
+ *
+ *   client.c     its life, the background thread, its log and status
+ *   session.c    one connection: handshake, messages, rings
+ *   lease.c      open leases and what holds them: the release rule
+ *   record.c     records of leases in the two rings
+ *   proc.c       sidecar processes, and the proof of their end
+ *   flags.c      the flags memory of the board, and the watchdog of load flags
+ *   admission.c  a scheduler's questions
+ *
+ * Everything in struct kvs_client below `mu` is guarded by it, and every function here is called with it. The lock is held for
+ * copies and non-blocking system calls only, so that an engine thread never waits for the sidecar. Sockets and pidfds are closed by
+ * the background thread alone (or after it was joined), so it may poll them without the lock.
+ *
+ * What holds a lease. Lease.bound is a set of sidecar processes (struct proc) that were told of its blocks and have not been
+ * proved harmless since. A process leaves the set when it completes the lease, when it says that an earlier session is fenced,
+ * or when its pidfd says that it has exited. A lease is over for the engine only once the set is empty.
+ */
+#ifndef KVSPRAY_CLIENT_H
+#define KVSPRAY_CLIENT_H
+
+#include <pthread.h>
+#include <string.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#define BACKOFF_MIN_MS 10
+#define REFUSED_MIN_MS 2000      /* after an ERROR to HELLO or REGISTER: an upgrade may cure it, doubled each time */
+#define DEFAULT_DEADLINE_MS 30000
+#define MAX_DURATION_MS 86400000u /* of anything a sidecar states */
+#define HANDSHAKE_TIMEOUT_MS 15000 /* longer than a sidecar's wait for the fence of an earlier session */
+#define KILL_RETRY_MS 1000
+#define BUCKETS 1024
+#define LOG_LINES 256
+#define LOG_LINE_BYTES 256
+#define BOARD_FDS 4 /* flags, rings, doorbell, bell: the first of a REGISTER packet */
+
+/* Of packets on the socket: docs/protocol.md section 1. */
+enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_STATS };
+
+enum session_state { IDLE, WELCOMING, REGISTERING, READY };
+
+struct lease {
+	uint64_t id;
+	uint16_t type; /* KVS_REC_INTENT or KVS_REC_EXPECT */
+	bool held, cancelled, done;
+	uint32_t bound; /* set of procs */
+	uint64_t session; /* serial of the session that it was last presented in */
+	uint32_t deadline_ms;
+	int64_t end_ms;   /* deadline, as a time; of a source it counts from the engine's last word: INTENT, STEP or HOLD */
+	int64_t since_ms; /* source: since when the engine waits for it; 0: it does not */
+	uint8_t *snap;    /* source: the latest INTENT body */
+	uint32_t snap_bytes;
+	uint16_t status; /* once done */
+	bool synthesised;
+	uint8_t *body;
+	uint32_t body_bytes;
+	struct lease *hash_next, *prev, *next; /* open list, then ready list */
+};
+
+struct lease_list {
+	struct lease *first, *last;
+};
+
+/* One sidecar process. */
+struct proc {
+	bool used, exited, killed, denied;
+	uint8_t boot[16];
+	int pidfd; /* -1: none, its exit cannot be proved */
+	uint32_t pid;
+	int64_t kill_ms; /* of the last attempt */
+};
+
+struct await {
+	uint8_t key[48]; /* xfer, hash */
+	char peer[256];
+	uint32_t tokens;
+	uint64_t msg; /* id of the message that asked; 0: to be asked */
+	int64_t end_ms;
+	struct kvs_admission answer;
+	struct await *hash_next;
+};
+
+struct region {
+	uint8_t id[16];
+	int32_t kind;
+	uint32_t fd_index; /* in the packet; 0: none */
+	uint64_t addr, bytes;
+	uint8_t handle[KVS_HANDLE_BYTES];
+};
+
+struct load {
+	int64_t handle; /* 0: free */
+	uint32_t first, count;
+	uint64_t step;
+	int64_t end_ms;
+	uint32_t bound; /* the sidecar that was to fill it */
+	bool poisoned;
+};
+
+struct kvs_client {
+	/* set once */
+	uint32_t role, layers, fork_gen;
+	uint8_t boot[16];
+	char path[sizeof ((struct sockaddr_un *)0)->sun_path];
+	bool default_path;
+	char *engine_name, *engine_version, *engine_id;
+	uint32_t ranks[10];
+	uint32_t submission_bytes, completion_bytes;
+	int flags_fd, bell_fd, ctl_fd;
+	_Atomic uint64_t deadlines; /* of kvs_deadlines; written under mu, read without */
+	uint8_t *flags;
+	uint64_t flags_bytes;
+	struct kvs_flag *layer_flags, *load_flags;
+	uint64_t *source_epoch;
+	struct region *regions;
+	uint32_t region_count, region_fd_count;
+	int region_fds[KVS_PACKET_MAX_FDS - BOARD_FDS];
+	pthread_t thread;
+
+	pthread_mutex_t mu; /* guards all below */
+	pthread_cond_t changed; /* connected went up */
+	bool started, closing;
+	uint8_t *layout; /* what REGISTER says of the regions */
+	uint32_t layout_bytes;
+
+	/* the session */
+	enum session_state state;
+	uint64_t serial; /* of sessions */
+	int sock, doorbell_fd, new_pidfd;
+	uint32_t new_pid;
+	int proc; /* index, from WELCOME on; else -1 */
+	bool draining, replaying;
+	char breaking[160]; /* why the session must be replaced; empty: it need not */
+	int64_t handshake_end_ms, next_try_ms;
+	uint32_t backoff_ms, refused_ms;
+	uint64_t msg; /* last message id */
+	uint64_t hello_msg, register_msg;
+	uint8_t session_id[16];
+	uint8_t *rings;
+	uint64_t rings_bytes;
+	int rings_fd;
+	struct kvs_ring_end sub, comp;
+	bool ring_bad; /* the sidecar broke it: nothing in it is believed */
+	int64_t ready_since_ms;
+	uint64_t rng;
+
+	struct proc procs[KVS_MAX_SIDECARS];
+	uint64_t next_lease;
+	uint32_t lease_limit;
+	struct lease *buckets[BUCKETS];
+	struct lease_list open, ready;
+	uint32_t lease_count, ready_count;
+	uint64_t out_seq;
+	int64_t due_ms; /* when the background thread wakes by itself */
+	uint64_t nudged; /* serial of the session that was replaced because of a late lease */
+	int64_t nudge_ms; /* when that was */
+	struct load loads[KVS_MAX_LOADS];
+	int64_t next_load;
+	struct await *await_buckets[BUCKETS];
+	uint32_t await_count;
+	bool await_unsent;
+
+	struct kvs_info info; /* counters, texts, limits; the rest is filled in by kvs_status_read */
+	uint8_t *stats;
+	uint32_t stats_bytes;
+	char log[LOG_LINES][LOG_LINE_BYTES];
+	uint32_t log_head, log_tail;
+	uint8_t *packet; /* receive buffer, background thread only */
+	uint8_t *record; /* pop buffer */
+};
+
+extern _Atomic uint32_t kvs_fork_gen; /* grows in a forked child */
+
+#define CHECK(c)                                 \
+	do {                                     \
+		if (!(c))                        \
+			return KVS_E_CLOSED;     \
+		if ((c)->fork_gen != kvs_fork_gen)   \
+			return KVS_E_FORKED;     \
+	} while (0)
+
+/* ---- small things ---- */
+
+static inline void wake_fd(int fd)
+{
+	uint64_t one = 1;
+	/* An eventfd that is full wakes its reader all the same. */
+	ssize_t n = write(fd, &one, sizeof one);
+	(void)n;
+}
+
+static inline void clear_fd(int fd)
+{
+	uint64_t n;
+	ssize_t got = read(fd, &n, sizeof n);
+	(void)got;
+}
+
+static inline void close_fd(int *fd)
+{
+	if (*fd >= 0)
+		close(*fd);
+	*fd = -1;
+}
+
+static inline uint32_t clamp_ms(uint64_t ms, uint32_t otherwise)
+{
+	if (!ms)
+		return otherwise;
+	return ms > MAX_DURATION_MS ? MAX_DURATION_MS : (uint32_t)ms;
+}
+
+static inline uint32_t proc_bit(int proc)
+{
+	return proc < 0 ? 0 : 1u << proc;
+}
+
+static inline int64_t earlier(int64_t a, int64_t b)
+{
+	return a < b ? a : b;
+}
+
+/* ---- client.c ---- */
+
+__attribute__((format(printf, 3, 4))) void log_line(kvs_client *c, const char *level, const char *format, ...);
+/* Remembers an error for kvs_status_read, and logs it unless it repeats itself. */
+__attribute__((format(printf, 2, 3))) void log_error(kvs_client *c, const char *format, ...);
+void copy_text(char *dst, size_t cap, const char *s, size_t n); /* cut to cap, zero-terminated */
+/* The background thread must look at something by then. */
+void wake_by(kvs_client *c, int64_t at_ms);
+
+/* ---- session.c ---- */
+
+static inline bool session_usable(const kvs_client *c)
+{
+	return c->state == READY && !c->breaking[0];
+}
+
+static inline bool session_connected(const kvs_client *c)
+{
+	return session_usable(c) && !c->draining && !c->replaying;
+}
+
+void session_begin(kvs_client *c, int64_t now);
+/* Ends the current session. Leases stay bound to its process. wait_ms: until the next; 0: as long as the last failures suggest. */
+void session_end(kvs_client *c, int64_t now, uint32_t wait_ms);
+/* Has the background thread replace the session. */
+void session_break(kvs_client *c, const char *why);
+/* Reads what the sidecar has sent. */
+void session_receive(kvs_client *c, int64_t now);
+/* One packet to the sidecar, without waiting. -1: errno. */
+int session_send(kvs_client *c, uint32_t type, const struct mpw *body, const int *fds, uint32_t nfds);
+
+/* ---- lease.c ---- */
+
+struct lease *lease_find(kvs_client *c, uint64_t id);
+void lease_free(struct lease *l);
+/* To the ready list: kvs_poll hands it out. */
+void lease_ready(kvs_client *c, struct lease *l);
+/* Processes that can do nothing more leave every lease's set. `status` is what the engine gets where nothing else ends a lease. */
+void leases_unbind(kvs_client *c, uint32_t gone, uint16_t status, const char *reason);
+/* Whatever open source leases hold is not given away any more. */
+void leases_disown(kvs_client *c, int64_t now);
+/* Ends what is due, asks a sidecar that has lost track to fence, kills one that is silent. Returns when to look again. */
+int64_t leases_watch(kvs_client *c, int64_t now);
+
+/* ---- record.c ---- */
+
+bool record_fits(const kvs_client *c, uint64_t bytes);
+int submit_record(kvs_client *c, uint16_t type, uint64_t lease, const void *body, uint32_t bytes);
+/* A record that must not get lost: without room the session is replaced, and the snapshots say it all in the new one. */
+int submit_or_replace(kvs_client *c, uint16_t type, uint64_t lease, const void *body, uint32_t bytes);
+/* Presents the source leases of earlier sessions in this one, as far as its ring has room. */
+void leases_replay(kvs_client *c, int64_t now);
+/* Moves what the sidecar has said into the lease table. */
+void completions_drain(kvs_client *c);
+/* The same by somebody who is not about to return what came. */
+void completions_drain_and_wake(kvs_client *c);
+
+/* ---- proc.c ---- */
+
+/* The entry for a sidecar that said WELCOME: its old one, or a fresh one that takes over the session's pidfd. -1: the table is
+ * full of processes that hold leases. */
+int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known);
+bool proc_bound(const kvs_client *c, int i);
+void proc_exited(kvs_client *c, int i); /* its exit is proved */
+void proc_release(struct proc *p);
+void proc_kill(kvs_client *c, int i, int64_t now);
+
+/* ---- flags.c ---- */
+
+int flags_make(kvs_client *c); /* -1: errno */
+void loads_poison(kvs_client *c, uint32_t gone); /* those of sidecars that are no more */
+int64_t loads_watch(kvs_client *c, int64_t now); /* returns when to look again */
+
+/* ---- admission.c ---- */
+
+void awaits_ask(kvs_client *c, int64_t now); /* sends what has not been asked in this session */
+void awaits_ask_again(kvs_client *c);        /* another session */
+/* The answer to the question that message `id` asked. False: nobody waits for it any more. */
+bool awaits_answer(kvs_client *c, uint64_t id, uint32_t state, uint64_t tokens, const char *message, uint32_t bytes);
+int64_t awaits_watch(kvs_client *c, int64_t now); /* returns when to look again */
+void awaits_free(kvs_client *c);
+
+#endif

@@ -1,0 +1,499 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Leases: what the engine has handed out, until nothing can touch it any more. See client.h for what holds one.
+ */
+#include <errno.h>
+#include <limits.h>
+#include <poll.h>
+#include <stdlib.h>
+
+#include "client.h"
+
+/* ---- the table ---- */
+
+static void list_add(struct lease_list *l, struct lease *x)
+{
+	x->next = NULL;
+	x->prev = l->last;
+	if (l->last)
+		l->last->next = x;
+	else
+		l->first = x;
+	l->last = x;
+}
+
+static void list_del(struct lease_list *l, struct lease *x)
+{
+	if (x->prev)
+		x->prev->next = x->next;
+	else
+		l->first = x->next;
+	if (x->next)
+		x->next->prev = x->prev;
+	else
+		l->last = x->prev;
+}
+
+struct lease *lease_find(kvs_client *c, uint64_t id)
+{
+	struct lease *l = c->buckets[id % BUCKETS];
+	while (l && l->id != id)
+		l = l->hash_next;
+	return l;
+}
+
+void lease_free(struct lease *l)
+{
+	free(l->snap);
+	free(l->body);
+	free(l);
+}
+
+/* Takes a delivered lease out of the table. */
+static void lease_forget(kvs_client *c, struct lease *l)
+{
+	struct lease **at = &c->buckets[l->id % BUCKETS];
+	while (*at != l)
+		at = &(*at)->hash_next;
+	*at = l->hash_next;
+	c->lease_count--;
+	lease_free(l);
+}
+
+void lease_ready(kvs_client *c, struct lease *l)
+{
+	list_del(&c->open, l);
+	list_add(&c->ready, l);
+	c->ready_count++;
+}
+
+/* Ends a lease that no process holds any more, in our own name. */
+static void lease_end(kvs_client *c, struct lease *l, uint16_t status, const char *reason)
+{
+	struct mpw w = {0};
+	mpw_map(&w, 1);
+	mpw_str(&w, "reason");
+	mpw_str(&w, reason);
+	l->done = true;
+	l->status = status;
+	l->synthesised = true;
+	if (w.bad) {
+		mpw_free(&w);
+	} else {
+		l->body = w.buf;
+		l->body_bytes = (uint32_t)w.len;
+	}
+	lease_ready(c, l);
+}
+
+/* A process has left the lease's set. `status` is what the engine gets if nothing else ends the lease. True: it moved to the
+ * ready list. */
+static bool lease_unbind(kvs_client *c, struct lease *l, uint32_t gone, uint16_t status, const char *reason)
+{
+	if (!(l->bound & gone))
+		return false;
+	l->bound &= ~gone;
+	if (l->bound)
+		return false;
+	if (l->done)
+		lease_ready(c, l);
+	else if (l->type == KVS_REC_EXPECT || l->cancelled)
+		lease_end(c, l, status == KVS_FAILED && l->cancelled ? KVS_CANCELLED : status, reason);
+	else
+		return false; /* a source lease waits for a new session, or for its deadline */
+	return true;
+}
+
+void leases_unbind(kvs_client *c, uint32_t gone, uint16_t status, const char *reason)
+{
+	bool any = false;
+	for (struct lease *l = c->open.first, *next; l; l = next) {
+		next = l->next;
+		any |= lease_unbind(c, l, gone, status, reason);
+	}
+	if (any)
+		wake_fd(c->bell_fd);
+}
+
+/* ---- the release rule ---- */
+
+/* When the engine's patience with the holders of a lease ends; INT64_MAX: it does not wait. */
+static int64_t lease_limit_ms(const kvs_client *c, const struct lease *l)
+{
+	if (!l->bound)
+		return INT64_MAX;
+	int64_t end = l->end_ms;
+	if (l->type == KVS_REC_INTENT) {
+		if (!l->since_ms)
+			return INT64_MAX;
+		/* A sidecar may count a source's deadline from the moment the engine began to wait. */
+		end = l->since_ms + l->deadline_ms;
+		if (end < l->end_ms)
+			end = l->end_ms;
+	}
+	return end + c->info.grace_ms;
+}
+
+int64_t leases_watch(kvs_client *c, int64_t now)
+{
+	int64_t due = INT64_MAX;
+	bool late = false;
+	for (struct lease *l = c->open.first; l && !late; l = l->next)
+		late = now >= earlier(lease_limit_ms(c, l) - c->info.grace_ms / 2, l->end_ms);
+	if (late)
+		completions_drain_and_wake(c); /* what is said already counts */
+	uint32_t guilty = 0;
+	bool ended = false;
+	c->info.quarantined = 0;
+	for (struct lease *l = c->open.first, *next; l; l = next) {
+		next = l->next;
+		if (l->type == KVS_REC_INTENT && !l->bound && !l->done && l->session != c->serial) {
+			if (now >= l->end_ms) {
+				lease_end(c, l, KVS_LOST, "no sidecar until the deadline");
+				ended = true;
+			} else {
+				due = earlier(due, l->end_ms);
+			}
+			continue;
+		}
+		int64_t limit = lease_limit_ms(c, l);
+		if (limit == INT64_MAX)
+			continue;
+		/* Half the grace is for a sidecar that lives but has lost track: a new session makes it fence the old one. */
+		int64_t nudge = limit - c->info.grace_ms / 2;
+		if (now >= nudge && c->nudged != c->serial && session_usable(c) && (l->bound & proc_bit(c->proc))) {
+			log_error(c, "lease %llu is open past its deadline; asking sidecar pid %u to fence by a new session", (unsigned long long)l->id,
+			     c->procs[c->proc].pid);
+			c->nudged = c->serial;
+			c->nudge_ms = now;
+			session_break(c, "a lease is open past its deadline");
+		}
+		/* Where we ourselves have not run for a while, the sidecar may not have either (a host that was paused): its half of
+		 * the grace counts from the nudge. */
+		if (limit < c->nudge_ms + c->info.grace_ms / 2)
+			limit = c->nudge_ms + c->info.grace_ms / 2;
+		if (now >= limit) {
+			guilty |= l->bound;
+			due = earlier(due, now + KILL_RETRY_MS);
+		} else {
+			due = earlier(due, now < nudge ? nudge : limit);
+		}
+	}
+	if (ended)
+		wake_fd(c->bell_fd);
+	for (int i = 0; i < KVS_MAX_SIDECARS; i++)
+		if (guilty & proc_bit(i))
+			proc_kill(c, i, now);
+	if (guilty) {
+		uint32_t denied = 0;
+		for (int i = 0; i < KVS_MAX_SIDECARS; i++)
+			denied |= c->procs[i].used && c->procs[i].denied ? proc_bit(i) : 0;
+		for (struct lease *l = c->open.first; l; l = l->next)
+			c->info.quarantined += now >= lease_limit_ms(c, l) && (l->bound & denied);
+	}
+	return due;
+}
+
+/* ---- public: open, say, give back ---- */
+
+uint64_t kvs_deadlines(kvs_client *c)
+{
+	return c && c->fork_gen == kvs_fork_gen ? c->deadlines : 0;
+}
+
+static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms, int64_t now, uint64_t *id)
+{
+	if (!session_usable(c))
+		return c->state == READY ? KVS_E_DEGRADED : KVS_E_NOT_CONNECTED;
+	if (c->draining)
+		return KVS_E_DEGRADED;
+	if (c->replaying)
+		return KVS_E_FULL;
+	if (c->lease_count >= c->lease_limit)
+		return KVS_E_LIMIT;
+	struct lease *l = calloc(1, sizeof *l);
+	if (!l)
+		return KVS_E_LIMIT;
+	if (type == KVS_REC_INTENT) {
+		l->snap = malloc(bytes);
+		if (!l->snap) {
+			free(l);
+			return KVS_E_LIMIT;
+		}
+		memcpy(l->snap, body, bytes);
+		l->snap_bytes = bytes;
+		size_t off, len;
+		bool held = false;
+		if (mp_find(body, bytes, "held", &off, &len)) {
+			struct mpr r = mpr_make((const uint8_t *)body + off, len);
+			l->held = mpr_bool(&r, &held) && held;
+			l->since_ms = l->held ? now : 0;
+		}
+	}
+	l->id = c->next_lease + 1;
+	int rc = submit_record(c, type, l->id, body, bytes);
+	if (rc < 0) {
+		lease_free(l);
+		return rc == KVS_E_ARG ? KVS_E_DEGRADED : rc;
+	}
+	c->next_lease++;
+	l->type = type;
+	l->deadline_ms = clamp_ms(deadline_ms, c->info.deadline_ms);
+	l->end_ms = now + l->deadline_ms;
+	l->bound = proc_bit(c->proc);
+	l->session = c->serial;
+	l->hash_next = c->buckets[l->id % BUCKETS];
+	c->buckets[l->id % BUCKETS] = l;
+	list_add(&c->open, l);
+	c->lease_count++;
+	int64_t limit = lease_limit_ms(c, l);
+	if (limit != INT64_MAX)
+		wake_by(c, limit - c->info.grace_ms / 2);
+	*id = l->id;
+	return 0;
+}
+
+int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms)
+{
+	CHECK(c);
+	if ((type != KVS_REC_INTENT && type != KVS_REC_EXPECT) || !body || !mp_is_map(body, bytes))
+		return KVS_E_ARG;
+	int64_t now = kvs_now_ms();
+	uint64_t id = 0;
+	pthread_mutex_lock(&c->mu);
+	int rc = c->role != KVS_WORKER ? KVS_E_ARG : !record_fits(c, bytes) ? KVS_E_TOO_BIG : open_lease(c, type, body, bytes, deadline_ms, now, &id);
+	pthread_mutex_unlock(&c->mu);
+	return rc < 0 ? rc : (int64_t)id;
+}
+
+/* Replaces the snapshot of an open source lease. */
+static int snapshot(struct lease *l, const struct kvs_snapshot *s, int64_t now)
+{
+	uint8_t *copy = malloc(s->body_bytes);
+	if (!copy)
+		return KVS_E_LIMIT;
+	memcpy(copy, s->body, s->body_bytes);
+	free(l->snap);
+	l->snap = copy;
+	l->snap_bytes = (uint32_t)s->body_bytes;
+	/* A prefill may compute for longer than the deadline; what must not last is the silence after it. */
+	if (!l->since_ms)
+		l->end_ms = now + l->deadline_ms;
+	return 0;
+}
+
+static int check_snapshot(const kvs_client *c, const struct kvs_snapshot *s)
+{
+	if (!s || !s->body || !mp_is_map(s->body, s->body_bytes))
+		return KVS_E_ARG;
+	return record_fits(c, s->body_bytes) ? 0 : KVS_E_TOO_BIG;
+}
+
+static struct lease *open_source(kvs_client *c, uint64_t id)
+{
+	struct lease *l = lease_find(c, id);
+	return l && l->type == KVS_REC_INTENT && !l->done ? l : NULL;
+}
+
+int kvs_step(kvs_client *c, const void *body, uint32_t bytes, const struct kvs_snapshot *snapshots, uint32_t n)
+{
+	CHECK(c);
+	if (!body || !mp_is_map(body, bytes) || (n && !snapshots))
+		return KVS_E_ARG;
+	if (!record_fits(c, bytes))
+		return KVS_E_TOO_BIG;
+	for (uint32_t i = 0; i < n; i++) {
+		int rc = check_snapshot(c, &snapshots[i]);
+		if (rc < 0)
+			return rc;
+	}
+	int64_t now = kvs_now_ms();
+	pthread_mutex_lock(&c->mu);
+	int rc = 0;
+	for (uint32_t i = 0; i < n && rc == 0; i++) {
+		struct lease *l = open_source(c, snapshots[i].lease);
+		if (l && !l->cancelled)
+			rc = snapshot(l, &snapshots[i], now);
+	}
+	if (rc == 0)
+		rc = submit_or_replace(c, KVS_REC_STEP, 0, body, bytes);
+	pthread_mutex_unlock(&c->mu);
+	return rc;
+}
+
+static const uint8_t empty_map[1] = {0x80};
+
+/* Gives a lease back; the epoch has grown already where it is a source. */
+static int give_back(kvs_client *c, struct lease *l, const void *body, uint32_t bytes, int64_t now)
+{
+	int rc = 0;
+	l->cancelled = true;
+	if (l->type == KVS_REC_INTENT && !l->since_ms)
+		l->since_ms = now;
+	/* Where only an earlier process has it, that one's end is awaited; of a source the record is written all the same, because
+	 * the epoch has grown. */
+	if (session_usable(c) && l->session != c->serial && l->type == KVS_REC_EXPECT)
+		rc = KVS_KEPT;
+	else if (session_usable(c) || l->bound)
+		rc = submit_or_replace(c, KVS_REC_CANCEL, l->id, body, bytes);
+	if (l->bound) {
+		wake_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
+	} else {
+		lease_end(c, l, KVS_CANCELLED, "cancelled while no sidecar had it");
+		wake_fd(c->bell_fd);
+	}
+	return rc;
+}
+
+static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
+{
+	int64_t now = kvs_now_ms();
+	if (!s)
+		return KVS_E_ARG;
+	int rc = check_snapshot(c, s);
+	pthread_mutex_lock(&c->mu);
+	struct lease *l = open_source(c, s->lease);
+	bool open = l && !l->cancelled;
+	if (rc == 0)
+		rc = open ? snapshot(l, s, now) : KVS_E_UNKNOWN;
+	/* A lease whose snapshot does not say what is so could be presented with blocks that are somebody else's: it ends. */
+	bool end = rc < 0 && open;
+	/* Blocks are lost whether or not anybody still wants them, and no growth of the epoch is without its record. */
+	if (type == KVS_REC_PREEMPT || end)
+		kvs_bump_source_epoch(c);
+	if (end)
+		give_back(c, l, empty_map, sizeof empty_map, now);
+	else if (rc < 0 && type == KVS_REC_PREEMPT)
+		submit_or_replace(c, type, s->lease, empty_map, sizeof empty_map);
+	if (rc == 0) {
+		if (type == KVS_REC_HOLD && !l->held) {
+			l->held = true;
+			l->since_ms = now;
+			if (l->bound)
+				wake_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
+		}
+		if (session_usable(c) && l->session != c->serial) {
+			c->info.kept++; /* it will be presented as it is now */
+			rc = KVS_KEPT;
+		} else {
+			rc = submit_or_replace(c, type, l->id, empty_map, sizeof empty_map);
+		}
+	}
+	pthread_mutex_unlock(&c->mu);
+	return rc;
+}
+
+int kvs_preempt(kvs_client *c, const struct kvs_snapshot *s)
+{
+	CHECK(c);
+	return restate(c, s, KVS_REC_PREEMPT);
+}
+
+int kvs_hold(kvs_client *c, const struct kvs_snapshot *s)
+{
+	CHECK(c);
+	return restate(c, s, KVS_REC_HOLD);
+}
+
+int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)
+{
+	CHECK(c);
+	int64_t now = kvs_now_ms();
+	struct mpw w = {0};
+	mpw_map(&w, 1);
+	mpw_str(&w, "reason");
+	mpw_strn(&w, reason ? reason : "", reason ? strnlen(reason, 1024) : 0);
+	if (w.bad) {
+		mpw_free(&w);
+		return KVS_E_LIMIT;
+	}
+	int rc = 0;
+	pthread_mutex_lock(&c->mu);
+	struct lease *l = lease_find(c, lease);
+	if (!l || l->done) {
+		rc = KVS_E_UNKNOWN;
+	} else if (!l->cancelled) {
+		if (l->type == KVS_REC_INTENT)
+			kvs_bump_source_epoch(c);
+		rc = give_back(c, l, w.buf, (uint32_t)w.len, now);
+	}
+	pthread_mutex_unlock(&c->mu);
+	mpw_free(&w);
+	return rc;
+}
+
+void leases_disown(kvs_client *c, int64_t now)
+{
+	for (struct lease *l = c->open.first, *next; l; l = next) {
+		next = l->next;
+		if (l->type != KVS_REC_INTENT || l->done || l->cancelled)
+			continue;
+		kvs_bump_source_epoch(c);
+		give_back(c, l, empty_map, sizeof empty_map, now);
+	}
+}
+
+/* ---- public: what has ended ---- */
+
+int64_t kvs_poll(kvs_client *c, void *buf, uint64_t cap)
+{
+	CHECK(c);
+	uint64_t used = 0;
+	int64_t rc = 0;
+	pthread_mutex_lock(&c->mu);
+	completions_drain(c);
+	while (c->ready.first) {
+		struct lease *l = c->ready.first;
+		const uint8_t *body = l->body ? l->body : empty_map;
+		uint32_t bytes = l->body ? l->body_bytes : sizeof empty_map;
+		uint64_t length = (sizeof(struct kvs_record) + (uint64_t)bytes + 7) & ~7ull;
+		if (length > cap - used) {
+			rc = used ? 0 : KVS_E_BUFFER;
+			break;
+		}
+		struct kvs_record rec = {
+			.length = (uint32_t)length,
+			.type = l->type == KVS_REC_EXPECT ? KVS_REC_RECEIVED : KVS_REC_SENT,
+			.status = l->status,
+			.seq = ++c->out_seq,
+			.lease = l->id,
+			.body_bytes = bytes,
+		};
+		uint8_t *at = (uint8_t *)buf + used;
+		memcpy(at, &rec, sizeof rec);
+		memcpy(at + sizeof rec, body, bytes);
+		memset(at + sizeof rec + bytes, 0, length - sizeof rec - bytes);
+		used += length;
+		c->info.completed++;
+		c->info.synthesised += l->synthesised;
+		list_del(&c->ready, l);
+		c->ready_count--;
+		lease_forget(c, l);
+	}
+	pthread_mutex_unlock(&c->mu);
+	return rc < 0 ? rc : (int64_t)used;
+}
+
+int kvs_wait(kvs_client *c, int timeout_ms)
+{
+	CHECK(c);
+	int64_t end = timeout_ms < 0 ? INT64_MAX : kvs_now_ms() + timeout_ms;
+	for (;;) {
+		pthread_mutex_lock(&c->mu);
+		completions_drain(c);
+		bool closing = c->closing, there = c->ready.first != NULL;
+		bool again = !there && session_usable(c) && c->rings && !kvs_ring_sleep(&c->comp);
+		pthread_mutex_unlock(&c->mu);
+		if (there)
+			return 1;
+		int64_t now = kvs_now_ms();
+		if (closing || now >= end)
+			return 0;
+		if (again)
+			continue;
+		struct pollfd p = {.fd = c->bell_fd, .events = POLLIN};
+		int64_t left = end == INT64_MAX ? -1 : earlier(end - now, INT_MAX);
+		if (poll(&p, 1, (int)left) > 0)
+			clear_fd(c->bell_fd);
+	}
+}

@@ -1,0 +1,87 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * Sidecar processes that may still touch blocks of open leases. What says that one is dead is its pidfd, never an end of file.
+ */
+#include <errno.h>
+
+#include "client.h"
+
+void proc_release(struct proc *p)
+{
+	close_fd(&p->pidfd);
+	p->used = false;
+}
+
+void proc_exited(kvs_client *c, int i)
+{
+	struct proc *p = &c->procs[i];
+	if (c->proc == i)
+		completions_drain_and_wake(c); /* what it said before it died counts */
+	p->exited = true;
+	c->info.sidecar_exits++;
+	log_line(c, "warn", "sidecar pid %u has exited", p->pid);
+	loads_poison(c, proc_bit(i));
+	leases_unbind(c, proc_bit(i), KVS_LOST, "the sidecar's exit was proved");
+	c->backoff_ms = BACKOFF_MIN_MS; /* whoever comes next is another process */
+	if (c->proc == i)
+		session_break(c, "the sidecar has exited"); /* somebody else may hold its end of the socket open */
+	else
+		proc_release(p);
+}
+
+bool proc_bound(const kvs_client *c, int i)
+{
+	for (const struct lease *l = c->open.first; l; l = l->next)
+		if (l->bound & proc_bit(i))
+			return true;
+	return false;
+}
+
+int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known)
+{
+	int free_at = -1;
+	*known = false;
+	for (int i = 0; i < KVS_MAX_SIDECARS; i++) {
+		struct proc *p = &c->procs[i];
+		if (p->used && !p->exited && memcmp(p->boot, boot, 16) == 0) {
+			*known = true;
+			close_fd(&c->new_pidfd);
+			return i;
+		}
+		if (p->used && !proc_bound(c, i))
+			proc_release(p);
+		if (!p->used && free_at < 0)
+			free_at = i;
+	}
+	if (free_at < 0)
+		return -1;
+	struct proc *p = &c->procs[free_at];
+	memset(p, 0, sizeof *p);
+	p->used = true;
+	memcpy(p->boot, boot, 16);
+	p->pidfd = c->new_pidfd;
+	p->pid = c->new_pid;
+	c->new_pidfd = -1;
+	return free_at;
+}
+
+void proc_kill(kvs_client *c, int i, int64_t now)
+{
+	struct proc *p = &c->procs[i];
+	if (!p->used || p->exited || (p->kill_ms && now - p->kill_ms < KILL_RETRY_MS))
+		return;
+	p->kill_ms = now;
+	int rc = p->pid == (uint32_t)getpid() ? -EPERM : p->pidfd < 0 ? -EBADF : kvs_pidfd_kill(p->pidfd);
+	if (rc == 0 || rc == -ESRCH) {
+		if (!p->killed) {
+			c->info.kills++;
+			log_error(c, "sidecar pid %u was silent past deadline and grace: killed", p->pid);
+		}
+		p->killed = true;
+		p->denied = false;
+		return;
+	}
+	p->denied = true;
+	log_error(c, "sidecar pid %u is silent past deadline and grace and may not be killed (%s): its leases stay in quarantine until it exits",
+	     p->pid, strerror(-rc));
+}
