@@ -345,7 +345,7 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 			continue;
 		if (c->region_fd_count == KVS_PACKET_MAX_FDS - BOARD_FDS) {
 			log_error(c, "start: %u regions, at most %d descriptors fit one packet: allocate the cache in one memfd, or span it with one process region",
-			     n, KVS_PACKET_MAX_FDS - BOARD_FDS);
+			          n, KVS_PACKET_MAX_FDS - BOARD_FDS);
 			return KVS_E_LIMIT;
 		}
 		int fd = fcntl(r->fd, F_DUPFD_CLOEXEC, 3);

@@ -163,7 +163,7 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		int64_t nudge = limit - c->info.grace_ms / 2;
 		if (now >= nudge && c->nudged != c->serial && session_usable(c) && (l->bound & proc_bit(c->proc))) {
 			log_error(c, "lease %llu is open past its deadline; asking sidecar pid %u to fence by a new session", (unsigned long long)l->id,
-			     c->procs[c->proc].pid);
+			          c->procs[c->proc].pid);
 			c->nudged = c->serial;
 			c->nudge_ms = now;
 			session_break(c, "a lease is open past its deadline");

@@ -83,5 +83,5 @@ void proc_kill(kvs_client *c, int i, int64_t now)
 	}
 	p->denied = true;
 	log_error(c, "sidecar pid %u is silent past deadline and grace and may not be killed (%s): its leases stay in quarantine until it exits",
-	     p->pid, strerror(-rc));
+	          p->pid, strerror(-rc));
 }

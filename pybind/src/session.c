@@ -259,7 +259,7 @@ void session_begin(kvs_client *c, int64_t now)
 	c->new_pidfd = kvs_pidfd_of_peer(c->sock, &c->new_pid);
 	if (c->new_pidfd < 0 && errno == EREMOTE) {
 		log_error(c, "the sidecar at %s is in another pid namespace and this kernel has no SO_PEERPIDFD, so its death could not be proved: share the "
-			"pid namespace (shareProcessNamespace in a pod), or use Linux 6.5 or later", c->path);
+		          "pid namespace (shareProcessNamespace in a pod), or use Linux 6.5 or later", c->path);
 		session_refused(c, now);
 		return;
 	}
@@ -368,7 +368,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	}
 	if (m.version >> 16 != KVS_PROTOCOL_MAJOR || (m.version & 0xffff) > KVS_PROTOCOL_MINOR) {
 		log_error(c, "sidecar chose protocol %u.%u, this library speaks %u.%u: upgrade the older of the two", (unsigned)(m.version >> 16),
-		     (unsigned)(m.version & 0xffff), KVS_PROTOCOL_MAJOR, KVS_PROTOCOL_MINOR);
+		          (unsigned)(m.version & 0xffff), KVS_PROTOCOL_MAJOR, KVS_PROTOCOL_MINOR);
 		c->info.refusals++;
 		session_refused(c, now);
 		return;
@@ -469,7 +469,7 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 	c->info.refusals++;
 	bool answer = c->state != READY && id && (id == c->hello_msg || id == c->register_msg);
 	log_error(c, "sidecar says %.*s: %.*s%s%.*s%s%.*s", (int)code_n, code, (int)message_n, message, field_n ? "; field " : "", (int)field_n,
-	     field, remedy_n ? "; remedy: " : "", (int)remedy_n, remedy);
+	          field, remedy_n ? "; remedy: " : "", (int)remedy_n, remedy);
 	if (c->role == KVS_SCHEDULER && c->state == READY)
 		awaits_answer(c, id, KVS_ADMISSION_REFUSED, 0, message, message_n);
 	/* These pass by themselves; anything else waits for somebody to mend it. */
