@@ -100,7 +100,10 @@ func (p *Plane) Bytes() uint64 {
 type PlaneFunc func(dst []Plane, g *Group, l *Layer) ([]Plane, error)
 
 // axis is count things, stride apart.
-type axis struct{ count, stride uint64 }
+type axis struct {
+	count, stride uint64
+	name          string // of the stride
+}
 
 // place appends the bytes of one plane over all blocks. It refuses a plane that leaves its region, or that meets itself.
 func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regionBytes uint64) ([]progression, error) {
@@ -121,15 +124,16 @@ func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regio
 	if uint64(p.FirstHead)+uint64(p.Heads) > uint64(p.AllHeads) {
 		return dst, bad(fmt.Sprintf("heads [%d, +%d) of %d", p.FirstHead, p.Heads, p.AllHeads))
 	}
-	axes := [5]axis{{uint64(p.Cols), p.ColStride}, {uint64(p.Heads), p.HeadStride}, {uint64(tileRows), p.RowStride},
-		{uint64(p.Rows / tileRows), p.TileStride}, {uint64(g.NumBlocks), ly.BlockStride}}
-	inBlock, ok := extent(p.CellBytes, axes[:4])
-	if !ok {
-		return dst, bad("its offsets overflow 64 bits")
-	}
-	all, ok := extent(inBlock, axes[4:])
-	if !ok {
-		return dst, refuse(field+".block_stride", ly.BlockStride, "its offsets overflow 64 bits", "register the distance from one block to the next")
+	axes := [5]axis{{uint64(p.Cols), p.ColStride, "col_stride"}, {uint64(p.Heads), p.HeadStride, "head_stride"}, {uint64(tileRows), p.RowStride, "row_stride"},
+		{uint64(p.Rows / tileRows), p.TileStride, "tile_stride"}, {uint64(g.NumBlocks), ly.BlockStride, "block_stride"}}
+	all, inBlock := p.CellBytes, uint64(0)
+	for i := range axes {
+		a := &axes[i]
+		inBlock = all // what is inside of this axis; in the end a block
+		var ok bool
+		if all, ok = extent(all, axes[i:i+1]); !ok {
+			return dst, refuse(field+"."+a.name, a.stride, fmt.Sprintf("plane %s: the offsets of %d overflow 64 bits", p.Role, a.count), "register the distance from one to the next")
+		}
 	}
 	start, ok := addAll(ly.Base, p.Offset)
 	if !ok {
@@ -177,11 +181,7 @@ func spread(dst []progression, field string, ly *Layer, p *Plane, pr progression
 			continue
 		}
 		if a.stride < reach {
-			name, value := ".page_bytes", ly.PageBytes
-			if a.stride == ly.BlockStride {
-				name, value = ".block_stride", ly.BlockStride
-			}
-			return dst, refuse(field+name, value, fmt.Sprintf("plane %s: pieces of %d bytes, %d apart, would overlap", p.Role, reach, a.stride),
+			return dst, refuse(field+"."+a.name, a.stride, fmt.Sprintf("plane %s: %d pieces of %d bytes would overlap", p.Role, a.count, reach),
 				"register the strides that the engine uses")
 		}
 		reach += (a.count - 1) * a.stride
