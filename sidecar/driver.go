@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"net/netip"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -13,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -188,9 +190,24 @@ func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
 		return
 	}
 	n.metrics.Control(metrics.Out, frameName(f))
+	n.prefer(to)
 	if err := n.peers.Send(to, f); err != nil {
 		n.log.Warn("control frame not sent", "peer", to.String(), "err", err)
 	}
+}
+
+// prefer has control frames go over the rail in front of which the least waits.
+func (n *Node) prefer(to transfer.Boot) {
+	n.d.mu.Lock()
+	rail, ok := n.d.ex.Quickest(to, config.TransTCP)
+	n.d.mu.Unlock()
+	var addr netip.Addr
+	if r, here := n.rails.find(config.TransTCP, rail); ok && here {
+		if a, err := netip.ParseAddrPort(r.Address); err == nil { // an address that is a name prefers nothing
+			addr = a.Addr().Unmap()
+		}
+	}
+	n.peers.Prefer(to, addr)
 }
 
 // frame takes one control frame from a peer.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -74,9 +75,10 @@ func AppendFrame(dst []byte, f *peerv1.ControlFrame) ([]byte, error) {
 // lane is one connection. Writes happen in the caller's goroutine as long as the socket takes them at once; what it does not take
 // is left to a writer that lives until the backlog is gone.
 type lane struct {
-	conn net.Conn
-	raw  rawWriter
-	addr string // that we dialled; empty where the peer did
+	conn  net.Conn
+	raw   rawWriter
+	addr  string // that we dialled; empty where the peer did
+	local netip.Addr
 
 	mu      sync.Mutex // protects the fields below
 	backlog []byte
@@ -113,7 +115,7 @@ func newLane(c net.Conn) (*lane, error) {
 	}); err != nil {
 		return nil, fmt.Errorf("peer: control lane: %w", err)
 	}
-	l := &lane{conn: c, raw: raw, limit: writeTimeout}
+	l := &lane{conn: c, raw: raw, local: localAddr(c), limit: writeTimeout}
 	l.heard.Store(time.Now().UnixNano())
 	return l, nil
 }

@@ -4,6 +4,7 @@ package peer
 
 import (
 	"fmt"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -29,11 +30,12 @@ type session struct {
 	saidAs   string   // the endpoint in the last PeerUp
 	addrs    []string // control addresses of the peer
 	lanes    []*lane
-	up       bool      // PeerUp was said
-	since    time.Time // the last lane died, or the session was made
-	dialing  bool      // a goroutine reconnects
-	dialled  bool      // we opened it, so we reopen it
-	lastFill time.Time // missing lanes were dialled
+	prefer   netip.Addr // of ours, for frames that any lane can take; zero: any
+	up       bool       // PeerUp was said
+	since    time.Time  // the last lane died, or the session was made
+	dialing  bool       // a goroutine reconnects
+	dialled  bool       // we opened it, so we reopen it
+	lastFill time.Time  // missing lanes were dialled
 	closed   bool
 	mine     [incarnationBytes]byte // tells our sessions with this boot apart
 	theirs   [incarnationBytes]byte
@@ -132,8 +134,8 @@ func (s *session) putLocked(o *outgoing) {
 	}
 }
 
-// bestLocked is a lane that nobody doubts, with the least waiting before it, on which something came last: that is the proof that
-// it works.
+// bestLocked is a lane that nobody doubts, with the least waiting before it, from the address that is preferred, on which something came last:
+// that is the proof that it works.
 func (s *session) bestLocked() (best *lane) {
 	var doubted bool
 	var least int
@@ -141,6 +143,9 @@ func (s *session) bestLocked() (best *lane) {
 	for _, l := range s.lanes {
 		d, n, h := l.doubtful(), l.waiting(), l.heard.Load()
 		better := h > heard
+		if best != nil && s.prefer.IsValid() && (l.local == s.prefer) != (best.local == s.prefer) {
+			better = l.local == s.prefer
+		}
 		if n != least {
 			better = n < least
 		}

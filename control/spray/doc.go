@@ -11,8 +11,14 @@
 //
 //	score(pair, len) = tier penalty x (b0 + b1 x (bytes in flight + len) / bandwidth)
 //
-// and the least delay. Its window is bandwidth x delay. The score ranks the open pairs, and near the end of what waits it
-// leaves the rest to faster ones. What is not used decays to neutral, so that it is tried again.
+// and the least delay, which is that of the path alone. Its window is what the path holds (bandwidth x delay) and a few slices
+// more, fewer for what nobody waits for. A queue that our own window makes stands in front of every later slice and looks like
+// delay; so a delay is only believed of a slice that found next to nothing in flight before it, and where a pair that is busy
+// has had no such slice for long, its window is closed for a moment until one does (drain). The score ranks the open pairs, and
+// near the end of what waits it leaves the rest to faster ones. What is not used decays to neutral, so that it is tried again.
+//
+// Urgency. What a decode waits for may go one slice beyond the window, and finds before it what background left in flight: so
+// background has a window of its own, a smaller one, and stays off one lane of each pair, whose stream is then free.
 //
 // Health. A lane that brings nothing for Config.Suspect is suspect: it is passed over and its chunks are free for others. A pair is
 // excluded for errors, and for silence while its peers moved; it comes back through a probe (a copy of a chunk under way, as
@@ -124,8 +130,11 @@ const (
 // Times of the model.
 const (
 	sliceTime    = time.Millisecond       // a slice is as long as a rail moves in that time
-	windowFloor  = 2 * time.Millisecond   // a window is never less than a rail moves in that time
+	lowSliceTime = time.Millisecond / 2   // and one of background
+	spareTime    = 2 * time.Millisecond   // a window is so much longer than its path: for the time in which processes do not run
 	latencySpan  = 2 * time.Second        // a least delay is believed for one to two of these
+	drainEvery   = 500 * time.Millisecond // without a look at the delay of the path alone
+	renewEvery   = time.Millisecond       // between two looks at what time alone changes
 	decayAfter   = 5 * time.Second        // without a sample
 	decayHalf    = 5 * time.Second        // then estimates come half way back to neutral in so long
 	decayEvery   = 250 * time.Millisecond // is enough to look
@@ -151,6 +160,10 @@ const (
 	maxB0       = float64(10 * time.Second)
 	tailSlack   = 1.125 // a piece is left to faster rails if this much sooner there
 	hedgeGain   = 1.5   // a hedge must beat the slice by that
+	gain        = 2     // what a window holds of its path: twice, so that one that is too small doubles the next one
+	scavenge    = 1.25  // the same for background, which has time to find out
+	drainShare  = 0.5   // of what the path holds, in front of which there is no queue even if the delay is less than believed
+	drainDelays = 40    // a pair is drained no more often than once in so many of its delays
 )
 
 // tierPenalty is by tier 1 (same PCIe switch), 2 (same NUMA node) and 3.

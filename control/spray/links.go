@@ -118,6 +118,7 @@ func (s *Scheduler) follow(now Instant, q *pair) {
 			q.peer.probing--
 		}
 		q.down, q.state, q.since, q.until, q.errors, q.silent = true, Excluded, now, never, 0, false
+		q.drained(now)
 		q.count.Exclusions++
 		q.reason = fmt.Sprintf("the link of the local rail %s is down", q.path.Local)
 		if !here {
@@ -127,7 +128,7 @@ func (s *Scheduler) follow(now Instant, q *pair) {
 			s.release(l)
 		}
 	case !down && q.down:
-		q.down, q.until = false, now // renew makes it Probing
+		q.down, q.until, q.peer.renewAt = false, now, 0 // renew makes it Probing
 	}
 }
 

@@ -54,6 +54,7 @@ type link struct {
 	held    []Slice // of a deaf link
 	bytes   uint64  // that arrived
 	arrived func(Slice)
+	late    func() Instant // that a confirmation takes beyond the delay; nil: nothing
 }
 
 type model struct {
@@ -139,7 +140,11 @@ func (l *link) plan() {
 			l.left = float64(l.queue[0].Bytes)
 		}
 		l.plan()
-		l.m.at(l.delay, func() { l.confirm(sl) })
+		d := l.delay
+		if l.late != nil {
+			d += l.late()
+		}
+		l.m.at(d, func() { l.confirm(sl) })
 	})
 }
 

@@ -36,8 +36,11 @@ type pair struct {
 	inflight uint64 // bytes
 	stalled  uint64 // of them, on lanes that are not usable
 	live     int    // usable lanes
+	spare    *lane  // the one that background leaves alone; nil: there are not two
 	flights  int    // slices on them
 	slots    int    // slices that they can have
+	kept     int    // of those, for what is urgent
+	shared   int    // of the rest, on lanes that background uses, too
 	slice    uint64 // the longest slice that they take, bytes
 
 	// Learned.
@@ -55,7 +58,12 @@ type pair struct {
 	delivAt   Instant // the last of them, or the begin of the busy period
 	moved     Instant // the last time that anything came back
 	piece     uint64  // slice that suits it now, bytes
-	window    uint64
+	lowPiece  uint64  // the same for background
+	window    uint64  // bytes that may be in flight
+	low       uint64  // the same for background
+	clean     Instant // the last time that a slice found next to nothing before it, or that the pair was idle
+	draining  bool    // closed until one does
+	patience  Instant // or until then
 	credit    uint64  // the most that its receiver wants to wait for it; 0: no word of it
 	way       Instant // the round trip when its lanes came up, the least of them; 0: unknown
 
@@ -159,33 +167,52 @@ func (q *pair) usable() bool { return q.live > 0 && q.state <= Readmitted }
 
 // room reports that the window is open for n more bytes. Urgent ones may go one slice beyond it: they wait behind a window, not
 // for one.
-func (q *pair) room(n uint64, urgent bool) bool {
-	slots, w := q.slots, q.window
+func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
+	load, slots, w := q.load(), q.slots, q.most(prio)
 	if urgent {
-		w += q.piece
-	} else if slots > q.live {
-		slots -= q.live // one of each lane stays free for what is urgent
+		w = q.window + q.piece
+	} else {
+		slots -= q.kept // what is urgent finds a place on each lane
 	}
-	load := q.load()
-	return q.flights < slots && (load == 0 || load+n <= w)
+	if q.draining {
+		w = q.shallow()
+	}
+	if q.flights >= slots || load > 0 && load+n > w {
+		return false
+	}
+	return prio != Background || q.spare == nil || q.flights-q.spare.flights < slots-q.spare.most(urgent)
+}
+
+// most is the window of a priority.
+func (q *pair) most(prio Priority) uint64 {
+	if prio == Background {
+		return q.low
+	}
+	return q.window
+}
+
+// most is how many slices may be on the lane.
+func (l *lane) most(urgent bool) int {
+	if !urgent && l.info.MaxSlices > 1 {
+		return l.info.MaxSlices - 1
+	}
+	return l.info.MaxSlices
 }
 
 // pick is the least loaded lane that has room.
-func (q *pair) pick(urgent bool) *lane {
+func (q *pair) pick(prio Priority, urgent bool) *lane {
 	var found *lane
 	for _, l := range q.lanes {
-		most := l.info.MaxSlices
-		if !urgent && most > 1 {
-			most--
-		}
-		if l.usable() && l.flights < most && (found == nil || l.inflight < found.inflight) {
+		if l.usable() && l.flights < l.most(urgent) && (found == nil || l.inflight < found.inflight) && (prio != Background || l != q.spare) {
 			found = l
 		}
 	}
 	return found
 }
 
-// least is the least delay that was seen from post to confirmation, with next to nothing in flight before.
+// least is the least delay that was seen lately from post to confirmation, of slices that found next to nothing before them: that of the
+// path, and the time of one slice on the wire. (What that time is cannot be taken off: as long as the path is not full, nobody knows how
+// fast it is.) 0: unknown.
 func (q *pair) least() Instant {
 	switch {
 	case q.lat[1] == 0:
@@ -196,26 +223,74 @@ func (q *pair) least() Instant {
 	return min(q.lat[0], q.lat[1])
 }
 
-// resize follows what was learned: a slice is what the rail moves in sliceTime, in whole chunks, and the window is
-// bandwidth x delay, doubled, so that a window that is too small doubles the next one.
+// holds is what is on the way when the rail is full and next to nothing waits for it: bandwidth x delay.
+func (q *pair) holds() float64 { return q.bw * float64(q.least()) }
+
+// shallow is what may be in flight before a slice that is to tell the delay. Without a queue the path would hold more; and if what is
+// taken for its delay has a queue in it, what is seen now is less, and the next look sees all of it.
+func (q *pair) shallow() uint64 { return uint64(drainShare * q.holds()) }
+
+// drain closes the window of a pair that has been busy for long without a look at its path alone, one pair of a peer at a time.
+func (q *pair) drain(now Instant) {
+	switch {
+	case q.load() == 0:
+		q.drained(now) // whatever goes first will see it
+	case q.draining && now >= q.patience:
+		q.drained(now) // something does not end; that is judged elsewhere
+	case q.peer.draining == nil && q.peer.policy == Spray && q.usable() && q.samples > 0 && now-q.clean >= max(drainEvery, drainDelays*q.least()):
+		q.peer.draining, q.draining, q.patience = q, true, now+lateFactor*Instant(q.expect(0))
+	}
+}
+
+// drained opens it again.
+func (q *pair) drained(now Instant) {
+	q.clean = now
+	if q.draining {
+		q.peer.draining, q.draining = nil, false
+	}
+}
+
+// resize follows what was learned: a slice is what the rail moves in sliceTime, and a window what the path holds, times gain, and some
+// more.
 func (q *pair) resize() {
 	q.slice = max(q.slice, transfer.ChunkBytes)
 	if q.peer.policy != Spray {
 		q.piece, q.window = q.slice, staticSlices*q.slice
+		q.lowPiece, q.low = q.piece, q.window
 		return
 	}
 	if q.samples == 0 {
 		q.piece, q.window = transfer.ChunkBytes, coldChunks*transfer.ChunkBytes
+		q.lowPiece, q.low = q.piece, q.window
 	} else {
-		chunks := uint64(math.Ceil(q.bw * float64(sliceTime) / transfer.ChunkBytes))
-		q.piece = min(max(chunks, 1)*transfer.ChunkBytes, q.slice)
-		q.window = max(2*q.piece, uint64(q.bw*float64(max(2*q.least(), windowFloor))))
+		holds := q.holds()
+		q.piece = q.whole(q.bw*float64(sliceTime), gain*holds)
+		q.lowPiece = q.whole(q.bw*float64(lowSliceTime), gain*holds)
+		q.low = max(uint64(scavenge*holds)+q.lowPiece, 2*q.lowPiece)
+		q.window = max(uint64(max(gain*holds, scavenge*holds+q.bw*float64(spareTime))), 2*q.piece)
 	}
 	if q.state == Readmitted {
 		q.window = min(q.window, transfer.ChunkBytes<<q.step)
 		q.piece = min(q.piece, max(q.window/2, transfer.ChunkBytes))
 	}
 	q.credited()
+	q.low = min(q.low, q.window)
+	q.lowPiece = min(q.lowPiece, q.piece)
+}
+
+// whole is a slice of so many bytes in whole chunks: longer where lanes do not take enough of them to fill a window, and no longer than they
+// take.
+func (q *pair) whole(bytes, window float64) uint64 {
+	chunks := uint64(math.Ceil(max(bytes, window/float64(max(q.shared, 1))) / transfer.ChunkBytes))
+	return min(max(chunks, 1)*transfer.ChunkBytes, q.slice)
+}
+
+// cut is the slice of a priority.
+func (q *pair) cut(prio Priority) uint64 {
+	if prio == Background {
+		return q.lowPiece
+	}
+	return q.piece
 }
 
 // ewma moves v towards the newest sample by its weight, which is the weight of the *new* one.
@@ -230,7 +305,10 @@ func (q *pair) learn(now Instant, f *flight) {
 	// up in neither.
 	rate := float64(q.delivered-f.delivered) / float64(max(now-f.begin, time.Microsecond))
 	rate = min(max(rate, smallest), maxClaim)
-	// Where little was in flight the rail could have done more.
+	if f.limited && q.samples > 0 {
+		// The rail could have done more. That it did as much is proved by the slice alone: other confirmations come late, and then together.
+		rate = float64(f.bytes) / float64(took)
+	}
 	if !f.limited || rate > q.bw || q.samples == 0 {
 		q.bw = ewma(q.bw, rate, max(alpha, 1/float64(q.samples+1)))
 	}
@@ -245,7 +323,7 @@ func (q *pair) learn(now Instant, f *flight) {
 	} else {
 		q.b1 = min(max(ewma(q.b1, (actual-q.b0)/wire, alpha), 1/maxB1), maxB1)
 	}
-	if f.ahead <= q.piece {
+	if f.clean {
 		if q.lat[0] == 0 || now-q.latAt > latencySpan {
 			q.lat[1], q.lat[0], q.latAt = q.lat[0], took, now
 		} else {
@@ -287,6 +365,8 @@ func (q *pair) exclude(now Instant, c *Config, reason string) {
 	q.state, q.since, q.until, q.reason = Excluded, now, now+q.cooldown, reason
 	q.errors, q.silent = 0, false
 	q.count.Exclusions++
+	q.drained(now)
+	q.peer.renewAt = 0
 }
 
 // stirs takes a sign of life. What is out of use for its silence, and is silent no longer, is probed at once: no cooldown tells more
@@ -294,6 +374,7 @@ func (q *pair) exclude(now Instant, c *Config, reason string) {
 func (q *pair) stirs(now Instant) {
 	if q.state == Excluded && q.silent {
 		q.until = min(q.until, now)
+		q.peer.renewAt = 0
 	}
 }
 

@@ -71,13 +71,14 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		probing, up := 0, 0
 		for _, q := range p.pairs {
 			var usable, stalled uint64
-			flights, slots, n := 0, 0, 0
+			flights, slots, kept, n := 0, 0, 0, 0
 			for _, l := range q.lanes {
 				up++
 				if l.usable() {
 					usable += l.inflight
 					flights += l.flights
 					slots += l.info.MaxSlices
+					kept += l.info.MaxSlices - l.most(false)
 					n++
 				}
 				if l.flights > l.info.MaxSlices {
@@ -85,13 +86,17 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 				}
 			}
 			stalled = q.inflight - usable
-			if q.inflight != pairs[q].bytes || q.stalled != stalled || q.live != n || q.flights != flights || q.slots != slots {
+			if q.inflight != pairs[q].bytes || q.stalled != stalled || q.live != n || q.flights != flights || q.slots != slots ||
+				q.kept != kept || (q.spare != nil) != (n > 1) || q.spare != nil && (!q.spare.usable() || q.spare.pair != q) {
 				return fmt.Errorf("pair %s: %d bytes (%d stalled), its flights have %+v (%d)", q.path, q.inflight, q.stalled, pairs[q], stalled)
 			}
 			if q.state == Probing {
 				probing++
 			}
-			if !(q.bw > 0) || !(q.b0 >= 0) || !(q.b1 > 0) || q.window < transfer.ChunkBytes || q.piece < transfer.ChunkBytes || q.piece > q.slice {
+			if q.draining != (p.draining == q) || q.draining && q.state > Readmitted {
+				return fmt.Errorf("pair %s: draining %v, and the peer thinks otherwise, or it is %s", q.path, q.draining, q.state)
+			}
+			if !(q.bw > 0) || !(q.b0 >= 0) || !(q.b1 > 0) || q.window < transfer.ChunkBytes || q.low > q.window || q.piece < transfer.ChunkBytes || q.piece > q.slice {
 				return fmt.Errorf("pair %s learned nonsense: rate %v, b0 %v, b1 %v, window %d, slice %d", q.path, q.bw, q.b0, q.b1, q.window, q.piece)
 			}
 		}

@@ -44,8 +44,13 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 
 // renew does what time alone changes.
 func (s *Scheduler) renew(now Instant, p *Peer) {
+	if now < p.renewAt {
+		return
+	}
+	p.renewAt = now + renewEvery
 	for _, q := range p.pairs {
 		q.decay(now)
+		q.drain(now)
 		if q.state == Excluded && now >= q.until {
 			q.state, q.since = Probing, now
 			p.probing++
@@ -67,7 +72,7 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		if q == nil {
 			continue
 		}
-		l := q.pick(urgent)
+		l := q.pick(prio, urgent)
 		if l == nil {
 			continue
 		}
@@ -108,8 +113,8 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 		rate += q.bw
 		load += float64(q.load())
 		fixed = min(fixed, q.b0)
-		n := min(avail, q.piece)
-		if !q.room(n, urgent) {
+		n := min(avail, q.cut(f.prio))
+		if !q.room(n, f.prio, urgent) {
 			continue
 		}
 		if int(avoid) == q.index+1 {
@@ -127,7 +132,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	if best == nil {
 		// A pair that failed these chunks gets them again only if there is no other.
 		if shunned != nil && usable == 1 {
-			return shunned, uint32(shunned.piece / transfer.ChunkBytes)
+			return shunned, uint32(shunned.cut(f.prio) / transfer.ChunkBytes)
 		}
 		return nil, 0
 	}
@@ -139,7 +144,26 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			return nil, 0
 		}
 	}
-	return best, uint32(best.piece / transfer.ChunkBytes)
+	return best, uint32(best.cut(f.prio) / transfer.ChunkBytes)
+}
+
+// Quickest is the pair of rails of a transport over which a short message gets to p soonest, for what is not sent by lanes of this package and
+// finds the same queues before it. False: none is in use.
+func (s *Scheduler) Quickest(p *Peer, transport string) (Path, bool) {
+	var best *pair
+	var score float64
+	for _, q := range p.pairs {
+		if !q.usable() || q.path.Transport != transport {
+			continue
+		}
+		if v := q.expect(0); best == nil || v < score {
+			best, score = q, v
+		}
+	}
+	if best == nil {
+		return Path{}, false
+	}
+	return best.path, true
 }
 
 // class orders the transports for one flow: those that keep failing it come last.
@@ -192,7 +216,7 @@ func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
 			turn = q
 		}
 	}
-	if !turn.room(turn.piece, false) || turn.pick(false) == nil {
+	if !turn.room(turn.piece, LayerStream, false) || turn.pick(LayerStream, false) == nil {
 		return nil, 0
 	}
 	if s.cfg.Policy == RoundRobin {
@@ -215,7 +239,7 @@ func (s *Scheduler) probe(now Instant, p *Peer) (Slice, bool) {
 		if q.state != Probing || q.live == 0 || q.load() > 0 {
 			continue
 		}
-		l := q.pick(true)
+		l := q.pick(DecodeWaits, true)
 		if l == nil {
 			continue
 		}
@@ -248,7 +272,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	var best *pair
 	var score float64
 	for _, q := range p.pairs {
-		if q.state == Healthy && q.live > 0 && q.room(transfer.ChunkBytes, false) {
+		if q.state == Healthy && q.live > 0 && q.room(transfer.ChunkBytes, LayerStream, false) {
 			if v := q.score(transfer.ChunkBytes, 0); best == nil || v < score {
 				best, score = q, v
 			}
@@ -284,7 +308,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	if victim < 0 {
 		return Slice{}, false
 	}
-	l := best.pick(false)
+	l := best.pick(LayerStream, false)
 	if l == nil {
 		return Slice{}, false
 	}

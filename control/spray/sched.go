@@ -29,20 +29,22 @@ type Peer struct {
 	// Tier is asked once per pair for the tier of memory at a place; nil or 0: that of the lane. Set before the first lane.
 	Tier func(Path, Place) int
 
-	boot    transfer.Boot
-	policy  Policy
-	pairs   []*pair
-	lanes   int
-	queues  [numPriorities]queue
-	owed    [numPriorities]float64 // bytes, to lower priorities
-	backlog [numPriorities]int     // chunks that wait
-	flights int
-	hedged  uint64              // bytes of hedges in flight
-	probing int                 // pairs in that state
-	turn    int                 // of RoundRobin
-	down    map[railName]bool   // its rails whose links are down
-	credits map[railName]uint64 // bytes that it wants in flight at most, by its rails
-	moved   Instant
+	boot     transfer.Boot
+	policy   Policy
+	pairs    []*pair
+	lanes    int
+	queues   [numPriorities]queue
+	owed     [numPriorities]float64 // bytes, to lower priorities
+	backlog  [numPriorities]int     // chunks that wait
+	flights  int
+	hedged   uint64              // bytes of hedges in flight
+	probing  int                 // pairs in that state
+	draining *pair               // nil: none is
+	renewAt  Instant             // when time alone may have changed something
+	turn     int                 // of RoundRobin
+	down     map[railName]bool   // its rails whose links are down
+	credits  map[railName]uint64 // bytes that it wants in flight at most, by its rails
+	moved    Instant
 }
 
 // waits counts chunks that wait and are at least so urgent.
@@ -70,7 +72,8 @@ type flight struct {
 	ahead     uint64  // in flight on the pair before it
 
 	live    bool
-	limited bool // the window was far from full: its rate says little
+	limited bool // the rail was not kept busy: its rate says little
+	clean   bool // it found next to nothing before it: what it takes is the delay of the path
 	probe   bool
 	hedge   bool // is the second copy
 	doubled bool // has a second copy, or its chunks wait for another lane
@@ -181,6 +184,7 @@ func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 		p.probing--
 	}
 	s.bury(idle)
+	idle.drained(0)
 	*idle = pair{path: in.Path, peer: p, index: idle.index, neutral: claimed(in.Gbps)}
 	return idle, nil
 }
@@ -207,14 +211,22 @@ func (s *Scheduler) LaneDown(now Instant, id uint64) {
 
 // recount follows a change of what lanes are usable. Rare, so from scratch.
 func (q *pair) recount() {
-	q.live, q.flights, q.slots, q.stalled = 0, 0, 0, q.inflight
+	q.live, q.flights, q.slots, q.kept, q.stalled, q.spare = 0, 0, 0, 0, q.inflight, nil
 	for _, l := range q.lanes {
 		if l.usable() {
 			q.live++
 			q.flights += l.flights
 			q.slots += l.info.MaxSlices
+			q.kept += l.info.MaxSlices - l.most(false)
 			q.stalled -= l.inflight
+			q.spare = l
 		}
+	}
+	q.shared = q.slots - q.kept
+	if q.live < 2 {
+		q.spare = nil
+	} else {
+		q.shared -= q.spare.most(false)
 	}
 }
 
@@ -236,7 +248,11 @@ func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attemp
 	fl := &s.flights[i]
 	*fl = flight{flow: f, lane: l, r: r, bytes: bytes, use: fl.use + 1, prev: l.tail, next: -1, posted: now,
 		predicted: Instant(q.expect(bytes)), delivered: q.delivered, ahead: q.load(), live: true, probe: attempt == 0}
-	fl.limited = fl.ahead+bytes < q.window/2
+	load := fl.ahead + bytes
+	fl.limited = load <= uint64(q.holds())+q.cut(f.prio) && load+q.cut(f.prio) <= q.most(f.prio)
+	if fl.clean = fl.ahead <= q.shallow(); fl.clean {
+		q.drained(now)
+	}
 	if q.load() == 0 {
 		q.delivAt = now
 	}

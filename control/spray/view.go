@@ -29,6 +29,7 @@ type PairView struct {
 	Flights   int           `json:"slices_in_flight"`
 	InFlight  uint64        `json:"bytes_in_flight"`
 	Window    uint64        `json:"window_bytes"`
+	Low       uint64        `json:"background_window_bytes"`
 	Credit    uint64        `json:"credit_bytes,omitempty"` // what the receiver wants in flight at most
 	Slice     uint64        `json:"slice_bytes"`
 	Rate      float64       `json:"learned_bytes_per_second"`
@@ -164,7 +165,7 @@ func (c *Counters) add(o *Counters) {
 
 func (q *pair) view(now Instant) PairView {
 	v := PairView{Peer: q.peer.boot.String(), Path: q.path, Rank: q.rank, Tier: q.tier, State: q.state.String(), Lanes: len(q.lanes),
-		InFlight: q.inflight, Window: q.window, Credit: q.credit, Slice: q.piece, Rate: q.bw * 1e9, Neutral: q.neutral * 1e9, Delay: q.least(),
+		InFlight: q.inflight, Window: q.window, Low: q.low, Credit: q.credit, Slice: q.piece, Rate: q.bw * 1e9, Neutral: q.neutral * 1e9, Delay: q.least(),
 		Fixed: Instant(q.b0), Factor: q.b1, Score: Instant(q.score(transfer.ChunkBytes, 0)), Error: q.err, Samples: q.samples,
 		Counters: q.count, LastMoved: now - q.moved}
 	for _, l := range q.lanes {
