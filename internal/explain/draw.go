@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"cmp"
+	"slices"
+)
+
+// part is what is drawn in one colour: the cells of a plane, or the K or the V in them.
+type part struct {
+	role string
+	at   uint64 // of the first cell, in the page
+	cell uint64
+	axes []partAxis // with more than one thing, the widest stride first
+}
+
+// partAxis is n things, stride bytes apart.
+type partAxis struct {
+	name      string // of one of them
+	n, stride uint64
+}
+
+func (p *Plane) part() part {
+	head, row := "head", "token"
+	switch {
+	case p.Unit == "state" && p.Role != "recurrent":
+		head, row = "channel", "row"
+	case p.Unit == "state":
+		row = "row"
+	case p.RowTokens > 1:
+		row = "entry"
+	}
+	out := part{role: p.Role, at: p.Offset, cell: p.CellBytes}
+	for _, a := range []partAxis{{"column", uint64(p.Cols), p.ColStride}, {head, uint64(p.Heads), p.HeadStride},
+		{row, uint64(p.Rows / max(p.Tiles, 1)), p.RowStride}, {"kernel page", uint64(p.Tiles), p.TileStride}} {
+		if a.n > 1 {
+			out.axes = append(out.axes, a)
+		}
+	}
+	slices.SortStableFunc(out.axes, func(a, b partAxis) int { return cmp.Compare(b.stride, a.stride) })
+	return out
+}
+
+// parts are those of a page; packed K and V are two.
+func (p *Page) parts() (out []part) {
+	for i := range p.Planes {
+		k := p.Planes[i].part()
+		if k.role == "kv" && k.cell%2 == 0 {
+			k.role, k.cell = "k", k.cell/2
+			v := k
+			v.role, v.at = "v", k.at+k.cell
+			out = append(out, k, v)
+			continue
+		}
+		out = append(out, k)
+	}
+	return out
+}
+
+func (p *part) end() uint64 {
+	end := p.at + p.cell
+	for _, a := range p.axes {
+		end += (a.n - 1) * a.stride
+	}
+	return end
+}
+
+// extent is bytes [lo, hi).
+type extent struct{ lo, hi uint64 }
+
+// extents yields the bytes of the part in a window, in no order. Pieces less than fine bytes apart are yielded as one with the share of
+// it that they have, so that there are no more than the window has room for.
+func (p *part) extents(in extent, fine uint64, yield func(e extent, share float64)) {
+	axes, piece, share := p.axes, p.cell, 1.0
+	for k := len(axes) - 1; k >= 0 && (axes[k].stride == piece || axes[k].stride < fine); k-- {
+		whole := (axes[k].n-1)*axes[k].stride + piece
+		share *= float64(axes[k].n) * float64(piece) / float64(whole)
+		piece, axes = whole, axes[:k]
+	}
+	descend(axes, p.at, piece, in, func(e extent) { yield(e, share) })
+}
+
+func descend(axes []partAxis, at, piece uint64, in extent, yield func(extent)) {
+	if len(axes) == 0 {
+		if e := (extent{max(at, in.lo), min(at+piece, in.hi)}); e.lo < e.hi {
+			yield(e)
+		}
+		return
+	}
+	a, reach := axes[0], piece
+	for _, b := range axes[1:] {
+		reach += (b.n - 1) * b.stride
+	}
+	i := uint64(0)
+	if in.lo > at+reach {
+		i = (in.lo - at - reach) / a.stride
+	}
+	for ; i < a.n && at+i*a.stride < in.hi; i++ {
+		descend(axes[1:], at+i*a.stride, piece, in, yield)
+	}
+}
+
+// window is what a bar shows: bytes that follow one another, and further ones where planes of a page lie far apart.
+type window struct {
+	name   string // of what it shows
+	places []extent
+	unit   partAxis // that it is divided into; n is 0 where there is none
+}
+
+func (w *window) bytes() (n uint64) {
+	for _, e := range w.places {
+		n += e.hi - e.lo
+	}
+	return n
+}
+
+// divisions yields the bytes of a place at which the units of a window begin, each with its number.
+func (w *window) divisions(place extent, parts []part, yield func(number, at uint64)) {
+	var begun []uint64
+	for i := range parts {
+		p := &parts[i]
+		if p.at < place.lo || p.at >= place.hi || !slices.Contains(p.axes, w.unit) ||
+			slices.ContainsFunc(begun, func(at uint64) bool { return p.at >= at && p.at-at < w.unit.stride }) {
+			continue // V beside its K is in the same units
+		}
+		begun = append(begun, p.at)
+		for k := range w.unit.n {
+			yield(k, p.at+k*w.unit.stride)
+		}
+	}
+}
+
+// maxBars bounds the bars of a page.
+const maxBars = 3
+
+// windows are what the bars of a page show: the page, the first unit of its first plane, the first unit of that.
+func windows(p *Page, parts []part) []window {
+	parts = slices.Clone(parts)
+	slices.SortStableFunc(parts, func(a, b part) int { return cmp.Compare(a.at, b.at) })
+	var page window
+	for i := range parts {
+		e := extent{parts[i].at, parts[i].end()}
+		if k := len(page.places) - 1; k >= 0 && e.lo <= page.places[k].hi+p.Bytes {
+			page.places[k].hi = max(page.places[k].hi, e.hi)
+			continue
+		}
+		page.places = append(page.places, e)
+	}
+	out := []window{page}
+	first := &parts[0]
+	for _, a := range first.axes {
+		out[len(out)-1].unit = a
+		next := extent{first.at, first.at + a.stride}
+		if len(out) == maxBars || coloursIn(parts, next) < 2 {
+			break
+		}
+		out = append(out, window{name: a.name + " 0", places: []extent{next}})
+	}
+	return out
+}
+
+// coloursIn counts the parts that have bytes in a place.
+func coloursIn(parts []part, place extent) (n int) {
+	for i := range parts {
+		has := false
+		parts[i].extents(place, place.hi-place.lo, func(extent, float64) { has = true })
+		if has {
+			n++
+		}
+	}
+	return n
+}
+
+// segment is bytes of a place that belong to the same parts.
+type segment struct {
+	extent
+	roles []string
+	gaps  bool // and to nobody
+}
+
+// segments cuts a place where the parts that have it change, no finer than fine bytes.
+func segments(parts []part, place extent, fine uint64) (out []segment) {
+	type edge struct {
+		at    uint64
+		part  int
+		share float64 // that begins; negative: that ends
+	}
+	var edges []edge
+	for i := range parts {
+		parts[i].extents(place, fine, func(e extent, share float64) {
+			edges = append(edges, edge{e.lo, i, share}, edge{e.hi, i, -share})
+		})
+	}
+	slices.SortFunc(edges, func(a, b edge) int { return cmp.Or(cmp.Compare(a.at, b.at), cmp.Compare(a.share, b.share)) })
+	open, shares := make([]int, len(parts)), make([]float64, len(parts))
+	for i, e := range edges {
+		if k := i - 1; k >= 0 && edges[k].at < e.at {
+			s := segment{extent: extent{edges[k].at, e.at}}
+			all := 0.0
+			for p := range parts {
+				if open[p] > 0 {
+					s.roles = append(s.roles, parts[p].role)
+					all += shares[p]
+				}
+			}
+			s.gaps = all < 0.995
+			if last := len(out) - 1; last >= 0 && len(s.roles) > 1 && out[last].hi == s.lo && out[last].gaps == s.gaps && slices.Equal(out[last].roles, s.roles) {
+				out[last].hi = s.hi
+			} else if len(s.roles) > 0 {
+				out = append(out, s)
+			}
+		}
+		if e.share > 0 {
+			open[e.part]++
+			shares[e.part] = e.share
+		} else {
+			open[e.part]--
+		}
+	}
+	return out
+}
