@@ -132,7 +132,7 @@ func (d *device) checkGID() error {
 		return err
 	}
 	if raw != d.gid.Raw {
-		return fmt.Errorf("verbs: GID %d of %s was %s and has changed: restart the sidecar if the address of its interface has", d.gid.Index, d.name, d.gid.Addr())
+		return fmt.Errorf("verbs: GID %d of %s was %s and has changed", d.gid.Index, d.name, d.gid.Addr())
 	}
 	return nil
 }
@@ -183,7 +183,7 @@ func (d *device) event(kind int, what uint32) {
 		e.Kind = PortDown
 	case C.KVI_EVENT_PORT_ACTIVE:
 		e.Kind = PortUp
-	case C.KVI_EVENT_GID_CHANGE:
+	case C.KVI_EVENT_GID_CHANGE, C.KVI_EVENT_LID_CHANGE:
 		e.Kind = GIDChange
 	case C.KVI_EVENT_QP_FATAL, C.KVI_EVENT_QP_REQ_ERR, C.KVI_EVENT_QP_ACCESS_ERR:
 		e.Kind, e.QP = QueuePairFatal, what
@@ -215,6 +215,7 @@ func (d *device) event(kind int, what uint32) {
 }
 
 func (d *device) Name() string         { return d.name }
+func (d *device) GID() GID             { return d.gid }
 func (d *device) Limits() Limits       { return d.limits }
 func (d *device) Events() <-chan Event { return d.events }
 
@@ -226,6 +227,9 @@ func (d *device) Active() (bool, error) {
 	if err := d.checkGID(); err != nil {
 		return false, err
 	}
+	if d.gid.Type == GIDInfiniBand && uint16(l.lid) != d.lid {
+		return false, fmt.Errorf("verbs: the LID of %s was %d and is %d", d.name, d.lid, l.lid)
+	}
 	return l.port_state == C.KVI_PORT_ACTIVE, nil
 }
 
@@ -235,10 +239,13 @@ func (d *device) Close() error {
 	if d.closed {
 		return nil
 	}
-	d.closed = true
 	_ = d.file.Close() // the duplicate
 	d.wg.Wait()
-	return check("close "+d.name, C.kvv_device_close(d.c))
+	if err := check("close "+d.name, C.kvv_device_close(d.c)); err != nil {
+		return err
+	}
+	d.closed = true
+	return nil
 }
 
 type memory struct {
@@ -502,35 +509,31 @@ func (q *queuePair) ToReset() error {
 	return q.move(Reset, func() C.int { return C.kvv_qp_reset(q.c) })
 }
 
-func (q *queuePair) PostSend(batch []Work) error {
+func (q *queuePair) PostSend(batch []Work) (taken int, err error) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.c == nil {
-		return net.ErrClosed
+		return 0, net.ErrClosed
 	}
-	for first := true; len(batch) > 0; first = false {
-		n := min(len(batch), sendBatch)
+	for taken < len(batch) {
+		n := min(len(batch)-taken, sendBatch)
 		for i := range n {
-			w := &batch[i]
+			w := &batch[taken+i]
 			q.work[i] = C.struct_kvv_work{id: C.uint64_t(w.ID), local_addr: C.uint64_t(w.LocalAddr), remote_addr: C.uint64_t(w.RemoteAddr),
 				local_key: C.uint32_t(w.LocalKey), remote_key: C.uint32_t(w.RemoteKey), len: C.uint32_t(w.Len), imm: C.uint32_t(w.Imm),
 				with_imm: bit(w.Op == WriteImm), signaled: bit(w.Signaled), inlined: bit(w.Inline && w.Len > 0)}
 		}
-		if r := C.kvv_qp_send(q.c, &q.work[0], C.int(n), &q.posted); r != 0 {
-			if q.posted > 0 || !first {
-				// A part was taken, which the caller is not told of: from the error state all of it is flushed.
-				_ = C.kvv_qp_error(q.c)
-				q.state = Error
-			}
+		r := C.kvv_qp_send(q.c, &q.work[0], C.int(n), &q.posted)
+		taken += int(q.posted)
+		if r != 0 {
 			err := check(fmt.Sprintf("post to queue pair %d of %s", q.num, q.d.name), r)
 			if errors.Is(err, syscall.ENOMEM) {
 				err = fmt.Errorf("%w: %w", ErrFull, err)
 			}
-			return err
+			return taken, err
 		}
-		batch = batch[n:]
 	}
-	return nil
+	return taken, nil
 }
 
 func bit(b bool) C.uint8_t {

@@ -126,7 +126,7 @@ func TestWrite(t *testing.T) {
 	small := work(a, b, 100, 100*8192, 32)
 	small.Inline = 32 <= a.q.MaxInline()
 	imm := verbs.Work{ID: 101, Op: verbs.WriteImm, Imm: 7<<16 | 3, Signaled: true}
-	if err := a.q.PostSend(append(batch, small, imm)); err != nil {
+	if _, err := a.q.PostSend(append(batch, small, imm)); err != nil {
 		t.Fatal(err)
 	}
 	if got := b.wait(1)[0]; got.ID != 77 || got.Imm != 7<<16|3 || got.Op != verbs.Receive || got.Status != verbs.OK {
@@ -147,7 +147,7 @@ func TestWrongKey(t *testing.T) {
 	a, b := rail(t)
 	w := work(a, b, 1, 0, 4096)
 	w.RemoteKey ^= 0x5555
-	if err := a.q.PostSend([]verbs.Work{w, work(a, b, 2, 0, 4096)}); err != nil {
+	if _, err := a.q.PostSend([]verbs.Work{w, work(a, b, 2, 0, 4096)}); err != nil {
 		t.Fatal(err)
 	}
 	got := a.wait(2)
@@ -171,7 +171,7 @@ func TestReceiverStops(t *testing.T) {
 	for i := range uint32(100) {
 		batch = append(batch, work(a, b, uint64(i), i*8192, 8192))
 	}
-	if err := a.q.PostSend(batch); err != nil {
+	if _, err := a.q.PostSend(batch); err != nil {
 		t.Fatal(err)
 	}
 	if err := b.q.ToError(); err != nil {
@@ -196,7 +196,7 @@ func TestReceiverStops(t *testing.T) {
 	}
 	a.connect(b)
 	b.connect(a)
-	if err := a.q.PostSend([]verbs.Work{work(a, b, 7, 0, 8192)}); err != nil {
+	if _, err := a.q.PostSend([]verbs.Work{work(a, b, 7, 0, 8192)}); err != nil {
 		t.Fatal(err)
 	}
 	if got := a.wait(1)[0]; got.ID != 7 || got.Status != verbs.OK || !bytes.Equal(a.mem[:8192], b.mem[:8192]) {
@@ -209,7 +209,7 @@ func TestKeyRevoked(t *testing.T) {
 	if err := b.m.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if err := a.q.PostSend([]verbs.Work{work(a, b, 1, 0, 4096)}); err != nil {
+	if _, err := a.q.PostSend([]verbs.Work{work(a, b, 1, 0, 4096)}); err != nil {
 		t.Fatal(err)
 	}
 	if got := a.wait(1)[0]; got.Status != verbs.RemoteAccess {
@@ -261,7 +261,7 @@ func TestRefusedSetUp(t *testing.T) {
 			t.Errorf("%s was taken", what)
 		}
 	}
-	if err := q.PostSend([]verbs.Work{{}}); err == nil {
+	if _, err := q.PostSend([]verbs.Work{{}}); err == nil {
 		t.Error("a request was taken in INIT")
 	}
 }

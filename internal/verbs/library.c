@@ -50,6 +50,9 @@ static char missing[256];
 
 static void open_once(void)
 {
+	/* After a device was unplugged, destroying what belonged to it succeeds: the kernel has taken it down already. Without this the
+	   library answers EIO for ever, and nobody knows that the memory is free. It looks once, before its first list. */
+	setenv("RDMAV_ALLOW_DISASSOC_DESTROY", "1", 0);
 	void *h = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
 	if (!h) {
 		const char *e = dlerror();
@@ -127,10 +130,14 @@ int kvv_device_close(struct kvv_device *d)
 	int err = 0;
 	if (d->pd)
 		err = lib.dealloc_pd(d->pd);
-	if (d->context && lib.close_device(d->context) && !err)
-		err = failed();
+	if (err)
+		return err < 0 ? failed() : err; /* EBUSY: something of it is still there, and keeps it */
+	d->pd = NULL;
+	errno = 0;
+	if (d->context && lib.close_device(d->context))
+		return failed();
 	free(d);
-	return err;
+	return 0;
 }
 
 int kvv_device_limits(struct kvv_device *d, uint8_t port, struct kvv_limits *out)
@@ -176,6 +183,7 @@ int kvv_device_event(struct kvv_device *d, int *type, uint32_t *port_or_qp)
 	case KVI_EVENT_PORT_ACTIVE:
 	case KVI_EVENT_PORT_ERR:
 	case KVI_EVENT_GID_CHANGE:
+	case KVI_EVENT_LID_CHANGE:
 		*port_or_qp = (uint32_t)e.element.port_num;
 		break;
 	default:

@@ -232,6 +232,10 @@ func CheckPeer(local, remote Address) error {
 		if remote.LID == 0 && remote.GID == [16]byte{} {
 			return errors.New("verbs: the peer names neither a LID nor a GID")
 		}
+		if remote.LID != 0 && [8]byte(local.GID[:8]) != [8]byte(remote.GID[:8]) {
+			return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: two InfiniBand subnets, and a LID leads nowhere in another one: use ports of one subnet, or tcp",
+				show(local), show(remote))
+		}
 	case remote.GID == [16]byte{} || netip.AddrFrom16(remote.GID).Unmap().IsMulticast() || netip.AddrFrom16(remote.GID).Unmap().IsUnspecified():
 		return fmt.Errorf("verbs: the peer's GID %s is no address of a host", show(remote))
 	case netip.AddrFrom16(local.GID).Is4In6() != netip.AddrFrom16(remote.GID).Is4In6():

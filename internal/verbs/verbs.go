@@ -122,7 +122,7 @@ type EventKind uint8
 const (
 	PortDown EventKind = iota + 1
 	PortUp
-	GIDChange
+	GIDChange // the table of GIDs, or the LID, is another: Active says whether what was opened still holds
 	QueuePairFatal
 	DeviceFatal // nothing of the device works any more
 )
@@ -160,7 +160,7 @@ type Work struct {
 type Completion struct {
 	ID     uint64
 	QP     uint32
-	Op     Op
+	Op     Op // where Status is OK; a device does not say of what kind a failed request was
 	Status Status
 	Imm    uint32
 	Code   int // the library's own status, where Status is not OK
@@ -178,7 +178,7 @@ type Memory interface {
 
 // CompletionQueue collects completions of the queue pairs that were made with it.
 type CompletionQueue interface {
-	// Poll takes up to len(dst) completions without blocking.
+	// Poll takes up to len(dst) completions without blocking. An error is for good: no more will come.
 	Poll(dst []Completion) (int, error)
 	// Ready is signalled, at most one pending, after completions were added.
 	Ready() <-chan struct{}
@@ -196,8 +196,8 @@ type QueuePair interface {
 	// ToError flushes everything that is posted, from any state but Reset.
 	ToError() error
 	ToReset() error
-	// PostSend takes all of the batch or nothing.
-	PostSend(batch []Work) error
+	// PostSend takes requests in order and says how many. The rest is refused with the error, and was not posted.
+	PostSend(batch []Work) (int, error)
 	PostReceive(ids []uint64) error
 	// MaxInline is how many bytes a request may carry Inline.
 	MaxInline() int
@@ -208,6 +208,8 @@ type QueuePair interface {
 // Device makes the rest.
 type Device interface {
 	Name() string
+	// GID is the one that queue pairs of the device use.
+	GID() GID
 	NewCompletionQueue(depth int) (CompletionQueue, error)
 	NewQueuePair(cq CompletionQueue, sends, receives int) (QueuePair, error)
 	// Limits of the device.
@@ -218,7 +220,7 @@ type Device interface {
 	Register(b []byte, remote bool) (Memory, error)
 	// RegisterDMABuf pins device memory behind a dma-buf descriptor. Its addresses begin at 0.
 	RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, error)
-	// Events is closed by Close. What nobody takes in time is dropped, oldest first, except that DeviceFatal stays.
+	// Events is closed by Close, and where the device is gone and nothing will come any more. What nobody takes in time is dropped, oldest first, except that DeviceFatal stays.
 	Events() <-chan Event
 	Close() error
 }

@@ -154,7 +154,7 @@ func TestLateDMA(t *testing.T) {
 		return transporttest.NewPair(t, func(testing.TB) transport.Backend {
 			rails := []Rail{}
 			for _, name := range []string{"fake0", "fake1"} {
-				rails = append(rails, Rail{Name: name, Open: func() (verbs.Device, error) { return f.Device(name), nil }, Listen: "127.0.0.1:0", NUMA: -1})
+				rails = append(rails, Rail{Name: name, Open: func() (verbs.Device, error) { return f.Open(name) }, Listen: "127.0.0.1:0", NUMA: -1})
 			}
 			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: time.Millisecond, Silence: time.Minute})
 		}), fakeWire{f}
@@ -271,7 +271,7 @@ func TestDeviceEvents(t *testing.T) {
 	p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
 		name := names[0]
 		names = names[1:]
-		rails := []Rail{{Name: name, Open: func() (verbs.Device, error) { return f.Device(name), nil }, Listen: "127.0.0.1:0", NUMA: -1}}
+		rails := []Rail{{Name: name, Open: func() (verbs.Device, error) { return f.Open(name) }, Listen: "127.0.0.1:0", NUMA: -1}}
 		return New(Config{Rails: func() ([]Rail, error) { return rails, nil }})
 	})
 	a, _ := p.Dial()

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/transfer"
@@ -20,6 +21,10 @@ const (
 	headBytes = 40
 	spanBytes = 8 + 4 + 4
 	maxSpans  = 1 << 17 // of a slice
+
+	// maxUnsent frames wait for the socket: the questions of this end, and for each of the peer's a GO and an END, which it has to
+	// read before it asks again. More wait only for somebody who does not read.
+	maxUnsent = 3 * maxInFlight
 )
 
 var errFrame = errors.New("gdr: malformed frame")
@@ -88,11 +93,15 @@ func appendSpan(b []byte, s span) []byte {
 }
 
 // appendSpans parses what appendSpan made.
-func appendSpans(dst []span, b []byte) []span {
+func appendSpans(dst []span, b []byte) ([]span, error) {
 	for ; len(b) >= spanBytes; b = b[spanBytes:] {
-		dst = append(dst, span{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint32(b[12:])})
+		s := span{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint32(b[12:])}
+		if s.len == 0 {
+			return dst, fmt.Errorf("%w: a span of no length", errFrame)
+		}
+		dst = append(dst, s)
 	}
-	return dst
+	return dst, nil
 }
 
 // The immediate of a verdict: the slice's id, why it does not count, and the low half of its use.
@@ -127,5 +136,9 @@ func decodeAddress(b []byte) (a verbs.Address, rail string, err error) {
 	le := binary.LittleEndian
 	a.QP, a.PSN, a.LID = le.Uint32(b[16:]), le.Uint32(b[20:]), le.Uint16(b[24:])
 	a.MTU, a.Type = verbs.MTU(b[26]), verbs.GIDType(b[27])
-	return a, string(b[addressBytes:]), nil
+	rail = string(b[addressBytes:])
+	if rail == "" || strings.ContainsFunc(rail, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		return a, "", fmt.Errorf("%w: a rail with the name %q", errFrame, rail)
+	}
+	return a, rail, nil
 }

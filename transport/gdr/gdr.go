@@ -19,29 +19,38 @@ import (
 const Name = "gdr"
 
 const (
-	purpose     = "gdr-data"
-	sliceBytes  = 1 << 20
-	maxInFlight = 16   // slices of a lane, each way
-	maxSends    = 2048 // work requests of a lane; less where the device has less
-	maxSetUps   = 8    // lanes that are opened at a time, each way: a mesh that comes up does not herd
-	openTimeout = 5 * time.Second
+	purpose    = "gdr-data"
+	sliceBytes = 1 << 20
+	// maxSliceChunks is what one slice may have: 64 MiB. What a peer asks for is resolved before it is written.
+	maxSliceChunks = 1024
+	maxInFlight    = 16   // slices of a lane, each way
+	maxSends       = 2048 // work requests of a lane; less where the device has less
+	maxSetUps      = 8    // lanes that are opened at a time, each way: a mesh that comes up does not herd
+	openTimeout    = 5 * time.Second
 
 	// DefaultPatience is how long a later attempt, or a fence, waits for a slice under way before it stops the lane.
 	DefaultPatience = 100 * time.Millisecond
 	// DefaultSilence is how long a lane may have slices under way without any progress before it is given up. The device's
 	// own timers are quicker where the path is dead; this is for what they do not see.
 	DefaultSilence = 3 * time.Second
-	drainTimeout   = 2 * time.Second // in which a device flushes a queue pair
-	watchInterval  = 250 * time.Millisecond
+	// DefaultDrain is how long a device has to flush a queue pair before it is destroyed instead.
+	DefaultDrain  = 2 * time.Second
+	watchInterval = 250 * time.Millisecond
 )
 
 // Rail is one port under one GID. Lanes are opened at Listen; payload goes through the device.
 type Rail struct {
 	Name   string
-	Open   func() (verbs.Device, error) // again after the device was lost
-	Listen string
+	Open   func() (verbs.Device, error) // again after the device was lost, or its GID has changed
+	Listen string                       // host and port; empty: a port of the GID's address
 	Gbps   float64
 	NUMA   int // -1: unknown
+}
+
+// RailState is a rail as it is now: after its GID has changed its address is another. Down: its port is, or the device is lost.
+type RailState struct {
+	transport.Rail
+	Down bool
 }
 
 // Config of the backend. Zero durations are the defaults.
@@ -49,6 +58,8 @@ type Config struct {
 	Rails    func() ([]Rail, error) // asked by Open
 	Patience time.Duration
 	Silence  time.Duration
+	Drain    time.Duration
+	Changed  func() // what Backend.Rails says is another; must not block
 	Log      *slog.Logger
 }
 
@@ -61,6 +72,9 @@ type Backend struct {
 	life   context.Context // ended by Close
 	finish context.CancelFunc
 	wg     sync.WaitGroup
+
+	once     sync.Once
+	closeErr error // of the one Close
 
 	mu sync.Mutex
 	// guarded by mu, which is taken after lane.mu
@@ -88,6 +102,9 @@ func New(cfg Config) *Backend {
 	if cfg.Silence == 0 {
 		cfg.Silence = DefaultSilence
 	}
+	if cfg.Drain == 0 {
+		cfg.Drain = DefaultDrain
+	}
 	b := &Backend{cfg: cfg, setUps: make(chan struct{}, maxSetUps), lanes: map[*lane]struct{}{}, use: map[*transport.Origin]using{}}
 	b.life, b.finish = context.WithCancel(context.Background())
 	return b
@@ -107,6 +124,9 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 	b.host = host
 	found, errs := b.cfg.Rails()
 	var rails []transport.Rail
+	if errs != nil && len(found) > 0 {
+		b.cfg.Log.Warn("ports that are no rails", "transport", Name, "err", errs)
+	}
 	for _, cfg := range found {
 		r, err := b.openRail(ctx, cfg)
 		if err != nil {
@@ -116,13 +136,27 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 			continue
 		}
 		b.rails = append(b.rails, r)
-		rails = append(rails, transport.Rail{Name: cfg.Name, Address: r.ln.Addr().String(), Gbps: cfg.Gbps, NUMA: cfg.NUMA})
+		rails = append(rails, r.state().Rail)
 	}
 	if len(rails) == 0 {
 		return nil, fmt.Errorf("gdr: %w: %w", transport.ErrNotSupported, errs)
 	}
 	b.wg.Go(b.watch)
 	return rails, nil
+}
+
+// Rails are those that Open returned, as they are now.
+func (b *Backend) Rails() (all []RailState) {
+	for _, r := range b.rails {
+		all = append(all, r.state())
+	}
+	return all
+}
+
+func (b *Backend) changed() {
+	if b.cfg.Changed != nil && b.life.Err() == nil {
+		b.cfg.Changed()
+	}
 }
 
 // Dial implements transport.Backend.
@@ -156,7 +190,10 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	}
 	// From the rail's own address, so that the socket shares the fate of the rail.
 	dialer := net.Dialer{}
-	if a, ok := r.ln.Addr().(*net.TCPAddr); ok && !a.IP.IsUnspecified() {
+	r.mu.Lock()
+	from := r.ln.Addr()
+	r.mu.Unlock()
+	if a, ok := from.(*net.TCPAddr); ok && !a.IP.IsUnspecified() {
 		dialer.LocalAddr = &net.TCPAddr{IP: a.IP, Zone: a.Zone}
 	}
 	c, err := dialer.DialContext(ctx, "tcp", remote.Address)
@@ -175,11 +212,14 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	if err == nil {
 		err = l.connect(o)
 	}
+	if err == nil && l.remote != remote.Name {
+		err = fmt.Errorf("rail %q answers there, not %q", l.remote, remote.Name)
+	}
 	if !undo() && err == nil {
 		err = ctx.Err()
 	}
 	if err == nil {
-		err = l.start(o)
+		err = l.start()
 	}
 	if err != nil {
 		return fail(errors.Join(err, l.abandon()))
@@ -190,19 +230,19 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 // Grant implements transport.Backend. The receiver says what may be written when a slice asks; here it only begins to register
 // the memory, which takes long the first time. A cache is one region, or one per layer: the others follow with their slices.
 func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
+	blocks, err := g.Sink.Resolve(nil, transfer.Range{Count: 1})
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.closed {
 		return nil, fmt.Errorf("gdr: grant: %w", net.ErrClosed)
 	}
-	blocks, err := g.Sink.Resolve(nil, transfer.Range{Count: 1})
 	if err != nil || len(blocks) == 0 {
 		return nil, nil // nothing to write, or nothing that will be allowed
 	}
 	for _, r := range b.rails {
-		r.mu.Lock()
-		r.dev.keys.begin(&b.wg, blocks[0].Region, g.Peer)
-		r.mu.Unlock()
+		if dev, _ := r.current(); dev != nil {
+			dev.keys.begin(&b.wg, blocks[0].Region, g.Peer)
+		}
 	}
 	return nil, nil
 }
@@ -274,7 +314,8 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 			l.fail(fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, net.ErrClosed))
 		}
 	}
-	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTimeout)
+	// Twice that: a queue pair that is not flushed in time is destroyed then.
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*b.cfg.Drain)
 	defer cancel()
 	select {
 	case <-u.done:
@@ -286,17 +327,23 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 
 // Close implements transport.Backend.
 func (b *Backend) Close() error {
+	b.once.Do(func() { b.closeErr = b.close() })
+	return b.closeErr
+}
+
+func (b *Backend) close() error {
 	b.mu.Lock()
 	b.closed = true
 	b.mu.Unlock()
 	b.finish()
 	for _, r := range b.rails {
-		_ = r.ln.Close() // what it accepted is a lane
+		r.shut()
 	}
-	for _, l := range b.allLanes() {
-		l.fail(net.ErrClosed)
-	}
+	b.failLanes(net.ErrClosed, func(*lane) bool { return true })
 	b.wg.Wait()
+	for _, l := range b.allLanes() {
+		l.reap() // a last time
+	}
 	var err error
 	for _, r := range b.rails {
 		err = errors.Join(err, r.close())
@@ -316,6 +363,14 @@ func (b *Backend) allLanes() (all []*lane) {
 		all = append(all, l)
 	}
 	return all
+}
+
+func (b *Backend) failLanes(err error, which func(*lane) bool) {
+	for _, l := range b.allLanes() {
+		if which(l) {
+			l.fail(err)
+		}
+	}
 }
 
 func (b *Backend) lanesOf(peer transfer.Boot) (all []*lane) {
@@ -356,9 +411,12 @@ func (b *Backend) endUse(o *transport.Origin) {
 	}
 }
 
-// watch gives up silent lanes and idle keys.
+// interval is how often silence is looked for, and what is idle.
+func (b *Backend) interval() time.Duration { return min(watchInterval, b.cfg.Silence/2) }
+
+// watch gives up silent lanes.
 func (b *Backend) watch() {
-	tick := time.NewTicker(min(watchInterval, b.cfg.Silence/2))
+	tick := time.NewTicker(b.interval())
 	defer tick.Stop()
 	for {
 		select {
@@ -367,11 +425,6 @@ func (b *Backend) watch() {
 		case now := <-tick.C:
 			for _, l := range b.allLanes() {
 				l.checkProgress(now)
-			}
-			for _, r := range b.rails {
-				if err := r.sweep(now); err != nil {
-					b.cfg.Log.Warn("registration not given back", "transport", Name, "rail", r.cfg.Name, "err", err)
-				}
 			}
 		}
 	}

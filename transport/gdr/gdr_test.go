@@ -38,7 +38,7 @@ func rig(tb testing.TB) (*fake.Fabric, transporttest.Factory) {
 
 // config is of a sidecar with one rail. Where several share a processor, a slice may take long.
 func config(f *fake.Fabric) Config {
-	open := func() (verbs.Device, error) { return f.Device("fake0"), nil }
+	open := func() (verbs.Device, error) { return f.Open("fake0") }
 	rails := []Rail{{Name: "fake0", Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
 	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 5 * time.Second}
 }

@@ -3,6 +3,9 @@ package gdr
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -27,6 +30,7 @@ type keys struct {
 	mu sync.Mutex
 	// guarded by mu
 	m      map[keyName]*key
+	stayed []*key // retired, and not given back by the device
 	closed bool
 }
 
@@ -41,14 +45,16 @@ type key struct {
 	k     *keys
 	name  keyName
 	ready chan struct{}
-	err   error // set before ready is closed, as are parts
+	err   error // set before ready is closed, as are parts and held
 	parts []verbs.Memory
+	held  bool // the region
 
 	// guarded by k.mu
 	users int
 	last  time.Time
 
-	ending sync.Mutex // held while parts are given back
+	ending   sync.Mutex // held while parts are given back
+	released bool       // guarded by ending
 }
 
 func newKeys(d verbs.Device) *keys {
@@ -74,7 +80,7 @@ func (k *keys) get(r *mem.Region, peer transfer.Boot, wait bool) (*key, error) {
 	switch {
 	case k.closed:
 		k.mu.Unlock()
-		return nil, verbs.ErrState
+		return nil, fmt.Errorf("gdr: register with %s: %w", k.d.Name(), net.ErrClosed)
 	case e != nil:
 		e.users++
 		k.mu.Unlock()
@@ -84,7 +90,7 @@ func (k *keys) get(r *mem.Region, peer transfer.Boot, wait bool) (*key, error) {
 			return nil, e.err
 		}
 		return e, nil
-	case len(k.m) >= maxKeys:
+	case len(k.m)+len(k.stayed) >= maxKeys:
 		k.mu.Unlock()
 		return nil, fmt.Errorf("gdr: %d registrations on %s: more regions and peers than are served at a time: %w", maxKeys, k.d.Name(), verbs.ErrFull)
 	}
@@ -94,9 +100,7 @@ func (k *keys) get(r *mem.Region, peer transfer.Boot, wait bool) (*key, error) {
 	e.register()
 	close(e.ready)
 	if e.err != nil {
-		k.mu.Lock()
-		e.retireLocked()
-		k.mu.Unlock()
+		_ = e.invalidate() // what was made of it; its failure is tried again
 		e.put()
 		return nil, e.err
 	}
@@ -137,12 +141,12 @@ func (e *key) register() {
 		e.err = fmt.Errorf("gdr: region %s: %w", r.ID(), mem.ErrFreed)
 		return
 	}
-	e.parts = []verbs.Memory{}
+	e.held = true
 	for len(p) > 0 {
 		n := min(uint64(len(p)), e.k.part)
 		m, err := e.k.d.Register(p[:n:n], e.name.peer != transfer.Boot{})
 		if err != nil {
-			e.err = errors.Join(fmt.Errorf("gdr: region %s: %w", r.ID(), err), e.release(false))
+			e.err = fmt.Errorf("gdr: region %s: %w", r.ID(), err)
 			return
 		}
 		e.parts = append(e.parts, m)
@@ -154,20 +158,22 @@ func (e *key) register() {
 func (e *key) release(lost bool) (err error) {
 	e.ending.Lock()
 	defer e.ending.Unlock()
-	if e.parts == nil {
+	if e.released {
 		return nil
 	}
 	for _, m := range e.parts {
 		err = errors.Join(err, m.Close())
 	}
 	if err == nil || lost {
-		e.parts = nil
-		e.name.region.Release()
+		e.released = true
+		if e.held {
+			e.name.region.Release()
+		}
 	}
 	return err
 }
 
-// spans appends the memory of [off, off+n) under the key.
+// spans appends the memory of [off, off+n) under the key. Who holds one that was invalidated goes on with it: the device refuses it.
 func (e *key) spans(dst []span, off, n uint64, remote bool) []span {
 	for n > 0 {
 		m := e.parts[off/e.k.part]
@@ -201,27 +207,40 @@ func (e *key) retireLocked() {
 	}
 }
 
-// invalidate ends a registration that others may still be using: their writes fail.
+// invalidate ends a registration that others may still be using: their writes fail. Where the device does not obey, sweep tries again.
 func (e *key) invalidate() error {
-	e.k.mu.Lock()
+	k := e.k
+	k.mu.Lock()
 	e.retireLocked()
-	e.k.mu.Unlock()
-	return e.release(false)
+	k.mu.Unlock()
+	err := e.release(false)
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	at := slices.Index(k.stayed, e)
+	switch {
+	case err != nil && at < 0:
+		k.stayed = append(k.stayed, e)
+	case err == nil && at >= 0:
+		k.stayed = slices.Delete(k.stayed, at, at+1)
+	}
+	return err
 }
 
 // sweep gives back what is idle. Nobody holds what has no user, and nobody finds what is retired.
 func (k *keys) sweep(now time.Time) (err error) {
-	var idle []*key
 	k.mu.Lock()
+	idle := slices.Clone(k.stayed)
 	for _, e := range k.m {
 		if e.users == 0 && now.Sub(e.last) > idleKeys {
-			e.retireLocked()
 			idle = append(idle, e)
 		}
 	}
+	for _, e := range idle {
+		e.retireLocked()
+	}
 	k.mu.Unlock()
 	for _, e := range idle {
-		err = errors.Join(err, e.release(false))
+		err = errors.Join(err, e.invalidate())
 	}
 	return err
 }
@@ -230,17 +249,13 @@ func (k *keys) sweep(now time.Time) (err error) {
 func (k *keys) close(lost bool) (err error) {
 	k.mu.Lock()
 	k.closed = true
-	all := make([]*key, 0, len(k.m))
-	for _, e := range k.m {
-		all = append(all, e)
-	}
+	all := append(slices.Collect(maps.Values(k.m)), k.stayed...)
 	clear(k.m)
+	k.stayed = nil
 	k.mu.Unlock()
 	for _, e := range all {
 		<-e.ready
-		if e.err == nil {
-			err = errors.Join(err, e.release(lost))
-		}
+		err = errors.Join(err, e.release(lost))
 	}
 	return err
 }

@@ -40,18 +40,21 @@ type lane struct {
 	most   uint64 // bytes of one write
 
 	drained  chan struct{} // closed when the queue pair touches no memory any more
+	settled  chan struct{} // closed when the follower has done what it can; not drained by then: stuck
 	kick     chan struct{} // for the follower: something ended or failed without a completion
 	verdicts chan uint32   // from the follower to the lander; has room for every receive
 	asks     sync.WaitGroup
 
 	outMu   sync.Mutex // below mu
 	outBuf  []byte     // guarded by outMu
+	unsent  int        // frames in it; guarded by outMu
 	outWake chan struct{}
 
 	mu sync.Mutex
 	// guarded by mu
 	err       error
-	stuck     bool // ended, but never drained
+	kept      bool // the device has not given the queue pair back
+	over      bool // end has been
 	seq       uint16
 	out       [maxInFlight]sending
 	in        [maxInFlight]receiving
@@ -112,7 +115,7 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice) (_ *lane, err er
 		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
 	l := &lane{b: b, rail: r, dev: dev, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: uint64(max(lim.MaxMessage, 1)),
-		drained: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
+		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
 	for i := range l.in {
 		l.in[i].l = l
 	}
@@ -144,13 +147,16 @@ func (l *lane) connect(o *wire.Opened) error {
 }
 
 // start begins service. Both ends say on the socket that their receives are posted before either sends.
-func (l *lane) start(o *wire.Opened) error {
+func (l *lane) start() error {
 	ready := [1]byte{1}
 	if _, err := l.c.Write(ready[:]); err != nil {
 		return fmt.Errorf("gdr: ready: %w", err)
 	}
 	if _, err := io.ReadFull(l.c, ready[:]); err != nil {
 		return fmt.Errorf("gdr: the peer's ready: %w", err)
+	}
+	if err := l.prove(); err != nil {
+		return err
 	}
 	_ = l.c.SetDeadline(time.Time{})
 	l.b.mu.Lock()
@@ -169,6 +175,58 @@ func (l *lane) start(o *wire.Opened) error {
 	}
 	go l.run()
 	return nil
+}
+
+// proof is the immediate of the first write each way. It is no verdict: there is no such slice.
+const proof = 0xffffffff
+
+// prove sends an empty write each way. A lane is up only where the packets of both NICs arrive: on a path that is dead for them alone,
+// the socket would bring one up after the other, each to end by the NIC's timers, with slices on it.
+func (l *lane) prove() error {
+	n, err := l.q.PostSend([]verbs.Work{{ID: 1, Op: verbs.WriteImm, Imm: proof, Signaled: true}})
+	l.posted += uint64(n)
+	if err != nil {
+		return fmt.Errorf("gdr: proof of the path: %w", err)
+	}
+	late := time.NewTimer(openTimeout)
+	defer late.Stop()
+	var done [2]verbs.Completion
+	for {
+		n, err := l.cq.Poll(done[:])
+		for _, c := range done[:n] {
+			switch {
+			case c.Status != verbs.OK:
+				return fmt.Errorf("gdr: no path from rail %s to %s: %s (status %d)", l.rail.cfg.Name, l.remote, c.Status, c.Code)
+			case c.ID&receiveMark == 0:
+				l.done, l.good = c.ID, c.ID
+			case c.Imm != proof:
+				return fmt.Errorf("%w: %#x before the proof of the path", errFrame, c.Imm)
+			default:
+				l.recvsDone++
+			}
+		}
+		if err != nil {
+			return fmt.Errorf("gdr: proof of the path: %w", err)
+		}
+		if l.done == 1 && l.recvsDone == 1 {
+			l.oneID[0] = receiveMark
+			l.recvs++
+			l.progress = time.Now()
+			return l.q.PostReceive(l.oneID[:])
+		}
+		if n > 0 {
+			continue
+		}
+		select {
+		case <-l.cq.Ready():
+		case <-l.dev.gone:
+			return errors.New("gdr: the device was lost")
+		case <-l.b.life.Done():
+			return net.ErrClosed
+		case <-late.C:
+			return fmt.Errorf("gdr: no path from rail %s to %s: no answer within %s", l.rail.cfg.Name, l.remote, openTimeout)
+		}
+	}
 }
 
 // run owns the lane's goroutines, and ends it when they have ended.
@@ -200,7 +258,7 @@ func (l *lane) Close() error {
 	return nil
 }
 
-// fail ends the lane: its queue pair goes to the error state, which flushes it, and its socket is closed.
+// fail ends the lane: its socket is closed, and its follower moves the queue pair to the error state.
 func (l *lane) fail(err error) {
 	l.mu.Lock()
 	l.failLocked(err)
@@ -210,9 +268,6 @@ func (l *lane) fail(err error) {
 func (l *lane) failLocked(err error) {
 	if l.err == nil {
 		l.err = err
-		if err := l.q.ToError(); err != nil && !errors.Is(err, net.ErrClosed) {
-			l.b.cfg.Log.Warn("queue pair does not take the error state", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
-		}
 	}
 	_ = l.c.Close()
 	l.wake()
@@ -234,19 +289,25 @@ func (l *lane) failure() error {
 // halt stops the lane for a later attempt.
 func (l *lane) halt() bool {
 	l.fail(fmt.Errorf("gdr: a later attempt takes over what lane %d had under way: %w", l.id, net.ErrClosed))
-	ctx, cancel := context.WithTimeout(context.Background(), 2*drainTimeout)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*l.b.cfg.Drain)
 	defer cancel()
-	return l.stopped(ctx)
+	if l.stopped(ctx) {
+		return true
+	}
+	if err := l.invalidate(nil); err != nil {
+		l.b.cfg.Log.Warn("queue pair not drained, nor its keys invalidated", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+		return false
+	}
+	return true
 }
 
 // stopped reports, once the lane was failed, whether its queue pair touches no memory any more.
 func (l *lane) stopped(ctx context.Context) bool {
 	select {
-	case <-l.drained:
-		return true
+	case <-l.settled:
 	case <-ctx.Done():
-		return false
 	}
+	return l.isDrained()
 }
 
 // follow takes completions until the lane has failed and everything that was posted has ended. A device that does not flush
@@ -254,20 +315,26 @@ func (l *lane) stopped(ctx context.Context) bool {
 func (l *lane) follow() {
 	buf := make([]verbs.Completion, pollBatch)
 	var flush <-chan time.Time
-	for {
+	var dead <-chan struct{}
+	for stopping := false; ; {
 		n, err := l.cq.Poll(buf)
 		if err != nil {
 			l.fail(fmt.Errorf("gdr: lane %d: %w", l.id, err))
-			n = 0
+		}
+		if l.unread() {
+			l.fail(fmt.Errorf("gdr: lane %d: %d answers wait for the peer, which does not read", l.id, maxUnsent))
 		}
 		ended, failed := l.completed(buf[:n])
-		if failed && ended {
-			break
-		}
-		if failed && flush == nil {
-			flush = time.After(drainTimeout)
-		}
-		if n > 0 {
+		switch {
+		case failed && !stopping:
+			// Not under a lock: a device may take its time, and whoever fails a lane must not wait for that.
+			l.stopQueuePair()
+			stopping, flush, dead = true, time.After(l.b.cfg.Drain), l.dev.dead
+			continue
+		case stopping && (ended || err != nil):
+			l.settle()
+			return
+		case n > 0:
 			continue
 		}
 		select {
@@ -276,19 +343,81 @@ func (l *lane) follow() {
 		case <-l.kick:
 			continue
 		case <-flush:
+		case <-dead: // it flushes nothing any more
 		}
-		break
+		l.settle()
+		return
 	}
-	err := l.q.Close()
+}
+
+// stopQueuePair moves it to the error state, which flushes it.
+func (l *lane) stopQueuePair() {
+	if err := l.q.ToError(); err != nil && !errors.Is(err, net.ErrClosed) {
+		l.b.cfg.Log.Warn("queue pair does not take the error state", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+	}
+}
+
+// settle gives the queue pair back, and says whether it still touches memory.
+func (l *lane) settle() {
+	err := l.giveBack()
+	if err != nil {
+		l.b.cfg.Log.Warn("queue pair not given back; tried again", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+	}
 	if err == nil || l.everythingEnded() {
 		close(l.drained)
-	} else {
-		l.mu.Lock()
-		l.stuck = true
-		l.mu.Unlock()
 	}
-	if cerr := l.cq.Close(); err != nil || cerr != nil {
-		l.b.cfg.Log.Warn("queue pair not given back", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", errors.Join(err, cerr))
+	l.mu.Lock()
+	l.kept = err != nil
+	l.mu.Unlock()
+	close(l.settled)
+}
+
+// giveBack destroys the lane's queue pair and completion queue. Called by the follower, and then by reap alone.
+func (l *lane) giveBack() error {
+	if err := l.q.Close(); err != nil {
+		return err
+	}
+	return l.cq.Close()
+}
+
+// reap tries again to give back what the device kept when the lane ended. Called by one goroutine at a time.
+func (l *lane) reap() {
+	l.mu.Lock()
+	due := l.kept && l.over
+	l.mu.Unlock()
+	if !due || l.giveBack() != nil {
+		return
+	}
+	if !l.isDrained() {
+		close(l.drained)
+		l.letGo()
+	}
+	l.dev.keep(-1)
+	l.b.mu.Lock()
+	delete(l.b.lanes, l)
+	l.b.mu.Unlock()
+}
+
+func (l *lane) isDrained() bool {
+	select {
+	case <-l.drained:
+		return true
+	default:
+		return false
+	}
+}
+
+// letGo gives back what the slices of a lane that has ended still hold. Its queue pair touches no memory.
+func (l *lane) letGo() {
+	for i := range l.out {
+		l.out[i].release(l.b)
+	}
+	for i := range l.in {
+		l.mu.Lock()
+		l.in[i].g = nil
+		l.changedLocked()
+		l.mu.Unlock()
+		l.in[i].release()
 	}
 }
 
@@ -359,23 +488,35 @@ func (l *lane) checkProgress(now time.Time) {
 func (l *lane) say(h *head, spans []span) {
 	h.spans = uint32(len(spans))
 	l.outMu.Lock()
+	l.unsent++
 	l.outBuf = appendHead(l.outBuf, h)
 	for _, s := range spans {
 		l.outBuf = appendSpan(l.outBuf, s)
 	}
+	over := l.unsent > maxUnsent
 	l.outMu.Unlock()
+	if over {
+		l.wake()
+	}
 	select {
 	case l.outWake <- struct{}{}:
 	default:
 	}
 }
 
-// write sends what say has queued. Its bound: the ids that both ends have under way, with their spans.
+// unread reports whether more frames wait than a peer that reads leaves waiting.
+func (l *lane) unread() bool {
+	l.outMu.Lock()
+	defer l.outMu.Unlock()
+	return l.unsent > maxUnsent
+}
+
+// write sends what say has queued. Its bound: maxUnsent frames, each with the spans of a slice.
 func (l *lane) write(over <-chan struct{}) {
 	var buf []byte
 	for {
 		l.outMu.Lock()
-		buf, l.outBuf = l.outBuf, buf[:0]
+		buf, l.outBuf, l.unsent = l.outBuf, buf[:0], 0
 		l.outMu.Unlock()
 		if len(buf) > 0 {
 			if _, err := l.c.Write(buf); err != nil {
@@ -406,34 +547,28 @@ func (l *lane) end() {
 		if s.state >= flight {
 			r.Outcome = transfer.InDoubt // its bytes may be anywhere
 		}
-		if !l.stuck {
-			s.release(l.b)
-		}
 		s.state = idle
 		res = append(res, r)
 	}
-	stuck := l.stuck
+	kept := l.kept
 	l.mu.Unlock()
-	if !stuck {
-		for i := range l.in {
-			l.in[i].release()
-		}
-		l.mu.Lock()
-		for i := range l.in {
-			l.in[i].state, l.in[i].g = idle, nil
-		}
-		l.changedLocked()
-		l.mu.Unlock()
-		l.dev.leave() // a stuck lane keeps its device
+	if l.isDrained() {
+		l.letGo()
 	}
 	if len(res) > 0 {
 		l.b.host.Done(l, res)
 	}
-	l.b.mu.Lock()
-	if !stuck {
-		delete(l.b.lanes, l) // a stuck one stays for fences to find
+	if kept {
+		l.dev.keep(1) // and the lane stays in the list, for fences to find
+	} else {
+		l.b.mu.Lock()
+		delete(l.b.lanes, l)
+		l.b.mu.Unlock()
 	}
-	l.b.mu.Unlock()
+	l.dev.leave()
+	l.mu.Lock()
+	l.over = true
+	l.mu.Unlock()
 	l.b.host.LaneDown(l, err)
 }
 

@@ -25,7 +25,7 @@ func TestLiars(t *testing.T) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
 			l.posted++
-			if err := l.q.PostSend([]verbs.Work{{ID: l.posted, Op: verbs.WriteImm, Imm: imm, Signaled: true}}); err != nil {
+			if _, err := l.q.PostSend([]verbs.Work{{ID: l.posted, Op: verbs.WriteImm, Imm: imm, Signaled: true}}); err != nil {
 				t.Error(err)
 			}
 		}
@@ -67,7 +67,7 @@ func TestLiars(t *testing.T) {
 			}
 			defer k.put()
 			l.posted++
-			if err := l.q.PostSend([]verbs.Work{{ID: l.posted, Op: verbs.Write, LocalAddr: k.parts[0].Addr(), LocalKey: k.parts[0].LocalKey(), Len: 64,
+			if _, err := l.q.PostSend([]verbs.Work{{ID: l.posted, Op: verbs.Write, LocalAddr: k.parts[0].Addr(), LocalKey: k.parts[0].LocalKey(), Len: 64,
 				RemoteAddr: 1 << 40, RemoteKey: 0xdead, Signaled: true}}); err != nil {
 				t.Error(err)
 			}
@@ -91,26 +91,66 @@ func TestLiars(t *testing.T) {
 	dst.GapsIntact(t)
 }
 
-// TestWrongGo: an answer for another length than was asked for ends the lane before anything is written.
+// TestWrongGo: an answer for another length than was asked for, or with pieces of no length, ends the lane before anything is
+// written.
 func TestWrongGo(t *testing.T) {
+	one := transfer.Range{Count: 1}
+	for name, c := range map[string]struct {
+		spans func(bytes uint32) []span
+		says  string
+	}{
+		"too long":                {func(uint32) []span { return []span{{addr: 1, len: 1 << 20, key: 1}} }, "GO for 1048576 bytes"},
+		"nothing at the end":      {func(n uint32) []span { return []span{{addr: 1, len: n, key: 1}, {addr: 1, key: 1}} }, "no length"},
+		"nothing at the start":    {func(n uint32) []span { return []span{{addr: 1, key: 1}, {addr: 1, len: n, key: 1}} }, "no length"},
+		"nothing that is to skip": {func(n uint32) []span { return []span{{len: n}, {}} }, "no length"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, factory := rig(t)
+			p := transporttest.NewPair(t, factory)
+			a, b := p.Dial()
+			src := transporttest.NewMemory(t, shape)
+			bind := transporttest.NewBind(t, p.A, p.B, src, transporttest.NewMemory(t, shape), 1, 1)
+			there := b.(*lane)
+			there.mu.Lock() // it answers nothing by itself
+			res := p.A.Move(a, bind.Origin, one, 1)
+			here := a.(*lane)
+			here.mu.Lock()
+			seq, n := here.out[0].seq, here.out[0].bytes
+			here.mu.Unlock()
+			there.say(&head{kind: kindGo, id: 0, seq: seq}, c.spans(uint32(n)))
+			until(t, "the lane is down", func() bool { return here.failure() != nil })
+			there.mu.Unlock()
+			r := <-res
+			if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), c.says) || !errors.Is(r.Err, net.ErrClosed) {
+				t.Errorf("%s: %v", r.Outcome, r.Err)
+			}
+			bind.End(t)
+		})
+	}
+}
+
+// TestLongAsk: nobody is asked to resolve more than a slice may be.
+func TestLongAsk(t *testing.T) {
 	_, factory := rig(t)
 	p := transporttest.NewPair(t, factory)
-	a, b := p.Dial()
-	src := transporttest.NewMemory(t, shape)
-	bind := transporttest.NewBind(t, p.A, p.B, src, transporttest.NewMemory(t, shape), 1, 1)
-	there := b.(*lane)
-	there.mu.Lock() // it answers nothing by itself
-	res := p.A.Move(a, bind.Origin, transfer.Range{Count: 1}, 1)
-	here := a.(*lane)
-	here.mu.Lock()
-	seq := here.out[0].seq
-	here.mu.Unlock()
-	there.say(&head{kind: kindGo, id: 0, seq: seq}, []span{{addr: 1, len: 1 << 20, key: 1}})
-	until(t, "the lane is down", func() bool { return here.failure() != nil })
-	there.mu.Unlock()
-	r := <-res
-	if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), "GO for 1048576 bytes") || !errors.Is(r.Err, net.ErrClosed) {
-		t.Errorf("%s: %v", r.Outcome, r.Err)
+	a, _ := p.Dial()
+	long := transporttest.Shape{Chunks: maxSliceChunks + 1, BlockBytes: 64 << 10, TailBytes: 64}
+	src, dst := transporttest.NewMemory(t, long), transporttest.NewMemory(t, long)
+	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome == transfer.Landed || r.Reason != transfer.ReasonRange {
+		t.Errorf("the mover takes it: %s %s", r.Outcome, r.Reason)
 	}
+	l := a.(*lane)
+	l.say(&head{kind: kindAsk, id: 9, seq: 1, slot: 1, gen: 1, r: src.All(), attempt: 1, bytes: total64(t, bind, src.All())}, nil)
+	until(t, "it is refused", func() bool { return p.B.RefusedFor(transfer.ReasonRange) > 0 })
 	bind.End(t)
+}
+
+func total64(t *testing.T, b *transporttest.Bind, r transfer.Range) uint64 {
+	t.Helper()
+	n, err := b.Sink.Bytes(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
 }

@@ -21,7 +21,8 @@ type nullDevice struct {
 	events chan verbs.Event
 }
 
-func (d *nullDevice) Name() string { return "null" }
+func (d *nullDevice) Name() string   { return "null" }
+func (d *nullDevice) GID() verbs.GID { return verbs.GID{} }
 func (d *nullDevice) Limits() verbs.Limits {
 	return verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: 1 << 30, MaxWork: 1 << 14, MaxCompletions: 1 << 15}
 }
@@ -129,7 +130,7 @@ func (q *nullQP) ToError() error {
 	return nil
 }
 
-func (q *nullQP) PostSend(batch []verbs.Work) error {
+func (q *nullQP) PostSend(batch []verbs.Work) (int, error) {
 	for i := range batch {
 		w := &batch[i]
 		if w.Op == verbs.WriteImm {
@@ -148,7 +149,7 @@ func (q *nullQP) PostSend(batch []verbs.Work) error {
 			q.cq.add(verbs.Completion{ID: w.ID, Op: w.Op})
 		}
 	}
-	return nil
+	return len(batch), nil
 }
 
 func (q *nullQP) PostReceive(ids []uint64) error {

@@ -11,45 +11,61 @@ import (
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
 )
 
-// rail is a listener and the device that it is for. A device that was lost is opened again.
-type rail struct {
-	b   *Backend
-	cfg Rail
-	ln  net.Listener
+// How a device that was lost is opened again.
+const (
+	reopenFirst   = 20 * time.Millisecond // after the loss
+	reopenLongest = 2 * time.Second       // between tries
+	maxLost       = 4                     // lost devices of a rail whose queue pairs are still there; with more, none is opened
+)
 
-	mu sync.Mutex
+// rail is a listener and the device that it is for. A device that was lost is opened again in the background, under the GID and at
+// the address that its port has by then.
+type rail struct {
+	b    *Backend
+	cfg  Rail
+	wake chan struct{} // a device was lost
+
+	mu sync.Mutex // never held while a device is asked
 	// guarded by mu
-	dev  *openDevice
-	lost []*openDevice // until their lanes have ended
+	dev    *openDevice // nil: lost, and not opened again yet
+	why    error       // why dev is nil
+	down   bool        // the port
+	ln     net.Listener
+	at     string        // what ln was asked to listen on
+	lost   []*openDevice // until nothing of them is left
+	closed bool
 }
 
 // openDevice is a device with what belongs to its life.
 type openDevice struct {
 	verbs.Device
 	keys *keys
-	gone chan struct{} // closed by lose
-	once sync.Once
+	gone chan struct{} // closed by lose: there are no new lanes
+	dead chan struct{} // closed where the device will never say anything again
 
 	mu sync.Mutex
 	// guarded by mu
-	lanes  int
-	empty  sync.Cond
+	users  int // lanes, and who asks something
+	kept   int // lanes that have ended, and whose queue pairs the device has not given back
+	idle   sync.Cond
 	closed bool
 }
 
 func (b *Backend) openRail(ctx context.Context, cfg Rail) (*rail, error) {
-	r := &rail{b: b, cfg: cfg}
+	r := &rail{b: b, cfg: cfg, wake: make(chan struct{}, 1)}
 	dev, err := r.open()
 	if err != nil {
 		return nil, err
 	}
-	r.dev = dev
-	if r.ln, err = (&net.ListenConfig{}).Listen(ctx, "tcp", cfg.Listen); err != nil {
-		return nil, errors.Join(fmt.Errorf("listen on %q: %w", cfg.Listen, err), dev.Close())
+	if err := r.listen(ctx, dev); err != nil {
+		return nil, errors.Join(err, dev.Close())
 	}
-	b.wg.Go(r.accept)
+	r.dev = dev
+	b.wg.Go(func() { r.follow(dev) })
+	b.wg.Go(r.tend)
 	return r, nil
 }
 
@@ -58,13 +74,38 @@ func (r *rail) open() (*openDevice, error) {
 	if err != nil {
 		return nil, err
 	}
-	dev := &openDevice{Device: d, keys: newKeys(d), gone: make(chan struct{})}
-	dev.empty.L = &dev.mu
-	r.b.wg.Go(func() { r.follow(dev) })
+	dev := &openDevice{Device: d, keys: newKeys(d), gone: make(chan struct{}), dead: make(chan struct{})}
+	dev.idle.L = &dev.mu
 	return dev, nil
 }
 
-// follow takes the device's events until it is closed, or the backend is.
+// listen makes the listener for a device, unless there is one at its address. Called by openRail, and then by tend alone.
+func (r *rail) listen(ctx context.Context, dev *openDevice) error {
+	at := r.cfg.Listen
+	if at == "" { // at the address of the device, so that the sockets share its fate
+		at = net.JoinHostPort(dev.GID().Addr().String(), "0")
+	}
+	if at == r.at {
+		return nil
+	}
+	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", at)
+	if err != nil {
+		return fmt.Errorf("listen on %q: %w", at, err)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return errors.Join(net.ErrClosed, ln.Close())
+	}
+	if r.ln != nil {
+		_ = r.ln.Close() // its address is no more
+	}
+	r.ln, r.at = ln, at
+	r.b.wg.Go(func() { r.accept(ln) })
+	return nil
+}
+
+// follow takes the events of a device until it is closed, or the backend is.
 func (r *rail) follow(dev *openDevice) {
 	for {
 		var e verbs.Event
@@ -74,46 +115,124 @@ func (r *rail) follow(dev *openDevice) {
 		case <-r.b.life.Done():
 			return
 		}
-		if !ok {
+		if !ok || e.Kind == verbs.DeviceFatal {
+			close(dev.dead)
+			r.lose(dev, errors.New("the device is gone"))
 			return
 		}
 		r.b.cfg.Log.Info("device event", "transport", Name, "rail", r.cfg.Name, "event", e.Kind.String(), "qp", e.QP)
-		if e.Kind == verbs.GIDChange { // mostly of an entry that we do not use
+		switch e.Kind {
+		case verbs.GIDChange: // mostly of an entry that we do not use
 			if _, err := dev.active(); err != nil {
 				r.lose(dev, err)
 			}
+		case verbs.PortUp:
+			r.setDown(dev, false)
+		case verbs.PortDown:
+			r.setDown(dev, true)
+			r.b.failLanes(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind), func(l *lane) bool { return l.dev == dev })
+		case verbs.QueuePairFatal:
+			r.b.failLanes(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind), func(l *lane) bool { return l.dev == dev && l.q.Num() == e.QP })
 		}
-		if e.Kind == verbs.DeviceFatal {
-			r.lose(dev, errors.New("device fatal"))
-			return
-		}
-		for _, l := range r.b.allLanes() {
-			if l.dev != dev {
-				continue
-			}
-			switch e.Kind {
-			case verbs.PortDown:
-				l.fail(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind))
-			case verbs.QueuePairFatal:
-				if l.q.Num() == e.QP {
-					l.fail(fmt.Errorf("gdr: rail %s: %s", r.cfg.Name, e.Kind))
-				}
-			}
-		}
+	}
+}
+
+// setDown takes what a device says of its port.
+func (r *rail) setDown(dev *openDevice, down bool) {
+	r.mu.Lock()
+	change := r.dev == dev && r.down != down
+	if change {
+		r.down = down
+	}
+	r.mu.Unlock()
+	if change {
+		r.b.changed()
 	}
 }
 
 // lose gives a device up, once: its lanes end, and when they have, it is closed, which lets the kernel remove it.
 func (r *rail) lose(dev *openDevice, why error) {
-	dev.once.Do(func() {
-		r.b.cfg.Log.Warn("device lost", "transport", Name, "rail", r.cfg.Name, "err", why)
-		close(dev.gone)
-		for _, l := range r.b.allLanes() {
-			if l.dev == dev {
-				l.fail(fmt.Errorf("gdr: rail %s: device lost: %w", r.cfg.Name, why))
+	r.mu.Lock()
+	if r.dev != dev || r.closed {
+		r.mu.Unlock()
+		return
+	}
+	r.dev, r.why = nil, why
+	r.lost = append(r.lost, dev)
+	r.mu.Unlock()
+	r.b.cfg.Log.Warn("device lost; opened again in the background", "transport", Name, "rail", r.cfg.Name, "err", why)
+	close(dev.gone)
+	r.b.failLanes(fmt.Errorf("gdr: rail %s: device lost: %w", r.cfg.Name, why), func(l *lane) bool { return l.dev == dev })
+	r.b.changed()
+	select {
+	case r.wake <- struct{}{}:
+	default:
+	}
+}
+
+// tend asks the device what may take its time: it opens it again, and gives back keys that are idle and what a device kept.
+func (r *rail) tend() {
+	tick := time.NewTicker(r.b.interval())
+	defer tick.Stop()
+	var again <-chan time.Time
+	wait := reopenFirst
+	for {
+		select {
+		case <-r.b.life.Done():
+			return
+		case <-r.wake:
+			wait, again = reopenFirst, time.After(reopenFirst)
+		case <-again:
+			again = nil
+			if err := r.reopen(); err != nil {
+				wait = min(2*wait, reopenLongest)
+				again = time.After(wait)
+			}
+		case now := <-tick.C:
+			if err := r.sweep(now); err != nil {
+				r.b.cfg.Log.Warn("registration not given back; tried again", "transport", Name, "rail", r.cfg.Name, "err", err)
 			}
 		}
-	})
+	}
+}
+
+// reopen opens a device that was lost. The choice of its GID is made again.
+func (r *rail) reopen() (err error) {
+	r.mu.Lock()
+	missing, lost := r.dev == nil, len(r.lost)
+	r.mu.Unlock()
+	if !missing {
+		return nil
+	}
+	if lost > maxLost {
+		return r.still(fmt.Errorf("%d devices that were lost before have not given their queue pairs back: restart the sidecar", lost))
+	}
+	dev, err := r.open()
+	if err != nil {
+		return r.still(err)
+	}
+	if err := r.listen(r.b.life, dev); err != nil {
+		return r.still(errors.Join(err, dev.Close()))
+	}
+	r.mu.Lock()
+	if r.closed {
+		r.mu.Unlock()
+		return dev.Close()
+	}
+	r.dev, r.why, r.down = dev, nil, false
+	r.mu.Unlock()
+	r.b.wg.Go(func() { r.follow(dev) })
+	r.b.cfg.Log.Info("device is there again", "transport", Name, "rail", r.cfg.Name, "gid", dev.GID().Addr())
+	r.b.changed()
+	return nil
+}
+
+// still says why there is no device.
+func (r *rail) still(err error) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.why = err
+	return err
 }
 
 // active is Active while the device is open.
@@ -125,123 +244,148 @@ func (d *openDevice) active() (bool, error) {
 	return d.Active()
 }
 
-// usable returns the device if its port is up; one that was lost is opened again.
+// usable returns the device if its port is up.
 func (r *rail) usable() (*openDevice, error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	select {
-	case <-r.dev.gone:
-		dev, err := r.open()
-		if err != nil {
-			return nil, fmt.Errorf("the device was lost: %w", err)
-		}
-		r.lost = append(r.lost, r.dev)
-		r.dev = dev
-	default:
+	dev, why := r.current()
+	if dev == nil {
+		return nil, fmt.Errorf("the device was lost, and is not there again yet: %w", why)
 	}
-	active, err := r.dev.active()
+	active, err := dev.active()
 	if err != nil {
-		r.lose(r.dev, err)
+		r.lose(dev, err)
 		return nil, err
 	}
 	if !active {
-		return nil, fmt.Errorf("the port of %s is not active: look at its cable and its network interface", r.dev.Name())
+		return nil, fmt.Errorf("the port of %s is not active: look at its cable and its network interface", dev.Name())
 	}
-	return r.dev, nil
+	return dev, nil
 }
 
-// sweep gives back idle keys, and lost devices that nobody uses any more: the kernel waits for that to remove them.
+func (r *rail) current() (*openDevice, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.dev, r.why
+}
+
+// state is the rail as it is now.
+func (r *rail) state() RailState {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return RailState{Rail: transport.Rail{Name: r.cfg.Name, Address: r.ln.Addr().String(), Gbps: r.cfg.Gbps, NUMA: r.cfg.NUMA}, Down: r.dev == nil || r.down}
+}
+
+// sweep gives back idle keys, queue pairs that a device kept, and lost devices of which nothing is left: the kernel waits for that to
+// remove them.
 func (r *rail) sweep(now time.Time) error {
+	for _, l := range r.b.allLanes() {
+		if l.rail == r {
+			l.reap()
+		}
+	}
 	r.mu.Lock()
 	dev := r.dev
+	lost := append([]*openDevice(nil), r.lost...)
+	r.mu.Unlock()
+	closed := map[*openDevice]bool{}
+	for _, d := range lost {
+		if d.unused() {
+			_ = d.close(true) // it is gone: what it says to this changes nothing
+			closed[d] = true
+		}
+	}
+	r.mu.Lock()
 	kept := r.lost[:0]
 	for _, d := range r.lost {
-		if !d.closeLost() {
+		if !closed[d] {
 			kept = append(kept, d)
 		}
 	}
+	clear(r.lost[len(kept):])
 	r.lost = kept
 	r.mu.Unlock()
-	select {
-	case <-dev.gone:
-		dev.closeLost()
+	if dev == nil {
 		return nil
-	default:
-		return dev.keys.sweep(now)
 	}
+	return dev.keys.sweep(now)
 }
 
-// closeLost closes a lost device if no lane has it any more. It is gone: what it says to this changes nothing.
-func (d *openDevice) closeLost() bool {
-	if d.users() > 0 {
-		return false
-	}
-	_ = d.close()
-	return true
-}
-
-func (d *openDevice) users() int {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.lanes
-}
-
-// enter keeps the device open for a lane.
+// enter keeps the device open.
 func (d *openDevice) enter() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
 		return false
 	}
-	d.lanes++
+	d.users++
 	return true
 }
 
 func (d *openDevice) leave() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.lanes--; d.lanes == 0 {
-		d.empty.Broadcast()
+	if d.users--; d.users == 0 {
+		d.idle.Broadcast()
 	}
 }
 
-// close waits for lanes that were being opened, and gives the device back.
-func (d *openDevice) close() error {
+// keep counts a lane that ended as one whose queue pair is still there; n is 1, or -1 when it is given back.
+func (d *openDevice) keep(n int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.kept += n
+}
+
+func (d *openDevice) unused() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.users == 0 && d.kept == 0
+}
+
+// close waits for lanes that were being opened, and gives the device back. A device that keeps queue pairs stays as it is, with the
+// memory that they may touch: the end of the process is what takes them from it.
+func (d *openDevice) close(lost bool) error {
 	d.mu.Lock()
 	d.closed = true
-	for d.lanes > 0 {
-		d.empty.Wait()
+	for d.users > 0 {
+		d.idle.Wait()
 	}
+	kept := d.kept
 	d.mu.Unlock()
-	lost := false
-	select {
-	case <-d.gone:
-		lost = true
-	default:
+	if kept > 0 {
+		return fmt.Errorf("gdr: %s keeps %d queue pairs and the memory that they reach until this process ends", d.Name(), kept)
 	}
 	return errors.Join(d.keys.close(lost), d.Close())
 }
 
-// close ends the rail's devices; their lanes have ended.
-func (r *rail) close() (err error) {
+// shut ends the rail's listener; no device is opened any more.
+func (r *rail) shut() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, d := range append(r.lost, r.dev) {
-		cerr := d.close()
-		select {
-		case <-d.gone:
-		default:
+	r.closed = true
+	_ = r.ln.Close() // what it accepted is a lane
+}
+
+// close ends the rail's devices; their lanes have ended, and its goroutines.
+func (r *rail) close() (err error) {
+	r.mu.Lock()
+	dev, lost := r.dev, r.lost
+	r.dev, r.why, r.lost = nil, net.ErrClosed, nil
+	r.mu.Unlock()
+	for _, d := range lost {
+		if cerr := d.close(true); !d.unused() {
 			err = errors.Join(err, cerr)
 		}
 	}
-	r.lost = nil
+	if dev != nil {
+		err = errors.Join(err, dev.close(false))
+	}
 	return err
 }
 
-func (r *rail) accept() {
+func (r *rail) accept(ln net.Listener) {
 	opening := make(chan struct{}, maxSetUps)
 	for {
-		c, err := r.ln.Accept()
+		c, err := ln.Accept()
 		if err != nil {
 			return
 		}
@@ -286,7 +430,7 @@ func (r *rail) welcome(c net.Conn) error {
 		err = l.connect(o)
 	}
 	if err == nil {
-		err = l.start(o)
+		err = l.start()
 	}
 	if err != nil && l != nil {
 		err = errors.Join(err, l.abandon())

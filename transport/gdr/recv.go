@@ -108,7 +108,7 @@ func (l *lane) asked(h head) error {
 	}
 	if g != nil {
 		why = transfer.ReasonNone
-		if h.r.Count == 0 || uint64(h.r.First)+uint64(h.r.Count) > transfer.MaxSlotChunks {
+		if h.r.Count == 0 || h.r.Count > maxSliceChunks || uint64(h.r.First)+uint64(h.r.Count) > transfer.MaxSlotChunks {
 			why = transfer.ReasonRange
 		} else if n, err := g.Sink.Bytes(h.r); err != nil {
 			why = transfer.ReasonRange
@@ -165,7 +165,7 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 		}
 		select {
 		case <-ended:
-		case <-l.drained:
+		case <-l.settled:
 			return transfer.ReasonLaneLost, nil
 		case <-patience.C:
 		}
@@ -249,14 +249,18 @@ func (l *lane) refuse(id uint8, why transfer.Reason) {
 	l.finish(id, why)
 }
 
-// finish frees the slice's id and says END, in this order: the peer uses the id again.
+// finish frees the slice's id and says END, in this order: the peer uses the id again. Before that nothing can be written for the
+// slice any more, so that a fence need not look at the keys that it gives back.
 func (l *lane) finish(id uint8, why transfer.Reason) {
 	r := &l.in[id]
+	l.mu.Lock()
+	r.g = nil
+	l.changedLocked()
+	l.mu.Unlock()
 	r.release()
 	l.mu.Lock()
-	r.state, r.g = idle, nil
+	r.state = idle
 	seq := r.seq
-	l.changedLocked()
 	l.mu.Unlock()
 	l.say(&head{kind: kindEnd, id: id, reason: why, seq: seq}, nil)
 }
@@ -298,19 +302,31 @@ func (l *lane) armedFor(g *transport.Grant) <-chan struct{} {
 	return nil
 }
 
-// invalidate ends the keys under which a grant may be written through this lane, whose device does not drain.
+// invalidate ends the keys under which a grant, or with nil every one, may be written through this lane, whose device does not drain.
 func (l *lane) invalidate(g *transport.Grant) (err error) {
+	match := func(r *receiving) bool { return r.g != nil && (g == nil || r.g == g) }
+	var held []*key
+	l.mu.Lock()
+	for i := range l.in {
+		if r := &l.in[i]; match(r) {
+			held = append(held, r.keys...)
+		}
+	}
+	l.mu.Unlock()
+	for _, k := range held {
+		err = errors.Join(err, k.invalidate())
+	}
+	if err != nil {
+		return err
+	}
+	// No slice was armed in between: the guard is revoked, or the lane has failed.
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for i := range l.in {
-		if r := &l.in[i]; r.g == g {
-			for _, k := range r.keys {
-				err = errors.Join(err, k.invalidate())
-			}
-			if err == nil {
-				r.g = nil
-			}
+		if r := &l.in[i]; match(r) {
+			r.g = nil
 		}
 	}
-	return err
+	l.changedLocked()
+	return nil
 }

@@ -81,7 +81,12 @@ func (l *lane) Move(batch []transport.Slice) error {
 		l.seq++
 		s.state, s.s, s.seq, s.at = asked, batch[i], l.seq, time.Now()
 		s.why, s.err, s.si, s.di = transfer.ReasonNone, nil, 0, 0
-		if s.bytes, s.err = s.s.Origin.Source.Bytes(s.s.Range); s.err != nil {
+		if s.s.Range.Count > maxSliceChunks {
+			s.err = fmt.Errorf("gdr: a slice of %d chunks: at most %d", s.s.Range.Count, maxSliceChunks)
+		} else {
+			s.bytes, s.err = s.s.Origin.Source.Bytes(s.s.Range)
+		}
+		if s.err != nil {
 			s.state, s.why = failed, transfer.ReasonRange
 			l.wake()
 			continue
@@ -106,12 +111,14 @@ func (l *lane) proceed(h *head, spans []byte) error {
 	if !ok {
 		return fmt.Errorf("%w: GO for slice %d.%d, which did not ask", errFrame, h.id, h.seq)
 	}
-	s.dst = appendSpans(s.dst[:0], spans)
+	var err error
+	if s.dst, err = appendSpans(s.dst[:0], spans); err != nil {
+		return err
+	}
 	if total(s.dst) != s.bytes {
 		return fmt.Errorf("%w: GO for %d bytes of a slice of %d", errFrame, total(s.dst), s.bytes)
 	}
-	err := l.launch(h.id, false)
-	if errors.Is(err, errLater) {
+	if err = l.launch(h.id, false); errors.Is(err, errLater) {
 		id := h.id
 		l.asks.Go(func() {
 			if err := l.launch(id, true); err != nil {
@@ -192,11 +199,12 @@ func (l *lane) pumpLocked() {
 		room := l.depth - min(l.posted-l.done, l.depth)
 		n := s.plan(l.works[:min(room, batchWorks)], l.posted, l.most, l.q.MaxInline())
 		if n > 0 {
-			if err := l.q.PostSend(l.works[:n]); err != nil {
+			taken, err := l.q.PostSend(l.works[:n])
+			l.posted += uint64(taken)
+			if err != nil {
 				l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
 				return
 			}
-			l.posted += uint64(n)
 		}
 		if s.di < len(s.dst) {
 			if room == uint64(n) {
@@ -271,11 +279,12 @@ func (l *lane) verdictLocked(id uint8) {
 		return
 	}
 	l.one[0] = verbs.Work{ID: l.posted + 1, Op: verbs.WriteImm, Imm: verdictOf(id, s.why, s.seq), Signaled: true}
-	if err := l.q.PostSend(l.one[:]); err != nil {
+	taken, err := l.q.PostSend(l.one[:])
+	l.posted += uint64(taken)
+	if err != nil {
 		l.failLocked(fmt.Errorf("gdr: lane %d: %w", l.id, err))
 		return
 	}
-	l.posted++
 	s.state = judged
 }
 

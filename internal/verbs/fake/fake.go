@@ -1,13 +1,14 @@
 // Package fake is RDMA verbs inside one process, deterministic: nothing moves until Step or Run is called, and each hop of a
 // message is a step of its own. So a test can stop time between the sender's read, the receiver's write and the completion,
-// lose any of them, and deliver a message long after its sender gave up on it.
+// lose any of them, deliver a message long after its sender gave up on it, give a port another address, and pull a device out.
 //
 // A Fabric owns everything under one mutex and starts no goroutine.
 package fake
 
 import (
-	"encoding/binary"
+	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"sync"
 
@@ -33,14 +34,15 @@ type Fabric struct {
 	order   []*queuePair       // with sends or messages, oldest first
 	lost    map[uint32]bool    // queue pairs whose answers are lost
 	held    map[uint32]bool    // queue pairs whose messages stay on the wire
-	devices map[string]*device
+	devices []*device          // as they were opened
+	ports   map[string]*port
 	limits  verbs.Limits
 }
 
 // New returns an empty fabric.
 func New() *Fabric {
 	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1), qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
-		lost: map[uint32]bool{}, held: map[uint32]bool{}, devices: map[string]*device{},
+		lost: map[uint32]bool{}, held: map[uint32]bool{}, ports: map[string]*port{},
 		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
 }
 
@@ -51,48 +53,133 @@ func (f *Fabric) Limit(l verbs.Limits) {
 	f.limits = l
 }
 
-// Device returns the device of that name, which is made on first use.
+// Device returns the device of that name that was opened last, which is made on first use.
 func (f *Fabric) Device(name string) verbs.Device {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	d := f.devices[name]
-	if d == nil {
-		d = &device{f: f, name: name, events: make(chan verbs.Event, maxEvents)}
-		f.devices[name] = d
+	for i := len(f.devices) - 1; i >= 0; i-- {
+		if f.devices[i].name == name {
+			return f.devices[i]
+		}
 	}
+	return f.openLocked(name)
+}
+
+func (f *Fabric) openLocked(name string) *device {
+	if _, ok := f.ports[name]; !ok {
+		n := len(f.ports) + 1
+		f.ports[name] = &port{gid: gid(netip.AddrFrom4([4]byte{10, 0, byte(n >> 8), byte(n)}))}
+	}
+	if len(f.devices) >= maxObjects {
+		f.devices = slices.DeleteFunc(f.devices, func(d *device) bool { return d.closed })
+	}
+	d := &device{f: f, name: name, gid: f.ports[name].gid, events: make(chan verbs.Event, maxEvents)}
+	f.devices = append(f.devices, d)
 	return d
+}
+
+// port is what devices of one name have in common.
+type port struct {
+	gid     verbs.GID
+	down    bool
+	removed bool
+}
+
+var errRemoved = errors.New("fake: the device is not there")
+
+// Open opens the device of that name, as the library does: each time anew, with events of its own.
+func (f *Fabric) Open(name string) (verbs.Device, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if p := f.ports[name]; p != nil && p.removed {
+		return nil, errRemoved
+	} else if p != nil && p.gid.Type == 0 {
+		return nil, fmt.Errorf("fake: %s has no GID", name)
+	}
+	return f.openLocked(name), nil
+}
+
+func gid(a netip.Addr) verbs.GID {
+	return verbs.GID{Raw: a.As16(), Type: verbs.GIDRoCEv2}
+}
+
+// SetGID gives a port another address, and says so. The zero Addr takes the only one away.
+func (f *Fabric) SetGID(name string, a netip.Addr) {
+	f.Device(name)
+	f.mu.Lock()
+	f.ports[name].gid = verbs.GID{}
+	if a.IsValid() {
+		f.ports[name].gid = gid(a)
+	}
+	f.mu.Unlock()
+	f.Emit(name, verbs.Event{Kind: verbs.GIDChange})
+}
+
+// Remove pulls a device out: its last word is DeviceFatal, its queue pairs neither flush nor move anything, and what belonged to it
+// can only be closed. It cannot be opened until Insert.
+func (f *Fabric) Remove(name string) {
+	f.Device(name)
+	f.Emit(name, verbs.Event{Kind: verbs.DeviceFatal})
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ports[name].removed = true
+	for _, d := range f.devices {
+		if d.name == name {
+			d.dead = true
+			d.closeLocked()
+		}
+	}
+	for _, q := range f.qps {
+		if q.d.name == name {
+			q.state, q.dead = verbs.Error, true
+			q.wire, q.sends, q.unacked, q.receives = nil, nil, nil, nil
+		}
+	}
+}
+
+// Insert puts a device back.
+func (f *Fabric) Insert(name string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ports[name].removed, f.ports[name].down = false, false
 }
 
 // maxEvents that nobody has taken; later ones are lost.
 const maxEvents = 64
 
-// Emit makes a device say something. PortDown and PortUp also change what Active says; what is on the wire stays there.
+// Emit makes a device say something, to everybody who has opened it. PortDown and PortUp also change what Active says; what is on
+// the wire stays there.
 func (f *Fabric) Emit(name string, e verbs.Event) {
-	d := f.Device(name).(*device)
+	f.Device(name)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch e.Kind {
 	case verbs.PortDown, verbs.DeviceFatal:
-		d.down = true
+		f.ports[name].down = true
 	case verbs.PortUp:
-		d.down = false
+		f.ports[name].down = false
 	}
-	if d.closed {
-		return
-	}
-	select {
-	case d.events <- e:
-	default:
+	for _, d := range f.devices {
+		if d.name != name || d.closed {
+			continue
+		}
+		select {
+		case d.events <- e:
+		default:
+		}
 	}
 }
 
 type device struct {
 	f      *Fabric
 	name   string
+	gid    verbs.GID // as it was opened
 	events chan verbs.Event
-	down   bool // guarded by f.mu
+	dead   bool // guarded by f.mu
 	closed bool // guarded by f.mu
 }
+
+func (d *device) GID() verbs.GID { return d.gid }
 
 func (d *device) Name() string               { return d.name }
 func (d *device) Events() <-chan verbs.Event { return d.events }
@@ -106,17 +193,27 @@ func (d *device) Limits() verbs.Limits {
 func (d *device) Active() (bool, error) {
 	d.f.mu.Lock()
 	defer d.f.mu.Unlock()
-	return !d.down, nil
+	if d.dead {
+		return false, errRemoved
+	}
+	if d.f.ports[d.name].gid != d.gid {
+		return false, fmt.Errorf("fake: the GID of %s was %s and has changed", d.name, d.gid.Addr())
+	}
+	return !d.f.ports[d.name].down, nil
 }
 
 func (d *device) Close() error {
 	d.f.mu.Lock()
 	defer d.f.mu.Unlock()
+	d.closeLocked()
+	return nil
+}
+
+func (d *device) closeLocked() {
 	if !d.closed {
 		d.closed = true
 		close(d.events)
 	}
-	return nil
 }
 
 type memory struct {
@@ -136,6 +233,9 @@ func (d *device) Register(b []byte, remote bool) (verbs.Memory, error) {
 	f := d.f
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if d.dead {
+		return nil, errRemoved
+	}
 	if len(b) == 0 || uint64(len(b)) > f.limits.MaxRegistration || len(f.mrs) >= maxObjects {
 		return nil, fmt.Errorf("fake: register %d bytes beside %d registrations: %w", len(b), len(f.mrs), verbs.ErrFull)
 	}
@@ -212,8 +312,10 @@ type message struct {
 
 type queuePair struct {
 	f        *Fabric
+	d        *device
 	cq       *completionQueue
 	num      uint32
+	dead     bool // with its device
 	state    verbs.State
 	remote   uint32
 	maxSend  int
@@ -235,8 +337,11 @@ func (d *device) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (ve
 	if len(f.qps) >= maxObjects || sends < 0 || sends > maxQueue || receives < 0 || receives > maxQueue {
 		return nil, fmt.Errorf("fake: queue pair of %d sends and %d receives beside %d others: %w", sends, receives, len(f.qps), verbs.ErrFull)
 	}
+	if d.dead {
+		return nil, errRemoved
+	}
 	f.next++
-	q := &queuePair{f: f, cq: c, num: f.next, maxSend: sends, maxRecv: receives}
+	q := &queuePair{f: f, d: d, cq: c, num: f.next, maxSend: sends, maxRecv: receives}
 	f.qps[q.num] = q
 	f.order = append(f.order, q)
 	return q, nil
@@ -246,10 +351,7 @@ func (q *queuePair) Num() uint32    { return q.num }
 func (q *queuePair) MaxInline() int { return maxInline }
 
 func (q *queuePair) Address() verbs.Address {
-	a := verbs.Address{QP: q.num, MTU: verbs.MTU4096, Type: verbs.GIDRoCEv2}
-	binary.BigEndian.PutUint32(a.GID[12:], 10<<24|q.num&0xffffff)
-	a.GID[10], a.GID[11] = 0xff, 0xff
-	return a
+	return verbs.Address{GID: q.d.gid.Raw, QP: q.num, MTU: verbs.MTU4096, Type: q.d.gid.Type}
 }
 
 func (q *queuePair) State() verbs.State {
@@ -296,6 +398,9 @@ func (q *queuePair) ToReadyToSend() error {
 func (q *queuePair) ToError() error {
 	q.f.mu.Lock()
 	defer q.f.mu.Unlock()
+	if q.dead {
+		return errRemoved
+	}
 	if q.state == verbs.Reset {
 		return fmt.Errorf("fake: queue pair %d: ERR cannot follow RESET: %w", q.num, verbs.ErrState)
 	}
@@ -307,10 +412,10 @@ func (q *queuePair) ToError() error {
 func (q *queuePair) failLocked() {
 	q.state = verbs.Error
 	for _, w := range append(q.unacked, q.sends...) {
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.Flushed})
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.Flushed})
 	}
 	for _, id := range q.receives {
-		q.cq.addLocked(verbs.Completion{ID: id, QP: q.num, Op: verbs.Receive, Status: verbs.Flushed})
+		q.cq.addLocked(verbs.Completion{ID: id, QP: q.num, Status: verbs.Flushed})
 	}
 	q.unacked, q.sends, q.receives = nil, nil, nil
 }
@@ -332,34 +437,40 @@ func (q *queuePair) Close() error {
 	return nil
 }
 
-func (q *queuePair) PostSend(batch []verbs.Work) error {
+func (q *queuePair) PostSend(batch []verbs.Work) (taken int, err error) {
 	q.f.mu.Lock()
 	defer q.f.mu.Unlock()
 	switch {
+	case q.dead:
+		return 0, errRemoved
 	case q.state == verbs.Error: // as hardware does: taken, and flushed at once
 		for _, w := range batch {
-			q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.Flushed})
+			q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.Flushed})
 		}
-		return nil
+		return len(batch), nil
 	case q.state != verbs.ReadyToSend:
-		return fmt.Errorf("fake: queue pair %d: post send in %s: %w", q.num, q.state, verbs.ErrState)
-	case len(q.sends)+len(q.unacked)+len(batch) > q.maxSend:
-		return fmt.Errorf("fake: queue pair %d: %d sends of %d: %w", q.num, len(q.sends)+len(q.unacked)+len(batch), q.maxSend, verbs.ErrFull)
+		return 0, fmt.Errorf("fake: queue pair %d: post send in %s: %w", q.num, q.state, verbs.ErrState)
 	}
-	q.sends = append(q.sends, batch...)
+	room := q.maxSend - len(q.sends) - len(q.unacked)
+	if taken = min(len(batch), room); taken < len(batch) {
+		err = fmt.Errorf("fake: queue pair %d: %d of %d sends taken: %w", q.num, taken, len(batch), verbs.ErrFull)
+	}
+	q.sends = append(q.sends, batch[:taken]...)
 	q.f.wakeLocked()
-	return nil
+	return taken, err
 }
 
 func (q *queuePair) PostReceive(ids []uint64) error {
 	q.f.mu.Lock()
 	defer q.f.mu.Unlock()
 	switch {
+	case q.dead:
+		return errRemoved
 	case q.state == verbs.Reset:
 		return fmt.Errorf("fake: queue pair %d: post receive in %s: %w", q.num, q.state, verbs.ErrState)
 	case q.state == verbs.Error:
 		for _, id := range ids {
-			q.cq.addLocked(verbs.Completion{ID: id, QP: q.num, Op: verbs.Receive, Status: verbs.Flushed})
+			q.cq.addLocked(verbs.Completion{ID: id, QP: q.num, Status: verbs.Flushed})
 		}
 		return nil
 	case len(q.receives)+len(ids) > q.maxRecv:
@@ -425,7 +536,7 @@ func (f *Fabric) TimeOut(qp uint32) {
 	if len(q.unacked) > 0 {
 		w := q.unacked[0]
 		q.unacked = q.unacked[1:]
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.RetryExceeded})
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.RetryExceeded})
 	}
 	q.failLocked()
 }
@@ -463,7 +574,7 @@ func (f *Fabric) transmitLocked(q *queuePair) bool {
 	q.sends = q.sends[1:]
 	b := f.sliceLocked(w.LocalKey, w.LocalAddr, w.Len, false)
 	if b == nil && w.Len > 0 {
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: verbs.LocalAccess})
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.LocalAccess})
 		q.failLocked()
 		return true
 	}
@@ -508,8 +619,11 @@ func (f *Fabric) answerLocked(q *queuePair, w verbs.Work, s verbs.Status) {
 		return // lost, or the sender gave up on it
 	}
 	q.unacked = q.unacked[1:]
-	if w.Signaled || s != verbs.OK {
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op, Status: s})
+	switch {
+	case s != verbs.OK:
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: s})
+	case w.Signaled:
+		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op})
 	}
 	if s != verbs.OK {
 		q.wire = nil // out of sequence behind a refused one: the receiver drops them

@@ -1,0 +1,375 @@
+package gdr
+
+import (
+	"context"
+	"errors"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/verbs/fake"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
+	"github.com/kvspray/kvspray/transport/transporttest"
+)
+
+// oddPair is a pair whose devices are odd: here is the sender's, there the receiver's.
+func oddPair(t *testing.T, change func(*Config)) (f *fake.Fabric, p *transporttest.Pair, here, there *oddDevice) {
+	t.Helper()
+	f, _ = rig(t)
+	here, there = odd(f.Device("here")), odd(f.Device("there"))
+	next := []*oddDevice{here, there}
+	t.Cleanup(func() { // a backend that is closed does not wait for a device that a test left behind
+		for _, d := range []*oddDevice{here, there} {
+			d.set(func(d *oddDevice) { d.deaf, d.keepsQPs, d.keepsKeys, d.slow = false, false, false, nil })
+		}
+	})
+	p = transporttest.NewPair(t, func(testing.TB) transport.Backend {
+		d := next[0]
+		next = next[1:]
+		rails := []Rail{{Name: d.Name(), Open: func() (verbs.Device, error) { return d, nil }, Listen: "127.0.0.1:0", NUMA: -1}}
+		c := Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: time.Millisecond, Silence: time.Minute, Drain: 50 * time.Millisecond}
+		if change != nil {
+			change(&c)
+		}
+		return New(c)
+	})
+	return f, p, here, there
+}
+
+// underWay opens a lane and moves a slice whose messages stay on the wire: the receiver has armed it, nothing has arrived.
+func underWay(t *testing.T, f *fake.Fabric, p *transporttest.Pair) (here, there *lane, b *transporttest.Bind, dst *transporttest.Memory, res <-chan transport.Result) {
+	t.Helper()
+	x, y := p.Dial()
+	here, there = x.(*lane), y.(*lane)
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(seedOld)
+	b = transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	b.Sink.Seed.Store(seedOld)
+	f.Hold(here.q.Num())
+	res = p.A.Move(here, b.Origin, src.All(), 1)
+	until(t, "writes are under way", writing(here))
+	return here, there, b, dst, res
+}
+
+// within runs what must not wait for a device.
+func within(t *testing.T, what string, f func()) {
+	t.Helper()
+	done := make(chan struct{})
+	go func() { defer close(done); f() }()
+	select {
+	case <-done:
+	case <-time.After(20 * time.Second):
+		t.Fatalf("%s waits for the device", what)
+	}
+}
+
+// TestCloseWithStuckLane: a queue pair that is neither flushed nor destroyed keeps its memory, and nobody waiting.
+func TestCloseWithStuckLane(t *testing.T) {
+	f, p, here, there := oddPair(t, nil)
+	_, _, b, _, res := underWay(t, f, p)
+	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
+	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
+	within(t, "Close", func() {
+		if err := p.A.Backend.Close(); err == nil {
+			t.Error("a queue pair that is still there is no error")
+		}
+	})
+	if r := <-res; r.Outcome != transfer.InDoubt {
+		t.Errorf("%s %s", r.Outcome, r.Reason)
+	}
+	if !here.is(func(d *oddDevice) bool { return d.registered > 0 }) {
+		t.Error("memory was given back under a queue pair that may still read it")
+	}
+	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
+	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
+	b.Fence(t)
+}
+
+// TestStuckLaneIsTriedAgain: what a device did not give back at first is given back when it obeys.
+func TestStuckLaneIsTriedAgain(t *testing.T) {
+	f, p, here, there := oddPair(t, nil)
+	l, _, b, _, res := underWay(t, f, p)
+	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
+	_ = l.Close()
+	if r := <-res; r.Outcome != transfer.InDoubt {
+		t.Errorf("%s %s", r.Outcome, r.Reason)
+	}
+	b.Origin.Revoke()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	if err := p.A.Backend.CloseOrigin(ctx, b.Origin); err == nil {
+		t.Error("the origin counts as closed, and a queue pair still reads it")
+	}
+	here.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
+	until(t, "the queue pair is given back", func() bool { return len(p.A.Backend.(*Backend).allLanes()) == 0 })
+	b.End(t)
+	_ = there
+}
+
+// TestLaterAttemptPastStuckLane: chunks that a queue pair holds which does not obey are taken from it by ending its keys.
+func TestLaterAttemptPastStuckLane(t *testing.T) {
+	f, p, _, there := oddPair(t, nil)
+	first, _, b, dst, res := underWay(t, f, p)
+	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = true, true })
+	next, _ := p.Dial()
+	if r := p.A.MoveWait(next, b.Origin, transfer.Range{Count: dst.Chunks()}, 2); r.Outcome != transfer.Landed {
+		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	b.Fence(t)
+	dst.Write(seedNew)
+	f.Release(first.q.Num())
+	until(t, "the held messages arrive", func() bool { return f.Held(first.q.Num()) == 0 })
+	<-res
+	for c := range dst.Chunks() {
+		if at, ok := dst.Holds(seedNew, int(c)); !ok {
+			t.Fatalf("chunk %d: byte %d was written after the fence", c, at)
+		}
+	}
+	there.set(func(d *oddDevice) { d.deaf, d.keepsQPs = false, false })
+	b.End(t)
+}
+
+// TestDeviceThatDoesNotAnswer: a command that a device sits on holds nobody up who only wants to know, or to use another lane.
+func TestDeviceThatDoesNotAnswer(t *testing.T) {
+	f, p, here, there := oddPair(t, nil)
+	l, _, b, _, res := underWay(t, f, p)
+	gate := make(chan struct{})
+	free := sync.OnceFunc(func() { close(gate) })
+	defer free()
+	here.set(func(d *oddDevice) { d.slow = gate })
+	there.set(func(d *oddDevice) { d.slow = gate })
+	backend := p.A.Backend.(*Backend)
+	within(t, "Close of a lane", func() { _ = l.Close() })
+	within(t, "Move", func() {
+		if err := l.Move(nil); !errors.Is(err, net.ErrClosed) {
+			t.Errorf("move on a lane that was closed: %v", err)
+		}
+	})
+	dialled := make(chan struct{})
+	go func() { // asks whether the port is active, and waits for that
+		defer close(dialled)
+		peer, _ := p.A.PeerKey(p.B.Boot)
+		_, _ = backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0])
+	}()
+	src := transporttest.NewMemory(t, shape)
+	grant := &transport.Grant{Peer: p.B.Boot, Slot: 7, Gen: 1, Sink: transporttest.NewBind(t, p.B, p.A, src, transporttest.NewMemory(t, shape), 7, 1).Sink}
+	for range 100 { // whenever the dialler takes its locks
+		within(t, "Grant", func() {
+			if _, err := backend.Grant(grant); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	within(t, "Fence with a context that is over", func() {
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		grant.Revoke()
+		if err := backend.Fence(ctx, grant); err != nil {
+			t.Error(err)
+		}
+	})
+	free()
+	<-dialled
+	<-res
+	b.End(t)
+}
+
+// TestDeafNIC: a NIC that does not flush is made to forget the queue pair, and that counts as stopped.
+func TestDeafNIC(t *testing.T) {
+	f, p, here, _ := oddPair(t, nil)
+	l, _, b, _, res := underWay(t, f, p)
+	here.set(func(d *oddDevice) { d.deaf = true })
+	b.Origin.Revoke()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	if err := p.A.Backend.CloseOrigin(ctx, b.Origin); err != nil {
+		t.Error(err)
+	}
+	if r := <-res; r.Outcome != transfer.InDoubt {
+		t.Errorf("%s %s", r.Outcome, r.Reason)
+	}
+	_ = l
+	b.End(t)
+}
+
+// TestKeysEndUnderOthers: keys are invalidated for one grant while slices of other lanes resolve and use the same ones.
+func TestKeysEndUnderOthers(t *testing.T) {
+	_, p, _, there := oddPair(t, nil)
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	x, y := p.Dial()
+	_ = x
+	l := y.(*lane)
+	_ = there
+	blocks, err := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1).Sink.Resolve(nil, dst.All())
+	if err != nil {
+		t.Fatal(err)
+	}
+	k, err := l.dev.keys.get(dst.Region, p.A.Boot, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := k.invalidate(); err != nil {
+		t.Fatal(err)
+	}
+	// A slice that holds the key goes on with it: its writes will be refused by the device.
+	spans, held, err := l.spans(nil, []*key{k}, blocks, p.A.Boot, true)
+	if err != nil || len(spans) == 0 || len(held) != 1 {
+		t.Errorf("%d spans under %d keys: %v", len(spans), len(held), err)
+	}
+	k.put()
+}
+
+// TestFenceWhileSlicesEnd: a fence whose context is over invalidates keys while the lander gives them back.
+func TestFenceWhileSlicesEnd(t *testing.T) {
+	_, p, _, _ := oddPair(t, nil)
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(seedOld)
+	for gen := range transfer.Gen(200) {
+		a := open(t, p, 0)
+		b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen+1)
+		var all []<-chan transport.Result
+		for c := range uint32(8) {
+			all = append(all, p.A.Move(a, b.Origin, transfer.Range{First: c, Count: 1}, 1))
+		}
+		b.Grant.Revoke()
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := p.B.Backend.Fence(ctx, b.Grant); err != nil && !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
+		}
+		for _, c := range all {
+			<-c
+		}
+		_ = a.Close()
+		b.End(t)
+	}
+}
+
+// TestKeysThatStay: a registration that the device did not give back is tried again, and counts as long.
+func TestKeysThatStay(t *testing.T) {
+	f := fake.New()
+	d := odd(f.Device("x"))
+	k := newKeys(d)
+	m := transporttest.NewMemory(t, shape)
+	e, err := k.get(m.Region, transfer.Boot{1}, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.put()
+	d.set(func(d *oddDevice) { d.keepsKeys = true })
+	later := time.Now().Add(2 * idleKeys)
+	if err := k.sweep(later); !errors.Is(err, errOdd) {
+		t.Errorf("sweep: %v", err)
+	}
+	d.set(func(d *oddDevice) { d.keepsKeys = false })
+	if err := k.sweep(later); err != nil {
+		t.Error(err)
+	}
+	if d.is(func(d *oddDevice) bool { return d.registered != 0 }) {
+		t.Error("the registration was forgotten, and is still there")
+	}
+	if err := k.close(false); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestFloodOfAsks: a peer that asks and never reads the answers costs bounded memory, and its lane.
+func TestFloodOfAsks(t *testing.T) {
+	_, factory := rig(t)
+	p := transporttest.NewPair(t, factory)
+	a, b := p.Dial()
+	here, there := a.(*lane), b.(*lane)
+	// It goes past its own lane, which reads.
+	var ask []byte
+	for range 4096 {
+		ask = appendHead(ask, &head{kind: kindAsk, id: 3, seq: 1, slot: 99, gen: 1, r: transfer.Range{Count: 1}, attempt: 1})
+	}
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				here.outMu.Lock()
+				if len(here.outBuf) < 1<<20 {
+					here.outBuf = append(here.outBuf, ask...)
+				}
+				here.outMu.Unlock()
+				select {
+				case here.outWake <- struct{}{}:
+				default:
+				}
+			}
+		}
+	})
+	here.mu.Lock() // its reader gets as far as the first answer
+	until(t, "the flooded end gives the lane up, or grows", func() bool {
+		there.outMu.Lock()
+		grown := cap(there.outBuf)
+		there.outMu.Unlock()
+		if grown > 64<<20 {
+			t.Errorf("%d MiB of answers that nobody reads", grown>>20)
+			return true
+		}
+		return there.failure() != nil
+	})
+	here.mu.Unlock()
+	close(stop)
+	wg.Wait()
+	if err := there.failure(); err == nil || !strings.Contains(err.Error(), "does not read") {
+		t.Errorf("the lane ended with %v", err)
+	}
+}
+
+// TestPartialPost: a device takes a part of a batch. The lane ends, and waits for what was taken and for nothing else.
+func TestPartialPost(t *testing.T) {
+	f, p, here, _ := oddPair(t, nil)
+	a, _ := p.Dial()
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	f.Hold(a.(*lane).q.Num()) // what was taken is flushed
+	here.set(func(d *oddDevice) { d.takes = 3 })
+	r := p.A.MoveWait(a, b.Origin, src.All(), 1)
+	if r.Outcome != transfer.InDoubt {
+		t.Errorf("a part of it was posted, and it ended %s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	l := a.(*lane)
+	l.mu.Lock()
+	posted, done, recvs, recvsDone := l.posted, l.done, l.recvs, l.recvsDone
+	l.mu.Unlock()
+	if posted != 1+3 || done != posted || recvs != recvsDone {
+		t.Errorf("%d posted, %d ended, %d of %d receives", posted, done, recvsDone, recvs)
+	}
+	b.End(t)
+}
+
+// TestBadCompletionQueue: one that says nothing but errors is given up, not asked again and again.
+func TestBadCompletionQueue(t *testing.T) {
+	f, p, here, _ := oddPair(t, nil)
+	l, _, b, _, res := underWay(t, f, p)
+	here.set(func(d *oddDevice) { d.badCQ = true })
+	l.wake()
+	if r := <-res; r.Outcome != transfer.InDoubt {
+		t.Errorf("%s %s", r.Outcome, r.Reason)
+	}
+	if n := 0; !here.is(func(d *oddDevice) bool { n = d.polls; return n < 100 }) {
+		t.Errorf("asked %d times", n)
+	}
+	b.End(t)
+}
+
+// TestEventsEnd: a device whose events end by themselves is gone, whatever it said before.
+func TestEventsEnd(t *testing.T) {
+	f, p, _, _ := oddPair(t, nil)
+	a, _ := p.Dial()
+	if err := f.Device("here").Close(); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "the lane is down", func() bool { return a.(*lane).failure() != nil })
+}

@@ -1,0 +1,162 @@
+package gdr
+
+import (
+	"errors"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/verbs"
+)
+
+// oddDevice is a device of the fake that does not always do what it is told.
+type oddDevice struct {
+	verbs.Device
+
+	mu sync.Mutex
+	// guarded by mu
+	deaf       bool            // queue pairs take no error state: nothing is flushed, and what is on the wire still arrives
+	keepsQPs   bool            // nor are they destroyed
+	keepsKeys  bool            // nor registrations given back
+	refuses    error           // what registrations are refused with
+	takes      int             // of the next batch of sends so many are taken, the rest is refused; -1: all
+	badCQ      bool            // completion queues say nothing but errors
+	polls      int             // of completion queues, counted while they are bad
+	slow       <-chan struct{} // what asks the device waits for it; nil: it does not
+	registered int             // registrations that were not given back
+}
+
+var errOdd = errors.New("odd device: no")
+
+func odd(d verbs.Device) *oddDevice { return &oddDevice{Device: d, takes: -1} }
+
+// set changes what the device does.
+func (d *oddDevice) set(f func(*oddDevice)) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	f(d)
+}
+
+func (d *oddDevice) is(f func(*oddDevice) bool) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return f(d)
+}
+
+// wait is a command to the device.
+func (d *oddDevice) wait() {
+	d.mu.Lock()
+	slow := d.slow
+	d.mu.Unlock()
+	if slow != nil {
+		<-slow
+	}
+}
+
+func (d *oddDevice) Active() (bool, error) {
+	d.wait()
+	return d.Device.Active()
+}
+
+func (d *oddDevice) NewCompletionQueue(depth int) (verbs.CompletionQueue, error) {
+	q, err := d.Device.NewCompletionQueue(depth)
+	if err != nil {
+		return nil, err
+	}
+	return &oddCQ{CompletionQueue: q, d: d}, nil
+}
+
+type oddCQ struct {
+	verbs.CompletionQueue
+	d *oddDevice
+}
+
+func (q *oddCQ) Poll(dst []verbs.Completion) (int, error) {
+	q.d.mu.Lock()
+	bad := q.d.badCQ
+	if bad {
+		q.d.polls++
+	}
+	q.d.mu.Unlock()
+	if bad {
+		return 0, errOdd
+	}
+	return q.CompletionQueue.Poll(dst)
+}
+
+func (d *oddDevice) Register(b []byte, remote bool) (verbs.Memory, error) {
+	d.wait()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.refuses != nil {
+		return nil, d.refuses
+	}
+	m, err := d.Device.Register(b, remote)
+	if err != nil {
+		return nil, err
+	}
+	d.registered++
+	return &oddMemory{Memory: m, d: d}, nil
+}
+
+func (d *oddDevice) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+	q, err := d.Device.NewQueuePair(cq.(*oddCQ).CompletionQueue, sends, receives)
+	if err != nil {
+		return nil, err
+	}
+	return &oddQP{QueuePair: q, d: d}, nil
+}
+
+type oddMemory struct {
+	verbs.Memory
+	d      *oddDevice
+	closed bool // guarded by d.mu
+}
+
+func (m *oddMemory) Close() error {
+	m.d.wait()
+	m.d.mu.Lock()
+	defer m.d.mu.Unlock()
+	if m.d.keepsKeys {
+		return errOdd
+	}
+	if !m.closed {
+		m.closed = true
+		m.d.registered--
+	}
+	return m.Memory.Close()
+}
+
+type oddQP struct {
+	verbs.QueuePair
+	d *oddDevice
+}
+
+func (q *oddQP) ToError() error {
+	q.d.wait()
+	if q.d.is(func(d *oddDevice) bool { return d.deaf }) {
+		return errOdd
+	}
+	return q.QueuePair.ToError()
+}
+
+func (q *oddQP) Close() error {
+	q.d.wait()
+	if q.d.is(func(d *oddDevice) bool { return d.keepsQPs }) {
+		return errOdd
+	}
+	return q.QueuePair.Close()
+}
+
+func (q *oddQP) PostSend(batch []verbs.Work) (int, error) {
+	q.d.mu.Lock()
+	n := q.d.takes
+	q.d.takes = -1
+	q.d.mu.Unlock()
+	if n < 0 {
+		return q.QueuePair.PostSend(batch)
+	}
+	taken, err := q.QueuePair.PostSend(batch[:n])
+	if err == nil {
+		err = errOdd
+	}
+	return taken, err
+}
