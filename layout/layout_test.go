@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -244,7 +245,14 @@ func FuzzUnmarshal(f *testing.F) {
 	f.Add(b)
 	f.Add([]byte("\x81\xa6groups\xdd\xff\xff\xff\xff"))
 	f.Fuzz(func(t *testing.T, b []byte) {
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
 		l, err := Unmarshal(b)
+		runtime.ReadMemStats(&after)
+		// 1,024 layers and 64 pairs with three bytes each, and what was really sent, some times over.
+		if n, most := after.TotalAlloc-before.TotalAlloc, uint64(256<<10+64*len(b)); n > most {
+			t.Fatalf("%d bytes made it allocate %d, more than %d", len(b), n, most)
+		}
 		if err != nil {
 			return
 		}
