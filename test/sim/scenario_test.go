@@ -44,6 +44,7 @@ type scenario struct {
 	lies, errors           float64
 	slices                 int   // in flight to one peer at most; 0: the default
 	ranks                  []int // of the nodes' engines, in turn; nil: one
+	nics                   bool  // write by themselves, also where the process is stopped
 }
 
 // load is one transfer and what its engines do to it.
@@ -201,7 +202,7 @@ func (x fault) schedule(c *Cluster) {
 
 // build makes the cluster and everything that will happen to it.
 func (s scenario) build(x schedule) *Cluster {
-	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: userTimeout}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
+	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: userTimeout, OneSided: s.nics}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
 		FenceFails: s.unfence, Lies: s.lies, Errors: s.errors, Record: s.record})
 	f := c.F
 	var racks []*simfabric.Switch

@@ -143,6 +143,7 @@ func small(seed uint64) scenario {
 	case 5, 6:
 		s.ranks = []int{1, 2, 4} // several ranks feed one, and one feeds several
 	}
+	s.nics = seed%6 == 5
 	if seed%13 == 7 {
 		s.lies, s.errors = 0.05, 0.05
 	}
@@ -157,6 +158,7 @@ func schedules(t *testing.T, n int) (c Stats) {
 	first, _ := number(t, SeedEnv, 0)
 	var ok, failed, alone int
 	var events uint64
+	var unattended [2]uint64 // by kernels, by NICs
 	for seed := uint64(first); seed < uint64(first+n); seed++ {
 		s := small(seed)
 		x := s.draw(seed, 2+int(seed%17), 0.4)
@@ -164,14 +166,20 @@ func schedules(t *testing.T, n int) (c Stats) {
 		v := s.run(run, x)
 		ok, failed, alone, events = ok+v.ok, failed+v.failed, alone+v.alone, events+run.F.Stats().Events
 		c.add(run.Stats())
+		if n := run.F.Stats().Unattended; s.nics {
+			unattended[1] += n
+		} else {
+			unattended[0] += n
+		}
 		if len(v.problems) > 0 {
 			short := s.shrink(x)
 			t.Fatalf("seed %d (%s=%d %s=1): %q\nof %d faults and %d transfers these are left; in TestRegressions they are run again:\n%#v\nwhich breaks %q",
 				seed, SeedEnv, seed, RunsEnv, v.problems, len(x.faults), len(x.loads), short, s.run(s.build(short), short).problems)
 		}
 	}
-	t.Logf("%d schedules, %d events: %d transfers came, %d did not, %d had no prefill; %+v", n, events, ok, failed, alone, c)
-	if n >= fewRuns && (ok == 0 || failed == 0 || alone == 0) {
+	t.Logf("%d schedules, %d events: %d transfers came, %d did not, %d had no prefill; kernels took %d chunks for stopped processes, NICs wrote %d; %+v",
+		n, events, ok, failed, alone, unattended[0], unattended[1], c)
+	if n >= fewRuns && (ok == 0 || failed == 0 || alone == 0 || unattended[0] == 0 || unattended[1] == 0) {
 		t.Error("the faults are too strong, or too weak, to show anything")
 	}
 	return c
@@ -264,6 +272,44 @@ func TestAllRailsDead(t *testing.T) {
 			}
 			if came := x.Received.Status == exec.StatusOK; came != (x.Deadline == s.deadline) {
 				t.Errorf("silent %v: a transfer with a deadline of %s: came %v after %s: %q", silent, x.Deadline, came, x.Took(), x.Received.Reason)
+			}
+		}
+	}
+}
+
+// TestFrozenReceiver: a receiver's process stops in mid transfer while its machine goes on: its kernel takes what fits into its buffers, its NIC
+// writes what it was allowed to write. One that goes on before the deadline has its transfer; one that does not fails it in time, and
+// nothing of it is written once its engine has the blocks back. Transfers to others are none the wiser.
+func TestFrozenReceiver(t *testing.T) {
+	for _, nics := range []bool{false, true} {
+		for _, stopped := range []time.Duration{100 * time.Millisecond, time.Second, 6 * time.Second} {
+			var unattended uint64
+			for seed := range uint64(20) {
+				s := scenario{nodes: 3, rails: 2, partners: 2, link: slow, nics: nics, deadline: 4 * time.Second}
+				c := s.build(schedule{seed: seed})
+				from, to, other := c.Nodes[0], c.Nodes[1], c.Nodes[2]
+				x := c.Begin(from, to, 2048, s.deadline, time.Millisecond)
+				c.F.After(5*time.Millisecond+c.F.Jitter(100*time.Millisecond), func() { to.Freeze(stopped) })
+				y := c.Begin(from, other, 512, s.deadline, time.Millisecond)
+				c.F.Run(c.F.Now()+30*time.Second, func() bool { return len(c.Violations()) > 0 })
+				c.Settle(stopped + slack)
+				for _, v := range c.Violations() {
+					t.Errorf("NICs %v, stopped for %v, seed %d: %s", nics, stopped, seed, v)
+				}
+				if x.Received == nil || y.Received == nil {
+					continue // said above
+				}
+				if came := x.Received.Status == exec.StatusOK; came != (stopped < s.deadline) {
+					t.Errorf("NICs %v, stopped for %v of %v, seed %d: came %v: %q", nics, stopped, s.deadline, seed, came, x.Received.Reason)
+				}
+				if y.Received.Status != exec.StatusOK || y.Took() > s.deadline/2 {
+					t.Errorf("NICs %v, stopped for %v, seed %d: a transfer to another: status %d after %v", nics, stopped, seed, y.Received.Status, y.Took())
+				}
+				unattended += c.F.Stats().Unattended
+			}
+			t.Logf("NICs %v, stopped for %v: %d chunks taken or written meanwhile", nics, stopped, unattended)
+			if unattended == 0 {
+				t.Errorf("NICs %v, stopped for %v: nothing came meanwhile: this tests nothing", nics, stopped)
 			}
 		}
 	}

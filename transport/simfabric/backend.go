@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -36,6 +37,7 @@ type Backend struct {
 var (
 	_ transport.Backend = (*Backend)(nil)
 	_ transport.Meter   = (*end)(nil)
+	_ transport.Device  = (*end)(nil)
 )
 
 // Backend returns the transport of h. A host that dies and comes back gets another one.
@@ -114,8 +116,19 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 // Grant implements transport.Backend.
 func (b *Backend) Grant(*transport.Grant) ([]byte, error) { return nil, nil }
 
-// Fence implements transport.Backend. Chunks are written within one event, under the guard: once it is empty, nothing is.
-func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error { return idle(ctx, &g.Guard) }
+// Fence implements transport.Backend. Chunks are written within one event, under the guard: once it is empty, nothing is. A NIC
+// does not know the guard: lanes on which it may still write for the grant are stopped.
+func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
+	if err := idle(ctx, &g.Guard); err != nil {
+		return err
+	}
+	for _, e := range b.ends {
+		if slices.ContainsFunc(e.claimed, func(fl *flight) bool { return fl.grant == g }) {
+			e.Stop()
+		}
+	}
+	return nil
+}
 
 // CloseOrigin implements transport.Backend.
 func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {

@@ -20,6 +20,10 @@ type Config struct {
 	MaxRTO      time.Duration // and the longest
 	UserTimeout time.Duration // silence that a lane dies of
 	Carrier     time.Duration // from a rail's end until its own host notices
+	RecvBuffer  int           // bytes of a lane that a kernel takes whose process is stopped
+	// OneSided makes NICs write by themselves, as with RDMA: from the moment at which a process has claimed the chunks of a slice until its
+	// verdict on it or the end of the lane, whether the process runs or not.
+	OneSided bool
 	// Patient lanes outlive the carrier, as connections do; others die of it, as they do where the address goes with the link.
 	Patient bool
 }
@@ -33,6 +37,7 @@ const (
 	DefaultMaxRTO      = time.Second // as package tcp asks of the kernel
 	DefaultUserTimeout = 20 * time.Second
 	DefaultCarrier     = time.Millisecond
+	DefaultRecvBuffer  = 1 << 20
 )
 
 // Stats count what happened.
@@ -44,7 +49,9 @@ type Stats struct {
 	Overflows uint64 // chunks that found a buffer full
 	Swallowed uint64 // chunks and confirmations that a dead or deaf link took
 	Lost      uint64 // chunks that lost a packet on the way
-	Ended     map[transfer.Outcome]uint64
+	// Unattended counts chunks that a kernel took, or a NIC wrote, while the process was stopped.
+	Unattended uint64
+	Ended      map[transfer.Outcome]uint64
 }
 
 // Fabric is one network.
@@ -75,6 +82,7 @@ func New(cfg Config) *Fabric {
 	num(&cfg.SliceBytes, DefaultSliceBytes)
 	num(&cfg.MaxInFlight, DefaultMaxInFlight)
 	num(&cfg.WindowBytes, DefaultWindowBytes)
+	num(&cfg.RecvBuffer, DefaultRecvBuffer)
 	dur(&cfg.RTO, DefaultRTO)
 	dur(&cfg.MaxRTO, DefaultMaxRTO)
 	dur(&cfg.UserTimeout, DefaultUserTimeout)
@@ -124,6 +132,9 @@ func (f *Fabric) Step() bool {
 	f.stats.Events++
 	f.note(uint64(at), uint64(ev.kind))
 	if h := ev.owner(); h != nil && h.frozen {
+		if ev.kind == evArrive {
+			ev.fl.e.other.unattended(ev.fl, ev.idx)
+		}
 		h.held = append(h.held, ev)
 		return true
 	}

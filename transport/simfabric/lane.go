@@ -56,6 +56,10 @@ type end struct {
 	probed   bool // since the last confirmation
 	received uint64
 
+	kernel  int       // bytes that it holds for the stopped process
+	claimed []*flight // that the other side sends and the NIC may write
+	stopped bool      // the NIC writes nothing more
+
 	results [1]transport.Result
 }
 
@@ -88,6 +92,7 @@ type flight struct {
 
 	opened bool
 	closed bool // decided
+	kept   bool // a chunk came while nobody was there, and the sender was told
 	left   uint32
 	have   []uint64
 	grant  *transport.Grant
@@ -164,6 +169,9 @@ func (e *end) Move(batch []transport.Slice) error {
 			fl.data = make([][]byte, s.Range.Count)
 		}
 		e.queue = append(e.queue, fl)
+		if _, ok := e.signal(); ok && e.f.cfg.OneSided {
+			e.remote.host.After(e.base()/2, func() { e.other.begin(fl) }) // the question where to, ahead of the data
+		}
 	}
 	e.pump()
 	return nil
@@ -202,6 +210,10 @@ func (e *end) die(err error) {
 	e.local.ends = remove(e.local.ends, e)
 	e.b.ends = remove(e.b.ends, e)
 	e.out, e.again, e.queue = nil, nil, nil
+	for _, fl := range e.claimed {
+		fl.claim.Release()
+	}
+	e.claimed = nil
 	var res []transport.Result
 	for _, fl := range e.flights {
 		o := transfer.InDoubt
@@ -410,19 +422,48 @@ func (f *Fabric) cross(fl *flight, idx uint32, hop uint8, first, tail Time) {
 	}
 }
 
+// unattended is what the machine does with a chunk while the process is stopped that is to take it.
+func (e *end) unattended(fl *flight, idx uint32) {
+	n := fl.size(idx)
+	switch {
+	case e.dead || e.stopped:
+		return
+	case e.f.cfg.OneSided:
+		if !slices.Contains(e.claimed, fl) {
+			return // nobody has said where to
+		}
+		e.place(fl, idx)
+	case e.kernel+n > e.f.cfg.RecvBuffer:
+		return
+	default:
+		e.kernel += n
+	}
+	fl.kept = true
+	e.f.stats.Unattended++
+	if d, ok := e.signal(); ok {
+		e.f.at(e.f.now+d, event{kind: evAck, idx: idx, fl: fl})
+	}
+}
+
+// Stop implements transport.Device: the queue pair of a lane goes to the error state.
+func (e *end) Stop() bool {
+	if !e.stopped {
+		e.stopped = true
+		e.local.host.After(0, func() { e.die(fmt.Errorf("simfabric: lane %d was stopped: %w", e.id, net.ErrClosed)) })
+	}
+	return true
+}
+
 // arrive takes a chunk at the receiver; e is its end.
 func (e *end) arrive(fl *flight, idx uint32) {
-	if e.dead {
+	if e.dead || e.stopped {
 		if d, ok := e.signal(); ok {
 			e.remote.host.After(d, func() { fl.e.die(fmt.Errorf("simfabric: the peer's end is gone: %w", net.ErrClosed)) })
 		}
 		return
 	}
 	if !fl.closed {
-		if !fl.opened {
-			fl.opened = true
-			fl.why = e.open(fl)
-		}
+		e.begin(fl)
 		if w, bit := idx/64, uint64(1)<<(idx%64); fl.have[w]&bit == 0 {
 			fl.have[w] |= bit
 			fl.left--
@@ -432,8 +473,28 @@ func (e *end) arrive(fl *flight, idx uint32) {
 			}
 		}
 	}
+	e.confirm(fl, idx)
+}
+
+// confirm tells the sender of a chunk. Where the word is lost the sender asks for it with the chunk, but for what its kernel believes to be
+// over: there the word is sent again.
+func (e *end) confirm(fl *flight, idx uint32) {
 	if d, ok := e.signal(); ok {
 		e.f.at(e.f.now+d, event{kind: evAck, idx: idx, fl: fl, final: fl.closed})
+	} else if fl.kept && fl.closed {
+		e.local.host.After(e.rto(), func() {
+			if !e.dead && !fl.ended {
+				e.confirm(fl, idx)
+			}
+		})
+	}
+}
+
+// begin claims what a slice names, unless that was done.
+func (e *end) begin(fl *flight) {
+	if !fl.opened && !e.dead && !e.stopped {
+		fl.opened = true
+		fl.why = e.open(fl)
 	}
 }
 
@@ -451,23 +512,47 @@ func (e *end) open(fl *flight) transfer.Reason {
 	if n != fl.total {
 		return transfer.ReasonLength
 	}
-	if _, ok := g.Sink.(WordSink); ok != (fl.words != nil) {
+	if _, ok := g.Sink.(WordSink); ok != (fl.words != nil) || e.f.cfg.OneSided && !ok {
 		return transfer.ReasonMemory
 	} else if !ok {
 		if _, err := g.Sink.Resolve(nil, r); err != nil {
 			return transfer.ReasonRange
 		}
 	}
-	if why := g.Claim(&fl.claim, r, fl.s.Attempt); why != transfer.ReasonNone {
+	if e.f.cfg.OneSided {
+		if why, _, _ := g.ClaimDevice(&fl.claim, r, fl.s.Attempt, e, true); why != transfer.ReasonNone {
+			return why
+		}
+		// Under the guard, as a fence looks for what is claimed once that is idle.
+		if why := fl.claim.Enter(); why != transfer.ReasonNone {
+			fl.claim.Release()
+			return why
+		}
+		e.claimed = append(e.claimed, fl)
+		fl.claim.Leave()
+	} else if why := g.Claim(&fl.claim, r, fl.s.Attempt); why != transfer.ReasonNone {
 		return why
 	}
 	fl.grant = g
 	return transfer.ReasonNone
 }
 
+// place writes one chunk as a NIC does, which asks nobody. What the source's NIC has not read is not sent either.
+func (e *end) place(fl *flight, idx uint32) {
+	chunk := fl.s.Range.First + idx
+	if _, fresh := fl.claim.Fresh(transfer.Range{First: chunk, Count: 1}); !fresh || fl.words[idx] == padding {
+		return
+	}
+	fl.grant.Sink.(WordSink).WriteWord(chunk, fl.words[idx])
+}
+
 // write puts one chunk in place, unless it has landed before or somebody else may by now.
 func (e *end) write(fl *flight, idx uint32) {
 	if fl.why != transfer.ReasonNone {
+		return
+	}
+	if e.f.cfg.OneSided {
+		e.place(fl, idx)
 		return
 	}
 	chunk := fl.s.Range.First + idx
@@ -495,6 +580,7 @@ func (e *end) write(fl *flight, idx uint32) {
 // decide ends a slice at the receiver.
 func (e *end) decide(fl *flight) {
 	fl.closed = true
+	e.claimed = remove(e.claimed, fl)
 	switch {
 	case fl.why != transfer.ReasonNone:
 	case fl.lost != transfer.ReasonNone:

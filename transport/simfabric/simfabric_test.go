@@ -376,6 +376,81 @@ func TestLateWrite(t *testing.T) {
 	}
 }
 
+// TestFrozenReceiver: a receiver's process stops, and its machine does not. A kernel takes a receive buffer more and no byte beyond it,
+// and nothing is written or confirmed; a NIC writes the slices that it was allowed to before, and none of those that come. A process that
+// goes on finds everything, once.
+func TestFrozenReceiver(t *testing.T) {
+	const buffer = 1 << 20
+	for _, oneSided := range []bool{false, true} {
+		t.Run(fmt.Sprint("one-sided ", oneSided), func(t *testing.T) {
+			f := New(Config{Seed: 1, RecvBuffer: buffer, OneSided: oneSided})
+			link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
+			a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+			s := newStream(a, b, 0, 16)
+			f.Run(20*time.Millisecond, nil)
+			b.h.Freeze()
+			f.Run(f.Now()+time.Millisecond, nil) // confirmations that were on their way
+			writes, landed, ended, heard := s.sink.writes, s.sink.landed, s.ended[transfer.Landed], s.lane.(transport.Meter).Received()
+			f.Run(f.Now()+time.Second, nil)
+			if s.sink.landed != landed || s.ended[transfer.Landed] != ended {
+				t.Errorf("%d bytes landed and %d slices ended in a process that is stopped", s.sink.landed-landed, s.ended[transfer.Landed]-ended)
+			}
+			took := s.lane.(transport.Meter).Received() - heard
+			switch wrote := s.sink.writes - writes; {
+			case oneSided && (wrote == 0 || wrote > 16*streamSlice):
+				t.Errorf("the NIC wrote %d chunks: want those of the slices that were under way", wrote)
+			case !oneSided && (wrote != 0 || took > buffer || took < buffer-2*transfer.ChunkBytes):
+				t.Errorf("%d chunks were written, and the kernel took %d bytes: want 0, and about %d", wrote, took, buffer)
+			}
+			if f.Stats().Unattended == 0 {
+				t.Error("nothing came: this tests nothing")
+			}
+			b.h.Thaw()
+			f.Run(f.Now()+2*time.Second, nil)
+			s.stop = true
+			f.Run(f.Now()+time.Second, nil)
+			if n := s.ended[transfer.Landed]; b.downs > 0 || uint64(n)*streamSlice*transfer.ChunkBytes != s.sink.landed || n <= ended {
+				t.Errorf("%v, %d bytes landed, %d lanes died: %v", s.ended, s.sink.landed, b.downs, b.err)
+			}
+		})
+	}
+}
+
+// TestStoppedNIC: what a NIC may still write when its grant is fenced, it does not: its lane ends first. So does that of a slice whose
+// chunks a later attempt takes over.
+func TestStoppedNIC(t *testing.T) {
+	for _, how := range []string{"fence", "later attempt"} {
+		t.Run(how, func(t *testing.T) {
+			f := New(Config{Seed: 1, OneSided: true})
+			link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
+			a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+			s := newStream(a, b, 0, 8)
+			s.stop = true
+			f.Run(f.Now()+700*time.Microsecond, nil) // a chunk or two of the first slice
+			g := b.grants[a.boot]
+			if s.sink.writes == 0 || s.sink.writes >= streamSlice {
+				t.Fatalf("%d chunks are written: not what this test is about", s.sink.writes)
+			}
+			if how == "fence" {
+				g.Revoke()
+				if err := b.b.Fence(context.Background(), g); err != nil {
+					t.Fatal(err)
+				}
+			} else {
+				var c transport.Claim
+				if why, _, _ := g.ClaimDevice(&c, transfer.Range{First: 0, Count: 1}, 2, nil, true); why != transfer.ReasonNone {
+					t.Fatalf("a later attempt is refused: %v", why)
+				}
+			}
+			writes := s.sink.writes
+			f.Run(f.Now()+time.Second, nil)
+			if s.sink.writes != writes || b.downs != 1 || s.ended[transfer.InDoubt] == 0 {
+				t.Errorf("%d chunks were written afterwards, %d lanes died, %v", s.sink.writes-writes, b.downs, s.ended)
+			}
+		})
+	}
+}
+
 // TestTrace: a seed is a trace, and only that.
 func TestTrace(t *testing.T) {
 	run := func(seed uint64) (uint64, uint64) {

@@ -166,7 +166,8 @@ func (h *Host) After(d Time, fn func()) {
 }
 
 // Freeze stops the process on the host, as SIGSTOP does. What has left goes on through the network and is written at hosts that
-// are not frozen; what comes in waits in the kernel.
+// are not frozen. What comes in waits in the kernel, which takes Config.RecvBuffer of each lane and says so to the sender; with
+// Config.OneSided the NIC writes what it was allowed to before.
 func (h *Host) Freeze() { h.frozen = true }
 
 // Thaw lets it run again: what has come in meanwhile is seen at once, in its order.
@@ -175,6 +176,11 @@ func (h *Host) Thaw() {
 		return
 	}
 	h.frozen = false
+	for _, r := range h.rails {
+		for _, e := range r.ends {
+			e.kernel = 0
+		}
+	}
 	held := h.held
 	h.held = nil
 	for _, ev := range held {
