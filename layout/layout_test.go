@@ -198,7 +198,7 @@ func TestMsgpackForeign(t *testing.T) {
 		}
 		return b
 	}
-	layer := map[string]any{"name": "a", "index": 3, "region": uint64(1), "base": int64(7), "block_stride": uint16(9), "page_bytes": 5, "new": []any{1, map[string]any{"x": 2.5}}}
+	layer := map[string]any{"name": "a", "index": 3, "region": uint64(1), "base": int64(7), "block_stride": uint16(9), "page_bytes": 5, "new": []any{1, map[string]any{"x": 2.5}, "long", []byte("bytes"), &msgpack.RawMessage{0xd6, 1, 1, 2, 3, 4}}}
 	group := map[string]any{"tokens_per_block": int32(16), "strategy": "mla", "params": map[string]int{"heads": -1}, "num_blocks": 2, "layers": []any{layer}}
 	ok := map[string]any{"model": "m", "dtype": "d", "groups": []any{group}, "identity": map[string]string{"a": "b"}, "future": map[string]any{"deep": nil}}
 	l, err := Unmarshal(enc(ok))
@@ -224,6 +224,9 @@ func TestMsgpackForeign(t *testing.T) {
 		"wrong type":    {enc(map[string]any{"model": 5}), "model = msgpack code"},
 		"deep":          {enc(map[string]any{"zzz": deep}), "deeper than 16"},
 		"many groups":   {enc(map[string]any{"groups": make([]int, 17)}), "groups = 17 entries"},
+		"long unknown":  {append([]byte{0x81, 0xa1, 'x'}, "\xdb\xff\xff\xff\xff"...), "layout.x = 4294967295 entries: at most"},
+		"cut unknown":   {append([]byte{0x81, 0xa1, 'x'}, "\xc6\x00\x0f\xff\xff"...), "layout.x: decode"},
+		"unknown ext":   {append([]byte{0x81, 0xa1, 'x'}, "\xc9\xff\xff\xff\xff\x01"...), "layout.x = 4294967295 entries: at most"},
 		"huge array":    {append([]byte{0x81, 0xa6}, "groups\xdd\xff\xff\xff\xff"...), "at most 16"},
 		"long string":   {enc(map[string]any{"model": strings.Repeat("x", 1025)}), "1025 entries"},
 		"cut":           {enc(ok)[:40], "decode"},

@@ -418,7 +418,8 @@ func (r *reader) index(field string) (int, error) {
 	return int(v), err
 }
 
-// skip passes over a value that this version does not know. It recurses by itself: the decoder's own Skip has no bound.
+// skip passes over a value that this version does not know. It recurses and reads by itself: the decoder's own Skip has no bound on
+// depth, and takes a mebibyte for a string that says it is long.
 func (r *reader) skip(field string, depth int) error {
 	if depth > maxSkipDepth {
 		return refuse(field, "a nested value", fmt.Sprintf("deeper than %d", maxSkipDepth), "nest less")
@@ -429,6 +430,12 @@ func (r *reader) skip(field string, depth int) error {
 	}
 	n := 0
 	switch {
+	case msgpcode.IsString(c), msgpcode.IsBin(c):
+		n, err = r.d.DecodeBytesLen()
+		return r.pass(field, n, err)
+	case msgpcode.IsExt(c):
+		_, n, err = r.d.DecodeExtHeader()
+		return r.pass(field, n, err)
 	case msgpcode.IsFixedMap(c), c == msgpcode.Map16, c == msgpcode.Map32:
 		n, err = r.d.DecodeMapLen()
 		n *= 2
@@ -447,6 +454,22 @@ func (r *reader) skip(field string, depth int) error {
 		if err := r.skip(field, depth+1); err != nil {
 			return err
 		}
+	}
+	return nil
+}
+
+// pass reads n bytes to nowhere.
+func (r *reader) pass(field string, n int, err error) error {
+	if n, err = r.bounded(field, n, MaxEncodedBytes, err); err != nil {
+		return err
+	}
+	var buf [512]byte
+	for n > 0 {
+		k := min(n, len(buf))
+		if err := r.d.ReadFull(buf[:k]); err != nil {
+			return fmt.Errorf("layout: %s: decode: %w", field, err)
+		}
+		n -= k
 	}
 	return nil
 }
