@@ -299,3 +299,130 @@ def test_latents(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) 
 @pytest.mark.parametrize(("pn", "dn"), [(64, 64), (64, 128), (128, 64)])
 def test_keys_of_the_indexer(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, dn: int) -> None:
     check(sidecars, Kind("dsa", pn), Kind("dsa", dn))
+
+
+K_HEADS, V_HEADS, K_DIM, V_DIM, KERNEL = 2, 4, 8, 16, 4
+SLOTS = 6
+LONGEST = 1 << 20  # tokens of a block: a request has one slot, however long it is
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A pool of slots for linear attention: Kimi's (KDA) or a gated delta net's."""
+
+    kda: bool
+    tp: int
+
+    def __str__(self) -> str:
+        return f"{'kda' if self.kda else 'gdn'}-tp{self.tp}"
+
+    @property
+    def k(self) -> tuple[int, int]:
+        """Heads of k, and their dimension."""
+        return (V_HEADS, V_DIM) if self.kda else (K_HEADS, K_DIM)
+
+
+@dataclasses.dataclass
+class StateContent:
+    """What a request's state is, in each layer, of all heads."""
+
+    conv: list[torch.Tensor]  # q, k, v: [layer, head, dim, history]
+    recurrent: torch.Tensor  # [layer, head, V dim, K dim]
+
+    @classmethod
+    def random(cls, kind: State) -> StateContent:
+        heads, dim = kind.k
+        return cls(
+            [torch.randn(LAYERS, h, n, KERNEL - 1).to(torch.bfloat16) for h, n in ((heads, dim), (heads, dim), (V_HEADS, V_DIM))],
+            torch.randn(LAYERS, V_HEADS, V_DIM, dim),
+        )
+
+
+def state_pool(kind: State) -> Any:
+    from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, KimiLinearStateShape, Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    params: Any
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    layers = list(range(LAYERS))
+    if kind.kda:
+        shape = KimiLinearStateShape.create(tp_world_size=kind.tp, num_heads=V_HEADS, head_dim=V_DIM, conv_kernel_size=KERNEL)
+        params = KimiLinearCacheParams(shape=shape, layers=layers, dtype=dtype)
+    else:
+        params = Mamba2CacheParams(
+            shape=Mamba2StateShape.create(
+                tp_world_size=kind.tp, intermediate_size=V_HEADS * V_DIM, n_groups=K_HEADS, num_heads=V_HEADS, head_dim=V_DIM, state_size=K_DIM,
+                conv_kernel=KERNEL, conv_shard_groups=[K_HEADS * K_DIM, K_HEADS * K_DIM, V_HEADS * V_DIM],
+            ),
+            layers=layers, dtype=dtype,
+        )  # fmt: skip
+    return MambaPool(size=SLOTS, spec_state_size=0, cache_params=params, mamba_layer_ids=layers, device="cpu")
+
+
+def flat(t: torch.Tensor) -> torch.Tensor:
+    """The memory behind a tensor, whatever its strides."""
+    return torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
+
+
+StateFill = Callable[[StateContent, int], None]
+
+
+def state_engine(sidecar: rig.Sidecar, kind: State, name: str) -> tuple[list[Rank], list[StateFill]]:
+    """The ranks of an engine, registered, and how each writes a request's state into a slot."""
+    heads, dim = kind.k
+    ranks: list[Rank] = []
+    fills: list[StateFill] = []
+    for rank in range(kind.tp):
+        cache = state_pool(kind).mamba_cache
+        conv, temporal = cache.conv[0], cache.temporal
+        history, channel = (2, 3) if kind.kda else (3, 2)  # axes of the conv state, as its shape says
+        params = {
+            "k_heads": heads, "k_dim": dim, "v_heads": V_HEADS, "v_dim": V_DIM, "conv_len": KERNEL - 1, "conv_bytes": 2, "state_bytes": 4,
+            "tp_rank": rank, "tp_size": kind.tp, "conv_order": int(conv.stride(channel) > conv.stride(history)),
+        }  # fmt: skip
+        groups = []
+        for region, (part, t) in enumerate((("conv", conv), ("ssm", temporal))):
+            step, slot, page = (n * t.itemsize for n in (t.stride(0), t.stride(1), t[0, 0].numel()))
+            groups.append(
+                group(LONGEST, "kda_state" if kind.kda else "gdn_state", params | {"part": region + 1}, SLOTS + 1,
+                      [layer(i, f"#{part}", region, i * step, slot, page, region * LAYERS + i) for i in range(LAYERS)])
+            )  # fmt: skip
+        r = owner(sidecar, name, rank, kind.tp, 2 * LAYERS, [flat(conv), flat(temporal)])
+        register(r, "bfloat16", groups)
+
+        def fill(content: StateContent, slot: int, cache: Any = cache, rank: int = rank) -> None:
+            for i in range(LAYERS):
+                at = cache.at_layer_idx(i)
+                # cat([query, key, value]) of what the rank has of each, as SGLang's convolutions leave it.
+                mixed = torch.cat([c[i].chunk(kind.tp)[rank].reshape(-1, KERNEL - 1) for c in content.conv])
+                at.conv[0][slot] = mixed.T if kind.kda else mixed
+                at.temporal[slot] = content.recurrent[i].chunk(kind.tp)[rank]
+
+        ranks.append(r)
+        fills.append(fill)
+    connected(*ranks)
+    return ranks, fills
+
+
+@pytest.mark.parametrize(
+    ("pk", "dk"), [(State(k, p), State(k, d)) for k in (False, True) for p, d in ((1, 1), (2, 1), (1, 2), (2, 2))], ids=str
+)  # fmt: skip
+def test_slots_of_linear_attention(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: State, dk: State) -> None:
+    ps, p_fills = state_engine(sidecars[0], pk, f"p{pk}{dk}")
+    ds, d_fills = state_engine(sidecars[1], dk, f"d{pk}{dk}")
+    try:
+        for tokens in (1, 700):
+            content = StateContent.random(pk)
+            before = [[m.clone() for m in r.memory] for r in ds]
+            for ranks in (ps, ds):
+                draw(ranks, [(LONGEST, SLOTS + 1)], tokens)
+                for r in ranks:
+                    r.tables = r.tables * 2  # conv and recurrent state of a request are in slots of one number
+            for r, fill in zip(ps, p_fills, strict=True):
+                fill(content, r.table[0])
+            move(sidecars[0].endpoint, ps, ds, tokens)
+            for r, fill, was in zip(ds, d_fills, before, strict=True):
+                compare(r, was, functools.partial(fill, content, r.table[0]), f"{pk} to {dk}, {tokens} tokens")
+    finally:
+        for r in (*ps, *ds):
+            r.close()
