@@ -161,41 +161,57 @@ func TestWrongKey(t *testing.T) {
 	}
 }
 
-// TestReceiverStops: after the receiver's error state and its flush, nothing arrives, whatever the sender posts.
-func TestReceiverStops(t *testing.T) {
-	a, b := rail(t)
-	if err := b.q.PostReceive([]uint64{5}); err != nil {
-		t.Fatal(err)
-	}
-	var batch []verbs.Work
-	for i := range uint32(100) {
-		batch = append(batch, work(a, b, uint64(i), i*8192, 8192))
-	}
-	if _, err := a.q.PostSend(batch); err != nil {
-		t.Fatal(err)
-	}
-	if err := b.q.ToError(); err != nil {
-		t.Fatal(err)
-	}
-	if got := b.wait(1)[0]; got.ID != 5 || got.Status != verbs.Flushed {
-		t.Fatalf("%+v", got)
-	}
-	clear(b.mem)
-	got := a.wait(100)
-	for _, c := range b.mem {
-		if c != 0 {
-			t.Fatal("bytes came after the flush")
-		}
-	}
-	if last := got[99].Status; last != verbs.Flushed && last != verbs.RetryExceeded {
-		t.Fatalf("%s", last)
-	}
-	// The same queue pairs work again after a reset of both.
+// again makes both ends of a rail new.
+func again(t *testing.T, a, b *end) {
+	t.Helper()
 	if err := errors.Join(a.q.ToReset(), b.q.ToReset()); err != nil {
 		t.Fatal(err)
 	}
 	a.connect(b)
 	b.connect(a)
+}
+
+// TestReceiverStops: after the receiver's error state and its flush, nothing arrives, whatever the sender posts.
+func TestReceiverStops(t *testing.T) {
+	a, b := rail(t)
+	var batch []verbs.Work
+	for i := range uint32(100) {
+		batch = append(batch, work(a, b, uint64(i), i*8192, 8192))
+	}
+	stopped := false
+	for attempt := 0; !stopped && attempt < 20; attempt++ { // where a processor is shared, all of it may have arrived before the stop
+		if err := b.q.PostReceive([]uint64{5}); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := a.q.PostSend(batch); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.q.ToError(); err != nil {
+			t.Fatal(err)
+		}
+		if got := b.wait(1)[0]; got.ID != 5 || got.Status != verbs.Flushed {
+			t.Fatalf("%+v", got)
+		}
+		clear(b.mem)
+		got := a.wait(len(batch))
+		for _, c := range b.mem {
+			if c != 0 {
+				t.Fatal("bytes came after the flush")
+			}
+		}
+		switch last := got[len(got)-1].Status; last {
+		case verbs.Flushed, verbs.RetryExceeded:
+			stopped = true
+		case verbs.OK:
+		default:
+			t.Fatalf("%s", last)
+		}
+		again(t, a, b)
+	}
+	if !stopped {
+		t.Fatal("everything had arrived before each stop: this proves nothing")
+	}
+	// The same queue pairs work again after a reset of both.
 	if _, err := a.q.PostSend([]verbs.Work{work(a, b, 7, 0, 8192)}); err != nil {
 		t.Fatal(err)
 	}
