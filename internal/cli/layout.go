@@ -135,7 +135,7 @@ func readModel(name string) (*explain.Model, error) {
 	}
 	f, err := os.Open(name)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("--model: %w; pass a config.json, a model's folder, or one of %s", err, strings.Join(explain.Presets(), ", "))
 	}
 	defer func() { _ = f.Close() }() // read only
 	b, err := io.ReadAll(io.LimitReader(f, explain.MaxConfigBytes+1))

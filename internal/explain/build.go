@@ -29,10 +29,10 @@ const (
 
 func (s *Side) check(which string) error {
 	if s.Block < 1 || s.Block > layout.MaxTokensPerBlock {
-		return fmt.Errorf("%s block size %d: 1 to %d tokens", which, s.Block, layout.MaxTokensPerBlock)
+		return fmt.Errorf("%s block size %d: a block has 1 to %d tokens, 16 in most engines", which, s.Block, layout.MaxTokensPerBlock)
 	}
 	if s.TP < 1 || s.TP > MaxTP {
-		return fmt.Errorf("%s TP %d: 1 to %d ranks", which, s.TP, MaxTP)
+		return fmt.Errorf("%s TP %d: an engine has 1 to %d ranks", which, s.TP, MaxTP)
 	}
 	if s.DType != "bf16" && s.DType != "fp8" {
 		return fmt.Errorf("%s dtype %q: bf16 or fp8", which, s.DType)

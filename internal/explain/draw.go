@@ -42,11 +42,14 @@ func (p *Plane) part() part {
 	return out
 }
 
+// halves reports whether the cells of a plane are a K and a V.
+func (p *Plane) halves() bool { return p.Role == "kv" && p.CellBytes%2 == 0 }
+
 // parts are those of a page; packed K and V are two.
 func (p *Page) parts() (out []part) {
 	for i := range p.Planes {
 		k := p.Planes[i].part()
-		if k.role == "kv" && k.cell%2 == 0 {
+		if p.Planes[i].halves() {
 			k.role, k.cell = "k", k.cell/2
 			v := k
 			v.role, v.at = "v", k.at+k.cell

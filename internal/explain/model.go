@@ -70,7 +70,7 @@ func Presets() []string { return slices.Sorted(maps.Keys(presets)) }
 func Preset(name string) (*Model, error) {
 	m, ok := presets[name]
 	if !ok {
-		return nil, fmt.Errorf("model %q is neither a file nor a preset; presets are %s", name, strings.Join(Presets(), ", "))
+		return nil, fmt.Errorf("model %q is neither a file nor a preset: pass a config.json, a model's folder, or one of %s", name, strings.Join(Presets(), ", "))
 	}
 	m.Name = name
 	return &m, nil

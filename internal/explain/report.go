@@ -74,7 +74,7 @@ func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
 		return nil, err
 	}
 	if tokens < 1 || tokens > MaxTokens {
-		return nil, fmt.Errorf("%d tokens: 1 to %d", tokens, MaxTokens)
+		return nil, fmt.Errorf("a prompt of %d tokens: ask for 1 to %d", tokens, MaxTokens)
 	}
 	reg := parseblock.Default()
 	r := &Report{Model: m.Name, Note: m.Note, Tokens: tokens, Prefill: prefill, Decode: decode}
@@ -92,7 +92,7 @@ func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
 // ExplainEngines does the same for what two running engines registered.
 func ExplainEngines(prefill, decode *Engine, tokens int) (*Report, error) {
 	if tokens < 1 || tokens > MaxTokens {
-		return nil, fmt.Errorf("%d tokens: 1 to %d", tokens, MaxTokens)
+		return nil, fmt.Errorf("a prompt of %d tokens: ask for 1 to %d", tokens, MaxTokens)
 	}
 	r := &Report{Model: prefill.Layouts[0].Model, Tokens: tokens, Prefill: prefill.side(), Decode: decode.side(),
 		Note: fmt.Sprintf("as %s and %s registered", prefill.Name, decode.Name)}

@@ -112,15 +112,7 @@ func (r *Report) drawn() (out []drawnPage) {
 }
 
 func (p *drawnPage) caption() string {
-	what := fmt.Sprintf("a page of %s tokens", comma(uint64(p.Tokens)))
-	if p.Planes[0].Unit == "state" {
-		what = "the state of a request"
-	}
-	s := fmt.Sprintf("%s%s, rank 0, %d layers of %s: %s has %s bytes", strings.ToUpper(p.sides[:1]), p.sides[1:], p.Layers, p.Strategy, what, comma(p.Bytes))
-	if p.Window > 0 {
-		s += fmt.Sprintf(", window %s", comma(uint64(p.Window)))
-	}
-	return s
+	return fmt.Sprintf("%s%s, %s", strings.ToUpper(p.sides[:1]), p.sides[1:], p.Page.caption())
 }
 
 // figure collects what is drawn, from top to bottom.

@@ -34,15 +34,20 @@ func (r *Report) WriteText(w io.Writer) error {
 	}
 	for i := range r.Pages {
 		pg := &r.Pages[i]
-		window := ""
-		if pg.Window > 0 {
-			window = fmt.Sprintf(", window %d", pg.Window)
+		p("\n%s, %s\n", pg.Side, pg.caption())
+		parts := pg.parts()
+		for _, w := range windows(pg, parts) {
+			p("  %-14s|%s|\n", w.name, w.bar(parts, 64))
 		}
-		p("\n%s, rank 0: %d layers of %s, a page of %s tokens has %s bytes%s\n", pg.Side, pg.Layers, pg.Strategy, comma(uint64(pg.Tokens)), comma(pg.Bytes), window)
-		p("  |%s|\n", pg.bar(64))
+		part := 0
 		for k := range pg.Planes {
 			pl := &pg.Planes[k]
-			p("  %c %s\tat %s\tcells of %s B", letter(k), pl.Role, comma(pl.Offset), comma(pl.CellBytes))
+			letters := string(letter(part))
+			if part++; pl.halves() {
+				letters += string(letter(part))
+				part++
+			}
+			p("  %s %s\tat %s\tcells of %s B", letters, pl.Role, comma(pl.Offset), comma(pl.CellBytes))
 			p("\t%s\n", strings.Join(pl.words(), "\t"))
 		}
 	}
@@ -61,6 +66,19 @@ func (r *Report) WriteText(w io.Writer) error {
 	}
 	p("  total\t\t%s\t%s\t\t\t%s\n", comma(r.TotalBytes), comma(r.TotalWrites), size(r.TotalBytes))
 	return t.Flush()
+}
+
+// caption is a page in words.
+func (p *Page) caption() string {
+	what := fmt.Sprintf("a page of %s tokens", comma(uint64(p.Tokens)))
+	if len(p.Planes) > 0 && p.Planes[0].Unit == "state" {
+		what = "the state of a request"
+	}
+	s := fmt.Sprintf("rank 0, %d layers of %s: %s has %s bytes", p.Layers, p.Strategy, what, comma(p.Bytes))
+	if p.Window > 0 {
+		s += fmt.Sprintf(", window %s", comma(uint64(p.Window)))
+	}
+	return s
 }
 
 func letter(plane int) rune { return rune('a' + plane) }
@@ -98,30 +116,34 @@ func axisWords(name string, n uint32, stride uint64) string {
 	return fmt.Sprintf("%s %ss every %s B", comma(uint64(n)), name, comma(stride))
 }
 
-// bar draws the page to scale: the letter of the plane that has most of each column, a dot where another layer's bytes lie.
-func (p *Page) bar(width int) string {
-	planes := make([]part, len(p.Planes))
-	span := p.Bytes // and what lies between its pieces; planes far away are left to the list
-	for k := range p.Planes {
-		planes[k] = p.Planes[k].part()
-		if end := planes[k].end(); end <= 4*p.Bytes {
-			span = max(span, end)
+// bar draws a window to scale: the letter of the part that has most of each column, a star where others have nearly as much, a dot where
+// another layer's bytes lie.
+func (w *window) bar(parts []part, width int) string {
+	const star = 0.75 // of a column, that a part needs to give it its letter
+	out := []rune(strings.Repeat(".", width))
+	all, most := make([]float64, width), make([]float64, width)
+	column := float64(w.bytes()) / float64(width)
+	before := 0.0 // bytes of the places further left
+	for _, place := range w.places {
+		for k := range parts {
+			share := make([]float64, width)
+			parts[k].extents(place, uint64(column/8), func(e extent, of float64) {
+				lo, hi := (before+float64(e.lo-place.lo))/column, (before+float64(e.hi-place.lo))/column
+				for c := int(lo); c < width && float64(c) < hi; c++ {
+					share[c] += of * (min(hi, float64(c+1)) - max(lo, float64(c)))
+				}
+			})
+			for c := range out {
+				if all[c] += share[c]; share[c] > most[c] {
+					most[c], out[c] = share[c], letter(k)
+				}
+			}
 		}
+		before += float64(place.hi - place.lo)
 	}
-	column := float64(span) / float64(width)
-	out, most := []rune(strings.Repeat(".", width)), make([]float64, width)
-	for k := range planes {
-		share := make([]float64, width)
-		planes[k].extents(extent{0, span}, uint64(column/8), func(e extent, of float64) {
-			lo, hi := float64(e.lo)/column, float64(e.hi)/column
-			for c := int(lo); c < width && float64(c) < hi; c++ {
-				share[c] += of * (min(hi, float64(c+1)) - max(lo, float64(c)))
-			}
-		})
-		for c := range out {
-			if share[c] > most[c] {
-				most[c], out[c] = share[c], letter(k)
-			}
+	for c := range out {
+		if all[c] > 0 && most[c] < star*all[c] {
+			out[c] = '*'
 		}
 	}
 	return string(out)
