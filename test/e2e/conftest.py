@@ -21,7 +21,9 @@ sys.path.insert(0, str(HERE))
 import cluster as rig  # noqa: E402
 import engines  # noqa: E402
 
-MODEL = pathlib.Path(os.environ.get("KVSPRAY_MODEL", rig.ROOT / ".build" / "models" / "tiny-llama"))
+MODELS = rig.ROOT / ".build" / "models"
+MODEL = pathlib.Path(os.environ.get("KVSPRAY_MODEL", MODELS / "tiny-llama"))
+HYBRID = MODELS / "tiny-gemma3"
 
 
 def need(what: str, have: bool, remedy: str) -> None:
@@ -41,7 +43,8 @@ def zygote() -> Iterator[None]:
     except ImportError:
         have = False
     need("vLLM", have, "run these tests with .build/venv (test/rig/env.py makes it)")
-    need(str(MODEL), MODEL.is_dir(), "run test/rig/env.py")
+    for model in (MODEL, HYBRID):
+        need(str(model), model.is_dir(), "run test/rig/env.py")
     need(str(rig.BINARY), rig.BINARY.exists(), "run make build")
     engines.preload()
     yield
@@ -51,6 +54,7 @@ class Cluster:
     """Two sidecars, P, D, and a plain engine R that knows nothing of any of it."""
 
     transport = "shm"  # what a sidecar's default comes to on one host
+    model = MODEL
 
     def __init__(self, dir: pathlib.Path, config: dict[str, Any] | None = None, start: bool = True) -> None:
         self.dir = dir
@@ -73,7 +77,7 @@ class Cluster:
     def spawn(self, name: str, **args: Any) -> engines.Engine:
         kv = {"P": (self.sp, "kv_producer"), "D": (self.sd, "kv_consumer")}.get(name)
         extra = args.pop("extra", {})
-        e = engines.Engine(name, str(MODEL), self.dir / f"{name}.log", self.kv(*kv, **extra) if kv else None, **args)
+        e = engines.Engine(name, str(self.model), self.dir / f"{name}.log", self.kv(*kv, **extra) if kv else None, **args)
         self.engines[name] = e
         return e
 

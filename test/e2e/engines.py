@@ -141,6 +141,19 @@ class Engine:
         """Steps so far that computed anything."""
         return self._call("steps")
 
+    def pause_at(self, steps: int | None) -> None:
+        """Begins no step once so many have computed something; None: goes on. So a test does what it has to between two of them,
+        however long that takes on a busy machine."""
+        self._call("pause_at", steps)
+
+    def reload_weights(self, path: pathlib.Path) -> None:
+        """As a rollout of other weights does it: vLLM's own call, and then its caches are reset."""
+        self._call("reload_weights", str(path))
+
+    def set_weights(self, name: str) -> list[str]:
+        """Names the weights on every rank. Returns what they said before."""
+        return self._call("set_weights", name)
+
     def status(self) -> dict[str, Any]:
         return self._call("status")
 
@@ -261,6 +274,7 @@ class _Loop:
         self.core = self.engine.engine_core.engine_core
         self.live: dict[str, tuple[int, float, list[float]]] = {}
         self.steps = 0
+        self.last_step: int | None = None
         inner = self.core.step_fn
 
         def counted() -> Any:
@@ -272,16 +286,19 @@ class _Loop:
 
     def run(self) -> None:
         while True:
-            busy = self.core.scheduler.has_requests()
+            busy = self.core.scheduler.has_requests() and not self.paused()
             while self.conn.poll(0 if busy else 0.2):
                 self.handle(self.conn.recv())
-                busy = True
+                busy = not self.paused()
             if not busy:
                 continue
             for out in self.engine.step():
                 self.output(out)
             if not self.core.scheduler.running:
                 time.sleep(0.001)  # as vLLM's own idle loop does while only transfers are under way
+
+    def paused(self) -> bool:
+        return self.last_step is not None and self.steps >= self.last_step
 
     def output(self, out: Any) -> None:
         entry = self.live.get(out.request_id)
@@ -351,6 +368,18 @@ class _Loop:
     def do_steps(self) -> int:
         return self.steps
 
+    def do_pause_at(self, steps: int | None) -> None:
+        self.last_step = steps
+
+    def do_reload_weights(self, path: str) -> None:
+        self.core.model_executor.collective_rpc("reload_weights", kwargs={"weights_path": path})
+        self.engine.reset_prefix_cache(reset_connector=True)
+
+    def do_set_weights(self, name: str) -> list[str]:
+        import kvspray_vllm
+
+        return list(self.core.model_executor.collective_rpc(kvspray_vllm.set_weights, args=(name,)))
+
     def do_status(self) -> dict[str, Any]:
         s = self.core.scheduler
         c = s.connector
@@ -361,4 +390,5 @@ class _Loop:
             out["connected"] = c._scheduler._client.connected and all(workers)
             out["sources"] = len(c._scheduler._sources)
             out["loading"] = len(c._scheduler._loading)
+            out["held"] = [*c._scheduler._loading, *c._scheduler._destinations]
         return out

@@ -28,6 +28,7 @@ UV = "uv==0.13.8"
 # What SGLang's memory pools need on a CPU; the rest is in sglang_requirements.txt.
 SGLANG = ["sglang==0.5.23", "torch==2.14.1", "torchvision==0.29.2", "triton==3.8.0", "apache-tvm-ffi==0.1.11", CUDART]
 NIXL = ["nixl==1.5.1", "nixl-cu13==1.5.1"]
+MODELS = ("llama", "gemma3")
 # Best known first. The wheel is abi3, but its dependencies have wheels for these.
 PYTHONS = [(3, 12), (3, 11), (3, 13), (3, 10)]
 
@@ -197,12 +198,13 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
             [*uv, "--no-deps", "--no-build-isolation", "--reinstall", *copies], log, env=quiet)  # fmt: skip
         run("a first import of kvspray", [str(py), "-c", "import kvspray, kvspray_vllm"], log, cwd=str(build))
         (venv / ".stamp-own").write_text(own)
-    model = build / "models" / "tiny-llama"
     want = digest(HERE / "tiny_model.py")
-    if not stamped(model / ".stamp", want):
-        run("a tiny random Llama with its own tokenizer", [str(py), str(HERE / "tiny_model.py"), str(model)], log, cwd=str(build))
-        (model / ".stamp").write_text(want)
-    say(f"ready: {venv} and {model}")
+    for kind in MODELS:
+        model = build / "models" / f"tiny-{kind}"
+        if not stamped(model / ".stamp", want):
+            run(f"a tiny random {kind} with its own tokenizer", [str(py), str(HERE / "tiny_model.py"), str(model), kind], log, cwd=str(build))
+            (model / ".stamp").write_text(want)
+    say(f"ready: {venv} and {build / 'models'}")
 
 
 def make_sglang(build: pathlib.Path, venv: pathlib.Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a tiny random Llama and a tokenizer of its own: nothing is downloaded. usage: tiny_model.py DIR
+"""Writes a tiny random model and a tokenizer of its own: nothing is downloaded. usage: tiny_model.py DIR [llama|gemma3]
 
 The weights are scaled so that greedy outputs vary with every token of the prompt: equal outputs then mean equal caches.
 """
@@ -11,11 +11,12 @@ import sys
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB = 1024
 POSITIONS = 8192
 SEED = 20261121
+WINDOW = 80  # of gemma3: no multiple of a block
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -30,16 +31,23 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def main(out: pathlib.Path) -> None:
+def main(out: pathlib.Path, kind: str = "llama") -> None:
     out.mkdir(parents=True, exist_ok=True)
     tok = tokenizer()
     tok.save_pretrained(out)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=POSITIONS, tie_word_embeddings=False,
-        bos_token_id=tok.bos_token_id, eos_token_id=tok.eos_token_id, pad_token_id=tok.pad_token_id,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": POSITIONS, "bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id,
+    }  # fmt: skip
+    model: LlamaForCausalLM | Gemma3ForCausalLM
+    if kind == "gemma3":
+        # Two layers with a sliding window before each one that sees everything: vLLM makes three cache groups of them.
+        types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        model = Gemma3ForCausalLM(
+            Gemma3TextConfig(**sizes, num_hidden_layers=len(types), layer_types=types, sliding_window=WINDOW, query_pre_attn_scalar=32)
+        )
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, tie_word_embeddings=False))
     gen = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -51,4 +59,4 @@ def main(out: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    main(pathlib.Path(sys.argv[1]), *sys.argv[2:3])

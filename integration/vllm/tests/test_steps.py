@@ -495,3 +495,94 @@ def test_params_of_any_type_are_survived(e: Engine, given: Any) -> None:
     meta = e.meta({"odd": 3 * BLOCK})
     assert not meta.intents and not meta.expects
     assert e.scheduler.finished(r, [[1, 2, 3]]) == (False, None)
+
+
+# ---- sliding windows
+
+
+class Hybrid(Engine):
+    """Two cache groups: one keeps everything, one looks 32 tokens back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = SchedulerSide(
+            Settings(), self.scheduler_shim, [BLOCK, BLOCK], "engine", fake_hash, LOG, windows=(0, 32), now=lambda: self.clock
+        )
+
+    def meta(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> StepMeta:
+        counts = scheduled or {}
+        out = SimpleNamespace(num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), preempted_req_ids=preempted or set())
+        for req in counts:
+            # As allocate_slots does before it takes blocks for this step's tokens: whole blocks that the next token sees no more.
+            table = self.windows.setdefault(req, [i + 100 for i in range(len(self.tables[req]))])
+            gone = max(self.requests[req].num_computed_tokens - 32 + 1, 0) // BLOCK
+            table[:gone] = [0] * gone
+            self.tables[req] += range(len(self.tables[req]) + 1, 1 + -(-(self.requests[req].num_computed_tokens + counts[req]) // BLOCK))
+            table += [i + 100 for i in range(len(table), len(self.tables[req]))]
+        meta = self.scheduler.build(out, lambda req: (self.tables[req], self.windows[req]))  # type: ignore[arg-type]
+        for req, n in counts.items():
+            self.requests[req].num_computed_tokens += n
+        return meta
+
+    def finish(self, req: str, status: str = "FINISHED_LENGTH_CAPPED") -> tuple[bool, Any]:
+        r = self.requests[req]
+        r.status = SimpleNamespace(name=status)
+        return self.scheduler.finished(r, (self.tables[req], self.windows[req]))
+
+    @property
+    def windows(self) -> dict[str, list[int]]:
+        return self.__dict__.setdefault("_windows", {})
+
+
+def test_with_a_window_both_sides_compute_the_last_token() -> None:
+    e = Hybrid()
+    e.add("r", 40, dict(DECODE))
+    e.step({"r": 16})
+    e.step({"r": 24})
+    assert [c for c in e.worker_shim.take() if c[0] in ("intent", "step")] == [("intent", 1, "r", 39, 1), ("step", 1, [(1, 16)]), ("step", 2, [(1, 39)])]
+    delay, kv = e.finish("r")
+    assert delay and kv["remote_num_tokens"] == 39 and kv["remote_block_ids"] == [[1, 2, 3], [100, 101, 102]]
+    d = e.add("d", 40, prefill_first())
+    assert e.scheduler.matched(d, 16) == (23, True)
+    for kv in (dict(DECODE), prefill_first()):
+        one = e.add("one", 1, kv)
+        assert e.scheduler.matched(one, 0) == (0, False)  # nothing of it would move
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"short_prompt": 2}
+
+
+def test_a_window_that_moves_on_takes_the_lease_with_it() -> None:
+    e = Hybrid()
+    e.add("r", 64, dict(DECODE))
+    e.step({"r": 64})
+    # 63 tokens are sent: from the block of token 32, which the token at 79 is the first not to see.
+    for _ in range(15):
+        e.step({"r": 1})
+    assert [c[0] for c in e.worker_shim.take()] == ["intent", "step", "layer", "layer", "end"]
+    meta = e.meta({"r": 1})
+    assert [req for req, _ in meta.lost] == ["r"]
+    e.worker.preempts(meta)  # before anything of this step is computed: the block may be somebody else's in it
+    assert e.worker_shim.take() == [("cancel", 1)]
+    e.worker.begin(meta)
+    assert e.meta({"r": 1}).lost == []
+    assert e.finish("r") == (True, None)
+    assert e.step().sent == set()
+    e.worker_shim.end(1, received=False, status=shim.CANCELLED)
+    assert e.step().sent == {"r"}
+
+
+def test_a_reset_of_the_caches_withdraws_what_waits_to_be_fetched() -> None:
+    e = Engine()
+    e.add("r", 16, dict(DECODE))
+    e.step({"r": 16})
+    e.finish("r")
+    e.step()
+    e.worker_shim.take()
+    e.scheduler.reset()
+    e.scheduler.reset()
+    e.step()
+    assert e.worker_shim.take() == [("cancel", 1)]
+    e.worker_shim.end(1, received=False, status=shim.CANCELLED)
+    assert e.step().sent == {"r"}
+    e.scheduler.reset()
+    assert e.meta().empty()

@@ -17,6 +17,7 @@ from kvspray_vllm import KVSprayConnector, layout
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
+from kvspray_vllm.weights import Generation
 
 
 def test_every_override_has_the_signature_of_its_base() -> None:
@@ -40,7 +41,10 @@ def test_metadata_survives_pickling() -> None:
 
 @pytest.mark.parametrize(
     ("extra", "word"),
-    [({"sokcet": "x"}, "sokcet"), ({"admission_s": 0}, "admission_s"), ({"memory": "gpu"}, "memory"), ({"socket": ""}, "socket")],
+    [
+        ({"sokcet": "x"}, "sokcet"), ({"weights": "x" * 129}, "weights"), ({"admission_s": 0}, "admission_s"), ({"memory": "gpu"}, "memory"),
+        ({"socket": ""}, "socket"),
+    ],
 )
 def test_settings_are_strict(extra: dict[str, object], word: str) -> None:
     with pytest.raises(ValueError, match=word):
@@ -133,7 +137,7 @@ def test_what_cannot_be_served_is_refused_at_start(path: str, value: object) -> 
 
 
 def test_strategies_by_kind_of_cache() -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
     alone = layout.Ranks()
 
@@ -155,5 +159,60 @@ def test_strategies_by_kind_of_cache() -> None:
         with pytest.raises(layout.Unsupported, match="tensor_parallel_size"):
             strategy(full, "FLASH_ATTN", "LBNHC", heads, layout.Ranks(tp_size=size))
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
-    with pytest.raises(layout.Unsupported, match="SlidingWindowSpec"):
-        strategy(window, "CPU_ATTN", "LBHNC")
+    assert strategy(window, "CPU_ATTN", "LBHNC") == ("vllm_cpu_attn", own | {"window": 64})
+    assert strategy(window, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own | {"window": 64})
+    kept = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
+    assert strategy(kept, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own)  # no hybrid cache manager: every block is kept
+    draft = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64, extra_retained_tokens=1)
+    with pytest.raises(layout.Unsupported, match="extra_retained_tokens"):
+        strategy(draft, "CPU_ATTN", "LBHNC")
+    chunks = ChunkedLocalAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64)
+    with pytest.raises(layout.Unsupported, match="ChunkedLocalAttentionSpec"):
+        strategy(chunks, "CPU_ATTN", "LBHNC")
+
+
+def test_windows_of_cache_groups() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
+
+    sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+    full, kept = FullAttentionSpec(**sizes), FullAttentionSpec(**sizes, sliding_window=64)
+    window = SlidingWindowSpec(**sizes, sliding_window=64)
+    many = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": window, "b": window})
+
+    def windows(*specs: object) -> tuple[int, ...]:
+        return layout.windows_of(KVCacheConfig(1, [], [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)]))  # type: ignore[arg-type]
+
+    assert windows(full) == (0,) and layout.backoff_of((0,)) == 0
+    assert windows(kept, window, many) == (0, 64, 64) and layout.backoff_of((0, 64, 64)) == 1
+
+
+def test_generations_of_weights() -> None:
+    with torch.device("meta"):
+        loaded, draft = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    changes: list[str] = []
+    g = Generation("step-1", lambda: changes.append(str(g)))
+
+    def reload(model: torch.nn.Module) -> None:  # as vLLM's begins, and ends
+        for device in ("meta", "cpu"):
+            for name in ("weight", "bias"):
+                model.register_parameter(name, torch.nn.Parameter(torch.empty(2, device=device)))
+
+    try:
+        torch.nn.Linear(2, 2)  # a module of somebody else's is no reload
+        assert changes == [] and str(g) == "step-1"
+        reload(loaded)
+        assert changes == ["step-1+1"]
+        reload(loaded)  # twice while nothing is computed
+        assert changes == ["step-1+1", "step-1+2"]
+        g.computes()
+        reload(draft)
+        assert changes[2:] == ["step-1+3"]
+        g.rename("step-2")
+        g.rename("step-2")
+        assert changes[3:] == ["step-2"] == [str(g)]
+        with pytest.raises(ValueError, match="at most 128 bytes"):
+            g.rename("x" * 129)
+    finally:
+        g.close()
+    reload(loaded)
+    assert changes[4:] == []

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvspray_vllm.connector import KVSprayConnector
+    from kvspray_vllm.weights import set_weights
 
-__all__ = ["KVSprayConnector"]
+__all__ = ["KVSprayConnector", "set_weights"]
 __version__ = "0.1.0"
 
 
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from kvspray_vllm.connector import KVSprayConnector
 
         return KVSprayConnector
+    if name == "set_weights":
+        from kvspray_vllm.weights import set_weights
+
+        return set_weights
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from kvspray_vllm.meta import StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
+from kvspray_vllm.weights import Generation
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
 
 if TYPE_CHECKING:
@@ -80,6 +81,15 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._worker_client: shim.Worker | None = None
+        self._generation: Generation | None = None  # a worker's, once its memory is registered
+        self._layout: dict[str, Any] = {}
+        if not HAS_TRANSFER_RESULTS and len(kv_cache_config.kv_cache_groups) > 1:
+            raise layout.Unsupported(
+                f"kvspray: {len(kv_cache_config.kv_cache_groups)} cache groups, and this vLLM reports a failed load by its blocks, which ends an engine "
+                "with several: set disable_hybrid_kv_cache_manager, or use vLLM 0.30 or later"
+            )
+        windows = layout.windows_of(kv_cache_config)
+        self._backoff = layout.backoff_of(windows)
         if role == KVConnectorRole.SCHEDULER:
             if self._kv_transfer_config.kv_load_failure_policy == "fail" and self._kv_transfer_config.is_kv_consumer:
                 logger.warning(
@@ -94,6 +104,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 shim.prefix_hash,
                 logger,
                 vllm_config.parallel_config.tensor_parallel_size,
+                windows,
             )
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
@@ -133,7 +144,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         cache_layout = getattr(self._vllm_config.cache_config, "kv_cache_layout", None)
         cache_layout = getattr(cache_layout, "name", cache_layout)
         model = self._vllm_config.model_config
-        identity = layout.identity_of(self._vllm_config, backends, self._settings.weights)
+        self._generation = Generation(self._settings.weights, self._weights_changed)
+        identity = layout.identity_of(self._vllm_config, backends, str(self._generation), self._backoff)
         regions: list[shim.Memory] = []
         by_storage: dict[int, int] = {}
         groups: list[dict[str, Any]] = []
@@ -179,17 +191,39 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                     "layers": described,
                 }
             )
-        described_as = {
+        self._layout = {
             "model": str(model.served_model_name or model.model)[:256],
             "dtype": identity["dtype"],
             "groups": groups,
             "identity": identity,
         }
         self._worker.set_flags(self._flag_of)
-        self._worker_client.register(regions, described_as)
+        self._worker_client.register(regions, self._layout)
         logger.info(
-            "kvspray: %d layers in %d region(s), %s, %s", len(self._flag_of), len(regions), groups[0]["strategy"], [r.kind for r in regions]
-        )
+            "kvspray: %d layers in %d group(s) and %d region(s), %s, %s", len(self._flag_of), len(groups), len(regions), groups[0]["strategy"],
+            [r.kind for r in regions],
+        )  # fmt: skip
+
+    def set_weights(self, name: str) -> str:
+        """The worker has other weights from now on, which are called that; see kvspray_vllm.set_weights."""
+        if self._generation is None:
+            raise ValueError("kvspray: set_weights is for workers whose KV cache is registered")
+        before = str(self._generation)
+        self._generation.rename(name)
+        return before
+
+    def _weights_changed(self) -> None:
+        """The cache means something else now. Leases of what it meant before end, and peers learn the new fingerprint. Called while vLLM
+        loads: nothing may be raised."""
+        assert self._worker_client is not None
+        self._layout["identity"] = {**self._layout["identity"], "weights": str(self._generation)}
+        try:
+            self._worker_client.describe(self._layout)
+        except Exception:
+            logger.exception("kvspray: the sidecar cannot be told of other weights; this engine serves alone from now on")
+            self._worker_client.close()
+            return
+        logger.info("kvspray: the weights are now %r; KV goes to and comes from engines that say the same", str(self._generation))
 
     def _memory_of(self, place: layout.Place) -> shim.Memory:
         assert self._worker_client is not None
@@ -210,6 +244,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(connector_metadata, StepMeta)
         super().bind_connector_metadata(connector_metadata)
+        if self._generation is not None:
+            self._generation.computes()
         self._worker.begin(connector_metadata)
 
     def has_connector_metadata(self) -> bool:
@@ -288,6 +324,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler.finished(request, block_ids)
 
+    def reset_cache(self) -> bool | None:
+        assert self._scheduler is not None
+        self._scheduler.reset()
+        return True
+
     def has_pending_push_work(self) -> bool:
         assert self._scheduler is not None
         return self._scheduler.pending_push_work()
@@ -321,3 +362,5 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+        if self._generation is not None:
+            self._generation.close()

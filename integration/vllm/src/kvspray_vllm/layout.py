@@ -11,7 +11,7 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,20 @@ def flag_indices(kv: KVCacheConfig) -> dict[str, int]:
         for name in group.layer_names:
             out.setdefault(name, len(out))
     return out
+
+
+def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
+    """Per cache group, how many tokens its layers look back: vLLM frees what lies before. 0: it keeps everything."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    specs = [next(iter(getattr(g.kv_cache_spec, "kv_cache_specs", {"": g.kv_cache_spec}).values())) for g in kv.kv_cache_groups]
+    return tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs)
+
+
+def backoff_of(windows: Sequence[int]) -> int:
+    """How many tokens at a prompt's end are computed by both sides. vLLM computes the last token of a prompt again where all of it was
+    loaded, and has then given up the block that only this token's window still reaches; where one token less was loaded it has not."""
+    return int(any(windows))
 
 
 @dataclass(frozen=True)
@@ -137,15 +151,18 @@ def strategy_of(
     spec: KVCacheSpec, backend: str, cache_layout: str | None, elem_bytes: int, kv_heads: int, ranks: Ranks, packing: str
 ) -> tuple[str, dict[str, int]]:
     """The parseblock strategy of a cache group, and its parameters. kv_heads: of the whole model."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     if isinstance(spec, MLAAttentionSpec):
         if getattr(spec, "compress_ratio", 1) not in (0, 1) or spec.page_size_bytes % spec.block_size:
             raise Unsupported("kvspray: compressed MLA caches are not supported")
         return "mla", {"token_bytes": spec.page_size_bytes // spec.block_size}
-    # Subclasses of full attention (sliding windows, sinks) free or add blocks by rules of their own.
-    if type(spec) is not FullAttentionSpec or getattr(spec, "sliding_window", None):
-        raise Unsupported(f"kvspray: cache groups of kind {type(spec).__name__} are not supported yet, full attention is")
+    # Subclasses (sinks, chunks, rings) free or add blocks by rules of their own. Full attention with a window is a model without vLLM's
+    # hybrid cache manager: its layers look back no further, and yet every block is kept.
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        raise Unsupported(f"kvspray: cache groups of kind {type(spec).__name__} are not supported, full attention and sliding windows are")
+    if getattr(spec, "extra_retained_tokens", 0):
+        raise Unsupported(f"kvspray: extra_retained_tokens is {spec.extra_retained_tokens}; windows of draft layers are not followed, serve without them")
     own = max(1, kv_heads // ranks.tp_size)
     if spec.num_kv_heads != own or (kv_heads % ranks.tp_size and ranks.tp_size % kv_heads):
         raise Unsupported(
@@ -159,6 +176,8 @@ def strategy_of(
         "tp_rank": ranks.tp,
         "tp_size": ranks.tp_size,
     }
+    if type(spec) is SlidingWindowSpec:
+        params["window"] = spec.sliding_window
     if backend == "CPU_ATTN":
         if packing == TRANSPOSED:
             params |= {"k_transposed": 1, "number_bytes": elem_bytes}
@@ -188,7 +207,7 @@ def cpu_packing(config: VllmConfig) -> str:
         return "+".join(name.strip("_") for name in probes if getattr(torch.cpu, name, bool)()) or platform.machine()
 
 
-def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str) -> dict[str, str]:
+def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str, backoff: int) -> dict[str, str]:
     """What must be equal between prefill and decode: anything that changes the bytes of a token's KV."""
     import vllm
 
@@ -213,6 +232,6 @@ def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str) -
         "attention": ",".join(sorted(set(backends.values()))),
         "packing": cpu_packing(config) if "CPU_ATTN" in backends.values() else "",
         "byte_order": sys.byteorder,
-        "backoff": "0",  # prefill computes the whole prompt
+        "backoff": str(backoff),
         "speculative": "" if spec is None else f"{spec.method}:{spec.model}:{spec.num_speculative_tokens}",
     }

@@ -49,6 +49,7 @@ class StepMeta(KVConnectorMetadata):
     """Applied by the worker in the order of the fields: blocks that were taken away come first."""
 
     preempts: list[str] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)  # (request, reason): its blocks went, and do not come back
     cancels: list[tuple[str, str]] = field(default_factory=list)  # (request, reason)
     holds: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)  # requests whose end the worker has to report, once nothing is read any more
@@ -59,4 +60,4 @@ class StepMeta(KVConnectorMetadata):
     idle: bool = False  # the engine computes nothing in this step
 
     def empty(self) -> bool:
-        return not (self.step or self.preempts or self.cancels or self.holds or self.released or self.intents or self.expects)
+        return not (self.step or self.preempts or self.lost or self.cancels or self.holds or self.released or self.intents or self.expects)

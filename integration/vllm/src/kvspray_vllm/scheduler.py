@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
+from kvspray_vllm.layout import backoff_of
 from kvspray_vllm.meta import Blocks, Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
@@ -40,6 +41,8 @@ class Source:
     fanout: int
     end: int = 0  # tokens that the steps so far have announced, in this attempt
     finished: bool = False
+    lost: bool = False  # its blocks went, or mean nothing any more
+    oldest: tuple[int, ...] = ()  # once all of it is announced: the first block that is sent, of each group with a window
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Destination:
     xfer: bytes
     hash: bytes
     peer: str
-    tokens: int
+    tokens: int  # that move: all of the prompt, less the back-off
     ready: bool  # the prefill is done: nothing to ask
     asked: float  # when admission was asked for
     wait: float  # how long for, seconds
@@ -63,6 +66,7 @@ class SchedulerSide:
         hash_fn: HashFn,
         log: logging.Logger,
         tp_size: int = 1,
+        windows: Sequence[int] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -72,6 +76,8 @@ class SchedulerSide:
         self._hash = hash_fn
         self._log = log
         self._tp_size = tp_size
+        self._windows = [(g, w) for g, w in enumerate(windows) if w]
+        self._backoff = backoff_of(windows)
         self._now = now
         self._secret = secrets.token_bytes(16)
         self._step = 0
@@ -116,7 +122,7 @@ class SchedulerSide:
         asked = spray.parse(given)
         xfer = asked.xfer if asked and asked.xfer else spray.derive_xfer(self._secret, request.request_id)
         fanout = asked.fanout if asked else 1
-        self._pending[request.request_id] = Source(request, xfer, self._key_hash(request), len(tokens), fanout)
+        self._pending[request.request_id] = Source(request, xfer, self._key_hash(request), self._moved(tokens), fanout)
 
     def _new_destination(self, request: Request, given: dict[str, Any]) -> None:
         asked = spray.parse(given)
@@ -130,13 +136,18 @@ class SchedulerSide:
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
         wait = self._settings.admission_s or self._client.partner_s
-        dest = Destination(asked.xfer, self._key_hash(request), asked.peer, len(tokens), ready, self._now(), wait)
+        dest = Destination(asked.xfer, self._key_hash(request), asked.peer, self._moved(tokens), ready, self._now(), wait)
         if not ready:
             try:
                 self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
             except ShimError as err:
                 raise spray.ParamsError("not_asked", f"the prefill cannot be asked: {err}") from err
         self._destinations[request.request_id] = dest
+
+    def _moved(self, tokens: Sequence[int]) -> int:
+        if len(tokens) <= self._backoff:
+            raise spray.ParamsError("short_prompt", f"of a prompt of {len(tokens)} token nothing moves: the last {self._backoff} is computed on both sides")
+        return len(tokens) - self._backoff
 
     def _key_hash(self, request: Request) -> bytes:
         lora = request.lora_request.lora_name if request.lora_request else ""
@@ -199,7 +210,7 @@ class SchedulerSide:
     # ---- each step
 
     def build(self, out: SchedulerOutput, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepMeta:
-        meta, self._meta = self._meta, StepMeta()
+        meta = self._meta
         for req in out.preempted_req_ids or ():
             source = self._sources.get(req)
             if source is not None:
@@ -217,18 +228,37 @@ class SchedulerSide:
                     Intent(req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens))
                 )
             if source.end >= source.tokens:
-                continue  # it decodes here
+                # It decodes here, and its windows move on: vLLM may have given blocks that are being sent to somebody else.
+                if self._windows and not source.lost and self._oldest(source, tables(req)) != source.oldest:
+                    self._lose(req, source, "a sliding window has moved on while the request decodes here")
+                continue
             # vLLM counts this step's tokens as computed only after this call. What was hit in the prefix cache may still be
             # under computation by an earlier request of this very step: it, too, is ready only with this step's flags.
             end = min(source.request.num_computed_tokens + scheduled, source.tokens)
-            if end > source.end:
+            if end > source.end and not source.lost:
                 source.end = end
-                meta.gains.append(Gain(req, end, self._cut(tables(req), source.tokens)))
+                table = tables(req)
+                source.oldest = self._oldest(source, table) if end == source.tokens else ()
+                meta.gains.append(Gain(req, end, self._cut(table, source.tokens)))
         if meta.gains:
             self._step += 1
             meta.step = self._step
         meta.idle = not out.total_num_scheduled_tokens
+        self._meta = StepMeta()
         return meta
+
+    def _oldest(self, source: Source, table: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        return tuple(table[g][max(source.tokens - w + 1, 0) // self._block_sizes[g]] for g, w in self._windows)
+
+    def _lose(self, req: str, source: Source, reason: str) -> None:
+        source.lost = True
+        self._meta.lost.append((req, reason))
+
+    def reset(self) -> None:
+        """vLLM throws away what it has cached, because it means nothing any more (other weights, say). So does what waits to be fetched."""
+        for req, source in self._sources.items():
+            if not source.lost:
+                self._lose(req, source, "the engine's caches were reset")
 
     def _cut(self, table: Iterable[Sequence[int]], tokens: int) -> Blocks:
         return tuple(
@@ -256,6 +286,8 @@ class SchedulerSide:
             return False, None
         source.finished = True
         self._meta.released.append(req)
+        if source.lost:
+            return True, None
         if request.status.name not in DELIVERED or source.end < source.tokens:
             self._meta.cancels.append((req, "request finished: " + request.status.name))
             return True, None

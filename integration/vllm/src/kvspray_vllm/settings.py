@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvspray_vllm.weights import MAX_NAME_BYTES
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -19,7 +21,7 @@ class Settings:
     """Where the KV cache lives. "memfd": the shim's sealed shared memory, or the engine does not start. "process": vLLM's own
     allocation. "auto": memfd, and vLLM's own where that cannot be had."""
     weights: str = ""
-    """A name for this generation of the weights. Prefill and decode must agree on it."""
+    """A name for the generation of the weights that the engine starts with. Prefill and decode must agree on it."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:
@@ -35,6 +37,6 @@ class Settings:
             raise ValueError(f"kv_connector_extra_config['admission_s'] is {out.admission_s!r}, want seconds, above 0 and up to 600")
         if out.memory not in ("auto", "memfd", "process"):
             raise ValueError(f"kv_connector_extra_config['memory'] is {out.memory!r}, want auto, memfd or process")
-        if not isinstance(out.weights, str):
-            raise ValueError(f"kv_connector_extra_config['weights'] is {out.weights!r}, want a string")
+        if not isinstance(out.weights, str) or len(out.weights.encode()) > MAX_NAME_BYTES:
+            raise ValueError(f"kv_connector_extra_config['weights'] is {out.weights!r}, want a string of at most {MAX_NAME_BYTES} bytes")
         return out

@@ -131,6 +131,9 @@ class Worker:
     def register(self, memory: Sequence[Memory], layout: Mapping[str, Any]) -> None:
         self._c.register([m.region for m in memory], layout)
 
+    def describe(self, layout: Mapping[str, Any]) -> None:
+        self._c.describe(layout)
+
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str) -> int:
         # A record too big for its ring is an argument error there; here it is one more request to be served as if alone.
         try:

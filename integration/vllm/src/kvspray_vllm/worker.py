@@ -72,6 +72,10 @@ class WorkerSide:
             source = self._sources.get(req)
             if source is not None and source.lease is not None:
                 self._client.preempt(source.lease)
+        for req, reason in meta.lost:
+            source = self._sources.get(req)
+            if source is not None and source.lease is not None:
+                self._client.cancel(source.lease, reason)
 
     def begin(self, meta: StepMeta) -> None:
         """Before the forward pass. A destination may be written as soon as its record is there: its blocks were taken from the
