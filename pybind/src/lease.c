@@ -372,8 +372,9 @@ static int restate(kvs_client *c, const struct kvs_snapshot *s, uint16_t type)
 			if (l->bound)
 				wake_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
 		}
-		if (session_usable(c) && l->session != c->serial) {
-			c->info.kept++; /* it will be presented as it is now */
+		/* A session that does not have the lease yet will be presented it as it is now; but it must learn of the epoch. */
+		if (session_usable(c) && l->session != c->serial && type != KVS_REC_PREEMPT) {
+			c->info.kept++;
 			rc = KVS_KEPT;
 		} else {
 			rc = submit_or_replace(c, type, l->id, empty_map, sizeof empty_map);

@@ -438,6 +438,21 @@ def test_a_lease_that_was_never_presented_again_is_cancelled_on_the_record(sidec
     assert w.wait_connected(TIMEOUT_S)
 
 
+def test_a_lease_that_is_preempted_before_it_is_presented_again_leaves_a_record(sidecar: Make, worker: Make) -> None:
+    """The same for blocks that are lost: the lease itself may be presented long after, with what it holds by then."""
+    w = worker(submission_bytes=64 << 10, connect=False)
+    s, leases = restart_with_a_slow_one(sidecar, w)
+    assert w.preempt(leases[2])
+    grown = w.status().source_epoch
+    s.tell("reading", on=True)
+    for lease in leases[:2]:
+        s.record("INTENT", lease=lease)
+    r = s.expect("record")
+    assert (r["name"], r["lease"], r["epoch"]) == ("PREEMPT", leases[2], grown)
+    assert s.record("INTENT", lease=leases[2])["body"]["attempt"] == 1
+    assert w.wait_connected(TIMEOUT_S)
+
+
 @pytest.mark.parametrize("call", ["kvs_preempt", "kvs_hold"])
 def test_a_lease_whose_snapshot_cannot_be_kept_ends(sidecar: Make, worker: Make, call: str) -> None:
     from kvspray import _lib
