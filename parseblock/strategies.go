@@ -8,7 +8,8 @@ import (
 
 // The names of the strategies; what a shim registers. In the drawings a page is read from left to right, the last axis is
 // contiguous, B counts blocks, N tokens of a block, H heads of this rank, D numbers of a head, s bytes of a number, C bytes of
-// a latent. Parameters that all token strategies take:
+// a latent. Engines change their tensors' shapes more often than their bytes: a version is that of the source in which the bytes were
+// read, vLLM 0.27 to 0.32 and SGLang 0.5.17 to 0.5.23, where nothing else is said. Parameters that all token strategies take:
 //
 //	heads               KV heads of this rank; 1 where it is left out (then a token cannot be cut between ranks)
 //	kv_heads            KV heads of the model; tp_rank, tp_size: which of them this rank has (HeadShare)
@@ -48,7 +49,7 @@ const (
 	//	[B, N, 2, H, D]  | t0: k(h0 h1 ...) v(h0 h1 ...) | t1: ... |
 	FlashToken = "flash_token"
 
-	// QuantInlineHND and QuantInlineNHD are packed pages whose values carry their scales: vLLM's TRITON_ATTN with a scale per
+	// QuantInlineHND and QuantInlineNHD are packed pages whose values carry their scales: vLLM's TRITON_ATTN since 0.27 with a scale per
 	// token and head (int8, fp8, int4). value_bytes and scale_bytes: of K or of V of one head of one token.
 	//
 	//	[B, H, N, 2(D'+4)]  | k0 scale v0 scale | k1 scale v1 scale | ...
