@@ -5,6 +5,7 @@ package explain
 import (
 	"bytes"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -130,6 +131,37 @@ func TestFigures(t *testing.T) {
 			if svg.Len() > 1<<20 {
 				t.Errorf("%s %s: a figure of %d bytes", name, order, svg.Len())
 			}
+		}
+	}
+}
+
+// TestFiguresOfTheDocs: those in docs/layouts.md are what is drawn today.
+func TestFiguresOfTheDocs(t *testing.T) {
+	for file, c := range map[string]struct {
+		model    string
+		from, to Side
+	}{
+		"llama-3.1-8b-tp2-tp1": {"llama-3.1-8b", side(16, 2, parseblock.PackedNHD, "bf16"), side(16, 1, parseblock.PackedNHD, "bf16")},
+		"deepseek-v3.2":        {"deepseek-v3.2", side(128, 1, parseblock.PackedNHD, "fp8"), side(128, 1, parseblock.PackedNHD, "fp8")},
+	} {
+		m, err := Preset(c.model)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r, err := Explain(m, c.from, c.to, 32768)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var svg bytes.Buffer
+		if err := r.WriteSVG(&svg); err != nil {
+			t.Fatal(err)
+		}
+		old, err := os.ReadFile("../../docs/layouts/" + file + ".svg")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(old, svg.Bytes()) {
+			t.Errorf("docs/layouts/%s.svg is not what `kvspray layout explain --format svg` draws: make it again", file)
 		}
 	}
 }
