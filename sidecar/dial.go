@@ -147,6 +147,7 @@ func (n *Node) peerDown(boot transfer.Boot, over bool) {
 		n.metrics.Peers(max(count, 0))
 		n.dropLanes(func(l transport.Lane) bool { return l.Peer() == boot })
 		n.forgetInflows(boot)
+		n.troubles.forget(boot)
 	}
 	now := n.enter()
 	n.d.ex.PeerDown(now, boot, over)
@@ -237,10 +238,17 @@ func (n *Node) keepLane(ctx context.Context, b transport.Backend, peer transport
 	wait := backoff.NewExponentialBackOff()
 	wait.InitialInterval, wait.MaxInterval = dialFirst, dialLongest
 	wait.Reset()
+	pair := pairName{peer.Boot, b.Name(), local.Name, remote.Name}
+	defer func() {
+		if ctx.Err() != nil { // nobody wants the lane any more
+			n.troubles.set(pair, nil)
+		}
+	}()
 	for ctx.Err() == nil {
 		dctx, cancel := context.WithTimeout(ctx, dialTimeout)
 		lane, err := b.Dial(dctx, peer, local, remote)
 		cancel()
+		n.troubles.set(pair, err)
 		if errors.Is(err, transport.ErrNotSupported) {
 			n.log.Info("lane not possible", "transport", b.Name(), "peer", peer.Boot.String(), "rail", local.Name, "remote", remote.Name, "err", err)
 			return

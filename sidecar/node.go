@@ -68,6 +68,7 @@ type Node struct {
 	peers    *peer.Mesh
 	d        driver
 	dial     dialer
+	troubles troubles
 	hashes   *hashes
 	records  *records
 	totals   totals

@@ -87,18 +87,24 @@ func versionCommand() *cobra.Command {
 
 func doctorCommand() *cobra.Command {
 	var flags configFlags
-	var asJSON bool
+	var asJSON, peers bool
 	var python string
 	cmd := &cobra.Command{
 		Use:   "doctor",
 		Short: "Say what works on this host, and what to do about the rest",
 		Long: `Says what works on this host. Each line is yes, no (with the reason, and the remedy below it), or could not tell.
-Exits with 1 if something is missing that nothing works without.`,
+Exits with 1 if something is missing that nothing works without.
+
+With --peers it asks the sidecar that runs here instead which of its rails reaches which rail of each peer, over which transport, and why
+not. Exits with 1 if a peer is reached over none.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := flags.load()
 			if err != nil {
 				return err
+			}
+			if peers {
+				return doctorPeers(cmd, c, asJSON)
 			}
 			results := doctor.Run(cmd.Context(), &doctor.Host{Config: c, Python: python})
 			write := doctor.WriteText
@@ -116,6 +122,25 @@ Exits with 1 if something is missing that nothing works without.`,
 	}
 	flags.add(cmd)
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	cmd.Flags().BoolVar(&peers, "peers", false, "ask the running sidecar (--http) what reaches what")
 	cmd.Flags().StringVar(&python, "python", "", "interpreter to look for engines with (default: $VIRTUAL_ENV's, else python3)")
 	return cmd
+}
+
+func doctorPeers(cmd *cobra.Command, c *config.Config, asJSON bool) error {
+	r, err := doctor.Peers(cmd.Context(), c)
+	if err != nil {
+		return err
+	}
+	write := r.WriteText
+	if asJSON {
+		write = r.WriteJSON
+	}
+	if err := write(cmd.OutOrStdout()); err != nil {
+		return err
+	}
+	if !r.Reached() {
+		return errUnhealthy
+	}
+	return nil
 }

@@ -18,7 +18,7 @@ packages=(busybox-static ibverbs-providers ibverbs-utils iptables libibumad3 lib
 
 need() { echo "test-rdma: $1" >&2; exit 1; }
 command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || need "apt-get and dpkg-deb are needed: run it on Debian 12, or in a container of it"
-image() { apt-cache depends linux-image-amd64 2>/dev/null | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | head -n 1; }
+image() { apt-cache depends linux-image-amd64 2>/dev/null | sed -n 's/.*Depends: \(linux-image-[0-9].*\)/\1/p' | awk 'NR == 1'; }
 missing=0
 for tool in qemu-system-x86_64 ip tc rdma; do command -v "$tool" >/dev/null || missing=1; done
 if [ -z "$(image)" ] || ((missing)); then

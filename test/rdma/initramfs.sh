@@ -36,7 +36,7 @@ cp -L "$root/usr/lib/$arch/libibverbs.so.1" "$out/usr/lib/$arch/"
     [ -L "$file" ] || ldd "$file" 2>/dev/null | awk '$2 == "=>" && $3 ~ /^\// {print $3} $1 ~ /ld-linux/ {print $1}'
   done
   for name in libpthread.so.0 libdl.so.2 librt.so.1 libresolv.so.2 libgcc_s.so.1; do
-    ldconfig -p | awk -v n="$name" '$1 == n {print $NF; exit}'
+    ldconfig -p | awk -v n="$name" '$1 == n && !found++ {print $NF}' # to its end: who writes into a closed pipe dies, and the script with it
   done
 } | sort -u | while read -r lib; do
   case $lib in

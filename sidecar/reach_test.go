@@ -1,0 +1,77 @@
+package sidecar
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Two sidecars on one host say of each other what reaches what, with the lanes that are open, and why where there are none.
+func TestReach(t *testing.T) {
+	begun := func() *running {
+		return start(t, func(c *config.Config) { c.Transports.Order = []string{"shm", "tcp"} })
+	}
+	p, d := begun(), begun()
+	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+	x := begin(t, p, pe, de, 1, tokens)
+	de.ok(x.dst)
+	pe.ok(x.src)
+	var dials int
+	for _, ends := range [][2]*running{{p, d}, {d, p}} {
+		here, there := ends[0], ends[1]
+		var v reachView
+		until(t, func() bool {
+			v = here.reach()
+			if len(v.Peers) != 1 || len(v.Peers[0].Pairs) == 0 {
+				return false
+			}
+			for _, x := range v.Peers[0].Pairs {
+				if x.Lanes == 0 {
+					return false
+				}
+			}
+			return true
+		})
+		seen := map[string]bool{}
+		for _, x := range v.Peers[0].Pairs {
+			seen[x.Transport] = true
+			if x.Why != "" {
+				t.Errorf("%+v", x)
+			}
+		}
+		if !seen["tcp"] || !seen["shm"] || v.Boot != here.boot.String() || v.Peers[0].Boot != there.boot.String() {
+			t.Errorf("%+v", v)
+		}
+		if v.Peers[0].Dials {
+			dials++
+		}
+	}
+	if dials != 1 {
+		t.Errorf("%d of two open the lanes", dials)
+	}
+}
+
+// What is remembered of lanes that do not open is bounded, and goes with its peer.
+func TestTroublesAreBounded(t *testing.T) {
+	var all troubles
+	why := errors.New("no")
+	for i := range maxTroubles + 10 {
+		all.set(pairName{transfer.Boot{byte(i & 1)}, "gdr", fmt.Sprint(i), "x"}, why)
+	}
+	all.set(pairName{transfer.Boot{0}, "gdr", "0", "x"}, errors.New("changed"))
+	if len(all.m) != maxTroubles || !strings.Contains(all.of(pairName{transfer.Boot{0}, "gdr", "0", "x"}), "changed") {
+		t.Errorf("%d remembered", len(all.m))
+	}
+	all.forget(transfer.Boot{1})
+	if len(all.m) != maxTroubles/2 {
+		t.Errorf("%d remembered of the other peer", len(all.m))
+	}
+	all.set(pairName{transfer.Boot{0}, "gdr", "0", "x"}, nil)
+	if len(all.m) != maxTroubles/2-1 {
+		t.Error("not forgotten")
+	}
+}
