@@ -287,11 +287,20 @@ func TestClusterKey(t *testing.T) {
 	same(t, pe, de, x.pt, x.dt, tokens, 0)
 	pe.ok(x.src)
 	lease, err := se.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-		DeadlineMS: 2000, PartnerMS: 500})
+		DeadlineMS: 30000, PartnerMS: 30000})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c := se.wait(lease); c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason, "tls") {
+	until(t, func() bool { // why it waits
+		now := stranger.enter()
+		v := stranger.d.ex.View(now)
+		stranger.leave()
+		return len(v.Dests) == 1 && strings.Contains(v.Dests[0].Trouble, "tls")
+	})
+	if err := se.Cancel(lease, "test", false); err != nil {
+		t.Fatal(err)
+	}
+	if c := se.wait(lease); c.Status != exec.StatusCancelled {
 		t.Errorf("a stranger: status %d, %q", c.Status, c.Received.Reason)
 	}
 }

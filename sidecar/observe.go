@@ -560,12 +560,15 @@ type stateView struct {
 	Totals connector.Stats   `json:"totals"`
 	Peers  map[string]string `json:"peers"` // boot to endpoint
 	Rails  []railView        `json:"our_rails"`
+	// Control lanes to each peer, as the two addresses between which they run. By boot.
+	Control map[string][]string `json:"control"`
 	// Routes are the ways to each peer, the best first, with the reason why one is not used. By boot.
 	Routes map[string][]route.Candidate `json:"routes"`
 }
 
 func (n *Node) state() stateView {
-	v := stateView{nodeView: n.describe(), Totals: n.stats(), Peers: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{}}
+	v := stateView{nodeView: n.describe(), Totals: n.stats(), Peers: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{},
+		Control: map[string][]string{}}
 	now := n.enter()
 	v.Leases = n.d.ex.View(now)
 	n.leave()
@@ -578,6 +581,7 @@ func (n *Node) state() stateView {
 	for b, r := range n.dial.peers {
 		v.Peers[b.String()] = r.endpoint
 		v.Routes[b.String()] = n.routes(r)
+		v.Control[b.String()] = n.peers.Lanes(b)
 	}
 	n.dial.mu.Unlock()
 	return v

@@ -10,6 +10,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
@@ -233,8 +234,11 @@ func (n *Node) fetchLayout(boot transfer.Boot, geometry [32]byte) {
 		ctx, cancel := context.WithTimeout(n.d.ctx, describeTimeout)
 		defer cancel()
 		b, err := n.peers.Describe(ctx, boot, geometry, [32]byte{})
-		if err == nil {
+		switch {
+		case err == nil:
 			err = n.plans.learn(geometry, b)
+		case errors.Is(err, peer.ErrNoAnswer), errors.Is(err, peer.ErrUnknown):
+			err = fmt.Errorf("%w: %w", exec.ErrAway, err)
 		}
 		if err != nil && !errors.Is(err, context.Canceled) {
 			n.log.Warn("layout of a peer", "peer", boot.String(), "geometry", fmt.Sprintf("%.8x", geometry), "err", err)

@@ -194,7 +194,9 @@ func TestDestinationSidecarKilled(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {
 			d := newProcess(t, tr)
-			p := start(t, func(c *config.Config) { c.Transports.Order, c.Transfer.Partner = []string{tr}, config.Duration(4*time.Second) })
+			p := start(t, func(c *config.Config) {
+				c.Transports.Order, c.Transfer.Partner = []string{tr}, config.Duration(4*time.Second)
+			})
 			pe, de := newEngine(t, p, testShape), newEngine(t, d.asRunning(), testShape)
 			pe.random()
 			x := begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: tokens})

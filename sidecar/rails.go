@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"context"
+	"errors"
 	"net"
 	"net/netip"
 	"slices"
@@ -281,7 +282,7 @@ func (n *Node) railsChanged(before, after []rail) {
 			n.log.Info("rail up", "rail", r.Name, "interface", r.nic)
 		}
 	}
-	if err := n.peers.SetControl(n.d.ctx, n.controlAddresses()); err != nil {
+	if err := n.peers.SetControl(n.d.ctx, n.controlAddresses()); err != nil && !errors.Is(err, net.ErrClosed) {
 		n.log.Warn("a rail carries no control lanes yet", "err", err)
 	}
 	n.tellRails()

@@ -144,12 +144,26 @@ func TestRailsComeAndGo(t *testing.T) {
 			wait(what+": pairs there", pairs, func() []string { return lanes(d, p) })
 		}
 	}
+	// control waits for a control lane over a rail, dialled by whoever did.
+	control := func(what, addr string) {
+		t.Helper()
+		wait(what, []string{addr}, func() []string {
+			for _, l := range append(p.state().Control[d.Boot().String()], d.state().Control[p.Boot().String()]...) {
+				if _, far, _ := strings.Cut(l, " "); strings.HasPrefix(far, addr) {
+					return []string{addr}
+				}
+			}
+			return nil
+		})
+	}
 	both("at the start", []string{"rail0"})
 	move()
+	control("control at the start", "10.90.0.1:")
 	both("in use", []string{"rail0"}, "rail0>rail0 healthy")
 
 	one, far := veth(t, "rail1", "10.91.0.1/24")
 	both("one appeared", []string{"rail0", "rail1"}, "rail0>rail0 healthy", "rail1>rail1 healthy")
+	control("control of the one that appeared", "10.91.0.1:")
 	if r, _ := p.rails.find(config.TransTCP, "rail1"); r.Gbps != 25 || r.Tier != 2 || r.nic != "rail1" || !r.prefix.IsValid() {
 		t.Errorf("%+v", r)
 	}

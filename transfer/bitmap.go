@@ -6,7 +6,7 @@ import (
 )
 
 // Bitmap says which chunks of a space have landed. A commit is a full bitmap and not a count of bytes: duplicates must not
-// add up. Set, Missing, Has, Count and Full may run concurrently; Clear and its like must be alone, after a fence.
+// add up. Safe for concurrent use. Each part of a grant has one of its own.
 type Bitmap struct {
 	words []atomic.Uint64
 	n     uint32
@@ -77,14 +77,6 @@ func (b *Bitmap) next(c uint32, want bool) uint32 {
 		c = (c/64 + 1) * 64
 	}
 	return b.n
-}
-
-// Clear unmarks everything: a new attempt with a new source begins. No Set may run beside it.
-func (b *Bitmap) Clear() {
-	for i := range b.words {
-		b.words[i].Store(0)
-	}
-	b.set.Store(0)
 }
 
 // clip returns the bounds of r cut to n chunks, whatever r holds.

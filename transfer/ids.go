@@ -114,3 +114,6 @@ func (r Reason) String() string {
 	}
 	return "unknown"
 }
+
+// NumReasons is for tables and metrics that have a row for each reason.
+const NumReasons = int(reasonCount)

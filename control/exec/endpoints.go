@@ -231,6 +231,9 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 			e.absent(now, in, over)
 		}
 	}
+	if over {
+		e.undescribed(now, boot)
+	}
 	e.assign(now)
 }
 

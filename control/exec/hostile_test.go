@@ -1,6 +1,7 @@
 package exec
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -234,6 +235,52 @@ func TestWaitingIsBounded(t *testing.T) {
 	}
 	if refused != 92 || len(tg.ex.inbound) != 8 || len(tg.ex.pending) != 8 {
 		t.Errorf("%d refused, %d kept, %d wait: want 92, 8, 8", refused, len(tg.ex.inbound), len(tg.ex.pending))
+	}
+}
+
+// Nor do grants without end that nothing can come of, because the engines differ or their layout is not known.
+func TestAskingIsBounded(t *testing.T) {
+	for name, change := range map[string]func(*target, *peerv1.Grant){
+		"fingerprint": func(_ *target, g *peerv1.Grant) { g.Fingerprint[0] = 9 },
+		"layout":      func(tg *target, _ *peerv1.Grant) { tg.ex.cfg.Planner = asking{} },
+	} {
+		tg := newTarget()
+		for i := range 100 {
+			g := goodGrant()
+			g.Destination.Id, g.Team[0] = uint64(100+i), byte(i)
+			change(tg, g)
+			if err := tg.ex.Message(2, tg.peer, grantFrame(g)); err != nil {
+				t.Fatal(err)
+			}
+			tg.drain()
+		}
+		if n := len(tg.ex.inbound); n != 8 || tg.ex.peers[tg.peer].pending != 8 {
+			t.Errorf("%s: %d grants are kept, %d count: want 8", name, n, tg.ex.peers[tg.peer].pending)
+		}
+		for c := range tg.ex.comparing {
+			tg.ex.Compared(3, c, "so")
+		}
+		tg.ex.Described(3, tg.peer, [32]byte{1}, errors.New("no such layout"))
+		tg.drain()
+		if n := len(tg.ex.inbound); n != 0 || tg.ex.peers[tg.peer].pending != 0 {
+			t.Errorf("%s: %d grants are left, %d count", name, n, tg.ex.peers[tg.peer].pending)
+		}
+	}
+}
+
+// Engines may call themselves the same. A grant is for the ranks that have an intent of its key, whatever order maps have.
+func TestEnginesOfOneName(t *testing.T) {
+	for range 20 {
+		tg := newTarget()
+		for i := range 8 {
+			tg.ex.WorkerUp(&connector.Worker{Boot: transfer.Boot{3, byte(i)}, Geometry: [32]byte{byte(i)}, Layout: tg.w.Layout})
+		}
+		if err := tg.ex.Message(2, tg.peer, grantFrame(goodGrant())); err != nil {
+			t.Fatal(err)
+		}
+		if _, replies := tg.drain(); len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
+			t.Fatalf("answered %v", replies)
+		}
 	}
 }
 

@@ -1,8 +1,10 @@
 package exec
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -42,6 +44,21 @@ type claim struct {
 }
 
 func (c *claim) gives() bool { return len(c.part.Geometry) > 0 }
+
+// ask and answered bracket the time in which a claim waits for a word about its peer; it counts as pending for that long.
+func (c *claim) ask() {
+	if !c.asked {
+		c.asked = true
+		c.in.peer.pending++
+	}
+}
+
+func (c *claim) answered() {
+	if c.asked {
+		c.asked = false
+		c.in.peer.pending--
+	}
+}
 
 func (e *Exec) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
 	k, err := key(m.Xfer, m.Hash)
@@ -127,12 +144,7 @@ func (e *Exec) settle(now Instant, in *inbound) bool {
 		return false
 	}
 	engine := first.ws.w.Place
-	ranks := map[string]*worker{}
-	for _, ws := range e.workers {
-		if ws.w.Place.Engine == engine.Engine && !ws.gone {
-			ranks[ws.w.Place.Rank()] = ws
-		}
-	}
+	ranks := e.workersOf(in.key, engine.Engine)
 	if why := misfit(in.msg, ranks, engine.World()); why != "" {
 		if len(ranks) < engine.World() {
 			return false // what it has cannot be told before all of it is here
@@ -160,6 +172,27 @@ func (e *Exec) settle(now Instant, in *inbound) bool {
 		}
 	}
 	return true
+}
+
+// workersOf are the workers of an engine by rank. Where two engines call themselves the same, those count that have an intent of the key.
+func (e *Exec) workersOf(k transfer.Key, engine string) map[string]*worker {
+	ranks := map[string]*worker{}
+	for _, s := range e.byKey[k] {
+		if at := s.ws.w.Place; at.Engine == engine && ranks[at.Rank()] == nil {
+			ranks[at.Rank()] = s.ws
+		}
+	}
+	meant := maps.Clone(ranks)
+	for _, ws := range e.workers {
+		if ws.w.Place.Engine != engine || ws.gone {
+			continue
+		}
+		name := ws.w.Place.Rank()
+		if o := ranks[name]; meant[name] == nil && (o == nil || bytes.Compare(ws.w.Boot[:], o.w.Boot[:]) < 0) {
+			ranks[name] = ws
+		}
+	}
+	return ranks
 }
 
 // misfit says what of the parts is not as the engine's ranks are; empty: all that can be told yet fits.
@@ -207,26 +240,24 @@ func (e *Exec) bindClaim(now Instant, c *claim) bool {
 		return false
 	}
 	m, w := in.msg, s.ws.w
+	full := !c.asked && c.wait == nil && in.peer.pending >= e.cfg.MaxPending // for one more that has to wait
 	if string(m.Fingerprint) != string(w.Fingerprint[:]) {
-		e.compare(now, c, w)
+		if full {
+			e.refuse(now, in, peerv1.GrantReply_FINGERPRINT, differ)
+		} else {
+			e.compare(now, c, w)
+		}
 		return true
 	}
 	var plan Plan
 	if c.gives() && !c.ended {
-		if string(c.part.Geometry) != string(w.Geometry[:]) {
-			e.refuse(now, in, peerv1.GrantReply_PLAN, fmt.Sprintf("the cache of rank %s has another shape than the grant says", c.part.Rank))
-			return true
-		}
 		var err error
-		plan, err = e.cfg.Planner.Send(w, m, c.part)
+		plan, err = e.planPart(c, s)
 		if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
-			c.asked = true
-			e.describe(in.peer, unknown, nil, c)
+			if full || !e.describe(now, in.peer, unknown, nil, c) {
+				e.refuse(now, in, peerv1.GrantReply_LIMIT, "too many grants wait for layouts already")
+			}
 			return true
-		}
-		if err == nil && (m.Tokens != s.in.Tokens || plan.Space().NumChunks() != c.part.Chunks || plan.Space().TotalBytes() != c.part.Bytes) {
-			err = fmt.Errorf("transfer space: the receiver has %d tokens, %d chunks, %d bytes of rank %s, the source %d, %d, %d", m.Tokens, c.part.Chunks,
-				c.part.Bytes, c.part.Rank, s.in.Tokens, plan.Space().NumChunks(), plan.Space().TotalBytes())
 		}
 		if err != nil {
 			e.refuse(now, in, peerv1.GrantReply_PLAN, err.Error())
@@ -249,6 +280,26 @@ func (e *Exec) bindClaim(now Instant, c *claim) bool {
 		e.open(now, c, plan)
 	}
 	return true
+}
+
+// planPart plans what a part wants of s. What both sides compute for themselves must come out the same.
+func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
+	m, part := c.in.msg, c.part
+	switch {
+	case string(part.Geometry) != string(s.ws.w.Geometry[:]):
+		return nil, fmt.Errorf("the cache of rank %s has another shape than the grant says", part.Rank)
+	case m.Tokens != s.in.Tokens:
+		return nil, fmt.Errorf("transfer space: the receiver has %d tokens, the source %d", m.Tokens, s.in.Tokens)
+	}
+	plan, err := e.cfg.Planner.Send(s.ws.w, m, part)
+	if err != nil {
+		return nil, err
+	}
+	if sp := plan.Space(); sp.NumChunks() != part.Chunks || sp.TotalBytes() != part.Bytes {
+		return nil, fmt.Errorf("transfer space: the receiver has %d chunks, %d bytes of rank %s, the source %d, %d", part.Chunks, part.Bytes, part.Rank,
+			sp.NumChunks(), sp.TotalBytes())
+	}
+	return plan, nil
 }
 
 // open starts to send a part.

@@ -20,6 +20,8 @@ type Comparison struct {
 // maxComparing bounds the comparisons under way; a grant past it is refused without its reason.
 const maxComparing = 256
 
+const differ = "the caches of the two engines differ; too many such refusals to say in what"
+
 // compare refuses the grant of c as soon as it is known what differs.
 func (e *Exec) compare(now Instant, c *claim, w *connector.Worker) {
 	m := c.in.msg
@@ -28,14 +30,15 @@ func (e *Exec) compare(now Instant, c *claim, w *connector.Worker) {
 	waiting := e.comparing[name]
 	if waiting == nil {
 		if len(e.comparing) >= maxComparing {
-			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, "the caches of the two engines differ; too many such refusals to say in what")
+			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
 			return
 		}
 		waiting = map[*claim]struct{}{}
 		e.comparing[name] = waiting
 		e.emit(Compare).Comparison = name
 	}
-	c.asked, c.in.differs = true, true
+	c.in.differs = true
+	c.ask()
 	waiting[c] = struct{}{}
 }
 
@@ -44,7 +47,7 @@ func (e *Exec) Compared(now Instant, name Comparison, difference string) {
 	waiting := e.comparing[name]
 	delete(e.comparing, name)
 	for _, c := range claimsInOrder(maps.Keys(waiting)) {
-		c.asked = false
+		c.answered()
 		if e.inbound[c.in.id] == c.in && !c.in.over {
 			e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, difference)
 		}

@@ -70,7 +70,7 @@ func (e *Exec) grant(now Instant, d *dest) {
 		parts, err = e.divide(d, p)
 	}
 	if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
-		e.describe(p, unknown, d, nil)
+		e.describe(now, p, unknown, d, nil)
 		return
 	}
 	if err != nil {

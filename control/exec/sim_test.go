@@ -126,13 +126,19 @@ type simPlan struct {
 }
 
 func newSimPlan(tokens uint32, skip []uint32) (*simPlan, error) {
+	if len(skip) != 1 {
+		return nil, fmt.Errorf("skip: %d groups, the layout has 1", len(skip))
+	}
 	var bytes []uint64
 	n := uint64(tokens-min(tokens, skip[0])) * simUnit
 	for range simLayers {
 		bytes = append(bytes, n)
 	}
 	sp, err := transfer.NewSpace(bytes)
-	return &simPlan{sp, tokens, skip[0]}, err
+	if err != nil {
+		return nil, err
+	}
+	return &simPlan{sp, tokens, skip[0]}, nil
 }
 
 func (p *simPlan) Space() *transfer.Space { return p.space }

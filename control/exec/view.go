@@ -77,6 +77,7 @@ type Load struct {
 	Dests, Sources   int // leases that are open
 	Inbound          int // grants of peers
 	Pending, Asked   int // keys that wait for an intent; our own questions
+	Describing       int // layouts that peers were asked for
 	Endpoints, Peers int
 	Lanes, Flights   int // lanes; slices given to them
 	Timers           int
@@ -84,6 +85,6 @@ type Load struct {
 
 // Load returns it.
 func (e *Exec) Load() Load {
-	return Load{len(e.dests), e.nsource, len(e.inbound), len(e.pending), len(e.asked), len(e.endpoints), len(e.peers),
+	return Load{len(e.dests), e.nsource, len(e.inbound), len(e.pending), len(e.asked), len(e.describing), len(e.endpoints), len(e.peers),
 		len(e.lanes), e.spray.Flights(), len(e.agenda)}
 }

@@ -32,6 +32,21 @@ func (m *Mesh) Addresses() []string {
 	return out
 }
 
+// Lanes are the control lanes to a peer, each as the address of ours and that of the peer's between which it runs.
+func (m *Mesh) Lanes(boot transfer.Boot) (out []string) {
+	s := m.session(boot)
+	if s == nil {
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, l := range s.lanes {
+		out = append(out, l.conn.LocalAddr().String()+" "+l.conn.RemoteAddr().String())
+	}
+	slices.Sort(out)
+	return out
+}
+
 // SetControl replaces Options.Control, before Start or later. Lanes to addresses that are gone end with their links. The error says which could not be listened
 // on; asked again, they are tried again. Peers are told by whoever calls: see Addresses and PeerAddresses.
 func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {

@@ -68,6 +68,7 @@ const (
 // Errors that callers tell apart.
 var (
 	ErrUnknown   = errors.New("no such peer")
+	ErrNoAnswer  = errors.New("no answer") // to a call; whoever is there may answer later
 	ErrQueueFull = errors.New("the peer does not acknowledge; too many frames wait")
 	ErrTooBig    = errors.New("frame too big")
 	ErrUnsafe    = errors.New("address off loopback without cluster key or certificates")

@@ -374,7 +374,10 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	case err == nil:
 		return nil
 	case refused.Load():
-		return fmt.Errorf("peer: call %s: nobody listens there: %w", endpoint, syscall.ECONNREFUSED)
+		return fmt.Errorf("peer: call %s: nobody listens there: %w: %w", endpoint, ErrNoAnswer, syscall.ECONNREFUSED)
+	}
+	if c := status.Code(err); c == codes.Unavailable || c == codes.DeadlineExceeded {
+		return fmt.Errorf("peer: call %s: %w: %w", endpoint, ErrNoAnswer, err)
 	}
 	return fmt.Errorf("peer: call %s: %w", endpoint, err)
 }

@@ -163,29 +163,3 @@ func TestManyLeases(t *testing.T) {
 		t.Error(v)
 	}
 }
-
-// TestRestarts: a sidecar of either side dies in mid transfer and another comes. The engines live, and present what they have open: what
-// was being sent comes. Where the receiver's died the source has given up, and the receiver hears of it: it computes by itself.
-func TestRestarts(t *testing.T) {
-	for seed := range uint64(40) {
-		rng := rand.New(rand.NewPCG(seed, 0x4e57))
-		s := scenario{nodes: 3, rails: 2, partners: 2, link: slow, ranks: [][]int{{1}, {1, 2}}[seed%2]}
-		c := s.build(schedule{seed: seed})
-		x := c.Begin(c.Nodes[0], c.Nodes[1], 512, 20*time.Second, 2*time.Millisecond)
-		victim := c.Nodes[rng.IntN(2)]
-		c.F.After(time.Duration(rng.Int64N(int64(60*time.Millisecond))), func() {
-			victim.Kill()
-			c.F.After(time.Duration(rng.Int64N(int64(500*time.Millisecond))), victim.Restart)
-		})
-		c.F.Run(c.F.Now()+30*time.Second, func() bool { return c.Open() == 0 || len(c.Violations()) > 0 })
-		if c.Open() > 0 {
-			t.Errorf("seed %d: %d leases %s", seed, c.Open(), brokeEnd)
-		}
-		if victim == c.Nodes[0] && (x.Received == nil || x.Received.Status != exec.StatusOK) {
-			t.Errorf("seed %d: the sidecar of %s died and came again, and the transfer %s: %+v", seed, victim.addr, brokePath, x.Received)
-		}
-		for _, v := range c.Violations() {
-			t.Errorf("seed %d: %s", seed, v)
-		}
-	}
-}

@@ -23,7 +23,7 @@ import (
 
 // How a mutant is looked at.
 const (
-	tests   = "^(TestSchedules|TestFlapping|TestAllRailsDead|TestRestarts)$"
+	tests   = "^(TestSchedules|TestFlapping|TestAllRailsDead|TestRestarts|TestRestartsLoseNothing)$"
 	runs    = "1500"           // random schedules, until one fails
 	limit   = 10 * time.Minute // of one mutant
 	binary  = "sim.test"

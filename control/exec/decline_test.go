@@ -1,0 +1,241 @@
+package exec
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// unable is a planner that refuses what an engine expects.
+type unable struct{ simPlanner }
+
+func (unable) Receive(*connector.Worker, *connector.Expect) (Plan, error) {
+	return nil, errors.New("blocks[0]: 3 blocks: 64 tokens need 4")
+}
+
+// A receiver that cannot plan ends both sides with its reason, also where it has to reach the source's sidecar for that first.
+func TestReceiverCannotPlan(t *testing.T) {
+	for _, known := range []bool{true, false} {
+		s, p, _, pw, _ := pair(t, 5, 0)
+		n := s.node("x:1", Config{Transports: []string{"tcp"}})
+		n.ex.cfg.Planner = unable{}
+		w := n.worker()
+		if known {
+			n.event(func() { n.ex.PeerUp(s.now, "p:1", p.boot) })
+		}
+		src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+		dst := n.expect(w, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+		wantStatus(t, dst, StatusRefused)
+		s.until("the source's end", sec, func() bool { return src.done != nil })
+		if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, "64 tokens need 4") {
+			t.Errorf("known %v: reason %q", known, src.done.Reason)
+		}
+		// And where the refusal comes first.
+		n.expect(w, 2, testKey(2, 1), "p:1", 64, 0, 30*sec)
+		s.rest(sec)
+		late := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
+		s.until("the late source's end", sec, func() bool { return late.done != nil })
+		wantStatus(t, late, StatusFailed)
+		if len(p.ex.pending) != 0 {
+			t.Errorf("%d words wait for nothing", len(p.ex.pending))
+		}
+	}
+}
+
+// A wrong address is not reached for a word, and nothing of it is kept.
+func TestPartingsAreBounded(t *testing.T) {
+	s := newSim(t, 1, 0)
+	n := s.node("x:1", Config{})
+	n.ex.cfg.Planner = unable{}
+	w := n.worker()
+	n.hangs = map[string]bool{"q:1": true}
+	for i := range 2 * maxPartings {
+		n.expect(w, uint64(i+1), testKey(1, byte(i)), "q:1", 64, 0, sec)
+	}
+	if k := len(n.ex.endpoints["q:1"].partings); k != maxPartings {
+		t.Errorf("%d words wait, want %d", k, maxPartings)
+	}
+	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
+	s.rest(60 * sec)
+	if n.ex.endpoints["q:1"] != nil || n.ex.Load().Timers != 0 {
+		t.Errorf("still known: %+v, %d timers", n.ex.endpoints["q:1"], n.ex.Load().Timers)
+	}
+}
+
+// A lease that is cancelled while its next grant waits for something frees its place.
+func TestCancelledWithoutAGrant(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 7, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+	s.rest(50 * 1e6)
+	// The layout that its next grant needs is being asked for.
+	x := d.ex.dests[dst.id]
+	d.event(func() { d.ex.regrant(s.now, x, ByRefusal, "test") })
+	waiting := func() bool { return x.State == lease.DestWaiting }
+	d.ex.peers[p.boot].ranks = []Rank{{Name: "pp0/tp0", Geometry: [32]byte{1}}}
+	d.ex.cfg.Planner = asking{}
+	s.until("the fence", sec, waiting)
+	d.event(func() { d.ex.Cancel(s.now, dw, 1, "") })
+	wantStatus(t, dst, StatusCancelled)
+	s.until("the source's end", sec, func() bool { return src.done != nil })
+	wantStatus(t, src, StatusFailed)
+}
+
+// asking is a planner that knows no layout of any peer.
+type asking struct{ simPlanner }
+
+func (asking) Send(*connector.Worker, *peerv1.Grant, *peerv1.Part) (Plan, error) {
+	return nil, &UnknownLayout{Geometries: [][32]byte{{1}}}
+}
+
+func (asking) Divide(*connector.Worker, *connector.Expect, []Rank, func(string) uint64) ([]Part, error) {
+	return nil, &UnknownLayout{Geometries: [][32]byte{{1}}}
+}
+
+// team is an executor whose engine has two ranks, each with an intent of the same prompt.
+func team(t *testing.T) (tg *target, ranks []*connector.Worker, intent func(rank int)) {
+	t.Helper()
+	tg = &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{}, Transports: []string{"tcp"}}), peer: transfer.Boot{9}}
+	tg.ex.PeerUp(1, "", tg.peer)
+	for r := range 2 {
+		w := &connector.Worker{Name: "w", Boot: transfer.Boot{2, byte(r)}, Place: connector.Place{Engine: "e", TP: r, TPSize: 2},
+			Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
+		tg.ex.WorkerUp(w)
+		ranks = append(ranks, w)
+	}
+	return tg, ranks, func(rank int) {
+		w := ranks[rank]
+		tg.ex.Intent(2, w, connector.Intent{Lease: transfer.LeaseID{Boot: w.Boot, ID: 1, Epoch: 1}, Key: testKey(1, 1), Tokens: targetTokens, Fanout: 1,
+			Deadline: 30 * sec, Held: true})
+	}
+}
+
+// completed are the leases that ended, as the executor tells its engines.
+func (tg *target) completed() (out []connector.Completion) {
+	for tg.ex.Drain(&tg.batch) {
+		for i := range tg.batch.Actions {
+			if a := &tg.batch.Actions[i]; a.Kind == Complete {
+				out = append(out, a.Completion)
+			}
+		}
+	}
+	return out
+}
+
+// One receiver of two declines: its place stays empty at both ranks, whenever their intents come, and the other is served; when both
+// decline both ranks end.
+func TestTeamsDecline(t *testing.T) {
+	decline := func(id uint64) *peerv1.ControlFrame {
+		k := testKey(1, 1)
+		return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7, byte(id)}, ID: id}),
+			Xfer: k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16), TeamSize: 2, Reason: "plan"}}}
+	}
+	tg, ranks, intent := team(t)
+	intent(0)
+	for range 2 { // said twice, counted once
+		if err := tg.ex.Message(3, tg.peer, decline(1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if done := tg.completed(); len(done) != 0 {
+		t.Fatalf("ended with one receiver of two to come: %+v", done)
+	}
+	intent(1)
+	for r, w := range ranks {
+		s := tg.ex.workers[w].sources[1]
+		if s.Done() || !s.Over(lease.GrantID{Peer: tg.peer, Dest: transfer.LeaseID{Boot: transfer.Boot{7, 1}, ID: 1}}) {
+			t.Errorf("rank %d: done %v, or it was not told", r, s.Done())
+		}
+	}
+	if err := tg.ex.Message(4, tg.peer, decline(2)); err != nil {
+		t.Fatal(err)
+	}
+	if done := tg.completed(); len(done) != 2 || done[0].Status != StatusFailed || !strings.Contains(done[1].Reason, "plan") || len(tg.ex.pending) != 0 {
+		t.Errorf("%+v, %d wait", done, len(tg.ex.pending))
+	}
+}
+
+// What is wrong in a decline is named, and ends nothing.
+func TestHostileDeclines(t *testing.T) {
+	k := testKey(1, 1)
+	dest := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 77})
+	for want, m := range map[string]*peerv1.Revoke{
+		"boot has 0 bytes": {},
+		"hash 3":           {Destination: dest, Xfer: k.Xfer[:], Hash: k.Hash[:3]},
+		"team of 0 bytes":  {Destination: dest, Xfer: k.Xfer[:], Hash: k.Hash[:], TeamSize: 1},
+		"and 0 receivers":  {Destination: dest, Xfer: k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16)},
+	} {
+		tg := newTarget()
+		err := tg.ex.Message(3, tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}})
+		if err == nil || !strings.Contains(err.Error(), want) || len(tg.completed()) != 0 || len(tg.ex.pending) != 0 {
+			t.Errorf("%s: %v", want, err)
+		}
+	}
+	// The place of a receiver that is there is not another's to decline.
+	tg := newTarget()
+	if err := tg.ex.Message(2, tg.peer, grantFrame(goodGrant())); err != nil {
+		t.Fatal(err)
+	}
+	tg.drain()
+	m := &peerv1.Revoke{Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Xfer: k.Xfer[:], Hash: k.Hash[:], Team: make([]byte, 16), TeamSize: 1}
+	if err := tg.ex.Message(3, transfer.Boot{13}, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: m}}); err != nil {
+		t.Fatal(err)
+	}
+	if done := tg.completed(); len(done) != 0 || len(tg.ex.inbound) != 1 {
+		t.Errorf("a stranger declined for another: %+v", done)
+	}
+}
+
+// A rank of the source's engine may refuse after all that give something are bound: it is heard at once, not at the deadline.
+func TestRefusedAfterBinding(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 7, 0)
+	p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+	s.rest(50 * 1e6)
+	x := d.ex.dests[dst.id]
+	if x.State != lease.DestLanding {
+		t.Fatalf("state %v", x.State)
+	}
+	say := func(gen uint32) {
+		d.event(func() {
+			if err := d.ex.Message(s.now, p.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{
+				Destination: leaseMsg(dst.id), Code: peerv1.GrantReply_NO_PARTNER, Message: "rank pp0/tp1 has not come", Gen: gen}}}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	say(x.live.gen - 1)
+	s.rest(50 * 1e6)
+	if dst.done != nil {
+		t.Fatal("ended by a word about another grant")
+	}
+	say(x.live.gen)
+	s.until("the end", sec, func() bool { return dst.done != nil })
+	wantStatus(t, dst, StatusExpired)
+}
+
+// Grants are counted in 32 bits, and what comes after the last number is newer than it.
+func TestGrantsOutliveTheirCount(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 6, 0)
+	d.ex.grants = 1<<32 - 2
+	src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+	s.rest(50 * 1e6)
+	for range 3 {
+		p.preempt(src)
+		s.rest(50 * 1e6)
+		p.steps(src)
+		s.rest(300 * 1e3)
+	}
+	s.until("transfer", sec, func() bool { return dst.done != nil && src.done != nil })
+	wantStatus(t, dst, StatusOK)
+	if g := d.ex.grants; g == 0 || g > 3 {
+		t.Errorf("%d is the last grant's number: they did not wrap", g)
+	}
+}

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"errors"
+	"net"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// dialled are the addresses to which n keeps lanes to a peer.
+func dialled(n *node, boot transfer.Boot) (out []string) {
+	s := n.session(boot)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, l := range s.lanes {
+		out = append(out, l.addr)
+	}
+	slices.Sort(out)
+	return out
+}
+
+// A rail that appears gets a control lane as soon as the peer has said its address, one that vanishes is listened on no more, and what is
+// sent meanwhile comes once and in order.
+func TestControlFollowsRails(t *testing.T) {
+	a, b := start(t, nil), start(t, nil)
+	join(t, a, b)
+	tell := func(hosts ...string) []string {
+		t.Helper()
+		if err := b.SetControl(t.Context(), hosts); err != nil {
+			t.Fatal(err)
+		}
+		addrs := b.Addresses()
+		if err := a.PeerAddresses(b.opt.Boot, addrs); err != nil {
+			t.Fatal(err)
+		}
+		slices.Sort(addrs)
+		return addrs
+	}
+	first := b.Addresses()
+	both := tell("127.0.0.2:0", "127.0.0.3:0")
+	if len(both) != 3 {
+		t.Fatalf("addresses %v", both)
+	}
+	poll(t, "a lane to each", func() bool { return slices.Equal(dialled(a, b.opt.Boot), both) })
+	again := tell("127.0.0.3:0")
+	if len(again) != 2 || !slices.Contains(both, again[1]) {
+		t.Errorf("the address that stayed moved: %v, then %v", both, again)
+	}
+	gone := slices.DeleteFunc(slices.Clone(both), func(x string) bool { return slices.Contains(again, x) })
+	if c, err := net.Dial("tcp", gone[0]); err == nil {
+		_ = c.Close()
+		t.Errorf("%s is listened on still", gone[0])
+	}
+	tell()
+	for i := range uint64(100) {
+		if err := a.Send(b.opt.Boot, await(i+1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.inOrder(a.opt.Boot, 100)
+	if got := b.Addresses(); !slices.Equal(got, first) {
+		t.Errorf("addresses %v, want %v", got, first)
+	}
+	if err := b.SetControl(t.Context(), []string{"192.0.2.1:0"}); !errors.Is(err, ErrUnsafe) {
+		t.Errorf("off loopback without a key: %v", err)
+	}
+	for what, bad := range map[string][]string{"none": nil, "no port": {"127.0.0.1"}, "too many": make([]string, MaxAddrs+1), "too long": {strings.Repeat("a", MaxText) + ":1"}} {
+		if err := a.PeerAddresses(b.opt.Boot, bad); !errors.Is(err, wire.ErrMalformed) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if err := a.PeerAddresses(transfer.Boot{3}, first); !errors.Is(err, ErrUnknown) {
+		t.Errorf("of nobody: %v", err)
+	}
+}
+
+// The way to the endpoint is lost for good, with every lane: control moves to another rail of the same process.
+func TestControlMovesToAnotherRail(t *testing.T) {
+	a := start(t, nil)
+	b := start(t, func(o *Options) { o.Control = []string{"127.0.0.2:0"} })
+	join(t, a, b)
+	poll(t, "two lanes", func() bool { return len(dialled(a, b.opt.Boot)) == 2 })
+	_ = b.served.Close()
+	s := a.session(b.opt.Boot)
+	s.mu.Lock()
+	for _, l := range s.lanes {
+		l.fail(errLinkDown)
+	}
+	s.mu.Unlock()
+	for i := range uint64(100) {
+		if err := a.Send(b.opt.Boot, await(i+1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.inOrder(a.opt.Boot, 100)
+	other := b.Addresses()[1]
+	poll(t, "a lane that we dialled to the other rail", func() bool { return slices.Contains(dialled(a, b.opt.Boot), other) })
+}

@@ -1,0 +1,59 @@
+package sidecar
+
+import (
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/config"
+)
+
+// Two sidecars that meet open their lanes at the first try, whoever of them dials: a refusal would cost the first transfer a retry, and
+// people a line that means nothing.
+func TestFirstLaneIsNotRefused(t *testing.T) {
+	for range 8 {
+		var logs []*logBuffer
+		begun := func() *running {
+			l := &logBuffer{}
+			logs = append(logs, l)
+			cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp", "shm"} })
+			return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug})) })
+		}
+		p, d := begun(), begun()
+		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+		x := begin(t, p, pe, de, 1, tokens)
+		de.ok(x.dst)
+		pe.ok(x.src)
+		for i, l := range logs {
+			for line := range strings.Lines(l.String()) {
+				if strings.Contains(line, "refused") || strings.Contains(line, "lane not opened") {
+					t.Errorf("node %d: %s", i, line)
+				}
+			}
+		}
+	}
+}
+
+// An address that did not answer is warned of again once it has answered since.
+func TestWarnedOfOnce(t *testing.T) {
+	l := &logBuffer{}
+	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
+	n := startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) })
+	other := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
+	warned := func() int { return strings.Count(l.String(), "peer not reached") }
+	for range 3 {
+		n.connectFailed(other.Endpoint(), errTest)
+	}
+	if warned() != 1 {
+		t.Errorf("warned %d times, want once", warned())
+	}
+	n.connect(other.Endpoint())
+	until(t, func() bool { return n.dial.knows(other.Boot()) })
+	n.connectFailed(other.Endpoint(), errTest)
+	if warned() != 2 {
+		t.Errorf("warned %d times, want twice", warned())
+	}
+}
+
+var errTest = errors.New("no answer")
