@@ -72,6 +72,13 @@ test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB o
 	go test -timeout 30m ./parseblock -run 'Laws|Hybrids|Ignores' -rapid.checks=100000
 	KVSPRAY_LARGE=1 go test -count=1 ./sidecar -run '^TestMoreThan4GiB$$'
 
+FUZZTIME ?= 2m
+.PHONY: test-fuzz
+test-fuzz: ## Every fuzz target of the tree for FUZZTIME, 2 minutes each (nightly)
+	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
+	  for name in $$(grep -ho '^func Fuzz[A-Za-z0-9]*' $$dir/*_test.go | cut -d' ' -f2); do \
+	    echo "== $$dir $$name"; go test ./$$dir -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) || exit 1; done; done
+
 .PHONY: test-sim
 test-sim: ## 10,000 random fault schedules, a million slices between 1,000 nodes, the late-write attacks 1,000 times; costs without -race
 	KVSPRAY_SIM_RUNS=$${KVSPRAY_SIM_RUNS:-10000} go test -timeout 60m -v ./test/sim | grep -v '^=== '
