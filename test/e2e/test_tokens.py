@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 from collections.abc import Iterator
 
@@ -11,6 +12,9 @@ import pytest
 from conftest import Cluster
 from engines import Out
 from prompts import BLOCK, LENGTHS, fresh
+
+LAYERS, TOKEN = 4, 256  # bytes of a token in a layer
+STEP = 256  # tokens of a prefill step, of a request that is alone
 
 
 @pytest.fixture(scope="module", params=["tcp", "shm"])
@@ -75,7 +79,7 @@ def test_lengths(c: Cluster, mode: str, n: int) -> None:
         got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
     same(got, c.r.run(prompt, 12))
     moved.all_loaded(1)
-    assert moved.bytes == n * 4 * 256  # layers, bytes of a token
+    assert moved.bytes == n * LAYERS * TOKEN
     c.settle()
 
 
@@ -233,21 +237,37 @@ def test_abort_on_either_side(c: Cluster) -> None:
 
 @pytest.mark.parametrize("n", [2048, 4096])
 def test_long_prompts_stream_while_prefill_runs(c: Cluster, n: int) -> None:
-    """Eight prefill steps or more: most bytes land before the last one ends. On a busy machine one of a few tries has to."""
-    shares = []
-    for i in range(4):
-        prompt = fresh(n, ("early", n, i))
-        with Moved(c) as moved:
-            got = c.both(prompt)
-        same(got, c.r.run(prompt, 12))
-        moved.all_loaded(1)
-        c.settle()
-        trace = [t for t in c.sp.lines(c.sp.transfers) if t["side"] == "source"][-1]
-        assert trace["bytes"] == moved.bytes
-        shares.append(trace.get("early_bytes", 0) / trace["bytes"])
-        if shares[-1] >= 0.75:
-            return
-    pytest.fail(f"shares of bytes that landed before the last step: {shares}")
+    """What a step has computed lands without waiting for the next one. P stops before its last step until nothing moves any more: how
+    fast the machine is, and what else it does, decides nothing here (make demo judges the pace)."""
+    steps = n // STEP
+    prompt = fresh(n, ("early", n))
+    first, before = c.p.steps(), landed(c)
+    # Of each layer all chunks of 64 KiB that the steps before the last one fill.
+    want = LAYERS * ((n - STEP) * TOKEN // 65536) * 65536
+    c.p.pause_at(first + steps - 1)
+    with Moved(c) as moved:
+        p, d = c.start_both(prompt)
+        rig.wait_for("P before its last step", lambda: c.p.steps() >= first + steps - 1, 60)
+        assert not c.p.idle(), "P took fewer steps"
+        rig.wait_for("all that is computed has landed", lambda: landed(c) - before >= want and not in_flight(c), 60)
+        c.p.pause_at(None)
+        got = d.result()
+        p.result()
+    same(got, c.r.run(prompt, 12))
+    moved.all_loaded(1)
+    c.settle()
+    trace = [t for t in c.sp.lines(c.sp.transfers) if t["side"] == "source"][-1]
+    assert trace["bytes"] == moved.bytes == n * LAYERS * TOKEN
+    assert trace["early_bytes"] >= want >= 0.75 * moved.bytes, trace  # and those of the last step whose layers were first
+
+
+def landed(c: Cluster) -> float:
+    return rig.total(c.sd.metrics(), "kvspray_rail_bytes_total", direction="in")
+
+
+def in_flight(c: Cluster) -> int:
+    """Slices that the source does not know to have landed."""
+    return int(json.loads(rig.get(c.sp.url + "/debug/state"))["leases"]["slices_in_flight"])
 
 
 def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
