@@ -14,8 +14,9 @@ import (
 // bitsPerGbit converts configured rail speeds.
 const bitsPerGbit = 1e9
 
-// newBackends makes the configured transports, the preferred one first. They do nothing until Open.
-func newBackends(c *config.Config, devices *gpus, log *slog.Logger) (transport.Registry, error) {
+// newBackends makes the configured transports, the preferred one first. They do nothing until Open. gdrChanged is called when gdr's
+// rails are others.
+func newBackends(c *config.Config, devices *gpus, gdrChanged func(), log *slog.Logger) (transport.Registry, error) {
 	var reg transport.Registry
 	for _, name := range c.Transports.Order {
 		switch name {
@@ -37,7 +38,7 @@ func newBackends(c *config.Config, devices *gpus, log *slog.Logger) (transport.R
 			}
 			reg = append(reg, b)
 		case config.TransGDR:
-			reg = append(reg, newGDR(c, log))
+			reg = append(reg, newGDR(c, gdrChanged, log))
 		default:
 			return nil, fmt.Errorf("sidecar: transports.order: %q is unknown: use shm, gdr and tcp", name)
 		}

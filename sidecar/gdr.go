@@ -1,16 +1,18 @@
 package sidecar
 
 import (
+	"context"
 	"log/slog"
 	"net"
+	"slices"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/transport/gdr"
 )
 
-// newGDR makes the RDMA transport. Its ports are looked for when it is opened.
-func newGDR(c *config.Config, log *slog.Logger) *gdr.Backend {
+// newGDR makes the RDMA transport. Its ports are looked for when it is opened. changed must not block.
+func newGDR(c *config.Config, changed func(), log *slog.Logger) *gdr.Backend {
 	g := c.Transports.GDR
 	host := g.Listen
 	if host == "" {
@@ -18,5 +20,61 @@ func newGDR(c *config.Config, log *slog.Logger) *gdr.Backend {
 	}
 	o := gdr.Options{Rails: g.Rails, Listen: host, DeadPath: time.Duration(g.DeadPath), MTU: g.MTU, TrafficClass: g.TrafficClass, ServiceLevel: g.ServiceLevel}
 	// Where a path is dead, its sender's timers end the lane; who waits for it waits longer than they take.
-	return gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return gdr.Find(o) }, Patience: 2 * o.DeadPath, Log: log})
+	return gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return gdr.Find(o) }, Patience: 2 * o.DeadPath, Changed: changed, Log: log})
+}
+
+// gdrChanged: a port of gdr's went down or up, or has another address.
+func (n *Node) gdrChanged() {
+	select {
+	case n.gdrNews <- struct{}{}:
+	default: // what is pending is looked at after this change, too
+	}
+}
+
+// watchGDR follows gdr's rails until ctx ends.
+func (n *Node) watchGDR(ctx context.Context) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-n.gdrNews:
+			n.takeGDR()
+		}
+	}
+}
+
+// takeGDR takes gdr's rails as they are now. Executor and peers are told.
+func (n *Node) takeGDR() {
+	b, ok := n.backends.Get(config.TransGDR)
+	g, dynamic := b.(*gdr.Backend)
+	if !ok || !dynamic {
+		return
+	}
+	s := &n.rails
+	s.apply.Lock()
+	defer s.apply.Unlock()
+	before := s.of(config.TransGDR)
+	now := slices.Clone(before)
+	for _, x := range g.Rails() {
+		i := slices.IndexFunc(now, func(r rail) bool { return r.Name == x.Name })
+		if i < 0 {
+			continue
+		}
+		r := &now[i]
+		if r.down != x.Down || r.Address != x.Address {
+			n.log.Info("rail changed", "transport", config.TransGDR, "rail", r.Name, "down", x.Down, "address", x.Address)
+		}
+		r.down, r.Address = x.Down, x.Address
+	}
+	if slices.Equal(before, now) {
+		return
+	}
+	s.mu.Lock()
+	s.byB[config.TransGDR] = now
+	s.mu.Unlock()
+	at := n.enter()
+	n.d.ex.SetRails(at, states(n.railList()))
+	n.leave()
+	n.tellRails()
+	n.dial.reconcileAll()
 }

@@ -69,6 +69,7 @@ type Node struct {
 	d        driver
 	dial     dialer
 	troubles troubles
+	gdrNews  chan struct{} // gdr's rails are others
 	hashes   *hashes
 	records  *records
 	totals   totals
@@ -97,7 +98,7 @@ func New(opt Options) (*Node, error) {
 		opt.Registry = prometheus.NewRegistry()
 	}
 	n := &Node{cfg: opt.Config, version: opt.Version, reg: parseblock.Default(), metrics: metrics.New(opt.Registry), gather: opt.Registry,
-		drain: make(chan struct{}), started: make(chan struct{}),
+		drain: make(chan struct{}), started: make(chan struct{}), gdrNews: make(chan struct{}, 1),
 		grace: time.Duration(opt.Config.Transfer.Grace)}
 	if _, err := rand.Read(n.boot[:]); err != nil {
 		return nil, fmt.Errorf("sidecar: boot id: %w", err)
@@ -116,7 +117,7 @@ func New(opt Options) (*Node, error) {
 	if n.gpus, err = newGPUs(n.cfg, n.log); err != nil {
 		return nil, err
 	}
-	if n.backends, err = newBackends(n.cfg, n.gpus, n.log); err != nil {
+	if n.backends, err = newBackends(n.cfg, n.gpus, n.gdrChanged, n.log); err != nil {
 		return nil, err
 	}
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
@@ -297,6 +298,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	go func() { defer n.d.wg.Done(); n.publish(n.d.ctx) }()
 	n.d.wg.Add(1)
 	go func() { defer n.d.wg.Done(); n.watchRails(n.d.ctx) }()
+	n.d.wg.Add(1)
+	go func() { defer n.d.wg.Done(); n.watchGDR(n.d.ctx) }()
 
 	n.ready.Store(true)
 	announce()
