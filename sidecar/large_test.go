@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"os"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
@@ -24,6 +25,7 @@ func TestMoreThan4GiB(t *testing.T) {
 		testutil.Skip(t, "large", "moves 4 GiB, seconds of a quiet machine: KVSPRAY_LARGE=1, or make test-laws")
 	}
 	const (
+		limit  = 2 * time.Minute
 		same   = 31 // blocks that are different
 		times  = 133
 		blocks = same * times
@@ -55,16 +57,19 @@ func TestMoreThan4GiB(t *testing.T) {
 	}
 	const tokens = blocks * 16
 	pr := newPrompt(tokens)
-	src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{from}, Ready: tokens, DeadlineMS: 120_000})
+	src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{from}, Ready: tokens, DeadlineMS: uint64(limit.Milliseconds())})
 	if err != nil {
 		t.Fatal(err)
 	}
 	dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{to},
-		DeadlineMS: 120_000})
+		DeadlineMS: uint64(limit.Milliseconds())})
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := de.ok(dst)
+	c := de.waitFor(dst, limit)
+	if c.Status != 0 {
+		t.Fatalf("%+v", c.Received)
+	}
 	if want := blocks * shape.PageBytes(); c.Received.Bytes != want || want <= 1<<16*transfer.ChunkBytes {
 		t.Errorf("%d bytes were received, want %d", c.Received.Bytes, want)
 	}
