@@ -473,18 +473,22 @@ func (e *end) arrive(fl *flight, idx uint32) {
 			}
 		}
 	}
-	e.confirm(fl, idx)
+	e.confirm(fl, idx, e.f.now)
 }
 
 // confirm tells the sender of a chunk. Where the word is lost the sender asks for it with the chunk, but for what its kernel believes to be
-// over: there the word is sent again.
-func (e *end) confirm(fl *flight, idx uint32) {
+// over: there the word is sent again, until the lane dies of it.
+func (e *end) confirm(fl *flight, idx uint32, since Time) {
 	if d, ok := e.signal(); ok {
 		e.f.at(e.f.now+d, event{kind: evAck, idx: idx, fl: fl, final: fl.closed})
 	} else if fl.kept && fl.closed {
 		e.local.host.After(e.rto(), func() {
-			if !e.dead && !fl.ended {
-				e.confirm(fl, idx)
+			switch {
+			case e.dead || fl.ended:
+			case e.f.now-since >= e.f.cfg.UserTimeout:
+				e.die(fmt.Errorf("simfabric: lane %d: nobody heard a confirmation for %s", e.id, e.f.cfg.UserTimeout))
+			default:
+				e.confirm(fl, idx, since)
 			}
 		})
 	}
