@@ -182,10 +182,12 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	e.agenda.arm(ep.retry, ep.again)
 }
 
-// nobody ends what waits for an address at which nobody listens.
+// nobody ends what waits for an address at which nobody listens. Until somebody does, those who come find it out by one try: their engines
+// should compute, and a refusal is quick, so that nobody needs protection from the next one.
 func (e *Exec) nobody(now Instant, ep *endpoint, err error) {
-	ep.refused, ep.breaker = 0, breaker{} // a refusal is quick: nobody needs protection from the next one
-	ep.refs++                             // it stays until the caller has seen that nobody is left
+	ep.refused = maxRefused - 1
+	ep.breaker = breaker{failing: now, fails: 1, why: err.Error()} // remembered, and closed
+	ep.refs++                                                      // it stays until the caller has seen that nobody is left
 	for _, d := range inOrder(maps.Keys(ep.waiting)) {
 		e.closeDestBy(now, d, e.timeOut(d), StatusExpired, err.Error())
 	}

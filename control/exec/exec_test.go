@@ -129,7 +129,8 @@ func TestMismatchAndNoPartner(t *testing.T) {
 	}
 }
 
-// A wrong address costs a request two seconds, not all the time that a partner has; a sidecar that starts anew meanwhile is waited for.
+// A wrong address costs the first request two seconds, not all the time that a partner has: a sidecar that starts anew meanwhile is waited
+// for. Those that come after it are told at once, until somebody listens there.
 func TestNobodyListens(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)
 	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
@@ -143,6 +144,11 @@ func TestNobodyListens(t *testing.T) {
 	if !strings.Contains(dst.done.Reason, "refused") || d.answer[1].State != "gone" {
 		t.Errorf("reason %q, answer %+v", dst.done.Reason, d.answer[1])
 	}
+	next := d.expect(dw, 3, testKey(5, 1), "q:1", 64, 0, 20*sec)
+	d.event(func() { d.ex.Await(s.now, 2, connector.Await{Key: testKey(5, 2), Peer: "q:1", TTL: 8 * sec}) })
+	s.until("the word to the next ones", connectRetry+sec/100, func() bool { return next.done != nil && len(d.answer) == 2 })
+	wantStatus(t, next, StatusExpired)
+	s.run(s.now+breakAfter+2*breakMost, func() bool { return false })
 	if ep := d.ex.endpoints["q:1"]; ep != nil {
 		t.Errorf("the address is still known: %+v", ep)
 	}
@@ -154,6 +160,9 @@ func TestNobodyListens(t *testing.T) {
 	q.steps(src)
 	s.until("transfer", 2*sec, func() bool { return late.done != nil })
 	wantStatus(t, late, StatusOK)
+	if ep := d.ex.endpoints["q:1"]; ep == nil || ep.refused != 0 {
+		t.Errorf("somebody answers there, and the next failure of a connect counts as the last: %+v", ep)
+	}
 }
 
 // Once every request of a transfer id is finished no other hash can come, and the decode need not wait to learn it. A question
