@@ -34,7 +34,8 @@ type Flow struct {
 	flights  int
 	stopped  bool
 	closed   bool
-	bad      [MaxRanks]uint8
+	bad      [MaxRanks]uint8 // failures by rank, up to badFlow
+	picky    bool            // one of them is at that
 }
 
 // SetPlace says where the memory of the flow lies; before anything of it is ready.

@@ -25,29 +25,35 @@ func (s State) String() string {
 
 // pair is two rails, one here and one at the peer, and what was learned about them. It outlives its lanes.
 type pair struct {
-	path  Path
-	peer  *Peer
-	index int // in peer.pairs
-	rank  int
-	tier  int
-	lanes []*lane
-
-	// The sums of what its lanes have. stalled, live and the like follow lane.usable.
-	inflight uint64 // bytes
-	stalled  uint64 // of them, on lanes that are not usable
-	live     int    // usable lanes
-	spare    *lane  // the one that background leaves alone; nil: there are not two
-	flights  int    // slices on them
+	// What Pull looks at in each pair: two cache lines.
+	state    State
+	draining bool // closed until a slice finds next to nothing before it
+	live     int  // usable lanes
+	rank     int
+	flights  int    // slices on usable lanes
 	slots    int    // slices that they can have
 	kept     int    // of those, for what is urgent
-	shared   int    // of the rest, on lanes that background uses, too
-	slice    uint64 // the longest slice that they take, bytes
+	inflight uint64 // bytes on all lanes
+	stalled  uint64 // of them, on lanes that are not usable
+	window   uint64 // bytes that may be in flight
+	low      uint64 // the same for background
+	piece    uint64 // slice that suits it now, bytes
+	lowPiece uint64 // the same for background
+	bw       float64
+	b0       float64 // nanoseconds
+	b1       float64
+	spare    *lane // the one that background leaves alone; nil: there are not two
 
-	// Learned.
+	path   Path
+	peer   *Peer
+	index  int // in peer.pairs
+	tier   int
+	lanes  []*lane
+	shared int    // slots that are not kept, on lanes that background uses, too
+	slice  uint64 // the longest slice that its lanes take, bytes
+
+	// Learned, with bw, b0 and b1.
 	neutral   float64 // bytes per nanosecond, before anything is known
-	bw        float64
-	b0        float64 // nanoseconds
-	b1        float64
 	samples   int
 	sampled   Instant // the last one
 	seen      Instant // the last decay or sample
@@ -57,20 +63,14 @@ type pair struct {
 	delivered uint64  // bytes
 	delivAt   Instant // the last of them, or the begin of the busy period
 	moved     Instant // the last time that anything came back
-	piece     uint64  // slice that suits it now, bytes
-	lowPiece  uint64  // the same for background
-	window    uint64  // bytes that may be in flight
-	low       uint64  // the same for background
 	clean     Instant // the last time that a slice found next to nothing before it, or that the pair was idle
-	draining  bool    // closed until one does
-	patience  Instant // or until then
+	patience  Instant // of draining
 	credit    uint64  // the most that its receiver wants to wait for it; 0: no word of it
 	way       Instant // the round trip when its lanes came up, the least of them; 0: unknown
 
-	// Health.
+	// Health, with state.
 	down     bool // a link is
-	state    State
-	step     int // of Readmitted
+	step     int  // of Readmitted
 	since    Instant
 	until    Instant // of Excluded
 	silent   bool    // that is why it is excluded

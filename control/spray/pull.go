@@ -91,11 +91,11 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	if run.Count == 1 {
 		avail = f.space.ChunkBytes(run.First)
 	}
-	// The best class of pairs that are usable at all decides who is asked; its sums say how soon the others would be done.
-	class := 1 << 30
+	// Of the best class of pairs that are usable at all, the one with room that would be done first. Mostly there is none: this is asked
+	// after each slice that was given.
+	class, usable := 1<<30, 0
 	var best, shunned *pair
-	var score, rate, load, fixed float64
-	usable, near := 0, uint8(len(tierPenalty)-1)
+	var score float64
 	for _, q := range p.pairs {
 		if !q.usable() {
 			continue
@@ -105,14 +105,9 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			continue
 		}
 		if c < class {
-			class, usable, best, shunned, rate, load, fixed, near = c, 0, nil, nil, 0, 0, maxB0, uint8(len(tierPenalty)-1)
+			class, usable, best, shunned = c, 0, nil, nil
 		}
 		usable++
-		tier := q.tierAt(f.at)
-		near = min(near, tier)
-		rate += q.bw
-		load += float64(q.load())
-		fixed = min(fixed, q.b0)
 		n := min(avail, q.cut(f.prio))
 		if !q.room(n, f.prio, urgent) {
 			continue
@@ -121,11 +116,10 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			shunned = q
 			continue
 		}
-		if v := tierPenalty[tier] * q.expect(n); best == nil || v < score {
+		if v := q.score(n, f.at); best == nil || v < score {
 			best, score = q, v
 		}
 	}
-	score /= tierPenalty[near] // being far costs only where something is nearer
 	if usable == 0 {
 		return p.lastResort(), 1
 	}
@@ -138,9 +132,24 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	}
 	// Near the end: leave it to the others if they are done with everything before best is done with this. Something of
 	// theirs is in flight then, and asks again.
-	if load -= float64(best.load()); load > 0 {
-		others := fixed + (load+float64(p.waits(f.prio))*transfer.ChunkBytes)/(rate-best.bw)
-		if score > tailSlack*others {
+	var rate float64
+	load, fixed, near := uint64(0), maxB0, uint8(len(tierPenalty)-1)
+	for _, q := range p.pairs {
+		if !q.usable() || f.class(q) != class {
+			continue
+		}
+		near = min(near, q.tierAt(f.at))
+		if q != best {
+			rate += q.bw
+			load += q.load()
+		}
+		if q.b0 < fixed {
+			fixed = q.b0
+		}
+	}
+	if load > 0 {
+		others := fixed + (float64(load)+float64(p.waits(f.prio))*transfer.ChunkBytes)/rate
+		if score/tierPenalty[near] > tailSlack*others { // being far costs only where something is nearer
 			return nil, 0
 		}
 	}
@@ -168,7 +177,7 @@ func (s *Scheduler) Quickest(p *Peer, transport string) (Path, bool) {
 
 // class orders the transports for one flow: those that keep failing it come last.
 func (f *Flow) class(q *pair) int {
-	if f.bad[q.rank] >= badFlow {
+	if f.picky && f.bad[q.rank] >= badFlow {
 		return q.rank + MaxRanks
 	}
 	return q.rank

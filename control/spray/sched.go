@@ -326,6 +326,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 		default:
 			if v == Refused && f.bad[q.rank] < badFlow {
 				f.bad[q.rank]++
+				f.picky = f.picky || f.bad[q.rank] == badFlow
 			}
 			if (v == Failed || v == Refused) && !fl.late {
 				f.strike(fl.r, q)
