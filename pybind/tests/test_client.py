@@ -389,7 +389,7 @@ def test_every_growth_of_the_epoch_is_followed_by_a_record(sidecar: Make, worker
 
 def restart_with_a_slow_one(sidecar: Make, w: kvspray.WorkerClient) -> tuple[Sidecar, list[int]]:
     """A sidecar with three leases of 20 KB dies; the next one reads nothing, and two of them are all that its ring is given."""
-    old: Sidecar = sidecar()
+    old: Sidecar = sidecar(deadline_ms=60_000)  # longer than a busy machine takes to start the next one
     leases = [w.intent(XFER, HASH, 80_000, [list(range(5000))]) for _ in range(3) if w.wait_connected(TIMEOUT_S)]
     for lease in leases:
         old.record("INTENT", lease=lease)
