@@ -38,6 +38,7 @@ type Exec struct {
 	agenda agenda
 
 	workers map[*connector.Worker]*worker
+	vacated Instant // when the last of them was gone; the start, where none was here
 	dests   map[transfer.LeaseID]*dest
 	nsource int
 	byKey   map[transfer.Key][]*source // open ones
@@ -169,6 +170,9 @@ func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason s
 		return
 	}
 	ws.gone = true
+	if e.vacant() {
+		e.vacated = now
+	}
 	for _, d := range inOrder(maps.Values(ws.dests)) {
 		d.again = !final
 		e.closeDestBy(now, d, ByEngineGone, StatusFailed, reason)

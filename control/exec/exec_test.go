@@ -165,6 +165,37 @@ func TestNobodyListens(t *testing.T) {
 	}
 }
 
+// A sidecar whose engine is not there says so once the engine has had time to connect, and at once to those who ask later.
+func TestNoEngine(t *testing.T) {
+	s, _, d, _, dw := pair(t, 4, 0)
+	q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
+	dst := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
+	ask := func(id uint64) {
+		d.event(func() { d.ex.Await(s.now, id, connector.Await{Key: testKey(3, 2), Peer: "q:1", TTL: 8 * sec}) })
+	}
+	ask(1)
+	s.run(s.now+vacantWait/2, func() bool { return false })
+	if dst.done != nil || len(d.answer) != 0 {
+		t.Fatal("gave up at once")
+	}
+	s.until("the end", vacantWait, func() bool { return dst.done != nil && len(d.answer) == 1 })
+	ask(2)
+	late := d.expect(dw, 2, testKey(4, 1), "q:1", 64, 0, 20*sec)
+	s.until("the word to the next ones", sec/10, func() bool { return late.done != nil && len(d.answer) == 2 })
+	for _, x := range []*simLease{dst, late} {
+		if x.done.Status != StatusExpired || !strings.Contains(x.done.Reason, "no engine is connected") {
+			t.Errorf("status %d, %s", x.done.Status, x.done.Reason)
+		}
+	}
+	if a := d.answer[2]; a.State != "gone" || !strings.Contains(a.Message, "no engine is connected") {
+		t.Errorf("answer %+v", a)
+	}
+	q.steps(q.intent(q.worker(), 1, testKey(5, 1), 64, 1, 60*sec))
+	next := d.expect(dw, 3, testKey(5, 1), "q:1", 64, 0, 20*sec)
+	s.until("transfer", 2*sec, func() bool { return next.done != nil })
+	wantStatus(t, next, StatusOK)
+}
+
 // Once every request of a transfer id is finished no other hash can come, and the decode need not wait to learn it. A question
 // may be early: a prompt list is admitted one by one.
 func TestMismatchIsKnownOnceAllAreHeld(t *testing.T) {

@@ -3,6 +3,7 @@ package exec
 import (
 	"fmt"
 	"slices"
+	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/transfer"
@@ -43,6 +44,13 @@ func (e *Exec) wait(now Instant, q *pending, ms uint32) {
 	if ms > 0 {
 		end = now + min(Instant(ms)*1e6, MaxDeadline)
 	}
+	if q.decline == nil && e.vacant() {
+		if now >= e.vacated+vacantWait {
+			e.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, noEngine)
+			return
+		}
+		end = min(end, e.vacated+vacantWait)
+	}
 	if dead && hush < end {
 		// A prompt list with equal prompts: another intent may be about to come.
 		end, q.gone = hush, true
@@ -58,6 +66,23 @@ func (e *Exec) wait(now Instant, q *pending, ms uint32) {
 	q.t = newTimer(func(now Instant) { e.pendingDue(now, q) })
 	e.agenda.arm(q.t, end)
 }
+
+// vacant reports that no engine is connected. One that has just lost its session begins another, and its intents come with it; those who ask
+// later than vacantWait need not wait.
+func (e *Exec) vacant() bool {
+	for _, w := range e.workers {
+		if !w.gone {
+			return false
+		}
+	}
+	return true
+}
+
+const (
+	vacantWait = 3 * time.Second // several of the longest pauses between two tries of the shim
+
+	noEngine = "no engine is connected to the sidecar there: is the prefill's up, and does its socket setting name that sidecar's?"
+)
 
 const mismatch = "the prefill has this transfer id with another prefix hash: prompt, LoRA, salt or multimodal items differ"
 
@@ -78,6 +103,8 @@ func (e *Exec) pendingDue(now Instant, q *pending) {
 		e.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, fmt.Sprintf("rank %s of the prefill engine has not come", q.claim.part.Rank))
 	case len(e.byKey[q.key]) > 0:
 		e.refusePending(now, q, peerv1.GrantReply_LIMIT, "the source leases of this key serve all the grants that they were made for")
+	case e.vacant():
+		e.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, noEngine)
 	default:
 		e.refusePending(now, q, peerv1.GrantReply_NO_PARTNER, "the prefill never had this transfer")
 	}
