@@ -125,7 +125,7 @@ func (s *Server) Listen() error {
 	}
 	if st, err := os.Lstat(path); err == nil {
 		if st.Mode()&os.ModeSocket == 0 {
-			return fail(fmt.Errorf("connector: socket %s: a %s stands there: move it away, or choose another socket", path, st.Mode().Type()))
+			return fail(fmt.Errorf("connector: socket %s: %s stands there: move it away, or choose another socket", path, what(st.Mode())))
 		}
 		if c, err := net.Dial("unixpacket", path); err == nil {
 			_ = c.Close()
@@ -490,4 +490,15 @@ func workerName(h *msg.Hello) string {
 		}
 	}
 	return name
+}
+
+// what names a file that is no socket.
+func what(m os.FileMode) string {
+	switch {
+	case m.IsDir():
+		return "a directory"
+	case m.IsRegular():
+		return "a file"
+	}
+	return "something that is no socket (" + m.Type().String() + ")"
 }

@@ -8,6 +8,8 @@
 package metrics
 
 import (
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -20,6 +22,8 @@ import (
 const (
 	maxRails  = 128
 	otherName = "other"
+
+	noTransport = "none"
 )
 
 // Side says on which side of a transfer this sidecar was.
@@ -116,14 +120,25 @@ func New(reg prometheus.Registerer) *Set {
 		peers:      prometheus.NewGauge(gaugeOpts("control", "peers", "Peers with an open control session.")),
 		sessions:   gauges("engine", "sessions", "Engine sessions.", "role"),
 		records:    counters("engine", "records_total", "Records taken from engines.", "type"),
-		registerErr: counters("engine", "refusals_total", "Messages and records of engines that were refused.",
-			"code"),
+		registerErr: counters("engine", "refusals_total", "Connections, messages and records of engines that were refused.",
+			"kind"),
 		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining", "1 while no new leases are taken.")),
 	}
 	reg.MustRegister(s.transfers, s.bytes, s.duration, s.commit, s.railBytes, s.railErrors, s.railLanes, s.slices, s.refused, s.leases,
 		s.quarantine, s.fences, s.fenceTime, s.control, s.peers, s.sessions, s.records, s.registerErr, s.draining)
+	// An alert on the growth of a series misses its first value, so those that should stay at zero begin there.
+	for _, transport := range transports {
+		for r := transfer.ReasonNone + 1; int(r) < transfer.NumReasons; r++ {
+			s.refused.WithLabelValues(transport, r.String())
+		}
+	}
+	for kind := range refusedKinds {
+		s.registerErr.WithLabelValues(kind)
+	}
 	return s
 }
+
+var transports = [...]string{"tcp", "shm", "gdr"}
 
 func counters(subsystem, name, help string, labels ...string) *prometheus.CounterVec {
 	return prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: subsystem, Name: name, Help: help}, labels)
@@ -252,15 +267,19 @@ func (s *Set) Record(typ string) {
 	s.records.WithLabelValues(typ).Inc()
 }
 
-// maxCodeBytes bounds refusal codes, which are constants of the connector.
-const maxCodeBytes = 32
+// refusedKinds are records, and what comes before them.
+var refusedKinds = func() map[string]bool {
+	kinds := map[string]bool{"peer": true, "packet": true, "register": true, "unknown": true}
+	maps.Copy(kinds, recordTypes)
+	return kinds
+}()
 
-// EngineRefused counts a message or record that was refused. code must be a constant of the caller's.
-func (s *Set) EngineRefused(code string) {
-	if code == "" || len(code) > maxCodeBytes {
-		code = otherName
+// EngineRefused counts what was refused of an engine: its process ("peer"), a message, or a record, by type.
+func (s *Set) EngineRefused(kind string) {
+	if !refusedKinds[kind] {
+		kind = otherName
 	}
-	s.registerErr.WithLabelValues(code).Inc()
+	s.registerErr.WithLabelValues(kind).Inc()
 }
 
 // Draining says whether new leases are refused.
@@ -269,11 +288,11 @@ func (s *Set) Draining(on bool) {
 }
 
 func transportLabel(name string) string {
-	switch name {
-	case "tcp", "shm", "gdr", "none":
+	switch {
+	case slices.Contains(transports[:], name):
 		return name
-	case "":
-		return "none"
+	case name == "", name == noTransport:
+		return noTransport
 	}
 	return otherName
 }

@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/kvspray/kvspray/connector"
@@ -54,6 +55,7 @@ type Lane struct {
 func Fetch(ctx context.Context, addr string) (*Snapshot, error) {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
+	addr = strings.TrimSuffix(strings.TrimPrefix(addr, "http://"), "/") // as other commands, and browsers, have it
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/debug/state", nil)
 	if err != nil {
 		return nil, fmt.Errorf("top: --http %q: %w; want host:port of a sidecar's http.listen", addr, err)
