@@ -51,5 +51,11 @@ const (
 	IPCEvents                   Attribute = 125
 )
 
+// Values of GPUDirectRDMAWriteOrdering, and a bit of GPUDirectRDMAFlushOptions.
+const (
+	WritesOrderedForOwner = 100 // for the context that owns the memory; more: for other devices, too
+	FlushByHost           = 1   // FlushRDMAWrites works
+)
+
 // Device is one GPU by its ordinal.
 type Device int

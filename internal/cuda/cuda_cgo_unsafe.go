@@ -230,6 +230,18 @@ func (c *Context) CloseIPC(p Ptr) error {
 	return check("IpcCloseMemHandle", C.kvc_ipc_close(c.h, C.kvc_ptr(p)))
 }
 
+// ExportDMABuf makes a dma-buf descriptor, the caller's, of a range that begins and ends with a page of the host.
+func (c *Context) ExportDMABuf(p Ptr, n uint64) (fd int, err error) {
+	v := C.int(-1)
+	err = check("MemGetHandleForAddressRange", C.kvc_dmabuf_export(c.h, C.kvc_ptr(p), C.size_t(n), &v))
+	return int(v), err
+}
+
+// FlushRDMAWrites returns when what NICs have written to the GPU is visible to the context that owns the memory.
+func (c *Context) FlushRDMAWrites() error {
+	return check("FlushGPUDirectRDMAWrites", C.kvc_flush_rdma_writes(c.h))
+}
+
 // ImportFD maps bytes of an allocation that another process exported as a descriptor, which stays the caller's. CloseImport
 // unmaps it.
 func (c *Context) ImportFD(fd int, bytes uint64) (Ptr, error) {

@@ -89,6 +89,9 @@ static struct {
 	/* Optional: many copies in one call, since CUDA 12.8; the second form, since 13.0, reports no index of what failed. */
 	int (*MemcpyBatchAsync)(const kvc_ptr *, const kvc_ptr *, const size_t *, size_t, struct copy_attributes *, size_t *, size_t, size_t *, kvc_handle);
 	int (*MemcpyBatchAsync2)(const kvc_ptr *, const kvc_ptr *, const size_t *, size_t, struct copy_attributes *, size_t *, size_t, kvc_handle);
+	/* Optional: dma-bufs, since CUDA 11.7, and the flush of what NICs have written, since 11.3. */
+	int (*MemGetHandleForAddressRange)(void *, kvc_ptr, size_t, int, unsigned long long);
+	int (*FlushGPUDirectRDMAWrites)(int, int);
 } cu;
 
 enum {
@@ -105,6 +108,10 @@ enum {
 	LOCATION_DEVICE = 1,
 	ACCESS_READ_WRITE = 3,
 	SOURCE_ORDER_STREAM = 1,
+	RANGE_HANDLE_DMABUF = 1,
+	FLUSH_CURRENT_CONTEXT = 0,
+	FLUSH_TO_OWNER = 100,
+	NOT_SUPPORTED = 801,
 };
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -129,6 +136,8 @@ static void open_driver(void)
 	ENTRY_POINTS(RESOLVE)
 	*(void **)&cu.MemcpyBatchAsync = dlsym(lib, "cuMemcpyBatchAsync");
 	*(void **)&cu.MemcpyBatchAsync2 = dlsym(lib, "cuMemcpyBatchAsync_v2");
+	*(void **)&cu.MemGetHandleForAddressRange = dlsym(lib, "cuMemGetHandleForAddressRange");
+	*(void **)&cu.FlushGPUDirectRDMAWrites = dlsym(lib, "cuFlushGPUDirectRDMAWrites");
 	open_result = cu.Init(0);
 }
 
@@ -275,6 +284,22 @@ int kvc_ipc_close(kvc_handle ctx, kvc_ptr p)
 {
 	IN(ctx);
 	return cu.IpcCloseMemHandle(p);
+}
+
+int kvc_dmabuf_export(kvc_handle ctx, kvc_ptr p, size_t bytes, int *fd)
+{
+	if (!cu.MemGetHandleForAddressRange)
+		return NOT_SUPPORTED;
+	IN(ctx);
+	return cu.MemGetHandleForAddressRange(fd, p, bytes, RANGE_HANDLE_DMABUF, 0);
+}
+
+int kvc_flush_rdma_writes(kvc_handle ctx)
+{
+	if (!cu.FlushGPUDirectRDMAWrites)
+		return NOT_SUPPORTED;
+	IN(ctx);
+	return cu.FlushGPUDirectRDMAWrites(FLUSH_CURRENT_CONTEXT, FLUSH_TO_OWNER);
 }
 
 int kvc_import_fd(kvc_handle ctx, int dev, int fd, size_t bytes, kvc_ptr *p)

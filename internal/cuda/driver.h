@@ -47,6 +47,11 @@ int kvc_ipc_export(kvc_handle ctx, kvc_ptr base, unsigned char handle[64]);
 int kvc_ipc_open(kvc_handle ctx, const unsigned char handle[64], kvc_ptr *p);
 int kvc_ipc_close(kvc_handle ctx, kvc_ptr p);
 
+/* A dma-buf descriptor of a range, whole pages, that is the caller's; NOT_SUPPORTED where the driver has no such call (before 515). */
+int kvc_dmabuf_export(kvc_handle ctx, kvc_ptr p, size_t bytes, int *fd);
+/* Returns when what NICs have written is visible to the owner of the memory. */
+int kvc_flush_rdma_writes(kvc_handle ctx);
+
 /* Maps an allocation that another process exported as a descriptor, for this device; the descriptor stays the caller's. */
 int kvc_import_fd(kvc_handle ctx, int dev, int fd, size_t bytes, kvc_ptr *p);
 int kvc_import_close(kvc_handle ctx, kvc_ptr p, size_t bytes);

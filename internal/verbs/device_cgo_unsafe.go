@@ -269,12 +269,26 @@ func (d *device) Register(b []byte, remote bool) (Memory, error) {
 }
 
 func (d *device) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, error) {
-	m := &memory{len: n}
-	r := C.kvv_register_dmabuf(d.c, C.uint64_t(off), C.size_t(n), 0, C.int(fd), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
+	m := &memory{addr: off, len: n}
+	r := C.kvv_register_dmabuf(d.c, C.uint64_t(off), C.size_t(n), C.uint64_t(off), C.int(fd), flag(remote), &m.h, (*C.uint32_t)(&m.lkey),
+		(*C.uint32_t)(&m.rkey))
 	if r != 0 {
 		err := check(fmt.Sprintf("register %d bytes of a dma-buf with %s", n, d.name), r)
 		if errors.Is(err, syscall.EOPNOTSUPP) || errors.Is(err, syscall.ENOSYS) {
-			return nil, fmt.Errorf("%w: %w: load nvidia-peermem, or use a newer driver and rdma-core 34", ErrNotSupported, err)
+			return nil, fmt.Errorf("%w: %w: it takes Linux 5.12, rdma-core 34, and a NIC driver that knows dma-bufs", ErrNotSupported, err)
+		}
+		return nil, err
+	}
+	return m, nil
+}
+
+func (d *device) RegisterPeer(addr, n uint64, remote bool) (Memory, error) {
+	m := &memory{addr: addr, len: n}
+	r := C.kvv_register_peer(d.c, C.uint64_t(addr), C.size_t(n), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
+	if r != 0 {
+		err := check(fmt.Sprintf("register %d bytes of a GPU with %s", n, d.name), r)
+		if errors.Is(err, syscall.EFAULT) { // to the kernel there is nothing at that address
+			return nil, fmt.Errorf("%w: %w: load nvidia-peermem", ErrNotSupported, err)
 		}
 		return nil, err
 	}

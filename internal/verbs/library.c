@@ -214,6 +214,11 @@ int kvv_register(struct kvv_device *d, void *addr, size_t len, int remote, void 
 	return registered(lib.reg_mr(d->pd, addr, len, access_of(remote)), mr, lkey, rkey);
 }
 
+int kvv_register_peer(struct kvv_device *d, uint64_t addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey)
+{
+	return kvv_register(d, (void *)(uintptr_t)addr, len, remote, mr, lkey, rkey);
+}
+
 int kvv_register_dmabuf(struct kvv_device *d, uint64_t offset, size_t len, uint64_t iova, int fd, int remote, void **mr, uint32_t *lkey,
 			uint32_t *rkey)
 {

@@ -33,6 +33,8 @@ int kvv_device_gid(struct kvv_device *dev, uint8_t port, int index, uint8_t gid[
 int kvv_device_event(struct kvv_device *dev, int *type, uint32_t *port_or_qp);
 
 int kvv_register(struct kvv_device *dev, void *addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey);
+/* kvv_register_peer is kvv_register for an address that no load of this process reaches. */
+int kvv_register_peer(struct kvv_device *dev, uint64_t addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey);
 int kvv_register_dmabuf(struct kvv_device *dev, uint64_t offset, size_t len, uint64_t iova, int fd, int remote, void **mr, uint32_t *lkey,
 			uint32_t *rkey);
 int kvv_deregister(void *mr);

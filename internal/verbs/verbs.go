@@ -218,8 +218,12 @@ type Device interface {
 	Active() (bool, error)
 	// Register pins b, which stays mapped until Close. Without remote, others get no key to it.
 	Register(b []byte, remote bool) (Memory, error)
-	// RegisterDMABuf pins device memory behind a dma-buf descriptor. Its addresses begin at 0.
+	// RegisterDMABuf pins n bytes at off of the memory behind a dma-buf descriptor, which the caller may close then. Its addresses begin
+	// at off: the kernel wants both to lie alike in a page.
 	RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, error)
+	// RegisterPeer pins n bytes of a GPU's memory at an address that its driver has mapped into this process. That takes a module of
+	// the kernel by which the driver tells NICs where such an address leads: nvidia-peermem.
+	RegisterPeer(addr, n uint64, remote bool) (Memory, error)
 	// Events is closed by Close, and where the device is gone and nothing will come any more. What nobody takes in time is dropped, oldest first, except that DeviceFatal stays.
 	Events() <-chan Event
 	Close() error

@@ -47,7 +47,9 @@ type key struct {
 	ready chan struct{}
 	err   error // set before ready is closed, as are parts and held
 	parts []verbs.Memory
-	held  bool // the region
+	held  bool         // the region
+	gpu   bool         // its memory is a GPU's: no load of this process reaches it
+	flush func() error // makes what NICs have written visible to the GPU; nil: it is
 
 	// guarded by k.mu
 	users int
@@ -100,7 +102,10 @@ func (k *keys) get(r *mem.Region, peer transfer.Boot, wait bool) (*key, error) {
 	e.register()
 	close(e.ready)
 	if e.err != nil {
-		_ = e.invalidate() // what was made of it; its failure is tried again
+		// What is not supported is remembered until it was idle for long; anything else may do the next time.
+		if !errors.Is(e.err, transport.ErrNotSupported) || e.release(false) != nil {
+			_ = e.invalidate() // what was made of it; its failure is tried again
+		}
 		e.put()
 		return nil, e.err
 	}
@@ -132,26 +137,37 @@ func (e *key) made() bool {
 
 func (e *key) register() {
 	r := e.name.region
-	p, ok := r.Bytes()
-	if !ok {
-		e.err = fmt.Errorf("gdr: region %s is %s memory, which the NIC does not reach: %w", r.ID(), r.Kind(), transport.ErrNotSupported)
-		return
-	}
 	if !r.Acquire() {
 		e.err = fmt.Errorf("gdr: region %s: %w", r.ID(), mem.ErrFreed)
 		return
 	}
 	e.held = true
-	for len(p) > 0 {
-		n := min(uint64(len(p)), e.k.part)
-		m, err := e.k.d.Register(p[:n:n], e.name.peer != transfer.Boot{})
+	remote := e.name.peer != transfer.Boot{}
+	var err error
+	if p, ok := r.Bytes(); ok {
+		err = e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.k.d.Register(p[at:at+n:at+n], remote) })
+	} else if g, ok := r.Device().(GPU); ok {
+		err = e.registerGPU(g, remote)
+	} else {
+		err = fmt.Errorf("%s memory, which the NIC does not reach: %w", r.Kind(), transport.ErrNotSupported)
+	}
+	if err != nil {
+		e.err = fmt.Errorf("gdr: region %s: %w", r.ID(), err)
+	}
+}
+
+// inParts registers the region piece by piece.
+func (e *key) inParts(one func(at, n uint64) (verbs.Memory, error)) error {
+	for at, size := uint64(0), e.name.region.Size(); at < size; {
+		n := min(size-at, e.k.part)
+		m, err := one(at, n)
 		if err != nil {
-			e.err = fmt.Errorf("gdr: region %s: %w", r.ID(), err)
-			return
+			return err
 		}
 		e.parts = append(e.parts, m)
-		p = p[n:]
+		at += n
 	}
+	return nil
 }
 
 // release invalidates the keys. lost: the device is gone, and with it what it had pinned, whatever it answers.

@@ -36,6 +36,10 @@ func (d *nullDevice) RegisterDMABuf(int, uint64, uint64, bool) (verbs.Memory, er
 	return nil, verbs.ErrNotSupported
 }
 
+func (d *nullDevice) RegisterPeer(uint64, uint64, bool) (verbs.Memory, error) {
+	return nil, verbs.ErrNotSupported
+}
+
 type nullMemory uint64
 
 func (nullMemory) Addr() uint64      { return 1 << 40 }

@@ -22,6 +22,7 @@ type oddDevice struct {
 	polls      int             // of completion queues, counted while they are bad
 	slow       <-chan struct{} // what asks the device waits for it; nil: it does not
 	registered int             // registrations that were not given back
+	inlined    int             // writes whose bytes the CPU copies
 }
 
 var errOdd = errors.New("odd device: no")
@@ -150,6 +151,11 @@ func (q *oddQP) PostSend(batch []verbs.Work) (int, error) {
 	q.d.mu.Lock()
 	n := q.d.takes
 	q.d.takes = -1
+	for i := range batch {
+		if batch[i].Inline && batch[i].Len > 0 {
+			q.d.inlined++
+		}
+	}
 	q.d.mu.Unlock()
 	if n < 0 {
 		return q.QueuePair.PostSend(batch)

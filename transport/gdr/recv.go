@@ -188,11 +188,16 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 		r.claimed = true
 	}
 	if err := l.offer(g, h, r, wait); err != nil {
-		if errors.Is(err, errRange) {
+		switch {
+		case errors.Is(err, errRange):
 			l.refuse(h.id, transfer.ReasonRange)
-			return nil
+		case errors.Is(err, transport.ErrNotSupported): // another transport's memory
+			l.b.cfg.Log.Warn("slice refused", "transport", Name, "lane", l.id, "err", err)
+			l.refuse(h.id, transfer.ReasonMemory)
+		default:
+			return err
 		}
-		return err
+		return nil
 	}
 	// Under the claim and the guard: who takes over stops what is armed, and a fence looks for it after the guard is idle.
 	if why := r.claim.Enter(); why != transfer.ReasonNone {
@@ -278,6 +283,9 @@ func (l *lane) land() {
 			continue
 		}
 		if why == transfer.ReasonNone {
+			why = l.in[id].show(l)
+		}
+		if why == transfer.ReasonNone {
 			why = l.in[id].claim.Land(l)
 		}
 		if why != transfer.ReasonNone {
@@ -285,6 +293,20 @@ func (l *lane) land() {
 		}
 		l.finish(id, why)
 	}
+}
+
+// show makes what the NIC has written visible to the GPUs that it belongs to.
+func (r *receiving) show(l *lane) transfer.Reason {
+	for _, k := range r.keys {
+		if k.flush == nil {
+			continue
+		}
+		if err := k.flush(); err != nil {
+			l.b.cfg.Log.Warn("landed bytes cannot be made visible", "transport", Name, "lane", l.id, "err", err)
+			return transfer.ReasonMemory
+		}
+	}
+	return transfer.ReasonNone
 }
 
 // armedFor is nil if nothing may be written to a grant through this lane. Otherwise it is closed at the next change.

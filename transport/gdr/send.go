@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/mem"
@@ -35,6 +36,7 @@ type sending struct {
 	src     []span
 	dst     []span
 	si, di  int    // cursors
+	inline  int    // bytes at most that are copied as they are posted; 0 where the CPU does not reach them
 	last    uint64 // its last work request
 	reading bool   // the origin is held
 	keys    []*key
@@ -142,11 +144,17 @@ func (l *lane) launch(id uint8, wait bool) error {
 	if s.blocks, err = o.Source.Resolve(s.blocks[:0], s.s.Range); err != nil {
 		return l.giveUp(id, transfer.ReasonRange, err)
 	}
-	if s.src, s.keys, err = l.spans(s.src[:0], s.keys, s.blocks, transfer.Boot{}, wait); err != nil {
+	if s.src, s.keys, err = l.spans(s.src[:0], s.keys, s.blocks, transfer.Boot{}, wait); errors.Is(err, transport.ErrNotSupported) {
+		return l.giveUp(id, transfer.ReasonMemory, err) // another transport's
+	} else if err != nil {
 		return err
 	}
 	if total(s.src) != s.bytes {
 		return l.giveUp(id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, total(s.src), s.bytes))
+	}
+	s.inline = l.q.MaxInline()
+	if slices.ContainsFunc(s.keys, func(k *key) bool { return k.gpu }) {
+		s.inline = 0
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -197,7 +205,7 @@ func (l *lane) pumpLocked() {
 		id := l.going.first()
 		s := &l.out[id]
 		room := l.depth - min(l.posted-l.done, l.depth)
-		n := s.plan(l.works[:min(room, batchWorks)], l.posted, l.most, l.q.MaxInline())
+		n := s.plan(l.works[:min(room, batchWorks)], l.posted, l.most)
 		if n > 0 {
 			taken, err := l.q.PostSend(l.works[:n])
 			l.posted += uint64(taken)
@@ -222,7 +230,7 @@ func (l *lane) pumpLocked() {
 }
 
 // plan fills works with the next writes of a slice: both sides' spans walked together. It moves the cursors.
-func (s *sending) plan(works []verbs.Work, posted, most uint64, inline int) (n int) {
+func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 	for s.di < len(s.dst) {
 		d := &s.dst[s.di]
 		if d.skip() {
@@ -238,7 +246,7 @@ func (s *sending) plan(works []verbs.Work, posted, most uint64, inline int) (n i
 		a := &s.src[s.si]
 		k := uint32(min(uint64(min(a.len, d.len)), most))
 		works[n] = verbs.Work{ID: posted + uint64(n) + 1, Op: verbs.Write, LocalAddr: a.addr, LocalKey: a.key, Len: k, RemoteAddr: d.addr,
-			RemoteKey: d.key, Inline: int(k) <= inline}
+			RemoteKey: d.key, Inline: int(k) <= s.inline}
 		n++
 		d.addr += uint64(k)
 		if s.advance(k); d.len == 0 {

@@ -57,6 +57,12 @@ func (d cudaCard) Unregister(b []byte) error { return d.c.Unregister(b) }
 
 func (d cudaCard) Close() error { return d.c.Release() }
 
+func (d cudaCard) ExportDMABuf(p cuda.Ptr, n uint64) (int, error) { return d.c.ExportDMABuf(p, n) }
+
+func (d cudaCard) Attribute(a cuda.Attribute) (int, error) { return d.c.Device.Attribute(a) }
+
+func (d cudaCard) FlushRDMAWrites() error { return d.c.FlushRDMAWrites() }
+
 func (d cudaCard) Import(h *Handle, fd int) (cuda.Ptr, uint64, error) {
 	if h.Kind == HandleFD {
 		p, err := d.c.ImportFD(fd, h.Alloc)

@@ -36,13 +36,15 @@ type Fabric struct {
 	held    map[uint32]bool    // queue pairs whose messages stay on the wire
 	devices []*device          // as they were opened
 	ports   map[string]*port
+	dmabufs map[int][]byte    // by descriptor
+	peers   map[uint64][]byte // by address
 	limits  verbs.Limits
 }
 
 // New returns an empty fabric.
 func New() *Fabric {
 	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1), qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
-		lost: map[uint32]bool{}, held: map[uint32]bool{}, ports: map[string]*port{},
+		lost: map[uint32]bool{}, held: map[uint32]bool{}, ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
 		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
 }
 
@@ -225,14 +227,52 @@ type memory struct {
 	remote bool
 }
 
-func (d *device) RegisterDMABuf(int, uint64, uint64, bool) (verbs.Memory, error) {
-	return nil, fmt.Errorf("fake: dma-buf: %w", verbs.ErrNotSupported)
+// DMABuf says what lies behind a descriptor that RegisterDMABuf will be given; nil: nothing any more.
+func (f *Fabric) DMABuf(fd int, b []byte) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.dmabufs[fd] = b
+}
+
+// Peer says what a GPU has at an address that RegisterPeer will be given, as far as its module is loaded.
+func (f *Fabric) Peer(addr uint64, b []byte) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.peers[addr] = b
+}
+
+func (d *device) RegisterDMABuf(fd int, off, n uint64, remote bool) (verbs.Memory, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	b := d.f.dmabufs[fd]
+	if b == nil {
+		return nil, fmt.Errorf("fake: dma-buf %d: %w", fd, verbs.ErrNotSupported)
+	}
+	if off > uint64(len(b)) || n > uint64(len(b))-off {
+		return nil, fmt.Errorf("fake: [%d, +%d) of a dma-buf of %d bytes", off, n, len(b))
+	}
+	return d.registerLocked(b[off:off+n], remote)
+}
+
+func (d *device) RegisterPeer(addr, n uint64, remote bool) (verbs.Memory, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	for base, b := range d.f.peers {
+		if addr >= base && addr-base <= uint64(len(b)) && n <= uint64(len(b))-(addr-base) {
+			return d.registerLocked(b[addr-base:][:n], remote)
+		}
+	}
+	return nil, fmt.Errorf("fake: nothing at %#x: %w", addr, verbs.ErrNotSupported)
 }
 
 func (d *device) Register(b []byte, remote bool) (verbs.Memory, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	return d.registerLocked(b, remote)
+}
+
+func (d *device) registerLocked(b []byte, remote bool) (verbs.Memory, error) {
 	f := d.f
-	f.mu.Lock()
-	defer f.mu.Unlock()
 	if d.dead {
 		return nil, errRemoved
 	}

@@ -1,0 +1,164 @@
+package gdr
+
+import (
+	"errors"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/verbs/fake"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport/transporttest"
+)
+
+// gpu is a GPU over host memory, whose driver exports dma-bufs and tells the NIC of its addresses as a test has it.
+type gpu struct {
+	*transporttest.Device
+	f      *fake.Fabric
+	memory []byte
+
+	noExport  bool
+	unbacked  bool // the NIC finds nothing behind its dma-bufs
+	unordered bool // writes need a flush
+	blind     error
+	flushErr  atomic.Pointer[error]
+	exports   atomic.Int64
+	flushes   atomic.Int64
+}
+
+const gpuAddr = 0x7f0000002000
+
+var errGPU = errors.New("gpu: no")
+
+func (g *gpu) ExportDMABuf(addr, n uint64) (int, uint64, error) {
+	if g.noExport {
+		return -1, 0, errGPU
+	}
+	fd, err := unix.MemfdCreate("gpu", unix.MFD_CLOEXEC) // any descriptor: the fabric says what is behind it
+	if err != nil {
+		return -1, 0, err
+	}
+	g.f.DMABuf(fd, g.memory)
+	if g.unbacked {
+		g.f.DMABuf(fd, nil)
+	}
+	g.exports.Add(1)
+	return fd, addr - gpuAddr, nil
+}
+
+func (g *gpu) NICWrites() (func() error, error) {
+	if g.blind != nil {
+		return nil, g.blind
+	}
+	if !g.unordered {
+		return nil, nil
+	}
+	return func() error {
+		g.flushes.Add(1)
+		if e := g.flushErr.Load(); e != nil {
+			return *e
+		}
+		return nil
+	}, nil
+}
+
+// onGPU moves the blocks of a test's memory into a GPU's: the test sees the same bytes from the host.
+func onGPU(t *testing.T, f *fake.Fabric, m *transporttest.Memory) *gpu {
+	t.Helper()
+	p, _ := m.Region.Bytes()
+	g := &gpu{Device: transporttest.NewDevice(t), f: f, memory: p}
+	r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: g, Addr: gpuAddr, Size: uint64(len(p)), FD: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(r.Release)
+	m.Replace(r)
+	return g
+}
+
+// TestGPUMemory: memory of GPUs at both ends, by each way and without any. What no NIC reaches costs the slice, not the lane.
+func TestGPUMemory(t *testing.T) {
+	for name, c := range map[string]struct {
+		change  func(f *fake.Fabric, src, dst *gpu)
+		outcome transfer.Outcome
+		says    string
+	}{
+		"dma-buf": {func(*fake.Fabric, *gpu, *gpu) {}, transfer.Landed, ""},
+		"dma-buf, and a flush after writes": {func(_ *fake.Fabric, _, dst *gpu) { dst.unordered = true }, transfer.Landed, ""},
+		"peermem, since the driver exports nothing": {func(f *fake.Fabric, _, dst *gpu) {
+			dst.noExport = true
+			f.Peer(gpuAddr, dst.memory)
+		}, transfer.Landed, ""},
+		"peermem, since the NIC takes no dma-buf": {func(f *fake.Fabric, _, dst *gpu) {
+			dst.unbacked = true
+			f.Peer(gpuAddr, dst.memory)
+		}, transfer.Landed, ""},
+		"neither at the destination": {func(_ *fake.Fabric, _, dst *gpu) { dst.noExport = true }, transfer.Rejected, "memory"},
+		"neither at the source":      {func(_ *fake.Fabric, src, _ *gpu) { src.noExport = true }, transfer.NotLanded, "neither by dma-buf (gpu: no) nor by peermem"},
+		"writes that never show":     {func(_ *fake.Fabric, _, dst *gpu) { dst.blind = errGPU }, transfer.Rejected, "memory"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f, p, _, _ := oddPair(t, nil)
+			small := transporttest.Shape{Chunks: 8, BlockBytes: 16 << 10, Shuffle: true}
+			src, dst := transporttest.NewMemory(t, small), transporttest.NewMemory(t, small)
+			src.Write(seedOld)
+			from, to := onGPU(t, f, src), onGPU(t, f, dst)
+			c.change(f, from, to)
+			a, b := p.Dial()
+			for _, l := range []*lane{a.(*lane), b.(*lane)} {
+				l.dev.keys.part = 64 << 10 // as with a device that registers so much at a time
+			}
+			bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+			bind.Sink.Seed.Store(seedOld)
+			r := p.A.MoveWait(a, bind.Origin, src.All(), 1)
+			if r.Outcome != c.outcome || c.outcome != transfer.Landed && (r.Reason != transfer.ReasonMemory || !strings.Contains(r.Err.Error(), c.says)) {
+				t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+			}
+			if full := bind.Sink.Full(); full != (c.outcome == transfer.Landed) {
+				t.Errorf("full: %v", full)
+			}
+			if n := to.flushes.Load(); (n > 0) != to.unordered {
+				t.Errorf("%d flushes", n)
+			}
+			for _, l := range []*lane{a.(*lane), b.(*lane)} {
+				if err := l.failure(); err != nil {
+					t.Errorf("a lane ended: %v", err)
+				}
+			}
+			if from.Calls.Load()+to.Calls.Load() != 0 {
+				t.Error("bytes went through the host")
+			}
+			bind.End(t)
+			dst.GapsIntact(t)
+		})
+	}
+}
+
+// TestGPUFlush: bytes that cannot be made visible have not landed, and what is small is not copied by the CPU as it is posted.
+func TestGPUFlush(t *testing.T) {
+	f, p, here, _ := oddPair(t, nil)
+	small := transporttest.Shape{Chunks: 2, BlockBytes: 64, Shuffle: true}
+	src, dst := transporttest.NewMemory(t, small), transporttest.NewMemory(t, small)
+	src.Write(seedOld)
+	onGPU(t, f, src)
+	to := onGPU(t, f, dst)
+	to.unordered = true
+	to.flushErr.Store(&errGPU)
+	a, _ := p.Dial()
+	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	bind.Sink.Seed.Store(seedOld)
+	if r := p.A.MoveWait(a, bind.Origin, src.All(), 1); r.Outcome != transfer.Rejected || r.Reason != transfer.ReasonMemory || bind.Sink.Full() {
+		t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	to.flushErr.Store(nil)
+	if r := p.A.MoveWait(a, bind.Origin, src.All(), 2); r.Outcome != transfer.Landed || !bind.Sink.Full() {
+		t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	if here.is(func(d *oddDevice) bool { return d.inlined != 0 }) {
+		t.Error("the CPU copied bytes of a GPU's")
+	}
+	bind.End(t)
+}
