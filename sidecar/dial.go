@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -116,6 +117,12 @@ func (n *Node) peerUp(in peerInfo) {
 
 // connectFailed ends a connect.
 func (n *Node) connectFailed(endpoint string, err error) {
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		err = fmt.Errorf("%w: %w", exec.ErrNobody, err)
+	case strings.Contains(err.Error(), "HTTP/1.1 header"): // of an error of gRPC's that has no type
+		err = fmt.Errorf("%w: an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651): %w", exec.ErrNobody, err)
+	}
 	// Somebody waits for this peer, or it would not have been tried: a wrong address costs each request seconds. Said once, until it answers.
 	d := &n.dial
 	level := slog.LevelDebug
@@ -126,9 +133,6 @@ func (n *Node) connectFailed(endpoint string, err error) {
 	}
 	d.mu.Unlock()
 	n.log.Log(n.d.ctx, level, "peer not reached; tried again while requests wait for it", "endpoint", endpoint, "err", err)
-	if errors.Is(err, syscall.ECONNREFUSED) {
-		err = fmt.Errorf("%w: %w", exec.ErrNobody, err)
-	}
 	now := n.enter()
 	n.d.ex.ConnectFailed(now, endpoint, err)
 	n.leave()

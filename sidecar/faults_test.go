@@ -239,6 +239,21 @@ func TestNobodyThere(t *testing.T) {
 	}
 }
 
+// The HTTP address of a sidecar in the place of its peer address is named, and does not cost a request all its patience.
+func TestHTTPIsNoPeer(t *testing.T) {
+	p, d := pairOf(t, "tcp")
+	de := newEngine(t, d, testShape)
+	pr := newPrompt(64)
+	lease, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.HTTPAddr(), Skip: []uint32{0}, Blocks: [][]uint32{{0, 1, 2, 3}},
+		DeadlineMS: 60000, PartnerMS: 60000})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c := de.wait(lease); c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason, "not its http.listen") {
+		t.Errorf("status %d: %s", c.Status, c.Received.Reason)
+	}
+}
+
 func TestHTTP(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
