@@ -26,11 +26,13 @@ const (
 	hostRate    = 200e9 // out of a host, where nothing is shaped
 	sliceBytes  = 1 << 20
 	maxInFlight = 16
+	lookPause   = 40 * time.Millisecond // a link that comes up says so twice, and package topo looks again no sooner
 )
 
 // How a run goes.
 const (
 	MaxNodes     = 4096
+	maxTotal     = 4 << 30                // bytes: each chunk is several events
 	meet         = 200 * time.Millisecond // until every lane is up
 	pipelined    = 2                      // transfers that are wanted at a time under --duration
 	engineTime   = time.Millisecond       // a prefill that has everything at once
@@ -60,8 +62,8 @@ func (s *Setup) check() error {
 		return fmt.Errorf("--nodes %d: must be even, 2 to %d", s.Nodes, MaxNodes)
 	case o.Total%granule != 0:
 		return fmt.Errorf("--total %s: must be a multiple of %s", timeline.FormatSize(o.Total), timeline.FormatSize(granule))
-	case o.Total > transfer.MaxSlotChunks*transfer.ChunkBytes:
-		return fmt.Errorf("--total %s: at most %s", timeline.FormatSize(o.Total), timeline.FormatSize(transfer.MaxSlotChunks*transfer.ChunkBytes))
+	case o.Total > maxTotal:
+		return fmt.Errorf("--total %s: at most %s", timeline.FormatSize(o.Total), timeline.FormatSize(maxTotal))
 	}
 	return nil
 }
@@ -93,7 +95,7 @@ func spec(r timeline.Rail) simfabric.RailSpec {
 }
 
 func (s *Setup) fabric() simfabric.Config {
-	return simfabric.Config{Seed: s.Seed, SliceBytes: sliceBytes, MaxInFlight: maxInFlight}
+	return simfabric.Config{Seed: s.Seed, SliceBytes: sliceBytes, MaxInFlight: maxInFlight, Resume: simfabric.DefaultRTO, CarrierBack: lookPause}
 }
 
 // Run measures the rails with plain streams, moves transfers while the faults happen, and judges.

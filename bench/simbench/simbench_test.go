@@ -89,6 +89,26 @@ func TestFaults(t *testing.T) {
 	}
 }
 
+// TestWord: what was measured on real rails is said to within Tolerance, faults and healing included.
+func TestWord(t *testing.T) {
+	files, err := filepath.Glob("../../docs/bench/rails-*.json")
+	if err != nil || len(files) < 5 {
+		t.Fatalf("%d measured results: %v", len(files), err)
+	}
+	for _, f := range files {
+		t.Run(filepath.Base(f), func(t *testing.T) {
+			real, err := readResult(f)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var said strings.Builder
+			if err := Compare(real, must(t, Predict(real, 1)), &said); err != nil {
+				t.Errorf("%v\n%s", err, said.String())
+			}
+		})
+	}
+}
+
 // TestSame: the same flags give the same result, on however many processors; another seed gives another.
 func TestSame(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(0))

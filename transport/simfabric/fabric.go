@@ -18,8 +18,12 @@ type Config struct {
 	WindowBytes int           // the most that a lane has in the network
 	RTO         time.Duration // the least time until a chunk is taken up again
 	MaxRTO      time.Duration // and the longest
+	// Resume is what passes between the first confirmation after a timeout and the rest being taken up. 0: nothing. Linux looks first whether
+	// the timeout was spurious (F-RTO): where a socket has unsent data it tries some of that, and leaves what was lost to the next timeout.
+	Resume      time.Duration
 	UserTimeout time.Duration // silence that a lane dies of
 	Carrier     time.Duration // from a rail's end until its own host notices
+	CarrierBack time.Duration // from its return until then; default: Carrier
 	RecvBuffer  int           // bytes of a lane that a kernel takes whose process is stopped
 	// OneSided makes NICs write by themselves, as with RDMA: from the moment at which a process has claimed the chunks of a slice until its
 	// verdict on it or the end of the lane, whether the process runs or not.
@@ -87,6 +91,7 @@ func New(cfg Config) *Fabric {
 	dur(&cfg.MaxRTO, DefaultMaxRTO)
 	dur(&cfg.UserTimeout, DefaultUserTimeout)
 	dur(&cfg.Carrier, DefaultCarrier)
+	dur(&cfg.CarrierBack, cfg.Carrier)
 	return &Fabric{cfg: cfg, rng: rand.New(rand.NewPCG(cfg.Seed, 0x5ab)), byAddr: map[string]*Rail{}, trace: fnvOffset,
 		stats: Stats{Ended: map[transfer.Outcome]uint64{}}}
 }

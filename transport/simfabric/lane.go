@@ -51,6 +51,7 @@ type end struct {
 	pace     Time // what the slowest link takes for two chunks
 	backoff  uint
 	progress Time
+	resume   Time // nothing is sent before
 	cut      Time // the last time that the window was halved
 	armed    bool
 	probed   bool // since the last confirmation
@@ -264,7 +265,7 @@ func (e *end) signal() (d Time, ok bool) {
 
 // pump sends what the window allows: first what was lost, then what never left.
 func (e *end) pump() {
-	for !e.dead {
+	for !e.dead && e.f.now >= e.resume {
 		if len(e.again) > 0 {
 			x := e.again[0]
 			if x.fl.ended {
@@ -609,6 +610,10 @@ func (e *end) decide(fl *flight) {
 func (e *end) acked(fl *flight, idx uint32, final bool) {
 	if e.dead || fl.ended {
 		return
+	}
+	if e.backoff > 0 && e.f.cfg.Resume > 0 {
+		e.resume = e.f.now + e.f.cfg.Resume
+		e.local.host.After(e.f.cfg.Resume, e.pump)
 	}
 	e.progress, e.backoff, e.probed = e.f.now, 0, false
 	at := -1

@@ -451,6 +451,31 @@ func TestStoppedNIC(t *testing.T) {
 	}
 }
 
+// TestResume: after a silence of seconds one chunk comes through, and the rest when Config.Resume has passed.
+func TestResume(t *testing.T) {
+	const resume = 300 * time.Millisecond
+	f := New(Config{Seed: 1, Resume: resume})
+	link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+	s := newStream(a, b, 0, 8)
+	f.Run(20*time.Millisecond, nil)
+	b.h.Rails()[0].Rx().SetDeaf(true)
+	f.Run(2*time.Second, nil)
+	b.h.Rails()[0].Rx().SetDeaf(false)
+	before := f.Stats().Delivered
+	f.Run(5*time.Second, func() bool { return f.Stats().Delivered > before })
+	first := f.Now()
+	f.Run(first+resume-time.Millisecond, nil)
+	if n := f.Stats().Delivered - before; n != 1 {
+		t.Errorf("%d chunks came within %v of the first", n, resume)
+	}
+	f.Run(first+resume+50*time.Millisecond, nil)
+	if n := f.Stats().Delivered - before; n < 50 {
+		t.Errorf("%d chunks came in %v", n, f.Now()-first)
+	}
+	s.stop = true
+}
+
 // TestTrace: a seed is a trace, and only that.
 func TestTrace(t *testing.T) {
 	run := func(seed uint64) (uint64, uint64) {

@@ -236,7 +236,7 @@ func (r *Rail) Up() {
 	r.tx.down, r.rx.down = false, false
 	r.cuts++
 	cut := r.cuts
-	r.host.After(r.host.f.cfg.Carrier, func() {
+	r.host.After(r.host.f.cfg.CarrierBack, func() {
 		if r.cuts == cut && r.host.watch != nil {
 			r.host.watch(r)
 		}
