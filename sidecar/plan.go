@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"sync"
 	"time"
 
@@ -175,6 +176,11 @@ func (p *planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.S
 		p.matches[k] = m
 	}
 	return m, err
+}
+
+// forget drops what was worked out for a worker that is gone: its memory would be kept by it.
+func (p *planner) forget(w *connector.Worker) {
+	maps.DeleteFunc(p.matches, func(k matchKey, _ *parseblock.Match) bool { return k.w == w })
 }
 
 // known returns a peer's layout. Fingerprints say whether caches mean the same, and both sides compare them before a byte moves; a

@@ -98,3 +98,23 @@ func TestFailedTransferNamesItsTokens(t *testing.T) {
 		pe.wait(x.src)
 	})
 }
+
+// What was worked out for an engine goes with it.
+func TestPlannerForgets(t *testing.T) {
+	p := newPlanner(parseblock.Default())
+	a, b := &connector.Worker{}, &connector.Worker{}
+	for _, w := range []*connector.Worker{a, b} {
+		for i := range 3 {
+			p.matches[matchKey{w: w, geometry: [32]byte{byte(i)}}] = &parseblock.Match{}
+		}
+	}
+	p.forget(a)
+	for k := range p.matches {
+		if k.w != b {
+			t.Error("a match of the worker that is gone is kept")
+		}
+	}
+	if len(p.matches) != 3 {
+		t.Errorf("%d matches are left, want 3", len(p.matches))
+	}
+}

@@ -215,7 +215,7 @@ func TestLaneAfterBacklog(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.limit = 200 * time.Millisecond
+	l.limit = time.Second
 	begun := time.Now()
 	sent := 0
 	for l.waiting() == 0 { // until the socket is full

@@ -13,7 +13,7 @@
 // here says that memory is safe. Send never blocks. Gossip is advisory.
 //
 // Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane, one writer per lane while a socket is
-// full, one per connect or reconnection while it lasts, memberlist's where gossip is on. Close joins all but memberlist's timers.
+// full, one per connect or reconnection while it lasts and per lane that it dials, memberlist's where gossip is on. Close joins all but memberlist's timers.
 //
 // Lock order: session.life, then Mesh.mu, then session.mu. The handler is called under session.life (PeerUp, PeerDown) or no lock.
 package peer

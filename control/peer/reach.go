@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/cenkalti/backoff/v5"
+
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// LinkDown says that the link of one of our addresses is down. Control lanes over it end now, rather than by a ping that nobody answers; what
+// they carried goes out again on others.
+func (m *Mesh) LinkDown(addr net.IP) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, s := range m.sessions {
+		s.mu.Lock()
+		for _, l := range s.lanes {
+			if a, ok := l.conn.LocalAddr().(*net.TCPAddr); ok && a.IP.Equal(addr) {
+				l.fail(errLinkDown) // its reader drops it and sends again what it had
+			}
+		}
+		s.mu.Unlock()
+	}
+}
+
+var errLinkDown = errors.New("peer: the link of this address is down")
+
+// Connect reaches endpoint in the background. PeerUp or ConnectFailed follows; several calls for one endpoint may share one answer.
+func (m *Mesh) Connect(endpoint string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed || !m.started {
+		return
+	}
+	if _, busy := m.connecting[endpoint]; busy {
+		m.connecting[endpoint] = true
+		return
+	}
+	if len(m.connecting) >= maxConnects {
+		m.wg.Go(func() {
+			m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: %d connects under way already", endpoint, maxConnects))
+		})
+		return
+	}
+	m.connecting[endpoint] = false
+	m.wg.Go(func() { m.connect(endpoint) })
+}
+
+// connect says hello, opens lanes, and gives the one answer to a Connect.
+func (m *Mesh) connect(endpoint string) {
+	s, err := m.hello(m.ctx, endpoint)
+	if err == nil && s == nil { // ourselves
+		m.connected(endpoint)
+		key, _ := m.PeerKey(m.opt.Boot)
+		m.opt.Handler.PeerUp(Peer{Boot: m.opt.Boot, Node: m.opt.Node, Endpoint: endpoint, HostBoot: m.opt.HostBoot, SameHost: true,
+			Rails: m.opt.Rails(), Version: m.opt.Versions.Max, Features: m.opt.Features, Key: key})
+		return
+	}
+	before := 0
+	if err == nil {
+		s.mu.Lock()
+		s.dialled = true
+		before = s.ups
+		open := s.up && len(s.lanes) > 0
+		s.mu.Unlock()
+		if !open {
+			err = m.dialLanes(m.ctx, s)
+		}
+	}
+	again := m.connected(endpoint) // from here on another call gets an answer of its own
+	if m.ctx.Err() != nil {
+		return
+	}
+	if err != nil {
+		m.opt.Handler.ConnectFailed(endpoint, err)
+		return
+	}
+	// The session may have been up before, or have come up meanwhile under another name of the peer, or be over again.
+	s.life.Lock()
+	defer s.life.Unlock()
+	s.mu.Lock()
+	info, up, said := s.info, s.up && !s.closed, s.ups != before && s.saidAs == endpoint && !again
+	s.mu.Unlock()
+	info.Endpoint = endpoint
+	switch {
+	case said:
+	case up:
+		m.opt.Handler.PeerUp(info)
+	default:
+		m.opt.Handler.ConnectFailed(endpoint, fmt.Errorf("peer: connect to %s: its lanes are gone again: %w", endpoint, net.ErrClosed))
+	}
+}
+
+// connected ends a connect, and reports whether somebody asked for it once more meanwhile: then what was said may have come too early.
+func (m *Mesh) connected(endpoint string) (again bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	again = m.connecting[endpoint]
+	delete(m.connecting, endpoint)
+	return again
+}
+
+// dialLanes opens the lanes that are missing, all at once: the way to one address may be dead. It fails only if none is open in the end.
+func (m *Mesh) dialLanes(ctx context.Context, s *session) error {
+	s.mu.Lock()
+	missing := s.missingLocked()
+	s.mu.Unlock()
+	errs := make([]error, len(missing))
+	var wg sync.WaitGroup
+	for i, to := range missing {
+		wg.Go(func() {
+			if errs[i] = m.dialLane(ctx, s, to); errs[i] != nil {
+				m.log.Debug("control lane not opened", "peer", s.boot.String(), "address", to.addr, "err", errs[i])
+			}
+		})
+	}
+	wg.Wait()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.lanes) > 0 {
+		return nil
+	}
+	return errors.Join(errs...)
+}
+
+// target is a control address of a peer; index is its place among them.
+type target struct {
+	addr  string
+	index int
+}
+
+// missingLocked is the control addresses to which we hold no lane.
+func (s *session) missingLocked() (out []target) {
+	for i, a := range s.addrs {
+		if !slices.ContainsFunc(s.lanes, func(l *lane) bool { return l.addr == a }) {
+			out = append(out, target{a, i})
+		}
+	}
+	return out
+}
+
+func (m *Mesh) dialLane(ctx context.Context, s *session, to target) error {
+	if m.opt.Credentials == nil && !loopback(to.addr) {
+		return fmt.Errorf("peer: control lane to %s: %w: set peer.cluster_key_file or peer.tls", to.addr, ErrUnsafe)
+	}
+	ctx, cancel := context.WithTimeout(ctx, openTimeout)
+	defer cancel()
+	c, err := m.dialFrom(ctx, m.localFor(to), to.addr)
+	if err != nil {
+		return fmt.Errorf("peer: control lane: %w", err)
+	}
+	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
+	s.mu.Lock()
+	key, mine := s.info.Key, s.mine
+	s.mu.Unlock()
+	o, err := wire.Dial(c, wire.DialParams{Purpose: wire.PurposeControl, Self: m.opt.Boot, Peer: s.boot, Key: key, Attach: mine[:]})
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
+	if err == nil {
+		err = m.laneUp(s, c, to.addr, o.Attach, nil)
+	}
+	if err != nil {
+		_ = c.Close()
+		return fmt.Errorf("peer: control lane to %s at %s: %w", s.boot, to.addr, err)
+	}
+	return nil
+}
+
+// localFor is the rail of ours that a lane to one of the peer's leaves by: the first to the first and so on, where the route would leave
+// the choice open. nil: the route's choice.
+func (m *Mesh) localFor(to target) net.IP {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if to.index == 0 || len(m.control) == 0 {
+		return nil
+	}
+	host, _, err := net.SplitHostPort(m.control[(to.index-1)%len(m.control)].ln.Addr().String())
+	if err != nil {
+		return nil
+	}
+	return net.ParseIP(host)
+}
+
+// dialFrom dials from an address of ours, and from any where that one does not lead there.
+func (m *Mesh) dialFrom(ctx context.Context, local net.IP, addr string) (net.Conn, error) {
+	if local != nil {
+		bound, cancel := context.WithTimeout(ctx, boundTimeout)
+		defer cancel()
+		if c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: local}}).DialContext(bound, "tcp", addr); err == nil {
+			return c, nil
+		}
+	}
+	return (&net.Dialer{}).DialContext(ctx, "tcp", addr) //nolint:wrapcheck // the caller says what it was for
+}
+
+// redial opens lanes again, with growing pauses, until it works or the session is over.
+func (m *Mesh) redial(s *session) {
+	defer func() {
+		s.mu.Lock()
+		s.dialing = false
+		s.mu.Unlock()
+	}()
+	wait := backoff.NewExponentialBackOff()
+	wait.InitialInterval, wait.MaxInterval = redialFirst, redialMax
+	wait.Reset()
+	for {
+		s.mu.Lock()
+		endpoint, done := s.whereLocked(), s.closed || len(s.lanes) > 0
+		s.mu.Unlock()
+		if done || m.ctx.Err() != nil {
+			return
+		}
+		// The same process may answer at its other addresses: the way to its endpoint may be what was lost.
+		var others sync.WaitGroup
+		others.Go(func() { _ = m.dialLanes(m.ctx, s) }) // what failed was logged
+		got, err := m.hello(m.ctx, endpoint)
+		others.Wait()
+		if err == nil && got != nil {
+			err = m.dialLanes(m.ctx, got)
+			if err == nil && got != s {
+				got.mu.Lock()
+				got.dialled = true
+				got.mu.Unlock()
+			}
+		}
+		if err != nil {
+			m.log.Debug("peer not reached again", "peer", s.boot.String(), "endpoint", endpoint, "err", err)
+		}
+		t := time.NewTimer(wait.NextBackOff())
+		select {
+		case <-t.C:
+		case <-m.ctx.Done():
+			t.Stop()
+			return
+		}
+	}
+}
+
+// suspect dials an endpoint at once where a caller claims it that another boot without lanes was at: what answers there is the proof.
+func (m *Mesh) suspect(endpoint string, boot transfer.Boot) {
+	var old []*session
+	m.mu.Lock()
+	for b, s := range m.sessions {
+		if b != boot {
+			s.mu.Lock()
+			if s.whereLocked() == endpoint && len(s.lanes) == 0 && !s.dialing && !s.closed {
+				s.dialing = true
+				old = append(old, s)
+			}
+			s.mu.Unlock()
+		}
+	}
+	m.mu.Unlock()
+	for _, s := range old {
+		m.goUnlessClosed(func() { m.redial(s) }, func() {})
+	}
+}
