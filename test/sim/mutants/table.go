@@ -69,7 +69,5 @@ var mutants = []mutant{
 	// Boots.
 	{"an older boot is waited for", "control/exec/endpoints.go", "			e.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
 	{"a dead boot's place is not given on", "control/exec/inbound.go", "	e.succeed(now, in)\n", "", []string{path}},
-	{"a dead boot's sendings go on", "control/exec/absent.go", "		in.over = true\n		e.suspend(now, in)\n", "		in.over = true\n", []string{path, never, leak}},
-	{"an absent receiver is waited for without end", "control/exec/absent.go", "		e.agenda.arm(in.absent, now+e.cfg.Partner)\n", "", []string{never}},
-	{"a dead boot's grants stay", "control/exec/endpoints.go", "			e.absent(now, in, over)\n", "", []string{leak, never}},
+	{"a dead boot's grants stay", "control/exec/endpoints.go", "			e.absent(now, in, over)\n", "", []string{path, leak, never}},
 }
