@@ -390,5 +390,5 @@ class _Loop:
             out["connected"] = c._scheduler._client.connected and all(workers)
             out["sources"] = len(c._scheduler._sources)
             out["loading"] = len(c._scheduler._loading)
-            out["held"] = [*c._scheduler._loading, *c._scheduler._destinations]
+            out["loads"] = list(c._scheduler._loading)
         return out
