@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -49,7 +50,7 @@ func runsOf(t *testing.T, standard int) int {
 
 func open(t *testing.T, p *transporttest.Pair, rail int) *lane {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute) // a guest that gets a twentieth of a processor
 	defer cancel()
 	peer, _ := p.A.PeerKey(p.B.Boot)
 	for {
@@ -73,6 +74,8 @@ func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transpor
 	res := p.A.Move(first, b.Origin, src.All(), 1)
 	until(t, "writes are posted and not answered", writing(first))
 	first.mu.Lock()
+	thaw := sync.OnceFunc(first.mu.Unlock)
+	defer thaw() // whatever fails below: the lane's end waits for it
 	if success {
 		// Another lane brings everything; it takes the chunks over from the frozen one, which the receiver stops.
 		if r := p.A.MoveWait(open(t, p, 1), b.Origin, src.All(), 2); r.Outcome != transfer.Landed || !b.Sink.Full() {
@@ -94,7 +97,7 @@ func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transpor
 			}
 		}
 	}
-	first.mu.Unlock()
+	thaw()
 	if !fence {
 		_ = first.Close()
 	}

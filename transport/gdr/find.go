@@ -56,7 +56,7 @@ func ParseRail(s string) (device string, port, gid int, err error) {
 	return device, port, gid, nil
 }
 
-// Find returns the rails of this host. It opens no device.
+// Find returns the rails of this host, and beside them why other ports are none. It opens no device.
 func Find(o Options) ([]Rail, error) {
 	if err := verbs.Library(); err != nil {
 		return nil, err
@@ -104,20 +104,20 @@ func Find(o Options) ([]Rail, error) {
 			errs = errors.Join(errs, err)
 			continue
 		}
-		host := o.Listen
-		if g.Type == verbs.GIDRoCEv2 && !g.Addr().IsLinkLocalUnicast() {
-			host = g.Addr().String() // the socket shares the fate of the rail
+		listen := "" // at the address of whatever GID is chosen by then
+		if g.Type != verbs.GIDRoCEv2 || g.Addr().IsLinkLocalUnicast() {
+			listen = net.JoinHostPort(o.Listen, "0")
 		}
 		cfg := verbs.Config{Device: x.p.Device, Port: x.p.Num, GIDIndex: x.gid, TrafficClass: uint8(o.TrafficClass), ServiceLevel: uint8(o.ServiceLevel),
 			Timer: timer(o.DeadPath), Retries: retries}
 		if o.MTU > 0 {
 			cfg.MTU = verbs.MTU(bits.Len(uint(o.MTU)) - 8)
 		}
-		rails = append(rails, Rail{Name: x.p.Name(), Open: func() (verbs.Device, error) { return verbs.Open(cfg) }, Listen: net.JoinHostPort(host, "0"),
+		rails = append(rails, Rail{Name: x.p.Name(), Open: func() (verbs.Device, error) { return verbs.Open(cfg) }, Listen: listen,
 			Gbps: x.p.Gbps, NUMA: x.p.NUMA})
 	}
 	if len(rails) == 0 {
 		return nil, fmt.Errorf("%w: %w", verbs.ErrNotSupported, errs)
 	}
-	return rails, nil
+	return rails, errs
 }

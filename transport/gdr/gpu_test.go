@@ -86,7 +86,7 @@ func TestGPUMemory(t *testing.T) {
 		outcome transfer.Outcome
 		says    string
 	}{
-		"dma-buf": {func(*fake.Fabric, *gpu, *gpu) {}, transfer.Landed, ""},
+		"dma-buf":                           {func(*fake.Fabric, *gpu, *gpu) {}, transfer.Landed, ""},
 		"dma-buf, and a flush after writes": {func(_ *fake.Fabric, _, dst *gpu) { dst.unordered = true }, transfer.Landed, ""},
 		"peermem, since the driver exports nothing": {func(f *fake.Fabric, _, dst *gpu) {
 			dst.noExport = true

@@ -180,7 +180,8 @@ func TestDeviceThatDoesNotAnswer(t *testing.T) {
 
 // TestDeafNIC: a NIC that does not flush is made to forget the queue pair, and that counts as stopped.
 func TestDeafNIC(t *testing.T) {
-	f, p, here, _ := oddPair(t, nil)
+	// Between the end of its patience and the verdict there is as much time again, which a busy machine needs.
+	f, p, here, _ := oddPair(t, func(c *Config) { c.Drain = 3 * time.Second })
 	l, _, b, _, res := underWay(t, f, p)
 	here.set(func(d *oddDevice) { d.deaf = true })
 	b.Origin.Revoke()

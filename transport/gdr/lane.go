@@ -65,6 +65,7 @@ type lane struct {
 	good      uint64 // and have ended well
 	recvs     uint64 // receives posted
 	recvsDone uint64
+	sawFlush  bool // of a receive
 	progress  time.Time
 	change    chan struct{} // closed when a claim ends; made by who waits
 	works     [batchWorks]verbs.Work
@@ -363,7 +364,7 @@ func (l *lane) settle() {
 	if err != nil {
 		l.b.cfg.Log.Warn("queue pair not given back; tried again", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
 	}
-	if err == nil || l.everythingEnded() {
+	if err == nil || l.flushed() {
 		close(l.drained)
 	}
 	l.mu.Lock()
@@ -421,10 +422,11 @@ func (l *lane) letGo() {
 	}
 }
 
-func (l *lane) everythingEnded() bool {
+// flushed reports whether everything that was posted has ended, a receive by being flushed: that comes behind whatever arrives.
+func (l *lane) flushed() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.done == l.posted && l.recvs == l.recvsDone
+	return l.sawFlush && l.done == l.posted && l.recvs == l.recvsDone
 }
 
 // completed takes completions and does what they allow. ended: nothing that was posted is still open.
@@ -437,6 +439,7 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 		case receive:
 			l.recvsDone++
 			if c.Status != verbs.OK {
+				l.sawFlush = l.sawFlush || c.Status == verbs.Flushed
 				break
 			}
 			l.verdicts <- c.Imm // has room: the lander posts the next receive

@@ -52,10 +52,13 @@ func TestLiars(t *testing.T) {
 			l.say(&head{kind: kindEnd}, nil)
 		}, "malformed"},
 		"the same id twice": {func(_ *testing.T, l *lane) {
-			// The second comes while the first is armed: its source never writes.
-			for range 2 {
-				l.say(&head{kind: kindAsk, id: 7, seq: 1, slot: 1, gen: 1, r: one, attempt: 1, bytes: 4096}, nil)
-			}
+			// The second comes while the first is armed: its source never writes. Both leave at once, before the first GO, which nobody
+			// asked for here, ends the lane at this end.
+			ask := &head{kind: kindAsk, id: 7, seq: 1, slot: 1, gen: 1, r: one, attempt: 1, bytes: 4096}
+			l.outMu.Lock()
+			l.outBuf = appendHead(appendHead(l.outBuf, ask), ask)
+			l.outMu.Unlock()
+			l.outWake <- struct{}{}
 		}, "under way"},
 		"writes through a key that is none": {func(t *testing.T, l *lane) {
 			l.mu.Lock()
@@ -78,7 +81,13 @@ func TestLiars(t *testing.T) {
 			c.lie(t, a.(*lane))
 			there := b.(*lane)
 			until(t, "the lane is down", func() bool { return there.failure() != nil })
-			if err := there.failure(); !strings.Contains(err.Error(), c.says) {
+			err := there.failure()
+			if c.says == "flushed" && !strings.Contains(err.Error(), c.says) {
+				// One packet takes both ends down. The end that hears of it from its socket hears it from the other, whose NIC said why.
+				until(t, "the liar's lane is down", func() bool { return a.(*lane).failure() != nil })
+				c.says, err = "remote access", a.(*lane).failure()
+			}
+			if !strings.Contains(err.Error(), c.says) {
 				t.Errorf("%v, want %q", err, c.says)
 			}
 		})
