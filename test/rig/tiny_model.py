@@ -39,12 +39,16 @@ def main(out: pathlib.Path, kind: str = "llama") -> None:
         "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "max_position_embeddings": POSITIONS, "bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id,
     }  # fmt: skip
+    embed = 1.0
     model: LlamaForCausalLM | Gemma3ForCausalLM
     if kind == "gemma3":
-        # Two layers with a sliding window before each one that sees everything: vLLM makes three cache groups of them.
+        # Two layers with a sliding window before each one that sees everything: vLLM makes three cache groups of them. Attention is sharp
+        # (query_pre_attn_scalar), so that a single token that is missing shows.
+        # Its embeddings are its output, too: small ones leave the say to what the layers add, or every token would answer with itself.
+        embed = 0.02
         types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         model = Gemma3ForCausalLM(
-            Gemma3TextConfig(**sizes, num_hidden_layers=len(types), layer_types=types, sliding_window=WINDOW, query_pre_attn_scalar=32)
+            Gemma3TextConfig(**sizes, num_hidden_layers=len(types), layer_types=types, sliding_window=WINDOW, query_pre_attn_scalar=1)
         )
     else:
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, tie_word_embeddings=False))
@@ -53,7 +57,7 @@ def main(out: pathlib.Path, kind: str = "llama") -> None:
         for name, p in model.named_parameters():
             if p.dim() < 2:
                 continue
-            scale = 1.0 if "embed" in name else 2.0 / p.shape[-1] ** 0.5
+            scale = embed if "embed" in name else 2.0 / p.shape[-1] ** 0.5
             p.copy_(torch.randn(p.shape, generator=gen) * scale)
     model.to(torch.bfloat16).save_pretrained(out)
 
