@@ -95,10 +95,16 @@ func (b *pacedBackend) Dial(ctx context.Context, peer transport.Peer, local, rem
 
 func (b *pacedBackend) Grant(g *transport.Grant) ([]byte, error) { return b.b.Grant(g) }
 
-// The guards are what these wait for, and they need no lock.
+// Fence waits for the guard without the fabric, whose events are what empties it; what a NIC may still write is the fabric's.
+func (b *pacedBackend) Fence(ctx context.Context, g *transport.Grant) error {
+	err := idle(ctx, &g.Guard)
+	if err == nil {
+		b.p.do(func() { err = b.b.Fence(ctx, g) })
+	}
+	return err
+}
 
-func (b *pacedBackend) Fence(ctx context.Context, g *transport.Grant) error { return b.b.Fence(ctx, g) }
-
+// CloseOrigin waits for a guard, which needs no lock.
 func (b *pacedBackend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 	return b.b.CloseOrigin(ctx, o)
 }
