@@ -34,6 +34,12 @@ def need(what: str, have: bool, remedy: str) -> None:
     pytest.skip(f"{what} is missing; {remedy}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Engines are forked from this process. Once tensors were computed here, torch has threads, which a child does not have and waits for
+    ever: what computes some comes last, in whatever order files are named."""
+    items.sort(key=lambda item: item.path.name == "test_truth.py")
+
+
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[None]:
     try:

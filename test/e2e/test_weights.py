@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pathlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
-import torch
 from conftest import MODEL, Cluster
 from engines import Out
 from prompts import fresh
@@ -28,17 +29,22 @@ def c(zygote: None, workdir: pathlib.Path) -> Iterator[Cluster]:
         out.close()
 
 
+SHUFFLE = """
+import pathlib, sys, torch
+from safetensors.torch import load_file, save_file
+gen = torch.Generator().manual_seed(7)
+for f in pathlib.Path(sys.argv[1]).glob("*.safetensors"):
+    tensors = load_file(f)
+    save_file({k: t[torch.randperm(len(t), generator=gen)] if t.dim() > 1 else t for k, t in tensors.items()}, f, metadata={"format": "pt"})
+"""
+
+
 @pytest.fixture(scope="module")
 def others(workdir: pathlib.Path) -> pathlib.Path:
-    """The same model with other weights."""
-    from safetensors.torch import load_file, save_file
-
+    """The same model with other weights, made in a process of its own: see pytest_collection_modifyitems."""
     dir = workdir / "others"
     shutil.copytree(MODEL, dir)
-    gen = torch.Generator().manual_seed(7)
-    for f in dir.glob("*.safetensors"):
-        tensors = load_file(f)
-        save_file({k: t[torch.randperm(len(t), generator=gen)] if t.dim() > 1 else t for k, t in tensors.items()}, f, metadata={"format": "pt"})
+    subprocess.run([sys.executable, "-c", SHUFFLE, str(dir)], check=True)
     return dir
 
 
