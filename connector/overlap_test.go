@@ -176,16 +176,7 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 	}
 	refuse := func(id uint64, texts ...string) {
 		t.Helper()
-		c, err := w.Wait(testContext(t))
-		must(t, err)
-		if c.Lease != id || c.Status != board.Refused {
-			t.Fatalf("%+v", c)
-		}
-		for _, s := range texts {
-			if !strings.Contains(c.Received.Reason, s) {
-				t.Errorf("reason %q, want %q in it", c.Received.Reason, s)
-			}
-		}
+		refusedLease(t, w, id, texts...)
 	}
 	refuse(expect(48, 0, 7, 8, 7), "EXPECT.blocks[0][2]", "block 7 is at place 0, too", "allocate a block of its own")
 	a := expect(48, 16, 1, 2, 3) // reads 1, writes 2 and 3
@@ -230,16 +221,7 @@ func TestGroupsOnTheSamePagesHaveOneWriter(t *testing.T) {
 	}
 	refuse := func(id uint64, texts ...string) {
 		t.Helper()
-		c, err := w.Wait(testContext(t))
-		must(t, err)
-		if c.Lease != id || c.Status != board.Refused {
-			t.Fatalf("%+v", c)
-		}
-		for _, s := range texts {
-			if !strings.Contains(c.Received.Reason, s) {
-				t.Errorf("reason %q, want %q in it", c.Received.Reason, s)
-			}
-		}
+		refusedLease(t, w, id, texts...)
 	}
 	refuse(expect(4, 4, 9), "EXPECT.blocks[1][0]", "block 4 is written for group 0, too", "one pool")
 	a := expect(1, 2, 1) // block 1 of the third group is other memory than block 1 of the first
@@ -249,4 +231,19 @@ func TestGroupsOnTheSamePagesHaveOneWriter(t *testing.T) {
 	refuse(expect(3, 4, 1), "EXPECT.blocks[2][0]", "block 1 is written for lease")
 	b := expect(3, 4, 2)
 	r.rec.until(t, "the next", func() bool { return len(r.rec.expects) == 2 && r.rec.expects[1].Lease.ID == b })
+}
+
+// refusedLease waits for the refusal of a lease, whose reason has all of texts.
+func refusedLease(t *testing.T, w *connectortest.Worker, id uint64, texts ...string) {
+	t.Helper()
+	c, err := w.Wait(testContext(t))
+	must(t, err)
+	if c.Lease != id || c.Status != board.Refused {
+		t.Fatalf("%+v", c)
+	}
+	for _, s := range texts {
+		if !strings.Contains(c.Received.Reason, s) {
+			t.Errorf("reason %q, want %q in it", c.Received.Reason, s)
+		}
+	}
 }

@@ -17,19 +17,7 @@ import (
 // fabric runs a fake RDMA network until the test is over, after everything else.
 func fabric(t *testing.T) *fake.Fabric {
 	f := fake.New()
-	done, stopped := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(stopped)
-		for {
-			f.Run()
-			select {
-			case <-f.Work():
-			case <-done:
-				return
-			}
-		}
-	}()
-	t.Cleanup(func() { close(done); <-stopped })
+	t.Cleanup(f.Serve())
 	return f
 }
 

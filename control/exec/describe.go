@@ -28,7 +28,7 @@ type description struct {
 	retry  *timer
 }
 
-// describe asks for layouts that a plan needs; d or c goes on when they come. False: none can be asked for now.
+// describe asks for layouts that a plan needs; d or c goes on when they come. False: too many are asked for already.
 func (e *Exec) describe(now Instant, p *peer, u *UnknownLayout, d *dest, c *claim) (asked bool) {
 	for _, g := range u.Geometries {
 		name := described{p.boot, g}

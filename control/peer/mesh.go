@@ -434,21 +434,27 @@ func (m *Mesh) end(s *session, superseded bool, err error) {
 // supersede ends the sessions of other boots at an endpoint that now answers as boot. One whose lanes live is left alone: then the
 // address is that of several processes.
 func (m *Mesh) supersede(endpoint string, boot transfer.Boot) {
-	var old []*session
-	m.mu.Lock()
-	for b, s := range m.sessions {
-		if b != boot {
-			s.mu.Lock()
-			if (s.info.Endpoint == endpoint || s.claimed == endpoint) && len(s.lanes) == 0 {
-				old = append(old, s)
-			}
-			s.mu.Unlock()
-		}
-	}
-	m.mu.Unlock()
+	old := m.laneless(boot, func(s *session) bool { return s.info.Endpoint == endpoint || s.claimed == endpoint })
 	for _, s := range old {
 		m.end(s, true, fmt.Errorf("peer: %s answers as boot %s now", endpoint, boot))
 	}
+}
+
+// laneless is the sessions of other boots that have no lane, so far as pick takes them. It is called with the session locked.
+func (m *Mesh) laneless(boot transfer.Boot, pick func(*session) bool) (out []*session) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for b, s := range m.sessions {
+		if b == boot {
+			continue
+		}
+		s.mu.Lock()
+		if len(s.lanes) == 0 && pick(s) {
+			out = append(out, s)
+		}
+		s.mu.Unlock()
+	}
+	return out
 }
 
 // keep is the slow tick: pings, PeerDown, missing lanes, forgetting.

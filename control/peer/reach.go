@@ -249,19 +249,11 @@ func (m *Mesh) redial(s *session) {
 
 // suspect dials an endpoint at once where a caller claims it that another boot without lanes was at: what answers there is the proof.
 func (m *Mesh) suspect(endpoint string, boot transfer.Boot) {
-	var old []*session
-	m.mu.Lock()
-	for b, s := range m.sessions {
-		if b != boot {
-			s.mu.Lock()
-			if s.whereLocked() == endpoint && len(s.lanes) == 0 && !s.dialing && !s.closed {
-				s.dialing = true
-				old = append(old, s)
-			}
-			s.mu.Unlock()
-		}
-	}
-	m.mu.Unlock()
+	old := m.laneless(boot, func(s *session) bool {
+		mine := s.whereLocked() == endpoint && !s.dialing && !s.closed
+		s.dialing = s.dialing || mine
+		return mine
+	})
 	for _, s := range old {
 		m.goUnlessClosed(func() { m.redial(s) }, func() {})
 	}

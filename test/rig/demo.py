@@ -256,7 +256,7 @@ class Demo:
     def missed(self, v: Verdict, mode: str, case: Case) -> str | None:
         """Why a case that was sent last did not come to its point, so far as that is a matter of pace."""
         if case.preempts:
-            if until(lambda: total(self.p.metrics(), "vllm:num_preemptions_total") > 0, SHOWN_S):
+            if shows("a preemption", lambda: total(self.p.metrics(), "vllm:num_preemptions_total") > 0):
                 return None
             return "prefill had room for both and was not preempted"
         if not case.streams(mode):
@@ -267,7 +267,7 @@ class Demo:
             v.traces = [t for t in sp.lines(sp.transfers) if t.get("side") == "source"]
             return len(v.early()) >= sent
 
-        if until(read, SHOWN_S) and v.early()[-1][1] < EARLY_SHARE:
+        if shows("the trace", read) and v.early()[-1][1] < EARLY_SHARE:
             return f"{100 * v.early()[-1][1]:.0f}% landed before prefill's last step ended"
         return None
 
@@ -407,12 +407,12 @@ def mark(ok: bool, yes: str, no: str) -> str:
     return f"{GREEN if ok else RED}{yes if ok else no}{PLAIN}"
 
 
-def until(cond: Callable[[], bool], seconds: float) -> bool:
-    """Whether cond becomes true within so long."""
-    end = time.monotonic() + seconds
-    while not (done := cond()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return done
+def shows(what: str, cond: Callable[[], bool]) -> bool:
+    """Whether it shows in time."""
+    try:
+        return bool(wait_for(what, cond, SHOWN_S, tick=0.05))
+    except Failed:
+        return False
 
 
 def build() -> None:

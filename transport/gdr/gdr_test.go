@@ -19,20 +19,7 @@ func TestMain(m *testing.M) { leaktest.Main(m) }
 // rig returns a fabric that runs by itself, and a factory of backends on it.
 func rig(tb testing.TB) (*fake.Fabric, transporttest.Factory) {
 	f := fake.New()
-	done := make(chan struct{})
-	stopped := make(chan struct{})
-	go func() {
-		defer close(stopped)
-		for {
-			f.Run()
-			select {
-			case <-f.Work():
-			case <-done:
-				return
-			}
-		}
-	}()
-	tb.Cleanup(func() { close(done); <-stopped })
+	tb.Cleanup(f.Serve())
 	return f, func(testing.TB) transport.Backend { return New(config(f)) }
 }
 

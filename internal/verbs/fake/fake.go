@@ -547,8 +547,22 @@ func (f *Fabric) Held(qp uint32) int {
 	return 0
 }
 
-// Work is signalled when there may be something for Run to do; for tests that drive the fabric from a goroutine.
-func (f *Fabric) Work() <-chan struct{} { return f.work }
+// Serve runs the fabric whenever there may be something to do, until the result is called; for tests that do not drive it themselves.
+func (f *Fabric) Serve() (stop func()) {
+	done, stopped := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(stopped)
+		for {
+			f.Run()
+			select {
+			case <-f.work:
+			case <-done:
+				return
+			}
+		}
+	}()
+	return func() { close(done); <-stopped }
+}
 
 func (f *Fabric) wakeLocked() {
 	select {
