@@ -26,6 +26,7 @@ const (
 var mutants = []mutant{
 	// The guard and the fence.
 	{"a revoked guard lets in", "transport/guard.go", "if g.state.Add(1) >= guardRevoked {", "if g.state.Add(1) < 0 {", []string{outside, read}},
+	{"a revoked grant takes writers", "transport/claim.go", "	if !c.g.Enter() {\n		c.mu.Unlock()\n		return transfer.ReasonRevoked\n	}\n	return transfer.ReasonNone", "	if !c.g.Enter() {\n		c.g.state.Add(1)\n	}\n	return transfer.ReasonNone", []string{outside}},
 	{"a failed fence counts", "control/exec/dest.go", "	if err != nil {\n		d.trouble = \"fence: \" + err.Error()", "	if false {\n		d.trouble = \"fence: \"", []string{outside, released}},
 	{"a failed close counts", "control/exec/source.go", "	if err != nil {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", "	if false {\n		e.agenda.arm(newTimer(func(Instant) { e.closeOrigin(snd) })", []string{read, released}},
 	{"the release rule says yes", "control/lease/doc.go", "return !e.Granted || e.Fenced || e.Exited", "return true", []string{released, read}},
