@@ -32,6 +32,8 @@ const (
 // wire holds packets of the sender's first rail back, and lets them go.
 type holder interface {
 	hold(t *testing.T, sender *lane)
+	// held waits until something of the sender's is on the wire. That it was posted says only that its NIC may have it by now.
+	held(t *testing.T, sender *lane)
 	// release returns when what was held has arrived, and says whether there was anything.
 	release(t *testing.T, sender *lane) bool
 }
@@ -73,6 +75,7 @@ func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transpor
 	w.hold(t, first)
 	res := p.A.Move(first, b.Origin, src.All(), 1)
 	until(t, "writes are posted and not answered", writing(first))
+	w.held(t, first)
 	first.mu.Lock()
 	thaw := sync.OnceFunc(first.mu.Unlock)
 	defer thaw() // whatever fails below: the lane's end waits for it
@@ -143,6 +146,10 @@ type fakeWire struct{ f *fake.Fabric }
 
 func (w fakeWire) hold(_ *testing.T, l *lane) { w.f.Hold(l.q.Num()) }
 
+func (w fakeWire) held(t *testing.T, l *lane) {
+	until(t, "messages are on the wire", func() bool { return w.f.Held(l.q.Num()) > 0 })
+}
+
 func (w fakeWire) release(t *testing.T, l *lane) bool {
 	held := w.f.Held(l.q.Num())
 	w.f.Release(l.q.Num())
@@ -190,6 +197,16 @@ func received(t *testing.T) uint64 {
 func (w *plugWire) hold(t *testing.T, _ *lane) {
 	tc(t, "change dev r0a root plug block")
 	w.before = received(t)
+}
+
+func (w *plugWire) held(t *testing.T, _ *lane) {
+	until(t, "packets wait in the plug", func() bool {
+		out, err := exec.Command("tc", "-s", "qdisc", "show", "dev", "r0a").CombinedOutput()
+		if err != nil {
+			t.Fatalf("tc -s qdisc: %v: %s", err, out)
+		}
+		return strings.Contains(string(out), "backlog ") && !strings.Contains(string(out), "backlog 0b 0p")
+	})
 }
 
 // release waits until the receiver's interface has had nothing new for a while.
