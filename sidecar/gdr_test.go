@@ -1,17 +1,23 @@
 package sidecar
 
 import (
+	"context"
+	"errors"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/verbs/fake"
-	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/gdr"
+	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
 // fabric runs a fake RDMA network until the test is over, after everything else.
@@ -21,16 +27,16 @@ func fabric(t *testing.T) *fake.Fabric {
 	return f
 }
 
-// startFakeGDR starts a node whose only transport is gdr over one device of a fabric.
-func startFakeGDR(t *testing.T, f *fake.Fabric, device string, key string) *running {
+// startFakeGDR starts a node whose first transport is gdr over one device of a fabric. Others carry on behind it.
+func startFakeGDR(t *testing.T, f *fake.Fabric, device string, key string, others ...string) *running {
 	cfg := testConfig(t, func(c *config.Config) {
 		c.Peer.ClusterKeyFile = key
-		c.Transports.Order = []string{config.TransGDR}
+		c.Transports.Order = append([]string{config.TransGDR}, others...)
 	})
 	return startConfig(t, cfg, func(n *Node) {
 		rails := []gdr.Rail{{Name: device, Open: func() (verbs.Device, error) { return f.Open(device) }, NUMA: -1}}
-		n.backends = transport.Registry{gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil }, Patience: 5 * time.Second,
-			Changed: n.gdrChanged, Log: n.log})}
+		n.backends[0] = gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil }, Patience: 5 * time.Second,
+			Changed: n.gdrChanged, Log: n.log})
 	})
 }
 
@@ -86,4 +92,125 @@ func TestGDRFollowsItsPort(t *testing.T) {
 	f.Emit("a", verbs.Event{Kind: verbs.PortUp})
 	until(t, said(at("127.0.0.5")))
 	moves(5)
+}
+
+// lonelyGPU is a GPU that no NIC reaches: its driver exports no dma-buf, and no module tells NICs of its addresses.
+type lonelyGPU struct {
+	*transporttest.Device
+	exports atomic.Int64
+}
+
+func (g *lonelyGPU) ExportDMABuf(_, _ uint64) (int, uint64, error) {
+	g.exports.Add(1)
+	return -1, 0, errors.New("no dma-buf of this memory")
+}
+
+func (*lonelyGPU) NICWrites() (flush func() error, err error) { return nil, nil }
+
+func (g *lonelyGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
+	r, err := g.Device.Import(id, handle, fd, size)
+	if err != nil {
+		return nil, err
+	}
+	defer r.Release()
+	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: r.Base(), Size: size, Handle: handle, FD: -1})
+}
+
+func (*lonelyGPU) Close() error { return nil }
+
+// engineOn is newEngine with its cache on a node's GPU. The test sees the same bytes from the host.
+func engineOn(t *testing.T, r *running, g *lonelyGPU) *engine {
+	t.Helper()
+	reg, err := testShape.Region()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(reg.Release)
+	b, _ := reg.Bytes()
+	lent, err := g.Region(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(lent.Release)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	w, err := connectortest.DialWorker(ctx, connectortest.Config{Socket: r.cfg.Engine.Socket, Layout: testShape.Layout(), Regions: []*mem.Region{reg},
+		Engine: msg.Engine{Name: "test", Version: "1", ID: "gpu"},
+		Tamper: func(m *msg.Register, fds []int) []int {
+			d := &m.Regions[0]
+			d.Kind, d.Handle = msg.KindDevice, lent.Handle()
+			d.FD = msg.NoFD
+			return fds[:len(fds)-1]
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = w.Close() })
+	return &engine{Worker: w, t: t, shape: testShape, region: reg, done: map[uint64]connectortest.Completion{}}
+}
+
+// Memory of a GPU that no NIC reaches goes over the next transport, whichever end it lies at: a few slices are refused and sent again, the
+// lanes stay, the NIC is tried once, and host memory beside it still goes by RDMA.
+func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
+	f := fabric(t)
+	f.SetGID("a", netip.MustParseAddr("127.0.0.2"))
+	f.SetGID("b", netip.MustParseAddr("127.0.0.3"))
+	key := clusterKey(t)
+	p, d := startFakeGDR(t, f, "a", key, config.TransTCP), startFakeGDR(t, f, "b", key, config.TransTCP)
+	moves := func(pe, de *engine, seed uint64) string {
+		t.Helper()
+		pe.random()
+		x := begin(t, p, pe, de, seed, tokens)
+		c := de.ok(x.dst)
+		pe.ok(x.src)
+		same(t, pe, de, x.pt, x.dt, tokens, 0)
+		return c.Received.Transport
+	}
+	host := [2]*engine{newEngine(t, p, testShape), newEngine(t, d, testShape)}
+	seed := uint64(0)
+	until(t, func() bool { seed++; return moves(host[0], host[1], seed) == config.TransGDR }) // its lanes are up
+	lanes := lanesOn(p, "a")
+
+	var gpu [2]*lonelyGPU
+	var onGPU [2]*engine
+	for i, n := range []*running{p, d} {
+		gpu[i] = &lonelyGPU{Device: transporttest.NewDevice(t)}
+		n.gpus.mu.Lock()
+		n.gpus.opened = gpu[i]
+		n.gpus.mu.Unlock()
+		onGPU[i] = engineOn(t, n, gpu[i])
+	}
+	refused := func() (n uint64) {
+		at := p.enter()
+		defer p.leave()
+		for _, q := range p.d.ex.View(at).Rails.Pairs {
+			if q.Path.Transport == config.TransGDR {
+				n += q.Counters.Refused
+			}
+		}
+		return n
+	}
+	for name, ends := range map[string][2]*engine{"source": {onGPU[0], host[1]}, "destination": {host[0], onGPU[1]}, "both": {onGPU[0], onGPU[1]}} {
+		for range 3 {
+			before := refused()
+			seed++
+			if by := moves(ends[0], ends[1], seed); by != config.TransTCP {
+				t.Errorf("on a GPU: %s: went over %s", name, by)
+			}
+			t.Logf("on a GPU: %s: %d slices refused", name, refused()-before)
+		}
+	}
+	if refused() == 0 {
+		t.Error("nothing was refused: gdr was never asked")
+	}
+	for i := range gpu {
+		if n := gpu[i].exports.Load(); n != 1 {
+			t.Errorf("end %d was registered %d times", i, n)
+		}
+	}
+	now := lanesOn(p, "a") // and there may be more by now
+	if len(lanes) == 0 || slices.ContainsFunc(lanes, func(id uint64) bool { return !slices.Contains(now, id) }) {
+		t.Errorf("of lanes %v there are %v", lanes, now)
+	}
+	until(t, func() bool { seed++; return moves(host[0], host[1], seed) == config.TransGDR })
 }

@@ -16,8 +16,14 @@ type gpus struct {
 	cfg stage.Config
 
 	mu     sync.Mutex // protects all below
-	opened *stage.GPUs
+	opened importer
 	closed bool
+}
+
+// importer makes regions of memory that others have lent: *stage.GPUs, or what a test has instead of a GPU.
+type importer interface {
+	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
+	Close() error
 }
 
 // newGPUs returns nil where GPUs are switched off.
@@ -42,10 +48,11 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	}
 	if g.opened == nil {
 		// A failure is not kept: a driver that was being loaded is there the next time.
-		var err error
-		if g.opened, err = stage.New(g.cfg); err != nil {
+		opened, err := stage.New(g.cfg)
+		if err != nil {
 			return nil, err
 		}
+		g.opened = opened
 	}
 	return g.opened.Import(id, handle, fd, size)
 }
