@@ -56,8 +56,9 @@ type device struct {
 	file   *os.File // of asynchronous events
 	wg     sync.WaitGroup
 
-	mu     sync.Mutex
-	closed bool // guarded by mu
+	mu      sync.Mutex
+	closed  bool // guarded by mu
+	domains int  // that were not given back; guarded by mu
 }
 
 // Open opens the port of one device under one GID.
@@ -239,12 +240,57 @@ func (d *device) Close() error {
 	if d.closed {
 		return nil
 	}
+	if d.domains > 0 {
+		return fmt.Errorf("verbs: close %s: %d protection domains are still there: %w", d.name, d.domains, syscall.EBUSY)
+	}
 	_ = d.file.Close() // the duplicate
 	d.wg.Wait()
 	if err := check("close "+d.name, C.kvv_device_close(d.c)); err != nil {
 		return err
 	}
 	d.closed = true
+	return nil
+}
+
+type domain struct {
+	d *device
+	c *C.struct_kvv_domain
+
+	mu     sync.Mutex
+	closed bool // guarded by mu
+}
+
+func (d *device) NewDomain() (Domain, error) {
+	d.mu.Lock()
+	if d.closed {
+		d.mu.Unlock()
+		return nil, net.ErrClosed
+	}
+	d.domains++ // keeps the device open
+	d.mu.Unlock()
+	p := &domain{d: d}
+	if err := check("allocate a protection domain with "+d.name, C.kvv_domain_alloc(d.c, &p.c)); err != nil {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		d.domains--
+		return nil, err
+	}
+	return p, nil
+}
+
+func (p *domain) Close() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.closed {
+		return nil
+	}
+	if err := check("free a protection domain of "+p.d.name, C.kvv_domain_free(p.c)); err != nil {
+		return err
+	}
+	p.closed = true
+	p.d.mu.Lock()
+	defer p.d.mu.Unlock()
+	p.d.domains--
 	return nil
 }
 
@@ -256,24 +302,24 @@ type memory struct {
 	closed     bool // guarded by mu
 }
 
-func (d *device) Register(b []byte, remote bool) (Memory, error) {
+func (p *domain) Register(b []byte, remote bool) (Memory, error) {
 	if len(b) == 0 {
 		return nil, errors.New("verbs: register: no bytes")
 	}
 	m := &memory{addr: uint64(uintptr(unsafe.Pointer(&b[0]))), len: uint64(len(b))}
-	r := C.kvv_register(d.c, unsafe.Pointer(&b[0]), C.size_t(len(b)), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
+	r := C.kvv_register(p.c, unsafe.Pointer(&b[0]), C.size_t(len(b)), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
 	if r != 0 {
-		return nil, d.refused(len(b), r)
+		return nil, p.d.refused(len(b), r)
 	}
 	return m, nil
 }
 
-func (d *device) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, error) {
+func (p *domain) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, error) {
 	m := &memory{addr: off, len: n}
-	r := C.kvv_register_dmabuf(d.c, C.uint64_t(off), C.size_t(n), C.uint64_t(off), C.int(fd), flag(remote), &m.h, (*C.uint32_t)(&m.lkey),
+	r := C.kvv_register_dmabuf(p.c, C.uint64_t(off), C.size_t(n), C.uint64_t(off), C.int(fd), flag(remote), &m.h, (*C.uint32_t)(&m.lkey),
 		(*C.uint32_t)(&m.rkey))
 	if r != 0 {
-		err := check(fmt.Sprintf("register %d bytes of a dma-buf with %s", n, d.name), r)
+		err := check(fmt.Sprintf("register %d bytes of a dma-buf with %s", n, p.d.name), r)
 		if errors.Is(err, syscall.EOPNOTSUPP) || errors.Is(err, syscall.ENOSYS) {
 			return nil, fmt.Errorf("%w: %w: it takes Linux 5.12, rdma-core 34, and a NIC driver that knows dma-bufs", ErrNotSupported, err)
 		}
@@ -282,11 +328,11 @@ func (d *device) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, err
 	return m, nil
 }
 
-func (d *device) RegisterPeer(addr, n uint64, remote bool) (Memory, error) {
+func (p *domain) RegisterPeer(addr, n uint64, remote bool) (Memory, error) {
 	m := &memory{addr: addr, len: n}
-	r := C.kvv_register_peer(d.c, C.uint64_t(addr), C.size_t(n), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
+	r := C.kvv_register_peer(p.c, C.uint64_t(addr), C.size_t(n), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
 	if r != 0 {
-		err := check(fmt.Sprintf("register %d bytes of a GPU with %s", n, d.name), r)
+		err := check(fmt.Sprintf("register %d bytes of a GPU with %s", n, p.d.name), r)
 		if errors.Is(err, syscall.EFAULT) { // to the kernel there is nothing at that address
 			return nil, fmt.Errorf("%w: %w: load nvidia-peermem", ErrNotSupported, err)
 		}
@@ -440,18 +486,19 @@ type queuePair struct {
 	work   [sendBatch]C.struct_kvv_work
 }
 
-func (d *device) NewQueuePair(cq CompletionQueue, sends, receives int) (QueuePair, error) {
+func (p *domain) NewQueuePair(cq CompletionQueue, sends, receives int) (QueuePair, error) {
 	c, ok := cq.(*completionQueue)
 	if !ok {
 		return nil, errors.New("verbs: queue pair: the completion queue is of another kind of device")
 	}
+	d := p.d
 	if m := d.limits.MaxWork; sends < 1 || sends > m || receives < 1 || receives > m {
 		return nil, fmt.Errorf("verbs: queue pair of %d sends and %d receives with %s: 1 to %d each: %w", sends, receives, d.name, m, ErrFull)
 	}
 	q := &queuePair{d: d, psn: rand.Uint32N(1 << psnBits)}
 	var num C.uint32_t
 	var inline C.int
-	if r := C.kvv_qp_create(d.c, c.c, C.int(sends), C.int(receives), &q.c, &num, &inline); r != 0 {
+	if r := C.kvv_qp_create(p.c, c.c, C.int(sends), C.int(receives), &q.c, &num, &inline); r != 0 {
 		err := check("create a queue pair with "+d.name, r)
 		if errors.Is(err, syscall.ENOMEM) {
 			err = fmt.Errorf("%w: the device has no queue pair left: lower transports.gdr.queue_pairs, or the number of peers", err)

@@ -37,6 +37,7 @@ func open(t *testing.T, name string) verbs.Device {
 type end struct {
 	t   *testing.T
 	d   verbs.Device
+	p   verbs.Domain
 	cq  verbs.CompletionQueue
 	q   verbs.QueuePair
 	m   verbs.Memory
@@ -44,22 +45,29 @@ type end struct {
 }
 
 func newEnd(t *testing.T, name string) *end {
-	e := &end{t: t, d: open(t, name)}
+	return newEndOn(t, open(t, name))
+}
+
+func newEndOn(t *testing.T, d verbs.Device) *end {
+	e := &end{t: t, d: d}
 	var err error
+	if e.p, err = e.d.NewDomain(); err != nil {
+		t.Fatal(err)
+	}
 	if e.cq, err = e.d.NewCompletionQueue(256); err != nil {
 		t.Fatal(err)
 	}
-	if e.q, err = e.d.NewQueuePair(e.cq, 128, 32); err != nil {
+	if e.q, err = e.p.NewQueuePair(e.cq, 128, 32); err != nil {
 		t.Fatal(err)
 	}
 	if e.mem, err = unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS); err != nil {
 		t.Fatal(err)
 	}
-	if e.m, err = e.d.Register(e.mem, true); err != nil {
+	if e.m, err = e.p.Register(e.mem, true); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		if err := errors.Join(e.m.Close(), e.q.Close(), e.cq.Close(), unix.Munmap(e.mem)); err != nil {
+		if err := errors.Join(e.m.Close(), e.q.Close(), e.cq.Close(), e.p.Close(), unix.Munmap(e.mem)); err != nil {
 			t.Error(err)
 		}
 	})
@@ -161,6 +169,27 @@ func TestWrongKey(t *testing.T) {
 	}
 }
 
+// TestForeignDomain: a key of another domain of the same device is worth nothing, whoever has learned it.
+func TestForeignDomain(t *testing.T) {
+	a, b := rail(t)
+	other := newEndOn(t, b.d)
+	if _, err := a.q.PostSend([]verbs.Work{work(a, other, 1, 0, 4096)}); err != nil {
+		t.Fatal(err)
+	}
+	if got := a.wait(1)[0]; got.Status != verbs.RemoteAccess {
+		t.Fatalf("%+v", got)
+	}
+	if !bytes.Equal(other.mem, make([]byte, len(other.mem))) {
+		t.Fatal("bytes came through another domain's key")
+	}
+	if err := other.p.Close(); err == nil {
+		t.Error("a domain was given back with a queue pair and memory in it")
+	}
+	if err := other.d.Close(); err == nil {
+		t.Error("a device was closed with a domain on it")
+	}
+}
+
 // again makes both ends of a rail new.
 func again(t *testing.T, a, b *end) {
 	t.Helper()
@@ -233,8 +262,24 @@ func TestKeyRevoked(t *testing.T) {
 	}
 }
 
+// domainOf makes a domain for one test.
+func domainOf(t *testing.T, d verbs.Device) verbs.Domain {
+	t.Helper()
+	p, err := d.NewDomain()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return p
+}
+
 func TestRefusedSetUp(t *testing.T) {
 	d := open(t, "r0a")
+	p := domainOf(t, d)
 	cq, err := d.NewCompletionQueue(16)
 	if err != nil {
 		t.Fatal(err)
@@ -244,13 +289,13 @@ func TestRefusedSetUp(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	if _, err := d.NewQueuePair(cq, 1<<30, 1); !errors.Is(err, verbs.ErrFull) {
+	if _, err := p.NewQueuePair(cq, 1<<30, 1); !errors.Is(err, verbs.ErrFull) {
 		t.Errorf("a queue pair beyond the device: %v", err)
 	}
 	if _, err := d.NewCompletionQueue(1 << 30); !errors.Is(err, verbs.ErrFull) {
 		t.Errorf("a completion queue beyond the device: %v", err)
 	}
-	q, err := d.NewQueuePair(cq, 8, 8)
+	q, err := p.NewQueuePair(cq, 8, 8)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -284,7 +329,7 @@ func TestRefusedSetUp(t *testing.T) {
 
 // TestMemlock: a registration beyond the limit names the limit and how to raise it.
 func TestMemlock(t *testing.T) {
-	d := open(t, "r0a")
+	p := domainOf(t, open(t, "r0a"))
 	var old unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &old); err != nil {
 		t.Fatal(err)
@@ -311,7 +356,7 @@ func TestMemlock(t *testing.T) {
 		}
 		mem, err := unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 		if err == nil {
-			_, err = d.Register(mem, true)
+			_, err = p.Register(mem, true)
 		}
 		result <- err
 	}()

@@ -90,7 +90,6 @@ static int nonblocking(int fd)
 
 struct kvv_device {
 	struct kvi_context *context;
-	void *pd;
 };
 
 int kvv_device_open(const char *name, struct kvv_device **out, int *async_fd)
@@ -111,11 +110,8 @@ int kvv_device_open(const char *name, struct kvv_device **out, int *async_fd)
 	lib.free_device_list(list);
 	if (!d)
 		return ENOMEM;
-	if (!err) {
-		errno = 0;
-		d->pd = lib.alloc_pd(d->context);
-		err = d->pd ? nonblocking(d->context->async_fd) : failed();
-	}
+	if (!err)
+		err = nonblocking(d->context->async_fd);
 	if (err) {
 		kvv_device_close(d);
 		return err;
@@ -127,12 +123,6 @@ int kvv_device_open(const char *name, struct kvv_device **out, int *async_fd)
 
 int kvv_device_close(struct kvv_device *d)
 {
-	int err = 0;
-	if (d->pd)
-		err = lib.dealloc_pd(d->pd);
-	if (err)
-		return err < 0 ? failed() : err; /* EBUSY: something of it is still there, and keeps it */
-	d->pd = NULL;
 	errno = 0;
 	if (d->context && lib.close_device(d->context))
 		return failed();
@@ -193,6 +183,36 @@ int kvv_device_event(struct kvv_device *d, int *type, uint32_t *port_or_qp)
 	return 0;
 }
 
+struct kvv_domain {
+	void *pd;
+};
+
+int kvv_domain_alloc(struct kvv_device *d, struct kvv_domain **out)
+{
+	struct kvv_domain *p = calloc(1, sizeof *p);
+	if (!p)
+		return ENOMEM;
+	errno = 0;
+	p->pd = lib.alloc_pd(d->context);
+	if (!p->pd) {
+		int err = failed();
+		free(p);
+		return err;
+	}
+	*out = p;
+	return 0;
+}
+
+int kvv_domain_free(struct kvv_domain *p)
+{
+	errno = 0;
+	int err = lib.dealloc_pd(p->pd);
+	if (err)
+		return err < 0 ? failed() : err; /* EBUSY: something of it is still there, and keeps it */
+	free(p);
+	return 0;
+}
+
 static int registered(struct kvi_mr *m, void **mr, uint32_t *lkey, uint32_t *rkey)
 {
 	if (!m)
@@ -208,24 +228,24 @@ static int access_of(int remote)
 	return remote ? KVI_ACCESS_LOCAL_WRITE | KVI_ACCESS_REMOTE_WRITE : 0;
 }
 
-int kvv_register(struct kvv_device *d, void *addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey)
+int kvv_register(struct kvv_domain *p, void *addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey)
 {
 	errno = 0;
-	return registered(lib.reg_mr(d->pd, addr, len, access_of(remote)), mr, lkey, rkey);
+	return registered(lib.reg_mr(p->pd, addr, len, access_of(remote)), mr, lkey, rkey);
 }
 
-int kvv_register_peer(struct kvv_device *d, uint64_t addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey)
+int kvv_register_peer(struct kvv_domain *p, uint64_t addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey)
 {
-	return kvv_register(d, (void *)(uintptr_t)addr, len, remote, mr, lkey, rkey);
+	return kvv_register(p, (void *)(uintptr_t)addr, len, remote, mr, lkey, rkey);
 }
 
-int kvv_register_dmabuf(struct kvv_device *d, uint64_t offset, size_t len, uint64_t iova, int fd, int remote, void **mr, uint32_t *lkey,
+int kvv_register_dmabuf(struct kvv_domain *p, uint64_t offset, size_t len, uint64_t iova, int fd, int remote, void **mr, uint32_t *lkey,
 			uint32_t *rkey)
 {
 	if (!lib.reg_dmabuf_mr)
 		return ENOSYS;
 	errno = 0;
-	return registered(lib.reg_dmabuf_mr(d->pd, offset, len, iova, fd, access_of(remote)), mr, lkey, rkey);
+	return registered(lib.reg_dmabuf_mr(p->pd, offset, len, iova, fd, access_of(remote)), mr, lkey, rkey);
 }
 
 int kvv_deregister(void *mr)
@@ -329,7 +349,7 @@ struct kvv_qp {
 	struct kvi_qp *qp;
 };
 
-int kvv_qp_create(struct kvv_device *d, struct kvv_cq *cq, int sends, int receives, struct kvv_qp **out, uint32_t *num, int *max_inline)
+int kvv_qp_create(struct kvv_domain *p, struct kvv_cq *cq, int sends, int receives, struct kvv_qp **out, uint32_t *num, int *max_inline)
 {
 	struct kvv_qp *q = calloc(1, sizeof *q);
 	if (!q)
@@ -338,7 +358,7 @@ int kvv_qp_create(struct kvv_device *d, struct kvv_cq *cq, int sends, int receiv
 		.cap = {.max_send_wr = (uint32_t)sends, .max_recv_wr = (uint32_t)receives, .max_send_sge = 1, .max_recv_sge = 1,
 			.max_inline_data = 64}};
 	errno = 0;
-	q->qp = lib.create_qp(d->pd, &a);
+	q->qp = lib.create_qp(p->pd, &a);
 	if (!q->qp) {
 		int err = failed();
 		free(q);

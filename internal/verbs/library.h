@@ -10,6 +10,7 @@
 #include <stdint.h>
 
 struct kvv_device;
+struct kvv_domain;
 struct kvv_cq;
 struct kvv_qp;
 
@@ -32,10 +33,14 @@ int kvv_device_gid(struct kvv_device *dev, uint8_t port, int index, uint8_t gid[
 /* kvv_device_event takes one event without blocking: EAGAIN where there is none. */
 int kvv_device_event(struct kvv_device *dev, int *type, uint32_t *port_or_qp);
 
-int kvv_register(struct kvv_device *dev, void *addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey);
+/* kvv_domain_free fails with EBUSY while something is in the domain. */
+int kvv_domain_alloc(struct kvv_device *dev, struct kvv_domain **domain);
+int kvv_domain_free(struct kvv_domain *domain);
+
+int kvv_register(struct kvv_domain *domain, void *addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey);
 /* kvv_register_peer is kvv_register for an address that no load of this process reaches. */
-int kvv_register_peer(struct kvv_device *dev, uint64_t addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey);
-int kvv_register_dmabuf(struct kvv_device *dev, uint64_t offset, size_t len, uint64_t iova, int fd, int remote, void **mr, uint32_t *lkey,
+int kvv_register_peer(struct kvv_domain *domain, uint64_t addr, size_t len, int remote, void **mr, uint32_t *lkey, uint32_t *rkey);
+int kvv_register_dmabuf(struct kvv_domain *domain, uint64_t offset, size_t len, uint64_t iova, int fd, int remote, void **mr, uint32_t *lkey,
 			uint32_t *rkey);
 int kvv_deregister(void *mr);
 
@@ -58,7 +63,7 @@ int kvv_cq_poll(struct kvv_cq *cq, struct kvv_done *out, int max, int *n);
 /* kvv_cq_event takes one event of the channel without blocking: EAGAIN where there is none. */
 int kvv_cq_event(struct kvv_cq *cq);
 
-int kvv_qp_create(struct kvv_device *dev, struct kvv_cq *cq, int sends, int receives, struct kvv_qp **qp, uint32_t *num, int *max_inline);
+int kvv_qp_create(struct kvv_domain *domain, struct kvv_cq *cq, int sends, int receives, struct kvv_qp **qp, uint32_t *num, int *max_inline);
 int kvv_qp_destroy(struct kvv_qp *qp);
 int kvv_qp_init(struct kvv_qp *qp, uint8_t port);
 

@@ -205,17 +205,9 @@ type QueuePair interface {
 	Close() error
 }
 
-// Device makes the rest.
-type Device interface {
-	Name() string
-	// GID is the one that queue pairs of the device use.
-	GID() GID
-	NewCompletionQueue(depth int) (CompletionQueue, error)
+// Domain is a protection domain: its queue pairs reach the memory that is registered in it, and a key is worth nothing at any other's.
+type Domain interface {
 	NewQueuePair(cq CompletionQueue, sends, receives int) (QueuePair, error)
-	// Limits of the device.
-	Limits() Limits
-	// Active reports whether the port can carry anything now. An error: the device, or its GID, is not what was opened.
-	Active() (bool, error)
 	// Register pins b, which stays mapped until Close. Without remote, others get no key to it.
 	Register(b []byte, remote bool) (Memory, error)
 	// RegisterDMABuf pins n bytes at off of the memory behind a dma-buf descriptor, which the caller may close then. Its addresses begin
@@ -224,7 +216,23 @@ type Device interface {
 	// RegisterPeer pins n bytes of a GPU's memory at an address that its driver has mapped into this process. That takes a module of
 	// the kernel by which the driver tells NICs where such an address leads: nvidia-peermem.
 	RegisterPeer(addr, n uint64, remote bool) (Memory, error)
+	// Close gives the domain back. It fails while something is in it.
+	Close() error
+}
+
+// Device makes the rest.
+type Device interface {
+	Name() string
+	// GID is the one that queue pairs of the device use.
+	GID() GID
+	// Limits of the device.
+	Limits() Limits
+	// Active reports whether the port can carry anything now. An error: the device, or its GID, is not what was opened.
+	Active() (bool, error)
+	NewCompletionQueue(depth int) (CompletionQueue, error)
+	NewDomain() (Domain, error)
 	// Events is closed by Close, and where the device is gone and nothing will come any more. What nobody takes in time is dropped, oldest first, except that DeviceFatal stays.
 	Events() <-chan Event
+	// Close fails while a domain is still there.
 	Close() error
 }

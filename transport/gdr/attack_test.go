@@ -359,4 +359,14 @@ type refusing struct {
 	err error
 }
 
-func (r refusing) Register([]byte, bool) (verbs.Memory, error) { return nil, r.err }
+func (r refusing) NewDomain() (verbs.Domain, error) {
+	p, err := r.Device.NewDomain()
+	return refusingDomain{p, r.err}, err
+}
+
+type refusingDomain struct {
+	verbs.Domain
+	err error
+}
+
+func (r refusingDomain) Register([]byte, bool) (verbs.Memory, error) { return nil, r.err }

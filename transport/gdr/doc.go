@@ -13,7 +13,8 @@
 // same with what is still claimed in its grant. Stopping a lane is the receiver's alone: its queue pair goes to the error
 // state, and once it has flushed the receives that were posted before, its NIC writes nothing more, whatever a frozen or
 // confused peer still sends. If the NIC does not obey, the keys under which the slice could write are invalidated instead.
-// Keys belong to one peer and die when that peer has not used them for a while; the next use makes a new generation.
+// Keys belong to one peer, in a protection domain with the queue pairs to that peer alone: at any other's they are worth nothing. They
+// die when that peer has not used them for a while; the next use makes a new generation.
 //
 // Invariants: receives for every verdict that may come are posted ahead, and one more, so there is always one to flush; each
 // work request's id is its place in the order of posting; what was posted is counted, so drained is known, not waited for; a

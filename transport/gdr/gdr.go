@@ -200,7 +200,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	if err != nil {
 		return fail(err)
 	}
-	l, err := b.prepare(c, r, dev)
+	l, err := b.prepare(c, r, dev, peer.Boot)
 	if err != nil {
 		_ = c.Close()
 		return fail(err)
@@ -241,7 +241,7 @@ func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
 	}
 	for _, r := range b.rails {
 		if dev, _ := r.current(); dev != nil {
-			dev.keys.begin(&b.wg, blocks[0].Region, g.Peer)
+			dev.keys.begin(&b.wg, keyName{blocks[0].Region, g.Peer, true})
 		}
 	}
 	return nil, nil

@@ -34,7 +34,7 @@ func (e *key) registerGPU(g GPU, remote bool) (err error) {
 	}
 	fd, off, err := g.ExportDMABuf(r.Base(), r.Size())
 	if err == nil {
-		err = e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.k.d.RegisterDMABuf(fd, off+at, n, remote) })
+		err = e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.domain.RegisterDMABuf(fd, off+at, n, remote) })
 		_ = unix.Close(fd) // what was registered keeps the memory
 		if err == nil {
 			return nil
@@ -48,7 +48,7 @@ func (e *key) registerGPU(g GPU, remote bool) (err error) {
 		}
 		e.parts = e.parts[:last]
 	}
-	perr := e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.k.d.RegisterPeer(r.Base()+at, n, remote) })
+	perr := e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.domain.RegisterPeer(r.Base()+at, n, remote) })
 	if perr == nil {
 		return nil
 	}

@@ -1,6 +1,7 @@
 package gdr
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"net"
@@ -209,7 +210,7 @@ func TestKeysEndUnderOthers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	k, err := l.dev.keys.get(dst.Region, p.A.Boot, true)
+	k, err := l.dev.keys.get(keyName{dst.Region, p.A.Boot, true}, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -217,7 +218,7 @@ func TestKeysEndUnderOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	// A slice that holds the key goes on with it: its writes will be refused by the device.
-	spans, held, err := l.spans(nil, []*key{k}, blocks, p.A.Boot, true)
+	spans, held, err := l.spans(nil, []*key{k}, blocks, true, true)
 	if err != nil || len(spans) == 0 || len(held) != 1 {
 		t.Errorf("%d spans under %d keys: %v", len(spans), len(held), err)
 	}
@@ -254,9 +255,10 @@ func TestFenceWhileSlicesEnd(t *testing.T) {
 func TestKeysThatStay(t *testing.T) {
 	f := fake.New()
 	d := odd(f.Device("x"))
-	k := newKeys(d)
+	s := newDomains(d)
+	k := newKeys(s)
 	m := transporttest.NewMemory(t, shape)
-	e, err := k.get(m.Region, transfer.Boot{1}, true)
+	e, err := k.get(keyName{m.Region, transfer.Boot{1}, true}, true)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -267,11 +269,14 @@ func TestKeysThatStay(t *testing.T) {
 		t.Errorf("sweep: %v", err)
 	}
 	d.set(func(d *oddDevice) { d.keepsKeys = false })
+	if d.is(func(d *oddDevice) bool { return d.domains != 1 }) {
+		t.Error("its domain was given back, or forgotten")
+	}
 	if err := k.sweep(later); err != nil {
 		t.Error(err)
 	}
-	if d.is(func(d *oddDevice) bool { return d.registered != 0 }) {
-		t.Error("the registration was forgotten, and is still there")
+	if d.is(func(d *oddDevice) bool { return d.registered != 0 || d.domains != 0 }) {
+		t.Error("the registration, or its domain, was forgotten, and is still there")
 	}
 	if err := k.close(false); err != nil {
 		t.Error(err)
@@ -374,3 +379,59 @@ func TestEventsEnd(t *testing.T) {
 	}
 	until(t, "the lane is down", func() bool { return a.(*lane).failure() != nil })
 }
+
+// foreignKey: a peer that has learned the key of another writes nothing with it: its queue pairs are of another domain. With its own it
+// does.
+func foreignKey(t *testing.T, factory transporttest.Factory) {
+	p := transporttest.NewPair(t, factory)
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(seedOld)
+	memory, _ := dst.Region.Bytes()
+	before := bytes.Clone(memory)
+	for _, c := range []struct {
+		whose  transfer.Boot
+		writes bool
+	}{{transfer.Boot{77}, false}, {p.A.Boot, true}} {
+		x, y := p.Dial()
+		here, there := x.(*lane), y.(*lane)
+		mine, err := here.dev.keys.get(keyName{src.Region, here.peer, false}, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		theirs, err := there.dev.keys.get(keyName{dst.Region, c.whose, true}, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		here.mu.Lock()
+		here.posted++
+		id := here.posted
+		_, err = here.q.PostSend([]verbs.Work{{ID: id, Op: verbs.Write, LocalAddr: mine.parts[0].Addr(), LocalKey: mine.parts[0].LocalKey(), Len: 64 << 10,
+			RemoteAddr: theirs.parts[0].Addr(), RemoteKey: theirs.parts[0].RemoteKey(), Signaled: true}})
+		here.mu.Unlock()
+		if err != nil {
+			t.Fatal(err)
+		}
+		until(t, "the write ends", func() bool {
+			here.mu.Lock()
+			defer here.mu.Unlock()
+			return here.done >= id
+		})
+		until(t, "a lane that did what it may not ends", func() bool { return (here.failure() == nil) == c.writes })
+		if err := here.failure(); err != nil && !strings.Contains(err.Error(), "remote access") {
+			t.Error(err)
+		}
+		if same := bytes.Equal(memory, before); same == c.writes {
+			t.Errorf("under a key of boot %s: memory unchanged: %v", c.whose, same)
+		}
+		mine.put()
+		theirs.put()
+	}
+}
+
+func TestForeignKey(t *testing.T) {
+	_, factory := rig(t)
+	foreignKey(t, factory)
+}
+
+// TestDeviceForeignKey is the same on real queue pairs, in the guest.
+func TestDeviceForeignKey(t *testing.T) { foreignKey(t, ends(t)) }

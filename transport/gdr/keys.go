@@ -24,8 +24,9 @@ const (
 
 // keys are the registrations of one device.
 type keys struct {
-	d    verbs.Device
-	part uint64
+	d       verbs.Device
+	domains *domains
+	part    uint64
 
 	mu sync.Mutex
 	// guarded by mu
@@ -34,22 +35,24 @@ type keys struct {
 	closed bool
 }
 
-// keyName: what is read locally has no peer.
+// keyName: what a peer may write has a key of its own, beside that with which we read for it.
 type keyName struct {
 	region *mem.Region
 	peer   transfer.Boot
+	remote bool
 }
 
-// key is a region's registration for one peer, or for reading it here. Made once, by whoever asks first.
+// key is a region's registration in one peer's domain. Made once, by whoever asks first.
 type key struct {
-	k     *keys
-	name  keyName
-	ready chan struct{}
-	err   error // set before ready is closed, as are parts and held
-	parts []verbs.Memory
-	held  bool         // the region
-	gpu   bool         // its memory is a GPU's: no load of this process reaches it
-	flush func() error // makes what NICs have written visible to the GPU; nil: it is
+	k      *keys
+	name   keyName
+	ready  chan struct{}
+	err    error // set before ready is closed, as are domain, parts and held
+	domain *domain
+	parts  []verbs.Memory
+	held   bool         // the region
+	gpu    bool         // its memory is a GPU's: no load of this process reaches it
+	flush  func() error // makes what NICs have written visible to the GPU; nil: it is
 
 	// guarded by k.mu
 	users int
@@ -59,8 +62,9 @@ type key struct {
 	released bool       // guarded by ending
 }
 
-func newKeys(d verbs.Device) *keys {
-	k := &keys{d: d, part: min(d.Limits().MaxRegistration, maxPart), m: map[keyName]*key{}}
+func newKeys(s *domains) *keys {
+	d := s.d
+	k := &keys{d: d, domains: s, part: min(d.Limits().MaxRegistration, maxPart), m: map[keyName]*key{}}
 	if k.part > partUnit {
 		k.part -= k.part % partUnit
 	}
@@ -70,9 +74,8 @@ func newKeys(d verbs.Device) *keys {
 // errLater: the registration is not there yet.
 var errLater = errors.New("gdr: not registered yet")
 
-// get returns the registration of a region, which put gives back. The first time takes long; without wait that is errLater.
-func (k *keys) get(r *mem.Region, peer transfer.Boot, wait bool) (*key, error) {
-	name := keyName{r, peer}
+// get returns a registration, which put gives back. The first time takes long; without wait that is errLater.
+func (k *keys) get(name keyName, wait bool) (*key, error) {
 	k.mu.Lock()
 	e := k.m[name]
 	if !wait && (e == nil || !e.made()) {
@@ -113,14 +116,14 @@ func (k *keys) get(r *mem.Region, peer transfer.Boot, wait bool) (*key, error) {
 }
 
 // begin makes a registration that will be needed, unless it is there or being made.
-func (k *keys) begin(wg *sync.WaitGroup, r *mem.Region, peer transfer.Boot) {
+func (k *keys) begin(wg *sync.WaitGroup, name keyName) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.m[keyName{r, peer}] != nil || k.closed {
+	if k.m[name] != nil || k.closed {
 		return
 	}
 	wg.Go(func() {
-		if e, err := k.get(r, peer, true); err == nil { // an error comes again, with the first slice
+		if e, err := k.get(name, true); err == nil { // an error comes again, with the first slice
 			e.put()
 		}
 	})
@@ -142,10 +145,13 @@ func (e *key) register() {
 		return
 	}
 	e.held = true
-	remote := e.name.peer != transfer.Boot{}
+	if e.domain, e.err = e.k.domains.enter(e.name.peer); e.err != nil {
+		return
+	}
+	remote := e.name.remote
 	var err error
 	if p, ok := r.Bytes(); ok {
-		err = e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.k.d.Register(p[at:at+n:at+n], remote) })
+		err = e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.domain.Register(p[at:at+n:at+n], remote) })
 	} else if g, ok := r.Device().(GPU); ok {
 		err = e.registerGPU(g, remote)
 	} else {
@@ -182,6 +188,9 @@ func (e *key) release(lost bool) (err error) {
 	}
 	if err == nil || lost {
 		e.released = true
+		if e.domain != nil {
+			e.k.domains.leave(e.domain)
+		}
 		if e.held {
 			e.name.region.Release()
 		}

@@ -30,6 +30,7 @@ type lane struct {
 	b      *Backend
 	rail   *rail
 	dev    *openDevice
+	domain *domain
 	c      net.Conn
 	q      verbs.QueuePair
 	cq     verbs.CompletionQueue
@@ -91,15 +92,20 @@ func (r *ring) pop() {
 
 var _ transport.Lane = (*lane)(nil)
 
-// prepare makes a lane that is not connected.
-func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice) (_ *lane, err error) {
+// prepare makes a lane to a peer that is not connected.
+func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Boot) (_ *lane, err error) {
 	if !dev.enter() {
 		return nil, net.ErrClosed
 	}
+	var own *domain
 	defer func() {
-		if err != nil {
-			dev.leave()
+		if err == nil {
+			return
 		}
+		if own != nil {
+			dev.domains.leave(own)
+		}
+		dev.leave()
 	}()
 	lim := dev.Limits()
 	sends := min(maxSends, lim.MaxWork, lim.MaxCompletions-receives)
@@ -107,15 +113,18 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice) (_ *lane, err er
 		return nil, fmt.Errorf("gdr: %s allows %d work requests and %d completions: %d and %d are needed at least: %w", dev.Name(), lim.MaxWork,
 			lim.MaxCompletions, 2*maxInFlight, 2*maxInFlight+receives, transport.ErrNotSupported)
 	}
+	if own, err = dev.domains.enter(peer); err != nil {
+		return nil, fmt.Errorf("gdr: new lane: %w", err)
+	}
 	cq, err := dev.NewCompletionQueue(sends + receives)
 	if err != nil {
 		return nil, fmt.Errorf("gdr: new lane: %w", err)
 	}
-	q, err := dev.NewQueuePair(cq, sends, receives)
+	q, err := own.NewQueuePair(cq, sends, receives)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
-	l := &lane{b: b, rail: r, dev: dev, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: uint64(max(lim.MaxMessage, 1)),
+	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: uint64(max(lim.MaxMessage, 1)),
 		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
 	for i := range l.in {
 		l.in[i].l = l
@@ -129,6 +138,7 @@ func (l *lane) attach() []byte { return encodeAddress(l.q.Address(), l.rail.cfg.
 func (l *lane) abandon() error {
 	_ = l.c.Close()
 	defer l.dev.leave()
+	defer l.dev.domains.leave(l.domain)
 	return errors.Join(l.q.Close(), l.cq.Close())
 }
 
@@ -138,7 +148,10 @@ func (l *lane) connect(o *wire.Opened) error {
 	if err != nil {
 		return err
 	}
-	l.remote, l.peer = rail, o.Peer
+	l.remote = rail
+	if o.Peer != l.peer {
+		return fmt.Errorf("gdr: boot %s proves itself where boot %s was to be", o.Peer, l.peer)
+	}
 	var ids [receives]uint64
 	for i := range ids {
 		ids[i] = receiveMark
@@ -378,7 +391,11 @@ func (l *lane) giveBack() error {
 	if err := l.q.Close(); err != nil {
 		return err
 	}
-	return l.cq.Close()
+	if err := l.cq.Close(); err != nil {
+		return err
+	}
+	l.dev.domains.leave(l.domain)
+	return nil
 }
 
 // reap tries again to give back what the device kept when the lane ended. Called by one goroutine at a time.

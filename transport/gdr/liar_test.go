@@ -63,7 +63,7 @@ func TestLiars(t *testing.T) {
 		"writes through a key that is none": {func(t *testing.T, l *lane) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
-			k, err := l.dev.keys.get(src.Region, transfer.Boot{}, true)
+			k, err := l.dev.keys.get(keyName{src.Region, l.peer, false}, true)
 			if err != nil {
 				t.Error(err)
 				return

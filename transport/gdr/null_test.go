@@ -30,13 +30,17 @@ func (d *nullDevice) Active() (bool, error)      { return true, nil }
 func (d *nullDevice) Events() <-chan verbs.Event { return d.events }
 func (d *nullDevice) Close() error               { return nil }
 
-func (d *nullDevice) Register(b []byte, _ bool) (verbs.Memory, error) { return nullMemory(len(b)), nil }
+type nullDomain struct{ *nullDevice }
 
-func (d *nullDevice) RegisterDMABuf(int, uint64, uint64, bool) (verbs.Memory, error) {
+func (d *nullDevice) NewDomain() (verbs.Domain, error) { return nullDomain{d}, nil }
+
+func (nullDomain) Register(b []byte, _ bool) (verbs.Memory, error) { return nullMemory(len(b)), nil }
+
+func (nullDomain) RegisterDMABuf(int, uint64, uint64, bool) (verbs.Memory, error) {
 	return nil, verbs.ErrNotSupported
 }
 
-func (d *nullDevice) RegisterPeer(uint64, uint64, bool) (verbs.Memory, error) {
+func (nullDomain) RegisterPeer(uint64, uint64, bool) (verbs.Memory, error) {
 	return nil, verbs.ErrNotSupported
 }
 
@@ -97,7 +101,8 @@ type nullQP struct {
 	dead  bool // guarded by mu
 }
 
-func (d *nullDevice) NewQueuePair(cq verbs.CompletionQueue, _, _ int) (verbs.QueuePair, error) {
+func (p nullDomain) NewQueuePair(cq verbs.CompletionQueue, _, _ int) (verbs.QueuePair, error) {
+	d := p.nullDevice
 	d.net.mu.Lock()
 	defer d.net.mu.Unlock()
 	q := &nullQP{d: d, cq: cq.(*nullCQ), num: uint32(len(d.net.qps) + 1)}

@@ -22,6 +22,7 @@ type oddDevice struct {
 	polls      int             // of completion queues, counted while they are bad
 	slow       <-chan struct{} // what asks the device waits for it; nil: it does not
 	registered int             // registrations that were not given back
+	domains    int             // likewise
 	inlined    int             // writes whose bytes the CPU copies
 }
 
@@ -83,14 +84,39 @@ func (q *oddCQ) Poll(dst []verbs.Completion) (int, error) {
 	return q.CompletionQueue.Poll(dst)
 }
 
-func (d *oddDevice) Register(b []byte, remote bool) (verbs.Memory, error) {
+func (d *oddDevice) NewDomain() (verbs.Domain, error) {
+	d.wait()
+	p, err := d.Device.NewDomain()
+	if err != nil {
+		return nil, err
+	}
+	d.set(func(d *oddDevice) { d.domains++ })
+	return &oddDomain{Domain: p, d: d}, nil
+}
+
+type oddDomain struct {
+	verbs.Domain
+	d *oddDevice
+}
+
+func (p *oddDomain) Close() error {
+	p.d.wait()
+	if err := p.Domain.Close(); err != nil {
+		return err
+	}
+	p.d.set(func(d *oddDevice) { d.domains-- })
+	return nil
+}
+
+func (p *oddDomain) Register(b []byte, remote bool) (verbs.Memory, error) {
+	d := p.d
 	d.wait()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.refuses != nil {
 		return nil, d.refuses
 	}
-	m, err := d.Device.Register(b, remote)
+	m, err := p.Domain.Register(b, remote)
 	if err != nil {
 		return nil, err
 	}
@@ -98,12 +124,12 @@ func (d *oddDevice) Register(b []byte, remote bool) (verbs.Memory, error) {
 	return &oddMemory{Memory: m, d: d}, nil
 }
 
-func (d *oddDevice) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
-	q, err := d.Device.NewQueuePair(cq.(*oddCQ).CompletionQueue, sends, receives)
+func (p *oddDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+	q, err := p.Domain.NewQueuePair(cq.(*oddCQ).CompletionQueue, sends, receives)
 	if err != nil {
 		return nil, err
 	}
-	return &oddQP{QueuePair: q, d: d}, nil
+	return &oddQP{QueuePair: q, d: p.d}, nil
 }
 
 type oddMemory struct {

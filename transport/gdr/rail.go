@@ -42,9 +42,10 @@ type rail struct {
 // openDevice is a device with what belongs to its life.
 type openDevice struct {
 	verbs.Device
-	keys *keys
-	gone chan struct{} // closed by lose: there are no new lanes
-	dead chan struct{} // closed where the device will never say anything again
+	domains *domains
+	keys    *keys
+	gone    chan struct{} // closed by lose: there are no new lanes
+	dead    chan struct{} // closed where the device will never say anything again
 
 	mu sync.Mutex
 	// guarded by mu
@@ -74,7 +75,8 @@ func (r *rail) open() (*openDevice, error) {
 	if err != nil {
 		return nil, err
 	}
-	dev := &openDevice{Device: d, keys: newKeys(d), gone: make(chan struct{}), dead: make(chan struct{})}
+	s := newDomains(d)
+	dev := &openDevice{Device: d, domains: s, keys: newKeys(s), gone: make(chan struct{}), dead: make(chan struct{})}
 	dev.idle.L = &dev.mu
 	return dev, nil
 }
@@ -306,7 +308,7 @@ func (r *rail) sweep(now time.Time) error {
 	if dev == nil {
 		return nil
 	}
-	return dev.keys.sweep(now)
+	return errors.Join(dev.keys.sweep(now), dev.domains.sweep())
 }
 
 // enter keeps the device open.
@@ -354,7 +356,7 @@ func (d *openDevice) close(lost bool) error {
 	if kept > 0 {
 		return fmt.Errorf("gdr: %s keeps %d queue pairs and the memory that they reach until this process ends", d.Name(), kept)
 	}
-	return errors.Join(d.keys.close(lost), d.Close())
+	return errors.Join(d.keys.close(lost), d.domains.sweep(), d.Close())
 }
 
 // shut ends the rail's listener; no device is opened any more.
@@ -418,8 +420,8 @@ func (r *rail) welcome(c net.Conn) error {
 			return p.Key, p.Self, ok
 		},
 		// A queue pair is made only for somebody whom the control layer knows.
-		Attach: func(*wire.Hello) (_ []byte, err error) {
-			if l, err = r.b.prepare(c, r, dev); err != nil {
+		Attach: func(h *wire.Hello) (_ []byte, err error) {
+			if l, err = r.b.prepare(c, r, dev, h.From); err != nil {
 				return nil, err
 			}
 			return l.attach(), nil

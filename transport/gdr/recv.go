@@ -238,7 +238,7 @@ func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err 
 		if r.blocks, err = g.Sink.Resolve(r.blocks[:0], part); err != nil {
 			return errRange
 		}
-		if r.spans, r.keys, err = l.spans(r.spans, r.keys, r.blocks, l.peer, wait); err != nil {
+		if r.spans, r.keys, err = l.spans(r.spans, r.keys, r.blocks, true, wait); err != nil {
 			return err
 		}
 	}

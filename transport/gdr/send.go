@@ -144,7 +144,7 @@ func (l *lane) launch(id uint8, wait bool) error {
 	if s.blocks, err = o.Source.Resolve(s.blocks[:0], s.s.Range); err != nil {
 		return l.giveUp(id, transfer.ReasonRange, err)
 	}
-	if s.src, s.keys, err = l.spans(s.src[:0], s.keys, s.blocks, transfer.Boot{}, wait); errors.Is(err, transport.ErrNotSupported) {
+	if s.src, s.keys, err = l.spans(s.src[:0], s.keys, s.blocks, false, wait); errors.Is(err, transport.ErrNotSupported) {
 		return l.giveUp(id, transfer.ReasonMemory, err) // another transport's
 	} else if err != nil {
 		return err
@@ -175,7 +175,7 @@ func total(spans []span) (n uint64) {
 }
 
 // spans appends blocks as memory under keys, and to held the keys that are not in it yet, in use.
-func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, peer transfer.Boot, wait bool) ([]span, []*key, error) {
+func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, remote, wait bool) ([]span, []*key, error) {
 	for i := range blocks {
 		b := &blocks[i]
 		var k *key
@@ -186,7 +186,7 @@ func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, peer transfer.
 		}
 		if k == nil {
 			var err error
-			if k, err = l.dev.keys.get(b.Region, peer, wait); err != nil {
+			if k, err = l.dev.keys.get(keyName{b.Region, l.peer, remote}, wait); err != nil {
 				return dst, held, err
 			}
 			held = append(held, k)
@@ -194,7 +194,7 @@ func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, peer transfer.
 		if err := b.Region.Check(b.Off, b.Len); err != nil {
 			return dst, held, err
 		}
-		dst = k.spans(dst, b.Off, b.Len, peer != transfer.Boot{})
+		dst = k.spans(dst, b.Off, b.Len, remote)
 	}
 	return dst, held, nil
 }

@@ -8,6 +8,7 @@ package fake
 import (
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"slices"
 	"sync"
@@ -218,8 +219,47 @@ func (d *device) closeLocked() {
 	}
 }
 
+// domain keeps keys of one from queue pairs of another.
+type domain struct {
+	d      *device
+	closed bool // guarded by d.f.mu
+}
+
+var errInDomain = errors.New("fake: something of the domain is still there")
+
+func (d *device) NewDomain() (verbs.Domain, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	if d.dead {
+		return nil, errRemoved
+	}
+	return &domain{d: d}, nil
+}
+
+// Close of what belonged to a device that was pulled out succeeds: the kernel has taken it down already.
+func (p *domain) Close() error {
+	f := p.d.f
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !p.d.dead {
+		for _, m := range f.mrs {
+			if m.p == p {
+				return errInDomain
+			}
+		}
+		for _, q := range f.qps {
+			if q.p == p {
+				return errInDomain
+			}
+		}
+	}
+	p.closed = true
+	return nil
+}
+
 type memory struct {
 	f    *Fabric
+	p    *domain
 	b    []byte
 	addr uint64
 	key  uint32
@@ -241,46 +281,49 @@ func (f *Fabric) Peer(addr uint64, b []byte) {
 	f.peers[addr] = b
 }
 
-func (d *device) RegisterDMABuf(fd int, off, n uint64, remote bool) (verbs.Memory, error) {
-	d.f.mu.Lock()
-	defer d.f.mu.Unlock()
-	b := d.f.dmabufs[fd]
+func (p *domain) RegisterDMABuf(fd int, off, n uint64, remote bool) (verbs.Memory, error) {
+	p.d.f.mu.Lock()
+	defer p.d.f.mu.Unlock()
+	b := p.d.f.dmabufs[fd]
 	if b == nil {
 		return nil, fmt.Errorf("fake: dma-buf %d: %w", fd, verbs.ErrNotSupported)
 	}
 	if off > uint64(len(b)) || n > uint64(len(b))-off {
 		return nil, fmt.Errorf("fake: [%d, +%d) of a dma-buf of %d bytes", off, n, len(b))
 	}
-	return d.registerLocked(b[off:off+n], remote)
+	return p.registerLocked(b[off:off+n], remote)
 }
 
-func (d *device) RegisterPeer(addr, n uint64, remote bool) (verbs.Memory, error) {
-	d.f.mu.Lock()
-	defer d.f.mu.Unlock()
-	for base, b := range d.f.peers {
+func (p *domain) RegisterPeer(addr, n uint64, remote bool) (verbs.Memory, error) {
+	p.d.f.mu.Lock()
+	defer p.d.f.mu.Unlock()
+	for base, b := range p.d.f.peers {
 		if addr >= base && addr-base <= uint64(len(b)) && n <= uint64(len(b))-(addr-base) {
-			return d.registerLocked(b[addr-base:][:n], remote)
+			return p.registerLocked(b[addr-base:][:n], remote)
 		}
 	}
 	return nil, fmt.Errorf("fake: nothing at %#x: %w", addr, verbs.ErrNotSupported)
 }
 
-func (d *device) Register(b []byte, remote bool) (verbs.Memory, error) {
-	d.f.mu.Lock()
-	defer d.f.mu.Unlock()
-	return d.registerLocked(b, remote)
+func (p *domain) Register(b []byte, remote bool) (verbs.Memory, error) {
+	p.d.f.mu.Lock()
+	defer p.d.f.mu.Unlock()
+	return p.registerLocked(b, remote)
 }
 
-func (d *device) registerLocked(b []byte, remote bool) (verbs.Memory, error) {
-	f := d.f
-	if d.dead {
+func (p *domain) registerLocked(b []byte, remote bool) (verbs.Memory, error) {
+	f := p.d.f
+	if p.d.dead {
 		return nil, errRemoved
+	}
+	if p.closed {
+		return nil, net.ErrClosed
 	}
 	if len(b) == 0 || uint64(len(b)) > f.limits.MaxRegistration || len(f.mrs) >= maxObjects {
 		return nil, fmt.Errorf("fake: register %d bytes beside %d registrations: %w", len(b), len(f.mrs), verbs.ErrFull)
 	}
 	f.next++
-	m := &memory{f: f, b: b, addr: f.address, key: f.next, remote: remote}
+	m := &memory{f: f, p: p, b: b, addr: f.address, key: f.next, remote: remote}
 	f.address += uint64(len(b)) + 1<<20 // a gap, so that an overrun never hits a neighbour
 	f.mrs[m.key] = m
 	return m, nil
@@ -298,10 +341,10 @@ func (m *memory) Close() error {
 	return nil
 }
 
-// sliceLocked is the registered memory behind a key, or nil.
-func (f *Fabric) sliceLocked(key uint32, addr uint64, n uint32, remote bool) []byte {
+// sliceLocked is the memory behind a key of a domain, or nil.
+func (f *Fabric) sliceLocked(p *domain, key uint32, addr uint64, n uint32, remote bool) []byte {
 	m := f.mrs[key]
-	if m == nil || remote && !m.remote || addr < m.addr || addr-m.addr > uint64(len(m.b)) || uint64(n) > uint64(len(m.b))-(addr-m.addr) {
+	if m == nil || m.p != p || remote && !m.remote || addr < m.addr || addr-m.addr > uint64(len(m.b)) || uint64(n) > uint64(len(m.b))-(addr-m.addr) {
 		return nil
 	}
 	off := addr - m.addr
@@ -353,6 +396,7 @@ type message struct {
 type queuePair struct {
 	f        *Fabric
 	d        *device
+	p        *domain
 	cq       *completionQueue
 	num      uint32
 	dead     bool // with its device
@@ -366,7 +410,8 @@ type queuePair struct {
 	receives []uint64
 }
 
-func (d *device) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+func (p *domain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
+	d := p.d
 	c, ok := cq.(*completionQueue)
 	if !ok || c.f != d.f {
 		return nil, fmt.Errorf("fake: queue pair: the completion queue is of another fabric")
@@ -380,8 +425,11 @@ func (d *device) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (ve
 	if d.dead {
 		return nil, errRemoved
 	}
+	if p.closed {
+		return nil, net.ErrClosed
+	}
 	f.next++
-	q := &queuePair{f: f, d: d, cq: c, num: f.next, maxSend: sends, maxRecv: receives}
+	q := &queuePair{f: f, d: d, p: p, cq: c, num: f.next, maxSend: sends, maxRecv: receives}
 	f.qps[q.num] = q
 	f.order = append(f.order, q)
 	return q, nil
@@ -626,7 +674,7 @@ func (f *Fabric) transmitLocked(q *queuePair) bool {
 	}
 	w := q.sends[0]
 	q.sends = q.sends[1:]
-	b := f.sliceLocked(w.LocalKey, w.LocalAddr, w.Len, false)
+	b := f.sliceLocked(q.p, w.LocalKey, w.LocalAddr, w.Len, false)
 	if b == nil && w.Len > 0 {
 		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.LocalAccess})
 		q.failLocked()
@@ -649,7 +697,7 @@ func (f *Fabric) deliverLocked(q *queuePair) bool {
 		return true
 	}
 	q.wire = q.wire[1:]
-	b := f.sliceLocked(m.w.RemoteKey, m.w.RemoteAddr, m.w.Len, true)
+	b := f.sliceLocked(to.p, m.w.RemoteKey, m.w.RemoteAddr, m.w.Len, true)
 	switch {
 	case b == nil && m.w.Len > 0:
 		f.answerLocked(q, m.w, verbs.RemoteAccess)

@@ -9,6 +9,8 @@ import (
 )
 
 type end struct {
+	d   verbs.Device
+	p   verbs.Domain
 	q   verbs.QueuePair
 	cq  verbs.CompletionQueue
 	m   verbs.Memory
@@ -16,15 +18,18 @@ type end struct {
 }
 
 func newEnd(t *testing.T, d verbs.Device) *end {
-	e := &end{mem: make([]byte, 4096)}
+	e := &end{d: d, mem: make([]byte, 4096)}
 	var err error
 	if e.cq, err = d.NewCompletionQueue(128); err != nil {
 		t.Fatal(err)
 	}
-	if e.q, err = d.NewQueuePair(e.cq, 32, 32); err != nil {
+	if e.p, err = d.NewDomain(); err != nil {
 		t.Fatal(err)
 	}
-	if e.m, err = d.Register(e.mem, true); err != nil {
+	if e.q, err = e.p.NewQueuePair(e.cq, 32, 32); err != nil {
+		t.Fatal(err)
+	}
+	if e.m, err = e.p.Register(e.mem, true); err != nil {
 		t.Fatal(err)
 	}
 	return e
@@ -145,6 +150,12 @@ func TestErrors(t *testing.T) {
 			_ = b.m.Close()
 			return []verbs.Work{w}
 		}, verbs.RemoteAccess},
+		"a key of another domain of the same device": {func(_ *Fabric, a, b *end) []verbs.Work {
+			return []verbs.Work{write(a, newEnd(t, b.d), 1, 0, 8, false)}
+		}, verbs.RemoteAccess},
+		"a local key of another domain": {func(_ *Fabric, a, b *end) []verbs.Work {
+			return []verbs.Work{write(newEnd(t, a.d), b, 1, 0, 8, false)}
+		}, verbs.LocalAccess},
 		"past the remote end": {func(_ *Fabric, a, b *end) []verbs.Work {
 			w := write(a, b, 1, 0, 8, false)
 			w.RemoteAddr = b.m.Addr() + b.m.Len() - 7
