@@ -7,6 +7,7 @@ can be added, and aborted, while others run. Importing takes a quarter of a minu
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import logging
@@ -140,6 +141,10 @@ class Engine:
     def steps(self) -> int:
         """Steps so far that computed anything."""
         return self._call("steps")
+
+    def computed(self, rid: str) -> int:
+        """How many tokens of a request's prompt this engine has computed itself, as its scheduler had it."""
+        return self._call("computed", rid)
 
     def pause_at(self, steps: int | None) -> None:
         """Begins no step once so many have computed something; None: goes on. So a test does what it has to between two of them,
@@ -283,6 +288,18 @@ class _Loop:
             return out
 
         self.core.step_fn = counted
+        self.computed: collections.Counter[str] = collections.Counter()
+        schedule = self.core.scheduler.schedule
+
+        def watched(*args: Any, **kw: Any) -> Any:
+            out = schedule(*args, **kw)
+            for rid, n in out.num_scheduled_tokens.items():
+                request = self.core.scheduler.requests[rid]
+                end = request.num_computed_tokens  # with what this step adds
+                self.computed[rid] += max(min(end, request.num_prompt_tokens) - (end - n), 0)
+            return out
+
+        self.core.scheduler.schedule = watched
 
     def run(self) -> None:
         while True:
@@ -367,6 +384,9 @@ class _Loop:
 
     def do_steps(self) -> int:
         return self.steps
+
+    def do_computed(self, rid: str) -> int:
+        return sum(n for name, n in self.computed.items() if name.startswith(rid + "-"))  # vLLM appends to every id
 
     def do_pause_at(self, steps: int | None) -> None:
         self.last_step = steps

@@ -25,11 +25,12 @@ DEADLINE, PARTNER, GRACE = 4.0, 1.5, 1.0
 SLACK = 4.0
 LIMIT = DEADLINE + GRACE + SLACK
 TRANSFER = {"deadline": "4s", "partner": "1500ms", "grace": "1s"}
-LONG, STEPS = 4400, 35
+LONG, STEPS, STEP = 4400, 35, 128
+CHUNK, LAYERS = 256, 4  # tokens of a layer that a chunk holds
 TRIES = 3
 # Small steps, so that a fault lands in the middle. All three alike: bfloat16 sums depend on how a
 # prompt is cut, and a near tie between two tokens must not look like a wrong byte.
-ARGS = {name: {"max_num_batched_tokens": 128} for name in "PDR"}
+ARGS = {name: {"max_num_batched_tokens": STEP} for name in "PDR"}
 
 
 @dataclasses.dataclass
@@ -43,6 +44,7 @@ class Sent:
     d: Pending
     began: float
     before: dict[str, float]  # D's metrics
+    landed: int = 0  # tokens, at least, that D's sidecar had when dispatch returned
 
 
 class Faulty(Cluster):
@@ -64,22 +66,24 @@ class Faulty(Cluster):
         return Sent(prompt, xfer, want, p, d, began, before)
 
     def dispatch(self, what: object, steps: int) -> Sent:
-        """Sends a prompt to both, and returns when P has done so many of its steps and bytes of them have landed. P goes on, and stops
+        """Sends a prompt to both, and returns when P has done so many of its steps and what they gave has landed. P goes on, and stops
         before its last step until go_on: however busy the machine is, what comes now meets a transfer in flight. Where it is so busy that
         the deadline has passed before, another prompt is sent: nothing has been done to anybody yet."""
+        chunks = steps * STEP // CHUNK
         for _ in range(TRIES):
             before, start = self.landed(), self.p.steps()
             self.p.pause_at(start + steps)
             sent = self.send(fresh(LONG, (what, steps, next(self.seeds))))
             rig.wait_for("P under way", lambda start=start: self.p.steps() >= start + steps, 60, tick=0.001)
             try:
-                rig.wait_for("landing", lambda before=before: self.landed() > before and self.destinations() == ["landing"], DEADLINE, tick=0.001)
+                rig.wait_for("landing", lambda before=before: self.all_of(before + chunks * LAYERS * 65536), DEADLINE, tick=0.001)
             except rig.Failed:
                 self.go_on()
                 self.answered(what, sent)
                 self.settle()
                 continue
             self.p.pause_at(start + STEPS - 1)
+            sent.landed = chunks * CHUNK
             return sent
         pytest.fail(f"no transfer was in flight after {steps} steps, {TRIES} times")
 
@@ -92,6 +96,10 @@ class Faulty(Cluster):
 
     def destinations(self) -> list[str]:
         return [d["state"] for d in self.state(self.sd)["leases"]["destinations"] or ()]
+
+    def all_of(self, bytes: float) -> bool:
+        """So much has landed, with nothing on its way, and the transfer is not over."""
+        return self.landed() >= bytes and not self.state(self.sp)["leases"]["slices_in_flight"] and self.destinations() == ["landing"]
 
     def landed(self) -> float:
         return rig.total(self.sd.metrics(), "kvspray_rail_bytes_total", direction="in")
@@ -139,14 +147,21 @@ class Faulty(Cluster):
         if self.p.alive():
             assert sent.p.result().tokens == [sent.want[0][:1]], what
 
-    def hit(self, sent: Sent) -> None:
-        """The fault met the transfer in flight: D did not get it, and computed the prompt itself."""
+    def hit(self, sent: Sent, known: bool) -> None:
+        """The fault met the transfer in flight: D did not get it, and computed what had not come: where its sidecar could still say what
+        that was, no more than this."""
         after = self.d.metrics()
+        computed, most = self.d.computed(sent.d.rid), len(sent.prompt)
+        assert computed >= most - (STEPS - 1) * STEP, f"the fault came too late: {computed} tokens were computed"
+        if known:
+            assert computed <= most - sent.landed, f"{computed} tokens were computed, though {sent.landed} of {most} had come"
+        else:
+            assert computed == most, f"{computed} tokens were computed: nobody had said that the others had come"
 
         def grew(name: str, **labels: str) -> float:
             return rig.total(after, name, **labels) - rig.total(sent.before, name, **labels)
 
-        assert grew("vllm:kvspray_recompute_tokens_total") >= len(sent.prompt) - 1, "the fault came too late: nothing was recomputed"
+        assert grew("vllm:kvspray_recompute_tokens_total") >= computed
         lost = sum(grew("vllm:kvspray_transfers_total", side="received", outcome=o) for o in ("failed", "expired", "lost", "cancelled"))
         assert lost >= 1, "the fault came too late: no transfer was lost"
 
@@ -229,7 +244,7 @@ def test_kill_9_of_a_sidecar(c: Faulty, side: str, steps: int) -> None:
     sidecar.kill()
     c.go_on()
     c.serves_on((side, steps), sent)
-    c.hit(sent)
+    c.hit(sent, known=side != "sd")
     c.settle(timeout=LIMIT)
     sidecar.start()
     c.works_again()
@@ -277,7 +292,7 @@ def test_a_stopped_sidecar(c: Faulty, side: str, steps: int) -> None:
     c.go_on()
     try:
         c.serves_on((side, "stopped", steps), sent)
-        c.hit(sent)
+        c.hit(sent, known=side != "sd")
         # Its own engine may not take a block back before it is dead: the shim kills it after deadline and grace.
         assert sidecar.proc.wait(2 * LIMIT) == -signal.SIGKILL
         assert time.monotonic() - stopped >= GRACE, "killed before its grace was over"
@@ -304,7 +319,7 @@ def test_kill_9_of_the_prefill_engine(c: Faulty, steps: int) -> None:
     sent = c.dispatch("P dies", steps)
     c.p.kill()
     c.serves_on(("P", steps), sent)
-    c.hit(sent)
+    c.hit(sent, known=True)
     lost(sent.p)
     c.revive("P")
     c.works_again()

@@ -17,6 +17,7 @@ from test_tokens import Moved
 
 WINDOW = 80  # of test/rig/tiny_model.py
 FULL, SLIDING = 2, 4  # layers
+STEP = 256  # tokens that an engine computes at once
 F32 = {"dtype": "float32"}  # attention is sharp: in bf16, how a prompt is cut into steps would show
 BYTES = 2 * 2 * 32 * 4  # K and V of the heads of a token in a layer
 # Shorter than the window, about it, about block borders.
@@ -155,18 +156,27 @@ def test_a_window_that_moves_on_while_prefill_decodes(c: Cluster) -> None:
 
 
 def test_a_load_that_fails_is_recomputed(c: Cluster) -> None:
-    """vLLM ends an engine with several groups that reports bad blocks; whole requests are reported."""
+    """Where all layers see the whole prompt, from the first block that has not come. Elsewhere all of it: of a window nothing has come, and
+    an engine with several groups could not even be told of single blocks."""
     case: Case = c.case  # type: ignore[attr-defined]
-    prompt = fresh(700, (case.name, "fails"))
-    c.p.pause_at(c.p.steps() + 2)
+    prompt, came = fresh(700, (case.name, "fails")), 2 * STEP
+
+    def landed() -> float:
+        return rig.total(c.sd.metrics(), "kvspray_rail_bytes_total", direction="in")
+
+    want = landed() + came * (FULL if case.hybrid else FULL + SLIDING) * BYTES
+    start = c.p.steps()
+    c.p.pause_at(start + 2)
     with Moved(c) as moved:
         p, d = c.start_both(prompt)
-        rig.wait_for("D loading", lambda: c.d.status()["loading"] == 1, 30)
+        rig.wait_for("the first two steps landed", lambda: c.p.steps() == start + 2 and landed() == want, 30)
+        assert c.d.status()["loading"] == 1
         p.abort()
         c.p.pause_at(None)
         got = d.result()
     assert got.tokens == c.r.run(prompt, 12).tokens
-    assert moved.ok == 0 and moved.recomputed == len(prompt) - case.hybrid, vars(moved)
+    lacks = len(prompt) - (0 if case.hybrid else came)
+    assert moved.ok == 0 and moved.recomputed == lacks - case.hybrid and c.d.computed(d.rid) == lacks, vars(moved)
     c.settle(timeout=20)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import pathlib
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import kvspray
 from kvspray_vllm import shim
 from kvspray_vllm.meta import StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
@@ -71,8 +73,8 @@ class FakeWorker:
     def close(self) -> None:
         self.calls.append(("close",))
 
-    def end(self, lease: int, received: bool, status: int = shim.OK) -> None:
-        self.ends.append(shim.Ended(lease, received, status, 4096, 250, "tcp", "why"))
+    def end(self, lease: int, received: bool, status: int = shim.OK, lacks: int = 0) -> None:
+        self.ends.append(shim.Ended(lease, received, status, 4096, 250, "tcp", "why", lacks))
 
     def take(self) -> list[tuple[Any, ...]]:
         out, self.calls = self.calls, []
@@ -110,7 +112,7 @@ class Engine:
         self.scheduler = SchedulerSide(
             Settings(), self.scheduler_shim, [BLOCK], "engine", fake_hash, LOG, now=lambda: self.clock
         )
-        self.worker = WorkerSide(self.worker_shim, LOG)
+        self.worker = WorkerSide(self.worker_shim, LOG, resume_block=BLOCK)
         self.worker.set_flags({"l0": 0, "l1": 1})
         self.tables: dict[str, list[int]] = {}
         self.requests: dict[str, Any] = {}
@@ -455,9 +457,68 @@ def test_a_failed_load_is_reported_after_its_fence(e: Engine) -> None:
     assert e.step().received == set()
     e.worker_shim.end(1, received=True, status=shim.EXPIRED)
     done = e.step()
-    assert done.received == {"r"} == done.failed and done.bad_blocks == {1, 2, 3}
+    assert done.received == {"r"} == done.failed and done.failed_blocks == {1, 2, 3} and not done.bad_blocks
     stats = e.worker.take_stats()
     assert stats is not None and stats.data["recompute_tokens"] == 40 and stats.data["transfers"] == {"received/expired": 1}
+
+
+@pytest.mark.parametrize(
+    ("hit", "lacks", "bad", "recomputed"),
+    [
+        (0, 16, {2, 3, 4, 5, 6, 7}, 84),
+        (0, 64, {5, 6, 7}, 36),
+        (0, 79, {5, 6, 7}, 36),  # in the middle of a block: all of it
+        (0, 99, {7}, 4),
+        (32, 32, {3, 4, 5, 6, 7}, 68),  # nothing came, and what the engine had is good
+        (32, 80, {6, 7}, 20),
+        # Not even a block of it, nothing said, or nonsense: the engine begins anew.
+        (0, 0, set(), 100),
+        (0, 15, set(), 100),
+        (32, 0, set(), 68),
+        (32, 31, set(), 68),
+        (0, 100, set(), 100),
+        (0, 1 << 40, set(), 100),
+    ],
+)
+def test_a_load_that_fails_is_recomputed_from_the_first_token_that_lacks(e: Engine, hit: int, lacks: int, bad: set[int], recomputed: int) -> None:
+    r = e.add("r", 100, prefill_first())
+    e.scheduler.allocated(r, blocks(e, "r"), 100 - hit)
+    e.step()
+    e.worker_shim.end(1, received=True, status=shim.FAILED, lacks=lacks)
+    done = e.step()
+    assert done.received == {"r"} and done.bad_blocks == bad and done.failed == (set() if bad else {"r"})
+    assert done.failed_blocks == (set() if bad else set(range(1 + hit // BLOCK, 8))), "blocks of a hit may be another request's, too"
+    stats = e.worker.take_stats()
+    assert stats is not None and stats.data["recompute_tokens"] == recomputed
+
+
+def test_the_real_worker_shim_names_the_first_token_that_lacks() -> None:
+    w = object.__new__(shim.Worker)
+    end = kvspray.Completion(lease=3, received=True, status=kvspray.CompletionStatus.FAILED, recompute=((64, 96), (32, 40)))
+    w._c = SimpleNamespace(poll=lambda: [end, dataclasses.replace(end, recompute=())])  # type: ignore[assignment]
+    assert [(got.lease, got.status, got.lacks) for got in w.poll()] == [(3, shim.FAILED, 32), (3, shim.FAILED, 0)]
+
+
+def test_what_came_is_not_used_where_the_engine_could_not_go_on() -> None:
+    """Recurrent states, sliding windows, several groups; a request that is over; other weights."""
+    for case in ("no resumption", "groups", "cancelled", "outdated"):
+        e = Engine()
+        e.worker = WorkerSide(e.worker_shim, LOG, resume_block=0 if case == "no resumption" else BLOCK)
+        r = e.add("r", 100, prefill_first())
+        e.scheduler.allocated(r, blocks(e, "r"), 100)
+        meta = e.meta()
+        if case == "groups":
+            meta.expects = [dataclasses.replace(x, blocks=(x.blocks[0], x.blocks[0])) for x in meta.expects]
+        e.run(meta)
+        if case == "cancelled":
+            e.finish("r", "FINISHED_ABORTED")
+            e.step()
+        if case == "outdated":
+            e.worker.outdate()
+        e.worker_shim.end(1, received=True, status=shim.FAILED, lacks=64)
+        done = e.step()
+        assert done.received == {"r"} and not done.bad_blocks, case
+        assert done.failed == (set() if case == "cancelled" else {"r"}), case
 
 
 def test_abort_while_loading_cancels_and_waits(e: Engine) -> None:

@@ -18,6 +18,7 @@ from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
 from kvspray_vllm.weights import Generation
+from kvspray_vllm.worker import Results
 
 
 def test_every_override_has_the_signature_of_its_base() -> None:
@@ -29,6 +30,17 @@ def test_every_override_has_the_signature_of_its_base() -> None:
         assert own_params == list(inspect.signature(theirs).parameters), name
     assert supports_hma(KVSprayConnector)
     assert not inspect.isabstract(KVSprayConnector)
+
+
+def test_blocks_that_lack_are_reported_with_the_request_that_ends() -> None:
+    c = object.__new__(KVSprayConnector)
+    c._bad_blocks = set()
+    done = Results(sent={"s"}, received={"r", "f"}, failed={"f"}, failed_blocks={3}, bad_blocks={4})
+    c._worker = SimpleNamespace(collect=lambda: done)  # type: ignore[assignment]
+    got = c.get_transfer_results(set())
+    assert (got.finished_sending, got.finished_recving, got.failed_recving) == ({"s"}, {"r", "f"}, {"f"})
+    assert c.get_block_ids_with_load_errors() == {4}
+    assert c.get_block_ids_with_load_errors() == set()  # each is told once
 
 
 def test_metadata_survives_pickling() -> None:

@@ -77,18 +77,21 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         layout.check_config(vllm_config)
         self._engine_id = str(self._kv_transfer_config.engine_id)
         self.region: shim.Memory | None = None
-        self._bad_blocks: set[int] = set()
+        self._bad_blocks: set[int] = set()  # to be told once
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._worker_client: shim.Worker | None = None
         self._generation: Generation | None = None  # a worker's, once its memory is registered
         self._layout: dict[str, Any] = {}
-        if not HAS_TRANSFER_RESULTS and len(kv_cache_config.kv_cache_groups) > 1:
-            raise layout.Unsupported(
-                f"kvspray: {len(kv_cache_config.kv_cache_groups)} cache groups, and this vLLM reports a failed load by its blocks, which ends an engine "
-                "with several: set disable_hybrid_kv_cache_manager, or use vLLM 0.30 or later"
-            )
         windows = layout.windows_of(kv_cache_config)
+        # Where an engine may go on behind the last block of a load that came; elsewhere what came is of no use without the rest.
+        resumes = len(kv_cache_config.kv_cache_groups) == 1 and not any(windows)
+        if not HAS_TRANSFER_RESULTS and not resumes:
+            raise layout.Unsupported(
+                f"kvspray: {len(kv_cache_config.kv_cache_groups)} cache group(s), sliding windows of {windows} tokens, and this vLLM reports a failed load by "
+                "its blocks, which ends an engine with several groups, and makes one with a window go on from blocks that it has given up: set "
+                "disable_hybrid_kv_cache_manager, or use vLLM 0.30 or later"
+            )
         self._backoff = layout.backoff_of(windows)
         if role == KVConnectorRole.SCHEDULER:
             if self._kv_transfer_config.kv_load_failure_policy == "fail" and self._kv_transfer_config.is_kv_consumer:
@@ -113,7 +116,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 self._settings.socket, self._engine_id, len(self._flag_of), logger, shim.ranks(self._ranks, vllm_config.parallel_config)
             )
             alone = vllm_config.parallel_config.data_parallel_size == 1
-            self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0)
+            block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if resumes else 0
+            self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0, block)
 
     # ---- worker: memory
 
@@ -215,7 +219,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     def _weights_changed(self) -> None:
         """The cache means something else now. Leases of what it meant before end, and peers learn the new fingerprint. Called while vLLM
         loads: nothing may be raised."""
-        assert self._worker_client is not None
+        assert self._worker is not None and self._worker_client is not None
+        self._worker.outdate()
         self._layout["identity"] = {**self._layout["identity"], "weights": str(self._generation)}
         try:
             self._worker_client.describe(self._layout)
@@ -273,12 +278,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
         done = self._worker.collect()
-        self._bad_blocks |= done.bad_blocks
+        self._bad_blocks |= done.bad_blocks | done.failed_blocks
         return done.sent or None, done.received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        if HAS_TRANSFER_RESULTS:
-            return set()  # whole requests are reported; block errors kill an engine with several cache groups
+        # Never of an engine with several cache groups, which it would end.
         out, self._bad_blocks = self._bad_blocks, set()
         return out
 
@@ -287,6 +291,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
             assert self._worker is not None
             done = self._worker.collect()
+            self._bad_blocks |= done.bad_blocks
             return base.KVConnectorTransferResults(
                 finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
             )

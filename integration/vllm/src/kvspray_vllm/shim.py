@@ -38,6 +38,7 @@ class Ended:
     us: int
     transport: str
     reason: str
+    lacks: int = 0  # of a load that failed: its tokens before this one are there, proved by the sidecar once nobody could write any more
 
 
 class WorkerShim(Protocol):
@@ -162,7 +163,8 @@ class Worker:
 
     def poll(self) -> list[Ended]:
         return [
-            Ended(c.lease, c.received, int(c.status), c.bytes, c.us, c.transport, c.reason) for c in self._c.poll()
+            Ended(c.lease, c.received, int(c.status), c.bytes, c.us, c.transport, c.reason, min((r[0] for r in c.recompute), default=0))
+            for c in self._c.poll()
         ]
 
     def wait(self, seconds: float) -> None:

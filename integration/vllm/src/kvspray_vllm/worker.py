@@ -23,8 +23,9 @@ LOAD_WAIT_S = 0.002
 class Results:
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    bad_blocks: set[int] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # of those received: nothing that came can be used
+    failed_blocks: set[int] = field(default_factory=set)  # theirs, for an engine that knows nothing but blocks
+    bad_blocks: set[int] = field(default_factory=set)  # of others that were received in part
 
 
 @dataclass
@@ -34,15 +35,25 @@ class _Source:
 
 @dataclass
 class _Load:
-    blocks: frozenset[int]
-    tokens: int
+    expect: Expect
     cancelled: bool = False
+    outdated: bool = False  # what has come means nothing to the engine any more
+
+    def usable(self, lacks: int, block: int) -> int:
+        """How many tokens the engine can go on from, in whole blocks, given that one of them lacks."""
+        e = self.expect
+        if self.outdated or not block or len(e.blocks) != 1 or not e.skip <= lacks < e.tokens:
+            return 0
+        return lacks // block * block
 
 
 class WorkerSide:
-    def __init__(self, client: shim.WorkerShim, log: logging.Logger, load_wait_s: float = LOAD_WAIT_S) -> None:
+    def __init__(self, client: shim.WorkerShim, log: logging.Logger, load_wait_s: float = LOAD_WAIT_S, resume_block: int = 0) -> None:
+        """resume_block: how many tokens a block has, of an engine that can go on behind the last good block of a load that failed. 0: it
+        cannot, because of what its layers look back to only the end of the prompt moves."""
         self._client = client
         self._log = log
+        self._resume_block = resume_block
         self._load_wait_s = load_wait_s
         self._flags: dict[str, int] = {}
         self._sources: dict[str, _Source] = {}
@@ -120,8 +131,7 @@ class WorkerSide:
             self._expect(expect)
 
     def _expect(self, expect: Expect) -> None:
-        blocks = frozenset(b for group in expect.blocks for b in group)
-        self._loads[expect.req] = _Load(blocks, expect.tokens - expect.skip)
+        self._loads[expect.req] = _Load(expect)
         try:
             lease = self._client.expect(
                 expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req
@@ -129,7 +139,7 @@ class WorkerSide:
         except shim.ShimError as err:
             # Nothing was handed out, so there is nothing to fence.
             self._log.warning("kvspray: request %s is recomputed: %s", expect.req, err)
-            self._loaded(expect.req, shim.LOST, 0, 0, "", "no sidecar")
+            self._loaded(expect.req, shim.Ended(0, True, shim.LOST, 0, 0, "", "no sidecar"))
             return
         self._by_lease[lease] = expect.req
         self._load_leases[expect.req] = lease
@@ -179,7 +189,7 @@ class WorkerSide:
                 continue
             if end.received:
                 self._load_leases.pop(req, None)
-                self._loaded(req, end.status, end.bytes, end.us, end.transport, end.reason)
+                self._loaded(req, end)
             else:
                 self._stats.ended(False, shim.status_name(end.status), end.bytes, end.us, end.transport, 0)
                 source = self._sources.get(req)
@@ -197,15 +207,34 @@ class WorkerSide:
         out, self._results = self._results, Results()
         return out
 
-    def _loaded(self, req: str, status: int, nbytes: int, us: int, transport: str, reason: str) -> None:
+    def _loaded(self, req: str, end: shim.Ended) -> None:
         load = self._loads.pop(req)
-        ok = status == shim.OK
         self._results.received.add(req)
-        if not ok and not load.cancelled:
+        recomputed = 0
+        if end.status != shim.OK and not load.cancelled:
+            recomputed = self._failed(req, load, end)
+        self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, recomputed)
+
+    def _failed(self, req: str, load: _Load, end: shim.Ended) -> int:
+        """Returns how many tokens the engine has to compute."""
+        expect = load.expect
+        usable = load.usable(end.lacks, self._resume_block)
+        first = max(usable, expect.skip)
+        blocks = expect.blocks[0][first // self._resume_block :] if self._resume_block else ()
+        if usable:
+            self._results.bad_blocks.update(blocks)
+        else:
             self._results.failed.add(req)
-            self._results.bad_blocks |= load.blocks
-            self._log.warning("kvspray: request %s is recomputed: %s (%s)", req, shim.status_name(status), reason)
-        self._stats.ended(True, shim.status_name(status), nbytes, us, transport, 0 if ok or load.cancelled else load.tokens)
+            self._results.failed_blocks.update(blocks)
+        self._log.warning(
+            "kvspray: request %s is recomputed from token %d of %d: %s (%s)", req, first, expect.tokens, shim.status_name(end.status), end.reason
+        )
+        return expect.tokens - first
+
+    def outdate(self) -> None:
+        """The engine's weights change: what has come of the loads under way was computed with others."""
+        for load in self._loads.values():
+            load.outdated = True
 
     def take_stats(self) -> KVSprayStats | None:
         if self._stats.is_empty():
