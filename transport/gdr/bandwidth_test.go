@@ -60,10 +60,12 @@ func TestDeviceBandwidth(t *testing.T) {
 		slices.Sort(ratios)
 		slices.Sort(theirs)
 		slices.Sort(ours)
-		m := len(ratios) / 2
-		fmt.Printf("| %s | %d | %.0f | %.0f | %.2f | %.2f | %.2f |\n", c.name, c.rails, theirs[m], ours[m], ratios[m], ratios[0], ratios[len(ratios)-1])
+		fmt.Printf("| %s | %d | %.0f | %.0f | %.2f | %.2f | %.2f |\n", c.name, c.rails, median(theirs), median(ours), median(ratios), ratios[0], ratios[len(ratios)-1])
 	}
 }
+
+// median of sorted values.
+func median(v []float64) float64 { return (v[(len(v)-1)/2] + v[len(v)/2]) / 2 }
 
 // railEnds is ends on another rail.
 func railEnds(rail int) transporttest.Factory {

@@ -1,7 +1,10 @@
 package gdr
 
 import (
+	"fmt"
 	"net/netip"
+	"os/exec"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -158,4 +161,75 @@ func TestPortState(t *testing.T) {
 	f.Emit("here", verbs.Event{Kind: verbs.PortUp})
 	until(t, "up", func() bool { return !railOf(p.A).Down && told.Load() == 2 })
 	moves(t, p, 1)
+}
+
+// TestDeadPathWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are told of without any wait of gdr's: all of
+// them are longer here than the test has time.
+func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
+	f, p, _, _ := oddPair(t, func(c *Config) { c.Patience, c.Silence, c.Drain = time.Hour, time.Hour, time.Hour })
+	l, _, b, _, res := underWay(t, f, p)
+	f.TimeOut(l.q.Num())
+	select {
+	case r := <-res:
+		if r.Outcome != transfer.InDoubt || !strings.Contains(r.Err.Error(), "retry exceeded") {
+			t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+		}
+	case <-time.After(20 * time.Second):
+		t.Fatal("the slice waits for a timer of gdr's")
+	}
+	f.Release(l.q.Num())
+	b.End(t)
+}
+
+// TestDeviceDeadPath tells how long it takes until a dead path is noticed, and its slice reported, under the timers of each dead_path, in a
+// guest that does nothing else. It judges no time: an emulated processor has no fixed speed.
+func TestDeviceDeadPath(t *testing.T) {
+	ends(t) // or skip
+	drop := func(how string) {
+		if out, err := exec.Command("iptables", how, "INPUT", "-i", "r0b", "-p", "udp", "--dport", "4791", "-j", "DROP").CombinedOutput(); err != nil {
+			t.Fatalf("iptables %s: %v: %s", how, err, out)
+		}
+	}
+	const runs = 10
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	gen := transfer.Gen(0)
+	var table strings.Builder
+	for _, path := range []time.Duration{50 * time.Millisecond, 500 * time.Millisecond} {
+		made := 0
+		p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
+			name := fmt.Sprintf("r0%c", "ab"[made%2])
+			made++
+			open := func() (verbs.Device, error) {
+				return verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID, Timer: timer(path), Retries: retries})
+			}
+			rails := []Rail{{Name: name, Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
+			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 2 * path})
+		})
+		var noticed, told []time.Duration
+		for range runs {
+			gen++
+			b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
+			l := open(t, p, 0)
+			drop("-A")
+			res := p.A.Move(l, b.Origin, src.All(), 1)
+			until(t, "writes are posted", func() bool { return writing(l)() || l.failure() != nil })
+			began := time.Now()
+			until(t, "the lane is given up", func() bool { return l.failure() != nil })
+			noticed = append(noticed, time.Since(began))
+			r := <-res
+			told = append(told, time.Since(began))
+			if r.Outcome == transfer.Landed || !strings.Contains(r.Err.Error(), "retry exceeded") {
+				t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+			}
+			drop("-D")
+			b.End(t)
+		}
+		slices.Sort(noticed)
+		slices.Sort(told)
+		unit := (retries + 1) * (4096 * time.Nanosecond << timer(path))
+		ms := func(d time.Duration) string { return fmt.Sprintf("%.1f", float64(d.Microseconds())/1000) }
+		fmt.Fprintf(&table, "| %s | %s to %s | %s (%s to %s) | %s (%s to %s) |\n", path, ms(unit), ms(2*unit), ms(noticed[runs/2]), ms(noticed[0]), ms(noticed[runs-1]),
+			ms(told[runs/2]), ms(told[0]), ms(told[runs-1]))
+	}
+	fmt.Printf("| dead_path | the timers take, ms | noticed after, median (least to most) | slices reported after |\n|---|---|---|---|\n%s", table.String())
 }
