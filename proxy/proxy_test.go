@@ -21,11 +21,12 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
+	kvtest "github.com/kvspray/kvspray/internal/testutil"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-const patience = 10 * time.Second
+const patience = time.Minute // of a test that is about to fail
 
 // engine is a back end that records what it was asked and answers through a function.
 type engine struct {
@@ -48,7 +49,14 @@ type seen struct {
 
 func newEngine(t *testing.T, answer func(w http.ResponseWriter, r *http.Request, s seen)) *engine {
 	e := &engine{t: t, answer: answer, gone: make(chan struct{})}
-	e.Server = httptest.NewServer(http.HandlerFunc(e.serve))
+	e.Server = httptest.NewUnstartedServer(http.HandlerFunc(e.serve))
+	l, err := net.Listen("tcp", net.JoinHostPort(kvtest.Loopback(), "0")) // once it is closed nobody else answers there
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = e.Listener.Close()
+	e.Listener = l
+	e.Start()
 	t.Cleanup(e.Close)
 	return e
 }

@@ -75,7 +75,7 @@ else
 	part lint '^$' make lint
 	part generate '^' make generate-check
 	part go '^packages' counted ./...
-	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfPlanning TestCostOfReshape TestCopyDoesNotHoldTheCollector
+	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfPlanning TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector
 	part rails '^(ok|FAIL)' figures .
 	part python 'passed|failed|error' "$py" -m pytest -q pybind/tests integration/vllm/tests
 	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e

@@ -16,7 +16,7 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-const patience = 10 * time.Second
+const patience = time.Minute // of a test that is about to fail
 
 func idle(g *Guard) bool {
 	select {

@@ -26,9 +26,9 @@ import (
 
 // Bounds of what the sidecars may take.
 const (
-	startPatience = 10 * time.Second
+	startPatience = 30 * time.Second
 	stopPatience  = 5 * time.Second
-	meetPatience  = 10 * time.Second
+	meetPatience  = 30 * time.Second
 	logTail       = 4 << 10 // bytes of a sidecar's log that an error repeats
 )
 

@@ -118,7 +118,7 @@ func pipe(n uint64, sub *board.Producer, comp *board.Consumer, door, bell *os.Fi
 			if !comp.Sleep() {
 				continue
 			}
-			_ = bell.SetReadDeadline(time.Now().Add(30 * time.Second)) // a lost bell shows as this time-out
+			_ = bell.SetReadDeadline(time.Now().Add(time.Minute)) // a lost bell shows as this time-out
 			if _, err := bell.Read(count[:]); err != nil {
 				return fmt.Errorf("bell after %d records: %w", seq-1, err)
 			}
@@ -216,7 +216,7 @@ func TestHeap(t *testing.T) {
 			}
 			if !ok {
 				if sub.Sleep() {
-					_ = door.SetReadDeadline(time.Now().Add(30 * time.Second))
+					_ = door.SetReadDeadline(time.Now().Add(time.Minute))
 					if _, err := door.Read(count[:]); err != nil {
 						echo <- err
 						return

@@ -242,7 +242,7 @@ func TestServe(t *testing.T) {
 	done := make(chan error, 1)
 	go func() { done <- root.ExecuteContext(ctx) }()
 	var addrs map[string]string
-	for deadline := time.After(20 * time.Second); addrs == nil; {
+	for deadline := time.After(time.Minute); addrs == nil; {
 		select {
 		case err := <-done:
 			t.Fatalf("%v\n%s", err, logs.String())

@@ -18,7 +18,7 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-const waitFor = 10 * time.Second
+const waitFor = time.Minute // of a test that is about to fail
 
 // node is one process's side of the contract, small enough to see through.
 type node struct {

@@ -24,7 +24,7 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-const patience = 20 * time.Second
+const patience = time.Minute // of a test that is about to fail
 
 func open(t *testing.T, cfg Config) (*transporttest.Pair, transport.Lane) {
 	t.Helper()
@@ -303,6 +303,20 @@ func readConfirm(t *testing.T, c net.Conn) wire.Entry {
 
 // A sender that stops in mid frame holds up no fence, and what it sends afterwards goes to scrap.
 func TestFrozenSender(t *testing.T) {
+	const soon, tries = time.Second, 5 // a fence may be late where the machine is busy; one that waits for a sender always is
+	for n := 1; ; n++ {
+		took := fenceFrozen(t)
+		if took <= soon {
+			return
+		}
+		if t.Logf("try %d: the fence took %s", n, took); n == tries {
+			t.Fatalf("each of %d fences waited longer than %s for a frozen sender", tries, soon)
+		}
+	}
+}
+
+func fenceFrozen(t *testing.T) (took time.Duration) {
+	t.Helper()
 	p := transporttest.NewPair(t, factory(Config{}))
 	c := raw(t, p)
 	s := transporttest.Shape{Chunks: 8, BlockBytes: 64 << 10}
@@ -328,9 +342,7 @@ func TestFrozenSender(t *testing.T) {
 	}
 	began := time.Now()
 	b.Fence(t)
-	if d := time.Since(began); d > time.Second {
-		t.Errorf("the fence waited %s for a frozen sender", d)
-	}
+	took = time.Since(began)
 	mem.Fill(mapped, 0x3c)
 	if _, err := c.Write(f[half:]); err != nil {
 		t.Fatal(err)
@@ -350,6 +362,7 @@ func TestFrozenSender(t *testing.T) {
 		t.Errorf("%+v", e)
 	}
 	b2.End(t)
+	return took
 }
 
 // Frames that break the protocol end their lane, and only that.
@@ -591,6 +604,9 @@ func TestSliceDoesNotAllocate(t *testing.T) {
 
 // Lanes at full speed let the garbage collector in.
 func TestLanesDoNotHoldTheCollector(t *testing.T) {
+	if raceEnabled {
+		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+	}
 	const bound = 50 * time.Millisecond
 	m := transporttest.NewMover(t, factory(Config{CRC32C: true}), transporttest.Shape{Chunks: 512, BlockBytes: 16 << 10, Shuffle: true})
 	var stop atomic.Bool

@@ -20,7 +20,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	p := transporttest.NewPair(t, factory(Config{Rails: []Rail{{Name: "lo", Listen: "127.0.0.1:0"}}}))
 	stays, _ := p.Dial()
 	here, there := p.A.Backend.(*Backend), p.B.Backend.(*Backend)
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	a, err := here.AddRail(ctx, Rail{Name: "second", Listen: "127.0.0.2:0"})
 	if err != nil {
@@ -55,7 +55,7 @@ func TestRailsComeAndGo(t *testing.T) {
 	if !here.RemoveRail("second") || here.RemoveRail("second") {
 		t.Error("a rail is removed once")
 	}
-	for deadline := time.Now().Add(10 * time.Second); !l.(*lane).failed(); {
+	for deadline := time.Now().Add(patience); !l.(*lane).failed(); {
 		if time.Now().After(deadline) {
 			t.Fatal("its lane lives on")
 		}

@@ -113,7 +113,7 @@ func testMeter(t *testing.T, f Factory) {
 			t.Fatal(err)
 		}
 		// What acknowledges a confirmation may come a little after it.
-		for deadline := time.Now().Add(5 * time.Second); m.Received()-before < want; {
+		for deadline := time.Now().Add(patience); m.Received()-before < want; {
 			if time.Now().After(deadline) {
 				t.Fatalf("%d bytes landed, and %d of them were received", want, m.Received()-before)
 			}
