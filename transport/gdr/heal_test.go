@@ -1,7 +1,9 @@
 package gdr
 
 import (
+	"context"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os/exec"
 	"slices"
@@ -17,13 +19,30 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// healPair is a pair whose lanes are opened at the addresses of its devices' GIDs. told counts what the first end's host was told.
-func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, told *atomic.Int64) {
+// eventLog counts the events of devices that were looked at. One is logged before it is acted upon, so that the next one's line says that
+// this was done.
+type eventLog struct {
+	slog.Handler
+	seen *atomic.Int64
+}
+
+func (h eventLog) Enabled(context.Context, slog.Level) bool { return true }
+
+func (h eventLog) Handle(_ context.Context, r slog.Record) error {
+	if r.Message == "device event" {
+		h.seen.Add(1)
+	}
+	return nil
+}
+
+// healPair is a pair whose lanes are opened at the addresses of its devices' GIDs. told counts what the first end's host was told, seen
+// the events that it looked at.
+func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, told, seen *atomic.Int64) {
 	t.Helper()
 	f, _ = rig(t)
 	f.SetGID("here", netip.MustParseAddr("127.0.0.2"))
 	f.SetGID("there", netip.MustParseAddr("127.0.0.3"))
-	told = new(atomic.Int64)
+	told, seen = new(atomic.Int64), new(atomic.Int64)
 	names := []string{"here", "there"}
 	return f, transporttest.NewPair(t, func(testing.TB) transport.Backend {
 		name := names[0]
@@ -32,9 +51,10 @@ func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, told *atomic
 		c := Config{Rails: func() ([]Rail, error) { return rails, nil }, Drain: 50 * time.Millisecond}
 		if name == "here" {
 			c.Changed = func() { told.Add(1) }
+			c.Log = slog.New(eventLog{slog.DiscardHandler, seen})
 		}
 		return New(c)
-	}), told
+	}), told, seen
 }
 
 // moves moves everything over a new lane, at the rails as both ends have them now.
@@ -60,7 +80,7 @@ func railOf(e *transporttest.End) RailState { return e.Backend.(*Backend).Rails(
 // TestGIDChange: the address of a port changes under a lane with a slice on it. The lane ends, the choice is made again, the rail is at
 // the new address, the host is told, and lanes work, all without a restart.
 func TestGIDChange(t *testing.T) {
-	f, p, told := healPair(t)
+	f, p, told, seen := healPair(t)
 	moves(t, p, 1)
 	old := railOf(p.A)
 	if !strings.HasPrefix(old.Address, "127.0.0.2:") || old.Down {
@@ -69,7 +89,8 @@ func TestGIDChange(t *testing.T) {
 	// A GID that we do not use comes and goes: nothing happens.
 	a := open(t, p, 0)
 	f.Emit("here", verbs.Event{Kind: verbs.GIDChange})
-	f.Emit("here", verbs.Event{Kind: verbs.PortUp}) // seen after it
+	f.Emit("here", verbs.Event{Kind: verbs.PortUp})
+	until(t, "both events are looked at", func() bool { return seen.Load() == 2 })
 	moves(t, p, 2)
 	if a.failure() != nil || told.Load() != 0 {
 		t.Fatalf("lane: %v, told %d times", a.failure(), told.Load())
@@ -89,9 +110,7 @@ func TestGIDChange(t *testing.T) {
 		s := railOf(p.A)
 		return !s.Down && strings.HasPrefix(s.Address, "127.0.0.4:")
 	})
-	if told.Load() < 2 {
-		t.Errorf("the host was told %d times: that it is down, and where it is now", told.Load())
-	}
+	until(t, "the host is told that it is down, and where it is now", func() bool { return told.Load() >= 2 })
 	moves(t, p, 3)
 	b.End(t)
 
@@ -110,7 +129,7 @@ func TestGIDChange(t *testing.T) {
 // TestRemoval: a device is pulled out in mid transfer, with queue pairs that will never flush. Its slices end in doubt at once, the
 // fence holds, and when it is put back, lanes work.
 func TestRemoval(t *testing.T) {
-	f, p, told := healPair(t)
+	f, p, told, _ := healPair(t)
 	moves(t, p, 1)
 	for gen, name := range []string{"here", "there"} {
 		a := open(t, p, 0)
@@ -147,14 +166,12 @@ func TestRemoval(t *testing.T) {
 		}
 		b.End(t)
 	}
-	if told.Load() < 2 {
-		t.Errorf("told %d times", told.Load())
-	}
+	until(t, "the host is told that it is gone, and that it is there", func() bool { return told.Load() >= 2 })
 }
 
 // TestPortState: a rail says that its port is down, and that it is up.
 func TestPortState(t *testing.T) {
-	f, p, told := healPair(t)
+	f, p, told, _ := healPair(t)
 	f.Emit("here", verbs.Event{Kind: verbs.PortDown})
 	until(t, "down", func() bool { return railOf(p.A).Down && told.Load() == 1 })
 	f.Emit("here", verbs.Event{Kind: verbs.PortDown}) // says nothing new

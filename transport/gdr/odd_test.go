@@ -21,6 +21,7 @@ type oddDevice struct {
 	badCQ      bool            // completion queues say nothing but errors
 	polls      int             // of completion queues, counted while they are bad
 	slow       <-chan struct{} // what asks the device waits for it; nil: it does not
+	waiting    int             // so many do
 	registered int             // registrations that were not given back
 	domains    int             // likewise
 	inlined    int             // writes whose bytes the CPU copies
@@ -47,9 +48,13 @@ func (d *oddDevice) is(f func(*oddDevice) bool) bool {
 func (d *oddDevice) wait() {
 	d.mu.Lock()
 	slow := d.slow
+	if slow != nil {
+		d.waiting++
+	}
 	d.mu.Unlock()
 	if slow != nil {
 		<-slow
+		d.set(func(d *oddDevice) { d.waiting-- })
 	}
 }
 
