@@ -2,6 +2,7 @@ package connector_test
 
 import (
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -15,7 +16,8 @@ import (
 // What a sidecar may cost its host while it moves nothing, in cores.
 const (
 	idleShare   = 0.005 // no engine computes
-	decodeShare = 0.03  // two engines decode, and every layer of every step is followed
+	decodeShare = 0.03  // two engines decode, and nothing is moved
+	followShare = 0.05  // the same, and every layer is looked for as if a partner waited: ours to bound, nobody was promised it
 )
 
 // cpuWindows is how often a share is measured before it counts as too high: others that use the machine make the same work dearer,
@@ -89,14 +91,22 @@ func TestCPU(t *testing.T) {
 		child.expect(t, "decoding")
 	}
 	before := events.layers.Load()
-	holds(t, "two engines that decode", decodeShare, func(spent time.Duration) {
+	follows := func(spent time.Duration) {
 		// A watcher that does not look is cheap, too.
 		seen, want := events.layers.Load()-before, int64(2*childShape.Layers)*int64(spent/decodePeriod)
 		before += seen
 		if seen < want*8/10 && !raceEnabled {
 			t.Errorf("%d layers reported of %d: the watcher is too slow to follow", seen, want)
 		}
-	})
+	}
+	holds(t, "two engines that decode, nothing to move", decodeShare, follows)
+	r.rec.mu.Lock()
+	workers := slices.Clone(r.rec.ups)
+	r.rec.mu.Unlock()
+	for _, w := range workers {
+		w.Follow(true)
+	}
+	holds(t, "two engines that decode, every layer awaited", followShare, follows)
 
 	if !raceEnabled {
 		testutil.LetsCollectorIn(t) // a watcher that sleeps must not hold it up

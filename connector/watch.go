@@ -9,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watcher follows the layer flags of every worker that has a step open. It is one goroutine on a thread of its own, because
+// watcher follows the layer flags of every worker that has a step open and is awaited. It is one goroutine on a thread of its own, because
 // Go's timers are a millisecond late where this needs 100 microseconds; with nothing to follow it sleeps on a condition.
 type watcher struct {
 	mu   sync.Mutex
@@ -25,8 +25,14 @@ func newWatcher() *watcher {
 	return wt
 }
 
-// add makes sure that w is followed.
+// add makes sure that w is followed, if its layers are awaited; else it is looked at now and then.
 func (wt *watcher) add(w *worker) {
+	if !w.awaited(now()) {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.lookLaterLocked()
+		return
+	}
 	if !w.watched.CompareAndSwap(false, true) {
 		return
 	}
@@ -36,12 +42,15 @@ func (wt *watcher) add(w *worker) {
 	wt.cond.Signal()
 }
 
-// settle drops w from the list if it has nothing to follow. A pump that opens a step meanwhile either is seen here, or finds
-// watched false and adds it again.
+// settle drops w from the list if it has nothing to follow, or nobody awaits it. Who changes that meanwhile either is seen here, or
+// finds watched false and adds it again.
 func (wt *watcher) settle(w *worker) {
 	w.watched.Store(false)
-	if w.waiting.Load() > 0 && w.watched.CompareAndSwap(false, true) {
-		return
+	if w.waiting.Load() > 0 {
+		if w.awaited(now()) && w.watched.CompareAndSwap(false, true) {
+			return
+		}
+		defer wt.add(w)
 	}
 	wt.mu.Lock()
 	defer wt.mu.Unlock()
@@ -80,36 +89,71 @@ func (wt *watcher) run() {
 	spareP()
 	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine, and its timer slack with it
 	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, timerSlack, 0, 0, 0)
-	p := newPacer(monotonic(unix.CLOCK_MONOTONIC), monotonic(unix.CLOCK_THREAD_CPUTIME_ID))
+	p := newPacer(now(), cpuTime())
 	for {
 		list, slept := wt.next()
 		if list == nil {
 			return
 		}
 		if slept {
-			p.resume(monotonic(unix.CLOCK_MONOTONIC), monotonic(unix.CLOCK_THREAD_CPUTIME_ID))
+			p.resume(now(), cpuTime())
 		}
-		moved := 0
+		moved, at := 0, now()
 		for _, w := range list {
 			if n := w.flagsMoved(); n > 0 {
 				moved += n
 				w.pump()
 			}
-			if w.waiting.Load() == 0 {
+			if w.waiting.Load() == 0 || !w.awaited(at) {
 				wt.settle(w)
 			}
 		}
-		nap(p.next(monotonic(unix.CLOCK_MONOTONIC), moved))
+		nap(p.next(now(), moved))
 		if p.due() {
-			p.charge(monotonic(unix.CLOCK_MONOTONIC), monotonic(unix.CLOCK_THREAD_CPUTIME_ID))
+			p.charge(now(), cpuTime())
 		}
 	}
 }
 
-func monotonic(clock int32) time.Duration {
+// started is when the process began to tell the time.
+var started = time.Now()
+
+// now is the monotonic time, without a system call.
+func now() time.Duration { return time.Since(started) }
+
+// cpuTime is what the calling thread has used.
+func cpuTime() time.Duration {
 	var ts unix.Timespec
-	_ = unix.ClockGettime(clock, &ts)
+	_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts)
 	return time.Duration(ts.Nano())
+}
+
+// awaited says that somebody may want a layer as soon as it is there: a partner who is here, or one who is about to come.
+func (w *worker) awaited(at time.Duration) bool {
+	return w.partners.Load() || at < time.Duration(w.fresh.Load())
+}
+
+// Follow says whether a source lease of w has a partner. Where none has one nobody is late when layers are looked for with each record
+// of the ring and every paceAlone, while to follow each of them would cost most of what a sidecar may cost that moves nothing.
+func (w *Worker) Follow(partners bool) {
+	s := w.state
+	s.partners.Store(partners)
+	if partners && s.waiting.Load() > 0 {
+		s.s.watch.add(s) // whose first look is at what came meanwhile
+	}
+}
+
+// lookLaterLocked looks at the flags after paceAlone.
+func (w *worker) lookLaterLocked() {
+	if w.closed || w.later != nil {
+		return
+	}
+	w.later = time.AfterFunc(paceAlone, func() {
+		w.mu.Lock()
+		w.later = nil
+		w.mu.Unlock()
+		w.pump()
+	})
 }
 
 // flagsMoved compares the flags with what the watcher saw last. One load per flag, no lock.
@@ -127,11 +171,13 @@ func (w *worker) flagsMoved() int {
 // Pacing of the watcher. One sleep of a thread costs 8 to 20 us of CPU in a virtual machine, whatever is then looked at.
 const (
 	paceMin    = 50 * time.Microsecond
-	paceIdle   = 2 * time.Millisecond // between looks while an open step does not move
-	paceLate   = 8                    // a layer that is late is looked for every gap/paceLate
-	paceFade   = 16                   // after t without a change, looks are at least t/paceFade apart
-	paceWindow = 64                   // looks between two measurements of our own cost
-	paceBudget = 0.015                // of a core, this thread alone
+	paceIdle   = 2 * time.Millisecond   // between looks while an open step does not move
+	paceAlone  = 100 * time.Millisecond // between looks while nobody waits for a layer; the deadline of a long prefill counts from what is seen
+	paceFresh  = 100 * time.Millisecond // after a source lease is opened its partner is about to come
+	paceLate   = 8                      // a layer that is late is looked for every gap/paceLate
+	paceFade   = 16                     // after t without a change, looks are at least t/paceFade apart
+	paceWindow = 64                     // looks between two measurements of our own cost
+	paceBudget = 0.015                  // of a core, this thread alone
 )
 
 // pacer decides how long to sleep between two looks: until just before the next layer is due, then at a fraction of the time

@@ -58,3 +58,26 @@ func TestPacer(t *testing.T) {
 		t.Errorf("after a pause: %s between looks", d)
 	}
 }
+
+// TestAwaited: layers are looked for closely while a partner is here, and for a while after a source lease was opened.
+func TestAwaited(t *testing.T) {
+	w := &Worker{state: &worker{}}
+	if w.state.awaited(time.Hour) {
+		t.Error("awaited, and nobody ever asked")
+	}
+	w.state.fresh.Store(int64(time.Hour + paceFresh))
+	if !w.state.awaited(time.Hour + paceFresh - 1) {
+		t.Error("a new lease is not awaited")
+	}
+	if w.state.awaited(time.Hour + paceFresh) {
+		t.Error("a lease is new for ever")
+	}
+	w.Follow(true)
+	if !w.state.awaited(2 * time.Hour) {
+		t.Error("a partner is here, and nobody looks closely")
+	}
+	w.Follow(false)
+	if w.state.awaited(2 * time.Hour) {
+		t.Error("the last partner went, and layers are looked for as closely as before")
+	}
+}

@@ -51,6 +51,8 @@ type worker struct {
 	sources  sync.Map      // lease id -> *lease, open source leases; what SourceValid reads without a lock
 	watched  atomic.Bool   // on the watcher's list
 	waiting  atomic.Int32  // len(follow), for the watcher
+	partners atomic.Bool   // Follow's last word
+	fresh    atomic.Int64  // as now counts: paceFresh after the last source lease was opened
 	seen     []uint64      // flags as the watcher saw them last; the watcher's own
 	extents  []extent      // of its board and regions
 	draining atomic.Bool   // BYE was said: no new leases
@@ -79,6 +81,7 @@ type worker struct {
 	broken    error // the ring cannot be believed
 	complaint map[string]int
 	detached  *time.Timer
+	later     *time.Timer // runs towards a look at flags that nobody awaits
 }
 
 type completion struct {
@@ -340,6 +343,7 @@ func (w *worker) intentLocked(rec board.Record) error {
 		w.refuseLocked(rec, true, err)
 		return nil
 	}
+	w.fresh.Store(int64(now() + paceFresh))
 	for _, s := range m.Steps {
 		l.steps = append(l.steps, pendingStep{step: s.Step, end: s.End})
 	}
@@ -888,6 +892,9 @@ func (w *worker) shut() {
 	}
 	if w.detached != nil {
 		w.detached.Stop()
+	}
+	if w.later != nil {
+		w.later.Stop()
 	}
 	w.queue = nil
 	for _, l := range w.leases {

@@ -141,6 +141,8 @@ func (n *Node) perform(a *exec.Action) {
 		n.fence(a)
 	case exec.Forget:
 		n.forget(a.Landing)
+	case exec.Follow:
+		a.Worker.Follow(a.On)
 	case exec.Bind:
 		n.bind(a.Sending)
 	case exec.Update:

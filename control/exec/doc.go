@@ -160,6 +160,8 @@ const (
 	Fence
 	// Forget drops Landing from what Host.Grant finds.
 	Forget
+	// Follow says by On whether Worker's layers are awaited: whether anything is sent from its memory.
+	Follow
 	// Bind makes Sending's origin live with its blocks as they are now.
 	Bind
 	// Update gives Sending's origin the block table Blocks.
@@ -203,6 +205,7 @@ type Action struct {
 	Lane       uint64
 	Slices     []transport.Slice // valid until the next Drain into the same Batch
 	Worker     *connector.Worker
+	On         bool // Follow
 	Completion connector.Completion
 	Trace      *Trace // Complete: set for leases that got as far as a partner
 	Text       string // Complain

@@ -319,6 +319,7 @@ func (e *Exec) open(now Instant, c *claim, plan Plan) {
 	snd.readyTo = make([]uint32, plan.Space().NumSegments())
 	c.snd = snd
 	s.sends = append(s.sends, snd)
+	e.follow(s.ws, 1)
 	// The bytes leave first: this word is needed only once they are there.
 	e.late = append(e.late, Action{Kind: Send, Peer: in.peer.boot, Frame: &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
 		GrantReply: &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Source: leaseMsg(s.ID), Code: peerv1.GrantReply_BOUND, Rank: c.part.Rank,

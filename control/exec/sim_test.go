@@ -188,6 +188,7 @@ type simNode struct {
 	links  map[transfer.Boot]Instant
 	leases map[transfer.LeaseID]*simLease
 	fenced map[*connector.Worker]bool
+	follow map[*connector.Worker]bool // Follow's last word
 	answer map[uint64]connector.Admission
 	hangs  map[string]bool // addresses that do not answer a connect
 }
@@ -230,7 +231,7 @@ type simLane struct {
 
 func (s *sim) node(addr string, cfg Config) *simNode {
 	n := &simNode{s: s, addr: addr, lanes: map[uint64]*simLane{}, grants: map[[2]any]*simLanding{}, links: map[transfer.Boot]Instant{},
-		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*connector.Worker]bool{}, answer: map[uint64]connector.Admission{}}
+		leases: map[transfer.LeaseID]*simLease{}, fenced: map[*connector.Worker]bool{}, follow: map[*connector.Worker]bool{}, answer: map[uint64]connector.Admission{}}
 	for i := range n.boot {
 		n.boot[i] = byte(s.rng.Uint32())
 	}
@@ -325,6 +326,9 @@ func (n *simNode) perform(a *Action) {
 		if l := n.leases[a.Sending.Lease]; l != nil && l.done != nil {
 			s.fatalf("an origin is bound to a lease that is complete")
 		}
+		if !n.follow[a.Sending.Worker] {
+			s.fatalf("%s: an origin is bound, and nobody looks for its layers", n.addr)
+		}
 		a.Sending.Source = [2]any{n.leases[a.Sending.Lease], n.leases[a.Sending.Lease].version}
 		a.Sending.Origin.Source = &simSource{snd: a.Sending}
 	case CloseOrigin:
@@ -362,8 +366,16 @@ func (n *simNode) perform(a *Action) {
 		s.after(s.delay(time.Millisecond), func() { n.event(func() { n.ex.Compared(s.now, a.Comparison, "dtype: a at prefill, b at decode") }) })
 	case Answer:
 		n.answer[a.Await] = a.Admission
+	case Follow:
+		if n.follow[a.Worker] == a.On {
+			s.fatalf("%s: Follow says %v twice", n.addr, a.On)
+		}
+		n.follow[a.Worker] = a.On
 	case WorkerFenced:
 		n.fenced[a.Worker] = true
+		if n.follow[a.Worker] {
+			s.fatalf("%s: a worker is fenced whose layers are awaited", n.addr)
+		}
 		for _, l := range n.leases {
 			if l.w == a.Worker && l.done == nil {
 				s.fatalf("worker reported fenced with lease %v open", l.id)

@@ -270,6 +270,7 @@ func (e *Exec) endSending(now Instant, snd *Sending) {
 	}
 	snd.state = sendEnded
 	snd.src.sends = remove(snd.src.sends, snd)
+	e.follow(snd.src.ws, -1)
 	snd.flow.Close()
 	snd.peer.places.moves(snd.at, -1)
 	e.touch(snd.peer)
@@ -320,6 +321,16 @@ func (e *Exec) originClosed(now Instant, snd *Sending) {
 			Destination: leaseMsg(snd.Dest)}}})
 	}
 	e.completeSource(now, snd.src)
+}
+
+// follow counts what is sent from a worker's memory, and tells the connector of the first and after the last.
+func (e *Exec) follow(ws *worker, by int) {
+	before := ws.sends > 0
+	ws.sends += by
+	if now := ws.sends > 0; now != before {
+		a := e.emit(Follow)
+		a.Worker, a.On = ws.w, now
+	}
 }
 
 // closeSource ends a source lease; the first verdict stands. Its receivers are told, its origins closed, then the engine.
