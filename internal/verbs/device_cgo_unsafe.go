@@ -240,11 +240,11 @@ func (d *device) Close() error {
 	if d.closed {
 		return nil
 	}
+	_ = d.file.Close() // the duplicate
+	d.wg.Wait()
 	if d.domains > 0 {
 		return fmt.Errorf("verbs: close %s: %d protection domains are still there: %w", d.name, d.domains, syscall.EBUSY)
 	}
-	_ = d.file.Close() // the duplicate
-	d.wg.Wait()
 	if err := check("close "+d.name, C.kvv_device_close(d.c)); err != nil {
 		return err
 	}

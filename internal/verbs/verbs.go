@@ -233,6 +233,6 @@ type Device interface {
 	NewDomain() (Domain, error)
 	// Events is closed by Close, and where the device is gone and nothing will come any more. What nobody takes in time is dropped, oldest first, except that DeviceFatal stays.
 	Events() <-chan Event
-	// Close fails while a domain is still there.
+	// Close ends the events. It fails, and can be tried again, while a domain is still there.
 	Close() error
 }
