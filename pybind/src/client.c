@@ -90,6 +90,7 @@ __attribute__((format(printf, 3, 4))) void log_line(kvs_client *c, const char *l
 	va_start(ap, format);
 	vsnprintf(line + n, (size_t)(LOG_LINE_BYTES - n), format, ap);
 	va_end(ap);
+	pthread_cond_signal(&c->logged);
 }
 
 __attribute__((format(printf, 2, 3))) void log_error(kvs_client *c, const char *format, ...)
@@ -301,6 +302,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
 	pthread_cond_init(&c->changed, &attr);
 	pthread_condattr_destroy(&attr);
+	pthread_cond_init(&c->logged, NULL);
 	pthread_mutex_init(&c->mu, NULL);
 	*out = c;
 	return 0;
@@ -447,6 +449,7 @@ void kvs_close(kvs_client *c)
 	}
 	pthread_mutex_destroy(&c->mu);
 	pthread_cond_destroy(&c->changed);
+	pthread_cond_destroy(&c->logged);
 	client_free(c);
 }
 
@@ -503,13 +506,15 @@ int kvs_status_read(kvs_client *c, struct kvs_info *info)
 	return 0;
 }
 
-int kvs_next_log(kvs_client *c, char *buf, uint64_t cap)
+static int log_read(kvs_client *c, char *buf, uint64_t cap, bool wait)
 {
 	CHECK(c);
 	if (!buf || !cap)
 		return KVS_E_ARG;
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
+	while (wait && c->log_tail == c->log_head && !c->log_ended)
+		pthread_cond_wait(&c->logged, &c->mu);
 	if (c->log_tail != c->log_head) {
 		const char *line = c->log[c->log_tail++ % LOG_LINES];
 		copy_text(buf, cap, line, strnlen(line, LOG_LINE_BYTES));
@@ -517,6 +522,26 @@ int kvs_next_log(kvs_client *c, char *buf, uint64_t cap)
 	}
 	pthread_mutex_unlock(&c->mu);
 	return rc;
+}
+
+int kvs_next_log(kvs_client *c, char *buf, uint64_t cap)
+{
+	return log_read(c, buf, cap, false);
+}
+
+int kvs_wait_log(kvs_client *c, char *buf, uint64_t cap)
+{
+	return log_read(c, buf, cap, true);
+}
+
+int kvs_end_log(kvs_client *c)
+{
+	CHECK(c);
+	pthread_mutex_lock(&c->mu);
+	c->log_ended = true;
+	pthread_cond_broadcast(&c->logged);
+	pthread_mutex_unlock(&c->mu);
+	return 0;
 }
 
 int64_t kvs_stats(kvs_client *c, void *buf, uint64_t cap)

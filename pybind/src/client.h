@@ -124,7 +124,8 @@ struct kvs_client {
 
 	pthread_mutex_t mu; /* guards all below */
 	pthread_cond_t changed; /* connected went up */
-	bool started, closing;
+	pthread_cond_t logged;  /* a line, or the end of the log */
+	bool started, closing, log_ended;
 	uint8_t *layout; /* what REGISTER says of the regions */
 	uint32_t layout_bytes;
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import pathlib
 import random
@@ -574,13 +575,87 @@ def test_version_refusal_heals_without_restart(sidecar: Make, worker: Make) -> N
     lines: list[str] = []
     w = worker(connect=False, log=lambda level, text: lines.append(text))
     until(lambda: "9.0 to 9.9" in w.status().error, "the refusal is told")
-    assert "upgrade the shim" in w.status().error and not w.connected and any("9.0" in x for x in lines)
+    assert "upgrade the shim" in w.status().error and not w.connected
+    until(lambda: any("9.0" in x for x in lines), "and logged")
     s.kill()
     s = sidecar(version=2 << 16)
     until(lambda: "chose protocol 2.0" in w.status().error, "the numbers are named")
     s.kill()
     sidecar()
     assert w.wait_connected(TIMEOUT_S)
+
+
+def test_the_log_speaks_while_the_engine_is_idle(sidecar: Make, worker: Make) -> None:
+    """A sidecar comes and goes; nobody calls the client, and nobody else's thread is needed."""
+    s: Sidecar = sidecar()
+    lines: list[tuple[int, str]] = []
+    worker(log=lambda level, text: lines.append((level, text)))
+    until(lambda: any("connected to sidecar" in text for _, text in lines), "the connection is logged")
+    s.kill()
+    until(lambda: any(f"sidecar pid {s.process.pid} has exited" in text for _, text in lines), "its death is logged")
+    until(lambda: any("no sidecar at" in text for _, text in lines), "its absence is logged")
+    sidecar()
+    until(lambda: sum("connected to sidecar" in text for _, text in lines) == 2, "the next one is logged")
+    assert [level for level, text in lines if "no sidecar at" in text] == [logging.WARNING], "each is told once"
+
+
+def test_a_logger_that_fails_is_asked_again(sidecar: Make, worker: Make) -> None:
+    s: Sidecar = sidecar()
+    asked: list[str] = []
+
+    def log(level: int, text: str) -> None:
+        asked.append(text)
+        raise RuntimeError("no")
+
+    w = worker(log=log)
+    s.kill()
+    until(lambda: any("connected" in x for x in asked) and any("no sidecar at" in x for x in asked), "both lines")
+    assert w.status().leases == 0
+    w.close()
+    assert not speakers(), "a thread is left"
+
+
+def test_a_logger_that_blocks_holds_up_nobody_for_long(sidecar: Make, worker: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvspray.client, "_LOG_END_S", 0.05)
+    sidecar()
+    entered, go_on = threading.Event(), threading.Event()
+
+    def log(level: int, text: str) -> None:
+        entered.set()
+        go_on.wait(TIMEOUT_S)
+
+    w = worker(log=log)
+    assert entered.wait(TIMEOUT_S)
+    assert intent(w)
+    w.close()
+    assert w.closed and speakers()
+    go_on.set()
+    until(lambda: not speakers(), "the thread ends what close() could not")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_client_that_nobody_has_any_more_is_closed(sidecar: Make, socket_path: pathlib.Path, inside: bool) -> None:
+    """Also where the thread that speaks is the one that collects it."""
+    s: Sidecar = sidecar()
+    held: list[kvspray.SchedulerClient] = []
+    ready = threading.Event()
+
+    def log(level: int, text: str) -> None:
+        if inside:
+            ready.wait(TIMEOUT_S)
+            held.clear()
+
+    held.append(kvspray.SchedulerClient(socket_path, engine=ENGINE, log=log))
+    assert held[0].wait_connected(TIMEOUT_S)
+    ready.set()
+    if not inside:
+        held.clear()
+    until(lambda: not speakers(), "the thread has ended")
+    s.expect("bye")
+
+
+def speakers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "kvspray-log"]
 
 
 def test_refused_layout(sidecar: Make, worker: Make) -> None:

@@ -20,6 +20,9 @@ def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path, transport
         for name in ("P", "D", "R"):
             c.spawn(name)
         c.up()
+        # Nobody has asked them for anything yet.
+        for e in (c.p, c.d):
+            rig.wait_for(f"engine {e.name} misses its sidecar", lambda e=e: "no sidecar at" in e.log.read_text(errors="replace"), 30)
         for i in range(2):
             prompt = fresh(300, ("alone", i))
             want = c.r.run(prompt, 12).tokens
@@ -42,5 +45,10 @@ def test_sidecars_that_come_later(zygote: None, workdir: pathlib.Path, transport
         assert rig.total(after, "vllm:kvspray_transfers_total", side="received", outcome="ok") == before + 1
         assert rig.total(after, "vllm:kvspray_bytes_total", side="received", transport=transport) > 0
         c.settle()
+
+        assert c.sd.proc is not None
+        gone = f"sidecar pid {c.sd.proc.pid} has exited"
+        c.sd.kill()
+        rig.wait_for("the idle engine says that its sidecar is gone", lambda: gone in c.d.log.read_text(errors="replace"), 30)
     finally:
         c.close()

@@ -293,6 +293,12 @@ int kvs_status_read(kvs_client *c, struct kvs_info *info);
  * kept; the oldest give way. */
 int kvs_next_log(kvs_client *c, char *buf, uint64_t cap);
 
+/* The same, and waits for a line. 0: the log has ended, and all of it was read. */
+int kvs_wait_log(kvs_client *c, char *buf, uint64_t cap);
+
+/* Ends the log: who waits for it returns, which must have happened before kvs_close. */
+int kvs_end_log(kvs_client *c);
+
 /* The body of the latest STATS message of the sidecar. Returns its bytes, 0: none yet. */
 int64_t kvs_stats(kvs_client *c, void *buf, uint64_t cap);
 

@@ -2,8 +2,8 @@
 """WorkerClient and SchedulerClient: the Python face of libkvspray.
 
 Threads: a client may be used from any thread; its own lock covers the snapshots that it keeps per source lease. Everything
-that waits does so in C without the interpreter lock. Nothing here runs in the background: log lines of the C thread are
-handed to ``log`` during poll(), wait() and status().
+that waits does so in C without the interpreter lock. So does the one thread here, which is there where a client has a ``log``: it hands
+over what the C thread has to say, when it says it. An engine without requests calls nothing, and should hear of a sidecar that is gone.
 
 Calls that hand over work never raise because of the sidecar: they return 0 or False, and the engine serves as if alone.
 They raise ValueError for arguments that can never be right.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import json
 import logging
 import os
@@ -32,7 +33,8 @@ LogFunc = Callable[[int, str], None]
 
 _RECORD = struct.Struct("<IHHQQQII")
 _POLL_BYTES = 256 << 10
-_LOG_LINES_PER_DRAIN = 64
+_LOG_LINE_BYTES = 1024
+_LOG_END_S = 5.0  # how long a logger may keep close() waiting
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 
@@ -180,10 +182,10 @@ class _Client:
                 "64 KiB..16 MiB"
             )
         self._h = handle
-        self._log_to: LogFunc | None = log.log if isinstance(log, logging.Logger) else log
-        self._log_buf = ctypes.create_string_buffer(1024)
+        out = log.log if isinstance(log, logging.Logger) else log
         # Joins the C thread before the interpreter is torn down; a client that was garbage-collected goes the same way.
-        self._finalizer = weakref.finalize(self, lib.kvs_close, handle)
+        end = _Speaker(handle, out).close if out is not None else functools.partial(lib.kvs_close, handle)
+        self._finalizer = weakref.finalize(self, end)
 
     @property
     def closed(self) -> bool:
@@ -194,7 +196,6 @@ class _Client:
 
     def close(self) -> None:
         """Says goodbye and joins the background thread. Idempotent. No call may be under way in another thread."""
-        self._drain_log()
         self._finalizer()
         self._h = ctypes.c_void_p()  # signals look at nothing else
 
@@ -215,7 +216,6 @@ class _Client:
         return h is not None and lib.kvs_wait_connected(h, _timeout(timeout)) == 1
 
     def status(self) -> Status:
-        self._drain_log()
         info = self._info()
         return Status(
             connected=bool(info.connected),
@@ -259,18 +259,45 @@ class _Client:
             lib.kvs_status_read(h, byref(info))
         return info
 
-    def _drain_log(self) -> None:
-        h = self._handle()
-        if h is None or self._log_to is None:
-            return
-        for _ in range(_LOG_LINES_PER_DRAIN):
-            if lib.kvs_next_log(h, self._log_buf, len(self._log_buf)) != 1:
-                return
-            level, _, message = _text(self._log_buf.value).partition(" ")
+
+class _Speaker:
+    """Hands the lines of a client's log to the engine's, and ends the client's handle when there are no more. Knows no client: one that
+    nobody refers to any more is closed."""
+
+    def __init__(self, handle: ctypes.c_void_p, out: LogFunc) -> None:
+        self._h = handle
+        self._out = out
+        self._lock = threading.Lock()  # guards the two below
+        self._late = False  # close() has gone: the thread ends the handle
+        self._done = False
+        self._thread = threading.Thread(target=self._run, name="kvspray-log", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        buf = ctypes.create_string_buffer(_LOG_LINE_BYTES)
+        while lib.kvs_wait_log(self._h, buf, len(buf)) == 1:
+            level, _, message = _text(buf.value).partition(" ")
             try:
-                self._log_to(_LEVELS.get(level, logging.INFO), f"kvspray: {message}")
+                self._out(_LEVELS.get(level, logging.INFO), f"kvspray: {message}")
             except Exception:  # a logger that fails must not fail the engine
-                return
+                continue
+        with self._lock:
+            self._done = True
+            late = self._late
+        if late:
+            lib.kvs_close(self._h)
+
+    def close(self) -> None:
+        lib.kvs_end_log(self._h)
+        # The logger may wait for whoever closes us, who may hold its lock; and a client may be collected in this very thread.
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LOG_END_S)
+        with self._lock:
+            # In a forked child there is no such thread, and nothing that it could still do.
+            self._late = not self._done and self._thread.is_alive()
+            late = self._late
+        if not late:
+            lib.kvs_close(self._h)
 
 
 def _config(role: int, socket_path: str | os.PathLike[str] | None, engine: EngineInfo, ranks: Ranks) -> _lib.CConfig:
@@ -616,7 +643,6 @@ class WorkerClient(_Client):
         h = self._handle()
         if h is None:
             return []
-        self._drain_log()
         out: list[Completion] = []
         with self._lock:
             while True:
@@ -640,7 +666,6 @@ class WorkerClient(_Client):
         h = self._handle()
         if h is None:
             return False
-        self._drain_log()
         return bool(lib.kvs_wait(h, _timeout(timeout_s)) == 1)
 
     # -- load flags --------------------------------------------------------------------------------------------------
@@ -752,7 +777,6 @@ class SchedulerClient(_Client):
         h = self._handle()
         if h is None:
             return None
-        self._drain_log()
         out = _lib.CAdmission()
         lib.kvs_admission(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32), byref(out))
         if not 1 <= out.state <= 4:
