@@ -311,7 +311,7 @@ func TestBrokenRing(t *testing.T) {
 // TestTakeover: a new session of the same boot waits until the older one's leases are fenced.
 func TestTakeover(t *testing.T) {
 	r := start(t, func(o *connector.Options) { o.FenceWait = 50 * time.Millisecond })
-	r.rec.autoGone = false
+	r.rec.fenceAtOnce(false)
 	w := r.worker(t, nil)
 	id, err := w.Intent(intent(16, 1))
 	must(t, err)
@@ -348,7 +348,7 @@ func TestTakeover(t *testing.T) {
 	if old.SourceValid(r.rec.intents[1].Lease) {
 		t.Error("the old worker answers for the new one")
 	}
-	r.rec.autoGone = true
+	r.rec.fenceAtOnce(true)
 }
 
 type child struct {

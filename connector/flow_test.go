@@ -207,13 +207,11 @@ func TestManyStepsAtOnce(t *testing.T) {
 	must(t, err)
 	held, release := make(chan struct{}), make(chan struct{})
 	var once sync.Once
-	r.rec.mu.Lock()
-	r.rec.onIntent = func(_ *connector.Worker, in connector.Intent) {
+	r.rec.atIntent(func(_ *connector.Worker, in connector.Intent) {
 		if in.Lease.ID != first {
 			once.Do(func() { close(held); <-release }) // the ring's goroutine stands still
 		}
-	}
-	r.rec.mu.Unlock()
+	})
 	const steps = msg.MaxPendingSteps + 40
 	id, err := w.Intent(intent(steps, 1, 2, 3, 4, 5, 6, 7))
 	must(t, err)

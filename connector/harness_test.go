@@ -55,6 +55,20 @@ func newRecorder() *recorder {
 	return &recorder{changed: make(chan struct{}), cancels: map[uint64]string{}, autoGone: true}
 }
 
+// atIntent has f called for every intent from now on.
+func (r *recorder) atIntent(f func(*connector.Worker, connector.Intent)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.onIntent = f
+}
+
+// fenceAtOnce says whether the recorder fences a worker that is gone, or leaves that to the test.
+func (r *recorder) fenceAtOnce(yes bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.autoGone = yes
+}
+
 func (r *recorder) note(what string, f func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -120,7 +120,7 @@ func TestViewOfOwnMemory(t *testing.T) {
 // An engine that closes its client and makes another has its memory again, but not before what was open on it is fenced.
 func TestMemoryComesBackAfterTheFence(t *testing.T) {
 	r := start(t, nil)
-	r.rec.autoGone = false
+	r.rec.fenceAtOnce(false)
 	kv := region(t, shape)
 	mine := func(c *connectortest.Config) { c.Regions, c.Tamper = []*mem.Region{kv}, again(t, kv) }
 	w := r.worker(t, mine)

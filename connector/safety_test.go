@@ -19,7 +19,6 @@ import (
 // nobody touched is found valid again once the ring says whose blocks went.
 func TestSourceValidNeverLate(t *testing.T) {
 	r := start(t, nil)
-	r.rec.onIntent = nil
 	w := r.worker(t, func(c *connectortest.Config) { c.SubmissionBytes = board.RingMinBytes })
 	up := r.lastUp(t)
 
@@ -137,12 +136,12 @@ func TestSourceValidNeverLate(t *testing.T) {
 // TestTakeoverUnderLoad reconnects again and again while leases are opened, completed and asked about.
 func TestTakeoverUnderLoad(t *testing.T) {
 	r := start(t, nil)
-	r.rec.onIntent = func(w *connector.Worker, in connector.Intent) {
+	r.rec.atIntent(func(w *connector.Worker, in connector.Intent) {
 		w.SourceValid(in.Lease)
 		if in.Lease.ID%2 == 0 {
 			_ = r.Complete(w, connector.Completion{Lease: in.Lease, Status: board.OK}) // may race with the takeover
 		}
-	}
+	})
 	w := r.worker(t, nil)
 	for range 30 {
 		for range 20 {
