@@ -9,6 +9,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -102,15 +103,14 @@ func TestClaimedEndpoint(t *testing.T) {
 			t.Errorf("the liar counts as reached at %s", p.Endpoint)
 		}
 	}
-	if len(a.downs) > 0 {
+	if slices.ContainsFunc(a.downs, proved) {
 		t.Errorf("downs %v", a.downs)
 	}
 }
 
 // Whoever dialled us and comes back as another process ends the old session at once, by what answers at its endpoint.
 func TestCallerRestarts(t *testing.T) {
-	slow := func(o *Options) { o.Pings = Pings{Tick: time.Hour} } // no tick helps
-	a, b := start(t, slow), start(t, slow)
+	a, b := start(t, slow), start(t, func(o *Options) { slow(o); restarts(o) }) // no tick helps
 	join(t, b, a)
 	at, old := b.Endpoint(), b.opt.Boot
 	if err := b.Close(); err != nil {
@@ -125,7 +125,7 @@ func TestCallerRestarts(t *testing.T) {
 
 // Each name under which somebody connects gets its answer, also where the session is up already or comes up meanwhile.
 func TestConnectByOtherNames(t *testing.T) {
-	a, b := start(t, nil), start(t, nil)
+	a, b := start(t, slow), start(t, slow)
 	_, port, err := net.SplitHostPort(b.Endpoint())
 	if err != nil {
 		t.Fatal(err)
@@ -158,7 +158,7 @@ func TestConnectByOtherNames(t *testing.T) {
 // While a frame of the old boot is being handled, PeerDown waits: after it nothing of that boot comes.
 func TestNothingAfterDown(t *testing.T) {
 	enter, leave := make(chan struct{}), make(chan struct{})
-	a, b := start(t, nil), start(t, nil)
+	a, b := start(t, slow), start(t, slow)
 	done := false
 	a.on = func(transfer.Boot, *peerv1.ControlFrame) {
 		close(enter)
@@ -194,7 +194,22 @@ func TestNothingAfterDown(t *testing.T) {
 	}
 }
 
-// A lane that was full once does not die of the writer's deadline later.
+// deadlines is the connection of a lane that remembers the last deadline for its writes.
+type deadlines struct {
+	net.Conn
+	mu   sync.Mutex
+	set  int
+	last time.Time
+}
+
+func (d *deadlines) SetWriteDeadline(t time.Time) error {
+	d.mu.Lock()
+	d.set, d.last = d.set+1, t
+	d.mu.Unlock()
+	return d.Conn.SetWriteDeadline(t)
+}
+
+// A lane that was full once has no deadline of the writer's left, of which it would die later.
 func TestLaneAfterBacklog(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -215,8 +230,8 @@ func TestLaneAfterBacklog(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l.limit = time.Second
-	begun := time.Now()
+	d := &deadlines{Conn: c}
+	l.conn, l.limit = d, patience
 	sent := 0
 	for l.waiting() == 0 { // until the socket is full
 		b := make([]byte, MaxFrame)
@@ -234,7 +249,11 @@ func TestLaneAfterBacklog(t *testing.T) {
 		sent -= n
 	}
 	l.wg.Wait()
-	<-time.After(time.Until(begun.Add(3 * l.limit))) // past any deadline that the writer may have left
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.set < 2 || !d.last.IsZero() {
+		t.Errorf("%d deadlines were set, the last one is %v: want one or more, and then none", d.set, d.last)
+	}
 	if !l.write([]byte{1}) {
 		l.mu.Lock()
 		defer l.mu.Unlock()

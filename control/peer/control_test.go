@@ -13,7 +13,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// dialled are the addresses to which n keeps lanes to a peer.
+// dialled are the addresses to which n keeps lanes to a peer, each once: a connect and the slow tick may both have opened one.
 func dialled(n *node, boot transfer.Boot) (out []string) {
 	s := n.session(boot)
 	s.mu.Lock()
@@ -22,7 +22,7 @@ func dialled(n *node, boot transfer.Boot) (out []string) {
 		out = append(out, l.addr)
 	}
 	slices.Sort(out)
-	return out
+	return slices.Compact(out)
 }
 
 // A rail that appears gets a control lane as soon as the peer has said its address, one that vanishes is listened on no more, and what is
