@@ -283,6 +283,68 @@ func TestKeysEnd(t *testing.T) {
 	bind.End(t)
 }
 
+// TestDeviceKeysEnd: the receiver's registration ends in mid transfer on real queue pairs, which costs the lane. What is sent again goes under
+// keys of another generation, and everything lands. That some writes were under way is tried until it is so.
+func TestDeviceKeysEnd(t *testing.T) {
+	p := transporttest.NewPair(t, ends(t))
+	large := transporttest.Shape{Chunks: 4 * maxInFlight, BlockBytes: 16 << 10, Shuffle: true}
+	src, dst := transporttest.NewMemory(t, large), transporttest.NewMemory(t, large)
+	src.Write(seedOld)
+	slice := func(i int) transfer.Range { return transfer.Range{First: uint32(4 * i), Count: 4} }
+	const most = 50
+	for gen := transfer.Gen(1); ; gen++ {
+		bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
+		bind.Sink.Seed.Store(seedOld)
+		l := open(t, p, 0)
+		dev, err := p.B.Backend.(*Backend).rails[0].current()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var all []<-chan transport.Result
+		for i := range maxInFlight {
+			all = append(all, p.A.Move(l, bind.Origin, slice(i), 1))
+		}
+		first := <-all[0] // the registration is there
+		k, err := dev.keys.get(keyName{dst.Region, p.A.Boot, true}, true)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := k.invalidate(); err != nil {
+			t.Fatal(err)
+		}
+		k.put()
+		lost := 0
+		for i, c := range all {
+			r := first
+			if i > 0 {
+				r = <-c
+			}
+			for attempt := uint32(2); r.Outcome != transfer.Landed; attempt++ {
+				if lost++; attempt > most {
+					t.Fatalf("slice %d: %s %s: %v", i, r.Outcome, r.Reason, r.Err)
+				}
+				if l.failure() != nil {
+					l = open(t, p, 0)
+				}
+				r = p.A.MoveWait(l, bind.Origin, slice(i), attempt)
+			}
+		}
+		if !bind.Sink.Full() {
+			t.Fatal("not full")
+		}
+		_ = l.Close()
+		bind.End(t)
+		dst.GapsIntact(t)
+		if lost > 0 {
+			t.Logf("round %d: %d tries failed", gen, lost)
+			return
+		}
+		if gen == most {
+			t.Fatal("no write was under way at any end of the keys: this proves nothing")
+		}
+	}
+}
+
 // TestDeviceEvents: a port that goes down takes its lanes with it at once, and none is opened until it is up; a device that is
 // lost is opened again.
 func TestDeviceEvents(t *testing.T) {

@@ -97,7 +97,7 @@ func TestFenceAgainstLateWrite(t *testing.T) {
 	qp := a.(*lane).q.Num()
 	f.Hold(qp)
 	res := p.A.Move(a, bind.Origin, src.All(), 1)
-	until(t, "writes are under way", writing(a))
+	until(t, "messages are on the wire", func() bool { return f.Held(qp) > 0 })
 	bind.Fence(t)
 	dst.Write(99) // the engine's own bytes
 	f.Release(qp)

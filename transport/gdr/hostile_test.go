@@ -52,7 +52,7 @@ func underWay(t *testing.T, f *fake.Fabric, p *transporttest.Pair) (here, there 
 	b.Sink.Seed.Store(seedOld)
 	f.Hold(here.q.Num())
 	res = p.A.Move(here, b.Origin, src.All(), 1)
-	until(t, "writes are under way", writing(here))
+	until(t, "messages are on the wire", func() bool { return f.Held(here.q.Num()) > 0 })
 	return here, there, b, dst, res
 }
 
