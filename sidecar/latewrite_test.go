@@ -41,6 +41,10 @@ type attack struct {
 
 const notEarly = ^uint32(0)
 
+// spareRuns is how many times the runs that were asked for may be made until so many have attacked: a lane that was held in the run before may
+// be given nothing yet where the machine is busy.
+const spareRuns = 3
+
 // earliest bounds attack.early: a few slices.
 const earliest = 16
 
@@ -275,8 +279,11 @@ func lateAfterSuccess(t *testing.T, held string, order []string) {
 	lanesUp(t, p, d, order)
 	rng := newRand(11)
 	c := newCanary(t, de)
-	copies := 0
-	for i := range attackRuns(t) {
+	copies, attacks, runs := 0, 0, 0
+	for i := 0; attacks < attackRuns(t); i++ {
+		if runs++; runs > spareRuns*attackRuns(t) {
+			t.Fatalf("in only %d of %d runs a copy was in flight when the commit came: nothing was attacked", attacks, runs)
+		}
 		early := notEarly
 		if i%4 == 0 {
 			early = rng.Uint32N(earliest)
@@ -288,15 +295,14 @@ func lateAfterSuccess(t *testing.T, held string, order []string) {
 		c.sing()
 		a.strike(t)
 		n := a.end(t)
-		if n == 0 {
-			t.Fatalf("run %d: no copy was in flight when the commit came: nothing was attacked", i)
+		if copies += n; n > 0 {
+			attacks++
 		}
-		copies += n
 		c.alive(t, i, "when nothing was in flight any more")
 		pe.ok(x.src)
 		c.alive(t, i, "when the source's lease was over")
 	}
-	t.Logf("%d copies in flight at %d commits", copies, attackRuns(t))
+	t.Logf("%d copies in flight at %d commits, of %d", copies, attacks, runs)
 }
 
 func lateAfterCancel(t *testing.T, held string, order []string) {

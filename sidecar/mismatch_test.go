@@ -53,9 +53,9 @@ func TestMismatchIsNamed(t *testing.T) {
 	})
 	ask := func() string {
 		pr := newPrompt(64)
-		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1, Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: 10000})
+		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1, Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
 		dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
-			DeadlineMS: 10000, PartnerMS: 5000})
+			DeadlineMS: deadlineMS, PartnerMS: partnerMS})
 		if err != nil || err2 != nil {
 			t.Fatal(err, err2)
 		}

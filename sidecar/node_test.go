@@ -24,7 +24,11 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-const patience = 20 * time.Second
+const (
+	patience   = time.Minute // of a test that is about to fail
+	deadlineMS = 60000       // of a transfer that has to come; a machine may have other things to do
+	partnerMS  = 30000       // of an expect whose intent has to come
+)
 
 // tb is what helpers need of a test or a benchmark.
 type running struct {
@@ -255,9 +259,9 @@ func TestMoves(t *testing.T) {
 				if skip == tokens {
 					skip = 0
 				}
-				intent := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: tokens, DeadlineMS: 10000}
+				intent := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: tokens, DeadlineMS: deadlineMS}
 				expect := msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{skip}, Blocks: [][]uint32{dt},
-					DeadlineMS: 10000, PartnerMS: 5000, Req: fmt.Sprint("req-", i)}
+					DeadlineMS: deadlineMS, PartnerMS: partnerMS, Req: fmt.Sprint("req-", i)}
 				var src, dst uint64
 				var err, err2 error
 				if i%2 == 0 {

@@ -208,9 +208,8 @@ func TestTraceAddsUp(t *testing.T) {
 func TestHealthOfTheExecutor(t *testing.T) {
 	r := start(t, nil)
 	healthy := func() bool { code, _ := get(t, r, "/healthz"); return code == http.StatusOK }
-	if !healthy() {
-		t.Fatal("a fresh node is not healthy")
-	}
+	until(t, healthy)
+	const tries = 5 // one answer may be late where the machine is busy
 	for why, wedge := range map[string]func() (undo func()){
 		"lock": func() func() { r.d.mu.Lock(); return r.d.mu.Unlock },
 		"action": func() func() {
@@ -224,17 +223,19 @@ func TestHealthOfTheExecutor(t *testing.T) {
 		},
 	} {
 		undo := wedge()
-		from := time.Now()
-		code, body := get(t, r, "/healthz")
-		undo()
-		if code != http.StatusServiceUnavailable || !strings.Contains(body, why) {
-			t.Errorf("wedged %s: %d %s", why, code, body)
+		took := time.Hour
+		for n := 0; n < tries && took > 4*healthTimeout; n++ {
+			from := time.Now()
+			code, body := get(t, r, "/healthz")
+			took = time.Since(from)
+			if code != http.StatusServiceUnavailable || !strings.Contains(body, why) {
+				t.Errorf("wedged %s: %d %s", why, code, body)
+			}
 		}
-		if took := time.Since(from); took < healthTimeout || took > 4*healthTimeout {
+		undo()
+		if took < healthTimeout || took > 4*healthTimeout {
 			t.Errorf("wedged %s: answered after %v", why, took)
 		}
-		if !healthy() {
-			t.Errorf("not healthy again after the %s", why)
-		}
+		until(t, healthy) // again
 	}
 }

@@ -3,9 +3,9 @@ package sidecar
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -22,6 +22,7 @@ import (
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // childConfig names the configuration of a node that this test binary runs as a process of its own, which a test can kill.
@@ -63,26 +64,25 @@ type process struct {
 	cmd      *exec.Cmd
 }
 
-// freePort is an address that nothing listens on, below the ports that Linux gives to outgoing connections: one of those could
-// take it between this look and the child's bind, or while the child is dead.
-func freePort(t testing.TB) string {
+// freePorts are addresses that nothing listens on, and that nobody else takes before the child binds, or while the child is dead: they are
+// this process's alone.
+func freePorts(t testing.TB) (a, b string) {
 	t.Helper()
-	for range 1000 {
-		l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", fmt.Sprintf("127.0.0.1:%d", 18000+rand.IntN(12000)))
-		if err != nil {
-			continue
-		}
-		defer func() { _ = l.Close() }()
-		return l.Addr().String()
+	at := func() net.Listener {
+		l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", net.JoinHostPort(testutil.Loopback(), "0"))
+		ok(t, err)
+		return l
 	}
-	t.Fatal("no port is free between 18000 and 30000")
-	return ""
+	x, y := at(), at()
+	ok(t, errors.Join(x.Close(), y.Close()))
+	return x.Addr().String(), y.Addr().String()
 }
 
 func newProcess(t testing.TB, transport string, argv ...string) *process {
 	t.Helper()
 	dir := socketDir(t)
-	p := &process{t: t, argv: argv, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock"), endpoint: freePort(t), http: freePort(t)}
+	p := &process{t: t, argv: argv, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock")}
+	p.endpoint, p.http = freePorts(t)
 	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir), "engine": map[string]any{"socket": p.socket},
 		"peer": map[string]any{"listen": p.endpoint, "gossip": map[string]any{"listen": "off"}}, "http": map[string]any{"listen": p.http},
 		"transports": map[string]any{"order": []string{transport}}}) // JSON is YAML
@@ -173,7 +173,7 @@ func TestSourceSidecarKilled(t *testing.T) {
 				t.Fatal(err)
 			}
 			if err := pe.IntentAs(x.src, msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{x.pt}, Ready: tokens,
-				DeadlineMS: 15000}); err != nil {
+				DeadlineMS: deadlineMS}); err != nil {
 				t.Fatal(err)
 			}
 			de.ok(x.dst)
@@ -193,9 +193,10 @@ func TestSourceSidecarKilled(t *testing.T) {
 func TestDestinationSidecarKilled(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {
+			t.Parallel() // mostly waits
 			d := newProcess(t, tr)
 			p := start(t, func(c *config.Config) {
-				c.Transports.Order, c.Transfer.Partner = []string{tr}, config.Duration(4*time.Second)
+				c.Transports.Order, c.Transfer.Partner = []string{tr}, config.Duration(8*time.Second) // in which the next sidecar has to be there
 			})
 			pe, de := newEngine(t, p, testShape), newEngine(t, d.asRunning(), testShape)
 			pe.random()
@@ -208,9 +209,9 @@ func TestDestinationSidecarKilled(t *testing.T) {
 			}
 			pr := newPrompt(tokens)
 			lost, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{x.pt},
-				Steps: []msg.PendingStep{{Step: 1, End: tokens}}, DeadlineMS: 20000})
+				Steps: []msg.PendingStep{{Step: 1, End: tokens}}, DeadlineMS: deadlineMS})
 			_, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{rest},
-				DeadlineMS: 20000, PartnerMS: 8000})
+				DeadlineMS: deadlineMS, PartnerMS: partnerMS})
 			if err != nil || err2 != nil {
 				t.Fatal(err, err2)
 			}
@@ -229,7 +230,7 @@ func TestDestinationSidecarKilled(t *testing.T) {
 				t.Fatal(err)
 			}
 			again := msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-				DeadlineMS: 15000, PartnerMS: 8000}
+				DeadlineMS: deadlineMS, PartnerMS: partnerMS}
 			if err := de.Push(board.RecExpect, x.dst, again.Append(nil), false); err != nil {
 				t.Fatal(err)
 			}
@@ -257,35 +258,56 @@ func TestDestinationSidecarStopped(t *testing.T) {
 	p := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
 	pe, de := newEngine(t, p, testShape), newEngine(t, d.asRunning(), testShape)
 	pe.random()
-	pr := newPrompt(tokens)
+	w := begin(t, p, pe, de, 3, tokens) // they meet
+	de.ok(w.dst)
+	pe.ok(w.src)
+	// The receiver is stopped once the source serves it. On a busy machine the source's deadline may pass before.
+	const tries = 5
 	pt := table(newRand(1), 256, blocksFor(tokens, 16))
-	src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: 0,
-		Steps: []msg.PendingStep{{Step: 1, End: tokens}}, DeadlineMS: 1500})
-	if err != nil {
-		t.Fatal(err)
-	}
-	dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{pt},
-		DeadlineMS: 20000, PartnerMS: 10000})
-	if err != nil {
-		t.Fatal(err)
-	}
-	until(t, func() bool {
-		now := p.enter()
-		v := p.d.ex.View(now)
-		p.leave()
-		return len(v.Sources) > 0 && v.Sources[0].Serving == 1
-	})
-	d.signal(syscall.SIGSTOP)
-	for l := range testShape.Layers {
-		pe.SignalLayer(l, 1)
-	}
-	pe.SignalStep(1)
-	if c := pe.wait(src); c.Status != kvexec.StatusExpired {
-		t.Errorf("the source of a stopped receiver: status %d, %+v", c.Status, c.Sent)
-	}
-	d.signal(syscall.SIGCONT)
-	if c := de.wait(dst); c.Status == kvexec.StatusOK {
-		same(t, pe, de, pt, pt, tokens, 0)
+	for n := 1; ; n++ {
+		pr, step := newPrompt(tokens), uint64(n)
+		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt}, Ready: 0,
+			Steps: []msg.PendingStep{{Step: step, End: tokens}}, DeadlineMS: 1500})
+		if err != nil {
+			t.Fatal(err)
+		}
+		dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{pt},
+			DeadlineMS: deadlineMS, PartnerMS: 1500})
+		if err != nil {
+			t.Fatal(err)
+		}
+		seen, serves := false, false
+		until(t, func() bool {
+			now := p.enter()
+			v := p.d.ex.View(now)
+			p.leave()
+			seen = seen || len(v.Sources) > 0
+			serves = len(v.Sources) > 0 && v.Sources[0].Serving == 1
+			return serves || seen && len(v.Sources) == 0
+		})
+		if serves {
+			d.signal(syscall.SIGSTOP)
+			for l := range testShape.Layers {
+				pe.SignalLayer(l, step)
+			}
+			pe.SignalStep(step)
+		}
+		sent := pe.wait(src)
+		if serves {
+			d.signal(syscall.SIGCONT)
+		}
+		if sent.Status != kvexec.StatusExpired && serves {
+			t.Errorf("the source of a stopped receiver: status %d, %+v", sent.Status, sent.Sent)
+		}
+		if c := de.wait(dst); c.Status == kvexec.StatusOK {
+			same(t, pe, de, pt, pt, tokens, 0)
+		}
+		if serves {
+			break
+		}
+		if n == tries {
+			t.Fatalf("in none of %d tries the source served before its deadline", tries)
+		}
 	}
 	y := begin(t, p, pe, de, 2, tokens)
 	de.ok(y.dst)

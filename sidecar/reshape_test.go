@@ -226,7 +226,7 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 	src, dst := make([]uint64, len(ps)), make([]uint64, len(ds))
 	for i, s := range ps {
 		calls = append(calls, func() (err error) {
-			in := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: s.table, DeadlineMS: 20000, Req: req}
+			in := msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: s.table, DeadlineMS: deadlineMS, Req: req}
 			if half > 0 {
 				in.Steps = append(in.Steps, msg.PendingStep{Step: uint64(seed)*2 + 1, End: half})
 			}
@@ -240,7 +240,7 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 	for i, d := range ds {
 		calls = append(calls, func() (err error) {
 			dst[i], err = d.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: skip, Blocks: d.table,
-				DeadlineMS: 20000, PartnerMS: 8000, Req: req})
+				DeadlineMS: deadlineMS, PartnerMS: partnerMS, Req: req})
 			return err
 		})
 	}
