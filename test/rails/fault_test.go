@@ -27,6 +27,15 @@ var kinds = []struct {
 	{"down", linkDown}, {"drop", silent}, {"ackdrop", silent}, {"rate=1/20", silent}, {"flap=300ms", silent}, {"blackhole", silent},
 }
 
+// each is all of a list, or one of it under the race detector: it looks at what moves transfers and lets faults happen here, not at the sidecars,
+// and make test runs all of them without it in its part rails.
+func each[T any](all []T) []T {
+	if raceEnabled && how == smoke {
+		return all[1:2]
+	}
+	return all
+}
+
 // someFaults is how long make test spends on each kind: three faults or four.
 const someFaults = 25 * time.Second
 
@@ -34,7 +43,7 @@ const someFaults = 25 * time.Second
 // flight ends as soon as they allow, and the rail is used again soon after it has healed.
 func TestFaults(t *testing.T) {
 	rr := goal(t)
-	for _, k := range kinds {
+	for _, k := range each(kinds) {
 		t.Run(k.kind, func(t *testing.T) {
 			f := open(t, railsbench.Setup{Rates: rr})
 			p := engines(t, f, 16*kib, total(), 2)
@@ -50,7 +59,7 @@ func TestFaults(t *testing.T) {
 			at := []string{"250ms:rail0:" + k.kind, "1250ms:rail0:heal"}
 			o := &timeline.Options{Duration: 4 * time.Second, Faults: faults(t, at...)}
 			var windows, lates, back []time.Duration
-			transfers := 0
+			transfers, missed := 0, 0
 			for i := 0; i < n || time.Now().Before(until); i++ {
 				transfer(t, p, railsbench.Order{}) // warm
 				r.Transfers, r.Faults = nil, o.Faults
@@ -66,8 +75,19 @@ func TestFaults(t *testing.T) {
 					}
 				}
 				transfers += len(r.Transfers)
+				// The fault may meet the moment between two transfers where the machine is busy. Then it is made again.
+				const misses = 5
+				miss := func(format string, args ...any) {
+					t.Helper()
+					if t.Logf("run %d: "+format, append([]any{i}, args...)...); missed == misses {
+						t.Fatalf("the fault met a transfer in none of %d runs", misses)
+					}
+					missed++
+					n++
+				}
 				if len(r.Dips) != 2 {
-					t.Fatalf("run %d: %d dips for two events; %d transfers until %v", i, len(r.Dips), len(r.Transfers), r.Transfers[len(r.Transfers)-1].Began)
+					miss("%d dips for two events; %d transfers until %v", len(r.Dips), len(r.Transfers), r.Transfers[len(r.Transfers)-1].Began)
+					continue
 				}
 				w := r.Dips[0].Recovered.D()
 				if w < 0 {
@@ -75,7 +95,8 @@ func TestFaults(t *testing.T) {
 				}
 				l, ok := railsbench.Late(r, &r.Dips[0])
 				if !ok {
-					t.Fatalf("run %d: no transfer was in flight at the fault", i)
+					miss("no transfer was in flight at the fault")
+					continue
 				}
 				windows, lates, back = append(windows, w), append(lates, l), append(back, again(r, 1250*time.Millisecond))
 			}
@@ -128,12 +149,12 @@ func again(r *timeline.Result, healed time.Duration) time.Duration {
 // All rails dead for three seconds, then back: who has time finishes, who has not fails for its deadline, and the wire is used again.
 func TestAllDeadThenBack(t *testing.T) {
 	rr := goal(t)
-	for _, kind := range []string{"down", "drop"} {
+	for _, kind := range each([]string{"down", "drop"}) {
 		t.Run(kind, func(t *testing.T) {
 			f := open(t, railsbench.Setup{Rates: rr})
 			p := engines(t, f, 16*kib, total(), 3)
 			transfer(t, p, railsbench.Order{})
-			patient, err := p.Begin(t.Context(), railsbench.Order{Deadline: 20 * time.Second})
+			patient, err := p.Begin(t.Context(), railsbench.Order{Deadline: time.Minute})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -147,7 +168,7 @@ func TestAllDeadThenBack(t *testing.T) {
 			after(t, 3*time.Second)
 			apply(t, f, "0s:all:heal")
 			if patient.Wait(); patient.Err != nil {
-				t.Errorf("a transfer with 20 s: %v", patient.Err)
+				t.Errorf("a transfer with a minute: %v", patient.Err)
 			}
 			took := patient.Ended.Sub(died)
 			t.Logf("dead for 3 s; the patient one ended %v after it began to be", took)
@@ -170,43 +191,55 @@ func TestAllDeadThenBack(t *testing.T) {
 // tcp as a whole is gone in mid transfer; another transport can reach the peer: the same transfer carries on.
 func TestOtherTransportCarriesOn(t *testing.T) {
 	rr := goal(t)
-	for _, kind := range []string{"down", "drop"} {
+	for _, kind := range each([]string{"down", "drop"}) {
 		t.Run(kind, func(t *testing.T) {
 			f := open(t, railsbench.Setup{Rates: rr, Set: []string{"transports.order=tcp,shm", "transports.shm.dir=" + t.TempDir()}})
 			p := engines(t, f, 16*kib, total(), 2)
-			transfer(t, p, railsbench.Order{})
-			x, err := p.Begin(t.Context(), railsbench.Order{Deadline: 20 * time.Second})
-			if err != nil {
-				t.Fatal(err)
-			}
-			after(t, 200*time.Millisecond)
-			apply(t, f, "0s:all:"+kind)
-			died := time.Now()
-			select {
-			case <-x.Heard():
-			case <-time.After(10 * time.Second):
-				t.Error("ten seconds after tcp was gone the transfer has not ended")
-			}
-			// The receiver's engine has it. The word of that comes to the sender by control lanes, which have no other way than the rails.
-			apply(t, f, "0s:all:heal")
-			if x.Wait(); x.Err != nil {
-				t.Fatal(x.Err)
-			}
-			t.Logf("ended %v after tcp was gone, by %s", x.Ended.Sub(died), x.Transport)
-			s, err := f.State(t.Context(), netrig.Sender)
-			if err != nil {
-				t.Fatal(err)
-			}
-			var byTCP, bySHM uint64
-			for _, q := range s.Leases.Rails.Pairs {
-				if q.Path.Transport == "shm" {
-					bySHM += q.Counters["bytes"]
-				} else {
-					byTCP += q.Counters["bytes"]
+			moved := func() (byTCP, bySHM uint64) {
+				s, err := f.State(t.Context(), netrig.Sender)
+				if err != nil {
+					t.Fatal(err)
 				}
+				for _, q := range s.Leases.Rails.Pairs {
+					if q.Path.Transport == "shm" {
+						bySHM += q.Counters["bytes"]
+					} else {
+						byTCP += q.Counters["bytes"]
+					}
+				}
+				return byTCP, bySHM
 			}
-			if bySHM == 0 || byTCP == 0 || byTCP < x.Bytes {
-				t.Errorf("%d bytes by tcp, %d by shm: want the first transfer and a part of the second by tcp, the rest by shm", byTCP, bySHM)
+			// Where the machine is busy the fault may come after the transfer, or before its first byte. Then it is made again.
+			const tries = 5
+			for n := 1; ; n++ {
+				transfer(t, p, railsbench.Order{})
+				beforeTCP, beforeSHM := moved()
+				x, err := p.Begin(t.Context(), railsbench.Order{Deadline: time.Minute})
+				if err != nil {
+					t.Fatal(err)
+				}
+				after(t, 200*time.Millisecond)
+				apply(t, f, "0s:all:"+kind)
+				died := time.Now()
+				select {
+				case <-x.Heard():
+				case <-time.After(30 * time.Second):
+					t.Error("half a minute after tcp was gone the transfer has not ended")
+				}
+				// The receiver's engine has it. The word of that comes to the sender by control lanes, which have no other way than the rails.
+				apply(t, f, "0s:all:heal")
+				if x.Wait(); x.Err != nil {
+					t.Fatal(x.Err)
+				}
+				byTCP, bySHM := moved()
+				byTCP, bySHM = byTCP-beforeTCP, bySHM-beforeSHM
+				t.Logf("ended %v after tcp was gone, by %s; %d bytes by tcp, %d by shm", x.Ended.Sub(died), x.Transport, byTCP, bySHM)
+				if byTCP > 0 && bySHM > 0 {
+					break
+				}
+				if n == tries {
+					t.Fatalf("in none of %d tries a part of the transfer went by tcp and the rest by shm", tries)
+				}
 			}
 		})
 	}

@@ -18,8 +18,9 @@ const (
 	attackChunks = 24
 	sliceChunks  = 3
 	hedgeAfter   = 25 * time.Millisecond // a slice that has not ended goes out on the other lane
-	maxTries     = 12
-	patience     = 20 * time.Second
+	quickTries   = 6                     // then each waits twice as long: it may be the machine that has not got to it
+	maxTries     = 14
+	patience     = time.Minute // of a test that is about to fail
 )
 
 func until(t *testing.T, what string, ok func() bool) {
@@ -41,7 +42,7 @@ func spread(p *transporttest.Pair, lanes []transport.Lane, b *transporttest.Bind
 			r := transfer.Range{First: uint32(i) * sliceChunks, Count: sliceChunks}
 			for try := range maxTries {
 				c := p.A.Move(lanes[(i+try)%len(lanes)], b.Origin, r, uint32(try)+1)
-				hedge := time.NewTimer(hedgeAfter)
+				hedge := time.NewTimer(hedgeAfter << max(0, try-quickTries))
 				select {
 				case res := <-c:
 					all[i] = res.Outcome == transfer.Landed
