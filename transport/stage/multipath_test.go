@@ -128,7 +128,7 @@ func TestMultipathThresholdAndYield(t *testing.T) {
 func TestMultipathLinkDies(t *testing.T) {
 	for dies := range 3 {
 		for _, after := range []int{0, 2} {
-			for _, n := range []uint64{40 << 20, testMax + 9} {
+			for _, n := range []uint64{24 * testMax, testMax + 9} {
 				r := newRig(t, 3, n)
 				r.devs[dies].failAfter = after
 				if n < 20*testMax {

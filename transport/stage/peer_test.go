@@ -23,9 +23,9 @@ func TestPeerContent(t *testing.T) {
 		const pool = 8 << 20
 		from, to := m.alloc(pool), m.alloc(pool)
 		sb, db := m.at(from, pool), m.at(to, pool)
-		for i := 0; i < pool; i += 8 {
-			sb[i], sb[i+1], db[i] = byte(rng.Uint32()), byte(i>>8), byte(rng.Uint32())
-		}
+		noise := rand.NewChaCha8([32]byte{byte(seed)})
+		noise.Read(sb)
+		noise.Read(db)
 		for range 3 {
 			want := bytes.Clone(db)
 			var moves []Move
