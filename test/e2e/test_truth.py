@@ -3,13 +3,16 @@
 
 Nothing here computes an offset: views come from create_kv_cache_views, the CPU backend's pages from its own kernel, and what is
 registered is what the connector would register for them. Each of vLLM's layouts that a CPU can hold is tried against others, with
-other block sizes and other tensor parallelism.
+other block sizes and other tensor parallelism. So are hybrids: attention and recurrent states of two groups, in one pool of pages.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import pathlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +21,17 @@ import pytest
 import torch
 from conftest import need
 from ranks import Rank, compare, connected, draw, group, move, register, worker
+from states import STATE_DTYPE, Inputs, Linear, Weights, bind, conv_order, step
 
 LAYERS = 3
 HEADS = 4
 BLOCKS = 24
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)  # tensors are small: threads would wait for each other
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +136,10 @@ def check(peer: str, p: Engine, d: Engine, pk: Kind, dk: Kind, fill: Fill, token
 
 def by_index(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.Tensor) -> None:
     """As every backend of vLLM writes: view[block, head, slot] = K and V of that head."""
+    t = torch.arange(content.shape[1])
+    blocks = torch.tensor(rank.table)[t // kind.block]
     for layer, view in enumerate(views):
-        for t in range(content.shape[1]):
-            for h, head in enumerate(rank.heads(HEADS)):
-                view[rank.table[t // kind.block], h, t % kind.block] = content[layer, t, head].reshape(-1)
+        view[blocks, :, t % kind.block] = content[layer][:, list(rank.heads(HEADS))].flatten(2)
 
 
 def by_kernel(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.Tensor) -> None:
@@ -229,3 +238,211 @@ def test_latents_of_mla(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, ptp:
     finally:
         p.close()
         d.close()
+
+
+LINEAR_GROUPS = 2
+LONGEST = 8192  # tokens: where states of earlier blocks are not kept, a request's only one is that of the model's longest prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Hybrid:
+    """An engine with full attention and linear attention. order: of its convolutions. align: states are kept at the ends of blocks, in block
+    tables that count them like attention's; otherwise a request has one block for its state."""
+
+    of: Linear
+    order: str = "SD"
+    tp: int = 1
+    align: bool = False
+    wider: int = 0  # tokens that a block has more than a state needs: behind the state, the page belongs to nobody
+    pages: str = "LBHNC"
+
+    def __str__(self) -> str:
+        return f"{self.of.kind}{self.of.k_heads}-{self.order}-tp{self.tp}-{'align' if self.align else 'one'}-{self.pages}-wider{self.wider}"
+
+    def specs(self) -> tuple[Any, Any]:
+        """Of attention, and of linear attention. vLLM makes blocks of attention as wide as a state, and pads states to them."""
+        from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Backend
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+        linear = MambaSpec(
+            block_size=LONGEST, shapes=self.of.shapes(self.tp), dtypes=(torch.bfloat16, STATE_DTYPE), mamba_cache_mode="align" if self.align else "none",
+            mamba_type={"gdn": Backend.GDN_ATTN, "mamba2": Backend.MAMBA2, "kda": Backend.GDN_ATTN}[self.of.kind],
+        )  # fmt: skip
+        token = FullAttentionSpec(block_size=1, num_kv_heads=HEADS // self.tp, head_size=16, dtype=torch.bfloat16).page_size_bytes
+        block = -(-linear.page_size_bytes // (16 * token)) * 16 + self.wider
+        attention = FullAttentionSpec(block_size=block, num_kv_heads=HEADS // self.tp, head_size=16, dtype=torch.bfloat16)
+        linear = dataclasses.replace(linear, page_size_padded=attention.page_size_bytes, block_size=block if self.align else LONGEST)
+        return attention, linear
+
+    def tables(self, tokens: int) -> list[list[int]]:
+        """As vLLM's block pool hands out blocks: each to one group, and block 0 to none; it stands where there is no state any more."""
+        attention, linear = self.specs()
+        n = -(-tokens // attention.block_size)
+        free = random.sample(range(1, BLOCKS), n + LINEAR_GROUPS)
+        states = [[0] * ((tokens - 1) // linear.block_size) + [free.pop()] for _ in range(LINEAR_GROUPS)]
+        return [free, *states]
+
+
+@dataclasses.dataclass
+class HybridRank:
+    """A rank of a hybrid: its views of attention's pages, and of each linear layer's states."""
+
+    kind: Hybrid
+    r: Rank
+    views: list[torch.Tensor]
+    states: list[list[tuple[torch.Tensor, torch.Tensor]]]  # [group][layer]: conv, recurrent
+
+    def attend(self, content: torch.Tensor) -> None:
+        by_index(self.r, Kind("LBHNC", self.kind.specs()[0].block_size, self.kind.tp), self.views, content)
+
+    def slot(self, group: int, tokens: int) -> int:
+        return self.r.tables[1 + group][(tokens - 1) // self.kind.specs()[1].block_size]
+
+    def by_channel(self, conv: torch.Tensor) -> torch.Tensor:
+        return conv if self.kind.order == "DS" else conv.transpose(-1, -2)
+
+
+@dataclasses.dataclass
+class Prompt:
+    """What a prompt leaves in the caches, of all heads and channels of the model."""
+
+    kv: torch.Tensor
+    conv: list[list[torch.Tensor]]  # [group][layer]: [channel, history]
+    state: list[list[torch.Tensor]]  # [head, ...]
+
+    def write(self, h: HybridRank, tokens: int) -> None:
+        of, tp = h.kind.of, h.kind.tp
+        h.attend(self.kv)
+        for g, layers in enumerate(h.states):
+            at = h.slot(g, tokens)
+            for i, (conv, state) in enumerate(layers):
+                h.by_channel(conv[at]).copy_(self.conv[g][i][of.channels(h.r.rank, tp)])
+                state[at] = self.state[g][i][of.heads(h.r.rank, tp)]
+
+
+def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridRank]:
+    from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kvspray_vllm import layout
+
+    out = []
+    order = KVCacheLayout[kind.pages]
+    with conv_order(kind.order):
+        specs = kind.specs()
+    for rank in range(kind.tp):
+        page = specs[0].page_size_bytes
+        nbytes = LAYERS * BLOCKS * page
+        r = worker(sidecar, engine, rank, kind.tp, LAYERS * (1 + LINEAR_GROUPS), nbytes)
+        groups, every = [], []
+        for g in range(1 + LINEAR_GROUPS):
+            spec = specs[min(g, 1)]
+            names = [f"model.layers.{g + i * (1 + LINEAR_GROUPS)}.{'linear_attn' if g else 'self_attn.attn'}" for i in range(LAYERS)]
+            interleaved = LAYERS * page if order.is_block_outermost else None
+            layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, order, fixed_strides=(None, interleaved, None, None, None))
+            views = create_kv_cache_views(r.memory[0], spec, BLOCKS, order, KVCacheTensor(nbytes, names, layer, block))
+            every.append(views)
+            described = []
+            for i, view in enumerate(views):
+                place = layout.place_of(view, BLOCKS)
+                described.append({"name": names[i], "index": g * LAYERS + i, "region": 0, "base": place.base, "block_stride": place.block_stride,
+                                  "page_bytes": place.page_bytes})  # fmt: skip
+            if g:
+                strategy, params = kind.of.strategy, kind.of.params(kind.order, rank, kind.tp)
+            else:
+                strategy, params = layout.strategy_of(spec, "FLASH_ATTN", kind.pages, 2, HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED)
+            groups.append(group(spec.block_size, strategy, params, BLOCKS, described))
+        register(r, "bfloat16", groups)
+        out.append(HybridRank(kind, r, every[0], [[bind(v, specs[1].shapes, specs[1].dtypes) for v in views] for views in every[1:]]))
+    connected(*(h.r for h in out))
+    return out
+
+
+def one_more(ranks: list[HybridRank], weights: list[list[Weights]], x: Inputs, tokens: int) -> torch.Tensor:
+    """What the layers make of a token after the prompt, by vLLM's kernels: [group and layer, head, dim]."""
+    out = []
+    for g, ws in enumerate(weights):
+        for i, w in enumerate(ws):
+            out.append(torch.cat([step(h.kind.of, h.kind.order, h.r.rank, h.kind.tp, w, x, *h.states[g][i], h.slot(g, tokens), False)[0] for h in ranks]))
+    return torch.stack(out)
+
+
+def prefill(p: list[HybridRank], weights: list[list[Weights]], tokens: int) -> Prompt:
+    """The layers compute a prompt, by vLLM's kernels where it has them for CPUs; and what they left, put together from the ranks."""
+    of, tp = p[0].kind.of, p[0].kind.tp
+    shapes = of.shapes(1)
+    every = range(LINEAR_GROUPS), range(LAYERS)
+    channels = sum(of.sections)
+    prompt = Prompt(torch.randn(LAYERS, tokens, HEADS, 2, 16).to(torch.bfloat16),
+                    [[torch.randn(channels, 3).to(torch.bfloat16) for _ in every[1]] for _ in every[0]],
+                    [[torch.randn(shapes[1]).to(STATE_DTYPE) for _ in every[1]] for _ in every[0]])  # fmt: skip
+    for h in p:
+        prompt.write(h, tokens)
+    if of.kind == "kda":
+        return prompt
+    for g in every[0]:
+        for i in every[1]:
+            x = Inputs.random(of, tokens)
+            for h in p:
+                at = h.slot(g, tokens)
+                step(of, h.kind.order, h.r.rank, tp, weights[g][i], x, *h.states[g][i], at, True)
+                conv, state = h.states[g][i]
+                prompt.conv[g][i][of.channels(h.r.rank, tp)] = h.by_channel(conv[at])
+                prompt.state[g][i][of.heads(h.r.rank, tp)] = state[at]
+    return prompt
+
+
+def looked_up(h: HybridRank, g: int, i: int, tokens: int) -> None:
+    """Where vLLM's own helpers look for the state of the request, when they carry it on into its next block, it lies."""
+    with conv_order(h.kind.order):
+        for view, spec_of in zip(h.states[g][i], h.kind.of.copy_specs, strict=True):
+            spec = spec_of(view, h.r.tables[1 + g], (tokens - 1) // h.kind.specs()[1].block_size, 1)
+            want = view[h.slot(g, tokens)].contiguous().view(torch.uint8).numpy().tobytes()
+            assert ctypes.string_at(spec.start_addr, spec.num_elements * view.itemsize) == want
+
+
+GDN, KDA = Linear("gdn", 2, 64, 4, 64), Linear("kda", 4, 32, 4, 32)
+MAMBA2, ONE_GROUP = Linear("mamba2", 2, 48, 4, 16), Linear("mamba2", 1, 32, 4, 16)
+HYBRIDS = [
+    (Hybrid(GDN), Hybrid(GDN, wider=16)),
+    (Hybrid(GDN, "SD", 2, True), Hybrid(GDN, "DS", 1, pages="BLHNC")),
+    (Hybrid(GDN, "DS", 1, pages="BLHNC"), Hybrid(GDN, "SD", 2, True)),
+    (Hybrid(MAMBA2, "DS", 2, True), Hybrid(MAMBA2, "SD", 1, True, wider=32)),
+    (Hybrid(ONE_GROUP, "SD"), Hybrid(ONE_GROUP, "DS", 4)),
+    (Hybrid(ONE_GROUP, "SD", 2), Hybrid(ONE_GROUP, "SD", 1, True)),
+    (Hybrid(KDA, "SD", 2, True, wider=16), Hybrid(KDA, "DS", 1)),
+    (Hybrid(KDA, "DS", 1), Hybrid(KDA, "SD", 2)),
+]
+
+
+@pytest.mark.parametrize(("pk", "dk"), HYBRIDS, ids=str)
+def test_states_of_hybrids(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Hybrid, dk: Hybrid) -> None:
+    sp, sd = sidecars
+    p, d = make_hybrid(sp, pk, f"ph{pk}{dk}"), make_hybrid(sd, dk, f"dh{pk}{dk}")
+    kernels = pk.of.kind != "kda"  # vLLM has none for KDA on CPUs
+    try:
+        weights = [[Weights.random(pk.of) for _ in range(LAYERS)] for _ in range(LINEAR_GROUPS)]
+        x = Inputs.random(pk.of, 1)
+        for tokens in (1, 300):
+            for ranks in (p, d):
+                tables = ranks[0].kind.tables(tokens)
+                for h in ranks:
+                    h.r.tables = tables
+            prompt = prefill(p, weights, tokens)
+            noise = one_more(d, weights, x, tokens) if kernels else None
+            before = [[m.clone() for m in h.r.memory] for h in d]
+            move(sp.endpoint, [h.r for h in p], [h.r for h in d], tokens)
+            for h, was in zip(d, before, strict=True):
+                compare(h.r, was, functools.partial(prompt.write, h, tokens), f"{pk} to {dk}, {tokens} tokens")
+                for g in range(LINEAR_GROUPS):
+                    for i in range(LAYERS):
+                        looked_up(h, g, i, tokens)
+            if noise is not None:
+                want = one_more(p, weights, x, tokens)
+                torch.testing.assert_close(one_more(d, weights, x, tokens), want, rtol=2e-2, atol=2e-2)
+                assert not torch.allclose(noise, want, rtol=0.1, atol=0.1 * float(want.abs().max())), "the token does not depend on the state"
+    finally:
+        for h in (*p, *d):
+            h.views.clear()
+            h.states.clear()
+            h.r.close()
