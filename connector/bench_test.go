@@ -58,7 +58,7 @@ func BenchmarkSourceValid(b *testing.B) {
 	_, err := w.Intent(intent(16, 1))
 	must(b, err)
 	r.rec.until(b, "intent", func() bool { return len(r.rec.intents) == 1 })
-	up, lease := r.lastUp(b), r.rec.intents[0].Lease
+	up, lease := r.lastUp(b), r.rec.seen().intents[0].Lease
 	b.ReportAllocs()
 	for b.Loop() {
 		if !up.SourceValid(lease) {

@@ -2,7 +2,6 @@ package connector_test
 
 import (
 	"fmt"
-	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -100,10 +99,7 @@ func TestCPU(t *testing.T) {
 		}
 	}
 	holds(t, "two engines that decode, nothing to move", decodeShare, follows)
-	r.rec.mu.Lock()
-	workers := slices.Clone(r.rec.ups)
-	r.rec.mu.Unlock()
-	for _, w := range workers {
+	for _, w := range r.rec.seen().ups {
 		w.Follow(true)
 	}
 	holds(t, "two engines that decode, every layer awaited", followShare, follows)

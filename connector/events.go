@@ -89,6 +89,7 @@ type Progress struct {
 // Await is a scheduler's question whether the prefill has admitted a request.
 type Await struct {
 	Token  uint64 // answer with it
+	Engine string // that asks, as in Place
 	Key    transfer.Key
 	Peer   string
 	Tokens uint32

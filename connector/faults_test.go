@@ -144,15 +144,15 @@ func TestBadPackets(t *testing.T) {
 	x, h := key()
 	go func() {
 		r.rec.until(t, "await", func() bool { return len(r.rec.awaits) == 1 })
-		r.rec.replies[0](connector.Admission{State: "admitted", Tokens: 5})
-		r.rec.replies[0](connector.Admission{State: "gone"}) // only the first counts
+		r.rec.seen().replies[0](connector.Admission{State: "admitted", Tokens: 5})
+		r.rec.seen().replies[0](connector.Admission{State: "gone"}) // only the first counts
 	}()
 	a, err := s.Await(testContext(t), x, h, "p:1", 5, time.Second)
 	must(t, err)
 	if a.State != "admitted" || a.Tokens != 5 {
 		t.Fatalf("%+v", a)
 	}
-	if got := r.rec.awaits[0]; got.TTL != time.Second || got.Peer != "p:1" || got.Tokens != 5 || got.Key.Xfer != x {
+	if got := r.rec.seen().awaits[0]; got.TTL != time.Second || got.Peer != "p:1" || got.Tokens != 5 || got.Key.Xfer != x {
 		t.Fatalf("%+v", got)
 	}
 	for range 100 {
@@ -255,9 +255,7 @@ func TestMalformedRecords(t *testing.T) {
 	if r.bad.get("ignored cancel") != 1 || r.bad.get("ignored step") != 1 {
 		t.Error("races are not counted as such")
 	}
-	if len(w.Errors()) == 0 {
-		t.Error("the shim was not told")
-	}
+	eventually(t, "the shim is told", func() bool { return len(w.Errors()) > 0 })
 	if n := strings.Count(r.logs.String(), "malformed record"); n > 6 {
 		t.Errorf("%d log lines: each kind is logged once", n)
 	}
@@ -317,7 +315,7 @@ func TestTakeover(t *testing.T) {
 	must(t, err)
 	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
 	old := r.lastUp(t)
-	lease := r.rec.intents[0].Lease
+	lease := r.rec.seen().intents[0].Lease
 
 	_, err = w.Connect(testContext(t))
 	var se *connectortest.ServerError
@@ -333,8 +331,8 @@ func TestTakeover(t *testing.T) {
 	if gone := r.rec.retired(); len(gone) != 1 || !errors.Is(gone[0], connector.ErrSuperseded) {
 		t.Fatalf("gone: %v", gone)
 	}
-	r.rec.fenced[0]()
-	r.rec.fenced[0]()
+	r.rec.seen().fenced[0]()
+	r.rec.seen().fenced[0]()
 	_, err = w.Connect(testContext(t))
 	must(t, err)
 	if !w.Welcome().Fenced {
@@ -342,10 +340,10 @@ func TestTakeover(t *testing.T) {
 	}
 	must(t, w.IntentAs(id, intent(16, 1)))
 	r.rec.until(t, "presented again", func() bool { return len(r.rec.intents) == 2 })
-	if again := r.rec.intents[1].Lease; again == lease || again.ID != id {
+	if again := r.rec.seen().intents[1].Lease; again == lease || again.ID != id {
 		t.Errorf("lease %s after %s: the name must differ", again, lease)
 	}
-	if old.SourceValid(r.rec.intents[1].Lease) {
+	if old.SourceValid(r.rec.seen().intents[1].Lease) {
 		t.Error("the old worker answers for the new one")
 	}
 	r.rec.fenceAtOnce(true)
@@ -390,22 +388,13 @@ func TestExit(t *testing.T) {
 	must(t, err)
 	c.expect(t, "dropped")
 	// The server has seen the end of file once it says so.
-	for !strings.Contains(r.logs.String(), "socket ended") {
-		if len(r.rec.retired()) > 0 {
-			t.Fatal("an end of file ended the worker")
-		}
-		if testContext(t).Err() != nil {
-			t.Fatal("the end of the socket was not seen")
-		}
-	}
-	if len(r.rec.retired()) != 0 || r.Leases() != 1 || !r.lastUp(t).SourceValid(r.rec.intents[0].Lease) {
+	eventually(t, "the end of the socket is seen", func() bool { return strings.Contains(r.logs.String(), "socket ended") })
+	if len(r.rec.retired()) != 0 || r.Leases() != 1 || !r.lastUp(t).SourceValid(r.rec.seen().intents[0].Lease) {
 		t.Fatal("the lease did not survive the socket")
 	}
 	must(t, c.cmd.Process.Kill())
 	r.rec.until(t, "exit", func() bool { return len(r.rec.gone) == 1 && errors.Is(r.rec.gone[0], connector.ErrExited) })
-	if r.Leases() != 0 || len(r.Workers()) != 0 {
-		t.Errorf("%d leases, %d workers", r.Leases(), len(r.Workers()))
-	}
+	eventually(t, "no lease and no worker is left", func() bool { return r.Leases() == 0 && len(r.Workers()) == 0 })
 }
 
 // TestForeignBoot: another process cannot take a live worker's place.
@@ -496,13 +485,13 @@ func TestFullCompletionRing(t *testing.T) {
 	}()
 	r.rec.until(t, "expects", func() bool { return len(r.rec.expects) == n })
 	up := r.lastUp(t)
-	for _, ex := range r.rec.expects {
+	for _, ex := range r.rec.seen().expects {
 		must(t, r.Complete(up, connector.Completion{Lease: ex.Lease, Received: true, Status: board.OK, Reason: strings.Repeat("x", 50)}))
 	}
 	for i := range n {
 		c, err := w.Wait(testContext(t))
 		must(t, err)
-		if c.Lease != r.rec.expects[i].Lease.ID || c.Seq != uint64(i+1) {
+		if c.Lease != r.rec.seen().expects[i].Lease.ID || c.Seq != uint64(i+1) {
 			t.Fatalf("completion %d: lease %d, seq %d", i, c.Lease, c.Seq)
 		}
 	}
@@ -527,7 +516,7 @@ func TestLimitsAndDrain(t *testing.T) {
 	go func() { drained <- r.Drain(testContext(t)) }()
 	must(t, w.WaitBye(testContext(t)))
 	up := r.lastUp(t)
-	for _, in := range r.rec.intents {
+	for _, in := range r.rec.seen().intents {
 		select {
 		case err := <-drained:
 			t.Fatalf("drained with leases open: %v", err)
@@ -569,7 +558,7 @@ func TestBlockIDsAreBounded(t *testing.T) {
 		t.Fatalf("%+v", got)
 	}
 	r.rec.until(t, "the intent", func() bool { return len(r.rec.intents) == 1 })
-	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.intents[0].Lease, Status: board.OK}))
+	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().intents[0].Lease, Status: board.OK}))
 	if got, err = w.Wait(testContext(t)); err != nil || got.Lease != a {
 		t.Fatalf("%+v %v", got, err)
 	}
@@ -647,7 +636,7 @@ func TestBlockingEventfds(t *testing.T) {
 	binary.LittleEndian.PutUint32(w.RawRings()[completions+board.OffRingSleeping:], 1)
 	done := make(chan error, 3)
 	go func() {
-		for _, in := range r.rec.intents {
+		for _, in := range r.rec.seen().intents {
 			done <- r.Complete(r.lastUp(t), connector.Completion{Lease: in.Lease})
 		}
 		done <- r.Close()

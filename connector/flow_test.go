@@ -25,7 +25,7 @@ func TestLayerByLayer(t *testing.T) {
 	must(t, w.Step(msg.Step{Step: 1, Reqs: []msg.StepReq{{Lease: id, End: 16, Blocks: [][]uint32{{3}}}}}))
 	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: id, End: 40, Blocks: [][]uint32{{3, 4, 5}}}}}))
 	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
-	got := r.rec.intents[0]
+	got := r.rec.seen().intents[0]
 	if got.Lease.ID != id || got.Key.Xfer != in.Xfer || got.Key.Hash != in.Hash || got.Tokens != 40 || got.Req != "req-1" ||
 		got.Fanout != 1 || got.Priority != connector.LayerStream || got.Deadline != connector.DefaultDeadline {
 		t.Fatalf("intent %+v", got)
@@ -36,20 +36,20 @@ func TestLayerByLayer(t *testing.T) {
 
 	w.SignalLayer(0, 1)
 	r.rec.until(t, "layer 0", func() bool { return len(r.rec.progress) == 1 })
-	if p := r.rec.progress[0]; p.Layer != 0 || p.Tokens != 16 || p.Final || asJSON(p.Blocks) != "[[3]]" || p.Lease != got.Lease {
+	if p := r.rec.seen().progress[0]; p.Layer != 0 || p.Tokens != 16 || p.Final || asJSON(p.Blocks) != "[[3]]" || p.Lease != got.Lease {
 		t.Fatalf("progress %+v", p)
 	}
 	w.SignalLayer(1, 1)
 	w.SignalStep(1) // layers 2 and 3 have no hook
 	r.rec.until(t, "step 1", func() bool { return len(r.rec.progress) == 4 })
-	for i, p := range r.rec.progress[1:] {
+	for i, p := range r.rec.seen().progress[1:] {
 		if p.Layer != i+1 || p.Tokens != 16 || p.Blocks != nil {
 			t.Fatalf("progress %+v", p)
 		}
 	}
 	w.SignalLayer(3, 2)
 	r.rec.until(t, "layer 3 of step 2", func() bool { return len(r.rec.progress) == 5 })
-	if p := r.rec.progress[4]; p.Layer != 3 || p.Tokens != 40 || !p.Final || asJSON(p.Blocks) != "[[3,4,5]]" {
+	if p := r.rec.seen().progress[4]; p.Layer != 3 || p.Tokens != 40 || !p.Final || asJSON(p.Blocks) != "[[3,4,5]]" {
 		t.Fatalf("progress %+v", p)
 	}
 	w.SignalStep(2)
@@ -81,7 +81,7 @@ func TestExpectAndRecompute(t *testing.T) {
 	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 48, Skip: []uint32{16}, Blocks: [][]uint32{{0, 1, 2}}, DeadlineMS: 1500})
 	must(t, err)
 	r.rec.until(t, "expect", func() bool { return len(r.rec.expects) == 1 })
-	ex := r.rec.expects[0]
+	ex := r.rec.seen().expects[0]
 	if ex.Peer != "10.0.0.1:7" || ex.Tokens != 48 || asJSON(ex.Skip) != "[16]" || ex.Deadline != 1500*time.Millisecond || ex.Partner != connector.DefaultPartner {
 		t.Fatalf("expect %+v", ex)
 	}
@@ -107,7 +107,7 @@ func TestPreempt(t *testing.T) {
 	must(t, w.Step(msg.Step{Step: 1, Reqs: []msg.StepReq{{Lease: a, End: 32}, {Lease: b, End: 32}}}))
 	r.rec.until(t, "intents", func() bool { return len(r.rec.intents) == 2 })
 	up := r.lastUp(t)
-	la, lb := r.rec.intents[0].Lease, r.rec.intents[1].Lease
+	la, lb := r.rec.seen().intents[0].Lease, r.rec.seen().intents[1].Lease
 	w.BumpEpoch()
 	if up.SourceValid(la) || up.SourceValid(lb) {
 		t.Fatal("valid although the epoch moved and nobody said what for")
@@ -122,7 +122,7 @@ func TestPreempt(t *testing.T) {
 	r.rec.until(t, "preempt", func() bool { return len(r.rec.preempts) == 1 && r.rec.preempts[0] == a })
 	w.SignalStep(1)
 	r.rec.until(t, "progress of b", func() bool { return len(r.rec.progress) == 4 })
-	for _, p := range r.rec.progress {
+	for _, p := range r.rec.seen().progress {
 		if p.Lease != lb {
 			t.Fatalf("progress %+v", p)
 		}
@@ -131,7 +131,7 @@ func TestPreempt(t *testing.T) {
 	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: a, End: 32, Blocks: [][]uint32{{5, 6}}, Attempt: 1}}}))
 	w.SignalStep(2)
 	r.rec.until(t, "progress of a", func() bool { return len(r.rec.progress) == 8 })
-	p := r.rec.progress[4]
+	p := r.rec.seen().progress[4]
 	if p.Lease.ID != a || p.Lease == la || asJSON(p.Blocks) != "[[5,6]]" || !p.Final {
 		t.Fatalf("progress %+v", p)
 	}
@@ -157,10 +157,10 @@ func TestRestartPresentsLeases(t *testing.T) {
 	in.Steps = []msg.PendingStep{{Step: 5, End: 64}, {Step: 6, End: 100}}
 	must(t, w.IntentAs(77, in))
 	r.rec.until(t, "progress", func() bool { return len(r.rec.progress) == 8 })
-	if got := r.rec.intents[0]; !got.Held || got.Attempt != 2 || got.Lease.ID != 77 {
+	if got := r.rec.seen().intents[0]; !got.Held || got.Attempt != 2 || got.Lease.ID != 77 {
 		t.Fatalf("intent %+v", got)
 	}
-	for i, p := range r.rec.progress {
+	for i, p := range r.rec.seen().progress {
 		want := uint32(32)
 		if i >= 4 {
 			want = 64
@@ -171,7 +171,7 @@ func TestRestartPresentsLeases(t *testing.T) {
 	}
 	w.SignalLayer(2, 6)
 	r.rec.until(t, "layer 2", func() bool { return len(r.rec.progress) == 9 })
-	if p := r.rec.progress[8]; p.Layer != 2 || p.Tokens != 100 || !p.Final {
+	if p := r.rec.seen().progress[8]; p.Layer != 2 || p.Tokens != 100 || !p.Final {
 		t.Fatalf("progress %+v", p)
 	}
 }
@@ -188,10 +188,10 @@ func TestTableOutlivesUnchangedStep(t *testing.T) {
 	r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == 1 })
 	w.SignalStep(3) // the flags of steps 1 and 2 are never seen by themselves
 	r.rec.until(t, "progress", func() bool { return len(r.rec.progress) == 4 })
-	if p := r.rec.progress[0]; p.Tokens != 48 || asJSON(p.Blocks) != "[[1,2,3]]" {
+	if p := r.rec.seen().progress[0]; p.Tokens != 48 || asJSON(p.Blocks) != "[[1,2,3]]" {
 		t.Fatalf("progress %+v, want the table of step 2", p)
 	}
-	for _, p := range r.rec.progress[1:] {
+	for _, p := range r.rec.seen().progress[1:] {
 		if p.Tokens != 48 || p.Blocks != nil {
 			t.Fatalf("progress %+v, want no table: it was told already", p)
 		}
@@ -225,9 +225,7 @@ func TestManyStepsAtOnce(t *testing.T) {
 		n := len(r.rec.progress)
 		return n > 0 && r.rec.progress[n-1].Final || len(r.rec.cancels) > 0
 	})
-	r.rec.mu.Lock()
-	defer r.rec.mu.Unlock()
-	if why, ok := r.rec.cancels[id]; ok {
+	if why, ok := r.rec.seen().cancels[id]; ok {
 		t.Fatalf("the lease was ended: %s", why)
 	}
 }

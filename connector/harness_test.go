@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -33,8 +34,15 @@ func TestMain(m *testing.M) {
 
 // recorder is a control layer that writes down what it is told.
 type recorder struct {
-	mu       sync.Mutex
-	changed  chan struct{}
+	mu      sync.Mutex
+	changed chan struct{}
+	events
+	autoGone bool // fence at once
+	onIntent func(*connector.Worker, connector.Intent)
+}
+
+// events is what the server has said so far.
+type events struct {
 	ups      []*connector.Worker
 	gone     []error
 	fenced   []func()
@@ -47,12 +55,19 @@ type recorder struct {
 	awaits   []connector.Await
 	replies  []func(connector.Admission)
 	order    []string
-	autoGone bool // fence at once
-	onIntent func(*connector.Worker, connector.Intent)
+}
+
+// seen is what was said up to now. The server may go on talking: slices only grow, the map is a copy.
+func (r *recorder) seen() events {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.events
+	e.cancels = maps.Clone(e.cancels)
+	return e
 }
 
 func newRecorder() *recorder {
-	return &recorder{changed: make(chan struct{}), cancels: map[uint64]string{}, autoGone: true}
+	return &recorder{changed: make(chan struct{}), events: events{cancels: map[uint64]string{}}, autoGone: true}
 }
 
 // atIntent has f called for every intent from now on.
@@ -144,6 +159,18 @@ func (r *recorder) until(t testing.TB, what string, cond func() bool) {
 		case <-ch:
 		case <-deadline.C:
 			t.Fatalf("%s: not within 20 s; events so far: %s", what, order)
+		}
+	}
+}
+
+// eventually waits for what no event announces.
+func eventually(t testing.TB, what string, cond func() bool) {
+	t.Helper()
+	look := time.NewTicker(time.Millisecond)
+	defer look.Stop()
+	for deadline := time.Now().Add(20 * time.Second); !cond(); <-look.C {
+		if time.Now().After(deadline) {
+			t.Fatalf("%s: not within 20 s", what)
 		}
 	}
 }

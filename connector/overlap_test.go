@@ -149,7 +149,7 @@ func TestMemoryComesBackAfterTheFence(t *testing.T) {
 	}
 	_, err = next.Connect(testContext(t))
 	refused(t, err, msg.CodeFencing, "regions[0].fd", "is being fenced")
-	r.rec.fenced[0]()
+	r.rec.seen().fenced[0]()
 	_, err = next.Connect(testContext(t))
 	must(t, err)
 }

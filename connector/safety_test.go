@@ -86,9 +86,7 @@ func TestSourceValidNeverLate(t *testing.T) {
 			push(func() error { return w.IntentAs(id, intent(64, 1, 2, 3, 4)) })
 			seen++
 			r.rec.until(t, "intent", func() bool { return len(r.rec.intents) == seen })
-			r.rec.mu.Lock()
-			s := &source{id: r.rec.intents[seen-1].Lease}
-			r.rec.mu.Unlock()
+			s := &source{id: r.rec.seen().intents[seen-1].Lease}
 			mu.Lock()
 			sources, byID[id] = append(sources, s), s
 			mu.Unlock()
@@ -161,7 +159,5 @@ func TestTakeoverUnderLoad(t *testing.T) {
 		<-asked
 	}
 	r.rec.until(t, "every older session gone", func() bool { return len(r.rec.gone) == 30 })
-	if n := r.Leases(); n > 0 {
-		t.Errorf("%d leases open after the last takeover", n)
-	}
+	eventually(t, "no lease is open after the last takeover", func() bool { return r.Leases() == 0 })
 }

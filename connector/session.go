@@ -277,7 +277,7 @@ func (c *session) onAwait(m *msg.Await) {
 	}
 	var once sync.Once
 	id := m.ID
-	a := Await{Token: c.s.token.Add(1), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens,
+	a := Await{Token: c.s.token.Add(1), Engine: placeOf(c.hello).Engine, Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens,
 		TTL: c.s.duration(m.TTLMS, c.s.opt.Partner)}
 	c.s.opt.Events.Await(a, func(ad Admission) {
 		once.Do(func() {

@@ -44,9 +44,9 @@ func TestRealShim(t *testing.T) {
 	kill := time.AfterFunc(20*time.Second, func() { _ = cmd.Process.Kill() })
 	defer kill.Stop()
 	r.rec.until(t, "all layers and hold", func() bool { return finals(r.rec) == shape.Layers && len(r.rec.holds) == 1 })
-	got := r.rec.intents[0]
-	if got.Req != "from C" || got.Key.Xfer != in.Xfer || got.Key.Hash != in.Hash || asJSON(r.rec.progress[0].Blocks) != "[[3,4]]" {
-		t.Errorf("intent %+v, progress %+v", got, r.rec.progress[0])
+	got := r.rec.seen().intents[0]
+	if got.Req != "from C" || got.Key.Xfer != in.Xfer || got.Key.Hash != in.Hash || asJSON(r.rec.seen().progress[0].Blocks) != "[[3,4]]" {
+		t.Errorf("intent %+v, progress %+v", got, r.rec.seen().progress[0])
 	}
 	up := r.lastUp(t)
 	if up.Name != "c/shim/tp0" {
