@@ -17,6 +17,7 @@ import (
 	"sort"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 )
 
@@ -57,11 +58,13 @@ func root(t *testing.T) string {
 	return r
 }
 
-func goFiles(t *testing.T) []file {
-	t.Helper()
-	r := root(t)
-	var out []file
-	err := filepath.WalkDir(r, func(p string, d fs.DirEntry, err error) error {
+// parsed is every Go file of the module, read once for all tests.
+var parsed = sync.OnceValues(func() (out []file, err error) {
+	r, err := filepath.Abs("../..")
+	if err != nil {
+		return nil, err
+	}
+	err = filepath.WalkDir(r, func(p string, d fs.DirEntry, err error) error {
 		if err != nil {
 			return err
 		}
@@ -71,7 +74,7 @@ func goFiles(t *testing.T) []file {
 		if d.IsDir() || !strings.HasSuffix(p, ".go") {
 			return nil
 		}
-		parsed, err := parser.ParseFile(fset, p, nil, parser.ParseComments)
+		tree, err := parser.ParseFile(fset, p, nil, parser.ParseComments)
 		if err != nil {
 			return err
 		}
@@ -79,16 +82,16 @@ func goFiles(t *testing.T) []file {
 		if err != nil {
 			return err
 		}
-		f := file{path: filepath.ToSlash(rel), test: strings.HasSuffix(p, "_test.go"), generated: ast.IsGenerated(parsed), ast: parsed}
+		f := file{path: filepath.ToSlash(rel), test: strings.HasSuffix(p, "_test.go"), generated: ast.IsGenerated(tree), ast: tree}
 		f.dir = path.Dir(f.path)
-		for _, g := range parsed.Comments {
+		for _, g := range tree.Comments {
 			for _, c := range g.List {
-				if x, err := constraint.Parse(c.Text); err == nil && c.Pos() < parsed.Package && x.String() == "ignore" {
+				if x, err := constraint.Parse(c.Text); err == nil && c.Pos() < tree.Package && x.String() == "ignore" {
 					f.ignored = true
 				}
 			}
 		}
-		for _, i := range parsed.Imports {
+		for _, i := range tree.Imports {
 			name, err := strconv.Unquote(i.Path.Value)
 			if err != nil {
 				return err
@@ -98,6 +101,12 @@ func goFiles(t *testing.T) []file {
 		out = append(out, f)
 		return nil
 	})
+	return out, err
+})
+
+func goFiles(t *testing.T) []file {
+	t.Helper()
+	out, err := parsed()
 	if err != nil {
 		t.Fatal(err)
 	}
