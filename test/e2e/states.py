@@ -218,8 +218,8 @@ def _mamba2(
     if first:
         state[slot] = mamba_chunk_scan_combined_varlen(
             xs, a, -decay, bs, cs, chunk_size=32, D=bias, z=None, dt_bias=bias, seq_idx=torch.zeros(n, dtype=torch.int32), cu_seqlens=start,
-            cu_chunk_seqlens=None, last_chunk_indices=None, initial_states=None, return_intermediate_states=False, dt_softplus=True, dt_limit=(0.0, float("inf")),
-            out=out, state_dtype=state.dtype,
+            cu_chunk_seqlens=None, last_chunk_indices=None, initial_states=None, return_intermediate_states=False, dt_softplus=True,
+            dt_limit=(0.0, float("inf")), out=out, state_dtype=state.dtype,
         )  # fmt: skip
     else:
         wide = (-1, -1, of.v_dim)
