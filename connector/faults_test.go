@@ -196,7 +196,7 @@ func TestMalformedRecords(t *testing.T) {
 	w := r.worker(t, nil)
 	good, err := w.Intent(intent(32, 1, 2))
 	must(t, err)
-	for name, push := range map[string]func(id uint64) error{
+	cases := map[string]func(id uint64) error{
 		"intent body":     func(id uint64) error { return w.Push(board.RecIntent, id, []byte{0xc1}, false) },
 		"intent empty":    func(id uint64) error { return w.Push(board.RecIntent, id, nil, false) },
 		"intent block":    func(id uint64) error { return w.IntentAs(id, intent(32, 1, 64)) },
@@ -221,7 +221,8 @@ func TestMalformedRecords(t *testing.T) {
 			x, h := key()
 			return w.Push(board.RecExpect, id, (&msg.Expect{Xfer: x, Hash: h, Peer: "p:1", Tokens: 16, Skip: []uint32{17}, Blocks: [][]uint32{{1}}}).Append(nil), false)
 		},
-	} {
+	}
+	for name, push := range cases {
 		t.Run(name, func(t *testing.T) {
 			id := w.NewLease()
 			must(t, push(id))
@@ -238,6 +239,7 @@ func TestMalformedRecords(t *testing.T) {
 			}
 		})
 	}
+	eventually(t, "each of them is counted", func() bool { return r.bad.get("intent")+r.bad.get("expect") == len(cases) })
 	before := r.bad.get("step") + r.bad.get("unknown") + r.bad.get("intent") + r.bad.get("cancel")
 	must(t, w.IntentAs(good, intent(16, 9)))                                      // open already
 	must(t, w.Push(77, good, nil, false))                                         // unknown type
