@@ -7,7 +7,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 )
@@ -19,15 +21,18 @@ const (
 
 // backend is one engine.
 type backend struct {
-	role    string
-	url     string
-	sidecar string // where to learn peer; empty: configured
+	role       string
+	url        string
+	sidecar    string // where its endpoint can be asked for; empty: nowhere
+	configured bool   // peer is what the operator gave
 
 	mu       sync.Mutex // guards all below
 	peer     string
-	load     int  // requests in flight
-	failures int  // health checks in a row
-	known    bool // the first check was made
+	said     string // what its engine or its sidecar called the latter's endpoint last
+	warning  string // why that cannot be peer
+	load     int    // requests in flight
+	failures int    // health checks in a row
+	known    bool   // the first check was made
 	reason   string
 }
 
@@ -163,6 +168,10 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 		Endpoint string `json:"endpoint"`
 	}
 	err := p.get(ctx, b.sidecar+"/v1/node", &node)
+	if b.configured {
+		p.compare(ctx, b, node.Endpoint)
+		return nil
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if changed := node.Endpoint != b.peer; changed {
@@ -170,6 +179,51 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	}
 	b.peer = node.Endpoint
 	return nil
+}
+
+// compare looks whether the endpoint that the operator has configured is the one that the prefill's side names. It may be another name of it;
+// a wrong one costs each request its transfer, and nobody else would say why.
+func (p *Proxy) compare(ctx context.Context, b *backend, said string) {
+	b.mu.Lock()
+	known := said == b.said
+	b.mu.Unlock()
+	if !b.configured || said == "" || known {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
+	defer cancel()
+	same := sameEndpoint(ctx, b.peer, said)
+	if ctx.Err() != nil {
+		return // another time
+	}
+	warning := ""
+	if !same {
+		warning = fmt.Sprintf("--prefill-peer is %s, but this engine's sidecar calls itself %s: give --prefill-peer %s, unless both are the same",
+			b.peer, said, said)
+		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "prefill_peer", b.peer, "sidecar", said, "remedy", "--prefill-peer "+said)
+	}
+	b.mu.Lock()
+	b.said, b.warning = said, warning
+	b.mu.Unlock()
+}
+
+// sameEndpoint reports whether two host:port have the same port and an address in common. Where a name cannot be looked up here, engines may
+// still know it: then nothing is claimed.
+func sameEndpoint(ctx context.Context, x, y string) bool {
+	if x == y {
+		return true
+	}
+	xh, xp, xerr := net.SplitHostPort(x)
+	yh, yp, yerr := net.SplitHostPort(y)
+	if xerr != nil || yerr != nil || xp != yp {
+		return false
+	}
+	xa, xerr := net.DefaultResolver.LookupHost(ctx, xh)
+	ya, yerr := net.DefaultResolver.LookupHost(ctx, yh)
+	if xerr != nil || yerr != nil {
+		return true
+	}
+	return slices.ContainsFunc(xa, func(a string) bool { return slices.Contains(ya, a) })
 }
 
 const maxSmallAnswer = 64 << 10 // bytes of a health or node answer

@@ -223,7 +223,11 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 	case len(answer) > maxPrefillAnswer:
 		return nil, fmt.Errorf("prefill %s: the answer is larger than %d bytes", b.url, maxPrefillAnswer)
 	}
-	return j.req.answeredParams(answer)
+	params, err := j.req.answeredParams(answer)
+	if err == nil {
+		j.p.compare(ctx, b, peerOf(params))
+	}
+	return params, err
 }
 
 func firstBytes(b []byte) string {
@@ -453,12 +457,13 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 		Load   int    `json:"in_flight"`
 		Peer   string `json:"peer,omitempty"`
 		Reason string `json:"reason,omitempty"`
+		Warn   string `json:"warning,omitempty"`
 	}
 	var list []state
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {
 			b.mu.Lock()
-			list = append(list, state{b.role, b.url, b.upLocked(), b.load, b.peer, b.reason})
+			list = append(list, state{b.role, b.url, b.upLocked(), b.load, b.peer, b.reason, b.warning})
 			b.mu.Unlock()
 		}
 	}

@@ -63,7 +63,7 @@ const (
 type Prefill struct {
 	URL     string // of the engine's API server
 	Peer    string // host:port at which its sidecar takes peers; empty: ask Sidecar
-	Sidecar string // URL of its sidecar's HTTP listener, where Peer is empty
+	Sidecar string // URL of its sidecar's HTTP listener: what to use where Peer is empty, and to compare Peer with
 }
 
 // Config is what a Proxy is made of.
@@ -126,7 +126,7 @@ func New(cfg Config) (*Proxy, error) {
 		if err != nil {
 			return nil, err
 		}
-		be := &backend{role: rolePrefill, url: u, peer: b.Peer}
+		be := &backend{role: rolePrefill, url: u, configured: b.Peer != "", peer: b.Peer}
 		if b.Sidecar != "" {
 			if be.sidecar, err = baseURL("--prefill-sidecar", b.Sidecar); err != nil {
 				return nil, err

@@ -593,6 +593,61 @@ func TestDiscoversPeer(t *testing.T) {
 	}
 }
 
+// An operator who names the wrong sidecar is told by /health: from the first answer of the engine on, or at once where its sidecar can be asked.
+func TestWrongPeerIsTold(t *testing.T) {
+	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		fmt.Fprint(w, `{"node":"n","endpoint":"127.0.0.2:7650"}`)
+	}))
+	defer sidecar.Close()
+	says := func(peer string) func(http.ResponseWriter, *http.Request, seen) {
+		return func(w http.ResponseWriter, _ *http.Request, _ seen) {
+			fmt.Fprintf(w, `{"choices":[{"text":"x"}],"kv_transfer_params":{"kvspray":{"v":1,"peer":%q}}}`, peer)
+		}
+	}
+	for _, c := range []struct {
+		name, peer, engine, sidecar string
+		warning                     string
+	}{
+		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "give --prefill-peer 127.0.0.2:7650"},
+		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "give --prefill-peer 127.0.0.1:7660"},
+		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "give --prefill-peer 127.0.0.2:7650"},
+		{"right", "127.0.0.2:7650", "127.0.0.2:7650", sidecar.URL, ""},
+		{"nothing said", "127.0.0.1:7650", "", "", ""},
+		{"asked for", "", "127.0.0.2:7650", sidecar.URL, ""},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p, d := newEngine(t, says(c.engine)), newEngine(t, answerDecode)
+			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.sidecar}}, Decode: []string{d.URL}, Mode: PrefillFirst})
+			b := px.prefill.all[0]
+			if c.sidecar != "" {
+				until(t, "the sidecar is not asked", func() bool {
+					b.mu.Lock()
+					defer b.mu.Unlock()
+					return b.said != "" || !b.configured && b.peer != ""
+				})
+			}
+			if c.engine != "" {
+				post(t, url, "/v1/completions", `{"prompt":"a"}`)
+			}
+			resp, err := http.Get(url + "/health")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer resp.Body.Close()
+			body, err := io.ReadAll(resp.Body)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if warned := strings.Contains(string(body), `"warning"`); warned != (c.warning != "") || !strings.Contains(string(body), c.warning) {
+				t.Errorf("%s: want warning %q", body, c.warning)
+			}
+			if c.peer != "" && b.peerAddr() != c.peer {
+				t.Errorf("the operator's word is overruled by %s", b.peerAddr())
+			}
+		})
+	}
+}
+
 func TestLeastLoaded(t *testing.T) {
 	a, b := &backend{url: "a"}, &backend{url: "b"}
 	p := newPool([]*backend{a, b})

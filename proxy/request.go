@@ -122,6 +122,17 @@ type kvsprayParams struct {
 	Fanout int    `json:"fanout"`
 }
 
+// peerOf is the endpoint that P's answer names; empty: none.
+func peerOf(params json.RawMessage) string {
+	var a struct {
+		KVSpray kvsprayParams `json:"kvspray"`
+	}
+	if json.Unmarshal(params, &a) != nil {
+		return ""
+	}
+	return a.KVSpray.Peer
+}
+
 // transferParams is kv_transfer_params as the proxy writes it; P's own answer is passed on as it came.
 type transferParams struct {
 	DoRemoteDecode  bool          `json:"do_remote_decode"`

@@ -2,6 +2,7 @@ package exec
 
 import (
 	"fmt"
+	"strings"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
@@ -55,9 +56,28 @@ func (e *Exec) ask(now Instant, w *await) {
 	if w.sent == w.ep.peer.boot {
 		return
 	}
+	if e.alone(w.ep.peer, w.a.Engine, w.a.Key) {
+		e.answer(w, connector.Admission{State: "refused", Message: "it is this engine's own sidecar, and no other engine is registered there: name " +
+			"the prefill engine's (--prefill-peer of kvspray proxy, which arrives as kv_transfer_params.kvspray.peer)"})
+		return
+	}
 	w.sent = w.ep.peer.boot
 	e.send(w.sent, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
 		Xfer: w.a.Key.Xfer[:], Hash: w.a.Key.Hash[:], Token: w.id, TtlMs: millis(w.end - now)}}})
+}
+
+// alone reports whether a peer is ourselves with no engine but the one that asks. Two engines may share a sidecar; but a router that names a
+// decode's own one by mistake would cost each request the time of a partner who never comes.
+func (e *Exec) alone(p *peer, engine string, k transfer.Key) bool {
+	if p.boot != e.cfg.Boot || len(e.byKey[k]) > 0 {
+		return false
+	}
+	for w := range e.workers {
+		if name := w.Place.Engine; name != engine && !strings.HasPrefix(name, engine+"/dp") {
+			return false
+		}
+	}
+	return true
 }
 
 func (e *Exec) answer(w *await, ad connector.Admission) {

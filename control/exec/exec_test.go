@@ -352,6 +352,31 @@ func TestAwait(t *testing.T) {
 	}
 }
 
+// A router that names the decode engine's own sidecar by mistake is told at once; two engines that share one are not.
+func TestOwnSidecarIsNoPartner(t *testing.T) {
+	s, _, d, _, dw := pair(t, 8, 0)
+	dw.Place.Engine = "vllm/d/dp0"
+	ask := func(id uint64, peer string) {
+		d.event(func() {
+			d.ex.Await(s.now, id, connector.Await{Engine: "vllm/d", Key: testKey(1, 1), Peer: peer, TTL: 2 * sec})
+		})
+		s.run(s.now+100*time.Millisecond, func() bool { return false })
+	}
+	ask(1, "d:1")
+	if got := d.answer[1]; got.State != "refused" || !strings.Contains(got.Message, "own sidecar") || !strings.Contains(got.Message, "--prefill-peer") {
+		t.Errorf("asked itself: %+v", got)
+	}
+	ask(2, "p:1")
+	pw := d.worker()
+	pw.Place.Engine = "vllm/p"
+	ask(3, "d:1")
+	if len(d.answer) != 1 {
+		t.Errorf("a partner may still come: %+v", d.answer)
+	}
+	d.intent(pw, 3, testKey(1, 1), 64, 1, 30*sec)
+	s.until("engines of one sidecar", sec, func() bool { return d.answer[3].State == "admitted" })
+}
+
 func TestHoldWithoutPartner(t *testing.T) {
 	s, p, _, pw, _ := pair(t, 9, 0)
 	src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)

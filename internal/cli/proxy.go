@@ -76,7 +76,7 @@ When the prefill engine fails, the decode engine does the prefill itself.`,
 	f := cmd.Flags()
 	f.StringSliceVar(&prefill, "prefill", nil, "URLs of prefill engines; repeat or separate by commas")
 	f.StringSliceVar(&peers, "prefill-peer", nil, "host:port of each prefill engine's sidecar (its peer.listen), in the order of --prefill")
-	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its http.listen) to learn the former from")
+	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its http.listen): to learn the former from, or to check it")
 	f.StringSliceVar(&decode, "decode", nil, "URLs of decode engines")
 	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")
 	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")

@@ -95,6 +95,19 @@ def test_an_unmodified_nixl_router_sees_its_keys(c: Cluster) -> None:
     c.settle(timeout=20)  # its partner never came: P lets go after its deadline
 
 
+def test_a_router_that_names_the_wrong_sidecar_is_told(c: Cluster) -> None:
+    """D's own: nobody can come from there, and D does not wait for anybody."""
+    prompt = fresh(90, "own sidecar")
+    kv = {"do_remote_prefill": True, "kvspray": {"v": 1, "xfer": "ab" * 16, "fanout": 1, "peer": c.sd.endpoint}}
+    before = c.d.metrics()
+    same(c.d.run(prompt, 12, kv=kv), c.r.run(prompt, 12))
+    after = c.d.metrics()
+    for reason, want in (("prefill_refused", 1), ("prefill_gone", 0), ("admission_timeout", 0)):
+        assert sum(rig.total(m, "vllm:kvspray_served_alone_total", reason=reason) * sign for m, sign in ((after, 1), (before, -1))) == want, reason
+    assert f"{c.sd.endpoint} was asked for the prefill, refused: it is this engine's own sidecar" in c.d.log.read_text(errors="replace")
+    c.settle()
+
+
 def test_prefix_hits_on_decode_move_only_what_is_missing(c: Cluster) -> None:
     base = fresh(160, "prefix on D")
     with Moved(c) as moved:

@@ -86,7 +86,7 @@ class FakeScheduler:
     connected: bool = True
     endpoint: str | None = "10.1.1.1:7650"
     partner_s: float = 10.0
-    answers: dict[bytes, str] = field(default_factory=dict)
+    answers: dict[bytes, shim.Answer] = field(default_factory=dict)
     asked: list[tuple[bytes, str]] = field(default_factory=list)
     full: bool = False
 
@@ -95,7 +95,7 @@ class FakeScheduler:
             raise shim.ShimError("full")
         self.asked.append((xfer, peer))
 
-    def admission(self, xfer: bytes, hash: bytes) -> str | None:
+    def admission(self, xfer: bytes, hash: bytes) -> shim.Answer | None:
         return self.answers.get(xfer)
 
     def close(self) -> None:
@@ -422,17 +422,19 @@ def test_concurrent_waits_for_admission(e: Engine) -> None:
     r = e.add("r", 40, concurrent())
     assert e.scheduler_shim.asked == [(bytes.fromhex(XFER), "p:1")]
     assert e.scheduler.matched(r, 0) == (None, False)
-    e.scheduler_shim.answers[bytes.fromhex(XFER)] = "admitted"
+    e.scheduler_shim.answers[bytes.fromhex(XFER)] = shim.Answer("admitted")
     assert e.scheduler.matched(r, 0) == (40, True)
 
 
 @pytest.mark.parametrize("answer", ["refused", "gone"])
-def test_a_refused_admission_means_local_prefill(e: Engine, answer: str) -> None:
+def test_a_refused_admission_means_local_prefill(e: Engine, answer: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     r = e.add("r", 40, concurrent())
-    e.scheduler_shim.answers[bytes.fromhex(XFER)] = answer
+    e.scheduler_shim.answers[bytes.fromhex(XFER)] = shim.Answer(answer, "it is yours")
     assert e.scheduler.matched(r, 0) == (0, False)
     stats = e.scheduler.take_stats()
     assert stats is not None and stats.data["local"] == {"prefill_" + answer: 1}
+    assert f"p:1 was asked for the prefill, {answer}: it is yours" in caplog.text
 
 
 def test_admission_is_bounded(e: Engine) -> None:

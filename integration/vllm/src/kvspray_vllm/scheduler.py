@@ -179,12 +179,12 @@ class SchedulerSide:
             return 0, False
         if dest.ready:
             return missing, True
-        state = self._client.admission(dest.xfer, dest.hash)
-        if state == "admitted":
+        answer = self._client.admission(dest.xfer, dest.hash)
+        if answer is not None and answer.state == "admitted":
             dest.ready = True
             return missing, True
-        if state is not None:
-            self._serve_alone(request, "prefill_" + state, f"the prefill side answered {state}")
+        if answer is not None:
+            self._serve_alone(request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {answer.state}: {answer.why or 'no reason given'}")
             return 0, False
         if self._now() - dest.asked > dest.wait:
             self._serve_alone(request, "admission_timeout", f"not admitted by the prefill within {dest.wait:g} s")

@@ -41,6 +41,14 @@ class Ended:
     lacks: int = 0  # of a load that failed: its tokens before this one are there, proved by the sidecar once nobody could write any more
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What the prefill's sidecar, or ours in its place, said to an await_admission."""
+
+    state: str  # admitted, refused or gone
+    why: str = ""
+
+
 class WorkerShim(Protocol):
     """What the worker's side needs. No call but wait blocks; calls that submit raise ShimError where they cannot."""
 
@@ -67,7 +75,7 @@ class SchedulerShim(Protocol):
     @property
     def partner_s(self) -> float: ...
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None: ...
-    def admission(self, xfer: bytes, hash: bytes) -> str | None: ...
+    def admission(self, xfer: bytes, hash: bytes) -> Answer | None: ...
     def close(self) -> None: ...
 
 
@@ -206,11 +214,11 @@ class Scheduler:
         if not asked:
             raise ShimError("too many open questions")
 
-    def admission(self, xfer: bytes, hash: bytes) -> str | None:
+    def admission(self, xfer: bytes, hash: bytes) -> Answer | None:
         answer = self._c.admission(xfer, hash)
         if answer is None or answer.state == kvspray.AdmissionState.PENDING:
             return None
-        return answer.state.name.lower()
+        return Answer(answer.state.name.lower(), answer.message)
 
     def close(self) -> None:
         self._c.close()
