@@ -426,9 +426,9 @@ func (n *Node) railViews() (out []railView) {
 
 // routes are the ways to a peer, the best first.
 func (n *Node) routes(r *remote) []route.Candidate {
-	in := route.Input{SameHost: n.host != "" && n.host == r.hostBoot}
+	in := route.Input{SameHost: n.host != "" && n.host == r.hostBoot, Device: n.gpus.inUse()}
 	for i, b := range n.backends {
-		in.Transports = append(in.Transports, route.Transport{Name: b.Name(), Rank: i, SameHost: b.Caps().SameHost})
+		in.Transports = append(in.Transports, route.Transport{Name: b.Name(), Rank: i, SameHost: b.Caps().SameHost, Device: b.Caps().Device})
 		for _, x := range n.rails.of(b.Name()) {
 			in.Local = append(in.Local, route.Rail{Transport: b.Name(), Name: x.Name, Address: x.Address, Prefix: x.prefix, Gbps: x.Gbps, Down: x.down, Tier: x.Tier})
 		}

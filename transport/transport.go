@@ -57,6 +57,7 @@ type Caps struct {
 	Fence       FenceScope
 	NeedsTokens bool // Grant returns a token that the sender needs (remote keys, descriptors)
 	SameHost    bool // only between processes of one kernel
+	Device      bool // moves memory of GPUs without a stop in host memory
 	Credits     int  // receives that the destination must post ahead; 0: none needed
 	SliceBytes  int  // the slice size that suits it; a multiple of transfer.ChunkBytes
 	DeviceSlice int  // the same where memory of GPUs is moved; 0: SliceBytes

@@ -25,7 +25,7 @@ type Transport struct {
 	Name     string
 	Rank     int  // 0 is preferred
 	SameHost bool // works between processes of one host only
-	Device   bool // reads and writes GPU memory itself
+	Device   bool // reads and writes GPU memory itself; others stage it
 }
 
 // Rail is one end.
@@ -45,7 +45,7 @@ type Kind string
 // The kinds.
 const (
 	Direct Kind = "direct"
-	Staged Kind = "staged" // through pinned host memory, at the end or ends whose memory the transport cannot touch
+	Staged Kind = "staged" // through pinned host memory at this end, whose memory the transport cannot touch; the other end's is its own matter
 )
 
 // Candidate is one way.
@@ -71,9 +71,7 @@ type Input struct {
 	Local      []Rail
 	Remote     []Rail
 	SameHost   bool // both processes run on one kernel
-	DeviceHere bool // the memory at this end is a GPU's
-	DeviceAway bool // that at the other end is
-	Stage      bool // this process has a staging ring, and the peer says that it has
+	Device     bool // the memory at this end is a GPU's
 }
 
 // Rank lists the candidates, the best first.
@@ -81,11 +79,8 @@ func Rank(in Input) []Candidate {
 	var out []Candidate
 	for _, t := range in.Transports {
 		kind, why := Direct, ""
-		if (in.DeviceHere || in.DeviceAway) && !t.Device {
+		if in.Device && !t.Device {
 			kind = Staged
-			if !in.Stage {
-				why = t.Name + " cannot touch GPU memory, and there is no staging ring on both sides"
-			}
 		}
 		if t.SameHost && !in.SameHost {
 			why = t.Name + " works within one host"

@@ -58,7 +58,7 @@ func TestPairs(t *testing.T) {
 }
 
 func TestRank(t *testing.T) {
-	shm, gdr, tcp := Transport{Name: "shm", SameHost: true}, Transport{Name: "gdr", Rank: 1, Device: true}, Transport{Name: "tcp", Rank: 2}
+	shm, gdr, tcp := Transport{Name: "shm", SameHost: true, Device: true}, Transport{Name: "gdr", Rank: 1, Device: true}, Transport{Name: "tcp", Rank: 2}
 	rail := func(transport, name string, tier int, gbps float64, down bool) Rail {
 		return Rail{Transport: transport, Name: name, Tier: tier, Gbps: gbps, Down: down, Address: "10.0.0.2:1"}
 	}
@@ -94,21 +94,13 @@ func TestRank(t *testing.T) {
 		"direct tcp eth0>eth0 tier 2",
 		"direct tcp eth1>eth1 tier 3",
 		"direct tcp eth2>eth2 tier 2: the link of eth2 is down")
-	in.SameHost, in.DeviceHere, in.Stage = false, true, true
-	check("GPU memory, with a staging ring",
+	in.SameHost, in.Device = false, true
+	check("GPU memory",
 		"direct gdr mlx5_0>mlx5_0 tier 1",
 		"staged tcp eth0>eth0 tier 2",
 		"staged tcp eth1>eth1 tier 3",
-		"staged shm shm>shm tier 1: shm works within one host",
+		"direct shm shm>shm tier 1: shm works within one host",
 		"staged tcp eth2>eth2 tier 2: the link of eth2 is down")
-	in.Stage = false
-	why := "tcp cannot touch GPU memory, and there is no staging ring on both sides"
-	check("GPU memory, without one",
-		"direct gdr mlx5_0>mlx5_0 tier 1",
-		"staged shm shm>shm tier 1: shm works within one host",
-		"staged tcp eth2>eth2 tier 2: "+why,
-		"staged tcp eth0>eth0 tier 2: "+why,
-		"staged tcp eth1>eth1 tier 3: "+why)
 }
 
 // Nothing that a peer says makes the list long.

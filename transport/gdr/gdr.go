@@ -116,7 +116,7 @@ func (b *Backend) Name() string { return Name }
 // Caps implements transport.Backend.
 func (b *Backend) Caps() transport.Caps {
 	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceImmediate, Fence: transport.FenceLease,
-		Credits: maxInFlight, SliceBytes: sliceBytes}
+		Device: true, Credits: maxInFlight, SliceBytes: sliceBytes}
 }
 
 // Open implements transport.Backend. Rails that do not open are left out with a word in the log, as long as one does.

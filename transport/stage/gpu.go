@@ -16,6 +16,7 @@ type GPU struct {
 	gpus  *GPUs
 	index int
 	card  card
+	pci   string
 	dev   Packer
 
 	// Pinned host memory: what lanes borrow, then a bounce buffer for each hop.
@@ -47,6 +48,9 @@ const hopFirstAt = hopRuns * runBytes
 
 func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 	u := &GPU{gpus: g, index: index, card: c, in: chooser{fixed: g.cfg.Executor}, out: chooser{fixed: g.cfg.Executor}}
+	if u.pci, err = c.PCI(); err != nil {
+		return nil, err
+	}
 	if u.dev, err = c.NewPacker(); err != nil {
 		return nil, err
 	}
@@ -102,6 +106,9 @@ func (u *GPU) close() error {
 	}
 	return errors.Join(append(errs, u.card.Close())...)
 }
+
+// PCI is where the GPU sits: which NICs are near to its memory follows from it.
+func (u *GPU) PCI() string { return u.pci }
 
 // LendBytes implements mem.Device.
 func (u *GPU) LendBytes() int { return LendBytes }

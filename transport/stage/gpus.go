@@ -31,6 +31,8 @@ type card interface {
 	Unregister(b []byte) error
 	// Reach lets this card's copy engines at the other's memory. Idempotent.
 	Reach(other card) error
+	// PCI is the address of the card, as sysfs writes it: "0000:1b:00.0".
+	PCI() (string, error)
 	Close() error
 }
 

@@ -62,6 +62,8 @@ func (c *fakeCard) NewPacker() (Packer, error) {
 func (c *fakeCard) Reach(card) error { return nil }
 func (c *fakeCard) Close() error     { return nil }
 
+func (c *fakeCard) PCI() (string, error) { return fmt.Sprintf("0000:%02x:00.0", 0x1b+c.i), nil }
+
 // Register puts b at an address of the fake machine.
 func (c *fakeCard) Register(b []byte) (cuda.Ptr, error) {
 	p := c.p.m.alloc(1)
@@ -147,6 +149,9 @@ func TestGPUsMove(t *testing.T) {
 			for _, gpu := range []int{0, 0, 1} {
 				h, b := p.lend(gpu, size+8192, 4096)
 				places = append(places, place{must(g.Import(mem.NewID(), h.Append(nil), -1, size))(t), b[:size]})
+			}
+			if pci := places[2].r.Device().(*GPU).PCI(); pci != "0000:1c:00.0" {
+				t.Errorf("memory of GPU 1 is said to be at %s", pci)
 			}
 			host := must(mem.NewAnonymous("test", size))(t)
 			hb, _ := host.Bytes()

@@ -5,6 +5,7 @@ package stage
 import (
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/kvspray/kvspray/internal/cuda"
 )
@@ -54,6 +55,11 @@ func (d cudaCard) Reach(other card) error { return d.c.EnablePeer(other.(cudaCar
 func (d cudaCard) Register(b []byte) (cuda.Ptr, error) { return d.c.Register(b) }
 
 func (d cudaCard) Unregister(b []byte) error { return d.c.Unregister(b) }
+
+func (d cudaCard) PCI() (string, error) {
+	pci, err := d.c.Device.PCI()
+	return strings.ToLower(pci), err // the driver writes capitals
+}
 
 func (d cudaCard) Close() error { return d.c.Release() }
 
