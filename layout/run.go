@@ -6,7 +6,7 @@ type TokenRange struct {
 }
 
 // Run is Outer rows of Count pieces of Len bytes. The pieces of a row are SrcStride apart on one side and DstStride on the
-// other, the rows SrcOuter and DstOuter. Offsets are from the start of the layer's region. It says in 72 bytes what would be
+// other, the rows SrcOuter and DstOuter. Offsets are from the start of the layer's region. It says in 64 bytes what would be
 // Outer*Count entries of a list.
 type Run struct {
 	SrcOff, DstOff       uint64

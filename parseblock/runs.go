@@ -212,7 +212,7 @@ func (w *runWriter) grids(n int, s *shape) {
 	}
 }
 
-// more is one run more, to be filled in: field by field, since a copy of 72 bytes takes longer than all the rest.
+// more is one run more, to be filled in: field by field, since a copy of 64 bytes takes longer than all the rest.
 func (w *runWriter) more() *layout.Run {
 	n := len(w.runs)
 	if n == cap(w.runs) {

@@ -22,8 +22,14 @@ import (
 // 31 divides no power of two. Nightly: TestMoreThan32Bits of parseblock is what every change must pass.
 func TestMoreThan4GiB(t *testing.T) {
 	if os.Getenv("KVSPRAY_LARGE") == "" {
-		testutil.Skip(t, "large", "moves 4 GiB, seconds of a quiet machine: KVSPRAY_LARGE=1, or make test-laws")
+		testutil.Skip(t, "large", "moves 4 GiB twice, seconds of a quiet machine: KVSPRAY_LARGE=1, or make test-laws")
 	}
+	for _, transport := range []string{config.TransTCP, config.TransSHM} {
+		t.Run(transport, func(t *testing.T) { moreThan4GiB(t, transport) })
+	}
+}
+
+func moreThan4GiB(t *testing.T, transport string) {
 	const (
 		limit  = 2 * time.Minute
 		same   = 31 // blocks that are different
@@ -32,8 +38,9 @@ func TestMoreThan4GiB(t *testing.T) {
 		shift  = 7*same + 3
 	)
 	shape := connectortest.Shape{Layers: 1, NumBlocks: blocks, TokensPerBlock: 16, TokenBytes: 64 << 10}
+	held := uint32(blocks) // by the source
 	f := func(c *config.Config) {
-		c.Transports.Order, c.Trace.BlockHashes, c.Trace.Transfers = []string{"tcp"}, "", ""
+		c.Transports.Order, c.Trace.BlockHashes, c.Trace.Transfers = []string{transport}, "", ""
 	}
 	large := func(r *running) (*engine, []byte) {
 		reg, memory := folded(t, same*uintptr(shape.PageBytes()), times)
@@ -48,12 +55,23 @@ func TestMoreThan4GiB(t *testing.T) {
 		return &engine{Worker: w, t: t, shape: shape, region: reg, done: map[uint64]connectortest.Completion{}}, memory
 	}
 	p, d := start(t, f), start(t, f)
-	pe, sent := large(p)
 	de, got := large(d)
+	var pe *engine
+	var sent []byte
+	if transport == config.TransSHM {
+		// The peer maps what the source has: memory of a file, and a prompt in whose table the same blocks come again and again.
+		held = same
+		few := shape
+		few.NumBlocks = same
+		pe = newEngine(t, p, few)
+		sent, _ = pe.region.Bytes()
+	} else {
+		pe, sent = large(p)
+	}
 	_, _ = rand.Read(sent)
 	var from, to []uint32
 	for i := range uint32(blocks) {
-		from, to = append(from, (i+shift)%blocks), append(to, i)
+		from, to = append(from, (i+shift)%blocks%held), append(to, i)
 	}
 	const tokens = blocks * 16
 	pr := newPrompt(tokens)
@@ -67,7 +85,7 @@ func TestMoreThan4GiB(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := de.waitFor(dst, limit)
-	if c.Status != 0 {
+	if c.Status != 0 || c.Received.Transport != transport {
 		t.Fatalf("%+v", c.Received)
 	}
 	if want := blocks * shape.PageBytes(); c.Received.Bytes != want || want <= 1<<16*transfer.ChunkBytes {
