@@ -27,22 +27,41 @@ const (
 	MaxTP     = 256
 )
 
-func (s *Side) check(which string) error {
+// check refuses what no engine has. flag is how the flags that say it begin: "--" or "--to-".
+func (s *Side) check(m *Model, flag string) error {
 	if s.Block < 1 || s.Block > layout.MaxTokensPerBlock {
-		return fmt.Errorf("%s block size %d: a block has 1 to %d tokens, 16 in most engines", which, s.Block, layout.MaxTokensPerBlock)
+		return fmt.Errorf("%sblock %d: a block has 1 to %d tokens, 16 in most engines", flag, s.Block, layout.MaxTokensPerBlock)
 	}
 	if s.TP < 1 || s.TP > MaxTP {
-		return fmt.Errorf("%s TP %d: an engine has 1 to %d ranks", which, s.TP, MaxTP)
+		return fmt.Errorf("%stp %d: an engine has 1 to %d ranks", flag, s.TP, MaxTP)
+	}
+	for i := range m.Caches {
+		if err := m.Caches[i].divide(s.TP); err != nil {
+			return fmt.Errorf("%stp %d: %w", flag, s.TP, err)
+		}
 	}
 	if s.DType != "bf16" && s.DType != "fp8" {
-		return fmt.Errorf("%s dtype %q: bf16 or fp8", which, s.DType)
+		return fmt.Errorf("%sdtype %q: bf16 or fp8", flag, s.DType)
 	}
 	for _, o := range Orders {
 		if s.Order == o {
 			return nil
 		}
 	}
-	return fmt.Errorf("%s order %q: one of %q", which, s.Order, Orders)
+	return fmt.Errorf("%sorder %q: one of %q", flag, s.Order, Orders)
+}
+
+// divide refuses numbers of ranks over which vLLM and SGLang do not spread these heads: each rank has as many as any other, or one that
+// equally many ranks have.
+func (c *Cache) divide(tp int) error {
+	switch {
+	case c.KVHeads > 0 && c.KVHeads%tp != 0 && tp%c.KVHeads != 0:
+		return fmt.Errorf("no engine spreads %d KV heads over so many ranks; give a number that divides %d, or a multiple of it", c.KVHeads, c.KVHeads)
+	case c.VHeads > 0 && (c.VHeads%tp != 0 || c.KHeads > 1 && c.KHeads%tp != 0):
+		return fmt.Errorf("no engine spreads the %d key and %d value heads of linear attention over so many ranks; give a number that divides both",
+			c.KHeads, c.VHeads)
+	}
+	return nil
 }
 
 // Layout is what a rank would register for prompts of so many tokens: every layer dense, one behind the other in one region.

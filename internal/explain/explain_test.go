@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"testing"
 
@@ -146,15 +147,41 @@ func TestRefusals(t *testing.T) {
 	}
 	good := side(16, 1, parseblock.PackedNHD, "bf16")
 	for want, f := range map[string]func() error{
-		"prefill block size 0":  func() error { _, err := Explain(m, side(0, 1, good.Order, "bf16"), good, 10); return err },
-		"decode TP 300":         func() error { _, err := Explain(m, good, side(16, 300, good.Order, "bf16"), 10); return err },
-		`order "zigzag"`:        func() error { _, err := Explain(m, side(16, 1, "zigzag", "bf16"), good, 10); return err },
-		`dtype "int3"`:          func() error { _, err := Explain(m, side(16, 1, good.Order, "int3"), good, 10); return err },
-		"0 tokens":              func() error { _, err := Explain(m, good, good, 0); return err },
-		`dtype = "bf16" and "f`: func() error { _, err := Explain(m, good, side(16, 1, good.Order, "fp8"), 10); return err },
+		"--block 0: ":                          func() error { _, err := Explain(m, side(0, 1, good.Order, "bf16"), good, 10); return err },
+		"--to-tp 300: ":                        func() error { _, err := Explain(m, good, side(16, 300, good.Order, "bf16"), 10); return err },
+		"--tp 3: no engine spreads 8 KV heads": func() error { _, err := Explain(m, side(16, 3, good.Order, "bf16"), good, 10); return err },
+		"--to-tp 12: no engine spreads":        func() error { _, err := Explain(m, good, side(16, 12, good.Order, "bf16"), 10); return err },
+		`order "zigzag"`:                       func() error { _, err := Explain(m, side(16, 1, "zigzag", "bf16"), good, 10); return err },
+		`dtype "int3"`:                         func() error { _, err := Explain(m, side(16, 1, good.Order, "int3"), good, 10); return err },
+		"0 tokens":                             func() error { _, err := Explain(m, good, good, 0); return err },
+		`dtype = "bf16" and "f`:                func() error { _, err := Explain(m, good, side(16, 1, good.Order, "fp8"), 10); return err },
 	} {
 		if err := f(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %q", err, want)
+		}
+	}
+}
+
+// What engines do is planned: every rank has as many heads as the others, or one that equally many have.
+func TestRanksOfEngines(t *testing.T) {
+	for name, want := range map[string][]int{
+		"llama-3.1-8b":   {1, 2, 4, 8, 16},
+		"qwen3-30b-a3b":  {1, 2, 4, 8, 12, 16},
+		"qwen3-next-80b": {1, 2, 4, 8, 16}, // 2 KV heads, 16 and 32 of linear attention
+		"deepseek-v3":    {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16},
+	} {
+		m, err := Preset(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []int
+		for tp := 1; tp <= 16; tp++ {
+			if _, err := Explain(m, side(16, tp, parseblock.PackedNHD, "bf16"), side(16, 1, parseblock.PackedNHD, "bf16"), 10); err == nil {
+				got = append(got, tp)
+			}
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: %v, want %v", name, got, want)
 		}
 	}
 }

@@ -67,10 +67,10 @@ type Flow struct {
 
 // Explain plans a prompt of so many tokens. Block tables are scattered, as they are in an engine that has run for a while.
 func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
-	if err := prefill.check("prefill"); err != nil {
+	if err := prefill.check(m, "--"); err != nil {
 		return nil, err
 	}
-	if err := decode.check("decode"); err != nil {
+	if err := decode.check(m, "--to-"); err != nil {
 		return nil, err
 	}
 	if tokens < 1 || tokens > MaxTokens {
