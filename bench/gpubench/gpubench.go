@@ -4,7 +4,9 @@
 package gpubench
 
 import (
+	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -19,6 +21,7 @@ import (
 
 // Row is one measured line.
 type Row struct {
+	Bench   string  `json:"bench"`
 	What    string  `json:"what"`
 	Bytes   uint64  `json:"bytes"`          // of one repetition
 	Block   uint64  `json:"block,omitzero"` // bytes of a scattered block
@@ -43,25 +46,27 @@ type bench struct {
 	drv    *cuda.Driver
 	out    io.Writer
 	repeat int
+	name   string // of the bench that runs
 	report Report
 }
 
 // NewCommand makes `kvspray bench gpu`.
 func NewCommand() *cobra.Command {
 	var repeat int
-	var jsonFile string
+	var jsonFile, htmlFile string
 	cmd := &cobra.Command{
-		Use:   "gpu nvlink|staged|multipath",
+		Use:   "gpu [staged] [nvlink] [multipath]",
 		Short: "GPU memory: NVLink between two processes' GPUs, and every PCIe link to one GPU, beside the ceilings",
-		Long: `Measures the paths that the sidecar has to GPU memory. Needs a build with cgo, and but for staged two GPUs or more with peer access.
+		Long: `Measures the paths that the sidecar has to GPU memory, all that this host can or those that are named. Needs a build with cgo, and but
+for staged two GPUs or more with peer access.
 
-  nvlink      scattered blocks from GPU 0 to GPU 1, the memory belonging to two other processes: pack, copy engine, unpack
   staged      slices between GPU 0 and host memory, as tcp lanes take them, by each executor; moves as shm lanes take them
+  nvlink      scattered blocks from GPU 0 to GPU 1, the memory belonging to two other processes: pack, copy engine, unpack
   multipath   host memory to and from GPU 0 over the PCIe links of 1, 2, ... all GPUs
 
 Each repetition is paired with one of its ceiling (the contiguous copy, all links at once).`,
-		Args:      cobra.MatchAll(cobra.ExactArgs(1), cobra.OnlyValidArgs),
-		ValidArgs: []string{"nvlink", "staged", "multipath"},
+		Args:      cobra.OnlyValidArgs,
+		ValidArgs: benches,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if repeat < 1 || repeat > 1000 {
 				return fmt.Errorf("--repeat %d: want 1 to 1000", repeat)
@@ -70,8 +75,8 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			if err != nil {
 				return err
 			}
-			if len(drv.Devices) < 2 && args[0] != "staged" {
-				return fmt.Errorf("bench gpu %s: %d GPU here: want two or more", args[0], len(drv.Devices))
+			if args, err = choose(args, len(drv.Devices)); err != nil {
+				return err
 			}
 			b := &bench{drv: drv, out: cmd.OutOrStdout(), repeat: repeat, report: Report{Driver: drv.Version}}
 			for _, d := range drv.Devices {
@@ -83,31 +88,82 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			}
 			fmt.Fprintf(b.out, "%d x %s\n%-58s %9s %9s %9s %9s %7s %6s\n", len(drv.Devices), b.report.Devices[0], "", "GB/s", "min", "max", "ceiling",
 				"ratio", "cores")
-			switch args[0] {
-			case "nvlink":
-				err = b.nvlink()
-			case "staged":
-				err = b.staged()
-			default:
-				err = b.multipath()
+			for _, name := range args {
+				// What was measured is kept, whatever becomes of the next.
+				if err = errors.Join(b.run(name), b.write(jsonFile, htmlFile)); err != nil {
+					return err
+				}
 			}
-			if err != nil {
-				return err
-			}
-			if jsonFile == "" {
-				return nil
-			}
-			raw, err := json.MarshalIndent(b.report, "", "  ")
-			if err != nil {
-				return err
-			}
-			return os.WriteFile(jsonFile, append(raw, '\n'), 0o644)
+			return nil
 		},
 	}
 	cmd.Flags().IntVar(&repeat, "repeat", 20, "pairs of measurement and ceiling")
 	cmd.Flags().StringVar(&jsonFile, "json", "", "also write the report to this file")
+	cmd.Flags().StringVar(&htmlFile, "html", "", "also draw the report to this file")
 	cmd.AddCommand(newOwnerCommand())
 	return cmd
+}
+
+// benches are in the order in which they run.
+var benches = []string{"staged", "nvlink", "multipath"}
+
+// choose says which benches run on so many GPUs: those asked for, or all that can.
+func choose(asked []string, gpus int) (out []string, err error) {
+	for _, name := range benches {
+		if len(asked) > 0 && !slices.Contains(asked, name) {
+			continue
+		}
+		need := 2
+		if name == "staged" {
+			need = 1
+		}
+		switch {
+		case gpus >= need:
+			out = append(out, name)
+		case len(asked) > 0:
+			return nil, fmt.Errorf("bench gpu %s: %d GPUs here, it takes %d or more", name, gpus, need)
+		}
+	}
+	if len(out) == 0 {
+		return nil, fmt.Errorf("bench gpu: the driver shows no GPU; look at `kvspray doctor`")
+	}
+	return out, nil
+}
+
+func (b *bench) run(name string) error {
+	b.name = name
+	switch name {
+	case "nvlink":
+		return b.nvlink()
+	case "staged":
+		return b.staged()
+	default:
+		return b.multipath()
+	}
+}
+
+// write leaves the report in the files that were asked for.
+func (b *bench) write(jsonFile, htmlFile string) error {
+	if len(b.report.Rows) == 0 {
+		return nil
+	}
+	if jsonFile != "" {
+		raw, err := json.MarshalIndent(b.report, "", "  ")
+		if err != nil {
+			return err
+		}
+		if err := os.WriteFile(jsonFile, append(raw, '\n'), 0o644); err != nil {
+			return err
+		}
+	}
+	if htmlFile != "" {
+		var page bytes.Buffer
+		if err := b.report.HTML(&page); err != nil {
+			return err
+		}
+		return os.WriteFile(htmlFile, page.Bytes(), 0o644)
+	}
+	return nil
 }
 
 // pair times f and ceiling alternately and records a row. ceiling moves ceilingBytes; nil: none.
@@ -140,6 +196,7 @@ func (b *bench) pair(r Row, f func() error, ceilingBytes uint64, ceiling func() 
 	if ceiling != nil {
 		r.Ceiling, r.Ratio = median(ceilings), median(ratios)
 	}
+	r.Bench = b.name
 	b.report.Rows = append(b.report.Rows, r)
 	fmt.Fprintf(b.out, "%-58s %9.2f %9.2f %9.2f %9.2f %7.3f %6.2f\n", r.What, r.GBps, r.Min, r.Max, r.Ceiling, r.Ratio, r.Cores)
 	return nil

@@ -122,7 +122,7 @@ var rules = []rule{
 	{dir: "bench/copybench", why: "measures backends from outside, against plain loops",
 		own: []string{"internal/mem", "internal/wire", "transfer", "transport", "transport/shm", "transport/tcp"}, ext: []string{extCobra, extSys, extSync}, c: true},
 	{dir: "bench/gpubench", why: "measures GPU copies",
-		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra}},
+		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra, extPlot}},
 	{dir: "bench/chart", why: "draws results; knows nothing of how they came about",
 		own: []string{"bench/timeline"}, ext: []string{extPlot}},
 	{dir: "bench/peers", why: "puts other engines beside two sidecars on the same rails",

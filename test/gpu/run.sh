@@ -11,10 +11,6 @@ export PYTHONPATH=$PWD/.build/gpu/py
 rc=0
 python3 test/gpu/signals.py --json "$out/signals.json" || rc=$?
 gpus=$(nvidia-smi --list-gpus | wc -l)
-.build/gpu/kvspray bench gpu staged --json "$out/staged.json" || rc=$?
+.build/gpu/kvspray bench gpu --json "$out/gpu.json" --html "$out/gpu.html" || rc=$?
 python3 test/gpu/e2e.py --kvspray .build/gpu/kvspray --gpus 0,$((gpus > 1 ? 1 : 0)) --json "$out/e2e.json" || rc=$?
-if ((gpus > 1)); then
-	.build/gpu/kvspray bench gpu nvlink --json "$out/nvlink.json" || rc=$?
-	.build/gpu/kvspray bench gpu multipath --repeat 40 --json "$out/multipath.json" || rc=$?
-fi
 exit $rc
