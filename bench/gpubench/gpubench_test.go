@@ -1,0 +1,67 @@
+package gpubench
+
+import (
+	"bytes"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// TestHTML draws reports of real runs: every row is there, and each bench has a plot.
+func TestHTML(t *testing.T) {
+	var all Report
+	for _, name := range []string{"nvlink", "multipath"} {
+		raw, err := os.ReadFile(filepath.Join("..", "..", "docs", "bench", "gpu-"+name+"-4xh200.json"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var r Report
+		if err := json.Unmarshal(raw, &r); err != nil {
+			t.Fatal(err)
+		}
+		for i := range r.Rows {
+			r.Rows[i].Bench = name
+		}
+		all.Devices, all.Driver = r.Devices, r.Driver
+		all.Rows = append(all.Rows, r.Rows...)
+	}
+	if len(all.Rows) < 10 {
+		t.Fatalf("%d rows", len(all.Rows))
+	}
+	var page bytes.Buffer
+	if err := all.HTML(&page); err != nil {
+		t.Fatal(err)
+	}
+	html := page.String()
+	for i := range all.Rows {
+		if what := all.Rows[i].What; !strings.Contains(html, strings.ReplaceAll(what, "'", "&#39;")) {
+			t.Errorf("no row %q", what)
+		}
+	}
+	if n := strings.Count(html, "<svg"); n != 2 {
+		t.Errorf("%d plots of two benches", n)
+	}
+}
+
+func TestChoose(t *testing.T) {
+	for _, c := range []struct {
+		asked []string
+		gpus  int
+		want  []string
+		err   string
+	}{
+		{nil, 4, benches, ""},
+		{nil, 1, []string{"staged"}, ""},
+		{[]string{"multipath", "staged"}, 2, []string{"staged", "multipath"}, ""},
+		{[]string{"staged", "nvlink"}, 1, nil, "bench gpu nvlink: 1 GPUs here, it takes 2 or more"},
+		{nil, 0, nil, "no GPU"},
+	} {
+		got, err := choose(c.asked, c.gpus)
+		if !slices.Equal(got, c.want) || (err == nil) != (c.err == "") || err != nil && !strings.Contains(err.Error(), c.err) {
+			t.Errorf("%v of %d GPUs: %v, %v", c.asked, c.gpus, got, err)
+		}
+	}
+}
