@@ -7,6 +7,7 @@ import (
 	"image/color"
 	"io"
 	"slices"
+	"strconv"
 	"strings"
 
 	"gonum.org/v1/plot"
@@ -16,10 +17,10 @@ import (
 	"gonum.org/v1/plot/vg/vgsvg"
 )
 
-// The shape of a plot: a line of text for each row.
+// The shape of a plot.
 const (
 	chartWidth = 28 * vg.Centimeter
-	rowHeight  = 0.75 * vg.Centimeter
+	rowHeight  = 0.75 * vg.Centimeter // of one row's two bars
 	barWidth   = 0.3 * vg.Centimeter
 	axisHeight = 2 * vg.Centimeter
 )
@@ -35,6 +36,7 @@ func (r *Report) HTML(w io.Writer) error {
 	type view struct {
 		Title string
 		SVG   template.HTML
+		Rows  []Row
 	}
 	page := struct {
 		Report *Report
@@ -49,7 +51,7 @@ func (r *Report) HTML(w io.Writer) error {
 		if err != nil {
 			return fmt.Errorf("gpubench: chart of %s: %w", name, err)
 		}
-		page.Plots = append(page.Plots, view{name, template.HTML(svg)}) //nolint:gosec // drawn above
+		page.Plots = append(page.Plots, view{name, template.HTML(svg), rows[:n]}) //nolint:gosec // drawn above
 		rows = rows[n:]
 	}
 	return document.Execute(w, page)
@@ -68,7 +70,7 @@ func bars(rows []Row) (string, error) {
 	for i := range rows {
 		at := len(rows) - 1 - i // the first row on top
 		rates[at], ceilings[at] = rows[i].GBps, rows[i].Ceiling
-		labels[at] = rows[i].What
+		labels[at] = strconv.Itoa(i + 1) // the list below says what; its words are wider in a browser than where they were measured
 		spread.XYs[at] = plotter.XY{X: rows[i].GBps, Y: float64(at)}
 		spread.XErrors[at].Low, spread.XErrors[at].High = rows[i].GBps-rows[i].Min, rows[i].Max-rows[i].GBps
 	}
@@ -93,6 +95,8 @@ func bars(rows []Row) (string, error) {
 	}
 	p.Add(e)
 	p.NominalY(labels...)
+	p.Y.Min, p.Y.Max = -0.6, float64(len(rows))-0.4
+	p.X.Max = 1.03 * max(slices.Max(ceilings), slices.Max(rates))
 	c := vgsvg.New(chartWidth, axisHeight+vg.Length(len(rows))*rowHeight)
 	p.Draw(draw.New(c))
 	var b bytes.Buffer
@@ -104,18 +108,19 @@ func bars(rows []Row) (string, error) {
 	return "<svg" + svg, nil
 }
 
-var document = template.Must(template.New("page").Parse(`<!DOCTYPE html>
+var document = template.Must(template.New("page").Funcs(template.FuncMap{"inc": func(i int) int { return i + 1 }}).Parse(`<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>kvspray bench gpu</title>
 <style>
 body { font: 15px/1.45 system-ui, sans-serif; color: #202020; background: #fff; max-width: 1120px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin: 2em 0 .3em }
-svg { width: 100%; height: auto } table { border-collapse: collapse } td, th { padding: .2em .8em; text-align: right } td:first-child { text-align: left }
+svg { width: 100%; height: auto } table { border-collapse: collapse } td, th { padding: .2em .8em; text-align: right } td:nth-child(2) { text-align: left }
 </style></head><body>
 <h1>kvspray bench gpu</h1>
 <p>{{len .Report.Devices}} x {{index .Report.Devices 0}}, CUDA {{.Report.Driver}}</p>
 {{range .Plots}}<section><h2>{{.Title}}</h2>
-{{.SVG}}</section>
-{{end}}<table><tr><th></th><th>GB/s</th><th>least</th><th>greatest</th><th>ceiling</th><th>ratio</th><th>CPU cores</th></tr>
-{{range .Report.Rows}}<tr><td>{{.What}}</td><td>{{printf "%.1f" .GBps}}</td><td>{{printf "%.1f" .Min}}</td><td>{{printf "%.1f" .Max}}</td><td>{{printf "%.1f" .Ceiling}}</td><td>{{printf "%.3f" .Ratio}}</td><td>{{printf "%.2f" .Cores}}</td></tr>
-{{end}}</table></body></html>
+{{.SVG}}
+<table><tr><th></th><th></th><th>GB/s</th><th>least</th><th>greatest</th><th>ceiling</th><th>ratio</th><th>CPU cores</th></tr>
+{{range $i, $row := .Rows}}{{with $row}}<tr><td>{{$i | inc}}</td><td>{{.What}}</td><td>{{printf "%.1f" .GBps}}</td><td>{{printf "%.1f" .Min}}</td><td>{{printf "%.1f" .Max}}</td><td>{{printf "%.1f" .Ceiling}}</td><td>{{printf "%.3f" .Ratio}}</td><td>{{printf "%.2f" .Cores}}</td></tr>
+{{end}}{{end}}</table></section>
+{{end}}</body></html>
 `))

@@ -107,7 +107,7 @@ func (b *bench) nvlinkRows(cs []*cuda.Context, from, to, near cuda.Ptr) error {
 		for i := range moves {
 			moves[i] = stage.Move{Src: from + cuda.Ptr(uint64(a[i])*block), Dst: to + cuda.Ptr(uint64(z[i])*block), Len: block, Count: 1}
 		}
-		r := Row{What: fmt.Sprintf("nvlink, two processes' memory, scattered blocks of %d KiB", block>>10), Bytes: nvlinkTotal, Block: block}
+		r := Row{What: fmt.Sprintf("two processes' memory, scattered blocks of %d KiB", block>>10), Bytes: nvlinkTotal, Block: block}
 		if err := b.pair(r, func() error { return p.Run(moves) }, nvlinkTotal, contiguous); err != nil {
 			return err
 		}
