@@ -73,7 +73,7 @@ func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 		}
 		ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
 		if err != nil {
-			failed = fmt.Errorf("peer: listen on %s: %w", addr, err)
+			failed = fmt.Errorf("peer: control lanes of a rail: %w", withRemedy(addr, err))
 			continue
 		}
 		now = append(now, controlAt{addr, ln})

@@ -85,7 +85,7 @@ func startGossip(opt Options, endpoint string) (*gossip, error) {
 	}
 	list, err := memberlist.Create(c)
 	if err != nil {
-		return nil, fmt.Errorf("peer: gossip on %s: %w", g.Listen, err)
+		return nil, fmt.Errorf("peer: peer.gossip.listen: %w: name an address of this host%s with a free port, or off", err, ownAddresses())
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	out := &gossip{list: list, stop: stop}

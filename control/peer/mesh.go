@@ -14,7 +14,6 @@ import (
 	"log/slog"
 	"net"
 	"sync"
-	"syscall"
 	"time"
 
 	"google.golang.org/grpc"
@@ -122,10 +121,11 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 	for i, addr := range append([]string{m.opt.Listen}, m.opt.Control...) {
 		ln, lerr := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
 		if lerr != nil {
-			if errors.Is(lerr, syscall.EADDRINUSE) {
-				lerr = fmt.Errorf("%w: another sidecar? give this one --listen, --http and --socket of its own", lerr)
+			key := "peer.listen (--listen)"
+			if i > 0 {
+				key = "control lanes of a rail"
 			}
-			return fmt.Errorf("peer: listen on %s: %w", addr, lerr)
+			return fmt.Errorf("peer: %s: %w", key, withRemedy(addr, lerr))
 		}
 		lns = append(lns, ln)
 		if i > 0 {

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -219,6 +221,49 @@ func TestKeygen(t *testing.T) {
 	} {
 		if code, out, errs := run(c.args...); code != c.code {
 			t.Errorf("%s: %d, want %d: %s%s", name, code, c.code, out, errs)
+		}
+	}
+}
+
+// An address that cannot be listened on is an error that says what can.
+func TestServeElsewhere(t *testing.T) {
+	dir, err := os.MkdirTemp("", "kvs") // a socket's path is short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	key := filepath.Join(dir, "key")
+	if code, out, errs := run("keygen", "cluster", "--out", key); code != exitOK {
+		t.Fatal(out, errs)
+	}
+	taken, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = taken.Close() }()
+	const foreign = "192.0.2.1:7650" // of a network for documentation: no host has it
+	for name, c := range map[string]struct {
+		args []string
+		want []string
+	}{
+		"foreign": {[]string{"--listen", foreign}, []string{"--listen", foreign, "not an address of this host", "127.0.0.1", "peer.advertise"}},
+		"gossip":  {[]string{"--listen", "127.0.0.1:0", "--set", "peer.gossip.listen=" + foreign}, []string{"peer.gossip.listen", foreign, "name an address of this host"}},
+		"rail": {[]string{"--listen", "127.0.0.1:0", "--set", "transports.tcp.rails=lo@" + foreign}, []string{`rail "lo"`, foreign,
+			"name an address of this host"}},
+		"taken": {[]string{"--listen", taken.Addr().String()}, []string{taken.Addr().String(), "another sidecar?", "--listen"}},
+	} {
+		args := append([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--http", "off", "--set", "peer.cluster_key_file=" + key}, c.args...)
+		if name != "gossip" {
+			args = append(args, "--set", "peer.gossip.listen=off")
+		}
+		code, _, errs := run(args...)
+		if code != exitFailure {
+			t.Errorf("%s: %d, want %d: %s", name, code, exitFailure, errs)
+		}
+		for _, want := range c.want {
+			if !strings.Contains(errs, want) {
+				t.Errorf("%s: %q is not in %s", name, want, errs)
+			}
 		}
 	}
 }
