@@ -187,8 +187,8 @@ func TestPlanLaws(t *testing.T) {
 func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 	common := genCommon(t, f)
 	tokens := rapid.Uint64Range(1, 24).Draw(t, "tokens")
-	if rapid.IntRange(0, 3).Draw(t, "big") == 0 {
-		common.head *= 700 // several chunks a layer
+	if rapid.IntRange(0, 9).Draw(t, "big") == 0 {
+		common.head *= 700 // several chunks a layer; nearly all of the time goes into these
 	}
 	fd, td := genDims(t, f, "from.", common), genDims(t, f, "to.", common)
 	fd.blocks, td.blocks = (tokens-1)/fd.n+1+rapid.Uint64Range(0, 3).Draw(t, "spare"), (tokens-1)/td.n+1
