@@ -521,10 +521,10 @@ func TestWindowDoesNotFeedOnItself(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, ms, 2, func(in *LaneInfo) { in.MaxSlices = 1024 })
 	f := m.open(LayerStream, 4<<30-1<<20)
-	m.run(20*sec, f.landed)
+	m.run(10*sec, f.landed)
 	q := m.p.pairs[0]
 	if most := uint64(gbit * float64(5*ms)); q.window > most {
-		t.Errorf("window of %d bytes after 20 s at full load, with a delay of 1 ms: want %d at most", q.window, most)
+		t.Errorf("window of %d bytes after 10 s at full load, with a delay of 1 ms: want %d at most", q.window, most)
 	}
 	near(t, "learned", q.bw, gbit, 0.03)
 }

@@ -27,7 +27,7 @@ func TestLongWayIsFull(t *testing.T) {
 		l := m.rail(gbit, 50*ms, 2)
 		busy(m, prio, 3*sec)
 		before, began := l.bytes, m.now
-		busy(m, prio, 20*sec)
+		busy(m, prio, 10*sec)
 		got := float64(l.bytes-before) / float64(m.now-began)
 		t.Logf("%v: %.3f of the rail", prio, got/gbit)
 		if got < 0.97*gbit {
