@@ -72,11 +72,11 @@ test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB o
 	go test -timeout 30m ./parseblock -run 'Laws|Hybrids|Ignores' -rapid.checks=100000
 	KVSPRAY_LARGE=1 go test -count=1 ./sidecar -run '^TestMoreThan4GiB$$'
 
-FUZZTIME ?= 2m
 .PHONY: test-truth
 test-truth: build env ## vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py
 
+FUZZTIME ?= 2m
 .PHONY: test-fuzz
 test-fuzz: ## Every fuzz target of the tree for FUZZTIME, 2 minutes each (nightly)
 	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
