@@ -103,6 +103,9 @@ func TestNoFaultCommits(t *testing.T) {
 					b.Sink.Seed.Store(seed) // each Landed is checked against it
 					said := spread(p, lanes, b)
 					full := b.Sink.Full()
+					if kind == Duplicate && plan.Ghosts(kind, transfer.Landed) == 0 {
+						until(t, "duplicates are gone", plan.Quiet) // before the fence, once: all others race with it
+					}
 					b.Fence(t)
 					switch {
 					case full:
