@@ -171,12 +171,12 @@ func (s *stall) end() time.Duration {
 	return time.Duration(s.longest.Load())
 }
 
-// lanesOn are the lanes of a node over one of its rails.
+// lanesOn are the lanes of a node to others over one of its rails. Those to itself survive what happens between hosts.
 func lanesOn(n *running, rail string) (ids []uint64) {
 	n.d.bindMu.RLock()
 	defer n.d.bindMu.RUnlock()
 	for id, e := range n.d.lanes {
-		if e.lane.Local() == rail {
+		if e.lane.Local() == rail && e.lane.Peer() != n.boot {
 			ids = append(ids, id)
 		}
 	}

@@ -134,6 +134,55 @@ func TestLaterAttemptPastStuckLane(t *testing.T) {
 	b.End(t)
 }
 
+// TestLaterAttemptWaits: an attempt that holds chunks and is about to be armed is waited for like one that is. Else it may be armed in the
+// very moment in which it is stopped, and a healthy lane is lost.
+func TestLaterAttemptWaits(t *testing.T) {
+	_, p, _, there := oddPair(t, func(c *Config) { c.Patience = time.Hour })
+	x, _ := p.Dial()
+	y, other := p.Dial()
+	gate := make(chan struct{})
+	free := sync.OnceFunc(func() { close(gate) })
+	defer free()
+	there.set(func(d *oddDevice) { d.slow = gate }) // the first attempt waits for the registration of what it may write
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(seedOld)
+	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	b.Sink.Seed.Store(seedOld)
+	first := p.A.Move(x, b.Origin, src.All(), 1)
+	until(t, "the first attempt holds the chunks", func() bool {
+		var probe transport.Claim
+		why, _, _ := b.Grant.ClaimDevice(&probe, src.All(), 0, harmless{}, false)
+		if why == transfer.ReasonNone {
+			probe.Release()
+		}
+		return why == transfer.ReasonSuperseded
+	})
+	second := p.A.Move(y, b.Origin, src.All(), 2)
+	until(t, "the later attempt has asked", func() bool {
+		l := other.(*lane)
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return l.in[0].state == asked
+	})
+	free()
+	for i, c := range []<-chan transport.Result{first, second} {
+		if r := <-c; r.Outcome != transfer.Landed {
+			t.Errorf("attempt %d: %s %s: %v", i+1, r.Outcome, r.Reason, r.Err)
+		}
+	}
+	for _, l := range []transport.Lane{x, y} {
+		if err := l.(*lane).failure(); err != nil {
+			t.Errorf("a healthy lane was lost: %v", err)
+		}
+	}
+	b.End(t)
+}
+
+// harmless is a device that writes nothing.
+type harmless struct{}
+
+func (harmless) Stop() bool { return true }
+
 // TestDeviceThatDoesNotAnswer: a command that a device sits on holds nobody up who only wants to know, or to use another lane.
 func TestDeviceThatDoesNotAnswer(t *testing.T) {
 	f, p, here, there := oddPair(t, nil)

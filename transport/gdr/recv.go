@@ -17,6 +17,7 @@ type receiving struct {
 	l       *lane
 	state   state
 	seq     uint16
+	at      time.Time        // asked
 	g       *transport.Grant // while armed
 	claim   transport.Claim
 	claimed bool
@@ -33,14 +34,20 @@ func (r *receiving) Stop() bool {
 	return harmless || r.l.halt()
 }
 
-// moving is how long a later attempt should wait for this one.
+// moving is how long a later attempt should wait for this one. One that is not armed yet may be by the time that it is stopped, which
+// costs its lane: it is waited for as well.
 func (r *receiving) moving() time.Duration {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
-	if r.state != armed {
+	since := r.l.progress
+	switch r.state {
+	case armed:
+	case asked:
+		since = r.at
+	default:
 		return 0
 	}
-	return r.l.b.cfg.Patience - time.Since(r.l.progress)
+	return r.l.b.cfg.Patience - time.Since(since)
 }
 
 // release gives the chunks and the keys back. Nothing is written for the slice any more. Not under lane.mu: whoever takes
@@ -96,7 +103,7 @@ func (l *lane) asked(h head) error {
 	r := &l.in[h.id]
 	free := r.state == idle
 	if free {
-		r.state, r.seq = asked, h.seq
+		r.state, r.seq, r.at = asked, h.seq, time.Now()
 	}
 	l.mu.Unlock()
 	if !free {
