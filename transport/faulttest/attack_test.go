@@ -33,15 +33,33 @@ func until(t *testing.T, what string, ok func() bool) {
 }
 
 // spread moves all chunks of a bind over lanes as a sender with hedging and retries does, and reports whether every slice is
-// said to have landed. Slices that never end are left behind; their lanes are closed later.
+// said to have landed. Slices that never end are left behind; their lanes are closed later. As a sender does, it gives no lane more than that
+// takes at once: one that is stuck keeps what it has.
 func spread(p *transporttest.Pair, lanes []transport.Lane, b *transporttest.Bind) bool {
 	var wg sync.WaitGroup
 	all := make([]bool, attackChunks/sliceChunks)
+	room := make([]chan struct{}, len(lanes))
+	for i, l := range lanes {
+		room[i] = make(chan struct{}, l.MaxInFlight())
+	}
+	move := func(lane int, r transfer.Range, attempt uint32) <-chan transport.Result {
+		out := make(chan transport.Result, 1)
+		select {
+		case room[lane] <- struct{}{}:
+			go func() { // ends with its lane at the latest
+				res := <-p.A.Move(lanes[lane], b.Origin, r, attempt)
+				<-room[lane]
+				out <- res
+			}()
+		default:
+		}
+		return out
+	}
 	for i := range all {
 		wg.Go(func() {
 			r := transfer.Range{First: uint32(i) * sliceChunks, Count: sliceChunks}
 			for try := range maxTries {
-				c := p.A.Move(lanes[(i+try)%len(lanes)], b.Origin, r, uint32(try)+1)
+				c := move((i+try)%len(lanes), r, uint32(try)+1)
 				hedge := time.NewTimer(hedgeAfter << max(0, try-quickTries))
 				select {
 				case res := <-c:
