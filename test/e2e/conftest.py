@@ -106,7 +106,7 @@ class Cluster:
             self.connected()
         return self
 
-    def connected(self, timeout: float = 20.0) -> None:
+    def connected(self, timeout: float = 60.0) -> None:
         for e in (self.p, self.d):
             rig.wait_for(f"engine {e.name} connected", lambda e=e: e.status().get("connected"), timeout)
 
@@ -130,7 +130,7 @@ class Cluster:
         p.result()
         return d.result()
 
-    def settle(self, timeout: float = 15.0) -> None:
+    def settle(self, timeout: float = 30.0) -> None:
         """Every lease is over, and no engine holds anything."""
         for e in (self.p, self.d):
             if e.alive():

@@ -75,7 +75,7 @@ class Pending:
     def __init__(self, engine: Engine, key: int, rid: str) -> None:
         self.engine, self.key, self.rid = engine, key, rid
 
-    def result(self, timeout: float = 60.0) -> Out:
+    def result(self, timeout: float = 120.0) -> Out:
         return self.engine._await(self.key, timeout)
 
     def abort(self) -> None:
@@ -108,7 +108,7 @@ class Engine:
         assert self._proc.pid is not None
         return self._proc.pid
 
-    def wait_up(self, timeout: float = 90.0) -> Engine:
+    def wait_up(self, timeout: float = 300.0) -> Engine:
         self._await(0, timeout)
         return self
 
@@ -187,7 +187,7 @@ class Engine:
         except OSError as err:
             raise EngineDied(f"engine {self.name} is gone: {err}\n{self.tail()}") from err
 
-    def _call(self, what: str, *args: Any, timeout: float = 60.0) -> Any:
+    def _call(self, what: str, *args: Any, timeout: float = 120.0) -> Any:
         key = next(Engine._keys)
         self._send((what, key, *args))
         return self._await(key, timeout)

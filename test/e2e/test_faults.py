@@ -23,11 +23,9 @@ from prompts import fresh
 DEADLINE, PARTNER, GRACE = 4.0, 1.5, 1.0
 # On top of deadline and grace, for timers and engine steps on busy cores. What an engine then computes by itself takes what it takes.
 SLACK = 4.0
-LIMIT = DEADLINE + GRACE + SLACK
-TRANSFER = {"deadline": "4s", "partner": "1500ms", "grace": "1s"}
 LONG, STEPS, STEP = 4400, 35, 128
 CHUNK, LAYERS = 256, 4  # tokens of a layer that a chunk holds
-TRIES = 3
+TRIES = 4  # each with twice the times of the one before
 # Small steps, so that a fault lands in the middle. All three alike: bfloat16 sums depend on how a
 # prompt is cut, and a near tie between two tokens must not look like a wrong byte.
 ARGS = {name: {"max_num_batched_tokens": STEP} for name in "PDR"}
@@ -50,7 +48,8 @@ class Sent:
 class Faulty(Cluster):
     def __init__(self, dir: pathlib.Path, transport: str) -> None:
         self.seeds = itertools.count()
-        super().__init__(dir, {"transfer": TRANSFER, "transports": {"order": [transport]}}, start=False)
+        self.slower = 1  # than a machine that does enough of a prefill within DEADLINE
+        super().__init__(dir, {"transfer": self.times(), "transports": {"order": [transport]}}, start=False)
         # Sidecars reach each other's control side through relays that can be cut (both ends dial); data lanes do not go there.
         self.relays: list[rig.Relay] = []
         for s in (self.sp, self.sd):
@@ -60,6 +59,23 @@ class Faulty(Cluster):
         self.sp.start()
         self.sd.start()
 
+    def times(self) -> dict[str, str]:
+        return {"deadline": f"{self.slower * DEADLINE:g}s", "partner": f"{self.slower * PARTNER:g}s", "grace": f"{GRACE:g}s"}
+
+    @property
+    def limit(self) -> float:
+        """The longest that a request may wait for a transfer."""
+        return GRACE + self.slower * (DEADLINE + SLACK)
+
+    def slow_down(self) -> None:
+        """Twice the time for everything, on a machine so busy that a transfer cannot be met in flight."""
+        self.slower *= 2
+        for s in (self.sp, self.sd):
+            assert s.stop() == 0
+            s.config["transfer"] = self.times()
+            s.start()
+        self.connected()
+
     def send(self, prompt: list[int]) -> Sent:
         want, before, xfer, began = self.r.run(prompt, 12).tokens, self.d.metrics(), secrets.token_hex(16), time.monotonic()
         p, d = self.start_both(prompt, xfer=xfer)
@@ -68,19 +84,20 @@ class Faulty(Cluster):
     def dispatch(self, what: object, steps: int) -> Sent:
         """Sends a prompt to both, and returns when P has done so many of its steps and what they gave has landed. P goes on, and stops
         before its last step until go_on: however busy the machine is, what comes now meets a transfer in flight. Where it is so busy that
-        the deadline has passed before, another prompt is sent: nothing has been done to anybody yet."""
+        the deadline has passed before, another prompt is sent, with more time: nothing has been done to anybody yet."""
         chunks = steps * STEP // CHUNK
         for _ in range(TRIES):
             before, start = self.landed(), self.p.steps()
             self.p.pause_at(start + steps)
             sent = self.send(fresh(LONG, (what, steps, next(self.seeds))))
-            rig.wait_for("P under way", lambda start=start: self.p.steps() >= start + steps, 60, tick=0.001)
+            rig.wait_for("P under way", lambda start=start: self.p.steps() >= start + steps, 120, tick=0.001)
             try:
-                rig.wait_for("landing", lambda before=before: self.all_of(before + chunks * LAYERS * 65536), DEADLINE, tick=0.001)
+                rig.wait_for("landing", lambda before=before: self.all_of(before + chunks * LAYERS * 65536), self.slower * DEADLINE, tick=0.001)
             except rig.Failed:
                 self.go_on()
                 self.answered(what, sent)
-                self.settle()
+                self.settle(timeout=2 * self.limit)
+                self.slow_down()
                 continue
             self.p.pause_at(start + STEPS - 1)
             sent.landed = chunks * CHUNK
@@ -112,7 +129,7 @@ class Faulty(Cluster):
 
     def let_go(self, d: Pending, began: float) -> None:
         """D's request waits for no transfer any more, at its deadline and grace at the latest: what it lacks is being computed."""
-        left = max(began + LIMIT - time.monotonic(), 0.01)
+        left = max(began + self.limit - time.monotonic(), 0.01)
         rig.wait_for(f"{d.rid} let go", lambda: not any(r.startswith(d.rid) for r in self.d.status()["loads"]), left)
 
     def serves_on(self, what: object, sent: Sent | None = None) -> None:
@@ -168,7 +185,7 @@ class Faulty(Cluster):
     def works_again(self) -> None:
         """A transfer, with nothing restarted but what the test restarted."""
         self.connected()
-        end = time.monotonic() + 15
+        end = time.monotonic() + 30
         while True:  # a prober may need a moment to trust a part that is back
             before = rig.total(self.d.metrics(), "vllm:kvspray_transfers_total", side="received", outcome="ok")
             seed = next(self.seeds)
@@ -188,6 +205,18 @@ class Faulty(Cluster):
     def heal(self) -> None:
         for relay in self.relays:
             relay.heal()
+
+    def restore(self) -> None:
+        """What a test that failed has left behind is no reason for the next one to fail."""
+        self.heal()
+        self.go_on()
+        for s in (self.sp, self.sd):
+            if s.proc is None:
+                s.start()
+        for name, e in list(self.engines.items()):
+            if not e.alive():
+                self.revive(name)
+        self.connected()
 
     def revive(self, name: str) -> None:
         self.engines[name].kill()
@@ -215,11 +244,12 @@ def c(request: pytest.FixtureRequest, zygote: None, workdir: pathlib.Path) -> It
 
 @pytest.fixture(autouse=True)
 def blocks_come_back(c: Faulty) -> Iterator[None]:
-    c.settle(timeout=20)
+    c.restore()
+    c.settle(timeout=2 * c.limit)
     before = {name: (e.pid, e.free_blocks()) for name, e in c.engines.items() if name in "PD"}
     yield
     c.go_on()
-    c.settle(timeout=20)
+    c.settle(timeout=2 * c.limit)
     for name, (pid, free) in before.items():
         if c.engines[name].pid == pid:
             assert c.engines[name].free_blocks() == free, name
@@ -245,7 +275,7 @@ def test_kill_9_of_a_sidecar(c: Faulty, side: str, steps: int) -> None:
     c.go_on()
     c.serves_on((side, steps), sent)
     c.hit(sent, known=side != "sd")
-    c.settle(timeout=LIMIT)
+    c.settle(timeout=c.limit)
     sidecar.start()
     c.works_again()
 
@@ -260,7 +290,7 @@ def test_kill_9_of_a_sidecar_between_prefill_and_decode(c: Faulty, side: str) ->
     d = c.d.add(prompt, 12, kv=kv)
     c.let_go(d, began)
     assert d.result().tokens == c.r.run(prompt, 12).tokens
-    c.settle(timeout=LIMIT)
+    c.settle(timeout=c.limit)
     sidecar.start()
     c.works_again()
 
@@ -276,7 +306,7 @@ def test_kill_9_of_an_engine_between_prefill_and_decode(c: Faulty, name: str) ->
         c.let_go(d, began)
         assert d.result().tokens == c.r.run(prompt, 12).tokens
     c.serves_on((name, "between"))
-    c.settle(timeout=LIMIT)  # where D is dead, nobody comes for the blocks
+    c.settle(timeout=c.limit)  # where D is dead, nobody comes for the blocks
     c.revive(name)
     c.works_again()
 
@@ -294,9 +324,9 @@ def test_a_stopped_sidecar(c: Faulty, side: str, steps: int) -> None:
         c.serves_on((side, "stopped", steps), sent)
         c.hit(sent, known=side != "sd")
         # Its own engine may not take a block back before it is dead: the shim kills it after deadline and grace.
-        assert sidecar.proc.wait(2 * LIMIT) == -signal.SIGKILL
+        assert sidecar.proc.wait(2 * c.limit) == -signal.SIGKILL
         assert time.monotonic() - stopped >= GRACE, "killed before its grace was over"
-        c.settle(timeout=LIMIT)
+        c.settle(timeout=c.limit)
     finally:
         sidecar.kill()
     sidecar.start()
@@ -332,7 +362,7 @@ def test_kill_9_of_the_decode_engine(c: Faulty, steps: int) -> None:
     c.go_on()
     c.serves_on(("D", steps), sent)
     lost(sent.d)
-    c.settle(timeout=LIMIT)
+    c.settle(timeout=c.limit)
     ends = [t["outcome"] for t in c.sp.lines(c.sp.transfers) if t["side"] == "source" and t["xfer"] == sent.xfer]
     assert ends and "ok" not in ends, f"the fault came too late: {ends}"
     c.revive("D")
@@ -357,7 +387,7 @@ def test_the_control_lane_is_cut(c: Faulty, back: bool, steps: int) -> None:
         else:
             c.serves_on(("cut", steps), sent)
         assert c.data_lanes() == lanes, "data lanes did not outlive the cut"
-        c.settle(timeout=LIMIT)
+        c.settle(timeout=c.limit)
     finally:
         c.heal()
     c.works_again()

@@ -131,13 +131,16 @@ def test_preemption_in_mid_send(c: Cluster) -> None:
     prompt = fresh(1500, (case.name, "preempt"))
     with Moved(c) as moved:
         start = c.p.steps()
+        c.p.pause_at(start + 4)
         p, d = c.start_both(prompt)
-        rig.wait_for("P under way", lambda: c.p.steps() >= start + 4, 10, tick=0.001)
+        rig.wait_for("P under way", lambda: c.p.steps() >= start + 4, 60, tick=0.001)
         c.p.preempt_all()
+        c.p.pause_at(None)
         got = d.result()
         p.result()
     assert got.tokens == c.r.run(prompt, 12).tokens
     assert moved.recomputed == 0, vars(moved)
+    assert c.p.computed(p.rid) == len(prompt) + 4 * STEP, "what was preempted was not in the middle"
     c.settle()
 
 

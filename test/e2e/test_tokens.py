@@ -200,7 +200,9 @@ def test_preemption_by_a_full_pool(c: Cluster) -> None:
     prompts = [fresh(3200, ("big", i)) for i in range(2)]
     before = c.p.metrics()
     with Moved(c) as moved:
+        c.p.pause_at(c.p.steps())  # until both are there
         runs = [c.start_both(p) for p in prompts]
+        c.p.pause_at(None)
         got = [d.result() for _, d in runs]
     for p, out in zip(prompts, got, strict=True):
         same(out, c.r.run(p, 12))
@@ -214,13 +216,16 @@ def test_preemption_by_hand_at_several_points(c: Cluster, when: int) -> None:
     prompt = fresh(2400, ("preempt", when))  # ten steps
     with Moved(c) as moved:
         start = c.p.steps()
+        c.p.pause_at(start + when)
         p, d = c.start_both(prompt)
-        rig.wait_for("P under way", lambda: c.p.steps() >= start + when, 10, tick=0.001)
+        rig.wait_for("P under way", lambda: c.p.steps() >= start + when, 60, tick=0.001)
         c.p.preempt_all()
+        c.p.pause_at(None)
         got = d.result()
         p.result()
     same(got, c.r.run(prompt, 12))
     assert moved.recomputed == 0, vars(moved)
+    assert c.p.computed(p.rid) == len(prompt) + when * STEP, "what was preempted was not in the middle"
     c.settle()
 
 
@@ -230,13 +235,14 @@ def test_abort_on_either_side(c: Cluster) -> None:
         for after in (0, 2, 6):
             prompt = fresh(1500, ("abort", side, after))
             start = c.p.steps()
+            c.p.pause_at(start + after)
             p, d = c.start_both(prompt)
-            rig.wait_for("P under way", lambda after=after, start=start: c.p.steps() >= start + after, 10, tick=0.001)
+            rig.wait_for("P under way", lambda after=after, start=start: c.p.steps() >= start + after, 60, tick=0.001)
+            (p if side == "p" else d).abort()
+            c.p.pause_at(None)
             if side == "p":
-                p.abort()
                 same(d.result(timeout=45), c.r.run(prompt, 12))  # D computes it itself, or had it already
             else:
-                d.abort()
                 p.result()
             c.settle(timeout=25)
     # The engines serve on, with all their blocks.

@@ -30,17 +30,21 @@ class Failed(Exception):
 
 _PORTS = range(18000, 30000)  # below what Linux gives to outgoing connections, one of which could take a port between look and use
 _ports = iter(random.sample(_PORTS, len(_PORTS)))
+_held: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port that nothing listens on right now, and that no other call in this process gets."""
+    """A port for a server that we start, and start again: held until this process ends. Whoever looks as we do finds it taken; a server,
+    which sets SO_REUSEADDR, may listen on it, because we do not."""
     for port in _ports:
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                s.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        s = socket.socket()
+        try:
+            s.bind(("127.0.0.1", port))
+        except OSError:
+            s.close()
+            continue
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _held.append(s)
         return port
     raise Failed(f"no port is free between {_PORTS.start} and {_PORTS.stop}")
 
@@ -120,7 +124,7 @@ class Sidecar:
         )
         self.proc: subprocess.Popen[bytes] | None = None
 
-    def start(self, wait: float = 15.0) -> Sidecar:
+    def start(self, wait: float = 60.0) -> Sidecar:
         assert self.proc is None
         path = self.dir / "config.yaml"
         path.write_text(json.dumps(self.config, indent=1))  # JSON is YAML
