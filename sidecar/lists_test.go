@@ -4,9 +4,9 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"reflect"
 	"runtime"
 	"testing"
-	"unsafe"
 
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
@@ -133,11 +133,11 @@ func TestListsOfALongPrompt(t *testing.T) {
 			peer := s.Peer(transfer.Boot{1}, nil)
 			scheduled := allocated(func() { s.Open(peer, 0, 0, plan.Space(), nil) })
 			arrived := allocated(func() { transfer.NewBitmap(plan.Space().NumChunks()) })
-			list := uint64(most[1]) * uint64(unsafe.Sizeof(mem.Block{}))
-			strides := uint64(len(runs)) * uint64(unsafe.Sizeof(layout.Run{}))
+			list := uint64(most[1]) * uint64(reflect.TypeFor[mem.Block]().Size())
+			strides := uint64(len(runs)) * uint64(reflect.TypeFor[layout.Run]().Size())
 			t.Logf("%d MiB: plan %d B, scheduler %d B, bitmap %d B, a slice of %d KiB %d pieces (%d B); its %d runs would be %d B, %d of a layer; its pieces %d B",
 				plan.Space().TotalBytes()>>20, planned, scheduled, arrived, slice*transfer.ChunkBytes>>10, most[1], list, len(runs), strides, layer,
-				pieces*uint64(unsafe.Sizeof(layout.IpcBlock{})))
+				pieces*uint64(reflect.TypeFor[layout.IpcBlock]().Size()))
 			if planned > 64<<10 {
 				t.Errorf("both sides' plans are %d bytes beside the block tables", planned)
 			}
