@@ -277,10 +277,12 @@ func TestRDMAFaults(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			eventually(t, "a quarter landed", func() bool { return landedBytes(d)-before > whole()/4 })
+			var there []uint64 // what is opened later belongs to the healing
+			eventually(t, "a quarter landed, and the rail has a lane", func() bool {
+				there = lanesOn(p, "r0a")
+				return landedBytes(d)-before > whole()/4 && len(there) > 0
+			})
 			s := watchStall(d)
-			// Those that are there: what is opened later belongs to the healing.
-			there := lanesOn(p, "r0a")
 			lost := make(chan time.Time, 1)
 			over := make(chan struct{})
 			go func() {
