@@ -241,7 +241,7 @@ func TestServeElsewhere(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer func() { _ = taken.Close() }()
-	const foreign = "192.0.2.1:7650" // of a network for documentation: no host has it
+	const foreign = "203.0.113.77:7650" // of a network for documentation
 	for name, c := range map[string]struct {
 		args []string
 		want []string
