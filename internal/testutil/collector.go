@@ -16,7 +16,7 @@ const CollectorBound = 50 * time.Millisecond
 
 const (
 	collectorSamples = 20                 // collections that nothing disturbed
-	collectorTime    = 5 * time.Second    // for all of them
+	collectorTime    = 3 * time.Second    // for all of them
 	collectorLeast   = 3                  // undisturbed ones without which nothing was shown
 	collectorHeld    = 2                  // that were held: a loop that can hold one holds others, what the host does to its guest comes once
 	collectorNoise   = CollectorBound / 5 // of waiting for a CPU in one collection, from which on it counts as disturbed
