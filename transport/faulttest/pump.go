@@ -13,9 +13,10 @@ type pump struct {
 	done chan struct{}
 	once sync.Once
 
-	mu sync.Mutex
-	q  jobs
-	n  uint64
+	mu   sync.Mutex
+	q    jobs
+	n    uint64
+	over bool // nothing runs what is queued from here on
 }
 
 type job struct {
@@ -44,9 +45,15 @@ func newPump() *pump {
 	return &pump{wake: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{})}
 }
 
-// after runs fn on the pump's goroutine: when it is due, or when the pump closes, if that is earlier.
+// after runs fn on the pump's goroutine: when it is due, or when the pump closes, if that is earlier. What comes when it is closed, from a Move
+// that the Close has overtaken, runs at once, and not in the caller either.
 func (p *pump) after(d time.Duration, fn func()) {
 	p.mu.Lock()
+	if p.over {
+		p.mu.Unlock()
+		go fn()
+		return
+	}
 	p.n++
 	heap.Push(&p.q, job{time.Now().Add(d), p.n, fn})
 	p.mu.Unlock()
@@ -75,6 +82,7 @@ func (p *pump) run() {
 				fn = heap.Pop(&p.q).(job).fn
 			}
 		}
+		p.over = closing && fn == nil
 		p.mu.Unlock()
 		if fn != nil {
 			fn()
