@@ -267,29 +267,53 @@ func (u *GPU) list(h *hop) func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error,
 	for _, k := range h.sizes {
 		same = same && k == h.sizes[0]
 	}
-	if same {
-		for i, p := range h.far {
-			binary.LittleEndian.PutUint64(h.list[i*8:], uint64(p))
-		}
-		return func(_ func(Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
-			return uniform(h.queue, h.listPtr, n, h.dense, h.sizes[0])
+	runs := h.runs()
+	if !same || runs*strided <= n {
+		return func(launch func(Queue, cuda.Ptr, cuda.Ptr, int) error, _ func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+			return launch(h.queue, h.listPtr, h.listPtr+hopFirstAt, runs)
 		}
 	}
-	dense := uint64(h.dense)
 	for i, p := range h.far {
-		r := h.list[i*runBytes:][:runBytes]
-		binary.LittleEndian.PutUint64(r, uint64(p))
-		binary.LittleEndian.PutUint64(r[8:], 0)
+		binary.LittleEndian.PutUint64(h.list[i*8:], uint64(p))
+	}
+	return func(_ func(Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
+		return uniform(h.queue, h.listPtr, n, h.dense, h.sizes[0])
+	}
+}
+
+// strided is how many blocks a run has at least, in the middle, where blocks of one length go to the kernels as runs and not as addresses,
+// which are a quarter as long.
+const strided = 8
+
+// runs writes the blocks as strided runs, and returns how many: pages of heads, or of tokens, that another order takes apart lie at equal
+// distances. Two blocks have a distance by chance, so that a run takes three.
+func (h *hop) runs() int {
+	dense := uint64(h.dense)
+	n := 0
+	for i := 0; i < len(h.far); n++ {
+		base, size := uint64(h.far[i]), h.sizes[i]
+		stride, count := uint64(0), 1
+		if i+2 < len(h.far) && h.sizes[i+1] == size && h.sizes[i+2] == size {
+			stride = uint64(h.far[i+1]) - base
+			for k := i + 1; k < len(h.far) && h.sizes[k] == size && uint64(h.far[k])-uint64(h.far[k-1]) == stride; k++ {
+				count++
+			}
+			if count < 3 {
+				stride, count = 0, 1
+			}
+		}
+		r := h.list[n*runBytes:][:runBytes]
+		binary.LittleEndian.PutUint64(r, base)
+		binary.LittleEndian.PutUint64(r[8:], stride)
 		binary.LittleEndian.PutUint64(r[16:], dense)
-		binary.LittleEndian.PutUint32(r[24:], uint32(h.sizes[i]))
-		binary.LittleEndian.PutUint32(r[28:], 1)
-		binary.LittleEndian.PutUint32(h.list[hopFirstAt+i*4:], uint32(i))
-		dense += h.sizes[i]
+		binary.LittleEndian.PutUint32(r[24:], uint32(size))
+		binary.LittleEndian.PutUint32(r[28:], uint32(count))
+		binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(i))
+		dense += uint64(count) * size
+		i += count
 	}
-	binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(n))
-	return func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error, _ func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
-		return runs(h.queue, h.listPtr, h.listPtr+hopFirstAt, n)
-	}
+	binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(len(h.far)))
+	return n
 }
 
 // moves is scratch of Move: callers come from several goroutines.

@@ -360,3 +360,65 @@ func TestChooser(t *testing.T) {
 		t.Error("an unknown executor was accepted")
 	}
 }
+
+// Blocks at equal distances, forwards and backwards, go to the kernels as strided runs; what stands between them does not, and every byte
+// arrives where it would one by one.
+func TestStridedRuns(t *testing.T) {
+	p := newFakePlatform(1)
+	cfg := small()
+	cfg.Executor = Pack
+	g := must(newGPUs(p, cfg))(t)
+	const size = 1 << 20
+	lent, b := p.lend(0, size, 0)
+	r := must(g.Import(mem.NewID(), lent.Append(nil), -1, size))(t)
+	u := r.Device().(*GPU)
+	rand.NewChaCha8([32]byte{5}).Read(b)
+	var blocks []mem.Block
+	add := func(off, n uint64) { blocks = append(blocks, mem.Block{Region: r, Off: off, Len: n}) }
+	runs := 0
+	for i := range uint64(100) { // every other cell of 256 bytes
+		add(i*512, 256)
+	}
+	runs++
+	add(600000, 48)
+	add(600000-16384, 48) // two are no run
+	runs += 2
+	for i := range uint64(100) { // backwards, as long as the ones after them
+		add(900000&^15-i*1024, 512)
+	}
+	runs++
+	for i := range uint64(50) {
+		add(700000&^15+i*512, 512) // one after the other
+	}
+	runs++
+	h := <-u.hops
+	h.far, h.sizes = h.far[:0], h.sizes[:0]
+	var want []byte
+	for _, x := range blocks {
+		h.far, h.sizes = append(h.far, cuda.Ptr(r.Base()+x.Off)), append(h.sizes, x.Len)
+		want = append(want, b[x.Off:][:x.Len]...)
+	}
+	if got := h.runs(); got != runs {
+		t.Errorf("%d runs for %d blocks: want %d", got, len(blocks), runs)
+	}
+	u.hops <- h
+	got := make([]byte, len(want))
+	if err := u.Gather(got, blocks); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(got, want) {
+		t.Error("what was gathered differs")
+	}
+	clear(b)
+	if err := u.Scatter(blocks, got); err != nil {
+		t.Fatal(err)
+	}
+	for i, x := range blocks {
+		if !bytes.Equal(b[x.Off:][:x.Len], want[:x.Len]) {
+			t.Fatalf("block %d differs where it was scattered to", i)
+		}
+		want = want[x.Len:]
+	}
+	r.Release()
+	must(0, g.Close())(t)
+}
