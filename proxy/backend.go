@@ -28,7 +28,8 @@ type backend struct {
 
 	mu       sync.Mutex // guards all below
 	peer     string
-	said     string // what its engine or its sidecar called the latter's endpoint last
+	heard    string // what its engine called its sidecar's endpoint last
+	said     string // what of it, or of the sidecar's own word, peer was compared with last
 	warning  string // why that cannot be peer
 	load     int    // requests in flight
 	failures int    // health checks in a row
@@ -160,6 +161,10 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 		return err
 	}
 	if b.sidecar == "" {
+		b.mu.Lock()
+		heard := b.heard
+		b.mu.Unlock()
+		p.compare(ctx, b, heard)
 		return nil
 	}
 	// A sidecar that does not answer is no reason to take the engine out: requests then go prefill first, where the engine itself
@@ -181,6 +186,14 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	return nil
 }
 
+// hear takes an engine's word for its sidecar's endpoint. It is looked at with the next check: names are looked up for that, which no request
+// waits for.
+func (b *backend) hear(peer string) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.heard = peer
+}
+
 // compare looks whether the endpoint that the operator has configured is the one that the prefill's side names. It may be another name of it;
 // a wrong one costs each request its transfer, and nobody else would say why.
 func (p *Proxy) compare(ctx context.Context, b *backend, said string) {
@@ -190,8 +203,6 @@ func (p *Proxy) compare(ctx context.Context, b *backend, said string) {
 	if !b.configured || said == "" || known {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
-	defer cancel()
 	same := sameEndpoint(ctx, b.peer, said)
 	if ctx.Err() != nil {
 		return // another time

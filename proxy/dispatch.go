@@ -225,7 +225,7 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 	}
 	params, err := j.req.answeredParams(answer)
 	if err == nil {
-		j.p.compare(ctx, b, peerOf(params))
+		b.hear(peerOf(params))
 	}
 	return params, err
 }
