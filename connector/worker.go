@@ -52,6 +52,7 @@ type worker struct {
 	watched  atomic.Bool   // on the watcher's list
 	waiting  atomic.Int32  // len(follow), for the watcher
 	partners atomic.Bool   // Follow's last word
+	rung     atomic.Bool   // by ourselves
 	fresh    atomic.Int64  // as now counts: paceFresh after the last source lease was opened
 	seen     []uint64      // flags as the watcher saw them last; the watcher's own
 	extents  []extent      // of its board and regions
@@ -733,7 +734,7 @@ func (w *worker) catchUp(epoch uint64) bool {
 		}
 	}
 	if !w.closed && (len(w.pending) > 0 || len(w.follow) > 0 || w.broken != nil) {
-		ring(w.doorFD()) // the ring's goroutine delivers
+		w.wakeLocked() // the ring's goroutine delivers
 	}
 	return w.drained.Load() >= epoch
 }
@@ -746,23 +747,30 @@ func (w *worker) doorFD() int {
 	return fd
 }
 
-// awaitDoorbell waits in the netpoller until the doorbell was rung, and takes what it counted. The shim shares the eventfd's flags
-// and can make it block at any time: a read that was not announced would hold a thread, and whoever closes the doorbell.
+// awaitDoorbell waits in the netpoller until the doorbell is rung. What it counted stays there: each write is an edge of its own, and a
+// read would be a system call, which the shim, who shares the eventfd's flags, could make block. The netpoller forgets an edge that
+// came before the wait: so what would have been announced by it is looked for once more.
 func (w *worker) awaitDoorbell() error {
 	rc, err := w.door.SyscallConn()
 	if err != nil {
 		return err
 	}
-	var count [8]byte
-	var failed error
-	err = rc.Read(func(fd uintptr) bool {
-		if !readable(fd) {
-			return false
+	looked := false
+	return rc.Read(func(uintptr) bool {
+		if looked {
+			return true
 		}
-		_, failed = unix.Read(int(fd), count[:])
-		return !errors.Is(failed, unix.EAGAIN) && !errors.Is(failed, unix.EINTR)
+		looked = true
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		return w.closed || w.broken != nil || len(w.pending) > 0 || w.rung.Swap(false) || !w.sub.Sleep()
 	})
-	return errors.Join(err, failed)
+}
+
+// wakeLocked rings our own doorbell.
+func (w *worker) wakeLocked() {
+	w.rung.Store(true)
+	ring(w.doorFD())
 }
 
 // ring adds one to an eventfd. A counter that is full wakes its reader just as well, and is left alone: the shim can make it block
@@ -819,7 +827,7 @@ func encodeCompletion(c Completion) completion {
 func (w *worker) postLocked(c completion) {
 	if len(w.queue) >= 2*w.s.opt.Limits.Leases {
 		w.breakLocked(fmt.Errorf("the shim does not read its completion ring: %d completions wait", len(w.queue)))
-		ring(w.doorFD())
+		w.wakeLocked()
 		return
 	}
 	w.queue = append(w.queue, c)
@@ -849,7 +857,7 @@ func (w *worker) flushLocked() {
 		}
 		if err != nil {
 			w.breakLocked(fmt.Errorf("completion ring: %w", err))
-			ring(w.doorFD())
+			w.wakeLocked()
 			return
 		}
 		wake = wake || wk
