@@ -84,7 +84,6 @@ static void serve(int listener)
 	static uint8_t buf[1 << 20];
 	uint8_t boot[16];
 	int fds[KVS_PACKET_MAX_FDS];
-	prctl(PR_SET_PDEATHSIG, SIGKILL);
 	kvs_random(boot, sizeof boot);
 	int sock = accept(listener, NULL, NULL);
 	ssize_t n = get(sock, buf, sizeof buf, fds);
@@ -150,14 +149,23 @@ static void serve(int listener)
 	}
 }
 
-static void supervise(const char *path)
+/* Ends with its parent, which may have ended since the fork: nobody would tell then. */
+static void end_with(pid_t parent)
+{
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	if (getppid() != parent)
+		_exit(0);
+}
+
+static void supervise(const char *path, pid_t parent)
 {
 	struct sockaddr_un addr = {.sun_family = AF_UNIX};
 	snprintf(addr.sun_path, sizeof addr.sun_path, "%s", path);
-	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	end_with(parent);
 	for (;;) {
-		pid_t pid = fork();
+		pid_t self = getpid(), pid = fork();
 		if (pid == 0) {
+			end_with(self);
 			unlink(path);
 			/* Made in each life: the peer of a connection is whoever said listen. */
 			int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
@@ -278,9 +286,9 @@ int main(int argc, char **argv)
 	}
 	total = strtoull(argv[2], NULL, 0);
 	state = calloc(2 * total + 1, 1);
-	pid_t supervisor = fork();
+	pid_t self = getpid(), supervisor = fork();
 	if (supervisor == 0)
-		supervise(argv[1]);
+		supervise(argv[1], self);
 	struct kvs_config config = {.size = sizeof config, .role = KVS_WORKER, .socket_path = argv[1], .layers = 4, .submission_bytes = 65536,
 				    .completion_bytes = 65536};
 	struct kvs_region region;

@@ -7,6 +7,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -32,13 +33,14 @@ def compile_c(out: pathlib.Path, *sources: str, flags: str) -> pathlib.Path:
 def run(*command: object, env: dict[str, str] | None = None, timeout: float = 120) -> str:
     """What the command says. Where it fails, or does not end in time, the test fails with all that it has said."""
     with subprocess.Popen(
-        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, **(env or {})}
+        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, **(env or {})},
+        start_new_session=True,
     ) as p:
         verdict = ""
         try:
             out, _ = p.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            p.kill()
+            os.killpg(p.pid, signal.SIGKILL)  # and whatever it has started, which may have its output open
             out, _ = p.communicate()
             verdict = f"did not end within {timeout:g} s"
     if p.returncode != 0:
