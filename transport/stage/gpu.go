@@ -267,8 +267,11 @@ func (u *GPU) list(h *hop) func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error,
 	for _, k := range h.sizes {
 		same = same && k == h.sizes[0]
 	}
-	runs := h.runs()
-	if !same || runs*strided <= n {
+	most := n
+	if same {
+		most = n / strided
+	}
+	if runs := h.runs(most); runs > 0 {
 		return func(launch func(Queue, cuda.Ptr, cuda.Ptr, int) error, _ func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
 			return launch(h.queue, h.listPtr, h.listPtr+hopFirstAt, runs)
 		}
@@ -281,16 +284,20 @@ func (u *GPU) list(h *hop) func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error,
 	}
 }
 
-// strided is how many blocks a run has at least, in the middle, where blocks of one length go to the kernels as runs and not as addresses,
-// which are a quarter as long.
+// strided is how many blocks a run has on average, at least, where blocks of one length go to the kernels as runs and not as addresses, which
+// are a quarter as long.
 const strided = 8
 
-// runs writes the blocks as strided runs, and returns how many: pages of heads, or of tokens, that another order takes apart lie at equal
-// distances. Two blocks have a distance by chance, so that a run takes three.
-func (h *hop) runs() int {
+// runs writes the blocks as at most so many strided runs, and returns how many; 0 where it takes more, which scattered blocks soon show.
+// Pages of heads, or of tokens, that another order takes apart lie at equal distances. Two blocks have a distance by chance, so that a run
+// takes three.
+func (h *hop) runs(most int) int {
 	dense := uint64(h.dense)
 	n := 0
 	for i := 0; i < len(h.far); n++ {
+		if n == most {
+			return 0
+		}
 		base, size := uint64(h.far[i]), h.sizes[i]
 		stride, count := uint64(0), 1
 		if i+2 < len(h.far) && h.sizes[i+1] == size && h.sizes[i+2] == size {

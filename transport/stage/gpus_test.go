@@ -398,8 +398,11 @@ func TestStridedRuns(t *testing.T) {
 		h.far, h.sizes = append(h.far, cuda.Ptr(r.Base()+x.Off)), append(h.sizes, x.Len)
 		want = append(want, b[x.Off:][:x.Len]...)
 	}
-	if got := h.runs(); got != runs {
+	if got := h.runs(runs); got != runs {
 		t.Errorf("%d runs for %d blocks: want %d", got, len(blocks), runs)
+	}
+	if got := h.runs(runs - 1); got != 0 {
+		t.Errorf("%d runs where %d are too many", got, runs)
 	}
 	u.hops <- h
 	got := make([]byte, len(want))
