@@ -18,7 +18,6 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -195,7 +194,7 @@ func (d *dialer) reconcile(boot transfer.Boot) {
 	}
 	wanted := map[wantedLane]bool{}
 	for _, c := range n.routes(r) {
-		if !c.Usable() || c.Kind != route.Direct {
+		if !c.Usable() {
 			continue
 		}
 		b, ok := n.backends.Get(c.Transport)

@@ -12,6 +12,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/verbs"
@@ -213,4 +214,31 @@ func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 		t.Errorf("of lanes %v there are %v", lanes, now)
 	}
 	until(t, func() bool { seed++; return moves(host[0], host[1], seed) == config.TransGDR })
+}
+
+// Sidecars whose engines' caches lie on GPUs from the start open lanes of transports that cannot touch such memory, and stage it.
+func TestGPUMemoryOverTCP(t *testing.T) {
+	p, d := pairOf(t, config.TransTCP)
+	var ends [2]*engine
+	for i, n := range []*running{p, d} {
+		g := &lonelyGPU{Device: transporttest.NewDevice(t)}
+		n.gpus.mu.Lock()
+		n.gpus.opened = g
+		n.gpus.mu.Unlock()
+		ends[i] = engineOn(t, n, g)
+	}
+	ends[0].random()
+	x := begin(t, p, ends[0], ends[1], 1, tokens)
+	if by := ends[1].ok(x.dst).Received.Transport; by != config.TransTCP {
+		t.Errorf("went over %q", by)
+	}
+	ends[0].ok(x.src)
+	same(t, ends[0], ends[1], x.pt, x.dt, tokens, 0)
+	for _, peer := range p.reach().Peers {
+		for _, x := range peer.Pairs {
+			if x.Kind != route.Staged {
+				t.Errorf("%s over %s is %s", x.Transport, x.Local, x.Kind)
+			}
+		}
+	}
 }

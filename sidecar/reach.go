@@ -71,11 +71,12 @@ type peerReach struct {
 }
 
 type pairReach struct {
-	Transport string `json:"transport"`
-	Local     string `json:"local"`
-	Remote    string `json:"remote"`
-	Lanes     int    `json:"lanes"`
-	Why       string `json:"why,omitempty"` // why there is none
+	Transport string     `json:"transport"`
+	Kind      route.Kind `json:"kind"`
+	Local     string     `json:"local"`
+	Remote    string     `json:"remote"`
+	Lanes     int        `json:"lanes"`
+	Why       string     `json:"why,omitempty"` // why there is none
 }
 
 // reach looks at routes, lanes, and what the last tries to open one said. Our own sidecar, which is its own peer, is left out.
@@ -95,11 +96,8 @@ func (n *Node) reach() reachView {
 		}
 		p := peerReach{Boot: boot.String(), Endpoint: r.endpoint, Dials: bytes.Compare(n.boot[:], boot[:]) <= 0, Pairs: []pairReach{}}
 		for _, c := range n.routes(r) {
-			if c.Kind != route.Direct {
-				continue
-			}
 			name := pairName{boot, c.Transport, c.Local, c.Remote}
-			x := pairReach{Transport: c.Transport, Local: c.Local, Remote: c.Remote, Lanes: lanes[name], Why: c.Why}
+			x := pairReach{Transport: c.Transport, Kind: c.Kind, Local: c.Local, Remote: c.Remote, Lanes: lanes[name], Why: c.Why}
 			if x.Lanes > 0 {
 				x.Why = ""
 			} else if x.Why == "" {
