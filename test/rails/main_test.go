@@ -110,6 +110,32 @@ func quiet() bool {
 	return false
 }
 
+// Rounds that make test adds where a figure is missed: what disturbed a few seconds of it disturbs no median of three times as many, and what is
+// slower than it should be stays so.
+const moreRounds = 6
+
+// patience is what is left of them.
+type patience struct{ left int }
+
+// again reports whether another round is worth its time.
+func (p *patience) again(met bool) bool {
+	if how != minute || met || p.left == 0 || !quiet() {
+		return false
+	}
+	p.left--
+	return true
+}
+
+// judges reports whether a figure that is missed counts: not where the processors are not to be had any more.
+func judges(t testing.TB) bool {
+	t.Helper()
+	if how == minute && !quiet() {
+		t.Log("the processors are not to be had any more: not judged")
+		return false
+	}
+	return how != smoke
+}
+
 func threadTime() time.Duration {
 	var ts unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts); err != nil {
