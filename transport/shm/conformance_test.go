@@ -11,9 +11,10 @@ func backend(tb testing.TB) transport.Backend { return New(Config{Dir: tb.TempDi
 
 func TestConformance(t *testing.T) { transporttest.Conformance(t, backend) }
 
+// With as many workers as a large host has: slices of device memory are asked for by askers.
 func TestDevice(t *testing.T) {
 	transporttest.ConformanceOnDevice(t, func(_ testing.TB, d *transporttest.Device) transporttest.Factory {
-		return func(tb testing.TB) transport.Backend { return New(Config{Dir: tb.TempDir(), Workers: 2, Devices: d}) }
+		return func(tb testing.TB) transport.Backend { return New(Config{Dir: tb.TempDir(), Workers: 8, Devices: d}) }
 	})
 }
 

@@ -1,6 +1,7 @@
 package shm
 
 import (
+	"slices"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/mem"
@@ -9,12 +10,12 @@ import (
 )
 
 // Memory of a GPU is moved by the GPU's copy engines, which want much at once: a mover takes every pull that waits, up to
-// moveBytes, claims the chunks of all of them, and hands them to the device in one call. Two movers, so that one batch is on the
-// link while the next is made.
+// moveBytes, claims the chunks of all of them, and hands them to the device in one call. That is a share of what a lane has in flight: were
+// it all, the link would wait while the next batch is asked for and made.
 const (
-	movers    = 2
-	moveBytes = 128 << 20
-	moveJobs  = maxPulls
+	moveBytes  = maxInFlight * deviceSlice / 4
+	moveJobs   = maxPulls
+	movePieces = 8 * maxPieces
 )
 
 // onDevice reports whether memory of a GPU is on either side. A grant that is gone is found out when it is admitted.
@@ -33,17 +34,21 @@ type batch struct {
 	jobs  []*job
 	parts []part // of the jobs, one each
 
-	// Pieces of all jobs: between two regions, and from the peer's host memory, which is mapped here and no region of ours.
+	// Blocks of all jobs: between two regions, and from the peer's host memory, which is mapped here and no region of ours. Those of
+	// dst and of src are as many bytes, job for job, and cut each in their own way.
 	dst, src []mem.Block
 	up       []upload
 }
 
 // part is what a job has in a batch.
 type part struct {
-	reason  transfer.Reason // none: it is moved, and its claim is entered
-	at, end int             // in dst and src
-	up, top int             // in up
+	reason   transfer.Reason // none: it is moved, and its claim is entered
+	dst, src span
+	up       span
 }
+
+// span is a part of a list.
+type span struct{ at, end int }
 
 type upload struct {
 	to   mem.Block
@@ -68,11 +73,13 @@ func (b *Backend) mover() {
 
 // fill adds what waits.
 func (m *batch) fill(queue <-chan *job) {
-	for total := m.jobs[0].total; total < moveBytes && len(m.jobs) < moveJobs; {
+	total, pieces := m.jobs[0].total, m.jobs[0].pieces
+	for total < moveBytes && pieces < movePieces && len(m.jobs) < moveJobs {
 		select {
 		case j := <-queue:
 			m.jobs = append(m.jobs, j)
 			total += j.total
+			pieces += j.pieces
 		default:
 			return
 		}
@@ -86,11 +93,15 @@ func (m *batch) fill(queue <-chan *job) {
 func (m *batch) run() {
 	m.parts, m.dst, m.src, m.up = m.parts[:0], m.dst[:0], m.src[:0], m.up[:0]
 	for _, j := range m.jobs {
-		p := part{reason: j.admit(), at: len(m.dst), up: len(m.up)}
+		p := part{reason: j.admit()}
+		p.dst.at, p.src.at, p.up.at = len(m.dst), len(m.src), len(m.up)
 		if p.reason == transfer.ReasonNone {
 			p.reason = m.list(j)
 		}
-		p.end, p.top = len(m.dst), len(m.up)
+		if p.reason != transfer.ReasonNone { // half a list is none
+			m.dst, m.src, m.up = m.dst[:p.dst.at], m.src[:p.src.at], m.up[:p.up.at]
+		}
+		p.dst.end, p.src.end, p.up.end = len(m.dst), len(m.src), len(m.up)
 		m.parts = append(m.parts, p)
 	}
 	kept := 0
@@ -100,7 +111,7 @@ func (m *batch) run() {
 			p.reason = j.claim.Enter()
 		}
 		if p.reason == transfer.ReasonNone {
-			kept += p.end - p.at
+			kept += p.dst.end - p.dst.at
 		}
 	}
 	// All at once, unless somebody's pieces have to stay out.
@@ -131,12 +142,13 @@ func (m *batch) run() {
 // one moves what a job has in the batch, as far as it was not moved together with the others: a device refuses all where it refuses
 // one, and the others must not suffer.
 func (m *batch) one(p *part, moved bool) error {
-	if !moved && p.at < p.end {
-		if err := deviceOf(m.dst[p.at:p.end], m.src[p.at:p.end]).Move(m.dst[p.at:p.end], m.src[p.at:p.end]); err != nil {
+	dst, src := m.dst[p.dst.at:p.dst.end], m.src[p.src.at:p.src.end]
+	if !moved && len(dst) > 0 {
+		if err := deviceOf(dst, src).Move(dst, src); err != nil {
 			return err
 		}
 	}
-	return uploadAll(m.up[p.up:p.top])
+	return uploadAll(m.up[p.up.at:p.up.end])
 }
 
 // deviceOf finds the device of blocks of which some lie on one.
@@ -147,9 +159,15 @@ func deviceOf(dst, src []mem.Block) mem.Device {
 	return mem.DeviceOf(dst)
 }
 
-// list adds the pieces of a pull whose chunks have not landed yet.
+// list adds what of a pull has not landed yet.
 func (m *batch) list(j *job) transfer.Reason {
-	c := cursor{job: j}
+	if n, fresh := j.claim.Fresh(j.r); fresh && n == j.r.Count && j.imported() {
+		return m.whole(j)
+	}
+	if reason := j.resolve(); reason != transfer.ReasonNone {
+		return reason
+	}
+	c := cursor{job: j, cells: j.cells}
 	for rest := j.r; rest.Count > 0; {
 		n, fresh := j.claim.Fresh(rest)
 		bytes, err := j.grant.Sink.Bytes(transfer.Range{First: rest.First, Count: n})
@@ -171,6 +189,44 @@ func (m *batch) list(j *job) transfer.Reason {
 			return transfer.ReasonRange
 		}
 		rest.First, rest.Count = rest.First+n, rest.Count-n
+	}
+	return transfer.ReasonNone
+}
+
+// imported reports whether all of the peer's memory is a region here.
+func (j *job) imported() bool {
+	for _, m := range j.maps {
+		if m.region == nil {
+			return false
+		}
+	}
+	return true
+}
+
+// whole adds all of a pull, which is the common case: each side's blocks as they are, since a device walks two lists together by itself.
+func (m *batch) whole(j *job) transfer.Reason {
+	at := len(m.dst)
+	var err error
+	if m.dst, err = j.grant.Sink.Resolve(m.dst, j.r); err != nil {
+		return transfer.ReasonRange
+	}
+	bytes := uint64(0)
+	for i := range m.dst[at:] {
+		bytes += m.dst[at+i].Len
+	}
+	if bytes != j.total { // or the blocks of the jobs behind it would be out of step
+		return transfer.ReasonRange
+	}
+	at = len(m.src)
+	m.src = slices.Grow(m.src, int(j.pieces))[:at+int(j.pieces)]
+	out := m.src[at:]
+	for c := (cursor{job: j, cells: j.cells}); c.source(); {
+		region, b := c.m.region, &c.from
+		for i := range out[:b.count] {
+			out[i].Region, out[i].Off, out[i].Len = region, b.off, uint64(b.len)
+			b.off += b.stride
+		}
+		out, b.count = out[b.count:], 0
 	}
 	return transfer.ReasonNone
 }

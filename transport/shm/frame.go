@@ -4,8 +4,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/bits"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -14,8 +16,8 @@ import (
 const (
 	maxPacketBytes = 60 << 10 // well below the smallest default send buffer
 	frameHeader    = 4
-	maxPieces      = (maxPacketBytes - frameHeader - pullFixed) / pieceBytes // of one pull
-	maxPacketFDs   = 16                                                      // descriptors of one packet
+	maxCells       = (maxPacketBytes - frameHeader - pullFixed) / cellBytes // of one pull
+	maxPacketFDs   = 16                                                     // descriptors of one packet
 )
 
 type kind uint8
@@ -31,12 +33,19 @@ const (
 	numKinds
 )
 
+// frames are the versions of a lane that this end speaks. 1.0 names every piece of a pull by itself, 1.1 knows runs: whoever has
+// read as far as a pull reads both, and sends runs only to a peer that chose 1.1.
+var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRuns}
+
+// framesRuns is the first version with runs.
+var framesRuns = wire.V(1, 1)
+
 const (
 	regionBytes  = 4 + 16 + 8
 	deviceFixed  = regionBytes + 1 // with a descriptor or without; the handle follows
 	forgetBytes  = 4
 	pullFixed    = 8 + 2 + 2 + 4*4
-	pieceBytes   = 4 + 4 + 8
+	cellBytes    = 16
 	pulledBytes  = 8 + 1
 	verdictBytes = 8 + 1
 	confirmBytes = 8 + 1 + 1
@@ -63,21 +72,65 @@ type pullFrame struct {
 	gen     transfer.Gen
 	r       transfer.Range
 	attempt uint32
-	pieces  []byte // pieceBytes each; a view into the packet
+	cells   []byte // cellBytes each; a view into the packet
 }
 
-// piece is a part of a source region.
-type piece struct {
+// run is count pieces of a source region, each of len bytes, stride apart. In a frame a single piece takes one cell, region, length and
+// offset, and a run two: the first says by runFlag that a second follows, with stride and count.
+type run struct {
 	region uint32
 	len    uint32
-	off    uint64
+	off    uint64 // of the first piece
+	stride uint64 // modulo 2^64: a run may step backwards; 0 where count is 1
+	count  uint32
 }
 
-func (p pullFrame) numPieces() int { return len(p.pieces) / pieceBytes }
+const runFlag = 1 << 31 // in a cell's length, which is below it
 
-func (p pullFrame) piece(i int) piece {
-	b := p.pieces[i*pieceBytes:]
-	return piece{region: binary.LittleEndian.Uint32(b), len: binary.LittleEndian.Uint32(b[4:]), off: binary.LittleEndian.Uint64(b[8:])}
+// Bounds of one pull. A run says in 32 bytes what would be any number of pieces, and those exist again where they are copied.
+const (
+	maxPieces = 32 << 10
+	maxLen    = deviceSlice // of all pieces
+)
+
+// bytes is what the run moves.
+func (r *run) bytes() uint64 { return uint64(r.count) * uint64(r.len) }
+
+// inside reports whether every piece lies in a region of so many bytes, in a time that does not depend on how many there are.
+func (r *run) inside(size uint64) bool {
+	if r.off > size || uint64(r.len) > size-r.off {
+		return false
+	}
+	room, step := size-r.off-uint64(r.len), r.stride // behind the first piece
+	if int64(r.stride) < 0 {
+		room, step = r.off, -r.stride // before it
+	}
+	hi, span := bits.Mul64(uint64(r.count-1), step)
+	return hi == 0 && span <= room
+}
+
+// next reads the first run of the cells of a pull, of which there is at least one, and returns the cells behind it.
+func (r *run) next(cells []byte) ([]byte, error) {
+	c := cells[:cellBytes:cellBytes]
+	r.region, r.len, r.off = binary.LittleEndian.Uint32(c), binary.LittleEndian.Uint32(c[4:]), binary.LittleEndian.Uint64(c[8:])
+	r.stride, r.count = 0, 1
+	if cells = cells[cellBytes:]; r.len < runFlag {
+		return cells, nil
+	}
+	return r.strided(cells)
+}
+
+// strided reads the second cell of a run.
+func (r *run) strided(cells []byte) ([]byte, error) {
+	if len(cells) < cellBytes {
+		return nil, fmt.Errorf("%w: a run without its stride", errFrame)
+	}
+	c := cells[:cellBytes:cellBytes]
+	r.len, r.stride, r.count = r.len-runFlag, binary.LittleEndian.Uint64(c), binary.LittleEndian.Uint32(c[8:])
+	if r.count < 2 || binary.LittleEndian.Uint32(c[12:]) != 0 {
+		return nil, fmt.Errorf("%w: a run of %d pieces, with %x behind", errFrame, r.count, c[12:])
+	}
+	return cells[cellBytes:], nil
 }
 
 func appendHeader(b []byte, k kind, body int) []byte {
@@ -108,22 +161,43 @@ func appendForget(b []byte, index uint32) []byte {
 	return binary.LittleEndian.AppendUint32(appendHeader(b, kindForget, forgetBytes), index)
 }
 
-// appendPull leaves the pieces to the caller, who appends n of them.
-func appendPull(b []byte, f pullFrame, n int) []byte {
-	b = appendHeader(b, kindPull, pullFixed+n*pieceBytes)
+// appendPull leaves the cells to the caller, who appends them and then calls endPull.
+func appendPull(b []byte, f pullFrame) []byte {
+	b = appendHeader(b, kindPull, 0)
 	b = binary.LittleEndian.AppendUint64(b, f.tag)
 	b = binary.LittleEndian.AppendUint16(b, uint16(f.slot))
-	b = binary.LittleEndian.AppendUint16(b, uint16(n))
+	b = append(b, 0, 0)
 	b = binary.LittleEndian.AppendUint32(b, uint32(f.gen))
 	b = binary.LittleEndian.AppendUint32(b, f.r.First)
 	b = binary.LittleEndian.AppendUint32(b, f.r.Count)
 	return binary.LittleEndian.AppendUint32(b, f.attempt)
 }
 
-func appendPiece(b []byte, p piece) []byte {
-	b = binary.LittleEndian.AppendUint32(b, p.region)
-	b = binary.LittleEndian.AppendUint32(b, p.len)
-	return binary.LittleEndian.AppendUint64(b, p.off)
+// setTag gives the pull that begins the frame b its tag.
+func setTag(b []byte, tag uint64) { binary.LittleEndian.PutUint64(b[frameHeader:], tag) }
+
+// endPull writes the lengths of a pull that begins the frame b.
+func endPull(b []byte) {
+	n := len(b) - frameHeader
+	binary.LittleEndian.PutUint16(b[2:], uint16(n))
+	binary.LittleEndian.PutUint16(b[frameHeader+10:], uint16((n-pullFixed)/cellBytes))
+}
+
+func appendRun(b []byte, r *run) []byte {
+	n := len(b)
+	if r.count == 1 {
+		b = append(b, make([]byte, cellBytes)...)
+		c := b[n : n+cellBytes : n+cellBytes]
+		binary.LittleEndian.PutUint32(c, r.region)
+		binary.LittleEndian.PutUint32(c[4:], r.len)
+		binary.LittleEndian.PutUint64(c[8:], r.off)
+		return b
+	}
+	b = binary.LittleEndian.AppendUint32(b, r.region)
+	b = binary.LittleEndian.AppendUint32(b, r.len|runFlag)
+	b = binary.LittleEndian.AppendUint64(b, r.off)
+	b = binary.LittleEndian.AppendUint64(b, r.stride)
+	return binary.LittleEndian.AppendUint64(b, uint64(r.count))
 }
 
 func appendPulled(b []byte, tag uint64, reason transfer.Reason) []byte {
@@ -184,7 +258,7 @@ func dispatch(k kind, b []byte, h handler) error {
 	case kindPull:
 		want = pullFixed
 		if len(b) >= pullFixed {
-			want = pullFixed + int(binary.LittleEndian.Uint16(b[10:]))*pieceBytes
+			want = pullFixed + int(binary.LittleEndian.Uint16(b[10:]))*cellBytes
 		}
 	case kindPulled:
 		want = pulledBytes
@@ -218,7 +292,7 @@ func dispatch(k kind, b []byte, h handler) error {
 			r:    transfer.Range{First: binary.LittleEndian.Uint32(b[16:]), Count: binary.LittleEndian.Uint32(b[20:])},
 
 			attempt: binary.LittleEndian.Uint32(b[24:]),
-			pieces:  b[pullFixed:],
+			cells:   b[pullFixed:],
 		})
 	case kindPulled:
 		return h.pulled(binary.LittleEndian.Uint64(b), transfer.Reason(b[8]))

@@ -38,11 +38,25 @@ func (r *recorder) forget(i uint32) error {
 }
 
 func (r *recorder) pull(f pullFrame) error {
-	r.again = appendPull(r.again, f, f.numPieces())
-	for i := range f.numPieces() {
-		r.again = appendPiece(r.again, f.piece(i))
+	b := appendPull(nil, f)
+	said := fmt.Sprintf("pull %d %d.%d %v %d:", f.tag, f.slot, f.gen, f.r, f.attempt)
+	for cells := f.cells; len(cells) > 0; {
+		var x run
+		rest, err := x.next(cells)
+		if err != nil {
+			return err
+		}
+		b, cells = appendRun(b, &x), rest
+		said += fmt.Sprintf(" %d[%d+%d", x.region, x.off, x.len)
+		if x.count > 1 {
+			said += fmt.Sprintf(" %d times by %d", x.count, int64(x.stride))
+		}
+		said += "]"
 	}
-	return r.note("pull %d %d.%d %v %d of %d", f.tag, f.slot, f.gen, f.r, f.attempt, f.numPieces())
+	setTag(b, f.tag)
+	endPull(b)
+	r.again = append(r.again, b...)
+	return r.note("%s", said)
 }
 
 func (r *recorder) pulled(tag uint64, why transfer.Reason) error {
@@ -60,12 +74,22 @@ func (r *recorder) confirm(tag uint64, o transfer.Outcome, why transfer.Reason) 
 	return r.note("confirm %d %s %s", tag, o, why)
 }
 
+func pullOf(f pullFrame, runs ...run) []byte {
+	b := appendPull(nil, f)
+	for i := range runs {
+		b = appendRun(b, &runs[i])
+	}
+	setTag(b, f.tag)
+	endPull(b)
+	return b
+}
+
 // samplePacket has one frame of each kind.
 func samplePacket() []byte {
 	b := appendRegion(nil, regionFrame{index: 3, id: mem.ID{7}, size: 1 << 40})
-	b = appendPull(b, pullFrame{tag: 1 << 20, slot: 65535, gen: 9, r: transfer.Range{First: 1, Count: 2}, attempt: 4}, 2)
-	b = appendPiece(b, piece{region: 3, len: 4096, off: 1 << 33})
-	b = appendPiece(b, piece{region: 3, len: 1, off: 0})
+	b = append(b, pullOf(pullFrame{tag: 1 << 20, slot: 65535, gen: 9, r: transfer.Range{First: 1, Count: 2}, attempt: 4},
+		run{region: 3, len: 4096, off: 1 << 33, count: 1}, run{region: 3, len: 1, off: 0, count: 1},
+		run{region: 3, len: 512, off: 1 << 20, stride: 4096, count: 100}, run{region: 4, len: 64, off: 1 << 20, stride: 1<<64 - 128, count: 3})...)
 	b = appendPulled(b, 5, transfer.ReasonRange)
 	b = appendVerdict(b, 6, true)
 	b = appendConfirm(b, 7, transfer.Landed, transfer.ReasonNone)
@@ -79,7 +103,7 @@ func TestFramesRoundTrip(t *testing.T) {
 	if err := parse(p, &r); err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4 of 2", "pulled 5 range",
+	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4: 3[8589934592+4096] 3[0+1] 3[1048576+512 100 times by 4096] 4[1048576+64 3 times by -128]", "pulled 5 range",
 		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 1073741824 true abcd", "forget 3"}
 	if !slices.Equal(r.said, want) {
 		t.Fatalf("got %q, want %q", r.said, want)
@@ -96,7 +120,13 @@ func TestFramesRoundTrip(t *testing.T) {
 }
 
 func TestMalformedFrames(t *testing.T) {
-	pull := appendPull(nil, pullFrame{tag: 1}, 1)
+	pull := appendPull(nil, pullFrame{tag: 1})
+	run1 := run{region: 1, len: 16, stride: 32, count: 5}
+	change := func(at int, v uint32) []byte {
+		b := pullOf(pullFrame{tag: 1}, run1)
+		binary.LittleEndian.PutUint32(b[frameHeader+pullFixed+at:], v)
+		return b
+	}
 	for name, p := range map[string][]byte{
 		"unknown kind":                {99, 0, 0, 0},
 		"kind zero":                   {0, 0, 0, 0},
@@ -107,10 +137,19 @@ func TestMalformedFrames(t *testing.T) {
 		"device, handle of 257 bytes": appendDevice(nil, deviceFrame{handle: make([]byte, mem.MaxHandleBytes+1)}),
 		"pull without pieces":         pull,
 		"pull, count of pieces": func() []byte {
-			b := appendPiece(slices.Clone(pull), piece{})
+			b := pullOf(pullFrame{tag: 1}, run{count: 1})
 			binary.LittleEndian.PutUint16(b[frameHeader+10:], 60000)
 			return b
 		}(),
+		"pull, a run cut off": func() []byte {
+			b := pullOf(pullFrame{tag: 1}, run1)
+			b = b[:len(b)-cellBytes]
+			endPull(b)
+			return b
+		}(),
+		"pull, a run of one":       change(cellBytes+8, 1),
+		"pull, a run of none":      change(cellBytes+8, 0),
+		"pull, reserved bytes set": change(cellBytes+12, 1),
 	} {
 		if err := parse(p, &recorder{}); !errors.Is(err, errFrame) {
 			t.Errorf("%s: %v", name, err)
@@ -146,10 +185,15 @@ func TestParseAllocatesNothing(t *testing.T) {
 
 type nop struct{ sum uint64 }
 
-func (n *nop) region(f regionFrame) error               { n.sum += f.size; return nil }
-func (n *nop) device(f deviceFrame) error               { n.sum += f.size; return nil }
-func (n *nop) forget(i uint32) error                    { n.sum += uint64(i); return nil }
-func (n *nop) pull(f pullFrame) error                   { n.sum += f.piece(0).off; return nil }
+func (n *nop) region(f regionFrame) error { n.sum += f.size; return nil }
+func (n *nop) device(f deviceFrame) error { n.sum += f.size; return nil }
+func (n *nop) forget(i uint32) error      { n.sum += uint64(i); return nil }
+func (n *nop) pull(f pullFrame) error {
+	var r run
+	_, err := r.next(f.cells)
+	n.sum += r.off
+	return err
+}
 func (n *nop) pulled(t uint64, _ transfer.Reason) error { n.sum += t; return nil }
 func (n *nop) verdict(t uint64, _ bool) error           { n.sum += t; return nil }
 func (n *nop) confirm(t uint64, _ transfer.Outcome, _ transfer.Reason) error {

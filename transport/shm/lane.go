@@ -5,12 +5,14 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -30,10 +32,13 @@ type lane struct {
 
 	done chan struct{} // closed first at the end; the writer leaves
 
+	runs bool           // the peer knows runs
+	asks chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself
+	gone sync.WaitGroup // the askers
+
 	moveMu sync.Mutex // serialises Move; taken before mu
 	// guarded by moveMu
-	blocks  []mem.Block
-	scratch []byte
+	self asker
 
 	mu sync.Mutex // taken before Backend.mu
 	// guarded by mu
@@ -74,14 +79,14 @@ type pull struct {
 
 var _ transport.Lane = (*lane)(nil)
 
-func (b *Backend) newLane(c *net.UnixConn, peer transfer.Boot, remote string) (*lane, error) {
+func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot, remote string) (*lane, error) {
 	_ = c.SetDeadline(time.Time{})
 	out, err := newOutbox(c)
 	if err != nil {
 		return nil, fmt.Errorf("shm: new lane: %w", err)
 	}
 	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote, done: make(chan struct{}),
-		regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
+		runs: o.Version >= framesRuns, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
 	for i := maxPulls - 1; i >= 0; i-- {
 		l.free = append(l.free, uint16(i))
 	}
@@ -94,6 +99,12 @@ func (b *Backend) newLane(c *net.UnixConn, peer transfer.Boot, remote string) (*
 	b.lanes[l] = struct{}{}
 	b.wg.Add(2)
 	b.mu.Unlock()
+	if n := b.cfg.askers(); n > 0 {
+		l.asks = make(chan *moved, maxInFlight)
+		for range n {
+			l.gone.Go(l.askFor)
+		}
+	}
 	b.host.LaneUp(l)
 	writerGone := make(chan struct{})
 	go func() {
@@ -157,17 +168,39 @@ func (l *lane) Move(batch []transport.Slice) error {
 		l.mu.Lock()
 		m := l.newMovedLocked(batch[i], now)
 		l.mu.Unlock()
-		l.moveOne(m)
+		if l.asks != nil && transport.DeviceOf(m.s.Origin.Source) != nil {
+			l.asks <- m
+			continue
+		}
+		l.moveOne(&l.self, m)
 	}
 	l.out.kick()
 	l.wakeIfLate()
 	return nil
 }
 
+// asker makes pulls of slices. It belongs to one goroutine.
+type asker struct {
+	blocks []mem.Block
+	frame  []byte
+	most   uint32 // chunks of the last pull of the slice that its bounds cut; 0: they cut none
+}
+
+// askFor makes the pulls of slices that Move has left to it: a GPU's link takes blocks faster than one core finds them.
+func (l *lane) askFor() {
+	var a asker
+	for m := range l.asks {
+		l.moveOne(&a, m)
+		l.out.kick()
+		l.wakeIfLate()
+	}
+}
+
 // moveOne cuts a slice into pulls. Once one pull cannot be made the rest of the slice is not asked for.
-func (l *lane) moveOne(m *moved) {
+func (l *lane) moveOne(a *asker, m *moved) {
+	a.most = 0
 	for rest := m.s.Range; ; {
-		n, reason, err := l.pullSome(m, rest)
+		n, reason, err := l.pullSome(a, m, rest)
 		if err != nil {
 			l.mu.Lock()
 			m.spoil(transfer.NotLanded, reason, err)
@@ -187,33 +220,100 @@ func (l *lane) moveOne(m *moved) {
 }
 
 // pullSome asks for as many chunks from the front of r as one pull takes, and returns how many.
-func (l *lane) pullSome(m *moved, r transfer.Range) (uint32, transfer.Reason, error) {
+func (l *lane) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfer.Reason, error) {
 	if r.Count == 0 {
 		return 0, transfer.ReasonRange, errors.New("shm: an empty range")
 	}
-	all := r.Count
 	o := m.s.Origin
-	r.Count = min(r.Count, maxPullBytes/transfer.ChunkBytes)
+	most := uint32(maxPullBytes / transfer.ChunkBytes)
 	if transport.DeviceOf(o.Source) != nil {
-		r.Count = min(all, deviceSlice/transfer.ChunkBytes)
+		most = deviceSlice / transfer.ChunkBytes
 	}
+	if a.most != 0 {
+		most = a.most
+	}
+	r.Count = min(r.Count, most)
+	// The memory is the source's until the pull counts as a read of it: who closes the origin waits for that.
+	if !o.Enter() {
+		return 0, transfer.ReasonSourceGone, fmt.Errorf("shm: origin %d.%d is closed", o.Slot, o.Gen)
+	}
+	defer o.Leave()
 	for {
-		blocks, err := o.Source.Resolve(l.blocks[:0], r)
-		l.blocks = blocks[:0]
+		blocks, err := o.Source.Resolve(a.blocks[:0], r)
+		a.blocks = blocks[:0]
 		if err != nil {
 			return 0, transfer.ReasonRange, fmt.Errorf("shm: resolve chunks [%d, +%d): %w", r.First, r.Count, err)
 		}
-		if len(blocks) <= maxPieces {
-			return l.ask(m, r, blocks)
-		}
-		if r.Count == 1 {
-			return 0, transfer.ReasonMemory, fmt.Errorf("shm: chunk %d has %d pieces, at most %d: %w", r.First, len(blocks), maxPieces, transport.ErrNotSupported)
+		fits, reason, err := l.list(a, m, r, blocks)
+		switch {
+		case err != nil:
+			return 0, reason, err
+		case fits:
+			return l.ask(a, m, r)
+		case r.Count == 1:
+			return 0, transfer.ReasonMemory, fmt.Errorf("shm: chunk %d has %d pieces: a pull takes %d, in %d cells: %w", r.First, len(blocks), maxPieces, maxCells,
+				transport.ErrNotSupported)
 		}
 		r.Count /= 2
+		a.most = r.Count
 	}
 }
 
-func (l *lane) ask(m *moved, r transfer.Range, blocks []mem.Block) (uint32, transfer.Reason, error) {
+// list writes the pull of r, all but its tag. False: it has too many pieces.
+func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (bool, transfer.Reason, error) {
+	if len(blocks) > maxPieces {
+		return false, 0, nil
+	}
+	o := m.s.Origin
+	a.frame = appendPull(a.frame[:0], pullFrame{slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt})
+	a.frame = slices.Grow(a.frame, min(len(blocks), maxCells)*cellBytes)
+	var last *mem.Region
+	var next run
+	for len(blocks) > 0 {
+		first := &blocks[0]
+		if first.Region != last { // a map's look-up for each block would be most of the cost of large caches
+			var err error
+			if next.region, err = l.regionIndex(first.Region); err != nil {
+				return false, transfer.ReasonMemory, err
+			}
+			last = first.Region
+		}
+		if first.Len > maxLen {
+			return false, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks", first.Len, r.Count)
+		}
+		next.off, next.len, next.count = first.Off, uint32(first.Len), 1
+		if l.runs && len(blocks) > 2 && blocks[1].Off-first.Off == blocks[2].Off-blocks[1].Off {
+			next.count, next.stride = leadingRun(blocks)
+		}
+		if len(a.frame)+2*cellBytes > maxPacketBytes {
+			return false, 0, nil
+		}
+		a.frame = appendRun(a.frame, &next)
+		blocks = blocks[next.count:]
+	}
+	endPull(a.frame)
+	return true, 0, nil
+}
+
+// leadingRun is how many blocks, from the first on, are of one region and length and a stride apart. Two have a distance by chance and
+// take as much by themselves, so that a run has three or more.
+func leadingRun(blocks []mem.Block) (n uint32, stride uint64) {
+	a := &blocks[0]
+	stride = blocks[1].Off - a.Off
+	k := 1
+	for ; k < len(blocks); k++ {
+		if b := &blocks[k]; b.Off-blocks[k-1].Off != stride || b.Len != a.Len || b.Region != a.Region {
+			break
+		}
+	}
+	if k < 3 {
+		return 1, 0
+	}
+	return uint32(k), stride
+}
+
+// ask sends the pull of r that list has written.
+func (l *lane) ask(a *asker, m *moved, r transfer.Range) (uint32, transfer.Reason, error) {
 	o := m.s.Origin
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -223,34 +323,24 @@ func (l *lane) ask(m *moved, r transfer.Range, blocks []mem.Block) (uint32, tran
 	if len(l.free) == 0 {
 		return 0, transfer.ReasonNone, fmt.Errorf("shm: lane %d: %d pulls in flight: %w", l.id, maxPulls, ErrBusy)
 	}
-	i := l.free[len(l.free)-1]
-	tag := (l.seq+1)<<16 | uint64(i)
-	f := pullFrame{tag: tag, slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt}
-	l.scratch = appendPull(l.scratch[:0], f, len(blocks))
-	var last *mem.Region
-	var index uint32
-	for _, bl := range blocks {
-		if bl.Region != last { // a map's look-up for each block would be most of the cost of large caches
-			var err error
-			if index, err = l.regionLocked(bl.Region); err != nil {
-				return 0, transfer.ReasonMemory, err
-			}
-			last = bl.Region
-		}
-		if bl.Len > deviceSlice {
-			return 0, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks", bl.Len, r.Count)
-		}
-		l.scratch = appendPiece(l.scratch, piece{region: index, len: uint32(bl.Len), off: bl.Off})
-	}
 	if !l.b.startRead(o) {
 		return 0, transfer.ReasonSourceGone, fmt.Errorf("shm: origin %d.%d is closed", o.Slot, o.Gen)
 	}
-	l.seq++
+	i := l.free[len(l.free)-1]
 	l.free = l.free[:len(l.free)-1]
+	l.seq++
+	tag := l.seq<<16 | uint64(i)
+	setTag(a.frame, tag)
 	l.pulls[i] = pull{tag: tag, m: m, r: r, reading: true}
 	m.left++
-	l.out.put(l.scratch, -1)
+	l.out.put(a.frame, -1)
 	return r.Count, transfer.ReasonNone, nil
+}
+
+func (l *lane) regionIndex(r *mem.Region) (uint32, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.regionLocked(r)
 }
 
 // regionLocked returns the index by which the peer knows a region; the first time it passes the descriptor on.
@@ -350,9 +440,11 @@ func (l *lane) resultLocked(m *moved) transport.Result {
 }
 
 func (l *lane) newMovedLocked(s transport.Slice, at time.Time) *moved {
-	m := &moved{}
+	var m *moved
 	if n := len(l.spare); n > 0 {
 		m, l.spare = l.spare[n-1], l.spare[:n-1]
+	} else {
+		m = &moved{}
 	}
 	// Its own share keeps the slice open while its pulls are being made and the first may be answered already.
 	*m = moved{s: s, at: at, left: 1, outcome: transfer.Landed}
@@ -392,25 +484,24 @@ func (l *lane) write() {
 
 // read is the reader: it takes packets until the lane ends.
 func (l *lane) read() error {
-	buf := make([]byte, maxPacketBytes)
-	oob := make([]byte, unix.CmsgSpace(maxPacketFDs*4))
+	in := newInbox(l.out.rc)
 	for {
-		n, oobn, flags, _, err := l.c.ReadMsgUnix(buf, oob)
+		packet, oob, flags, err := in.next()
 		if err != nil {
 			return fmt.Errorf("shm: lane %d: receive: %w", l.id, err)
 		}
-		if oobn > 0 {
-			if l.dst.fds, err = rights(oob[:oobn]); err != nil {
+		if len(oob) > 0 {
+			if l.dst.fds, err = rights(oob); err != nil {
 				return fmt.Errorf("shm: lane %d: descriptors: %w", l.id, err)
 			}
 		}
-		if n == 0 {
+		if len(packet) == 0 {
 			return fmt.Errorf("shm: lane %d: %w", l.id, io.EOF)
 		}
 		if flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 {
 			err = fmt.Errorf("%w: a packet was cut", errFrame)
 		} else {
-			err = parse(buf[:n], l)
+			err = parse(packet, l)
 		}
 		l.dst.closeFDs()
 		l.out.kick()
@@ -455,7 +546,11 @@ func (l *lane) end(err error, writerGone <-chan struct{}) {
 	l.dst.end()
 
 	lost := fmt.Errorf("shm: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))
-	l.moveMu.Lock() // a Move under way finds the lane ended and leaves what it has in late
+	l.moveMu.Lock() // a Move under way, and an asker, finds the lane ended and leaves what it has in late
+	if l.asks != nil {
+		close(l.asks)
+		l.gone.Wait()
+	}
 	l.mu.Lock()
 	results := append(l.results, l.late...)
 	l.late = nil

@@ -15,6 +15,13 @@ type outbox struct {
 	rc   syscall.RawConn
 	wake chan struct{} // capacity 1: the writer has something to do
 
+	// The flusher's, for sendOn: one that captures what it sends would be made anew for each packet.
+	fn    func(fd uintptr) bool // sendOn, made once
+	now   *packet
+	oob   []byte
+	block bool
+	sent  error
+
 	mu sync.Mutex
 	// guarded by mu
 	q        []*packet // oldest first; bounded by the pulls in flight
@@ -37,7 +44,9 @@ func newOutbox(c *net.UnixConn) (*outbox, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &outbox{rc: rc, wake: make(chan struct{}, 1)}, nil
+	o := &outbox{rc: rc, wake: make(chan struct{}, 1)}
+	o.fn = o.sendOn
+	return o, nil
 }
 
 // put queues one whole frame, and takes fd where it is not negative.
@@ -141,23 +150,24 @@ func (o *outbox) drain(block bool) bool {
 }
 
 func (o *outbox) send(p *packet, block bool) error {
-	var oob []byte
+	o.now, o.oob, o.block = p, nil, block
 	if len(p.fds) > 0 {
-		oob = unix.UnixRights(p.fds...)
+		o.oob = unix.UnixRights(p.fds...)
 	}
-	var err error
-	werr := o.rc.Write(func(fd uintptr) bool {
-		for {
-			_, err = unix.SendmsgN(int(fd), p.b, oob, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
-			if !errors.Is(err, unix.EINTR) {
-				return !block || !errors.Is(err, unix.EAGAIN)
-			}
+	if err := o.rc.Write(o.fn); err != nil {
+		return err
+	}
+	return o.sent
+}
+
+// sendOn tries once; false: the socket is full, and the flusher may wait.
+func (o *outbox) sendOn(fd uintptr) bool {
+	for {
+		_, o.sent = unix.SendmsgN(int(fd), o.now.b, o.oob, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+		if !errors.Is(o.sent, unix.EINTR) {
+			return !o.block || !errors.Is(o.sent, unix.EAGAIN)
 		}
-	})
-	if werr != nil {
-		return werr
 	}
-	return err
 }
 
 // fail drops what is queued and refuses more. Idempotent.

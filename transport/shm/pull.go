@@ -38,9 +38,10 @@ type job struct {
 	slot   transfer.Slot
 	gen    transfer.Gen
 	r      transfer.Range
-	pieces []sourcePiece
-	maps   []*mapping // referenced until the copy is over
-	total  uint64
+	cells  []byte // of the pull, checked: every piece lies in its mapping
+	maps   []held // referenced until the copy is over
+	total  uint64 // bytes
+	pieces uint64
 	copied bool // guarded by destination.mu
 	grant  *transport.Grant
 	claim  transport.Claim // the right to write the chunks; from the copy to the verdict
@@ -49,10 +50,16 @@ type job struct {
 	attempt uint32
 }
 
+// held is a mapping that a pull names, by the peer's index.
+type held struct {
+	index uint32
+	*mapping
+}
+
+// sourcePiece is a piece of the peer's memory, or a part of one.
 type sourcePiece struct {
-	m   *mapping
-	off uint64
-	len uint64
+	m        *mapping
+	off, len uint64
 }
 
 func (d *destination) init(l *lane) {
@@ -131,20 +138,25 @@ func (d *destination) pull(f pullFrame) error {
 		d.mu.Unlock()
 		return fmt.Errorf("%w: pull %#x is open already, or one of more than %d", errFrame, f.tag, maxPulls)
 	}
-	j := &job{}
+	var j *job
 	if n := len(d.free); n > 0 {
 		j, d.free = d.free[n-1], d.free[:n-1]
+	} else {
+		j = &job{}
 	}
 	j.l, j.tag, j.slot, j.gen, j.r, j.attempt = d.l, f.tag, f.slot, f.gen, f.r, f.attempt
-	j.pieces, j.maps, j.blocks, j.total, j.copied, j.grant = j.pieces[:0], j.maps[:0], j.blocks[:0], 0, false, nil
+	j.cells, j.maps, j.blocks, j.total, j.pieces, j.copied, j.grant = j.cells[:0], j.maps[:0], j.blocks[:0], 0, 0, false, nil
 	d.jobs[f.tag] = j
-	reason := d.sourceLocked(j, f)
+	reason, err := d.sourceLocked(j, f.cells)
 	d.mu.Unlock()
 	queue := d.l.b.jobs
 	if reason == transfer.ReasonNone && j.onDevice() {
 		queue = d.l.b.far
 	}
 	switch {
+	case err != nil:
+		j.finish(transfer.ReasonLaneLost)
+		return err
 	case reason != transfer.ReasonNone:
 		j.finish(reason)
 	case queue == d.l.b.jobs && j.total <= inlineBytes && len(d.l.b.jobs) == 0:
@@ -159,35 +171,54 @@ func (d *destination) pull(f pullFrame) error {
 	return nil
 }
 
-// sourceLocked checks the pieces against the mapped regions.
-func (d *destination) sourceLocked(j *job, f pullFrame) transfer.Reason {
+// sourceLocked checks the runs against the mapped regions, and keeps them as they are: they become pieces where they are copied. An error is
+// malformed, and ends the lane.
+func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error) {
 	var m *mapping
-	var index uint32
-	for i := range f.numPieces() {
-		p := f.piece(i)
-		if m == nil || p.region != index {
-			if index, m = p.region, d.regions[p.region]; m == nil {
-				return transfer.ReasonMemory
+	var size uint64
+	var r run
+	for rest := cells; len(rest) > 0; {
+		index := r.region
+		var err error
+		if rest, err = r.next(rest); err != nil {
+			return 0, err
+		}
+		if m == nil || r.region != index {
+			if m = d.regions[r.region]; m == nil {
+				return transfer.ReasonMemory, nil
 			}
-			j.hold(m)
+			size = m.size()
+			j.hold(r.region, m)
 		}
-		if n := m.size(); p.off > n || uint64(p.len) > n-p.off || p.len == 0 {
-			return transfer.ReasonRange
+		if r.len == 0 || !r.inside(size) {
+			return transfer.ReasonRange, nil
 		}
-		j.pieces = append(j.pieces, sourcePiece{m, p.off, uint64(p.len)})
-		j.total += uint64(p.len)
+		// A run's bytes are below 2^63, and the sum is looked at before the next ones are added.
+		j.total += r.bytes()
+		j.pieces += uint64(r.count)
+		if j.total > maxLen || j.pieces > maxPieces {
+			return transfer.ReasonLength, nil
+		}
 	}
-	return transfer.ReasonNone
+	j.cells = append(j.cells, cells...)
+	return transfer.ReasonNone, nil
 }
 
-func (j *job) hold(m *mapping) {
-	for _, have := range j.maps {
-		if have == m {
-			return
-		}
+func (j *job) hold(index uint32, m *mapping) {
+	if j.find(index) != nil {
+		return
 	}
 	j.l.b.maps.acquire(m)
-	j.maps = append(j.maps, m)
+	j.maps = append(j.maps, held{index, m})
+}
+
+func (j *job) find(index uint32) *mapping {
+	for i := range j.maps {
+		if j.maps[i].index == index {
+			return j.maps[i].mapping
+		}
+	}
+	return nil
 }
 
 // copier copies what readers hand over.
@@ -246,10 +277,16 @@ func (j *job) admit() transfer.Reason {
 	if want != j.total {
 		return transfer.ReasonLength
 	}
-	if j.blocks, err = g.Sink.Resolve(j.blocks[:0], j.r); err != nil {
+	return g.Claim(&j.claim, j.r, j.attempt)
+}
+
+// resolve finds the grant's memory.
+func (j *job) resolve() transfer.Reason {
+	var err error
+	if j.blocks, err = j.grant.Sink.Resolve(j.blocks[:0], j.r); err != nil {
 		return transfer.ReasonRange
 	}
-	return g.Claim(&j.claim, j.r, j.attempt)
+	return transfer.ReasonNone
 }
 
 // copy moves the bytes into the grant's memory and says why not.
@@ -257,8 +294,11 @@ func (j *job) copy() transfer.Reason {
 	if reason := j.admit(); reason != transfer.ReasonNone {
 		return reason
 	}
+	if reason := j.resolve(); reason != transfer.ReasonNone {
+		return reason
+	}
 	// Chunks that landed from another attempt are passed over: they are never written again.
-	c := cursor{job: j}
+	c := cursor{job: j, cells: j.cells}
 	for rest := j.r; rest.Count > 0; {
 		n, fresh := j.claim.Fresh(rest)
 		bytes, err := j.grant.Sink.Bytes(transfer.Range{First: rest.First, Count: n})
@@ -299,7 +339,10 @@ func (c *cursor) run(n uint64, fresh bool) transfer.Reason {
 // cursor walks the pieces of both sides together.
 type cursor struct {
 	*job
-	si, di     int
+	cells      []byte   // of the source, behind from
+	from       run      // what is left of it
+	m          *mapping // of from
+	di         int
 	soff, doff uint64 // in the current piece of each
 }
 
@@ -322,17 +365,19 @@ func (c *cursor) advance(n uint64, write bool) error {
 // each calls f for the next n bytes, cut where the pieces of either side end.
 func (c *cursor) each(n uint64, f func(d mem.Block, s sourcePiece) error) error {
 	for n > 0 {
-		if c.si >= len(c.pieces) || c.di >= len(c.blocks) {
+		if !c.source() || c.di >= len(c.blocks) {
 			return fmt.Errorf("shm: the blocks of chunks [%d, +%d) hold fewer bytes than their length", c.r.First, c.r.Count)
 		}
-		s, d := &c.pieces[c.si], &c.blocks[c.di]
-		k := min(n, s.len-c.soff, d.Len-c.doff)
-		if err := f(mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}, sourcePiece{s.m, s.off + c.soff, k}); err != nil {
+		d, size := &c.blocks[c.di], uint64(c.from.len)
+		k := min(n, size-c.soff, d.Len-c.doff)
+		if err := f(mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}, sourcePiece{c.m, c.from.off + c.soff, k}); err != nil {
 			return err
 		}
 		n -= k
-		if c.soff += k; c.soff == s.len {
-			c.si, c.soff = c.si+1, 0
+		if c.soff += k; c.soff == size {
+			c.soff = 0
+			c.from.off += c.from.stride
+			c.from.count--
 		}
 		if c.doff += k; c.doff == d.Len {
 			c.di, c.doff = c.di+1, 0
@@ -341,12 +386,32 @@ func (c *cursor) each(n uint64, f func(d mem.Block, s sourcePiece) error) error 
 	return nil
 }
 
+// source makes sure that from has a piece left.
+func (c *cursor) source() bool {
+	if c.from.count > 0 {
+		return true
+	}
+	if len(c.cells) == 0 {
+		return false
+	}
+	index := c.from.region
+	var err error
+	if c.cells, err = c.from.next(c.cells); err != nil { // it was checked
+		return false
+	}
+	if c.m == nil || c.from.region != index {
+		c.m = c.find(c.from.region)
+	}
+	return true
+}
+
 // finish answers the pull; where it was copied the job stays for the verdict.
 func (j *job) finish(reason transfer.Reason) {
 	l, d := j.l, &j.l.dst
 	for _, m := range j.maps {
-		l.b.maps.release(m)
+		l.b.maps.release(m.mapping)
 	}
+	clear(j.maps)
 	j.maps = j.maps[:0]
 	tag := j.tag
 	d.mu.Lock()
@@ -373,7 +438,6 @@ func (d *destination) dropLocked(j *job) {
 	j.claim.Release()
 	j.grant = nil
 	clear(j.blocks)
-	clear(j.pieces)
 	if len(d.free) < maxInFlight {
 		d.free = append(d.free, j)
 	}

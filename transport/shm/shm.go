@@ -27,7 +27,7 @@ const Name = "shm"
 
 const (
 	sliceBytes      = 1 << 20 // big enough that its four small messages cost nothing beside the copy
-	maxInFlight     = 32      // slices of a lane
+	maxInFlight     = 64      // slices of a lane
 	maxPulls        = 256     // of a lane, each way: a slice of many small pieces or many bytes takes several
 	maxPullBytes    = 1 << 20
 	deviceSlice     = 4 << 20 // of GPU memory, and the bytes of one pull of it: [measured, 2 H200] 1.6 times the rate of 1 MiB
@@ -48,7 +48,20 @@ type Config struct {
 	Workers int     // copiers of the whole backend; default the number of processors
 	Devices Devices // imports peers' GPU memory; nil: pulls of it are refused
 	Log     *slog.Logger
+
+	versions wire.Versions // of lanes; default frames, a test's peer may be older
 }
+
+// What runs for memory of GPUs, beside a lane's reader, follows the copiers: a GPU's link outruns one core at either end, and a host of
+// few cores has none to spare.
+const (
+	minMovers = 2 // one batch is on the link while the next is made
+	maxMovers = 4 // of a backend: stage has two pipelines for a pair of GPUs, and as many more prepare
+	maxAskers = 2 // of a lane
+)
+
+func (c *Config) movers() int { return min(max(c.Workers/2, minMovers), maxMovers) }
+func (c *Config) askers() int { return min(c.Workers/4, maxAskers) }
 
 // Devices makes regions of GPU memory by the handles that peers pass on.
 type Devices interface {
@@ -91,6 +104,9 @@ func New(cfg Config) *Backend {
 	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
+	}
+	if cfg.versions == (wire.Versions{}) {
+		cfg.versions = frames
 	}
 	return &Backend{
 		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), stop: make(chan struct{}),
@@ -140,7 +156,7 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 	for range b.cfg.Workers {
 		b.wg.Go(b.copier)
 	}
-	for range movers {
+	for range b.cfg.movers() {
 		b.wg.Go(b.mover)
 	}
 	b.wg.Go(b.accept)
@@ -209,7 +225,8 @@ func (b *Backend) welcome(c *net.UnixConn) {
 	_ = c.SetDeadline(time.Now().Add(openTimeout))
 	var remote string
 	o, err := wire.Accept(&packetStream{c: c}, wire.AcceptParams{
-		Purpose: wire.PurposeSHM,
+		Purpose:  wire.PurposeSHM,
+		Versions: b.cfg.versions,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
 			p, ok := b.host.PeerKey(boot)
 			return p.Key, p.Self, ok
@@ -221,7 +238,7 @@ func (b *Backend) welcome(c *net.UnixConn) {
 	})
 	stop()
 	if err == nil {
-		_, err = b.newLane(c, o.Peer, remote)
+		_, err = b.newLane(c, o, o.Peer, remote)
 	}
 	if err != nil {
 		_ = c.Close()
@@ -271,7 +288,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	_ = c.SetDeadline(deadline)
 	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	o, err := wire.Dial(&packetStream{c: c}, wire.DialParams{Purpose: wire.PurposeSHM, Self: peer.Self, Peer: peer.Boot, Key: peer.Key,
-		Attach: []byte(local.Name)})
+		Versions: b.cfg.versions, Attach: []byte(local.Name)})
 	if !undo() && err == nil {
 		err = ctx.Err()
 	}
@@ -279,7 +296,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 		_ = c.Close()
 		return fail(err)
 	}
-	l, err := b.newLane(c, peer.Boot, string(o.Attach))
+	l, err := b.newLane(c, o, peer.Boot, string(o.Attach))
 	if err != nil {
 		_ = c.Close()
 		return fail(err)
