@@ -106,6 +106,8 @@ type Events interface {
 	Intent(*Worker, Intent)
 	Progress(*Worker, []Progress)
 	Expect(*Worker, Expect)
+	// Copy opens a lease that ends as an Expect's does.
+	Copy(*Worker, Copy)
 	Cancel(w *Worker, lease uint64, reason string)
 	// Preempt: the blocks of a source lease are lost; the lease stays open. Its next Progress carries the new epoch.
 	Preempt(w *Worker, lease uint64)

@@ -49,6 +49,7 @@ type events struct {
 	intents  []connector.Intent
 	expects  []connector.Expect
 	progress []connector.Progress
+	copies   []connector.Copy
 	cancels  map[uint64]string
 	preempts []uint64
 	holds    []uint64
@@ -117,6 +118,10 @@ func (r *recorder) Progress(w *connector.Worker, p []connector.Progress) {
 
 func (r *recorder) Expect(w *connector.Worker, ex connector.Expect) {
 	r.note(fmt.Sprint("expect ", ex.Lease.ID), func() { r.expects = append(r.expects, ex) })
+}
+
+func (r *recorder) Copy(w *connector.Worker, c connector.Copy) {
+	r.note(fmt.Sprint("copy ", c.Lease.ID), func() { r.copies = append(r.copies, c) })
 }
 
 func (r *recorder) Cancel(w *connector.Worker, lease uint64, reason string) {

@@ -16,6 +16,7 @@ const (
 	DefaultMaxRegions  = 1024     // regions of one worker
 	DefaultMaxAwaits   = 4096     // unanswered AWAITs of one scheduler
 	DefaultMaxBlockIDs = 16 << 20 // block ids that one worker's open leases may name together
+	DefaultMaxCopies   = 64       // open copies of one worker
 	DefaultFenceWait   = 5 * time.Second
 	DefaultDeadline    = 30 * time.Second
 	DefaultPartner     = 10 * time.Second
@@ -39,6 +40,7 @@ const (
 type Limits struct {
 	Sessions int // sockets open at once
 	Leases   int // open leases of one worker
+	Copies   int // of these, copies
 	Regions  int // regions of one worker
 	Awaits   int // unanswered AWAITs of one scheduler session
 	BlockIDs int // block ids in the tables of one worker's open leases
@@ -52,6 +54,7 @@ func (l Limits) withDefaults() Limits {
 	}
 	set(&l.Sessions, DefaultMaxSessions)
 	set(&l.Leases, DefaultMaxLeases)
+	set(&l.Copies, DefaultMaxCopies)
 	set(&l.Regions, DefaultMaxRegions)
 	set(&l.Awaits, DefaultMaxAwaits)
 	set(&l.BlockIDs, DefaultMaxBlockIDs)

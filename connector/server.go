@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -78,6 +79,7 @@ func New(opt Options) (*Server, error) {
 	if opt.SocketMode == 0 {
 		opt.SocketMode = 0o600
 	}
+	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy)
 	def := func(d *time.Duration, v time.Duration) {
 		if *d <= 0 {
 			*d = v

@@ -70,6 +70,7 @@ type worker struct {
 	rings     *mem.Region
 	leases    map[uint64]*lease
 	writing   map[uint64]uint64 // blocks that open destination leases write: bit set, see claimOf
+	copies    int               // open
 	blockIDs  int               // in the tables of open leases and of their pending steps
 	follow    map[uint64]*lease // those with pending steps
 	lastStep  uint64
@@ -95,6 +96,7 @@ type completion struct {
 type lease struct {
 	id       uint64
 	source   bool
+	isCopy   bool          // a COPY; not a source
 	epoch    atomic.Uint32 // 0: closed to readers
 	tokens   uint32
 	attempt  uint32
@@ -211,7 +213,7 @@ func (w *worker) breakLocked(err error) {
 }
 
 var recordNames = map[uint16]string{board.RecStep: "step", board.RecIntent: "intent", board.RecExpect: "expect", board.RecCancel: "cancel",
-	board.RecPreempt: "preempt", board.RecHold: "hold"}
+	board.RecPreempt: "preempt", board.RecHold: "hold", board.RecCopy: "copy"}
 
 func (w *worker) recordLocked(rec board.Record) {
 	kind := recordNames[rec.Type]
@@ -223,6 +225,8 @@ func (w *worker) recordLocked(rec board.Record) {
 		err = w.intentLocked(rec)
 	case board.RecExpect:
 		err = w.expectLocked(rec)
+	case board.RecCopy:
+		err = w.copyLocked(rec)
 	case board.RecCancel, board.RecPreempt, board.RecHold:
 		err = w.changeLocked(rec)
 	default:
@@ -275,10 +279,7 @@ func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error
 
 // openLocked makes a lease unless a bound or a state forbids it. A refusal is told to the shim as a completion.
 func (w *worker) openLocked(rec board.Record, source bool) (*lease, error) {
-	what := "EXPECT"
-	if source {
-		what = "INTENT"
-	}
+	what := map[uint16]string{board.RecIntent: "INTENT", board.RecExpect: "EXPECT", board.RecCopy: "COPY"}[rec.Type]
 	if rec.Lease == 0 {
 		return nil, &msg.Error{Message: what, Field: "lease", Problem: "0 names no lease", Remedy: "count leases from 1"}
 	}
@@ -808,6 +809,9 @@ func (w *worker) closeLeaseLocked(l *lease) {
 	w.blockIDs -= l.ids
 	delete(w.leases, l.id)
 	w.unclaimLocked(l)
+	if l.isCopy {
+		w.copies--
+	}
 	if l.source {
 		w.sources.Delete(l.id)
 	}

@@ -15,10 +15,25 @@ func (n *Node) WorkerUp(w *connector.Worker) {
 
 // WorkerGone ends all that w has open, then calls fenced.
 func (n *Node) WorkerGone(w *connector.Worker, why error, fenced func()) {
+	n.copies.stop(w, errCopyGone)
 	now := n.enter()
-	n.d.fenced[w] = fenced
+	n.d.fenced[w] = func() { n.copies.after(w, func() { n.giveBack(w, fenced) }) }
 	n.d.ex.WorkerGone(now, w, workerDead(why), "engine worker gone: "+errText(why))
 	n.leave()
+}
+
+// giveBack ends what GPUs have of w's host memory before it goes.
+func (n *Node) giveBack(w *connector.Worker, fenced func()) {
+	if n.gpus == nil {
+		fenced()
+		return
+	}
+	n.d.wg.Add(1)
+	go func() { // the driver takes its time
+		defer n.d.wg.Done()
+		n.gpus.forget(w.Regions)
+		fenced()
+	}()
 }
 
 func errText(err error) string {
@@ -49,8 +64,14 @@ func (n *Node) Expect(w *connector.Worker, x connector.Expect) {
 	n.leave()
 }
 
+// Copy opens a copy between two regions of w.
+func (n *Node) Copy(w *connector.Worker, c connector.Copy) { n.copies.start(w, c) }
+
 // Cancel gives a lease back.
 func (n *Node) Cancel(w *connector.Worker, id uint64, reason string) {
+	if n.copies.cancel(w, id, reason) {
+		return
+	}
 	now := n.enter()
 	n.d.ex.Cancel(now, w, id, reason)
 	n.leave()

@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -17,6 +18,7 @@ type gpus struct {
 
 	mu     sync.Mutex // protects all below
 	opened importer
+	copier *stage.Copier // of opened; nil where a test has put something else there
 	closed bool
 }
 
@@ -52,9 +54,40 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 		if err != nil {
 			return nil, err
 		}
-		g.opened = opened
+		g.opened, g.copier = opened, stage.NewCopier(opened)
 	}
 	return g.opened.Import(id, handle, fd, size)
+}
+
+// copy moves the bytes of src, block by block, to dst, of which one is a GPU's, and names the way that they took.
+func (g *gpus) copy(dst, src []mem.Block) (path string, err error) {
+	g.mu.Lock()
+	c, closed := g.copier, g.closed
+	g.mu.Unlock()
+	switch {
+	case closed:
+		return "", net.ErrClosed
+	case c != nil:
+		return c.Copy(dst, src)
+	}
+	d := mem.DeviceOf(dst)
+	if d == nil {
+		d = mem.DeviceOf(src)
+	}
+	return stage.PathStaged, d.Move(dst, src)
+}
+
+// forget gives back what GPUs have of regions that go.
+func (g *gpus) forget(regions []*mem.Region) {
+	g.mu.Lock()
+	c := g.copier
+	g.mu.Unlock()
+	if c == nil {
+		return
+	}
+	if err := c.Forget(regions); err != nil {
+		g.cfg.Log.Warn("host memory not unpinned", "err", err)
+	}
 }
 
 // inUse reports whether memory of a GPU has been lent.
@@ -75,5 +108,9 @@ func (g *gpus) Close() error {
 	if g.opened == nil {
 		return nil
 	}
-	return g.opened.Close()
+	var err error
+	if g.copier != nil {
+		err = g.copier.Close()
+	}
+	return errors.Join(err, g.opened.Close())
 }

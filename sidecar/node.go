@@ -5,7 +5,7 @@
 // is known to every backend before its peer hears of it; nothing is completed before the executor says so; memory of an engine
 // is touched only between its WorkerUp and the end of its last lease.
 //
-// Goroutines: one per lane that is kept open, one per fence and origin close while it lasts, the HTTP server, and those of the
+// Goroutines: one per lane that is kept open, one per fence, origin close and copy while it lasts, the HTTP server, and those of the
 // parts. Run joins them all.
 package sidecar
 
@@ -62,7 +62,8 @@ type Node struct {
 	metrics  *metrics.Set
 	gather   prometheus.Gatherer
 	backends transport.Registry
-	gpus     *gpus   // nil: switched off
+	gpus     *gpus // nil: switched off
+	copies   *copies
 	rails    railSet // ours
 	engine   *connector.Server
 	peers    *peer.Mesh
@@ -123,6 +124,7 @@ func New(opt Options) (*Node, error) {
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
+	n.copies = newCopies(n)
 	n.dial.node = n
 	n.rails.byB, n.rails.told, n.rails.host = map[string][]rail{}, map[string]bool{}, &topo.Host{}
 	n.d.armed = lease.Never
@@ -213,6 +215,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if n.gpus != nil {
 		closers = append(closers, n.gpus.Close) // the first here is the last to be closed
 	}
+	closers = append(closers, func() error { n.copies.wg.Wait(); return nil }) // d.ctx has ended them
 	live := n.backends[:0:0]
 	for _, b := range n.backends {
 		rails, oerr := b.Open(n.d.ctx, host{n})
@@ -334,6 +337,7 @@ func (n *Node) shut() {
 	dests, sources := n.d.ex.Open()
 	n.d.ex.Abort(now, "the sidecar stops")
 	n.leave()
+	n.copies.stop(nil, errCopyStops)
 	n.log.Warn("drain timed out; open leases are fenced", "receiving", dests, "sending", sources)
 	last, cancel2 := context.WithTimeout(context.Background(), n.grace)
 	defer cancel2()

@@ -356,6 +356,12 @@ func (w *Worker) Expect(m msg.Expect) (lease uint64, err error) {
 	return lease, w.Push(board.RecExpect, lease, m.Append(nil), false)
 }
 
+// Copy opens a copy between two regions.
+func (w *Worker) Copy(m msg.Copy) (lease uint64, err error) {
+	lease = w.NewLease()
+	return lease, w.Push(board.RecCopy, lease, m.Append(nil), false)
+}
+
 // Step begins a step.
 func (w *Worker) Step(m msg.Step) error { return w.Push(board.RecStep, 0, m.Append(nil), false) }
 

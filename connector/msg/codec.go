@@ -25,7 +25,8 @@ const (
 	MaxRecompute    = 1024
 	MaxOutcomes     = 64 // entries of a STATS map
 	MaxFanout       = 16
-	maxDepth        = 16 // nesting of unknown values that are skipped
+	MaxCopyBlocks   = 32768 // of a COPY: what a record holds, and less than a second of any list
+	maxDepth        = 16    // nesting of unknown values that are skipped
 )
 
 // Error says which field of which message is wrong, and what to do about it.

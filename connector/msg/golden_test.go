@@ -44,7 +44,7 @@ func seq(n int, from byte) []byte {
 func b16(from byte) (v [16]byte) { copy(v[:], seq(16, from)); return }
 func b32(from byte) (v [32]byte) { copy(v[:], seq(32, from)); return }
 
-var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5, "HOLD": 6, "RECEIVED": 32, "SENT": 33}
+var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5, "HOLD": 6, "COPY": 7, "RECEIVED": 32, "SENT": 33}
 
 func goldenLayout(t testing.TB) []byte {
 	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16", Identity: map[string]string{"model": "9f86d081", "rope": "10000"},
@@ -200,6 +200,9 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	rec("preempt-newer", "PREEMPT", appendAny(nil, unknown))
 	rec("hold", "HOLD", (&Empty{}).Append(nil))
 	rec("hold-newer", "HOLD", appendAny(nil, unknown))
+	rec("copy", "COPY", (&Copy{Src: 0, Dst: 27, Blocks: []CopyBlock{{0, 1 << 33, 1 << 20}, {1 << 40, 4096, 3}}, DeadlineMS: 30000, Req: "wake-up"}).Append(nil))
+	rec("copy-older", "COPY", appendAny(nil, kv{"src", 1, "dst", 0, "blocks", seq(24, 0)}))
+	rec("copy-newer", "COPY", appendAny(nil, append(kv{"src", 1, "dst", 0, "blocks", seq(48, 0), "deadline_ms", 5, "req", ""}, unknown...)))
 	rec("received", "RECEIVED", (&Received{Bytes: 1 << 33, US: 1500, Transport: "tcp"}).Append(nil))
 	rec("received-failed", "RECEIVED", (&Received{Bytes: 65536, US: 30000000, Transport: "shm", Reason: "source lost",
 		Recompute: [][2]uint32{{0, 16}, {512, 2048}}}).Append(nil))
@@ -411,6 +414,9 @@ func otherVersions(t testing.TB) map[string]any {
 		"welcome-older": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40)},
 		"welcome-newer": &Welcome{ID: 1, Version: VersionMin, Boot: b16(0x40), Node: "n", Endpoint: "h:1", Host: "x", Features: []string{"teleport"},
 			Limits: Limits{9, 9, 65536}, DeadlineMS: 1, PartnerMS: 2, GraceMS: 3},
+		"copy-older": &Copy{Src: 1, Blocks: []CopyBlock{{0x0706050403020100, 0x0f0e0d0c0b0a0908, 0x1716151413121110}}},
+		"copy-newer": &Copy{Src: 1, DeadlineMS: 5, Blocks: []CopyBlock{{0x0706050403020100, 0x0f0e0d0c0b0a0908, 0x1716151413121110},
+			{0x1f1e1d1c1b1a1918, 0x2726252423222120, 0x2f2e2d2c2b2a2928}}},
 		"register-older":   &Register{ID: 2, Session: session, Regions: region, Layout: older, FDs: FDs{0, 1, 2, 3}},
 		"register-newer":   &Register{ID: 2, Session: session, Regions: region, Layout: goldenLayout(t), FDs: FDs{0, 1, 2, 3}},
 		"registered-older": &Registered{ID: 2, Fingerprint: b32(1)},

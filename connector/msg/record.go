@@ -1,6 +1,7 @@
 package msg
 
 import (
+	"encoding/binary"
 	"fmt"
 )
 
@@ -44,6 +45,20 @@ type Expect struct {
 	Prio       uint32
 	DeadlineMS uint64
 	PartnerMS  uint64
+	Req        string
+}
+
+// CopyBlock is a piece of a COPY.
+type CopyBlock struct{ SrcOff, DstOff, Len uint64 }
+
+// copyBlockBytes is an encoded CopyBlock: three u64, little-endian.
+const copyBlockBytes = 24
+
+// Copy is the body of a COPY record.
+type Copy struct {
+	Src, Dst   uint32 // indices into REGISTER's regions
+	Blocks     []CopyBlock
+	DeadlineMS uint64
 	Req        string
 }
 
@@ -245,6 +260,65 @@ func (m *Expect) Append(b []byte) []byte {
 	b = appendUint(appendStr(b, "prio"), uint64(m.Prio))
 	b = appendUint(appendStr(b, "deadline_ms"), m.DeadlineMS)
 	b = appendUint(appendStr(b, "partner_ms"), m.PartnerMS)
+	return appendStr(appendStr(b, "req"), m.Req)
+}
+
+// DecodeCopy decodes a COPY body. That its blocks lie inside the regions, and apart, is for who knows these.
+func DecodeCopy(b []byte) (*Copy, error) {
+	r := &reader{what: "COPY", b: b}
+	m := &Copy{}
+	n := need{names: []string{"src", "dst", "blocks"}}
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "src":
+			m.Src, n.got = r.u32(), n.got|1
+		case "dst":
+			m.Dst, n.got = r.u32(), n.got|2
+		case "blocks":
+			m.Blocks, n.got = r.copyBlocks(), n.got|4
+		case "deadline_ms":
+			m.DeadlineMS = r.u64()
+		case "req":
+			m.Req = r.str(MaxReqBytes)
+		default:
+			r.skip()
+		}
+	}
+	n.check(r)
+	if err := r.end(); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+func (r *reader) copyBlocks() []CopyBlock {
+	b := r.bin(MaxCopyBlocks * copyBlockBytes)
+	if r.err == nil && (len(b) == 0 || len(b)%copyBlockBytes != 0) {
+		r.fail("bin of %d bytes, want 1 to %d blocks of %d", len(b), MaxCopyBlocks, copyBlockBytes)
+	}
+	if r.err != nil {
+		return nil
+	}
+	out := make([]CopyBlock, len(b)/copyBlockBytes)
+	for i := range out {
+		p := b[i*copyBlockBytes:]
+		out[i] = CopyBlock{binary.LittleEndian.Uint64(p), binary.LittleEndian.Uint64(p[8:]), binary.LittleEndian.Uint64(p[16:])}
+	}
+	return out
+}
+
+// Append encodes m.
+func (m *Copy) Append(b []byte) []byte {
+	b = appendMap(b, 5)
+	b = appendUint(appendStr(b, "src"), uint64(m.Src))
+	b = appendUint(appendStr(b, "dst"), uint64(m.Dst))
+	b = appendBinHead(appendStr(b, "blocks"), len(m.Blocks)*copyBlockBytes)
+	for _, k := range m.Blocks {
+		for _, v := range [...]uint64{k.SrcOff, k.DstOff, k.Len} {
+			b = binary.LittleEndian.AppendUint64(b, v)
+		}
+	}
+	b = appendUint(appendStr(b, "deadline_ms"), m.DeadlineMS)
 	return appendStr(appendStr(b, "req"), m.Req)
 }
 
@@ -459,6 +533,8 @@ func DecodeRecord(typ uint16, b []byte) (any, error) {
 		return DecodeEmpty("PREEMPT", b)
 	case 6:
 		return DecodeEmpty("HOLD", b)
+	case 7:
+		return DecodeCopy(b)
 	case 32:
 		return DecodeReceived(b)
 	case 33:

@@ -100,6 +100,9 @@ type Hello struct {
 	Features []string
 }
 
+// FeatureCopy in Welcome.Features: the sidecar takes COPY records.
+const FeatureCopy = "copy"
+
 // Limits are told to the shim.
 type Limits struct{ Leases, Regions, RecordBytes uint64 }
 

@@ -25,6 +25,7 @@ const (
 	RecCancel   = 4
 	RecPreempt  = 5
 	RecHold     = 6
+	RecCopy     = 7
 	RecReceived = 32
 	RecSent     = 33
 )

@@ -85,6 +85,9 @@ type Set struct {
 	peers       prometheus.Gauge
 	sessions    *prometheus.GaugeVec
 	records     *prometheus.CounterVec
+	copies      *prometheus.CounterVec
+	copyBytes   *prometheus.CounterVec
+	copyTime    *prometheus.HistogramVec
 	registerErr *prometheus.CounterVec
 	draining    prometheus.Gauge
 
@@ -120,12 +123,16 @@ func New(reg prometheus.Registerer) *Set {
 		peers:      prometheus.NewGauge(gaugeOpts("control", "peers", "Peers with an open control session.")),
 		sessions:   gauges("engine", "sessions", "Engine sessions.", "role"),
 		records:    counters("engine", "records_total", "Records taken from engines.", "type"),
+		copies:     counters("copy", "copies_total", "Copies between two regions of an engine that ended.", "outcome", "path"),
+		copyBytes:  counters("copy", "bytes_total", "Bytes that copies moved, also those that failed.", "path"),
+		copyTime: prometheus.NewHistogramVec(opts("copy", "duration_seconds", "From an engine's word to the end of its copy."),
+			[]string{"path"}),
 		registerErr: counters("engine", "refusals_total", "Connections, messages and records of engines that were refused.",
 			"kind"),
 		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining", "1 while no new leases are taken.")),
 	}
 	reg.MustRegister(s.transfers, s.bytes, s.duration, s.commit, s.railBytes, s.railErrors, s.railLanes, s.slices, s.refused, s.leases,
-		s.quarantine, s.fences, s.fenceTime, s.control, s.peers, s.sessions, s.records, s.registerErr, s.draining)
+		s.quarantine, s.fences, s.fenceTime, s.control, s.peers, s.sessions, s.records, s.copies, s.copyBytes, s.copyTime, s.registerErr, s.draining)
 	// An alert on the growth of a series misses its first value, so those that should stay at zero begin there.
 	for _, transport := range transports {
 		for r := transfer.ReasonNone + 1; int(r) < transfer.NumReasons; r++ {
@@ -257,7 +264,7 @@ func (s *Set) Sessions(role string, n int) {
 	s.sessions.WithLabelValues(role).Add(float64(n))
 }
 
-var recordTypes = map[string]bool{"step": true, "intent": true, "expect": true, "cancel": true, "preempt": true, "hold": true, "await": true}
+var recordTypes = map[string]bool{"step": true, "intent": true, "expect": true, "cancel": true, "preempt": true, "hold": true, "copy": true, "await": true}
 
 // Record counts one record of an engine.
 func (s *Set) Record(typ string) {
@@ -280,6 +287,20 @@ func (s *Set) EngineRefused(kind string) {
 		kind = otherName
 	}
 	s.registerErr.WithLabelValues(kind).Inc()
+}
+
+var copyPaths = [...]string{"host", "staged", "peer", "direct", "multipath"}
+
+// CopyEnded counts one copy and what it moved; path is the way that took most of it, empty where nothing moved.
+func (s *Set) CopyEnded(outcome Outcome, path string, bytes uint64, took time.Duration) {
+	if path == "" {
+		path = noTransport
+	} else if !slices.Contains(copyPaths[:], path) {
+		path = otherName
+	}
+	s.copies.WithLabelValues(string(outcomeLabel(outcome)), path).Inc()
+	s.copyBytes.WithLabelValues(path).Add(float64(bytes))
+	s.copyTime.WithLabelValues(path).Observe(took.Seconds())
 }
 
 // Draining says whether new leases are refused.

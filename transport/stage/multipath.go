@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -61,16 +62,24 @@ var ErrBusy = errors.New("stage: too many copies are waiting")
 
 var errNoLink = errors.New("stage: every link has failed; restart the sidecar once the GPUs are healthy")
 
+// Part is a contiguous piece of what CopyParts moves.
+type Part struct {
+	Host, Dev cuda.Ptr
+	Len       uint64
+}
+
 type job struct {
-	dir       Direction
-	host, dev cuda.Ptr
-	n         uint64
-	chunk     uint64
-	next      uint64 // first byte not yet taken
-	again     []span // chunks that a dying link gave back
-	open      int    // chunks taken, not done
-	err       error
-	done      chan struct{}
+	dir   Direction
+	parts []Part
+	at    []uint64   // the first byte of each part in the job
+	shift []cuda.Ptr // by link: what it adds to Dev; nil: nothing
+	n     uint64
+	chunk uint64
+	next  uint64 // first byte not yet taken
+	again []span // chunks that a dying link gave back
+	open  int    // chunks taken, not done
+	err   error
+	done  chan struct{}
 }
 
 type span struct{ off, n uint64 }
@@ -90,6 +99,11 @@ type link struct {
 		s span
 	}
 	busy bool // under m.mu: its GPU has work of its own, so it takes nothing
+
+	// The chunk that is being issued, cut into parts.
+	host, far, near []cuda.Ptr
+	sizes           []uint64
+	index           int // of m.links
 }
 
 // NewMultipath makes the path set to target. Relays are the other GPUs, each with peer access to target both ways; they may
@@ -107,7 +121,7 @@ func newMultipath(minChunk, maxChunk uint64, target Device, relays ...Device) (_
 		}
 	}()
 	for i, dev := range append([]Device{target}, relays...) {
-		l := &link{m: m, name: fmt.Sprintf("link%d", i), dev: dev, direct: i == 0}
+		l := &link{m: m, name: fmt.Sprintf("link%d", i), dev: dev, direct: i == 0, index: i}
 		m.links = append(m.links, l)
 		if l.pcie, err = dev.NewQueue(); err != nil {
 			return nil, fmt.Errorf("stage: %s: %w", l.name, err)
@@ -164,8 +178,12 @@ func (m *Multipath) Threshold() uint64 {
 // Calibrate measures both ways with the memory given, at least MaxCalibrate bytes on either side whose content is lost, and sets the
 // threshold to where using every link begins to pay in both directions. It takes some tens of milliseconds.
 func (m *Multipath) Calibrate(host, dev cuda.Ptr) (uint64, error) {
-	best := uint64(2 * MaxCalibrate) // beyond what was measured: guess that it pays there
-	for n := uint64(MaxCalibrate); n >= minCalibrate && len(m.links) > 1; n /= 2 {
+	return m.calibrate(host, dev, MaxCalibrate, minCalibrate)
+}
+
+func (m *Multipath) calibrate(host, dev cuda.Ptr, from, to uint64) (uint64, error) {
+	best := 2 * from // beyond what was measured: guess that it pays there
+	for n := from; n >= to && len(m.links) > 1; n /= 2 {
 		pays := true
 		for _, dir := range []Direction{HostToDevice, DeviceToHost} {
 			var took [2]time.Duration // direct, every link
@@ -214,54 +232,82 @@ func (m *Multipath) Yield(relay int, busy bool) error {
 // Copy moves n bytes between host and dev and returns when they are in place. Host memory is pinned and mapped by every
 // link's context. Safe for concurrent use.
 func (m *Multipath) Copy(dir Direction, host, dev cuda.Ptr, n uint64) error {
+	_, err := m.CopyParts(dir, []Part{{host, dev, n}}, nil)
+	return err
+}
+
+// CopyParts is Copy of many pieces, between which there is no order, and says whether every link was to be used. shift has for
+// each link, the target's first, what it adds to a Dev address to reach the same byte in its own context: memory of another process
+// has an address of its own in each. nil: nothing.
+func (m *Multipath) CopyParts(dir Direction, parts []Part, shift []cuda.Ptr) (every bool, err error) {
+	var n uint64
+	for i := range parts {
+		n += parts[i].Len
+	}
 	if n == 0 {
-		return nil
+		return false, nil
 	}
 	m.mu.Lock()
 	if m.closed {
 		m.mu.Unlock()
-		return net.ErrClosed
+		return false, net.ErrClosed
 	}
 	if m.direct && (n < m.threshold || len(m.links) == 1) {
 		m.small.Add(1)
 		m.mu.Unlock()
-		err := m.copyDirect(dir, host, dev, n)
+		err := m.copyDirect(dir, parts)
 		m.small.Done()
 		if err == nil {
-			return nil
+			return false, nil
 		}
 		// The links find out which of them still work.
 		m.mu.Lock()
 		if m.closed {
 			m.mu.Unlock()
-			return errors.Join(net.ErrClosed, err)
+			return false, errors.Join(net.ErrClosed, err)
 		}
 	}
 	if len(m.jobs) >= MaxJobs {
 		m.mu.Unlock()
-		return ErrBusy
+		return false, ErrBusy
 	}
 	if m.alive == 0 {
 		m.mu.Unlock()
-		return errNoLink
+		return false, errNoLink
 	}
-	j := &job{dir: dir, host: host, dev: dev, n: n, done: make(chan struct{})}
+	j := &job{dir: dir, parts: parts, shift: shift, at: make([]uint64, len(parts)), n: n, done: make(chan struct{})}
+	for i := 1; i < len(parts); i++ {
+		j.at[i] = j.at[i-1] + parts[i-1].Len
+	}
 	m.shapeLocked(j)
 	m.jobs = append(m.jobs, j)
 	m.work.Broadcast()
 	m.mu.Unlock()
 	<-j.done
-	return j.err
+	return len(m.links) > 1, j.err
 }
 
 // copyDirect runs in the caller: handing a small copy to another goroutine would cost more than the copy.
-func (m *Multipath) copyDirect(dir Direction, host, dev cuda.Ptr, n uint64) error {
-	from, to := host, dev
-	if dir == DeviceToHost {
-		from, to = dev, host
-	}
+func (m *Multipath) copyDirect(dir Direction, parts []Part) error {
 	q := <-m.lanes
-	err := q.CopySync(to, from, n)
+	var err error
+	if p := &parts[0]; len(parts) == 1 {
+		from, to := p.Host, p.Dev
+		if dir == DeviceToHost {
+			from, to = p.Dev, p.Host
+		}
+		err = q.CopySync(to, from, p.Len)
+	} else {
+		host, dev, sizes := make([]cuda.Ptr, len(parts)), make([]cuda.Ptr, len(parts)), make([]uint64, len(parts))
+		for i := range parts {
+			host[i], dev[i], sizes[i] = parts[i].Host, parts[i].Dev, parts[i].Len
+		}
+		if dir == DeviceToHost {
+			host, dev = dev, host
+		}
+		// Whatever went wrong, nothing is in flight when we return.
+		err = errors.Join(q.CopyBatch(dev, host, sizes), q.Sync())
+	}
 	m.lanes <- q
 	if err != nil {
 		return fmt.Errorf("stage: direct path: %w", err)
@@ -389,20 +435,20 @@ func (l *link) fail(tail, head int, err error) {
 
 // issue enqueues one chunk. A relay's slot is free: its last chunk was waited for.
 func (l *link) issue(b int, j *job, s span) error {
-	host, dev := j.host+cuda.Ptr(s.off), j.dev+cuda.Ptr(s.off)
-	from, to := host, dev
+	l.cut(j, s, l.scratch[b])
+	from, to := l.host, l.far
 	first, second := l.pcie, l.nvlink
 	if j.dir == DeviceToHost {
-		from, to = dev, host
+		from, to = l.far, l.host
 		first, second = l.nvlink, l.pcie
 	}
 	if l.direct {
-		if err := l.pcie.Copy(to, from, s.n); err != nil {
+		if err := l.copyAll(l.pcie, to, from); err != nil {
 			return err
 		}
 		return l.pcie.Record(l.done[b])
 	}
-	if err := first.Copy(l.scratch[b], from, s.n); err != nil {
+	if err := l.copyAll(first, l.near, from); err != nil {
 		return err
 	}
 	if err := first.Record(l.half[b]); err != nil {
@@ -411,10 +457,43 @@ func (l *link) issue(b int, j *job, s span) error {
 	if err := second.Wait(l.half[b]); err != nil {
 		return err
 	}
-	if err := second.Copy(to, l.scratch[b], s.n); err != nil {
+	if err := l.copyAll(second, to, l.near); err != nil {
 		return err
 	}
 	return second.Record(l.done[b])
+}
+
+// cut lists the parts of a chunk: where they are in host memory, in the target's, and in the relay's buffer.
+func (l *link) cut(j *job, s span, scratch cuda.Ptr) {
+	var shift cuda.Ptr
+	if j.shift != nil {
+		shift = j.shift[l.index]
+	}
+	l.host, l.far, l.near, l.sizes = l.host[:0], l.far[:0], l.near[:0], l.sizes[:0]
+	i, found := slices.BinarySearch(j.at, s.off)
+	if !found {
+		i--
+	}
+	for end := s.off + s.n; s.off < end; i++ {
+		p := &j.parts[i]
+		skip := s.off - j.at[i]
+		k := min(p.Len-skip, end-s.off)
+		if k == 0 {
+			continue
+		}
+		l.host = append(l.host, p.Host+cuda.Ptr(skip))
+		l.far = append(l.far, p.Dev+cuda.Ptr(skip)+shift)
+		l.near = append(l.near, scratch)
+		l.sizes = append(l.sizes, k)
+		s.off, scratch = s.off+k, scratch+cuda.Ptr(k)
+	}
+}
+
+func (l *link) copyAll(q Queue, to, from []cuda.Ptr) error {
+	if len(to) == 1 {
+		return q.Copy(to[0], from[0], l.sizes[0])
+	}
+	return q.CopyBatch(to, from, l.sizes)
 }
 
 // Close waits for the copies under way, ends the links and frees their buffers. Later copies get net.ErrClosed.

@@ -120,8 +120,9 @@ enum kvs_record_type {
 	KVS_REC_CANCEL = 4,  /* give the lease back: fence, then complete it */
 	KVS_REC_PREEMPT = 5, /* source blocks are lost; the lease stays open for a later attempt */
 	KVS_REC_HOLD = 6,    /* the request is finished, the engine keeps the blocks only for us: the partner's time runs */
+	KVS_REC_COPY = 7,    /* a lease of its own: blocks from one registered region to another; ends with RECEIVED */
 	/* completion ring */
-	KVS_REC_RECEIVED = 32, /* ends a destination lease: landed and fenced, or failed and fenced */
+	KVS_REC_RECEIVED = 32, /* ends a destination lease or a copy: landed and fenced, or failed and fenced */
 	KVS_REC_SENT = 33,     /* ends a source lease: no process can read the blocks on our behalf any more */
 };
 

@@ -26,6 +26,7 @@ MAX_PENDING_STEPS = 64
 MAX_STEP_REQS = 4096
 MAX_FANOUT = 16
 MAX_REQ_BYTES = 128
+MAX_COPY_BLOCKS = 32768
 PARAMS_VERSION = 1
 
 # Socket messages by type.
@@ -35,7 +36,7 @@ MESSAGES: dict[int, str] = {
 
 # Board records by type.
 RECORDS: dict[int, str] = {
-    1: "STEP", 2: "INTENT", 3: "EXPECT", 4: "CANCEL", 5: "PREEMPT", 6: "HOLD", 32: "RECEIVED", 33: "SENT",
+    1: "STEP", 2: "INTENT", 3: "EXPECT", 4: "CANCEL", 5: "PREEMPT", 6: "HOLD", 7: "COPY", 32: "RECEIVED", 33: "SENT",
 }  # fmt: skip
 
 # Key order of every body, nested maps by dotted name; a list of maps uses its own name.
@@ -66,6 +67,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "CANCEL": ("reason",),
     "PREEMPT": (),
     "HOLD": (),
+    "COPY": ("src", "dst", "blocks", "deadline_ms", "req"),
     "RECEIVED": ("bytes", "us", "transport", "reason", "recompute"),
     "SENT": ("grants", "bytes", "reason"),
 }  # fmt: skip

@@ -1,0 +1,279 @@
+package sidecar
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/metrics"
+)
+
+// copies carries out what engines want copied between regions of their own: caches in host memory loaded, weights woken up. Nobody
+// else takes part, so that there is no grant, no plan and no executor, only the lease: what it writes has been written, or never
+// will be, when the engine hears of its end, and a worker's memory goes back after its last copy.
+type copies struct {
+	node  *Node
+	slots chan struct{} // one for each that runs
+	wg    sync.WaitGroup
+
+	mu   sync.Mutex // protects all below
+	open map[*connector.Worker]map[uint64]copying
+	last map[*connector.Worker]func() // to be called at the end of a worker's last copy
+}
+
+// copying is a copy that is open; its context ends when it is not wanted any more.
+type copying struct {
+	ctx    context.Context
+	cancel context.CancelCauseFunc
+}
+
+// Bounds of copies. A copy looks between two pieces whether it is still wanted: a piece is what takes some tens of milliseconds.
+const (
+	maxCopiesRunning = 4 // of all workers; others wait. One fills a link, several keep several GPUs busy
+	hostPiece        = 128 << 20
+	devicePiece      = 1 << 30
+	pieceBlocks      = 4096
+	bounceBytes      = 1 << 20 // between two regions of which neither is mapped
+)
+
+// pathHost is the way of a copy that no GPU takes part in. Others are named by package stage.
+const pathHost = "host"
+
+var (
+	errCopyCancelled = errors.New("cancelled by the engine")
+	errCopyLate      = errors.New("the deadline has passed")
+	errCopyGone      = errors.New("the engine worker is gone")
+	errCopyStops     = errors.New("the sidecar stops")
+)
+
+func newCopies(n *Node) *copies {
+	return &copies{node: n, slots: make(chan struct{}, maxCopiesRunning), open: map[*connector.Worker]map[uint64]copying{},
+		last: map[*connector.Worker]func(){}}
+}
+
+// start runs one. The connector bounds how many a worker has.
+func (c *copies) start(w *connector.Worker, cp connector.Copy) {
+	ctx, cancel := context.WithCancelCause(c.node.d.ctx)
+	c.mu.Lock()
+	if c.open[w] == nil {
+		c.open[w] = map[uint64]copying{}
+	}
+	c.open[w][cp.Lease.ID] = copying{ctx, cancel}
+	c.mu.Unlock()
+	c.wg.Go(func() {
+		c.run(ctx, w, &cp)
+		cancel(nil)
+		c.ended(w, cp.Lease.ID)
+	})
+}
+
+// cancel reports whether that lease was a copy.
+func (c *copies) cancel(w *connector.Worker, id uint64, reason string) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	o, ok := c.open[w][id]
+	if ok {
+		o.cancel(fmt.Errorf("%w: %s", errCopyCancelled, reason))
+	}
+	return ok
+}
+
+// stop ends what w has open, or what everybody has, soon.
+func (c *copies) stop(w *connector.Worker, why error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for of, all := range c.open {
+		for _, o := range all {
+			if w == nil || w == of {
+				o.cancel(why)
+			}
+		}
+	}
+}
+
+// after calls f once w has no copy any more. No other may come.
+func (c *copies) after(w *connector.Worker, f func()) {
+	c.mu.Lock()
+	wait := len(c.open[w]) > 0
+	if wait {
+		c.last[w] = f
+	}
+	c.mu.Unlock()
+	if !wait {
+		f()
+	}
+}
+
+func (c *copies) ended(w *connector.Worker, id uint64) {
+	c.mu.Lock()
+	delete(c.open[w], id)
+	var f func()
+	if len(c.open[w]) == 0 {
+		f = c.last[w]
+		delete(c.open, w)
+		delete(c.last, w)
+	}
+	c.mu.Unlock()
+	if f != nil {
+		f()
+	}
+}
+
+// run copies, and completes the lease. Nothing of it is under way when the engine hears of that.
+func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Copy) {
+	began := time.Now()
+	ctx, cancel := context.WithTimeoutCause(ctx, cp.Deadline, errCopyLate)
+	defer cancel()
+	m := mover{gpus: c.node.gpus, src: w.Regions[cp.Src], dst: w.Regions[cp.Dst], ways: map[string]uint64{}}
+	var err error
+	var waited time.Duration
+	select {
+	case c.slots <- struct{}{}:
+		waited = time.Since(began)
+		err = m.run(ctx, cp.Blocks)
+		<-c.slots
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	}
+	path, moved := m.path()
+	done := connector.Completion{Lease: cp.Lease, Received: true, Status: exec.StatusOK, Bytes: moved, Took: time.Since(began), Transport: path}
+	if err != nil {
+		done.Reason = err.Error()
+		switch {
+		case errors.Is(err, errCopyCancelled):
+			done.Status = exec.StatusCancelled
+		case errors.Is(err, errCopyLate):
+			done.Status = exec.StatusExpired
+		default:
+			done.Status = exec.StatusFailed
+		}
+	}
+	if cerr := c.node.engine.Complete(w, done); cerr != nil {
+		c.node.log.Debug("completion not delivered", "lease", cp.Lease.String(), "err", cerr)
+	}
+	c.node.traceCopy(w, cp, &done, waited)
+}
+
+// copyRecord is the line that a copy leaves in trace.transfers.
+type copyRecord struct {
+	Side    string `json:"side"` // "copy"
+	Outcome string `json:"outcome"`
+	Req     string `json:"req,omitempty"`
+	Lease   string `json:"lease"`
+	Source  string `json:"source"` // regions
+	Dest    string `json:"dest"`
+	Route   string `json:"route,omitempty"`
+	Blocks  int    `json:"blocks"`
+	Bytes   uint64 `json:"bytes"`
+	QueueUS int64  `json:"queue_us"`
+	TookUS  int64  `json:"took_us"`
+	Reason  string `json:"reason,omitempty"`
+}
+
+func (n *Node) traceCopy(w *connector.Worker, cp *connector.Copy, c *connector.Completion, waited time.Duration) {
+	outcome := metrics.OutcomeOf(c.Status)
+	n.metrics.CopyEnded(outcome, c.Transport, c.Bytes, c.Took)
+	src, dst := w.Regions[cp.Src].ID(), w.Regions[cp.Dst].ID()
+	r := copyRecord{Side: "copy", Outcome: string(outcome), Req: cp.Req, Lease: cp.Lease.String(), Source: hex.EncodeToString(src[:4]),
+		Dest: hex.EncodeToString(dst[:4]), Route: c.Transport, Blocks: len(cp.Blocks), Bytes: c.Bytes, QueueUS: waited.Microseconds(),
+		TookUS: c.Took.Microseconds(), Reason: c.Reason}
+	level := slog.LevelInfo
+	if c.Status != exec.StatusOK && c.Status != exec.StatusCancelled {
+		level = slog.LevelWarn
+	}
+	n.log.Log(context.Background(), level, "copy", "outcome", r.Outcome, "worker", w.Name, "req", r.Req, "lease", r.Lease, "source", r.Source,
+		"dest", r.Dest, "route", r.Route, "blocks", r.Blocks, "bytes", r.Bytes, "queue_us", r.QueueUS, "took_us", r.TookUS, "reason", r.Reason)
+	n.records.put(r)
+}
+
+// mover copies the blocks of one list, piece by piece.
+type mover struct {
+	gpus     *gpus
+	src, dst *mem.Region
+	ways     map[string]uint64 // bytes by path
+	from, to []mem.Block
+	bounce   []byte
+}
+
+// path names the one that took most, and all bytes.
+func (m *mover) path() (path string, moved uint64) {
+	for p, n := range m.ways {
+		if moved += n; path == "" || n > m.ways[path] || n == m.ways[path] && p < path {
+			path = p
+		}
+	}
+	return path, moved
+}
+
+func (m *mover) run(ctx context.Context, blocks []connector.CopyBlock) error {
+	most := uint64(hostPiece)
+	if m.src.Device() != nil || m.dst.Device() != nil {
+		most = devicePiece
+	}
+	var off uint64 // of blocks[0]: done already
+	for len(blocks) > 0 {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		m.from, m.to = m.from[:0], m.to[:0]
+		var bytes uint64
+		for len(blocks) > 0 && bytes < most && len(m.from) < pieceBlocks {
+			b := &blocks[0]
+			k := min(b.Len-off, most-bytes)
+			m.from = append(m.from, mem.Block{Region: m.src, Off: b.SrcOff + off, Len: k})
+			m.to = append(m.to, mem.Block{Region: m.dst, Off: b.DstOff + off, Len: k})
+			bytes += k
+			if off += k; off == b.Len {
+				blocks, off = blocks[1:], 0
+			}
+		}
+		path, err := m.piece()
+		if err != nil {
+			return err
+		}
+		m.ways[path] += bytes
+	}
+	return nil
+}
+
+func (m *mover) piece() (path string, err error) {
+	if m.src.Device() != nil || m.dst.Device() != nil {
+		return m.gpus.copy(m.to, m.from)
+	}
+	for i := range m.from {
+		if err := m.host(m.to[i], m.from[i]); err != nil {
+			return "", err
+		}
+	}
+	return pathHost, nil
+}
+
+// host copies between two places in host memory, of which a process region is reached by system calls only.
+func (m *mover) host(to, from mem.Block) error {
+	if b, ok := from.Bytes(); ok {
+		return to.Region.WriteAt(b, to.Off)
+	}
+	if b, ok := to.Bytes(); ok {
+		return from.Region.ReadAt(b, from.Off)
+	}
+	if m.bounce == nil {
+		m.bounce = make([]byte, bounceBytes)
+	}
+	for off := uint64(0); off < from.Len; off += bounceBytes {
+		b := m.bounce[:min(bounceBytes, from.Len-off)]
+		if err := from.Region.ReadAt(b, from.Off+off); err != nil {
+			return err
+		}
+		if err := to.Region.WriteAt(b, to.Off+off); err != nil {
+			return err
+		}
+	}
+	return nil
+}

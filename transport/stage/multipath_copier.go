@@ -1,0 +1,489 @@
+package stage
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+	"github.com/kvspray/kvspray/internal/mem"
+)
+
+// The ways that a Copier takes.
+const (
+	PathStaged    = "staged"    // through a pinned buffer, as lanes move
+	PathPeer      = "peer"      // between GPUs, or within one
+	PathDirect    = "direct"    // the copy engine of the GPU, between its memory and pinned memory of the host
+	PathMultipath = "multipath" // every GPU's PCIe link
+)
+
+// The shape of copies with the host. Pins are made where a copy first reads or writes: all of a host cache would take a minute
+// ([measured] 90 ms a GiB). Smaller pieces than listPiece cost the copy engine more than they move ([measured, H200] half a
+// microsecond each), and kernels pack them better.
+const (
+	pinWindow  = 1 << 30
+	maxWindows = 2048 // of all regions
+	listPiece  = 4 << 10
+	yieldEvery = 2 * time.Millisecond // between two looks whether a relay has work of its own
+)
+
+// Copier copies between memory of a GPU and of its host, or of another GPU, in large. Which of the other GPUs in use lend their links
+// is looked up anew when one is added, and from how many bytes on that pays is measured then.
+//
+// Goroutines: those of each Multipath, and one for as long as a copy over several links lasts. Close joins them.
+type Copier struct {
+	gpus  *GPUs
+	shape copierShape
+
+	mu       sync.Mutex // protects all below; taken after those of paths
+	paths    map[*GPU]*paths
+	pins     map[*mem.Region]map[uint64]window // by number of the window
+	windows  int                               // in pins
+	unpinned bool                              // that a window was refused has been said
+	closed   bool
+}
+
+// window is a pinned part of a region.
+type window struct {
+	at    cuda.Ptr
+	bytes []byte
+	by    card
+}
+
+var errTooMany = fmt.Errorf("%d windows of %d bytes are pinned, which is all", maxWindows, pinWindow)
+
+// paths is the ways to one GPU.
+type paths struct {
+	active atomic.Int32 // copies with the host under way
+
+	mu     sync.RWMutex // read by copies while they last; protects the three below
+	m      *Multipath
+	relays []*GPU
+	tried  int // GPUs in use when relays were looked up
+
+	importing sync.Mutex // protects imported; taken after mu
+	imported  map[*mem.Region][]foreign
+}
+
+// foreign is an engine's memory as a relay's context has it. A region has one for each relay.
+type foreign struct {
+	at cuda.Ptr
+	n  uint64
+}
+
+// copierShape is what tests make smaller, in bytes.
+type copierShape struct{ minChunk, maxChunk, calibrateFrom, calibrateTo, window uint64 }
+
+// NewCopier makes a Copier of g, which outlives it.
+func NewCopier(g *GPUs) *Copier {
+	return newCopier(g, copierShape{MinChunk, MaxChunk, MaxCalibrate, minCalibrate, pinWindow})
+}
+
+func newCopier(g *GPUs, shape copierShape) *Copier {
+	return &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, pins: map[*mem.Region]map[uint64]window{}}
+}
+
+// Copy moves the bytes of src, block by block, to dst, and says which way they took. All of a list lies in one region, and one of the two is a
+// GPU's. When it returns nothing of it is in flight.
+func (c *Copier) Copy(dst, src []mem.Block) (path string, err error) {
+	if len(src) == 0 || len(dst) != len(src) {
+		return "", fmt.Errorf("stage: copy %d blocks to %d: %w", len(src), len(dst), mem.ErrBounds)
+	}
+	from, to := sideOf(src[0].Region), sideOf(dst[0].Region)
+	switch {
+	case from.gpu != nil && to.gpu != nil:
+		return PathPeer, to.gpu.Move(dst, src)
+	case from.gpu != nil:
+		return c.withHost(from.gpu, DeviceToHost, dst, src)
+	case to.gpu != nil:
+		return c.withHost(to.gpu, HostToDevice, src, dst)
+	}
+	return "", errors.New("stage: copy: no block of it is a GPU's")
+}
+
+// withHost copies between blocks of the host and of u.
+func (c *Copier) withHost(u *GPU, dir Direction, host, far []mem.Block) (string, error) {
+	parts, pinned, err := c.parts(u, host, far)
+	if err != nil {
+		return "", err
+	}
+	if !pinned {
+		if dir == HostToDevice {
+			return PathStaged, u.Move(far, host)
+		}
+		return PathStaged, u.Move(host, far)
+	}
+	p, err := c.path(u)
+	if err != nil {
+		return "", err
+	}
+	defer p.mu.RUnlock()
+	shift, err := p.shifts(far[0].Region)
+	if err != nil {
+		return "", err
+	}
+	p.active.Add(1)
+	defer p.active.Add(-1)
+	stop := c.watch(p, parts)
+	defer stop()
+	every, err := p.m.CopyParts(dir, parts, shift)
+	if every {
+		return PathMultipath, err
+	}
+	return PathDirect, err
+}
+
+// parts joins blocks that lie side by side, cuts them where windows end, and pins these. pinned: copy engines take it as it is.
+func (c *Copier) parts(u *GPU, host, far []mem.Block) (parts []Part, pinned bool, err error) {
+	region := host[0].Region
+	_, mapped := region.Bytes()
+	var bytes uint64
+	for i := range host {
+		if err := errors.Join(region.Check(host[i].Off, host[i].Len), far[i].Region.Check(far[i].Off, far[i].Len)); err != nil {
+			return nil, false, err
+		}
+		bytes += host[i].Len
+	}
+	if !mapped || bytes/uint64(len(host)) < listPiece {
+		return nil, false, nil
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return nil, false, net.ErrClosed
+	}
+	for i := range host {
+		off, dev, left := host[i].Off, cuda.Ptr(far[i].Region.Base()+far[i].Off), host[i].Len
+		for left > 0 {
+			at, n, err := c.pinLocked(u, region, off)
+			if err != nil {
+				// Pins are bounded, and so is what may be locked: the rest of the host's memory goes through buffers.
+				return nil, false, nil // said by pinLocked
+			}
+			n = min(n, left)
+			if k := len(parts) - 1; k >= 0 && parts[k].Host+cuda.Ptr(parts[k].Len) == at && parts[k].Dev+cuda.Ptr(parts[k].Len) == dev &&
+				off%c.shape.window != 0 {
+				parts[k].Len += n
+			} else {
+				parts = append(parts, Part{Host: at, Dev: dev, Len: n})
+			}
+			off, dev, left = off+n, dev+cuda.Ptr(n), left-n
+		}
+	}
+	return parts, true, nil
+}
+
+// pinLocked gives the address of a byte of host memory for the GPUs, and how many from there on lie in its window.
+func (c *Copier) pinLocked(u *GPU, r *mem.Region, off uint64) (cuda.Ptr, uint64, error) {
+	k := off / c.shape.window
+	from := k * c.shape.window
+	to := min(from+c.shape.window, r.Size())
+	w, ok := c.pins[r][k]
+	if !ok {
+		b, _ := r.Bytes()
+		b = b[from:to:to]
+		at, err := cuda.Ptr(0), errTooMany
+		if c.windows < maxWindows {
+			at, err = u.card.Register(b) // for the others, too
+		}
+		if err != nil {
+			if !c.unpinned {
+				c.unpinned = true
+				c.gpus.cfg.Log.Warn("host memory is not pinned, and copied through buffers; said once", "region", r.ID().String(), "offset", from, "err", err)
+			}
+			return 0, 0, err
+		}
+		w = window{at, b, u.card}
+		c.windows++
+		if c.pins[r] == nil {
+			c.pins[r] = map[uint64]window{}
+		}
+		c.pins[r][k] = w
+	}
+	return w.at + cuda.Ptr(off-from), to - off, nil
+}
+
+// path returns the ways to u, held for reading.
+func (c *Copier) path(u *GPU) (*paths, error) {
+	c.mu.Lock()
+	p := c.paths[u]
+	if p == nil {
+		p = &paths{imported: map[*mem.Region][]foreign{}}
+		c.paths[u] = p
+	}
+	c.mu.Unlock()
+	for {
+		p.mu.RLock()
+		used := c.gpus.used()
+		if p.m != nil && p.tried == len(used) {
+			return p, nil
+		}
+		p.mu.RUnlock()
+		p.mu.Lock()
+		err := c.makeLocked(p, u, used)
+		p.mu.Unlock()
+		if err != nil {
+			return nil, err
+		}
+	}
+}
+
+// used lists the GPUs whose memory somebody has lent us, in order. Others are left alone: a context on them is not ours to make.
+func (g *GPUs) used() (all []*GPU) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for i := range g.ids {
+		if u := g.gpus[i]; u != nil {
+			all = append(all, u)
+		}
+	}
+	return all
+}
+
+// makeLocked makes, or replaces, the path set to u.
+func (c *Copier) makeLocked(p *paths, u *GPU, used []*GPU) error {
+	if p.m != nil && p.tried == len(used) {
+		return nil // somebody else was faster
+	}
+	c.mu.Lock()
+	closed := c.closed
+	c.mu.Unlock()
+	if closed {
+		return net.ErrClosed
+	}
+	var relays []*GPU
+	for _, r := range used {
+		if r != u && c.gpus.reachable(u, r) {
+			relays = append(relays, r)
+		}
+	}
+	m, err := c.multipath(u, relays)
+	if err != nil && len(relays) > 0 {
+		c.gpus.cfg.Log.Warn("links of other GPUs are not used", "gpu", u.index, "relays", len(relays), "err", err)
+		relays = nil
+		m, err = c.multipath(u, nil)
+	}
+	if err != nil {
+		return fmt.Errorf("stage: paths to GPU %d: %w", u.index, err)
+	}
+	if err := p.closeLocked(); err != nil {
+		c.gpus.cfg.Log.Warn("paths not closed", "gpu", u.index, "err", err)
+	}
+	p.m, p.relays, p.tried = m, relays, len(used)
+	return nil
+}
+
+// reachable reports whether the two reach each other's memory, and lets them.
+func (g *GPUs) reachable(a, b *GPU) bool {
+	if g.cfg.PeerDisable {
+		return false
+	}
+	for _, k := range [][2]*GPU{{a, b}, {b, a}} {
+		if ok, err := g.plat.CanAccess(k[0].index, k[1].index); !ok || err != nil || k[0].card.Reach(k[1].card) != nil {
+			return false
+		}
+	}
+	return true
+}
+
+func (c *Copier) multipath(u *GPU, relays []*GPU) (_ *Multipath, err error) {
+	devs := make([]Device, 0, 1+len(relays))
+	for _, g := range append([]*GPU{u}, relays...) {
+		d, err := g.card.NewPacker()
+		if err != nil {
+			for _, d := range devs {
+				err = errors.Join(err, d.Close())
+			}
+			return nil, err
+		}
+		devs = append(devs, d)
+	}
+	m, err := newMultipath(c.shape.minChunk, c.shape.maxChunk, devs[0], devs[1:]...)
+	if err != nil {
+		return nil, err
+	}
+	if len(relays) > 0 {
+		start := time.Now()
+		if err := c.measure(m, u); err != nil {
+			m.SetThreshold(DefaultThreshold)
+			c.gpus.cfg.Log.Warn("paths not measured; the threshold is a guess", "gpu", u.index, "err", err)
+		}
+		c.gpus.cfg.Log.Info("gpu paths", "gpu", u.index, "links", len(devs), "every_link_from_bytes", m.Threshold(), "took", time.Since(start))
+	}
+	return m, nil
+}
+
+// measure sets the threshold, with memory of its own.
+func (c *Copier) measure(m *Multipath, u *GPU) (err error) {
+	d, err := u.card.NewPacker()
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	n := c.shape.calibrateFrom
+	_, host, err := d.AllocHost(int(n))
+	if err != nil {
+		return err
+	}
+	dev, err := d.Alloc(n)
+	if err != nil {
+		return err
+	}
+	_, err = m.calibrate(host, dev, n, c.shape.calibrateTo)
+	return errors.Join(err, d.Free(dev))
+}
+
+// shifts imports r into the contexts of the relays, once: [measured, H200] a relay that reaches an engine's memory by the target's
+// address only is copied through the host.
+func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
+	if len(p.relays) == 0 {
+		return nil, nil
+	}
+	h, err := ParseHandle(r.Handle())
+	if err != nil {
+		return nil, err
+	}
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	all, ok := p.imported[r]
+	if !ok {
+		for _, relay := range p.relays {
+			at, n, err := relay.card.Import(&h, r.FD())
+			if err != nil {
+				err = fmt.Errorf("stage: region %s: import into the context of GPU %d, which relays: %w", r.ID(), relay.index, err)
+				return nil, errors.Join(err, p.unimport(r, all))
+			}
+			all = append(all, foreign{at, n})
+		}
+		p.imported[r] = all
+	}
+	out := make([]cuda.Ptr, 1+len(all))
+	for i, f := range all {
+		out[1+i] = f.at + cuda.Ptr(h.Off) - cuda.Ptr(r.Base()) // may wrap, and is added
+	}
+	return out, nil
+}
+
+func (p *paths) unimport(r *mem.Region, all []foreign) error {
+	h, err := ParseHandle(r.Handle())
+	errs := []error{err}
+	for i, f := range all {
+		errs = append(errs, p.relays[i].card.Unimport(&h, f.at, f.n))
+	}
+	return errors.Join(errs...)
+}
+
+// watch has relays take nothing while their own GPU moves something, until stop.
+func (c *Copier) watch(p *paths, parts []Part) (stop func()) {
+	var bytes uint64
+	for i := range parts {
+		bytes += parts[i].Len
+	}
+	if len(p.relays) == 0 || bytes < p.m.Threshold() {
+		return func() {}
+	}
+	c.yield(p)
+	done, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		t := time.NewTicker(yieldEvery)
+		defer t.Stop()
+		for {
+			select {
+			case <-t.C:
+				c.yield(p)
+			case <-done:
+				return
+			}
+		}
+	}()
+	return func() {
+		close(done)
+		<-ended
+	}
+}
+
+// yield says which relays have work of their own: what lanes gather and scatter, and copies that are theirs. A kernel is none: it does not
+// use the link.
+func (c *Copier) yield(p *paths) {
+	for i, r := range p.relays {
+		c.mu.Lock()
+		own := c.paths[r]
+		c.mu.Unlock()
+		busy := len(r.hops) < cap(r.hops) || own != nil && own.active.Load() > 0
+		if err := p.m.Yield(i, busy); err != nil {
+			c.gpus.cfg.Log.Error("relay", "err", err) // there is none of that number
+		}
+	}
+}
+
+// Forget gives back what the driver has of regions that go. No copy of them may be under way, or come.
+func (c *Copier) Forget(regions []*mem.Region) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var errs []error
+	for _, r := range regions {
+		errs = append(errs, c.unpinLocked(r))
+		for _, p := range c.paths {
+			p.importing.Lock()
+			if all, ok := p.imported[r]; ok {
+				errs = append(errs, p.unimport(r, all))
+				delete(p.imported, r)
+			}
+			p.importing.Unlock()
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (c *Copier) unpinLocked(r *mem.Region) error {
+	var errs []error
+	for _, w := range c.pins[r] {
+		errs = append(errs, w.by.Unregister(w.bytes))
+		c.windows--
+	}
+	delete(c.pins, r)
+	return errors.Join(errs...)
+}
+
+// closeLocked takes the path set apart. Nobody reads it.
+func (p *paths) closeLocked() error {
+	if p.m == nil {
+		return nil
+	}
+	errs := []error{p.m.Close()}
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	for r, all := range p.imported {
+		errs = append(errs, p.unimport(r, all))
+	}
+	clear(p.imported)
+	p.m, p.relays = nil, nil
+	return errors.Join(errs...)
+}
+
+// Close waits for the copies under way, and gives everything back. Later ones get net.ErrClosed.
+func (c *Copier) Close() error {
+	c.mu.Lock()
+	c.closed = true
+	all := make([]*paths, 0, len(c.paths))
+	for _, p := range c.paths {
+		all = append(all, p)
+	}
+	c.mu.Unlock()
+	var errs []error
+	for _, p := range all {
+		p.mu.Lock()
+		errs = append(errs, p.closeLocked())
+		p.mu.Unlock()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for r := range c.pins {
+		errs = append(errs, c.unpinLocked(r))
+	}
+	return errors.Join(errs...)
+}
