@@ -166,7 +166,7 @@ func TestRegularMemory(t *testing.T) {
 				t.Fatalf("the source sends runs: %v", got)
 			}
 			const n = 1 << 19 // eight chunks
-			shapes := []*memory{regular(t, n, 512, 1024, 96, false), regular(t, n, 512, 1024, 96, true), regular(t, n, 2048, 4096, 48, true),
+			shapes := []*memory{regular(t, n, 512, 1024, 64, false), regular(t, n, 512, 1024, 64, true), regular(t, n, 2048, 4096, 32, true),
 				newMemory(t, n, 4096, 3), regular(t, n, 512, 4096, 256, false)}
 			for i, from := range shapes {
 				for k, to := range shapes {
