@@ -102,12 +102,12 @@ test-e2e: build wireflip env ## End-to-end tests with real engines only
 
 RDMA := $(B)/rdma
 export RDMA_DIR := $(RDMA)
-$(RDMA)/initrd.gz: $(wildcard test/rdma/guest/*) test/rdma/initramfs.sh test/rdma/fetch.sh
+$(RDMA)/initrd.cpio: $(wildcard test/rdma/guest/*) test/rdma/initramfs.sh test/rdma/fetch.sh
 	test/rdma/fetch.sh $(RDMA)
 	test/rdma/initramfs.sh $(RDMA)
 
 .PHONY: rdma-guest
-rdma-guest: $(RDMA)/initrd.gz
+rdma-guest: $(RDMA)/initrd.cpio
 	test/rdma/abi.sh $(RDMA)
 
 .PHONY: test-rdma
@@ -116,8 +116,14 @@ test-rdma: rdma-guest ## Real verbs over soft-RoCE in a QEMU guest: contract sui
 	RAILS=2 GUEST_MEM=2560 go test -count=1 -race -v -timeout 30m -run Device -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 	GUEST_MEM=2560 go test -count=1 -v -timeout 30m -run TestRDMAFaults -exec $(ROOT)/test/rdma/exec.sh ./sidecar
 
+.PHONY: test-rdma-quick
+test-rdma-quick: ## The shortest of it, about 20 s: contract suite and a late write on real queue pairs; says why where it cannot
+	@test/rdma/quick.sh
+
 .PHONY: test-rdma-two
 test-rdma-two: rdma-guest ## The same over two guests, as two hosts
+	go test -race -c -o $(RDMA)/gdr.race.test ./transport/gdr
+	RAILS=1 GUEST_MEM=2048 test/rdma/two.sh $(RDMA)/gdr.race.test -test.v -test.timeout 30m -test.run TestDeviceConformanceTwo
 	go test -c -o $(RDMA)/sidecar.test ./sidecar
 	RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMATwoHosts
 

@@ -1,8 +1,11 @@
 package gdr
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"net"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -31,8 +34,8 @@ func ends(t testing.TB) transporttest.Factory {
 	return func(testing.TB) transport.Backend {
 		i := made % 2
 		made++
-		// An emulated processor is slow and shared: timers of 67 ms, so that no healthy rail counts as dead.
-		return New(guestConfig(14, 5*time.Second, names[i], fmt.Sprintf("10.9.0.%d:0", i+1)))
+		// An emulated processor is slow and shared: timers of 0.27 s, so that no healthy rail counts as dead.
+		return New(guestConfig(16, 5*time.Second, names[i], fmt.Sprintf("10.9.0.%d:0", i+1)))
 	}
 }
 
@@ -49,3 +52,45 @@ func guestRail(device, listen string, timer uint8) Rail {
 }
 
 func TestDeviceConformance(t *testing.T) { transporttest.Conformance(t, ends(t)) }
+
+// TestDeviceConformanceTwo is the suite between two hosts, each of which runs this test: what end B does on its queue pairs, and what lands
+// there, is done and looked at on host 2.
+func TestDeviceConformanceTwo(t *testing.T) {
+	node := os.Getenv("KVSPRAY_RDMA_NODE")
+	if node == "" {
+		testutil.Skip(t, "rdma-two", "this is one of two hosts: make test-rdma-two runs both")
+	}
+	const control = "10.9.0.1:7651"
+	factory := func(testing.TB) transport.Backend {
+		return New(guestConfig(16, 5*time.Second, "r0", "10.9.0."+node+":0"))
+	}
+	if node == "1" {
+		l, err := net.Listen("tcp", control)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = l.Close() }()
+		if err := l.(*net.TCPListener).SetDeadline(time.Now().Add(meets)); err != nil {
+			t.Fatal(err)
+		}
+		c, err := l.Accept()
+		if err != nil {
+			t.Fatalf("host 2 does not come: %v", err)
+		}
+		transporttest.ConformanceBetween(t, factory, c)
+		return
+	}
+	var c net.Conn
+	ctx, cancel := context.WithTimeout(t.Context(), meets)
+	defer cancel()
+	for tick := time.NewTicker(100 * time.Millisecond); c == nil; <-tick.C {
+		var err error
+		if c, err = (&net.Dialer{}).DialContext(ctx, "tcp", control); ctx.Err() != nil {
+			t.Fatalf("host 1 does not listen: %v", err)
+		}
+	}
+	transporttest.ServeFar(t, factory, c)
+}
+
+// meets is how long one host waits for the other to boot.
+const meets = 5 * time.Minute

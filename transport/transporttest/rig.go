@@ -5,8 +5,8 @@
 //		transporttest.Conformance(t, func(tb testing.TB) transport.Backend { return newBackend(tb) })
 //	}
 //
-// It plays two sidecars in one process, each with a Host of its own. It owns every goroutine that it starts and joins them
-// before a test ends.
+// It plays two sidecars in one process, each with a Host of its own, or one of them on another host: ConformanceBetween. It owns
+// every goroutine that it starts and joins them before a test ends.
 package transporttest
 
 import (
@@ -60,6 +60,8 @@ type End struct {
 	ups   chan transport.Lane
 	downs chan transport.Lane
 
+	far *far // the end plays on another host, and this is its shadow; nil: here
+
 	direct func([]transport.Result) // takes results instead of the bookkeeping below; set before the first lane
 
 	mu      sync.Mutex
@@ -92,18 +94,28 @@ func NewPair(tb testing.TB, f Factory) *Pair {
 	for i := range p.Key {
 		p.Key[i] = byte(rand.Uint32())
 	}
-	p.A, p.B = newEnd(tb, f), newEnd(tb, f)
+	p.A = newEnd(tb, f)
+	if far := otherHost.Load(); far != nil {
+		p.B = far.newEnd(tb)
+	} else {
+		p.B = newEnd(tb, f)
+	}
 	p.A.Introduce(p.B.Boot, p.Key)
 	p.B.Introduce(p.A.Boot, p.Key)
 	return p
 }
 
-func newEnd(tb testing.TB, f Factory) *End {
-	tb.Helper()
-	e := &End{tb: tb, Backend: f(tb), Boot: randomBoot(), ups: make(chan transport.Lane, 256), downs: make(chan transport.Lane, 256),
+func bareEnd(tb testing.TB) *End {
+	return &End{tb: tb, ups: make(chan transport.Lane, 256), downs: make(chan transport.Lane, 256),
 		peers: map[transfer.Boot]transport.Peer{}, grants: map[transfer.Slot]*transport.Grant{},
 		origins: map[transfer.Slot]*transport.Origin{}, pending: map[uint64]chan transport.Result{}, lanes: map[uint64]bool{},
 		refused: map[transfer.Reason]int{}}
+}
+
+func newEnd(tb testing.TB, f Factory) *End {
+	tb.Helper()
+	e := bareEnd(tb)
+	e.Backend, e.Boot = f(tb), randomBoot()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	rails, err := e.Backend.Open(ctx, e)
@@ -123,6 +135,9 @@ func newEnd(tb testing.TB, f Factory) *End {
 
 // Introduce makes a peer known.
 func (e *End) Introduce(boot transfer.Boot, key [32]byte) {
+	if e.far != nil {
+		e.far.do(e.tb, FarCall{Op: opIntroduce, Peer: transport.Peer{Boot: boot, Key: key}})
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.peers[boot] = transport.Peer{Boot: boot, Self: e.Boot, Key: key}
@@ -219,6 +234,9 @@ func (e *End) Refused(_ transport.Lane, r transfer.Reason) {
 
 // RefusedFor says how many frames were refused for a reason.
 func (e *End) RefusedFor(r transfer.Reason) int {
+	if e.far != nil {
+		return e.far.do(e.tb, FarCall{Op: opRefusedFor, Reason: r}).N
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.refused[r]
@@ -242,20 +260,20 @@ func dial(tb testing.TB, from, to *End) (here, there transport.Lane) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	peer, _ := from.PeerKey(to.Boot)
-	l, err := from.Backend.Dial(ctx, peer, from.Rails[0], to.Rails[0])
+	l, err := from.dial(ctx, peer, from.Rails[0], to.Rails[0])
 	if err != nil {
 		tb.Fatalf("dial: %v", err)
 	}
-	up := receive(tb, from.ups, "LaneUp of the dialled end")
+	up := from.up("LaneUp of the dialled end")
 	if up.ID() != l.ID() {
 		tb.Fatalf("LaneUp of lane %d, dialled lane %d", up.ID(), l.ID())
 	}
-	there = receive(tb, to.ups, "LaneUp of the accepted end")
+	there = to.up("LaneUp of the accepted end")
 	for _, x := range []struct {
 		l           transport.Lane
 		self, other *End
 	}{{l, from, to}, {there, to, from}} {
-		if x.l.Peer() != x.other.Boot || x.l.Backend() != x.self.Backend.Name() || x.l.MaxInFlight() < 1 {
+		if x.l.Peer() != x.other.Boot || x.l.Backend() != from.name() || x.l.MaxInFlight() < 1 {
 			tb.Fatalf("lane %d: peer %s backend %q in flight %d", x.l.ID(), x.l.Peer(), x.l.Backend(), x.l.MaxInFlight())
 		}
 		if x.l.Local() != x.self.Rails[0].Name || x.l.Remote() != x.other.Rails[0].Name {
@@ -263,6 +281,57 @@ func dial(tb testing.TB, from, to *End) (here, there transport.Lane) {
 		}
 	}
 	return l, there
+}
+
+// name of the backend, the same at both ends.
+func (e *End) name() string {
+	if e.far != nil {
+		return e.far.name
+	}
+	return e.Backend.Name()
+}
+
+func (e *End) dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+	if e.far != nil {
+		return e.far.do(e.tb, FarCall{Op: opDial, Peer: peer, Local: local, Remote: remote}).lane(e.far)
+	}
+	return e.Backend.Dial(ctx, peer, local, remote)
+}
+
+// up waits for a lane that came up, and down for one that went down.
+func (e *End) up(what string) transport.Lane {
+	e.tb.Helper()
+	if e.far != nil {
+		l, _ := e.far.do(e.tb, FarCall{Op: opUp, What: what}).lane(e.far)
+		return l
+	}
+	return receive(e.tb, e.ups, what)
+}
+
+func (e *End) down(what string) transport.Lane {
+	e.tb.Helper()
+	if e.far != nil {
+		l, _ := e.far.do(e.tb, FarCall{Op: opDown, What: what}).lane(e.far)
+		return l
+	}
+	return receive(e.tb, e.downs, what)
+}
+
+// anyUp is a lane that has come up, or nil.
+func (e *End) anyUp() transport.Lane {
+	if e.far != nil {
+		if a := e.far.do(e.tb, FarCall{Op: opAnyUp}); a.OK {
+			l, _ := a.lane(e.far)
+			return l
+		}
+		return nil
+	}
+	select {
+	case l := <-e.ups:
+		return l
+	default:
+		return nil
+	}
 }
 
 func receive[T any](tb testing.TB, c <-chan T, what string) (v T) {
@@ -278,6 +347,10 @@ func receive[T any](tb testing.TB, c <-chan T, what string) (v T) {
 // Move gives one slice to a lane and returns where its result comes. A lane that is down gives a NotLanded of its own.
 func (e *End) Move(l transport.Lane, o *transport.Origin, r transfer.Range, attempt uint32) <-chan transport.Result {
 	c := make(chan transport.Result, 1)
+	if e.far != nil {
+		go func() { c <- e.far.move(e.tb, l, o, r, attempt) }()
+		return c
+	}
 	e.mu.Lock()
 	e.cookie++
 	s := transport.Slice{Origin: o, Range: r, Attempt: attempt, Cookie: e.cookie}
@@ -310,9 +383,22 @@ type Shape struct {
 	Gapless    bool // nothing between blocks: without Shuffle, one piece of memory
 }
 
+// lengths of its chunks.
+func (s Shape) lengths() (all []uint64) {
+	for c := range s.Chunks {
+		n := transfer.ChunkBytes
+		if s.TailBytes > 0 && c%4 == 3 {
+			n = s.TailBytes
+		}
+		all = append(all, uint64(n))
+	}
+	return all
+}
+
 // Memory is a test space in a region: for each chunk its blocks. Between all blocks there are gaps that nobody may touch.
 type Memory struct {
 	Region *mem.Region
+	far    *farMemory // it lies on another host; nil: here
 	bytes  []byte
 	blocks [][]mem.Block
 	length []uint64 // of each chunk
@@ -321,10 +407,19 @@ type Memory struct {
 
 const gapByte = 0xa5
 
+// Memory lays out a space at this end.
+func (e *End) Memory(s Shape) *Memory {
+	e.tb.Helper()
+	if e.far != nil {
+		return e.far.newMemory(e.tb, s)
+	}
+	return NewMemory(e.tb, s)
+}
+
 // NewMemory lays out a space. Both sides of a transfer need the same Chunks and TailBytes.
 func NewMemory(tb testing.TB, s Shape) *Memory {
 	tb.Helper()
-	m := &Memory{gap: 64}
+	m := &Memory{gap: 64, length: s.lengths()}
 	if s.Gapless {
 		m.gap = 0
 	}
@@ -332,12 +427,7 @@ func NewMemory(tb testing.TB, s Shape) *Memory {
 	type ref struct{ chunk, at, n int }
 	var refs []ref
 	for c := range s.Chunks {
-		n := transfer.ChunkBytes
-		if s.TailBytes > 0 && c%4 == 3 {
-			n = s.TailBytes
-		}
-		m.length = append(m.length, uint64(n))
-		k := 0
+		n, k := int(m.length[c]), 0
 		for at := 0; at < n; at += bb {
 			refs = append(refs, ref{c, k, min(bb, n-at)})
 			k++
@@ -444,6 +534,10 @@ func (m *Memory) each(chunk int, f func(i int, p []byte) bool) {
 
 // Write fills every chunk with the content of seed.
 func (m *Memory) Write(seed uint64) {
+	if m.far != nil {
+		m.far.do(FarCall{Op: opWrite, Seed: seed})
+		return
+	}
 	for c := range m.blocks {
 		m.each(c, func(i int, p []byte) bool {
 			binary.LittleEndian.PutUint64(p, word(seed, c, i))
@@ -454,6 +548,10 @@ func (m *Memory) Write(seed uint64) {
 
 // Holds reports whether a chunk holds the content of seed, and where not.
 func (m *Memory) Holds(seed uint64, chunk int) (at int, ok bool) {
+	if m.far != nil {
+		a := m.far.do(FarCall{Op: opHolds, Seed: seed, N: chunk})
+		return a.N, a.OK
+	}
 	at, ok = -1, true
 	m.each(chunk, func(i int, p []byte) bool {
 		if binary.LittleEndian.Uint64(p) != word(seed, chunk, i) {
@@ -467,6 +565,10 @@ func (m *Memory) Holds(seed uint64, chunk int) (at int, ok bool) {
 // GapsIntact fails the test if a byte between blocks was written.
 func (m *Memory) GapsIntact(tb testing.TB) {
 	tb.Helper()
+	if m.far != nil {
+		m.far.do(FarCall{Op: opGapsIntact})
+		return
+	}
 	used := make([]bool, len(m.bytes))
 	for _, bs := range m.blocks {
 		for _, b := range bs {
@@ -482,8 +584,21 @@ func (m *Memory) GapsIntact(tb testing.TB) {
 	}
 }
 
+// Fill sets every byte.
+func (m *Memory) Fill(c byte) {
+	if m.far != nil {
+		m.far.do(FarCall{Op: opFill, Byte: c})
+		return
+	}
+	mem.Fill(m.bytes, c)
+}
+
 // Filled reports whether every byte is c, and the first that is not.
 func (m *Memory) Filled(c byte) (int, bool) {
+	if m.far != nil {
+		a := m.far.do(FarCall{Op: opFilled, Byte: c})
+		return a.N, a.OK
+	}
 	for i, b := range m.bytes {
 		if b != c {
 			return i, false
@@ -501,6 +616,33 @@ type Sink struct {
 	count  atomic.Int64
 	Reject atomic.Bool // Resolve fails
 	grant  *transport.Grant
+	far    *farBind // it lies on another host; nil: here
+}
+
+// Expect says what may land from now on.
+func (s *Sink) Expect(seed uint64) {
+	if s.far != nil {
+		s.far.do(FarCall{Op: opExpect, Seed: seed})
+		return
+	}
+	s.Seed.Store(seed)
+}
+
+// Refuse decides whether Resolve fails.
+func (s *Sink) Refuse(all bool) {
+	if s.far != nil {
+		s.far.do(FarCall{Op: opRefuse, OK: all})
+		return
+	}
+	s.Reject.Store(all)
+}
+
+// Count of the chunks that have landed.
+func (s *Sink) Count() int {
+	if s.far != nil {
+		return s.far.do(FarCall{Op: opCount}).N
+	}
+	return int(s.count.Load())
 }
 
 // Resolve implements transport.Sink.
@@ -529,7 +671,7 @@ func (s *Sink) Landed(l transport.Lane, r transfer.Range) {
 }
 
 // Full reports whether every chunk has landed.
-func (s *Sink) Full() bool { return s.count.Load() == int64(len(s.landed)) }
+func (s *Sink) Full() bool { return s.Count() == len(s.length) }
 
 // Source is a transport.Source whose validity a test decides.
 type Source struct {
@@ -561,33 +703,84 @@ type Bind struct {
 // NewBind binds a slot in both directions of the lookup, as the control layer would. src and dst stay the caller's.
 func NewBind(tb testing.TB, from, to *End, src, dst *Memory, slot transfer.Slot, gen transfer.Gen) *Bind {
 	tb.Helper()
-	b := &Bind{from: from, to: to, Sink: &Sink{Memory: dst, tb: tb, landed: make([]atomic.Uint32, dst.Chunks())}, Source: &Source{Memory: src}}
-	b.Grant = &transport.Grant{Peer: from.Boot, Slot: slot, Gen: gen, Sink: b.Sink}
+	b := &Bind{from: from, to: to}
+	b.bindOrigin(src, to.Boot, slot, gen, b.bindGrant(tb, dst, from.Boot, slot, gen))
+	if from.far != nil {
+		from.far.newOrigin(tb, b)
+	}
+	return b
+}
+
+// bindGrant makes the receiver's half and returns the token.
+func (b *Bind) bindGrant(tb testing.TB, dst *Memory, peer transfer.Boot, slot transfer.Slot, gen transfer.Gen) []byte {
+	tb.Helper()
+	b.Sink = &Sink{Memory: dst, tb: tb, landed: make([]atomic.Uint32, dst.Chunks())}
+	b.Grant = &transport.Grant{Peer: peer, Slot: slot, Gen: gen, Sink: b.Sink}
 	b.Sink.grant = b.Grant
-	token, err := to.Backend.Grant(b.Grant)
+	if b.to.far != nil {
+		return b.to.far.newGrant(tb, b)
+	}
+	token, err := b.to.Backend.Grant(b.Grant)
 	if err != nil {
 		tb.Fatalf("grant: %v", err)
 	}
-	if to.Backend.Caps().NeedsTokens != (token != nil) {
-		tb.Fatalf("grant returned a token of %d bytes, Caps.NeedsTokens is %v", len(token), to.Backend.Caps().NeedsTokens)
+	if b.to.Backend.Caps().NeedsTokens != (token != nil) {
+		tb.Fatalf("grant returned a token of %d bytes, Caps.NeedsTokens is %v", len(token), b.to.Backend.Caps().NeedsTokens)
 	}
-	b.Origin = &transport.Origin{Peer: to.Boot, Slot: slot, Gen: gen, Source: b.Source, Token: token}
-	to.mu.Lock()
-	to.grants[slot] = b.Grant
-	to.mu.Unlock()
-	from.mu.Lock()
-	from.origins[slot] = b.Origin
-	from.mu.Unlock()
-	return b
+	b.to.mu.Lock()
+	b.to.grants[slot] = b.Grant
+	b.to.mu.Unlock()
+	return token
+}
+
+// bindOrigin makes the sender's half.
+func (b *Bind) bindOrigin(src *Memory, peer transfer.Boot, slot transfer.Slot, gen transfer.Gen, token []byte) {
+	b.Source = &Source{Memory: src}
+	b.Origin = &transport.Origin{Peer: peer, Slot: slot, Gen: gen, Source: b.Source, Token: token}
+	b.from.mu.Lock()
+	defer b.from.mu.Unlock()
+	b.from.origins[slot] = b.Origin
+}
+
+// enter and leave hold the grant's guard, as who writes into it.
+func (b *Bind) enter() bool {
+	if b.Sink.far != nil {
+		return b.Sink.far.do(FarCall{Op: opEnter}).OK
+	}
+	return b.Grant.Enter()
+}
+
+func (b *Bind) leave() {
+	if b.Sink.far != nil {
+		b.Sink.far.do(FarCall{Op: opLeave})
+		return
+	}
+	b.Grant.Leave()
+}
+
+// fence revokes the grant and fences it, closeOrigin the same for the origin.
+func (b *Bind) fence(ctx context.Context) error {
+	if b.Sink.far != nil {
+		return b.Sink.far.within(ctx, opFence)
+	}
+	b.Grant.Revoke()
+	return b.to.Backend.Fence(ctx, b.Grant)
+}
+
+func (b *Bind) closeOrigin(ctx context.Context) error {
+	if b.from.far != nil {
+		return b.from.far.bindOf(b.from.tb, b.Origin).within(ctx, opCloseOrigin)
+	}
+	b.Origin.Revoke()
+	return b.from.Backend.CloseOrigin(ctx, b.Origin)
 }
 
 // Fence revokes the grant and fences it.
 func (b *Bind) Fence(tb testing.TB) {
 	tb.Helper()
-	b.Grant.Revoke()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	if err := b.to.Backend.Fence(ctx, b.Grant); err != nil {
+	if err := b.fence(ctx); err != nil {
 		tb.Fatalf("fence: %v", err)
 	}
 }
@@ -595,10 +788,9 @@ func (b *Bind) Fence(tb testing.TB) {
 // CloseOrigin revokes the origin and closes it.
 func (b *Bind) CloseOrigin(tb testing.TB) {
 	tb.Helper()
-	b.Origin.Revoke()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	if err := b.from.Backend.CloseOrigin(ctx, b.Origin); err != nil {
+	if err := b.closeOrigin(ctx); err != nil {
 		tb.Fatalf("close origin: %v", err)
 	}
 }
@@ -608,14 +800,31 @@ func (b *Bind) End(tb testing.TB) {
 	tb.Helper()
 	b.Fence(tb)
 	b.CloseOrigin(tb)
-	b.to.mu.Lock()
-	if b.to.grants[b.Grant.Slot] == b.Grant {
-		delete(b.to.grants, b.Grant.Slot)
+	b.to.forgetGrant(tb, b.Grant)
+	b.from.forgetOrigin(tb, b.Origin)
+}
+
+// forgetGrant takes out of the lookup what has ended, and forgetOrigin does.
+func (e *End) forgetGrant(tb testing.TB, g *transport.Grant) {
+	if e.far != nil {
+		e.far.forget(tb, g)
+		return
 	}
-	b.to.mu.Unlock()
-	b.from.mu.Lock()
-	if b.from.origins[b.Origin.Slot] == b.Origin {
-		delete(b.from.origins, b.Origin.Slot)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.grants[g.Slot] == g {
+		delete(e.grants, g.Slot)
 	}
-	b.from.mu.Unlock()
+}
+
+func (e *End) forgetOrigin(tb testing.TB, o *transport.Origin) {
+	if e.far != nil {
+		e.far.forget(tb, o)
+		return
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.origins[o.Slot] == o {
+		delete(e.origins, o.Slot)
+	}
 }
