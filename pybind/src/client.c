@@ -67,6 +67,8 @@ const char *kvs_strerror(int error)
 		return "system call failed";
 	case KVS_E_BUFFER:
 		return "buffer is too small";
+	case KVS_E_UNSUPPORTED:
+		return "the sidecar is older than this library and does not know of it";
 	case KVS_E_GPU:
 		return "the CUDA driver refused, or there is none";
 	}

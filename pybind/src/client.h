@@ -46,7 +46,7 @@ enum session_state { IDLE, WELCOMING, REGISTERING, READY };
 
 struct lease {
 	uint64_t id;
-	uint16_t type; /* KVS_REC_INTENT or KVS_REC_EXPECT */
+	uint16_t type; /* KVS_REC_INTENT: of a source; KVS_REC_EXPECT or KVS_REC_COPY: of a destination */
 	bool held, cancelled, done;
 	uint32_t bound; /* set of procs */
 	uint64_t session; /* serial of the session that it was last presented in */
@@ -136,6 +136,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
+	bool can_copy; /* the sidecar said so in WELCOME */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
 	uint32_t backoff_ms, refused_ms;

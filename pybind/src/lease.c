@@ -97,7 +97,7 @@ static bool lease_unbind(kvs_client *c, struct lease *l, uint32_t gone, uint16_t
 		return false;
 	if (l->done)
 		lease_ready(c, l);
-	else if (l->type == KVS_REC_EXPECT || l->cancelled)
+	else if (l->type != KVS_REC_INTENT || l->cancelled)
 		lease_end(c, l, status == KVS_FAILED && l->cancelled ? KVS_CANCELLED : status, reason);
 	else
 		return false; /* a source lease waits for a new session, or for its deadline */
@@ -211,6 +211,10 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 		return KVS_E_FULL;
 	if (c->lease_count >= c->lease_limit)
 		return KVS_E_LIMIT;
+	if (type == KVS_REC_COPY && !c->can_copy) {
+		log_error(c, "the sidecar at %s does not copy between regions: it is older than this library, upgrade it", c->path);
+		return KVS_E_UNSUPPORTED;
+	}
 	struct lease *l = calloc(1, sizeof *l);
 	if (!l)
 		return KVS_E_LIMIT;
@@ -256,7 +260,7 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms)
 {
 	CHECK(c);
-	if ((type != KVS_REC_INTENT && type != KVS_REC_EXPECT) || !body || !mp_is_map(body, bytes))
+	if ((type != KVS_REC_INTENT && type != KVS_REC_EXPECT && type != KVS_REC_COPY) || !body || !mp_is_map(body, bytes))
 		return KVS_E_ARG;
 	int64_t now = kvs_now_ms();
 	uint64_t id = 0;
@@ -332,7 +336,7 @@ static int give_back(kvs_client *c, struct lease *l, const void *body, uint32_t 
 		l->since_ms = now;
 	/* Where only an earlier process has it, that one's end is awaited; of a source the record is written all the same, because
 	 * the epoch has grown. */
-	if (session_usable(c) && l->session != c->serial && l->type == KVS_REC_EXPECT)
+	if (session_usable(c) && l->session != c->serial && l->type != KVS_REC_INTENT)
 		rc = KVS_KEPT;
 	else if (session_usable(c) || l->bound)
 		rc = submit_or_replace(c, KVS_REC_CANCEL, l->id, body, bytes);
@@ -454,7 +458,7 @@ int64_t kvs_poll(kvs_client *c, void *buf, uint64_t cap)
 		}
 		struct kvs_record rec = {
 			.length = (uint32_t)length,
-			.type = l->type == KVS_REC_EXPECT ? KVS_REC_RECEIVED : KVS_REC_SENT,
+			.type = l->type == KVS_REC_INTENT ? KVS_REC_SENT : KVS_REC_RECEIVED,
 			.status = l->status,
 			.seq = ++c->out_seq,
 			.lease = l->id,

@@ -29,7 +29,7 @@ static void take_completion(kvs_client *c, const struct kvs_record *rec, const u
 		c->info.dropped++;
 		return;
 	}
-	uint16_t want = l->type == KVS_REC_EXPECT ? KVS_REC_RECEIVED : KVS_REC_SENT;
+	uint16_t want = l->type == KVS_REC_INTENT ? KVS_REC_SENT : KVS_REC_RECEIVED;
 	if (rec->type != want || rec->status > KVS_REFUSED || !mp_is_map(body, rec->body_bytes)) {
 		completions_broken(c, "completion of the wrong type, status or body");
 		return;

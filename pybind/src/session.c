@@ -291,7 +291,7 @@ static void session_ready(kvs_client *c, int64_t now)
 
 struct welcome {
 	uint64_t id, version, leases, deadline_ms, partner_ms, grace_ms;
-	bool fenced;
+	bool fenced, can_copy;
 	const uint8_t *boot;
 	const char *node, *endpoint;
 	uint32_t node_bytes, endpoint_bytes;
@@ -307,6 +307,21 @@ static bool read_limits(struct mpr *r, struct welcome *m)
 		uint32_t kn;
 		if (!mpr_str(r, &k, &kn) || !(mp_key(k, kn, "leases") ? mpr_uint(r, &m->leases) : mpr_skip(r)))
 			return false;
+	}
+	return true;
+}
+
+static bool read_features(struct mpr *r, struct welcome *m)
+{
+	uint32_t n;
+	if (!mpr_array(r, &n))
+		return false;
+	while (n--) {
+		const char *k;
+		uint32_t kn;
+		if (!mpr_str(r, &k, &kn))
+			return false;
+		m->can_copy |= mp_key(k, kn, "copy");
 	}
 	return true;
 }
@@ -338,6 +353,8 @@ static bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m)
 			mpr_bool(&r, &m->fenced);
 		else if (mp_key(k, kn, "limits"))
 			read_limits(&r, m);
+		else if (mp_key(k, kn, "features"))
+			read_features(&r, m);
 		else if (mp_key(k, kn, "deadline_ms"))
 			mpr_uint(&r, &m->deadline_ms);
 		else if (mp_key(k, kn, "partner_ms"))
@@ -403,6 +420,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->info.deadline_ms = clamp_ms(m.deadline_ms, c->info.deadline_ms);
 	c->info.partner_ms = clamp_ms(m.partner_ms, c->info.partner_ms);
 	c->info.grace_ms = clamp_ms(m.grace_ms, c->info.grace_ms);
+	c->can_copy = m.can_copy;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.partner_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	if (c->role == KVS_SCHEDULER) {

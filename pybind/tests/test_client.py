@@ -496,7 +496,17 @@ def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
     r = s.record("INTENT", lease=src)
     while not r["body"]["steps"]:
         r = s.record("INTENT", lease=src)
-    assert r["body"]["steps"][-1] == [199, 40] and len(r["body"]["steps"]) == 64
+    assert r["body"]["steps"][-1][1] == 40 and len(r["body"]["steps"]) == 64
+    # On a busy machine the new session is there before the last step: what came after it is told in it.
+    last = r["body"]["steps"][-1][0]
+    while last < 199:
+        r = s.expect("record")
+        body = kvspray.protocol.decode(bytes.fromhex(r["hex"]))
+        if r["name"] == "INTENT":
+            last = body["steps"][-1][0]
+        else:
+            assert r["name"] == "STEP" and body["step"] == last + 1
+            last += 1
     assert until(lambda: w.connected, "connected again")
 
 

@@ -56,6 +56,7 @@ enum kvs_error {
 	KVS_E_SYS = -10,          /* a system call failed; errno is kept */
 	KVS_E_BUFFER = -11,       /* the caller's buffer cannot hold the next record */
 	KVS_E_GPU = -12,          /* the CUDA driver refused, or there is none; kvs_gpu_error says what */
+	KVS_E_UNSUPPORTED = -13,  /* this sidecar is older and does not know of it */
 };
 
 /* Result of calls about an open lease while there is no session: the state is kept and will be presented afresh. */
@@ -73,6 +74,7 @@ enum kvs_region_kind {
 	KVS_REGION_DEVICE = 4,  /* memory of a GPU, imported by the sidecar */
 };
 
+#define KVS_MAX_COPY_BLOCKS 32768 /* of one COPY */
 #define KVS_HANDLE_BYTES 104 /* docs/protocol.md section 1.1 */
 
 struct kvs_region {
@@ -171,7 +173,10 @@ struct kvs_snapshot {
 	uint64_t body_bytes;
 };
 
-/* Opens a lease with an INTENT or EXPECT body. deadline_ms is the body's own. Returns the lease id (> 0) or an error; after
+/* Opens a lease with an INTENT, EXPECT or COPY body. COPY has the sidecar copy blocks from one region of kvs_start to another, or to another
+ * place in the same: between a cache in host memory and one on a GPU, weights back to where they were. The blocks, read and written, are the
+ * sidecar's until the lease completes with KVS_REC_RECEIVED; KVS_OK: all of them arrived; else an unknown part of them may have. Copies run at
+ * once and in no order; kvs_cancel ends one soon. Bodies: docs/protocol.md section 2. deadline_ms is the body's own. Returns the lease id (> 0) or an error; after
  * an error nothing is open and nothing was said. */
 int64_t kvs_submit(kvs_client *c, uint16_t type, const void *body, uint32_t bytes, uint32_t deadline_ms);
 

@@ -80,7 +80,7 @@ class CompletionStatus(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Completion:
-    """The end of one lease. ``received``: it was an expect(), else an intent()."""
+    """The end of one lease. ``received``: it was an expect() or a copy(), else an intent()."""
 
     lease: int
     received: bool
@@ -629,6 +629,46 @@ class WorkerClient(_Client):
         lease = int(lib.kvs_submit(h, _lib.REC_EXPECT, body, len(body), deadline))
         if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
             raise ValueError(f"kvspray: expect: {self._why(lease)} ({len(body)} bytes, {tokens} tokens)")
+        return max(0, lease)
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def copy(
+        self,
+        src: Region,
+        dst: Region,
+        blocks: bytes | Iterable[tuple[int, int, int]],
+        *,
+        req: str = "",
+        deadline_s: float | None = None,
+    ) -> int:
+        """Has the sidecar copy blocks of one registered region to another, or within one: (source offset, destination offset, length).
+
+        Large copies between host memory and a GPU use the PCIe links of every GPU that the sidecar serves. What is read and written is the
+        sidecar's until the lease completes through poll(), as that of expect() does: OK, all of it arrived; else any part of it may have.
+        No byte may be written that the same copy reads or writes elsewhere; what else overlaps is the caller's to order. Returns the lease, or
+        0 when no sidecar can take it now, or it is too old: copy by yourself.
+        """
+        index = {r.id: i for i, r in enumerate(self._regions)}
+        for name, region in (("src", src), ("dst", dst)):
+            if region.id not in index:
+                raise ValueError(f"kvspray: copy: {name} = {region!r} is not registered; pass it to register()")
+        deadline = _ms(deadline_s, self._deadline_ms or self._deadlines()[0])
+        body = protocol.pack(
+            {
+                "src": index[src.id],
+                "dst": index[dst.id],
+                "blocks": protocol.pack_copies(blocks),
+                "deadline_ms": deadline,
+                "req": _req(req),
+            }
+        )
+        h = self._handle()
+        if h is None:
+            return 0
+        lease = int(lib.kvs_submit(h, _lib.REC_COPY, body, len(body), deadline))
+        if lease in (_lib.E_ARG, _lib.E_TOO_BIG):
+            raise ValueError(f"kvspray: copy: {self._why(lease)} ({len(body)} bytes)")
         return max(0, lease)
 
     # -- both --------------------------------------------------------------------------------------------------------

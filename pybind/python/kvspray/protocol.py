@@ -136,6 +136,27 @@ def pack_blocks(ids: bytes | Iterable[int]) -> bytes:
         raise ValueError(f"kvspray: block ids must be integers in [0, 2^32): {e}") from e
 
 
+def pack_copies(blocks: bytes | Iterable[tuple[int, int, int]]) -> bytes:
+    """The blocks of a COPY: (source offset, destination offset, length) each, as three little-endian u64. Accepts bytes as they are."""
+    if isinstance(blocks, (bytes, bytearray, memoryview)):
+        data = bytes(blocks)
+    else:
+        flat = [int(v) for block in blocks for v in _triple(block)]
+        try:
+            data = struct.pack(f"<{len(flat)}Q", *flat)
+        except struct.error as e:
+            raise ValueError(f"kvspray: offsets and lengths of a copy must be integers in [0, 2^64): {e}") from e
+    if not data or len(data) % 24 or len(data) > 24 * MAX_COPY_BLOCKS:
+        raise ValueError(f"kvspray: a copy of {len(data) / 24:g} blocks, want 1 to {MAX_COPY_BLOCKS}: make several of it")
+    return data
+
+
+def _triple(block: tuple[int, int, int]) -> tuple[int, int, int]:
+    if len(block) != 3:
+        raise ValueError(f"kvspray: block {block!r} of a copy, want (source offset, destination offset, length)")
+    return block
+
+
 def unpack_blocks(data: bytes) -> list[int]:
     """The inverse of pack_blocks."""
     if len(data) % 4:

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between regions: what the client says of them to a fake sidecar, and what a real one does."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pathlib
+import random
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, skip, until
+
+import kvspray
+from kvspray import CompletionStatus
+
+BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", pathlib.Path(__file__).resolve().parents[2] / "bin" / "kvspray"))
+Make = Callable[..., Any]
+HOST_BYTES = 1 << 20
+
+
+@pytest.fixture
+def two(socket_path: pathlib.Path) -> Iterator[Callable[[], tuple[kvspray.WorkerClient, kvspray.Region, kvspray.Region]]]:
+    """A worker whose second region is host memory."""
+    made: list[Any] = []
+
+    def make() -> tuple[kvspray.WorkerClient, kvspray.Region, kvspray.Region]:
+        client = kvspray.WorkerClient(socket_path, engine=ENGINE, layers=LAYERS)
+        cache, host = client.alloc_region(LAYERS * 32768), client.alloc_region(HOST_BYTES)
+        made.extend((client, cache, host))
+        client.register([cache, host], layout())
+        assert client.wait_connected(TIMEOUT_S), client.status()
+        return client, cache, host
+
+    yield make
+    for thing in made:
+        thing.close()
+
+
+def ended(w: kvspray.WorkerClient, lease: int) -> kvspray.Completion:
+    assert lease > 0, w.status()
+    assert w.wait(TIMEOUT_S), w.status()
+    got = w.poll()
+    assert [c.lease for c in got] == [lease] and got[0].received
+    return got[0]
+
+
+def test_copy(sidecar: Make, two: Make) -> None:
+    s: Sidecar = sidecar()
+    w, cache, host = two()
+    lease = w.copy(cache, host, [(0, 4096, 10), (1 << 40, 0, 3)], req="load", deadline_s=1.5)
+    r = s.record("COPY", lease=lease)
+    blocks = kvspray.protocol.pack_copies([(0, 4096, 10), (1 << 40, 0, 3)])
+    assert r["body"] == {"src": 0, "dst": 1, "blocks": blocks, "deadline_ms": 1500, "req": "load"}
+    assert kvspray.protocol.encode("COPY", r["body"]).hex() == r["hex"]
+    s.complete(lease, "RECEIVED", 0, bytes=13, us=7, transport="host", reason="", recompute=[])
+    assert ended(w, lease) == kvspray.Completion(lease, True, CompletionStatus.OK, bytes=13, us=7, transport="host")
+    assert w.poll() == []
+    again = w.copy(host, cache, blocks)
+    assert s.record("COPY", lease=again)["body"]["src"] == 1
+    assert w.cancel(again, "not needed")
+    assert s.record("CANCEL", lease=again)["body"] == {"reason": "not needed"}
+    s.complete(again, "RECEIVED", 2, bytes=0, us=7, transport="", reason="cancelled", recompute=[])
+    assert ended(w, again).status == CompletionStatus.CANCELLED
+
+
+def test_a_copy_ends_with_its_sidecar(sidecar: Make, two: Make) -> None:
+    """Its blocks are the engine's again once nobody can write them, and not before."""
+    s: Sidecar = sidecar()
+    w, cache, host = two()
+    lease = w.copy(cache, host, [(0, 0, 8)])
+    s.record("COPY", lease=lease)
+    s.tell("close")
+    until(lambda: w.status().counters["connects"] == 2, "another session of the same sidecar, which says that it has fenced")
+    assert ended(w, lease).status == CompletionStatus.FAILED
+    lease = w.copy(cache, host, [(0, 0, 8)])
+    s.record("COPY", lease=lease)
+    assert w.poll() == []
+    s.kill()
+    assert ended(w, lease).status == CompletionStatus.LOST
+
+
+def test_an_older_sidecar_copies_nothing(sidecar: Make, two: Make) -> None:
+    sidecar(features=["x"])
+    w, cache, host = two()
+    assert w.copy(cache, host, [(0, 0, 8)]) == 0
+    assert "upgrade it" in w.status().error and w.connected
+
+
+def test_arguments(sidecar: Make, two: Make) -> None:
+    sidecar()
+    w, cache, host = two()
+    other = kvspray.Region.alloc(4096)
+    for bad, told in (
+        (lambda: w.copy(other, host, [(0, 0, 1)]), "src = .* is not registered"),
+        (lambda: w.copy(cache, other, [(0, 0, 1)]), "dst = .* is not registered"),
+        (lambda: w.copy(cache, host, []), "a copy of 0 blocks"),
+        (lambda: w.copy(cache, host, b"\0" * 25), "blocks, want 1 to 32768"),
+        (lambda: w.copy(cache, host, bytes(24 * 32769)), "a copy of 32769 blocks"),
+        (lambda: w.copy(cache, host, [(0, 0)]), "source offset, destination offset, length"),
+        (lambda: w.copy(cache, host, [(0, -1, 1)]), "integers in"),
+        (lambda: w.copy(cache, host, [(0, 0, 1)], deadline_s=0), "deadline"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            bad()
+    other.close()
+    w.close()
+    assert w.copy(cache, host, [(0, 0, 1)]) == 0
+
+
+@pytest.fixture
+def real(socket_path: pathlib.Path, tmp_path: pathlib.Path) -> Iterator[subprocess.Popen[bytes]]:
+    if not BINARY.exists():
+        skip("sidecar", f"{BINARY} is not there: make build")
+    ready = tmp_path / "ready"
+    with open(tmp_path / "log", "wb") as log:
+        p = subprocess.Popen(
+            [BINARY, "serve", "--socket", str(socket_path), "--listen", "127.0.0.1:0", "--http", "off", "--ready-file", str(ready),
+             "--set", "peer.gossip.listen=off"], stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        until(lambda: ready.exists() or p.poll() is not None, "a sidecar", 60)
+        assert p.poll() is None, (tmp_path / "log").read_text()
+        yield p
+    finally:
+        p.kill()
+        p.wait()
+
+
+def test_with_a_real_sidecar(real: subprocess.Popen[bytes], socket_path: pathlib.Path) -> None:
+    """Random blocks between memory that is shared and memory that is not arrive, and nothing else changes."""
+    rng = random.Random(5)
+    page = bytearray(HOST_BYTES)
+    plain = [(ctypes.c_uint8 * HOST_BYTES).from_buffer(page), (ctypes.c_uint8 * HOST_BYTES)()]
+    with kvspray.WorkerClient(socket_path, engine=ENGINE, layers=LAYERS) as w:
+        regions = [w.alloc_region(HOST_BYTES), w.alloc_region(HOST_BYTES)]
+        regions += [w.process_region(ctypes.addressof(p), HOST_BYTES) for p in plain]
+        real_layout = layout()
+        real_layout["groups"][0].update(strategy="packed_hnd", params={"heads": 1, "head_dim": 64})
+        w.register(regions, real_layout)
+        assert w.wait_connected(TIMEOUT_S), w.status()
+        for r in regions:
+            r.buffer[:] = rng.randbytes(HOST_BYTES)
+        cell = 16 << 10
+        for a, b in ((0, 1), (0, 2), (2, 1), (2, 3), (3, 3)):
+            src, dst = regions[a], regions[b]
+            # Within one region, what is read and what is written lie apart: even cells and odd ones.
+            cells = range(0, HOST_BYTES, 2 * cell)
+            at, to = rng.sample(cells, 20), [c + cell for c in rng.sample(cells, 20)]
+            blocks = [(x, y, rng.randint(1, cell)) for x, y in zip(at, to, strict=True)]
+            want = bytearray(dst.buffer)
+            for x, y, n in blocks:
+                want[y : y + n] = src.buffer[x : x + n]
+            c = ended(w, w.copy(src, dst, blocks))
+            assert c.ok and c.bytes == sum(n for _, _, n in blocks) and c.transport == "host", c
+            assert bytes(dst.buffer) == bytes(want)
+        c = ended(w, w.copy(regions[0], regions[1], [(0, 0, 1), (HOST_BYTES, 0, 1)]))
+        assert c.status == CompletionStatus.REFUSED and "blocks[1]" in c.reason and c.bytes == 0, c
+        # A sidecar that is killed in the middle of a queue of copies: each of them ends, once.
+        leases = {w.copy(regions[0], regions[2], [(i, i, 1) for i in range(0, HOST_BYTES, 64)]) for _ in range(20)}
+        real.kill()
+        done: dict[int, CompletionStatus] = {}
+        while len(done) < len(leases):
+            assert w.wait(TIMEOUT_S), w.status()
+            for c in w.poll():
+                assert c.lease in leases and c.lease not in done
+                done[c.lease] = c.status
+        assert set(done.values()) <= {CompletionStatus.OK, CompletionStatus.LOST}
+    for r in regions:
+        r.close()
