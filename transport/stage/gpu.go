@@ -341,6 +341,7 @@ func (u *GPU) Move(dst, src []mem.Block) error {
 type mover struct {
 	gpus     *GPUs
 	dst, src side // of the last piece
+	between  bool // which lies between the two GPUs of list
 	list     []Move
 	total    uint64 // bytes of list
 	from, to *GPU   // of list
@@ -352,12 +353,24 @@ type mover struct {
 }
 
 func (w *mover) run(dst, src []mem.Block) error {
+	if err := w.walk(dst, src); err != nil {
+		return err
+	}
+	if err := w.flush(); err != nil {
+		return err
+	}
+	return w.host()
+}
+
+func (w *mover) walk(dst, src []mem.Block) error {
 	var si, di int
 	var soff, doff uint64
 	for si < len(src) && di < len(dst) {
 		s, d := &src[si], &dst[di]
 		k := min(s.Len-soff, d.Len-doff)
-		if k > 0 {
+		if so, do := s.Off+soff, d.Off+doff; w.between && s.Region == w.src.Region && d.Region == w.dst.Region && w.src.holds(so, k) && w.dst.holds(do, k) && k > 0 {
+			w.add(w.src.base+cuda.Ptr(so), w.dst.base+cuda.Ptr(do), k) // nearly every piece
+		} else if k > 0 {
 			if err := w.piece(mem.Block{Region: d.Region, Off: d.Off + doff, Len: k}, mem.Block{Region: s.Region, Off: s.Off + soff, Len: k}); err != nil {
 				return err
 			}
@@ -372,18 +385,15 @@ func (w *mover) run(dst, src []mem.Block) error {
 	if si < len(src) || di < len(dst) {
 		return fmt.Errorf("stage: move: the two lists have different lengths: %w", mem.ErrBounds)
 	}
-	if err := w.flush(); err != nil {
-		return err
-	}
-	return w.host()
+	return nil
 }
 
 func (w *mover) piece(d, s mem.Block) error {
 	// Thousands of pieces lie in the same two regions: what they need is looked up once.
 	if d.Region != w.dst.Region || s.Region != w.src.Region {
-		w.dst, w.src = sideOf(d.Region), sideOf(s.Region)
+		w.dst, w.src, w.between = sideOf(d.Region), sideOf(s.Region), false
 	}
-	if s.Off > w.src.size || s.Len > w.src.size-s.Off || d.Off > w.dst.size || d.Len > w.dst.size-d.Off {
+	if !w.src.holds(s.Off, s.Len) || !w.dst.holds(d.Off, d.Len) {
 		return errors.Join(s.Region.Check(s.Off, s.Len), d.Region.Check(d.Off, d.Len))
 	}
 	from, to := w.src.gpu, w.dst.gpu
@@ -402,9 +412,32 @@ func (w *mover) piece(d, s mem.Block) error {
 		}
 		w.from, w.to = from, to
 	}
-	w.list = append(w.list, Move{Src: w.src.base + cuda.Ptr(s.Off), Dst: w.dst.base + cuda.Ptr(d.Off), Len: s.Len, Count: 1})
-	w.total += s.Len
+	w.between = true
+	w.add(w.src.base+cuda.Ptr(s.Off), w.dst.base+cuda.Ptr(d.Off), s.Len)
 	return nil
+}
+
+// add puts a piece on the list: into the run that it goes on with, or by itself. Two pieces have a distance by chance, so that a run takes
+// three; large ones are as well off by themselves.
+func (w *mover) add(src, dst cuda.Ptr, n uint64) {
+	w.total += n
+	if k := len(w.list); k > 0 && n == w.list[k-1].Len && n < directPiece {
+		a := &w.list[k-1]
+		if a.Count > 1 {
+			if src == a.Src+cuda.Ptr(a.Count*a.SrcStride) && dst == a.Dst+cuda.Ptr(a.Count*a.DstStride) && a.Count < maxPieces {
+				a.Count++
+				return
+			}
+		} else if k > 1 {
+			z := &w.list[k-2]
+			if src-a.Src == a.Src-z.Src && dst-a.Dst == a.Dst-z.Dst && z.Count == 1 && z.Len == n {
+				z.SrcStride, z.DstStride, z.Count = uint64(src-a.Src), uint64(dst-a.Dst), 3
+				w.list = w.list[:k-1]
+				return
+			}
+		}
+	}
+	w.list = append(w.list, Move{Src: src, Dst: dst, Len: n, Count: 1})
 }
 
 // side is what a mover needs of a region.
@@ -419,6 +452,9 @@ func sideOf(r *mem.Region) side {
 	u, _ := r.Device().(*GPU)
 	return side{r, u, cuda.Ptr(r.Base()), r.Size()}
 }
+
+// holds reports whether [off, off+n) lies in the region.
+func (s *side) holds(off, n uint64) bool { return off <= s.size && n <= s.size-off }
 
 // beside adds a piece between a GPU and the host.
 func (w *mover) beside(u *GPU, dir Direction, far, near mem.Block) error {
@@ -476,36 +512,48 @@ const throughWorkers = 6
 func (w *mover) through() error {
 	var mu sync.Mutex // protects all below
 	var failed error
-	at := 0
-	next := func() (list []Move, bytes uint64) {
+	rest := w.list
+	// next adds a hop's worth of what is left to list.
+	next := func(list []Move) (_ []Move, bytes uint64) {
 		mu.Lock()
 		defer mu.Unlock()
 		if failed != nil {
 			return nil, 0
 		}
-		first := at
-		for at < len(w.list) && at-first < hopRuns && bytes+w.list[at].Len <= LendBytes {
-			bytes += w.list[at].Len
-			at++
+		for pieces := uint64(0); len(rest) > 0; {
+			m := &rest[0]
+			part := *m
+			part.Count = min(m.Count, hopRuns-pieces, (LendBytes-bytes)/m.Len)
+			if part.Count == 0 && len(list) > 0 {
+				break
+			}
+			if part.Count == 0 { // larger than a buffer, and no run: cut it
+				part.Len, part.Count = LendBytes, 1
+				m.Src, m.Dst, m.Len = m.Src+LendBytes, m.Dst+LendBytes, m.Len-LendBytes
+			} else if m.Count -= part.Count; m.Count > 0 {
+				m.Src, m.Dst = m.Src+cuda.Ptr(part.Count*m.SrcStride), m.Dst+cuda.Ptr(part.Count*m.DstStride)
+			} else {
+				rest = rest[1:]
+			}
+			list = append(list, part)
+			pieces += part.Count
+			bytes += part.Count * part.Len
 		}
-		if at > first || at == len(w.list) {
-			return w.list[first:at], bytes
-		}
-		m := &w.list[at] // larger than a buffer: cut it
-		part := Move{Src: m.Src, Dst: m.Dst, Len: LendBytes}
-		m.Src, m.Dst, m.Len = m.Src+LendBytes, m.Dst+LendBytes, m.Len-LendBytes
-		return []Move{part}, LendBytes
+		return list, bytes
 	}
 	var wg sync.WaitGroup
 	for range min(throughWorkers, 1+w.total/LendBytes) {
 		wg.Go(func() {
 			buf, giveBack := w.from.buffer()
 			defer giveBack()
+			scratch := moves.Get().(*[]Move)
+			defer moves.Put(scratch)
 			for {
-				list, bytes := next()
+				list, bytes := next((*scratch)[:0])
 				if len(list) == 0 {
 					return
 				}
+				*scratch = list
 				if err := w.exchange(list, buf[:bytes]); err != nil {
 					mu.Lock()
 					failed = err
@@ -527,11 +575,14 @@ func (w *mover) exchange(list []Move, buf []byte) error {
 		h := <-side.gpu.hops
 		h.far, h.sizes = h.far[:0], h.sizes[:0]
 		for i := range list {
-			p := list[i].Src
+			p, stride := list[i].Src, list[i].SrcStride
 			if side.dir == HostToDevice {
-				p = list[i].Dst
+				p, stride = list[i].Dst, list[i].DstStride
 			}
-			h.far, h.sizes = append(h.far, p), append(h.sizes, list[i].Len)
+			for range list[i].Count {
+				h.far, h.sizes = append(h.far, p), append(h.sizes, list[i].Len)
+				p += cuda.Ptr(stride)
+			}
 		}
 		err := side.gpu.hop(h, side.dir, buf)
 		side.gpu.hops <- h

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -177,12 +178,20 @@ func TestGPUsMove(t *testing.T) {
 				}
 				want := bytes.Clone(d.b)
 				a, z := rng.Perm(size/cell), rng.Perm(size/cell)
+				alike := rng.IntN(2) == 0
+				if alike { // one after the other on both sides, in either direction, so that they make runs
+					slices.Sort(a)
+					slices.Sort(z)
+					if rng.IntN(2) == 0 {
+						slices.Reverse(z)
+					}
+				}
 				n := 1 + rng.IntN(size/cell)
 				var from, to []mem.Block
 				var flat []byte
 				for i := range n {
 					k, shift := uint64(1+rng.IntN(cell-16)), uint64(rng.IntN(16))
-					if rng.IntN(3) > 0 {
+					if rng.IntN(3) > 0 || alike && rng.IntN(8) > 0 {
 						k, shift = cell&^15, 0
 					}
 					f := mem.Block{Region: s.r, Off: uint64(a[i]*cell) + shift, Len: k}
@@ -424,4 +433,110 @@ func TestStridedRuns(t *testing.T) {
 	}
 	r.Release()
 	must(0, g.Close())(t)
+}
+
+// What a mover hands on: pieces at equal distances on both sides as one run, others by themselves, in order and to the last byte.
+func TestMoverGathersRuns(t *testing.T) {
+	p := newFakePlatform(2)
+	g := must(newGPUs(p, small()))(t)
+	defer g.Close()
+	const size = 4 << 20
+	var r [2]*mem.Region
+	for i := range r {
+		h, _ := p.lend(i, size, 0)
+		r[i] = must(g.Import(mem.NewID(), h.Append(nil), -1, size))(t)
+		defer r[i].Release()
+	}
+	rng := rand.New(rand.NewPCG(3, 4))
+	var src, dst []mem.Block
+	add := func(s, d, n uint64) {
+		src, dst = append(src, mem.Block{Region: r[0], Off: s, Len: n}), append(dst, mem.Block{Region: r[1], Off: d, Len: n})
+	}
+	for i := range uint64(512) { // heads outside to tokens outside
+		add(i*4096, i*1024, 512)
+	}
+	for i := range uint64(100) { // from the end to the start
+		add(size-(i+1)*2048, 1<<20+i*2048, 2048)
+	}
+	for range 200 {
+		add(rng.Uint64N(size/16-256)*16, rng.Uint64N(size/16-256)*16, 2048)
+	}
+	add(0, 0, 512<<10)
+	add(512<<10, 512<<10, 512<<10)
+	add(1<<20, 1<<20, 512<<10) // large ones go by themselves
+	w := mover{gpus: g}
+	at := 0
+	if err := w.walk(dst, src); err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range w.list {
+		for range m.Count {
+			want := Move{Src: cuda.Ptr(r[0].Base() + src[at].Off), Dst: cuda.Ptr(r[1].Base() + dst[at].Off), Len: src[at].Len}
+			if m.Src != want.Src || m.Dst != want.Dst || m.Len != want.Len {
+				t.Fatalf("piece %d is %+v, want %+v", at, m, want)
+			}
+			m.Src, m.Dst = m.Src+cuda.Ptr(m.SrcStride), m.Dst+cuda.Ptr(m.DstStride)
+			at++
+		}
+	}
+	if at != len(src) || len(w.list) != 1+1+200+3 {
+		t.Errorf("%d pieces in %d moves: want %d in 205", at, len(w.list), len(src))
+	}
+}
+
+// still is a platform whose work takes no time: what is left is listing it.
+type still struct{ fakePlatform }
+
+type stillCard struct{ fakeCard }
+
+type stillPacker struct{ *fakeDevice }
+
+type stillQueue struct{}
+
+func (p *still) Open(i int) (card, error) { return &stillCard{fakeCard{&p.fakePlatform, i}}, nil }
+
+func (c *stillCard) NewPacker() (Packer, error) { return stillPacker{c.p.m.device()}, nil }
+
+func (stillPacker) NewQueue() (Queue, error)                                   { return stillQueue{}, nil }
+func (stillPacker) Pack(Queue, cuda.Ptr, cuda.Ptr, int) error                  { return nil }
+func (stillPacker) Unpack(Queue, cuda.Ptr, cuda.Ptr, int) error                { return nil }
+func (stillPacker) PackUniform(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error   { return nil }
+func (stillPacker) UnpackUniform(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error { return nil }
+func (stillQueue) Copy(cuda.Ptr, cuda.Ptr, uint64) error                       { return nil }
+func (stillQueue) CopyBatch([]cuda.Ptr, []cuda.Ptr, []uint64) error            { return nil }
+func (stillQueue) CopySync(cuda.Ptr, cuda.Ptr, uint64) error                   { return nil }
+func (stillQueue) Record(Event) error                                          { return nil }
+func (stillQueue) Wait(Event) error                                            { return nil }
+func (stillQueue) Sync() error                                                 { return nil }
+
+// BenchmarkMove is what a move between two GPUs costs the CPU beside the driver: 64 MiB in blocks of 16 KiB that lie anywhere, or evenly.
+func BenchmarkMove(b *testing.B) {
+	for _, even := range []bool{false, true} {
+		b.Run(fmt.Sprintf("even=%v", even), func(b *testing.B) {
+			p := &still{*newFakePlatform(2)}
+			g := must(newGPUs(p, Config{Hops: 1, Buffers: 1, PeerStage: 16 << 20, Executor: Pack}))(b)
+			const block, n = 16 << 10, 4096
+			var lists [2][]mem.Block
+			for i := range lists {
+				r, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: must(g.open(i))(b), Addr: 1 << 40, Size: 4 * n * block, FD: -1})
+				if err != nil {
+					b.Fatal(err)
+				}
+				for k, at := range rand.New(rand.NewPCG(uint64(i), 1)).Perm(4 * n)[:n] {
+					if even {
+						at = k * 2
+					}
+					lists[i] = append(lists[i], mem.Block{Region: r, Off: uint64(at) * block, Len: block})
+				}
+			}
+			dev := mem.DeviceOf(lists[0])
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := dev.Move(lists[1], lists[0]); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/n, "ns/block")
+		})
+	}
 }

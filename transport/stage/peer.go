@@ -223,35 +223,63 @@ func (p *Peer) stage(moves []Move, cur *cursor, size uint64) error {
 	})
 }
 
-// minUniform is the number of single pieces of one length in a row that make the short list worth a stage of its own.
+// minUniform is the number of pieces of one length in a row that make the short list worth a stage of its own.
 const minUniform = 16
 
-// fillUniform writes the addresses of single pieces of one length; 0 where too few come next.
+// sampleMoves are looked at to tell whether the next pieces lie in runs.
+const sampleMoves = 64
+
+// regular reports whether the next moves are runs that are worth their length in the list.
+func regular(moves []Move) bool {
+	moves = moves[:min(len(moves), sampleMoves)]
+	pieces := uint64(0)
+	for i := range moves {
+		pieces += min(moves[i].Count, maxPieces)
+	}
+	return pieces >= strided*uint64(len(moves))
+}
+
+// fillUniform writes the addresses of pieces of one length; 0 where too few come next, or where they are better off as runs.
 func (b *stageBuffer) fillUniform(moves []Move, cur *cursor, size uint64) (n int, bytes uint64) {
 	m := moves[cur.move:]
 	length := m[0].Len
-	if cur.piece != 0 || m[0].Count != 1 {
+	if !packable(&m[0]) || regular(m) {
 		return 0, 0
 	}
-	m = m[:min(uint64(len(m)), size/length, MaxRuns)]
-	if !packable(&m[0]) {
-		return 0, 0
-	}
+	at, most := *cur, int(min(size/length, MaxRuns))
 	// This loop bounds the rate of small blocks: the link takes 32,768 of 2 KiB in 170 us.
-	from, to := b.runs[0][:len(m)*8], b.runs[1][:len(m)*8]
+	from, to := b.runs[0][:most*8], b.runs[1][:most*8]
 	for i := range m {
 		v := &m[i]
-		if v.Len != length || v.Count != 1 || (v.Src|v.Dst)%packAlign != 0 {
+		if n == most || v.Len != length || (v.Src|v.Dst)%packAlign != 0 {
 			break
 		}
-		binary.LittleEndian.PutUint64(from[i*8:i*8+8], uint64(v.Src))
-		binary.LittleEndian.PutUint64(to[i*8:i*8+8], uint64(v.Dst))
-		n++
+		if v.Count == 1 {
+			binary.LittleEndian.PutUint64(from[n*8:n*8+8], uint64(v.Src))
+			binary.LittleEndian.PutUint64(to[n*8:n*8+8], uint64(v.Dst))
+			n++
+			at.move++
+			continue
+		}
+		if !packable(v) || v.Count == 0 || v.Count > maxPieces {
+			break
+		}
+		k := int(min(v.Count-at.piece, uint64(most-n)))
+		for range k {
+			binary.LittleEndian.PutUint64(from[n*8:n*8+8], uint64(v.Src)+at.piece*v.SrcStride)
+			binary.LittleEndian.PutUint64(to[n*8:n*8+8], uint64(v.Dst)+at.piece*v.DstStride)
+			n++
+			at.piece++
+		}
+		if at.piece < v.Count {
+			break
+		}
+		at.move, at.piece = at.move+1, 0
 	}
-	if n < min(minUniform, len(m)) {
+	if n < min(minUniform, most) && at.move < len(moves) {
 		return 0, 0
 	}
-	cur.move += n
+	*cur = at
 	return n, uint64(n) * length
 }
 

@@ -41,6 +41,13 @@ func TestPeerContent(t *testing.T) {
 				switch kind {
 				case 3: // blocks of one size, as most caches are
 					mv.Len, mv.Count = 4096, 1
+					if rng.IntN(4) == 0 { // some of which happen to lie evenly, in either direction
+						mv.Count, mv.SrcStride, mv.DstStride = 3+rng.Uint64N(4), 4096, 4112
+						if rng.IntN(2) == 0 {
+							mv.Src += cuda.Ptr((mv.Count - 1) * 4096)
+							mv.SrcStride = -mv.SrcStride
+						}
+					}
 				case 0: // one block
 					mv.Len, mv.Count = 16*(1+rng.Uint64N(cell/16)), 1
 				case 1: // strided
