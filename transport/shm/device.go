@@ -205,19 +205,19 @@ func (j *job) imported() bool {
 
 // whole adds all of a pull, which is the common case: each side's blocks as they are, since a device walks two lists together by itself.
 func (m *batch) whole(j *job) transfer.Reason {
-	at := len(m.dst)
-	var err error
-	if m.dst, err = j.grant.Sink.Resolve(m.dst, j.r); err != nil {
+	dst, err := j.grant.Sink.Resolve(m.dst, j.r)
+	if err != nil {
 		return transfer.ReasonRange
 	}
 	bytes := uint64(0)
-	for i := range m.dst[at:] {
-		bytes += m.dst[at+i].Len
+	for i := range dst[len(m.dst):] {
+		bytes += dst[len(m.dst)+i].Len
 	}
 	if bytes != j.total { // or the blocks of the jobs behind it would be out of step
 		return transfer.ReasonRange
 	}
-	at = len(m.src)
+	m.dst = dst
+	at := len(m.src)
 	m.src = slices.Grow(m.src, int(j.pieces))[:at+int(j.pieces)]
 	out := m.src[at:]
 	for c := (cursor{job: j, cells: j.cells}); c.source(); {
