@@ -35,10 +35,10 @@ import torch
 import kvspray
 from kvspray.gpu import GpuSignals
 
-LAYERS = 32
+LAYERS = 64
 TOKENS = 16  # of a block
 PAGE = 16 << 10
-BLOCKS = 8192  # 4 GiB in all
+BLOCKS = 8192  # 8 GiB in all
 WORDS = PAGE // 8
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
 HIDDEN = 2048
