@@ -7,10 +7,18 @@ import (
 	"strings"
 
 	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What ends say on a lane's socket: a head, and behind a GO its spans.
+// frames are the versions of a lane that this end speaks. 1.0 names every span of a GO by itself, 1.1 knows runs: this end reads both,
+// and sends runs only to a peer that chose 1.1.
+var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRuns}
+
+// framesRuns is the first version with runs.
+var framesRuns = wire.V(1, 1)
+
+// What ends say on a lane's socket: a head, and behind a GO its spans, in cells: a span is one, a run of them two.
 const (
 	kindAsk = iota + 1
 	kindGo
@@ -19,8 +27,10 @@ const (
 
 const (
 	headBytes = 40
-	spanBytes = 8 + 4 + 4
-	maxSpans  = 1 << 17 // of a slice
+	cellBytes = 16
+	maxSpans  = 1 << 17 // of a slice, however few cells name them
+	maxSpan   = 1 << 30 // bytes of one
+	runFlag   = 1 << 31 // in a span's length: a second cell follows, with stride and count
 
 	// maxUnsent frames wait for the socket: the questions of this end, and for each of the peer's a GO and an END, which it has to
 	// read before it asks again. More wait only for somebody who does not read.
@@ -39,7 +49,7 @@ type head struct {
 	gen     transfer.Gen
 	r       transfer.Range
 	attempt uint32
-	spans   uint32
+	cells   uint32
 	bytes   uint64
 }
 
@@ -51,17 +61,20 @@ func appendHead(b []byte, h *head) []byte {
 	b = binary.LittleEndian.AppendUint32(b, h.r.First)
 	b = binary.LittleEndian.AppendUint32(b, h.r.Count)
 	b = binary.LittleEndian.AppendUint32(b, h.attempt)
-	b = binary.LittleEndian.AppendUint32(b, h.spans)
+	b = binary.LittleEndian.AppendUint32(b, h.cells)
 	b = binary.LittleEndian.AppendUint32(b, 0)
 	return binary.LittleEndian.AppendUint64(b, h.bytes)
 }
+
+// setCells gives the frame b the number of cells behind its head.
+func setCells(b []byte) { binary.LittleEndian.PutUint32(b[24:], uint32((len(b)-headBytes)/cellBytes)) }
 
 // parseHead takes a head from a peer.
 func parseHead(b *[headBytes]byte, h *head) error {
 	le := binary.LittleEndian
 	*h = head{kind: b[0], id: b[1], reason: transfer.Reason(b[2]), seq: le.Uint16(b[4:]), slot: transfer.Slot(le.Uint16(b[6:])),
 		gen: transfer.Gen(le.Uint32(b[8:])), r: transfer.Range{First: le.Uint32(b[12:]), Count: le.Uint32(b[16:])}, attempt: le.Uint32(b[20:]),
-		spans: le.Uint32(b[24:]), bytes: le.Uint64(b[32:])}
+		cells: le.Uint32(b[24:]), bytes: le.Uint64(b[32:])}
 	switch {
 	case h.kind < kindAsk || h.kind > kindEnd:
 		return fmt.Errorf("%w: kind %d", errFrame, h.kind)
@@ -69,8 +82,8 @@ func parseHead(b *[headBytes]byte, h *head) error {
 		return fmt.Errorf("%w: slice %d of %d", errFrame, h.id, maxInFlight)
 	case int(h.reason) >= transfer.NumReasons:
 		return fmt.Errorf("%w: reason %d", errFrame, h.reason)
-	case h.spans > maxSpans || h.kind != kindGo && h.spans != 0:
-		return fmt.Errorf("%w: %d spans", errFrame, h.spans)
+	case h.cells > maxSpans || h.kind != kindGo && h.cells != 0:
+		return fmt.Errorf("%w: %d spans", errFrame, h.cells)
 	case b[3] != 0 || le.Uint32(b[28:]) != 0:
 		return fmt.Errorf("%w: reserved bytes are set", errFrame)
 	}
@@ -86,22 +99,88 @@ type span struct {
 
 func (s span) skip() bool { return s.key == 0 && s.addr == 0 }
 
-func appendSpan(b []byte, s span) []byte {
-	b = binary.LittleEndian.AppendUint64(b, s.addr)
-	b = binary.LittleEndian.AppendUint32(b, s.len)
-	return binary.LittleEndian.AppendUint32(b, s.key)
+// run is count spans of one key and length, stride apart.
+type run struct {
+	span          // the first
+	stride uint64 // modulo 2^64: a run may step backwards; 0 where count is 1
+	count  uint32
 }
 
-// appendSpans parses what appendSpan made.
-func appendSpans(dst []span, b []byte) ([]span, error) {
-	for ; len(b) >= spanBytes; b = b[spanBytes:] {
-		s := span{binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint32(b[8:]), binary.LittleEndian.Uint32(b[12:])}
-		if s.len == 0 {
+// appendCells writes spans, those at equal distances as runs where the peer knows them. Two have a distance by chance and take as much by
+// themselves, so that a run has three or more.
+func appendCells(b []byte, spans []span, runs bool) []byte {
+	for len(spans) > 0 {
+		n, stride := 1, uint64(0)
+		if runs {
+			n, stride = leadingRun(spans)
+		}
+		s := spans[0]
+		flag := uint32(0)
+		if n > 1 {
+			flag = runFlag
+		}
+		b = binary.LittleEndian.AppendUint64(b, s.addr)
+		b = binary.LittleEndian.AppendUint32(b, s.len|flag)
+		b = binary.LittleEndian.AppendUint32(b, s.key)
+		if n > 1 {
+			b = binary.LittleEndian.AppendUint64(b, stride)
+			b = binary.LittleEndian.AppendUint64(b, uint64(n))
+		}
+		spans = spans[n:]
+	}
+	return b
+}
+
+// leadingRun is how many spans, from the first on, make a run.
+func leadingRun(spans []span) (n int, stride uint64) {
+	if len(spans) < 3 {
+		return 1, 0
+	}
+	stride = spans[1].addr - spans[0].addr
+	for n = 1; n < len(spans); n++ {
+		if s := &spans[n]; s.addr-spans[n-1].addr != stride || s.len != spans[0].len || s.key != spans[0].key {
+			break
+		}
+	}
+	if n < 3 {
+		return 1, 0
+	}
+	return n, stride
+}
+
+// appendRuns parses what appendCells made. What it returns names at most maxSpans spans, which are made where they are posted; whether the
+// peer may write there its NIC knows.
+func appendRuns(dst []run, b []byte) ([]run, error) {
+	spans := uint64(0)
+	le := binary.LittleEndian
+	for ; len(b) >= cellBytes; b = b[cellBytes:] {
+		r := run{span: span{le.Uint64(b), le.Uint32(b[8:]), le.Uint32(b[12:])}, count: 1}
+		if r.len >= runFlag {
+			if b = b[cellBytes:]; len(b) < cellBytes {
+				return dst, fmt.Errorf("%w: a run without its stride", errFrame)
+			}
+			r.len, r.stride, r.count = r.len-runFlag, le.Uint64(b), le.Uint32(b[8:])
+			if r.count < 2 || le.Uint32(b[12:]) != 0 {
+				return dst, fmt.Errorf("%w: a run of %d spans, with %x behind", errFrame, r.count, b[12:cellBytes])
+			}
+		}
+		if r.len == 0 {
 			return dst, fmt.Errorf("%w: a span of no length", errFrame)
 		}
-		dst = append(dst, s)
+		if spans += uint64(r.count); spans > maxSpans {
+			return dst, fmt.Errorf("%w: %d spans in runs, at most %d", errFrame, spans, maxSpans)
+		}
+		dst = append(dst, r)
 	}
 	return dst, nil
+}
+
+// totalRuns is the bytes of what appendRuns has passed: below 2^48.
+func totalRuns(runs []run) (n uint64) {
+	for i := range runs {
+		n += uint64(runs[i].count) * uint64(runs[i].len)
+	}
+	return n
 }
 
 // The immediate of a verdict: the slice's id, why it does not count, and the low half of its use.

@@ -61,6 +61,8 @@ type Config struct {
 	Drain    time.Duration
 	Changed  func() // what Backend.Rails says is another; must not block
 	Log      *slog.Logger
+
+	versions wire.Versions // of lanes; default frames, a test's peer may be older
 }
 
 // Backend is the RDMA transport of one process.
@@ -104,6 +106,9 @@ func New(cfg Config) *Backend {
 	}
 	if cfg.Drain == 0 {
 		cfg.Drain = DefaultDrain
+	}
+	if cfg.versions == (wire.Versions{}) {
+		cfg.versions = frames
 	}
 	b := &Backend{cfg: cfg, setUps: make(chan struct{}, maxSetUps), lanes: map[*lane]struct{}{}, use: map[*transport.Origin]using{}}
 	b.life, b.finish = context.WithCancel(context.Background())
@@ -208,7 +213,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	_ = c.SetDeadline(time.Now().Add(openTimeout))
 	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	defer b.whileAlive(c)()
-	o, err := wire.Dial(c, wire.DialParams{Purpose: purpose, Self: peer.Self, Peer: peer.Boot, Key: peer.Key, Attach: l.attach()})
+	o, err := wire.Dial(c, wire.DialParams{Purpose: purpose, Self: peer.Self, Peer: peer.Boot, Key: peer.Key, Versions: b.cfg.versions, Attach: l.attach()})
 	if err == nil {
 		err = l.connect(o)
 	}

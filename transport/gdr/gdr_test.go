@@ -161,7 +161,7 @@ func TestDisowned(t *testing.T) {
 }
 
 func FuzzHead(f *testing.F) {
-	f.Add(appendHead(nil, &head{kind: kindGo, id: 3, seq: 9, slot: 7, gen: 1 << 30, r: transfer.Range{First: 4, Count: 16}, attempt: 2, spans: 5, bytes: 1 << 20}))
+	f.Add(appendHead(nil, &head{kind: kindGo, id: 3, seq: 9, slot: 7, gen: 1 << 30, r: transfer.Range{First: 4, Count: 16}, attempt: 2, cells: 5, bytes: 1 << 20}))
 	f.Add(appendHead(nil, &head{kind: kindEnd, reason: transfer.ReasonRevoked}))
 	f.Add(make([]byte, headBytes))
 	f.Fuzz(func(t *testing.T, b []byte) {

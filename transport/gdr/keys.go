@@ -203,11 +203,11 @@ func (e *key) spans(dst []span, off, n uint64, remote bool) []span {
 	for n > 0 {
 		m := e.parts[off/e.k.part]
 		at := off % e.k.part
-		s := span{addr: m.Addr() + at, len: uint32(min(n, m.Len()-at, 1<<31)), key: m.LocalKey()}
+		s := span{addr: m.Addr() + at, len: uint32(min(n, m.Len()-at, maxSpan)), key: m.LocalKey()}
 		if remote {
 			s.key = m.RemoteKey()
 		}
-		if last := len(dst) - 1; last >= 0 && dst[last].key == s.key && dst[last].addr+uint64(dst[last].len) == s.addr && uint64(dst[last].len)+uint64(s.len) < 1<<31 {
+		if last := len(dst) - 1; last >= 0 && dst[last].key == s.key && dst[last].addr+uint64(dst[last].len) == s.addr && uint64(dst[last].len)+uint64(s.len) <= maxSpan {
 			dst[last].len += s.len
 		} else {
 			dst = append(dst, s)

@@ -37,6 +37,7 @@ type lane struct {
 	id     uint64
 	peer   transfer.Boot
 	remote string
+	runs   bool   // the peer knows them
 	depth  uint64 // of the send queue, less what verdicts need
 	most   uint64 // bytes of one write
 
@@ -148,7 +149,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	if err != nil {
 		return err
 	}
-	l.remote = rail
+	l.remote, l.runs = rail, o.Version >= framesRuns
 	if o.Peer != l.peer {
 		return fmt.Errorf("gdr: boot %s proves itself where boot %s was to be", o.Peer, l.peer)
 	}
@@ -506,13 +507,11 @@ func (l *lane) checkProgress(now time.Time) {
 
 // say queues a frame for the socket.
 func (l *lane) say(h *head, spans []span) {
-	h.spans = uint32(len(spans))
 	l.outMu.Lock()
 	l.unsent++
-	l.outBuf = appendHead(l.outBuf, h)
-	for _, s := range spans {
-		l.outBuf = appendSpan(l.outBuf, s)
-	}
+	at := len(l.outBuf)
+	l.outBuf = appendCells(appendHead(l.outBuf, h), spans, l.runs)
+	setCells(l.outBuf[at:])
 	over := l.unsent > maxUnsent
 	l.outMu.Unlock()
 	if over {

@@ -414,7 +414,7 @@ func (r *rail) welcome(c net.Conn) error {
 	}
 	_ = c.SetDeadline(time.Now().Add(openTimeout))
 	var l *lane
-	o, err := wire.Accept(c, wire.AcceptParams{Purpose: purpose,
+	o, err := wire.Accept(c, wire.AcceptParams{Purpose: purpose, Versions: r.b.cfg.versions,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
 			p, ok := r.b.host.PeerKey(boot)
 			return p.Key, p.Self, ok

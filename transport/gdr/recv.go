@@ -83,7 +83,7 @@ func (l *lane) read() error {
 		case kindEnd:
 			err = l.ended(&h, results)
 		case kindGo:
-			n := int(h.spans) * spanBytes
+			n := int(h.cells) * cellBytes
 			if cap(spans) < n {
 				spans = make([]byte, n)
 			}
@@ -236,7 +236,7 @@ func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err 
 		at = transfer.Range{First: at.First + n, Count: at.Count - n}
 		if !fresh {
 			bytes, err := g.Sink.Bytes(part)
-			if err != nil || bytes > 1<<31 {
+			if err != nil || bytes > maxSpan {
 				return errRange
 			}
 			r.spans = append(r.spans, span{len: uint32(bytes)})

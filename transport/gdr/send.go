@@ -34,7 +34,8 @@ type sending struct {
 	at      time.Time
 	bytes   uint64
 	src     []span
-	dst     []span
+	dst     []run
+	to      span   // what is left of the current span of dst
 	si, di  int    // cursors
 	inline  int    // bytes at most that are copied as they are posted; 0 where the CPU does not reach them
 	last    uint64 // its last work request
@@ -114,11 +115,14 @@ func (l *lane) proceed(h *head, spans []byte) error {
 		return fmt.Errorf("%w: GO for slice %d.%d, which did not ask", errFrame, h.id, h.seq)
 	}
 	var err error
-	if s.dst, err = appendSpans(s.dst[:0], spans); err != nil {
+	if s.dst, err = appendRuns(s.dst[:0], spans); err != nil {
 		return err
 	}
-	if total(s.dst) != s.bytes {
-		return fmt.Errorf("%w: GO for %d bytes of a slice of %d", errFrame, total(s.dst), s.bytes)
+	if n := totalRuns(s.dst); n != s.bytes {
+		return fmt.Errorf("%w: GO for %d bytes of a slice of %d", errFrame, n, s.bytes)
+	}
+	if len(s.dst) > 0 {
+		s.to = s.dst[0].span
 	}
 	if err = l.launch(h.id, false); errors.Is(err, errLater) {
 		id := h.id
@@ -232,12 +236,12 @@ func (l *lane) pumpLocked() {
 // plan fills works with the next writes of a slice: both sides' spans walked together. It moves the cursors.
 func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 	for s.di < len(s.dst) {
-		d := &s.dst[s.di]
+		d := &s.to
 		if d.skip() {
 			for d.len > 0 {
 				s.advance(min(d.len, s.src[s.si].len))
 			}
-			s.di++
+			s.next()
 			continue
 		}
 		if n == len(works) {
@@ -250,7 +254,7 @@ func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 		n++
 		d.addr += uint64(k)
 		if s.advance(k); d.len == 0 {
-			s.di++
+			s.next()
 		}
 	}
 	if n > 0 {
@@ -261,13 +265,24 @@ func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 
 // advance takes k bytes off both sides.
 func (s *sending) advance(k uint32) {
-	a, d := &s.src[s.si], &s.dst[s.di]
+	a := &s.src[s.si]
 	a.addr += uint64(k)
 	a.len -= k
-	d.len -= k
+	s.to.len -= k
 	if a.len == 0 {
 		s.si++
 	}
+}
+
+// next goes to the next span of the destination, which a run makes only now.
+func (s *sending) next() {
+	r := &s.dst[s.di]
+	if r.count--; r.count > 0 {
+		r.addr += r.stride
+	} else if s.di++; s.di == len(s.dst) {
+		return
+	}
+	s.to = s.dst[s.di].span
 }
 
 // giveUp sends a verdict against a slice of which nothing was written.
