@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"os"
@@ -15,6 +16,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	kvexec "github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
@@ -73,7 +75,11 @@ func needRails(t testing.TB, devices ...string) {
 
 // startRDMA starts a node on these devices, with tcp behind them where it is to carry on.
 func startRDMA(t testing.TB, cluster, listen string, devices []string, change func(*config.Config)) *running {
-	return start(t, func(c *config.Config) {
+	return start(t, overRDMA(t, cluster, listen, devices, change))
+}
+
+func overRDMA(t testing.TB, cluster, listen string, devices []string, change func(*config.Config)) func(*config.Config) {
+	return func(c *config.Config) {
 		c.Peer.ClusterKeyFile = cluster
 		c.Peer.Listen = listen
 		c.Transports.Order = []string{config.TransGDR}
@@ -86,7 +92,7 @@ func startRDMA(t testing.TB, cluster, listen string, devices []string, change fu
 		if change != nil {
 			change(c)
 		}
-	})
+	}
 }
 
 func clusterKey(t testing.TB) string {
@@ -190,6 +196,25 @@ func gone(n *running, ids []uint64) bool {
 	return !slices.ContainsFunc(ids, func(id uint64) bool { return n.d.lanes[id] != nil })
 }
 
+// whenGone tells when a node has lost all of these lanes, or closes without a word once it is over.
+func whenGone(n *running, ids []uint64, over <-chan struct{}) <-chan time.Time {
+	lost := make(chan time.Time, 1)
+	go func() {
+		defer close(lost)
+		tick := time.NewTicker(time.Millisecond)
+		defer tick.Stop()
+		for !gone(n, ids) {
+			select {
+			case <-over:
+				return
+			case <-tick.C:
+			}
+		}
+		lost <- time.Now()
+	}()
+	return lost
+}
+
 // eventually is until with a longer patience, and how long it took.
 func eventually(t testing.TB, what string, ok func() bool) time.Duration {
 	t.Helper()
@@ -283,21 +308,8 @@ func TestRDMAFaults(t *testing.T) {
 				return landedBytes(d)-before > whole()/4 && len(there) > 0
 			})
 			s := watchStall(d)
-			lost := make(chan time.Time, 1)
 			over := make(chan struct{})
-			go func() {
-				defer close(lost)
-				tick := time.NewTicker(time.Millisecond)
-				defer tick.Stop()
-				for !gone(p, there) {
-					select {
-					case <-over:
-						return
-					case <-tick.C:
-					}
-				}
-				lost <- time.Now()
-			}()
+			lost := whenGone(p, there, over)
 			injected := time.Now()
 			if f.inject != "" {
 				shell(t, f.inject)
@@ -345,13 +357,18 @@ var twoFaults = []fault{
 	{name: "none"},
 	{name: "requests dropped", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"},
 	{name: "link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"},
+	{name: "link removed", inject: "rdma link del r1", heal: "rdma link add r1 type rxe netdev eth1"},
 }
 
-// sentBytes is what the cards of this host have sent.
-func sentBytes(t testing.TB, cards int) (sum uint64) {
+// sentBytes is what the cards of this host have sent, receivedBytes what they have received.
+func sentBytes(t testing.TB, cards int) uint64 { return cardBytes(t, cards, "tx") }
+
+func receivedBytes(t testing.TB, cards int) uint64 { return cardBytes(t, cards, "rx") }
+
+func cardBytes(t testing.TB, cards int, way string) (sum uint64) {
 	t.Helper()
 	for i := range cards {
-		b, err := os.ReadFile(fmt.Sprintf("/sys/class/net/eth%d/statistics/tx_bytes", i))
+		b, err := os.ReadFile(fmt.Sprintf("/sys/class/net/eth%d/statistics/%s_bytes", i, way))
 		var n uint64
 		if err == nil {
 			n, err = strconv.ParseUint(strings.TrimSpace(string(b)), 10, 64)
@@ -364,77 +381,163 @@ func sentBytes(t testing.TB, cards int) (sum uint64) {
 	return sum
 }
 
-// TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2 decodes. What host 2 must find follows
-// from the number of the round.
-func TestRDMATwoHosts(t *testing.T) {
-	node, share := os.Getenv("KVSPRAY_RDMA_NODE"), os.Getenv("KVSPRAY_RDMA_SHARE")
-	if node == "" {
+// rdmaHost is one of two hosts, each of which runs the same test.
+type rdmaHost struct {
+	t       *testing.T
+	node    string // 1 or 2
+	devices []string
+	key     string
+	share   string // a folder that both see
+}
+
+const rdmaPort = "7650"
+
+func twoHosts(t *testing.T) *rdmaHost {
+	t.Helper()
+	h := &rdmaHost{t: t, node: os.Getenv("KVSPRAY_RDMA_NODE"), share: os.Getenv("KVSPRAY_RDMA_SHARE")}
+	if h.node == "" {
 		testutil.Skip(t, "rdma-two", "this is one of two hosts: make test-rdma-two runs both")
 	}
-	var devices []string
 	for i := 0; ; i++ {
 		if _, err := os.Stat(fmt.Sprintf("/sys/class/infiniband/r%d", i)); err != nil {
 			break
 		}
-		devices = append(devices, fmt.Sprintf("r%d", i))
+		h.devices = append(h.devices, fmt.Sprintf("r%d", i))
 	}
 	needRails(t, "r0", "r1")
-	path := filepath.Join(share, "key")
-	if node == "1" {
+	if h.node == "1" {
 		b, err := os.ReadFile(clusterKey(t))
-		if err == nil {
-			err = os.WriteFile(path+".new", b, 0o600)
-		}
-		if err == nil {
-			err = os.Rename(path+".new", path)
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
+		ok(t, err)
+		h.say("key", b)
 	}
-	eventually(t, "the other host has made a key", func() bool { _, err := os.Stat(path); return err == nil })
-	b, err := os.ReadFile(path)
-	key := filepath.Join(t.TempDir(), "key")
-	if err == nil {
-		err = os.WriteFile(key, b, 0o600) // a file that only its owner reads
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	const port = "7650"
-	n := startRDMA(t, key, "10.9.0."+node+":"+port, devices, nil)
+	h.key = filepath.Join(t.TempDir(), "key")
+	ok(t, os.WriteFile(h.key, h.hear("key"), 0o600)) // a file that only its owner reads
+	return h
+}
+
+// say tells the other host something, once in a test, and hear waits for it.
+func (h *rdmaHost) say(what string, b []byte) {
+	h.t.Helper()
+	path := h.path(what)
+	ok(h.t, os.WriteFile(path+".new", b, 0o600))
+	ok(h.t, os.Rename(path+".new", path))
+}
+
+func (h *rdmaHost) hear(what string) (b []byte) {
+	h.t.Helper()
+	eventually(h.t, "the other host says "+what, func() bool {
+		var err error
+		b, err = os.ReadFile(h.path(what))
+		return err == nil
+	})
+	return b
+}
+
+// meet waits until the sidecars of both hosts are there: a decode does not wait long for a prefill's where nobody listens.
+func (h *rdmaHost) meet() {
+	h.t.Helper()
+	h.say("ready-"+h.node, nil)
+	h.hear("ready-1")
+	h.hear("ready-2")
+}
+
+func (h *rdmaHost) path(what string) string {
+	return filepath.Join(h.share, strings.NewReplacer("/", "-", " ", "-").Replace(h.t.Name()+"-"+what))
+}
+
+func (h *rdmaHost) listen() string { return "10.9.0." + h.node + ":" + rdmaPort }
+
+func (h *rdmaHost) start() *running { return startRDMA(h.t, h.key, h.listen(), h.devices, nil) }
+
+// process starts the sidecar of this host as a process of its own.
+func (h *rdmaHost) process() *process {
+	h.t.Helper()
+	cfg := testConfig(h.t, overRDMA(h.t, h.key, h.listen(), h.devices, nil))
+	_, cfg.HTTP.Listen = freePorts(h.t)
+	var b bytes.Buffer
+	ok(h.t, cfg.WriteYAML(&b))
+	p := &process{t: h.t, path: cfg.Engine.Socket + ".yaml", socket: cfg.Engine.Socket, endpoint: cfg.Peer.Listen, http: cfg.HTTP.Listen}
+	ok(h.t, os.WriteFile(p.path, b.Bytes(), 0o600))
+	h.t.Cleanup(func() {
+		p.kill()
+		if log, err := os.ReadFile(p.path + ".log"); err == nil && h.t.Failed() {
+			h.t.Logf("the child said:\n%s", log[max(0, len(log)-4096):])
+		}
+	})
+	p.start()
+	return p
+}
+
+// numbered is a prompt and its blocks, as both hosts make them from its number.
+func numbered(seed uint64) (prompt, []uint32) {
+	x := prompt{tokens: llamaTokens}
+	x.xfer[0], x.hash[0] = byte(seed), byte(seed)
+	return x, table(newRand(seed), llama.NumBlocks, int(llama.NumBlocks))
+}
+
+func rdmaIntent(x prompt, blocks []uint32) msg.Intent {
+	return msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Fanout: 1, Blocks: [][]uint32{blocks}, Ready: llamaTokens,
+		DeadlineMS: uint64(rdmaDeadline.Milliseconds())}
+}
+
+func rdmaExpect(x prompt, blocks []uint32) msg.Expect {
+	return msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Peer: "10.9.0.1:" + rdmaPort, Skip: []uint32{0}, Blocks: [][]uint32{blocks},
+		DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: uint64(rdmaDeadline.Milliseconds())}
+}
+
+// TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2 decodes. What host 2 must find follows
+// from the number of the round.
+func TestRDMATwoHosts(t *testing.T) {
+	h := twoHosts(t)
+	n := h.start()
 	e := newEngine(t, n, llama)
+	h.meet()
+	var report strings.Builder
 	for i, f := range twoFaults {
 		seed := uint64(i + 1)
-		x := prompt{tokens: llamaTokens}
-		x.xfer[0], x.hash[0] = byte(seed), byte(seed)
-		tb := table(newRand(seed), llama.NumBlocks, int(llama.NumBlocks))
+		x, tb := numbered(seed)
 		began := time.Now()
-		if node == "1" {
+		if h.node == "1" {
 			fill(e, tb, seed)
-			lease, err := e.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Fanout: 1, Blocks: [][]uint32{tb}, Ready: llamaTokens,
-				DeadlineMS: uint64(rdmaDeadline.Milliseconds())})
-			if err != nil {
-				t.Fatal(err)
+			lease, err := e.Intent(rdmaIntent(x, tb))
+			ok(t, err)
+			if f.inject == "" {
+				if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
+					t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
+				}
+				continue
 			}
-			if f.inject != "" {
-				before := sentBytes(t, len(devices))
-				eventually(t, "a quarter was sent", func() bool { return sentBytes(t, len(devices))-before > whole()/4 })
-				shell(t, f.inject)
+			rail := "r1"
+			if f.name == "requests dropped" {
+				rail = "r0"
 			}
-			if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
+			before := sentBytes(t, len(h.devices))
+			var there []uint64
+			eventually(t, "a quarter was sent, and the rail has a lane", func() bool {
+				there = lanesOn(n, rail)
+				return sentBytes(t, len(h.devices))-before > whole()/4 && len(there) > 0
+			})
+			over := make(chan struct{})
+			lost := whenGone(n, there, over)
+			injected := time.Now()
+			shell(t, f.inject)
+			command := time.Since(injected)
+			c := e.waitFor(lease, 2*rdmaDeadline)
+			close(over)
+			if c.Status != 0 {
 				t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
 			}
-			if f.heal != "" {
-				shell(t, f.heal)
+			gone := "not before the list was through"
+			if at, noticed := <-lost; noticed {
+				gone = fmt.Sprintf("%d ms", at.Sub(injected).Milliseconds())
 			}
+			shell(t, f.heal)
+			back := eventually(t, "the rail has lanes", func() bool { return len(lanesOn(n, rail)) > 0 })
+			fmt.Fprintf(&report, "| %s | %s | %d ms | %d ms |\n", f.name, gone, command.Milliseconds(), back.Milliseconds())
 			continue
 		}
-		lease, err := e.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: llamaTokens, Peer: "10.9.0.1:" + port, Skip: []uint32{0}, Blocks: [][]uint32{tb},
-			DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: uint64(rdmaDeadline.Milliseconds())})
-		if err != nil {
-			t.Fatal(err)
-		}
+		lease, err := e.Expect(rdmaExpect(x, tb))
+		ok(t, err)
 		if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
 			t.Errorf("%s: receiver: %d %+v", f.name, c.Status, c.Received)
 		} else if k := wrong(e, tb, seed); k > 0 {
@@ -442,4 +545,170 @@ func TestRDMATwoHosts(t *testing.T) {
 		}
 		t.Logf("%s: %d MiB in %.1f s", f.name, whole()>>20, time.Since(began).Seconds())
 	}
+	if h.node == "1" {
+		fmt.Printf("dead_path %s\n| fault | its lanes gone after | the command took | lanes back after healing |\n|---|---|---|---|\n%s", deadPath(t), report.String())
+	}
+}
+
+// TestRDMAKilled: kill -9 of a sidecar in mid transfer, its host goes on. The other one notices, releases what it held for the dead
+// one, and serves the next one.
+func TestRDMAKilled(t *testing.T) {
+	t.Run("prefill", func(t *testing.T) { prefillKilled(t, twoHosts(t)) })
+	t.Run("decode", func(t *testing.T) { decodeKilled(t, twoHosts(t)) })
+}
+
+// Nobody listens where the dead prefill was: once what it could write is fenced, the decode's blocks are the engine's again, who computes
+// them itself. The next prefill's are fetched into the same ones.
+func prefillKilled(t *testing.T, h *rdmaHost) {
+	x, blocks := numbered(1)
+	y, _ := numbered(2)
+	if h.node == "1" {
+		p := h.process()
+		e := newEngine(t, p.asRunning(), llama)
+		fill(e, blocks, 1)
+		_, err := e.Intent(rdmaIntent(x, blocks))
+		ok(t, err)
+		h.meet()
+		before := sentBytes(t, len(h.devices))
+		eventually(t, "a quarter was sent", func() bool { return sentBytes(t, len(h.devices))-before > whole()/4 })
+		h.say("killed", nil)
+		p.kill()
+		_ = e.Close() // of its board and memory; the socket is gone
+		h.hear("released")
+		p.start()
+		e = newEngine(t, p.asRunning(), llama)
+		fill(e, blocks, 2)
+		lease, err := e.Intent(rdmaIntent(y, blocks))
+		ok(t, err)
+		h.say("again", nil)
+		if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
+			t.Errorf("sender: %d %+v", c.Status, c.Sent)
+		}
+		h.hear("through")
+		return
+	}
+	n := h.start()
+	e := newEngine(t, n, llama)
+	h.meet()
+	lease, err := e.Expect(rdmaExpect(x, blocks))
+	ok(t, err)
+	there := h.lanes(n)
+	h.hear("killed")
+	landed := landedBytes(n)
+	if landed == 0 || landed >= whole() {
+		t.Fatalf("%d of %d bytes had landed: this is not in mid transfer", landed, whole())
+	}
+	noticed := eventually(t, "no lane to the dead one is left", func() bool { return gone(n, there) })
+	began := time.Now()
+	c := e.waitFor(lease, 2*rdmaDeadline)
+	if all := [][2]uint32{{0, llamaTokens}}; c.Status != kvexec.StatusExpired || !slices.Equal(c.Received.Recompute, all) {
+		t.Errorf("the lease of a prefill that is dead: status %d, %+v", c.Status, c.Received)
+	}
+	released := noticed + time.Since(began)
+	if k := value(t, n, "kvspray_lease_fences_total", "cause", "peer_lost"); k != 1 {
+		t.Errorf("%v fences because of a lost peer: want 1", k)
+	}
+	nothingOpen(t, n)
+	h.say("released", nil)
+	h.hear("again")
+	began = time.Now()
+	lease, err = e.Expect(rdmaExpect(y, blocks))
+	ok(t, err)
+	if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
+		t.Errorf("receiver: %d %+v", c.Status, c.Received)
+	} else if k := wrong(e, blocks, 2); k > 0 {
+		t.Errorf("%d pages are wrong", k)
+	}
+	t.Logf("prefill killed with %d of %d MiB there: lanes gone after %d ms, fenced and released after %d ms, the next one's fetched in %.1f s", landed>>20, whole()>>20,
+		noticed.Milliseconds(), released.Milliseconds(), time.Since(began).Seconds())
+	nothingOpen(t, n)
+	h.say("through", nil)
+}
+
+// The engine of the dead decode has died with it: nobody presents its lease again. The prefill's blocks are released, and the next
+// decode is served.
+func decodeKilled(t *testing.T, h *rdmaHost) {
+	x, blocks := numbered(1)
+	y, next := numbered(2)
+	if h.node == "2" {
+		d := h.process()
+		e := newEngine(t, d.asRunning(), llama)
+		h.meet()
+		before := receivedBytes(t, len(h.devices))
+		_, err := e.Expect(rdmaExpect(x, blocks))
+		ok(t, err)
+		eventually(t, "a quarter has come", func() bool { return receivedBytes(t, len(h.devices))-before > whole()/4 })
+		h.say("killed", nil)
+		d.kill()
+		_ = e.Close() // of its board and memory; the socket is gone
+		h.hear("released")
+		d.start()
+		e = newEngine(t, d.asRunning(), llama)
+		lease, err := e.Expect(rdmaExpect(y, next))
+		ok(t, err)
+		h.say("again", nil)
+		if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
+			t.Errorf("receiver: %d %+v", c.Status, c.Received)
+		} else if k := wrong(e, next, 2); k > 0 {
+			t.Errorf("%d pages are wrong", k)
+		}
+		h.say("through", nil)
+		return
+	}
+	n := h.start()
+	e := newEngine(t, n, llama)
+	fill(e, blocks, 1)
+	lease, err := e.Intent(rdmaIntent(x, blocks))
+	ok(t, err)
+	h.meet()
+	there := h.lanes(n)
+	h.hear("killed")
+	noticed := eventually(t, "no lane to the dead one is left", func() bool { return gone(n, there) })
+	began := time.Now()
+	c := e.waitFor(lease, 2*rdmaDeadline)
+	if c.Status != kvexec.StatusFailed || !strings.Contains(c.Sent.Reason, "presented the lease again") {
+		t.Errorf("the lease of a receiver that did not come again: status %d, %+v", c.Status, c.Sent)
+	}
+	released := noticed + time.Since(began)
+	nothingOpen(t, n)
+	h.say("released", nil)
+	fill(e, next, 2)
+	lease, err = e.Intent(rdmaIntent(y, next))
+	ok(t, err)
+	h.hear("again")
+	began = time.Now()
+	if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
+		t.Errorf("sender: %d %+v", c.Status, c.Sent)
+	}
+	t.Logf("decode killed: lanes gone after %d ms, its lease released after %d ms (partner %s), the next one served in %.1f s", noticed.Milliseconds(), released.Milliseconds(),
+		n.cfg.Transfer.Partner, time.Since(began).Seconds())
+	h.hear("through")
+}
+
+// lanes waits until every rail has one, and returns all of them.
+func (h *rdmaHost) lanes(n *running) (ids []uint64) {
+	h.t.Helper()
+	eventually(h.t, "every rail has lanes", func() bool {
+		ids = nil
+		for _, d := range h.devices {
+			on := lanesOn(n, d)
+			if len(on) == 0 {
+				return false
+			}
+			ids = append(ids, on...)
+		}
+		return true
+	})
+	return ids
+}
+
+// nothingOpen waits until the node holds no lease.
+func nothingOpen(t testing.TB, n *running) {
+	t.Helper()
+	eventually(t, "no lease is open", func() bool {
+		n.enter()
+		defer n.leave()
+		open, _ := n.d.ex.Open()
+		return open == 0
+	})
 }
