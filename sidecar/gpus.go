@@ -38,7 +38,11 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	if err != nil {
 		return nil, fmt.Errorf("sidecar: transports.gpu.executor: %w", err)
 	}
-	return &gpus{cfg: stage.Config{Executor: how, Buffers: t.Buffers, PeerStage: uint64(t.Stage), Log: log}}, nil
+	table, err := gpuTable(c, log)
+	if err != nil {
+		return nil, err
+	}
+	return &gpus{cfg: stage.Config{Executor: how, Table: table, Buffers: t.Buffers, PeerStage: uint64(t.Stage), Log: log}}, nil
 }
 
 // Import makes a region of GPU memory; it owns fd once it has succeeded.

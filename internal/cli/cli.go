@@ -80,7 +80,7 @@ See what works on this host:          kvspray doctor`,
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usage(err) })
 	root.CompletionOptions.HiddenDefaultCmd = true
-	root.AddCommand(serveCommand(), configCommand(), versionCommand(), doctorCommand(), keygenCommand(), proxyCommand(), benchCommand(), layoutCommand(), topCommand())
+	root.AddCommand(serveCommand(), configCommand(), versionCommand(), doctorCommand(), keygenCommand(), proxyCommand(), benchCommand(), calibrateCommand(), layoutCommand(), topCommand())
 	return root
 }
 

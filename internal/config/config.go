@@ -92,6 +92,7 @@ type GPU struct {
 	Enabled  string `yaml:"enabled" unit:"auto or off" doc:"auto: used where there is an NVIDIA driver. off: engines that register memory of a GPU are refused."`
 	Executor string `yaml:"executor" unit:"auto, pack or copy" doc:"How scattered blocks cross between a GPU and the host. pack: a kernel packs them, which waits beside a busy engine unless MPS runs. copy: the copy engine takes each by itself. auto: what takes less time, learned under the load that there is."`
 	Buffers  int    `yaml:"buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU, lent to lanes."`
+	Table    string `yaml:"table" unit:"path, auto or off" doc:"What kvspray calibrate has measured of this host's models of GPU. auto: its own file in the user's cache folder, where it is there. off: what is built in, or learned."`
 	Stage    Size   `yaml:"stage" unit:"bytes" doc:"One stage of the copy between two GPUs; 8 are held on each for every direction in use."`
 }
 
@@ -195,7 +196,7 @@ func defaults() *Config {
 		Transports: Transports{
 			Order: []string{TransSHM, TransTCP},
 			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 1 << 20},
-			GPU:   GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Stage: 16 << 20},
+			GPU:   GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Table: Auto, Stage: 16 << 20},
 			GDR:   GDR{QueuePairs: 2, DeadPath: Duration(50 * time.Millisecond)},
 		},
 		Transfer: Transfer{
@@ -274,4 +275,19 @@ func (c *Config) LogLevel() slog.Level {
 		return slog.LevelInfo // Validate refused every other text
 	}
 	return l
+}
+
+// TablePath is where the table of GPUs is, empty where none is used, and whether somebody named it.
+func (g *GPU) TablePath() (path string, named bool) {
+	switch g.Table {
+	case Off:
+		return "", false
+	case Auto:
+		dir, err := os.UserCacheDir()
+		if err != nil {
+			return "", false
+		}
+		return filepath.Join(dir, "kvspray", "gpu.json"), false
+	}
+	return g.Table, true
 }

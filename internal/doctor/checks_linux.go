@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"net/netip"
@@ -489,7 +490,30 @@ func gpus(ctx context.Context, h *Host) []Result {
 	if first.State != Yes || h.Root != "" {
 		return []Result{first}
 	}
-	return append([]Result{first}, gpuDevices()...)
+	return append(append([]Result{first}, gpuDevices()...), named("gpu table", gpuTable(ctx, h)))
+}
+
+// gpuTable says whether the host's GPUs were measured. What is in the table is for serve to check.
+func gpuTable(_ context.Context, h *Host) Result {
+	c := h.Config
+	if c == nil {
+		c = config.Default()
+	}
+	path, _ := c.Transports.GPU.TablePath()
+	if path == "" {
+		return unknown("transports.gpu.table is off")
+	}
+	text, err := h.read(path)
+	if err != nil {
+		return no("kvspray calibrate measures the GPUs; until then what is built in holds", "%v", err)
+	}
+	var t struct {
+		GPUs map[string]json.RawMessage `json:"gpus"`
+	}
+	if err := json.Unmarshal([]byte(text), &t); err != nil || len(t.GPUs) == 0 {
+		return no("make it anew with kvspray calibrate", "%s is no table of GPUs: %v", path, err)
+	}
+	return yes("%s has %s", path, strings.Join(slices.Sorted(maps.Keys(t.GPUs)), "; "))
 }
 
 func rdma(_ context.Context, h *Host) Result {

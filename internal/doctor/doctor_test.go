@@ -311,3 +311,33 @@ func TestKillRight(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 }
+
+// TestGPUTable: one that was measured is named with its models, and what is none has a remedy.
+func TestGPUTable(t *testing.T) {
+	c := config.Default()
+	c.Transports.GPU.Table = "/t.json"
+	for text, want := range map[string]struct {
+		state State
+		what  string
+	}{
+		`{"version": 1, "gpus": {"B, driver 2": {}, "A, driver 1": {}}}`: {Yes, "/t.json has A, driver 1; B, driver 2"},
+		`{"version": 1, "gpus": {}}`:                                     {No, "no table of GPUs"},
+		"{":                                                              {No, "no table of GPUs"},
+		"":                                                               {No, "no such file"},
+	} {
+		root := t.TempDir()
+		if text != "" {
+			if err := os.WriteFile(filepath.Join(root, "t.json"), []byte(text), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		got := gpuTable(t.Context(), &Host{Root: root, Config: c})
+		if got.State != want.state || !strings.Contains(got.Detail, want.what) || want.state == No && !strings.Contains(got.Remedy, "kvspray calibrate") {
+			t.Errorf("%q: %+v", text, got)
+		}
+	}
+	c.Transports.GPU.Table = config.Off
+	if got := gpuTable(t.Context(), &Host{Root: t.TempDir(), Config: c}); got.State != Unknown {
+		t.Errorf("off: %+v", got)
+	}
+}

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between an engine's host memory and its GPU by a real sidecar; the engines are processes of their own. About a minute.
 
-    copies.py [--kvspray F] [--gpus 0,1,...] [--gib N] [--json F]
+    copies.py [--kvspray F] [--gpus 0,1,...] [--gib N] [--set KEY=VALUE] [--json F]
 
 The first GPU's engine copies alone, then beside engines on the others, whose links relay, then while those copy, too, and is killed in the
 middle of a copy. Every byte is compared after each. Where a second GPU is named, large copies must have used every link.
@@ -27,7 +27,7 @@ from e2e import TIMEOUT_S, Sidecar, say
 import kvspray
 
 PAGE = 16 << 10
-REPEAT = 5
+REPEAT = 3
 OTHER_BYTES = 1 << 30  # of an engine whose link relays
 
 
@@ -144,13 +144,14 @@ def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--kvspray", default=".build/gpu/kvspray")
     ap.add_argument("--gpus", default="0,1", type=lambda s: [int(x) for x in s.split(",")])
-    ap.add_argument("--gib", type=int, default=2)
+    ap.add_argument("--gib", type=int, default=1)
+    ap.add_argument("--set", action="append", default=[], help="of the sidecar's configuration")
     ap.add_argument("--json", type=pathlib.Path)
     args = ap.parse_args()
     problems: list[str] = []
     report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "gib": args.gib}
     with tempfile.TemporaryDirectory(prefix="kvspray-copies-") as folder:
-        sidecar = Sidecar(args.kvspray, pathlib.Path(folder), "one", [])
+        sidecar = Sidecar(args.kvspray, pathlib.Path(folder), "one", args.set)
         engines: list[Remote] = []
 
         def judge(what: str, got: list[dict[str, Any]], paths: set[str]) -> None:
@@ -163,7 +164,7 @@ def main() -> int:
         def measure(when: str, large: set[str]) -> None:
             for to_gpu, way in ((True, "to the GPU"), (False, "from the GPU")):
                 judge(f"{when}, {way}, whole", [a.call("whole", to_gpu, i) for i in range(REPEAT)], large)
-                for size, count in ((PAGE, 32768), (1 << 20, 1024)):
+                for size, count in ((PAGE, 32768), (1 << 20, 512)):
                     got = [a.call("scattered", to_gpu, i, size, count) for i in range(REPEAT)]
                     judge(f"{when}, {way}, {count} blocks of {size >> 10} KiB", got, large | {"direct"})
                 judge(f"{when}, {way}, 4096 blocks of 2 KiB", [a.call("scattered", to_gpu, 7, 2 << 10, 4096)], {"staged"})

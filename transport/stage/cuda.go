@@ -59,6 +59,10 @@ type cudaDevice struct {
 	host    [][]byte
 }
 
+func (d *cudaDevice) PackBlocks() int { return d.blocks }
+
+func (d *cudaDevice) SetPackBlocks(n int) { d.blocks = n }
+
 type cudaQueue struct{ *cuda.Stream }
 
 func (q cudaQueue) Record(e Event) error { return e.(cudaEvent).Record(q.Stream) }

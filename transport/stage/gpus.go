@@ -42,6 +42,7 @@ type Config struct {
 	Hops        int    // gathers and scatters under way at once, each with a HopBytes buffer on the GPU and one in host memory; default 8
 	Buffers     int    // host buffers of LendBytes that lanes borrow; default 128
 	PeerStage   uint64 // bytes of one stage between two GPUs; default 16 MiB. A pair takes PeerPipelines*PeerDepth of them on each
+	Table       *Table // what was measured; nil: what is built in, or learned
 	PeerDisable bool   // never copy between GPUs directly: for comparisons
 	Log         *slog.Logger
 }
@@ -114,7 +115,7 @@ func (g *GPUs) Pin(b []byte) (unpin func() error, err error) {
 
 // New opens the CUDA driver. An error wraps cuda.ErrNotSupported where there is none, or no GPU.
 func New(cfg Config) (*GPUs, error) {
-	p, err := openPlatform()
+	p, err := openPlatform(cfg.Table)
 	if err != nil {
 		return nil, err
 	}

@@ -40,6 +40,7 @@ type Copier struct {
 
 	mu       sync.Mutex // protects all below; taken after those of paths
 	paths    map[*GPU]*paths
+	limits   map[*GPU]Limits                   // of the table
 	pins     map[*mem.Region]map[uint64]window // by number of the window
 	windows  int                               // in pins
 	unpinned bool                              // that a window was refused has been said
@@ -83,7 +84,7 @@ func NewCopier(g *GPUs) *Copier {
 }
 
 func newCopier(g *GPUs, shape copierShape) *Copier {
-	return &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, pins: map[*mem.Region]map[uint64]window{}}
+	return &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]Limits{}, pins: map[*mem.Region]map[uint64]window{}}
 }
 
 // Copy moves the bytes of src, block by block, to dst, and says which way they took. All of a list lies in one region, and one of the two is a
@@ -147,11 +148,15 @@ func (c *Copier) parts(u *GPU, host, far []mem.Block) (parts []Part, pinned bool
 		}
 		bytes += host[i].Len
 	}
-	if !mapped || bytes/uint64(len(host)) < listPiece {
-		return nil, false, nil
-	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	least := c.limitsLocked(u).DirectBytes
+	if least == 0 {
+		least = listPiece
+	}
+	if !mapped || bytes/uint64(len(host)) < least {
+		return nil, false, nil
+	}
 	if c.closed {
 		return nil, false, net.ErrClosed
 	}
@@ -174,6 +179,15 @@ func (c *Copier) parts(u *GPU, host, far []mem.Block) (parts []Part, pinned bool
 		}
 	}
 	return parts, true, nil
+}
+
+func (c *Copier) limitsLocked(u *GPU) Limits {
+	l, ok := c.limits[u]
+	if !ok {
+		l = c.gpus.cfg.Table.Limits(c.gpus.model(u.index))
+		c.limits[u] = l
+	}
+	return l
 }
 
 // pinLocked gives the address of a byte of host memory for the GPUs, and how many from there on lie in its window.
@@ -305,7 +319,12 @@ func (c *Copier) multipath(u *GPU, relays []*GPU) (_ *Multipath, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if len(relays) > 0 {
+	c.mu.Lock()
+	known := c.limitsLocked(u).EveryLink[len(devs)]
+	c.mu.Unlock()
+	if known > 0 {
+		m.SetThreshold(known)
+	} else if len(relays) > 0 {
 		start := time.Now()
 		if err := c.measure(m, u); err != nil {
 			m.SetThreshold(DefaultThreshold)

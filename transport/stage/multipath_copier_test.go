@@ -20,6 +20,8 @@ import (
 type contexts struct {
 	*fakePlatform
 	noRegister bool // host memory cannot be locked
+	models     []string
+	asked      []int // thread blocks that packers were set to
 }
 
 type contextCard struct {
@@ -78,8 +80,14 @@ const (
 
 func newCopyRig(t *testing.T, gpus int) *copyRig {
 	t.Helper()
-	r := &copyRig{p: &contexts{fakePlatform: newFakePlatform(gpus)}}
-	r.g = must(newGPUs(r.p, small()))(t)
+	return rigOf(t, &contexts{fakePlatform: newFakePlatform(gpus)}, small())
+}
+
+func rigOf(t *testing.T, p *contexts, cfg Config) *copyRig {
+	t.Helper()
+	r := &copyRig{p: p}
+	gpus := p.n
+	r.g = must(newGPUs(r.p, cfg))(t)
 	r.c = newCopier(r.g, copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20})
 	for i := range gpus {
 		h, b := r.p.lend(i, copyBytes+8192, 4096)

@@ -5,20 +5,40 @@ package stage
 import (
 	"errors"
 	"fmt"
+	"os"
 	"strings"
 
 	"github.com/kvspray/kvspray/internal/cuda"
 )
 
 // cudaPlatform is the host's driver.
-type cudaPlatform struct{ devices []cuda.Device }
+type cudaPlatform struct {
+	devices []cuda.Device
+	table   *Table
+	version string // of the kernel's driver
+}
 
-func openPlatform() (platform, error) {
+// driverVersion is where the kernel says which driver it has, also in containers.
+const driverVersion = "/sys/module/nvidia/version"
+
+func openPlatform(t *Table) (platform, error) {
 	d, err := cuda.Open()
 	if err != nil {
 		return nil, err
 	}
-	return cudaPlatform{d.Devices}, nil
+	version, err := os.ReadFile(driverVersion)
+	if err != nil {
+		version = []byte("unknown")
+	}
+	return cudaPlatform{d.Devices, t, strings.TrimSpace(string(version))}, nil
+}
+
+func (p cudaPlatform) Model(i int) string {
+	name, err := p.devices[i].Name()
+	if err != nil {
+		return ""
+	}
+	return name + ", driver " + p.version
 }
 
 func (p cudaPlatform) UUIDs() ([][16]byte, error) {
@@ -38,7 +58,7 @@ func (p cudaPlatform) Open(i int) (card, error) {
 	if err != nil {
 		return nil, err
 	}
-	return cudaCard{c}, nil
+	return cudaCard{c, p.table.Limits(p.Model(i)).PackBlocks}, nil
 }
 
 func (p cudaPlatform) CanAccess(from, to int) (bool, error) {
@@ -46,9 +66,18 @@ func (p cudaPlatform) CanAccess(from, to int) (bool, error) {
 }
 
 // cudaCard is a retained context.
-type cudaCard struct{ c *cuda.Context }
+type cudaCard struct {
+	c          *cuda.Context
+	packBlocks int // measured; 0: as many as there are multiprocessors
+}
 
-func (d cudaCard) NewPacker() (Packer, error) { return CUDA(d.c) }
+func (d cudaCard) NewPacker() (Packer, error) {
+	p, err := CUDA(d.c)
+	if s, ok := p.(packSizer); ok && err == nil && d.packBlocks > 0 {
+		s.SetPackBlocks(d.packBlocks)
+	}
+	return p, err
+}
 
 func (d cudaCard) Reach(other card) error { return d.c.EnablePeer(other.(cudaCard).c) }
 

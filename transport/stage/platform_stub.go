@@ -4,7 +4,7 @@ package stage
 
 import "github.com/kvspray/kvspray/internal/cuda"
 
-func openPlatform() (platform, error) {
+func openPlatform(*Table) (platform, error) {
 	_, err := cuda.Open()
 	return nil, err
 }
