@@ -219,14 +219,22 @@ func (m *batch) whole(j *job) transfer.Reason {
 	m.dst = dst
 	at := len(m.src)
 	m.src = slices.Grow(m.src, int(j.pieces))[:at+int(j.pieces)]
-	out := m.src[at:]
-	for c := (cursor{job: j, cells: j.cells}); c.source(); {
-		region, b := c.m.region, &c.from
-		for i := range out[:b.count] {
-			out[i].Region, out[i].Off, out[i].Len = region, b.off, uint64(b.len)
-			b.off += b.stride
+	var r run
+	var region *mem.Region
+	for cells := j.cells; len(cells) > 0; {
+		index := r.region
+		if cells, err = r.next(cells); err != nil {
+			return transfer.ReasonRange
 		}
-		out, b.count = out[b.count:], 0
+		if region == nil || r.region != index {
+			region = j.find(r.region).region
+		}
+		for range r.count {
+			b := &m.src[at]
+			b.Region, b.Off, b.Len = region, r.off, uint64(r.len)
+			r.off += r.stride
+			at++
+		}
 	}
 	return transfer.ReasonNone
 }

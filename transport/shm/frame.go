@@ -101,6 +101,9 @@ func (r *run) inside(size uint64) bool {
 	if r.off > size || uint64(r.len) > size-r.off {
 		return false
 	}
+	if r.count == 1 {
+		return true
+	}
 	room, step := size-r.off-uint64(r.len), r.stride // behind the first piece
 	if int64(r.stride) < 0 {
 		room, step = r.off, -r.stride // before it
@@ -111,13 +114,13 @@ func (r *run) inside(size uint64) bool {
 
 // next reads the first run of the cells of a pull, of which there is at least one, and returns the cells behind it.
 func (r *run) next(cells []byte) ([]byte, error) {
-	c := cells[:cellBytes:cellBytes]
-	r.region, r.len, r.off = binary.LittleEndian.Uint32(c), binary.LittleEndian.Uint32(c[4:]), binary.LittleEndian.Uint64(c[8:])
-	r.stride, r.count = 0, 1
-	if cells = cells[cellBytes:]; r.len < runFlag {
-		return cells, nil
+	what := binary.LittleEndian.Uint64(cells)
+	r.region, r.len, r.off = uint32(what), uint32(what>>32), binary.LittleEndian.Uint64(cells[8:])
+	if r.len >= runFlag {
+		return r.strided(cells[cellBytes:])
 	}
-	return r.strided(cells)
+	r.stride, r.count = 0, 1
+	return cells[cellBytes:], nil
 }
 
 // strided reads the second cell of a run.
@@ -184,20 +187,15 @@ func endPull(b []byte) {
 }
 
 func appendRun(b []byte, r *run) []byte {
-	n := len(b)
-	if r.count == 1 {
-		b = append(b, make([]byte, cellBytes)...)
-		c := b[n : n+cellBytes : n+cellBytes]
-		binary.LittleEndian.PutUint32(c, r.region)
-		binary.LittleEndian.PutUint32(c[4:], r.len)
-		binary.LittleEndian.PutUint64(c[8:], r.off)
-		return b
+	what := uint64(r.len)<<32 | uint64(r.region)
+	if r.count > 1 {
+		b = binary.LittleEndian.AppendUint64(b, what|runFlag<<32)
+		b = binary.LittleEndian.AppendUint64(b, r.off)
+		b = binary.LittleEndian.AppendUint64(b, r.stride)
+		return binary.LittleEndian.AppendUint64(b, uint64(r.count))
 	}
-	b = binary.LittleEndian.AppendUint32(b, r.region)
-	b = binary.LittleEndian.AppendUint32(b, r.len|runFlag)
-	b = binary.LittleEndian.AppendUint64(b, r.off)
-	b = binary.LittleEndian.AppendUint64(b, r.stride)
-	return binary.LittleEndian.AppendUint64(b, uint64(r.count))
+	b = binary.LittleEndian.AppendUint64(b, what)
+	return binary.LittleEndian.AppendUint64(b, r.off)
 }
 
 func appendPulled(b []byte, tag uint64, reason transfer.Reason) []byte {

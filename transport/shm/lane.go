@@ -186,12 +186,19 @@ type asker struct {
 	most   uint32 // chunks of the last pull of the slice that its bounds cut; 0: they cut none
 }
 
+// batchAsks bounds the slices whose pulls an asker lets wait while it has more: a packet has room for some.
+const batchAsks = 4
+
 // askFor makes the pulls of slices that Move has left to it: a GPU's link takes blocks faster than one core finds them.
 func (l *lane) askFor() {
 	var a asker
+	waiting := 0 // slices whose pulls were not sent yet
 	for m := range l.asks {
 		l.moveOne(&a, m)
-		l.out.kick()
+		if waiting++; waiting >= batchAsks || len(l.asks) == 0 {
+			l.out.kick()
+			waiting = 0
+		}
 		l.wakeIfLate()
 	}
 }
@@ -267,6 +274,7 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 	o := m.s.Origin
 	a.frame = appendPull(a.frame[:0], pullFrame{slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt})
 	a.frame = slices.Grow(a.frame, min(len(blocks), maxCells)*cellBytes)
+	frame, runs := a.frame, l.runs
 	var last *mem.Region
 	var next run
 	for len(blocks) > 0 {
@@ -282,16 +290,17 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 			return false, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks", first.Len, r.Count)
 		}
 		next.off, next.len, next.count = first.Off, uint32(first.Len), 1
-		if l.runs && len(blocks) > 2 && blocks[1].Off-first.Off == blocks[2].Off-blocks[1].Off {
+		if runs && len(blocks) > 2 && blocks[1].Off-first.Off == blocks[2].Off-blocks[1].Off {
 			next.count, next.stride = leadingRun(blocks)
 		}
-		if len(a.frame)+2*cellBytes > maxPacketBytes {
+		if len(frame)+2*cellBytes > maxPacketBytes {
 			return false, 0, nil
 		}
-		a.frame = appendRun(a.frame, &next)
+		frame = appendRun(frame, &next)
 		blocks = blocks[next.count:]
 	}
-	endPull(a.frame)
+	endPull(frame)
+	a.frame = frame
 	return true, 0, nil
 }
 

@@ -175,7 +175,7 @@ func (d *destination) pull(f pullFrame) error {
 // malformed, and ends the lane.
 func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error) {
 	var m *mapping
-	var size uint64
+	var size, total, pieces uint64
 	var r run
 	for rest := cells; len(rest) > 0; {
 		index := r.region
@@ -194,12 +194,13 @@ func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error
 			return transfer.ReasonRange, nil
 		}
 		// A run's bytes are below 2^63, and the sum is looked at before the next ones are added.
-		j.total += r.bytes()
-		j.pieces += uint64(r.count)
-		if j.total > maxLen || j.pieces > maxPieces {
+		total += r.bytes()
+		pieces += uint64(r.count)
+		if total > maxLen || pieces > maxPieces {
 			return transfer.ReasonLength, nil
 		}
 	}
+	j.total, j.pieces = total, pieces
 	j.cells = append(j.cells, cells...)
 	return transfer.ReasonNone, nil
 }

@@ -265,3 +265,48 @@ func FuzzSource(f *testing.F) {
 		}
 	})
 }
+
+// BenchmarkRuns is what a scattered pull costs by itself, without sockets and other cores: its frame, its check, and its list at the device.
+func BenchmarkRuns(b *testing.B) {
+	d := instant{}
+	const blocks = 256
+	m := scattered(b, d, deviceSlice, deviceSlice/blocks, 1, false)
+	p := newPair(b, Config{Devices: d})
+	l := p.lane.(*lane)
+	list, err := m.Resolve(nil, m.space.All())
+	if err != nil {
+		b.Fatal(err)
+	}
+	var a asker
+	slice := &moved{s: transport.Slice{Origin: &transport.Origin{Source: m}}}
+	if fits, _, err := l.list(&a, slice, m.space.All(), list); !fits || err != nil {
+		b.Fatal(fits, err)
+	}
+	cells := a.frame[frameHeader+pullFixed:]
+	dst := &destination{regions: map[uint32]*mapping{0: {region: m.region, refs: 1}}, l: l}
+	j := job{l: l, r: m.space.All(), grant: &transport.Grant{Sink: m}}
+	if why, err := dst.sourceLocked(&j, cells); why != 0 || err != nil {
+		b.Fatal(why, err)
+	}
+	var to batch
+	for name, f := range map[string]func(){
+		"frame": func() { _, _, _ = l.list(&a, slice, m.space.All(), list) },
+		"check": func() {
+			j.cells, j.total, j.pieces = j.cells[:0], 0, 0
+			_, _ = dst.sourceLocked(&j, cells)
+		},
+		"list": func() {
+			to.dst, to.src = to.dst[:0], to.src[:0]
+			_ = to.whole(&j)
+		},
+		"resolve": func() { list, _ = m.Resolve(list[:0], m.space.All()) },
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				f()
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/blocks, "ns/block")
+		})
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -437,7 +438,14 @@ func (w *mover) add(src, dst cuda.Ptr, n uint64) {
 			}
 		}
 	}
-	w.list = append(w.list, Move{Src: src, Dst: dst, Len: n, Count: 1})
+	// Field by field: to copy a whole Move would take longer than all the rest.
+	k := len(w.list)
+	if k == cap(w.list) {
+		w.list = slices.Grow(w.list, 1)
+	}
+	w.list = w.list[:k+1]
+	m := &w.list[k]
+	m.Src, m.Dst, m.SrcStride, m.DstStride, m.Len, m.Count = src, dst, 0, 0, n, 1
 }
 
 // side is what a mover needs of a region.
