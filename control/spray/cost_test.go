@@ -7,25 +7,37 @@ import (
 	"time"
 )
 
-// pullBudget is what a pull and its confirmation may cost together with 32 candidate pairs. The goal is 500 ns for the pull; a machine that
-// is shared gets four times that before it is said that something has become slow. The benchmark has the figure.
-const pullBudget = 2 * time.Microsecond
+// pullGoal is what the decision about one slice may cost with 32 candidate pairs. A core whose other half is busy takes nearly twice as long
+// for the same, so twice the goal is what fails; the log has the figure.
+const pullGoal = 500 * time.Nanosecond
 
-// TestPullCost: the decision stays cheap with many pairs. The race detector makes everything slow, so this is left out under it; make
-// test-sim runs it.
+// TestPullCost: the decision stays cheap with many pairs, the one that finds nothing and ends each round included. The race detector makes
+// everything slow, so this is left out under it; make test-sim runs it.
 func TestPullCost(t *testing.T) {
-	const batch = 2000
-	step := loaded(t, 32)
-	best := time.Hour
-	for range 50 { // the best of them is what nobody else disturbed
+	const rounds, confirmed = 100, 16
+	end, pull := loaded(t, 32)
+	pull()
+	best, whole := time.Hour, time.Hour
+	for range 300 { // the best of them is what nobody else disturbed
+		var pulls int
+		var pulling time.Duration
 		began := time.Now()
-		for range batch {
-			step()
+		for range rounds {
+			for range confirmed {
+				end()
+			}
+			from := time.Now()
+			pulls += pull()
+			pulling += time.Since(from)
 		}
-		best = min(best, time.Since(began)/batch)
+		if pulls < rounds*confirmed/2 {
+			t.Fatalf("%d slices for %d that ended: not what this test is about", pulls, rounds*confirmed)
+		}
+		best = min(best, pulling/time.Duration(pulls))
+		whole = min(whole, time.Since(began)/time.Duration(pulls))
 	}
-	t.Logf("%s for a pull and its confirmation, 32 pairs", best)
-	if best > pullBudget {
-		t.Errorf("%s: want %s at most", best, pullBudget)
+	t.Logf("32 pairs: %s for a pull, %s with its confirmation", best, whole)
+	if best > 2*pullGoal {
+		t.Errorf("%s for a pull: want %s", best, pullGoal)
 	}
 }

@@ -166,8 +166,8 @@ func TestTrapRetriesAreCharged(t *testing.T) {
 	now := 2 * ms
 	for n := 2; ; n++ {
 		out, ok := s.End(now, b.Cookie, Failed)
-		if !ok {
-			t.Fatal("unknown slice")
+		if !ok || n > DefaultMaxStrikes {
+			t.Fatalf("slice known: %v; a chunk failed %d times, and goes on", ok, n)
 		}
 		if out.Exhausted {
 			if n != DefaultMaxStrikes {
@@ -253,10 +253,13 @@ func TestTrapCooldownDoublesPerError(t *testing.T) {
 // nobody, and then the window grows.
 func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 	m := newModel(t, Config{})
-	m.rail(gbit, 100*time.Microsecond, 1)
-	m.rail(gbit, 100*time.Microsecond, 1)
+	m.rail(4*gbit, 100*time.Microsecond, 1)
+	m.rail(4*gbit, 100*time.Microsecond, 1)
 	m.move(16 << 20)
 	q := m.p.pairs[1]
+	if q.window < 2*transfer.ChunkBytes<<(readmitSteps-1) {
+		t.Fatalf("window %d: not what this test is about", q.window)
+	}
 	f := m.open(LayerStream, 1<<30)
 	m.run(20*ms, f.landed)
 	for range maxErrors {
@@ -264,21 +267,28 @@ func TestTrapExpiryReadmitsLiveTraffic(t *testing.T) {
 	}
 	m.wait(20 * ms)
 	var first []Slice
-	var windows []uint64
+	full := 0 // steps whose window was used
 	m.pulled = func(sl Slice) {
-		if sl.Lane == 2 && q.state != Healthy {
-			first = append(first, sl)
-			windows = append(windows, q.load())
+		if sl.Lane != 2 || q.state == Healthy {
+			return
+		}
+		first = append(first, sl)
+		most := uint64(transfer.ChunkBytes) // of a probe
+		if q.state == Readmitted {
+			most <<= q.step
+		}
+		if n := q.load(); n > most {
+			t.Errorf("%v, step %d: %d bytes in flight, want %d at most", q.state, q.step, n, most)
+		} else if n == most && q.state == Readmitted {
+			full |= 1 << q.step
 		}
 	}
 	m.wait(DefaultCooldown + 50*ms)
 	if len(first) < readmitSteps+1 || first[0].Attempt != 0 || first[0].Range.Count != 1 || first[1].Attempt == 0 {
 		t.Fatalf("after the cooldown went %+v: want a probe, then slices", first)
 	}
-	for i, n := range windows {
-		if n > transfer.ChunkBytes<<readmitSteps {
-			t.Errorf("slice %d of the re-admission: %d bytes in flight", i, n)
-		}
+	if full == 0 {
+		t.Error("no step was ever full: this tests nothing")
 	}
 	if q.state != Healthy || q.count.Readmissions != 1 || q.count.Probes != 1 {
 		t.Errorf("%v after %d probes and %d re-admissions", q.state, q.count.Probes, q.count.Readmissions)
@@ -293,6 +303,104 @@ func TestTrapRemoteIgnored(t *testing.T) {
 	m.move(64 << 20)
 	near(t, "fast remote", m.p.pairs[0].bw, gbit, 0.1)
 	near(t, "slow remote", m.p.pairs[1].bw, gbit/10, 0.1)
+}
+
+// A slice that a lane does not even take was nobody's business: it goes out on another pair at once, and costs its chunks nothing.
+func TestTrapRefusedAtSubmit(t *testing.T) {
+	s, p := solo(t, 2)
+	f := flow(t, s, p, 1)
+	a, ok := s.Pull(0, p)
+	if !ok {
+		t.Fatal("nothing to pull")
+	}
+	s.End(0, a.Cookie, Lost)
+	b, ok := s.Pull(0, p)
+	if !ok || b.Lane == a.Lane || b.Range != a.Range || f.chunks[0].strikes != 0 {
+		t.Errorf("after %+v came %+v, %v, with %d strikes: want the same chunk on the other lane, and none", a, b, ok, f.chunks[0].strikes)
+	}
+}
+
+// The whole request was sent again by the next transport, finished slices included. What has landed is never sent again.
+func TestTrapFinishedSlicesSentAgain(t *testing.T) {
+	m := newModel(t, Config{})
+	first := m.rail(gbit, 100*time.Microsecond, 1)
+	m.rail(gbit, 100*time.Microsecond, 1, func(in *LaneInfo) { in.Path.Transport, in.Rank = "next", 1 })
+	m.move(16 << 20)
+	f := m.open(LayerStream, 64<<20)
+	m.run(256*ms, f.landed) // about half of it
+	first.set(func() { first.dead = true })
+	landed, sent := uint64(0), uint64(0)
+	for i := range f.chunks {
+		if f.chunks[i].landed {
+			landed += transfer.ChunkBytes
+		}
+	}
+	m.pulled = func(sl Slice) {
+		for c := sl.Range.First; c < sl.Range.End(); c++ {
+			if f.chunks[c].landed && sl.Attempt > 0 {
+				t.Errorf("chunk %d had landed, and is sent again by %s", c, m.byLane[sl.Lane].name)
+			}
+		}
+		sent += sl.Bytes
+	}
+	if m.run(10*sec, f.landed) < 0 {
+		t.Fatal("the next transport did not carry on")
+	}
+	if landed < 16<<20 || sent > 64<<20-landed {
+		t.Errorf("%d bytes had landed, %d of %d were sent after that", landed, sent, 64<<20)
+	}
+}
+
+// Hundreds of thousands of attempts while there was no path, and a fifth of the rate after it: three seconds without any rail cost no more
+// than what was in flight, and then each is used as before.
+func TestTrapStormWhileAllIsDead(t *testing.T) {
+	m := newModel(t, Config{})
+	for range 4 {
+		m.rail(gbit, 100*time.Microsecond, 2)
+	}
+	m.move(64 << 20)
+	f := m.open(LayerStream, 256<<20)
+	m.run(50*ms, f.landed)
+	all := func(dead bool) {
+		for _, l := range m.links {
+			l.set(func() { l.dead = dead })
+		}
+	}
+	all(true)
+	before := m.pulls
+	m.wait(3 * sec)
+	if n := m.pulls - before; n > DefaultMaxFlights {
+		t.Errorf("%d slices were given out in three seconds without a path: want %d at most", n, DefaultMaxFlights)
+	}
+	all(false)
+	m.wait(sec)
+	f.Close()
+	if r := m.move(256<<20) / m.sum(); r < 0.97 {
+		t.Errorf("%.3f of the rails a second after they were back", r)
+	}
+}
+
+// Where every pair is excluded each is tried with one chunk at a time: neither a storm, nor a transfer that waits for a cooldown.
+func TestLastResort(t *testing.T) {
+	s, p := solo(t, 3)
+	flow(t, s, p, 64)
+	for _, q := range p.pairs {
+		q.exclude(0, &s.cfg, "test")
+	}
+	used := map[uint64]bool{}
+	for _, sl := range pullAll(s, p, ms) {
+		if sl.Range.Count != 1 || used[sl.Lane] {
+			t.Errorf("%+v, though its rail is excluded: want one chunk on each", sl)
+		}
+		used[sl.Lane] = true
+		s.End(2*ms, sl.Cookie, Failed)
+	}
+	if len(used) != 3 {
+		t.Errorf("%d of 3 excluded rails are tried while there is no other", len(used))
+	}
+	if err := check(s, []*Peer{p}, nil); err != nil {
+		t.Error(err)
+	}
 }
 
 // What is learned and not used any more decays to neutral.
