@@ -129,7 +129,32 @@ func (x *Flags) Options() (*Options, error) {
 		o.Faults = append(o.Faults, f)
 	}
 	Sort(o.Faults)
-	return o, o.check()
+	if err := o.check(); err != nil {
+		return nil, err
+	}
+	for _, out := range []struct{ flag, path string }{{"--json", o.JSON}, {"--html", o.HTML}} {
+		if err := writable(out.path); err != nil {
+			return nil, fmt.Errorf("%s: %w", out.flag, err)
+		}
+	}
+	return o, nil
+}
+
+// writable says before a run what would make its result be lost after it. It leaves no file where there was none.
+func writable(path string) error {
+	if path == "" || path == "-" {
+		return nil
+	}
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	if err == nil {
+		return errors.Join(f.Close(), os.Remove(path))
+	}
+	if errors.Is(err, os.ErrExist) {
+		if f, err = os.OpenFile(path, os.O_WRONLY, 0); err == nil {
+			return f.Close()
+		}
+	}
+	return err
 }
 
 func (o *Options) check() error {
@@ -160,8 +185,8 @@ func (o *Options) check() error {
 			return fmt.Errorf("--fault %s: never happens within --duration %s", f, o.Duration)
 		}
 	}
-	if o.JSON == "-" && o.HTML == "-" {
-		return errors.New("--json - and --html -: only one can go to standard output")
+	if o.JSON == o.HTML && o.JSON != "" {
+		return fmt.Errorf("--json %s and --html %s: only one can go there", o.JSON, o.HTML)
 	}
 	return nil
 }

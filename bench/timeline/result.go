@@ -228,6 +228,13 @@ func (r *Result) Print(w io.Writer) error {
 			p("; at %.2f after %s\n", Enough, d.Recovered)
 		}
 	}
+	happened := 0
+	for _, d := range r.Dips {
+		happened += len(d.Faults)
+	}
+	if late := r.Faults[min(happened, len(r.Faults)):]; len(late) > 0 {
+		p("  %v: too late to be seen, every transfer had ended\n", late)
+	}
 	_, err := w.Write(b.Bytes())
 	return err
 }

@@ -2,8 +2,11 @@ package timeline
 
 import (
 	"bytes"
+	"errors"
 	"io"
 	"math"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -28,12 +31,13 @@ func parse(t *testing.T, args ...string) (*Options, error) {
 
 // TestFlags reads the command line that the issue gives.
 func TestFlags(t *testing.T) {
+	html := filepath.Join(t.TempDir(), "f")
 	o, err := parse(t, "--rates", "2gbit,1gbit, 500mbit,2.5gbit", "--block", "64KiB", "--policy", "weighted", "--duration", "8s",
-		"--fault", "5s:rail0:up", "--fault", "2s:rail0:down", "--fault", "2s:all:rate=1/20", "--fault", "500ms:rail3:flap=300ms", "--json", "-", "--html", "f")
+		"--fault", "5s:rail0:up", "--fault", "2s:rail0:down", "--fault", "2s:all:rate=1/20", "--fault", "500ms:rail3:flap=300ms", "--json", "-", "--html", html)
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := &Options{Rates: []Rate{2e9, 1e9, 500e6, 2.5e9}, Block: 64 << 10, Total: 256 << 20, Duration: 8 * time.Second, Policy: "weighted", JSON: "-", HTML: "f",
+	want := &Options{Rates: []Rate{2e9, 1e9, 500e6, 2.5e9}, Block: 64 << 10, Total: 256 << 20, Duration: 8 * time.Second, Policy: "weighted", JSON: "-", HTML: html,
 		Faults: []Fault{{At: 500 * time.Millisecond, Rail: 3, Kind: Flap, Period: 300 * time.Millisecond}, {At: 2 * time.Second, Kind: Down},
 			{At: 2 * time.Second, Rail: AllRails, Kind: Slow, Share: 0.05}, {At: 5 * time.Second, Kind: Up}}}
 	if d := cmp.Diff(want, o); d != "" {
@@ -51,6 +55,10 @@ func TestFlags(t *testing.T) {
 
 // TestFlagsRefused: each mistake is told by its flag and its value.
 func TestFlagsRefused(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "old")
+	if err := os.WriteFile(file, []byte("old"), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for _, x := range []struct{ args, want string }{
 		{"--rates 2gbit,fast", `--rates: "fast": want a rate`},
 		{"--rates 900gbit", `--rates: "900gbit": must be`},
@@ -82,10 +90,25 @@ func TestFlagsRefused(t *testing.T) {
 		{"--fault 1s:rail0:flap=1ms", `flap "1ms"`},
 		{"--fault 9s:rail0:down --duration 8s", "never happens within"},
 		{"--json - --html -", "only one"},
+		{"--json x --html x", "--json x and --html x: only one"},
+		{"--json /nowhere/x", "--json: open /nowhere/x: no such file"},
+		{"--html " + file + "/x", "--html: open " + file + "/x: not a directory"},
+		{"--html .", "--html: open .: is a directory"},
 	} {
 		if _, err := parse(t, strings.Fields(x.args)...); err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%s: %v, want %q", x.args, err, x.want)
 		}
+	}
+	// Looking whether a file can be written changes nothing.
+	fresh := filepath.Join(filepath.Dir(file), "new")
+	if _, err := parse(t, "--json", file, "--html", fresh); err != nil {
+		t.Error(err)
+	}
+	if b, err := os.ReadFile(file); err != nil || string(b) != "old" {
+		t.Errorf("a file that was there holds %q, %v", b, err)
+	}
+	if _, err := os.Stat(fresh); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("a file that was not there: %v", err)
 	}
 }
 
@@ -128,7 +151,7 @@ func TestConditions(t *testing.T) {
 // TestJudge reads a run whose numbers are known: two equal rails; one dies at 1 s, for 80 ms nothing comes, then the other's rate.
 func TestJudge(t *testing.T) {
 	const each = Rate(800e6) // 100 bytes a microsecond
-	r := &Result{Bench: "sim", Host: "none", Total: 1 << 20, Block: 16 << 10, Policy: "spray", Together: 2 * each, Faults: []Fault{{At: time.Second, Rail: 1, Kind: Down}},
+	r := &Result{Bench: "sim", Host: "none", Total: 1 << 20, Block: 16 << 10, Policy: "spray", Together: 2 * each, Faults: []Fault{{At: time.Second, Rail: 1, Kind: Down}, {At: time.Minute, Rail: 0, Kind: Down}},
 		Rails:     []Rail{{Name: "rail0", Rate: each, Alone: each}, {Name: "rail1", Rate: each, Alone: each}},
 		Transfers: []Transfer{{Took: Seconds(time.Second), Bytes: 180e6}, {Began: Seconds(time.Second), Took: Seconds(time.Second), Bytes: 92e6}, {Error: "gone"}},
 		Samples:   Samples{Every: Seconds(SampleEvery), Bytes: make([][]uint64, 2)}}
@@ -169,7 +192,8 @@ func TestJudge(t *testing.T) {
 		t.Error(d)
 	}
 	b.Reset()
-	if err := r.Print(&b); err != nil || !strings.Contains(b.String(), "0.840 of 800mbit in the 500ms after; at 0.95 after 80ms") {
+	if err := r.Print(&b); err != nil || !strings.Contains(b.String(), "0.840 of 800mbit in the 500ms after; at 0.95 after 80ms") ||
+		!strings.Contains(b.String(), "[1m0s:rail0:down]: too late") {
 		t.Errorf("%v: %s", err, b.String())
 	}
 
