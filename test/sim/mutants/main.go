@@ -1,7 +1,8 @@
-// Command mutants takes lines out of the production code, one at a time, and looks whether the simulated clusters notice: `make
-// test-mutants`. The sources stay as they are; the compiler is shown changed copies of them (go build -overlay).
+// Command mutants takes lines out of the production code, one at a time, and looks whether the tests notice: `make test-mutants`. What
+// would break a promise of package sim must be noticed by its clusters, and what would fall into a trap of package spray by the trap's own
+// test. The sources stay as they are; the compiler is shown changed copies of them (go build -overlay).
 //
-// It fails when a mutant survives, when another promise than the one that it breaks is said to be broken, when a promise has no mutant
+// It fails when a mutant survives, when something else than what it breaks is said to be broken, when a promise or a trap has no mutant
 // that it noticed, and when the text that a mutant changes is no longer there. No goroutines.
 package main
 
@@ -23,11 +24,14 @@ import (
 
 // How a mutant is looked at.
 const (
-	tests   = "^(TestSchedules|TestFlapping|TestAllRailsDead|TestRestarts|TestRestartsLoseNothing)$"
-	runs    = "1500"           // random schedules, until one fails
-	limit   = 10 * time.Minute // of one mutant
-	binary  = "sim.test"
-	testPkg = "./test/sim"
+	clusters = "^(TestSchedules|TestFlapping|TestAllRailsDead|TestRestarts|TestRestartsLoseNothing)$"
+	traps    = "^TestTrap"
+	runs     = "1500"           // random schedules, until one fails
+	simLimit = 10 * time.Minute // of one mutant
+	trapTime = time.Minute      // of one of a trap
+	binary   = "mutant.test"
+	simPkg   = "./test/sim"
+	sprayPkg = "./control/spray"
 )
 
 func main() {
@@ -49,6 +53,10 @@ func run(only string) error {
 		return err
 	}
 	defer func() { _ = os.RemoveAll(dir) }()
+	trapTests, err := list(sprayPkg, traps)
+	if err != nil {
+		return err
+	}
 	noticed, tried := map[string]int{}, 0
 	var bad []string
 	for _, m := range mutants {
@@ -57,28 +65,28 @@ func run(only string) error {
 		}
 		tried++
 		began := time.Now()
-		promise, detail, err := m.try(dir)
+		by, detail, err := m.try(dir)
 		if err != nil {
 			return fmt.Errorf("%s: %w", m.name, err)
 		}
-		verdict := "noticed: " + promise
+		verdict := "noticed: " + by
 		switch {
-		case promise == "":
+		case by == "":
 			verdict = "SURVIVED"
 			bad = append(bad, m.name)
-		case !slices.Contains(m.breaks, promise):
-			verdict = fmt.Sprintf("noticed by %q, want one of %q", promise, m.breaks)
+		case !slices.Contains(m.breaks, by):
+			verdict = fmt.Sprintf("noticed by %q, want one of %q", by, m.breaks)
 			bad = append(bad, m.name)
 		default:
-			noticed[promise]++
+			noticed[by]++
 		}
 		fmt.Printf("%-34s %5.1f s  %s\n", m.name, time.Since(began).Seconds(), verdict)
-		if promise == "" || !slices.Contains(m.breaks, promise) {
+		if by == "" || !slices.Contains(m.breaks, by) {
 			fmt.Println(detail)
 		}
 	}
 	if only == "" {
-		for _, p := range sim.Promises {
+		for _, p := range slices.Concat(sim.Promises, trapTests) {
 			if noticed[p] == 0 {
 				bad = append(bad, fmt.Sprintf("no mutant shows that %q is watched", p))
 			}
@@ -91,8 +99,27 @@ func run(only string) error {
 	return nil
 }
 
-// try builds the tests with the mutant in place of the line, and says which promise they found broken; "": none.
-func (m *mutant) try(dir string) (promise, detail string, err error) {
+// list names the tests of a package that match.
+func list(pkg, pattern string) (names []string, err error) {
+	out, err := exec.Command("go", "test", "-list", pattern, pkg).CombinedOutput()
+	if err != nil {
+		return nil, fmt.Errorf("go test -list: %w\n%s", err, out)
+	}
+	for _, l := range strings.Fields(string(out)) {
+		if strings.HasPrefix(l, "Test") {
+			names = append(names, l)
+		}
+	}
+	return names, nil
+}
+
+// try builds the tests with the mutant in place of the line, and says what noticed it: a promise, or the test of a trap; "": nothing.
+func (m *mutant) try(dir string) (by, detail string, err error) {
+	pkg, tests, words, limit := simPkg, clusters, sim.Promises, simLimit
+	if m.trap() {
+		// Its own test must notice; that others do as well is no help.
+		pkg, tests, words, limit = sprayPkg, "^("+strings.Join(m.breaks, "|")+")$", m.breaks, trapTime
+	}
 	path, err := filepath.Abs(m.file)
 	if err != nil {
 		return "", "", err
@@ -117,7 +144,7 @@ func (m *mutant) try(dir string) (promise, detail string, err error) {
 		return "", "", err
 	}
 	bin := filepath.Join(dir, binary)
-	if out, err := exec.Command("go", "test", "-overlay", overlay, "-vet=off", "-c", "-o", bin, testPkg).CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "test", "-overlay", overlay, "-vet=off", "-c", "-o", bin, pkg).CombinedOutput(); err != nil {
 		return "", "", fmt.Errorf("does not compile: %w\n%s", err, out)
 	}
 	cmd := exec.Command(bin, "-test.run", tests, "-test.failfast", "-test.timeout", limit.String())
@@ -130,15 +157,18 @@ func (m *mutant) try(dir string) (promise, detail string, err error) {
 	case !errors.As(err, &exit):
 		return "", "", err
 	}
-	// The first promise that is named is the one: what follows may be its consequence.
+	// The first that is named is the one: what follows may be its consequence.
 	first := len(out)
-	for _, p := range sim.Promises {
-		if i := strings.Index(string(out), p); i >= 0 && i < first {
-			first, promise = i, p
+	for _, w := range words {
+		if i := strings.Index(string(out), w); i >= 0 && i < first {
+			first, by = i, w
 		}
 	}
-	if promise == "" {
-		promise = "a crash, a hang, or something else"
+	if by == "" {
+		by = "a crash, a hang, or something else"
 	}
-	return promise, string(out[max(0, len(out)-2000):]), nil
+	return by, string(out[max(0, len(out)-2000):]), nil
 }
+
+// trap reports whether the mutant is one of what tests of traps must notice.
+func (m *mutant) trap() bool { return strings.HasPrefix(m.breaks[0], "Test") }

@@ -5,7 +5,7 @@ type mutant struct {
 	name         string
 	file         string
 	old, becomes string
-	breaks       []string // any of these promises
+	breaks       []string // any of these promises, or of these tests
 }
 
 // The promises of package sim.
@@ -71,4 +71,22 @@ var mutants = []mutant{
 	{"an older boot is waited for", "control/exec/endpoints.go", "			e.regrant(now, d, ByPeerLost, \"the source's sidecar is gone\")\n", "", []string{path, never, leak}},
 	{"a dead boot's place is not given on", "control/exec/inbound.go", "	e.succeed(now, in)\n", "", []string{path}},
 	{"a dead boot's grants stay", "control/exec/endpoints.go", "			e.absent(now, in, over)\n", "", []string{path, leak, never}},
+
+	// The traps of package spray.
+	{"the weight is inverted", "control/spray/pair.go", "return v + weight*(sample-v)", "return sample + weight*(v-sample)", []string{"TestTrapInvertedEWMA"}},
+	{"a rate from post to confirmation", "control/spray/pair.go", "rate := float64(q.delivered-f.delivered) / float64(max(now-f.begin, time.Microsecond))", "rate := float64(f.bytes) / float64(took)", []string{"TestTrapQueueCountedTwice"}},
+	{"a floor of a tenth of the claim", "control/spray/pair.go", "rate = min(max(rate, smallest), maxClaim)", "rate = min(max(rate, q.neutral/10), maxClaim)", []string{"TestTrapFloorHidesSlowRail"}},
+	{"an estimate that only falls", "control/spray/pair.go", "if !f.limited || rate > q.bw || q.samples == 0 {", "if rate < q.bw || q.samples == 0 {", []string{"TestTrapFloorHidesSlowRail"}},
+	{"a timeout without a retry", "control/spray/sched.go", "			fl.flow.strike(fl.r, q)\n			s.double(fl)\n", "", []string{"TestTrapTimeoutWithoutRetry"}},
+	{"a timeout that blames nobody", "control/spray/sched.go", "		q.fault(now, &s.cfg, \"slice timed out\")\n", "", []string{"TestTrapTimeoutWithoutRetry"}},
+	{"a retry that is not charged", "control/spray/sched.go", "	q.inflight += bytes\n", "	if attempt < 2 {\n		q.inflight += bytes\n	}\n", []string{"TestTrapRetriesAreCharged"}},
+	{"retries without end", "control/spray/sched.go", "			out.Exhausted = f.exhausted(fl.r, s.cfg.MaxStrikes)\n", "", []string{"TestTrapRetriesAreCharged"}},
+	{"an exclusion that nobody heeds", "control/spray/pair.go", "return q.live > 0 && q.state <= Readmitted", "return q.live > 0", []string{"TestTrapHealthIsShared"}},
+	{"an exclusion for each error", "control/spray/pair.go", "	case q.state == Excluded:\n", "	case q.state == Excluded:\n		q.exclude(now, c, what)\n", []string{"TestTrapCooldownDoublesPerError"}},
+	{"no probe after the cooldown", "control/spray/pull.go", "			q.state, q.since = Probing, now\n			p.probing++\n", "			q.state, q.since = Healthy, now\n", []string{"TestTrapExpiryReadmitsLiveTraffic"}},
+	{"no steps after the probe", "control/spray/pair.go", "	if q.state == Readmitted {\n		q.window", "	if false {\n		q.window", []string{"TestTrapExpiryReadmitsLiveTraffic"}},
+	{"one remote rail is as another", "control/spray/sched.go", "		if q.path == in.Path {", "		if q.path.rail() == in.Path.rail() {", []string{"TestTrapRemoteIgnored"}},
+	{"a lane's refusal costs its chunks", "control/spray/sched.go", "			if (v == Failed || v == Refused) && !fl.late {", "			if !fl.late {", []string{"TestTrapRefusedAtSubmit"}},
+	{"all of it is sent again", "control/spray/sched.go", "	fl.flow.free(fl.r, true)\n", "	clear(fl.flow.chunks)\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
+	{"silent lanes are given more", "control/spray/sched.go", "		l.suspect = true\n		q.recount()\n		q.count.Suspicions++\n		s.release(l)\n", "		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n", []string{"TestTrapStormWhileAllIsDead"}},
 }
