@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
+
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/verbs/fake"
 	"github.com/kvspray/kvspray/transfer"
@@ -249,4 +251,77 @@ func TestDeviceDeadPath(t *testing.T) {
 			ms(told[runs/2]), ms(told[0]), ms(told[runs-1]))
 	}
 	fmt.Printf("| dead_path | the timers take, ms | noticed after, median (least to most) | slices reported after |\n|---|---|---|---|\n%s", table.String())
+}
+
+// TestDeviceLinkRemoved tells how long it takes until the lane of a link that was taken out in mid slice is down and the slice reported, from the
+// start of the call that takes it out, and until there is a lane again once it was put back. It judges no time.
+func TestDeviceLinkRemoved(t *testing.T) {
+	ends(t) // or skip
+	shell := func(command string) {
+		if out, err := exec.Command("sh", "-ec", command).CombinedOutput(); err != nil {
+			t.Fatalf("%s: %v: %s", command, err, out)
+		}
+	}
+	const (
+		runs   = 10
+		path   = 50 * time.Millisecond
+		insert = `ip link add r1a type veth peer name r1b
+			ip addr add 10.9.1.1/24 dev r1a; ip addr add 10.9.1.2/24 dev r1b
+			ip link set r1a mtu 4500 up; ip link set r1b mtu 4500 up
+			ip route replace 10.9.1.2 dev r1a src 10.9.1.1 table 101; ip route replace 10.9.1.1 dev r1b src 10.9.1.2 table 101
+			rdma link add r1a type rxe netdev r1a; rdma link add r1b type rxe netdev r1b`
+	)
+	made := 0
+	p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
+		name := fmt.Sprintf("r1%c", "ab"[made%2])
+		made++
+		open := func() (verbs.Device, error) {
+			return verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID, Timer: timer(path), Retries: retries})
+		}
+		rails := []Rail{{Name: name, Open: open, Listen: "127.0.0.1:0", NUMA: -1}} // the sockets do not go with the link
+		return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 2 * path})
+	})
+	large := transporttest.Shape{Chunks: 64, BlockBytes: 64 << 10}
+	src, dst := transporttest.NewMemory(t, large), transporttest.NewMemory(t, large)
+	var took [4][]time.Duration
+	gen := transfer.Gen(0)
+	for range runs {
+		l := open(t, p, 0)
+		link, err := netlink.LinkByName("r1a")
+		if err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		down, command := make(chan time.Duration, 1), make(chan time.Duration, 1)
+		go func() {
+			if err := netlink.LinkDel(link); err != nil {
+				t.Error(err)
+			}
+			command <- time.Since(began)
+		}()
+		go func() {
+			until(t, "the lane is down", func() bool { return l.failure() != nil })
+			down <- time.Since(began)
+		}()
+		for over := false; !over; { // slice after slice, until one does not land
+			gen++
+			b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
+			over = p.A.MoveWait(l, b.Origin, src.All(), 1).Outcome != transfer.Landed
+			b.End(t)
+		}
+		told := time.Since(began)
+		for i, d := range []time.Duration{<-down, told, <-command} {
+			took[i] = append(took[i], d)
+		}
+		shell(insert)
+		began = time.Now()
+		open(t, p, 0)
+		took[3] = append(took[3], time.Since(began))
+	}
+	var cells [4]string
+	for i, all := range took {
+		slices.Sort(all)
+		cells[i] = fmt.Sprintf("%d (%d to %d)", all[runs/2].Milliseconds(), all[0].Milliseconds(), all[runs-1].Milliseconds())
+	}
+	fmt.Printf("| the link is removed: lane down after, ms | slice reported after | the call took | lane again after it is back |\n|---|---|---|---|\n| %s |\n", strings.Join(cells[:], " | "))
 }

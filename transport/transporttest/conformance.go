@@ -532,7 +532,10 @@ func testFenceAttack(t *testing.T, f Factory, success bool) {
 		push := push(p.A, lanes, b.Origin, src.Chunks(), 1)
 		if success {
 			// Retries are still under way when the last chunk lands.
-			until(t, "all chunks landed", b.Sink.Full)
+			until(t, "all chunks landed", func() bool {
+				p.A.healthy(lanes...)
+				return b.Sink.Full()
+			})
 		} else {
 			n := 1 + rand.Int64N(6)
 			until(t, "some slices ended", func() bool { return push.ended.Load() >= n })

@@ -70,6 +70,7 @@ type End struct {
 	origins map[transfer.Slot]*transport.Origin
 	pending map[uint64]chan transport.Result // by cookie; a result without one is an error
 	lanes   map[uint64]bool                  // by id: up and not down
+	lost    map[uint64]error                 // why lanes are down, by id
 	refused map[transfer.Reason]int
 	cookie  uint64
 }
@@ -109,7 +110,7 @@ func bareEnd(tb testing.TB) *End {
 	return &End{tb: tb, ups: make(chan transport.Lane, 256), downs: make(chan transport.Lane, 256),
 		peers: map[transfer.Boot]transport.Peer{}, grants: map[transfer.Slot]*transport.Grant{},
 		origins: map[transfer.Slot]*transport.Origin{}, pending: map[uint64]chan transport.Result{}, lanes: map[uint64]bool{},
-		refused: map[transfer.Reason]int{}}
+		lost: map[uint64]error{}, refused: map[transfer.Reason]int{}}
 }
 
 func newEnd(tb testing.TB, f Factory) *End {
@@ -193,12 +194,13 @@ func (e *End) LaneUp(l transport.Lane) {
 }
 
 // LaneDown implements transport.Host.
-func (e *End) LaneDown(l transport.Lane, _ error) {
+func (e *End) LaneDown(l transport.Lane, why error) {
 	e.mu.Lock()
 	if !e.lanes[l.ID()] {
 		e.tb.Errorf("lane %d is down and was not up", l.ID())
 	}
 	delete(e.lanes, l.ID())
+	e.lost[l.ID()] = why
 	e.mu.Unlock()
 	e.downs <- l
 }
@@ -240,6 +242,18 @@ func (e *End) RefusedFor(r transfer.Reason) int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.refused[r]
+}
+
+// healthy fails the test if one of these lanes, which nobody has ended, is down.
+func (e *End) healthy(lanes ...transport.Lane) {
+	e.tb.Helper()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, l := range lanes {
+		if !e.lanes[l.ID()] {
+			e.tb.Fatalf("lane %d was lost: %v", l.ID(), e.lost[l.ID()])
+		}
+	}
 }
 
 // open slices that have not ended.
