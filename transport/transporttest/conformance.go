@@ -533,7 +533,7 @@ func testFenceAttack(t *testing.T, f Factory, success bool) {
 		if success {
 			// Retries are still under way when the last chunk lands.
 			until(t, "all chunks landed", func() bool {
-				p.A.healthy(lanes...)
+				p.A.usable(lanes...)
 				return b.Sink.Full()
 			})
 		} else {

@@ -244,16 +244,19 @@ func (e *End) RefusedFor(r transfer.Reason) int {
 	return e.refused[r]
 }
 
-// healthy fails the test if one of these lanes, which nobody has ended, is down.
-func (e *End) healthy(lanes ...transport.Lane) {
+// usable fails the test once none of these lanes is up, and says why: nobody has ended them.
+func (e *End) usable(lanes ...transport.Lane) {
 	e.tb.Helper()
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	var why []error
 	for _, l := range lanes {
-		if !e.lanes[l.ID()] {
-			e.tb.Fatalf("lane %d was lost: %v", l.ID(), e.lost[l.ID()])
+		if e.lanes[l.ID()] {
+			return
 		}
+		why = append(why, e.lost[l.ID()])
 	}
+	e.tb.Fatalf("every lane was lost: %v", errors.Join(why...))
 }
 
 // open slices that have not ended.
