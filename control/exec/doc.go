@@ -116,6 +116,7 @@ const (
 	disownedWait         = time.Second            // for the record that says why a source was disowned
 	MaxParts             = 256                    // ranks of an engine, and so parts of a grant
 	maxRankBytes         = 64                     // of a rank's name
+	maxTold              = 8                      // errors in messages of one peer that are told
 	maxDescribing        = 1024                   // layouts asked for at a time
 )
 

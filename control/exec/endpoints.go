@@ -44,6 +44,7 @@ type peer struct {
 	places places
 
 	complained bool // about its rails, tiers and credits
+	told       int  // errors of its messages, up to maxTold
 
 	dirty bool
 	ranks []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours

@@ -215,7 +215,8 @@ func millis(d time.Duration) uint32 {
 	return uint32(min(max(d, 0), MaxDeadline) / time.Millisecond)
 }
 
-// Message takes the body of one control frame from peer boot.
+// Message takes the body of one control frame from peer boot. The error is for the log and names what is wrong with one that can be no
+// message of an honest peer. A peer that goes on like that is not told of again and again: past maxTold its frames are dropped in silence.
 func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) error {
 	p := e.peer(boot)
 	var err error
@@ -240,6 +241,16 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 		// Closed is for receivers whose fence needs the sender; Rails, Ping and Pong are the lanes' own.
 	}
 	e.assign(now)
+	if err == nil {
+		return nil
+	}
+	switch p.told++; {
+	case p.told > maxTold:
+		p.told = maxTold
+		return nil
+	case p.told == maxTold:
+		return fmt.Errorf("%w; what else this peer says wrong is not told", err)
+	}
 	return err
 }
 

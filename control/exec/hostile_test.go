@@ -164,6 +164,34 @@ func TestHostileGrants(t *testing.T) {
 	}
 }
 
+// A peer that sends nonsense without end is told of a few times, and no log grows by it; another one is told of as well, and what is right is
+// served all the while.
+func TestNonsenseIsToldOfBriefly(t *testing.T) {
+	tg := newTarget()
+	bad := goodGrant()
+	bad.Xfer = nil
+	for _, from := range []transfer.Boot{tg.peer, {99}} {
+		var told []string
+		for i := range 1000 {
+			if err := tg.ex.Message(Instant(i)*sec, from, grantFrame(bad)); err != nil {
+				told = append(told, err.Error())
+			}
+		}
+		if len(told) != maxTold || !strings.Contains(told[0], "xfer has 0 bytes") || !strings.Contains(told[len(told)-1], "not told") {
+			t.Errorf("1000 bad frames were told of %d times: %q", len(told), told)
+		}
+	}
+	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.inbound) != 0 {
+		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.inbound))
+	}
+	if err := tg.ex.Message(1001*sec, tg.peer, grantFrame(goodGrant())); err != nil {
+		t.Fatal(err)
+	}
+	if gives, replies := tg.drain(); gives == 0 || len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
+		t.Errorf("the honest grant: %d actions, %v", gives, replies)
+	}
+}
+
 // What was said before, or is of a generation that is over, changes nothing; nor does a word about a lease that its sender was not granted.
 func TestReplaysAndStaleFrames(t *testing.T) {
 	tg := newTarget()
