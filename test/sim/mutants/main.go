@@ -92,6 +92,9 @@ func run(only string) error {
 			}
 		}
 	}
+	if tried == 0 {
+		return fmt.Errorf("-run %q: none of %d mutants has such a name", only, len(mutants))
+	}
 	if len(bad) > 0 {
 		return fmt.Errorf("%d not as they should be: %s", len(bad), strings.Join(bad, "; "))
 	}
