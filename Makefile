@@ -126,6 +126,7 @@ test-rdma-two: rdma-guest ## The same over two guests, as two hosts
 	RAILS=1 GUEST_MEM=2048 test/rdma/two.sh $(RDMA)/gdr.race.test -test.v -test.timeout 30m -test.run TestDeviceConformanceTwo
 	go test -c -o $(RDMA)/sidecar.test ./sidecar
 	RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMATwoHosts
+	KVSPRAY_RDMA_LAYERS=8 RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMAKilled
 
 .PHONY: bench-rdma
 bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios, not speeds
