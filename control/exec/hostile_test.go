@@ -213,20 +213,27 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 	stale.Gen = 2
 	dest := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1})
 	other := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 6, Epoch: 1})
+	older := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 0})
+	newer := leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 2})
 	stranger := transfer.Boot{13}
 	for name, f := range map[string]struct {
 		from transfer.Boot
 		f    *peerv1.ControlFrame
 	}{
-		"replay":             {tg.peer, grantFrame(goodGrant())},
-		"stale generation":   {tg.peer, grantFrame(stale)},
-		"stranger's revoke":  {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}}},
-		"stranger's commit":  {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: dest}}}},
-		"commit of another":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: other}}}},
-		"reply to no grant":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{Destination: dest, Source: dest, Code: peerv1.GrantReply_BOUND}}}},
-		"loss of no grant":   {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{Destination: dest, Final: true}}}},
-		"answer to nothing":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{Token: 77}}}},
-		"a frame of nothing": {tg.peer, &peerv1.ControlFrame{}},
+		"replay":                {tg.peer, grantFrame(goodGrant())},
+		"stale generation":      {tg.peer, grantFrame(stale)},
+		"stranger's revoke":     {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: dest, Gen: 3}}}},
+		"stranger's commit":     {stranger, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: dest}}}},
+		"commit of another":     {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: other}}}},
+		"commit, epoch before":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: older}}}},
+		"commit, epoch to come": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: newer}}}},
+		"revoke, epoch before":  {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: older, Gen: 3}}}},
+		"revoke, epoch to come": {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: newer, Gen: 3}}}},
+		"revoke, older grant":   {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: dest, Gen: 2}}}},
+		"reply to no grant":     {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{Destination: dest, Source: dest, Code: peerv1.GrantReply_BOUND}}}},
+		"loss of no grant":      {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_SourceLost{SourceLost: &peerv1.SourceLost{Destination: dest, Final: true}}}},
+		"answer to nothing":     {tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{Token: 77}}}},
+		"a frame of nothing":    {tg.peer, &peerv1.ControlFrame{}},
 	} {
 		if gives, replies := say(f.from, f.f); gives != 0 || len(replies) != 0 {
 			t.Errorf("%s: %d actions, %v", name, gives, replies)

@@ -470,6 +470,9 @@ func (e *Exec) onRevoke(now Instant, p *peer, m *peerv1.Revoke) error {
 	if in == nil {
 		return e.onDecline(now, p, g, m)
 	}
+	if int32(m.Gen-in.msg.Gen) < 0 { // they wrap
+		return nil // a replay: it names the last grant that was made
+	}
 	for _, c := range in.claims {
 		if c.snd != nil {
 			c.snd.answer = true
