@@ -174,7 +174,7 @@ func TestEvenMemory(t *testing.T) {
 			src, dst := transporttest.NewMemory(t, even), transporttest.NewMemory(t, even)
 			src.Write(5)
 			bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-			bind.Sink.Seed.Store(5) // Landed compares every chunk
+			bind.Sink.Seed.Store(5)                                               // Landed compares every chunk
 			for _, r := range []transfer.Range{{First: 3, Count: 4}, src.All()} { // a part first: the rest finds it landed
 				if res := p.A.MoveWait(a, bind.Origin, r, 1); res.Outcome != transfer.Landed {
 					t.Fatalf("%s %s: %v", res.Outcome, res.Reason, res.Err)
