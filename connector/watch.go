@@ -102,13 +102,15 @@ func (wt *watcher) run() {
 		for _, w := range list {
 			if n := w.flagsMoved(); n > 0 {
 				moved += n
+				before := cpuTime()
 				w.pump()
+				p.spare(cpuTime() - before)
 			}
 			if w.waiting.Load() == 0 || !w.awaited(at) {
 				wt.settle(w)
 			}
 		}
-		nap(p.next(now(), moved))
+		nap(p.next(at, now(), moved))
 		if p.due() {
 			p.charge(now(), cpuTime())
 		}
@@ -177,7 +179,7 @@ const (
 	paceLate   = 8                      // a layer that is late is looked for every gap/paceLate
 	paceFade   = 16                     // after t without a change, looks are at least t/paceFade apart
 	paceWindow = 64                     // looks between two measurements of our own cost
-	paceBudget = 0.015                  // of a core, this thread alone
+	paceBudget = 0.04                   // of a core for looking, while somebody waits for layers; what follows from a layer is no part of it
 )
 
 // pacer decides how long to sleep between two looks: until just before the next layer is due, then at a fraction of the time
@@ -200,19 +202,23 @@ func (p *pacer) resume(now, cpu time.Duration) {
 	p.last, p.wall, p.cpu, p.looks = now, now, cpu, 0
 }
 
-// next returns the time to sleep; moved is how many flags this look has found changed.
-func (p *pacer) next(now time.Duration, moved int) time.Duration {
+// next returns the time to sleep; moved is how many flags the look at a time has found changed. The next layer is due by when this one was
+// seen: what has been done since is no time between layers, and would make every look later than the one before.
+func (p *pacer) next(at, now time.Duration, moved int) time.Duration {
 	p.looks++
-	since := now - p.last
+	since := at - p.last
 	if moved == 0 {
 		return max(p.gap/paceLate, p.floor, min(since/paceFade, paceIdle), paceMin)
 	}
 	// A pause between two steps is no gap between layers: one sample counts only so far.
 	p.gap += (min(since/time.Duration(moved), 4*p.gap) - p.gap) / 8
 	p.gap = max(p.gap, paceMin)
-	p.last = now
-	return max(p.gap*7/8, p.floor)
+	p.last = at
+	return max(p.gap*7/8-(now-at), p.floor)
 }
+
+// spare keeps work that is no looking out of the budget: at a slow pace there would be as much of it.
+func (p *pacer) spare(cpu time.Duration) { p.cpu += cpu }
 
 func (p *pacer) due() bool { return p.looks >= paceWindow }
 

@@ -9,24 +9,25 @@ import (
 func TestPacer(t *testing.T) {
 	const price = 10 * time.Microsecond // of CPU for each look
 	for _, c := range []struct {
-		name        string
-		gap         time.Duration // between layers
-		maxLate     time.Duration // mean time from a flag to the look that sees it
-		maxLooksPer float64       // looks per second
+		name    string
+		gap     time.Duration // between layers
+		work    time.Duration // that each layer makes
+		maxLate time.Duration // mean time from a flag to the look that sees it
 	}{
-		{"fast GPU", 100 * time.Microsecond, 500 * time.Microsecond, 2500},
-		{"20 ms steps", 625 * time.Microsecond, 500 * time.Microsecond, 2500},
-		{"large model", 3 * time.Millisecond, 400 * time.Microsecond, 2000},
-		{"CPU engine", 20 * time.Millisecond, 2 * time.Millisecond, 700},
+		{"fast GPU", 100 * time.Microsecond, 5 * time.Microsecond, 200 * time.Microsecond},
+		{"20 ms steps", 625 * time.Microsecond, 20 * time.Microsecond, 200 * time.Microsecond},
+		{"long prompts", 1150 * time.Microsecond, 150 * time.Microsecond, 200 * time.Microsecond},
+		{"large model", 3 * time.Millisecond, 500 * time.Microsecond, 400 * time.Microsecond},
+		{"CPU engine", 20 * time.Millisecond, 0, 2 * time.Millisecond},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p := newPacer(0, 0)
-			var now, cpu, late time.Duration
+			var now, cpu, looking, late time.Duration
 			next := c.gap // when the next flag moves
 			looks, seen := 0, 0
 			for now < 10*time.Second {
 				looks++
-				cpu += price
+				cpu, looking = cpu+price, looking+price
 				moved := 0
 				for next <= now {
 					late += now - next
@@ -34,27 +35,31 @@ func TestPacer(t *testing.T) {
 					moved++
 				}
 				seen += moved
-				now += p.next(now, moved) + 30*time.Microsecond
+				work := time.Duration(moved) * c.work
+				p.spare(work)
+				at := now
+				now, cpu = now+work, cpu+work
+				now += p.next(at, now, moved) + 30*time.Microsecond
 				if p.due() {
 					p.charge(now, cpu)
 				}
 			}
 			mean := late / time.Duration(seen)
-			rate := float64(looks) / now.Seconds()
-			t.Logf("%d looks a second, %s late on average, %.2f%% of a core", int(rate), mean, 100*float64(cpu)/float64(now))
-			if mean > c.maxLate || rate > c.maxLooksPer {
-				t.Errorf("mean lateness %s (at most %s), %d looks a second (at most %d)", mean, c.maxLate, int(rate), int(c.maxLooksPer))
+			share := float64(looking) / float64(now)
+			t.Logf("%d looks a second, %s late on average, %.2f%% of a core for looking", int(float64(looks)/now.Seconds()), mean, 100*share)
+			if mean > c.maxLate || share > 1.1*paceBudget {
+				t.Errorf("mean lateness %s (at most %s), %.4f of a core for looking (at most %.4f)", mean, c.maxLate, share, 1.1*paceBudget)
 			}
 		})
 	}
 	// An open step that does not move fades to the idle pace.
 	p := newPacer(0, 0)
-	if d := p.next(time.Second, 0); d != paceIdle {
+	if d := p.next(time.Second, time.Second, 0); d != paceIdle {
 		t.Errorf("after a second without a flag: %s between looks, want %s", d, paceIdle)
 	}
 	// And one layer after a long pause does not make the pace a slow one.
-	p.next(time.Second, 1)
-	if d := p.next(time.Second+100*time.Microsecond, 0); d > 500*time.Microsecond {
+	p.next(time.Second, time.Second, 1)
+	if d := p.next(time.Second+100*time.Microsecond, time.Second+100*time.Microsecond, 0); d > 500*time.Microsecond {
 		t.Errorf("after a pause: %s between looks", d)
 	}
 }
