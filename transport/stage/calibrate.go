@@ -19,13 +19,13 @@ type calibration struct {
 	piece    uint64 // of a kernel's list
 	pieces   int
 	direct   []uint64 // sizes of pieces that copies are tried with, rising
-	bytes    uint64   // of such a copy
+	bytes    uint64   // that these are scattered over, which no cache holds: a copy finds its memory as an engine's last use left it
 	runs     int      // of each; their median counts
 	loadRuns int      // kernels that the load keeps queued
 }
 
 func fullCalibration() calibration {
-	c := calibration{copier: copierShape{MinChunk, MaxChunk, MaxCalibrate, minCalibrate, pinWindow}, piece: 16 << 10, pieces: 4096, bytes: 8 << 20, runs: 9, loadRuns: 4}
+	c := calibration{copier: copierShape{MinChunk, MaxChunk, MaxCalibrate, minCalibrate, pinWindow}, piece: 16 << 10, pieces: 4096, bytes: 256 << 20, runs: 9, loadRuns: 4}
 	for size := uint64(512); size <= 128<<10; size *= 2 {
 		c.direct = append(c.direct, size)
 	}
@@ -193,12 +193,12 @@ func (cal *calibration) load(u *GPU) (stop func() error, err error) {
 	}, nil
 }
 
-// median of some runs of f.
-func (cal *calibration) median(f func() error) (time.Duration, error) {
+// median of some runs of f, which is told the number of the run.
+func (cal *calibration) median(f func(run int) error) (time.Duration, error) {
 	took := make([]time.Duration, 0, cal.runs)
-	for range cal.runs {
+	for run := range cal.runs {
 		start := time.Now()
-		if err := f(); err != nil {
+		if err := f(run); err != nil {
 			return 0, err
 		}
 		took = append(took, time.Since(start))
@@ -222,7 +222,7 @@ func (cal *calibration) packBlocks(u *GPU) (n int, err error) {
 	var took []time.Duration
 	for most := s.PackBlocks(); most > 0; most /= 2 {
 		s.SetPackBlocks(most)
-		d, err := cal.median(func() error { return errors.Join(k.launch(true), k.launch(false), k.wait()) })
+		d, err := cal.median(func(int) error { return errors.Join(k.launch(true), k.launch(false), k.wait()) })
 		if err != nil {
 			return 0, err
 		}
@@ -274,24 +274,27 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 	}
 	var direct, staged []time.Duration // the slower way of both directions
 	for _, size := range cal.direct {
-		var parts []Part
-		var near, dev []mem.Block
-		for _, i := range rand.Perm(int(min(cal.bytes/size, pieceLimit))) {
-			off := uint64(i) * apart * size
-			parts = append(parts, Part{Host: pinned + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
-			near, dev = append(near, mem.Block{Region: host, Off: off, Len: size}), append(dev, mem.Block{Region: far, Off: off, Len: size})
+		lists := make([]list, cal.runs)
+		for i := range lists {
+			for _, k := range rand.Perm(int(cal.bytes / size))[:min(cal.bytes/size, pieceLimit)] {
+				off := uint64(k) * apart * size
+				lists[i].parts = append(lists[i].parts, Part{Host: pinned + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
+				lists[i].near = append(lists[i].near, mem.Block{Region: host, Off: off, Len: size})
+				lists[i].far = append(lists[i].far, mem.Block{Region: far, Off: off, Len: size})
+			}
 		}
 		var a, b time.Duration
 		for _, dir := range []Direction{HostToDevice, DeviceToHost} {
-			to, from := dev, near
-			if dir == DeviceToHost {
-				to, from = near, dev
-			}
-			x, err := cal.median(func() error { return p.m.copyDirect(dir, parts) })
+			x, err := cal.median(func(run int) error { return p.m.copyDirect(dir, lists[run].parts) })
 			if err != nil {
 				return 0, err
 			}
-			y, err := cal.median(func() error { return u.Move(to, from) })
+			y, err := cal.median(func(run int) error {
+				if dir == DeviceToHost {
+					return u.Move(lists[run].near, lists[run].far)
+				}
+				return u.Move(lists[run].far, lists[run].near)
+			})
 			if err != nil {
 				return 0, err
 			}
@@ -300,6 +303,12 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 		direct, staged = append(direct, a), append(staged, b)
 	}
 	return crossover(cal.direct, direct, staged), nil
+}
+
+// list is what one run of directBytes copies, as copy engines and as a buffer's way take it.
+type list struct {
+	parts     []Part
+	near, far []mem.Block
 }
 
 // pieceLimit is how many a list of directBytes has at most.
