@@ -263,13 +263,15 @@ type Resolver struct {
 	plan   *Plan
 	layout *layout.Layout
 	segs   [][]sideTrack // of each pair of each segment
+	plain  []bool        // of each segment: every full page is a piece for each pair, in the block of the table that is its own
 	tables atomic.Pointer[[][]uint32]
 }
 
 // sideTrack is what one side adds to a pair: where its cells lie.
 type sideTrack struct {
 	place
-	full, tail bool // a full page, or a tail page, is one piece of memory in the order of the space
+	full, tail bool   // a full page, or a tail page, is one piece of memory in the order of the space
+	page       uint64 // bytes of the pair in a full page
 }
 
 // Side binds the plan to one engine's layout and block tables, one per group. A source's tables may still be short: what they
@@ -297,7 +299,7 @@ func (p *Plan) Side(reg *Registry, l *layout.Layout, tables [][]uint32) (*Resolv
 	for i := range p.segs {
 		n += len(p.segs[i].pairs)
 	}
-	s := &Resolver{plan: p, layout: l, segs: make([][]sideTrack, len(p.segs))}
+	s := &Resolver{plan: p, layout: l, segs: make([][]sideTrack, len(p.segs)), plain: make([]bool, len(p.segs))}
 	all := make([]sideTrack, n)
 	for i := range p.segs {
 		seg := &p.segs[i]
@@ -306,12 +308,15 @@ func (p *Plan) Side(reg *Registry, l *layout.Layout, tables [][]uint32) (*Resolv
 			pairs = links[i]
 		}
 		s.segs[i], all = all[:len(pairs):len(pairs)], all[len(pairs):]
+		s.plain[i] = !seg.state
 		for k := range pairs {
 			t := &s.segs[i][k]
 			if t.place = pairs[k].from; receives {
 				t.place = pairs[k].to
 			}
 			t.full, t.tail = t.dense(&seg.pairs[k], seg.pairs[k].rows), t.dense(&seg.pairs[k], seg.tails[k])
+			t.page = seg.pairs[k].bytes()
+			s.plain[i] = s.plain[i] && t.full && t.tiles == 1 && t.tileRows == seg.pairs[k].rows
 		}
 	}
 	if err := s.SetTables(tables); err != nil {
@@ -399,6 +404,12 @@ func (t *segment) blockOf(off uint64) uint64 {
 
 func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, error) {
 	t := &s.plan.segs[si]
+	if s.plain[si] {
+		var err error
+		if dst, lo, err = s.appendPages(dst, base, si, tables, lo, hi); err != nil {
+			return dst, err
+		}
+	}
 	for lo < hi {
 		k := t.blockOf(lo)
 		last := k == uint64(t.full)
@@ -433,6 +444,36 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 	return dst, nil
 }
 
+// appendPages adds those of the bytes [lo, hi) of a plain segment that are in full pages, and returns where the rest begins. Most caches
+// are plain, and most bytes there: one division in all, instead of several for each page.
+func (s *Resolver) appendPages(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, uint64, error) {
+	t, sides := &s.plan.segs[si], s.segs[si]
+	hi = min(hi, uint64(t.full)*t.page)
+	if lo >= hi {
+		return dst, lo, nil
+	}
+	block := uint64(t.block0) + lo/t.page
+	in, i := lo%t.page, 0
+	for ; in >= sides[i].page; i++ {
+		in -= sides[i].page
+	}
+	for lo < hi {
+		side := &sides[i]
+		table := tables[side.group]
+		if block >= uint64(len(table)) {
+			return dst, lo, side.short(table, block)
+		}
+		n := min(side.page-in, hi-lo)
+		dst = appendPiece(dst, base, side.reg, side.off+uint64(table[block])*side.block+in, n)
+		lo, in = lo+n, 0
+		if i++; i == len(sides) {
+			i = 0
+			block++
+		}
+	}
+	return dst, lo, nil
+}
+
 // walk is the memory of one pair in one block of the receiver.
 type walk struct {
 	p     *pair
@@ -451,7 +492,12 @@ func (w *walk) reaches() error {
 	if need < uint64(len(w.table)) {
 		return nil
 	}
-	return &layout.Error{Field: fmt.Sprintf("blocks[%d]", w.side.group), Value: fmt.Sprintf("%d blocks", len(w.table)),
+	return w.side.short(w.table, need)
+}
+
+// short is the error of a table that ends before a block that is needed.
+func (t *sideTrack) short(table []uint32, need uint64) error {
+	return &layout.Error{Field: fmt.Sprintf("blocks[%d]", t.group), Value: fmt.Sprintf("%d blocks", len(table)),
 		Problem: fmt.Sprintf("block %d of the table is needed", need), Remedy: "ask for what the table covers"}
 }
 
