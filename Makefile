@@ -189,7 +189,8 @@ bench-copy: build bin/kvspray-memcpy ## kvspray bench copy, both transports and 
 .PHONY: bench-sim-check
 bench-sim-check: build ## Is the simulation's word true? Real rails (root), then the same run simulated; fails where they are 7% apart
 	@mkdir -p $(B)/bench
-	for f in "" "--fault 3s:rail0:down --fault 5s:rail0:up" "--fault 3s:rail0:drop --fault 5s:rail0:heal" "--fault 3s:rail0:rate=1/20 --fault 5s:rail0:heal"; do \
+	for f in "" "--fault 3s:rail0:down --fault 5s:rail0:up" "--fault 3s:rail0:drop --fault 5s:rail0:heal" "--fault 3s:rail0:rate=1/20 --fault 5s:rail0:heal" \
+	  "--fault 3s:rail0:ackdrop --fault 5s:rail0:heal" "--fault 3s:rail0:flap=300ms --fault 5s:rail0:heal" "--fault 3s:rail0:blackhole --fault 5s:rail0:heal"; do \
 	  bin/kvspray bench rails --duration 8s $$f --json $(B)/bench/rails.json && bin/kvspray bench sim --against $(B)/bench/rails.json || exit 1; done
 
 .PHONY: bench

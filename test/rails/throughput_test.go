@@ -103,6 +103,7 @@ func TestOtherMixes(t *testing.T) {
 	if how == long {
 		n = 10
 		mixes = append(mixes, mix{"two equal", []string{"1gbit", "1gbit"}, nil}, mix{"three", []string{"2gbit", "200mbit", "50mbit"}, nil},
+			mix{"eight, one fast", []string{"2gbit", "500mbit", "300mbit", "200mbit", "100mbit", "100mbit", "50mbit", "50mbit"}, nil},
 			mix{"slow", []string{"100mbit", "70mbit", "50mbit"}, nil}, mix{"five", []string{"1gbit", "800mbit", "600mbit", "400mbit", "200mbit"}, nil})
 	}
 	for _, m := range mixes {

@@ -247,6 +247,72 @@ func TestDeathOfAFullLane(t *testing.T) {
 	b.End(t)
 }
 
+// What a stalled rail leaves unsent in the kernel is bounded by the configuration and one segment, however much waits: bytes there are
+// bytes that no better rail can take any more. Without the bound there is more.
+func TestUnsentIsBounded(t *testing.T) {
+	const bound, segment = 256 << 10, 64 << 10
+	for _, c := range []struct {
+		notSent int
+		bounded bool
+	}{{bound, true}, {64 << 20, false}} {
+		p := transporttest.NewPair(t, factory(Config{MaxInFlight: 64, NotSent: c.notSent}))
+		stalled, hold := make(chan struct{}), make(chan struct{})
+		release := sync.OnceFunc(func() { close(hold) })
+		defer release()
+		var stall sync.Once
+		a := dialThrough(t, p, func(at int64, b []byte) error {
+			if at+int64(len(b)) > 1<<20 {
+				stall.Do(func() { close(stalled) })
+				<-hold
+				return io.ErrUnexpectedEOF
+			}
+			return nil
+		})
+		s := transporttest.Shape{Chunks: 64 * 16, BlockBytes: 64 << 10}
+		src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
+		b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+		var got []<-chan transport.Result
+		for i := range uint32(64) { // 64 MiB: more than two sockets hold
+			got = append(got, p.A.Move(a, b.Origin, transfer.Range{First: 16 * i, Count: 16}, 1))
+		}
+		select {
+		case <-stalled:
+		case <-time.After(patience):
+			t.Fatal("nothing came through")
+		}
+		most, last, still := uint32(0), uint32(0), 0
+		end := time.Now().Add(patience)
+		for still < 10 && time.Now().Before(end) {
+			raw, err := a.(*lane).conn.SyscallConn()
+			if err != nil {
+				t.Fatal(err)
+			}
+			var info *unix.TCPInfo
+			if cerr := raw.Control(func(fd uintptr) { info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO) }); cerr != nil || err != nil {
+				t.Fatal(cerr, err)
+			}
+			if still++; info.Notsent_bytes != last || last == 0 {
+				still = 0
+			}
+			last = info.Notsent_bytes
+			most = max(most, last)
+			<-time.After(10 * time.Millisecond)
+		}
+		if still < 10 {
+			t.Fatalf("%d bytes unsent, and they still change", last)
+		}
+		if over := most > bound+segment; over == c.bounded {
+			t.Errorf("TCP_NOTSENT_LOWAT %d: %d bytes were unsent; want at most %d: %t", c.notSent, most, bound+segment, c.bounded)
+		}
+		_ = a.Close()
+		for _, r := range got {
+			<-r
+		}
+		release()
+		b.End(t)
+	}
+}
+
 // Either end's wish for checksums is enough.
 func TestIntegrityIsNegotiated(t *testing.T) {
 	for _, first := range []bool{true, false} {

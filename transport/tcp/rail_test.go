@@ -5,8 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
+	"syscall"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/transfer"
@@ -81,5 +85,70 @@ func TestRailsComeAndGo(t *testing.T) {
 	}
 	if _, err := here.AddRail(ctx, Rail{Name: "one too many", Listen: "127.0.0.1:0"}); err == nil {
 		t.Error("rails have no bound")
+	}
+}
+
+// A SYN that nobody answers is followed by another soon: here the listener has no room for it until the second is about to go out.
+func TestConnectsAgain(t *testing.T) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}), unix.Listen(fd, 0)); err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "listener")
+	ln, err := net.FileListener(f)
+	if err := errors.Join(err, f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = ln.Close() }()
+	address := ln.Addr().String()
+	var full []net.Conn
+	for len(full) < 8 { // a queue of one or two
+		c, err := net.DialTimeout("tcp", address, 100*time.Millisecond)
+		if err != nil {
+			break
+		}
+		full = append(full, c)
+	}
+	if len(full) == 8 {
+		t.Fatal("the listener's queue does not fill")
+	}
+	tries := 0
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	c, err := connect(ctx, net.Dialer{Control: func(_, _ string, _ syscall.RawConn) error {
+		if tries++; tries == 2 {
+			for range full {
+				a, err := ln.Accept()
+				if err != nil {
+					return err
+				}
+				full = append(full, a)
+			}
+		}
+		return nil
+	}}, address)
+	if err != nil || tries < 2 {
+		t.Errorf("%d tries: %v", tries, err)
+	}
+	if c != nil {
+		full = append(full, c)
+	}
+	for _, c := range full {
+		_ = c.Close()
+	}
+
+	// What is refused is refused, and who has no time left is told so.
+	_ = ln.Close()
+	tries = 0
+	count := func(_, _ string, _ syscall.RawConn) error { tries++; return nil }
+	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err, syscall.ECONNREFUSED) || tries != 1 {
+		t.Errorf("nobody listens: %d tries: %v", tries, err)
+	}
+	cancel()
+	if _, err := connect(ctx, net.Dialer{Control: count}, address); !errors.Is(err, context.Canceled) {
+		t.Errorf("cancelled: %v", err)
 	}
 }

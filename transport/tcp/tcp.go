@@ -41,13 +41,15 @@ const Name = "tcp"
 // Bounds and defaults.
 const (
 	openTimeout       = 5 * time.Second // of the opening of an accepted connection
-	maxOpening        = 64              // accepted connections that have not proved themselves
-	maxLanes          = 4096            // of one backend
-	defaultSlice      = 1 << 20         // bytes
-	defaultInFlight   = 16              // slices per lane
-	maxInFlight       = 1024            // slices per lane
-	defaultNotSent    = 1 << 20         // bytes that wait unsent in a socket
-	rtoMax            = 1000            // milliseconds between two retransmissions: the least that the kernel takes
+	connectFirst      = 150 * time.Millisecond
+	connectTries      = 5       // the last of 2.4 s
+	maxOpening        = 64      // accepted connections that have not proved themselves
+	maxLanes          = 4096    // of one backend
+	defaultSlice      = 1 << 20 // bytes
+	defaultInFlight   = 16      // slices per lane
+	maxInFlight       = 1024    // slices per lane
+	defaultNotSent    = 1 << 20 // bytes that wait unsent in a socket
+	rtoMax            = 1000    // milliseconds between two retransmissions: the least that the kernel takes
 	acceptRetryPause  = 10 * time.Millisecond
 	maxRails          = 64
 	defaultRailListen = "127.0.0.1:0"
@@ -313,13 +315,28 @@ func (b *Backend) accept(c *net.TCPConn, rail transport.Rail) error {
 	return err
 }
 
+// connect opens a connection. A SYN that is lost is said again by the kernel after a second, which no option shortens; one that went out when a
+// link came up is, where the other end brings its own up a moment later. So it is given up sooner, and a new one sent.
+func connect(ctx context.Context, d net.Dialer, address string) (c net.Conn, err error) {
+	d.Timeout = connectFirst
+	for range connectTries {
+		if c, err = d.DialContext(ctx, "tcp", address); err == nil || ctx.Err() != nil {
+			return c, err
+		}
+		if late := net.Error(nil); !errors.As(err, &late) || !late.Timeout() {
+			return nil, err
+		}
+		d.Timeout *= 2
+	}
+	return nil, err
+}
+
 // Dial opens a lane from a local rail to a peer's.
 func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
 	wrap := func(err error) (transport.Lane, error) {
 		return nil, fmt.Errorf("tcp: dial %s from rail %q to rail %q at %s: %w", peer.Boot, local.Name, remote.Name, remote.Address, err)
 	}
-	d := net.Dialer{LocalAddr: b.sourceAddr(local)}
-	nc, err := d.DialContext(ctx, "tcp", remote.Address)
+	nc, err := connect(ctx, net.Dialer{LocalAddr: b.sourceAddr(local)}, remote.Address)
 	if err != nil {
 		return wrap(err)
 	}
