@@ -250,7 +250,7 @@ func TestDeathOfAFullLane(t *testing.T) {
 // What a stalled rail leaves unsent in the kernel is bounded by the configuration and one segment, however much waits: bytes there are
 // bytes that no better rail can take any more. Without the bound there is more.
 func TestUnsentIsBounded(t *testing.T) {
-	const bound, segment = 256 << 10, 64 << 10
+	const bound, segment = 64 << 10, 64 << 10
 	for _, c := range []struct {
 		notSent int
 		bounded bool
