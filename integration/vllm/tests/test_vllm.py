@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import pickle
@@ -149,7 +150,7 @@ def test_what_cannot_be_served_is_refused_at_start(path: str, value: object) -> 
 
 
 def test_strategies_by_kind_of_cache() -> None:
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     alone = layout.Ranks()
 
@@ -181,6 +182,28 @@ def test_strategies_by_kind_of_cache() -> None:
     chunks = ChunkedLocalAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64)
     with pytest.raises(layout.Unsupported, match="ChunkedLocalAttentionSpec"):
         strategy(chunks, "CPU_ATTN", "LBHNC")
+    # A page of MLA is one stretch of tokens, and an indexer's is not: values of all tokens, then their scales.
+    mla = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    assert strategy(mla, "FLASHMLA", "LBHNC", 1) == ("mla", {"token_bytes": 1152})
+    for field, value in (("cache_role", SimpleNamespace(value="indexer")), ("alignment", 576)):
+        with pytest.raises(layout.Unsupported, match=field):
+            strategy(_with(mla, field, value), "FLASHMLA", "LBHNC", 1)
+    for mode in range(2, 8):
+        with pytest.raises(layout.Unsupported, match="kv_quant_mode"):
+            strategy(_with(full, "kv_quant_mode", mode), "FLASH_ATTN", "LBHNC")
+    assert strategy(_with(full, "kv_quant_mode", 1), "FLASH_ATTN", "LBHNC") == ("packed_hnd", own)
+
+
+def _with(spec: object, field: str, value: object) -> object:
+    """A copy of a frozen specification with another field, also where this vLLM's has none of that name."""
+    changed = copy.copy(spec)
+    object.__setattr__(changed, field, value)
+    return changed
+
+
+def test_long_rope_tells_models_apart() -> None:
+    a, b = "x" * 600 + "a", "x" * 600 + "b"
+    assert layout._short(a) != layout._short(b) and len(layout._short(a)) < 512 and layout._short("short") == "short"
 
 
 def test_windows_of_cache_groups() -> None:

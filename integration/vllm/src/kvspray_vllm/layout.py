@@ -156,11 +156,21 @@ def strategy_of(
     if isinstance(spec, MLAAttentionSpec):
         if getattr(spec, "compress_ratio", 1) not in (0, 1) or spec.page_size_bytes % spec.block_size:
             raise Unsupported("kvspray: compressed MLA caches are not supported")
+        # An indexer's page holds the values of all its tokens and then their scales: moved token by token, part of a page would lose its scales.
+        if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
+            raise Unsupported("kvspray: cache_role is indexer; caches of sparse attention's indexer are not followed yet")
+        if getattr(spec, "alignment", None):
+            raise Unsupported(f"kvspray: alignment is {spec.alignment}; padded MLA pages are not supported")
         return "mla", {"token_bytes": spec.page_size_bytes // spec.block_size}
     # Subclasses (sinks, chunks, rings) free or add blocks by rules of their own. Full attention with a window is a model without vLLM's
     # hybrid cache manager: its layers look back no further, and yet every block is kept.
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
         raise Unsupported(f"kvspray: cache groups of kind {type(spec).__name__} are not supported, full attention and sliding windows are")
+    quant = getattr(spec, "kv_quant_mode", 0)
+    if int(quant) not in PLAIN_QUANT:
+        raise Unsupported(
+            f"kvspray: kv_quant_mode is {getattr(quant, 'name', quant)}; pages with scales in them are not followed yet, set kv_cache_dtype to auto or fp8"
+        )
     if getattr(spec, "extra_retained_tokens", 0):
         raise Unsupported(f"kvspray: extra_retained_tokens is {spec.extra_retained_tokens}; windows of draft layers are not followed, serve without them")
     own = max(1, kv_heads // ranks.tp_size)
@@ -187,6 +197,9 @@ def strategy_of(
     return "packed_nhd", params
 
 
+# Of vLLM's KVQuantMode, those whose pages hold numbers alone: none, and fp8 with a scale for the whole tensor.
+PLAIN_QUANT = (0, 1)
+
 # K of a head as [head size, tokens], V as [tokens, head size]: vec and vec16, which AVX2 and AVX-512 hosts use. Others pack in tiles.
 TRANSPOSED = "transposed"
 
@@ -205,6 +218,11 @@ def cpu_packing(config: VllmConfig) -> str:
         # Another vLLM: what the host can do stands for what the backend chose.
         probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported", "_is_avx512_supported", "_is_avx2_supported")
         return "+".join(name.strip("_") for name in probes if getattr(torch.cpu, name, bool)()) or platform.machine()
+
+
+def _short(text: str) -> str:
+    """Long values are told apart by their hash, and short ones can be read."""
+    return text if len(text) <= 512 else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str, backoff: int) -> dict[str, str]:
@@ -228,7 +246,7 @@ def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str, b
         "layers": str(m.get_total_num_hidden_layers()),
         "kv_heads": str(m.get_total_num_kv_heads()),
         "head_size": str(m.get_head_size()),
-        "rope": json.dumps(rope, sort_keys=True, default=str)[:512],
+        "rope": _short(json.dumps(rope, sort_keys=True, default=str)),
         "attention": ",".join(sorted(set(backends.values()))),
         "packing": cpu_packing(config) if "CPU_ATTN" in backends.values() else "",
         "byte_order": sys.byteorder,
