@@ -198,27 +198,28 @@ func TestCutAnywhere(t *testing.T) {
 	}
 }
 
-// A lane that dies with a full socket: what had begun is in doubt, what had not is proved not to have landed.
-func TestDeathOfAFullLane(t *testing.T) {
-	p := transporttest.NewPair(t, factory(Config{MaxInFlight: 64}))
-	stalled := make(chan struct{})
-	var stall sync.Once
-	hold := make(chan struct{})
-	a := dialThrough(t, p, func(at int64, b []byte) error {
+// fullLane is a lane whose socket is full: the relay stopped taking after 1 MiB, and 64 MiB are to go, more than two sockets hold. It takes
+// no more when the test is over, or end is called.
+func fullLane(t *testing.T, p *transporttest.Pair) (a transport.Lane, b *transporttest.Bind, results func() []transport.Result, end func()) {
+	t.Helper()
+	stalled, hold := make(chan struct{}), make(chan struct{})
+	stall := sync.OnceFunc(func() { close(stalled) })
+	end = sync.OnceFunc(func() { close(hold) })
+	a = dialThrough(t, p, func(at int64, b []byte) error {
 		if at+int64(len(b)) > 1<<20 {
-			stall.Do(func() { close(stalled) })
+			stall()
 			<-hold
 			return io.ErrUnexpectedEOF
 		}
 		return nil
 	})
-	defer close(hold)
+	t.Cleanup(end) // before the relay's, which waits for it
 	s := transporttest.Shape{Chunks: 64 * 16, BlockBytes: 64 << 10}
 	src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
 	src.Write(5)
-	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	b = transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 	var got []<-chan transport.Result
-	for i := range uint32(64) { // 64 MiB: more than two sockets hold
+	for i := range uint32(64) {
 		got = append(got, p.A.Move(a, b.Origin, transfer.Range{First: 16 * i, Count: 16}, 1))
 	}
 	select {
@@ -226,19 +227,32 @@ func TestDeathOfAFullLane(t *testing.T) {
 	case <-time.After(patience):
 		t.Fatal("nothing came through")
 	}
+	return a, b, func() (all []transport.Result) {
+		t.Helper()
+		for _, c := range got {
+			select {
+			case r := <-c:
+				all = append(all, r)
+			case <-time.After(patience):
+				t.Fatal("a slice never ended")
+			}
+		}
+		return all
+	}, end
+}
+
+// A lane that dies with a full socket: what had begun is in doubt, what had not is proved not to have landed.
+func TestDeathOfAFullLane(t *testing.T) {
+	p := transporttest.NewPair(t, factory(Config{MaxInFlight: 64}))
+	a, b, results, _ := fullLane(t, p)
 	if err := a.Close(); err != nil {
 		t.Fatal(err)
 	}
 	count := map[transfer.Outcome]int{}
-	for _, c := range got {
-		select {
-		case r := <-c:
-			count[r.Outcome]++
-			if r.Outcome != transfer.Landed && (r.Reason != transfer.ReasonLaneLost || !errors.Is(r.Err, net.ErrClosed)) {
-				t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
-			}
-		case <-time.After(patience):
-			t.Fatal("a slice never ended")
+	for _, r := range results() {
+		count[r.Outcome]++
+		if r.Outcome != transfer.Landed && (r.Reason != transfer.ReasonLaneLost || !errors.Is(r.Err, net.ErrClosed)) {
+			t.Errorf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
 	}
 	if count[transfer.InDoubt] == 0 || count[transfer.NotLanded] == 0 || count[transfer.Rejected] != 0 {
@@ -256,61 +270,43 @@ func TestUnsentIsBounded(t *testing.T) {
 		bounded bool
 	}{{bound, true}, {64 << 20, false}} {
 		p := transporttest.NewPair(t, factory(Config{MaxInFlight: 64, NotSent: c.notSent}))
-		stalled, hold := make(chan struct{}), make(chan struct{})
-		release := sync.OnceFunc(func() { close(hold) })
-		defer release()
-		var stall sync.Once
-		a := dialThrough(t, p, func(at int64, b []byte) error {
-			if at+int64(len(b)) > 1<<20 {
-				stall.Do(func() { close(stalled) })
-				<-hold
-				return io.ErrUnexpectedEOF
-			}
-			return nil
-		})
-		s := transporttest.Shape{Chunks: 64 * 16, BlockBytes: 64 << 10}
-		src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
-		b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-		var got []<-chan transport.Result
-		for i := range uint32(64) { // 64 MiB: more than two sockets hold
-			got = append(got, p.A.Move(a, b.Origin, transfer.Range{First: 16 * i, Count: 16}, 1))
-		}
-		select {
-		case <-stalled:
-		case <-time.After(patience):
-			t.Fatal("nothing came through")
-		}
+		a, b, results, end := fullLane(t, p)
 		most, last, still := uint32(0), uint32(0), 0
-		end := time.Now().Add(patience)
-		for still < 10 && time.Now().Before(end) {
-			raw, err := a.(*lane).conn.SyscallConn()
-			if err != nil {
-				t.Fatal(err)
-			}
-			var info *unix.TCPInfo
-			if cerr := raw.Control(func(fd uintptr) { info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO) }); cerr != nil || err != nil {
-				t.Fatal(cerr, err)
-			}
-			if still++; info.Notsent_bytes != last || last == 0 {
+		for deadline := time.Now().Add(patience); still < 10; <-time.After(10 * time.Millisecond) {
+			n := unsent(t, a.(*lane).conn)
+			if still++; n != last || n == 0 {
 				still = 0
 			}
-			last = info.Notsent_bytes
-			most = max(most, last)
-			<-time.After(10 * time.Millisecond)
-		}
-		if still < 10 {
-			t.Fatalf("%d bytes unsent, and they still change", last)
+			last, most = n, max(most, n)
+			if time.Now().After(deadline) {
+				t.Fatalf("%d bytes unsent, and they still change", last)
+			}
 		}
 		if over := most > bound+segment; over == c.bounded {
 			t.Errorf("TCP_NOTSENT_LOWAT %d: %d bytes were unsent; want at most %d: %t", c.notSent, most, bound+segment, c.bounded)
 		}
-		_ = a.Close()
-		for _, r := range got {
-			<-r
+		if err := a.Close(); err != nil {
+			t.Error(err)
 		}
-		release()
+		results()
+		end()
 		b.End(t)
 	}
+}
+
+// unsent is what the kernel has of a connection and has not sent yet.
+func unsent(t *testing.T, c *net.TCPConn) uint32 {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var info *unix.TCPInfo
+	cerr := raw.Control(func(fd uintptr) { info, err = unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO) })
+	if err := errors.Join(cerr, err); err != nil {
+		t.Fatal(err)
+	}
+	return info.Notsent_bytes
 }
 
 // Either end's wish for checksums is enough.
