@@ -59,6 +59,9 @@ func layoutExplainCommand() *cobra.Command {
 			if !f.Changed("to-order") {
 				decode.Order = prefill.Order
 			}
+			if !f.Changed("dtype") {
+				prefill.DType = m.DType()
+			}
 			if !f.Changed("to-dtype") {
 				decode.DType = prefill.DType
 			}
@@ -78,7 +81,7 @@ func layoutExplainCommand() *cobra.Command {
 	f.IntVar(&prefill.Block, "block", 16, "tokens of a block at the prefill engine")
 	f.IntVar(&prefill.TP, "tp", 1, "tensor parallel size of the prefill engine")
 	f.StringVar(&prefill.Order, "order", explain.Orders[0], "order of its attention pages: "+strings.Join(explain.Orders, ", "))
-	f.StringVar(&prefill.DType, "dtype", "bf16", "dtype of its cache, bf16 or fp8")
+	f.StringVar(&prefill.DType, "dtype", "", "dtype of its cache, bf16 or fp8 (default bf16, and fp8 for DeepSeek-V4)")
 	f.IntVar(&decode.Block, "to-block", 0, "tokens of a block at the decode engine")
 	f.IntVar(&decode.TP, "to-tp", 0, "tensor parallel size of the decode engine")
 	f.StringVar(&decode.Order, "to-order", "", "order of its attention pages")

@@ -35,6 +35,8 @@ func TestLayoutExplain(t *testing.T) {
 		"no file":   {[]string{"--model", "./nowhere/config.json"}, exitUsage, "no such file"},
 		"no format": {[]string{"--model", config, "--format", "png"}, exitUsage, "text, json or svg"},
 		"other":     {[]string{"--model", config, "--to-dtype", "fp8"}, exitUsage, "never converted"},
+		"slab":      {[]string{"--model", "deepseek-v4-pro", "--block", "256"}, exitOK, "deepseek_v4_compressor"},
+		"no slab":   {[]string{"--model", "deepseek-v4-pro", "--dtype", "bf16"}, exitUsage, "give --dtype fp8"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			code, out, errs := run(append([]string{"layout", "explain"}, c.args...)...)

@@ -21,6 +21,12 @@ type Side struct {
 var Orders = []string{parseblock.PackedNHD, parseblock.PackedHND, parseblock.FlashKVFirst, parseblock.FlashBlockFirst, parseblock.FlashBlockFirstHND,
 	parseblock.FlashToken, parseblock.FlashKVFirstHND}
 
+// The dtypes of a cache that can be explained.
+const (
+	bf16 = "bf16"
+	fp8  = "fp8"
+)
+
 // Bounds of what can be asked for.
 const (
 	MaxTokens = 1 << 24
@@ -40,8 +46,11 @@ func (s *Side) check(m *Model, flag string) error {
 			return fmt.Errorf("%stp %d: %w", flag, s.TP, err)
 		}
 	}
-	if s.DType != "bf16" && s.DType != "fp8" {
+	if s.DType != bf16 && s.DType != fp8 {
 		return fmt.Errorf("%sdtype %q: bf16 or fp8", flag, s.DType)
+	}
+	if s.DType != fp8 && m.DType() == fp8 {
+		return fmt.Errorf("%sdtype %s: the pages of DeepSeek-V4 are known in fp8 only, 584 bytes an entry; give %sdtype fp8", flag, s.DType, flag)
 	}
 	for _, o := range Orders {
 		if s.Order == o {
@@ -68,18 +77,19 @@ func (c *Cache) divide(tp int) error {
 func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error) {
 	l := &layout.Layout{Model: m.Name, DType: s.DType}
 	elem := int64(2)
-	if s.DType == "fp8" {
+	if s.DType == fp8 {
 		elem = 1
 	}
 	var at uint64
-	first := 0
+	first, pad := 0, int64(1)
 	add := func(prefix, strategy string, layers, block int, page int64, params map[string]int64) {
 		params["tp_size"], params["tp_rank"] = int64(s.TP), int64(rank)
+		stride := (page + pad - 1) / pad * pad
 		blocks := uint64((tokens-1)/block + 1)
 		g := layout.Group{TokensPerBlock: uint32(block), NumBlocks: uint32(blocks), Strategy: strategy, Params: params}
 		for i := range layers {
-			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d", prefix, first+i), Index: first + i, Base: at, BlockStride: uint64(page), PageBytes: uint64(page)})
-			step := blocks * uint64(page)
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%s.%d", prefix, first+i), Index: first + i, Base: at, BlockStride: uint64(stride), PageBytes: uint64(page)})
+			step := blocks * uint64(stride)
 			if strategy == parseblock.FlashKVFirst || strategy == parseblock.FlashKVFirstHND {
 				g.Layers[i].BlockStride /= 2
 			}
@@ -106,13 +116,18 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 				n = int64(c.Compress) * ((n-1)/int64(c.Compress) + 1) // an entry is never cut
 			}
 			entries := n / int64(c.Compress)
+			pad = slabPage
 			add("layers", parseblock.DeepSeekV4, c.Layers, int(n), entries*584, window(map[string]int64{"compress_ratio": int64(c.Compress)}))
 			if c.Indexer {
 				add("indexer", parseblock.DSAIndexer, c.Layers, int(n), entries*132, map[string]int64{"compress_ratio": int64(c.Compress), "kernel_tokens": n})
 			}
+			for _, st := range compressors(c) {
+				add(st.name, parseblock.DeepSeekV4Compressor, c.Layers, st.block, int64(st.block*st.row), map[string]int64{"window": int64(st.window)})
+			}
+			pad = 1
 		case c.Latent > 0:
 			strategy, row := parseblock.MLA, int64(c.Latent)*2
-			if s.DType == "fp8" {
+			if s.DType == fp8 {
 				strategy, row = parseblock.FP8DSMLA, 656
 				if c.Latent != 576 {
 					return nil, 0, fmt.Errorf("fp8 pages of a latent of %d numbers are unknown", c.Latent)
@@ -133,4 +148,30 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 		first += c.Layers
 	}
 	return l, at, nil
+}
+
+// slabPage is what vLLM pads pages of DeepSeek-V4 to.
+const slabPage = 576
+
+// compressor is the fp32 state of one that makes entries: key and score of each of the last tokens. block: tokens of one, so that pages
+// come out as large as those of the entries, as in vLLM.
+type compressor struct {
+	name               string
+	block, window, row int
+}
+
+// compressors are those of a layer of DeepSeek-V4. With ratio 4 entries overlap: each is made of eight tokens, with two keys and two scores for each.
+func compressors(c *Cache) []compressor {
+	const latent, index, fp32 = 512, 128, 4
+	switch c.Compress {
+	case 4:
+		all := []compressor{{"compressor", 4, 8, 2 * 2 * latent * fp32}, {"indexer.compressor", 4, 8, 2 * 2 * index * fp32}}
+		if !c.Indexer {
+			all = all[:1]
+		}
+		return all
+	case 128:
+		return []compressor{{"compressor", 8, 128, 2 * latent * fp32}}
+	}
+	return nil
 }

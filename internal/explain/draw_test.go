@@ -89,7 +89,7 @@ func TestFigures(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			r, err := Explain(m, side(256, 2, order, "bf16"), side(128, 1, parseblock.PackedHND, "bf16"), 300)
+			r, err := Explain(m, side(256, 2, order, m.DType()), side(128, 1, parseblock.PackedHND, m.DType()), 300)
 			if err != nil {
 				t.Fatal(name, order, err)
 			}

@@ -42,7 +42,9 @@ func TestPresets(t *testing.T) {
 		{"gpt-oss-120b", "bf16", 36864, 18 * 128 * 2048},
 		{"gpt-oss-20b", "bf16", 24576, 3 << 20},
 		{"gemma-3-27b", "bf16", 81920, 416 << 20},
-		{"deepseek-v4-pro", "bf16", 30*716/4.0 + 31*584/128.0, 61 * 128 * 584},
+		// Entries and keys of 584 and 132 bytes; windows; of each compressor key and score of the last 8 or 128 tokens, twice where entries overlap.
+		{"deepseek-v4-pro", "fp8", 30*716/4.0 + 31*584/128.0, 61*128*584 + 30*8*(8192+2048) + 31*128*4096},
+		{"deepseek-v4-flash", "fp8", 21*716/4.0 + 20*584/128.0, 43*128*584 + 21*8*(8192+2048) + 20*128*4096},
 	} {
 		m, err := Preset(c.model)
 		if err != nil {
@@ -110,7 +112,7 @@ func TestForms(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r, err := Explain(m, side(256, 1, parseblock.FlashBlockFirst, "bf16"), side(128, 2, parseblock.PackedHND, "bf16"), 700)
+		r, err := Explain(m, side(256, 1, parseblock.FlashBlockFirst, m.DType()), side(128, 2, parseblock.PackedHND, m.DType()), 700)
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
 			continue
@@ -145,16 +147,21 @@ func TestRefusals(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	v4, err := Preset("deepseek-v4-pro")
+	if err != nil {
+		t.Fatal(err)
+	}
 	good := side(16, 1, parseblock.PackedNHD, "bf16")
 	for want, f := range map[string]func() error{
-		"--block 0: ":                          func() error { _, err := Explain(m, side(0, 1, good.Order, "bf16"), good, 10); return err },
-		"--to-tp 300: ":                        func() error { _, err := Explain(m, good, side(16, 300, good.Order, "bf16"), 10); return err },
-		"--tp 3: no engine spreads 8 KV heads": func() error { _, err := Explain(m, side(16, 3, good.Order, "bf16"), good, 10); return err },
-		"--to-tp 12: no engine spreads":        func() error { _, err := Explain(m, good, side(16, 12, good.Order, "bf16"), 10); return err },
-		`order "zigzag"`:                       func() error { _, err := Explain(m, side(16, 1, "zigzag", "bf16"), good, 10); return err },
-		`dtype "int3"`:                         func() error { _, err := Explain(m, side(16, 1, good.Order, "int3"), good, 10); return err },
-		"0 tokens":                             func() error { _, err := Explain(m, good, good, 0); return err },
-		`dtype = "bf16" and "f`:                func() error { _, err := Explain(m, good, side(16, 1, good.Order, "fp8"), 10); return err },
+		"--block 0: ":                            func() error { _, err := Explain(m, side(0, 1, good.Order, "bf16"), good, 10); return err },
+		"--to-tp 300: ":                          func() error { _, err := Explain(m, good, side(16, 300, good.Order, "bf16"), 10); return err },
+		"--tp 3: no engine spreads 8 KV heads":   func() error { _, err := Explain(m, side(16, 3, good.Order, "bf16"), good, 10); return err },
+		"--to-tp 12: no engine spreads":          func() error { _, err := Explain(m, good, side(16, 12, good.Order, "bf16"), 10); return err },
+		`order "zigzag"`:                         func() error { _, err := Explain(m, side(16, 1, "zigzag", "bf16"), good, 10); return err },
+		`dtype "int3"`:                           func() error { _, err := Explain(m, side(16, 1, good.Order, "int3"), good, 10); return err },
+		"--dtype bf16: the pages of DeepSeek-V4": func() error { _, err := Explain(v4, good, good, 10); return err },
+		"0 tokens":                               func() error { _, err := Explain(m, good, good, 0); return err },
+		`dtype = "bf16" and "f`:                  func() error { _, err := Explain(m, good, side(16, 1, good.Order, "fp8"), 10); return err },
 	} {
 		if err := f(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("got %v, want %q", err, want)
@@ -186,7 +193,139 @@ func TestRanksOfEngines(t *testing.T) {
 	}
 }
 
+// published is what config.json of these models says, as far as it counts; DeepSeek-V4's list is written out by the test.
+var published = []struct {
+	model, json string
+	perToken    float64
+	fixed       uint64
+}{
+	{"llama-3.1-8b", `{"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}`, 32 * 2 * 8 * 128 * 2, 0},
+	{"llama-3.1-70b", `{"model_type": "llama", "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192}`, 80 * 2 * 8 * 128 * 2, 0},
+	{"qwen3-8b", `{"model_type": "qwen3", "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 4096,
+		"sliding_window": null, "use_sliding_window": false, "max_window_layers": 36}`, 36 * 2 * 8 * 128 * 2, 0},
+	{"qwen3-32b", `{"model_type": "qwen3", "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 5120,
+		"sliding_window": null, "use_sliding_window": false, "max_window_layers": 64}`, 64 * 2 * 8 * 128 * 2, 0},
+	{"qwen3-30b-a3b", `{"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "hidden_size": 2048,
+		"sliding_window": null, "use_sliding_window": false}`, 48 * 2 * 4 * 128 * 2, 0},
+	{"qwen3-235b-a22b", `{"model_type": "qwen3_moe", "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "hidden_size": 4096,
+		"sliding_window": null, "use_sliding_window": false}`, 94 * 2 * 4 * 128 * 2, 0},
+	{"deepseek-v3", `{"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "kv_lora_rank": 512,
+		"qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 1}`, 61 * 576 * 2, 0},
+	{"deepseek-v3.2", `{"model_type": "deepseek_v32", "num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+		"v_head_dim": 128, "index_head_dim": 128, "index_n_heads": 64}`, 61 * (576*2 + 132), 0},
+	{"deepseek-v4-flash", `{"model_type": "deepseek_v4", "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512,
+		"qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 128, "compress_ratios": [0, 0, INTERLEAVED, 0]}`,
+		21*(584+132)/4.0 + 20*584/128.0, 43*128*584 + 21*8*4*(2048+512) + 20*128*4*1024},
+	{"deepseek-v4-pro", `{"model_type": "deepseek_v4", "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 1, "head_dim": 512,
+		"qk_rope_head_dim": 64, "index_head_dim": 128, "sliding_window": 128, "compress_ratios": [128, 128, INTERLEAVED, 0]}`,
+		30*(584+132)/4.0 + 31*584/128.0, 61*128*584 + 30*8*4*(2048+512) + 31*128*4*1024},
+	{"qwen3-next-80b", `{"model_type": "qwen3_next", "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+		"full_attention_interval": 4, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+		"linear_conv_kernel_dim": 4}`, 12 * 2 * 2 * 256 * 2, 36 * (3*(2*16*128+32*128)*2 + 32*128*128*2)},
+	{"kimi-linear-48b", `{"model_type": "kimi_linear", "num_hidden_layers": 27, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 72, "hidden_size": 2304,
+		"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128,
+		"kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26], "num_heads": 32, "short_conv_kernel_size": 4}}`,
+		7 * 576 * 2, 20 * (3*3*32*128*2 + 32*128*128*4)},
+	{"gpt-oss-120b", `{"model_type": "gpt_oss", "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 2880,
+		"sliding_window": 128}`, 18 * 2 * 8 * 64 * 2, 18 * 128 * 2 * 8 * 64 * 2},
+	{"gpt-oss-20b", `{"model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "hidden_size": 2880,
+		"sliding_window": 128}`, 12 * 2 * 8 * 64 * 2, 12 * 128 * 2 * 8 * 64 * 2},
+	{"gemma-3-27b", `{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+		"head_dim": 128, "hidden_size": 5376, "sliding_window": 1024}}`, 10 * 2 * 16 * 128 * 2, 52 * 1024 * 2 * 16 * 128 * 2},
+	// Models without a preset. Gemma's of 4 billion parameters says no heads, GLM-5 has indexers in some layers only.
+	{"", `{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}}`,
+		5 * 2 * 4 * 256 * 2, 29 * 1024 * 2 * 4 * 256 * 2},
+	{"", `{"model_type": "gemma3_text", "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "hidden_size": 1152,
+		"sliding_window": 512, "sliding_window_pattern": 6}`, 4 * 2 * 256 * 2, 22 * 512 * 2 * 256 * 2},
+	{"", `{"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 40, "num_attention_heads": 16, "num_key_value_heads": 2,
+		"head_dim": 256, "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+		"linear_conv_kernel_dim": 4, "mamba_ssm_dtype": "float32"}}`, 10 * 2 * 2 * 256 * 2, 30 * (3*(2*16*128+32*128)*2 + 32*128*128*4)},
+	{"", `{"model_type": "glm_moe_dsa", "num_hidden_layers": 10, "num_attention_heads": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 256,
+		"index_head_dim": 128, "index_topk_freq": 4, "index_skip_topk_offset": 3}`, 10*576*2 + 4*132, 0},
+	{"", `{"model_type": "deepseek_v4", "num_hidden_layers": 4, "sliding_window": 128,
+		"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"]}`,
+		2*(584+132)/4.0 + 584/128.0, 4*128*584 + 2*8*4*(2048+512) + 128*4*1024},
+}
+
+// TestPublishedConfigs: what is read from a model's config.json is what its cache takes, computed by hand from what the fields mean, and
+// what the preset of that name says.
+func TestPublishedConfigs(t *testing.T) {
+	seen := map[string]bool{}
+	for _, c := range published {
+		seen[c.model] = true
+		layers := 43 - 2
+		if c.model == "deepseek-v4-pro" {
+			layers = 61 - 2
+		}
+		ratios := strings.TrimSuffix(strings.Repeat("4, 128, ", (layers+1)/2), ", 128, ")
+		m, err := ParseConfig("config.json", []byte(strings.Replace(c.json, "INTERLEAVED", ratios, 1)))
+		if err != nil {
+			t.Errorf("%s: %v", c.json, err)
+			continue
+		}
+		models := []*Model{m}
+		if c.model != "" {
+			preset, err := Preset(c.model)
+			if err != nil {
+				t.Fatal(err)
+			}
+			models = append(models, preset)
+		}
+		for _, m := range models {
+			s := side(128, 1, parseblock.PackedNHD, m.DType())
+			r, err := Explain(m, s, s, 4096)
+			if err != nil {
+				t.Errorf("%s: %v", c.json, err)
+				continue
+			}
+			if r.BytesPerToken != c.perToken || r.FixedBytes != c.fixed {
+				t.Errorf("%s of %s: %v bytes a token and %d besides, want %v and %d", m.Name, c.json, r.BytesPerToken, r.FixedBytes, c.perToken, c.fixed)
+			}
+		}
+	}
+	for _, name := range Presets() {
+		if !seen[name] {
+			t.Errorf("preset %s: no config.json to compare it with", name)
+		}
+	}
+}
+
+// TestSlabPages: the pages of DeepSeek-V4 are as large as vLLM's with blocks of 256 tokens, which come out alike for entries and states.
+func TestSlabPages(t *testing.T) {
+	m, err := Preset("deepseek-v4-pro")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, _, err := m.Layout(side(256, 1, parseblock.PackedNHD, "fp8"), 0, 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	type page struct {
+		strategy      string
+		tokens        uint32
+		bytes, stride uint64
+	}
+	var got []page
+	for _, g := range l.Groups {
+		got = append(got, page{g.Strategy, g.TokensPerBlock, g.Layers[0].PageBytes, g.Layers[0].BlockStride})
+	}
+	want := []page{
+		{"deepseek_v4", 256, 64 * 584, 37440},
+		{"dsa_indexer", 256, 64 * 132, 8640},
+		{"deepseek_v4_compressor", 4, 4 * 2048 * 4, 32832},
+		{"deepseek_v4_compressor", 4, 4 * 512 * 4, 8640},
+		{"deepseek_v4", 256, 2 * 584, 1728},
+		{"deepseek_v4_compressor", 8, 8 * 1024 * 4, 32832},
+		{"deepseek_v4", 256, 256 * 584, 149760},
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("got  %v\nwant %v", got, want)
+	}
+}
+
 func TestParseConfig(t *testing.T) {
+	const dense = `"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 64`
+	const v4 = `"model_type": "deepseek_v4", "num_hidden_layers": 2`
 	for name, c := range map[string]struct {
 		json string
 		want string // of the caches, or of the error
@@ -197,14 +336,39 @@ func TestParseConfig(t *testing.T) {
 		"text":     {`{"model_type": "gemma3", "text_config": {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8, "num_key_value_heads": 2, "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}}`, "[{1 2 8 0"},
 		"mla":      {`{"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}`, "[{61 0 0 0 576 false"},
 		"dsa":      {`{"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}`, "[{61 0 0 0 576 true"},
-		"qwen next": {`{"num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "layer_types": ["linear_attention", "full_attention"],
-			"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}`, "{1 0 0 0 0 false 0 gdn_state 16 128 32 128 3 2}"},
-		"kimi": {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [3], "num_heads": 32,
-			"head_dim": 128, "short_conv_kernel_size": 4}}`, "{2 0 0 0 0 false 0 kda_state 32 128 32 128 3 4}"},
 		"nemotron": {`{"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "hybrid_override_pattern": "M-M*", "mamba_num_heads": 64,
 			"mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}`, "{2 0 0 0 0 false 0 mamba2_state 8 128 64 64 3 2}"},
-		"window off":    {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 4096, "use_sliding_window": false}`, "[{2 4 16 0"},
-		"window on":     {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 4096}`, "[{2 4 16 4096"},
+		"indexed":       {`{"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "layer_types": ["indexed_attention", "indexed_attention"]}`, "[{2 0 0 0 576 true"},
+		"shared":        {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "indexer_types": ["full", "shared", "shared"]}`, "[{1 0 0 0 576 true 0  0 0 0 0 0 0} {2 0 0 0 576 false"},
+		"letters of it": {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk_pattern": "FSS"}`, "[{1 0 0 0 576 true 0  0 0 0 0 0 0} {2 0 0 0 576 false"},
+		"shared, which": {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "index_head_dim": 128, "index_topk_pattern": "FSX"}`, `indexer_types[2] = "X"`},
+		"shared, few":   {`{"num_hidden_layers": 3, "kv_lora_rank": 512, "index_head_dim": 128, "index_topk_pattern": "FS"}`, "2 entries for 3 layers"},
+		"window off":    {`{` + dense + `, "sliding_window": 4096, "use_sliding_window": false}`, "[{4 4 16 0"},
+		"mistral":       {`{"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 32, "hidden_size": 4096, "sliding_window": 4096}`, "[{2 8 128 4096"},
+		"gemma 2":       {`{"model_type": "gemma2", ` + dense + `, "sliding_window": 7}`, "[{2 4 256 0 0 false 0  0 0 0 0 0 0} {2 4 256 7"},
+		"cohere":        {`{"model_type": "cohere2", ` + dense + `, "sliding_window": 7}`, "[{1 4 16 0 0 false 0  0 0 0 0 0 0} {3 4 16 7"},
+		"exaone":        {`{"model_type": "exaone4", ` + dense + `, "sliding_window": 7, "sliding_window_pattern": "LG"}`, "[{2 4 16 0 0 false 0  0 0 0 0 0 0} {2 4 16 7"},
+		"olmo":          {`{"model_type": "olmo3", ` + dense + `, "sliding_window": 7}`, "[{1 4 16 0 0 false 0  0 0 0 0 0 0} {3 4 16 7"},
+		"qwen":          {`{"model_type": "qwen2", ` + dense + `, "sliding_window": 7}`, "[{4 4 16 0"},
+		"qwen on":       {`{"model_type": "qwen2", ` + dense + `, "sliding_window": 7, "use_sliding_window": true, "max_window_layers": 3}`, "[{3 4 16 0 0 false 0  0 0 0 0 0 0} {1 4 16 7"},
+		"qwen moe on":   {`{"model_type": "qwen3_moe", ` + dense + `, "sliding_window": 7, "use_sliding_window": true}`, `model_type = "qwen3_moe": has a sliding_window of 7`},
+		"window, whose": {`{` + dense + `, "sliding_window": 4096}`, `model_type = "": has a sliding_window of 4096 and no layer_types`},
+		"letters":       {`{"model_type": "exaone4", ` + dense + `, "sliding_window": 7, "sliding_window_pattern": "LGLG"}`, `sliding_window_pattern = "LGLG"`},
+		"pattern":       {`{"model_type": "gemma3_text", ` + dense + `, "sliding_window": 7, "sliding_window_pattern": -6}`, `sliding_window_pattern = -6`},
+		"interval":      {`{"model_type": "qwen3_next", ` + dense + `, "full_attention_interval": 0}`, `full_attention_interval = 0`},
+		"ratio":         {`{` + v4 + `, "compress_ratios": [4, 16]}`, `compress_ratios[1] = 16: ratios of 0, 1, 4 and 128`},
+		"ratios":        {`{` + v4 + `, "compress_ratios": [4]}`, `compress_ratios: 1 entries for 2 layers`},
+		"no ratios":     {`{` + v4 + `}`, `layer_types: 0 entries for 2 layers`},
+		"rate":          {`{` + v4 + `, "layer_types": ["sliding_attention", "heavily_compressed_attention"], "compress_rates": {"heavily_compressed_attention": 64}}`, `layer_types[1] = 64`},
+		"v4 type":       {`{` + v4 + `, "layer_types": ["full_attention", "sliding_attention"]}`, `layer_types[0] = "full_attention": unknown in DeepSeek-V4`},
+		"v4 dim":        {`{` + v4 + `, "head_dim": 576, "compress_ratios": [4, 4]}`, `head_dim = 576: DeepSeek-V4's entries`},
+		"v4 window":     {`{` + v4 + `, "sliding_window": 0, "compress_ratios": [4, 4]}`, `sliding_window = 0`},
+		"v4.1":          {`{"model_type": "deepseek_v41", "num_hidden_layers": 2, "compress_ratios": [1, 2]}`, `model_type = "deepseek_v41": compressed caches`},
+		"ratios of":     {`{` + dense + `, "compress_ratios": [4, 4, 4, 4]}`, `model_type = "": compressed caches`},
+		"chunks":        {`{` + dense + `, "attention_chunk_size": 8192}`, "attention_chunk_size = 8192: gives layers caches"},
+		"no chunks":     {`{` + dense + `, "attention_chunk_size": null, "num_kv_shared_layers": 0, "is_encoder_decoder": false}`, "[{4 4 16 0"},
+		"v heads":       {`{` + dense + `, "v_head_dim": 8}`, "v_head_dim = 8"},
+		"uneven heads":  {`{"num_hidden_layers": 2, "num_attention_heads": 5, "hidden_size": 64}`, "hidden_size = 64: not divisible by 5 heads"},
 		"no json":       {`model`, "invalid character"},
 		"no layers":     {`{}`, "num_hidden_layers = 0"},
 		"many layers":   {`{"num_hidden_layers": 100000}`, "num_hidden_layers = 100000"},
@@ -214,6 +378,9 @@ func TestParseConfig(t *testing.T) {
 		"other types":   {`{"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["convolution"]}`, `"convolution" is unknown`},
 		"short types":   {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["full_attention"]}`, "1 entries for 2 layers"},
 		"linear, which": {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "linear_num_value_heads": 4}`, "to say which"},
+		"mamba, which":  {`{` + dense + `, "hybrid_override_pattern": "M-*"}`, `hybrid_override_pattern = "M-*"`},
+		"kda twice":     {`{"num_hidden_layers": 2, "kv_lora_rank": 8, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [1]}}`, "layer 1 is named twice"},
+		"kda few":       {`{"num_hidden_layers": 3, "kv_lora_rank": 8, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}}`, "are not 3 layers"},
 		"long":          {strings.Repeat(" ", MaxConfigBytes+1), "at most"},
 	} {
 		m, err := ParseConfig(name, []byte(c.json))

@@ -3,7 +3,6 @@
 package explain
 
 import (
-	"encoding/json"
 	"fmt"
 	"maps"
 	"slices"
@@ -21,7 +20,7 @@ type Cache struct {
 
 	Latent   int  `json:"latent,omitempty"`   // MLA: numbers of a token, rope included
 	Indexer  bool `json:"indexer,omitempty"`  // an indexer's keys (132 bytes, fp8) beside it
-	Compress int  `json:"compress,omitempty"` // DeepSeek-V4: tokens of an entry, 584 bytes of latent (and with Indexer 132 of its keys)
+	Compress int  `json:"compress,omitempty"` // DeepSeek-V4: tokens of an entry, 584 bytes of latent (and with Indexer 132 of its keys); 1 for its windows
 
 	Linear     string `json:"linear,omitempty"` // strategy of a linear attention's state
 	KHeads     int    `json:"k_heads,omitempty"`
@@ -43,17 +42,36 @@ func dense(layers, heads, dim int) []Cache {
 	return []Cache{{Layers: layers, KVHeads: heads, HeadDim: dim}}
 }
 
+// slab is the cache of DeepSeek-V4: layers whose latents are compressed 4 tokens to one, with an indexer, layers with 128 to one,
+// and a window in every layer. What their compressors remember follows from the ratios (Layout).
+func slab(of4, of128, layers, window int) []Cache {
+	return []Cache{{Layers: of4, Compress: 4, Indexer: true}, {Layers: of128, Compress: 128}, {Layers: layers, Compress: 1, Window: window}}
+}
+
+const slabNote = "without draft layers; the indexer's keys in fp8"
+
+// DType is the dtype of a cache of this model if nobody asks for another. DeepSeek-V4's is fp8: engines refuse others or keep other pages, which no
+// strategy describes.
+func (m *Model) DType() string {
+	for i := range m.Caches {
+		if m.Caches[i].Compress > 0 {
+			return fp8
+		}
+	}
+	return bf16
+}
+
 var presets = map[string]Model{
-	"llama-3.1-8b":    {Caches: dense(32, 8, 128)},
-	"llama-3.1-70b":   {Caches: dense(80, 8, 128)},
-	"qwen3-8b":        {Caches: dense(36, 8, 128)},
-	"qwen3-32b":       {Caches: dense(64, 8, 128)},
-	"qwen3-30b-a3b":   {Caches: dense(48, 4, 128)},
-	"qwen3-235b-a22b": {Caches: dense(94, 4, 128)},
-	"deepseek-v3":     {Caches: []Cache{{Layers: 61, Latent: 576}}},
-	"deepseek-v3.2":   {Caches: []Cache{{Layers: 61, Latent: 576, Indexer: true}}},
-	"deepseek-v4-pro": {Caches: []Cache{{Layers: 30, Compress: 4, Indexer: true}, {Layers: 31, Compress: 128}, {Layers: 61, Compress: 1, Window: 128}},
-		Note: "the split of layers is inferred from published sizes; without the compressor's state and draft layers"},
+	"llama-3.1-8b":      {Caches: dense(32, 8, 128)},
+	"llama-3.1-70b":     {Caches: dense(80, 8, 128)},
+	"qwen3-8b":          {Caches: dense(36, 8, 128)},
+	"qwen3-32b":         {Caches: dense(64, 8, 128)},
+	"qwen3-30b-a3b":     {Caches: dense(48, 4, 128)},
+	"qwen3-235b-a22b":   {Caches: dense(94, 4, 128)},
+	"deepseek-v3":       {Caches: []Cache{{Layers: 61, Latent: 576}}},
+	"deepseek-v3.2":     {Caches: []Cache{{Layers: 61, Latent: 576, Indexer: true}}},
+	"deepseek-v4-flash": {Caches: slab(21, 20, 43, 128), Note: slabNote},
+	"deepseek-v4-pro":   {Caches: slab(30, 31, 61, 128), Note: slabNote},
 	"qwen3-next-80b": {Caches: []Cache{{Layers: 12, KVHeads: 2, HeadDim: 256},
 		{Layers: 36, Linear: "gdn_state", KHeads: 16, KDim: 128, VHeads: 32, VDim: 128, ConvLen: 3, StateBytes: 2}}},
 	"kimi-linear-48b": {Caches: []Cache{{Layers: 7, Latent: 576},
@@ -76,148 +94,11 @@ func Preset(name string) (*Model, error) {
 	return &m, nil
 }
 
-// Bounds of a config.json: past them it is no model's.
+// Bounds of a model: past them it is none.
 const (
-	MaxConfigBytes = 1 << 20
-	maxLayers      = 1024
-	maxSize        = 1 << 20
+	maxLayers = 1024
+	maxSize   = 1 << 20
 )
-
-// config is what counts of a model's config.json, as the transformers library names it.
-type config struct {
-	Architectures []string `json:"architectures"`
-	ModelType     string   `json:"model_type"`
-	Text          *config  `json:"text_config"`
-
-	Layers   int      `json:"num_hidden_layers"`
-	Heads    int      `json:"num_attention_heads"`
-	KVHeads  int      `json:"num_key_value_heads"`
-	HeadDim  int      `json:"head_dim"`
-	Hidden   int      `json:"hidden_size"`
-	Window   *int     `json:"sliding_window"`
-	UseSWA   *bool    `json:"use_sliding_window"`
-	Types    []string `json:"layer_types"`
-	LoraRank int      `json:"kv_lora_rank"`
-	RopeDim  int      `json:"qk_rope_head_dim"`
-	IndexDim int      `json:"index_head_dim"`
-
-	LinKHeads int    `json:"linear_num_key_heads"`
-	LinKDim   int    `json:"linear_key_head_dim"`
-	LinVHeads int    `json:"linear_num_value_heads"`
-	LinVDim   int    `json:"linear_value_head_dim"`
-	LinConv   int    `json:"linear_conv_kernel_dim"`
-	SSMDtype  string `json:"mamba_ssm_dtype"`
-	Kimi      *kimi  `json:"linear_attn_config"`
-	Pattern   string `json:"hybrid_override_pattern"`
-	MHeads    int    `json:"mamba_num_heads"`
-	MHeadDim  int    `json:"mamba_head_dim"`
-	MGroups   int    `json:"n_groups"`
-	MState    int    `json:"ssm_state_size"`
-	MConv     int    `json:"conv_kernel"`
-}
-
-type kimi struct {
-	KDA  []int `json:"kda_layers"`
-	Full []int `json:"full_attn_layers"`
-	N    int   `json:"num_heads"`
-	Dim  int   `json:"head_dim"`
-	Conv int   `json:"short_conv_kernel_size"`
-}
-
-// ParseConfig reads a model's config.json. What it does not know the layers of it refuses, rather than guess.
-func ParseConfig(name string, b []byte) (*Model, error) {
-	if len(b) > MaxConfigBytes {
-		return nil, fmt.Errorf("%s: %d bytes, a config.json has at most %d", name, len(b), MaxConfigBytes)
-	}
-	var c config
-	if err := json.Unmarshal(b, &c); err != nil {
-		return nil, fmt.Errorf("%s: %w", name, err)
-	}
-	if c.Text != nil {
-		c = *c.Text
-	}
-	caches, err := c.caches()
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", name, err)
-	}
-	m := &Model{Name: name, Caches: caches}
-	if err := m.check(); err != nil {
-		return nil, fmt.Errorf("%s: %w", name, err)
-	}
-	return m, nil
-}
-
-func (c *config) caches() ([]Cache, error) {
-	if c.Layers < 1 || c.Layers > maxLayers {
-		return nil, fmt.Errorf("num_hidden_layers = %d: 1 to %d", c.Layers, maxLayers)
-	}
-	attention := Cache{KVHeads: c.KVHeads, HeadDim: c.HeadDim}
-	if attention.KVHeads == 0 {
-		attention.KVHeads = c.Heads
-	}
-	if attention.HeadDim == 0 && c.Heads > 0 {
-		attention.HeadDim = c.Hidden / c.Heads
-	}
-	if c.LoraRank > 0 {
-		attention = Cache{Latent: c.LoraRank + c.RopeDim, Indexer: c.IndexDim > 0}
-		if c.IndexDim != 0 && c.IndexDim != 128 {
-			return nil, fmt.Errorf("index_head_dim = %d: only 128 is known", c.IndexDim)
-		}
-	}
-	with := func(c Cache, layers int) Cache { c.Layers = layers; return c }
-	switch {
-	case c.Kimi != nil:
-		linear := Cache{Linear: "kda_state", KHeads: c.Kimi.N, KDim: c.Kimi.Dim, VHeads: c.Kimi.N, VDim: c.Kimi.Dim, ConvLen: c.Kimi.Conv - 1, StateBytes: 4}
-		if len(c.Kimi.KDA)+len(c.Kimi.Full) != c.Layers {
-			return nil, fmt.Errorf("linear_attn_config: %d kda_layers and %d full_attn_layers are not %d layers", len(c.Kimi.KDA), len(c.Kimi.Full), c.Layers)
-		}
-		return []Cache{with(attention, len(c.Kimi.Full)), with(linear, len(c.Kimi.KDA))}, nil
-	case c.Pattern != "":
-		mamba := Cache{Linear: "mamba2_state", KHeads: c.MGroups, KDim: c.MState, VHeads: c.MHeads, VDim: c.MHeadDim, ConvLen: c.MConv - 1, StateBytes: ssmBytes(c.SSMDtype)}
-		return []Cache{with(attention, strings.Count(c.Pattern, "*")), with(mamba, strings.Count(c.Pattern, "M"))}, nil
-	case len(c.Types) > 0:
-		if len(c.Types) != c.Layers {
-			return nil, fmt.Errorf("layer_types: %d entries for %d layers", len(c.Types), c.Layers)
-		}
-		n := map[string]int{}
-		for _, t := range c.Types {
-			n[t]++
-		}
-		var out []Cache
-		for _, t := range slices.Sorted(maps.Keys(n)) {
-			switch t {
-			case "full_attention":
-				out = append(out, with(attention, n[t]))
-			case "sliding_attention":
-				if c.Window == nil || *c.Window < 1 {
-					return nil, fmt.Errorf("layer_types has %d sliding layers, and no sliding_window", n[t])
-				}
-				sliding := with(attention, n[t])
-				sliding.Window = *c.Window
-				out = append(out, sliding)
-			case "linear_attention":
-				out = append(out, Cache{Layers: n[t], Linear: "gdn_state", KHeads: c.LinKHeads, KDim: c.LinKDim, VHeads: c.LinVHeads, VDim: c.LinVDim,
-					ConvLen: c.LinConv - 1, StateBytes: ssmBytes(c.SSMDtype)})
-			default:
-				return nil, fmt.Errorf("layer_types: %q is unknown", t)
-			}
-		}
-		return out, nil
-	case c.LinVHeads > 0 || c.MHeads > 0:
-		return nil, fmt.Errorf("has linear layers, and neither layer_types, hybrid_override_pattern nor linear_attn_config to say which")
-	}
-	if c.Window != nil && *c.Window > 0 && (c.UseSWA == nil || *c.UseSWA) {
-		attention.Window = *c.Window
-	}
-	return []Cache{with(attention, c.Layers)}, nil
-}
-
-func ssmBytes(dtype string) int {
-	if dtype == "float32" {
-		return 4
-	}
-	return 2
-}
 
 // check refuses numbers that no model has.
 func (m *Model) check() error {
