@@ -77,6 +77,9 @@ func Check(from, to *Engine) (*Verdict, error) {
 // MaxEngineBytes bounds what a sidecar says of its engines.
 const MaxEngineBytes = 64 << 20
 
+// maxWorkers is the most workers that an engine is believed to have. Each is compared with each, so that their number counts twice.
+const maxWorkers = 1024
+
 // ParseEngine reads what GET /v1/layouts of a sidecar says of the engine with this id, or of the only one where it is empty.
 func ParseEngine(name, engine string, r io.Reader) (*Engine, error) {
 	reg := parseblock.Default()
@@ -105,6 +108,9 @@ func ParseEngine(name, engine string, r io.Reader) (*Engine, error) {
 		}
 		if err != nil {
 			return nil, fmt.Errorf("%s: worker %q: %w", name, w.Name, err)
+		}
+		if len(e.Layouts) == maxWorkers {
+			return nil, fmt.Errorf("%s: more than %d workers of one engine: at most so many are compared; name one of several engines as %s#ENGINE", name, maxWorkers, name)
 		}
 		e.Layouts = append(e.Layouts, l)
 	}

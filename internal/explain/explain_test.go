@@ -4,11 +4,13 @@ package explain
 
 import (
 	"bytes"
+	"encoding/base64"
 	"encoding/json"
 	"encoding/xml"
 	"errors"
 	"fmt"
 	"io"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -358,6 +360,7 @@ func TestParseConfig(t *testing.T) {
 		"interval":      {`{"model_type": "qwen3_next", ` + dense + `, "full_attention_interval": 0}`, `full_attention_interval = 0`},
 		"ratio":         {`{` + v4 + `, "compress_ratios": [4, 16]}`, `compress_ratios[1] = 16: ratios of 0, 1, 4 and 128`},
 		"ratios":        {`{` + v4 + `, "compress_ratios": [4]}`, `compress_ratios: 1 entries for 2 layers`},
+		"draft ratios":  {`{` + v4 + `, "compress_ratios": [4, 128, 4, 16]}`, "[{1 0 0 0 0 true 4  0 0 0 0 0 0} {1 0 0 0 0 false 128"},
 		"no ratios":     {`{` + v4 + `}`, `layer_types: 0 entries for 2 layers`},
 		"rate":          {`{` + v4 + `, "layer_types": ["sliding_attention", "heavily_compressed_attention"], "compress_rates": {"heavily_compressed_attention": 64}}`, `layer_types[1] = 64`},
 		"v4 type":       {`{` + v4 + `, "layer_types": ["full_attention", "sliding_attention"]}`, `layer_types[0] = "full_attention": unknown in DeepSeek-V4`},
@@ -394,42 +397,108 @@ func TestParseConfig(t *testing.T) {
 	}
 }
 
-// FuzzParseConfig: no file makes a panic, an endless plan or a layout that does not hold together.
+// Bounds of what a foreign description may make this process allocate, in all. Reading takes some times the bytes that are read (a number
+// of a list of two characters is an int, a group of a layout is a struct), explaining what the layers of that many ranks take.
+const (
+	mostReading    = 64 << 10
+	mostPerByte    = 128
+	mostExplaining = 32 << 20
+	mostPerLayer   = 8 << 10 // of each pair of ranks
+)
+
+// allocates is what f allocates, with what else does at the same time.
+func allocates(f func()) uint64 {
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	f()
+	runtime.ReadMemStats(&after)
+	return after.TotalAlloc - before.TotalAlloc
+}
+
+// bounded fails the test if f allocates more than that.
+func bounded(t *testing.T, what string, most int, f func()) {
+	t.Helper()
+	if n := allocates(f); n > uint64(most) {
+		t.Fatalf("%s allocated %d bytes, at most %d are allowed", what, n, most)
+	}
+}
+
+// FuzzParseConfig: no file makes a panic, an endless plan, a layout that does not hold together, or more memory than the bounds.
 func FuzzParseConfig(f *testing.F) {
-	f.Add([]byte(`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "sliding_window": 7}`), uint8(16), uint8(2), uint8(3))
+	f.Add([]byte(`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}`), uint8(16), uint8(2), uint8(3))
+	f.Add([]byte(`{"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 7}`), uint8(16), uint8(2), uint8(1))
 	f.Add([]byte(`{"num_hidden_layers": 3, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}`), uint8(64), uint8(1), uint8(8))
 	f.Add([]byte(`{"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 4, "layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 4,`+
 		`"linear_num_value_heads": 4, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 4}`), uint8(16), uint8(1), uint8(2))
+	// The most layers and ranks, and the most numbers for their bytes.
+	f.Add([]byte(`{"num_hidden_layers": 1024, "num_attention_heads": 15, "head_dim": 1048576}`), uint8(1), uint8(15), uint8(15))
+	f.Add([]byte(`{"num_hidden_layers": 1, "compress_ratios": [`+strings.Repeat("4,", 1<<15)+`4]}`), uint8(1), uint8(1), uint8(1))
+	f.Add([]byte(`{"num_hidden_layers": 1, "layer_types": [`+strings.Repeat(`"",`, 1<<15)+`""]}`), uint8(1), uint8(1), uint8(1))
+	for _, c := range published {
+		f.Add([]byte(strings.Replace(c.json, "INTERLEAVED", strings.Repeat("4, 128, ", 30)+"4", 1)), uint8(128), uint8(1), uint8(2))
+	}
 	f.Fuzz(func(t *testing.T, b []byte, block, tp, to uint8) {
-		m, err := ParseConfig("fuzz", b)
+		var m *Model
+		var err error
+		bounded(t, fmt.Sprintf("reading %d bytes", len(b)), mostReading+mostPerByte*len(b), func() { m, err = ParseConfig("fuzz", b) })
 		if err != nil {
 			return
 		}
-		r, err := Explain(m, side(int(block), int(tp%16), parseblock.PackedNHD, "bf16"), side(int(block), int(to%16), parseblock.PackedHND, "bf16"), 33)
-		if err != nil {
-			return
+		layers := 0
+		for _, c := range m.Caches {
+			layers += c.Layers
 		}
-		for _, w := range []func(io.Writer) error{r.WriteText, r.WriteJSON, r.WriteSVG} {
-			if err := w(io.Discard); err != nil {
-				t.Fatal(err)
+		bounded(t, fmt.Sprintf("explaining %d layers", layers), mostExplaining+mostPerLayer*layers*max(1, int(tp%16)*int(to%16)), func() {
+			r, err := Explain(m, side(int(block), int(tp%16), parseblock.PackedNHD, m.DType()), side(int(block), int(to%16), parseblock.PackedHND, m.DType()), 33)
+			if err != nil {
+				return
 			}
-		}
+			for _, w := range []func(io.Writer) error{r.WriteText, r.WriteJSON, r.WriteSVG} {
+				if err := w(io.Discard); err != nil {
+					t.Fatal(err)
+				}
+			}
+		})
 	})
 }
 
 func FuzzParseEngine(f *testing.F) {
 	f.Add([]byte(`{"workers": [{"name": "w", "layout": "gaVtb2RlbKFt"}]}`))
+	for _, name := range []string{"llama-3.1-8b", "deepseek-v4-flash", "qwen3-next-80b"} {
+		m, err := Preset(name)
+		if err != nil {
+			f.Fatal(err)
+		}
+		l, _, err := m.Layout(side(128, 1, parseblock.PackedNHD, m.DType()), 0, 128)
+		if err != nil {
+			f.Fatal(err)
+		}
+		b, err := l.Marshal()
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(fmt.Appendf(nil, `{"workers": [{"name": "w", "layout": %q}]}`, base64.StdEncoding.EncodeToString(b)))
+	}
+	f.Add([]byte(`{"workers": [` + strings.Repeat("{},", 1<<13) + `{}]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		e, err := ParseEngine("fuzz", "", bytes.NewReader(b))
+		var e *Engine
+		var err error
+		bounded(t, fmt.Sprintf("reading %d bytes", len(b)), mostReading+mostPerByte*len(b), func() { e, err = ParseEngine("fuzz", "", bytes.NewReader(b)) })
 		if err != nil {
 			return
 		}
-		if r, err := ExplainEngines(e, e, 64); err == nil && r.TotalBytes == 0 && r.BytesPerToken >= 1 {
-			t.Fatalf("%v bytes a token, and nothing moves: %+v", r.BytesPerToken, r)
+		layers := 0
+		for _, l := range e.Layouts {
+			layers += l.NumLayers()
 		}
-		if v, err := Check(e, e); err == nil && len(v.Means)+len(v.Geometry) > 0 && len(e.Layouts) == 1 {
-			t.Fatalf("an engine differs from itself: %+v", v)
-		}
+		bounded(t, fmt.Sprintf("explaining %d layers of %d workers", layers, len(e.Layouts)), mostExplaining+mostPerLayer*layers*len(e.Layouts), func() {
+			if r, err := ExplainEngines(e, e, 64); err == nil && r.TotalBytes == 0 && r.BytesPerToken >= 1 {
+				t.Fatalf("%v bytes a token, and nothing moves: %+v", r.BytesPerToken, r)
+			}
+			if v, err := Check(e, e); err == nil && len(v.Means)+len(v.Geometry) > 0 && len(e.Layouts) == 1 {
+				t.Fatalf("an engine differs from itself: %+v", v)
+			}
+		})
 	})
 }
 
@@ -474,6 +543,17 @@ func TestCheck(t *testing.T) {
 		}
 		if v.OK() != c.ok || !strings.Contains(b.String(), c.want) {
 			t.Errorf("%s: ok %v\n%swant %q", name, v.OK(), b.String(), c.want)
+		}
+	}
+	b, err := half.Layouts[0].Marshal()
+	if err != nil {
+		t.Fatal(err)
+	}
+	worker := fmt.Sprintf(`{"layout": %q}`, base64.StdEncoding.EncodeToString(b))
+	for n, want := range map[int]string{maxWorkers: "<nil>", maxWorkers + 1: "x: more than 1024 workers of one engine"} {
+		_, err := ParseEngine("x", "", strings.NewReader(`{"workers": [`+strings.Repeat(worker+",", n-1)+worker+`]}`))
+		if !strings.Contains(fmt.Sprint(err), want) {
+			t.Errorf("%d workers: got %v, want %s", n, err, want)
 		}
 	}
 	if _, err := Check(&Engine{Name: "x"}, half); err == nil || !strings.Contains(err.Error(), "no engine has registered") {
