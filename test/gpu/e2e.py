@@ -8,7 +8,7 @@ content   random block lists over every transport, by eager steps and by replays
           every block is compared, and so are the blocks around it
 kill      kill -9 of the source's engine, of either sidecar and of the destination's engine in mid copy: what was promised came whole or is
           reported as failed, and nothing is written into blocks that were given back
-rate      one transfer of 2 GiB in scattered 16 KiB blocks, both GPUs idle
+rate      scattered 16 KiB blocks, both GPUs idle: single transfers of 4 GiB, and transfers of 2 GiB with two open at a time
 slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15 GB/s, idle and loaded by turns
 layers    how long after the end of the forward pass the last layer's bytes are committed, the engine busy
 """
@@ -234,6 +234,23 @@ class Engine:
                 pass
         return {"gb_per_s": moved / (time.monotonic() - start) / 1e9, "used": used}
 
+    def stream(self, xfers: list[bytes], peer: str, tables: list[list[int]], ahead: int) -> float:
+        """Transfers into these tables by turns, so many open at a time; GB/s from the first word to the last completion."""
+        waiting, open_leases, moved = list(enumerate(xfers)), set(), 0
+        start = time.monotonic()
+        while waiting or open_leases:
+            while waiting and len(open_leases) < ahead:
+                i, x = waiting.pop(0)
+                open_leases.add(int(self.expect(x, peer, tables[i % len(tables)])["lease"]))
+                moved += len(tables[i % len(tables)]) * LAYERS * PAGE
+            for c in self.client.poll():
+                if c.lease in open_leases and c.status.name != "OK":
+                    raise SystemExit(f"e2e: stream: {c}")
+                open_leases.discard(c.lease)
+            if time.monotonic() > start + TIMEOUT_S:
+                raise SystemExit(f"e2e: stream: {len(open_leases)} leases are open after {TIMEOUT_S} s")
+        return moved / (time.monotonic() - start) / 1e9
+
     def settle(self, leases: list[int]) -> None:
         """Gives up what nobody pulled."""
         open_leases = set(leases)
@@ -435,7 +452,26 @@ def rate(rig: Rig, r: random.Random, repeat: int = 6, n: int = 4096) -> dict[str
         if done["status"] != "OK" or (i == 0 and rig.d.call("check", seed, dst)):
             raise SystemExit(f"e2e: rate: {done}, or content differs\n{rig.sidecars[1].tail()}")
         got.append(n * LAYERS * PAGE / (done["at"] - e["at"]) / 1e9)
-    return {"transport": done["transport"], "GB": n * LAYERS * PAGE / 1e9, "gb_per_s": round(statistics.median(got[1:]), 1), "all": [round(g, 1) for g in got]}
+    return {"transport": done["transport"], "GB": n * LAYERS * PAGE / 1e9, "gb_per_s": round(statistics.median(got[1:]), 1), "all": [round(g, 1) for g in got],
+            "steady": steady(rig, r)}  # fmt: skip
+
+
+def steady(rig: Rig, r: random.Random, repeat: int = 5, count: int = 12, n: int = 2048) -> dict[str, Any]:
+    """Transfers without a pause: the next one is open before the last one ends, as between a busy prefill and its decode."""
+    srcs, dsts = pick(r, 3 * n), pick(r, 3 * n)
+    sources, sinks = ([all_[i * n :][:n] for i in range(3)] for all_ in (srcs, dsts))
+    seeds = [r.randint(1, 1 << 30) for _ in sources]
+    for seed, blocks in zip(seeds, sources, strict=True):
+        rig.p.call("settle", [rig.p.call("offer", os.urandom(16), seed, blocks)])  # writes the content, which stays
+    got = []
+    for _ in range(repeat + 1):
+        xfers = [os.urandom(16) for _ in range(count)]
+        leases = [rig.p.call("again", [x], sources[i % 3])[0] for i, x in enumerate(xfers)]
+        got.append(round(rig.d.call("stream", xfers, rig.peer, sinks, 2), 1))
+        rig.p.call("settle", leases)
+    if wrong := sum(rig.d.call("check", seed, blocks) for seed, blocks in zip(seeds, sinks, strict=True)):
+        raise SystemExit(f"e2e: steady: {wrong} blocks differ")
+    return {"GB": n * LAYERS * PAGE / 1e9, "open": 2, "gb_per_s": statistics.median(got[1:]), "all": got}
 
 
 def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> dict[str, Any]:

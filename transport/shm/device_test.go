@@ -34,7 +34,7 @@ type deviceMemory struct {
 
 func (m *deviceMemory) Device() mem.Device { return m.region.Device() }
 
-// link is a device between whose memories bytes take as long as on a link of so many GB/s, two moves at once as stage's pipelines take them.
+// link is a device between whose memories bytes take as long as on a link of so many GB/s, two moves at once.
 type link struct {
 	instant
 	gbps  float64

@@ -56,7 +56,7 @@ type Config struct {
 // few cores has none to spare.
 const (
 	minMovers = 2 // one batch is on the link while the next is made
-	maxMovers = 4 // of a backend: stage has two pipelines for a pair of GPUs, and as many more prepare
+	maxMovers = 4 // of a backend: some prepare while the batches of others are on the link
 	maxAskers = 2 // of a lane
 )
 

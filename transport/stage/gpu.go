@@ -488,7 +488,7 @@ func (w *mover) flush() error {
 		return nil
 	}
 	defer func() { w.list, w.total = w.list[:0], 0 }()
-	pool, err := w.gpus.pool(w.from, w.to)
+	p, err := w.gpus.pair(w.from, w.to)
 	if errors.Is(err, errNoPeer) {
 		return w.through()
 	}
@@ -498,16 +498,14 @@ func (w *mover) flush() error {
 	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down; copy engines do neither, and take
 	// scattered blocks across PCIe well. Within one GPU they do not: there the driver copies by kernels too.
 	start := time.Now()
-	how := pool.learn.pick(start)
+	how := p.learn.pick(start)
 	if how == Copy {
 		err = w.through()
 	} else {
-		p := <-pool.free
 		err = p.Run(w.list)
-		pool.free <- p
 	}
 	if err == nil {
-		pool.learn.took(how, w.total, time.Since(start))
+		p.learn.took(how, w.total, time.Since(start))
 	}
 	return err
 }

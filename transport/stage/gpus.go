@@ -41,7 +41,7 @@ type Config struct {
 	Executor    Executor
 	Hops        int    // gathers and scatters under way at once, each with a HopBytes buffer on the GPU and one in host memory; default 8
 	Buffers     int    // host buffers of LendBytes that lanes borrow; default 128
-	PeerStage   uint64 // bytes of one stage between two GPUs; default 16 MiB. A pair takes PeerPipelines*PeerDepth of them on each
+	PeerStage   uint64 // bytes of one stage between two GPUs; default 32 MiB. A pair takes PeerDepth of them on each
 	Table       *Table // what was measured; nil: what is built in, or learned
 	PeerDisable bool   // never copy between GPUs directly: for comparisons
 	Log         *slog.Logger
@@ -55,8 +55,7 @@ const (
 	hopRuns        = 4096 // blocks of one hop; more are done in several
 	defaultHops    = 8
 	defaultBuffers = 128
-	PeerPipelines  = 2 // per ordered pair of GPUs, so that one drains while the other fills
-	defaultStage   = 16 << 20
+	defaultStage   = 32 << 20
 	directPiece    = 256 << 10 // blocks of so many bytes on average are copied one by one
 )
 
@@ -70,7 +69,7 @@ type GPUs struct {
 
 	mu     sync.Mutex // protects all below
 	gpus   map[int]*GPU
-	peers  map[[2]int]*pipelines // nil: no way but through the host
+	peers  map[[2]int]*pair // nil: no way but through the host
 	closed bool
 
 	pins atomic.Pointer[[]pin] // changed under mu
@@ -142,7 +141,7 @@ func newGPUs(p platform, cfg Config) (*GPUs, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &GPUs{cfg: cfg, plat: p, ids: ids, gpus: map[int]*GPU{}, peers: map[[2]int]*pipelines{}}
+	g := &GPUs{cfg: cfg, plat: p, ids: ids, gpus: map[int]*GPU{}, peers: map[[2]int]*pair{}}
 	g.pins.Store(&[]pin{})
 	return g, nil
 }
@@ -220,13 +219,13 @@ func (g *GPUs) open(i int) (*GPU, error) {
 // errNoPeer: copies between two GPUs go through host memory.
 var errNoPeer = errors.New("stage: no peer access")
 
-// pipelines are those from one GPU to another.
-type pipelines struct {
-	free  chan *Peer
+// pair is what moves from one GPU to another.
+type pair struct {
+	*Peer
 	learn chooser
 }
 
-func (g *GPUs) pool(from, to *GPU) (*pipelines, error) {
+func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 	if g.cfg.PeerDisable {
 		return nil, errNoPeer
 	}
@@ -236,11 +235,11 @@ func (g *GPUs) pool(from, to *GPU) (*pipelines, error) {
 	if g.closed {
 		return nil, net.ErrClosed
 	}
-	if pool, ok := g.peers[key]; ok {
-		if pool == nil {
+	if p, ok := g.peers[key]; ok {
+		if p == nil {
 			return nil, errNoPeer
 		}
-		return pool, nil
+		return p, nil
 	}
 	if from != to {
 		for _, k := range [][2]*GPU{{from, to}, {to, from}} {
@@ -255,23 +254,15 @@ func (g *GPUs) pool(from, to *GPU) (*pipelines, error) {
 			}
 		}
 	}
-	pool := &pipelines{free: make(chan *Peer, PeerPipelines), learn: chooser{fixed: g.cfg.Executor}}
-	for range PeerPipelines {
-		p, err := g.newPeer(from, to)
-		if err != nil {
-			// One pipeline is slower than two and better than none; with none the host's memory serves.
-			g.cfg.Log.Warn("gpu pipeline not made", "from", from.index, "to", to.index, "have", len(pool.free), "err", err)
-			break
-		}
-		pool.free <- p
-	}
-	if len(pool.free) == 0 {
+	p, err := g.newPeer(from, to)
+	if err != nil { // the host's memory serves
+		g.cfg.Log.Warn("gpu pipeline not made", "from", from.index, "to", to.index, "err", err)
 		g.peers[key] = nil
 		return nil, errNoPeer
 	}
-	g.peers[key] = pool
-	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", uint64(len(pool.free)*PeerDepth)*g.cfg.PeerStage)
-	return pool, nil
+	g.peers[key] = &pair{Peer: p, learn: chooser{fixed: g.cfg.Executor}}
+	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", PeerDepth*g.cfg.PeerStage)
+	return g.peers[key], nil
 }
 
 func (g *GPUs) newPeer(from, to *GPU) (*Peer, error) {
@@ -295,9 +286,9 @@ func (g *GPUs) Close() error {
 	}
 	g.closed = true
 	var errs []error
-	for _, pool := range g.peers {
-		for pool != nil && len(pool.free) > 0 {
-			errs = append(errs, (<-pool.free).Close())
+	for _, p := range g.peers {
+		if p != nil {
+			errs = append(errs, p.Close())
 		}
 	}
 	for _, u := range g.gpus {

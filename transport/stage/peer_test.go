@@ -5,7 +5,10 @@ import (
 	"errors"
 	"math/rand/v2"
 	"net"
+	"runtime"
+	"sync"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/cuda"
 )
@@ -104,6 +107,136 @@ func TestPeerFails(t *testing.T) {
 	clear(m.at(to, n)) // the race detector sees a late write
 	if err := p.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// pattern is n moves of 4 KiB blocks from one half-scattered region to another, and what they are to leave there.
+func pattern(rng *rand.Rand, from, to cuda.Ptr, n int) []Move {
+	moves := make([]Move, n)
+	for i, k := range rng.Perm(n) {
+		moves[i] = Move{Src: from + cuda.Ptr(k*4096), Dst: to + cuda.Ptr(k*4096), Len: 4096, Count: 1}
+		if k%7 == 0 { // by the link alone
+			moves[i].Len = 4090
+		}
+	}
+	return moves
+}
+
+// Runs of several callers overlap, each with buffers that others use right after it, and every byte of each is in place when it returns.
+func TestPeerRunsOverlap(t *testing.T) {
+	m := newFakeMachine()
+	src, dst := m.device(), m.device()
+	p, err := newPeer(16<<10, 64<<10, src, dst)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const callers, rounds, n = PeerRuns + 3, 20, 100
+	var wg sync.WaitGroup
+	for c := range uint64(callers) {
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(c, 2))
+			noise := rand.NewChaCha8([32]byte{byte(c)})
+			from, to := m.alloc(n*4096), m.alloc(n*4096)
+			sb, db := m.at(from, n*4096), m.at(to, n*4096)
+			for range rounds {
+				noise.Read(sb)
+				clear(db)
+				moves := pattern(rng, from, to, n)
+				if err := p.Run(moves); err != nil {
+					t.Error(err)
+					return
+				}
+				for _, mv := range moves {
+					if a, b := sb[mv.Src-from:][:mv.Len], db[mv.Dst-to:][:mv.Len]; !bytes.Equal(a, b) {
+						t.Errorf("caller %d: the block at %#x differs", c, mv.Src-from)
+						return
+					}
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if err := p.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// A run does not wait for another one's end before it issues its own stages; Close waits for both.
+func TestPeerIssuesBehindAnother(t *testing.T) {
+	m := newFakeMachine()
+	src, dst := m.device(), m.device()
+	p, err := newPeer(16<<10, 64<<10, src, dst)
+	if err != nil {
+		t.Fatal(err)
+	}
+	src.gate = make(chan struct{}) // nothing is copied before it opens
+	from, to := m.alloc(1<<16), m.alloc(1<<16)
+	ends := make(chan error, 3)
+	for i := range cuda.Ptr(2) {
+		go func() {
+			ends <- p.Run([]Move{{Src: from + i<<15, Dst: to + i<<15, SrcStride: 4096, DstStride: 4096, Len: 4096, Count: 8}})
+		}()
+	}
+	issued := func() uint64 {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return p.used
+	}
+	for deadline := time.Now().Add(10 * time.Second); issued() < 2; runtime.Gosched() {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d of 2 runs have issued: the second waits for the first", issued())
+		}
+	}
+	go func() { ends <- p.Close() }()
+	select {
+	case err := <-ends:
+		t.Errorf("something ended before a byte was copied: %v", err)
+	default:
+	}
+	close(src.gate)
+	for range cap(ends) {
+		if err := <-ends; err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// An error of the device reaches everybody whose bytes it kept from coming; nobody is told that they came.
+func TestPeerFailsForAll(t *testing.T) {
+	for seed := range uint64(30) {
+		m := newFakeMachine()
+		src, dst := m.device(), m.device()
+		p, err := newPeer(16<<10, 64<<10, src, dst)
+		if err != nil {
+			t.Fatal(err)
+		}
+		src.failAfter = int(3 + seed)
+		var wg sync.WaitGroup
+		for c := range uint64(4) {
+			wg.Go(func() {
+				const n = 40
+				rng := rand.New(rand.NewPCG(c, seed))
+				from, to := m.alloc(n*4096), m.alloc(n*4096)
+				sb, db := m.at(from, n*4096), m.at(to, n*4096)
+				rand.NewChaCha8([32]byte{byte(c)}).Read(sb)
+				moves := pattern(rng, from, to, n)
+				err := p.Run(moves)
+				if err != nil && !errors.Is(err, errFake) {
+					t.Errorf("seed %d: %v", seed, err)
+				}
+				for _, mv := range moves {
+					if err == nil && !bytes.Equal(sb[mv.Src-from:][:mv.Len], db[mv.Dst-to:][:mv.Len]) {
+						t.Errorf("seed %d, caller %d: success, and the block at %#x differs", seed, c, mv.Src-from)
+						return
+					}
+				}
+				clear(db) // the race detector sees a late write
+			})
+		}
+		wg.Wait()
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 }
 
