@@ -400,7 +400,7 @@ func TestParseConfig(t *testing.T) {
 // Bounds of what a foreign description may make this process allocate, in all. Reading takes some times the bytes that are read (a number
 // of a list of two characters is an int, a group of a layout is a struct), explaining what the layers of that many ranks take.
 const (
-	mostReading    = 64 << 10
+	mostReading    = 256 << 10 // what encoding/json keeps of a type is made when it is first read
 	mostPerByte    = 128
 	mostExplaining = 32 << 20
 	mostPerLayer   = 8 << 10 // of each pair of ranks
