@@ -61,12 +61,13 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 	if err != nil {
 		return nil, err
 	}
+	var unlike differences
 	for _, name := range want.names {
 		from, ok := have.planes[name]
 		if !ok {
 			continue
 		}
-		pairs, err := pairUp(from, want.planes[name])
+		pairs, err := pairUp(from, want.planes[name], &unlike)
 		if err != nil {
 			return nil, err
 		}
@@ -89,7 +90,7 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 			out[flat] = append(out[flat], *p)
 		}
 	}
-	return out, nil
+	return out, unlike.err()
 }
 
 func refuseMixed(layer string, unit layout.Unit) error {

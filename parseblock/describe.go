@@ -1,6 +1,7 @@
 package parseblock
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
@@ -18,6 +19,7 @@ const (
 	IdentityWeights  = "weights"          // which weights, and their generation: a reload changes it
 	IdentityLayers   = "layers"           // of the whole model, not of a pipeline stage
 	IdentityRope     = "rope"             // scaling included
+	IdentityGroups   = "groups"           // kinds of cache groups of the whole model: a stage of a pipeline may have no layer of one
 	IdentityHeadSize = "head_size"        // what a head holds, also where pages are opaque
 	IdentityBackoff  = "backoff"          // tokens at the end of a prompt that prefill leaves to decode
 	IdentitySpec     = "speculative"      // draft model, method, tokens: they add layers and history
@@ -26,35 +28,41 @@ const (
 	IdentityOrder    = "byte_order"       // "little" where it is left out
 	IdentityEngine   = "engine"           // opaque pages of two engines differ
 	defaultByteOrder = "little"           // of every platform that serves models today
-	describeDomain   = "kvspray-cache-v2" // keeps the hash apart from others, and from later versions of itself
+	describeDomain   = "kvspray-cache-v3" // keeps the hash apart from others, and from later versions of itself
 )
 
 // Field is one line of a description.
-type Field struct{ Name, Value string }
+type Field struct {
+	Name, Value string
+	Layer       string // of the model, whose cache it describes; empty: it is said of the whole model
+}
 
-// Description says what a cache means: equal on two sides exactly where the bytes of equal tokens mean the same. Tensor and
-// pipeline parallelism, block size, orders and strides are not in it: a plan bridges them, or refuses them by name.
+// Description says what a cache means. Tensor and pipeline parallelism, block size, orders and strides are not in it: a plan bridges them,
+// or refuses them by name.
+//
+// What is said of the whole model every stage of a pipeline says alike, and its hash is the fingerprint. What kind of cache a layer has only
+// the stages can tell that have it, and some have no layer of a kind: it is compared layer by layer, where two sides have the same, by
+// Diff and again when a plan is made, which refuses any difference.
 type Description []Field
 
-// Describe makes the canonical description of a layout: dtype, byte order, the identity, and the kinds of cache that it has.
+// Describe makes the canonical description of a layout: dtype, byte order, the identity, and the kind of cache of each layer.
 func (r *Registry) Describe(l *layout.Layout) (Description, error) {
-	d := Description{{"dtype", l.DType}}
+	d := Description{{Name: "dtype", Value: l.DType}}
 	if _, ok := l.Identity[IdentityOrder]; !ok {
-		d = append(d, Field{IdentityOrder, defaultByteOrder})
+		d = append(d, Field{Name: IdentityOrder, Value: defaultByteOrder})
 	}
 	for _, k := range slices.Sorted(maps.Keys(l.Identity)) {
 		name := "identity." + k
 		if k == IdentityOrder {
 			name = k
 		}
-		d = append(d, Field{name, l.Identity[k]})
+		d = append(d, Field{Name: name, Value: l.Identity[k]})
 	}
+	slices.SortStableFunc(d, func(a, b Field) int { return strings.Compare(a.Name, b.Name) })
 	m, err := byModelLayer(r, l)
 	if err != nil {
 		return nil, err
 	}
-	// A stage of a pipeline has some of the layers; their kinds are what every stage can tell.
-	kinds := map[string]string{}
 	for _, name := range m.names {
 		planes := m.planes[name]
 		if has(planes, layout.RoleKV) {
@@ -63,58 +71,91 @@ func (r *Registry) Describe(l *layout.Layout) (Description, error) {
 				planes = halves
 			}
 		}
-		var roles, values []string
 		for i := range planes {
-			roles = append(roles, planes[i].Role.String())
-			values = append(values, kindOf(&planes[i]))
+			for _, f := range kindOf(&planes[i]).fields() {
+				d = append(d, Field{planes[i].Role.String() + " " + f.Name, f.Value, name})
+			}
 		}
-		slices.Sort(values)
-		slices.Sort(roles)
-		value := strings.Join(values, "; ")
-		kinds[value] = "cache." + strings.Join(roles, "+")
 	}
-	for _, v := range slices.Sorted(maps.Keys(kinds)) {
-		d = append(d, Field{kinds[v], v})
-	}
-	slices.SortStableFunc(d, func(a, b Field) int { return strings.Compare(a.Name, b.Name) })
 	return d, nil
 }
 
-// kindOf says what the cells of a plane are, and nothing about where they lie.
-func kindOf(s *sited) string {
-	rows, cols := s.Rows, s.Cols
-	if s.Transposed {
-		rows, cols = cols, rows
-	}
-	switch s.Unit {
-	case layout.UnitState:
-		return fmt.Sprintf("%s %s state of %d x %d x %d bytes, %d heads", s.Role, orPlain(s.Format), rows, cols, s.CellBytes, s.AllHeads)
-	case layout.UnitBlock:
-		var params []string
-		packing := packingParams(s.g)
-		for _, k := range slices.Sorted(maps.Keys(packing)) {
-			params = append(params, fmt.Sprintf("%s=%d", k, packing[k]))
-		}
-		per := fmt.Sprintf("%d bytes a token", s.CellBytes/uint64(s.g.TokensPerBlock))
-		if s.CellBytes%uint64(s.g.TokensPerBlock) != 0 {
-			per = fmt.Sprintf("%d bytes for %d tokens", s.CellBytes, s.g.TokensPerBlock)
-		}
-		return fmt.Sprintf("%s %s, %s, %d heads, [%s]", s.Role, s.Format, per, s.AllHeads, strings.Join(params, " "))
-	}
-	kind := fmt.Sprintf("%s %s of %d bytes, %d heads", s.Role, orPlain(s.Format), uint64(cols)*s.CellBytes, s.AllHeads)
-	if s.RowTokens != 1 {
-		kind += fmt.Sprintf(", %d tokens an entry", s.RowTokens)
-	}
-	if w := s.g.Params["window"]; w > 0 {
-		kind += fmt.Sprintf(", window %d", w)
-	}
-	return kind
+// kind is what the cells of a plane are, and nothing about where they lie. Planes are copied to one another where it is equal.
+type kind struct {
+	unit       layout.Unit
+	format     string
+	heads      uint32
+	cell       uint64 // bytes of a head of a token, or of a number of a state; of an opaque page, of all its tokens
+	tokens     uint32 // of an opaque page, where its bytes are not a multiple of them
+	number     uint64 // bytes of a number, where a cell's numbers lie apart
+	rows, cols uint32 // of a state
+	rowTokens  uint32
+	window     int64
+	packing    string // params of an opaque page
 }
 
-// Hash is the fingerprint of the description.
+func kindOf(s *sited) kind {
+	k := kind{unit: s.Unit, format: orPlain(s.Format), heads: s.AllHeads}
+	switch s.Unit {
+	case layout.UnitState:
+		k.cell, k.rows, k.cols = s.CellBytes, s.Rows, s.Cols
+		if s.Transposed {
+			k.rows, k.cols = k.cols, k.rows
+		}
+		return k
+	case layout.UnitBlock:
+		if k.cell = s.CellBytes / uint64(s.g.TokensPerBlock); s.CellBytes%uint64(s.g.TokensPerBlock) != 0 {
+			k.cell, k.tokens = s.CellBytes, s.g.TokensPerBlock
+		}
+		packing := packingParams(s.g)
+		for _, name := range slices.Sorted(maps.Keys(packing)) {
+			k.packing += fmt.Sprintf(" %s=%d", name, packing[name])
+		}
+	default:
+		k.cell, k.rowTokens = uint64(s.Cols)*s.CellBytes, s.RowTokens
+		if s.Cols > 1 {
+			k.number = s.CellBytes
+		}
+	}
+	k.window = s.g.Params["window"]
+	return k
+}
+
+// fields are the kind by name.
+func (k kind) fields() []Field {
+	out := []Field{{Name: "unit", Value: k.unit.String()}, {Name: "format", Value: k.format}, {Name: "heads", Value: fmt.Sprint(k.heads)}}
+	add := func(name string, value any) { out = append(out, Field{Name: name, Value: fmt.Sprint(value)}) }
+	switch k.unit {
+	case layout.UnitState:
+		add("bytes of a number", k.cell)
+		add("rows of state", k.rows)
+		add("columns of state", k.cols)
+		return out
+	case layout.UnitBlock:
+		if k.tokens == 0 {
+			add("bytes of a head of a token", k.cell)
+		} else {
+			add("bytes of a head of a page", fmt.Sprintf("%d for %d tokens", k.cell, k.tokens))
+		}
+		add("params", "["+strings.TrimPrefix(k.packing, " ")+"]")
+	default:
+		add("bytes of a head of a token", k.cell)
+		add("tokens of a row", k.rowTokens)
+		if k.number != 0 {
+			add("bytes of a number", k.number)
+		}
+	}
+	add("params.window", k.window)
+	return out
+}
+
+// Hash is the fingerprint: of what is said of the whole model.
 func (d Description) Hash() (sum [32]byte) {
 	b := append([]byte(describeDomain), 0)
 	for _, f := range d {
+		if f.Layer != "" {
+			continue
+		}
 		for _, s := range [2]string{f.Name, f.Value} {
 			b = binary.LittleEndian.AppendUint64(b, uint64(len(s)))
 			b = append(b, s...)
@@ -132,36 +173,109 @@ func (r *Registry) Fingerprint(l *layout.Layout) ([32]byte, error) {
 	return d.Hash(), nil
 }
 
-// Diff names each field in which two descriptions differ, with both values. It is empty exactly where the hashes are equal.
+// Diff names each field in which two descriptions differ, with both values: of the whole model, and of the layers that both have.
 func (d Description) Diff(other Description) []string { return d.DiffAs(other, "here", "there") }
 
 // DiffAs is Diff for readers who are at neither side: it says where each value is.
 func (d Description) DiffAs(other Description, here, there string) []string {
-	var out []string
-	values := func(d Description, name string) []string {
-		var v []string
-		for _, f := range d {
-			if f.Name == name {
-				v = append(v, f.Value)
-			}
+	var all differences
+	ours, theirs := d.byLayer(), other.byLayer()
+	// The whole model comes first, then the layers as they come.
+	order := slices.SortedFunc(maps.Keys(ours), func(a, b string) int { return cmp.Compare(ours[a].place, ours[b].place) })
+	for _, layer := range order {
+		a := ours[layer]
+		b, both := theirs[layer]
+		if !both {
+			continue // another stage's
 		}
-		return v
-	}
-	names := map[string]bool{}
-	for _, f := range slices.Concat(d, other) {
-		names[f.Name] = true
-	}
-	for _, n := range slices.Sorted(maps.Keys(names)) {
-		if a, b := values(d, n), values(other, n); !slices.Equal(a, b) {
-			out = append(out, fmt.Sprintf("%s: %s %s, %s %s", n, orMissing(a), here, orMissing(b), there))
+		for _, name := range slices.Compact(slices.Sorted(slices.Values(slices.Concat(a.names, b.names)))) {
+			all.add(layer, name, a.quoted(name), b.quoted(name))
 		}
+	}
+	return all.text(func(f *difference) string {
+		return fmt.Sprintf("%s: %s %s, %s %s%s", f.field, f.a, here, f.b, there, f.where())
+	})
+}
+
+// layerFields are the fields of one layer, or of the whole model.
+type layerFields struct {
+	place  int
+	names  []string
+	values map[string]string
+}
+
+func (l *layerFields) quoted(name string) string {
+	v, ok := l.values[name]
+	if !ok {
+		return "missing"
+	}
+	return fmt.Sprintf("%q", v)
+}
+
+func (d Description) byLayer() map[string]*layerFields {
+	out := map[string]*layerFields{"": {values: map[string]string{}}}
+	for _, f := range d {
+		l := out[f.Layer]
+		if l == nil {
+			l = &layerFields{place: len(out), values: map[string]string{}}
+			out[f.Layer] = l
+		}
+		l.names, l.values[f.Name] = append(l.names, f.Name), f.Value
 	}
 	return out
 }
 
-func orMissing(v []string) string {
-	if len(v) == 0 {
-		return "missing"
+// maxDifferences bounds the differences of two caches: they are read by people and travel in error messages.
+const maxDifferences = 32
+
+// difference is a field that two caches have with other values, and the layers of which that is so.
+type difference struct {
+	field, a, b string
+	layer       string // the first one; empty: the whole model
+	more        int    // layers
+}
+
+// differences are those of two caches, each once.
+type differences struct {
+	all  []difference
+	left int // that there was no room for
+}
+
+func (d *differences) add(layer, field, a, b string) {
+	if a == b {
+		return
 	}
-	return fmt.Sprintf("%q", strings.Join(v, " and "))
+	for i := range d.all {
+		if f := &d.all[i]; f.field == field && f.a == a && f.b == b {
+			f.more++
+			return
+		}
+	}
+	if len(d.all) == maxDifferences {
+		d.left++
+		return
+	}
+	d.all = append(d.all, difference{field: field, a: a, b: b, layer: layer})
+}
+
+func (d *differences) text(each func(f *difference) string) []string {
+	var out []string
+	for i := range d.all {
+		out = append(out, each(&d.all[i]))
+	}
+	if d.left > 0 {
+		out = append(out, fmt.Sprintf("and %d more", d.left))
+	}
+	return out
+}
+
+// where says in which layers a difference is.
+func (f *difference) where() string {
+	switch {
+	case f.layer == "":
+		return ""
+	case f.more == 0:
+		return fmt.Sprintf(", in layer %q", f.layer)
+	}
+	return fmt.Sprintf(", in layer %q and %d more", f.layer, f.more)
 }

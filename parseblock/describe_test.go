@@ -64,28 +64,21 @@ func TestFingerprintSees(t *testing.T) {
 		a, b *layout.Layout
 		want []string // parts of each difference; none: they are equal
 	}{
-		"itself":           {base, with(nil), nil},
-		"block size":       {base, mk(PackedNHD, 32, 32*8*512, map[string]int64{"heads": 8}, nil), nil},
-		"order":            {base, mk(FlashKVFirst, 16, 16*8*512, map[string]int64{"heads": 8}, nil), nil},
-		"rank":             {base, mk(PackedNHD, 16, 16*2*512, map[string]int64{"heads": 2, "kv_heads": 8, "tp_size": 4, "tp_rank": 3}, nil), nil},
-		"said little":      {base, identity(IdentityOrder, "little"), nil},
-		"byte order":       {base, identity(IdentityOrder, "big"), []string{`byte_order: "little" here, "big" there`}},
-		"reload":           {base, identity(IdentityWeights, "w.2"), []string{`identity.weights: "w.1" here, "w.2" there`}},
-		"rope":             {base, identity(IdentityRope, "2e6"), []string{`identity.rope: "1e6" here, "2e6" there`}},
-		"whole model":      {base, identity(IdentityLayers, "31"), []string{`identity.layers`}},
-		"back-off":         {base, identity(IdentityBackoff, "1"), []string{`identity.backoff: missing here, "1" there`}},
-		"speculation":      {base, identity(IdentitySpec, "mtp.1"), []string{`identity.speculative`}},
-		"dtype":            {base, with(func(l *layout.Layout) { l.DType = "float16" }), []string{`dtype: "bfloat16" here, "float16" there`}},
-		"two at once":      {base, with(func(l *layout.Layout) { l.DType, l.Identity[IdentityRope] = "float16", "2" }), []string{"dtype", "identity.rope"}},
-		"head size":        {base, mk(PackedNHD, 16, 16*8*256, map[string]int64{"heads": 8}, nil), []string{`cache.k+v: "k plain of 256 bytes, 8 heads; v plain of 256 bytes, 8 heads" here, "k plain of 128 bytes`}},
-		"heads":            {base, mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 4}, nil), []string{"cache.k+v"}},
-		"window":           {base, mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 8, "window": 128}, nil), []string{"window 128"}},
-		"quantised inline": {base, mk(QuantInlineNHD, 16, 16*8*512, map[string]int64{"heads": 8, "value_bytes": 252, "scale_bytes": 4}, nil), []string{"inline 252+4"}},
-		"other groups": {base, with(func(l *layout.Layout) {
-			l.Groups = append(l.Groups, mk(MLA, 16, 16*1152, nil, func(l *layout.Layout) { l.Groups[0].Layers[0].Name = "l1" }).Groups...)
-		}), []string{`cache.latent: missing here, "latent plain of 1152 bytes, 1 heads" there`}},
+		"itself":            {base, with(nil), nil},
+		"block size":        {base, mk(PackedNHD, 32, 32*8*512, map[string]int64{"heads": 8}, nil), nil},
+		"order":             {base, mk(FlashKVFirst, 16, 16*8*512, map[string]int64{"heads": 8}, nil), nil},
+		"rank":              {base, mk(PackedNHD, 16, 16*2*512, map[string]int64{"heads": 2, "kv_heads": 8, "tp_size": 4, "tp_rank": 3}, nil), nil},
+		"said little":       {base, identity(IdentityOrder, "little"), nil},
+		"byte order":        {base, identity(IdentityOrder, "big"), []string{`byte_order: "little" here, "big" there`}},
+		"reload":            {base, identity(IdentityWeights, "w.2"), []string{`identity.weights: "w.1" here, "w.2" there`}},
+		"rope":              {base, identity(IdentityRope, "2e6"), []string{`identity.rope: "1e6" here, "2e6" there`}},
+		"whole model":       {base, identity(IdentityLayers, "31"), []string{`identity.layers`}},
+		"back-off":          {base, identity(IdentityBackoff, "1"), []string{`identity.backoff: missing here, "1" there`}},
+		"speculation":       {base, identity(IdentitySpec, "mtp.1"), []string{`identity.speculative`}},
+		"dtype":             {base, with(func(l *layout.Layout) { l.DType = "float16" }), []string{`dtype: "bfloat16" here, "float16" there`}},
+		"two at once":       {base, with(func(l *layout.Layout) { l.DType, l.Identity[IdentityRope] = "float16", "2" }), []string{"dtype", "identity.rope"}},
+		"groups":            {base, identity(IdentityGroups, "full, state"), []string{`identity.groups: missing here, "full, state" there`}},
 		"opaque block size": {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 32, 8192, nil, nil), nil}, // the plan's concern
-		"opaque pages":      {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 8192, nil, nil), []string{"cache.page"}},
 		"opaque packing":    {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 4096, nil, func(l *layout.Layout) { l.Identity[IdentityPacking] = "amx" }), []string{"identity.packing"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -108,12 +101,116 @@ func TestFingerprintSees(t *testing.T) {
 			}
 		})
 	}
+	// What differs in the cache of a layer that both have is named, and no plan is made; the fingerprint is that of the model.
+	for name, c := range map[string]struct {
+		a, b *layout.Layout
+		want []string // differences of K's, V's or the page's cells
+		plan string   // a part of the plan's refusal
+	}{
+		"head size": {base, mk(PackedNHD, 16, 16*8*256, map[string]int64{"heads": 8}, nil), []string{`k bytes of a head of a token: "256" here, "128" there, in layer "l0"`,
+			`v bytes of a head of a token: "256" here, "128" there, in layer "l0"`}, "kv bytes of a head of a token = 512 and 256"},
+		"heads and their size": {base, mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 4}, nil), []string{`k bytes of a head of a token: "256"`, `k heads: "8" here, "4" there`,
+			`v bytes of a head of a token: "256"`, `v heads: "8" here, "4" there`}, `kv heads = 8 and 4; layer "l0": kv bytes of a head of a token = 512 and 1024`},
+		"window": {base, mk(PackedNHD, 16, 16*8*512, map[string]int64{"heads": 8, "window": 128}, nil), []string{`k params.window: "0" here, "128" there`, `v params.window`},
+			"kv params.window = 0 and 128"},
+		"quantised inline": {base, mk(QuantInlineNHD, 16, 16*8*512, map[string]int64{"heads": 8, "value_bytes": 252, "scale_bytes": 4}, nil),
+			[]string{`k format: "plain" here, "inline 252+4" there`, `v format`}, "kv format = plain and inline 252+4"},
+		"opaque pages":  {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 8192, nil, nil), []string{`page bytes of a head of a token: "256" here, "512" there`}, "page bytes of a head of a token = 256 and 512"},
+		"opaque params": {mk(VLLMCPUAttn, 16, 4096, map[string]int64{"x": 1}, nil), mk(VLLMCPUAttn, 16, 4096, nil, nil), []string{`page params: "[x=1]" here, "[]" there`}, "page params = [x=1] and []"},
+	} {
+		t.Run("cache, "+name, func(t *testing.T) {
+			a, err := reg.Describe(c.a)
+			if err != nil {
+				t.Fatal(err)
+			}
+			b, err := reg.Describe(c.b)
+			if err != nil {
+				t.Fatal(err)
+			}
+			diff := a.Diff(b)
+			if len(diff) != len(c.want) {
+				t.Fatalf("differences %q, want %q", diff, c.want)
+			}
+			for i, w := range c.want {
+				if !strings.Contains(diff[i], w) {
+					t.Errorf("difference %q, want %q", diff[i], w)
+				}
+			}
+			if a.Hash() != b.Hash() {
+				t.Error("the fingerprint depends on a layer's cache")
+			}
+			if _, err := NewMatch(reg, c.a, c.b, nil); err == nil || !strings.Contains(err.Error(), c.plan) {
+				t.Errorf("planned: %v, want %q", err, c.plan)
+			}
+		})
+	}
+	// Other layers are another stage's; where nobody has them, nobody gives them.
+	other := with(func(l *layout.Layout) {
+		l.Groups = append(l.Groups, mk(MLA, 16, 16*1152, nil, func(l *layout.Layout) { l.Groups[0].Layers[0].Name = "l1" }).Groups...)
+	})
+	a, err := reg.Describe(base)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := reg.Describe(other)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d := a.Diff(b); len(d) != 0 || a.Hash() != b.Hash() {
+		t.Errorf("a stage without a kind of layer differs from one that has it: %q", d)
+	}
+	if _, err := Assign(reg, []*layout.Layout{base}, other, nil); err == nil || !strings.Contains(err.Error(), `layer "l1": latent = heads [0, 1): no source has them`) {
+		t.Errorf("assigned: %v", err)
+	}
 }
 
-// TestFingerprintIsStable: the hash of a description that is written down here never changes within a version of its domain.
+// TestDifferencesAreBounded: a model of many layers that differ says so once for each field, and no text is longer than people read.
+func TestDifferencesAreBounded(t *testing.T) {
+	reg := Default()
+	mk := func(heads func(i int) int64) *layout.Layout {
+		l := &layout.Layout{}
+		for i := range layout.MaxGroups {
+			g := layout.Group{TokensPerBlock: 16, NumBlocks: 4, Strategy: PackedNHD, Params: map[string]int64{"heads": heads(i)}}
+			for k := range layout.MaxLayers / layout.MaxGroups {
+				g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%d.%d", i, k), PageBytes: 16 * 64 * 512, BlockStride: 16 * 64 * 512})
+			}
+			l.Groups = append(l.Groups, g)
+		}
+		return l
+	}
+	a, b, c := mk(func(int) int64 { return 8 }), mk(func(int) int64 { return 4 }), mk(func(i int) int64 { return 1 << (i%2 + i/8) })
+	da, err := reg.Describe(a)
+	if err != nil {
+		t.Fatal(err)
+	}
+	db, err := reg.Describe(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d := da.Diff(db); len(d) != 4 || !strings.Contains(d[0], `in layer "0.0" and 1023 more`) {
+		t.Errorf("%q", d)
+	}
+	_, err = NewMatch(reg, a, b, nil)
+	if err == nil || !strings.Contains(err.Error(), `layer "0.0" and 1023 more: kv heads = 8 and 4`) {
+		t.Errorf("%v", err)
+	}
+	if _, err = NewMatch(reg, a, c, nil); err == nil || len(err.Error()) > 4096 || strings.Count(err.Error(), "kv heads") != 3 {
+		t.Errorf("%v", err)
+	}
+	var d differences
+	for i := range 3 * maxDifferences {
+		d.add("l", fmt.Sprint(i), "1", "2")
+	}
+	if err := d.err(); !strings.Contains(err.Error(), fmt.Sprintf("and %d more: the two", 2*maxDifferences)) {
+		t.Error(err)
+	}
+}
+
+// TestFingerprintIsStable: the hash of a description that is written down here never changes within a version of its domain. What is said
+// of layers is not in it.
 func TestFingerprintIsStable(t *testing.T) {
-	d := Description{{"dtype", "bfloat16"}, {"byte_order", "little"}}
-	const want = "328ef38dfdd86a185dc5e18fd4fb54b73ad8dc4b4fd0cd9ea79f634847d63d11"
+	d := Description{{Name: "dtype", Value: "bfloat16"}, {Name: "byte_order", Value: "little"}, {Layer: "l0", Name: "k heads", Value: "8"}}
+	const want = "a7730f0673bd77de24acf2fa99d967a24aa99e6b219d53af902a07c4fee10fd3"
 	if got := fmt.Sprintf("%x", d.Hash()); got != want {
 		t.Fatalf("got %s, want %s: change the domain with the meaning", got, want)
 	}

@@ -62,7 +62,7 @@ func TestHybrids(t *testing.T) {
 				e.caches, e.sizes = append(e.caches, c), append(e.sizes, c.size)
 				mem := make([]byte, c.size)
 				if e == src {
-					fill(c, 10*i, table, tokens, mem, model)
+					fill(c, 10*i, table, 0, tokens, mem, model)
 					e.mem = append(e.mem, mem)
 					continue
 				}

@@ -147,8 +147,8 @@ func has(in []sited, r layout.Role) bool {
 }
 
 // pairUp matches the planes of one layer of the model, which may be several layers of a layout, in the receiver's order. All
-// that one side has the other must have too: what has no counterpart would stay behind silently.
-func pairUp(from, to []sited) ([]pair, error) {
+// that one side has the other must have too: what has no counterpart would stay behind silently. What does not fit is added to unlike.
+func pairUp(from, to []sited, unlike *differences) ([]pair, error) {
 	var err error
 	if has(from, layout.RoleKV) != has(to, layout.RoleKV) {
 		if from, err = halve(from); err != nil {
@@ -159,7 +159,6 @@ func pairUp(from, to []sited) ([]pair, error) {
 		}
 	}
 	out := make([]pair, 0, len(to))
-	used := 0
 	for i := range to {
 		t := &to[i]
 		var f *sited
@@ -172,24 +171,20 @@ func pairUp(from, to []sited) ([]pair, error) {
 			}
 			f = &from[k]
 		}
-		if f == nil {
-			return nil, refusePair(nil, t, t.Role.String(), "missing", "the source has no such plane", "use caches of one kind on both sides")
+		switch {
+		case f == nil:
+			unlike.add(Part(t.l.Name), t.Role.String(), "missing", "present")
+			continue
+		case unlike.compare(f, t):
+			continue
 		}
-		used++
-		p, err := newPair(f, t)
-		if err != nil {
-			return nil, err
-		}
-		if p.heads > 0 {
+		if p := newPair(f, t); p.heads > 0 {
 			out = append(out, p)
 		}
 	}
-	if used != len(from) {
-		for i := range from {
-			if !has(to, from[i].Role) {
-				return nil, refusePair(&from[i], nil, from[i].Role.String(), "missing", "the receiver has no place for it",
-					"use caches of one kind on both sides")
-			}
+	for i := range from {
+		if !has(to, from[i].Role) {
+			unlike.add(Part(from[i].l.Name), from[i].Role.String(), "present", "missing")
 		}
 	}
 	return out, nil
@@ -203,42 +198,55 @@ func refusePair(f, t *sited, field string, value any, problem, remedy string) er
 	return &layout.Error{Field: fmt.Sprintf("layer %q: %s", s.l.Name, field), Value: fmt.Sprint(value), Problem: problem, Remedy: remedy}
 }
 
-// newPair checks that the cells of two planes mean the same, byte for byte. Heads is 0 where the ranks have none in common.
-func newPair(f, t *sited) (pair, error) {
-	differ := func(field string, a, b any, remedy string) (pair, error) {
-		return pair{}, refusePair(f, t, fmt.Sprintf("%s %s", t.Role, field), fmt.Sprintf("%v and %v", a, b),
-			"the two sides differ; what moves is copied, never converted", remedy)
+// compare adds what keeps a plane from being copied to another, and reports whether anything does: their cells mean something else, or are
+// opaque and of other sizes.
+func (d *differences) compare(f, t *sited) bool {
+	a, b := kindOf(f), kindOf(t)
+	if a == b && (t.Unit != layout.UnitBlock || f.g.TokensPerBlock == t.g.TokensPerBlock) {
+		return false
 	}
-	const same = "use equal models and cache dtypes on both sides"
+	if t.Unit == layout.UnitBlock && f.Unit == layout.UnitBlock && f.g.TokensPerBlock != t.g.TokensPerBlock {
+		d.add(Part(t.l.Name), t.Role.String()+" tokens_per_block", fmt.Sprint(f.g.TokensPerBlock), fmt.Sprint(t.g.TokensPerBlock))
+	}
+	for _, x := range a.fields() {
+		for _, y := range b.fields() {
+			if x.Name == y.Name && x.Value != y.Value {
+				d.add(Part(t.l.Name), t.Role.String()+" "+x.Name, x.Value, y.Value)
+			}
+		}
+	}
+	return true
+}
+
+// err is nil where nothing differs.
+func (d *differences) err() error {
+	if len(d.all) == 0 {
+		return nil
+	}
+	first := d.all[0]
+	rest := differences{all: d.all[1:], left: d.left}
+	e := &layout.Error{Field: first.name(), Value: first.a + " and " + first.b}
+	for _, more := range rest.text(func(f *difference) string { return fmt.Sprintf("%s = %s and %s", f.name(), f.a, f.b) }) {
+		e.Value += "; " + more
+	}
+	e.Problem, e.Remedy = "the two sides differ; what moves is copied, never converted",
+		"use equal models, cache dtypes and speculation on both sides, and equal block sizes where pages are opaque"
+	return e
+}
+
+// name is the field with the layers that it is of.
+func (f *difference) name() string {
+	if f.more == 0 {
+		return fmt.Sprintf("layer %q: %s", f.layer, f.field)
+	}
+	return fmt.Sprintf("layer %q and %d more: %s", f.layer, f.more, f.field)
+}
+
+// newPair is the copy of a plane to one of its kind. Heads is 0 where the ranks have none in common.
+func newPair(f, t *sited) pair {
 	if f.Transposed != t.Transposed {
 		f.Plane.Rows, f.Plane.Cols = f.Cols, f.Rows
 		f.RowStride, f.ColStride = f.ColStride, f.RowStride
-	}
-	switch {
-	case f.Unit != t.Unit:
-		return differ("unit", f.Unit, t.Unit, "use caches of one kind on both sides")
-	case f.Format != t.Format:
-		return differ("format", orPlain(f.Format), orPlain(t.Format), same)
-	case f.AllHeads != t.AllHeads:
-		return differ("heads", f.AllHeads, t.AllHeads, "register the KV heads of the model (kv_heads) and this rank on both sides")
-	case f.CellBytes != t.CellBytes || f.Cols != t.Cols:
-		return differ("bytes of a head of a token", uint64(f.Cols)*f.CellBytes, uint64(t.Cols)*t.CellBytes, same)
-	case f.RowTokens != t.RowTokens && t.Unit != layout.UnitBlock:
-		return differ("tokens of a row", f.RowTokens, t.RowTokens, same)
-	case t.Unit == layout.UnitState && f.Rows != t.Rows:
-		return differ("rows of state", f.Rows, t.Rows, "use the same convolution and the same speculation on both sides")
-	case t.Unit == layout.UnitBlock && f.g.TokensPerBlock != t.g.TokensPerBlock:
-		return differ("tokens_per_block", f.g.TokensPerBlock, t.g.TokensPerBlock, "opaque pages only move whole: use equal block sizes on both sides")
-	case t.Unit == layout.UnitBlock && !maps.Equal(packingParams(f.g), packingParams(t.g)):
-		return differ("params", f.g.Params, t.g.Params, "opaque pages only move whole: use equal backends and parallelism on both sides")
-	}
-	if a, b := f.g.Params["window"], t.g.Params["window"]; a != 0 && (b == 0 || b > a) {
-		return differ("params.window", a, b, "the source has only its own window: use equal models on both sides")
-	}
-	// The receiver's first block must not begin before the source's first one that is still there.
-	if f.g.Params["window"] != 0 && f.g.TokensPerBlock%t.g.TokensPerBlock != 0 {
-		return differ("tokens_per_block", f.g.TokensPerBlock, t.g.TokensPerBlock,
-			"a sliding window needs blocks at the source that are as large as the receiver's, or a multiple")
 	}
 	first := max(f.FirstHead, t.FirstHead)
 	end := min(f.FirstHead+f.Heads, t.FirstHead+t.Heads)
@@ -252,13 +260,13 @@ func newPair(f, t *sited) (pair, error) {
 		p.step = p.rows
 	}
 	p.full = p.shape(p.step)
-	return p, nil
+	return p
 }
 
-// packingParams are those that say how an opaque page is packed, and not which heads it holds: a head is as opaque as a page.
+// packingParams are those that say how an opaque page is packed, and not which heads or tokens it holds: a head is as opaque as a page.
 func packingParams(g *layout.Group) map[string]int64 {
 	out := maps.Clone(g.Params)
-	for _, k := range [...]string{"heads", "kv_heads", "tp_rank", "tp_size"} {
+	for _, k := range [...]string{"heads", "kv_heads", "tp_rank", "tp_size", "window", "prefix_cache"} {
 		delete(out, k)
 	}
 	return out

@@ -114,7 +114,11 @@ func (r *Registry) Template(from, to Side) (*Template, error) {
 			return nil, err
 		}
 	}
-	pairs, err := pairUp(planes[0], planes[1])
+	var unlike differences
+	pairs, err := pairUp(planes[0], planes[1], &unlike)
+	if err == nil {
+		err = unlike.err()
+	}
 	if err != nil {
 		return nil, err
 	}

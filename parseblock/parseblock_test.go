@@ -84,7 +84,7 @@ func TestRefusals(t *testing.T) {
 		"range past table":   {nil, nil, two, one, layout.TokenRange{End: 17}, "to.table = 1 blocks"},
 		"empty range":        {nil, nil, one, one, layout.TokenRange{Start: 3, End: 3}, "tokens = [3, 3): is empty"},
 		"inverted range":     {nil, nil, one, one, layout.TokenRange{Start: 3, End: 2}, "is empty"},
-		"opaque and MLA":     {kv(VLLMCPUAttn, 1600), nil, one, one, layout.TokenRange{End: 16}, "latent = missing: the source has no such plane"},
+		"opaque and MLA":     {kv(VLLMCPUAttn, 1600), nil, one, one, layout.TokenRange{End: 16}, "latent = missing and present"},
 		"K and V, and MLA":   {kv(PackedNHD, 1600), nil, one, one, layout.TokenRange{End: 16}, "latent = missing"},
 		"inside a page":      {kv(Page, 1600), kv(Page, 1600), one, one, layout.TokenRange{Start: 8, End: 16}, "tokens.start = 8"},
 		"two opaque kinds":   {kv(Page, 1600), kv(VLLMCPUAttn, 1600), one, one, layout.TokenRange{End: 16}, "page format = page and vllm_cpu_attn"},
@@ -108,11 +108,14 @@ func TestRefusals(t *testing.T) {
 		"compression":        {kv(DeepSeekV4, 584*4, "compress_ratio", 4), kv(DeepSeekV4, 584*2, "compress_ratio", 8), one, one, layout.TokenRange{End: 16}, "tokens of a row = 4 and 8"},
 		"kernel block":       {kv(DSAIndexer, 132*16, "kernel_tokens", 5), nil, one, one, layout.TokenRange{End: 16}, "kernel_tokens = 5"},
 		"speculation":        {gdn(), kv(GDNState, 3*2*3*2+2*1*2*2, "k_heads", 1, "k_dim", 2, "v_heads", 2, "v_dim", 1, "conv_len", 3), one, one, layout.TokenRange{End: 16}, "rows of state = 2 and 3"},
-		"state dtype":        {gdn(), gdn("state_bytes", 4), one, one, layout.TokenRange{End: 16}, "bytes of a head of a token"},
+		"state dtype":        {gdn(), gdn("state_bytes", 4), one, one, layout.TokenRange{End: 16}, "recurrent bytes of a number = 2 and 4"},
 		"state and tokens":   {gdn(), nil, one, one, layout.TokenRange{End: 16}, "latent = missing"},
 		"smaller window":     {kv(MLA, 1600, "window", 8), kv(MLA, 1600, "window", 16), one, one, layout.TokenRange{End: 16}, "params.window = 8 and 16"},
-		"window and blocks":  {kv(MLA, 1600, "window", 8), group(func(g *layout.Group) { g.TokensPerBlock, g.Layers[0].PageBytes, g.Params["window"] = 32, 3200, 8 }), one, one, layout.TokenRange{End: 16}, "tokens_per_block = 16 and 32"},
-		"no group":           {&layout.Group{}, nil, one, one, layout.TokenRange{End: 16}, "from = unset"},
+		"larger window":      {kv(MLA, 1600, "window", 16), kv(MLA, 1600, "window", 8), one, one, layout.TokenRange{End: 16}, "params.window = 16 and 8"},
+		"a window and none":  {kv(MLA, 1600), kv(MLA, 1600, "window", 8), one, one, layout.TokenRange{End: 16}, "params.window = 0 and 8"},
+		"two at once": {kv(QuantInlineNHD, 1600, "value_bytes", 40, "scale_bytes", 10), kv(PackedNHD, 3200), one, one, layout.TokenRange{End: 16},
+			`kv format = inline 40+10 and plain; layer "a": kv bytes of a head of a token = 100 and 200`},
+		"no group": {&layout.Group{}, nil, one, one, layout.TokenRange{End: 16}, "from = unset"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if c.from == nil {

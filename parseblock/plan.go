@@ -14,8 +14,10 @@ import (
 // the receiver, in the flattened order of layers, each starting at a chunk. The content of a segment is the receiver's pages in
 // token order, plane after plane in each page, from the first token that it lacks to the end of the prompt. A tail block holds
 // just the tokens of the prompt, or the whole page where its strategy moves only whole pages; of a sliding window only the
-// blocks that the next token sees move, and of a recurrent state the one block that has it. Heads and layers that the source does
-// not have are left out: several sources make several plans, which Assign chooses so that together they are everything.
+// blocks that the next token sees move, and of a recurrent state the one block that has it. The first block of a window is cut where
+// the source, whose blocks are smaller or begin elsewhere, has given up its front: it still has every token that is seen. Heads and
+// layers that the source does not have are left out: several sources make several plans, which Assign chooses so that together they
+// are everything.
 //
 // Source and receiver compute the same plan from the two layouts. Where their geometry is equal, each can pass its own for
 // both. A Plan is read-only and safe for concurrent use.
@@ -39,11 +41,14 @@ type segment struct {
 	state  bool
 	n      uint32 // tokens of a block
 	block0 uint32 // first block of the table that moves
-	full   uint32 // blocks that move as full pages
+	heads  uint32 // 1: the first page is cut, and goes on to the end of its block
+	full   uint32 // blocks that move as full pages, after that
+	head   uint64 // bytes of the cut page
 	page   uint64 // bytes of a full page
 	tail   uint64 // bytes of the tail page, 0 where there is none
 	pairs  []pair
 	tails  []uint64 // rows of each pair in the tail page
+	cuts   []uint64 // rows of each pair that the first page lacks, which may be the tail page; nil: it is not cut
 }
 
 // NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's, which must have all
@@ -104,8 +109,11 @@ func (m *Match) Plan(tokens uint32, skip []uint32) (*Plan, error) {
 	var total uint64
 	for i := range w.segs {
 		s := &w.segs[i]
-		hi, n := bits.Mul64(uint64(s.full), s.page)
+		hi, n := bits.Mul64(uint64(s.heads+s.full), s.page) // the bound is for the cut page as for a whole one
 		n, carry := bits.Add64(n, s.tail, 0)
+		if s.heads != 0 {
+			n -= s.page - s.head
+		}
 		segments[i] = n
 		if total += n/transfer.ChunkBytes + min(n%transfer.ChunkBytes, 1); hi != 0 || carry != 0 || total > transfer.MaxSlotChunks {
 			return nil, tooLarge(tokens, m.dst, i)
@@ -145,7 +153,11 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 				Problem: fmt.Sprintf("is inside a block of %d tokens", n), Remedy: "skip whole blocks"}
 		}
 		for range g.Layers {
-			p.segs = append(p.segs, newSegment(g, gi, m.links[len(p.segs)], tokens, min(skip[gi], tokens)))
+			s := newSegment(g, gi, m.links[len(p.segs)], tokens, min(skip[gi], tokens))
+			if err := s.checkKept(g, tokens); err != nil {
+				return nil, err
+			}
+			p.segs = append(p.segs, s)
 		}
 	}
 	return p, nil
@@ -166,9 +178,23 @@ func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segm
 		s.page = s.tail
 		return s
 	}
-	s.block0 = max(s.block0, WindowStart(g, tokens)/n)
+	window := WindowStart(g, tokens)
+	s.block0 = max(s.block0, window/n)
 	s.full = tokens/n - s.block0
 	rest := uint64(tokens % n)
+	for i := range pairs {
+		// The source has whole blocks of its own, from the one on that the window begins in.
+		has := uint64(window) / pairs[i].from.tokens * pairs[i].from.tokens
+		if first := uint64(s.block0) * uint64(n); has > first {
+			if s.cuts == nil {
+				s.cuts = make([]uint64, len(pairs))
+			}
+			s.cuts[i] = (has - first) / pairs[i].rowTokens
+		}
+	}
+	if s.cuts != nil && s.full > 0 {
+		s.heads, s.full = 1, s.full-1
+	}
 	for i := range pairs {
 		p := &pairs[i]
 		s.page += p.bytes()
@@ -179,9 +205,41 @@ func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segm
 		default:
 			s.tails[i] = rest / p.rowTokens
 		}
-		s.tail += s.tails[i] * p.heads * p.cols * p.cell
+		row := p.heads * p.cols * p.cell
+		cut := uint64(0)
+		if s.cuts != nil {
+			cut = s.cuts[i]
+		}
+		if s.heads != 0 {
+			s.head += (p.rows - cut) * row
+			cut = 0
+		}
+		s.tail += (s.tails[i] - cut) * row
 	}
 	return s
+}
+
+// checkKept refuses a cut page of a receiver that keeps its blocks for other prompts ("prefix_cache"), where one of those could see what
+// the page lacks. A prompt that ends with block h of the window sees back to the block that begins ceil((window-1)/n) blocks earlier, but
+// not to its first tokens where window-1 is no multiple of n.
+func (s *segment) checkKept(g *layout.Group, tokens uint32) error {
+	if s.cuts == nil || g.Params["prefix_cache"] == 0 {
+		return nil
+	}
+	n, seen := uint64(s.n), uint64(g.Params["window"])-1
+	unseen := (seen+n-1)/n*n - seen
+	for i := range s.pairs {
+		lacks := s.cuts[i] * s.pairs[i].rowTokens
+		if seen == 0 || lacks <= unseen {
+			continue
+		}
+		first := uint64(s.block0) * n
+		return &layout.Error{Field: "tokens", Value: fmt.Sprint(tokens),
+			Problem: fmt.Sprintf("of the window of %d tokens the source has those from %d on, in blocks of %d; the receiver keeps its block of %d for other prompts, which need it from token %d on",
+				seen+1, first+lacks, s.pairs[i].from.tokens, n, first+unseen),
+			Remedy: "give prefill blocks that are a multiple of decode's, or turn decode's prefix cache off"}
+	}
+	return nil
 }
 
 // WindowStart is the first token that the token after a prompt still sees: 0 without a sliding window.
@@ -229,11 +287,19 @@ func (p *Plan) From(segment int) []int { return p.match.from[segment] }
 // Receiver is the layout of the side that receives.
 func (p *Work) Receiver() *layout.Layout { return p.dst }
 
-// Pages says how a segment is cut into pages: the first block of the table that moves, how many move whole, the bytes of such a page,
-// and those of the tail page (0 where there is none).
-func (p *Work) Pages(segment int) (first, full uint32, page, tail uint64) {
+// Page is the page of a segment that byte off is in: which block of the table it is, and what is moved of it.
+func (p *Work) Page(segment int, off uint64) (block uint32, bytes uint64) {
 	s := &p.segs[segment]
-	return s.block0, s.full, s.page, s.tail
+	k := s.pageOf(off)
+	switch {
+	case k < uint64(s.heads):
+		bytes = s.head
+	case k == uint64(s.heads+s.full):
+		bytes = s.tail
+	default:
+		bytes = s.page
+	}
+	return s.block0 + uint32(k), bytes
 }
 
 // Ready returns the chunks of a segment that are complete once its layers at the source hold tokens [0, tokens). A block that is not
@@ -248,13 +314,13 @@ func (p *Plan) Ready(segment int, tokens uint32, final bool) transfer.Range {
 		return transfer.Range{First: r.First}
 	}
 	blocks := min(tokens, p.tokens) / s.n
-	if final && tokens >= p.tokens || s.tail == 0 && blocks >= s.block0+s.full {
+	if final && tokens >= p.tokens || s.tail == 0 && blocks >= s.block0+s.heads+s.full {
 		return r
 	}
 	if s.state || blocks <= s.block0 {
 		return transfer.Range{First: r.First}
 	}
-	return transfer.Range{First: r.First, Count: uint32(uint64(blocks-s.block0) * s.page / transfer.ChunkBytes)}
+	return transfer.Range{First: r.First, Count: uint32(s.start(uint64(blocks-s.block0)) / transfer.ChunkBytes)}
 }
 
 // Resolver is one engine's memory behind a plan: it turns chunks into pieces of that engine's regions. Append may run
@@ -397,9 +463,20 @@ func (s *Resolver) Append(dst []layout.Piece, r transfer.Range) ([]layout.Piece,
 	return dst, nil
 }
 
-// blockOf is the block of the segment, counted from block0, that holds byte off; page is not 0 where a segment has bytes.
-func (t *segment) blockOf(off uint64) uint64 {
-	return min(off/t.page, uint64(t.full))
+// pageOf is the page of the segment, counted from block0, that holds byte off; page is not 0 where a segment has bytes.
+func (s *segment) pageOf(off uint64) uint64 {
+	if off < s.head {
+		return 0
+	}
+	return uint64(s.heads) + min((off-s.head)/s.page, uint64(s.full))
+}
+
+// start is where page k begins in the segment.
+func (s *segment) start(k uint64) uint64 {
+	if k < uint64(s.heads) {
+		return 0
+	}
+	return s.head + (k-uint64(s.heads))*s.page
 }
 
 func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, error) {
@@ -411,14 +488,18 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 		}
 	}
 	for lo < hi {
-		k := t.blockOf(lo)
-		last := k == uint64(t.full)
-		pos := k * t.page // of the current pair, in the segment
+		k := t.pageOf(lo)
+		last := k == uint64(t.heads+t.full)
+		pos := t.start(k) // of the current pair, in the segment
 		for i := range t.pairs {
 			p, side := &t.pairs[i], &s.segs[si][i]
-			rows, dense := p.rows, side.full
+			first, rows, dense := uint64(0), p.rows, side.full
 			if last {
 				rows, dense = t.tails[i], side.tail
+			}
+			if k == 0 && t.cuts != nil {
+				first, dense = t.cuts[i], false
+				rows -= first
 			}
 			end := pos + rows*p.heads*p.cols*p.cell
 			if end <= lo {
@@ -426,7 +507,7 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 				continue
 			}
 			n := min(end, hi) - lo
-			w := walk{p: p, side: side, table: tables[side.group], row0: (uint64(t.block0) + k) * p.rows, rows: rows, dense: dense}
+			w := walk{p: p, side: side, table: tables[side.group], row0: (uint64(t.block0)+k)*p.rows + first, rows: rows, dense: dense}
 			if t.state {
 				w.row0 = uint64(s.plan.tokens-1) / side.tokens
 			}
@@ -448,12 +529,12 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 // are plain, and most bytes there: one division in all, instead of several for each page.
 func (s *Resolver) appendPages(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, uint64, error) {
 	t, sides := &s.plan.segs[si], s.segs[si]
-	hi = min(hi, uint64(t.full)*t.page)
-	if lo >= hi {
+	hi = min(hi, t.start(uint64(t.heads+t.full)))
+	if lo < t.head || lo >= hi {
 		return dst, lo, nil
 	}
-	block := uint64(t.block0) + lo/t.page
-	in, i := lo%t.page, 0
+	block := uint64(t.block0+t.heads) + (lo-t.head)/t.page
+	in, i := (lo-t.head)%t.page, 0
 	for ; in >= sides[i].page; i++ {
 		in -= sides[i].page
 	}
@@ -603,6 +684,9 @@ func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (run
 	s := &p.segs[layer]
 	pr := &s.pairs[part]
 	t := layout.TokenRange{Start: min(s.block0*s.n, p.tokens), End: p.tokens}
+	if s.cuts != nil {
+		t.Start += uint32(s.cuts[part] * pr.rowTokens)
+	}
 	if t.Start == t.End || s.page == 0 {
 		return dst, pr.from.reg, pr.to.reg, nil
 	}

@@ -16,6 +16,7 @@ import (
 //	row_stride          bytes from one token to the next, where other layers lie between
 //	head_stride         bytes from one head to the next, likewise
 //	window              tokens that a sliding window looks back; only the tail that a next token sees is moved
+//	prefix_cache        1: the engine keeps blocks for other prompts; the first of a window must hold what those could see of it
 const (
 	// PackedHND is K|V packed in each cell, heads outside. vLLM since 0.27 (FLASH_ATTN, FLASHINFER, TRITON with an HND layout), and with
 	// head_stride also the cross-layer orders LHBNC and BHLNC (Allocation).

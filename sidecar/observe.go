@@ -313,7 +313,7 @@ func (h *hashes) pages(line pageHash, plan *parseblock.Plan, resolve func([]mem.
 	for gi := range groups {
 		for li := range groups[gi].Layers {
 			r, bytes := sp.Segment(flat)
-			first, full, page, tail := plan.Pages(flat)
+			segment := flat
 			flat++
 			if bytes == 0 {
 				continue
@@ -323,18 +323,15 @@ func (h *hashes) pages(line pageHash, plan *parseblock.Plan, resolve func([]mem.
 				return
 			}
 			rd := &blockReader{blocks: blocks}
-			for k := uint32(0); bytes > 0; k++ {
-				n := page
-				if k == full {
-					n = tail
-				}
+			for off := uint64(0); off < bytes; {
+				block, n := plan.Page(segment, off)
 				sum, err := rd.sum(n)
 				if err != nil {
 					return
 				}
-				line.Group, line.Layer, line.Block, line.Bytes, line.Sum = gi, li, first+k, n, hex.EncodeToString(sum)
+				line.Group, line.Layer, line.Block, line.Bytes, line.Sum = gi, li, block, n, hex.EncodeToString(sum)
 				out = append(out, line)
-				bytes -= n
+				off += n
 			}
 		}
 	}

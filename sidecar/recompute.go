@@ -34,10 +34,8 @@ func recompute(reg *parseblock.Registry, lands []*exec.Landing) (missing []token
 				seg := sp.SegmentOf(r.First)
 				chunks, bytes := sp.Segment(seg)
 				end := min(r.End(), chunks.End())
-				first, full, page, _ := plan.Pages(seg)
-				pageOf := func(off uint64) uint32 { return first + uint32(min(off/page, uint64(full))) }
-				lo := pageOf(uint64(r.First-chunks.First) * transfer.ChunkBytes)
-				hi := pageOf(min(uint64(end-chunks.First)*transfer.ChunkBytes, bytes) - 1)
+				lo, _ := plan.Page(seg, uint64(r.First-chunks.First)*transfer.ChunkBytes)
+				hi, _ := plan.Page(seg, min(uint64(end-chunks.First)*transfer.ChunkBytes, bytes)-1)
 				n := perBlock[seg]
 				missing = append(missing, tokenRange{lo * n, min((hi+1)*n, plan.Tokens())})
 				r = transfer.Range{First: end, Count: r.End() - end}

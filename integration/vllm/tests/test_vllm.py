@@ -13,6 +13,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvspray_vllm import KVSprayConnector, layout
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
@@ -20,6 +21,10 @@ from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
 from kvspray_vllm.weights import Generation
 from kvspray_vllm.worker import Results
+
+
+def test_engines_that_clear_blocks_say_so() -> None:
+    assert isinstance(KVCacheConfig.needs_kv_cache_zeroing, property)
 
 
 def test_every_override_has_the_signature_of_its_base() -> None:
@@ -42,6 +47,19 @@ def test_blocks_that_lack_are_reported_with_the_request_that_ends() -> None:
     assert (got.finished_sending, got.finished_recving, got.failed_recving) == ({"s"}, {"r", "f"}, {"f"})
     assert c.get_block_ids_with_load_errors() == {4}
     assert c.get_block_ids_with_load_errors() == set()  # each is told once
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_load_begins_before_the_input_is_prepared_but_not_before_new_blocks_are_cleared(clears: bool) -> None:
+    said: list[str] = []
+    c = object.__new__(KVSprayConnector)
+    c._worker = SimpleNamespace(begin=lambda m: said.append("begin"), preempts=lambda m: said.append("preempts"))  # type: ignore[assignment]
+    c._generation, c._clears_blocks = None, clears
+    meta = StepMeta()
+    c.handle_preemptions(meta)
+    assert said == ["preempts" if clears else "begin"]
+    c.bind_connector_metadata(meta)
+    assert said[1:] == ["begin"]  # where it has begun, the worker's side knows
 
 
 def test_metadata_survives_pickling() -> None:
@@ -172,8 +190,8 @@ def test_strategies_by_kind_of_cache() -> None:
         with pytest.raises(layout.Unsupported, match="tensor_parallel_size"):
             strategy(full, "FLASH_ATTN", "LBNHC", heads, layout.Ranks(tp_size=size))
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
-    assert strategy(window, "CPU_ATTN", "LBHNC") == ("vllm_cpu_attn", own | {"window": 64})
-    assert strategy(window, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own | {"window": 64})
+    assert strategy(window, "CPU_ATTN", "LBHNC") == ("vllm_cpu_attn", own | {"window": 64, "prefix_cache": 1})
+    assert strategy(window, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own | {"window": 64, "prefix_cache": 1})
     kept = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
     assert strategy(kept, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own)  # no hybrid cache manager: every block is kept
     draft = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64, extra_retained_tokens=1)

@@ -187,7 +187,7 @@ def strategy_of(
         "tp_size": ranks.tp_size,
     }
     if type(spec) is SlidingWindowSpec:
-        params["window"] = spec.sliding_window
+        params |= {"window": spec.sliding_window, "prefix_cache": 1}  # vLLM gives a prompt's blocks to others that begin alike
     if backend == "CPU_ATTN":
         if packing == TRANSPOSED:
             params |= {"k_transposed": 1, "number_bytes": elem_bytes}
