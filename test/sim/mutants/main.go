@@ -1,6 +1,6 @@
 // Command mutants takes lines out of the production code, one at a time, and looks whether the tests notice: `make test-mutants`. What
-// would break a promise of package sim must be noticed by its clusters, and what would fall into a trap of package spray by the trap's own
-// test. The sources stay as they are; the compiler is shown changed copies of them (go build -overlay).
+// would break a promise of package sim must be noticed by its clusters, what would fall into a trap of package spray by the trap's own
+// test, and what would give heads to the wrong ranks by a law or a test of package parseblock. The sources stay as they are; the compiler is shown changed copies of them (go build -overlay).
 //
 // It fails when a mutant survives, when something else than what it breaks is said to be broken, when a promise or a trap has no mutant
 // that it noticed, and when the text that a mutant changes is no longer there. No goroutines.
@@ -28,10 +28,11 @@ const (
 	traps    = "^TestTrap"
 	runs     = "1500"           // random schedules, until one fails
 	simLimit = 10 * time.Minute // of one mutant
-	trapTime = time.Minute      // of one of a trap
+	testTime = 2 * time.Minute  // of one that a test of its own package must notice
 	binary   = "mutant.test"
 	simPkg   = "./test/sim"
 	sprayPkg = "./control/spray"
+	parsePkg = "./parseblock"
 )
 
 func main() {
@@ -119,9 +120,13 @@ func list(pkg, pattern string) (names []string, err error) {
 // try builds the tests with the mutant in place of the line, and says what noticed it: a promise, or the test of a trap; "": nothing.
 func (m *mutant) try(dir string) (by, detail string, err error) {
 	pkg, tests, words, limit := simPkg, clusters, sim.Promises, simLimit
-	if m.trap() {
+	var flags []string
+	if m.own() {
 		// Its own test must notice; that others do as well is no help.
-		pkg, tests, words, limit = sprayPkg, "^("+strings.Join(m.breaks, "|")+")$", m.breaks, trapTime
+		pkg, tests, words, limit = "./"+filepath.Dir(m.file), "^("+strings.Join(m.breaks, "|")+")$", m.breaks, testTime
+	}
+	if pkg == parsePkg {
+		flags = []string{"-rapid.shrinktime=0s", "-rapid.nofailfile"} // that it fails is enough
 	}
 	path, err := filepath.Abs(m.file)
 	if err != nil {
@@ -150,7 +155,7 @@ func (m *mutant) try(dir string) (by, detail string, err error) {
 	if out, err := exec.Command("go", "test", "-overlay", overlay, "-vet=off", "-c", "-o", bin, pkg).CombinedOutput(); err != nil {
 		return "", "", fmt.Errorf("does not compile: %w\n%s", err, out)
 	}
-	cmd := exec.Command(bin, "-test.run", tests, "-test.failfast", "-test.timeout", limit.String())
+	cmd := exec.Command(bin, append([]string{"-test.run", tests, "-test.failfast", "-test.timeout", limit.String()}, flags...)...)
 	cmd.Env = append(os.Environ(), "KVSPRAY_SIM_RUNS="+runs)
 	out, err := cmd.CombinedOutput()
 	var exit *exec.ExitError
@@ -173,5 +178,5 @@ func (m *mutant) try(dir string) (by, detail string, err error) {
 	return by, string(out[max(0, len(out)-2000):]), nil
 }
 
-// trap reports whether the mutant is one of what tests of traps must notice.
-func (m *mutant) trap() bool { return strings.HasPrefix(m.breaks[0], "Test") }
+// own reports whether tests of the package that the mutant is in must notice it.
+func (m *mutant) own() bool { return strings.HasPrefix(m.breaks[0], "Test") }

@@ -89,4 +89,31 @@ var mutants = []mutant{
 	{"a lane's refusal costs its chunks", "control/spray/sched.go", "			if (v == Failed || v == Refused) && !fl.late {", "			if !fl.late {", []string{"TestTrapRefusedAtSubmit"}},
 	{"all of it is sent again", "control/spray/sched.go", "	fl.flow.free(fl.r, true)\n", "	clear(fl.flow.chunks)\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
 	{"silent lanes are given more", "control/spray/sched.go", "		l.suspect = true\n		q.recount()\n		q.count.Suspicions++\n		s.release(l)\n", "		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n", []string{"TestTrapStormWhileAllIsDead"}},
+
+	// Which rank has which heads.
+	{"replicated heads modulo", "parseblock/params.go", "	first = rank * all / size\n", "	first = rank * all / size\n	if size > all {\n		return rank % all, 1\n	}\n", []string{"TestPlanLaws"}},
+	{"modulo, found by its table", "parseblock/params.go", "	first = rank * all / size\n", "	first = rank * all / size\n	if size > all {\n		return rank % all, 1\n	}\n", []string{"TestHeadShare"}},
+	{"heads by rank divided first", "parseblock/params.go", "	first = rank * all / size\n", "	first = rank * (all / size)\n", []string{"TestPlanLaws"}},
+	{"the first head rounded up", "parseblock/params.go", "	first = rank * all / size\n", "	first = (rank*all + size - 1) / size\n", []string{"TestPlanLaws"}},
+	{"every rank has the first heads", "parseblock/params.go", "	first = rank * all / size\n", "	first = 0 * rank\n", []string{"TestPlanLaws"}},
+	{"ranks in the other order", "parseblock/params.go", "	first = rank * all / size\n", "	rank = size - 1 - rank\n	first = rank * all / size\n", []string{"TestPlanLaws"}},
+	{"a rank beyond the heads has none", "parseblock/params.go", "max((rank+1)*all/size, first+1) - first", "(rank+1)*all/size - first", []string{"TestPlanLaws"}},
+	{"a rank has a head more", "parseblock/params.go", "max((rank+1)*all/size, first+1) - first", "min((rank+1)*all/size+1, all) - first", []string{"TestPlanLaws"}},
+	{"as many heads for uneven ranks", "parseblock/params.go", "max((rank+1)*all/size, first+1) - first", "max(all/size, 1)", []string{"TestHeadShare", "TestAssign"}},
+
+	// Which source gives what.
+	{"a replica counts as well", "parseblock/assign.go", "			case i > 0 && h.first == hs[i-1].first && h.end == hs[i-1].end:\n", "			case i < 0:\n", []string{"TestPlanLaws"}},
+	{"every replica gives", "parseblock/assign.go", "				continue // a replica\n", "				at = h.first\n", []string{"TestPlanLaws"}},
+	{"the most loaded gives", "parseblock/assign.go", "cmp.Compare(loads[a.source], loads[b.source])", "cmp.Compare(loads[b.source], loads[a.source])", []string{"TestAssign"}},
+	{"load counts before who gives", "parseblock/assign.go", "cmp.Compare(rank(a.source), rank(b.source)), cmp.Compare(loads[a.source], loads[b.source])", "cmp.Compare(loads[a.source], loads[b.source]), cmp.Compare(rank(a.source), rank(b.source))", []string{"TestAssignKeepsToOne"}},
+	{"who gives is not remembered", "parseblock/assign.go", "			gives[h.source] = true\n", "			loads[h.source]++\n", []string{"TestAssignKeepsToOne"}},
+	{"sources in their own order", "parseblock/assign.go", "cmp.Or(cmp.Compare(a.first, b.first), cmp", "cmp.Or(cmp.Compare(b.source, a.source), cmp", []string{"TestPlanLaws"}},
+	{"a hole in the heads", "parseblock/assign.go", "			case h.first > at:\n", "			case h.first > at+1<<20:\n", []string{"TestAssign"}},
+	{"heads of two divisions", "parseblock/assign.go", "			case h.first < at:\n", "			case h.first+1<<20 < at:\n", []string{"TestAssign"}},
+	{"the last heads are nobody's", "parseblock/assign.go", "		if at < end {\n", "		if at+1<<20 < end {\n", []string{"TestAssign"}},
+	{"heads from the model's first", "parseblock/assign.go", "		at, end := uint64(p.FirstHead),", "		at, end := uint64(0),", []string{"TestPlanLaws"}},
+	{"a count taken for an end", "parseblock/assign.go", "first: p.head0, end: p.head0 + p.heads}", "first: p.head0, end: p.heads}", []string{"TestPlanLaws"}},
+	{"V is forgotten after K", "parseblock/assign.go", "			shares[h.source].roles[k.flat] |= bitOf(k.role)\n", "			shares[h.source].roles[k.flat] = bitOf(k.role)\n", []string{"TestPlanLaws"}},
+	{"a share is not looked at", "parseblock/assign.go", "				case 0:\n					continue\n", "", []string{"TestProveRefusesWrongShares", "TestPlanLaws"}},
+	{"packed K and V are one thing", "parseblock/assign.go", "		return kAndV\n", "		return kAndV[:1]\n", []string{"TestPlanLaws"}},
 }
