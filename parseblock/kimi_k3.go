@@ -2,7 +2,7 @@ package parseblock
 
 import "github.com/kvspray/kvspray/layout"
 
-// KimiK3 is the latent of Kimi-K3's MLA layers in vLLM: the front of pages that are as wide as a KDA state, because both kinds of layers
+// KimiK3 is the latent of Kimi-K3's MLA layers in vLLM 0.32: the front of pages that are as wide as a KDA state, because both kinds of layers
 // draw their pages from one pool. page_bytes is what the tokens take, block_stride the width of a page; what lies behind the tokens
 // belongs to nobody. token_bytes, where it is given, must be what a token takes. The KDA layers are KDAState.
 //

@@ -9,7 +9,7 @@ import (
 // The names of the strategies; what a shim registers. In the drawings a page is read from left to right, the last axis is
 // contiguous, B counts blocks, N tokens of a block, H heads of this rank, D numbers of a head, s bytes of a number, C bytes of
 // a latent. Engines change their tensors' shapes more often than their bytes: a version is that of the source in which the bytes were
-// read, vLLM 0.27 to 0.32 and SGLang 0.5.17 to 0.5.23, where nothing else is said. Parameters that all token strategies take:
+// read. Read were vLLM 0.27 to 0.32, SGLang 0.5.17 to 0.5.23, and of older vLLM what is said. Parameters that all token strategies take:
 //
 //	heads               KV heads of this rank; 1 where it is left out (then a token cannot be cut between ranks)
 //	kv_heads            KV heads of the model; tp_rank, tp_size: which of them this rank has (HeadShare)
@@ -18,122 +18,151 @@ import (
 //	window              tokens that a sliding window looks back; only the tail that a next token sees is moved
 //	prefix_cache        1: the engine keeps blocks for other prompts; the first of a window must hold what those could see of it
 const (
-	// PackedHND is K|V packed in each cell, heads outside. vLLM since 0.27 (FLASH_ATTN, FLASHINFER, TRITON with an HND layout), and with
-	// head_stride also the cross-layer orders LHBNC and BHLNC (Allocation).
+	// PackedHND is K|V packed in each cell, heads outside: vLLM 0.27 to 0.32 (FLASH_ATTN, FLASHINFER, TRITON_ATTN with an HND layout), and
+	// with head_stride also the cross-layer orders LHBNC, BLHNC and BHLNC of 0.28 and later (Allocation).
 	//
 	//	[B, H, N, 2D]  | h0: k0 v0 k1 v1 ... | h1: k0 v0 k1 v1 ... |
 	PackedHND = "packed_hnd"
-	// PackedNHD is the same with tokens outside; vLLM's default since 0.27 (LBNHC), and BLNHC.
+	// PackedNHD is the same with tokens outside: the default of vLLM 0.27 to 0.32 (LBNHC), and BLNHC of 0.28 and later.
 	//
 	//	[B, N, H, 2D]  | t0: h0(k v) h1(k v) ... | t1: ... |
 	PackedNHD = "packed_nhd"
-	// FlashKVFirst has all K before all V: vLLM's FlashAttention before 0.27, its ROCM_ATTN, SGLang's pools where K and V are one
-	// allocation. v_offset: bytes from K of block 0 to V of block 0, by default num_blocks*block_stride.
+	// FlashKVFirst has all K before all V: FLASH_ATTN of vLLM before 0.27, ROCM_ATTN of vLLM to 0.32, SGLang's pools where K and V are
+	// one allocation. v_offset: bytes from K of block 0 to V of block 0, by default num_blocks*block_stride.
 	//
 	//	[2, B, N, H, D]  | k of every block ... | v of every block ... |
 	FlashKVFirst = "flash_kv_first"
-	// FlashKVFirstHND is the same with heads outside in each page.
+	// FlashKVFirstHND is the same with heads outside in each page: FLASH_ATTN of vLLM before 0.27 with VLLM_KV_CACHE_LAYOUT=HND.
 	//
-	//	[2, B, H, N, D]
+	//	[2, B, H, N, D]  | k of every block: h0(t0 t1 ...) h1(...) ... | v of every block ... |
 	FlashKVFirstHND = "flash_kv_first_hnd"
-	// FlashBlockFirst has K and V in each page: vLLM's FlashInfer (NHD) and Triton before 0.27.
+	// FlashBlockFirst has K and V in each page: FLASHINFER (NHD) and TRITON_ATTN of vLLM before 0.27.
 	//
 	//	[B, 2, N, H, D]  | k: t0 t1 ... | v: t0 t1 ... |
 	FlashBlockFirst = "flash_block_first"
-	// FlashBlockFirstHND is vLLM's FlashInfer before 0.27 with VLLM_KV_CACHE_LAYOUT=HND. A head's V is a head's K away from
+	// FlashBlockFirstHND is FLASHINFER of vLLM before 0.27 with VLLM_KV_CACHE_LAYOUT=HND. A head's V is a head's K away from
 	// the page's middle, not from the page's start: the head counts on both halves.
 	//
 	//	[B, 2, H, N, D]  | k: h0(t0 t1 ...) h1(...) | v: h0(t0 t1 ...) h1(...) |
 	FlashBlockFirstHND = "flash_block_first_hnd"
-	// FlashToken interleaves K and V by token: FlashAttention's ragged pages in engines that append KV as one tensor.
+	// FlashToken interleaves K and V by token: ragged pages of engines that append KV as one tensor, as Blade-KVT's cache shape 1 for patched
+	// engines. No release of vLLM to 0.32 and of SGLang to 0.5.23 has it.
 	//
 	//	[B, N, 2, H, D]  | t0: k(h0 h1 ...) v(h0 h1 ...) | t1: ... |
 	FlashToken = "flash_token"
 
-	// QuantInlineHND and QuantInlineNHD are packed pages whose values carry their scales: vLLM's TRITON_ATTN since 0.27 with a scale per
-	// token and head (int8, fp8, int4). value_bytes and scale_bytes: of K or of V of one head of one token.
+	// QuantInlineHND is packed pages whose values carry their scales: TRITON_ATTN of vLLM 0.27 to 0.32 with an HND layout and a scale per token
+	// and head (int8_per_token_head, fp8_per_token_head: D' = D; int4_per_token_head: D' = D/2). value_bytes and scale_bytes: of K or of V
+	// of one head of one token.
 	//
-	//	[B, H, N, 2(D'+4)]  | k0 scale v0 scale | k1 scale v1 scale | ...
+	//	[B, H, N, 2(D'+4)]  | h0: k0 scale v0 scale, k1 scale v1 scale, ... | h1: ... |
 	QuantInlineHND = "quant_inline_hnd"
+	// QuantInlineNHD is the same with tokens outside, the default of vLLM 0.27 to 0.32.
+	//
+	//	[B, N, H, 2(D'+4)]  | t0: h0(k scale v scale) h1(...) ... | t1: ... |
 	QuantInlineNHD = "quant_inline_nhd"
-	// QuantPlanarHND and QuantPlanarNHD keep scales behind the values of a page's half: vLLM's FlashInfer with nvfp4
+	// QuantPlanarHND keeps scales behind the values of a page's half: FLASHINFER of vLLM 0.27 to 0.32 with nvfp4 and an HND layout
 	// (value_bytes D/2, scale_bytes D/16). A part of a page is four pieces, or its scales stay behind.
 	//
-	//	| k values: H*N*D' | k scales: H*N*S | v values: H*N*D' | v scales: H*N*S |
+	//	| k values: h0(t0 t1 ...) h1(...) | k scales: h0(t0 t1 ...) h1(...) | v values: ... | v scales: ... |
 	QuantPlanarHND = "quant_planar_hnd"
-	QuantPlanarNHD = "quant_planar_nhd"
-	// ScalesKVFirst is a tensor of scales of its own beside a quantised cache, registered as a layer "name#scale".
+	// QuantPlanarNHD is the same with tokens outside in each of the four: nvfp4 of vLLM 0.27 to 0.32 with an NHD layout.
 	//
-	//	[2, B, N, H] of scale_bytes
+	//	| k values: t0(h0 h1 ...) t1(...) | k scales: t0(h0 h1 ...) t1(...) | v values: ... | v scales: ... |
+	QuantPlanarNHD = "quant_planar_nhd"
+	// ScalesKVFirst is a tensor of scales of its own beside a quantised cache, registered as a layer "name#scale". No release of vLLM to
+	// 0.32 and of SGLang to 0.5.23 allocates it so; for shims of engines that keep scales apart.
+	//
+	//	[2, B, N, H] of scale_bytes  | k scales of every block: t0(h0 h1 ...) t1(...) ... | v scales of every block ... |
 	ScalesKVFirst = "scales_kv_first"
 
-	// MLA is one latent for each token, replicated on all ranks: DeepSeek-V2/V3, Kimi; vLLM and SGLang alike. Pages may be wider
-	// (block_stride) than their tokens, as Kimi-K3's, which are as wide as a KDA state.
+	// MLA is one latent for each token, replicated on all ranks: DeepSeek-V2/V3, Kimi; vLLM to 0.32 and SGLang to 0.5.23 alike. Pages may be
+	// wider (block_stride) than their tokens, as Kimi-K3's, which are as wide as a KDA state.
 	//
 	//	[B, N, C]  | t0 | t1 | ...
 	MLA = "mla"
-	// FP8DSMLA is vLLM's and SGLang's fp8 cache of DeepSeek-V3.2: 656 bytes a token, one row that must not be taken apart.
+	// FP8DSMLA is the fp8 cache of DeepSeek-V3.2 (kv_cache_dtype fp8_ds_mla of vLLM 0.27 to 0.32, fp8 of SGLang 0.5.17 to 0.5.23): 656 bytes a
+	// token, one row that must not be taken apart.
 	//
 	//	| t0: 512 fp8, 4 fp32 scales, 64 bf16 rope | t1: ... |
 	FP8DSMLA = "fp8_ds_mla"
-	// DSAIndexer is the indexer's cache of DeepSeek-V3.2 and GLM-5: planar in each *kernel* page, 64 tokens by default (kernel_tokens), of
-	// which a block may hold several. A part of a page is two pieces, values and scales. value_bytes 128, scale_bytes 4 by default
+	// DSAIndexer is the indexer's cache of DeepSeek-V3.2, GLM-5 and DeepSeek-V4 in vLLM 0.27 to 0.32 and, of the first two, in SGLang 0.5.17 to
+	// 0.5.23: planar in each *kernel* page, 64 tokens by default (kernel_tokens), of which a block may hold several. A part of a page is two pieces, values and scales. value_bytes 128, scale_bytes 4 by default
 	// (64 and 4 with mxfp4); compress_ratio: tokens of one entry. Not divided by tensor parallelism.
 	//
 	//	| v0 v1 ... v63 | s0 s1 ... s63 |
 	DSAIndexer = "dsa_indexer"
-	// DeepSeekV4 is the main and the sliding cache of DeepSeek-V4 in their slab: N/compress_ratio entries of 576 bytes (448 fp8 and 64
-	// bf16), then 8 scale bytes for each; padded to 576 bytes by block_stride.
+	// DeepSeekV4 is the main and the sliding cache of DeepSeek-V4 in the slab of vLLM 0.27 to 0.32: N/compress_ratio entries of 576 bytes (448
+	// fp8 and 64 bf16), then 8 scale bytes for each; padded to 576 bytes by block_stride.
 	//
 	//	| e0: 576 | e1: 576 | ... | s0: 8 | s1: 8 | ... | pad |
 	DeepSeekV4 = "deepseek_v4"
-	// DeepSeekV4Compressor is the fp32 state of its compressor, one row a token (sliding: window 8 or 128).
+	// DeepSeekV4Compressor is the fp32 state of its compressors in vLLM 0.27 to 0.32, one row a token (sliding: window 8 or 128): the token's part
+	// of an entry and its score, both twice where entries overlap (ratio 4).
 	//
-	//	[B, N, row]
+	//	[B, N, row]  | t0: kv score | t1: kv score | ...
 	DeepSeekV4Compressor = "deepseek_v4_compressor"
 
-	// GDNState is the state of a gated delta net (Qwen3-Next, Qwen3.5): in vLLM a page of [conv | recurrent], in SGLang slots
-	// of two tensors (part 1 and 2). Moved once per request, from the block that holds its last token. Parameters, all
+	// GDNState is the state of a gated delta net (Qwen3-Next, Qwen3.5): in vLLM 0.27 to 0.32 a page of [conv | recurrent], in SGLang 0.5.17 to
+	// 0.5.23 slots of two tensors (part 1 and 2). Moved once per request, from the block that holds its last token. Parameters, all
 	// of the model: k_heads, k_dim, v_heads, v_dim, conv_len (K-1, and one more for each speculated token), conv_bytes and state_bytes (of a number),
 	// tp_rank, tp_size, conv_order (0: SD, 1: DS, as VLLM_SSM_CONV_STATE_LAYOUT), state_order (0: V outside, 1: K outside), part (0: both,
 	// 1: only conv, 2: only recurrent), state_offset (where padding stands between).
 	//
 	//	SD [len, dim]: | t0: q k v | t1: q k v | ...     three pieces for each row of history
 	//	DS [dim, len]: | q: c0(t0 t1 ..) c1 .. | k | v |  three pieces
-	//	recurrent    : [v_heads, v_dim, k_dim]
+	//	recurrent    : | h0: v0(k0 k1 ..) v1 .. | h1 .. |  [v_heads, v_dim, k_dim]; with state_order 1 [v_heads, k_dim, v_dim]
 	GDNState = "gdn_state"
-	// KDAState is the same of Kimi Delta Attention (Kimi-Linear, Kimi-K3): as many k as v heads, fp32 recurrent state.
+	// KDAState is the same of Kimi Delta Attention (Kimi-Linear, Kimi-K3) in vLLM 0.27 to 0.32 and SGLang 0.5.17 to 0.5.23: as many k as v heads,
+	// fp32 recurrent state.
+	//
+	//	SD: | t0: q k v | t1: q k v | ...    DS: | q: c0(t0 t1 ..) c1 .. | k | v |    recurrent: | h0: v0(k0 k1 ..) v1 .. | h1 .. |
 	KDAState = "kda_state"
-	// Mamba2State is that of Mamba-2: k_heads are its groups, k_dim its state size; the convolution remembers x, B, C in this
-	// order. Ranks beyond the groups share them.
+	// Mamba2State is that of Mamba-2 (Nemotron-H and others) in vLLM 0.27 to 0.32 and SGLang 0.5.17 to 0.5.23: k_heads are its groups, k_dim its
+	// state size; the convolution remembers x, B, C in this order. Ranks beyond the groups share them.
+	//
+	//	SD: | t0: x B C | t1: x B C | ...    DS: | x: c0(t0 t1 ..) c1 .. | B | C |    recurrent: | h0: x0(s0 s1 ..) x1 .. | h1 .. |
 	Mamba2State = "mamba2_state"
 
-	// SGLangK and SGLangV are SGLang's device pools, K and V in tensors of their own for each layer (layers "name#k" and "name#v"). A
-	// page is page_size token slots.
+	// SGLangK is the K half of SGLang's device pools (0.5.17 to 0.5.23), which keep K and V in tensors of their own for each layer: layers
+	// "name#k" and "name#v". A page is page_size token slots.
 	//
-	//	(size+page, H, D)
+	//	(size+page, H, D)  | t0: h0 h1 ... | t1: ... |
 	SGLangK = "sglang_k"
-	SGLangV = "sglang_v"
-	// The layouts of SGLang's host pools (HiCache). layers: how many the pool has. v_offset: by default half of the pool.
-	// MLA pools are the same without the 2: MLA, with row_stride.
+	// SGLangV is the V half, of SGLang 0.5.17 to 0.5.23.
 	//
-	//	layer_first       (2, L, size, H, D)
-	//	page_first        (2, size, L, H, D)
-	//	page_first_direct (2, pages, L, page, H, D)
-	//	page_head         (2, pages, H, page, L, D)
-	SGLangLayerFirst      = "sglang_layer_first"
-	SGLangPageFirst       = "sglang_page_first"
-	SGLangPageFirstDirect = "sglang_page_first_direct"
-	SGLangPageHead        = "sglang_page_head"
+	//	(size+page, H, D)  | t0: h0 h1 ... | t1: ... |
+	SGLangV = "sglang_v"
 
-	// VLLMCPUAttn is vLLM's CPU backend: [B,H,N,2D] seen as [B,H,2N,D], K and then V of each head, packed for the host's vector
+	// SGLangLayerFirst is the host pool (HiCache) of SGLang 0.5.17 to 0.5.23 with hicache_mem_layout layer_first. Of all host pools: layers is how
+	// many the pool has; v_offset is by default half of the pool; MLA pools are the same without the 2: MLA, with row_stride.
+	//
+	//	(2, L, size, H, D)  | k: l0(t0(h0 h1 ...) t1 ...) l1(...) | v: ... |
+	SGLangLayerFirst = "sglang_layer_first"
+	// SGLangPageFirst is that of page_first, the default of SGLang 0.5.17 to 0.5.23: the layers of a token side by side.
+	//
+	//	(2, size, L, H, D)  | k: t0(l0(h0 h1 ...) l1 ...) t1(...) | v: ... |
+	SGLangPageFirst = "sglang_page_first"
+	// SGLangPageFirstDirect is that of page_first_direct, of SGLang 0.5.17 to 0.5.23: a page of each layer in one piece, the layers of a page side
+	// by side.
+	//
+	//	(2, pages, L, page, H, D)  | k: p0(l0(t0(h0 h1 ...) t1 ...) l1 ...) p1(...) | v: ... |
+	SGLangPageFirstDirect = "sglang_page_first_direct"
+	// SGLangPageHead is that of page_head, of SGLang 0.5.17 to 0.5.23: a head of a page in one piece, of all its tokens and layers.
+	//
+	//	(2, pages, H, page, L, D)  | k: p0(h0(t0(l0 l1 ...) t1 ...) h1 ...) p1(...) | v: ... |
+	SGLangPageHead = "sglang_page_head"
+
+	// VLLMCPUAttn is CPU_ATTN of vLLM 0.27 to 0.32: [B,H,N,2D] seen as [B,H,2N,D], K and then V of each head, packed for the host's vector
 	// units. With k_transposed = 1 (vec and vec16: AVX2, AVX-512) K lies with its numbers outside and its tokens inside, and V as
 	// rows; number_bytes is the size of a number, 2 by default. Without it (AMX, NEON and others) a head's part of a page is opaque: it
 	// moves whole, between equal block sizes.
 	//
-	//	| h0: d0(t0 t1 ...) d1(t0 t1 ...) ... | v: t0 t1 ... | h1: ...
+	//	| h0: k: d0(t0 t1 ...) d1(t0 t1 ...) ... | v: t0 t1 ... | h1: ...
 	VLLMCPUAttn = "vllm_cpu_attn"
-	// Page is any page whose inside is unknown: it moves whole or not at all.
+	// Page is any page whose inside is unknown: it moves whole or not at all. For shims; none of vLLM to 0.32 and SGLang to 0.5.23 needs it.
+	//
+	//	| whatever the engine has there |
 	Page = "page"
 )
 
