@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A fault is tried in half of the combinations of transport, side and moment that it could have: those in which every two of them still
     meet. `make test-attack` tries all."""
-    items.sort(key=lambda item: item.path.name == "test_truth.py")
+    items.sort(key=lambda item: item.path.name.startswith("test_truth"))
     if os.environ.get("KVSPRAY_ATTACK_RUNS"):
         return
     faults = [item for item in items if item.path.name == "test_faults.py" and isinstance(item, pytest.Function)]
