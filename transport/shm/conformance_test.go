@@ -3,6 +3,7 @@ package shm
 import (
 	"testing"
 
+	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
@@ -10,6 +11,13 @@ import (
 func backend(tb testing.TB) transport.Backend { return New(Config{Dir: tb.TempDir(), Workers: 2}) }
 
 func TestConformance(t *testing.T) { transporttest.Conformance(t, backend) }
+
+// With a peer that knows no pushes every slice is pulled, however small.
+func TestConformanceByPulls(t *testing.T) {
+	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
+		return New(Config{Dir: tb.TempDir(), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesRuns}})
+	})
+}
 
 // With as many workers as a large host has: slices of device memory are asked for by askers.
 func TestDevice(t *testing.T) {

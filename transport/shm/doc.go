@@ -1,11 +1,14 @@
 // Package shm is the transport between two sidecars of one host: the destination's sidecar maps the source's memfds read-only
 // and copies.
 //
-// A lane is one unix SOCK_SEQPACKET connection, proved by internal/wire like every lane. It carries only requests and answers;
-// payload never touches it. Move sends a pull (pieces of source regions); the destination checks it against its own grant,
+// A lane is one unix SOCK_SEQPACKET connection, proved by internal/wire like every lane. It carries requests and answers, and payload
+// only where there is next to none. Move sends a pull (pieces of source regions); the destination checks it against its own grant,
 // copies in bounded pieces under the grant's guard, and says so; the source then looks whether what was read was still
 // promised (Source.Valid), and only its verdict lets the destination report Landed and confirm. Requests are pipelined and
 // answers batched, so that the two round trips cost latency and no throughput.
+//
+// Of at most pushBytes of host memory the latency would be all: they are pushed. The source copies them into the frame and only then
+// looks whether they were still promised, so that what it sends is its verdict too, and the destination lands and confirms at once.
 //
 // Fence is the receiver's guard alone: the peer holds nothing that can write. CloseOrigin waits until the peer has answered
 // every pull of the origin. Where it does not answer in time its lanes are closed: what it may still read can never become

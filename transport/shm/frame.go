@@ -30,15 +30,19 @@ const (
 	kindVerdict                 // source: what was copied was still valid, or is disowned
 	kindConfirm                 // destination: landed, or came too late
 	kindDevice                  // source: as kindRegion, for memory of a GPU: a handle, and a descriptor only if the handle wants one
+	kindPush                    // source: the bytes themselves, few as they are, which were valid when they were read
 	numKinds
 )
 
-// frames are the versions of a lane that this end speaks. 1.0 names every piece of a pull by itself, 1.1 knows runs: whoever has
-// read as far as a pull reads both, and sends runs only to a peer that chose 1.1.
-var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRuns}
+// frames are the versions of a lane that this end speaks. 1.0 names every piece of a pull by itself, 1.1 knows runs, 1.2 pushes: whoever
+// reads the newest reads all, and sends only what the peer's choice knows.
+var frames = wire.Versions{Min: wire.V(1, 0), Max: framesPush}
 
-// framesRuns is the first version with runs.
-var framesRuns = wire.V(1, 1)
+// The first versions with runs and with pushes.
+var (
+	framesRuns = wire.V(1, 1)
+	framesPush = wire.V(1, 2)
+)
 
 const (
 	regionBytes  = 4 + 16 + 8
@@ -72,7 +76,7 @@ type pullFrame struct {
 	gen     transfer.Gen
 	r       transfer.Range
 	attempt uint32
-	cells   []byte // cellBytes each; a view into the packet
+	cells   []byte // cellBytes each, or the bytes of a push; a view into the packet
 }
 
 // run is count pieces of a source region, each of len bytes, stride apart. In a frame a single piece takes one cell, region, length and
@@ -92,6 +96,10 @@ const (
 	maxPieces = 32 << 10
 	maxLen    = deviceSlice // of all pieces
 )
+
+// pushBytes are sent at once. A pull of so few bytes takes longer to be asked for and judged than to be copied: two of the five
+// wake-ups between the engines.
+const pushBytes = 16 << 10
 
 // bytes is what the run moves.
 func (r *run) bytes() uint64 { return uint64(r.count) * uint64(r.len) }
@@ -165,8 +173,13 @@ func appendForget(b []byte, index uint32) []byte {
 }
 
 // appendPull leaves the cells to the caller, who appends them and then calls endPull.
-func appendPull(b []byte, f pullFrame) []byte {
-	b = appendHeader(b, kindPull, 0)
+func appendPull(b []byte, f pullFrame) []byte { return appendAsk(b, kindPull, f) }
+
+// appendPush leaves the bytes to the caller, who appends them and then calls endPush.
+func appendPush(b []byte, f pullFrame) []byte { return appendAsk(b, kindPush, f) }
+
+func appendAsk(b []byte, k kind, f pullFrame) []byte {
+	b = appendHeader(b, k, 0)
 	b = binary.LittleEndian.AppendUint64(b, f.tag)
 	b = binary.LittleEndian.AppendUint16(b, uint16(f.slot))
 	b = append(b, 0, 0)
@@ -185,6 +198,9 @@ func endPull(b []byte) {
 	binary.LittleEndian.PutUint16(b[2:], uint16(n))
 	binary.LittleEndian.PutUint16(b[frameHeader+10:], uint16((n-pullFixed)/cellBytes))
 }
+
+// endPush writes the length of a push that begins the frame b.
+func endPush(b []byte) { binary.LittleEndian.PutUint16(b[2:], uint16(len(b)-frameHeader)) }
 
 func appendRun(b []byte, r *run) []byte {
 	what := uint64(r.len)<<32 | uint64(r.region)
@@ -220,6 +236,7 @@ type handler interface {
 	device(deviceFrame) error
 	forget(index uint32) error
 	pull(pullFrame) error
+	push(pullFrame) error
 	pulled(tag uint64, reason transfer.Reason) error
 	verdict(tag uint64, valid bool) error
 	confirm(tag uint64, o transfer.Outcome, r transfer.Reason) error
@@ -258,6 +275,8 @@ func dispatch(k kind, b []byte, h handler) error {
 		if len(b) >= pullFixed {
 			want = pullFixed + int(binary.LittleEndian.Uint16(b[10:]))*cellBytes
 		}
+	case kindPush:
+		want = max(pullFixed+1, min(len(b), pullFixed+pushBytes))
 	case kindPulled:
 		want = pulledBytes
 	case kindVerdict:
@@ -283,19 +302,29 @@ func dispatch(k kind, b []byte, h handler) error {
 	case kindForget:
 		return h.forget(binary.LittleEndian.Uint32(b))
 	case kindPull:
-		return h.pull(pullFrame{
-			tag:  binary.LittleEndian.Uint64(b),
-			slot: transfer.Slot(binary.LittleEndian.Uint16(b[8:])),
-			gen:  transfer.Gen(binary.LittleEndian.Uint32(b[12:])),
-			r:    transfer.Range{First: binary.LittleEndian.Uint32(b[16:]), Count: binary.LittleEndian.Uint32(b[20:])},
-
-			attempt: binary.LittleEndian.Uint32(b[24:]),
-			cells:   b[pullFixed:],
-		})
+		return h.pull(asked(b))
+	case kindPush:
+		if b[10] != 0 || b[11] != 0 {
+			return fmt.Errorf("%w: a push of cells", errFrame)
+		}
+		return h.push(asked(b))
 	case kindPulled:
 		return h.pulled(binary.LittleEndian.Uint64(b), transfer.Reason(b[8]))
 	case kindVerdict:
 		return h.verdict(binary.LittleEndian.Uint64(b), b[8] == 1)
 	}
 	return h.confirm(binary.LittleEndian.Uint64(b), transfer.Outcome(b[8]), transfer.Reason(b[9]))
+}
+
+// asked reads what a pull and a push have in common; b is long enough.
+func asked(b []byte) pullFrame {
+	return pullFrame{
+		tag:  binary.LittleEndian.Uint64(b),
+		slot: transfer.Slot(binary.LittleEndian.Uint16(b[8:])),
+		gen:  transfer.Gen(binary.LittleEndian.Uint32(b[12:])),
+		r:    transfer.Range{First: binary.LittleEndian.Uint32(b[16:]), Count: binary.LittleEndian.Uint32(b[20:])},
+
+		attempt: binary.LittleEndian.Uint32(b[24:]),
+		cells:   b[pullFixed:],
+	}
 }

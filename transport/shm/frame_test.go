@@ -59,6 +59,11 @@ func (r *recorder) pull(f pullFrame) error {
 	return r.note("%s", said)
 }
 
+func (r *recorder) push(f pullFrame) error {
+	r.again = append(r.again, pushOf(f)...)
+	return r.note("push %d %d.%d %v %d: %x", f.tag, f.slot, f.gen, f.r, f.attempt, f.cells)
+}
+
 func (r *recorder) pulled(tag uint64, why transfer.Reason) error {
 	r.again = appendPulled(r.again, tag, why)
 	return r.note("pulled %d %s", tag, why)
@@ -72,6 +77,13 @@ func (r *recorder) verdict(tag uint64, valid bool) error {
 func (r *recorder) confirm(tag uint64, o transfer.Outcome, why transfer.Reason) error {
 	r.again = appendConfirm(r.again, tag, o, why)
 	return r.note("confirm %d %s %s", tag, o, why)
+}
+
+func pushOf(f pullFrame) []byte {
+	b := append(appendPush(nil, f), f.cells...)
+	setTag(b, f.tag)
+	endPush(b)
+	return b
 }
 
 func pullOf(f pullFrame, runs ...run) []byte {
@@ -94,6 +106,7 @@ func samplePacket() []byte {
 	b = appendVerdict(b, 6, true)
 	b = appendConfirm(b, 7, transfer.Landed, transfer.ReasonNone)
 	b = appendDevice(b, deviceFrame{regionFrame{index: 4, id: mem.ID{8}, size: 1 << 30}, true, []byte{0xab, 0xcd}})
+	b = append(b, pushOf(pullFrame{tag: 8, slot: 9, gen: 10, r: transfer.Range{First: 11, Count: 1}, attempt: 12, cells: []byte{13, 14}})...)
 	return appendForget(b, 3)
 }
 
@@ -104,7 +117,8 @@ func TestFramesRoundTrip(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4: 3[8589934592+4096] 3[0+1] 3[1048576+512 100 times by 4096] 4[1048576+64 3 times by -128]", "pulled 5 range",
-		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 1073741824 true abcd", "forget 3"}
+		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 1073741824 true abcd",
+		"push 8 9.10 {11 1} 12: 0d0e", "forget 3"}
 	if !slices.Equal(r.said, want) {
 		t.Fatalf("got %q, want %q", r.said, want)
 	}
@@ -145,6 +159,13 @@ func TestMalformedFrames(t *testing.T) {
 			b := pullOf(pullFrame{tag: 1}, run1)
 			b = b[:len(b)-cellBytes]
 			endPull(b)
+			return b
+		}(),
+		"push of nothing":  pushOf(pullFrame{tag: 1}),
+		"push of too much": pushOf(pullFrame{tag: 1, cells: make([]byte, pushBytes+1)}),
+		"push, reserved bytes set": func() []byte {
+			b := pushOf(pullFrame{tag: 1, cells: []byte{1}})
+			b[frameHeader+10] = 1
 			return b
 		}(),
 		"pull, a run of one":       change(cellBytes+8, 1),
@@ -194,6 +215,7 @@ func (n *nop) pull(f pullFrame) error {
 	n.sum += r.off
 	return err
 }
+func (n *nop) push(f pullFrame) error                   { n.sum += uint64(len(f.cells)); return nil }
 func (n *nop) pulled(t uint64, _ transfer.Reason) error { n.sum += t; return nil }
 func (n *nop) verdict(t uint64, _ bool) error           { n.sum += t; return nil }
 func (n *nop) confirm(t uint64, _ transfer.Outcome, _ transfer.Reason) error {

@@ -32,9 +32,10 @@ type lane struct {
 
 	done chan struct{} // closed first at the end; the writer leaves
 
-	runs bool           // the peer knows runs
-	asks chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself
-	gone sync.WaitGroup // the askers
+	runs  bool           // the peer knows runs
+	eager bool           // the peer knows pushes
+	asks  chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself
+	gone  sync.WaitGroup // the askers
 
 	moveMu sync.Mutex // serialises Move; taken before mu
 	// guarded by moveMu
@@ -68,13 +69,13 @@ type moved struct {
 	err     error
 }
 
-// pull is one request of a slice, from Move to its end.
+// pull is one request of a slice, or one push, from Move to its end.
 type pull struct {
 	tag     uint64 // 0: free
 	m       *moved
 	r       transfer.Range
 	reading bool // the peer may still be at the source's memory
-	valid   bool // the verdict was "valid": from here on the peer may have landed it
+	valid   bool // the verdict was "valid", or it is a push: from here on the peer may have landed it
 }
 
 var _ transport.Lane = (*lane)(nil)
@@ -86,7 +87,7 @@ func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot, r
 		return nil, fmt.Errorf("shm: new lane: %w", err)
 	}
 	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote, done: make(chan struct{}),
-		runs: o.Version >= framesRuns, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
+		runs: o.Version >= framesRuns, eager: o.Version >= framesPush, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
 	for i := maxPulls - 1; i >= 0; i-- {
 		l.free = append(l.free, uint16(i))
 	}
@@ -251,12 +252,15 @@ func (l *lane) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfer.
 		if err != nil {
 			return 0, transfer.ReasonRange, fmt.Errorf("shm: resolve chunks [%d, +%d): %w", r.First, r.Count, err)
 		}
+		if l.eager && few(blocks) {
+			return l.send(a, m, r, blocks)
+		}
 		fits, reason, err := l.list(a, m, r, blocks)
 		switch {
 		case err != nil:
 			return 0, reason, err
 		case fits:
-			return l.ask(a, m, r)
+			return l.ask(a, m, r, pull{m: m, r: r, reading: true})
 		case r.Count == 1:
 			return 0, transfer.ReasonMemory, fmt.Errorf("shm: chunk %d has %d pieces: a pull takes %d, in %d cells: %w", r.First, len(blocks), maxPieces, maxCells,
 				transport.ErrNotSupported)
@@ -264,6 +268,36 @@ func (l *lane) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfer.
 		r.Count /= 2
 		a.most = r.Count
 	}
+}
+
+// few reports whether blocks are pushed: they hold at most pushBytes, all of them host memory that we see.
+func few(blocks []mem.Block) bool {
+	n := uint64(0)
+	for i := range blocks {
+		b := &blocks[i]
+		if _, ok := b.Bytes(); !ok || b.Len > pushBytes-n {
+			return false
+		}
+		n += b.Len
+	}
+	return n > 0
+}
+
+// send pushes the bytes of r, which its caller has entered, and says by doing so that they were valid when they were read.
+func (l *lane) send(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (uint32, transfer.Reason, error) {
+	o := m.s.Origin
+	a.frame = appendPush(a.frame[:0], pullFrame{slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt})
+	for i := range blocks {
+		from, _ := blocks[i].Bytes()
+		at := len(a.frame)
+		a.frame = slices.Grow(a.frame, len(from))[:at+len(from)]
+		mem.Copy(a.frame[at:], from)
+	}
+	endPush(a.frame)
+	if !o.Source.Valid(r) {
+		return 0, transfer.ReasonDisowned, fmt.Errorf("shm: slot %d.%d: the source took chunks [%d, +%d) back", o.Slot, o.Gen, r.First, r.Count)
+	}
+	return l.ask(a, m, r, pull{m: m, r: r, valid: true})
 }
 
 // list writes the pull of r, all but its tag. False: it has too many pieces.
@@ -321,8 +355,8 @@ func leadingRun(blocks []mem.Block) (n uint32, stride uint64) {
 	return uint32(k), stride
 }
 
-// ask sends the pull of r that list has written.
-func (l *lane) ask(a *asker, m *moved, r transfer.Range) (uint32, transfer.Reason, error) {
+// ask sends the pull or push of r that was written, and keeps p for its answer.
+func (l *lane) ask(a *asker, m *moved, r transfer.Range, p pull) (uint32, transfer.Reason, error) {
 	o := m.s.Origin
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -332,7 +366,7 @@ func (l *lane) ask(a *asker, m *moved, r transfer.Range) (uint32, transfer.Reaso
 	if len(l.free) == 0 {
 		return 0, transfer.ReasonNone, fmt.Errorf("shm: lane %d: %d pulls in flight: %w", l.id, maxPulls, ErrBusy)
 	}
-	if !l.b.startRead(o) {
+	if p.reading && !l.b.startRead(o) {
 		return 0, transfer.ReasonSourceGone, fmt.Errorf("shm: origin %d.%d is closed", o.Slot, o.Gen)
 	}
 	i := l.free[len(l.free)-1]
@@ -340,7 +374,8 @@ func (l *lane) ask(a *asker, m *moved, r transfer.Range) (uint32, transfer.Reaso
 	l.seq++
 	tag := l.seq<<16 | uint64(i)
 	setTag(a.frame, tag)
-	l.pulls[i] = pull{tag: tag, m: m, r: r, reading: true}
+	p.tag = tag
+	l.pulls[i] = p
 	m.left++
 	l.out.put(a.frame, -1)
 	return r.Count, transfer.ReasonNone, nil
@@ -676,4 +711,5 @@ func (l *lane) region(f regionFrame) error           { return l.dst.region(f) }
 func (l *lane) device(f deviceFrame) error           { return l.dst.device(f) }
 func (l *lane) forget(index uint32) error            { return l.dst.forget(index) }
 func (l *lane) pull(f pullFrame) error               { return l.dst.pull(f) }
+func (l *lane) push(f pullFrame) error               { return l.dst.push(f) }
 func (l *lane) verdict(tag uint64, valid bool) error { return l.dst.verdict(tag, valid) }

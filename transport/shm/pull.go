@@ -29,9 +29,11 @@ type destination struct {
 	regions map[uint32]*mapping
 	jobs    map[uint64]*job // by tag, from the pull to the verdict
 	free    []*job
+
+	landing sync.WaitGroup // of what a mover lands; end waits for it: nothing lands after LaneDown
 }
 
-// job is one pull at its destination.
+// job is one pull or push at its destination.
 type job struct {
 	l      *lane
 	tag    uint64
@@ -48,6 +50,9 @@ type job struct {
 	blocks []mem.Block
 
 	attempt uint32
+	pushed  bool    // by a push: its bytes are in sent, and there is no verdict on them
+	sent    mapping // which nobody else has
+	kept    []byte  // of sent, where the packet's own do not last
 }
 
 // held is a mapping that a pull names, by the peer's index.
@@ -132,11 +137,10 @@ func (d *destination) forget(index uint32) error {
 	return nil
 }
 
-func (d *destination) pull(f pullFrame) error {
-	d.mu.Lock()
+// jobLocked makes the job of a pull or push.
+func (d *destination) jobLocked(f pullFrame) (*job, error) {
 	if _, dup := d.jobs[f.tag]; dup || len(d.jobs) >= maxPulls {
-		d.mu.Unlock()
-		return fmt.Errorf("%w: pull %#x is open already, or one of more than %d", errFrame, f.tag, maxPulls)
+		return nil, fmt.Errorf("%w: pull %#x is open already, or one of more than %d", errFrame, f.tag, maxPulls)
 	}
 	var j *job
 	if n := len(d.free); n > 0 {
@@ -145,8 +149,18 @@ func (d *destination) pull(f pullFrame) error {
 		j = &job{}
 	}
 	j.l, j.tag, j.slot, j.gen, j.r, j.attempt = d.l, f.tag, f.slot, f.gen, f.r, f.attempt
-	j.cells, j.maps, j.blocks, j.total, j.pieces, j.copied, j.grant = j.cells[:0], j.maps[:0], j.blocks[:0], 0, 0, false, nil
+	j.cells, j.maps, j.blocks, j.total, j.pieces, j.copied, j.grant, j.pushed = j.cells[:0], j.maps[:0], j.blocks[:0], 0, 0, false, nil, false
 	d.jobs[f.tag] = j
+	return j, nil
+}
+
+func (d *destination) pull(f pullFrame) error {
+	d.mu.Lock()
+	j, err := d.jobLocked(f)
+	if err != nil {
+		d.mu.Unlock()
+		return err
+	}
 	reason, err := d.sourceLocked(j, f.cells)
 	d.mu.Unlock()
 	queue := d.l.b.jobs
@@ -167,6 +181,32 @@ func (d *destination) pull(f pullFrame) error {
 		case <-d.l.b.stop:
 			j.finish(transfer.ReasonLaneLost)
 		}
+	}
+	return nil
+}
+
+// push takes bytes that came with their frame. They are one piece of a region that only the job knows.
+func (d *destination) push(f pullFrame) error {
+	d.mu.Lock()
+	j, err := d.jobLocked(f)
+	d.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	j.pushed, j.total, j.pieces = true, uint64(len(f.cells)), 1
+	j.cells = appendRun(j.cells, &run{len: uint32(len(f.cells)), count: 1})
+	j.maps = append(j.maps, held{0, &j.sent})
+	if !j.onDevice() {
+		j.sent.bytes = f.cells
+		j.finish(j.copy())
+		return nil
+	}
+	j.kept = append(j.kept[:0], f.cells...)
+	j.sent.bytes = j.kept
+	select {
+	case d.l.b.far <- j:
+	case <-d.l.b.stop:
+		j.finish(transfer.ReasonLaneLost)
 	}
 	return nil
 }
@@ -409,6 +449,10 @@ func (c *cursor) source() bool {
 // finish answers the pull; where it was copied the job stays for the verdict.
 func (j *job) finish(reason transfer.Reason) {
 	l, d := j.l, &j.l.dst
+	if j.pushed {
+		j.land(reason)
+		return
+	}
 	for _, m := range j.maps {
 		l.b.maps.release(m.mapping)
 	}
@@ -437,7 +481,7 @@ func (j *job) finish(reason transfer.Reason) {
 func (d *destination) dropLocked(j *job) {
 	delete(d.jobs, j.tag)
 	j.claim.Release()
-	j.grant = nil
+	j.grant, j.sent.bytes = nil, nil
 	clear(j.blocks)
 	if len(d.free) < maxInFlight {
 		d.free = append(d.free, j)
@@ -452,24 +496,43 @@ func (d *destination) verdict(tag uint64, valid bool) error {
 		return fmt.Errorf("%w: a verdict on pull %#x, which is not copied", errFrame, tag)
 	}
 	d.mu.Unlock()
-	l := d.l
-	o, reason := transfer.Landed, transfer.ReasonDisowned
-	if valid {
+	if !valid {
+		d.mu.Lock()
+		d.dropLocked(j)
+		d.mu.Unlock()
+		d.l.b.host.Refused(d.l, transfer.ReasonDisowned)
+		return nil // the source has ended it
+	}
+	j.land(transfer.ReasonNone)
+	return nil
+}
+
+// land ends a job whose bytes are in place and valid, or, for a reason, a push whose bytes are not.
+func (j *job) land(reason transfer.Reason) {
+	l, d, tag := j.l, &j.l.dst, j.tag
+	o := transfer.Landed
+	d.mu.Lock()
+	gone := d.ended
+	if !gone {
+		d.landing.Add(1)
+		defer d.landing.Done()
+	}
+	d.mu.Unlock()
+	if reason == transfer.ReasonNone && !gone {
 		reason = j.claim.Land(l)
 	}
 	d.mu.Lock()
 	d.dropLocked(j)
 	d.mu.Unlock()
+	if gone {
+		return
+	}
 	if reason != transfer.ReasonNone {
 		l.b.host.Refused(l, reason)
 		o = transfer.Rejected
 	}
-	if !valid {
-		return nil // the source has ended it
-	}
 	var buf [frameHeader + confirmBytes]byte
 	l.out.put(appendConfirm(buf[:0], tag, o, reason), -1)
-	return nil
 }
 
 // end lets go of everything; copies that are under way finish and are answered to nobody.
@@ -486,6 +549,7 @@ func (d *destination) end() {
 	}
 	clear(d.jobs)
 	d.mu.Unlock()
+	d.landing.Wait()
 	for _, m := range regions {
 		if m != nil {
 			d.l.b.maps.release(m)
