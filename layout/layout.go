@@ -30,7 +30,8 @@ type Layout struct {
 	Identity map[string]string // what must be equal between prefill and decode
 }
 
-// Group is a cache group: layers that share one block table.
+// Group is a cache group: layers that share one block table. A stage of a pipeline may have none of them; the group stands there for its
+// table, so that every stage has as many.
 type Group struct {
 	TokensPerBlock uint32
 	Strategy       string           // names the ParseBlock strategy that knows the inside of a page
@@ -175,9 +176,6 @@ func (l *Layout) checkShape(regions int) error {
 		}
 		if len(g.Params) > MaxParams {
 			return refuse(field+".params", len(g.Params), fmt.Sprintf("at most %d", MaxParams), "pass only what the strategy reads")
-		}
-		if len(g.Layers) == 0 {
-			return refuse(field+".layers", 0, "a group has a layer", "leave empty groups out")
 		}
 		for li := range g.Layers {
 			ly := &g.Layers[li]

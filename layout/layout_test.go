@@ -53,10 +53,14 @@ func TestValidate(t *testing.T) {
 				g.BlockStride, g.Base = 200, uint64(99*i)
 			}
 		}, "shares bytes"},
-		"no groups":        {func(l *Layout) { l.Groups = nil }, "groups = 0"},
-		"many groups":      {func(l *Layout) { l.Groups = slices.Repeat(l.Groups, 17) }, "groups = 17"},
-		"many layers":      {func(l *Layout) { l.Groups[0].Layers = make([]Layer, 1025) }, "layers = 1025"},
-		"no layers":        {func(l *Layout) { l.Groups = append(l.Groups, Group{TokensPerBlock: 1, NumBlocks: 1}) }, "groups[1].layers = 0"},
+		"no groups":   {func(l *Layout) { l.Groups = nil }, "groups = 0"},
+		"many groups": {func(l *Layout) { l.Groups = slices.Repeat(l.Groups, 17) }, "groups = 17"},
+		"many layers": {func(l *Layout) { l.Groups[0].Layers = make([]Layer, 1025) }, "layers = 1025"},
+		"no layers": {func(l *Layout) {
+			l.Groups = []Group{{TokensPerBlock: 1, NumBlocks: 1}, {TokensPerBlock: 1, NumBlocks: 1}}
+		}, "layers = 0"},
+		"none of a kind":   {func(l *Layout) { l.Groups = append([]Group{{TokensPerBlock: 1, NumBlocks: 1}}, l.Groups...) }, ""},
+		"none, no blocks":  {func(l *Layout) { l.Groups = append(l.Groups, Group{TokensPerBlock: 1}) }, "groups[1].num_blocks = 0"},
 		"no block size":    {func(l *Layout) { l.Groups[0].TokensPerBlock = 0 }, "tokens_per_block = 0"},
 		"no blocks":        {func(l *Layout) { l.Groups[0].NumBlocks = 0 }, "num_blocks = 0"},
 		"empty page":       {func(l *Layout) { l.Groups[0].Layers[1].PageBytes = 0 }, "layers[1].page_bytes = 0"},

@@ -182,3 +182,208 @@ func TestWideAllocations(t *testing.T) {
 		}
 	}
 }
+
+// stageOf is one stage of an engine that serves a hybrid: a cache of each kind, or none.
+type stageOf struct {
+	l      *layout.Layout
+	caches []*cache // by kind; nil: no layer of it here
+	first  []int    // by kind, the first of its layers
+	tables [][]uint32
+	mem    [][]byte // by kind
+	sizes  []uint64
+	skips  []uint32
+}
+
+// stagesOf divides the layers of each kind over the stages as the cuts say: stage s has layers [cuts[s], cuts[s+1]) of a kind. Where that is
+// none, its groups stand there for their tables.
+func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][]uint32, skips []uint64) []*stageOf {
+	var out []*stageOf
+	for s := range len(cuts[0]) - 1 {
+		st := &stageOf{l: &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentityGroups: fmt.Sprint(len(fs))}}}
+		for i, f := range fs {
+			d := *ds[i]
+			n := cuts[i][s+1] - cuts[i][s]
+			d.layers, d.first = max(n, 1), 100*i+cuts[i][s]
+			c := f.make(kinds[i], &d)
+			size := c.size
+			for _, g := range c.groups {
+				if n == 0 {
+					g.Layers = nil
+				}
+				for k := range g.Layers {
+					g.Layers[k].Region = i
+				}
+				st.l.Groups = append(st.l.Groups, g)
+				st.tables, st.skips = append(st.tables, tables[i]), append(st.skips, uint32(skips[i]))
+			}
+			if n == 0 {
+				c, size = nil, 0
+			}
+			st.caches, st.first, st.sizes, st.mem = append(st.caches, c), append(st.first, cuts[i][s]), append(st.sizes, size), append(st.mem, make([]byte, size))
+		}
+		if st.l.NumLayers() > 0 {
+			out = append(out, st)
+		}
+	}
+	return out
+}
+
+// TestHybridsInStages: pipeline stages that have other kinds of layers than those at the other end, or none of a kind. All of them have one
+// fingerprint, and what every receiver's memory becomes is what its engine would have written.
+func TestHybridsInStages(t *testing.T) {
+	reg := Default()
+	cutsOf := func(t *rapid.T, label string, stages, layers int) []int {
+		cuts := []int{0}
+		for s := 1; s < stages; s++ {
+			cuts = append(cuts, rapid.IntRange(cuts[s-1], layers).Draw(t, label))
+		}
+		return append(cuts, layers)
+	}
+	lacking := 0
+	rapid.Check(t, func(t *rapid.T) {
+		tokens := rapid.Uint64Range(1, 20).Draw(t, "tokens")
+		var fs []*family
+		var kinds [2][]string
+		var ds [2][]*dims
+		var cuts [2][][]int
+		var tables [2][][]uint32
+		var skips []uint64
+		stages := [2]int{rapid.IntRange(1, 3).Draw(t, "from.stages"), rapid.IntRange(1, 3).Draw(t, "to.stages")}
+		for i := range rapid.IntRange(2, 3).Draw(t, "kinds") {
+			f := &families[rapid.IntRange(0, len(families)-1).Draw(t, fmt.Sprint(i, "family"))]
+			common := genCommon(t, f)
+			fs = append(fs, f)
+			for e, label := range []string{fmt.Sprint(i, "from."), fmt.Sprint(i, "to.")} {
+				kind := rapid.SampledFrom(f.kinds).Draw(t, label+"kind")
+				if e == 1 && strategyOf(kind) != strategyOf(kinds[0][i]) && (strategyOf(kind) == KDAState || strategyOf(kinds[0][i]) == KDAState) {
+					kind = kinds[0][i]
+				}
+				d := genDims(t, f, label, common)
+				d.blocks = (tokens-1)/d.n + 1 + rapid.Uint64Range(0, 2).Draw(t, label+"spare")
+				kinds[e], ds[e], tables[e] = append(kinds[e], kind), append(ds[e], d), append(tables[e], genTable(t, label+"table", d.blocks, 99))
+				cuts[e] = append(cuts[e], cutsOf(t, label+"cut", stages[e], common.layers))
+			}
+			n := ds[1][i].n
+			skips = append(skips, min(tokens, n*rapid.Uint64Range(0, (tokens-1)/n+1).Draw(t, fmt.Sprint(i, "skip"))))
+		}
+		model := func(kind int) modelByte {
+			return func(layer int, role layout.Role, head, e, col, x uint64) byte {
+				return byte(uint64(kind)*211 + uint64(layer)*131 + uint64(role)*17 + head*29 + e*7 + col*5 + x*3 + 1)
+			}
+		}
+		ps := stagesOf(fs, kinds[0], ds[0], cuts[0], tables[0], skips)
+		var sources []*layout.Layout
+		for _, s := range ps {
+			for i, c := range s.caches {
+				if c != nil {
+					fill(c, s.first[i], tables[0][i], 0, tokens, s.mem[i], model(i))
+				}
+			}
+			sources = append(sources, s.l)
+		}
+		for _, d := range stagesOf(fs, kinds[1], ds[1], cuts[1], tables[1], skips) {
+			ours, err := reg.Describe(d.l)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, s := range append(ps, d) {
+				if err := reg.Validate(s.l, s.sizes); err != nil {
+					t.Fatal(err)
+				}
+				theirs, err := reg.Describe(s.l)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if ours.Hash() != theirs.Hash() || len(ours.Diff(theirs)) != 0 {
+					t.Fatalf("stage %d differs: %q", i, ours.Diff(theirs))
+				}
+				for _, c := range s.caches {
+					if c == nil {
+						lacking++
+					}
+				}
+			}
+			want := make([][]byte, len(d.mem))
+			for i, c := range d.caches {
+				if want[i] = make([]byte, len(d.mem[i])); c == nil || skips[i] >= tokens {
+					continue
+				}
+				for k := range c.layers {
+					fillFrom(c, k, tables[1][i], skips[i], tokens, want[i], func(layer int, role layout.Role, head, e, col, x uint64) byte {
+						return model(i)(d.first[i]+layer, role, head, e, col, x)
+					})
+				}
+			}
+			shares, err := Assign(reg, sources, d.l, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := Prove(reg, sources, d.l, shares); err != nil {
+				t.Fatal(err)
+			}
+			for k := range shares {
+				src := ps[shares[k].Source]
+				plan, err := NewShare(reg, src.l, d.l, &shares[k], uint32(tokens), d.skips)
+				if err != nil {
+					t.Fatal(err)
+				}
+				carry(t, reg, plan, src, d)
+			}
+			for i := range want {
+				if !bytes.Equal(d.mem[i], want[i]) {
+					t.Fatalf("kind %d of a stage with layers from %d on differs", i, d.first[i])
+				}
+			}
+			for gi := range d.l.Groups {
+				first, end := mustMatch(t, reg, d.l).Written(gi, uint32(tokens), d.skips[gi])
+				if first > end || end > len(d.tables[gi]) || len(d.l.Groups[gi].Layers) == 0 && end != 0 {
+					t.Fatalf("blocks [%d, %d) of group %d are written, of a table of %d", first, end, gi, len(d.tables[gi]))
+				}
+			}
+		}
+	})
+	if lacking == 0 {
+		t.Error("every stage had every kind")
+	}
+}
+
+func mustMatch(t *rapid.T, reg *Registry, l *layout.Layout) *Match {
+	m, err := NewMatch(reg, l, l, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+// carry moves a plan from one stage's memory to another's, a chunk at a time.
+func carry(t *rapid.T, reg *Registry, plan *Plan, src, dst *stageOf) {
+	from, err := plan.Side(reg, src.l, src.tables)
+	if err != nil {
+		t.Fatal(err)
+	}
+	to, err := plan.Side(reg, dst.l, dst.tables)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for c := range plan.Space().NumChunks() {
+		r := transfer.Range{First: c, Count: 1}
+		ps, err := from.Append(nil, r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pd, err := to.Append(nil, r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var flat []byte
+		for _, p := range ps {
+			flat = append(flat, src.mem[p.Region][p.Off:p.Off+p.Len]...)
+		}
+		for _, p := range pd {
+			flat = flat[copy(dst.mem[p.Region][p.Off:p.Off+p.Len], flat):]
+		}
+		if len(flat) != 0 {
+			t.Fatalf("%d bytes of chunk %d have no place", len(flat), c)
+		}
+	}
+}

@@ -259,7 +259,7 @@ func (m *Match) Written(group int, tokens, skip uint32) (first, end int) {
 		at += len(m.dst.Groups[gi].Layers)
 	}
 	g := &m.dst.Groups[group]
-	if tokens == 0 || skip >= tokens || len(m.links[at]) == 0 {
+	if tokens == 0 || skip >= tokens || len(g.Layers) == 0 || len(m.links[at]) == 0 {
 		return 0, 0
 	}
 	s := newSegment(g, group, m.links[at], tokens, skip)

@@ -60,7 +60,7 @@ func blockTokens(l *layout.Layout) (out []uint32) {
 func resumable(reg *parseblock.Registry, l *layout.Layout) bool {
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
-		if g.Params["window"] > 0 {
+		if g.Params["window"] > 0 || len(g.Layers) == 0 { // what layers another stage has in it, this one cannot tell
 			return false
 		}
 		for li := range g.Layers {

@@ -73,6 +73,12 @@ func TestRecompute(t *testing.T) {
 	if got := recompute(reg, []*exec.Landing{c}); got != nil {
 		t.Errorf("of a window: %v", got)
 	}
+	// Nor where another stage has layers of a kind that this one has not.
+	w = testShape.Layout()
+	w.Groups = append(w.Groups, layout.Group{TokensPerBlock: 16, NumBlocks: 4, Strategy: parseblock.GDNState})
+	if resumable(reg, w) || !resumable(reg, testShape.Layout()) {
+		t.Error("a stage goes on in the middle of a prompt of which another has states")
+	}
 }
 
 // A transfer that fails in its middle names what did not come to the engine, and what it does not name is there.

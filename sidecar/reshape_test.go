@@ -25,6 +25,13 @@ type kind struct {
 	params   map[string]int64
 	page     func(tp, rank int) uint64
 	suffix   string // of the layers' names
+	stages   []int  // of each layer, where they are not divided evenly
+}
+
+// on divides the layers of a kind over the stages of an engine as it says; a stage may have none.
+func (k kind) on(stages ...int) kind {
+	k.stages = stages
+	return k
 }
 
 // shape is how an engine serves a model: its stages, its ranks, its caches.
@@ -58,6 +65,12 @@ func latent(n uint32) kind {
 	return kind{strategy: parseblock.MLA, n: n, layers: fleetN, params: map[string]int64{}, page: func(int, int) uint64 { return uint64(n) * 128 }}
 }
 
+// named gives layers of a kind names beside those of another.
+func (k kind) named(suffix string) kind {
+	k.suffix = suffix
+	return k
+}
+
 func state(n uint32) kind {
 	const kh, kd, vh, vd, conv = 4, 16, 4, 32, 3
 	return kind{strategy: parseblock.GDNState, n: n, layers: fleetN, suffix: ".linear", params: map[string]int64{"k_heads": kh, "k_dim": kd, "v_heads": vh, "v_dim": vd,
@@ -83,7 +96,11 @@ func (s fleetShape) layoutOf(pp, rank int) (*layout.Layout, uint64) {
 		g.Params["tp_size"], g.Params["tp_rank"] = int64(s.tp), int64(rank)
 		page := k.page(s.tp, rank)
 		for i := range k.layers {
-			if i*s.pp/k.layers != pp {
+			stage := i * s.pp / k.layers
+			if k.stages != nil {
+				stage = k.stages[i]
+			}
+			if stage != pp {
 				continue
 			}
 			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d%s", i, k.suffix), Index: index, Base: at, BlockStride: page, PageBytes: page})
@@ -304,6 +321,15 @@ func TestReshapes(t *testing.T) {
 		{"MLA TP 4 to 2", fleetShape{1, 4, one(latent(16))}, fleetShape{1, 2, one(latent(64))}},
 		{"MLA TP 2 to 2", fleetShape{1, 2, one(latent(16))}, fleetShape{1, 2, one(latent(16))}},
 		{"hybrid TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads), state(16))}, fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))}},
+		// Of a hybrid, a stage that lacks a kind of layer has its group without layers.
+		{"hybrid PP 2 to 1, a kind each", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), state(16).on(1, 1, 1, 1))},
+			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))}},
+		{"hybrid PP 1 to 2, a kind each", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))},
+			fleetShape{2, 1, one(attention(hnd, 16, fleetHeads).on(1, 1, 1, 1), state(16).on(0, 0, 0, 0))}},
+		{"hybrid PP 3 to 2, block 16 to 32", fleetShape{3, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 1, 1), state(16).on(1, 1, 2, 2))},
+			fleetShape{2, 1, one(attention(nhd, 32, fleetHeads).on(0, 0, 0, 0), state(32).on(0, 0, 0, 1))}},
+		{"hybrid PP 3 TP 2 to PP 2 TP 1, three kinds", fleetShape{3, 2, one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), latent(16).named(".mla").on(1, 1, 1, 1), state(16).on(0, 1, 2, 2))},
+			fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(1, 1, 1, 1), latent(16).named(".mla").on(0, 0, 0, 1), state(16).on(0, 0, 0, 0))}},
 		{"hybrid TP 1 to 2, block 32 to 16", fleetShape{1, 1, one(attention(nhd, 32, fleetHeads), state(32))}, fleetShape{1, 2, one(attention(hnd, 16, fleetHeads), state(16))}},
 	} {
 		t.Run(c.name, func(t *testing.T) {

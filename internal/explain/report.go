@@ -195,6 +195,9 @@ func (r *Report) sizes(reg *parseblock.Registry, ranks []*layout.Layout) error {
 func (r *Report) pages(reg *parseblock.Registry, side string, l *layout.Layout) error {
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
+		if len(g.Layers) == 0 {
+			continue // a stage without layers of this kind
+		}
 		planes, err := reg.Planes(nil, g, &g.Layers[0])
 		if err != nil {
 			return err
