@@ -65,6 +65,12 @@ func latent(n uint32) kind {
 	return kind{strategy: parseblock.MLA, n: n, layers: fleetN, params: map[string]int64{}, page: func(int, int) uint64 { return uint64(n) * 128 }}
 }
 
+// more adds layers to a kind.
+func (k kind) more(n int) kind {
+	k.layers += n
+	return k
+}
+
 // named gives layers of a kind names beside those of another.
 func (k kind) named(suffix string) kind {
 	k.suffix = suffix
@@ -321,6 +327,13 @@ func TestReshapes(t *testing.T) {
 		{"MLA TP 4 to 2", fleetShape{1, 4, one(latent(16))}, fleetShape{1, 2, one(latent(64))}},
 		{"MLA TP 2 to 2", fleetShape{1, 2, one(latent(16))}, fleetShape{1, 2, one(latent(16))}},
 		{"hybrid TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads), state(16))}, fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))}},
+		// Draft models: a module like the target's layers, in their group, and one with other heads and a table of its own, on the last stage.
+		{"MTP in the target's group, PP 2 TP 1 to TP 2", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).more(1).on(0, 0, 0, 1, 1))},
+			fleetShape{1, 2, one(attention(hnd, 32, fleetHeads).more(1))}},
+		{"draft with other heads, TP 4 to 1", fleetShape{1, 4, one(attention(nhd, 16, fleetHeads), attention(nhd, 16, 2).named(".draft"))},
+			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), attention(nhd, 64, 2).named(".draft"))}},
+		{"draft of an MLA model, PP 1 to 2", fleetShape{1, 2, one(latent(16), attention(hnd, 16, fleetHeads).named(".draft"))},
+			fleetShape{2, 1, one(latent(64), attention(nhd, 16, fleetHeads).named(".draft").on(1, 1, 1, 1))}},
 		// Of a hybrid, a stage that lacks a kind of layer has its group without layers.
 		{"hybrid PP 2 to 1, a kind each", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), state(16).on(1, 1, 1, 1))},
 			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))}},
