@@ -239,11 +239,11 @@ func TestDeviceLateWrites(t *testing.T) {
 			var rails []Rail
 			for i := range 2 {
 				name := fmt.Sprintf("r%d%s", i, side)
-				// The sockets go over loopback, so that only the NIC's packets are held. Timers of 0.27 s: the sender's NIC
-				// shall not give up before its packets are let go.
-				rails = append(rails, guestRail(name, "127.0.0.1:0", 16))
+				// The sockets go over loopback, so that only the NIC's packets are held. The sender's NIC shall not give up before
+				// they are let go.
+				rails = append(rails, guestRail(name, "127.0.0.1:0"))
 			}
-			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 20 * time.Millisecond, Silence: time.Minute})
+			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: 20 * time.Millisecond, Silence: time.Minute})
 		}), &plugWire{}
 	})
 }

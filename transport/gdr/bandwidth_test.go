@@ -73,7 +73,7 @@ func railEnds(rail int) transporttest.Factory {
 	return func(testing.TB) transport.Backend {
 		i := made % 2
 		made++
-		return New(guestConfig(16, 5*time.Second, fmt.Sprintf("r%d%c", rail, "ab"[i]), fmt.Sprintf("10.9.%d.%d:0", rail, i+1)))
+		return New(guestConfig(fmt.Sprintf("r%d%c", rail, "ab"[i]), fmt.Sprintf("10.9.%d.%d:0", rail, i+1)))
 	}
 }
 
@@ -83,7 +83,7 @@ func writeBW(t *testing.T, rails, message, total int) (sum float64) {
 	var mu sync.Mutex
 	var all sync.WaitGroup
 	for i := range rails {
-		args := []string{"-F", "-x", "1", "-u", "16", "-s", strconv.Itoa(message), "-n", strconv.Itoa(total / message), "-t", "128", "-p", strconv.Itoa(18515 + i)}
+		args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message), "-n", strconv.Itoa(total / message), "-t", "128", "-p", strconv.Itoa(18515 + i)}
 		server := exec.Command("ib_write_bw", append([]string{"-d", fmt.Sprintf("r%db", i)}, args...)...)
 		if err := server.Start(); err != nil {
 			t.Fatal(err)

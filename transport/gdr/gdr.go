@@ -25,9 +25,9 @@ const (
 	maxSliceChunks = 1024
 	maxInFlight    = 16   // slices of a lane, each way
 	maxSends       = 2048 // work requests of a lane; less where the device has less
-	maxSetUps      = 8    // lanes that are opened at a time, each way: a mesh that comes up does not herd
-	openTimeout    = 5 * time.Second
 
+	// DefaultOpening is how long the opening of a lane may take once it is connected.
+	DefaultOpening = 5 * time.Second
 	// DefaultPatience is how long a later attempt, or a fence, waits for a slice under way before it stops the lane.
 	DefaultPatience = 100 * time.Millisecond
 	// DefaultSilence is how long a lane may have slices under way without any progress before it is given up. The device's
@@ -56,6 +56,7 @@ type RailState struct {
 // Config of the backend. Zero durations are the defaults.
 type Config struct {
 	Rails    func() ([]Rail, error) // asked by Open
+	Opening  time.Duration
 	Patience time.Duration
 	Silence  time.Duration
 	Drain    time.Duration
@@ -70,7 +71,6 @@ type Backend struct {
 	cfg    Config
 	host   transport.Host
 	rails  []*rail
-	setUps chan struct{}
 	life   context.Context // ended by Close
 	finish context.CancelFunc
 	wg     sync.WaitGroup
@@ -98,6 +98,9 @@ func New(cfg Config) *Backend {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
+	if cfg.Opening == 0 {
+		cfg.Opening = DefaultOpening
+	}
 	if cfg.Patience == 0 {
 		cfg.Patience = DefaultPatience
 	}
@@ -110,7 +113,7 @@ func New(cfg Config) *Backend {
 	if cfg.versions == (wire.Versions{}) {
 		cfg.versions = frames
 	}
-	b := &Backend{cfg: cfg, setUps: make(chan struct{}, maxSetUps), lanes: map[*lane]struct{}{}, use: map[*transport.Origin]using{}}
+	b := &Backend{cfg: cfg, lanes: map[*lane]struct{}{}, use: map[*transport.Origin]using{}}
 	b.life, b.finish = context.WithCancel(context.Background())
 	return b
 }
@@ -181,18 +184,12 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	if r == nil {
 		return fail(fmt.Errorf("no such rail: %w", net.ErrClosed))
 	}
-	select {
-	case b.setUps <- struct{}{}:
-		defer func() { <-b.setUps }()
-	case <-b.life.Done():
-		return fail(net.ErrClosed)
-	case <-ctx.Done():
-		return fail(ctx.Err())
-	}
-	dev, err := r.usable()
-	if err != nil {
+	if err := r.ready(); err != nil {
 		return fail(err)
 	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(b.life, cancel)()
 	// From the rail's own address, so that the socket shares the fate of the rail.
 	dialer := net.Dialer{}
 	r.mu.Lock()
@@ -205,12 +202,23 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	if err != nil {
 		return fail(err)
 	}
+	// Only now: a connection that hangs keeps nobody from a place.
+	if err := r.dials.enter(ctx); err != nil {
+		_ = c.Close()
+		return fail(err)
+	}
+	defer r.dials.leave()
+	dev, err := r.usable()
+	if err != nil {
+		_ = c.Close()
+		return fail(err)
+	}
 	l, err := b.prepare(c, r, dev, peer.Boot)
 	if err != nil {
 		_ = c.Close()
 		return fail(err)
 	}
-	_ = c.SetDeadline(time.Now().Add(openTimeout))
+	_ = c.SetDeadline(time.Now().Add(b.cfg.Opening))
 	undo := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	defer b.whileAlive(c)()
 	o, err := wire.Dial(c, wire.DialParams{Purpose: purpose, Self: peer.Self, Peer: peer.Boot, Key: peer.Key, Versions: b.cfg.versions, Attach: l.attach()})

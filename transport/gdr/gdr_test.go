@@ -27,7 +27,7 @@ func rig(tb testing.TB) (*fake.Fabric, transporttest.Factory) {
 func config(f *fake.Fabric) Config {
 	open := func() (verbs.Device, error) { return f.Open("fake0") }
 	rails := []Rail{{Name: "fake0", Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
-	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 5 * time.Second}
+	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: time.Minute, Silence: time.Minute}
 }
 
 func TestConformance(t *testing.T) {

@@ -69,6 +69,8 @@ type lane struct {
 	recvsDone uint64
 	sawFlush  bool // of a receive
 	progress  time.Time
+	doubted   time.Time     // the progress for which checkProgress has found the lane silent once
+	looked    chan struct{} // closed when the follower has looked for completions again; made by who waits
 	change    chan struct{} // closed when a claim ends; made by who waits
 	works     [batchWorks]verbs.Work
 	one       [1]verbs.Work
@@ -203,7 +205,7 @@ func (l *lane) prove() error {
 	if err != nil {
 		return fmt.Errorf("gdr: proof of the path: %w", err)
 	}
-	late := time.NewTimer(openTimeout)
+	late := time.NewTimer(l.b.cfg.Opening)
 	defer late.Stop()
 	var done [2]verbs.Completion
 	for {
@@ -239,7 +241,7 @@ func (l *lane) prove() error {
 		case <-l.b.life.Done():
 			return net.ErrClosed
 		case <-late.C:
-			return fmt.Errorf("gdr: no path from rail %s to %s: no answer within %s", l.rail.cfg.Name, l.remote, openTimeout)
+			return fmt.Errorf("gdr: no path from rail %s to %s: no answer within %s", l.rail.cfg.Name, l.remote, l.b.cfg.Opening)
 		}
 	}
 }
@@ -332,6 +334,7 @@ func (l *lane) follow() {
 	var flush <-chan time.Time
 	var dead <-chan struct{}
 	for stopping := false; ; {
+		looked := l.look(nil)
 		n, err := l.cq.Poll(buf)
 		if err != nil {
 			l.fail(fmt.Errorf("gdr: lane %d: %w", l.id, err))
@@ -340,6 +343,9 @@ func (l *lane) follow() {
 			l.fail(fmt.Errorf("gdr: lane %d: %d answers wait for the peer, which does not read", l.id, maxUnsent))
 		}
 		ended, failed := l.completed(buf[:n])
+		if looked != nil {
+			close(looked)
+		}
 		switch {
 		case failed && !stopping:
 			// Not under a lock: a device may take its time, and whoever fails a lane must not wait for that.
@@ -363,6 +369,25 @@ func (l *lane) follow() {
 		l.settle()
 		return
 	}
+}
+
+// look changes who is told when the follower has looked, and returns who was to be.
+func (l *lane) look(next chan struct{}) (before chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	before, l.looked = l.looked, next
+	return before
+}
+
+// lookAgain makes the follower look for completions. The result is closed once it has, and what it found counts as progress.
+func (l *lane) lookAgain() <-chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.looked == nil {
+		l.looked = make(chan struct{})
+	}
+	l.wake()
+	return l.looked
 }
 
 // stopQueuePair moves it to the error state, which flushes it.
@@ -485,7 +510,8 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 }
 
 // checkProgress gives up a lane on which writes are posted and nothing comes. A slice that only waits for a word of the peer
-// writes nothing, and may wait there for a registration or for another lane.
+// writes nothing, and may wait there for a registration or for another lane. A process that was not running for a while finds every lane
+// silent, and completions of all of them waiting: only what is silent at two looks in a row, with the follower's between them, is.
 func (l *lane) checkProgress(now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -499,6 +525,11 @@ func (l *lane) checkProgress(now time.Time) {
 			limit *= patienceToAsk
 		}
 		if s.state != idle && now.Sub(s.at) > limit {
+			if l.doubted != l.progress {
+				l.doubted = l.progress
+				l.wake()
+				return
+			}
 			l.failLocked(fmt.Errorf("gdr: lane %d from rail %s to %s: no progress for %s", l.id, l.rail.cfg.Name, l.remote, now.Sub(l.progress).Round(time.Millisecond)))
 			return
 		}

@@ -19,7 +19,8 @@ type oddDevice struct {
 	refuses    error           // what registrations are refused with
 	takes      int             // of the next batch of sends so many are taken, the rest is refused; -1: all
 	badCQ      bool            // completion queues say nothing but errors
-	polls      int             // of completion queues, counted while they are bad
+	polls      int             // of completion queues, counted while they are bad or asleep
+	asleep     <-chan struct{} // who polls a completion queue waits for it, as where the process does not run; nil: nobody does
 	slow       <-chan struct{} // what asks the device waits for it; nil: it does not
 	waiting    int             // so many do
 	registered int             // registrations that were not given back
@@ -78,11 +79,14 @@ type oddCQ struct {
 
 func (q *oddCQ) Poll(dst []verbs.Completion) (int, error) {
 	q.d.mu.Lock()
-	bad := q.d.badCQ
-	if bad {
+	bad, asleep := q.d.badCQ, q.d.asleep
+	if bad || asleep != nil {
 		q.d.polls++
 	}
 	q.d.mu.Unlock()
+	if asleep != nil {
+		<-asleep
+	}
 	if bad {
 		return 0, errOdd
 	}

@@ -28,6 +28,8 @@ type rail struct {
 	cfg  Rail
 	wake chan struct{} // a device was lost
 
+	dials, accepts *gate // of set-ups
+
 	mu sync.Mutex // never held while a device is asked
 	// guarded by mu
 	dev    *openDevice // nil: lost, and not opened again yet
@@ -56,7 +58,7 @@ type openDevice struct {
 }
 
 func (b *Backend) openRail(ctx context.Context, cfg Rail) (*rail, error) {
-	r := &rail{b: b, cfg: cfg, wake: make(chan struct{}, 1)}
+	r := &rail{b: b, cfg: cfg, wake: make(chan struct{}, 1), dials: newGate(), accepts: newGate()}
 	dev, err := r.open()
 	if err != nil {
 		return nil, err
@@ -246,11 +248,32 @@ func (d *openDevice) active() (bool, error) {
 	return d.Active()
 }
 
+// ready is usable without a command to the device, as far as its events say.
+func (r *rail) ready() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	switch {
+	case r.dev == nil:
+		return lostFor(r.why)
+	case r.down:
+		return notActive(r.dev)
+	}
+	return nil
+}
+
+func lostFor(why error) error {
+	return fmt.Errorf("the device was lost, and is not there again yet: %w", why)
+}
+
+func notActive(dev *openDevice) error {
+	return fmt.Errorf("the port of %s is not active: look at its cable and its network interface", dev.Name())
+}
+
 // usable returns the device if its port is up.
 func (r *rail) usable() (*openDevice, error) {
 	dev, why := r.current()
 	if dev == nil {
-		return nil, fmt.Errorf("the device was lost, and is not there again yet: %w", why)
+		return nil, lostFor(why)
 	}
 	active, err := dev.active()
 	if err != nil {
@@ -258,7 +281,7 @@ func (r *rail) usable() (*openDevice, error) {
 		return nil, err
 	}
 	if !active {
-		return nil, fmt.Errorf("the port of %s is not active: look at its cable and its network interface", dev.Name())
+		return nil, notActive(dev)
 	}
 	return dev, nil
 }
@@ -385,16 +408,16 @@ func (r *rail) close() (err error) {
 }
 
 func (r *rail) accept(ln net.Listener) {
-	opening := make(chan struct{}, maxSetUps)
+	halfOpen := make(chan struct{}, maxHalfOpen)
 	for {
 		c, err := ln.Accept()
 		if err != nil {
 			return
 		}
 		select {
-		case opening <- struct{}{}:
+		case halfOpen <- struct{}{}:
 			r.b.wg.Go(func() {
-				defer func() { <-opening }()
+				defer func() { <-halfOpen }()
 				if err := r.welcome(c); err != nil {
 					_ = c.Close()
 					r.b.cfg.Log.Warn("lane refused", "transport", Name, "rail", r.cfg.Name, "err", err)
@@ -406,14 +429,20 @@ func (r *rail) accept(ln net.Listener) {
 	}
 }
 
+// welcome opens a lane that somebody dialled. Who is silent holds no place: it is taken when the dialer has said who it is, by when it
+// has a place of its own.
 func (r *rail) welcome(c net.Conn) error {
+	ctx, cancel := context.WithTimeout(r.b.life, r.b.cfg.Opening)
+	defer cancel()
+	_ = c.SetDeadline(time.Now().Add(r.b.cfg.Opening))
 	defer r.b.whileAlive(c)()
-	dev, err := r.usable()
-	if err != nil {
-		return err
-	}
-	_ = c.SetDeadline(time.Now().Add(openTimeout))
 	var l *lane
+	entered := false
+	defer func() {
+		if entered {
+			r.accepts.leave()
+		}
+	}()
 	o, err := wire.Accept(c, wire.AcceptParams{Purpose: purpose, Versions: r.b.cfg.versions,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
 			p, ok := r.b.host.PeerKey(boot)
@@ -421,6 +450,14 @@ func (r *rail) welcome(c net.Conn) error {
 		},
 		// A queue pair is made only for somebody whom the control layer knows.
 		Attach: func(h *wire.Hello) (_ []byte, err error) {
+			if err := r.accepts.enter(ctx); err != nil {
+				return nil, fmt.Errorf("no turn among those who open lanes: %w", err)
+			}
+			entered = true
+			dev, err := r.usable()
+			if err != nil {
+				return nil, err
+			}
 			if l, err = r.b.prepare(c, r, dev, h.From); err != nil {
 				return nil, err
 			}

@@ -144,9 +144,11 @@ func (l *lane) armLater(g *transport.Grant, h head) {
 	})
 }
 
-// claimFor claims the chunks of a slice. Slices in its way have the time to end by themselves as long as their lanes move.
+// claimFor claims the chunks of a slice. Slices in its way have the time to end by themselves as long as their lanes move. A lane that does
+// not is stopped, and no other: one that has a slice in the way, too, may be healthy.
 func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason, error) {
 	var patience *time.Timer
+	var doubted *lane // it did not move, and was made to look for completions
 	for force := false; ; {
 		why, holder, ended := g.ClaimDevice(&l.in[h.id].claim, h.r, h.attempt, &l.in[h.id], force)
 		switch {
@@ -157,12 +159,24 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 		case g.Revoked():
 			return transfer.ReasonRevoked, nil
 		}
-		left := time.Duration(0)
-		if x, ours := holder.(*receiving); ours {
-			left = x.moving()
-		}
-		if force = left <= 0; force {
+		x, ours := holder.(*receiving)
+		if force = !ours; force {
 			continue
+		}
+		left := x.moving()
+		var looked <-chan struct{}
+		switch {
+		case left > 0:
+		case doubted != x.l:
+			// Where this process was not running for a while, what its NIC has done meanwhile is not looked at yet.
+			doubted, left, looked = x.l, l.b.cfg.Patience, x.l.lookAgain()
+		case !x.l.halt():
+			return transfer.ReasonSuperseded, nil
+		case !x.l.isDrained():
+			force = true // its keys are worth nothing any more, and its claims stay
+			continue
+		default:
+			left = l.b.cfg.Patience // until the lane's end gives its claims back
 		}
 		if patience == nil {
 			patience = time.NewTimer(left)
@@ -172,6 +186,7 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 		}
 		select {
 		case <-ended:
+		case <-looked:
 		case <-l.settled:
 			return transfer.ReasonLaneLost, nil
 		case <-patience.C:
