@@ -62,6 +62,7 @@ figures() { # PATTERN: tests on rails of the kernel, without -race and with noth
 go_limit=15m
 py=.build/venv/bin/python
 export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm,tcp,gcc}
+[ "$mode" = attack ] || test/rdma/quick.sh prepare & # the part rdma waits for it
 part build '^' make build wireflip
 part env 'ready' make env
 if [ "$mode" = attack ]; then
@@ -76,6 +77,7 @@ else
 	part generate '^' make generate-check
 	part go '^packages' counted ./...
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfPlanning TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector
+	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
 	part python 'passed|failed|error' "$py" -m pytest -q pybind/tests integration/vllm/tests
 	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e

@@ -3,7 +3,7 @@
 #
 # quick.sh [prepare]: the part of `make test` that needs real queue pairs: the contract suite with each layout once, a key of another
 # peer's, and late writes that the wire holds back, once after a cancel and once after a success, with their control run. prepare
-# only fetches the guest, which may go on beside other parts. RDMA_DIR is where it is kept.
+# only fetches the guest, which may go on beside other parts. RDMA_DIR is where it is kept, .build/rdma without it.
 #
 # Where there is no QEMU to be had, or what the guest is made of, nothing was shown: the last line says "rdma: skipped" and why, and
 # the status is 0, unless KVSPRAY_MUST_RUN names rdma. The same holds where the guest is not through in BUDGET, or its kernel crashes,
@@ -13,6 +13,7 @@ cd "$(dirname "$0")/../.."
 readonly BUDGET=150  # seconds for the guest; 20 on an idle machine of two cores
 readonly FETCH=300   # seconds for what it is made of; 50 with a fast archive
 readonly EXPECT='TestDeviceConformance TestDeviceForeignKey TestDeviceLateWrites'
+export RDMA_DIR=${RDMA_DIR:-$PWD/.build/rdma}
 log=$RDMA_DIR/quick.log
 mkdir -p "$RDMA_DIR"
 
