@@ -16,8 +16,7 @@ const (
 type progression struct {
 	start, stride, count, size uint64
 	region, group, layer       int
-	base, block                uint64 // of the layer
-	inSlot                     bool   // block b's part lies in [base+b*block, base+(b+1)*block)
+	lo, hi, block              uint64 // what block 0 has of the plane lies in [lo, hi), and other blocks are multiples of block away
 }
 
 func (p *progression) end() uint64 { return p.start + (p.count-1)*p.stride + p.size }
@@ -92,10 +91,11 @@ func (l *Layout) compare(all []progression) error {
 	return nil
 }
 
-// samePages reports whether what a and b share can only be bytes of one and the same block id.
+// samePages reports whether what a and b share can only be bytes of one and the same block id: as in a slab of equal blocks, in which layers
+// of several groups begin at other offsets.
 func samePages(a, b *progression) bool {
 	return a.start == b.start && a.stride == b.stride && a.size == b.size ||
-		a.base == b.base && a.block == b.block && a.inSlot && b.inSlot
+		a.block == b.block && max(a.hi, b.hi)-min(a.lo, b.lo) <= a.block
 }
 
 // overlap says whether any piece of a and any of b share a byte. Exact for equal strides; for different ones it errs towards

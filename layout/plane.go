@@ -149,7 +149,7 @@ func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regio
 			"check base, block_stride, page_bytes and num_blocks against the region")
 	}
 	pr := progression{start: start, stride: 1, count: 1, size: p.CellBytes, region: ly.Region,
-		base: ly.Base, block: ly.BlockStride, inSlot: p.Offset <= ly.BlockStride && inBlock <= ly.BlockStride-p.Offset}
+		lo: start, hi: start + inBlock, block: ly.BlockStride}
 	return spread(dst, field, ly, p, pr, axes[:])
 }
 

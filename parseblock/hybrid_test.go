@@ -144,6 +144,7 @@ func TestSlab(t *testing.T) {
 		want   string
 	}{
 		"four groups":           {[]layout.Group{c4, swa, index, state}, ""},
+		"other offsets":         {[]layout.Group{c4, group(MLA, 16, 2000, nil, 1000), group(MLA, 4, 5000, nil, 3000)}, ""},
 		"one group twice there": {[]layout.Group{group(DeepSeekV4, 16, 4*584, map[string]int64{"compress_ratio": 4}, 0, 2000)}, "shares bytes"},
 		"into the next block":   {[]layout.Group{c4, shifted}, "shares bytes"},
 	} {
