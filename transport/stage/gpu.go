@@ -224,7 +224,8 @@ func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool) {
 			return Copy, false
 		}
 	}
-	return learn.pick(time.Now()), true
+	e, _ = learn.pick(time.Now())
+	return e, true
 }
 
 // pinned gives the device address of host memory that lies in the arena, or in what Pin was told.
@@ -498,11 +499,37 @@ func (w *mover) flush() error {
 	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down; copy engines do neither, and take
 	// scattered blocks across PCIe well. Within one GPU they do not: there the driver copies by kernels too.
 	start := time.Now()
-	how := p.learn.pick(start)
+	how, try := p.learn.pick(start)
+	if try && w.total > probeBytes {
+		return w.split(p, how)
+	}
+	return w.by(p, how)
+}
+
+// split tries how with the first bytes of the list, and leaves the others to the executor in favour.
+func (w *mover) split(p *pair, how Executor) error {
+	all, total := w.list, w.total
+	n, bytes := 0, uint64(0)
+	for n < len(all) && bytes < probeBytes {
+		bytes += all[n].Len * all[n].Count
+		n++
+	}
+	w.list, w.total = all[:n], bytes
+	err := w.by(p, how)
+	if w.list, w.total = all[n:], total-bytes; err == nil && len(w.list) > 0 {
+		err = w.by(p, Pack+Copy-how)
+	}
+	w.list = all
+	return err
+}
+
+// by runs the list in one way, and learns what it took.
+func (w *mover) by(p *pair, how Executor) (err error) {
+	start := time.Now()
 	if how == Copy {
 		err = w.through()
 	} else {
-		err = p.Run(w.list)
+		err = p.run(w.list)
 	}
 	if err == nil {
 		p.learn.took(how, w.total, time.Since(start))

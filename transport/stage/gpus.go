@@ -41,7 +41,7 @@ type Config struct {
 	Executor    Executor
 	Hops        int    // gathers and scatters under way at once, each with a HopBytes buffer on the GPU and one in host memory; default 8
 	Buffers     int    // host buffers of LendBytes that lanes borrow; default 128
-	PeerStage   uint64 // bytes of one stage between two GPUs; default 32 MiB. A pair takes PeerDepth of them on each
+	PeerStage   uint64 // bytes of one stage between two GPUs; default 16 MiB. A pair takes PeerPipelines*PeerDepth of them on each
 	Table       *Table // what was measured; nil: what is built in, or learned
 	PeerDisable bool   // never copy between GPUs directly: for comparisons
 	Log         *slog.Logger
@@ -55,7 +55,8 @@ const (
 	hopRuns        = 4096 // blocks of one hop; more are done in several
 	defaultHops    = 8
 	defaultBuffers = 128
-	defaultStage   = 32 << 20
+	PeerPipelines  = 2 // per ordered pair of GPUs: one core alone does not issue stages as fast as the link takes them
+	defaultStage   = 16 << 20
 	directPiece    = 256 << 10 // blocks of so many bytes on average are copied one by one
 )
 
@@ -221,8 +222,19 @@ var errNoPeer = errors.New("stage: no peer access")
 
 // pair is what moves from one GPU to another.
 type pair struct {
-	*Peer
+	peers []*Peer
 	learn chooser
+}
+
+// run gives moves to the pipeline that has the fewest runs.
+func (p *pair) run(moves []Move) error {
+	least := p.peers[0]
+	for _, q := range p.peers[1:] {
+		if len(q.free) > len(least.free) {
+			least = q
+		}
+	}
+	return least.Run(moves)
 }
 
 func (g *GPUs) pair(from, to *GPU) (*pair, error) {
@@ -254,15 +266,23 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 			}
 		}
 	}
-	p, err := g.newPeer(from, to)
-	if err != nil { // the host's memory serves
-		g.cfg.Log.Warn("gpu pipeline not made", "from", from.index, "to", to.index, "err", err)
+	p := &pair{learn: chooser{fixed: g.cfg.Executor}}
+	for range PeerPipelines {
+		q, err := g.newPeer(from, to)
+		if err != nil {
+			// One pipeline is slower than two and better than none; with none the host's memory serves.
+			g.cfg.Log.Warn("gpu pipeline not made", "from", from.index, "to", to.index, "have", len(p.peers), "err", err)
+			break
+		}
+		p.peers = append(p.peers, q)
+	}
+	if len(p.peers) == 0 {
 		g.peers[key] = nil
 		return nil, errNoPeer
 	}
-	g.peers[key] = &pair{Peer: p, learn: chooser{fixed: g.cfg.Executor}}
-	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", PeerDepth*g.cfg.PeerStage)
-	return g.peers[key], nil
+	g.peers[key] = p
+	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", uint64(len(p.peers)*PeerDepth)*g.cfg.PeerStage)
+	return p, nil
 }
 
 func (g *GPUs) newPeer(from, to *GPU) (*Peer, error) {
@@ -287,8 +307,9 @@ func (g *GPUs) Close() error {
 	g.closed = true
 	var errs []error
 	for _, p := range g.peers {
-		if p != nil {
-			errs = append(errs, p.Close())
+		for p != nil && len(p.peers) > 0 {
+			errs = append(errs, p.peers[0].Close())
+			p.peers = p.peers[1:]
 		}
 	}
 	for _, u := range g.gpus {

@@ -335,7 +335,8 @@ func TestChooser(t *testing.T) {
 	count := func(calls int, pack, copy time.Duration) (packs int) {
 		for range calls {
 			now = now.Add(100 * time.Microsecond)
-			e, took := c.pick(now), copy
+			e, _ := c.pick(now)
+			took := copy
 			if e == Pack {
 				took = pack
 				packs++
@@ -357,7 +358,7 @@ func TestChooser(t *testing.T) {
 		t.Errorf("pack is fast again and was taken %d of 1000 times", n)
 	}
 	c.fixed = Pack
-	if c.pick(now) != Pack {
+	if e, try := c.pick(now); e != Pack || try {
 		t.Error("fixed is not")
 	}
 	for _, name := range []string{"auto", "pack", "copy"} {
@@ -367,6 +368,59 @@ func TestChooser(t *testing.T) {
 	}
 	if _, err := ParseExecutor("fast"); err == nil {
 		t.Error("an unknown executor was accepted")
+	}
+}
+
+// An executor that is only tried gets a small part of a batch, and the other one all the rest.
+func TestTriedWithLittle(t *testing.T) {
+	plat := newFakePlatform(2)
+	g := must(newGPUs(plat, Config{Hops: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
+	const block, n = 16 << 10, 4 * probeBytes / (16 << 10)
+	h0, src := plat.lend(0, n*block, 0)
+	h1, dst := plat.lend(1, n*block, 0)
+	from := must(g.Import(mem.NewID(), h0.Append(nil), -1, n*block))(t)
+	to := must(g.Import(mem.NewID(), h1.Append(nil), -1, n*block))(t)
+	rand.NewChaCha8([32]byte{1}).Read(src)
+	var a, b []mem.Block
+	for _, i := range rand.New(rand.NewPCG(1, 1)).Perm(n) {
+		a = append(a, mem.Block{Region: from, Off: uint64(i) * block, Len: block})
+		b = append(b, mem.Block{Region: to, Off: uint64(i) * block, Len: block})
+	}
+	u0, u1 := from.Device().(*GPU), to.Device().(*GPU)
+	p := must(g.pair(u0, u1))(t)
+	p.learn.took(Pack, 1<<20, time.Millisecond)
+	crossed := func() (n uint64) { // what went over the link between the two
+		for _, q := range p.peers {
+			d := q.src.dev.(*fakeDevice)
+			d.mu.Lock()
+			n += d.bytes
+			d.mu.Unlock()
+		}
+		return n
+	}
+	// Copy is unknown, so it is tried; then the first is in favour.
+	for _, all := range []bool{false, true} {
+		clear(dst)
+		before := crossed()
+		if err := u1.Move(b, a); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(src, dst) {
+			t.Fatal("content differs")
+		}
+		got := crossed() - before // lists of blocks too
+		if most := uint64(n*block) * 21 / 20; all && got < n*block || !all && (got > most-probeBytes || got < n*block-probeBytes-block) {
+			t.Errorf("%d bytes crossed the link of %d; all: %v", got, n*block, all)
+		}
+		p.learn.mu.Lock()
+		p.learn.cost = [numExecutors]float64{Pack: 1, Copy: 2}
+		p.learn.probe = time.Now().Add(time.Hour)
+		p.learn.mu.Unlock()
+	}
+	from.Release()
+	to.Release()
+	if err := g.Close(); err != nil {
+		t.Error(err)
 	}
 }
 
