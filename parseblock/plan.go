@@ -49,6 +49,7 @@ type segment struct {
 	pairs  []pair
 	tails  []uint64 // rows of each pair in the tail page
 	cuts   []uint64 // rows of each pair that the first page lacks, which may be the tail page; nil: it is not cut
+	lacks  uint64   // bytes of those rows
 }
 
 // NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's, which must have all
@@ -190,6 +191,7 @@ func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segm
 				s.cuts = make([]uint64, len(pairs))
 			}
 			s.cuts[i] = (has - first) / pairs[i].rowTokens
+			s.lacks += s.cuts[i] * pairs[i].heads * pairs[i].cols * pairs[i].cell
 		}
 	}
 	if s.cuts != nil && s.full > 0 {
@@ -276,6 +278,14 @@ func (p *Work) Tokens() uint32 { return p.tokens }
 func (p *Work) BlocksNeeded(group int) int {
 	n := p.dst.Groups[group].TokensPerBlock
 	return int((p.tokens-1)/n) + 1
+}
+
+// Lacks is how many bytes of the receiver's blocks the source has given up: those of a window's first block that no token sees any more.
+func (p *Work) Lacks() (bytes uint64) {
+	for i := range p.segs {
+		bytes += p.segs[i].lacks
+	}
+	return bytes
 }
 
 // Feeds lists the segments, which are layers of the receiver, that a layer of the source (flattened index) has a part in.

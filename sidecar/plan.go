@@ -64,20 +64,24 @@ type received struct {
 
 // Receive plans all that x wants, as an engine of equal geometry would send it.
 func (p *planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
-	return p.receive(w, x, w.Own)
-}
-
-func (p *planner) receive(w *connector.Worker, x *connector.Expect, m *parseblock.Match) (exec.Plan, error) {
-	plan, err := m.Plan(x.Tokens, x.Skip)
+	plan, err := p.receive(w, x, w.Own)
 	if err != nil {
 		return nil, err
+	}
+	return plan, nil
+}
+
+func (p *planner) receive(w *connector.Worker, x *connector.Expect, m *parseblock.Match) (received, error) {
+	plan, err := m.Plan(x.Tokens, x.Skip)
+	if err != nil {
+		return received{}, err
 	}
 	side, err := plan.Side(p.reg, w.Layout, x.Blocks)
 	if err != nil {
-		return nil, err
+		return received{}, err
 	}
 	if err := side.Covers(); err != nil {
-		return nil, err
+		return received{}, err
 	}
 	return received{plan, side}, nil
 }
@@ -131,9 +135,11 @@ func (p *planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.
 		if err != nil {
 			return nil, err
 		}
-		if part.Plan, err = p.receive(w, x, m); err != nil {
+		plan, err := p.receive(w, x, m)
+		if err != nil {
 			return nil, err
 		}
+		part.Plan, part.Lacks = plan, plan.Lacks()
 	}
 	return parts, nil
 }

@@ -65,6 +65,13 @@ func latent(n uint32) kind {
 	return kind{strategy: parseblock.MLA, n: n, layers: fleetN, params: map[string]int64{}, page: func(int, int) uint64 { return uint64(n) * 128 }}
 }
 
+// within gives a kind a sliding window.
+func (k kind) within(tokens int) kind {
+	k.params = maps.Clone(k.params)
+	k.params["window"] = int64(tokens)
+	return k
+}
+
 // more adds layers to a kind.
 func (k kind) more(n int) kind {
 	k.layers += n
@@ -207,6 +214,40 @@ func (r *fleetRank) writePlane(image []byte, seed byte, g *layout.Group, l *layo
 	}
 }
 
+// from is the first token of each group that comes: of a window, the first of the block that it begins in, or of the source's where that is
+// later. Whatever the source has before is not the prompt's any more.
+func (r *fleetRank) from(ps []*fleetRank, skip []uint32, tokens uint32) []uint32 {
+	out := append([]uint32(nil), skip...)
+	for gi := range r.layout.Groups {
+		w := uint32(r.layout.Groups[gi].Params["window"])
+		if w == 0 || w > tokens {
+			continue
+		}
+		for _, l := range []*layout.Layout{r.layout, ps[0].layout} {
+			n := l.Groups[gi].TokensPerBlock
+			out[gi] = max(out[gi], (tokens-w+1)/n*n)
+		}
+	}
+	return out
+}
+
+// lacking is how many bytes the rank has of tokens [from, to).
+func (r *fleetRank) lacking(from []uint32, to uint32) (n uint64) {
+	for gi := range r.layout.Groups {
+		g := &r.layout.Groups[gi]
+		for li := range g.Layers {
+			switch page := g.Layers[li].PageBytes; {
+			case from[gi] >= to:
+			case g.Strategy == parseblock.GDNState:
+				n += page
+			default:
+				n += page / uint64(g.TokensPerBlock) * uint64(to-from[gi])
+			}
+		}
+	}
+	return n
+}
+
 // tables draws the same block table for every rank of a fleet, as engines do.
 func tables(rng *mrand.Rand, all []*fleetRank, tokens uint32) {
 	var out [][]uint32
@@ -243,7 +284,7 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 	for i, d := range ds {
 		b, _ := d.region.Bytes()
 		want[i] = bytes.Clone(b)
-		d.write(t, want[i], seed, skip, tokens)
+		d.write(t, want[i], seed, d.from(ps, skip, tokens), tokens)
 	}
 	var calls []func() error
 	src, dst := make([]uint64, len(ps)), make([]uint64, len(ds))
@@ -285,8 +326,11 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 		}
 	}
 	for i, d := range ds {
-		d.ok(dst[i])
+		c := d.ok(dst[i])
 		b, _ := d.region.Bytes()
+		if n := d.lacking(d.from(ps, skip, tokens), tokens); c.Received.Bytes != n {
+			t.Errorf("prompt of %d tokens: rank %d received %d bytes, and lacked %d", tokens, i, c.Received.Bytes, n)
+		}
 		if !bytes.Equal(b, want[i]) {
 			at := 0
 			for b[at] == want[i][at] {
@@ -327,6 +371,12 @@ func TestReshapes(t *testing.T) {
 		{"MLA TP 4 to 2", fleetShape{1, 4, one(latent(16))}, fleetShape{1, 2, one(latent(64))}},
 		{"MLA TP 2 to 2", fleetShape{1, 2, one(latent(16))}, fleetShape{1, 2, one(latent(16))}},
 		{"hybrid TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 16, fleetHeads), state(16))}, fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), state(16))}},
+		// Windows: of the first block a receiver with other blocks gets what the source still has.
+		{"window, block 16 to 32", fleetShape{1, 1, one(attention(nhd, 16, fleetHeads).within(100))}, fleetShape{1, 1, one(attention(nhd, 32, fleetHeads).within(100))}},
+		{"window beside all, block 64 to 16, TP 2 to 1", fleetShape{1, 2, one(attention(nhd, 64, fleetHeads), attention(nhd, 64, fleetHeads).named(".w").within(70))},
+			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), attention(hnd, 16, fleetHeads).named(".w").within(70))}},
+		{"window beside all, block 16 to 64, TP 1 to 2, PP 2 to 1", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), attention(nhd, 16, fleetHeads).named(".w").within(70).on(1, 1, 1, 1))},
+			fleetShape{1, 2, one(attention(nhd, 64, fleetHeads), attention(hnd, 64, fleetHeads).named(".w").within(70))}},
 		// Draft models: a module like the target's layers, in their group, and one with other heads and a table of its own, on the last stage.
 		{"MTP in the target's group, PP 2 TP 1 to TP 2", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).more(1).on(0, 0, 0, 1, 1))},
 			fleetShape{1, 2, one(attention(hnd, 32, fleetHeads).more(1))}},

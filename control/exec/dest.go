@@ -269,13 +269,14 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 	delete(d.ws.dests, d.ID.ID)
 	delete(e.dests, d.ID)
 	delete(d.ep.waiting, d)
-	bytes := d.plan.Space().TotalBytes()
+	var bytes uint64 // not those of d's own plan: of a window's first block the source may have less
 	a := e.emit(Complete)
 	a.Worker = d.ws.w
 	var sources []*peerv1.Lease
 	if d.last != nil {
 		a.Landings = d.last.lands
 		for _, l := range d.last.lands {
+			bytes += l.Plan.Space().TotalBytes()
 			if l.bound {
 				sources = append(sources, leaseMsg(l.source))
 			}

@@ -54,6 +54,7 @@ type Part struct {
 	Rank
 	Share []uint32 // as it travels; empty: all that both have
 	Plan  Plan
+	Lacks uint64 // bytes of the receiver's blocks that nobody sees, and the rank has no more
 }
 
 // Planner makes plans. Implemented by the driver over parseblock.

@@ -43,7 +43,7 @@ func (e *Exec) divide(d *dest, p *peer) ([]Part, error) {
 	var bytes uint64
 	for i := range parts {
 		if parts[i].Plan != nil {
-			bytes += parts[i].Plan.Space().TotalBytes()
+			bytes += parts[i].Plan.Space().TotalBytes() + parts[i].Lacks
 		}
 	}
 	if want := d.plan.Space().TotalBytes(); len(parts) != len(p.ranks) || bytes != want {
