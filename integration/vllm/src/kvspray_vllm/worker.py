@@ -67,6 +67,7 @@ class WorkerSide:
         self._announced: list[int] = []  # the leases that gain tokens in it
         self._idle = False
         self._preempted: StepMeta | None = None
+        self._begun: StepMeta | None = None
 
     def set_flags(self, flags: dict[str, int]) -> None:
         """Which flag says that a layer is complete, by the layer's name."""
@@ -89,8 +90,11 @@ class WorkerSide:
                 self._client.cancel(source.lease, reason)
 
     def begin(self, meta: StepMeta) -> None:
-        """Before the forward pass. A destination may be written as soon as its record is there: its blocks were taken from the
+        """Before the forward pass, once or more often. A destination may be written as soon as its record is there: its blocks were taken from the
         free list by this step's schedule, and vLLM frees a consumer's blocks only when no step in flight can write them."""
+        if self._begun is meta:
+            return
+        self._begun = meta
         if self._step:
             self.step_failed()  # its end would have come before this
         self.preempts(meta)
