@@ -127,10 +127,11 @@ test-rdma-two: rdma-guest ## The same over two guests, as two hosts
 	go test -c -o $(RDMA)/sidecar.test ./sidecar
 	RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMATwoHosts
 	KVSPRAY_RDMA_LAYERS=8 RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMAKilled
+	KVSPRAY_RDMA_LAYERS=8 RAILS=4 test/rdma/two.sh $(RDMA)/sidecar.test -test.v -test.timeout 30m -test.run TestRDMAHostLost
 
 .PHONY: bench-rdma
 bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios, not speeds
-	RAILS=4 GUEST_MEM=2560 GUEST_TIMEOUT=3000 KVSPRAY_BENCH_RDMA=10 go test -count=1 -v -timeout 50m -run TestDeviceBandwidth -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
+	RAILS=4 GUEST_MEM=2560 GUEST_TIMEOUT=3000 KVSPRAY_BENCH_RDMA=$${KVSPRAY_BENCH_RDMA:-10} go test -count=1 -v -timeout 50m -run TestDeviceBandwidth -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 
 .PHONY: test-sglang
 test-sglang: build ## SGLang's own pools, moved and read back (an environment of 2.7 GB, made once)

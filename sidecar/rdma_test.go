@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	kvexec "github.com/kvspray/kvspray/control/exec"
@@ -352,14 +354,34 @@ func TestRDMAFaults(t *testing.T) {
 		deadPath(t), whole()>>20, table_.String())
 }
 
-// twoFaults are what the sender's host does to itself while a list moves to the other one.
-var twoFaults = []fault{
-	{name: "none"},
-	{name: "requests dropped", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"},
-	{name: "link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"},
-	{name: "card pulled out", inject: "echo 1 > $(readlink -f /sys/class/net/eth1/device/..)/remove",
+// hostFault is what one of two hosts does to itself while a list moves from host 1 to host 2.
+type hostFault struct {
+	fault
+	at   string // the host: 1 or 2
+	rail string // that is broken
+}
+
+// twoFaults: the sender has no packets of its own dropped as they leave, which tells its device nothing.
+var twoFaults = []hostFault{
+	{fault: fault{name: "none"}},
+	{fault{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"}, "2", "r0"},
+	{fault{name: "acknowledgements dropped", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"}, "1", "r0"},
+	{fault{name: "local link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"}, "1", "r1"},
+	{fault{name: "peer's link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"}, "2", "r1"},
+	{fault{name: "link flaps for 0.3 s", inject: "ip link set eth1 down; sleep 0.3; ip link set eth1 up", quiet: true}, "1", "r1"},
+	{fault{name: "peer's queue pairs in the error state", act: func(t testing.TB, _, d *running) {
+		d.d.bindMu.RLock()
+		defer d.d.bindMu.RUnlock()
+		for _, e := range d.d.lanes {
+			if e.lane.Local() == "r1" && e.lane.Peer() != d.boot {
+				ok(t, e.lane.Close())
+			}
+		}
+	}}, "2", "r1"},
+	{fault{name: "5% of the packets lost", inject: "tc qdisc add dev eth0 root netem loss 5%", heal: "tc qdisc del dev eth0 root", quiet: true}, "1", "r0"},
+	{fault{name: "card pulled out", inject: "echo 1 > $(readlink -f /sys/class/net/eth1/device/..)/remove",
 		heal: "echo 1 > /sys/bus/pci/rescan; until [ -e /sys/class/net/eth1 ]; do sleep 0.1; done; " +
-			"ip addr add 10.9.1.1/24 dev eth1 && ip link set eth1 mtu 4500 up && rdma link add r1 type rxe netdev eth1"},
+			"ip addr add 10.9.1.1/24 dev eth1 && ip link set eth1 mtu 4500 up && rdma link add r1 type rxe netdev eth1"}, "1", "r1"},
 }
 
 // sentBytes is what the cards of this host have sent, receivedBytes what they have received.
@@ -488,7 +510,7 @@ func rdmaExpect(x prompt, blocks []uint32) msg.Expect {
 }
 
 // TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2 decodes. What host 2 must find follows
-// from the number of the round.
+// from the number of the round. Times are host 1's: where host 2 breaks something, from the moment at which it is told to.
 func TestRDMATwoHosts(t *testing.T) {
 	h := twoHosts(t)
 	n := h.start()
@@ -498,61 +520,143 @@ func TestRDMATwoHosts(t *testing.T) {
 	for i, f := range twoFaults {
 		seed := uint64(i + 1)
 		x, tb := numbered(seed)
-		began := time.Now()
-		if h.node == "1" {
-			fill(e, tb, seed)
-			lease, err := e.Intent(rdmaIntent(x, tb))
+		round := fmt.Sprintf("%d-", i)
+		// strike is done where the fault is, and tells how long the command took.
+		strike := func() {
+			began := time.Now()
+			if f.inject != "" {
+				shell(t, f.inject)
+			}
+			if f.act != nil {
+				f.act(t, nil, n)
+			}
+			h.say(round+"struck", []byte(strconv.FormatInt(time.Since(began).Milliseconds(), 10)))
+		}
+		if h.node == "2" {
+			began := time.Now()
+			lease, err := e.Expect(rdmaExpect(x, tb))
 			ok(t, err)
-			if f.inject == "" {
-				if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
-					t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
-				}
-				continue
+			if f.at == "2" {
+				h.hear(round + "strike")
+				strike()
 			}
-			rail := "r1"
-			if f.name == "requests dropped" {
-				rail = "r0"
+			if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
+				t.Errorf("%s: receiver: %d %+v", f.name, c.Status, c.Received)
+			} else if k := wrong(e, tb, seed); k > 0 {
+				t.Errorf("%s: %d pages are wrong", f.name, k)
 			}
-			before := sentBytes(t, len(h.devices))
-			var there []uint64
-			eventually(t, "a quarter was sent, and the rail has a lane", func() bool {
-				there = lanesOn(n, rail)
-				return sentBytes(t, len(h.devices))-before > whole()/4 && len(there) > 0
-			})
-			over := make(chan struct{})
-			lost := whenGone(n, there, over)
-			injected := time.Now()
-			shell(t, f.inject)
-			command := time.Since(injected)
-			c := e.waitFor(lease, 2*rdmaDeadline)
-			close(over)
-			if c.Status != 0 {
-				t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
+			t.Logf("%s: %d MiB in %.1f s", f.name, whole()>>20, time.Since(began).Seconds())
+			if f.at == "2" && f.heal != "" {
+				h.hear(round + "heal")
+				shell(t, f.heal)
+				h.say(round+"healed", nil)
 			}
-			gone := "not before the list was through"
-			if at, noticed := <-lost; noticed {
-				gone = fmt.Sprintf("%d ms", at.Sub(injected).Milliseconds())
-			}
-			shell(t, f.heal)
-			back := eventually(t, "the rail has lanes", func() bool { return len(lanesOn(n, rail)) > 0 })
-			fmt.Fprintf(&report, "| %s | %s | %d ms | %d ms |\n", f.name, gone, command.Milliseconds(), back.Milliseconds())
 			continue
 		}
-		lease, err := e.Expect(rdmaExpect(x, tb))
+		fill(e, tb, seed)
+		began := time.Now()
+		lease, err := e.Intent(rdmaIntent(x, tb))
 		ok(t, err)
-		if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
-			t.Errorf("%s: receiver: %d %+v", f.name, c.Status, c.Received)
-		} else if k := wrong(e, tb, seed); k > 0 {
-			t.Errorf("%s: %d pages are wrong", f.name, k)
+		if f.at == "" {
+			if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
+				t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
+			}
+			fmt.Fprintf(&report, "| %s | %.1f s | | | |\n", f.name, time.Since(began).Seconds())
+			continue
 		}
-		t.Logf("%s: %d MiB in %.1f s", f.name, whole()>>20, time.Since(began).Seconds())
+		before := sentBytes(t, len(h.devices))
+		var there []uint64
+		eventually(t, "a quarter was sent, and the rail has a lane", func() bool {
+			there = lanesOn(n, f.rail)
+			return sentBytes(t, len(h.devices))-before > whole()/4 && len(there) > 0
+		})
+		over := make(chan struct{})
+		lost := whenGone(n, there, over)
+		injected := time.Now()
+		if f.at == "1" {
+			strike()
+		} else {
+			h.say(round+"strike", nil)
+		}
+		c := e.waitFor(lease, 2*rdmaDeadline)
+		took := time.Since(began)
+		close(over)
+		if c.Status != 0 {
+			t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
+		}
+		command := h.hear(round + "struck")
+		gone := "not before the list was through"
+		switch at, noticed := <-lost; {
+		case noticed:
+			gone = fmt.Sprintf("%d ms", at.Sub(injected).Milliseconds())
+		case f.quiet:
+			gone = "no lane was lost"
+		}
+		healed := time.Now()
+		if f.heal != "" && f.at == "1" {
+			shell(t, f.heal)
+			healed = time.Now()
+		} else if f.heal != "" {
+			h.say(round+"heal", nil)
+			h.hear(round + "healed")
+		}
+		eventually(t, "the rail has lanes", func() bool { return len(lanesOn(n, f.rail)) > 0 })
+		fmt.Fprintf(&report, "| %s | %.1f s | %s | %s ms | %d ms |\n", f.name, took.Seconds(), gone, command, time.Since(healed).Milliseconds())
 	}
 	if h.node == "2" {
 		h.hear("through") // host 1 waits for lanes after the last round
 		return
 	}
 	h.say("through", nil)
-	fmt.Printf("dead_path %s\n| fault | its lanes gone after | the command took | lanes back after healing |\n|---|---|---|---|\n%s", deadPath(t), report.String())
+	fmt.Printf("dead_path %s\n| fault | %d MiB took | its lanes gone after | the command took | lanes back after healing |\n|---|---|---|---|---|\n%s", deadPath(t), whole()>>20, report.String())
+}
+
+// TestRDMAHostLost: the host of a decode is gone in mid transfer, without a word to anybody. Its peer's lanes end by their devices' timers,
+// and what the prefill holds for it is released.
+func TestRDMAHostLost(t *testing.T) {
+	h := twoHosts(t)
+	n := h.start()
+	e := newEngine(t, n, llama)
+	x, blocks := numbered(1)
+	if h.node == "2" {
+		h.meet()
+		before := receivedBytes(t, len(h.devices))
+		_, err := e.Expect(rdmaExpect(x, blocks))
+		ok(t, err)
+		eventually(t, "a quarter has come", func() bool { return receivedBytes(t, len(h.devices))-before > whole()/4 })
+		h.say("killed", nil)
+		// All that this host could say is said; vm.sh takes it from the console.
+		console, err := os.OpenFile("/dev/console", os.O_WRONLY, 0)
+		ok(t, err)
+		_, err = console.WriteString("\nGUEST-EXIT:0\n")
+		ok(t, err)
+		ok(t, unix.IoctlSetInt(int(console.Fd()), unix.TCSBRK, 1)) // until it is through the wire
+		ok(t, os.WriteFile("/proc/sysrq-trigger", []byte("b"), 0)) // at once, as where the power fails
+		select {}
+	}
+	fill(e, blocks, 1)
+	lease, err := e.Intent(rdmaIntent(x, blocks))
+	ok(t, err)
+	h.meet()
+	there := h.lanes(n)
+	eventually(t, "no lane to the dead host is left", func() bool { return gone(n, there) })
+	h.say("gone", nil)
+	c := e.waitFor(lease, 2*rdmaDeadline)
+	if c.Status != kvexec.StatusFailed {
+		t.Errorf("the lease for a host that is gone: status %d, %+v", c.Status, c.Sent)
+	}
+	h.say("released", nil)
+	nothingOpen(t, n)
+	fmt.Printf("dead_path %s: the decode's host is gone: lanes gone after %d ms, its lease released after %d ms: %s\n", deadPath(t),
+		h.said("gone").Sub(h.said("killed")).Milliseconds(), h.said("released").Sub(h.said("killed")).Milliseconds(), c.Sent.Reason)
+}
+
+// said is when something was, by the one clock that both hosts have: that of the folder.
+func (h *rdmaHost) said(what string) time.Time {
+	h.t.Helper()
+	info, err := os.Stat(h.path(what))
+	ok(h.t, err)
+	return info.ModTime()
 }
 
 // TestRDMAKilled: kill -9 of a sidecar in mid transfer, its host goes on. The other one notices, releases what it held for the dead

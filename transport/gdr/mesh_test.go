@@ -123,7 +123,7 @@ func TestMeshDoesNotHerd(t *testing.T) {
 		n := &meshNode{Device: f.Device(fmt.Sprintf("n%d", i)), boot: transfer.Boot{byte(i + 1)}}
 		n.ups.Add(nodes - 1)
 		rails := []Rail{{Name: "rail", Open: func() (verbs.Device, error) { return n, nil }, Listen: "127.0.0.1:0", NUMA: -1}}
-		n.b = New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute})
+		n.b = New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Hour}) // however slow the machine is
 		open, err := n.b.Open(t.Context(), n)
 		if err != nil {
 			t.Fatal(err)
