@@ -5,7 +5,10 @@
 // mechanism: planes of two layouts with the same role are paired, cut to the heads that both ranks have, and walked block by
 // block. So two layouts of different order, block size, tensor or pipeline parallelism are the general case, and equal ones
 // the special case that merges into long pieces. What would have to be converted (another dtype, another quantisation, an
-// opaque page of another backend) is refused by name.
+// opaque page of another backend) is refused by name, with every field that differs.
+//
+// What is copied comes in two forms. Runs are of both sides, two axes each, for as many tokens as one likes (Template, Work.Runs): they count,
+// prove and explain a plan. Pieces are of one side and a few chunks (Resolver): what lanes move. Neither is ever made of a whole prompt.
 //
 // Laws, tested by property against a naive byte copy: exactly the chosen tokens move, no two runs overlap, every byte lies
 // inside the layer's pages, and nothing is planned when anything is wrong. Appending allocates nothing while the caller's

@@ -27,7 +27,7 @@ type Plan struct {
 	match *Match
 }
 
-// Work is a plan without a space, of any size: the runs of each layer, for copiers that see both memories. Read-only.
+// Work is a plan without a space, of any size. Read-only.
 type Work struct {
 	src, dst *layout.Layout
 	share    *Share
@@ -688,8 +688,8 @@ func (s *Resolver) Space() *transfer.Space { return s.plan.space }
 // Parts is how many pairs of planes a layer of the receiver (flattened index) is moved as, 0 where this source has none of it.
 func (p *Work) Parts(layer int) int { return len(p.segs[layer].pairs) }
 
-// Runs appends the runs of one part of a layer, and says which regions of the two sides they lie in: what a kernel or a copy
-// engine that sees both memories needs. The tables are one per group of each side.
+// Runs appends the runs of one part of a layer, and says which regions of the two sides they lie in: the plan written out, for who counts
+// or checks it. Lanes see one side, and resolve it piece by piece (Resolver). The tables are one per group of each side.
 func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (runs []layout.Run, src, dest layout.RegionIndex, err error) {
 	s := &p.segs[layer]
 	pr := &s.pairs[part]

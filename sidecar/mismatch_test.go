@@ -99,6 +99,51 @@ func TestMismatchIsNamed(t *testing.T) {
 	})
 }
 
+// Where the pages are unlike, too, the cells of layers are named with the rest, each field once for all layers; and where the models are
+// alike otherwise, the plan that cannot be made says so.
+func TestUnlikeCellsAreNamed(t *testing.T) {
+	const cells = "kv heads = 1 and 2"
+	for _, c := range []struct {
+		name, rope string
+		want       []string
+	}{
+		{"with the identity", "2e6", []string{"fingerprint: ", `identity.rope: missing at prefill, "2e6" at decode`, `k heads: "1" at prefill, "2" at decode, in layer "layers.0" and 3 more`,
+			`k bytes of a head of a token: "512" at prefill, "256" at decode, in layer "layers.0" and 3 more`}},
+		{"alone", "", []string{`layer "layers.0" and 3 more: ` + cells, "kv bytes of a head of a token = 1024 and 512"}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			p, d := pairOf(t, "tcp")
+			pe := newEngine(t, p, testShape)
+			de := engineOf(t, d, testShape, func(l *layout.Layout) {
+				l.Groups[0].Params = map[string]int64{"heads": 2}
+				if c.rope != "" {
+					l.Identity = map[string]string{"model": "test", "dtype": "bfloat16", parseblock.IdentityRope: c.rope}
+				}
+			})
+			pr := newPrompt(64)
+			src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1, Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
+			dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
+				DeadlineMS: deadlineMS, PartnerMS: partnerMS})
+			if err != nil || err2 != nil {
+				t.Fatal(err, err2)
+			}
+			got := de.wait(dst)
+			if got.Status == exec.StatusOK {
+				t.Fatal("unlike caches were moved")
+			}
+			for _, w := range c.want {
+				if !strings.Contains(got.Received.Reason, w) {
+					t.Errorf("reason %q, want %q", got.Received.Reason, w)
+				}
+			}
+			if err := pe.Cancel(src, "test", true); err != nil {
+				t.Fatal(err)
+			}
+			pe.wait(src)
+		})
+	}
+}
+
 // A peer that describes something else than it was asked for is not believed.
 func TestDescriptionMustHash(t *testing.T) {
 	p := newPlanner(parseblock.Default())

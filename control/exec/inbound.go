@@ -9,6 +9,7 @@ import (
 	"time"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/layout"
@@ -144,6 +145,13 @@ func (e *Exec) settle(now Instant, in *inbound) bool {
 		return false
 	}
 	engine := first.ws.w.Place
+	if string(in.msg.Fingerprint) != string(first.ws.w.Fingerprint[:]) {
+		// Before the receiver is told of ranks: it would only find out that it cannot plan from them, and not all that differs.
+		in.engine = engine.Engine
+		in.claims = []*claim{{in: in, part: in.msg.Parts[0]}}
+		e.unlike(now, in.claims[0], first.ws.w)
+		return true
+	}
 	ranks := e.workersOf(in.key, engine.Engine)
 	if why := misfit(in.msg, ranks, engine.World()); why != "" {
 		if len(ranks) < engine.World() {
@@ -240,13 +248,8 @@ func (e *Exec) bindClaim(now Instant, c *claim) bool {
 		return false
 	}
 	m, w := in.msg, s.ws.w
-	full := !c.asked && c.wait == nil && in.peer.pending >= e.cfg.MaxPending // for one more that has to wait
 	if string(m.Fingerprint) != string(w.Fingerprint[:]) {
-		if full {
-			e.refuse(now, in, peerv1.GrantReply_FINGERPRINT, differ)
-		} else {
-			e.compare(now, c, w)
-		}
+		e.unlike(now, c, w)
 		return true
 	}
 	var plan Plan
@@ -254,7 +257,7 @@ func (e *Exec) bindClaim(now Instant, c *claim) bool {
 		var err error
 		plan, err = e.planPart(c, s)
 		if unknown := (*UnknownLayout)(nil); errors.As(err, &unknown) {
-			if full || !e.describe(now, in.peer, unknown, nil, c) {
+			if e.full(c) || !e.describe(now, in.peer, unknown, nil, c) {
 				e.refuse(now, in, peerv1.GrantReply_LIMIT, "too many grants wait for layouts already")
 			}
 			return true
@@ -280,6 +283,20 @@ func (e *Exec) bindClaim(now Instant, c *claim) bool {
 		e.open(now, c, plan)
 	}
 	return true
+}
+
+// full reports whether a claim that does not wait yet would be one too many.
+func (e *Exec) full(c *claim) bool {
+	return !c.asked && c.wait == nil && c.in.peer.pending >= e.cfg.MaxPending
+}
+
+// unlike refuses the grant of c, for a cache that is not as that of w, as soon as it is known what differs.
+func (e *Exec) unlike(now Instant, c *claim, w *connector.Worker) {
+	if e.full(c) {
+		e.refuse(now, c.in, peerv1.GrantReply_FINGERPRINT, differ)
+		return
+	}
+	e.compare(now, c, w)
 }
 
 // planPart plans what a part wants of s. What both sides compute for themselves must come out the same.
