@@ -89,6 +89,7 @@ type unread struct {
 	AttnIdxs     json.RawMessage `json:"full_attn_idxs"`     // LFM2
 	AttnTypes    json.RawMessage `json:"attn_type_list"`     // MiniMax-01
 	BlockTypes   json.RawMessage `json:"layers_block_type"`  // Zamba2, newer Nemotron-H
+	Blocks       json.RawMessage `json:"block_types"`        // RecurrentGemma
 	BlockConfigs json.RawMessage `json:"block_configs"`      // Nemotron-NAS
 	LayerGroups  json.RawMessage `json:"layer_group_size"`   // Ling 2.5
 	CrossLayers  json.RawMessage `json:"cross_attention_layers"`
@@ -144,6 +145,9 @@ var defaults = map[string]config{
 	"qwen3_5_moe_text": {HeadDim: 256, Interval: number(4)},
 	deepseekV4:         {HeadDim: 512, RopeDim: 64, IndexDim: 128, Window: number(128)},
 }
+
+// hybrids are models that have linear layers wherever their config says nothing.
+var hybrids = []string{"kimi_linear", "kimi_k3", "minimax", "olmo_hybrid", "recurrent_gemma"}
 
 const deepseekV4 = "deepseek_v4"
 
@@ -308,8 +312,8 @@ func (c *config) types() ([]string, error) {
 		return nil, fmt.Errorf("full_attention_interval = %d: 1 or more", *c.Interval)
 	case c.Interval != nil:
 		return fill(linear, func(i int) bool { return (i+1)%*c.Interval != 0 })
-	case c.LinVHeads > 0 || c.MHeads > 0:
-		return nil, fmt.Errorf("has linear layers, and neither layer_types, full_attention_interval, hybrid_override_pattern nor linear_attn_config to say which")
+	case c.LinVHeads > 0 || c.MHeads > 0 || slices.Contains(hybrids, c.ModelType):
+		return nil, fmt.Errorf("model_type = %.40q: has linear layers, and neither layer_types, full_attention_interval, hybrid_override_pattern nor linear_attn_config to say which; add layer_types", c.ModelType)
 	case c.Windowed < 0:
 		return nil, fmt.Errorf("sliding_window_pattern = %d: 1 or more", c.Windowed)
 	case c.Window == nil || *c.Window < 1 || c.UseSWA != nil && !*c.UseSWA:

@@ -381,6 +381,7 @@ func TestParseConfig(t *testing.T) {
 		"other types":   {`{"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["convolution"]}`, `"convolution" is unknown`},
 		"short types":   {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "layer_types": ["full_attention"]}`, "1 entries for 2 layers"},
 		"linear, which": {`{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "linear_num_value_heads": 4}`, "to say which"},
+		"kimi, which":   {`{"model_type": "kimi_linear", "num_hidden_layers": 27, "kv_lora_rank": 512}`, `model_type = "kimi_linear": has linear layers`},
 		"mamba, which":  {`{` + dense + `, "hybrid_override_pattern": "M-*"}`, `hybrid_override_pattern = "M-*"`},
 		"kda twice":     {`{"num_hidden_layers": 2, "kv_lora_rank": 8, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [1]}}`, "layer 1 is named twice"},
 		"kda few":       {`{"num_hidden_layers": 3, "kv_lora_rank": 8, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2]}}`, "are not 3 layers"},
