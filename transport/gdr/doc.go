@@ -23,5 +23,5 @@
 //
 // Goroutines: per rail an acceptor and one that follows the device's events; one that looks for silent lanes and idle keys;
 // per lane one each that follows completions, reads the socket, writes the socket, and lands; one per ASK that waits for a
-// claim, at most maxInFlight a lane. Close joins all.
+// claim, at most maxInFlight a lane; one per accepted connection until its lane is up, at most maxHalfOpen a rail. Close joins all.
 package gdr

@@ -19,6 +19,7 @@ type receiving struct {
 	seq     uint16
 	at      time.Time        // asked
 	g       *transport.Grant // while armed
+	r       transfer.Range   // of it
 	claim   transport.Claim
 	claimed bool
 	keys    []*key
@@ -144,8 +145,7 @@ func (l *lane) armLater(g *transport.Grant, h head) {
 	})
 }
 
-// claimFor claims the chunks of a slice. Slices in its way have the time to end by themselves as long as their lanes move. A lane that does
-// not is stopped, and no other: one that has a slice in the way, too, may be healthy.
+// claimFor claims the chunks of a slice. Slices in its way have the time to end by themselves as long as their lanes move.
 func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason, error) {
 	var patience *time.Timer
 	var doubted *lane // it did not move, and was made to look for completions
@@ -159,24 +159,20 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 		case g.Revoked():
 			return transfer.ReasonRevoked, nil
 		}
-		x, ours := holder.(*receiving)
-		if force = !ours; force {
-			continue
-		}
-		left := x.moving()
+		left := time.Duration(0)
 		var looked <-chan struct{}
-		switch {
-		case left > 0:
-		case doubted != x.l:
-			// Where this process was not running for a while, what its NIC has done meanwhile is not looked at yet.
-			doubted, left, looked = x.l, l.b.cfg.Patience, x.l.lookAgain()
-		case !x.l.halt():
-			return transfer.ReasonSuperseded, nil
-		case !x.l.isDrained():
-			force = true // its keys are worth nothing any more, and its claims stay
+		if x, ours := holder.(*receiving); ours {
+			switch left = x.moving(); {
+			case left > 0:
+			case doubted != x.l:
+				// Where this process was not running for a while, what its NIC has done meanwhile is not looked at yet.
+				doubted, left, looked = x.l, l.b.cfg.Patience, x.l.lookAgain()
+			default:
+				left = l.b.movingIn(l.peer, g, h.r) // force stops all that are in the way
+			}
+		}
+		if force = left <= 0; force {
 			continue
-		default:
-			left = l.b.cfg.Patience // until the lane's end gives its claims back
 		}
 		if patience == nil {
 			patience = time.NewTimer(left)
@@ -192,6 +188,22 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 		case <-patience.C:
 		}
 	}
+}
+
+// movingIn is how long the longest should be waited for of those slices that may write chunks r of a grant.
+func (b *Backend) movingIn(peer transfer.Boot, g *transport.Grant, r transfer.Range) (left time.Duration) {
+	for _, l := range b.lanesOf(peer) {
+		for i := range l.in {
+			x := &l.in[i]
+			l.mu.Lock()
+			hit := x.g == g && x.r.First < r.End() && r.First < x.r.End()
+			l.mu.Unlock()
+			if hit {
+				left = max(left, x.moving())
+			}
+		}
+	}
+	return left
 }
 
 // arm claims the chunks of a slice and lets the peer write them. errLater: it needs to wait for another slice or for a
@@ -229,7 +241,7 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 	l.mu.Lock()
 	dead := l.err != nil
 	if !dead {
-		r.state, r.g = armed, g
+		r.state, r.g, r.r = armed, g, h.r
 		l.progress = time.Now()
 	}
 	l.mu.Unlock()

@@ -80,7 +80,7 @@ func TestLaterAttemptLooksFirst(t *testing.T) {
 	b.End(t)
 }
 
-// TestLaterAttemptStopsNoOther: of two lanes in the way of a later attempt it stops the one that does not move, and waits for the other.
+// TestLaterAttemptStopsNoOther: of two lanes in the way of a later attempt one does not move. It is stopped, once the other one is through.
 func TestLaterAttemptStopsNoOther(t *testing.T) {
 	f, p, _, _ := oddPair(t, func(c *Config) { c.Patience = time.Hour })
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
@@ -90,11 +90,18 @@ func TestLaterAttemptStopsNoOther(t *testing.T) {
 	_, deadEnd, dead := under(t, f, p, b, transfer.Range{Count: 4})
 	x, farEnd, alive := under(t, f, p, b, transfer.Range{First: 4, Count: 4})
 	stale(deadEnd)
+	began := time.Now()
 	later := asks(t, p, b, 2)
+	// It has looked at the one, and has had the time to stop both.
+	until(t, "a while has passed", func() bool {
+		deadEnd.mu.Lock()
+		defer deadEnd.mu.Unlock()
+		return deadEnd.err != nil || time.Since(began) > 200*time.Millisecond
+	})
+	f.Release(x.q.Num())
 	if r := <-dead; r.Outcome != transfer.InDoubt {
 		t.Errorf("the lane that does not move: %s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
-	f.Release(x.q.Num())
 	for what, c := range map[string]<-chan transport.Result{"the lane that moves": alive, "the later attempt": later} {
 		if r := <-c; r.Outcome != transfer.Landed {
 			t.Errorf("%s: %s %s: %v", what, r.Outcome, r.Reason, r.Err)
