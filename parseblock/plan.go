@@ -41,15 +41,28 @@ type segment struct {
 	state  bool
 	n      uint32 // tokens of a block
 	block0 uint32 // first block of the table that moves
-	heads  uint32 // 1: the first page is cut, and goes on to the end of its block
-	full   uint32 // blocks that move as full pages, after that
-	head   uint64 // bytes of the cut page
+	full   uint32 // blocks that move as full pages, after a cut one that goes on to the end of its block
 	page   uint64 // bytes of a full page
 	tail   uint64 // bytes of the tail page, 0 where there is none
 	pairs  []pair
 	tails  []uint64 // rows of each pair in the tail page
-	cuts   []uint64 // rows of each pair that the first page lacks, which may be the tail page; nil: it is not cut
-	lacks  uint64   // bytes of those rows
+	cut    *cut     // nil: the first page is not cut
+}
+
+// cut is a first page, which may be the tail page, of which the source has given up the front.
+type cut struct {
+	rows  []uint64 // of each pair, that are not there
+	lacks uint64   // bytes of those rows
+	pages uint32   // 0: it is the tail page
+	bytes uint64   // of the page; 0 where it is the tail page
+}
+
+// lead is how many pages, none or one, are in front of the full ones, and their bytes.
+func (s *segment) lead() (pages uint32, bytes uint64) {
+	if s.cut == nil {
+		return 0, 0
+	}
+	return s.cut.pages, s.cut.bytes
 }
 
 // NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's, which must have all
@@ -110,11 +123,11 @@ func (m *Match) Plan(tokens uint32, skip []uint32) (*Plan, error) {
 	var total uint64
 	for i := range w.segs {
 		s := &w.segs[i]
-		hi, n := bits.Mul64(uint64(s.heads+s.full), s.page) // the bound is for the cut page as for a whole one
+		_, lead := s.lead() // less than a page
+		hi, n := bits.Mul64(uint64(s.full), s.page)
 		n, carry := bits.Add64(n, s.tail, 0)
-		if s.heads != 0 {
-			n -= s.page - s.head
-		}
+		n, more := bits.Add64(n, lead, 0)
+		carry |= more
 		segments[i] = n
 		if total += n/transfer.ChunkBytes + min(n%transfer.ChunkBytes, 1); hi != 0 || carry != 0 || total > transfer.MaxSlotChunks {
 			return nil, tooLarge(tokens, m.dst, i)
@@ -187,15 +200,15 @@ func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segm
 		// The source has whole blocks of its own, from the one on that the window begins in.
 		has := uint64(window) / pairs[i].from.tokens * pairs[i].from.tokens
 		if first := uint64(s.block0) * uint64(n); has > first {
-			if s.cuts == nil {
-				s.cuts = make([]uint64, len(pairs))
+			if s.cut == nil {
+				s.cut = &cut{rows: make([]uint64, len(pairs))}
 			}
-			s.cuts[i] = (has - first) / pairs[i].rowTokens
-			s.lacks += s.cuts[i] * pairs[i].heads * pairs[i].cols * pairs[i].cell
+			s.cut.rows[i] = (has - first) / pairs[i].rowTokens
+			s.cut.lacks += s.cut.rows[i] * pairs[i].heads * pairs[i].cols * pairs[i].cell
 		}
 	}
-	if s.cuts != nil && s.full > 0 {
-		s.heads, s.full = 1, s.full-1
+	if s.cut != nil && s.full > 0 {
+		s.cut.pages, s.full = 1, s.full-1
 	}
 	for i := range pairs {
 		p := &pairs[i]
@@ -207,16 +220,14 @@ func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segm
 		default:
 			s.tails[i] = rest / p.rowTokens
 		}
-		row := p.heads * p.cols * p.cell
-		cut := uint64(0)
-		if s.cuts != nil {
-			cut = s.cuts[i]
-		}
-		if s.heads != 0 {
-			s.head += (p.rows - cut) * row
-			cut = 0
-		}
-		s.tail += (s.tails[i] - cut) * row
+		s.tail += s.tails[i] * p.heads * p.cols * p.cell
+	}
+	switch {
+	case s.cut == nil:
+	case s.cut.pages > 0:
+		s.cut.bytes = s.page - s.cut.lacks
+	default:
+		s.tail -= s.cut.lacks
 	}
 	return s
 }
@@ -225,13 +236,13 @@ func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segm
 // the page lacks. A prompt that ends with block h of the window sees back to the block that begins ceil((window-1)/n) blocks earlier, but
 // not to its first tokens where window-1 is no multiple of n.
 func (s *segment) checkKept(g *layout.Group, tokens uint32) error {
-	if s.cuts == nil || g.Params["prefix_cache"] == 0 {
+	if s.cut == nil || g.Params["prefix_cache"] == 0 {
 		return nil
 	}
 	n, seen := uint64(s.n), uint64(g.Params["window"])-1
 	unseen := (seen+n-1)/n*n - seen
 	for i := range s.pairs {
-		lacks := s.cuts[i] * s.pairs[i].rowTokens
+		lacks := s.cut.rows[i] * s.pairs[i].rowTokens
 		if seen == 0 || lacks <= unseen {
 			continue
 		}
@@ -283,7 +294,9 @@ func (p *Work) BlocksNeeded(group int) int {
 // Lacks is how many bytes of the receiver's blocks the source has given up: those of a window's first block that no token sees any more.
 func (p *Work) Lacks() (bytes uint64) {
 	for i := range p.segs {
-		bytes += p.segs[i].lacks
+		if c := p.segs[i].cut; c != nil {
+			bytes += c.lacks
+		}
 	}
 	return bytes
 }
@@ -301,10 +314,11 @@ func (p *Work) Receiver() *layout.Layout { return p.dst }
 func (p *Work) Page(segment int, off uint64) (block uint32, bytes uint64) {
 	s := &p.segs[segment]
 	k := s.pageOf(off)
+	pages, lead := s.lead()
 	switch {
-	case k < uint64(s.heads):
-		bytes = s.head
-	case k == uint64(s.heads+s.full):
+	case k < uint64(pages):
+		bytes = lead
+	case k == uint64(pages+s.full):
 		bytes = s.tail
 	default:
 		bytes = s.page
@@ -324,7 +338,8 @@ func (p *Plan) Ready(segment int, tokens uint32, final bool) transfer.Range {
 		return transfer.Range{First: r.First}
 	}
 	blocks := min(tokens, p.tokens) / s.n
-	if final && tokens >= p.tokens || s.tail == 0 && blocks >= s.block0+s.heads+s.full {
+	pages, _ := s.lead()
+	if final && tokens >= p.tokens || s.tail == 0 && blocks >= s.block0+pages+s.full {
 		return r
 	}
 	if s.state || blocks <= s.block0 {
@@ -475,18 +490,20 @@ func (s *Resolver) Append(dst []layout.Piece, r transfer.Range) ([]layout.Piece,
 
 // pageOf is the page of the segment, counted from block0, that holds byte off; page is not 0 where a segment has bytes.
 func (s *segment) pageOf(off uint64) uint64 {
-	if off < s.head {
+	pages, lead := s.lead()
+	if off < lead {
 		return 0
 	}
-	return uint64(s.heads) + min((off-s.head)/s.page, uint64(s.full))
+	return uint64(pages) + min((off-lead)/s.page, uint64(s.full))
 }
 
 // start is where page k begins in the segment.
 func (s *segment) start(k uint64) uint64 {
-	if k < uint64(s.heads) {
+	pages, lead := s.lead()
+	if k < uint64(pages) {
 		return 0
 	}
-	return s.head + (k-uint64(s.heads))*s.page
+	return lead + (k-uint64(pages))*s.page
 }
 
 func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, error) {
@@ -497,9 +514,10 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 			return dst, err
 		}
 	}
+	lead, _ := t.lead()
 	for lo < hi {
 		k := t.pageOf(lo)
-		last := k == uint64(t.heads+t.full)
+		last := k == uint64(lead+t.full)
 		pos := t.start(k) // of the current pair, in the segment
 		for i := range t.pairs {
 			p, side := &t.pairs[i], &s.segs[si][i]
@@ -507,8 +525,8 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 			if last {
 				rows, dense = t.tails[i], side.tail
 			}
-			if k == 0 && t.cuts != nil {
-				first, dense = t.cuts[i], false
+			if k == 0 && t.cut != nil {
+				first, dense = t.cut.rows[i], false
 				rows -= first
 			}
 			end := pos + rows*p.heads*p.cols*p.cell
@@ -539,12 +557,13 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 // are plain, and most bytes there: one division in all, instead of several for each page.
 func (s *Resolver) appendPages(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, uint64, error) {
 	t, sides := &s.plan.segs[si], s.segs[si]
-	hi = min(hi, t.start(uint64(t.heads+t.full)))
-	if lo < t.head || lo >= hi {
+	pages, lead := t.lead()
+	hi = min(hi, lead+uint64(t.full)*t.page)
+	if lo < lead || lo >= hi {
 		return dst, lo, nil
 	}
-	block := uint64(t.block0+t.heads) + (lo-t.head)/t.page
-	in, i := (lo-t.head)%t.page, 0
+	block := uint64(t.block0+pages) + (lo-lead)/t.page
+	in, i := (lo-lead)%t.page, 0
 	for ; in >= sides[i].page; i++ {
 		in -= sides[i].page
 	}
@@ -694,8 +713,8 @@ func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (run
 	s := &p.segs[layer]
 	pr := &s.pairs[part]
 	t := layout.TokenRange{Start: min(s.block0*s.n, p.tokens), End: p.tokens}
-	if s.cuts != nil {
-		t.Start += uint32(s.cuts[part] * pr.rowTokens)
+	if s.cut != nil {
+		t.Start += uint32(s.cut.rows[part] * pr.rowTokens)
 	}
 	if t.Start == t.End || s.page == 0 {
 		return dst, pr.from.reg, pr.to.reg, nil
