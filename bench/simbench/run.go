@@ -26,7 +26,7 @@ const (
 	hostRate    = 200e9 // out of a host, where nothing is shaped
 	sliceBytes  = 1 << 20
 	maxInFlight = 16
-	lookPause   = 40 * time.Millisecond // a link that comes up says so twice, and package topo looks again no sooner
+	lookPause   = 60 * time.Millisecond // a link that comes up says so twice; package topo looks again after 40 ms, and holds it back for 20
 )
 
 // How a run goes.
@@ -287,7 +287,8 @@ func (r *run) turn(p *pair, i int, f timeline.Fault) {
 	}
 	a, b := p.from.Host.Rails()[i], p.to.Host.Rails()[i]
 	b.Tx().SetDeaf(now.Deaf || now.AckDeaf)
-	b.Rx().SetDeaf(now.Deaf || now.Blackholed)
+	b.Rx().SetDeaf(now.Deaf)
+	a.Tx().SetBarred(now.Blackholed)
 	a.Rx().SetRate(now.Share)
 	b.Rx().SetRate(now.Share)
 }

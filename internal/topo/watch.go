@@ -21,7 +21,21 @@ const (
 	longest = 40 * time.Millisecond  // pause after a look
 	again   = 100 * time.Millisecond // after a look that failed
 	unasked = 30 * time.Second       // between looks where there is no news: a speed changes without any
+	// upHold passes before a link that came up is told, if it still is up then. The other end's comes up a moment later, and an ARP request
+	// that goes out before is lost: the kernel says it again after a second, whatever connects meanwhile.
+	upHold = 20 * time.Millisecond
 )
+
+// held reports whether events wait for upHold: a link came up, and none is lost.
+func held(events []Event) (up bool) {
+	for _, e := range events {
+		if e.Change == Down || e.Change == Vanished {
+			return false
+		}
+		up = up || e.Change == Up
+	}
+	return up
+}
 
 // kernel is rtnetlink of one network namespace: that of the thread that opened it.
 type kernel struct {
@@ -149,7 +163,7 @@ func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 	last := &Host{}
 	devices := &Host{Nodes: (&reader{root: opt.Root}).nodes()}
 	devices.gpus(&opt) // they do not come and go
-	for {
+	for ripe := false; ; {
 		began := time.Now()
 		l, err := opt.Links()
 		if err == nil {
@@ -160,23 +174,27 @@ func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 		} else {
 			now := &Host{GPUs: devices.GPUs, Nodes: devices.Nodes, Trouble: devices.Trouble}
 			now.fill(opt.Root, l)
-			if events := Diff(last, now); len(events) > 0 {
+			events := Diff(last, now)
+			if !ripe && held(events) {
+				ripe = true
+				if !pause(ctx, upHold) {
+					return nil
+				}
+				continue
+			}
+			if len(events) > 0 {
 				tell(now, events)
 			}
-			last = now
+			last, ripe = now, false
 		}
 		wait := min(max(share*time.Since(began), settle), longest)
 		if err != nil {
 			wait = again
 		}
-		t := time.NewTimer(wait)
-		select {
-		case <-ctx.Done():
-			t.Stop()
+		if !pause(ctx, wait) {
 			return nil
-		case <-t.C:
 		}
-		t.Reset(unasked)
+		t := time.NewTimer(unasked)
 		select {
 		case <-ctx.Done():
 			t.Stop()
@@ -185,5 +203,17 @@ func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 		case <-t.C:
 		}
 		t.Stop()
+	}
+}
+
+// pause reports whether ctx outlives it.
+func pause(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-t.C:
+		return true
 	}
 }

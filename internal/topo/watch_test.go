@@ -101,8 +101,11 @@ func TestWatch(t *testing.T) {
 			t.Errorf("%+v", n)
 		}
 		took = append(took, at.Sub(began))
+		began = time.Now()
 		must(t, h.LinkSetUp(far))
-		wait("rail0", Up)
+		if _, at := wait("rail0", Up); at.Sub(began) < upHold {
+			t.Errorf("told of a link %v after it came up: the other end's has %v", at.Sub(began), upHold)
+		}
 	}
 	slices.Sort(took)
 	t.Logf("told of a lost carrier after %v, at most %v of %d times", took[tries/2], took[tries-1], tries)
@@ -115,6 +118,23 @@ func TestWatch(t *testing.T) {
 	wg.Wait()
 	if failed != nil {
 		t.Error(failed)
+	}
+}
+
+// What came up waits, what is lost does not, even beside it.
+func TestHeld(t *testing.T) {
+	for _, c := range []struct {
+		all  []Change
+		want bool
+	}{{nil, false}, {[]Change{Up}, true}, {[]Change{Changed, Up, Appeared}, true}, {[]Change{Up, Down}, false}, {[]Change{Vanished, Up}, false},
+		{[]Change{Appeared, Changed}, false}} {
+		var events []Event
+		for _, e := range c.all {
+			events = append(events, Event{Change: e})
+		}
+		if got := held(events); got != c.want {
+			t.Errorf("%v: held %v", c.all, got)
+		}
 	}
 }
 

@@ -55,6 +55,7 @@ type end struct {
 	cut      Time // the last time that the window was halved
 	armed    bool
 	probed   bool // since the last confirmation
+	unsent   bool // since the last confirmation the stack refused to send
 	received uint64
 
 	kernel  int       // bytes that it holds for the stopped process
@@ -416,6 +417,7 @@ func (f *Fabric) cross(fl *flight, idx uint32, hop uint8, first, tail Time) {
 	first, tail, ok := p[hop].carry(f, first, tail, fl.size(idx))
 	switch {
 	case !ok:
+		fl.e.unsent = fl.e.unsent || p[hop].barred
 	case int(hop)+1 < len(p):
 		f.at(first, event{kind: evHop, hop: hop + 1, idx: idx, fl: fl, tail: tail})
 	default:
@@ -611,11 +613,11 @@ func (e *end) acked(fl *flight, idx uint32, final bool) {
 	if e.dead || fl.ended {
 		return
 	}
-	if e.backoff > 0 && e.f.cfg.Resume > 0 {
+	if e.backoff > 0 && e.f.cfg.Resume > 0 && !e.unsent && !e.unsent {
 		e.resume = e.f.now + e.f.cfg.Resume
 		e.local.host.After(e.f.cfg.Resume, e.pump)
 	}
-	e.progress, e.backoff, e.probed = e.f.now, 0, false
+	e.progress, e.backoff, e.probed, e.unsent = e.f.now, 0, false, false
 	at := -1
 	for i := range e.out {
 		if x := &e.out[i]; x.fl == fl && x.idx == idx {

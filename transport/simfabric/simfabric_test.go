@@ -476,6 +476,35 @@ func TestResume(t *testing.T) {
 	s.stop = true
 }
 
+// TestBarred: where the sender's own stack has no route, what had left arrives, nothing else leaves, and once there is a route again all goes
+// on at the next try: nothing was lost that Linux would look for first.
+func TestBarred(t *testing.T) {
+	f := New(Config{Seed: 1, Resume: 300 * time.Millisecond})
+	link := LinkSpec{BitsPerSecond: 1e9, Latency: 5 * time.Millisecond}
+	a, b := newStation(t, f, 1, RailSpec{"r", link, nil, nil}), newStation(t, f, 2, RailSpec{"r", link, nil, nil})
+	s := newStream(a, b, 0, 8)
+	f.Run(100*time.Millisecond, nil)
+	tx, before := a.h.Rails()[0].Tx(), f.Stats().Delivered
+	tx.SetBarred(true)
+	f.Run(150*time.Millisecond, nil)
+	left := f.Stats().Delivered
+	if left == before {
+		t.Error("what was on its way did not arrive")
+	}
+	f.Run(2*time.Second, nil)
+	if n := f.Stats().Delivered - left; n != 0 {
+		t.Errorf("%d chunks left without a route", n)
+	}
+	tx.SetBarred(false)
+	f.Run(5*time.Second, func() bool { return f.Stats().Delivered > left })
+	first := f.Now()
+	f.Run(first+100*time.Millisecond, nil)
+	if n := f.Stats().Delivered - left; n < 50 {
+		t.Errorf("%d chunks came in the 100 ms after the first", n)
+	}
+	s.stop = true
+}
+
 // TestTrace: a seed is a trace, and only that.
 func TestTrace(t *testing.T) {
 	run := func(seed uint64) (uint64, uint64) {

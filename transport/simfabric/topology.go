@@ -23,6 +23,7 @@ type Link struct {
 	loss      float64
 	deaf      bool // swallows everything and says nothing
 	down      bool // has no carrier
+	barred    bool // no route leads to it
 	busy      Time // until when it is occupied
 	bytes     uint64
 	deepest   int
@@ -50,13 +51,17 @@ func (l *Link) Overflows() uint64 { return l.overflows }
 // SetDeaf makes the link swallow everything, or carry again. Nobody is told.
 func (l *Link) SetDeaf(deaf bool) { l.deaf = deaf }
 
+// SetBarred takes the route away by which the host in front of the link sends, or gives it back. What is on its way arrives. Nobody is told, but
+// the host's own stack knows that what it kept was never sent.
+func (l *Link) SetBarred(barred bool) { l.barred = barred }
+
 // SetRate makes the link a share of what it claims to be.
 func (l *Link) SetRate(scale float64) { l.scale = max(scale, 1e-6) }
 
 // SetLoss sets the probability that a packet is lost.
 func (l *Link) SetLoss(p float64) { l.loss = p }
 
-func (l *Link) dead() bool { return l.deaf || l.down }
+func (l *Link) dead() bool { return l.deaf || l.down || l.barred }
 
 // carry takes n bytes whose first arrives at `first` and whose last at `tail`, and says when they leave the far end.
 func (l *Link) carry(f *Fabric, first, tail Time, n int) (Time, Time, bool) {
