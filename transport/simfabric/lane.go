@@ -613,7 +613,7 @@ func (e *end) acked(fl *flight, idx uint32, final bool) {
 	if e.dead || fl.ended {
 		return
 	}
-	if e.backoff > 0 && e.f.cfg.Resume > 0 && !e.unsent && !e.unsent {
+	if e.backoff > 0 && e.f.cfg.Resume > 0 && !e.unsent {
 		e.resume = e.f.now + e.f.cfg.Resume
 		e.local.host.After(e.f.cfg.Resume, e.pump)
 	}
@@ -723,12 +723,16 @@ func (e *end) timeout() {
 		e.out = slices.Delete(e.out, 0, 1)
 		e.bytes -= x.n
 		e.again = append(e.again, x)
-		e.halve()
+		if !e.unsent {
+			e.halve()
+		}
 		e.pump()
 		return
 	}
-	e.limit = max(e.window/2, 2*transfer.ChunkBytes)
-	e.window = transfer.ChunkBytes
+	if !e.unsent { // what never left says nothing of the network
+		e.limit = max(e.window/2, 2*transfer.ChunkBytes)
+		e.window = transfer.ChunkBytes
+	}
 	e.backoff = min(e.backoff+1, maxBackoff)
 	e.again = append(e.again, e.out...)
 	e.out, e.bytes = e.out[:0], 0
