@@ -411,4 +411,6 @@ class _Loop:
             out["sources"] = len(c._scheduler._sources)
             out["loading"] = len(c._scheduler._loading)
             out["loads"] = list(c._scheduler._loading)
+            out["waited_for"] = c._scheduler.waited_for
+            out["spare"] = list(c._scheduler._spare)
         return out

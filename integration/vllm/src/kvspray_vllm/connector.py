@@ -5,6 +5,7 @@ worker.py."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvspray_vllm import layout, shim
-from kvspray_vllm.meta import StepMeta
+from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -109,6 +110,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 logger,
                 vllm_config.parallel_config.tensor_parallel_size,
                 windows,
+                sync_block=self._sync_block(vllm_config) if resumes else 0,
             )
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
@@ -119,6 +121,22 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             alone = vllm_config.parallel_config.data_parallel_size == 1
             block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if resumes else 0
             self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0, block)
+
+    def _sync_block(self, vllm_config: VllmConfig) -> int:
+        """The bytes of a block over all layers, where a step may wait for a load; 0 where it may not. With several batches under way, vLLM has
+        scheduled the next step before it learns that one computed on what lacks, and delivers what that one makes of it."""
+        parallel = vllm_config.parallel_config
+        (group,) = self._kv_cache_config.kv_cache_groups
+        if (
+            not HAS_TRANSFER_RESULTS
+            or self._clears_blocks
+            or self._kv_transfer_config.kv_load_failure_policy != "recompute"
+            or vllm_config.max_concurrent_batches != 1
+            or parallel.world_size * parallel.data_parallel_size != 1
+            or hasattr(group.kv_cache_spec, "kv_cache_specs")
+        ):
+            return 0
+        return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
 
     # ---- worker: memory
 
@@ -203,6 +221,15 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             "identity": identity,
         }
         self._worker.set_flags(self._flag_of)
+        # Layers may share their tensor, which is copied once.
+        views = {t.data_ptr(): t.unflatten(0, (kv.num_blocks, -1)) for t in (kv_caches[name] for g in kv.kv_cache_groups for name in g.layer_names)}
+
+        def copy_blocks(src: Sequence[int], dst: Sequence[int]) -> None:
+            for view in views.values():
+                for a, b in zip(src, dst, strict=True):
+                    view[b].copy_(view[a])
+
+        self._worker.set_copy(copy_blocks)
         self._worker_client.register(regions, self._layout)
         logger.info(
             "kvspray: %d layers in %d group(s) and %d region(s), %s, %s", len(self._flag_of), len(groups), len(regions), groups[0]["strategy"],
@@ -264,10 +291,12 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return super().has_connector_metadata() and self._worker is not None and self._worker.signals
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Loads are asynchronous and began when the metadata was bound."""
+        """Loads began with the step. Those that this step computes on vLLM wants done now."""
+        assert self._worker is not None
+        self._worker.finish_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing waits: a request with a load is scheduled once all of it is there."""
+        """Nothing waits here: all of a load is there before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         assert self._worker is not None
@@ -302,7 +331,16 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
             )
 
+    def build_connector_worker_meta(self) -> Landed | None:
+        assert self._worker is not None
+        return self._worker.take_landed()
+
     # ---- scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.set_pool(kv_cache_manager.block_pool)
 
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
@@ -326,7 +364,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
-        self._scheduler.worker_said(connector_output.finished_sending or (), connector_output.finished_recving or ())
+        landed = connector_output.kv_connector_worker_meta
+        self._scheduler.worker_said(
+            connector_output.finished_sending or (), connector_output.finished_recving or (), landed if isinstance(landed, Landed) else None
+        )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

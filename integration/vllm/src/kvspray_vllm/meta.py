@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 Blocks = tuple[tuple[int, ...], ...]  # per cache group
 
@@ -42,6 +42,20 @@ class Expect:
     tokens: int
     skip: int
     blocks: Blocks
+    into: tuple[int, ...] = ()  # the engine computes on the load in this very step; from the last blocks, which are spare, it is copied to these
+
+
+@dataclass
+class Landed(KVConnectorWorkerMetadata):
+    """What the worker's side says of loads into spare blocks."""
+
+    answered: set[str] = field(default_factory=set)  # their step is over
+    failed: set[str] = field(default_factory=set)  # of those: what the step computed on was not there
+    over: set[str] = field(default_factory=set)  # nobody writes their spare blocks any more
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Landed:
+        assert isinstance(other, Landed)
+        return Landed(self.answered | other.answered, self.failed | other.failed, self.over & other.over)
 
 
 @dataclass

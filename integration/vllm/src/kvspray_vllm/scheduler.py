@@ -17,17 +17,24 @@ from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
 from kvspray_vllm.layout import backoff_of
-from kvspray_vllm.meta import Blocks, Expect, Gain, Intent, StepMeta
+from kvspray_vllm.meta import Blocks, Expect, Gain, Intent, Landed, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
 from kvspray_vllm.stats import KVSprayStats
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], bytes]
+
+# Loads of at most so many bytes may be waited for in the step that computes on them, by an engine that has nothing else to do.
+SYNC_BYTES = 256 << 10
+# For how long after one that did not come in time loads go the other way, on which nobody waits.
+SYNC_REST_S = 10.0
 
 DELIVERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
@@ -54,6 +61,8 @@ class Destination:
     ready: bool  # the prefill is done: nothing to ask
     asked: float  # when admission was asked for
     wait: float  # how long for, seconds
+    prefilled: bool = False  # all of it is there to be fetched
+    sync: bool = False  # waited for in the step that computes on it
 
 
 class SchedulerSide:
@@ -68,7 +77,9 @@ class SchedulerSide:
         tp_size: int = 1,
         windows: Sequence[int] = (),
         now: Callable[[], float] = time.monotonic,
+        sync_block: int = 0,
     ) -> None:
+        """sync_block: how many bytes a block has over all layers, where small loads may be waited for in the step that computes on them."""
         self._settings = settings
         self._client = client
         self._block_sizes = tuple(block_sizes)
@@ -87,10 +98,21 @@ class SchedulerSide:
         self._destinations: dict[str, Destination] = {}  # not allocated yet
         self._loading: set[str] = set()
         self._stats = KVSprayStats()
+        self._live: set[str] = set()
+        self._sync_block = sync_block
+        self._sync_from = 0.0
+        self._pool: BlockPool | None = None
+        self.waited_for = 0  # loads, so far, in the step that computes on them
+        self._spare: dict[str, list[KVCacheBlock]] = {}  # what a load is written to that the engine waits for in a step
+        self._computing: dict[str, tuple[int, ...]] = {}  # the blocks of such requests that the load is for, while nothing is known of the step
+
+    def set_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
 
     # ---- requests arrive
 
     def on_new_request(self, request: Request) -> None:
+        self._live.add(request.request_id)
         given = request.kv_transfer_params
         if not given:
             return
@@ -136,7 +158,7 @@ class SchedulerSide:
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
         wait = 0.0 if ready else self._settings.admission_s or self._client.partner_s
-        dest = Destination(asked.xfer, self._key_hash(request), asked.peer, self._moved(tokens), ready, self._now(), wait)
+        dest = Destination(asked.xfer, self._key_hash(request), asked.peer, self._moved(tokens), ready, self._now(), wait, ready)
         if not ready:
             try:
                 self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
@@ -178,6 +200,8 @@ class SchedulerSide:
             self._serve_alone(request, "no_sidecar", "the sidecar went away")
             return 0, False
         if dest.ready:
+            if self._waits_for(request, dest, computed):
+                return min(dest.tokens, request.num_prompt_tokens - 1) - computed, False
             return missing, True
         answer = self._client.admission(dest.xfer, dest.hash)
         if answer is not None and answer.state == "admitted":
@@ -192,6 +216,23 @@ class SchedulerSide:
         # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
         return None, False
 
+    def _waits_for(self, request: Request, dest: Destination, computed: int) -> bool:
+        """Whether the step that computes on this load may wait for it. vLLM computes in the blocks of a synchronous load as soon as that is said to have
+        failed, whoever may still write them. So it lands in others, which are ours until it is over; what lacks is known within a bound."""
+        dest.sync = False
+        if not dest.prefilled or not self._sync_block or self._pool is None or self._spare or len(self._live) != 1 or self._now() < self._sync_from:
+            return False
+        size = self._block_sizes[0]
+        all_of_it = -(-request.num_prompt_tokens // size)
+        moves = -(-dest.tokens // size) - computed // size
+        dest.sync = (
+            computed % size == 0
+            and computed < min(dest.tokens, request.num_prompt_tokens - 1)
+            and moves * self._sync_block <= SYNC_BYTES
+            and self._pool.get_num_free_blocks() > 2 * all_of_it
+        )
+        return dest.sync
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
         dest = self._destinations.pop(request.request_id, None)
         if dest is None:
@@ -202,6 +243,17 @@ class SchedulerSide:
         if external <= 0:
             return
         table = self._cut(blocks.get_block_ids(), dest.tokens)
+        if dest.sync:
+            assert self._pool is not None
+            self.waited_for += 1
+            skip = min(dest.tokens, request.num_prompt_tokens - 1) - external
+            there, own = table[0][: skip // self._block_sizes[0]], table[0][skip // self._block_sizes[0] :]
+            spare = self._spare[request.request_id] = self._pool.get_new_blocks(len(own))
+            self._computing[request.request_id] = own
+            self._meta.expects.append(
+                Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, skip, (there + tuple(b.block_id for b in spare),), own)
+            )
+            return
         self._meta.expects.append(
             Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.tokens - external, table)
         )
@@ -265,11 +317,27 @@ class SchedulerSide:
             tuple(group[: -(-tokens // size)]) for group, size in zip(table, self._block_sizes, strict=True)
         )
 
-    def worker_said(self, sent: Iterable[str], received: Iterable[str]) -> None:
+    def worker_said(self, sent: Iterable[str], received: Iterable[str], landed: Landed | None = None) -> None:
         for req in sent:
             self._sources.pop(req, None)
         for req in received:
             self._loading.discard(req)
+        if landed is None:
+            return
+        for req in landed.answered:
+            own = self._computing.pop(req, ())
+            if req in landed.failed:
+                self._sync_from = self._now() + SYNC_REST_S
+                self._forget(own)
+        for req in landed.over:
+            spare = self._spare.pop(req, None)
+            if spare is not None and self._pool is not None:
+                self._pool.free_blocks(spare)
+
+    def _forget(self, blocks: tuple[int, ...]) -> None:
+        """vLLM has put these into its prefix cache when it allocated them, and would give them to others although they were not loaded."""
+        if self._pool is not None and blocks:
+            self._pool.evict_blocks(set(blocks))
 
     # ---- requests end
 
@@ -277,6 +345,8 @@ class SchedulerSide:
         req = request.request_id
         self._destinations.pop(req, None)
         self._pending.pop(req, None)
+        self._live.discard(req)
+        self._forget(self._computing.pop(req, ()))
         if req in self._loading:
             # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
             self._meta.cancels.append((req, "request finished: " + request.status.name))
@@ -312,7 +382,7 @@ class SchedulerSide:
         }
 
     def pending_push_work(self) -> bool:
-        return any(source.finished for source in self._sources.values())
+        return bool(self._spare) or any(source.finished for source in self._sources.values())
 
     def take_stats(self) -> KVSprayStats | None:
         if self._stats.is_empty():

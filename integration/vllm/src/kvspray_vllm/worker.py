@@ -7,16 +7,23 @@ Everything runs on the worker's one thread. The leases themselves are owned by t
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvspray_vllm import shim
-from kvspray_vllm.meta import Expect, StepMeta
+from kvspray_vllm.meta import Expect, Landed, StepMeta
 from kvspray_vllm.stats import KVSprayStats
 
 # How long a step in which the engine computes nothing waits for a load. vLLM sleeps a millisecond after each such step; the end
 # of a load that came during the sleep would wait for it and for the next empty step. A new request waits this long at most.
 # Not where the engine is one of several data parallel ranks in step: the others compute, and wait for this one's dummy batch.
 LOAD_WAIT_S = 0.002
+# How long a step waits for a load that it computes on. A small one takes a millisecond; one that does not come is computed here. Requests
+# that arrive meanwhile wait as long.
+SYNC_WAIT_S = 0.25
+
+CopyFn = Callable[[Sequence[int], Sequence[int]], None]
 
 
 @dataclass
@@ -37,6 +44,7 @@ class _Source:
 class _Load:
     expect: Expect
     cancelled: bool = False
+    given_up: bool = False  # the step that waited for it went on without
     outdated: bool = False  # what has come means nothing to the engine any more
 
     def usable(self, lacks: int, block: int) -> int:
@@ -68,6 +76,13 @@ class WorkerSide:
         self._idle = False
         self._preempted: StepMeta | None = None
         self._begun: StepMeta | None = None
+        self._copy: CopyFn | None = None
+        self._awaited: list[str] = []  # loads that this step computes on
+        self._landed = Landed()
+
+    def set_copy(self, copy: CopyFn) -> None:
+        """Copies blocks of the cache to others."""
+        self._copy = copy
 
     def set_flags(self, flags: dict[str, int]) -> None:
         """Which flag says that a layer is complete, by the layer's name."""
@@ -136,6 +151,8 @@ class WorkerSide:
 
     def _expect(self, expect: Expect) -> None:
         self._loads[expect.req] = _Load(expect)
+        if expect.into:
+            self._awaited.append(expect.req)
         try:
             lease = self._client.expect(
                 expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req
@@ -157,6 +174,27 @@ class WorkerSide:
         source = self._sources.get(req)
         if source is not None and source.lease is not None:
             self._client.cancel(source.lease, reason)
+
+    def finish_loads(self) -> None:
+        """Before the forward pass: what it computes on is there afterwards, or will be said to lack."""
+        awaited, self._awaited = self._awaited, []
+        end = time.monotonic() + SYNC_WAIT_S
+        for req in awaited:
+            while req in self._load_leases and (left := end - time.monotonic()) > 0:
+                self._client.wait(left)
+                self._drain()
+            if req in self._load_leases:
+                load = self._loads[req]
+                load.given_up = True
+                self._client.cancel(self._load_leases[req], f"not there within {SYNC_WAIT_S} s")
+                self._lacks(load.expect, f"not there within {SYNC_WAIT_S} s")
+        self._landed.answered.update(awaited)
+
+    def _lacks(self, expect: Expect, why: str) -> None:
+        """Its spare blocks stay as they are until the load is over. Those of the request were touched by nobody, so vLLM may compute in them at once."""
+        self._landed.failed.add(expect.req)
+        self._results.bad_blocks.update(expect.into)
+        self._log.warning("kvspray: request %s is recomputed from token %d of %d: %s", expect.req, expect.skip, expect.tokens, why)
 
     @property
     def signals(self) -> bool:
@@ -187,6 +225,18 @@ class WorkerSide:
     def collect(self) -> Results:
         if self._idle and self._load_leases and self._load_wait_s > 0 and not self._results.received:
             self._client.wait(self._load_wait_s)
+        self._drain()
+        # vLLM frees the blocks of what is reported here, and knows only requests that it has told to be finished.
+        for req in list(self._released):
+            source = self._sources.get(req)
+            if source is None or source.lease is None:
+                self._released.discard(req)
+                self._sources.pop(req, None)
+                self._results.sent.add(req)
+        out, self._results = self._results, Results()
+        return out
+
+    def _drain(self) -> None:
         for end in self._client.poll():
             req = self._by_lease.pop(end.lease, None)
             if req is None:
@@ -201,23 +251,34 @@ class WorkerSide:
                     source.lease = None
                 if end.status != shim.OK:
                     self._log.info("kvspray: request %s was not delivered: %s (%s)", req, shim.status_name(end.status), end.reason)
-        # vLLM frees the blocks of what is reported here, and knows only requests that it has told to be finished.
-        for req in list(self._released):
-            source = self._sources.get(req)
-            if source is None or source.lease is None:
-                self._released.discard(req)
-                self._sources.pop(req, None)
-                self._results.sent.add(req)
-        out, self._results = self._results, Results()
+
+    def take_landed(self) -> Landed | None:
+        if not (self._landed.answered or self._landed.over):
+            return None
+        out, self._landed = self._landed, Landed()
         return out
 
     def _loaded(self, req: str, end: shim.Ended) -> None:
         load = self._loads.pop(req)
+        if load.expect.into:
+            self._loaded_spare(load, end)
+            return
         self._results.received.add(req)
         recomputed = 0
         if end.status != shim.OK and not load.cancelled:
             recomputed = self._failed(req, load, end)
         self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, recomputed)
+
+    def _loaded_spare(self, load: _Load, end: shim.Ended) -> None:
+        expect = load.expect
+        good = end.status == shim.OK and not load.given_up and self._copy is not None
+        if good:
+            assert self._copy is not None
+            self._copy(expect.blocks[0][-len(expect.into) :], expect.into)
+        elif not load.given_up:
+            self._lacks(expect, f"{shim.status_name(end.status)} ({end.reason})")
+        self._landed.over.add(expect.req)
+        self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, 0 if good else expect.tokens - expect.skip)
 
     def _failed(self, req: str, load: _Load, end: shim.Ended) -> int:
         """Returns how many tokens the engine has to compute."""
