@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own memory pools, made and filled by its own code on a CPU, moved by real sidecars, and compared with what its code would
-have written there. Device pools (K and V apart, MLA, the indexer of DSA, the state slots of linear attention) and the layouts of its
-host pools, each against others, with other page sizes and other tensor parallelism.
+have written there. Device pools (K and V apart, in bf16 and fp8, MLA, the indexer of DSA, the state slots of linear attention) and
+the layouts of its host pools, each against others, with other page sizes and other tensor parallelism.
+
+Device pools are written and read by their own methods. Between a host pool and a device SGLang copies with CUDA kernels alone; host pools are
+written through what their own code makes of the buffer: its views of each layer, and pages taken and put back where it makes no such views.
 
 Its environment is 2.7 GB and takes minutes to fetch (test/rig/env.py --sglang), so these tests have a target of their own: make
 test-sglang. Triton's kernels run in its interpreter.
@@ -70,6 +73,10 @@ class Kind:
         return f"{self.pool}-{self.layout}-{self.page}-tp{self.tp}"
 
     @property
+    def dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.pool == "mha8" else torch.bfloat16
+
+    @property
     def blocks(self) -> int:
         return self.tokens // self.page
 
@@ -87,7 +94,7 @@ def device_mha(kind: Kind, heads: int) -> Any:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     return MHATokenToKVPool(
-        size=TOKENS, page_size=kind.page, dtype=torch.bfloat16, head_num=heads, head_dim=DIM, layer_num=LAYERS, device="cpu",
+        size=TOKENS, page_size=kind.page, dtype=kind.dtype, head_num=heads, head_dim=DIM, layer_num=LAYERS, device="cpu",
         enable_memory_saver=False, enable_alt_stream=False,
     )  # fmt: skip
 
@@ -114,7 +121,7 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
     params = {"kv_heads": HEADS, "tp_rank": rank, "tp_size": kind.tp}
     heads = max(1, HEADS // kind.tp)
     first = rank * HEADS // kind.tp
-    token = heads * DIM * 2
+    token = heads * DIM * kind.dtype.itemsize
 
     def kv(content: Content, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         own = content[i][:, first : first + heads]
@@ -123,7 +130,7 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
     def latent(content: Content, i: int) -> torch.Tensor:
         return content[i].reshape(content.shape[1], 1, -1)[:, :, : LATENT + ROPE].contiguous()
 
-    if kind.layout == "device" and kind.pool == "mha":
+    if kind.layout == "device" and kind.pool in ("mha", "mha8"):
         pool = device_mha(kind, heads)
         tensors = [*pool.k_buffer, *pool.v_buffer]
         groups = [
@@ -134,7 +141,7 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
 
         def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
             for i in range(LAYERS):
-                pool.set_kv_buffer(None, loc, *kv(content, i), layer_id_override=i)
+                pool.set_kv_buffer(Layer(i), loc, *kv(content, i), layer_id_override=i)
 
         return tensors, groups, fill
     if kind.layout == "device" and kind.pool == "mla":
@@ -147,10 +154,10 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
                 pool.set_kv_buffer(None, loc, latent(content, i), None, layer_id_override=i)
 
         return list(pool.kv_buffer), groups, fill
-    if kind.pool == "dsa":
+    if kind.pool == "keys":
         from sglang.kernels.ops.kvcache import dsa_index_k_cache as index
 
-        # The pool asks for pages of 64; this is the buffer that it makes, and the kernel that it writes with.
+        # Pools have pages of 64. Of pages of several of these this is the buffer that a pool would make, and the kernel that it writes with.
         tensors = [torch.zeros(kind.blocks * kind.page // 64, 64 * 132, dtype=torch.uint8) for _ in range(LAYERS)]
         page = kind.page * 132
         groups = [group(kind.page, "dsa_indexer", {"kernel_tokens": 64}, kind.blocks, [layer(i, "", i, 0, page, page, i) for i in range(LAYERS)])]
@@ -162,8 +169,8 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
                 index._set_k_and_s_triton(buf=tensors[i], loc=loc, index_k=keys, index_k_scale=scales, page_size=64)
 
         return tensors, groups, fill
-    # Host pools. Their index is what their layout's name says.
-    if kind.pool == "mha":
+    # Host pools.
+    if kind.pool in ("mha", "mha8"):
         from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost as Host
 
         extra: dict[str, Any] = {}
@@ -181,14 +188,14 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
     buf = host.kv_buffer
     size = host.size
     blocks = size // kind.page
-    if kind.pool == "mha":
-        half = buf[0].numel() * 2
+    if kind.pool in ("mha", "mha8"):
+        half = buf[0].numel() * kind.dtype.itemsize
         # (base of a layer, bytes from page to page)
         base, stride = {
             "layer_first": (size * token, kind.page * token),
             "page_first": (token, kind.page * LAYERS * token),
             "page_first_direct": (kind.page * token, kind.page * LAYERS * token),
-            "page_head": (DIM * 2, kind.page * LAYERS * token),
+            "page_head": (DIM * kind.dtype.itemsize, kind.page * LAYERS * token),
         }[kind.layout]
         page = 2 * kind.page * token
         groups = [
@@ -197,20 +204,19 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
         ]  # fmt: skip
 
         def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
+            if kind.layout == "page_head":
+                # Only pages can be taken from it and put back: [K and V, 1, head, token, layer, dim].
+                for first in {int(n) // kind.page * kind.page for n in loc}:
+                    own = host.get_data_page(first, flat=False).clone()
+                    here = (loc >= first) & (loc < first + kind.page)
+                    for i in range(LAYERS):
+                        for x, values in enumerate(kv(content, i)):
+                            own[x, 0, :, loc[here] - first, i] = values[here].to(kind.dtype).view(buf.dtype).transpose(0, 1)
+                    host.set_from_flat_data_page(first, own.flatten())
+                return
             for i in range(LAYERS):
-                for x, own in enumerate(kv(content, i)):
-                    at = {
-                        "layer_first": lambda x=x, i=i: buf[x, i, :],
-                        "page_first": lambda x=x, i=i: buf[x, :, i],
-                        "page_first_direct": lambda x=x, i=i: buf[x, :, i],
-                        "page_head": lambda x=x, i=i: buf[x, :, :, :, i],
-                    }[kind.layout]()
-                    if kind.layout == "page_head":
-                        at[loc // kind.page, :, loc % kind.page] = own
-                    elif kind.layout == "page_first_direct":
-                        at[loc // kind.page, loc % kind.page] = own
-                    else:
-                        at[loc] = own
+                for view, own in zip((host.k_data_refs[i], host.v_data_refs[i]), kv(content, i), strict=True):
+                    put(view, loc, kind.page, own.to(kind.dtype).view(buf.dtype))
 
         return [buf], groups, fill
     row = (LATENT + ROPE) * 2
@@ -222,15 +228,34 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
     groups = [group(kind.page, "mla", more, blocks, [layer(i, "", 0, i * base, stride, kind.page * row, i) for i in range(LAYERS)])]
 
     def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
+        if kind.layout == "page_first_direct":
+            # Only pages can be taken from it and put back: [1, layer, token, 1, dim].
+            for first in {int(n) // kind.page * kind.page for n in loc}:
+                own = host.get_data_page(first, flat=False).clone()
+                here = (loc >= first) & (loc < first + kind.page)
+                for i in range(LAYERS):
+                    own[0, i, loc[here] - first] = latent(content, i)[here]
+                host.set_from_flat_data_page(first, own.flatten())
+            return
         for i in range(LAYERS):
-            if kind.layout == "layer_first":
-                buf[i, loc] = latent(content, i)
-            elif kind.layout == "page_first":
-                buf[loc, i] = latent(content, i)
-            else:
-                buf[loc // kind.page, i, loc % kind.page] = latent(content, i)
+            host.data_refs[i][loc] = latent(content, i)
 
     return [buf], groups, fill
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """What pools ask of an attention layer."""
+
+    layer_id: int
+
+
+def put(view: torch.Tensor, loc: torch.Tensor, page: int, values: torch.Tensor) -> None:
+    """Writes tokens through a host pool's own view of a layer, which counts slots, or pages and slots in them."""
+    if view.dim() == values.dim():
+        view[loc] = values
+    else:
+        view[loc // page, loc % page] = values
 
 
 @dataclasses.dataclass
@@ -247,7 +272,7 @@ def make(sidecar: rig.Sidecar, kind: Kind, name: str) -> Engine:
         tensors, groups, fill = build(kind, rank)
         layers = sum(len(g["layers"]) for g in groups)
         r = owner(sidecar, name, rank, kind.tp, layers, tensors)
-        register(r, "bfloat16", groups)
+        register(r, str(kind.dtype).removeprefix("torch."), groups)
         out.ranks.append(r)
         out.fills.append(fill)
         out.groups, out.blocks = len(groups), groups[0]["num_blocks"]
@@ -296,9 +321,17 @@ def test_latents(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) 
     check(sidecars, pk, dk)
 
 
+MHA8 = [Kind("mha8", 16), Kind("mha8", 64, 2), Kind("mha8", 32, 4), *(Kind("mha8", 16, 1, x) for x in HOST)]
+
+
+@pytest.mark.parametrize(("pk", "dk"), pairs(MHA8), ids=str)
+def test_k_and_v_in_fp8(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None:
+    check(sidecars, pk, dk)
+
+
 @pytest.mark.parametrize(("pn", "dn"), [(64, 64), (64, 128), (128, 64)])
 def test_keys_of_the_indexer(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, dn: int) -> None:
-    check(sidecars, Kind("dsa", pn), Kind("dsa", dn))
+    check(sidecars, Kind("keys", pn), Kind("keys", dn))
 
 
 K_HEADS, V_HEADS, K_DIM, V_DIM, KERNEL = 2, 4, 8, 16, 4
