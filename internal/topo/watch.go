@@ -133,8 +133,10 @@ func (k *kernel) links() ([]Link, error) {
 	for _, l := range list {
 		a := l.Attrs()
 		x := Link{Name: a.Name, Index: a.Index, Kind: Kind(l.Type()), MTU: a.MTU, Admin: a.Flags&net.FlagUp != 0, Master: a.MasterIndex, Addrs: byIndex[a.Index]}
-		// The loopback interface and others without a carrier of their own have operstate unknown while they work.
-		x.Link = x.Admin && a.RawFlags&unix.IFF_LOWER_UP != 0 && (a.OperState == netlink.OperUp || a.OperState == netlink.OperUnknown)
+		// The carrier, and not the operational state: that follows it by up to a second where a link has just been brought up (linkwatch, in
+		// the kernel's net/core), while packets pass. Only the states that the carrier says nothing of count.
+		x.Link = x.Admin && a.RawFlags&unix.IFF_LOWER_UP != 0 && a.RawFlags&unix.IFF_DORMANT == 0 &&
+			a.OperState != netlink.OperTesting && a.OperState != netlink.OperDormant && a.OperState != netlink.OperNotPresent
 		if a.Flags&net.FlagLoopback != 0 {
 			x.Kind = Loopback
 		}
