@@ -42,3 +42,21 @@ SCRIPT = textwrap.dedent(
 def test_transfer_results_are_detected() -> None:
     done = subprocess.run([sys.executable, "-c", "import sys\n" + SCRIPT], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and done.stdout.endswith("ok\n"), done.stderr[-4000:]
+
+
+OLDEST = textwrap.dedent(
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    del base.KVConnectorWorkerMetadata
+    from kvspray_vllm import connector, meta
+
+    assert meta.Landed(over={"r"}).over == {"r"}
+    print("ok")
+    """
+)
+
+
+def test_an_engine_whose_workers_say_nothing_of_their_own_loads_the_connector() -> None:
+    done = subprocess.run([sys.executable, "-c", OLDEST], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("ok\n"), done.stderr[-4000:]

@@ -317,6 +317,58 @@ def test_an_abort_in_the_step_leaves_nothing_in_the_prefix_cache(w: Waiting) -> 
     assert len(w.pool.free) == 100
 
 
+@pytest.mark.parametrize("came", [True, False])
+def test_a_request_that_ends_with_the_token_of_that_step_leaves_what_came_in_the_prefix_cache(w: Waiting, came: bool) -> None:
+    meta = w.load()
+    if came:
+        arrives(w)
+    else:
+        w.worker_shim.down = True
+    w.worker.begin(meta)
+    w.worker.finish_loads()
+    done = w.worker.collect()
+    assert w.finish("d") == (False, None)  # vLLM takes the tokens before it hands on what the worker says
+    w.scheduler.worker_said(done.sent, done.received, w.worker.take_landed())
+    assert w.pool.evicted == (set() if came else {1, 2, 3}) and len(w.pool.free) == 100
+
+
+def test_what_cannot_be_copied_lacks_and_ends_no_engine(w: Waiting) -> None:
+    def fails(src: Any, dst: Any) -> None:
+        raise RuntimeError("no")
+
+    w.worker.set_copy(fails)
+    arrives(w)
+    done = w.run(w.load())
+    assert done.bad_blocks == {1, 2, 3} and w.pool.evicted == {1, 2, 3} and len(w.pool.free) == 100
+
+
+def test_the_end_of_a_load_that_was_given_up_is_not_that_of_a_later_one_of_the_same_name(w: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("kvspray_vllm.worker.time.monotonic", lambda: clock[0])
+
+    def wait(seconds: float) -> None:
+        clock[0] += seconds
+
+    w.worker_shim.wait = wait  # type: ignore[method-assign]
+    w.run(w.load())
+    w.finish("d", "FINISHED_ABORTED")  # vLLM is done with it; its spare blocks are not free yet
+    r = w.add("d", 40, prefill_first())
+    assert w.scheduler.matched(r, 0) == (40, True)
+    w.scheduler.allocated(r, SimpleNamespace(get_block_ids=lambda: (w.tables["d"],)), 40)  # type: ignore[arg-type]
+    w.step()
+    w.worker_shim.end(1, received=True)
+    assert w.step().received == set() and len(w.pool.free) == 100
+    w.worker_shim.end(2, received=True)
+    assert w.step().received == {"d"}
+
+
+def test_a_pool_that_is_made_otherwise_is_left_alone(w: Waiting) -> None:
+    w.scheduler._pool = None
+    for pool in (None, SimpleNamespace(get_num_free_blocks=lambda: 100, get_new_blocks=lambda n: [])):
+        w.scheduler.set_pool(pool)  # type: ignore[arg-type]
+        assert w.scheduler.matched(w.add("d", 40, prefill_first()), 0) == (40, True)
+
+
 def test_after_a_load_that_failed_others_are_not_waited_for_for_a_while(w: Waiting) -> None:
     arrives(w, shim.FAILED)
     w.run(w.load())

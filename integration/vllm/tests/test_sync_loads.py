@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the installed vLLM's own scheduler does with a synchronous load that fails: tokens of which a connector says that they come from elsewhere
 within the very step that computes on them. Each test is a reason why such a load is written to spare blocks, why what lacks is taken out of the
-prefix cache, and why there is none with async scheduling (docs/design.md). Should one fail with a later vLLM, that reason is gone.
+prefix cache, and why there is none with async scheduling or vLLM's second model runner (docs/design.md). Should one fail with a later vLLM, that reason is gone.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -26,6 +27,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from kvspray_vllm import KVSprayConnector, connector
 
 BLOCK, PROMPT, TOKEN, GARBAGE = 32, 100, 7, 666
 MODEL = {
@@ -147,3 +150,48 @@ def test_with_async_scheduling_a_token_made_of_it_is_delivered(make: Any) -> Non
     computed(s, step, TOKEN, lacking=set(blocks(s, "first")))
     computed(s, following, GARBAGE)
     assert list(r.output_token_ids) == [GARBAGE]
+
+
+def test_the_second_model_runner_goes_on_behind_what_was_not_loaded() -> None:
+    """It computes positions from a count on the device, to which each step adds. That vLLM has taken tokens back is written to its mirror only."""
+    runner = pytest.importorskip("vllm.v1.worker.gpu.model_runner").GPUModelRunner
+    written: list[Any] = []
+    device = SimpleNamespace(stage_write_elem=lambda *a: written.append(a), stage_write=lambda *a: written.append(a), gpu=torch.tensor([PROMPT]))
+    states = SimpleNamespace(
+        num_computed_tokens=device, num_computed_tokens_np=np.array([PROMPT]), req_id_to_index={"first": 0},
+        prefill_len=SimpleNamespace(np=np.array([PROMPT])), num_computed_prefill_tokens=np.array([PROMPT]),
+    )  # fmt: skip
+    step = SimpleNamespace(
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["first"], num_computed_tokens=[0], new_block_ids=[None]), new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
+    )  # fmt: skip
+    runner.update_requests(SimpleNamespace(req_states=states), step)
+    assert states.num_computed_tokens_np[0] == 0 and device.gpu[0] == PROMPT and not written
+
+
+class Old:
+    """A base class that has nothing to say that spare blocks are free."""
+
+
+@pytest.mark.parametrize(
+    "why", ["", "runner", "runner unknown", "async", "unknown", "ranks", "dp", "fail", "clears", "layers", "results", "old"]
+)
+def test_which_engines_wait(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    c = object.__new__(KVSprayConnector)
+    spec = SimpleNamespace(page_size_bytes=1000, **({"kv_cache_specs": {}} if why == "layers" else {}))
+    c._kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["l0", "l1"])])  # type: ignore[assignment]
+    c._clears_blocks = why == "clears"
+    c._kv_transfer_config = SimpleNamespace(kv_load_failure_policy="fail" if why == "fail" else "recompute")  # type: ignore[assignment]
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=2 if why == "ranks" else 1, data_parallel_size=2 if why == "dp" else 1),
+        use_v2_model_runner=why == "runner", max_concurrent_batches=2 if why == "async" else 1,
+    )  # fmt: skip
+    if why == "runner unknown":
+        del config.use_v2_model_runner
+    if why == "unknown":
+        del config.max_concurrent_batches
+    if why == "results":
+        monkeypatch.setattr(connector, "HAS_TRANSFER_RESULTS", False)
+    if why == "old":
+        monkeypatch.setattr(connector, "KVConnectorBase_V1", Old)
+    assert c._sync_block(config) == (0 if why else 2000)  # type: ignore[arg-type]

@@ -124,14 +124,18 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _sync_block(self, vllm_config: VllmConfig) -> int:
         """The bytes of a block over all layers, where a step may wait for a load; 0 where it may not. With several batches under way, vLLM has
-        scheduled the next step before it learns that one computed on what lacks, and delivers what that one makes of it."""
+        scheduled the next step before it learns that one computed on what lacks, and delivers what that one makes of it. Its second model runner
+        keeps on the device how far a request is computed, and does not take that back where a load failed: it would compute the prompt again at
+        the positions behind it. What an engine does not say of itself counts as a no."""
         parallel = vllm_config.parallel_config
         (group,) = self._kv_cache_config.kv_cache_groups
         if (
             not HAS_TRANSFER_RESULTS
             or self._clears_blocks
             or self._kv_transfer_config.kv_load_failure_policy != "recompute"
-            or vllm_config.max_concurrent_batches != 1
+            or not hasattr(KVConnectorBase_V1, "build_connector_worker_meta")  # nobody would hear that spare blocks are free
+            or getattr(vllm_config, "use_v2_model_runner", True)
+            or getattr(vllm_config, "max_concurrent_batches", 0) != 1
             or parallel.world_size * parallel.data_parallel_size != 1
             or hasattr(group.kv_cache_spec, "kv_cache_specs")
         ):
@@ -340,7 +344,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.set_pool(kv_cache_manager.block_pool)
+            self._scheduler.set_pool(getattr(kv_cache_manager, "block_pool", None))
 
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None

@@ -4,8 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata as _WorkerMetadata
+else:
+    _WorkerMetadata = getattr(base, "KVConnectorWorkerMetadata", object)  # older engines carry nothing of that kind, and are not waited in
 
 Blocks = tuple[tuple[int, ...], ...]  # per cache group
 
@@ -46,14 +53,14 @@ class Expect:
 
 
 @dataclass
-class Landed(KVConnectorWorkerMetadata):
+class Landed(_WorkerMetadata):
     """What the worker's side says of loads into spare blocks."""
 
     answered: set[str] = field(default_factory=set)  # their step is over
     failed: set[str] = field(default_factory=set)  # of those: what the step computed on was not there
     over: set[str] = field(default_factory=set)  # nobody writes their spare blocks any more
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Landed:
+    def aggregate(self, other: _WorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
         return Landed(self.answered | other.answered, self.failed | other.failed, self.over & other.over)
 

@@ -106,8 +106,10 @@ class SchedulerSide:
         self._spare: dict[str, list[KVCacheBlock]] = {}  # what a load is written to that the engine waits for in a step
         self._computing: dict[str, tuple[int, ...]] = {}  # the blocks of such requests that the load is for, while nothing is known of the step
 
-    def set_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def set_pool(self, pool: BlockPool | None) -> None:
+        """What spare blocks come from. It is no part of vLLM's interface for connectors: of one that is made otherwise nothing is taken."""
+        if all(callable(getattr(pool, name, None)) for name in ("get_num_free_blocks", "get_new_blocks", "free_blocks", "evict_blocks")):
+            self._pool = pool
 
     # ---- requests arrive
 
@@ -346,7 +348,9 @@ class SchedulerSide:
         self._destinations.pop(req, None)
         self._pending.pop(req, None)
         self._live.discard(req)
-        self._forget(self._computing.pop(req, ()))
+        if request.status.name not in DELIVERED:
+            self._forget(self._computing.pop(req, ()))
+        # Where a request ends with the first token, vLLM says so before it hands on what the worker says, which decides then: what came stays cached.
         if req in self._loading:
             # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
             self._meta.cancels.append((req, "request finished: " + request.status.name))

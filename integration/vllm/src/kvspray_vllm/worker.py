@@ -44,7 +44,6 @@ class _Source:
 class _Load:
     expect: Expect
     cancelled: bool = False
-    given_up: bool = False  # the step that waited for it went on without
     outdated: bool = False  # what has come means nothing to the engine any more
 
     def usable(self, lacks: int, block: int) -> int:
@@ -78,6 +77,7 @@ class WorkerSide:
         self._begun: StepMeta | None = None
         self._copy: CopyFn | None = None
         self._awaited: list[str] = []  # loads that this step computes on
+        self._late: dict[int, Expect] = {}  # by lease: those for which a step waited in vain. The engine knows nothing of them, and may use the name again
         self._landed = Landed()
 
     def set_copy(self, copy: CopyFn) -> None:
@@ -184,10 +184,11 @@ class WorkerSide:
                 self._client.wait(left)
                 self._drain()
             if req in self._load_leases:
-                load = self._loads[req]
-                load.given_up = True
-                self._client.cancel(self._load_leases[req], f"not there within {SYNC_WAIT_S} s")
-                self._lacks(load.expect, f"not there within {SYNC_WAIT_S} s")
+                lease = self._load_leases.pop(req)
+                expect = self._late[lease] = self._loads.pop(req).expect
+                del self._by_lease[lease]
+                self._client.cancel(lease, f"not there within {SYNC_WAIT_S} s")
+                self._lacks(expect, f"not there within {SYNC_WAIT_S} s")
         self._landed.answered.update(awaited)
 
     def _lacks(self, expect: Expect, why: str) -> None:
@@ -238,6 +239,10 @@ class WorkerSide:
 
     def _drain(self) -> None:
         for end in self._client.poll():
+            late = self._late.pop(end.lease, None)
+            if late is not None:
+                self._spare_over(late, end, False)
+                continue
             req = self._by_lease.pop(end.lease, None)
             if req is None:
                 continue
@@ -261,7 +266,7 @@ class WorkerSide:
     def _loaded(self, req: str, end: shim.Ended) -> None:
         load = self._loads.pop(req)
         if load.expect.into:
-            self._loaded_spare(load, end)
+            self._loaded_spare(load.expect, end)
             return
         self._results.received.add(req)
         recomputed = 0
@@ -269,14 +274,23 @@ class WorkerSide:
             recomputed = self._failed(req, load, end)
         self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, recomputed)
 
-    def _loaded_spare(self, load: _Load, end: shim.Ended) -> None:
-        expect = load.expect
-        good = end.status == shim.OK and not load.given_up and self._copy is not None
-        if good:
-            assert self._copy is not None
-            self._copy(expect.blocks[0][-len(expect.into) :], expect.into)
-        elif not load.given_up:
+    def _loaded_spare(self, expect: Expect, end: shim.Ended) -> None:
+        good = end.status == shim.OK and self._copied(expect)
+        if not good:
             self._lacks(expect, f"{shim.status_name(end.status)} ({end.reason})")
+        self._spare_over(expect, end, good)
+
+    def _copied(self, expect: Expect) -> bool:
+        if self._copy is None:
+            return False
+        try:
+            self._copy(expect.blocks[0][-len(expect.into) :], expect.into)
+        except Exception:  # nothing that comes with a load ends the engine core
+            self._log.exception("kvspray: request %s: what came for it cannot be copied", expect.req)
+            return False
+        return True
+
+    def _spare_over(self, expect: Expect, end: shim.Ended, good: bool) -> None:
         self._landed.over.add(expect.req)
         self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, 0 if good else expect.tokens - expect.skip)
 
