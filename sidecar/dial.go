@@ -177,6 +177,16 @@ func (d *dialer) boots() []transfer.Boot {
 	return slices.SortedFunc(maps.Keys(d.peers), func(a, b transfer.Boot) int { return bytes.Compare(a[:], b[:]) })
 }
 
+// railsOf is what a peer said of its rails last; never changed in place.
+func (d *dialer) railsOf(boot transfer.Boot) []*peerv1.Rail {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if r := d.peers[boot]; r != nil {
+		return r.rails
+	}
+	return nil
+}
+
 func (d *dialer) reconcileAll() {
 	for _, boot := range d.boots() {
 		d.reconcile(boot)

@@ -280,6 +280,7 @@ func (n *Node) railsChanged(before, after []rail) {
 			n.peers.LinkDown(addrOf(r.Address).AsSlice())
 		} else {
 			n.log.Info("rail up", "rail", r.Name, "interface", r.nic)
+			n.greet(r)
 		}
 	}
 	if err := n.peers.SetControl(n.d.ctx, n.controlAddresses()); err != nil && !errors.Is(err, net.ErrClosed) {

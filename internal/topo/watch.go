@@ -132,11 +132,16 @@ func (k *kernel) links() ([]Link, error) {
 	var out []Link
 	for _, l := range list {
 		a := l.Attrs()
+		if a.RawFlags&unix.IFF_LOWER_UP != 0 && a.OperState != netlink.OperUp && a.OperState != netlink.OperUnknown {
+			// A carrier that the kernel has not acted on yet, which it may put off for a second: until then nothing can be sent. To ask for
+			// one link, unlike for all, makes it catch up (linkwatch_sync_dev in rtnl_getlink).
+			if now, err := k.h.LinkByIndex(a.Index); err == nil {
+				a = now.Attrs()
+			}
+		}
 		x := Link{Name: a.Name, Index: a.Index, Kind: Kind(l.Type()), MTU: a.MTU, Admin: a.Flags&net.FlagUp != 0, Master: a.MasterIndex, Addrs: byIndex[a.Index]}
-		// The carrier, and not the operational state: that follows it by up to a second where a link has just been brought up (linkwatch, in
-		// the kernel's net/core), while packets pass. Only the states that the carrier says nothing of count.
-		x.Link = x.Admin && a.RawFlags&unix.IFF_LOWER_UP != 0 && a.RawFlags&unix.IFF_DORMANT == 0 &&
-			a.OperState != netlink.OperTesting && a.OperState != netlink.OperDormant && a.OperState != netlink.OperNotPresent
+		// The loopback interface and others without a carrier of their own have operstate unknown while they work.
+		x.Link = x.Admin && a.RawFlags&unix.IFF_LOWER_UP != 0 && (a.OperState == netlink.OperUp || a.OperState == netlink.OperUnknown)
 		if a.Flags&net.FlagLoopback != 0 {
 			x.Kind = Loopback
 		}
