@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the installed vLLM's own scheduler does with a synchronous load that fails: tokens of which a connector says that they come from elsewhere
-within the very step that computes on them. Each test is a reason why such a load is written to spare blocks, why what lacks is taken out of the
-prefix cache, and why there is none with async scheduling or vLLM's second model runner (docs/design.md). Should one fail with a later vLLM, that reason is gone.
+"""What the installed vLLM does with a synchronous load that fails: tokens of which a connector says that they come from elsewhere within the
+very step that computes on them.
+
+Each test but the last is a reason why such a load is written to spare blocks, why what lacks is taken out of the prefix cache, and why there is
+none with async scheduling or vLLM's second model runner (docs/design.md). Should one fail with a later vLLM, that reason is gone.
 """
 
 from __future__ import annotations
