@@ -16,6 +16,10 @@ type Rail struct {
 	Down      bool // its link has no carrier
 }
 
+// maxRails bounds what is known of one side's rails. A control lane brings fewer; it is below what the scheduler remembers of links, so that none of
+// these is forgotten there.
+const maxRails = 256
+
 type railID struct{ transport, name string }
 
 // SetRails says what our rails are. Pairs over one that is down or gone are out of use at once; what they carried goes to others.
@@ -34,12 +38,16 @@ func (e *Exec) PeerRails(now Instant, boot transfer.Boot, rails []Rail) {
 	if p == nil {
 		return // it is gone
 	}
+	if len(rails) > maxRails {
+		e.complain(p, "%d rails: at most %d are kept, not %.64q and what follows", len(rails), maxRails, rails[maxRails].Name)
+	}
 	p.known = e.setRails(now, p.rails, p.known, rails)
 	e.touch(p)
 	e.assign(now)
 }
 
 func (e *Exec) setRails(now Instant, p *spray.Peer, old map[railID]bool, rails []Rail) map[railID]bool {
+	rails = rails[:min(len(rails), maxRails)]
 	known := make(map[railID]bool, len(rails))
 	for _, r := range rails {
 		id := railID{r.Transport, r.Name}

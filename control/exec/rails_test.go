@@ -88,40 +88,110 @@ func TestLinksOfRails(t *testing.T) {
 	for i := range 10000 {
 		many = append(many, Rail{Transport: "tcp", Name: fmt.Sprint("x", i), Down: true})
 	}
+	// What is beyond the bound is left out by name, said once, and no rail that follows is the worse for it.
+	drained(e)
 	e.PeerRails(20*sec, peer, many)
-	e.PeerRails(21*sec, peer, nil)
+	said := only(t, drained(e), Complain)
+	if n := len(e.peers[peer].known); n != maxRails {
+		t.Errorf("%d rails of a peer are known, want %d", n, maxRails)
+	}
+	if want := fmt.Sprintf(`10000 rails: at most %d are kept, not "x%d" and what follows`, maxRails, maxRails); len(said) != 1 || said[0].Peer != peer || said[0].Text != want {
+		t.Errorf("complaints: %+v, want %q", said, want)
+	}
+	e.PeerRails(21*sec, peer, many)
+	if said := only(t, drained(e), Complain); len(said) != 0 {
+		t.Errorf("said again: %+v", said)
+	}
+	for i, x := range []struct{ theirs, want string }{
+		{"r0! r1", "r0 excluded, r1 probing"},
+		{"r0 r1!", "r0 probing, r1 excluded"},
+	} {
+		now := Instant(22+i) * sec
+		set(now, "r0 r1", x.theirs)
+		e.Tick(now)
+		if got := states(e, now); got != x.want {
+			t.Errorf("after 10,000 rails, the peer's %q: %s, want %s", x.theirs, got, x.want)
+		}
+	}
+	if n := len(e.peers[peer].known); n != 2 {
+		t.Errorf("%d rails of a peer are known that names 2", n)
+	}
+	e.SetRails(30*sec, many)
+	if n := len(e.rails); n != maxRails {
+		t.Errorf("%d rails of our own are known, want %d", n, maxRails)
+	}
 }
 
-// Credits that cannot be, of rails that the peer has not named or beyond all bounds, are refused by name, once, and change nothing.
+// Credits that cannot be, of rails that the peer has not named or beyond all bounds, are refused by name, once, and change nothing. Each has an
+// executor of its own: a peer is complained of once.
 func TestAbsurdCredits(t *testing.T) {
-	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
 	peer := transfer.Boot{1}
-	laned(t, e, peer, 1)
-	e.PeerRails(0, peer, []Rail{{Transport: "tcp", Name: "r0"}})
-	drained(e)
-	say := func(now Instant, rail string, bytes uint64) []Action {
-		t.Helper()
-		if err := e.Message(now, peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: rail, Bytes: bytes}}}); err != nil {
-			t.Error(err)
-		}
-		return only(t, drained(e), Complain)
-	}
-	credit := func(now Instant) uint64 { return e.View(now).Rails.Pairs[0].Credit }
-	if said := say(sec, "r0", 1<<20); len(said) != 0 || credit(sec) != 1<<20 {
-		t.Errorf("credit %d, complaints %v", credit(sec), said)
-	}
-	said := say(sec, "bogus", 1<<20)
-	if len(said) != 1 || !strings.Contains(said[0].Text, `"bogus"`) || said[0].Peer != peer {
-		t.Errorf("%+v", said)
-	}
-	if said := append(say(sec, "r0", 1<<60), say(sec, "other", 1)...); len(said) != 0 || credit(sec) != 1<<20 {
-		t.Errorf("said again: %v, credit %d", said, credit(sec))
-	}
-	// What is not said again is forgotten.
-	e.touch(e.peers[peer])
-	e.Tick(sec + creditAge + 1)
-	if c := credit(3 * sec); c != 0 {
-		t.Errorf("a credit of %d is still believed", c)
+	for name, x := range map[string]struct {
+		transport, rail string
+		bytes           uint64
+		before          int    // other rails that have credits already, where the peer has named none
+		want            string // the complaint; empty: none
+	}{
+		"honest":              {"tcp", "r0", 1 << 19, 0, ""},
+		"as much as there is": {"tcp", "r0", maxCredit, 0, ""},
+		"of receives":         {"tcp", "", 1 << 60, 0, ""},
+		"a byte more":         {"tcp", "r0", maxCredit + 1, 0, `credit for rail "r0": 1073741825 bytes: at most 1073741824`},
+		"absurd":              {"tcp", "r0", 1 << 60, 0, `credit for rail "r0": 1152921504606846976 bytes: at most 1073741824`},
+		"all there can be":    {"tcp", "r0", 1<<64 - 1, 0, `credit for rail "r0": 18446744073709551615 bytes: at most 1073741824`},
+		"of no rail":          {"tcp", "bogus", 1 << 20, 0, `credit for rail "bogus": the peer has named no such rail of "tcp"`},
+		"of no transport":     {"udp", "r0", 1 << 20, 0, `credit for rail "r0": the peer has named no such rail of "udp"`},
+		"of a long name":      {"tcp", strings.Repeat("x", 1000), 1, 0, `credit for rail "` + strings.Repeat("x", 64) + `": the peer has named no such rail of "tcp"`},
+		"too many":            {"tcp", "one more", 1 << 20, 511, `credit for rail "one more": too many credits`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
+			laned(t, e, peer, 1)
+			if x.before == 0 {
+				e.PeerRails(0, peer, []Rail{{Transport: "tcp", Name: "r0"}})
+			}
+			drained(e)
+			say := func(transport, rail string, bytes uint64) []Action {
+				t.Helper()
+				if err := e.Message(sec, peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: transport, Rail: rail, Bytes: bytes}}}); err != nil {
+					t.Error(err)
+				}
+				return only(t, drained(e), Complain)
+			}
+			credit := func(now Instant) uint64 { return e.View(now).Rails.Pairs[0].Credit }
+			said := say("tcp", "r0", 1<<20)
+			for i := range x.before {
+				said = append(said, say("tcp", fmt.Sprint("other", i), 1)...)
+			}
+			if len(said) != 0 || credit(sec) != 1<<20 {
+				t.Fatalf("credit %d, complaints %v", credit(sec), said)
+			}
+			want := uint64(1 << 20)
+			if said := say(x.transport, x.rail, x.bytes); x.want == "" {
+				if x.rail == "r0" {
+					want = x.bytes
+				}
+				if len(said) != 0 {
+					t.Errorf("complaints %+v", said)
+				}
+			} else if len(said) != 1 || said[0].Text != x.want || said[0].Peer != peer {
+				t.Errorf("complaints %+v, want %q", said, x.want)
+			}
+			if credit(sec) != want {
+				t.Errorf("a credit of %d is believed, want %d", credit(sec), want)
+			}
+			if said := say(x.transport, x.rail, x.bytes); len(said) != 0 || credit(sec) != want {
+				t.Errorf("said again: %v, credit %d", said, credit(sec))
+			}
+			if said := say("tcp", "r0", 1<<18); len(said) != 0 || credit(sec) != 1<<18 {
+				t.Errorf("an honest credit after it: %d, complaints %v", credit(sec), said)
+			}
+			// What is not said again is forgotten.
+			e.touch(e.peers[peer])
+			e.Tick(sec + creditAge + 1)
+			if c := credit(3 * sec); c != 0 {
+				t.Errorf("a credit of %d is still believed", c)
+			}
+		})
 	}
 }
 
