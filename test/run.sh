@@ -47,7 +47,7 @@ attacks() { # LEAST ARGUMENTS...: counted, and at least so many attacks passed: 
 bounds() { # the tests whose bounds the race detector would hide, without it and one package after the other; all of them have to be there
 	local rc=0 out=$logs/bounds-raw.log name
 	KVSPRAY_MUST_RUN=$KVSPRAY_MUST_RUN,kvspray,alloc,norace go test -count=1 -p 1 -v -timeout 5m -run "^($(IFS='|'; echo "$*"))\$" \
-		./connector ./sidecar ./transport/tcp ./transport/shm ./parseblock ./internal/mem 2>&1 | tee "$out" || rc=$?
+		./connector ./sidecar ./transport/tcp ./transport/shm ./transport/gdr ./parseblock ./internal/mem 2>&1 | tee "$out" || rc=$?
 	for name in "$@"; do
 		grep -q "^--- PASS: $name " "$out" || { echo "$name did not pass"; rc=1; }
 	done
@@ -76,7 +76,8 @@ else
 	part lint '^$' make lint
 	part generate '^' make generate-check
 	part go '^packages' counted ./...
-	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfPlanning TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector
+	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfPlanning TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector \
+		TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
 	part python 'passed|failed|error' "$py" -m pytest -q pybind/tests integration/vllm/tests

@@ -13,7 +13,7 @@ func backend(tb testing.TB) transport.Backend { return New(Config{Dir: tb.TempDi
 func TestConformance(t *testing.T) { transporttest.Conformance(t, backend) }
 
 // With a peer that knows no pushes every slice is pulled, however small.
-func TestConformanceByPulls(t *testing.T) {
+func TestPulls(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
 		return New(Config{Dir: tb.TempDir(), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesRuns}})
 	})

@@ -25,6 +25,8 @@ type Device interface {
 	Free(cuda.Ptr) error
 	NewQueue() (Queue, error)
 	NewEvent() (Event, error)
+	// NewPromptEvent is NewEvent for short waits: Sync returns sooner, and looks more often.
+	NewPromptEvent() (Event, error)
 	// Close frees queues and events made here.
 	Close() error
 }

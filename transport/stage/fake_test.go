@@ -211,6 +211,8 @@ func (d *fakeDevice) NewQueue() (Queue, error) {
 
 func (d *fakeDevice) NewEvent() (Event, error) { return &fakeEvent{}, nil }
 
+func (d *fakeDevice) NewPromptEvent() (Event, error) { return &fakeEvent{}, nil }
+
 func (d *fakeDevice) Close() error {
 	for _, q := range d.queues {
 		close(q.work)

@@ -113,7 +113,7 @@ func newPeer(minStage, maxStage uint64, src, dst Packer) (_ *Peer, err error) {
 		if e.linked, err = src.NewEvent(); err != nil {
 			return nil, err
 		}
-		if e.done, err = dst.NewEvent(); err != nil {
+		if e.done, err = dst.NewPromptEvent(); err != nil {
 			return nil, err
 		}
 		p.free <- e
@@ -126,7 +126,7 @@ func newPeer(minStage, maxStage uint64, src, dst Packer) (_ *Peer, err error) {
 		if b.packed, err = src.NewEvent(); err != nil {
 			return nil, err
 		}
-		if b.unpacked, err = dst.NewEvent(); err != nil {
+		if b.unpacked, err = dst.NewPromptEvent(); err != nil {
 			return nil, err
 		}
 		for side, dev := range []Packer{src, dst} {

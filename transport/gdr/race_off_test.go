@@ -1,0 +1,5 @@
+//go:build !race
+
+package gdr
+
+const meshNodes = 64
