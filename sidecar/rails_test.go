@@ -1,8 +1,11 @@
 package sidecar
 
 import (
+	"context"
 	"fmt"
+	"log/slog"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,10 +17,14 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/internal/topo"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // inNamespace runs the calling test again in a child that has a network namespace of its own, and reports whether this is the child.
@@ -65,6 +72,104 @@ func ok(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
+	}
+}
+
+// Patterns that fit more interfaces than there may be rails make so many and no more, which is said once; a look that finds the same changes nothing,
+// and an interface that goes makes room.
+func TestAutoRailsAreBounded(t *testing.T) {
+	if !inNamespace(t) {
+		return
+	}
+	lo, err := netlink.LinkByName("lo")
+	ok(t, err)
+	ok(t, netlink.LinkSetUp(lo))
+	h := &topo.Host{}
+	for i := range 40 {
+		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 90, byte(i), 1}), 24)
+		ok(t, netlink.AddrAdd(lo, &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(24, 32)}}))
+		h.NICs = append(h.NICs, topo.NIC{Name: fmt.Sprintf("fake%02d", i), Kind: topo.Physical, Addrs: []netip.Prefix{p}, Admin: true, Link: true})
+	}
+	l := &logBuffer{}
+	cfg := testConfig(t, func(c *config.Config) {
+		c.Transports.Order = []string{config.TransTCP}
+		c.Transports.TCP.Rails = []config.Rail{{Match: "fake*"}}
+		c.Peer.ClusterKeyFile = clusterKey(t)
+	})
+	n := startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) })
+	look := func(h *topo.Host, before []rail) []rail {
+		t.Helper()
+		n.rails.apply.Lock()
+		defer n.rails.apply.Unlock()
+		now, again := n.follow(h, before)
+		if again {
+			t.Errorf("an address could not be bound: %s", l)
+		}
+		return now
+	}
+	first := look(h, nil)
+	if len(first) != maxAutoRails || first[0].nic != "fake00" || first[maxAutoRails-1].nic != fmt.Sprintf("fake%02d", maxAutoRails-1) {
+		t.Errorf("%d rails of 40 interfaces, want the first %d: %+v", len(first), maxAutoRails, first)
+	}
+	if second := look(h, first); !slices.Equal(second, first) {
+		t.Errorf("the same interfaces: %+v, before: %+v", second, first)
+	}
+	less := &topo.Host{NICs: h.NICs[1:]}
+	third := look(less, first)
+	if len(third) != maxAutoRails || third[0].nic != "fake01" || third[maxAutoRails-1].nic != fmt.Sprintf("fake%02d", maxAutoRails) {
+		t.Errorf("one of the rails went: %+v", third)
+	}
+	if got := strings.Count(l.String(), "more interfaces fit transports.tcp.rails"); got != 1 {
+		t.Errorf("it was said %d times, want once: %s", got, l)
+	}
+}
+
+// The executor's clock counts from a monotonic reading: a jump of the wall clock does not reach it. Without that reading package time would
+// take the wall's.
+func TestClockIsMonotonic(t *testing.T) {
+	n, _ := startLogged(t)
+	if s := n.d.start.String(); !strings.Contains(s, " m=") {
+		t.Errorf("the clock begins at %s, which has no monotonic reading", s)
+	}
+}
+
+// A peer that names rails that cannot be, or 10,000 of them, is told of once, by name and with the bound, however often it says so; so is another
+// one. What was right is taken.
+func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
+	n, l := startLogged(t)
+	var many []*peerv1.Rail
+	for i := range 10000 {
+		many = append(many, &peerv1.Rail{Transport: "tcp", Name: fmt.Sprint("x", i), Address: "10.0.0.1:1", Gbps: 10})
+	}
+	many[3].Gbps = 1e300
+	for i := range 2 {
+		boot := transfer.Boot{0, byte(i + 1)}
+		n.dial.mu.Lock()
+		n.dial.peers[boot] = &remote{keepers: map[wantedLane]context.CancelFunc{}} // it keeps the lanes
+		n.dial.mu.Unlock()
+		n.peerRails(boot, many[:3])
+		if s := l.String(); strings.Contains(s, boot.String()) {
+			t.Errorf("rails as they can be are told of: %s", s)
+		}
+		for range 100 {
+			n.peerRails(boot, many)
+		}
+		n.dial.mu.Lock()
+		kept := n.dial.peers[boot].rails
+		n.dial.mu.Unlock()
+		if len(kept) != peer.MaxRails || kept[3].Name != "x3" || kept[3].Gbps != 0 || kept[4].Gbps != 10 {
+			t.Errorf("%d rails are kept: %v", len(kept), kept)
+		}
+		var told []string
+		for line := range strings.Lines(l.String()) {
+			if strings.Contains(line, "rails of a peer are not what they can be") && strings.Contains(line, boot.String()) {
+				told = append(told, line)
+			}
+		}
+		if len(told) != 1 || !strings.Contains(told[0], "rail x3: a speed of 1e+300 Gbit/s") ||
+			!strings.Contains(told[0], fmt.Sprintf("rails %d to 9999: at most %d are kept", peer.MaxRails, peer.MaxRails)) {
+			t.Errorf("told of %d times, want once, with what is wrong: %q", len(told), told)
+		}
 	}
 }
 

@@ -1,8 +1,11 @@
 package sidecar
 
 import (
+	"fmt"
 	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/msg"
@@ -103,6 +106,43 @@ func TestFailedTransferNamesItsTokens(t *testing.T) {
 		same(t, pe, de, x.pt, x.dt, 1024, 0)
 		pe.wait(x.src)
 	})
+}
+
+// A transfer whose deadline comes in its middle names what did not come, neither more nor less, whatever layers have more of it than others.
+// The deadline is the executor's: it is told that it has come, so nothing here depends on how fast this machine is.
+func TestExpiredTransferNamesItsTokens(t *testing.T) {
+	for _, ahead := range []int{0, 2} { // layers that have all of the prompt, of which the others have a half
+		t.Run(fmt.Sprint("ahead ", ahead), func(t *testing.T) {
+			each(t, func(t *testing.T, p, d *running) {
+				pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+				pe.random()
+				x := begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: tokens})
+				bound(t, d)
+				for l := range testShape.Layers {
+					pe.SignalLayer(l, 1)
+				}
+				pe.SignalStep(1)
+				for l := range ahead {
+					pe.SignalLayer(l, 2)
+				}
+				until(t, func() bool { return landedBytes(d) == uint64(testShape.Layers+ahead)*1024*1024 })
+				now := d.enter()
+				open := d.d.ex.Load().Dests
+				d.d.ex.Tick(now + deadlineMS*time.Millisecond)
+				d.leave()
+				c := de.wait(x.dst)
+				if want := []tokenRange{{1024, tokens}}; open != 1 || c.Status != exec.StatusExpired || !strings.Contains(c.Received.Reason, "the deadline passed") ||
+					!slices.Equal(c.Received.Recompute, want) {
+					t.Fatalf("%d were open; status %d, %q, recompute %v: want %v", open, c.Status, c.Received.Reason, c.Received.Recompute, want)
+				}
+				same(t, pe, de, x.pt, x.dt, 1024, 0)
+				if err := pe.Cancel(x.src, "nobody wants it any more", true); err != nil {
+					t.Fatal(err)
+				}
+				pe.wait(x.src)
+			})
+		})
+	}
 }
 
 // What was worked out for an engine goes with it.
