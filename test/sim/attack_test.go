@@ -104,9 +104,12 @@ func TestDoubtOnThreeRails(t *testing.T) {
 }
 
 // TestManyLeases: thousands open towards many peers at once, with deadlines that pass, sources that are renewed by their engines' signs
-// of life, and clocks that agree about nothing. Memory and time do not grow with what was open before.
+// of life, and clocks that agree about nothing. In mid round some clocks leap half an hour, in a life that goes on; others fall back to zero, with
+// a new one. Where a clock leaps, what that sidecar has open is over at once and the other side's is in its time; everything else ends when
+// it would have: nothing is over early or lives on. Memory and time do not grow with what was open before.
 func TestManyLeases(t *testing.T) {
 	const peers, each = 64, 64 // 4096 open at one node
+	const deadline, moved = time.Second, 50 * time.Millisecond
 	c := New(Config{Fabric: simfabric.Config{Seed: 1}})
 	link := fast
 	hub := c.AddNode(simfabric.RailSpec{Name: "r0", Link: link})
@@ -114,22 +117,46 @@ func TestManyLeases(t *testing.T) {
 		c.Join(c.AddNode(simfabric.RailSpec{Name: "r0", Link: link}), hub)
 	}
 	c.F.Run(settle, nil)
+	leapt := func(i, round int) bool { return i%8 == round }
+	fell := func(i, round int) bool { return i%8 == 4+round }
 	for round := range 3 {
 		var all []*Transfer
+		at := map[*Transfer]int{}
 		begin := c.F.Now()
+		forth, back := 0, 0
 		for i, n := range c.Nodes[1:] {
 			for k := range each {
+				var x *Transfer
 				switch {
 				case k%4 == 3: // never comes
-					all = append(all, c.BeginAlone(n, hub, 16, time.Second))
+					x = c.BeginAlone(n, hub, 16, deadline)
 				case i%2 == 0: // computes for longer than its deadline would allow, were it not for its layers
-					all = append(all, c.Begin(n, hub, 16, time.Second, 700*time.Millisecond))
+					x = c.Begin(n, hub, 16, deadline, 700*time.Millisecond)
 				default:
-					all = append(all, c.Begin(hub, n, 16, time.Second, 100*time.Millisecond))
+					x = c.Begin(hub, n, 16, deadline, 300*time.Millisecond)
 				}
+				all = append(all, x)
+				at[x] = i
 			}
-			if i%8 == 0 {
-				c.F.After(50*time.Millisecond, func() { n.Leap(30 * time.Minute); n.Leap(-30 * time.Minute) })
+			switch {
+			case leapt(i, round):
+				c.F.After(moved, func() {
+					before := n.now()
+					n.Leap(30 * time.Minute)
+					if _, s := n.side.ex.Open(); n.now()-before == 30*time.Minute && (i%2 == 1 || s == each*3/4) {
+						forth++
+					}
+				})
+			case fell(i, round):
+				c.F.After(moved, func() {
+					before := n.now()
+					n.Kill()
+					c.F.After(10*time.Millisecond, func() {
+						if n.Restart(); n.now() < before {
+							back++
+						}
+					})
+				})
 			}
 		}
 		most := 0
@@ -138,28 +165,85 @@ func TestManyLeases(t *testing.T) {
 			most = max(most, d+s)
 			return c.Open() == 0 || len(c.Violations()) > 0
 		})
+		if forth != peers/8 || back != peers/8 {
+			t.Errorf("round %d: %d clocks leapt with what they had open, %d fell back: want %d each", round, forth, back, peers/8)
+		}
 		if most < peers*each*3/4 {
 			t.Errorf("round %d: %d leases were open at one node at a time", round, most)
 		}
-		came, expired := 0, 0
+		came, expired, over := 0, 0, 0
 		for _, x := range all {
+			i := at[x]
+			in := func(what string, d, least, most time.Duration) {
+				t.Helper()
+				if d < least || d > most {
+					t.Errorf("round %d: transfer %d of node %d: %s ended after %s: want %s to %s", round, x.ID, i, what, d, least, most)
+				}
+			}
 			switch {
-			case x.Received == nil:
-			case x.Received.Status == exec.StatusOK:
-				came++
+			case x.Received == nil || x.Sent == nil && !x.Alone: // said below
 			case x.Alone && x.Received.Status == exec.StatusExpired:
+				least := deadline
+				if leapt(i, round) {
+					least = moved // the other side waits for its source no longer, and says so
+				}
+				in("the one that nobody sends", x.Took(), least, deadline+slack)
 				expired++
+			case !x.Alone && leapt(i, round):
+				end, what := x.sentAt-x.Began, x.Sent
+				if x.To != hub {
+					end, what = x.receivedAt-x.Began, x.Received
+				}
+				if what.Status != exec.StatusExpired {
+					t.Errorf("round %d: transfer %d of node %d, whose clock leapt: %+v", round, x.ID, i, what)
+				}
+				in("the side whose clock leapt", end, moved, moved+20*time.Millisecond)
+				in("the other side", x.Last(), moved, deadline+slack)
+				over++
+			case !x.Alone && x.Received.Status == exec.StatusOK && x.Sent.Status == exec.StatusOK:
+				came++
 			default:
-				t.Errorf("round %d: transfer %d: %+v", round, x.ID, x.Received)
+				t.Errorf("round %d: transfer %d of node %d: %+v, %+v", round, x.ID, i, x.Received, x.Sent)
+			}
+			if t.Failed() {
+				break
 			}
 		}
-		if came != peers*each*3/4 || expired != peers*each/4 {
-			t.Errorf("round %d: %d came, %d expired, of %d", round, came, expired, len(all))
+		if came != peers*each*3/4*7/8 || over != peers*each*3/4/8 || expired != peers*each/4 {
+			t.Errorf("round %d: %d came, %d were over with their clock, %d expired, of %d", round, came, over, expired, len(all))
 		}
 		c.F.Run(c.F.Now()+5*time.Second, nil)
 	}
 	c.Settle(slack)
 	for _, v := range c.Violations() {
 		t.Error(v)
+	}
+}
+
+// TestClocksAgreeAboutNothing: the same run, with clocks that are a nanosecond apart, minutes, or three hours, takes the same course down to the last event,
+// also where clocks leap and processes begin again: between hosts there are durations only.
+func TestClocksAgreeAboutNothing(t *testing.T) {
+	s := scenario{nodes: 8, rails: 2, partners: 3, transfers: 6, tokens: 256, deadline: 3 * time.Second, spread: 500 * time.Millisecond,
+		preempted: 0.1, cancelled: 0.1, alone: 0.05, link: slow, twice: 0.01, replay: 0.1}
+	for seed := range uint64(4) {
+		x := s.draw(seed, 16, 0.5)
+		x.faults = append(x.faults, fault{leap, 0, 0, 100 * time.Millisecond, 400 * time.Millisecond}, fault{restart, 1, 0, 100 * time.Millisecond, 100 * time.Millisecond})
+		var first *Cluster
+		for _, skew := range []time.Duration{time.Nanosecond, 0, 3 * time.Hour} {
+			s.skew = skew
+			c := s.build(x)
+			s.run(c, x).check(t)
+			if first == nil {
+				first = c
+			}
+			if a, b := first.F.Trace(), c.F.Trace(); a != b || first.Stats() != c.Stats() {
+				t.Errorf("seed %d, clocks %v apart: trace %016x, %+v; with clocks a nanosecond apart %016x, %+v", seed, skew, b, c.Stats(), a, first.Stats())
+			}
+			for i, x := range c.Transfers() {
+				if y := first.Transfers()[i]; x.receivedAt != y.receivedAt || x.sentAt != y.sentAt {
+					t.Errorf("seed %d, clocks %v apart: transfer %d ended at %v and %v, else at %v and %v", seed, skew, x.ID, x.receivedAt, x.sentAt, y.receivedAt, y.sentAt)
+				}
+			}
+		}
 	}
 }

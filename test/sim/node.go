@@ -74,7 +74,7 @@ func (c *Cluster) AddRanks(ranks int, rails ...simfabric.RailSpec) *Node {
 	n := &Node{c: c, addr: fmt.Sprintf("n%d", len(c.Nodes)), ranks: ranks}
 	n.Host = c.F.NewHost(n.addr, rails...)
 	// No two clocks agree: whatever compares instants of two hosts goes wrong at once.
-	n.leap = time.Duration(len(c.Nodes)) * 17 * time.Minute
+	n.leap = time.Duration(len(c.Nodes)) * c.cfg.Skew
 	n.Host.Watch(func(*simfabric.Rail) {
 		if n.side != nil {
 			n.side.tellRails()
@@ -156,8 +156,10 @@ func (n *Node) Restart() {
 	if n.side != nil {
 		return
 	}
-	n.start()
 	c := n.c
+	// Its clock begins again: it counts from its start, as every sidecar does. Only so can a clock go back, for within a life it is monotonic.
+	n.leap = -c.F.Now()
+	n.start()
 	again := func(a, b *Node) {
 		c.F.After(c.cfg.Handshake+c.F.Jitter(redialMost/4), func() {
 			if n.side != nil {
@@ -219,7 +221,8 @@ func (n *Node) Freeze(d time.Duration) {
 	})
 }
 
-// Leap moves the node's clock.
+// Leap moves the node's clock, forward: the machine slept. An executor's clock is monotonic (see lease.Instant), so that nothing moves it back but
+// Restart; what is done to the wall clock does not reach it.
 func (n *Node) Leap(d time.Duration) {
 	n.leap += d
 	if s := n.side; s != nil {

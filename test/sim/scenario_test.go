@@ -45,6 +45,8 @@ type scenario struct {
 	slices                 int   // in flight to one peer at most; 0: the default
 	ranks                  []int // of the nodes' engines, in turn; nil: one
 	nics                   bool  // write by themselves, also where the process is stopped
+	skew                   time.Duration
+	broke                  func(*Cluster) []string // one promise more, for tests of what looks after promises
 }
 
 // load is one transfer and what its engines do to it.
@@ -79,11 +81,11 @@ const (
 )
 
 const (
-	restart   fkind = iota + numRailFaults // the sidecar dies, and another comes
+	restart   fkind = iota + numRailFaults // the sidecar dies, and another comes, whose clock is behind
 	newEngine                              // the engine dies, and another comes
 	frozen                                 // the sidecar is stopped and goes on
 	cut                                    // control frames do not get through
-	leap                                   // the clock is late: time has passed that nobody saw
+	leap                                   // the clock is late: time has passed that nobody saw; it is monotonic, and never goes back in a life
 	allRails                               // nothing gets through on any rail of the node
 	numFaults
 )
@@ -203,7 +205,7 @@ func (x fault) schedule(c *Cluster) {
 // build makes the cluster and everything that will happen to it.
 func (s scenario) build(x schedule) *Cluster {
 	c := New(Config{Fabric: simfabric.Config{Seed: x.seed, UserTimeout: userTimeout, OneSided: s.nics}, Exec: exec.Config{MaxSlices: s.slices}, Twice: s.twice, Replay: s.replay,
-		FenceFails: s.unfence, Lies: s.lies, Errors: s.errors, Record: s.record})
+		FenceFails: s.unfence, Lies: s.lies, Errors: s.errors, Record: s.record, Skew: s.skew})
 	f := c.F
 	var racks []*simfabric.Switch
 	for i := range s.racks {
@@ -296,6 +298,9 @@ func (s scenario) run(c *Cluster, x schedule) (v verdict) {
 		c.Settle(s.patience(x))
 	}
 	v.problems = append(v.problems, c.Violations()...)
+	if s.broke != nil {
+		v.problems = append(v.problems, s.broke(c)...)
+	}
 	if len(v.problems) > 0 {
 		return v
 	}

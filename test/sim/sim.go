@@ -46,7 +46,11 @@ type Config struct {
 	Handshake time.Duration
 	// Record is the most that lies between an engine's taking blocks back and its word of it.
 	Record time.Duration
+	// Skew is what lies between the clocks of two nodes that follow one another; 0: minutes.
+	Skew time.Duration
 }
+
+const defaultSkew = 17 * time.Minute
 
 // How the driver goes on where something fails.
 const (
@@ -90,6 +94,9 @@ func New(cfg Config) *Cluster {
 	}
 	if cfg.Record <= 0 {
 		cfg.Record = 200 * time.Microsecond
+	}
+	if cfg.Skew == 0 {
+		cfg.Skew = defaultSkew
 	}
 	return &Cluster{F: simfabric.New(cfg.Fabric), cfg: cfg, byAddr: map[string]*Node{}}
 }

@@ -256,6 +256,42 @@ func TestShrink(t *testing.T) {
 	}
 }
 
+// TestShrinkSchedule: of a schedule that breaks a promise as soon as two sidecars have died and an engine has cancelled what is left is that, which breaks
+// it still.
+func TestShrinkSchedule(t *testing.T) {
+	s := small(5)
+	s.broke = func(c *Cluster) (out []string) {
+		if st := c.Stats(); st.Restarts >= 2 && st.Cancelled > 0 {
+			out = append(out, "two sidecars died, and an engine cancelled")
+		}
+		return out
+	}
+	x := s.draw(5, 17, 0.8)
+	if p := s.run(s.build(x), x).problems; len(p) != 1 {
+		t.Fatalf("%d faults, %d transfers: %q: not what this test is about", len(x.faults), len(x.loads), p)
+	}
+	faults, loads := len(x.faults), len(x.loads)
+	short := s.shrink(x)
+	if len(x.faults) != faults || len(x.loads) != loads {
+		t.Error("the schedule itself was changed")
+	}
+	t.Logf("of %d faults and %d transfers are left: %#v", faults, loads, short)
+	if len(short.faults) != 2 || short.faults[0].kind != restart || short.faults[1].kind != restart || len(short.loads) != 1 || short.loads[0].cancel == 0 {
+		t.Errorf("of %d faults and %d transfers are left: %#v", faults, loads, short)
+	}
+	if p := s.run(s.build(short), short).problems; len(p) != 1 || p[0] != "two sidecars died, and an engine cancelled" {
+		t.Errorf("what is left breaks %q", p)
+	}
+	// Each item of it is needed.
+	for i := range short.faults {
+		y := short
+		y.faults = append(append([]fault(nil), short.faults[:i]...), short.faults[i+1:]...)
+		if p := s.run(s.build(y), y).problems; len(p) != 0 {
+			t.Errorf("without fault %d it breaks %q still", i, p)
+		}
+	}
+}
+
 // TestAllRailsDead: three seconds without any path. Who has longer to live comes, who has not fails in time.
 func TestAllRailsDead(t *testing.T) {
 	for _, silent := range []bool{false, true} {
