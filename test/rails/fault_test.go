@@ -181,9 +181,9 @@ func TestAllDeadThenBack(t *testing.T) {
 				t.Error("a transfer with 1.5 s came through 3 s without a rail")
 			} else if !strings.Contains(hasty.Err.Error(), "deadline") {
 				t.Errorf("the one past its deadline failed for another reason: %v", hasty.Err)
-			} else if whole := hasty.Recompute == 0; !whole && hasty.Recompute > hasty.Tokens() {
-				// No range at all is the protocol's word for everything.
-				t.Errorf("%d tokens are to be computed again of a prompt of %d", hasty.Recompute, hasty.Tokens())
+			} else if hasty.Recompute == 0 || hasty.Recompute > hasty.Tokens() {
+				// It was granted, and its engines resume anywhere: what did not come has a name, and that is not nothing.
+				t.Errorf("%d tokens are named as missing of a prompt of %d", hasty.Recompute, hasty.Tokens())
 			}
 			if most := 3*time.Second + 2*readmit; took > most && how != smoke {
 				t.Errorf("the patient one ended %v after the rails died, want %v", took, most)
