@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	crand "crypto/rand"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"runtime"
@@ -61,13 +62,14 @@ type waitKey struct {
 type Transfer struct {
 	Began, Ended time.Time
 	Bytes        uint64
-	Recompute    int    // tokens that did not come, where it failed
+	Recompute    int    // tokens that are named as not come, where it failed
 	Transport    string // that moved most of it
-	// Err is why it failed or what differs.
+	// Err is why it failed or what differs; where it failed and named what did not come, also what differs of the rest.
 	Err error
 
 	pair     *Pair
 	from, to []uint32
+	missing  [][2]uint32   // tokens [start, end), as its engine was told
 	done     chan struct{} // closed when the content was compared
 	landed   chan struct{} // closed at Ended
 }
@@ -258,7 +260,8 @@ func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
 			t.Err = p.broken()
 		case c.Status != 0:
 			t.Err = fmt.Errorf("status %d: %s", c.Status, c.Received.Reason)
-			for _, r := range c.Received.Recompute {
+			t.missing = c.Received.Recompute
+			for _, r := range t.missing {
 				t.Recompute += int(r[1] - r[0])
 			}
 		}
@@ -302,18 +305,25 @@ func (p *Pair) compare() {
 	runtime.LockOSThread() // for good: the thread's priority ends with it
 	_ = unix.Setpriority(unix.PRIO_PROCESS, 0, compareNice)
 	for t := range p.checks {
-		if t.Err == nil {
-			t.Err = p.same(t)
+		if t.Err == nil || len(t.missing) > 0 { // no range at all says nothing of what came
+			t.Err = errors.Join(t.Err, p.same(t))
 		}
 		p.slots <- t.to
 		close(t.done)
 	}
 }
 
+// same compares what is not named as missing.
 func (p *Pair) same(t *Transfer) error {
+	named := make([]bool, len(t.to))
+	for _, r := range t.missing {
+		for k := r[0] / tokensPerBlock; k < min((r[1]+tokensPerBlock-1)/tokensPerBlock, uint32(len(named))); k++ {
+			named[k] = true
+		}
+	}
 	for l := range p.shape.Layers {
 		for k := range t.to {
-			if !bytes.Equal(p.shape.Page(p.region[netrig.Sender], l, t.from[k]), p.shape.Page(p.region[netrig.Receiver], l, t.to[k])) {
+			if !named[k] && !bytes.Equal(p.shape.Page(p.region[netrig.Sender], l, t.from[k]), p.shape.Page(p.region[netrig.Receiver], l, t.to[k])) {
 				return fmt.Errorf("content differs: layer %d, block %d of the transfer", l, k)
 			}
 		}
