@@ -42,10 +42,10 @@ type scenario struct {
 	link                   simfabric.LinkSpec
 	twice, replay, unfence float64
 	lies, errors           float64
-	slices                 int   // in flight to one peer at most; 0: the default
-	ranks                  []int // of the nodes' engines, in turn; nil: one
-	nics                   bool  // write by themselves, also where the process is stopped
-	skew                   time.Duration
+	slices                 int                     // in flight to one peer at most; 0: the default
+	ranks                  []int                   // of the nodes' engines, in turn; nil: one
+	nics                   bool                    // write by themselves, also where the process is stopped
+	skew                   time.Duration           // between clocks; 0: minutes
 	broke                  func(*Cluster) []string // one promise more, for tests of what looks after promises
 }
 
