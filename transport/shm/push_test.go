@@ -12,8 +12,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// pulled counts the pulls that a lane has asked for.
-func pulled(l transport.Lane) (asked uint64, regions int) {
+// requests counts the pulls and pushes that a lane has sent, and the regions that it passed on for them.
+func requests(l transport.Lane) (n uint64, regions int) {
 	s := l.(*lane)
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -42,67 +42,10 @@ func TestFewBytesArePushed(t *testing.T) {
 			if !to.bitmap.Full() || !equal(from, to) {
 				t.Fatalf("full %v, equal %v", to.bitmap.Full(), equal(from, to))
 			}
-			if _, n := pulled(p.lane); (n > 0) != c.pull {
+			if _, n := requests(p.lane); (n > 0) != c.pull {
 				t.Errorf("%d regions were passed on; pulled: want %v", n, c.pull)
 			}
 		})
-	}
-}
-
-// What is refused of a push, by either side, lands nothing, and the lane serves on.
-func TestPushRefusals(t *testing.T) {
-	p := newPair(t, Config{})
-	const n = 8 << 10
-	from, to := newMemory(t, n, 512, 1), newMemory(t, n, 512, 2)
-	from.fill(9)
-	for name, c := range map[string]struct {
-		edit    func(*transport.Origin, *transport.Grant)
-		outcome transfer.Outcome
-		reason  transfer.Reason
-	}{
-		"unknown slot":  {func(o *transport.Origin, _ *transport.Grant) { o.Slot = 99 }, transfer.Rejected, transfer.ReasonUnknownSlot},
-		"stale gen":     {func(o *transport.Origin, _ *transport.Grant) { o.Gen = 6 }, transfer.Rejected, transfer.ReasonStaleGen},
-		"revoked grant": {func(_ *transport.Origin, g *transport.Grant) { g.Revoke() }, transfer.Rejected, transfer.ReasonRevoked},
-		"closed origin": {func(o *transport.Origin, _ *transport.Grant) { o.Revoke() }, transfer.NotLanded, transfer.ReasonSourceGone},
-		"disowned": {func(o *transport.Origin, _ *transport.Grant) {
-			m := *from
-			m.valid = func(transfer.Range) bool { return false }
-			o.Source = &m
-		}, transfer.NotLanded, transfer.ReasonDisowned},
-		"other length": {func(_ *transport.Origin, g *transport.Grant) { g.Sink = newMemory(t, n-512, 512, 3) }, transfer.Rejected, transfer.ReasonLength},
-		"a later attempt holds it": {func(_ *transport.Origin, g *transport.Grant) {
-			var c transport.Claim
-			if why := g.Claim(&c, from.space.All(), 2); why != transfer.ReasonNone {
-				t.Fatal(why)
-			}
-		}, transfer.NotLanded, transfer.ReasonSuperseded},
-	} {
-		t.Run(name, func(t *testing.T) {
-			o, g := p.bind(t, 5, from, to)
-			p.dst.mu.Lock()
-			c.edit(o, g)
-			p.dst.mu.Unlock()
-			before, _ := pulled(p.lane)
-			if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1, Cookie: 42}}); err != nil {
-				t.Fatal(err)
-			}
-			r := p.src.result(t)
-			if r.Outcome != c.outcome || r.Reason != c.reason || r.Cookie != 42 {
-				t.Fatalf("ended %s (%s): %v", r.Outcome, r.Reason, r.Err)
-			}
-			if to.bitmap.Count() != 0 || equal(from, to) {
-				t.Fatal("something landed")
-			}
-			// What the source knows to be gone is not sent at all.
-			if sent, _ := pulled(p.lane); (sent > before) != (c.outcome == transfer.Rejected || c.reason == transfer.ReasonSuperseded) {
-				t.Errorf("%d pushes were sent", sent-before)
-			}
-		})
-	}
-	o, _ := p.bind(t, 6, from, to)
-	p.move(t, o, from.space, 16, p.lane)
-	if !equal(from, to) {
-		t.Fatal("bytes differ")
 	}
 }
 

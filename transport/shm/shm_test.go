@@ -257,9 +257,15 @@ func TestMove(t *testing.T) {
 	}
 }
 
+// What is refused of a pull or of a push, by either side, lands nothing, and the lane serves on.
 func TestRefusals(t *testing.T) {
+	for name, size := range map[string]struct{ bytes, block uint64 }{"pulls": {4 << 20, 16 << 10}, "pushes": {8 << 10, 512}} {
+		t.Run(name, func(t *testing.T) { testRefusals(t, size.bytes, size.block) })
+	}
+}
+
+func testRefusals(t *testing.T, n, each uint64) {
 	p := newPair(t, Config{})
-	const n, each = 4 << 20, 16 << 10
 	from, to := newMemory(t, n, each, 1), newMemory(t, n, each, 2)
 	from.fill(9)
 	all := from.space.All()
@@ -267,23 +273,31 @@ func TestRefusals(t *testing.T) {
 		edit    func(*transport.Origin, *transport.Grant)
 		outcome transfer.Outcome
 		reason  transfer.Reason
+		known   bool // to the source by the time it would push
 	}{
-		"unknown slot":  {func(o *transport.Origin, _ *transport.Grant) { o.Slot = 99 }, transfer.Rejected, transfer.ReasonUnknownSlot},
-		"stale gen":     {func(o *transport.Origin, _ *transport.Grant) { o.Gen = 6 }, transfer.Rejected, transfer.ReasonStaleGen},
-		"revoked grant": {func(_ *transport.Origin, g *transport.Grant) { g.Revoke() }, transfer.Rejected, transfer.ReasonRevoked},
-		"closed origin": {func(o *transport.Origin, _ *transport.Grant) { o.Revoke() }, transfer.NotLanded, transfer.ReasonSourceGone},
+		"unknown slot":  {func(o *transport.Origin, _ *transport.Grant) { o.Slot = 99 }, transfer.Rejected, transfer.ReasonUnknownSlot, false},
+		"stale gen":     {func(o *transport.Origin, _ *transport.Grant) { o.Gen = 6 }, transfer.Rejected, transfer.ReasonStaleGen, false},
+		"revoked grant": {func(_ *transport.Origin, g *transport.Grant) { g.Revoke() }, transfer.Rejected, transfer.ReasonRevoked, false},
+		"closed origin": {func(o *transport.Origin, _ *transport.Grant) { o.Revoke() }, transfer.NotLanded, transfer.ReasonSourceGone, true},
 		"disowned": {func(o *transport.Origin, _ *transport.Grant) {
 			m := *from
 			m.valid = func(transfer.Range) bool { return false }
 			o.Source = &m
-		}, transfer.NotLanded, transfer.ReasonDisowned},
-		"other length": {func(_ *transport.Origin, g *transport.Grant) { g.Sink = newMemory(t, n-each, each, 3) }, transfer.Rejected, transfer.ReasonLength},
+		}, transfer.NotLanded, transfer.ReasonDisowned, true},
+		"other length": {func(_ *transport.Origin, g *transport.Grant) { g.Sink = newMemory(t, n-each, each, 3) }, transfer.Rejected, transfer.ReasonLength, false},
+		"a later attempt holds it": {func(_ *transport.Origin, g *transport.Grant) {
+			var c transport.Claim
+			if why := g.Claim(&c, all, 2); why != transfer.ReasonNone {
+				t.Fatal(why)
+			}
+		}, transfer.NotLanded, transfer.ReasonSuperseded, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o, g := p.bind(t, 5, from, to)
 			p.dst.mu.Lock() // what the copiers see comes after it
 			c.edit(o, g)
 			p.dst.mu.Unlock()
+			before, _ := requests(p.lane)
 			if err := p.lane.Move([]transport.Slice{{Origin: o, Range: all, Attempt: 1, Cookie: 42}}); err != nil {
 				t.Fatal(err)
 			}
@@ -293,6 +307,13 @@ func TestRefusals(t *testing.T) {
 			}
 			if to.bitmap.Count() != 0 {
 				t.Fatal("something landed")
+			}
+			if n > pushBytes {
+				return
+			}
+			// Of a push nothing is written before it counts, and what the source knows to be gone is not sent at all.
+			if sent, _ := requests(p.lane); (sent == before) != c.known || equal(from, to) {
+				t.Errorf("%d pushes were sent; bytes written: %v", sent-before, equal(from, to))
 			}
 		})
 	}

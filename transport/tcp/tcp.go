@@ -315,8 +315,8 @@ func (b *Backend) accept(c *net.TCPConn, rail transport.Rail) error {
 	return err
 }
 
-// connect opens a connection. A SYN that is lost is said again by the kernel after a second, which no option shortens; one that went out when a
-// link came up is, where the other end brings its own up a moment later. So it is given up sooner, and a new one sent.
+// connect opens a connection. A SYN that is lost is said again by the kernel after a second, which no option shortens. So it is given up sooner, and
+// a new one sent.
 func connect(ctx context.Context, d net.Dialer, address string) (c net.Conn, err error) {
 	d.Timeout = connectFirst
 	for range connectTries {
