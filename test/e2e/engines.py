@@ -162,6 +162,10 @@ class Engine:
     def status(self) -> dict[str, Any]:
         return self._call("status")
 
+    def end_sync_rest(self) -> None:
+        """Has the scheduler wait for small loads again, which it leaves for a while after one that did not come."""
+        self._call("end_sync_rest")
+
     def kill(self) -> None:
         if self._proc.is_alive():
             os.kill(self.pid, signal.SIGKILL)
@@ -399,6 +403,9 @@ class _Loop:
         import kvspray_vllm
 
         return list(self.core.model_executor.collective_rpc(kvspray_vllm.set_weights, args=(name,)))
+
+    def do_end_sync_rest(self) -> None:
+        self.core.scheduler.connector._scheduler._sync_from = 0.0
 
     def do_status(self) -> dict[str, Any]:
         s = self.core.scheduler

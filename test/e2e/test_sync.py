@@ -14,7 +14,6 @@ import pytest
 from conftest import Cluster
 from prompts import fresh
 
-from kvspray_vllm.scheduler import SYNC_REST_S
 from kvspray_vllm.worker import SYNC_WAIT_S
 
 DEADLINE, PARTNER, GRACE = 20.0, 10.0, 2.0
@@ -87,7 +86,7 @@ def test_large_ones_and_those_beside_other_requests_are_not_waited_for(c: Cluste
 @pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_load_that_does_not_come(c: Cluster, who: str, what: signal.Signals) -> None:
     """The sidecar stops, or dies, where the decode engine's scheduler cannot know it yet: between its looks at the connection."""
-    time.sleep(SYNC_REST_S)  # after the one before
+    c.d.end_sync_rest()  # after the one before
     c.connected()
     sidecar = c.sd if who == "decode" else c.sp
     prompt, other = fresh(220, (who, what)), fresh(150, ("other", who, what))
