@@ -7,9 +7,20 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-test}
 logs=.build/test
-mkdir -p "$logs"
+mkdir -p "$logs" && rm -f "$logs"/*.rc
 summary=()
 failed=0
+declare -A besides=()
+
+told() { # NAME WHAT-THE-LAST-LINE-MATCHES STATUS SECONDS: a part has ended
+	local last verdict=ok
+	last=$(grep -E "$2" "$logs/$1.log" | tail -n 1 || true)
+	if (($3 != 0)); then
+		verdict=FAILED
+		failed=1
+	fi
+	summary+=("$(printf '%-10s %-6s %4d s  %s' "$1" "$verdict" "$4" "$last")")
+}
 
 part() { # NAME WHAT-THE-LAST-LINE-MATCHES COMMAND...
 	local name=$1 closing=$2
@@ -17,14 +28,28 @@ part() { # NAME WHAT-THE-LAST-LINE-MATCHES COMMAND...
 	echo "=== $name: $*"
 	local start=$SECONDS rc=0
 	"$@" 2>&1 | tee "$logs/$name.log" || rc=$?
-	local last
-	last=$(grep -E "$closing" "$logs/$name.log" | tail -n 1 || true)
-	local verdict=ok
-	if ((rc != 0)); then
-		verdict=FAILED
-		failed=1
-	fi
-	summary+=("$(printf '%-10s %-6s %4d s  %s' "$name" "$verdict" $((SECONDS - start)) "$last")")
+	told "$name" "$closing" "$rc" $((SECONDS - start))
+}
+
+beside() { # NAME COMMAND...: a part that mostly waits, or fetches, runs beside those that follow, until joined
+	local name=$1
+	shift
+	echo "=== $name, beside what follows: $*"
+	{
+		local start=$SECONDS rc=0
+		"$@" >"$logs/$name.log" 2>&1 || rc=$?
+		echo "$rc $((SECONDS - start))" >"$logs/$name.rc"
+	} &
+	besides[$name]=$!
+}
+
+joined() { # NAME WHAT-THE-LAST-LINE-MATCHES
+	local rc=1 seconds=0
+	wait "${besides[$1]}" || true
+	read -r rc seconds <"$logs/$1.rc" || true
+	echo "=== $1, which ran beside:"
+	cat "$logs/$1.log"
+	told "$1" "$2" "$rc" "$seconds"
 }
 
 counted() { # go test, with a closing line that says how much ran
@@ -64,8 +89,8 @@ py=.build/venv/bin/python
 export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm,tcp,gcc}
 [ "$mode" = attack ] || test/rdma/quick.sh prepare & # the part rdma waits for it
 part build '^' make build wireflip
-part env 'ready' make env
 if [ "$mode" = attack ]; then
+	part env 'ready' make env
 	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}
 	go_limit=60m
 	part attack-go '^attacks' attacks 21 -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA' ./transport/...
@@ -73,15 +98,18 @@ if [ "$mode" = attack ]; then
 	part attack-rails '^(ok|FAIL)' figures '^TestLateWrites$'
 	part attack-e2e 'passed|failed|error' "$py" -m pytest -q test/e2e/test_faults.py
 else
+	beside env make env
 	part lint '^$' make lint
+	joined env 'ready'
 	part generate '^' make generate-check
 	part go '^packages' counted ./...
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfPlanning TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector \
 		TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
-	part python 'passed|failed|error' "$py" -m pytest -q pybind/tests integration/vllm/tests
+	beside python "$py" -m pytest -q pybind/tests integration/vllm/tests
 	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e
+	joined python 'passed|failed|error'
 fi
 
 echo
