@@ -50,7 +50,7 @@ func holds(t *testing.T, what string, limit float64, during func(time.Duration))
 			return
 		}
 	}
-	if !raceEnabled {
+	if !testutil.Race {
 		t.Errorf("%s: %.2f%% of a core at best, at most %.2f%%", what, 100*best, 100*limit)
 	}
 }
@@ -94,7 +94,7 @@ func TestCPU(t *testing.T) {
 		// A watcher that does not look is cheap, too.
 		seen, want := events.layers.Load()-before, int64(2*childShape.Layers)*int64(spent/decodePeriod)
 		before += seen
-		if seen < want*8/10 && !raceEnabled {
+		if seen < want*8/10 && !testutil.Race {
 			t.Errorf("%d layers reported of %d: the watcher is too slow to follow", seen, want)
 		}
 	}
@@ -104,7 +104,7 @@ func TestCPU(t *testing.T) {
 	}
 	holds(t, "two engines that decode, every layer awaited", followShare, follows)
 
-	if !raceEnabled {
+	if !testutil.Race {
 		testutil.LetsCollectorIn(t) // a watcher that sleeps must not hold it up
 	}
 

@@ -54,7 +54,7 @@ func TestServeCPU(t *testing.T) {
 	if testing.Short() {
 		testutil.Skip(t, "long", "measures for seconds; run without -short")
 	}
-	if raceEnabled {
+	if testutil.Race {
 		testutil.Skip(t, "norace", "the binary is built without -race, but what runs beside such tests leaves nothing to measure with")
 	}
 	p := newProcess(t, "tcp", kvsprayBinary(t), "serve", "--config")

@@ -103,7 +103,7 @@ else
 	joined env 'ready'
 	part generate '^' make generate-check
 	part go '^packages' counted ./...
-	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfPlanning TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector \
+	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfPlanning TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
 		TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .

@@ -3,6 +3,7 @@ package shm
 import (
 	"testing"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/transporttest"
@@ -24,6 +25,14 @@ func TestDevice(t *testing.T) {
 	transporttest.ConformanceOnDevice(t, func(_ testing.TB, d *transporttest.Device) transporttest.Factory {
 		return func(tb testing.TB) transport.Backend { return New(Config{Dir: tb.TempDir(), Workers: 8, Devices: d}) }
 	})
+}
+
+// Pulls copy many megabytes at a time.
+func TestPullsDoNotHoldTheCollector(t *testing.T) {
+	if testutil.Race {
+		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+	}
+	transporttest.NewMover(t, backend, transporttest.Shape{Chunks: 64, BlockBytes: 1 << 20, Shuffle: true}).LetsCollectorIn(16)
 }
 
 func BenchmarkTransport(b *testing.B) { transporttest.Benchmark(b, backend) }

@@ -652,7 +652,7 @@ func TestAttachment(t *testing.T) {
 
 // Slices allocate nothing once the lane runs.
 func TestSliceDoesNotAllocate(t *testing.T) {
-	if raceEnabled {
+	if testutil.Race {
 		testutil.Skip(t, "alloc", "the race detector allocates")
 	}
 	for _, crc := range []bool{false, true} {
@@ -666,28 +666,9 @@ func TestSliceDoesNotAllocate(t *testing.T) {
 
 // Lanes at full speed let the garbage collector in.
 func TestLanesDoNotHoldTheCollector(t *testing.T) {
-	if raceEnabled {
+	if testutil.Race {
 		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
 	}
-	const bound = 50 * time.Millisecond
 	m := transporttest.NewMover(t, factory(Config{CRC32C: true}), transporttest.Shape{Chunks: 512, BlockBytes: 16 << 10, Shuffle: true})
-	var stop atomic.Bool
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		for !stop.Load() {
-			m.Move(16, 8, 4)
-		}
-	}()
-	best := time.Hour
-	for range 5 {
-		began := time.Now()
-		runtime.GC()
-		best = min(best, time.Since(began))
-	}
-	stop.Store(true)
-	<-done
-	if best > bound {
-		t.Errorf("the collector waited for %s, at most %s", best, bound)
-	}
+	m.LetsCollectorIn(8)
 }

@@ -3,9 +3,11 @@ package transporttest
 import (
 	"runtime"
 	"strconv"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -110,6 +112,24 @@ func (m *Mover) wait() {
 	if o := <-m.done; o != transfer.Landed {
 		m.tb.Fatalf("a slice ended %s", o)
 	}
+}
+
+// LetsCollectorIn fails the test if a lane at full speed, with slices of chunks, holds the garbage collector. See testutil.LetsCollectorIn.
+func (m *Mover) LetsCollectorIn(chunks uint32) {
+	m.tb.Helper()
+	var stop atomic.Bool
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for !stop.Load() {
+			m.Move(16, chunks, 4)
+		}
+	}()
+	defer func() {
+		stop.Store(true)
+		<-done
+	}()
+	testutil.LetsCollectorIn(m.tb)
 }
 
 // Benchmark measures one lane in one process: the latency of one small slice, and throughput with a window of slices.

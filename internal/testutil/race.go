@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build race
+
+package testutil
+
+// Race says that the race detector is on: it allocates, and everything takes several times as long.
+const Race = true
