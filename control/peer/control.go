@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -71,7 +72,7 @@ func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 			failed = fmt.Errorf("peer: control lanes on %s: %w: set peer.cluster_key_file or peer.tls", addr, ErrUnsafe)
 			continue
 		}
-		ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		ln, err := usertimeout.ListenConfig(m.pings.HostSilence).Listen(ctx, "tcp", addr)
 		if err != nil {
 			failed = fmt.Errorf("peer: control lanes of a rail: %w", withRemedy(addr, err))
 			continue

@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -119,7 +120,7 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 		}
 	}()
 	for i, addr := range append([]string{m.opt.Listen}, m.opt.Control...) {
-		ln, lerr := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+		ln, lerr := usertimeout.ListenConfig(m.pings.HostSilence).Listen(ctx, "tcp", addr)
 		if lerr != nil {
 			key := "peer.listen (--listen)"
 			if i > 0 {

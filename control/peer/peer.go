@@ -132,6 +132,8 @@ type Pings struct {
 	Idle    time.Duration // otherwise; 10 s
 	Timeout time.Duration // until a lane without an answer is given up; 3 s
 	Tick    time.Duration // how often this is looked at; 1 s
+
+	HostSilence time.Duration // until a connection is given up whose other end's kernel acknowledges nothing; usertimeout.Default
 }
 
 // Defaults of Pings.

@@ -13,6 +13,7 @@ import (
 
 	"github.com/cenkalti/backoff/v5"
 
+	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -197,11 +198,13 @@ func (m *Mesh) dialFrom(ctx context.Context, local net.IP, addr string) (net.Con
 	if local != nil {
 		bound, cancel := context.WithTimeout(ctx, boundTimeout)
 		defer cancel()
-		if c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: local}}).DialContext(bound, "tcp", addr); err == nil {
+		d := usertimeout.Dialer(m.pings.HostSilence)
+		d.LocalAddr = &net.TCPAddr{IP: local}
+		if c, err := d.DialContext(bound, "tcp", addr); err == nil {
 			return c, nil
 		}
 	}
-	return (&net.Dialer{}).DialContext(ctx, "tcp", addr) //nolint:wrapcheck // the caller says what it was for
+	return usertimeout.Dialer(m.pings.HostSilence).DialContext(ctx, "tcp", addr) //nolint:wrapcheck // the caller says what it was for
 }
 
 // redial opens lanes again, with growing pauses, until it works or the session is over.

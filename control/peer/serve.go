@@ -25,6 +25,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -357,7 +358,7 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	// gRPC makes a text of what the dialler said; whether anybody listens there is worth knowing.
 	var refused atomic.Bool
 	dial := func(ctx context.Context, addr string) (net.Conn, error) {
-		c, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+		c, err := usertimeout.Dialer(m.pings.HostSilence).DialContext(ctx, "tcp", addr)
 		refused.Store(errors.Is(err, syscall.ECONNREFUSED))
 		return c, err //nolint:wrapcheck // gRPC says what it did
 	}

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
@@ -60,8 +61,11 @@ type Config struct {
 	Patience time.Duration
 	Silence  time.Duration
 	Drain    time.Duration
-	Changed  func() // what Backend.Rails says is another; must not block
-	Log      *slog.Logger
+	// HostSilence is how long the peer's host may acknowledge nothing on a lane's socket until the lane is given up: it is lost. 0 is
+	// usertimeout.Default.
+	HostSilence time.Duration
+	Changed     func() // what Backend.Rails says is another; must not block
+	Log         *slog.Logger
 
 	versions wire.Versions // of lanes; default frames, a test's peer may be older
 }
@@ -191,7 +195,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	defer cancel()
 	defer context.AfterFunc(b.life, cancel)()
 	// From the rail's own address, so that the socket shares the fate of the rail.
-	dialer := net.Dialer{}
+	dialer := usertimeout.Dialer(b.cfg.HostSilence)
 	r.mu.Lock()
 	from := r.ln.Addr()
 	r.mu.Unlock()

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
@@ -92,7 +93,7 @@ func (r *rail) listen(ctx context.Context, dev *openDevice) error {
 	if at == r.at {
 		return nil
 	}
-	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", at)
+	ln, err := usertimeout.ListenConfig(r.b.cfg.HostSilence).Listen(ctx, "tcp", at)
 	if err != nil {
 		return fmt.Errorf("listen on %q: %w", at, err)
 	}

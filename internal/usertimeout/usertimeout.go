@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package usertimeout makes TCP connections that end when the other end's host is lost: its power failed, or no way leads to it any
+// more. Without that a connection waits for a quarter of an hour, or, where nothing is under way on it, for as long as it is asked.
+//
+// It is the other end's kernel that is asked, by the user timeout of TCP (RFC 9293, 3.9.1): it acknowledges what was sent, and
+// answers keepalives, while its process is stopped or gets no processor, so neither of these looks like a lost host. The exception
+// is a process that has not read for so long that its socket is full: that it takes nothing for the whole timeout ends the connection as well.
+//
+// What was accepted inherits the timeout of its listener, whatever is then said on it: TLS lies above. No goroutines.
+package usertimeout
+
+import (
+	"fmt"
+	"net"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Default is longer than a sidecar may take to answer a ping (3 s) and than a lane may stand still under posted writes (3 s), so that it
+// decides only where these see nothing, and half of what is waited for a missing partner (10 s).
+const Default = 5 * time.Second
+
+const (
+	probeEvery = time.Second // the least that TCP takes
+	probes     = 2           // keepalives without an answer before an idle connection ends: one alone may be lost
+)
+
+// Dialer dials connections that bear timeout of silence; 0 is Default.
+func Dialer(timeout time.Duration) *net.Dialer {
+	return &net.Dialer{Control: control(timeout), KeepAliveConfig: keepAlive(timeout)}
+}
+
+// ListenConfig listens for connections that bear timeout of silence; 0 is Default.
+func ListenConfig(timeout time.Duration) *net.ListenConfig {
+	lc := &net.ListenConfig{Control: control(timeout), KeepAliveConfig: keepAlive(timeout)}
+	lc.SetMultipathTCP(false) // it does not know the option
+	return lc
+}
+
+func control(timeout time.Duration) func(_, _ string, c syscall.RawConn) error {
+	ms := int(orDefault(timeout).Milliseconds())
+	return func(_, _ string, c syscall.RawConn) error {
+		var err error
+		if cerr := c.Control(func(fd uintptr) {
+			err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, ms)
+		}); cerr != nil {
+			return cerr //nolint:wrapcheck // the network's own error
+		}
+		if err != nil {
+			return fmt.Errorf("TCP_USER_TIMEOUT of %d ms: %w", ms, err)
+		}
+		return nil
+	}
+}
+
+// keepAlive asks after silence, so that the timeout is over when the last of probes has gone unanswered. Linux does not look at Count
+// where there is a user timeout.
+func keepAlive(timeout time.Duration) net.KeepAliveConfig {
+	return net.KeepAliveConfig{Enable: true, Idle: max(orDefault(timeout)-probes*probeEvery, probeEvery), Interval: probeEvery, Count: probes}
+}
+
+func orDefault(timeout time.Duration) time.Duration {
+	if timeout <= 0 {
+		return Default
+	}
+	return timeout
+}
