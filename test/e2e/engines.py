@@ -96,7 +96,7 @@ class Engine:
         self.log = log
         ctx = mp.get_context("fork")
         self._conn, theirs = ctx.Pipe()
-        ranks = args.get("tensor_parallel_size", 1)
+        ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
         # A daemon may have no children of its own; workers end with the engine that they are told by.
         self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, theirs, self._conn, log), daemon=ranks == 1)
         self._proc.start()
@@ -247,6 +247,9 @@ def _child(
         if "distributed_executor_backend" in args:
             _fork_workers()
         llm = LLM(model, **args)
+        if args.get("pipeline_parallel_size", 1) > 1:
+            # What a stage receives vLLM puts into buffers that a first run makes, which a CPU engine without compilation leaves out.
+            llm.collective_rpc("execute_dummy_batch")
         conn.send((0, True))
         _Loop(llm, conn).run()
     except EOFError:

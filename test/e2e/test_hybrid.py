@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose layers do not all see the whole prompt: vLLM keeps several cache groups with block tables of their own over the same
-memory, and takes back blocks that a sliding window has left. Tokens equal a plain engine's, and of each window only the end moves."""
+memory, and takes back blocks that a sliding window has left. Tokens equal a plain engine's, and of each window only the end moves.
+
+So where an engine has pipeline stages that are unlike, of which one lacks a kind of layer."""
 
 from __future__ import annotations
 
@@ -193,3 +195,41 @@ def test_every_transferred_page_has_one_hash(c: Cluster) -> None:
         sides.append({tuple(b[k] for k in ("xfer", "hash", "dest", "group", "layer", "block")): b["sha256"] for b in s.lines(s.hashes)})
     assert len(sides[1]) > 100
     assert sides[0] == sides[1]
+
+
+# How many layers the stages of each engine have, of sliding, sliding, full, sliding, sliding, full: of each engine one lacks a kind.
+STAGES = (("5,1", None), (None, "2,4"))
+
+
+@pytest.fixture(scope="module", params=STAGES, ids=lambda s: f"stages of {s[0] or 'all'} to {s[1] or 'all'}")
+def staged(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    dir = workdir / "-".join((of or "all").replace(",", "") for of in request.param)
+    dir.mkdir()
+    out = Cluster(dir, {"transports": {"order": ["shm"]}})
+    out.model = HYBRID
+    out.stages = request.param  # type: ignore[attr-defined]
+    try:
+        for name, layers in zip("PD", request.param, strict=True):
+            with pytest.MonkeyPatch.context() as m:
+                if layers:
+                    m.setenv("VLLM_PP_LAYER_PARTITION", layers)
+                out.spawn(name, **F32, **({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"} if layers else {}))
+        out.spawn("R", **F32)
+        yield out.up()
+        for s in (out.sp, out.sd):
+            assert s.panics() is None
+    finally:
+        out.close()
+
+
+@pytest.mark.parametrize("n", (33, 143, 513))
+@pytest.mark.parametrize("mode", ["first", "both"])
+def test_tokens_of_unlike_pipeline_stages(staged: Cluster, mode: str, n: int) -> None:
+    c = staged
+    prompt = fresh(n, (c.dir.name, mode, n))
+    with Moved(c) as moved:
+        got = c.prefill_first(prompt) if mode == "first" else c.both(prompt)
+    assert got.tokens == c.r.run(prompt, 12).tokens
+    moved.all_loaded(2 if c.stages[1] else 1)  # type: ignore[attr-defined]  # each of D's stages has a transfer of its own
+    assert moved.bytes == moves(CASES[0], n), vars(moved)
+    c.settle()

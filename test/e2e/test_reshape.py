@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill and decode engines that are not alike: other block sizes, other tensor parallelism. Their tokens equal a plain engine's, and
-nothing that should have moved was computed again. (Pipeline stages are in sidecar's tests: vLLM 0.32 does not run them on a CPU.)
+nothing that should have moved was computed again. (Pipeline stages are in test_hybrid.py.)
 
 Numbers are float32 where ranks differ: the ranks' sums are rounded in another order than one engine's, and in bf16 that alone
 changes greedy tokens, with no transfer at all. What moves is copied as it is, whatever its size.

@@ -105,7 +105,7 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
             place = layout.place_of(view, BLOCKS)
             assert place.storage == r.memory[0].untyped_storage().data_ptr()
             strategy, params = layout.strategy_of(
-                spec, kind.backend, kind.order, view.element_size(), 1 if kind.mla else HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
+                spec, kind.backend, kind.order, 1 if kind.mla else HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
             )
             this = strategy, layout.place_params(names[i], place, strategy, params)
             assert chosen in (None, this)
@@ -222,10 +222,13 @@ def test_pages_of_the_cpu_backend(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk:
 
 @pytest.mark.parametrize(("pn", "ptp", "dn", "dtp"), [(16, 1, 16, 1), (16, 2, 64, 1), (64, 1, 16, 4)])
 def test_latents_of_mla(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, ptp: int, dn: int, dtp: int) -> None:
+    """By vLLM's reference backend, and by that for AMX, which wants blocks of 32: they leave the same rows, so that either may prefill."""
+    from vllm.v1.attention.backends.mla.amx_mla import AMXMLAImpl
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
     sp, sd = sidecars
-    pk, dk = Kind("LBHNC", pn, ptp, "CPU_MLA", mla=True), Kind("LBHNC", dn, dtp, "CPU_MLA", mla=True)
+    pk, dk = (Kind("LBHNC", n, tp, "CPU_MLA" if n == 16 else "AMX_MLA", mla=True) for n, tp in ((pn, ptp), (dn, dtp)))
+    impl = {"CPU_MLA": CPUMLAImpl, "AMX_MLA": AMXMLAImpl}
     p, d = make(sp, pk, f"pm{pn}{ptp}"), make(sd, dk, f"dm{dn}{dtp}")
 
     def fill(rank: Rank, kind: Kind, views: list[torch.Tensor], content: torch.Tensor) -> None:
@@ -234,7 +237,7 @@ def test_latents_of_mla(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, ptp:
         latent = content.reshape(LAYERS, tokens, -1).repeat(1, 1, 8)[:, :, :576]
         for layer, view in enumerate(views):
             # The backend's own method; it uses nothing of the object.
-            CPUMLAImpl.do_kv_cache_update(None, latent[layer][:, :512], latent[layer][:, None, 512:], view.squeeze(1), slots, "auto", torch.ones(1))
+            impl[kind.backend].do_kv_cache_update(None, latent[layer][:, :512], latent[layer][:, None, 512:], view.squeeze(1), slots, "auto", torch.ones(1))
 
     try:
         for tokens in (1, 50, 130):
@@ -354,7 +357,7 @@ def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridR
             if g:
                 strategy, params = kind.of.strategy, kind.of.params(kind.order, rank, kind.tp)
             else:
-                strategy, params = layout.strategy_of(spec, "FLASH_ATTN", kind.pages, 2, HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED)
+                strategy, params = layout.strategy_of(spec, "FLASH_ATTN", kind.pages, HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED)
             groups.append(group(spec.block_size, strategy, params, BLOCKS, described))
         register(r, "bfloat16", groups)
         out.append(HybridRank(kind, r, every[0], [[bind(v, specs[1].shapes, specs[1].dtypes) for v in views] for views in every[1:]]))
@@ -518,7 +521,7 @@ class Stepped:
             if isinstance(states, torch.Tensor):
                 place = layout.place_of(states, self.kv.num_blocks)
                 base, stride, page = place.base, place.block_stride, place.page_bytes
-                strategy, params = layout.strategy_of(g.kv_cache_spec, "CPU_ATTN", "LBHNC", 2, 2, layout.Ranks(), layout.TRANSPOSED)
+                strategy, params = layout.strategy_of(g.kv_cache_spec, "CPU_ATTN", "LBHNC", 2, layout.Ranks(), layout.TRANSPOSED)
             else:
                 conv = states[0]
                 base, stride = conv.storage_offset() * conv.itemsize, conv.stride(0) * conv.itemsize

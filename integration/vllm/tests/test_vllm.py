@@ -172,16 +172,19 @@ def test_strategies_by_kind_of_cache() -> None:
 
     alone = layout.Ranks()
 
-    def strategy(spec: object, backend: str, order: str, heads: int = 2, ranks: layout.Ranks = alone, packing: str = "") -> tuple[str, dict[str, int]]:
-        return layout.strategy_of(spec, backend, order, 2, heads, ranks, packing)  # type: ignore[arg-type]
+    def strategy(spec: object, backend: str, order: str, heads: int = 2, ranks: layout.Ranks = alone, packing: str = "amx") -> tuple[str, dict[str, int]]:
+        return layout.strategy_of(spec, backend, order, heads, ranks, packing)  # type: ignore[arg-type]
 
     full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
     own = {"heads": 2, "head_bytes": 64, "kv_heads": 2, "tp_rank": 0, "tp_size": 1}
     assert strategy(full, "CPU_ATTN", "LBHNC") == ("vllm_cpu_attn", own)
-    assert strategy(full, "CPU_ATTN", "LBHNC", packing="amx") == ("vllm_cpu_attn", own)
     assert strategy(full, "CPU_ATTN", "LBHNC", packing=layout.TRANSPOSED) == ("vllm_cpu_attn", own | {"k_transposed": 1, "number_bytes": 2})
     assert strategy(full, "FLASH_ATTN", "LBHNC") == ("packed_hnd", own)
     assert strategy(full, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own)
+    # The identity does not name backends: one whose pages are not known is refused, and so are tiles of a host that is not named.
+    for backend, packing in (("ROCM_ATTN", "amx"), ("", "amx"), ("CPU_ATTN", "")):
+        with pytest.raises(layout.Unsupported, match="attention backend"):
+            strategy(full, backend, "LBNHC", packing=packing)
     # Rank 3 of 4 has heads 6 and 7 of 8; of 16 ranks over 8 heads, each two have one.
     assert strategy(full, "FLASH_ATTN", "LBNHC", 8, layout.Ranks(tp=3, tp_size=4))[1] == own | {"kv_heads": 8, "tp_rank": 3, "tp_size": 4}
     one = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)

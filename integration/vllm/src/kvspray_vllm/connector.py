@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -94,7 +94,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 "its blocks, which ends an engine with several groups, and makes one with a window go on from blocks that it has given up: set "
                 "disable_hybrid_kv_cache_manager, or use vLLM 0.30 or later"
             )
-        self._backoff = layout.backoff_of(windows)
         if role == KVConnectorRole.SCHEDULER:
             if self._kv_transfer_config.kv_load_failure_policy == "fail" and self._kv_transfer_config.is_kv_consumer:
                 logger.warning(
@@ -172,23 +171,21 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         cache_layout = getattr(cache_layout, "name", cache_layout)
         model = self._vllm_config.model_config
         self._generation = Generation(self._settings.weights, self._weights_changed)
-        identity = layout.identity_of(self._vllm_config, backends, str(self._generation), self._backoff)
+        identity = layout.identity_of(self._vllm_config, kv, str(self._generation))
         regions: list[shim.Memory] = []
         by_storage: dict[int, int] = {}
         groups: list[dict[str, Any]] = []
+
+        def strategy_of(group: KVCacheGroupSpec, backend: str, layer: str | None = None) -> tuple[str, dict[str, int]]:
+            spec = layout.spec_of(group, layer)
+            return layout.strategy_of(spec, backend, cache_layout, model.get_total_num_kv_heads(), self._ranks, identity["packing"])
+
         for group in kv.kv_cache_groups:
             described: list[dict[str, Any]] = []
             chosen: tuple[str, dict[str, int]] | None = None
             for name in group.layer_names:
-                tensor = kv_caches[name]
-                place = layout.place_of(tensor, kv.num_blocks)
-                spec = group.kv_cache_spec
-                specs = getattr(spec, "kv_cache_specs", None)
-                if specs is not None:
-                    spec = specs[name]
-                this = layout.strategy_of(
-                    spec, backends.get(name, ""), cache_layout, tensor.element_size(), model.get_total_num_kv_heads(), self._ranks, identity["packing"]
-                )
+                place = layout.place_of(kv_caches[name], kv.num_blocks)
+                this = strategy_of(group, backends.get(name, ""), name)
                 this = this[0], layout.place_params(name, place, *this)
                 if chosen is not None and chosen != this:
                     raise layout.Unsupported(f"kvspray: layer {name} is laid out as {this}, others of its cache group as {chosen}")
@@ -207,8 +204,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                         "page_bytes": place.page_bytes,
                     }
                 )
-            if chosen is None:
-                raise layout.Unsupported("kvspray: this pipeline stage has no layer of a cache group; divide the layers otherwise, or use one stage")
+            if chosen is None:  # this pipeline stage has no layer of the group, only its block tables; all layers of a CPU engine have one backend
+                chosen = strategy_of(group, layout.CPU_ATTN)
             groups.append(
                 {
                     "tokens_per_block": group.kv_cache_spec.block_size,
@@ -236,8 +233,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.set_copy(copy_blocks)
         self._worker_client.register(regions, self._layout)
         logger.info(
-            "kvspray: %d layers in %d group(s) and %d region(s), %s, %s", len(self._flag_of), len(groups), len(regions), groups[0]["strategy"],
-            [r.kind for r in regions],
+            "kvspray: %d layers in %d group(s) and %d region(s), %s, %s", len(self._flag_of), len(groups), len(regions),
+            ", ".join(sorted({g["strategy"] for g in groups})), [r.kind for r in regions],
         )  # fmt: skip
 
     def set_weights(self, name: str) -> str:

@@ -11,14 +11,14 @@ import hashlib
 import json
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
 class Unsupported(ValueError):
@@ -75,11 +75,20 @@ def flag_indices(kv: KVCacheConfig) -> dict[str, int]:
     return out
 
 
+def spec_of(group: KVCacheGroupSpec, layer: str | None = None) -> KVCacheSpec:
+    """The specification of a layer of a cache group, or of any. A pipeline stage that has no layer of a group has its specification all the same,
+    as groups are made of the whole model's layers."""
+    specs: dict[str, KVCacheSpec] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if specs is None:
+        return group.kv_cache_spec
+    return specs[layer] if layer is not None else next(iter(specs.values()))
+
+
 def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
     """Per cache group, how many tokens its layers look back: vLLM frees what lies before. 0: it keeps everything."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-    specs = [next(iter(getattr(g.kv_cache_spec, "kv_cache_specs", {"": g.kv_cache_spec}).values())) for g in kv.kv_cache_groups]
+    specs = [spec_of(g) for g in kv.kv_cache_groups]
     return tuple(spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0 for spec in specs)
 
 
@@ -148,9 +157,13 @@ def _dense(t: torch.Tensor) -> bool:
 
 
 def strategy_of(
-    spec: KVCacheSpec, backend: str, cache_layout: str | None, elem_bytes: int, kv_heads: int, ranks: Ranks, packing: str
+    spec: KVCacheSpec, backend: str, cache_layout: str | None, kv_heads: int, ranks: Ranks, packing: str
 ) -> tuple[str, dict[str, int]]:
-    """The parseblock strategy of a cache group, and its parameters. kv_heads: of the whole model."""
+    """The parseblock strategy of a cache group, and its parameters. kv_heads: of the whole model.
+
+    The identity does not name attention backends, which pipeline stages may have others of: two that mean other things by their bytes have
+    strategies, and with them formats, that the sidecar refuses to pair, layer by layer. Backends of one strategy write the same.
+    """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
     if isinstance(spec, MLAAttentionSpec):
@@ -181,21 +194,30 @@ def strategy_of(
         )
     params = {
         "heads": spec.num_kv_heads,
-        "head_bytes": spec.head_size * elem_bytes,
+        "head_bytes": spec.head_size * spec.dtype.itemsize,
         "kv_heads": kv_heads,
         "tp_rank": ranks.tp,
         "tp_size": ranks.tp_size,
     }
     if type(spec) is SlidingWindowSpec:
         params |= {"window": spec.sliding_window, "prefix_cache": 1}  # vLLM gives a prompt's blocks to others that begin alike
-    if backend == "CPU_ATTN":
+    if backend == CPU_ATTN:
+        if not packing:  # of what is packed in tiles nothing but the identity tells one host's pages from another's
+            raise Unsupported(f"kvspray: attention backend is {CPU_ATTN} in a model that is taken for one of MLA alone; such models are not supported")
         if packing == TRANSPOSED:
-            params |= {"k_transposed": 1, "number_bytes": elem_bytes}
+            params |= {"k_transposed": 1, "number_bytes": spec.dtype.itemsize}
         return "vllm_cpu_attn", params
+    if backend not in PACKED:
+        raise Unsupported(f"kvspray: attention backend is {backend or 'unknown'}; what its pages hold is known of {CPU_ATTN}, {', '.join(PACKED)} and MLA")
     if cache_layout in ("LBHNC", "HND", "LHBNC", "BLHNC", "BHLNC"):
         return "packed_hnd", params
     return "packed_nhd", params
 
+
+CPU_ATTN = "CPU_ATTN"  # of every layer of a CPU engine but MLA's
+
+# Backends that leave K and V of a head of a token beside each other as numbers. Others, ROCm's among them, tile a page of the same shape.
+PACKED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 
 # Of vLLM's KVQuantMode, those whose pages hold numbers alone: none, and fp8 with a scale for the whole tensor.
 PLAIN_QUANT = (0, 1)
@@ -205,10 +227,13 @@ TRANSPOSED = "transposed"
 
 
 def cpu_packing(config: VllmConfig) -> str:
-    """The CPU backend packs pages for the vector units of its host: pages of one packing mean nothing to another."""
+    """The CPU backend packs pages for the vector units of its host: pages of one packing mean nothing to another. MLA's are not packed, and
+    those of other devices are not for their hosts. Asked of the model: a pipeline stage may lack the layers that would tell."""
     import torch
 
     m, cache = config.model_config, config.cache_config
+    if config.device_config.device_type != "cpu" or m.use_mla:
+        return ""
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -225,8 +250,9 @@ def _short(text: str) -> str:
     return text if len(text) <= 512 else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
-def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str, backoff: int) -> dict[str, str]:
-    """What must be equal between prefill and decode: anything that changes the bytes of a token's KV."""
+def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str, str]:
+    """What must be equal between prefill and decode: anything that changes the bytes of a token's KV. All of it is of the whole model: the
+    sidecar compares stages with one another that have other layers."""
     import vllm
 
     m = config.model_config
@@ -236,6 +262,8 @@ def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str, b
         hf.pop(key, None)
     rope = {k: v for k, v in hf.items() if "rope" in k}
     spec = config.speculative_config
+    windows = windows_of(kv)
+    kinds = {type(spec_of(g)).__name__ + (f":{window}" if window else "") for g, window in zip(kv.kv_cache_groups, windows, strict=True)}
     return {
         "engine": "vllm",
         "engine_version": vllm.__version__,
@@ -247,9 +275,9 @@ def identity_of(config: VllmConfig, backends: Mapping[str, str], weights: str, b
         "kv_heads": str(m.get_total_num_kv_heads()),
         "head_size": str(m.get_head_size()),
         "rope": _short(json.dumps(rope, sort_keys=True, default=str)),
-        "attention": ",".join(sorted(set(backends.values()))),
-        "packing": cpu_packing(config) if "CPU_ATTN" in backends.values() else "",
+        "groups": ",".join(sorted(kinds)),
+        "packing": cpu_packing(config),
         "byte_order": sys.byteorder,
-        "backoff": str(backoff),
+        "backoff": str(backoff_of(windows)),
         "speculative": "" if spec is None else f"{spec.method}:{spec.model}:{spec.num_speculative_tokens}",
     }
