@@ -33,7 +33,7 @@ static int event_of[EVENTS + 1];   /* stream that recorded it last, 0: none */
 static int next_stream = 4, next_event = 1;
 static int has_context = 1;
 static char fail_call[32];
-static volatile int blocked; /* as with a queue that is full */
+static volatile int blocked, waiting, gave_up; /* as with a queue that is full */
 static void *registered;
 static size_t registered_bytes;
 static int live; /* streams, events, modules, allocations, registrations */
@@ -43,10 +43,23 @@ static int failing(const char *call)
 	return strcmp(fail_call, call) == 0;
 }
 
-#define ENTER(call)           \
-	do {                      \
-		if (failing(call))    \
-			return 999;       \
+/* Until somebody says fake_block(0); in vain after five seconds. */
+static int stuck(void)
+{
+	waiting = blocked;
+	for (int ms = 0; blocked; ms++) {
+		if (ms == 5000)
+			return gave_up = 1;
+		nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+	}
+	waiting = 0;
+	return 0;
+}
+
+#define ENTER(call)                     \
+	do {                                \
+		if (failing(call) || stuck())   \
+			return 999;                 \
 	} while (0)
 
 static void push(const char *what, int stream, uint64_t address, uint64_t value)
@@ -67,6 +80,8 @@ void fake_clear(void) { op_count = 0; }
 void fake_context(int there) { has_context = there; }
 void fake_fail(const char *call) { snprintf(fail_call, sizeof fail_call, "%s", call); }
 void fake_block(int on) { blocked = on; }
+int fake_waiting(void) { return waiting; }
+int fake_gave_up(void) { return gave_up; }
 int fake_live(void) { return live; }
 void *fake_registered(void) { return registered; }
 void fake_capture_begin(int stream) { capturing[stream] = 1; }
@@ -147,11 +162,6 @@ int cuMemHostGetDevicePointer_v2(devptr *out, void *p, unsigned flags) { (void)f
 int cuStreamWriteValue64_v2(handle s, devptr p, uint64_t v, unsigned flags)
 {
 	ENTER("cuStreamWriteValue64");
-	for (int ms = 0; blocked; ms++) {
-		if (ms == 5000)
-			return 999;
-		nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
-	}
 	if (flags)
 		return 1;
 	push("write", (int)(intptr_t)s, p, v);
@@ -174,7 +184,7 @@ int cuStreamCreateWithPriority(handle *out, unsigned flags, int priority)
 	return 0;
 }
 int cuStreamDestroy_v2(handle s) { (void)s; next_stream--; live--; return 0; }
-int cuStreamSynchronize(handle s) { (void)s; return 0; }
+int cuStreamSynchronize(handle s) { (void)s; ENTER("cuStreamSynchronize"); return 0; }
 int cuStreamIsCapturing(handle s, int *out)
 {
 	int c = capturing[(intptr_t)s];

@@ -767,22 +767,6 @@ def test_forked_child_is_inert(sidecar: Make, worker: Make) -> None:
     assert poll_one(w).ok and w.connected
 
 
-def test_wait_does_not_hold_the_interpreter(sidecar: Make, worker: Make) -> None:
-    sidecar()
-    w = worker()
-    done = threading.Event()
-    t = threading.Thread(target=lambda: (w.wait(0.3), done.set()))
-    start = time.monotonic()
-    t.start()
-    n = 0
-    while not done.is_set():
-        n += 1
-        if time.monotonic() - start > TIMEOUT_S:
-            break
-    t.join()
-    assert n > 1000
-
-
 def test_many_completions_wake_the_waiter(sidecar: Make, worker: Make) -> None:
     sidecar(auto=True)
     w = worker()

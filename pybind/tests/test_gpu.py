@@ -152,14 +152,38 @@ except kvspray.KvsprayError as err:
     assert p.returncode == 0 and "libnothing.so.1 cannot be opened" in p.stdout, p.stderr
 
 
-def test_a_launch_that_waits_does_not_hold_the_interpreter(driver: pathlib.Path) -> None:
-    """A stream's queue can be full of what waits for a load; other threads of the engine must run meanwhile."""
+def test_a_call_that_the_driver_keeps_waiting_does_not_hold_the_interpreter(driver: pathlib.Path) -> None:
+    """A stream's queue can be full of what waits for a load, say; other threads of the engine must run meanwhile: one of them lets the call go
+    on, once it is there."""
     run(driver, """
 import threading
-g = GpuSignals(client)
-fake.fake_block(1)
-threading.Timer(0.05, fake.fake_block, [0]).start()
-assert g.step(1, MAIN), "nobody else could run"
+
+def let_go():
+    while not fake.fake_waiting():
+        pass
+    fake.fake_block(0)
+
+def blocked(call, *args):
+    fake.fake_block(1)
+    other = threading.Thread(target=let_go)
+    other.start()
+    out = call(*args)
+    fake.fake_block(0)
+    assert not fake.fake_gave_up(), f"{call}: nobody else could run"
+    other.join()
+    return out
+
+g = blocked(GpuSignals, client)
+blocked(g.step, 1, MAIN)
+blocked(g.signal_layer, 0, MAIN)
+blocked(g.signal_step, MAIN)
+blocked(g.wait_layer, 0, 1, MAIN)
+fake.fake_capture_begin(MAIN)
+assert g.signal_layer(0, MAIN)
+blocked(g.join, MAIN)
+fake.fake_capture_end(MAIN)
+blocked(g.close)
+r = blocked(kvspray.Region.gpu, 32 << 20, 4096)
 """)
 
 

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No call of the library holds the interpreter's lock where it could wait or take its time. Each is tried with a library that stops before every
+lock, sleep and larger system call until another Python thread lets it go on: one that holds the lock stays there, on any machine. What a
+GPU's driver does is in test_gpu.py."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import mmap
+import os
+import pathlib
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout
+from test_native import ROOT, compile_c
+
+XFER, HASH = b"x" * 16, b"h" * 32
+ADOPTED_BYTES = 1 << 20
+END = 1 << 32
+# Neither locks nor calls the system: a constant, an address, some stores. None of them may come to a gate.
+AT_ONCE = {
+    "kvs_flags", "kvs_signal_layer", "kvs_signal_step", "kvs_signal_all", "kvs_bump_source_epoch", "kvs_deadlines", "kvs_load_reset", "kvs_strerror",
+    "kvs_library_version",
+}  # fmt: skip
+
+
+class Gate:
+    """The other Python thread. It counts, and lets go on whoever has come to a gate."""
+
+    def __init__(self, library: pathlib.Path) -> None:
+        self._dll = ctypes.CDLL(str(library))
+        self._entered, self._go = os.eventfd(0), os.eventfd(0)
+        self._dll.gate_set(self._entered, self._go)
+        self._turns = 0
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while os.eventfd_read(self._entered) < END:
+            self._turns += 1
+            os.eventfd_write(self._go, 1)
+
+    def turns(self, call: Callable[[], Any]) -> int | None:
+        """How often the call came to a gate and another thread ran meanwhile; None where none could."""
+        before = self._turns
+        self._dll.gate_arm(1)
+        try:
+            call()
+        finally:
+            stuck = self._dll.gate_arm(0)
+        return None if stuck else self._turns - before
+
+    def close(self) -> None:
+        os.eventfd_write(self._entered, END)
+        self._thread.join()
+        os.close(self._entered)
+        os.close(self._go)
+
+
+@pytest.fixture
+def gated(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Gate]]:
+    """The package, imported once more, on a library with gates."""
+    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
+    calls = re.findall(r"__real_(\w+)\(", (ROOT / "tests" / "gate.c").read_text()) + re.findall(r"(?m)^GATED\([^,]+, (\w+),", (ROOT / "tests" / "gate.c").read_text())
+    wrap = ",".join(f"--wrap={c}" for c in sorted(set(calls)))
+    library = compile_c(tmp_path / "libgated.so", "tests/gate.c", *sources, flags=f"-O0 -fPIC -shared -fvisibility=hidden -Wl,{wrap} -ldl")
+    monkeypatch.setenv("KVSPRAY_LIBRARY", str(library))
+    theirs = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "kvspray"}
+    try:
+        package = importlib.import_module("kvspray")
+        importlib.import_module("kvspray._lib")
+    finally:
+        for name in list(sys.modules):
+            if name.partition(".")[0] == "kvspray":
+                del sys.modules[name]
+        sys.modules.update(theirs)
+    gate = Gate(library)
+    yield package, gate
+    gate.close()
+
+
+def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp_path: pathlib.Path) -> None:
+    kvspray, gate = gated
+    _lib = kvspray._lib
+    reached: set[str] = set()
+
+    def watched(name: str, fn: Any) -> Any:
+        def call(*args: Any) -> Any:
+            reached.add(name)
+            return fn(*args)
+
+        return call
+
+    for dll in (_lib.lib, _lib.fast):
+        for name in _lib._PROTOTYPES:
+            if name in vars(dll):
+                setattr(dll, name, watched(name, getattr(dll, name)))
+
+    with contextlib.ExitStack() as stack:
+        sidecar = Sidecar(tmp_path / "s.sock")
+        stack.callback(sidecar.close)
+
+        def client(path: str = "s.sock", log: Any = None) -> Any:
+            return stack.enter_context(kvspray.WorkerClient(tmp_path / path, engine=ENGINE, layers=LAYERS, log=log))
+
+        def region(nbytes: int = LAYERS * 32768) -> Any:
+            r = kvspray.Region.alloc(nbytes)
+            stack.callback(r.close)
+            return r
+
+        cache, fresh = region(), client()
+        w = client(log=lambda level, text: None)  # so that its thread is in kvs_wait_log all the while
+        w.register([cache], layout())
+        assert w.wait_connected(TIMEOUT_S), w.status()
+        lonely, spare, spoken = client("nobody.sock"), client(), client(log=lambda level, text: None)
+        lonely.register([cache], layout())
+        spare.register([cache], layout())
+        asks = stack.enter_context(kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE))
+        private = mmap.mmap(-1, ADOPTED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(private))
+        src = [w.intent(XFER, HASH, 40, [[1]]) for _ in range(4)]
+        watch = w.load_watch(0, 1, 4, 30)
+        assert all(src) and watch
+
+        def no_gpu() -> None:
+            with contextlib.suppress(kvspray.KvsprayError):
+                w.gpu_region(address, 4096)
+
+        waits = {
+            "WorkerClient()": client,
+            "SchedulerClient()": lambda: stack.enter_context(kvspray.SchedulerClient(tmp_path / "s.sock", engine=ENGINE)),
+            "alloc_region": region,
+            "Region.close": region().close,
+            "adopt_region": lambda: w.adopt_region(address, ADOPTED_BYTES, allow_small=True),
+            "process_region": lambda: w.process_region(address, 4096),
+            "gpu_region": no_gpu,
+            "register": lambda: fresh.register([cache], layout()),
+            "connected": lambda: w.connected,
+            "wait_connected": lambda: lonely.wait_connected(0.01),
+            "wait_connected, for ever": lambda: w.wait_connected(),
+            "status": w.status,
+            "sidecar_stats": w.sidecar_stats,
+            "intent": lambda: w.intent(XFER, HASH, 40, [[1]]),
+            "step": lambda: w.step(1, [(src[0], 16, None)]),
+            "preempt": lambda: w.preempt(src[0]),
+            "hold": lambda: w.hold(src[1]),
+            "expect": lambda: w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]),
+            "copy": lambda: w.copy(cache, cache, [(0, 4096, 8)]),
+            "cancel": lambda: w.cancel(src[2]),
+            "poll": w.poll,
+            "wait": lambda: w.wait(0.01),
+            "load_watch": lambda: w.load_watch(1, 1, 4, 30),
+            "load_done": lambda: w.load_done(watch),
+            "endpoint": lambda: asks.endpoint,
+            "await_admission": lambda: asks.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30),
+            "admission": lambda: asks.admission(XFER, HASH),
+            "forget": lambda: asks.forget(XFER, HASH),
+            "describe": lambda: w.describe({**layout(), "identity": {"model": "tiny", "weights": "2"}}),
+            "close": spare.close,
+            "close, with a log": spoken.close,
+            "SchedulerClient.close": asks.close,
+        }
+        got = {name: gate.turns(call) for name, call in waits.items()}
+        assert not [name for name, turns in got.items() if turns is None], "nobody else could run"
+        assert not [name for name, turns in got.items() if turns == 0], "came to no gate: nothing was shown"
+
+        w = client()
+        at_once = {
+            "signal_layer": lambda: w.signal_layer(0, 1),
+            "signal_step": lambda: w.signal_step(1),
+            "bump_source_epoch": w.bump_source_epoch,
+            "load_reset": lambda: w.load_reset(0, 1),
+            "kvs_signal_all": lambda: _lib.fast.kvs_signal_all(w._h, 2),
+            "kvs_flags": lambda: _lib.lib.kvs_flags(w._h, ctypes.byref(ctypes.c_uint64())),
+            "kvs_deadlines": lambda: _lib.fast.kvs_deadlines(w._h),
+            "kvs_strerror": lambda: _lib.strerror(-1),
+            "kvs_library_version": _lib.lib.kvs_library_version,
+        }
+        assert {name: gate.turns(call) for name, call in at_once.items()} == dict.fromkeys(at_once, 0)
+
+    held = {name for name in _lib._PROTOTYPES if name in vars(_lib.fast)}
+    assert held <= AT_ONCE
+    untried = set(_lib._PROTOTYPES) - reached
+    assert all(name.startswith("kvs_gpu_") for name in untried), untried
