@@ -13,7 +13,7 @@ import (
 const geometryDomain = "kvspray-geometry-v1"
 
 // placementParams say where pages are and not what they are: geometry leaves them out.
-var placementParams = map[string]bool{"v_offset": true, "row_stride": true, "head_stride": true, "tile_stride": true}
+var placementParams = map[string]bool{"v_offset": true, "row_stride": true, "head_stride": true}
 
 // Geometry is equal on two sides where the transfer space and the inside of pages are the same: groups, strategies, layers
 // and page bytes, but neither where pages lie nor how many there are, which differ between any two engines.

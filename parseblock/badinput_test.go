@@ -2,7 +2,9 @@ package parseblock
 
 import (
 	"errors"
+	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"testing"
 
@@ -160,4 +162,158 @@ func planAll(src, dst *badEnd, tokens uint32, skip []uint32, rows layout.TokenRa
 		return len(runs), err
 	}
 	return planned + len(runs), nil
+}
+
+// badDims are those of small caches of every family.
+func badDims(f *family) *dims {
+	d := &dims{layers: 2, n: 4, blocks: 3, kvHeads: 2, head: 4, value: 2, scale: 1, size: 1, kHeads: 2, kDim: 2, vHeads: 2, vDim: 2, histor: 2, elem: 2, ratio: 2, tile: 4}
+	if f.fixed {
+		d.ratio = 1
+	}
+	return d
+}
+
+// readBy is what the strategy of a group asks for, as it says itself.
+func readBy(t *testing.T, g *layout.Group) (reads []param) {
+	for _, b := range builtins {
+		if b.name != g.Strategy {
+			continue
+		}
+		p := params{strategy: b.name, g: g, l: &g.Layers[0], n: uint64(g.TokensPerBlock)}
+		if b.make(&p); p.err != nil {
+			t.Fatal(p.err)
+		}
+		for n := range numParams {
+			if p.read&(1<<n) != 0 {
+				reads = append(reads, n)
+			}
+		}
+	}
+	return reads
+}
+
+// TestBadParams gives every strategy each parameter that it reads with values past both ends of what it takes, each that only others read,
+// and each misspelt: all are refused by name, and nothing is planned. The parameters are those that the strategies ask for, so that a new one
+// is tried without a line here.
+func TestBadParams(t *testing.T) {
+	reg := Default()
+	var tried uint32
+	rows := map[string]int{}
+	for fi := range families {
+		f := &families[fi]
+		for _, kind := range f.kinds {
+			groups := len(f.make(kind, badDims(f)).groups)
+			for gi := range groups {
+				fresh := func() badEnd {
+					d := badDims(f)
+					c := f.make(kind, d)
+					return badEnd{c.layout(), []uint64{c.size}, repeat(seq(d.blocks), groups)}
+				}
+				good := fresh()
+				strategy := good.l.Groups[gi].Strategy
+				reads := readBy(t, &good.l.Groups[gi])
+				skip := make([]uint32, groups)
+				// Half of the parts of a layer have no template of their own.
+				if planned, err := planAll(&good, &good, 9, skip, layout.TokenRange{End: 8}); err != nil || planned == 0 {
+					t.Fatalf("%s as it should be: %d pieces, %v", kind, planned, err)
+				}
+				bad := func(name string, v int64) {
+					t.Helper()
+					rows[strategy]++
+					in := fresh()
+					if in.l.Groups[gi].Params == nil {
+						in.l.Groups[gi].Params = map[string]int64{}
+					}
+					in.l.Groups[gi].Params[name] = v
+					refused := func(what string, err error) {
+						t.Helper()
+						var e *layout.Error
+						if !errors.As(err, &e) || e.Field != "params."+name || e.Value != fmt.Sprint(v) || e.Remedy == "" {
+							t.Errorf("%s, %s with %s = %d: %v", kind, what, name, v, err)
+						}
+					}
+					planned, err := planAll(&in, &good, 9, skip, layout.TokenRange{End: 8})
+					refused("validated", err)
+					_, err = reg.Describe(in.l)
+					refused("described", err)
+					// Nor does it help to forget to ask.
+					g, other := &in.l.Groups[gi], &good.l.Groups[gi]
+					_, err = NewPlan(reg, in.l, good.l, 9, skip)
+					refused("planned", err)
+					_, err = NewPlan(reg, good.l, in.l, 9, skip)
+					refused("received", err)
+					_, err = reg.Template(Side{g, &g.Layers[0]}, Side{other, &other.Layers[0]})
+					refused("compiled", err)
+					if planned != 0 {
+						t.Errorf("%s with %s = %d: %d pieces were planned", kind, name, v, planned)
+					}
+				}
+				for n := range numParams {
+					k := &known[n]
+					if !slices.Contains(reads, n) {
+						bad(k.name, int64(k.lo))
+						continue
+					}
+					tried |= 1 << n
+					bad(k.name, int64(k.lo)-1)
+					bad(k.name, int64(k.hi)+1)
+					bad(k.name, math.MinInt64)
+					bad(k.name, math.MaxInt64)
+					bad(k.name+"s", int64(k.lo))
+				}
+				bad("", 0)
+			}
+		}
+	}
+	for n := range numParams {
+		if tried&(1<<n) == 0 {
+			t.Errorf("no family has a cache whose strategy reads %s", known[n].name)
+		}
+	}
+	for _, name := range reg.Names() {
+		if rows[name] == 0 {
+			t.Errorf("%s was never given anything wrong", name)
+		}
+	}
+}
+
+// TestParamsThatDisagree: each is within its bounds, and not what the page or another says.
+func TestParamsThatDisagree(t *testing.T) {
+	for _, c := range []struct {
+		kind string // of any family
+		name string
+		v    int64
+	}{
+		{PackedHND, "head_bytes", 9},
+		{PackedNHD, "heads", 1},
+		{PackedNHD, "tp_rank", 1},
+		{MLA, "tp_rank", 3},
+		{MLA, "token_bytes", 3},
+		{FP8DSMLA, "token_bytes", 512},
+		{KimiK3, "token_bytes", 5},
+		{DSAIndexer, "kernel_tokens", 3},
+		{DeepSeekV4, "compress_ratio", 3},
+		{"vec", "head_bytes", 4},
+		{GDNState + " sv", "state_offset", 47},
+		{Mamba2State + " dv", "tp_rank", 1},
+	} {
+		found := false
+		for fi := range families {
+			f := &families[fi]
+			if !slices.Contains(f.kinds, c.kind) {
+				continue
+			}
+			found = true
+			l := f.make(c.kind, badDims(f)).layout()
+			l.Groups[0].Params[c.name] = c.v
+			_, err := NewPlan(Default(), l, l, 9, make([]uint32, len(l.Groups)))
+			var e *layout.Error
+			if !errors.As(err, &e) || !strings.Contains(e.Error(), c.name) || !strings.Contains(e.Error(), fmt.Sprint(c.v)) || e.Remedy == "" {
+				t.Errorf("%s with %s = %d: %v", c.kind, c.name, c.v, err)
+			}
+		}
+		if !found {
+			t.Errorf("no family has %s", c.kind)
+		}
+	}
 }

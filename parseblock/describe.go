@@ -90,7 +90,7 @@ type kind struct {
 	number     uint64 // bytes of a number, where a cell's numbers lie apart
 	rows, cols uint32 // of a state
 	rowTokens  uint32
-	window     int64
+	window     uint64
 	packing    string // params of an opaque page
 }
 
@@ -117,7 +117,7 @@ func kindOf(s *sited) kind {
 			k.number = s.CellBytes
 		}
 	}
-	k.window = s.g.Params["window"]
+	k.window = paramWindow.of(s.g)
 	return k
 }
 

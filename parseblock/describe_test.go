@@ -23,7 +23,7 @@ func TestFingerprintIgnores(t *testing.T) {
 		for i, label := range []string{"a.", "b."} {
 			d := genDims(t, f, label, common)
 			d.blocks, d.layers = 2, rapid.IntRange(1, 3).Draw(t, label+"stage")
-			d.size = rapid.SampledFrom(sizesOf(f, d)).Draw(t, label+"tp")
+			d.size = rapid.SampledFrom(sizesOf(f)).Draw(t, label+"tp")
 			d.rank = rapid.Uint64Range(0, d.size-1).Draw(t, label+"rank")
 			kinds[i] = rapid.SampledFrom(f.kinds).Draw(t, label+"kind")
 			l := f.make(kinds[i], d).layout()
@@ -116,7 +116,7 @@ func TestFingerprintSees(t *testing.T) {
 		"quantised inline": {base, mk(QuantInlineNHD, 16, 16*8*512, map[string]int64{"heads": 8, "value_bytes": 252, "scale_bytes": 4}, nil),
 			[]string{`k format: "plain" here, "inline 252+4" there`, `v format`}, "kv format = plain and inline 252+4"},
 		"opaque pages":  {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 8192, nil, nil), []string{`page bytes of a head of a token: "256" here, "512" there`}, "page bytes of a head of a token = 256 and 512"},
-		"opaque params": {mk(VLLMCPUAttn, 16, 4096, map[string]int64{"x": 1}, nil), mk(VLLMCPUAttn, 16, 4096, nil, nil), []string{`page params: "[x=1]" here, "[]" there`}, "page params = [x=1] and []"},
+		"opaque params": {mk(VLLMCPUAttn, 16, 4096, map[string]int64{"head_bytes": 64}, nil), mk(VLLMCPUAttn, 16, 4096, nil, nil), []string{`page params: "[head_bytes=64]" here, "[]" there`}, "page params = [head_bytes=64] and []"},
 	} {
 		t.Run("cache, "+name, func(t *testing.T) {
 			a, err := reg.Describe(c.a)

@@ -44,9 +44,7 @@ func TestHybrids(t *testing.T) {
 				kind := fromKind
 				if e == dst {
 					label = l + "to."
-					if kind = rapid.SampledFrom(f.kinds).Draw(t, l+"to"); strategyOf(kind) == KDAState || strategyOf(fromKind) == KDAState {
-						kind = fromKind
-					}
+					kind = rapid.SampledFrom(f.kinds).Draw(t, l+"to")
 				}
 				d := genDims(t, f, label, common)
 				d.blocks = (tokens-1)/d.n + 1 + rapid.Uint64Range(0, 2).Draw(t, label+"spare")
@@ -256,9 +254,6 @@ func TestHybridsInStages(t *testing.T) {
 			fs = append(fs, f)
 			for e, label := range []string{fmt.Sprint(i, "from."), fmt.Sprint(i, "to.")} {
 				kind := rapid.SampledFrom(f.kinds).Draw(t, label+"kind")
-				if e == 1 && strategyOf(kind) != strategyOf(kinds[0][i]) && (strategyOf(kind) == KDAState || strategyOf(kinds[0][i]) == KDAState) {
-					kind = kinds[0][i]
-				}
 				d := genDims(t, f, label, common)
 				d.blocks = (tokens-1)/d.n + 1 + rapid.Uint64Range(0, 2).Draw(t, label+"spare")
 				kinds[e], ds[e], tables[e] = append(kinds[e], kind), append(ds[e], d), append(tables[e], genTable(t, label+"table", d.blocks, 99))

@@ -11,8 +11,8 @@ const KimiK3 = "kimi_k3"
 
 func kimiK3(p *params) []layout.Plane {
 	token := p.divide(p.l.PageBytes, p.n, "tokens_per_block")
-	if want := p.get("token_bytes", token, 1, maxCell); want != token {
-		p.refuse("params.token_bytes", want, "page_bytes has another number of bytes for a token")
+	if want := p.get(paramTokenBytes, token); want != token {
+		p.refuseParam(paramTokenBytes, want, "page_bytes has another number of bytes for a token")
 	}
 	if p.g.NumBlocks > 1 && p.l.BlockStride < p.l.PageBytes {
 		p.refuse("block_stride", p.l.BlockStride, "a page is at least as wide as its tokens")

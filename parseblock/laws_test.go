@@ -59,7 +59,7 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 	for i, label := range []string{"from.", "to."} {
 		d := genDims(t, f, label, common)
 		d.blocks = blocks.Draw(t, label+"blocks")
-		d.size = rapid.SampledFrom(sizesOf(f, d)).Draw(t, label+"tp")
+		d.size = rapid.SampledFrom(sizesOf(f)).Draw(t, label+"tp")
 		d.rank = rapid.Uint64Range(0, d.size-1).Draw(t, label+"rank")
 		if i == 0 || rapid.Bool().Draw(t, "other kind") {
 			kind = rapid.SampledFrom(f.kinds).Draw(t, label+"kind")
@@ -200,14 +200,11 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 	}
 	fd, td := genDims(t, f, "from.", common), genDims(t, f, "to.", common)
 	fd.blocks, td.blocks = (tokens-1)/fd.n+1+rapid.Uint64Range(0, 3).Draw(t, "spare"), (tokens-1)/td.n+1
-	fd.size = rapid.SampledFrom(sizesOf(f, fd)).Draw(t, "from.tp")
-	td.size = rapid.SampledFrom(sizesOf(f, td)).Draw(t, "to.tp")
+	fd.size = rapid.SampledFrom(sizesOf(f)).Draw(t, "from.tp")
+	td.size = rapid.SampledFrom(sizesOf(f)).Draw(t, "to.tp")
 	td.rank = rapid.Uint64Range(0, td.size-1).Draw(t, "to.rank")
 	fromKind := rapid.SampledFrom(f.kinds).Draw(t, "from.kind")
 	to := f.make(rapid.SampledFrom(f.kinds).Draw(t, "to.kind"), td)
-	if strategyOf(fromKind) == KDAState != (strategyOf(to.groups[0].Strategy) == KDAState) {
-		return // two models
-	}
 	window := uint64(0)
 	if !to.state && !to.opaque {
 		window = rapid.Uint64Range(0, 30).Draw(t, "window")
@@ -427,13 +424,6 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 			t.Fatalf("byte %d of %d: got %d, want %d (touched %v)", i, len(want), got[i], want[i], touched[i])
 		}
 	}
-}
-
-func strategyOf(kind string) string {
-	if len(kind) >= len(KDAState) && kind[:len(KDAState)] == KDAState {
-		return KDAState
-	}
-	return kind
 }
 
 func repeat[T any](v T, n int) []T {

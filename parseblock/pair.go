@@ -266,8 +266,8 @@ func newPair(f, t *sited) pair {
 // packingParams are those that say how an opaque page is packed, and not which heads or tokens it holds: a head is as opaque as a page.
 func packingParams(g *layout.Group) map[string]int64 {
 	out := maps.Clone(g.Params)
-	for _, k := range [...]string{"heads", "kv_heads", "tp_rank", "tp_size", "window", "prefix_cache"} {
-		delete(out, k)
+	for _, n := range [...]param{paramHeads, paramKVHeads, paramTPRank, paramTPSize, paramWindow, paramPrefixCache} {
+		delete(out, known[n].name)
 	}
 	return out
 }

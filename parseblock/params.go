@@ -2,6 +2,9 @@ package parseblock
 
 import (
 	"fmt"
+	"maps"
+	"math"
+	"slices"
 
 	"github.com/kvspray/kvspray/layout"
 )
@@ -12,12 +15,92 @@ const (
 	maxCell  = 1 << 24 // bytes of one head of one token
 )
 
-// params reads the parameters of one layer and keeps the first refusal, so that strategies read like their drawings.
+// param is a parameter that some strategy reads.
+type param uint8
+
+// The parameters of all strategies; what each says is beside the strategies that read it.
+const (
+	paramHeads param = iota
+	paramKVHeads
+	paramTPRank
+	paramTPSize
+	paramHeadBytes
+	paramRowStride
+	paramHeadStride
+	paramVOffset
+	paramLayers
+	paramValueBytes
+	paramScaleBytes
+	paramTokenBytes
+	paramCompressRatio
+	paramKernelTokens
+	paramKTransposed
+	paramNumberBytes
+	paramKHeads
+	paramKDim
+	paramVHeads
+	paramVDim
+	paramConvLen
+	paramConvBytes
+	paramStateBytes
+	paramPart
+	paramConvOrder
+	paramStateOrder
+	paramStateOffset
+	paramWindow
+	paramPrefixCache
+	numParams
+)
+
+var _ [32 - numParams]struct{} // params.read has a bit for each
+
+// known has their names and what they may be. Where more is asked for, of one parameter beside another, the strategy says it.
+var known = [numParams]struct {
+	name   string
+	lo, hi uint64
+}{
+	paramHeads:         {"heads", 1, maxHeads},
+	paramKVHeads:       {"kv_heads", 1, maxHeads},
+	paramTPRank:        {"tp_rank", 0, maxHeads},
+	paramTPSize:        {"tp_size", 1, maxHeads},
+	paramHeadBytes:     {"head_bytes", 1, maxCell},
+	paramRowStride:     {"row_stride", 1, 1 << 48},
+	paramHeadStride:    {"head_stride", 1, 1 << 60},
+	paramVOffset:       {"v_offset", 1, 1 << 62},
+	paramLayers:        {"layers", 1, layout.MaxLayers},
+	paramValueBytes:    {"value_bytes", 1, maxCell},
+	paramScaleBytes:    {"scale_bytes", 1, maxCell},
+	paramTokenBytes:    {"token_bytes", 1, maxCell},
+	paramCompressRatio: {"compress_ratio", 1, layout.MaxTokensPerBlock},
+	paramKernelTokens:  {"kernel_tokens", 1, layout.MaxTokensPerBlock},
+	paramKTransposed:   {"k_transposed", 0, 1},
+	paramNumberBytes:   {"number_bytes", 1, 8},
+	paramKHeads:        {"k_heads", 1, maxHeads},
+	paramKDim:          {"k_dim", 1, maxHeads},
+	paramVHeads:        {"v_heads", 1, maxHeads},
+	paramVDim:          {"v_dim", 1, maxHeads},
+	paramConvLen:       {"conv_len", 1, 256},
+	paramConvBytes:     {"conv_bytes", 1, 8},
+	paramStateBytes:    {"state_bytes", 1, 8},
+	paramPart:          {"part", 0, 2},
+	paramConvOrder:     {"conv_order", 0, 1},
+	paramStateOrder:    {"state_order", 0, 1},
+	paramStateOffset:   {"state_offset", 0, 1 << 40},
+	paramWindow:        {"window", 0, math.MaxUint32},
+	paramPrefixCache:   {"prefix_cache", 0, 1},
+}
+
+// of is the parameter of a group whose planes were made, which checked it; 0 where it is left out.
+func (n param) of(g *layout.Group) uint64 { return uint64(g.Params[known[n].name]) }
+
+// params reads the parameters of one layer and keeps the first refusal, so that strategies read like their drawings. It remembers what was
+// read: a parameter that its strategy does not know would say where bytes lie, and they would be elsewhere.
 type params struct {
 	strategy string
 	g        *layout.Group
 	l        *layout.Layer
 	n        uint64 // tokens per block
+	read     uint32 // a bit for each parameter that the strategy has asked for
 	err      error
 }
 
@@ -28,26 +111,73 @@ func (p *params) refuse(field string, value any, problem string) {
 	}
 }
 
-// get is an optional parameter between lo and hi.
-func (p *params) get(name string, def, lo, hi uint64) uint64 {
-	v, ok := p.g.Params[name]
+func (p *params) refuseParam(n param, value any, problem string) {
+	p.refuse("params."+known[n].name, value, problem)
+}
+
+// has reports whether the parameter is given.
+func (p *params) has(n param) bool {
+	p.read |= 1 << n
+	_, ok := p.g.Params[known[n].name]
+	return ok
+}
+
+// get is an optional parameter.
+func (p *params) get(n param, def uint64) uint64 {
+	p.read |= 1 << n
+	v, ok := p.g.Params[known[n].name]
 	if !ok {
 		return def
 	}
-	if v < 0 || uint64(v) < lo || uint64(v) > hi {
-		p.refuse("params."+name, v, fmt.Sprintf("it takes %d to %d", lo, hi))
-		return max(def, lo)
+	k := &known[n]
+	if v < 0 || uint64(v) < k.lo || uint64(v) > k.hi {
+		p.refuseParam(n, v, fmt.Sprintf("it takes %d to %d", k.lo, k.hi))
+		return max(def, k.lo)
 	}
 	return uint64(v)
 }
 
 // need is a parameter that must be there.
-func (p *params) need(name string, lo, hi uint64) uint64 {
-	if _, ok := p.g.Params[name]; !ok {
-		p.refuse("params."+name, "missing", fmt.Sprintf("it needs %d to %d", lo, hi))
-		return lo
+func (p *params) need(n param) uint64 {
+	if !p.has(n) {
+		p.refuseParam(n, "missing", fmt.Sprintf("it needs %d to %d", known[n].lo, known[n].hi))
+		return known[n].lo
 	}
-	return p.get(name, lo, lo, hi)
+	return p.get(n, known[n].lo)
+}
+
+// nothingElse refuses parameters that the strategy has not asked for: misspelt ones, those of another strategy, those of a newer engine.
+func (p *params) nothingElse() {
+	given := 0
+	for n := range numParams {
+		if _, ok := p.g.Params[known[n].name]; ok && p.read&(1<<n) != 0 {
+			given++
+		}
+	}
+	if given == len(p.g.Params) || p.err != nil {
+		return
+	}
+	var reads []string
+	for n := range numParams {
+		if p.read&(1<<n) != 0 {
+			reads = append(reads, known[n].name)
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(p.g.Params)) {
+		if slices.Contains(reads, name) {
+			continue
+		}
+		p.err = &layout.Error{Field: fmt.Sprintf("params.%.64s", name), Value: fmt.Sprint(p.g.Params[name]),
+			Problem: fmt.Sprintf("strategy %q does not read it here; it reads %q", p.strategy, reads),
+			Remedy:  "leave it out, name the strategy that reads it, or run a sidecar as new as the engine's plug-in"}
+		return
+	}
+}
+
+// windowed are the parameters of caches of tokens that the plan reads, whatever is in the page.
+func (p *params) windowed() {
+	p.get(paramWindow, 0)
+	p.get(paramPrefixCache, 0)
 }
 
 // divide is v/by; by that does not divide it is refused.
@@ -69,34 +199,39 @@ func HeadShare(all, rank, size uint64) (first, count uint64) {
 	return first, max((rank+1)*all/size, first+1) - first
 }
 
+// rank is this one of the tensor parallel group.
+func (p *params) rank() (rank, size uint64) {
+	rank, size = p.get(paramTPRank, 0), p.get(paramTPSize, 1)
+	if rank >= size {
+		p.refuseParam(paramTPRank, rank, fmt.Sprintf("there are %d ranks", size))
+		return 0, 1
+	}
+	return rank, size
+}
+
 // share applies tp_rank and tp_size.
 func (p *params) share(all uint64) (first, count uint64) {
-	size := p.get("tp_size", 1, 1, maxHeads)
-	rank := p.get("tp_rank", 0, 0, maxHeads)
-	if rank >= size {
-		p.refuse("params.tp_rank", rank, fmt.Sprintf("there are %d ranks", size))
-		return 0, all
-	}
+	rank, size := p.rank()
 	return HeadShare(all, rank, size)
 }
 
 // heads are the KV heads of this rank among those of the model.
 func (p *params) heads() (first, count, all uint64) {
-	_, needed := p.g.Params["kv_heads"]
-	own := p.get("heads", 1, 1, maxHeads)
-	if !needed {
-		if _, ok := p.g.Params["tp_size"]; ok && p.get("tp_size", 1, 1, maxHeads) > 1 {
-			p.refuse("params.kv_heads", "missing", "ranks need the KV heads of the model")
+	own := p.get(paramHeads, 1)
+	_, size := p.rank()
+	if !p.has(paramKVHeads) {
+		if size > 1 {
+			p.refuseParam(paramKVHeads, "missing", "ranks need the KV heads of the model")
 		}
-		if _, ok := p.g.Params["heads"]; !ok && (p.strategy == PackedHND || p.strategy == QuantInlineHND) {
-			p.refuse("params.heads", "missing", fmt.Sprintf("it needs 1 to %d", maxHeads))
+		if !p.has(paramHeads) && (p.strategy == PackedHND || p.strategy == QuantInlineHND) {
+			p.refuseParam(paramHeads, "missing", fmt.Sprintf("it needs 1 to %d", maxHeads))
 		}
 		return 0, own, own
 	}
-	all = p.need("kv_heads", 1, maxHeads)
+	all = p.need(paramKVHeads)
 	first, count = p.share(all)
-	if _, ok := p.g.Params["heads"]; ok && own != count {
-		p.refuse("params.heads", own, fmt.Sprintf("this rank has %d of %d heads", count, all))
+	if p.has(paramHeads) && own != count {
+		p.refuseParam(paramHeads, own, fmt.Sprintf("this rank has %d of %d heads", count, all))
 	}
 	return first, count, all
 }
@@ -104,6 +239,7 @@ func (p *params) heads() (first, count, all uint64) {
 // cells is a plane of cells of K or V, for each token and head; the order sets its strides.
 func (p *params) cells(role layout.Role, cell uint64) layout.Plane {
 	first, count, all := p.heads()
+	p.windowed()
 	return layout.Plane{Role: role, Unit: layout.UnitToken, CellBytes: cell, Rows: p.g.TokensPerBlock, RowTokens: 1,
 		Heads: uint32(count), FirstHead: uint32(first), AllHeads: uint32(all), Cols: 1}
 }
@@ -117,12 +253,14 @@ func (p *params) plane(role layout.Role, bytes uint64) layout.Plane {
 
 // replicated is a plane that all ranks have, one row for each ratio tokens.
 func (p *params) replicated(role layout.Role, cell, ratio uint64) layout.Plane {
+	p.rank()
+	p.windowed()
 	return layout.Plane{Role: role, Unit: layout.UnitToken, CellBytes: cell, Rows: uint32(p.divide(p.n, ratio, "compress_ratio")),
 		RowTokens: uint32(ratio), RowStride: cell, HeadStride: cell, Heads: 1, AllHeads: 1, Cols: 1}
 }
 
 // strides takes the strides of views into allocations of several layers.
 func (p *params) strides(pl *layout.Plane) {
-	pl.RowStride = p.get("row_stride", pl.RowStride, 1, 1<<48)
-	pl.HeadStride = p.get("head_stride", pl.HeadStride, 1, 1<<60)
+	pl.RowStride = p.get(paramRowStride, pl.RowStride)
+	pl.HeadStride = p.get(paramHeadStride, pl.HeadStride)
 }

@@ -236,10 +236,10 @@ func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segm
 // the page lacks. A prompt that ends with block h of the window sees back to the block that begins ceil((window-1)/n) blocks earlier, but
 // not to its first tokens where window-1 is no multiple of n.
 func (s *segment) checkKept(g *layout.Group, tokens uint32) error {
-	if s.cut == nil || g.Params["prefix_cache"] == 0 {
+	if s.cut == nil || paramPrefixCache.of(g) == 0 {
 		return nil
 	}
-	n, seen := uint64(s.n), uint64(g.Params["window"])-1
+	n, seen := uint64(s.n), paramWindow.of(g)-1
 	unseen := (seen+n-1)/n*n - seen
 	for i := range s.pairs {
 		lacks := s.cut.rows[i] * s.pairs[i].rowTokens
@@ -257,8 +257,8 @@ func (s *segment) checkKept(g *layout.Group, tokens uint32) error {
 
 // WindowStart is the first token that the token after a prompt still sees: 0 without a sliding window.
 func WindowStart(g *layout.Group, tokens uint32) uint32 {
-	w := g.Params["window"]
-	if w <= 0 || uint64(w) > uint64(tokens) {
+	w := paramWindow.of(g)
+	if w == 0 || w > uint64(tokens) {
 		return 0
 	}
 	return tokens - uint32(w) + 1

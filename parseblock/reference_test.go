@@ -90,12 +90,22 @@ type dims struct {
 
 func (d *dims) name(i int) string { return fmt.Sprintf("layers.%d", d.first+i) }
 
+// shard is which heads the rank has, by asking of each head whose it is. Engines have as many on each rank, or share one; of others each head
+// goes to the rank that has most of it behind it.
 func (d *dims) shard(params map[string]int64, heads uint64) (first, own uint64) {
-	// As engines compute it, in their words: divisible, or replicated.
-	per := max(1, heads/d.size)
-	first, own = d.rank*heads/d.size, per
 	if d.size > 1 {
 		params["tp_rank"], params["tp_size"] = int64(d.rank), int64(d.size)
+	}
+	if d.size >= heads {
+		return d.rank * heads / d.size, 1
+	}
+	for h := range heads {
+		switch of := ((h+1)*d.size - 1) / heads; {
+		case of < d.rank:
+			first++
+		case of == d.rank:
+			own++
+		}
 	}
 	return first, own
 }
@@ -323,7 +333,7 @@ func v4(kind string, d *dims) *cache {
 }
 
 func whole(kind string, d *dims) *cache {
-	c := paged(kind, d, map[string]int64{"heads": 2}, d.n*d.head, []content{{layout.RolePage, d.head, 0, 1, 1, 1}}, func(r uint64, _ layout.Role, _, _, x uint64) uint64 { return r*d.head + x })
+	c := paged(kind, d, map[string]int64{}, d.n*d.head, []content{{layout.RolePage, d.head, 0, 1, 1, 1}}, func(r uint64, _ layout.Role, _, _, x uint64) uint64 { return r*d.head + x })
 	c.opaque = true
 	return c
 }
@@ -450,6 +460,21 @@ func keys(m map[string]string) []string {
 	return out
 }
 
+// stateKinds are the states of a linear attention in both orders of the convolution and of the matrix, in a page and in slots.
+func stateKinds(strategy string) (kinds []string) {
+	for _, form := range []string{" sv", " dv", " sk", " dk"} {
+		kinds = append(kinds, strategy+form, strategy+form+" slots")
+	}
+	return kinds
+}
+
+func states(kind string, d *dims) *cache {
+	if kind, ok := strings.CutSuffix(kind, " slots"); ok {
+		return slots(kind, d)
+	}
+	return stateCache(kind, d)
+}
+
 var families = []family{
 	{name: "kv", kinds: keys(kvShapes), make: kvCache},
 	{name: "quant inline", kinds: []string{QuantInlineHND, QuantInlineNHD}, make: quantInline},
@@ -465,13 +490,9 @@ var families = []family{
 	{name: "compressor", kinds: []string{DeepSeekV4Compressor}, make: rowCache(layout.RoleCompressor)},
 	{name: "indexer", kinds: []string{DSAIndexer}, make: indexer},
 	{name: "deepseek v4", kinds: []string{DeepSeekV4}, make: v4},
-	{name: "gdn", kinds: []string{GDNState + " sv", GDNState + " dv", GDNState + " sk", GDNState + " dk", KDAState + " sv", "slots"}, make: func(kind string, d *dims) *cache {
-		if kind == "slots" {
-			return slots(GDNState+" sv", d)
-		}
-		return stateCache(kind, d)
-	}},
-	{name: "mamba2", kinds: []string{Mamba2State + " sv", Mamba2State + " dv"}, make: stateCache},
+	{name: "gdn", kinds: stateKinds(GDNState), make: states},
+	{name: "kda", kinds: stateKinds(KDAState), make: states},
+	{name: "mamba2", kinds: stateKinds(Mamba2State), make: states},
 	{name: "cpu", kinds: []string{VLLMCPUAttn}, make: cpuCache, fixed: true},
 	{name: "cpu vec", kinds: []string{"vec"}, make: cpuCache},
 	{name: "page", kinds: []string{Page}, make: whole, fixed: true},
@@ -508,24 +529,13 @@ func genCommon(t *rapid.T, f *family) *dims {
 	return d
 }
 
-// sizesOf are the tensor parallel sizes that an engine accepts for the content.
-func sizesOf(f *family, d *dims) []uint64 {
-	var out []uint64
-	for _, s := range []uint64{1, 2, 3, 4, 6, 8} {
-		fits := func(heads uint64) bool { return heads%s == 0 || s%heads == 0 }
-		switch f.name {
-		case "gdn":
-			fits = func(uint64) bool { return d.kHeads%s == 0 && d.vHeads%s == 0 }
-		case "mamba2":
-			fits = func(uint64) bool { return d.vHeads%s == 0 && (d.kHeads%s == 0 || s%d.kHeads == 0) }
-		case "page":
-			fits = func(uint64) bool { return s == 1 }
-		}
-		if fits(d.kvHeads) {
-			out = append(out, s)
-		}
+// sizesOf are the tensor parallel sizes that the laws try: those that divide the heads, multiples of them, and what is neither. No
+// engine serves the last, and what moves is right all the same. A page whose inside is unknown has no ranks.
+func sizesOf(f *family) []uint64 {
+	if f.name == "page" {
+		return []uint64{1}
 	}
-	return out
+	return []uint64{1, 2, 3, 4, 5, 6, 8}
 }
 
 func genTable(t *rapid.T, label string, blocks uint64, n int) []uint32 {

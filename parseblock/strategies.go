@@ -9,13 +9,16 @@ import (
 // The names of the strategies; what a shim registers. In the drawings a page is read from left to right, the last axis is
 // contiguous, B counts blocks, N tokens of a block, H heads of this rank, D numbers of a head, s bytes of a number, C bytes of
 // a latent. Engines change their tensors' shapes more often than their bytes: a version is that of the source in which the bytes were
-// read. Read were vLLM 0.27 to 0.32, SGLang 0.5.17 to 0.5.23, and of older vLLM what is said. Parameters that all token strategies take:
+// read. Read were vLLM 0.27 to 0.32, SGLang 0.5.17 to 0.5.23, and of older vLLM what is said. A parameter that a strategy does not read is refused;
+// what each may be is in known. Those of most:
 //
 //	heads               KV heads of this rank; 1 where it is left out (then a token cannot be cut between ranks)
-//	kv_heads            KV heads of the model; tp_rank, tp_size: which of them this rank has (HeadShare)
-//	row_stride          bytes from one token to the next, where other layers lie between
+//	kv_heads            KV heads of the model; tp_rank, tp_size: which of them this rank has (HeadShare). Page has no ranks
+//	head_bytes          bytes of K of a head of a token: packed pages and CPU_ATTN, of which an opaque one shows no other size
+//	token_bytes         bytes of a token, where it is one row
+//	row_stride          bytes from one token to the next, where other layers lie between; not where the order says it
 //	head_stride         bytes from one head to the next, likewise
-//	window              tokens that a sliding window looks back; only the tail that a next token sees is moved
+//	window              tokens that a sliding window looks back; only the tail that a next token sees is moved. Not of states
 //	prefix_cache        1: the engine keeps blocks for other prompts; the first of a window must hold what those could see of it
 const (
 	// PackedHND is K|V packed in each cell, heads outside: vLLM 0.27 to 0.32 (FLASH_ATTN, FLASHINFER, TRITON_ATTN with an HND layout), and
@@ -209,6 +212,7 @@ func (s *builtin) Name() string { return s.name }
 func (s *builtin) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
 	p := params{strategy: s.name, g: g, l: l, n: uint64(g.TokensPerBlock)}
 	planes := s.make(&p)
+	p.nothingElse()
 	if p.err != nil {
 		return dst, p.err
 	}
@@ -234,13 +238,13 @@ func hnd(p *params, pl *layout.Plane) {
 // pageFirst has the layers of a token side by side.
 func pageFirst(p *params, pl *layout.Plane) {
 	pl.HeadStride = pl.CellBytes
-	pl.RowStride = p.need("layers", 1, layout.MaxLayers) * uint64(pl.Heads) * pl.CellBytes
+	pl.RowStride = p.need(paramLayers) * uint64(pl.Heads) * pl.CellBytes
 }
 
 // pageHead has the layers of a token's head side by side.
 func pageHead(p *params, pl *layout.Plane) {
 	pl.HeadMajor = true
-	pl.RowStride = p.need("layers", 1, layout.MaxLayers) * pl.CellBytes
+	pl.RowStride = p.need(paramLayers) * pl.CellBytes
 	pl.HeadStride = uint64(pl.Rows) * pl.RowStride
 }
 
@@ -248,8 +252,11 @@ func pageHead(p *params, pl *layout.Plane) {
 func packed(o order, scaled bool) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
 		pl := p.plane(layout.RoleKV, p.l.PageBytes)
+		if k := p.get(paramHeadBytes, 1); k > pl.CellBytes {
+			p.refuseParam(paramHeadBytes, k, fmt.Sprintf("K and V of a head of a token have %d bytes", pl.CellBytes))
+		}
 		if scaled {
-			v, s := p.need("value_bytes", 1, maxCell), p.need("scale_bytes", 1, maxCell)
+			v, s := p.need(paramValueBytes), p.need(paramScaleBytes)
 			if p.err == nil && pl.CellBytes != 2*(v+s) {
 				p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a head of a token has %d bytes, not 2*(%d+%d)", pl.CellBytes, v, s))
 			}
@@ -275,8 +282,8 @@ func split(o order, far func(p *params) uint64) func(*params) []layout.Plane {
 func vHalf(p *params) uint64 { return p.l.PageBytes / 2 }
 
 func vFar(p *params) uint64 {
-	if _, ok := p.g.Params["v_offset"]; ok {
-		return p.need("v_offset", 1, 1<<62)
+	if p.has(paramVOffset) {
+		return p.need(paramVOffset)
 	}
 	if p.l.BlockStride > 1<<62/layout.MaxBlocks {
 		p.refuse("block_stride", p.l.BlockStride, "its offsets overflow 64 bits")
@@ -287,10 +294,11 @@ func vFar(p *params) uint64 {
 
 // vPool is half of a pool that holds all layers.
 func vPool(p *params) uint64 {
-	if _, ok := p.g.Params["v_offset"]; ok {
-		return p.need("v_offset", 1, 1<<62)
+	if p.has(paramVOffset) {
+		p.get(paramLayers, 1)
+		return p.need(paramVOffset)
 	}
-	layers := p.need("layers", 1, layout.MaxLayers)
+	layers := p.need(paramLayers)
 	if p.l.PageBytes > 1<<62/layout.MaxBlocks/layout.MaxLayers {
 		p.refuse("page_bytes", p.l.PageBytes, "its offsets overflow 64 bits")
 		return 0
@@ -319,7 +327,7 @@ func one(role layout.Role) func(*params) []layout.Plane {
 
 func quantPlanar(o order) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
-		v, s := p.need("value_bytes", 1, maxCell), p.need("scale_bytes", 1, maxCell)
+		v, s := p.need(paramValueBytes), p.need(paramScaleBytes)
 		var out []layout.Plane
 		var at uint64
 		for _, c := range []struct {
@@ -349,6 +357,9 @@ func scales(p *params) []layout.Plane {
 func rows(role layout.Role, format string, cell uint64) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
 		pl := p.replicated(role, p.divide(p.l.PageBytes, p.n, "tokens_per_block"), 1)
+		if own := p.get(paramTokenBytes, pl.CellBytes); own != pl.CellBytes {
+			p.refuseParam(paramTokenBytes, own, fmt.Sprintf("a token has %d bytes", pl.CellBytes))
+		}
 		if cell != 0 && pl.CellBytes != cell && p.err == nil {
 			p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a token has %d bytes, not %d", pl.CellBytes, cell))
 		}
@@ -359,10 +370,10 @@ func rows(role layout.Role, format string, cell uint64) func(*params) []layout.P
 }
 
 func dsaIndexer(p *params) []layout.Plane {
-	v, s := p.get("value_bytes", 128, 1, maxCell), p.get("scale_bytes", 4, 1, maxCell)
-	ratio := p.get("compress_ratio", 1, 1, layout.MaxTokensPerBlock)
+	v, s := p.get(paramValueBytes, 128), p.get(paramScaleBytes, 4)
+	ratio := p.get(paramCompressRatio, 1)
 	values, scales := p.replicated(layout.RoleIndex, v, ratio), p.replicated(layout.RoleIndexScale, s, ratio)
-	tile := p.get("kernel_tokens", min(64, p.n), 1, layout.MaxTokensPerBlock)
+	tile := p.get(paramKernelTokens, min(64, p.n))
 	p.divide(p.n, tile, "kernel_tokens")
 	tile = p.divide(tile, ratio, "compress_ratio")
 	if p.err != nil {
@@ -378,7 +389,7 @@ func dsaIndexer(p *params) []layout.Plane {
 
 func deepseekV4(p *params) []layout.Plane {
 	const data, scale = 576, 8
-	ratio := p.get("compress_ratio", 1, 1, layout.MaxTokensPerBlock)
+	ratio := p.get(paramCompressRatio, 1)
 	d, s := p.replicated(layout.RoleLatent, data, ratio), p.replicated(layout.RoleLatentScale, scale, ratio)
 	d.Format, s.Format = DeepSeekV4, DeepSeekV4
 	s.Offset = uint64(d.Rows) * data
@@ -386,6 +397,7 @@ func deepseekV4(p *params) []layout.Plane {
 }
 
 func opaque(p *params) []layout.Plane {
+	p.windowed()
 	return []layout.Plane{{Role: layout.RolePage, Unit: layout.UnitBlock, CellBytes: p.l.PageBytes, Rows: 1, RowTokens: p.g.TokensPerBlock,
 		Heads: 1, Cols: 1, AllHeads: 1, Format: p.strategy}}
 }
@@ -394,12 +406,15 @@ func cpuAttn(p *params) []layout.Plane {
 	k := p.cells(layout.RoleK, 1)
 	k.HeadMajor = true
 	k.HeadStride = p.divide(p.l.PageBytes, uint64(k.Heads), "heads")
-	if p.get("k_transposed", 0, 0, 1) == 0 {
+	number, own := p.get(paramNumberBytes, 2), p.get(paramHeadBytes, 0)
+	if p.get(paramKTransposed, 0) == 0 {
 		k.Role, k.Unit, k.Format, k.CellBytes, k.Rows, k.RowTokens = layout.RolePage, layout.UnitBlock, p.strategy, k.HeadStride, 1, p.g.TokensPerBlock
 		return []layout.Plane{k}
 	}
-	number := p.get("number_bytes", 2, 1, 8)
 	row := p.divide(k.HeadStride, 2*p.n, "tokens_per_block, K and V,")
+	if own != 0 && own != row {
+		p.refuseParam(paramHeadBytes, own, fmt.Sprintf("K of a head of a token has %d bytes", row))
+	}
 	v := k
 	k.CellBytes, k.RowStride, k.ColStride = number, number, p.n*number
 	k.Cols, k.ColMajor = uint32(p.divide(row, number, "number_bytes")), true
@@ -412,11 +427,11 @@ func cpuAttn(p *params) []layout.Plane {
 // matrix for each head of v.
 func linearState(first, second, third layout.Role) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
-		kHeads, kDim := p.need("k_heads", 1, maxHeads), p.need("k_dim", 1, maxHeads)
-		vHeads, vDim := p.need("v_heads", 1, maxHeads), p.need("v_dim", 1, maxHeads)
-		history, conv := p.need("conv_len", 1, 256), p.get("conv_bytes", 2, 1, 8)
-		elem := p.get("state_bytes", 2, 1, 8)
-		part, dimFirst, kOutside := p.get("part", 0, 0, 2), p.get("conv_order", 0, 0, 1) == 1, p.get("state_order", 0, 0, 1) == 1
+		kHeads, kDim := p.need(paramKHeads), p.need(paramKDim)
+		vHeads, vDim := p.need(paramVHeads), p.need(paramVDim)
+		history, conv := p.need(paramConvLen), p.get(paramConvBytes, 2)
+		elem := p.get(paramStateBytes, 2)
+		part, dimFirst, kOutside := p.get(paramPart, 0), p.get(paramConvOrder, 0) == 1, p.get(paramStateOrder, 0) == 1
 		if p.err != nil {
 			return nil
 		}
@@ -453,7 +468,10 @@ func linearState(first, second, third layout.Role) func(*params) []layout.Plane 
 			}
 			pl.Rows, pl.Cols = uint32(r), uint32(c)
 			pl.ColStride, pl.RowStride, pl.HeadStride = elem, c*elem, r*c*elem
-			pl.Offset = p.get("state_offset", dim*history*conv, dim*history*conv, 1<<40)
+			pl.Offset = p.get(paramStateOffset, dim*history*conv)
+			if pl.Offset < dim*history*conv {
+				p.refuseParam(paramStateOffset, pl.Offset, fmt.Sprintf("the convolution takes %d bytes", dim*history*conv))
+			}
 			out = append(out, pl)
 		}
 		return out

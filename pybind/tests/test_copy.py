@@ -51,10 +51,10 @@ def ended(w: kvspray.WorkerClient, lease: int) -> kvspray.Completion:
 def test_copy(sidecar: Make, two: Make) -> None:
     s: Sidecar = sidecar()
     w, cache, host = two()
-    lease = w.copy(cache, host, [(0, 4096, 10), (1 << 40, 0, 3)], req="load", deadline_s=1.5)
+    lease = w.copy(cache, host, [(0, 4096, 10), (1 << 40, 0, 3)], req="load", deadline_s=15)
     r = s.record("COPY", lease=lease)
     blocks = kvspray.protocol.pack_copies([(0, 4096, 10), (1 << 40, 0, 3)])
-    assert r["body"] == {"src": 0, "dst": 1, "blocks": blocks, "deadline_ms": 1500, "req": "load"}
+    assert r["body"] == {"src": 0, "dst": 1, "blocks": blocks, "deadline_ms": 15000, "req": "load"}
     assert kvspray.protocol.encode("COPY", r["body"]).hex() == r["hex"]
     s.complete(lease, "RECEIVED", 0, bytes=13, us=7, transport="host", reason="", recompute=[])
     assert ended(w, lease) == kvspray.Completion(lease, True, CompletionStatus.OK, bytes=13, us=7, transport="host")
@@ -139,7 +139,7 @@ def test_with_a_real_sidecar(real: subprocess.Popen[bytes], socket_path: pathlib
         regions = [w.alloc_region(HOST_BYTES), w.alloc_region(HOST_BYTES)]
         regions += [w.process_region(ctypes.addressof(p), HOST_BYTES) for p in plain]
         real_layout = layout()
-        real_layout["groups"][0].update(strategy="packed_hnd", params={"heads": 1, "head_dim": 64})
+        real_layout["groups"][0].update(strategy="packed_hnd", params={"heads": 1})
         w.register(regions, real_layout)
         assert w.wait_connected(TIMEOUT_S), w.status()
         for r in regions:
