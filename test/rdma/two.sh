@@ -2,13 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # two.sh BINARY ARGUMENT...: runs a test binary in two guests at once, as two hosts that RAILS network cards join. Each sees its
-# number in KVSPRAY_RDMA_NODE (1 or 2), and a folder that both share in KVSPRAY_RDMA_SHARE. Ends with success if both do.
+# number in KVSPRAY_RDMA_NODE (1 or 2), and a folder that both share in KVSPRAY_RDMA_SHARE. Ends with success if both do; where one
+# ends without a status, as by a crash of its kernel, the other one is ended.
 # RDMA_DIR is where fetch.sh put the guest.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 share=$(mktemp -d "${TMPDIR:-/tmp}/kvspray-rdma.XXXXXX")
 guests=()
-trap 'kill "${guests[@]}" 2>/dev/null || true; wait; rm -rf "$share"' EXIT
+trap 'stop; wait; rm -rf "$share"' EXIT
+stop() { # each guest is a process group of its own
+  local pid
+  for pid in "${guests[@]}"; do kill -- "-$pid" 2>/dev/null || true; done
+}
 binary=$1
 shift
 mkdir "$share/both"
@@ -32,12 +37,15 @@ cards() { # NODE: one card per rail, wired to the other guest's by a pair of soc
 }
 for node in 1 2; do
   GUEST_CPUS=${GUEST_CPUS:-1} GUEST_MEM=${GUEST_MEM:-1536} GUEST_NET=$(cards $node | tr '\n' ' ') \
-    "$here/vm.sh" "$RDMA_DIR" "$share" "run$node.sh" "node=$node" >"$share/log$node" 2>&1 &
+    setsid "$here/vm.sh" "$RDMA_DIR" "$share" "run$node.sh" "node=$node" >"$share/log$node" 2>&1 &
   guests+=($!)
 done
 status=0
 for node in 1 2; do
-  wait "${guests[node - 1]}" || status=$?
-  sed "s/^/host $node: /" "$share/log$node"
+  ended=0
+  wait -n || ended=$?
+  ((ended < 124)) || stop # who is alone now would wait for its own time
+  ((status)) || status=$ended
 done
+for node in 1 2; do sed "s/^/host $node: /" "$share/log$node"; done
 exit "$status"
