@@ -3,6 +3,7 @@ package gdr
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -26,7 +27,7 @@ func TestDeviceBandwidth(t *testing.T) {
 		testutil.Skip(t, "rdma-bench", "KVSPRAY_BENCH_RDMA is not the number of pairs: make bench-rdma")
 	}
 	ends(t) // or skip
-	fmt.Println("| what | rails | ib_write_bw MiB/s | gdr MiB/s | median ratio | least | most |\n|---|---|---|---|---|---|---|")
+	fmt.Println("| what | rails | ib_write_bw MiB/s | gdr MiB/s | median ratio | least | most | ib_write_bw run again |\n|---|---|---|---|---|---|---|---|")
 	for _, c := range []struct {
 		name    string
 		message int // of ib_write_bw
@@ -44,8 +45,13 @@ func TestDeviceBandwidth(t *testing.T) {
 		}
 		const bytesEach = 64 << 20
 		var ratios, theirs, ours []float64
+		again := 0
 		for pair := range pairs + 1 {
-			ib := writeBW(t, c.rails, c.message, bytesEach)
+			ib, repeats, err := untilFigure(func() (float64, error) { return writeBW(c.rails, c.message, bytesEach) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			again += repeats
 			began := time.Now()
 			var all sync.WaitGroup
 			for _, m := range movers {
@@ -60,7 +66,32 @@ func TestDeviceBandwidth(t *testing.T) {
 		slices.Sort(ratios)
 		slices.Sort(theirs)
 		slices.Sort(ours)
-		fmt.Printf("| %s | %d | %.0f | %.0f | %.2f | %.2f | %.2f |\n", c.name, c.rails, median(theirs), median(ours), median(ratios), ratios[0], ratios[len(ratios)-1])
+		fmt.Printf("| %s | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %d times in %d |\n", c.name, c.rails, median(theirs), median(ours), median(ratios), ratios[0],
+			ratios[len(ratios)-1], again, pairs+1+again)
+	}
+}
+
+// A run without a figure is made again, so many times, and what never has one is an error that says what it said.
+func TestUntilFigure(t *testing.T) {
+	starved := errors.New("starved")
+	for _, c := range []struct{ without, repeats int }{{0, 0}, {1, 1}, {writeBWTries - 1, writeBWTries - 1}, {writeBWTries, writeBWTries}} {
+		runs := 0
+		v, repeats, err := untilFigure(func() (float64, error) {
+			if runs++; runs <= c.without {
+				return 0, starved
+			}
+			return 42, nil
+		})
+		if c.without < writeBWTries && (v != 42 || err != nil) || c.without == writeBWTries && !errors.Is(err, starved) || repeats != c.repeats || runs > writeBWTries {
+			t.Errorf("%d runs without a figure: %g after %d repeats in %d runs, %v", c.without, v, repeats, runs, err)
+		}
+	}
+	const line = " 65536      1024             0.00               0.00                 0.000000\n"
+	if v := average([]byte(line)); v != 0 {
+		t.Errorf("a starved run's line: %g", v)
+	}
+	if v := average([]byte(" #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]\n" + strings.ReplaceAll(line, "0.00 ", "31.5 "))); v != 31.5 {
+		t.Errorf("a line of numbers: %g", v)
 	}
 }
 
@@ -77,37 +108,62 @@ func railEnds(rail int) transporttest.Factory {
 	}
 }
 
-// writeBW runs ib_write_bw on each rail at once and adds up what they say, in MiB/s.
-func writeBW(t *testing.T, rails, message, total int) (sum float64) {
-	t.Helper()
-	var mu sync.Mutex
+// writeBWTries is how often ib_write_bw is run for one figure: where it starves it ends with an error, or with a rate of 0.00.
+const writeBWTries = 5
+
+// untilFigure runs once more whatever ended without a figure, writeBWTries times at most, and counts that.
+func untilFigure(run func() (float64, error)) (v float64, repeats int, err error) {
+	for ; repeats < writeBWTries; repeats++ {
+		if v, err = run(); err == nil && v > 0 {
+			return v, repeats, nil
+		}
+	}
+	return 0, repeats, fmt.Errorf("no figure in %d runs: %w", writeBWTries, err)
+}
+
+// writeBW runs ib_write_bw on each rail at once and adds up what they say, in MiB/s. All of them are to have a figure: rails that are measured
+// one after the other are not four at once.
+func writeBW(rails, message, total int) (sum float64, err error) {
+	rates, errs := make([]float64, rails), make([]error, rails)
 	var all sync.WaitGroup
 	for i := range rails {
-		args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message), "-n", strconv.Itoa(total / message), "-t", "128", "-p", strconv.Itoa(18515 + i)}
-		server := exec.Command("ib_write_bw", append([]string{"-d", fmt.Sprintf("r%db", i)}, args...)...)
-		if err := server.Start(); err != nil {
-			t.Fatal(err)
-		}
-		all.Go(func() {
-			defer func() { _ = server.Wait() }() // the client says what counts
-			var out []byte
-			var err error
-			for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); {
-				if out, err = exec.Command("ib_write_bw", append(append([]string{"-d", fmt.Sprintf("r%da", i)}, args...), fmt.Sprintf("10.9.%d.2", i))...).CombinedOutput(); err == nil {
-					break // until the server listens
-				}
-			}
-			v := average(out)
-			if err != nil || v == 0 {
-				t.Errorf("ib_write_bw on rail %d: %v: %s", i, err, out)
-			}
-			mu.Lock()
-			sum += v
-			mu.Unlock()
-		})
+		all.Go(func() { rates[i], errs[i] = writeBWOn(i, message, total) })
 	}
 	all.Wait()
-	return sum
+	for _, v := range rates {
+		sum += v
+	}
+	return sum, errors.Join(errs...)
+}
+
+// writeBWOn runs ib_write_bw on one rail. An error where it says nothing, or 0.
+func writeBWOn(rail, message, total int) (float64, error) {
+	const connecting = 20 * time.Second // until its server listens
+	args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message), "-n", strconv.Itoa(total / message), "-t", "128", "-p", strconv.Itoa(18515 + rail)}
+	server := exec.Command("ib_write_bw", append([]string{"-d", fmt.Sprintf("r%db", rail)}, args...)...)
+	if err := server.Start(); err != nil {
+		return 0, err
+	}
+	defer func() { // the client says what counts; a server that nobody came to, or whose client has failed, waits for ever
+		_ = server.Process.Kill()
+		_ = server.Wait()
+	}()
+	var out []byte
+	var err error
+	for deadline := time.Now().Add(connecting); time.Now().Before(deadline); {
+		out, err = exec.Command("ib_write_bw", append(append([]string{"-d", fmt.Sprintf("r%da", rail)}, args...), fmt.Sprintf("10.9.%d.2", rail))...).CombinedOutput()
+		if err == nil || !bytes.Contains(out, []byte("Couldn't connect")) {
+			break
+		}
+	}
+	v := average(out)
+	if err == nil && v == 0 {
+		err = errors.New("a rate of 0.00")
+	}
+	if err != nil {
+		return 0, fmt.Errorf("ib_write_bw on rail %d: %w: %s", rail, err, out)
+	}
+	return v, nil
 }
 
 // average finds the fourth column of the last line of numbers.
