@@ -4,6 +4,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // maxView bounds how many leases a View shows.
@@ -81,6 +82,14 @@ type Load struct {
 	Endpoints, Peers int
 	Lanes, Flights   int // lanes; slices given to them
 	Timers           int
+}
+
+// Waiting counts the chunks that may go to a peer and wait for a lane, by priority.
+func (e *Exec) Waiting(boot transfer.Boot) (chunks [spray.Priorities]int) {
+	if p := e.peers[boot]; p != nil {
+		chunks = p.rails.Waiting()
+	}
+	return chunks
 }
 
 // Load returns it.

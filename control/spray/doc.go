@@ -51,6 +51,8 @@ const (
 	LayerStream                 // follows a prefill
 	Background                  // store, prefetch
 	numPriorities
+
+	Priorities = int(numPriorities)
 )
 
 func (p Priority) String() string {

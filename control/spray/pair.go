@@ -93,7 +93,7 @@ type Counters struct {
 	Refused      uint64 `json:"slices_refused"`
 	Lost         uint64 `json:"slices_lost"`
 	Dropped      uint64 `json:"slices_dropped"`
-	Doubled      uint64 `json:"slices_doubled"` // given to others as well, for silence or with their lane
+	Doubled      uint64 `json:"slices_doubled"` // given to others as well, for silence
 	TimedOut     uint64 `json:"slices_timed_out"`
 	Hedges       uint64 `json:"hedges"`
 	Probes       uint64 `json:"probes"`
@@ -131,6 +131,7 @@ type lane struct {
 	head     int32 // indices of flights; none is -1
 	tail     int32
 	moved    Instant // the last time that anything came back, or that it was given something while idle
+	doubted  Instant // when it became suspect last, or was given another chance
 	suspect  bool
 	broken   bool
 	busy     int // index in Scheduler.busy, or -1
@@ -168,17 +169,22 @@ func (q *pair) usable() bool { return q.live > 0 && q.state <= Readmitted }
 // room reports that the window is open for n more bytes. Urgent ones may go one slice beyond it: they wait behind a window, not
 // for one.
 func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
-	load, slots, w := q.load(), q.slots, q.most(prio)
+	load, slots, w, all := q.load(), q.slots, q.most(prio), q.window
 	if urgent {
-		w = q.window + q.piece
+		all += q.piece
+		w = all
 	} else {
 		slots -= q.kept // what is urgent finds a place on each lane
 	}
 	if q.draining {
 		w = q.shallow()
+		all = w
 	}
 	if q.flights >= slots || load > 0 && load+n > w {
 		return false
+	}
+	if prio == Background && load > 0 && load+q.piece > all {
+		return false // its slices are shorter: one after the other they would take what a longer one waits for
 	}
 	return prio != Background || q.spare == nil || q.flights-q.spare.flights < slots-q.spare.most(urgent)
 }

@@ -25,21 +25,27 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 			// With the room of what is urgent, which would leave none otherwise.
 			if out, ok := s.serve(now, p, prio, true); ok {
 				p.owed[prio] = max(0, p.owed[prio]-float64(out.Bytes))
+				p.owe(prio, out.Bytes)
 				return out, true
 			}
 		}
 	}
 	for prio := range numPriorities {
 		if out, ok := s.serve(now, p, prio, prio == DecodeWaits); ok {
-			for low := prio + 1; low < numPriorities; low++ {
-				if len(p.queues[low]) > 0 {
-					p.owed[low] = min(p.owed[low]+share[low]*float64(out.Bytes), maxShareQuanta*shareQuantum)
-				}
-			}
+			p.owe(prio, out.Bytes)
 			return out, true
 		}
 	}
 	return Slice{}, false
+}
+
+// owe counts what goes before the priorities that are lower and wait.
+func (p *Peer) owe(prio Priority, bytes uint64) {
+	for low := prio + 1; low < numPriorities; low++ {
+		if len(p.queues[low]) > 0 {
+			p.owed[low] = min(p.owed[low]+share[low]*float64(bytes), maxShareQuanta*shareQuantum)
+		}
+	}
 }
 
 // renew does what time alone changes.

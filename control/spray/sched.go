@@ -47,6 +47,9 @@ type Peer struct {
 	moved    Instant
 }
 
+// Waiting counts the chunks that may be sent and wait for a lane, by priority.
+func (p *Peer) Waiting() [Priorities]int { return p.backlog }
+
 // waits counts chunks that wait and are at least so urgent.
 func (p *Peer) waits(prio Priority) (n int) {
 	for _, b := range p.backlog[:prio+1] {
@@ -425,13 +428,14 @@ func (s *Scheduler) alive(now Instant, l *lane) {
 	l.moved, l.pair.moved = now, now
 }
 
-// release makes what a lane has in flight sendable on others, too.
-func (s *Scheduler) release(l *lane) {
+// release makes what a lane has in flight sendable on others, too, and counts it.
+func (s *Scheduler) release(l *lane) (n uint64) {
 	for i := l.head; i >= 0; i = s.flights[i].next {
 		if s.double(&s.flights[i]) {
-			l.pair.count.Doubled++
+			n++
 		}
 	}
+	return n
 }
 
 func (s *Scheduler) double(fl *flight) bool {
@@ -477,18 +481,18 @@ func (s *Scheduler) forgive(now, asleep Instant) {
 // watch finds silence on a lane, and a slice that others overtake without end.
 func (s *Scheduler) watch(now Instant, l *lane) {
 	q, fl := l.pair, &s.flights[l.head]
-	if !l.usable() {
+	if !l.usable() && !s.retry(now, l) {
 		return
 	}
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
 	if l.info.Tells && now-q.moved >= s.cfg.Suspect {
 		patience = s.cfg.Suspect // of what has not a byte to show for it; while other lanes of the pair have, it may be their turn
 	}
-	if silent := now - max(l.moved, fl.posted+fl.forgiven); silent >= patience {
-		l.suspect = true
+	if silent := now - max(l.moved, l.doubted, fl.posted+fl.forgiven); silent >= patience {
+		l.suspect, l.doubted = true, now
 		q.recount()
 		q.count.Suspicions++
-		s.release(l)
+		q.count.Doubled += s.release(l)
 		if q.state == Probing || q.state == Readmitted {
 			q.exclude(now, &s.cfg, fmt.Sprintf("on trial, and silent for %v", silent))
 			q.silent = true
@@ -511,6 +515,23 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 		}
 		q.fault(now, &s.cfg, "slice timed out")
 	}
+}
+
+// retry gives a suspect lane another chance once a slice should have ended, where there is no other path: it may be that nothing comes back because
+// nothing is sent, and that what it was suspected for is one slice that never ends. What it has in flight counts again, so it is given no more than
+// its window has room for.
+func (s *Scheduler) retry(now Instant, l *lane) bool {
+	if l.broken || now-l.doubted < s.cfg.Attempt {
+		return false
+	}
+	for _, q := range l.pair.peer.pairs {
+		if q.usable() {
+			return false
+		}
+	}
+	l.suspect, l.doubted = false, now
+	l.pair.recount()
+	return true
 }
 
 // lagging excludes a pair that is silent while its peers move. Where all are silent it is the other side, or the way there.

@@ -380,6 +380,41 @@ func TestTrapStormWhileAllIsDead(t *testing.T) {
 	}
 }
 
+// The only lane there is has one slice that never ends, and was silent once. Everything waits for a sign of life, which cannot come, for nothing is sent:
+// when the slice is late the lane is given more, and so it goes on.
+func TestTrapSuspectForEver(t *testing.T) {
+	s, p := solo(t, 1)
+	f := flow(t, s, p, 64)
+	first := pullAll(s, p, 0)
+	for _, sl := range first[1:] {
+		s.End(ms, sl.Cookie, Confirmed)
+	}
+	var sent []Slice
+	at := Instant(0)
+	for ; at < 3*sec && len(sent) == 0; at += TickEvery {
+		s.Tick(at, func(*Peer) {})
+		if at > DefaultSuspect+10*ms { // suspect
+			sent = pullAll(s, p, at)
+		}
+	}
+	if len(sent) == 0 || at < DefaultAttempt {
+		t.Fatalf("%d slices were sent at %v: want some, when the stuck one is late", len(sent), at)
+	}
+	for ; f.Waiting() > 0 || len(sent) > 0; at += TickEvery {
+		if at > 4*sec {
+			t.Fatalf("%d chunks still wait", f.Waiting())
+		}
+		for _, sl := range sent {
+			s.End(at, sl.Cookie, Confirmed)
+		}
+		s.Tick(at, func(*Peer) {})
+		sent = pullAll(s, p, at)
+	}
+	if n := p.pairs[0].count.TimedOut; n != 1 {
+		t.Errorf("%d slices timed out, want the stuck one", n)
+	}
+}
+
 // Where every pair is excluded each is tried with one chunk at a time: neither a storm, nor a transfer that waits for a cooldown.
 func TestLastResort(t *testing.T) {
 	s, p := solo(t, 3)

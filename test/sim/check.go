@@ -21,11 +21,13 @@ const (
 	brokePath    = "failed while there was a path"
 	brokeSlot    = "was given out again before its fence"
 	brokeWord    = "refused a message of an honest peer"
+	brokeTurn    = "gave lanes what is less urgent first"
+	brokeShare   = "starves what is less urgent"
 )
 
 // Promises are all of them.
 var Promises = []string{brokeWrite, brokeRead, brokeCommit, brokeRelease, brokeSlices, brokeBound, brokeEnd, brokeLeak, brokePath,
-	brokeSlot, brokeWord}
+	brokeSlot, brokeWord, brokeTurn, brokeShare}
 
 // waiting bounds what waits for one key here: a grant, its parts, and what was replayed of older ones.
 const waiting = 2 * MaxRanks
@@ -56,6 +58,7 @@ func (s *sidecar) check() {
 	// One for each thing that has a time of its own, grants whose sidecar is away among them; a fence or a close that failed may be told
 	// twice; credits and what is in flight have one look at all of them.
 	bound("timers", x.Timers, x.Dests+x.Sources+x.Inbound+x.Asked+x.Describing+x.Endpoints+x.Pending*waiting+2*(len(s.grants)+len(s.origins))+2)
+	s.inTurn()
 	for _, p := range s.pipes {
 		bound("control frames for one peer", len(p.waiting), maxWaiting)
 	}

@@ -44,6 +44,7 @@ type Transfer struct {
 	ID       uint64
 	From, To *Node
 	Tokens   uint32
+	Prio     connector.Priority
 	Deadline time.Duration
 	Alone    bool // its prefill never comes
 	Began    time.Duration
@@ -83,10 +84,16 @@ func inOrder(all iter.Seq[*lease]) []*lease {
 // Begin lets `to` expect a prompt of tokens from `from`, which has them computed layer by layer. Where an engine is dead there is
 // nobody to want anything: nil.
 func (c *Cluster) Begin(from, to *Node, tokens uint32, deadline time.Duration, prefill time.Duration) *Transfer {
+	return c.BeginAs(connector.DecodeWaits, from, to, tokens, deadline, prefill)
+}
+
+// BeginAs is Begin with a priority.
+func (c *Cluster) BeginAs(prio connector.Priority, from, to *Node, tokens uint32, deadline time.Duration, prefill time.Duration) *Transfer {
 	t := c.transfer(from, to, tokens, deadline)
 	if t == nil {
 		return nil
 	}
+	t.Prio = prio
 	for r := range from.engine.boots {
 		t.gives = append(t.gives, from.open(t, r, false))
 	}
@@ -174,12 +181,12 @@ func (l *lease) present(s *sidecar) {
 	if l.receiver {
 		s.event(func(now exec.Instant) {
 			s.ex.Expect(now, w, connector.Expect{Lease: l.id, Key: t.key, Peer: t.From.addr, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Skip: []uint32{0},
-				Deadline: l.left(), Partner: l.left()})
+				Priority: t.Prio, Deadline: l.left(), Partner: l.left()})
 		})
 		return
 	}
 	s.event(func(now exec.Instant) {
-		s.ex.Intent(now, w, connector.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Fanout: 1, Deadline: l.left()})
+		s.ex.Intent(now, w, connector.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Fanout: 1, Priority: t.Prio, Deadline: l.left()})
 	})
 	for layer, ok := range t.ready {
 		if ok {

@@ -59,6 +59,8 @@ type sidecar struct {
 	moving  map[uint64]bool        // slices that were given to lanes and have not ended, by cookie
 	owners  map[transfer.LeaseID]*lease
 	inflows map[inflow]uint64 // bytes
+	turns   map[transfer.Boot]*turns
+	served  []transfer.Boot // peers to which this event gave slices
 }
 
 type bindName struct {
@@ -102,7 +104,7 @@ func (n *Node) start() {
 	s := &sidecar{c: c, n: n, boot: c.boot(), tickAt: -1, lanes: map[uint64]transport.Lane{}, asked: map[uint64]uint64{},
 		dials: map[uint64]*dial{}, grants: map[bindName]*sink{},
 		origins: map[bindName]*exec.Sending{}, pipes: map[transfer.Boot]*pipe{}, over: map[transfer.Boot]bool{}, moving: map[uint64]bool{},
-		owners: map[transfer.LeaseID]*lease{}, planner: planner{map[[32]byte]bool{}}}
+		owners: map[transfer.LeaseID]*lease{}, turns: map[transfer.Boot]*turns{}, planner: planner{map[[32]byte]bool{}}}
 	n.side = s
 	s.backend = n.Host.Backend()
 	s.rails, _ = s.backend.Open(context.Background(), host{s}) // fails only once it is closed
@@ -442,6 +444,7 @@ func (s *sidecar) move(id uint64, batch []transport.Slice) {
 		}
 		s.moving[x.Cookie] = true
 	}
+	s.gave(batch)
 	batch = s.lie(id, batch)
 	err := give(s.lanes[id], batch)
 	switch {

@@ -8,7 +8,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
@@ -57,6 +59,7 @@ type load struct {
 	preempt  time.Duration // after it began; 0: never
 	cancel   time.Duration // after it began; 0: never
 	receiver bool          // who cancels
+	prio     connector.Priority
 }
 
 // fault is one thing that goes wrong.
@@ -98,7 +101,7 @@ func (x fault) GoString() string {
 }
 
 func (l load) GoString() string {
-	return fmt.Sprintf("{%d, %d, %d, %v, %d, %d, %v}", l.from, l.to, l.at, l.alone, l.preempt, l.cancel, l.receiver)
+	return fmt.Sprintf("{%d, %d, %d, %v, %d, %d, %v, %d}", l.from, l.to, l.at, l.alone, l.preempt, l.cancel, l.receiver, l.prio)
 }
 
 // schedule is all that happens to a cluster.
@@ -142,6 +145,10 @@ func (s scenario) draw(seed uint64, n int, processes float64) schedule {
 			l.alone = rng.Float64() < s.alone
 			x.loads = append(x.loads, l)
 		}
+	}
+	rng = rand.New(rand.NewPCG(seed, 0x9410))
+	for i := range x.loads {
+		x.loads[i].prio = connector.Priority(rng.IntN(spray.Priorities))
 	}
 	rng = rand.New(rand.NewPCG(seed, 0xfa))
 	for range n {
@@ -244,7 +251,7 @@ func (s scenario) build(x schedule) *Cluster {
 				c.BeginAlone(from, to, s.tokens, s.deadline)
 				return
 			}
-			t := c.Begin(from, to, s.tokens, s.deadline, 2*time.Millisecond)
+			t := c.BeginAs(l.prio, from, to, s.tokens, s.deadline, 2*time.Millisecond)
 			if t == nil {
 				return
 			}

@@ -82,6 +82,7 @@ type Stats struct {
 	Restarts, EngineDeaths          int
 	Cancelled, Preempted            int
 	Leases                          int // that ended
+	Overtook, Lacked                int // bytes at most: that went before what is more urgent, that a lower priority was behind its share
 }
 
 // New returns a cluster without nodes.

@@ -21,6 +21,8 @@ const (
 	path     = "failed while there was a path"
 	slot     = "was given out again before its fence"
 	word     = "refused a message of an honest peer"
+	turn     = "gave lanes what is less urgent first"
+	share    = "starves what is less urgent"
 )
 
 var mutants = []mutant{
@@ -52,6 +54,13 @@ var mutants = []mutant{
 	{"no bound of slices for a peer", "control/spray/pull.go", "if p.lanes == 0 || p.flights >= s.cfg.MaxFlights {", "if p.lanes == 0 {", []string{bound}},
 	{"a timer stays", "control/exec/source.go", "	e.agenda.disarm(s.t)\n	if l := remove", "	if l := remove", []string{leak, bound}},
 
+	// Whose turn it is.
+	{"background goes first", "control/spray/pull.go", "	for prio := range numPriorities {\n		if out, ok", "	for i := range numPriorities {\n		prio := Background - i\n		if out, ok", []string{turn}},
+	{"what is owed is never paid off", "control/spray/pull.go", "				p.owed[prio] = max(0, p.owed[prio]-float64(out.Bytes))\n", "", []string{turn}},
+	{"all wait for the wire in one queue", "control/spray/flow.go", "prio: min(prio, Background), deadline", "prio: min(prio, 0), deadline", []string{turn}},
+	{"nothing is owed", "control/spray/pull.go", "p.owed[low]+share[low]*float64(bytes)", "p.owed[low]+0*share[low]*float64(bytes)", []string{share}},
+	{"what is owed has only room that nobody wants", "control/spray/pull.go", "s.serve(now, p, prio, true); ok {", "s.serve(now, p, prio, false); ok {", []string{share}},
+
 	// Time.
 	{"a deadline of ten minutes", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + MaxDeadline\n", []string{never}},
 	{"partners may take longer", "control/exec/dest.go", "	d.Deadline = now + e.span(x.Deadline)\n", "	d.Deadline = now + 12*e.span(x.Deadline)\n", []string{never}},
@@ -79,6 +88,7 @@ var mutants = []mutant{
 	{"an estimate that only falls", "control/spray/pair.go", "if !f.limited || rate > q.bw || q.samples == 0 {", "if rate < q.bw || q.samples == 0 {", []string{"TestTrapFloorHidesSlowRail"}},
 	{"a timeout without a retry", "control/spray/sched.go", "			fl.flow.strike(fl.r, q)\n			s.double(fl)\n", "", []string{"TestTrapTimeoutWithoutRetry"}},
 	{"a timeout that blames nobody", "control/spray/sched.go", "		q.fault(now, &s.cfg, \"slice timed out\")\n", "", []string{"TestTrapTimeoutWithoutRetry"}},
+	{"suspect for ever", "control/spray/sched.go", "	if !l.usable() && !s.retry(now, l) {", "	if !l.usable() {", []string{"TestTrapSuspectForEver"}},
 	{"a retry that is not charged", "control/spray/sched.go", "	q.inflight += bytes\n", "	if attempt < 2 {\n		q.inflight += bytes\n	}\n", []string{"TestTrapRetriesAreCharged"}},
 	{"retries without end", "control/spray/sched.go", "			out.Exhausted = f.exhausted(fl.r, s.cfg.MaxStrikes)\n", "", []string{"TestTrapRetriesAreCharged"}},
 	{"an exclusion that nobody heeds", "control/spray/pair.go", "return q.live > 0 && q.state <= Readmitted", "return q.live > 0", []string{"TestTrapHealthIsShared"}},
@@ -88,7 +98,7 @@ var mutants = []mutant{
 	{"one remote rail is as another", "control/spray/sched.go", "		if q.path == in.Path {", "		if q.path.rail() == in.Path.rail() {", []string{"TestTrapRemoteIgnored"}},
 	{"a lane's refusal costs its chunks", "control/spray/sched.go", "			if (v == Failed || v == Refused) && !fl.late {", "			if !fl.late {", []string{"TestTrapRefusedAtSubmit"}},
 	{"all of it is sent again", "control/spray/sched.go", "	fl.flow.free(fl.r, true)\n", "	clear(fl.flow.chunks)\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
-	{"silent lanes are given more", "control/spray/sched.go", "		l.suspect = true\n		q.recount()\n		q.count.Suspicions++\n		s.release(l)\n", "		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n", []string{"TestTrapStormWhileAllIsDead"}},
+	{"silent lanes are given more", "control/spray/sched.go", "		l.suspect, l.doubted = true, now\n		q.recount()\n		q.count.Suspicions++\n		q.count.Doubled += s.release(l)\n", "		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n", []string{"TestTrapStormWhileAllIsDead"}},
 
 	// Which rank has which heads.
 	{"replicated heads modulo", "parseblock/params.go", "	first = rank * all / size\n", "	first = rank * all / size\n	if size > all {\n		return rank % all, 1\n	}\n", []string{"TestPlanLaws"}},
