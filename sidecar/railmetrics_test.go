@@ -1,11 +1,15 @@
 package sidecar
 
 import (
+	"maps"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/faulttest"
 )
@@ -110,5 +114,147 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 		if got := series(good, "retries_total", "reason", reason); got != 0 {
 			t.Errorf("%v retries (%s) of the rail to which nothing was done", got, reason)
 		}
+	}
+}
+
+// TestRetriesByReason: a slice is given out again for each of the reasons there are, and /metrics' registry counts it under that one and no
+// other. Where this process is not run for a while its rails fall silent, so that silence may come beside the others.
+func TestRetriesByReason(t *testing.T) {
+	const bad, good = "r1", "r0"
+	for _, x := range []struct {
+		reason string
+		rails  []string // the bad one is the last
+		rule   faulttest.Rule
+		exact  bool // one slice and no other
+		cut    bool // the lane is closed once it has the slice
+	}{
+		{reason: "failed", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Error}, exact: true},
+		{reason: "refused", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Error, Reason: transfer.ReasonMemory}, exact: true},
+		{reason: "lost", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Hold}, cut: true},
+		{reason: "silence", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Stuck, After: 400 * time.Millisecond}},
+		// There is no other rail on which a copy of the slice could come first, and its lane goes on meanwhile.
+		{reason: "timeout", rails: []string{bad}, rule: faulttest.Rule{Kind: faulttest.Hold}, exact: true},
+	} {
+		t.Run(x.reason, func(t *testing.T) {
+			var armed atomic.Bool
+			armed.Store(true)
+			met := make(chan transport.Lane, 1)
+			x.rule.Only = func(l transport.Lane, s transport.Slice) bool {
+				if l.Local() != bad || s.Attempt != 1 || !armed.CompareAndSwap(true, false) {
+					return false
+				}
+				select {
+				case met <- l:
+				default: // only the first counts
+				}
+				return true
+			}
+			plan := faulttest.New(1, x.rule)
+			wrap := func(n *Node) {
+				for i, b := range n.backends {
+					n.backends[i] = faulttest.Wrap(b, plan)
+				}
+			}
+			one := func(c *config.Config) {
+				c.Transports.Order = []string{config.TransTCP}
+				c.Transports.TCP.Connections = 1
+			}
+			p := startConfig(t, testConfig(t, func(c *config.Config) {
+				one(c)
+				for _, r := range x.rails {
+					c.Transports.TCP.Rails = append(c.Transports.TCP.Rails, config.Rail{Name: r, Listen: "127.0.0.1:0"})
+				}
+			}), wrap)
+			d := startConfig(t, testConfig(t, one), wrap)
+			pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+			pe.random()
+			if x.cut {
+				var wg sync.WaitGroup
+				wg.Go(func() {
+					select {
+					case l := <-met:
+						_ = l.Close() // it is up
+					case <-t.Context().Done():
+					}
+				})
+				t.Cleanup(wg.Wait)
+			}
+			retries := func(rail string) map[string]float64 {
+				all := map[string]float64{}
+				for _, r := range []string{"failed", "refused", "lost", "silence", "timeout"} {
+					all[r] = value(t, p, "kvspray_rail_retries_total", "transport", "tcp", "rail", rail, "reason", r)
+				}
+				return all
+			}
+			if got := retries(bad); !maps.Equal(got, map[string]float64{"failed": 0, "refused": 0, "lost": 0, "silence": 0, "timeout": 0}) {
+				t.Fatalf("before anything moved: %v", got)
+			}
+			// A part of the blocks is for the one that may have to wait, the others for those that follow each other.
+			const parts, prompt = 4, 1024
+			start := func(part uint32) (x underway) {
+				t.Helper()
+				x.prompt = newPrompt(prompt)
+				for b := range uint32(blocksFor(prompt, testShape.TokensPerBlock)) {
+					x.pt, x.dt = append(x.pt, b), append(x.dt, part*testShape.NumBlocks/parts+b)
+				}
+				var err error
+				if x.src, err = pe.Intent(msg.Intent{Xfer: x.xfer, Hash: x.hash, Tokens: prompt, Fanout: 1, Blocks: [][]uint32{x.pt}, Ready: prompt,
+					DeadlineMS: deadlineMS}); err != nil {
+					t.Fatal(err)
+				}
+				if x.dst, err = de.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: prompt, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
+					DeadlineMS: deadlineMS, PartnerMS: partnerMS}); err != nil {
+					t.Fatal(err)
+				}
+				return x
+			}
+			end := func(x underway) {
+				t.Helper()
+				de.ok(x.dst)
+				same(t, pe, de, x.pt, x.dt, prompt, 0)
+				pe.ok(x.src)
+			}
+			var held, open []underway
+			began := time.Now()
+			for n := uint32(0); retries(bad)[x.reason] == 0; n++ {
+				if time.Since(began) > patience {
+					t.Fatalf("after %d transfers retries of %s are %v; injected %d; pairs %+v", n, bad, retries(bad), plan.Injected(x.rule.Kind), p.state().Leases.Rails.Pairs)
+				}
+				if alone := len(x.rails) == 1; alone && plan.Held() == 0 {
+					// Where the lane was silent for long enough the slice was given out again for that, and it is all over.
+					for _, x := range held {
+						end(x)
+					}
+					armed.Store(true)
+					held = append(held[:0], start(0))
+					until(t, func() bool { return plan.Held() > 0 })
+				}
+				open = append(open, start(1+n%(parts-1)))
+				if len(open) == parts-1 {
+					end(open[0])
+					open = open[1:]
+				}
+			}
+			for _, x := range append(open, held...) {
+				end(x)
+			}
+			until(t, func() bool { return p.state().Leases.Rails.Flights == 0 })
+			got := retries(bad)
+			for r, n := range got {
+				switch {
+				case r == x.reason && (n == 0 || x.exact && n != 1):
+					t.Errorf("%s: %v, and one slice was made to", r, n)
+				case r != x.reason && r != "silence" && n != 0:
+					t.Errorf("%v: want none but for %s, and silence", got, x.reason)
+				}
+			}
+			for _, r := range x.rails[:len(x.rails)-1] {
+				for reason, n := range retries(r) {
+					if reason != "silence" && n != 0 {
+						t.Errorf("%s, to which nothing was done: %v retries (%s)", r, n, reason)
+					}
+				}
+			}
+		})
 	}
 }
