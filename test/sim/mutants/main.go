@@ -35,6 +35,9 @@ const (
 	parsePkg = "./parseblock"
 )
 
+// failed finds the test that a run ended with.
+var failed = regexp.MustCompile(`(?m)^--- FAIL: (\S+)`)
+
 func main() {
 	only := flag.String("run", "", "regular expression: only mutants whose names match")
 	flag.Parse()
@@ -80,6 +83,9 @@ func run(only string) error {
 			bad = append(bad, m.name)
 		default:
 			noticed[by]++
+		}
+		if t := failed.FindStringSubmatch(detail); t != nil && t[1] != by {
+			verdict += ", in " + t[1]
 		}
 		fmt.Printf("%-34s %5.1f s  %s\n", m.name, time.Since(began).Seconds(), verdict)
 		if by == "" || !slices.Contains(m.breaks, by) {
