@@ -71,6 +71,7 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 		if err != nil {
 			return nil, err
 		}
+		kept := pairs[:0]
 		for i := range pairs {
 			p := &pairs[i]
 			flat := p.to.flat
@@ -84,10 +85,13 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 						Remedy: "use the share that Assign made for these layouts"}
 				}
 			}
-			if k := len(out[flat]); k > 0 && (out[flat][0].unit == layout.UnitState) != (p.unit == layout.UnitState) {
+			kept = append(kept, *p)
+			// The planes of a layer follow one another, and so do their pairs.
+			k := len(out[flat]) + 1
+			out[flat] = kept[len(kept)-k : len(kept) : len(kept)]
+			if (out[flat][0].unit == layout.UnitState) != (p.unit == layout.UnitState) {
 				return nil, refuseMixed(name, p.unit)
 			}
-			out[flat] = append(out[flat], *p)
 		}
 	}
 	return out, unlike.err()
@@ -104,21 +108,35 @@ type modelLayers struct {
 }
 
 func byModelLayer(reg *Registry, l *layout.Layout) (*modelLayers, error) {
-	m := &modelLayers{planes: make(map[string][]sited, l.NumLayers())}
+	n := l.NumLayers()
+	m := &modelLayers{names: make([]string, 0, n), planes: make(map[string][]sited, n)}
+	var all []sited
+	var planes []layout.Plane
 	flat := 0
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
 		for li := range g.Layers {
-			name := Part(g.Layers[li].Name)
-			before, seen := m.planes[name]
-			planes, err := reg.sited(before, g, &g.Layers[li], gi, flat)
-			if err != nil {
-				return nil, fmt.Errorf("groups[%d].layers[%d]: %w", gi, li, err)
+			ly := &g.Layers[li]
+			// Layers that agree in these have the same planes.
+			if li == 0 || ly.PageBytes != g.Layers[li-1].PageBytes || ly.BlockStride != g.Layers[li-1].BlockStride {
+				var err error
+				if planes, err = reg.Planes(planes[:0], g, ly); err != nil {
+					return nil, fmt.Errorf("groups[%d].layers[%d]: %w", gi, li, err)
+				}
 			}
+			name := Part(ly.Name)
+			of, seen := m.planes[name]
 			if !seen {
 				m.names = append(m.names, name)
+				if cap(all)-len(all) < len(planes) {
+					all = make([]sited, 0, (n-flat)*len(planes))
+				}
+				of, all = all[len(all):len(all):len(all)+len(planes)], all[:len(all)+len(planes)]
 			}
-			m.planes[name] = planes
+			for i := range planes {
+				of = append(of, sited{Plane: planes[i], g: g, l: ly, gi: gi, flat: flat})
+			}
+			m.planes[name] = of
 			flat++
 		}
 	}

@@ -112,9 +112,13 @@ func (r *Registry) Template(from, to Side) (*Template, error) {
 			return nil, &layout.Error{Field: [2]string{"from", "to"}[i], Value: "unset", Problem: "has no group, layer or block size",
 				Remedy: "pass a validated layout"}
 		}
-		var err error
-		if planes[i], err = r.sited(nil, s.Group, s.Layer, 0, 0); err != nil {
+		all, err := r.Planes(nil, s.Group, s.Layer)
+		if err != nil {
 			return nil, err
+		}
+		planes[i] = make([]sited, len(all))
+		for k := range all {
+			planes[i][k] = sited{Plane: all[k], g: s.Group, l: s.Layer}
 		}
 	}
 	var unlike differences
@@ -126,18 +130,6 @@ func (r *Registry) Template(from, to Side) (*Template, error) {
 		return nil, err
 	}
 	return &Template{pairs: pairs, from: from.Group, to: to.Group}, nil
-}
-
-func (r *Registry) sited(dst []sited, g *layout.Group, l *layout.Layer, gi, flat int) ([]sited, error) {
-	var buf [layout.MaxPlanes]layout.Plane
-	planes, err := r.Planes(buf[:0], g, l)
-	if err != nil {
-		return dst, err
-	}
-	for _, p := range planes {
-		dst = append(dst, sited{Plane: p, g: g, l: l, gi: gi, flat: flat})
-	}
-	return dst, nil
 }
 
 // Bytes is what the template moves of each full block of the receiver, or of a state.

@@ -159,6 +159,11 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 			Problem: fmt.Sprintf("the layout has %d", len(dst.Groups)), Remedy: "give the tokens already present for each cache group"}
 	}
 	p := &Work{src: m.src, dst: dst, share: m.share, tokens: tokens, segs: make([]segment, 0, len(m.links))}
+	n := 0
+	for _, pairs := range m.links {
+		n += len(pairs)
+	}
+	tails := make([]uint64, n)
 	for gi := range dst.Groups {
 		g := &dst.Groups[gi]
 		n := g.TokensPerBlock
@@ -167,7 +172,9 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 				Problem: fmt.Sprintf("is inside a block of %d tokens", n), Remedy: "skip whole blocks"}
 		}
 		for range g.Layers {
-			s := newSegment(g, gi, m.links[len(p.segs)], tokens, min(skip[gi], tokens))
+			pairs := m.links[len(p.segs)]
+			s := newSegment(g, gi, pairs, tails[:len(pairs):len(pairs)], tokens, min(skip[gi], tokens))
+			tails = tails[len(pairs):]
 			if err := s.checkKept(g, tokens); err != nil {
 				return nil, err
 			}
@@ -177,9 +184,10 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 	return p, nil
 }
 
-func newSegment(g *layout.Group, gi int, pairs []pair, tokens, skip uint32) segment {
+// newSegment makes the template of one layer; tails are its own to fill, one for each pair.
+func newSegment(g *layout.Group, gi int, pairs []pair, tails []uint64, tokens, skip uint32) segment {
 	n := g.TokensPerBlock
-	s := segment{group: gi, n: n, block0: skip / n, pairs: pairs, tails: make([]uint64, len(pairs))}
+	s := segment{group: gi, n: n, block0: skip / n, pairs: pairs, tails: tails}
 	if skip >= tokens || len(pairs) == 0 {
 		return s
 	}
@@ -275,7 +283,7 @@ func (m *Match) Written(group int, tokens, skip uint32) (first, end int) {
 	if tokens == 0 || skip >= tokens || len(g.Layers) == 0 || len(m.links[at]) == 0 {
 		return 0, 0
 	}
-	s := newSegment(g, group, m.links[at], tokens, skip)
+	s := newSegment(g, group, m.links[at], make([]uint64, len(m.links[at])), tokens, skip)
 	return int(s.block0), int((tokens-1)/g.TokensPerBlock) + 1
 }
 
