@@ -374,6 +374,11 @@ def one_more(ranks: list[HybridRank], weights: list[list[Weights]], x: Inputs, t
     return torch.stack(out)
 
 
+def differences(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """How far two outputs are apart in each layer and head, as a part of the largest number there: by model and layer they are 0.1 or 4000."""
+    return (got.float() - want.float()).abs().amax(dim=-1) / want.float().abs().amax(dim=-1)
+
+
 def prefill(p: list[HybridRank], weights: list[list[Weights]], tokens: int) -> Prompt:
     """The layers compute a prompt, by vLLM's kernels where it has them for CPUs; and what they left, put together from the ranks."""
     of, tp = p[0].kind.of, p[0].kind.tp
@@ -446,8 +451,10 @@ def test_states_of_hybrids(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Hybrid
                         looked_up(h, g, i, tokens)
             if noise is not None:
                 want = one_more(p, weights, x, tokens)
-                torch.testing.assert_close(one_more(d, weights, x, tokens), want, rtol=2e-2, atol=2e-2)
-                assert not torch.allclose(noise, want, rtol=0.1, atol=0.1 * float(want.abs().max())), "the token does not depend on the state"
+                apart, before_it = differences(one_more(d, weights, x, tokens), want), differences(noise, want)
+                assert float(apart.max()) < 2e-2, f"{pk} to {dk}, {tokens} tokens: {apart}"
+                # Two or three heads in a thousand are by chance as near as that.
+                assert float(before_it.max()) > 0.2, "the token does not depend on the state"
     finally:
         for h in (*p, *d):
             h.views.clear()

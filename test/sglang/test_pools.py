@@ -3,11 +3,15 @@
 have written there. Device pools (K and V apart, in bf16 and fp8, MLA, the indexer of DSA, the state slots of linear attention) and
 the layouts of its host pools, each against others, with other page sizes and other tensor parallelism.
 
-Device pools are written and read by their own methods. Between a host pool and a device SGLang copies with CUDA kernels alone; host pools are
-written through what their own code makes of the buffer: its views of each layer, and pages taken and put back where it makes no such views.
+Device pools are written and read by their own methods, in pages that its own allocator hands out. Between a host pool and a device SGLang
+copies with CUDA kernels alone; host pools are written through what their own code makes of the buffer: its views of each layer, and pages taken
+and put back where it makes no such views.
+
+Triton's kernels run in its interpreter. What has none is the one kernel with which SGLang stores the indexer's keys on NVIDIA's GPUs
+(fused_store_index_k_cache, CUDA). The method that chooses it falls back to two of Triton without one; that is what runs here.
 
 Its environment is 2.7 GB and takes minutes to fetch (test/rig/env.py --sglang), so these tests have a target of their own: make
-test-sglang. Triton's kernels run in its interpreter.
+test-sglang.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import dataclasses
 import functools
 import os
 import pathlib
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -27,7 +33,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "rig"))
 import cluster as rig  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from ranks import Rank, compare, connected, draw, group, move, owner, register  # noqa: E402
+from ranks import Rank, compare, connected, group, move, owner, register  # noqa: E402
 
 if "sglang" in os.environ.get("KVSPRAY_MUST_RUN", "").split(","):
     import sglang  # noqa: F401
@@ -111,7 +117,19 @@ def device_mla(kind: Kind) -> Any:
 Fill = Callable[[Rank, torch.Tensor, Content], None]  # rank, slots of the prompt's tokens, content
 
 
-def slots(rank: Rank, kind: Kind, tokens: int) -> torch.Tensor:
+def pages_of(page: int, tokens: int) -> list[int]:
+    """Pages for a prompt, as a device pool's allocator hands them out, in any order. Never the first: to it go tokens that pad a batch."""
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+    allocator = PagedTokenToKVPoolAllocator(TOKENS, page, torch.bfloat16, "cpu", None, False)
+    allocator.free_pages = allocator.free_pages[torch.randperm(len(allocator.free_pages))]
+    loc = allocator.alloc(-(-tokens // page) * page)
+    table: list[int] = (loc[::page] // page).tolist()
+    assert 0 not in table
+    return table
+
+
+def slots(rank: Rank, kind: Kind | DSA, tokens: int) -> torch.Tensor:
     t = torch.arange(tokens)
     return torch.tensor(rank.table, dtype=torch.int64)[t // kind.page] * kind.page + t % kind.page
 
@@ -154,21 +172,6 @@ def build(kind: Kind, rank: int) -> tuple[list[torch.Tensor], list[dict[str, Any
                 pool.set_kv_buffer(None, loc, latent(content, i), None, layer_id_override=i)
 
         return list(pool.kv_buffer), groups, fill
-    if kind.pool == "keys":
-        from sglang.kernels.ops.kvcache import dsa_index_k_cache as index
-
-        # Pools have pages of 64. Of pages of several of these this is the buffer that a pool would make, and the kernel that it writes with.
-        tensors = [torch.zeros(kind.blocks * kind.page // 64, 64 * 132, dtype=torch.uint8) for _ in range(LAYERS)]
-        page = kind.page * 132
-        groups = [group(kind.page, "dsa_indexer", {"kernel_tokens": 64}, kind.blocks, [layer(i, "", i, 0, page, page, i) for i in range(LAYERS)])]
-
-        def fill(r: Rank, loc: torch.Tensor, content: Content) -> None:
-            for i in range(LAYERS):
-                keys = content[i].reshape(content.shape[1], -1).repeat(1, 2)[:, :128].to(torch.float8_e4m3fn)
-                scales = content[i, :, 0, 0, :1].float()
-                index._set_k_and_s_triton(buf=tensors[i], loc=loc, index_k=keys, index_k_scale=scales, page_size=64)
-
-        return tensors, groups, fill
     # Host pools.
     if kind.pool in ("mha", "mha8"):
         from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost as Host
@@ -287,9 +290,9 @@ def check(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk: Kind) -> None
             before = [[m.clone() for m in r.memory] for r in d.ranks]
             content = torch.randn(LAYERS, tokens, HEADS, 2, DIM).to(torch.bfloat16)
             for e, kind in ((p, pk), (d, dk)):
-                draw(e.ranks, [(kind.page, e.blocks)], tokens)
+                table = pages_of(kind.page, tokens) if kind.layout == "device" else random.sample(range(e.blocks), -(-tokens // kind.page))
                 for r in e.ranks:
-                    r.tables = r.tables * e.groups
+                    r.tables = [table] * e.groups
             for r, fill in zip(p.ranks, p.fills, strict=True):
                 fill(r, slots(r, pk, tokens), content)
             move(sidecars[0].endpoint, p.ranks, d.ranks, tokens)
@@ -329,9 +332,135 @@ def test_k_and_v_in_fp8(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: Kind, dk:
     check(sidecars, pk, dk)
 
 
-@pytest.mark.parametrize(("pn", "dn"), [(64, 64), (64, 128), (128, 64)])
-def test_keys_of_the_indexer(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, dn: int) -> None:
-    check(sidecars, Kind("keys", pn), Kind("keys", dn))
+# DeepSeek-V3.2.
+
+NOPE, ROPE_DSA, KEY = 512, 64, 128
+DSA_LAYERS = 2  # the interpreter takes milliseconds for a row
+
+
+@dataclasses.dataclass(frozen=True)
+class DSA:
+    """A device pool of sparse attention: a row of latents for each token, in bf16 or as fp8 with scales, and a key of the indexer. Pages of the
+    indexer's kernels have 64 tokens; a pool has pages of several of these where decode's context parallelism replicates it."""
+
+    page: int
+    fp8: bool
+    tp: int = 1
+
+    def __str__(self) -> str:
+        return f"dsa{'8' if self.fp8 else ''}-{self.page}-tp{self.tp}"
+
+    def pool(self) -> Any:
+        from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+        from sglang.srt.runtime_context import get_parallel
+
+        # As calculate_mla_kv_cache_dim has it for these two types.
+        width = NOPE + NOPE // DSATokenToKVPool.quant_block_size * 4 + ROPE_DSA * 2 if self.fp8 else NOPE + ROPE_DSA
+        with get_parallel().override(attn_dcp_size=self.page // 64):
+            pool = DSATokenToKVPool(
+                size=TOKENS, page_size=self.page, kv_lora_rank=NOPE, dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16, qk_rope_head_dim=ROPE_DSA,
+                layer_num=DSA_LAYERS, device="cpu", index_head_dim=KEY, enable_memory_saver=False, kv_cache_dim=width, dcp_replicated=self.page > 64,
+            )  # fmt: skip
+        assert pool.index_page_size == 64 and pool.dsa_kv_cache_store_fp8 == self.fp8
+        return pool
+
+
+@dataclasses.dataclass
+class DSAContent:
+    """What a prompt gives to each layer."""
+
+    nope: torch.Tensor  # [layer, token, 1, dim]
+    rope: torch.Tensor
+    key: torch.Tensor  # [layer, token, dim]
+
+    @classmethod
+    def random(cls, tokens: int) -> DSAContent:
+        shape = DSA_LAYERS, tokens
+        return cls(*(torch.randn(*shape, *dim).bfloat16() for dim in ((1, NOPE), (1, ROPE_DSA), (KEY,))))
+
+
+@dataclasses.dataclass
+class DSARank:
+    r: Rank
+    pool: Any
+
+    def fill(self, loc: torch.Tensor, x: DSAContent) -> None:
+        """As a layer and its indexer store what they have computed."""
+        from sglang.kernels.ops.quantization.act_quant_triton import act_quant
+        from sglang.srt.layers.attention.dsa import dsa_indexer
+
+        indexer: Any = SimpleNamespace(block_size=KEY, scale_fmt="ue8m0")
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(dsa_indexer, "get_token_to_kv_pool", lambda: self.pool)
+            for i in range(DSA_LAYERS):
+                self.pool.set_mla_kv_buffer(Layer(i), loc, x.nope[i], x.rope[i])
+                dsa_indexer.Indexer._store_index_k_cache(indexer, SimpleNamespace(out_cache_loc=loc), i, x.key[i], act_quant=act_quant)
+
+    def read(self, loc: torch.Tensor) -> list[torch.Tensor]:
+        """As they are read for attention to what was there before: rows, and the keys and scales of the indexer."""
+        from sglang.kernels.ops.attention.dsa.dequant_k_cache import dequantize_k_cache_paged_dsa
+
+        out: list[torch.Tensor] = []
+        tokens = len(loc)
+        for i in range(DSA_LAYERS):
+            if self.pool.dsa_kv_cache_store_fp8:
+                out.append(dequantize_k_cache_paged_dsa(self.pool.get_key_buffer(i), loc.int()))
+            else:
+                out.extend(self.pool.get_mla_kv_buffer(Layer(i), loc))
+            pages = (loc[::64] // 64).int()[None]
+            out.append(torch.cat(self.pool.get_index_k_scale_buffer(i, torch.tensor([tokens]), pages, tokens, tokens), dim=1))
+        return out
+
+
+def dsa_engine(sidecar: rig.Sidecar, kind: DSA, name: str) -> list[DSARank]:
+    out = []
+    for rank in range(kind.tp):
+        pool = kind.pool()
+        tensors = [*pool.kv_buffer, *pool.index_k_with_scale_buffer]
+        groups = []
+        for g, (strategy, params) in enumerate((("fp8_ds_mla" if kind.fp8 else "mla", {}), ("dsa_indexer", {"kernel_tokens": 64}))):
+            layers = []
+            for i in range(DSA_LAYERS):
+                region = g * DSA_LAYERS + i
+                page = tensors[region].nbytes // (TOKENS // kind.page + 1)
+                layers.append(layer(i, ".index" if g else "", region, 0, page, page, region))
+            groups.append(group(kind.page, strategy, params, TOKENS // kind.page + 1, layers))
+        r = owner(sidecar, name, rank, kind.tp, 2 * DSA_LAYERS, tensors)
+        register(r, "float8_e4m3fn" if kind.fp8 else "bfloat16", groups)
+        out.append(DSARank(r, pool))
+    connected(*(d.r for d in out))
+    return out
+
+
+DSAS = [
+    (DSA(64, True, 2), DSA(128, True)), (DSA(128, True), DSA(64, True)), (DSA(64, False), DSA(64, False)), (DSA(128, False), DSA(64, False, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pk", "dk"), DSAS, ids=str)
+def test_rows_and_keys_of_dsa(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk: DSA, dk: DSA) -> None:
+    p, d = dsa_engine(sidecars[0], pk, f"p{pk}{dk}"), dsa_engine(sidecars[1], dk, f"d{pk}{dk}")
+    try:
+        for tokens in (1, 70, 200):
+            x = DSAContent.random(tokens)
+            before = [[m.clone() for m in rank.r.memory] for rank in d]
+            for ranks, kind in ((p, pk), (d, dk)):
+                table = pages_of(kind.page, tokens)
+                for rank in ranks:
+                    rank.r.tables = [table, table]
+            loc, to = slots(p[0].r, pk, tokens), slots(d[0].r, dk, tokens)
+            for rank in p:
+                rank.fill(loc, x)
+            noise, want = d[0].read(to), p[0].read(loc)
+            assert not any(torch.equal(a, b) for a, b in zip(noise, want, strict=True)), "it was there before"
+            move(sidecars[0].endpoint, [rank.r for rank in p], [rank.r for rank in d], tokens)
+            for rank, was in zip(d, before, strict=True):
+                for a, b in zip(rank.read(to), want, strict=True):
+                    assert torch.equal(a, b), f"{pk} to {dk}, {tokens} tokens: the engine reads something else"
+                compare(rank.r, was, functools.partial(rank.fill, to, x), f"{pk} to {dk}, {tokens} tokens")
+    finally:
+        for rank in (*p, *d):
+            rank.r.close()
 
 
 K_HEADS, V_HEADS, K_DIM, V_DIM, KERNEL = 2, 4, 8, 16, 4
@@ -448,9 +577,9 @@ def test_slots_of_linear_attention(sidecars: tuple[rig.Sidecar, rig.Sidecar], pk
             content = StateContent.random(pk)
             before = [[m.clone() for m in r.memory] for r in ds]
             for ranks in (ps, ds):
-                draw(ranks, [(LONGEST, SLOTS + 1)], tokens)
+                slot = random.randint(1, SLOTS)  # 0 is that of requests which pad a batch
                 for r in ranks:
-                    r.tables = r.tables * 2  # conv and recurrent state of a request are in slots of one number
+                    r.tables = [[slot], [slot]]  # conv and recurrent state of a request are in slots of one number
             for r, fill in zip(ps, p_fills, strict=True):
                 fill(content, r.table[0])
             move(sidecars[0].endpoint, ps, ds, tokens)
