@@ -24,16 +24,19 @@ func unpinged(o *Options) {
 	o.Pings = Pings{Busy: never, Idle: never, Timeout: never, Tick: never, HostSilence: time.Second}
 }
 
-// laneOf is the lane of a node whose only peer has one.
-func laneOf(t *testing.T, n, peer *node) *lane {
+// laneOf waits for the lane of a node to its only peer: PeerUp comes a moment before it.
+func laneOf(t *testing.T, n, peer *node) (l *lane) {
 	t.Helper()
 	s := n.session(peer.opt.Boot)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if len(s.lanes) != 1 {
-		t.Fatalf("%d lanes", len(s.lanes))
-	}
-	return s.lanes[0]
+	poll(t, "there is a lane", func() bool {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if len(s.lanes) > 0 {
+			l = s.lanes[0]
+		}
+		return l != nil
+	})
+	return l
 }
 
 // The host at the other end of a control lane is lost: both ends notice by themselves, whichever dialled, and whether something is under way.
