@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, skip, until
+from conftest import DEADLINE_MS, ENGINE, LAYERS, TIMEOUT_S, Sidecar, layout, skip, until
 
 import kvspray
 from kvspray import AdmissionState, CompletionStatus
@@ -63,7 +63,7 @@ def test_session(sidecar: Make, worker: Make) -> None:
     assert reg["regions"][0]["kind"] == "memfd" and "addr" not in reg["regions"][0]
     st = w.status()
     assert st.connected and st.node == "fake" and st.endpoint == "127.0.0.1:7001" and st.sidecar_pid == s.process.pid
-    assert (st.deadline_ms, st.partner_ms, st.grace_ms) == (2000, 500, 400) and st.version == (1, 0) and not st.error
+    assert (st.deadline_ms, st.partner_ms, st.grace_ms) == (DEADLINE_MS, 500, 400) and st.version == (1, 0) and not st.error
     w.close()
     s.expect("bye")
     assert not w.connected and w.poll() == [] and w.intent(XFER, HASH, 1, [[1]]) == 0
@@ -78,7 +78,7 @@ def test_source_lease_in_order(sidecar: Make, worker: Make) -> None:
     r = s.record("INTENT", lease=lease)
     assert r["body"] == {
         "xfer": XFER, "hash": HASH, "tokens": 40, "fanout": 2, "blocks": [b"\1\0\0\0\2\0\0\0\3\0\0\0"], "ready": 0, "steps": [],
-        "prio": 1, "deadline_ms": 2000, "held": False, "req": "r1", "attempt": 0,
+        "prio": 1, "deadline_ms": DEADLINE_MS, "held": False, "req": "r1", "attempt": 0,
     }  # fmt: skip
     assert bytes.fromhex(r["hex"]) == kvspray.protocol.encode("INTENT", r["body"])
     assert w.step(7, [(lease, 32, None), (999, 1, None)])
@@ -163,7 +163,7 @@ def test_killed_sidecar_and_a_new_one(sidecar: Make, worker: Make) -> None:
     body = r["body"]
     assert body["blocks"] == [kvspray.pack_blocks([11, 12, 13])] and body["held"] and body["attempt"] == 1
     assert body["steps"] == [[6, 32], [9, 40]] and body["ready"] == 0
-    assert 0 < body["deadline_ms"] < 2000
+    assert 0 < body["deadline_ms"] < DEADLINE_MS
     assert w.wait_connected(TIMEOUT_S)
     s2.complete(src, "SENT", grants=1, bytes=1, reason="")
     assert poll_one(w).ok
@@ -212,20 +212,20 @@ def test_closed_socket_of_a_living_sidecar_keeps_leases(sidecar: Make, worker: M
 
 
 def test_stopped_sidecar_is_killed_after_the_grace(sidecar: Make, worker: Make) -> None:
-    s: Sidecar = sidecar()
+    s: Sidecar = sidecar(deadline_ms=2000)
     w = worker()
     src = intent(w)
     w.hold(src)
+    start = time.monotonic()
     dst = expect(w)
     s.record("EXPECT")
     s.signal(signal.SIGSTOP)
-    start = time.monotonic()
     got: dict[int, kvspray.Completion] = {}
     while dst not in got:
         assert w.wait(TIMEOUT_S), w.status()
         got.update({c.lease: c for c in w.poll()})
     took = time.monotonic() - start
-    assert got[dst].status == CompletionStatus.LOST and 2.2 < took < 9, took
+    assert got[dst].status == CompletionStatus.LOST and took > 2.39, took  # deadline and grace, and not before
     assert s.process.wait(TIMEOUT_S) == -signal.SIGKILL
     while src not in got:  # no sidecar until its deadline
         assert w.wait(TIMEOUT_S), w.status()
@@ -238,7 +238,7 @@ def test_stopped_sidecar_is_killed_after_the_grace(sidecar: Make, worker: Make) 
 
 
 def test_forgetful_sidecar_is_asked_to_fence_not_killed(sidecar: Make, worker: Make) -> None:
-    s: Sidecar = sidecar()
+    s: Sidecar = sidecar(grace_ms=3000)  # half of it is for the sidecar's answer
     w = worker()
     dst = expect(w, deadline_s=0.3)
     c = poll_one(w)
@@ -254,9 +254,9 @@ import conftest, kvspray
 w = kvspray.WorkerClient(sys.argv[1], engine=conftest.ENGINE, layers=conftest.LAYERS)
 region = w.alloc_region(conftest.LAYERS * 32768)
 w.register([region], conftest.layout())
-assert w.wait_connected(10) and w.expect(b"x" * 16, b"h" * 32, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]) == 1
+assert w.wait_connected(30) and w.expect(b"x" * 16, b"h" * 32, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]) == 1
 print("open", flush=True)
-w.wait(20)
+w.wait(30)
 print(w.poll()[0].status.name, w.status().counters["kills"], flush=True)
 w.close()
 """
@@ -264,7 +264,7 @@ w.close()
 
 def test_a_host_that_was_paused_is_no_reason_to_kill(sidecar: Make, socket_path: pathlib.Path) -> None:
     """Engine and sidecar stop together for longer than deadline and grace. Both go on, and the sidecar gets its chance to fence."""
-    s: Sidecar = sidecar(deadline_ms=500)
+    s: Sidecar = sidecar(deadline_ms=500, grace_ms=2000)
     here = str(pathlib.Path(__file__).parent)
     engine = subprocess.Popen([sys.executable, "-c", PAUSED, str(socket_path), here], stdout=subprocess.PIPE, text=True)
     try:
@@ -272,7 +272,7 @@ def test_a_host_that_was_paused_is_no_reason_to_kill(sidecar: Make, socket_path:
         s.record("EXPECT", lease=1)
         for process in (s.process, engine):
             process.send_signal(signal.SIGSTOP)
-        threading.Event().wait(1.5)  # the time is what is tested
+        threading.Event().wait(2.7)  # the time is what is tested
         for process in (engine, s.process):
             process.send_signal(signal.SIGCONT)
         assert engine.stdout.readline() == "FAILED 0\n"
@@ -283,9 +283,9 @@ def test_a_host_that_was_paused_is_no_reason_to_kill(sidecar: Make, socket_path:
 
 def test_stopped_sidecar_beside_a_new_one(sidecar: Make, worker: Make) -> None:
     """The new sidecar's completion of a source lease does not give blocks back that the old one may still read."""
-    old: Sidecar = sidecar()
+    old: Sidecar = sidecar(deadline_ms=2000)
     w = worker()
-    new: Sidecar = sidecar()  # listens before the leases are opened: on a busy machine its start takes longer than they last
+    new: Sidecar = sidecar(deadline_ms=2000)  # listens before the leases are opened: on a busy machine its start takes longer than they last
     src, dst = intent(w), expect(w)
     old.record("EXPECT")
     old.tell("close")
@@ -293,18 +293,14 @@ def test_stopped_sidecar_beside_a_new_one(sidecar: Make, worker: Make) -> None:
     old.signal(signal.SIGSTOP)
     new.record("INTENT", lease=src)
     new.complete(src, "SENT", grants=1, bytes=1, reason="")
-    st = w.status()
-    if st.sidecars == 2:
-        got = {}
-
-        def drain() -> bool:
-            got.update({c.lease: c.status for c in w.poll()})
-            return len(got) == 2
-
-        assert not w.wait(0.05)
-        until(drain, "both leases, after the old sidecar was killed", 15)
-        assert got == {src: CompletionStatus.OK, dst: CompletionStatus.LOST}
-        assert old.process.wait(TIMEOUT_S) == -signal.SIGKILL and new.process.poll() is None
+    got: dict[int, CompletionStatus] = {}
+    while len(got) < 2:
+        assert w.wait(TIMEOUT_S), w.status()
+        got.update({c.lease: c.status for c in w.poll()})
+        # Whatever was said, nothing is given back before the old one is dead: the shim kills it after deadline and grace.
+        assert old.process.poll() == -signal.SIGKILL, got
+    assert got == {src: CompletionStatus.OK, dst: CompletionStatus.LOST}
+    assert new.process.poll() is None and w.status().counters["kills"] == 1
 
 
 def test_quarantine(sidecar: Make, worker: Make, tmp_path: pathlib.Path) -> None:
@@ -321,15 +317,16 @@ os.setuid(65534)
 w = kvspray.WorkerClient({str(tmp_path / "s.sock")!r}, engine=ENGINE, layers=LAYERS)
 r = w.alloc_region(LAYERS * 32768)
 w.register([r], layout())
-assert w.wait_connected(10), w.status()
+assert w.wait_connected(30), w.status()
+print("stop", flush=True)
+assert sys.stdin.readline() == "stopped\\n"
 lease = w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]], deadline_s=0.2)
 assert lease
-print("stop", flush=True)
 until(lambda: w.status().quarantined == 1, "quarantine")
 assert "may not be killed" in w.status().error, w.status().error
 assert w.poll() == [] and w.status().leases == 1 and w.status().counters["kills"] == 0
 print("quarantined", flush=True)
-assert w.wait(10)
+assert w.wait(30)
 assert [(c.lease, int(c.status)) for c in w.poll()] == [(lease, 5)]
 w.close()
 print("over", flush=True)
@@ -340,10 +337,12 @@ print("over", flush=True)
     for p in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         os.chmod(p, 0o755)
     os.chmod(tmp_path / "s.sock", 0o777)
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
     assert child.stdout.readline().strip() == "stop"
     s.signal(signal.SIGSTOP)
+    child.stdin.write("stopped\n")
+    child.stdin.flush()
     assert child.stdout.readline().strip() == "quarantined"
     s.kill()
     assert child.stdout.readline().strip() == "over"
@@ -354,17 +353,17 @@ def test_deadline_of_a_source_counts_from_its_last_step(sidecar: Make, worker: M
     """A prefill that outlasts the deadline of its lease keeps it, also across a sidecar's restart in its last moment."""
     s: Sidecar = sidecar()
     w = worker()
-    src = intent(w, deadline_s=0.8)
+    new: Sidecar = sidecar()  # listens already when it is needed, however long its start takes
+    src = intent(w, deadline_s=2)
     begun, step, pause = time.monotonic(), 0, threading.Event()
-    while time.monotonic() - begun < 1.2:  # longer than the deadline
+    while time.monotonic() - begun < 2.2:  # longer than the deadline
         step += 1
         assert w.step(step, [(src, 1 + step, [[1, 2, 3]])])
         w.signal_step(step)
         pause.wait(0.1)
     s.kill()
-    until(lambda: w.status().sidecars == 0, "the exit is proved")
+    until(lambda: w.status().counters["sidecar_exits"] == 1, "the exit is proved")
     assert w.poll() == []
-    new: Sidecar = sidecar()
     again = new.record("INTENT", lease=src)["body"]
     assert again["deadline_ms"] > 100, again
     new.complete(src, "SENT", grants=1, bytes=1, reason="")
@@ -420,7 +419,7 @@ def test_an_impossible_tail_does_not_stop_the_presenting(sidecar: Make, worker: 
     w = worker(submission_bytes=64 << 10, connect=False)
     s, _ = restart_with_a_slow_one(sidecar, w)
     s.tell("word", ring="sub", word="tail", value=1 << 40)
-    assert w.wait_connected(1), w.status()  # and not when the deadline of the lease has passed
+    assert w.wait_connected(TIMEOUT_S), w.status()  # and not when the deadline of the lease has passed
 
 
 def test_a_lease_that_was_never_presented_again_is_cancelled_on_the_record(sidecar: Make, worker: Make) -> None:
@@ -489,7 +488,8 @@ def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
     serial = w.status().counters["connects"]
     for step in range(1, 200):
         assert w.step(step, [(src, 40, [list(range(1000))])])
-    until(lambda: w.status().counters["connects"] > serial, "a new session")
+    s.expect("register")
+    s.expect("register")  # a new session; it serves once what is open has been presented, for which its ring is too small
     s.tell("reading", on=True)
     r = s.record("INTENT", lease=src)
     while not r["body"]["steps"]:
@@ -505,7 +505,7 @@ def test_full_ring_replaces_the_session(sidecar: Make, worker: Make) -> None:
         else:
             assert r["name"] == "STEP" and body["step"] == last + 1
             last += 1
-    assert until(lambda: w.connected, "connected again")
+    assert until(lambda: w.connected, "connected again") and w.status().counters["connects"] > serial
 
 
 def test_oversized_records(sidecar: Make, worker: Make) -> None:
@@ -727,16 +727,16 @@ def test_load_watchdog(sidecar: Make, worker: Make) -> None:
     s: Sidecar = sidecar()
     w = worker()
     s.expect("register")
-    ok = w.load_watch(0, 1, 4, 30)
-    late = w.load_watch(1, 2, 4, 0.05)
+    ok = w.load_watch(0, 1, 4, 60)
     s.tell("load", layer=0, value=4)
     s.tell("load", layer=1, value=4)
     s.expect("done")
     s.expect("done")
+    late = w.load_watch(1, 2, 4, 0.05)
     until(lambda: w.status().counters["poisoned"] == 1, "layer 2 is poisoned, layer 1 had landed")
     assert w.load_done(ok) and not w.load_done(late) and not w.load_done(late)
     w.load_reset(2, 1)
-    dead = w.load_watch(0, 3, 9, 30)
+    dead = w.load_watch(0, 3, 9, 60)
     s.kill()
     until(lambda: w.status().counters["poisoned"] == 4, "all are poisoned when the sidecar's exit is proved")
     assert not w.load_done(dead)
@@ -791,10 +791,12 @@ def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
             assert c.lease in opened and c.lease not in done, c
             done[c.lease] = c
 
-    stop = time.monotonic() + 2.5
-    trouble = time.monotonic() + 0.2
-    step = 0
-    while time.monotonic() < stop:
+    end = time.monotonic() + 4 * TIMEOUT_S
+    step = turn = troubles = 0
+    due, busy = 50, 50  # the turn of the next trouble, and how many leases there should be by then
+    while troubles < 8 or turn < due:
+        assert time.monotonic() < end, (troubles, turn, due, len(opened), busy, w.status())
+        turn += 1
         choice = rng.random()
         if choice < 0.3:
             lease = w.intent(XFER, HASH, 64, [[1, 2, 3, 4]])
@@ -818,8 +820,12 @@ def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
             w.hold(sources.pop(rng.randrange(len(sources))))
         collect()
         w.wait(0.001)
-        if time.monotonic() > trouble:
-            trouble += rng.uniform(0.1, 0.5)
+        if turn >= due and (len(opened) >= busy or turn >= due + 500 or current.process.poll() is not None):
+            troubles += 1
+            # Mostly when there are leases again, on however busy a machine; at times while the last one is not over.
+            due, busy = turn + rng.randrange(1, 200), 0
+            if rng.random() < 0.7:
+                busy = len(opened) + rng.randrange(20, 100)
             what = rng.choice(["kill", "stop", "close", "replace", "garbage"])
             if what == "kill" or current.process.poll() is not None:  # or the shim killed it already
                 current.kill()
@@ -840,7 +846,7 @@ def test_storm(sidecar: Make, worker: Make, seed: int) -> None:
     for lease in sources:
         w.hold(lease)
     try:
-        until(lambda: (collect(), len(done) == len(opened))[1], "every lease is complete", 6)
+        until(lambda: (collect(), len(done) == len(opened))[1], "every lease is complete")
     except AssertionError:
         raise AssertionError((len(opened), sorted(set(opened) - set(done))[:5], w.status())) from None
     assert w.status().leases == 0
