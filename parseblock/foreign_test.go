@@ -2,76 +2,148 @@ package parseblock
 
 import (
 	"runtime"
+	"strings"
 	"testing"
 
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// FuzzForeign: whatever a peer or an engine sends as a layout is refused, or goes through all that is done with one: nothing panics, no
-// offset leaves what was checked, and memory is bounded by what was sent and by named bounds.
+// FuzzForeign: whatever two peers or engines send as layouts is refused, or goes through all that is done with one, with each other and each
+// with itself: nothing panics, no offset leaves what was checked, and memory is bounded by what was sent and by named bounds.
 func FuzzForeign(f *testing.F) {
 	reg := Default()
 	for _, fam := range families {
-		for _, k := range fam.kinds {
+		var all [][]byte
+		for i, k := range fam.kinds {
 			d := dims{layers: 2, n: 4, blocks: 3, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1, kHeads: 1, kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}
+			if i%2 == 1 {
+				d.size, d.rank = 1+uint64(i)%3/2, 0
+			}
 			l := fam.make(k, &d).layout()
 			l.Identity = map[string]string{IdentityWeights: "1"}
 			b, err := l.Marshal()
 			if err != nil {
 				f.Fatal(err)
 			}
-			f.Add(b, uint32(7))
+			all = append(all, b)
+		}
+		for i := range all {
+			f.Add(all[i], all[(i+1)%len(all)], uint32(7))
 		}
 	}
-	f.Fuzz(func(t *testing.T, b []byte, tokens uint32) {
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
-		l, err := layout.Unmarshal(b)
+	f.Fuzz(func(t *testing.T, a, b []byte, tokens uint32) {
+		var ls []*layout.Layout
+		for _, in := range [][]byte{a, b} {
+			// The check may make 65,536 intervals of a layout, and sort them twice.
+			within(t, 48<<20+64*uint64(len(in)), "parsed", func() {
+				l, err := layout.Unmarshal(in)
+				if err == nil {
+					err = layout.ValidateForeign(l, reg.Planes)
+				}
+				if err == nil {
+					ls = append(ls, l)
+				}
+			})
+		}
+		for _, l := range ls {
+			within(t, planesOf(t, reg, l)*(8<<10), "described", func() {
+				if _, err := reg.Describe(l); err != nil {
+					t.Fatalf("it is valid, and cannot be described: %v", err)
+				}
+			})
+			foreignPair(t, reg, l, l, tokens)
+		}
+		if len(ls) == 2 {
+			foreignPair(t, reg, ls[0], ls[1], tokens)
+			foreignPair(t, reg, ls[1], ls[0], tokens)
+		}
+	})
+}
+
+// within fails where f allocates more than so many bytes.
+func within(t *testing.T, most uint64, what string, f func()) {
+	t.Helper()
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	f()
+	runtime.ReadMemStats(&after)
+	if n := after.TotalAlloc - before.TotalAlloc; n > most+64<<10 {
+		t.Fatalf("%s: it allocated %d bytes, more than %d", what, n, most)
+	}
+}
+
+func planesOf(t *testing.T, reg *Registry, l *layout.Layout) (n uint64) {
+	for gi := range l.Groups {
+		for li := range l.Groups[gi].Layers {
+			ps, err := reg.Planes(nil, &l.Groups[gi], &l.Groups[gi].Layers[li])
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += uint64(len(ps))
+		}
+	}
+	return n
+}
+
+// foreignPair plans from one foreign layout to another, or to itself.
+func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens uint32) {
+	planes := planesOf(t, reg, src) + planesOf(t, reg, dst)
+	var m *Match
+	var err error
+	within(t, planes*(4<<10), "paired", func() { m, err = NewMatch(reg, src, dst, nil) })
+	// What is proved is at most maxExtents pieces of each side, in lists that grow twofold, and their runs.
+	within(t, planes*(16<<10)+8*maxExtents*16+2*maxExtents*64, "divided", func() {
+		shares, err := Assign(reg, []*layout.Layout{src, src}, dst, func(i int) uint64 { return uint64(i) })
 		if err == nil {
-			err = layout.ValidateForeign(l, reg.Planes)
+			err = Prove(reg, []*layout.Layout{src, src}, dst, shares)
 		}
-		runtime.ReadMemStats(&after)
-		// The check may make 65,536 intervals of a layout, and sort them twice.
-		if n, most := after.TotalAlloc-before.TotalAlloc, uint64(48<<20+64*len(b)); n > most {
-			t.Fatalf("%d bytes made it allocate %d, more than %d", len(b), n, most)
+		if m != nil && src == dst && err != nil && !strings.Contains(err.Error(), "too fine") {
+			t.Fatalf("it cannot be moved to where it is: %v", err)
 		}
-		if err != nil {
-			return
-		}
-		if _, err := reg.Describe(l); err != nil {
-			t.Fatalf("it is valid, and cannot be described: %v", err)
-		}
-		m, err := NewMatch(reg, l, l, nil)
-		if err != nil {
-			return // such as two layers of the model with one name
-		}
-		tables := make([][]uint32, len(l.Groups))
+	})
+	if err != nil {
+		return // such as two layers of the model with one name
+	}
+	// So many as there are blocks for, and no more than are looked at here in time.
+	tokens = max(tokens, 1)
+	for _, l := range []*layout.Layout{src, dst} {
 		for gi := range l.Groups {
 			g := &l.Groups[gi]
-			// So many as there are blocks for, and no more than are looked at here in time.
-			tokens = uint32(min(uint64(max(tokens, 1)), uint64(min(g.NumBlocks, 300))*uint64(g.TokensPerBlock)))
+			tokens = uint32(min(uint64(tokens), uint64(min(g.NumBlocks, 300))*uint64(g.TokensPerBlock)))
 		}
-		for gi := range l.Groups {
-			tables[gi] = seq((uint64(tokens)-1)/uint64(l.Groups[gi].TokensPerBlock) + 1)
-		}
-		p, err := m.Plan(tokens, make([]uint32, len(l.Groups)))
-		if err != nil {
+	}
+	var p *Plan
+	var sides [2]*Resolver
+	within(t, planes*(2<<10)+(4<<10)*(layout.MaxGroups), "planned", func() {
+		if p, err = m.Plan(tokens, make([]uint32, len(dst.Groups))); err != nil {
 			return // larger than a transfer
 		}
-		side, err := p.Side(reg, l, tables)
-		if err != nil {
-			t.Fatal(err)
-		}
-		sp := p.Space()
-		for seg := range sp.NumSegments() {
-			r, bytes := sp.Segment(seg)
-			if bytes == 0 {
-				continue
+		for i, l := range []*layout.Layout{src, dst} {
+			tables := make([][]uint32, len(l.Groups))
+			for gi := range l.Groups {
+				tables[gi] = seq((uint64(tokens)-1)/uint64(l.Groups[gi].TokensPerBlock) + 1)
 			}
-			for _, c := range []uint32{r.First, r.End() - 1} {
-				one := transfer.Range{First: c, Count: 1}
-				pieces, err := side.Append(nil, one)
+			if sides[i], err = p.Side(reg, l, tables); err != nil {
+				t.Fatal(err)
+			}
+		}
+	})
+	if err != nil {
+		return
+	}
+	sp := p.Space()
+	for seg := range sp.NumSegments() {
+		r, bytes := sp.Segment(seg)
+		if bytes == 0 {
+			continue
+		}
+		for _, c := range []uint32{r.First, r.End() - 1} {
+			one := transfer.Range{First: c, Count: 1}
+			for _, side := range sides {
+				var pieces []layout.Piece
+				// Of one byte each at worst, in a list that grows twofold.
+				within(t, 3*24*transfer.ChunkBytes, "resolved", func() { pieces, err = side.Append(nil, one) })
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -86,5 +158,5 @@ func FuzzForeign(f *testing.F) {
 				}
 			}
 		}
-	})
+	}
 }

@@ -48,8 +48,11 @@ func DecodeShare(in []uint32, layers int) (*Share, error) {
 	return s, nil
 }
 
-// maxProved bounds the tokens of a block that Prove looks at. Rows repeat: what holds for some of them holds for all.
-const maxProved = 512
+// Bounds of what Prove looks at.
+const (
+	maxProved  = 512     // tokens of a block. Rows repeat: what holds for some of them holds for all
+	maxExtents = 1 << 20 // pieces that those are; an engine's largest are some 100,000
+)
 
 // Prove checks what Assign promises, from the bytes and not from the heads that Assign reasons with: in a block of each layer of the
 // receiver, the runs of all shares write every byte of every plane, and none twice. Whoever plans from several sources asks for it
@@ -68,6 +71,8 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 	}
 	flat := -1
 	var got, want []extent
+	var planes []layout.Plane
+	var zeros []uint32
 	seen := map[string]bool{}
 	for gi := range dst.Groups {
 		g := &dst.Groups[gi]
@@ -87,20 +92,28 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 				continue
 			}
 			seen[name] = true
-			planes, err := reg.Planes(nil, g, l)
-			if err != nil {
+			var err error
+			if planes, err = reg.Planes(planes[:0], g, l); err != nil {
 				return err
 			}
 			tokens := g.TokensPerBlock
-			if planes[0].Unit == layout.UnitToken {
+			switch planes[0].Unit {
+			case layout.UnitToken:
 				tokens = provedTokens(tokens, planes)
+			case layout.UnitState:
+				tokens = 1 // of any number it is the last block's
 			}
 			want, got = want[:0], got[:0]
 			for i := range planes {
-				want = appendCells(want, l, &planes[i], tokens)
+				if want, err = appendCells(want, l, &planes[i], tokens); err != nil {
+					return err
+				}
+			}
+			if n := int(tokens) + 1; len(zeros) < n {
+				zeros = make([]uint32, n)
 			}
 			for _, m := range matches {
-				if got, err = m.writes(got, flat, g, tokens); err != nil {
+				if got, err = m.writes(got, flat, g, l, tokens, zeros); err != nil {
 					return err
 				}
 			}
@@ -127,7 +140,7 @@ func provedTokens(tokens uint32, planes []layout.Plane) uint32 {
 type extent struct{ off, end uint64 }
 
 // appendCells adds what the rows of so many tokens are in block 0.
-func appendCells(dst []extent, l *layout.Layer, p *layout.Plane, tokens uint32) []extent {
+func appendCells(dst []extent, l *layout.Layer, p *layout.Plane, tokens uint32) ([]extent, error) {
 	rows := uint64(p.Rows)
 	if p.Unit == layout.UnitToken {
 		rows = uint64(tokens / p.RowTokens)
@@ -136,26 +149,34 @@ func appendCells(dst []extent, l *layout.Layer, p *layout.Plane, tokens uint32) 
 	if tile == 0 || tile >= uint64(p.Rows) {
 		tile = uint64(p.Rows)
 	}
+	var err error
 	for first := uint64(0); first < rows; first += tile {
-		dst = appendAxes(dst, l.Base+p.Offset+first/tile*p.TileStride, p.CellBytes, []axis{{min(tile, rows-first), p.RowStride},
-			{uint64(p.Heads), p.HeadStride}, {uint64(p.Cols), p.ColStride}})
+		if dst, err = appendAxes(dst, l, l.Base+p.Offset+first/tile*p.TileStride, p.CellBytes, []axis{{min(tile, rows-first), p.RowStride},
+			{uint64(p.Heads), p.HeadStride}, {uint64(p.Cols), p.ColStride}}); err != nil {
+			break
+		}
 	}
-	return dst
+	return dst, err
 }
 
 // axis is count things, stride apart.
 type axis struct{ count, stride uint64 }
 
 // appendAxes adds the cells of some axes; those that follow one another in memory are one extent.
-func appendAxes(dst []extent, at, cell uint64, axes []axis) []extent {
+func appendAxes(dst []extent, l *layout.Layer, at, cell uint64, axes []axis) ([]extent, error) {
 	slices.SortFunc(axes, func(a, b axis) int { return cmp.Compare(a.stride, b.stride) })
 	for len(axes) > 0 && (axes[0].stride == cell || axes[0].count == 1) {
 		cell *= axes[0].count
 		axes = axes[1:]
 	}
-	n := uint64(1)
+	n, room := uint64(1), uint64(maxExtents-len(dst))
 	for _, a := range axes {
-		n *= a.count
+		if n <= room { // so that it does not overflow: counts are below 1 << 32
+			n *= a.count
+		}
+	}
+	if n > room {
+		return dst, tooFine(l)
 	}
 	for i := range n {
 		off := at
@@ -165,23 +186,34 @@ func appendAxes(dst []extent, at, cell uint64, axes []axis) []extent {
 		}
 		dst = append(dst, extent{off, off + cell})
 	}
-	return dst
+	return dst, nil
 }
 
-// writes adds what the match writes to a layer of block 0.
-func (m *Match) writes(dst []extent, flat int, g *layout.Group, tokens uint32) ([]extent, error) {
+// tooFine refuses a layer of more pieces than are looked at.
+func tooFine(l *layout.Layer) error {
+	return &layout.Error{Field: fmt.Sprintf("layer %q", l.Name), Value: fmt.Sprintf("more than %d pieces", maxExtents),
+		Problem: fmt.Sprintf("a block, of %d tokens at most, is too fine to prove that it comes whole", maxProved),
+		Remedy:  "use the same order on both sides, block sizes that divide one another, or fewer tokens in a block"}
+}
+
+// writes adds what the match writes to a layer of block 0. Every table names block 0: which bytes of the receiver's block are written does
+// not depend on the source's.
+func (m *Match) writes(dst []extent, flat int, g *layout.Group, l *layout.Layer, tokens uint32, zeros []uint32) ([]extent, error) {
 	for i := range m.links[flat] {
 		pr := &m.links[flat][i]
-		from := &m.src.Groups[pr.from.group]
-		one := Template{pairs: m.links[flat][i : i+1], from: from, to: g}
-		// All tables name block 0: which bytes of the receiver's block are written does not depend on the source's.
-		runs, err := one.Append(nil, make([]uint32, tokens/from.TokensPerBlock+1), make([]uint32, 1), layout.TokenRange{End: tokens})
+		if uint64(tokens)/pr.step*pr.full.grids() > maxExtents {
+			return dst, tooFine(l)
+		}
+		one := Template{pairs: m.links[flat][i : i+1], from: &m.src.Groups[pr.from.group], to: g}
+		runs, err := one.Append(nil, zeros, zeros[:1], layout.TokenRange{End: tokens})
 		if err != nil {
 			return dst, err
 		}
 		for k := range runs {
 			r := &runs[k]
-			dst = appendAxes(dst, r.DstOff, r.Len, []axis{{uint64(r.Count), r.DstStride}, {uint64(r.Outer), r.DstOuter}})
+			if dst, err = appendAxes(dst, l, r.DstOff, r.Len, []axis{{uint64(r.Count), r.DstStride}, {uint64(r.Outer), r.DstOuter}}); err != nil {
+				return dst, err
+			}
 		}
 	}
 	return dst, nil
