@@ -92,8 +92,8 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 	var m *Match
 	var err error
 	within(t, planes*(4<<10), "paired", func() { m, err = NewMatch(reg, src, dst, nil) })
-	// What is proved is at most maxExtents pieces of each side, in lists that grow twofold, and their runs.
-	within(t, planes*(16<<10)+8*maxExtents*16+2*maxExtents*64, "divided", func() {
+	// What is proved is at most maxExtents pieces of each side, in lists that grow; a run for each head.
+	within(t, planes*(16<<10)+8*maxExtents*16+4*maxHeads*64, "divided", func() {
 		shares, err := Assign(reg, []*layout.Layout{src, src}, dst, func(i int) uint64 { return uint64(i) })
 		if err == nil {
 			err = Prove(reg, []*layout.Layout{src, src}, dst, shares)

@@ -71,14 +71,6 @@ func (s *shape) add(n, src, dst uint64) {
 	}
 }
 
-// grids is how many runs the shape takes, which have two axes.
-func (s *shape) grids() uint64 {
-	if s.dims == 3 {
-		return s.n[2]
-	}
-	return 1
-}
-
 func (p *pair) shape(rows uint64) shape {
 	return p.ordered(rows, &p.from, &p.to)
 }

@@ -198,7 +198,10 @@ func (w *runWriter) resume(src, dst, sizes []uint64) int {
 
 // grids adds n shapes of two axes or three, each a run of its own.
 func (w *runWriter) grids(n int, s *shape) {
-	outer := s.grids()
+	outer := uint64(1)
+	if s.dims == 3 {
+		outer = s.n[2]
+	}
 	for i := range n {
 		for k := range outer {
 			r := w.more()

@@ -72,7 +72,7 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 	flat := -1
 	var got, want []extent
 	var planes []layout.Plane
-	var zeros []uint32
+	var b buffers
 	seen := map[string]bool{}
 	for gi := range dst.Groups {
 		g := &dst.Groups[gi]
@@ -109,11 +109,11 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 					return err
 				}
 			}
-			if n := int(tokens) + 1; len(zeros) < n {
-				zeros = make([]uint32, n)
+			if n := int(tokens) + 1; len(b.zeros) < n {
+				b.zeros = make([]uint32, n)
 			}
 			for _, m := range matches {
-				if got, err = m.writes(got, flat, g, l, tokens, zeros); err != nil {
+				if got, err = m.writes(got, flat, g, l, tokens, &b); err != nil {
 					return err
 				}
 			}
@@ -134,6 +134,12 @@ func provedTokens(tokens uint32, planes []layout.Plane) uint32 {
 		step = max(step, planes[i].RowTokens)
 	}
 	return min(tokens, max(maxProved/step, 1)*step)
+}
+
+// buffers are what Prove needs for a layer, and again for the next.
+type buffers struct {
+	zeros []uint32 // block tables
+	runs  []layout.Run
 }
 
 // extent is bytes [off, end).
@@ -198,19 +204,16 @@ func tooFine(l *layout.Layer) error {
 
 // writes adds what the match writes to a layer of block 0. Every table names block 0: which bytes of the receiver's block are written does
 // not depend on the source's.
-func (m *Match) writes(dst []extent, flat int, g *layout.Group, l *layout.Layer, tokens uint32, zeros []uint32) ([]extent, error) {
+func (m *Match) writes(dst []extent, flat int, g *layout.Group, l *layout.Layer, tokens uint32, b *buffers) ([]extent, error) {
+	var err error
 	for i := range m.links[flat] {
 		pr := &m.links[flat][i]
-		if uint64(tokens)/pr.step*pr.full.grids() > maxExtents {
-			return dst, tooFine(l)
-		}
 		one := Template{pairs: m.links[flat][i : i+1], from: &m.src.Groups[pr.from.group], to: g}
-		runs, err := one.Append(nil, zeros, zeros[:1], layout.TokenRange{End: tokens})
-		if err != nil {
+		if b.runs, err = one.Append(b.runs[:0], b.zeros, b.zeros[:1], layout.TokenRange{End: tokens}); err != nil {
 			return dst, err
 		}
-		for k := range runs {
-			r := &runs[k]
+		for k := range b.runs {
+			r := &b.runs[k]
 			if dst, err = appendAxes(dst, l, r.DstOff, r.Len, []axis{{uint64(r.Count), r.DstStride}, {uint64(r.Outer), r.DstOuter}}); err != nil {
 				return dst, err
 			}

@@ -176,3 +176,30 @@ func TestEncodeIsShort(t *testing.T) {
 		}
 	})
 }
+
+// TestProveIsBounded: a layout that a peer made up, of pieces as many as parameters can ask for, is refused before they exist.
+func TestProveIsBounded(t *testing.T) {
+	reg := Default()
+	mk := func(strategy string, n uint32, page uint64, params map[string]int64) *layout.Layout {
+		l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: n, NumBlocks: 2, Strategy: strategy, Params: params,
+			Layers: []layout.Layer{{Name: "a", BlockStride: 1 << 50, PageBytes: page}}}}}
+		if err := layout.ValidateForeign(l, reg.Planes); err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	const heads = maxHeads
+	vec := func(n uint32, row uint64) *layout.Layout {
+		return mk(VLLMCPUAttn, n, uint64(n)*heads*2*row, map[string]int64{"heads": heads, "k_transposed": 1})
+	}
+	for name, c := range map[string][2]*layout.Layout{"half a block, whose columns lie apart": {vec(1024, 256), vec(1024, 256)}, "blocks that hardly divide one another": {vec(510, 4), vec(512, 4)}} {
+		shares, err := Assign(reg, c[:1], c[1], nil)
+		if err != nil {
+			t.Fatal(name, err)
+		}
+		within(t, 8*maxExtents*16, name, func() { err = Prove(reg, c[:1], c[1], shares) })
+		if err == nil || !strings.Contains(err.Error(), `layer "a" = more than 1048576 pieces`) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
