@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -16,6 +17,7 @@ import (
 // NewCommand returns the `rails` command.
 func NewCommand() *cobra.Command {
 	var claims, integrity string
+	var plain time.Duration
 	var set []string
 	c := &cobra.Command{
 		Use:   "rails",
@@ -31,13 +33,17 @@ happen. Content is compared after every transfer. Needs root, or the right to ma
 	flags := timeline.AddFlags(c)
 	c.Flags().StringVar(&claims, "claims", "", "what the links claim, separated by commas: the sidecars are told that (default: nothing)")
 	c.Flags().StringVar(&integrity, "integrity", "", "off or crc32c (default: the sidecar's)")
+	c.Flags().DurationVar(&plain, "plain", plainSpan, "how long plain streams over all rails at once are measured; over one alone, a second at most")
 	c.Flags().StringArrayVar(&set, "set", nil, "key=value of the sidecars' configuration; repeatable")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		o, err := flags.Options()
 		if err != nil {
 			return err
 		}
-		s := Setup{Rates: o.Rates, Policy: o.Policy, Integrity: integrity, Set: set}
+		if plain < leastPlain || plain > mostPlain {
+			return fmt.Errorf("--plain %s: must be from %s to %s", plain, leastPlain, mostPlain)
+		}
+		s := Setup{Rates: o.Rates, Policy: o.Policy, Integrity: integrity, Set: set, Plain: plain}
 		if claims != "" {
 			for _, part := range strings.Split(claims, ",") {
 				r, err := timeline.ParseRate(strings.TrimSpace(part))

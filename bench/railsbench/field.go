@@ -40,6 +40,7 @@ type Setup struct {
 	Integrity string          // off or crc32c; "" is the sidecars' default
 	Set       []string        // more of the sidecars' configuration, key=value
 	Kvspray   string          // the binary
+	Plain     time.Duration   // Run: that plain streams over all rails at once are measured
 }
 
 // Field is rails with a sidecar at each end.

@@ -21,9 +21,11 @@ import (
 
 // How a run is made up.
 const (
-	aloneSpan    = time.Second
-	togetherSpan = 2 * time.Second
-	settle       = 200 * time.Millisecond
+	plainSpan  = 2 * time.Second // over all rails at once
+	aloneSpan  = time.Second     // over each of them, at most
+	leastPlain = 100 * time.Millisecond
+	mostPlain  = time.Minute
+	settle     = 200 * time.Millisecond
 )
 
 // Pipelined is how many transfers are wanted at a time under --duration: the wire is never idle between two.
@@ -39,7 +41,7 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) 
 	defer f.Close()
 	res := &timeline.Result{Bench: "rails", Version: version.String(), Host: Host(), Block: o.Block, Total: o.Total,
 		Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
-	if res.Rails, res.Together, err = f.Plain(ctx, togetherSpan); err != nil {
+	if res.Rails, res.Together, err = f.Plain(ctx, s.Plain); err != nil {
 		return nil, err
 	}
 	for _, r := range res.Rails {
@@ -62,7 +64,7 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) 
 // Plain measures each rail alone, and then all of them at once, with plain streams.
 func (f *Field) Plain(ctx context.Context, span time.Duration) (rails []timeline.Rail, all timeline.Rate, err error) {
 	for i, r := range f.setup.Rates {
-		alone, err := Streams(ctx, f.Rig, []int{i}, aloneSpan)
+		alone, err := Streams(ctx, f.Rig, []int{i}, min(span, aloneSpan))
 		if err != nil {
 			return nil, 0, err
 		}

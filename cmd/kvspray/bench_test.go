@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"encoding/xml"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/bench/railsbench/netrig"
+	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/cli"
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+// commandEnv makes this test's binary the command: `bench rails` starts sidecars from the program that it is itself.
+const commandEnv = "KVSPRAY_TEST_COMMAND"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(commandEnv) != "" {
+		main()
+	}
+	os.Exit(m.Run())
+}
+
+// faultKinds are rail 1's, one of each kind.
+var faultKinds = []string{"20ms:rail1:down", "40ms:rail1:up", "60ms:rail1:drop", "80ms:rail1:heal", "100ms:rail1:ackdrop", "110ms:rail1:heal", "120ms:rail1:rate=1/20",
+	"130ms:rail1:heal", "140ms:all:rate=1/2", "150ms:rail1:flap=40ms", "180ms:rail1:up", "190ms:rail1:blackhole", "200ms:all:heal"}
+
+func flags(faults []string) (args []string) {
+	for _, f := range faults {
+		args = append(args, "--fault", f)
+	}
+	return args
+}
+
+// Each mistake is told before anything is built, by its flag, its value and what would be right.
+func TestBenchFlags(t *testing.T) {
+	const two = "--rates 200mbit,100mbit "
+	for _, bench := range []string{"rails", "sim"} {
+		for _, x := range []struct {
+			args string
+			want []string
+		}{
+			{"--total 16MiB --duration 1s", []string{"total", "duration", "none of the others can be"}},
+			{"--duration 1s --total 16MiB", []string{"total", "duration", "none of the others can be"}},
+			{"--duration -1s", []string{"--duration -1s", "must be positive"}},
+			{"--total 17KiB", []string{"--total 17KiB", "must be a multiple of --block 16KiB"}},
+			{"--policy best", []string{`--policy "best"`, "want one of spray, round-robin, weighted"}},
+			{"--rates 2gbit,fast", []string{`--rates: "fast"`, "want a rate"}},
+			{two + "--fault 2s:rail0:explode", []string{`--fault: "2s:rail0:explode"`, "want one of down, up, drop, ackdrop, rate, flap, blackhole, heal"}},
+			{two + "--fault 2s:rail0:rate=20", []string{"--fault", `rate "20"`, "above 0 and at most 1, such as rate=1/20"}},
+			{two + "--fault 2s:rail0:flap=1ms", []string{"--fault", `flap "1ms"`, "a period of 20ms or more"}},
+			{two + "--fault 2s:rail0:down=1", []string{"--fault", "kind down takes no value"}},
+			{two + "--fault rail0:down", []string{"--fault", "want T:railN:kind, for instance 2s:rail0:down"}},
+			{two + "--duration 1s --fault 2s:rail0:down", []string{"--fault 2s:rail0:down", "never happens within --duration 1s"}},
+			// Every kind is read: the only mistake is in the last one.
+			{two + strings.Join(flags(append(faultKinds, "1s:rail2:heal")), " "), []string{"--fault 1s:rail2:heal", "there are 2 rails, rail0 to rail1"}},
+			{"--json x --html x", []string{"--json x and --html x", "only one can go there"}},
+			{"--json /nowhere/x", []string{"--json", "/nowhere/x", "no such file or directory"}},
+			{"somewhere", []string{"somewhere"}},
+		} {
+			var out, errs bytes.Buffer
+			code := cli.Main(append([]string{"bench", bench}, strings.Fields(x.args)...), &out, &errs)
+			if code == 0 || out.Len() > 0 {
+				t.Errorf("bench %s %s: exit code %d, and it printed %q", bench, x.args, code, &out)
+			}
+			for _, w := range x.want {
+				if !strings.Contains(errs.String(), w) {
+					t.Errorf("bench %s %s: %q: want %q in it", bench, x.args, &errs, w)
+				}
+			}
+		}
+	}
+	var out, errs bytes.Buffer
+	if code := cli.Main([]string{"bench", "rails", "--plain", "1ms"}, &out, &errs); code == 0 || !strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
+		t.Errorf("exit code %d: %q", code, &errs)
+	}
+	if code := cli.Main([]string{"bench", "sim", "--nodes", "3"}, &out, &errs); code == 0 || !strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
+		t.Errorf("exit code %d: %q", code, &errs)
+	}
+}
+
+// A run of two simulated nodes, with every kind of fault.
+func TestBenchSim(t *testing.T) {
+	dir := t.TempDir()
+	json, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
+	var out, errs bytes.Buffer
+	args := append([]string{"bench", "sim", "--rates", "200mbit,100mbit", "--total", "8MiB", "--seed", "3", "--json", json, "--html", html}, flags(faultKinds)...)
+	if code := cli.Main(args, &out, &errs); code != 0 {
+		t.Fatalf("exit code %d: %s", code, &errs)
+	}
+	r := judge(t, json, html, 8<<20, faultKinds)
+	if r.Bench != "sim" || r.Nodes != 2 || r.Seed != 3 || r.Trace == "" {
+		t.Errorf("bench %q, %d nodes, seed %d, trace %q", r.Bench, r.Nodes, r.Seed, r.Trace)
+	}
+	if !strings.Contains(out.String(), "2 transfers of 8MiB, 0 failed") {
+		t.Errorf("it printed %q", &out)
+	}
+}
+
+// A run of two sidecars, over rails of which one dies, comes back, and is slow.
+func TestBenchRails(t *testing.T) {
+	dir := t.TempDir()
+	json, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
+	faults := []string{"50ms:rail0:down", "200ms:rail0:up", "250ms:rail1:rate=1/2", "300ms:all:heal"}
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), self, append([]string{"bench", "rails", "--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "100ms", "--json", json, "--html", html},
+		flags(faults)...)...)
+	cmd.Env = append(os.Environ(), commandEnv+"=1")
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	if err := cmd.Run(); err != nil {
+		if strings.Contains(errs.String(), netrig.ErrNotPermitted.Error()) {
+			testutil.Skip(t, "netns", errs.String())
+		}
+		t.Fatalf("%v: %s", err, &errs)
+	}
+	r := judge(t, json, html, 4<<20, faults)
+	if r.Bench != "rails" || r.Host == "" || r.Version == "" {
+		t.Errorf("bench %q, host %q, version %q", r.Bench, r.Host, r.Version)
+	}
+	for _, x := range r.Rails {
+		if x.Buffer == 0 {
+			t.Errorf("%s: nothing is said of its shaper's buffer", x.Name)
+		}
+	}
+	for _, w := range []string{"2 transfers of 4MiB, 0 failed", "rail0:down"} {
+		if !strings.Contains(out.String(), w) {
+			t.Errorf("it printed %q: want %q in it", &out, w)
+		}
+	}
+	for _, w := range []string{"rail0 of 100mbit: a plain stream alone carries", "rail1 of 50mbit", "plain streams over all of them at once carry"} {
+		if !strings.Contains(errs.String(), w) {
+			t.Errorf("of its progress it said %q: want %q in it", &errs, w)
+		}
+	}
+}
+
+// judge reads what a run of two transfers over two rails wrote.
+func judge(t *testing.T, json, html string, total uint64, faults []string) *timeline.Result {
+	t.Helper()
+	f, err := os.Open(json)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	r, err := timeline.Read(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r.Failed != 0 || len(r.Transfers) != 2 || r.Total != int64(total) || r.Policy != "spray" || r.Block != 16<<10 {
+		t.Fatalf("%d of %d transfers of %d failed, policy %q, blocks of %d", r.Failed, len(r.Transfers), r.Total, r.Policy, r.Block)
+	}
+	var content uint64
+	for i, x := range r.Transfers {
+		if content += x.Bytes; x.Bytes != total || x.Took <= 0 || i > 0 && x.Began < r.Transfers[i-1].Began {
+			t.Errorf("transfer %d: %+v", i, x)
+		}
+	}
+	if len(r.Rails) != 2 || len(r.Samples.Bytes) != 2 {
+		t.Fatalf("%d rails, samples of %d", len(r.Rails), len(r.Samples.Bytes))
+	}
+	// What the receiver counted is the content, with what a wire adds and what is sent again.
+	var counted uint64
+	for i, x := range r.Rails {
+		b := r.Samples.Bytes[i]
+		if x.Name != fmt.Sprint("rail", i) || x.Rate <= 0 || x.Alone <= 0 || len(b) < 10 || b[len(b)-1] < total/20 {
+			t.Errorf("%+v, with %d samples", x, len(b))
+			continue
+		}
+		counted += b[len(b)-1]
+	}
+	if counted < content || counted > 2*content {
+		t.Errorf("rails counted %d bytes, transfers had %d", counted, content)
+	}
+	if r.Together <= 0 || r.Goodput <= 0 || r.Cold <= 0 || r.Warm <= 0 {
+		t.Errorf("together %v, goodput %v, cold %v, warm %v", r.Together, r.Goodput, r.Cold, r.Warm)
+	}
+	var asked, happened []string
+	for _, x := range r.Faults {
+		asked = append(asked, x.String())
+	}
+	for _, d := range r.Dips {
+		for _, x := range d.Faults {
+			happened = append(happened, x.String())
+		}
+	}
+	if got, want := fmt.Sprint(asked), fmt.Sprint(faults); got != want || fmt.Sprint(happened) != want {
+		t.Errorf("faults %s, of which %v happened: want %s", got, happened, want)
+	}
+	page, err := os.ReadFile(html)
+	if err != nil {
+		t.Fatal(err)
+	}
+	labels := drawn(t, page)
+	for _, f := range faults {
+		_, label, _ := strings.Cut(f, ":")
+		if !strings.Contains(labels, label) {
+			t.Errorf("the chart does not show %q: its texts are %q", label, labels)
+		}
+	}
+	for _, x := range r.Rails {
+		if key := fmt.Sprintf("%s, %s", x.Name, x.Rate); !bytes.Contains(page, []byte(key)) {
+			t.Errorf("the page has no key %q", key)
+		}
+	}
+	return r
+}
+
+// drawn reads the plot of a page, which has to be well-formed, and returns its texts.
+func drawn(t *testing.T, page []byte) string {
+	t.Helper()
+	begin, end := bytes.Index(page, []byte("<svg")), bytes.Index(page, []byte("</svg>"))
+	if begin < 0 || end < begin || !bytes.HasPrefix(page, []byte("<!DOCTYPE html>")) || !bytes.Contains(page, []byte("</html>")) {
+		t.Fatalf("no page with a plot: %.200q", page)
+	}
+	d := xml.NewDecoder(bytes.NewReader(page[begin : end+len("</svg>")]))
+	var texts []string
+	curves := 0
+	for {
+		k, err := d.Token()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			t.Fatalf("the plot: %v", err)
+		}
+		switch k := k.(type) {
+		case xml.CharData:
+			texts = append(texts, strings.TrimSpace(string(k)))
+		case xml.StartElement:
+			if k.Name.Local == "path" {
+				curves++
+			}
+		}
+	}
+	if curves < 3 {
+		t.Errorf("%d curves: want one for each rail, and their sum", curves)
+	}
+	return strings.Join(texts, " ")
+}
