@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package exec
 
 import (
@@ -12,54 +14,63 @@ import (
 
 // threadCPU is what this thread has used: without what others collect meanwhile.
 func threadCPU() time.Duration {
-	var r unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_THREAD, &r); err != nil {
-		return 0
+	var ts unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts); err != nil {
+		panic(err)
 	}
-	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
+	return time.Duration(ts.Nano())
 }
 
-// BenchmarkOpen is what a slice costs with 10,000 transfers open beside what it costs with 10, in turns: the median of the pairs' ratios, and the
-// quarter and three quarters of them. A round is so many slices on each side, of transfers of 256 MiB, of which one in some thousands ends one.
+// BenchmarkOpen is what a slice, and the end of a transfer with the begin of the next, cost with 10,000 transfers open beside what they cost with few, in
+// turns: the median of each, and of the pairs' ratios with the quarter and three quarters of them.
 func BenchmarkOpen(b *testing.B) {
-	const few, many, round = 10, 10000, 20000
-	for _, tokens := range []uint32{1 << 10, 1 << 16} {
-		b.Run(fmt.Sprint(tokens/simBlock, "blocks"), func(b *testing.B) {
+	const round = 20000 // slices of either side
+	for _, x := range []struct {
+		few    int
+		tokens uint32
+	}{{100, 1 << 10}, {10, 1 << 16}} { // enough to fill the windows, at 4 MiB and at 256 MiB
+		b.Run(fmt.Sprintf("%d and 10000 of %d MiB", x.few, x.tokens>>8), func(b *testing.B) {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
-			sides := [2]*loadedExec{newLoaded(b, few, tokens), newLoaded(b, many, tokens)}
-			step := func(x *loadedExec) float64 {
-				began := threadCPU()
+			sides := [2]*loadedExec{newLoaded(b, x.few, x.tokens), newLoaded(b, 10000, x.tokens)}
+			step := func(x *loadedExec) (slice, end float64) {
+				began, ends, ending := threadCPU(), 0, time.Duration(0)
 				for range round {
 					if dst, full := x.slice(); full {
+						from := threadCPU()
 						x.end(dst)
+						ending += threadCPU() - from
+						ends++
 					}
 				}
-				return float64(threadCPU()-began) / round
+				return float64(threadCPU()-began-ending) / round, float64(ending) / float64(max(ends, 1))
 			}
 			for _, x := range sides {
 				step(x)
 			}
-			var ratios []float64
-			var cost [2][]float64
+			var ratios, few, many [2][]float64 // of slices and of ends
 			for i := 0; b.Loop(); i++ {
-				var c [2]float64
+				var c [2][2]float64
 				for k := range sides { // who goes first changes
 					k ^= i % 2
-					c[k] = step(sides[k])
-					cost[k] = append(cost[k], c[k])
+					c[k][0], c[k][1] = step(sides[k])
 				}
-				ratios = append(ratios, c[1]/c[0])
+				for what := range ratios {
+					few[what], many[what] = append(few[what], c[0][what]), append(many[what], c[1][what])
+					ratios[what] = append(ratios[what], c[1][what]/c[0][what])
+				}
 			}
 			at := func(v []float64, q float64) float64 {
 				v = slices.Sorted(slices.Values(v))
-				return v[int(q*float64(len(v)-1))]
+				return v[int(q*float64(len(v)-1)+0.5)]
 			}
-			b.ReportMetric(at(cost[0], 0.5), "few-ns")
-			b.ReportMetric(at(cost[1], 0.5), "many-ns")
-			b.ReportMetric(at(ratios, 0.25), "ratio-25%")
-			b.ReportMetric(at(ratios, 0.5), "ratio-50%")
-			b.ReportMetric(at(ratios, 0.75), "ratio-75%")
+			for what, name := range []string{"slice", "transfer"} {
+				b.ReportMetric(at(few[what], 0.5), name+"-few-ns")
+				b.ReportMetric(at(many[what], 0.5), name+"-many-ns")
+				for _, q := range []float64{0.25, 0.5, 0.75} {
+					b.ReportMetric(at(ratios[what], q), fmt.Sprintf("%s-ratio-%.0f%%", name, 100*q))
+				}
+			}
 			runtime.KeepAlive(sides)
 		})
 	}

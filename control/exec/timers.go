@@ -1,45 +1,55 @@
 package exec
 
 import (
-	"container/heap"
-
 	"github.com/kvspray/kvspray/control/lease"
 )
 
 // timer is an entry of the executor's agenda. Its owner holds it for life; idx is -1 while it is not armed.
 type timer struct {
-	at   Instant
 	idx  int
 	fire func(now Instant)
 }
 
 func newTimer(fire func(now Instant)) *timer { return &timer{idx: -1, fire: fire} }
 
-// agenda is a heap of timers by time.
-type agenda []*timer
+// agenda is a heap of timers by time. The times stand in it: the timers themselves are cold where there are many.
+type agenda []due
 
-func (a agenda) Len() int           { return len(a) }
-func (a agenda) Less(i, j int) bool { return a[i].at < a[j].at }
-
-func (a agenda) Swap(i, j int) {
-	a[i], a[j] = a[j], a[i]
-	a[i].idx, a[j].idx = i, j
+type due struct {
+	at Instant
+	t  *timer
 }
 
-// Push and Pop are for package heap.
-func (a *agenda) Push(x any) {
-	t := x.(*timer)
-	t.idx = len(*a)
-	*a = append(*a, t)
+// up and down bring entry i to its place.
+func (a agenda) up(i int) {
+	x := a[i]
+	for ; i > 0 && x.at < a[(i-1)/2].at; i = (i - 1) / 2 {
+		a[i] = a[(i-1)/2]
+		a[i].t.idx = i
+	}
+	a[i] = x
+	x.t.idx = i
 }
 
-func (a *agenda) Pop() any {
-	last := len(*a) - 1
-	t := (*a)[last]
-	(*a)[last] = nil
-	*a = (*a)[:last]
-	t.idx = -1
-	return t
+func (a agenda) down(i int) {
+	x := a[i]
+	for {
+		child := 2*i + 1
+		if child >= len(a) {
+			break
+		}
+		if child+1 < len(a) && a[child+1].at < a[child].at {
+			child++
+		}
+		if a[child].at >= x.at {
+			break
+		}
+		a[i] = a[child]
+		a[i].t.idx = i
+		i = child
+	}
+	a[i] = x
+	x.t.idx = i
 }
 
 // arm sets t to fire at `at`, whether it was armed or not. lease.Never disarms it.
@@ -48,17 +58,30 @@ func (a *agenda) arm(t *timer, at Instant) {
 		a.disarm(t)
 		return
 	}
-	t.at = at
 	if t.idx < 0 {
-		heap.Push(a, t)
+		*a = append(*a, due{at, t})
+		a.up(len(*a) - 1)
 		return
 	}
-	heap.Fix(a, t.idx)
+	(*a)[t.idx].at = at
+	a.down(t.idx)
+	a.up(t.idx)
 }
 
 func (a *agenda) disarm(t *timer) {
-	if t.idx >= 0 {
-		heap.Remove(a, t.idx)
+	i := t.idx
+	if i < 0 {
+		return
+	}
+	t.idx = -1
+	last := len(*a) - 1
+	moved := (*a)[last]
+	(*a)[last] = due{}
+	*a = (*a)[:last]
+	if i < last {
+		(*a)[i] = moved
+		a.down(i)
+		a.up(moved.t.idx)
 	}
 }
 
@@ -75,7 +98,7 @@ func (a *agenda) pop(now Instant) *timer {
 	if len(*a) == 0 || (*a)[0].at > now {
 		return nil
 	}
-	t := (*a)[0]
+	t := (*a)[0].t
 	a.disarm(t)
 	return t
 }

@@ -1,19 +1,17 @@
 package spray
 
 import (
-	"container/heap"
 	"math"
 
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// chunk is what is known about one chunk of a flow.
+// chunk is what is known about one chunk of a flow, beside the sets that it is in.
 type chunk struct {
 	attempt uint16 // the last one that carried it
 	avoid   uint16 // one more than the index of the pair that failed it last; 0: none
 	copies  uint8  // slices in flight that carry it, probes not counted
 	strikes uint8  // failures that were charged
-	landed  bool
 }
 
 // Flow is the sending side of one transfer to one peer: which of its chunks may be sent, which are on their way, which landed.
@@ -27,22 +25,61 @@ type Flow struct {
 	seq      uint64
 	space    *transfer.Space
 	fresh    *transfer.RangeSet // ready, never sent
-	again    *transfer.RangeSet // sent, and free for another lane; these go first
-	chunks   []chunk
-	pos      int // in its queue; -1: nothing waits
-	hedges   int // chunks that may still be hedged
-	flights  int
-	stopped  bool
-	closed   bool
-	bad      [MaxRanks]uint8 // failures by rank, up to badFlow
-	picky    bool            // one of them is at that
+	seen     *transfer.RangeSet // ready, or was
+	got      *transfer.RangeSet // landed
+	// Only once something has not gone as it should, see detail. With ten thousand transfers open all of this is cold when its turn comes, and most
+	// of them never need more than the sets.
+	again   *transfer.RangeSet // sent, and free for another lane; these go first
+	chunks  []chunk
+	pos     int // in its queue; -1: nothing waits
+	hedges  int // chunks that may still be hedged
+	flights int
+	stopped bool
+	closed  bool
+	bad     [MaxRanks]uint8 // failures by rank, up to badFlow
+	picky   bool            // one of them is at that
 }
 
 // SetPlace says where the memory of the flow lies; before anything of it is ready.
 func (f *Flow) SetPlace(at Place) { f.at = min(at, MaxPlaces-1) }
 
 // Waiting counts chunks that may be sent and wait for a lane.
-func (f *Flow) Waiting() uint32 { return f.fresh.Count() + f.again.Count() }
+func (f *Flow) Waiting() uint32 { return f.fresh.Count() + f.retries() }
+
+// retries counts those of them that were sent before.
+func (f *Flow) retries() uint32 {
+	if f.again == nil {
+		return 0
+	}
+	return f.again.Count()
+}
+
+// state is what is known of a chunk. Until something goes wrong that follows from the sets: what was ready and is not fresh was sent once, and is on its
+// way until it has landed.
+func (f *Flow) state(c uint32) (k chunk) {
+	switch {
+	case f.chunks != nil:
+		return f.chunks[c]
+	case f.seen.Contains(c) && !f.fresh.Contains(c):
+		k.attempt = 1
+		if !f.got.Contains(c) {
+			k.copies = 1
+		}
+	}
+	return k
+}
+
+// detail keeps what is known of each chunk from now on. Called for a flow that is not stopped, before the first copy, failure or retry.
+func (f *Flow) detail() {
+	if f.chunks != nil {
+		return
+	}
+	all := make([]chunk, f.fresh.Len())
+	for c := range all {
+		all[c] = f.state(uint32(c))
+	}
+	f.chunks, f.again = all, transfer.NewRangeSet(uint32(len(all)))
+}
 
 // Flights counts slices in flight.
 func (f *Flow) Flights() int { return f.flights }
@@ -52,7 +89,7 @@ func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transf
 	s.seq++
 	n := space.NumChunks()
 	return &Flow{Owner: owner, peer: p, prio: min(prio, Background), deadline: deadline, seq: s.seq, space: space,
-		fresh: transfer.NewRangeSet(n), again: transfer.NewRangeSet(n), chunks: make([]chunk, n), pos: -1,
+		fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n), got: transfer.NewRangeSet(n), pos: -1,
 		hedges: max(int(n)/hedgeShare, hedgeLeast)}
 }
 
@@ -61,11 +98,19 @@ func (f *Flow) Ready(r transfer.Range) {
 	if f.stopped {
 		return
 	}
-	end := min(r.End(), uint32(len(f.chunks)))
-	for c := r.First; c < end; c++ {
-		if k := &f.chunks[c]; k.attempt == 0 && !k.landed {
-			f.peer.backlog[f.prio] += int(f.fresh.Add(transfer.Range{First: c, Count: 1}))
+	end := min(r.End(), f.fresh.Len())
+	for c := r.First; c < end; {
+		// Mostly all of it is new.
+		run := transfer.Range{First: c, Count: 1}
+		for run.End() < end && !f.seen.Contains(run.End()) {
+			run.Count++
 		}
+		c = run.End()
+		if f.seen.Contains(run.First) {
+			run.First, run.Count = run.First+1, run.Count-1
+		}
+		f.seen.Add(run)
+		f.peer.backlog[f.prio] += int(f.fresh.Add(run))
 	}
 	f.requeue()
 }
@@ -76,7 +121,9 @@ func (f *Flow) Stop() {
 	f.peer.queues[f.prio].remove(f)
 	f.peer.backlog[f.prio] -= int(f.Waiting())
 	f.fresh.Clear()
-	f.again.Clear()
+	if f.again != nil {
+		f.again.Clear()
+	}
 }
 
 // Close ends the flow. Slices in flight still end, and change nothing then.
@@ -100,7 +147,7 @@ func (f *Flow) requeue() {
 
 // next is the first run that the flow would send, as far as a slice can reach, and the pair that it must avoid, as in chunk.
 func (f *Flow) next() (r transfer.Range, avoid uint16) {
-	if f.again.Count() > 0 {
+	if f.retries() > 0 {
 		r = f.again.Peek(maxSliceChunks)
 		return r, f.chunks[r.First].avoid
 	}
@@ -110,7 +157,7 @@ func (f *Flow) next() (r transfer.Range, avoid uint16) {
 // take removes up to limit chunks of the run that next found for one slice, and returns the attempt that it is.
 func (f *Flow) take(limit uint32) (transfer.Range, uint32) {
 	var r transfer.Range
-	if f.again.Count() > 0 {
+	if f.retries() > 0 {
 		r = f.again.Peek(limit)
 		avoid := f.chunks[r.First].avoid
 		for n := uint32(1); n < r.Count; n++ {
@@ -129,6 +176,9 @@ func (f *Flow) take(limit uint32) (transfer.Range, uint32) {
 
 // send counts one more copy of r in flight and returns its attempt.
 func (f *Flow) send(r transfer.Range) uint32 {
+	if f.chunks == nil {
+		return 1 // of what was fresh
+	}
 	run := f.chunks[r.First:r.End()]
 	var last uint16
 	for i := range run {
@@ -150,9 +200,10 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 	if f.stopped {
 		return
 	}
+	f.detail()
 	for c := r.First; c < r.End(); c++ {
 		k := &f.chunks[c]
-		if k.landed || k.copies > 0 && (!spare || k.copies >= MaxCopies) {
+		if f.got.Contains(c) || k.copies > 0 && (!spare || k.copies >= MaxCopies) {
 			continue
 		}
 		f.peer.backlog[f.prio] += int(f.again.Add(transfer.Range{First: c, Count: 1}))
@@ -162,14 +213,8 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 
 // land takes the receiver's word for r and returns how many of its chunks are new. A copy that waits is not sent.
 func (f *Flow) land(r transfer.Range) (fresh uint32) {
-	run := f.chunks[r.First:r.End()]
-	for i := range run {
-		if !run[i].landed {
-			run[i].landed = true
-			fresh++
-		}
-	}
-	if f.again.Count() > 0 {
+	fresh = f.got.Add(r)
+	if f.retries() > 0 {
 		f.peer.backlog[f.prio] -= int(f.again.Remove(r))
 		f.requeue()
 	}
@@ -178,6 +223,10 @@ func (f *Flow) land(r transfer.Range) (fresh uint32) {
 
 // strike charges a failure to the chunks of r.
 func (f *Flow) strike(r transfer.Range, pair *pair) {
+	if f.stopped {
+		return
+	}
+	f.detail()
 	run := f.chunks[r.First:r.End()]
 	for i := range run {
 		run[i].avoid = uint16(pair.index + 1)
@@ -189,54 +238,83 @@ func (f *Flow) strike(r transfer.Range, pair *pair) {
 
 // exhausted reports whether a chunk of r that no slice carries any more has failed too often to be sent again.
 func (f *Flow) exhausted(r transfer.Range, most int) bool {
-	run := f.chunks[r.First:r.End()]
-	for i := range run {
-		k := &run[i]
-		if !k.landed && k.copies == 0 && (int(k.strikes) >= most || k.attempt >= MaxAttempts) {
+	for c := r.First; c < r.End(); c++ {
+		k := &f.chunks[c]
+		if !f.got.Contains(c) && k.copies == 0 && (int(k.strikes) >= most || k.attempt >= MaxAttempts) {
 			return true
 		}
 	}
 	return false
 }
 
-// queue is a heap of flows by deadline, then age.
-type queue []*Flow
+// queue is a heap of flows by deadline, then age. What it compares stands in it: the flows themselves are cold where there are many.
+type queue []queued
 
-func (a *Flow) before(b *Flow) bool {
+type queued struct {
+	deadline Instant
+	seq      uint64
+	f        *Flow
+}
+
+func (a *queued) before(b *queued) bool {
 	if a.deadline != b.deadline {
 		return b.deadline == 0 || a.deadline != 0 && a.deadline < b.deadline
 	}
 	return a.seq < b.seq
 }
 
-func (q queue) Len() int           { return len(q) }
-func (q queue) Less(i, j int) bool { return q[i].before(q[j]) }
-
-func (q queue) Swap(i, j int) {
-	q[i], q[j] = q[j], q[i]
-	q[i].pos, q[j].pos = i, j
+func (q *queue) push(f *Flow) {
+	*q = append(*q, queued{f.deadline, f.seq, f})
+	q.up(len(*q) - 1)
 }
-
-// Push and Pop are for package heap.
-func (q *queue) Push(x any) {
-	f := x.(*Flow)
-	f.pos = len(*q)
-	*q = append(*q, f)
-}
-
-func (q *queue) Pop() any {
-	last := len(*q) - 1
-	f := (*q)[last]
-	(*q)[last] = nil
-	*q = (*q)[:last]
-	f.pos = -1
-	return f
-}
-
-func (q *queue) push(f *Flow) { heap.Push(q, f) }
 
 func (q *queue) remove(f *Flow) {
-	if f.pos >= 0 {
-		heap.Remove(q, f.pos)
+	i := f.pos
+	if i < 0 {
+		return
 	}
+	f.pos = -1
+	last := len(*q) - 1
+	moved := (*q)[last]
+	(*q)[last] = queued{}
+	*q = (*q)[:last]
+	if i < last {
+		(*q)[i] = moved
+		if q.down(i) == i {
+			q.up(i)
+		}
+	}
+}
+
+// up and down bring entry i to its place.
+func (q queue) up(i int) {
+	x := q[i]
+	for ; i > 0 && x.before(&q[(i-1)/2]); i = (i - 1) / 2 {
+		q[i] = q[(i-1)/2]
+		q[i].f.pos = i
+	}
+	q[i] = x
+	x.f.pos = i
+}
+
+func (q queue) down(i int) int {
+	x := q[i]
+	for {
+		child := 2*i + 1
+		if child >= len(q) {
+			break
+		}
+		if child+1 < len(q) && q[child+1].before(&q[child]) {
+			child++
+		}
+		if !q[child].before(&x) {
+			break
+		}
+		q[i] = q[child]
+		q[i].f.pos = i
+		i = child
+	}
+	q[i] = x
+	x.f.pos = i
+	return i
 }

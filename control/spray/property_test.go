@@ -36,7 +36,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			continue
 		}
 		if copies[f.flow] == nil {
-			copies[f.flow] = make([]int, len(f.flow.chunks))
+			copies[f.flow] = make([]int, f.flow.fresh.Len())
 		}
 		for c := f.r.First; c < f.r.End(); c++ {
 			copies[f.flow][c]++
@@ -105,8 +105,9 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		}
 		var backlog [numPriorities]int
 		for prio, q := range p.queues {
-			for i, f := range q {
-				if f.pos != i || int(f.prio) != prio || f.Waiting() == 0 || f.stopped || i > 0 && q[i].before(q[(i-1)/2]) {
+			for i, x := range q {
+				f := x.f
+				if f.pos != i || x.deadline != f.deadline || x.seq != f.seq || int(f.prio) != prio || f.Waiting() == 0 || f.stopped || i > 0 && q[i].before(&q[(i-1)/2]) {
 					return fmt.Errorf("queue %d: wrong at %d", prio, i)
 				}
 				backlog[f.prio] += int(f.Waiting())
@@ -120,21 +121,22 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		if f.flights != perFlow[f] {
 			return fmt.Errorf("flow: %d slices, counted %d", perFlow[f], f.flights)
 		}
-		for c := range uint32(len(f.chunks)) {
-			k := &f.chunks[c]
+		for c := range f.fresh.Len() {
+			k, landed := f.state(c), f.got.Contains(c)
 			n := 0
 			if copies[f] != nil {
 				n = copies[f][c]
 			}
-			waits := f.fresh.Contains(c) || f.again.Contains(c)
+			again := f.again != nil && f.again.Contains(c)
+			waits := f.fresh.Contains(c) || again
 			switch {
-			case int(k.copies) != n:
+			case int(k.copies) != n && (!f.stopped || f.chunks != nil): // of what was stopped before anything failed nobody wants to know
 				return fmt.Errorf("chunk %d: %d copies in flight, counted %d", c, n, k.copies)
 			case n > MaxCopies+1:
 				return fmt.Errorf("chunk %d: %d copies", c, n)
-			case f.fresh.Contains(c) && (f.again.Contains(c) || k.attempt > 0), waits && k.landed, waits && f.stopped:
-				return fmt.Errorf("chunk %d waits and must not: %+v", c, *k)
-			case !f.stopped && k.attempt > 0 && !k.landed && !waits && n == 0:
+			case f.fresh.Contains(c) && (again || k.attempt > 0), waits && landed, waits && f.stopped:
+				return fmt.Errorf("chunk %d waits and must not: %+v, landed %v", c, k, landed)
+			case !f.stopped && k.attempt > 0 && !landed && !waits && n == 0:
 				return fmt.Errorf("chunk %d is lost", c)
 			}
 		}
@@ -158,7 +160,7 @@ func declared(s *Scheduler, sl Slice) error {
 		}
 	}
 	for c := sl.Range.First; c < sl.Range.End(); c++ {
-		if k := sl.Flow.chunks[c]; sl.Attempt > 0 && uint32(k.attempt) != sl.Attempt {
+		if k := sl.Flow.state(c); sl.Attempt > 0 && uint32(k.attempt) != sl.Attempt {
 			return fmt.Errorf("chunk %d goes out as attempt %d, after %d", c, sl.Attempt, k.attempt)
 		}
 	}

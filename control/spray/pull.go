@@ -67,7 +67,7 @@ func (s *Scheduler) renew(now Instant, p *Peer) {
 // serve takes a slice from the first flows of one priority.
 func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Slice, bool) {
 	for i := 0; i < min(len(p.queues[prio]), scanFlows); i++ {
-		f := p.queues[prio][i]
+		f := p.queues[prio][i].f
 		if f.deadline != 0 && now >= f.deadline {
 			f.Stop()
 			i--
@@ -331,6 +331,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	s.flights[victim].doubled = true
 	f.hedges -= int(r.Count)
 	best.count.Hedges++
+	f.detail()
 	out := s.post(now, l, f, r, f.send(r))
 	fl, _ := s.find(out.Cookie)
 	fl.hedge, fl.doubled = true, true

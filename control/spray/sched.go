@@ -114,7 +114,7 @@ func (s *Scheduler) Flights() int { return s.live }
 // Unconfirmed calls yield for each slice of f in flight whose chunks have not landed otherwise, hedges left out.
 func (s *Scheduler) Unconfirmed(f *Flow, yield func(rank int, bytes uint64)) {
 	for i := range s.flights {
-		if fl := &s.flights[i]; fl.live && fl.flow == f && !fl.probe && !fl.hedge && !f.chunks[fl.r.First].landed {
+		if fl := &s.flights[i]; fl.live && fl.flow == f && !fl.probe && !fl.hedge && !f.got.Contains(fl.r.First) {
 			yield(fl.lane.pair.rank, fl.bytes)
 		}
 	}
@@ -315,12 +315,18 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 			q.count.ProbesFailed++
 		}
 		if v == Confirmed && !f.stopped {
+			f.detail() // it has landed, and is on its way still
 			out.Fresh = f.land(fl.r)
 		}
 	} else {
-		run := f.chunks[fl.r.First:fl.r.End()]
-		for i := range run {
-			run[i].copies--
+		if v != Confirmed && !f.stopped {
+			f.detail()
+		}
+		if f.chunks != nil {
+			run := f.chunks[fl.r.First:fl.r.End()]
+			for i := range run {
+				run[i].copies--
+			}
 		}
 		switch {
 		case f.stopped:

@@ -156,8 +156,8 @@ func TestTrapRetriesAreCharged(t *testing.T) {
 		t.Fatalf("retry %+v of %+v, %v: want attempt 2 on the other lane", b, a, ok)
 	}
 	q := s.lanes[b.Lane].pair
-	if q.inflight != transfer.ChunkBytes || s.lanes[b.Lane].inflight != transfer.ChunkBytes || p.flights != 1 || f.chunks[0].strikes != 1 {
-		t.Errorf("a retry is in flight with %d bytes on its pair, %d slices and %d strikes", q.inflight, p.flights, f.chunks[0].strikes)
+	if q.inflight != transfer.ChunkBytes || s.lanes[b.Lane].inflight != transfer.ChunkBytes || p.flights != 1 || f.state(0).strikes != 1 {
+		t.Errorf("a retry is in flight with %d bytes on its pair, %d slices and %d strikes", q.inflight, p.flights, f.state(0).strikes)
 	}
 	if o := s.lanes[a.Lane].pair; o.inflight != 0 {
 		t.Errorf("%d bytes still charged to the pair that failed", o.inflight)
@@ -315,8 +315,8 @@ func TestTrapRefusedAtSubmit(t *testing.T) {
 	}
 	s.End(0, a.Cookie, Lost)
 	b, ok := s.Pull(0, p)
-	if !ok || b.Lane == a.Lane || b.Range != a.Range || f.chunks[0].strikes != 0 {
-		t.Errorf("after %+v came %+v, %v, with %d strikes: want the same chunk on the other lane, and none", a, b, ok, f.chunks[0].strikes)
+	if !ok || b.Lane == a.Lane || b.Range != a.Range || f.state(0).strikes != 0 {
+		t.Errorf("after %+v came %+v, %v, with %d strikes: want the same chunk on the other lane, and none", a, b, ok, f.state(0).strikes)
 	}
 }
 
@@ -330,14 +330,14 @@ func TestTrapFinishedSlicesSentAgain(t *testing.T) {
 	m.run(256*ms, f.landed) // about half of it
 	first.set(func() { first.dead = true })
 	landed, sent := uint64(0), uint64(0)
-	for i := range f.chunks {
-		if f.chunks[i].landed {
+	for i := range f.got.Len() {
+		if f.got.Contains(i) {
 			landed += transfer.ChunkBytes
 		}
 	}
 	m.pulled = func(sl Slice) {
 		for c := sl.Range.First; c < sl.Range.End(); c++ {
-			if f.chunks[c].landed && sl.Attempt > 0 {
+			if f.got.Contains(c) && sl.Attempt > 0 {
 				t.Errorf("chunk %d had landed, and is sent again by %s", c, m.byLane[sl.Lane].name)
 			}
 		}

@@ -56,8 +56,8 @@ func (s *Scheduler) View(now Instant) View {
 	v := View{Flights: s.live, Waiting: map[string]int{}}
 	for _, p := range s.peers {
 		for prio, q := range p.queues {
-			for _, f := range q {
-				v.Waiting[Priority(prio).String()] += int(f.Waiting())
+			for _, x := range q {
+				v.Waiting[Priority(prio).String()] += int(x.f.Waiting())
 			}
 		}
 		for _, q := range p.pairs {

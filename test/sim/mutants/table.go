@@ -97,7 +97,7 @@ var mutants = []mutant{
 	{"no steps after the probe", "control/spray/pair.go", "	if q.state == Readmitted {\n		q.window", "	if false {\n		q.window", []string{"TestTrapExpiryReadmitsLiveTraffic"}},
 	{"one remote rail is as another", "control/spray/sched.go", "		if q.path == in.Path {", "		if q.path.rail() == in.Path.rail() {", []string{"TestTrapRemoteIgnored"}},
 	{"a lane's refusal costs its chunks", "control/spray/sched.go", "			if (v == Failed || v == Refused) && !fl.late {", "			if !fl.late {", []string{"TestTrapRefusedAtSubmit"}},
-	{"all of it is sent again", "control/spray/sched.go", "	fl.flow.free(fl.r, true)\n", "	clear(fl.flow.chunks)\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
+	{"all of it is sent again", "control/spray/sched.go", "	fl.flow.free(fl.r, true)\n", "	fl.flow.detail()\n	clear(fl.flow.chunks)\n	fl.flow.got.Clear()\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
 	{"silent lanes are given more", "control/spray/sched.go", "		l.suspect, l.doubted = true, now\n		q.recount()\n		q.count.Suspicions++\n		q.count.Doubled += s.release(l)\n", "		q.count.Suspicions++\n		q.inflight -= l.inflight\n		l.inflight = 0\n		s.release(l)\n", []string{"TestTrapStormWhileAllIsDead"}},
 
 	// Which rank has which heads.
