@@ -9,12 +9,12 @@ import (
 // Orders are those in which vLLM since 0.28 lays out one allocation of all layers, by their names there: L layers, B blocks,
 // H heads, N tokens, C the content of a head of a token (K and V). Each layer is a strided view of it.
 //
-//	LBNHC  one dense NHD cache per layer, the default
-//	LBHNC  one dense HND cache per layer
-//	LHBNC  the blocks of a head follow one another
-//	BLNHC  the layers of a block follow one another: a block of all layers is one piece
-//	BLHNC  the same with heads outside
-//	BHLNC  the layers of a head of a block follow one another: a head of all layers is one piece
+//	LBNHC  | l0: b0(t0(h0 h1 ..) t1(..) ..) b1(..) .. | l1: .. |    one dense NHD cache per layer, the default
+//	LBHNC  | l0: b0(h0(t0 t1 ..) h1(..) ..) b1(..) .. | l1: .. |    one dense HND cache per layer
+//	LHBNC  | l0: h0(b0(t0 t1 ..) b1(..) ..) h1(..) .. | l1: .. |    the blocks of a head follow one another
+//	BLNHC  | b0: l0(t0(h0 h1 ..) t1(..) ..) l1(..) .. | b1: .. |    the layers of a block do: a block of all layers is one piece
+//	BLHNC  | b0: l0(h0(t0 t1 ..) h1(..) ..) l1(..) .. | b1: .. |    the same with heads outside
+//	BHLNC  | b0: h0(l0(t0 t1 ..) l1(..) ..) h1(..) .. | b1: .. |    the layers of a head of a block do: a head of all layers is one piece
 var Orders = []string{"LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"}
 
 // Allocation is one allocation of all layers.

@@ -10,6 +10,21 @@
 // What is copied comes in two forms. Runs are of both sides, two axes each, for as many tokens as one likes (Template, Work.Runs): they count,
 // prove and explain a plan. Pieces are of one side and a few chunks (Resolver): what lanes move. Neither is ever made of a whole prompt.
 //
+// A model has several groups of layers, each with a block table of its own. Of three such models, what lies where, and what moves:
+//
+//	hybrid   pool        | block 0 | block 1 | block 2 | block 3 | ...       equal blocks; each is one group's at a time
+//	         attention   | 0: l0 l1 of t0 .. t15 |   | 3: l0 l1 of t16 .. t31 |          table [0 3]: all of them move
+//	         states      |   | 1: l2 l3 of t31 |                                       table [- 1]: the block of the last token
+//	         sliding     |   |   | 2: l4 l5 of t16 .. t31 |                              table [- 2]: see window
+//
+//	window   table       | b0: t0 .. | b1: t16 .. | b2: t32 .. | b3: t48 .. | b4: t64 .. t69 |     70 tokens, a window of 40
+//	         seen next   |           |        t31 ......................................... t69 |
+//	         moves       |           | b1: t16 .. | b2         | b3         | b4: t64 .. t69 |     whole blocks from that of t31 on
+//	         or, cut     |           | b1: t24 .. | b2         | b3         | b4: t64 .. t69 |     where the source has blocks of 8
+//
+//	draft    alike       | l0 | l1 | ... | l31 | draft 0 |                   a layer more of the target's group and table, on the last stage
+//	         else        | l0 | l1 | ... | l31 |   and   | draft 0 |         a group and a table of its own: other heads, other blocks
+//
 // Laws, tested by property against a naive byte copy: exactly the chosen tokens move, no two runs overlap, every byte lies
 // inside the layer's pages, and nothing is planned when anything is wrong. Appending allocates nothing while the caller's
 // slice has room.

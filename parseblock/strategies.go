@@ -82,28 +82,39 @@ const (
 	// MLA is one latent for each token, replicated on all ranks: DeepSeek-V2/V3, Kimi; vLLM to 0.32 and SGLang to 0.5.23 alike. Pages may be
 	// wider (block_stride) than their tokens, as Kimi-K3's, which are as wide as a KDA state.
 	//
-	//	[B, N, C]  | t0 | t1 | ...
+	//	[B, N, C]  | latent: t0 t1 ... |
 	MLA = "mla"
 	// FP8DSMLA is the fp8 cache of DeepSeek-V3.2 (kv_cache_dtype fp8_ds_mla of vLLM 0.27 to 0.32, fp8 of SGLang 0.5.17 to 0.5.23): 656 bytes a
 	// token, one row that must not be taken apart.
 	//
-	//	| t0: 512 fp8, 4 fp32 scales, 64 bf16 rope | t1: ... |
+	//	| latent: t0(512 fp8, 4 fp32 scales, 64 bf16 rope) t1(...) ... |
 	FP8DSMLA = "fp8_ds_mla"
 	// DSAIndexer is the indexer's cache of DeepSeek-V3.2, GLM-5 and DeepSeek-V4 in vLLM 0.27 to 0.32 and, of the first two, in SGLang 0.5.17 to
 	// 0.5.23: planar in each *kernel* page, 64 tokens by default (kernel_tokens), of which a block may hold several. A part of a page is two pieces, values and scales. value_bytes 128, scale_bytes 4 by default
 	// (64 and 4 with mxfp4); compress_ratio: tokens of one entry. Not divided by tensor parallelism.
 	//
-	//	| v0 v1 ... v63 | s0 s1 ... s63 |
+	//	| index: t0 t1 ... t63 | index scales: t0 t1 ... t63 | index: t64 ... t127 | index scales: t64 ... t127 |
 	DSAIndexer = "dsa_indexer"
 	// DeepSeekV4 is the main and the sliding cache of DeepSeek-V4 in the slab of vLLM 0.27 to 0.32: N/compress_ratio entries of 576 bytes (448
 	// fp8 and 64 bf16), then 8 scale bytes for each; padded to 576 bytes by block_stride.
 	//
-	//	| e0: 576 | e1: 576 | ... | s0: 8 | s1: 8 | ... | pad |
+	//	| latent: e0(576) e1(576) ... | latent scales: e0(8) e1(8) ... | pad |
+	//
+	// The slab as a whole is one pool of equal blocks, which all groups draw from; a block is one group's at a time, whose layers lie in it one
+	// behind the other from its front on, each page padded to 576 bytes:
+	//
+	//	slab                      | block 0 | block 1 | block 2 | ... |
+	//	main, ratio 4             | l0: latent, latent scales, pad | l2: ... | ... |      the layers of that ratio
+	//	indexer of the same       | l0: index, index scales, pad | l2: ... | ... |
+	//	main, ratio 128           | l1: latent, latent scales, pad | l3: ... | ... |
+	//	sliding, window 128       | l0: latent, latent scales, pad | l1: ... | l2: ... | ... |   every layer, an entry for each token
+	//	compressor, window 8      | l0: compressor: t0 .. t3 of 2048 fp32 | l2: ... | ... |      of ratio 4
+	//	compressor, window 128    | l1: compressor: t0 .. t7 of 1024 fp32 | l3: ... | ... |      of ratio 128
 	DeepSeekV4 = "deepseek_v4"
 	// DeepSeekV4Compressor is the fp32 state of its compressors in vLLM 0.27 to 0.32, one row a token (sliding: window 8 or 128): the token's part
 	// of an entry and its score, both twice where entries overlap (ratio 4).
 	//
-	//	[B, N, row]  | t0: kv score | t1: kv score | ...
+	//	[B, N, row]  | compressor: t0(kv score) t1(kv score) ... |
 	DeepSeekV4Compressor = "deepseek_v4_compressor"
 
 	// GDNState is the state of a gated delta net (Qwen3-Next, Qwen3.5): in vLLM 0.27 to 0.32 a page of [conv | recurrent], in SGLang 0.5.17 to
@@ -112,29 +123,32 @@ const (
 	// tp_rank, tp_size, conv_order (0: SD, 1: DS, as VLLM_SSM_CONV_STATE_LAYOUT), state_order (0: V outside, 1: K outside), part (0: both,
 	// 1: only conv, 2: only recurrent), state_offset (where padding stands between).
 	//
-	//	SD [len, dim]: | t0: q k v | t1: q k v | ...     three pieces for each row of history
-	//	DS [dim, len]: | q: c0(t0 t1 ..) c1 .. | k | v |  three pieces
-	//	recurrent    : | h0: v0(k0 k1 ..) v1 .. | h1 .. |  [v_heads, v_dim, k_dim]; with state_order 1 [v_heads, k_dim, v_dim]
+	//	SD [len, dim]: | t0: conv q, conv k, conv v | t1: conv q, conv k, conv v | ...          three pieces for each row of history
+	//	DS [dim, len]: | conv q: c0(t0 t1 ..) c1 .. | conv k: c0 .. | conv v: c0 .. |            three pieces
+	//	behind either: | recurrent: h0(v0(k0 k1 ..) v1 ..) h1 .. |   [v_heads, v_dim, k_dim]; with state_order 1 [v_heads, k_dim, v_dim]
+	//	in slots     : part 1 | slot 0: conv | slot 1: conv | ...    part 2 | slot 0: recurrent | slot 1: recurrent | ...
 	GDNState = "gdn_state"
 	// KDAState is the same of Kimi Delta Attention (Kimi-Linear, Kimi-K3) in vLLM 0.27 to 0.32 and SGLang 0.5.17 to 0.5.23: as many k as v heads,
 	// fp32 recurrent state.
 	//
-	//	SD: | t0: q k v | t1: q k v | ...    DS: | q: c0(t0 t1 ..) c1 .. | k | v |    recurrent: | h0: v0(k0 k1 ..) v1 .. | h1 .. |
+	//	SD: | t0: conv q, conv k, conv v | t1: ... | then | recurrent: h0(v0(k0 k1 ..) v1 ..) h1 .. |
+	//	DS: | conv q: c0(t0 t1 ..) c1 .. | conv k: c0 .. | conv v: c0 .. | then the same
 	KDAState = "kda_state"
 	// Mamba2State is that of Mamba-2 (Nemotron-H and others) in vLLM 0.27 to 0.32 and SGLang 0.5.17 to 0.5.23: k_heads are its groups, k_dim its
 	// state size; the convolution remembers x, B, C in this order. Ranks beyond the groups share them.
 	//
-	//	SD: | t0: x B C | t1: x B C | ...    DS: | x: c0(t0 t1 ..) c1 .. | B | C |    recurrent: | h0: x0(s0 s1 ..) x1 .. | h1 .. |
+	//	SD: | t0: conv v (x), conv k (B), conv q (C) | t1: ... | then | recurrent: h0(x0(s0 s1 ..) x1 ..) h1 .. |
+	//	DS: | conv v: c0(t0 t1 ..) c1 .. | conv k: c0 .. | conv q: c0 .. | then the same
 	Mamba2State = "mamba2_state"
 
 	// SGLangK is the K half of SGLang's device pools (0.5.17 to 0.5.23), which keep K and V in tensors of their own for each layer: layers
 	// "name#k" and "name#v". A page is page_size token slots.
 	//
-	//	(size+page, H, D)  | t0: h0 h1 ... | t1: ... |
+	//	(size+page, H, D)  | k: t0(h0 h1 ...) t1(...) ... |
 	SGLangK = "sglang_k"
 	// SGLangV is the V half, of SGLang 0.5.17 to 0.5.23.
 	//
-	//	(size+page, H, D)  | t0: h0 h1 ... | t1: ... |
+	//	(size+page, H, D)  | v: t0(h0 h1 ...) t1(...) ... |
 	SGLangV = "sglang_v"
 
 	// SGLangLayerFirst is the host pool (HiCache) of SGLang 0.5.17 to 0.5.23 with hicache_mem_layout layer_first. Of all host pools: layers is how
@@ -161,11 +175,12 @@ const (
 	// rows; number_bytes is the size of a number, 2 by default. Without it (AMX, NEON and others) a head's part of a page is opaque: it
 	// moves whole, between equal block sizes.
 	//
-	//	| h0: k: d0(t0 t1 ...) d1(t0 t1 ...) ... | v: t0 t1 ... | h1: ...
+	//	k_transposed  | h0: k: d0(t0 t1 ...) d1(t0 t1 ...) ... | v: t0 t1 ... | h1: ... |
+	//	else          | h0: page, of all its tokens | h1: page ... |
 	VLLMCPUAttn = "vllm_cpu_attn"
 	// Page is any page whose inside is unknown: it moves whole or not at all. For shims; none of vLLM to 0.32 and SGLang to 0.5.23 needs it.
 	//
-	//	| whatever the engine has there |
+	//	| page: whatever the engine has there |
 	Page = "page"
 )
 
