@@ -3,7 +3,8 @@
 #
 # vm.sh DIR SHARE SCRIPT [KERNEL-ARGUMENT...]: boots a guest that sees the folder SHARE as /mnt and runs SCRIPT there. Shows
 # its console, and ends with the script's status; 124: it was not through in time; 125: it ended by itself, and where its kernel
-# crashed the last line says so. GUEST_NET adds devices, GUEST_MEM (MiB), GUEST_CPUS and GUEST_TIMEOUT (s) bound it.
+# crashed the last line says so. GUEST_NET adds devices, GUEST_MEM (MiB), GUEST_CPUS and GUEST_TIMEOUT (s) bound it,
+# GUEST_NICE (10) is how far it stands back.
 set -uo pipefail
 dir=$(realpath "$1") share=$2 script=$3
 shift 3
@@ -15,7 +16,7 @@ kernel=$dir/vmlinux
 accel=${GUEST_ACCEL:-tcg,thread=multi}
 # no_timer_check: where the host is busy the emulated timer's interrupts come too late for the kernel's check at boot, and it panics.
 # shellcheck disable=SC2086
-nice -n 10 timeout --foreground "${GUEST_TIMEOUT:-1800}" qemu-system-x86_64 -accel "$accel" -cpu qemu64 -M q35 -smp "${GUEST_CPUS:-2}" -m "${GUEST_MEM:-2048}" \
+nice -n "${GUEST_NICE:-10}" timeout --foreground "${GUEST_TIMEOUT:-1800}" qemu-system-x86_64 -accel "$accel" -cpu qemu64 -M q35 -smp "${GUEST_CPUS:-2}" -m "${GUEST_MEM:-2048}" \
   -nodefaults -no-user-config -display none -no-reboot -serial stdio \
   -fsdev "local,id=share,path=$share,security_model=none" -device virtio-9p-pci,fsdev=share,mount_tag=share ${GUEST_NET:-} \
   -kernel "$kernel" -initrd "$dir/initrd.cpio" \
