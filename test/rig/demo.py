@@ -6,7 +6,9 @@ It starts two sidecars, a prefill engine, a decode engine, a plain engine and th
 processes on loopback, sends the same prompts through the pair and to the plain engine, and compares: tokens, the hash of
 every transferred block on both sides, bytes moved against bytes expected. The exit status is 0 only if all of it is equal, the
 decode engine recomputed nothing that should have moved, prefill was preempted, and of long prompts most bytes landed before the
-prefill's last step ended. The last two are a matter of pace: where processors are busy such a prompt gets two more tries, which are shown.
+prefill's last step ended. The last two are a matter of pace. Where less than that landed of a long prompt, two others of its length follow, and
+the median of the three counts: busy processors may spoil one, and one that went well excuses nothing. All of them are shown. A preemption that did
+not come about is tried for twice more.
 
 Environment: FLIP=1 (or --flip) puts a process on the wire that flips one bit. INTEGRITY=off|on chooses the case; without it both run, first off
 (which must turn red), then on (one slice refused, one retry, green); the status is then that of the red one. TRANSPORT=tcp|shm.
@@ -20,6 +22,7 @@ import pathlib
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -139,8 +142,9 @@ class Demo:
             s.transfers, s.hashes = LOGS / f"{s.name}.{integrity}.transfers.jsonl", LOGS / f"{s.name}.{integrity}.blocks.jsonl"
             s.config["trace"] = {"transfers": str(s.transfers), "block_hashes": str(s.hashes)}
             tcp: dict[str, Any] = {"integrity": "crc32c" if integrity == "on" else "off"}
-            if flip:
-                # Lanes to a rail go to where it says it is: to the flipper, which passes them on to where it really is.
+            if flip and s is self.sidecars[1]:
+                # Lanes to a rail go to where it says it is: to the flipper, which passes them on to where it really is. There is one, in
+                # front of the side that receives, so that one bit is flipped.
                 real, shown = free_port(), free_port()
                 tcp["rails"] = [{"name": "lo", "listen": f"127.0.0.1:{real}", "advertise": f"127.0.0.1:{shown}"}]
                 with (LOGS / f"flip.{integrity}.{s.name}.jsonl").open("w") as out:
@@ -279,12 +283,14 @@ class Demo:
                 if few and case.name not in FEW:
                     continue
                 self.send(v, mode, case)
-                for again in range(1, TRIES):
-                    missed = None if few else self.missed(v, mode, case)
-                    if missed is None:
+                missed = None if few else self.missed(v, mode, case)
+                if missed is None:
+                    continue
+                for again in range(2, TRIES + 1):
+                    say(f"  {mode:13} {missed}: other prompts, try {again} of {TRIES}")
+                    self.send(v, mode, cases(mode, f"{salt}, try {again}")[i])
+                    if case.preempts and self.missed(v, mode, case) is None:
                         break
-                    say(f"  {mode:13} {missed}: other prompts, try {again + 1} of {TRIES}")
-                    self.send(v, mode, cases(mode, f"{salt}, try {again + 1}")[i])
         wait_for("the engines to be idle", lambda: self.running() == 0, 40)
         time.sleep(1.5)  # vLLM shows its statistics once a second at most
         after, p_after = self.d.metrics(), self.p.metrics()
@@ -365,8 +371,9 @@ class Verdict:
             early = self.early()
             if len(early) != len(self.streamed) or not early:
                 self.fail(f"{len(early)} traces of {len(self.streamed)} long prompts with concurrent dispatch")
-            best = {n: max(x for m, x in early if m == n) for n, _ in early}
-            late = [f"{n} tokens: {100 * x:.0f}%" for n, x in best.items() if x < EARLY_SHARE]
+            # One try, or three where the first was late.
+            usual = {n: statistics.median(x for m, x in early if m == n) for n, _ in early}
+            late = [f"{n} tokens: {100 * x:.0f}%" for n, x in usual.items() if x < EARLY_SHARE]
             if late:
                 self.fail(f"of long prompts less than {100 * EARLY_SHARE:.0f}% landed before prefill's last step ended: {', '.join(late)}")
 
@@ -456,10 +463,11 @@ def main() -> int:
             if flip:
                 flipped = [line for f in LOGS.glob(f"flip.{integrity}.*.jsonl") for line in f.read_text().splitlines() if '"flipped"' in line]
                 say(f"on the wire: {flipped or 'nothing was flipped'}")
-                if not flipped:
-                    v.fail("no bit was flipped on the wire: the case has lost its point")
-                if integrity == "on" and (v.refused < 1 or v.retries < 1):
-                    v.fail(f"{v.refused} slices refused and {v.retries} retried, want one of each")
+                if len(flipped) != 1:
+                    v.fail(f"{len(flipped)} bits were flipped on the wire, want one: the case has lost its point")
+                want = 1 if integrity == "on" else 0
+                if (v.refused, v.retries) != (want, want):
+                    v.fail(f"{v.refused} slices refused and {v.retries} retried, want {want} of each")
             v.show()
             for problem in v.problems[:12]:
                 print(f"  {RED}{problem}{PLAIN}")
