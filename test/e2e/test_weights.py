@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
+import cluster as rig
 import pytest
 from conftest import MODEL, Cluster
 from engines import Out
@@ -104,3 +107,66 @@ def test_weights_have_names(c: Cluster) -> None:
     assert c.r.set_weights("step-1200") == [""], "an engine without the connector has nothing to name"
     prompt = fresh(210, "named alike")
     assert exchanged(c, prompt).tokens == c.r.run(prompt, 12).tokens
+
+
+# Registers the same cache as meaning something else, until its input ends; in a process of its own, since engines are forked from this one.
+OTHER = """
+import base64, json, sys
+import kvspray
+told = json.loads(sys.argv[2])
+layout = kvspray.protocol.decode(base64.b64decode(told["layout"]))
+layout["identity"].update(told["identity"])
+layers = [layer for group in layout["groups"] for layer in group["layers"]]
+blocks = max(group["num_blocks"] for group in layout["groups"])
+size = max(layer["base"] + layer["block_stride"] * (blocks - 1) + layer["page_bytes"] for layer in layers)
+with kvspray.WorkerClient(sys.argv[1], engine=kvspray.EngineInfo("test", id="other"), layers=len(layers)) as w:
+    region = w.alloc_region(size)
+    w.register([region], layout)
+    assert w.wait_connected(60), w.status()
+    print("registered", flush=True)
+    sys.stdin.read()
+"""
+
+
+def checked(prefill: str, decode: str) -> tuple[int, dict[str, Any]]:
+    """`kvspray layout check`: its status and what it said, which is the same as text."""
+    command = [rig.BINARY, "layout", "check", prefill, decode]
+    run = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    assert run.stdout, run.stderr
+    verdict = json.loads(run.stdout)
+    text = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert text.returncode == run.returncode
+    assert [line.strip().removeprefix("differs: ") for line in text.stdout.splitlines() if "differs: " in line] == (verdict["differs"] or [])
+    assert ("ok: pages move as they are" in text.stdout) == (run.returncode == 0), text.stdout
+    return run.returncode, verdict
+
+
+def test_layout_check_of_running_engines_names_what_differs(c: Cluster) -> None:
+    for e in (c.p, c.d):
+        e.set_weights("a")
+    c.connected()
+    status, verdict = checked(c.sp.url, c.sd.url)
+    assert (status, verdict["differs"], verdict["geometry"]) == (0, None, None), verdict
+    c.d.set_weights("b")
+    c.connected()
+    status, verdict = checked(c.sp.url, c.sd.url)
+    assert (status, verdict["differs"]) == (1, ['identity.weights: "a" here, "b" there']), verdict
+
+    # Several fields, of an engine that has come beside D.
+    (worker,) = json.loads(rig.get(c.sp.url + "/v1/layouts"))["workers"]
+    changed = {"weights": "c", "rope": "none", "kv_heads": "3", "speculative": "eagle"}
+    told = json.dumps({"layout": worker["layout"], "identity": changed})
+    other = subprocess.Popen([sys.executable, "-c", OTHER, c.sd.socket, told], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "registered\n"
+        status, verdict = checked(c.sp.url, c.sd.url + "#test/other")
+        assert status == 1 and [d.partition(":")[0] for d in verdict["differs"]] == [f"identity.{name}" for name in sorted(changed)], verdict
+        assert all(f'"{changed[d.split(":")[0].removeprefix("identity.")]}" there' in d for d in verdict["differs"]), verdict
+        assert verdict["geometry"] is None, verdict
+        both = subprocess.run([rig.BINARY, "layout", "check", c.sp.url, c.sd.url], capture_output=True, text=True, check=False)
+        assert both.returncode == 1 and "2 engines are registered there" in both.stderr, both
+    finally:
+        other.communicate()
+    c.d.set_weights("a")
+    c.connected()
