@@ -283,6 +283,14 @@ type PairState struct {
 	Counters map[string]uint64 `json:"counters"`
 }
 
+// Sum is what the rails were asked to carry together.
+func (f *Field) Sum() (sum timeline.Rate) {
+	for _, r := range f.setup.Rates {
+		sum += r
+	}
+	return sum
+}
+
 // State asks a sidecar.
 func (f *Field) State(ctx context.Context, side netrig.Side) (*State, error) {
 	var s State

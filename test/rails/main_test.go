@@ -44,6 +44,7 @@ const (
 var (
 	kvspray string // the binary
 	how     extent
+	busy    bool // minute: the processors are not to be had for as long as figures take
 	tenth   bool // of the rates that the goals name
 )
 
@@ -66,11 +67,11 @@ func setUp(m *testing.M) (int, error) {
 	default:
 		return 0, fmt.Errorf("%s=%q: want minute, long, or nothing", extentEnv, v)
 	}
-	if how == minute && !quiet() {
-		fmt.Println("test/rails: the processors are not to be had for as long as figures take: everything is done at a tenth of the rates, and none is judged")
-		how = smoke
+	if how == minute && !quiet(atFirst) {
+		fmt.Println("test/rails: the processors are not to be had for as long as figures take: everything is done once, at a tenth of the rates, and no figure is judged")
+		busy = true
 	}
-	tenth = how == smoke || os.Getenv(tenthEnv) != ""
+	tenth = !figures() || os.Getenv(tenthEnv) != ""
 	if kvspray = os.Getenv(binaryEnv); kvspray == "" || !exists(kvspray) {
 		// What the sidecars are built from must not be older than the tests.
 		dir, err := os.MkdirTemp("", "kvspray-rails")
@@ -86,9 +87,18 @@ func setUp(m *testing.M) (int, error) {
 	return m.Run(), nil
 }
 
-// quiet reports whether threads of ours get the processors when they want them. What ran before may take a moment to end.
-func quiet() bool {
-	for range 20 {
+// figures reports whether anything is measured. Failed transfers, content, late writes, and whether a rail comes back at all are judged in any case.
+func figures() bool { return how != smoke && !busy }
+
+// How often quiet looks: what ran before may take a moment to end, what runs beside these tests mostly goes on.
+const (
+	atFirst = 20
+	between = 5
+)
+
+// quiet reports whether threads of ours get the processors when they want them.
+func quiet(tries int) bool {
+	for range tries {
 		var wg sync.WaitGroup
 		least := make([]float64, runtime.GOMAXPROCS(0))
 		for i := range least {
@@ -119,7 +129,11 @@ type patience struct{ left int }
 
 // again reports whether another round is worth its time.
 func (p *patience) again(met bool) bool {
-	if how != minute || met || p.left == 0 || !quiet() {
+	if how != minute || busy || met || p.left == 0 {
+		return false
+	}
+	if !quiet(between) {
+		p.left = 0 // and judges looks once more
 		return false
 	}
 	p.left--
@@ -129,11 +143,11 @@ func (p *patience) again(met bool) bool {
 // judges reports whether a figure that is missed counts: not where the processors are not to be had any more.
 func judges(t testing.TB) bool {
 	t.Helper()
-	if how == minute && !quiet() {
+	if figures() && how == minute && !quiet(between) {
 		t.Log("the processors are not to be had any more: not judged")
 		return false
 	}
-	return how != smoke
+	return figures()
 }
 
 func threadTime() time.Duration {
@@ -227,9 +241,8 @@ func measured(t testing.TB, f *railsbench.Field, rr []timeline.Rate) *timeline.R
 	t.Helper()
 	r := &timeline.Result{Bench: "rails"}
 	for i, rate := range rr {
-		if how == smoke {
+		if !figures() {
 			r.Rails = append(r.Rails, timeline.Rail{Name: netrig.Name(i), Rate: rate, Alone: rate})
-			r.Together += rate
 			continue
 		}
 		alone, err := railsbench.Streams(t.Context(), f.Rig, []int{i}, time.Second)
@@ -238,19 +251,80 @@ func measured(t testing.TB, f *railsbench.Field, rr []timeline.Rate) *timeline.R
 		}
 		r.Rails = append(r.Rails, timeline.Rail{Name: netrig.Name(i), Rate: rate, Alone: alone[0]})
 	}
-	if how != smoke {
-		r.Together = together(t, f)
-	}
+	r.Together = together(t, f)
 	return r
 }
 
+// together is what plain streams over all rails at once carry; where nothing is measured, what the rails were asked to carry.
 func together(t testing.TB, f *railsbench.Field) timeline.Rate {
 	t.Helper()
-	r, err := railsbench.Together(t.Context(), f.Rig, 1500*time.Millisecond)
+	if !figures() {
+		return f.Sum()
+	}
+	span := 1500 * time.Millisecond
+	if how == minute {
+		span = 800 * time.Millisecond // medians of a few count there
+	}
+	r, err := railsbench.Together(t.Context(), f.Rig, span)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return r
+}
+
+// renew heals every rail and replaces the sidecars by new ones, which know nothing and meet.
+func renew(t testing.TB, f *railsbench.Field, p *railsbench.Pair) {
+	t.Helper()
+	apply(t, f, "0s:all:heal")
+	if err := f.Renew(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Meet(t.Context(), p); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// rejoined moves transfers until the sender uses every rail again, and none is on trial: however busy the machine is, that must not take for ever.
+func rejoined(t testing.TB, f *railsbench.Field, p *railsbench.Pair) {
+	t.Helper()
+	const bound = 30 * time.Second
+	bytes := func() (all map[string]uint64, ill string) {
+		s, err := f.State(t.Context(), netrig.Sender)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = map[string]uint64{}
+		for _, q := range s.Leases.Rails.Pairs {
+			if q.Samples == 0 {
+				continue // a sidecar has lanes to itself, too, which nothing uses
+			}
+			all[q.Path.Local] += q.Counters["bytes"]
+			if q.State != "healthy" {
+				ill += fmt.Sprintf("%s is %s: %s. ", q.Path.Local, q.State, q.Reason)
+			}
+		}
+		return all, ill
+	}
+	began := time.Now()
+	for before, _ := bytes(); ; {
+		transfer(t, p, railsbench.Order{})
+		now, why := bytes()
+		if len(now) != f.Rig.Rails() {
+			why += fmt.Sprintf("%d rails are known, want %d. ", len(now), f.Rig.Rails())
+		}
+		for rail, n := range now {
+			if n <= before[rail] {
+				why += fmt.Sprintf("%s carries nothing. ", rail)
+			}
+		}
+		switch took := time.Since(began); {
+		case why == "":
+			t.Logf("all rails are used again %v after they were healed", took)
+			return
+		case took > bound:
+			t.Fatalf("%v after the rails were healed: %s", took, why)
+		}
+	}
 }
 
 // transfer moves one and fails the test if it does not come, or comes wrong.

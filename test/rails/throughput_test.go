@@ -40,20 +40,20 @@ func add(t *testing.T, m mix, policy string, block int, n int, coldLeast, warmLe
 	}
 	p := engines(t, f, block, size, 2)
 	more := patience{moreRounds}
+	if busy {
+		n = 1
+	}
+	before := together(t, f)
 	for i := 0; i < n || more.again(median(cold) >= coldLeast && median(warm) >= warmLeast); i++ {
 		if i > 0 {
 			// The sidecars of the last round know the rails. These do not.
-			if err := f.Renew(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			if err := f.Meet(t.Context(), p); err != nil {
-				t.Fatal(err)
-			}
+			renew(t, f, p)
 		}
-		before := together(t, f)
 		c := rate(transfer(t, p, railsbench.Order{}))
 		w := rate(transfer(t, p, railsbench.Order{}))
-		plain := (before + together(t, f)) / 2
+		after := together(t, f)
+		plain := (before + after) / 2
+		before = after
 		cold, warm = append(cold, float64(c/plain)), append(warm, float64(w/plain))
 	}
 	verdict(t, "cold", cold, coldLeast)
