@@ -119,7 +119,7 @@ class Demo:
         if self.transport not in ("tcp", "shm"):
             raise Failed(f"TRANSPORT={self.transport}: want tcp or shm")
         self.sidecars: list[Sidecar] = []
-        self.flippers: list[subprocess.Popen[str]] = []
+        self.flipper: subprocess.Popen[str] | None = None
         self.proxies: dict[str, Proxy] = {}
         self.servers: list[Server] = []
         self.resident = Resident()
@@ -131,10 +131,8 @@ class Demo:
         """Sidecars of this integrity level, in the place of earlier ones: engines and routers need not know."""
         for s in self.sidecars:
             s.stop()
-        for f in self.flippers:
-            f.terminate()
-            f.wait()
-        self.flippers = []
+        self.stop_flipper()
+        rails = []
         if not self.sidecars:
             self.sidecars = [Sidecar(name, self.run) for name in ("prefill-sidecar", "decode-sidecar")]
         for s in self.sidecars:
@@ -142,19 +140,20 @@ class Demo:
             s.transfers, s.hashes = LOGS / f"{s.name}.{integrity}.transfers.jsonl", LOGS / f"{s.name}.{integrity}.blocks.jsonl"
             s.config["trace"] = {"transfers": str(s.transfers), "block_hashes": str(s.hashes)}
             tcp: dict[str, Any] = {"integrity": "crc32c" if integrity == "on" else "off"}
-            if flip and s is self.sidecars[1]:
-                # Lanes to a rail go to where it says it is: to the flipper, which passes them on to where it really is. There is one, in
-                # front of the side that receives, so that one bit is flipped.
+            if flip:
+                # Lanes to a rail go to where it says it is: to the flipper, which passes them on to where it really is.
                 real, shown = free_port(), free_port()
                 tcp["rails"] = [{"name": "lo", "listen": f"127.0.0.1:{real}", "advertise": f"127.0.0.1:{shown}"}]
-                with (LOGS / f"flip.{integrity}.{s.name}.jsonl").open("w") as out:
-                    self.flippers.append(
-                        subprocess.Popen(
-                            [str(FLIPPER), "-listen", f"127.0.0.1:{shown}", "-target", f"127.0.0.1:{real}", "-frame", str(FLIP_FRAME)],
-                            stdin=subprocess.DEVNULL, stdout=out, text=True,
-                        )  # fmt: skip
-                    )
+                rails.append((f"127.0.0.1:{shown}", f"127.0.0.1:{real}"))
             s.config["transports"] = {"order": [self.transport], "tcp": tcp}
+        if flip:
+            # Data goes over the lanes of whoever dialled first: one process counts them all, so that one bit is flipped.
+            listen, target = (",".join(addresses) for addresses in zip(*rails, strict=True))
+            with (LOGS / f"flip.{integrity}.jsonl").open("w") as out:
+                self.flipper = subprocess.Popen(
+                    [str(FLIPPER), "-listen", listen, "-target", target, "-frame", str(FLIP_FRAME)], stdin=subprocess.DEVNULL, stdout=out, text=True
+                )
+        for s in self.sidecars:
             s.start()
         say(f"two sidecars: transport {self.transport}, integrity {integrity}{', one bit will flip on the wire' if flip else ''}")
 
@@ -211,10 +210,14 @@ class Demo:
             s.stop()
         for sidecar in self.sidecars:
             sidecar.stop()
-        for f in self.flippers:
-            f.terminate()
-            f.wait()
+        self.stop_flipper()
         shutil.rmtree(self.run, ignore_errors=True)
+
+    def stop_flipper(self) -> None:
+        if self.flipper is not None:
+            self.flipper.terminate()
+            self.flipper.wait()
+            self.flipper = None
 
     def running(self) -> float:
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
@@ -461,7 +464,7 @@ def main() -> int:
             demo.wait_sessions()
             v = one_pass(demo, integrity, flip)
             if flip:
-                flipped = [line for f in LOGS.glob(f"flip.{integrity}.*.jsonl") for line in f.read_text().splitlines() if '"flipped"' in line]
+                flipped = [line for line in (LOGS / f"flip.{integrity}.jsonl").read_text().splitlines() if '"flipped"' in line]
                 say(f"on the wire: {flipped or 'nothing was flipped'}")
                 if len(flipped) != 1:
                     v.fail(f"{len(flipped)} bits were flipped on the wire, want one: the case has lost its point")

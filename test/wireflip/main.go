@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command wireflip sits on a tcp rail, between two sidecars, and turns one bit of one payload.
+// Command wireflip sits on the tcp rails of sidecars and turns one bit of one payload.
 //
-// It copies connections from -listen to -target and follows the frames inside. In the data frame number -frame, counted over all
-// connections in both directions, it flips one bit in the middle of the payload, and says so in one line of JSON on standard
-// output. It owns its connections and one goroutine for each direction; it ends when its standard input does, or at SIGTERM.
+// It copies connections from each -listen to the -target in the same place and follows the frames inside. In the data frame number -frame,
+// counted over all rails and connections in both directions, it flips one bit in the middle of the payload, and says so in one line of
+// JSON on standard output. It owns its connections and one goroutine for each direction; it ends when its standard input does, or at
+// SIGTERM.
 package main
 
 import (
@@ -18,6 +19,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -39,22 +41,41 @@ func main() {
 }
 
 func run() error {
-	listen := flag.String("listen", "127.0.0.1:0", "host:port to accept lanes on")
-	target := flag.String("target", "", "host:port of the rail that lanes go on to")
+	listen := flag.String("listen", "127.0.0.1:0", "host:port to accept lanes on, for each rail, separated by commas")
+	target := flag.String("target", "", "host:port of the rail that lanes go on to, for each rail")
 	frame := flag.Int64("frame", 1, "number of the data frame whose payload is changed; 0 changes nothing")
 	flag.Parse()
-	if *target == "" {
-		return errors.New("-target is missing: give the host:port of the rail's listener")
+	listens, targets := strings.Split(*listen, ","), strings.Split(*target, ",")
+	if *target == "" || len(listens) != len(targets) {
+		return fmt.Errorf("-listen names %d rails and -target %q: give the host:port of each rail's listener", len(listens), *target)
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	defer stop()
-	ln, err := net.Listen("tcp", *listen)
-	if err != nil {
-		return fmt.Errorf("listen on %s: %w", *listen, err)
-	}
-	context.AfterFunc(ctx, func() { _ = ln.Close() }) // Accept's error is the answer
 	f := &flipper{frame: *frame, out: json.NewEncoder(os.Stdout)}
-	f.say(event{Event: "listening", Address: ln.Addr().String()})
+	var lns []net.Listener
+	for _, address := range listens {
+		ln, err := net.Listen("tcp", address)
+		if err != nil {
+			return fmt.Errorf("listen on %s: %w", address, err)
+		}
+		f.say(event{Event: "listening", Address: ln.Addr().String()})
+		context.AfterFunc(ctx, func() { _ = ln.Close() }) // Accept's error is the answer
+		lns = append(lns, ln)
+	}
+	ended := make(chan error)
+	for i, ln := range lns {
+		go func() { ended <- f.serve(ctx, ln, targets[i]) }()
+	}
+	var all error
+	for range lns {
+		all = errors.Join(all, <-ended)
+		stop() // one rail is no use without the others
+	}
+	return all
+}
+
+// serve copies what comes to a listener, until that is closed.
+func (f *flipper) serve(ctx context.Context, ln net.Listener, target string) error {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	for {
@@ -68,7 +89,7 @@ func run() error {
 		wg.Add(1)
 		go func() {
 			defer wg.Done()
-			f.relay(ctx, c, *target)
+			f.relay(ctx, c, target)
 		}()
 	}
 }
