@@ -69,7 +69,8 @@ class Gate:
 def gated(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Gate]]:
     """The package, imported once more, on a library with gates."""
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
-    calls = re.findall(r"__real_(\w+)\(", (ROOT / "tests" / "gate.c").read_text()) + re.findall(r"(?m)^GATED\([^,]+, (\w+),", (ROOT / "tests" / "gate.c").read_text())
+    gates = (ROOT / "tests" / "gate.c").read_text()
+    calls = re.findall(r"__real_(\w+)\(", gates) + re.findall(r"(?m)^GATED\([^,]+, (\w+),", gates)
     wrap = ",".join(f"--wrap={c}" for c in sorted(set(calls)))
     library = compile_c(tmp_path / "libgated.so", "tests/gate.c", *sources, flags=f"-O0 -fPIC -shared -fvisibility=hidden -Wl,{wrap} -ldl")
     monkeypatch.setenv("KVSPRAY_LIBRARY", str(library))
