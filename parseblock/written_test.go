@@ -4,6 +4,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // TestWritten: the entries of a block table that are said to be written are those that a plan's memory is in, and no others.
@@ -55,6 +56,55 @@ func TestWritten(t *testing.T) {
 				if touched != want {
 					t.Fatalf("%s: %d tokens, %d skipped: [%d, %d) is said, %v is written", name, tokens, skip, first, end, touched)
 				}
+			}
+		}
+	}
+}
+
+// TestPiecesStayApart: memory that goes on at the same offset of another region, or where a piece of the caller's ends, is a piece of its own.
+func TestPiecesStayApart(t *testing.T) {
+	const page = transfer.ChunkBytes
+	for _, strategy := range []string{MLA, DSAIndexer} { // plain pages, and others
+		params := map[string]int64{}
+		if strategy == DSAIndexer {
+			params = map[string]int64{"value_bytes": page / 16 / 2, "scale_bytes": page / 16 / 2, "kernel_tokens": 8}
+		}
+		l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 2, Strategy: strategy, Params: params, Layers: []layout.Layer{
+			{Name: "a", BlockStride: page, PageBytes: page},
+			{Name: "b", Index: 1, Region: 1, Base: page, BlockStride: page, PageBytes: page},
+		}}}}
+		if err := Default().Validate(l, []uint64{2 * page, 3 * page}); err != nil {
+			t.Fatal(err)
+		}
+		p, err := NewPlan(Default(), l, l, 16, []uint32{0})
+		if err != nil {
+			t.Fatal(err)
+		}
+		side, err := p.Side(Default(), l, [][]uint32{{0}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		callers := layout.Piece{Region: 1, Off: 1, Len: page - 1}
+		both, err := side.Append([]layout.Piece{callers}, p.Space().All())
+		if err != nil {
+			t.Fatal(err)
+		}
+		second, _ := p.Space().Segment(1)
+		one, err := side.Append([]layout.Piece{callers}, second)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for what, got := range map[string][]layout.Piece{"both layers": both, "the second": one} {
+			var bytes [2]uint64
+			for _, x := range got[1:] {
+				bytes[x.Region] += x.Len
+			}
+			want := [2]uint64{page, page}
+			if what == "the second" {
+				want[0] = 0
+			}
+			if got[0] != callers || bytes != want {
+				t.Errorf("%s, %s: %+v", strategy, what, got)
 			}
 		}
 	}
