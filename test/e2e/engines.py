@@ -21,6 +21,8 @@ import time
 import traceback
 from typing import Any
 
+import cluster as rig
+
 ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -162,6 +164,15 @@ class Engine:
     def status(self) -> dict[str, Any]:
         return self._call("status")
 
+    def slow_layers(self, seconds: float, sidecar: str) -> None:
+        """Each layer takes so much longer from now on, as those of a larger model do. After the last one of each step this engine asks a sidecar,
+        by its HTTP address, how much has landed there. 0: as before."""
+        self._call("slow_layers", seconds, sidecar)
+
+    def landed_by_step(self) -> list[int]:
+        """What that sidecar said, step by step since slow_layers."""
+        return self._call("landed_by_step")
+
     def end_sync_rest(self) -> None:
         """Has the scheduler wait for small loads again, which it leaves for a while after one that did not come."""
         self._call("end_sync_rest")
@@ -271,6 +282,29 @@ def _worker_connected(_worker: Any) -> bool:
     return bool(get_kv_transfer_group()._worker_client.connected)
 
 
+class _SlowLayers:
+    """Hooks around a model's layers, in the middle of the forward pass."""
+
+    def __init__(self, seconds: float, sidecar: str) -> None:
+        self.seconds, self.sidecar = seconds, sidecar
+        self.landed: list[int] = []
+        self._hooks: list[Any] = []
+
+    def hook(self, worker: Any) -> None:
+        layers = [m for m in worker.get_model().modules() if type(m).__name__.endswith("DecoderLayer")]
+        self._hooks = [layer.register_forward_pre_hook(lambda *_: time.sleep(self.seconds)) for layer in layers]
+        self._hooks.append(layers[-1].register_forward_hook(lambda *_: self.landed.append(landed(self.sidecar))))
+
+    def unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def landed(sidecar: str) -> int:
+    """Bytes of transfers that a sidecar has received so far."""
+    return int(rig.total(rig.parse_metrics(rig.get(sidecar + "/metrics")), "kvspray_rail_bytes_total", direction="in"))
+
+
 def _fork_workers() -> None:
     """vLLM starts the workers of a CPU engine by a fresh interpreter each, which takes a quarter of a minute to import it; this
     process has imported it and has no threads yet."""
@@ -287,6 +321,7 @@ class _Loop:
         self.live: dict[str, tuple[int, float, list[float]]] = {}
         self.steps = 0
         self.last_step: int | None = None
+        self.slow: _SlowLayers | None = None
         inner = self.core.step_fn
 
         def counted() -> Any:
@@ -406,6 +441,17 @@ class _Loop:
         import kvspray_vllm
 
         return list(self.core.model_executor.collective_rpc(kvspray_vllm.set_weights, args=(name,)))
+
+    def do_slow_layers(self, seconds: float, sidecar: str) -> None:
+        if self.slow is not None:
+            self.slow.unhook()
+            self.slow = None
+        if seconds > 0:
+            self.slow = _SlowLayers(seconds, sidecar)
+            self.core.model_executor.collective_rpc(self.slow.hook)
+
+    def do_landed_by_step(self) -> list[int]:
+        return self.slow.landed if self.slow is not None else []
 
     def do_end_sync_rest(self) -> None:
         self.core.scheduler.connector._scheduler._sync_from = 0.0
