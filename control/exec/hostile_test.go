@@ -25,13 +25,16 @@ type target struct {
 
 const targetTokens = 256
 
-func newTarget() *target {
+func newTarget() *target { return newTargetFor(1) }
+
+// newTargetFor is one whose prompt is for so many receivers.
+func newTargetFor(fanout int) *target {
 	tg := &target{ex: New(Config{Boot: transfer.Boot{1}, Endpoint: "p:1", Planner: simPlanner{}, Transports: []string{"tcp"}, MaxPending: 8}), peer: transfer.Boot{9}}
 	tg.w = &connector.Worker{Name: "w", Boot: transfer.Boot{2}, Layout: &layout.Layout{Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
 	tg.ex.WorkerUp(tg.w)
 	tg.ex.PeerUp(1, "", tg.peer)
 	_ = tg.ex.LaneUp(1, LaneInfo{ID: 1, Peer: tg.peer, Backend: "tcp", Local: "r", Remote: "r", SliceBytes: transfer.ChunkBytes, MaxInFlight: 4}) // a fresh peer has room
-	tg.ex.Intent(1, tg.w, connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1}, Key: testKey(1, 1), Tokens: targetTokens, Fanout: 1, Deadline: 30 * sec})
+	tg.ex.Intent(1, tg.w, connector.Intent{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1, Epoch: 1}, Key: testKey(1, 1), Tokens: targetTokens, Fanout: fanout, Deadline: 30 * sec})
 	for l := range simLayers {
 		tg.ex.Progress(1, tg.w, []connector.Progress{{Lease: transfer.LeaseID{Boot: tg.w.Boot, ID: 1}, Layer: l, Tokens: targetTokens, Final: true}})
 	}
@@ -247,6 +250,31 @@ func TestReplaysAndStaleFrames(t *testing.T) {
 	more.Destination.Id, more.Team[0], more.Parts[0].Slot = 8, 1, 9
 	if gives, replies := say(tg.peer, grantFrame(more)); gives != 0 || len(replies) != 0 {
 		t.Errorf("a receiver too many: %d actions, %v", gives, replies)
+	}
+}
+
+// A source that serves two receivers: the grant of the first comes again after its commit, and takes nobody's place.
+func TestReplayOfAGrantThatIsOver(t *testing.T) {
+	tg := newTargetFor(2)
+	say := func(f *peerv1.ControlFrame) (gives int, replies []*peerv1.GrantReply) {
+		t.Helper()
+		if err := tg.ex.Message(3, tg.peer, f); err != nil {
+			t.Fatal(err)
+		}
+		return tg.drain()
+	}
+	first := goodGrant()
+	if gives, replies := say(grantFrame(first)); gives == 0 || len(replies) != 1 {
+		t.Fatalf("%d actions, %v", gives, replies)
+	}
+	say(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: first.Destination}}})
+	if gives, replies := say(grantFrame(first)); gives != 0 || len(replies) != 0 || len(tg.ex.inbound) != 0 {
+		t.Errorf("the replay: %d actions, %v, %d grants", gives, replies, len(tg.ex.inbound))
+	}
+	second := goodGrant()
+	second.Destination.Id, second.Team[0], second.Parts[0].Slot = 8, 1, 9
+	if gives, replies := say(grantFrame(second)); gives == 0 || len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
+		t.Errorf("the second receiver: %d actions, %v", gives, replies)
 	}
 }
 

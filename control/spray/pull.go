@@ -127,7 +127,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 		}
 	}
 	if usable == 0 {
-		return p.lastResort(), 1
+		return s.lastResort(p), 1
 	}
 	if best == nil {
 		// A pair that failed these chunks gets them again only if there is no other.
@@ -189,15 +189,27 @@ func (f *Flow) class(q *pair) int {
 	return q.rank
 }
 
-// lastResort is an excluded pair that has nothing in flight, the one whose time is up soonest. There is no other path.
-func (p *Peer) lastResort() *pair {
+// lastResort is an excluded pair that has nothing in flight, or nothing that is not late, the one whose time is up soonest. There is no other path.
+func (s *Scheduler) lastResort(p *Peer) *pair {
 	var found *pair
 	for _, q := range p.pairs {
-		if q.live > 0 && !q.down && q.load() == 0 && (found == nil || q.until < found.until) {
+		if q.live > 0 && !q.down && (found == nil || q.until < found.until) && s.allLate(q) {
 			found = q
 		}
 	}
 	return found
+}
+
+// allLate reports whether nothing is in flight on usable lanes that may still be waited for.
+func (s *Scheduler) allLate(q *pair) bool {
+	for _, l := range q.lanes {
+		for i := l.head; i >= 0 && l.usable(); i = s.flights[i].next {
+			if !s.flights[i].late {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 // static is choose for the policies that bind in a fixed order: the pair whose turn it is, or nobody.
@@ -215,7 +227,7 @@ func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
 		}
 	}
 	if class == 1<<30 {
-		return p.lastResort(), 1
+		return s.lastResort(p), 1
 	}
 	var turn *pair
 	for i := range p.pairs {

@@ -415,6 +415,31 @@ func TestTrapSuspectForEver(t *testing.T) {
 	}
 }
 
+// The same where the only pair is excluded: what never ends keeps the last resort from nothing.
+func TestLastResortBesideAStuckSlice(t *testing.T) {
+	s, p := solo(t, 1)
+	f := flow(t, s, p, 64)
+	for i, sl := range pullAll(s, p, 0) {
+		if i > 0 {
+			s.End(ms, sl.Cookie, Failed)
+		}
+	}
+	if p.pairs[0].state != Excluded {
+		t.Fatalf("the pair is %s", p.pairs[0].state)
+	}
+	var sent []Slice
+	for at := Instant(0); f.Waiting() > 0 || len(sent) > 0; at += TickEvery {
+		if at > 4*sec {
+			t.Fatalf("%d chunks still wait", f.Waiting())
+		}
+		for _, sl := range sent {
+			s.End(at, sl.Cookie, Confirmed)
+		}
+		s.Tick(at, func(*Peer) {})
+		sent = pullAll(s, p, at)
+	}
+}
+
 // Where every pair is excluded each is tried with one chunk at a time: neither a storm, nor a transfer that waits for a cooldown.
 func TestLastResort(t *testing.T) {
 	s, p := solo(t, 3)

@@ -144,8 +144,11 @@ func small(seed uint64) scenario {
 	if seed%2 == 1 {
 		s.link = slow
 	}
-	if seed%5 > 1 {
+	switch seed % 5 {
+	case 2, 3:
 		s.replay = 0.02
+	case 4:
+		s.replay = 0.2
 	}
 	switch seed % 11 {
 	case 3, 4:

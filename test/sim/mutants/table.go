@@ -72,8 +72,8 @@ var mutants = []mutant{
 	{"a grant outlives its source", "control/exec/source.go", "		c.src = nil\n		e.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
 
 	// What comes again.
-	{"a grant that is over comes again", "control/exec/inbound.go", "		if s.Over(g) {\n			return nil // a replay\n		}\n", "		_ = s\n", []string{path, never}},
-	{"a replayed grant takes the place", "control/exec/inbound.go", "		if int32(m.Gen-old.msg.Gen) <= 0 { // they wrap\n			return nil // a replay\n		}\n", "", []string{path, never, released, commit}},
+	{"a grant that is over comes again", "control/exec/inbound.go", "		if s.Over(g) {\n			return nil // a replay\n		}\n", "		_ = s\n", []string{"TestReplayOfAGrantThatIsOver"}},
+	{"a replayed grant takes the place", "control/exec/inbound.go", "		if int32(m.Gen-old.msg.Gen) <= 0 { // they wrap\n			return nil // a replay\n		}\n", "", []string{path, never, released, commit, word}},
 	{"an older grant's reply", "control/exec/offer.go", "if d == nil || d.State == lease.DestClosing || m.Gen != d.live.gen {", "if d == nil || d.State == lease.DestClosing {", []string{word, path, never, commit}},
 
 	// Boots.
