@@ -210,3 +210,17 @@ func TestPlanRefusals(t *testing.T) {
 		t.Fatalf("all present: %v", err)
 	}
 }
+
+// TestAxesJoinOnBothSides: an axis that goes on where the last one ends is one with it, if it does at both ends.
+func TestAxesJoinOnBothSides(t *testing.T) {
+	for _, c := range []struct {
+		src, dst uint64 // of the outer axis, of 3
+		dims     int
+	}{{16, 8, 1}, {16, 12, 2}, {20, 8, 2}, {20, 12, 2}} {
+		s := shape{len: 4}
+		s.add(2, 8, 4) // heads with V between them at the source
+		if s.add(3, c.src, c.dst); s.dims != c.dims {
+			t.Errorf("rows %d apart there and %d here: %+v, want %d axes", c.src, c.dst, s, c.dims)
+		}
+	}
+}
