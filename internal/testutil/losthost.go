@@ -9,21 +9,27 @@ import (
 )
 
 // LoseHost makes the kernel drop whatever comes for these connections, before TCP sees it. Given both ends of one, that is what is left of it
-// when a host is lost: no byte, no acknowledgement, no reset.
-func LoseHost(tb testing.TB, ends ...net.Conn) {
+// when a host is lost: no byte, no acknowledgement, no reset. What it returns brings the host back.
+func LoseHost(tb testing.TB, ends ...net.Conn) (found func()) {
 	tb.Helper()
 	drop := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K, K: 0}}
 	prog := unix.SockFprog{Len: uint16(len(drop)), Filter: &drop[0]}
-	for _, c := range ends {
-		raw, err := c.(*net.TCPConn).SyscallConn()
-		if err == nil {
-			cerr := raw.Control(func(fd uintptr) {
-				err = unix.SetsockoptSockFprog(int(fd), unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &prog)
-			})
-			err = errors.Join(cerr, err)
+	each := func(what string, set func(fd int) error) {
+		tb.Helper()
+		for _, c := range ends {
+			raw, err := c.(*net.TCPConn).SyscallConn()
+			if err == nil {
+				cerr := raw.Control(func(fd uintptr) { err = set(int(fd)) })
+				err = errors.Join(cerr, err)
+			}
+			if err != nil {
+				tb.Fatalf("%s of a connection: %v", what, err)
+			}
 		}
-		if err != nil {
-			tb.Fatalf("filter of a connection: %v", err)
-		}
+	}
+	each("filter", func(fd int) error { return unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &prog) })
+	return func() {
+		tb.Helper()
+		each("end of the filter", func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0) })
 	}
 }
