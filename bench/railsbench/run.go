@@ -147,7 +147,17 @@ func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base
 	var wg sync.WaitGroup
 	stop := make(chan struct{})
 	var readings []netrig.Reading
-	base := time.Now()
+	// The first and the last reading are made here: where the machine is busy, the one that samples may come late, and what it has not seen is missing.
+	read := func() (netrig.Reading, error) {
+		v := make([]uint64, f.Rig.Rails())
+		err := c.Read(v)
+		return netrig.Reading{At: time.Now(), Rx: v}, err
+	}
+	first, err := read()
+	if err != nil {
+		return err
+	}
+	base := first.At
 	wg.Go(func() {
 		var err error
 		if readings, err = c.Watch(timeline.SampleEvery, stop); err != nil {
@@ -177,7 +187,11 @@ func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base
 	if err == nil || cause != nil {
 		err = cause
 	}
-	res.Samples = grid(readings, base, f.Rig.Rails())
+	last, rerr := read()
+	if err == nil {
+		err = rerr
+	}
+	res.Samples = grid(append(append([]netrig.Reading{first}, readings...), last), base, f.Rig.Rails())
 	return err
 }
 

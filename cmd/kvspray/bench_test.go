@@ -115,7 +115,7 @@ func TestBenchRails(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), self, append([]string{"bench", "rails", "--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "100ms", "--json", json, "--html", html},
+	cmd := exec.CommandContext(t.Context(), self, append([]string{"bench", "rails", "--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "400ms", "--json", json, "--html", html},
 		flags(faults)...)...)
 	cmd.Env = append(os.Environ(), commandEnv+"=1")
 	var out, errs bytes.Buffer
