@@ -243,7 +243,7 @@ func TestDeviceLateWrites(t *testing.T) {
 				// they are let go.
 				rails = append(rails, guestRail(name, "127.0.0.1:0"))
 			}
-			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: 20 * time.Millisecond, Silence: time.Minute})
+			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: 20 * time.Millisecond, Silence: time.Minute, HostSilence: time.Minute})
 		}), &plugWire{}
 	})
 }

@@ -45,7 +45,7 @@ const guestTimer = 17
 // guestConfig is of lanes that nobody ends: a test that loses one fails.
 func guestConfig(device, listen string) Config {
 	rails := []Rail{guestRail(device, listen)}
-	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: time.Minute, Silence: time.Minute}
+	return Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: time.Minute, Silence: time.Minute, HostSilence: time.Minute}
 }
 
 func guestRail(device, listen string) Rail {
