@@ -103,6 +103,11 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 	var all []progression
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
+		if len(g.Layers) == 0 { // its windows and block tables count all the same
+			if _, err := planes(nil, g, nil); err != nil {
+				return fmt.Errorf("groups[%d]: %w", gi, err)
+			}
+		}
 		for li := range g.Layers {
 			ly := &g.Layers[li]
 			field := fmt.Sprintf("groups[%d].layers[%d]", gi, li)

@@ -21,6 +21,9 @@ func opaque(n uint64) Plane {
 
 // onePlane stands for a strategy with one opaque plane; parseblock tests the real ones.
 func onePlane(dst []Plane, _ *Group, l *Layer) ([]Plane, error) {
+	if l == nil {
+		return dst, nil
+	}
 	return append(dst, opaque(l.PageBytes)), nil
 }
 

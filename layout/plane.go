@@ -96,7 +96,7 @@ func (p *Plane) Bytes() uint64 {
 	return p.CellBytes * uint64(p.Rows) * uint64(p.Heads) * uint64(p.Cols)
 }
 
-// PlaneFunc appends the planes of a layer to dst; the strategy of the group knows them.
+// PlaneFunc appends the planes of a layer to dst; the strategy of the group knows them. Without a layer (nil) it only checks the group.
 type PlaneFunc func(dst []Plane, g *Group, l *Layer) ([]Plane, error)
 
 // axis is count things, stride apart.

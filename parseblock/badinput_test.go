@@ -244,6 +244,8 @@ func TestBadParams(t *testing.T) {
 					refused("received", err)
 					_, err = reg.Template(Side{g, &g.Layers[0]}, Side{other, &other.Layers[0]})
 					refused("compiled", err)
+					_, err = reg.Planes(nil, g, nil)
+					refused("validated without a layer", err)
 					if planned != 0 {
 						t.Errorf("%s with %s = %d: %d pieces were planned", kind, name, v, planned)
 					}

@@ -44,7 +44,8 @@ import (
 type Strategy interface {
 	Name() string
 	// Planes appends the planes of one page, in the order of the transfer space. They follow from the group and the layer's page
-	// bytes and block stride alone: layers that agree in these have the same planes.
+	// bytes and block stride alone: layers that agree in these have the same planes. With no layer (nil) nothing is appended, and the
+	// parameters of the group are checked as far as they can be.
 	Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error)
 }
 

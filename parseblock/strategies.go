@@ -225,6 +225,9 @@ var builtins = []*builtin{
 func (s *builtin) Name() string { return s.name }
 
 func (s *builtin) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
+	if l == nil {
+		return dst, s.checkGroup(g)
+	}
 	p := params{strategy: s.name, g: g, l: l, n: uint64(g.TokensPerBlock)}
 	planes := s.make(&p)
 	p.nothingElse()
@@ -232,6 +235,21 @@ func (s *builtin) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) (
 		return dst, p.err
 	}
 	return append(dst, planes...), nil
+}
+
+// checkGroup looks at the parameters of a group that has no layer here: each that is given is read, and in its range. What disagrees with a page
+// cannot be told.
+func (s *builtin) checkGroup(g *layout.Group) error {
+	p := params{strategy: s.name, g: g, l: &layout.Layer{}, n: uint64(g.TokensPerBlock)}
+	s.make(&p)
+	p.err = nil
+	for n := range numParams {
+		if p.read&(1<<n) != 0 {
+			p.get(n, 0)
+		}
+	}
+	p.nothingElse()
+	return p.err
 }
 
 // order sets the strides of a plane of K or V whose cells are set.

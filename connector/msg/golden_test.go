@@ -48,7 +48,7 @@ var recordTypes = map[string]uint16{"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL
 
 func goldenLayout(t testing.TB) []byte {
 	l := &layout.Layout{Model: "tiny-llama", DType: "bfloat16", Identity: map[string]string{"model": "9f86d081", "rope": "10000"},
-		Groups: []layout.Group{{TokensPerBlock: 16, Strategy: "packed_hnd", Params: map[string]int64{"heads": 2, "head_dim": 64},
+		Groups: []layout.Group{{TokensPerBlock: 16, Strategy: "packed_hnd", Params: map[string]int64{"heads": 2, "head_bytes": 128},
 			NumBlocks: 128, Layers: []layout.Layer{
 				{Name: "model.layers.0.self_attn", Index: 0, Region: 0, Base: 0, BlockStride: 8192, PageBytes: 8192},
 				{Name: "model.layers.1.self_attn", Index: 1, Region: 0, Base: 1 << 20, BlockStride: 8192, PageBytes: 8192}}}}}
@@ -142,7 +142,7 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		{Region: b16(0xb0), Kind: KindAdopted, Bytes: 1 << 30, FD: 5},
 		{Region: b16(0xc0), Kind: KindProcess, Bytes: 1 << 33, Addr: 0x7f0012340000, FD: 6}}})
 	rawSock("register-older", TypeRegister, kv{"id", 2, "session", session[:], "regions", []any{kv{"region", seq(16, 0xa0), "kind", "memfd",
-		"bytes", 1 << 21, "fd", 4}}, "layout", kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16, "strategy", "packed_hnd", "num_blocks", 128,
+		"bytes", 1 << 21, "fd", 4}}, "layout", kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16, "strategy", "packed_nhd", "num_blocks", 128,
 		"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192, "page_bytes", 8192}}}}},
 		"fds", kv{"flags", 0, "rings", 1, "doorbell", 2, "bell", 3}})
 	rawSock("register-newer", TypeRegister, append(kv{"id", 2, "session", session[:], "regions", []any{kv{"region", seq(16, 0xa0), "kind", "memfd",
@@ -401,7 +401,7 @@ func otherVersions(t testing.TB) map[string]any {
 	region := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4}}
 	blocks := [][]uint32{{0x04030201, 0x08070605}}
 	xfer, hash := b16(0x20), b32(0x60)
-	older := appendAny(nil, kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16, "strategy", "packed_hnd", "num_blocks", 128,
+	older := appendAny(nil, kv{"dtype", "bfloat16", "groups", []any{kv{"tokens_per_block", 16, "strategy", "packed_nhd", "num_blocks", 128,
 		"layers", []any{kv{"name", "l0", "index", 0, "region", 0, "base", 0, "block_stride", 8192, "page_bytes", 8192}}}}})
 	if l, err := layout.Unmarshal(older); err != nil || l.DType != "bfloat16" || len(l.Identity) != 0 || l.Groups[0].Layers[0].PageBytes != 8192 {
 		t.Errorf("the older layout: %+v, %v", l, err)
