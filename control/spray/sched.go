@@ -477,6 +477,9 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 func (s *Scheduler) forgive(now, asleep Instant) {
 	for _, l := range s.busy {
 		l.moved = min(l.moved+asleep, now)
+		if l.doubted > 0 {
+			l.doubted = min(l.doubted+asleep, now)
+		}
 		l.pair.moved = max(l.pair.moved, l.moved)
 		for i := l.head; i >= 0; i = s.flights[i].next {
 			s.flights[i].forgiven += asleep

@@ -15,6 +15,7 @@ from prompts import BLOCK, LENGTHS, fresh
 LAYERS, TOKEN = 4, 256  # bytes of a token in a layer
 STEP = 256  # tokens of a prefill step, of a request that is alone: a chunk of each layer
 LAYER_S = 0.04  # that a layer takes at least where streaming is judged
+TRIES = 4  # of what a busy machine may spoil
 
 
 @pytest.fixture(scope="module", params=["tcp", "shm"])
@@ -258,25 +259,29 @@ def test_abort_on_either_side(c: Cluster) -> None:
 def test_long_prompts_stream_while_prefill_runs(c: Cluster, n: int) -> None:
     """P goes on at its own pace, and nothing waits for anything. Its layers take time, as those of a larger model do; what has landed when the
     last layer of its last step is done is what D's sidecar says then. All that the steps before have computed must be there, and the last one's
-    layers but two: with pushes that come a step late, or only at a step's end, that cannot be."""
+    layers but two: with pushes that come a step late, or only at a step's end, that can never be. A machine that was busy just then gets another try."""
     steps = n // STEP
-    prompt = fresh(n, ("early", n))
-    before = landed(c.sd.url)
-    c.p.slow_layers(LAYER_S, c.sd.url)
-    try:
-        with Moved(c) as moved:
-            got = c.both(prompt)
-        by_step = [there - before for there in c.p.landed_by_step()]
-    finally:
-        c.p.slow_layers(0, "")
-    same(got, c.r.run(prompt, 12))
-    moved.all_loaded(1)
-    assert moved.bytes == n * LAYERS * TOKEN
-    assert len(by_step) == steps, by_step
     want = ((steps - 1) * LAYERS + LAYERS - 2) * STEP * TOKEN
-    assert want > 0.75 * moved.bytes and by_step[-1] >= want, (want, by_step)
-    half = steps // 2
-    assert by_step[half] >= half * LAYERS * STEP * TOKEN, by_step  # and not all of it in the last step
+    assert want > 0.75 * n * LAYERS * TOKEN
+    for again in range(TRIES):
+        prompt = fresh(n, ("early", n, again))
+        before = landed(c.sd.url)
+        c.p.slow_layers(LAYER_S, c.sd.url)
+        try:
+            with Moved(c) as moved:
+                got = c.both(prompt)
+            by_step = [there - before for there in c.p.landed_by_step()]
+        finally:
+            c.p.slow_layers(0, "")
+        same(got, c.r.run(prompt, 12))
+        moved.all_loaded(1)
+        assert moved.bytes == n * LAYERS * TOKEN
+        assert len(by_step) == steps, by_step
+        half = steps // 2  # and not all of it in the last step
+        if by_step[-1] >= want and by_step[half] >= half * LAYERS * STEP * TOKEN:
+            break
+    else:
+        pytest.fail(f"{TRIES} times less had landed than {want} bytes at the end, and what half of the steps compute at half of them; the last time {by_step}")
     c.settle()
     # What the trace says of it, and make demo judges, is the same as it was known at P.
     trace = [t for t in c.sp.lines(c.sp.transfers) if t["side"] == "source"][-1]

@@ -284,45 +284,53 @@ func renew(t testing.TB, f *railsbench.Field, p *railsbench.Pair) {
 	}
 }
 
-// rejoined moves transfers until the sender uses every rail again, and none is on trial: however busy the machine is, that must not take for ever.
+// rejoined moves transfers until the sender has used every rail again and had none of its pairs on trial, each at some time: however busy the machine is,
+// that must not take for ever.
 func rejoined(t testing.TB, f *railsbench.Field, p *railsbench.Pair) {
 	t.Helper()
 	const bound = 30 * time.Second
-	bytes := func() (all map[string]uint64, ill string) {
+	type rail struct {
+		bytes uint64
+		ill   string
+	}
+	look := func() map[string]rail {
 		s, err := f.State(t.Context(), netrig.Sender)
 		if err != nil {
 			t.Fatal(err)
 		}
-		all = map[string]uint64{}
+		all := map[string]rail{}
 		for _, q := range s.Leases.Rails.Pairs {
 			if q.Samples == 0 {
 				continue // a sidecar has lanes to itself, too, which nothing uses
 			}
-			all[q.Path.Local] += q.Counters["bytes"]
+			r := all[q.Path.Local]
+			r.bytes += q.Counters["bytes"]
 			if q.State != "healthy" {
-				ill += fmt.Sprintf("%s is %s: %s. ", q.Path.Local, q.State, q.Reason)
+				r.ill += fmt.Sprintf("%s: %s. ", q.State, q.Reason)
 			}
+			all[q.Path.Local] = r
 		}
-		return all, ill
+		return all
 	}
-	began := time.Now()
-	for before, _ := bytes(); ; {
+	began, before, back := time.Now(), look(), map[string]bool{}
+	for {
 		transfer(t, p, railsbench.Order{})
-		now, why := bytes()
-		if len(now) != f.Rig.Rails() {
-			why += fmt.Sprintf("%d rails are known, want %d. ", len(now), f.Rig.Rails())
+		now := look()
+		for name, r := range now {
+			back[name] = back[name] || r.ill == "" && r.bytes > before[name].bytes
 		}
-		for rail, n := range now {
-			if n <= before[rail] {
-				why += fmt.Sprintf("%s carries nothing. ", rail)
+		n := 0
+		for _, b := range back {
+			if b {
+				n++
 			}
 		}
 		switch took := time.Since(began); {
-		case why == "":
-			t.Logf("all rails are used again %v after they were healed", took)
+		case n == f.Rig.Rails():
+			t.Logf("all rails were used again %v after they were healed", took)
 			return
 		case took > bound:
-			t.Fatalf("%v after the rails were healed: %s", took, why)
+			t.Fatalf("%v after the rails were healed %d of %d have been used again: before %v, now %v", took, n, f.Rig.Rails(), before, now)
 		}
 	}
 }
