@@ -126,4 +126,53 @@ var mutants = []mutant{
 	{"V is forgotten after K", "parseblock/assign.go", "			shares[h.source].roles[k.flat] |= bitOf(k.role)\n", "			shares[h.source].roles[k.flat] = bitOf(k.role)\n", []string{"TestPlanLaws"}},
 	{"a share is not looked at", "parseblock/assign.go", "				case 0:\n					continue\n", "", []string{"TestProveRefusesWrongShares", "TestPlanLaws"}},
 	{"packed K and V are one thing", "parseblock/assign.go", "		return kAndV\n", "		return kAndV[:1]\n", []string{"TestPlanLaws"}},
+
+	// Plans and their memory: parseblock, found by its laws.
+	{"a tail page moves whole", "parseblock/plan.go", "			s.tails[i] = rest / p.rowTokens\n", "			s.tails[i] = p.rows\n", []string{"TestPlanLaws"}},
+	{"a window begins a block late", "parseblock/plan.go", "max(s.block0, window/n)", "max(s.block0, (window+n-1)/n)", []string{"TestPlanLaws"}},
+	{"what is skipped moves again", "parseblock/plan.go", "	s.full = tokens/n - s.block0\n", "	s.full = tokens / n\n", []string{"TestPlanLaws"}},
+	{"a cut counted in tokens", "parseblock/plan.go", "(has - first) / pairs[i].rowTokens", "(has - first)", []string{"TestPlanLaws"}},
+	{"the source kept what the receiver wants", "parseblock/plan.go", "uint64(window) / pairs[i].from.tokens * pairs[i].from.tokens", "uint64(window) / pairs[i].to.tokens * pairs[i].to.tokens", []string{"TestPlanLaws", "TestWindowsOfAnyBlocks"}},
+	{"a chunk leaves before its last block", "parseblock/plan.go", "s.start(uint64(blocks-s.block0)) / transfer.ChunkBytes", "(s.start(uint64(blocks-s.block0)) + transfer.ChunkBytes - 1) / transfer.ChunkBytes", []string{"TestWindowsOfAnyBlocks"}},
+	{"a kept block may lack a block more", "parseblock/plan.go", "lacks <= unseen {", "lacks <= unseen+n {", []string{"TestKeptBlocksAreWhole"}},
+	{"a state of the next block", "parseblock/plan.go", "w.row0 = uint64(s.plan.tokens-1) / side.tokens", "w.row0 = uint64(s.plan.tokens) / side.tokens", []string{"TestPlanLaws"}},
+	{"a slice begins with its segment", "parseblock/plan.go", "lo := uint64(max(r.First, seg.First)-seg.First) * transfer.ChunkBytes", "lo := uint64(0) * transfer.ChunkBytes", []string{"TestPlanLaws"}},
+	{"a slice goes past its segment", "parseblock/plan.go", "hi := min(bytes, uint64(r.End()-seg.First)*transfer.ChunkBytes)", "hi := max(bytes, uint64(r.End()-seg.First)*transfer.ChunkBytes)", []string{"TestPlanLaws"}},
+	{"plain pages from the table's first", "parseblock/plan.go", "	block := uint64(t.block0+pages) + (lo-lead)/t.page\n", "	block := uint64(pages) + (lo-lead)/t.page\n", []string{"TestPlanLaws"}},
+	{"plain pages from their beginning", "parseblock/plan.go", "	in, i := (lo-lead)%t.page, 0\n", "	in, i := uint64(0), 0\n", []string{"TestPlanLaws"}},
+	{"a piece longer than what is left of its page", "parseblock/plan.go", "n := min(side.page-in, hi-lo)", "n := min(side.page, hi-lo)", []string{"TestPlanLaws"}},
+	{"a tail page as dense as a full one", "parseblock/plan.go", "rows, dense = t.tails[i], side.tail", "rows, dense = t.tails[i], side.full", []string{"TestPlanLaws"}},
+	{"heads inside rows, always", "parseblock/plan.go", "		if p.headMajor {\n			head, row = c/w.rows, c%w.rows\n", "		if false {\n			head, row = c/w.rows, c%w.rows\n", []string{"TestPlanLaws"}},
+	{"rows go on past a kernel page", "parseblock/plan.go", "		n = min(n, w.side.tileRows-1-(w.row0+row)%w.side.tileRows)\n", "", []string{"TestPlanLaws"}},
+	{"pieces of two regions are one", "parseblock/plan.go", "dst[k].Region == region && dst[k].Off", "dst[k].Off", []string{"TestPiecesStayApart"}},
+	{"pieces join the caller's", "parseblock/plan.go", "k := len(dst) - 1; k >= base &&", "k := len(dst) - 1; k >= 0 &&", []string{"TestPiecesStayApart"}},
+
+	// Pairs of planes.
+	{"heads counted from the model's first", "parseblock/pair.go", "uint64(firstHead-s.FirstHead)*s.HeadStride", "uint64(firstHead)*s.HeadStride", []string{"TestLaws"}},
+	{"a step of the smaller block", "parseblock/pair.go", "p.step = gcd(p.from.tileRows, p.to.tileRows)", "p.step = min(p.from.tileRows, p.to.tileRows)", []string{"TestLaws"}},
+	{"a state is not turned", "parseblock/pair.go", "		f.RowStride, f.ColStride = f.ColStride, f.RowStride\n", "", []string{"TestLaws"}},
+	{"V where K is", "parseblock/pair.go", "v.Role, v.Offset = layout.RoleV, s.Offset+k.CellBytes", "v.Role, v.Offset = layout.RoleV, s.Offset", []string{"TestLaws", "TestPlanLaws"}},
+	{"all heads of the source", "parseblock/pair.go", "first := max(f.FirstHead, t.FirstHead)", "first := f.FirstHead", []string{"TestLaws"}},
+	{"a page that is begun stays", "parseblock/pair.go", "end = (uint64(t.End)-1)/p.rowTokens + 1", "end = uint64(t.End) / p.rowTokens", []string{"TestLaws"}},
+	{"dense on one side is enough", "parseblock/pair.go", "k < 0 && src == s.len && dst == s.len", "k < 0 && src == s.len", []string{"TestLaws"}},
+	{"axes joined on one side", "parseblock/pair.go", "src == s.n[k]*s.src[k] && dst == s.n[k]*s.dst[k]", "src == s.n[k]*s.src[k]", []string{"TestAxesJoinOnBothSides"}},
+	{"kernel pages are not counted", "parseblock/pair.go", "p.tiles = uint64(s.Rows) / p.tileRows", "p.tiles = 1", []string{"TestLaws"}},
+	{"what the source has alone stays behind", "parseblock/pair.go", "if !has(to, from[i].Role) {", "if false {", []string{"TestNothingStaysBehind"}},
+
+	// Runs.
+	{"rows that touch on one side are one", "parseblock/runs.go", "if s == endSrc && d == endDst &&", "if s == endSrc &&", []string{"TestLaws"}},
+	{"rows of unequal size in a run", "parseblock/runs.go", "for j++; j < n && sizes[j] == size && src", "for j++; j < n && src", []string{"TestLaws"}},
+	{"a run that is even at the source alone", "parseblock/runs.go", " && dst[j]-dst[j-1] == byDst; {", "; {", []string{"TestLaws"}},
+	{"a run goes on with other rows", "parseblock/runs.go", "case sizes[i] != size || c >= maxCount:", "case sizes[i] != size && c > 1 || c >= maxCount:", []string{"TestLaws"}},
+	{"a run goes on elsewhere at the receiver", "parseblock/runs.go", "case src[i] != r.SrcOff+c**bySrc || dst[i] != r.DstOff+c**byDst:", "case src[i] != r.SrcOff+c**bySrc:", []string{"TestLaws"}},
+	{"a begun step taken whole", "parseblock/runs.go", "n := min(p.step-in, end-r)", "n := p.step - in", []string{"TestLaws"}},
+	{"steps from a kernel page's first", "parseblock/runs.go", "per: per, unit: first % per,", "per: per,", []string{"TestLaws"}},
+	{"kernel pages of a block in one place", "parseblock/runs.go", "uint64(c.table[0])*block + c.tile*c.place.tile", "uint64(c.table[0])*block", []string{"TestLaws"}},
+	{"the third axis stands still", "parseblock/runs.go", "w.src[i]+k*s.src[2], w.dst[i]+k*s.dst[2]", "w.src[i]+k*s.src[2], w.dst[i]", []string{"TestLaws"}},
+	{"two axes after one of another kind", "parseblock/runs.go", "if kind != w.kind || s.dims > 1 {", "if kind != w.kind {", []string{"TestLaws"}},
+
+	// What replicas owe.
+	{"nobody owes anything", "control/exec/offer.go", "			n += l.Part.Bytes\n", "", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
+	{"what is owed is owed for ever", "control/exec/dest.go", "	e.charge(o, false)\n", "", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
+	{"only the last grant is owed", "control/exec/offer.go", "			n += l.Part.Bytes\n", "			n = l.Part.Bytes\n", []string{"TestReplicasAreChosenByWhatTheyOwe"}},
 }
