@@ -76,6 +76,7 @@ func AppendFrame(dst []byte, f *peerv1.ControlFrame) ([]byte, error) {
 // is left to a writer that lives until the backlog is gone.
 type lane struct {
 	conn  net.Conn
+	in    *bufio.Reader // of conn
 	raw   rawWriter
 	addr  string // that we dialled; empty where the peer did
 	local netip.Addr
@@ -115,7 +116,7 @@ func newLane(c net.Conn) (*lane, error) {
 	}); err != nil {
 		return nil, fmt.Errorf("peer: control lane: %w", err)
 	}
-	l := &lane{conn: c, raw: raw, local: localAddr(c), limit: writeTimeout}
+	l := &lane{conn: c, in: bufio.NewReaderSize(c, readBuffer), raw: raw, local: localAddr(c), limit: writeTimeout}
 	l.heard.Store(time.Now().UnixNano())
 	return l, nil
 }
@@ -208,12 +209,11 @@ func (l *lane) fail(err error) {
 
 // read hands every frame to take until the lane ends.
 func (l *lane) read(take func(*peerv1.ControlFrame) error) error {
-	r := bufio.NewReaderSize(l.conn, readBuffer)
 	var buf []byte
 	for {
 		var f *peerv1.ControlFrame
 		var err error
-		if f, buf, err = ReadFrame(r, buf); err == nil {
+		if f, buf, err = ReadFrame(l.in, buf); err == nil {
 			l.heard.Store(time.Now().UnixNano())
 			l.asked.Store(0)
 			err = take(f)
