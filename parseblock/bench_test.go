@@ -140,7 +140,7 @@ func TestNoAllocations(t *testing.T) {
 // TestRunsAreCheap: a run takes less than 10 ns to plan, of whatever layout (6 to 7 on the machine of docs/bench/parseblock.md). The
 // least of many short tries: what else the machine does makes them dearer, never cheaper.
 func TestRunsAreCheap(t *testing.T) {
-	if raceEnabled {
+	if testutil.Race {
 		testutil.Skip(t, "norace", "the race detector makes it many times slower")
 	}
 	const (
@@ -202,7 +202,7 @@ func TestCompact(t *testing.T) {
 // planTime is what planning a prompt of 32,768 tokens and 64 layers may take, as the least of several tries. The race detector makes it
 // tens of times slower, so there it only says that nothing is out of all proportion.
 func planTime() time.Duration {
-	if raceEnabled {
+	if testutil.Race {
 		return 50 * time.Millisecond
 	}
 	return time.Millisecond

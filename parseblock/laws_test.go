@@ -11,6 +11,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -26,7 +27,7 @@ func TestMain(m *testing.M) {
 	flag.Parse()
 	if flag.Lookup("rapid.checks").Value.String() == "100" { // its default: not chosen on the command line
 		cases := propertyCases
-		if raceEnabled {
+		if testutil.Race {
 			cases = racedCases
 		}
 		if err := flag.Set("rapid.checks", cases); err != nil {

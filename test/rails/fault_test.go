@@ -11,6 +11,7 @@ import (
 	"github.com/kvspray/kvspray/bench/railsbench"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // What a fault may cost.
@@ -31,7 +32,7 @@ var kinds = []struct {
 // each is all of a list, or one of it under the race detector: it looks at what moves transfers and lets faults happen here, not at the sidecars,
 // and make test runs all of them without it in its part rails.
 func each[T any](all []T) []T {
-	if raceEnabled && how == smoke {
+	if testutil.Race && how == smoke {
 		return all[1:2]
 	}
 	return all

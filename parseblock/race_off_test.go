@@ -1,5 +1,0 @@
-//go:build !race
-
-package parseblock
-
-const raceEnabled = false
