@@ -119,12 +119,9 @@ else
 		TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
-	# What dies and comes back is mostly waited for; the others compute.
-	dying=(test/e2e/test_{faults,drain,alone,memory,weights}.py)
-	beside faults "$py" -m pytest -q "${dying[@]}"
-	part python 'passed|failed|error' "$py" -m pytest -q pybind/tests integration/vllm/tests
-	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e "${dying[@]/#/--ignore=}"
-	joined faults 'passed|failed|error'
+	beside python "$py" -m pytest -q pybind/tests integration/vllm/tests
+	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e
+	joined python 'passed|failed|error'
 fi
 
 echo
