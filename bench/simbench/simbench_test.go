@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 var four = []timeline.Rate{2e9, 1e9, 500e6, 500e6}
@@ -91,6 +92,9 @@ func TestFaults(t *testing.T) {
 
 // TestWord: what was measured on real rails is said to within Tolerance, faults and healing included.
 func TestWord(t *testing.T) {
+	if testutil.Race {
+		testutil.Skip(t, "norace", "make test runs it in its part bounds, in a twentieth of the time")
+	}
 	files, err := filepath.Glob("../../docs/bench/rails-*.json")
 	if err != nil || len(files) < 5 {
 		t.Fatalf("%d measured results: %v", len(files), err)
@@ -132,6 +136,9 @@ func TestSame(t *testing.T) {
 
 // TestManyNodes: what two nodes reach, hundreds do too.
 func TestManyNodes(t *testing.T) {
+	if testutil.Race {
+		testutil.Skip(t, "norace", "make test runs it in its part bounds, in a twentieth of the time")
+	}
 	r := must(t, Setup{Options: &timeline.Options{Rates: []timeline.Rate{25e9, 25e9, 25e9, 25e9}, Block: 64 << 10, Total: 64 << 20, Policy: "spray",
 		Faults: faults(t, "2ms:rail2:flap=40ms")}, Nodes: 200, Seed: 1})
 	if len(r.Transfers) != 200 || r.Failed > 0 {
