@@ -100,7 +100,7 @@ func (r *Reach) WriteJSON(w io.Writer) error {
 func (r *Reach) WriteText(w io.Writer) error {
 	var b strings.Builder
 	if len(r.Peers) == 0 {
-		fmt.Fprintf(&b, "%s knows no peer yet: peers meet when a request names one, or by gossip (peer.join)\n", r.Node)
+		fmt.Fprintf(&b, "%s knows no peer yet: peers meet when a request names one, or by gossip (peer.gossip.join)\n", r.Node)
 	}
 	for _, p := range r.Peers[:min(len(r.Peers), shownPeers)] {
 		p.text(&b)

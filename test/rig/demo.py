@@ -33,7 +33,7 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from resident import Resident  # noqa: E402
 from servers import Answer, Proxy, Server, complete, give_up, kvspray_config  # noqa: E402
 
@@ -43,7 +43,7 @@ BLOCK = 32  # tokens
 STEP_TOKENS = 256
 PAGE_BYTES = 8192  # of one layer
 TOKEN_BYTES = 4 * PAGE_BYTES // BLOCK  # in four layers; a block that is not full moves as far as it is
-FLIPPER = ROOT / "bin" / "wireflip"
+FLIPPER = ROOT / ".build" / "bin" / "wireflip"
 FLIP_FRAME = 3  # the data frame that is changed
 MODES = ("concurrent", "prefill-first")
 FEW = ("65 tokens", "513 tokens", "1024 tokens", "2048 tokens", "a list of prompts")  # what a pass with a flipped bit sends
@@ -427,13 +427,11 @@ def shows(what: str, cond: Callable[[], bool]) -> bool:
 
 def build() -> None:
     for what, cmd in (
-        ("the sidecar", ["go", "build", "-o", str(BINARY), "./cmd/kvspray"]),
-        ("wireflip", ["go", "build", "-o", str(FLIPPER), "./test/wireflip"]),
+        ("the sidecar", ["make", "-s", "build", "wireflip"]),
         ("the environment with vLLM", [sys.executable, str(HERE / "env.py"), "--build", str(BUILD)]),
     ):
         say(f"building {what}")
-        env = {**os.environ, "CGO_ENABLED": "0"} if cmd[0] == "go" else dict(os.environ)
-        if subprocess.run(cmd, cwd=ROOT, env=env).returncode != 0:
+        if subprocess.run(cmd, cwd=ROOT).returncode != 0:
             raise Failed(f"building {what} failed")
 
 
