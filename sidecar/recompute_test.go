@@ -84,18 +84,28 @@ func TestRecompute(t *testing.T) {
 	}
 }
 
+// halfLanded is a transfer of which half of the prompt has landed, and all of it of the first layers ahead.
+func halfLanded(t *testing.T, p, d *running, ahead int) (pe, de *engine, x underway) {
+	t.Helper()
+	pe, de = newEngine(t, p, testShape), newEngine(t, d, testShape)
+	pe.random()
+	x = begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: tokens})
+	bound(t, d)
+	for l := range testShape.Layers {
+		pe.SignalLayer(l, 1)
+	}
+	pe.SignalStep(1)
+	for l := range ahead {
+		pe.SignalLayer(l, 2)
+	}
+	until(t, func() bool { return landedBytes(d) == uint64(testShape.Layers+ahead)*1024*1024 })
+	return pe, de, x
+}
+
 // A transfer that fails in its middle names what did not come to the engine, and what it does not name is there.
 func TestFailedTransferNamesItsTokens(t *testing.T) {
 	each(t, func(t *testing.T, p, d *running) {
-		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
-		pe.random()
-		x := begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: tokens})
-		bound(t, d)
-		for l := range testShape.Layers {
-			pe.SignalLayer(l, 1)
-		}
-		pe.SignalStep(1)
-		until(t, func() bool { return landedBytes(d) == 4*1024*1024 })
+		pe, de, x := halfLanded(t, p, d, 0)
 		if err := pe.Cancel(x.src, "aborted", true); err != nil {
 			t.Fatal(err)
 		}
@@ -114,18 +124,7 @@ func TestExpiredTransferNamesItsTokens(t *testing.T) {
 	for _, ahead := range []int{0, 2} { // layers that have all of the prompt, of which the others have a half
 		t.Run(fmt.Sprint("ahead ", ahead), func(t *testing.T) {
 			each(t, func(t *testing.T, p, d *running) {
-				pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
-				pe.random()
-				x := begin(t, p, pe, de, 1, 0, msg.PendingStep{Step: 1, End: 1024}, msg.PendingStep{Step: 2, End: tokens})
-				bound(t, d)
-				for l := range testShape.Layers {
-					pe.SignalLayer(l, 1)
-				}
-				pe.SignalStep(1)
-				for l := range ahead {
-					pe.SignalLayer(l, 2)
-				}
-				until(t, func() bool { return landedBytes(d) == uint64(testShape.Layers+ahead)*1024*1024 })
+				pe, de, x := halfLanded(t, p, d, ahead)
 				now := d.enter()
 				open := d.d.ex.Load().Dests
 				d.d.ex.Tick(now + deadlineMS*time.Millisecond)

@@ -400,16 +400,7 @@ func TestTrapSuspectForEver(t *testing.T) {
 	if len(sent) == 0 || at < DefaultAttempt {
 		t.Fatalf("%d slices were sent at %v: want some, when the stuck one is late", len(sent), at)
 	}
-	for ; f.Waiting() > 0 || len(sent) > 0; at += TickEvery {
-		if at > 4*sec {
-			t.Fatalf("%d chunks still wait", f.Waiting())
-		}
-		for _, sl := range sent {
-			s.End(at, sl.Cookie, Confirmed)
-		}
-		s.Tick(at, func(*Peer) {})
-		sent = pullAll(s, p, at)
-	}
+	confirmed(t, s, p, f, at, sent)
 	if n := p.pairs[0].count.TimedOut; n != 1 {
 		t.Errorf("%d slices timed out, want the stuck one", n)
 	}
@@ -427,8 +418,13 @@ func TestLastResortBesideAStuckSlice(t *testing.T) {
 	if p.pairs[0].state != Excluded {
 		t.Fatalf("the pair is %s", p.pairs[0].state)
 	}
-	var sent []Slice
-	for at := Instant(0); f.Waiting() > 0 || len(sent) > 0; at += TickEvery {
+	confirmed(t, s, p, f, 0, nil)
+}
+
+// confirmed goes on from at, with what was sent then, until all that f has is sent and confirmed, each slice a tick after it was sent.
+func confirmed(t *testing.T, s *Scheduler, p *Peer, f *Flow, at Instant, sent []Slice) {
+	t.Helper()
+	for ; f.Waiting() > 0 || len(sent) > 0; at += TickEvery {
 		if at > 4*sec {
 			t.Fatalf("%d chunks still wait", f.Waiting())
 		}

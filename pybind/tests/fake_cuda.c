@@ -7,6 +7,7 @@
  * when a stream that joined was not joined back.
  */
 #define _GNU_SOURCE
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,7 +34,9 @@ static int event_of[EVENTS + 1];   /* stream that recorded it last, 0: none */
 static int next_stream = 4, next_event = 1;
 static int has_context = 1;
 static char fail_call[32];
-static volatile int blocked, waiting, gave_up; /* as with a queue that is full */
+static int blocked, waiting, gave_up; /* as with a queue that is full; guarded by lock */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t freed = PTHREAD_COND_INITIALIZER;
 static void *registered;
 static size_t registered_bytes;
 static int live; /* streams, events, modules, allocations, registrations */
@@ -43,17 +46,23 @@ static int failing(const char *call)
 	return strcmp(fail_call, call) == 0;
 }
 
-/* Until somebody says fake_block(0); in vain after five seconds. */
+#define PATIENCE_S 5
+
+/* Until somebody says fake_block(0); in vain after PATIENCE_S. */
 static int stuck(void)
 {
+	struct timespec end;
+	clock_gettime(CLOCK_REALTIME, &end);
+	end.tv_sec += PATIENCE_S;
+	pthread_mutex_lock(&lock);
 	waiting = blocked;
-	for (int ms = 0; blocked; ms++) {
-		if (ms == 5000)
-			return gave_up = 1;
-		nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
-	}
-	waiting = 0;
-	return 0;
+	while (blocked && !gave_up)
+		gave_up = pthread_cond_timedwait(&freed, &lock, &end) != 0;
+	int vain = blocked;
+	if (!vain)
+		waiting = 0;
+	pthread_mutex_unlock(&lock);
+	return vain;
 }
 
 #define ENTER(call)                     \
@@ -79,8 +88,16 @@ struct op *fake_ops(int *n) { *n = op_count; return ops; }
 void fake_clear(void) { op_count = 0; }
 void fake_context(int there) { has_context = there; }
 void fake_fail(const char *call) { snprintf(fail_call, sizeof fail_call, "%s", call); }
-void fake_block(int on) { blocked = on; }
-int fake_waiting(void) { return waiting; }
+
+void fake_block(int on)
+{
+	pthread_mutex_lock(&lock);
+	blocked = on;
+	pthread_cond_broadcast(&freed);
+	pthread_mutex_unlock(&lock);
+}
+
+int fake_waiting(void) { return __atomic_load_n(&waiting, __ATOMIC_SEQ_CST); }
 int fake_gave_up(void) { return gave_up; }
 int fake_live(void) { return live; }
 void *fake_registered(void) { return registered; }
