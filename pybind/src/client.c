@@ -265,6 +265,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	c->role = config->role;
 	c->layers = worker ? config->layers : 1; /* a scheduler's flags are never passed on */
 	c->fork_gen = kvs_fork_gen;
+	c->may_look = wait_may_look();
 	c->submission_bytes = sub;
 	c->completion_bytes = comp;
 	c->flags_fd = c->bell_fd = c->ctl_fd = c->sock = c->doorbell_fd = c->rings_fd = c->new_pidfd = -1;

@@ -105,6 +105,7 @@ struct load {
 struct kvs_client {
 	/* set once */
 	uint32_t role, layers, fork_gen;
+	bool may_look; /* a wait looks before it sleeps */
 	uint8_t boot[16];
 	char path[sizeof ((struct sockaddr_un *)0)->sun_path];
 	bool default_path;
@@ -158,6 +159,7 @@ struct kvs_client {
 	struct lease_list open, ready;
 	uint32_t lease_count, ready_count;
 	uint64_t out_seq;
+	bool wait_was_long; /* the last kvs_wait: looking would not have spared it a sleep */
 	int64_t due_ms; /* when the background thread wakes by itself */
 	uint64_t nudged; /* serial of the session that was replaced because of a late lease */
 	int64_t nudge_ms; /* when that was */
@@ -268,6 +270,8 @@ void lease_ready(kvs_client *c, struct lease *l);
 void leases_unbind(kvs_client *c, uint32_t gone, uint16_t status, const char *reason);
 /* Whatever open source leases hold is not given away any more. */
 void leases_disown(kvs_client *c, int64_t now);
+/* This process has processors to spare for a wait that looks before it sleeps. */
+bool wait_may_look(void);
 /* Ends what is due, asks a sidecar that has lost track to fence, kills one that is silent. Returns when to look again. */
 int64_t leases_watch(kvs_client *c, int64_t now);
 

@@ -19,9 +19,10 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "client.h"
 
 #define REQUIRE(x)                                                                        \
 	do {                                                                              \
@@ -278,6 +279,54 @@ static void *watcher(void *arg)
 	return NULL;
 }
 
+static int64_t cpu_ns(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Waits for a lease that does not end, where the last wait was long or not, some times: the time on the processor, the least or the most. */
+static int64_t look(bool last_was_long)
+{
+	int64_t least = INT64_MAX, most = 0;
+	for (int i = 0; i < 5; i++) {
+		pthread_mutex_lock(&client->mu);
+		client->wait_was_long = last_was_long;
+		pthread_mutex_unlock(&client->mu);
+		int64_t began = cpu_ns(), slept = kvs_now_ms();
+		REQUIRE(kvs_wait(client, 20) == 0);
+		REQUIRE(kvs_now_ms() - slept >= 20);
+		int64_t took = cpu_ns() - began;
+		least = took < least ? took : least;
+		most = took > most ? took : most;
+		REQUIRE(client->wait_was_long); /* whether it looked or not */
+	}
+	return last_was_long ? least : most;
+}
+
+/* A wait looks for a while before it sleeps, for an open lease only, and not after a wait that was long. */
+static void looks(void)
+{
+	struct mpw w = {0};
+	make_body(&w, false);
+	REQUIRE(kvs_wait_connected(client, 10000) == 1);
+	client->wait_was_long = false;
+	int64_t began = cpu_ns();
+	REQUIRE(kvs_wait(client, 20) == 0 && !client->wait_was_long);
+	int64_t idle = cpu_ns() - began;
+	int64_t lease;
+	while ((lease = kvs_submit(client, KVS_REC_INTENT, w.buf, (uint32_t)w.len, 30000)) <= 0)
+		REQUIRE(kvs_wait_connected(client, 10000) == 1);
+	int64_t sleeping = look(true), looking = look(false);
+	REQUIRE(client->may_look ? looking > 2 * sleeping && looking > 2 * idle && looking > 100000 : looking < 2 * sleeping + 200000);
+	REQUIRE(kvs_cancel(client, (uint64_t)lease, "over") >= 0);
+	uint8_t buf[4096];
+	while (kvs_poll(client, buf, sizeof buf) == 0)
+		REQUIRE(kvs_wait(client, 10000) == 1);
+	mpw_free(&w);
+}
+
 int main(int argc, char **argv)
 {
 	if (argc != 3) {
@@ -303,9 +352,10 @@ int main(int argc, char **argv)
 		REQUIRE(pthread_create(&t[i], NULL, run[i], NULL) == 0);
 	for (int i = 0; i < 3; i++)
 		pthread_join(t[i], NULL);
+	looks();
 	struct kvs_info info = {.size = sizeof info};
 	REQUIRE(kvs_status_read(client, &info) == 0);
-	REQUIRE(info.leases == 0 && info.kills == 0 && info.protocol_errors == 0 && info.completed == atomic_load(&opened));
+	REQUIRE(info.leases == 0 && info.kills == 0 && info.protocol_errors == 0 && info.completed == atomic_load(&opened) + 1);
 	printf("%llu leases, %llu sessions, %llu ended by the shim, %llu presented afresh\n", (unsigned long long)info.completed,
 	       (unsigned long long)info.connects, (unsigned long long)info.synthesised, (unsigned long long)info.represented);
 	kvs_close(client);

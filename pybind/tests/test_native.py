@@ -72,10 +72,11 @@ def test_regions_where_the_kernel_refuses(tmp_path: pathlib.Path, kernel: str) -
     assert run(binary, kernel).strip() == "ok"
 
 
+@pytest.mark.parametrize("cpus", [1, 1 << 20], ids=["looks", "sleeps"])  # of which on a wait looks before it sleeps
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str) -> None:
+def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str, cpus: int) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
-    binary = compile_c(tmp_path / "client", "tests/client_test.c", *sources, flags=f"-fsanitize={sanitizer}")
+    binary = compile_c(tmp_path / "client", "tests/client_test.c", *sources, flags=f"-fsanitize={sanitizer} -DLOOK_CPUS={cpus}")
     out = run(binary, tmp_path / "s.sock", int(RECORDS) // 10)
     assert "leases" in out
 

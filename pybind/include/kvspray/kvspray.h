@@ -195,7 +195,8 @@ int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason);
 /* Copies completions into buf: struct kvs_record, body, padded to 8 bytes, one after the other. Returns the bytes used, 0 when
  * there are none. Records that the library made itself have an empty map as body (KVS_LOST), or {"reason": str}. */
 int64_t kvs_poll(kvs_client *c, void *buf, uint64_t cap);
-/* Waits until kvs_poll would return something (1), or timeout_ms have passed (0; negative: no limit). */
+/* Waits until kvs_poll would return something (1), or timeout_ms have passed (0; negative: no limit). For a lease that is open a process with
+ * four processors and more looks for up to 300 us before it sleeps, unless its last wait took longer. */
 int kvs_wait(kvs_client *c, int timeout_ms);
 
 /* ---- worker: load flags and their watchdog ------------------------------------------------------------------------ */
