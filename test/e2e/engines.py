@@ -51,6 +51,7 @@ ENGINE_ARGS: dict[str, Any] = {
 def preload() -> None:
     """Imports what engines need. Before this, no thread may have been started that a fork would lose."""
     os.environ.update(ENV)
+    import torch
     import vllm.v1.core.sched.scheduler  # noqa: F401
     import vllm.v1.engine.core  # noqa: F401
     import vllm.v1.engine.llm_engine  # noqa: F401
@@ -60,6 +61,10 @@ def preload() -> None:
     from vllm import LLM  # noqa: F401
 
     import kvspray_vllm.connector  # noqa: F401
+
+    # Where the CPU has AMX a process must ask the kernel for it. vLLM leaves that to oneDNN, which does with the first large product: of a server's
+    # warm-up, which engines here do not have, and the first step would end in an illegal instruction. Children inherit the permission.
+    torch.cpu._init_amx()
 
 
 @dataclasses.dataclass

@@ -34,12 +34,18 @@ class Case:
     def ranks(of: dict[str, Any]) -> int:
         return int(of.get("tensor_parallel_size", 1))
 
+    @property
+    def slow(self) -> bool:
+        return self.ranks(self.p) + self.ranks(self.d) > 2
+
 
 TP2 = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 F32 = {"dtype": "float32"}
+# A CPU with AMX has its own packing of bf16, whose inside kvspray does not know: such pages move whole, between equal blocks.
+BF16 = F32 if " amx_tile" in pathlib.Path("/proc/cpuinfo").read_text() else {}
 CASES = (
-    Case("blocks of 32 to 64", {"block_size": 32}, {"block_size": 64}),
-    Case("blocks of 96 to 32", {"block_size": 96}, {"block_size": 32}),
+    Case("blocks of 32 to 64", {"block_size": 32}, {"block_size": 64}, BF16),
+    Case("blocks of 96 to 32", {"block_size": 96}, {"block_size": 32}, BF16),
     Case("TP 2 to 1", TP2, {}, F32),
     Case("TP 1 to 2, blocks of 64 to 32", {"block_size": 64}, TP2, F32),
 )
@@ -67,7 +73,7 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
 @pytest.mark.parametrize("mode", ["first", "both"])
 def test_tokens_are_those_of_one_engine(c: Cluster, mode: str, n: int) -> None:
     case: Case = c.case  # type: ignore[attr-defined]
-    if case.both and n not in FEW:
+    if case.slow and n not in FEW:
         return
     prompt = fresh(n, (case.name, mode, n))
     with Moved(c) as moved:
@@ -99,7 +105,7 @@ def test_a_prefix_that_decode_has_is_left_out(c: Cluster) -> None:
 
 def test_many_at_once(c: Cluster) -> None:
     case: Case = c.case  # type: ignore[attr-defined]
-    prompts = [fresh(40 + 37 * i, (case.name, "many", i)) for i in range(2 if case.both else 6)]
+    prompts = [fresh(40 + 37 * i, (case.name, "many", i)) for i in range(2 if case.slow else 6)]
     started = [c.start_both(p) for p in prompts]
     got = [d.result().tokens for _, d in started]
     for p, _ in started:
