@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -13,6 +12,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/vmihailenco/msgpack/v5"
 	"pgregory.net/rapid"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 func opaque(n uint64) Plane {
@@ -255,14 +256,10 @@ func FuzzUnmarshal(f *testing.F) {
 	f.Add(b)
 	f.Add([]byte("\x81\xa6groups\xdd\xff\xff\xff\xff"))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
-		l, err := Unmarshal(b)
-		runtime.ReadMemStats(&after)
+		var l *Layout
+		var err error
 		// 1,024 layers and 64 pairs with three bytes each, and what was really sent, some times over.
-		if n, most := after.TotalAlloc-before.TotalAlloc, uint64(256<<10+64*len(b)); n > most {
-			t.Fatalf("%d bytes made it allocate %d, more than %d", len(b), n, most)
-		}
+		testutil.AllocatesAtMost(t, uint64(192<<10+64*len(b)), fmt.Sprintf("a layout of %d bytes", len(b)), func() { l, err = Unmarshal(b) })
 		if err != nil {
 			return
 		}

@@ -1,10 +1,10 @@
 package parseblock
 
 import (
-	"runtime"
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -36,7 +36,7 @@ func FuzzForeign(f *testing.F) {
 		var ls []*layout.Layout
 		for _, in := range [][]byte{a, b} {
 			// The check may make 65,536 intervals of a layout, and sort them twice.
-			within(t, 48<<20+64*uint64(len(in)), "parsed", func() {
+			testutil.AllocatesAtMost(t, 48<<20+64*uint64(len(in)), "parsed", func() {
 				l, err := layout.Unmarshal(in)
 				if err == nil {
 					err = layout.ValidateForeign(l, reg.Planes)
@@ -47,7 +47,7 @@ func FuzzForeign(f *testing.F) {
 			})
 		}
 		for _, l := range ls {
-			within(t, planesOf(t, reg, l)*(8<<10), "described", func() {
+			testutil.AllocatesAtMost(t, planesOf(t, reg, l)*(8<<10), "described", func() {
 				if _, err := reg.Describe(l); err != nil {
 					t.Fatalf("it is valid, and cannot be described: %v", err)
 				}
@@ -59,18 +59,6 @@ func FuzzForeign(f *testing.F) {
 			foreignPair(t, reg, ls[1], ls[0], tokens)
 		}
 	})
-}
-
-// within fails where f allocates more than so many bytes.
-func within(t *testing.T, most uint64, what string, f func()) {
-	t.Helper()
-	var before, after runtime.MemStats
-	runtime.ReadMemStats(&before)
-	f()
-	runtime.ReadMemStats(&after)
-	if n := after.TotalAlloc - before.TotalAlloc; n > most+64<<10 {
-		t.Fatalf("%s: it allocated %d bytes, more than %d", what, n, most)
-	}
 }
 
 func planesOf(t *testing.T, reg *Registry, l *layout.Layout) (n uint64) {
@@ -91,9 +79,9 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 	planes := planesOf(t, reg, src) + planesOf(t, reg, dst)
 	var m *Match
 	var err error
-	within(t, planes*(4<<10), "paired", func() { m, err = NewMatch(reg, src, dst, nil) })
+	testutil.AllocatesAtMost(t, planes*(4<<10), "paired", func() { m, err = NewMatch(reg, src, dst, nil) })
 	// What is proved is at most maxExtents pieces of each side, in lists that grow; a run for each head.
-	within(t, planes*(16<<10)+8*maxExtents*16+4*maxHeads*64, "divided", func() {
+	testutil.AllocatesAtMost(t, planes*(16<<10)+8*maxExtents*16+4*maxHeads*64, "divided", func() {
 		shares, err := Assign(reg, []*layout.Layout{src, src}, dst, func(i int) uint64 { return uint64(i) })
 		if err == nil {
 			err = Prove(reg, []*layout.Layout{src, src}, dst, shares)
@@ -115,7 +103,7 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 	}
 	var p *Plan
 	var sides [2]*Resolver
-	within(t, planes*(2<<10)+(4<<10)*(layout.MaxGroups), "planned", func() {
+	testutil.AllocatesAtMost(t, planes*(2<<10)+(4<<10)*(layout.MaxGroups), "planned", func() {
 		if p, err = m.Plan(tokens, make([]uint32, len(dst.Groups))); err != nil {
 			return // larger than a transfer
 		}
@@ -143,7 +131,7 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 			for _, side := range sides {
 				var pieces []layout.Piece
 				// Of one byte each at worst, in a list that grows twofold.
-				within(t, 3*24*transfer.ChunkBytes, "resolved", func() { pieces, err = side.Append(nil, one) })
+				testutil.AllocatesAtMost(t, 3*24*transfer.ChunkBytes, "resolved", func() { pieces, err = side.Append(nil, one) })
 				if err != nil {
 					t.Fatal(err)
 				}

@@ -8,6 +8,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 )
 
@@ -197,7 +198,7 @@ func TestProveIsBounded(t *testing.T) {
 		if err != nil {
 			t.Fatal(name, err)
 		}
-		within(t, 8*maxExtents*16, name, func() { err = Prove(reg, c[:1], c[1], shares) })
+		testutil.AllocatesAtMost(t, 8*maxExtents*16, name, func() { err = Prove(reg, c[:1], c[1], shares) })
 		if err == nil || !strings.Contains(err.Error(), `layer "a" = more than 1048576 pieces`) {
 			t.Errorf("%s: %v", name, err)
 		}

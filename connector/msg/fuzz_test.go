@@ -5,8 +5,12 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
-	"runtime"
+	"fmt"
+	"reflect"
+	"strings"
 	"testing"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // hostile are inputs that announce more than they hold, nest without end, or lie about types.
@@ -46,6 +50,16 @@ func seeds(f *testing.F, kind string) {
 			f.Add(recordTypes[v.Type], b)
 		}
 	}
+	packets, bodies := dear(8 << 10)
+	if kind == "socket" {
+		for _, b := range packets {
+			f.Add(b)
+		}
+	} else {
+		for name, b := range bodies {
+			f.Add(typeOf(name), b)
+		}
+	}
 	for _, h := range hostile() {
 		if len(h) > 4096 {
 			continue // TestHostile has them; they only slow mutation down
@@ -62,11 +76,86 @@ func seeds(f *testing.F, kind string) {
 	}
 }
 
-// FuzzPacket: no packet makes the decoder fail otherwise than by an error of ours, and what decodes encodes to a fixed point.
+// mostDecoded bounds what reading so many bytes may allocate, in all. A list is made when it is announced, if a byte for each element is left: the
+// largest for its bytes is REGISTER.regions, once, as reading ends where an element is not what was announced. What is complete may come again and
+// again: dearest is a map of STATS, of two bytes an entry, with 29 bytes for each byte (TestMostDecoded says them all).
+func mostDecoded(n int) uint64 {
+	return uint64(min(n, MaxRegions))*uint64(reflect.TypeFor[Region]().Size()) + 32*uint64(n)
+}
+
+// dear are inputs whose bytes become the most memory: of each list, as many as there may be, again and again.
+func dear(size int) (packets, records map[string][]byte) {
+	again := func(key string, value []byte) []byte {
+		one := append(appendStr(nil, key), value...)
+		n := max(1, size/len(one))
+		return append(appendMap(nil, n), bytes.Repeat(one, n)...)
+	}
+	list := func(n int, element ...byte) []byte { return append(appendArray(nil, n), bytes.Repeat(element, n)...) }
+	counts := func(n int) []byte { return append(appendMap(nil, n), bytes.Repeat([]byte{0xa0, 0}, n)...) }
+	packet := func(t Type, body []byte) []byte {
+		return append(binary.LittleEndian.AppendUint32(nil, uint32(t)), body...)
+	}
+	req := append([]byte{0x82, 0xa5}, "lease\x01\xa3end\x01"...)
+	tables := append(append([]byte{0x83, 0xa5}, "lease\x01\xa3end\x01\xa6blocks"...), list(15, 0xc4, 0)...)
+	device := append([]byte{0x83, 0xa6}, "region\xc4\x1023456789abcdef01\xa4kind\xa6device\xa5bytes\x01"...)
+	return map[string][]byte{
+			"regions announced":  packet(TypeRegister, append(append([]byte{0x81, 0xa7}, "regions\xdc\x04\x00"...), make([]byte, MaxRegions)...)),
+			"no such regions":    packet(TypeRegister, append([]byte{0x81, 0xa7}, "regions\xdc\x04\x00"...)),
+			"regions":            packet(TypeRegister, again("regions", list(MaxRegions, device...))),
+			"no regions":         packet(TypeRegister, again("regions", list(0))),
+			"one feature":        packet(TypeHello, again("features", list(1, 0xa0))),
+			"features":           packet(TypeHello, again("features", list(MaxFeatures, 0xa0))),
+			"64 counts":          packet(TypeStats, again("bytes", counts(MaxOutcomes))),
+			"57 counts":          packet(TypeStats, again("bytes", counts(57))),
+			"29 counts":          packet(TypeStats, again("bytes", counts(29))),
+			"15 counts":          packet(TypeStats, again("bytes", counts(15))),
+			"no counts":          packet(TypeStats, again("bytes", counts(0))),
+			"keys that are junk": packet(TypeStats, again("bytes", append(appendMap(nil, 57), bytes.Repeat([]byte{0xa1, 0xff, 0}, 57)...))),
+		}, map[string][]byte{
+			"STEP 0":   again("reqs", list(1, req...)),
+			"STEP":     again("reqs", list(257, req...)),
+			"STEP 2":   again("reqs", list(513, req...)),
+			"STEP 3":   again("reqs", list(65, tables...)),
+			"INTENT 0": again("blocks", list(1, 0xc4, 0)),
+			"INTENT":   again("blocks", list(MaxGroups, 0xc4, 0)),
+			"INTENT 2": again("blocks", list(MaxGroups, 0xc4, 4, 1, 1, 1, 1)),
+			"INTENT 3": again("steps", list(1, 0x92, 1, 1)),
+			"EXPECT":   again("skip", list(MaxGroups, 0)),
+			"COPY":     again("blocks", append([]byte{0xc4, copyBlockBytes}, make([]byte, copyBlockBytes)...)),
+			"RECEIVED": again("recompute", list(129, 0x92, 1, 2)),
+		}
+}
+
+// typeOf is the record type in the name of an input.
+func typeOf(name string) uint16 {
+	what, _, _ := strings.Cut(name, " ")
+	return recordTypes[what]
+}
+
+// TestMostDecoded: the bound of the fuzz tests holds for what it was made for.
+func TestMostDecoded(t *testing.T) {
+	say := func(what string, b []byte, f func()) {
+		testutil.AllocatesAtMost(t, mostDecoded(len(b)), what, f)
+		n := testutil.Allocates(f)
+		t.Logf("%s: %d bytes became %d, %.1f for each; at most %d", what, len(b), n, float64(n)/float64(len(b)), mostDecoded(len(b)))
+	}
+	packets, records := dear(60 << 10)
+	for name, b := range packets {
+		say(name, b, func() { _, _ = DecodePacket(b) })
+	}
+	for name, b := range records {
+		say(name, b, func() { _, _ = DecodeRecord(typeOf(name), b) })
+	}
+}
+
+// FuzzPacket: no packet makes the decoder fail otherwise than by an error of ours, nor allocate more than its bytes allow, and what decodes
+// encodes to a fixed point.
 func FuzzPacket(f *testing.F) {
 	seeds(f, "socket")
 	f.Fuzz(func(t *testing.T, b []byte) {
-		m, err := DecodePacket(b)
+		var m Message
+		var err error
+		testutil.AllocatesAtMost(t, mostDecoded(len(b)), fmt.Sprintf("a packet of %d bytes", len(b)), func() { m, err = DecodePacket(b) })
 		if err != nil {
 			var e *Error
 			var u *UnknownType
@@ -94,7 +183,9 @@ func FuzzPacket(f *testing.F) {
 func FuzzRecord(f *testing.F) {
 	seeds(f, "record")
 	f.Fuzz(func(t *testing.T, typ uint16, b []byte) {
-		m, err := DecodeRecord(typ, b)
+		var m any
+		var err error
+		testutil.AllocatesAtMost(t, mostDecoded(len(b)), fmt.Sprintf("a record of %d bytes", len(b)), func() { m, err = DecodeRecord(typ, b) })
 		if err != nil {
 			var e *Error
 			if !errors.As(err, &e) {
@@ -153,25 +244,14 @@ func TestRepeatedKeys(t *testing.T) {
 
 // TestHostile: a lie about a length costs no memory.
 func TestHostile(t *testing.T) {
-	const allowed = 256 << 10
-	var before, after runtime.MemStats
+	const allowed = 192 << 10
 	for i, h := range hostile() {
 		for typ := TypeHello; typ <= TypeStats; typ++ {
 			p := append(binary.LittleEndian.AppendUint32(nil, uint32(typ)), h...)
-			runtime.ReadMemStats(&before)
-			_, err := DecodePacket(p)
-			runtime.ReadMemStats(&after)
-			if n := after.TotalAlloc - before.TotalAlloc; n > allowed {
-				t.Errorf("input %d as %s: %d bytes allocated (err %v)", i, typ, n, err)
-			}
+			testutil.AllocatesAtMost(t, allowed, fmt.Sprintf("input %d as %s", i, typ), func() { _, _ = DecodePacket(p) })
 		}
 		for name, typ := range recordTypes {
-			runtime.ReadMemStats(&before)
-			_, err := DecodeRecord(typ, h)
-			runtime.ReadMemStats(&after)
-			if n := after.TotalAlloc - before.TotalAlloc; n > allowed {
-				t.Errorf("input %d as %s: %d bytes allocated (err %v)", i, name, n, err)
-			}
+			testutil.AllocatesAtMost(t, allowed, fmt.Sprintf("input %d as %s", i, name), func() { _, _ = DecodeRecord(typ, h) })
 		}
 	}
 	if _, err := DecodePacket(make([]byte, MaxPacketBytes+1)); err == nil {

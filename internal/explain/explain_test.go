@@ -10,11 +10,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"runtime"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/parseblock"
 )
 
@@ -401,28 +401,11 @@ func TestParseConfig(t *testing.T) {
 // Bounds of what a foreign description may make this process allocate, in all. Reading takes some times the bytes that are read (a number
 // of a list of two characters is an int, a group of a layout is a struct), explaining what the layers of that many ranks take.
 const (
-	mostReading    = 256 << 10 // what encoding/json keeps of a type is made when it is first read
+	mostReading    = 192 << 10 // what encoding/json keeps of a type is made when it is first read
 	mostPerByte    = 128
 	mostExplaining = 32 << 20
 	mostPerLayer   = 8 << 10 // of each pair of ranks
 )
-
-// allocates is what f allocates, with what else does at the same time.
-func allocates(f func()) uint64 {
-	var before, after runtime.MemStats
-	runtime.ReadMemStats(&before)
-	f()
-	runtime.ReadMemStats(&after)
-	return after.TotalAlloc - before.TotalAlloc
-}
-
-// bounded fails the test if f allocates more than that.
-func bounded(t *testing.T, what string, most int, f func()) {
-	t.Helper()
-	if n := allocates(f); n > uint64(most) {
-		t.Fatalf("%s allocated %d bytes, at most %d are allowed", what, n, most)
-	}
-}
 
 // FuzzParseConfig: no file makes a panic, an endless plan, a layout that does not hold together, or more memory than the bounds.
 func FuzzParseConfig(f *testing.F) {
@@ -441,7 +424,7 @@ func FuzzParseConfig(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte, block, tp, to uint8) {
 		var m *Model
 		var err error
-		bounded(t, fmt.Sprintf("reading %d bytes", len(b)), mostReading+mostPerByte*len(b), func() { m, err = ParseConfig("fuzz", b) })
+		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)), fmt.Sprintf("reading %d bytes", len(b)), func() { m, err = ParseConfig("fuzz", b) })
 		if err != nil {
 			return
 		}
@@ -449,7 +432,7 @@ func FuzzParseConfig(f *testing.F) {
 		for _, c := range m.Caches {
 			layers += c.Layers
 		}
-		bounded(t, fmt.Sprintf("explaining %d layers", layers), mostExplaining+mostPerLayer*layers*max(1, int(tp%16)*int(to%16)), func() {
+		testutil.AllocatesAtMost(t, uint64(mostExplaining+mostPerLayer*layers*max(1, int(tp%16)*int(to%16))), fmt.Sprintf("explaining %d layers", layers), func() {
 			r, err := Explain(m, side(int(block), int(tp%16), parseblock.PackedNHD, m.DType()), side(int(block), int(to%16), parseblock.PackedHND, m.DType()), 33)
 			if err != nil {
 				return
@@ -484,7 +467,7 @@ func FuzzParseEngine(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var e *Engine
 		var err error
-		bounded(t, fmt.Sprintf("reading %d bytes", len(b)), mostReading+mostPerByte*len(b), func() { e, err = ParseEngine("fuzz", "", bytes.NewReader(b)) })
+		testutil.AllocatesAtMost(t, uint64(mostReading+mostPerByte*len(b)), fmt.Sprintf("reading %d bytes", len(b)), func() { e, err = ParseEngine("fuzz", "", bytes.NewReader(b)) })
 		if err != nil {
 			return
 		}
@@ -492,7 +475,7 @@ func FuzzParseEngine(f *testing.F) {
 		for _, l := range e.Layouts {
 			layers += l.NumLayers()
 		}
-		bounded(t, fmt.Sprintf("explaining %d layers of %d workers", layers, len(e.Layouts)), mostExplaining+mostPerLayer*layers*len(e.Layouts), func() {
+		testutil.AllocatesAtMost(t, uint64(mostExplaining+mostPerLayer*layers*len(e.Layouts)), fmt.Sprintf("explaining %d layers of %d workers", layers, len(e.Layouts)), func() {
 			if r, err := ExplainEngines(e, e, 64); err == nil && r.TotalBytes == 0 && r.BytesPerToken >= 1 {
 				t.Fatalf("%v bytes a token, and nothing moves: %+v", r.BytesPerToken, r)
 			}

@@ -32,3 +32,12 @@ func TestSkipSkips(t *testing.T) {
 		t.Error("Skip returned")
 	}
 }
+
+var kept []byte
+
+func TestAllocates(t *testing.T) {
+	if n := Allocates(func() { kept = make([]byte, 1<<20); kept = make([]byte, 1<<20) }); n < 2<<20 || n > 2<<20+allocNoise {
+		t.Errorf("twice a mebibyte, one of it garbage, is %d bytes", n)
+	}
+	AllocatesAtMost(t, 1<<20, "a mebibyte", func() { kept = make([]byte, 1<<20) })
+}
