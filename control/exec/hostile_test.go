@@ -1,16 +1,19 @@
 package exec
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"strings"
 	"testing"
 
+	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -347,8 +350,52 @@ func TestEnginesOfOneName(t *testing.T) {
 	}
 }
 
-// FuzzMessage says anything, frame by frame: a byte for the length of each. Nothing panics, what is kept stays bounded, and what was
-// refused has given nothing away.
+// mostOfAFrame bounds what one frame of so many bytes may allocate, read and acted on: what serving a grant takes, whose plan here is small, and of
+// its bytes what protobuf makes of them, which is most where a message of nothing is an element (dearFrames).
+func mostOfAFrame(n int) uint64 { return 16<<10 + 128*uint64(n) }
+
+// dearFrames are frames whose bytes become the most memory.
+func dearFrames() map[string][]byte {
+	field := func(num protowire.Number, v []byte) []byte {
+		return protowire.AppendBytes(protowire.AppendTag(nil, num, protowire.BytesType), v)
+	}
+	of := func(body, num protowire.Number, v ...byte) []byte {
+		one := field(num, v)
+		return field(body, bytes.Repeat(one, (60<<10)/len(one)))
+	}
+	return map[string][]byte{
+		"parts":              of(12, 19),
+		"parts with budgets": of(12, 19, field(8, nil)...),
+		"budgets":            field(12, field(19, bytes.Repeat(field(8, nil), 30<<10))),
+		"skip":               field(12, field(7, make([]byte, 60<<10))),
+		"tiers":              of(12, 20),
+		"ranks":              of(13, 8),
+		"sources":            of(17, 2),
+		"rails":              of(21, 1),
+		"addresses":          of(21, 2),
+	}
+}
+
+// TestDearFrames: the bound of FuzzMessage holds for what it was made for.
+func TestDearFrames(t *testing.T) {
+	for name, b := range dearFrames() {
+		tg := newTarget()
+		read := func() {
+			var fr peerv1.ControlFrame
+			if err := proto.Unmarshal(b, &fr); err != nil || fr.Body == nil {
+				t.Fatalf("%s: %v", name, err)
+			}
+			_ = tg.ex.Message(1, tg.peer, &fr)
+			tg.drain()
+		}
+		testutil.AllocatesAtMost(t, mostOfAFrame(len(b)), name, read)
+		n := testutil.Allocates(read)
+		t.Logf("%s: %d bytes became %d, %.1f for each; at most %d", name, len(b), n, float64(n)/float64(len(b)), mostOfAFrame(len(b)))
+	}
+}
+
+// FuzzMessage says anything, frame by frame: two bytes for the length of each. Nothing panics, what is kept and what is allocated stay bounded, and
+// what was refused has given nothing away.
 func FuzzMessage(f *testing.F) {
 	add := func(frames ...*peerv1.ControlFrame) {
 		var b []byte
@@ -375,24 +422,32 @@ func FuzzMessage(f *testing.F) {
 	add(grantFrame(goodGrant()), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: dest}}})
 	add(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{Xfer: goodGrant().Xfer, Hash: goodGrant().Hash, Token: 1}}})
 	add(&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r", Bytes: 1}}})
+	for _, b := range dearFrames() {
+		f.Add(append([]byte{byte(len(b)), byte(len(b) >> 8)}, b...))
+	}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		tg := newTarget()
 		frames := 0
 		for len(b) >= 2 && frames < 64 {
 			n := min(int(b[0])|int(b[1])<<8, len(b)-2)
 			var fr peerv1.ControlFrame
-			if proto.Unmarshal(b[2:2+n], &fr) == nil {
-				frames++
-				err := tg.ex.Message(Instant(frames)*sec/10, tg.peer, &fr)
-				gives, replies := tg.drain()
-				for _, r := range replies {
-					if err != nil && r.Code == peerv1.GrantReply_BOUND {
-						t.Fatalf("refused (%v) and bound", err)
-					}
+			var err error
+			var gives int
+			var replies []*peerv1.GrantReply
+			testutil.AllocatesAtMost(t, mostOfAFrame(n), fmt.Sprintf("a frame of %d bytes", n), func() {
+				if proto.Unmarshal(b[2:2+n], &fr) == nil {
+					frames++
+					err = tg.ex.Message(Instant(frames)*sec/10, tg.peer, &fr)
+					gives, replies = tg.drain()
 				}
-				if err != nil && gives != 0 {
-					t.Fatalf("refused (%v), and %d actions give bytes away", err, gives)
+			})
+			for _, r := range replies {
+				if err != nil && r.Code == peerv1.GrantReply_BOUND {
+					t.Fatalf("refused (%v) and bound", err)
 				}
+			}
+			if err != nil && gives != 0 {
+				t.Fatalf("refused (%v), and %d actions give bytes away", err, gives)
 			}
 			b = b[2+n:]
 		}
