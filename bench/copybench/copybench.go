@@ -23,12 +23,15 @@ import (
 	"os"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/bench/progress"
+	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // Sizes.
@@ -36,6 +39,7 @@ const (
 	regionBytes = 512 << 20
 	maxConns    = 64
 	maxRounds   = 1000
+	maxWindow   = 4096 // slices; lanes take fewer
 	minBlock    = 512
 )
 
@@ -68,30 +72,8 @@ plain Go stream with as many connections, for shm a C memcpy over the same block
 			if o.Role == roleSink {
 				return runSink(cmd.Context(), os.Stdin, os.Stdout)
 			}
-			var err error
-			if o.Blocks, err = parseSizes(blocks); err != nil {
-				return fmt.Errorf("--blocks: %w", err)
-			}
-			one := func(flag, s string) (int, error) {
-				v, err := parseSizes(s)
-				if err == nil && len(v) != 1 {
-					err = fmt.Errorf("%q: one size is wanted", s)
-				}
-				if err != nil {
-					return 0, fmt.Errorf("--%s: %w", flag, err)
-				}
-				return v[0], nil
-			}
-			if o.Total, err = one("total", total); err != nil {
-				return err
-			}
-			if slice != "" {
-				if o.Slice, err = one("slice", slice); err != nil {
-					return err
-				}
-			}
-			if err := o.check(); err != nil {
-				return err
+			if err := o.parse(blocks, total, slice, cmd.Flags().Changed("slice")); err != nil {
+				return mistake.Of(err)
 			}
 			path := []string{cmd.Name()}
 			for p := cmd.Parent(); p != nil && p.HasParent(); p = p.Parent() {
@@ -126,6 +108,32 @@ plain Go stream with as many connections, for shm a C memcpy over the same block
 	return c
 }
 
+// parse reads the sizes and checks everything.
+func (o *options) parse(blocks, total, slice string, sliced bool) (err error) {
+	if o.Blocks, err = parseSizes(blocks); err != nil {
+		return fmt.Errorf("--blocks: %w", err)
+	}
+	one := func(flag, s string) (int, error) {
+		v, err := parseSizes(s)
+		if err == nil && len(v) != 1 {
+			err = fmt.Errorf("%q: one size is wanted", s)
+		}
+		if err != nil {
+			return 0, fmt.Errorf("--%s: %w", flag, err)
+		}
+		return v[0], nil
+	}
+	if o.Total, err = one("total", total); err != nil {
+		return err
+	}
+	if sliced {
+		if o.Slice, err = one("slice", slice); err != nil {
+			return err
+		}
+	}
+	return o.check()
+}
+
 func (o *options) check() error {
 	switch {
 	case o.Transport != "tcp" && o.Transport != "shm":
@@ -136,42 +144,33 @@ func (o *options) check() error {
 		return fmt.Errorf("--integrity crc32c: %s has no wire to be damaged on; use off", o.Transport)
 	case o.Conns < 1 || o.Conns > maxConns:
 		return fmt.Errorf("--conns %d: must be 1 to %d", o.Conns, maxConns)
-	case o.Window < 1:
-		return fmt.Errorf("--window %d: must be positive", o.Window)
+	case o.Window < 1 || o.Window > maxWindow:
+		return fmt.Errorf("--window %d: must be 1 to %d", o.Window, maxWindow)
 	case o.Rounds < 1 || o.Rounds > maxRounds:
 		return fmt.Errorf("--rounds %d: must be 1 to %d", o.Rounds, maxRounds)
-	case o.Slice%chunk != 0:
-		return fmt.Errorf("--slice %d: must be a multiple of %d", o.Slice, chunk)
 	case o.Total < chunk || o.Total > regionBytes || o.Total%chunk != 0:
-		return fmt.Errorf("--total %d: must be a multiple of %d, at most %d", o.Total, chunk, regionBytes)
+		return fmt.Errorf("--total %s: must be a multiple of %s, at most %s", size(o.Total), size(chunk), size(regionBytes))
+	case o.Slice%chunk != 0 || o.Slice > o.Total:
+		return fmt.Errorf("--slice %s: must be a multiple of %s, at most --total %s", size(o.Slice), size(chunk), size(o.Total))
 	}
 	for _, b := range o.Blocks {
 		if b < minBlock || b&(b-1) != 0 || o.Total%b != 0 {
-			return fmt.Errorf("--blocks %d: must be a power of two, %d at least, that divides --total %d", b, minBlock, o.Total)
+			return fmt.Errorf("--blocks %s: must be a power of two, %d bytes at least, that divides --total %s", size(b), minBlock, size(o.Total))
 		}
 	}
 	return nil
 }
 
+func size(n int) string { return timeline.FormatSize(int64(n)) }
+
 // parseSizes reads "4KiB,1MiB".
-func parseSizes(s string) ([]int, error) {
-	var out []int
-	for _, f := range strings.Split(s, ",") {
-		f = strings.TrimSpace(f)
-		num, shift := f, 0
-		for _, u := range []struct {
-			suffix string
-			shift  int
-		}{{"KiB", 10}, {"MiB", 20}, {"GiB", 30}} {
-			if n, ok := strings.CutSuffix(f, u.suffix); ok {
-				num, shift = n, u.shift
-			}
+func parseSizes(s string) (out []int, err error) {
+	for f := range strings.SplitSeq(s, ",") {
+		n, err := timeline.ParseSize(strings.TrimSpace(f))
+		if err != nil {
+			return nil, err
 		}
-		n, err := strconv.Atoi(num)
-		if err != nil || n <= 0 || n > (1<<40)>>shift {
-			return nil, fmt.Errorf("%q: want a size such as 16KiB or 1MiB", f)
-		}
-		out = append(out, n<<shift)
+		out = append(out, int(n))
 	}
 	return out, nil
 }
@@ -246,12 +245,16 @@ func median(v []float64) float64 {
 }
 
 // run is the parent.
-func run(ctx context.Context, o options, path []string, progress io.Writer) (*Report, error) {
+func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Report, error) {
+	say := progress.Start(stderr)
+	defer say.Close()
+	say.Phase("making two regions of %d MiB and the second process", regionBytes>>20)
 	s, err := newSource(ctx, o, path)
 	if err != nil {
 		return nil, err
 	}
 	defer s.close()
+	s.say = say
 	rep := &Report{Transport: o.Transport, Integrity: o.Integrity, Conns: o.Conns, Window: s.window, Slice: s.slice, Total: o.Total,
 		Rounds: o.Rounds, Baseline: s.baselineName()}
 	rep.host()
@@ -265,13 +268,15 @@ func run(ctx context.Context, o options, path []string, progress io.Writer) (*Re
 			return nil, fmt.Errorf("bench copy: %s, blocks of %d bytes: %w", o.Transport, b, err)
 		}
 		rep.Results = append(rep.Results, *res)
-		_, _ = fmt.Fprintf(progress, "%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f\n", o.Transport, b, res.GBps, res.BaselineGBps, res.Ratio)
+		say.Say("%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f", o.Transport, b, res.GBps, res.BaselineGBps, res.Ratio)
 	}
 	return rep, nil
 }
 
 // measure alternates both ways over one block size.
 func (s *source) measure(ctx context.Context, block int, seeds *rand.Rand) (*Result, error) {
+	s.say.Phase("%s, blocks of %d bytes: a warm-up and %d rounds of %d MiB, each through %s and as the baseline", s.o.Transport, block, s.o.Rounds, s.o.Total>>20,
+		s.o.Transport)
 	if err := s.layout(block, seeds.Uint64()); err != nil {
 		return nil, err
 	}
@@ -282,6 +287,7 @@ func (s *source) measure(ctx context.Context, block int, seeds *rand.Rand) (*Res
 		if err := ctx.Err(); err != nil {
 			return nil, err
 		}
+		s.say.Note("%d of %d", round, s.o.Rounds)
 		var us, them sample
 		var err error
 		for turn := range 2 {

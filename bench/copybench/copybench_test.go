@@ -7,7 +7,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
+
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // The test binary is both processes.
@@ -47,6 +50,9 @@ func TestCopy(t *testing.T) {
 		if err := json.Unmarshal(out.Bytes(), &r); err != nil {
 			t.Fatal(err)
 		}
+		if said := progress.String(); !strings.Contains(said, "4096 bytes: a warm-up and 1 rounds") || !strings.Contains(said, "1048576 B: ") {
+			t.Errorf("%v: of its progress it said %q", args, said)
+		}
 		if len(r.Results) != 2 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 || r.Results[1].CPUPerGB <= 0 {
 			t.Errorf("%v: %+v", args, r)
 		}
@@ -58,20 +64,25 @@ func TestFlags(t *testing.T) {
 		{"--transport", "carrier-pigeon"},
 		{"--blocks", "5KiB"},
 		{"--blocks", "x"},
+		{"--blocks", ""},
 		{"--total", "1GiB"},
 		{"--total", "100"},
 		{"--conns", "0"},
+		{"--window", "0"},
+		{"--window", "5000"},
 		{"--rounds", "0"},
 		{"--integrity", "md5"},
 		{"--transport", "shm", "--integrity", "crc32c"},
 		{"--slice", "1000"},
+		{"--slice", ""},
+		{"--slice", "16MiB", "--total", "8MiB", "--blocks", "4KiB"},
 	} {
 		c := NewCopyCommand()
 		c.SetOut(new(bytes.Buffer))
 		c.SetErr(new(bytes.Buffer))
 		c.SetArgs(args)
-		if err := c.Execute(); err == nil {
-			t.Errorf("%v: accepted", args)
+		if err := c.Execute(); !mistake.Is(err) || !strings.Contains(err.Error(), "--") {
+			t.Errorf("%v: %v", args, err)
 		}
 	}
 }

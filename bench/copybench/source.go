@@ -18,6 +18,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -29,6 +30,7 @@ const patience = time.Minute
 // source is the parent.
 type source struct {
 	o       options
+	say     *progress.Line
 	setup   setup
 	slice   int // bytes
 	window  int

@@ -16,7 +16,10 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/bench/progress"
+	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/cuda"
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // Row is one measured line.
@@ -45,6 +48,7 @@ type Report struct {
 type bench struct {
 	drv    *cuda.Driver
 	out    io.Writer
+	say    *progress.Line
 	repeat int
 	name   string // of the bench that runs
 	report Report
@@ -69,7 +73,12 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 		ValidArgs: benches,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if repeat < 1 || repeat > 1000 {
-				return fmt.Errorf("--repeat %d: want 1 to 1000", repeat)
+				return mistake.Errorf("--repeat %d: want 1 to 1000", repeat)
+			}
+			for _, out := range []struct{ flag, path string }{{"--json", jsonFile}, {"--html", htmlFile}} {
+				if err := timeline.Writable(out.path); err != nil {
+					return mistake.Errorf("%s: %w", out.flag, err)
+				}
 			}
 			drv, err := cuda.Open()
 			if err != nil {
@@ -78,7 +87,9 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			if args, err = choose(args, len(drv.Devices)); err != nil {
 				return err
 			}
-			b := &bench{drv: drv, out: cmd.OutOrStdout(), repeat: repeat, report: Report{Driver: drv.Version}}
+			say := progress.Start(cmd.ErrOrStderr())
+			defer say.Close()
+			b := &bench{drv: drv, out: cmd.OutOrStdout(), say: say, repeat: repeat, report: Report{Driver: drv.Version}}
 			for _, d := range drv.Devices {
 				name, err := d.Name()
 				if err != nil {
@@ -132,6 +143,8 @@ func choose(asked []string, gpus int) (out []string, err error) {
 
 func (b *bench) run(name string) error {
 	b.name = name
+	b.say.Phase("%s: filling memory of hosts and GPUs", name)
+	defer b.say.End()
 	switch name {
 	case "nvlink":
 		return b.nvlink()
@@ -168,12 +181,14 @@ func (b *bench) write(jsonFile, htmlFile string) error {
 
 // pair times f and ceiling alternately and records a row. ceiling moves ceilingBytes; nil: none.
 func (b *bench) pair(r Row, f func() error, ceilingBytes uint64, ceiling func() error) error {
+	b.say.Phase("%s: %s", b.name, r.What)
 	if err := f(); err != nil { // warm-up
 		return fmt.Errorf("%s: %w", r.What, err)
 	}
 	var rates, ceilings, ratios []float64
 	var cpu, wall float64
-	for range b.repeat {
+	for i := range b.repeat {
+		b.say.Note("%d of %d", i+1, b.repeat)
 		if ceiling != nil {
 			t := time.Now()
 			if err := ceiling(); err != nil {
@@ -198,6 +213,7 @@ func (b *bench) pair(r Row, f func() error, ceilingBytes uint64, ceiling func() 
 	}
 	r.Bench = b.name
 	b.report.Rows = append(b.report.Rows, r)
+	b.say.End()
 	fmt.Fprintf(b.out, "%-58s %9.2f %9.2f %9.2f %9.2f %7.3f %6.2f\n", r.What, r.GBps, r.Min, r.Max, r.Ceiling, r.Ratio, r.Cores)
 	return nil
 }

@@ -8,6 +8,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/kvspray/kvspray/bench/progress"
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // TestHTML draws reports of real runs: every row is there, and each bench has a plot.
@@ -43,6 +46,32 @@ func TestHTML(t *testing.T) {
 	}
 	if n := strings.Count(html, "<svg"); n != 2 {
 		t.Errorf("%d plots of two benches", n)
+	}
+}
+
+// TestPairSays: who waits is told what is measured, and the table has rows only.
+func TestPairSays(t *testing.T) {
+	var table, said bytes.Buffer
+	b := &bench{out: &table, say: progress.Start(&said), repeat: 2, name: "staged"}
+	nothing := func() error { return nil }
+	if err := b.pair(Row{What: "slices", Bytes: 1}, nothing, 1, nothing); err != nil {
+		t.Fatal(err)
+	}
+	b.say.Close()
+	if said.String() != "staged: slices\n" || strings.Count(table.String(), "\n") != 1 || !strings.HasPrefix(table.String(), "slices ") {
+		t.Errorf("it said %q and printed %q", &said, &table)
+	}
+}
+
+func TestMistakes(t *testing.T) {
+	for _, args := range [][]string{{"--repeat", "0"}, {"--repeat", "1001"}, {"--json", filepath.Join(t.TempDir(), "none", "x")}, {"--html", t.TempDir()}} {
+		c := NewCommand()
+		c.SetOut(new(bytes.Buffer))
+		c.SetErr(new(bytes.Buffer))
+		c.SetArgs(args)
+		if err := c.Execute(); !mistake.Is(err) || !strings.HasPrefix(err.Error(), args[0]) {
+			t.Errorf("%v: %v", args, err)
+		}
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvspray/kvspray/bench/chart"
 	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // NewCommand returns the `rails` command.
@@ -24,7 +25,7 @@ func NewCommand() *cobra.Command {
 		Short: "Move KV blocks over several rails between two sidecars, while rails fail",
 		Long: `Builds two network namespaces joined by a veth pair per rail, each shaped to its rate, measures every rail alone and all
 at once with plain streams, and then moves scattered blocks from one real sidecar to another over all of them, while the faults
-happen. Content is compared after every transfer. Needs root, or the right to make network namespaces. Nothing that it makes outlives it.`,
+happen. Content is compared after every transfer. Shares are of what plain streams carry over the same rails, all at once. Needs root, or the right to make network namespaces. Nothing that it makes outlives it.`,
 		Example: `  kvspray bench rails
   kvspray bench rails --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --html rails.html
   kvspray bench rails --policy weighted --claims 2gbit,1gbit,500mbit,500mbit`,
@@ -41,16 +42,22 @@ happen. Content is compared after every transfer. Needs root, or the right to ma
 			return err
 		}
 		if plain < leastPlain || plain > mostPlain {
-			return fmt.Errorf("--plain %s: must be from %s to %s", plain, leastPlain, mostPlain)
+			return mistake.Errorf("--plain %s: must be from %s to %s", plain, leastPlain, mostPlain)
+		}
+		if integrity != "" && integrity != "off" && integrity != "crc32c" {
+			return mistake.Errorf("--integrity %q: want off or crc32c", integrity)
 		}
 		s := Setup{Rates: o.Rates, Policy: o.Policy, Integrity: integrity, Set: set, Plain: plain}
 		if claims != "" {
 			for _, part := range strings.Split(claims, ",") {
 				r, err := timeline.ParseRate(strings.TrimSpace(part))
 				if err != nil {
-					return fmt.Errorf("--claims: %w", err)
+					return mistake.Errorf("--claims: %w", err)
 				}
 				s.Claims = append(s.Claims, r)
+			}
+			if len(s.Claims) != len(s.Rates) {
+				return mistake.Errorf("--claims %s: %d rates for the %d rails of --rates: want one for each", claims, len(s.Claims), len(s.Rates))
 			}
 		}
 		if s.Kvspray, err = os.Executable(); err != nil {

@@ -19,6 +19,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/control/peer/keys"
@@ -48,6 +49,7 @@ type Field struct {
 	Rig *netrig.Rig
 
 	setup Setup
+	say   *progress.Line // nil: nobody waits
 	dir   string
 	nodes [2]*node
 	pairs []*Pair

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/version"
@@ -32,22 +33,26 @@ const (
 const Pipelined = 2
 
 // Run measures the rails with plain streams, moves transfers through the sidecars while the faults happen, and judges.
-func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) (*timeline.Result, error) {
-	say := func(format string, args ...any) { _, _ = fmt.Fprintf(progress, format+"\n", args...) }
+func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*timeline.Result, error) {
+	say := progress.Start(stderr)
+	defer say.Close()
+	say.Phase("making %d rails and a sidecar at each end", len(s.Rates))
 	f, err := Open(ctx, s)
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
+	f.say = say
 	res := &timeline.Result{Bench: "rails", Version: version.String(), Host: Host(), Block: o.Block, Total: o.Total,
 		Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
 	if res.Rails, res.Together, err = f.Plain(ctx, s.Plain); err != nil {
 		return nil, err
 	}
 	for _, r := range res.Rails {
-		say("%s of %s: a plain stream alone carries %s", r.Name, r.Rate, r.Alone)
+		say.Say("%s of %s: a plain stream alone carries %s", r.Name, r.Rate, r.Alone)
 	}
-	say("plain streams over all of them at once carry %s", res.Together)
+	say.Say("plain streams over all of them at once carry %s", res.Together)
+	say.Phase("making two engines with a cache for %d transfers of %s", Pipelined+1, timeline.FormatSize(o.Total))
 	p, err := f.Engines(ctx, o.Block, o.Total, Pipelined+1)
 	if err != nil {
 		return nil, err
@@ -58,18 +63,25 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, progress io.Writer) 
 	if err := pause(ctx, settle); err != nil {
 		return nil, err
 	}
+	what := "two transfers"
+	if o.Duration > 0 {
+		what = o.Duration.String() + " of transfers"
+	}
+	say.Phase("moving %s of %s, and comparing what came", what, timeline.FormatSize(o.Total))
 	return res, f.Move(ctx, p, o, Pipelined, res)
 }
 
 // Plain measures each rail alone, and then all of them at once, with plain streams.
 func (f *Field) Plain(ctx context.Context, span time.Duration) (rails []timeline.Rail, all timeline.Rate, err error) {
 	for i, r := range f.setup.Rates {
+		f.say.Phase("measuring %s of %s with a plain stream", netrig.Name(i), r)
 		alone, err := Streams(ctx, f.Rig, []int{i}, min(span, aloneSpan))
 		if err != nil {
 			return nil, 0, err
 		}
 		rails = append(rails, timeline.Rail{Name: netrig.Name(i), Rate: r, Alone: alone[0], Buffer: f.Rig.Buffer(i)})
 	}
+	f.say.Phase("measuring all rails at once")
 	all, err = Together(ctx, f.Rig, span)
 	return rails, all, err
 }
@@ -109,6 +121,7 @@ func (f *Field) move(ctx context.Context, p *Pair, faults []timeline.Fault, atOn
 				return err
 			}
 			all = append(all, t)
+			f.say.Note("%d begun", len(all))
 			wg.Go(func() { t.Landed(); <-window })
 		}
 		var turn time.Time

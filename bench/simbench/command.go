@@ -9,7 +9,9 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/bench/chart"
+	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // NewCommand returns the `sim` command.
@@ -22,7 +24,13 @@ func NewCommand() *cobra.Command {
 		Short: "Move KV blocks over simulated rails between many nodes, while rails fail",
 		Long: `Moves transfers between simulated nodes, with the production executors and schedulers, in virtual time, while the faults
 happen: what 'kvspray bench rails' does with two sidecars and the kernel's rails, for up to thousands of nodes and without
-privileges. Half of the nodes send, each to one of the others. The same flags and seed give the same run, down to the last event.
+privileges. Half of the nodes send, each to one of the others over rails of its own. The same flags and seed give the same run, down to
+the last event.
+
+What it prints: "moved" is the content of all transfers over the time from the first one's begin to the last one's end, and its share of what
+plain streams over all of those links carry: 1 is all that the links can do. "one transfer" is the rate of a single one, as a share of what
+the links of its own sender carry together: the first one of each sender, whose scheduler knows nothing yet, and the later ones (the median;
+with --duration two are wanted at a time).
 
 With --against it runs what a result of 'kvspray bench rails' says, on rails as they were measured there, and compares.`,
 		Example: `  kvspray bench sim --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up
@@ -44,17 +52,19 @@ With --against it runs what a result of 'kvspray bench rails' says, on rails as 
 		if against != "" {
 			for _, f := range []string{"rates", "block", "total", "duration", "policy", "fault", "nodes"} {
 				if cmd.Flags().Changed(f) {
-					return fmt.Errorf("--against %s and --%s: the result says which run it was; leave --%s out", against, f, f)
+					return mistake.Errorf("--against %s and --%s: the result says which run it was; leave --%s out", against, f, f)
 				}
 			}
 			if real, err = readResult(against); err != nil {
-				return fmt.Errorf("--against: %w", err)
+				return mistake.Errorf("--against: %w: give the file that 'kvspray bench rails --json FILE' wrote", err)
 			}
 			s = Predict(real, seed)
 			s.Options.JSON, s.Options.HTML = o.JSON, o.HTML
 			o = s.Options
 		}
+		s.Say = progress.Start(cmd.ErrOrStderr())
 		res, err := Run(cmd.Context(), s)
+		s.Say.Close()
 		if err != nil {
 			return err
 		}

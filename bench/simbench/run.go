@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/internal/mistake"
 	"github.com/kvspray/kvspray/internal/version"
 	"github.com/kvspray/kvspray/test/sim"
 	"github.com/kvspray/kvspray/transfer"
@@ -53,6 +55,7 @@ type Setup struct {
 	Rails []timeline.Rail
 	// Together is what plain streams got over all rails at once, where something else than the rails was in the way; 0: nothing was.
 	Together timeline.Rate
+	Say      *progress.Line // nil: nobody waits
 }
 
 func (s *Setup) check() error {
@@ -101,17 +104,18 @@ func (s *Setup) fabric() simfabric.Config {
 // Run measures the rails with plain streams, moves transfers while the faults happen, and judges.
 func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 	if err := s.check(); err != nil {
-		return nil, err
+		return nil, mistake.Of(err)
 	}
 	o := s.Options
 	policy, ok := spray.ParsePolicy(o.Policy)
 	if !ok {
-		return nil, fmt.Errorf("--policy %q: unknown", o.Policy)
+		return nil, mistake.Errorf("--policy %q: unknown", o.Policy)
 	}
 	pairs := s.Nodes / 2
 	res := &timeline.Result{Bench: "sim", Version: version.String(), Host: fmt.Sprintf("%d simulated nodes", s.Nodes), Nodes: s.Nodes, Seed: s.Seed,
 		Block: o.Block, Total: o.Total, Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
 	rails := s.rails()
+	s.Say.Phase("measuring %d simulated rails with plain streams, alone and together", len(rails))
 	for i, r := range rails {
 		alone, err := s.plain(rails[i : i+1])
 		if err != nil {
@@ -125,6 +129,11 @@ func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 		return nil, err
 	}
 	res.Together = together * timeline.Rate(pairs)
+	what := "two transfers"
+	if o.Duration > 0 {
+		what = o.Duration.String() + " of transfers"
+	}
+	s.Say.Phase("moving %s of %s from each of %d nodes, in simulated time", what, timeline.FormatSize(o.Total), pairs)
 	r := &run{s: s, res: res, c: sim.New(sim.Config{Fabric: s.fabric(), Exec: exec.Config{Policy: policy}})}
 	if err := r.move(ctx, rails, pairs); err != nil {
 		return nil, err
@@ -185,8 +194,11 @@ func (r *run) move(ctx context.Context, rails []timeline.Rail, pairs int) error 
 	r.sample()
 	events := 0
 	c.F.Run(r.begin+patience, func() bool {
-		if events++; events%checkContext == 0 && ctx.Err() != nil {
-			return true
+		if events++; events%checkContext == 0 {
+			r.note()
+			if ctx.Err() != nil {
+				return true
+			}
 		}
 		return c.Open() == 0 && r.done() || len(c.Violations()) > 0
 	})
@@ -200,6 +212,16 @@ func (r *run) move(ctx context.Context, rails []timeline.Rail, pairs int) error 
 	}
 	r.collect()
 	return nil
+}
+
+// note says how far the run is.
+func (r *run) note() {
+	begun := 0
+	for _, p := range r.pairs {
+		begun += len(p.all)
+	}
+	open := r.c.Open()
+	r.s.Say.Note("%.2f s, %d transfers ended, %d under way", (r.c.F.Now() - r.begin).Seconds(), max(begun-open, 0), open)
 }
 
 // window is how many transfers of a pair are wanted at a time.
@@ -256,13 +278,13 @@ func (r *run) sample() {
 }
 
 func (r *run) collect() {
-	for _, p := range r.pairs {
+	for sender, p := range r.pairs {
 		var turn time.Duration
 		for _, t := range p.all {
 			// Transfers are served in the order in which they began: the wire belongs to one once its predecessor is done.
 			began := max(t.Began-r.begin, turn)
 			turn = t.ReceivedAt() - r.begin
-			x := timeline.Transfer{Began: timeline.Seconds(began), Took: timeline.Seconds(turn - began), Bytes: t.Bytes()}
+			x := timeline.Transfer{Began: timeline.Seconds(began), Took: timeline.Seconds(turn - began), Bytes: t.Bytes(), Sender: sender}
 			if t.Received.Status != exec.StatusOK {
 				x.Error = t.Received.Reason
 			}

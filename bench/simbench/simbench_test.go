@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/kvspray/kvspray/bench/timeline"
+	"github.com/kvspray/kvspray/internal/mistake"
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
@@ -219,27 +220,27 @@ func TestAgainst(t *testing.T) {
 	if err := os.WriteFile(path, b.Bytes(), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	command := func(args ...string) (string, error) {
-		var out bytes.Buffer
+	command := func(args ...string) (stdout, stderr string, err error) {
+		var out, errs bytes.Buffer
 		c := NewCommand()
 		c.SilenceUsage, c.SilenceErrors = true, true
 		c.SetArgs(args)
 		c.SetOut(&out)
-		c.SetErr(&out)
-		err := c.Execute()
-		return out.String(), err
+		c.SetErr(&errs)
+		err = c.Execute()
+		return out.String(), errs.String(), err
 	}
-	if out, err := command("--against", path); err != nil || !strings.Contains(out, "later transfers") {
-		t.Errorf("%v: %s", err, out)
+	if _, errs, err := command("--against", path); err != nil || !strings.Contains(errs, "later transfers") {
+		t.Errorf("%v: %s", err, errs)
 	}
-	if _, err := command("--against", path, "--rates", "1gbit"); err == nil || !strings.Contains(err.Error(), "--rates") {
+	if _, _, err := command("--against", path, "--rates", "1gbit"); err == nil || !strings.Contains(err.Error(), "--rates") {
 		t.Errorf("--rates beside --against: %v", err)
 	}
-	if _, err := command("--against", path+"x"); err == nil {
-		t.Error("a file that is not there")
+	if _, _, err := command("--against", path+"x"); !mistake.Is(err) || !strings.Contains(err.Error(), "bench rails --json FILE") {
+		t.Errorf("a file that is not there: %v", err)
 	}
 	html := filepath.Join(t.TempDir(), "x.html")
-	out, err := command("--total", "16MiB", "--json", "-", "--html", html)
+	out, _, err := command("--total", "16MiB", "--json", "-", "--html", html)
 	if err != nil {
 		t.Fatal(err)
 	}

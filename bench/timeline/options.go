@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // Bounds of Options.
@@ -96,12 +98,16 @@ func AddFlags(cmd *cobra.Command) *Flags {
 	f.StringArrayVar(&x.faults, "fault", nil, "T:railN:kind; kinds: down, up, drop, ackdrop, rate=1/20, flap=300ms, blackhole, heal; all for railN meets every rail; repeatable")
 	f.StringVar(&x.jsonFile, "json", "", "write the result here; - for standard output")
 	f.StringVar(&x.htmlFile, "html", "", "write a chart here")
-	cmd.MarkFlagsMutuallyExclusive("total", "duration")
 	return x
 }
 
-// Options checks the flags. The error names the flag.
+// Options checks the flags. The error is a mistake, and names the flag.
 func (x *Flags) Options() (*Options, error) {
+	o, err := x.options()
+	return o, mistake.Of(err)
+}
+
+func (x *Flags) options() (*Options, error) {
 	o := &Options{Duration: x.duration, Policy: x.policy, JSON: x.jsonFile, HTML: x.htmlFile}
 	for _, s := range strings.Split(x.rates, ",") {
 		r, err := ParseRate(strings.TrimSpace(s))
@@ -118,6 +124,9 @@ func (x *Flags) Options() (*Options, error) {
 	if o.Total, err = ParseSize(x.total); err != nil {
 		return nil, fmt.Errorf("--total: %w", err)
 	}
+	if changed := x.cmd.Flags().Changed; changed("total") && changed("duration") {
+		return nil, fmt.Errorf("--total %s and --duration %s: give one of them; --duration moves transfers of %s", x.total, x.duration, defaultTotal)
+	}
 	if x.cmd.Flags().Changed("duration") && x.duration <= 0 {
 		return nil, fmt.Errorf("--duration %s: must be positive", x.duration)
 	}
@@ -133,15 +142,15 @@ func (x *Flags) Options() (*Options, error) {
 		return nil, err
 	}
 	for _, out := range []struct{ flag, path string }{{"--json", o.JSON}, {"--html", o.HTML}} {
-		if err := writable(out.path); err != nil {
+		if err := Writable(out.path); err != nil {
 			return nil, fmt.Errorf("%s: %w", out.flag, err)
 		}
 	}
 	return o, nil
 }
 
-// writable says before a run what would make its result be lost after it. It leaves no file where there was none.
-func writable(path string) error {
+// Writable says before a run what would make its result be lost after it. It leaves no file where there was none.
+func Writable(path string) error {
 	if path == "" || path == "-" {
 		return nil
 	}
@@ -154,7 +163,7 @@ func writable(path string) error {
 			return f.Close()
 		}
 	}
-	return err
+	return fmt.Errorf("%w: name a file that can be written, in a folder that is there", err)
 }
 
 func (o *Options) check() error {

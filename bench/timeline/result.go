@@ -26,7 +26,7 @@ type Result struct {
 	Faults   []Fault `json:"faults,omitempty"`
 
 	Rails []Rail `json:"rails"`
-	// Together is what plain streams over all rails at once carry.
+	// Together is what plain streams over all rails at once carry; of sim, over those of all senders.
 	Together Rate `json:"together_bits_per_second"`
 
 	Transfers []Transfer `json:"transfers"`
@@ -34,8 +34,9 @@ type Result struct {
 
 	// What follows is read out of the above by Judge.
 	Goodput Rate    `json:"goodput_bits_per_second"` // content, from the first beginning to the last end
-	Cold    float64 `json:"cold_share"`              // the first transfer's rate, of Together
-	Warm    float64 `json:"warm_share,omitempty"`    // the median of the others
+	Share   float64 `json:"share,omitempty"`         // Goodput, of Together
+	Cold    float64 `json:"cold_share"`              // a sender's first transfer, of what its rails carry together: the median of senders
+	Warm    float64 `json:"warm_share,omitempty"`    // the median of all later ones
 	Failed  int     `json:"failed_transfers"`        // more than none is a failure of the run
 	Dips    []Dip   `json:"dips,omitempty"`          // one for each time at which something happened
 }
@@ -54,6 +55,8 @@ type Transfer struct {
 	Began Seconds `json:"began_seconds"` // after the first one
 	Took  Seconds `json:"took_seconds"`
 	Bytes uint64  `json:"bytes"`
+	// Sender is who sent it, of the Nodes/2 of sim.
+	Sender int `json:"sender,omitempty"`
 	// Error is why it failed; "" says that it came and that its content was verified.
 	Error string `json:"error,omitempty"`
 }
@@ -87,11 +90,15 @@ const (
 
 // Judge fills in what is read out of transfers, rails and samples.
 func (r *Result) Judge() {
-	r.Goodput, r.Cold, r.Warm, r.Failed, r.Dips = 0, 0, 0, 0, nil
+	r.Goodput, r.Share, r.Cold, r.Warm, r.Failed, r.Dips = 0, 0, 0, 0, 0, nil
 	var content uint64
 	var end time.Duration
-	var warm []float64
-	for i, t := range r.Transfers {
+	var cold, warm []float64
+	each := r.Together / Rate(r.senders())
+	begun := map[int]bool{}
+	for _, t := range r.Transfers {
+		first := !begun[t.Sender]
+		begun[t.Sender] = true
 		if t.Error != "" {
 			r.Failed++
 			continue
@@ -99,19 +106,18 @@ func (r *Result) Judge() {
 		content += t.Bytes
 		end = max(end, t.Began.D()+t.Took.D())
 		share := 0.0
-		if r.Together > 0 {
-			share = float64(RateOf(t.Bytes, t.Took.D()) / r.Together)
+		if each > 0 {
+			share = float64(RateOf(t.Bytes, t.Took.D()) / each)
 		}
-		if i == 0 {
-			r.Cold = share
+		if first {
+			cold = append(cold, share)
 		} else {
 			warm = append(warm, share)
 		}
 	}
-	r.Goodput = RateOf(content, end)
-	if len(warm) > 0 {
-		slices.Sort(warm)
-		r.Warm = warm[len(warm)/2]
+	r.Goodput, r.Cold, r.Warm = RateOf(content, end), median(cold), median(warm)
+	if r.Together > 0 {
+		r.Share = float64(r.Goodput / r.Together)
 	}
 	for i := 0; i < len(r.Faults); {
 		at := r.Faults[i].At
@@ -136,6 +142,18 @@ func (r *Result) Judge() {
 		}
 		i = n
 	}
+}
+
+// senders is how many nodes have rails of their own to send over.
+func (r *Result) senders() int { return max(1, r.Nodes/2) }
+
+// median is the upper one of two; 0 of none.
+func median(v []float64) float64 {
+	if len(v) == 0 {
+		return 0
+	}
+	slices.Sort(v)
+	return v[len(v)/2]
 }
 
 // usable is what the rails that faults have left carry together: never more than they did when all were measured at once.
@@ -211,15 +229,26 @@ func (r *Result) Print(w io.Writer) error {
 	var b bytes.Buffer
 	p := func(format string, args ...any) { fmt.Fprintf(&b, format, args...) }
 	p("%s, %s; policy %s, blocks of %s\n", r.Bench, r.Host, r.Policy, FormatSize(int64(r.Block)))
+	n := r.senders()
 	for _, x := range r.Rails {
-		p("  %-8s %10s, alone %s\n", x.Name, x.Rate, x.Alone)
+		p("  %-8s %10s, alone %s\n", x.Name, x.Rate, x.Alone/Rate(n))
 	}
-	p("together %s; %d transfers of %s, %d failed: %s", r.Together, len(r.Transfers), FormatSize(r.Total), r.Failed, r.Goodput)
-	p(", cold %.3f", r.Cold)
-	if len(r.Transfers) > 1 {
-		p(", warm %.3f", r.Warm)
+	if n > 1 {
+		p("together %s for each of %d senders, %s in all", r.Together/Rate(n), n, r.Together)
+	} else {
+		p("together %s", r.Together)
 	}
-	p(" of together\n")
+	p("; %d transfers of %s, %d failed\n", len(r.Transfers), FormatSize(r.Total), r.Failed)
+	p("moved %s: %.3f of what the links carry together\n", r.Goodput, r.Share)
+	if n > 1 {
+		p("one transfer, of what its sender's links carry: the first %.3f", r.Cold)
+	} else {
+		p("one transfer, of what the links carry: the first %.3f", r.Cold)
+	}
+	if len(r.Transfers) > n {
+		p(", later ones %.3f", r.Warm)
+	}
+	p("\n")
 	for _, d := range r.Dips {
 		p("  %v: %.3f of %s in the %s after", d.Faults, d.Share, d.Expected, Depth)
 		if d.Recovered == Never {

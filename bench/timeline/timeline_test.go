@@ -168,6 +168,7 @@ func TestJudge(t *testing.T) {
 		}
 	}
 	near("goodput", float64(r.Goodput), 272e6*8/2)
+	near("share", r.Share, 272e6*8/2/float64(2*each))
 	near("cold", r.Cold, 0.9)
 	near("warm", r.Warm, 0.46)
 	if r.Failed != 1 || len(r.Dips) != 1 {
@@ -235,4 +236,28 @@ func FuzzParseFault(f *testing.F) {
 			t.Errorf("%q is %+v, written as %s it is %+v: %v", s, x, x, again, err)
 		}
 	})
+}
+
+// TestJudgeSenders: a transfer is judged by what its own sender's links carry, all of them together by all links.
+func TestJudgeSenders(t *testing.T) {
+	const links = Rate(800e6) // of one sender: 100 bytes a microsecond
+	r := &Result{Bench: "sim", Nodes: 6, Total: 90e6, Block: 16 << 10, Together: 3 * links, Rails: []Rail{{Name: "rail0", Rate: links, Alone: 3 * links}}}
+	for sender := range 3 {
+		r.Transfers = append(r.Transfers, Transfer{Sender: sender, Took: Seconds(time.Second), Bytes: 90e6},
+			Transfer{Sender: sender, Began: Seconds(time.Second), Took: Seconds(time.Second), Bytes: 95e6})
+	}
+	r.Judge()
+	if d := math.Abs(r.Cold-0.9) + math.Abs(r.Warm-0.95) + math.Abs(r.Share-0.925); d > 1e-9 {
+		t.Errorf("first %g, later %g, all %g: want 0.9, 0.95, 0.925", r.Cold, r.Warm, r.Share)
+	}
+	var b bytes.Buffer
+	if err := r.Print(&b); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"rail0       800mbit, alone 800mbit\n", "together 800mbit for each of 3 senders, 2.4gbit in all; 6 transfers", "moved 2.22gbit: 0.925 of what the links carry together\n",
+		"the first 0.900, later ones 0.950\n"} {
+		if !strings.Contains(b.String(), want) {
+			t.Errorf("%q is not in %s", want, b.String())
+		}
+	}
 }

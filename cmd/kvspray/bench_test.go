@@ -41,6 +41,9 @@ func flags(faults []string) (args []string) {
 	return args
 }
 
+// usage is the exit code of mistakes.
+const usage = 2
+
 // Each mistake is told before anything is built, by its flag, its value and what would be right.
 func TestBenchFlags(t *testing.T) {
 	const two = "--rates 200mbit,100mbit "
@@ -49,8 +52,8 @@ func TestBenchFlags(t *testing.T) {
 			args string
 			want []string
 		}{
-			{"--total 16MiB --duration 1s", []string{"total", "duration", "none of the others can be"}},
-			{"--duration 1s --total 16MiB", []string{"total", "duration", "none of the others can be"}},
+			{"--total 16MiB --duration 1s", []string{"--total 16MiB and --duration 1s: give one of them"}},
+			{"--duration 1s --total 16MiB", []string{"--total 16MiB and --duration 1s: give one of them"}},
 			{"--duration -1s", []string{"--duration -1s", "must be positive"}},
 			{"--total 17KiB", []string{"--total 17KiB", "must be a multiple of --block 16KiB"}},
 			{"--policy best", []string{`--policy "best"`, "want one of spray, round-robin, weighted"}},
@@ -69,7 +72,7 @@ func TestBenchFlags(t *testing.T) {
 		} {
 			var out, errs bytes.Buffer
 			code := cli.Main(append([]string{"bench", bench}, strings.Fields(x.args)...), &out, &errs)
-			if code == 0 || out.Len() > 0 {
+			if code != usage || out.Len() > 0 {
 				t.Errorf("bench %s %s: exit code %d, and it printed %q", bench, x.args, code, &out)
 			}
 			for _, w := range x.want {
@@ -80,11 +83,24 @@ func TestBenchFlags(t *testing.T) {
 		}
 	}
 	var out, errs bytes.Buffer
-	if code := cli.Main([]string{"bench", "rails", "--plain", "1ms"}, &out, &errs); code == 0 || !strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
+	if code := cli.Main([]string{"bench", "rails", "--plain", "1ms"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
 		t.Errorf("exit code %d: %q", code, &errs)
 	}
-	if code := cli.Main([]string{"bench", "sim", "--nodes", "3"}, &out, &errs); code == 0 || !strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
+	if code := cli.Main([]string{"bench", "sim", "--nodes", "3"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
 		t.Errorf("exit code %d: %q", code, &errs)
+	}
+}
+
+// What was typed wrongly has one exit code, whichever bench it is.
+func TestBenchMistakes(t *testing.T) {
+	for _, args := range []string{"copy --transport rdma", "copy --blocks 5KiB", "copy --total 0", "copy --conns 65", "copy --rounds -1", "copy --integrity md5", "copy --slice 1", "copy --window 0",
+		"gpu --repeat 0", "gpu --json /nowhere/x", "gpu hops", "rails --integrity md5", "rails --claims 1gbit", "rails --claims fast", "rails --html /", "sim --nodes 1",
+		"sim --nodes -2", "sim --against /nowhere/x", "sim --against x --total 1MiB", "sim --total 1KiB", "sim --total 8GiB", "sim --rates 1gbps", "sim --seed x", "sim --duration 1", "rails --plain 1"} {
+		var out, errs bytes.Buffer
+		code := cli.Main(append([]string{"bench"}, strings.Fields(args)...), &out, &errs)
+		if code != usage || out.Len() > 0 || !strings.HasSuffix(errs.String(), " --help'.\n") {
+			t.Errorf("bench %s: exit code %d, and it printed %q and %q", args, code, &out, &errs)
+		}
 	}
 }
 
@@ -103,6 +119,17 @@ func TestBenchSim(t *testing.T) {
 	}
 	if !strings.Contains(out.String(), "2 transfers of 8MiB, 0 failed") {
 		t.Errorf("it printed %q", &out)
+	}
+	if want := "measuring 2 simulated rails with plain streams, alone and together\nmoving two transfers of 8MiB from each of 1 nodes, in simulated time\n"; errs.String() != want {
+		t.Errorf("of its progress it said %q, want %q", &errs, want)
+	}
+	// What is piped is the result and nothing else.
+	out.Reset()
+	if code := cli.Main(append(args[:len(args):len(args)], "--json", "-"), &out, &errs); code != 0 {
+		t.Fatalf("exit code %d: %s", code, &errs)
+	}
+	if again, err := timeline.Read(&out); err != nil || again.Trace != r.Trace || out.Len() > 0 {
+		t.Errorf("%v: standard output is not the result alone, of trace %s", err, r.Trace)
 	}
 }
 
@@ -140,7 +167,7 @@ func TestBenchRails(t *testing.T) {
 			t.Errorf("it printed %q: want %q in it", &out, w)
 		}
 	}
-	for _, w := range []string{"rail0 of 100mbit: a plain stream alone carries", "rail1 of 50mbit", "plain streams over all of them at once carry"} {
+	for _, w := range []string{"making 2 rails and a sidecar at each end", "measuring rail1 of 50mbit with a plain stream", "moving two transfers of 4MiB", "rail0 of 100mbit: a plain stream alone carries", "rail1 of 50mbit", "plain streams over all of them at once carry"} {
 		if !strings.Contains(errs.String(), w) {
 			t.Errorf("of its progress it said %q: want %q in it", &errs, w)
 		}

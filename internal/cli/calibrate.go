@@ -21,7 +21,7 @@ func calibrateCommand() *cobra.Command {
 pack and unpack, from what size of pieces on copy engines are quicker than packing, and from how many bytes on a copy with the host pays over
 the PCIe links of all GPUs. Writes it to the file that transports.gpu.table names, where serve finds it. Takes some seconds, in which
 engines on these GPUs are slower.`,
-		Args: noArgs,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := flags.load()
 			if err != nil {

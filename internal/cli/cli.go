@@ -14,7 +14,6 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
-	"strings"
 	"syscall"
 	"time"
 
@@ -22,21 +21,17 @@ import (
 
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // Exit codes of the binary.
 const (
 	exitOK      = 0
 	exitFailure = 1 // it ran, and failed
-	exitUsage   = 2 // flags or configuration are wrong
+	exitUsage   = 2 // arguments, flags or configuration are wrong: nothing ran
 )
 
-// usageError marks mistakes in flags and configuration.
-type usageError struct{ error }
-
-func (e usageError) Unwrap() error { return e.error }
-
-func usage(err error) error { return usageError{err} }
+func usage(err error) error { return mistake.Of(err) }
 
 // errUnhealthy is doctor's and check's verdict; the details were printed.
 var errUnhealthy = errors.New("not everything that is required works")
@@ -57,8 +52,7 @@ func Main(args []string, stdout, stderr io.Writer) int {
 		return exitOK
 	}
 	_, _ = fmt.Fprintf(stderr, "kvspray: %v\n", err) // nowhere else to say it
-	// cobra has no error value for a command that it does not know.
-	if errors.As(err, new(usageError)) || strings.HasPrefix(err.Error(), "unknown command") {
+	if mistake.Is(err) {
 		_, _ = fmt.Fprintf(stderr, "See '%s --help'.\n", cmd.CommandPath())
 		return exitUsage
 	}
@@ -74,13 +68,16 @@ func newRoot() *cobra.Command {
 Start one next to each engine:        kvspray serve
 Route requests to prefill and decode: kvspray proxy --prefill URL --decode URL
 See what works on this host:          kvspray doctor`,
+		Version:       versionText(),
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usage(err) })
+	root.SetVersionTemplate("{{.Version}}")
 	root.CompletionOptions.HiddenDefaultCmd = true
 	root.AddCommand(serveCommand(), configCommand(), versionCommand(), doctorCommand(), keygenCommand(), proxyCommand(), benchCommand(), calibrateCommand(), layoutCommand(), topCommand())
+	teach(root)
+	teachHelp(root)
 	return root
 }
 

@@ -29,7 +29,7 @@ func keygenCommand() *cobra.Command {
   certificates          an authority whose key stays off the nodes, and a certificate for each node
 
 An existing file is never overwritten.`,
-		Args: noArgs,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(keygenCluster(), keygenCA(), keygenNode())
@@ -42,7 +42,7 @@ func keygenCluster() *cobra.Command {
 		Use:     "cluster",
 		Short:   "Make a cluster key",
 		Example: "  kvspray keygen cluster --out cluster.key\n  kvspray serve --set peer.cluster_key_file=cluster.key --listen 10.0.0.1:7650 ...",
-		Args:    noArgs,
+		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := keys.NewCluster()
 			if err != nil {
@@ -65,7 +65,7 @@ func keygenCA() *cobra.Command {
 		Use:     "ca",
 		Short:   "Make an authority that signs the certificates of one cluster",
 		Example: "  kvspray keygen ca --cert ca.crt --key ca.key",
-		Args:    noArgs,
+		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := lifetime(valid); err != nil {
 				return err
@@ -90,7 +90,7 @@ func keygenNode() *cobra.Command {
 		Use:     "node",
 		Short:   "Issue the certificate of one node",
 		Example: "  kvspray keygen node --name prefill-0 --host 10.0.0.1,prefill-0.example.org",
-		Args:    noArgs,
+		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if name == "" || len(hosts) == 0 {
 				return usage(errors.New("--name and --host are needed: the node's name, and every name or address that peers dial"))

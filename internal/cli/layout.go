@@ -20,7 +20,7 @@ import (
 )
 
 func layoutCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "layout", Short: "Explain KV cache layouts, and compare those of two engines", Args: noArgs,
+	cmd := &cobra.Command{Use: "layout", Short: "Explain KV cache layouts, and compare those of two engines", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
 	cmd.AddCommand(layoutExplainCommand(), layoutCheckCommand())
 	return cmd
@@ -40,7 +40,7 @@ func layoutExplainCommand() *cobra.Command {
 			"#ID behind it where several engines are registered there.",
 		Example: "  kvspray layout explain --model llama-3.1-8b --tp 2 --to-tp 1\n" +
 			"  kvspray layout explain --model ./config.json --block 16 --to-block 64 --order packed_hnd --format svg > layout.svg",
-		Args: noArgs,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			f := cmd.Flags()
 			if engine != "" || toEngine != "" {
@@ -158,12 +158,7 @@ func layoutCheckCommand() *cobra.Command {
 		Short:   "Compare what the engines of two running sidecars registered: can KV be moved, and how",
 		Long:    "Compare what the engines of two running sidecars registered. PREFILL and DECODE are the addresses of their HTTP (http.listen).",
 		Example: "  kvspray layout check http://127.0.0.1:7651 http://127.0.0.1:7661",
-		Args: func(cmd *cobra.Command, args []string) error {
-			if err := cobra.ExactArgs(2)(cmd, args); err != nil {
-				return usage(err)
-			}
-			return nil
-		},
+		Args:    cobra.ExactArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			var engines [2]*explain.Engine
 			for i, a := range args {

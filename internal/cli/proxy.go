@@ -40,7 +40,7 @@ engine's answer back. Health is at /health, metrics are at /metrics.
 When the prefill engine fails, the decode engine does the prefill itself.`,
 		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 --decode http://127.0.0.1:8200
   kvspray proxy --prefill http://p0:8000,http://p1:8000 --prefill-sidecar http://p0:7651,http://p1:7651 --decode http://d0:8000`,
-		Args: noArgs,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := proxyConfig(prefill, peers, sidecars, decode)
 			if err != nil {

@@ -28,7 +28,7 @@ SIGTERM drains: no new leases are taken, those open run on, for at most drain.ti
 		Example: `  kvspray serve
   kvspray serve --socket /run/a.sock --listen 127.0.0.1:0 --http 127.0.0.1:0 --set peer.gossip.listen=off
   kvspray serve --config /etc/kvspray.yaml`,
-		Args: noArgs,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := flags.load()
 			if err != nil {

@@ -14,7 +14,7 @@ import (
 )
 
 func configCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "config", Short: "Print or check the configuration", Args: noArgs,
+	cmd := &cobra.Command{Use: "config", Short: "Print or check the configuration", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
 
 	var printed configFlags
@@ -22,7 +22,7 @@ func configCommand() *cobra.Command {
 	show := &cobra.Command{
 		Use:   "print",
 		Short: "Print the configuration that serve would use, as YAML with comments",
-		Args:  noArgs,
+		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if docs {
 				return config.WriteMarkdown(cmd.OutOrStdout())
@@ -41,7 +41,7 @@ func configCommand() *cobra.Command {
 	check := &cobra.Command{
 		Use:   "check",
 		Short: "Check the configuration and the files that it names",
-		Args:  noArgs,
+		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := checked.load()
 			if err != nil {
@@ -59,25 +59,20 @@ func configCommand() *cobra.Command {
 	return cmd
 }
 
-// noArgs is cobra.NoArgs with our exit code.
-func noArgs(cmd *cobra.Command, args []string) error {
-	if err := cobra.NoArgs(cmd, args); err != nil {
-		return usage(err)
-	}
-	return nil
-}
+// versionText is what 'kvspray version' and 'kvspray --version' print.
+func versionText() string { return fmt.Sprintf("kvspray %s (%s)\n", version.String(), version.Go()) }
 
 func versionCommand() *cobra.Command {
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "version",
 		Short: "Print the version",
-		Args:  noArgs,
+		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if asJSON {
 				return json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"version": version.String(), "go": version.Go()})
 			}
-			_, err := fmt.Fprintf(cmd.OutOrStdout(), "kvspray %s (%s)\n", version.String(), version.Go())
+			_, err := fmt.Fprint(cmd.OutOrStdout(), versionText())
 			return err
 		},
 	}
@@ -97,7 +92,7 @@ Exits with 1 if something is missing that nothing works without.
 
 With --peers it asks the sidecar that runs here instead which of its rails reaches which rail of each peer, over which transport, and why
 not. Exits with 1 if a peer is reached over none.`,
-		Args: noArgs,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := flags.load()
 			if err != nil {

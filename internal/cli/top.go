@@ -28,7 +28,7 @@ other access.
 		Example: `  kvspray top
   kvspray top --http 127.0.0.1:7661 --interval 500ms
   kvspray top --once | grep excluded`,
-		Args: noArgs,
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if interval < top.MinInterval || interval > top.MaxInterval {
 				return usage(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval, top.MaxInterval))

@@ -401,8 +401,8 @@ func TestNearest(t *testing.T) {
 	known := []string{"log", "listen", "peer", "http", "drain"}
 	for key, want := range map[string]string{"foo": "", "lag": "", "lisen": "listen", "lsiten": "listen", "pear": "peer", "htpp": "http", "rain": "drain",
 		"wood": "", "drums": "", "": ""} {
-		if got := nearest(key, known); got != want {
-			t.Errorf("nearest(%q) = %q, want %q", key, got, want)
+		if got := Nearest(key, known); got != want {
+			t.Errorf("Nearest(%q) = %q, want %q", key, got, want)
 		}
 	}
 }

@@ -353,14 +353,14 @@ func fieldByKey(t reflect.Type, key string) (int, []string) {
 
 func unknownKey(file string, line int, path, key string, known []string) error {
 	remedy := "known here: " + strings.Join(known, ", ")
-	if near := nearest(key, known); near != "" {
+	if near := Nearest(key, known); near != "" {
 		remedy = fmt.Sprintf("did you mean %q? %s", near, remedy)
 	}
 	return &Error{File: file, Line: line, Key: path, Wrong: "unknown key", Remedy: remedy}
 }
 
-// nearest returns the known key that key may be a slip of: one edit for every three letters, two at most.
-func nearest(key string, known []string) string {
+// Nearest returns the known key that key may be a slip of, or none: one edit for every three letters, two at most.
+func Nearest(key string, known []string) string {
 	best, dist := "", min(len(key)/3, 2)+1
 	if len(key) <= 3 {
 		dist = 1 // in a short word any letter makes another one

@@ -23,6 +23,7 @@ const (
 	extMsg   = "github.com/vmihailenco/msgpack/v5"
 	extYAML  = "go.yaml.in/yaml/v3"
 	extCobra = "github.com/spf13/cobra"
+	extFlag  = "github.com/spf13/pflag"
 	extBack  = "github.com/cenkalti/backoff/v5"
 	extGoss  = "github.com/hashicorp/memberlist"
 	extLink  = "github.com/vishvananda/netlink"
@@ -40,8 +41,8 @@ var rules = []rule{
 	{dir: "cmd/kvspray", why: "a thin main: everything is in a package that tests can reach",
 		own: []string{"internal/cli"}},
 	{dir: "internal/cli", why: "turns flags into configurations; knows the composed parts and nothing below them",
-		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "bench/simbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/top", "internal/version", "proxy", "sidecar"},
-		ext: []string{extCobra, extProm}},
+		own: []string{"bench/copybench", "bench/gpubench", "bench/railsbench", "bench/simbench", "control/peer/keys", "internal/config", "internal/doctor", "internal/explain", "internal/mistake", "internal/top", "internal/version", "proxy", "sidecar"},
+		ext: []string{extCobra, extFlag, extProm}},
 	{dir: "proxy", why: "speaks HTTP to engines only; knows kvspray by its parameters, not by its packages",
 		ext: []string{extProm}},
 	{dir: "sidecar", why: "the one place that knows all parts of a node and joins them",
@@ -54,6 +55,7 @@ var rules = []rule{
 		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/topo", "internal/verbs"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/explain", why: "describes and plans with the code that plans transfers; knows no engine and no wire",
 		own: []string{"layout", "parseblock"}},
+	{dir: "internal/mistake", why: "an error's kind: whoever reads what a user types can use it"},
 	{dir: "internal/metrics", why: "names and labels; the reasons and outcomes are transfer's",
 		own: []string{"transfer"}, ext: []string{extProm}},
 	{dir: "internal/topo", why: "what the kernel and the GPU driver know of this host; knows nobody who asks", ext: []string{extLink, extSys, extNVML}},
@@ -121,22 +123,24 @@ var rules = []rule{
 	{dir: "internal/cuda/kernels", why: "compiled kernels as data"},
 
 	{dir: "bench/copybench", why: "measures backends from outside, against plain loops",
-		own: []string{"internal/mem", "internal/wire", "transfer", "transport", "transport/shm", "transport/tcp"}, ext: []string{extCobra, extSys, extSync}, c: true},
+		own: []string{"bench/progress", "bench/timeline", "internal/mem", "internal/mistake", "internal/wire", "transfer", "transport", "transport/shm", "transport/tcp"}, ext: []string{extCobra, extSys, extSync}, c: true},
 	{dir: "bench/gpubench", why: "measures GPU copies",
-		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra, extPlot}},
+		own: []string{"bench/progress", "bench/timeline", "internal/cuda", "internal/cuda/kernels", "internal/mem", "internal/mistake", "transfer", "transport", "transport/stage"}, ext: []string{extSys, extCobra, extPlot}},
 	{dir: "bench/chart", why: "draws results; knows nothing of how they came about",
 		own: []string{"bench/timeline"}, ext: []string{extPlot}},
+	{dir: "bench/progress", why: "a line for whoever waits; knows nothing of what is waited for", ext: []string{extSys}},
 	{dir: "bench/peers", why: "puts other engines beside two sidecars on the same rails",
 		own: []string{"bench/chart", "bench/railsbench", "bench/railsbench/netrig", "bench/timeline"}},
 	{dir: "bench/railsbench", why: "plays both engines to two sidecar processes: speaks to them as engines and operators do, and knows nothing inside them",
-		own: []string{"bench/chart", "bench/railsbench/netrig", "bench/timeline", "connector/connectortest", "connector/msg", "control/peer/keys", "internal/board", "internal/mem", "internal/version"},
+		own: []string{"bench/chart", "bench/progress", "bench/railsbench/netrig", "bench/timeline", "connector/connectortest", "connector/msg", "control/peer/keys", "internal/board", "internal/mem",
+			"internal/mistake", "internal/version"},
 		ext: []string{extCobra, extSys}},
 	{dir: "bench/railsbench/netrig", why: "rails made of the kernel: namespaces, veths, shapers and filters",
 		own: []string{"bench/timeline"}, ext: []string{extLink, extNetns, extNFT, extSys}},
 	{dir: "bench/timeline", why: "flags, faults and results as values: what benchmarks of sockets and of the simulation have in common",
-		ext: []string{extCobra}},
+		own: []string{"internal/mistake"}, ext: []string{extCobra}},
 	{dir: "bench/simbench", why: "drives simulated clusters by the flags of the benchmark of real rails; test/sim is the driver of executors there",
-		own: []string{"bench/chart", "bench/timeline", "control/exec", "control/spray", "internal/mem", "internal/version", "test/sim", "transfer", "transport", "transport/simfabric"},
+		own: []string{"bench/chart", "bench/progress", "bench/timeline", "control/exec", "control/spray", "internal/mem", "internal/mistake", "internal/version", "test/sim", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extCobra}},
 	{dir: "test/arch", why: "reads source text only"},
 	{dir: "test/rails", why: "tests only: sidecar processes over rails of the kernel, from outside"},

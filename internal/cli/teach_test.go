@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+)
+
+// A wrong argument or flag is a mistake with its exit code, and its error says what to type.
+func TestMistakesTeach(t *testing.T) {
+	const engines = "type: kvspray layout check PREFILL DECODE [flags], for instance: kvspray layout check http://127.0.0.1:7651 http://127.0.0.1:7661"
+	for args, want := range map[string][]string{
+		"layout check":                {"takes 2 arguments, PREFILL DECODE, and got none", engines},
+		"layout check x":              {`got 1: ["x"]`, engines},
+		"layout check x y z":          {`got 3: ["x" "y" "z"]`, engines},
+		"config check kv.yaml":        {"takes no arguments, only flags", "type: kvspray config check --config kv.yaml"},
+		"config check ./kv":           {"type: kvspray config check --config ./kv"},
+		"serve peer.listen=x:1":       {"type: kvspray serve --set peer.listen=x:1"},
+		"calibrate gpus.json":         {"type: kvspray calibrate --out gpus.json"},
+		"top 127.0.0.1:7661":          {"type: kvspray top --http 127.0.0.1:7661"},
+		"layout explain llama-3.1-8b": {"type: kvspray layout explain --model llama-3.1-8b"},
+		"doctor x":                    {`got "x"`, "type: kvspray doctor [flags]"},
+		"proxy http://a:1":            {"for instance: kvspray proxy --prefill http://"},
+		"bench gpu hops":              {`"hops"`, "staged, nvlink, multipath"},
+		"bench cpoy":                  {`unknown command "cpoy"`, "Did you mean copy?"},
+		"keygen me":                   {"There are ca, cluster, node"},
+		"serv --config x":             {`unknown command "serv"`, "Did you mean serve?"},
+		"help bogus":                  {`unknown command "bogus"`, "There are bench"},
+		"help bench nope":             {`unknown command "nope" for "kvspray bench"`},
+		"top --intervall 1s":          {"unknown flag: --intervall. Did you mean --interval?"},
+		"doctor --conf x":             {"Did you mean --config?"},
+		"top --interval 3":            {`--interval "3"`, "500ms, 10s or 2m"},
+		"bench copy --rounds many":    {`--rounds "many"`, "a whole number"},
+		"bench sim --seed -1":         {`--seed "-1"`, "not negative"},
+		"top --once=maybe":            {`--once "maybe"`, "true or false, as --once=true"},
+		"serve --config":              {"flag needs an argument: --config", "YAML"},
+	} {
+		code, out, errs := run(strings.Fields(args)...)
+		if code != exitUsage || out != "" {
+			t.Errorf("%s: exit code %d, and it printed %q", args, code, out)
+		}
+		for _, w := range append(want, "--help'") {
+			if !strings.Contains(errs, w) {
+				t.Errorf("%s: %q is not in %s", args, w, errs)
+			}
+		}
+	}
+}
+
+// Whatever command there will be: an argument too many is refused with what to type, in none of cobra's own words.
+func TestEveryCommandTeaches(t *testing.T) {
+	var walk func(*cobra.Command)
+	walk = func(c *cobra.Command) {
+		for _, sub := range c.Commands() {
+			walk(sub)
+		}
+		if c.Hidden {
+			return
+		}
+		code, out, errs := run(append(strings.Fields(c.CommandPath())[1:], "no-such-argument", "none", "none")...)
+		if code != exitUsage || out != "" {
+			t.Errorf("%s: exit code %d, and it printed %q", c.CommandPath(), code, out)
+		}
+		if !strings.Contains(errs, "type: kvspray") && !strings.Contains(errs, "There are ") || !strings.Contains(errs, "no-such-argument") {
+			t.Errorf("%s does not say what to type: %s", c.CommandPath(), errs)
+		}
+	}
+	walk(newRoot())
+}
+
+func TestVersionFlag(t *testing.T) {
+	_, want, _ := run("version")
+	if code, out, errs := run("--version"); code != exitOK || out != want || want == "" {
+		t.Errorf("exit code %d: %q and %q, want %q", code, out, errs, want)
+	}
+}
