@@ -13,6 +13,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"time"
 )
@@ -34,7 +35,7 @@ func (p *Proxy) enter(w http.ResponseWriter) bool {
 		return true
 	default:
 		w.Header().Set("Retry-After", "1")
-		p.refuse(w, http.StatusServiceUnavailable, "too many requests in flight; try again")
+		p.refuse(w, http.StatusServiceUnavailable, codeTooMany, "too many requests in flight; try again")
 		return false
 	}
 }
@@ -56,7 +57,7 @@ func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
 	}
 	req, err := parseRequest(k, body)
 	if err != nil {
-		p.refuse(w, http.StatusBadRequest, err.Error())
+		p.refuse(w, http.StatusBadRequest, codeInvalidBody, err.Error())
 		return
 	}
 	ctx, cancel := context.WithCancel(r.Context())
@@ -79,23 +80,16 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) ([]byte, bool) 
 	if err == nil {
 		return body, true
 	}
-	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
-		p.refuse(w, http.StatusRequestEntityTooLarge, fmt.Sprintf("the body is larger than %d bytes", p.limit))
-	} else {
-		p.refuse(w, http.StatusBadRequest, "the body could not be read")
+	tooLarge := (*http.MaxBytesError)(nil)
+	switch {
+	case errors.As(err, &tooLarge):
+		p.refuse(w, http.StatusRequestEntityTooLarge, codeBodyTooLarge, fmt.Sprintf("the body is larger than %d bytes, the router's --max-body", p.limit))
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		p.refuse(w, http.StatusRequestTimeout, codeBodyTimeout, fmt.Sprintf("the body did not come within %s", bodyTimeout))
+	default:
+		p.refuse(w, http.StatusBadRequest, codeInvalidBody, "the body could not be read")
 	}
 	return nil, false
-}
-
-// refuse answers in the form of the OpenAI API.
-func (p *Proxy) refuse(w http.ResponseWriter, code int, message string) {
-	kind := "invalid_request_error"
-	if code >= http.StatusInternalServerError {
-		kind = "server_error"
-	}
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(code)
-	_ = json.NewEncoder(w).Encode(map[string]any{"error": map[string]any{"message": message, "type": kind, "code": code}}) // the client may be gone
 }
 
 // requestID keeps a client's id if it can stand in a header and a log line.
@@ -153,7 +147,7 @@ func (j *job) run(ctx context.Context) {
 	xfer := randomID()
 	body, err := j.req.forPrefill(xfer)
 	if err != nil {
-		j.fail(http.StatusBadRequest, err)
+		j.fail(http.StatusBadRequest, codeInvalidBody, err)
 		return
 	}
 	if j.mode == PrefillFirst {
@@ -170,7 +164,7 @@ func (j *job) run(ctx context.Context) {
 	}
 	params, err := j.req.concurrentParams(xfer, peer)
 	if err != nil {
-		j.fail(http.StatusBadRequest, err)
+		j.fail(http.StatusBadRequest, codeInvalidBody, err)
 		return
 	}
 	pctx, stop := context.WithCancel(ctx)
@@ -262,10 +256,10 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 		}
 	}
 	if last == nil {
-		j.fail(http.StatusServiceUnavailable, errors.New("no decode engine is up"))
+		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New("no decode engine is up"))
 		return
 	}
-	j.fail(http.StatusBadGateway, last)
+	j.fail(http.StatusBadGateway, codeEngineFailed, last)
 }
 
 // first is D's answer up to its first byte.
@@ -367,10 +361,10 @@ func (j *job) pass(f first) {
 	}
 }
 
-func (j *job) fail(code int, err error) {
-	j.status = code
-	j.p.log.Warn("request failed", "request", j.id, "code", code, "err", err)
-	j.p.refuse(j.w, code, err.Error())
+func (j *job) fail(status int, code string, err error) {
+	j.status = status
+	j.p.log.Warn("request failed", "request", j.id, "code", status, "err", err)
+	j.p.refuse(j.w, status, code, err.Error())
 }
 
 // hopByHop headers belong to one connection (RFC 9110, section 7.6.1).
@@ -421,13 +415,13 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 	}
 	b := p.decode.take(nil)
 	if b == nil {
-		p.refuse(w, http.StatusServiceUnavailable, "no decode engine is up")
+		p.refuse(w, http.StatusServiceUnavailable, codeNoEngine, "no decode engine is up")
 		return
 	}
 	defer b.done()
 	req, err := http.NewRequestWithContext(r.Context(), r.Method, b.url+r.URL.RequestURI(), bytes.NewReader(body))
 	if err != nil {
-		p.refuse(w, http.StatusBadRequest, err.Error())
+		p.refuse(w, http.StatusBadRequest, codeInvalidTarget, err.Error())
 		return
 	}
 	copyHeader(req.Header, r.Header)
@@ -436,7 +430,7 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 		if notReached(err) {
 			b.suspect(err)
 		}
-		p.refuse(w, http.StatusBadGateway, fmt.Sprintf("decode %s: %v", b.url, err))
+		p.refuse(w, http.StatusBadGateway, codeEngineFailed, fmt.Sprintf("decode %s: %v", b.url, err))
 		return
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end or given up

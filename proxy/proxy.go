@@ -163,17 +163,31 @@ func baseURL(flag, raw string) (string, error) {
 	return strings.TrimRight(u.String(), "/"), nil
 }
 
+// Routes that are passed on to a decode engine as they are.
+var passed = []string{"GET /v1/models", "GET /version", "POST /tokenize", "POST /detokenize"}
+
+// The other routes.
+const (
+	routeCompletions = "POST /v1/completions"
+	routeChat        = "POST /v1/chat/completions"
+	routeHealth      = "GET /health"
+	routeMetrics     = "GET /metrics"
+)
+
+// served is what whoever asks for something else is told.
+var served = append([]string{routeCompletions, routeChat, routeHealth, routeMetrics}, passed...)
+
 // Handler returns the routes. Health is only known while Serve or Watch runs.
 func (p *Proxy) Handler() http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("POST /v1/completions", func(w http.ResponseWriter, r *http.Request) { p.generate(w, r, kindCompletion) })
-	mux.HandleFunc("POST /v1/chat/completions", func(w http.ResponseWriter, r *http.Request) { p.generate(w, r, kindChat) })
-	for _, route := range []string{"GET /v1/models", "GET /version", "POST /tokenize", "POST /detokenize"} {
+	mux.HandleFunc(routeCompletions, func(w http.ResponseWriter, r *http.Request) { p.generate(w, r, kindCompletion) })
+	mux.HandleFunc(routeChat, func(w http.ResponseWriter, r *http.Request) { p.generate(w, r, kindChat) })
+	for _, route := range passed {
 		mux.HandleFunc(route, p.pass)
 	}
-	mux.HandleFunc("GET /health", p.health)
-	mux.Handle("GET /metrics", promhttp.HandlerFor(p.reg, promhttp.HandlerOpts{}))
-	return mux
+	mux.HandleFunc(routeHealth, p.health)
+	mux.Handle(routeMetrics, promhttp.HandlerFor(p.reg, promhttp.HandlerOpts{}))
+	return p.orRefuse(mux)
 }
 
 // Watch keeps the health of all back ends until ctx ends.

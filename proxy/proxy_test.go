@@ -710,19 +710,99 @@ func TestAlone(t *testing.T) {
 func TestBadBodies(t *testing.T) {
 	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
 	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL}, BodyBytes: 100})
-	for body, want := range map[string]int{
-		"":                       400,
-		"[]":                     400,
-		"null":                   400,
-		"{":                      400,
-		strings.Repeat("x", 101): 413,
+	for body, want := range map[string]string{
+		"":                       codeInvalidBody,
+		"[]":                     codeInvalidBody,
+		"null":                   codeInvalidBody,
+		"{":                      codeInvalidBody,
+		"prompt=a":               codeInvalidBody,
+		`{"prompt":"a"} {}`:      codeInvalidBody,
+		`{"prompt":"\xff"`:       codeInvalidBody,
+		strings.Repeat("x", 101): codeBodyTooLarge,
 	} {
-		if code, answer, _ := post(t, url, "/v1/completions", body); code != want || !strings.Contains(answer, `"error"`) {
-			t.Errorf("%q: %d %s", body, code, answer)
+		status := map[string]int{codeInvalidBody: 400, codeBodyTooLarge: 413}[want]
+		for _, path := range []string{"/v1/completions", "/v1/chat/completions"} {
+			got, answer, h := post(t, url, path, body)
+			refusal(t, path+" "+body, got, h, answer, status, want, "body")
 		}
 	}
 	if len(p.requests())+len(d.requests()) != 0 {
 		t.Error("an engine saw a bad body")
+	}
+}
+
+// refusal checks all of an answer that is the router's own: clients of the API read every field.
+func refusal(t *testing.T, what string, status int, h http.Header, answer string, wantStatus int, wantCode, wantText string) {
+	t.Helper()
+	var e struct {
+		Error map[string]any `json:"error"`
+	}
+	if err := json.Unmarshal([]byte(answer), &e); err != nil || h.Get("Content-Type") != "application/json" {
+		t.Errorf("%s: %s, %v: %q", what, h.Get("Content-Type"), err, answer)
+		return
+	}
+	kind := "invalid_request_error"
+	if wantStatus >= 500 {
+		kind = "server_error"
+	}
+	message, _ := e.Error["message"].(string)
+	param, hasParam := e.Error["param"]
+	if status != wantStatus || e.Error["code"] != wantCode || e.Error["type"] != kind || !hasParam || param != nil || len(e.Error) != 4 || !strings.Contains(message, wantText) {
+		t.Errorf("%s: %d %s: want %d, code %s, and %q in the message", what, status, answer, wantStatus, wantCode, wantText)
+	}
+}
+
+// What is no route is refused in the API's form, with what there is instead, and reaches no engine.
+func TestNoRoute(t *testing.T) {
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	_, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "a:1"}}, Decode: []string{d.URL}})
+	for _, x := range []struct {
+		method, path string
+		status       int
+		code, text   string
+		allow        string
+	}{
+		{"GET", "/", 404, codeUnknownURL, "POST /v1/completions", ""},
+		{"GET", "/v1/nope", 404, codeUnknownURL, "GET /v1/nope", ""},
+		{"POST", "/v1/embeddings", 404, codeUnknownURL, "POST /v1/chat/completions", ""},
+		{"POST", "/v1/completions/", 404, codeUnknownURL, "POST /v1/completions", ""},
+		{"GET", "/v1/completions", 405, codeMethod, "use POST", "POST"},
+		{"DELETE", "/v1/chat/completions", 405, codeMethod, "DELETE is not allowed at /v1/chat/completions", "POST"},
+		{"POST", "/v1/models", 405, codeMethod, "use GET", "GET, HEAD"},
+		{"PUT", "/health", 405, codeMethod, "use GET", "GET, HEAD"},
+	} {
+		req, err := http.NewRequest(x.method, url+x.path, strings.NewReader(`{"prompt":"a"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := io.ReadAll(resp.Body)
+		if err = errors.Join(err, resp.Body.Close()); err != nil {
+			t.Fatal(err)
+		}
+		refusal(t, x.method+" "+x.path, resp.StatusCode, resp.Header, string(b), x.status, x.code, x.text)
+		if got := resp.Header.Get("Allow"); got != x.allow {
+			t.Errorf("%s %s: it allows %q, want %q", x.method, x.path, got, x.allow)
+		}
+	}
+	if len(p.requests())+len(d.requests()) != 0 {
+		t.Error("an engine saw what is no route")
+	}
+}
+
+// The router's own refusals for want of an engine have the API's form, too.
+func TestNoEngineIsTold(t *testing.T) {
+	_, url := start(t, Config{Decode: []string{"http://127.0.0.1:1"}})
+	for _, path := range []string{"/v1/completions", "/tokenize"} {
+		status, answer, h := post(t, url, path, `{"prompt":"a"}`)
+		want := codeNoEngine
+		if status == http.StatusBadGateway { // asked before the first health check
+			want = codeEngineFailed
+		}
+		refusal(t, path, status, h, answer, max(status, 502), want, "decode")
 	}
 }
 

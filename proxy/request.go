@@ -36,7 +36,7 @@ type request struct {
 	alone   string // why D must do it alone; empty: it can be split
 }
 
-var errNotObject = errors.New("the body is not a JSON object")
+var errNotObject = errors.New(`the body is not a JSON object such as {"model": "NAME", "prompt": "Hello"}`)
 
 // parseRequest reads what the proxy must know and refuses only what is no JSON object: the rest is for the engine to judge.
 func parseRequest(k kind, body []byte) (*request, error) {

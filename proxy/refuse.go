@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"strings"
+)
+
+// Codes of our own refusals, beside which the status says the kind. They are as stable as the API's own; clients may compare them.
+const (
+	codeUnknownURL    = "unknown_url"
+	codeMethod        = "method_not_supported"
+	codeInvalidBody   = "invalid_body"
+	codeBodyTooLarge  = "body_too_large"
+	codeBodyTimeout   = "body_timeout"
+	codeTooMany       = "too_many_requests_in_flight"
+	codeNoEngine      = "no_decode_engine"
+	codeEngineFailed  = "decode_engine_failed"
+	codeInvalidTarget = "invalid_url"
+)
+
+// refuse answers in the form of the OpenAI API, whose clients read all four fields. What an engine refuses is passed on as the engine says it.
+func (p *Proxy) refuse(w http.ResponseWriter, status int, code, message string) {
+	type failure struct {
+		Message string  `json:"message"`
+		Type    string  `json:"type"`
+		Param   *string `json:"param"` // never known here: engines judge the fields
+		Code    string  `json:"code"`
+	}
+	kind := "invalid_request_error"
+	if status >= http.StatusInternalServerError {
+		kind = "server_error"
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	_ = json.NewEncoder(w).Encode(map[string]failure{"error": {Message: message, Type: kind, Code: code}}) // the client may be gone
+}
+
+// orRefuse serves the routes, and refuses what is none of them in the API's form; mux itself would in plain text.
+func (p *Proxy) orRefuse(mux *http.ServeMux) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		h, route := mux.Handler(r)
+		if route != "" {
+			mux.ServeHTTP(w, r)
+			return
+		}
+		// Which methods a path takes only mux's own answer says.
+		answer := unwritten{http.Header{}}
+		h.ServeHTTP(answer, r)
+		if allow := answer.header.Get("Allow"); allow != "" {
+			w.Header().Set("Allow", allow)
+			p.refuse(w, http.StatusMethodNotAllowed, codeMethod, fmt.Sprintf("%s is not allowed at %s: use %s", r.Method, r.URL.Path, allow))
+			return
+		}
+		p.refuse(w, http.StatusNotFound, codeUnknownURL, fmt.Sprintf("no such URL: %s %s: this router serves %s", r.Method, r.URL.Path,
+			strings.Join(served, ", ")))
+	})
+}
+
+// unwritten keeps the header of an answer that nobody gets.
+type unwritten struct{ header http.Header }
+
+func (u unwritten) Header() http.Header         { return u.header }
+func (u unwritten) Write(b []byte) (int, error) { return len(b), nil }
+func (u unwritten) WriteHeader(int)             {}
