@@ -27,6 +27,9 @@ type Verdict struct {
 	Geometry    []string `json:"geometry"` // in shape: a plan has to bridge it
 	Refused     string   `json:"refused,omitempty"`
 	Contributor int      `json:"contributors"` // workers that give to the worst receiver
+
+	// Of the first worker of each: what sidecars compare before they plan. All workers of an engine have the same.
+	Fingerprints [2]string `json:"fingerprints"`
 }
 
 // OK reports that KV can move.
@@ -36,10 +39,15 @@ func (v *Verdict) OK() bool { return len(v.Means) == 0 && v.Refused == "" }
 func Check(from, to *Engine) (*Verdict, error) {
 	reg := parseblock.Default()
 	v := &Verdict{From: from.Name, To: to.Name}
-	for _, e := range []*Engine{from, to} {
+	for i, e := range []*Engine{from, to} {
 		if len(e.Layouts) == 0 {
 			return nil, fmt.Errorf("%s: no engine has registered a cache there", e.Name)
 		}
+		sum, err := reg.Fingerprint(e.Layouts[0])
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", e.Name, err)
+		}
+		v.Fingerprints[i] = fmt.Sprintf("%x", sum)
 	}
 	for _, a := range from.Layouts {
 		for _, b := range to.Layouts {
