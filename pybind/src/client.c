@@ -221,6 +221,8 @@ static void client_free(kvs_client *c)
 		}
 	}
 	awaits_free(c);
+	if (c->work)
+		work_free(c->work);
 	for (int i = 0; i < KVS_MAX_SIDECARS; i++)
 		close_fd(&c->procs[i].pidfd);
 	for (uint32_t i = 0; i < c->region_fd_count; i++)
@@ -311,6 +313,14 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	return 0;
 }
 
+static void work_says(void *client, const char *level, const char *text)
+{
+	kvs_client *c = client;
+	pthread_mutex_lock(&c->mu);
+	log_line(c, level, "%s", text);
+	pthread_mutex_unlock(&c->mu);
+}
+
 static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
 {
 	if (c->started) {
@@ -373,6 +383,11 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 		return KVS_E_SYS;
 	}
 	c->started = true;
+	struct work_region gpu[KVS_MAX_REGIONS] = {{0, 0}};
+	for (uint32_t i = 0; i < n; i++)
+		if (regions[i].kind == KVS_REGION_DEVICE)
+			gpu[i] = (struct work_region){regions[i].addr, regions[i].bytes};
+	c->work = work_start(gpu, n, work_says, c);
 	return 0;
 }
 
@@ -434,6 +449,9 @@ void kvs_close(kvs_client *c)
 		client_free(c); /* the thread, and perhaps a held mutex, stayed in the parent */
 		return;
 	}
+	/* Before the watchdog goes: it ends what a stream may wait for, and our own work may be behind that. */
+	if (c->work)
+		work_stop(c->work);
 	pthread_mutex_lock(&c->mu);
 	c->closing = true;
 	bool started = c->started;

@@ -9,6 +9,7 @@
  *   proc.c       sidecar processes, and the proof of their end
  *   flags.c      the flags memory of the board, and the watchdog of load flags
  *   admission.c  a scheduler's questions
+ *   work.c       packing in the engine's GPU context: a thread and a lock of its own, which is taken after mu
  *
  * Everything in struct kvs_client below `mu` is guarded by it, and every function here is called with it. The lock is held for
  * copies and non-blocking system calls only, so that an engine thread never waits for the sidecar. Sockets and pidfds are closed by
@@ -27,6 +28,7 @@
 #include <unistd.h>
 
 #include "internal.h"
+#include "work.h"
 
 #define BACKOFF_MIN_MS 10
 #define REFUSED_MIN_MS 2000      /* after an ERROR to HELLO or REGISTER: an upgrade may cure it, doubled each time */
@@ -122,6 +124,7 @@ struct kvs_client {
 	uint32_t region_count, region_fd_count;
 	int region_fds[KVS_PACKET_MAX_FDS - BOARD_FDS];
 	pthread_t thread;
+	struct work *work; /* of kvs_start; NULL: nothing of a GPU was registered, or there is no driver */
 
 	pthread_mutex_t mu; /* guards all below */
 	pthread_cond_t changed; /* connected went up */
@@ -137,7 +140,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_copy; /* the sidecar said so in WELCOME */
+	bool can_copy, can_work; /* the sidecar said so in WELCOME */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
 	uint32_t backoff_ms, refused_ms;

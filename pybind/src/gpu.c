@@ -9,73 +9,21 @@
  * before each replay. That kernel sits on a side branch of the graph: forked after the layer, joined once at the end of the step.
  * The next layer does not wait for it, and the join orders a step's flags before the next step's word.
  */
-#include <dlfcn.h>
 #include <errno.h>
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda.h"
 #include "flag_ptx.h"
 #include "internal.h"
 
-typedef void *handle;
-typedef unsigned long long devptr;
-
-/* X(field, exported name, parameters). The names carry the ABI version of their parameter lists. Source: cuda.h of CUDA 12. */
-#define ENTRY_POINTS(X)                                                                                    \
-	X(CtxGetCurrent, "cuCtxGetCurrent", (handle *))                                                        \
-	X(CtxPushCurrent, "cuCtxPushCurrent_v2", (handle))                                                     \
-	X(CtxPopCurrent, "cuCtxPopCurrent_v2", (handle *))                                                     \
-	X(CtxGetDevice, "cuCtxGetDevice", (int *))                                                             \
-	X(CtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int *, int *))                            \
-	X(DeviceGetAttribute, "cuDeviceGetAttribute", (int *, int, int))                                       \
-	X(GetErrorName, "cuGetErrorName", (int, const char **))                                                \
-	X(DeviceGetUuid, "cuDeviceGetUuid_v2", (unsigned char *, int))                                         \
-	X(PointerGetAttribute, "cuPointerGetAttribute", (void *, int, devptr))                                 \
-	X(MemGetAddressRange, "cuMemGetAddressRange_v2", (devptr *, size_t *, devptr))                         \
-	X(IpcGetMemHandle, "cuIpcGetMemHandle", (unsigned char *, devptr))                                     \
-	X(MemRetainAllocationHandle, "cuMemRetainAllocationHandle", (uint64_t *, void *))                      \
-	X(MemExportToShareableHandle, "cuMemExportToShareableHandle", (void *, uint64_t, int, unsigned long long)) \
-	X(MemRelease, "cuMemRelease", (uint64_t))                                                              \
-	X(ModuleLoadData, "cuModuleLoadData", (handle *, const void *))                                        \
-	X(ModuleUnload, "cuModuleUnload", (handle))                                                            \
-	X(ModuleGetFunction, "cuModuleGetFunction", (handle *, handle, const char *))                          \
-	X(LaunchKernel, "cuLaunchKernel",                                                                      \
-	  (handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **, void **)) \
-	X(MemAlloc, "cuMemAlloc_v2", (devptr *, size_t))                                                       \
-	X(MemFree, "cuMemFree_v2", (devptr))                                                                   \
-	X(MemsetD32, "cuMemsetD32_v2", (devptr, unsigned, size_t))                                             \
-	X(MemHostRegister, "cuMemHostRegister_v2", (void *, size_t, unsigned))                                 \
-	X(MemHostUnregister, "cuMemHostUnregister", (void *))                                                  \
-	X(MemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2", (devptr *, void *, unsigned))               \
-	X(StreamWriteValue64, "cuStreamWriteValue64_v2", (handle, devptr, uint64_t, unsigned))                 \
-	X(StreamWaitValue64, "cuStreamWaitValue64_v2", (handle, devptr, uint64_t, unsigned))                   \
-	X(StreamCreateWithPriority, "cuStreamCreateWithPriority", (handle *, unsigned, int))                   \
-	X(StreamDestroy, "cuStreamDestroy_v2", (handle))                                                       \
-	X(StreamSynchronize, "cuStreamSynchronize", (handle))                                                  \
-	X(StreamIsCapturing, "cuStreamIsCapturing", (handle, int *))                                           \
-	X(StreamWaitEvent, "cuStreamWaitEvent", (handle, handle, unsigned))                                    \
-	X(EventCreate, "cuEventCreate", (handle *, unsigned))                                                  \
-	X(EventDestroy, "cuEventDestroy_v2", (handle))                                                         \
-	X(EventRecord, "cuEventRecord", (handle, handle))
-
-#define DECLARE(field, name, params) int(*field) params;
-static struct {
-	ENTRY_POINTS(DECLARE)
-} cu;
-
 enum {
-	HOST_PORTABLE = 1,
-	HOST_DEVICEMAP = 2,
-	STREAM_NON_BLOCKING = 1,
 	EVENT_DISABLE_TIMING = 2,
 	WAIT_GEQ = 0, /* cyclic: (int64)(flag - value) >= 0, which is why KVS_POISON is the greatest positive number */
 	CAPTURE_NONE = 0,
 	CAPTURE_ACTIVE = 1,
-	ATTRIBUTE_64_BIT_STREAM_MEM_OPS = 122, /* CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS (since 12.0 without _V1) */
-	POINTER_DEVICE_ORDINAL = 9,
 	HANDLE_POSIX_FD = 1,
 	WORD_BYTES = 256,
 };
@@ -92,33 +40,13 @@ struct kvs_gpu {
 	char error[160]; /* of the first call that failed */
 };
 
-static pthread_once_t once = PTHREAD_ONCE_INIT;
-static char missing[128];
-
-static void open_driver(void)
-{
-	const char *name = getenv("KVSPRAY_LIBCUDA");
-	void *lib = dlopen(name ? name : "libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-	if (!lib) {
-		snprintf(missing, sizeof missing, "%s cannot be opened: no NVIDIA driver here", name ? name : "libcuda.so.1");
-		return;
-	}
-#define RESOLVE(field, symbol, params)                                                          \
-	if (!missing[0] && !(*(void **)&cu.field = dlsym(lib, symbol)))                             \
-		snprintf(missing, sizeof missing, "the driver has no %s: it is older than CUDA 12.0", symbol);
-	ENTRY_POINTS(RESOLVE)
-}
-
 /* 0, or KVS_E_GPU and the first error kept. */
 static int check(struct kvs_gpu *g, int rc, const char *call)
 {
 	if (rc == 0)
 		return 0;
-	const char *name = NULL;
-	if (cu.GetErrorName(rc, &name) != 0 || !name)
-		name = "unknown error";
 	if (!g->error[0])
-		snprintf(g->error, sizeof g->error, "%s: %s (%d)", call, name, rc);
+		snprintf(g->error, sizeof g->error, "%s: %s (%d)", call, cuda_error_name(rc), rc);
 	return KVS_E_GPU;
 }
 
@@ -172,8 +100,8 @@ int kvs_gpu_open(kvs_client *c, kvs_gpu **out, char *error, uint32_t error_bytes
 	if (!c || !out)
 		return KVS_E_ARG;
 	*out = NULL;
-	pthread_once(&once, open_driver);
-	if (missing[0]) {
+	const char *missing = cuda_open();
+	if (missing) {
 		if (error)
 			snprintf(error, error_bytes, "%s", missing);
 		return KVS_E_GPU;
@@ -309,15 +237,12 @@ static void put64(uint8_t *at, uint64_t v)
 
 static int region_failed(char *error, uint32_t n, int rc, const char *what, const char *remedy)
 {
-	const char *name = NULL;
 	if (!error || !n)
 		return KVS_E_GPU;
 	if (!rc)
 		snprintf(error, n, "%s; %s", what, remedy);
-	else if (cu.GetErrorName(rc, &name) == 0 && name)
-		snprintf(error, n, "%s: %s (%d); %s", what, name, rc, remedy);
 	else
-		snprintf(error, n, "%s: error %d; %s", what, rc, remedy);
+		snprintf(error, n, "%s: %s (%d); %s", what, cuda_error_name(rc), rc, remedy);
 	return KVS_E_GPU;
 }
 
@@ -329,8 +254,8 @@ int kvs_region_gpu(uint64_t addr, uint64_t bytes, struct kvs_region *out, char *
 		return KVS_E_ARG;
 	memset(out, 0, sizeof *out);
 	out->fd = -1;
-	pthread_once(&once, open_driver);
-	if (missing[0]) {
+	const char *missing = cuda_open();
+	if (missing) {
 		if (error && error_bytes)
 			snprintf(error, error_bytes, "%s", missing);
 		return KVS_E_GPU;

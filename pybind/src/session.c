@@ -88,7 +88,8 @@ static int send_hello(kvs_client *c)
 	return rc;
 }
 
-static void register_body(kvs_client *c, struct mpw *w)
+/* work: the index of its two descriptors in the packet; 0: there are none. */
+static void register_body(kvs_client *c, struct mpw *w, uint32_t work)
 {
 	static const char *const kinds[] = {"", "memfd", "adopted", "process", "device"};
 	mpw_map(w, 5);
@@ -124,7 +125,7 @@ static void register_body(kvs_client *c, struct mpw *w)
 	mpw_str(w, "layout");
 	mpw_raw(w, c->layout, c->layout_bytes);
 	mpw_str(w, "fds");
-	mpw_map(w, 4);
+	mpw_map(w, work ? 6 : 4);
 	mpw_str(w, "flags");
 	mpw_uint(w, 0);
 	mpw_str(w, "rings");
@@ -133,6 +134,12 @@ static void register_body(kvs_client *c, struct mpw *w)
 	mpw_uint(w, 2);
 	mpw_str(w, "bell");
 	mpw_uint(w, 3);
+	if (!work)
+		return;
+	mpw_str(w, "work");
+	mpw_uint(w, work);
+	mpw_str(w, "work_bell");
+	mpw_uint(w, work + 1);
 }
 
 /* Fresh rings and a fresh doorbell for this connection. */
@@ -171,11 +178,16 @@ static int make_rings(kvs_client *c)
 static int send_register(kvs_client *c)
 {
 	int fds[KVS_PACKET_MAX_FDS] = {c->flags_fd, c->rings_fd, c->doorbell_fd, c->bell_fd};
+	uint32_t n = BOARD_FDS + c->region_fd_count, work = 0;
 	memcpy(fds + BOARD_FDS, c->region_fds, sizeof(int) * c->region_fd_count);
+	if (c->work && c->can_work && n + 2 <= KVS_PACKET_MAX_FDS && work_begin(c->work, &fds[n], &fds[n + 1])) {
+		work = n;
+		n += 2;
+	}
 	struct mpw w = {0};
 	c->register_msg = ++c->msg;
-	register_body(c, &w);
-	int rc = session_send(c, MSG_REGISTER, &w, fds, BOARD_FDS + c->region_fd_count);
+	register_body(c, &w, work);
+	int rc = session_send(c, MSG_REGISTER, &w, fds, n);
 	mpw_free(&w);
 	return rc;
 }
@@ -198,6 +210,8 @@ void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 	close_fd(&c->doorbell_fd);
 	close_fd(&c->rings_fd);
 	close_fd(&c->new_pidfd);
+	if (c->work)
+		work_end(c->work);
 	if (c->rings)
 		munmap(c->rings, c->rings_bytes);
 	c->rings = NULL;
@@ -291,7 +305,7 @@ static void session_ready(kvs_client *c, int64_t now)
 
 struct welcome {
 	uint64_t id, version, leases, deadline_ms, partner_ms, grace_ms;
-	bool fenced, can_copy;
+	bool fenced, can_copy, can_work;
 	const uint8_t *boot;
 	const char *node, *endpoint;
 	uint32_t node_bytes, endpoint_bytes;
@@ -322,6 +336,7 @@ static bool read_features(struct mpr *r, struct welcome *m)
 		if (!mpr_str(r, &k, &kn))
 			return false;
 		m->can_copy |= mp_key(k, kn, "copy");
+		m->can_work |= mp_key(k, kn, "work");
 	}
 	return true;
 }
@@ -421,6 +436,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->info.partner_ms = clamp_ms(m.partner_ms, c->info.partner_ms);
 	c->info.grace_ms = clamp_ms(m.grace_ms, c->info.grace_ms);
 	c->can_copy = m.can_copy;
+	c->can_work = m.can_work;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.partner_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	if (c->role == KVS_SCHEDULER) {

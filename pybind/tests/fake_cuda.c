@@ -3,10 +3,15 @@
  * A CUDA driver without a GPU: it keeps what was enqueued on which stream, knows captures and their branches, and fails a call on
  * demand. KVSPRAY_LIBCUDA names it to the library, ctypes loads it too and reads the record.
  *
+ * Memory of a GPU is the process's own, at its own address: what fake_lend was told. The pack kernels really move it, on a stream that does one
+ * thing after another and can be held.
+ *
  * A capture holds what real ones hold us to: a stream joins it by waiting for an event that was recorded inside it, and the end fails
  * when a stream that joined was not joined back.
  */
+#ifndef _GNU_SOURCE
 #define _GNU_SOURCE
+#endif
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -33,13 +38,14 @@ static int capturing[STREAMS + 1]; /* 1: the origin, 2: a branch that is not joi
 static int event_of[EVENTS + 1];   /* stream that recorded it last, 0: none */
 static int next_stream = 4, next_event = 1;
 static int has_context = 1;
-static char fail_call[32];
+static char fail_call[32]; /* set while no other thread calls */
 static int blocked, waiting, gave_up; /* as with a queue that is full; guarded by lock */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t freed = PTHREAD_COND_INITIALIZER;
-static void *registered;
+enum { REGISTRATIONS = 8 };
+static void *registered[REGISTRATIONS];
 static size_t registered_bytes;
-static int live; /* streams, events, modules, allocations, registrations */
+static _Atomic int live; /* streams, events, modules, allocations, registrations */
 
 static int failing(const char *call)
 {
@@ -100,7 +106,7 @@ void fake_block(int on)
 int fake_waiting(void) { return __atomic_load_n(&waiting, __ATOMIC_SEQ_CST); }
 int fake_gave_up(void) { return gave_up; }
 int fake_live(void) { return live; }
-void *fake_registered(void) { return registered; }
+void *fake_registered(void) { return registered[0]; }
 void fake_capture_begin(int stream) { capturing[stream] = 1; }
 int fake_capture_end(int stream)
 {
@@ -116,20 +122,76 @@ int fake_capture_end(int stream)
 int cuCtxGetCurrent(handle *out) { ENTER("cuCtxGetCurrent"); *out = has_context ? (handle)1 : NULL; return 0; }
 int cuCtxPushCurrent_v2(handle c) { (void)c; return 0; }
 int cuCtxPopCurrent_v2(handle *c) { (void)c; return 0; }
+int cuCtxSetCurrent(handle c) { (void)c; return 0; }
+int cuDevicePrimaryCtxRetain(handle *c, int d) { (void)d; *c = (handle)1; live++; return 0; }
+int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; live--; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return *mode == 2 ? 0 : 1; }
 int cuCtxGetDevice(int *d) { *d = 0; return 0; }
 int cuCtxGetStreamPriorityRange(int *a, int *b) { *a = 0; *b = -5; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d) { (void)d; *v = a == 122 && !failing("memops"); return 0; }
 int cuGetErrorName(int rc, const char **out) { *out = rc == 999 ? "CUDA_ERROR_UNKNOWN" : "CUDA_ERROR_OTHER"; return 0; }
 /* One allocation of 1 MiB at 16 MiB by IPC handle, one of 1 MiB at 32 MiB by descriptor only. */
 enum { ALLOCATION = 1 << 20, BY_IPC = 16 << 20, BY_FD = 32 << 20 };
+static struct {
+	devptr at;
+	size_t bytes;
+} lent[8]; /* by IPC handle, which holds the address */
+static int lents;
+
+void fake_lend(void *at, size_t bytes)
+{
+	lent[lents].at = (devptr)(uintptr_t)at;
+	lent[lents++].bytes = bytes;
+}
+
+/* The allocation of fake_lend that has n bytes at p. */
+static int lent_at(devptr p, uint64_t n)
+{
+	for (int i = 0; i < lents; i++)
+		if (p >= lent[i].at && p - lent[i].at <= lent[i].bytes && n <= lent[i].bytes - (p - lent[i].at))
+			return i;
+	return -1;
+}
+
 static devptr allocation(devptr p)
 {
+	int i = lent_at(p, 1);
+	if (i >= 0)
+		return lent[i].at;
 	return p >= BY_IPC && p < BY_IPC + ALLOCATION ? BY_IPC : p >= BY_FD && p < BY_FD + ALLOCATION ? BY_FD : 0;
 }
 int cuDeviceGetUuid_v2(unsigned char *id, int d) { memset(id, 0x70 + d, 16); return 0; }
-int cuPointerGetAttribute(void *out, int a, devptr p) { *(int *)out = 3; return a == 9 && allocation(p) ? 0 : 1; }
-int cuMemGetAddressRange_v2(devptr *base, size_t *n, devptr p) { *base = allocation(p); *n = ALLOCATION; return *base ? 0 : 1; }
+int cuPointerGetAttribute(void *out, int a, devptr p)
+{
+	ENTER("cuPointerGetAttribute");
+	if (a == 1)
+		*(handle *)out = failing("context") ? NULL : (handle)1;
+	else
+		*(int *)out = 3;
+	return (a == 9 || a == 1) && allocation(p) ? 0 : 1;
+}
+int cuMemGetAddressRange_v2(devptr *base, size_t *n, devptr p)
+{
+	int i = lent_at(p, 1);
+	ENTER("cuMemGetAddressRange");
+	*base = allocation(p);
+	*n = i >= 0 ? lent[i].bytes : ALLOCATION;
+	return *base ? 0 : 1;
+}
 int cuIpcGetMemHandle(unsigned char *h, devptr p) { memset(h, 0x5a, 64); return p == BY_IPC ? 0 : 1; }
+struct ipc_handle {
+	unsigned char bytes[64];
+};
+int cuIpcOpenMemHandle_v2(devptr *p, struct ipc_handle h, unsigned flags)
+{
+	ENTER("cuIpcOpenMemHandle");
+	memcpy(p, h.bytes, sizeof *p);
+	if (flags != 1 || lent_at(*p, 1) < 0)
+		return 1;
+	live++;
+	return 0;
+}
+int cuIpcCloseMemHandle(devptr p) { live--; return lent_at(p, 1) >= 0 ? 0 : 1; }
 int cuMemRetainAllocationHandle(uint64_t *m, void *p) { *m = (uint64_t)(uintptr_t)p; live++; return 0; }
 int cuMemExportToShareableHandle(void *fd, uint64_t m, int kind, unsigned long long flags)
 {
@@ -144,18 +206,142 @@ int cuMemRelease(uint64_t m) { (void)m; live--; return 0; }
 int cuModuleLoadData(handle *m, const void *p)
 {
 	ENTER("cuModuleLoadData");
-	if (!strstr(p, "kvs_flag"))
+	if (!strstr(p, ".entry kvs_flag") && !strstr(p, ".entry kvs_pack_v4"))
 		return 200;
 	*m = (handle)1;
 	live++;
 	return 0;
 }
 int cuModuleUnload(handle m) { (void)m; live--; return 0; }
-int cuModuleGetFunction(handle *f, handle m, const char *name) { (void)m; *f = (handle)2; return strcmp(name, "kvs_flag") ? 500 : 0; }
+static const char *const kernels[] = {"kvs_flag", "kvs_pack_v4", "kvs_unpack_v4", "kvs_pack_uniform_v4", "kvs_unpack_uniform_v4"};
+enum { KERNEL_FLAG, KERNEL_PACK, KERNEL_UNPACK, KERNEL_PACK_UNIFORM, KERNEL_UNPACK_UNIFORM, KERNELS };
+int cuModuleGetFunction(handle *f, handle m, const char *name)
+{
+	(void)m;
+	for (intptr_t i = 0; i < KERNELS; i++) {
+		if (strcmp(name, kernels[i]) == 0) {
+			*f = (handle)(i + 2);
+			return 0;
+		}
+	}
+	return 500;
+}
+
+/* ---- one stream that works: the kernels that move bytes, and stores behind them ---- */
+
+struct piece_run { /* struct kvs_run of kernels.cu */
+	uint64_t base, stride, dense;
+	uint32_t len, count;
+};
+
+struct job {
+	int kernel; /* KERNEL_FLAG: a store */
+	uint64_t args[4];
+};
+
+enum { JOBS = 64 };
+static struct job jobs[JOBS];
+static int stream_held, stream_broken; /* guarded by lock, as is what changes job_count */
+static _Atomic int job_count, works_stream;
+static _Atomic int astray, moved; /* kernels: out of what was lent; done */
+
+static void piece(uint64_t scattered, uint64_t dense, uint64_t n, int pack)
+{
+	if (lent_at(scattered, n) < 0 || lent_at(dense, n) < 0) {
+		astray++;
+		return;
+	}
+	memcpy((void *)(uintptr_t)(pack ? dense : scattered), (void *)(uintptr_t)(pack ? scattered : dense), n);
+}
+
+static void work_off(void)
+{
+	for (int j = 0; j < job_count && !stream_broken; j++) {
+		uint64_t *a = jobs[j].args;
+		int pack = jobs[j].kernel == KERNEL_PACK || jobs[j].kernel == KERNEL_PACK_UNIFORM;
+		if (jobs[j].kernel == KERNEL_FLAG) {
+			__atomic_store_n((uint64_t *)(uintptr_t)a[0], a[1], __ATOMIC_RELEASE);
+			continue;
+		}
+		if (jobs[j].kernel == KERNEL_PACK_UNIFORM || jobs[j].kernel == KERNEL_UNPACK_UNIFORM) {
+			for (uint64_t i = 0; i < a[1]; i++)
+				piece(((uint64_t *)(uintptr_t)a[0])[i], a[2] + i * a[3], a[3], pack);
+		} else {
+			const struct piece_run *r = (void *)(uintptr_t)a[0];
+			const uint32_t *first = (void *)(uintptr_t)a[1];
+			uint32_t pieces = 0;
+			for (uint64_t i = 0; i < a[2]; i++, r++) {
+				if (first[i] != pieces)
+					astray++;
+				for (uint32_t k = 0; k < r->count; k++)
+					piece(r->base + k * r->stride, r->dense + (uint64_t)k * r->len, r->len, pack);
+				pieces += r->count;
+			}
+			if (first[a[2]] != pieces)
+				astray++;
+		}
+		moved++;
+	}
+	job_count = 0;
+}
+
+static int job(int kernel, int stream, void **args, int n)
+{
+	int rc = 0;
+	pthread_mutex_lock(&lock);
+	works_stream = stream;
+	if (stream_broken || job_count == JOBS) {
+		rc = 700;
+	} else {
+		jobs[job_count].kernel = kernel;
+		for (int i = 0; i < n; i++)
+			jobs[job_count].args[i] = *(uint64_t *)args[i];
+		job_count++;
+		if (!stream_held)
+			work_off();
+	}
+	pthread_mutex_unlock(&lock);
+	return rc;
+}
+
+void fake_hold(int on)
+{
+	pthread_mutex_lock(&lock);
+	stream_held = on;
+	if (!on)
+		work_off();
+	pthread_cond_broadcast(&freed);
+	pthread_mutex_unlock(&lock);
+}
+
+/* The context is lost: nothing of it runs any more. */
+void fake_break(void)
+{
+	pthread_mutex_lock(&lock);
+	stream_broken = 1;
+	job_count = 0;
+	pthread_cond_broadcast(&freed);
+	pthread_mutex_unlock(&lock);
+}
+
+/* The same page at two addresses is two pages to the thread sanitizer: this says that what the caller did is before what jobs do next. */
+void fake_order(void)
+{
+	pthread_mutex_lock(&lock);
+	pthread_mutex_unlock(&lock);
+}
+
+int fake_astray(void) { return astray; }
+int fake_moved(void) { return moved; }
+int fake_jobs(void) { return job_count; }
+
 int cuLaunchKernel(handle f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned shared, handle s, void **args, void **extra)
 {
-	(void)f, (void)shared, (void)extra;
+	int kernel = (int)(intptr_t)f - 2;
+	(void)shared, (void)extra;
 	ENTER("cuLaunchKernel");
+	if (kernel != KERNEL_FLAG)
+		return d != 512 ? 1 : job(kernel, (int)(intptr_t)s, args, kernel < KERNEL_PACK_UNIFORM ? 3 : 4);
 	if (a * b * c * d * e * g != 1)
 		return 1;
 	push("kernel", (int)(intptr_t)s, *(devptr *)args[1], *(devptr *)args[0]);
@@ -169,18 +355,37 @@ int cuMemHostRegister_v2(void *p, size_t n, unsigned flags)
 	ENTER("cuMemHostRegister");
 	if ((uintptr_t)p % 4096 || flags != 3)
 		return 1;
-	registered = p;
-	registered_bytes = n;
-	live++;
-	return 0;
+	for (int i = 0; i < REGISTRATIONS; i++) {
+		if (!registered[i]) {
+			registered[i] = p;
+			registered_bytes = n;
+			live++;
+			return 0;
+		}
+	}
+	return 1;
 }
-int cuMemHostUnregister(void *p) { live--; return p == registered ? 0 : 713; }
+int cuMemHostUnregister(void *p)
+{
+	for (int i = 0; i < REGISTRATIONS; i++) {
+		if (registered[i] == p) {
+			registered[i] = NULL;
+			live--;
+			return 0;
+		}
+	}
+	return 713;
+}
 int cuMemHostGetDevicePointer_v2(devptr *out, void *p, unsigned flags) { (void)flags; *out = (devptr)(uintptr_t)p; return 0; }
 int cuStreamWriteValue64_v2(handle s, devptr p, uint64_t v, unsigned flags)
 {
 	ENTER("cuStreamWriteValue64");
 	if (flags)
 		return 1;
+	if (works_stream && (int)(intptr_t)s == works_stream) {
+		void *args[] = {&p, &v};
+		return job(KERNEL_FLAG, works_stream, args, 2);
+	}
 	push("write", (int)(intptr_t)s, p, v);
 	return 0;
 }
@@ -201,7 +406,27 @@ int cuStreamCreateWithPriority(handle *out, unsigned flags, int priority)
 	return 0;
 }
 int cuStreamDestroy_v2(handle s) { (void)s; next_stream--; live--; return 0; }
-int cuStreamSynchronize(handle s) { (void)s; ENTER("cuStreamSynchronize"); return 0; }
+int cuStreamSynchronize(handle s)
+{
+	ENTER("cuStreamSynchronize");
+	if (!works_stream || (int)(intptr_t)s != works_stream)
+		return 0;
+	pthread_mutex_lock(&lock);
+	while (job_count && !stream_broken)
+		pthread_cond_wait(&freed, &lock);
+	int rc = stream_broken ? 700 : 0;
+	pthread_mutex_unlock(&lock);
+	return rc;
+}
+int cuStreamQuery(handle s)
+{
+	(void)s;
+	ENTER("cuStreamQuery");
+	pthread_mutex_lock(&lock);
+	int rc = stream_broken ? 700 : job_count ? 600 : 0;
+	pthread_mutex_unlock(&lock);
+	return rc;
+}
 int cuStreamIsCapturing(handle s, int *out)
 {
 	int c = capturing[(intptr_t)s];

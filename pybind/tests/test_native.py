@@ -81,6 +81,15 @@ def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str, cpus: int) ->
     assert "leases" in out
 
 
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_work_in_the_engines_context(tmp_path: pathlib.Path, sanitizer: str) -> None:
+    flags = f"-fsanitize={sanitizer}"
+    driver = compile_c(tmp_path / "libfake_cuda.so", "tests/fake_cuda.c", flags=f"{flags} -fPIC -shared")
+    binary = compile_c(tmp_path / "work", "tests/work_test.c", "src/work.c", "src/cuda.c", "src/system.c", flags=flags)
+    out = run(binary, int(RECORDS) // 1000, env={"KVSPRAY_LIBCUDA": str(driver)})
+    assert out.strip().endswith("ok")
+
+
 @pytest.mark.skipif("KVSPRAY_LIBRARY" in os.environ, reason="runs inside itself")
 def test_client_under_address_sanitizer(tmp_path: pathlib.Path) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles kernels.cu with a pinned NVRTC to the images beside it, and the shim's flag.cu to a C header. Needs no GPU and no
-CUDA installation.
+"""Compiles kernels.cu with a pinned NVRTC to the images beside it, and the shim's flag.cu and the PTX of kernels.cu to C headers. Needs no
+GPU and no CUDA installation.
 
 usage: generate.py [--check]      --check compiles and compares, and writes nothing
 
@@ -44,11 +44,11 @@ def toolchain() -> ctypes.CDLL:
     return ctypes.CDLL(glob.glob(pattern, recursive=True)[0])
 
 
-def header(ptx: bytes) -> bytes:
+def header(ptx: bytes, name: str, source: str) -> bytes:
     lines = ptx.decode("ascii").rstrip("\n").split("\n")
     body = "\n".join('\t"' + line.replace("\\", "\\\\").replace('"', '\\"').replace("\t", "\\t") + '\\n"' for line in lines)
-    text = "/* SPDX-License-Identifier: Apache-2.0\n *\n * Made from flag.cu by internal/cuda/kernels/generate.py. DO NOT EDIT. */\n"
-    return (text + f"static const char flag_ptx[] =\n{body};\n").encode()
+    text = "/* SPDX-License-Identifier: Apache-2.0\n *\n * Made from " + source + " by internal/cuda/kernels/generate.py. DO NOT EDIT. */\n"
+    return (text + f"static const char {name}[] =\n{body};\n").encode()
 
 
 def compile_image(nvrtc: ctypes.CDLL, source: bytes, arch: str, kind: str) -> bytes:
@@ -79,7 +79,8 @@ def main() -> int:
         flag = f.read()
     stale = []
     images = [(os.path.join(HERE, name), compile_image(nvrtc, source, arch, kind)) for name, arch, kind in IMAGES]
-    images.append((os.path.join(SHIM, "flag_ptx.h"), header(compile_image(nvrtc, flag, "compute_75", "PTX"))))
+    images.append((os.path.join(SHIM, "flag_ptx.h"), header(compile_image(nvrtc, flag, "compute_75", "PTX"), "flag_ptx", "flag.cu")))
+    images.append((os.path.join(SHIM, "pack_ptx.h"), header(images[0][1], "pack_ptx", "kernels.cu")))
     for path, image in images:
         if "--check" in sys.argv:
             if not os.path.exists(path) or open(path, "rb").read() != image:

@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * cuda.h: the CUDA driver, opened at run time. Nothing here makes or enters a context.
+ */
+#ifndef KVSPRAY_CUDA_H
+#define KVSPRAY_CUDA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef void *handle;
+typedef unsigned long long devptr;
+
+struct ipc_handle {
+	unsigned char bytes[64];
+};
+
+/* X(field, exported name, parameters). The names carry the ABI version of their parameter lists. Source: cuda.h of CUDA 12. */
+#define ENTRY_POINTS(X)                                                                                    \
+	X(CtxGetCurrent, "cuCtxGetCurrent", (handle *))                                                        \
+	X(CtxPushCurrent, "cuCtxPushCurrent_v2", (handle))                                                     \
+	X(CtxPopCurrent, "cuCtxPopCurrent_v2", (handle *))                                                     \
+	X(CtxSetCurrent, "cuCtxSetCurrent", (handle))                                                          \
+	X(CtxGetDevice, "cuCtxGetDevice", (int *))                                                             \
+	X(CtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int *, int *))                            \
+	X(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (handle *, int))                                 \
+	X(DevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (int))                                      \
+	X(DeviceGetAttribute, "cuDeviceGetAttribute", (int *, int, int))                                       \
+	X(GetErrorName, "cuGetErrorName", (int, const char **))                                                \
+	X(DeviceGetUuid, "cuDeviceGetUuid_v2", (unsigned char *, int))                                         \
+	X(PointerGetAttribute, "cuPointerGetAttribute", (void *, int, devptr))                                 \
+	X(MemGetAddressRange, "cuMemGetAddressRange_v2", (devptr *, size_t *, devptr))                         \
+	X(IpcGetMemHandle, "cuIpcGetMemHandle", (unsigned char *, devptr))                                     \
+	X(IpcOpenMemHandle, "cuIpcOpenMemHandle_v2", (devptr *, struct ipc_handle, unsigned))                  \
+	X(IpcCloseMemHandle, "cuIpcCloseMemHandle", (devptr))                                                  \
+	X(MemRetainAllocationHandle, "cuMemRetainAllocationHandle", (uint64_t *, void *))                      \
+	X(MemExportToShareableHandle, "cuMemExportToShareableHandle", (void *, uint64_t, int, unsigned long long)) \
+	X(MemRelease, "cuMemRelease", (uint64_t))                                                              \
+	X(ModuleLoadData, "cuModuleLoadData", (handle *, const void *))                                        \
+	X(ModuleUnload, "cuModuleUnload", (handle))                                                            \
+	X(ModuleGetFunction, "cuModuleGetFunction", (handle *, handle, const char *))                          \
+	X(LaunchKernel, "cuLaunchKernel",                                                                      \
+	  (handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle, void **, void **)) \
+	X(MemAlloc, "cuMemAlloc_v2", (devptr *, size_t))                                                       \
+	X(MemFree, "cuMemFree_v2", (devptr))                                                                   \
+	X(MemsetD32, "cuMemsetD32_v2", (devptr, unsigned, size_t))                                             \
+	X(MemHostRegister, "cuMemHostRegister_v2", (void *, size_t, unsigned))                                 \
+	X(MemHostUnregister, "cuMemHostUnregister", (void *))                                                  \
+	X(MemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2", (devptr *, void *, unsigned))               \
+	X(StreamWriteValue64, "cuStreamWriteValue64_v2", (handle, devptr, uint64_t, unsigned))                 \
+	X(StreamWaitValue64, "cuStreamWaitValue64_v2", (handle, devptr, uint64_t, unsigned))                   \
+	X(StreamCreateWithPriority, "cuStreamCreateWithPriority", (handle *, unsigned, int))                   \
+	X(StreamDestroy, "cuStreamDestroy_v2", (handle))                                                       \
+	X(StreamSynchronize, "cuStreamSynchronize", (handle))                                                  \
+	X(StreamQuery, "cuStreamQuery", (handle))                                                              \
+	X(StreamIsCapturing, "cuStreamIsCapturing", (handle, int *))                                           \
+	X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int *))                       \
+	X(StreamWaitEvent, "cuStreamWaitEvent", (handle, handle, unsigned))                                    \
+	X(EventCreate, "cuEventCreate", (handle *, unsigned))                                                  \
+	X(EventDestroy, "cuEventDestroy_v2", (handle))                                                         \
+	X(EventRecord, "cuEventRecord", (handle, handle))
+
+#define DECLARE(field, name, params) int(*field) params;
+struct cuda {
+	ENTRY_POINTS(DECLARE)
+};
+extern struct cuda cu; /* filled in by cuda_open */
+
+enum {
+	HOST_PORTABLE = 1,
+	HOST_DEVICEMAP = 2,
+	STREAM_NON_BLOCKING = 1,
+	ATTRIBUTE_64_BIT_STREAM_MEM_OPS = 122, /* CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS (since 12.0 without _V1) */
+	POINTER_CONTEXT = 1,
+	POINTER_DEVICE_ORDINAL = 9,
+};
+
+/* NULL, or what there is not: the same for the whole life of the process. */
+const char *cuda_open(void);
+/* CUDA_ERROR_... */
+const char *cuda_error_name(int rc);
+
+#endif

@@ -1,0 +1,499 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * The thread that packs and unpacks in the engine's GPU context.
+ */
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include "pack_ptx.h"
+#include "work.h"
+
+enum {
+	THREADS = 512,         /* of a block: as the sidecar launches it */
+	LOOK_MS = 20,          /* at the stream, while something runs: a context that broke tells nobody */
+	CAPTURE_RELAXED = 2,   /* CU_STREAM_CAPTURE_MODE_RELAXED */
+	IPC_LAZY_PEER_ACCESS = 1,
+	NOT_READY = 600,       /* CUDA_ERROR_NOT_READY */
+};
+
+enum board_state { BOARD_NONE, BOARD_LIVE, BOARD_ENDING };
+
+struct board {
+	enum board_state state; /* guarded by mu; NONE and LIVE: nobody but work_begin and work_end leave them, ENDING: nobody but the thread */
+	int fd;
+	uint8_t *at;
+	/* the thread's own */
+	devptr first;   /* the first page, as the GPU sees it; 0: not registered */
+	devptr staging; /* the sidecar's dense buffer; 0: not opened */
+	uint64_t staging_bytes;
+};
+
+/* Behind the lists, in memory that the GPU reads and writes and no other process sees. */
+struct own {
+	struct work_list lists[KVS_WORK_SLOTS];
+	struct kvs_flag done[KVS_WORK_SLOTS]; /* tickets */
+};
+
+struct work {
+	/* set once */
+	struct work_region *regions;
+	uint32_t region_count;
+	void (*log)(void *, const char *, const char *);
+	void *arg;
+	int bell;
+	pthread_t thread;
+
+	pthread_mutex_t mu; /* guards the states of boards, and stop; held for copies only */
+	struct board boards[2]; /* of this session, and of the one before until it is done with */
+	bool stop;
+
+	/* the thread's own */
+	handle context, module, stream;
+	int device;
+	bool retained, off, running;
+	handle pack, unpack, pack_uniform, unpack_uniform;
+	struct own *own;
+	devptr own_dev;
+	uint64_t ticket;                  /* of the last launch, over all boards */
+	uint64_t tickets[KVS_WORK_SLOTS]; /* of each list's last launch */
+	uint64_t seqs[KVS_WORK_SLOTS];    /* ... and its number on the board */
+};
+
+/* ---- what the sidecar says ---- */
+
+#define READ(field) __atomic_load_n(&(field), __ATOMIC_RELAXED)
+
+static bool within(const struct work_region *r, uint64_t off, int64_t stride, uint32_t len, uint32_t count)
+{
+	int64_t reach, end;
+	if (r->bytes > INT64_MAX || off > r->bytes || len > r->bytes - off)
+		return false;
+	if (__builtin_mul_overflow(stride, (int64_t)count - 1, &reach) || __builtin_add_overflow((int64_t)off, reach, &end))
+		return false;
+	return end >= 0 && (uint64_t)end <= r->bytes && len <= r->bytes - (uint64_t)end;
+}
+
+bool work_translate(const struct work_region *regions, uint32_t n, const struct kvs_work_slot *slot, const struct kvs_work_run *from, uint64_t dense,
+                    uint64_t dense_bytes, struct work_list *out)
+{
+	const uint64_t mask = ((uint64_t)1 << KVS_WORK_WHERE_BITS) - 1;
+	uint64_t off = READ(slot->dense), bytes = READ(slot->bytes), used = 0;
+	uint32_t runs = READ(slot->runs), pieces = 0;
+	bool uniform = true;
+	if (!runs || runs > KVS_WORK_RUNS || off > dense_bytes || bytes > dense_bytes - off || off % KVS_WORK_ALIGN)
+		return false;
+	for (uint32_t i = 0; i < runs; i++) {
+		struct kvs_work_run r = {READ(from[i].where), READ(from[i].stride), READ(from[i].len), READ(from[i].count)};
+		uint64_t region = r.where >> KVS_WORK_WHERE_BITS, at = r.where & mask;
+		if (region >= n || !r.len || !r.count || r.count > KVS_WORK_RUNS - pieces || (r.len | r.stride) % KVS_WORK_ALIGN)
+			return false;
+		uint64_t base = regions[region].addr + at, size = (uint64_t)r.len * r.count;
+		if (base % KVS_WORK_ALIGN || !within(&regions[region], at, (int64_t)r.stride, r.len, r.count) || size > bytes - used)
+			return false;
+		out->runs[i] = (struct work_run){base, r.stride, dense + off + used, r.len, r.count};
+		out->bases[i] = base;
+		out->first[i] = pieces;
+		uniform = uniform && r.count == 1 && r.len == out->runs[0].len;
+		pieces += r.count;
+		used += size;
+	}
+	out->first[runs] = pieces;
+	out->count = runs;
+	out->len = uniform ? out->runs[0].len : 0;
+	return used == bytes;
+}
+
+/* ---- the GPU ---- */
+
+/* What fails first is logged, and ends what we do on the GPU. */
+static bool fail(struct work *w, int rc, const char *call)
+{
+	char line[256];
+	if (rc == 0)
+		return false;
+	snprintf(line, sizeof line, "the sidecar packs by itself, which slows this engine: in the engine's context %s: %s (%d)", call, cuda_error_name(rc), rc);
+	if (!w->off)
+		w->log(w->arg, "warn", line);
+	w->off = true;
+	return true;
+}
+
+#define FAILS(w, call, ...) fail((w), cu.call(__VA_ARGS__), "cu" #call)
+
+static bool set_up(struct work *w)
+{
+	static const struct {
+		const char *name;
+		size_t at;
+	} kernels[] = {{"kvs_pack_v4", offsetof(struct work, pack)},
+	               {"kvs_unpack_v4", offsetof(struct work, unpack)},
+	               {"kvs_pack_uniform_v4", offsetof(struct work, pack_uniform)},
+	               {"kvs_unpack_uniform_v4", offsetof(struct work, unpack_uniform)}};
+	int memops = 0, least, greatest, device;
+	uint32_t first = 0;
+	if (w->stream || w->off)
+		return !w->off;
+	while (!w->regions[first].bytes)
+		first++; /* work_start saw one */
+	devptr addr = w->regions[first].addr;
+	if (FAILS(w, PointerGetAttribute, &w->device, POINTER_DEVICE_ORDINAL, addr))
+		return false;
+	for (uint32_t i = first; i < w->region_count; i++)
+		if (w->regions[i].bytes && (cu.PointerGetAttribute(&device, POINTER_DEVICE_ORDINAL, w->regions[i].addr) != 0 || device != w->device))
+			w->regions[i].bytes = 0;
+	/* Memory of cuMemCreate belongs to no context: then the one that the runtime API uses. */
+	if (cu.PointerGetAttribute(&w->context, POINTER_CONTEXT, addr) != 0 || !w->context) {
+		if (FAILS(w, DevicePrimaryCtxRetain, &w->context, w->device))
+			return false;
+		w->retained = true;
+	}
+	if (FAILS(w, CtxSetCurrent, w->context) || FAILS(w, DeviceGetAttribute, &memops, ATTRIBUTE_64_BIT_STREAM_MEM_OPS, w->device))
+		return false;
+	if (!memops)
+		return !fail(w, 801 /* CUDA_ERROR_NOT_SUPPORTED */, "64-bit stream memory operations");
+	void *own = mmap(NULL, sizeof *w->own, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (own == MAP_FAILED)
+		return !fail(w, 2 /* CUDA_ERROR_OUT_OF_MEMORY */, "mmap");
+	if (FAILS(w, MemHostRegister, own, sizeof *w->own, HOST_PORTABLE | HOST_DEVICEMAP)) {
+		munmap(own, sizeof *w->own);
+		return false;
+	}
+	w->own = own;
+	if (FAILS(w, MemHostGetDevicePointer, &w->own_dev, own, 0) || FAILS(w, ModuleLoadData, &w->module, pack_ptx))
+		return false;
+	for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
+		if (FAILS(w, ModuleGetFunction, (handle *)((char *)w + kernels[i].at), w->module, kernels[i].name))
+			return false;
+	return !FAILS(w, CtxGetStreamPriorityRange, &least, &greatest) && !FAILS(w, StreamCreateWithPriority, &w->stream, STREAM_NON_BLOCKING, greatest);
+}
+
+static void tear_down(struct work *w)
+{
+	if (w->stream)
+		cu.StreamDestroy(w->stream);
+	if (w->module)
+		cu.ModuleUnload(w->module);
+	if (w->own) {
+		cu.MemHostUnregister(w->own);
+		munmap(w->own, sizeof *w->own);
+	}
+	if (w->context)
+		cu.CtxSetCurrent(NULL);
+	if (w->retained)
+		cu.DevicePrimaryCtxRelease(w->device);
+}
+
+/* Maps the sidecar's dense buffer. False: not; w->off says whether that is the driver's word. */
+static bool open_staging(struct work *w, struct board *b, const struct kvs_work_slot *slot, const struct kvs_work_run *list)
+{
+	struct ipc_handle h;
+	devptr p = 0, base = 0;
+	size_t size = 0;
+	uint64_t bytes = READ(slot->bytes);
+	if (b->first || !bytes)
+		return false;
+	memcpy(&h, list, sizeof h);
+	if (!set_up(w) || FAILS(w, MemHostRegister, b->at, KVS_WORK_LISTS, HOST_PORTABLE | HOST_DEVICEMAP) ||
+	    FAILS(w, MemHostGetDevicePointer, &b->first, b->at, 0))
+		return false;
+	if (cu.IpcOpenMemHandle(&p, h, IPC_LAZY_PEER_ACCESS) != 0)
+		return false; /* a handle that names nothing is no fault of this context */
+	b->staging = p;
+	/* Its word is not taken for the length: a kernel past the end would take the engine's context. */
+	if (FAILS(w, MemGetAddressRange, &base, &size, p))
+		return false;
+	b->staging_bytes = base == p && bytes <= size ? bytes : 0;
+	return b->staging_bytes != 0;
+}
+
+/* The session is over: what runs is waited for, and its memory is let go. */
+static void close_board(struct work *w, struct board *b)
+{
+	if (w->stream)
+		fail(w, cu.StreamSynchronize(w->stream), "cuStreamSynchronize");
+	w->running = false;
+	if (b->first)
+		fail(w, cu.MemHostUnregister(b->at), "cuMemHostUnregister");
+	if (b->staging)
+		fail(w, cu.IpcCloseMemHandle(b->staging), "cuIpcCloseMemHandle");
+	munmap(b->at, KVS_WORK_BYTES);
+	close(b->fd);
+	pthread_mutex_lock(&w->mu);
+	memset(b, 0, sizeof *b);
+	pthread_mutex_unlock(&w->mu);
+}
+
+/* ---- slots ---- */
+
+static struct kvs_work_slot *slot_at(const struct board *b, uint32_t i)
+{
+	return (struct kvs_work_slot *)(b->at + KVS_WORK_SLOT_TABLE) + i;
+}
+
+static struct kvs_work_run *list_at(const struct board *b, uint32_t i)
+{
+	return (struct kvs_work_run *)(b->at + KVS_WORK_LISTS) + (size_t)i * KVS_WORK_RUNS;
+}
+
+static void refuse(const struct board *b, uint32_t i, uint64_t seq, uint32_t why)
+{
+	struct kvs_work_slot *s = slot_at(b, i);
+	__atomic_store_n(&s->refusal, why, __ATOMIC_RELAXED);
+	__atomic_store_n(&s->state, seq << KVS_WORK_STATE_BITS | KVS_WORK_REFUSED, __ATOMIC_RELEASE);
+}
+
+/* Whether the last launch that reads this list is done, by our own word. */
+static bool idle(const struct work *w, uint32_t i)
+{
+	return __atomic_load_n(&w->own->done[i].value, __ATOMIC_ACQUIRE) == w->tickets[i];
+}
+
+/* Nothing of this list runs or will run. */
+static void forget(struct work *w, uint32_t i)
+{
+	w->tickets[i] = __atomic_load_n(&w->own->done[i].value, __ATOMIC_ACQUIRE);
+}
+
+/* False: the driver refused, and nothing of it runs. */
+static bool launch(struct work *w, const struct board *b, uint32_t i, bool unpack, uint64_t seq, uint32_t blocks)
+{
+	const struct work_list *l = &w->own->lists[i];
+	devptr list = w->own_dev + offsetof(struct own, lists) + i * sizeof *l;
+	devptr bases = list + offsetof(struct work_list, bases), first = list + offsetof(struct work_list, first);
+	uint64_t n = l->count, len = l->len, dense = l->runs[0].dense;
+	void *by_runs[] = {&list, &first, &n}, *by_bases[] = {&bases, &n, &dense, &len};
+	handle kernel = len ? unpack ? w->unpack_uniform : w->pack_uniform : unpack ? w->unpack : w->pack;
+	w->tickets[i] = ++w->ticket;
+	w->seqs[i] = seq;
+	w->running = true;
+	/* The sidecar's word comes last: it may post the slot anew as soon as it is there. */
+	if (!FAILS(w, LaunchKernel, kernel, blocks, 1, 1, THREADS, 1, 1, 0, w->stream, len ? by_bases : by_runs, NULL) &&
+	    !FAILS(w, StreamWriteValue64, w->stream, w->own_dev + offsetof(struct own, done) + i * sizeof(struct kvs_flag), w->ticket, 0) &&
+	    !FAILS(w, StreamWriteValue64, w->stream, b->first + KVS_WORK_DONE + i * sizeof(struct kvs_flag), seq, 0))
+		return true;
+	cu.StreamSynchronize(w->stream);
+	forget(w, i);
+	return false;
+}
+
+/* Does what a slot of this number asks for, or refuses it. */
+static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
+{
+	const struct kvs_work_slot *s = slot_at(b, i);
+	uint32_t op = READ(s->op), blocks = READ(s->blocks), why = KVS_WORK_BAD;
+	bool ok = false;
+	if (op == KVS_WORK_OPEN) {
+		ok = open_staging(w, b, s, list_at(b, i));
+		if (ok)
+			__atomic_store_n(&((struct kvs_flag *)(b->at + KVS_WORK_DONE))[i].value, seq, __ATOMIC_RELEASE);
+	} else if ((op == KVS_WORK_PACK || op == KVS_WORK_UNPACK) && !w->off && b->staging_bytes && blocks && blocks <= KVS_WORK_MAX_BLOCKS && idle(w, i)) {
+		ok = work_translate(w->regions, w->region_count, s, list_at(b, i), b->staging, b->staging_bytes, &w->own->lists[i]) &&
+		     launch(w, b, i, op == KVS_WORK_UNPACK, seq, blocks);
+	}
+	if (ok)
+		return;
+	if (w->off)
+		why = KVS_WORK_GPU;
+	else
+		w->log(w->arg, "warn", "the sidecar asked for work on the GPU that is impossible; this is a defect of it");
+	refuse(b, i, seq, why);
+}
+
+/* Takes what is posted. Returns whether there was anything. */
+static bool take(struct work *w, struct board *b)
+{
+	bool any = false;
+	for (uint32_t i = 0; i < KVS_WORK_SLOTS; i++) {
+		uint64_t *state = &slot_at(b, i)->state, s = __atomic_load_n(state, __ATOMIC_RELAXED), seq = s >> KVS_WORK_STATE_BITS;
+		if ((s & ((1 << KVS_WORK_STATE_BITS) - 1)) != KVS_WORK_POSTED)
+			continue;
+		if (__atomic_compare_exchange_n(state, &s, seq << KVS_WORK_STATE_BITS | KVS_WORK_TAKEN, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+			serve(w, b, i, seq);
+		any = true;
+	}
+	return any;
+}
+
+/* A context that broke runs nothing any more, and writes no done word: whoever waits for one is told. */
+static void look(struct work *w, struct board *b)
+{
+	int rc = cu.StreamQuery(w->stream);
+	if (rc == NOT_READY)
+		return;
+	w->running = false;
+	if (!fail(w, rc, "cuStreamQuery") || !b)
+		return;
+	for (uint32_t i = 0; i < KVS_WORK_SLOTS; i++) {
+		if (idle(w, i))
+			continue;
+		forget(w, i);
+		refuse(b, i, w->seqs[i], KVS_WORK_GPU);
+	}
+}
+
+/* ---- the thread ---- */
+
+/* The board to serve, after those that are over were closed. *stop: none, and the thread is to end. */
+static struct board *current(struct work *w, bool *stop)
+{
+	struct board *live = NULL;
+	enum board_state states[2];
+	pthread_mutex_lock(&w->mu);
+	for (int i = 0; i < 2; i++)
+		states[i] = w->boards[i].state;
+	*stop = w->stop;
+	pthread_mutex_unlock(&w->mu);
+	for (int i = 0; i < 2; i++) {
+		if (states[i] == BOARD_ENDING)
+			close_board(w, &w->boards[i]);
+		else if (states[i] == BOARD_LIVE)
+			live = &w->boards[i];
+	}
+	return live;
+}
+
+static void *run(void *arg)
+{
+	struct work *w = arg;
+	int mode = CAPTURE_RELAXED;
+	bool stop = false;
+	prctl(PR_SET_NAME, "kvspray-work");
+	/* While the engine captures a graph in the strict mode, a call of another thread would spoil its capture. */
+	fail(w, cu.ThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
+	for (;;) {
+		struct board *b = current(w, &stop);
+		if (stop)
+			break;
+		if (b && take(w, b))
+			continue;
+		if (b) {
+			uint32_t *sleeping = &((struct kvs_work_header *)b->at)->sleeping;
+			__atomic_store_n(sleeping, 1, __ATOMIC_SEQ_CST);
+			if (take(w, b)) {
+				__atomic_store_n(sleeping, 0, __ATOMIC_SEQ_CST);
+				continue;
+			}
+		}
+		struct pollfd p = {.fd = w->bell, .events = POLLIN};
+		if (poll(&p, 1, w->running ? LOOK_MS : -1) == 1) {
+			uint64_t n;
+			ssize_t got = read(w->bell, &n, sizeof n);
+			(void)got;
+		}
+		if (w->running)
+			look(w, b);
+	}
+	tear_down(w);
+	return NULL;
+}
+
+struct work *work_start(const struct work_region *regions, uint32_t n, void (*log)(void *arg, const char *level, const char *text), void *arg)
+{
+	bool any = false;
+	for (uint32_t i = 0; i < n; i++)
+		any = any || regions[i].bytes;
+	if (!any || cuda_open())
+		return NULL;
+	struct work *w = calloc(1, sizeof *w);
+	if (!w)
+		return NULL;
+	w->regions = calloc(n, sizeof *w->regions);
+	w->region_count = n;
+	w->log = log;
+	w->arg = arg;
+	w->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	pthread_mutex_init(&w->mu, NULL);
+	int err = !w->regions || w->bell < 0;
+	if (!err) {
+		memcpy(w->regions, regions, n * sizeof *regions);
+		/* The engine's signals are not for us. */
+		sigset_t all, old;
+		sigfillset(&all);
+		pthread_sigmask(SIG_SETMASK, &all, &old);
+		err = pthread_create(&w->thread, NULL, run, w);
+		pthread_sigmask(SIG_SETMASK, &old, NULL);
+	}
+	if (!err)
+		return w;
+	work_free(w);
+	return NULL;
+}
+
+static void ring(struct work *w)
+{
+	uint64_t one = 1;
+	ssize_t n = write(w->bell, &one, sizeof one);
+	(void)n;
+}
+
+bool work_begin(struct work *w, int *memfd, int *bell)
+{
+	const struct kvs_work_header h = {
+		.magic = KVS_WORK_MAGIC,
+		.major = KVS_BOARD_MAJOR,
+		.minor = KVS_BOARD_MINOR,
+		.slots = KVS_WORK_SLOTS,
+		.runs = KVS_WORK_RUNS,
+		.total_bytes = KVS_WORK_BYTES,
+	};
+	work_end(w);
+	pthread_mutex_lock(&w->mu);
+	struct board *b = w->boards[0].state == BOARD_NONE ? &w->boards[0] : w->boards[1].state == BOARD_NONE ? &w->boards[1] : NULL;
+	int fd = b && !w->stop ? kvs_memfd("kvspray-work", KVS_WORK_BYTES) : -1;
+	void *at = fd < 0 ? MAP_FAILED : mmap(NULL, KVS_WORK_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (at != MAP_FAILED) {
+		memcpy(at, &h, sizeof h);
+		b->fd = fd;
+		b->at = at;
+		b->state = BOARD_LIVE;
+		*memfd = fd;
+		*bell = w->bell;
+	} else if (fd >= 0) {
+		close(fd);
+	}
+	pthread_mutex_unlock(&w->mu);
+	ring(w); /* it looks at no board that it does not know */
+	return at != MAP_FAILED;
+}
+
+void work_end(struct work *w)
+{
+	bool any = false;
+	pthread_mutex_lock(&w->mu);
+	for (int i = 0; i < 2; i++) {
+		if (w->boards[i].state == BOARD_LIVE) {
+			w->boards[i].state = BOARD_ENDING;
+			any = true;
+		}
+	}
+	pthread_mutex_unlock(&w->mu);
+	if (any)
+		ring(w);
+}
+
+void work_stop(struct work *w)
+{
+	work_end(w);
+	pthread_mutex_lock(&w->mu);
+	w->stop = true;
+	pthread_mutex_unlock(&w->mu);
+	ring(w);
+	pthread_join(w->thread, NULL);
+}
+
+void work_free(struct work *w)
+{
+	if (w->bell >= 0)
+		close(w->bell);
+	free(w->regions);
+	free(w);
+}
