@@ -5,6 +5,7 @@ package explain
 import (
 	"cmp"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"reflect"
@@ -22,7 +23,7 @@ type config struct {
 
 	Layers    int      `json:"num_hidden_layers"`
 	Heads     int      `json:"num_attention_heads"`
-	KVHeads   int      `json:"num_key_value_heads"`
+	KVHeads   *int     `json:"num_key_value_heads"`
 	HeadDim   int      `json:"head_dim"`
 	ValueDim  int      `json:"v_head_dim"`
 	Hidden    int      `json:"hidden_size"`
@@ -33,7 +34,7 @@ type config struct {
 	Types     []string `json:"layer_types"`
 	Interval  *int     `json:"full_attention_interval"`
 	LoraRank  int      `json:"kv_lora_rank"`
-	RopeDim   int      `json:"qk_rope_head_dim"`
+	RopeDim   *int     `json:"qk_rope_head_dim"`
 	IndexDim  int      `json:"index_head_dim"`
 	Indexers  []string `json:"indexer_types"`
 	IndexFreq int      `json:"index_topk_freq"`
@@ -134,16 +135,21 @@ func (e *every) UnmarshalJSON(b []byte) error {
 // neither heads nor head_dim). Where a model is not listed, KV heads are by default as many as heads, and head_dim hidden_size by heads.
 var defaults = map[string]config{
 	"gemma":            {HeadDim: 256},
-	"gemma2":           {Layers: 26, Heads: 8, KVHeads: 4, HeadDim: 256, Window: number(4096)},
-	"gemma3_text":      {Layers: 26, Heads: 8, KVHeads: 4, HeadDim: 256, Window: number(4096)},
-	"gpt_oss":          {Layers: 36, Heads: 64, KVHeads: 8, HeadDim: 64, Window: number(128)},
-	"mistral":          {KVHeads: 8},
-	"mixtral":          {KVHeads: 8},
+	"deepseek_v2":      {LoraRank: 512, RopeDim: number(64)},
+	"deepseek_v3":      {LoraRank: 512, RopeDim: number(64)},
+	"deepseek_v32":     {LoraRank: 512, RopeDim: number(64), IndexDim: 128},
+	"gemma2":           {Layers: 26, Heads: 8, KVHeads: number(4), HeadDim: 256, Window: number(4096)},
+	"gemma3_text":      {Layers: 26, Heads: 8, KVHeads: number(4), HeadDim: 256, Window: number(4096)},
+	"glm4_moe_lite":    {LoraRank: 512, RopeDim: number(64)},
+	"glm_moe_dsa":      {LoraRank: 512, RopeDim: number(64), IndexDim: 128},
+	"gpt_oss":          {Layers: 36, Heads: 64, KVHeads: number(8), HeadDim: 64, Window: number(128)},
+	"mistral":          {KVHeads: number(8)},
+	"mixtral":          {KVHeads: number(8)},
 	"qwen3":            {HeadDim: 128},
 	"qwen3_next":       {HeadDim: 256, Interval: number(4)},
 	"qwen3_5_text":     {HeadDim: 256, Interval: number(4)},
 	"qwen3_5_moe_text": {HeadDim: 256, Interval: number(4)},
-	deepseekV4:         {HeadDim: 512, RopeDim: 64, IndexDim: 128, Window: number(128)},
+	deepseekV4:         {HeadDim: 512, RopeDim: number(64), IndexDim: 128, Window: number(128)},
 }
 
 // hybrids are models that have linear layers wherever their config says nothing.
@@ -160,7 +166,7 @@ func ParseConfig(name string, b []byte) (*Model, error) {
 	}
 	var c config
 	if err := json.Unmarshal(b, &c); err != nil {
-		return nil, fmt.Errorf("%s: %w", name, err)
+		return nil, fmt.Errorf("%s: %w", name, readable(err))
 	}
 	if c.Text != nil {
 		outer := c.ModelType
@@ -169,8 +175,11 @@ func ParseConfig(name string, b []byte) (*Model, error) {
 	}
 	if d, ok := defaults[c.ModelType]; ok {
 		c.Layers, c.Heads, c.KVHeads, c.HeadDim = cmp.Or(c.Layers, d.Layers), cmp.Or(c.Heads, d.Heads), cmp.Or(c.KVHeads, d.KVHeads), cmp.Or(c.HeadDim, d.HeadDim)
-		c.RopeDim, c.IndexDim = cmp.Or(c.RopeDim, d.RopeDim), cmp.Or(c.IndexDim, d.IndexDim)
+		c.LoraRank, c.RopeDim, c.IndexDim = cmp.Or(c.LoraRank, d.LoraRank), cmp.Or(c.RopeDim, d.RopeDim), cmp.Or(c.IndexDim, d.IndexDim)
 		c.Window, c.Interval = cmp.Or(c.Window, d.Window), cmp.Or(c.Interval, d.Interval)
+	}
+	if field, n := negative("", reflect.ValueOf(c)); field != "" {
+		return nil, fmt.Errorf("%s: %s = %d: want 0 or more; leave it out where the model has none", name, field, n)
 	}
 	caches, err := c.caches()
 	if err != nil {
@@ -186,6 +195,43 @@ func ParseConfig(name string, b []byte) (*Model, error) {
 	return m, nil
 }
 
+// readable is why a file is no config, without this program's types.
+func readable(err error) error {
+	var syntax *json.SyntaxError
+	var typed *json.UnmarshalTypeError
+	switch {
+	case errors.As(err, &typed):
+		want := map[reflect.Kind]string{reflect.Int: "a whole number", reflect.String: "a text", reflect.Bool: "true or false", reflect.Slice: "a list"}[typed.Type.Kind()]
+		return fmt.Errorf("%s = a JSON %s: want %s", cmp.Or(typed.Field, "the file"), typed.Value, cmp.Or(want, "an object, as in a model's config.json"))
+	case errors.As(err, &syntax):
+		return fmt.Errorf("no JSON: %w; pass a model's config.json", err)
+	}
+	return err
+}
+
+// negative returns the first field of a config that is below 0, and its value: nothing that is counted or measured is.
+func negative(in string, v reflect.Value) (field string, n int64) {
+	for i := range v.NumField() {
+		f, at := v.Type().Field(i), v.Field(i)
+		name := in + f.Tag.Get("json")
+		if at.Kind() == reflect.Pointer {
+			at = at.Elem() // of nil: no value of any kind
+		}
+		switch {
+		case at.Kind() == reflect.Struct:
+			if f.Anonymous {
+				continue // unread
+			}
+			if field, n := negative(name+".", at); field != "" {
+				return field, n
+			}
+		case at.IsValid() && at.CanInt() && at.Int() < 0:
+			return name, at.Int()
+		}
+	}
+	return "", 0
+}
+
 const (
 	full    = "full_attention"
 	sliding = "sliding_attention"
@@ -196,7 +242,10 @@ const (
 )
 
 func (c *config) caches() ([]Cache, error) {
-	if c.Layers < 1 || c.Layers > maxLayers {
+	switch {
+	case c.Layers == 0:
+		return nil, fmt.Errorf("num_hidden_layers = 0, or is missing: a model has 1 to %d; pass a model's config.json, with the language model in it or in its text_config", maxLayers)
+	case c.Layers > maxLayers:
 		return nil, fmt.Errorf("num_hidden_layers = %d: 1 to %d", c.Layers, maxLayers)
 	}
 	if field, value := c.set(); field != "" {
@@ -275,9 +324,15 @@ func (c *config) attention() (Cache, error) {
 		if c.IndexDim != 0 && c.IndexDim != 128 {
 			return Cache{}, fmt.Errorf("index_head_dim = %d: only 128 is known", c.IndexDim)
 		}
-		return Cache{Latent: c.LoraRank + c.RopeDim, Indexer: c.IndexDim > 0}, nil
+		if c.RopeDim == nil {
+			return Cache{}, fmt.Errorf("qk_rope_head_dim is missing: what stands in a latent beside the %d numbers of kv_lora_rank; add it", c.LoraRank)
+		}
+		return Cache{Latent: c.LoraRank + *c.RopeDim, Indexer: c.IndexDim > 0}, nil
 	}
-	a := Cache{KVHeads: cmp.Or(c.KVHeads, c.Heads), HeadDim: c.HeadDim}
+	a := Cache{KVHeads: c.Heads, HeadDim: c.HeadDim}
+	if c.KVHeads != nil {
+		a.KVHeads = *c.KVHeads
+	}
 	if a.HeadDim == 0 && c.Heads > 0 {
 		if c.Hidden%c.Heads != 0 {
 			return Cache{}, fmt.Errorf("hidden_size = %d: not divisible by %d heads, and there is no head_dim; add head_dim", c.Hidden, c.Heads)
@@ -399,7 +454,7 @@ func (c *config) slab() ([]Cache, error) {
 	for _, f := range []struct {
 		field   string
 		v, want int
-	}{{"head_dim", c.HeadDim, 512}, {"qk_rope_head_dim", c.RopeDim, 64}, {"index_head_dim", c.IndexDim, 128}} {
+	}{{"head_dim", c.HeadDim, 512}, {"qk_rope_head_dim", *cmp.Or(c.RopeDim, number(0)), 64}, {"index_head_dim", c.IndexDim, 128}} {
 		if c.ModelType == deepseekV4 && f.v != f.want {
 			return nil, fmt.Errorf("%s = %d: DeepSeek-V4's entries are known with %d only; use --engine", f.field, f.v, f.want)
 		}

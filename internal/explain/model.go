@@ -100,6 +100,18 @@ const (
 	maxSize   = 1 << 20
 )
 
+// What a config calls the sizes of a Cache, in their order.
+var (
+	attentionFields = []string{"num_key_value_heads (or num_attention_heads)", "head_dim (or hidden_size by num_attention_heads)"}
+	linearFields    = map[string][]string{
+		"gdn_state":    {"linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim", "linear_conv_kernel_dim"},
+		"kda_state":    {"linear_attn_config.num_heads", "linear_attn_config.head_dim", "linear_attn_config.num_heads", "linear_attn_config.head_dim", "linear_attn_config.short_conv_kernel_size"},
+		"mamba2_state": {"n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "conv_kernel"},
+	}
+)
+
+const convField = 4 // of linearFields
+
 // check refuses numbers that no model has.
 func (m *Model) check() error {
 	caches := m.Caches[:0]
@@ -110,23 +122,31 @@ func (m *Model) check() error {
 		}
 		kinds := 0
 		for _, f := range []struct {
-			name string
-			set  bool
-			all  []int
-		}{{"attention", c.KVHeads > 0 || c.HeadDim > 0, []int{c.KVHeads, c.HeadDim}}, {"latent", c.Latent > 0, []int{c.Latent}}, {"compressed", c.Compress > 0, []int{c.Compress}},
-			{"linear", c.Linear != "", []int{c.KHeads, c.KDim, c.VHeads, c.VDim, c.ConvLen, c.StateBytes}}} {
+			set    bool
+			fields []string // as a config has them
+			sizes  []int
+		}{
+			{c.KVHeads > 0 || c.HeadDim > 0, attentionFields, []int{c.KVHeads, c.HeadDim}},
+			{c.Latent > 0, []string{"kv_lora_rank and qk_rope_head_dim"}, []int{c.Latent}},
+			{c.Compress > 0, []string{"compress_ratios"}, []int{c.Compress}},
+			{c.Linear != "", linearFields[c.Linear], []int{c.KHeads, c.KDim, c.VHeads, c.VDim, c.ConvLen}},
+		} {
 			if !f.set {
 				continue
 			}
 			kinds++
-			for _, v := range f.all {
-				if v < 1 || v > maxSize {
-					return fmt.Errorf("%s layers: a size of %d (heads, dimensions and kernel widths are 1 to %d)", f.name, v, maxSize)
+			for i, v := range f.sizes {
+				least := 1
+				if i == convField {
+					v, least = v+1, 2 // what is kept is one less than the kernel's width
+				}
+				if v < least || v > maxSize {
+					return fmt.Errorf("%s = %d, or is missing: want %d to %d", f.fields[i], v, least, maxSize)
 				}
 			}
 		}
 		if kinds != 1 || c.Layers < 0 || c.Window < 0 || c.Window > 1<<30 {
-			return fmt.Errorf("the caches of %d layers cannot be told from it", c.Layers)
+			return fmt.Errorf("the caches of %d layers cannot be told from it: add num_attention_heads and head_dim, or kv_lora_rank and qk_rope_head_dim", c.Layers)
 		}
 		total += c.Layers
 		caches = append(caches, c)
