@@ -7,7 +7,6 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/layout"
-	"github.com/kvspray/kvspray/transfer"
 )
 
 // DeepSeek-V4 as vLLM has it in memory, written down from the engine's definitions and nothing of this package: one slab of equal blocks,
@@ -152,17 +151,16 @@ func TestDeepSeekV4Moves(t *testing.T) {
 		for _, tokens := range []int{3, 4, 127, 128, 131, 300} {
 			t.Run(fmt.Sprint(name, ", ", tokens), func(t *testing.T) {
 				t.Parallel()
-				var sources []*layout.Layout
 				var from []*v4Side
 				for i := range c.from {
 					s := v4SideOf(c.from[i], tokens, 3)
 					for _, k := range s.caches {
-						s.e.write(s.mem, k, func(int) int { return k.kept(tokens) }, tokens)
+						s.e.write(s.mem[0], k, func(int) int { return k.kept(tokens) }, tokens)
 					}
-					from, sources = append(from, s), append(sources, s.l)
+					from = append(from, s)
 				}
 				for i := range c.to {
-					v4Move(t, reg, from, sources, v4SideOf(c.to[i], tokens, 5), tokens)
+					v4Move(t, reg, from, v4SideOf(c.to[i], tokens, 5), tokens)
 				}
 			})
 		}
@@ -179,11 +177,9 @@ func (c *v4Cache) kept(tokens int) int {
 
 // v4Side is an engine with memory, full of other things.
 type v4Side struct {
+	end    // of one region
 	e      *v4Engine
 	caches []*v4Cache
-	l      *layout.Layout
-	mem    []byte
-	tables [][]uint32
 }
 
 // v4SideOf draws the block tables of all groups from one pool, as the engine does, in steps that are prime to its blocks.
@@ -206,15 +202,15 @@ func v4SideOf(e v4Engine, tokens, step int) *v4Side {
 		s.tables = append(s.tables, c.table)
 	}
 	s.l = e.layout(s.caches)
-	s.mem = random(uint64(e.lead+e.blocks*e.slab), uint64(step))
+	s.mem = [][]byte{random(uint64(e.lead+e.blocks*e.slab), uint64(step))}
 	return s
 }
 
-func v4Move(t *testing.T, reg *Registry, from []*v4Side, sources []*layout.Layout, d *v4Side, tokens int) {
-	if err := reg.Validate(d.l, []uint64{uint64(len(d.mem))}); err != nil {
+func v4Move(t *testing.T, reg *Registry, from []*v4Side, d *v4Side, tokens int) {
+	if err := reg.Validate(d.l, []uint64{uint64(len(d.mem[0]))}); err != nil {
 		t.Fatal(err)
 	}
-	want, byRuns, bytesOf := bytes.Clone(d.mem), bytes.Clone(d.mem), 0
+	want, byRuns, bytesOf := bytes.Clone(d.mem[0]), bytes.Clone(d.mem[0]), 0
 	for _, c := range d.caches {
 		// Blocks of a window that the source has given up in part come without that part.
 		first := func(layer int) int {
@@ -230,46 +226,12 @@ func v4Move(t *testing.T, reg *Registry, from []*v4Side, sources []*layout.Layou
 		}
 		bytesOf += d.e.write(want, c, first, tokens)
 	}
-	shares, err := Assign(reg, sources, d.l, nil)
-	if err != nil {
-		t.Fatal(err)
+	var ends []*end
+	for _, s := range from {
+		ends = append(ends, &s.end)
 	}
-	if err := Prove(reg, sources, d.l, shares); err != nil {
-		t.Fatal(err)
-	}
-	for i := range shares {
-		s := from[shares[i].Source]
-		plan, err := NewShare(reg, s.l, d.l, &shares[i], uint32(tokens), make([]uint32, len(d.l.Groups)))
-		if err != nil {
-			t.Fatal(err)
-		}
+	give(t, reg, ends, &d.end, uint64(tokens), make([]uint32, len(d.l.Groups)), func(plan *Plan, s *end) {
 		bytesOf -= int(plan.Space().TotalBytes())
-		a, err := plan.Side(reg, s.l, s.tables)
-		if err != nil {
-			t.Fatal(err)
-		}
-		b, err := plan.Side(reg, d.l, d.tables)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for c := range plan.Space().NumChunks() {
-			r := transfer.Range{First: c, Count: 1}
-			out, err := a.Append(nil, r)
-			if err != nil {
-				t.Fatal(err)
-			}
-			in, err := b.Append(nil, r)
-			if err != nil {
-				t.Fatal(err)
-			}
-			var flat []byte
-			for _, p := range out {
-				flat = append(flat, s.mem[p.Off:p.Off+p.Len]...)
-			}
-			for _, p := range in {
-				flat = flat[copy(d.mem[p.Off:p.Off+p.Len], flat):]
-			}
-		}
 		for l := range d.l.NumLayers() {
 			for part := range plan.Parts(l) {
 				runs, _, _, err := plan.Runs(nil, l, part, s.tables, d.tables)
@@ -277,15 +239,15 @@ func v4Move(t *testing.T, reg *Registry, from []*v4Side, sources []*layout.Layou
 					t.Fatal(err)
 				}
 				for p := range layout.Explode(runs) {
-					copy(byRuns[p.DstOff:p.DstOff+p.Len], s.mem[p.SrcOff:])
+					copy(byRuns[p.DstOff:p.DstOff+p.Len], s.mem[0][p.SrcOff:])
 				}
 			}
 		}
-	}
+	})
 	if bytesOf != 0 {
 		t.Errorf("the plans move %d bytes less than the engine has", bytesOf)
 	}
-	for what, got := range map[string][]byte{"chunks": d.mem, "runs": byRuns} {
+	for what, got := range map[string][]byte{"chunks": d.mem[0], "runs": byRuns} {
 		if !bytes.Equal(got, want) {
 			at := 0
 			for got[at] == want[at] {

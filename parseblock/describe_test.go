@@ -82,22 +82,8 @@ func TestFingerprintSees(t *testing.T) {
 		"opaque packing":    {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 4096, nil, func(l *layout.Layout) { l.Identity[IdentityPacking] = "amx" }), []string{"identity.packing"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			a, err := reg.Describe(c.a)
-			if err != nil {
-				t.Fatal(err)
-			}
-			b, err := reg.Describe(c.b)
-			if err != nil {
-				t.Fatal(err)
-			}
-			diff := a.Diff(b)
-			if (a.Hash() == b.Hash()) != (len(diff) == 0) || len(diff) != len(c.want) {
-				t.Fatalf("equal %v, differences %q, want %q", a.Hash() == b.Hash(), diff, c.want)
-			}
-			for i, w := range c.want {
-				if !strings.Contains(diff[i], w) {
-					t.Errorf("difference %q, want %q", diff[i], w)
-				}
+			if got := differ(t, reg, c.a, c.b, c.want); got != (len(c.want) > 0) {
+				t.Errorf("fingerprints differ: %v", got)
 			}
 		})
 	}
@@ -119,24 +105,7 @@ func TestFingerprintSees(t *testing.T) {
 		"opaque params": {mk(VLLMCPUAttn, 16, 4096, map[string]int64{"head_bytes": 64}, nil), mk(VLLMCPUAttn, 16, 4096, nil, nil), []string{`page params: "[head_bytes=64]" here, "[]" there`}, "page params = [head_bytes=64] and []"},
 	} {
 		t.Run("cache, "+name, func(t *testing.T) {
-			a, err := reg.Describe(c.a)
-			if err != nil {
-				t.Fatal(err)
-			}
-			b, err := reg.Describe(c.b)
-			if err != nil {
-				t.Fatal(err)
-			}
-			diff := a.Diff(b)
-			if len(diff) != len(c.want) {
-				t.Fatalf("differences %q, want %q", diff, c.want)
-			}
-			for i, w := range c.want {
-				if !strings.Contains(diff[i], w) {
-					t.Errorf("difference %q, want %q", diff[i], w)
-				}
-			}
-			if a.Hash() != b.Hash() {
+			if differ(t, reg, c.a, c.b, c.want) {
 				t.Error("the fingerprint depends on a layer's cache")
 			}
 			if _, err := NewMatch(reg, c.a, c.b, nil); err == nil || !strings.Contains(err.Error(), c.plan) {
@@ -148,16 +117,8 @@ func TestFingerprintSees(t *testing.T) {
 	other := with(func(l *layout.Layout) {
 		l.Groups = append(l.Groups, mk(MLA, 16, 16*1152, nil, func(l *layout.Layout) { l.Groups[0].Layers[0].Name = "l1" }).Groups...)
 	})
-	a, err := reg.Describe(base)
-	if err != nil {
-		t.Fatal(err)
-	}
-	b, err := reg.Describe(other)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if d := a.Diff(b); len(d) != 0 || a.Hash() != b.Hash() {
-		t.Errorf("a stage without a kind of layer differs from one that has it: %q", d)
+	if differ(t, reg, base, other, nil) {
+		t.Error("a stage without a kind of layer has another fingerprint than one that has it")
 	}
 	if _, err := Assign(reg, []*layout.Layout{base}, other, nil); err == nil || !strings.Contains(err.Error(), `layer "l1": latent = heads [0, 1): no source has them`) {
 		t.Errorf("assigned: %v", err)

@@ -30,7 +30,7 @@ func (e *speculating) ranks(target, draft dims, skips [2]uint32) []*stageOf {
 	var out []*stageOf
 	for stage := range e.stages {
 		for rank := range e.tp {
-			s := &stageOf{l: &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentitySpec: "eagle:draft:2"}}}
+			s := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentitySpec: "eagle:draft:2"}}}}
 			for i, d := range []dims{target, draft} {
 				d.n, d.blocks, d.rank, d.size = e.n[i], uint64(len(e.tables[i])), rank, e.tp
 				all := d.layers
@@ -109,7 +109,7 @@ func TestDraftLaws(t *testing.T) {
 		model := func(layer int, role layout.Role, head, e, _, x uint64) byte {
 			return byte(uint64(layer)*131 + uint64(role)*17 + head*29 + e*7 + x*3 + 1)
 		}
-		var sources []*layout.Layout
+		var sources []*end
 		ps := es[0].ranks(target, draft, skips)
 		for _, s := range ps {
 			for i, c := range s.caches {
@@ -117,7 +117,7 @@ func TestDraftLaws(t *testing.T) {
 					fill(c, s.first[i], es[0].tables[i], 0, tokens, s.mem[i], model)
 				}
 			}
-			sources = append(sources, s.l)
+			sources = append(sources, &s.end)
 		}
 		for _, d := range es[1].ranks(target, draft, skips) {
 			want := make([][]byte, 2)
@@ -143,21 +143,7 @@ func TestDraftLaws(t *testing.T) {
 					t.Fatalf("the fingerprints of two ranks differ (%v)", err)
 				}
 			}
-			shares, err := Assign(reg, sources, d.l, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := Prove(reg, sources, d.l, shares); err != nil {
-				t.Fatal(err)
-			}
-			for k := range shares {
-				src := ps[shares[k].Source]
-				plan, err := NewShare(reg, src.l, d.l, &shares[k], uint32(tokens), d.skips)
-				if err != nil {
-					t.Fatal(err)
-				}
-				carry(t, reg, plan, src, d)
-			}
+			give(t, reg, sources, &d.end, tokens, d.skips, nil)
 			for i := range want {
 				if !bytes.Equal(d.mem[i], want[i]) {
 					t.Fatalf("%s differs", []string{"the target", "the draft"}[i])
@@ -196,28 +182,11 @@ func TestSpeculationIsCompared(t *testing.T) {
 			fmt.Sprintf(`layer "layers.%d": kv heads = 1 and 2`, draftLayer)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			a, err := reg.Describe(base)
-			if err != nil {
-				t.Fatal(err)
+			identity := len(c.diff) > 0 && strings.HasPrefix(c.diff[0], "identity.")
+			if got := differ(t, reg, base, c.b, c.diff); got != identity {
+				t.Errorf("fingerprints differ: %v, want %v", got, identity)
 			}
-			b, err := reg.Describe(c.b)
-			if err != nil {
-				t.Fatal(err)
-			}
-			diff := a.Diff(b)
-			if len(diff) != len(c.diff) {
-				t.Fatalf("%q, want %q", diff, c.diff)
-			}
-			for i := range diff {
-				if !strings.Contains(diff[i], c.diff[i]) {
-					t.Errorf("%q, want %q", diff[i], c.diff[i])
-				}
-			}
-			identity := len(diff) > 0 && strings.HasPrefix(diff[0], "identity.")
-			if (a.Hash() != b.Hash()) != identity {
-				t.Errorf("fingerprints differ: %v, want %v", a.Hash() != b.Hash(), identity)
-			}
-			_, err = Assign(reg, []*layout.Layout{c.b}, base, nil)
+			_, err := Assign(reg, []*layout.Layout{c.b}, base, nil)
 			if (err != nil) != (c.refused != "") || err != nil && !strings.Contains(err.Error(), c.refused) {
 				t.Errorf("assigned: %v, want %q", err, c.refused)
 			}

@@ -9,7 +9,6 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/kvspray/kvspray/layout"
-	"github.com/kvspray/kvspray/transfer"
 )
 
 // TestHybrids: models with several kinds of cache, each a group with its own block size, table and prefix hit, in a region of its
@@ -19,14 +18,12 @@ func TestHybrids(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		n := rapid.IntRange(2, 3).Draw(t, "groups")
 		tokens := rapid.Uint64Range(1, 24).Draw(t, "tokens")
-		type end struct {
-			l      *layout.Layout
+		type engine struct {
+			end
 			caches []*cache
-			tables [][]uint32 // of each group
-			mem    [][]byte
 			sizes  []uint64
 		}
-		src, dst := &end{l: &layout.Layout{}}, &end{l: &layout.Layout{}}
+		src, dst := &engine{end: end{l: &layout.Layout{}}}, &engine{end: end{l: &layout.Layout{}}}
 		var skips []uint32
 		var want [][]byte
 		model := func(layer int, role layout.Role, head, e, col, x uint64) byte {
@@ -39,7 +36,7 @@ func TestHybrids(t *testing.T) {
 			common.first = 10 * i
 			fromKind := rapid.SampledFrom(f.kinds).Draw(t, l+"from")
 			skip := uint64(0)
-			for _, e := range []*end{src, dst} {
+			for _, e := range []*engine{src, dst} {
 				label := l + "from."
 				kind := fromKind
 				if e == dst {
@@ -76,7 +73,7 @@ func TestHybrids(t *testing.T) {
 				skips = append(skips, repeat(uint32(skip), len(c.groups))...)
 			}
 		}
-		for _, e := range []*end{src, dst} {
+		for _, e := range []*engine{src, dst} {
 			if err := reg.Validate(e.l, e.sizes); err != nil {
 				t.Fatal(err)
 			}
@@ -85,32 +82,7 @@ func TestHybrids(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		from, err := plan.Side(reg, src.l, src.tables)
-		if err != nil {
-			t.Fatal(err)
-		}
-		to, err := plan.Side(reg, dst.l, dst.tables)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for c := range plan.Space().NumChunks() {
-			r := transfer.Range{First: c, Count: 1}
-			ps, err := from.Append(nil, r)
-			if err != nil {
-				t.Fatal(err)
-			}
-			pd, err := to.Append(nil, r)
-			if err != nil {
-				t.Fatal(err)
-			}
-			var flat []byte
-			for _, p := range ps {
-				flat = append(flat, src.mem[p.Region][p.Off:p.Off+p.Len]...)
-			}
-			for _, p := range pd {
-				flat = flat[copy(dst.mem[p.Region][p.Off:p.Off+p.Len], flat):]
-			}
-		}
+		carry(t, reg, plan, &src.end, &dst.end)
 		for i := range want {
 			if !bytes.Equal(dst.mem[i], want[i]) {
 				t.Fatalf("group %d differs", i)
@@ -184,11 +156,9 @@ func TestWideAllocations(t *testing.T) {
 
 // stageOf is one stage of an engine that serves a hybrid: a cache of each kind, or none.
 type stageOf struct {
-	l      *layout.Layout
+	end             // a region is a kind
 	caches []*cache // by kind; nil: no layer of it here
 	first  []int    // by kind, the first of its layers
-	tables [][]uint32
-	mem    [][]byte // by kind
 	sizes  []uint64
 	skips  []uint32
 }
@@ -198,7 +168,7 @@ type stageOf struct {
 func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][]uint32, skips []uint64) []*stageOf {
 	var out []*stageOf
 	for s := range len(cuts[0]) - 1 {
-		st := &stageOf{l: &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentityGroups: fmt.Sprint(len(fs))}}}
+		st := &stageOf{end: end{l: &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentityGroups: fmt.Sprint(len(fs))}}}}
 		for i, f := range fs {
 			d := *ds[i]
 			n := cuts[i][s+1] - cuts[i][s]
@@ -268,14 +238,14 @@ func TestHybridsInStages(t *testing.T) {
 			}
 		}
 		ps := stagesOf(fs, kinds[0], ds[0], cuts[0], tables[0], skips)
-		var sources []*layout.Layout
+		var sources []*end
 		for _, s := range ps {
 			for i, c := range s.caches {
 				if c != nil {
 					fill(c, s.first[i], tables[0][i], 0, tokens, s.mem[i], model(i))
 				}
 			}
-			sources = append(sources, s.l)
+			sources = append(sources, &s.end)
 		}
 		for _, d := range stagesOf(fs, kinds[1], ds[1], cuts[1], tables[1], skips) {
 			ours, err := reg.Describe(d.l)
@@ -310,21 +280,7 @@ func TestHybridsInStages(t *testing.T) {
 					})
 				}
 			}
-			shares, err := Assign(reg, sources, d.l, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := Prove(reg, sources, d.l, shares); err != nil {
-				t.Fatal(err)
-			}
-			for k := range shares {
-				src := ps[shares[k].Source]
-				plan, err := NewShare(reg, src.l, d.l, &shares[k], uint32(tokens), d.skips)
-				if err != nil {
-					t.Fatal(err)
-				}
-				carry(t, reg, plan, src, d)
-			}
+			give(t, reg, sources, &d.end, tokens, d.skips, nil)
 			for i := range want {
 				if !bytes.Equal(d.mem[i], want[i]) {
 					t.Fatalf("kind %d of a stage with layers from %d on differs", i, d.first[i])
@@ -349,37 +305,4 @@ func mustMatch(t *rapid.T, reg *Registry, l *layout.Layout) *Match {
 		t.Fatal(err)
 	}
 	return m
-}
-
-// carry moves a plan from one stage's memory to another's, a chunk at a time.
-func carry(t *rapid.T, reg *Registry, plan *Plan, src, dst *stageOf) {
-	from, err := plan.Side(reg, src.l, src.tables)
-	if err != nil {
-		t.Fatal(err)
-	}
-	to, err := plan.Side(reg, dst.l, dst.tables)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for c := range plan.Space().NumChunks() {
-		r := transfer.Range{First: c, Count: 1}
-		ps, err := from.Append(nil, r)
-		if err != nil {
-			t.Fatal(err)
-		}
-		pd, err := to.Append(nil, r)
-		if err != nil {
-			t.Fatal(err)
-		}
-		var flat []byte
-		for _, p := range ps {
-			flat = append(flat, src.mem[p.Region][p.Off:p.Off+p.Len]...)
-		}
-		for _, p := range pd {
-			flat = flat[copy(dst.mem[p.Region][p.Off:p.Off+p.Len], flat):]
-		}
-		if len(flat) != 0 {
-			t.Fatalf("%d bytes of chunk %d have no place", len(flat), c)
-		}
-	}
 }
