@@ -121,7 +121,7 @@ func (s *Server) Listen() error {
 	}
 	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = errors.New("another sidecar serves it: stop that one, or choose another socket")
+			err = errors.New("another sidecar serves it: stop that one, or choose another socket with --socket (engine.socket)")
 		}
 		return fail(fmt.Errorf("connector: socket %s: %w", path, err))
 	}

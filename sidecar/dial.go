@@ -37,6 +37,8 @@ type peerInfo struct {
 	Boot     transfer.Boot
 	Key      [32]byte
 	Endpoint string
+	Claimed  string
+	Node     string
 	HostBoot string
 	Rails    []*peerv1.Rail
 }
@@ -53,6 +55,8 @@ type dialer struct {
 type remote struct {
 	peer     transport.Peer
 	endpoint string
+	claimed  string // where it says that it serves, and its node's name: shown to people, believed by nobody
+	node     string
 	hostBoot string
 	rails    []*peerv1.Rail     // the peer's, as it said last; never changed in place
 	ctx      context.Context    // of the lanes that we keep; nil where the peer keeps them
@@ -100,6 +104,7 @@ func (n *Node) peerUp(in peerInfo) {
 		}
 	}
 	r.peer = transport.Peer{Boot: in.Boot, Self: n.boot, Key: in.Key}
+	r.claimed, r.node = in.Claimed, in.Node
 	delete(d.unreached, in.Endpoint)
 	count := len(d.peers) - 1
 	d.mu.Unlock()

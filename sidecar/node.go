@@ -245,7 +245,6 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.addrMu.Lock()
 	n.endpoint = n.peers.Endpoint()
 	n.addrMu.Unlock()
-	n.selfUp()
 
 	var devices connector.Devices
 	if n.gpus != nil {
@@ -264,6 +263,15 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if err := n.engine.Listen(); err != nil {
 		return err
 	}
+	closers = append(closers, n.engine.Close)
+	web, err := n.listenHTTP(ctx)
+	if err != nil {
+		return err
+	}
+	if web != nil {
+		closers = append(closers, web.Close)
+	}
+	n.selfUp() // not before all addresses are ours: a second sidecar ends above, and its lanes to itself would be refused in its log
 	failed := make(chan error, 2)
 	engineCtx, engineStop := context.WithCancel(context.Background())
 	n.d.wg.Add(1)
@@ -273,25 +281,15 @@ func (n *Node) Run(ctx context.Context) (err error) {
 			failed <- fmt.Errorf("sidecar: engine socket: %w", serr)
 		}
 	}()
-	closers = append(closers, func() error { engineStop(); return n.engine.Close() })
+	closers = append(closers, func() error { engineStop(); return nil })
 
-	if addr := n.cfg.HTTP.Listen; addr != config.Off && addr != "" {
-		ln, lerr := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
-		if errors.Is(lerr, syscall.EADDRINUSE) {
-			return fmt.Errorf("sidecar: http.listen %s: %w: is another sidecar running? Choose another port with --http, 127.0.0.1:0 for any, or off", addr, lerr)
-		}
-		if lerr != nil {
-			return fmt.Errorf("sidecar: http.listen %s: %w", addr, lerr)
-		}
-		n.addrMu.Lock()
-		n.http = ln.Addr().String()
-		n.addrMu.Unlock()
+	if web != nil {
 		srv := &http.Server{Handler: n.handler(), ReadHeaderTimeout: headerTimeout, ReadTimeout: requestTimeout,
 			WriteTimeout: replyTimeout, IdleTimeout: idleTimeout, MaxHeaderBytes: maxHeaderBytes}
 		n.d.wg.Add(1)
 		go func() {
 			defer n.d.wg.Done()
-			if herr := srv.Serve(ln); !errors.Is(herr, http.ErrServerClosed) {
+			if herr := srv.Serve(web); !errors.Is(herr, http.ErrServerClosed) {
 				failed <- fmt.Errorf("sidecar: http: %w", herr)
 			}
 		}()
@@ -316,6 +314,25 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 	n.shut()
 	return nil
+}
+
+// listenHTTP takes the address of health and metrics; nil: none is wanted.
+func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
+	addr := n.cfg.HTTP.Listen
+	if addr == config.Off || addr == "" {
+		return nil, nil //nolint:nilnil // it is switched off
+	}
+	ln, err := (&net.ListenConfig{}).Listen(ctx, "tcp", addr)
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, fmt.Errorf("sidecar: http.listen %s: %w: is another sidecar running? Choose another port with --http, 127.0.0.1:0 for any, or off", addr, err)
+	case err != nil:
+		return nil, fmt.Errorf("sidecar: http.listen %s: %w: name host:port of this host with --http, 127.0.0.1:0 for any port, or off", addr, err)
+	}
+	n.addrMu.Lock()
+	n.http = ln.Addr().String()
+	n.addrMu.Unlock()
+	return ln, nil
 }
 
 // shut finishes what runs, within the configured time, and fences the rest.

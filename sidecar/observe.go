@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -555,7 +556,7 @@ type stateView struct {
 	Leases exec.View         `json:"leases"`
 	Lanes  []laneView        `json:"lanes"`
 	Totals connector.Stats   `json:"totals"`
-	Peers  map[string]string `json:"peers"` // boot to endpoint
+	Peers  map[string]string `json:"peers"` // boot to endpoint; where a peer came to us, what it says is its own
 	Rails  []railView        `json:"our_rails"`
 	// Control lanes to each peer, as the two addresses between which they run. By boot.
 	Control map[string][]string `json:"control"`
@@ -576,7 +577,7 @@ func (n *Node) state() stateView {
 	n.d.bindMu.RUnlock()
 	n.dial.mu.Lock()
 	for b, r := range n.dial.peers {
-		v.Peers[b.String()] = r.endpoint
+		v.Peers[b.String()] = cmp.Or(r.endpoint, r.claimed)
 		v.Routes[b.String()] = n.routes(r)
 		v.Control[b.String()] = n.peers.Lanes(b)
 	}

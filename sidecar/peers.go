@@ -90,7 +90,7 @@ func (n *Node) controlAddresses() (out []string) {
 type handler struct{ n *Node }
 
 func (h handler) PeerUp(p peer.Peer) {
-	h.n.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, HostBoot: p.HostBoot, Rails: p.Rails})
+	h.n.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, Claimed: p.Claimed, Node: p.Node, HostBoot: p.HostBoot, Rails: p.Rails})
 }
 
 func (h handler) PeerDown(boot transfer.Boot, over bool, err error) {

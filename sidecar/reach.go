@@ -65,9 +65,11 @@ type reachView struct {
 
 type peerReach struct {
 	Boot     string      `json:"boot"`
-	Endpoint string      `json:"endpoint"`
-	Dials    bool        `json:"dials"` // this node opens the lanes, and knows why one is not there; of two it is the one with the lower boot
-	Pairs    []pairReach `json:"pairs"` // in the order of preference
+	Node     string      `json:"node"`     // as it calls itself
+	Endpoint string      `json:"endpoint"` // where we reached it; empty where it came to us
+	Claimed  string      `json:"claimed"`  // where it says that it serves
+	Dials    bool        `json:"dials"`    // this node opens the lanes, and knows why one is not there; of two it is the one with the lower boot
+	Pairs    []pairReach `json:"pairs"`    // in the order of preference
 }
 
 type pairReach struct {
@@ -94,7 +96,7 @@ func (n *Node) reach() reachView {
 		if boot == n.boot {
 			continue
 		}
-		p := peerReach{Boot: boot.String(), Endpoint: r.endpoint, Dials: bytes.Compare(n.boot[:], boot[:]) <= 0, Pairs: []pairReach{}}
+		p := peerReach{Boot: boot.String(), Node: r.node, Endpoint: r.endpoint, Claimed: r.claimed, Dials: bytes.Compare(n.boot[:], boot[:]) <= 0, Pairs: []pairReach{}}
 		for _, c := range n.routes(r) {
 			name := pairName{boot, c.Transport, c.Local, c.Remote}
 			x := pairReach{Transport: c.Transport, Kind: c.Kind, Local: c.Local, Remote: c.Remote, Lanes: lanes[name], Why: c.Why}

@@ -46,6 +46,14 @@ func TestReach(t *testing.T) {
 		if !seen["tcp"] || !seen["shm"] || v.Boot != here.boot.String() || v.Peers[0].Boot != there.boot.String() {
 			t.Errorf("%+v", v)
 		}
+		// D has dialled P, as a request named it; P knows of D what D says.
+		dialled := ""
+		if here == d {
+			dialled = there.Endpoint()
+		}
+		if x := v.Peers[0]; x.Endpoint != dialled || x.Claimed != there.Endpoint() || x.Node != there.cfg.Node {
+			t.Errorf("of node %s at %s it says %+v", there.cfg.Node, there.Endpoint(), x)
+		}
 		if v.Peers[0].Dials {
 			dials++
 		}

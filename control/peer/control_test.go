@@ -70,7 +70,7 @@ func TestControlFollowsRails(t *testing.T) {
 	if err := b.SetControl(t.Context(), []string{"192.0.2.1:0"}); !errors.Is(err, ErrUnsafe) {
 		t.Errorf("off loopback without a key: %v", err)
 	}
-	for what, bad := range map[string][]string{"none": nil, "no port": {"127.0.0.1"}, "too many": make([]string, MaxAddrs+1), "too long": {strings.Repeat("a", MaxText) + ":1"}} {
+	for what, bad := range map[string][]string{"none": nil, "no port": {"127.0.0.1"}, "not to be shown": {"\x1b[2J:1"}, "too many": make([]string, MaxAddrs+1), "too long": {strings.Repeat("a", MaxText) + ":1"}} {
 		if err := a.PeerAddresses(b.opt.Boot, bad); !errors.Is(err, wire.ErrMalformed) {
 			t.Errorf("%s: %v", what, err)
 		}

@@ -82,6 +82,7 @@ type Peer struct {
 	Boot     transfer.Boot
 	Node     string
 	Endpoint string // where it was reached; empty where it came to us, for what it claims would be believed of others' endpoints too
+	Claimed  string // where it says that it serves: to show people, and for nothing else
 	HostBoot string // kernel boot id
 	SameHost bool
 	Rails    []*peerv1.Rail

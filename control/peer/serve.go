@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -279,7 +280,7 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, 
 	if err := errors.Join(checkAddress(endpoint), checkAddresses(addrs)); err != nil {
 		return nil, fmt.Errorf("peer: hello of %s: %w", boot, err)
 	}
-	info := Peer{Boot: boot, Node: node, Endpoint: dialled, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
+	info := Peer{Boot: boot, Node: node, Endpoint: dialled, Claimed: endpoint, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
 		Features: features, Key: m.pairKey(boot, m.share(boot, id), [32]byte(share))}
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -339,6 +340,9 @@ func checkAddress(a string) error {
 	}
 	if _, _, err := net.SplitHostPort(a); err != nil {
 		return fmt.Errorf("address %q: %w: %w", a, err, wire.ErrMalformed)
+	}
+	if i := strings.IndexFunc(a, func(r rune) bool { return r <= ' ' || r > '~' }); i >= 0 {
+		return fmt.Errorf("address %q: %q in it: %w", a, a[i], wire.ErrMalformed) // people are shown it, on terminals
 	}
 	return nil
 }

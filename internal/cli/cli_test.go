@@ -312,9 +312,27 @@ func TestServe(t *testing.T) {
 		}
 	}
 	http.DefaultClient.CloseIdleConnections()
+
+	// Another one on what is taken says what and what to do, and nobody's log has a warning of it.
+	own := func(taken, value string) []string {
+		args := []string{"serve", "--set", "peer.gossip.listen=off"}
+		for flag, v := range map[string]string{"--socket": filepath.Join(dir, "b.sock"), "--listen": "127.0.0.1:0", "--http": "127.0.0.1:0", taken: value} {
+			args = append(args, flag, v)
+		}
+		return args
+	}
+	for flag, value := range map[string]string{"--listen": addrs["peer"], "--http": addrs["http"], "--socket": filepath.Join(dir, "s.sock")} {
+		code, _, errs := run(own(flag, value)...)
+		if code != exitFailure || !strings.Contains(errs, value) || !strings.Contains(errs, "another") || !strings.Contains(errs, flag) || strings.Contains(errs, "WARN") {
+			t.Errorf("a second one with %s %s: exit code %d: %s", flag, value, code, errs)
+		}
+	}
 	cancel()
 	if err := <-done; err != nil {
 		t.Errorf("%v\n%s", err, logs.String())
+	}
+	if strings.Contains(logs.String(), "WARN") {
+		t.Errorf("the first one was bothered:\n%s", logs.String())
 	}
 	if !strings.Contains(logs.String(), "drained") {
 		t.Errorf("it did not drain:\n%s", logs.String())

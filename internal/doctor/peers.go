@@ -33,9 +33,11 @@ type Reach struct {
 // Peer is another sidecar.
 type Peer struct {
 	Boot     string `json:"boot"`
-	Endpoint string `json:"endpoint"`
-	Dials    bool   `json:"dials"` // the sidecar that was asked opens the lanes; otherwise the peer does, and knows more
-	Pairs    []Pair `json:"pairs"` // the best first
+	Node     string `json:"node"`     // as it calls itself
+	Endpoint string `json:"endpoint"` // where it was reached; empty: it came to the sidecar that was asked
+	Claimed  string `json:"claimed"`  // where it says that it serves
+	Dials    bool   `json:"dials"`    // the sidecar that was asked opens the lanes; otherwise the peer does, and knows more
+	Pairs    []Pair `json:"pairs"`    // the best first
 }
 
 // Pair is a local rail and a remote one, over one transport.
@@ -113,7 +115,7 @@ func (r *Reach) WriteText(w io.Writer) error {
 }
 
 func (p *Peer) text(b *strings.Builder) {
-	fmt.Fprintf(b, "peer %s (boot %.8s)\n", cmp.Or(p.Endpoint, "of unknown endpoint"), p.Boot) // one that called us
+	fmt.Fprintf(b, "peer %s (%sboot %.8s)\n", p.where(), p.named(), p.Boot)
 	if len(p.Pairs) == 0 {
 		b.WriteString("  no transport in common\n")
 	}
@@ -157,6 +159,25 @@ func (p *Peer) text(b *strings.Builder) {
 	if missing && !p.Dials {
 		fmt.Fprintf(b, "  (the lanes are opened by the peer, whose boot id is the lower one: 'kvspray doctor --peers' there says more)\n")
 	}
+}
+
+// where is how to find the peer: the address that was dialled, or what it has said of itself.
+func (p *Peer) where() string {
+	switch {
+	case p.Endpoint != "":
+		return p.Endpoint
+	case p.Claimed != "":
+		return fmt.Sprintf("that connected to this sidecar, and says that it serves at %q", p.Claimed)
+	}
+	return "that connected to this sidecar, and said no address of its own"
+}
+
+// named is the peer's name for itself, quoted: it is foreign text.
+func (p *Peer) named() string {
+	if p.Node == "" {
+		return ""
+	}
+	return fmt.Sprintf("node %q, ", p.Node)
 }
 
 // once appends what is not there yet.

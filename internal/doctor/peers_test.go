@@ -33,16 +33,17 @@ func reachOf(t *testing.T, code int, body string) (*Reach, error) {
 }
 
 const reachBody = `{"node": "p", "boot": "00", "peers": [
- {"boot": "6eb288290c23017c4b0d6642e4c1b251", "endpoint": "10.0.0.6:7650", "dials": true, "pairs": [
+ {"boot": "6eb288290c23017c4b0d6642e4c1b251", "node": "d0", "endpoint": "10.0.0.6:7650", "dials": true, "pairs": [
   {"transport": "gdr", "local": "mlx5_0", "remote": "mlx5_0", "lanes": 2},
   {"transport": "gdr", "local": "mlx5_0", "remote": "mlx5_1", "lanes": 0, "why": "no path from rail mlx5_0 to mlx5_1: retry exceeded (status 12)"},
   {"transport": "gdr", "local": "mlx5_1", "remote": "mlx5_1", "lanes": 1},
   {"transport": "tcp", "local": "eth0", "remote": "eth0", "lanes": 0, "why": "the peer's rail is down"}]},
  {"boot": "ff", "endpoint": "10.0.0.7:7650", "dials": false, "pairs": [
   {"transport": "tcp", "local": "eth0", "remote": "eth0", "lanes": 0, "why": "no lane was opened yet"}]},
- {"boot": "ee", "endpoint": "10.0.0.8:7650", "dials": true, "pairs": []}]}`
+ {"boot": "ee", "node": "d\u001b[2J", "endpoint": "", "claimed": "10.0.0.8:7650", "dials": true, "pairs": []},
+ {"boot": "dd", "endpoint": "", "dials": true, "pairs": []}]}`
 
-const reachText = `peer 10.0.0.6:7650 (boot 6eb28829)
+const reachText = `peer 10.0.0.6:7650 (node "d0", boot 6eb28829)
   gdr      mlx5_0 mlx5_1
     mlx5_0 2 up   no [1]
     mlx5_1 -      1 up
@@ -55,7 +56,9 @@ peer 10.0.0.7:7650 (boot ff)
     eth0 no [1]
   [1] no lane was opened yet
   (the lanes are opened by the peer, whose boot id is the lower one: 'kvspray doctor --peers' there says more)
-peer 10.0.0.8:7650 (boot ee)
+peer that connected to this sidecar, and says that it serves at "10.0.0.8:7650" (node "d\x1b[2J", boot ee)
+  no transport in common
+peer that connected to this sidecar, and said no address of its own (boot dd)
   no transport in common
 `
 

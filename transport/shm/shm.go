@@ -242,7 +242,7 @@ func (b *Backend) welcome(c *net.UnixConn) {
 	}
 	if err != nil {
 		_ = c.Close()
-		if errors.Is(err, io.ErrUnexpectedEOF) {
+		if errors.Is(err, io.EOF) {
 			// A sidecar that starts knocks to learn whether this socket's owner lives, and says nothing.
 			b.cfg.Log.Debug("shm lane not opened", "err", err)
 			return
