@@ -189,6 +189,15 @@ func (p *params) divide(v, by uint64, name string) uint64 {
 	return v / by
 }
 
+// divides is v/by, where by is a parameter that has to divide what it parts.
+func (p *params) divides(n param, by, v uint64, what string) uint64 {
+	if v == 0 || by == 0 || v%by != 0 {
+		p.refuseParam(n, by, fmt.Sprintf("it does not divide %s = %d", what, v))
+		return 1
+	}
+	return v / by
+}
+
 func (p *params) even(by uint64) { p.divide(p.l.PageBytes, by, "its halves") }
 
 // HeadShare is the part of all heads that a rank of a tensor parallel group has: from ⌊rank*all/size⌋, and one where there
@@ -255,7 +264,7 @@ func (p *params) plane(role layout.Role, bytes uint64) layout.Plane {
 func (p *params) replicated(role layout.Role, cell, ratio uint64) layout.Plane {
 	p.rank()
 	p.windowed()
-	return layout.Plane{Role: role, Unit: layout.UnitToken, CellBytes: cell, Rows: uint32(p.divide(p.n, ratio, "compress_ratio")),
+	return layout.Plane{Role: role, Unit: layout.UnitToken, CellBytes: cell, Rows: uint32(p.divides(paramCompressRatio, ratio, p.n, "tokens_per_block")),
 		RowTokens: uint32(ratio), RowStride: cell, HeadStride: cell, Heads: 1, AllHeads: 1, Cols: 1}
 }
 

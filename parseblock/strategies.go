@@ -407,8 +407,8 @@ func dsaIndexer(p *params) []layout.Plane {
 	ratio := p.get(paramCompressRatio, 1)
 	values, scales := p.replicated(layout.RoleIndex, v, ratio), p.replicated(layout.RoleIndexScale, s, ratio)
 	tile := p.get(paramKernelTokens, min(64, p.n))
-	p.divide(p.n, tile, "kernel_tokens")
-	tile = p.divide(tile, ratio, "compress_ratio")
+	p.divides(paramKernelTokens, tile, p.n, "tokens_per_block")
+	tile = p.divides(paramCompressRatio, ratio, tile, "kernel_tokens")
 	if p.err != nil {
 		return nil
 	}
@@ -450,7 +450,7 @@ func cpuAttn(p *params) []layout.Plane {
 	}
 	v := k
 	k.CellBytes, k.RowStride, k.ColStride = number, number, p.n*number
-	k.Cols, k.ColMajor = uint32(p.divide(row, number, "number_bytes")), true
+	k.Cols, k.ColMajor = uint32(p.divides(paramNumberBytes, number, row, "the bytes of K of a head of a token")), true
 	v.Role, v.CellBytes, v.RowStride, v.Offset = layout.RoleV, row, row, k.HeadStride/2
 	k.Format, v.Format = p.strategy, p.strategy // as a kind: what another backend calls K would have to be turned
 	return []layout.Plane{k, v}
