@@ -19,15 +19,16 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// TestDeviceBandwidth compares a lane with ib_write_bw on the same rail of the guest, in turns. KVSPRAY_BENCH_RDMA is the number
-// of pairs. An emulated processor says nothing about speed; the ratio says what gdr adds to the verbs that both use.
+// TestDeviceBandwidth compares lanes with ib_write_bw on the same rails of the guest, with as many queue pairs, in turns.
+// KVSPRAY_BENCH_RDMA is the number of pairs. An emulated processor says nothing about speed; the ratio says what gdr adds to the verbs
+// that both use. ib_write_bw drives all its queue pairs from one thread, a lane of gdr has its own.
 func TestDeviceBandwidth(t *testing.T) {
 	pairs, err := strconv.Atoi(os.Getenv("KVSPRAY_BENCH_RDMA"))
 	if err != nil {
 		testutil.Skip(t, "rdma-bench", "KVSPRAY_BENCH_RDMA is not the number of pairs: make bench-rdma")
 	}
 	ends(t) // or skip
-	fmt.Println("| what | rails | ib_write_bw MiB/s | gdr MiB/s | median ratio | least | most | ib_write_bw run again |\n|---|---|---|---|---|---|---|---|")
+	fmt.Println("| what | rails | queue pairs of each | ib_write_bw MiB/s | gdr MiB/s | median ratio | least | most | ib_write_bw run again |\n|---|---|---|---|---|---|---|---|---|")
 	for _, c := range []struct {
 		name    string
 		message int // of ib_write_bw
@@ -39,35 +40,41 @@ func TestDeviceBandwidth(t *testing.T) {
 		{"scattered 16 KiB blocks", 16 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 16 << 10, Shuffle: true}, 1},
 		{"64 KiB pieces", 64 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10}, 4},
 	} {
-		var movers []*transporttest.Mover
-		for i := range c.rails {
-			movers = append(movers, transporttest.NewMover(t, railEnds(i), c.shape))
+		for _, lanes := range []int{1, 2} { // 2 is the default of transports.gdr.queue_pairs
+			t.Run(fmt.Sprintf("%s/%d rails/%d queue pairs", c.name, c.rails, lanes), func(t *testing.T) {
+				var movers []*transporttest.Mover
+				for rail := range c.rails {
+					for range lanes {
+						movers = append(movers, transporttest.NewMover(t, railEnds(rail), c.shape))
+					}
+				}
+				const bytesEach = 64 << 20 // of a rail
+				var ratios, theirs, ours []float64
+				again := 0
+				for pair := range pairs + 1 {
+					ib, repeats, err := untilFigure(func() (float64, error) { return writeBW(c.rails, lanes, c.message, bytesEach) })
+					if err != nil {
+						t.Fatal(err)
+					}
+					again += repeats
+					began := time.Now()
+					var all sync.WaitGroup
+					for _, m := range movers {
+						all.Go(func() { m.Move(bytesEach/lanes/sliceBytes, sliceBytes/(64<<10), 8) })
+					}
+					all.Wait()
+					gdr := float64(c.rails*bytesEach) / (1 << 20) / time.Since(began).Seconds()
+					if pair > 0 { // the first one registers memory
+						ratios, theirs, ours = append(ratios, gdr/ib), append(theirs, ib), append(ours, gdr)
+					}
+				}
+				slices.Sort(ratios)
+				slices.Sort(theirs)
+				slices.Sort(ours)
+				fmt.Printf("| %s | %d | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %d times in %d |\n", c.name, c.rails, lanes, median(theirs), median(ours), median(ratios),
+					ratios[0], ratios[len(ratios)-1], again, pairs+1+again)
+			})
 		}
-		const bytesEach = 64 << 20
-		var ratios, theirs, ours []float64
-		again := 0
-		for pair := range pairs + 1 {
-			ib, repeats, err := untilFigure(func() (float64, error) { return writeBW(c.rails, c.message, bytesEach) })
-			if err != nil {
-				t.Fatal(err)
-			}
-			again += repeats
-			began := time.Now()
-			var all sync.WaitGroup
-			for _, m := range movers {
-				all.Go(func() { m.Move(bytesEach/sliceBytes, sliceBytes/(64<<10), 8) })
-			}
-			all.Wait()
-			gdr := float64(c.rails*bytesEach) / (1 << 20) / time.Since(began).Seconds()
-			if pair > 0 { // the first one registers memory
-				ratios, theirs, ours = append(ratios, gdr/ib), append(theirs, ib), append(ours, gdr)
-			}
-		}
-		slices.Sort(ratios)
-		slices.Sort(theirs)
-		slices.Sort(ours)
-		fmt.Printf("| %s | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %d times in %d |\n", c.name, c.rails, median(theirs), median(ours), median(ratios), ratios[0],
-			ratios[len(ratios)-1], again, pairs+1+again)
 	}
 }
 
@@ -121,13 +128,13 @@ func untilFigure(run func() (float64, error)) (v float64, repeats int, err error
 	return 0, repeats, fmt.Errorf("no figure in %d runs: %w", writeBWTries, err)
 }
 
-// writeBW runs ib_write_bw on each rail at once and adds up what they say, in MiB/s. All of them are to have a figure: rails that are measured
+// writeBW runs ib_write_bw with some queue pairs on each rail at once and adds up what they say, in MiB/s. All of them are to have a figure: rails that are measured
 // one after the other are not four at once.
-func writeBW(rails, message, total int) (sum float64, err error) {
+func writeBW(rails, lanes, message, total int) (sum float64, err error) {
 	rates, errs := make([]float64, rails), make([]error, rails)
 	var all sync.WaitGroup
 	for i := range rails {
-		all.Go(func() { rates[i], errs[i] = writeBWOn(i, message, total) })
+		all.Go(func() { rates[i], errs[i] = writeBWOn(i, lanes, message, total) })
 	}
 	all.Wait()
 	for _, v := range rates {
@@ -136,10 +143,10 @@ func writeBW(rails, message, total int) (sum float64, err error) {
 	return sum, errors.Join(errs...)
 }
 
-// writeBWOn runs ib_write_bw on one rail. An error where it says nothing, or 0.
-func writeBWOn(rail, message, total int) (float64, error) {
+// writeBWOn runs ib_write_bw on one rail: total bytes over all its queue pairs. An error where it says nothing, or 0.
+func writeBWOn(rail, lanes, message, total int) (float64, error) {
 	const connecting = 20 * time.Second // until its server listens
-	args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message), "-n", strconv.Itoa(total / message), "-t", "128", "-p", strconv.Itoa(18515 + rail)}
+	args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message), "-n", strconv.Itoa(total / lanes / message), "-q", strconv.Itoa(lanes), "-t", "128", "-p", strconv.Itoa(18515 + rail)}
 	server := exec.Command("ib_write_bw", append([]string{"-d", fmt.Sprintf("r%db", rail)}, args...)...)
 	if err := server.Start(); err != nil {
 		return 0, err
