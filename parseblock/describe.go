@@ -164,8 +164,12 @@ func (d Description) Hash() (sum [32]byte) {
 	return sha256.Sum256(b)
 }
 
-// Fingerprint is the hash of a layout's description: what two sides compare before a byte moves.
+// Fingerprint is the hash of a layout's description: what two sides compare before a byte moves. Without a dtype there is none: two engines that both
+// leave out what their numbers are would be taken for alike.
 func (r *Registry) Fingerprint(l *layout.Layout) ([32]byte, error) {
+	if l.DType == "" {
+		return [32]byte{}, &layout.Error{Field: "dtype", Value: `""`, Problem: "it says nothing of what the cache's numbers are", Remedy: "register the dtype as the engine names it, like bfloat16"}
+	}
 	d, err := r.Describe(l)
 	if err != nil {
 		return [32]byte{}, err

@@ -167,6 +167,18 @@ func TestDifferencesAreBounded(t *testing.T) {
 	}
 }
 
+// TestFingerprintNeedsADType: two engines that say nothing of their numbers are not alike.
+func TestFingerprintNeedsADType(t *testing.T) {
+	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: MLA, Layers: []layout.Layer{{Name: "l0", PageBytes: 1600, BlockStride: 1600}}}}}
+	if sum, err := Default().Fingerprint(l); err == nil || !strings.Contains(err.Error(), `dtype = ""`) || sum != [32]byte{} {
+		t.Errorf("%x, %v", sum, err)
+	}
+	l.DType = "bfloat16"
+	if _, err := Default().Fingerprint(l); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestFingerprintIsStable: the hash of a description that is written down here never changes within a version of its domain. What is said
 // of layers is not in it.
 func TestFingerprintIsStable(t *testing.T) {
