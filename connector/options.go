@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
@@ -95,12 +96,30 @@ type Options struct {
 	Layouts *parseblock.Registry
 	// Devices imports memory of GPUs. nil: such regions are refused.
 	Devices Devices
+	// Engines has work for engines on their own GPUs. nil: they are not asked.
+	Engines Engines
 }
 
 // Devices makes regions of GPU memory that engines lend.
 type Devices interface {
 	// Import takes the handle that the engine's shim made, and the descriptor that goes with it or -1. On success the region owns fd.
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
+}
+
+// Engines uses what engines do for the sidecar in their own GPU contexts.
+type Engines interface {
+	// Attach takes an engine over until detach, which is called once all leases are fenced. It calls e.End when nothing uses e any more, or at
+	// once, with a nil detach, where there is no use for it.
+	Attach(e Engine) (detach func())
+}
+
+// Engine is the work memory of a worker, and what belongs to it.
+type Engine struct {
+	Work    *board.Work
+	Regions []*mem.Region // of REGISTER, in its order
+	Ring    func()        // wakes the shim's thread
+	Exited  func() bool   // the process's end is proved
+	End     func()
 }
 
 // Stats is what STATS tells shims; cumulative.

@@ -92,6 +92,19 @@ func ready(fd uintptr, events int16) bool {
 	return err == nil && n == 1 && fds[0].Revents&events != 0
 }
 
+// hold is the same process, held for somebody who asks longer.
+func (p *peer) hold() (*peer, error) {
+	rc, err := p.pidfd.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	fd, opErr := -1, error(nil)
+	if err := rc.Control(func(s uintptr) { fd, opErr = unix.FcntlInt(s, unix.F_DUPFD_CLOEXEC, 0) }); err != nil || opErr != nil {
+		return nil, fmt.Errorf("pidfd: %w", errors.Join(err, opErr))
+	}
+	return &peer{uid: p.uid, pid: p.pid, pidfd: os.NewFile(uintptr(fd), "pidfd")}, nil
+}
+
 func (p *peer) close() { _ = p.pidfd.Close() }
 
 // checkEventfd refuses anything but a non-blocking eventfd: other files could block us or mean something when written. The flag is

@@ -70,6 +70,9 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 			Remedy: "open a new session, with fresh region ids for new memory"})
 		return
 	}
+	if w.work != nil {
+		w.detach = s.opt.Engines.Attach(*w.work)
+	}
 	s.opt.Events.WorkerUp(w.pub)
 	w.deliver.Unlock()
 	c.send(&msg.Registered{ID: m.ID, Fingerprint: w.pub.Fingerprint, Geometry: w.pub.Geometry})
@@ -262,6 +265,21 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	if err != nil {
 		return nil, err
 	}
+	var work *mem.Region
+	var workView *board.Work
+	workBell := -1
+	if m.Work != nil && s.opt.Engines != nil {
+		if work, err = mapBoard("fds.work", m.Work.Board); err != nil {
+			return nil, err
+		}
+		b, _ = work.Bytes()
+		if workView, err = board.ParseWork(b); err != nil {
+			return nil, refuse(msg.CodeBoard, "fds.work", err, "write the header of board.h before REGISTER")
+		}
+		if workBell, err = event("fds.work_bell", m.Work.Bell); err != nil {
+			return nil, err
+		}
+	}
 
 	pub := &Worker{Boot: c.hello.Boot, Name: workerName(c.hello), Place: placeOf(c.hello)}
 	sizes := make([]uint64, len(m.Regions))
@@ -360,10 +378,38 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		rings: rings, extents: extents, leases: map[uint64]*lease{}, writing: map[uint64]uint64{}, follow: map[uint64]*lease{}, complaint: map[string]int{}, seen: make([]uint64, flags.Layers()+1)}
 	pub.SourceValid = w.sourceValid
 	pub.state = w
+	if work != nil {
+		if w.work, err = newEngine(workView, work, pub.Regions, workBell, c.peer); err != nil {
+			return nil, err
+		}
+	}
 	// SourceValid may be asked long after the worker has gone, by whoever kept the Worker: the flags stay mapped as long as
 	// anybody can ask.
 	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, flagsMem)
 	return w, nil
+}
+
+// newEngine is what Engines need of a worker. On success its End owns the memory and the eventfd.
+func newEngine(view *board.Work, memory *mem.Region, regions []*mem.Region, bell int, p *peer) (*Engine, error) {
+	process, err := p.hold()
+	if err != nil {
+		return nil, err
+	}
+	door := os.NewFile(uintptr(bell), "work_bell")
+	return &Engine{
+		Work: view, Regions: regions,
+		Ring: func() {
+			if rc, err := door.SyscallConn(); err == nil {
+				_ = rc.Control(func(fd uintptr) { ring(int(fd)) })
+			}
+		},
+		Exited: process.exited,
+		End: func() {
+			_ = door.Close()
+			process.close()
+			memory.Release()
+		},
+	}, nil
 }
 
 var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled is off, or it found no driver; its log and 'kvspray doctor' say which")
@@ -405,6 +451,9 @@ func (w *worker) abandon() {
 	_ = w.door.Close()
 	w.closeBellLocked()
 	w.rings.Release()
+	if w.work != nil {
+		w.work.End()
+	}
 	for _, r := range w.pub.Regions {
 		r.Release()
 	}

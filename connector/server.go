@@ -80,6 +80,9 @@ func New(opt Options) (*Server, error) {
 		opt.SocketMode = 0o600
 	}
 	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy)
+	if opt.Engines != nil {
+		opt.Features = append(opt.Features, msg.FeatureWork)
+	}
 	def := func(d *time.Duration, v time.Duration) {
 		if *d <= 0 {
 			*d = v

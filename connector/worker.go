@@ -56,6 +56,8 @@ type worker struct {
 	fresh    atomic.Int64  // as now counts: paceFresh after the last source lease was opened
 	seen     []uint64      // flags as the watcher saw them last; the watcher's own
 	extents  []extent      // of its board and regions
+	work     *Engine       // nil: it does none
+	detach   func()        // of work; set before WorkerUp
 	draining atomic.Bool   // BYE was said: no new leases
 
 	deliver sync.Mutex
@@ -920,6 +922,9 @@ func (w *worker) shut() {
 
 // release gives the engine's memory back once everything is fenced.
 func (w *worker) release() {
+	if w.detach != nil {
+		w.detach()
+	}
 	for _, r := range w.pub.Regions {
 		r.Release()
 	}

@@ -7,6 +7,7 @@ import (
 	"net"
 	"sync"
 
+	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/transport/stage"
@@ -61,6 +62,21 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 		g.opened, g.copier = opened, stage.NewCopier(opened)
 	}
 	return g.opened.Import(id, handle, fd, size)
+}
+
+// asksEngines reports whether engines may be asked to pack in their own contexts.
+func (g *gpus) asksEngines() bool { return g.cfg.Executor == stage.Auto || g.cfg.Executor == stage.InEngine }
+
+// Attach has an engine pack in its own context for the GPU that its regions are of.
+func (g *gpus) Attach(e connector.Engine) (detach func()) {
+	g.mu.Lock()
+	opened, _ := g.opened.(*stage.GPUs)
+	g.mu.Unlock()
+	if opened == nil {
+		e.End()
+		return nil
+	}
+	return opened.Attach(stage.Engine(e))
 }
 
 // copy moves the bytes of src, block by block, to dst, of which one is a GPU's, and names the way that they took.

@@ -247,12 +247,16 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.addrMu.Unlock()
 
 	var devices connector.Devices
+	var engines connector.Engines
 	if n.gpus != nil {
 		devices = n.gpus
+		if n.gpus.asksEngines() {
+			engines = n.gpus
+		}
 	}
 	n.engine, err = connector.New(connector.Options{
-		Devices: devices,
-		Socket:  n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Endpoint: n.Endpoint, Events: n, Log: n.log,
+		Devices: devices, Engines: engines,
+		Socket: n.cfg.Engine.Socket, Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Endpoint: n.Endpoint, Events: n, Log: n.log,
 		Limits: connector.Limits{Sessions: n.cfg.Engine.MaxSessions, Leases: n.cfg.Engine.MaxLeases, Regions: n.cfg.Engine.MaxRegions},
 		Hooks:  n.hooks(), AllowUIDs: uids(n.cfg.Engine.AllowedUIDs), SocketMode: socketMode(n.cfg.Engine.AllowedUIDs),
 		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,

@@ -100,8 +100,11 @@ type Hello struct {
 	Features []string
 }
 
-// FeatureCopy in Welcome.Features: the sidecar takes COPY records.
-const FeatureCopy = "copy"
+// Welcome.Features.
+const (
+	FeatureCopy = "copy" // the sidecar takes COPY records
+	FeatureWork = "work" // it has work for engines with GPU memory, see Register.Work
+)
 
 // Limits are told to the shim.
 type Limits struct{ Leases, Regions, RecordBytes uint64 }
@@ -149,6 +152,9 @@ const MaxHandleBytes = 256
 // FDs are indices into the packet's descriptors.
 type FDs struct{ Flags, Rings, Doorbell, Bell uint32 }
 
+// WorkFDs are indices, too: of the work memory (board.h) and of what wakes the shim for it.
+type WorkFDs struct{ Board, Bell uint32 }
+
 // Register hands over memory, layout and board.
 type Register struct {
 	ID      uint64
@@ -156,6 +162,7 @@ type Register struct {
 	Regions []Region
 	Layout  []byte // one msgpack map, docs/protocol.md section 3; see package layout
 	FDs     FDs
+	Work    *WorkFDs // nil: the engine has no GPU, or does no work for others there
 }
 
 // Registered answers Register.
@@ -490,7 +497,8 @@ func readRegister(r *reader) *Register {
 			m.Layout = r.rawMap()
 		case "fds":
 			n.got |= 16
-			f := need{names: []string{"flags", "rings", "doorbell", "bell"}}
+			f, w := need{names: []string{"flags", "rings", "doorbell", "bell"}}, need{names: []string{"work", "work_bell"}}
+			var work WorkFDs
 			for j := r.mapLen(); j > 0 && r.err == nil; j-- {
 				switch string(r.key()) {
 				case "flags":
@@ -501,11 +509,19 @@ func readRegister(r *reader) *Register {
 					m.FDs.Doorbell, f.got = r.u32(), f.got|4
 				case "bell":
 					m.FDs.Bell, f.got = r.u32(), f.got|8
+				case "work":
+					work.Board, w.got = r.u32(), w.got|1
+				case "work_bell":
+					work.Bell, w.got = r.u32(), w.got|2
 				default:
 					r.skip()
 				}
 			}
 			f.check(r)
+			if w.got != 0 {
+				m.Work = &work
+				w.check(r)
+			}
 		default:
 			r.skip()
 		}
@@ -570,11 +586,20 @@ func (m *Register) append(b []byte) []byte {
 		}
 	}
 	b = append(appendStr(b, "layout"), m.Layout...)
-	b = appendMap(appendStr(b, "fds"), 4)
+	n := 4
+	if m.Work != nil {
+		n = 6
+	}
+	b = appendMap(appendStr(b, "fds"), n)
 	b = appendUint(appendStr(b, "flags"), uint64(m.FDs.Flags))
 	b = appendUint(appendStr(b, "rings"), uint64(m.FDs.Rings))
 	b = appendUint(appendStr(b, "doorbell"), uint64(m.FDs.Doorbell))
-	return appendUint(appendStr(b, "bell"), uint64(m.FDs.Bell))
+	b = appendUint(appendStr(b, "bell"), uint64(m.FDs.Bell))
+	if m.Work != nil {
+		b = appendUint(appendStr(b, "work"), uint64(m.Work.Board))
+		b = appendUint(appendStr(b, "work_bell"), uint64(m.Work.Bell))
+	}
+	return b
 }
 
 func readRegistered(r *reader) *Registered {

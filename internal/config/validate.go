@@ -162,7 +162,7 @@ func (v *checker) transports() {
 	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir, "not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
 	v.oneOf("transports.gpu.enabled", t.GPU.Enabled, Auto, Off)
-	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy")
+	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy", "engine")
 	v.check(t.GPU.Table != "", "transports.gpu.table", "", "empty", "use auto, off, or a path")
 	v.between("transports.gpu.buffers", t.GPU.Buffers, 8, 4096)
 	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0, "transports.gpu.stage", t.GPU.Stage.String(),

@@ -108,7 +108,7 @@ var rules = []rule{
 	{dir: "transport/gdr", why: "a backend: no layout, no control",
 		own: []string{"internal/mem", "internal/usertimeout", "internal/verbs", "internal/wire", "transfer", "transport"}, ext: []string{extSys}},
 	{dir: "transport/stage", why: "the hop between a GPU and host memory, so that tcp never sees cuda",
-		own: []string{"internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport"}, ext: []string{extSys}},
+		own: []string{"internal/board", "internal/cuda", "internal/cuda/kernels", "internal/mem", "transfer", "transport"}, ext: []string{extSys}},
 	{dir: "internal/mem", why: "regions and bounded copies; knows nobody who uses them",
 		own: []string{"internal/invariants"}, ext: []string{extSys}},
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},

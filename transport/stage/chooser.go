@@ -11,15 +11,16 @@ type Executor uint8
 
 // The executors. Which one is better depends on what the engine does: a kernel of another process is time-sliced against the
 // engine's, so that pack waits for milliseconds beside a busy engine without MPS, while copy engines do not wait but take
-// longer for each block.
+// longer for each block. A kernel in the engine's own context is not sliced, and takes a way through the engine's process.
 const (
-	Auto Executor = iota // learned
-	Pack                 // a kernel packs in HBM, one copy crosses the link
-	Copy                 // the copy engine alone, one descriptor per block
+	Auto     Executor = iota // learned
+	Pack                     // a kernel packs in HBM, one copy crosses the link
+	Copy                     // the copy engine alone, one descriptor per block
+	InEngine                 // pack, with the kernel in the engine's own context
 	numExecutors
 )
 
-var executorNames = [numExecutors]string{"auto", "pack", "copy"}
+var executorNames = [numExecutors]string{"auto", "pack", "copy", "engine"}
 
 func (e Executor) String() string { return executorNames[e] }
 
@@ -30,11 +31,11 @@ func ParseExecutor(s string) (Executor, error) {
 			return Executor(i), nil
 		}
 	}
-	return 0, fmt.Errorf("stage: executor %q is unknown: use auto, pack or copy", s)
+	return 0, fmt.Errorf("stage: executor %q is unknown: use auto, pack, copy or engine", s)
 }
 
-// How often the executor that is not in favour is tried, so that a change of the engine's load is noticed: less and less often while
-// it stays the worse one. [measured, H200] beside a busy engine one pack in 64 slices cost the engine 9 to 13%: its kernel takes a
+// How often one of the executors that are not in favour is tried, so that a change of the engine's load is noticed: less and less often while
+// they stay the worse ones. [measured, H200] beside a busy engine one pack in 64 slices cost the engine 9 to 13%: its kernel takes a
 // time slice of the whole GPU.
 const (
 	probeFirst = 20 * time.Millisecond
@@ -52,7 +53,8 @@ type chooser struct {
 	mu    sync.Mutex // protects all below
 	cost  [numExecutors]float64
 	best  Executor
-	probe time.Time // when the other is tried next
+	tried Executor  // last of those that are not in favour
+	probe time.Time // when one of them is tried next
 	pause time.Duration
 }
 
@@ -60,31 +62,48 @@ type chooser struct {
 // 30 of them over NVLink.
 const probeBytes = 4 << 20
 
-// pick names the executor, and says whether it is only tried.
-func (c *chooser) pick(now time.Time) (e Executor, try bool) {
-	if c.fixed != Auto {
+// pick names the executor, and says whether it is only tried. engine: there is one that would take it.
+func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
+	last := Copy
+	if engine {
+		last = InEngine
+	}
+	switch {
+	case c.fixed == InEngine && !engine:
+		return Copy, false
+	case c.fixed != Auto:
 		return c.fixed, false
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	best, other := Pack, Copy
-	if c.cost[Copy] != 0 && c.cost[Copy] < c.cost[Pack] {
-		best, other = Copy, Pack
+	best := Pack
+	for e := Pack; e <= last; e++ {
+		if c.cost[e] != 0 && c.cost[e] < c.cost[best] {
+			best = e
+		}
 	}
-	if best != c.best {
+	if best != c.best && (engine || c.best != InEngine) { // an engine that is away for one hop changes nothing for the next
 		c.best, c.pause, c.probe = best, probeFirst, now.Add(probeFirst)
 	}
-	switch {
-	case c.cost[best] == 0:
+	if c.cost[best] == 0 {
 		return best, false
-	case c.cost[other] == 0:
-		return other, true
-	case now.Before(c.probe):
+	}
+	for e := Pack; e <= last; e++ {
+		if c.cost[e] == 0 {
+			return e, true
+		}
+	}
+	if now.Before(c.probe) {
 		return best, false
 	}
 	c.pause = min(2*c.pause, probeLast)
 	c.probe = now.Add(c.pause)
-	return other, true
+	for other := c.tried%last + 1; ; other = other%last + 1 { // in turns
+		if other != best {
+			c.tried = other
+			return other, true
+		}
+	}
 }
 
 // took teaches it. Small pieces say more about latency than about the rate, and count as they are.

@@ -6,8 +6,6 @@ import (
 	"errors"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvspray/kvspray/internal/cuda"
 	"github.com/kvspray/kvspray/internal/cuda/kernels"
 )
@@ -122,34 +120,13 @@ type cudaEvent struct {
 	pause time.Duration // between two looks
 }
 
-// How Sync waits. [measured, H200 in a virtual machine] the driver's sleeping wait wakes up 500 us late, a spinning one takes a core
-// from the engine for as long as a copy lasts, and time.Sleep cannot sleep for less than a millisecond. Four links that look every 20 us take
-// 1.2 cores, every 70 us 0.6; where two runs of a pipeline follow each other 50 us count. Linux adds those to a thread's pauses
-// (prctl(2), PR_SET_TIMERSLACK) where it is not told that they are meant.
-const (
-	syncSpin   = 20 * time.Microsecond
-	syncPause  = 70 * time.Microsecond
-	syncPrompt = 20 * time.Microsecond
-	syncSlack  = time.Microsecond
-)
-
-func (e cudaEvent) Sync() error {
-	start := time.Now()
-	for told := false; ; {
-		done, err := e.Done()
-		if done || err != nil {
-			return err
-		}
-		if time.Since(start) > syncSpin {
-			if !told { // which thread this is changes seldom, and late by 50 us is no harm
-				told = true
-				_ = unix.Prctl(unix.PR_SET_TIMERSLACK, uintptr(syncSlack), 0, 0, 0)
-			}
-			pause := unix.NsecToTimespec(int64(e.pause))
-			// An interrupted pause is a short one.
-			_ = unix.Nanosleep(&pause, nil)
-		}
-	}
+func (e cudaEvent) Sync() (err error) {
+	poll(e.pause, func() bool {
+		var done bool
+		done, err = e.Done()
+		return done || err != nil
+	})
+	return err
 }
 
 func (d *cudaDevice) Close() error {

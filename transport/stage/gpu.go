@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/cuda"
 	"github.com/kvspray/kvspray/internal/mem"
 )
@@ -26,6 +28,16 @@ type GPU struct {
 	lent     chan []byte
 	hops     chan *hop
 	in, out  chooser // to the GPU, from it
+
+	// The dense buffers of all hops, of which a lent one may be known to engines until they die.
+	staging    cuda.Ptr
+	packBlocks int // of kernels that engines launch for us
+
+	engines atomic.Pointer[[]*engine] // changed under enginesMu
+
+	enginesMu sync.Mutex // protects all below
+	exported  bool
+	handle    cuda.IPCHandle // of staging, if exported
 }
 
 var _ mem.Device = (*GPU)(nil)
@@ -34,7 +46,9 @@ var _ mem.Device = (*GPU)(nil)
 type hop struct {
 	queue     Queue
 	done      Event
-	dense     cuda.Ptr // HopBytes on the GPU
+	dense     cuda.Ptr // HopBytes on the GPU; 0: none, and the copy engine does all
+	at        uint64   // of dense in staging, if lent
+	lent      bool     // dense is a part of staging; else it took the place of one that a dead engine may have written to
 	bounce    []byte   // HopBytes of the arena, for callers whose memory is not pinned
 	list      []byte   // pinned: block lists as the kernels read them
 	listPtr   cuda.Ptr
@@ -48,21 +62,23 @@ const hopListBytes = hopRuns*runBytes + (hopRuns+1)*4
 const hopFirstAt = hopRuns * runBytes
 
 func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
-	u := &GPU{gpus: g, index: index, card: c, in: chooser{fixed: g.cfg.Executor}, out: chooser{fixed: g.cfg.Executor}}
+	u := &GPU{gpus: g, index: index, card: c, in: chooser{fixed: g.cfg.Executor}, out: chooser{fixed: g.cfg.Executor}, packBlocks: 1}
+	u.engines.Store(&[]*engine{})
 	if u.pci, err = c.PCI(); err != nil {
 		return nil, err
 	}
 	if u.dev, err = c.NewPacker(); err != nil {
 		return nil, err
 	}
-	dense := make([]cuda.Ptr, 0, g.cfg.Hops)
+	if s, ok := u.dev.(packSizer); ok {
+		u.packBlocks = min(s.PackBlocks(), board.WorkMaxBlocks)
+	}
 	defer func() {
 		if err != nil {
-			errs := []error{err, u.dev.Close()}
-			for _, p := range dense {
-				errs = append(errs, u.dev.Free(p))
+			err = errors.Join(err, u.dev.Close())
+			if u.staging != 0 {
+				err = errors.Join(err, u.dev.Free(u.staging))
 			}
-			err = errors.Join(errs...)
 		}
 	}()
 	u.lent, u.hops = make(chan []byte, g.cfg.Buffers), make(chan *hop, g.cfg.Hops)
@@ -74,19 +90,19 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 	for off := 0; off < lend; off += LendBytes {
 		u.lent <- u.arena[off:][:LendBytes:LendBytes]
 	}
+	if u.staging, err = u.dev.Alloc(u.stagingBytes()); err != nil {
+		return nil, fmt.Errorf("%d bytes of staging: %w", u.stagingBytes(), err)
+	}
 	for i := range g.cfg.Hops {
 		h := &hop{bounce: u.arena[lend+i*HopBytes:][:HopBytes:HopBytes], far: make([]cuda.Ptr, 0, hopRuns), near: make([]cuda.Ptr, 0, hopRuns),
-			sizes: make([]uint64, 0, hopRuns)}
+			sizes: make([]uint64, 0, hopRuns), at: uint64(i) * HopBytes, lent: true}
+		h.dense = u.staging + cuda.Ptr(h.at)
 		if h.queue, err = u.dev.NewQueue(); err != nil {
 			return nil, err
 		}
 		if h.done, err = u.dev.NewEvent(); err != nil {
 			return nil, err
 		}
-		if h.dense, err = u.dev.Alloc(HopBytes); err != nil {
-			return nil, fmt.Errorf("%d bytes of staging: %w", HopBytes, err)
-		}
-		dense = append(dense, h.dense)
 		if h.list, h.listPtr, err = u.dev.AllocHost(hopListBytes); err != nil {
 			return nil, err
 		}
@@ -95,17 +111,57 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 	return u, nil
 }
 
+func (u *GPU) stagingBytes() uint64 { return uint64(cap(u.hops)) * HopBytes }
+
 func (u *GPU) close() error {
 	var errs []error
-	var dense []cuda.Ptr
+	var own []cuda.Ptr
 	for range cap(u.hops) {
-		dense = append(dense, (<-u.hops).dense) // waits for what is under way
+		if h := <-u.hops; !h.lent && h.dense != 0 { // waits for what is under way
+			own = append(own, h.dense)
+		}
 	}
 	errs = append(errs, u.dev.Close())
-	for _, p := range dense {
+	for _, p := range own {
 		errs = append(errs, u.dev.Free(p))
 	}
+	if u.enginesMu.Lock(); !u.exported { // else it goes with the context: engines may have it open
+		errs = append(errs, u.dev.Free(u.staging))
+	}
+	u.enginesMu.Unlock()
 	return errors.Join(append(errs, u.card.Close())...)
+}
+
+// export names staging to engines.
+func (u *GPU) export() (_ cuda.IPCHandle, err error) {
+	u.enginesMu.Lock()
+	defer u.enginesMu.Unlock()
+	if !u.exported {
+		if u.handle, err = u.card.Export(u.staging); err != nil {
+			return u.handle, err
+		}
+		u.exported = true
+	}
+	return u.handle, nil
+}
+
+// setEngines replaces the list of engines; change gets a copy of it.
+func (u *GPU) setEngines(change func([]*engine) []*engine) {
+	u.enginesMu.Lock()
+	defer u.enginesMu.Unlock()
+	all := change(slices.Clone(*u.engines.Load()))
+	u.engines.Store(&all)
+}
+
+// retire gives a hop another dense buffer: what a dead engine's kernel does to the one it had, nobody knows. It happens to a hop once, as no
+// engine is told of the other one.
+func (u *GPU) retire(h *hop) {
+	h.lent = false
+	var err error
+	if h.dense, err = u.dev.Alloc(HopBytes); err != nil {
+		h.dense = 0
+		u.gpus.cfg.Log.Warn("an engine died in mid kernel, and its staging buffer cannot be replaced: the copy engine takes its part", "gpu", u.index, "err", err)
+	}
 }
 
 // PCI is where the GPU sits: which NICs are near to its memory follows from it.
@@ -187,10 +243,15 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 	if dir == HostToDevice {
 		learn = &u.in
 	}
-	how, choice := u.how(h, len(p), learn)
+	how, choice, worker := u.how(h, len(p), learn)
 	start := time.Now()
 	var err error
-	if how == Pack {
+	if how == InEngine {
+		if err = u.engaged(worker, h, dir, host, uint64(len(p))); errors.Is(err, errNoEngine) {
+			learn.took(InEngine, uint64(len(p)), time.Since(start)) // what it took to learn that
+			how, start, err = Copy, time.Now(), u.copied(h, dir, host)
+		}
+	} else if how == Pack {
 		err = u.packed(h, dir, host, uint64(len(p)))
 	} else {
 		err = u.copied(h, dir, host)
@@ -203,7 +264,11 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 	}
 	if err != nil {
 		// Nothing may be in flight when we return, whatever went wrong.
-		return errors.Join(err, h.queue.Sync())
+		err = errors.Join(err, h.queue.Sync())
+		if errors.Is(err, errEngineGone) {
+			u.retire(h)
+		}
+		return err
 	}
 	if choice {
 		learn.took(how, uint64(len(p)), time.Since(start))
@@ -214,18 +279,22 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 	return nil
 }
 
-// how: the kernels move 16 bytes at a time, and few or large blocks need no packing. choice: either would have done.
-func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool) {
-	if len(h.far) < 4 || bytes/len(h.far) >= directPiece {
-		return Copy, false
+// how: the kernels move 16 bytes at a time, and few or large blocks need no packing. choice: any executor would have done. For InEngine it
+// says where, too, and the caller gives that back.
+func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool, w workplace) {
+	if h.dense == 0 || len(h.far) < 4 || bytes/len(h.far) >= directPiece {
+		return Copy, false, w
 	}
 	for i, p := range h.far {
 		if (uint64(p)|h.sizes[i])%packAlign != 0 {
-			return Copy, false
+			return Copy, false, w
 		}
 	}
-	e, _ = learn.pick(time.Now())
-	return e, true
+	w = u.workplace(h)
+	if e, _ = learn.pick(time.Now(), w.engine != nil); e != InEngine && w.engine != nil {
+		w.giveBack(nil)
+	}
+	return e, true, w
 }
 
 // pinned gives the device address of host memory that lies in the arena, or in what Pin was told.
@@ -263,6 +332,27 @@ func (u *GPU) packed(h *hop, dir Direction, host cuda.Ptr, bytes uint64) error {
 	return errors.Join(launch(u.dev.Pack, u.dev.PackUniform), h.queue.Copy(host, h.dense, bytes))
 }
 
+// engaged is packed, with the kernel in the engine's context. A queue does not wait for another process, so we do.
+func (u *GPU) engaged(w workplace, h *hop, dir Direction, host cuda.Ptr, bytes uint64) (err error) {
+	defer func() { w.giveBack(err) }()
+	if dir == DeviceToHost {
+		if err = w.run(h, board.WorkPack); err != nil {
+			return err
+		}
+		return h.queue.Copy(host, h.dense, bytes)
+	}
+	if err = h.queue.Copy(h.dense, host, bytes); err == nil {
+		err = h.queue.Record(h.done)
+	}
+	if err == nil {
+		err = h.done.Sync()
+	}
+	if err != nil {
+		return err
+	}
+	return w.run(h, board.WorkUnpack)
+}
+
 // list writes the blocks for the kernels, which read it where it is: it is short, and a copy of it would cost a launch.
 func (u *GPU) list(h *hop) func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
 	n, same := len(h.far), true
@@ -291,38 +381,50 @@ func (u *GPU) list(h *hop) func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error,
 const strided = 8
 
 // runs writes the blocks as at most so many strided runs, and returns how many; 0 where it takes more, which scattered blocks soon show.
-// Pages of heads, or of tokens, that another order takes apart lie at equal distances. Two blocks have a distance by chance, so that a run
-// takes three.
 func (h *hop) runs(most int) int {
 	dense := uint64(h.dense)
-	n := 0
-	for i := 0; i < len(h.far); n++ {
+	n, pieces := 0, 0
+	h.eachRun(func(base cuda.Ptr, stride, size uint64, count int) bool {
 		if n == most {
-			return 0
+			n = 0
+			return false
 		}
-		base, size := uint64(h.far[i]), h.sizes[i]
+		r := h.list[n*runBytes:][:runBytes]
+		binary.LittleEndian.PutUint64(r, uint64(base))
+		binary.LittleEndian.PutUint64(r[8:], stride)
+		binary.LittleEndian.PutUint64(r[16:], dense)
+		binary.LittleEndian.PutUint32(r[24:], uint32(size))
+		binary.LittleEndian.PutUint32(r[28:], uint32(count))
+		binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(pieces))
+		dense += uint64(count) * size
+		pieces += count
+		n++
+		return true
+	})
+	binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(len(h.far)))
+	return n
+}
+
+// eachRun hands out the blocks as runs, in order, while yield wants more. Pages of heads, or of tokens, that another order takes apart lie at
+// equal distances. Two blocks have a distance by chance, so that a run takes three.
+func (h *hop) eachRun(yield func(base cuda.Ptr, stride, size uint64, count int) bool) {
+	for i := 0; i < len(h.far); {
+		base, size := h.far[i], h.sizes[i]
 		stride, count := uint64(0), 1
 		if i+2 < len(h.far) && h.sizes[i+1] == size && h.sizes[i+2] == size {
-			stride = uint64(h.far[i+1]) - base
-			for k := i + 1; k < len(h.far) && h.sizes[k] == size && uint64(h.far[k])-uint64(h.far[k-1]) == stride; k++ {
+			stride = uint64(h.far[i+1] - base)
+			for k := i + 1; k < len(h.far) && h.sizes[k] == size && uint64(h.far[k]-h.far[k-1]) == stride; k++ {
 				count++
 			}
 			if count < 3 {
 				stride, count = 0, 1
 			}
 		}
-		r := h.list[n*runBytes:][:runBytes]
-		binary.LittleEndian.PutUint64(r, base)
-		binary.LittleEndian.PutUint64(r[8:], stride)
-		binary.LittleEndian.PutUint64(r[16:], dense)
-		binary.LittleEndian.PutUint32(r[24:], uint32(size))
-		binary.LittleEndian.PutUint32(r[28:], uint32(count))
-		binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(i))
-		dense += uint64(count) * size
+		if !yield(base, stride, size, count) {
+			return
+		}
 		i += count
 	}
-	binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(len(h.far)))
-	return n
 }
 
 // moves is scratch of Move: callers come from several goroutines.
@@ -499,7 +601,7 @@ func (w *mover) flush() error {
 	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down; copy engines do neither, and take
 	// scattered blocks across PCIe well. Within one GPU they do not: there the driver copies by kernels too.
 	start := time.Now()
-	how, try := p.learn.pick(start)
+	how, try := p.learn.pick(start, false)
 	if try && w.total > probeBytes {
 		return w.split(p, how)
 	}

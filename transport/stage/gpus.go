@@ -31,6 +31,8 @@ type card interface {
 	Unregister(b []byte) error
 	// Reach lets this card's copy engines at the other's memory. Idempotent.
 	Reach(other card) error
+	// Export names an allocation of ours to other processes.
+	Export(p cuda.Ptr) (cuda.IPCHandle, error)
 	// PCI is the address of the card, as sysfs writes it: "0000:1b:00.0".
 	PCI() (string, error)
 	Close() error
@@ -267,6 +269,9 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 		}
 	}
 	p := &pair{learn: chooser{fixed: g.cfg.Executor}}
+	if g.cfg.Executor == InEngine {
+		p.learn.fixed = Copy // by way of the host, in hops, which engines pack
+	}
 	for range PeerPipelines {
 		q, err := g.newPeer(from, to)
 		if err != nil {

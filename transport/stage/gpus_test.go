@@ -61,6 +61,13 @@ func (c *fakeCard) NewPacker() (Packer, error) {
 }
 
 func (c *fakeCard) Reach(card) error { return nil }
+
+// Export names an allocation by its address.
+func (c *fakeCard) Export(p cuda.Ptr) (h cuda.IPCHandle, err error) {
+	binary.LittleEndian.PutUint64(h[:], uint64(p))
+	return h, nil
+}
+
 func (c *fakeCard) Close() error     { return nil }
 
 func (c *fakeCard) PCI() (string, error) { return fmt.Sprintf("0000:%02x:00.0", 0x1b+c.i), nil }
@@ -335,7 +342,7 @@ func TestChooser(t *testing.T) {
 	count := func(calls int, pack, copy time.Duration) (packs int) {
 		for range calls {
 			now = now.Add(100 * time.Microsecond)
-			e, _ := c.pick(now)
+			e, _ := c.pick(now, false)
 			took := copy
 			if e == Pack {
 				took = pack
@@ -358,10 +365,10 @@ func TestChooser(t *testing.T) {
 		t.Errorf("pack is fast again and was taken %d of 1000 times", n)
 	}
 	c.fixed = Pack
-	if e, try := c.pick(now); e != Pack || try {
+	if e, try := c.pick(now, true); e != Pack || try {
 		t.Error("fixed is not")
 	}
-	for _, name := range []string{"auto", "pack", "copy"} {
+	for _, name := range []string{"auto", "pack", "copy", "engine"} {
 		if e, err := ParseExecutor(name); err != nil || e.String() != name {
 			t.Errorf("%s: %s, %v", name, e, err)
 		}
