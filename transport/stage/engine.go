@@ -42,7 +42,7 @@ var (
 type engine struct {
 	Engine
 	gpu   *GPU
-	spans []span
+	spans []lentRegion
 	slots chan int // that are free
 	seqs  [board.WorkSlots]uint64
 
@@ -60,8 +60,8 @@ const (
 	engineOff
 )
 
-// span is a region as this process has it mapped.
-type span struct {
+// lentRegion is a region as this process has it mapped.
+type lentRegion struct {
 	base   cuda.Ptr
 	size   uint64
 	region int
@@ -78,7 +78,7 @@ func (g *GPUs) Attach(e Engine) (detach func()) {
 			continue
 		}
 		n.gpu = u
-		n.spans = append(n.spans, span{cuda.Ptr(r.Base()), r.Size(), i})
+		n.spans = append(n.spans, lentRegion{cuda.Ptr(r.Base()), r.Size(), i})
 	}
 	if n.gpu == nil || g.cfg.Executor == Pack || g.cfg.Executor == Copy || cap(n.gpu.hops) <= workSpare {
 		n.release()
@@ -165,7 +165,7 @@ func (e *engine) turnOff(what string, refusal uint32) {
 }
 
 // find is the region at p, which holds n bytes from there.
-func (e *engine) find(p cuda.Ptr, n uint64) *span {
+func (e *engine) find(p cuda.Ptr, n uint64) *lentRegion {
 	for i := range e.spans {
 		s := &e.spans[i]
 		if off := uint64(p - s.base); p >= s.base && off <= s.size && n <= s.size-off {
@@ -218,7 +218,7 @@ func (w workplace) giveBack(err error) {
 // run has the engine pack or unpack h, and waits for it.
 func (w workplace) run(h *hop, op uint32) error {
 	e, slot := w.engine, w.slot
-	runs, region := 0, (*span)(nil)
+	runs, region := 0, (*lentRegion)(nil)
 	var bytes uint64
 	h.eachRun(func(base cuda.Ptr, stride, size uint64, count int) bool {
 		if region == nil || base < region.base || uint64(base-region.base) >= region.size {
