@@ -21,6 +21,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -133,8 +134,8 @@ func New(cfg Config) (*Proxy, error) {
 			}
 		}
 		if b.Peer != "" {
-			if _, _, err := net.SplitHostPort(b.Peer); err != nil {
-				return nil, fmt.Errorf("proxy: --prefill-peer %q: %w; write host:port", b.Peer, err)
+			if err := hostPort(b.Peer); err != nil {
+				return nil, fmt.Errorf("proxy: --prefill-peer %q: %w; write host:port, the sidecar's peer.listen", b.Peer, err)
 			}
 		}
 		if cfg.Mode == Concurrent && b.Peer == "" && b.Sidecar == "" {
@@ -153,6 +154,21 @@ func New(cfg Config) (*Proxy, error) {
 	}
 	p.prefill, p.decode = newPool(pre), newPool(dec)
 	return p, nil
+}
+
+// hostPort checks an address that will be dialled.
+func hostPort(addr string) error {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return err
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return fmt.Errorf("port %q is not a number of 1 to 65535", port)
+	}
+	if host == "" {
+		return errors.New("no host is named")
+	}
+	return nil
 }
 
 func baseURL(flag, raw string) (string, error) {

@@ -827,6 +827,9 @@ func TestNewRefuses(t *testing.T) {
 		"mode":      {Decode: []string{"http://a:1"}, Mode: "x"},
 		"url":       {Decode: []string{"a:1"}},
 		"no peer":   {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1"}}},
+		"bad port":  {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x:y"}}},
+		"port 0":    {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x:0"}}},
+		"no host":   {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: ":7650"}}},
 		"bad peer":  {Decode: []string{"http://a:1"}, Prefill: []Prefill{{URL: "http://p:1", Peer: "x"}}},
 	} {
 		if _, err := New(c); err == nil {

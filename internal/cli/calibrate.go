@@ -27,6 +27,9 @@ engines on these GPUs are slower.`,
 			if err != nil {
 				return err
 			}
+			if err := inFolder("out", out); err != nil {
+				return err
+			}
 			log := slog.New(slog.NewTextHandler(cmd.ErrOrStderr(), nil))
 			path, table, err := sidecar.CalibrateGPUs(cmd.Context(), c, out, log)
 			if err != nil {

@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"syscall"
 	"time"
 
@@ -83,6 +84,7 @@ See what works on this host:          kvspray doctor`,
 
 // configFlags are the flags of every command that reads a configuration.
 type configFlags struct {
+	cmd    *cobra.Command
 	file   string
 	socket string
 	listen string
@@ -91,6 +93,7 @@ type configFlags struct {
 }
 
 func (f *configFlags) add(cmd *cobra.Command) {
+	f.cmd = cmd
 	cmd.Flags().StringVar(&f.file, "config", "", "strict YAML file; 'kvspray config print' shows every key (default: built-in values on loopback)")
 	cmd.Flags().StringVar(&f.socket, "socket", "", "unix socket for engines; short for --set engine.socket=")
 	cmd.Flags().StringVar(&f.listen, "listen", "", "host:port for other sidecars, port 0 takes a free one; short for --set peer.listen=")
@@ -100,8 +103,11 @@ func (f *configFlags) add(cmd *cobra.Command) {
 
 func (f *configFlags) load() (*config.Config, error) {
 	sets := f.sets
-	for _, s := range []struct{ key, value string }{{"engine.socket", f.socket}, {"peer.listen", f.listen}, {"http.listen", f.http}} {
-		if s.value != "" {
+	for _, s := range []struct{ flag, key, value string }{{"config", "", f.file}, {"socket", "engine.socket", f.socket}, {"listen", "peer.listen", f.listen}, {"http", "http.listen", f.http}} {
+		switch {
+		case s.value == "" && f.cmd.Flags().Changed(s.flag):
+			return nil, mistake.Errorf(`--%s "": a variable that is not set? Give it a value, or leave it out for the default`, s.flag)
+		case s.value != "" && s.key != "":
 			sets = append(sets, s.key+"="+s.value)
 		}
 	}
@@ -110,6 +116,26 @@ func (f *configFlags) load() (*config.Config, error) {
 		return nil, usage(err)
 	}
 	return c, nil
+}
+
+// inFolder checks, before anything runs, that there is a folder for a file that will be written at the end of it; empty: none will be.
+func inFolder(flag, path string) error {
+	if path == "" {
+		return nil
+	}
+	st, err := os.Stat(filepath.Dir(path))
+	if err == nil && !st.IsDir() {
+		err = errors.New("not a folder")
+	}
+	if err == nil {
+		if st, serr := os.Stat(path); serr == nil && st.IsDir() {
+			err = errors.New("a folder stands there")
+		}
+	}
+	if err != nil {
+		return mistake.Errorf("--%s %q: %w: name a file in a folder that is there", flag, path, err)
+	}
+	return nil
 }
 
 // checkFiles looks at the files that a configuration names, and tries the keys and certificates among them.

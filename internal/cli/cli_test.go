@@ -58,6 +58,19 @@ func TestExitCodes(t *testing.T) {
 		"proxy peers":    {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1", "--prefill-peer", "x:1,y:1"}, exitUsage, "2 sidecars for 1"},
 		"proxy format":   {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"}, exitUsage, "text or json"},
 		"proxy level":    {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"}, exitUsage, "loud"},
+		"empty config":   {[]string{"config", "check", "--config", ""}, exitUsage, `--config "": a variable that is not set?`},
+		"empty socket":   {[]string{"serve", "--socket", ""}, exitUsage, `--socket "": a variable`},
+		"empty listen":   {[]string{"serve", "--listen", ""}, exitUsage, `--listen "": a variable`},
+		"ready folder":   {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, exitUsage, "name a file in a folder that is there"},
+		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, exitUsage, "a folder stands there"},
+		"proxy body":     {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"}, exitUsage, "--max-body 0: want a number of bytes"},
+		"proxy address":  {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"}, exitUsage, "write host:port, for instance"},
+		"peers off":      {[]string{"doctor", "--peers", "--http", "off"}, exitUsage, "name it with --http"},
+		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, exitFailure, "tried http://127.0.0.1:1"},
+		"top nowhere":    {[]string{"top", "--once", "--http", "here"}, exitUsage, `--http "here"`},
+		"calibrate out":  {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, exitUsage, "name a file in a folder that is there"},
+		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, exitFailure, "name a file in a folder that is there"},
+		"no authority":   {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca", "/does/not/exist"}, exitFailure, "keygen ca', or name it with --ca"},
 		"proxy listen":   {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"}, exitFailure, "--listen"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -204,7 +217,10 @@ func TestKeygen(t *testing.T) {
 			t.Fatalf("%v: %d %s%s", args, code, out, errs)
 		}
 	}
-	must("keygen", "cluster", "--out", at("k"))
+	if code, _, _ := run("keygen", "ca", "--cert", filepath.Join(at("none"), "ca.crt"), "--key", at("ca.key")); code != exitFailure {
+		t.Errorf("a certificate without a folder: %d", code)
+	}
+	must("keygen", "cluster", "--out", at("k")) // and what has failed is not in the way
 	must("config", "check", "--set", "peer.cluster_key_file="+at("k"), "--listen", "10.0.0.1:7650")
 	must("keygen", "ca", "--cert", at("ca.crt"), "--key", at("ca.key"))
 	must("keygen", "node", "--ca", at("ca.crt"), "--ca-key", at("ca.key"), "--name", "n0", "--host", "10.0.0.1,n0", "--cert", at("n.crt"), "--key", at("n.key"))

@@ -17,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/mistake"
 	"github.com/kvspray/kvspray/proxy"
 )
 
@@ -52,6 +53,15 @@ When the prefill engine fails, the decode engine does the prefill itself.`,
 			var severity slog.Level
 			if err := severity.UnmarshalText([]byte(level)); err != nil {
 				return usage(fmt.Errorf("--log-level %q is not debug, info, warn or error", level))
+			}
+			if _, _, err := net.SplitHostPort(listen); err != nil {
+				return mistake.Errorf("--listen %q: %w: write host:port, for instance 127.0.0.1:8000", listen, err)
+			}
+			if body < 1 {
+				return mistake.Errorf("--max-body %d: want a number of bytes, for instance %d", body, proxy.DefaultBodyBytes)
+			}
+			if err := inFolder("ready-file", ready); err != nil {
+				return err
 			}
 			log := newLog(cmd.ErrOrStderr(), severity, format)
 			reg := prometheus.NewRegistry()
@@ -127,5 +137,8 @@ func writeReady(path string, addrs map[string]string) error {
 	if err := errors.Join(werr, tmp.Close()); err != nil {
 		return errors.Join(fmt.Errorf("--ready-file %s: %w", path, err), os.Remove(tmp.Name()))
 	}
-	return os.Rename(tmp.Name(), path)
+	if err := os.Rename(tmp.Name(), path); err != nil {
+		return errors.Join(fmt.Errorf("--ready-file %s: %w", path, err), os.Remove(tmp.Name()))
+	}
+	return nil
 }

@@ -37,6 +37,9 @@ SIGTERM drains: no new leases are taken, those open run on, for at most drain.ti
 			if err := checkFiles(cfg); err != nil {
 				return err
 			}
+			if err := inFolder("ready-file", ready); err != nil {
+				return err
+			}
 			reg := prometheus.NewRegistry()
 			reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 			node, err := sidecar.New(sidecar.Options{

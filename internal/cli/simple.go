@@ -10,6 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/doctor"
+	"github.com/kvspray/kvspray/internal/mistake"
 	"github.com/kvspray/kvspray/internal/version"
 )
 
@@ -123,6 +124,9 @@ not. Exits with 1 if a peer is reached over none.`,
 }
 
 func doctorPeers(cmd *cobra.Command, c *config.Config, asJSON bool) error {
+	if c.HTTP.Listen == config.Off {
+		return mistake.Errorf("--peers with http.listen off: give the running sidecar an address there, and name it with --http")
+	}
 	r, err := doctor.Peers(cmd.Context(), c)
 	if err != nil {
 		return err

@@ -33,6 +33,10 @@ other access.
 			if interval < top.MinInterval || interval > top.MaxInterval {
 				return usage(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval, top.MaxInterval))
 			}
+			addr, err := top.Address(addr)
+			if err != nil {
+				return usage(err)
+			}
 			if once || !terminal(cmd.OutOrStdout()) {
 				return top.Once(cmd.Context(), addr, interval, cmd.OutOrStdout())
 			}

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"net/url"
 	"slices"
 	"strings"
 
@@ -64,7 +65,12 @@ func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	resp, err := client.Do(req)
 	if err != nil {
-		return nil, fmt.Errorf("doctor: peers: no sidecar answers: %w; start one with 'kvspray serve', or name its http.listen with --http", err)
+		var op *url.Error
+		if errors.As(err, &op) {
+			err = op.Err // its text repeats the address
+		}
+		return nil, fmt.Errorf("doctor: peers: tried http://%s, and no sidecar answers: %w. Start one with 'kvspray serve', or pass --http HOST:PORT of the one "+
+			"that you mean: its http.listen, which it logs as http= when it is ready", addr, err)
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end
 	b, err := io.ReadAll(io.LimitReader(resp.Body, maxReachBytes+1))

@@ -11,9 +11,12 @@ package top
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
+	"net/url"
 	"strings"
 	"time"
 
@@ -51,18 +54,42 @@ type Lane struct {
 	Local     string `json:"local"`
 }
 
-// Fetch asks the sidecar at http://addr.
+// Address is addr as host:port; other commands, and browsers, have it as a URL.
+func Address(addr string) (string, error) {
+	bare := strings.TrimSuffix(strings.TrimPrefix(addr, "http://"), "/")
+	host, port, err := net.SplitHostPort(bare)
+	if err == nil && (host == "" || port == "") {
+		err = errors.New("want both")
+	}
+	if err == nil && strings.ContainsAny(bare, "/?#@ ") {
+		err = errors.New("there is more than an address in it")
+	}
+	if err != nil {
+		return "", fmt.Errorf("--http %q: %w: write host:port of a sidecar's http.listen, which it logs as http= when it is ready", addr, err)
+	}
+	return bare, nil
+}
+
+// Fetch asks the sidecar at addr, host:port.
 func Fetch(ctx context.Context, addr string) (*Snapshot, error) {
+	addr, err := Address(addr)
+	if err != nil {
+		return nil, fmt.Errorf("top: %w", err)
+	}
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	addr = strings.TrimSuffix(strings.TrimPrefix(addr, "http://"), "/") // as other commands, and browsers, have it
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/debug/state", nil)
 	if err != nil {
 		return nil, fmt.Errorf("top: --http %q: %w; want host:port of a sidecar's http.listen", addr, err)
 	}
 	res, err := http.DefaultClient.Do(req)
 	if err != nil {
-		return nil, fmt.Errorf("top: no sidecar answers: %w; start one with 'kvspray serve', or name its http.listen with --http", err)
+		var op *url.Error
+		if errors.As(err, &op) {
+			err = op.Err // its text repeats the address
+		}
+		return nil, fmt.Errorf("top: tried http://%s, and no sidecar answers: %w. Start one with 'kvspray serve', or pass --http HOST:PORT of the one "+
+			"that you mean: its http.listen, which it logs as http= when it is ready", addr, err)
 	}
 	defer func() { _ = res.Body.Close() }()
 	b, err := io.ReadAll(io.LimitReader(res.Body, maxState+1))

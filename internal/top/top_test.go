@@ -187,8 +187,18 @@ func TestWhatIsNoSidecar(t *testing.T) {
 			t.Errorf("%s: %v, want %q", name, err, c.want)
 		}
 	}
-	if err := Live(t.Context(), "127.0.0.1:1", time.Second, nil, nil); err == nil || !strings.Contains(err.Error(), "kvspray serve") {
-		t.Errorf("nobody there: %v", err)
+	for _, want := range []string{"tried http://127.0.0.1:1,", "connection refused. Start one with 'kvspray serve'", "--http HOST:PORT"} {
+		if err := Live(t.Context(), "127.0.0.1:1", time.Second, nil, nil); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("nobody there: %v: want %q in it", err, want)
+		}
+	}
+	for _, addr := range []string{"", "host", "host:", ":7651", "127.0.0.1:7651/x", "http://", "a b:1", "http://u@h:1"} {
+		if got, err := Address(addr); err == nil || !strings.Contains(err.Error(), "host:port") {
+			t.Errorf("address %q is taken for %q: %v", addr, got, err)
+		}
+	}
+	if got, err := Address("http://[::1]:7651/"); got != "[::1]:7651" || err != nil {
+		t.Errorf("%q, %v", got, err)
 	}
 	if _, err := Fetch(t.Context(), "no address\x00"); err == nil || !strings.Contains(err.Error(), "host:port") {
 		t.Errorf("no address: %v", err)

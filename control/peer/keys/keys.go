@@ -307,11 +307,11 @@ func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []st
 	if node == "" || len(hosts) == 0 {
 		return fmt.Errorf("keys: issue certificate: node %q, hosts %q: name the node and every host or address that peers dial", node, hosts)
 	}
-	certPEM, err := readFile(caCertPath)
+	certPEM, err := read(caCertPath, false, "make one with 'kvspray keygen ca', or name it with --ca")
 	if err != nil {
 		return err
 	}
-	keyPEM, err := readSecret(caKeyPath, "make one with 'kvspray keygen ca'")
+	keyPEM, err := readSecret(caKeyPath, "make one with 'kvspray keygen ca', or name it with --ca-key")
 	if err != nil {
 		return err
 	}
@@ -351,7 +351,10 @@ func writePair(certPath, keyPath string, c *x509.Certificate, key ed25519.Privat
 	if err := writeNew(keyPath, pem.EncodeToMemory(&pem.Block{Type: pemKey, Bytes: der}), secretMode); err != nil {
 		return err
 	}
-	return writeNew(certPath, pem.EncodeToMemory(&pem.Block{Type: pemCert, Bytes: c.Raw}), publicMode)
+	if err := writeNew(certPath, pem.EncodeToMemory(&pem.Block{Type: pemCert, Bytes: c.Raw}), publicMode); err != nil {
+		return errors.Join(err, os.Remove(keyPath)) // it has no certificate, and would be in the way of the next try
+	}
+	return nil
 }
 
 func writeNew(path string, b []byte, mode os.FileMode) error {
@@ -360,7 +363,7 @@ func writeNew(path string, b []byte, mode os.FileMode) error {
 		return fmt.Errorf("keys: write %s: it exists: move it away first", path)
 	}
 	if err != nil {
-		return fmt.Errorf("keys: write %s: %w", path, err)
+		return fmt.Errorf("keys: write %q: %w: name a file in a folder that is there and can be written to", path, err)
 	}
 	_, err = f.Write(b)
 	if err == nil {
