@@ -150,6 +150,29 @@ func TestRegularPullsAreShort(t *testing.T) {
 	}
 }
 
+// Pages of Llama-3.1-8B with heads outside, in the order of those with tokens outside, and the other way round, in blocks that lie anywhere: a
+// run for each token, or head, of a block. No pull has more bytes, however long the prompt is, and this is what it takes at most.
+func TestCrosswisePages(t *testing.T) {
+	const each, heads, tokens, pull = 512, 8, 16, 1 << 20
+	p := newPair(t, Config{})
+	for name, c := range map[string]struct{ outer, inner, outerStride, innerStride uint64 }{
+		"heads outside":  {tokens, heads, each, tokens * each},
+		"tokens outside": {heads, tokens, each, heads * each},
+	} {
+		m := newMemory(t, pull, each, 1)
+		region, page := m.blocks[0].Region, uint64(heads*tokens*each)
+		pages := region.Size() / page
+		for i := range m.blocks {
+			block, k := uint64(i)/(heads*tokens), uint64(i)%(heads*tokens)
+			m.blocks[i] = mem.Block{Region: region, Off: block*7%pages*page + k/c.inner*c.outerStride + k%c.inner*c.innerStride, Len: each}
+		}
+		n, got := frameOf(t, p.lane.(*lane), m, transfer.Range{Count: pull / transfer.ChunkBytes})
+		if runs := pull / page * c.outer; uint64(len(got)) != pull/each || uint64(n) != 2*runs || n*cellBytes > 8<<10 {
+			t.Errorf("%s: %d cells for %d pieces, want %d runs of two cells", name, n, len(got), runs)
+		}
+	}
+}
+
 // Regular memory on either side arrives, whole and where some of it had landed, and from and to a sidecar
 // that knows no runs.
 func TestRegularMemory(t *testing.T) {
