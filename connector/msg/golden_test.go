@@ -153,6 +153,8 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	sock("register-device", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3}, Regions: []Region{
 		{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a}, 104), FD: NoFD},
 		{Region: b16(0xe0), Kind: KindDevice, Bytes: 1 << 20, Handle: []byte{1, 2, 3}, FD: 4}}})
+	sock("register-work", &Register{ID: 2, Session: session, Layout: lay, FDs: FDs{0, 1, 2, 3}, Work: &WorkFDs{4, 5}, Regions: []Region{
+		{Region: b16(0xd0), Kind: KindDevice, Bytes: 1 << 36, Handle: bytes.Repeat([]byte{0x5a}, 104), FD: NoFD}}})
 	sock("error", &ErrorMessage{ID: 2, Code: CodeRegion, Message: "memfd is not sealed", Field: "regions[0].fd",
 		Remedy: "add F_SEAL_SHRINK|F_SEAL_GROW before passing it on"})
 	sock("error-fatal", &ErrorMessage{Code: CodeVersion, Message: "the shim speaks 2.0 to 2.0, the sidecar 1.0 to 1.0", Field: "max",

@@ -68,7 +68,7 @@ func (c *fakeCard) Export(p cuda.Ptr) (h cuda.IPCHandle, err error) {
 	return h, nil
 }
 
-func (c *fakeCard) Close() error     { return nil }
+func (c *fakeCard) Close() error { return nil }
 
 func (c *fakeCard) PCI() (string, error) { return fmt.Sprintf("0000:%02x:00.0", 0x1b+c.i), nil }
 
