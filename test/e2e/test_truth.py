@@ -528,7 +528,8 @@ class Stepped:
             if isinstance(states, torch.Tensor):
                 place = layout.place_of(states, self.kv.num_blocks)
                 base, stride, page = place.base, place.block_stride, place.page_bytes
-                strategy, params = layout.strategy_of(g.kv_cache_spec, "CPU_ATTN", "LBHNC", 2, layout.Ranks(), layout.TRANSPOSED)
+                packing = layout.cpu_packing(self.engine.vllm_config)
+                strategy, params = layout.strategy_of(g.kv_cache_spec, "CPU_ATTN", "LBHNC", 2, layout.Ranks(), packing)
             else:
                 conv = states[0]
                 base, stride = conv.storage_offset() * conv.itemsize, conv.stride(0) * conv.itemsize
