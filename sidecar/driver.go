@@ -278,10 +278,9 @@ func (n *Node) fence(a *exec.Action) {
 		if s, ok := l.Sink.(*sink); ok {
 			n.quarantine(&s.quarantined, err)
 		}
-		now := n.enter()
-		n.d.ex.FenceDone(now, l, err)
+		n.fenceEnded(l, cause, n.now()-began, err) // counted before it is told: who has heard of it finds it
+		n.d.ex.FenceDone(n.enter(), l, err)
 		n.leave()
-		n.fenceEnded(l, cause, now-began, err)
 	}()
 }
 
