@@ -222,15 +222,15 @@ func (r *Report) host() {
 }
 
 func (r *Report) print(w io.Writer) error {
-	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %d MiB in slices of %d KiB, %d rounds; %d x %s, Linux %s\nbaseline: %s\n\n",
-		r.Transport, r.Integrity, r.Conns, r.Total>>20, r.Slice>>10, r.Rounds, r.CPUs, r.CPU, r.Kernel, r.Baseline); err != nil {
+	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %s in slices of %s, %d rounds; %d x %s, Linux %s\nbaseline: %s\n\n",
+		r.Transport, r.Integrity, r.Conns, size(r.Total), size(r.Slice), r.Rounds, r.CPUs, r.CPU, r.Kernel, r.Baseline); err != nil {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-	_, _ = fmt.Fprintln(t, "block KiB\tGB/s\tbaseline\tratio\tmin\tmax\tCPU s/GB\tbaseline\t")
+	_, _ = fmt.Fprintln(t, "block\tGB/s\tbaseline\tratio\tmin\tmax\tCPU s/GB\tbaseline\t")
 	for _, x := range r.Results {
-		_, _ = fmt.Fprintf(t, "%d\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t\n",
-			x.Block>>10, x.GBps, x.BaselineGBps, x.Ratio, x.Spread[0], x.Spread[1], x.CPUPerGB, x.BaselineCPU)
+		_, _ = fmt.Fprintf(t, "%s\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t%.2f\t\n",
+			size(x.Block), x.GBps, x.BaselineGBps, x.Ratio, x.Spread[0], x.Spread[1], x.CPUPerGB, x.BaselineCPU)
 	}
 	return t.Flush()
 }
@@ -275,7 +275,7 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 
 // measure alternates both ways over one block size.
 func (s *source) measure(ctx context.Context, block int, seeds *rand.Rand) (*Result, error) {
-	s.say.Phase("%s, blocks of %d bytes: a warm-up and %d rounds of %d MiB, each through %s and as the baseline", s.o.Transport, block, s.o.Rounds, s.o.Total>>20,
+	s.say.Phase("%s, blocks of %d bytes: a warm-up and %d rounds of %s, each through %s and as the baseline", s.o.Transport, block, s.o.Rounds, size(s.o.Total),
 		s.o.Transport)
 	if err := s.layout(block, seeds.Uint64()); err != nil {
 		return nil, err

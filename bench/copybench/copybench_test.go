@@ -59,6 +59,24 @@ func TestCopy(t *testing.T) {
 	}
 }
 
+// A baseline that is none is named, with what to do.
+func TestNoBaseline(t *testing.T) {
+	text := filepath.Join(t.TempDir(), "text")
+	if err := os.WriteFile(text, []byte("x"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]string{text: "exec format error", "/bin/true": "/bin/true", text + "x": "is not at"} {
+		c := NewCopyCommand()
+		c.SetOut(new(bytes.Buffer))
+		c.SetErr(new(bytes.Buffer))
+		c.SetArgs([]string{"--transport", "shm", "--blocks", "64KiB", "--total", "1MiB", "--rounds", "1", "--baseline", path})
+		err := c.Execute()
+		if err == nil || !strings.Contains(err.Error(), want) || !strings.Contains(err.Error(), "--baseline") || !strings.Contains(err.Error(), "make bin/kvspray-memcpy") {
+			t.Errorf("%s: %v", path, err)
+		}
+	}
+}
+
 func TestFlags(t *testing.T) {
 	for _, args := range [][]string{
 		{"--transport", "carrier-pigeon"},

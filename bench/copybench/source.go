@@ -438,18 +438,21 @@ func (s *source) startC() error {
 }
 
 func (s *source) cRound(seed uint64) (sample, error) {
+	fail := func(err error) (sample, error) {
+		return sample{}, fmt.Errorf("baseline %s: %w: is it what `make bin/kvspray-memcpy` builds? Name another one with --baseline", s.cpath, err)
+	}
 	if s.c == nil {
 		if err := s.startC(); err != nil {
-			return sample{}, fmt.Errorf("baseline: %w", err)
+			return fail(err)
 		}
 	}
 	s.space.write(seed)
 	if _, err := s.c.in.Write([]byte{1}); err != nil {
-		return sample{}, fmt.Errorf("baseline: %w", err)
+		return fail(err)
 	}
 	var wall, cpu int64
 	if _, err := fmt.Fscan(s.c.out, &wall, &cpu); err != nil {
-		return sample{}, fmt.Errorf("baseline: %w", err)
+		return fail(err)
 	}
 	b, _ := s.dst.Bytes()
 	got := &space{bytes: b, block: s.space.block, total: s.o.Total, at: s.dstAt}

@@ -23,6 +23,7 @@ import (
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/mistake"
 )
 
 // Bounds of what the sidecars may take.
@@ -31,6 +32,7 @@ const (
 	stopPatience  = 5 * time.Second
 	meetPatience  = 30 * time.Second
 	logTail       = 4 << 10 // bytes of a sidecar's log that an error repeats
+	usageExit     = 2       // of a sidecar whose configuration is wrong
 )
 
 // Setup is what a field is made from.
@@ -158,7 +160,11 @@ func (f *Field) startNode(ctx context.Context, side netrig.Side) (*node, error) 
 		select {
 		case err := <-n.exited:
 			n.exited <- err
-			return nil, fmt.Errorf("ended at its start: %w\n%s", err, n.tail())
+			why := fmt.Errorf("ended at its start: %w\n%s", err, n.tail())
+			if x := (*exec.ExitError)(nil); errors.As(err, &x) && x.ExitCode() == usageExit {
+				why = mistake.Of(why) // what it was told comes from --set
+			}
+			return nil, why
 		case <-limit.C:
 			n.stop()
 			return nil, fmt.Errorf("not ready after %v\n%s", startPatience, n.tail())

@@ -88,5 +88,23 @@ func readResult(path string) (*timeline.Result, error) {
 		return nil, err
 	}
 	defer func() { _ = f.Close() }()
-	return timeline.Read(f)
+	r, err := timeline.Read(f)
+	if err != nil {
+		return nil, err
+	}
+	// It is a file: whatever stands there must be a run that can be made.
+	o := &timeline.Options{Block: r.Block, Total: r.Total, Duration: r.Duration.D(), Policy: r.Policy, Faults: r.Faults}
+	for _, x := range r.Rails {
+		if x.Rate < timeline.MinRate || x.Rate > timeline.MaxRate || x.Alone < timeline.MinRate/2 || x.Alone > timeline.MaxRate {
+			return nil, fmt.Errorf("%s: %s, with a plain stream %s, is no rail", path, x.Rate, x.Alone)
+		}
+		o.Rates = append(o.Rates, x.Rate)
+	}
+	if r.Bench != "rails" || len(o.Rates) == 0 || r.Total <= 0 || r.Duration < 0 {
+		return nil, fmt.Errorf("%s: no result of 'kvspray bench rails'", path)
+	}
+	if err := o.Check(); err != nil {
+		return nil, fmt.Errorf("%s: no result of 'kvspray bench rails': %w", path, err)
+	}
+	return r, nil
 }

@@ -236,6 +236,17 @@ func TestAgainst(t *testing.T) {
 	if _, _, err := command("--against", path, "--rates", "1gbit"); err == nil || !strings.Contains(err.Error(), "--rates") {
 		t.Errorf("--rates beside --against: %v", err)
 	}
+	for name, text := range map[string]string{"of nothing": "{}", "of no rails": `{"bench": "rails", "policy": "spray", "total_bytes": 1048576, "block_bytes": 16384}`,
+		"of the simulation": strings.Replace(b.String(), `"rails"`, `"sim"`, 1), "of no speed": strings.Replace(b.String(), `"rate_bits_per_second": 2000000000`, `"rate_bits_per_second": 20`, 1),
+		"of odd blocks": strings.Replace(b.String(), `"block_bytes": 16384`, `"block_bytes": 5`, 1), "of another policy": strings.Replace(b.String(), "spray", "best", 1)} {
+		odd := filepath.Join(t.TempDir(), "odd.json")
+		if err := os.WriteFile(odd, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := command("--against", odd); !mistake.Is(err) || !strings.Contains(err.Error(), odd) || !strings.Contains(err.Error(), "bench rails --json FILE") {
+			t.Errorf("a result %s: %v", name, err)
+		}
+	}
 	if _, _, err := command("--against", path+"x"); !mistake.Is(err) || !strings.Contains(err.Error(), "bench rails --json FILE") {
 		t.Errorf("a file that is not there: %v", err)
 	}

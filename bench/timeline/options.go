@@ -138,7 +138,7 @@ func (x *Flags) options() (*Options, error) {
 		o.Faults = append(o.Faults, f)
 	}
 	Sort(o.Faults)
-	if err := o.check(); err != nil {
+	if err := o.Check(); err != nil {
 		return nil, err
 	}
 	for _, out := range []struct{ flag, path string }{{"--json", o.JSON}, {"--html", o.HTML}} {
@@ -166,7 +166,8 @@ func Writable(path string) error {
 	return fmt.Errorf("%w: name a file that can be written, in a folder that is there", err)
 }
 
-func (o *Options) check() error {
+// Check refuses what no run can be made of. It names flags.
+func (o *Options) Check() error {
 	switch {
 	case len(o.Rates) > MaxRails:
 		return fmt.Errorf("--rates: %d rails: at most %d", len(o.Rates), MaxRails)

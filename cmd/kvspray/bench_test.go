@@ -153,6 +153,12 @@ func TestBenchRails(t *testing.T) {
 		}
 		t.Fatalf("%v: %s", err, &errs)
 	}
+	// What the sidecars refuse of --set was typed here.
+	wrong := exec.CommandContext(t.Context(), self, "bench", "rails", "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
+	wrong.Env = cmd.Env
+	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage || !strings.Contains(string(said), "nope: unknown key") {
+		t.Errorf("%v: %s", err, said)
+	}
 	r := judge(t, json, html, 4<<20, faults)
 	if r.Bench != "rails" || r.Host == "" || r.Version == "" {
 		t.Errorf("bench %q, host %q, version %q", r.Bench, r.Host, r.Version)

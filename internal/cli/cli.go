@@ -52,6 +52,9 @@ func Main(args []string, stdout, stderr io.Writer) int {
 	if err == nil {
 		return exitOK
 	}
+	if errors.Is(err, context.Canceled) && ctx.Err() != nil {
+		err = errors.New("interrupted") // by the user, who need not hear what it was in
+	}
 	_, _ = fmt.Fprintf(stderr, "kvspray: %v\n", err) // nowhere else to say it
 	if mistake.Is(err) {
 		_, _ = fmt.Fprintf(stderr, "See '%s --help'.\n", cmd.CommandPath())

@@ -65,6 +65,8 @@ func TestExitCodes(t *testing.T) {
 		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, exitUsage, "a folder stands there"},
 		"proxy body":     {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"}, exitUsage, "--max-body 0: want a number of bytes"},
 		"proxy address":  {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"}, exitUsage, "write host:port, for instance"},
+		"no python":      {[]string{"doctor", "--python", ""}, exitUsage, `--python ""`},
+		"odd python":     {[]string{"doctor", "--python", "/does/not/exist"}, exitOK, "no such file or directory; name the engine's interpreter with --python"},
 		"peers off":      {[]string{"doctor", "--peers", "--http", "off"}, exitUsage, "name it with --http"},
 		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, exitFailure, "tried http://127.0.0.1:1"},
 		"top nowhere":    {[]string{"top", "--once", "--http", "here"}, exitUsage, `--http "here"`},

@@ -99,6 +99,9 @@ not. Exits with 1 if a peer is reached over none.`,
 			if err != nil {
 				return err
 			}
+			if python == "" && cmd.Flags().Changed("python") {
+				return mistake.Errorf(`--python "": a variable that is not set? Name an interpreter, or leave it out`)
+			}
 			if peers {
 				return doctorPeers(cmd, c, asJSON)
 			}

@@ -582,7 +582,8 @@ func engines(ctx context.Context, h *Host) []Result {
 		err = json.Unmarshal(out, &found)
 	}
 	if err != nil {
-		return []Result{unknown("%s: %v %s", python, err, lastLine(stderr.String()))}
+		why := strings.TrimSpace(fmt.Sprintf("%v %s", err, lastLine(stderr.String())))
+		return []Result{unknown("%s: %s; name the engine's interpreter with --python", python, why)}
 	}
 	var list []string
 	engine := false
