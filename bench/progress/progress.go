@@ -151,21 +151,21 @@ func (l *Line) drawLocked() {
 	if l.phase == "" {
 		return
 	}
-	text := l.phase
+	phase, far := l.phase, ""
 	if l.note != "" {
-		text += ": " + l.note
+		far = ": " + l.note
 	}
 	if d := time.Since(l.began).Truncate(time.Second); d > 0 {
-		text += fmt.Sprintf(" (%s)", d)
+		far += fmt.Sprintf(" (%s)", d)
 	}
 	if l.width == nil {
-		l.write(text + "\n")
+		l.write(phase + far + "\n")
 		return
 	}
-	if most := l.width() - 1; most > 0 && len(text) > most {
-		text = text[:most] // a line that wraps could not be drawn over
-	}
-	l.write(eraseLine + text)
+	// A line that wraps could not be drawn over. What changes is worth more than what was there to be read before.
+	most := max(l.width()-1, 0)
+	phase = phase[:min(len(phase), max(most-len(far), 0))]
+	l.write(eraseLine + phase + far[:min(len(far), most)])
 	l.drawn = true
 }
 

@@ -38,12 +38,14 @@ func TestTerminal(t *testing.T) {
 		l := start(&b, func() int { return 21 })
 		l.Phase("moving")
 		<-time.After(1200 * time.Millisecond)
+		l.Note("3 of 9 now")
+		<-time.After(500 * time.Millisecond)
 		l.Note("a very long word about it")
 		<-time.After(500 * time.Millisecond)
 		l.End()
 		<-time.After(time.Minute)
 		l.Close()
-		want := strings.Join([]string{"", "moving", "moving", "moving (1s)", "moving: a very long ", ""}, eraseLine)
+		want := strings.Join([]string{"", "moving", "moving", "moving (1s)", "mov: 3 of 9 now (1s)", ": a very long word a", ""}, eraseLine)
 		if b.String() != want {
 			t.Errorf("%q, want %q", b.String(), want)
 		}
