@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import sys
+import time
 from typing import Any
 
 import msgpack
@@ -216,12 +217,30 @@ class Fake:
         self.sub = Ring(s.rings, sub, sub_bytes)
         self.comp = Ring(s.rings, comp, comp_bytes)
         self.sel.register(s.doorbell, selectors.EVENT_READ, lambda: self.drain(s))
-        regions = [{**r, "region": r["region"].hex()} for r in m["regions"]]
+        regions = [{k: v.hex() if isinstance(v, bytes) else v for k, v in r.items()} for r in m["regions"]]
         emit("register", session=m["session"].hex(), layers=layers, boot=boot.hex(), regions=regions, layout=m["layout"], seals=seals,
-             fds=len(fds), hex=raw)  # fmt: skip
+             fds=len(fds), hex=raw, work=self.work(s, m, fds))  # fmt: skip
         for _ in range(self.o.get("register_twice", 1)):
             self.send(s, "REGISTERED", {"id": m["id"], "fingerprint": b"f" * 32, "geometry": b"g" * 32})
         self.drain(s)
+
+    def work(self, s: Session, m: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
+        """Posts a slot that cannot be done, if there is a work memory, and says how that ended."""
+        at = m["fds"]
+        if "work" not in at:
+            return None
+        fd, bell = fds[at["work"]], fds[at["work_bell"]]
+        board = mmap.mmap(fd, os.fstat(fd).st_size)
+        magic, major, _, slots, _, total = struct.unpack_from("<IHHIIQ", board)
+        slot, seq = 128 + 64, 1
+        struct.pack_into("<IIQQI", board, slot + 8, 2, 1, 0, 64, 1)  # PACK, before there was an OPEN
+        struct.pack_into("<Q", board, slot, seq << 8 | 1)
+        os.write(bell, (1).to_bytes(8, "little"))
+        end = time.monotonic() + 20
+        while (state := struct.unpack_from("<Q", board, slot)[0]) != seq << 8 | 3 and time.monotonic() < end:
+            time.sleep(0.001)
+        return {"magic": magic, "major": major, "slots": slots, "whole": total == len(board), "seals": fcntl_seals(fd), "state": state,
+                "refusal": struct.unpack_from("<I", board, slot + 36)[0]}  # fmt: skip
 
     def drain(self, s: Session) -> None:
         if s.rings is None:

@@ -7,8 +7,10 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+from conftest import Sidecar
 
 HERE = pathlib.Path(__file__).parent
 
@@ -243,3 +245,37 @@ except OSError:
     pass
 assert fake.fake_live() == 0
 """)
+
+
+def test_work_is_offered_to_a_sidecar_that_has_some(driver: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+    """A worker with memory of a GPU, and nobody else, hands over a work memory, a fresh one in each session, and answers what is posted there."""
+    body = f"""
+import json, time
+sys.path.insert(0, {str(HERE)!r})
+from conftest import layout
+client.close()
+client = kvspray.WorkerClient({str(socket_path)!r}, engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
+region = client.alloc_region(LAYERS * 32768) if KIND == "host" else kvspray.Region.gpu(16 << 20, LAYERS * 32768)
+client.register([region], layout())
+assert client.wait_connected(20), client.status()
+for _ in range(SESSIONS - 1):
+    client.describe({{**layout(), "model": "other"}})
+    end = time.monotonic() + 20
+    while client.status().counters["connects"] < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+assert client.wait_connected(20), client.status()
+client.close()
+assert fake.fake_live() == 0, fake.fake_live()
+"""
+    for kind, features, offered in (("gpu", ["copy", "work"], True), ("gpu", ["copy"], False), ("host", ["copy", "work"], False)):
+        s = sidecar(features=features)
+        run(driver, f"KIND, SESSIONS = {kind!r}, 2\n" + body)
+        for _ in range(2):
+            got = s.expect("register")
+            if not offered:
+                assert got["work"] is None and got["fds"] == 4 + (kind == "host")
+                continue
+            w = got["work"]
+            assert (w["magic"], w["major"], w["slots"], w["whole"], w["seals"]) == (0x57495350, 1, 8, True, got["seals"][0]), w
+            assert (w["state"], w["refusal"]) == (1 << 8 | 3, 1), w
+        s.close()
