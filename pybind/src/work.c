@@ -79,7 +79,8 @@ static bool within(const struct work_region *r, uint64_t off, int64_t stride, ui
 		return false;
 	if (__builtin_mul_overflow(stride, (int64_t)count - 1, &reach) || __builtin_add_overflow((int64_t)off, reach, &end))
 		return false;
-	return end >= 0 && (uint64_t)end <= r->bytes && len <= r->bytes - (uint64_t)end;
+	/* An end before the start is a very large one. */
+	return (uint64_t)end <= r->bytes && len <= r->bytes - (uint64_t)end;
 }
 
 bool work_translate(const struct work_region *regions, uint32_t n, const struct kvs_work_slot *slot, const struct kvs_work_run *from, uint64_t dense,
@@ -96,15 +97,15 @@ bool work_translate(const struct work_region *regions, uint32_t n, const struct 
 		uint64_t region = r.where >> KVS_WORK_WHERE_BITS, at = r.where & mask;
 		if (region >= n || !r.len || !r.count || r.count > KVS_WORK_RUNS - pieces || (r.len | r.stride) % KVS_WORK_ALIGN)
 			return false;
-		uint64_t base = regions[region].addr + at, size = (uint64_t)r.len * r.count;
-		if (base % KVS_WORK_ALIGN || !within(&regions[region], at, (int64_t)r.stride, r.len, r.count) || size > bytes - used)
+		uint64_t base = regions[region].addr + at;
+		if (base % KVS_WORK_ALIGN || !within(&regions[region], at, (int64_t)r.stride, r.len, r.count))
 			return false;
 		out->runs[i] = (struct work_run){base, r.stride, dense + off + used, r.len, r.count};
 		out->bases[i] = base;
 		out->first[i] = pieces;
 		uniform = uniform && r.count == 1 && r.len == out->runs[0].len;
 		pieces += r.count;
-		used += size;
+		used += (uint64_t)r.len * r.count; /* 2^44 at most, 2^12 times */
 	}
 	out->first[runs] = pieces;
 	out->count = runs;

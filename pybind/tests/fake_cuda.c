@@ -191,7 +191,6 @@ int cuIpcOpenMemHandle_v2(devptr *p, struct ipc_handle h, unsigned flags)
 	live++;
 	return 0;
 }
-int cuIpcCloseMemHandle(devptr p) { live--; return lent_at(p, 1) >= 0 ? 0 : 1; }
 int cuMemRetainAllocationHandle(uint64_t *m, void *p) { *m = (uint64_t)(uintptr_t)p; live++; return 0; }
 int cuMemExportToShareableHandle(void *fd, uint64_t m, int kind, unsigned long long flags)
 {
@@ -302,6 +301,14 @@ static int job(int kernel, int stream, void **args, int n)
 	}
 	pthread_mutex_unlock(&lock);
 	return rc;
+}
+
+int cuIpcCloseMemHandle(devptr p)
+{
+	if (job_count)
+		astray++; /* under a kernel */
+	live--;
+	return lent_at(p, 1) >= 0 ? 0 : 1;
 }
 
 void fake_hold(int on)

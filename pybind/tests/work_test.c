@@ -176,7 +176,7 @@ static void content(struct end *e, int rounds)
 {
 	for (int round = 0; round < rounds; round++) {
 		int slot = (int)draw(KVS_WORK_SLOTS);
-		uint32_t runs = 0, pieces = 0, most = 1 + (uint32_t)draw(200);
+		uint32_t runs = 0, pieces = 0, most = draw(4) ? 1 + (uint32_t)draw(200) : 1;
 		uint64_t at[1024], used = 0, dense = draw(64) * 16;
 		uint32_t lens[1024];
 		bool uniform = draw(3) == 0;
@@ -264,6 +264,11 @@ static void refusals(struct end *e)
 			_exit(1);
 		}
 	}
+	/* More pieces than a list may have in all, each run by itself is right. */
+	run_at(e, 1, 0, 0, 0, 0, 16, KVS_WORK_RUNS);
+	run_at(e, 1, 1, 0, 0, 0, 16, 1);
+	post(e, 1, KVS_WORK_PACK, 2, 0, 16 * (KVS_WORK_RUNS + 1));
+	REQUIRE(outcome(e, 1) == KVS_WORK_BAD);
 	REQUIRE(fake.moved() == moved && fake.astray() == 0 && warnings >= (int)(sizeof bad / sizeof *bad));
 	for (int i = 0; i < CACHE; i++)
 		REQUIRE(cache[i] == 7);
