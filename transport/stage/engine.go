@@ -249,7 +249,7 @@ func (e *engine) wait(slot int, seq uint64) (err error) {
 			return true
 		}
 		now := time.Now()
-		if revocable && now.Sub(start) > workPatience {
+		if revocable && now.Sub(start) > e.gpu.gpus.patience {
 			if revocable = false; e.Work.Revoke(slot, seq) {
 				e.rest.Store(int64(time.Since(e.born) + workRest))
 				err = errNoEngine

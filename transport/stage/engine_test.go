@@ -187,9 +187,15 @@ func (e *fakeEngine) opened() bool {
 
 func inEngine() Config { return Config{Hops: 4, Buffers: 4, PeerStage: 64 << 10, Executor: InEngine} }
 
+// patient is for tests that do not count on a busy machine to be prompt.
+func patient(g *GPUs) *GPUs {
+	g.patience = time.Minute
+	return g
+}
+
 func TestPackInEngine(t *testing.T) {
 	p := newFakePlatform(1)
-	g := must(newGPUs(p, inEngine()))(t)
+	g := patient(must(newGPUs(p, inEngine()))(t))
 	r := rand.New(rand.NewPCG(1, 1))
 	e := newFakeEngine(t, p, g, 0, 4<<20)
 	e.start(g)
@@ -260,6 +266,7 @@ func TestEngineRevoked(t *testing.T) {
 	}
 	e.mute.Store(false)
 	n.rest.Store(0)
+	patient(g)
 	if err := e.roundTrip(r, e.scattered(r, 50)); err != nil || e.done.Load() != 2 {
 		t.Errorf("awake again: %v, %d kernels", err, e.done.Load())
 	}
@@ -317,7 +324,7 @@ func TestEngineRefuses(t *testing.T) {
 	for _, why := range []uint32{board.WorkBad, board.WorkGpu} {
 		for _, atOpen := range []bool{true, false} {
 			p := newFakePlatform(1)
-			g := must(newGPUs(p, inEngine()))(t)
+			g := patient(must(newGPUs(p, inEngine()))(t))
 			r := rand.New(rand.NewPCG(5, 5))
 			e := newFakeEngine(t, p, g, 0, 1<<20)
 			asked := 0
@@ -350,7 +357,7 @@ func TestEngineRefuses(t *testing.T) {
 // again, and others go on.
 func TestEngineDies(t *testing.T) {
 	p := newFakePlatform(1)
-	g := must(newGPUs(p, inEngine()))(t)
+	g := patient(must(newGPUs(p, inEngine()))(t))
 	r := rand.New(rand.NewPCG(6, 6))
 	e, other := newFakeEngine(t, p, g, 0, 1<<20), newFakeEngine(t, p, g, 0, 1<<20)
 	taken := make(chan struct{}, 1)
@@ -420,7 +427,7 @@ func TestEngineDies(t *testing.T) {
 // An engine that stops in mid kernel holds what it took, and leaves hops to others.
 func TestEngineStops(t *testing.T) {
 	p := newFakePlatform(1)
-	g := must(newGPUs(p, inEngine()))(t)
+	g := patient(must(newGPUs(p, inEngine()))(t))
 	r := rand.New(rand.NewPCG(7, 7))
 	e, other := newFakeEngine(t, p, g, 0, 1<<20), newFakeEngine(t, p, g, 0, 1<<20)
 	resume := make(chan struct{})

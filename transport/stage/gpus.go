@@ -8,6 +8,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/cuda"
 	"github.com/kvspray/kvspray/internal/mem"
@@ -69,6 +70,8 @@ type GPUs struct {
 	cfg  Config
 	plat platform
 	ids  [][16]byte
+
+	patience time.Duration // workPatience; tests of something else have more
 
 	mu     sync.Mutex // protects all below
 	gpus   map[int]*GPU
@@ -144,7 +147,7 @@ func newGPUs(p platform, cfg Config) (*GPUs, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &GPUs{cfg: cfg, plat: p, ids: ids, gpus: map[int]*GPU{}, peers: map[[2]int]*pair{}}
+	g := &GPUs{cfg: cfg, plat: p, ids: ids, patience: workPatience, gpus: map[int]*GPU{}, peers: map[[2]int]*pair{}}
 	g.pins.Store(&[]pin{})
 	return g, nil
 }
