@@ -51,11 +51,11 @@ def say(text: str) -> None:
 
 
 class Sidecar:
-    def __init__(self, binary: str, base: pathlib.Path, name: str, sets: list[str]) -> None:
+    def __init__(self, binary: str, base: pathlib.Path, name: str, sets: list[str], http: str = "off") -> None:
         self.base = base / name
         self.base.mkdir(mode=0o700)
         self.socket, ready = str(self.base / "s"), self.base / "ready.json"
-        command = [binary, "serve", "--socket", self.socket, "--listen", "127.0.0.1:0", "--http", "off", "--ready-file", str(ready)]
+        command = [binary, "serve", "--socket", self.socket, "--listen", "127.0.0.1:0", "--http", http, "--ready-file", str(ready)]
         for s in ["peer.gossip.listen=off", f"transports.shm.dir={base}", *sets]:
             command += ["--set", s]
         log = open(self.base / "log", "wb")  # noqa: SIM115
@@ -65,6 +65,7 @@ class Sidecar:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise SystemExit(f"e2e: the {name} sidecar does not serve:\n{self.tail()}")
             time.sleep(0.01)
+        self.http = json.loads(ready.read_text())["http"]
 
     def tail(self) -> str:
         return self.log()[-3000:]
@@ -530,7 +531,7 @@ def slow(rig: Rig, r: random.Random, pairs: int, seconds: float = 0.25, n: int =
     return out
 
 
-def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: int) -> dict[str, Any]:
+def kill(args: argparse.Namespace, path: str, r: random.Random, sets: list[str], rounds: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     n = 4096
     for victim in ("source engine", "source sidecar", "destination sidecar", "destination engine"):
@@ -576,8 +577,9 @@ def kill(args: argparse.Namespace, r: random.Random, sets: list[str], rounds: in
                 rig.engines()
             rig.peer = rig.p.call("endpoint")
         after = content(rig, r, 2)
+        asked = "transports.gpu.executor=engine" in sets
+        out[victim] = {"ends": ends, "late_writes": late, "wrong": wrong, "after": after, "missing": in_engine(path, rig) if asked else []}
         rig.close()
-        out[victim] = {"ends": ends, "late_writes": late, "wrong": wrong, "after": after}
         say(f"kill -9 {victim}: {out[victim]}")
     return out
 
@@ -646,8 +648,8 @@ def main() -> int:
             report[f"log_{name}"] = [line for s in rig.sidecars for line in s.tail().splitlines() if "gpu" in line or "WARN" in line or "ERROR" in line][-12:]
             rig.close()
         if "kill" in parts:
-            got = report[f"kill_{name}"] = kill(args, r, sets, args.kills)
-            problems += [f"kill over {name}, {v}: {k}" for v, k in got.items() if k["late_writes"] or k["wrong"] or k["after"]["wrong"]]
+            got = report[f"kill_{name}"] = kill(args, name, r, sets, args.kills)
+            problems += [f"kill over {name}, {v}: {k}" for v, k in got.items() if k["late_writes"] or k["wrong"] or k["after"]["wrong"] or k["missing"]]
     report["problems"] = problems
     print(json.dumps(report, indent=1))
     if args.json:
