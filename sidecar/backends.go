@@ -23,7 +23,7 @@ func newBackends(c *config.Config, devices *gpus, gdrChanged func(), log *slog.L
 		case config.TransSHM:
 			s := shm.Config{Dir: c.SHMDir(), Workers: c.CopyThreads(runtime.NumCPU()), Log: log}
 			if devices != nil {
-				s.Devices = devices
+				s.Devices, s.Links = devices, devices
 			}
 			reg = append(reg, shm.New(s))
 		case config.TransTCP:

@@ -31,7 +31,7 @@ func (n *Node) giveBack(w *connector.Worker, fenced func()) {
 	n.d.wg.Add(1)
 	go func() { // the driver takes its time
 		defer n.d.wg.Done()
-		n.gpus.forget(w.Regions)
+		n.gpus.Forget(w.Regions)
 		fenced()
 	}()
 }

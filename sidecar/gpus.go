@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net"
 	"sync"
+	"sync/atomic"
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/internal/config"
@@ -15,11 +16,11 @@ import (
 
 // gpus opens the CUDA driver when the first engine or peer lends memory of a GPU: the sidecar of CPU engines never loads it.
 type gpus struct {
-	cfg stage.Config
+	cfg    stage.Config
+	copier atomic.Pointer[stage.Copier] // of opened; nil where a test has put something else there
 
 	mu     sync.Mutex // protects all below
 	opened importer
-	copier *stage.Copier // of opened; nil where a test has put something else there
 	closed bool
 }
 
@@ -59,13 +60,16 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 		if err != nil {
 			return nil, err
 		}
-		g.opened, g.copier = opened, stage.NewCopier(opened)
+		g.opened = opened
+		g.copier.Store(stage.NewCopier(opened))
 	}
 	return g.opened.Import(id, handle, fd, size)
 }
 
 // asksEngines reports whether engines may be asked to pack in their own contexts.
-func (g *gpus) asksEngines() bool { return g.cfg.Executor == stage.Auto || g.cfg.Executor == stage.InEngine }
+func (g *gpus) asksEngines() bool {
+	return g.cfg.Executor == stage.Auto || g.cfg.Executor == stage.InEngine
+}
 
 // Attach has an engine pack in its own context for the GPU that its regions are of.
 func (g *gpus) Attach(e connector.Engine) (detach func()) {
@@ -82,7 +86,7 @@ func (g *gpus) Attach(e connector.Engine) (detach func()) {
 // copy moves the bytes of src, block by block, to dst, of which one is a GPU's, and names the way that they took.
 func (g *gpus) copy(dst, src []mem.Block) (path string, err error) {
 	g.mu.Lock()
-	c, closed := g.copier, g.closed
+	c, closed := g.copier.Load(), g.closed
 	g.mu.Unlock()
 	switch {
 	case closed:
@@ -97,11 +101,41 @@ func (g *gpus) copy(dst, src []mem.Block) (path string, err error) {
 	return stage.PathStaged, d.Move(dst, src)
 }
 
-// forget gives back what GPUs have of regions that go.
-func (g *gpus) forget(regions []*mem.Region) {
-	g.mu.Lock()
-	c := g.copier
-	g.mu.Unlock()
+// links is what copies between host memory and GPUs; nil: nothing does. While a GPU is being opened lanes do not wait here.
+func (g *gpus) links() *stage.Copier {
+	if g == nil {
+		return nil
+	}
+	return g.copier.Load()
+}
+
+// Reaches implements shm.Links.
+func (g *gpus) Reaches(dst, src []mem.Block) bool {
+	c := g.links()
+	return c != nil && c.Reaches(dst, src)
+}
+
+// Carry implements shm.Links.
+func (g *gpus) Carry(dst, src []mem.Block) error {
+	c := g.links()
+	if c == nil {
+		return net.ErrClosed
+	}
+	return c.Carry(dst, src)
+}
+
+// linkStates is what is known of each link between host memory and a GPU.
+func (g *gpus) linkStates() []stage.PathState {
+	c := g.links()
+	if c == nil {
+		return []stage.PathState{}
+	}
+	return c.State()
+}
+
+// Forget gives back what GPUs have of regions that go.
+func (g *gpus) Forget(regions []*mem.Region) {
+	c := g.links()
 	if c == nil {
 		return
 	}
@@ -129,8 +163,8 @@ func (g *gpus) Close() error {
 		return nil
 	}
 	var err error
-	if g.copier != nil {
-		err = g.copier.Close()
+	if c := g.copier.Load(); c != nil {
+		err = c.Close()
 	}
 	return errors.Join(err, g.opened.Close())
 }

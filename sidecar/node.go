@@ -38,6 +38,7 @@ import (
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
+	"github.com/kvspray/kvspray/transport/stage"
 )
 
 // Options are what a node is made from.
@@ -120,6 +121,9 @@ func New(opt Options) (*Node, error) {
 	}
 	if n.backends, err = newBackends(n.cfg, n.gpus, n.gdrChanged, n.log); err != nil {
 		return nil, err
+	}
+	if err := n.metrics.Links(opt.Registry, stage.LinkStates, n.linkSamples); err != nil {
+		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)

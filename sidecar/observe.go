@@ -26,6 +26,7 @@ import (
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
+	"github.com/kvspray/kvspray/transport/stage"
 )
 
 // publishEvery is how often engines are told the totals.
@@ -542,6 +543,17 @@ func (n *Node) railSamples() (out []metrics.RailSample) {
 	return out
 }
 
+// linkSamples is what is known of each link between host memory and a GPU, for metrics.
+func (n *Node) linkSamples() (out []metrics.LinkSample) {
+	for _, p := range n.gpus.linkStates() {
+		for _, l := range p.Links {
+			out = append(out, metrics.LinkSample{GPU: p.GPU, Link: l.GPU, State: l.State, Bytes: float64(l.Bytes), InFlight: float64(l.InFlight),
+				Rate: l.Rate, Returned: float64(l.Returned)})
+		}
+	}
+	return out
+}
+
 // linkUp is 1, or 0 where the link of a rail of ours is known to be down, or the rail is gone.
 func (n *Node) linkUp(backend, name string) float64 {
 	if r, ok := n.rails.find(backend, name); !ok || r.down {
@@ -558,6 +570,8 @@ type stateView struct {
 	Totals connector.Stats   `json:"totals"`
 	Peers  map[string]string `json:"peers"` // boot to endpoint; where a peer came to us, what it says is its own
 	Rails  []railView        `json:"our_rails"`
+	// Links are the ways between host memory and each GPU that large copies take.
+	Links []stage.PathState `json:"gpu_links"`
 	// Control lanes to each peer, as the two addresses between which they run. By boot.
 	Control map[string][]string `json:"control"`
 	// Routes are the ways to each peer, the best first, with the reason why one is not used. By boot.
@@ -565,7 +579,7 @@ type stateView struct {
 }
 
 func (n *Node) state() stateView {
-	v := stateView{nodeView: n.describe(), Totals: n.stats(), Peers: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{},
+	v := stateView{nodeView: n.describe(), Links: n.gpus.linkStates(), Totals: n.stats(), Peers: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{},
 		Control: map[string][]string{}}
 	now := n.enter()
 	v.Leases = n.d.ex.View(now)

@@ -190,8 +190,13 @@ func (c *Context) FreeHost(b []byte) error {
 }
 
 // Register pins mapped host memory and returns its device address. The memory must be off the Go heap.
-func (c *Context) Register(b []byte) (Ptr, error) {
-	if err := check("MemHostRegister", C.kvc_host_register(c.h, unsafe.Pointer(&b[0]), C.size_t(len(b)))); err != nil {
+func (c *Context) Register(b []byte) (Ptr, error) { return c.register(b, 0) }
+
+// RegisterReadOnly is Register for memory that is mapped for reading only, where the driver can.
+func (c *Context) RegisterReadOnly(b []byte) (Ptr, error) { return c.register(b, 1) }
+
+func (c *Context) register(b []byte, readOnly C.int) (Ptr, error) {
+	if err := check("MemHostRegister", C.kvc_host_register(c.h, unsafe.Pointer(&b[0]), C.size_t(len(b)), readOnly)); err != nil {
 		return 0, err
 	}
 	var p C.kvc_ptr
@@ -199,7 +204,7 @@ func (c *Context) Register(b []byte) (Ptr, error) {
 	return Ptr(p), err
 }
 
-// Unregister undoes Register.
+// Unregister undoes Register and RegisterReadOnly.
 func (c *Context) Unregister(b []byte) error {
 	return check("MemHostUnregister", C.kvc_host_unregister(c.h, unsafe.Pointer(&b[0])))
 }

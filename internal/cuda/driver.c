@@ -100,6 +100,7 @@ enum {
 	EVENT_DISABLE_TIMING = 2,
 	HOST_PORTABLE = 1,
 	HOST_DEVICEMAP = 2,
+	HOST_READ_ONLY = 8,
 	IPC_LAZY_PEER_ACCESS = 1,
 	WAIT_GEQ = 0,
 	PEER_ALREADY_ENABLED = 704,
@@ -244,10 +245,10 @@ int kvc_host_free(kvc_handle ctx, void *p)
 	return cu.MemFreeHost(p);
 }
 
-int kvc_host_register(kvc_handle ctx, void *p, size_t bytes)
+int kvc_host_register(kvc_handle ctx, void *p, size_t bytes, int read_only)
 {
 	IN(ctx);
-	return cu.MemHostRegister(p, bytes, HOST_PORTABLE | HOST_DEVICEMAP);
+	return cu.MemHostRegister(p, bytes, HOST_PORTABLE | HOST_DEVICEMAP | (read_only ? HOST_READ_ONLY : 0));
 }
 
 int kvc_host_unregister(kvc_handle ctx, void *p)

@@ -39,7 +39,7 @@ int kvc_free(kvc_handle ctx, kvc_ptr p);
 int kvc_mem_info(kvc_handle ctx, size_t *free_bytes, size_t *total_bytes);
 int kvc_host_alloc(kvc_handle ctx, size_t bytes, void **p);
 int kvc_host_free(kvc_handle ctx, void *p);
-int kvc_host_register(kvc_handle ctx, void *p, size_t bytes);
+int kvc_host_register(kvc_handle ctx, void *p, size_t bytes, int read_only);
 int kvc_host_unregister(kvc_handle ctx, void *p);
 int kvc_host_device_pointer(kvc_handle ctx, void *host, kvc_ptr *p);
 int kvc_address_range(kvc_handle ctx, kvc_ptr p, kvc_ptr *base, size_t *bytes);

@@ -15,8 +15,7 @@ const hugePage = 2 << 20
 const madvCollapse = 25
 
 // mapShared maps size bytes of fd where huge pages of the file can be mapped as such: at a multiple of their size.
-func mapShared(fd int, size uint64, flags int) ([]byte, error) {
-	const prot = unix.PROT_READ | unix.PROT_WRITE
+func mapShared(fd int, size uint64, prot, flags int) ([]byte, error) {
 	if size < hugePage {
 		p, err := unix.MmapPtr(fd, 0, nil, uintptr(size), prot, flags)
 		if err != nil {

@@ -32,6 +32,7 @@ const needSeals = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
 // Errors that callers tell apart.
 var (
 	ErrUnsealed = errors.New("memfd is not sealed against shrinking and growing")
+	ErrReadOnly = errors.New("region is another's, and mapped for reading only")
 	ErrBounds   = errors.New("out of the region's bounds")
 	ErrFreed    = errors.New("region is freed")
 )
@@ -97,6 +98,7 @@ type Region struct {
 	base  uint64 // KindProcess: address in the owner; KindDevice: for the Device
 	fd    int    // -1: none
 	bytes []byte // nil where nothing is mapped
+	reads bool   // and they may be read only
 	refs  atomic.Int64
 
 	// KindDevice only.
@@ -109,6 +111,7 @@ type options struct {
 	kind     Kind
 	populate bool
 	present  bool
+	reads    bool
 }
 
 // Option changes how a region is mapped.
@@ -125,7 +128,10 @@ func Populate() Option { return func(o *options) { o.populate = true } }
 // page fault then. A file with holes is mapped as it is, or whoever announces a huge empty one would take all the memory.
 func PopulatePresent() Option { return func(o *options) { o.present = true } }
 
-// MapMemfd maps the first size bytes of a sealed memfd, shared and writable. On success the region owns fd; on an error it
+// ReadOnly maps memory that only its owner may write: WriteAt refuses, and a store through Bytes is a fault.
+func ReadOnly() Option { return func(o *options) { o.reads = true } }
+
+// MapMemfd maps the first size bytes of a sealed memfd, shared and writable unless ReadOnly is given. On success the region owns fd; on an error it
 // stays the caller's. The memfd must carry F_SEAL_SHRINK and F_SEAL_GROW: a truncation would otherwise kill this process
 // with SIGBUS.
 func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
@@ -153,21 +159,24 @@ func MapMemfd(id ID, fd int, size uint64, opts ...Option) (*Region, error) {
 	if seals&needSeals != needSeals {
 		return nil, fmt.Errorf("mem: map region %s: %w (seals %#x); add F_SEAL_SHRINK|F_SEAL_GROW before passing it on", id, ErrUnsealed, seals)
 	}
-	if seals&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
+	if !o.reads && seals&(unix.F_SEAL_WRITE|unix.F_SEAL_FUTURE_WRITE) != 0 {
 		return nil, fmt.Errorf("mem: map region %s: sealed against writing (seals %#x); received blocks could not land in it", id, seals)
 	}
-	flags := unix.MAP_SHARED
+	flags, prot := unix.MAP_SHARED, unix.PROT_READ|unix.PROT_WRITE
+	if o.reads {
+		prot = unix.PROT_READ
+	}
 	if o.present && uint64(st.Blocks)*512 >= size {
 		flags |= unix.MAP_POPULATE
 	}
-	b, err := mapShared(fd, size, flags)
+	b, err := mapShared(fd, size, prot, flags)
 	if err != nil {
 		return nil, fmt.Errorf("mem: map region %s: mmap %d bytes: %w", id, size, err)
 	}
 	if o.populate {
 		populate(b)
 	}
-	r := &Region{id: id, kind: o.kind, size: size, fd: fd, bytes: b}
+	r := &Region{id: id, kind: o.kind, size: size, fd: fd, bytes: b, reads: o.reads}
 	r.refs.Store(1)
 	return r, nil
 }
@@ -246,6 +255,15 @@ func (r *Region) Base() uint64 { return r.base }
 // FD is the descriptor behind the region, for passing on; -1 where there is none. It stays the region's.
 func (r *Region) FD() int { return r.fd }
 
+// ReadOnly reports whether the memory is another's, to be read only.
+func (r *Region) ReadOnly() bool { return r.reads }
+
+// Present reports whether all of a memfd's pages have been allocated, so that to lock them takes no memory that was not taken before.
+func (r *Region) Present() bool {
+	var st unix.Stat_t
+	return r.bytes != nil && unix.Fstat(r.fd, &st) == nil && st.Blocks >= 0 && uint64(st.Blocks)*512 >= r.size
+}
+
 // Bytes returns the mapped memory; false where there is none and ReadAt and WriteAt are the only way. The slice is dead
 // once the last reference is released.
 func (r *Region) Bytes() ([]byte, bool) {
@@ -291,6 +309,9 @@ func (r *Region) ReadAt(p []byte, off uint64) error {
 func (r *Region) WriteAt(p []byte, off uint64) error {
 	if err := r.check(off, uint64(len(p))); err != nil {
 		return err
+	}
+	if r.reads {
+		return fmt.Errorf("mem: write to region %s: %w", r.id, ErrReadOnly)
 	}
 	if b, ok := r.Bytes(); ok {
 		Copy(b[off:off+uint64(len(p))], p)

@@ -21,7 +21,7 @@ const (
 // onDevice reports whether memory of a GPU is on either side. A grant that is gone is found out when it is admitted.
 func (j *job) onDevice() bool {
 	for _, m := range j.maps {
-		if m.region != nil {
+		if m.far() {
 			return true
 		}
 	}
@@ -38,6 +38,9 @@ type batch struct {
 	// dst and of src are as many bytes, job for job, and cut each in their own way.
 	dst, src []mem.Block
 	up       []upload
+
+	links    Links
+	to, from []mem.Block // what links carry, as dst and src
 }
 
 // part is what a job has in a batch.
@@ -45,6 +48,7 @@ type part struct {
 	reason   transfer.Reason // none: it is moved, and its claim is entered
 	dst, src span
 	up       span
+	to, from span
 }
 
 // span is a part of a list.
@@ -57,7 +61,7 @@ type upload struct {
 
 // mover moves pulls of device memory until the backend closes.
 func (b *Backend) mover() {
-	var m batch
+	m := batch{links: b.cfg.Links}
 	for {
 		select {
 		case j := <-b.far:
@@ -91,20 +95,20 @@ func (m *batch) fill(queue <-chan *job) {
 // First every claim, and what of it is still to be written; then the right to write all of it: who takes a claim over waits for its
 // writer with the grant's claims locked, so a writer must ask nothing of them, not even for another pull of its batch.
 func (m *batch) run() {
-	m.parts, m.dst, m.src, m.up = m.parts[:0], m.dst[:0], m.src[:0], m.up[:0]
+	m.parts, m.dst, m.src, m.up, m.to, m.from = m.parts[:0], m.dst[:0], m.src[:0], m.up[:0], m.to[:0], m.from[:0]
 	for _, j := range m.jobs {
 		p := part{reason: j.admit()}
-		p.dst.at, p.src.at, p.up.at = len(m.dst), len(m.src), len(m.up)
+		p.dst.at, p.src.at, p.up.at, p.to.at, p.from.at = len(m.dst), len(m.src), len(m.up), len(m.to), len(m.from)
 		if p.reason == transfer.ReasonNone {
 			p.reason = m.list(j)
 		}
 		if p.reason != transfer.ReasonNone { // half a list is none
 			m.dst, m.src, m.up = m.dst[:p.dst.at], m.src[:p.src.at], m.up[:p.up.at]
 		}
-		p.dst.end, p.src.end, p.up.end = len(m.dst), len(m.src), len(m.up)
+		p.dst.end, p.src.end, p.up.end, p.to.end, p.from.end = len(m.dst), len(m.src), len(m.up), len(m.to), len(m.from)
 		m.parts = append(m.parts, p)
 	}
-	kept := 0
+	kept, carried := 0, 0
 	for i, j := range m.jobs {
 		p := &m.parts[i]
 		if p.reason == transfer.ReasonNone {
@@ -112,14 +116,16 @@ func (m *batch) run() {
 		}
 		if p.reason == transfer.ReasonNone {
 			kept += p.dst.end - p.dst.at
+			carried += p.to.end - p.to.at
 		}
 	}
 	// All at once, unless somebody's pieces have to stay out.
 	together := kept == len(m.dst) && kept > 0 && deviceOf(m.dst, m.src).Move(m.dst, m.src) == nil
+	linked := carried == len(m.to) && carried > 0 && m.links.Carry(m.to, m.from) == nil
 	for i, j := range m.jobs {
 		p := &m.parts[i]
 		if p.reason == transfer.ReasonNone {
-			if err := m.one(p, together); err != nil {
+			if err := m.one(p, together, linked); err != nil {
 				j.l.b.cfg.Log.Warn("shm device copy", "peer", j.l.peer, "slot", j.slot, "err", err)
 				p.reason = transfer.ReasonMemory
 			}
@@ -137,11 +143,18 @@ func (m *batch) run() {
 	clear(m.dst)
 	clear(m.src)
 	clear(m.up)
+	clear(m.to)
+	clear(m.from)
 }
 
 // one moves what a job has in the batch, as far as it was not moved together with the others: a device refuses all where it refuses
-// one, and the others must not suffer.
-func (m *batch) one(p *part, moved bool) error {
+// one, and the others must not suffer. What links do not carry goes through buffers.
+func (m *batch) one(p *part, moved, carried bool) error {
+	if to, from := m.to[p.to.at:p.to.end], m.from[p.from.at:p.from.end]; !carried && len(to) > 0 && m.links.Carry(to, from) != nil {
+		if err := deviceOf(to, from).Move(to, from); err != nil {
+			return err
+		}
+	}
 	dst, src := m.dst[p.dst.at:p.dst.end], m.src[p.src.at:p.src.end]
 	if !moved && len(dst) > 0 {
 		if err := deviceOf(dst, src).Move(dst, src); err != nil {
@@ -161,8 +174,18 @@ func deviceOf(dst, src []mem.Block) mem.Device {
 
 // list adds what of a pull has not landed yet.
 func (m *batch) list(j *job) transfer.Reason {
-	if n, fresh := j.claim.Fresh(j.r); fresh && n == j.r.Count && j.imported() {
-		return m.whole(j)
+	if n, fresh := j.claim.Fresh(j.r); fresh && n == j.r.Count {
+		imported := j.imported()
+		if imported || m.links != nil && !j.pushed {
+			dst, src := len(m.dst), len(m.src)
+			if reason := m.whole(j); reason != transfer.ReasonNone {
+				return reason
+			}
+			if m.carries(dst, src) || imported {
+				return transfer.ReasonNone
+			}
+			m.dst, m.src = m.dst[:dst], m.src[:src] // through a buffer
+		}
 	}
 	if reason := j.resolve(); reason != transfer.ReasonNone {
 		return reason
@@ -177,7 +200,7 @@ func (m *batch) list(j *job) transfer.Reason {
 		err = c.each(bytes, func(d mem.Block, s sourcePiece) error {
 			switch {
 			case !fresh:
-			case s.m.region == nil:
+			case !s.m.far():
 				m.up = append(m.up, upload{d, s.m.bytes[s.off:][:s.len]})
 			default:
 				m.dst = append(m.dst, d)
@@ -193,10 +216,22 @@ func (m *batch) list(j *job) transfer.Reason {
 	return transfer.ReasonNone
 }
 
-// imported reports whether all of the peer's memory is a region here.
+// carries reports whether links take what dst and src have from there on, which is between host memory and a GPU then, and puts it where
+// they find it.
+func (m *batch) carries(dst, src int) bool {
+	to, from := m.dst[dst:], m.src[src:]
+	if m.links == nil || len(to) == 0 || (to[0].Region.Device() == nil) == (from[0].Region.Device() == nil) || !m.links.Reaches(to, from) {
+		return false
+	}
+	m.to, m.from = append(m.to, to...), append(m.from, from...)
+	m.dst, m.src = m.dst[:dst], m.src[:src]
+	return true
+}
+
+// imported reports whether all of the peer's memory is a GPU's.
 func (j *job) imported() bool {
 	for _, m := range j.maps {
-		if m.region == nil {
+		if !m.far() {
 			return false
 		}
 	}

@@ -14,6 +14,9 @@
 // every pull of the origin. Where it does not answer in time its lanes are closed: what it may still read can never become
 // Landed, because the verdict that this takes will not come.
 //
+// Memory of GPUs is moved by movers, a batch of pulls at a time. What is large between host memory and a GPU goes over every PCIe link
+// that leads there (Config.Links), the rest through buffers; the claims of a batch are entered before and left after, whichever way it takes.
+//
 // Invariants: a foreign region is mapped read-only, and only with seals against shrinking and growing; each slice that Move took
 // ends once; in-flight pulls are bounded by maxPulls in both directions.
 //

@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"sync"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/transfer"
 )
@@ -15,8 +13,8 @@ import (
 // its pages are faulted in once.
 type mapping struct {
 	key    mapKey
-	bytes  []byte      // of the host
-	region *mem.Region // of a GPU
+	bytes  []byte      // of the host; of a push, and then there is no region
+	region *mem.Region // ours to read
 	refs   int         // guarded by mappings.mu
 }
 
@@ -27,6 +25,9 @@ func (m *mapping) size() uint64 {
 	return uint64(len(m.bytes))
 }
 
+// far reports whether it is memory of a GPU.
+func (m *mapping) far() bool { return m.region != nil && m.region.Device() != nil }
+
 type mapKey struct {
 	peer transfer.Boot
 	id   mem.ID
@@ -34,38 +35,29 @@ type mapKey struct {
 
 // mappings holds every foreign region of the backend.
 type mappings struct {
+	links Links // nil: none
+
 	mu  sync.Mutex
 	all map[mapKey]*mapping
 }
 
 // open maps fd, or finds that it is mapped already. It always takes fd.
 func (m *mappings) open(key mapKey, fd int, size uint64) (*mapping, error) {
-	defer func() { _ = unix.Close(fd) }()
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if mp, err := m.foundLocked(key, size); mp != nil || err != nil {
+	mp, err := m.foundLocked(key, size)
+	if mp != nil || err != nil {
+		closeFD(fd)
 		return mp, err
 	}
-	if size == 0 || size > mem.MaxRegionBytes {
-		return nil, fmt.Errorf("region %s: size %d: must be 1 to %d bytes", key.id, size, uint64(mem.MaxRegionBytes))
-	}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return nil, fmt.Errorf("region %s: fstat: %w", key.id, err)
-	}
-	if st.Mode&unix.S_IFMT != unix.S_IFREG || st.Size < 0 || uint64(st.Size) < size {
-		return nil, fmt.Errorf("region %s: a file of mode %#o with %d bytes, %d were announced", key.id, st.Mode, st.Size, size)
-	}
-	// Without both seals a truncation by the peer would kill this process with SIGBUS in the middle of a copy.
-	const need = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW
-	if seals, err := unix.FcntlInt(uintptr(fd), unix.F_GET_SEALS, 0); err != nil || seals&need != need {
-		return nil, fmt.Errorf("region %s: %w (seals %#x, %v)", key.id, mem.ErrUnsealed, seals, err)
-	}
-	b, err := unix.Mmap(fd, 0, int(size), unix.PROT_READ, unix.MAP_SHARED)
+	// It has to be sealed: a truncation by the peer would kill this process with SIGBUS in the middle of a copy.
+	r, err := mem.MapMemfd(key.id, fd, size, mem.ReadOnly())
 	if err != nil {
-		return nil, fmt.Errorf("region %s: mmap of %d bytes: %w", key.id, size, err)
+		closeFD(fd)
+		return nil, err
 	}
-	mp := &mapping{key: key, bytes: b, refs: 1}
+	b, _ := r.Bytes()
+	mp = &mapping{key: key, bytes: b, region: r, refs: 1}
 	m.all[key] = mp
 	return mp, nil
 }
@@ -114,13 +106,18 @@ func (m *mappings) acquire(mp *mapping) {
 
 func (m *mappings) release(mp *mapping) {
 	m.mu.Lock()
-	defer m.mu.Unlock()
-	if mp.refs--; mp.refs == 0 {
-		delete(m.all, mp.key)
-		if mp.region != nil {
-			mp.region.Release()
-			return
-		}
-		_ = unix.Munmap(mp.bytes)
+	if mp.refs--; mp.refs > 0 {
+		m.mu.Unlock()
+		return
 	}
+	delete(m.all, mp.key)
+	if !mp.far() { // the driver takes its time to unpin what is pinned of it
+		m.mu.Unlock()
+	} else { // which must be gone before it is imported anew
+		defer m.mu.Unlock()
+	}
+	if m.links != nil {
+		m.links.Forget([]*mem.Region{mp.region})
+	}
+	mp.region.Release()
 }

@@ -47,6 +47,7 @@ type Config struct {
 	Dir     string  // holds the 0700 folder of the socket; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
 	Workers int     // copiers of the whole backend; default the number of processors
 	Devices Devices // imports peers' GPU memory; nil: pulls of it are refused
+	Links   Links   // takes what is large between host memory and GPUs; nil: all of it goes through buffers
 	Log     *slog.Logger
 
 	versions wire.Versions // of lanes; default frames, a test's peer may be older
@@ -67,6 +68,18 @@ func (c *Config) askers() int { return min(c.Workers/4, maxAskers) }
 type Devices interface {
 	// Import owns fd, which may be -1, once it has succeeded.
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
+}
+
+// Links moves bytes between host memory and GPUs as they lie there, over every PCIe link that leads to a GPU.
+type Links interface {
+	// Reaches reports whether Carry takes these lists, which hold as many bytes. It waits for nothing, neither to find out nor to make
+	// ready what is not: that may be some other time.
+	Reaches(dst, src []mem.Block) bool
+	// Carry moves lists for which Reaches said yes, or several of them after one another. When it returns, with an error or without, nothing
+	// of it is in flight on any link, so that a guard held around it covers every byte.
+	Carry(dst, src []mem.Block) error
+	// Forget ends what is kept of memory that goes. Nothing of it is being carried, and no list of it will come.
+	Forget([]*mem.Region)
 }
 
 // Backend is the shm transport of one process.
@@ -110,7 +123,7 @@ func New(cfg Config) *Backend {
 	}
 	return &Backend{
 		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), stop: make(chan struct{}),
-		maps:  mappings{all: map[mapKey]*mapping{}},
+		maps:  mappings{links: cfg.Links, all: map[mapKey]*mapping{}},
 		lanes: map[*lane]struct{}{}, reads: map[*transport.Origin]*reading{},
 	}
 }

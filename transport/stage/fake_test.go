@@ -51,7 +51,8 @@ type fakeDevice struct {
 	failAfter int
 	copies    int
 	bytes     uint64
-	gate      chan struct{} // a copy waits for it when set
+	gate      chan struct{}         // a copy waits for it when set
+	foreign   func(p cuda.Ptr) bool // addresses that this device does not reach; nil: none
 }
 
 func (m *fakeMachine) device() *fakeDevice { return &fakeDevice{m: m, failAfter: -1} }
@@ -234,6 +235,9 @@ func (q *fakeQueue) Copy(dst, src cuda.Ptr, n uint64) error {
 			return
 		}
 		to, from := q.d.m.at(dst, n), q.d.m.at(src, n)
+		if q.d.foreign != nil && (q.d.foreign(dst) || q.d.foreign(src)) {
+			to = nil
+		}
 		if to == nil || from == nil {
 			q.err = errors.New("fake: copy out of bounds")
 			return

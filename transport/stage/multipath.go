@@ -14,7 +14,11 @@ import (
 // Multipath copies between host memory and one GPU over the PCIe links of several: every link pulls chunks from one queue, so a
 // link that is slow or busy takes fewer. The target's own link copies directly; the others relay, and each relay works on
 // several chunks at once, so that PCIe of one overlaps NVLink of the one before (the MMA paper, arXiv 2512.16056). Small copies
-// take the direct path alone.
+// take the direct path alone, as long as it has not much to do.
+//
+// What a link moves in which time is learned. The last chunks of a queue are left to whoever is done with them first, or all would wait
+// for a slow link's. A link that fails gives its chunks back, and is out of use from then on; one that hangs keeps them, as it may
+// still write, and gets no others.
 //
 // Goroutines: one per link, idle on a condition variable; joined by Close.
 type Multipath struct {
@@ -27,6 +31,7 @@ type Multipath struct {
 	mu     sync.Mutex
 	work   sync.Cond
 	jobs   []*job // those with bytes not yet taken, oldest first
+	under  uint64 // bytes of all copies under way
 	closed bool
 	alive  int
 	direct bool // the target's own link is alive
@@ -43,6 +48,14 @@ const (
 	MaxJobs          = 1024      // copies that may wait at once
 	DefaultThreshold = 128 << 20 // until Calibrate has measured
 	MaxScratchBytes  = LinkDepth * MaxChunk
+)
+
+// What is learned of links.
+const (
+	rateWeight  = 0.25                  // of the newest chunk
+	rateSpan    = 5 * time.Second       // after which a rate is too old to judge a link by: it gets a chunk again
+	silentAfter = 60 * time.Millisecond // a link that brings none of its chunks for so long is expected to bring none
+	leaveSlack  = 1.125                 // a chunk is left to another link that is so much sooner done
 )
 
 // Direction of a copy.
@@ -66,23 +79,25 @@ var errNoLink = errors.New("stage: every link has failed; restart the sidecar on
 type Part struct {
 	Host, Dev cuda.Ptr
 	Len       uint64
+	// Shift has for each link, the target's first, what it adds to Dev to reach the same byte in its own context: memory of another process
+	// has an address of its own in each. nil: nothing.
+	Shift []cuda.Ptr
 }
 
 type job struct {
 	dir   Direction
 	parts []Part
-	at    []uint64   // the first byte of each part in the job
-	shift []cuda.Ptr // by link: what it adds to Dev; nil: nothing
+	at    []uint64 // the first byte of each part in the job
 	n     uint64
 	chunk uint64
-	next  uint64 // first byte not yet taken
-	again []span // chunks that a dying link gave back
-	open  int    // chunks taken, not done
+	next  uint64   // first byte not yet taken
+	again []extent // chunks that a dying link gave back
+	open  int      // chunks taken, not done
 	err   error
 	done  chan struct{}
 }
 
-type span struct{ off, n uint64 }
+type extent struct{ off, n uint64 }
 
 type link struct {
 	m       *Multipath
@@ -95,10 +110,20 @@ type link struct {
 	half    [LinkDepth]Event // first hop done
 	done    [LinkDepth]Event // chunk done
 	slot    [LinkDepth]struct {
-		j *job
-		s span
+		j  *job
+		s  extent
+		at time.Time // of its issue
 	}
-	busy bool // under m.mu: its GPU has work of its own, so it takes nothing
+
+	// Under m.mu.
+	busy  bool // its GPU has work of its own, so it takes nothing
+	gone  bool // it has failed
+	moved uint64
+	back  uint64    // chunks given back
+	held  uint64    // bytes taken and not moved yet
+	bytes float64   // of late, the newest weighing most
+	took  float64   // nanoseconds for them
+	last  time.Time // that a chunk came or, if it held none, was taken
 
 	// The chunk that is being issued, cut into parts.
 	host, far, near []cuda.Ptr
@@ -232,14 +257,13 @@ func (m *Multipath) Yield(relay int, busy bool) error {
 // Copy moves n bytes between host and dev and returns when they are in place. Host memory is pinned and mapped by every
 // link's context. Safe for concurrent use.
 func (m *Multipath) Copy(dir Direction, host, dev cuda.Ptr, n uint64) error {
-	_, err := m.CopyParts(dir, []Part{{host, dev, n}}, nil)
+	_, err := m.CopyParts(dir, []Part{{Host: host, Dev: dev, Len: n}})
 	return err
 }
 
-// CopyParts is Copy of many pieces, between which there is no order, and says whether every link was to be used. shift has for
-// each link, the target's first, what it adds to a Dev address to reach the same byte in its own context: memory of another process
-// has an address of its own in each. nil: nothing.
-func (m *Multipath) CopyParts(dir Direction, parts []Part, shift []cuda.Ptr) (every bool, err error) {
+// CopyParts is Copy of many pieces, between which there is no order, and says whether every link was to be used: the threshold counts what
+// is under way already, which the direct path has to move before.
+func (m *Multipath) CopyParts(dir Direction, parts []Part) (every bool, err error) {
 	var n uint64
 	for i := range parts {
 		n += parts[i].Len
@@ -252,16 +276,20 @@ func (m *Multipath) CopyParts(dir Direction, parts []Part, shift []cuda.Ptr) (ev
 		m.mu.Unlock()
 		return false, net.ErrClosed
 	}
-	if m.direct && (n < m.threshold || len(m.links) == 1) {
+	m.under += n
+	defer m.ended(n)
+	if m.direct && (m.under < m.threshold || len(m.links) == 1) {
 		m.small.Add(1)
 		m.mu.Unlock()
 		err := m.copyDirect(dir, parts)
 		m.small.Done()
+		m.mu.Lock()
 		if err == nil {
+			m.links[0].moved += n
+			m.mu.Unlock()
 			return false, nil
 		}
 		// The links find out which of them still work.
-		m.mu.Lock()
 		if m.closed {
 			m.mu.Unlock()
 			return false, errors.Join(net.ErrClosed, err)
@@ -275,7 +303,7 @@ func (m *Multipath) CopyParts(dir Direction, parts []Part, shift []cuda.Ptr) (ev
 		m.mu.Unlock()
 		return false, errNoLink
 	}
-	j := &job{dir: dir, parts: parts, shift: shift, at: make([]uint64, len(parts)), n: n, done: make(chan struct{})}
+	j := &job{dir: dir, parts: parts, at: make([]uint64, len(parts)), n: n, done: make(chan struct{})}
 	for i := 1; i < len(parts); i++ {
 		j.at[i] = j.at[i-1] + parts[i-1].Len
 	}
@@ -285,6 +313,14 @@ func (m *Multipath) CopyParts(dir Direction, parts []Part, shift []cuda.Ptr) (ev
 	m.mu.Unlock()
 	<-j.done
 	return len(m.links) > 1, j.err
+}
+
+func (m *Multipath) ended(n uint64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.under -= n; m.closed && m.under == 0 {
+		m.work.Broadcast()
+	}
 }
 
 // copyDirect runs in the caller: handing a small copy to another goroutine would cost more than the copy.
@@ -322,42 +358,110 @@ func (m *Multipath) shapeLocked(j *job) {
 }
 
 // take returns the oldest work that l may do, waiting for it if wait is set.
-func (l *link) take(wait bool) (*job, span, bool) {
+func (l *link) take(wait bool) (*job, extent, bool) {
 	m := l.m
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for {
+		now, left := time.Now(), false
 		for i, j := range m.jobs {
 			if l.busy && m.direct {
 				continue
 			}
-			var s span
-			if k := len(j.again); k > 0 {
-				s, j.again = j.again[k-1], j.again[:k-1]
+			s, k := extent{j.next, min(j.chunk, j.n-j.next)}, len(j.again)
+			if k > 0 {
+				s = j.again[k-1]
+			}
+			if l.leavesLocked(s.n, now) {
+				left = true
+				continue
+			}
+			if k > 0 {
+				j.again = j.again[:k-1]
 			} else {
-				s = span{j.next, min(j.chunk, j.n-j.next)}
 				j.next += s.n
 			}
 			j.open++
+			if l.held == 0 {
+				l.last = now
+			}
+			l.held += s.n
 			if j.next == j.n && len(j.again) == 0 {
 				m.jobs = append(m.jobs[:i], m.jobs[i+1:]...)
 			}
 			return j, s, true
 		}
-		if !wait || m.closed {
-			return nil, span{}, false
+		if !wait || m.closed && m.under == 0 { // as long as anything is under way a link may die, and give it back
+			return nil, extent{}, false
+		}
+		var again *time.Timer
+		if left { // whom it was left to may hang
+			again = time.AfterFunc(silentAfter, m.work.Broadcast)
 		}
 		m.work.Wait()
+		if again != nil {
+			again.Stop()
+		}
 	}
 }
 
+// leavesLocked reports whether another link, alone, would be done with all that waits before l is done with this chunk of it. Whoever is
+// first done with the chunk never leaves it, so that somebody takes it.
+func (l *link) leavesLocked(n uint64, now time.Time) bool {
+	mine, known := l.expectLocked(n, now)
+	if !known {
+		return false // or nothing would ever be known
+	}
+	m := l.m
+	waiting := uint64(0)
+	for _, j := range m.jobs {
+		waiting += j.n - j.next
+		for _, s := range j.again {
+			waiting += s.n
+		}
+	}
+	for _, o := range m.links {
+		if o == l || o.gone || o.busy && m.direct || o.silentLocked(now) {
+			continue
+		}
+		if theirs, known := o.expectLocked(waiting, now); known && leaveSlack*theirs < mine {
+			return true
+		}
+	}
+	return false
+}
+
+// expectLocked is in how many nanoseconds l would have moved n bytes more.
+func (l *link) expectLocked(n uint64, now time.Time) (ns float64, known bool) {
+	if l.took == 0 || now.Sub(l.last) > rateSpan {
+		return 0, false
+	}
+	return float64(l.held+n) * l.took / l.bytes, true
+}
+
+// silentLocked reports whether l has brought nothing of what it holds for long.
+func (l *link) silentLocked(now time.Time) bool { return l.held > 0 && now.Sub(l.last) > silentAfter }
+
+// learnLocked takes the time of a chunk that has been moved. Those of which it is noticed together that they have, are one to what is kept.
+func (l *link) learnLocked(n uint64, issued, now time.Time) {
+	if issued.Before(l.last) {
+		issued = l.last // until then it moved others
+	}
+	l.bytes += rateWeight * (float64(n) - l.bytes)
+	l.took += rateWeight * (float64(now.Sub(issued)) - l.took)
+	l.last = now
+}
+
 // finish ends one chunk; a chunk that failed goes back for another link.
-func (l *link) finish(j *job, s span, err error) {
+func (l *link) finish(j *job, s extent, issued time.Time, err error) {
 	m := l.m
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	j.open--
+	l.held -= s.n
 	if err != nil {
+		l.gone = true // before another one leaves it a chunk
+		l.back++
 		if j.next == j.n && len(j.again) == 0 {
 			m.jobs = append(m.jobs, j)
 		}
@@ -365,6 +469,8 @@ func (l *link) finish(j *job, s span, err error) {
 		m.work.Broadcast()
 		return
 	}
+	l.moved += s.n
+	l.learnLocked(s.n, issued, time.Now())
 	if j.open == 0 && j.next == j.n && len(j.again) == 0 {
 		close(j.done)
 	}
@@ -376,10 +482,11 @@ func (l *link) dead(err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.alive--
+	l.gone = true
 	if l.direct {
 		m.direct = false
-		m.work.Broadcast()
 	}
+	m.work.Broadcast()
 	if m.alive > 0 {
 		return
 	}
@@ -397,7 +504,7 @@ func (l *link) run() {
 		if ok {
 			b := head % LinkDepth
 			head++
-			l.slot[b].j, l.slot[b].s = j, s
+			l.slot[b].j, l.slot[b].s, l.slot[b].at = j, s, time.Now()
 			if err := l.issue(b, j, s); err != nil {
 				l.fail(tail, head, err)
 				return
@@ -411,7 +518,7 @@ func (l *link) run() {
 				l.fail(tail, head, err)
 				return
 			}
-			l.finish(l.slot[b].j, l.slot[b].s, nil)
+			l.finish(l.slot[b].j, l.slot[b].s, l.slot[b].at, nil)
 			l.slot[b].j = nil
 			tail++
 		}
@@ -427,14 +534,14 @@ func (l *link) fail(tail, head int, err error) {
 	}
 	for ; tail < head; tail++ {
 		b := tail % LinkDepth
-		l.finish(l.slot[b].j, l.slot[b].s, err)
+		l.finish(l.slot[b].j, l.slot[b].s, l.slot[b].at, err)
 		l.slot[b].j = nil
 	}
 	l.dead(err)
 }
 
 // issue enqueues one chunk. A relay's slot is free: its last chunk was waited for.
-func (l *link) issue(b int, j *job, s span) error {
+func (l *link) issue(b int, j *job, s extent) error {
 	l.cut(j, s, l.scratch[b])
 	from, to := l.host, l.far
 	first, second := l.pcie, l.nvlink
@@ -464,11 +571,7 @@ func (l *link) issue(b int, j *job, s span) error {
 }
 
 // cut lists the parts of a chunk: where they are in host memory, in the target's, and in the relay's buffer.
-func (l *link) cut(j *job, s span, scratch cuda.Ptr) {
-	var shift cuda.Ptr
-	if j.shift != nil {
-		shift = j.shift[l.index]
-	}
+func (l *link) cut(j *job, s extent, scratch cuda.Ptr) {
 	l.host, l.far, l.near, l.sizes = l.host[:0], l.far[:0], l.near[:0], l.sizes[:0]
 	i, found := slices.BinarySearch(j.at, s.off)
 	if !found {
@@ -480,6 +583,10 @@ func (l *link) cut(j *job, s span, scratch cuda.Ptr) {
 		k := min(p.Len-skip, end-s.off)
 		if k == 0 {
 			continue
+		}
+		var shift cuda.Ptr
+		if p.Shift != nil {
+			shift = p.Shift[l.index]
 		}
 		l.host = append(l.host, p.Host+cuda.Ptr(skip))
 		l.far = append(l.far, p.Dev+cuda.Ptr(skip)+shift)
@@ -494,6 +601,62 @@ func (l *link) copyAll(q Queue, to, from []cuda.Ptr) error {
 		return q.Copy(to[0], from[0], l.sizes[0])
 	}
 	return q.CopyBatch(to, from, l.sizes)
+}
+
+// LinkState is what is known of one link.
+type LinkState struct {
+	GPU      int     `json:"gpu"`                      // whose link to the host it is
+	State    string  `json:"state"`                    // one of LinkStates
+	Bytes    uint64  `json:"bytes"`                    // moved
+	InFlight uint64  `json:"in_flight_bytes"`          // or waiting for the link's own pipeline
+	Rate     float64 `json:"learned_bytes_per_second"` // 0: unknown
+	Returned uint64  `json:"chunks_given_back"`
+}
+
+// The states of a link.
+const (
+	LinkIdle   = "idle"
+	LinkMoves  = "moves"
+	LinkYields = "yields" // its own GPU has work
+	LinkSilent = "silent" // it brings nothing of what it has taken
+	LinkDead   = "dead"
+)
+
+// LinkStates are all of them.
+var LinkStates = []string{LinkIdle, LinkMoves, LinkYields, LinkSilent, LinkDead}
+
+// Links says what is known of each link, the target's first. Whose each is, the caller knows.
+func (m *Multipath) Links() []LinkState {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	out := make([]LinkState, len(m.links))
+	for i, l := range m.links {
+		s := LinkState{State: LinkIdle, Bytes: l.moved, InFlight: l.held, Returned: l.back}
+		if l.took > 0 {
+			s.Rate = l.bytes / l.took * float64(time.Second)
+		}
+		switch {
+		case l.gone:
+			s.State = LinkDead
+		case l.silentLocked(time.Now()):
+			s.State = LinkSilent
+		case l.busy:
+			s.State = LinkYields
+		case l.held > 0:
+			s.State = LinkMoves
+		}
+		out[i] = s
+	}
+	return out
+}
+
+// forget begins to count anew.
+func (m *Multipath) forget() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, l := range m.links {
+		l.moved, l.back = 0, 0
+	}
 }
 
 // Close waits for the copies under way, ends the links and frees their buffers. Later copies get net.ErrClosed.

@@ -3,7 +3,9 @@ package stage
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -33,25 +35,31 @@ const (
 // Copier copies between memory of a GPU and of its host, or of another GPU, in large. Which of the other GPUs in use lend their links
 // is looked up anew when one is added, and from how many bytes on that pays is measured then.
 //
-// Goroutines: those of each Multipath, and one for as long as a copy over several links lasts. Close joins them.
+// Goroutines: those of each Multipath, one for as long as a copy over several links lasts, and one while something is wanted for lanes
+// (multipath_lanes.go). Close joins them.
 type Copier struct {
 	gpus  *GPUs
 	shape copierShape
+	wg    sync.WaitGroup // what makes the wanted
 
 	mu       sync.Mutex // protects all below; taken after those of paths
+	settled  sync.Cond  // a window is pinned or refused, or something wanted is made
 	paths    map[*GPU]*paths
-	limits   map[*GPU]Limits                   // of the table
-	pins     map[*mem.Region]map[uint64]window // by number of the window
-	windows  int                               // in pins
-	unpinned bool                              // that a window was refused has been said
+	limits   map[*GPU]Limits                    // of the table
+	pins     map[*mem.Region]map[uint64]*window // by number of the window
+	windows  int                                // in pins
+	past     map[linkOf]LinkState               // of path sets that are no more
+	wants    wants
+	unpinned bool // that a window was refused has been said
 	closed   bool
 }
 
 // window is a pinned part of a region.
 type window struct {
-	at    cuda.Ptr
-	bytes []byte
-	by    card
+	at     cuda.Ptr
+	bytes  []byte
+	by     card
+	pinned bool // false: the driver is at it
 }
 
 var errTooMany = fmt.Errorf("%d windows of %d bytes are pinned, which is all", maxWindows, pinWindow)
@@ -60,16 +68,24 @@ var errTooMany = fmt.Errorf("%d windows of %d bytes are pinned, which is all", m
 type paths struct {
 	active atomic.Int32 // copies with the host under way
 
+	making sync.Mutex // held by whoever makes a path set; taken before mu
+
 	mu     sync.RWMutex // read by copies while they last; protects the three below
 	m      *Multipath
 	relays []*GPU
 	tried  int // GPUs in use when relays were looked up
 
 	importing sync.Mutex // protects imported; taken after mu
-	imported  map[*mem.Region][]foreign
+	imported  map[*mem.Region]view
 }
 
-// foreign is an engine's memory as a relay's context has it. A region has one for each relay.
+// view is an engine's memory as the relays' contexts have it, and what that adds to an address, by link: Part.Shift.
+type view struct {
+	foreign []foreign
+	shift   []cuda.Ptr
+}
+
+// foreign is an engine's memory as a relay's context has it.
 type foreign struct {
 	at cuda.Ptr
 	n  uint64
@@ -84,7 +100,10 @@ func NewCopier(g *GPUs) *Copier {
 }
 
 func newCopier(g *GPUs, shape copierShape) *Copier {
-	return &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]Limits{}, pins: map[*mem.Region]map[uint64]window{}}
+	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]Limits{}, pins: map[*mem.Region]map[uint64]*window{},
+		past: map[linkOf]LinkState{}}
+	c.settled.L = &c.mu
+	return c
 }
 
 // Copy moves the bytes of src, block by block, to dst, and says which way they took. All of a list lies in one region, and one of the two is a
@@ -126,11 +145,14 @@ func (c *Copier) withHost(u *GPU, dir Direction, host, far []mem.Block) (string,
 	if err != nil {
 		return "", err
 	}
+	for i := range parts {
+		parts[i].Shift = shift
+	}
 	p.active.Add(1)
 	defer p.active.Add(-1)
 	stop := c.watch(p, parts)
 	defer stop()
-	every, err := p.m.CopyParts(dir, parts, shift)
+	every, err := p.m.CopyParts(dir, parts)
 	if every {
 		return PathMultipath, err
 	}
@@ -190,34 +212,70 @@ func (c *Copier) limitsLocked(u *GPU) Limits {
 	return l
 }
 
-// pinLocked gives the address of a byte of host memory for the GPUs, and how many from there on lie in its window.
+// pinLocked gives the address of a byte of host memory for the GPUs, and how many from there on lie in its window. While the driver pins
+// one, others go on: mu is not held.
 func (c *Copier) pinLocked(u *GPU, r *mem.Region, off uint64) (cuda.Ptr, uint64, error) {
 	k := off / c.shape.window
 	from := k * c.shape.window
 	to := min(from+c.shape.window, r.Size())
-	w, ok := c.pins[r][k]
-	if !ok {
-		b, _ := r.Bytes()
-		b = b[from:to:to]
-		at, err := cuda.Ptr(0), errTooMany
-		if c.windows < maxWindows {
-			at, err = u.card.Register(b) // for the others, too
+	for {
+		w, ok := c.pins[r][k]
+		if ok && w.pinned {
+			return w.at + cuda.Ptr(off-from), to - off, nil
 		}
-		if err != nil {
+		if ok {
+			c.settled.Wait()
+			continue
+		}
+		b, _ := r.Bytes()
+		if err := c.registerLocked(u, r, k, b[from:to:to]); err != nil {
 			if !c.unpinned {
 				c.unpinned = true
 				c.gpus.cfg.Log.Warn("host memory is not pinned, and copied through buffers; said once", "region", r.ID().String(), "offset", from, "err", err)
 			}
 			return 0, 0, err
 		}
-		w = window{at, b, u.card}
-		c.windows++
-		if c.pins[r] == nil {
-			c.pins[r] = map[uint64]window{}
-		}
-		c.pins[r][k] = w
 	}
-	return w.at + cuda.Ptr(off-from), to - off, nil
+}
+
+// registerLocked pins a window, for all GPUs.
+func (c *Copier) registerLocked(u *GPU, r *mem.Region, k uint64, b []byte) error {
+	if c.windows >= maxWindows {
+		return errTooMany
+	}
+	w := &window{bytes: b, by: u.card}
+	c.windows++
+	if c.pins[r] == nil {
+		c.pins[r] = map[uint64]*window{}
+	}
+	c.pins[r][k] = w
+	c.mu.Unlock()
+	at, err := register(u.card, b, r.ReadOnly())
+	c.mu.Lock()
+	c.settled.Broadcast()
+	if err != nil {
+		delete(c.pins[r], k)
+		c.windows--
+		return err
+	}
+	w.at, w.pinned = at, true
+	return nil
+}
+
+// readOnlyCard pins memory that is mapped for reading only.
+type readOnlyCard interface {
+	RegisterReadOnly(b []byte) (cuda.Ptr, error)
+}
+
+func register(by card, b []byte, readOnly bool) (cuda.Ptr, error) {
+	if !readOnly {
+		return by.Register(b)
+	}
+	r, ok := by.(readOnlyCard)
+	if !ok {
+		return 0, errors.New("memory that may be read only cannot be pinned here")
+	}
+	return r.RegisterReadOnly(b)
 }
 
 // path returns the ways to u, held for reading.
@@ -225,7 +283,7 @@ func (c *Copier) path(u *GPU) (*paths, error) {
 	c.mu.Lock()
 	p := c.paths[u]
 	if p == nil {
-		p = &paths{imported: map[*mem.Region][]foreign{}}
+		p = &paths{imported: map[*mem.Region]view{}}
 		c.paths[u] = p
 	}
 	c.mu.Unlock()
@@ -236,10 +294,7 @@ func (c *Copier) path(u *GPU) (*paths, error) {
 			return p, nil
 		}
 		p.mu.RUnlock()
-		p.mu.Lock()
-		err := c.makeLocked(p, u, used)
-		p.mu.Unlock()
-		if err != nil {
+		if err := c.make(p, u, used); err != nil {
 			return nil, err
 		}
 	}
@@ -257,9 +312,11 @@ func (g *GPUs) used() (all []*GPU) {
 	return all
 }
 
-// makeLocked makes, or replaces, the path set to u.
-func (c *Copier) makeLocked(p *paths, u *GPU, used []*GPU) error {
-	if p.m != nil && p.tried == len(used) {
+// make makes, or replaces, the path set to u. Copies over an older one go on meanwhile.
+func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
+	p.making.Lock()
+	defer p.making.Unlock()
+	if p.m != nil && p.tried == len(used) { // both are written under making
 		return nil // somebody else was faster
 	}
 	c.mu.Lock()
@@ -283,7 +340,9 @@ func (c *Copier) makeLocked(p *paths, u *GPU, used []*GPU) error {
 	if err != nil {
 		return fmt.Errorf("stage: paths to GPU %d: %w", u.index, err)
 	}
-	if err := p.closeLocked(); err != nil {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := c.closePathsLocked(p, u); err != nil {
 		c.gpus.cfg.Log.Warn("paths not closed", "gpu", u.index, "err", err)
 	}
 	p.m, p.relays, p.tried = m, relays, len(used)
@@ -331,6 +390,7 @@ func (c *Copier) multipath(u *GPU, relays []*GPU) (_ *Multipath, err error) {
 			c.gpus.cfg.Log.Warn("paths not measured; the threshold is a guess", "gpu", u.index, "err", err)
 		}
 		c.gpus.cfg.Log.Info("gpu paths", "gpu", u.index, "links", len(devs), "every_link_from_bytes", m.Threshold(), "took", time.Since(start))
+		m.forget()
 	}
 	return m, nil
 }
@@ -367,8 +427,8 @@ func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
 	}
 	p.importing.Lock()
 	defer p.importing.Unlock()
-	all, ok := p.imported[r]
-	if !ok {
+	if _, ok := p.imported[r]; !ok {
+		var all []foreign
 		for _, relay := range p.relays {
 			at, n, err := relay.card.Import(&h, r.FD())
 			if err != nil {
@@ -377,13 +437,27 @@ func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
 			}
 			all = append(all, foreign{at, n})
 		}
-		p.imported[r] = all
+		shift := make([]cuda.Ptr, 1+len(all))
+		for i, f := range all {
+			shift[1+i] = f.at + cuda.Ptr(h.Off) - cuda.Ptr(r.Base()) // may wrap, and is added
+		}
+		p.imported[r] = view{all, shift}
 	}
-	out := make([]cuda.Ptr, 1+len(all))
-	for i, f := range all {
-		out[1+i] = f.at + cuda.Ptr(h.Off) - cuda.Ptr(r.Base()) // may wrap, and is added
+	return p.imported[r].shift, nil
+}
+
+// shiftOf is shifts of a region that has been imported.
+func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
+	if len(p.relays) == 0 {
+		return nil, nil
 	}
-	return out, nil
+	p.importing.Lock()
+	defer p.importing.Unlock()
+	all, ok := p.imported[r]
+	if !ok {
+		return nil, errNotReady
+	}
+	return all.shift, nil
 }
 
 func (p *paths) unimport(r *mem.Region, all []foreign) error {
@@ -445,11 +519,12 @@ func (c *Copier) Forget(regions []*mem.Region) error {
 	defer c.mu.Unlock()
 	var errs []error
 	for _, r := range regions {
+		c.unwantLocked(r)
 		errs = append(errs, c.unpinLocked(r))
 		for _, p := range c.paths {
 			p.importing.Lock()
 			if all, ok := p.imported[r]; ok {
-				errs = append(errs, p.unimport(r, all))
+				errs = append(errs, p.unimport(r, all.foreign))
 				delete(p.imported, r)
 			}
 			p.importing.Unlock()
@@ -458,26 +533,36 @@ func (c *Copier) Forget(regions []*mem.Region) error {
 	return errors.Join(errs...)
 }
 
+// unpinLocked lets go of mu while the driver is at it.
 func (c *Copier) unpinLocked(r *mem.Region) error {
-	var errs []error
-	for _, w := range c.pins[r] {
-		errs = append(errs, w.by.Unregister(w.bytes))
-		c.windows--
-	}
+	gone := c.pins[r]
 	delete(c.pins, r)
+	c.windows -= len(gone)
+	c.mu.Unlock()
+	defer c.mu.Lock()
+	var errs []error
+	for _, w := range gone {
+		errs = append(errs, w.by.Unregister(w.bytes))
+	}
 	return errors.Join(errs...)
 }
 
-// closeLocked takes the path set apart. Nobody reads it.
-func (p *paths) closeLocked() error {
+// closePathsLocked takes the path set to u apart. Nobody reads it.
+func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
 	if p.m == nil {
 		return nil
 	}
 	errs := []error{p.m.Close()}
+	c.mu.Lock()
+	for _, s := range p.stateLocked(u) {
+		was := c.past[linkOf{u, s.GPU}]
+		c.past[linkOf{u, s.GPU}] = LinkState{Bytes: was.Bytes + s.Bytes, Returned: was.Returned + s.Returned}
+	}
+	c.mu.Unlock()
 	p.importing.Lock()
 	defer p.importing.Unlock()
 	for r, all := range p.imported {
-		errs = append(errs, p.unimport(r, all))
+		errs = append(errs, p.unimport(r, all.foreign))
 	}
 	clear(p.imported)
 	p.m, p.relays = nil, nil
@@ -488,20 +573,20 @@ func (p *paths) closeLocked() error {
 func (c *Copier) Close() error {
 	c.mu.Lock()
 	c.closed = true
-	all := make([]*paths, 0, len(c.paths))
-	for _, p := range c.paths {
-		all = append(all, p)
-	}
+	all := maps.Clone(c.paths)
 	c.mu.Unlock()
+	c.wg.Wait()
 	var errs []error
-	for _, p := range all {
+	for u, p := range all {
+		p.making.Lock()
 		p.mu.Lock()
-		errs = append(errs, p.closeLocked())
+		errs = append(errs, c.closePathsLocked(p, u))
 		p.mu.Unlock()
+		p.making.Unlock()
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for r := range c.pins {
+	for _, r := range slices.Collect(maps.Keys(c.pins)) {
 		errs = append(errs, c.unpinLocked(r))
 	}
 	return errors.Join(errs...)

@@ -2,11 +2,13 @@ package stage
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
 	"runtime"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -19,9 +21,33 @@ import (
 // forgets that writes out of bounds.
 type contexts struct {
 	*fakePlatform
-	noRegister bool // host memory cannot be locked
+	noRegister bool          // host memory cannot be locked
+	slow       chan struct{} // to lock host memory waits for it; nil: it does not
+	lends      []lease       // of GPUs
 	models     []string
 	asked      []int // thread blocks that packers were set to
+}
+
+// lease is memory that an engine has lent, and of which GPU it is.
+type lease struct {
+	at  cuda.Ptr
+	n   uint64
+	gpu int
+}
+
+func (p *contexts) lend(i int, alloc, off uint64) (Handle, []byte) {
+	h, b := p.fakePlatform.lend(i, alloc, off)
+	p.m.mu.Lock()
+	defer p.m.mu.Unlock()
+	p.lends = append(p.lends, lease{cuda.Ptr(binary.LittleEndian.Uint64(h.IPC[:])), alloc, i})
+	return h, b
+}
+
+// elsewhere reports whether at is memory of another GPU than that one, by the address that only its own context knows.
+func (p *contexts) elsewhere(gpu int, at cuda.Ptr) bool {
+	p.m.mu.Lock()
+	defer p.m.mu.Unlock()
+	return slices.ContainsFunc(p.lends, func(l lease) bool { return l.gpu != gpu && at >= l.at && at < l.at+cuda.Ptr(l.n) })
 }
 
 type contextCard struct {
@@ -37,8 +63,13 @@ func (c *contextCard) Register(b []byte) (cuda.Ptr, error) {
 	if c.p.noRegister {
 		return 0, errFake
 	}
+	if c.p.slow != nil {
+		<-c.p.slow
+	}
 	return c.fakeCard.Register(b)
 }
+
+func (c *contextCard) RegisterReadOnly(b []byte) (cuda.Ptr, error) { return c.Register(b) }
 
 func (c *contextCard) Import(h *Handle, fd int) (cuda.Ptr, uint64, error) {
 	p, n, err := c.fakeCard.Import(h, fd)
@@ -130,6 +161,13 @@ func (r *copyRig) threshold(t *testing.T, gpu int, n uint64) *paths {
 	t.Helper()
 	p := must(r.c.path(r.gpu[gpu].Device().(*GPU)))(t)
 	defer p.mu.RUnlock()
+	for i, l := range p.m.links {
+		at := gpu
+		if i > 0 {
+			at = p.relays[i-1].index
+		}
+		l.dev.(*fakeDevice).foreign = func(x cuda.Ptr) bool { return r.p.elsewhere(at, x) }
+	}
 	p.m.SetThreshold(n)
 	return p
 }

@@ -85,6 +85,8 @@ func (d cudaCard) Reach(other card) error { return d.c.EnablePeer(other.(cudaCar
 
 func (d cudaCard) Register(b []byte) (cuda.Ptr, error) { return d.c.Register(b) }
 
+func (d cudaCard) RegisterReadOnly(b []byte) (cuda.Ptr, error) { return d.c.RegisterReadOnly(b) }
+
 func (d cudaCard) Unregister(b []byte) error { return d.c.Unregister(b) }
 
 func (d cudaCard) PCI() (string, error) {
