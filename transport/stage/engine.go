@@ -130,7 +130,7 @@ func (e *engine) release() {
 	}
 }
 
-// ready reports whether the engine takes work. It looks at how OPEN ended: nobody waits for that.
+// ready reports whether the engine, which is acquired, takes work. It looks at how OPEN ended: nobody waits for that.
 func (e *engine) ready() bool {
 	switch e.state.Load() {
 	case engineReady:
@@ -189,22 +189,28 @@ func (u *GPU) workplace(h *hop) (none workplace) {
 		return none
 	}
 	e := all[i]
-	if !e.ready() || !e.acquire() {
+	if !e.acquire() {
 		return none
 	}
-	for i, p := range h.far {
-		if e.find(p, h.sizes[i]) == nil {
-			e.release()
-			return none
+	if e.ready() && e.has(h) {
+		select {
+		case slot := <-e.slots:
+			return workplace{e, slot}
+		default:
 		}
 	}
-	select {
-	case slot := <-e.slots:
-		return workplace{e, slot}
-	default:
-		e.release()
-		return none
+	e.release()
+	return none
+}
+
+// has reports whether all blocks of a hop are the engine's.
+func (e *engine) has(h *hop) bool {
+	for i, p := range h.far {
+		if e.find(p, h.sizes[i]) == nil {
+			return false
+		}
 	}
+	return true
 }
 
 // giveBack ends what GPU.workplace began. A slot that a dead engine had is not used again.

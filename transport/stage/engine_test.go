@@ -464,6 +464,44 @@ func TestEngineStops(t *testing.T) {
 	must(0, g.Close())(t)
 }
 
+// Boards come and go while hops look for one: none is looked at once it was let go. The race detector sees who does.
+func TestEngineDetachRaces(t *testing.T) {
+	p := newFakePlatform(1)
+	g := must(newGPUs(p, inEngine()))(t)
+	e := newFakeEngine(t, p, g, 0, 1<<20)
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	for k := range uint64(3) {
+		blocks := e.scattered(rand.New(rand.NewPCG(8, k)), 8)
+		wg.Go(func() {
+			buf := make([]byte, 1<<16)
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				if err := e.region.Device().Gather(buf, blocks); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	gone := make([]byte, board.WorkLists)
+	for range 300 {
+		memory := make([]byte, board.WorkBytes)
+		work := must(board.InitWork(memory))(t)
+		detach := g.Attach(Engine{Work: work, Regions: []*mem.Region{e.region}, Exited: func() bool { return false }, Ring: func() {}, End: func() { copy(memory, gone) }})
+		start := time.Now() // nothing may pass between hops and us that would order them
+		poll(50*time.Microsecond, func() bool { return time.Since(start) > 300*time.Microsecond })
+		detach()
+	}
+	close(stop)
+	wg.Wait()
+	e.region.Release()
+	must(0, g.Close())(t)
+}
+
 // Where it is of no use, a board is given back at once.
 func TestEngineOfNoUse(t *testing.T) {
 	p := newFakePlatform(1)

@@ -7,7 +7,9 @@
  *   - the board: a flags memfd that lives as long as the client, and a rings memfd that is fresh on every connection,
  *   - the durable list of open leases, and what would present each of them afresh,
  *   - a pidfd of every sidecar process that may still touch blocks of an open lease,
- *   - one background thread, which needs no interpreter lock and calls nothing outside this library.
+ *   - one background thread, which needs no interpreter lock and calls nothing outside this library,
+ *   - with regions of a GPU, another such thread: it packs and unpacks blocks there for the sidecar, on a stream of its own in the context
+ *     that the regions belong to. kvs_close waits for what it has launched.
  *
  * Threads. Every function may be called from any thread. None blocks but kvs_wait, kvs_wait_connected and kvs_close; the
  * others take one mutex that is held for copies only. kvs_signal_* take no lock: one store each.
