@@ -108,7 +108,7 @@ if [ "$mode" = attack ]; then
 	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}
 	go_limit=60m
 	part attack-go '^attacks' attacks 21 -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA' ./transport/...
-	part attack-node '^attacks' attacks 6 -run '^TestLateWrites$' ./sidecar
+	part attack-node '^attacks' attacks 4 -run '^TestLateWrites$' ./sidecar
 	part attack-rails '^(ok|FAIL)' figures '^TestLateWrites$'
 	part attack-e2e 'passed|failed|error' "$py" -m pytest -q test/e2e/test_faults.py
 else
