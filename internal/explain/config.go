@@ -34,6 +34,7 @@ type config struct {
 	Types     []string `json:"layer_types"`
 	Interval  *int     `json:"full_attention_interval"`
 	LoraRank  int      `json:"kv_lora_rank"`
+	MLA       *bool    `json:"use_mla"`
 	RopeDim   *int     `json:"qk_rope_head_dim"`
 	IndexDim  int      `json:"index_head_dim"`
 	Indexers  []string `json:"indexer_types"`
@@ -174,6 +175,9 @@ func ParseConfig(name string, b []byte) (*Model, error) {
 		c.ModelType = cmp.Or(c.ModelType, outer)
 	}
 	if d, ok := defaults[c.ModelType]; ok {
+		if c.MLA != nil && !*c.MLA || c.RopeDim != nil && *c.RopeDim == 0 {
+			d.LoraRank = 0 // the language models of DeepSeek-VL2 and -OCR: their kv_lora_rank is null, and their heads are plain
+		}
 		c.Layers, c.Heads, c.KVHeads, c.HeadDim = cmp.Or(c.Layers, d.Layers), cmp.Or(c.Heads, d.Heads), cmp.Or(c.KVHeads, d.KVHeads), cmp.Or(c.HeadDim, d.HeadDim)
 		c.LoraRank, c.RopeDim, c.IndexDim = cmp.Or(c.LoraRank, d.LoraRank), cmp.Or(c.RopeDim, d.RopeDim), cmp.Or(c.IndexDim, d.IndexDim)
 		c.Window, c.Interval = cmp.Or(c.Window, d.Window), cmp.Or(c.Interval, d.Interval)

@@ -386,6 +386,8 @@ func TestParseConfig(t *testing.T) {
 		"no head size":  {`{"num_hidden_layers": 2, "num_attention_heads": 4}`, "head_dim (or hidden_size by num_attention_heads) = 0, or is missing"},
 		"no rope":       {`{"num_hidden_layers": 2, "kv_lora_rank": 512}`, "qk_rope_head_dim is missing"},
 		"rope of 0":     {`{"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 0}`, "[{2 0 0 0 512 false"},
+		"MLA off":       {`{"model_type": "deepseek_v2", ` + dense + `, "kv_lora_rank": null, "use_mla": false}`, "[{4 4 16 0 0 false"},
+		"MLA of no dim": {`{"model_type": "deepseek_v2", ` + dense + `, "kv_lora_rank": null, "qk_rope_head_dim": 0}`, "[{4 4 16 0 0 false"},
 		"MLA left out":  {`{"model_type": "deepseek_v3", ` + dense + `}`, "[{4 0 0 0 576 false"},
 		"narrow kernel": {`{` + dense + `, "layer_types": ["linear_attention", "linear_attention", "linear_attention", "linear_attention"], "linear_num_key_heads": 2, "linear_key_head_dim": 2,
 			"linear_num_value_heads": 2, "linear_value_head_dim": 2, "linear_conv_kernel_dim": 1}`, "linear_conv_kernel_dim = 1, or is missing: want 2 to"},
