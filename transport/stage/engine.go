@@ -167,12 +167,16 @@ func (e *engine) turnOff(what string, refusal uint32) {
 // find is the region at p, which holds n bytes from there.
 func (e *engine) find(p cuda.Ptr, n uint64) *lentRegion {
 	for i := range e.spans {
-		s := &e.spans[i]
-		if off := uint64(p - s.base); p >= s.base && off <= s.size && n <= s.size-off {
+		if s := &e.spans[i]; s.has(p, n) {
 			return s
 		}
 	}
 	return nil
+}
+
+func (s *lentRegion) has(p cuda.Ptr, n uint64) bool {
+	off := uint64(p - s.base)
+	return p >= s.base && off <= s.size && n <= s.size-off
 }
 
 // workplace is a slot of an engine that a hop has acquired. The zero value is none.
@@ -227,12 +231,20 @@ func (w workplace) run(h *hop, op uint32) error {
 	runs, region := 0, (*lentRegion)(nil)
 	var bytes uint64
 	h.eachRun(func(base cuda.Ptr, stride, size uint64, count int) bool {
-		if region == nil || base < region.base || uint64(base-region.base) >= region.size {
-			region = e.find(base, size)
-		}
-		e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: uint64(base - region.base), Stride: stride, Len: uint32(size), Count: uint32(count)})
-		runs++
 		bytes += size * uint64(count)
+		for count > 0 {
+			if region == nil || !region.has(base, size) {
+				region = e.find(base, size)
+			}
+			// Regions may lie at equal distances, too, and those in the engine lie elsewhere: a run ends where its region does.
+			n, next := 1, base+cuda.Ptr(stride)
+			for n < count && region.has(next, size) {
+				n, next = n+1, next+cuda.Ptr(stride)
+			}
+			e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: uint64(base - region.base), Stride: stride, Len: uint32(size), Count: uint32(n)})
+			runs++
+			base, count = next, count-n
+		}
 		return true
 	})
 	e.seqs[slot]++

@@ -22,7 +22,9 @@ type fakeEngine struct {
 	m       *fakeMachine
 	cache   []byte
 	region  *mem.Region
-	host    *mem.Region // registered before it
+	host    *mem.Region   // registered before it
+	more    []*mem.Region // and after it
+	caches  [][]byte      // of those
 	work    *board.Work
 	staging cuda.Ptr
 	detach  func()
@@ -54,7 +56,7 @@ func newFakeEngine(t testing.TB, p *fakePlatform, g *GPUs, gpu int, size uint64)
 func (e *fakeEngine) start(g *GPUs) {
 	e.wg.Go(e.serve)
 	e.host = must(mem.NewAnonymous("host", 4096))(e.t)
-	e.detach = g.Attach(Engine{Work: e.work, Regions: []*mem.Region{e.host, e.region}, Exited: e.exited.Load, End: func() { e.ended.Add(1) }, Ring: func() {
+	e.detach = g.Attach(Engine{Work: e.work, Regions: append([]*mem.Region{e.host, e.region}, e.more...), Exited: e.exited.Load, End: func() { e.ended.Add(1) }, Ring: func() {
 		select {
 		case e.bell <- struct{}{}:
 		default:
@@ -114,15 +116,19 @@ func (e *fakeEngine) do(slot int, q board.WorkRequest) uint32 {
 	dense := e.m.at(e.staging+cuda.Ptr(q.Dense), q.Bytes)
 	for i := range int(q.Runs) {
 		r := e.work.Run(slot, i)
+		if r.Region < 1 || r.Region > 1+len(e.caches) {
+			return board.WorkBad
+		}
+		cache := append([][]byte{e.cache}, e.caches...)[r.Region-1]
 		for k := range uint64(r.Count) {
 			at := r.Off + k*r.Stride
-			if r.Region != 1 || at > uint64(len(e.cache)) || uint64(r.Len) > uint64(len(e.cache))-at || len(dense) < int(r.Len) {
+			if at > uint64(len(cache)) || uint64(r.Len) > uint64(len(cache))-at || len(dense) < int(r.Len) {
 				return board.WorkBad
 			}
 			if q.Op == board.WorkPack {
-				copy(dense[:r.Len], e.cache[at:])
+				copy(dense[:r.Len], cache[at:])
 			} else {
-				copy(e.cache[at:], dense[:r.Len])
+				copy(cache[at:], dense[:r.Len])
 			}
 			dense = dense[r.Len:]
 		}
@@ -245,6 +251,66 @@ func TestPackInEngine(t *testing.T) {
 	}
 	e.quit()
 	e.region.Release()
+	must(0, g.Close())(t)
+}
+
+// A region for each layer, at equal distances in our process: blocks of all layers look like one run, which is none for the engine.
+func TestEngineOfManyRegions(t *testing.T) {
+	p := newFakePlatform(1)
+	g := patient(must(newGPUs(p, inEngine()))(t))
+	e := newFakeEngine(t, p, g, 0, 1<<20)
+	all := []*mem.Region{e.region}
+	for range 5 {
+		h, b := p.lend(0, 1<<20, 0)
+		e.more, e.caches = append(e.more, must(g.Import(mem.NewID(), h.Append(nil), -1, 1<<20))(t)), append(e.caches, b)
+	}
+	all = append(all, e.more...)
+	e.start(g)
+	if !e.opened() {
+		t.Fatal("the engine takes no work")
+	}
+	caches := append([][]byte{e.cache}, e.caches...)
+	r := rand.New(rand.NewPCG(6, 6))
+	for _, layers := range [][]int{{0, 1, 2, 3, 4, 5}, {5, 4, 3, 2, 1, 0}, {0, 0, 0, 1, 2, 3, 3, 3}} {
+		var blocks []mem.Block
+		var want []byte
+		for page := range uint64(8) {
+			for i, layer := range layers {
+				b := mem.Block{Region: all[layer], Off: (page*8 + uint64(i)) * 4096, Len: 512}
+				if layers[0] != layers[1] {
+					b.Off = page * 4096
+				}
+				for k := range b.Len {
+					caches[layer][b.Off+k] = byte(r.Uint32())
+				}
+				blocks = append(blocks, b)
+				want = append(want, caches[layer][b.Off:][:b.Len]...)
+			}
+		}
+		before := e.done.Load()
+		got := make([]byte, len(want))
+		if err := e.region.Device().Gather(got, blocks); err != nil || !bytes.Equal(got, want) {
+			t.Fatalf("layers %d: gathered otherwise, %v", layers, err)
+		}
+		for i := range caches {
+			clear(caches[i])
+		}
+		if err := e.region.Device().Scatter(blocks, got); err != nil {
+			t.Fatal(err)
+		}
+		clear(got)
+		if err := e.region.Device().Gather(got, blocks); err != nil || !bytes.Equal(got, want) {
+			t.Fatalf("layers %d: scattered otherwise, %v", layers, err)
+		}
+		if n := e.done.Load() - before; n != 3 {
+			t.Errorf("layers %d: %d kernels in the engine for 3 hops", layers, n)
+		}
+	}
+	e.detach()
+	e.quit()
+	for _, region := range all {
+		region.Release()
+	}
 	must(0, g.Close())(t)
 }
 
