@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"strings"
+	"unicode"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 )
@@ -33,8 +34,8 @@ func CheckRails(rails []*peerv1.Rail) (good []*peerv1.Rail, refused []string) {
 		case len(good) >= MaxRails:
 			no("rails %d to %d: at most %d are kept", i, len(rails)-1, MaxRails)
 			return good, refused
-		case !plain(id[0]) || !plain(id[1]) || len(r.GetAddress()) > MaxText:
-			no("rail %d, %.40q: transport, name or address empty, not printable, or over %d bytes", i, id[1], MaxText)
+		case !plain(id[0]) || !plain(id[1]) || len(r.GetAddress()) > MaxText || strings.ContainsFunc(r.GetAddress(), unicode.IsControl):
+			no("rail %d, %.40q: transport or name empty, one of them or the address not printable, or over %d bytes", i, id[1], MaxText)
 			continue
 		case seen[id]:
 			no("rail %s: named twice", id[1])

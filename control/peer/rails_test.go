@@ -37,6 +37,8 @@ func TestCheckRails(t *testing.T) {
 		{[]*peerv1.Rail{rail("", nil), nil, rail("b", nil)}, "b:100", "rail 0"},
 		{[]*peerv1.Rail{rail(strings.Repeat("x", MaxText+1), nil)}, "", "rail 0"},
 		{[]*peerv1.Rail{rail("a\nb", nil)}, "", "not printable"},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = "\x1b[2J:1" })}, "", "not printable"},
+		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = "/run/a b/ü" }), rail("b", func(r *peerv1.Rail) { r.Address = "" })}, "a:100 b:100", ""},
 		{[]*peerv1.Rail{rail("a", func(r *peerv1.Rail) { r.Address = strings.Repeat("x", MaxText+1) })}, "", "rail 0"},
 	} {
 		good, refused := CheckRails(x.rails)

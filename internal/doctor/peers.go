@@ -13,6 +13,7 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"unicode"
 
 	"github.com/kvspray/kvspray/internal/config"
 )
@@ -142,7 +143,7 @@ func (p *Peer) text(b *strings.Builder) {
 			if x.Lanes == 0 {
 				missing = true
 				why := cmp.Or(x.Why, "no reason is known")
-				why = strings.ToValidUTF8(why[:min(len(why), shownReason)], "")
+				why = onTerminal(strings.ToValidUTF8(why[:min(len(why), shownReason)], ""))
 				reasons = once(reasons, why)
 				cell = fmt.Sprintf("no [%d]", slices.Index(reasons, why)+1)
 			}
@@ -184,6 +185,16 @@ func (p *Peer) named() string {
 		return ""
 	}
 	return fmt.Sprintf("node %q, ", p.Node)
+}
+
+// onTerminal is a text in which a peer's words may stand, such as the address at which its rail was not reached.
+func onTerminal(s string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return '?'
+	}, s)
 }
 
 // once appends what is not there yet.

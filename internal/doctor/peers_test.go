@@ -37,7 +37,7 @@ const reachBody = `{"node": "p", "boot": "00", "peers": [
   {"transport": "gdr", "local": "mlx5_0", "remote": "mlx5_0", "lanes": 2},
   {"transport": "gdr", "local": "mlx5_0", "remote": "mlx5_1", "lanes": 0, "why": "no path from rail mlx5_0 to mlx5_1: retry exceeded (status 12)"},
   {"transport": "gdr", "local": "mlx5_1", "remote": "mlx5_1", "lanes": 1},
-  {"transport": "tcp", "local": "eth0", "remote": "eth0", "lanes": 0, "why": "the peer's rail is down"}]},
+  {"transport": "tcp", "local": "eth0", "remote": "eth0", "lanes": 0, "why": "the peer's \u001b[2J rail is\ndown"}]},
  {"boot": "ff", "endpoint": "10.0.0.7:7650", "dials": false, "pairs": [
   {"transport": "tcp", "local": "eth0", "remote": "eth0", "lanes": 0, "why": "no lane was opened yet"}]},
  {"boot": "ee", "node": "d\u001b[2J", "endpoint": "", "claimed": "10.0.0.8:7650", "dials": true, "pairs": []},
@@ -50,7 +50,7 @@ const reachText = `peer 10.0.0.6:7650 (node "d0", boot 6eb28829)
   tcp    eth0
     eth0 no [2]
   [1] no path from rail mlx5_0 to mlx5_1: retry exceeded (status 12)
-  [2] the peer's rail is down
+  [2] the peer's ?[2J rail is?down
 peer 10.0.0.7:7650 (boot ff)
   tcp    eth0
     eth0 no [1]

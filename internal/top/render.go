@@ -9,6 +9,7 @@ import (
 	"strconv"
 	"strings"
 	"time"
+	"unicode"
 
 	"charm.land/lipgloss/v2"
 	"charm.land/lipgloss/v2/table"
@@ -89,8 +90,8 @@ func head(b *strings.Builder, prev, cur *Snapshot, st Style) {
 	case cur.Ready:
 		state = st.Good.Render("ready")
 	}
-	fmt.Fprintf(b, "%s  %s  %s  boot %s  kvspray %s\n", st.Title.Render(cur.Node), state, cur.Endpoint, short(cur.Boot), cur.Version)
-	fmt.Fprintf(b, "engines: %s\n", list(cur.Sessions, "none registered"))
+	fmt.Fprintf(b, "%s  %s  %s  boot %s  kvspray %s\n", st.Title.Render(shown(cur.Node)), state, shown(cur.Endpoint), short(cur.Boot), shown(cur.Version))
+	fmt.Fprintf(b, "engines: %s\n", shown(list(cur.Sessions, "none registered")))
 
 	var ended []string
 	for _, k := range sorted(cur.Totals.Transfers) {
@@ -164,9 +165,9 @@ func rails(prev, cur *Snapshot, st Style) *table.Table {
 			why += fmt.Sprintf(" (for %v)", p.Left.Round(time.Millisecond))
 		}
 		rows++
-		t.Row(p.Path.Transport+":"+p.Path.Local, p.Path.Remote, short(p.Peer), state, now, learned, size(p.InFlight), size(p.Window), strconv.Itoa(p.Flights),
+		t.Row(shown(p.Path.Transport+":"+p.Path.Local), shown(p.Path.Remote), short(p.Peer), state, now, learned, size(p.InFlight), size(p.Window), strconv.Itoa(p.Flights),
 			brief(p.Delay), size(c.Bytes), count(c.Errors), count(c.Failed+c.Refused+c.Lost+c.Doubled+c.TimedOut), count(c.Hedges), count(c.Exclusions),
-			count(c.Readmissions), why)
+			count(c.Readmissions), shown(why))
 	}
 	if rows == 0 {
 		return nil
@@ -211,7 +212,7 @@ func peers(prev, cur *Snapshot, st Style) *table.Table {
 			note = "this sidecar"
 		}
 		rows++
-		t.Row(short(boot), cur.Peers[boot], strconv.Itoa(lanes), now, size(sent), count(uint64(out)), note)
+		t.Row(short(boot), shown(cur.Peers[boot]), strconv.Itoa(lanes), now, size(sent), count(uint64(out)), note)
 	}
 	if rows == 0 {
 		return nil
@@ -228,10 +229,10 @@ func leases(cur *Snapshot, st Style) *table.Table {
 	slices.SortFunc(v.Dests, func(a, b exec.DestView) int { return cmp.Compare(b.Age, a.Age) })
 	slices.SortFunc(v.Sources, func(a, b exec.SourceView) int { return cmp.Compare(b.Age, a.Age) })
 	for _, d := range v.Dests {
-		t.Row("receives", d.Lease, d.Req, d.State, brief(d.Age), brief(d.Left), strconv.Itoa(d.Grants), d.Trouble)
+		t.Row("receives", d.Lease, shown(d.Req), d.State, brief(d.Age), brief(d.Left), strconv.Itoa(d.Grants), shown(d.Trouble))
 	}
 	for _, s := range v.Sources {
-		t.Row("sends", s.Lease, s.Req, s.State, brief(s.Age), brief(s.Left), fmt.Sprintf("%d of %d", s.Served, s.Served+s.Serving), "")
+		t.Row("sends", s.Lease, shown(s.Req), s.State, brief(s.Age), brief(s.Left), fmt.Sprintf("%d of %d", s.Served, s.Served+s.Serving), "")
 	}
 	if more := v.Open[0] + v.Open[1] - len(v.Dests) - len(v.Sources); more > 0 {
 		t.Row(fmt.Sprintf("and %d more", more))
@@ -253,6 +254,16 @@ func list(s []string, none string) string {
 		return none
 	}
 	return strings.Join(s, ", ")
+}
+
+// shown is a text of somebody else as a terminal may have it: whoever sends an engine a request may name that request as he likes.
+func shown(s string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return '?'
+	}, s)
 }
 
 // short is the part of an id that people tell apart.

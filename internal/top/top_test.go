@@ -16,6 +16,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+	"unicode"
 
 	tea "charm.land/bubbletea/v2"
 	"charm.land/lipgloss/v2"
@@ -50,6 +51,28 @@ func snapshot(at time.Time, moved uint64) *Snapshot {
 		Lanes:  []Lane{{other, "tcp", "rail0"}, {other, "tcp", "rail1"}, {self, "tcp", "rail0"}},
 		Totals: connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved, "source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
 		Peers:  map[string]string{other: "10.0.0.2:7650", self: "10.0.0.1:7650"}}
+}
+
+// What engines, their clients and peers call themselves does nothing to a terminal, and makes no lines.
+func TestForeignText(t *testing.T) {
+	const bad = "a\x1b[2J\r\nb\u009b1m"
+	s := snapshot(time.Unix(1000, 0), 2)
+	s.Node, s.Version, s.Endpoint, s.Sessions, s.Peers[other] = bad, bad, bad, []string{bad}, bad
+	s.Leases.Dests[0].Req, s.Leases.Dests[0].Trouble, s.Leases.Sources[0].Req = bad, bad, bad
+	for i := range s.Leases.Rails.Pairs {
+		p := &s.Leases.Rails.Pairs[i]
+		p.Path, p.Reason = spray.Path{Transport: bad, Local: bad, Remote: bad}, bad
+	}
+	got := Render(nil, s, 0, Plain)
+	if i := strings.IndexFunc(got, func(r rune) bool { return r != '\n' && !unicode.IsPrint(r) }); i >= 0 {
+		t.Errorf("%q", got[max(0, i-40):])
+	}
+	if want := strings.Count(Render(nil, snapshot(s.At, 2), 0, Plain), "\n"); strings.Count(got, "\n") != want {
+		t.Errorf("%d lines, want %d:\n%s", strings.Count(got, "\n"), want, got)
+	}
+	if n := strings.Count(got, "a?[2J??b?1m"); n != 16 {
+		t.Errorf("%d of 16 texts are there:\n%s", n, got)
+	}
 }
 
 // The text that a script reads.
