@@ -4,6 +4,7 @@ package simbench
 
 import (
 	"fmt"
+	"io"
 	"os"
 
 	"github.com/spf13/cobra"
@@ -13,6 +14,9 @@ import (
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/mistake"
 )
+
+// maxResult bounds what is read of a file: an hour's samples of as many rails as there may be are half of it.
+const maxResult = 512 << 20
 
 // NewCommand returns the `sim` command.
 func NewCommand() *cobra.Command {
@@ -88,9 +92,9 @@ func readResult(path string) (*timeline.Result, error) {
 		return nil, err
 	}
 	defer func() { _ = f.Close() }()
-	r, err := timeline.Read(f)
+	r, err := timeline.Read(io.LimitReader(f, maxResult))
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%s: %w", path, err)
 	}
 	// It is a file: whatever stands there must be a run that can be made.
 	o := &timeline.Options{Block: r.Block, Total: r.Total, Duration: r.Duration.D(), Policy: r.Policy, Faults: r.Faults}
@@ -100,7 +104,7 @@ func readResult(path string) (*timeline.Result, error) {
 		}
 		o.Rates = append(o.Rates, x.Rate)
 	}
-	if r.Bench != "rails" || len(o.Rates) == 0 || r.Total <= 0 || r.Duration < 0 {
+	if r.Bench != "rails" || len(o.Rates) == 0 || r.Total <= 0 || r.Duration < 0 || r.Together < timeline.MinRate/2 {
 		return nil, fmt.Errorf("%s: no result of 'kvspray bench rails'", path)
 	}
 	if err := o.Check(); err != nil {

@@ -238,6 +238,7 @@ func TestAgainst(t *testing.T) {
 	}
 	for name, text := range map[string]string{"of nothing": "{}", "of no rails": `{"bench": "rails", "policy": "spray", "total_bytes": 1048576, "block_bytes": 16384}`,
 		"of the simulation": strings.Replace(b.String(), `"rails"`, `"sim"`, 1), "of no speed": strings.Replace(b.String(), `"rate_bits_per_second": 2000000000`, `"rate_bits_per_second": 20`, 1),
+		"of nothing together": strings.Replace(b.String(), `"together_bits_per_second": `, `"together_bits_per_second": -`, 1), "of no bytes": "",
 		"of odd blocks": strings.Replace(b.String(), `"block_bytes": 16384`, `"block_bytes": 5`, 1), "of another policy": strings.Replace(b.String(), "spray", "best", 1)} {
 		odd := filepath.Join(t.TempDir(), "odd.json")
 		if err := os.WriteFile(odd, []byte(text), 0o600); err != nil {
