@@ -96,6 +96,15 @@ func Open(ctx context.Context, s Setup) (_ *Field, err error) {
 	return f, f.startNodes(ctx)
 }
 
+// atStart is why a sidecar was not there at all. What it refused comes from --set; a panic has the same exit code, and no hint.
+func atStart(err error, log string) error {
+	why := fmt.Errorf("ended at its start: %w\n%s", err, log)
+	if x := (*exec.ExitError)(nil); errors.As(err, &x) && x.ExitCode() == usageExit && strings.HasSuffix(log, " --help'.") {
+		return mistake.Of(why)
+	}
+	return why
+}
+
 func (f *Field) startNodes(ctx context.Context) error {
 	for side := range f.nodes {
 		n, err := f.startNode(ctx, netrig.Side(side))
@@ -160,11 +169,7 @@ func (f *Field) startNode(ctx context.Context, side netrig.Side) (*node, error) 
 		select {
 		case err := <-n.exited:
 			n.exited <- err
-			why := fmt.Errorf("ended at its start: %w\n%s", err, n.tail())
-			if x := (*exec.ExitError)(nil); errors.As(err, &x) && x.ExitCode() == usageExit {
-				why = mistake.Of(why) // what it was told comes from --set
-			}
-			return nil, why
+			return nil, atStart(err, n.tail())
 		case <-limit.C:
 			n.stop()
 			return nil, fmt.Errorf("not ready after %v\n%s", startPatience, n.tail())
