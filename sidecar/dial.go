@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -96,7 +97,7 @@ func (n *Node) peerUp(in peerInfo) {
 	d.mu.Lock()
 	r := d.peers[in.Boot]
 	if r == nil {
-		r = &remote{endpoint: in.Endpoint, hostBoot: in.HostBoot, keepers: map[wantedLane]context.CancelFunc{}}
+		r = &remote{hostBoot: in.HostBoot, keepers: map[wantedLane]context.CancelFunc{}}
 		d.peers[in.Boot] = r
 		// Of two sidecars one dials, so that there is one set of lanes: both ends send on it.
 		if bytes.Compare(n.boot[:], in.Boot[:]) <= 0 {
@@ -105,6 +106,7 @@ func (n *Node) peerUp(in peerInfo) {
 	}
 	r.peer = transport.Peer{Boot: in.Boot, Self: n.boot, Key: in.Key}
 	r.claimed, r.node = in.Claimed, in.Node
+	r.endpoint = cmp.Or(in.Endpoint, r.endpoint) // one that came to us may be reached later
 	delete(d.unreached, in.Endpoint)
 	count := len(d.peers) - 1
 	d.mu.Unlock()

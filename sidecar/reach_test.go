@@ -58,6 +58,8 @@ func TestReach(t *testing.T) {
 			dials++
 		}
 	}
+	p.connect(d.Endpoint()) // now a request names D at P
+	until(t, func() bool { return p.reach().Peers[0].Endpoint == d.Endpoint() })
 	if dials != 1 {
 		t.Errorf("%d of two open the lanes", dials)
 	}
