@@ -3,7 +3,6 @@ package gdr
 import (
 	"context"
 	"runtime"
-	"slices"
 	"testing"
 	"time"
 
@@ -174,49 +173,4 @@ func FuzzHead(f *testing.F) {
 			t.Fatal("the head does not survive the round trip")
 		}
 	})
-}
-
-// TestVerdictsDoNotWaitForAll: of many slices half are written at once, so that the verdict on the first goes out while others are still to be
-// written, and the next ones can be asked for meanwhile.
-func TestVerdictsDoNotWaitForAll(t *testing.T) {
-	f, p, here, _ := oddPair(t, func(c *Config) { c.Patience = time.Hour })
-	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
-	src.Write(1)
-	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
-	b.Sink.Seed.Store(1) // Landed compares every chunk
-	x, _ := p.Dial()
-	l := x.(*lane)
-	f.Hold(l.q.Num())
-	here.set(func(d *oddDevice) { d.posts = nil })
-	const many = 8
-	var res []<-chan transport.Result
-	for i := range many {
-		res = append(res, p.A.Move(l, b.Origin, transfer.Range{First: uint32(2 * i), Count: 2}, 1))
-	}
-	writing, waiting := 0, 0
-	until(t, "the receiver lets all of them be written", func() bool {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		writing, waiting = l.flying.n, l.going.n
-		return writing+waiting == many
-	})
-	if writing != many/2 {
-		t.Errorf("%d of %d slices are written at once: want half", writing, many)
-	}
-	f.Release(l.q.Num())
-	for i, c := range res {
-		if r := <-c; r.Outcome != transfer.Landed {
-			t.Errorf("slice %d: %s %s: %v", i, r.Outcome, r.Reason, r.Err)
-		}
-	}
-	here.set(func(d *oddDevice) {
-		writes := 0
-		for _, op := range d.posts {
-			writes += map[verbs.Op]int{verbs.Write: 1}[op]
-		}
-		if first := slices.Index(d.posts, verbs.WriteImm); first <= 0 || first >= writes {
-			t.Errorf("the first verdict went out behind %d of %d writes", first, writes)
-		}
-	})
-	b.End(t)
 }

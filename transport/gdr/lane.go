@@ -501,11 +501,11 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 	if len(batch) > 0 {
 		l.progress = time.Now()
 	}
+	l.pumpLocked()
 	l.mu.Unlock()
-	l.judge() // first: a verdict waits for whatever is posted before it
+	l.judge()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.pumpLocked()
 	return l.done == l.posted && l.recvs == l.recvsDone, l.err != nil
 }
 

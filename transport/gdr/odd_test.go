@@ -26,7 +26,6 @@ type oddDevice struct {
 	registered int             // registrations that were not given back
 	domains    int             // likewise
 	inlined    int             // writes whose bytes the CPU copies
-	posts      []verbs.Op      // what was posted
 }
 
 var errOdd = errors.New("odd device: no")
@@ -188,7 +187,6 @@ func (q *oddQP) PostSend(batch []verbs.Work) (int, error) {
 	n := q.d.takes
 	q.d.takes = -1
 	for i := range batch {
-		q.d.posts = append(q.d.posts, batch[i].Op)
 		if batch[i].Inline && batch[i].Len > 0 {
 			q.d.inlined++
 		}

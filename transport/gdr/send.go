@@ -203,25 +203,9 @@ func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, remote, wait b
 	return dst, held, nil
 }
 
-// minAhead is how many slices may be written at once in any case: one is on the wire while the next begins.
-const minAhead = 2
-
-// aheadLocked is how many slices may be written at once: half of those under way. A verdict comes behind every write that was posted
-// before it, so were all of them posted, all would end together, and the next ones be asked for while nothing is on the wire.
-func (l *lane) aheadLocked() int {
-	under := 0
-	for i := range l.out {
-		if l.out[i].state != idle {
-			under++
-		}
-	}
-	return max(minAhead, under/2)
-}
-
-// pumpLocked posts writes as far as the send queue has room and slices may be ahead.
+// pumpLocked posts writes as far as the send queue has room.
 func (l *lane) pumpLocked() {
-	ahead := l.aheadLocked()
-	for l.going.n > 0 && l.flying.n < ahead && l.err == nil {
+	for l.going.n > 0 && l.err == nil {
 		id := l.going.first()
 		s := &l.out[id]
 		room := l.depth - min(l.posted-l.done, l.depth)
