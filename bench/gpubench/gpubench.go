@@ -76,6 +76,9 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 				return mistake.Errorf("--repeat %d: want 1 to 1000", repeat)
 			}
 			for _, out := range []struct{ flag, path string }{{"--json", jsonFile}, {"--html", htmlFile}} {
+				if out.path == "-" { // where the table goes
+					return mistake.Errorf("%s -: name a file; standard output has the table", out.flag)
+				}
 				if err := timeline.Writable(out.path); err != nil {
 					return mistake.Errorf("%s: %w", out.flag, err)
 				}

@@ -64,7 +64,7 @@ func TestPairSays(t *testing.T) {
 }
 
 func TestMistakes(t *testing.T) {
-	for _, args := range [][]string{{"--repeat", "0"}, {"--repeat", "1001"}, {"--json", filepath.Join(t.TempDir(), "none", "x")}, {"--html", t.TempDir()}} {
+	for _, args := range [][]string{{"--repeat", "0"}, {"--repeat", "1001"}, {"--json", filepath.Join(t.TempDir(), "none", "x")}, {"--html", t.TempDir()}, {"--json", "-"}, {"--html", "-"}} {
 		c := NewCommand()
 		c.SetOut(new(bytes.Buffer))
 		c.SetErr(new(bytes.Buffer))
