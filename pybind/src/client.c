@@ -137,6 +137,9 @@ static void *background(void *arg)
 	pthread_mutex_lock(&c->mu);
 	while (!c->closing) {
 		int64_t now = kvs_now_ms();
+		for (int i = 0; i < KVS_MAX_SIDECARS; i++)
+			if (c->procs[i].used && c->procs[i].dead && !c->procs[i].exited)
+				proc_exited(c, i);
 		if (c->breaking[0]) {
 			log_line(c, "info", "session is replaced: %s", c->breaking);
 			session_end(c, now, 0);
@@ -169,7 +172,7 @@ static void *background(void *arg)
 		fds[0].fd = c->ctl_fd;
 		fds[1].fd = c->sock;
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++)
-			if (c->procs[i].used && !c->procs[i].exited)
+			if (c->procs[i].used && !c->procs[i].dead)
 				fds[2 + i].fd = c->procs[i].pidfd;
 		int64_t wait = due == INT64_MAX ? -1 : due > now ? earlier(due - now, INT_MAX) : 0;
 		pthread_mutex_unlock(&c->mu);
@@ -321,6 +324,11 @@ static void work_says(void *client, const char *level, const char *text)
 	pthread_mutex_unlock(&c->mu);
 }
 
+static void work_over(void *client)
+{
+	wake_fd(((kvs_client *)client)->ctl_fd);
+}
+
 static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_t n, const void *layout, uint32_t layout_bytes)
 {
 	if (c->started) {
@@ -387,7 +395,7 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 	for (uint32_t i = 0; i < n; i++)
 		if (regions[i].kind == KVS_REGION_DEVICE)
 			gpu[i] = (struct work_region){regions[i].addr, regions[i].bytes};
-	c->work = work_start(gpu, n, work_says, c);
+	c->work = work_start(gpu, n, work_says, work_over, c);
 	return 0;
 }
 

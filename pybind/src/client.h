@@ -70,7 +70,9 @@ struct lease_list {
 
 /* One sidecar process. */
 struct proc {
-	bool used, exited, killed, denied;
+	bool used, killed, denied;
+	bool dead;   /* its exit was proved */
+	bool exited; /* ... and nothing that it asked for runs any more */
 	uint8_t boot[16];
 	int pidfd; /* -1: none, its exit cannot be proved */
 	uint32_t pid;
@@ -297,7 +299,7 @@ void completions_drain_and_wake(kvs_client *c);
  * full of processes that hold leases. */
 int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known);
 bool proc_bound(const kvs_client *c, int i);
-void proc_exited(kvs_client *c, int i); /* its exit is proved */
+void proc_exited(kvs_client *c, int i); /* its exit is proved; again while work of its is under way */
 void proc_release(struct proc *p);
 void proc_kill(kvs_client *c, int i, int64_t now);
 

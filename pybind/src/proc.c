@@ -15,17 +15,25 @@ void proc_release(struct proc *p)
 void proc_exited(kvs_client *c, int i)
 {
 	struct proc *p = &c->procs[i];
-	if (c->proc == i)
-		completions_drain_and_wake(c); /* what it said before it died counts */
+	if (!p->dead) {
+		p->dead = true;
+		if (c->proc == i)
+			completions_drain_and_wake(c); /* what it said before it died counts */
+		c->info.sidecar_exits++;
+		log_line(c, "warn", "sidecar pid %u has exited", p->pid);
+		loads_poison(c, proc_bit(i));
+		c->backoff_ms = BACKOFF_MIN_MS; /* whoever comes next is another process */
+		if (c->proc == i)
+			session_break(c, "the sidecar has exited"); /* somebody else may hold its end of the socket open */
+		if (c->proc == i && c->work)
+			work_end(c->work);
+	}
+	/* A kernel that it had us launch does not die with it: until that has run, blocks are not given back. */
+	if (c->work && !work_quiet(c->work))
+		return;
 	p->exited = true;
-	c->info.sidecar_exits++;
-	log_line(c, "warn", "sidecar pid %u has exited", p->pid);
-	loads_poison(c, proc_bit(i));
 	leases_unbind(c, proc_bit(i), KVS_LOST, "the sidecar's exit was proved");
-	c->backoff_ms = BACKOFF_MIN_MS; /* whoever comes next is another process */
-	if (c->proc == i)
-		session_break(c, "the sidecar has exited"); /* somebody else may hold its end of the socket open */
-	else
+	if (c->proc != i)
 		proc_release(p);
 }
 
@@ -43,7 +51,7 @@ int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known)
 	*known = false;
 	for (int i = 0; i < KVS_MAX_SIDECARS; i++) {
 		struct proc *p = &c->procs[i];
-		if (p->used && !p->exited && memcmp(p->boot, boot, 16) == 0) {
+		if (p->used && !p->dead && memcmp(p->boot, boot, 16) == 0) {
 			*known = true;
 			close_fd(&c->new_pidfd);
 			return i;
@@ -68,7 +76,7 @@ int proc_enter(kvs_client *c, const uint8_t boot[16], bool *known)
 void proc_kill(kvs_client *c, int i, int64_t now)
 {
 	struct proc *p = &c->procs[i];
-	if (!p->used || p->exited || (p->kill_ms && now - p->kill_ms < KILL_RETRY_MS))
+	if (!p->used || p->dead || (p->kill_ms && now - p->kill_ms < KILL_RETRY_MS))
 		return;
 	p->kill_ms = now;
 	int rc = p->pid == (uint32_t)getpid() ? -EPERM : p->pidfd < 0 ? -EBADF : kvs_pidfd_kill(p->pidfd);

@@ -48,6 +48,7 @@ struct work {
 	struct work_region *regions;
 	uint32_t region_count;
 	void (*log)(void *, const char *, const char *);
+	void (*over)(void *);
 	void *arg;
 	int bell;
 	pthread_t thread;
@@ -164,6 +165,11 @@ static bool set_up(struct work *w)
 	void *own = mmap(NULL, sizeof *w->own, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (own == MAP_FAILED)
 		return !fail(w, 2 /* CUDA_ERROR_OUT_OF_MEMORY */, "mmap");
+	/* Where the kernel does not copy pinned pages for the child of a fork, our next store would go to a fresh page, and the GPU read the old list. */
+	if (madvise(own, sizeof *w->own, MADV_DONTFORK) != 0) {
+		munmap(own, sizeof *w->own);
+		return !fail(w, 2 /* CUDA_ERROR_OUT_OF_MEMORY */, "madvise");
+	}
 	if (FAILS(w, MemHostRegister, own, sizeof *w->own, HOST_PORTABLE | HOST_DEVICEMAP)) {
 		munmap(own, sizeof *w->own);
 		return false;
@@ -231,6 +237,7 @@ static void close_board(struct work *w, struct board *b)
 	pthread_mutex_lock(&w->mu);
 	memset(b, 0, sizeof *b);
 	pthread_mutex_unlock(&w->mu);
+	w->over(w->arg);
 }
 
 /* ---- slots ---- */
@@ -314,7 +321,8 @@ static bool take(struct work *w, struct board *b)
 {
 	bool any = false;
 	for (uint32_t i = 0; i < KVS_WORK_SLOTS; i++) {
-		uint64_t *state = &slot_at(b, i)->state, s = __atomic_load_n(state, __ATOMIC_RELAXED), seq = s >> KVS_WORK_STATE_BITS;
+		/* In one order with `sleeping`, which was set before: Post stores the one and then reads the other. */
+		uint64_t *state = &slot_at(b, i)->state, s = __atomic_load_n(state, __ATOMIC_SEQ_CST), seq = s >> KVS_WORK_STATE_BITS;
 		if ((s & ((1 << KVS_WORK_STATE_BITS) - 1)) != KVS_WORK_POSTED)
 			continue;
 		if (__atomic_compare_exchange_n(state, &s, seq << KVS_WORK_STATE_BITS | KVS_WORK_TAKEN, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
@@ -397,7 +405,7 @@ static void *run(void *arg)
 	return NULL;
 }
 
-struct work *work_start(const struct work_region *regions, uint32_t n, void (*log)(void *arg, const char *level, const char *text), void *arg)
+struct work *work_start(const struct work_region *regions, uint32_t n, void (*log)(void *arg, const char *level, const char *text), void (*over)(void *arg), void *arg)
 {
 	bool any = false;
 	for (uint32_t i = 0; i < n; i++)
@@ -410,6 +418,7 @@ struct work *work_start(const struct work_region *regions, uint32_t n, void (*lo
 	w->regions = calloc(n, sizeof *w->regions);
 	w->region_count = n;
 	w->log = log;
+	w->over = over;
 	w->arg = arg;
 	w->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	pthread_mutex_init(&w->mu, NULL);
@@ -479,6 +488,16 @@ void work_end(struct work *w)
 	pthread_mutex_unlock(&w->mu);
 	if (any)
 		ring(w);
+}
+
+bool work_quiet(struct work *w)
+{
+	bool quiet = true;
+	pthread_mutex_lock(&w->mu);
+	for (int i = 0; i < 2; i++)
+		quiet = quiet && w->boards[i].state != BOARD_ENDING;
+	pthread_mutex_unlock(&w->mu);
+	return quiet;
 }
 
 void work_stop(struct work *w)

@@ -19,12 +19,15 @@ struct work_region {
 
 struct work;
 
-/* Starts the thread. `log` is called by it, with no lock of this file held. NULL: there is no driver, no memory of a GPU, or no thread. */
-struct work *work_start(const struct work_region *regions, uint32_t n, void (*log)(void *arg, const char *level, const char *text), void *arg);
+/* Starts the thread. `log` is called by it, and `over` when a board is done with, both with no lock of this file held. NULL: there is no driver,
+ * no memory of a GPU, or no thread. */
+struct work *work_start(const struct work_region *regions, uint32_t n, void (*log)(void *arg, const char *level, const char *text), void (*over)(void *arg), void *arg);
 /* A fresh board for a session, whose memfd and doorbell stay ours. False: the one before is not done with, or there is no memory. */
 bool work_begin(struct work *w, int *memfd, int *bell);
 /* The session is over: nothing of its board is begun any more. Does not wait. */
 void work_end(struct work *w);
+/* Nothing runs, or will, of a session that is over. */
+bool work_quiet(struct work *w);
 /* Waits for what runs, and ends the thread; there is no other board after it. */
 void work_stop(struct work *w);
 /* After work_stop, or in a forked child. */

@@ -279,3 +279,38 @@ assert fake.fake_live() == 0, fake.fake_live()
             assert (w["magic"], w["major"], w["slots"], w["whole"], w["seals"]) == (0x57495350, 1, 8, True, got["seals"][0]), w
             assert (w["state"], w["refusal"]) == (1 << 8 | 3, 1), w
         s.close()
+
+
+def test_blocks_wait_for_work_of_a_sidecar_that_was_killed(driver: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
+    """A kernel that a sidecar had the engine launch outlives the sidecar: no lease of its ends before that has."""
+    s = sidecar(features=["copy", "work"], open=True, deadline_ms=20000)
+    run(driver, f"""
+import signal, time
+sys.path.insert(0, {str(HERE)!r})
+from conftest import layout
+from test_client import expect
+def until(what, name):
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end, name
+        time.sleep(0.001)
+client.close()
+client = kvspray.WorkerClient({str(socket_path)!r}, engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
+region = kvspray.Region.gpu(16 << 20, LAYERS * 32768)
+fake.fake_block(1)
+client.register([region], layout())
+assert client.wait_connected(20), client.status()
+until(fake.fake_waiting, "the thread is in the driver")
+lease = expect(client)
+os.kill(client.status().sidecar_pid, signal.SIGKILL)
+until(lambda: client.status().counters["sidecar_exits"] == 1, "the exit is proved")
+assert not client.wait(0.3) and client.poll() == [] and client.status().leases == 1
+assert not fake.fake_gave_up()
+fake.fake_block(0)
+assert client.wait(20)
+(got,) = client.poll()
+assert (got.lease, got.status.name) == (lease, "LOST"), got
+client.close()
+assert fake.fake_live() == 0, fake.fake_live()
+""")
+    s.close()

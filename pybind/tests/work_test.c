@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -33,6 +34,7 @@ static struct {
 	void (*hold)(int);
 	void (*break_context)(void), (*order)(void);
 	void (*fail)(const char *);
+	void *(*registered)(void);
 	int (*astray)(void), (*moved)(void), (*live)(void), (*jobs)(void);
 } fake;
 
@@ -52,6 +54,14 @@ static void says(void *arg, const char *level, const char *text)
 	(void)arg;
 	REQUIRE(strcmp(level, "warn") == 0 && text[0]);
 	warnings++;
+}
+
+static _Atomic int overs; /* boards that are done with */
+
+static void over(void *arg)
+{
+	(void)arg;
+	overs++;
 }
 
 static void nap(long us)
@@ -373,6 +383,7 @@ int main(int argc, char **argv)
 	void *lib = dlopen(getenv("KVSPRAY_LIBCUDA"), RTLD_NOW);
 	REQUIRE(lib);
 #define RESOLVE(name, symbol) REQUIRE(*(void **)&fake.name = dlsym(lib, "fake_" symbol))
+	RESOLVE(registered, "registered");
 	RESOLVE(lend, "lend");
 	RESOLVE(hold, "hold");
 	RESOLVE(break_context, "break");
@@ -394,8 +405,8 @@ int main(int argc, char **argv)
 	hostile(rounds * 100);
 
 	struct work_region none = {0, 0};
-	REQUIRE(work_start(&none, 1, says, NULL) == NULL);
-	struct work *w = work_start(regions, 3, says, NULL);
+	REQUIRE(work_start(&none, 1, says, over, NULL) == NULL);
+	struct work *w = work_start(regions, 3, says, over, NULL);
 	REQUIRE(w);
 	struct end e, old;
 	begin(w, &e);
@@ -415,6 +426,13 @@ int main(int argc, char **argv)
 	refusals(&e);
 	revocations(&e, rounds * 10);
 
+	/* The lists that the GPU reads are no fork's: a page of theirs is never another one for us than for the GPU. */
+	pid_t child = fork();
+	int how = -1;
+	if (child == 0)
+		_exit(msync(fake.registered(), 1, MS_ASYNC) == -1 && errno == ENOMEM ? 0 : 1);
+	REQUIRE(child > 0 && waitpid(child, &how, 0) == child && how == 0);
+
 	/* A session ends in mid kernel: what was taken is done, on memory that is still there, and what comes to the old board never. */
 	run_at(&e, 4, 0, 0, 0, 0, 4096, 1);
 	run_at(&e, 5, 0, 0, 8192, 0, 4096, 1);
@@ -425,12 +443,17 @@ int main(int argc, char **argv)
 	int64_t until = kvs_now_ms() + PATIENCE_MS;
 	while (fake.jobs() == 0)
 		REQUIRE(kvs_now_ms() < until);
-	REQUIRE(!take_back(&e, 4) && !done(&e, 4));
+	REQUIRE(!take_back(&e, 4) && !done(&e, 4) && work_quiet(w));
 	old = e;
 	begin(w, &e);
 	post(&old, 5, KVS_WORK_PACK, 1, 8192, 4096);
+	int ended = overs;
+	REQUIRE(!work_quiet(w));
 	fake.hold(0);
 	REQUIRE(outcome(&old, 4) == 0 && memcmp(staging, cache, 4096) == 0);
+	while (overs == ended)
+		REQUIRE(kvs_now_ms() < until);
+	REQUIRE(work_quiet(w));
 	REQUIRE(open_staging(&e, staging, STAGING) == 0);
 	content(&e, 10);
 	REQUIRE(!done(&old, 5) && take_back(&old, 5));
@@ -482,7 +505,7 @@ int main(int argc, char **argv)
 
 	/* Memory that belongs to no context: the device's primary one is held for as long. */
 	fake.fail("context");
-	REQUIRE((w = work_start(regions, 3, says, NULL)));
+	REQUIRE((w = work_start(regions, 3, says, over, NULL)));
 	begin(w, &e);
 	REQUIRE(open_staging(&e, staging, STAGING) == 0);
 	end(&e);
@@ -495,7 +518,7 @@ int main(int argc, char **argv)
 	for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
 		before = warnings;
 		fake.fail(calls[i]);
-		REQUIRE((w = work_start(regions, 3, says, NULL)));
+		REQUIRE((w = work_start(regions, 3, says, over, NULL)));
 		begin(w, &e);
 		REQUIRE(open_staging(&e, staging, STAGING) == KVS_WORK_GPU && warnings == before + 1);
 		end(&e);
