@@ -181,7 +181,13 @@ func (m *batch) list(j *job) transfer.Reason {
 			if reason := m.whole(j); reason != transfer.ReasonNone {
 				return reason
 			}
-			if m.carries(dst, src) || imported {
+			// Links are told to forget the grant's memory once nobody holds its guard: after that they must not be asked for it any more.
+			if !j.grant.Enter() {
+				return transfer.ReasonRevoked
+			}
+			carried := m.carries(dst, src)
+			j.grant.Leave()
+			if carried || imported {
 				return transfer.ReasonNone
 			}
 			m.dst, m.src = m.dst[:dst], m.src[:src] // through a buffer

@@ -273,6 +273,37 @@ func TestLinksLeaveOut(t *testing.T) {
 	}
 }
 
+// TestLinksAskedInTime: a fence does not end while links are asked for the grant's memory, which they would begin to pin: they are told to forget
+// it after the fence, once.
+func TestLinksAskedInTime(t *testing.T) {
+	l := newTracks(t)
+	p := newPair(t, Config{Devices: l.Device, Links: l, Workers: 8})
+	from, to := newMemory(t, 1<<20, 1<<20, 1), newMemory(t, 1<<20, 1<<20, 2)
+	o, g := p.bind(t, 1, from, to)
+	p.dst.mu.Lock()
+	g.Sink = onDevice(t, l.Device, to)
+	p.dst.mu.Unlock()
+	fenced := make(chan error, 1)
+	l.hook = func([]mem.Block) {
+		g.Revoke()
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+		defer cancel()
+		fenced <- p.dst.b.Fence(ctx, g)
+	}
+	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-fenced; !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a fence while links are asked: %v", err)
+	}
+	if r := p.src.result(t); r.Outcome == transfer.Landed || l.lists.Load() != 0 {
+		t.Errorf("it ended %s, %d lists were carried", r.Outcome, l.lists.Load())
+	}
+	if err := p.dst.b.Fence(t.Context(), g); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestLinksDisowned: what was read from blocks that the source has taken back does not land, whichever way it came.
 func TestLinksDisowned(t *testing.T) {
 	l := newTracks(t)
