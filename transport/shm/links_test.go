@@ -25,9 +25,10 @@ type tracks struct {
 	fail    atomic.Bool
 	no      atomic.Bool // nothing is reached
 	lists   atomic.Int64
-	hook    func(dst []mem.Block) // nil, or called before an answer
 
-	mu        sync.Mutex
+	mu sync.Mutex
+	// guarded by mu
+	hook      func(dst []mem.Block) // nil, or called before an answer
 	forgotten map[*mem.Region]bool
 }
 
@@ -52,8 +53,11 @@ func across(dst, src []mem.Block) bool {
 }
 
 func (l *tracks) Reaches(dst, src []mem.Block) bool {
-	if l.hook != nil {
-		l.hook(dst)
+	l.mu.Lock()
+	hook := l.hook
+	l.mu.Unlock()
+	if hook != nil {
+		hook(dst)
 	}
 	return !l.no.Load() && across(dst, src)
 }
@@ -247,11 +251,13 @@ func TestLinksLeaveOut(t *testing.T) {
 		<-l.entered
 	}
 	last := &ends[minMovers+1]
+	l.mu.Lock()
 	l.hook = func(dst []mem.Block) {
 		if at, _ := last.g.Sink.Resolve(nil, transfer.Range{Count: 1}); at[0].Region == dst[0].Region {
 			last.g.Revoke() // it has been claimed, and not entered
 		}
 	}
+	l.mu.Unlock()
 	send(minMovers)
 	send(minMovers + 1)
 	for limit := time.Now().Add(waitFor); len(p.dst.b.far) < 2; runtime.Gosched() {
@@ -284,12 +290,14 @@ func TestLinksAskedInTime(t *testing.T) {
 	g.Sink = onDevice(t, l.Device, to)
 	p.dst.mu.Unlock()
 	fenced := make(chan error, 1)
+	l.mu.Lock()
 	l.hook = func([]mem.Block) {
 		g.Revoke()
 		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 		defer cancel()
 		fenced <- p.dst.b.Fence(ctx, g)
 	}
+	l.mu.Unlock()
 	if err := p.lane.Move([]transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}); err != nil {
 		t.Fatal(err)
 	}
