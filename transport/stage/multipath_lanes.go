@@ -297,7 +297,9 @@ func (c *Copier) carry(u *GPU, dir Direction, list []crossing) error {
 	if p == nil {
 		return errNotReady
 	}
-	p.mu.RLock()
+	if !p.mu.TryRLock() { // a set is being made, which may wait for a copy that hangs; a batch with claims entered must not
+		return errNotReady
+	}
 	defer p.mu.RUnlock()
 	parts, err := c.laneParts(p, list)
 	if err != nil {
