@@ -250,9 +250,9 @@ assert fake.fake_live() == 0
 def test_work_is_offered_to_a_sidecar_that_has_some(driver: pathlib.Path, sidecar: Callable[..., Sidecar], socket_path: pathlib.Path) -> None:
     """A worker with memory of a GPU, and nobody else, hands over a work memory, a fresh one in each session, and answers what is posted there."""
     body = f"""
-import json, time
+import json
 sys.path.insert(0, {str(HERE)!r})
-from conftest import layout
+from conftest import layout, until
 client.close()
 client = kvspray.WorkerClient({str(socket_path)!r}, engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
 region = client.alloc_region(LAYERS * 32768) if KIND == "host" else kvspray.Region.gpu(16 << 20, LAYERS * 32768)
@@ -260,9 +260,7 @@ client.register([region], layout())
 assert client.wait_connected(20), client.status()
 for _ in range(SESSIONS - 1):
     client.describe({{**layout(), "model": "other"}})
-    end = time.monotonic() + 20
-    while client.status().counters["connects"] < 2 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: client.status().counters["connects"] >= 2, "another session")
 assert client.wait_connected(20), client.status()
 client.close()
 assert fake.fake_live() == 0, fake.fake_live()
@@ -285,15 +283,10 @@ def test_blocks_wait_for_work_of_a_sidecar_that_was_killed(driver: pathlib.Path,
     """A kernel that a sidecar had the engine launch outlives the sidecar: no lease of its ends before that has."""
     s = sidecar(features=["copy", "work"], open=True, deadline_ms=20000)
     run(driver, f"""
-import signal, time
+import signal
 sys.path.insert(0, {str(HERE)!r})
-from conftest import layout
+from conftest import layout, until
 from test_client import expect
-def until(what, name):
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end, name
-        time.sleep(0.001)
 client.close()
 client = kvspray.WorkerClient({str(socket_path)!r}, engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
 region = kvspray.Region.gpu(16 << 20, LAYERS * 32768)
