@@ -38,7 +38,9 @@ func TestDeviceBandwidth(t *testing.T) {
 		{"1 MiB pieces", 1 << 20, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10, Gapless: true}, 1},
 		{"64 KiB pieces", 64 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10}, 1},
 		{"scattered 16 KiB blocks", 16 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 16 << 10, Shuffle: true}, 1},
+		{"1 MiB pieces", 1 << 20, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10, Gapless: true}, 4},
 		{"64 KiB pieces", 64 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10}, 4},
+		{"scattered 16 KiB blocks", 16 << 10, transporttest.Shape{Chunks: 256, BlockBytes: 16 << 10, Shuffle: true}, 4},
 	} {
 		for _, lanes := range []int{1, 2} { // 2 is the default of transports.gdr.queue_pairs
 			t.Run(fmt.Sprintf("%s/%d rails/%d queue pairs", c.name, c.rails, lanes), func(t *testing.T) {
