@@ -394,6 +394,7 @@ def test_what_is_not_waited_for(w: Waiting, why: str) -> None:
     n = 40
     if why == "large":
         n = SYNC_BYTES // 4096 * BLOCK + 1
+        w.pool.free = [SimpleNamespace(block_id=i) for i in range(100, 100 + 3 * n)]  # so that nothing but the size speaks against it
     if why == "full":
         w.pool.free = w.pool.free[:6]  # as many as both need, and none for whoever comes next
     if why == "spare":
