@@ -189,6 +189,8 @@ static int send_register(kvs_client *c)
 	register_body(c, &w, work);
 	int rc = session_send(c, MSG_REGISTER, &w, fds, n);
 	mpw_free(&w);
+	if (work)
+		close_fd(&fds[work]);
 	return rc;
 }
 

@@ -19,6 +19,7 @@
 
 enum {
 	THREADS = 512,         /* of a block: as the sidecar launches it */
+	STREAMS = 4,           /* slots take them by turns: in one, each kernel would wait for room and for the one before, too */
 	LOOK_MS = 20,          /* at the stream, while something runs: a context that broke tells nobody */
 	CAPTURE_RELAXED = 2,   /* CU_STREAM_CAPTURE_MODE_RELAXED */
 	IPC_LAZY_PEER_ACCESS = 1,
@@ -29,10 +30,11 @@ enum board_state { BOARD_NONE, BOARD_LIVE, BOARD_ENDING };
 
 struct board {
 	enum board_state state; /* guarded by mu; NONE and LIVE: nobody but work_begin and work_end leave them, ENDING: nobody but the thread */
-	int fd;
 	uint8_t *at;
 	/* the thread's own */
-	devptr first;   /* the first page, as the GPU sees it; 0: not registered */
+	bool registered; /* the first page is */
+	bool defect;     /* that the sidecar asked for what is impossible was said */
+	devptr first;    /* the first page, as the GPU sees it; 0: OPEN has not come so far */
 	devptr staging; /* the sidecar's dense buffer; 0: not opened */
 	uint64_t staging_bytes;
 };
@@ -58,7 +60,7 @@ struct work {
 	bool stop;
 
 	/* the thread's own */
-	handle context, module, stream;
+	handle context, module, streams[STREAMS];
 	int device;
 	bool retained, off, running;
 	handle pack, unpack, pack_uniform, unpack_uniform;
@@ -66,7 +68,7 @@ struct work {
 	devptr own_dev;
 	uint64_t ticket;                  /* of the last launch, over all boards */
 	uint64_t tickets[KVS_WORK_SLOTS]; /* of each list's last launch */
-	uint64_t seqs[KVS_WORK_SLOTS];    /* ... and its number on the board */
+	uint64_t seqs[KVS_WORK_SLOTS];    /* ... and its number on the board; 0: none of this board */
 };
 
 /* ---- what the sidecar says ---- */
@@ -142,7 +144,7 @@ static bool set_up(struct work *w)
 	               {"kvs_unpack_uniform_v4", offsetof(struct work, unpack_uniform)}};
 	int memops = 0, least, greatest, device;
 	uint32_t first = 0;
-	if (w->stream || w->off)
+	if (w->streams[STREAMS - 1] || w->off)
 		return !w->off;
 	while (!w->regions[first].bytes)
 		first++; /* work_start saw one */
@@ -180,13 +182,19 @@ static bool set_up(struct work *w)
 	for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
 		if (FAILS(w, ModuleGetFunction, (handle *)((char *)w + kernels[i].at), w->module, kernels[i].name))
 			return false;
-	return !FAILS(w, CtxGetStreamPriorityRange, &least, &greatest) && !FAILS(w, StreamCreateWithPriority, &w->stream, STREAM_NON_BLOCKING, greatest);
+	if (FAILS(w, CtxGetStreamPriorityRange, &least, &greatest))
+		return false;
+	for (int i = 0; i < STREAMS; i++)
+		if (FAILS(w, StreamCreateWithPriority, &w->streams[i], STREAM_NON_BLOCKING, greatest))
+			return false;
+	return true;
 }
 
 static void tear_down(struct work *w)
 {
-	if (w->stream)
-		cu.StreamDestroy(w->stream);
+	for (int i = 0; i < STREAMS; i++)
+		if (w->streams[i])
+			cu.StreamDestroy(w->streams[i]);
 	if (w->module)
 		cu.ModuleUnload(w->module);
 	if (w->own) {
@@ -206,11 +214,13 @@ static bool open_staging(struct work *w, struct board *b, const struct kvs_work_
 	devptr p = 0, base = 0;
 	size_t size = 0;
 	uint64_t bytes = READ(slot->bytes);
-	if (b->first || !bytes)
+	if (b->registered || !bytes)
 		return false;
 	memcpy(&h, list, sizeof h);
-	if (!set_up(w) || FAILS(w, MemHostRegister, b->at, KVS_WORK_LISTS, HOST_PORTABLE | HOST_DEVICEMAP) ||
-	    FAILS(w, MemHostGetDevicePointer, &b->first, b->at, 0))
+	if (!set_up(w) || FAILS(w, MemHostRegister, b->at, KVS_WORK_LISTS, HOST_PORTABLE | HOST_DEVICEMAP))
+		return false;
+	b->registered = true;
+	if (FAILS(w, MemHostGetDevicePointer, &b->first, b->at, 0))
 		return false;
 	if (cu.IpcOpenMemHandle(&p, h, IPC_LAZY_PEER_ACCESS) != 0)
 		return false; /* a handle that names nothing is no fault of this context */
@@ -225,15 +235,16 @@ static bool open_staging(struct work *w, struct board *b, const struct kvs_work_
 /* The session is over: what runs is waited for, and its memory is let go. */
 static void close_board(struct work *w, struct board *b)
 {
-	if (w->stream)
-		fail(w, cu.StreamSynchronize(w->stream), "cuStreamSynchronize");
+	for (int i = 0; i < STREAMS; i++)
+		if (w->streams[i])
+			fail(w, cu.StreamSynchronize(w->streams[i]), "cuStreamSynchronize");
 	w->running = false;
-	if (b->first)
+	memset(w->seqs, 0, sizeof w->seqs);
+	if (b->registered)
 		fail(w, cu.MemHostUnregister(b->at), "cuMemHostUnregister");
 	if (b->staging)
 		fail(w, cu.IpcCloseMemHandle(b->staging), "cuIpcCloseMemHandle");
 	munmap(b->at, KVS_WORK_BYTES);
-	close(b->fd);
 	pthread_mutex_lock(&w->mu);
 	memset(b, 0, sizeof *b);
 	pthread_mutex_unlock(&w->mu);
@@ -265,10 +276,18 @@ static bool idle(const struct work *w, uint32_t i)
 	return __atomic_load_n(&w->own->done[i].value, __ATOMIC_ACQUIRE) == w->tickets[i];
 }
 
+/* Whether the sidecar has been told so. */
+static bool told(const struct work *w, const struct board *b, uint32_t i)
+{
+	const struct kvs_flag *done = (const struct kvs_flag *)(b->at + KVS_WORK_DONE);
+	return !w->seqs[i] || __atomic_load_n(&done[i].value, __ATOMIC_ACQUIRE) == w->seqs[i];
+}
+
 /* Nothing of this list runs or will run. */
 static void forget(struct work *w, uint32_t i)
 {
 	w->tickets[i] = __atomic_load_n(&w->own->done[i].value, __ATOMIC_ACQUIRE);
+	w->seqs[i] = 0;
 }
 
 /* False: the driver refused, and nothing of it runs. */
@@ -279,16 +298,16 @@ static bool launch(struct work *w, const struct board *b, uint32_t i, bool unpac
 	devptr bases = list + offsetof(struct work_list, bases), first = list + offsetof(struct work_list, first);
 	uint64_t n = l->count, len = l->len, dense = l->runs[0].dense;
 	void *by_runs[] = {&list, &first, &n}, *by_bases[] = {&bases, &n, &dense, &len};
-	handle kernel = len ? unpack ? w->unpack_uniform : w->pack_uniform : unpack ? w->unpack : w->pack;
+	handle kernel = len ? unpack ? w->unpack_uniform : w->pack_uniform : unpack ? w->unpack : w->pack, stream = w->streams[i % STREAMS];
 	w->tickets[i] = ++w->ticket;
 	w->seqs[i] = seq;
 	w->running = true;
-	/* The sidecar's word comes last: it may post the slot anew as soon as it is there. */
-	if (!FAILS(w, LaunchKernel, kernel, blocks, 1, 1, THREADS, 1, 1, 0, w->stream, len ? by_bases : by_runs, NULL) &&
-	    !FAILS(w, StreamWriteValue64, w->stream, w->own_dev + offsetof(struct own, done) + i * sizeof(struct kvs_flag), w->ticket, 0) &&
-	    !FAILS(w, StreamWriteValue64, w->stream, b->first + KVS_WORK_DONE + i * sizeof(struct kvs_flag), seq, 0))
+	/* The sidecar's word comes last: it may post the slot anew as soon as it is there. A slot is always in the same stream. */
+	if (!FAILS(w, LaunchKernel, kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, len ? by_bases : by_runs, NULL) &&
+	    !FAILS(w, StreamWriteValue64, stream, w->own_dev + offsetof(struct own, done) + i * sizeof(struct kvs_flag), w->ticket, 0) &&
+	    !FAILS(w, StreamWriteValue64, stream, b->first + KVS_WORK_DONE + i * sizeof(struct kvs_flag), seq, 0))
 		return true;
-	cu.StreamSynchronize(w->stream);
+	cu.StreamSynchronize(stream);
 	forget(w, i);
 	return false;
 }
@@ -311,8 +330,9 @@ static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
 		return;
 	if (w->off)
 		why = KVS_WORK_GPU;
-	else
-		w->log(w->arg, "warn", "the sidecar asked for work on the GPU that is impossible; this is a defect of it");
+	else if (!b->defect)
+		w->log(w->arg, "warn", "the sidecar asked for work on the GPU that is impossible; this is a defect of it, and said once in a session");
+	b->defect = true;
 	refuse(b, i, seq, why);
 }
 
@@ -332,20 +352,26 @@ static bool take(struct work *w, struct board *b)
 	return any;
 }
 
-/* A context that broke runs nothing any more, and writes no done word: whoever waits for one is told. */
+/* A context that broke runs nothing any more, and writes no done word: whoever waits for one is told, also where the break came between our
+ * word and the sidecar's. */
 static void look(struct work *w, struct board *b)
 {
-	int rc = cu.StreamQuery(w->stream);
-	if (rc == NOT_READY)
-		return;
+	bool broken[STREAMS] = {false};
 	w->running = false;
-	if (!fail(w, rc, "cuStreamQuery") || !b)
-		return;
-	for (uint32_t i = 0; i < KVS_WORK_SLOTS; i++) {
-		if (idle(w, i))
+	for (int i = 0; i < STREAMS; i++) {
+		int rc = cu.StreamQuery(w->streams[i]);
+		if (rc == NOT_READY)
+			w->running = true;
+		else
+			broken[i] = fail(w, rc, "cuStreamQuery");
+	}
+	for (uint32_t i = 0; b && i < KVS_WORK_SLOTS; i++) {
+		uint64_t seq = w->seqs[i];
+		if (!broken[i % STREAMS] || (idle(w, i) && told(w, b, i)))
 			continue;
 		forget(w, i);
-		refuse(b, i, w->seqs[i], KVS_WORK_GPU);
+		if (seq)
+			refuse(b, i, seq, KVS_WORK_GPU);
 	}
 }
 
@@ -462,7 +488,6 @@ bool work_begin(struct work *w, int *memfd, int *bell)
 	void *at = fd < 0 ? MAP_FAILED : mmap(NULL, KVS_WORK_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	if (at != MAP_FAILED) {
 		memcpy(at, &h, sizeof h);
-		b->fd = fd;
 		b->at = at;
 		b->state = BOARD_LIVE;
 		*memfd = fd;
@@ -475,9 +500,10 @@ bool work_begin(struct work *w, int *memfd, int *bell)
 	return at != MAP_FAILED;
 }
 
-void work_end(struct work *w)
+/* stop: there will be no other board, either. */
+static void end_boards(struct work *w, bool stop)
 {
-	bool any = false;
+	bool any = stop;
 	pthread_mutex_lock(&w->mu);
 	for (int i = 0; i < 2; i++) {
 		if (w->boards[i].state == BOARD_LIVE) {
@@ -485,9 +511,15 @@ void work_end(struct work *w)
 			any = true;
 		}
 	}
+	w->stop = w->stop || stop;
 	pthread_mutex_unlock(&w->mu);
 	if (any)
 		ring(w);
+}
+
+void work_end(struct work *w)
+{
+	end_boards(w, false);
 }
 
 bool work_quiet(struct work *w)
@@ -502,11 +534,7 @@ bool work_quiet(struct work *w)
 
 void work_stop(struct work *w)
 {
-	work_end(w);
-	pthread_mutex_lock(&w->mu);
-	w->stop = true;
-	pthread_mutex_unlock(&w->mu);
-	ring(w);
+	end_boards(w, true);
 	pthread_join(w->thread, NULL);
 }
 

@@ -3,7 +3,7 @@
  * work.h: what the engine's own GPU context does for the sidecar. board.h has the memory between the two, under "work".
  *
  * One thread for a worker with GPU memory, asleep while there is nothing to do. It needs no interpreter lock and touches no stream
- * of the engine; all that it has of the GPU it makes when the first sidecar opens a board: a stream of its own, the kernels, lists. An error of
+ * of the engine; all that it has of the GPU it makes when the first sidecar opens a board: streams of its own, the kernels, lists. An error of
  * the driver ends it, is logged once, and is never the engine's.
  */
 #ifndef KVSPRAY_WORK_H
@@ -22,7 +22,8 @@ struct work;
 /* Starts the thread. `log` is called by it, and `over` when a board is done with, both with no lock of this file held. NULL: there is no driver,
  * no memory of a GPU, or no thread. */
 struct work *work_start(const struct work_region *regions, uint32_t n, void (*log)(void *arg, const char *level, const char *text), void (*over)(void *arg), void *arg);
-/* A fresh board for a session, whose memfd and doorbell stay ours. False: the one before is not done with, or there is no memory. */
+/* A fresh board for a session, whose memfd is the caller's from now on; the doorbell stays ours until work_free. False: the one before is not
+ * done with, there is no memory, or it was stopped. */
 bool work_begin(struct work *w, int *memfd, int *bell);
 /* The session is over: nothing of its board is begun any more. Does not wait. */
 void work_end(struct work *w);

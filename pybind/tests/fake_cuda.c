@@ -3,8 +3,8 @@
  * A CUDA driver without a GPU: it keeps what was enqueued on which stream, knows captures and their branches, and fails a call on
  * demand. KVSPRAY_LIBCUDA names it to the library, ctypes loads it too and reads the record.
  *
- * Memory of a GPU is the process's own, at its own address: what fake_lend was told. The pack kernels really move it, on a stream that does one
- * thing after another and can be held.
+ * Memory of a GPU is the process's own, at its own address: what fake_lend was told. The pack kernels really move it, on streams that do one
+ * thing after another each, in no order among them, and can be held.
  *
  * A capture holds what real ones hold us to: a stream joins it by waiting for an event that was recorded inside it, and the end fails
  * when a stream that joined was not joined back.
@@ -23,7 +23,7 @@
 typedef void *handle;
 typedef unsigned long long devptr;
 
-enum { STREAMS = 8, EVENTS = 8, OPS = 4096 };
+enum { STREAMS = 12, EVENTS = 8, OPS = 4096 };
 
 struct op {
 	char what[12]; /* write, wait, kernel, record, follow */
@@ -39,6 +39,7 @@ static int event_of[EVENTS + 1];   /* stream that recorded it last, 0: none */
 static int next_stream = 4, next_event = 1;
 static int has_context = 1;
 static char fail_call[32]; /* set while no other thread calls */
+static int fail_skip;      /* calls of it that go well before */
 static int blocked, waiting, gave_up; /* as with a queue that is full; guarded by lock */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t freed = PTHREAD_COND_INITIALIZER;
@@ -49,7 +50,7 @@ static _Atomic int live; /* streams, events, modules, allocations, registrations
 
 static int failing(const char *call)
 {
-	return strcmp(fail_call, call) == 0;
+	return strcmp(fail_call, call) == 0 && fail_skip-- <= 0;
 }
 
 #define PATIENCE_S 5
@@ -93,7 +94,8 @@ static void push(const char *what, int stream, uint64_t address, uint64_t value)
 struct op *fake_ops(int *n) { *n = op_count; return ops; }
 void fake_clear(void) { op_count = 0; }
 void fake_context(int there) { has_context = there; }
-void fake_fail(const char *call) { snprintf(fail_call, sizeof fail_call, "%s", call); }
+void fake_fail(const char *call) { snprintf(fail_call, sizeof fail_call, "%s", call); fail_skip = 0; }
+void fake_fail_later(const char *call, int skip) { fake_fail(call); fail_skip = skip; }
 
 void fake_block(int on)
 {
@@ -226,7 +228,7 @@ int cuModuleGetFunction(handle *f, handle m, const char *name)
 	return 500;
 }
 
-/* ---- one stream that works: the kernels that move bytes, and stores behind them ---- */
+/* ---- streams that work: the kernels that move bytes, and stores behind them ---- */
 
 struct piece_run { /* struct kvs_run of kernels.cu */
 	uint64_t base, stride, dense;
@@ -238,10 +240,13 @@ struct job {
 	uint64_t args[4];
 };
 
-enum { JOBS = 64 };
-static struct job jobs[JOBS];
-static int stream_held, stream_broken; /* guarded by lock, as is what changes job_count */
-static _Atomic int job_count, works_stream;
+enum { JOBS = 64, HOLD_NONE = 0, HOLD_ALL = 1, HOLD_NEXT = 2 };
+static struct job jobs[STREAMS + 1][JOBS];
+static int counts[STREAMS + 1];                /* of jobs; guarded by lock, as is what changes job_count */
+static int hold, held_stream, context_broken;  /* HOLD_NEXT: the stream that is used next, and no other */
+static int jobs_left = -1;                     /* until the context breaks; -1: it does not */
+static _Atomic int job_count;                  /* of all streams */
+static _Atomic int works[STREAMS + 1];         /* a pack kernel was launched there */
 static _Atomic int astray, moved; /* kernels: out of what was lent; done */
 
 static void piece(uint64_t scattered, uint64_t dense, uint64_t n, int pack)
@@ -253,51 +258,79 @@ static void piece(uint64_t scattered, uint64_t dense, uint64_t n, int pack)
 	memcpy((void *)(uintptr_t)(pack ? dense : scattered), (void *)(uintptr_t)(pack ? scattered : dense), n);
 }
 
+static void run_job(const struct job *j)
+{
+	const uint64_t *a = j->args;
+	int pack = j->kernel == KERNEL_PACK || j->kernel == KERNEL_PACK_UNIFORM;
+	if (j->kernel == KERNEL_FLAG) {
+		__atomic_store_n((uint64_t *)(uintptr_t)a[0], a[1], __ATOMIC_RELEASE);
+		return;
+	}
+	if (j->kernel == KERNEL_PACK_UNIFORM || j->kernel == KERNEL_UNPACK_UNIFORM) {
+		for (uint64_t i = 0; i < a[1]; i++)
+			piece(((uint64_t *)(uintptr_t)a[0])[i], a[2] + i * a[3], a[3], pack);
+	} else {
+		const struct piece_run *r = (void *)(uintptr_t)a[0];
+		const uint32_t *first = (void *)(uintptr_t)a[1];
+		uint32_t pieces = 0;
+		for (uint64_t i = 0; i < a[2]; i++, r++) {
+			if (first[i] != pieces)
+				astray++;
+			for (uint32_t k = 0; k < r->count; k++)
+				piece(r->base + k * r->stride, r->dense + (uint64_t)k * r->len, r->len, pack);
+			pieces += r->count;
+		}
+		if (first[a[2]] != pieces)
+			astray++;
+	}
+	moved++;
+}
+
+/* The context is lost: nothing of it runs any more. */
+static void lose(void)
+{
+	context_broken = 1;
+	memset(counts, 0, sizeof counts);
+	job_count = 0;
+	pthread_cond_broadcast(&freed);
+}
+
+/* Those that came last go first: who relies on an order between streams is found out. */
 static void work_off(void)
 {
-	for (int j = 0; j < job_count && !stream_broken; j++) {
-		uint64_t *a = jobs[j].args;
-		int pack = jobs[j].kernel == KERNEL_PACK || jobs[j].kernel == KERNEL_PACK_UNIFORM;
-		if (jobs[j].kernel == KERNEL_FLAG) {
-			__atomic_store_n((uint64_t *)(uintptr_t)a[0], a[1], __ATOMIC_RELEASE);
+	for (int s = STREAMS; s > 0; s--) {
+		if (hold == HOLD_ALL || (hold == HOLD_NEXT && held_stream == s))
 			continue;
-		}
-		if (jobs[j].kernel == KERNEL_PACK_UNIFORM || jobs[j].kernel == KERNEL_UNPACK_UNIFORM) {
-			for (uint64_t i = 0; i < a[1]; i++)
-				piece(((uint64_t *)(uintptr_t)a[0])[i], a[2] + i * a[3], a[3], pack);
-		} else {
-			const struct piece_run *r = (void *)(uintptr_t)a[0];
-			const uint32_t *first = (void *)(uintptr_t)a[1];
-			uint32_t pieces = 0;
-			for (uint64_t i = 0; i < a[2]; i++, r++) {
-				if (first[i] != pieces)
-					astray++;
-				for (uint32_t k = 0; k < r->count; k++)
-					piece(r->base + k * r->stride, r->dense + (uint64_t)k * r->len, r->len, pack);
-				pieces += r->count;
+		for (int j = 0; j < counts[s]; j++) {
+			if (jobs_left == 0) {
+				lose();
+				return;
 			}
-			if (first[a[2]] != pieces)
-				astray++;
+			jobs_left -= jobs_left > 0;
+			run_job(&jobs[s][j]);
 		}
-		moved++;
+		job_count -= counts[s];
+		counts[s] = 0;
 	}
-	job_count = 0;
+	pthread_cond_broadcast(&freed);
 }
 
 static int job(int kernel, int stream, void **args, int n)
 {
 	int rc = 0;
 	pthread_mutex_lock(&lock);
-	works_stream = stream;
-	if (stream_broken || job_count == JOBS) {
+	works[stream] = 1;
+	if (context_broken || counts[stream] == JOBS) {
 		rc = 700;
 	} else {
-		jobs[job_count].kernel = kernel;
+		struct job *to = &jobs[stream][counts[stream]++];
+		to->kernel = kernel;
 		for (int i = 0; i < n; i++)
-			jobs[job_count].args[i] = *(uint64_t *)args[i];
+			to->args[i] = *(uint64_t *)args[i];
 		job_count++;
-		if (!stream_held)
-			work_off();
+		if (hold == HOLD_NEXT && !held_stream)
+			held_stream = stream;
+		work_off();
 	}
 	pthread_mutex_unlock(&lock);
 	return rc;
@@ -311,23 +344,23 @@ int cuIpcCloseMemHandle(devptr p)
 	return lent_at(p, 1) >= 0 ? 0 : 1;
 }
 
-void fake_hold(int on)
+void fake_hold(int what)
 {
 	pthread_mutex_lock(&lock);
-	stream_held = on;
-	if (!on)
-		work_off();
-	pthread_cond_broadcast(&freed);
+	hold = what;
+	held_stream = 0;
+	work_off();
 	pthread_mutex_unlock(&lock);
 }
 
-/* The context is lost: nothing of it runs any more. */
-void fake_break(void)
+/* The context is lost after so many more kernels and stores; -1: it is a new one. */
+void fake_break(int after)
 {
 	pthread_mutex_lock(&lock);
-	stream_broken = 1;
-	job_count = 0;
-	pthread_cond_broadcast(&freed);
+	jobs_left = after;
+	context_broken = 0;
+	if (after == 0)
+		lose();
 	pthread_mutex_unlock(&lock);
 }
 
@@ -383,15 +416,21 @@ int cuMemHostUnregister(void *p)
 	}
 	return 713;
 }
-int cuMemHostGetDevicePointer_v2(devptr *out, void *p, unsigned flags) { (void)flags; *out = (devptr)(uintptr_t)p; return 0; }
+int cuMemHostGetDevicePointer_v2(devptr *out, void *p, unsigned flags)
+{
+	(void)flags;
+	ENTER("cuMemHostGetDevicePointer");
+	*out = (devptr)(uintptr_t)p;
+	return 0;
+}
 int cuStreamWriteValue64_v2(handle s, devptr p, uint64_t v, unsigned flags)
 {
 	ENTER("cuStreamWriteValue64");
 	if (flags)
 		return 1;
-	if (works_stream && (int)(intptr_t)s == works_stream) {
+	if (works[(intptr_t)s]) {
 		void *args[] = {&p, &v};
-		return job(KERNEL_FLAG, works_stream, args, 2);
+		return job(KERNEL_FLAG, (int)(intptr_t)s, args, 2);
 	}
 	push("write", (int)(intptr_t)s, p, v);
 	return 0;
@@ -412,25 +451,22 @@ int cuStreamCreateWithPriority(handle *out, unsigned flags, int priority)
 	live++;
 	return 0;
 }
-int cuStreamDestroy_v2(handle s) { (void)s; next_stream--; live--; return 0; }
+int cuStreamDestroy_v2(handle s) { works[(intptr_t)s] = 0; next_stream--; live--; return 0; }
 int cuStreamSynchronize(handle s)
 {
 	ENTER("cuStreamSynchronize");
-	if (!works_stream || (int)(intptr_t)s != works_stream)
-		return 0;
 	pthread_mutex_lock(&lock);
-	while (job_count && !stream_broken)
+	while (counts[(intptr_t)s] && !context_broken)
 		pthread_cond_wait(&freed, &lock);
-	int rc = stream_broken ? 700 : 0;
+	int rc = context_broken ? 700 : 0;
 	pthread_mutex_unlock(&lock);
 	return rc;
 }
 int cuStreamQuery(handle s)
 {
-	(void)s;
 	ENTER("cuStreamQuery");
 	pthread_mutex_lock(&lock);
-	int rc = stream_broken ? 700 : job_count ? 600 : 0;
+	int rc = context_broken ? 700 : counts[(intptr_t)s] ? 600 : 0;
 	pthread_mutex_unlock(&lock);
 	return rc;
 }
