@@ -263,12 +263,7 @@ func (n *Node) fence(a *exec.Action) {
 	l, cause := a.Landing, a.Cause
 	l.Grant.Revoke()
 	began := n.now()
-	n.d.wg.Add(1)
-	// Never in this goroutine: it may be a lane's that reports a landing and still holds the guard.
-	go func() {
-		defer n.d.wg.Done()
-		ctx, cancel := context.WithTimeout(n.d.ctx, n.grace)
-		defer cancel()
+	end := func(ctx context.Context) {
 		err := l.Grant.Wait(ctx)
 		for _, b := range n.backends {
 			if err == nil {
@@ -281,6 +276,18 @@ func (n *Node) fence(a *exec.Action) {
 		n.fenceEnded(l, cause, n.now()-began, err) // counted before it is told: who has heard of it finds it
 		n.d.ex.FenceDone(n.enter(), l, err)
 		n.leave()
+	}
+	if n.guarded && l.Grant.Empty() {
+		end(n.d.ctx) // an engine waits, and there is nothing to wait for
+		return
+	}
+	n.d.wg.Add(1)
+	// Not in this goroutine: it may be a lane's that reports a landing and still holds the guard.
+	go func() {
+		defer n.d.wg.Done()
+		ctx, cancel := context.WithTimeout(n.d.ctx, n.grace)
+		defer cancel()
+		end(ctx)
 	}()
 }
 

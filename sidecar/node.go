@@ -19,6 +19,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -63,6 +64,7 @@ type Node struct {
 	metrics  *metrics.Set
 	gather   prometheus.Gatherer
 	backends transport.Registry
+	guarded  bool  // Caps.Guarded of all backends
 	gpus     *gpus // nil: switched off
 	copies   *copies
 	rails    railSet // ours
@@ -237,6 +239,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if n.backends = live; len(live) == 0 {
 		return fmt.Errorf("sidecar: none of the transports %v works here: see 'kvspray doctor'", n.cfg.Transports.Order)
 	}
+
+	n.guarded = !slices.ContainsFunc(live, func(b transport.Backend) bool { return !b.Caps().Guarded })
 
 	n.look()
 	if err = n.peers.SetControl(ctx, n.controlAddresses()); err == nil {

@@ -57,6 +57,9 @@ func (g *Guard) Idle() <-chan struct{} {
 	return g.idleLocked()
 }
 
+// Empty reports whether the guard is revoked and nobody holds it: Wait has nothing to wait for but the word of the last who left.
+func (g *Guard) Empty() bool { return g.state.Load() == guardRevoked }
+
 var errOpen = errors.New("the guard is not revoked; revoke first")
 
 // Wait returns once the guard is revoked and nobody holds it. What is over already is over, whatever ctx says.

@@ -34,13 +34,13 @@ func TestGuard(t *testing.T) {
 	if err := g.Wait(context.Background()); err == nil {
 		t.Error("the wait for an open guard, which nobody may ever revoke, is no error")
 	}
-	if g.Revoked() || idle(&g) || !g.Enter() || !g.Enter() {
+	if g.Revoked() || g.Empty() || idle(&g) || !g.Enter() || !g.Enter() {
 		t.Fatal("a fresh guard is not open")
 	}
 	g.Leave()
 	g.Revoke()
 	g.Revoke()
-	if !g.Revoked() || g.Enter() || idle(&g) {
+	if !g.Revoked() || g.Enter() || g.Empty() || idle(&g) {
 		t.Fatal("revoked and held: must be shut and not idle")
 	}
 	if err := g.Wait(over); !errors.Is(err, context.Canceled) {
@@ -50,7 +50,7 @@ func TestGuard(t *testing.T) {
 	if err := g.Wait(over); err != nil {
 		t.Errorf("what is over already is over, whatever ctx says: %v", err)
 	}
-	if !idle(&g) || g.Enter() || !idle(&g) {
+	if !g.Empty() || !idle(&g) || g.Enter() || !g.Empty() || !idle(&g) {
 		t.Fatal("revoked and empty: must be idle for good")
 	}
 	var h Guard

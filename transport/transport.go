@@ -62,6 +62,7 @@ type Caps struct {
 	SliceBytes  int  // the slice size that suits it; a multiple of transfer.ChunkBytes
 	DeviceSlice int  // the same where memory of GPUs is moved; 0: SliceBytes
 	Tells       bool // every lane is a Meter
+	Guarded     bool // whoever writes to a grant's memory holds its guard: where that is revoked and empty, Fence returns nil at once
 }
 
 // Rail is one local attachment of a backend: an address, a port, a socket in a folder.

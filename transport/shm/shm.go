@@ -134,7 +134,7 @@ func (b *Backend) Name() string { return Name }
 // Caps implements transport.Backend.
 func (b *Backend) Caps() transport.Caps {
 	return transport.Caps{Initiator: transport.ByDestination, Evidence: transport.EvidenceRead, Fence: transport.FenceLease,
-		SameHost: true, Device: true, SliceBytes: sliceBytes, DeviceSlice: deviceSlice}
+		SameHost: true, Device: true, SliceBytes: sliceBytes, DeviceSlice: deviceSlice, Guarded: true}
 }
 
 // Open implements transport.Backend.

@@ -146,7 +146,7 @@ func (b *Backend) Name() string { return Name }
 // Caps describes the backend.
 func (b *Backend) Caps() transport.Caps {
 	return transport.Caps{Initiator: transport.BySource, Evidence: transport.EvidenceRead, Fence: transport.FenceLease,
-		SliceBytes: b.cfg.SliceBytes, Tells: true}
+		SliceBytes: b.cfg.SliceBytes, Tells: true, Guarded: true}
 }
 
 // Open listens on every rail of the configuration.

@@ -578,6 +578,9 @@ func testFenceContext(t *testing.T, f Factory) {
 	}
 	b.leave()
 	b.Origin.Leave()
+	if err := b.fence(ctx); p.B.Backend.Caps().Guarded && err != nil {
+		t.Errorf("the guard is all that a fence of this backend takes, it is empty, and yet: %v", err)
+	}
 	b.End(t)
 	b.End(t) // idempotent
 }
