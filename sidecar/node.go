@@ -243,16 +243,14 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.guarded = !slices.ContainsFunc(live, func(b transport.Backend) bool { return !b.Caps().Guarded })
 
 	n.look()
+	// Every address is ours before a peer hears of this one: a second sidecar, whose socket or port is taken, ends here and unnoticed.
 	if err = n.peers.SetControl(ctx, n.controlAddresses()); err == nil {
-		err = n.peers.Start(ctx)
+		err = n.peers.Listen(ctx)
 	}
 	if err != nil {
 		return fmt.Errorf("sidecar: %w", err)
 	}
 	closers = append(closers, n.peers.Close)
-	n.addrMu.Lock()
-	n.endpoint = n.peers.Endpoint()
-	n.addrMu.Unlock()
 
 	var devices connector.Devices
 	var engines connector.Engines
@@ -283,7 +281,13 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if web != nil {
 		closers = append(closers, web.Close)
 	}
-	n.selfUp() // not before all addresses are ours: a second sidecar ends above, and its lanes to itself would be refused in its log
+	if err := n.peers.Start(ctx); err != nil {
+		return fmt.Errorf("sidecar: %w", err)
+	}
+	n.addrMu.Lock()
+	n.endpoint = n.peers.Endpoint()
+	n.addrMu.Unlock()
+	n.selfUp()
 	failed := make(chan error, 2)
 	engineCtx, engineStop := context.WithCancel(context.Background())
 	n.d.wg.Add(1)

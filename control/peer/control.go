@@ -48,7 +48,7 @@ func (m *Mesh) Lanes(boot transfer.Boot) (out []string) {
 	return out
 }
 
-// SetControl replaces Options.Control, before Start or later. Lanes to addresses that are gone end with their links. The error says which could not be listened
+// SetControl replaces Options.Control, before Listen or later. Lanes to addresses that are gone end with their links. The error says which could not be listened
 // on; asked again, they are tried again. Peers are told by whoever calls: see Addresses and PeerAddresses.
 func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 	addrs = addrs[:min(len(addrs), MaxAddrs-1)]
@@ -57,7 +57,7 @@ func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 	switch {
 	case m.closed:
 		return fmt.Errorf("peer: control addresses: %w", net.ErrClosed)
-	case !m.started:
+	case m.served == nil:
 		m.opt.Control = slices.Clone(addrs)
 		return m.opt.safe()
 	}
@@ -78,7 +78,9 @@ func (m *Mesh) SetControl(ctx context.Context, addrs []string) error {
 			continue
 		}
 		now = append(now, controlAt{addr, ln})
-		m.wg.Go(func() { m.accept(ln, false) })
+		if m.started {
+			m.wg.Go(func() { m.accept(ln, false) })
+		}
 	}
 	for _, c := range m.control {
 		if !slices.Contains(now, c) {

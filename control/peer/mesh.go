@@ -54,7 +54,7 @@ type Mesh struct {
 	selfBusy   bool
 }
 
-// New checks the options. Nothing is bound before Start.
+// New checks the options. Nothing is bound before Listen or Start.
 func New(opt Options) (*Mesh, error) {
 	if opt.Boot == (transfer.Boot{}) || opt.Handler == nil || opt.Listen == "" {
 		return nil, errors.New("peer: options need Boot, Handler and Listen")
@@ -104,12 +104,17 @@ func loopback(addr string) bool {
 	return host == "localhost" || ip != nil && ip.IsLoopback()
 }
 
-// Start binds and serves until Close. ctx bounds the start only.
-func (m *Mesh) Start(ctx context.Context) (err error) {
+// Listen binds the addresses, from which on the endpoint is known. Nobody is answered or told anything before Start, so that a process that
+// has more to bind can still give up.
+func (m *Mesh) Listen(ctx context.Context) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.started || m.closed {
-		return errors.New("peer: started before, or closed")
+	return m.listenLocked(ctx)
+}
+
+func (m *Mesh) listenLocked(ctx context.Context) (err error) {
+	if m.served != nil || m.closed {
+		return errors.New("peer: listens already, or closed")
 	}
 	var lns []net.Listener
 	defer func() {
@@ -119,6 +124,7 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 			}
 		}
 	}()
+	var control []controlAt
 	for i, addr := range append([]string{m.opt.Listen}, m.opt.Control...) {
 		ln, lerr := usertimeout.ListenConfig(m.pings.HostSilence).Listen(ctx, "tcp", addr)
 		if lerr != nil {
@@ -130,24 +136,53 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 		}
 		lns = append(lns, ln)
 		if i > 0 {
-			m.control = append(m.control, controlAt{addr, ln})
+			control = append(control, controlAt{addr, ln})
 		} else if m.endpoint, err = advertised(m.opt.Advertise, ln.Addr()); err != nil {
 			return err
 		}
 	}
+	m.served, m.control = lns[0], control
+	return nil
+}
+
+// Start listens, unless Listen was called, and serves until Close. ctx bounds the start only.
+func (m *Mesh) Start(ctx context.Context) (err error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.started || m.closed {
+		return errors.New("peer: started before, or closed")
+	}
+	if m.served == nil {
+		if err = m.listenLocked(ctx); err != nil {
+			return err
+		}
+	}
 	if m.gossip, err = startGossip(m.opt, m.endpoint); err != nil {
+		m.shutLocked()
 		return err
 	}
 	m.ctx, m.stop = context.WithCancel(context.Background())
-	m.served, m.started = lns[0], true
-	m.calls = newCallListener(lns[0].Addr())
+	m.started = true
+	m.calls = newCallListener(m.served.Addr())
 	m.grpc = m.newServer()
 	m.wg.Go(func() { _ = m.grpc.Serve(m.calls) })
-	for i, ln := range lns {
-		m.wg.Go(func() { m.accept(ln, i == 0) })
+	m.wg.Go(func() { m.accept(m.served, true) })
+	for _, c := range m.control {
+		m.wg.Go(func() { m.accept(c.ln, false) })
 	}
 	m.wg.Go(m.keep)
 	return nil
+}
+
+// shutLocked closes what listens.
+func (m *Mesh) shutLocked() {
+	if m.served == nil {
+		return
+	}
+	_ = m.served.Close()
+	for _, c := range m.control {
+		_ = c.ln.Close()
+	}
 }
 
 // advertised is what peers dial.
@@ -167,7 +202,7 @@ func advertised(want string, bound net.Addr) (string, error) {
 	return net.JoinHostPort(host, port), nil
 }
 
-// Endpoint is what peers dial; known after Start.
+// Endpoint is what peers dial; known after Listen.
 func (m *Mesh) Endpoint() string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -531,15 +566,12 @@ func (m *Mesh) Close() error {
 		return nil
 	}
 	m.closed = true
+	m.shutLocked()
 	if !m.started {
 		m.mu.Unlock()
 		return nil
 	}
 	m.stop()
-	_ = m.served.Close()
-	for _, c := range m.control {
-		_ = c.ln.Close()
-	}
 	for c := range m.conns {
 		_ = c.Close()
 	}

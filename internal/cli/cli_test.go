@@ -340,7 +340,11 @@ func TestServe(t *testing.T) {
 		return args
 	}
 	for flag, value := range map[string]string{"--listen": addrs["peer"], "--http": addrs["http"], "--socket": filepath.Join(dir, "s.sock")} {
-		code, _, errs := run(own(flag, value)...)
+		never := filepath.Join(t.TempDir(), "ready")
+		code, _, errs := run(append(own(flag, value), "--ready-file", never)...)
+		if _, err := os.Stat(never); err == nil {
+			t.Errorf("a second one with %s %s says that it is ready", flag, value)
+		}
 		if code != exitFailure || !strings.Contains(errs, value) || !strings.Contains(errs, "another") || !strings.Contains(errs, flag) || strings.Contains(errs, "WARN") {
 			t.Errorf("a second one with %s %s: exit code %d: %s", flag, value, code, errs)
 		}
