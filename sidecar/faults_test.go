@@ -291,8 +291,8 @@ func TestHTTP(t *testing.T) {
 		!strings.Contains(body, `kvspray_rail_learned_bytes_per_second{rail="lo",transport="tcp"}`) {
 		t.Error("/metrics does not say how the rails are")
 	}
-	if _, body := get(t, p, "/debug/state"); !strings.Contains(body, `"gpu_links": []`) {
-		t.Error("/debug/state does not say which links there are to GPUs")
+	if _, body := get(t, p, "/debug/state"); !strings.Contains(body, `"gpu_links": []`) || !strings.Contains(body, `"gpu_executors": []`) {
+		t.Error("/debug/state does not say which links there are to GPUs, and what uses them")
 	}
 	p.draining.Store(true)
 	if code, body := get(t, p, "/readyz"); code != 503 || !strings.Contains(body, "draining") {

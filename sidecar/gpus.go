@@ -133,6 +133,15 @@ func (g *gpus) linkStates() []stage.PathState {
 	return c.State()
 }
 
+// executorStates is what each executor has done on each way from and to a GPU.
+func (g *gpus) executorStates() []stage.WayState {
+	c := g.links()
+	if c == nil {
+		return []stage.WayState{}
+	}
+	return c.Ways()
+}
+
 // Forget gives back what GPUs have of regions that go.
 func (g *gpus) Forget(regions []*mem.Region) {
 	c := g.links()

@@ -572,6 +572,8 @@ type stateView struct {
 	Rails  []railView        `json:"our_rails"`
 	// Links are the ways between host memory and each GPU that large copies take.
 	Links []stage.PathState `json:"gpu_links"`
+	// Executors are what rearranges scattered blocks of a GPU, and what each of them has moved.
+	Executors []stage.WayState `json:"gpu_executors"`
 	// Control lanes to each peer, as the two addresses between which they run. By boot.
 	Control map[string][]string `json:"control"`
 	// Routes are the ways to each peer, the best first, with the reason why one is not used. By boot.
@@ -579,7 +581,7 @@ type stateView struct {
 }
 
 func (n *Node) state() stateView {
-	v := stateView{nodeView: n.describe(), Links: n.gpus.linkStates(), Totals: n.stats(), Peers: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{},
+	v := stateView{nodeView: n.describe(), Links: n.gpus.linkStates(), Executors: n.gpus.executorStates(), Totals: n.stats(), Peers: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{},
 		Control: map[string][]string{}}
 	now := n.enter()
 	v.Leases = n.d.ex.View(now)

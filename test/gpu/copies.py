@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import pathlib
 import random
 import statistics
@@ -22,19 +21,13 @@ import time
 from typing import Any
 
 import torch
-from e2e import TIMEOUT_S, Sidecar, say
+from rig import TIMEOUT_S, Remote, Sidecar, layout, say
 
 import kvspray
 
 PAGE = 16 << 10
 REPEAT = 3
 OTHER_BYTES = 1 << 30  # of an engine whose link relays
-
-
-def layout() -> dict[str, Any]:
-    layers = [{"name": "l0", "index": 0, "region": 0, "base": 0, "block_stride": PAGE, "page_bytes": PAGE}]
-    group = {"tokens_per_block": 16, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": 64, "layers": layers}
-    return {"model": "copies", "dtype": "bfloat16", "groups": [group], "identity": {"model": "copies"}}
 
 
 class Engine:
@@ -46,7 +39,7 @@ class Engine:
         self.client = kvspray.WorkerClient(socket, engine=kvspray.EngineInfo("copies", id=f"gpu{gpu}"), layers=1)
         self.gpu, self.host = self.client.gpu_region(self.device.data_ptr(), nbytes), self.client.alloc_region(nbytes)
         self.near = torch.frombuffer(self.host.buffer, dtype=torch.int64)
-        self.client.register([self.gpu, self.host], layout())
+        self.client.register([self.gpu, self.host], layout("copies", 1, 64, PAGE))
         if not self.client.wait_connected(TIMEOUT_S):
             raise SystemExit(f"copies: no session: {self.client.status().error}")
         self.random = random.Random(gpu)
@@ -104,42 +97,6 @@ class Engine:
         return sum(self.client.copy(src, dst, [(0, 0, self.host.nbytes)]) > 0 for _ in range(32))
 
 
-def serve(pipe: Any, *args: Any) -> None:
-    engine = Engine(*args)
-    pipe.send(None)
-    while True:
-        name, given = pipe.recv()
-        pipe.send(getattr(engine, name)(*given))
-
-
-class Remote:
-    """An Engine in a process of its own."""
-
-    def __init__(self, *args: Any) -> None:
-        context = mp.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, *args), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.result()
-
-    def tell(self, name: str, *args: Any) -> None:
-        self.pipe.send((name, args))
-
-    def result(self) -> Any:
-        if not self.pipe.poll(TIMEOUT_S):
-            raise SystemExit("copies: an engine says nothing")
-        return self.pipe.recv()
-
-    def call(self, name: str, *args: Any) -> Any:
-        self.tell(name, *args)
-        return self.result()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--kvspray", default=".build/gpu/kvspray")
@@ -153,6 +110,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvspray-copies-") as folder:
         sidecar = Sidecar(args.kvspray, pathlib.Path(folder), "one", args.set)
         engines: list[Remote] = []
+
+        def engine(*given: Any) -> Remote:
+            e = Remote(Engine, *given)
+            e.get()
+            return e
 
         def judge(what: str, got: list[dict[str, Any]], paths: set[str]) -> None:
             if bad := [g for g in got if not g["ok"] or g["wrong"] or g["path"] not in paths]:
@@ -170,21 +132,21 @@ def main() -> int:
                 judge(f"{when}, {way}, 4096 blocks of 2 KiB", [a.call("scattered", to_gpu, 7, 2 << 10, 4096)], {"staged"})
 
         try:
-            a = Remote(args.gpus[0], sidecar.socket, args.gib << 30)
+            a = engine(args.gpus[0], sidecar.socket, args.gib << 30)
             engines.append(a)
             measure("alone", {"direct"})
-            engines += [Remote(g, sidecar.socket, OTHER_BYTES) for g in args.gpus[1:]]
+            engines += [engine(g, sidecar.socket, OTHER_BYTES) for g in args.gpus[1:]]
             if len(engines) > 1:
                 a.call("whole", True, 1)  # makes the paths and measures the threshold
                 measure(f"{len(engines)} links", {"multipath"})
                 for e in engines[1:]:
-                    e.tell("busy", 5.0)
+                    e.start("busy", 5.0)
                 judge("relays with copies of their own", [a.call("whole", True, i) for i in range(REPEAT)], {"multipath"})
-                report["copies of the others"] = [e.result() for e in engines[1:]]
-            a.tell("begin", True)
-            a.result()
+                report["copies of the others"] = [e.get() for e in engines[1:]]
+            a.start("begin", True)
+            a.get()
             a.kill()
-            later = Remote(args.gpus[0], sidecar.socket, args.gib << 30)
+            later = engine(args.gpus[0], sidecar.socket, args.gib << 30)
             judge("after kill -9 in mid copy", [later.call("whole", d, 3) for d in (True, False)], {"direct", "multipath"})
             engines.append(later)
             if not all(e.call("busy", 0.2) for e in engines[1:-1]):
@@ -196,7 +158,7 @@ def main() -> int:
             for e in engines:
                 e.kill()
             sidecar.stop()
-            report["log"] = [line for line in sidecar.tail().splitlines() if "gpu" in line or "WARN" in line or "ERROR" in line][-12:]
+            report["log"] = sidecar.notable(12)
     report["problems"] = problems
     print(json.dumps(report, indent=1))
     if args.json:

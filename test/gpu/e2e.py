@@ -16,78 +16,31 @@ layers    how long after the end of the forward pass the last layer's bytes are 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import multiprocessing as mp
 import os
 import pathlib
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
 import torch
+from rig import TIMEOUT_S, TOKENS, Remote, Sidecar, layout, say
 
 import kvspray
 from kvspray.gpu import GpuSignals
 
 LAYERS = 64
-TOKENS = 16  # of a block
 PAGE = 16 << 10
 BLOCKS = 8192  # 8 GiB in all
 WORDS = PAGE // 8
+STEPS = 4  # that the engine takes at least, where it is timed: one more or less is much otherwise
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
 HIDDEN = 2048
-TIMEOUT_S = 60.0
 CANARY = -0x5A5A5A5A
-
-
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
-class Sidecar:
-    def __init__(self, binary: str, base: pathlib.Path, name: str, sets: list[str], http: str = "off") -> None:
-        self.base = base / name
-        self.base.mkdir(mode=0o700)
-        self.socket, ready = str(self.base / "s"), self.base / "ready.json"
-        command = [binary, "serve", "--socket", self.socket, "--listen", "127.0.0.1:0", "--http", http, "--ready-file", str(ready)]
-        for s in ["peer.gossip.listen=off", f"transports.shm.dir={base}", *sets]:
-            command += ["--set", s]
-        log = open(self.base / "log", "wb")  # noqa: SIM115
-        self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        end = time.monotonic() + TIMEOUT_S
-        while not ready.exists():
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"e2e: the {name} sidecar does not serve:\n{self.tail()}")
-            time.sleep(0.01)
-        self.http = json.loads(ready.read_text())["http"]
-
-    def tail(self) -> str:
-        return self.log()[-3000:]
-
-    def log(self) -> str:
-        return (self.base / "log").read_text()
-
-    def stop(self) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def layout() -> dict[str, Any]:
-    layers = [
-        {"name": f"l{i}", "index": i, "region": 0, "base": i * BLOCKS * PAGE, "block_stride": PAGE, "page_bytes": PAGE} for i in range(LAYERS)
-    ]
-    group = {"tokens_per_block": TOKENS, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": BLOCKS, "layers": layers}
-    return {"model": "e2e", "dtype": "bfloat16", "groups": [group], "identity": {"model": "e2e"}}
 
 
 class Engine:
@@ -95,10 +48,11 @@ class Engine:
 
     def __init__(self, gpu: int, socket: str) -> None:
         torch.cuda.set_device(gpu)
+        self.socket = socket
         self.cache = torch.full((LAYERS, BLOCKS, WORDS), CANARY, dtype=torch.int64, device="cuda")
         self.client = kvspray.WorkerClient(socket, engine=kvspray.EngineInfo("e2e", id=f"{os.getpid()}"), layers=LAYERS)
         self.region = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
-        self.client.register([self.region], layout())
+        self.client.register([self.region], layout("e2e", LAYERS, BLOCKS, PAGE))
         if not self.client.wait_connected(TIMEOUT_S):
             raise SystemExit(f"e2e: no session: {self.client.status().error}")
         self.gpu = GpuSignals(self.client)
@@ -239,18 +193,19 @@ class Engine:
         return {"gb_per_s": moved / (time.monotonic() - start) / 1e9, "used": used}
 
     def stream(self, xfers: list[bytes], peer: str, tables: list[list[int]], ahead: int) -> float:
-        """Transfers into these tables by turns, so many open at a time; GB/s from the first word to the last completion."""
-        waiting, open_leases, moved = list(enumerate(xfers)), set(), 0
+        """Transfers into these tables by turns, so many open at a time and one for a table; GB/s from the first word to the last completion."""
+        waiting, open_leases, moved = list(enumerate(xfers)), dict[int, int](), 0
         start = time.monotonic()
         while waiting or open_leases:
-            while waiting and len(open_leases) < ahead:
-                i, x = waiting.pop(0)
-                open_leases.add(int(self.expect(x, peer, tables[i % len(tables)])["lease"]))
-                moved += len(tables[i % len(tables)]) * LAYERS * PAGE
+            while len(open_leases) < ahead and (free := [w for w in waiting if w[0] % len(tables) not in open_leases.values()]):
+                waiting.remove(free[0])
+                at = free[0][0] % len(tables)
+                open_leases[int(self.expect(free[0][1], peer, tables[at])["lease"])] = at
+                moved += len(tables[at]) * LAYERS * PAGE
             for c in self.client.poll():
                 if c.lease in open_leases and c.status.name != "OK":
                     raise SystemExit(f"e2e: stream: {c}")
-                open_leases.discard(c.lease)
+                open_leases.pop(c.lease, None)
             if time.monotonic() > start + TIMEOUT_S:
                 raise SystemExit(f"e2e: stream: {len(open_leases)} leases are open after {TIMEOUT_S} s")
         return moved / (time.monotonic() - start) / 1e9
@@ -319,8 +274,8 @@ class Engine:
                 region._c.handle[i] = b
             if name == "length":
                 region._c.handle[24:32] = (1 << 43).to_bytes(8, "little")
-            with kvspray.WorkerClient(os.environ["E2E_SOCKET"], engine=kvspray.EngineInfo("bad", id=name), layers=LAYERS) as c:
-                c.register([region], layout())
+            with kvspray.WorkerClient(self.socket, engine=kvspray.EngineInfo("bad", id=name), layers=LAYERS) as c:
+                c.register([region], layout("e2e", LAYERS, BLOCKS, PAGE))
                 end = time.monotonic() + 5
                 while not (error := c.status().error) and time.monotonic() < end:
                     if c.connected:
@@ -332,57 +287,9 @@ class Engine:
                     say(f"bad input {name}: {error[:160]}")
         return wrong
 
-
-def engine(gpu: int, socket: str, pipe: Any) -> None:
-    os.environ["E2E_SOCKET"] = socket
-    try:
-        e = Engine(gpu, socket)
-        pipe.send(("ok", None))
-        while (call := pipe.recv()) is not None:
-            name, args, kwargs = call
-            pipe.send(("ok", getattr(e, name)(*args, **kwargs)))
-        e.gpu.close()
-        e.client.close()
-    except BaseException as x:  # noqa: BLE001
-        import traceback
-
-        pipe.send(("failed", "".join(traceback.format_exception(x))[-2000:]))
-
-
-class Remote:
-    """An engine in a process of its own."""
-
-    def __init__(self, gpu: int, socket: str) -> None:
-        ctx = mp.get_context("spawn")
-        self.pipe, other = ctx.Pipe()
-        self.process = ctx.Process(target=engine, args=(gpu, socket, other), daemon=True)
-        self.process.start()
-
-    def get(self) -> Any:
-        if not self.pipe.poll(TIMEOUT_S * 2):
-            raise SystemExit("e2e: an engine does not answer")
-        kind, value = self.pipe.recv()
-        if kind != "ok":
-            raise SystemExit(f"e2e: an engine failed: {value}")
-        return value
-
-    def start(self, name: str, *args: Any, **kwargs: Any) -> None:
-        self.pipe.send((name, args, kwargs))
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.start(name, *args, **kwargs)
-        return self.get()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-    def stop(self) -> None:
-        if self.process.is_alive():
-            with contextlib.suppress(OSError):
-                self.pipe.send(None)
-            self.process.join(20)
-        self.process.kill()
+    def close(self) -> None:
+        self.gpu.close()
+        self.client.close()
 
 
 class Rig:
@@ -405,7 +312,7 @@ class Rig:
         return Sidecar(self.args.kvspray, pathlib.Path(self.dir.name), f"{name}{self.n}", self.sets)
 
     def engine(self, side: int) -> Remote:
-        return Remote(self.args.gpus[side], self.sidecars[side].socket)
+        return Remote(Engine, self.args.gpus[side], self.sidecars[side].socket)
 
     def close(self) -> None:
         for e in (self.p, self.d):
@@ -457,25 +364,26 @@ def rate(rig: Rig, r: random.Random, repeat: int = 6, n: int = 4096) -> dict[str
             raise SystemExit(f"e2e: rate: {done}, or content differs\n{rig.sidecars[1].tail()}")
         got.append(n * LAYERS * PAGE / (done["at"] - e["at"]) / 1e9)
     return {"transport": done["transport"], "GB": n * LAYERS * PAGE / 1e9, "gb_per_s": round(statistics.median(got[1:]), 1), "all": [round(g, 1) for g in got],
-            "steady": steady(rig, r)}  # fmt: skip
+            "steady": [steady(rig, r, count, ahead) for count, ahead in ((12, 2), (48, 2), (48, 3))]}  # fmt: skip
 
 
-def steady(rig: Rig, r: random.Random, repeat: int = 5, count: int = 12, n: int = 2048) -> dict[str, Any]:
+def steady(rig: Rig, r: random.Random, count: int, ahead: int, repeat: int = 5, n: int = 2048) -> dict[str, Any]:
     """Transfers without a pause: the next one is open before the last one ends, as between a busy prefill and its decode."""
-    srcs, dsts = pick(r, 3 * n), pick(r, 3 * n)
-    sources, sinks = ([all_[i * n :][:n] for i in range(3)] for all_ in (srcs, dsts))
+    tables = 3  # of each side; a sink is written anew once its last transfer is over
+    srcs, dsts = pick(r, tables * n), pick(r, tables * n)
+    sources, sinks = ([all_[i * n :][:n] for i in range(tables)] for all_ in (srcs, dsts))
     seeds = [r.randint(1, 1 << 30) for _ in sources]
     for seed, blocks in zip(seeds, sources, strict=True):
         rig.p.call("settle", [rig.p.call("offer", os.urandom(16), seed, blocks)])  # writes the content, which stays
     got = []
     for _ in range(repeat + 1):
         xfers = [os.urandom(16) for _ in range(count)]
-        leases = [rig.p.call("again", [x], sources[i % 3])[0] for i, x in enumerate(xfers)]
-        got.append(round(rig.d.call("stream", xfers, rig.peer, sinks, 2), 1))
+        leases = [rig.p.call("again", [x], sources[i % tables])[0] for i, x in enumerate(xfers)]
+        got.append(round(rig.d.call("stream", xfers, rig.peer, sinks, ahead), 1))
         rig.p.call("settle", leases)
     if wrong := sum(rig.d.call("check", seed, blocks) for seed, blocks in zip(seeds, sinks, strict=True)):
         raise SystemExit(f"e2e: steady: {wrong} blocks differ")
-    return {"GB": n * LAYERS * PAGE / 1e9, "open": 2, "gb_per_s": statistics.median(got[1:]), "all": got}
+    return {"GB": n * LAYERS * PAGE / 1e9, "in_a_row": count, "open": ahead, "gb_per_s": statistics.median(got[1:]), "all": got}
 
 
 def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> dict[str, Any]:
@@ -502,23 +410,38 @@ def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> d
     }
 
 
-def slow(rig: Rig, r: random.Random, pairs: int, seconds: float = 0.25, n: int = 512) -> list[dict[str, Any]]:
+def executors(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """What each executor did on each way between two looks at a sidecar: calls, bytes and the rate that is believed."""
+    was = {(w["from"], w["to"], e["executor"]): e for w in before for e in w["executors"]}
+    out: dict[str, dict[str, str]] = {}
+    for w in after:
+        for e in w["executors"]:
+            old = was.get((w["from"], w["to"], e["executor"]), {"calls": 0, "bytes": 0})
+            if calls := e["calls"] - old["calls"]:
+                rate = e["bytes_per_second"] / 1e9
+                out.setdefault(f"{w['from']} to {w['to']}", {})[e["executor"]] = f"{calls} calls, {(e['bytes'] - old['bytes']) / 1e9:.2f} GB, {rate:.1f} GB/s"
+    return out
+
+
+def slow(rig: Rig, r: random.Random, pairs: int, works: list[int], paces: list[float], seconds: float = 0.25, n: int = 512) -> list[dict[str, Any]]:
     out = []
     # One prompt, in blocks that the graphs do not write.
     src, seed, wrong = [b for b in pick(r, 2 * n) if b >= max(SIZES)][:n], r.randint(1, 1 << 30), 0
     rig.p.call("settle", [rig.p.call("offer", os.urandom(16), seed, src)])
-    for work in (4, 36):
+    for work in works:
         layer_us = rig.p.call("prepare", 128, work)
-        for pace in (15.0, 0.0):
+        span = max(seconds, STEPS * LAYERS * layer_us / 1e6)
+        for pace in paces:
             idle, loaded, rates = [], [], []
+            before = [s.state()["gpu_executors"] for s in rig.sidecars]
             for _ in range(pairs):
-                idle.append(rig.p.call("busy", 128, work, seconds))
+                idle.append(rig.p.call("busy", 128, work, span))
                 dst = pick(r, len(src))
                 rig.d.call("refill", dst)
                 xfers = [os.urandom(16) for _ in range(200)]
                 leases = rig.p.call("again", xfers, src)
-                rig.p.start("busy", 128, work, seconds)
-                got = rig.d.call("pull", xfers, rig.peer, dst, seconds, pace)
+                rig.p.start("busy", 128, work, span)
+                got = rig.d.call("pull", xfers, rig.peer, dst, span, pace)
                 loaded.append(rig.p.get())
                 rates.append(got["gb_per_s"])
                 rig.p.call("settle", leases)
@@ -526,7 +449,8 @@ def slow(rig: Rig, r: random.Random, pairs: int, seconds: float = 0.25, n: int =
             lost = sorted(100 * (b / a - 1) for a, b in zip(idle, loaded, strict=True))
             out.append({"layer_us": round(layer_us, 1), "asked_gb_per_s": pace or "all", "gb_per_s": round(statistics.median(rates), 1), "pairs": pairs,
                         "slower_percent": round(statistics.median(lost), 1), "p10": round(lost[len(lost) // 10], 1),
-                        "p90": round(lost[-1 - len(lost) // 10], 1), "wrong": wrong})  # fmt: skip
+                        "p90": round(lost[-1 - len(lost) // 10], 1), "all": [round(x, 1) for x in lost], "wrong": wrong,
+                        "executors": [executors(a, s.state()["gpu_executors"]) for a, s in zip(before, rig.sidecars, strict=True)]})  # fmt: skip
             say(f"slow: {out[-1]}")
     return out
 
@@ -601,6 +525,8 @@ def main() -> int:
     ap.add_argument("--rounds", type=int, default=20)
     ap.add_argument("--kills", type=int, default=3)
     ap.add_argument("--pairs", type=int, default=30, help="of part slow")
+    ap.add_argument("--works", default="4,36,560", type=lambda s: [int(x) for x in s.split(",")], help="of part slow: kernels per layer, ...")
+    ap.add_argument("--paces", default="15,0", type=lambda s: [float(x) for x in s.split(",")], help="of part slow: GB/s, 0 for all there is, ...")
     ap.add_argument("--kill-ms", type=float, default=20)
     ap.add_argument("--layers", default="128:24,128:96,128:200,256:200", help="blocks:kernels per layer, ...",
                     type=lambda s: [tuple(int(x) for x in w.split(":")) for w in s.split(",")])  # fmt: skip
@@ -633,7 +559,7 @@ def main() -> int:
                 report[f"rate_{name}"] = rate(rig, r)
                 say(f"rate over {name}: {report[f'rate_{name}']}")
             if "slow" in parts:
-                got = report[f"slow_{name}"] = slow(rig, r, args.pairs)
+                got = report[f"slow_{name}"] = slow(rig, r, args.pairs, args.works, args.paces)
                 problems += [f"slow over {name}: {k}" for k in got if k["wrong"]]
             if "layers" in parts:
                 report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
@@ -645,7 +571,7 @@ def main() -> int:
         finally:
             if "transports.gpu.executor=engine" in sets and {"content", "slow"} & set(parts):
                 problems += in_engine(name, rig)
-            report[f"log_{name}"] = [line for s in rig.sidecars for line in s.tail().splitlines() if "gpu" in line or "WARN" in line or "ERROR" in line][-12:]
+            report[f"log_{name}"] = [line for s in rig.sidecars for line in s.notable(8)]
             rig.close()
         if "kill" in parts:
             got = report[f"kill_{name}"] = kill(args, name, r, sets, args.kills)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import pathlib
 import random
@@ -21,16 +20,15 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from e2e import TIMEOUT_S, Sidecar, say
+from rig import TIMEOUT_S, TOKENS, Remote, Sidecar, layout, say, until
 
 import kvspray
 
 LAYERS = 32
-TOKENS = 16
 PAGE = 32 << 10
 BLOCKS = 4096  # 4 GiB in all
 WORDS = PAGE // 8
@@ -39,14 +37,6 @@ FEW = 4  # blocks of a small one: 4 MiB, below any threshold
 TABLES = 3  # into which transfers go by turns
 CANARY = -0x5A5A5A5A
 LENT = 64 << 20  # of a GPU whose link relays
-
-
-def layout() -> dict[str, Any]:
-    layers = [
-        {"name": f"l{i}", "index": i, "region": 0, "base": i * BLOCKS * PAGE, "block_stride": PAGE, "page_bytes": PAGE} for i in range(LAYERS)
-    ]
-    group = {"tokens_per_block": TOKENS, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": BLOCKS, "layers": layers}
-    return {"model": "links", "dtype": "bfloat16", "groups": [group], "identity": {"model": "links"}}
 
 
 class Engine:
@@ -66,7 +56,7 @@ class Engine:
             self.lent = torch.zeros(LENT, dtype=torch.uint8, device=f"cuda:{lend}")
             self.regions.append(self.client.gpu_region(self.lent.data_ptr(), LENT))
         self.cache = self.memory.view(LAYERS, BLOCKS, WORDS)
-        self.client.register(self.regions, layout())
+        self.client.register(self.regions, layout("links", LAYERS, BLOCKS, PAGE))
         if not self.client.wait_connected(TIMEOUT_S):
             raise SystemExit(f"links: no session: {self.client.status().error}")
         torch.cuda.synchronize()
@@ -130,38 +120,6 @@ class Engine:
         return n
 
 
-def serve(pipe: Any, *args: Any) -> None:
-    engine = Engine(*args)
-    pipe.send(None)
-    while True:
-        name, given = pipe.recv()
-        pipe.send(getattr(engine, name)(*given))
-
-
-class Remote:
-    """An Engine in a process of its own."""
-
-    def __init__(self, *args: Any) -> None:
-        context = mp.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, *args), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def result(self) -> Any:
-        if not self.pipe.poll(2 * TIMEOUT_S):
-            raise SystemExit("links: an engine says nothing")
-        return self.pipe.recv()
-
-    def call(self, name: str, *args: Any) -> Any:
-        self.pipe.send((name, args))
-        return self.result()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
 def lists(r: random.Random, run: int, count: int) -> list[list[int]]:
     """Lists without a block in common, in runs of so many that lie side by side."""
     starts = r.sample(range(BLOCKS // run), count * (MOVED // run))
@@ -170,12 +128,15 @@ def lists(r: random.Random, run: int, count: int) -> list[list[int]]:
 
 
 def links(sidecar: Sidecar) -> list[dict[str, Any]]:
-    with urllib.request.urlopen(f"http://{sidecar.http}/debug/state", timeout=10) as reply:
-        state = json.load(reply)
-    return [p for p in state.get("gpu_links", []) if any(x["bytes"] for x in p["links"])]
+    return [p for p in sidecar.state()["gpu_links"] if any(x["bytes"] for x in p["links"])]
 
 
-def measure(p: Remote, d: Remote, r: random.Random, runs: list[int], repeat: int) -> dict[str, Any]:
+def carried(sidecar: Sidecar) -> int:
+    """What links have moved so far."""
+    return sum(int(x["bytes"]) for p in links(sidecar) for x in p["links"])
+
+
+def measure(p: Remote, d: Remote, sidecar: Sidecar, r: random.Random, runs: list[int], repeat: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     p.call("fill", False)
     peer = p.call("endpoint")
@@ -192,7 +153,14 @@ def measure(p: Remote, d: Remote, r: random.Random, runs: list[int], repeat: int
             return ends
 
         first = go(1, 1)[0]  # finds out what is to be made ready
-        time.sleep(2)  # paths are measured and memory is pinned beside the transfers: what is measured is how they go from then on
+
+        def over_links(go: Callable[..., list[float]] = go) -> bool:
+            before = carried(sidecar)
+            go(1, 1)
+            return carried(sidecar) - before >= bytes_
+
+        # Paths are measured and memory is pinned beside the transfers: what is measured is how they go from then on.
+        until(over_links, "all of a transfer goes over links")
         go(2, 2)
         single = [bytes_ / go(1, 1)[0] / 1e9 for _ in range(repeat)]
         ends = go(12, 2)
@@ -222,16 +190,16 @@ def main() -> int:
         for to_gpu in (True, False):
             what = f"{'to' if to_gpu else 'from'} the GPU, {1 + len(relays)} links"
             with tempfile.TemporaryDirectory(prefix="kvspray-links-") as folder:
-                sidecars = [Sidecar(args.kvspray, pathlib.Path(folder), name, ["transports.order=shm", *args.set], "127.0.0.1:0") for name in "ab"]
+                sidecars = [Sidecar(args.kvspray, pathlib.Path(folder), name, ["transports.order=shm", *args.set]) for name in "ab"]
                 # The destination's sidecar copies, and so it is to that one that the GPUs are lent.
                 ends = [(sidecars[0].socket, target, not to_gpu), (sidecars[1].socket, target, to_gpu)]
-                engines = [Remote(*e, target if e[2] is False else None) for e in ends]
-                engines += [Remote(sidecars[1].socket, g, True, None) for g in relays]
+                engines = [Remote(Engine, *e, target if e[2] is False else None) for e in ends]
+                engines += [Remote(Engine, sidecars[1].socket, g, True, None) for g in relays]
                 try:
                     for e in engines:
-                        e.result()
+                        e.get()
                     say(what)
-                    rows = measure(engines[0], engines[1], r, args.runs, args.repeat)
+                    rows = measure(engines[0], engines[1], sidecars[1], r, args.runs, args.repeat)
                     report[what] = {"rows": rows, "links": links(sidecars[1])}
                     say(f"{what}: {report[what]['links']}")
                     problems += [f"{what}, {k}: {v['wrong']} blocks are wrong" for k, v in rows.items() if v["wrong"]]
@@ -247,7 +215,7 @@ def main() -> int:
                         e.kill()
                     for s in sidecars:
                         s.stop()
-                    report.setdefault("log", {})[what] = [x for s in sidecars for x in s.tail().splitlines() if "gpu" in x or "WARN" in x or "ERROR" in x][-8:]
+                    report.setdefault("log", {})[what] = [x for s in sidecars for x in s.notable(4)]
     report["problems"] = problems
     print(json.dumps(report, indent=1))
     if args.json:

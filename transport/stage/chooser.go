@@ -2,6 +2,8 @@ package stage
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 )
@@ -51,6 +53,8 @@ type chooser struct {
 	fixed Executor // not Auto: the only answer
 
 	mu    sync.Mutex // protects all below
+	calls [numExecutors]uint64
+	bytes [numExecutors]uint64
 	cost  [numExecutors]float64
 	best  Executor
 	tried Executor  // last of those that are not in favour
@@ -106,14 +110,27 @@ func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
 	}
 }
 
-// took teaches it. Small pieces say more about latency than about the rate, and count as they are.
+// took says what one moved, and teaches it. Small pieces say more about latency than about the rate, and count as they are.
 func (c *chooser) took(e Executor, bytes uint64, d time.Duration) {
-	if c.fixed != Auto || bytes == 0 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.calls[e]++
+	c.bytes[e] += bytes
+	c.learnLocked(e, bytes, d)
+}
+
+// wasted teaches it that one took so long to move nothing.
+func (c *chooser) wasted(e Executor, bytes uint64, d time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.learnLocked(e, bytes, d)
+}
+
+func (c *chooser) learnLocked(e Executor, bytes uint64, d time.Duration) {
+	if bytes == 0 {
 		return
 	}
 	per := max(float64(d)/float64(bytes), 1e-9)
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	switch {
 	case c.cost[e] == 0, e != c.best && per < c.cost[e]:
 		// The other one is seldom tried: what it takes now says more than what it took then.
@@ -121,4 +138,61 @@ func (c *chooser) took(e Executor, bytes uint64, d time.Duration) {
 	default:
 		c.cost[e] += learnWeight * (per - c.cost[e])
 	}
+}
+
+// ExecutorState is what is known of one executor on one way.
+type ExecutorState struct {
+	Executor string  `json:"executor"`
+	Calls    uint64  `json:"calls"`
+	Bytes    uint64  `json:"bytes"`
+	Rate     float64 `json:"bytes_per_second"` // of one call, as it is learned under whatever load there is
+}
+
+// WayState is how scattered blocks go from a GPU to the host ("gpu0", "host"), back, or to a GPU, where any executor would do.
+type WayState struct {
+	From      string          `json:"from"`
+	To        string          `json:"to"`
+	Executors []ExecutorState `json:"executors"` // those that were used
+}
+
+// state appends the way from a to b, if anything went there.
+func (c *chooser) state(out []WayState, from, to string) []WayState {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	w := WayState{From: from, To: to}
+	for e := Pack; e < numExecutors; e++ {
+		if c.calls[e] > 0 {
+			w.Executors = append(w.Executors, ExecutorState{e.String(), c.calls[e], c.bytes[e], 1e9 / max(c.cost[e], 1e-9)})
+		}
+	}
+	if w.Executors == nil {
+		return out
+	}
+	return append(out, w)
+}
+
+// Ways says which executors took what since this process began. Between two GPUs copy stands for the way by the host's memory, which
+// is in the others, too.
+func (c *Copier) Ways() []WayState { return c.gpus.ways() }
+
+func (g *GPUs) ways() []WayState {
+	out := []WayState{}
+	if !g.mu.TryLock() { // a GPU is being opened, which takes long
+		return out
+	}
+	defer g.mu.Unlock()
+	name := func(i int) string { return fmt.Sprintf("gpu%d", i) }
+	for i := range g.ids {
+		if u := g.gpus[i]; u != nil {
+			out = u.in.state(u.out.state(out, name(i), "host"), "host", name(i))
+		}
+	}
+	for _, from := range slices.Sorted(maps.Keys(g.gpus)) {
+		for _, to := range slices.Sorted(maps.Keys(g.gpus)) {
+			if p := g.peers[[2]int{from, to}]; p != nil {
+				out = p.learn.state(out, name(from), name(to))
+			}
+		}
+	}
+	return out
 }

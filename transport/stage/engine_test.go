@@ -216,6 +216,15 @@ func TestPackInEngine(t *testing.T) {
 	if n := e.done.Load(); n != 100 {
 		t.Errorf("%d kernels in the engine for 100 hops", n)
 	}
+	for i, w := range g.ways() {
+		if want := [][2]string{{"gpu0", "host"}, {"host", "gpu0"}}[i]; w.From != want[0] || w.To != want[1] || len(w.Executors) != 1 ||
+			w.Executors[0].Executor != "engine" || w.Executors[0].Calls != 50 || w.Executors[0].Bytes == 0 || w.Executors[0].Rate <= 0 {
+			t.Errorf("what the executors did: %+v", w)
+		}
+	}
+	if n := len(g.ways()); n != 2 {
+		t.Errorf("%d ways, want there and back", n)
+	}
 	var even []mem.Block // strided, backwards too
 	for i := range uint64(64) {
 		even = append(even, mem.Block{Region: e.region, Off: 2<<20 + i*512, Len: 256}, mem.Block{Region: e.region, Off: 2<<20 - (i+1)*1024, Len: 64})

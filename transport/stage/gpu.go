@@ -248,7 +248,7 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 	var err error
 	if how == InEngine {
 		if err = u.engaged(worker, h, dir, host, uint64(len(p))); errors.Is(err, errNoEngine) {
-			learn.took(InEngine, uint64(len(p)), time.Since(start)) // what it took to learn that
+			learn.wasted(InEngine, uint64(len(p)), time.Since(start))
 			how, start, err = Copy, time.Now(), u.copied(h, dir, host)
 		}
 	} else if how == Pack {
