@@ -139,11 +139,10 @@ def carried(sidecar: Sidecar) -> int:
 def measure(p: Remote, d: Remote, sidecar: Sidecar, r: random.Random, runs: list[int], repeat: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     p.call("fill", False)
-    peer = p.call("endpoint")
+    peer, bytes_ = p.call("endpoint"), MOVED * LAYERS * PAGE
     for run in runs:
         d.call("fill", True)
         (src,), dst = lists(r, run, 1), lists(r, run, TABLES)
-        bytes_ = MOVED * LAYERS * PAGE
 
         def go(count: int, ahead: int, n: int = MOVED, src: list[int] = src, dst: list[list[int]] = dst) -> list[float]:
             xfers = [os.urandom(16) for _ in range(count)]
