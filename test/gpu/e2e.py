@@ -16,6 +16,7 @@ layers    how long after the end of the forward pass the last layer's bytes are 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import pathlib
@@ -40,6 +41,7 @@ WORDS = PAGE // 8
 STEPS = 4  # that the engine takes at least, where it is timed: one more or less is much otherwise
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
 HIDDEN = 2048
+VICTIMS = ("source engine", "source sidecar", "destination sidecar", "destination engine")
 CANARY = -0x5A5A5A5A
 
 
@@ -438,7 +440,7 @@ def slow(rig: Rig, r: random.Random, pairs: int, works: list[int], paces: list[f
                 idle.append(rig.p.call("busy", 128, work, span))
                 dst = pick(r, len(src))
                 rig.d.call("refill", dst)
-                xfers = [os.urandom(16) for _ in range(200)]
+                xfers = [os.urandom(16) for _ in range(round(span * pace * 1e9 / (len(src) * LAYERS * PAGE)) + 4 if pace else 200)]
                 leases = rig.p.call("again", xfers, src)
                 rig.p.start("busy", 128, work, span)
                 got = rig.d.call("pull", xfers, rig.peer, dst, span, pace)
@@ -458,7 +460,7 @@ def slow(rig: Rig, r: random.Random, pairs: int, works: list[int], paces: list[f
 def kill(args: argparse.Namespace, path: str, r: random.Random, sets: list[str], rounds: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     n = 4096
-    for victim in ("source engine", "source sidecar", "destination sidecar", "destination engine"):
+    for victim in args.victim or VICTIMS:
         ends: dict[str, int] = {}
         late = wrong = 0
         rig = Rig(args, sets)
@@ -518,6 +520,43 @@ def in_engine(path: str, rig: Rig) -> list[str]:
     ) if bad]  # fmt: skip
 
 
+def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[str], r: random.Random, report: dict[str, Any]) -> list[str]:
+    """All parts but kill, with one rig."""
+    problems: list[str] = []
+    rig = Rig(args, sets)
+    turn = open(args.turn or os.devnull, "w")  # noqa: SIM115
+    fcntl.flock(turn, fcntl.LOCK_EX if args.turn else fcntl.LOCK_SH)
+    try:
+        if "content" in parts:
+            got = report[f"content_{name}"] = content(rig, r, args.rounds)
+            say(f"content over {name}: {got}")
+            if got["wrong"] or got["beside"] or set(got["transports"]) != {name}:
+                problems.append(f"content over {name}: {got}")
+            got = rig.d.call("bad")
+            report[f"bad_{name}"] = got
+            problems += got
+        if "rate" in parts:
+            report[f"rate_{name}"] = rate(rig, r)
+            say(f"rate over {name}: {report[f'rate_{name}']}")
+        if "slow" in parts:
+            got = report[f"slow_{name}"] = slow(rig, r, args.pairs, args.works, args.paces)
+            problems += [f"slow over {name}: {k}" for k in got if k["wrong"]]
+        if "layers" in parts:
+            report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
+            say(f"layers over {name}: {report[f'layers_{name}']}")
+    except SystemExit:
+        for s in rig.sidecars:
+            say(s.tail())
+        raise
+    finally:
+        if "transports.gpu.executor=engine" in sets and {"content", "slow"} & set(parts):
+            problems += in_engine(name, rig)
+        report[f"log_{name}"] = [line for s in rig.sidecars for line in s.notable(8)]
+        rig.close()
+        turn.close()
+    return problems
+
+
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--kvspray", default=".build/gpu/kvspray")
@@ -530,6 +569,8 @@ def main() -> int:
     ap.add_argument("--kill-ms", type=float, default=20)
     ap.add_argument("--layers", default="128:24,128:96,128:200,256:200", help="blocks:kernels per layer, ...",
                     type=lambda s: [tuple(int(x) for x in w.split(":")) for w in s.split(",")])  # fmt: skip
+    ap.add_argument("--victim", action="append", default=[], choices=VICTIMS, help="of part kill")
+    ap.add_argument("--turn", type=pathlib.Path, help="measure only with this file locked, so that several may start at once")
     ap.add_argument("--path", action="append", default=[])
     ap.add_argument("--part", action="append", default=[])
     ap.add_argument("--set", action="append", default=[])
@@ -545,34 +586,8 @@ def main() -> int:
     }
     for name in args.path or paths:
         sets = paths[name] + args.set
-        rig = Rig(args, sets)
-        try:
-            if "content" in parts:
-                got = report[f"content_{name}"] = content(rig, r, args.rounds)
-                say(f"content over {name}: {got}")
-                if got["wrong"] or got["beside"] or set(got["transports"]) != {name}:
-                    problems.append(f"content over {name}: {got}")
-                got = rig.d.call("bad")
-                report[f"bad_{name}"] = got
-                problems += got
-            if "rate" in parts:
-                report[f"rate_{name}"] = rate(rig, r)
-                say(f"rate over {name}: {report[f'rate_{name}']}")
-            if "slow" in parts:
-                got = report[f"slow_{name}"] = slow(rig, r, args.pairs, args.works, args.paces)
-                problems += [f"slow over {name}: {k}" for k in got if k["wrong"]]
-            if "layers" in parts:
-                report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
-                say(f"layers over {name}: {report[f'layers_{name}']}")
-        except SystemExit:
-            for s in rig.sidecars:
-                say(s.tail())
-            raise
-        finally:
-            if "transports.gpu.executor=engine" in sets and {"content", "slow"} & set(parts):
-                problems += in_engine(name, rig)
-            report[f"log_{name}"] = [line for s in rig.sidecars for line in s.notable(8)]
-            rig.close()
+        if set(parts) != {"kill"}:
+            problems += measured(args, name, sets, parts, r, report)
         if "kill" in parts:
             got = report[f"kill_{name}"] = kill(args, name, r, sets, args.kills)
             problems += [f"kill over {name}, {v}: {k}" for v, k in got.items() if k["late_writes"] or k["wrong"] or k["after"]["wrong"] or k["missing"]]
