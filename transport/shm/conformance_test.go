@@ -20,6 +20,13 @@ func TestPulls(t *testing.T) {
 	})
 }
 
+// With a peer that knows runs of one axis, as every one before 1.3 does.
+func TestOneAxis(t *testing.T) {
+	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
+		return New(Config{Dir: tb.TempDir(), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesPush}})
+	})
+}
+
 // With as many workers as a large host has: slices of device memory are asked for by askers.
 func TestDevice(t *testing.T) {
 	transporttest.ConformanceOnDevice(t, func(_ testing.TB, d *transporttest.Device) transporttest.Factory {

@@ -270,11 +270,15 @@ func (m *batch) whole(j *job) transfer.Reason {
 		if region == nil || r.region != index {
 			region = j.find(r.region).region
 		}
-		for range r.count {
-			b := &m.src[at]
-			b.Region, b.Off, b.Len = region, r.off, uint64(r.len)
-			r.off += r.stride
-			at++
+		for range r.Rows {
+			off := r.off
+			for range r.Count {
+				b := &m.src[at]
+				b.Region, b.Off, b.Len = region, off, uint64(r.len)
+				off += r.Stride
+				at++
+			}
+			r.off += r.Outer
 		}
 	}
 	return transfer.ReasonNone

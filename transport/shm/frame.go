@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math/bits"
 
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -34,22 +33,34 @@ const (
 	numKinds
 )
 
-// frames are the versions of a lane that this end speaks. 1.0 names every piece of a pull by itself, 1.1 knows runs, 1.2 pushes: whoever
-// reads the newest reads all, and sends only what the peer's choice knows.
-var frames = wire.Versions{Min: wire.V(1, 0), Max: framesPush}
+// frames are the versions of a lane that this end speaks. 1.0 names every piece of a pull by itself, 1.1 knows runs, 1.2 pushes, 1.3 runs of two
+// axes: whoever reads the newest reads all, and sends only what the peer's choice knows.
+var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRows}
 
-// The first versions with runs and with pushes.
+// The first versions with runs, with pushes, and with runs of rows.
 var (
 	framesRuns = wire.V(1, 1)
 	framesPush = wire.V(1, 2)
+	framesRows = wire.V(1, 3)
 )
+
+// axesOf is how many axes the runs may have that a peer of this version is sent.
+func axesOf(v wire.Version) int {
+	switch {
+	case v >= framesRows:
+		return mem.BothAxes
+	case v >= framesRuns:
+		return mem.OneAxis
+	}
+	return mem.NoAxis
+}
 
 const (
 	regionBytes  = 4 + 16 + 8
 	deviceFixed  = regionBytes + 1 // with a descriptor or without; the handle follows
 	forgetBytes  = 4
 	pullFixed    = 8 + 2 + 2 + 4*4
-	cellBytes    = 16
+	cellBytes    = wire.StridesCell
 	pulledBytes  = 8 + 1
 	verdictBytes = 8 + 1
 	confirmBytes = 8 + 1 + 1
@@ -79,46 +90,27 @@ type pullFrame struct {
 	cells   []byte // cellBytes each, or the bytes of a push; a view into the packet
 }
 
-// run is count pieces of a source region, each of len bytes, stride apart. In a frame a single piece takes one cell, region, length and
-// offset, and a run two: the first says by runFlag that a second follows, with stride and count.
+// run is pieces of a source region, each of len bytes. In a frame a single piece takes one cell, region, length and offset, and a run two or
+// three: the first says by runFlag that wire.AppendStrides' follow.
 type run struct {
 	region uint32
 	len    uint32
 	off    uint64 // of the first piece
-	stride uint64 // modulo 2^64: a run may step backwards; 0 where count is 1
-	count  uint32
+	mem.Strides
 }
 
 const runFlag = 1 << 31 // in a cell's length, which is below it
 
-// Bounds of one pull. A run says in 32 bytes what would be any number of pieces, and those exist again where they are copied.
+// Bounds of one pull. A run says in 48 bytes what would be any number of pieces, and those exist again where they are copied.
 const (
-	maxPieces = 32 << 10
-	maxLen    = deviceSlice // of all pieces
+	maxPieces   = 32 << 10
+	maxLen      = deviceSlice // of all pieces
+	maxRunBytes = (1 + wire.MaxStridesCells) * cellBytes
 )
 
 // pushBytes are sent at once. A pull of so few bytes takes longer to be asked for and judged than to be copied: two of the five
 // wake-ups between the engines.
 const pushBytes = 16 << 10
-
-// bytes is what the run moves.
-func (r *run) bytes() uint64 { return uint64(r.count) * uint64(r.len) }
-
-// inside reports whether every piece lies in a region of so many bytes, in a time that does not depend on how many there are.
-func (r *run) inside(size uint64) bool {
-	if r.off > size || uint64(r.len) > size-r.off {
-		return false
-	}
-	if r.count == 1 {
-		return true
-	}
-	room, step := size-r.off-uint64(r.len), r.stride // behind the first piece
-	if int64(r.stride) < 0 {
-		room, step = r.off, -r.stride // before it
-	}
-	hi, span := bits.Mul64(uint64(r.count-1), step)
-	return hi == 0 && span <= room
-}
 
 // next reads the first run of the cells of a pull, of which there is at least one, and returns the cells behind it.
 func (r *run) next(cells []byte) ([]byte, error) {
@@ -127,21 +119,18 @@ func (r *run) next(cells []byte) ([]byte, error) {
 	if r.len >= runFlag {
 		return r.strided(cells[cellBytes:])
 	}
-	r.stride, r.count = 0, 1
+	r.Count, r.Rows = 1, 1 // nobody reads the strides of one piece
 	return cells[cellBytes:], nil
 }
 
-// strided reads the second cell of a run.
+// strided reads what is behind the first cell of a run.
 func (r *run) strided(cells []byte) ([]byte, error) {
-	if len(cells) < cellBytes {
-		return nil, fmt.Errorf("%w: a run without its stride", errFrame)
+	r.len -= runFlag
+	cells, err := wire.ReadStrides(cells, &r.Strides)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errFrame, err)
 	}
-	c := cells[:cellBytes:cellBytes]
-	r.len, r.stride, r.count = r.len-runFlag, binary.LittleEndian.Uint64(c), binary.LittleEndian.Uint32(c[8:])
-	if r.count < 2 || binary.LittleEndian.Uint32(c[12:]) != 0 {
-		return nil, fmt.Errorf("%w: a run of %d pieces, with %x behind", errFrame, r.count, c[12:])
-	}
-	return cells[cellBytes:], nil
+	return cells, nil
 }
 
 func appendHeader(b []byte, k kind, body int) []byte {
@@ -203,15 +192,17 @@ func endPull(b []byte) {
 func endPush(b []byte) { binary.LittleEndian.PutUint16(b[2:], uint16(len(b)-frameHeader)) }
 
 func appendRun(b []byte, r *run) []byte {
-	what := uint64(r.len)<<32 | uint64(r.region)
-	if r.count > 1 {
-		b = binary.LittleEndian.AppendUint64(b, what|runFlag<<32)
-		b = binary.LittleEndian.AppendUint64(b, r.off)
-		b = binary.LittleEndian.AppendUint64(b, r.stride)
-		return binary.LittleEndian.AppendUint64(b, uint64(r.count))
+	if r.Count > 1 {
+		return appendStrided(b, r)
 	}
-	b = binary.LittleEndian.AppendUint64(b, what)
+	b = binary.LittleEndian.AppendUint64(b, uint64(r.len)<<32|uint64(r.region))
 	return binary.LittleEndian.AppendUint64(b, r.off)
+}
+
+func appendStrided(b []byte, r *run) []byte {
+	b = binary.LittleEndian.AppendUint64(b, uint64(r.len|runFlag)<<32|uint64(r.region))
+	b = binary.LittleEndian.AppendUint64(b, r.off)
+	return wire.AppendStrides(b, &r.Strides)
 }
 
 func appendPulled(b []byte, tag uint64, reason transfer.Reason) []byte {

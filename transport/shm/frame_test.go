@@ -2,6 +2,7 @@ package shm
 
 import (
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"slices"
@@ -48,8 +49,11 @@ func (r *recorder) pull(f pullFrame) error {
 		}
 		b, cells = appendRun(b, &x), rest
 		said += fmt.Sprintf(" %d[%d+%d", x.region, x.off, x.len)
-		if x.count > 1 {
-			said += fmt.Sprintf(" %d times by %d", x.count, int64(x.stride))
+		if x.Count > 1 {
+			said += fmt.Sprintf(" %d times by %d", x.Count, int64(x.Stride))
+		}
+		if x.Rows > 1 {
+			said += fmt.Sprintf(", %d times by %d", x.Rows, int64(x.Outer))
 		}
 		said += "]"
 	}
@@ -100,8 +104,10 @@ func pullOf(f pullFrame, runs ...run) []byte {
 func samplePacket() []byte {
 	b := appendRegion(nil, regionFrame{index: 3, id: mem.ID{7}, size: 1 << 40})
 	b = append(b, pullOf(pullFrame{tag: 1 << 20, slot: 65535, gen: 9, r: transfer.Range{First: 1, Count: 2}, attempt: 4},
-		run{region: 3, len: 4096, off: 1 << 33, count: 1}, run{region: 3, len: 1, off: 0, count: 1},
-		run{region: 3, len: 512, off: 1 << 20, stride: 4096, count: 100}, run{region: 4, len: 64, off: 1 << 20, stride: 1<<64 - 128, count: 3})...)
+		run{region: 3, len: 4096, off: 1 << 33, Strides: mem.Single}, run{region: 3, len: 1, off: 0, Strides: mem.Single},
+		run{region: 3, len: 512, off: 1 << 20, Strides: mem.Strides{Stride: 4096, Count: 100, Rows: 1}},
+		run{region: 4, len: 64, off: 1 << 20, Strides: mem.Strides{Stride: 1<<64 - 128, Count: 3, Rows: 1}},
+		run{region: 4, len: 512, off: 1 << 21, Strides: mem.Strides{Stride: 8192, Outer: 512, Count: 8, Rows: 16}})...)
 	b = appendPulled(b, 5, transfer.ReasonRange)
 	b = appendVerdict(b, 6, true)
 	b = appendConfirm(b, 7, transfer.Landed, transfer.ReasonNone)
@@ -116,7 +122,7 @@ func TestFramesRoundTrip(t *testing.T) {
 	if err := parse(p, &r); err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4: 3[8589934592+4096] 3[0+1] 3[1048576+512 100 times by 4096] 4[1048576+64 3 times by -128]", "pulled 5 range",
+	want := []string{"region 3 07000000000000000000000000000000 1099511627776", "pull 1048576 65535.9 {1 2} 4: 3[8589934592+4096] 3[0+1] 3[1048576+512 100 times by 4096] 4[1048576+64 3 times by -128] 4[2097152+512 8 times by 8192, 16 times by 512]", "pulled 5 range",
 		"verdict 6 true", "confirm 7 landed none", "device 4 08000000000000000000000000000000 1073741824 true abcd",
 		"push 8 9.10 {11 1} 12: 0d0e", "forget 3"}
 	if !slices.Equal(r.said, want) {
@@ -133,11 +139,29 @@ func TestFramesRoundTrip(t *testing.T) {
 	}
 }
 
+// Golden vector: a pull of version 1.3, byte for byte: a piece, a run and a run of rows.
+func TestPullGolden(t *testing.T) {
+	f := pullFrame{tag: 0x0102030405060708, slot: 9, gen: 10, r: transfer.Range{First: 11, Count: 12}, attempt: 13}
+	got := hex.EncodeToString(pullOf(f, run{region: 1, len: 4096, off: 1 << 33, Strides: mem.Single},
+		run{region: 2, len: 512, off: 1 << 20, Strides: mem.Strides{Stride: 4096, Count: 100, Rows: 1}},
+		run{region: 3, len: 512, off: 1 << 21, Strides: mem.Strides{Stride: 8192, Outer: 1<<64 - 512, Count: 8, Rows: 16}}))
+	want := "03" + "00" + "7c00" + // kind, zero, bytes of the body
+		"0807060504030201" + "0900" + "0600" + "0a000000" + "0b000000" + "0c000000" + "0d000000" + // tag, slot, cells, generation, chunks, attempt
+		"01000000" + "00100000" + "0000000002000000" + // region, length, offset
+		"02000000" + "00020080" + "0000100000000000" + "0010000000000000" + "64000000" + "00000000" + // flagged; stride, count, no rows
+		"03000000" + "00020080" + "0000200000000000" + "0020000000000000" + "08000000" + "10000000" + // flagged; stride, count, rows
+		"00feffffffffffff" + "0000000000000000" // outer stride
+	if got != want {
+		t.Errorf("\n%s, want\n%s", got, want)
+	}
+}
+
 func TestMalformedFrames(t *testing.T) {
 	pull := appendPull(nil, pullFrame{tag: 1})
-	run1 := run{region: 1, len: 16, stride: 32, count: 5}
-	change := func(at int, v uint32) []byte {
-		b := pullOf(pullFrame{tag: 1}, run1)
+	run1 := run{region: 1, len: 16, Strides: mem.Strides{Stride: 32, Count: 5, Rows: 1}}
+	rows := run{region: 1, len: 16, Strides: mem.Strides{Stride: 32, Outer: 1024, Count: 5, Rows: 3}}
+	change := func(r run, at int, v uint32) []byte {
+		b := pullOf(pullFrame{tag: 1}, r)
 		binary.LittleEndian.PutUint32(b[frameHeader+pullFixed+at:], v)
 		return b
 	}
@@ -151,12 +175,18 @@ func TestMalformedFrames(t *testing.T) {
 		"device, handle of 257 bytes": appendDevice(nil, deviceFrame{handle: make([]byte, mem.MaxHandleBytes+1)}),
 		"pull without pieces":         pull,
 		"pull, count of pieces": func() []byte {
-			b := pullOf(pullFrame{tag: 1}, run{count: 1})
+			b := pullOf(pullFrame{tag: 1}, run{Strides: mem.Single})
 			binary.LittleEndian.PutUint16(b[frameHeader+10:], 60000)
 			return b
 		}(),
 		"pull, a run cut off": func() []byte {
 			b := pullOf(pullFrame{tag: 1}, run1)
+			b = b[:len(b)-cellBytes]
+			endPull(b)
+			return b
+		}(),
+		"pull, rows cut off": func() []byte {
+			b := pullOf(pullFrame{tag: 1}, rows)
 			b = b[:len(b)-cellBytes]
 			endPull(b)
 			return b
@@ -168,9 +198,13 @@ func TestMalformedFrames(t *testing.T) {
 			b[frameHeader+10] = 1
 			return b
 		}(),
-		"pull, a run of one":       change(cellBytes+8, 1),
-		"pull, a run of none":      change(cellBytes+8, 0),
-		"pull, reserved bytes set": change(cellBytes+12, 1),
+		"pull, a run of one":       change(run1, cellBytes+8, 1),
+		"pull, a run of none":      change(run1, cellBytes+8, 0),
+		"pull, one row":            change(rows, cellBytes+12, 1),
+		"pull, rows and no stride": change(run1, cellBytes+12, 2),
+		"pull, rows of one":        change(rows, cellBytes+8, 1),
+		"pull, rows of none":       change(rows, cellBytes+8, 0),
+		"pull, reserved bytes set": change(rows, 2*cellBytes+12, 1),
 	} {
 		if err := parse(p, &recorder{}); !errors.Is(err, errFrame) {
 			t.Errorf("%s: %v", name, err)

@@ -32,7 +32,7 @@ type lane struct {
 
 	done chan struct{} // closed first at the end; the writer leaves
 
-	runs  bool           // the peer knows runs
+	axes  int            // of the runs that the peer knows
 	eager bool           // the peer knows pushes
 	asks  chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself
 	gone  sync.WaitGroup // the askers
@@ -87,7 +87,7 @@ func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot, r
 		return nil, fmt.Errorf("shm: new lane: %w", err)
 	}
 	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote, done: make(chan struct{}),
-		runs: o.Version >= framesRuns, eager: o.Version >= framesPush, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
+		axes: axesOf(o.Version), eager: o.Version >= framesPush, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
 	for i := maxPulls - 1; i >= 0; i-- {
 		l.free = append(l.free, uint16(i))
 	}
@@ -308,7 +308,7 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 	o := m.s.Origin
 	a.frame = appendPull(a.frame[:0], pullFrame{slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt})
 	a.frame = slices.Grow(a.frame, min(len(blocks), maxCells)*cellBytes)
-	frame, runs := a.frame, l.runs
+	frame := a.frame
 	var last *mem.Region
 	var next run
 	for len(blocks) > 0 {
@@ -323,36 +323,20 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 		if first.Len > maxLen {
 			return false, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks", first.Len, r.Count)
 		}
-		next.off, next.len, next.count = first.Off, uint32(first.Len), 1
-		if runs && len(blocks) > 2 && blocks[1].Off-first.Off == blocks[2].Off-blocks[1].Off {
-			next.count, next.stride = leadingRun(blocks)
-		}
-		if len(frame)+2*cellBytes > maxPacketBytes {
+		if len(frame)+maxRunBytes > maxPacketBytes {
 			return false, 0, nil
 		}
+		next.off, next.len = first.Off, uint32(first.Len)
+		next.Count, next.Rows = 1, 1 // nobody reads the strides of one piece
+		if mem.Regular(blocks) {
+			next.Strides = mem.Leading(blocks, l.axes)
+		}
 		frame = appendRun(frame, &next)
-		blocks = blocks[next.count:]
+		blocks = blocks[next.Pieces():]
 	}
 	endPull(frame)
 	a.frame = frame
 	return true, 0, nil
-}
-
-// leadingRun is how many blocks, from the first on, are of one region and length and a stride apart. Two have a distance by chance and
-// take as much by themselves, so that a run has three or more.
-func leadingRun(blocks []mem.Block) (n uint32, stride uint64) {
-	a := &blocks[0]
-	stride = blocks[1].Off - a.Off
-	k := 1
-	for ; k < len(blocks); k++ {
-		if b := &blocks[k]; b.Off-blocks[k-1].Off != stride || b.Len != a.Len || b.Region != a.Region {
-			break
-		}
-	}
-	if k < 3 {
-		return 1, 0
-	}
-	return uint32(k), stride
 }
 
 // ask sends the pull or push of r that was written, and keeps p for its answer.

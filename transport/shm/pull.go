@@ -194,7 +194,7 @@ func (d *destination) push(f pullFrame) error {
 		return err
 	}
 	j.pushed, j.total, j.pieces = true, uint64(len(f.cells)), 1
-	j.cells = appendRun(j.cells, &run{len: uint32(len(f.cells)), count: 1})
+	j.cells = appendRun(j.cells, &run{len: uint32(len(f.cells)), Strides: mem.Single})
 	j.maps = append(j.maps, held{0, &j.sent})
 	if !j.onDevice() {
 		j.sent.bytes = f.cells
@@ -230,13 +230,18 @@ func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error
 			size = m.size()
 			j.hold(r.region, m)
 		}
-		if r.len == 0 || !r.inside(size) {
+		n := uint64(r.len)
+		if n == 0 || r.off > size || n > size-r.off || r.Count > 1 && !r.Inside(r.off, n, size) {
 			return transfer.ReasonRange, nil
 		}
-		// A run's bytes are below 2^63, and the sum is looked at before the next ones are added.
-		total += r.bytes()
-		pieces += uint64(r.count)
-		if total > maxLen || pieces > maxPieces {
+		// The pieces of two axes are any number of 64 bits. Once they are few, their bytes are below 2^46, and the sum is looked at before the
+		// next ones are added.
+		k := r.Pieces()
+		if k > maxPieces-pieces {
+			return transfer.ReasonLength, nil
+		}
+		pieces += k
+		if total += k * n; total > maxLen {
 			return transfer.ReasonLength, nil
 		}
 	}
@@ -380,9 +385,11 @@ func (c *cursor) run(n uint64, fresh bool) transfer.Reason {
 // cursor walks the pieces of both sides together.
 type cursor struct {
 	*job
-	cells      []byte   // of the source, behind from
-	from       run      // what is left of it
-	m          *mapping // of from
+	cells      []byte // of the source, behind from
+	from       run
+	at         mem.Offsets // of the current piece of from
+	more       bool        // there is one
+	m          *mapping    // of from
 	di         int
 	soff, doff uint64 // in the current piece of each
 }
@@ -411,14 +418,13 @@ func (c *cursor) each(n uint64, f func(d mem.Block, s sourcePiece) error) error 
 		}
 		d, size := &c.blocks[c.di], uint64(c.from.len)
 		k := min(n, size-c.soff, d.Len-c.doff)
-		if err := f(mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}, sourcePiece{c.m, c.from.off + c.soff, k}); err != nil {
+		if err := f(mem.Block{Region: d.Region, Off: d.Off + c.doff, Len: k}, sourcePiece{c.m, c.at.Off + c.soff, k}); err != nil {
 			return err
 		}
 		n -= k
 		if c.soff += k; c.soff == size {
 			c.soff = 0
-			c.from.off += c.from.stride
-			c.from.count--
+			c.more = c.at.Next(&c.from.Strides)
 		}
 		if c.doff += k; c.doff == d.Len {
 			c.di, c.doff = c.di+1, 0
@@ -429,7 +435,7 @@ func (c *cursor) each(n uint64, f func(d mem.Block, s sourcePiece) error) error 
 
 // source makes sure that from has a piece left.
 func (c *cursor) source() bool {
-	if c.from.count > 0 {
+	if c.more {
 		return true
 	}
 	if len(c.cells) == 0 {
@@ -443,6 +449,8 @@ func (c *cursor) source() bool {
 	if c.m == nil || c.from.region != index {
 		c.m = c.find(c.from.region)
 	}
+	c.at.Start(c.from.off, &c.from.Strides)
+	c.more = true
 	return true
 }
 

@@ -156,7 +156,7 @@ func TestHostilePush(t *testing.T) {
 	for name, frames := range map[string]func(tag uint64) []byte{
 		"a verdict on a push": func(tag uint64) []byte { return appendVerdict(nil, tag, true) },
 		"an open tag": func(tag uint64) []byte {
-			return append(pullOf(pullFrame{tag: tag}, run{region: 3, len: 16, count: 1}), pushOf(pullFrame{tag: tag, cells: []byte{1}})...)
+			return append(pullOf(pullFrame{tag: tag}, run{region: 3, len: 16, Strides: mem.Single}), pushOf(pullFrame{tag: tag, cells: []byte{1}})...)
 		},
 	} {
 		d := dest(1 << 10)

@@ -3,8 +3,6 @@ package shm
 import (
 	"bytes"
 	"math"
-	"math/bits"
-	"math/rand/v2"
 	"slices"
 	"testing"
 
@@ -13,63 +11,6 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
-
-// piecesOf are the offsets of a run's pieces, one by one; false: an offset leaves 64 bits.
-func (r *run) piecesOf() (all []uint64, ok bool) {
-	for i := range uint64(r.count) {
-		hi, lo := bits.Mul64(i, r.stride)
-		off, carry := bits.Add64(r.off, lo, 0)
-		if back := -r.stride; int64(r.stride) < 0 {
-			hi, lo = bits.Mul64(i, back)
-			off, carry = bits.Sub64(r.off, lo, 0)
-		}
-		if hi != 0 || carry != 0 {
-			return nil, false
-		}
-		all = append(all, off)
-	}
-	return all, true
-}
-
-// What inside says without looking at the pieces is what looking at each of them says, at the edges of the region and of 64 bits, too.
-func TestRunInside(t *testing.T) {
-	rng := rand.New(rand.NewPCG(1, 2))
-	edges := []uint64{0, 1, 16, 4096, 1 << 31, 1 << 32, 1 << 62, 1<<63 - 1, 1 << 63, 1<<63 + 1, math.MaxUint64 - 4096, math.MaxUint64 - 1, math.MaxUint64}
-	near := func() uint64 {
-		if rng.IntN(2) == 0 {
-			return rng.Uint64N(1 << 14)
-		}
-		return edges[rng.IntN(len(edges))] + uint64(rng.IntN(5)) - 2
-	}
-	in := 0
-	for range 200_000 {
-		r := run{len: uint32(near())>>1 + 1, off: near(), stride: near(), count: uint32(2 + rng.IntN(20))}
-		if rng.IntN(3) == 0 {
-			r.stride = -rng.Uint64N(1 << 12)
-		}
-		if rng.IntN(4) > 0 {
-			r.len = 1 + r.len%64
-		}
-		size := near()
-		offs, want := r.piecesOf()
-		for _, off := range offs {
-			want = want && off <= size && uint64(r.len) <= size-off
-		}
-		if got := r.inside(size); got != want {
-			t.Fatalf("%+v inside a region of %d: %v, want %v", r, size, got, want)
-		}
-		if want {
-			in++
-		}
-	}
-	if in < 1000 {
-		t.Fatalf("only %d runs were inside", in)
-	}
-	most := run{len: 1, stride: 1 << 40, count: math.MaxUint32}
-	if most.inside(mem.MaxRegionBytes) {
-		t.Error("four thousand million pieces a tebibyte apart are inside a region")
-	}
-}
 
 // regular is memory whose blocks lie in rows at equal distances, as pages of heads or of tokens do that another order takes apart.
 func regular(tb testing.TB, n, each, stride uint64, row int, back bool) *memory {
@@ -117,9 +58,10 @@ func frameOf(t *testing.T, l *lane, m *memory, r transfer.Range) (cells int, got
 		if rest, err = x.next(rest); err != nil {
 			t.Fatal(err)
 		}
-		for range x.count {
-			got = append(got, mem.Block{Region: blocks[0].Region, Off: x.off, Len: uint64(x.len)})
-			x.off += x.stride
+		var o mem.Offsets
+		o.Start(x.off, &x.Strides)
+		for more := true; more; more = o.Next(&x.Strides) {
+			got = append(got, mem.Block{Region: blocks[0].Region, Off: o.Off, Len: uint64(x.len)})
 		}
 	}
 	if !slices.Equal(got, blocks) {
@@ -135,26 +77,31 @@ func TestRegularPullsAreShort(t *testing.T) {
 	r := transfer.Range{Count: 16}
 	scattered := newMemory(t, 1<<20, 4<<10, 1)
 	rows := regular(t, 1<<20, 512, 4096, 256, false)
-	if n, got := frameOf(t, l, rows, r); n > 2*(len(got)/256) || len(got) != 2048 {
+	if n, got := frameOf(t, l, rows, r); n > 3*2 || len(got) != 2048 {
 		t.Errorf("%d cells for %d pieces in rows of 256", n, len(got))
 	}
-	if n, got := frameOf(t, l, regular(t, 1<<20, 512, 1024, 64, true), r); n > 2*(len(got)/64) {
+	if n, got := frameOf(t, l, regular(t, 1<<20, 512, 1024, 64, true), r); n != 3 {
 		t.Errorf("%d cells for %d pieces in rows of 64, backwards", n, len(got))
 	}
 	if n, got := frameOf(t, l, scattered, r); n != len(got) {
 		t.Errorf("%d cells for %d scattered pieces", n, len(got))
 	}
-	l.runs = false
+	l.axes = axesOf(framesPush)
+	if n, got := frameOf(t, l, rows, r); n > 2*(len(got)/256) || n <= 3 {
+		t.Errorf("%d cells for %d pieces in rows of 256 to a peer that knows runs of one axis", n, len(got))
+	}
+	l.axes = axesOf(wire.V(1, 0))
 	if n, got := frameOf(t, l, rows, r); n != len(got) {
 		t.Errorf("%d cells for %d pieces to a peer that knows no runs", n, len(got))
 	}
 }
 
 // Pages of Llama-3.1-8B with heads outside, in the order of those with tokens outside, and the other way round, in blocks that lie anywhere: a
-// run for each token, or head, of a block. No pull has more bytes, however long the prompt is, and this is what it takes at most.
+// run for each block, and to a peer that knows one axis one for each token, or head, of a block. No pull has more bytes, however long the
+// prompt is, and this is what it takes at most.
 func TestCrosswisePages(t *testing.T) {
 	const each, heads, tokens, pull = 512, 8, 16, 1 << 20
-	p := newPair(t, Config{})
+	l := newPair(t, Config{}).lane.(*lane)
 	for name, c := range map[string]struct{ outer, inner, outerStride, innerStride uint64 }{
 		"heads outside":  {tokens, heads, each, tokens * each},
 		"tokens outside": {heads, tokens, each, heads * each},
@@ -166,27 +113,42 @@ func TestCrosswisePages(t *testing.T) {
 			block, k := uint64(i)/(heads*tokens), uint64(i)%(heads*tokens)
 			m.blocks[i] = mem.Block{Region: region, Off: block*7%pages*page + k/c.inner*c.outerStride + k%c.inner*c.innerStride, Len: each}
 		}
-		n, got := frameOf(t, p.lane.(*lane), m, transfer.Range{Count: pull / transfer.ChunkBytes})
-		if runs := pull / page * c.outer; uint64(len(got)) != pull/each || uint64(n) != 2*runs || n*cellBytes > 8<<10 {
-			t.Errorf("%s: %d cells for %d pieces, want %d runs of two cells", name, n, len(got), runs)
+		for version, want := range map[wire.Version]uint64{framesRows: pull / page * 3, framesPush: pull / page * c.outer * 2} {
+			l.axes = axesOf(version)
+			n, got := frameOf(t, l, m, transfer.Range{Count: pull / transfer.ChunkBytes})
+			if uint64(len(got)) != pull/each || uint64(n) != want {
+				t.Errorf("%s, %s: %d cells for %d pieces, want %d", name, version, n, len(got), want)
+			}
+		}
+	}
+}
+
+// To a peer of each version goes what it knows, and no more.
+func TestAxesOfVersions(t *testing.T) {
+	for v, want := range map[wire.Version]int{wire.V(1, 0): mem.NoAxis, wire.V(1, 1): mem.OneAxis, wire.V(1, 2): mem.OneAxis, wire.V(1, 3): mem.BothAxes, wire.V(1, 9): mem.BothAxes} {
+		if got := axesOf(v); got != want {
+			t.Errorf("%s: %d axes, want %d", v, got, want)
 		}
 	}
 }
 
 // Regular memory on either side arrives, whole and where some of it had landed, and from and to a sidecar
-// that knows no runs.
+// that knows no runs, or runs of one axis.
 func TestRegularMemory(t *testing.T) {
+	oneAxis := wire.Versions{Min: wire.V(1, 0), Max: framesPush}
 	for _, c := range []struct {
 		name     string
 		src, dst wire.Versions
-	}{{"both know runs", frames, frames}, {"the source is older", wire.Lanes, frames}, {"the destination is older", frames, wire.Lanes}} {
+		axes     int
+	}{{"both know rows", frames, frames, mem.BothAxes}, {"the source is older", wire.Lanes, frames, mem.NoAxis}, {"the destination is older", frames, wire.Lanes, mem.NoAxis},
+		{"the source knows no rows", oneAxis, frames, mem.OneAxis}, {"the destination knows no rows", frames, oneAxis, mem.OneAxis}} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := t.TempDir()
 			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2, versions: c.src}),
 				dst: newNode(t, 2, 1, Config{Dir: dir, Workers: 2, versions: c.dst})}
 			p.lane = p.dial(t)
-			if got := p.lane.(*lane).runs; got != (c.src == c.dst) {
-				t.Fatalf("the source sends runs: %v", got)
+			if got := p.lane.(*lane).axes; got != c.axes {
+				t.Fatalf("the source sends runs of %d axes, want %d", got, c.axes)
 			}
 			const n = 1 << 19 // eight chunks
 			shapes := []*memory{regular(t, n, 512, 1024, 64, false), regular(t, n, 512, 1024, 64, true), regular(t, n, 2048, 4096, 32, true),
@@ -231,23 +193,39 @@ func dest(size int) *destination {
 
 // What a pull may not say: each is refused, before a piece of it is made.
 func TestHostileRuns(t *testing.T) {
-	const size = 1 << 20
+	const size, none = 1 << 20, 1 << 30
 	for name, c := range map[string]struct {
 		r   run
 		why transfer.Reason
 	}{
-		"behind the region":        {run{region: 3, len: 16, off: size - 15, count: 1}, transfer.ReasonRange},
-		"the last piece behind it": {run{region: 3, len: 16, stride: 1024, count: 1025}, transfer.ReasonRange},
-		"the last piece before it": {run{region: 3, len: 16, off: 4096, stride: 1<<64 - 1024, count: 6}, transfer.ReasonRange},
-		"stride past 64 bits":      {run{region: 3, len: 16, stride: 1 << 62, count: 5}, transfer.ReasonRange},
-		"the least stride":         {run{region: 3, len: 16, off: 64, stride: 1 << 63, count: 3}, transfer.ReasonRange},
-		"no length":                {run{region: 3, stride: 1, count: 2}, transfer.ReasonRange},
-		"another region":           {run{region: 4, len: 16, stride: 16, count: 2}, transfer.ReasonMemory},
-		"the same piece for ever":  {run{region: 3, len: 16, count: math.MaxUint32}, transfer.ReasonLength},
-		"too many pieces":          {run{region: 3, len: 1, stride: 1, count: maxPieces + 1}, transfer.ReasonLength},
-		"too many bytes":           {run{region: 3, len: 1 << 19, count: 9}, transfer.ReasonLength},
+		"behind the region":          {run{off: size - 15, Strides: mem.Single}, transfer.ReasonRange},
+		"the last piece behind it":   {run{Strides: mem.Strides{Stride: 1024, Count: 1025, Rows: 1}}, transfer.ReasonRange},
+		"the last piece before it":   {run{off: 4096, Strides: mem.Strides{Stride: 1<<64 - 1024, Count: 6, Rows: 1}}, transfer.ReasonRange},
+		"stride past 64 bits":        {run{Strides: mem.Strides{Stride: 1 << 62, Count: 5, Rows: 1}}, transfer.ReasonRange},
+		"the least stride":           {run{off: 64, Strides: mem.Strides{Stride: 1 << 63, Count: 3, Rows: 1}}, transfer.ReasonRange},
+		"no length":                  {run{len: none, Strides: mem.Strides{Stride: 1, Count: 2, Rows: 1}}, transfer.ReasonRange},
+		"another region":             {run{region: 1, Strides: mem.Strides{Stride: 16, Count: 2, Rows: 1}}, transfer.ReasonMemory},
+		"the same piece for ever":    {run{Strides: mem.Strides{Count: math.MaxUint32, Rows: 1}}, transfer.ReasonLength},
+		"too many pieces":            {run{len: 1, Strides: mem.Strides{Stride: 1, Count: maxPieces + 1, Rows: 1}}, transfer.ReasonLength},
+		"too many bytes":             {run{len: 1 << 19, Strides: mem.Strides{Count: 9, Rows: 1}}, transfer.ReasonLength},
+		"the last row behind it":     {run{Strides: mem.Strides{Stride: 16, Outer: 1 << 19, Count: 4, Rows: 3}}, transfer.ReasonRange},
+		"the last row before it":     {run{off: 4096, Strides: mem.Strides{Stride: 16, Outer: 1<<64 - 2048, Count: 4, Rows: 4}}, transfer.ReasonRange},
+		"both axes, behind it":       {run{Strides: mem.Strides{Stride: size / 2, Outer: size / 2, Count: 2, Rows: 2}}, transfer.ReasonRange},
+		"rows past 64 bits":          {run{Strides: mem.Strides{Stride: 16, Outer: 1 << 62, Count: 4, Rows: 5}}, transfer.ReasonRange},
+		"axes that add to 64 bits":   {run{Strides: mem.Strides{Stride: 1 << 62, Outer: 1 << 62, Count: 2, Rows: 4}}, transfer.ReasonRange},
+		"forth and not back":         {run{Strides: mem.Strides{Stride: size, Outer: 1<<64 - size, Count: 2, Rows: 2}}, transfer.ReasonRange},
+		"pieces of 64 bits":          {run{Strides: mem.Strides{Count: math.MaxUint32, Rows: math.MaxUint32}}, transfer.ReasonLength},
+		"pieces of more than a pull": {run{len: 1, Strides: mem.Strides{Stride: 1, Outer: 1, Count: 256, Rows: 129}}, transfer.ReasonLength},
+		"bytes of more than a pull":  {run{len: 1 << 19, Strides: mem.Strides{Count: 3, Rows: 3}}, transfer.ReasonLength},
 	} {
 		d := dest(size)
+		c.r.region += 3
+		switch c.r.len {
+		case 0:
+			c.r.len = 16
+		case none:
+			c.r.len = 0
+		}
 		f := pullOf(pullFrame{tag: 1}, c.r)
 		var j job
 		j.l = d.l
@@ -264,9 +242,10 @@ func TestHostileRuns(t *testing.T) {
 // FuzzSource: whatever cells a peer sends, what is accepted names only bytes of its region, as many and in as many pieces as is said.
 func FuzzSource(f *testing.F) {
 	const size = 64 << 10
-	f.Add(pullOf(pullFrame{}, run{region: 3, len: 16, off: 32, stride: 64, count: 100}, run{region: 3, len: 5, count: 1})[frameHeader+pullFixed:])
-	f.Add(pullOf(pullFrame{}, run{region: 3, len: 16, off: 60000, stride: 1<<64 - 64, count: 100})[frameHeader+pullFixed:])
-	f.Add(pullOf(pullFrame{}, run{region: 3, len: 16, stride: 1 << 63, count: 2})[frameHeader+pullFixed:])
+	for _, s := range []mem.Strides{{Stride: 64, Count: 100, Rows: 1}, {Stride: 1<<64 - 64, Count: 100, Rows: 1}, {Stride: 1 << 63, Count: 2, Rows: 1},
+		{Stride: 64, Outer: 1<<64 - 8192, Count: 64, Rows: 8}, {Stride: 1 << 63, Outer: 1 << 63, Count: 2, Rows: 2}} {
+		f.Add(pullOf(pullFrame{}, run{region: 3, len: 16, off: 60000, Strides: s}, run{region: 3, len: 5, Strides: mem.Single})[frameHeader+pullFixed:])
+	}
 	f.Fuzz(func(t *testing.T, cells []byte) {
 		cells = cells[:min(len(cells), maxCells*cellBytes)/cellBytes*cellBytes]
 		d := dest(size)
@@ -275,12 +254,11 @@ func FuzzSource(f *testing.F) {
 			return
 		}
 		bytes, pieces := uint64(0), uint64(0)
-		for c := (cursor{job: &j, cells: j.cells}); c.source(); c.from.count-- {
-			if c.m == nil || c.from.off > size || uint64(c.from.len) > size-c.from.off || c.from.len == 0 {
-				t.Fatalf("a piece [%d, +%d) of a region of %d", c.from.off, c.from.len, size)
+		for c := (cursor{job: &j, cells: j.cells}); c.source(); c.more = c.at.Next(&c.from.Strides) {
+			if c.m == nil || c.at.Off > size || uint64(c.from.len) > size-c.at.Off || c.from.len == 0 {
+				t.Fatalf("a piece [%d, +%d) of a region of %d", c.at.Off, c.from.len, size)
 			}
 			bytes += uint64(c.from.len)
-			c.from.off += c.from.stride
 			pieces++
 		}
 		if bytes != j.total || pieces != j.pieces || pieces > maxPieces || bytes > maxLen {

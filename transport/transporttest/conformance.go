@@ -59,6 +59,7 @@ var shapes = []Shape{
 	{Chunks: 13, BlockBytes: 4 << 10, Shuffle: true, TailBytes: 40008},
 	{Chunks: 9, BlockBytes: 7 << 10, Shuffle: true, TailBytes: 8},
 	{Chunks: 20, BlockBytes: 64, Shuffle: true, TailBytes: 128},
+	{Chunks: 12, BlockBytes: 1 << 10, Across: 16, TailBytes: 5000},
 }
 
 func testCaps(t *testing.T, f Factory) {

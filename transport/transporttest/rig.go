@@ -397,6 +397,7 @@ type Shape struct {
 	TailBytes  int  // of every fourth chunk, which ends a segment; 0: all are whole
 	BlockBytes int  // scattered blocks; ChunkBytes or more: contiguous chunks
 	Shuffle    bool // in random order
+	Across     int  // blocks of a row, each a row's length from the next, as a page lies that another order takes apart; 0: as they come
 	Gapless    bool // nothing between blocks: without Shuffle, one piece of memory
 }
 
@@ -453,6 +454,13 @@ func NewMemory(tb testing.TB, s Shape) *Memory {
 	}
 	if s.Shuffle {
 		rand.Shuffle(len(refs), func(i, j int) { refs[i], refs[j] = refs[j], refs[i] })
+	}
+	for n, page := s.Across, refs; n > 0 && len(page) >= n*n; page = page[n*n:] {
+		for i := range n {
+			for k := range i {
+				page[i*n+k], page[k*n+i] = page[k*n+i], page[i*n+k]
+			}
+		}
 	}
 	total := m.gap
 	for _, r := range refs {
