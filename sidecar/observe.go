@@ -2,7 +2,6 @@ package sidecar
 
 import (
 	"bufio"
-	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -568,8 +567,10 @@ type stateView struct {
 	Leases exec.View         `json:"leases"`
 	Lanes  []laneView        `json:"lanes"`
 	Totals connector.Stats   `json:"totals"`
-	Peers  map[string]string `json:"peers"` // boot to endpoint; where a peer came to us, what it says is its own
-	Rails  []railView        `json:"our_rails"`
+	Peers  map[string]string `json:"peers"` // boot to where we reached it; empty where it came to us
+	// Claimed is where each of the latter says that it serves. By boot.
+	Claimed map[string]string `json:"claimed"`
+	Rails   []railView        `json:"our_rails"`
 	// Links are the ways between host memory and each GPU that large copies take.
 	Links []stage.PathState `json:"gpu_links"`
 	// Executors are what rearranges scattered blocks of a GPU, and what each of them has moved.
@@ -581,7 +582,7 @@ type stateView struct {
 }
 
 func (n *Node) state() stateView {
-	v := stateView{nodeView: n.describe(), Links: n.gpus.linkStates(), Executors: n.gpus.executorStates(), Totals: n.stats(), Peers: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{},
+	v := stateView{nodeView: n.describe(), Links: n.gpus.linkStates(), Executors: n.gpus.executorStates(), Totals: n.stats(), Peers: map[string]string{}, Claimed: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{},
 		Control: map[string][]string{}}
 	now := n.enter()
 	v.Leases = n.d.ex.View(now)
@@ -593,7 +594,10 @@ func (n *Node) state() stateView {
 	n.d.bindMu.RUnlock()
 	n.dial.mu.Lock()
 	for b, r := range n.dial.peers {
-		v.Peers[b.String()] = cmp.Or(r.endpoint, r.claimed)
+		v.Peers[b.String()] = r.endpoint
+		if r.endpoint == "" {
+			v.Claimed[b.String()] = r.claimed
+		}
 		v.Routes[b.String()] = n.routes(r)
 		v.Control[b.String()] = n.peers.Lanes(b)
 	}

@@ -47,9 +47,12 @@ func TestReach(t *testing.T) {
 			t.Errorf("%+v", v)
 		}
 		// D has dialled P, as a request named it; P knows of D what D says.
-		dialled := ""
+		dialled, claimed := "", there.Endpoint()
 		if here == d {
-			dialled = there.Endpoint()
+			dialled, claimed = claimed, ""
+		}
+		if s, boot := here.state(), there.boot.String(); s.Peers[boot] != dialled || s.Claimed[boot] != claimed {
+			t.Errorf("its state has node %s at %q, and claimed to be at %q", there.cfg.Node, s.Peers[boot], s.Claimed[boot])
 		}
 		if x := v.Peers[0]; x.Endpoint != dialled || x.Claimed != there.Endpoint() || x.Node != there.cfg.Node {
 			t.Errorf("of node %s at %s it says %+v", there.cfg.Node, there.Endpoint(), x)

@@ -176,7 +176,7 @@ func rails(prev, cur *Snapshot, st Style) *table.Table {
 }
 
 func peers(prev, cur *Snapshot, st Style) *table.Table {
-	t := newTable(st, 2, "peer", "endpoint", "lanes", "now", "sent", "rails out of use", "")
+	t := newTable(st, 2, "peer", "reached at", "lanes", "now", "sent", "rails out of use", "")
 	rows := 0
 	for _, boot := range sorted(cur.Peers) {
 		lanes, out := 0, 0
@@ -204,15 +204,22 @@ func peers(prev, cur *Snapshot, st Style) *table.Table {
 			}
 			now = speed(rate(was, sent, cur.At.Sub(prev.At)))
 		}
-		note := ""
-		if boot == cur.Boot {
+		note, at := "", shown(cur.Peers[boot])
+		switch {
+		case boot == cur.Boot:
 			if sent == 0 {
 				continue
 			}
 			note = "this sidecar"
+		case at == "":
+			at = "-"
+			note = "came to this sidecar"
+			if c := cur.Claimed[boot]; c != "" {
+				note += ", and says that it serves at " + shown(c)
+			}
 		}
 		rows++
-		t.Row(short(boot), shown(cur.Peers[boot]), strconv.Itoa(lanes), now, size(sent), count(uint64(out)), note)
+		t.Row(short(boot), at, strconv.Itoa(lanes), now, size(sent), count(uint64(out)), note)
 	}
 	if rows == 0 {
 		return nil

@@ -44,7 +44,8 @@ type Snapshot struct {
 	Leases   exec.View         `json:"leases"`
 	Lanes    []Lane            `json:"lanes"`
 	Totals   connector.Stats   `json:"totals"`
-	Peers    map[string]string `json:"peers"`
+	Peers    map[string]string `json:"peers"`   // by boot: where it was reached; empty where it came to this sidecar
+	Claimed  map[string]string `json:"claimed"` // where one of the latter says that it serves
 }
 
 // Lane is one lane of a sidecar.

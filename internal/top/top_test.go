@@ -30,7 +30,7 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-const self, other = "aaaaaaaa000000000000000000000000", "bbbbbbbb000000000000000000000000"
+const self, other, caller = "aaaaaaaa000000000000000000000000", "bbbbbbbb000000000000000000000000", "cccccccc000000000000000000000000"
 
 // snapshot is a sidecar in the middle of something, `moved` GiB later than at its start.
 func snapshot(at time.Time, moved uint64) *Snapshot {
@@ -48,16 +48,17 @@ func snapshot(at time.Time, moved uint64) *Snapshot {
 			Dests:   []exec.DestView{{Lease: "dddddddd:1.0", Req: "req-7", State: "open", Grants: 1, Age: 1500 * time.Millisecond, Left: 28 * time.Second, Trouble: "no partner yet"}},
 			Sources: []exec.SourceView{{Lease: "cccccccc:9.3", Req: "req-8", State: "open", Serving: 1, Age: 20 * time.Millisecond, Left: 29 * time.Second}},
 			Rails:   spray.View{Pairs: []spray.PairView{busy, dead, pair(self, "rail0", "healthy", spray.Counters{})}, Waiting: map[string]int{"background": 12, "decode_waits": 1}}},
-		Lanes:  []Lane{{other, "tcp", "rail0"}, {other, "tcp", "rail1"}, {self, "tcp", "rail0"}},
-		Totals: connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved, "source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
-		Peers:  map[string]string{other: "10.0.0.2:7650", self: "10.0.0.1:7650"}}
+		Lanes:   []Lane{{other, "tcp", "rail0"}, {other, "tcp", "rail1"}, {self, "tcp", "rail0"}},
+		Totals:  connector.Stats{Transfers: map[string]uint64{"destination_ok": 10 + moved, "source_failed": 1}, Bytes: map[string]uint64{"tcp": moved * gib}},
+		Peers:   map[string]string{other: "10.0.0.2:7650", self: "10.0.0.1:7650", caller: ""},
+		Claimed: map[string]string{caller: "127.0.0.1:7650"}}
 }
 
 // What engines, their clients and peers call themselves does nothing to a terminal, and makes no lines.
 func TestForeignText(t *testing.T) {
 	const bad = "a\x1b[2J\r\nb\u009b1m"
 	s := snapshot(time.Unix(1000, 0), 2)
-	s.Node, s.Version, s.Endpoint, s.Sessions, s.Peers[other] = bad, bad, bad, []string{bad}, bad
+	s.Node, s.Version, s.Endpoint, s.Sessions, s.Peers[other], s.Claimed[caller] = bad, bad, bad, []string{bad}, bad, bad
 	s.Leases.Dests[0].Req, s.Leases.Dests[0].Trouble, s.Leases.Sources[0].Req = bad, bad, bad
 	for i := range s.Leases.Rails.Pairs {
 		p := &s.Leases.Rails.Pairs[i]
@@ -70,8 +71,8 @@ func TestForeignText(t *testing.T) {
 	if want := strings.Count(Render(nil, snapshot(s.At, 2), 0, Plain), "\n"); strings.Count(got, "\n") != want {
 		t.Errorf("%d lines, want %d:\n%s", strings.Count(got, "\n"), want, got)
 	}
-	if n := strings.Count(got, "a?[2J??b?1m"); n != 16 {
-		t.Errorf("%d of 16 texts are there:\n%s", n, got)
+	if n := strings.Count(got, "a?[2J??b?1m"); n != 17 {
+		t.Errorf("%d of 17 texts are there:\n%s", n, got)
 	}
 }
 
