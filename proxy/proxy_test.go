@@ -795,15 +795,22 @@ func TestNoRoute(t *testing.T) {
 
 // The router's own refusals for want of an engine have the API's form, too.
 func TestNoEngineIsTold(t *testing.T) {
-	_, url := start(t, Config{Decode: []string{"http://127.0.0.1:1"}})
+	const nobody = "http://127.0.0.1:1"
 	for _, path := range []string{"/v1/completions", "/tokenize"} {
-		status, answer, h := post(t, url, path, `{"prompt":"a"}`)
-		want := codeNoEngine
-		if status == http.StatusBadGateway { // asked before the first health check
-			want = codeEngineFailed
+		p, err := New(Config{Decode: []string{nobody}}) // no health checks: what requests find is all that is known
+		if err != nil {
+			t.Fatal(err)
 		}
-		refusal(t, path, status, h, answer, max(status, 502), want, "decode")
+		srv := httptest.NewServer(p.Handler())
+		// An engine that was tried has failed; one that is known to be down is not tried.
+		status, answer, h := post(t, srv.URL, path, `{"prompt":"a"}`)
+		refusal(t, path, status, h, answer, http.StatusBadGateway, codeEngineFailed, nobody)
+		status, answer, h = post(t, srv.URL, path, `{"prompt":"a"}`)
+		refusal(t, path, status, h, answer, http.StatusServiceUnavailable, codeNoEngine, "no decode engine is up")
+		srv.Close()
+		p.client.CloseIdleConnections()
 	}
+	http.DefaultClient.CloseIdleConnections()
 }
 
 func TestPass(t *testing.T) {
