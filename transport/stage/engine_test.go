@@ -539,6 +539,45 @@ func TestEngineStops(t *testing.T) {
 	must(0, g.Close())(t)
 }
 
+// An engine that has stopped in mid kernel does not keep a sidecar from ending. Whatever its kernel may touch stays.
+func TestEngineStopsAndWeClose(t *testing.T) {
+	p := newFakePlatform(1)
+	g := patient(must(newGPUs(p, inEngine()))(t))
+	g.closePatience = 50 * time.Millisecond
+	e := newFakeEngine(t, p, g, 0, 1<<20)
+	taken, resume := make(chan struct{}), make(chan struct{})
+	e.before = func(slot int, _ uint64) bool {
+		if slot != openSlot {
+			close(taken)
+			<-resume
+		}
+		return true
+	}
+	e.start(g)
+	e.opened()
+	blocks := e.scattered(rand.New(rand.NewPCG(9, 9)), 20)
+	result := make(chan error, 1)
+	go func() { result <- e.region.Device().Gather(make([]byte, 1<<20), blocks) }()
+	<-taken
+	if err := g.Close(); err == nil || !strings.Contains(err.Error(), "1 of 4 gathers") {
+		t.Errorf("closed beside a kernel: %v", err)
+	}
+	u := e.region.Device().(*GPU)
+	if p.m.at(u.staging, u.stagingBytes()) == nil {
+		t.Error("the staging buffer was freed")
+	}
+	close(resume)
+	if err := <-result; err != nil {
+		t.Error(err)
+	}
+	e.detach()
+	e.quit()
+	e.region.Release()
+	for _, d := range p.devices[0] {
+		must(0, d.Close())(t)
+	}
+}
+
 // Boards come and go while hops look for one: none is looked at once it was let go. The race detector sees who does.
 func TestEngineDetachRaces(t *testing.T) {
 	p := newFakePlatform(1)

@@ -113,12 +113,21 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 
 func (u *GPU) stagingBytes() uint64 { return uint64(cap(u.hops)) * HopBytes }
 
+// close waits for what is under way. What does not end in time keeps all that it may touch, until this process ends.
 func (u *GPU) close() error {
 	var errs []error
 	var own []cuda.Ptr
-	for range cap(u.hops) {
-		if h := <-u.hops; !h.lent && h.dense != 0 { // waits for what is under way
-			own = append(own, h.dense)
+	late := time.NewTimer(u.gpus.closePatience)
+	defer late.Stop()
+	for ended := range cap(u.hops) {
+		select {
+		case h := <-u.hops:
+			if !h.lent && h.dense != 0 {
+				own = append(own, h.dense)
+			}
+		case <-late.C:
+			return fmt.Errorf("stage: GPU %d: %d of %d gathers and scatters are still under way after %v, in an engine that has stopped or a driver that hangs: "+
+				"its memory stays allocated", u.index, cap(u.hops)-ended, cap(u.hops), u.gpus.closePatience)
 		}
 	}
 	errs = append(errs, u.dev.Close())

@@ -60,7 +60,8 @@ const (
 	defaultBuffers = 128
 	PeerPipelines  = 2 // per ordered pair of GPUs: one core alone does not issue stages as fast as the link takes them
 	defaultStage   = 16 << 20
-	directPiece    = 256 << 10 // blocks of so many bytes on average are copied one by one
+	directPiece    = 256 << 10        // blocks of so many bytes on average are copied one by one
+	closePatience  = 10 * time.Second // for hops under way, where a GPU is given back
 )
 
 // GPUs is this process's use of the host's GPUs: it imports memory that engines lend, and moves it. A GPU is opened when the
@@ -71,7 +72,8 @@ type GPUs struct {
 	plat platform
 	ids  [][16]byte
 
-	patience time.Duration // workPatience; tests of something else have more
+	patience      time.Duration // workPatience; tests of something else have more
+	closePatience time.Duration // closePatience; a test has less
 
 	mu     sync.Mutex // protects all below
 	gpus   map[int]*GPU
@@ -147,7 +149,7 @@ func newGPUs(p platform, cfg Config) (*GPUs, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &GPUs{cfg: cfg, plat: p, ids: ids, patience: workPatience, gpus: map[int]*GPU{}, peers: map[[2]int]*pair{}}
+	g := &GPUs{cfg: cfg, plat: p, ids: ids, patience: workPatience, closePatience: closePatience, gpus: map[int]*GPU{}, peers: map[[2]int]*pair{}}
 	g.pins.Store(&[]pin{})
 	return g, nil
 }

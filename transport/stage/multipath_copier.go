@@ -70,12 +70,12 @@ type paths struct {
 
 	making sync.Mutex // held by whoever makes a path set; taken before mu
 
-	mu     sync.RWMutex // read by copies while they last; protects the three below
+	mu     sync.RWMutex // read by copies while they last; protects the three below, of which relays are written with importing held, too
 	m      *Multipath
 	relays []*GPU
 	tried  int // GPUs in use when relays were looked up
 
-	importing sync.Mutex // protects imported; taken after mu
+	importing sync.Mutex // protects imported, and is held while something is imported; taken after mu
 	imported  map[*mem.Region]view
 }
 
@@ -345,6 +345,8 @@ func (c *Copier) make(p *paths, u *GPU, used []*GPU) error {
 	if err := c.closePathsLocked(p, u); err != nil {
 		c.gpus.cfg.Log.Warn("paths not closed", "gpu", u.index, "err", err)
 	}
+	p.importing.Lock()
+	defer p.importing.Unlock()
 	p.m, p.relays, p.tried = m, relays, len(used)
 	return nil
 }
@@ -433,7 +435,7 @@ func (p *paths) shifts(r *mem.Region) ([]cuda.Ptr, error) {
 			at, n, err := relay.card.Import(&h, r.FD())
 			if err != nil {
 				err = fmt.Errorf("stage: region %s: import into the context of GPU %d, which relays: %w", r.ID(), relay.index, err)
-				return nil, errors.Join(err, p.unimport(r, all))
+				return nil, errors.Join(err, unimport(p.relays, r, all))
 			}
 			all = append(all, foreign{at, n})
 		}
@@ -451,7 +453,9 @@ func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
 	if len(p.relays) == 0 {
 		return nil, nil
 	}
-	p.importing.Lock()
+	if !p.importing.TryLock() { // a relay's driver is at another region; a batch with claims entered must not wait for it
+		return nil, errNotReady
+	}
 	defer p.importing.Unlock()
 	all, ok := p.imported[r]
 	if !ok {
@@ -460,11 +464,15 @@ func (p *paths) shiftOf(r *mem.Region) ([]cuda.Ptr, error) {
 	return all.shift, nil
 }
 
-func (p *paths) unimport(r *mem.Region, all []foreign) error {
+// unimport takes all back from the first of the relays.
+func unimport(relays []*GPU, r *mem.Region, all []foreign) error {
+	if len(all) == 0 {
+		return nil
+	}
 	h, err := ParseHandle(r.Handle())
 	errs := []error{err}
 	for i, f := range all {
-		errs = append(errs, p.relays[i].card.Unimport(&h, f.at, f.n))
+		errs = append(errs, relays[i].card.Unimport(&h, f.at, f.n))
 	}
 	return errors.Join(errs...)
 }
@@ -516,21 +524,29 @@ func (c *Copier) yield(p *paths) {
 // Forget gives back what the driver has of regions that go. No copy of them may be under way, or come.
 func (c *Copier) Forget(regions []*mem.Region) error {
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	var errs []error
 	for _, r := range regions {
 		c.unwantLocked(r)
 		errs = append(errs, c.unpinLocked(r))
-		for _, p := range c.paths {
-			p.importing.Lock()
-			if all, ok := p.imported[r]; ok {
-				errs = append(errs, p.unimport(r, all.foreign))
-				delete(p.imported, r)
-			}
-			p.importing.Unlock()
+	}
+	all := slices.Collect(maps.Values(c.paths))
+	c.mu.Unlock()
+	// Without mu: whoever holds importing waits for the driver, and so do we.
+	for _, p := range all {
+		for _, r := range regions {
+			errs = append(errs, p.forget(r))
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// forget ends what relays have of r. Lanes that look for the view of another region do not wait for the driver meanwhile.
+func (p *paths) forget(r *mem.Region) error {
+	p.importing.Lock()
+	v, relays := p.imported[r], p.relays
+	delete(p.imported, r)
+	p.importing.Unlock()
+	return unimport(relays, r, v.foreign)
 }
 
 // unpinLocked lets go of mu while the driver is at it.
@@ -562,7 +578,7 @@ func (c *Copier) closePathsLocked(p *paths, u *GPU) error {
 	p.importing.Lock()
 	defer p.importing.Unlock()
 	for r, all := range p.imported {
-		errs = append(errs, p.unimport(r, all.foreign))
+		errs = append(errs, unimport(p.relays, r, all.foreign))
 	}
 	clear(p.imported)
 	p.m, p.relays = nil, nil

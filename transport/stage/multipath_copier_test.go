@@ -23,6 +23,7 @@ type contexts struct {
 	*fakePlatform
 	noRegister bool          // host memory cannot be locked
 	slow       chan struct{} // to lock host memory waits for it; nil: it does not
+	slowUnmap  chan struct{} // ... and to unmap an engine's memory
 	lends      []lease       // of GPUs
 	models     []string
 	asked      []int // thread blocks that packers were set to
@@ -85,6 +86,9 @@ func (c *contextCard) Import(h *Handle, fd int) (cuda.Ptr, uint64, error) {
 }
 
 func (c *contextCard) Unimport(h *Handle, p cuda.Ptr, n uint64) error {
+	if c.p.slowUnmap != nil {
+		<-c.p.slowUnmap
+	}
 	if h.GPU != uuid(c.i) {
 		c.p.m.mu.Lock()
 		delete(c.p.m.mem, p)
@@ -328,6 +332,53 @@ func TestCopierForget(t *testing.T) {
 		if r.c.windows != 0 || r.p.mapped != 2 {
 			t.Fatalf("%d windows and %d imports after Forget, want 0 and 2", r.c.windows, r.p.mapped)
 		}
+	}
+}
+
+// TestCopierForgetWaitsAlone: while the driver is at memory that goes, nobody else waits for it.
+func TestCopierForgetWaitsAlone(t *testing.T) {
+	r := newCopyRig(t, 2)
+	r.threshold(t, 0, 1<<20)
+	to, from := whole(r.gpu[0], r.host, 0, 1<<20)
+	r.reach(t, to, from)
+	h, b := r.p.lend(0, copyBytes, 0)
+	other := must(r.g.Import(mem.NewID(), h.Append(nil), -1, copyBytes))(t)
+	defer other.Release()
+	to2, from2 := whole(other, r.host, 0, 1<<20)
+	r.reach(t, to2, from2)
+	r.p.slowUnmap = make(chan struct{})
+	gone := make(chan error, 1)
+	go func() { gone <- r.c.Forget([]*mem.Region{r.gpu[0]}) }()
+	until(t, "the import is taken out", func() bool {
+		p := r.c.paths[r.gpu[0].Device().(*GPU)]
+		p.importing.Lock()
+		defer p.importing.Unlock()
+		return len(p.imported) == 1
+	})
+	goes := make(chan error, 1)
+	go func() {
+		r.c.State()
+		if !r.c.Reaches(to2, from2) {
+			t.Error("other memory is not reached any more")
+		}
+		goes <- r.c.Carry(to2, from2)
+	}()
+	select {
+	case err := <-goes:
+		if err != nil || !bytes.Equal(b[:1<<20], r.near[:1<<20]) {
+			t.Errorf("other memory: %v, or content differs", err)
+		}
+	case <-time.After(patience):
+		t.Error("others wait for the driver, too")
+	}
+	select {
+	case <-gone:
+		t.Error("Forget did not wait for the driver")
+	default:
+	}
+	close(r.p.slowUnmap)
+	if err := <-gone; err != nil {
+		t.Error(err)
 	}
 }
 
