@@ -52,6 +52,8 @@ type bench struct {
 	repeat int
 	name   string // of the bench that runs
 	report Report
+
+	interrupted func() error // the error with which to end, once somebody has asked for that
 }
 
 // NewCommand makes `kvspray bench gpu`.
@@ -92,7 +94,7 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			}
 			say := progress.Start(cmd.ErrOrStderr())
 			defer say.Close()
-			b := &bench{drv: drv, out: cmd.OutOrStdout(), say: say, repeat: repeat, report: Report{Driver: drv.Version}}
+			b := &bench{drv: drv, out: cmd.OutOrStdout(), say: say, repeat: repeat, report: Report{Driver: drv.Version}, interrupted: cmd.Context().Err}
 			for _, d := range drv.Devices {
 				name, err := d.Name()
 				if err != nil {
@@ -103,8 +105,8 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			fmt.Fprintf(b.out, "%d x %s\n%-58s %9s %9s %9s %9s %7s %6s\n", len(drv.Devices), b.report.Devices[0], "", "GB/s", "min", "max", "ceiling",
 				"ratio", "cores")
 			for _, name := range args {
-				// What was measured is kept, whatever becomes of the next.
-				if err = errors.Join(b.run(name), b.write(jsonFile, htmlFile)); err != nil {
+				// What was measured is kept, whatever becomes of the next. What fails after a signal fails for that: it reaches processes of ours, too.
+				if err = errors.Join(b.run(name), b.interrupted(), b.write(jsonFile, htmlFile)); err != nil {
 					return err
 				}
 			}
@@ -192,6 +194,9 @@ func (b *bench) pair(r Row, f func() error, ceilingBytes uint64, ceiling func() 
 	var cpu, wall float64
 	for i := range b.repeat {
 		b.say.Note("%d of %d", i+1, b.repeat)
+		if err := b.interrupted(); err != nil {
+			return fmt.Errorf("%s: %w", r.What, err)
+		}
 		if ceiling != nil {
 			t := time.Now()
 			if err := ceiling(); err != nil {

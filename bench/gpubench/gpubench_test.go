@@ -2,7 +2,9 @@ package gpubench
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
 	"slices"
@@ -52,7 +54,7 @@ func TestHTML(t *testing.T) {
 // TestPairSays: who waits is told what is measured, and the table has rows only.
 func TestPairSays(t *testing.T) {
 	var table, said bytes.Buffer
-	b := &bench{out: &table, say: progress.Start(&said), repeat: 2, name: "staged"}
+	b := &bench{out: &table, say: progress.Start(&said), repeat: 2, name: "staged", interrupted: t.Context().Err}
 	nothing := func() error { return nil }
 	if err := b.pair(Row{What: "slices", Bytes: 1}, nothing, 1, nothing); err != nil {
 		t.Fatal(err)
@@ -92,5 +94,22 @@ func TestChoose(t *testing.T) {
 		if !slices.Equal(got, c.want) || (err == nil) != (c.err == "") || err != nil && !strings.Contains(err.Error(), c.err) {
 			t.Errorf("%v of %d GPUs: %v, %v", c.asked, c.gpus, got, err)
 		}
+	}
+}
+
+// TestPairInterrupted: a signal ends it before the next repetition, as what the command line calls interrupted, and half a row is none.
+func TestPairInterrupted(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var table bytes.Buffer
+	b := &bench{out: &table, repeat: 1000, name: "staged", interrupted: ctx.Err}
+	runs := 0
+	err := b.pair(Row{What: "slices", Bytes: 1}, func() error {
+		if runs++; runs == 3 {
+			cancel()
+		}
+		return nil
+	}, 0, nil)
+	if !errors.Is(err, context.Canceled) || runs != 3 || len(b.report.Rows) != 0 || table.Len() != 0 {
+		t.Errorf("%v after %d runs, %d rows", err, runs, len(b.report.Rows))
 	}
 }
