@@ -149,10 +149,10 @@ func (f *Flow) next() (r transfer.Range, avoid uint16) {
 	return f.fresh.Peek(maxSliceChunks), 0
 }
 
-// take removes up to limit chunks of the run that next found for one slice, and returns the attempt that it is.
-func (f *Flow) take(limit uint32) (transfer.Range, uint32) {
+// take removes up to limit chunks for one slice, of those that were never sent or of those that were, and returns the attempt that it is.
+func (f *Flow) take(limit uint32, fresh bool) (transfer.Range, uint32) {
 	var r transfer.Range
-	if f.retries() > 0 {
+	if !fresh {
 		r = f.again.Peek(limit)
 		avoid := f.chunks[r.First].avoid
 		for n := uint32(1); n < r.Count; n++ {

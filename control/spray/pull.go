@@ -74,7 +74,13 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 			continue
 		}
 		run, avoid := f.next()
+		fresh := avoid == 0 && f.retries() == 0
 		q, limit := s.choose(p, f, run, avoid, urgent)
+		if q == nil && avoid != 0 && f.fresh.Count() > 0 {
+			// What failed waits for another pair than the one that failed it. What was never sent does not wait with it.
+			fresh = true
+			q, limit = s.choose(p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
+		}
 		if q == nil {
 			continue
 		}
@@ -82,7 +88,7 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		if l == nil {
 			continue
 		}
-		r, attempt := f.take(limit)
+		r, attempt := f.take(limit, fresh)
 		return s.post(now, l, f, r, attempt), true
 	}
 	return Slice{}, false
@@ -137,11 +143,11 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 		return nil, 0
 	}
 	// Near the end: leave it to the others if they are done with everything before best is done with this. Something of
-	// theirs is in flight then, and asks again.
+	// theirs is in flight then, and asks again. The one to avoid would not take it.
 	var rate float64
 	load, fixed, near := uint64(0), maxB0, uint8(len(tierPenalty)-1)
 	for _, q := range p.pairs {
-		if !q.usable() || f.class(q) != class {
+		if !q.usable() || f.class(q) != class || int(avoid) == q.index+1 {
 			continue
 		}
 		near = min(near, q.tierAt(f.at))

@@ -220,7 +220,7 @@ func TestTrapCooldownDoublesPerError(t *testing.T) {
 	q := s.lanes[1].pair
 	var held []Slice
 	for range 10 { // more in flight than a window would allow
-		r, attempt := f.take(1)
+		r, attempt := f.take(1, true)
 		held = append(held, s.post(0, s.lanes[1], f, r, attempt))
 	}
 	for _, sl := range held {
@@ -303,6 +303,66 @@ func TestTrapRemoteIgnored(t *testing.T) {
 	m.move(64 << 20)
 	near(t, "fast remote", m.p.pairs[0].bw, gbit, 0.1)
 	near(t, "slow remote", m.p.pairs[1].bw, gbit/10, 0.1)
+}
+
+// A retry kept everything behind it waiting: it avoids the pair that failed it, and where all others are full nothing of its flow was sent, though that pair had
+// room for what was never tried on it.
+func TestTrapRetriesHoldUpTheirFlow(t *testing.T) {
+	s, p := solo(t, 2)
+	f := flow(t, s, p, 64)
+	sent := pullAll(s, p, 0)
+	bad := sent[0]
+	s.End(ms, bad.Cookie, Failed)
+	again := pullAll(s, p, ms)
+	if len(again) != 1 || again[0].Lane != bad.Lane || again[0].Range.First <= bad.Range.First || again[0].Attempt != 1 {
+		t.Fatalf("after %+v failed came %+v: want a slice that was never sent, over the same pair, which alone has room", bad, again)
+	}
+	if f.retries() != bad.Range.Count {
+		t.Errorf("%d chunks wait for another pair, want the %d that failed", f.retries(), bad.Range.Count)
+	}
+	if err := check(s, []*Peer{p}, []*Flow{f}); err != nil {
+		t.Error(err)
+	}
+	// As soon as the other one has room it takes them.
+	for _, sl := range sent {
+		if sl.Lane != bad.Lane {
+			s.End(2*ms, sl.Cookie, Confirmed)
+		}
+	}
+	if again = pullAll(s, p, 2*ms); len(again) == 0 || again[0].Lane == bad.Lane || again[0].Range != bad.Range || again[0].Attempt != 2 {
+		t.Errorf("then came %+v: want %+v once more on the other pair", again, bad.Range)
+	}
+}
+
+// A retry waited for a pair that it avoids: near its end a transfer is left to those that are done sooner, and the one that had failed it counted among them. Where
+// that pair is faster by so much, and others keep it busy, the turn came when its delay was looked at, every half a second.
+func TestTrapRetryLeftToThePairItAvoids(t *testing.T) {
+	m := newModel(t, Config{})
+	m.rail(2*gbit, 100*time.Microsecond, 1)
+	slow := m.rail(50*mbit, 100*time.Microsecond, 1)
+	m.move(256 << 20)
+	m.wait(sec)
+	f := m.open(DecodeWaits, transfer.ChunkBytes)
+	first, ok := m.s.Pull(m.now, m.p)
+	if !ok || m.byLane[first.Lane] == slow {
+		t.Fatalf("%+v: not what this test is about", first)
+	}
+	bulk := func() { // keeps the fast one busy, and leaves the slow one alone
+		for range 8 {
+			m.open(LayerStream, 256<<10)
+		}
+	}
+	bulk()
+	m.pulled = func(Slice) {
+		if m.p.waits(Background) < 16 {
+			bulk()
+		}
+	}
+	m.pull()
+	m.end(first, Failed)
+	if d := m.run(100*ms, f.landed); d < 0 {
+		t.Error("a chunk that its fast pair failed once has not gone by the other one, which takes 11 ms, in 100 ms")
+	}
 }
 
 // A slice that a lane does not even take was nobody's business: it goes out on another pair at once, and costs its chunks nothing.
