@@ -110,13 +110,13 @@ func (s *Server) Listen() error {
 	}
 	path := s.opt.Socket
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
-		return fmt.Errorf("connector: folder of socket %s: %w", path, err)
+		return unwritable("folder", path, err)
 	}
 	// The lock, not the socket, says who is alive: it ends with its process, and two sidecars that start at once cannot both
 	// find a dead one.
 	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
-		return fmt.Errorf("connector: lock of socket %s: %w", path, err)
+		return unwritable("lock", path, err)
 	}
 	fail := func(err error) error {
 		_ = lock.Close()
@@ -143,7 +143,7 @@ func (s *Server) Listen() error {
 	}
 	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
 	if err != nil {
-		return fail(fmt.Errorf("connector: listen: %w", err))
+		return fail(unwritable("listen", path, err))
 	}
 	if err := os.Chmod(path, os.FileMode(s.opt.SocketMode)); err != nil {
 		_ = ln.Close()
@@ -152,6 +152,10 @@ func (s *Server) Listen() error {
 	s.ln, s.lock = ln, lock
 	s.wg.Go(s.watch.run)
 	return nil
+}
+
+func unwritable(what, path string, err error) error {
+	return fmt.Errorf("connector: socket %s: %s: %w: choose a path in a folder that this user may write to with --socket (engine.socket)", path, what, err)
 }
 
 // Serve accepts sessions until ctx ends or Close. It returns after every goroutine of the server has ended.

@@ -230,7 +230,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 			continue
 		}
 		if oerr != nil {
-			return fmt.Errorf("sidecar: open transport %s: %w", b.Name(), oerr)
+			return fmt.Errorf("sidecar: open transport %s: %w", b.Name(), n.withFolder(b, oerr))
 		}
 		closers = append(closers, b.Close)
 		live = append(live, b)
@@ -330,6 +330,18 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 	n.shut()
 	return nil
+}
+
+// withFolder says which setting names the folder that shm could not use.
+func (n *Node) withFolder(b transport.Backend, err error) error {
+	if b.Name() != config.TransSHM {
+		return err
+	}
+	key, value := "transports.shm.dir", n.cfg.Transports.SHM.Dir
+	if value == "" {
+		key, value = "--socket (engine.socket)", n.cfg.Engine.Socket
+	}
+	return fmt.Errorf("%w: it is the one of %s %s: name a folder that this user may write to", err, key, value)
 }
 
 // listenHTTP takes the address of health and metrics; nil: none is wanted.

@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"time"
 
@@ -105,6 +106,11 @@ func (f *configFlags) add(cmd *cobra.Command) {
 }
 
 func (f *configFlags) load() (*config.Config, error) {
+	for _, s := range f.sets {
+		if key, _, ok := strings.Cut(s, "="); !ok || key == "" {
+			return nil, mistake.Errorf("--set %q: not of the form key=value: write for instance --set transports.tcp.integrity=off", s)
+		}
+	}
 	sets := f.sets
 	for _, s := range []struct{ flag, key, value string }{{"config", "", f.file}, {"socket", "engine.socket", f.socket}, {"listen", "peer.listen", f.listen}, {"http", "http.listen", f.http}} {
 		switch {

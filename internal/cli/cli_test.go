@@ -61,6 +61,9 @@ func TestExitCodes(t *testing.T) {
 		"empty config":   {[]string{"config", "check", "--config", ""}, exitUsage, `--config "": a variable that is not set?`},
 		"empty socket":   {[]string{"serve", "--socket", ""}, exitUsage, `--socket "": a variable`},
 		"empty listen":   {[]string{"serve", "--listen", ""}, exitUsage, `--listen "": a variable`},
+		"empty set":      {[]string{"serve", "--set", ""}, exitUsage, `--set "": not of the form key=value: write for instance`},
+		"set no key":     {[]string{"config", "check", "--set", "=x"}, exitUsage, `--set "=x": not of the form`},
+		"set no value":   {[]string{"config", "check", "--set", "node"}, exitUsage, `--set "node": not of the form`},
 		"ready folder":   {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, exitUsage, "name a file in a folder that is there"},
 		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, exitUsage, "a folder stands there"},
 		"proxy body":     {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"}, exitUsage, "--max-body 0: want a number of bytes"},
@@ -268,7 +271,11 @@ func TestServeElsewhere(t *testing.T) {
 		"gossip":  {[]string{"--listen", "127.0.0.1:0", "--set", "peer.gossip.listen=" + foreign}, []string{"peer.gossip.listen", foreign, "name an address of this host"}},
 		"rail": {[]string{"--listen", "127.0.0.1:0", "--set", "transports.tcp.rails=lo@" + foreign}, []string{`rail "lo"`, foreign,
 			"name an address of this host"}},
-		"taken": {[]string{"--listen", taken.Addr().String()}, []string{taken.Addr().String(), "another sidecar?", "--listen"}},
+		"socket folder": {[]string{"--socket", "/proc/x.sock"}, []string{"--socket (engine.socket) /proc/x.sock", "name a folder that this user may write to"}},
+		"socket alone": {[]string{"--socket", "/proc/x.sock", "--set", "transports.order=tcp"}, []string{"/proc/x.sock", "--socket (engine.socket)",
+			"choose a path in a folder that this user may write to"}},
+		"shm folder": {[]string{"--set", "transports.shm.dir=/proc"}, []string{"transports.shm.dir", "/proc", "name a folder that this user may write to"}},
+		"taken":      {[]string{"--listen", taken.Addr().String()}, []string{taken.Addr().String(), "another sidecar?", "--listen"}},
 	} {
 		args := append([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--http", "off", "--set", "peer.cluster_key_file=" + key}, c.args...)
 		if name != "gossip" {
