@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/xml"
 	"errors"
@@ -41,8 +42,8 @@ func flags(faults []string) (args []string) {
 	return args
 }
 
-// usage is the exit code of mistakes.
-const usage = 2
+// usage is the exit code of mistakes, failure that of what ran.
+const usage, failure = 2, 1
 
 // Each mistake is told before anything is built, by its flag, its value and what would be right.
 func TestBenchFlags(t *testing.T) {
@@ -282,4 +283,35 @@ func drawn(t *testing.T, page []byte) string {
 		t.Errorf("%d curves: want one for each rail, and their sum", curves)
 	}
 	return strings.Join(texts, " ")
+}
+
+// A bench that its user ends says that, and not what it was in.
+func TestBenchInterrupted(t *testing.T) {
+	exe, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, args := range []string{"copy --rounds 1000 --blocks 16KiB --total 16MiB", "sim --duration 1h --rates 1gbit"} {
+		cmd := exec.Command(exe, append([]string{"bench"}, strings.Fields(args)...)...)
+		cmd.Env = append(os.Environ(), commandEnv+"=1")
+		said, err := cmd.StderrPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		lines := bufio.NewScanner(said)
+		lines.Scan() // it has begun
+		if err := cmd.Process.Signal(os.Interrupt); err != nil {
+			t.Fatal(err)
+		}
+		last := lines.Text()
+		for lines.Scan() {
+			last = lines.Text()
+		}
+		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray: interrupted" {
+			t.Errorf("bench %s: %v, and the last that it said was %q", args, err, last)
+		}
+	}
 }
