@@ -48,7 +48,9 @@ type Offsets struct {
 }
 
 // Start goes to the first piece of a run, at off.
-func (o *Offsets) Start(off uint64, s *Strides) { o.Off, o.row, o.left, o.rows = off, off, s.Count, s.Rows }
+func (o *Offsets) Start(off uint64, s *Strides) {
+	o.Off, o.row, o.left, o.rows = off, off, s.Count, s.Rows
+}
 
 // Next goes to the next piece of the run that Start was given. False: there is none.
 func (o *Offsets) Next(s *Strides) bool {

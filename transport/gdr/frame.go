@@ -6,19 +6,34 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// frames are the versions of a lane that this end speaks. 1.0 names every span of a GO by itself, 1.1 knows runs: this end reads both,
-// and sends runs only to a peer that chose 1.1.
-var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRuns}
+// frames are the versions of a lane that this end speaks. 1.0 names every span of a GO by itself, 1.1 knows runs, 1.2 runs of two axes: this
+// end reads all, and sends only what the peer's choice knows.
+var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRows}
 
-// framesRuns is the first version with runs.
-var framesRuns = wire.V(1, 1)
+// The first versions with runs, and with runs of rows.
+var (
+	framesRuns = wire.V(1, 1)
+	framesRows = wire.V(1, 2)
+)
 
-// What ends say on a lane's socket: a head, and behind a GO its spans, in cells: a span is one, a run of them two.
+// axesOf is how many axes the runs may have that a peer of this version is sent.
+func axesOf(v wire.Version) int {
+	switch {
+	case v >= framesRows:
+		return mem.BothAxes
+	case v >= framesRuns:
+		return mem.OneAxis
+	}
+	return mem.NoAxis
+}
+
+// What ends say on a lane's socket: a head, and behind a GO its spans, in cells: a span is one, a run of them two or three.
 const (
 	kindAsk = iota + 1
 	kindGo
@@ -27,10 +42,10 @@ const (
 
 const (
 	headBytes = 40
-	cellBytes = 16
+	cellBytes = wire.StridesCell
 	maxSpans  = 1 << 17 // of a slice, however few cells name them
 	maxSpan   = 1 << 30 // bytes of one
-	runFlag   = 1 << 31 // in a span's length: a second cell follows, with stride and count
+	runFlag   = 1 << 31 // in a span's length: wire.AppendStrides' cells follow
 
 	// maxUnsent frames wait for the socket: the questions of this end, and for each of the peer's a GO and an END, which it has to
 	// read before it asks again. More wait only for somebody who does not read.
@@ -99,53 +114,29 @@ type span struct {
 
 func (s span) skip() bool { return s.key == 0 && s.addr == 0 }
 
-// run is count spans of one key and length, stride apart.
+// run is spans of one key and length.
 type run struct {
-	span          // the first
-	stride uint64 // modulo 2^64: a run may step backwards; 0 where count is 1
-	count  uint32
+	span // the first
+	mem.Strides
 }
 
-// appendCells writes spans, those at equal distances as runs where the peer knows them. Two have a distance by chance and take as much by
-// themselves, so that a run has three or more.
-func appendCells(b []byte, spans []span, runs bool) []byte {
-	for len(spans) > 0 {
-		n, stride := 1, uint64(0)
-		if runs {
-			n, stride = leadingRun(spans)
-		}
-		s := spans[0]
+func single(s span) run { return run{s, mem.Single} }
+
+func appendCells(b []byte, runs []run) []byte {
+	for i := range runs {
+		r := &runs[i]
 		flag := uint32(0)
-		if n > 1 {
+		if r.Count > 1 {
 			flag = runFlag
 		}
-		b = binary.LittleEndian.AppendUint64(b, s.addr)
-		b = binary.LittleEndian.AppendUint32(b, s.len|flag)
-		b = binary.LittleEndian.AppendUint32(b, s.key)
-		if n > 1 {
-			b = binary.LittleEndian.AppendUint64(b, stride)
-			b = binary.LittleEndian.AppendUint64(b, uint64(n))
+		b = binary.LittleEndian.AppendUint64(b, r.addr)
+		b = binary.LittleEndian.AppendUint32(b, r.len|flag)
+		b = binary.LittleEndian.AppendUint32(b, r.key)
+		if r.Count > 1 {
+			b = wire.AppendStrides(b, &r.Strides)
 		}
-		spans = spans[n:]
 	}
 	return b
-}
-
-// leadingRun is how many spans, from the first on, make a run.
-func leadingRun(spans []span) (n int, stride uint64) {
-	if len(spans) < 3 {
-		return 1, 0
-	}
-	stride = spans[1].addr - spans[0].addr
-	for n = 1; n < len(spans); n++ {
-		if s := &spans[n]; s.addr-spans[n-1].addr != stride || s.len != spans[0].len || s.key != spans[0].key {
-			break
-		}
-	}
-	if n < 3 {
-		return 1, 0
-	}
-	return n, stride
 }
 
 // appendRuns parses what appendCells made. What it returns names at most maxSpans spans, which are made where they are posted; whether the
@@ -153,34 +144,66 @@ func leadingRun(spans []span) (n int, stride uint64) {
 func appendRuns(dst []run, b []byte) ([]run, error) {
 	spans := uint64(0)
 	le := binary.LittleEndian
-	for ; len(b) >= cellBytes; b = b[cellBytes:] {
-		r := run{span: span{le.Uint64(b), le.Uint32(b[8:]), le.Uint32(b[12:])}, count: 1}
+	for len(b) >= cellBytes {
+		r := single(span{le.Uint64(b), le.Uint32(b[8:]), le.Uint32(b[12:])})
+		b = b[cellBytes:]
 		if r.len >= runFlag {
-			if b = b[cellBytes:]; len(b) < cellBytes {
-				return dst, fmt.Errorf("%w: a run without its stride", errFrame)
-			}
-			r.len, r.stride, r.count = r.len-runFlag, le.Uint64(b), le.Uint32(b[8:])
-			if r.count < 2 || le.Uint32(b[12:]) != 0 {
-				return dst, fmt.Errorf("%w: a run of %d spans, with %x behind", errFrame, r.count, b[12:cellBytes])
+			r.len -= runFlag
+			var err error
+			if b, err = wire.ReadStrides(b, &r.Strides); err != nil {
+				return dst, fmt.Errorf("%w: %w", errFrame, err)
 			}
 		}
 		if r.len == 0 {
 			return dst, fmt.Errorf("%w: a span of no length", errFrame)
 		}
-		if spans += uint64(r.count); spans > maxSpans {
-			return dst, fmt.Errorf("%w: %d spans in runs, at most %d", errFrame, spans, maxSpans)
+		n := r.Pieces() // any number of 64 bits
+		if n > maxSpans-spans {
+			return dst, fmt.Errorf("%w: %d spans in a run, behind %d others: at most %d", errFrame, n, spans, maxSpans)
 		}
+		spans += n
 		dst = append(dst, r)
 	}
 	return dst, nil
 }
 
-// totalRuns is the bytes of what appendRuns has passed: below 2^48.
-func totalRuns(runs []run) (n uint64) {
+// total is the spans of runs, and their bytes: of what appendRuns has passed at most maxSpans, and below 2^48.
+func total(runs []run) (spans, bytes uint64) {
 	for i := range runs {
-		n += uint64(runs[i].count) * uint64(runs[i].len)
+		n := runs[i].Pieces()
+		spans += n
+		bytes += n * uint64(runs[i].len)
 	}
-	return n
+	return spans, bytes
+}
+
+// cursor goes over the spans of runs, which never exist at once.
+type cursor struct {
+	span       // what is left of the current one
+	runs []run // the current one's is the first; none: it is over
+	at   mem.Offsets
+}
+
+func (c *cursor) begin(runs []run) {
+	if c.runs = runs; len(runs) > 0 {
+		r := &runs[0]
+		c.span = r.span
+		c.at.Start(r.addr, &r.Strides)
+	}
+}
+
+// take goes k bytes on, of which the current span has as many.
+func (c *cursor) take(k uint32) {
+	c.addr += uint64(k)
+	if c.len -= k; c.len > 0 {
+		return
+	}
+	r := &c.runs[0]
+	if !c.at.Next(&r.Strides) {
+		c.begin(c.runs[1:])
+		return
+	}
+	c.span = span{c.at.Off, r.len, r.key}
 }
 
 // The immediate of a verdict: the slice's id, why it does not count, and the low half of its use.

@@ -268,9 +268,9 @@ func TestKeysEndUnderOthers(t *testing.T) {
 		t.Fatal(err)
 	}
 	// A slice that holds the key goes on with it: its writes will be refused by the device.
-	spans, held, err := l.spans(nil, []*key{k}, blocks, true, true)
-	if err != nil || len(spans) == 0 || len(held) != 1 {
-		t.Errorf("%d spans under %d keys: %v", len(spans), len(held), err)
+	runs, held, err := l.runs(nil, []*key{k}, blocks, true, true)
+	if err != nil || len(runs) == 0 || len(held) != 1 {
+		t.Errorf("%d runs under %d keys: %v", len(runs), len(held), err)
 	}
 	k.put()
 }

@@ -198,23 +198,42 @@ func (e *key) release(lost bool) (err error) {
 	return err
 }
 
-// spans appends the memory of [off, off+n) under the key. Who holds one that was invalidated goes on with it: the device refuses it.
-func (e *key) spans(dst []span, off, n uint64, remote bool) []span {
+// runs appends memory under the key: pieces of n bytes, the first at off. Who holds a key that was invalidated goes on with it: the device
+// refuses it.
+func (e *key) runs(dst []run, off, n uint64, s *mem.Strides, remote bool) []run {
+	if at, m := off%e.k.part, e.parts[off/e.k.part]; s.Count > 1 && n <= maxSpan && s.Inside(at, n, m.Len()) {
+		return append(dst, run{spanOf(m, at, n, remote), *s})
+	}
+	var o mem.Offsets
+	o.Start(off, s)
+	for more := true; more; more = o.Next(s) {
+		dst = e.spans(dst, o.Off, n, remote)
+	}
+	return dst
+}
+
+// spans appends [off, off+n), which may lie in several parts. Each of dst that is one span may grow.
+func (e *key) spans(dst []run, off, n uint64, remote bool) []run {
 	for n > 0 {
 		m := e.parts[off/e.k.part]
 		at := off % e.k.part
-		s := span{addr: m.Addr() + at, len: uint32(min(n, m.Len()-at, maxSpan)), key: m.LocalKey()}
-		if remote {
-			s.key = m.RemoteKey()
-		}
-		if last := len(dst) - 1; last >= 0 && dst[last].key == s.key && dst[last].addr+uint64(dst[last].len) == s.addr && uint64(dst[last].len)+uint64(s.len) <= maxSpan {
-			dst[last].len += s.len
-		} else {
-			dst = append(dst, s)
-		}
+		s := spanOf(m, at, min(n, m.Len()-at, maxSpan), remote)
 		off, n = off+uint64(s.len), n-uint64(s.len)
+		if k := len(dst) - 1; k >= 0 && dst[k].Count == 1 && dst[k].key == s.key && dst[k].addr+uint64(dst[k].len) == s.addr && uint64(dst[k].len)+uint64(s.len) <= maxSpan {
+			dst[k].len += s.len
+			continue
+		}
+		dst = append(dst, single(s))
 	}
 	return dst
+}
+
+func spanOf(m verbs.Memory, at, n uint64, remote bool) span {
+	s := span{addr: m.Addr() + at, len: uint32(n), key: m.LocalKey()}
+	if remote {
+		s.key = m.RemoteKey()
+	}
+	return s
 }
 
 // put gives a use back.

@@ -37,7 +37,7 @@ type lane struct {
 	id     uint64
 	peer   transfer.Boot
 	remote string
-	runs   bool   // the peer knows them
+	axes   int    // of the runs that the peer knows
 	depth  uint64 // of the send queue, less what verdicts need
 	most   uint64 // bytes of one write
 
@@ -151,7 +151,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	if err != nil {
 		return err
 	}
-	l.remote, l.runs = rail, o.Version >= framesRuns
+	l.remote, l.axes = rail, axesOf(o.Version)
 	if o.Peer != l.peer {
 		return fmt.Errorf("gdr: boot %s proves itself where boot %s was to be", o.Peer, l.peer)
 	}
@@ -537,11 +537,11 @@ func (l *lane) checkProgress(now time.Time) {
 }
 
 // say queues a frame for the socket.
-func (l *lane) say(h *head, spans []span) {
+func (l *lane) say(h *head, runs []run) {
 	l.outMu.Lock()
 	l.unsent++
 	at := len(l.outBuf)
-	l.outBuf = appendCells(appendHead(l.outBuf, h), spans, l.runs)
+	l.outBuf = appendCells(appendHead(l.outBuf, h), runs)
 	setCells(l.outBuf[at:])
 	over := l.unsent > maxUnsent
 	l.outMu.Unlock()

@@ -31,7 +31,7 @@ func TestLiars(t *testing.T) {
 		}
 	}
 	frame := func(h head, spans ...span) func(*testing.T, *lane) {
-		return func(_ *testing.T, l *lane) { l.say(&h, spans) }
+		return func(_ *testing.T, l *lane) { l.say(&h, singles(spans)) }
 	}
 	for name, c := range map[string]struct {
 		lie  func(*testing.T, *lane)
@@ -126,7 +126,7 @@ func TestWrongGo(t *testing.T) {
 			here.mu.Lock()
 			seq, n := here.out[0].seq, here.out[0].bytes
 			here.mu.Unlock()
-			there.say(&head{kind: kindGo, id: 0, seq: seq}, c.spans(uint32(n)))
+			there.say(&head{kind: kindGo, id: 0, seq: seq}, singles(c.spans(uint32(n))))
 			until(t, "the lane is down", func() bool { return here.failure() != nil })
 			there.mu.Unlock()
 			r := <-res

@@ -23,7 +23,7 @@ type receiving struct {
 	claim   transport.Claim
 	claimed bool
 	keys    []*key
-	spans   []span
+	runs    []run // what the peer may write
 	blocks  []mem.Block
 }
 
@@ -68,7 +68,7 @@ func (l *lane) read() error {
 	in := bufio.NewReaderSize(l.c, readBuffer)
 	var raw [headBytes]byte
 	var h head
-	var spans []byte
+	var cells []byte
 	results := make([]transport.Result, 1)
 	for {
 		if _, err := io.ReadFull(in, raw[:]); err != nil {
@@ -85,11 +85,11 @@ func (l *lane) read() error {
 			err = l.ended(&h, results)
 		case kindGo:
 			n := int(h.cells) * cellBytes
-			if cap(spans) < n {
-				spans = make([]byte, n)
+			if cap(cells) < n {
+				cells = make([]byte, n)
 			}
-			if _, err = io.ReadFull(in, spans[:n]); err == nil {
-				err = l.proceed(&h, spans[:n])
+			if _, err = io.ReadFull(in, cells[:n]); err == nil {
+				err = l.proceed(&h, cells[:n])
 			}
 		}
 		if err != nil {
@@ -247,7 +247,7 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 	l.mu.Unlock()
 	r.claim.Leave()
 	if !dead {
-		l.say(&head{kind: kindGo, id: h.id, seq: h.seq}, r.spans)
+		l.say(&head{kind: kindGo, id: h.id, seq: h.seq}, r.runs)
 	}
 	return nil
 }
@@ -256,7 +256,7 @@ var errRange = errors.New("gdr: the grant does not resolve")
 
 // offer works out what the peer may write: what has not landed yet.
 func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err error) {
-	r.spans = r.spans[:0]
+	r.runs = r.runs[:0]
 	for at := h.r; at.Count > 0; {
 		n, fresh := r.claim.Fresh(at)
 		part := transfer.Range{First: at.First, Count: n}
@@ -266,17 +266,17 @@ func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err 
 			if err != nil || bytes > maxSpan {
 				return errRange
 			}
-			r.spans = append(r.spans, span{len: uint32(bytes)})
+			r.runs = append(r.runs, single(span{len: uint32(bytes)}))
 			continue
 		}
 		if r.blocks, err = g.Sink.Resolve(r.blocks[:0], part); err != nil {
 			return errRange
 		}
-		if r.spans, r.keys, err = l.spans(r.spans, r.keys, r.blocks, true, wait); err != nil {
+		if r.runs, r.keys, err = l.runs(r.runs, r.keys, r.blocks, true, wait); err != nil {
 			return err
 		}
 	}
-	if len(r.spans) > maxSpans || total(r.spans) != h.bytes {
+	if spans, bytes := total(r.runs); spans > maxSpans || bytes != h.bytes {
 		return errRange
 	}
 	return nil

@@ -33,10 +33,10 @@ type sending struct {
 	s       transport.Slice
 	at      time.Time
 	bytes   uint64
-	src     []span
+	src     []run
 	dst     []run
-	to      span   // what is left of the current span of dst
-	si, di  int    // cursors
+	from    cursor // in src
+	to      cursor // in dst
 	inline  int    // bytes at most that are copied as they are posted; 0 where the CPU does not reach them
 	last    uint64 // its last work request
 	reading bool   // the origin is held
@@ -83,7 +83,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 		s := &l.out[id]
 		l.seq++
 		s.state, s.s, s.seq, s.at = asked, batch[i], l.seq, time.Now()
-		s.why, s.err, s.si, s.di = transfer.ReasonNone, nil, 0, 0
+		s.why, s.err = transfer.ReasonNone, nil
 		if s.s.Range.Count > maxSliceChunks {
 			s.err = fmt.Errorf("gdr: a slice of %d chunks: at most %d", s.s.Range.Count, maxSliceChunks)
 		} else {
@@ -103,7 +103,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 var errLost = errors.New("gdr: the source lease was closed")
 
 // proceed prepares a slice that the receiver lets us write. Called by the reader; an error ends the lane.
-func (l *lane) proceed(h *head, spans []byte) error {
+func (l *lane) proceed(h *head, cells []byte) error {
 	l.mu.Lock()
 	s := &l.out[h.id]
 	ok := s.state == asked && s.seq == h.seq
@@ -115,15 +115,13 @@ func (l *lane) proceed(h *head, spans []byte) error {
 		return fmt.Errorf("%w: GO for slice %d.%d, which did not ask", errFrame, h.id, h.seq)
 	}
 	var err error
-	if s.dst, err = appendRuns(s.dst[:0], spans); err != nil {
+	if s.dst, err = appendRuns(s.dst[:0], cells); err != nil {
 		return err
 	}
-	if n := totalRuns(s.dst); n != s.bytes {
+	if _, n := total(s.dst); n != s.bytes {
 		return fmt.Errorf("%w: GO for %d bytes of a slice of %d", errFrame, n, s.bytes)
 	}
-	if len(s.dst) > 0 {
-		s.to = s.dst[0].span
-	}
+	s.to.begin(s.dst)
 	if err = l.launch(h.id, false); errors.Is(err, errLater) {
 		id := h.id
 		l.asks.Go(func() {
@@ -148,14 +146,15 @@ func (l *lane) launch(id uint8, wait bool) error {
 	if s.blocks, err = o.Source.Resolve(s.blocks[:0], s.s.Range); err != nil {
 		return l.giveUp(id, transfer.ReasonRange, err)
 	}
-	if s.src, s.keys, err = l.spans(s.src[:0], s.keys, s.blocks, false, wait); errors.Is(err, transport.ErrNotSupported) {
+	if s.src, s.keys, err = l.runs(s.src[:0], s.keys, s.blocks, false, wait); errors.Is(err, transport.ErrNotSupported) {
 		return l.giveUp(id, transfer.ReasonMemory, err) // another transport's
 	} else if err != nil {
 		return err
 	}
-	if total(s.src) != s.bytes {
-		return l.giveUp(id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, total(s.src), s.bytes))
+	if _, n := total(s.src); n != s.bytes {
+		return l.giveUp(id, transfer.ReasonRange, fmt.Errorf("gdr: chunks %d+%d resolve to %d bytes of %d", s.s.Range.First, s.s.Range.Count, n, s.bytes))
 	}
+	s.from.begin(s.src)
 	s.inline = l.q.MaxInline()
 	if slices.ContainsFunc(s.keys, func(k *key) bool { return k.gpu }) {
 		s.inline = 0
@@ -171,17 +170,15 @@ func (l *lane) launch(id uint8, wait bool) error {
 	return nil
 }
 
-func total(spans []span) (n uint64) {
-	for _, s := range spans {
-		n += uint64(s.len)
+// runs appends blocks as memory under keys, and to held the keys that are not in it yet, in use. What the peer is told has the axes that it
+// knows.
+func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, remote, wait bool) ([]run, []*key, error) {
+	axes := mem.BothAxes
+	if remote {
+		axes = l.axes
 	}
-	return n
-}
-
-// spans appends blocks as memory under keys, and to held the keys that are not in it yet, in use.
-func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, remote, wait bool) ([]span, []*key, error) {
-	for i := range blocks {
-		b := &blocks[i]
+	for len(blocks) > 0 {
+		b := &blocks[0]
 		var k *key
 		for _, h := range held {
 			if h.name.region == b.Region {
@@ -195,10 +192,12 @@ func (l *lane) spans(dst []span, held []*key, blocks []mem.Block, remote, wait b
 			}
 			held = append(held, k)
 		}
-		if err := b.Region.Check(b.Off, b.Len); err != nil {
-			return dst, held, err
+		s := mem.Leading(blocks, axes)
+		if !s.Inside(b.Off, b.Len, b.Region.Size()) {
+			return dst, held, fmt.Errorf("gdr: region %s: pieces of %d bytes from %d on, %+v, of %d bytes: %w", b.Region.ID(), b.Len, b.Off, s, b.Region.Size(), mem.ErrBounds)
 		}
-		dst = k.spans(dst, b.Off, b.Len, remote)
+		dst = k.runs(dst, b.Off, b.Len, &s, remote)
+		blocks = blocks[s.Pieces():]
 	}
 	return dst, held, nil
 }
@@ -218,7 +217,7 @@ func (l *lane) pumpLocked() {
 				return
 			}
 		}
-		if s.di < len(s.dst) {
+		if len(s.to.runs) > 0 {
 			if room == uint64(n) {
 				return // a completion brings room
 			}
@@ -235,54 +234,31 @@ func (l *lane) pumpLocked() {
 
 // plan fills works with the next writes of a slice: both sides' spans walked together. It moves the cursors.
 func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
-	for s.di < len(s.dst) {
-		d := &s.to
-		if d.skip() {
-			for d.len > 0 {
-				s.advance(min(d.len, s.src[s.si].len))
+	for len(s.to.runs) > 0 {
+		a, d := &s.from, &s.to
+		if d.skip() { // to its end: a part of it would be a place to write to
+			for left := d.len; left > 0; {
+				k := min(a.len, left)
+				a.take(k)
+				left -= k
 			}
-			s.next()
+			d.take(d.len)
 			continue
 		}
 		if n == len(works) {
 			break
 		}
-		a := &s.src[s.si]
 		k := uint32(min(uint64(min(a.len, d.len)), most))
 		works[n] = verbs.Work{ID: posted + uint64(n) + 1, Op: verbs.Write, LocalAddr: a.addr, LocalKey: a.key, Len: k, RemoteAddr: d.addr,
 			RemoteKey: d.key, Inline: int(k) <= s.inline}
 		n++
-		d.addr += uint64(k)
-		if s.advance(k); d.len == 0 {
-			s.next()
-		}
+		a.take(k)
+		d.take(k)
 	}
 	if n > 0 {
 		works[n-1].Signaled = true
 	}
 	return n
-}
-
-// advance takes k bytes off both sides.
-func (s *sending) advance(k uint32) {
-	a := &s.src[s.si]
-	a.addr += uint64(k)
-	a.len -= k
-	s.to.len -= k
-	if a.len == 0 {
-		s.si++
-	}
-}
-
-// next goes to the next span of the destination, which a run makes only now.
-func (s *sending) next() {
-	r := &s.dst[s.di]
-	if r.count--; r.count > 0 {
-		r.addr += r.stride
-	} else if s.di++; s.di == len(s.dst) {
-		return
-	}
-	s.to = s.dst[s.di].span
 }
 
 // giveUp sends a verdict against a slice of which nothing was written.
