@@ -205,7 +205,7 @@ bench-rails: build ## kvspray bench rails, a rail dying and coming back; JSON an
 
 .PHONY: bench-peers
 bench-peers: build $(B)/venv-peers/.stamp ## The same blocks, rails and faults with NIXL and Mooncake (root; 450 MB to fetch, once)
-	go run ./bench/peers -python $(B)/venv-peers/bin/python -out $(B)/bench/peers $(BENCH_ARGS)
+	go run -ldflags '$(LDFLAGS)' ./bench/peers -python $(B)/venv-peers/bin/python -out $(B)/bench/peers $(BENCH_ARGS)
 
 $(B)/venv-peers/.stamp: bench/peers/requirements.txt
 	@echo "making the environment of the other engines ..."

@@ -21,14 +21,13 @@ import (
 	"io"
 	"math/rand/v2"
 	"os"
-	"runtime"
 	"slices"
 	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/bench/machine"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/mistake"
@@ -199,31 +198,14 @@ type Report struct {
 	Total     int      `json:"total_bytes"`
 	Rounds    int      `json:"rounds"`
 	Baseline  string   `json:"baseline"`
-	CPU       string   `json:"cpu"`
-	CPUs      int      `json:"cpus"`
-	Kernel    string   `json:"kernel"`
-	Go        string   `json:"go"`
 	Results   []Result `json:"results"`
-}
 
-func (r *Report) host() {
-	r.CPUs, r.Go = runtime.NumCPU(), runtime.Version()
-	var u unix.Utsname
-	if unix.Uname(&u) == nil {
-		r.Kernel = unix.ByteSliceToString(u.Release[:])
-	}
-	b, _ := os.ReadFile("/proc/cpuinfo") // only to name the machine
-	for _, line := range strings.Split(string(b), "\n") {
-		if k, v, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(k) == "model name" {
-			r.CPU = strings.TrimSpace(v)
-			break
-		}
-	}
+	Machine machine.Machine `json:"machine"`
 }
 
 func (r *Report) print(w io.Writer) error {
-	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %s in slices of %s, %d rounds; %d x %s, Linux %s\nbaseline: %s\n\n",
-		r.Transport, r.Integrity, r.Conns, size(r.Total), size(r.Slice), r.Rounds, r.CPUs, r.CPU, r.Kernel, r.Baseline); err != nil {
+	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %s in slices of %s, %d rounds; %s\nbaseline: %s\n\n",
+		r.Transport, r.Integrity, r.Conns, size(r.Total), size(r.Slice), r.Rounds, r.Machine, r.Baseline); err != nil {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
@@ -246,6 +228,7 @@ func median(v []float64) float64 {
 
 // run is the parent.
 func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Report, error) {
+	here := machine.Here()
 	say := progress.Start(stderr)
 	defer say.Close()
 	say.Phase("making two regions of %d MiB and the second process", regionBytes>>20)
@@ -256,8 +239,7 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 	defer s.close()
 	s.say = say
 	rep := &Report{Transport: o.Transport, Integrity: o.Integrity, Conns: o.Conns, Window: s.window, Slice: s.slice, Total: o.Total,
-		Rounds: o.Rounds, Baseline: s.baselineName()}
-	rep.host()
+		Rounds: o.Rounds, Baseline: s.baselineName(), Machine: here}
 	seeds := rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64()))
 	for _, b := range o.Blocks {
 		if err := ctx.Err(); err != nil {

@@ -53,7 +53,7 @@ func TestCopy(t *testing.T) {
 		if said := progress.String(); !strings.Contains(said, "4096 bytes: a warm-up and 1 rounds") || !strings.Contains(said, "1048576 B: ") {
 			t.Errorf("%v: of its progress it said %q", args, said)
 		}
-		if len(r.Results) != 2 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 || r.Results[1].CPUPerGB <= 0 {
+		if len(r.Results) != 2 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 || r.Results[1].CPUPerGB <= 0 || r.Machine.Version == "" || r.Machine.Cores == 0 {
 			t.Errorf("%v: %+v", args, r)
 		}
 	}

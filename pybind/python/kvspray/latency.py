@@ -22,7 +22,6 @@ import contextlib
 import json
 import os
 import pathlib
-import platform
 import signal
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import EngineInfo, Region, SchedulerClient, WorkerClient, prefix_hash
+from .machine import machine
 
 BLOCKS = 64
 TOKENS_PER_BLOCK = 16
@@ -235,13 +235,6 @@ def _joined(sockets: list[str], args: argparse.Namespace) -> Iterator[tuple[_Sid
         side.client.close()
 
 
-def _cpu() -> str:
-    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvspray.latency", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--kvspray", default="kvspray", help="the sidecar's binary, started twice unless sockets are given")
@@ -257,8 +250,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     sidecars = None
     if args.source_socket and args.dest_socket:
+        here = machine(None)
         sockets = [args.source_socket, args.dest_socket]
     else:
+        here = machine(args.kvspray)
         sidecars = _Sidecars(args.kvspray, args.set)
         sockets = sidecars.sockets
     try:
@@ -266,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
             _transfers(source, dest, peer, "both", 20, args.block, 0)  # lanes and caches warm up
             result: dict[str, Any] = {
                 "what": "one block between two sidecars, microseconds from the engine's word to the engine's ear",
-                "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release()},
+                "machine": here,
                 "block_bytes": args.block, "count": args.count, "settle_us": args.settle_us, "busy": args.busy, "runs": {}, "best": {},
             }  # fmt: skip
             for order in ("granted", "both", "expect"):

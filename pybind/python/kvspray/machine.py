@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of which build and on what a benchmark's figures are: they are worth nothing without. bench/machine says the same of those in Go."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+import subprocess
+from typing import Any
+
+VERSION_TIMEOUT_S = 10.0
+
+
+def machine(kvspray: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """What a result carries. To be called before a run, which is load itself. ``kvspray`` is the sidecar's binary; None: of somebody else,
+    whose version is not known."""
+    return {
+        "version": None if kvspray is None else _version(kvspray), "processor": _processor(), "cores": os.cpu_count(), "kernel": platform.release(),
+        "python": platform.python_version(), "load_average": os.getloadavg()[0],
+    }  # fmt: skip
+
+
+def _version(kvspray: str | os.PathLike[str]) -> str:
+    said = subprocess.run([kvspray, "version", "--json"], check=True, capture_output=True, timeout=VERSION_TIMEOUT_S).stdout
+    return str(json.loads(said)["version"])
+
+
+def _processor() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
