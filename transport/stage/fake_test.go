@@ -15,6 +15,9 @@ type fakeMachine struct {
 	mu   sync.Mutex
 	mem  map[cuda.Ptr][]byte // by base
 	next cuda.Ptr
+
+	base   cuda.Ptr // of shared
+	shared []byte   // where all memory lies, if another process has it, too
 }
 
 func newFakeMachine() *fakeMachine {
@@ -26,7 +29,11 @@ func (m *fakeMachine) alloc(n uint64) cuda.Ptr {
 	defer m.mu.Unlock()
 	p := m.next
 	m.next += cuda.Ptr(n+1<<20) &^ (1<<20 - 1)
-	m.mem[p] = make([]byte, n)
+	if m.shared != nil {
+		m.mem[p] = m.shared[p-m.base:][:n:n]
+	} else {
+		m.mem[p] = make([]byte, n)
+	}
 	return p
 }
 

@@ -15,7 +15,7 @@ import (
 )
 
 // until waits for what others bring about.
-func until(t *testing.T, what string, ok func() bool) {
+func until(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	for limit := time.Now().Add(patience); !ok(); runtime.Gosched() {
 		if time.Now().After(limit) {
