@@ -24,6 +24,7 @@ import torch
 from rig import TIMEOUT_S, Remote, Sidecar, layout, say
 
 import kvspray
+from kvspray.machine import machine
 
 PAGE = 16 << 10
 REPEAT = 3
@@ -106,7 +107,8 @@ def main() -> int:
     ap.add_argument("--json", type=pathlib.Path)
     args = ap.parse_args()
     problems: list[str] = []
-    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "gib": args.gib}
+    report: dict[str, Any] = {"machine": machine(args.kvspray)}
+    report |= {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "gib": args.gib}
     with tempfile.TemporaryDirectory(prefix="kvspray-copies-") as folder:
         sidecar = Sidecar(args.kvspray, pathlib.Path(folder), "one", args.set)
         engines: list[Remote] = []

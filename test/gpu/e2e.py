@@ -33,6 +33,7 @@ from rig import TIMEOUT_S, TOKENS, Remote, Sidecar, layout, say
 
 import kvspray
 from kvspray.gpu import GpuSignals
+from kvspray.machine import machine
 
 LAYERS = 64
 PAGE = 16 << 10
@@ -578,7 +579,8 @@ def main() -> int:
     args = ap.parse_args()
     parts = args.part or ["content", "rate", "slow", "layers", "kill"]
     r = random.Random(1)
-    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "layers": LAYERS, "page": PAGE}
+    report: dict[str, Any] = {"machine": machine(args.kvspray)}
+    report |= {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "layers": LAYERS, "page": PAGE}
     problems = []
     paths = {
         "shm": ["transports.order=shm"],

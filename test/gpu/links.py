@@ -27,6 +27,7 @@ import torch
 from rig import TIMEOUT_S, TOKENS, Remote, Sidecar, layout, say, until
 
 import kvspray
+from kvspray.machine import machine
 
 LAYERS = 32
 PAGE = 32 << 10
@@ -183,7 +184,8 @@ def main() -> int:
     args = ap.parse_args()
     r = random.Random(5)
     problems: list[str] = []
-    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "transfer_bytes": MOVED * LAYERS * PAGE}
+    report: dict[str, Any] = {"machine": machine(args.kvspray)}
+    report |= {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "transfer_bytes": MOVED * LAYERS * PAGE}
     target = args.gpus[0]
     for relays in [[], args.gpus[1:]] if args.gpus[1:] else [[]]:
         for to_gpu in (True, False):

@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 
 import kvspray
 from kvspray.gpu import GpuSignals
+from kvspray.machine import machine
 
 LAYERS = 32
 PAGE = 16384  # int64 values of one page: 128 KiB
@@ -323,7 +324,8 @@ def main() -> int:
     torch.cuda.set_device(0)
     run = Run()
     r = random.Random(1)
-    report: dict[str, Any] = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda, "layers": LAYERS}
+    report: dict[str, Any] = {"machine": machine(None)}
+    report |= {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda, "layers": LAYERS}
 
     if args.cost_only:
         print(json.dumps(cost(run, args.rounds), indent=1))
