@@ -145,7 +145,10 @@ func appendRuns(dst []run, b []byte) ([]run, error) {
 	spans := uint64(0)
 	le := binary.LittleEndian
 	for len(b) >= cellBytes {
-		r := single(span{le.Uint64(b), le.Uint32(b[8:]), le.Uint32(b[12:])})
+		dst = append(dst, run{})
+		r := &dst[len(dst)-1] // filled in where it stays: a copy of it takes longer than all the rest
+		r.addr, r.len, r.key = le.Uint64(b), le.Uint32(b[8:]), le.Uint32(b[12:])
+		r.Count, r.Rows = 1, 1
 		b = b[cellBytes:]
 		if r.len >= runFlag {
 			r.len -= runFlag
@@ -162,7 +165,6 @@ func appendRuns(dst []run, b []byte) ([]run, error) {
 			return dst, fmt.Errorf("%w: %d spans in a run, behind %d others: at most %d", errFrame, n, spans, maxSpans)
 		}
 		spans += n
-		dst = append(dst, r)
 	}
 	return dst, nil
 }

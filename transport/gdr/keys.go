@@ -201,7 +201,10 @@ func (e *key) release(lost bool) (err error) {
 // runs appends memory under the key: pieces of n bytes, the first at off. Who holds a key that was invalidated goes on with it: the device
 // refuses it.
 func (e *key) runs(dst []run, off, n uint64, s *mem.Strides, remote bool) []run {
-	if at, m := off%e.k.part, e.parts[off/e.k.part]; s.Count > 1 && n <= maxSpan && s.Inside(at, n, m.Len()) {
+	if s.Count == 1 {
+		return e.spans(dst, off, n, remote)
+	}
+	if at, m := off%e.k.part, e.parts[off/e.k.part]; n <= maxSpan && s.Inside(at, n, m.Len()) {
 		return append(dst, run{spanOf(m, at, n, remote), *s})
 	}
 	var o mem.Offsets
@@ -223,7 +226,9 @@ func (e *key) spans(dst []run, off, n uint64, remote bool) []run {
 			dst[k].len += s.len
 			continue
 		}
-		dst = append(dst, single(s))
+		dst = append(dst, run{})
+		r := &dst[len(dst)-1]
+		r.span, r.Count, r.Rows = s, 1, 1
 	}
 	return dst
 }

@@ -192,7 +192,10 @@ func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, remote, wait boo
 			}
 			held = append(held, k)
 		}
-		s := mem.Leading(blocks, axes)
+		s := mem.Single
+		if mem.Regular(blocks) {
+			s = mem.Leading(blocks, axes)
+		}
 		if !s.Inside(b.Off, b.Len, b.Region.Size()) {
 			return dst, held, fmt.Errorf("gdr: region %s: pieces of %d bytes from %d on, %+v, of %d bytes: %w", b.Region.ID(), b.Len, b.Off, s, b.Region.Size(), mem.ErrBounds)
 		}
