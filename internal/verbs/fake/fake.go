@@ -1,17 +1,26 @@
 // Package fake is RDMA verbs inside one process, deterministic: nothing moves until Step or Run is called, and each hop of a
-// message is a step of its own. So a test can stop time between the sender's read, the receiver's write and the completion,
-// lose any of them, deliver a message long after its sender gave up on it, give a port another address, and pull a device out.
+// message is a step of its own: the sender's NIC reads, the receiver's takes the message in and acknowledges it, the bytes are in memory,
+// the receiver is told, the sender is told. So a test can stop time between any two of them, lose some, deliver a message long after its
+// sender gave up on it, give a port another address, and pull a device out.
 //
-// A Fabric owns everything under one mutex and starts no goroutine.
+// Without a seed everything goes on in the order in which it was posted. With one (Shuffle), the next step is drawn among all that
+// hardware leaves open: queue pairs overtake each other, bytes come into memory in any order and long after the sender was told that its
+// write is complete. What hardware promises is kept: a queue pair's messages arrive in order, and neither an immediate nor a flush is told
+// before the bytes of what arrived ahead of it on the same queue pair are there. Between queue pairs nothing is promised, and an Unordered
+// port does not even promise that.
+//
+// A Fabric owns everything under one mutex. Only Serve starts a goroutine, which its result joins.
 package fake
 
 import (
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/verbs"
 )
@@ -21,7 +30,31 @@ const (
 	maxObjects = 1 << 16
 	maxQueue   = 1 << 14
 	maxInline  = 64 // bytes
+	maxLagging = 64 // writes of a queue pair
 )
+
+// lagLasts is how long Serve leaves bytes out of memory that nothing forces there, once nothing else moves.
+const lagLasts = time.Millisecond
+
+// Hop is a step of a message's way.
+type Hop uint8
+
+// The hops, from the sender to the receiver and back. The first two and the last are of the sending queue pair, Show and Tell of the
+// receiving one.
+const (
+	Read   Hop = iota // the sender's NIC reads the bytes: they are on the wire
+	Arrive            // the receiver's NIC takes the message in, looks at its key, and acknowledges it
+	Show              // its bytes are in the receiver's memory
+	Tell              // the receiver's completion
+	Answer            // the sender's completion
+	numHops
+)
+
+// step is a hop of one queue pair.
+type step struct {
+	qp  uint32
+	hop Hop
+}
 
 // Fabric is the network between devices.
 type Fabric struct {
@@ -34,8 +67,10 @@ type Fabric struct {
 	mrs     map[uint32]*memory // by key
 	order   []*queuePair       // with sends or messages, oldest first
 	lost    map[uint32]bool    // queue pairs whose answers are lost
-	held    map[uint32]bool    // queue pairs whose messages stay on the wire
-	devices []*device          // as they were opened
+	held    map[step]bool
+	rng     *rand.Rand // nil: everything in order
+	arrived uint64     // messages
+	devices []*device  // as they were opened
 	ports   map[string]*port
 	dmabufs map[int][]byte    // by descriptor
 	peers   map[uint64][]byte // by address
@@ -45,8 +80,31 @@ type Fabric struct {
 // New returns an empty fabric.
 func New() *Fabric {
 	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1), qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
-		lost: map[uint32]bool{}, held: map[uint32]bool{}, ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
+		lost: map[uint32]bool{}, held: map[step]bool{}, ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
 		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
+}
+
+// Shuffle draws the order of steps from a seed from now on.
+func (f *Fabric) Shuffle(seed uint64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.rng = rand.New(rand.NewPCG(seed, 1))
+}
+
+// Unordered makes a port one of a fabric without order, as EFA's: messages of one queue pair overtake each other, and an immediate waits for
+// the bytes of its own message alone.
+func (f *Fabric) Unordered(name string) {
+	f.Device(name)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ports[name].unordered = true
+}
+
+// Still runs look while nothing moves.
+func (f *Fabric) Still(look func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	look()
 }
 
 // Limit sets what devices say and enforce, for tests of limits.
@@ -83,9 +141,10 @@ func (f *Fabric) openLocked(name string) *device {
 
 // port is what devices of one name have in common.
 type port struct {
-	gid     verbs.GID
-	down    bool
-	removed bool
+	gid       verbs.GID
+	down      bool
+	removed   bool
+	unordered bool
 }
 
 var errRemoved = errors.New("fake: the device is not there")
@@ -135,7 +194,8 @@ func (f *Fabric) Remove(name string) {
 	for _, q := range f.qps {
 		if q.d.name == name {
 			q.state, q.dead = verbs.Error, true
-			q.wire, q.sends, q.unacked, q.receives = nil, nil, nil, nil
+			q.wire = nil
+			q.forgetLocked()
 		}
 	}
 }
@@ -337,6 +397,9 @@ func (m *memory) RemoteKey() uint32 { return m.key }
 func (m *memory) Close() error {
 	m.f.mu.Lock()
 	defer m.f.mu.Unlock()
+	for _, q := range m.f.order { // what was taken in under the key is there before the key has ended
+		q.showAllLocked(func(a *arrival) bool { return a.key == m.key })
+	}
 	delete(m.f.mrs, m.key)
 	return nil
 }
@@ -389,8 +452,34 @@ func (c *completionQueue) addLocked(v verbs.Completion) {
 
 // message is a write on the wire: the sender's memory was read already.
 type message struct {
-	w    verbs.Work
+	w        verbs.Work
+	data     []byte
+	life     uint32 // of the sender's connection
+	to       uint32
+	expected uint32 // life of the receiver's connection: in another one its sequence numbers are others
+}
+
+// request is what a sender waits for.
+type request struct {
+	w      verbs.Work
+	acked  bool
+	status verbs.Status // where it is acked
+}
+
+// arrival is what a queue pair has taken in and its host does not see yet: bytes, or a completion.
+type arrival struct {
+	from uint32
+	at   uint64 // number of its message; 0: of none
+	key  uint32
+	addr uint64
+	to   []byte // what lies there; nil: this is a completion
 	data []byte
+	lags bool // its bytes come when something forces them
+	tell verbs.Completion
+}
+
+func (a *arrival) overlaps(b *arrival) bool {
+	return a.addr < b.addr+uint64(len(b.to)) && b.addr < a.addr+uint64(len(a.to))
 }
 
 type queuePair struct {
@@ -399,16 +488,38 @@ type queuePair struct {
 	p        *domain
 	cq       *completionQueue
 	num      uint32
-	dead     bool // with its device
+	life     uint32 // counts its connections
+	dead     bool   // with its device
+	refused  bool   // a request of its was: those behind it are not read, nor taken in
 	state    verbs.State
 	remote   uint32
 	maxSend  int
 	maxRecv  int
-	sends    []verbs.Work // posted, not read yet
-	wire     []message    // read, not written yet; survives an error of its sender
-	unacked  []verbs.Work // written or on the wire, not completed yet
+	sends    []verbs.Work       // posted, not read yet
+	wire     []message          // read, not taken in yet; survives an error of its sender
+	unacked  []request          // read, and the sender does not know how it ended
+	answers  []verbs.Completion // of sends, that its host does not see yet
+	inbound  []arrival          // in the order of arrival
 	receives []uint64
 }
+
+// forgetLocked drops what is posted, and what the host was not told.
+func (q *queuePair) forgetLocked() {
+	q.sends, q.unacked, q.answers, q.inbound, q.receives = nil, nil, nil, nil, nil
+}
+
+// showAllLocked puts the bytes of arrivals into memory at once.
+func (q *queuePair) showAllLocked(which func(*arrival) bool) {
+	q.inbound = slices.DeleteFunc(q.inbound, func(a arrival) bool {
+		if a.to == nil || !which(&a) {
+			return false
+		}
+		copy(a.to, a.data)
+		return true
+	})
+}
+
+func everything(*arrival) bool { return true }
 
 func (p *domain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {
 	d := p.d
@@ -496,23 +607,39 @@ func (q *queuePair) ToError() error {
 	return nil
 }
 
-// failLocked flushes. What is on the wire stays there: the network does not know of the sender's state.
+// failLocked flushes. What is on the wire stays there: the network does not know of the sender's state. Whether what it was not told of has
+// arrived a flush does not say.
 func (q *queuePair) failLocked() {
 	q.state = verbs.Error
-	for _, w := range append(q.unacked, q.sends...) {
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.Flushed})
+	for i := range q.unacked {
+		q.flushSendLocked(q.unacked[i].w.ID)
+	}
+	for i := range q.sends {
+		q.flushSendLocked(q.sends[i].ID)
 	}
 	for _, id := range q.receives {
-		q.cq.addLocked(verbs.Completion{ID: id, QP: q.num, Status: verbs.Flushed})
+		q.flushReceiveLocked(id)
 	}
 	q.unacked, q.sends, q.receives = nil, nil, nil
+	q.f.wakeLocked()
+}
+
+func (q *queuePair) flushSendLocked(id uint64) {
+	q.answers = append(q.answers, verbs.Completion{ID: id, QP: q.num, Status: verbs.Flushed})
+}
+
+// flushReceiveLocked puts the flush behind the bytes of what was taken in.
+func (q *queuePair) flushReceiveLocked(id uint64) {
+	q.inbound = append(q.inbound, arrival{tell: verbs.Completion{ID: id, QP: q.num, Status: verbs.Flushed}})
 }
 
 func (q *queuePair) ToReset() error {
 	q.f.mu.Lock()
 	defer q.f.mu.Unlock()
-	q.state, q.remote = verbs.Reset, 0
-	q.unacked, q.sends, q.receives = nil, nil, nil
+	q.state, q.remote, q.refused = verbs.Reset, 0, false
+	q.life++
+	q.showAllLocked(everything)
+	q.forgetLocked()
 	return nil
 }
 
@@ -520,7 +647,8 @@ func (q *queuePair) Close() error {
 	q.f.mu.Lock()
 	defer q.f.mu.Unlock()
 	q.state = verbs.Reset
-	q.unacked, q.sends, q.receives = nil, nil, nil
+	q.showAllLocked(everything)
+	q.forgetLocked()
 	delete(q.f.qps, q.num)
 	return nil
 }
@@ -532,9 +660,10 @@ func (q *queuePair) PostSend(batch []verbs.Work) (taken int, err error) {
 	case q.dead:
 		return 0, errRemoved
 	case q.state == verbs.Error: // as hardware does: taken, and flushed at once
-		for _, w := range batch {
-			q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.Flushed})
+		for i := range batch {
+			q.flushSendLocked(batch[i].ID)
 		}
+		q.f.wakeLocked()
 		return len(batch), nil
 	case q.state != verbs.ReadyToSend:
 		return 0, fmt.Errorf("fake: queue pair %d: post send in %s: %w", q.num, q.state, verbs.ErrState)
@@ -558,8 +687,9 @@ func (q *queuePair) PostReceive(ids []uint64) error {
 		return fmt.Errorf("fake: queue pair %d: post receive in %s: %w", q.num, q.state, verbs.ErrState)
 	case q.state == verbs.Error:
 		for _, id := range ids {
-			q.cq.addLocked(verbs.Completion{ID: id, QP: q.num, Status: verbs.Flushed})
+			q.flushReceiveLocked(id)
 		}
+		q.f.wakeLocked()
 		return nil
 	case len(q.receives)+len(ids) > q.maxRecv:
 		return fmt.Errorf("fake: queue pair %d: %d receives of %d: %w", q.num, len(q.receives)+len(ids), q.maxRecv, verbs.ErrFull)
@@ -568,31 +698,43 @@ func (q *queuePair) PostReceive(ids []uint64) error {
 	return nil
 }
 
-// Hold keeps messages of a sending queue pair on the wire until Release.
-func (f *Fabric) Hold(qp uint32) {
+// Hold stops a queue pair at some of its hops until Release; without any, its messages stay on the wire.
+func (f *Fabric) Hold(qp uint32, hops ...Hop) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.held[qp] = true
+	if len(hops) == 0 {
+		hops = []Hop{Arrive}
+	}
+	for _, h := range hops {
+		f.held[step{qp, h}] = true
+	}
 }
 
-// Release lets held messages go on.
+// Release lets a queue pair go on.
 func (f *Fabric) Release(qp uint32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	delete(f.held, qp)
+	for h := range numHops {
+		delete(f.held, step{qp, h})
+	}
 	f.wakeLocked()
 }
 
-// Held counts the messages of a sending queue pair that are on the wire.
-func (f *Fabric) Held(qp uint32) int {
+// Held counts the messages of a sending queue pair that have left it, and whose bytes are not in the receiver's memory.
+func (f *Fabric) Held(qp uint32) (n int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, q := range f.order {
 		if q.num == qp {
-			return len(q.wire)
+			n += len(q.wire)
+		}
+		for i := range q.inbound {
+			if a := &q.inbound[i]; a.from == qp && a.to != nil {
+				n++
+			}
 		}
 	}
-	return 0
+	return n
 }
 
 // Serve runs the fabric whenever there may be something to do, until the result is called; for tests that do not drive it themselves.
@@ -600,10 +742,18 @@ func (f *Fabric) Serve() (stop func()) {
 	done, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(stopped)
+		var due <-chan time.Time
 		for {
-			f.Run()
+			for f.step(false) {
+			}
+			if due == nil && f.lagging() {
+				due = time.After(lagLasts)
+			}
 			select {
 			case <-f.work:
+			case <-due:
+				due = nil
+				f.Run()
 			case <-done:
 				return
 			}
@@ -636,9 +786,8 @@ func (f *Fabric) TimeOut(qp uint32) {
 		return
 	}
 	if len(q.unacked) > 0 {
-		w := q.unacked[0]
+		q.answers = append(q.answers, verbs.Completion{ID: q.unacked[0].w.ID, QP: q.num, Status: verbs.RetryExceeded})
 		q.unacked = q.unacked[1:]
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.RetryExceeded})
 	}
 	q.failLocked()
 }
@@ -652,83 +801,232 @@ func (f *Fabric) Run() int {
 	}
 }
 
-// Step makes one hop: a posted request is read and put on the wire, or a message is written and answered. Queue pairs take
-// turns in the order in which they were made. False: nothing can move.
-func (f *Fabric) Step() bool {
+// Step makes one hop of one queue pair. Without a seed they take turns in the order in which they were made. False: nothing can move.
+func (f *Fabric) Step() bool { return f.step(true) }
+
+// step is Step. settle: where nothing else moves, bytes that lag do.
+func (f *Fabric) step(settle bool) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	for i, q := range f.order {
-		if f.transmitLocked(q) || f.deliverLocked(q) {
-			f.order = append(slices.Delete(f.order, i, i+1), q)
+	first := f.drawLocked(len(f.order))
+	for i := range f.order {
+		at := (first + i) % len(f.order)
+		if q := f.order[at]; f.moveLocked(q) {
+			if f.rng == nil {
+				f.order = append(slices.Delete(f.order, at, at+1), q)
+			}
 			return true
 		}
 	}
 	// Nothing moves: what is closed and has nothing on the wire is forgotten.
 	f.order = slices.DeleteFunc(f.order, func(q *queuePair) bool { return f.qps[q.num] == nil && len(q.wire) == 0 })
+	if !settle {
+		return false
+	}
+	for _, q := range f.order {
+		for i := range q.inbound {
+			q.inbound[i].lags = false
+		}
+		if f.moveLocked(q) {
+			return true
+		}
+	}
 	return false
 }
 
-func (f *Fabric) transmitLocked(q *queuePair) bool {
-	if len(q.sends) == 0 || q.state != verbs.ReadyToSend {
+func (f *Fabric) lagging() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.ContainsFunc(f.order, func(q *queuePair) bool { return q.lagging() > 0 })
+}
+
+func (q *queuePair) lagging() (n int) {
+	for i := range q.inbound {
+		if q.inbound[i].lags {
+			n++
+		}
+	}
+	return n
+}
+
+// drawLocked is a number below n; 0 without a seed.
+func (f *Fabric) drawLocked(n int) int {
+	if f.rng == nil || n < 2 {
+		return 0
+	}
+	return f.rng.IntN(n)
+}
+
+// moveLocked makes one hop of a queue pair. Without a seed, what is furthest on its way goes first.
+func (f *Fabric) moveLocked(q *queuePair) bool {
+	if len(q.sends)+len(q.wire)+len(q.answers)+len(q.inbound) == 0 {
+		return false
+	}
+	order := [numHops]Hop{Show, Tell, Answer, Arrive, Read}
+	first := f.drawLocked(len(order))
+	for i := range order {
+		if h := order[(first+i)%len(order)]; !f.held[step{q.num, h}] && f.hopLocked(q, h) {
+			return true
+		}
+	}
+	return false
+}
+
+func (f *Fabric) hopLocked(q *queuePair, h Hop) bool {
+	switch h {
+	case Read:
+		return f.readLocked(q)
+	case Arrive:
+		return f.arriveLocked(q)
+	case Show:
+		return f.showLocked(q)
+	case Tell:
+		return f.tellLocked(q)
+	}
+	if len(q.answers) == 0 {
+		return false
+	}
+	q.cq.addLocked(q.answers[0])
+	q.answers = q.answers[1:]
+	return true
+}
+
+func (f *Fabric) readLocked(q *queuePair) bool {
+	if len(q.sends) == 0 || q.state != verbs.ReadyToSend || q.refused {
 		return false
 	}
 	w := q.sends[0]
 	q.sends = q.sends[1:]
 	b := f.sliceLocked(q.p, w.LocalKey, w.LocalAddr, w.Len, false)
 	if b == nil && w.Len > 0 {
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: verbs.LocalAccess})
-		q.failLocked()
+		q.refused = true // what is ahead of it ends first
+		q.unacked = append(q.unacked, request{w: w, acked: true, status: verbs.LocalAccess})
+		f.settleLocked(q)
 		return true
 	}
-	q.unacked = append(q.unacked, w)
-	q.wire = append(q.wire, message{w, append([]byte(nil), b...)})
+	m := message{w: w, data: append([]byte(nil), b...), life: q.life, to: q.remote}
+	if to := f.qps[q.remote]; to != nil {
+		m.expected = to.life
+	}
+	q.unacked = append(q.unacked, request{w: w})
+	q.wire = append(q.wire, m)
 	return true
 }
 
-func (f *Fabric) deliverLocked(q *queuePair) bool {
-	if len(q.wire) == 0 || f.held[q.num] {
+func (f *Fabric) arriveLocked(q *queuePair) bool {
+	if len(q.wire) == 0 {
 		return false
 	}
-	m := q.wire[0]
-	q.wire[0] = message{} // whoever keeps a queue pair does not keep what it sent
-	to := f.qps[q.remote]
-	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) || to.remote != q.num {
-		q.wire = q.wire[1:] // nobody there; the sender's time-out will say so
-		return true
+	at := 0
+	if f.unorderedLocked(q) {
+		at = f.drawLocked(len(q.wire))
 	}
-	q.wire = q.wire[1:]
+	m := q.wire[at]
+	q.wire = slices.Delete(q.wire, at, at+1) // which clears: whoever keeps a queue pair does not keep what it sent
+	to := f.qps[m.to]
+	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) || to.remote != q.num || to.life != m.expected || q.refused && q.life == m.life {
+		return true // nobody there; the sender's time-out will say so
+	}
 	b := f.sliceLocked(to.p, m.w.RemoteKey, m.w.RemoteAddr, m.w.Len, true)
 	switch {
 	case b == nil && m.w.Len > 0:
-		f.answerLocked(q, m.w, verbs.RemoteAccess)
+		f.ackLocked(q, &m, verbs.RemoteAccess)
 		to.failLocked() // an access error takes both ends down
 	case m.w.Op == verbs.WriteImm && len(to.receives) == 0:
-		f.answerLocked(q, m.w, verbs.ReceiverNotReady)
+		f.ackLocked(q, &m, verbs.ReceiverNotReady)
 	default:
-		copy(b, m.data)
-		if m.w.Op == verbs.WriteImm {
-			id := to.receives[0]
-			to.receives = to.receives[1:]
-			to.cq.addLocked(verbs.Completion{ID: id, QP: to.num, Op: verbs.Receive, Imm: m.w.Imm})
+		f.arrived++
+		if m.w.Len > 0 {
+			lags := f.drawLocked(2) == 1 && to.lagging() < maxLagging
+			to.inbound = append(to.inbound, arrival{from: q.num, at: f.arrived, key: m.w.RemoteKey, addr: m.w.RemoteAddr, to: b, data: m.data, lags: lags})
 		}
-		f.answerLocked(q, m.w, verbs.OK)
+		if m.w.Op == verbs.WriteImm {
+			to.inbound = append(to.inbound, arrival{from: q.num, at: f.arrived,
+				tell: verbs.Completion{ID: to.receives[0], QP: to.num, Op: verbs.Receive, Imm: m.w.Imm}})
+			to.receives = to.receives[1:]
+		}
+		f.ackLocked(q, &m, verbs.OK)
 	}
 	return true
 }
 
-func (f *Fabric) answerLocked(q *queuePair, w verbs.Work, s verbs.Status) {
-	if f.lost[q.num] || len(q.unacked) == 0 || q.unacked[0].ID != w.ID {
-		return // lost, or the sender gave up on it
+func (f *Fabric) unorderedLocked(q *queuePair) bool { return f.ports[q.d.name].unordered }
+
+// waitsLocked reports whether a completion has to wait for bytes that arrived ahead of it.
+func (f *Fabric) waitsLocked(q *queuePair, tell, bytes *arrival) bool {
+	return !f.unorderedLocked(q) || tell.at == 0 || tell.at == bytes.at
+}
+
+// showLocked puts the bytes of one arrival into memory: any, but where two lie over each other the earlier one first. What lags waits for a
+// completion that waits for it.
+func (f *Fabric) showLocked(q *queuePair) bool {
+	first := f.drawLocked(len(q.inbound))
+	for i := range q.inbound {
+		at := (first + i) % len(q.inbound)
+		a := &q.inbound[at]
+		if a.to == nil || a.lags && !slices.ContainsFunc(q.inbound[at:], func(b arrival) bool { return b.to == nil && f.waitsLocked(q, &b, a) }) {
+			continue
+		}
+		for earlier := 0; earlier < at; earlier++ {
+			if b := &q.inbound[earlier]; b.to != nil && b.overlaps(&q.inbound[at]) {
+				at, earlier = earlier, -1
+			}
+		}
+		a = &q.inbound[at]
+		copy(a.to, a.data)
+		q.inbound = slices.Delete(q.inbound, at, at+1)
+		return true
 	}
-	q.unacked = q.unacked[1:]
-	switch {
-	case s != verbs.OK:
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Status: s})
-	case w.Signaled:
-		q.cq.addLocked(verbs.Completion{ID: w.ID, QP: q.num, Op: w.Op})
+	return false
+}
+
+func (f *Fabric) tellLocked(q *queuePair) bool {
+	for at := range q.inbound {
+		a := &q.inbound[at]
+		if a.to != nil {
+			continue
+		}
+		if !slices.ContainsFunc(q.inbound[:at], func(b arrival) bool { return b.to != nil && f.waitsLocked(q, a, &b) }) {
+			q.cq.addLocked(a.tell)
+			q.inbound = slices.Delete(q.inbound, at, at+1)
+			return true
+		}
+		if !f.unorderedLocked(q) {
+			return false // nor those behind it
+		}
 	}
-	if s != verbs.OK {
-		q.wire = nil // out of sequence behind a refused one: the receiver drops them
-		q.failLocked()
+	return false
+}
+
+// ackLocked lets the sender's NIC know how a message ended.
+func (f *Fabric) ackLocked(q *queuePair, m *message, s verbs.Status) {
+	if q.life != m.life {
+		return
+	}
+	q.refused = q.refused || s != verbs.OK
+	if f.lost[q.num] {
+		return
+	}
+	for i := range q.unacked { // or the sender gave up on it
+		if r := &q.unacked[i]; r.w.ID == m.w.ID && !r.acked {
+			r.acked, r.status = true, s
+			break
+		}
+	}
+	f.settleLocked(q)
+}
+
+// settleLocked makes answers of what has ended, in the order of posting.
+func (f *Fabric) settleLocked(q *queuePair) {
+	for len(q.unacked) > 0 && q.unacked[0].acked {
+		r := q.unacked[0]
+		q.unacked = q.unacked[1:]
+		switch {
+		case r.status != verbs.OK:
+			q.answers = append(q.answers, verbs.Completion{ID: r.w.ID, QP: q.num, Status: r.status})
+			q.failLocked()
+		case r.w.Signaled:
+			q.answers = append(q.answers, verbs.Completion{ID: r.w.ID, QP: q.num, Op: r.w.Op})
+		}
 	}
 }
