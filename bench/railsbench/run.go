@@ -143,7 +143,7 @@ func (f *Field) move(ctx context.Context, p *Pair, faults []timeline.Fault, atOn
 }
 
 // Watch calls do, which fills in transfers, while it samples the receiver's counters and lets the faults happen; base is the time from which
-// everything counts.
+// everything counts. res.Applied says when each fault had taken effect: its command has returned by then.
 func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base time.Time) error, res *timeline.Result) error {
 	c, err := f.Rig.Counters(netrig.Receiver)
 	if err != nil {
@@ -155,6 +155,7 @@ func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base
 	var wg sync.WaitGroup
 	stop := make(chan struct{})
 	var readings []netrig.Reading
+	var applied []timeline.Span
 	// The first and the last reading are made here: where the machine is busy, the one that samples may come late, and what it has not seen is missing.
 	read := func() (netrig.Reading, error) {
 		v := make([]uint64, f.Rig.Rails())
@@ -177,10 +178,12 @@ func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base
 			if pause(ctx, time.Until(base.Add(x.At))) != nil {
 				return
 			}
+			from := time.Since(base)
 			if err := f.Rig.Apply(x); err != nil {
 				cancel(err)
 				return
 			}
+			applied = append(applied, timeline.Span{From: timeline.Seconds(from), To: timeline.Seconds(time.Since(base))})
 		}
 	})
 	err = do(base)
@@ -199,14 +202,15 @@ func (f *Field) Watch(ctx context.Context, faults []timeline.Fault, do func(base
 	if err == nil {
 		err = rerr
 	}
+	res.Applied = applied
 	res.Samples = grid(append(append([]netrig.Reading{first}, readings...), last), base, f.Rig.Rails())
 	return err
 }
 
-// Late is how much later the transfer that was in flight at a fault ended than it would have, had the rails that are left brought the rest
-// of it at their full rate from then on. False: none was in flight.
+// Late is how much later the transfer that was in flight when a fault had taken effect ended than it would have, had the rails that are left
+// brought the rest of it at their full rate from then on. False: none was in flight.
 func Late(r *timeline.Result, d *timeline.Dip) (time.Duration, bool) {
-	at := d.Faults[0].At
+	at := d.At.D()
 	for _, t := range r.Transfers {
 		if end := t.Began.D() + t.Took.D(); t.Began.D() <= at && at < end && d.Expected > 0 {
 			left := float64(t.Bytes) - float64(r.Samples.Between(t.Began.D(), at))

@@ -110,5 +110,6 @@ func readResult(path string) (*timeline.Result, error) {
 	if err := o.Check(); err != nil {
 		return nil, fmt.Errorf("%s: no result of 'kvspray bench rails': %w", path, err)
 	}
+	r.Judge() // both runs are judged by one rule, whatever it was when the file was written
 	return r, nil
 }

@@ -68,7 +68,7 @@ func TestFaults(t *testing.T) {
 		within time.Duration
 	}{
 		{"down", 20 * time.Millisecond}, {"drop", 150 * time.Millisecond}, {"ackdrop", 150 * time.Millisecond}, {"rate=1/20", 150 * time.Millisecond},
-		{"flap=300ms", time.Second}, {"blackhole", 150 * time.Millisecond},
+		{"flap=300ms", 150 * time.Millisecond}, {"blackhole", 150 * time.Millisecond},
 	} {
 		t.Run(x.kind, func(t *testing.T) {
 			r := must(t, Setup{Options: &timeline.Options{Rates: four, Block: 16 << 10, Total: 256 << 20, Duration: 5 * time.Second, Policy: "spray",

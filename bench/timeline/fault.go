@@ -186,6 +186,22 @@ func (c Condition) Usable() float64 {
 	return c.Share
 }
 
+// whole is 1 of a rail to which nothing has happened, and 0 of any other.
+func (c Condition) whole() float64 {
+	if c == Healthy {
+		return 1
+	}
+	return 0
+}
+
+// delivers is 1 of a rail whose bytes come and are known to have come, if not always or not fast.
+func (c Condition) delivers() float64 {
+	if c.Down || c.Deaf || c.AckDeaf || c.Blackholed {
+		return 0
+	}
+	return 1
+}
+
 // ConditionAt is the condition of a rail at a time, faults of that very time included.
 func ConditionAt(faults []Fault, rail int, at time.Duration) Condition {
 	c := Healthy

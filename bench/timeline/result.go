@@ -24,6 +24,9 @@ type Result struct {
 	Duration Seconds `json:"duration_seconds,omitempty"`
 	Policy   string  `json:"policy"`
 	Faults   []Fault `json:"faults,omitempty"`
+	// Applied is when each of Faults was made, as far as the run came; shorter where that was not recorded: then a fault is taken to have happened
+	// at the very time that it names, as it does in sim.
+	Applied []Span `json:"faults_applied,omitempty"`
 
 	Rails []Rail `json:"rails"`
 	// Together is what plain streams over all rails at once carry; of sim, over those of all senders.
@@ -50,6 +53,12 @@ type Rail struct {
 	Buffer int     `json:"buffer_bytes,omitempty"` // of its shaper
 }
 
+// Span is how long the command that makes a fault ran. At its end the fault has taken effect, before its beginning it has not.
+type Span struct {
+	From Seconds `json:"from_seconds"`
+	To   Seconds `json:"to_seconds"`
+}
+
 // Transfer is one of those that followed each other.
 type Transfer struct {
 	Began Seconds `json:"began_seconds"` // after the first one
@@ -70,11 +79,18 @@ type Samples struct {
 // Dip is what one fault, or several of one time, did to the throughput.
 type Dip struct {
 	Faults []Fault `json:"faults"`
-	// Expected is what the rails that are left carry.
+	// At is when they had taken effect: what follows counts from there.
+	At Seconds `json:"at_seconds"`
+	// Took is how long their commands ran before that.
+	Took Seconds `json:"took_seconds,omitempty"`
+	// Expected is what the rails that are left carry, a slowed one its part.
 	Expected Rate `json:"expected_bits_per_second"`
-	// Recovered is when the first window begins that has its share of that, after the fault; negative: none did before the next fault.
+	// Surviving is what those carry to which nothing has happened.
+	Surviving Rate `json:"surviving_bits_per_second"`
+	// Recovered is when the first window begins in which these rails, and no other, bring enough of that; negative: none did before the next
+	// fault. A rail that flaps is no survivor while it is up either: nobody is owed its bytes.
 	Recovered Seconds `json:"recovered_after_seconds"`
-	// Share of what was expected that came in the time after the fault that Depth names, or until the next.
+	// Share of what was expected that came in the time after the fault that Depth names, or until the next, over rails that deliver.
 	Share float64 `json:"share"`
 }
 
@@ -120,28 +136,39 @@ func (r *Result) Judge() {
 		r.Share = float64(r.Goodput / r.Together)
 	}
 	for i := 0; i < len(r.Faults); {
-		at := r.Faults[i].At
+		named := r.Faults[i].At
 		n := i
-		for n < len(r.Faults) && r.Faults[n].At == at {
+		for n < len(r.Faults) && r.Faults[n].At == named {
 			n++
 		}
+		from, at := r.applied(i).From.D(), r.applied(n-1).To.D()
 		until := end
 		if n < len(r.Faults) {
-			until = min(end, r.Faults[n].At)
+			until = min(end, r.applied(n).From.D())
 		}
 		if at < end {
-			d := Dip{Faults: r.Faults[i:n], Expected: r.usable(at), Recovered: Never}
-			if after, ok := r.Samples.recovered(at, until, d.Expected); ok {
+			d := Dip{Faults: r.Faults[i:n], At: Seconds(at), Took: Seconds(at - from), Recovered: Never,
+				Expected: r.left(named, Condition.Usable), Surviving: r.left(named, Condition.whole)}
+			if after, ok := r.over(named, Condition.whole).recovered(at, until, d.Surviving); ok && d.Surviving > 0 {
 				d.Recovered = Seconds(after)
 			}
 			deep := min(until, at+Depth)
 			if want := d.Expected.Over(deep - at); want > 0 {
-				d.Share = float64(r.Samples.Between(at, deep)) / want
+				d.Share = float64(r.over(named, Condition.delivers).Between(at, deep)) / want
 			}
 			r.Dips = append(r.Dips, d)
 		}
 		i = n
 	}
+}
+
+// applied is when one of Faults was made.
+func (r *Result) applied(fault int) Span {
+	if fault < len(r.Applied) {
+		return r.Applied[fault]
+	}
+	at := Seconds(r.Faults[fault].At)
+	return Span{at, at}
 }
 
 // senders is how many nodes have rails of their own to send over.
@@ -156,17 +183,29 @@ func median(v []float64) float64 {
 	return v[len(v)/2]
 }
 
-// usable is what the rails that faults have left carry together: never more than they did when all were measured at once.
-func (r *Result) usable(at time.Duration) (sum Rate) {
+// left is what the rails carry together of which faults have left a share: never more than they did when all were measured at once.
+func (r *Result) left(at time.Duration, share func(Condition) float64) (sum Rate) {
 	var all Rate
 	for i, x := range r.Rails {
 		all += x.Alone
-		sum += x.Alone * Rate(ConditionAt(r.Faults, i, at).Usable())
+		sum += x.Alone * Rate(share(ConditionAt(r.Faults, i, at)))
 	}
 	if r.Together > 0 && all > r.Together {
 		sum *= r.Together / all
 	}
 	return sum
+}
+
+// over is what came over the rails of which faults have left a share. What a receiver's device counts is no word for the others: a filter behind
+// it swallows that, or nobody hears that it came.
+func (r *Result) over(at time.Duration, share func(Condition) float64) *Samples {
+	s := &Samples{Every: r.Samples.Every}
+	for i, b := range r.Samples.Bytes {
+		if share(ConditionAt(r.Faults, i, at)) > 0 {
+			s.Bytes = append(s.Bytes, b)
+		}
+	}
+	return s
 }
 
 // At is how many bytes had come over all rails at a time, linear between samples.
@@ -221,6 +260,14 @@ func Read(in io.Reader) (*Result, error) {
 			return nil, fmt.Errorf("timeline: read a result: samples of rail %d: counts go down", i)
 		}
 	}
+	if n := len(r.Applied); n > len(r.Faults) {
+		return nil, fmt.Errorf("timeline: read a result: faults_applied has %d entries for %d faults", n, len(r.Faults))
+	}
+	for i, x := range r.Applied {
+		if x.From < 0 || x.To < x.From || i > 0 && x.From < r.Applied[i-1].To {
+			return nil, fmt.Errorf("timeline: read a result: faults_applied[%d] is from %s to %s: want one after the other", i, x.From, x.To)
+		}
+	}
 	return &r, nil
 }
 
@@ -251,10 +298,13 @@ func (r *Result) Print(w io.Writer) error {
 	p("\n")
 	for _, d := range r.Dips {
 		p("  %v: %.3f of %s in the %s after", d.Faults, d.Share, d.Expected, Depth)
-		if d.Recovered == Never {
-			p("; no window of %s at %.2f\n", Window, Enough)
-		} else {
-			p("; at %.2f after %s\n", Enough, d.Recovered)
+		switch {
+		case d.Surviving == 0:
+			p("; no rail is whole\n")
+		case d.Recovered == Never:
+			p("; no window of %s in which the rails that are whole are at %.2f of their %s\n", Window, Enough, d.Surviving)
+		default:
+			p("; the rails that are whole at %.2f of their %s after %s\n", Enough, d.Surviving, d.Recovered)
 		}
 	}
 	happened := 0

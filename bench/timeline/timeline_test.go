@@ -193,7 +193,7 @@ func TestJudge(t *testing.T) {
 		t.Error(d)
 	}
 	b.Reset()
-	if err := r.Print(&b); err != nil || !strings.Contains(b.String(), "0.840 of 800mbit in the 500ms after; at 0.95 after 80ms") ||
+	if err := r.Print(&b); err != nil || !strings.Contains(b.String(), "0.840 of 800mbit in the 500ms after; the rails that are whole at 0.95 of their 800mbit after 80ms") ||
 		!strings.Contains(b.String(), "[1m0s:rail0:down]: too late") {
 		t.Errorf("%v: %s", err, b.String())
 	}
@@ -207,14 +207,77 @@ func TestJudge(t *testing.T) {
 	}
 }
 
+// TestJudgeSurvivors: after a fault the window is judged by the rails that nothing happened to, and by them alone. The receiver's device of the other
+// one goes on counting here: what a filter swallows, what nobody hears of, or what a flapping link brings while it is up. Everything counts from the
+// moment at which the fault had taken effect.
+func TestJudgeSurvivors(t *testing.T) {
+	const each = Rate(800e6)
+	const began, done, back = 1005 * time.Millisecond, 1020 * time.Millisecond, 1080 * time.Millisecond // of the command; of the other rail's bytes
+	for kind, want := range map[string]struct {
+		expected Rate
+		share    float64
+	}{
+		"down": {each, 0.88}, "drop": {each, 0.88}, "ackdrop": {each, 0.88}, "blackhole": {each, 0.88},
+		"rate=1/4":   {each * 5 / 4, (0.88 + 1) / 1.25}, // all that is slow is used
+		"flap=300ms": {each, 1.88},
+	} {
+		t.Run(kind, func(t *testing.T) {
+			var faults []Fault
+			for _, s := range []string{"1s:rail1:" + kind, "2s:rail1:heal", "3s:all:drop"} {
+				f, err := ParseFault(s)
+				if err != nil {
+					t.Fatal(err)
+				}
+				faults = append(faults, f)
+			}
+			r := &Result{Bench: "rails", Total: 1 << 20, Block: 16 << 10, Together: 2 * each, Faults: faults, Applied: []Span{{Seconds(began), Seconds(done)}},
+				Rails:     []Rail{{Name: "rail0", Rate: each, Alone: each}, {Name: "rail1", Rate: each, Alone: each}},
+				Transfers: []Transfer{{Took: Seconds(4 * time.Second), Bytes: 700e6}},
+				Samples:   Samples{Every: Seconds(SampleEvery), Bytes: make([][]uint64, 2)}}
+			for i := range 801 {
+				at := time.Duration(i) * SampleEvery
+				r.Samples.Bytes[0] = append(r.Samples.Bytes[0], uint64(each.Over(min(at, done)+max(0, at-back))))
+				r.Samples.Bytes[1] = append(r.Samples.Bytes[1], uint64(each.Over(at)))
+			}
+			r.Judge()
+			if len(r.Dips) != 3 {
+				t.Fatalf("dips %+v", r.Dips)
+			}
+			d := r.Dips[0]
+			if d.At.D() != done || d.Took.D() != done-began {
+				t.Errorf("at %s, after a command of %s", d.At, d.Took)
+			}
+			if d.Recovered.D() != back-done {
+				t.Errorf("the window began after %s, want %s: a rail that failed was counted", d.Recovered, back-done)
+			}
+			if d.Surviving != each || math.Abs(float64(d.Expected-want.expected)) > 1 || math.Abs(d.Share-want.share) > 1e-6 {
+				t.Errorf("%s survive, %s expected, of which %.3f came, want %s and %.3f", d.Surviving, d.Expected, d.Share, want.expected, want.share)
+			}
+			if d := r.Dips[1]; d.At.D() != 2*time.Second || d.Surviving != 2*each || d.Recovered != 0 {
+				t.Errorf("healed: %+v", d)
+			}
+			if d := r.Dips[2]; d.Surviving != 0 || d.Recovered != Never || d.Share != 0 {
+				t.Errorf("nothing is left: %+v", d)
+			}
+			var b bytes.Buffer
+			if err := r.Print(&b); err != nil || !strings.Contains(b.String(), "; no rail is whole") {
+				t.Errorf("%v: %s", err, b.String())
+			}
+		})
+	}
+}
+
 // TestReadRefused: what is not a result is said to be none.
 func TestReadRefused(t *testing.T) {
 	for s, want := range map[string]string{
 		`{`:                                "read a result",
 		`{"speed": 3}`:                     "speed",
 		`{"faults": ["1s:rail0:explode"]}`: "explode",
-		`{"samples": {"every_seconds": 0.005, "rail_bytes": [[3, 2]]}}`: "go down",
-		`{"duration_seconds": 1e300}`:                                   "out of range",
+		`{"samples": {"every_seconds": 0.005, "rail_bytes": [[3, 2]]}}`:                         "go down",
+		`{"duration_seconds": 1e300}`:                                                           "out of range",
+		`{"faults_applied": [{"from_seconds": 1, "to_seconds": 2}]}`:                            "1 entries for 0 faults",
+		`{"faults": ["1s:all:drop"], "faults_applied": [{"from_seconds": 2, "to_seconds": 1}]}`: "faults_applied[0] is from 2s to 1s",
+		`{"faults": ["1s:all:drop", "1s:all:heal"], "faults_applied": [{"from_seconds": 1, "to_seconds": 3}, {"from_seconds": 2, "to_seconds": 4}]}`: "faults_applied[1]",
 	} {
 		if _, err := Read(strings.NewReader(s)); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want %q", s, err, want)
