@@ -103,7 +103,7 @@ bool work_translate(const struct work_region *regions, uint32_t n, const struct 
 		uint64_t base = regions[region].addr + at;
 		if (base % KVS_WORK_ALIGN || !within(&regions[region], at, (int64_t)r.stride, r.len, r.count))
 			return false;
-		out->runs[i] = (struct work_run){base, r.stride, dense + off + used, r.len, r.count};
+		out->runs[i] = (struct work_run){base, r.stride, 0, dense + off + used, r.len, r.count};
 		out->bases[i] = base;
 		out->first[i] = pieces;
 		uniform = uniform && r.count == 1 && r.len == out->runs[0].len;

@@ -38,7 +38,7 @@ void work_free(struct work *w);
 
 /* struct kvs_run of kernels.cu. */
 struct work_run {
-	uint64_t base, stride, dense;
+	uint64_t base, stride, outer, dense;
 	uint32_t len, count;
 };
 

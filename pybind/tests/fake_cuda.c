@@ -231,7 +231,7 @@ int cuModuleGetFunction(handle *f, handle m, const char *name)
 /* ---- streams that work: the kernels that move bytes, and stores behind them ---- */
 
 struct piece_run { /* struct kvs_run of kernels.cu */
-	uint64_t base, stride, dense;
+	uint64_t base, stride, outer, dense;
 	uint32_t len, count;
 };
 
@@ -274,11 +274,14 @@ static void run_job(const struct job *j)
 		const uint32_t *first = (void *)(uintptr_t)a[1];
 		uint32_t pieces = 0;
 		for (uint64_t i = 0; i < a[2]; i++, r++) {
-			if (first[i] != pieces)
+			uint32_t n = first[i + 1] - first[i];
+			if (first[i] != pieces || !r->count || n % r->count) {
 				astray++;
-			for (uint32_t k = 0; k < r->count; k++)
-				piece(r->base + k * r->stride, r->dense + (uint64_t)k * r->len, r->len, pack);
-			pieces += r->count;
+				break;
+			}
+			for (uint32_t k = 0; k < n; k++)
+				piece(r->base + k / r->count * r->outer + k % r->count * r->stride, r->dense + (uint64_t)k * r->len, r->len, pack);
+			pieces += n;
 		}
 		if (first[a[2]] != pieces)
 			astray++;

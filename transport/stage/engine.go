@@ -188,7 +188,7 @@ type workplace struct {
 // workplace finds the engine that has all blocks of a hop and can take it now.
 func (u *GPU) workplace(h *hop) (none workplace) {
 	all := *u.engines.Load()
-	i := slices.IndexFunc(all, func(e *engine) bool { return e.find(h.far[0], h.sizes[0]) != nil })
+	i := slices.IndexFunc(all, func(e *engine) bool { return e.find(cuda.Ptr(h.pieces[0].Off), h.pieces[0].Len) != nil })
 	if i < 0 || !h.lent {
 		return none
 	}
@@ -209,8 +209,8 @@ func (u *GPU) workplace(h *hop) (none workplace) {
 
 // has reports whether all blocks of a hop are the engine's.
 func (e *engine) has(h *hop) bool {
-	for i, p := range h.far {
-		if e.find(p, h.sizes[i]) == nil {
+	for i := range h.pieces {
+		if e.find(cuda.Ptr(h.pieces[i].Off), h.pieces[i].Len) == nil {
 			return false
 		}
 	}
@@ -228,25 +228,23 @@ func (w workplace) giveBack(err error) {
 // run has the engine pack or unpack h, and waits for it.
 func (w workplace) run(h *hop, op uint32) error {
 	e, slot := w.engine, w.slot
-	runs, region := 0, (*lentRegion)(nil)
+	runs := 0
 	var bytes uint64
-	h.eachRun(func(base cuda.Ptr, stride, size uint64, count int) bool {
-		bytes += size * uint64(count)
-		for count > 0 {
-			if region == nil || !region.has(base, size) {
-				region = e.find(base, size)
-			}
-			// Regions may lie at equal distances, too, and those in the engine lie elsewhere: a run ends where its region does.
-			n, next := 1, base+cuda.Ptr(stride)
-			for n < count && region.has(next, size) {
-				n, next = n+1, next+cuda.Ptr(stride)
-			}
-			e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: uint64(base - region.base), Stride: stride, Len: uint32(size), Count: uint32(n)})
-			runs++
-			base, count = next, count-n
+	for rest := h.pieces; len(rest) > 0; {
+		region := e.find(cuda.Ptr(rest[0].Off), rest[0].Len)
+		// Regions may lie at equal distances, too, and those in the engine lie elsewhere: a run ends where its region does.
+		n := 1
+		for n < len(rest) && region.has(cuda.Ptr(rest[n].Off), rest[n].Len) {
+			n++
 		}
-		return true
-	})
+		for here := rest[:n]; len(here) > 0; runs++ {
+			r, first := mem.Leading(here, mem.OneAxis), &here[0]
+			e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: first.Off - uint64(region.base), Stride: r.Stride, Len: uint32(first.Len), Count: r.Count})
+			bytes += r.Pieces() * first.Len
+			here = here[r.Pieces():]
+		}
+		rest = rest[n:]
+	}
 	e.seqs[slot]++
 	seq := e.seqs[slot]
 	if e.Work.Post(slot, seq, board.WorkRequest{Op: op, Runs: uint32(runs), Dense: h.at, Bytes: bytes, Blocks: uint32(e.gpu.packBlocks)}) {

@@ -133,15 +133,20 @@ func (q *fakeQueue) rearrange(runs, first cuda.Ptr, n int, pack bool) error {
 		var pieces uint32
 		for i := range n {
 			e := r[i*runBytes:]
-			base, stride := binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint64(e[8:])
-			dense, size := binary.LittleEndian.Uint64(e[16:]), uint64(binary.LittleEndian.Uint32(e[24:]))
-			count := binary.LittleEndian.Uint32(e[28:])
+			base, stride, outer := binary.LittleEndian.Uint64(e), binary.LittleEndian.Uint64(e[8:]), binary.LittleEndian.Uint64(e[16:])
+			dense, size := binary.LittleEndian.Uint64(e[24:]), uint64(binary.LittleEndian.Uint32(e[32:]))
+			row := uint64(binary.LittleEndian.Uint32(e[36:]))
+			count := binary.LittleEndian.Uint32(f[i*4+4:]) - pieces
 			if got := binary.LittleEndian.Uint32(f[i*4:]); got != pieces {
 				q.err = fmt.Errorf("fake: first[%d] is %d, %d pieces come before it", i, got, pieces)
 				return
 			}
+			if row == 0 || uint64(count)%row != 0 {
+				q.err = fmt.Errorf("fake: run %d has %d pieces in rows of %d", i, count, row)
+				return
+			}
 			for k := range uint64(count) {
-				a, b := q.d.m.at(cuda.Ptr(base+k*stride), size), q.d.m.at(cuda.Ptr(dense+k*size), size)
+				a, b := q.d.m.at(cuda.Ptr(base+k/row*outer+k%row*stride), size), q.d.m.at(cuda.Ptr(dense+k*size), size)
 				if a == nil || b == nil {
 					q.err = errors.New("fake: kernel out of bounds")
 					return

@@ -52,7 +52,8 @@ type hop struct {
 	bounce    []byte   // HopBytes of the arena, for callers whose memory is not pinned
 	list      []byte   // pinned: block lists as the kernels read them
 	listPtr   cuda.Ptr
-	far, near []cuda.Ptr // CopyBatch's
+	pieces    []mem.Block // what is moved: of no region, at addresses of the GPU
+	far, near []cuda.Ptr  // CopyBatch's
 	sizes     []uint64
 }
 
@@ -94,7 +95,8 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 		return nil, fmt.Errorf("%d bytes of staging: %w", u.stagingBytes(), err)
 	}
 	for i := range g.cfg.Hops {
-		h := &hop{bounce: u.arena[lend+i*HopBytes:][:HopBytes:HopBytes], far: make([]cuda.Ptr, 0, hopRuns), near: make([]cuda.Ptr, 0, hopRuns),
+		h := &hop{bounce: u.arena[lend+i*HopBytes:][:HopBytes:HopBytes], pieces: make([]mem.Block, 0, hopRuns),
+			far: make([]cuda.Ptr, 0, hopRuns), near: make([]cuda.Ptr, 0, hopRuns),
 			sizes: make([]uint64, 0, hopRuns), at: uint64(i) * HopBytes, lent: true}
 		h.dense = u.staging + cuda.Ptr(h.at)
 		if h.queue, err = u.dev.NewQueue(); err != nil {
@@ -209,16 +211,15 @@ func (u *GPU) rearrange(dir Direction, p []byte, blocks []mem.Block) error {
 	var off uint64 // of blocks[0]: done already
 	for len(blocks) > 0 {
 		n, bytes := 0, uint64(0)
-		h.far, h.sizes = h.far[:0], h.sizes[:0]
-		for n < len(blocks) && len(h.far) < hopRuns && bytes < HopBytes {
+		h.pieces = h.pieces[:0]
+		for n < len(blocks) && len(h.pieces) < hopRuns && bytes < HopBytes {
 			b := &blocks[n]
 			if err := b.Region.Check(b.Off, b.Len); err != nil {
 				return err
 			}
 			k := min(b.Len-off, HopBytes-bytes)
 			if k > 0 {
-				h.far = append(h.far, cuda.Ptr(b.Region.Base()+b.Off+off))
-				h.sizes = append(h.sizes, k)
+				h.pieces = append(h.pieces, mem.Block{Off: b.Region.Base() + b.Off + off, Len: k})
 			}
 			bytes += k
 			if off += k; off == b.Len {
@@ -236,9 +237,9 @@ func (u *GPU) rearrange(dir Direction, p []byte, blocks []mem.Block) error {
 	return nil
 }
 
-// hop moves what h.far and h.sizes name, and waits for it.
+// hop moves h.pieces, and waits for it.
 func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
-	if len(h.far) == 0 {
+	if len(h.pieces) == 0 {
 		return nil
 	}
 	host, pinned := u.pinned(p)
@@ -291,11 +292,11 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 // how: the kernels move 16 bytes at a time, and few or large blocks need no packing. choice: any executor would have done. For InEngine it
 // says where, too, and the caller gives that back.
 func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool, w workplace) {
-	if h.dense == 0 || len(h.far) < 4 || bytes/len(h.far) >= directPiece {
+	if h.dense == 0 || len(h.pieces) < 4 || bytes/len(h.pieces) >= directPiece {
 		return Copy, false, w
 	}
-	for i, p := range h.far {
-		if (uint64(p)|h.sizes[i])%packAlign != 0 {
+	for i := range h.pieces {
+		if (h.pieces[i].Off|h.pieces[i].Len)%packAlign != 0 {
 			return Copy, false, w
 		}
 	}
@@ -321,10 +322,11 @@ func (u *GPU) pinned(p []byte) (cuda.Ptr, bool) {
 
 // copied lets the copy engine walk the blocks.
 func (u *GPU) copied(h *hop, dir Direction, host cuda.Ptr) error {
-	h.near = h.near[:0]
-	for _, n := range h.sizes {
-		h.near = append(h.near, host)
-		host += cuda.Ptr(n)
+	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
+	for i := range h.pieces {
+		p := &h.pieces[i]
+		h.far, h.near, h.sizes = append(h.far, cuda.Ptr(p.Off)), append(h.near, host), append(h.sizes, p.Len)
+		host += cuda.Ptr(p.Len)
 	}
 	if dir == HostToDevice {
 		return h.queue.CopyBatch(h.far, h.near, h.sizes)
@@ -364,9 +366,9 @@ func (u *GPU) engaged(w workplace, h *hop, dir Direction, host cuda.Ptr, bytes u
 
 // list writes the blocks for the kernels, which read it where it is: it is short, and a copy of it would cost a launch.
 func (u *GPU) list(h *hop) func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
-	n, same := len(h.far), true
-	for _, k := range h.sizes {
-		same = same && k == h.sizes[0]
+	n, same := len(h.pieces), true
+	for i := range h.pieces {
+		same = same && h.pieces[i].Len == h.pieces[0].Len
 	}
 	most := n
 	if same {
@@ -377,63 +379,35 @@ func (u *GPU) list(h *hop) func(runs func(Queue, cuda.Ptr, cuda.Ptr, int) error,
 			return launch(h.queue, h.listPtr, h.listPtr+hopFirstAt, runs)
 		}
 	}
-	for i, p := range h.far {
-		binary.LittleEndian.PutUint64(h.list[i*8:], uint64(p))
+	for i := range h.pieces {
+		binary.LittleEndian.PutUint64(h.list[i*8:], h.pieces[i].Off)
 	}
 	return func(_ func(Queue, cuda.Ptr, cuda.Ptr, int) error, uniform func(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error) error {
-		return uniform(h.queue, h.listPtr, n, h.dense, h.sizes[0])
+		return uniform(h.queue, h.listPtr, n, h.dense, h.pieces[0].Len)
 	}
 }
 
 // strided is how many blocks a run has on average, at least, where blocks of one length go to the kernels as runs and not as addresses, which
-// are a quarter as long.
+// are a fifth as long.
 const strided = 8
 
 // runs writes the blocks as at most so many strided runs, and returns how many; 0 where it takes more, which scattered blocks soon show.
 func (h *hop) runs(most int) int {
 	dense := uint64(h.dense)
-	n, pieces := 0, 0
-	h.eachRun(func(base cuda.Ptr, stride, size uint64, count int) bool {
+	n, pieces := 0, uint64(0)
+	for rest := h.pieces; len(rest) > 0; n++ {
 		if n == most {
-			n = 0
-			return false
+			return 0
 		}
-		r := h.list[n*runBytes:][:runBytes]
-		binary.LittleEndian.PutUint64(r, uint64(base))
-		binary.LittleEndian.PutUint64(r[8:], stride)
-		binary.LittleEndian.PutUint64(r[16:], dense)
-		binary.LittleEndian.PutUint32(r[24:], uint32(size))
-		binary.LittleEndian.PutUint32(r[28:], uint32(count))
+		r := mem.Leading(rest, mem.BothAxes)
+		putRun(h.list[n*runBytes:], rest[0].Off, dense, rest[0].Len, &r)
 		binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(pieces))
-		dense += uint64(count) * size
-		pieces += count
-		n++
-		return true
-	})
-	binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(len(h.far)))
-	return n
-}
-
-// eachRun hands out the blocks as runs, in order, while yield wants more. Pages of heads, or of tokens, that another order takes apart lie at
-// equal distances. Two blocks have a distance by chance, so that a run takes three.
-func (h *hop) eachRun(yield func(base cuda.Ptr, stride, size uint64, count int) bool) {
-	for i := 0; i < len(h.far); {
-		base, size := h.far[i], h.sizes[i]
-		stride, count := uint64(0), 1
-		if i+2 < len(h.far) && h.sizes[i+1] == size && h.sizes[i+2] == size {
-			stride = uint64(h.far[i+1] - base)
-			for k := i + 1; k < len(h.far) && h.sizes[k] == size && uint64(h.far[k]-h.far[k-1]) == stride; k++ {
-				count++
-			}
-			if count < 3 {
-				stride, count = 0, 1
-			}
-		}
-		if !yield(base, stride, size, count) {
-			return
-		}
-		i += count
+		dense += r.Pieces() * rest[0].Len
+		pieces += r.Pieces()
+		rest = rest[r.Pieces():]
 	}
+	binary.LittleEndian.PutUint32(h.list[hopFirstAt+n*4:], uint32(pieces))
+	return n
 }
 
 // moves is scratch of Move: callers come from several goroutines.
@@ -717,14 +691,14 @@ func (w *mover) exchange(list []Move, buf []byte) error {
 		dir Direction
 	}{{w.from, DeviceToHost}, {w.to, HostToDevice}} {
 		h := <-side.gpu.hops
-		h.far, h.sizes = h.far[:0], h.sizes[:0]
+		h.pieces = h.pieces[:0]
 		for i := range list {
 			p, stride := list[i].Src, list[i].SrcStride
 			if side.dir == HostToDevice {
 				p, stride = list[i].Dst, list[i].DstStride
 			}
 			for range list[i].Count {
-				h.far, h.sizes = append(h.far, p), append(h.sizes, list[i].Len)
+				h.pieces = append(h.pieces, mem.Block{Off: uint64(p), Len: list[i].Len})
 				p += cuda.Ptr(stride)
 			}
 		}

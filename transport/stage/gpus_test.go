@@ -461,11 +461,23 @@ func TestStridedRuns(t *testing.T) {
 		add(700000&^15+i*512, 512) // one after the other
 	}
 	runs++
+	for i := range uint64(16) { // heads of tokens, in the order of tokens of heads
+		for k := range uint64(8) {
+			add(300000&^15+i*64+k*2048, 64)
+		}
+	}
+	runs++
+	for i := range uint64(8) { // rows backwards, and their pieces forwards
+		for k := range uint64(5) {
+			add(500000&^15-i*4096+k*32, 16)
+		}
+	}
+	runs++
 	h := <-u.hops
-	h.far, h.sizes = h.far[:0], h.sizes[:0]
+	h.pieces = h.pieces[:0]
 	var want []byte
 	for _, x := range blocks {
-		h.far, h.sizes = append(h.far, cuda.Ptr(r.Base()+x.Off)), append(h.sizes, x.Len)
+		h.pieces = append(h.pieces, mem.Block{Off: r.Base() + x.Off, Len: x.Len})
 		want = append(want, b[x.Off:][:x.Len]...)
 	}
 	if got := h.runs(runs); got != runs {

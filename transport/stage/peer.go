@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/cuda"
+	"github.com/kvspray/kvspray/internal/mem"
 )
 
 // Packer is a Device with the two kernels that rearrange bytes inside its GPU's memory.
@@ -43,7 +44,7 @@ const (
 	MaxRuns     = 64 << 10 // of one stage
 	DirectBytes = 16 << 20 // pieces of so many bytes skip packing
 	packAlign   = 16
-	runBytes    = 32 // sizeof(struct kvs_run)
+	runBytes    = 40 // sizeof(struct kvs_run)
 )
 
 // Peer moves scattered blocks from one GPU to another: pack into a dense buffer, one copy across the link by the source GPU's
@@ -363,12 +364,7 @@ func (b *stageBuffer) fillRuns(moves []Move, cur *cursor, size uint64) (n int, b
 			if side == 1 {
 				base, stride = uint64(m.Dst)+cur.piece*m.DstStride, m.DstStride
 			}
-			r := b.runs[side][n*runBytes:][:runBytes]
-			binary.LittleEndian.PutUint64(r, base)
-			binary.LittleEndian.PutUint64(r[8:], stride)
-			binary.LittleEndian.PutUint64(r[16:], uint64(b.dense[side])+bytes)
-			binary.LittleEndian.PutUint32(r[24:], uint32(m.Len))
-			binary.LittleEndian.PutUint32(r[28:], uint32(k))
+			putRun(b.runs[side][n*runBytes:], base, uint64(b.dense[side])+bytes, m.Len, &mem.Strides{Stride: stride, Count: uint32(k), Rows: 1})
 			binary.LittleEndian.PutUint32(b.runs[side][firstAt+n*4:], uint32(pieces))
 		}
 		n++
@@ -380,6 +376,17 @@ func (b *stageBuffer) fillRuns(moves []Move, cur *cursor, size uint64) (n int, b
 		binary.LittleEndian.PutUint32(b.runs[side][firstAt+n*4:], uint32(pieces))
 	}
 	return n, bytes
+}
+
+// putRun writes a struct kvs_run.
+func putRun(b []byte, base, dense, size uint64, s *mem.Strides) {
+	b = b[:runBytes]
+	binary.LittleEndian.PutUint64(b, base)
+	binary.LittleEndian.PutUint64(b[8:], s.Stride)
+	binary.LittleEndian.PutUint64(b[16:], s.Outer)
+	binary.LittleEndian.PutUint64(b[24:], dense)
+	binary.LittleEndian.PutUint32(b[32:], uint32(size))
+	binary.LittleEndian.PutUint32(b[36:], s.Count)
 }
 
 // issue enqueues the three steps of a filled buffer; rearrange uploads a side's list and launches its kernel.

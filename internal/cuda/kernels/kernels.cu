@@ -8,11 +8,12 @@
 typedef unsigned long long u64;
 typedef unsigned int u32;
 
-// One strided run: count pieces of len bytes, piece i at base + i * stride. The dense side is contiguous: piece i of the run
-// lies at dense + i * len. All of base, stride, dense and len are multiples of 16.
+// One strided run: rows of count pieces of len bytes, piece i at base + i / count * outer + i % count * stride. The dense side is contiguous:
+// piece i of the run lies at dense + i * len. All of base, stride, outer, dense and len are multiples of 16.
 struct kvs_run {
 	u64 base;
 	u64 stride;
+	u64 outer;
 	u64 dense;
 	u32 len;
 	u32 count;
@@ -60,8 +61,8 @@ static __device__ __forceinline__ void rearrange(const kvs_run *runs, const u32 
 		while (p >= first[lo + 1])
 			lo++;
 		const kvs_run r = runs[lo];
-		const u32 i = p - first[lo];
-		char *scattered = reinterpret_cast<char *>(r.base + (u64)i * r.stride);
+		const u32 i = p - first[lo], row = i / r.count;
+		char *scattered = reinterpret_cast<char *>(r.base + row * r.outer + (i - row * r.count) * r.stride);
 		char *dense = reinterpret_cast<char *>(r.dense + (u64)i * r.len);
 		if (PACK)
 			copy_piece<VEC>(scattered, dense, r.len);

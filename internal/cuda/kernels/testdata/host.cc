@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The kernels as a host's compiler understands them, one thread after the other: none of them waits for another, so that the order makes
-// no difference. Random strided runs, forwards and backwards, are packed and unpacked and compared with copies one by one.
+// no difference. Random strided runs of one axis and of two, each forwards or backwards, are packed and unpacked and compared with copies one by one.
 
 #include <cstdio>
 #include <cstdlib>
@@ -48,7 +48,7 @@ int main()
 {
 	std::mt19937_64 rng(7);
 	auto below = [&](unsigned n) { return (unsigned)(rng() % n); };
-	unsigned long strided = 0;
+	unsigned long strided = 0, grids = 0;
 	for (int round = 0; round < 60; round++) {
 		for (size_t i = 0; i < sizeof memory; i += 8) {
 			const u64 word = rng();
@@ -60,26 +60,40 @@ int main()
 		std::vector<u32> first;
 		u32 pieces = 0;
 		size_t at = 0, used = 0; // cells taken, bytes packed
-		bool same = true;
+		struct place {
+			u64 at;
+			size_t dense;
+			u32 len;
+		};
+		std::vector<place> places; // of pieces, one by one
 		while (runs.size() < 1 + below(40)) {
 			const u32 step = 1 + below(3), len = 16 * (1 + below(cell / 16));
-			u32 count = below(3) == 0 ? 1 : 1 + below(30);
-			if (at + (size_t)count * step > cells)
+			const u32 count = below(3) == 0 ? 1 : 1 + below(30), rows = below(2) ? 1 : 1 + below(6), n = rows * count;
+			if (at + (size_t)n * step > cells)
 				break;
-			u64 base = (u64)(memory + at * cell), stride = step * cell;
-			if (count > 1 && below(2)) { // backwards
+			// One row behind the other, or one within the other as where heads and tokens lie crosswise.
+			const bool across = below(2);
+			u64 base = (u64)(memory + at * cell), stride = (across ? rows : 1) * step * cell, outer = (across ? 1 : count) * step * cell;
+			if (below(2)) { // backwards
 				base += (count - 1) * stride;
 				stride = -stride;
 			}
-			same = same && count == 1 && (runs.empty() || runs[0].len == len);
+			if (below(2)) {
+				base += (rows - 1) * outer;
+				outer = -outer;
+			}
 			strided += count > 1;
-			runs.push_back({base, stride, (u64)(dense + used), len, count});
+			grids += count > 1 && rows > 1;
+			runs.push_back({base, stride, outer, (u64)(dense + used), len, count});
 			first.push_back(pieces);
-			for (u32 i = 0; i < count; i++)
-				std::memcpy(packed + used + (size_t)i * len, (const void *)(base + i * stride), len);
-			pieces += count;
-			used += (size_t)count * len;
-			at += (size_t)count * step;
+			for (u32 r = 0; r < rows; r++)
+				for (u32 c = 0; c < count; c++)
+					places.push_back({base + r * outer + c * stride, used + ((size_t)r * count + c) * len, len});
+			for (u32 i = pieces; i < pieces + n; i++)
+				std::memcpy(packed + places[i].dense, (const void *)places[i].at, len);
+			pieces += n;
+			used += (size_t)n * len;
+			at += (size_t)n * step;
 		}
 		first.push_back(pieces);
 		const unsigned grid = 1 + below(70), block = 32 * (1 + below(8));
@@ -88,9 +102,8 @@ int main()
 		std::memcpy(wanted, memory, sizeof memory);
 		for (size_t i = 0; i < used; i++)
 			dense[i] ^= 0x5a;
-		for (const kvs_run &r : runs)
-			for (u64 i = 0; i < r.count; i++)
-				std::memcpy(wanted + (r.base + i * r.stride - (u64)memory), (const void *)(r.dense + i * r.len), r.len);
+		for (const place &p : places)
+			std::memcpy(wanted + (p.at - (u64)memory), dense + p.dense, p.len);
 		launch(grid, block, [&] { kvs_unpack_v4(runs.data(), first.data(), runs.size()); });
 		check(!std::memcmp(memory, wanted, sizeof memory), "unpacked bytes differ, or others were written", round);
 
@@ -112,7 +125,7 @@ int main()
 		launch(grid, block, [&] { kvs_unpack_uniform_v4(bases.data(), n, (u64)dense, len); });
 		check(!std::memcmp(memory, wanted, sizeof memory), "uniform blocks: unpacked bytes differ", round);
 	}
-	check(strided > 200, "hardly a run has more than one piece", 0);
-	std::printf("%lu strided runs\n", strided);
+	check(strided > 200 && grids > 50, "hardly a run has more than one piece, or more than one row", 0);
+	std::printf("%lu strided runs, %lu of rows\n", strided, grids);
 	return 0;
 }
