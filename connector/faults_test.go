@@ -23,6 +23,7 @@ import (
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
 )
 
 func memfd(t testing.TB, size int64, seals int) int {
@@ -105,6 +106,10 @@ func TestRegisterRefused(t *testing.T) {
 		"layers overlap":  {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Base = 0 }), msg.CodeLayout, "layout", "shares bytes"},
 		"one layer twice": {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Name = l.Groups[0].Layers[0].Name + "#again" }), msg.CodeLayout, "layout", "register it once"},
 		"flag index":      {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Index = 4 }), msg.CodeLayout, "layout.groups[0].layers[1].index", "4 layer flags"},
+		"no dtype":        {relayout(func(l *layout.Layout) { l.DType = "" }), msg.CodeLayout, "layout.dtype", "what the cache's numbers are"},
+		"no identity":     {relayout(func(l *layout.Layout) { l.Identity = nil }), msg.CodeLayout, "layout.identity", "without backoff, groups, head_size, layers, model_config, rope, speculative, weights:"},
+		"no head size":    {relayout(func(l *layout.Layout) { delete(l.Identity, parseblock.IdentityHeadSize) }), msg.CodeLayout, "layout.identity", "without head_size:"},
+		"no groups":       {relayout(func(l *layout.Layout) { delete(l.Identity, parseblock.IdentityGroups) }), msg.CodeLayout, "layout.identity", "without groups:"},
 		"layout no sense": {func(m *msg.Register, fds []int) []int { m.Layout = []byte{0x81, 0xa1, 'x', 0x01}; return fds }, msg.CodeLayout, "layout", ""},
 	} {
 		t.Run(name, func(t *testing.T) {

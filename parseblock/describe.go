@@ -12,8 +12,8 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// The pairs of a layout's identity that engines should give: all that changes what the bytes of a token's KV mean and that no
-// page can show. An engine may give others; each counts. What is left out is equal to what another engine leaves out.
+// The pairs of a layout's identity: all that changes what the bytes of a token's KV mean and that no page can show. Those of needed
+// an engine has to give. It may give others; each counts.
 const (
 	IdentityModel    = "model_config"     // hash of the model's configuration
 	IdentityWeights  = "weights"          // which weights, and their generation: a reload changes it
@@ -30,6 +30,64 @@ const (
 	defaultByteOrder = "little"           // of every platform that serves models today
 	describeDomain   = "kvspray-cache-v3" // keeps the hash apart from others, and from later versions of itself
 )
+
+// needed are the pairs without which there is no fingerprint: two engines that both leave one out would be taken for alike in it. What a model
+// has nothing of is said, too, by an empty value or "none". Head size is here beside the cells of each layer, which are compared when a plan is
+// made: a stage of a pipeline may have none of the other's layers.
+var needed = [...]struct{ key, what string }{
+	{IdentityBackoff, "tokens of a prompt that prefill leaves to decode"},
+	{IdentityGroups, "kinds of cache groups of the whole model"},
+	{IdentityHeadSize, "numbers of a head"},
+	{IdentityLayers, "count of the whole model"},
+	{IdentityModel, "hash of the configuration"},
+	{IdentityRope, "parameters, scaling included"},
+	{IdentitySpec, "method, draft model and tokens"},
+	{IdentityWeights, "name and generation"},
+}
+
+// lacking refuses a layout whose identity leaves out what its fingerprint has to tell apart, all of it by name. Pages whose inside is not
+// described differ in how they are packed, and nothing else says so.
+func (r *Registry) lacking(l *layout.Layout) error {
+	var keys, remedies []string
+	need := func(key, what string) {
+		if _, ok := l.Identity[key]; !ok {
+			keys, remedies = append(keys, key), append(remedies, fmt.Sprintf("%s (%s)", key, what))
+		}
+	}
+	for _, n := range needed {
+		need(n.key, n.what)
+	}
+	opaque, err := r.opaque(l)
+	if err != nil {
+		return err
+	}
+	if opaque {
+		need(IdentityPacking, "vector units of opaque pages, and the kernel's block size where it depends on it")
+	}
+	if len(keys) == 0 {
+		return nil
+	}
+	return &layout.Error{Field: "identity", Value: "without " + strings.Join(keys, ", "), Problem: "two engines that differ in what both leave out would be taken for alike",
+		Remedy: `register, as strings, "" where the model has none: ` + strings.Join(remedies, ", ")}
+}
+
+// opaque reports whether the inside of some page is unknown.
+func (r *Registry) opaque(l *layout.Layout) (bool, error) {
+	var planes []layout.Plane
+	for gi := range l.Groups {
+		g := &l.Groups[gi]
+		for li := range g.Layers {
+			var err error
+			if planes, err = r.Planes(planes[:0], g, &g.Layers[li]); err != nil {
+				return false, err
+			}
+			if slices.ContainsFunc(planes, func(p layout.Plane) bool { return p.Role == layout.RolePage }) {
+				return true, nil
+			}
+		}
+	}
+	return false, nil
+}
 
 // Field is one line of a description.
 type Field struct {
@@ -165,10 +223,13 @@ func (d Description) Hash() (sum [32]byte) {
 }
 
 // Fingerprint is the hash of a layout's description: what two sides compare before a byte moves. Without a dtype there is none: two engines that both
-// leave out what their numbers are would be taken for alike.
+// leave out what their numbers are would be taken for alike. So it is with what the identity has to say.
 func (r *Registry) Fingerprint(l *layout.Layout) ([32]byte, error) {
 	if l.DType == "" {
 		return [32]byte{}, &layout.Error{Field: "dtype", Value: `""`, Problem: "it says nothing of what the cache's numbers are", Remedy: "register the dtype as the engine names it, like bfloat16"}
+	}
+	if err := r.lacking(l); err != nil {
+		return [32]byte{}, err
 	}
 	d, err := r.Describe(l)
 	if err != nil {

@@ -47,7 +47,7 @@ func TestFingerprintSees(t *testing.T) {
 		if params == nil {
 			params = map[string]int64{}
 		}
-		l := &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentityWeights: "w.1", IdentityRope: "1e6", IdentityLayers: "32"},
+		l := &layout.Layout{DType: "bfloat16", Identity: map[string]string{IdentityWeights: "w.1", IdentityRope: "1e6", IdentityLayers: "32", IdentityHeadSize: "128"},
 			Groups: []layout.Group{{TokensPerBlock: n, NumBlocks: 4, Strategy: strategy, Params: params,
 				Layers: []layout.Layer{{Name: "l0", PageBytes: page, BlockStride: page}}}}}
 		if edit != nil {
@@ -73,6 +73,7 @@ func TestFingerprintSees(t *testing.T) {
 		"reload":            {base, identity(IdentityWeights, "w.2"), []string{`identity.weights: "w.1" here, "w.2" there`}},
 		"rope":              {base, identity(IdentityRope, "2e6"), []string{`identity.rope: "1e6" here, "2e6" there`}},
 		"whole model":       {base, identity(IdentityLayers, "31"), []string{`identity.layers`}},
+		"head size":         {base, identity(IdentityHeadSize, "64"), []string{`identity.head_size: "128" here, "64" there`}},
 		"back-off":          {base, identity(IdentityBackoff, "1"), []string{`identity.backoff: missing here, "1" there`}},
 		"speculation":       {base, identity(IdentitySpec, "mtp.1"), []string{`identity.speculative`}},
 		"dtype":             {base, with(func(l *layout.Layout) { l.DType = "float16" }), []string{`dtype: "bfloat16" here, "float16" there`}},
@@ -167,15 +168,74 @@ func TestDifferencesAreBounded(t *testing.T) {
 	}
 }
 
-// TestFingerprintNeedsADType: two engines that say nothing of their numbers are not alike.
-func TestFingerprintNeedsADType(t *testing.T) {
-	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: MLA, Layers: []layout.Layer{{Name: "l0", PageBytes: 1600, BlockStride: 1600}}}}}
-	if sum, err := Default().Fingerprint(l); err == nil || !strings.Contains(err.Error(), `dtype = ""`) || sum != [32]byte{} {
-		t.Errorf("%x, %v", sum, err)
+// said is an identity with all that a fingerprint needs, and other values for the given pairs of key and value.
+func said(pairs ...string) map[string]string {
+	id := map[string]string{IdentityPacking: "vec"}
+	for _, n := range needed {
+		id[n.key] = "1"
 	}
-	l.DType = "bfloat16"
-	if _, err := Default().Fingerprint(l); err != nil {
-		t.Error(err)
+	for i := 0; i < len(pairs); i += 2 {
+		id[pairs[i]] = pairs[i+1]
+	}
+	return id
+}
+
+// TestFingerprintNeeds: two engines that say nothing of their numbers, of a head's size or of what else no page shows are not alike. What is
+// said and empty is said.
+func TestFingerprintNeeds(t *testing.T) {
+	reg := Default()
+	// What the goals ask a fingerprint to tell apart, beside dtype and byte order.
+	goals := []string{IdentityGroups, IdentityHeadSize, IdentityLayers, IdentityRope, IdentityBackoff, IdentitySpec, IdentityWeights}
+	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: MLA, Layers: []layout.Layer{{Name: "l0", PageBytes: 1600, BlockStride: 1600}}}}}
+	refused := func(what string, want ...string) {
+		t.Helper()
+		sum, err := reg.Fingerprint(l)
+		if err == nil || sum != [32]byte{} {
+			t.Errorf("%s: %x, %v", what, sum, err)
+			return
+		}
+		for _, w := range want {
+			if !strings.Contains(err.Error(), w) {
+				t.Errorf("%s: %v does not say %q", what, err, w)
+			}
+		}
+	}
+	l.Identity = said()
+	refused("no dtype", `dtype = ""`)
+	l.DType, l.Identity = "bfloat16", nil
+	refused("no identity", append(goals, IdentityModel, "identity = without ")...)
+	seen := map[[32]byte]string{}
+	fingerprint := func(what string) {
+		t.Helper()
+		sum, err := reg.Fingerprint(l)
+		if other, twice := seen[sum]; err != nil || twice {
+			t.Errorf("%s: %v, or the fingerprint is that of %s", what, err, other)
+		}
+		seen[sum] = what
+	}
+	l.Identity = said()
+	fingerprint("all")
+	for _, key := range append(goals, IdentityModel) {
+		l.Identity = said()
+		delete(l.Identity, key)
+		refused(key, "identity = without "+key+":", "register", key+" (")
+		l.Identity[key] = ""
+		fingerprint(key + " empty")
+		l.Identity[key] = "2"
+		fingerprint(key + " 2")
+	}
+	// How pages are packed that nobody looks into: only there is it needed.
+	l.Identity = said()
+	delete(l.Identity, IdentityPacking)
+	fingerprint("no packing of plain pages")
+	for _, strategy := range []string{VLLMCPUAttn, Page} {
+		l.Groups[0].Strategy, l.Groups[0].Layers[0].PageBytes = strategy, 4096
+		l.Groups[0].Layers[0].BlockStride = 4096
+		refused(strategy, "identity = without "+IdentityPacking+":")
+	}
+	l.Groups[0].Strategy, l.Groups[0].Params = VLLMCPUAttn, map[string]int64{"k_transposed": 1}
+	if _, err := reg.Fingerprint(l); err != nil {
+		t.Errorf("K and V of CPU_ATTN that are known: %v", err)
 	}
 }
 

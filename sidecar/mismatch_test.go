@@ -10,6 +10,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
@@ -49,7 +50,7 @@ func TestMismatchIsNamed(t *testing.T) {
 	d, dlog := startLogged(t)
 	pe := newEngine(t, p, testShape)
 	de := engineOf(t, d, testShape, func(l *layout.Layout) {
-		l.DType, l.Identity = "float16", map[string]string{"model": "test", "dtype": "bfloat16", parseblock.IdentityRope: "2e6"}
+		l.DType, l.Identity = "float16", connectortest.Identity(parseblock.IdentityRope, "2e6")
 	})
 	ask := func() string {
 		pr := newPrompt(64)
@@ -69,7 +70,7 @@ func TestMismatchIsNamed(t *testing.T) {
 		pe.wait(src)
 		return c.Received.Reason
 	}
-	const want = `dtype: "bfloat16" at prefill, "float16" at decode; identity.rope: missing at prefill, "2e6" at decode`
+	const want = `dtype: "bfloat16" at prefill, "float16" at decode; identity.rope: "10000" at prefill, "2e6" at decode`
 	if got := ask(); got != "fingerprint: "+want {
 		t.Errorf("reason %q, want %q", got, want)
 	}
@@ -107,7 +108,7 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 		name, rope string
 		want       []string
 	}{
-		{"with the identity", "2e6", []string{"fingerprint: ", `identity.rope: missing at prefill, "2e6" at decode`, `k heads: "1" at prefill, "2" at decode, in layer "layers.0" and 3 more`,
+		{"with the identity", "2e6", []string{"fingerprint: ", `identity.rope: "10000" at prefill, "2e6" at decode`, `k heads: "1" at prefill, "2" at decode, in layer "layers.0" and 3 more`,
 			`k bytes of a head of a token: "512" at prefill, "256" at decode, in layer "layers.0" and 3 more`}},
 		{"alone", "", []string{`layer "layers.0" and 3 more: ` + cells, "kv bytes of a head of a token = 1024 and 512"}},
 	} {
@@ -117,7 +118,7 @@ func TestUnlikeCellsAreNamed(t *testing.T) {
 			de := engineOf(t, d, testShape, func(l *layout.Layout) {
 				l.Groups[0].Params = map[string]int64{"heads": 2}
 				if c.rope != "" {
-					l.Identity = map[string]string{"model": "test", "dtype": "bfloat16", parseblock.IdentityRope: c.rope}
+					l.Identity = connectortest.Identity(parseblock.IdentityRope, c.rope)
 				}
 			})
 			pr := newPrompt(64)

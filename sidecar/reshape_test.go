@@ -101,7 +101,7 @@ type fleetRank struct {
 const fleetBlocks = 32 // of each group
 
 func (s fleetShape) layoutOf(pp, rank int) (*layout.Layout, uint64) {
-	l := &layout.Layout{Model: "m", DType: "bfloat16", Identity: map[string]string{"model_config": "m"}}
+	l := &layout.Layout{Model: "m", DType: "bfloat16", Identity: connectortest.Identity()}
 	var at uint64
 	index := 0
 	for _, k := range s.kinds {

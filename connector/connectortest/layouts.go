@@ -35,7 +35,7 @@ func (s Shape) Layout() *layout.Layout {
 	}
 	id := s.Identity
 	if id == nil {
-		id = map[string]string{"model": "test", "dtype": "bfloat16"}
+		id = Identity()
 	}
 	g := layout.Group{TokensPerBlock: s.TokensPerBlock, Strategy: strategy, NumBlocks: s.NumBlocks}
 	for i := range s.Layers {
@@ -43,6 +43,18 @@ func (s Shape) Layout() *layout.Layout {
 			Base: uint64(i) * uint64(s.NumBlocks) * s.PageBytes(), BlockStride: s.PageBytes(), PageBytes: s.PageBytes()})
 	}
 	return &layout.Layout{Model: "test", DType: "bfloat16", Groups: []layout.Group{g}, Identity: id}
+}
+
+// Identity is what an engine has to say of its whole model, with other values for the given pairs of key and value.
+func Identity(pairs ...string) map[string]string {
+	id := map[string]string{
+		parseblock.IdentityModel: "test", parseblock.IdentityWeights: "1", parseblock.IdentityLayers: "4", parseblock.IdentityRope: "10000", parseblock.IdentityGroups: "full",
+		parseblock.IdentityHeadSize: "64", parseblock.IdentityBackoff: "0", parseblock.IdentitySpec: "", parseblock.IdentityPacking: "none",
+	}
+	for i := 0; i < len(pairs); i += 2 {
+		id[pairs[i]] = pairs[i+1]
+	}
+	return id
 }
 
 // Region makes a sealed memfd that the shape fits in exactly.

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/internal/explain"
 	"github.com/kvspray/kvspray/parseblock"
 )
@@ -67,7 +68,7 @@ func sidecarOf(t *testing.T, weights string, engines map[string]explain.Side) st
 			if err != nil {
 				t.Fatal(err)
 			}
-			l.Identity = map[string]string{parseblock.IdentityWeights: weights}
+			l.Identity = connectortest.Identity(parseblock.IdentityWeights, weights)
 			b, err := l.Marshal()
 			if err != nil {
 				t.Fatal(err)

@@ -14,6 +14,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/parseblock"
 )
@@ -519,7 +520,7 @@ func TestCheck(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			l.Identity = map[string]string{parseblock.IdentityWeights: id}
+			l.Identity = connectortest.Identity(parseblock.IdentityWeights, id)
 			e.Layouts = append(e.Layouts, l)
 		}
 		return e

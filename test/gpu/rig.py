@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import kvspray
+
 TIMEOUT_S = 60.0
 TOKENS = 16  # of a block
 LOOK_S = 0.01
@@ -36,7 +38,10 @@ def layout(model: str, layers: int, blocks: int, page: int) -> dict[str, Any]:
     """Of one region, layer after layer, a page of one head for each block."""
     all_ = [{"name": f"l{i}", "index": i, "region": 0, "base": i * blocks * page, "block_stride": page, "page_bytes": page} for i in range(layers)]
     group = {"tokens_per_block": TOKENS, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": blocks, "layers": all_}
-    return {"model": model, "dtype": "bfloat16", "groups": [group], "identity": {"model": model}}
+    said = kvspray.identity(
+        model_config=model, weights="none", layers=layers, head_size=page // TOKENS // 4, groups="full", rope="", backoff=0, speculative=""
+    )
+    return {"model": model, "dtype": "bfloat16", "groups": [group], "identity": said}
 
 
 class Sidecar:

@@ -83,7 +83,11 @@ def group(tokens_per_block: int, strategy: str, params: Mapping[str, int], num_b
 
 
 def register(r: Rank, dtype: str, groups: list[dict[str, Any]]) -> None:
-    r.client.register(r.regions, {"model": "truth", "dtype": dtype, "identity": {"model_config": "truth"}, "groups": groups})
+    # One model, whose pages are what is looked at.
+    said = kvspray.identity(
+        model_config="truth", weights="1", layers=1, head_size=1, groups="any", rope="", backoff=0, speculative="", packing="this host's"
+    )
+    r.client.register(r.regions, {"model": "truth", "dtype": dtype, "identity": said, "groups": groups})
 
 
 def connected(*ranks: Rank) -> None:

@@ -16,6 +16,7 @@ from .client import (
     SchedulerClient,
     Status,
     WorkerClient,
+    identity,
 )
 from .protocol import Params, pack_blocks, prefix_hash, unpack_blocks
 from .region import KvsprayError, Region, RegionKind
@@ -37,6 +38,7 @@ __all__ = [
     "Status",
     "WorkerClient",
     "__version__",
+    "identity",
     "pack_blocks",
     "prefix_hash",
     "unpack_blocks",

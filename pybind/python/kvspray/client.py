@@ -168,6 +168,34 @@ def _timeout(seconds: float | None) -> int:
     return -1 if seconds is None else max(0, min(int(seconds * 1000 + 0.999), 0x7FFFFFFF))
 
 
+def identity(
+    *,
+    model_config: str,
+    weights: str,
+    layers: int,
+    head_size: int,
+    groups: str,
+    rope: str,
+    backoff: int,
+    speculative: str,
+    packing: str | None = None,
+    **more: str,
+) -> dict[str, str]:
+    """A layout's ``identity``: what must be equal between prefill and decode and no page shows. All of it is of the whole model.
+
+    A sidecar refuses a layout that leaves out one of these, since two engines that both did would be taken for alike; what a model has nothing of is
+    "". ``groups``: kinds of cache groups. ``backoff``: tokens of a prompt that prefill leaves to decode. ``packing``: needed where a page's inside is not
+    known. An engine may say more: each pair counts.
+    """
+    said = {
+        "model_config": model_config, "weights": weights, "layers": str(layers), "head_size": str(head_size), "groups": groups, "rope": rope,
+        "backoff": str(backoff), "speculative": speculative,
+    }  # fmt: skip
+    if packing is not None:
+        said["packing"] = packing
+    return {**said, **more}
+
+
 class _Client:
     """What both roles share: the handle, its status, its log, its end."""
 
@@ -431,7 +459,8 @@ class WorkerClient(_Client):
     def register(self, regions: Sequence[Region], layout: Mapping[str, Any]) -> None:
         """Starts the background connection; once. It need not find a sidecar: it keeps looking.
 
-        ``layout`` is the map of docs/protocol.md section 3. The regions must outlive the client.
+        ``layout`` is the map of docs/protocol.md section 3, with a dtype and what ``kvspray.identity`` asks for, without which a sidecar refuses it (its word
+        is in ``status().error``). The regions must outlive the client.
         """
         h = self._handle()
         if h is None:

@@ -31,7 +31,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from . import EngineInfo, Region, SchedulerClient, WorkerClient, prefix_hash
+from . import EngineInfo, Region, SchedulerClient, WorkerClient, identity, prefix_hash
 from .machine import machine
 
 BLOCKS = 64
@@ -45,7 +45,10 @@ def _layout(block_bytes: int) -> dict[str, Any]:
     group = {
         "tokens_per_block": TOKENS_PER_BLOCK, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": BLOCKS, "layers": [layer],
     }  # fmt: skip
-    return {"model": "latency", "dtype": "bfloat16", "groups": [group], "identity": {"model": "latency"}}
+    said = identity(
+        model_config="latency", weights="none", layers=1, head_size=block_bytes // TOKENS_PER_BLOCK // 4, groups="full", rope="", backoff=0, speculative=""
+    )
+    return {"model": "latency", "dtype": "bfloat16", "groups": [group], "identity": said}
 
 
 class _Side:
