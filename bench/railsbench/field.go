@@ -269,12 +269,14 @@ func (f *Field) Get(ctx context.Context, side netrig.Side, path string, v any) e
 
 // State is what a test wants to know of /debug/state.
 type State struct {
+	Boot   string `json:"boot"`
 	Leases struct {
 		Rails struct {
 			Pairs []PairState `json:"pairs"`
 		} `json:"rails"`
 	} `json:"leases"`
 	Lanes []struct {
+		Peer      string `json:"peer"`
 		Transport string `json:"transport"`
 		Local     string `json:"local"`
 	} `json:"lanes"`

@@ -3,10 +3,16 @@
 package rails
 
 import (
+	"errors"
 	"fmt"
+	"net"
+	"net/netip"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/bench/railsbench"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
@@ -205,61 +211,173 @@ func TestAllDeadThenBack(t *testing.T) {
 	}
 }
 
-// tcp as a whole is gone in mid transfer; another transport can reach the peer: the same transfer carries on.
+// tcp as a whole is gone in mid transfer, in silence or because every connection is reset and every new one refused; another transport can reach the
+// peer: the same transfer carries on, and what had come does not come again.
 func TestOtherTransportCarriesOn(t *testing.T) {
 	rr := goal(t)
-	for _, kind := range each([]string{"down", "drop"}) {
+	for _, kind := range each([]string{"down", "drop", "reset"}) {
 		t.Run(kind, func(t *testing.T) {
 			f := open(t, railsbench.Setup{Rates: rr, Set: []string{"transports.order=tcp,shm", "transports.shm.dir=" + t.TempDir()}})
 			p := engines(t, f, 16*kib, total(), 2)
-			moved := func() (byTCP, bySHM uint64) {
-				s, err := f.State(t.Context(), netrig.Sender)
-				if err != nil {
-					t.Fatal(err)
-				}
-				for _, q := range s.Leases.Rails.Pairs {
-					if q.Path.Transport == "shm" {
-						bySHM += q.Counters["bytes"]
-					} else {
-						byTCP += q.Counters["bytes"]
-					}
-				}
-				return byTCP, bySHM
+			kill := func() time.Time {
+				apply(t, f, "0s:all:"+kind)
+				return time.Now()
 			}
-			// Where the machine is busy the fault may come after the transfer, or before its first byte. Then it is made again.
+			heal := func() { apply(t, f, "0s:all:heal") }
+			if kind == "reset" {
+				kill = func() time.Time { return refuse(t, f, true) }
+				heal = func() {
+					lanesEnd(t, f)
+					refuse(t, f, false)
+				}
+			}
+			// Where the machine is busy the fault may come after the transfer, or before much of it has come. Then it is made again.
 			const tries = 5
 			for n := 1; ; n++ {
 				transfer(t, p, railsbench.Order{})
-				beforeTCP, beforeSHM := moved()
+				before := carried(t, f)
 				x, err := p.Begin(t.Context(), railsbench.Order{Deadline: time.Minute})
 				if err != nil {
 					t.Fatal(err)
 				}
 				after(t, 200*time.Millisecond)
-				apply(t, f, "0s:all:"+kind)
-				died := time.Now()
+				flying := 2 * carried(t, f).room // windows grow until the fault, and no faster than that
+				died := kill()
 				select {
 				case <-x.Heard():
 				case <-time.After(30 * time.Second):
 					t.Error("half a minute after tcp was gone the transfer has not ended")
 				}
 				// The receiver's engine has it. The word of that comes to the sender by control lanes, which have no other way than the rails.
-				apply(t, f, "0s:all:heal")
+				heal()
 				if x.Wait(); x.Err != nil {
 					t.Fatal(x.Err)
 				}
-				byTCP, bySHM := moved()
-				byTCP, bySHM = byTCP-beforeTCP, bySHM-beforeSHM
-				t.Logf("ended %v after tcp was gone, by %s; %d bytes by tcp, %d by shm", x.Ended.Sub(died), x.Transport, byTCP, bySHM)
-				if byTCP > 0 && bySHM > 0 {
+				now := carried(t, f)
+				byTCP, bySHM := now.tcp-before.tcp, now.shm-before.shm
+				again := int64(byTCP+bySHM) - int64(x.Bytes)
+				t.Logf("ended %v after tcp was gone, by %s; %d bytes came by tcp, %d were sent by shm: %d of %d twice, where %d may have been in flight", x.Ended.Sub(died),
+					x.Transport, byTCP, bySHM, again, x.Bytes, flying)
+				// A slice that came and whose confirmation did not is sent again. Nothing else is: those in flight are all that may be.
+				if again < 0 || again > int64(flying) {
+					t.Errorf("%d bytes by tcp and %d by shm make %d more than the transfer has, want 0 to %d: what is missing was not all that was sent", byTCP, bySHM, again, flying)
+				}
+				// Had all been sent again, that would be more than the slices in flight.
+				if byTCP > flying && bySHM > 0 && x.Ended.After(died) {
 					break
 				}
 				if n == tries {
-					t.Fatalf("in none of %d tries a part of the transfer went by tcp and the rest by shm", tries)
+					t.Fatalf("in none of %d tries a part of the transfer went by tcp and, once that was gone, the rest by shm", tries)
 				}
 			}
 		})
 	}
+}
+
+// refuse has the kernel answer whatever tcp says over any rail with a reset, or no more, and returns when it does. It is looked at: what connects
+// is refused, and what was connected ends.
+func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
+	t.Helper()
+	listeners, old := make([]net.Listener, f.Rig.Rails()), make([]net.Conn, f.Rig.Rails())
+	dial := func(rail int, refused bool) net.Conn {
+		c, err := f.Rig.Dial(t.Context(), netrig.Sender, netrig.Addr(netrig.Sender, rail), listeners[rail].Addr().String())
+		if err != nil && !errors.Is(err, unix.ECONNREFUSED) || refused != (err != nil) {
+			t.Fatalf("rail %d: a new connection: %v; refused should be %t", rail, err, refused)
+		}
+		if c != nil {
+			t.Cleanup(func() { _ = c.Close() })
+		}
+		return c
+	}
+	for i := range listeners {
+		var err error
+		if listeners[i], err = f.Rig.Listen(t.Context(), netrig.Receiver, netip.AddrPortFrom(netrig.Addr(netrig.Receiver, i), 0).String()); err != nil {
+			t.Fatal(err)
+		}
+		old[i] = dial(i, !on)
+	}
+	if err := f.Rig.Refuse(on); err != nil {
+		t.Fatal(err)
+	}
+	since = time.Now()
+	for i, l := range listeners {
+		dial(i, on)
+		if c := old[i]; c != nil {
+			_, werr := c.Write([]byte{1})
+			_, rerr := c.Read(make([]byte, 1))
+			if err := errors.Join(werr, rerr); !errors.Is(err, unix.ECONNRESET) { // whoever comes first after it is told
+				t.Fatalf("rail %d: a connection of before: %v, want a reset", i, err)
+			}
+		}
+		_ = l.Close()
+	}
+	return since
+}
+
+// lanesEnd waits until the sender has no lane by tcp to its peer: all that there were have been reset.
+func lanesEnd(t *testing.T, f *railsbench.Field) {
+	t.Helper()
+	for end := time.Now().Add(10 * time.Second); ; after(t, 10*time.Millisecond) {
+		s, err := f.State(t.Context(), netrig.Sender)
+		if err != nil {
+			t.Fatal(err)
+		}
+		left := 0
+		for _, l := range s.Lanes {
+			if l.Transport == "tcp" && l.Peer != s.Boot {
+				left++
+			}
+		}
+		if left == 0 {
+			return
+		}
+		if time.Now().After(end) {
+			t.Fatalf("%d lanes by tcp are up though every connection is reset", left)
+		}
+	}
+}
+
+// carriage is what each transport has carried so far.
+type carriage struct {
+	tcp  uint64 // that came for the first time, as the receiver counts
+	shm  uint64 // that was sent, as the sender counts
+	room uint64 // what the sender may have in flight by tcp: the windows of its pairs, each a slice over at most
+}
+
+func carried(t *testing.T, f *railsbench.Field) (c carriage) {
+	t.Helper()
+	s, err := f.State(t.Context(), netrig.Sender)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, q := range s.Leases.Rails.Pairs {
+		if q.Path.Transport == "shm" {
+			c.shm += q.Counters["bytes"]
+		} else if q.Samples > 0 {
+			c.room += q.Window + q.Slice
+		}
+	}
+	var text string
+	if err := f.Get(t.Context(), netrig.Receiver, "/metrics", &text); err != nil {
+		t.Fatal(err)
+	}
+	rails := 0
+	for line := range strings.Lines(text) {
+		name, value, _ := strings.Cut(strings.TrimSpace(line), "} ")
+		if !strings.HasPrefix(name, "kvspray_rail_bytes_total{") || !strings.Contains(name, `direction="in"`) || !strings.Contains(name, `transport="tcp"`) {
+			continue
+		}
+		n, err := strconv.ParseFloat(value, 64)
+		if err != nil {
+			t.Fatalf("%s: %v", line, err)
+		}
+		c.tcp += uint64(n)
+		rails++
+	}
+	if rails != f.Rig.Rails() {
+		t.Fatalf("the receiver counts bytes of %d rails, want %d: %s", rails, f.Rig.Rails(), text)
+	}
+	return c
 }
 
 // Nobody is blamed who did nothing: a slow rail beside a fast one, and loss on all of them.

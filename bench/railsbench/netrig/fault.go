@@ -94,35 +94,76 @@ func (r *Rig) Loss(rail int, share float64) error {
 	return r.filterLocked(rail)
 }
 
-// filterLocked replaces the filters of a rail's two ends by what its condition says.
-func (r *Rig) filterLocked(i int) error {
+// Refuse makes both ends of every rail, all at once, answer each TCP segment with a reset, as a host does whose listeners and connections are
+// gone: what is connected ends at its next segment, and what would connect is refused. Faults, healing among them, do not touch that.
+func (r *Rig) Refuse(on bool) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.refuse = on
+	all := make([]int, len(r.rates))
+	for i := range all {
+		all[i] = i
+	}
+	return r.filterLocked(all...)
+}
+
+// resets answers TCP with a reset, except resets: they have to come through.
+func resets() []expr.Any {
+	const flags, rst = 13, 0x04 // offset of the flags in a TCP header, and one of them
+	return []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{unix.IPPROTO_TCP}},
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: flags, Len: 1},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 1, Mask: []byte{rst}, Xor: []byte{0}},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{0}},
+		&expr.Reject{Type: unix.NFT_REJECT_TCP_RST},
+	}
+}
+
+// filterLocked replaces the filters of these rails' two ends, those of one end at once, by what their conditions say.
+func (r *Rig) filterLocked(rails ...int) error {
 	for s := range r.ns {
 		c, err := nftables.New(nftables.WithNetNSFd(int(r.ns[s])))
 		if err != nil {
 			return fmt.Errorf("nftables: %w", err)
 		}
-		table := &nftables.Table{Family: nftables.TableFamilyNetdev, Name: Name(i)}
-		c.AddTable(table)
-		c.DelTable(table) // with all that is in it; the line above makes sure that there is one
-		deaf := r.cond[i].Deaf || r.cond[i].AckDeaf && Side(s) == Sender
-		if deaf || r.loss[i] > 0 {
-			table = c.AddTable(table)
-			chain := c.AddChain(&nftables.Chain{Name: "in", Table: table, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookIngress,
-				Priority: nftables.ChainPriorityFilter, Device: Name(i)})
-			var match []expr.Any
-			if !deaf {
-				match = []expr.Any{&expr.Numgen{Register: 1, Modulus: lossUnit, Type: unix.NFT_NG_RANDOM},
-					// The generator gives host order; less-than compares bytes.
-					&expr.Byteorder{SourceRegister: 1, DestRegister: 1, Op: expr.ByteorderHton, Len: 4, Size: 4},
-					&expr.Cmp{Op: expr.CmpOpLt, Register: 1, Data: binaryutil.BigEndian.PutUint32(uint32(r.loss[i] * lossUnit))}}
-			}
-			c.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: append(match, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop})})
+		for _, i := range rails {
+			r.filterEndLocked(c, Side(s), i)
 		}
 		if err := c.Flush(); err != nil {
 			return fmt.Errorf("nftables: %w", err)
 		}
 	}
 	return nil
+}
+
+// filterEndLocked is what a flush of c does to one end of a rail.
+func (r *Rig) filterEndLocked(c *nftables.Conn, s Side, i int) {
+	table := &nftables.Table{Family: nftables.TableFamilyNetdev, Name: Name(i)}
+	c.AddTable(table)
+	c.DelTable(table) // with all that is in it; the line above makes sure that there is one
+	deaf := r.cond[i].Deaf || r.cond[i].AckDeaf && s == Sender
+	if !deaf && !r.refuse && r.loss[i] == 0 {
+		return
+	}
+	table = c.AddTable(table)
+	chain := c.AddChain(&nftables.Chain{Name: "in", Table: table, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookIngress,
+		Priority: nftables.ChainPriorityFilter, Device: Name(i)})
+	rule := func(e ...expr.Any) { c.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: e}) }
+	swallow := []expr.Any{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}
+	if deaf {
+		rule(swallow...)
+		return
+	}
+	if r.refuse {
+		rule(resets()...)
+	}
+	if r.loss[i] > 0 {
+		rule(append([]expr.Any{&expr.Numgen{Register: 1, Modulus: lossUnit, Type: unix.NFT_NG_RANDOM},
+			// The generator gives host order; less-than compares bytes.
+			&expr.Byteorder{SourceRegister: 1, DestRegister: 1, Op: expr.ByteorderHton, Len: 4, Size: 4},
+			&expr.Cmp{Op: expr.CmpOpLt, Register: 1, Data: binaryutil.BigEndian.PutUint32(uint32(r.loss[i] * lossUnit))}}, swallow...)...)
+	}
 }
 
 // flap is a rail that goes down and up.

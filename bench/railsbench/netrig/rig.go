@@ -51,10 +51,11 @@ type Rig struct {
 	nl    [2]*netlink.Handle
 	rates []timeline.Rate
 
-	mu    sync.Mutex // protects all below
-	cond  []timeline.Condition
-	loss  []float64
-	flaps []*flap // by rail; nil: it does not
+	mu     sync.Mutex // protects all below
+	cond   []timeline.Condition
+	loss   []float64
+	refuse bool    // every rail
+	flaps  []*flap // by rail; nil: it does not
 }
 
 // New builds rails of these rates, all healthy.
