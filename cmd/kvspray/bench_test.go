@@ -157,7 +157,7 @@ func TestBenchRails(t *testing.T) {
 	// What the sidecars refuse of --set was typed here.
 	wrong := exec.CommandContext(t.Context(), self, "bench", "rails", "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
 	wrong.Env = cmd.Env
-	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage || !strings.Contains(string(said), "nope: unknown key") {
+	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage || !strings.Contains(string(said), `nope: "1": unknown key`) {
 		t.Errorf("%v: %s", err, said)
 	}
 	r := judge(t, json, html, 4<<20, faults)

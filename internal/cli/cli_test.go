@@ -47,7 +47,7 @@ func TestExitCodes(t *testing.T) {
 		"no command":     {[]string{"sreve"}, exitUsage, "Did you mean"},
 		"no flag":        {[]string{"serve", "--nope"}, exitUsage, "--help"},
 		"argument":       {[]string{"doctor", "x"}, exitUsage, "--help"},
-		"bad file":       {[]string{"config", "check", "--config", bad}, exitUsage, bad + ":2: peer.lisen: unknown key; did you mean \"listen\"?"},
+		"bad file":       {[]string{"config", "check", "--config", bad}, exitUsage, bad + ":2: peer.lisen: \"x\": unknown key; did you mean \"listen\"?"},
 		"bad file serve": {[]string{"serve", "--config", bad}, exitUsage, "peer.lisen"},
 		"open listen":    {[]string{"serve", "--listen", "10.0.0.1:1"}, exitUsage, "keygen"},
 		"no key file":    {[]string{"serve", "--set", "peer.cluster_key_file=/does/not/exist"}, exitUsage, "keygen cluster"},

@@ -189,7 +189,7 @@ func (c *Config) Set(setting string) error {
 		}
 		i, known := fieldByKey(v.Type(), part)
 		if i < 0 {
-			return unknownKey("", 0, key, part, known)
+			return unknownKey(&Error{Key: key, Value: text}, part, known)
 		}
 		tg = tagsOf(v.Type().Field(i))
 		v = v.Field(i)
@@ -257,7 +257,7 @@ func (w *walker) err() error {
 }
 
 func (w *walker) fail(n *yaml.Node, key, wrong, remedy string) {
-	e := &Error{File: w.file, Line: n.Line, Key: key, Value: n.Value, Wrong: wrong, Remedy: remedy}
+	e := &Error{File: w.file, Line: n.Line, Key: key, Value: written(n), Wrong: wrong, Remedy: remedy}
 	if key == "" {
 		e.Key = "document"
 	}
@@ -314,13 +314,14 @@ func (w *walker) mapping(n *yaml.Node, v reflect.Value, key string) {
 		}
 		path := join(key, k.Value)
 		if first, dup := seen[k.Value]; dup {
-			w.fail(k, path, fmt.Sprintf("written twice, first in line %d", first), "keep one of them")
+			w.errs = append(w.errs, &Error{File: w.file, Line: k.Line, Key: path, Value: written(val), Wrong: fmt.Sprintf("written twice, first in line %d", first),
+				Remedy: "keep one of them"})
 			continue
 		}
 		seen[k.Value] = k.Line
 		f, known := fieldByKey(v.Type(), k.Value)
 		if k.Kind != yaml.ScalarNode || f < 0 {
-			w.errs = append(w.errs, unknownKey(w.file, k.Line, path, k.Value, known))
+			w.errs = append(w.errs, unknownKey(&Error{File: w.file, Line: k.Line, Key: path, Value: written(val)}, k.Value, known))
 			continue
 		}
 		w.value(val, v.Field(f), path, tagsOf(v.Type().Field(f)))
@@ -351,12 +352,35 @@ func fieldByKey(t reflect.Type, key string) (int, []string) {
 	return found, known
 }
 
-func unknownKey(file string, line int, path, key string, known []string) error {
-	remedy := "known here: " + strings.Join(known, ", ")
-	if near := Nearest(key, known); near != "" {
-		remedy = fmt.Sprintf("did you mean %q? %s", near, remedy)
+// written is what stands behind a key: a value, or in short what else.
+func written(n *yaml.Node) string {
+	switch n.Kind {
+	case yaml.MappingNode:
+		return "{...}"
+	case yaml.SequenceNode:
+		return "[...]"
+	case yaml.AliasNode:
+		return "*" + n.Value
 	}
-	return &Error{File: file, Line: line, Key: path, Wrong: "unknown key", Remedy: remedy}
+	return n.Value
+}
+
+// unknownKey completes an error that says where it stands and what is written there. Known keys name files of secrets and never hold one; an unknown
+// one that sounds like a secret, and is no slip of a known key, may: such a value is not repeated, for errors end in logs.
+func unknownKey(e *Error, key string, known []string) error {
+	e.Wrong, e.Remedy = "unknown key", "known here: "+strings.Join(known, ", ")
+	near := Nearest(key, known)
+	if near != "" {
+		e.Remedy = fmt.Sprintf("did you mean %q? %s", near, e.Remedy)
+	}
+	lower := strings.ToLower(key)
+	for _, word := range []string{"key", "secret", "password", "token"} {
+		if near == "" && e.Value != "" && strings.Contains(lower, word) {
+			e.Value = fmt.Sprintf("(%d bytes, not repeated here)", len(e.Value))
+			break
+		}
+	}
+	return e
 }
 
 // Nearest returns the known key that key may be a slip of, or none: one edit for every three letters, two at most.
