@@ -60,6 +60,7 @@ type fakeDevice struct {
 	bytes     uint64
 	gate      chan struct{}         // a copy waits for it when set
 	foreign   func(p cuda.Ptr) bool // addresses that this device does not reach; nil: none
+	recorded  func(Event)           // is told of each event that is recorded on the device's queues; nil: nobody is
 }
 
 func (m *fakeMachine) device() *fakeDevice { return &fakeDevice{m: m, failAfter: -1} }
@@ -277,6 +278,9 @@ func (q *fakeQueue) Record(e Event) error {
 	q.work <- func() {
 		*err = q.err
 		close(c)
+	}
+	if q.d.recorded != nil {
+		q.d.recorded(e)
 	}
 	return nil
 }

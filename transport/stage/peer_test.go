@@ -5,10 +5,8 @@ import (
 	"errors"
 	"math/rand/v2"
 	"net"
-	"runtime"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/kvspray/kvspray/internal/cuda"
 )
@@ -169,6 +167,18 @@ func TestPeerIssuesBehindAnother(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	last := map[Event]bool{} // that a run records
+	for range PeerRuns {
+		e := <-p.free
+		last[e.done] = true
+		p.free <- e
+	}
+	issued := make(chan struct{}, 2)
+	dst.recorded = func(e Event) {
+		if last[e] {
+			issued <- struct{}{}
+		}
+	}
 	src.gate = make(chan struct{}) // nothing is copied before it opens
 	from, to := m.alloc(1<<16), m.alloc(1<<16)
 	ends := make(chan error, 3)
@@ -177,14 +187,11 @@ func TestPeerIssuesBehindAnother(t *testing.T) {
 			ends <- p.Run([]Move{{Src: from + i<<15, Dst: to + i<<15, SrcStride: 4096, DstStride: 4096, Len: 4096, Count: 8}})
 		}()
 	}
-	issued := func() uint64 {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		return p.used
-	}
-	for deadline := time.Now().Add(10 * time.Second); issued() < 2; runtime.Gosched() {
-		if time.Now().After(deadline) {
-			t.Fatalf("%d of 2 runs have issued: the second waits for the first", issued())
+	for range 2 {
+		select {
+		case <-issued: // one that waits for the other never does
+		case err := <-ends:
+			t.Fatalf("a run ended before a byte was copied: %v", err)
 		}
 	}
 	go func() { ends <- p.Close() }()
