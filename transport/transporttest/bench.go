@@ -1,6 +1,7 @@
 package transporttest
 
 import (
+	"fmt"
 	"runtime"
 	"strconv"
 	"sync/atomic"
@@ -83,12 +84,21 @@ func (m *Mover) rebind() {
 
 // Move moves `slices` slices of `chunks` chunks with a window and waits for all of them.
 func (m *Mover) Move(slices int, chunks uint32, window int) {
+	if err := m.Try(slices, chunks, window); err != nil {
+		m.tb.Fatal(err)
+	}
+}
+
+// Try is Move where a lane may be lost: after an error the mover is of no more use.
+func (m *Mover) Try(slices int, chunks uint32, window int) error {
 	open := 0
 	for i := 0; i < slices || open > 0; {
 		if i < slices && open < window {
 			if m.next+chunks > transfer.MaxSlotChunks {
 				if open > 0 {
-					m.wait()
+					if err := m.wait(); err != nil {
+						return err
+					}
 					open--
 					continue
 				}
@@ -97,21 +107,25 @@ func (m *Mover) Move(slices int, chunks uint32, window int) {
 			m.batch[0] = transport.Slice{Origin: m.bind.Origin, Range: transfer.Range{First: m.next, Count: chunks}, Attempt: 1}
 			m.next += chunks
 			if err := m.lane.Move(m.batch); err != nil {
-				m.tb.Fatal(err)
+				return err
 			}
 			i++
 			open++
 			continue
 		}
-		m.wait()
+		if err := m.wait(); err != nil {
+			return err
+		}
 		open--
 	}
+	return nil
 }
 
-func (m *Mover) wait() {
+func (m *Mover) wait() error {
 	if o := <-m.done; o != transfer.Landed {
-		m.tb.Fatalf("a slice ended %s", o)
+		return fmt.Errorf("a slice ended %s", o)
 	}
+	return nil
 }
 
 // LetsCollectorIn fails the test if a lane at full speed, with slices of chunks, holds the garbage collector. See testutil.LetsCollectorIn.
