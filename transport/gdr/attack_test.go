@@ -157,17 +157,39 @@ func (w fakeWire) release(t *testing.T, l *lane) bool {
 	return held > 0
 }
 
-// TestLateDMA is the attack on the fake, ten times as often as the others.
+// lagWire is the fabric where the writes have arrived and are acknowledged, and their bytes are not in memory.
+type lagWire struct{ fakeWire }
+
+func (w lagWire) hold(_ *testing.T, l *lane) {
+	w.f.Lag(l.q.Num())
+	w.f.Hold(l.q.Num(), fake.Answer) // or it would have its verdict posted
+}
+
+// release: a fence forces the bytes into memory. That there were any held has shown.
+func (w lagWire) release(t *testing.T, l *lane) bool {
+	w.fakeWire.release(t, l)
+	return true
+}
+
+// TestLateDMA is the attack on the fake, with messages on the wire, ten times as often as the others, and with bytes that lag.
 func TestLateDMA(t *testing.T) {
-	f, _ := rig(t)
-	lateWrites(t, 10*runsOf(t, 20), func(t *testing.T) (*transporttest.Pair, holder) {
+	t.Run("on the wire", func(t *testing.T) { lateDMA(t, 10*runsOf(t, 20), func(f *fake.Fabric) holder { return fakeWire{f} }) })
+	t.Run("lagging", func(t *testing.T) {
+		lateDMA(t, runsOf(t, 20), func(f *fake.Fabric) holder { return lagWire{fakeWire{f}} })
+	})
+}
+
+// lateDMA draws another order for each pair.
+func lateDMA(t *testing.T, runs int, wire func(*fake.Fabric) holder) {
+	lateWrites(t, runs, func(t *testing.T) (*transporttest.Pair, holder) {
+		f, _ := rig(t)
 		return transporttest.NewPair(t, func(testing.TB) transport.Backend {
 			rails := []Rail{}
 			for _, name := range []string{"fake0", "fake1"} {
 				rails = append(rails, Rail{Name: name, Open: func() (verbs.Device, error) { return f.Open(name) }, Listen: "127.0.0.1:0", NUMA: -1})
 			}
 			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: time.Millisecond, Silence: time.Minute})
-		}), fakeWire{f}
+		}), wire(f)
 	})
 }
 

@@ -2,6 +2,7 @@ package gdr
 
 import (
 	"context"
+	"math/rand/v2"
 	"runtime"
 	"testing"
 	"time"
@@ -16,9 +17,20 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-// rig returns a fabric that runs by itself, and a factory of backends on it.
+// rig returns a fabric that runs by itself, in an order of its own each time, and a factory of backends on it.
 func rig(tb testing.TB) (*fake.Fabric, transporttest.Factory) {
+	return rigWith(tb, rand.Uint64())
+}
+
+// rigWith is rig with the fabric's order. What the goroutines around it do is not in the seed.
+func rigWith(tb testing.TB, seed uint64) (*fake.Fabric, transporttest.Factory) {
 	f := fake.New()
+	f.Shuffle(seed)
+	tb.Cleanup(func() {
+		if tb.Failed() {
+			tb.Logf("the fabric's seed was %d", seed)
+		}
+	})
 	tb.Cleanup(f.Serve())
 	return f, func(testing.TB) transport.Backend { return New(config(f)) }
 }
@@ -88,8 +100,12 @@ func TestContent(t *testing.T) {
 
 // TestFenceAgainstLateWrite: bytes are on the wire when the fence returns, and arrive when the engine owns the blocks again.
 func TestFenceAgainstLateWrite(t *testing.T) {
-	f, factory := rig(t)
-	p := transporttest.NewPair(t, factory)
+	f, _ := rig(t)
+	p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
+		c := config(f)
+		c.Patience = 20 * time.Millisecond // the fence waits it out
+		return New(c)
+	})
 	a, _ := p.Dial()
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(5)

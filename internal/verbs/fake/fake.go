@@ -67,6 +67,7 @@ type Fabric struct {
 	mrs     map[uint32]*memory // by key
 	order   []*queuePair       // with sends or messages, oldest first
 	lost    map[uint32]bool    // queue pairs whose answers are lost
+	lags    map[uint32]bool    // queue pairs whose bytes come into memory when something forces them
 	held    map[step]bool
 	rng     *rand.Rand // nil: everything in order
 	arrived uint64     // messages
@@ -80,7 +81,7 @@ type Fabric struct {
 // New returns an empty fabric.
 func New() *Fabric {
 	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1), qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
-		lost: map[uint32]bool{}, held: map[step]bool{}, ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
+		lost: map[uint32]bool{}, lags: map[uint32]bool{}, held: map[step]bool{}, ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
 		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
 }
 
@@ -710,10 +711,26 @@ func (f *Fabric) Hold(qp uint32, hops ...Hop) {
 	}
 }
 
+// Lag keeps bytes that a sending queue pair's messages bring out of the receiver's memory, until Release or until something forces them there:
+// a completion of the receiver's behind them, or the end of its key or queue pair.
+func (f *Fabric) Lag(qp uint32) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.lags[qp] = true
+}
+
 // Release lets a queue pair go on.
 func (f *Fabric) Release(qp uint32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	delete(f.lags, qp)
+	for _, q := range f.order {
+		for i := range q.inbound {
+			if a := &q.inbound[i]; a.from == qp {
+				a.lags = false
+			}
+		}
+	}
 	for h := range numHops {
 		delete(f.held, step{qp, h})
 	}
@@ -825,7 +842,8 @@ func (f *Fabric) step(settle bool) bool {
 	}
 	for _, q := range f.order {
 		for i := range q.inbound {
-			q.inbound[i].lags = false
+			a := &q.inbound[i]
+			a.lags = f.lags[a.from]
 		}
 		if f.moveLocked(q) {
 			return true
@@ -837,7 +855,9 @@ func (f *Fabric) step(settle bool) bool {
 func (f *Fabric) lagging() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return slices.ContainsFunc(f.order, func(q *queuePair) bool { return q.lagging() > 0 })
+	return slices.ContainsFunc(f.order, func(q *queuePair) bool {
+		return slices.ContainsFunc(q.inbound, func(a arrival) bool { return a.lags && !f.lags[a.from] })
+	})
 }
 
 func (q *queuePair) lagging() (n int) {
@@ -937,7 +957,7 @@ func (f *Fabric) arriveLocked(q *queuePair) bool {
 	default:
 		f.arrived++
 		if m.w.Len > 0 {
-			lags := f.drawLocked(2) == 1 && to.lagging() < maxLagging
+			lags := f.drawLocked(2) == 1 && to.lagging() < maxLagging || f.lags[q.num]
 			to.inbound = append(to.inbound, arrival{from: q.num, at: f.arrived, key: m.w.RemoteKey, addr: m.w.RemoteAddr, to: b, data: m.data, lags: lags})
 		}
 		if m.w.Op == verbs.WriteImm {
@@ -981,9 +1001,11 @@ func (f *Fabric) showLocked(q *queuePair) bool {
 }
 
 func (f *Fabric) tellLocked(q *queuePair) bool {
+	// What has failed is told before what is flushed because of it.
+	failing := slices.ContainsFunc(q.answers, func(c verbs.Completion) bool { return c.Status != verbs.OK && c.Status != verbs.Flushed })
 	for at := range q.inbound {
 		a := &q.inbound[at]
-		if a.to != nil {
+		if a.to != nil || failing && a.tell.Status == verbs.Flushed {
 			continue
 		}
 		if !slices.ContainsFunc(q.inbound[:at], func(b arrival) bool { return b.to != nil && f.waitsLocked(q, a, &b) }) {

@@ -408,7 +408,9 @@ func TestSeededEnds(t *testing.T) {
 			late := 0
 			for seed := range uint64(200) {
 				f, a, b := newPair(t)
-				f.Shuffle(seed)
+				if f.Shuffle(seed); seed%3 == 0 {
+					f.Lag(a.q.Num())
+				}
 				if err := b.q.PostReceive([]uint64{50}); err != nil {
 					t.Fatal(err)
 				}
