@@ -565,6 +565,17 @@ func TestSuspicionAndExclusionBySilence(t *testing.T) {
 		t.Errorf("%v (%s) after a second of silence beside a rail that moves", q.state, q.reason)
 	}
 
+	// Why, can be read when it is well again.
+	m.links[0].set(func() { m.links[0].dead = false })
+	if m.run(2*sec, func() bool { return q.state == Healthy }) < 0 {
+		t.Fatalf("%v: not back", q.state)
+	}
+	if v := m.s.View(m.now).Pairs[0]; v.Reason != "" || !strings.Contains(v.Last, "other rails") {
+		t.Errorf("back, with the reason %q and the last one %q", v.Reason, v.Last)
+	}
+	m.links[0].set(func() { m.links[0].dead = true })
+	m.wait(2 * DefaultExclude)
+
 	// The other one goes silent as well: there is nobody to lag behind.
 	m.links[1].set(func() { m.links[1].dead = true })
 	m.wait(5 * sec)

@@ -23,6 +23,7 @@ type PairView struct {
 	Tier      int           `json:"tier"`
 	State     string        `json:"state"` // of State, or suspect, or down
 	Reason    string        `json:"reason,omitempty"`
+	Last      string        `json:"last_reason,omitempty"` // why it was out of use last, however it is now
 	Left      time.Duration `json:"excluded_for_ns,omitempty"`
 	Lanes     int           `json:"lanes"`
 	Suspect   int           `json:"suspect_lanes"`
@@ -180,7 +181,7 @@ func (q *pair) view(now Instant) PairView {
 	case q.live == 0 && q.state <= Readmitted:
 		v.State = "suspect"
 	}
-	if q.state != Healthy {
+	if v.Last = q.reason; q.state != Healthy {
 		v.Reason = q.reason
 	}
 	if q.state == Excluded && !q.down {

@@ -452,7 +452,7 @@ func mixed(t *testing.T, f *railsbench.Field, p *railsbench.Pair, span time.Dura
 		}
 		used++
 		if n := q.Counters["exclusions"]; n > 0 {
-			excluded += fmt.Sprintf("%s was excluded %d times: %s. ", q.Path.Local, n, q.Reason)
+			excluded += fmt.Sprintf("%s was excluded %d times, the last time: %s. ", q.Path.Local, n, q.Last)
 		}
 		t.Logf("%s: %d MiB, %d suspicions, %d given twice", q.Path.Local, q.Counters["bytes"]>>20, q.Counters["suspicions"], q.Counters["slices_doubled"])
 	}
