@@ -7,33 +7,36 @@ import (
 
 // Work is a view of a work memory: what the sidecar has the engine's own GPU context do. Every slot belongs to whoever acquired it in this
 // process; slots are independent of each other.
-type Work struct{ mem []byte }
+type Work struct {
+	mem  []byte
+	rows bool // the shim knows runs of rows
+}
 
 // InitWork writes a header into zeroed memory and returns the view. The shim's side.
-func InitWork(mem []byte) (*Work, error) {
-	if len(mem) < WorkBytes {
-		return nil, fmt.Errorf("board: work: %d bytes, want %d", len(mem), WorkBytes)
+func InitWork(b []byte) (*Work, error) {
+	if len(b) < WorkBytes {
+		return nil, fmt.Errorf("board: work: %d bytes, want %d", len(b), WorkBytes)
 	}
 	le := binary.LittleEndian
-	le.PutUint32(mem[OffWorkHeaderMagic:], WorkMagic)
-	le.PutUint16(mem[OffWorkHeaderMajor:], BoardMajor)
-	le.PutUint16(mem[OffWorkHeaderMinor:], BoardMinor)
-	le.PutUint32(mem[OffWorkHeaderSlots:], WorkSlots)
-	le.PutUint32(mem[OffWorkHeaderRuns:], WorkRuns)
-	le.PutUint64(mem[OffWorkHeaderTotalBytes:], WorkBytes)
-	return ParseWork(mem)
+	le.PutUint32(b[OffWorkHeaderMagic:], WorkMagic)
+	le.PutUint16(b[OffWorkHeaderMajor:], BoardMajor)
+	le.PutUint16(b[OffWorkHeaderMinor:], WorkMinor)
+	le.PutUint32(b[OffWorkHeaderSlots:], WorkSlots)
+	le.PutUint32(b[OffWorkHeaderRuns:], WorkRuns)
+	le.PutUint64(b[OffWorkHeaderTotalBytes:], WorkBytes)
+	return ParseWork(b)
 }
 
 // ParseWork copies the header once, validates the copy and returns the view.
-func ParseWork(mem []byte) (*Work, error) {
-	if len(mem) < WorkBytes {
-		return nil, fmt.Errorf("board: work: %d bytes, want %d", len(mem), WorkBytes)
+func ParseWork(b []byte) (*Work, error) {
+	if len(b) < WorkBytes {
+		return nil, fmt.Errorf("board: work: %d bytes, want %d", len(b), WorkBytes)
 	}
-	if err := aligned(mem); err != nil {
+	if err := aligned(b); err != nil {
 		return nil, err
 	}
 	var h [SizeWorkHeader]byte
-	copy(h[:], mem)
+	copy(h[:], b)
 	le := binary.LittleEndian
 	if err := version("work", WorkMagic, le.Uint32(h[OffWorkHeaderMagic:]), le.Uint16(h[OffWorkHeaderMajor:])); err != nil {
 		return nil, err
@@ -42,16 +45,20 @@ func ParseWork(mem []byte) (*Work, error) {
 	if slots != WorkSlots || runs != WorkRuns || total != WorkBytes {
 		return nil, fmt.Errorf("board: work: %d slots of %d runs in %d bytes, want %d of %d in %d", slots, runs, total, WorkSlots, WorkRuns, WorkBytes)
 	}
-	return &Work{mem}, nil
+	return &Work{b, le.Uint16(h[OffWorkHeaderMinor:]) >= 1}, nil
 }
 
-// WorkRun is count pieces of Len bytes, piece i at Off + i*Stride of a region, which may run backwards.
+// WorkRun is Rows rows of Count pieces of Len bytes, the first piece at Off of a region. Strides may run backwards.
 type WorkRun struct {
-	Region     int
-	Off        uint64
-	Stride     uint64
-	Len, Count uint32
+	Region        int
+	Off           uint64
+	Stride, Outer uint64 // from a piece of a row to the next, and from a row to the next
+	Len, Count    uint32
+	Rows          uint32 // more than 1 only where the shim knows them
 }
+
+// Rows is whether the shim knows runs of more than one row.
+func (w *Work) Rows() bool { return w.rows }
 
 func workSlot(slot int) uint64 { return WorkSlotTable + uint64(slot)*SizeWorkSlot }
 
@@ -59,14 +66,30 @@ func (w *Work) list(slot int) []byte {
 	return w.mem[WorkLists+slot*WorkRuns*SizeWorkRun:][: WorkRuns*SizeWorkRun : WorkRuns*SizeWorkRun]
 }
 
-// SetRun writes run i of a slot's list. The slot is not posted.
-func (w *Work) SetRun(slot, i int, r WorkRun) {
-	b := w.list(slot)[i*SizeWorkRun:][:SizeWorkRun]
+// SetRun writes a run at place i of a slot's list, of which it takes two where it has rows, and returns the place behind it. The slot is not
+// posted.
+func (w *Work) SetRun(slot, i int, r WorkRun) int {
+	where, count := uint64(r.Region)<<WorkWhereBits|r.Off, r.Count
+	if r.Rows > 1 {
+		w.entry(slot, i+1).set(0, r.Outer, 0, r.Rows)
+		w.entry(slot, i).set(where, r.Stride, r.Len, count|WorkRows)
+		return i + 2
+	}
+	w.entry(slot, i).set(where, r.Stride, r.Len, count)
+	return i + 1
+}
+
+// entry is a struct kvs_work_run.
+type entry []byte
+
+func (w *Work) entry(slot, i int) entry { return w.list(slot)[i*SizeWorkRun:][:SizeWorkRun] }
+
+func (e entry) set(where, stride uint64, length, count uint32) {
 	le := binary.LittleEndian
-	le.PutUint64(b[OffWorkRunWhere:], uint64(r.Region)<<WorkWhereBits|r.Off)
-	le.PutUint64(b[OffWorkRunStride:], r.Stride)
-	le.PutUint32(b[OffWorkRunLen:], r.Len)
-	le.PutUint32(b[OffWorkRunCount:], r.Count)
+	le.PutUint64(e[OffWorkRunWhere:], where)
+	le.PutUint64(e[OffWorkRunStride:], stride)
+	le.PutUint32(e[OffWorkRunLen:], length)
+	le.PutUint32(e[OffWorkRunCount:], count)
 }
 
 // SetHandle puts what OPEN names where its list would be.
@@ -127,13 +150,18 @@ func (w *Work) Take(slot int) (seq uint64, q WorkRequest, ok bool) {
 		Bytes: le.Uint64(b[OffWorkSlotBytes:]), Blocks: le.Uint32(b[OffWorkSlotBlocks:])}, true
 }
 
-// Run reads run i of a slot's list.
-func (w *Work) Run(slot, i int) WorkRun {
-	b := w.list(slot)[i*SizeWorkRun:][:SizeWorkRun]
-	le := binary.LittleEndian
+// Run reads the run at place i of a slot's list, and returns the place behind it.
+func (w *Work) Run(slot, i int) (WorkRun, int) {
+	b, le := w.entry(slot, i), binary.LittleEndian
 	where := le.Uint64(b[OffWorkRunWhere:])
-	return WorkRun{Region: int(where >> WorkWhereBits), Off: where & (1<<WorkWhereBits - 1), Stride: le.Uint64(b[OffWorkRunStride:]),
-		Len: le.Uint32(b[OffWorkRunLen:]), Count: le.Uint32(b[OffWorkRunCount:])}
+	r := WorkRun{Region: int(where >> WorkWhereBits), Off: where & (1<<WorkWhereBits - 1), Len: le.Uint32(b[OffWorkRunLen:]),
+		Stride: le.Uint64(b[OffWorkRunStride:]), Count: le.Uint32(b[OffWorkRunCount:]), Rows: 1}
+	if r.Count&WorkRows == 0 {
+		return r, i + 1
+	}
+	b = w.entry(slot, i+1)
+	r.Count, r.Outer, r.Rows = r.Count-WorkRows, le.Uint64(b[OffWorkRunStride:]), le.Uint32(b[OffWorkRunCount:])
+	return r, i + 2
 }
 
 // Handle reads what SetHandle wrote.

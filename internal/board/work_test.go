@@ -1,6 +1,7 @@
 package board_test
 
 import (
+	"encoding/hex"
 	"sync"
 	"testing"
 
@@ -54,7 +55,7 @@ func TestWorkSlots(t *testing.T) {
 	w, _ := newWork(t)
 	for slot := range board.WorkSlots {
 		for _, i := range []int{0, board.WorkRuns - 1} {
-			w.SetRun(slot, i, board.WorkRun{Region: 3 + slot, Off: uint64(i) << 30, Stride: ^uint64(15), Len: 64, Count: 2})
+			w.SetRun(slot, i, board.WorkRun{Region: 3 + slot, Off: uint64(i) << 30, Stride: ^uint64(15), Len: 64, Count: 2, Rows: 1})
 		}
 		if w.Post(slot, 7, board.WorkRequest{Op: board.WorkPack, Runs: uint32(slot), Dense: 16, Bytes: 32, Blocks: 4}) {
 			t.Error("nobody sleeps, and is to be woken")
@@ -69,8 +70,8 @@ func TestWorkSlots(t *testing.T) {
 			t.Errorf("slot %d: %v %d %+v", slot, ok, seq, q)
 		}
 		for _, i := range []int{0, board.WorkRuns - 1} {
-			if got, want := w.Run(slot, i), (board.WorkRun{Region: 3 + slot, Off: uint64(i) << 30, Stride: ^uint64(15), Len: 64, Count: 2}); got != want {
-				t.Errorf("slot %d, run %d: %+v, want %+v", slot, i, got, want)
+			if got, next := w.Run(slot, i); got != (board.WorkRun{Region: 3 + slot, Off: uint64(i) << 30, Stride: ^uint64(15), Len: 64, Count: 2, Rows: 1}) || next != i+1 {
+				t.Errorf("slot %d, run %d: %+v, then %d", slot, i, got, next)
 			}
 		}
 		if _, _, again := w.Take(slot); again || w.Revoke(slot, 7) {
@@ -149,4 +150,30 @@ func FuzzWork(f *testing.F) {
 			}
 		}
 	})
+}
+
+// A run of rows takes two places of a list, byte for byte as board.h says, and is sent to no shim that does not know it.
+func TestWorkRows(t *testing.T) {
+	w, raw := newWork(t)
+	rows := board.WorkRun{Region: 5, Off: 1 << 20, Stride: 8192, Outer: ^uint64(511), Len: 512, Count: 8, Rows: 16}
+	if next := w.SetRun(2, 7, rows); next != 9 {
+		t.Errorf("the place behind it is %d", next)
+	}
+	if got, next := w.Run(2, 7); got != rows || next != 9 {
+		t.Errorf("%+v was read as %+v, then %d", rows, got, next)
+	}
+	got := raw[board.WorkLists+(2*board.WorkRuns+7)*board.SizeWorkRun:][:2*board.SizeWorkRun]
+	want := "0000100000000500" + "0020000000000000" + "00020000" + "08000080" + // where, stride, len, count and the flag
+		"0000000000000000" + "00feffffffffffff" + "00000000" + "10000000"
+	if hex.EncodeToString(got) != want {
+		t.Errorf("%x, want %s", got, want)
+	}
+	if !w.Rows() {
+		t.Error("a shim of today knows no rows")
+	}
+	raw[board.OffWorkHeaderMinor] = 0
+	older, err := board.ParseWork(raw)
+	if err != nil || older.Rows() {
+		t.Errorf("an older shim: %v, or it knows rows", err)
+	}
 }

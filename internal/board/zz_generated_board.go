@@ -15,8 +15,10 @@ const (
 	RingMaxBytes    = 16777216
 	RecordMaxBytes  = 1048576
 	WorkMagic       = 1464423248
+	WorkMinor       = 1
 	WorkSlots       = 8
 	WorkRuns        = 4096
+	WorkRows        = 2147483648
 	WorkAlign       = 16
 	WorkMaxBlocks   = 4096
 	WorkWhereBits   = 48

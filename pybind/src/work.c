@@ -75,15 +75,24 @@ struct work {
 
 #define READ(field) __atomic_load_n(&(field), __ATOMIC_RELAXED)
 
-static bool within(const struct work_region *r, uint64_t off, int64_t stride, uint32_t len, uint32_t count)
+/* Takes what an axis needs off the room on its side, if there is as much. */
+static bool reach(uint64_t *before, uint64_t *behind, uint64_t stride, uint32_t steps)
 {
-	int64_t reach, end;
-	if (r->bytes > INT64_MAX || off > r->bytes || len > r->bytes - off)
+	bool back = stride >> 63;
+	uint64_t *room = back ? before : behind, span;
+	if (__builtin_mul_overflow(back ? -stride : stride, (uint64_t)steps, &span) || span > *room)
 		return false;
-	if (__builtin_mul_overflow(stride, (int64_t)count - 1, &reach) || __builtin_add_overflow((int64_t)off, reach, &end))
+	*room -= span;
+	return true;
+}
+
+/* The pieces farthest apart are a sum of both axes. */
+static bool within(const struct work_region *r, uint64_t off, const struct kvs_work_run *row, uint64_t outer, uint32_t rows)
+{
+	if (off > r->bytes || row->len > r->bytes - off)
 		return false;
-	/* An end before the start is a very large one. */
-	return (uint64_t)end <= r->bytes && len <= r->bytes - (uint64_t)end;
+	uint64_t before = off, behind = r->bytes - off - row->len;
+	return reach(&before, &behind, row->stride, row->count - 1) && reach(&before, &behind, outer, rows - 1);
 }
 
 bool work_translate(const struct work_region *regions, uint32_t n, const struct kvs_work_slot *slot, const struct kvs_work_run *from, uint64_t dense,
@@ -91,27 +100,35 @@ bool work_translate(const struct work_region *regions, uint32_t n, const struct 
 {
 	const uint64_t mask = ((uint64_t)1 << KVS_WORK_WHERE_BITS) - 1;
 	uint64_t off = READ(slot->dense), bytes = READ(slot->bytes), used = 0;
-	uint32_t runs = READ(slot->runs), pieces = 0;
+	uint32_t runs = READ(slot->runs), pieces = 0, made = 0;
 	bool uniform = true;
 	if (!runs || runs > KVS_WORK_RUNS || off > dense_bytes || bytes > dense_bytes - off || off % KVS_WORK_ALIGN)
 		return false;
-	for (uint32_t i = 0; i < runs; i++) {
-		struct kvs_work_run r = {READ(from[i].where), READ(from[i].stride), READ(from[i].len), READ(from[i].count)};
-		uint64_t region = r.where >> KVS_WORK_WHERE_BITS, at = r.where & mask;
-		if (region >= n || !r.len || !r.count || r.count > KVS_WORK_RUNS - pieces || (r.len | r.stride) % KVS_WORK_ALIGN)
+	for (uint32_t i = 0; i < runs; i++, made++) {
+		struct kvs_work_run r = {READ(from[i].where), READ(from[i].stride), READ(from[i].len), READ(from[i].count)}, rows = {.count = 1};
+		if (r.count & KVS_WORK_ROWS) {
+			if (++i == runs)
+				return false;
+			rows = (struct kvs_work_run){READ(from[i].where), READ(from[i].stride), READ(from[i].len), READ(from[i].count)};
+			r.count -= KVS_WORK_ROWS;
+			if (r.count < 2 || rows.count < 2 || rows.where || rows.len)
+				return false;
+		}
+		uint64_t region = r.where >> KVS_WORK_WHERE_BITS, at = r.where & mask, count = (uint64_t)r.count * rows.count;
+		if (region >= n || !r.len || !count || count > KVS_WORK_RUNS - pieces || (r.len | r.stride | rows.stride) % KVS_WORK_ALIGN)
 			return false;
 		uint64_t base = regions[region].addr + at;
-		if (base % KVS_WORK_ALIGN || !within(&regions[region], at, (int64_t)r.stride, r.len, r.count))
+		if (base % KVS_WORK_ALIGN || !within(&regions[region], at, &r, rows.stride, rows.count))
 			return false;
-		out->runs[i] = (struct work_run){base, r.stride, 0, dense + off + used, r.len, r.count};
-		out->bases[i] = base;
-		out->first[i] = pieces;
-		uniform = uniform && r.count == 1 && r.len == out->runs[0].len;
-		pieces += r.count;
-		used += (uint64_t)r.len * r.count; /* 2^44 at most, 2^12 times */
+		out->runs[made] = (struct work_run){base, r.stride, rows.stride, dense + off + used, r.len, r.count};
+		out->bases[made] = base;
+		out->first[made] = pieces;
+		uniform = uniform && count == 1 && r.len == out->runs[0].len;
+		pieces += (uint32_t)count;
+		used += r.len * count; /* 2^44 at most, 2^12 times */
 	}
-	out->first[runs] = pieces;
-	out->count = runs;
+	out->first[made] = pieces;
+	out->count = made;
 	out->len = uniform ? out->runs[0].len : 0;
 	return used == bytes;
 }
@@ -476,7 +493,7 @@ bool work_begin(struct work *w, int *memfd, int *bell)
 	const struct kvs_work_header h = {
 		.magic = KVS_WORK_MAGIC,
 		.major = KVS_BOARD_MAJOR,
-		.minor = KVS_BOARD_MINOR,
+		.minor = KVS_WORK_MINOR,
 		.slots = KVS_WORK_SLOTS,
 		.runs = KVS_WORK_RUNS,
 		.total_bytes = KVS_WORK_BYTES,

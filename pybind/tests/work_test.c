@@ -175,6 +175,13 @@ static void run_at(struct end *e, int slot, int i, uint64_t region, uint64_t off
 	__atomic_store_n(&to->count, r.count, __ATOMIC_RELAXED);
 }
 
+/* A run of rows is two of the list. */
+static void rows_at(struct end *e, int slot, int i, uint64_t region, uint64_t off, uint64_t stride, uint32_t len, uint32_t count, uint64_t outer, uint32_t rows)
+{
+	run_at(e, slot, i, region, off, stride, len, count | KVS_WORK_ROWS);
+	run_at(e, slot, i + 1, 0, 0, outer, 0, rows);
+}
+
 static uint32_t open_staging(struct end *e, const void *p, uint64_t bytes)
 {
 	memset(list_of(e, 0), 0, KVS_WORK_HANDLE_BYTES);
@@ -196,17 +203,25 @@ static void content(struct end *e, int rounds)
 		bool uniform = draw(3) == 0;
 		while (runs < most) {
 			uint32_t region = draw(4) == 0 ? 2 : 0, len = uniform ? 256 : 16 * (1 + (uint32_t)draw(32)), count = uniform ? 1 : 1 + (uint32_t)draw(4);
-			uint64_t size = region ? OTHER : CACHE, stride = 16 * (1 + draw(40)), off = 16 * draw((size - 8192) / 16) + 4096;
-			if (pieces + count > 1024 || dense + used + (uint64_t)len * count > STAGING)
+			uint64_t size = region ? OTHER : CACHE, stride = 16 * (1 + draw(40)), outer = 16 * draw(24), off = 16 * draw((size - 8192) / 16) + 4096;
+			uint32_t rows = count > 1 && draw(2) ? 2 + (uint32_t)draw(3) : 1;
+			if (pieces + count * rows > 1024 || dense + used + (uint64_t)len * count * rows > STAGING)
 				break;
 			if (draw(2))
 				stride = -stride;
-			run_at(e, slot, (int)runs++, region, off, stride, len, count);
-			for (uint32_t k = 0; k < count; k++) {
-				at[pieces] = (uint64_t)(uintptr_t)(region ? other : cache) + off + k * stride;
+			if (draw(2))
+				outer = -outer;
+			if (rows > 1) {
+				rows_at(e, slot, (int)runs, region, off, stride, len, count, outer, rows);
+				runs += 2;
+			} else {
+				run_at(e, slot, (int)runs++, region, off, stride, len, count);
+			}
+			for (uint32_t k = 0; k < count * rows; k++) {
+				at[pieces] = (uint64_t)(uintptr_t)(region ? other : cache) + off + k / count * outer + k % count * stride;
 				lens[pieces++] = len;
 			}
-			used += (uint64_t)len * count;
+			used += (uint64_t)len * count * rows;
 		}
 		for (int i = 0; i < CACHE; i += 8)
 			*(uint64_t *)(cache + i) = draw(1ull << 31);
@@ -278,6 +293,39 @@ static void refusals(struct end *e)
 			_exit(1);
 		}
 	}
+	static const struct {
+		uint64_t bytes, off, stride, outer, where2;
+		uint32_t count, rows, len2, runs;
+	} grids[] = {
+		{256, CACHE - 128, 64, 64, 0, 2, 2, 0, 2},                                /* both axes together past the end */
+		{256, 64, (uint64_t)-64, (uint64_t)-64, 0, 2, 2, 0, 2},                   /* ... and before the start */
+		{256, CACHE - 64, 64, (uint64_t)-64, 0, 2, 2, 0, 2},                      /* forth before it is back */
+		{256, 0, 64, (uint64_t)1 << 63, 0, 2, 2, 0, 2},                           /* rows that overflow */
+		{384, 0, (uint64_t)1 << 63, (uint64_t)1 << 63, 0, 2, 3, 0, 2},
+		{512, 0, (uint64_t)1 << 62, (uint64_t)1 << 62, 0, 2, 4, 0, 2},            /* a sum of both that overflows */
+		{256, 0, 64, 8, 0, 2, 2, 0, 2},                                           /* not aligned */
+		{128, 0, 64, 128, 0, 1, 2, 0, 2},                                         /* rows of one */
+		{0, 0, 64, 128, 0, 0, 2, 0, 2},                                           /* ... of none */
+		{128, 0, 64, 128, 0, 2, 1, 0, 2},                                         /* one row */
+		{0, 0, 64, 128, 0, 2, 0, 0, 2},                                           /* none */
+		{256, 0, 64, 128, 1, 2, 2, 0, 2},                                         /* not all else is 0 */
+		{256, 0, 64, 128, 0, 2, 2, 64, 2},
+		{256, 0, 64, 128, 0, 2, 2, 0, 1},                                         /* the list ends before the rows */
+		{64 * (KVS_WORK_RUNS + 64), 0, 0, 0, 0, 64, KVS_WORK_RUNS / 64 + 1, 0, 2}, /* more pieces than a list may have */
+		{0, 0, 0, 0, 0, 0x7fffffff, UINT32_MAX, 0, 2},
+		{0, 0, 0, 0, 0, 1 << 30, 1 << 30, 0, 2},
+		{64, 0, 0, 0, 0, 641, 6700417, 0, 2},                                     /* 2^32 + 1: one piece, if that is cut off */
+	};
+	for (size_t i = 0; i < sizeof grids / sizeof *grids; i++) {
+		rows_at(e, 1, 0, 0, grids[i].off, grids[i].stride, 64, grids[i].count, grids[i].outer, grids[i].rows);
+		list_of(e, 1)[1].where = grids[i].where2;
+		list_of(e, 1)[1].len = grids[i].len2;
+		post(e, 1, KVS_WORK_UNPACK, grids[i].runs, 0, grids[i].bytes);
+		if (outcome(e, 1) != KVS_WORK_BAD) {
+			fprintf(stderr, "run of rows %zu was taken\n", i);
+			_exit(1);
+		}
+	}
 	/* More pieces than a list may have in all, each run by itself is right. */
 	run_at(e, 1, 0, 0, 0, 0, 16, KVS_WORK_RUNS);
 	run_at(e, 1, 1, 0, 0, 0, 16, 1);
@@ -316,7 +364,7 @@ static void hostile(int rounds)
 {
 	struct work_list *out = malloc(sizeof *out);
 	pthread_t other_end;
-	int passed = 0;
+	int passed = 0, grids = 0;
 	REQUIRE(out);
 	for (int round = 0; round < rounds; round++) {
 		if (round == rounds / 2) /* from here on somebody else writes, too */
@@ -333,6 +381,17 @@ static void hostile(int rounds)
 			__atomic_store_n(&foreign.list[i].len, len, __ATOMIC_RELAXED);
 			__atomic_store_n(&foreign.list[i].count, count, __ATOMIC_RELAXED);
 			bytes += (uint64_t)len * count;
+			if (count > 1 && count < 5 && i + 1 < runs && draw(2)) {
+				uint32_t rows = draw(20) ? 2 + (uint32_t)draw(3) : (uint32_t)draw(1ull << 31);
+				uint64_t outer = draw(20) ? (draw(2) ? 1 : (uint64_t)-1) * 16 * draw(256) : draw(1ull << 31) << 33;
+				__atomic_store_n(&foreign.list[i].count, count | KVS_WORK_ROWS, __ATOMIC_RELAXED);
+				i++;
+				__atomic_store_n(&foreign.list[i].where, draw(20) ? 0 : 16, __ATOMIC_RELAXED);
+				__atomic_store_n(&foreign.list[i].stride, outer, __ATOMIC_RELAXED);
+				__atomic_store_n(&foreign.list[i].len, draw(20) ? 0 : 16, __ATOMIC_RELAXED);
+				__atomic_store_n(&foreign.list[i].count, rows, __ATOMIC_RELAXED);
+				bytes += (uint64_t)len * count * (rows - 1);
+			}
 		}
 		__atomic_store_n(&foreign.slot.runs, draw(20) ? runs : (uint32_t)draw(1ull << 31), __ATOMIC_RELAXED);
 		__atomic_store_n(&foreign.slot.dense, draw(20) ? 16 * draw(STAGING / 16) : draw(1ull << 31) << 32, __ATOMIC_RELAXED);
@@ -344,16 +403,19 @@ static void hostile(int rounds)
 		uint32_t pieces = 0;
 		for (uint32_t i = 0; i < out->count; i++) {
 			const struct work_run *r = &out->runs[i];
-			REQUIRE(out->first[i] == pieces && out->bases[i] == r->base && r->len % 16 == 0 && r->count);
-			REQUIRE(r->dense >= base && r->dense + (uint64_t)r->len * r->count <= base + STAGING);
-			for (uint32_t k = 0; k < r->count; k++) {
-				uint64_t p = r->base + k * r->stride, c = (uint64_t)(uintptr_t)cache, o = (uint64_t)(uintptr_t)other;
+			uint32_t mine = out->first[i + 1] - pieces;
+			REQUIRE(out->first[i] == pieces && out->bases[i] == r->base && r->len % 16 == 0 && r->count && mine && mine % r->count == 0);
+			REQUIRE(r->dense >= base && r->dense + (uint64_t)r->len * mine <= base + STAGING);
+			grids += mine > r->count;
+			for (uint32_t k = 0; k < mine; k++) {
+				uint64_t p = r->base + k / r->count * r->outer + k % r->count * r->stride, c = (uint64_t)(uintptr_t)cache, o = (uint64_t)(uintptr_t)other;
 				REQUIRE(p % 16 == 0 && ((p >= c && p + r->len <= c + CACHE) || (p >= o && p + r->len <= o + OTHER)));
 			}
-			pieces += r->count;
+			pieces += mine;
 		}
 		REQUIRE(out->first[out->count] == pieces && pieces <= KVS_WORK_RUNS);
 	}
+	REQUIRE(grids > rounds / 20);
 	stop_changing = true;
 	pthread_join(other_end, NULL);
 	free(out);

@@ -228,7 +228,10 @@ func (w workplace) giveBack(err error) {
 // run has the engine pack or unpack h, and waits for it.
 func (w workplace) run(h *hop, op uint32) error {
 	e, slot := w.engine, w.slot
-	runs := 0
+	runs, axes := 0, mem.OneAxis
+	if e.Work.Rows() {
+		axes = mem.BothAxes
+	}
 	var bytes uint64
 	for rest := h.pieces; len(rest) > 0; {
 		region := e.find(cuda.Ptr(rest[0].Off), rest[0].Len)
@@ -237,9 +240,10 @@ func (w workplace) run(h *hop, op uint32) error {
 		for n < len(rest) && region.has(cuda.Ptr(rest[n].Off), rest[n].Len) {
 			n++
 		}
-		for here := rest[:n]; len(here) > 0; runs++ {
-			r, first := mem.Leading(here, mem.OneAxis), &here[0]
-			e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: first.Off - uint64(region.base), Stride: r.Stride, Len: uint32(first.Len), Count: r.Count})
+		for here := rest[:n]; len(here) > 0; {
+			r, first := mem.Leading(here, axes), &here[0]
+			runs = e.Work.SetRun(slot, runs, board.WorkRun{Region: region.region, Off: first.Off - uint64(region.base), Stride: r.Stride, Outer: r.Outer,
+				Len: uint32(first.Len), Count: r.Count, Rows: r.Rows})
 			bytes += r.Pieces() * first.Len
 			here = here[r.Pieces():]
 		}

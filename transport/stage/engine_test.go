@@ -35,6 +35,7 @@ type fakeEngine struct {
 	exited atomic.Bool
 	ended  atomic.Int32
 	done   atomic.Int32 // kernels
+	grids  atomic.Int32 // runs of several rows
 	mute   atomic.Bool  // takes nothing
 
 	// before is called for each slot that was taken. False: it is never finished.
@@ -114,14 +115,17 @@ func (e *fakeEngine) do(slot int, q board.WorkRequest) uint32 {
 		return 0
 	}
 	dense := e.m.at(e.staging+cuda.Ptr(q.Dense), q.Bytes)
-	for i := range int(q.Runs) {
-		r := e.work.Run(slot, i)
+	for i := 0; i < int(q.Runs); {
+		var r board.WorkRun
+		if r, i = e.work.Run(slot, i); r.Rows > 1 {
+			e.grids.Add(1)
+		}
 		if r.Region < 1 || r.Region > 1+len(e.caches) {
 			return board.WorkBad
 		}
 		cache := append([][]byte{e.cache}, e.caches...)[r.Region-1]
-		for k := range uint64(r.Count) {
-			at := r.Off + k*r.Stride
+		for k := range uint64(r.Count) * uint64(r.Rows) {
+			at := r.Off + k/uint64(r.Count)*r.Outer + k%uint64(r.Count)*r.Stride
 			if at > uint64(len(cache)) || uint64(r.Len) > uint64(len(cache))-at || len(dense) < int(r.Len) {
 				return board.WorkBad
 			}
@@ -261,6 +265,45 @@ func TestPackInEngine(t *testing.T) {
 	e.quit()
 	e.region.Release()
 	must(0, g.Close())(t)
+}
+
+// crosswise are pages whose heads and tokens lie in another order than they are moved in, rows of rows of them.
+func crosswise(r *mem.Region, pages uint64) (blocks []mem.Block) {
+	for page := range pages {
+		for token := range uint64(16) {
+			for head := range uint64(8) {
+				blocks = append(blocks, mem.Block{Region: r, Off: page*page*8192 + head*1024 + token*64, Len: 64})
+			}
+		}
+	}
+	return blocks
+}
+
+// An engine is sent runs of rows where its shim knows them, and rows where it is an older one.
+func TestEngineRows(t *testing.T) {
+	for minor, want := range []int32{0, 2 * 5} {
+		p := newFakePlatform(1)
+		g := patient(must(newGPUs(p, inEngine()))(t))
+		e := newFakeEngine(t, p, g, 0, 1<<20)
+		raw := make([]byte, board.WorkBytes)
+		must(board.InitWork(raw))(t)
+		raw[board.OffWorkHeaderMinor] = byte(minor)
+		e.work = must(board.ParseWork(raw))(t)
+		e.start(g)
+		if !e.opened() {
+			t.Fatal("the engine takes no work")
+		}
+		if err := e.roundTrip(rand.New(rand.NewPCG(1, 2)), crosswise(e.region, 5)); err != nil {
+			t.Errorf("a shim of minor %d: %v", minor, err)
+		}
+		if e.done.Load() != 2 || e.grids.Load() != want {
+			t.Errorf("a shim of minor %d: %d kernels, %d runs of rows, want 2 and %d", minor, e.done.Load(), e.grids.Load(), want)
+		}
+		e.detach()
+		e.quit()
+		e.region.Release()
+		must(0, g.Close())(t)
+	}
 }
 
 // A region for each layer, at equal distances in our process: blocks of all layers look like one run, which is none for the engine.

@@ -269,8 +269,11 @@ func TestShimPacks(t *testing.T) {
 		if err := s.roundTrip(rand.New(rand.NewPCG(2, 2)), even); err != nil {
 			t.Error(err)
 		}
-		if st := s.say("look"); st.moved-before != 2*(int(trips.Load())+1) || st.astray != 0 {
-			t.Errorf("session %d: %d kernels for %d hops, %d astray", session, st.moved-before, 2*(trips.Load()+1), st.astray)
+		if err := s.roundTrip(rand.New(rand.NewPCG(3, 3)), crosswise(s.region, 5)); err != nil {
+			t.Error(err)
+		}
+		if st := s.say("look"); st.moved-before != 2*(int(trips.Load())+2) || st.astray != 0 {
+			t.Errorf("session %d: %d kernels for %d hops, %d astray", session, st.moved-before, 2*(trips.Load()+2), st.astray)
 		}
 		s.end()
 		until(t, "the session's board is let go", func() bool { return s.say("look").overs == int(session)+1 })

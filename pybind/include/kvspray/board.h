@@ -151,8 +151,10 @@ enum kvs_status {
  *
  * Doorbell: `sleeping`, as in a ring. */
 #define KVS_WORK_MAGIC 0x57495350u /* "PSIW" in memory order */
+#define KVS_WORK_MINOR 1   /* of the header: 1 knows runs of rows, which a sidecar sends to no earlier one */
 #define KVS_WORK_SLOTS 8
 #define KVS_WORK_RUNS 4096 /* of a list; so many pieces at most, too */
+#define KVS_WORK_ROWS 0x80000000u /* in a run's count: the next one says how its rows lie */
 #define KVS_WORK_ALIGN 16  /* of places, strides and lengths */
 #define KVS_WORK_MAX_BLOCKS 4096
 #define KVS_WORK_WHERE_BITS 48
@@ -200,7 +202,9 @@ struct kvs_work_slot {
 	uint8_t pad[KVS_CACHE_LINE - 40];
 };
 
-/* count pieces of len bytes, piece i at where + i * stride (two's complement: it may run backwards). */
+/* count pieces of len bytes, piece i at where + i * stride (two's complement: it may run backwards). With KVS_WORK_ROWS those are one row of
+ * several, and two pieces or more: of the run behind it, stride is from a row to the next, count the number of rows, two or more, and all
+ * else 0. It counts as a run in the list. */
 struct kvs_work_run {
 	uint64_t where; /* region << KVS_WORK_WHERE_BITS | offset in the region */
 	uint64_t stride;
