@@ -290,6 +290,7 @@ type PairState struct {
 	} `json:"path"`
 	State    string            `json:"state"`
 	Reason   string            `json:"reason"`
+	Last     string            `json:"last_reason"`
 	Rate     float64           `json:"learned_bytes_per_second"`
 	Window   uint64            `json:"window_bytes"`
 	Slice    uint64            `json:"slice_bytes"`
