@@ -4,6 +4,7 @@ package explain
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
@@ -41,11 +42,6 @@ func (s *Side) check(m *Model, flag string) error {
 	if s.TP < 1 || s.TP > MaxTP {
 		return fmt.Errorf("%stp %d: an engine has 1 to %d ranks", flag, s.TP, MaxTP)
 	}
-	for i := range m.Caches {
-		if err := m.Caches[i].divide(s.TP); err != nil {
-			return fmt.Errorf("%stp %d: %w", flag, s.TP, err)
-		}
-	}
 	if s.DType != bf16 && s.DType != fp8 {
 		return fmt.Errorf("%sdtype %q: bf16 or fp8", flag, s.DType)
 	}
@@ -60,17 +56,23 @@ func (s *Side) check(m *Model, flag string) error {
 	return fmt.Errorf("%sorder %q: one of %q", flag, s.Order, Orders)
 }
 
-// divide refuses numbers of ranks over which vLLM and SGLang do not spread these heads: each rank has as many as any other, or one that
-// equally many ranks have.
-func (c *Cache) divide(tp int) error {
-	switch {
-	case c.KVHeads > 0 && c.KVHeads%tp != 0 && tp%c.KVHeads != 0:
-		return fmt.Errorf("no engine spreads %d KV heads over so many ranks; give a number that divides %d, or a multiple of it", c.KVHeads, c.KVHeads)
-	case c.VHeads > 0 && (c.VHeads%tp != 0 || c.KHeads > 1 && c.KHeads%tp != 0):
-		return fmt.Errorf("no engine spreads the %d key and %d value heads of linear attention over so many ranks; give a number that divides both",
-			c.KHeads, c.VHeads)
+// remarks name the numbers of ranks over which vLLM and SGLang do not spread these heads, where each rank has as many as any other, or one that
+// equally many ranks have. A plan is made for any: heads are divided as evenly as it goes.
+func (s *Side) remarks(m *Model, name string) (out []string) {
+	add := func(heads string) {
+		if remark := fmt.Sprintf("%s: no engine known to us spreads %s heads over %d ranks", name, heads, s.TP); !slices.Contains(out, remark) {
+			out = append(out, remark)
+		}
 	}
-	return nil
+	for i := range m.Caches {
+		switch c := &m.Caches[i]; {
+		case c.KVHeads > 0 && c.KVHeads%s.TP != 0 && s.TP%c.KVHeads != 0:
+			add(fmt.Sprintf("%d KV", c.KVHeads))
+		case c.VHeads > 0 && (c.VHeads%s.TP != 0 || c.KHeads > 1 && c.KHeads%s.TP != 0):
+			add(fmt.Sprintf("%d key and %d value", c.KHeads, c.VHeads))
+		}
+	}
+	return out
 }
 
 // Layout is what a rank would register for prompts of so many tokens: every layer dense, one behind the other in one region.

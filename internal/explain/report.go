@@ -4,6 +4,7 @@ package explain
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
@@ -77,7 +78,12 @@ func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
 		return nil, fmt.Errorf("a prompt of %d tokens: ask for 1 to %d", tokens, MaxTokens)
 	}
 	reg := parseblock.Default()
-	r := &Report{Model: m.Name, Note: m.Note, Tokens: tokens, Prefill: prefill, Decode: decode}
+	r := &Report{Model: m.Name, Tokens: tokens, Prefill: prefill, Decode: decode}
+	notes := append(prefill.remarks(m, "prefill"), decode.remarks(m, "decode")...)
+	if m.Note != "" {
+		notes = append([]string{m.Note}, notes...)
+	}
+	r.Note = strings.Join(notes, "; ")
 	sources, err := build(reg, m, prefill, tokens)
 	if err != nil {
 		return nil, fmt.Errorf("prefill: %w", err)
