@@ -153,3 +153,85 @@ func TestListsOfALongPrompt(t *testing.T) {
 		})
 	}
 }
+
+// TestCellsOfASlice: what a slice of 1 MiB takes on the wire of lanes that name memory (a shm pull, gdr's GO), in cells of 16 bytes: as pieces,
+// as runs of one axis, and of two, which is what peers of the latest version say. Those are the most of a prompt's slices, which begin anywhere
+// in a page.
+func TestCellsOfASlice(t *testing.T) {
+	reg := parseblock.Default()
+	packed := func(order string, rank, tp int64) *layout.Layout { return llama8B(t, order, 16, rank, tp) }
+	apart := func(tp, rank int64) *layout.Layout { // K of every block of a layer, then V
+		g := layout.Group{TokensPerBlock: 16, Strategy: parseblock.FlashKVFirst, NumBlocks: 4096, Params: map[string]int64{"kv_heads": 8, "tp_size": tp, "tp_rank": rank}}
+		for i := range 32 {
+			g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("layers.%d", i), Region: layout.RegionIndex(i), PageBytes: 64 << 10 / uint64(tp), BlockStride: 32 << 10 / uint64(tp)})
+		}
+		return &layout.Layout{Groups: []layout.Group{g}, DType: "bfloat16"}
+	}
+	for _, c := range []struct {
+		name     string
+		from, to *layout.Layout
+		side     int // 0: the source, as a shm pull names it; 1: the receiver, as a GO does
+		inOrder  bool
+		want     [3]int // cells of pieces, of one axis, of two
+	}{
+		{"alike", packed("LBNHC", 0, 1), packed("LBNHC", 0, 1), 0, false, [3]int{16, 16, 16}},
+		{"K and V apart", apart(1, 0), apart(1, 0), 0, false, [3]int{32, 32, 25}},
+		{"K and V apart, blocks in order", apart(1, 0), apart(1, 0), 0, true, [3]int{32, 32, 6}},
+		{"K and V apart, TP 2 to 1, receiver", apart(2, 1), apart(1, 0), 1, false, [3]int{1024, 128, 96}},
+		{"K and V apart, TP 2 to 1, receiver, blocks in order", apart(2, 1), apart(1, 0), 1, true, [3]int{1024, 128, 96}},
+		{"tokens outside, TP 2 to 1, receiver", packed("LBNHC", 1, 2), packed("LBNHC", 0, 1), 1, false, [3]int{512, 64, 48}},
+		{"tokens outside, TP 2 to 1, receiver, blocks in order", packed("LBNHC", 1, 2), packed("LBNHC", 0, 1), 1, true, [3]int{512, 4, 4}},
+		{"heads outside for tokens outside, source", packed("LBHNC", 0, 1), packed("LBNHC", 0, 1), 0, false, [3]int{2048, 513, 53}},
+		{"tokens outside for heads outside, source", packed("LBNHC", 0, 1), packed("LBHNC", 0, 1), 0, false, [3]int{2048, 257, 53}},
+	} {
+		m, err := parseblock.NewMatch(reg, c.from, c.to, nil)
+		if err != nil {
+			t.Fatal(c.name, err)
+		}
+		const tokens = 4096
+		plan, err := m.Plan(tokens, []uint32{0})
+		if err != nil {
+			t.Fatal(c.name, err)
+		}
+		l := []*layout.Layout{c.from, c.to}[c.side]
+		table := scattered(l, tokens)
+		if c.inOrder {
+			for i := range table[0] {
+				table[0][i] = uint32(i)
+			}
+		}
+		side, err := plan.Side(reg, l, table)
+		if err != nil {
+			t.Fatal(c.name, err)
+		}
+		regions := map[layout.RegionIndex]*mem.Region{}
+		var most [3]int
+		const slice = 1 << 20 / transfer.ChunkBytes
+		for first := uint32(0); first+slice <= plan.Space().NumChunks(); first += 37 {
+			pieces, err := side.Append(nil, transfer.Range{First: first, Count: slice})
+			if err != nil {
+				t.Fatal(c.name, err)
+			}
+			var blocks []mem.Block
+			for _, p := range pieces {
+				if regions[p.Region] == nil {
+					regions[p.Region] = new(mem.Region)
+				}
+				blocks = append(blocks, mem.Block{Region: regions[p.Region], Off: p.Off, Len: p.Len})
+			}
+			for axes := range most {
+				cells := 0
+				for rest := blocks; len(rest) > 0; {
+					s := mem.Leading(rest, axes)
+					cells += 1 + min(int(s.Count)-1, 1) + min(int(s.Rows)-1, 1)
+					rest = rest[s.Pieces():]
+				}
+				most[axes] = max(most[axes], cells)
+			}
+		}
+		t.Logf("%s: %d", c.name, most)
+		if most != c.want {
+			t.Errorf("%s: %d cells as pieces, as runs of one axis, of two; want %d", c.name, most, c.want)
+		}
+	}
+}
