@@ -791,6 +791,27 @@ def test_what_came_is_not_used_where_the_engine_could_not_go_on() -> None:
         assert done.failed == (set() if case == "cancelled" else {"r"}), case
 
 
+def test_a_load_that_was_complete_before_the_weights_changed_and_is_seen_after_is_not_used(e: Engine) -> None:
+    r = e.add("r", 100, prefill_first())
+    e.scheduler.allocated(r, blocks(e, "r"), 100)
+    e.step()
+    e.worker_shim.end(1, received=True, status=shim.OK)
+    e.worker.outdate()
+    done = e.step()
+    assert done.received == {"r"} and done.failed == {"r"}
+    stats = e.worker.take_stats()
+    assert stats is not None and stats.data["recompute_tokens"] == 100
+
+
+def test_nor_is_one_that_a_step_waits_for(w: Waiting) -> None:
+    arrives(w)
+    meta = w.load()
+    w.worker.begin(meta)
+    w.worker.outdate()
+    w.worker.finish_loads()
+    assert w.copied == [] and w.worker.collect().bad_blocks == {1, 2, 3}
+
+
 def test_abort_while_loading_cancels_and_waits(e: Engine) -> None:
     r = e.add("r", 40, prefill_first())
     e.scheduler.allocated(r, blocks(e, "r"), 40)

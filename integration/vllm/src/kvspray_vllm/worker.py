@@ -53,6 +53,10 @@ class _Load:
             return 0
         return lacks // block * block
 
+    def why(self, end: shim.Ended) -> str:
+        """Why what came is not used."""
+        return "the weights have changed" if self.outdated else f"{shim.status_name(end.status)} ({end.reason})"
+
 
 class WorkerSide:
     def __init__(self, client: shim.WorkerShim, log: logging.Logger, load_wait_s: float = LOAD_WAIT_S, resume_block: int = 0) -> None:
@@ -266,18 +270,20 @@ class WorkerSide:
     def _loaded(self, req: str, end: shim.Ended) -> None:
         load = self._loads.pop(req)
         if load.expect.into:
-            self._loaded_spare(load.expect, end)
+            self._loaded_spare(load, end)
             return
         self._results.received.add(req)
         recomputed = 0
-        if end.status != shim.OK and not load.cancelled:
+        # One that was complete before the weights changed, and is seen only now, is no better than one that ends now.
+        if (end.status != shim.OK or load.outdated) and not load.cancelled:
             recomputed = self._failed(req, load, end)
         self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, recomputed)
 
-    def _loaded_spare(self, expect: Expect, end: shim.Ended) -> None:
-        good = end.status == shim.OK and self._copied(expect)
+    def _loaded_spare(self, load: _Load, end: shim.Ended) -> None:
+        expect = load.expect
+        good = end.status == shim.OK and not load.outdated and self._copied(expect)
         if not good:
-            self._lacks(expect, f"{shim.status_name(end.status)} ({end.reason})")
+            self._lacks(expect, load.why(end))
         self._spare_over(expect, end, good)
 
     def _copied(self, expect: Expect) -> bool:
@@ -306,7 +312,7 @@ class WorkerSide:
             self._results.failed.add(req)
             self._results.failed_blocks.update(blocks)
         self._log.warning(
-            "kvspray: request %s is recomputed from token %d of %d: %s (%s)", req, first, expect.tokens, shim.status_name(end.status), end.reason
+            "kvspray: request %s is recomputed from token %d of %d: %s", req, first, expect.tokens, load.why(end)
         )
         return expect.tokens - first
 
