@@ -196,7 +196,7 @@ func defaults() *Config {
 		Transports: Transports{
 			Order: []string{TransSHM, TransTCP},
 			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 1 << 20},
-			GPU:   GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Table: Auto, Stage: 16 << 20},
+			GPU:   GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Table: Auto, Stage: 32 << 20},
 			GDR:   GDR{QueuePairs: 2, DeadPath: Duration(50 * time.Millisecond)},
 		},
 		Transfer: Transfer{

@@ -44,7 +44,7 @@ type Config struct {
 	Executor    Executor
 	Hops        int    // gathers and scatters under way at once, each with a HopBytes buffer on the GPU and one in host memory; default 8
 	Buffers     int    // host buffers of LendBytes that lanes borrow; default 128
-	PeerStage   uint64 // bytes of one stage between two GPUs; default 16 MiB. A pair takes PeerPipelines*PeerDepth of them on each
+	PeerStage   uint64 // bytes of one stage between two GPUs; default 32 MiB. A pair takes PeerPipelines*PeerDepth of them on each
 	Table       *Table // what was measured; nil: what is built in, or learned
 	PeerDisable bool   // never copy between GPUs directly: for comparisons
 	Log         *slog.Logger
@@ -59,7 +59,7 @@ const (
 	defaultHops    = 8
 	defaultBuffers = 128
 	PeerPipelines  = 2 // per ordered pair of GPUs: one core alone does not issue stages as fast as the link takes them
-	defaultStage   = 16 << 20
+	defaultStage   = 32 << 20
 	directPiece    = 256 << 10        // blocks of so many bytes on average are copied one by one
 	closePatience  = 10 * time.Second // for hops under way, where a GPU is given back
 )

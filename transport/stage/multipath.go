@@ -52,8 +52,10 @@ const (
 
 // What is learned of links.
 const (
-	rateWeight  = 0.25                  // of the newest chunk
-	rateSpan    = 5 * time.Second       // after which a rate is too old to judge a link by: it gets a chunk again
+	rateWeight = 0.25                   // of the newest chunk
+	rateSpan   = 5 * time.Second        // after which a rate is too old to judge a link by: it gets a chunk again,
+	rateRetry  = 100 * time.Millisecond // so soon at first, and twice as long after each that was in vain: [measured, 2 H200] a driver that pinned
+	// memory meanwhile made the first chunks of a link look 300 times too slow, and it was left out of all that came
 	silentAfter = 60 * time.Millisecond // a link that brings none of its chunks for so long is expected to bring none
 	leaveSlack  = 1.125                 // a chunk is left to another link that is so much sooner done
 )
@@ -119,11 +121,13 @@ type link struct {
 	busy  bool // its GPU has work of its own, so it takes nothing
 	gone  bool // it has failed
 	moved uint64
-	back  uint64    // chunks given back
-	held  uint64    // bytes taken and not moved yet
-	bytes float64   // of late, the newest weighing most
-	took  float64   // nanoseconds for them
-	last  time.Time // that a chunk came or, if it held none, was taken
+	back  uint64        // chunks given back
+	held  uint64        // bytes taken and not moved yet
+	bytes float64       // of late, the newest weighing most
+	took  float64       // nanoseconds for them
+	span  time.Duration // for which that is believed of a link that holds nothing; 0: rateRetry
+	tried bool          // it has a chunk though its rate is too old: what that takes is believed alone
+	last  time.Time     // that a chunk came or, if it held none, was taken
 
 	// The chunk that is being issued, cut into parts.
 	host, far, near []cuda.Ptr
@@ -382,10 +386,7 @@ func (l *link) take(wait bool) (*job, extent, bool) {
 				j.next += s.n
 			}
 			j.open++
-			if l.held == 0 {
-				l.last = now
-			}
-			l.held += s.n
+			l.takenLocked(s.n, now)
 			if j.next == j.n && len(j.again) == 0 {
 				m.jobs = append(m.jobs[:i], m.jobs[i+1:]...)
 			}
@@ -431,9 +432,32 @@ func (l *link) leavesLocked(n uint64, now time.Time) bool {
 	return false
 }
 
+// takenLocked counts a chunk that l takes.
+func (l *link) takenLocked(n uint64, now time.Time) {
+	switch {
+	case l.took > 0 && l.oldLocked(now):
+		l.span, l.tried = min(2*max(l.span, rateRetry), rateSpan), true
+	case !l.tried:
+		l.span = 0
+	}
+	if l.held == 0 {
+		l.last = now
+	}
+	l.held += n
+}
+
+// oldLocked reports whether what is known of l is too old to judge it by.
+func (l *link) oldLocked(now time.Time) bool {
+	span := max(l.span, rateRetry)
+	if l.held > 0 {
+		span = rateSpan
+	}
+	return now.Sub(l.last) > span
+}
+
 // expectLocked is in how many nanoseconds l would have moved n bytes more.
 func (l *link) expectLocked(n uint64, now time.Time) (ns float64, known bool) {
-	if l.took == 0 || now.Sub(l.last) > rateSpan {
+	if l.took == 0 || l.oldLocked(now) {
 		return 0, false
 	}
 	return float64(l.held+n) * l.took / l.bytes, true
@@ -447,8 +471,12 @@ func (l *link) learnLocked(n uint64, issued, now time.Time) {
 	if issued.Before(l.last) {
 		issued = l.last // until then it moved others
 	}
-	l.bytes += rateWeight * (float64(n) - l.bytes)
-	l.took += rateWeight * (float64(now.Sub(issued)) - l.took)
+	weight := rateWeight
+	if l.tried {
+		weight, l.tried = 1, false
+	}
+	l.bytes += weight * (float64(n) - l.bytes)
+	l.took += weight * (float64(now.Sub(issued)) - l.took)
 	l.last = now
 }
 

@@ -336,7 +336,9 @@ func TestLeaves(t *testing.T) {
 		"slow, and much is left":          {[]of{{rate: 1}, {rate: 50}}, 1 << 30, false},
 		"slow, the other unknown":         {[]of{{rate: 1}, {}}, 8 << 20, false},
 		"unknown":                         {[]of{{}, {rate: 50}}, 8 << 20, false},
-		"too long ago":                    {[]of{{rate: 1, silent: 2 * rateSpan}, {rate: 50}}, 8 << 20, false},
+		"long ago":                        {[]of{{rate: 1, silent: rateRetry / 2}, {rate: 50}}, 8 << 20, true},
+		"too long ago":                    {[]of{{rate: 1, silent: 2 * rateRetry}, {rate: 50}}, 8 << 20, false},
+		"has some, and long ago":          {[]of{{rate: 1, held: 1, silent: 2 * rateRetry}, {rate: 50}}, 8 << 20, true},
 		"slow, the other dead":            {[]of{{rate: 1}, {rate: 50, gone: true}}, 8 << 20, false},
 		"slow, the other busy":            {[]of{{rate: 1}, {rate: 50, busy: true}}, 8 << 20, false},
 		"slow, the other silent":          {[]of{{rate: 1}, {rate: 50, held: 1 << 20, silent: 2 * silentAfter}}, 8 << 20, false},
@@ -382,6 +384,42 @@ func TestLearns(t *testing.T) {
 	}
 	if rate := l.bytes / l.took; rate < 4 || rate > 6 {
 		t.Errorf("%.2f GB/s, want 5", rate)
+	}
+}
+
+// TestLinkIsTriedAgain: one that looked slow for once gets another chunk soon, which is believed alone; one that is slow gets them less and less
+// often.
+func TestLinkIsTriedAgain(t *testing.T) {
+	const chunk = 8 << 20
+	start := time.Unix(100, 0)
+	// run has a slow-looking link asked every millisecond beside a good one, and returns when it took chunks.
+	run := func(rate float64, until time.Duration) (taken []time.Duration, l *link) {
+		m := &Multipath{direct: true, jobs: []*job{{n: chunk}}}
+		l = &link{m: m, last: start, bytes: chunk, took: 30e6}
+		good := &link{m: m, bytes: 50, took: 1}
+		m.links = []*link{l, good}
+		for at := time.Duration(0); at < until; at += time.Millisecond {
+			now := start.Add(at)
+			if good.last = now; l.leavesLocked(chunk, now) {
+				continue
+			}
+			taken = append(taken, at)
+			l.takenLocked(chunk, now)
+			done := now.Add(time.Duration(chunk / rate))
+			l.held = 0
+			l.learnLocked(chunk, now, done)
+			if at = done.Sub(start); len(taken) > 100 {
+				break
+			}
+		}
+		return taken, l
+	}
+	if taken, _ := run(50, 10*time.Second); len(taken) != 101 || taken[0] > 110*time.Millisecond || taken[100] > 300*time.Millisecond {
+		t.Errorf("a good link that looked slow once: %d chunks, at %v", len(taken), taken[:min(3, len(taken))])
+	}
+	taken, l := run(0.3, time.Minute)
+	if len(taken) < 10 || len(taken) > 20 || l.span != rateSpan {
+		t.Errorf("a slow link has %d chunks in a minute, at %v", len(taken), taken)
 	}
 }
 

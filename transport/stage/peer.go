@@ -45,6 +45,7 @@ const (
 	DirectBytes = 16 << 20 // pieces of so many bytes skip packing
 	packAlign   = 16
 	runBytes    = 40 // sizeof(struct kvs_run)
+	runOuter    = 16 // offset of outer in it
 )
 
 // Peer moves scattered blocks from one GPU to another: pack into a dense buffer, one copy across the link by the source GPU's
@@ -274,16 +275,16 @@ func (p *Peer) stage(moves []Move, cur *cursor, size uint64) error {
 	}
 	n, bytes := b.fillRuns(moves, cur, size)
 	return p.issue(b, bytes, func(side int, q Queue) error {
-		if err := q.Copy(b.runsDev[side], b.runsHost[side], uint64(n*runBytes)); err != nil {
+		if err := q.Copy(b.runsDev[side], b.runsHost[side], uint64(n[side]*runBytes)); err != nil {
 			return err
 		}
-		if err := q.Copy(b.runsDev[side]+firstAt, b.runsHost[side]+firstAt, uint64((n+1)*4)); err != nil {
+		if err := q.Copy(b.runsDev[side]+firstAt, b.runsHost[side]+firstAt, uint64((n[side]+1)*4)); err != nil {
 			return err
 		}
 		if side == 0 {
-			return p.src.dev.Pack(q, b.runsDev[side], b.runsDev[side]+firstAt, n)
+			return p.src.dev.Pack(q, b.runsDev[side], b.runsDev[side]+firstAt, n[side])
 		}
-		return p.dst.dev.Unpack(q, b.runsDev[side], b.runsDev[side]+firstAt, n)
+		return p.dst.dev.Unpack(q, b.runsDev[side], b.runsDev[side]+firstAt, n[side])
 	})
 }
 
@@ -350,32 +351,55 @@ func (b *stageBuffer) fillUniform(moves []Move, cur *cursor, size uint64) (n int
 // firstAt is where the counts of pieces stand, after the runs.
 const firstAt = MaxRuns * runBytes
 
-// fillRuns writes strided runs of any lengths.
-func (b *stageBuffer) fillRuns(moves []Move, cur *cursor, size uint64) (n int, bytes uint64) {
-	var pieces uint64
-	for cur.move < len(moves) && n < MaxRuns {
+// fillRuns writes strided runs of any lengths, and returns how many each side has of them.
+func (b *stageBuffer) fillRuns(moves []Move, cur *cursor, size uint64) (n [2]int, bytes uint64) {
+	lists := [2]rowList{{list: b.runs[0]}, {list: b.runs[1]}}
+	for cur.move < len(moves) && max(lists[0].n, lists[1].n) < MaxRuns {
 		m := &moves[cur.move]
 		k := min(m.Count-cur.piece, (size-bytes)/max(m.Len, 1))
 		if k == 0 || m.Len == 0 || m.Count > maxPieces || !packable(m) {
 			break
 		}
-		for side := range 2 {
-			base, stride := uint64(m.Src)+cur.piece*m.SrcStride, m.SrcStride
-			if side == 1 {
-				base, stride = uint64(m.Dst)+cur.piece*m.DstStride, m.DstStride
-			}
-			putRun(b.runs[side][n*runBytes:], base, uint64(b.dense[side])+bytes, m.Len, &mem.Strides{Stride: stride, Count: uint32(k), Rows: 1})
-			binary.LittleEndian.PutUint32(b.runs[side][firstAt+n*4:], uint32(pieces))
-		}
-		n++
+		lists[0].add(uint64(m.Src)+cur.piece*m.SrcStride, m.SrcStride, uint64(b.dense[0])+bytes, m.Len, uint32(k))
+		lists[1].add(uint64(m.Dst)+cur.piece*m.DstStride, m.DstStride, uint64(b.dense[1])+bytes, m.Len, uint32(k))
 		bytes += k * m.Len
-		pieces += k
 		cur.advance(m, k)
 	}
-	for side := range 2 {
-		binary.LittleEndian.PutUint32(b.runs[side][firstAt+n*4:], uint32(pieces))
+	for side := range lists {
+		lists[side].first()
+		n[side] = lists[side].n
 	}
 	return n, bytes
+}
+
+// rowList is the list of one side while it is written: rows that are alike and at equal distances are one run. A move is one row on both sides,
+// whose rows lie otherwise on each.
+type rowList struct {
+	list   []byte
+	n      int    // runs
+	pieces uint32 // of all of them
+	row    uint64 // base of the last row
+	len    uint64
+	mem.Strides
+}
+
+// first writes how many pieces come before the next run.
+func (l *rowList) first() { binary.LittleEndian.PutUint32(l.list[firstAt+l.n*4:], l.pieces) }
+
+func (l *rowList) add(base, stride, dense, size uint64, count uint32) {
+	outer := base - l.row
+	if count > 1 && count == l.Count && stride == l.Stride && size == l.len && (l.Rows == 1 || outer == l.Outer) {
+		l.Outer = outer
+		l.Rows++
+		binary.LittleEndian.PutUint64(l.list[(l.n-1)*runBytes+runOuter:], outer)
+	} else {
+		l.Strides, l.len = mem.Strides{Stride: stride, Count: count, Rows: 1}, size
+		l.first()
+		putRun(l.list[l.n*runBytes:], base, dense, size, &l.Strides)
+		l.n++
+	}
+	l.row = base
+	l.pieces += count
 }
 
 // putRun writes a struct kvs_run.
@@ -383,7 +407,7 @@ func putRun(b []byte, base, dense, size uint64, s *mem.Strides) {
 	b = b[:runBytes]
 	binary.LittleEndian.PutUint64(b, base)
 	binary.LittleEndian.PutUint64(b[8:], s.Stride)
-	binary.LittleEndian.PutUint64(b[16:], s.Outer)
+	binary.LittleEndian.PutUint64(b[runOuter:], s.Outer)
 	binary.LittleEndian.PutUint64(b[24:], dense)
 	binary.LittleEndian.PutUint32(b[32:], uint32(size))
 	binary.LittleEndian.PutUint32(b[36:], s.Count)

@@ -264,3 +264,56 @@ func BenchmarkFillUniform(b *testing.B) {
 	}
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(len(moves)), "ns/block")
 }
+
+// Pages that one side has with heads outside and the other with tokens outside are a run for each page, on either side, also where a stage ends within
+// a row; each piece goes where its move says.
+func TestStageRows(t *testing.T) {
+	const pages, heads, tokens, size = 9, 8, 16, 64
+	var moves []Move
+	for page := range cuda.Ptr(pages) {
+		from, to := 1<<30+page*page*1<<20, 1<<40+(100-page*page)*1<<20
+		for token := range cuda.Ptr(tokens) {
+			moves = append(moves, Move{Src: from + token*size, Dst: to + token*heads*size, SrcStride: tokens * size, DstStride: size, Len: size, Count: heads})
+		}
+	}
+	// The receiver's rows touch, so that they have equal distances; a row that is alike and lies elsewhere begins another run.
+	for _, stage := range []uint64{1 << 20, 5 * heads * size, 5*heads*size + 3*size} {
+		var b stageBuffer
+		for side := range b.runs {
+			b.runs[side] = make([]byte, listBytes)
+		}
+		b.dense = [2]cuda.Ptr{1 << 50, 1 << 51}
+		var got, want [][2]uint64
+		for _, m := range moves {
+			for k := range m.Count {
+				want = append(want, [2]uint64{uint64(m.Src) + k*m.SrcStride, uint64(m.Dst) + k*m.DstStride})
+			}
+		}
+		runs := 0
+		for cur := (cursor{}); cur.move < len(moves); {
+			n, bytes := b.fillRuns(moves, &cur, stage)
+			at := len(got)
+			got = append(got, make([][2]uint64, bytes/size)...)
+			for side := range n {
+				runs += n[side]
+				le, piece := binary.LittleEndian, uint32(0)
+				for i := range n[side] {
+					r, first := b.runs[side][i*runBytes:], b.runs[side][firstAt+i*4:]
+					if le.Uint32(first) != piece || le.Uint64(r[24:]) != uint64(b.dense[side])+uint64(piece)*size || le.Uint32(r[32:]) != size {
+						t.Fatalf("stages of %d: run %d begins with piece %d and not %d, or elsewhere", stage, i, le.Uint32(first), piece)
+					}
+					for ; piece < le.Uint32(first[4:]); piece++ {
+						k, row := uint64(piece-le.Uint32(first)), uint64(le.Uint32(r[36:]))
+						got[at+int(piece)][side] = le.Uint64(r) + k/row*le.Uint64(r[16:]) + k%row*le.Uint64(r[8:])
+					}
+				}
+			}
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("stages of %d: other pieces than the moves have", stage)
+		}
+		if stage == 1<<20 && runs != 2*pages {
+			t.Errorf("%d runs for %d pages on two sides", runs, pages)
+		}
+	}
+}
