@@ -2,6 +2,7 @@ package connector_test
 
 import (
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -16,13 +17,13 @@ import (
 const (
 	idleShare   = 0.005 // no engine computes
 	decodeShare = 0.03  // two engines decode, and nothing is moved
-	followShare = 0.05  // the same, and every layer is looked for as if a partner waited: ours to bound, nobody was promised it
+	followShare = 0.07  // the same, and every layer is looked for as if a partner waited: ours to bound, nobody was promised it (5.0% on two cores of a Xeon)
 )
 
-// cpuWindows is how often a share is measured before it counts as too high: others that use the machine make the same work dearer,
-// never cheaper, so that the least of several measurements is the nearest to the truth.
+// A share is that of all windows together: what a process uses in bursts counts as what it uses all the time. Others that use the machine make the same
+// work dearer, by caches and by the processor's other thread, but not by much: their time is not in ours.
 const (
-	cpuWindows = 20
+	cpuWindows = 10
 	cpuWindow  = time.Second
 )
 
@@ -34,24 +35,25 @@ func cpu(t testing.TB) time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// holds measures the process until one window stays under the limit, and fails when none does. during is told the length of each
-// window.
+// holds fails the test unless the process stays under the limit over all windows. during is told the length of each window.
 func holds(t *testing.T, what string, limit float64, during func(time.Duration)) {
 	t.Helper()
-	best := 1e9
+	var spent, total time.Duration
+	shares := make([]float64, 0, cpuWindows)
 	for range cpuWindows {
 		began, used := time.Now(), cpu(t)
 		<-time.After(cpuWindow) // the time is the measurement
-		spent := time.Since(began)
-		share := float64(cpu(t)-used) / float64(spent)
-		t.Logf("%s: %.2f%% of a core", what, 100*share)
-		during(spent)
-		if best = min(best, share); best <= limit {
-			return
-		}
+		window, mine := time.Since(began), cpu(t)-used
+		during(window)
+		spent, total = spent+window, total+mine
+		shares = append(shares, 100*float64(mine)/float64(window))
 	}
-	if !testutil.Race {
-		t.Errorf("%s: %.2f%% of a core at best, at most %.2f%%", what, 100*best, 100*limit)
+	slices.Sort(shares)
+	share := float64(total) / float64(spent)
+	t.Logf("%s: %.2f%% of a core in %s, at most %.2f%%; windows of %s: %.2f%% to %.2f%%, median %.2f%%", what, 100*share, spent.Round(time.Millisecond), 100*limit, cpuWindow,
+		shares[0], shares[len(shares)-1], shares[len(shares)/2])
+	if share > limit && !testutil.Race {
+		t.Errorf("%s: %.2f%% of a core, at most %.2f%%", what, 100*share, 100*limit)
 	}
 }
 
