@@ -80,7 +80,7 @@ func parseKernel(release string) (major, minor int, ok bool) {
 }
 
 func cores(_ context.Context, h *Host) Result {
-	return yes("%d usable, %d threads copy for shm", runtime.NumCPU(), h.Config.CopyThreads(runtime.NumCPU()))
+	return yes("%d usable, threads that copy for shm: %d", runtime.NumCPU(), h.Config.CopyThreads(runtime.NumCPU()))
 }
 
 // transportSHM makes, seals and maps a memfd, which is all that the backend asks of the kernel.

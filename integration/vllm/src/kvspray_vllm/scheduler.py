@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], bytes]
 
-# Loads of at most so many bytes may be waited for in the step that computes on them, by an engine that has nothing else to do. They take some two milliseconds on
-# loopback, as long as vLLM takes to put a request aside and come back to it; at 4 MiB the copy out of the spare blocks costs what the wait saves.
+# Loads of at most so many bytes may be waited for in the step that computes on them, by an engine that has nothing else to do. They take some two
+# milliseconds on loopback, as long as vLLM takes to put a request aside and come back to it; at 4 MiB the copy out of the spare blocks costs what the
+# wait saves.
 SYNC_BYTES = 2 << 20
 # For how long after one that did not come in time loads go the other way, on which nobody waits.
 SYNC_REST_S = 10.0
