@@ -2,9 +2,11 @@ package stage
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"math/rand/v2"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 
