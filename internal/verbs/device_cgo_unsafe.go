@@ -14,6 +14,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"unsafe"
 
@@ -59,6 +60,8 @@ type device struct {
 	mu      sync.Mutex
 	closed  bool // guarded by mu
 	domains int  // that were not given back; guarded by mu
+
+	memories, queuePairs atomic.Int64 // of this process
 }
 
 // Open opens the port of one device under one GID.
@@ -109,7 +112,8 @@ func Open(cfg Config) (Device, error) {
 	if err := check("query "+d.name, C.kvv_device_limits(d.c, C.uint8_t(cfg.Port), &l)); err != nil {
 		return fail(err)
 	}
-	d.limits = Limits{MaxRegistration: uint64(l.max_mr_size), MaxMessage: uint32(l.max_msg), MaxWork: int(l.max_qp_wr), MaxCompletions: int(l.max_cqe)}
+	d.limits = Limits{MaxRegistration: uint64(l.max_mr_size), MaxRegistrations: int(l.max_mr), MaxQueuePairs: int(l.max_qp), MaxMessage: uint32(l.max_msg),
+		MaxWork: int(l.max_qp_wr), MaxCompletions: int(l.max_cqe)}
 	d.mtu = MTU(l.active_mtu)
 	if cfg.MTU != 0 {
 		d.mtu = min(d.mtu, cfg.MTU)
@@ -295,6 +299,7 @@ func (p *domain) Close() error {
 }
 
 type memory struct {
+	d          *device
 	h          unsafe.Pointer
 	addr, len  uint64
 	lkey, rkey uint32
@@ -306,16 +311,17 @@ func (p *domain) Register(b []byte, remote bool) (Memory, error) {
 	if len(b) == 0 {
 		return nil, errors.New("verbs: register: no bytes")
 	}
-	m := &memory{addr: uint64(uintptr(unsafe.Pointer(&b[0]))), len: uint64(len(b))}
+	m := &memory{d: p.d, addr: uint64(uintptr(unsafe.Pointer(&b[0]))), len: uint64(len(b))}
 	r := C.kvv_register(p.c, unsafe.Pointer(&b[0]), C.size_t(len(b)), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
 	if r != 0 {
-		return nil, p.d.refused(len(b), r)
+		return nil, p.d.refused(check(fmt.Sprintf("register %d bytes with %s", len(b), p.d.name), r), uint64(len(b)), lockedMemory())
 	}
+	p.d.memories.Add(1)
 	return m, nil
 }
 
 func (p *domain) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, error) {
-	m := &memory{addr: off, len: n}
+	m := &memory{d: p.d, addr: off, len: n}
 	r := C.kvv_register_dmabuf(p.c, C.uint64_t(off), C.size_t(n), C.uint64_t(off), C.int(fd), flag(remote), &m.h, (*C.uint32_t)(&m.lkey),
 		(*C.uint32_t)(&m.rkey))
 	if r != 0 {
@@ -323,34 +329,29 @@ func (p *domain) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, err
 		if errors.Is(err, syscall.EOPNOTSUPP) || errors.Is(err, syscall.ENOSYS) {
 			return nil, fmt.Errorf("%w: %w: it takes Linux 5.12, rdma-core 34, and a NIC driver that knows dma-bufs", ErrNotSupported, err)
 		}
-		return nil, err
+		return nil, p.d.refused(err, n, LockedMemory{Free: true}) // the exporter pins
 	}
+	p.d.memories.Add(1)
 	return m, nil
 }
 
 func (p *domain) RegisterPeer(addr, n uint64, remote bool) (Memory, error) {
-	m := &memory{addr: addr, len: n}
+	m := &memory{d: p.d, addr: addr, len: n}
 	r := C.kvv_register_peer(p.c, C.uint64_t(addr), C.size_t(n), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
 	if r != 0 {
 		err := check(fmt.Sprintf("register %d bytes of a GPU with %s", n, p.d.name), r)
 		if errors.Is(err, syscall.EFAULT) { // to the kernel there is nothing at that address
 			return nil, fmt.Errorf("%w: %w: load nvidia-peermem", ErrNotSupported, err)
 		}
-		return nil, err
+		return nil, p.d.refused(err, n, LockedMemory{Free: true})
 	}
+	p.d.memories.Add(1)
 	return m, nil
 }
 
 // refused explains a registration that failed.
-func (d *device) refused(n int, r C.int) error {
-	err := check(fmt.Sprintf("register %d bytes with %s", n, d.name), r)
-	var lim unix.Rlimit
-	if (errors.Is(err, syscall.ENOMEM) || errors.Is(err, syscall.EPERM) || errors.Is(err, syscall.EAGAIN)) &&
-		unix.Getrlimit(unix.RLIMIT_MEMLOCK, &lim) == nil && lim.Cur != unix.RLIM_INFINITY {
-		return fmt.Errorf("%w: the limit of locked memory is %d bytes: run 'ulimit -l unlimited', or set LimitMEMLOCK=infinity or the pod's capability IPC_LOCK",
-			err, lim.Cur)
-	}
-	return err
+func (d *device) refused(err error, n uint64, lock LockedMemory) error {
+	return RefuseRegistration(err, d.name, n, int(d.memories.Load()), d.limits, lock)
 }
 
 func flag(b bool) C.int {
@@ -374,6 +375,7 @@ func (m *memory) Close() error {
 	if err := check("deregister", C.kvv_deregister(m.h)); err != nil {
 		return err
 	}
+	m.d.memories.Add(-1)
 	m.closed = true
 	return nil
 }
@@ -499,12 +501,9 @@ func (p *domain) NewQueuePair(cq CompletionQueue, sends, receives int) (QueuePai
 	var num C.uint32_t
 	var inline C.int
 	if r := C.kvv_qp_create(p.c, c.c, C.int(sends), C.int(receives), &q.c, &num, &inline); r != 0 {
-		err := check("create a queue pair with "+d.name, r)
-		if errors.Is(err, syscall.ENOMEM) {
-			err = fmt.Errorf("%w: the device has no queue pair left: lower transports.gdr.queue_pairs, or the number of peers", err)
-		}
-		return nil, err
+		return nil, RefuseQueuePair(check("create a queue pair with "+d.name, r), d.name, int(d.queuePairs.Load()), d.limits)
 	}
+	d.queuePairs.Add(1)
 	q.num, q.inline = uint32(num), int(inline)
 	return q, nil
 }
@@ -626,6 +625,7 @@ func (q *queuePair) Close() error {
 	if err := check(fmt.Sprintf("destroy queue pair %d of %s", q.num, q.d.name), C.kvv_qp_destroy(q.c)); err != nil {
 		return err
 	}
+	q.d.queuePairs.Add(-1)
 	q.c, q.state = nil, Reset
 	return nil
 }

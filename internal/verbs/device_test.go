@@ -3,6 +3,7 @@ package verbs_test
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"runtime"
 	"strings"
 	"testing"
@@ -289,11 +290,14 @@ func TestRefusedSetUp(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	if _, err := p.NewQueuePair(cq, 1<<30, 1); !errors.Is(err, verbs.ErrFull) {
+	if _, err := p.NewQueuePair(cq, 1<<30, 1); !errors.Is(err, verbs.ErrFull) || !strings.Contains(err.Error(), fmt.Sprintf("1073741824 sends and 1 receives with r0a: 1 to %d each", d.Limits().MaxWork)) {
 		t.Errorf("a queue pair beyond the device: %v", err)
 	}
-	if _, err := d.NewCompletionQueue(1 << 30); !errors.Is(err, verbs.ErrFull) {
+	if _, err := d.NewCompletionQueue(1 << 30); !errors.Is(err, verbs.ErrFull) || !strings.Contains(err.Error(), fmt.Sprintf("of 1073741824 with r0a: 1 to %d", d.Limits().MaxCompletions)) {
 		t.Errorf("a completion queue beyond the device: %v", err)
+	}
+	if l := d.Limits(); l.MaxRegistrations < 1 || l.MaxQueuePairs < 1 {
+		t.Errorf("a device without room for anything: %+v", l)
 	}
 	q, err := p.NewQueuePair(cq, 8, 8)
 	if err != nil {

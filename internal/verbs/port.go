@@ -176,7 +176,7 @@ func ChooseGID(p *Port, pinned int) (GID, string, error) {
 				return g, fmt.Sprintf("index %d is configured", pinned), nil
 			}
 		}
-		return GID{}, "", fmt.Errorf("verbs: port %s: GID index %d is empty: set gid_index to one of %v, or leave it out", p.Name(), pinned, indexes(p.GIDs))
+		return GID{}, "", fmt.Errorf("verbs: port %s: GID index %d is empty: pin one of %v in transports.gdr.rails, as %s@INDEX, or leave the index out", p.Name(), pinned, indexes(p.GIDs), p.Name())
 	}
 	if len(p.GIDs) == 0 {
 		return GID{}, "", fmt.Errorf("verbs: port %s has no GID: give its network interface an address", p.Name())
@@ -204,10 +204,10 @@ func ChooseGID(p *Port, pinned int) (GID, string, error) {
 	})
 	switch {
 	case best.Type != GIDRoCEv2:
-		return GID{}, "", fmt.Errorf("verbs: port %s has RoCEv1 GIDs only: enable RoCEv2 (cma_roce_mode), or pin one with gid_index", p.Name())
+		return GID{}, "", fmt.Errorf("verbs: port %s has RoCEv1 GIDs only: enable RoCEv2 (cma_roce_mode), or pin one of %v in transports.gdr.rails, as %s@INDEX", p.Name(), indexes(p.GIDs), p.Name())
 	case best.Addr().IsLinkLocalUnicast():
-		return GID{}, "", fmt.Errorf("verbs: port %s has link-local GIDs only, which no router forwards: give %s an IP address, or pin one with gid_index",
-			p.Name(), best.NetDev)
+		return GID{}, "", fmt.Errorf("verbs: port %s has link-local GIDs only, which no router forwards: give %s an IP address, or pin one of %v in transports.gdr.rails, as %s@INDEX",
+			p.Name(), best.NetDev, indexes(p.GIDs), p.Name())
 	}
 	why := "RoCEv2, " + best.Addr().String() + " of " + best.NetDev
 	if others := len(p.GIDs) - 1; others > 0 {
@@ -227,7 +227,7 @@ func indexes(gids []GID) (out []int) {
 func CheckPeer(local, remote Address) error {
 	switch {
 	case local.Type != remote.Type:
-		return fmt.Errorf("verbs: this end uses %s (%s), the peer %s (%s): pin gid_index at one of them", local.Type, show(local), remote.Type, show(remote))
+		return fmt.Errorf("verbs: this end uses %s (%s), the peer %s (%s): pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX", local.Type, show(local), remote.Type, show(remote))
 	case local.Type == GIDInfiniBand:
 		if remote.LID == 0 && remote.GID == [16]byte{} {
 			return errors.New("verbs: the peer names neither a LID nor a GID")
@@ -239,7 +239,7 @@ func CheckPeer(local, remote Address) error {
 	case remote.GID == [16]byte{} || netip.AddrFrom16(remote.GID).Unmap().IsMulticast() || netip.AddrFrom16(remote.GID).Unmap().IsUnspecified():
 		return fmt.Errorf("verbs: the peer's GID %s is no address of a host", show(remote))
 	case netip.AddrFrom16(local.GID).Is4In6() != netip.AddrFrom16(remote.GID).Is4In6():
-		return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: one is IPv4, one IPv6: pin gid_index at one of them", show(local), show(remote))
+		return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: one is IPv4, one IPv6: pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX", show(local), show(remote))
 	}
 	if !remote.MTU.Valid() {
 		return fmt.Errorf("verbs: the peer names MTU number %d: 1 to %d", remote.MTU, MTU4096)

@@ -3,8 +3,9 @@
 // deterministic, and by Open over libibverbs, which is opened at run time and brings the provider of the NIC (libmlx5 ...)
 // with it. A Device here is one port under one GID: a rail.
 //
-// What callers may rely on, and no more: writes of one queue pair take effect in order, and an immediate arrives after every
-// write posted before it on the same queue pair. A failed completion at the sender proves nothing about the receiver's memory:
+// What callers may rely on, and no more: an immediate arrives when every write posted before it on the same queue pair is in the receiver's
+// memory. Until then their bytes may be there in any order or not at all, even where the sender was told that they are complete, and
+// nothing that comes over another queue pair says anything of them. A failed completion at the sender proves nothing about the receiver's memory:
 // bytes may already be there, or still arrive, as long as the receiver's own queue pair is not in the error state and its key is
 // valid. Nothing is written through a queue pair any more once ToError has returned at the receiver's side and then a receive
 // that was posted before it has completed as Flushed: a NIC flushes behind the packet that it is at. The same holds once Close
@@ -106,14 +107,6 @@ func (m MTU) Bytes() int { return 128 << m }
 
 // Valid reports whether m is an MTU.
 func (m MTU) Valid() bool { return m >= 1 && m <= MTU4096 }
-
-// Limits of a device and its port.
-type Limits struct {
-	MaxRegistration uint64 // bytes of one
-	MaxMessage      uint32 // bytes of one write
-	MaxWork         int    // of one queue
-	MaxCompletions  int    // of one completion queue
-}
 
 // EventKind says what happened to a device.
 type EventKind uint8
