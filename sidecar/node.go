@@ -5,7 +5,7 @@
 // is known to every backend before its peer hears of it; nothing is completed before the executor says so; memory of an engine
 // is touched only between its WorkerUp and the end of its last lease.
 //
-// Goroutines: one per lane that is kept open, one per fence, origin close and copy while it lasts, the HTTP server, and those of the
+// Goroutines: one per lane that is kept open, fence that has to wait, origin close and copy while it lasts, the HTTP server, and those of the
 // parts. Run joins them all.
 package sidecar
 
@@ -128,9 +128,6 @@ func New(opt Options) (*Node, error) {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
-		return nil, fmt.Errorf("sidecar: metrics: %w", err)
-	}
-	if err := n.metrics.Nonsense(opt.Registry, n.nonsense); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	n.copies = newCopies(n)
