@@ -219,7 +219,12 @@ func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 		n.peerRails(from, r.Rails)
 		if len(r.ControlAddresses) > 0 && from != n.boot {
 			if err := n.peers.PeerAddresses(from, r.ControlAddresses); err != nil {
-				n.log.Warn("control addresses of a peer", "err", err)
+				n.d.mu.Lock()
+				first := n.d.ex.Hears(from, exec.BadAddress)
+				n.d.mu.Unlock()
+				if first {
+					n.log.Warn("control frame refused; said once", "peer", from.String(), "err", err)
+				}
 			}
 		}
 		return
@@ -228,7 +233,7 @@ func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 	err := n.d.ex.Message(now, from, f)
 	n.leave()
 	if err != nil {
-		n.log.Warn("control frame refused", "peer", from.String(), "err", err)
+		n.log.Warn("control frame refused; said once", "peer", from.String(), "err", err)
 	}
 }
 

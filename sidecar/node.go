@@ -130,6 +130,9 @@ func New(opt Options) (*Node, error) {
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
+	if err := n.metrics.Nonsense(opt.Registry, n.nonsense); err != nil {
+		return nil, fmt.Errorf("sidecar: metrics: %w", err)
+	}
 	n.copies = newCopies(n)
 	n.dial.node = n
 	n.rails.byB, n.rails.told, n.rails.host = map[string][]rail{}, map[string]bool{}, &topo.Host{}

@@ -516,6 +516,16 @@ type laneView struct {
 	Remote    string `json:"remote"`
 }
 
+// nonsense is what peers said that no honest one says, for metrics.
+func (n *Node) nonsense() map[string]uint64 {
+	n.d.mu.Lock()
+	defer n.d.mu.Unlock()
+	if n.d.ex == nil {
+		return nil
+	}
+	return n.d.ex.Nonsense()
+}
+
 // railSamples is what the scheduler knows of each rail, for metrics.
 func (n *Node) railSamples() (out []metrics.RailSample) {
 	n.d.mu.Lock()

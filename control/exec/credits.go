@@ -3,7 +3,6 @@ package exec
 import (
 	"bytes"
 	"cmp"
-	"fmt"
 	"slices"
 	"time"
 
@@ -144,20 +143,11 @@ func (e *Exec) Measured(now Instant, all []Inflow) {
 	e.assign(now)
 }
 
-// complain says once that a peer said what cannot be; what it said is left out, and nothing else is harmed.
-func (e *Exec) complain(p *peer, format string, args ...any) {
-	if !p.complained {
-		p.complained = true
-		a := e.emit(Complain)
-		a.Peer, a.Text = p.boot, fmt.Sprintf(format, args...)
-	}
-}
-
 // onCredit takes what a peer wants in flight to one of its rails.
 func (e *Exec) onCredit(now Instant, p *peer, m *peerv1.Credit) {
 	id := railID{m.Transport, m.Rail}
 	refuse := func(format string, args ...any) {
-		e.complain(p, "credit for rail %.64q: "+format, append([]any{m.Rail}, args...)...)
+		e.complain(p, BadCredit, "credit for rail %.64q: "+format, append([]any{m.Rail}, args...)...)
 	}
 	if m.Rail == "" {
 		return // of receives: the backends' own

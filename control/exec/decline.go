@@ -85,7 +85,7 @@ func (e *Exec) settleDecline(now Instant, q *pending) bool {
 
 func checkTeam(team []byte, size uint32) error {
 	if len(team) != len(lease.TeamID{}) || size < 1 || size > lease.MaxTeam {
-		return fmt.Errorf("team of %d bytes and %d receivers: want %d, and 1 to %d", len(team), size, len(lease.TeamID{}), lease.MaxTeam)
+		return wrong(BadTeam, "team of %d bytes and %d receivers: want %d, and 1 to %d", len(team), size, len(lease.TeamID{}), lease.MaxTeam)
 	}
 	return nil
 }

@@ -117,7 +117,6 @@ const (
 	disownedWait         = time.Second            // for the record that says why a source was disowned
 	MaxParts             = 256                    // ranks of an engine, and so parts of a grant
 	maxRankBytes         = 64                     // of a rank's name
-	maxTold              = 8                      // errors in messages of one peer that are told
 	maxDescribing        = 1024                   // layouts asked for at a time
 )
 
@@ -176,7 +175,7 @@ const (
 	Ask
 	// Measure looks at what came over each rail and from whom; Measured follows.
 	Measure
-	// Complain says Text: a peer said what cannot be. Once for each peer.
+	// Complain says Text: a peer said what cannot be. Once for each peer and each kind of Nonsense.
 	Complain
 	// Complete ends a lease towards the engine of Worker; Landings are those of its last grant, if there was any.
 	Complete

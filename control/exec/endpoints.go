@@ -43,9 +43,7 @@ type peer struct {
 
 	places places
 
-	complained bool // about its rails, tiers and credits
-	told       int  // errors of its messages, up to maxTold
-
+	told  toldOf
 	dirty bool
 	ranks []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
 	load  map[string]uint64 // bytes of the parts that its ranks owe us, by rank

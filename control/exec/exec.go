@@ -2,7 +2,6 @@ package exec
 
 import (
 	"errors"
-	"fmt"
 	"maps"
 	"time"
 
@@ -53,6 +52,7 @@ type Exec struct {
 	pending   map[transfer.Key][]*pending // grants and questions that wait for an intent
 	asked     map[uint64]*await           // our own questions
 
+	nonsense   [numNonsense]uint64 // what peers said that no honest one says
 	describing map[described]*description
 	comparing  map[Comparison]map[*claim]struct{} // refusals that wait for their reason
 	rails      map[railID]bool                    // ours: whether their links are down
@@ -216,7 +216,7 @@ func millis(d time.Duration) uint32 {
 }
 
 // Message takes the body of one control frame from peer boot. The error is for the log and names what is wrong with one that can be no
-// message of an honest peer. A peer that goes on like that is not told of again and again: past maxTold its frames are dropped in silence.
+// message of an honest peer. Each kind of that is told once of a peer; whatever else of the kind it says is dropped, and counted (Nonsense).
 func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) error {
 	p := e.peer(boot)
 	var err error
@@ -241,22 +241,15 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 		// Closed is for receivers whose fence needs the sender; Rails, Ping and Pong are the lanes' own.
 	}
 	e.assign(now)
-	if err == nil {
+	if err == nil || !e.hears(p, kindOf(err)) {
 		return nil
-	}
-	switch p.told++; {
-	case p.told > maxTold:
-		p.told = maxTold
-		return nil
-	case p.told == maxTold:
-		return fmt.Errorf("%w; what else this peer says wrong is not told", err)
 	}
 	return err
 }
 
 func key(xfer, hash []byte) (k transfer.Key, err error) {
 	if len(xfer) != len(k.Xfer) || len(hash) != len(k.Hash) {
-		return k, fmt.Errorf("key: xfer has %d bytes and hash %d: want %d and %d", len(xfer), len(hash), len(k.Xfer), len(k.Hash))
+		return k, wrong(BadKey, "key: xfer has %d bytes and hash %d: want %d and %d", len(xfer), len(hash), len(k.Xfer), len(k.Hash))
 	}
 	copy(k.Xfer[:], xfer)
 	copy(k.Hash[:], hash)
@@ -265,7 +258,7 @@ func key(xfer, hash []byte) (k transfer.Key, err error) {
 
 func leaseID(l *peerv1.Lease) (id transfer.LeaseID, err error) {
 	if len(l.GetBoot()) != len(id.Boot) {
-		return id, fmt.Errorf("lease: boot has %d bytes: want %d", len(l.GetBoot()), len(id.Boot))
+		return id, wrong(BadLease, "lease: boot has %d bytes: want %d", len(l.GetBoot()), len(id.Boot))
 	}
 	copy(id.Boot[:], l.Boot)
 	id.ID, id.Epoch = l.Id, l.Epoch

@@ -170,22 +170,69 @@ func TestHostileGrants(t *testing.T) {
 	}
 }
 
-// A peer that sends nonsense without end is told of a few times, and no log grows by it; another one is told of as well, and what is right is
-// served all the while.
-func TestNonsenseIsToldOfBriefly(t *testing.T) {
+// A peer that sends nonsense without end is told of once for each kind of it, and no log grows by it; all of it is counted. Another one is told of as
+// well, and what is right is served all the while.
+func TestNonsenseIsToldOnce(t *testing.T) {
+	const frames = 1000
 	tg := newTarget()
-	bad := goodGrant()
-	bad.Xfer = nil
+	noKey, noTeam, unnamed, revoke := goodGrant(), goodGrant(), goodGrant(), &peerv1.Revoke{Destination: &peerv1.Lease{Boot: []byte{1}}}
+	noKey.Xfer, noTeam.TeamSize, unnamed.Parts[0].Rank = nil, 0, ""
+	kinds := []struct {
+		frame  *peerv1.ControlFrame
+		text   string
+		reason Nonsense
+	}{
+		{grantFrame(noKey), "grant: key: xfer has 0 bytes", BadKey},
+		{grantFrame(noTeam), "team of 16 bytes and 0 receivers", BadTeam},
+		{grantFrame(unnamed), `parts[0].rank = "": want each rank once`, BadRank},
+		{&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: revoke}}, "revoke: lease: boot has 1 bytes", BadLease},
+	}
 	for _, from := range []transfer.Boot{tg.peer, {99}} {
-		var told []string
-		for i := range 1000 {
-			if err := tg.ex.Message(Instant(i)*sec, from, grantFrame(bad)); err != nil {
-				told = append(told, err.Error())
+		told := make([][]string, len(kinds))
+		for i := range frames {
+			for k := range kinds { // by turns: none is hidden by another
+				if err := tg.ex.Message(Instant(i)*sec, from, kinds[k].frame); err != nil {
+					told[k] = append(told[k], err.Error())
+				}
 			}
 		}
-		if len(told) != maxTold || !strings.Contains(told[0], "xfer has 0 bytes") || !strings.Contains(told[len(told)-1], "not told") {
-			t.Errorf("1000 bad frames were told of %d times: %q", len(told), told)
+		for k, x := range kinds {
+			if len(told[k]) != 1 || !strings.Contains(told[k][0], x.text) {
+				t.Errorf("%d bad frames were told of %d times: %q, want %q once", frames, len(told[k]), told[k], x.text)
+			}
 		}
+	}
+	// What is complained of is told and counted in the same way, each kind by itself.
+	credit := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r0", Bytes: maxCredit + 1}}}
+	for i := range frames {
+		if err := tg.ex.Message(Instant(frames+i)*sec, tg.peer, credit); err != nil {
+			t.Fatal(err)
+		}
+		tg.ex.PeerRails(Instant(frames+i)*sec, tg.peer, make([]Rail, maxRails+1))
+	}
+	if said := only(t, drained(tg.ex), Complain); len(said) != 2 {
+		t.Errorf("of absurd credits and rails it was complained %d times: %+v, want once of each", len(said), said)
+	}
+	counts := tg.ex.Nonsense()
+	for _, x := range kinds {
+		if counts[x.reason.String()] != 2*frames {
+			t.Errorf("%d frames with another %s were counted, want %d", counts[x.reason.String()], x.reason, 2*frames)
+		}
+	}
+	for _, what := range []Nonsense{BadCredit, BadRails} {
+		if counts[what.String()] != frames {
+			t.Errorf("%d of %s were counted, want %d", counts[what.String()], what, frames)
+		}
+	}
+	if !tg.ex.Hears(tg.peer, BadAddress) || tg.ex.Hears(tg.peer, BadAddress) || tg.ex.Hears(transfer.Boot{77}, BadAddress) || tg.ex.Nonsense()["address"] != 3 {
+		t.Errorf("addresses: %v, want to be told of the first of three, and nothing of a peer that is not there", tg.ex.Nonsense())
+	}
+	names := map[string]bool{}
+	for what := range numNonsense {
+		names[what.String()] = true
+	}
+	if len(names) != int(numNonsense) || names[""] || numNonsense > 32 {
+		t.Errorf("%d kinds have the names %v", numNonsense, names)
 	}
 	if gives, _ := tg.drain(); gives != 0 || len(tg.ex.inbound) != 0 {
 		t.Errorf("%d actions, %d grants are kept", gives, len(tg.ex.inbound))

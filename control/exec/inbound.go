@@ -96,29 +96,29 @@ func (e *Exec) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
 func checkGrant(m *peerv1.Grant) error {
 	switch n := len(m.Parts); {
 	case m.Gen == 0:
-		return fmt.Errorf("generation 0: they count from 1")
+		return wrong(BadGeneration, "generation 0: they count from 1")
 	case len(m.Fingerprint) != 32:
-		return fmt.Errorf("fingerprint of %d bytes: want 32", len(m.Fingerprint))
+		return wrong(BadFingerprint, "fingerprint of %d bytes: want 32", len(m.Fingerprint))
 	case n < 1 || n > MaxParts:
-		return fmt.Errorf("%d parts: want 1 to %d", n, MaxParts)
+		return wrong(BadParts, "%d parts: want 1 to %d", n, MaxParts)
 	}
 	if err := checkTeam(m.Team, m.TeamSize); err != nil {
 		return err
 	}
 	ranks, slots := make(map[string]bool, len(m.Parts)), make(map[uint32]bool, len(m.Parts))
 	for i, p := range m.Parts {
-		bad := func(what string, v any) error { return fmt.Errorf("parts[%d].%s = %v", i, what, v) }
+		bad := func(what Nonsense, v string) error { return wrong(what, "parts[%d].%s = %s", i, what, v) }
 		switch {
 		case p.GetRank() == "" || len(p.Rank) > maxRankBytes || ranks[p.Rank]:
-			return bad("rank", fmt.Sprintf("%.80q: want each rank once, in 1 to %d bytes", p.GetRank(), maxRankBytes))
+			return bad(BadRank, fmt.Sprintf("%.80q: want each rank once, in 1 to %d bytes", p.GetRank(), maxRankBytes))
 		case len(p.Geometry) == 0 && (p.Slot != 0 || p.Gen != 0 || p.Chunks != 0 || p.Bytes != 0 || len(p.Share) != 0):
-			return bad("geometry", "empty: a rank that gives nothing has no slot, chunks or share")
+			return bad(BadGeometry, "empty: a rank that gives nothing has no slot, chunks or share")
 		case len(p.Geometry) != 0 && len(p.Geometry) != 32:
-			return bad("geometry", fmt.Sprintf("%d bytes: want 32", len(p.Geometry)))
+			return bad(BadGeometry, fmt.Sprintf("%d bytes: want 32", len(p.Geometry)))
 		case len(p.Geometry) != 0 && (p.Slot > 1<<16-1 || p.Gen == 0 || slots[p.Slot]):
-			return bad("slot", fmt.Sprintf("%d, generation %d: want 16 bits, each slot once, and generations from 1", p.Slot, p.Gen))
+			return bad(BadSlot, fmt.Sprintf("%d, generation %d: want 16 bits, each slot once, and generations from 1", p.Slot, p.Gen))
 		case len(p.Share) > 2*layout.MaxLayers:
-			return bad("share", fmt.Sprintf("%d numbers: want at most %d", len(p.Share), 2*layout.MaxLayers))
+			return bad(BadShare, fmt.Sprintf("%d numbers: want at most %d", len(p.Share), 2*layout.MaxLayers))
 		}
 		ranks[p.Rank] = true
 		if len(p.Geometry) > 0 {

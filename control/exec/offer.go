@@ -209,7 +209,7 @@ func (e *Exec) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) er
 	}
 	i := slices.IndexFunc(d.live.lands, func(l *Landing) bool { return l.Part.Rank == m.Rank })
 	if i < 0 || d.live.lands[i].bound {
-		return fmt.Errorf("grant %s: rank %.80q is bound: it gives nothing, or was bound before", d.ID, m.Rank)
+		return wrong(BadRank, "grant %s: rank %.80q is bound: it gives nothing, or was bound before", d.ID, m.Rank)
 	}
 	l := d.live.lands[i]
 	l.bound, l.source = true, src
@@ -231,13 +231,13 @@ func (e *Exec) partBound(now Instant, p *peer, d *dest, m *peerv1.GrantReply) er
 // ranksOf reads what a peer says of its engine.
 func ranksOf(m *peerv1.GrantReply) ([]Rank, error) {
 	if n := len(m.Ranks); n < 1 || n > MaxParts {
-		return nil, fmt.Errorf("%d of them: want 1 to %d", n, MaxParts)
+		return nil, wrong(BadRanks, "%d of them: want 1 to %d", n, MaxParts)
 	}
 	out := make([]Rank, 0, len(m.Ranks))
 	for i, r := range m.Ranks {
 		if r.GetRank() == "" || len(r.Rank) > maxRankBytes || len(r.Geometry) != 32 ||
 			slices.ContainsFunc(out, func(o Rank) bool { return o.Name == r.Rank }) {
-			return nil, fmt.Errorf("ranks[%d] = %.80q with a geometry of %d bytes: want each name once, in 1 to %d bytes, and 32", i, r.GetRank(),
+			return nil, wrong(BadRanks, "ranks[%d] = %.80q with a geometry of %d bytes: want each name once, in 1 to %d bytes, and 32", i, r.GetRank(),
 				len(r.GetGeometry()), maxRankBytes)
 		}
 		out = append(out, Rank{r.Rank, [32]byte(r.Geometry)})

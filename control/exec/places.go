@@ -77,7 +77,7 @@ func (e *Exec) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spr
 		return 0
 	}
 	if len(tiers) > maxRailTiers {
-		e.complain(p, "a grant with the tiers of %d rails: at most %d are looked at", len(tiers), maxRailTiers)
+		e.complain(p, BadTier, "a grant with the tiers of %d rails: at most %d are looked at", len(tiers), maxRailTiers)
 		tiers = tiers[:maxRailTiers]
 	}
 	remote := map[railID]uint8{}
@@ -88,10 +88,10 @@ func (e *Exec) place(p *peer, w *connector.Worker, tiers []*peerv1.RailTier) spr
 		_, known := p.known[id]
 		switch {
 		case p.known != nil && !known:
-			e.complain(p, "the tier of rail %.64q: the peer has named no such rail of %.64q", id.name, id.transport)
+			e.complain(p, BadTier, "the tier of rail %.64q: the peer has named no such rail of %.64q", id.name, id.transport)
 			continue
 		case t.GetTier() < 1 || t.GetTier() > maxTier:
-			e.complain(p, "rail %.64q: tier %d: 1 to %d", id.name, t.GetTier(), maxTier)
+			e.complain(p, BadTier, "rail %.64q: tier %d: 1 to %d", id.name, t.GetTier(), maxTier)
 			continue
 		}
 		remote[id] = uint8(t.GetTier())

@@ -39,7 +39,7 @@ func (e *Exec) PeerRails(now Instant, boot transfer.Boot, rails []Rail) {
 		return // it is gone
 	}
 	if len(rails) > maxRails {
-		e.complain(p, "%d rails: at most %d are kept, not %.64q and what follows", len(rails), maxRails, rails[maxRails].Name)
+		e.complain(p, BadRails, "%d rails: at most %d are kept, not %.64q and what follows", len(rails), maxRails, rails[maxRails].Name)
 	}
 	p.known = e.setRails(now, p.rails, p.known, rails)
 	e.touch(p)

@@ -123,7 +123,7 @@ func TestLinksOfRails(t *testing.T) {
 }
 
 // Credits that cannot be, of rails that the peer has not named or beyond all bounds, are refused by name, once, and change nothing. Each has an
-// executor of its own: a peer is complained of once.
+// executor of its own: a peer is complained of once for each kind.
 func TestAbsurdCredits(t *testing.T) {
 	peer := transfer.Boot{1}
 	for name, x := range map[string]struct {

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sidecar
+
+import (
+	"log/slog"
+	"strings"
+	"testing"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/internal/config"
+)
+
+// However often a peer says what no honest one does, the log has a line for each kind of it, and the metric has all.
+func TestNonsenseIsLoggedOnce(t *testing.T) {
+	const times = 100
+	l := &logBuffer{}
+	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
+	n := startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) })
+	other := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
+	n.connect(other.Endpoint())
+	until(t, func() bool { return n.dial.knows(other.Boot()) })
+	for range times {
+		n.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: &peerv1.Grant{}}})
+		n.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{}}})
+		n.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{Transport: "tcp", Rail: "r", Bytes: 1 << 60}}})
+		n.frame(other.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{ControlAddresses: []string{"nowhere"}}}})
+	}
+	for reason, text := range map[string]string{"key": "grant: key: xfer has 0 bytes", "lease": "lease: boot has 0 bytes", "credit": "credit for rail", "address": "control addresses of"} {
+		if got := strings.Count(l.String(), text); got != 1 {
+			t.Errorf("%q was logged %d times, want once: %s", text, got, l)
+		}
+		if got := value(t, n, "kvspray_control_nonsense_total", "reason", reason); got != times {
+			t.Errorf("%g times another %s was counted, want %d", got, reason, times)
+		}
+	}
+}
