@@ -59,7 +59,7 @@ func (e *Exec) creditDue(Instant) { e.emit(Measure) }
 
 // armCredits sees to it that Measure comes as long as several peers may send to us, or have credits that may have to be lifted.
 func (e *Exec) armCredits(now Instant) {
-	if e.credit.idx < 0 && (e.slots.Peers() > 1 || e.limited > 0) {
+	if !e.credit.Queued() && (e.slots.Peers() > 1 || e.limited > 0) {
 		e.agenda.arm(e.credit, now+creditEvery)
 	}
 }

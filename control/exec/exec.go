@@ -122,7 +122,7 @@ func (e *Exec) Next() Instant { return e.agenda.next() }
 // Tick does what is due.
 func (e *Exec) Tick(now Instant) {
 	for t := e.agenda.pop(now); t != nil; t = e.agenda.pop(now) {
-		t.fire(now)
+		t.Value(now)
 	}
 	e.assign(now)
 }

@@ -159,7 +159,7 @@ func (e *Exec) assign(now Instant) {
 		clear(e.late)
 		e.late = e.late[:0]
 	}
-	if e.spray.Busy() && e.scan.idx < 0 {
+	if e.spray.Busy() && !e.scan.Queued() {
 		e.agenda.arm(e.scan, now+spray.TickEvery)
 	}
 	e.armCredits(now)

@@ -95,5 +95,5 @@ func (e *Exec) Waiting(boot transfer.Boot) (chunks [spray.Priorities]int) {
 // Load returns it.
 func (e *Exec) Load() Load {
 	return Load{len(e.dests), e.nsource, len(e.inbound), len(e.pending), len(e.asked), len(e.describing), len(e.endpoints), len(e.peers),
-		len(e.lanes), e.spray.Flights(), len(e.agenda)}
+		len(e.lanes), e.spray.Flights(), e.agenda.Len()}
 }

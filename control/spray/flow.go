@@ -3,6 +3,7 @@ package spray
 import (
 	"math"
 
+	"github.com/kvspray/kvspray/internal/heap"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -31,8 +32,8 @@ type Flow struct {
 	// of them never need more than the sets.
 	again   *transfer.RangeSet // sent, and free for another lane; these go first
 	chunks  []chunk
-	pos     int // in its queue; -1: nothing waits
-	hedges  int // chunks that may still be hedged
+	queued  heap.Item[*Flow] // in its queue, while something waits
+	hedges  int              // chunks that may still be hedged
 	flights int
 	stopped bool
 	closed  bool
@@ -83,9 +84,11 @@ func (f *Flow) Flights() int { return f.flights }
 func (s *Scheduler) Open(p *Peer, prio Priority, deadline Instant, space *transfer.Space, owner any) *Flow {
 	s.seq++
 	n := space.NumChunks()
-	return &Flow{Owner: owner, peer: p, prio: min(prio, Background), deadline: deadline, seq: s.seq, space: space,
-		fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n), got: transfer.NewRangeSet(n), pos: -1,
+	f := &Flow{Owner: owner, peer: p, prio: min(prio, Background), deadline: deadline, seq: s.seq, space: space,
+		fresh: transfer.NewRangeSet(n), seen: transfer.NewRangeSet(n), got: transfer.NewRangeSet(n),
 		hedges: max(int(n)/hedgeShare, hedgeLeast)}
+	f.queued.Value = f
+	return f
 }
 
 // Ready lets chunks be sent. What was ready before is ignored.
@@ -133,9 +136,9 @@ func (f *Flow) Close() {
 func (f *Flow) requeue() {
 	q := &f.peer.queues[f.prio]
 	switch wants := f.Waiting() > 0 && !f.stopped; {
-	case wants && f.pos < 0:
+	case wants && !f.queued.Queued():
 		q.push(f)
-	case !wants && f.pos >= 0:
+	case !wants && f.queued.Queued():
 		q.remove(f)
 	}
 }
@@ -242,74 +245,21 @@ func (f *Flow) exhausted(r transfer.Range, most int) bool {
 	return false
 }
 
-// queue is a heap of flows by deadline, then age. What it compares stands in it: the flows themselves are cold where there are many.
-type queue []queued
-
-type queued struct {
-	deadline Instant
-	seq      uint64
-	f        *Flow
-}
-
-func (a *queued) before(b *queued) bool {
-	if a.deadline != b.deadline {
-		return b.deadline == 0 || a.deadline != 0 && a.deadline < b.deadline
-	}
-	return a.seq < b.seq
-}
+// queue is flows by deadline, then age.
+type queue struct{ heap.Heap[*Flow] }
 
 func (q *queue) push(f *Flow) {
-	*q = append(*q, queued{f.deadline, f.seq, f})
-	q.up(len(*q) - 1)
+	k := heap.Key{At: f.deadline, Seq: f.seq}
+	if k.At == 0 {
+		k.At = math.MaxInt64 // no deadline
+	}
+	q.Set(&f.queued, k)
 }
 
-func (q *queue) remove(f *Flow) {
-	i := f.pos
-	if i < 0 {
-		return
-	}
-	f.pos = -1
-	last := len(*q) - 1
-	moved := (*q)[last]
-	(*q)[last] = queued{}
-	*q = (*q)[:last]
-	if i < last {
-		(*q)[i] = moved
-		if q.down(i) == i {
-			q.up(i)
-		}
-	}
-}
+func (q *queue) remove(f *Flow) { q.Remove(&f.queued) }
 
-// up and down bring entry i to its place.
-func (q queue) up(i int) {
-	x := q[i]
-	for ; i > 0 && x.before(&q[(i-1)/2]); i = (i - 1) / 2 {
-		q[i] = q[(i-1)/2]
-		q[i].f.pos = i
-	}
-	q[i] = x
-	x.f.pos = i
-}
-
-func (q queue) down(i int) int {
-	x := q[i]
-	for {
-		child := 2*i + 1
-		if child >= len(q) {
-			break
-		}
-		if child+1 < len(q) && q[child+1].before(&q[child]) {
-			child++
-		}
-		if !q[child].before(&x) {
-			break
-		}
-		q[i] = q[child]
-		q[i].f.pos = i
-		i = child
-	}
-	q[i] = x
-	x.f.pos = i
-	return i
+// flow is the one at place i: the first at 0.
+func (q *queue) flow(i int) *Flow {
+	_, it := q.At(i)
+	return it.Value
 }

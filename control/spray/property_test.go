@@ -2,6 +2,7 @@ package spray
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -104,10 +105,15 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			return fmt.Errorf("peer: %d pairs on probe and %d lanes, counted %d and %d", probing, up, p.probing, p.lanes)
 		}
 		var backlog [numPriorities]int
-		for prio, q := range p.queues {
-			for i, x := range q {
-				f := x.f
-				if f.pos != i || x.deadline != f.deadline || x.seq != f.seq || int(f.prio) != prio || f.Waiting() == 0 || f.stopped || i > 0 && q[i].before(&q[(i-1)/2]) {
+		for prio := range p.queues {
+			for i := range p.queues[prio].Len() {
+				k, it := p.queues[prio].At(i)
+				f := it.Value
+				at := f.deadline
+				if at == 0 {
+					at = math.MaxInt64
+				}
+				if it != &f.queued || k.At != at || k.Seq != f.seq || int(f.prio) != prio || f.Waiting() == 0 || f.stopped {
 					return fmt.Errorf("queue %d: wrong at %d", prio, i)
 				}
 				backlog[f.prio] += int(f.Waiting())

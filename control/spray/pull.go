@@ -21,7 +21,7 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 	}
 	// What lower priorities are owed goes first.
 	for prio := LayerStream; prio < numPriorities; prio++ {
-		if p.owed[prio] >= shareQuantum && len(p.queues[prio]) > 0 {
+		if p.owed[prio] >= shareQuantum && p.queues[prio].Len() > 0 {
 			// With the room of what is urgent, which would leave none otherwise.
 			if out, ok := s.serve(now, p, prio, true); ok {
 				p.owed[prio] = max(0, p.owed[prio]-float64(out.Bytes))
@@ -42,7 +42,7 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 // owe counts what goes before the priorities that are lower and wait.
 func (p *Peer) owe(prio Priority, bytes uint64) {
 	for low := prio + 1; low < numPriorities; low++ {
-		if len(p.queues[low]) > 0 {
+		if p.queues[low].Len() > 0 {
 			p.owed[low] = min(p.owed[low]+share[low]*float64(bytes), maxShareQuanta*shareQuantum)
 		}
 	}
@@ -66,8 +66,8 @@ func (s *Scheduler) renew(now Instant, p *Peer) {
 
 // serve takes a slice from the first flows of one priority.
 func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Slice, bool) {
-	for i := 0; i < min(len(p.queues[prio]), scanFlows); i++ {
-		f := p.queues[prio][i].f
+	for i := 0; i < min(p.queues[prio].Len(), scanFlows); i++ {
+		f := p.queues[prio].flow(i)
 		if f.deadline != 0 && now >= f.deadline {
 			f.Stop()
 			i--

@@ -56,9 +56,9 @@ type View struct {
 func (s *Scheduler) View(now Instant) View {
 	v := View{Flights: s.live, Waiting: map[string]int{}}
 	for _, p := range s.peers {
-		for prio, q := range p.queues {
-			for _, x := range q {
-				v.Waiting[Priority(prio).String()] += int(x.f.Waiting())
+		for prio := range p.queues {
+			for i := range p.queues[prio].Len() {
+				v.Waiting[Priority(prio).String()] += int(p.queues[prio].flow(i).Waiting())
 			}
 		}
 		for _, q := range p.pairs {
