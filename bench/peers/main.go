@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command peers puts other transfer engines beside kvspray: NIXL over UCX and Mooncake's transfer engine, as their wheels come, move the
-// same scattered blocks over the same rails of the kernel, healthy and with one rail that dies, in turns with two kvspray sidecars and
-// with plain streams. One table, one chart, and a JSON file with every result (`make bench-peers`).
+// same scattered blocks over the same rails of the kernel, healthy and with one rail that fails in each way, in turns with two kvspray sidecars
+// and with plain streams. One table, one chart, and a JSON file with every result (`make bench-peers`). An engine that cannot be started here is
+// left out, and the table says why.
 //
 // What each engine is told: NIXL all devices, once with its own choice of how many to use and once with all of them forced; Mooncake one
 // address, for it takes no more. Their descriptor lists are made before the clock starts; kvspray's clock runs from the engines' word to
@@ -17,6 +18,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -35,8 +37,15 @@ import (
 // How a comparison is made up.
 const (
 	healthyCount = 4 // transfers of one turn, the first of which is cold
-	faultSpan    = 9 * time.Second
 	streamSpan   = 1500 * time.Millisecond
+	leastSpan    = 3 * time.Second
+	mostSpan     = time.Minute
+)
+
+// When a fault happens, and when it is healed, of the time that a turn takes.
+const (
+	faultAt = 2.0 / 9
+	healAt  = 5.0 / 9
 )
 
 func main() {
@@ -52,8 +61,10 @@ func main() {
 	blocks := flag.String("blocks", "16KiB,1MiB", "block sizes")
 	total := flag.String("total", "256MiB", "bytes of one transfer")
 	only := flag.String("engines", "", "some of the engines, separated by commas (default: all)")
+	faults := flag.String("faults", defaultFaults, "what happens to a rail, separated by commas: a kind as of kvspray bench rails --fault, of the fastest rail; slowest:KIND of the slowest one")
+	flag.DurationVar(&o.span, "span", 9*time.Second, "how long transfers are moved around a fault, which lasts a third of it")
 	flag.Parse()
-	if err := o.parse(*rates, *blocks, *total, *only); err != nil {
+	if err := o.parse(*rates, *blocks, *total, *only, *faults); err != nil {
 		fmt.Fprintln(os.Stderr, "peers:", err)
 		os.Exit(2)
 	}
@@ -69,11 +80,15 @@ type options struct {
 	rates                        []timeline.Rate
 	blocks                       []int
 	total                        int64
+	span                         time.Duration
 	engines                      []engine
+	scenarios                    []scenario
 	machine                      machine.Machine
+	unable                       map[string]string // engines that cannot be started here, and why
 }
 
-func (o *options) parse(rates, blocks, total, only string) (err error) {
+func (o *options) parse(rates, blocks, total, only, faults string) (err error) {
+	o.unable = map[string]string{}
 	for _, s := range strings.Split(rates, ",") {
 		r, err := timeline.ParseRate(s)
 		if err != nil {
@@ -94,13 +109,29 @@ func (o *options) parse(rates, blocks, total, only string) (err error) {
 	if o.turns < 1 {
 		return fmt.Errorf("-turns %d: must be positive", o.turns)
 	}
+	if o.span < leastSpan || o.span > mostSpan {
+		return fmt.Errorf("-span %s: must be from %s to %s", o.span, leastSpan, mostSpan)
+	}
+	for _, name := range strings.Split(only, ",") {
+		if only != "" && !slices.ContainsFunc(engines, func(e engine) bool { return e.name == name }) {
+			return fmt.Errorf("-engines %q: %q is none of %s", only, name, engineNames())
+		}
+	}
 	for _, e := range engines {
 		if only == "" || slices.Contains(strings.Split(only, ","), e.name) {
 			o.engines = append(o.engines, e)
 		}
 	}
-	if len(o.engines) == 0 {
-		return fmt.Errorf("-engines %q: none of %s", only, engineNames())
+	o.scenarios = []scenario{{name: "healthy"}}
+	if faults == "" {
+		return nil
+	}
+	for _, f := range strings.Split(faults, ",") {
+		s, err := o.scenario(f)
+		if err != nil {
+			return fmt.Errorf("-faults: %w", err)
+		}
+		o.scenarios = append(o.scenarios, s)
 	}
 	return nil
 }
@@ -132,13 +163,45 @@ func engineNames() string {
 // scenario is what happens to the rails.
 type scenario struct {
 	name   string
-	faults []string
+	faults []timeline.Fault // one, and its healing; none where all is well
 }
 
-var scenarios = []scenario{
-	{name: "healthy"},
-	{name: "the fastest rail down for 3 s", faults: []string{"2s:rail0:down", "5s:rail0:up"}},
-	{name: "the slowest rail down for 3 s", faults: []string{"2s:rail3:down", "5s:rail3:up"}},
+// defaultFaults is each way in which a rail can die.
+const defaultFaults = "down,drop,ackdrop,rate=1/20,flap=300ms,blackhole,slowest:down"
+
+// scenario is one of -faults.
+func (o *options) scenario(what string) (scenario, error) {
+	which, kind, rail := "fastest", what, 0
+	better := func(a, b timeline.Rate) bool { return a > b }
+	if rest, ok := strings.CutPrefix(what, "slowest:"); ok {
+		which, kind, better = "slowest", rest, func(a, b timeline.Rate) bool { return a < b }
+	}
+	for i, r := range o.rates {
+		if better(r, o.rates[rail]) {
+			rail = i
+		}
+	}
+	at := func(share float64) time.Duration {
+		return time.Duration(share * float64(o.span)).Round(time.Millisecond)
+	}
+	s := scenario{name: fmt.Sprintf("the %s rail: %s for %s", which, kind, at(healAt)-at(faultAt))}
+	for _, text := range []string{fmt.Sprintf("%s:rail%d:%s", at(faultAt), rail, kind), fmt.Sprintf("%s:rail%d:%s", at(healAt), rail, timeline.Heal)} {
+		f, err := timeline.ParseFault(text)
+		if err != nil {
+			return s, err
+		}
+		s.faults = append(s.faults, f)
+	}
+	if k := s.faults[0].Kind; k == timeline.Up || k == timeline.Heal {
+		return s, fmt.Errorf("%q: nothing fails by that: want a kind that breaks a rail", what)
+	}
+	return s, nil
+}
+
+// order is who has their turn after whom: everybody begins as often as the others, as far as the turns go.
+func (o *options) order(turn int) []engine {
+	k := turn % len(o.engines)
+	return append(slices.Clone(o.engines[k:]), o.engines[:k]...)
 }
 
 // outcome is one engine's turn.
@@ -148,8 +211,8 @@ type outcome struct {
 	Block    int              `json:"block_bytes"`
 	Turn     int              `json:"turn"`
 	Result   *timeline.Result `json:"result"`
-	// Of a fault: what came while the rail was down, of what the rails that were left carry; and the longest time without a byte.
-	During float64          `json:"share_while_down,omitempty"`
+	// Of a fault: what the rails to which nothing happened brought while it lasted, of what they carry; and the longest time without a byte.
+	During float64          `json:"share_during_fault,omitempty"`
 	Stall  timeline.Seconds `json:"longest_stall_seconds,omitempty"`
 	Error  string           `json:"error,omitempty"` // the turn did not end in order
 }
@@ -160,29 +223,44 @@ func run(ctx context.Context, o options) error {
 	}
 	var all []*outcome
 	// What was measured before somebody had enough is worth something, too.
-	err := o.turnsOf(ctx, func(x *outcome) { all = append(all, x) })
+	err := o.turnsOf(ctx, o.turn, func(x *outcome) { all = append(all, x) })
 	if len(all) == 0 {
+		for name, why := range o.unable {
+			err = errors.Join(err, fmt.Errorf("%s: %s", name, why))
+		}
 		return err
 	}
 	return errors.Join(err, o.write(all))
 }
 
-// turnsOf lets everybody have their turns.
-func (o *options) turnsOf(ctx context.Context, done func(*outcome)) error {
+// turnsOf lets everybody have their turns. Who cannot be started is left out from then on; who could before has an outcome that says so.
+func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine, scenario, int) (*outcome, error), done func(*outcome)) error {
+	ran := map[string]bool{}
 	for _, block := range o.blocks {
-		for _, s := range scenarios {
+		for i, s := range o.scenarios {
 			for turn := range o.turns {
-				for _, e := range o.engines {
+				for _, e := range o.order(turn + i) {
 					if err := ctx.Err(); err != nil {
 						return err
 					}
-					x, err := o.turn(ctx, e, s, block)
-					if err != nil {
+					if o.unable[e.name] != "" {
+						continue
+					}
+					x, err := take(ctx, e, s, block)
+					no := (*unableError)(nil)
+					switch {
+					case errors.As(err, &no) && ctx.Err() == nil && ran[e.name]:
+						x = &outcome{Engine: e.name, Scenario: s.name, Block: block, Result: &timeline.Result{Faults: s.faults}, Error: "not started: " + no.Error()}
+					case errors.As(err, &no) && ctx.Err() == nil:
+						fmt.Fprintf(os.Stderr, "%-8s is left out: %v\n", e.name, no)
+						o.unable[e.name] = no.Error()
+						continue
+					case err != nil:
 						return fmt.Errorf("%s, %s, blocks of %s: %w", e.title, s.name, timeline.FormatSize(int64(block)), err)
 					}
-					x.Turn = turn
+					ran[e.name], x.Turn = true, turn
 					done(x)
-					fmt.Fprintf(os.Stderr, "%-8s %-30s %8s: %s of %s, %d failed, while down %.2f, stall %v %s\n", e.name, s.name, timeline.FormatSize(int64(block)),
+					fmt.Fprintf(os.Stderr, "%-8s %-36s %8s: %s of %s, %d failed, during the fault %.2f, stall %v %s\n", e.name, s.name, timeline.FormatSize(int64(block)),
 						x.Result.Goodput, x.Result.Together, x.Result.Failed, x.During, x.Stall.D().Round(10*time.Millisecond), x.Error)
 				}
 			}
@@ -199,12 +277,8 @@ func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*o
 	}
 	defer f.Close()
 	opt := &timeline.Options{Rates: o.rates, Block: block, Total: o.total}
-	for _, t := range s.faults {
-		x, err := timeline.ParseFault(t)
-		if err != nil {
-			return nil, err
-		}
-		opt.Faults, opt.Duration = append(opt.Faults, x), faultSpan
+	if len(s.faults) > 0 {
+		opt.Faults, opt.Duration = s.faults, o.span
 	}
 	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(), Block: block, Total: o.total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
 		Faults: opt.Faults}
@@ -223,13 +297,11 @@ func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*o
 	res.Judge()
 	if len(opt.Faults) > 0 {
 		from, to := opt.Faults[0].At, opt.Faults[1].At
-		left := 0.0
-		for i, r := range res.Rails {
-			if !opt.Faults[0].Meets(i) {
-				left += float64(r.Alone)
-			}
+		begun := from
+		if len(res.Dips) > 0 {
+			begun = res.Dips[0].At.D()
 		}
-		x.During = float64(timeline.RateOf(res.Samples.Between(from, to), to-from)) / left
+		x.During = res.Surviving(from, begun, to)
 		x.Stall = timeline.Seconds(stall(res))
 	}
 	return x, nil
@@ -304,7 +376,7 @@ func (o *options) write(all []*outcome) error {
 	if len(panels) == 0 {
 		return nil
 	}
-	return chart.HTML(f, "A rail dies: kvspray and other engines", panels...)
+	return chart.HTML(f, "A rail fails: kvspray and other engines", panels...)
 }
 
 func title(name string) string {
@@ -316,14 +388,18 @@ func title(name string) string {
 	return name
 }
 
-// table says for each engine and block what was reached, worst and median over all turns.
+// table says for each engine and block what was reached, worst and median over all turns, and of who had none why.
 func (o *options) table(w *strings.Builder, all []*outcome) {
-	fmt.Fprintf(w, "%s\nrails %s; transfers of %s; shares of what plain streams over all rails carried in the same turn\n\n", o.machine, join(o.rates),
-		timeline.FormatSize(o.total))
+	fmt.Fprintf(w, "kvspray %s; %s\nrails %s; transfers of %s; %d turns each; shares of what plain streams over all rails carried in the same turn\n\n", o.machine.Version, o.machine,
+		join(o.rates), timeline.FormatSize(o.total), o.turns)
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	_, _ = fmt.Fprintln(t, "engine\tblock\tcold, worst\twarm, worst\twarm, median\tfault\tfailed\tof the remaining rails while down, worst\tlongest stall")
+	_, _ = fmt.Fprintln(t, "engine\tblock\tcold, worst\twarm, worst\twarm, median\tfault\tfailed\tof the other rails meanwhile, worst\tat 95% of them after, worst\tlongest stall")
 	for _, block := range o.blocks {
 		for _, e := range o.engines {
+			if why := o.unable[e.name]; why != "" {
+				_, _ = fmt.Fprintf(t, "%s\t%s\tleft out\t\t\t\t\t\t\t\n", e.title, timeline.FormatSize(int64(block)))
+				continue
+			}
 			var cold, warm []float64
 			for _, x := range all {
 				if x.Engine == e.name && x.Block == block && len(x.Result.Faults) == 0 {
@@ -331,25 +407,45 @@ func (o *options) table(w *strings.Builder, all []*outcome) {
 					warm = append(warm, x.Result.Warm)
 				}
 			}
-			_, _ = fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t\t\t\t\n", e.title, timeline.FormatSize(int64(block)), worst(cold), worst(warm), mid(warm))
-			for _, s := range scenarios[1:] {
-				var during, stalls []float64
-				failed, transfers := 0, 0
-				note := ""
-				for _, x := range all {
-					if x.Engine == e.name && x.Block == block && x.Scenario == s.name {
-						during, stalls = append(during, x.During), append(stalls, x.Stall.D().Seconds())
-						failed, transfers = failed+x.Result.Failed, transfers+len(x.Result.Transfers)
-						if x.Error != "" {
-							note = " (" + x.Error + ")"
-						}
-					}
-				}
-				_, _ = fmt.Fprintf(t, "\t\t\t\t\t%s\t%d of %d%s\t%s\t%.2f s\n", s.name, failed, transfers, note, worst(during), slices.Max(append(stalls, 0)))
+			_, _ = fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t\t\t\t\t\n", e.title, timeline.FormatSize(int64(block)), worst(cold), worst(warm), mid(warm))
+			for _, s := range o.scenarios[1:] {
+				o.row(t, s, slices.DeleteFunc(slices.Clone(all), func(x *outcome) bool {
+					return x.Engine != e.name || x.Block != block || x.Scenario != s.name
+				}))
 			}
 		}
 	}
 	_ = t.Flush()
+	for _, e := range o.engines {
+		if why := o.unable[e.name]; why != "" {
+			fmt.Fprintf(w, "\n%s is left out: %s\n", e.title, why)
+		}
+	}
+}
+
+// row is what one engine made of one fault, in all of its turns.
+func (o *options) row(w io.Writer, s scenario, turns []*outcome) {
+	if len(turns) == 0 {
+		return // somebody had enough before
+	}
+	var during, stalls []float64
+	failed, transfers, note, window := 0, 0, "", "0 s"
+	var longest time.Duration
+	for _, x := range turns {
+		during, stalls = append(during, x.During), append(stalls, x.Stall.D().Seconds())
+		failed, transfers = failed+x.Result.Failed, transfers+len(x.Result.Transfers)
+		switch d := x.Result.Dips; {
+		case len(d) == 0 || d[0].Recovered == timeline.Never || window == "never":
+			window = "never"
+		case d[0].Recovered.D() >= longest:
+			longest = d[0].Recovered.D()
+			window = fmt.Sprintf("%.2f s", longest.Seconds())
+		}
+		if x.Error != "" {
+			note = " (" + x.Error + ")"
+		}
+	}
+	_, _ = fmt.Fprintf(w, "\t\t\t\t\t%s\t%d of %d%s\t%s\t%s\t%.2f s\n", s.name, failed, transfers, note, worst(during), window, slices.Max(stalls))
 }
 
 func join(r []timeline.Rate) string {

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/kvspray/kvspray/bench/railsbench"
@@ -24,6 +25,7 @@ const (
 	driverPatience = 60 * time.Second // for a step of its set-up
 	regionBytes    = 768 << 20
 	maxLine        = 8 << 20
+	logTail        = 4 << 10 // of a driver's log: its end says why it could not start
 )
 
 // driver is one end of another engine.
@@ -104,6 +106,23 @@ func (d *driver) say(what string, v any) error {
 
 var errEnded = errors.New("the driver ended")
 
+// unableError is why an engine cannot be started here: what it said last, where it said something.
+type unableError struct{ why string }
+
+func (e *unableError) Error() string { return e.why }
+
+// unable makes one of what went wrong while a driver was set up.
+func (d *driver) unable(err error) error {
+	why := err.Error()
+	if b, rerr := os.ReadFile(d.log); rerr == nil {
+		lines := strings.Split(strings.TrimSpace(string(b[max(len(b)-logTail, 0):])), "\n")
+		if last := strings.TrimSpace(lines[len(lines)-1]); last != "" {
+			why = last
+		}
+	}
+	return &unableError{why}
+}
+
 // next is what the driver says next.
 func (d *driver) next(ctx context.Context, patience time.Duration) (line, error) {
 	t := time.NewTimer(patience)
@@ -137,7 +156,7 @@ func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt
 	defer target.stop()
 	l, err := target.next(ctx, driverPatience)
 	if err != nil {
-		return "", err
+		return "", target.unable(err)
 	}
 	initiator, err := o.start(f, e, netrig.Sender, opt.Block, opt.Total)
 	if err != nil {
@@ -146,13 +165,13 @@ func (o *options) theirs(ctx context.Context, f *railsbench.Field, e engine, opt
 	defer initiator.stop()
 	hello, err := initiator.ask(ctx, "target", l.Ready)
 	if err != nil {
-		return "", err
+		return "", initiator.unable(err)
 	}
 	if _, err := target.ask(ctx, "initiator", hello.Ready); err != nil {
-		return "", err
+		return "", target.unable(err)
 	}
 	if _, err := initiator.ask(ctx, "prepare", true); err != nil {
-		return "", err
+		return "", initiator.unable(err)
 	}
 	want := map[string]any{"seconds": opt.Duration.Seconds(), "count": 0}
 	// A transfer that a fault stops for good has to end some time, too.

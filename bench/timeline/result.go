@@ -162,6 +162,16 @@ func (r *Result) Judge() {
 	}
 }
 
+// Surviving is what came in [from, to) over the rails to which nothing had happened at a time that Faults name, of what these carry; 0 where there
+// are none.
+func (r *Result) Surviving(named, from, to time.Duration) float64 {
+	want := r.left(named, Condition.whole).Over(to - from)
+	if want <= 0 {
+		return 0
+	}
+	return float64(r.over(named, Condition.whole).Between(from, to)) / want
+}
+
 // applied is when one of Faults was made.
 func (r *Result) applied(fault int) Span {
 	if fault < len(r.Applied) {

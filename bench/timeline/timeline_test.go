@@ -253,6 +253,12 @@ func TestJudgeSurvivors(t *testing.T) {
 			if d.Surviving != each || math.Abs(float64(d.Expected-want.expected)) > 1 || math.Abs(d.Share-want.share) > 1e-6 {
 				t.Errorf("%s survive, %s expected, of which %.3f came, want %s and %.3f", d.Surviving, d.Expected, d.Share, want.expected, want.share)
 			}
+			if s := r.Surviving(time.Second, done, done+200*time.Millisecond); math.Abs(s-0.7) > 1e-6 {
+				t.Errorf("%.3f of the survivor's 200 ms came, 60 of them nothing", s)
+			}
+			if s := r.Surviving(3*time.Second, 3*time.Second, 4*time.Second); s != 0 {
+				t.Errorf("%.3f came where no rail is whole", s)
+			}
 			if d := r.Dips[1]; d.At.D() != 2*time.Second || d.Surviving != 2*each || d.Recovered != 0 {
 				t.Errorf("healed: %+v", d)
 			}
