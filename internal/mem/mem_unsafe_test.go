@@ -12,7 +12,6 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"time"
 	"unsafe"
@@ -395,21 +394,7 @@ func TestCopyDoesNotHoldTheCollector(t *testing.T) {
 		{"WriteAt", func() { _ = r.WriteAt(b[:half], uint64(half)) }},
 	} {
 		t.Log(c.name)
-		var stop atomic.Bool
-		done := make(chan struct{})
-		go func() {
-			defer close(done)
-			for !stop.Load() {
-				c.loop()
-			}
-		}()
-		func() {
-			defer func() { // also where the machine is too busy to tell
-				stop.Store(true)
-				<-done
-			}()
-			testutil.LetsCollectorIn(t)
-		}()
+		testutil.LetsCollectorInWhile(t, c.loop)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -41,6 +42,24 @@ func LetsCollectorIn(tb testing.TB) {
 		Skip(tb, "quiet", fmt.Sprintf("of %d collections %d were undisturbed, %d are needed: the machine is too busy to tell (in the best one threads waited %s for a CPU)",
 			l.tries, l.good, collectorLeast, l.least))
 	}
+}
+
+// LetsCollectorInWhile is LetsCollectorIn while loop runs, again and again, in a goroutine of its own that has ended on return.
+func LetsCollectorInWhile(tb testing.TB, loop func()) {
+	tb.Helper()
+	var stop atomic.Bool
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for !stop.Load() {
+			loop()
+		}
+	}()
+	defer func() { // also where the machine is too busy to tell
+		stop.Store(true)
+		<-done
+	}()
+	LetsCollectorIn(tb)
 }
 
 // looked is what a series of collections showed.

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"runtime"
 	"strconv"
-	"sync/atomic"
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/mem"
@@ -131,19 +130,7 @@ func (m *Mover) wait() error {
 // LetsCollectorIn fails the test if a lane at full speed, with slices of chunks, holds the garbage collector. See testutil.LetsCollectorIn.
 func (m *Mover) LetsCollectorIn(chunks uint32) {
 	m.tb.Helper()
-	var stop atomic.Bool
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		for !stop.Load() {
-			m.Move(16, chunks, 4)
-		}
-	}()
-	defer func() {
-		stop.Store(true)
-		<-done
-	}()
-	testutil.LetsCollectorIn(m.tb)
+	testutil.LetsCollectorInWhile(m.tb, func() { m.Move(16, chunks, 4) })
 }
 
 // Benchmark measures one lane in one process: the latency of one small slice, and throughput with a window of slices.

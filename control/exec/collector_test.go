@@ -1,0 +1,20 @@
+package exec
+
+import (
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+// A hundred transfers of 256 MiB are open, and every slice that lands takes the next one with it.
+func TestExecDoesNotHoldTheCollector(t *testing.T) {
+	if testutil.Race {
+		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+	}
+	x := newLoaded(t, 100, 1<<16)
+	testutil.LetsCollectorInWhile(t, func() {
+		if dst, full := x.slice(); full {
+			x.end(dst)
+		}
+	})
+}
