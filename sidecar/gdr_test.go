@@ -3,8 +3,11 @@ package sidecar
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net/netip"
 	"slices"
+	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -30,15 +33,121 @@ func fabric(t *testing.T) *fake.Fabric {
 
 // startFakeGDR starts a node whose first transport is gdr over one device of a fabric. Others carry on behind it.
 func startFakeGDR(t *testing.T, f *fake.Fabric, device string, key string, others ...string) *running {
+	return startFakeRails(t, f, []string{device}, nil, key, others...)
+}
+
+// startFakeRails is startFakeGDR over several devices. What gdr says is kept in said, where there is one.
+func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *log, key string, others ...string) *running {
 	cfg := testConfig(t, func(c *config.Config) {
 		c.Peer.ClusterKeyFile = key
 		c.Transports.Order = append([]string{config.TransGDR}, others...)
 	})
 	return startConfig(t, cfg, func(n *Node) {
-		rails := []gdr.Rail{{Name: device, Open: func() (verbs.Device, error) { return f.Open(device) }, NUMA: -1}}
+		var rails []gdr.Rail
+		for _, device := range devices {
+			rails = append(rails, gdr.Rail{Name: device, Open: func() (verbs.Device, error) { return f.Open(device) }, NUMA: -1})
+		}
+		to := n.log
+		if said != nil {
+			to = slog.New(slog.NewTextHandler(said, nil))
+		}
 		n.backends[0] = gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil }, Patience: 5 * time.Second,
-			Changed: n.gdrChanged, Log: n.log})
+			Changed: n.gdrChanged, Log: to})
 	})
+}
+
+// log keeps what was said.
+type log struct {
+	mu sync.Mutex
+	b  strings.Builder // guarded by mu
+}
+
+func (l *log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+// What a host or a device has no room for costs the rail that needs it and nothing else: transfers go over the other rail, or over tcp where
+// there is none, the remedy is in the log, and once there is room the rail is used again.
+func TestGDRWithoutRoom(t *testing.T) {
+	const whole = 1 << 40
+	limits := verbs.Limits{MaxRegistration: whole, MaxRegistrations: 1 << 16, MaxQueuePairs: 1 << 16, MaxMessage: 1 << 20, MaxWork: 1 << 14, MaxCompletions: 1 << 15}
+	change := func(how func(*verbs.Limits)) func(*fake.Fabric) {
+		l := limits
+		how(&l)
+		return func(f *fake.Fabric) { f.Limit(l) }
+	}
+	for name, c := range map[string]struct {
+		devices [2][]string // of the prefill's node and of the decode's
+		without func(*fake.Fabric)
+		with    func(*fake.Fabric)
+		end     int // whose log has the remedy, or either one's /v1/reach
+		says    string
+		over    string
+	}{
+		"memlock of the decode": {[2][]string{{"a"}, {"b"}}, func(f *fake.Fabric) { f.Lock("b", 64<<10) }, func(f *fake.Fabric) { f.Lock("b", whole) }, 1,
+			"the limit of locked memory is 65536 bytes, of which 0 are locked: run 'ulimit -l unlimited'", config.TransTCP},
+		"memlock of the prefill": {[2][]string{{"a"}, {"b"}}, func(f *fake.Fabric) { f.Lock("a", 64<<10) }, func(f *fake.Fabric) { f.Lock("a", whole) }, 0,
+			"run 'ulimit -l unlimited'", config.TransTCP},
+		"memlock on one rail of two": {[2][]string{{"a", "a2"}, {"b", "b2"}}, func(f *fake.Fabric) { f.Lock("b2", 64<<10) }, func(f *fake.Fabric) { f.Lock("b2", whole) }, 1,
+			"run 'ulimit -l unlimited'", config.TransGDR},
+		"registrations": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxRegistrations = 0 }), change(func(*verbs.Limits) {}), 1,
+			"b has room for 0 registrations, and this process holds 0: leave it out of transports.gdr.rails", config.TransTCP},
+		"queue pairs": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxQueuePairs = 0 }), change(func(*verbs.Limits) {}), 0,
+			" has room for 0 queue pairs, and this process holds 0: lower transports.gdr.queue_pairs", config.TransTCP},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := fabric(t)
+			for i, device := range []string{"a", "b", "a2", "b2"} {
+				f.SetGID(device, netip.AddrFrom4([4]byte{127, 0, 0, byte(i + 2)}))
+			}
+			c.without(f)
+			key := clusterKey(t)
+			var said [2]log
+			p, d := startFakeRails(t, f, c.devices[0], &said[0], key, config.TransTCP), startFakeRails(t, f, c.devices[1], &said[1], key, config.TransTCP)
+			pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+			seed := uint64(0)
+			moves := func() string {
+				t.Helper()
+				seed++
+				pe.random()
+				x := begin(t, p, pe, de, seed, tokens)
+				c := de.ok(x.dst)
+				pe.ok(x.src)
+				same(t, pe, de, x.pt, x.dt, tokens, 0)
+				return c.Received.Transport
+			}
+			for range 5 { // also those that come while lanes are tried again
+				if by := moves(); by != c.over && by != config.TransTCP {
+					t.Errorf("went over %s", by)
+				}
+			}
+			until(t, func() bool { return moves() == c.over })
+			told := func() bool {
+				for _, n := range []*running{p, d} {
+					for _, peer := range n.reach().Peers {
+						if slices.ContainsFunc(peer.Pairs, func(x pairReach) bool { return strings.Contains(x.Why, c.says) }) {
+							return true
+						}
+					}
+				}
+				return strings.Contains(said[c.end].String(), c.says)
+			}
+			until(t, func() bool { moves(); return told() })
+			c.with(f)
+			until(t, func() bool { return moves() == config.TransGDR })
+			if c.over == config.TransGDR { // the rail that had no room, too
+				until(t, func() bool { moves(); return len(lanesOn(d, "b2")) > 0 })
+			}
+		})
+	}
 }
 
 // A sidecar whose GID changes tells its peers, and transfers go on without a restart of either; also where the address is gone for a while,

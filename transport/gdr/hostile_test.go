@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"log/slog"
 	"net"
 	"strings"
 	"sync"
@@ -306,7 +307,7 @@ func TestKeysThatStay(t *testing.T) {
 	f := fake.New()
 	d := odd(f.Device("x"))
 	s := newDomains(d)
-	k := newKeys(s)
+	k := newKeys(s, slog.New(slog.DiscardHandler))
 	m := transporttest.NewMemory(t, shape)
 	e, err := k.get(keyName{m.Region, transfer.Boot{1}, true}, true)
 	if err != nil {

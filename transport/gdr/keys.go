@@ -3,6 +3,7 @@ package gdr
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"net"
 	"slices"
@@ -20,6 +21,8 @@ const (
 	idleKeys = 30 * time.Second // unused for so long, a registration is given back
 	maxPart  = 16 << 30         // bytes of one registration: larger regions are registered in parts
 	partUnit = 2 << 20          // parts begin at huge pages
+
+	refusedAgain = 30 * time.Second // between two words in the log about registrations that fail
 )
 
 // keys are the registrations of one device.
@@ -27,12 +30,14 @@ type keys struct {
 	d       verbs.Device
 	domains *domains
 	part    uint64
+	log     *slog.Logger
 
 	mu sync.Mutex
 	// guarded by mu
 	m      map[keyName]*key
 	stayed []*key // retired, and not given back by the device
 	closed bool
+	told   time.Time // when the log was told of one that failed
 }
 
 // keyName: what a peer may write has a key of its own, beside that with which we read for it.
@@ -62,9 +67,9 @@ type key struct {
 	released bool       // guarded by ending
 }
 
-func newKeys(s *domains) *keys {
+func newKeys(s *domains, log *slog.Logger) *keys {
 	d := s.d
-	k := &keys{d: d, domains: s, part: min(d.Limits().MaxRegistration, maxPart), m: map[keyName]*key{}}
+	k := &keys{d: d, domains: s, log: log, part: min(d.Limits().MaxRegistration, maxPart), m: map[keyName]*key{}}
 	if k.part > partUnit {
 		k.part -= k.part % partUnit
 	}
@@ -105,6 +110,7 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 	e.register()
 	close(e.ready)
 	if e.err != nil {
+		k.tell(e.err)
 		// What is not supported is remembered until it was idle for long; anything else may do the next time.
 		if !errors.Is(e.err, transport.ErrNotSupported) || e.release(false) != nil {
 			_ = e.invalidate() // what was made of it; its failure is tried again
@@ -113,6 +119,20 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 		return nil, e.err
 	}
 	return e, nil
+}
+
+// tell tells of a registration that failed: it has cost a lane, and the next one will be tried.
+func (k *keys) tell(err error) {
+	now := time.Now()
+	k.mu.Lock()
+	due := !k.closed && (k.told.IsZero() || now.Sub(k.told) > refusedAgain)
+	if due {
+		k.told = now
+	}
+	k.mu.Unlock()
+	if due {
+		k.log.Warn("memory cannot be registered; it goes over other rails and transports", "transport", Name, "rail", k.d.Name(), "err", err)
+	}
 }
 
 // begin makes a registration that will be needed, unless it is there or being made.

@@ -79,7 +79,7 @@ func (r *rail) open() (*openDevice, error) {
 		return nil, err
 	}
 	s := newDomains(d)
-	dev := &openDevice{Device: d, domains: s, keys: newKeys(s), gone: make(chan struct{}), dead: make(chan struct{})}
+	dev := &openDevice{Device: d, domains: s, keys: newKeys(s, r.b.cfg.Log), gone: make(chan struct{}), dead: make(chan struct{})}
 	dev.idle.L = &dev.mu
 	return dev, nil
 }

@@ -20,6 +20,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/verbs"
@@ -82,7 +83,7 @@ type Fabric struct {
 func New() *Fabric {
 	return &Fabric{next: 100, address: 1 << 32, work: make(chan struct{}, 1), qps: map[uint32]*queuePair{}, mrs: map[uint32]*memory{},
 		lost: map[uint32]bool{}, lags: map[uint32]bool{}, held: map[step]bool{}, ports: map[string]*port{}, dmabufs: map[int][]byte{}, peers: map[uint64][]byte{},
-		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
+		limits: verbs.Limits{MaxRegistration: 1 << 40, MaxRegistrations: maxObjects, MaxQueuePairs: maxObjects, MaxMessage: 1 << 20, MaxWork: maxQueue, MaxCompletions: 2 * maxQueue}}
 }
 
 // Shuffle draws the order of steps from a seed from now on.
@@ -108,6 +109,14 @@ func (f *Fabric) Still(look func()) {
 	look()
 }
 
+// Lock sets how many bytes the process behind a device may lock.
+func (f *Fabric) Lock(name string, bytes uint64) {
+	f.Device(name)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ports[name].lock = verbs.LockedMemory{Limit: bytes}
+}
+
 // Limit sets what devices say and enforce, for tests of limits.
 func (f *Fabric) Limit(l verbs.Limits) {
 	f.mu.Lock()
@@ -130,7 +139,7 @@ func (f *Fabric) Device(name string) verbs.Device {
 func (f *Fabric) openLocked(name string) *device {
 	if _, ok := f.ports[name]; !ok {
 		n := len(f.ports) + 1
-		f.ports[name] = &port{gid: gid(netip.AddrFrom4([4]byte{10, 0, byte(n >> 8), byte(n)}))}
+		f.ports[name] = &port{gid: gid(netip.AddrFrom4([4]byte{10, 0, byte(n >> 8), byte(n)})), lock: verbs.LockedMemory{Free: true}}
 	}
 	if len(f.devices) >= maxObjects {
 		f.devices = slices.DeleteFunc(f.devices, func(d *device) bool { return d.closed })
@@ -146,6 +155,7 @@ type port struct {
 	down      bool
 	removed   bool
 	unordered bool
+	lock      verbs.LockedMemory
 }
 
 var errRemoved = errors.New("fake: the device is not there")
@@ -380,8 +390,16 @@ func (p *domain) registerLocked(b []byte, remote bool) (verbs.Memory, error) {
 	if p.closed {
 		return nil, net.ErrClosed
 	}
-	if len(b) == 0 || uint64(len(b)) > f.limits.MaxRegistration || len(f.mrs) >= maxObjects {
-		return nil, fmt.Errorf("fake: register %d bytes beside %d registrations: %w", len(b), len(f.mrs), verbs.ErrFull)
+	own, lock := 0, f.ports[p.d.name].lock
+	for _, m := range f.mrs {
+		if m.p.d.name == p.d.name {
+			own++
+			lock.Locked += uint64(len(m.b))
+		}
+	}
+	n := uint64(len(b))
+	if n == 0 || n > f.limits.MaxRegistration || own >= f.limits.MaxRegistrations || !lock.Free && lock.Locked+n > lock.Limit {
+		return nil, verbs.RefuseRegistration(fmt.Errorf("fake: register %d bytes with %s: %w", n, p.d.name, syscall.ENOMEM), p.d.name, n, own, f.limits, lock)
 	}
 	f.next++
 	m := &memory{f: f, p: p, b: b, addr: f.address, key: f.next, remote: remote}
@@ -531,8 +549,17 @@ func (p *domain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (ve
 	f := d.f
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if len(f.qps) >= maxObjects || sends < 0 || sends > maxQueue || receives < 0 || receives > maxQueue {
-		return nil, fmt.Errorf("fake: queue pair of %d sends and %d receives beside %d others: %w", sends, receives, len(f.qps), verbs.ErrFull)
+	own := 0
+	for _, q := range f.qps {
+		if q.d.name == d.name {
+			own++
+		}
+	}
+	if own >= f.limits.MaxQueuePairs {
+		return nil, verbs.RefuseQueuePair(fmt.Errorf("fake: create a queue pair with %s: %w", d.name, syscall.ENOMEM), d.name, own, f.limits)
+	}
+	if sends < 0 || sends > maxQueue || receives < 0 || receives > maxQueue {
+		return nil, fmt.Errorf("fake: queue pair of %d sends and %d receives with %s: %w", sends, receives, d.name, verbs.ErrFull)
 	}
 	if d.dead {
 		return nil, errRemoved
