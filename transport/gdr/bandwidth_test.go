@@ -22,11 +22,16 @@ import (
 
 // TestDeviceBandwidth compares lanes with ib_write_bw on the same rails of the guest, with as many queue pairs, in turns.
 // KVSPRAY_BENCH_RDMA is the number of pairs. An emulated processor says nothing about speed; the ratio says what gdr adds to the verbs
-// that both use. ib_write_bw drives all its queue pairs from one thread, a lane of gdr has its own.
+// that both use. ib_write_bw drives all its queue pairs from one thread, a lane of gdr has its own. With KVSPRAY_RDMA_GOAL, say 0.90, a median below
+// it fails.
 func TestDeviceBandwidth(t *testing.T) {
 	pairs, err := strconv.Atoi(os.Getenv("KVSPRAY_BENCH_RDMA"))
 	if err != nil {
 		testutil.Skip(t, "rdma-bench", "KVSPRAY_BENCH_RDMA is not the number of pairs: make bench-rdma")
+	}
+	goal, err := goalIn(os.Getenv("KVSPRAY_RDMA_GOAL"))
+	if err != nil {
+		t.Fatal(err)
 	}
 	ends(t) // or skip
 	fmt.Println("| what | rails | queue pairs of each | ib_write_bw MiB/s | gdr MiB/s | median ratio | least | most | ib_write_bw run again | gdr run again |\n|---|---|---|---|---|---|---|---|---|---|")
@@ -97,7 +102,52 @@ func TestDeviceBandwidth(t *testing.T) {
 				slices.Sort(ours)
 				fmt.Printf("| %s | %d | %d | %.0f | %.0f | %.2f | %.2f | %.2f | %d times in %d | %d times in %d |\n", c.name, c.rails, lanes, median(theirs), median(ours), median(ratios),
 					ratios[0], ratios[len(ratios)-1], again, pairs+again, lost, pairs+lost)
+				if err := missed(ratios, goal); err != nil {
+					t.Error(err)
+				}
 			})
+		}
+	}
+}
+
+// goalIn reads KVSPRAY_RDMA_GOAL; 0: there is none.
+func goalIn(s string) (float64, error) {
+	if s == "" {
+		return 0, nil
+	}
+	goal, err := strconv.ParseFloat(s, 64)
+	if err != nil || !(goal > 0 && goal <= 10) {
+		return 0, fmt.Errorf("KVSPRAY_RDMA_GOAL=%q: write the least ratio that is enough, say 0.90", s)
+	}
+	return goal, nil
+}
+
+// missed is an error where the median of sorted ratios is below the goal.
+func missed(ratios []float64, goal float64) error {
+	if m := median(ratios); m < goal {
+		return fmt.Errorf("the median ratio is %.3f: the goal is %.2f", m, goal)
+	}
+	return nil
+}
+
+func TestGoal(t *testing.T) {
+	for s, want := range map[string]float64{"": 0, "0.90": 0.9, "1.2": 1.2} {
+		if got, err := goalIn(s); err != nil || got != want {
+			t.Errorf("%q: %g, %v", s, got, err)
+		}
+	}
+	for _, s := range []string{"0", "-1", "90", "NaN", "fast"} {
+		if got, err := goalIn(s); err == nil {
+			t.Errorf("%q was taken as %g", s, got)
+		}
+	}
+	for _, c := range []struct {
+		ratios []float64
+		goal   float64
+		ok     bool
+	}{{[]float64{0.1, 0.9, 2}, 0.9, true}, {[]float64{0.1, 0.899, 2}, 0.9, false}, {[]float64{0.8, 1}, 0.9, true}, {[]float64{0.01}, 0, true}} {
+		if err := missed(c.ratios, c.goal); (err == nil) != c.ok {
+			t.Errorf("%v under a goal of %g: %v", c.ratios, c.goal, err)
 		}
 	}
 }
