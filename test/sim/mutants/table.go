@@ -91,6 +91,8 @@ var mutants = []mutant{
 	{"suspect for ever", "control/spray/sched.go", "	if !l.usable() && !s.retry(now, l) {", "	if !l.usable() {", []string{"TestTrapSuspectForEver"}},
 	{"a retry that is not charged", "control/spray/sched.go", "	q.inflight += bytes\n", "	if attempt < 2 {\n		q.inflight += bytes\n	}\n", []string{"TestTrapRetriesAreCharged"}},
 	{"retries without end", "control/spray/sched.go", "			out.Exhausted = f.exhausted(fl.r, s.cfg.MaxStrikes)\n", "", []string{"TestTrapRetriesAreCharged"}},
+	{"a retry holds up the rest", "control/spray/pull.go", "if q == nil && avoid != 0 && f.fresh.Count() > 0 {", "if false {", []string{"TestTrapRetriesHoldUpTheirFlow"}},
+	{"a retry is left to what it avoids", "control/spray/pull.go", "f.class(q) != class || int(avoid) == q.index+1 {", "f.class(q) != class {", []string{"TestTrapRetryLeftToThePairItAvoids"}},
 	{"an exclusion that nobody heeds", "control/spray/pair.go", "return q.live > 0 && q.state <= Readmitted", "return q.live > 0", []string{"TestTrapHealthIsShared"}},
 	{"an exclusion for each error", "control/spray/pair.go", "	case q.state == Excluded:\n", "	case q.state == Excluded:\n		q.exclude(now, c, what)\n", []string{"TestTrapCooldownDoublesPerError"}},
 	{"no probe after the cooldown", "control/spray/pull.go", "			q.state, q.since = Probing, now\n			p.probing++\n", "			q.state, q.since = Healthy, now\n", []string{"TestTrapExpiryReadmitsLiveTraffic"}},
