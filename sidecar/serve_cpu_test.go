@@ -6,6 +6,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -23,9 +24,9 @@ const (
 	decodeShare = 0.03  // two engines decode, and every layer of every step is followed
 )
 
-// Others that use the machine make the same work dearer, never cheaper: the least of several windows is the nearest to the truth.
+// A share is that of all windows together, as in package connector's test: bursts count.
 const (
-	cpuWindows = 15
+	cpuWindows = 8
 	cpuWindow  = 2 * time.Second
 )
 
@@ -116,20 +117,25 @@ func (p *process) cpu(t *testing.T) time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// holds fails the test unless one window stays under the limit.
+// holds fails the test unless the process stays under the limit over all windows.
 func (p *process) holds(t *testing.T, what string, limit float64) {
 	t.Helper()
-	best := 1e9
+	var spent, total time.Duration
+	shares := make([]float64, 0, cpuWindows)
 	for range cpuWindows {
 		began, used := time.Now(), p.cpu(t)
 		<-time.After(cpuWindow) // the time is the measurement
-		share := float64(p.cpu(t)-used) / float64(time.Since(began))
-		t.Logf("%s: %.2f%% of a core", what, 100*share)
-		if best = min(best, share); best <= limit {
-			return
-		}
+		window, mine := time.Since(began), p.cpu(t)-used
+		spent, total = spent+window, total+mine
+		shares = append(shares, 100*float64(mine)/float64(window))
 	}
-	t.Errorf("%s: %.2f%% of a core at best, at most %.2f%%", what, 100*best, 100*limit)
+	slices.Sort(shares)
+	share := float64(total) / float64(spent)
+	t.Logf("%s: %.2f%% of a core in %s, at most %.2f%%; windows of %s: %.2f%% to %.2f%%, median %.2f%%", what, 100*share, spent.Round(time.Millisecond), 100*limit, cpuWindow,
+		shares[0], shares[len(shares)-1], shares[len(shares)/2])
+	if share > limit {
+		t.Errorf("%s: %.2f%% of a core, at most %.2f%%", what, 100*share, 100*limit)
+	}
 }
 
 // command is what a process runs: the configuration's path follows its arguments. None: this test binary, as a node.
