@@ -23,6 +23,8 @@ from prompts import fresh
 DEADLINE, PARTNER, GRACE = 4.0, 1.5, 1.0
 # On top of deadline and grace, for timers and engine steps on busy cores. What an engine then computes by itself takes what it takes.
 SLACK = 4.0
+# And on top of them by a sidecar's own clock, for its timers.
+LATE = 0.5
 LONG, STEPS, STEP = 4400, 35, 128
 CHUNK, LAYERS = 256, 4  # tokens of a layer that a chunk holds
 TRIES = 4  # each with twice the times of the one before
@@ -126,6 +128,11 @@ class Faulty(Cluster):
         boots = {s.name: self.state(s)["boot"] for s in (self.sp, self.sd)}
         other = {"sp": boots["sd"], "sd": boots["sp"]}
         return {s.name: {n["lane"] for n in self.state(s)["lanes"] if n["peer"] == other[s.name]} for s in (self.sp, self.sd)}
+
+    def in_time(self, since: int) -> None:
+        """No transfer that the decode's sidecar ended took longer than its deadline and grace, by that sidecar's own clock. Its traces from one on."""
+        took = [t["took_us"] / 1e6 for t in self.sd.lines(self.sd.transfers)[since:] if t["side"] == "destination"]
+        assert max(took, default=0) <= self.slower * DEADLINE + GRACE + LATE, took
 
     def let_go(self, d: Pending, began: float) -> None:
         """D's request waits for no transfer any more, at its deadline and grace at the latest: what it lacks is being computed."""
@@ -247,12 +254,14 @@ def blocks_come_back(c: Faulty) -> Iterator[None]:
     c.restore()
     c.settle(timeout=2 * c.limit)
     before = {name: (e.pid, e.free_blocks()) for name, e in c.engines.items() if name in "PD"}
+    traces = len(c.sd.lines(c.sd.transfers))
     yield
     c.go_on()
     c.settle(timeout=2 * c.limit)
     for name, (pid, free) in before.items():
         if c.engines[name].pid == pid:
             assert c.engines[name].free_blocks() == free, name
+    c.in_time(traces)
 
 
 WHEN = [2, 12, 30]  # the second is the first that fills a chunk of each layer

@@ -14,10 +14,12 @@ import pytest
 from conftest import Cluster
 from prompts import fresh
 
+from kvspray_vllm.scheduler import SYNC_BYTES
 from kvspray_vllm.worker import SYNC_WAIT_S
 
 DEADLINE, PARTNER, GRACE = 20.0, 10.0, 2.0
 ARGS = {name: {"max_num_batched_tokens": 128} for name in "PDR"}
+TOKEN_BYTES = 1024  # of the model
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +64,12 @@ def test_a_prefix_that_is_there_stays(c: Cluster) -> None:
     before, bytes = waited_for(c), rig.total(c.sd.metrics(), "kvspray_rail_bytes_total", direction="in")
     assert c.prefill_first(prompt).tokens == c.r.run(prompt, 12).tokens
     assert waited_for(c) == before + 1
-    assert rig.total(c.sd.metrics(), "kvspray_rail_bytes_total", direction="in") - bytes < 166 * 1024
+    assert rig.total(c.sd.metrics(), "kvspray_rail_bytes_total", direction="in") - bytes < 166 * TOKEN_BYTES
 
 
 def test_large_ones_and_those_beside_other_requests_are_not_waited_for(c: Cluster) -> None:
     before = waited_for(c)
-    large = fresh(700, "large")
+    large = fresh(SYNC_BYTES // TOKEN_BYTES + 1, "large")
     assert c.prefill_first(large).tokens == c.r.run(large, 12).tokens
     prompts = [fresh(100 + i, ("flood", i)) for i in range(10)]
     kv = [c.p.add(p, 1, kv={"do_remote_decode": True, "do_remote_prefill": False}) for p in prompts]
