@@ -19,7 +19,8 @@
 
 enum {
 	THREADS = 512,         /* of a block: as the sidecar launches it */
-	STREAMS = 4,           /* slots take them by turns: in one, each kernel would wait for room and for the one before, too */
+	STREAMS = 4,           /* slots take them by turns, so that a kernel that waits for room holds up few. [measured, H200] 14.4 GB/s and 2.0% of a
+	                        * busy engine, where one stream gave 13.9 and 1.4% */
 	LOOK_MS = 20,          /* at the stream, while something runs: a context that broke tells nobody */
 	CAPTURE_RELAXED = 2,   /* CU_STREAM_CAPTURE_MODE_RELAXED */
 	IPC_LAZY_PEER_ACCESS = 1,
