@@ -31,11 +31,17 @@ type loadedExec struct {
 	b      Batch
 	flying []transport.Result
 	head   int
-	left   [benchPeers][]int32 // chunks, by slot: in a map each slice would look for one of ten thousand, twice
+	left   [benchPeers][]left // by slot: in a map each slice would look for one of ten thousand, twice
 	slots  [benchPeers]uint32
 	free   [benchPeers][]uint32
 	slotOf map[transfer.LeaseID]uint32
 	done   [1]transport.Result
+}
+
+// left is what has not landed of the transfer of a slot. Copies of what has landed come after its end, too.
+type left struct {
+	gen    uint32
+	chunks int32
 }
 
 func newLoaded(tb testing.TB, open int, tokens uint32) *loadedExec {
@@ -84,7 +90,7 @@ func (x *loadedExec) begin() {
 	} else {
 		slot = x.slots[i]
 		x.slots[i]++
-		x.left[i] = append(x.left[i], 0)
+		x.left[i] = append(x.left[i], left{})
 	}
 	x.slotOf[dst] = slot
 	gen := uint32(x.next)
@@ -98,7 +104,7 @@ func (x *loadedExec) begin() {
 	for l := range simLayers {
 		x.e.Progress(x.now, x.w, []connector.Progress{{Lease: src, Layer: l, Tokens: x.tokens, Final: true}})
 	}
-	x.left[i][slot] = int32(plan.space.NumChunks())
+	x.left[i][slot] = left{gen, int32(plan.space.NumChunks())}
 }
 
 // collect takes what the executor wants done.
@@ -134,9 +140,12 @@ func (x *loadedExec) slice() (last transfer.LeaseID, full bool) {
 	}
 	x.e.Results(x.now, x.done[:])
 	x.collect()
-	left := &x.left[int(o.Gen)%benchPeers][o.Slot]
-	*left -= int32(x.done[0].Range.Count)
-	return transfer.LeaseID{Boot: transfer.Boot{100}, ID: uint64(o.Gen)}, *left <= 0
+	left, count := &x.left[int(o.Gen)%benchPeers][o.Slot], int32(x.done[0].Range.Count)
+	if left.gen != uint32(o.Gen) || left.chunks <= 0 {
+		return last, false // a copy, and the transfer is over
+	}
+	left.chunks -= count
+	return transfer.LeaseID{Boot: transfer.Boot{100}, ID: uint64(o.Gen)}, left.chunks <= 0
 }
 
 // end lets the receiver commit, and begins another transfer in its place.

@@ -21,6 +21,26 @@ func threadCPU() time.Duration {
 	return time.Duration(ts.Nano())
 }
 
+// cost is the thread's time for each of so many slices, and for each end of a transfer with the begin of the next among them.
+func (x *loadedExec) cost(slices int) (slice, end float64) {
+	began, ends, ending := threadCPU(), 0, time.Duration(0)
+	for range slices {
+		if dst, full := x.slice(); full {
+			from := threadCPU()
+			x.end(dst)
+			ending += threadCPU() - from
+			ends++
+		}
+	}
+	return float64(threadCPU()-began-ending) / float64(slices), float64(ending) / float64(max(ends, 1))
+}
+
+// quantile is the value that a share of all does not exceed, the nearest one.
+func quantile(v []float64, q float64) float64 {
+	v = slices.Sorted(slices.Values(v))
+	return v[int(q*float64(len(v)-1)+0.5)]
+}
+
 // BenchmarkOpen is what a slice, and the end of a transfer with the begin of the next, cost with 10,000 transfers open beside what they cost with few, in
 // turns: the median of each, and of the pairs' ratios with the quarter and three quarters of them.
 func BenchmarkOpen(b *testing.B) {
@@ -33,42 +53,26 @@ func BenchmarkOpen(b *testing.B) {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			sides := [2]*loadedExec{newLoaded(b, x.few, x.tokens), newLoaded(b, 10000, x.tokens)}
-			step := func(x *loadedExec) (slice, end float64) {
-				began, ends, ending := threadCPU(), 0, time.Duration(0)
-				for range round {
-					if dst, full := x.slice(); full {
-						from := threadCPU()
-						x.end(dst)
-						ending += threadCPU() - from
-						ends++
-					}
-				}
-				return float64(threadCPU()-began-ending) / round, float64(ending) / float64(max(ends, 1))
-			}
 			for _, x := range sides {
-				step(x)
+				x.cost(round)
 			}
 			var ratios, few, many [2][]float64 // of slices and of ends
 			for i := 0; b.Loop(); i++ {
 				var c [2][2]float64
 				for k := range sides { // who goes first changes
 					k ^= i % 2
-					c[k][0], c[k][1] = step(sides[k])
+					c[k][0], c[k][1] = sides[k].cost(round)
 				}
 				for what := range ratios {
 					few[what], many[what] = append(few[what], c[0][what]), append(many[what], c[1][what])
 					ratios[what] = append(ratios[what], c[1][what]/c[0][what])
 				}
 			}
-			at := func(v []float64, q float64) float64 {
-				v = slices.Sorted(slices.Values(v))
-				return v[int(q*float64(len(v)-1)+0.5)]
-			}
 			for what, name := range []string{"slice", "transfer"} {
-				b.ReportMetric(at(few[what], 0.5), name+"-few-ns")
-				b.ReportMetric(at(many[what], 0.5), name+"-many-ns")
+				b.ReportMetric(quantile(few[what], 0.5), name+"-few-ns")
+				b.ReportMetric(quantile(many[what], 0.5), name+"-many-ns")
 				for _, q := range []float64{0.25, 0.5, 0.75} {
-					b.ReportMetric(at(ratios[what], q), fmt.Sprintf("%s-ratio-%.0f%%", name, 100*q))
+					b.ReportMetric(quantile(ratios[what], q), fmt.Sprintf("%s-ratio-%.0f%%", name, 100*q))
 				}
 			}
 			runtime.KeepAlive(sides)
