@@ -74,6 +74,59 @@ func (l *log) String() string {
 	return l.b.String()
 }
 
+// endKeys ends the keys of a node's rail once there are some.
+func endKeys(t testing.TB, n *running, rail string) {
+	t.Helper()
+	until(t, func() bool {
+		ended := 0
+		for _, b := range n.backends {
+			if g, is := b.(*gdr.Backend); is {
+				k, err := g.EndKeys(rail)
+				ok(t, err)
+				ended += k
+			}
+		}
+		return ended > 0
+	})
+}
+
+// Registrations of the receiver that end again and again under transfers cost lanes, and no transfer.
+func TestGDRKeysEnd(t *testing.T) {
+	f := fabric(t)
+	f.SetGID("a", netip.MustParseAddr("127.0.0.2"))
+	f.SetGID("b", netip.MustParseAddr("127.0.0.3"))
+	key := clusterKey(t)
+	p, d := startFakeGDR(t, f, "a", key, config.TransTCP), startFakeGDR(t, f, "b", key, config.TransTCP)
+	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+	seed := uint64(0)
+	moves := func(under func()) string {
+		t.Helper()
+		seed++
+		pe.random()
+		x := begin(t, p, pe, de, seed, tokens)
+		if under != nil {
+			under()
+		}
+		c := de.ok(x.dst)
+		pe.ok(x.src)
+		same(t, pe, de, x.pt, x.dt, tokens, 0)
+		return c.Received.Transport
+	}
+	until(t, func() bool { return moves(nil) == config.TransGDR })
+	first := lanesOn(p, "a")
+	lost := func() bool { // something was under way when the keys ended
+		now := lanesOn(p, "a")
+		return slices.ContainsFunc(first, func(id uint64) bool { return !slices.Contains(now, id) })
+	}
+	for n := 0; n < 20 || !lost(); n++ {
+		if n == 1000 {
+			t.Fatal("nothing was under way when the keys ended, in 1000 transfers")
+		}
+		moves(func() { endKeys(t, d, "b") })
+	}
+	until(t, func() bool { return moves(nil) == config.TransGDR })
+}
+
 // What a host or a device has no room for costs the rail that needs it and nothing else: transfers go over the other rail, or over tcp where
 // there is none, the remedy is in the log, and once there is room the rail is used again.
 func TestGDRWithoutRoom(t *testing.T) {

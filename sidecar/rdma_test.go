@@ -7,9 +7,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -22,11 +24,13 @@ import (
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/transport/gdr"
 )
 
 // The tests of this file run in the guests of test/rdma: real verbs over soft-RoCE, four rails. They move what a Llama-8B
-// leaves for 4,096 tokens: 32 layers, 512 MiB. KVSPRAY_RDMA_LAYERS makes it fewer where the processor is shared, KVSPRAY_RDMA_DEAD_PATH
-// sets how soon a dead path is noticed: with the default of 50 ms, an emulated processor that is busy looks like one.
+// leaves for 4,096 tokens: 32 layers, 512 MiB. KVSPRAY_RDMA_LAYERS makes it fewer where the processor is shared. KVSPRAY_RDMA_DEAD_PATH sets how
+// soon a dead path is noticed, KVSPRAY_RDMA_QUEUE_PAIRS how many queue pairs each pair of rails has; without them, what a sidecar has by
+// default where the guest is quick enough for that, else 500 ms and 1: to 50 ms an emulated processor that is busy looks like a dead path.
 
 var llama = connectortest.Shape{Layers: layers(), NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 4096}
 
@@ -46,9 +50,68 @@ const (
 	rdmaDeadline = 120 * time.Second // an emulated processor moves 512 MiB in 5 to 20 s
 )
 
+// stoodStill is the longest time for which a processor of this guest did nothing while all of them were busy.
+var stoodStill = sync.OnceValue(func() time.Duration {
+	const look = 500 * time.Millisecond
+	gaps := make([]time.Duration, runtime.NumCPU())
+	var all sync.WaitGroup
+	for i := range gaps {
+		all.Go(func() {
+			for began, last := time.Now(), time.Now(); last.Sub(began) < look; {
+				now := time.Now()
+				gaps[i] = max(gaps[i], now.Sub(last))
+				last = now
+			}
+		})
+	}
+	all.Wait()
+	return slices.Max(gaps)
+})
+
+// quick reports whether the guest bears a sidecar's defaults: a processor for each rail, none of which stands still for as long as the
+// device's timers wait at least.
+func quick() bool {
+	least, _ := gdr.Timers(time.Duration(config.Default().Transports.GDR.DeadPath))
+	return runtime.NumCPU() >= rdmaRails && stoodStill() < least
+}
+
+func queuePairs(t testing.TB) int {
+	s := os.Getenv("KVSPRAY_RDMA_QUEUE_PAIRS")
+	if s == "" {
+		if quick() {
+			return config.Default().Transports.GDR.QueuePairs
+		}
+		return 1
+	}
+	n, err := strconv.Atoi(s)
+	if err != nil || n < 1 {
+		t.Fatalf("KVSPRAY_RDMA_QUEUE_PAIRS=%q", s)
+	}
+	return n
+}
+
+// underWhat says what a table was made with.
+func underWhat(t testing.TB) string {
+	least, most := gdr.Timers(deadPath(t))
+	return fmt.Sprintf("dead_path %s, of which the device's timers take %s to %s; %d queue pairs of each pair of rails; a busy processor stood still for %s", deadPath(t),
+		least.Round(100*time.Microsecond), most.Round(100*time.Microsecond), queuePairs(t), stoodStill().Round(100*time.Microsecond))
+}
+
+// noticedBy says how a device finds a fault out, and how long that takes it by itself.
+func (f *fault) noticedBy(t testing.TB) string {
+	if f.by != "" || f.inject == "" && f.act == nil {
+		return f.by
+	}
+	least, most := gdr.Timers(deadPath(t))
+	return fmt.Sprintf("its timers: %d to %d ms", least.Milliseconds(), most.Milliseconds())
+}
+
 func deadPath(t testing.TB) time.Duration {
 	s := os.Getenv("KVSPRAY_RDMA_DEAD_PATH")
 	if s == "" {
+		if quick() {
+			return time.Duration(config.Default().Transports.GDR.DeadPath)
+		}
 		return 500 * time.Millisecond
 	}
 	d, err := time.ParseDuration(s)
@@ -86,7 +149,7 @@ func overRDMA(t testing.TB, cluster, listen string, devices []string, change fun
 		c.Peer.Listen = listen
 		c.Transports.Order = []string{config.TransGDR}
 		c.Transports.GDR.Rails = devices
-		c.Transports.GDR.QueuePairs = 1
+		c.Transports.GDR.QueuePairs = queuePairs(t)
 		c.Transports.GDR.DeadPath = config.Duration(deadPath(t))
 		c.Trace.BlockHashes = ""
 		c.Transfer.Deadline = config.Duration(rdmaDeadline)
@@ -234,7 +297,8 @@ type fault struct {
 	name   string
 	inject string
 	heal   string
-	quiet  bool // it ends by itself, before anybody must notice
+	quiet  bool   // it ends by itself, before anybody must notice
+	by     string // what tells the device; empty: its timers
 	act    func(t testing.TB, p, d *running)
 }
 
@@ -248,14 +312,21 @@ func up(end string) string {
 	return fmt.Sprintf("ip link set %s up; ip route replace 10.9.%s.%s dev %s src 10.9.%s.%s table 10%s", end, i, there, end, i, here, i)
 }
 
+// What tells a device of a fault before its timers do. Both ends of a rail of one guest go down together.
+const (
+	byPort    = "its port's event"
+	byAnswer  = "the peer's refusal"
+	byNothing = "nothing: packets are sent again"
+)
+
 var faults = []fault{
 	{name: "none"},
 	{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i r0b -p udp --dport 4791 -j DROP", heal: "iptables -F"},
 	{name: "acknowledgements dropped", inject: "iptables -A INPUT -i r0a -p udp --dport 4791 -j DROP", heal: "iptables -F"},
-	{name: "local link down", inject: "ip link set r0a down", heal: up("r0a")},
-	{name: "peer's link down", inject: "ip link set r0b down", heal: up("r0b")},
-	{name: "both ends of two rails down", inject: "ip link set r0a down; ip link set r1b down", heal: up("r0a") + ";" + up("r1b")},
-	{name: "link flaps for 0.3 s", inject: "ip link set r0a down; sleep 0.3; " + up("r0a"), quiet: true},
+	{name: "local link down", inject: "ip link set r0a down", heal: up("r0a"), by: byPort},
+	{name: "peer's link down", inject: "ip link set r0b down", heal: up("r0b"), by: byPort},
+	{name: "both ends of two rails down", inject: "ip link set r0a down; ip link set r1b down", heal: up("r0a") + ";" + up("r1b"), by: byPort},
+	{name: "link flaps for 0.3 s", inject: "ip link set r0a down; sleep 0.3; " + up("r0a"), quiet: true, by: byPort},
 	{name: "peer's queue pair in the error state", act: func(t testing.TB, _, d *running) {
 		d.d.bindMu.RLock()
 		defer d.d.bindMu.RUnlock()
@@ -267,8 +338,9 @@ var faults = []fault{
 			}
 		}
 	}, quiet: true},
-	{name: "5% of the packets lost", inject: "tc qdisc add dev r0a root netem loss 5%", heal: "tc qdisc del dev r0a root", quiet: true},
-	{name: "link removed", inject: "ip link del r0a", heal: "ip link add r0a type veth peer name r0b && ip addr add 10.9.0.1/24 dev r0a && ip addr add 10.9.0.2/24 dev r0b" +
+	{name: "peer's memory region deregistered", act: func(t testing.TB, _, d *running) { endKeys(t, d, "r0b") }, by: byAnswer},
+	{name: "5% of the packets lost", inject: "tc qdisc add dev r0a root netem loss 5%", heal: "tc qdisc del dev r0a root", quiet: true, by: byNothing},
+	{name: "link removed", inject: "ip link del r0a", by: byPort, heal: "ip link add r0a type veth peer name r0b && ip addr add 10.9.0.1/24 dev r0a && ip addr add 10.9.0.2/24 dev r0b" +
 		" && ip link set r0a mtu 4500 up && ip link set r0b mtu 4500 up && ip route replace 10.9.0.2 dev r0a src 10.9.0.1 table 100" +
 		" && ip route replace 10.9.0.1 dev r0b src 10.9.0.2 table 100 && rdma link add r0a type rxe netdev r0a && rdma link add r0b type rxe netdev r0b"},
 }
@@ -347,11 +419,11 @@ func TestRDMAFaults(t *testing.T) {
 				}
 				return true
 			})
-			fmt.Fprintf(&table_, "| %s | %.1f s | %s | %d ms | %d ms | %d ms |\n", f.name, took.Seconds(), gone, command.Milliseconds(), longest.Milliseconds(), back.Milliseconds())
+			fmt.Fprintf(&table_, "| %s | %.1f s | %s | %s | %d ms | %d ms | %d ms |\n", f.name, took.Seconds(), gone, f.noticedBy(t), command.Milliseconds(), longest.Milliseconds(), back.Milliseconds())
 		})
 	}
-	fmt.Printf("dead_path %s\n| fault | %d MiB took | its lanes gone after | the command took | longest stall | lanes back after healing |\n|---|---|---|---|---|---|\n%s",
-		deadPath(t), whole()>>20, table_.String())
+	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the command took | longest stall | lanes back after healing |\n|---|---|---|---|---|---|---|\n%s",
+		underWhat(t), whole()>>20, table_.String())
 }
 
 // hostFault is what one of two hosts does to itself while a list moves from host 1 to host 2.
@@ -366,9 +438,9 @@ var twoFaults = []hostFault{
 	{fault: fault{name: "none"}},
 	{fault{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"}, "2", "r0"},
 	{fault{name: "acknowledgements dropped", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"}, "1", "r0"},
-	{fault{name: "local link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"}, "1", "r1"},
+	{fault{name: "local link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up", by: byPort}, "1", "r1"},
 	{fault{name: "peer's link down", inject: "ip link set eth1 down", heal: "ip link set eth1 up"}, "2", "r1"},
-	{fault{name: "link flaps for 0.3 s", inject: "ip link set eth1 down; sleep 0.3; ip link set eth1 up", quiet: true}, "1", "r1"},
+	{fault{name: "link flaps for 0.3 s", inject: "ip link set eth1 down; sleep 0.3; ip link set eth1 up", quiet: true, by: byPort}, "1", "r1"},
 	{fault{name: "peer's queue pairs in the error state", act: func(t testing.TB, _, d *running) {
 		d.d.bindMu.RLock()
 		defer d.d.bindMu.RUnlock()
@@ -378,8 +450,9 @@ var twoFaults = []hostFault{
 			}
 		}
 	}}, "2", "r1"},
-	{fault{name: "5% of the packets lost", inject: "tc qdisc add dev eth0 root netem loss 5%", heal: "tc qdisc del dev eth0 root", quiet: true}, "1", "r0"},
-	{fault{name: "card pulled out", inject: "echo 1 > $(readlink -f /sys/class/net/eth1/device/..)/remove",
+	{fault{name: "peer's memory region deregistered", act: func(t testing.TB, _, d *running) { endKeys(t, d, "r1") }, by: byAnswer}, "2", "r1"},
+	{fault{name: "5% of the packets lost", inject: "tc qdisc add dev eth0 root netem loss 5%", heal: "tc qdisc del dev eth0 root", quiet: true, by: byNothing}, "1", "r0"},
+	{fault{name: "card pulled out", by: byPort, inject: "echo 1 > $(readlink -f /sys/class/net/eth1/device/..)/remove",
 		heal: "echo 1 > /sys/bus/pci/rescan; until [ -e /sys/class/net/eth1 ]; do sleep 0.1; done; " +
 			"ip addr add 10.9.1.1/24 dev eth1 && ip link set eth1 mtu 4500 up && rdma link add r1 type rxe netdev eth1"}, "1", "r1"},
 }
@@ -561,7 +634,7 @@ func TestRDMATwoHosts(t *testing.T) {
 			if c := e.waitFor(lease, 2*rdmaDeadline); c.Status != 0 {
 				t.Errorf("%s: sender: %d %+v", f.name, c.Status, c.Sent)
 			}
-			fmt.Fprintf(&report, "| %s | %.1f s | | | |\n", f.name, time.Since(began).Seconds())
+			fmt.Fprintf(&report, "| %s | %.1f s | | | | |\n", f.name, time.Since(began).Seconds())
 			continue
 		}
 		before := sentBytes(t, len(h.devices))
@@ -601,14 +674,14 @@ func TestRDMATwoHosts(t *testing.T) {
 			h.hear(round + "healed")
 		}
 		eventually(t, "the rail has lanes", func() bool { return len(lanesOn(n, f.rail)) > 0 })
-		fmt.Fprintf(&report, "| %s | %.1f s | %s | %s ms | %d ms |\n", f.name, took.Seconds(), gone, command, time.Since(healed).Milliseconds())
+		fmt.Fprintf(&report, "| %s | %.1f s | %s | %s | %s ms | %d ms |\n", f.name, took.Seconds(), gone, f.noticedBy(t), command, time.Since(healed).Milliseconds())
 	}
 	if h.node == "2" {
 		h.hear("through") // host 1 waits for lanes after the last round
 		return
 	}
 	h.say("through", nil)
-	fmt.Printf("dead_path %s\n| fault | %d MiB took | its lanes gone after | the command took | lanes back after healing |\n|---|---|---|---|---|\n%s", deadPath(t), whole()>>20, report.String())
+	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the command took | lanes back after healing |\n|---|---|---|---|---|---|\n%s", underWhat(t), whole()>>20, report.String())
 }
 
 // TestRDMAHostLost: the host of a decode is gone in mid transfer, without a word to anybody. Its peer's lanes end by their devices' timers,

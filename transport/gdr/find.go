@@ -25,11 +25,19 @@ type Options struct {
 // retries before a path counts as dead: few, so that time-outs are not shorter than a busy receiver's hiccups.
 const retries = verbs.DefaultRetries
 
+const timerUnit = 4096 * time.Nanosecond
+
 // timer is the largest exponent with which a path is given up in time. Devices wait up to twice their time-out.
 func timer(d time.Duration) uint8 {
-	const unit = 4096 * time.Nanosecond
-	n := uint64(d / (2 * (retries + 1) * unit))
+	n := uint64(d / (2 * (retries + 1) * timerUnit))
 	return uint8(max(bits.Len64(n)-1, 1))
+}
+
+// Timers is how long a device's own timers take to give a path up under a dead_path: the time-outs that it is set to, and twice as long,
+// which it may wait.
+func Timers(deadPath time.Duration) (least, most time.Duration) {
+	least = (retries + 1) * (timerUnit << timer(deadPath))
+	return least, 2 * least
 }
 
 // ParseRail takes device[/port][@gid index].

@@ -13,8 +13,17 @@ func TestTimer(t *testing.T) {
 		if got != want {
 			t.Errorf("timer(%s) = %d, want %d", d, got, want)
 		}
-		if most := 2 * (retries + 1) * (4096 * time.Nanosecond << got); got > 1 && most > d {
-			t.Errorf("timer(%s) gives up after %s", d, most)
+		if least, most := Timers(d); got > 1 && most > d || least > most {
+			t.Errorf("timer(%s) gives up after %s to %s", d, least, most)
+		}
+	}
+}
+
+// What the benchmarks call the device's timers.
+func TestTimers(t *testing.T) {
+	for d, want := range map[time.Duration]time.Duration{50 * time.Millisecond: 16777216, 500 * time.Millisecond: 134217728} {
+		if least, most := Timers(d); least != want || most != 2*want {
+			t.Errorf("dead_path %s: %s to %s, want %s to twice that", d, least, most, want)
 		}
 	}
 }

@@ -135,6 +135,30 @@ func (k *keys) tell(err error) {
 	}
 }
 
+// EndKeys ends the keys that peers may write under on a rail, as a device that loses its registrations would, and says how many there were: what
+// is under way with them fails, and goes under new ones. For tests that break things.
+func (b *Backend) EndKeys(rail string) (n int, err error) {
+	for _, r := range b.rails {
+		dev, _ := r.current()
+		if r.cfg.Name != rail || dev == nil {
+			continue
+		}
+		dev.keys.mu.Lock()
+		var ends []*key
+		for name, e := range dev.keys.m {
+			if name.remote && e.made() {
+				ends = append(ends, e)
+			}
+		}
+		dev.keys.mu.Unlock()
+		for _, e := range ends {
+			n++
+			err = errors.Join(err, e.invalidate())
+		}
+	}
+	return n, err
+}
+
 // begin makes a registration that will be needed, unless it is there or being made.
 func (k *keys) begin(wg *sync.WaitGroup, name keyName) {
 	k.mu.Lock()
