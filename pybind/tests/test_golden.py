@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pathlib
+import re
 from typing import Any
 
 import pytest
 
+import kvspray
 from kvspray import protocol
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[2] / "testdata" / "golden"
@@ -33,6 +36,20 @@ def vectors() -> list[Any]:
 def test_every_kind_has_a_vector() -> None:
     kinds = {p.values[0]["type"] for p in vectors()}
     assert set(protocol.MESSAGES.values()) | set(protocol.RECORDS.values()) <= kinds
+
+
+def test_identity_is_what_a_sidecar_asks_for() -> None:
+    """Each argument that has no default is a pair without which a registration is refused, and the other way round."""
+    source = (GOLDEN.parents[1] / "parseblock" / "describe.go").read_text()
+    key = dict(re.findall(r'(Identity\w+)\s*= "(\w+)"', source))
+    table = source.split("var needed = ")[1].split("\n}\n")[0]
+    needed = {key[name] for name in re.findall(r"\{(Identity\w+),", table)}
+    asked = {n: p for n, p in inspect.signature(kvspray.identity).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert {n for n, p in asked.items() if p.default is p.empty} == needed and set(asked) == needed | {"packing"}
+    said: dict[str, Any] = {n: 1 if n in ("layers", "head_size", "backoff") else "x" for n in needed}
+    want = {n: str(v) for n, v in said.items()}
+    assert kvspray.identity(**said) == want
+    assert kvspray.identity(**said, packing="vec", engine="mine") == {**want, "packing": "vec", "engine": "mine"}
 
 
 @pytest.mark.parametrize("vector", vectors())
