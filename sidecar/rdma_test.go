@@ -93,7 +93,7 @@ func queuePairs(t testing.TB) int {
 // underWhat says what a table was made with.
 func underWhat(t testing.TB) string {
 	least, most := gdr.Timers(deadPath(t))
-	return fmt.Sprintf("dead_path %s, of which the device's timers take %s to %s; %d queue pairs of each pair of rails; a busy processor stood still for %s", deadPath(t),
+	return fmt.Sprintf("dead_path %s, of which the device's timers take %s to %s; queue_pairs %d; a busy processor stood still for %s", deadPath(t),
 		least.Round(100*time.Microsecond), most.Round(100*time.Microsecond), queuePairs(t), stoodStill().Round(100*time.Microsecond))
 }
 
