@@ -309,7 +309,7 @@ func runRace(t *testing.T, seed uint64, unordered bool) (r race) {
 		}
 		return b.mem[1] == a.mem[2001]
 	}
-	done, told, complete := 0, false, true
+	done, told := 0, false
 	for f.Step() {
 		r.steps++
 		for _, c := range a.poll(t) {
@@ -327,9 +327,8 @@ func runRace(t *testing.T, seed uint64, unordered bool) (r race) {
 		for i := range n - 1 {
 			r.swapped = r.swapped || there(i+1) && !there(i)
 		}
-		if complete = all(); len(b2.poll(t)) > 0 && !complete {
-			r.elsewhere = true
-		}
+		complete := all()
+		r.elsewhere = r.elsewhere || len(b2.poll(t)) > 0 && !complete
 		if !told && len(b.poll(t)) > 0 {
 			told = true
 			r.own = !complete
