@@ -18,7 +18,7 @@
 // that leads there (Config.Links), the rest through buffers; the claims of a batch are entered before and left after, whichever way it takes.
 //
 // Invariants: a foreign region is mapped read-only, and only with seals against shrinking and growing; each slice that Move took
-// ends once; in-flight pulls are bounded by maxPulls in both directions.
+// ends once; in-flight pulls are bounded by maxPulls in both directions, and a slice for which none is left waits for one.
 //
 // Goroutines: the backend owns an acceptor for its socket, a pool of copiers and a sweeper for freed regions; each lane a
 // reader and a writer. Close joins all. Host is called from readers, writers and copiers, under no lock.

@@ -48,6 +48,7 @@ type lane struct {
 	slices  int // taken and not ended
 	pulls   [maxPulls]pull
 	free    []uint16
+	stalled []stalled // wait for a free pull, the first come first; at most maxInFlight
 	seq     uint64
 	regions map[*mem.Region]uint32 // what the peer was told of, by index
 	nextReg uint32
@@ -77,6 +78,15 @@ type pull struct {
 	reading bool // the peer may still be at the source's memory
 	valid   bool // the verdict was "valid", or it is a push: from here on the peer may have landed it
 }
+
+// stalled is what of a slice could not be asked for yet, as all pulls were in flight: slices of many small pieces take more of them than the lane has.
+type stalled struct {
+	m    *moved
+	rest transfer.Range
+	most uint32 // asker.most, as it was
+}
+
+var errNoPull = fmt.Errorf("shm: %d pulls are in flight", maxPulls)
 
 var _ transport.Lane = (*lane)(nil)
 
@@ -182,9 +192,10 @@ func (l *lane) Move(batch []transport.Slice) error {
 
 // asker makes pulls of slices. It belongs to one goroutine.
 type asker struct {
-	blocks []mem.Block
-	frame  []byte
-	most   uint32 // chunks of the last pull of the slice that its bounds cut; 0: they cut none
+	resumes bool // what is stalled: others stall behind it
+	blocks  []mem.Block
+	frame   []byte
+	most    uint32 // chunks of the last pull of the slice that its bounds cut; 0: they cut none
 }
 
 // batchAsks bounds the slices whose pulls an asker lets wait while it has more: a packet has room for some.
@@ -204,11 +215,29 @@ func (l *lane) askFor() {
 	}
 }
 
-// moveOne cuts a slice into pulls. Once one pull cannot be made the rest of the slice is not asked for.
+// moveOne cuts a slice into pulls. What there is no pull for is left to the writer.
 func (l *lane) moveOne(a *asker, m *moved) {
 	a.most = 0
-	for rest := m.s.Range; ; {
+	rest := l.cut(a, m, m.s.Range)
+	if rest.Count == 0 {
+		return
+	}
+	l.mu.Lock()
+	l.stalled = append(l.stalled, stalled{m, rest, a.most})
+	if len(l.free) > 0 { // meanwhile; nothing that ends may follow
+		l.out.wakeUp()
+	}
+	l.mu.Unlock()
+}
+
+// cut makes pulls of rest, the last part of m, and returns what there was no pull for. Once one pull cannot be made the rest of the slice is not
+// asked for.
+func (l *lane) cut(a *asker, m *moved, rest transfer.Range) transfer.Range {
+	for {
 		n, reason, err := l.pullSome(a, m, rest)
+		if errors.Is(err, errNoPull) {
+			return rest
+		}
 		if err != nil {
 			l.mu.Lock()
 			m.spoil(transfer.NotLanded, reason, err)
@@ -225,6 +254,30 @@ func (l *lane) moveOne(a *asker, m *moved) {
 		l.late = append(l.late, l.resultLocked(m))
 	}
 	l.mu.Unlock()
+	return transfer.Range{}
+}
+
+// unstall goes on with what waits for pulls, as far as some are free. The writer's.
+func (l *lane) unstall(a *asker) {
+	for {
+		l.mu.Lock()
+		if len(l.stalled) == 0 || len(l.free) == 0 {
+			l.mu.Unlock()
+			return
+		}
+		s := l.stalled[0] // it stays in front: nobody else takes a pull before it
+		l.mu.Unlock()
+		a.most = s.most
+		rest := l.cut(a, s.m, s.rest)
+		l.mu.Lock()
+		if rest.Count > 0 {
+			l.stalled[0].rest, l.stalled[0].most = rest, a.most
+		} else {
+			l.stalled = slices.Delete(l.stalled, 0, 1)
+		}
+		l.mu.Unlock()
+		l.out.kick()
+	}
 }
 
 // pullSome asks for as many chunks from the front of r as one pull takes, and returns how many.
@@ -347,8 +400,8 @@ func (l *lane) ask(a *asker, m *moved, r transfer.Range, p pull) (uint32, transf
 	if l.ended || l.err != nil {
 		return 0, transfer.ReasonLaneLost, fmt.Errorf("shm: lane %d: %w", l.id, net.ErrClosed)
 	}
-	if len(l.free) == 0 {
-		return 0, transfer.ReasonNone, fmt.Errorf("shm: lane %d: %d pulls in flight: %w", l.id, maxPulls, ErrBusy)
+	if len(l.free) == 0 || len(l.stalled) > 0 && !a.resumes {
+		return 0, transfer.ReasonNone, errNoPull
 	}
 	if p.reading && !l.b.startRead(o) {
 		return 0, transfer.ReasonSourceGone, fmt.Errorf("shm: origin %d.%d is closed", o.Slot, o.Gen)
@@ -452,6 +505,9 @@ func (l *lane) endPullLocked(i uint16, o transfer.Outcome, reason transfer.Reaso
 	}
 	l.pulls[i] = pull{}
 	l.free = append(l.free, i)
+	if len(l.stalled) > 0 {
+		l.out.wakeUp()
+	}
 	p.m.spoil(o, reason, err)
 	if p.m.left--; p.m.left > 0 {
 		return transport.Result{}, false
@@ -489,9 +545,10 @@ func (l *lane) wakeIfLate() {
 	}
 }
 
-// write is the writer: it goes on where a full socket stopped somebody else.
+// write is the writer: it goes on where a full socket stopped somebody else, or the want of a pull.
 func (l *lane) write() {
 	var results []transport.Result
+	a := asker{resumes: true}
 	for {
 		select {
 		case <-l.done:
@@ -499,6 +556,7 @@ func (l *lane) write() {
 		case <-l.out.wake:
 		}
 		l.out.resume()
+		l.unstall(&a)
 		l.mu.Lock()
 		results = append(results[:0], l.late...)
 		l.late = l.late[:0]
@@ -595,6 +653,13 @@ func (l *lane) end(err error, writerGone <-chan struct{}) {
 			results = append(results, res)
 		}
 	}
+	for _, s := range l.stalled {
+		s.m.spoil(transfer.NotLanded, transfer.ReasonLaneLost, lost)
+		if s.m.left--; s.m.left == 0 {
+			results = append(results, l.resultLocked(s.m))
+		}
+	}
+	l.stalled = nil
 	clear(l.regions)
 	l.mu.Unlock()
 	l.moveMu.Unlock()
@@ -642,12 +707,16 @@ func (l *lane) pulled(tag uint64, reason transfer.Reason) error {
 		o.Leave()
 	}
 	l.mu.Lock()
-	if p.valid = valid; !valid {
-		l.endLocked(i, transfer.NotLanded, transfer.ReasonDisowned)
-	}
+	p.valid = valid
 	l.mu.Unlock()
 	var buf [frameHeader + verdictBytes]byte
 	l.out.put(appendVerdict(buf[:0], tag, valid), -1)
+	if !valid {
+		// Behind the verdict: the peer has the pull until then, and what takes the place of this one must not be one too many there.
+		l.mu.Lock()
+		l.endLocked(i, transfer.NotLanded, transfer.ReasonDisowned)
+		l.mu.Unlock()
+	}
 	return nil
 }
 
