@@ -290,8 +290,10 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	}
 	nc, err := (&net.Dialer{}).DialContext(ctx, "unixpacket", remote.Address)
 	if err != nil {
-		// Another host, or another mount namespace: either way this transport cannot reach the peer.
-		return fail(fmt.Errorf("%w: %w; share the socket's folder between the pods of one host", transport.ErrNotSupported, err))
+		if unreachable(err) {
+			err = fmt.Errorf("%w: %w; share the socket's folder between the pods of one host", transport.ErrNotSupported, err)
+		}
+		return fail(err)
 	}
 	c := nc.(*net.UnixConn)
 	deadline := time.Now().Add(openTimeout)
@@ -315,6 +317,18 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 		return fail(err)
 	}
 	return l, nil
+}
+
+// unreachable reports whether a connect failed because the peer's socket is not in this mount namespace, or not for us: no other try will do.
+// A backlog that is full, a want of descriptors, and a listener that is gone pass, or end with the peer.
+func unreachable(err error) bool {
+	for _, e := range []error{syscall.ENOENT, syscall.ENOTDIR, syscall.EACCES, syscall.EPERM, syscall.ELOOP, syscall.ENAMETOOLONG, syscall.EINVAL,
+		syscall.EPROTOTYPE} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
 }
 
 // Grant implements transport.Backend: there is nothing to prepare, the destination copies.
