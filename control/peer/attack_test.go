@@ -174,7 +174,7 @@ func TestNothingAfterDown(t *testing.T) {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		a.end(s, true, errors.New("another boot answers"))
+		a.end(s, errors.New("another boot answers"))
 	}()
 	poll(t, "the end under way", func() bool { s.mu.Lock(); defer s.mu.Unlock(); return s.closed })
 	a.mu.Lock()

@@ -13,6 +13,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -363,7 +364,7 @@ func (m *Mesh) laneUp(s *session, c net.Conn, addr string, attach []byte, inline
 		// The peer had forgotten us, and counts from one again. So do we, in a new session.
 		s.mu.Unlock()
 		s.life.Unlock()
-		m.end(s, false, errors.New("peer: the peer has begun a new session"))
+		m.end(s, errors.New("peer: the peer has begun a new session"))
 		return fmt.Errorf("peer: %s has begun a new session: %w", s.boot, wire.ErrRefused)
 	}
 	s.met, s.theirs = true, theirs
@@ -433,8 +434,15 @@ func (m *Mesh) laneDown(s *session, l *lane, err error) {
 }
 
 // end closes a session, waits for the frame that the handler may be at, tells the handler, and forgets it. Only then can there be another
-// session with the boot, so that its PeerUp comes after this PeerDown. superseded: there will be none.
-func (m *Mesh) end(s *session, superseded bool, err error) {
+// session with the boot, so that its PeerUp comes after this PeerDown.
+func (m *Mesh) end(s *session, err error) {
+	s.life.Lock()
+	defer s.life.Unlock()
+	m.endLocked(s, false, err)
+}
+
+// endLocked is end with life held. superseded: there will be no other session with the boot.
+func (m *Mesh) endLocked(s *session, superseded bool, err error) {
 	m.mu.Lock()
 	if superseded && !m.gone[s.boot] {
 		if len(m.goneOrder) >= maxGone {
@@ -445,8 +453,6 @@ func (m *Mesh) end(s *session, superseded bool, err error) {
 		m.goneOrder = append(m.goneOrder, s.boot)
 	}
 	m.mu.Unlock()
-	s.life.Lock()
-	defer s.life.Unlock()
 	s.mu.Lock()
 	over, tell := s.closed, s.ups > 0 || superseded
 	s.up = false
@@ -468,11 +474,23 @@ func (m *Mesh) end(s *session, superseded bool, err error) {
 }
 
 // supersede ends the sessions of other boots at an endpoint that now answers as boot. One whose lanes live is left alone: then the
-// address is that of several processes.
+// address is that of several processes. It may be that, too, where the lanes are lost for a moment, so only one that has said itself that it
+// serves there, and so is dead, stays out; another is met anew when it is reached, or calls.
 func (m *Mesh) supersede(endpoint string, boot transfer.Boot) {
 	old := m.laneless(boot, func(s *session) bool { return s.info.Endpoint == endpoint || s.claimed == endpoint })
 	for _, s := range old {
-		m.end(s, true, fmt.Errorf("peer: %s answers as boot %s now", endpoint, boot))
+		m.supersedeOne(s, endpoint, boot)
+	}
+}
+
+func (m *Mesh) supersedeOne(s *session, endpoint string, boot transfer.Boot) {
+	s.life.Lock() // no lane comes up
+	defer s.life.Unlock()
+	s.mu.Lock()
+	lives, own := len(s.lanes) > 0, slices.Contains(s.addrs, endpoint)
+	s.mu.Unlock()
+	if !lives {
+		m.endLocked(s, own, fmt.Errorf("peer: %s answers as boot %s now", endpoint, boot))
 	}
 }
 
@@ -531,7 +549,7 @@ func (m *Mesh) look(s *session, now time.Time) {
 	s.mu.Unlock()
 	switch {
 	case away > forgetAfter:
-		m.end(s, false, errors.New("peer: unreachable for "+forgetAfter.String()))
+		m.end(s, errors.New("peer: unreachable for "+forgetAfter.String()))
 	case redial:
 		m.goUnlessClosed(func() { m.redial(s) }, func() {})
 	case missing:

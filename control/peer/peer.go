@@ -9,7 +9,7 @@
 //
 // Invariants: while both processes live and neither was away for longer than forgetAfter, each frame reaches the handler once and in
 // order, whatever happens to lanes; PeerUp comes before the first frame of a boot; PeerDown only says unreachable, except where
-// over says that the conversation has ended; where another boot answers at the endpoint nothing of the old one is accepted any more; nothing
+// over says that the conversation has ended; where another boot answers at an address of its own nothing of the old one is accepted any more; nothing
 // here says that memory is safe. Send never blocks. Gossip is advisory.
 //
 // Goroutines: the acceptors, the gRPC server's, one keeper with a slow tick, one reader per lane, one writer per lane while a socket is
@@ -97,7 +97,8 @@ type Handler interface {
 	// PeerUp says that control lanes to p are open; also the answer to a Connect where they were open already.
 	PeerUp(p Peer)
 	// PeerDown says that they are gone. over: so is the conversation, and what was sent and not acknowledged is lost. Another boot answers at
-	// the peer's endpoint, or nothing was heard of it for forgetAfter, or it has forgotten us; in the latter cases it may come up again.
+	// the peer's own address, or at the endpoint under which it was met, or nothing was heard of it for forgetAfter, or it has forgotten us; in all but the
+	// first case it may come up again.
 	PeerDown(boot transfer.Boot, over bool, err error)
 	// ConnectFailed answers a Connect.
 	ConnectFailed(endpoint string, err error)
