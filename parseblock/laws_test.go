@@ -732,6 +732,9 @@ func TestMutants(t *testing.T) {
 		tried = 60 // cases in which a mistake that is about a strategy changes something
 		other = 15 // and one that is about others, if it ever does
 	)
+	if testutil.Race {
+		testutil.Skip(t, "norace", "make test has it in its part bounds, without the race detector, which takes ten times as long")
+	}
 	// Validate would catch some of them first; what is asked for here is that the copy shows them.
 	unchecked := func(*layout.Layout, []uint64) error { return nil }
 	homes := familiesOf(t)

@@ -117,7 +117,7 @@ else
 	part go '^packages' counted ./...
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
 		TestWritesDoNotHoldTheCollector TestMovesDoNotHoldTheCollector TestExecDoesNotHoldTheCollector TestPlanningDoesNotHoldTheCollector \
-		TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord
+		TestMutants TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
 	beside python "$py" -m pytest -q pybind/tests integration/vllm/tests
