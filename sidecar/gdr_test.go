@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"strings"
@@ -24,9 +25,16 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// fabric runs a fake RDMA network until the test is over, after everything else.
+// fabric runs a fake RDMA network, in an order of its own each time, until the test is over, after everything else.
 func fabric(t *testing.T) *fake.Fabric {
 	f := fake.New()
+	seed := rand.Uint64()
+	f.Shuffle(seed)
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the fabric's seed was %d", seed)
+		}
+	})
 	t.Cleanup(f.Serve())
 	return f
 }
