@@ -69,8 +69,8 @@ test-go: ## Go tests with -race only
 
 .PHONY: test-laws
 test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB of one prompt for one rank (nightly)
-	go test -timeout 30m ./parseblock -run 'Laws|Hybrids|Ignores' -rapid.checks=100000
-	KVSPRAY_LARGE=1 go test -count=1 ./sidecar -run '^TestMoreThan4GiB$$'
+	go test -timeout 90m -v ./parseblock -run 'Laws|Hybrids|Ignores' -rapid.checks=100000 | grep -v '^=== '
+	KVSPRAY_LARGE=1 go test -count=1 -v ./sidecar -run '^TestMoreThan4GiB$$' | grep -v '^=== '
 
 .PHONY: test-truth
 test-truth: build env ## vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
