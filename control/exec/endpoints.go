@@ -3,6 +3,7 @@ package exec
 import (
 	"errors"
 	"maps"
+	"slices"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
@@ -29,8 +30,15 @@ type endpoint struct {
 // maxPartings bounds the words for one address that nobody waits for: past it a source learns by its own time that nobody comes.
 const maxPartings = 256
 
+// maxIdleNames bounds the names of one peer that are remembered while nothing names them. An honest one has its address and a name or two; whoever
+// sends requests may spell it in any number of ways, and one that is forgotten is reached again by a hello.
+const maxIdleNames = 16
+
 // peer is one boot of another sidecar, or of ourselves.
 type peer struct {
+	names map[*endpoint]struct{} // that lead to it
+	idle  []*endpoint            // of these, that nobody used when it was last looked at, the longest first; at most maxIdleNames
+
 	boot    transfer.Boot
 	up      bool
 	met     bool // it was up
@@ -52,7 +60,7 @@ type peer struct {
 func (e *Exec) peer(boot transfer.Boot) *peer {
 	p := e.peers[boot]
 	if p == nil {
-		p = &peer{boot: boot}
+		p = &peer{boot: boot, names: map[*endpoint]struct{}{}}
 		p.rails = e.spray.Peer(boot, p)
 		p.rails.Tier = func(path spray.Path, at spray.Place) int { return e.tierAt(p, path, at) }
 		e.peers[boot] = p
@@ -77,15 +85,45 @@ func (ep *endpoint) reached() bool { return ep.peer != nil && ep.peer.up }
 // wanted reports whether anybody waits for it to be reached.
 func (ep *endpoint) wanted() bool { return len(ep.waiting)+len(ep.awaits)+len(ep.partings) > 0 }
 
-// dropEndpoint forgets an address that nobody waits for and nobody answers at; later, where its breaker is to be remembered.
+// used reports whether anything needs the entry.
+func (ep *endpoint) used() bool { return ep.trying || ep.refs > 0 || ep.wanted() }
+
+// dropEndpoint forgets an address that nobody waits for and nobody answers at; later, where its breaker is to be remembered. One of a peer is
+// remembered as long as the peer, among its last few.
 func (e *Exec) dropEndpoint(ep *endpoint) {
-	if ep.peer == nil && !ep.trying && ep.refs == 0 && !ep.wanted() {
-		if at := ep.until(); at > 0 && len(e.endpoints) <= maxEndpoints {
-			e.agenda.arm(ep.retry, at)
-			return
+	switch p := ep.peer; {
+	case ep.used() || e.endpoints[ep.addr] != ep:
+	case p != nil && ep == e.self: // dialling it would only tell us so
+	case p != nil:
+		p.idle = append(remove(p.idle, ep), ep)
+		for len(p.idle) > maxIdleNames || len(p.idle) > 0 && len(e.endpoints) > maxEndpoints {
+			old := p.idle[0]
+			p.idle = slices.Delete(p.idle, 0, 1)
+			if !old.used() {
+				e.leads(old, nil)
+				e.deleteEndpoint(old)
+			}
 		}
-		e.agenda.disarm(ep.retry)
-		delete(e.endpoints, ep.addr)
+	case ep.until() > 0 && len(e.endpoints) <= maxEndpoints:
+		e.agenda.arm(ep.retry, ep.until())
+	default:
+		e.deleteEndpoint(ep)
+	}
+}
+
+func (e *Exec) deleteEndpoint(ep *endpoint) {
+	e.agenda.disarm(ep.retry)
+	delete(e.endpoints, ep.addr)
+}
+
+// leads says which peer is at an address; nil: it is not known.
+func (e *Exec) leads(ep *endpoint, p *peer) {
+	if old := ep.peer; old != nil {
+		delete(old.names, ep)
+		old.idle = remove(old.idle, ep)
+	}
+	if ep.peer = p; p != nil {
+		p.names[ep] = struct{}{}
 	}
 }
 
@@ -119,20 +157,43 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 				e.present(in)
 			}
 		}
-	}
-	if addr != "" {
-		ep := e.endpoint(addr)
-		old := ep.peer
-		if ep.peer = p; old != nil && old != p && old.boot != e.cfg.Boot {
-			e.PeerDown(now, old.boot, true)
-		}
-	}
-	for _, ep := range endpointsInOrder(maps.Values(e.endpoints)) {
-		if ep.peer == p {
+		for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
 			e.serve(now, ep)
 		}
 	}
+	if addr != "" {
+		ep := e.endpoint(addr)
+		if e.self == nil && boot == e.cfg.Boot {
+			e.self = ep
+		}
+		if old := ep.peer; old != p {
+			e.leads(ep, p)
+			if old != nil && !old.up {
+				e.moveOn(now, ep, old)
+			}
+		}
+		e.serve(now, ep)
+	}
 	e.assign(now)
+}
+
+// moveOn grants leases to whoever is at an address now, which the peer that was there before has and cannot be reached. One that can be reached keeps
+// them: then the address is that of several processes. Whether that peer is gone is not for us to say.
+func (e *Exec) moveOn(now Instant, ep *endpoint, old *peer) {
+	for _, d := range inOrder(maps.Keys(ep.waiting)) {
+		if d.Peer == old.boot && (d.State == lease.DestGranted || d.State == lease.DestLanding) {
+			e.takeFrom(now, d)
+		}
+	}
+}
+
+// takeFrom takes a lease back from a peer that cannot be reached, for it to be granted to the one that is at its address now. Where the first comes back,
+// it hears that nothing is wanted of it any more.
+func (e *Exec) takeFrom(now Instant, d *dest) {
+	why := "the source's sidecar cannot be reached, and another answers at " + d.ep.addr
+	e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
+		Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: why}}})
+	e.regrant(now, d, ByPeerLost, why)
 }
 
 // serve does at an endpoint that is reached what was waited for.
@@ -150,6 +211,7 @@ func (e *Exec) serve(now Instant, ep *endpoint) {
 		delete(ep.waiting, d)
 		e.grant(now, d)
 	}
+	e.dropEndpoint(ep)
 }
 
 // ConnectFailed ends a Connect without a peer. Those who wait for it try again until their own time is over, or until it is plain that
@@ -213,6 +275,8 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 		case d.Peer != boot || d.State != lease.DestGranted && d.State != lease.DestLanding:
 		case over:
 			e.regrant(now, d, ByPeerLost, "the source's sidecar is gone")
+		case d.ep.peer != p:
+			e.takeFrom(now, d)
 		default:
 			d.trouble = "the source's sidecar cannot be reached"
 			if d.State == lease.DestLanding {
@@ -222,10 +286,8 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 			d.ep.waiting[d] = struct{}{}
 		}
 	}
-	for _, ep := range endpointsInOrder(maps.Values(e.endpoints)) {
-		if ep.peer == p {
-			e.reach(now, ep)
-		}
+	for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
+		e.reach(now, ep)
 	}
 	for _, g := range grantsInOrder(maps.Keys(e.inbound)) {
 		if in := e.inbound[g]; in != nil && in.peer == p {
@@ -243,15 +305,13 @@ func (e *Exec) forgetPeer(now Instant, p *peer) {
 	delete(e.peers, p.boot)
 	e.spray.Forget(p.rails)
 	e.forgetCredits(p)
-	for _, ep := range endpointsInOrder(maps.Values(e.endpoints)) {
-		if ep.peer == p {
-			ep.peer = nil
-			for w := range ep.awaits {
-				w.sent = transfer.Boot{}
-			}
-			e.reach(now, ep)
-			e.dropEndpoint(ep)
+	for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
+		e.leads(ep, nil)
+		for w := range ep.awaits {
+			w.sent = transfer.Boot{}
 		}
+		e.reach(now, ep)
+		e.dropEndpoint(ep)
 	}
 	for _, l := range e.pending {
 		for _, q := range append([]*pending(nil), l...) {

@@ -47,6 +47,7 @@ type Exec struct {
 	grants  uint32                     // that we made; they wrap
 
 	endpoints map[string]*endpoint
+	self      *endpoint // where we are reached ourselves; never forgotten
 	peers     map[transfer.Boot]*peer
 	lanes     map[uint64]*lane
 	pending   map[transfer.Key][]*pending // grants and questions that wait for an intent

@@ -1,0 +1,162 @@
+package exec
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// An address leads to several processes (a service, a name of two addresses), and another answers there now. The first is up: its lanes are known, what it has
+// goes on, and what it asks of us is served.
+func TestAnotherAnswersWhileTheFirstLives(t *testing.T) {
+	for name, shared := range map[string]bool{"an address of its own": false, "a shared one": true} {
+		t.Run(name, func(t *testing.T) {
+			s, p, d, pw, dw := pair(t, 11, 0)
+			q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
+			q.worker()
+			src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+			p.steps(src)
+			dst := d.expect(dw, 1, testKey(1, 1), "p:1", 64, 0, 30*sec)
+			s.until("a first transfer", 2*sec, func() bool { return src.done != nil && dst.done != nil })
+			wantStatus(t, dst, StatusOK)
+			late := p.intent(pw, 2, testKey(1, 2), 64, 1, 30*sec)
+			open := d.expect(dw, 2, testKey(1, 2), "p:1", 64, 0, 30*sec)
+			s.rest(50 * time.Millisecond)
+			before := d.ex.Lanes(p.boot)
+			if shared {
+				d.event(func() { d.ex.PeerUp(s.now, "p:1", q.boot) })
+			}
+			if got := d.ex.Lanes(p.boot); got != before || got == 0 {
+				t.Errorf("%d lanes to the first, which nobody has closed: the executor knows %d", before, got)
+			}
+			p.steps(late)
+			back := d.intent(dw, 7, testKey(2, 2), 64, 1, 30*sec)
+			d.steps(back)
+			asked := p.expect(pw, 7, testKey(2, 2), "d:1", 64, 0, 30*sec)
+			s.until("what was open, and what the first asks", 2*sec, func() bool { return open.done != nil && asked.done != nil })
+			wantStatus(t, open, StatusOK)
+			wantStatus(t, asked, StatusOK)
+			if open.done.Grants > 1 {
+				t.Errorf("granted %d times", open.done.Grants)
+			}
+		})
+	}
+}
+
+// Another process answers at the address of one that cannot be reached. What that one had is granted to the other as soon as both are known, in whichever
+// order; it is not declared dead by that, and hears when it comes back that nothing is wanted any more.
+func TestAnotherAnswersAtTheAddressOfALostOne(t *testing.T) {
+	for name, downFirst := range map[string]bool{"down, then another": true, "another, then down": false} {
+		t.Run(name, func(t *testing.T) {
+			s, p, d, pw, dw := pair(t, 11, 0)
+			q := s.node("q:1", Config{Transports: []string{"shm", "tcp"}})
+			s.join(q, d)
+			k := testKey(1, 1)
+			lost := p.intent(pw, 1, k, 64, 1, 30*sec)
+			dst := d.expect(dw, 1, k, "p:1", 64, 0, 30*sec)
+			s.rest(50 * time.Millisecond)
+			if x := d.ex.dests[dst.id]; x == nil || x.State == lease.DestWaiting || x.Peer != p.boot {
+				t.Fatal("not granted")
+			}
+			src := q.intent(q.worker(), 1, k, 64, 1, 30*sec)
+			q.steps(src)
+			down := func() { d.event(func() { d.ex.PeerDown(s.now, p.boot, false) }) }
+			up := func() { d.event(func() { d.ex.PeerUp(s.now, "p:1", q.boot) }) }
+			if downFirst {
+				down()
+				up()
+			} else {
+				up()
+				down()
+			}
+			s.until("the transfer from the other", sec, func() bool { return dst.done != nil && lost.done != nil })
+			wantStatus(t, dst, StatusOK)
+			wantStatus(t, lost, StatusFailed)
+			if d.ex.peers[p.boot] == nil {
+				t.Error("the first is forgotten, which nobody has said to be over")
+			}
+		})
+	}
+}
+
+// Whoever sends requests names one live sidecar in ever new ways. What is remembered of that is bounded, hours after the last question and in between,
+// and the name that is used all the time is reached once.
+func TestNamesOfOnePeerAreBounded(t *testing.T) {
+	e := New(Config{Boot: transfer.Boot{1}, Endpoint: "d:1", Planner: simPlanner{}})
+	peer := transfer.Boot{2}
+	now := Instant(0)
+	var b Batch
+	connects := map[string]int{}
+	id := uint64(0)
+	ask := func(addr string) {
+		id++
+		e.Await(now, id, connector.Await{Key: testKey(3, 2), Peer: addr, TTL: 10 * time.Millisecond})
+		for e.Drain(&b) {
+			for _, a := range append([]Action(nil), b.Actions...) {
+				if a.Kind == Connect {
+					connects[a.Endpoint]++
+					e.PeerUp(now, a.Endpoint, peer) // it answers there, as it does at all the others
+				}
+			}
+		}
+	}
+	most := 0
+	for i := range 3 * maxEndpoints {
+		ask(fmt.Sprintf("P%d:1", i))
+		ask("p:1")
+		now += 10 * time.Second // every question is answered, or over
+		e.Tick(now)
+		most = max(most, len(e.endpoints))
+	}
+	if len(e.asked) != 0 {
+		t.Fatalf("%d questions are open", len(e.asked))
+	}
+	if limit := maxIdleNames + 3; most > limit { // those that are asked at, and ours
+		t.Errorf("%d endpoints were known at a time: at most %d", most, limit)
+	}
+	if connects["p:1"] != 1 {
+		t.Errorf("the name that is used all the time was reached %d times", connects["p:1"])
+	}
+	if e.endpoints["d:1"] == nil {
+		t.Error("our own address is forgotten")
+	}
+	if p := e.peers[peer]; len(p.names) != len(e.endpoints)-1 || len(p.idle) > maxIdleNames {
+		t.Errorf("%d names, %d idle ones, %d endpoints", len(p.names), len(p.idle), len(e.endpoints))
+	}
+	e.PeerDown(now, peer, true)
+	if len(e.endpoints) != 1 {
+		t.Errorf("%d endpoints are left of a peer that is gone", len(e.endpoints)-1)
+	}
+}
+
+// Questions at many names of one peer at a time: each is asked once it is reached, and costs as much as it does among few.
+func TestOpenNamesOfOnePeer(t *testing.T) {
+	e := New(Config{Boot: transfer.Boot{1}, Endpoint: "d:1", Planner: simPlanner{}})
+	peer := transfer.Boot{2}
+	var b Batch
+	asked := 0
+	const names = DefaultMaxPending
+	for i := range names {
+		addr := fmt.Sprintf("P%d:1", i)
+		e.Await(0, uint64(i+1), connector.Await{Key: testKey(3, 2), Peer: addr, TTL: sec})
+		e.PeerUp(0, addr, peer)
+	}
+	for e.Drain(&b) {
+		for _, a := range b.Actions {
+			if a.Kind == Send && a.Frame.GetAwait() != nil {
+				asked++
+			}
+		}
+	}
+	if asked != names {
+		t.Errorf("asked %d times at %d names", asked, names)
+	}
+	e.Tick(10 * sec)
+	if n := len(e.endpoints); len(e.asked) != 0 || n > maxIdleNames+1 {
+		t.Errorf("%d questions are open, %d endpoints known", len(e.asked), n)
+	}
+}
