@@ -153,7 +153,7 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 			}
 		}
 		for _, in := range e.inbound {
-			if in.peer == p {
+			if in.peer == p && !in.again {
 				e.present(in)
 			}
 		}

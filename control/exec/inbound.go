@@ -29,6 +29,7 @@ type inbound struct {
 
 	differs bool   // in fingerprint: it is refused when it is known what differs
 	absent  *timer // while its sidecar is out of reach or gone: how long its places are kept
+	again   bool   // it has let go of the lease, which is about to be presented anew: that it is there is no reason to keep the places
 	over    bool   // that sidecar is gone: nothing is sent to it any more
 }
 
@@ -496,6 +497,7 @@ func (e *Exec) onRevoke(now Instant, p *peer, m *peerv1.Revoke) error {
 		}
 	}
 	if m.Again {
+		in.again = true
 		e.suspend(now, in)
 		e.absent(now, in, false)
 		return nil
