@@ -26,7 +26,6 @@ type dest struct {
 	t       *timer
 
 	decided bool // status and reason stand
-	again   bool // its engine will present it again
 	status  uint16
 	reason  string
 	trouble string // the last one; the reason if time runs out
@@ -162,9 +161,7 @@ func (e *Exec) closeDestBy(now Instant, d *dest, cause Cause, status uint16, rea
 		return
 	}
 	if waited {
-		if !d.again {
-			e.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.gen, reason, status == StatusRefused)
-		}
+		e.decline(now, d.ep.addr, d.x, d.team, d.ws.w.Place.World(), d.gen, reason, status == StatusRefused)
 		e.completeDest(now, d)
 		return
 	}
@@ -175,7 +172,7 @@ func (e *Exec) closeDestBy(now Instant, d *dest, cause Cause, status uint16, rea
 	}
 	if status != StatusOK {
 		e.send(d.Peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
-			Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: reason, Again: d.again}}})
+			Destination: leaseMsg(d.ID), Gen: d.live.gen, Reason: reason}}})
 	}
 }
 

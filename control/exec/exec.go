@@ -161,7 +161,7 @@ func (e *Exec) WorkerUp(w *connector.Worker) {
 }
 
 // WorkerGone ends every lease of w; WorkerFenced follows. final says that the engine itself is dead: nobody will present
-// these leases again.
+// its source leases again. What it receives is over in either case: the engine's library ends it by itself (docs/protocol.md, Restart).
 func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason string) {
 	ws := e.workers[w]
 	if ws == nil {
@@ -176,7 +176,6 @@ func (e *Exec) WorkerGone(now Instant, w *connector.Worker, final bool, reason s
 		e.vacated = now
 	}
 	for _, d := range inOrder(maps.Values(ws.dests)) {
-		d.again = !final
 		e.closeDestBy(now, d, ByEngineGone, StatusFailed, reason)
 	}
 	for _, s := range sourcesInOrder(maps.Values(ws.sources)) {
