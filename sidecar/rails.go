@@ -254,7 +254,11 @@ func (n *Node) lookAgain(h *topo.Host) {
 			return
 		case <-time.After(railRetry):
 		}
-		<-n.started
+		select {
+		case <-n.d.ctx.Done(): // it may never start
+			return
+		case <-n.started:
+		}
 		n.rails.mu.RLock()
 		last := n.rails.host
 		n.rails.mu.RUnlock()

@@ -1,0 +1,22 @@
+package sidecar
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/topo"
+)
+
+// A start that fails late ends, also where an address was to be bound later: what would do that waits for a sidecar that is started, which this one never
+// is. Run joins it before it says why.
+func TestLookAgainEndsWithAFailedStart(t *testing.T) {
+	synctest.Test(t, func(*testing.T) {
+		n := &Node{started: make(chan struct{})}
+		n.d.ctx, n.d.stop = context.WithCancel(context.Background())
+		n.lookAgain(&topo.Host{})
+		time.AfterFunc(2*railRetry, n.d.stop)
+		n.d.wg.Wait() // it would be for ever: then synctest says that all are blocked
+	})
+}
