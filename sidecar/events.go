@@ -22,16 +22,15 @@ func (n *Node) WorkerGone(w *connector.Worker, why error, fenced func()) {
 	n.leave()
 }
 
-// giveBack ends what GPUs have of w's host memory before it goes.
+// giveBack ends what GPUs have of w's host memory before it goes. The driver takes its time for that, and the kernel for unmapping the cache of a
+// large host: whoever performs the executor's actions would hold up every lane meanwhile.
 func (n *Node) giveBack(w *connector.Worker, fenced func()) {
-	if n.gpus == nil {
-		fenced()
-		return
-	}
 	n.d.wg.Add(1)
-	go func() { // the driver takes its time
+	go func() {
 		defer n.d.wg.Done()
-		n.gpus.Forget(w.Regions)
+		if n.gpus != nil {
+			n.gpus.Forget(w.Regions)
+		}
 		fenced()
 	}()
 }
