@@ -11,11 +11,11 @@ import (
 	"time"
 )
 
-// What a slice may cost, from its confirmation to the one that takes its place, and what part of that with few transfers open it may with 10,000. On an
-// idle core the ratio is 1.07 at most (docs/bench/executor.md); here the core's caches may be somebody else's as well.
+// What a slice may cost, from its confirmation to the one that takes its place, and what part of that with few transfers open it may with 10,000. The
+// ratio is 1.3 (docs/bench/executor.md): ten transfers stay in the core's caches, and ten thousand do not. Those caches may be somebody else's as well.
 const (
 	sliceGoal   = 2 * time.Microsecond
-	sliceRatio  = 1.5
+	sliceRatio  = 1.75
 	sliceLeaves = 32 // bytes on the heap: one transfer ends in some 250 slices, and its key is remembered
 )
 

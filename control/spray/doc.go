@@ -142,7 +142,8 @@ const (
 	decayEvery   = 250 * time.Millisecond // is enough to look
 	neutralAfter = 60 * time.Second       // without a sample nothing is known
 	errorSpan    = 10 * time.Second
-	calmAfter    = 10 * time.Second // without an exclusion the next one begins with the first cooldown
+	refusalRest  = 200 * time.Millisecond // of a flow from transports that refused it badFlow times
+	calmAfter    = 10 * time.Second       // without an exclusion the next one begins with the first cooldown
 	hedgeFloor   = 2 * time.Millisecond
 	tickEvery    = 10 * time.Millisecond
 	maxTickGap   = 50 * time.Millisecond // between two Ticks; what is longer, this process was asleep

@@ -2,6 +2,7 @@ package spray
 
 import (
 	"math"
+	"slices"
 
 	"github.com/kvspray/kvspray/internal/heap"
 	"github.com/kvspray/kvspray/transfer"
@@ -39,6 +40,7 @@ type Flow struct {
 	closed  bool
 	bad     [MaxRanks]uint8 // failures by rank, up to badFlow
 	picky   bool            // one of them is at that
+	rest    Instant         // until when it does without the transports that are at that; 0: not
 }
 
 // SetPlace says where the memory of the flow lies; before anything of it is ready.
@@ -232,6 +234,31 @@ func (f *Flow) strike(r transfer.Range, pair *pair) {
 			run[i].strikes++
 		}
 	}
+}
+
+// refused remembers that a transport has refused the flow: after some times the others come first, and for a while only they. Where there is none
+// yet, at the beginning of two sidecars' acquaintance, all strikes would be spent before its first lane is up.
+func (s *Scheduler) refused(now Instant, f *Flow, rank int) {
+	f.bad[rank] = min(f.bad[rank]+1, badFlow)
+	if f.bad[rank] < badFlow {
+		return
+	}
+	if f.rest == 0 {
+		s.resting = append(s.resting, f)
+	}
+	f.picky, f.rest = true, now+refusalRest
+}
+
+// rested touches the peers of flows whose rest is over.
+func (s *Scheduler) rested(now Instant, touched func(*Peer)) {
+	s.resting = slices.DeleteFunc(s.resting, func(f *Flow) bool {
+		if now < f.rest && !f.stopped {
+			return false
+		}
+		f.rest = 0
+		touched(f.peer)
+		return true
+	})
 }
 
 // exhausted reports whether a chunk of r that no slice carries any more has failed too often to be sent again.

@@ -229,8 +229,14 @@ func randomOrder(t *testing.T, seed uint64) {
 			for _, q := range p.pairs {
 				live = live || q.live > 0
 			}
-			if live && p.waits(Background) > 0 && p.flights == 0 {
-				t.Fatalf("seed %d: %d chunks wait beside idle lanes", seed, p.waits(Background))
+			waits := p.waits(Background)
+			for _, f := range s.resting {
+				if f.peer == p {
+					waits -= int(f.Waiting())
+				}
+			}
+			if live && waits > 0 && p.flights == 0 {
+				t.Fatalf("seed %d: %d chunks wait beside idle lanes", seed, waits)
 			}
 		}
 	}
@@ -301,11 +307,16 @@ func randomOrder(t *testing.T, seed uint64) {
 	}
 	for range 200000 {
 		pull()
-		if len(sent) == 0 {
+		if len(sent) > 0 {
+			now += ms
+			end(Confirmed)
+			continue
+		}
+		if !s.Busy() {
 			break
 		}
-		now += ms
-		end(Confirmed)
+		now += tickEvery
+		s.Tick(now, func(*Peer) {})
 	}
 	fail(check(s, peers, flows))
 	for i, f := range flows {

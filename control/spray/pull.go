@@ -105,7 +105,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	}
 	// Of the best class of pairs that are usable at all, the one with room that would be done first. Mostly there is none: this is asked
 	// after each slice that was given.
-	class, usable := 1<<30, 0
+	class, usable, resting := 1<<30, 0, false
 	var best, shunned *pair
 	var score float64
 	for _, q := range p.pairs {
@@ -113,6 +113,10 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			continue
 		}
 		c := f.class(q)
+		if c >= MaxRanks && f.rest != 0 {
+			resting = true
+			continue
+		}
 		if c > class {
 			continue
 		}
@@ -133,6 +137,9 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 		}
 	}
 	if usable == 0 {
+		if resting {
+			return nil, 0
+		}
 		return s.lastResort(p), 1
 	}
 	if best == nil {

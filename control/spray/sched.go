@@ -19,6 +19,7 @@ type Scheduler struct {
 	live    int
 	seq     uint64
 	ticked  Instant                // the last Tick, or when the first slice went out since all was idle
+	resting []*Flow                // those that wait because a transport refused them
 	past    map[railName]*Counters // of pairs that are forgotten
 	down    map[railName]bool      // our rails whose links are down
 }
@@ -105,8 +106,8 @@ func (s *Scheduler) Forget(p *Peer) {
 	}
 }
 
-// Busy reports whether anything is in flight: then Tick wants to be called every TickEvery.
-func (s *Scheduler) Busy() bool { return s.live > 0 }
+// Busy reports whether anything is in flight, or rests: then Tick wants to be called every TickEvery.
+func (s *Scheduler) Busy() bool { return s.live > 0 || len(s.resting) > 0 }
 
 // Flights counts slices in flight.
 func (s *Scheduler) Flights() int { return s.live }
@@ -333,9 +334,8 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 		case v == Confirmed:
 			out.Fresh = f.land(fl.r)
 		default:
-			if v == Refused && f.bad[q.rank] < badFlow {
-				f.bad[q.rank]++
-				f.picky = f.picky || f.bad[q.rank] == badFlow
+			if v == Refused {
+				s.refused(now, f, q.rank)
 			}
 			if (v == Failed || v == Refused) && !fl.late {
 				f.strike(fl.r, q)
@@ -470,6 +470,7 @@ func (s *Scheduler) Tick(now Instant, touched func(*Peer)) {
 			s.lagging(now, q, Instant(lagFactor)*s.flights[l.head].predicted)
 		}
 	}
+	s.rested(now, touched)
 }
 
 // forgive takes the time in which this process did not run off every clock that a lane is judged by: we were silent, and what came

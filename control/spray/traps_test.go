@@ -804,6 +804,54 @@ func TestRefusalIsTheFlowsOwn(t *testing.T) {
 	}
 }
 
+// A flow that the only transport refuses waits between its tries, so that another transport has the time to come up, and goes to that at once.
+func TestRefusalsAreNotSpentAtOnce(t *testing.T) {
+	s := New(Config{})
+	p := s.Peer(transfer.Boot{1}, nil)
+	up := func(id uint64, name string) {
+		if err := s.LaneUp(0, p, LaneInfo{ID: id, Path: Path{name, "a", "b"}, Rank: int(id) - 1, SliceBytes: 1 << 20, MaxSlices: 16}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	up(1, "shm")
+	f := flow(t, s, p, 1)
+	var tries []Instant
+	now, touched := Instant(0), 0
+	for ; now < 10*sec; now += tickEvery {
+		s.Tick(now, func(*Peer) { touched++ })
+		for _, sl := range pullAll(s, p, now) {
+			tries = append(tries, now)
+			if end, _ := s.End(now, sl.Cookie, Refused); end.Exhausted {
+				now = 10 * sec
+			}
+		}
+		if now < 10*sec && !s.Busy() && len(tries) >= badFlow {
+			t.Fatal("nobody will be asked again")
+		}
+	}
+	if n := len(tries); n != DefaultMaxStrikes || tries[n-1]-tries[badFlow-1] < (DefaultMaxStrikes-badFlow)*refusalRest || touched < DefaultMaxStrikes-badFlow {
+		t.Fatalf("tries at %v, told %d times", tries, touched)
+	}
+	f.Close()
+	f = flow(t, s, p, 1)
+	for range badFlow {
+		for _, sl := range pullAll(s, p, now) {
+			s.End(now, sl.Cookie, Refused)
+		}
+	}
+	if all := pullAll(s, p, now); len(all) != 0 {
+		t.Errorf("tried again at once: %+v", all)
+	}
+	up(2, "tcp")
+	if all := pullAll(s, p, now); len(all) != 1 || all[0].Lane != 2 {
+		t.Errorf("over the transport that came: %+v", all)
+	}
+	f.Close()
+	if s.Tick(now, func(*Peer) {}); len(s.resting) != 0 {
+		t.Error("a flow that is over rests")
+	}
+}
+
 // Hedges are bounded: no more than the flow's budget, never twice, never for background.
 func TestHedgesAreBounded(t *testing.T) {
 	m := newModel(t, Config{})
