@@ -121,15 +121,23 @@ func TestNamesOfOnePeerAreBounded(t *testing.T) {
 	if connects["p:1"] != 1 {
 		t.Errorf("the name that is used all the time was reached %d times", connects["p:1"])
 	}
+	before := len(e.endpoints)
+	for i := range 2 * maxIdleNames {
+		e.PeerUp(now, fmt.Sprintf("D%d:1", i), transfer.Boot{1}) // so are ours
+	}
+	if more := len(e.endpoints) - before; more > maxIdleNames {
+		t.Errorf("%d more names of ourselves are known: at most %d", more, maxIdleNames)
+	}
 	if e.endpoints["d:1"] == nil {
 		t.Error("our own address is forgotten")
 	}
-	if p := e.peers[peer]; len(p.names) != len(e.endpoints)-1 || len(p.idle) > maxIdleNames {
-		t.Errorf("%d names, %d idle ones, %d endpoints", len(p.names), len(p.idle), len(e.endpoints))
+	if p := e.peers[peer]; len(p.names) != before-1 || len(p.idle) > maxIdleNames {
+		t.Errorf("%d names, %d idle ones, %d endpoints", len(p.names), len(p.idle), before)
 	}
+	ours := len(e.endpoints) - len(e.peers[peer].names)
 	e.PeerDown(now, peer, true)
-	if len(e.endpoints) != 1 {
-		t.Errorf("%d endpoints are left of a peer that is gone", len(e.endpoints)-1)
+	if len(e.endpoints) != ours {
+		t.Errorf("%d endpoints are left of a peer that is gone", len(e.endpoints)-ours)
 	}
 }
 
