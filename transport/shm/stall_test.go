@@ -45,7 +45,9 @@ func TestSlicesWaitForPulls(t *testing.T) {
 			from.valid = func(transfer.Range) bool { return c.valid }
 			o, g := p.bind(t, 1, from, to)
 			busy := &gated{to, make(chan struct{})}
+			p.dst.mu.Lock()
 			g.Sink = busy
+			p.dst.mu.Unlock()
 			for i := range uint32(slices) {
 				s := transport.Slice{Origin: o, Range: transfer.Range{First: i * count, Count: count}, Attempt: 1}
 				if err := p.lane.Move([]transport.Slice{s}); err != nil {
