@@ -5,6 +5,7 @@ package proxy
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -31,6 +32,7 @@ type backend struct {
 	heard    string // what its engine called its sidecar's endpoint last
 	said     string // what of it, or of the sidecar's own word, peer was compared with last
 	warning  string // why that cannot be peer
+	unasked  string // why sidecar cannot be asked
 	load     int    // requests in flight
 	failures int    // health checks in a row
 	known    bool   // the first check was made
@@ -38,6 +40,14 @@ type backend struct {
 }
 
 func (b *backend) upLocked() bool { return b.failures < downAfter && (b.known || b.failures == 0) }
+
+// warningsLocked is what whoever set the router up should look at; empty: nothing.
+func (b *backend) warningsLocked() string {
+	if b.unasked != "" && b.warning != "" {
+		return b.unasked + "; " + b.warning
+	}
+	return b.unasked + b.warning
+}
 
 func (b *backend) peerAddr() string {
 	b.mu.Lock()
@@ -160,30 +170,61 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	if err := p.get(ctx, b.url+"/health", nil); err != nil {
 		return err
 	}
-	if b.sidecar == "" {
-		b.mu.Lock()
-		heard := b.heard
-		b.mu.Unlock()
-		p.compare(ctx, b, heard)
-		return nil
+	said := ""
+	if b.sidecar != "" {
+		var err error
+		if said, err = p.ask(ctx, b); errors.Is(err, context.Canceled) {
+			return nil // the router ends
+		}
 	}
-	// A sidecar that does not answer is no reason to take the engine out: requests then go prefill first, where the engine itself
-	// says what it knows.
+	if !b.configured || b.sidecar == "" {
+		b.mu.Lock()
+		said = b.heard
+		b.mu.Unlock()
+	}
+	p.compare(ctx, b, said)
+	return nil
+}
+
+// ask asks the prefill's sidecar where it takes peers, and uses that where the operator has not said it. A sidecar that does not answer is no
+// reason to take the engine out: requests then go prefill first, where the engine itself says what it knows.
+func (p *Proxy) ask(ctx context.Context, b *backend) (string, error) {
 	var node struct {
 		Endpoint string `json:"endpoint"`
 	}
 	err := p.get(ctx, b.sidecar+"/v1/node", &node)
-	if b.configured {
-		p.compare(ctx, b, node.Endpoint)
-		return nil
+	if errors.Is(err, context.Canceled) {
+		return "", err
+	}
+	if err == nil && node.Endpoint == "" {
+		err = errors.New("its answer names no endpoint")
+	}
+	unasked := ""
+	if err != nil {
+		node.Endpoint = ""
+		costs := "until it answers, decode engines start only after the prefill"
+		if b.configured {
+			costs = "nothing checks --prefill-peer"
+		}
+		unasked = fmt.Sprintf("--prefill-sidecar %s cannot be asked (%v): %s; give the http.listen of this engine's sidecar", b.sidecar, err, costs)
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if changed := node.Endpoint != b.peer; changed {
-		p.log.Info("endpoint of the prefill's sidecar", "url", b.url, "peer", node.Endpoint, "err", err)
+	switch was := b.unasked; {
+	case unasked != "" && was == "":
+		p.log.Warn("the prefill's sidecar cannot be asked", "url", b.url, "prefill_sidecar", b.sidecar, "err", err,
+			"remedy", "give --prefill-sidecar the http.listen of this engine's sidecar, which has to run")
+	case unasked == "" && was != "":
+		p.log.Info("the prefill's sidecar answers", "url", b.url, "prefill_sidecar", b.sidecar)
 	}
-	b.peer = node.Endpoint
-	return nil
+	b.unasked = unasked
+	if !b.configured && node.Endpoint != b.peer {
+		if node.Endpoint != "" {
+			p.log.Info("endpoint of the prefill's sidecar", "url", b.url, "peer", node.Endpoint)
+		}
+		b.peer, b.said, b.warning = node.Endpoint, "", ""
+	}
+	return node.Endpoint, err
 }
 
 // hear takes an engine's word for its sidecar's endpoint. It is looked at with the next check: names are looked up for that, which no request
@@ -194,24 +235,28 @@ func (b *backend) hear(peer string) {
 	b.heard = peer
 }
 
-// compare looks whether the endpoint that the operator has configured is the one that the prefill's side names. It may be another name of it;
-// a wrong one costs each request its transfer, and nobody else would say why.
+// compare looks whether the endpoint that D is told, by the operator's word or that of the sidecar that he named, is the one that the prefill's
+// side names. It may be another name of it; a wrong one costs each request its transfer, and nobody else would say why.
 func (p *Proxy) compare(ctx context.Context, b *backend, said string) {
 	b.mu.Lock()
-	known := said == b.said
+	peer, known := b.peer, said == b.said
 	b.mu.Unlock()
-	if !b.configured || said == "" || known {
+	if peer == "" || said == "" || known {
 		return
 	}
-	same := sameEndpoint(ctx, b.peer, said)
+	same := sameEndpoint(ctx, peer, said)
 	if ctx.Err() != nil {
 		return // another time
 	}
 	warning := ""
 	if !same {
-		warning = fmt.Sprintf("--prefill-peer is %s, but this engine's sidecar calls itself %s: give --prefill-peer %s, unless both are the same",
-			b.peer, said, said)
-		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "prefill_peer", b.peer, "sidecar", said, "remedy", "--prefill-peer "+said)
+		flag, value, named, remedy := "--prefill-peer", peer, peer, "--prefill-peer "+said
+		if !b.configured {
+			flag, value, remedy = "--prefill-sidecar", b.sidecar, "--prefill-sidecar the http.listen of that one"
+			named = b.sidecar + ", which takes peers at " + peer
+		}
+		warning = fmt.Sprintf("%s is %s, but this engine's sidecar calls itself %s: give %s, unless both are the same", flag, named, said, remedy)
+		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "flag", flag, "value", value, "peer", peer, "sidecar", said, "remedy", remedy)
 	}
 	b.mu.Lock()
 	b.said, b.warning = said, warning

@@ -457,7 +457,7 @@ func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 	for _, set := range []*pool{p.prefill, p.decode} {
 		for _, b := range set.all {
 			b.mu.Lock()
-			list = append(list, state{b.role, b.url, b.upLocked(), b.load, b.peer, b.reason, b.warning})
+			list = append(list, state{b.role, b.url, b.upLocked(), b.load, b.peer, b.reason, b.warningsLocked()})
 			b.mu.Unlock()
 		}
 	}

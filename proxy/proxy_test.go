@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -614,6 +615,7 @@ func TestWrongPeerIsTold(t *testing.T) {
 		{"right", "127.0.0.2:7650", "127.0.0.2:7650", sidecar.URL, ""},
 		{"nothing said", "127.0.0.1:7650", "", "", ""},
 		{"asked for", "", "127.0.0.2:7650", sidecar.URL, ""},
+		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", which takes peers at 127.0.0.2:7650"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, d := newEngine(t, says(c.engine)), newEngine(t, answerDecode)
@@ -626,7 +628,7 @@ func TestWrongPeerIsTold(t *testing.T) {
 				until(t, "nothing was compared", func() bool {
 					b.mu.Lock()
 					defer b.mu.Unlock()
-					return b.said != "" || !b.configured && b.peer != ""
+					return b.said != ""
 				})
 			}
 			resp, err := http.Get(url + "/health")
@@ -646,6 +648,87 @@ func TestWrongPeerIsTold(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A sidecar that --prefill-sidecar names and that cannot be asked is told of once in the log, and by /health until it answers.
+func TestSidecarThatCannotBeAsked(t *testing.T) {
+	node := func(status int, body string) *httptest.Server {
+		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(status)
+			fmt.Fprint(w, body)
+		}))
+		t.Cleanup(s.Close)
+		return s
+	}
+	gone := newEngine(t, answerPrefill)
+	gone.Close()
+	for _, c := range []struct{ name, url, peer, wrong string }{
+		{"nobody listens", gone.URL, "", "connection refused"},
+		{"nobody listens to check the peer", gone.URL, "127.0.0.1:7650", "nothing checks --prefill-peer"},
+		{"something else", node(404, "{}").URL, "", "404 Not Found"},
+		{"no JSON", node(200, "hello").URL, "", "invalid character"},
+		{"no endpoint", node(200, "{}").URL, "", "its answer names no endpoint"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			var log logBuffer
+			p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.url}}, Decode: []string{d.URL},
+				Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer px.client.CloseIdleConnections()
+			b := px.prefill.all[0]
+			for range 3 {
+				if err := px.check(t.Context(), b); err != nil {
+					t.Fatalf("the engine is taken out for its sidecar: %v", err)
+				}
+			}
+			if out := log.String(); strings.Count(out, "\n") != 1 || !strings.Contains(out, "prefill_sidecar="+c.url) || !strings.Contains(out, "remedy=") {
+				t.Errorf("logged: %s", out)
+			}
+			w := httptest.NewRecorder()
+			px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
+			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong, "give the http.listen"} {
+				if !strings.Contains(w.Body.String(), want) {
+					t.Errorf("%s: no %q", w.Body, want)
+				}
+			}
+			if b.peerAddr() != c.peer {
+				t.Errorf("peer %q", b.peerAddr())
+			}
+			b.sidecar = node(200, `{"endpoint":"127.0.0.1:7650"}`).URL
+			if err := px.check(t.Context(), b); err != nil {
+				t.Fatal(err)
+			}
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			if w := b.warningsLocked(); w != "" || b.peer != "127.0.0.1:7650" {
+				t.Errorf("it answers, still: %q, peer %q", w, b.peer)
+			}
+			if strings.Count(log.String(), "\n") != 1 {
+				t.Errorf("logged: %s", log.String())
+			}
+		})
+	}
+}
+
+// logBuffer is a log that is written and read at once.
+type logBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
 }
 
 func TestLeastLoaded(t *testing.T) {
