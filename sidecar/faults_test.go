@@ -12,6 +12,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 const tokens = 2048
@@ -302,7 +303,7 @@ func TestHTTP(t *testing.T) {
 
 // With a cluster key peers prove themselves; without it, or with another one, they do not meet.
 func TestClusterKey(t *testing.T) {
-	dir := socketDir(t)
+	dir := testutil.ShortDir(t)
 	key := func(name string) func(*config.Config) {
 		path := filepath.Join(dir, name)
 		if _, err := os.Stat(path); err != nil {

@@ -21,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 )
 
@@ -37,16 +38,6 @@ type running struct {
 	stop func() error
 }
 
-func socketDir(t testing.TB) string {
-	t.Helper()
-	dir, err := os.MkdirTemp("", "kvs") // t.TempDir is too long for a socket's path
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	return dir
-}
-
 func start(t testing.TB, change func(*config.Config)) *running {
 	t.Helper()
 	return startConfig(t, testConfig(t, change))
@@ -55,7 +46,7 @@ func start(t testing.TB, change func(*config.Config)) *running {
 // testConfig is that of a node which meets only those that it is told of.
 func testConfig(t testing.TB, change func(*config.Config)) *config.Config {
 	t.Helper()
-	dir := socketDir(t)
+	dir := testutil.ShortDir(t)
 	cfg := config.Default()
 	cfg.Node = filepath.Base(dir)
 	cfg.Engine.Socket = filepath.Join(dir, "s.sock")

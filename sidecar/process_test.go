@@ -80,7 +80,7 @@ func freePorts(t testing.TB) (a, b string) {
 
 func newProcess(t testing.TB, transport string, argv ...string) *process {
 	t.Helper()
-	dir := socketDir(t)
+	dir := testutil.ShortDir(t)
 	p := &process{t: t, argv: argv, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock")}
 	p.endpoint, p.http = freePorts(t)
 	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir), "engine": map[string]any{"socket": p.socket},

@@ -5,13 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"os"
 	"strings"
 	"sync"
 	"testing"
 	"time"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/shm"
@@ -28,18 +28,9 @@ var bases = []struct {
 }{
 	{"tcp", func(tb testing.TB) transport.Backend { return newTCP(tb, tcp.Config{}) }},
 	{"tcp crc32c", func(tb testing.TB) transport.Backend { return newTCP(tb, tcp.Config{CRC32C: true}) }},
-	{"shm", func(tb testing.TB) transport.Backend { return shm.New(shm.Config{Dir: shortDir(tb), Workers: 2}) }},
-}
-
-// shortDir is a folder whose path leaves room for a socket's name: TempDir puts the names of nested tests into it.
-func shortDir(tb testing.TB) string {
-	tb.Helper()
-	dir, err := os.MkdirTemp("", "kvs")
-	if err != nil {
-		tb.Fatal(err)
-	}
-	tb.Cleanup(func() { _ = os.RemoveAll(dir) })
-	return dir
+	{"shm", func(tb testing.TB) transport.Backend {
+		return shm.New(shm.Config{Dir: testutil.ShortDir(tb), Workers: 2})
+	}},
 }
 
 func newTCP(tb testing.TB, cfg tcp.Config) transport.Backend {

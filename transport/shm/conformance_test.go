@@ -9,28 +9,32 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-func backend(tb testing.TB) transport.Backend { return New(Config{Dir: tb.TempDir(), Workers: 2}) }
+func backend(tb testing.TB) transport.Backend {
+	return New(Config{Dir: testutil.ShortDir(tb), Workers: 2})
+}
 
 func TestConformance(t *testing.T) { transporttest.Conformance(t, backend) }
 
 // With a peer that knows no pushes every slice is pulled, however small.
 func TestPulls(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return New(Config{Dir: tb.TempDir(), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesRuns}})
+		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesRuns}})
 	})
 }
 
 // With a peer that knows runs of one axis, as every one before 1.3 does.
 func TestOneAxis(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return New(Config{Dir: tb.TempDir(), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesPush}})
+		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, versions: wire.Versions{Min: wire.V(1, 0), Max: framesPush}})
 	})
 }
 
 // With as many workers as a large host has: slices of device memory are asked for by askers.
 func TestDevice(t *testing.T) {
 	transporttest.ConformanceOnDevice(t, func(_ testing.TB, d *transporttest.Device) transporttest.Factory {
-		return func(tb testing.TB) transport.Backend { return New(Config{Dir: tb.TempDir(), Workers: 8, Devices: d}) }
+		return func(tb testing.TB) transport.Backend {
+			return New(Config{Dir: testutil.ShortDir(tb), Workers: 8, Devices: d})
+		}
 	})
 }
 

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transport"
 )
 
@@ -20,7 +21,7 @@ func TestDialThatMayDoLater(t *testing.T) {
 			transport.Rail{Name: Name, Address: path})
 		return err
 	}
-	dir := t.TempDir()
+	dir := testutil.ShortDir(t)
 	// A socket with room for one connection, which nobody accepts.
 	full := filepath.Join(dir, "full")
 	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)

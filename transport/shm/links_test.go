@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/transporttest"
@@ -122,7 +123,7 @@ func TestDeviceByLinks(t *testing.T) {
 			l := newTracks(tb)
 			l.Device = d
 			tb.Cleanup(func() { carried.Add(l.lists.Load()) })
-			return New(Config{Dir: tb.TempDir(), Workers: 8, Devices: d, Links: l})
+			return New(Config{Dir: testutil.ShortDir(tb), Workers: 8, Devices: d, Links: l})
 		}
 	})
 	if n := carried.Load(); n != 0 {

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -32,7 +33,7 @@ func TestFewBytesArePushed(t *testing.T) {
 		{pushBytes + 512, 512, frames, true}, {4 << 10, 4 << 10, older, true}, {1 << 20, 4 << 10, frames, true},
 	} {
 		t.Run(fmt.Sprintf("%d bytes to %s", c.bytes, c.dst.Max), func(t *testing.T) {
-			dir := t.TempDir()
+			dir := testutil.ShortDir(t)
 			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2}), dst: newNode(t, 2, 1, Config{Dir: dir, Workers: 2, versions: c.dst})}
 			p.lane = p.dial(t)
 			from, to := newMemory(t, c.bytes, c.block, 1), newMemory(t, c.bytes, c.block, 2)
@@ -160,7 +161,7 @@ func TestHostilePush(t *testing.T) {
 		},
 	} {
 		d := dest(1 << 10)
-		d.l.b.host = newNode(t, 1, 2, Config{Dir: t.TempDir()})
+		d.l.b.host = newNode(t, 1, 2, Config{Dir: testutil.ShortDir(t)})
 		d.jobs[7] = &job{l: d.l, tag: 7}
 		var err error
 		for p := frames(7); len(p) > 0 && err == nil; {

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -143,7 +144,7 @@ func TestRegularMemory(t *testing.T) {
 	}{{"both know rows", frames, frames, mem.BothAxes}, {"the source is older", wire.Lanes, frames, mem.NoAxis}, {"the destination is older", frames, wire.Lanes, mem.NoAxis},
 		{"the source knows no rows", oneAxis, frames, mem.OneAxis}, {"the destination knows no rows", frames, oneAxis, mem.OneAxis}} {
 		t.Run(c.name, func(t *testing.T) {
-			dir := t.TempDir()
+			dir := testutil.ShortDir(t)
 			p := &pair{src: newNode(t, 1, 2, Config{Dir: dir, Workers: 2, versions: c.src}),
 				dst: newNode(t, 2, 1, Config{Dir: dir, Workers: 2, versions: c.dst})}
 			p.lane = p.dial(t)

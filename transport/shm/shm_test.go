@@ -12,6 +12,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -152,7 +153,7 @@ type pair struct {
 
 func newPair(tb testing.TB, cfg Config) *pair {
 	if cfg.Dir == "" {
-		cfg.Dir = tb.TempDir()
+		cfg.Dir = testutil.ShortDir(tb)
 	}
 	p := &pair{src: newNode(tb, 1, 2, cfg), dst: newNode(tb, 2, 1, cfg)}
 	p.lane = p.dial(tb)
