@@ -19,6 +19,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -126,6 +127,8 @@ func (n *Node) connectFailed(endpoint string, err error) {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		err = fmt.Errorf("%w: %w", exec.ErrNobody, err)
+	case errors.Is(err, peer.ErrUnsafe):
+		err = fmt.Errorf("%w: %w", exec.ErrNever, err)
 	case strings.Contains(err.Error(), "HTTP/1.1 header"): // of an error of gRPC's that has no type
 		err = fmt.Errorf("%w: an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651): %w", exec.ErrNobody, err)
 	}

@@ -265,6 +265,17 @@ func TestSourceSidecarIsGoneForGood(t *testing.T) {
 	}
 }
 
+// An address that the configuration forbids is not waited for.
+func TestForbiddenAddress(t *testing.T) {
+	s, _, d, _, dw := pair(t, 4, 0)
+	s.never = "q:1"
+	l := d.expect(dw, 1, testKey(3, 1), "q:1", 64, 0, 20*sec)
+	s.rest(100 * time.Millisecond)
+	if wantStatus(t, l, StatusExpired); !strings.Contains(l.done.Reason, ErrNever.Error()) {
+		t.Errorf("reason %q", l.done.Reason)
+	}
+}
+
 // However many requests name an address at which nobody listens, it is tried ten times in two seconds.
 func TestManyWaitForOneTry(t *testing.T) {
 	s, _, d, _, dw := pair(t, 4, 0)

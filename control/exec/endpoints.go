@@ -215,7 +215,8 @@ func (e *Exec) serve(now Instant, ep *endpoint) {
 }
 
 // ConnectFailed ends a Connect without a peer. Those who wait for it try again until their own time is over, or until it is plain that
-// nobody listens at that address (ErrNobody): a wrong address must not cost each request all its patience, nor a sidecar that died.
+// nobody listens at that address (ErrNobody), or it is not allowed (ErrNever): a wrong address must not cost each request all its patience, nor a
+// sidecar that died.
 func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	ep := e.endpoints[addr]
 	if ep == nil {
@@ -233,7 +234,7 @@ func (e *Exec) ConnectFailed(now Instant, addr string, err error) {
 	if ep.refused++; !errors.Is(err, ErrNobody) {
 		ep.refused = 0
 	}
-	if ep.refused >= maxRefused {
+	if ep.refused >= maxRefused || errors.Is(err, ErrNever) {
 		e.nobody(now, ep, err)
 	}
 	if !ep.wanted() {

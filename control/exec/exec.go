@@ -25,6 +25,9 @@ const (
 // ErrNobody is wrapped by what ConnectFailed is told where it is plain that nobody listens at the address.
 var ErrNobody = errors.New("connection refused")
 
+// ErrNever is wrapped where no later try of this process can end otherwise, for its configuration forbids the address.
+var ErrNever = errors.New("not allowed")
+
 // Exec is one executor. Its methods must not be called concurrently.
 type Exec struct {
 	cfg       Config

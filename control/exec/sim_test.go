@@ -55,6 +55,7 @@ type sim struct {
 	queue    simQueue
 	nodes    map[transfer.Boot]*simNode
 	byAddr   map[string]*simNode
+	never    string // an address that nobody may dial
 	lanes    uint64
 	faults   float64 // probability of anything bad
 	trace    []string
@@ -281,6 +282,10 @@ func (n *simNode) perform(a *Action) {
 		s.after(s.delay(5*time.Millisecond), func() {
 			n.event(func() {
 				p := s.byAddr[addr]
+				if addr == s.never {
+					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", ErrNever))
+					return
+				}
 				if p == nil || p.dead {
 					n.ex.ConnectFailed(s.now, addr, fmt.Errorf("connect: %w", ErrNobody))
 					return
