@@ -37,7 +37,7 @@ sys.path.insert(0, str(HERE))
 
 from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from resident import Resident  # noqa: E402
-from servers import BLOCK, MODEL_NAME, PAGE_BYTES, Process, Server, kvspray_config  # noqa: E402
+from servers import BLOCK, MODEL_NAME, PAGE_BYTES, Process, Server, end_on_signals, kvspray_config  # noqa: E402
 
 from kvspray.machine import machine  # noqa: E402
 
@@ -276,7 +276,7 @@ def show(r: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    end_on_signals()
     try:
         sys.exit(main())
     except Failed as err:

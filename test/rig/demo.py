@@ -21,7 +21,6 @@ import os
 import pathlib
 import random
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +34,7 @@ sys.path.insert(0, str(HERE))
 
 from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from resident import Resident  # noqa: E402
-from servers import BLOCK, PAGE_BYTES, Answer, Proxy, Server, complete, give_up, kvspray_config  # noqa: E402
+from servers import BLOCK, PAGE_BYTES, Answer, Proxy, Server, complete, deaf, end_on_signals, give_up, kvspray_config  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
 LOGS = BUILD / "demo"
@@ -44,6 +43,7 @@ TOKEN_BYTES = 4 * PAGE_BYTES // BLOCK  # in four layers; a block that is not ful
 FLIPPER = ROOT / ".build" / "bin" / "wireflip"
 FLIP_FRAME = 3  # the data frame that is changed
 MODES = ("concurrent", "prefill-first")
+TRANSPORTS = ("tcp", "shm")
 FEW = ("65 tokens", "513 tokens", "1024 tokens", "2048 tokens", "a list of prompts")  # what a pass with a flipped bit sends
 HASH_KEYS = ("xfer", "hash", "dest", "group", "layer", "block")
 EARLY_TOKENS = 8 * STEP_TOKENS  # prompts that take eight prefill steps or more
@@ -113,9 +113,7 @@ class Demo:
         LOGS.mkdir(parents=True)
         # Unix sockets have short names; a checkout may have a long one.
         self.run = pathlib.Path(tempfile.mkdtemp(prefix="kvs-demo-"))
-        self.transport = os.environ.get("TRANSPORT", "tcp")
-        if self.transport not in ("tcp", "shm"):
-            raise Failed(f"TRANSPORT={self.transport}: want tcp or shm")
+        self.transport = os.environ.get("TRANSPORT", TRANSPORTS[0])
         self.sidecars: list[Sidecar] = []
         self.flipper: subprocess.Popen[str] | None = None
         self.proxies: dict[str, Proxy] = {}
@@ -442,53 +440,62 @@ def one_pass(demo: Demo, integrity: str, flip: bool) -> Verdict:
     return v
 
 
+def passes(demo: Demo, levels: list[str], flip: bool) -> list[bool]:
+    """One pass per level; whether each had problems."""
+    colours = []
+    for i, integrity in enumerate(levels):
+        demo.start_sidecars(integrity, flip)
+        if i == 0:
+            demo.start_engines()
+        demo.wait_sessions()
+        v = one_pass(demo, integrity, flip)
+        if flip:
+            flipped = [line for line in (LOGS / f"flip.{integrity}.jsonl").read_text().splitlines() if '"flipped"' in line]
+            say(f"on the wire: {flipped or 'nothing was flipped'}")
+            if len(flipped) != 1:
+                v.fail(f"{len(flipped)} bits were flipped on the wire, want one: the case has lost its point")
+            want = 1 if integrity == "on" else 0
+            if (v.refused, v.retries) != (want, want):
+                v.fail(f"{v.refused} slices refused and {v.retries} retried, want {want} of each")
+        v.show()
+        for problem in v.problems[:12]:
+            print(f"  {RED}{problem}{PLAIN}")
+        case = f"transport {demo.transport}, integrity {integrity}{', one bit flipped' if flip else ''}"
+        print(f"{BOLD}{mark(not v.problems, 'GREEN', 'RED')}{PLAIN}  {case}\n", flush=True)
+        colours.append(bool(v.problems))
+    return colours
+
+
 def main() -> int:
     flip = "--flip" in sys.argv[1:] or os.environ.get("FLIP", "") not in ("", "0")
     wanted = os.environ.get("INTEGRITY", "")
     if wanted not in ("", "on", "off"):
         print(f"INTEGRITY={wanted}: want on or off", file=sys.stderr)
         return 2
+    if (transport := os.environ.get("TRANSPORT", TRANSPORTS[0])) not in TRANSPORTS:
+        print(f"TRANSPORT={transport}: want {' or '.join(TRANSPORTS)}", file=sys.stderr)
+        return 2
     levels = [wanted] if wanted else (["off", "on"] if flip else ["on"])
     build()
     demo = Demo()
-    status, colours = 0, []
     try:
-        for i, integrity in enumerate(levels):
-            demo.start_sidecars(integrity, flip)
-            if i == 0:
-                demo.start_engines()
-            demo.wait_sessions()
-            v = one_pass(demo, integrity, flip)
-            if flip:
-                flipped = [line for line in (LOGS / f"flip.{integrity}.jsonl").read_text().splitlines() if '"flipped"' in line]
-                say(f"on the wire: {flipped or 'nothing was flipped'}")
-                if len(flipped) != 1:
-                    v.fail(f"{len(flipped)} bits were flipped on the wire, want one: the case has lost its point")
-                want = 1 if integrity == "on" else 0
-                if (v.refused, v.retries) != (want, want):
-                    v.fail(f"{v.refused} slices refused and {v.retries} retried, want {want} of each")
-            v.show()
-            for problem in v.problems[:12]:
-                print(f"  {RED}{problem}{PLAIN}")
-            case = f"transport {demo.transport}, integrity {integrity}{', one bit flipped' if flip else ''}"
-            print(f"{BOLD}{mark(not v.problems, 'GREEN', 'RED')}{PLAIN}  {case}\n", flush=True)
-            status = max(status, 1 if v.problems else 0)
-            colours.append(bool(v.problems))
+        try:
+            colours = passes(demo, levels, flip)
+        finally:
+            deaf()  # in a block of its own: a signal that comes just before it still meets the other one
     finally:
         say("stopping everything")
         demo.stop()
     say(f"logs and traces: {LOGS}")
     if levels == ["off", "on"] and colours == [True, False]:
         say("as it has to be: red where nobody checks, green where the damage is noticed; the exit status is that of the red one")
-    return status
+    return 1 if any(colours) else 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is stopped
+    end_on_signals()
     try:
         sys.exit(main())
     except Failed as err:
         print(f"demo: {err}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 from typing import Any
@@ -37,6 +38,26 @@ BLOCK, PAGE_BYTES = 32, 16384  # tokens, and bytes of one layer
 
 def venv_python(build: pathlib.Path, nixl: bool = False) -> pathlib.Path:
     return build / ("venv-nixl" if nixl else "venv") / "bin" / "python"
+
+
+ENDING = (signal.SIGTERM, signal.SIGINT)
+
+
+def deaf() -> None:
+    """Signals that end a program are ignored from here on: what it started is being stopped, and half of it would live on."""
+    for sig in ENDING:
+        signal.signal(sig, signal.SIG_IGN)
+
+
+def end_on_signals() -> None:
+    """The first signal ends the program by way of its finally blocks. `timeout make` sends two within milliseconds, its own and make's."""
+
+    def end(sig: int, _: object) -> None:
+        deaf()
+        sys.exit(128 + sig)
+
+    for sig in ENDING:
+        signal.signal(sig, end)
 
 
 class Process:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demonstration does when it is not let through to its end; no engine starts."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import cluster as rig
+
+DEMO = rig.ROOT / "test" / "rig" / "demo.py"
+
+# The demonstration with things that take their time to start and to stop.
+SLOW = f"""
+import sys, time
+sys.path.insert(0, {str(DEMO.parent)!r})
+import demo
+
+class Slow(demo.Demo):
+    def __init__(self): pass
+    def start_sidecars(self, *_):
+        print("starting", flush=True)
+        time.sleep(60)
+    def stop(self):
+        print("half is stopped", flush=True)
+        time.sleep(0.5)
+        print("all is stopped", flush=True)
+
+demo.build, demo.Demo = lambda: None, Slow
+demo.end_on_signals()
+sys.exit(demo.main())
+"""
+
+
+def test_signals_while_everything_stops() -> None:
+    for first in (signal.SIGTERM, signal.SIGINT):
+        with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True) as proc:
+            assert proc.stdout is not None
+            try:
+                for line in proc.stdout:
+                    if "starting" in line:
+                        proc.send_signal(first)
+                        proc.send_signal(first)
+                    if "half is stopped" in line:
+                        proc.send_signal(signal.SIGINT)
+                        proc.send_signal(signal.SIGTERM)
+                    if "all is stopped" in line:
+                        break
+                else:
+                    raise AssertionError(f"{first.name}: it ended before everything was stopped")
+                assert proc.wait(30) == 128 + first
+            finally:
+                proc.kill()
+
+
+def test_a_wrong_transport_is_refused_first(tmp_path: pathlib.Path) -> None:
+    env = {**os.environ, "TRANSPORT": "ucx", "TMPDIR": str(tmp_path), "KVSPRAY_BUILD": str(tmp_path / "build")}
+    got = subprocess.run([sys.executable, str(DEMO)], env=env, capture_output=True, text=True, timeout=60)
+    assert (got.returncode, got.stdout, got.stderr) == (2, "", "TRANSPORT=ucx: want tcp or shm\n")
+    assert list(tmp_path.iterdir()) == []
