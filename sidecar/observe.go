@@ -212,7 +212,7 @@ func newLines(what, path string, log *slog.Logger) (*lines, error) {
 	}
 	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o600)
 	if err != nil {
-		return nil, fmt.Errorf("sidecar: %s: %w", what, err)
+		return nil, fmt.Errorf("sidecar: %s: %w: let this user write there, or name another path", what, err)
 	}
 	return &lines{f: f, log: log}, nil
 }

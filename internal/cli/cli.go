@@ -147,6 +147,21 @@ func inFolder(flag, path string) error {
 	return nil
 }
 
+// readyFile is inFolder for a file that writeReady will put there, and tries whether it can: a script that waits for the file would wait for ever.
+func readyFile(path string) error {
+	if err := inFolder("ready-file", path); err != nil || path == "" {
+		return err
+	}
+	tmp, err := os.CreateTemp(filepath.Dir(path), readyTemp)
+	if err == nil {
+		err = errors.Join(tmp.Close(), os.Remove(tmp.Name()))
+	}
+	if err != nil {
+		return mistake.Errorf("--ready-file %q: %w: name one in a folder where this user may make files", path, err)
+	}
+	return nil
+}
+
 // checkFiles looks at the files that a configuration names, and tries the keys and certificates among them.
 func checkFiles(c *config.Config) error {
 	if err := c.CheckFiles(); err != nil {

@@ -127,6 +127,23 @@ func TestReadyFile(t *testing.T) {
 	if err := writeReady(filepath.Join(t.TempDir(), "none", "ready"), nil); err == nil || !strings.Contains(err.Error(), "--ready-file") {
 		t.Error(err)
 	}
+	dir := t.TempDir()
+	for d, mode := range map[string]os.FileMode{filepath.Dir(dir): 0o755, dir: 0o555} {
+		if err := os.Chmod(d, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	testutil.AsNobody(t, func() {
+		if err := readyFile(filepath.Join(dir, "ready")); err == nil || !strings.Contains(err.Error(), "name one in a folder where this user may make files") {
+			t.Error(err)
+		}
+	})
+	if err := readyFile(path); err != nil {
+		t.Error(err)
+	}
+	if left, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".ready-*")); err != nil || len(left) > 0 {
+		t.Errorf("left behind: %v, %v", left, err)
+	}
 }
 
 // What the pod examples tell the binary is what it takes.

@@ -60,7 +60,7 @@ When the prefill engine fails, the decode engine does the prefill itself.`,
 			if body < 1 {
 				return mistake.Errorf("--max-body %d: want a number of bytes, for instance %d", body, proxy.DefaultBodyBytes)
 			}
-			if err := inFolder("ready-file", ready); err != nil {
+			if err := readyFile(ready); err != nil {
 				return err
 			}
 			log := newLog(cmd.ErrOrStderr(), severity, format)
@@ -120,6 +120,8 @@ func proxyConfig(prefill, peers, sidecars, decode []string) (proxy.Config, error
 	return cfg, nil
 }
 
+const readyTemp = ".ready-*" // what a ready file is called while it is written
+
 // writeReady puts addresses into a file at once, so that a script that sees the file sees all of it.
 func writeReady(path string, addrs map[string]string) error {
 	if path == "" {
@@ -129,7 +131,7 @@ func writeReady(path string, addrs map[string]string) error {
 	if err != nil {
 		return err
 	}
-	tmp, err := os.CreateTemp(filepath.Dir(path), ".ready-*")
+	tmp, err := os.CreateTemp(filepath.Dir(path), readyTemp)
 	if err != nil {
 		return fmt.Errorf("--ready-file %s: %w", path, err)
 	}

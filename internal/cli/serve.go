@@ -37,7 +37,7 @@ SIGTERM drains: no new leases are taken, those open run on, for at most drain.ti
 			if err := checkFiles(cfg); err != nil {
 				return err
 			}
-			if err := inFolder("ready-file", ready); err != nil {
+			if err := readyFile(ready); err != nil {
 				return err
 			}
 			reg := prometheus.NewRegistry()

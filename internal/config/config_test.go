@@ -14,6 +14,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 var ignoreOrigin = cmpopts.IgnoreUnexported(Config{})
@@ -332,6 +334,36 @@ func TestCheckFiles(t *testing.T) {
 	c.Peer.ClusterKeyFile = ""
 	c.Peer.TLS = TLS{Cert: key, Key: key, CA: filepath.Join(dir, "none")}
 	wantErr("peer.tls.ca")
+}
+
+// What this user may not read or write is said by the check: the start would end there.
+func TestCheckFilesOfAnother(t *testing.T) {
+	dir := t.TempDir()
+	closed := t.TempDir()
+	for d, mode := range map[string]os.FileMode{filepath.Dir(dir): 0o755, dir: 0o555, closed: 0} { // so that others come to dir
+		if err := os.Chmod(d, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	testutil.AsNobody(t, func() {
+		for set, want := range map[string]string{
+			"trace.transfers=" + filepath.Join(dir, "x.json"):     "cannot be written: permission denied",
+			"trace.block_hashes=" + filepath.Join(dir, "x"):       "let this user write there",
+			"trace.transfers=" + dir:                              "a directory stands there",
+			"trace.transfers=/dev/null":                           "",
+			"peer.cluster_key_file=" + filepath.Join(dir, "k"):    "no such file",
+			"peer.cluster_key_file=" + filepath.Join(closed, "k"): "let this user read it",
+		} {
+			c, err := Load("", set)
+			if err != nil {
+				t.Errorf("%s: %v", set, err)
+				continue
+			}
+			if err := c.CheckFiles(); (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+				t.Errorf("%s: %v, want %q", set, err, want)
+			}
+		}
+	})
 }
 
 func TestLoadFile(t *testing.T) {

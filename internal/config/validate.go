@@ -6,6 +6,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -308,26 +309,40 @@ func (c *Config) CheckFiles() error {
 	if t := c.Peer.TLS; t.Set() {
 		v.secret("peer.tls.key", t.Key, "make one with 'kvspray keygen node'")
 		if _, err := tls.LoadX509KeyPair(t.Cert, t.Key); err != nil {
-			v.check(false, "peer.tls.cert", t.Cert, err.Error(), "make a pair with 'kvspray keygen node'")
+			v.unread("peer.tls.cert", t.Cert, err, "make a pair with 'kvspray keygen node'")
 		}
 		if _, err := os.Stat(t.CA); err != nil {
-			v.check(false, "peer.tls.ca", t.CA, err.Error(), "make one with 'kvspray keygen ca'")
+			v.unread("peer.tls.ca", t.CA, err, "make one with 'kvspray keygen ca'")
 		}
 	}
-	for key, p := range map[string]string{"trace.transfers": c.Trace.Transfers, "trace.block_hashes": c.Trace.BlockHashes} {
-		if p == "" {
+	for _, f := range []struct{ key, path string }{{"trace.transfers", c.Trace.Transfers}, {"trace.block_hashes", c.Trace.BlockHashes}} {
+		if f.path == "" {
 			continue
 		}
-		st, err := os.Stat(filepath.Dir(p))
-		v.check(err == nil && st.IsDir(), key, p, "its directory is not there", "make it, or name another path")
+		st, err := os.Stat(filepath.Dir(f.path))
+		if err != nil || !st.IsDir() {
+			v.check(false, f.key, f.path, "its directory is not there", "make it, or name another path")
+		} else if st, err := os.Stat(f.path); err == nil && st.IsDir() {
+			v.check(false, f.key, f.path, "a directory stands there", "name a file in it")
+		} else if err := Writable(f.path); err != nil {
+			v.check(false, f.key, f.path, "cannot be written: "+err.Error(), "let this user write there, or name another path")
+		}
 	}
 	return errors.Join(v.errs...)
+}
+
+// unread is what keeps a file from being read: one that is there, but not for us, need not be made.
+func (v *checker) unread(key, path string, err error, remedy string) {
+	if errors.Is(err, fs.ErrPermission) {
+		remedy = "let this user read it: chown it, or 0440 for a group of the user's"
+	}
+	v.check(false, key, path, err.Error(), remedy)
 }
 
 func (v *checker) secret(key, path, remedy string) {
 	st, err := os.Stat(path)
 	if err != nil {
-		v.check(false, key, path, err.Error(), remedy)
+		v.unread(key, path, err, remedy)
 		return
 	}
 	v.check(st.Mode().IsRegular() && st.Size() >= minKeyBytes, key, path, "not a key file", remedy)

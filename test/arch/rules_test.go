@@ -50,7 +50,7 @@ var rules = []rule{
 			"internal/metrics", "internal/topo", "internal/version", "layout", "parseblock", "transfer", "transport", "transport/gdr", "transport/shm", "transport/stage", "transport/tcp"},
 		ext: []string{extProm, extSys, extSync, extBack}},
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
-		ext: []string{extYAML}},
+		ext: []string{extSys, extYAML}},
 	{dir: "internal/doctor", why: "tries what the host offers by itself, so that it works where the parts do not",
 		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/topo", "internal/verbs"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/explain", why: "describes and plans with the code that plans transfers; knows no engine and no wire",

@@ -25,6 +25,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"math/big"
 	"net"
 	"os"
@@ -384,6 +385,9 @@ func readSecret(path, remedy string) ([]byte, error) { return read(path, true, r
 
 func read(path string, secret bool, remedy string) ([]byte, error) {
 	f, err := os.Open(path)
+	if errors.Is(err, fs.ErrPermission) {
+		remedy = "let this user read it: chown it, or 0440 for a group of the user's"
+	}
 	if err != nil {
 		if remedy != "" {
 			return nil, fmt.Errorf("keys: read %s: %w: %s", path, err, remedy)

@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // shake runs a handshake of two ends over loopback.
@@ -130,6 +132,15 @@ func TestBadFiles(t *testing.T) {
 	if _, err := LoadCluster(path + "x"); err == nil || !strings.Contains(err.Error(), "keygen cluster") {
 		t.Error(err)
 	}
+	// One that is there for another user need not be made again.
+	if err := os.Chmod(path, 0); err != nil {
+		t.Fatal(err)
+	}
+	testutil.AsNobody(t, func() {
+		if _, err := LoadCluster(path); err == nil || !strings.Contains(err.Error(), "let this user read it") || strings.Contains(err.Error(), "keygen") {
+			t.Error(err)
+		}
+	})
 }
 
 func TestFiles(t *testing.T) {

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"errors"
+	"io/fs"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// Writable reports why this process could not open a file for writing, or make it; nil if it could. It makes nothing.
+func Writable(path string) error {
+	err := access(path, unix.W_OK)
+	if errors.Is(err, fs.ErrNotExist) {
+		return access(filepath.Dir(path), unix.W_OK|unix.X_OK)
+	}
+	return err
+}
+
+// access asks for the user and the capabilities that an open would be judged by.
+func access(path string, mode uint32) error {
+	return unix.Faccessat(unix.AT_FDCWD, path, mode, unix.AT_EACCESS)
+}
