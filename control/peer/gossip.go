@@ -4,9 +4,11 @@ package peer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -25,6 +27,8 @@ const (
 	probeInterval  = 2 * time.Second
 	joinFirst      = 200 * time.Millisecond
 	joinMax        = 30 * time.Second
+	joinDial       = 3 * time.Second
+	joinPatience   = 5 * time.Second // until a member that does not answer is missed
 )
 
 // gossip is memberlist with our metadata. A nil gossip is one that is off.
@@ -90,7 +94,7 @@ func startGossip(opt Options, endpoint string) (*gossip, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	out := &gossip{list: list, stop: stop}
 	if len(g.Join) > 0 {
-		out.wg.Go(func() { out.join(ctx, g.Join, opt.Log) })
+		out.wg.Go(func() { joinAll(ctx, g.Join, out.ask, opt.Log) })
 	}
 	return out, nil
 }
@@ -107,17 +111,49 @@ func splitAddr(s string) (string, int, error) {
 	return host, int(port), nil
 }
 
-// join asks until one answers.
-func (g *gossip) join(ctx context.Context, addrs []string, log *slog.Logger) {
+// ask joins one address. memberlist's own dial cannot be interrupted, so that one of ours finds out before whether anybody is there.
+func (g *gossip) ask(ctx context.Context, addr string) error {
+	c, err := (&net.Dialer{Timeout: joinDial}).DialContext(ctx, "tcp", addr)
+	if err != nil {
+		return err
+	}
+	_ = c.Close() // nothing was sent
+	n, err := g.list.Join([]string{addr})
+	if n == 0 && err == nil {
+		return errors.New("the name has no address")
+	}
+	if n > 0 {
+		return nil // at one address of the name
+	}
+	return err
+}
+
+// joinAll asks each address until it answers. Members start at the same time, so that one is missed only after a while; this is then said once.
+func joinAll(ctx context.Context, addrs []string, ask func(context.Context, string) error, log *slog.Logger) {
 	wait := backoff.NewExponentialBackOff()
 	wait.InitialInterval, wait.MaxInterval = joinFirst, joinMax
 	wait.Reset()
+	start, missed := time.Now(), map[string]bool{}
+	left := slices.Clone(addrs)
 	for {
-		n, err := g.list.Join(addrs)
-		if n > 0 {
+		left = slices.DeleteFunc(left, func(a string) bool {
+			if ctx.Err() != nil {
+				return false
+			}
+			err := ask(ctx, a)
+			switch {
+			case err == nil && missed[a]:
+				log.Info("gossip: the member that did not answer is joined", "join", a)
+			case err != nil && ctx.Err() == nil && !missed[a] && time.Since(start) >= joinPatience:
+				missed[a] = true
+				log.Warn("gossip: a member cannot be joined; it is asked again until it answers", "join", a, "err", err,
+					"remedy", "start it, or correct peer.gossip.join: it names the peer.gossip.listen of others, which hold the same key")
+			}
+			return err == nil
+		})
+		if len(left) == 0 {
 			return
 		}
-		log.Debug("gossip: nobody answers yet", "join", addrs, "err", err)
 		t := time.NewTimer(wait.NextBackOff())
 		select {
 		case <-t.C:

@@ -64,7 +64,7 @@ func (t TLS) Set() bool { return t.Cert != "" || t.Key != "" || t.CA != "" }
 type Gossip struct {
 	Listen    string   `yaml:"listen" unit:"host:port or off" doc:"UDP and TCP address of the membership protocol. Port 0 takes a free one. On loopback it is opened only where there are members to join. 'off': peers are only known by the endpoints that requests carry."`
 	Advertise string   `yaml:"advertise" unit:"host:port" doc:"Address that members are told, if it differs from the bound one." default:"the bound address"`
-	Join      []string `yaml:"join" unit:"host:port list" doc:"Members to ask at start; retried until one answers."`
+	Join      []string `yaml:"join" unit:"host:port list" doc:"Members to ask at start; each is retried until it answers."`
 }
 
 // Transports selects and tunes the backends.
