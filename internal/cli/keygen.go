@@ -95,6 +95,11 @@ func keygenNode() *cobra.Command {
 			if name == "" || len(hosts) == 0 {
 				return usage(errors.New("--name and --host are needed: the node's name, and every name or address that peers dial"))
 			}
+			for _, h := range hosts {
+				if err := keys.Host(h); err != nil {
+					return usage(fmt.Errorf("--host %w", err))
+				}
+			}
 			if filepath.Base(name) != name {
 				return usage(fmt.Errorf("--name %q is not a plain name", name))
 			}

@@ -29,6 +29,7 @@ import (
 	"math/big"
 	"net"
 	"os"
+	"strings"
 	"time"
 )
 
@@ -188,6 +189,48 @@ func leafTemplate(name string, hosts []string, from, until time.Time) (*x509.Cer
 	return t, nil
 }
 
+// Lengths that DNS allows, in bytes.
+const (
+	maxName  = 253
+	maxLabel = 63
+)
+
+// Host checks a name or address that peers dial. No peer could ever verify one that is neither, and it would be noticed only there.
+func Host(h string) error {
+	wrong := func(why string) error {
+		return fmt.Errorf("%q: %s: write an IP address, or a DNS name, without a port", h, why)
+	}
+	if net.ParseIP(h) != nil {
+		return nil
+	}
+	if h == "" || len(h) > maxName {
+		return wrong(fmt.Sprintf("a name has 1 to %d characters", maxName))
+	}
+	labels := strings.Split(h, ".")
+	if labels[0] == "*" && len(labels) > 2 {
+		labels = labels[1:] // one level of any name, as certificates have it
+	}
+	for _, l := range labels {
+		switch {
+		case l == "" || len(l) > maxLabel:
+			return wrong(fmt.Sprintf("what stands between dots has 1 to %d characters", maxLabel))
+		case strings.ContainsFunc(l, notOfName):
+			return wrong("a name is made of letters, digits, hyphens and dots")
+		case l[0] == '-' || l[len(l)-1] == '-':
+			return wrong("what stands between dots neither begins nor ends with a hyphen")
+		}
+	}
+	if !strings.ContainsFunc(labels[len(labels)-1], func(r rune) bool { return r < '0' || r > '9' }) {
+		return wrong("it looks like an IP address and is none") // no top-level domain is a number
+	}
+	return nil
+}
+
+// notOfName reports what a label cannot hold. An underscore is no letter of host names, but in use.
+func notOfName(r rune) bool {
+	return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && r != '-' && r != '_'
+}
+
 // Credentials authenticate this node to peers and peers to it.
 type Credentials struct {
 	cert   tls.Certificate
@@ -307,6 +350,11 @@ func WriteAuthority(certPath, keyPath string, now time.Time, valid time.Duration
 func WriteNode(caCertPath, caKeyPath, certPath, keyPath, node string, hosts []string, now time.Time, valid time.Duration) error {
 	if node == "" || len(hosts) == 0 {
 		return fmt.Errorf("keys: issue certificate: node %q, hosts %q: name the node and every host or address that peers dial", node, hosts)
+	}
+	for _, h := range hosts {
+		if err := Host(h); err != nil {
+			return fmt.Errorf("keys: issue certificate of %s: host %w", node, err)
+		}
 	}
 	certPEM, err := read(caCertPath, false, "make one with 'kvspray keygen ca', or name it with --ca")
 	if err != nil {

@@ -143,6 +143,34 @@ func TestBadFiles(t *testing.T) {
 	})
 }
 
+func TestHost(t *testing.T) {
+	long := strings.Repeat("a", 63)
+	for _, h := range []string{"10.0.0.1", "::1", "fe80::1", "a", "prefill-0", "prefill-0.llm", "a_b.example", "1a.2b.3c", "10.example", "*.prefill.svc", long + "." + long, "xn--bcher-kva.example"} {
+		if err := Host(h); err != nil {
+			t.Error(err)
+		}
+	}
+	for h, want := range map[string]string{
+		"": "1 to 253", "a b": "letters, digits", " a": "letters, digits", "a,b": "letters, digits", "10.0.0.300": "looks like an IP", "10.0.0": "looks like an IP", "1": "looks like an IP",
+		"010.0.0.1": "looks like an IP", "10.0.0.1:7650": "without a port", "[::1]": "letters, digits", "fe80::1%eth0": "letters, digits", "::g": "letters, digits",
+		"a..b": "1 to 63", "a.": "1 to 63", ".a": "1 to 63", "-a.b": "hyphen", "a-.b": "hyphen", long + "a": "1 to 63", strings.Repeat("a.", 127) + "a": "1 to 253", "*": "letters, digits",
+		"*.com": "letters, digits", "a.*.b": "letters, digits", "b\u00fccher.example": "letters, digits", "a\x00b": "letters, digits", "10.0.0.0/8": "letters, digits",
+	} {
+		if err := Host(h); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want %q", h, err, want)
+		}
+	}
+	d := t.TempDir()
+	p := func(s string) string { return filepath.Join(d, s) }
+	if err := WriteAuthority(p("ca"), p("ca-key"), time.Now(), time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	err := WriteNode(p("ca"), p("ca-key"), p("n"), p("n-key"), "n", []string{"10.0.0.1", "10.0.0.300"}, time.Now(), time.Minute)
+	if _, none := os.Stat(p("n-key")); err == nil || !strings.Contains(err.Error(), "10.0.0.300") || none == nil {
+		t.Errorf("%v, %v", err, none)
+	}
+}
+
 func TestFiles(t *testing.T) {
 	d := t.TempDir()
 	p := func(s string) string { return filepath.Join(d, s) }
