@@ -129,6 +129,15 @@ func TestUnits(t *testing.T) {
 	}
 }
 
+// A limit is named only to who goes beyond it: the callers' own are lower.
+func TestSizesRefused(t *testing.T) {
+	for text, limit := range map[string]bool{"64MB": false, "": false, "-1": false, "0": false, "16385GiB": true, "17592186044417": true} {
+		if _, err := ParseSize(text); err == nil || strings.Contains(err.Error(), "16384GiB") != limit {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+}
+
 func TestConditions(t *testing.T) {
 	var faults []Fault
 	for _, s := range []string{"1s:rail0:down", "2s:rail0:rate=1/4", "3s:rail0:up", "4s:all:drop", "5s:rail0:flap=300ms", "6s:rail0:up", "7s:rail0:heal"} {

@@ -82,8 +82,11 @@ func ParseSize(s string) (int64, error) {
 		}
 	}
 	v, err := strconv.ParseInt(num, 10, 64)
-	if err != nil || v <= 0 || v > maxSize>>shift {
-		return 0, fmt.Errorf("%q: want a size such as 16KiB or 256MiB, at most %s", s, FormatSize(maxSize))
+	if err != nil || v <= 0 {
+		return 0, fmt.Errorf("%q: want a size such as 16KiB or 256MiB", s)
+	}
+	if v > maxSize>>shift {
+		return 0, fmt.Errorf("%q: more than %s", s, FormatSize(maxSize))
 	}
 	return v << shift, nil
 }

@@ -366,6 +366,18 @@ func TestCheckFilesOfAnother(t *testing.T) {
 	})
 }
 
+// A unit alone is no remedy.
+func TestNumberRefused(t *testing.T) {
+	for set, want := range map[string]string{
+		"engine.max_sessions=64k":           `"64k": not a whole number; write digits alone (sessions)`,
+		"transports.gdr.traffic_class=high": "write digits alone (0 to 255)",
+	} {
+		if _, err := Load("", set); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", set, err, want)
+		}
+	}
+}
+
 func TestLoadFile(t *testing.T) {
 	if _, err := Load(filepath.Join(t.TempDir(), "none.yaml")); err == nil || !strings.Contains(err.Error(), "--config") {
 		t.Error(err)

@@ -470,11 +470,14 @@ func want(v reflect.Value, tg tags) string {
 	case reflect.TypeFor[Rate]():
 		return "a number and bit, kbit, mbit or gbit, for instance 10gbit"
 	}
+	if v.Kind() == reflect.Int && tg.unit != "" {
+		return "digits alone (" + tg.unit + ")"
+	}
 	if tg.unit != "" {
 		return tg.unit
 	}
 	if v.Kind() == reflect.Int {
-		return "a whole number"
+		return "digits alone"
 	}
 	return "text"
 }

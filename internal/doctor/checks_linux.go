@@ -573,13 +573,16 @@ func engines(ctx context.Context, h *Host) []Result {
 			return []Result{unknown("no python3 on the path; name the engine's with --python")}
 		}
 	}
-	cmd := exec.CommandContext(ctx, python, "-I", "-c", enginePackages)
+	cmd := exec.CommandContext(ctx, python, "-I", "-")
+	cmd.Stdin = strings.NewReader(enginePackages) // what is no Python would show an argument in its complaint
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	var found map[string]string
 	if err == nil {
-		err = json.Unmarshal(out, &found)
+		if json.Unmarshal(out, &found) != nil {
+			err = errors.New("does not answer as Python does")
+		}
 	}
 	if err != nil {
 		why := strings.TrimSpace(fmt.Sprintf("%v %s", err, lastLine(stderr.String())))

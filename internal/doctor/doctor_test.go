@@ -279,6 +279,12 @@ func TestEngines(t *testing.T) {
 			t.Errorf("%s: %+v", body, r)
 		}
 	}
+	for _, other := range []string{"/bin/ls", "/bin/cat", "/bin/sh", "/bin/true"} {
+		r := engines(context.Background(), &Host{Python: other})
+		if len(r) != 1 || r[0].State != Unknown || !strings.Contains(fmt.Sprint(r), "--python") || strings.Contains(fmt.Sprint(r), "json.dumps") {
+			t.Errorf("%s: %+v", other, r)
+		}
+	}
 }
 
 func TestRunningSidecar(t *testing.T) {
