@@ -17,6 +17,9 @@ LINTENV := $(B)/lint-venv
 # PYTHON names the interpreter that environments are made with; test/rig/env.py finds one otherwise.
 PYTHON ?=
 HOSTPY := $(if $(PYTHON),$(PYTHON),python3)
+# An older one says no more than SyntaxError, and one that is not there no more than Error 127. $(1): the least version, 3.$(1).
+need-python = @"$(HOSTPY)" -c 'import sys; sys.exit(sys.version_info < (3, $(1)))' 2>/dev/null || { \
+  echo "make $@: $(HOSTPY) is no Python of version 3.$(1) or newer: install one, or name it, for instance make $@ PYTHON=python3.12" >&2; exit 1; }
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 LDFLAGS := -X github.com/kvspray/kvspray/internal/version.version=$(VERSION)
 export KVSPRAY_BINARY := $(ROOT)/bin/kvspray
@@ -42,11 +45,15 @@ wireflip:
 wheels: env ## Build the Python wheels into dist/
 	@mkdir -p dist
 	rm -rf $(B)/wheel-src && mkdir -p $(B)/wheel-src && cp -r pybind integration/vllm $(B)/wheel-src/
-	$(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist $(B)/wheel-src/pybind $(B)/wheel-src/vllm
+	@for part in pybind vllm; do \
+	  printf '[%(%T)T] the wheel of %s ...\n' -1 $$part; start=$$SECONDS; \
+	  $(VENV)/bin/python -m pip wheel -q --no-deps --no-build-isolation -w dist $(B)/wheel-src/$$part; \
+	  printf '[%(%T)T] the wheel of %s: done in %d s\n' -1 $$part $$((SECONDS - start)); done
 	@ls dist
 
 .PHONY: demo
 demo: ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: damage a bit on the wire; TRANSPORT=tcp|shm)
+	$(call need-python,10)
 	$(HOSTPY) test/rig/demo.py
 
 ##@ Check
@@ -135,6 +142,7 @@ bench-rdma: rdma-guest ## gdr beside ib_write_bw in one guest, in turns: ratios,
 
 .PHONY: test-sglang
 test-sglang: build ## SGLang's own pools, moved and read back (an environment of 2.7 GB, made once)
+	$(call need-python,8)
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q test/sglang
 
@@ -233,6 +241,7 @@ bench-vllm: build env ## D's latency with kvspray against NIXL, same engines and
 
 .PHONY: env
 env: ## Make the environment with the pinned vLLM (1 GB to fetch, once)
+	$(call need-python,8)
 	@$(HOSTPY) test/rig/env.py
 
 .PHONY: clean

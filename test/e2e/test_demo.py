@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demonstration does when it is not let through to its end; no engine starts."""
+"""What the demonstration and its set-up do when they are not let through to their end; no engine starts."""
 
 from __future__ import annotations
 
@@ -61,3 +61,17 @@ def test_a_wrong_transport_is_refused_first(tmp_path: pathlib.Path) -> None:
     got = subprocess.run([sys.executable, str(DEMO)], env=env, capture_output=True, text=True, timeout=60)
     assert (got.returncode, got.stdout, got.stderr) == (2, "", "TRANSPORT=ucx: want tcp or shm\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_python_that_will_not_do_is_named(tmp_path: pathlib.Path) -> None:
+    old = tmp_path / "old"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}  # not those of a make that runs this
+    for target, version in (("env", "3.8"), ("demo", "3.10")):
+        for python in (old, tmp_path / "none"):
+            cmd = ["make", "-s", target, f"PYTHON={python}"]
+            got = subprocess.run(cmd, cwd=rig.ROOT, env=env, capture_output=True, text=True, timeout=60)
+            assert got.returncode != 0 and got.stdout == ""
+            assert f"{python} is no Python of version {version} or newer" in got.stderr
+            assert f"make {target} PYTHON=" in got.stderr
