@@ -713,6 +713,23 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 	}
 }
 
+// While it cannot be asked, D learns from P's answer where P's sidecar is: the cache moves all the same, after the prefill.
+func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
+	gone := newEngine(t, answerPrefill)
+	gone.Close()
+	p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Sidecar: gone.URL}}, Decode: []string{d.URL}, Mode: Concurrent})
+	if code, answer, _ := post(t, url, "/v1/completions", `{"prompt":"a"}`); code != 200 {
+		t.Fatal(answer)
+	}
+	if got := own(d.requests()[0])["peer"]; got != "p:1" {
+		t.Errorf("D is told of %v", got)
+	}
+	until(t, "it is not counted as prefill first", func() bool {
+		return testutil.ToFloat64(px.met.requests.WithLabelValues(string(PrefillFirst), "2xx")) == 1
+	})
+}
+
 // logBuffer is a log that is written and read at once.
 type logBuffer struct {
 	mu sync.Mutex
