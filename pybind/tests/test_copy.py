@@ -144,6 +144,9 @@ def serve(tmp_path: pathlib.Path) -> Iterator[Serve]:
 def real_layout() -> dict[str, Any]:
     out = layout()
     out["groups"][0].update(strategy="packed_hnd", params={"heads": 1})
+    out["identity"] = kvspray.identity(
+        model_config="tiny", weights="none", layers=LAYERS, head_size=64, groups="full", rope="", backoff=0, speculative=""
+    )
     return out
 
 
