@@ -2,7 +2,6 @@ package connector_test
 
 import (
 	"fmt"
-	"slices"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -38,20 +37,7 @@ func cpu(t testing.TB) time.Duration {
 // holds fails the test unless the process stays under the limit over all windows. during is told the length of each window.
 func holds(t *testing.T, what string, limit float64, during func(time.Duration)) {
 	t.Helper()
-	var spent, total time.Duration
-	shares := make([]float64, 0, cpuWindows)
-	for range cpuWindows {
-		began, used := time.Now(), cpu(t)
-		<-time.After(cpuWindow) // the time is the measurement
-		window, mine := time.Since(began), cpu(t)-used
-		during(window)
-		spent, total = spent+window, total+mine
-		shares = append(shares, 100*float64(mine)/float64(window))
-	}
-	slices.Sort(shares)
-	share := float64(total) / float64(spent)
-	t.Logf("%s: %.2f%% of a core in %s, at most %.2f%%; windows of %s: %.2f%% to %.2f%%, median %.2f%%", what, 100*share, spent.Round(time.Millisecond), 100*limit, cpuWindow,
-		shares[0], shares[len(shares)-1], shares[len(shares)/2])
+	share := testutil.Share(t, what, cpuWindows, cpuWindow, func() time.Duration { return cpu(t) }, during)
 	if share > limit && !testutil.Race {
 		t.Errorf("%s: %.2f%% of a core, at most %.2f%%", what, 100*share, 100*limit)
 	}

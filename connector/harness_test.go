@@ -1,7 +1,6 @@
 package connector_test
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -21,6 +20,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -180,29 +180,11 @@ func eventually(t testing.TB, what string, cond func() bool) {
 	}
 }
 
-// syncBuffer collects logs of many goroutines.
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
-}
-
 type rig struct {
 	*connector.Server
 	rec    *recorder
 	socket string
-	logs   *syncBuffer
+	logs   *testutil.Log
 	bad    *counter
 }
 
@@ -229,7 +211,7 @@ func start(t testing.TB, change func(*connector.Options)) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &rig{rec: newRecorder(), socket: filepath.Join(dir, "s"), logs: &syncBuffer{}, bad: &counter{n: map[string]int{}}}
+	r := &rig{rec: newRecorder(), socket: filepath.Join(dir, "s"), logs: &testutil.Log{}, bad: &counter{n: map[string]int{}}}
 	opt := connector.Options{Socket: r.socket, Boot: transfer.Boot{1, 2, 3}, Node: "node", Endpoint: func() string { return "127.0.0.1:1" },
 		Events: r.rec, Log: slog.New(slog.NewTextHandler(r.logs, nil))}
 	opt.Hooks.Malformed = r.bad.add

@@ -670,7 +670,7 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 		{"no endpoint", node(200, "{}").URL, "", "its answer names no endpoint"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			var log logBuffer
+			var log kvtest.Log
 			p, d := newEngine(t, answerPrefill), newEngine(t, answerDecode)
 			px, err := New(Config{Prefill: []Prefill{{URL: p.URL, Peer: c.peer, Sidecar: c.url}}, Decode: []string{d.URL},
 				Log: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))})
@@ -728,24 +728,6 @@ func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
 	until(t, "it is not counted as prefill first", func() bool {
 		return testutil.ToFloat64(px.met.requests.WithLabelValues(string(PrefillFirst), "2xx")) == 1
 	})
-}
-
-// logBuffer is a log that is written and read at once.
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }
 
 func TestLeastLoaded(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
 )
 
@@ -14,9 +15,9 @@ import (
 // people a line that means nothing.
 func TestFirstLaneIsNotRefused(t *testing.T) {
 	for range 8 {
-		var logs []*logBuffer
+		var logs []*testutil.Log
 		begun := func() *running {
-			l := &logBuffer{}
+			l := &testutil.Log{}
 			logs = append(logs, l)
 			cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp", "shm"} })
 			return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug})) })
@@ -38,7 +39,7 @@ func TestFirstLaneIsNotRefused(t *testing.T) {
 
 // An address that did not answer is warned of again once it has answered since.
 func TestWarnedOfOnce(t *testing.T) {
-	l := &logBuffer{}
+	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
 	n := startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) })
 	other := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })

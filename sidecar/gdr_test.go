@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -19,6 +18,7 @@ import (
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/internal/verbs/fake"
 	"github.com/kvspray/kvspray/transport/gdr"
@@ -45,7 +45,7 @@ func startFakeGDR(t *testing.T, f *fake.Fabric, device string, key string, other
 }
 
 // startFakeRails is startFakeGDR over several devices. What gdr says is kept in said, where there is one.
-func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *log, key string, others ...string) *running {
+func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testutil.Log, key string, others ...string) *running {
 	cfg := testConfig(t, func(c *config.Config) {
 		c.Peer.ClusterKeyFile = key
 		c.Transports.Order = append([]string{config.TransGDR}, others...)
@@ -62,24 +62,6 @@ func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *log, k
 		n.backends[0] = gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return rails, nil }, Patience: 5 * time.Second,
 			Changed: n.gdrChanged, Log: to})
 	})
-}
-
-// log keeps what was said.
-type log struct {
-	mu sync.Mutex
-	b  strings.Builder // guarded by mu
-}
-
-func (l *log) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *log) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
 }
 
 // endKeys ends the keys of a node's rail once there are some.
@@ -171,7 +153,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 			}
 			c.without(f)
 			key := clusterKey(t)
-			var said [2]log
+			var said [2]testutil.Log
 			p, d := startFakeRails(t, f, c.devices[0], &said[0], key, config.TransTCP), startFakeRails(t, f, c.devices[1], &said[1], key, config.TransTCP)
 			pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 			seed := uint64(0)

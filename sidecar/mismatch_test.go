@@ -1,44 +1,25 @@
 package sidecar
 
 import (
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"log/slog"
 	"os"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 )
 
-// logBuffer is a log that a test reads while it is written.
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
-}
-
-func startLogged(t testing.TB) (*running, *logBuffer) {
+func startLogged(t testing.TB) (*running, *testutil.Log) {
 	t.Helper()
-	l := &logBuffer{}
+	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
 	return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) }), l
 }
@@ -74,7 +55,7 @@ func TestMismatchIsNamed(t *testing.T) {
 	if got := ask(); got != "fingerprint: "+want {
 		t.Errorf("reason %q, want %q", got, want)
 	}
-	for _, l := range []*logBuffer{plog, dlog} {
+	for _, l := range []*testutil.Log{plog, dlog} {
 		until(t, func() bool { return strings.Contains(strings.ReplaceAll(l.String(), `\"`, `"`), want) })
 	}
 	// What is remembered is used.

@@ -9,12 +9,13 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/testutil"
 )
 
 // However often a peer says what no honest one does, the log has a line for each kind of it, and the metric has all.
 func TestNonsenseIsLoggedOnce(t *testing.T) {
 	const times = 100
-	l := &logBuffer{}
+	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
 	n := startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) })
 	other := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })

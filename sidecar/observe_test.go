@@ -16,6 +16,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/faulttest"
 )
@@ -140,7 +141,7 @@ func TestStuckFence(t *testing.T) {
 
 // Each end of a transfer leaves one line with its times, which add up, in the file and in the log.
 func TestTraceAddsUp(t *testing.T) {
-	var logs [2]logBuffer
+	var logs [2]testutil.Log
 	var nodes [2]*running
 	for i := range nodes {
 		cfg := testConfig(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })

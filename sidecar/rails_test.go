@@ -90,7 +90,7 @@ func TestAutoRailsAreBounded(t *testing.T) {
 		ok(t, netlink.AddrAdd(lo, &netlink.Addr{IPNet: &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(24, 32)}}))
 		h.NICs = append(h.NICs, topo.NIC{Name: fmt.Sprintf("fake%02d", i), Kind: topo.Physical, Addrs: []netip.Prefix{p}, Admin: true, Link: true})
 	}
-	l := &logBuffer{}
+	l := &testutil.Log{}
 	cfg := testConfig(t, func(c *config.Config) {
 		c.Transports.Order = []string{config.TransTCP}
 		c.Transports.TCP.Rails = []config.Rail{{Match: "fake*"}}

@@ -6,7 +6,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -120,19 +119,7 @@ func (p *process) cpu(t *testing.T) time.Duration {
 // holds fails the test unless the process stays under the limit over all windows.
 func (p *process) holds(t *testing.T, what string, limit float64) {
 	t.Helper()
-	var spent, total time.Duration
-	shares := make([]float64, 0, cpuWindows)
-	for range cpuWindows {
-		began, used := time.Now(), p.cpu(t)
-		<-time.After(cpuWindow) // the time is the measurement
-		window, mine := time.Since(began), p.cpu(t)-used
-		spent, total = spent+window, total+mine
-		shares = append(shares, 100*float64(mine)/float64(window))
-	}
-	slices.Sort(shares)
-	share := float64(total) / float64(spent)
-	t.Logf("%s: %.2f%% of a core in %s, at most %.2f%%; windows of %s: %.2f%% to %.2f%%, median %.2f%%", what, 100*share, spent.Round(time.Millisecond), 100*limit, cpuWindow,
-		shares[0], shares[len(shares)-1], shares[len(shares)/2])
+	share := testutil.Share(t, what, cpuWindows, cpuWindow, func() time.Duration { return p.cpu(t) }, nil)
 	if share > limit {
 		t.Errorf("%s: %.2f%% of a core, at most %.2f%%", what, 100*share, 100*limit)
 	}

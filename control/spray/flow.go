@@ -255,8 +255,9 @@ func (s *Scheduler) rested(now Instant, touched func(*Peer)) {
 		if now < f.rest && !f.stopped {
 			return false
 		}
-		f.rest = 0
-		touched(f.peer)
+		if f.rest = 0; !f.stopped {
+			touched(f.peer)
+		}
 		return true
 	})
 }

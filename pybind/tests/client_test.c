@@ -22,15 +22,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "require.h"
 #include "client.h"
-
-#define REQUIRE(x)                                                                        \
-	do {                                                                              \
-		if (!(x)) {                                                               \
-			fprintf(stderr, "line %d: %s: %s\n", __LINE__, #x, strerror(errno)); \
-			_exit(1);                                                         \
-		}                                                                         \
-	} while (0)
 
 #define RECORDS_PER_LIFE 3000
 #define OPEN_MAX_LEASES 200

@@ -17,15 +17,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "require.h"
 #include "work.h"
-
-#define REQUIRE(x)                                                                           \
-	do {                                                                                 \
-		if (!(x)) {                                                                  \
-			fprintf(stderr, "line %d: %s: %s\n", __LINE__, #x, strerror(errno)); \
-			_exit(1);                                                            \
-		}                                                                            \
-	} while (0)
 
 enum { SOCKET = 3, MEMORY = 4, REGIONS = 16, COMMAND_BYTES = 512 };
 

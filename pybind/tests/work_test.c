@@ -18,15 +18,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "require.h"
 #include "work.h"
-
-#define REQUIRE(x)                                                                           \
-	do {                                                                                 \
-		if (!(x)) {                                                                  \
-			fprintf(stderr, "line %d: %s: %s\n", __LINE__, #x, strerror(errno)); \
-			_exit(1);                                                            \
-		}                                                                            \
-	} while (0)
 
 enum { HOLD_NONE, HOLD_ALL, HOLD_NEXT }; /* of fake.hold */
 enum { CACHE = 1 << 20, OTHER = 64 << 10, STAGING = 256 << 10, PATIENCE_MS = 20000, SLEEPY_US = 200 };

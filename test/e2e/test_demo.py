@@ -13,9 +13,9 @@ import cluster as rig
 
 DEMO = rig.ROOT / "test" / "rig" / "demo.py"
 
-# The demonstration with things that take their time to start and to stop.
+# The demonstration with a start that does not end, and a stop that waits for our word.
 SLOW = f"""
-import sys, time
+import signal, sys
 sys.path.insert(0, {str(DEMO.parent)!r})
 import demo
 
@@ -23,10 +23,10 @@ class Slow(demo.Demo):
     def __init__(self): pass
     def start_sidecars(self, *_):
         print("starting", flush=True)
-        time.sleep(60)
+        signal.pause()
     def stop(self):
         print("half is stopped", flush=True)
-        time.sleep(0.5)
+        sys.stdin.readline()
         print("all is stopped", flush=True)
 
 demo.build, demo.Demo = lambda: None, Slow
@@ -37,8 +37,8 @@ sys.exit(demo.main())
 
 def test_signals_while_everything_stops() -> None:
     for first in (signal.SIGTERM, signal.SIGINT):
-        with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True) as proc:
-            assert proc.stdout is not None
+        with subprocess.Popen([sys.executable, "-c", SLOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as proc:
+            assert proc.stdin is not None and proc.stdout is not None
             try:
                 for line in proc.stdout:
                     if "starting" in line:
@@ -47,6 +47,8 @@ def test_signals_while_everything_stops() -> None:
                     if "half is stopped" in line:
                         proc.send_signal(signal.SIGINT)
                         proc.send_signal(signal.SIGTERM)
+                        proc.stdin.write("\n")
+                        proc.stdin.flush()
                     if "all is stopped" in line:
                         break
                 else:
