@@ -124,7 +124,7 @@ test-rdma: rdma-guest ## Real verbs over soft-RoCE in a QEMU guest: contract sui
 	GUEST_MEM=2560 go test -count=1 -v -timeout 30m -run TestRDMAFaults -exec $(ROOT)/test/rdma/exec.sh ./sidecar
 
 .PHONY: test-rdma-quick
-test-rdma-quick: ## The shortest of it, about 20 s: contract suite and a late write on real queue pairs; says why where it cannot
+test-rdma-quick: ## The shortest of it, about a minute: contract suite, a late write and each fault on real queue pairs; says why where it cannot
 	@test/rdma/quick.sh
 
 .PHONY: test-rdma-two

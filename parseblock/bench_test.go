@@ -137,14 +137,15 @@ func TestNoAllocations(t *testing.T) {
 	}
 }
 
-// TestRunsAreCheap: a run takes less than 10 ns to plan, of whatever layout (6 to 7 on the machine of docs/bench/parseblock.md). The
-// least of many short tries: what else the machine does makes them dearer, never cheaper.
+// TestRunsAreCheap: a run takes less than 20 ns to plan, of whatever layout, on whatever processor tests run. The goal of 10 ns is for the machine of
+// docs/bench/parseblock.md, which takes 6 to 7; one of 2.8 GHz that is older took 9 to 10.5, and 14 while a neighbour was busy. The least of many short tries:
+// what else the machine does makes them dearer, never cheaper.
 func TestRunsAreCheap(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "the race detector makes it many times slower")
 	}
 	const (
-		limit = 10.0 // ns
+		limit = 20.0 // ns
 		tries = 200
 		most  = 20_000 // tries: a neighbour that shares the caches is not always there
 	)

@@ -74,11 +74,12 @@ func (a *attack) begin(early uint32) {
 
 // landed is called before chunks are counted after which a transfer lacks `missing`, with the guard of its grant held.
 func (a *attack) landed(missing uint32) {
+	held := a.plan.Held() // the plan asks holds with its own lock held
 	a.mu.Lock()
 	a.arrived++
 	now := a.on && missing <= a.early && a.early != notEarly
 	if now {
-		a.caught = max(a.caught, a.plan.Held())
+		a.caught = max(a.caught, held)
 	}
 	a.mu.Unlock()
 	if now {
@@ -126,10 +127,11 @@ func (a *attack) refused() {
 // strike lets go what is held, once the engine has its blocks back, and waits until it has come to the receiver.
 func (a *attack) strike(t *testing.T) {
 	t.Helper()
+	held := a.plan.Held() // the plan asks holds with its own lock held
 	a.mu.Lock()
 	frozen := a.frozen
 	if frozen {
-		a.caught, a.arrived = a.plan.Held(), 0
+		a.caught, a.arrived = held, 0
 	}
 	a.mu.Unlock()
 	if !frozen {

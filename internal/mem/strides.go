@@ -39,6 +39,16 @@ func reach(before, behind *uint64, stride uint64, steps uint32) bool {
 	return true
 }
 
+// Joined says the same of pieces of n bytes with a row whose pieces touch as one piece, and how long its pieces are then. Rows apart whose ends touch
+// stay as they are.
+func (s Strides) Joined(n uint64) (Strides, uint64) {
+	for s.Count > 1 && s.Stride == n {
+		n *= uint64(s.Count)
+		s = Strides{Stride: s.Outer, Count: s.Rows, Rows: 1}
+	}
+	return s, n
+}
+
 // Offsets goes over the pieces of a run one by one, so that they never exist at once.
 type Offsets struct {
 	Off  uint64 // of the current piece

@@ -148,6 +148,43 @@ func TestLeadingNamesTheBlocks(t *testing.T) {
 	}
 }
 
+// Joined pieces are the same bytes in the same order, and none in a row touches the next.
+func TestJoinedNamesTheSameBytes(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 6))
+	joined := 0
+	for range 100_000 {
+		n := 1 + rng.Uint64N(4)
+		s := Strides{Stride: rng.Uint64N(6), Count: uint32(1 + rng.IntN(4)), Rows: uint32(1 + rng.IntN(4))}
+		if s.Count == 1 {
+			s = Single
+		} else if s.Rows > 1 {
+			s.Outer = rng.Uint64N(20)
+		}
+		bytesOf := func(s Strides, n uint64) (all []uint64) {
+			first := Block{Off: 64, Len: n}
+			for _, b := range explode(first, s) {
+				for k := range n {
+					all = append(all, b.Off+k)
+				}
+			}
+			return all
+		}
+		j, m := s.Joined(n)
+		if !slices.Equal(bytesOf(j, m), bytesOf(s, n)) {
+			t.Fatalf("%+v of %d bytes: %+v of %d are others", s, n, j, m)
+		}
+		if j.Count > 1 && j.Stride == m || j.Pieces() > s.Pieces() {
+			t.Fatalf("%+v of %d bytes: %+v of %d still touch, or are more", s, n, j, m)
+		}
+		if j.Pieces() < s.Pieces() {
+			joined++
+		}
+	}
+	if joined < 1000 {
+		t.Fatalf("only %d runs had pieces that touch", joined)
+	}
+}
+
 // page is a list of blocks in rows of rows, outer by outer.
 func page(r *Region, off, length uint64, n [3]int, stride [3]uint64) (all []Block) {
 	for i := range n[0] {

@@ -13,7 +13,7 @@ import (
 //	stride u64, count u32, rows u32     rows 0: one row, and that is all
 //	outer u64, zero u64
 //
-// A run has three pieces or more in a row, or two rows or more, so that it takes no more than its pieces would; readers ask for two.
+// A run has two pieces or more in a row, or two rows or more, so that it takes no more than its pieces would; readers ask for that.
 const StridesCell = 16
 
 // MaxStridesCells is how many cells a run has behind its first.

@@ -26,10 +26,18 @@ MODEL = pathlib.Path(os.environ.get("KVSPRAY_MODEL", MODELS / "tiny-llama"))
 HYBRID = MODELS / "tiny-gemma3"
 
 
+# vLLM's wheel has one library for each kind of processor, and its kernels for DeepSeek's caches in that for AMX alone.
+AMX = " amx_tile " in pathlib.Path("/proc/cpuinfo").read_text()
+MUST_RUN = os.environ.get("KVSPRAY_MUST_RUN", "").split(",")  # amx: on a host that is there to show these
+needs_amx = pytest.mark.skipif(
+    not AMX and "amx" not in MUST_RUN, reason="this processor has no AMX, without which vLLM has no kernels for CPUs that write or read such a cache"
+)
+
+
 def need(what: str, have: bool, remedy: str) -> None:
     if have:
         return
-    if "vllm" in os.environ.get("KVSPRAY_MUST_RUN", "").split(","):
+    if "vllm" in MUST_RUN:
         pytest.fail(f"{what} is missing, and KVSPRAY_MUST_RUN names vllm; {remedy}")
     pytest.skip(f"{what} is missing; {remedy}")
 

@@ -17,7 +17,7 @@ from test_tokens import Moved
 DEADLINE = 60.0
 PROMPTS = 12
 LENGTH = 600  # tokens, and some
-ARGS = {"max_model_len": 1024, "kv_cache_memory_bytes": 1536 << 10}  # 1,536 tokens: two prompts and what they decode
+ARGS = {"max_model_len": 1024, "kv_cache_memory_bytes": 3 << 20}  # 1,536 tokens: two prompts and what they decode
 
 
 @pytest.fixture(scope="module", params=["tcp", "shm"])

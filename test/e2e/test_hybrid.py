@@ -20,7 +20,6 @@ from test_tokens import Moved
 WINDOW = 80  # of test/rig/tiny_model.py
 FULL, SLIDING = 2, 4  # layers
 STEP = 256  # tokens that an engine computes at once
-F32 = {"dtype": "float32"}  # attention is sharp: in bf16, how a prompt is cut into steps would show
 BYTES = 2 * 2 * 32 * 4  # K and V of the heads of a token in a layer
 # Shorter than the window, about it, about block borders.
 LENGTHS = (1, 2, 33, 79, 80, 81, 97, 111, 112, 143, 144, 300, 513, 1500)
@@ -53,9 +52,9 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
     out.model = HYBRID
     out.case = case  # type: ignore[attr-defined]
     try:
-        out.spawn("P", **F32, **case.both, **case.p, long_prefill_token_threshold=128)
-        out.spawn("D", **F32, **case.both, **case.d)
-        out.spawn("R", **F32, **case.both)
+        out.spawn("P", **case.both, **case.p, long_prefill_token_threshold=128)
+        out.spawn("D", **case.both, **case.d)
+        out.spawn("R", **case.both)
         yield out.up()
         for s in (out.sp, out.sd):
             assert s.panics() is None
@@ -213,8 +212,8 @@ def staged(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) 
             with pytest.MonkeyPatch.context() as m:
                 if layers:
                     m.setenv("VLLM_PP_LAYER_PARTITION", layers)
-                out.spawn(name, **F32, **({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"} if layers else {}))
-        out.spawn("R", **F32)
+                out.spawn(name, **({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"} if layers else {}))
+        out.spawn("R")
         yield out.up()
         for s in (out.sp, out.sd):
             assert s.panics() is None

@@ -2,7 +2,7 @@
 """Prefill and decode engines that are not alike: other block sizes, other tensor parallelism. Their tokens equal a plain engine's, and
 nothing that should have moved was computed again. (Pipeline stages are in test_hybrid.py.)
 
-Numbers are float32 where ranks differ: the ranks' sums are rounded in another order than one engine's, and in bf16 that alone
+Numbers are float32, as in all of these tests: ranks' sums are rounded in another order than one engine's, and in bf16 that alone
 changes greedy tokens, with no transfer at all. What moves is copied as it is, whatever its size.
 """
 
@@ -17,7 +17,7 @@ import cluster as rig
 import pytest
 from conftest import Cluster
 from prompts import fresh
-from test_tokens import Moved
+from test_tokens import LAYERS, TOKEN, Moved
 
 LENGTHS = (1, 31, 33, 64, 65, 200, 513)
 FEW = (1, 33, 200)  # of engines with ranks, which poll for each other and take seconds for a request where cores are few
@@ -28,7 +28,6 @@ class Case:
     name: str
     p: dict[str, Any]
     d: dict[str, Any]
-    both: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def ranks(of: dict[str, Any]) -> int:
@@ -40,12 +39,11 @@ class Case:
 
 
 TP2 = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-F32 = {"dtype": "float32"}
 CASES = (
     Case("blocks of 32 to 64", {"block_size": 32}, {"block_size": 64}),
     Case("blocks of 96 to 32", {"block_size": 96}, {"block_size": 32}),
-    Case("TP 2 to 1", TP2, {}, F32),
-    Case("TP 1 to 2, blocks of 64 to 32", {"block_size": 64}, TP2, F32),
+    Case("TP 2 to 1", TP2, {}),
+    Case("TP 1 to 2, blocks of 64 to 32", {"block_size": 64}, TP2),
 )
 
 
@@ -57,9 +55,9 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
     out = Cluster(dir)
     out.case = case  # type: ignore[attr-defined]
     try:
-        out.spawn("P", **case.both, **case.p)
-        out.spawn("D", **case.both, **case.d)
-        out.spawn("R", **case.both)
+        out.spawn("P", **case.p)
+        out.spawn("D", **case.d)
+        out.spawn("R")
         yield out.up()
         for s in (out.sp, out.sd):
             assert s.panics() is None
@@ -79,8 +77,7 @@ def test_tokens_are_those_of_one_engine(c: Cluster, mode: str) -> None:
         receivers = case.ranks(case.d)
         assert (moved.ok, moved.all, moved.recomputed, moved.alone) == (receivers, receivers, 0, 0), (n, vars(moved))
         assert moved.computed <= 1, (n, vars(moved))
-        number = 4 if case.both else 2
-        assert moved.bytes == n * 4 * 2 * 2 * 32 * number, (n, vars(moved))  # layers, heads, K and V, head size
+        assert moved.bytes == n * LAYERS * TOKEN, (n, vars(moved))
         c.settle()
 
 

@@ -12,8 +12,8 @@ from conftest import Cluster
 from engines import Out, landed
 from prompts import BLOCK, LENGTHS, fresh
 
-LAYERS, TOKEN = 4, 256  # bytes of a token in a layer
-STEP = 256  # tokens of a prefill step, of a request that is alone: a chunk of each layer
+LAYERS, TOKEN = 4, 512  # bytes of a token in a layer
+STEP = 256  # tokens of a prefill step, of a request that is alone: two chunks of each layer
 LAYER_S = 0.04  # that a layer takes at least where streaming is judged
 TRIES = 4  # of what a busy machine may spoil
 
@@ -26,7 +26,7 @@ def c(zygote: None, workdir: pathlib.Path, request: pytest.FixtureRequest) -> It
     out.transport = request.param
     try:
         # P's pool holds two long prompts at most, and lets them in before it knows that both fit: so that it has to preempt.
-        out.spawn("P", kv_cache_memory_bytes=6 << 20, scheduler_reserve_full_isl=False, long_prefill_token_threshold=128)
+        out.spawn("P", kv_cache_memory_bytes=12 << 20, scheduler_reserve_full_isl=False, long_prefill_token_threshold=128)
         out.spawn("D")
         out.spawn("R")
         yield out.up()
@@ -120,7 +120,7 @@ def test_prefix_hits_on_decode_move_only_what_is_missing(c: Cluster) -> None:
             got = mode(longer + fresh(40, mode.__name__))
         same(got, c.r.run(longer + fresh(40, mode.__name__), 12))
         moved.all_loaded(1)
-        assert moved.hit >= 160 and moved.bytes <= (300 - 160 + BLOCK) // BLOCK * 4 * 8192
+        assert moved.hit >= 160 and moved.bytes <= (300 - 160 + BLOCK) // BLOCK * BLOCK * LAYERS * TOKEN
     c.settle()
 
 

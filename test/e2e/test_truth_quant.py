@@ -37,7 +37,7 @@ from typing import Any
 import cluster as rig
 import pytest
 import torch
-from conftest import need
+from conftest import need, needs_amx
 from ranks import Rank, compare, connected, group, move, register, worker
 
 LAYERS = 2  # of each cache
@@ -339,6 +339,7 @@ def go_on(first: int, end: int, layers: list[Layer], rank: Rank, views: Views, c
                 c.store(state, where, at, at + 1, pages(views[name][i]), tables[name])
 
 
+@needs_amx
 @pytest.mark.parametrize(("pn", "dn", "dtp"), [(256, 256, 1), (256, 128, 2), (128, 512, 1), (512, 256, 1)])
 def test_slab_of_deepseek_v4(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, dn: int, dtp: int) -> None:
     sp, sd = sidecars
@@ -391,6 +392,7 @@ def v32(block: int) -> list[Cache]:
     return [Cache("mla", rows, "fp8_ds_mla", {}, kernel=64), Cache("keys", keys, "dsa_indexer", {"kernel_tokens": 64}, kernel=64)]
 
 
+@needs_amx
 @pytest.mark.parametrize(("pn", "dn", "dtp"), [(64, 64, 1), (64, 192, 2), (128, 64, 1), (192, 128, 1)])
 def test_rows_and_keys_of_deepseek_v32(sidecars: tuple[rig.Sidecar, rig.Sidecar], pn: int, dn: int, dtp: int) -> None:
     from vllm import _custom_ops as ops

@@ -8,7 +8,8 @@ content   random block lists over every transport, by eager steps and by replays
           every block is compared, and so are the blocks around it
 kill      kill -9 of the source's engine, of either sidecar and of the destination's engine in mid copy: what was promised came whole or is
           reported as failed, and nothing is written into blocks that were given back
-rate      scattered 16 KiB blocks, both GPUs idle: single transfers of 4 GiB, and transfers of 2 GiB with two open at a time
+rate      scattered blocks of 16 KiB (KVSPRAY_E2E_PAGE=bytes, up to 256 KiB), both GPUs idle: single transfers of 4 GiB, and of 2 GiB
+          with two or three open at a time
 slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15 GB/s, idle and loaded by turns
 layers    how long after the end of the forward pass the last layer's bytes are committed, the engine busy
 """
@@ -36,8 +37,8 @@ from kvspray.gpu import GpuSignals
 from kvspray.machine import machine
 
 LAYERS = 64
-PAGE = 16 << 10
-BLOCKS = 8192  # 8 GiB in all
+PAGE = int(os.environ.get("KVSPRAY_E2E_PAGE", 16 << 10))
+BLOCKS = (8 << 30) // LAYERS // PAGE
 WORDS = PAGE // 8
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
@@ -355,7 +356,7 @@ def content(rig: Rig, r: random.Random, rounds: int) -> dict[str, Any]:
     return {"blocks": moved, "wrong": wrong, "beside": beside, "transports": transports}
 
 
-def rate(rig: Rig, r: random.Random, repeat: int = 6, n: int = 4096) -> dict[str, Any]:
+def rate(rig: Rig, r: random.Random, repeat: int = 6, n: int = BLOCKS // 2) -> dict[str, Any]:
     got = []
     for i in range(repeat):
         src, dst, xfer, seed = pick(r, n), pick(r, n), os.urandom(16), r.randint(1, 1 << 30)
@@ -367,10 +368,10 @@ def rate(rig: Rig, r: random.Random, repeat: int = 6, n: int = 4096) -> dict[str
             raise SystemExit(f"e2e: rate: {done}, or content differs\n{rig.sidecars[1].tail()}")
         got.append(n * LAYERS * PAGE / (done["at"] - e["at"]) / 1e9)
     return {"transport": done["transport"], "GB": n * LAYERS * PAGE / 1e9, "gb_per_s": round(statistics.median(got[1:]), 1), "all": [round(g, 1) for g in got],
-            "steady": [steady(rig, r, count, ahead) for count, ahead in ((12, 2), (48, 2), (48, 3))]}  # fmt: skip
+            "steady": [steady(rig, r, count, ahead) for count, ahead in ((48, 2), (48, 3), (192, 3))]}  # fmt: skip
 
 
-def steady(rig: Rig, r: random.Random, count: int, ahead: int, repeat: int = 5, n: int = 2048) -> dict[str, Any]:
+def steady(rig: Rig, r: random.Random, count: int, ahead: int, repeat: int = 5, n: int = BLOCKS // 4) -> dict[str, Any]:
     """Transfers without a pause: the next one is open before the last one ends, as between a busy prefill and its decode."""
     tables = 3  # of each side; a sink is written anew once its last transfer is over
     srcs, dsts = pick(r, tables * n), pick(r, tables * n)

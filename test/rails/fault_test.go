@@ -274,7 +274,7 @@ func TestOtherTransportCarriesOn(t *testing.T) {
 	}
 }
 
-// refuse has the kernel answer whatever tcp says over any rail with a reset, or no more, and returns when it does. It is looked at: what connects
+// refuse has the kernel answer whatever tcp says over any rail with a reset, or no more, and returns when that began. It is looked at: what connects
 // is refused, and what was connected ends.
 func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 	t.Helper()
@@ -296,10 +296,11 @@ func refuse(t *testing.T, f *railsbench.Field, on bool) (since time.Time) {
 		}
 		old[i] = dial(i, !on)
 	}
+	// The rules are there before the call is through: on a quick machine the transfer's end is, too.
+	since = time.Now()
 	if err := f.Rig.Refuse(on); err != nil {
 		t.Fatal(err)
 	}
-	since = time.Now()
 	for i, l := range listeners {
 		dial(i, on)
 		if c := old[i]; c != nil {

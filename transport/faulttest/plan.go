@@ -57,7 +57,8 @@ func Kinds() []Kind {
 // Rule says which slices suffer a fault. The first rule that fires decides.
 type Rule struct {
 	Kind Kind
-	// Only restricts the rule; nil: every slice matches.
+	// Only restricts the rule; nil: every slice matches. It is called under the plan's lock, so that it asks the plan nothing and waits for nobody
+	// who does.
 	Only func(transport.Lane, transport.Slice) bool
 	// At scripts it: the n-th slices that match, from 1.
 	At []int

@@ -9,10 +9,11 @@
 // not carry the verdict, since nothing has been read when it is posted.
 //
 // Who may write. A claim keeps chunks for one writer, from GO until the verdict, and a chunk that landed is never offered
-// again. A later attempt waits a little for a claim whose lane moves (Config.Patience), then stops that lane. Fence does the
-// same with what is still claimed in its grant. Stopping a lane is the receiver's alone: its queue pair goes to the error
-// state, and once it has flushed the receives that were posted before, its NIC writes nothing more, whatever a frozen or
-// confused peer still sends. If the NIC does not obey, the keys under which the slice could write are invalidated instead.
+// again. A later attempt waits for a claim whose lane moves (Config.Patience, or as long as that lane's slices take), then stops that
+// lane. Fence waits for Config.Patience and does the same with what is still claimed in its grant.
+// Stopping a lane is the receiver's alone: its queue pair goes to the error state, and once it has flushed the receives that were
+// posted before, its NIC writes nothing more, whatever a frozen or confused peer still sends. If the NIC does not obey, the keys
+// under which the slice could write are invalidated instead.
 // Keys belong to one peer, in a protection domain with the queue pairs to that peer alone: at any other's they are worth nothing. They
 // die when that peer has not used them for a while; the next use makes a new generation.
 //

@@ -26,11 +26,17 @@ const (
 	maxSliceChunks = 1024
 	maxInFlight    = 16   // slices of a lane, each way
 	maxSends       = 2048 // work requests of a lane; less where the device has less
+	// maxWrite is how long one write is; less where the device's limit is. An acknowledgement comes with the end of a message, and what a
+	// device counts between two of them (soft-RoCE its tries) is soon too much for messages of many packets. A NIC is at its rate with far less.
+	maxWrite = 256 << 10
 
 	// DefaultOpening is how long the opening of a lane may take once it is connected.
 	DefaultOpening = 5 * time.Second
-	// DefaultPatience is how long a later attempt, or a fence, waits for a slice under way before it stops the lane.
+	// DefaultPatience is how long a later attempt, or a fence, waits for a slice under way before it stops the lane; an attempt longer, up to
+	// the silence that a lane is given up for, where its slices come at longer intervals.
 	DefaultPatience = 100 * time.Millisecond
+	patiencePaces   = 4 // of those intervals
+	paceWeight      = 8 // the newest of them is one part in so many
 	// DefaultSilence is how long a lane may have slices under way without any progress before it is given up. The device's
 	// own timers are quicker where the path is dead; this is for what they do not see.
 	DefaultSilence = 3 * time.Second

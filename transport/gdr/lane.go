@@ -69,6 +69,8 @@ type lane struct {
 	recvsDone uint64
 	sawFlush  bool // of a receive
 	progress  time.Time
+	heard     time.Time     // when a slice was armed or came last
+	pace      time.Duration // how long slices from the peer take after that; learned
 	doubted   time.Time     // the progress for which checkProgress has found the lane silent once
 	looked    chan struct{} // closed when the follower has looked for completions again; made by who waits
 	change    chan struct{} // closed when a claim ends; made by who waits
@@ -127,7 +129,7 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("gdr: new lane: %w", err), cq.Close())
 	}
-	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: uint64(max(lim.MaxMessage, 1)),
+	l := &lane{b: b, rail: r, dev: dev, domain: own, peer: peer, c: c, q: q, cq: cq, id: transport.NextLaneID(), depth: uint64(sends - maxInFlight), most: min(maxWrite, uint64(max(lim.MaxMessage, 1))),
 		drained: make(chan struct{}), settled: make(chan struct{}), kick: make(chan struct{}, 1), verdicts: make(chan uint32, receives), outWake: make(chan struct{}, 1)}
 	for i := range l.in {
 		l.in[i].l = l
@@ -475,6 +477,7 @@ func (l *lane) flushed() bool {
 // completed takes completions and does what they allow. ended: nothing that was posted is still open.
 func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 	l.mu.Lock()
+	came := 0
 	for i := range batch {
 		c := &batch[i]
 		receive := c.ID&receiveMark != 0
@@ -485,6 +488,7 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 				l.sawFlush = l.sawFlush || c.Status == verbs.Flushed
 				break
 			}
+			came++
 			l.verdicts <- c.Imm // has room: the lander posts the next receive
 		case c.Status == verbs.OK:
 			l.done = max(l.done, c.ID)
@@ -500,6 +504,10 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 	}
 	if len(batch) > 0 {
 		l.progress = time.Now()
+		if came > 0 {
+			l.learnLocked(l.progress.Sub(l.heard), came)
+			l.heard = l.progress
+		}
 	}
 	l.pumpLocked()
 	l.mu.Unlock()
@@ -507,6 +515,21 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.done == l.posted && l.recvs == l.recvsDone, l.err != nil
+}
+
+// learnLocked takes in how long the last slices took to come. What no silence may be was not the path's doing: one of the two processes was
+// not running.
+func (l *lane) learnLocked(took time.Duration, slices int) {
+	if took < l.b.cfg.Silence {
+		l.pace += (took/time.Duration(slices) - l.pace) / paceWeight
+	}
+}
+
+// patienceLocked is how long a later attempt waits for a slice that the peer may write without any progress before it stops the lane. Where
+// slices take longer than a fixed time would be, each retry would end a healthy lane, and with it what else was under way there, which is tried
+// again then: lanes of a slow path would end each other without end. A fence has less time, and is followed by no retries.
+func (l *lane) patienceLocked() time.Duration {
+	return max(l.b.cfg.Patience, min(patiencePaces*l.pace, l.b.cfg.Silence))
 }
 
 // checkProgress gives up a lane on which writes are posted and nothing comes. A slice that only waits for a word of the peer

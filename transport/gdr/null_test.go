@@ -3,6 +3,7 @@ package gdr
 import (
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/verbs"
@@ -14,6 +15,9 @@ import (
 type nullNet struct {
 	mu  sync.Mutex
 	qps map[uint32]*nullQP // guarded by mu
+
+	message         uint32 // longest, of its devices; 0: more than anybody asks for
+	writes, longest atomic.Int64
 }
 
 type nullDevice struct {
@@ -24,7 +28,11 @@ type nullDevice struct {
 func (d *nullDevice) Name() string   { return "null" }
 func (d *nullDevice) GID() verbs.GID { return verbs.GID{} }
 func (d *nullDevice) Limits() verbs.Limits {
-	return verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: 1 << 30, MaxWork: 1 << 14, MaxCompletions: 1 << 15}
+	message := d.net.message
+	if message == 0 {
+		message = 1 << 30
+	}
+	return verbs.Limits{MaxRegistration: 1 << 40, MaxMessage: message, MaxWork: 1 << 14, MaxCompletions: 1 << 15}
 }
 func (d *nullDevice) Active() (bool, error)      { return true, nil }
 func (d *nullDevice) Events() <-chan verbs.Event { return d.events }
@@ -142,6 +150,10 @@ func (q *nullQP) ToError() error {
 func (q *nullQP) PostSend(batch []verbs.Work) (int, error) {
 	for i := range batch {
 		w := &batch[i]
+		if w.Op == verbs.Write {
+			q.d.net.writes.Add(1)
+			q.d.net.longest.Store(max(q.d.net.longest.Load(), int64(w.Len)))
+		}
 		if w.Op == verbs.WriteImm {
 			r := q.remote
 			r.mu.Lock()
@@ -168,8 +180,9 @@ func (q *nullQP) PostReceive(ids []uint64) error {
 	return nil
 }
 
-func nullFactory() transporttest.Factory {
-	n := &nullNet{qps: map[uint32]*nullQP{}}
+func nullFactory() transporttest.Factory { return nullFactoryOf(&nullNet{qps: map[uint32]*nullQP{}}) }
+
+func nullFactoryOf(n *nullNet) transporttest.Factory {
 	return func(testing.TB) transport.Backend {
 		open := func() (verbs.Device, error) { return &nullDevice{net: n, events: make(chan verbs.Event)}, nil }
 		rails := []Rail{{Name: "null", Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
@@ -190,6 +203,24 @@ func TestSlicesDoNotAllocate(t *testing.T) {
 	// The runtime itself allocates a little now and then; a slice that did would be seen 500 times.
 	if n := after.Mallocs - before.Mallocs; n > slices/5 {
 		t.Errorf("%d allocations in %d slices", n, slices)
+	}
+}
+
+// TestWritesAreBounded: a mebibyte without a gap is four writes, or as many as the device's limit asks for.
+func TestWritesAreBounded(t *testing.T) {
+	for _, c := range []struct {
+		message         uint32
+		writes, longest int64
+	}{{0, 4, maxWrite}, {maxWrite + 1, 4, maxWrite}, {100 << 10, 11, 100 << 10}} {
+		n := &nullNet{qps: map[uint32]*nullQP{}, message: c.message}
+		m := transporttest.NewMover(t, nullFactoryOf(n), transporttest.Shape{Chunks: 256, BlockBytes: 64 << 10, Gapless: true})
+		n.writes.Store(0) // of the opening
+		n.longest.Store(0)
+		const slices = 6
+		m.Move(slices, sliceBytes/(64<<10), 2)
+		if w, l := n.writes.Load(), n.longest.Load(); w != slices*c.writes || l != c.longest {
+			t.Errorf("a device of %d bytes a message: %d writes for %d slices, the longest %d; want %d and %d", c.message, w, slices, l, slices*c.writes, c.longest)
+		}
 	}
 }
 

@@ -48,7 +48,7 @@ func (r *receiving) moving() time.Duration {
 	default:
 		return 0
 	}
-	return r.l.b.cfg.Patience - time.Since(since)
+	return r.l.patienceLocked() - time.Since(since)
 }
 
 // release gives the chunks and the keys back. Nothing is written for the slice any more. Not under lane.mu: whoever takes
@@ -243,6 +243,7 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 	if !dead {
 		r.state, r.g, r.r = armed, g, h.r
 		l.progress = time.Now()
+		l.heard = l.progress
 	}
 	l.mu.Unlock()
 	r.claim.Leave()

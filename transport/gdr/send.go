@@ -199,8 +199,9 @@ func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, remote, wait boo
 		if !s.Inside(b.Off, b.Len, b.Region.Size()) {
 			return dst, held, fmt.Errorf("gdr: region %s: pieces of %d bytes from %d on, %+v, of %d bytes: %w", b.Region.ID(), b.Len, b.Off, s, b.Region.Size(), mem.ErrBounds)
 		}
-		dst = k.runs(dst, b.Off, b.Len, &s, remote)
 		blocks = blocks[s.Pieces():]
+		joined, n := s.Joined(b.Len) // a row that has no gaps is one piece to the device
+		dst = k.runs(dst, b.Off, n, &joined, remote)
 	}
 	return dst, held, nil
 }

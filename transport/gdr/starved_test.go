@@ -142,3 +142,73 @@ func TestSilenceIsDoubtedFirst(t *testing.T) {
 	f.Release(l.q.Num())
 	b.End(t)
 }
+
+// TestSlowLaneIsWaitedFor: slices that take long teach how long the next one is waited for, and a later attempt does not stop a lane that is no
+// slower than it was.
+func TestSlowLaneIsWaitedFor(t *testing.T) {
+	const slow = 20 * time.Millisecond
+	f, p, _, _ := oddPair(t, func(c *Config) { c.Patience, c.Silence = time.Millisecond, time.Hour })
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(seedOld)
+	x, y := p.Dial()
+	here, there := x.(*lane), y.(*lane)
+	gen := transfer.Gen(0)
+	slice := func() (b *transporttest.Bind, res <-chan transport.Result) {
+		gen++
+		b = transporttest.NewBind(t, p.A, p.B, src, dst, 1, gen)
+		b.Sink.Seed.Store(seedOld)
+		f.Hold(here.q.Num())
+		res = p.A.Move(here, b.Origin, src.All(), 1)
+		until(t, "messages are on the wire", func() bool { return f.Held(here.q.Num()) > 0 })
+		began := time.Now()
+		until(t, "a while has passed", func() bool { return time.Since(began) > slow })
+		return b, res
+	}
+	landed := func(what string, res <-chan transport.Result) {
+		t.Helper()
+		if r := <-res; r.Outcome != transfer.Landed {
+			t.Errorf("%s: %s %s: %v", what, r.Outcome, r.Reason, r.Err)
+		}
+	}
+	for range 3 * paceWeight {
+		b, res := slice()
+		f.Release(here.q.Num())
+		landed("a slow slice", res)
+		b.End(t)
+	}
+	patience := func() time.Duration {
+		there.mu.Lock()
+		defer there.mu.Unlock()
+		return there.patienceLocked()
+	}
+	if got, want := patience(), patiencePaces*slow*9/10; got < want {
+		t.Errorf("slices come every %v or slower, and the next one is waited for %v, want %v at least", slow, got, want)
+	}
+	there.mu.Lock()
+	there.pace = time.Hour // however busy this machine is
+	there.mu.Unlock()
+	b, first := slice()
+	later := asks(t, p, b, 2)
+	began := time.Now()
+	until(t, "the later attempt has had the time to stop it", func() bool { return there.failure() != nil || time.Since(began) > 50*time.Millisecond })
+	f.Release(here.q.Num())
+	landed("the slow lane", first)
+	landed("the later attempt", later)
+	if err := there.failure(); err != nil {
+		t.Errorf("a healthy lane was lost: %v", err)
+	}
+	b.End(t)
+	there.mu.Lock()
+	there.pace = 30 * time.Minute
+	there.mu.Unlock()
+	if got := patience(); got != time.Hour {
+		t.Errorf("it is waited for %v: longer than the silence that ends it", got)
+	}
+	there.mu.Lock()
+	there.learnLocked(2*time.Hour, 1) // we were stopped
+	got := there.pace
+	there.mu.Unlock()
+	if got != 30*time.Minute {
+		t.Errorf("a pause of this process made it %v", got)
+	}
+}
