@@ -75,6 +75,9 @@ enum {
 	POINTER_DEVICE_ORDINAL = 9,
 };
 
+/* The PTX of internal/cuda/kernels/kernels.cu. */
+extern const char *const cuda_kernels;
+
 /* NULL, or what there is not: the same for the whole life of the process. */
 const char *cuda_open(void);
 /* CUDA_ERROR_... */

@@ -7,7 +7,8 @@
  * The flags are the board's, registered as host-mapped memory. Outside a capture a flag is one stream write of the step. Inside
  * one, a value would be baked into the graph, so a one-thread kernel copies the step from a device word that kvs_gpu_step sets
  * before each replay. That kernel sits on a side branch of the graph: forked after the layer, joined once at the end of the step.
- * The next layer does not wait for it, and the join orders a step's flags before the next step's word.
+ * The next layer does not wait for it, and the join orders a step's flags before the next step's word. kvs_gpu_pack has it move what the
+ * sidecar wants packed, too (graph.h).
  */
 #include <errno.h>
 #include <stdint.h>
@@ -15,9 +16,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "client.h"
 #include "cuda.h"
 #include "flag_ptx.h"
-#include "internal.h"
+#include "graph.h"
 
 enum {
 	EVENT_DISABLE_TIMING = 2,
@@ -37,6 +39,8 @@ struct kvs_gpu {
 	uint32_t layers;
 	uint64_t step;  /* the latest that kvs_gpu_step enqueued */
 	int forked;     /* the side stream is part of a capture that has not joined it */
+	kvs_client *client;
+	struct graph graph; /* at NULL: captures set flags and move nothing */
 	char error[160]; /* of the first call that failed */
 };
 
@@ -109,6 +113,7 @@ int kvs_gpu_open(kvs_client *c, kvs_gpu **out, char *error, uint32_t error_bytes
 	struct kvs_gpu *g = calloc(1, sizeof *g);
 	if (!g)
 		return KVS_E_SYS;
+	g->client = c;
 	int rc = set_up(g, c);
 	if (rc) {
 		if (error)
@@ -124,7 +129,10 @@ void kvs_gpu_close(kvs_gpu *g)
 {
 	if (!g)
 		return;
+	if (g->graph.at)
+		work_graph(g->client->work, NULL);
 	if (g->context && cu.CtxPushCurrent(g->context) == 0) {
+		graph_close(&g->graph);
 		if (g->side)
 			cu.StreamSynchronize(g->side);
 		if (g->join)
@@ -180,9 +188,15 @@ static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 		return KVS_E_GPU;
 	}
 	void *args[] = {&g->word, &flag};
+	const char *call = NULL;
 	TRY(g, EventRecord, g->fork, stream);
 	TRY(g, StreamWaitEvent, g->side, g->fork, 0);
 	g->forked = 1;
+	/* What the end of the step moved would keep the graph from ending. */
+	if (g->graph.at && i < g->layers) {
+		int rc = graph_capture(&g->graph, i, g->word, flag, g->side, &call);
+		return check(g, rc, call);
+	}
 	TRY(g, LaunchKernel, g->flag_kernel, 1, 1, 1, 1, 1, 1, 0, g->side, args, NULL);
 	return 0;
 }
@@ -202,8 +216,42 @@ int kvs_gpu_join(kvs_gpu *g, void *stream)
 	if (!g->forked)
 		return 0;
 	g->forked = 0;
+	const char *call = NULL;
 	TRY(g, EventRecord, g->join, g->side);
 	TRY(g, StreamWaitEvent, stream, g->join, 0);
+	int rc = graph_join(&g->graph, stream, &call);
+	return check(g, rc, call);
+}
+
+int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
+{
+	char none[1];
+	if (!g)
+		return KVS_E_ARG;
+	if (!error || !error_bytes) {
+		error = none;
+		error_bytes = sizeof none;
+	}
+	if (!blocks || blocks > KVS_WORK_MAX_BLOCKS) {
+		snprintf(error, error_bytes, "%u thread blocks: ask for 1 to %d", blocks, KVS_WORK_MAX_BLOCKS);
+		return KVS_E_ARG;
+	}
+	if (g->graph.at) {
+		snprintf(error, error_bytes, "asked for twice");
+		return KVS_E_ARG;
+	}
+	if (!g->client->work) {
+		snprintf(error, error_bytes, "there is nothing to pack: register the GPU's memory first");
+		return KVS_E_GPU;
+	}
+	const char *call = NULL;
+	int rc = graph_open(&g->graph, g->layers, blocks, &call);
+	if (rc) {
+		graph_close(&g->graph);
+		snprintf(error, error_bytes, "%s: %s (%d)", call, cuda_error_name(rc), rc);
+		return KVS_E_GPU;
+	}
+	work_graph(g->client->work, &g->graph);
 	return 0;
 }
 

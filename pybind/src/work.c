@@ -12,16 +12,23 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <time.h>
 #include <unistd.h>
 
-#include "pack_ptx.h"
+#include "graph.h"
 #include "work.h"
+
+#ifndef ARMED_US /* a test has replays that come by at about that time */
+#define ARMED_US 300
+#endif
 
 enum {
 	THREADS = 512,         /* of a block: as the sidecar launches it */
 	STREAMS = 4,           /* slots take them by turns, so that a kernel that waits for room holds up few. [measured, H200] 14.4 GB/s and 2.0% of a
 	                        * busy engine, where one stream gave 13.9 and 1.4% */
 	LOOK_MS = 20,          /* at the stream, while something runs: a context that broke tells nobody */
+	ARMED_NS = ARMED_US * 1000, /* a list waits for a replay; layers that take longer leave it to a launch */
+	ARMED_LOOK_NS = 50000, /* meanwhile */
 	CAPTURE_RELAXED = 2,   /* CU_STREAM_CAPTURE_MODE_RELAXED */
 	IPC_LAZY_PEER_ACCESS = 1,
 	NOT_READY = 600,       /* CUDA_ERROR_NOT_READY */
@@ -46,6 +53,16 @@ struct own {
 	struct kvs_flag done[KVS_WORK_SLOTS]; /* tickets */
 };
 
+/* A list that waits for the replay of a captured graph. */
+struct arm {
+	struct board *board; /* NULL: there is none */
+	uint64_t seq;
+	uint32_t blocks;
+	bool unpack;
+	bool revoked;
+	int64_t until_ns;
+};
+
 struct work {
 	/* set once */
 	struct work_region *regions;
@@ -56,9 +73,12 @@ struct work {
 	int bell;
 	pthread_t thread;
 
-	pthread_mutex_t mu; /* guards the states of boards, and stop; held for copies only */
+	pthread_mutex_t mu; /* guards the states of boards, and what follows; held for copies only */
 	struct board boards[2]; /* of this session, and of the one before until it is done with */
-	bool stop;
+	bool stop, ended;
+	struct graph *wanted; /* by work_graph */
+	struct graph *graph;  /* in use; changed by the thread alone */
+	pthread_cond_t settled; /* graph is what is wanted, or the thread has ended */
 
 	/* the thread's own */
 	handle context, module, streams[STREAMS];
@@ -70,6 +90,10 @@ struct work {
 	uint64_t ticket;                  /* of the last launch, over all boards */
 	uint64_t tickets[KVS_WORK_SLOTS]; /* of each list's last launch */
 	uint64_t seqs[KVS_WORK_SLOTS];    /* ... and its number on the board; 0: none of this board */
+	struct arm arms[KVS_WORK_SLOTS];
+	uint32_t armed;  /* of arms */
+	int64_t look_ns; /* while something is armed: not before */
+	uint64_t missed; /* pulse of the graph when a list was not taken: no replay has come by since */
 };
 
 /* ---- what the sidecar says ---- */
@@ -195,7 +219,7 @@ static bool set_up(struct work *w)
 		return false;
 	}
 	w->own = own;
-	if (FAILS(w, MemHostGetDevicePointer, &w->own_dev, own, 0) || FAILS(w, ModuleLoadData, &w->module, pack_ptx))
+	if (FAILS(w, MemHostGetDevicePointer, &w->own_dev, own, 0) || FAILS(w, ModuleLoadData, &w->module, cuda_kernels))
 		return false;
 	for (size_t i = 0; i < sizeof kernels / sizeof *kernels; i++)
 		if (FAILS(w, ModuleGetFunction, (handle *)((char *)w + kernels[i].at), w->module, kernels[i].name))
@@ -250,9 +274,12 @@ static bool open_staging(struct work *w, struct board *b, const struct kvs_work_
 	return b->staging_bytes != 0;
 }
 
+static void take_back_all(struct work *w, const struct board *b);
+
 /* The session is over: what runs is waited for, and its memory is let go. */
 static void close_board(struct work *w, struct board *b)
 {
+	take_back_all(w, b);
 	for (int i = 0; i < STREAMS; i++)
 		if (w->streams[i])
 			fail(w, cu.StreamSynchronize(w->streams[i]), "cuStreamSynchronize");
@@ -330,6 +357,116 @@ static bool launch(struct work *w, const struct board *b, uint32_t i, bool unpac
 	return false;
 }
 
+/* ---- lists that captured graphs take ---- */
+
+static int64_t now_ns(void)
+{
+	struct timespec t;
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static struct graph_slot *graph_slot(const struct work *w, uint32_t i)
+{
+	return &w->graph->at->slots[i];
+}
+
+static uint64_t pulse(const struct work *w)
+{
+	return __atomic_load_n(&w->graph->at->pulse, __ATOMIC_RELAXED);
+}
+
+/* Leaves a list to the next layer of a replay. False: there are none. */
+static bool arm(struct work *w, struct board *b, uint32_t i, bool unpack, uint64_t seq, uint32_t blocks)
+{
+	if (!w->graph || pulse(w) == w->missed)
+		return false;
+	const struct work_list *l = &w->own->lists[i];
+	devptr list = w->own_dev + offsetof(struct own, lists) + i * sizeof *l;
+	struct graph_slot *s = graph_slot(w, i);
+	w->tickets[i] = ++w->ticket;
+	w->seqs[i] = seq;
+	w->running = true;
+	w->arms[i] = (struct arm){b, seq, blocks, unpack, false, now_ns() + ARMED_NS};
+	w->armed++;
+	s->list = list + (l->len ? offsetof(struct work_list, bases) : offsetof(struct work_list, runs));
+	s->first = list + offsetof(struct work_list, first);
+	s->n = l->count;
+	s->dense = l->runs[0].dense;
+	s->len = l->len;
+	s->unpack = unpack;
+	s->own = w->own_dev + offsetof(struct own, done) + i * sizeof(struct kvs_flag);
+	s->done = b->first + KVS_WORK_DONE + i * sizeof(struct kvs_flag);
+	s->seq = seq;
+	__atomic_store_n(&s->armed, w->tickets[i], __ATOMIC_RELEASE);
+	return true;
+}
+
+static void disarm(struct work *w, uint32_t i)
+{
+	w->arms[i].board = NULL;
+	w->armed--;
+}
+
+enum fate { ARMED, MOVED, OURS };
+
+/* What became of a list that is armed. OURS: no graph has taken it, or will. */
+static enum fate fate(struct work *w, uint32_t i, bool revoke)
+{
+	struct graph_slot *s = graph_slot(w, i);
+	uint64_t ticket = w->tickets[i];
+	if (revoke && !w->arms[i].revoked) {
+		w->arms[i].revoked = true;
+		__atomic_store_n(&s->revoked, ticket, __ATOMIC_SEQ_CST); /* not behind what is looked at next */
+		if (__atomic_load_n(&s->taken, __ATOMIC_SEQ_CST) != ticket) {
+			w->missed = pulse(w);
+			return OURS;
+		}
+	}
+	if (idle(w, i))
+		return MOVED;
+	return __atomic_load_n(&s->skipped, __ATOMIC_ACQUIRE) == ticket ? OURS : ARMED;
+}
+
+/* Looks at what is armed, and launches what no replay came by for. */
+static void settle(struct work *w)
+{
+	int64_t now = w->armed ? now_ns() : 0;
+	for (uint32_t i = 0; i < KVS_WORK_SLOTS && w->armed; i++) {
+		struct arm a = w->arms[i];
+		enum fate f = a.board ? fate(w, i, now >= a.until_ns) : ARMED;
+		if (f == ARMED)
+			continue;
+		disarm(w, i);
+		if (f == OURS && !launch(w, a.board, i, a.unpack, a.seq, a.blocks))
+			refuse(a.board, i, a.seq, KVS_WORK_GPU);
+	}
+}
+
+/* No graph has, or will have, anything of what is armed for a board, or for any. What no graph has taken is launched: whoever posted it waits for it. */
+static void take_back_all(struct work *w, const struct board *b)
+{
+	const struct timespec pause = {.tv_nsec = ARMED_LOOK_NS};
+	for (uint32_t i = 0; i < KVS_WORK_SLOTS; i++) {
+		struct board *of = w->arms[i].board;
+		if (!of || (b && of != b))
+			continue;
+		enum fate f;
+		while ((f = fate(w, i, true)) == ARMED) {
+			int rc = cu.StreamQuery(w->streams[0]);
+			if (rc != 0 && rc != NOT_READY)
+				break; /* a context that broke runs nothing any more */
+			nanosleep(&pause, NULL);
+		}
+		struct arm a = w->arms[i];
+		disarm(w, i);
+		if (f == MOVED || (f == OURS && launch(w, of, i, a.unpack, a.seq, a.blocks)))
+			continue;
+		forget(w, i);
+		refuse(of, i, a.seq, KVS_WORK_GPU);
+	}
+}
+
 /* Does what a slot of this number asks for, or refuses it. */
 static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
 {
@@ -341,8 +478,9 @@ static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
 		if (ok)
 			__atomic_store_n(&((struct kvs_flag *)(b->at + KVS_WORK_DONE))[i].value, seq, __ATOMIC_RELEASE);
 	} else if ((op == KVS_WORK_PACK || op == KVS_WORK_UNPACK) && !w->off && b->staging_bytes && blocks && blocks <= KVS_WORK_MAX_BLOCKS && idle(w, i)) {
+		bool unpack = op == KVS_WORK_UNPACK;
 		ok = work_translate(w->regions, w->region_count, s, list_at(b, i), b->staging, b->staging_bytes, &w->own->lists[i]) &&
-		     launch(w, b, i, op == KVS_WORK_UNPACK, seq, blocks);
+		     (arm(w, b, i, unpack, seq, blocks) || launch(w, b, i, unpack, seq, blocks));
 	}
 	if (ok)
 		return;
@@ -375,7 +513,7 @@ static bool take(struct work *w, struct board *b)
 static void look(struct work *w, struct board *b)
 {
 	bool broken[STREAMS] = {false};
-	w->running = false;
+	w->running = w->armed > 0;
 	for (int i = 0; i < STREAMS; i++) {
 		int rc = cu.StreamQuery(w->streams[i]);
 		if (rc == NOT_READY)
@@ -387,13 +525,24 @@ static void look(struct work *w, struct board *b)
 		uint64_t seq = w->seqs[i];
 		if (!broken[i % STREAMS] || (idle(w, i) && told(w, b, i)))
 			continue;
-		forget(w, i);
+		forget(w, i); /* settle finds it moved */
 		if (seq)
 			refuse(b, i, seq, KVS_WORK_GPU);
 	}
 }
 
 /* ---- the thread ---- */
+
+/* Other graphs, or none: what is armed is taken back first. */
+static void change_graph(struct work *w, struct graph *to)
+{
+	take_back_all(w, NULL);
+	w->missed = 0; /* of its pulse, before the first replay */
+	pthread_mutex_lock(&w->mu);
+	w->graph = to;
+	pthread_cond_broadcast(&w->settled);
+	pthread_mutex_unlock(&w->mu);
+}
 
 /* The board to serve, after those that are over were closed. *stop: none, and the thread is to end. */
 static struct board *current(struct work *w, bool *stop)
@@ -404,7 +553,10 @@ static struct board *current(struct work *w, bool *stop)
 	for (int i = 0; i < 2; i++)
 		states[i] = w->boards[i].state;
 	*stop = w->stop;
+	struct graph *wanted = w->wanted;
 	pthread_mutex_unlock(&w->mu);
+	if (wanted != w->graph)
+		change_graph(w, wanted);
 	for (int i = 0; i < 2; i++) {
 		if (states[i] == BOARD_ENDING)
 			close_board(w, &w->boards[i]);
@@ -426,6 +578,7 @@ static void *run(void *arg)
 		struct board *b = current(w, &stop);
 		if (stop)
 			break;
+		settle(w);
 		if (b && take(w, b))
 			continue;
 		if (b) {
@@ -437,15 +590,22 @@ static void *run(void *arg)
 			}
 		}
 		struct pollfd p = {.fd = w->bell, .events = POLLIN};
-		if (poll(&p, 1, w->running ? LOOK_MS : -1) == 1) {
+		const struct timespec soon = {.tv_nsec = ARMED_LOOK_NS}, later = {.tv_nsec = LOOK_MS * 1000000};
+		if (ppoll(&p, 1, w->armed ? &soon : w->running ? &later : NULL, NULL) == 1) {
 			uint64_t n;
 			ssize_t got = read(w->bell, &n, sizeof n);
 			(void)got;
 		}
-		if (w->running)
+		if (w->running && (!w->armed || now_ns() >= w->look_ns)) {
 			look(w, b);
+			w->look_ns = now_ns() + LOOK_MS * 1000000;
+		}
 	}
 	tear_down(w);
+	pthread_mutex_lock(&w->mu);
+	w->ended = true;
+	pthread_cond_broadcast(&w->settled);
+	pthread_mutex_unlock(&w->mu);
 	return NULL;
 }
 
@@ -466,6 +626,7 @@ struct work *work_start(const struct work_region *regions, uint32_t n, void (*lo
 	w->arg = arg;
 	w->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	pthread_mutex_init(&w->mu, NULL);
+	pthread_cond_init(&w->settled, NULL);
 	int err = !w->regions || w->bell < 0;
 	if (!err) {
 		memcpy(w->regions, regions, n * sizeof *regions);
@@ -538,6 +699,16 @@ static void end_boards(struct work *w, bool stop)
 void work_end(struct work *w)
 {
 	end_boards(w, false);
+}
+
+void work_graph(struct work *w, struct graph *g)
+{
+	pthread_mutex_lock(&w->mu);
+	w->wanted = g;
+	ring(w);
+	while (w->graph != g && !w->ended)
+		pthread_cond_wait(&w->settled, &w->mu);
+	pthread_mutex_unlock(&w->mu);
 }
 
 bool work_quiet(struct work *w)

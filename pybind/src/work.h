@@ -3,7 +3,7 @@
  * work.h: what the engine's own GPU context does for the sidecar. board.h has the memory between the two, under "work".
  *
  * One thread for a worker with GPU memory, asleep while there is nothing to do. It needs no interpreter lock and touches no stream
- * of the engine; all that it has of the GPU it makes when the first sidecar opens a board: streams of its own, the kernels, lists. An error of
+ * of the engine, whose captured graphs may do it instead (graph.h); all that it has of the GPU it makes when the first sidecar opens a board: streams of its own, the kernels, lists. An error of
  * the driver ends it, is logged once, and is never the engine's.
  */
 #ifndef KVSPRAY_WORK_H
@@ -27,6 +27,10 @@ struct work *work_start(const struct work_region *regions, uint32_t n, void (*lo
 bool work_begin(struct work *w, int *memfd, int *bell);
 /* The session is over: nothing of its board is begun any more. Does not wait. */
 void work_end(struct work *w);
+struct graph;
+/* From now on lists go by captured graphs as they are replayed, where any are, and by a launch of the thread's where not. NULL: by launches alone,
+ * and no graph has a list when this returns. */
+void work_graph(struct work *w, struct graph *g);
 /* Nothing runs, or will, of a session that is over. */
 bool work_quiet(struct work *w);
 /* Waits for what runs, and ends the thread; there is no other board after it. */

@@ -18,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 typedef void *handle;
@@ -26,9 +27,9 @@ typedef unsigned long long devptr;
 enum { STREAMS = 12, EVENTS = 8, OPS = 4096 };
 
 struct op {
-	char what[12]; /* write, wait, kernel, record, follow */
+	char what[12]; /* write, wait, kernel, take, move, record, follow */
 	int stream;
-	uint64_t address, value; /* kernel: flag, word */
+	uint64_t address, value; /* kernel and take: flag, word; move: what was taken, blocks */
 	int captured;
 };
 
@@ -214,8 +215,8 @@ int cuModuleLoadData(handle *m, const void *p)
 	return 0;
 }
 int cuModuleUnload(handle m) { (void)m; live--; return 0; }
-static const char *const kernels[] = {"kvs_flag", "kvs_pack_v4", "kvs_unpack_v4", "kvs_pack_uniform_v4", "kvs_unpack_uniform_v4"};
-enum { KERNEL_FLAG, KERNEL_PACK, KERNEL_UNPACK, KERNEL_PACK_UNIFORM, KERNEL_UNPACK_UNIFORM, KERNELS };
+static const char *const kernels[] = {"kvs_flag", "kvs_pack_v4", "kvs_unpack_v4", "kvs_pack_uniform_v4", "kvs_unpack_uniform_v4", "kvs_graph_take", "kvs_graph_move"};
+enum { KERNEL_FLAG, KERNEL_PACK, KERNEL_UNPACK, KERNEL_PACK_UNIFORM, KERNEL_UNPACK_UNIFORM, KERNEL_TAKE, KERNEL_MOVE, KERNELS };
 int cuModuleGetFunction(handle *f, handle m, const char *name)
 {
 	(void)m;
@@ -378,11 +379,172 @@ int fake_astray(void) { return astray; }
 int fake_moved(void) { return moved; }
 int fake_jobs(void) { return job_count; }
 
+/* ---- a captured graph that is replayed: kvs_graph_take and kvs_graph_move of kernels.cu, one thread at a time ---- */
+
+struct graph_slot {
+	uint64_t armed, revoked, taken, skipped, list, first, n, dense;
+	uint32_t len, unpack;
+	uint64_t own, done, seq, pad[4];
+};
+enum { SLOTS = 8, NODES = 64 };
+struct todo {
+	uint64_t n[SLOTS], pad[8];
+	struct graph_slot jobs[SLOTS];
+};
+static struct node {
+	int kernel, stream;
+	uint64_t args[6];
+} nodes[NODES]; /* guarded by lock, as the three below */
+static int node_count, move_waits, in_graphs; /* in_graphs: moved by them */
+static pthread_t replayer;
+static _Atomic int replaying; /* microseconds between two layers at most; 0: no replays */
+
+static uint64_t seen_of(uint64_t at) { return __atomic_load_n((uint64_t *)(uintptr_t)at, __ATOMIC_SEQ_CST); }
+static void say(uint64_t at, uint64_t v) { __atomic_store_n((uint64_t *)(uintptr_t)at, v, __ATOMIC_SEQ_CST); }
+
+static void pause_us(unsigned n)
+{
+	struct timespec t = {.tv_nsec = n * 1000L};
+	nanosleep(&t, NULL);
+}
+
+static void graph_take(const uint64_t *a, unsigned *random)
+{
+	struct graph_slot *slots = (void *)(uintptr_t)a[3];
+	uint64_t *last = (uint64_t *)(uintptr_t)a[4] + 1;
+	struct todo *todo = (void *)(uintptr_t)a[5];
+	say(a[2], seen_of(a[2]) + 1);
+	for (int i = 0; i < SLOTS; i++) {
+		struct graph_slot *s = &slots[i];
+		uint64_t ticket = __atomic_load_n(&s->armed, __ATOMIC_SEQ_CST);
+		int mine = ticket > last[i];
+		if (mine) {
+			last[i] = ticket;
+			if (rand_r(random) % 3 == 0)
+				pause_us(rand_r(random) % 100); /* whoever revokes does so now */
+			__atomic_store_n(&s->taken, ticket, __ATOMIC_SEQ_CST);
+			if (rand_r(random) % 3 == 0)
+				pause_us(rand_r(random) % 100);
+			mine = __atomic_load_n(&s->revoked, __ATOMIC_SEQ_CST) < ticket;
+			if (!mine)
+				__atomic_store_n(&s->skipped, ticket, __ATOMIC_SEQ_CST);
+		}
+		todo->n[i] = 0;
+		if (mine) {
+			struct graph_slot *j = &todo->jobs[i];
+			j->list = s->list, j->first = s->first, j->n = s->n, j->dense = s->dense, j->len = s->len, j->unpack = s->unpack;
+			j->own = s->own, j->done = s->done, j->seq = s->seq, j->armed = ticket;
+			todo->n[i] = j->n;
+		}
+	}
+}
+
+/* With lock held; it may be let go meanwhile. False: the context is lost. */
+static int graph_move(const uint64_t *a)
+{
+	struct todo *todo = (void *)(uintptr_t)a[0];
+	int any = 0;
+	for (int i = 0; i < SLOTS; i++)
+		any |= todo->n[i] != 0;
+	while (any && hold == HOLD_ALL && !context_broken && replaying) {
+		move_waits = 1;
+		pthread_cond_wait(&freed, &lock);
+	}
+	move_waits = 0;
+	for (int i = 0; i < SLOTS && !context_broken; i++) {
+		const struct graph_slot *s = &todo->jobs[i];
+		if (!todo->n[i])
+			continue;
+		struct job j = {s->len ? s->unpack ? KERNEL_UNPACK_UNIFORM : KERNEL_PACK_UNIFORM : s->unpack ? KERNEL_UNPACK : KERNEL_PACK,
+		                {s->list, s->len ? s->n : s->first, s->len ? s->dense : s->n, s->len}};
+		run_job(&j);
+		in_graphs++;
+		say(s->own, s->armed);
+		say(s->done, s->seq);
+	}
+	return !context_broken;
+}
+
+static void *replay(void *arg)
+{
+	unsigned random = 1;
+	(void)arg;
+	prctl(PR_SET_TIMERSLACK, 1UL);
+	for (int us; (us = replaying);) {
+		int well = 1;
+		for (int i = 0; i < node_count && well; i++) {
+			if (nodes[i].kernel == KERNEL_TAKE) {
+				graph_take(nodes[i].args, &random);
+			} else {
+				pthread_mutex_lock(&lock);
+				well = graph_move(nodes[i].args);
+				pthread_mutex_unlock(&lock);
+			}
+			pause_us(rand_r(&random) % (unsigned)us);
+		}
+		if (!well)
+			break;
+	}
+	return NULL;
+}
+
+/* A layer every so many microseconds at most, for ever; 0: no more. */
+void fake_replays(int us)
+{
+	int before = replaying;
+	pthread_mutex_lock(&lock);
+	replaying = us;
+	pthread_cond_broadcast(&freed);
+	pthread_mutex_unlock(&lock);
+	if (before && !us)
+		pthread_join(replayer, NULL);
+	else if (!before && us && pthread_create(&replayer, NULL, replay, NULL) != 0)
+		abort();
+}
+
+int fake_in_graphs(void)
+{
+	pthread_mutex_lock(&lock);
+	int n = in_graphs;
+	pthread_mutex_unlock(&lock);
+	return n;
+}
+
+int fake_move_waits(void)
+{
+	pthread_mutex_lock(&lock);
+	int n = move_waits;
+	pthread_mutex_unlock(&lock);
+	return n;
+}
+
+/* A node of the graph that is being captured; there is one graph. */
+static int capture(int kernel, int stream, void **args, int n)
+{
+	if ((capturing[stream] != 1 && capturing[stream] != 2) || node_count == NODES)
+		return 900;
+	struct node *to = &nodes[node_count];
+	to->kernel = kernel;
+	to->stream = stream;
+	for (int i = 0; i < n; i++)
+		to->args[i] = *(uint64_t *)args[i];
+	__atomic_store_n(&node_count, node_count + 1, __ATOMIC_SEQ_CST);
+	return 0;
+}
+
 int cuLaunchKernel(handle f, unsigned a, unsigned b, unsigned c, unsigned d, unsigned e, unsigned g, unsigned shared, handle s, void **args, void **extra)
 {
 	int kernel = (int)(intptr_t)f - 2;
 	(void)shared, (void)extra;
 	ENTER("cuLaunchKernel");
+	if (kernel == KERNEL_TAKE) {
+		push("take", (int)(intptr_t)s, *(devptr *)args[1], *(devptr *)args[0]);
+		return a * b * c != 1 || d != SLOTS || e * g != 1 ? 1 : capture(kernel, (int)(intptr_t)s, args, 6);
+	}
+	if (kernel == KERNEL_MOVE) {
+		push("move", (int)(intptr_t)s, *(devptr *)args[0], a);
+		return d != 512 || b * c * e * g != 1 ? 1 : capture(kernel, (int)(intptr_t)s, args, 1);
+	}
 	if (kernel != KERNEL_FLAG)
 		return d != 512 ? 1 : job(kernel, (int)(intptr_t)s, args, kernel < KERNEL_PACK_UNIFORM ? 3 : 4);
 	if (a * b * c * d * e * g != 1)
@@ -503,8 +665,8 @@ int cuStreamWaitEvent(handle s, handle e, unsigned flags)
 	if (!from)
 		return 400;
 	push("follow", to, (uint64_t)(intptr_t)e, (uint64_t)from);
-	if (capturing[from] == 1 && capturing[to] != 1)
-		capturing[to] = 2; /* a branch */
+	if ((capturing[from] == 1 || capturing[from] == 2) && capturing[to] != 1)
+		capturing[to] = 2; /* a branch, or a branch of one */
 	else if (capturing[from] == 2 && capturing[to] == 1)
 		capturing[from] = 3; /* joined back */
 	return 0;

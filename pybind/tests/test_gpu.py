@@ -107,6 +107,66 @@ assert ops()[-1][0] == "write"
 """)
 
 
+GRAPHS = f"""
+sys.path.insert(0, {str(HERE)!r})
+from conftest import layout
+logging.basicConfig()
+REGION = kvspray.Region.gpu(16 << 20, LAYERS * 32768)
+"""
+
+
+def test_graphs_that_pack_do_so_on_a_branch_of_their_own(driver: pathlib.Path) -> None:
+    run(driver, GRAPHS + """
+client.register([REGION], layout())
+g = GpuSignals(client)
+assert g.pack(12) and not g.pack(12) and g.ok and g.step(1, MAIN)
+word = ops()[0][2]
+for graph in range(3):
+    fake.fake_capture_begin(MAIN)
+    for layer in range(LAYERS):
+        assert g.signal_layer(layer, MAIN)
+    assert g.signal_step(MAIN)
+    got = ops()
+    assert fake.fake_capture_end(MAIN) == 0, "a branch is not joined"
+    kinds = [o for o in got if o[0] in ("take", "move", "kernel")]
+    assert [o[0] for o in kinds] == ["take", "move"] * LAYERS + ["kernel"], "what the end of the step moved would hold it up"
+    takes, moves = kinds[:-1:2], kinds[1::2]
+    assert [o[1:] for o in takes] == [(SIDE, flag(i), word, 1) for i in range(LAYERS)], "the flag of the layer, by the step in memory"
+    (branch,) = {o[1] for o in moves}
+    assert branch not in (MAIN, SIDE), "or the next flag would wait for what is moved"
+    assert len({o[2] for o in moves}) == LAYERS, "what one layer has taken is not the next one's to overwrite"
+    assert all(o[3:] == (12, 1) for o in moves), moves
+    for i, o in enumerate(got):
+        if o[0] == "move":
+            assert [x[:2] for x in got[i - 3 : i]] == [("take", SIDE), ("record", SIDE), ("follow", branch)], "a move comes behind its take"
+    assert [o[1] for o in got if o[0] == "follow"][-2:] == [MAIN, MAIN] and got[-1][0] == "follow"
+assert g.signal_layer(2, MAIN) and [o[0] for o in ops()] == ["write"], "eager layers have nothing to replay"
+g.close()
+client.close()
+assert fake.fake_live() == 0, fake.fake_live()
+""")
+
+
+def test_graphs_that_cannot_pack_signal_all_the_same(driver: pathlib.Path) -> None:
+    out = run(driver, GRAPHS + """
+g = GpuSignals(client)
+assert not g.pack() and g.ok  # nothing is registered yet
+client.register([REGION], layout())
+left = fake.fake_live()
+for call in (b"cuMemHostRegister", b"cuMemHostGetDevicePointer", b"cuMemAlloc", b"cuModuleLoadData"):
+    fake.fake_fail(call)
+    assert not g.pack() and g.ok and fake.fake_live() == left, (call, fake.fake_live(), left)
+fake.fake_fail_later(b"cuMemAlloc", 1)
+assert not g.pack() and not g.pack(0) and not g.pack(1 << 20) and fake.fake_live() == left
+fake.fake_fail(b"")
+fake.fake_capture_begin(MAIN)
+assert g.signal_layer(0, MAIN) and g.signal_step(MAIN) and fake.fake_capture_end(MAIN) == 0
+assert [o[0] for o in ops() if o[0] in ("take", "move", "kernel")] == ["kernel", "kernel"]
+assert g.pack()  # at last
+""")
+    assert "register the GPU's memory first" in out and out.count("captured graphs do not pack: cuM") == 5 and "0 thread blocks: ask for 1 to 4096" in out, out
+
+
 def test_waits_compare_cyclically_and_poison_ends_them(driver: pathlib.Path) -> None:
     run(driver, """
 g = GpuSignals(client)

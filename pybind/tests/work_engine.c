@@ -17,6 +17,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "graph.h"
 #include "require.h"
 #include "work.h"
 
@@ -55,6 +56,19 @@ static void says(void *arg, const char *level, const char *text)
 	fprintf(stderr, "%s: %s\n", level, text);
 }
 
+/* A graph of four layers, captured on stream 1. */
+static void capture(struct graph *g, void (*begin)(int), int (*end)(int))
+{
+	handle origin = (handle)1;
+	const char *call = NULL;
+	static uint64_t word, flags[4];
+	REQUIRE(graph_open(g, 4, 3, &call) == 0);
+	begin(1);
+	for (uint32_t i = 0; i < 4; i++)
+		REQUIRE(graph_capture(g, i, (devptr)(uintptr_t)&word, (devptr)(uintptr_t)&flags[i], origin, &call) == 0);
+	REQUIRE(graph_join(g, origin, &call) == 0 && end(1) == 0);
+}
+
 static _Atomic int overs;
 
 static void over(void *arg)
@@ -69,7 +83,8 @@ int main(int argc, char **argv)
 	void *lib = dlopen(getenv("KVSPRAY_LIBCUDA"), RTLD_NOW), *base = (void *)strtoull(argv[1], NULL, 0);
 	REQUIRE(lib);
 	void (*lend)(void *, size_t), (*hold)(int), (*break_context)(int);
-	int (*moved)(void), (*astray)(void), (*jobs)(void), (*live)(void);
+	int (*moved)(void), (*astray)(void), (*jobs)(void), (*live)(void), (*in_graphs)(void), (*move_waits)(void), (*capture_end)(int);
+	void (*replays)(int), (*capture_begin)(int);
 #define RESOLVE(name, symbol) REQUIRE(*(void **)&name = dlsym(lib, "fake_" symbol))
 	RESOLVE(lend, "lend");
 	RESOLVE(hold, "hold");
@@ -78,6 +93,12 @@ int main(int argc, char **argv)
 	RESOLVE(astray, "astray");
 	RESOLVE(jobs, "jobs");
 	RESOLVE(live, "live");
+	RESOLVE(in_graphs, "in_graphs");
+	RESOLVE(move_waits, "move_waits");
+	RESOLVE(replays, "replays");
+	RESOLVE(capture_begin, "capture_begin");
+	RESOLVE(capture_end, "capture_end");
+	struct graph graph = {0};
 	REQUIRE(mmap(base, strtoull(argv[2], NULL, 0), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED_NOREPLACE, MEMORY, 0) == base);
 	struct work_region regions[REGIONS];
 	uint32_t n = 0;
@@ -96,6 +117,15 @@ int main(int argc, char **argv)
 			if (!w)
 				REQUIRE((w = work_start(regions, n, says, over, NULL)));
 			REQUIRE(work_begin(w, &fd, &bell));
+		} else if (strcmp(line, "graph") == 0) {
+			capture(&graph, capture_begin, capture_end);
+			work_graph(w, &graph);
+		} else if (strcmp(line, "no graph") == 0) {
+			work_graph(w, NULL);
+		} else if (strcmp(line, "again") == 0) {
+			work_graph(w, &graph);
+		} else if (sscanf(line, "replay %d", &number) == 1) { /* a layer in so many microseconds at most; 0: none */
+			replays(number);
 		} else if (strcmp(line, "end") == 0) {
 			work_end(w);
 		} else if (sscanf(line, "hold %d", &number) == 1) {
@@ -105,7 +135,7 @@ int main(int argc, char **argv)
 		} else {
 			REQUIRE(strcmp(line, "look") == 0);
 		}
-		answer(fd, bell, "%d %d %d %d", moved(), astray(), jobs(), (int)overs);
+		answer(fd, bell, "%d %d %d %d %d %d", moved(), astray(), jobs(), (int)overs, in_graphs(), move_waits());
 		if (fd >= 0)
 			REQUIRE(close(fd) == 0);
 	}
@@ -113,6 +143,8 @@ int main(int argc, char **argv)
 		work_stop(w);
 		work_free(w);
 	}
+	replays(0);
+	graph_close(&graph);
 	REQUIRE(live() == 0 && astray() == 0);
 	return 0;
 }

@@ -139,12 +139,7 @@ func (m *batch) run() {
 			l.out.kick()
 		}
 	}
-	clear(m.jobs)
-	clear(m.dst)
-	clear(m.src)
-	clear(m.up)
-	clear(m.to)
-	clear(m.from)
+	clear(m.jobs) // what they hold must go with them; lists of pieces name regions, which are small, and whose memory does not wait for that
 }
 
 // one moves what a job has in the batch, as far as it was not moved together with the others: a device refuses all where it refuses
@@ -279,6 +274,16 @@ func (m *batch) whole(j *job) transfer.Reason {
 				at++
 			}
 			r.off += r.Outer
+		}
+		for len(cells) > 0 { // as in sourceLocked
+			of, length, off := cellAt(cells)
+			if of != r.region || length >= runFlag {
+				break
+			}
+			b := &m.src[at]
+			b.Region, b.Off, b.Len = region, off, uint64(length)
+			at++
+			cells = cells[cellBytes:]
 		}
 	}
 	return transfer.ReasonNone

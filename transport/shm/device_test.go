@@ -142,14 +142,15 @@ func TestBlocksOutOfStep(t *testing.T) {
 	}
 }
 
-// BenchmarkDevicePull is the cost of a lane beside the copy: slices as the scheduler gives them where a GPU is, in blocks of 16 KiB that
-// lie anywhere, or at equal distances.
+// BenchmarkDevicePull is the cost of a lane beside the copy: slices as the scheduler gives them where a GPU is, in blocks that lie anywhere,
+// or at equal distances.
 func BenchmarkDevicePull(b *testing.B) {
 	for _, c := range []struct {
-		name string
-		even bool
-	}{{"random", false}, {"even", true}} {
-		b.Run(c.name, func(b *testing.B) { benchmarkDevicePull(b, instant{}, c.even) })
+		name  string
+		block uint64
+		even  bool
+	}{{"16 KiB random", 16 << 10, false}, {"16 KiB even", 16 << 10, true}, {"2 KiB random", 2 << 10, false}} {
+		b.Run(c.name, func(b *testing.B) { benchmarkDevicePull(b, instant{}, c.block, c.even) })
 	}
 }
 
@@ -158,15 +159,15 @@ func BenchmarkDevicePull(b *testing.B) {
 func BenchmarkDeviceLink(b *testing.B) {
 	for _, gbps := range []float64{50, 100, 200} {
 		b.Run(fmt.Sprintf("%.0f GB per s", gbps), func(b *testing.B) {
-			benchmarkDevicePull(b, &link{gbps: gbps, pipes: make(chan struct{}, 2)}, false)
+			benchmarkDevicePull(b, &link{gbps: gbps, pipes: make(chan struct{}, 2)}, 16<<10, false)
 			b.ReportMetric(float64(b.N)*deviceSlice/float64(b.Elapsed().Nanoseconds())/gbps, "of-link")
 		})
 	}
 }
 
-func benchmarkDevicePull(b *testing.B, d importer, even bool) {
+func benchmarkDevicePull(b *testing.B, d importer, block uint64, even bool) {
 	p := newPair(b, Config{Devices: d})
-	const bytes, block = 1 << 30, 16 << 10
+	const bytes = 1 << 30
 	ends := []*deviceMemory{scattered(b, d, bytes, block, 0, even), scattered(b, d, bytes, block, 1, even)}
 	o := &transport.Origin{Peer: p.dst.boot, Slot: 1, Gen: 7, Source: ends[0]}
 	const chunks, slices = deviceSlice / transfer.ChunkBytes, bytes / deviceSlice
@@ -200,5 +201,5 @@ func benchmarkDevicePull(b *testing.B, d importer, even bool) {
 		}
 		await()
 	}
-	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/(deviceSlice/block), "ns/block")
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(deviceSlice/block), "ns/block")
 }

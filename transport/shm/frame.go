@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -112,11 +113,23 @@ const (
 // wake-ups between the engines.
 const pushBytes = 16 << 10
 
+// cellAt reads a cell: a piece by itself, or with runFlag in its length the first of a run.
+func cellAt(c []byte) (region, length uint32, off uint64) {
+	c = c[:cellBytes]
+	what := binary.LittleEndian.Uint64(c)
+	return uint32(what), uint32(what >> 32), binary.LittleEndian.Uint64(c[8:])
+}
+
+// putCell writes one.
+func putCell(c []byte, region, length uint32, off uint64) {
+	c = c[:cellBytes]
+	binary.LittleEndian.PutUint64(c, uint64(length)<<32|uint64(region))
+	binary.LittleEndian.PutUint64(c[8:], off)
+}
+
 // next reads the first run of the cells of a pull, of which there is at least one, and returns the cells behind it.
 func (r *run) next(cells []byte) ([]byte, error) {
-	what := binary.LittleEndian.Uint64(cells)
-	r.region, r.len, r.off = uint32(what), uint32(what>>32), binary.LittleEndian.Uint64(cells[8:])
-	if r.len >= runFlag {
+	if r.region, r.len, r.off = cellAt(cells); r.len >= runFlag {
 		return r.strided(cells[cellBytes:])
 	}
 	r.Count, r.Rows = 1, 1 // nobody reads the strides of one piece
@@ -192,17 +205,32 @@ func endPull(b []byte) {
 func endPush(b []byte) { binary.LittleEndian.PutUint16(b[2:], uint16(len(b)-frameHeader)) }
 
 func appendRun(b []byte, r *run) []byte {
+	length := r.len
 	if r.Count > 1 {
-		return appendStrided(b, r)
+		length |= runFlag
 	}
-	b = binary.LittleEndian.AppendUint64(b, uint64(r.len)<<32|uint64(r.region))
-	return binary.LittleEndian.AppendUint64(b, r.off)
+	b = slices.Grow(b, cellBytes)[:len(b)+cellBytes]
+	putCell(b[len(b)-cellBytes:], r.region, length, r.off)
+	if r.Count > 1 {
+		b = wire.AppendStrides(b, &r.Strides)
+	}
+	return b
 }
 
-func appendStrided(b []byte, r *run) []byte {
-	b = binary.LittleEndian.AppendUint64(b, uint64(r.len|runFlag)<<32|uint64(r.region))
-	b = binary.LittleEndian.AppendUint64(b, r.off)
-	return wire.AppendStrides(b, &r.Strides)
+// appendPieces appends the cells of the blocks of one region that lie anywhere, as far as a pull takes them, and returns the blocks behind them.
+// Small blocks are tens of millions a second, and cost what is done for each.
+func appendPieces(b []byte, blocks []mem.Block, of *mem.Region, region uint32) ([]byte, []mem.Block) {
+	for len(blocks) > 0 && len(b)+maxRunBytes <= maxPacketBytes {
+		p := &blocks[0]
+		if p.Region != of || p.Len > maxLen || mem.Regular(blocks) {
+			break
+		}
+		n := len(b)
+		b = slices.Grow(b, cellBytes)[:n+cellBytes]
+		putCell(b[n:], region, uint32(p.Len), p.Off)
+		blocks = blocks[1:]
+	}
+	return b, blocks
 }
 
 func appendPulled(b []byte, tag uint64, reason transfer.Reason) []byte {

@@ -373,6 +373,12 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 			}
 			last = first.Region
 		}
+		if frame, blocks = appendPieces(frame, blocks, last, next.region); len(blocks) == 0 {
+			break
+		}
+		if first = &blocks[0]; first.Region != last {
+			continue
+		}
 		if first.Len > maxLen {
 			return false, transfer.ReasonLength, fmt.Errorf("shm: a piece of %d bytes in %d chunks", first.Len, r.Count)
 		}

@@ -244,6 +244,17 @@ func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error
 		if total += k * n; total > maxLen {
 			return transfer.ReasonLength, nil
 		}
+		// Pieces by themselves, which small blocks are: what is anything else, or wrong, is looked at above.
+		for len(rest) > 0 && pieces < maxPieces {
+			region, length, off := cellAt(rest)
+			n := uint64(length)
+			if region != r.region || length-1 >= runFlag-1 || off > size || n > size-off || n > maxLen-total {
+				break
+			}
+			total += n
+			pieces++
+			rest = rest[cellBytes:]
+		}
 	}
 	j.total, j.pieces = total, pieces
 	j.cells = append(j.cells, cells...)

@@ -218,6 +218,9 @@ func TestHostileRuns(t *testing.T) {
 		"pieces of 64 bits":          {run{Strides: mem.Strides{Count: math.MaxUint32, Rows: math.MaxUint32}}, transfer.ReasonLength},
 		"pieces of more than a pull": {run{len: 1, Strides: mem.Strides{Stride: 1, Outer: 1, Count: 256, Rows: 129}}, transfer.ReasonLength},
 		"bytes of more than a pull":  {run{len: 1 << 19, Strides: mem.Strides{Count: 3, Rows: 3}}, transfer.ReasonLength},
+		"a piece without length":     {run{len: none, Strides: mem.Single}, transfer.ReasonRange},
+		"a piece of another region":  {run{region: 1, Strides: mem.Single}, transfer.ReasonMemory},
+		"a piece past 64 bits":       {run{off: 1<<64 - 1, Strides: mem.Single}, transfer.ReasonRange},
 	} {
 		d := dest(size)
 		c.r.region += 3
@@ -227,16 +230,46 @@ func TestHostileRuns(t *testing.T) {
 		case none:
 			c.r.len = 0
 		}
-		f := pullOf(pullFrame{tag: 1}, c.r)
-		var j job
-		j.l = d.l
-		why, err := d.sourceLocked(&j, f[frameHeader+pullFixed:])
-		if why != c.why || err != nil {
-			t.Errorf("%s: %s, %v: want %s", name, why, err, c.why)
+		good := run{region: 3, len: 16, Strides: mem.Single}
+		for n, cells := range [][]run{{c.r}, {good, c.r}, {good, good, c.r, good}} { // first, and behind pieces that are looked at in haste
+			f := pullOf(pullFrame{tag: 1}, cells...)
+			var j job
+			j.l = d.l
+			why, err := d.sourceLocked(&j, f[frameHeader+pullFixed:])
+			if why != c.why || err != nil {
+				t.Errorf("%s, %d: %s, %v: want %s", name, n, why, err, c.why)
+			}
+			if len(j.cells) != 0 {
+				t.Errorf("%s, %d: kept", name, n)
+			}
 		}
-		if len(j.cells) != 0 {
-			t.Errorf("%s: kept", name)
+	}
+}
+
+// Pieces one by one are counted as runs are: a pull takes so many of them, and so many bytes, to the piece.
+func TestBoundsOfPieces(t *testing.T) {
+	d := dest(1 << 20)
+	piece := func(n uint32) run { return run{region: 3, len: n, Strides: mem.Single} }
+	pull := func(n int, of run, then ...run) (transfer.Reason, *job) {
+		cells := append(slices.Repeat([]run{of}, n), then...)
+		j := &job{l: d.l}
+		why, err := d.sourceLocked(j, pullOf(pullFrame{tag: 1}, cells...)[frameHeader+pullFixed:])
+		if err != nil {
+			t.Fatal(err)
 		}
+		return why, j
+	}
+	if why, j := pull(4, piece(1<<20)); why != transfer.ReasonNone || j.total != maxLen || j.pieces != 4 {
+		t.Errorf("%s, %d bytes in %d pieces", why, j.total, j.pieces)
+	}
+	if why, _ := pull(4, piece(1<<20), piece(1)); why != transfer.ReasonLength {
+		t.Errorf("one byte more than a pull: %s", why)
+	}
+	if why, j := pull(maxPieces, piece(1)); why != transfer.ReasonNone || j.pieces != maxPieces {
+		t.Errorf("%s, %d pieces", why, j.pieces)
+	}
+	if why, _ := pull(maxPieces, piece(1), piece(1)); why != transfer.ReasonLength {
+		t.Errorf("one piece more than a pull: %s", why)
 	}
 }
 

@@ -58,11 +58,11 @@ type Config struct {
 const (
 	minMovers = 2 // one batch is on the link while the next is made
 	maxMovers = 4 // of a backend: some prepare while the batches of others are on the link
-	maxAskers = 2 // of a lane
+	maxAskers = 4 // of a lane
 )
 
 func (c *Config) movers() int { return min(max(c.Workers/2, minMovers), maxMovers) }
-func (c *Config) askers() int { return min(c.Workers/4, maxAskers) }
+func (c *Config) askers() int { return min(c.Workers/4*2, maxAskers) }
 
 // Devices makes regions of GPU memory by the handles that peers pass on.
 type Devices interface {

@@ -68,7 +68,7 @@ var buildShim = sync.OnceValues(func() (dir string, err error) {
 	flags := append(cc[1:], "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-pthread")
 	for _, args := range [][]string{
 		append(pybind("tests/fake_cuda.c"), "-shared", "-fPIC", "-o", filepath.Join(dir, "libfake_cuda.so")),
-		append(pybind("tests/work_engine.c", "src/work.c", "src/cuda.c", "src/system.c"), "-I"+pybind("include")[0], "-I"+pybind("src")[0], "-ldl",
+		append(pybind("tests/work_engine.c", "src/work.c", "src/graph.c", "src/cuda.c", "src/system.c"), "-DARMED_US=200", "-I"+pybind("include")[0], "-I"+pybind("src")[0], "-ldl",
 			"-o", filepath.Join(dir, "work_engine")),
 	} {
 		if out, err := exec.Command(cc[0], append(flags[:len(flags):len(flags)], args...)...).CombinedOutput(); err != nil {
@@ -133,7 +133,7 @@ func newShim(t testing.TB) *shim {
 }
 
 // state is what each answer says.
-type shimState struct{ moved, astray, jobs, overs int }
+type shimState struct{ moved, astray, jobs, overs, inGraphs, moveWaits int }
 
 // say has a command carried out, and returns how things are after it.
 func (s *shim) say(format string, args ...any) (st shimState) {
@@ -149,7 +149,7 @@ func (s *shim) ask(command string) (st shimState, fds []int) {
 	if err != nil || n == 0 {
 		s.t.Fatalf("%s: no answer: %v", command, err)
 	}
-	if _, err := fmt.Sscan(string(answer[:n]), &st.moved, &st.astray, &st.jobs, &st.overs); err != nil {
+	if _, err := fmt.Sscan(string(answer[:n]), &st.moved, &st.astray, &st.jobs, &st.overs, &st.inGraphs, &st.moveWaits); err != nil {
 		s.t.Fatalf("%s: %q: %v", command, answer[:n], err)
 	}
 	for _, m := range must(unix.ParseSocketControlMessage(control[:k]))(s.t) {
@@ -233,35 +233,42 @@ func (s *shim) gather(seed uint64) (result chan error) {
 	return result
 }
 
-// TestShimPacks: random blocks from several goroutines, so that several slots and streams are used, over two sessions.
+// roundTrips scatters and gathers random blocks from several goroutines, so that several slots and streams are used, and returns how many hops
+// that took.
+func (s *shim) roundTrips(seed uint64) (hops int) {
+	var wg sync.WaitGroup
+	var trips atomic.Int32
+	for k := range uint64(4) {
+		wg.Go(func() {
+			r := rand.New(rand.NewPCG(seed, k))
+			var mine []mem.Block // a quarter of the cache, of blocks of one length or of many
+			for i := range uint64(64) {
+				mine = append(mine, mem.Block{Region: s.region, Off: k<<20 + i*16384, Len: 16 * (1 + r.Uint64N(256))})
+				if k%2 == 0 {
+					mine[i].Len = 4096
+				}
+			}
+			for range 40 {
+				r.Shuffle(len(mine), func(i, j int) { mine[i], mine[j] = mine[j], mine[i] })
+				if err := s.roundTrip(r, mine); err != nil {
+					s.t.Error(err)
+					return
+				}
+				trips.Add(1)
+			}
+		})
+	}
+	wg.Wait()
+	return 2 * int(trips.Load())
+}
+
+// TestShimPacks: random blocks over two sessions.
 func TestShimPacks(t *testing.T) {
 	s := newShim(t)
 	for session := range uint64(2) {
 		s.begin()
 		before := s.say("look").moved
-		var wg sync.WaitGroup
-		var trips atomic.Int32
-		for k := range uint64(4) {
-			wg.Go(func() {
-				r := rand.New(rand.NewPCG(session, k))
-				var mine []mem.Block // a quarter of the cache, of blocks of one length or of many
-				for i := range uint64(64) {
-					mine = append(mine, mem.Block{Region: s.region, Off: k<<20 + i*16384, Len: 16 * (1 + r.Uint64N(256))})
-					if k%2 == 0 {
-						mine[i].Len = 4096
-					}
-				}
-				for range 40 {
-					r.Shuffle(len(mine), func(i, j int) { mine[i], mine[j] = mine[j], mine[i] })
-					if err := s.roundTrip(r, mine); err != nil {
-						t.Error(err)
-						return
-					}
-					trips.Add(1)
-				}
-			})
-		}
-		wg.Wait()
+		hops := s.roundTrips(session)
 		even := []mem.Block{} // strided, backwards too
 		for i := range uint64(64) {
 			even = append(even, mem.Block{Region: s.region, Off: 3<<20 - i*4096, Len: 4096})
@@ -272,8 +279,8 @@ func TestShimPacks(t *testing.T) {
 		if err := s.roundTrip(rand.New(rand.NewPCG(3, 3)), crosswise(s.region, 5)); err != nil {
 			t.Error(err)
 		}
-		if st := s.say("look"); st.moved-before != 2*(int(trips.Load())+2) || st.astray != 0 {
-			t.Errorf("session %d: %d kernels for %d hops, %d astray", session, st.moved-before, 2*(trips.Load()+2), st.astray)
+		if st := s.say("look"); st.moved-before != hops+4 || st.astray != 0 {
+			t.Errorf("session %d: %d kernels for %d hops, %d astray", session, st.moved-before, hops+4, st.astray)
 		}
 		s.end()
 		until(t, "the session's board is let go", func() bool { return s.say("look").overs == int(session)+1 })

@@ -105,3 +105,121 @@ static __device__ __forceinline__ void rearrange_uniform(const u64 *base, u64 n,
 	}
 
 REARRANGE(4)
+
+// What captured graphs of an engine are given to move, in host memory that the GPU sees: pybind/src/graph.h has the same struct, and says who
+// writes what. One slot for each of the work board.
+enum { GRAPH_SLOTS = 8 };
+
+struct kvs_graph_slot {
+	u64 armed;
+	u64 revoked;
+	u64 taken;
+	u64 skipped;
+	u64 list, first, n, dense; // as the kernels above take them: runs and first, or bases and dense
+	u32 len;                   // 0: runs
+	u32 unpack;
+	u64 own, done, seq; // *own becomes the ticket, and *done seq, once everything is moved
+	u64 pad[4];
+};
+static_assert(sizeof(kvs_graph_slot) == 128, "as in graph.h");
+
+// What one layer's node has taken, in memory of the GPU: the next layer takes while it is moved.
+struct kvs_graph_job {
+	u64 list, first, n, dense;
+	u64 len, unpack;
+	u64 own, done, ticket, seq;
+};
+
+struct kvs_graph_todo {
+	u64 n[GRAPH_SLOTS]; // of jobs; 0: there is none. Looked at first, by every block
+	u32 ended;          // blocks; 0 between two launches
+	u32 pad[15];
+	kvs_graph_job jobs[GRAPH_SLOTS];
+};
+static_assert(sizeof(kvs_graph_todo) == 128 + GRAPH_SLOTS * 80, "as in graph.h");
+
+// What is the same for all layers.
+struct kvs_graph_seen {
+	u64 pulse;
+	u64 last[GRAPH_SLOTS]; // ticket that was looked at
+};
+
+// kvs_graph_take is kvs_flag for a layer whose graph moves things, too: a thread for each slot takes what is armed there. The host may revoke
+// at any time, and both sides say so before they look at what the other one said: one of the two is seen, or both. Where both are, it is skipped.
+// Tickets grow, so that whoever comes late finds an older ticket than the one that was revoked last.
+extern "C" __global__ void kvs_graph_take(const volatile u64 *step, volatile u64 *flag, volatile u64 *pulse, volatile kvs_graph_slot *slots, kvs_graph_seen *seen,
+                                          kvs_graph_todo *todo)
+{
+	const u32 i = threadIdx.x;
+	if (i == 0) {
+		__threadfence_system();
+		*flag = *step;
+		*pulse = ++seen->pulse;
+	}
+	volatile kvs_graph_slot *s = &slots[i];
+	const u64 ticket = s->armed;
+	bool mine = ticket > seen->last[i];
+	if (mine) {
+		seen->last[i] = ticket;
+		s->taken = ticket;
+		__threadfence_system();
+		mine = s->revoked < ticket;
+		if (!mine)
+			s->skipped = ticket;
+	}
+	if (mine) {
+		kvs_graph_job *j = &todo->jobs[i];
+		j->list = s->list;
+		j->first = s->first;
+		j->n = s->n;
+		j->dense = s->dense;
+		j->len = s->len;
+		j->unpack = s->unpack;
+		j->own = s->own;
+		j->done = s->done;
+		j->ticket = ticket;
+		j->seq = s->seq;
+	}
+	todo->n[i] = mine ? todo->jobs[i].n : 0;
+}
+
+// kvs_graph_move does what the layer's kvs_graph_take has taken. The last block to end says so.
+extern "C" __global__ void kvs_graph_move(kvs_graph_todo *todo)
+{
+	bool any = false;
+	for (u32 i = 0; i < GRAPH_SLOTS; i++) {
+		const u64 n = todo->n[i];
+		if (n == 0)
+			continue;
+		any = true;
+		const kvs_graph_job *j = &todo->jobs[i];
+		const kvs_run *runs = reinterpret_cast<const kvs_run *>(j->list);
+		const u64 *bases = reinterpret_cast<const u64 *>(j->list);
+		const u32 *first = reinterpret_cast<const u32 *>(j->first);
+		if (j->len && j->unpack)
+			rearrange_uniform<4, false>(bases, n, j->dense, j->len);
+		else if (j->len)
+			rearrange_uniform<4, true>(bases, n, j->dense, j->len);
+		else if (j->unpack)
+			rearrange<4, false>(runs, first, n);
+		else
+			rearrange<4, true>(runs, first, n);
+	}
+	if (!any)
+		return;
+	__syncthreads();
+	if (threadIdx.x != 0)
+		return;
+	__threadfence_system();
+	if (atomicAdd(&todo->ended, 1) + 1 < gridDim.x)
+		return;
+	todo->ended = 0;
+	__threadfence_system();
+	for (u32 i = 0; i < GRAPH_SLOTS; i++) {
+		if (todo->n[i] == 0)
+			continue;
+		const kvs_graph_job *j = &todo->jobs[i];
+		*reinterpret_cast<volatile u64 *>(j->own) = j->ticket;
+		*reinterpret_cast<volatile u64 *>(j->done) = j->seq; // the sidecar's word comes last, as the slot may be armed anew from then on
+	}
+}

@@ -47,6 +47,17 @@ class GpuSignals:
     def signal_step(self, stream: int) -> bool:
         return self._call(lib.kvs_gpu_signal_step, stream)
 
+    def pack(self, blocks: int = 16) -> bool:
+        """Graphs that are captured from now on also pack and unpack for the sidecar as they are replayed, with so many thread blocks, instead of a
+        thread that launches kernels beside them. Once, after the client's registration. False, and a line in the log: the thread goes on with it."""
+        if not self.ok:
+            return False
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        rc = lib.kvs_gpu_pack(self._h, blocks, error, _ERROR_BYTES)
+        if rc != 0:
+            self._log.warning("kvspray: captured graphs do not pack: %s", error.value.decode() or strerror(rc))
+        return bool(rc == 0)
+
     def join(self, stream: int) -> bool:
         """Joins the side branch of a capture that ends before the step does."""
         return self._call(lib.kvs_gpu_join, stream)
