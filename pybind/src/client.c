@@ -531,6 +531,8 @@ int kvs_status_read(kvs_client *c, struct kvs_info *info)
 		info->sidecars += c->procs[i].used && !c->procs[i].exited && (i == c->proc || proc_bound(c, i));
 	memcpy(info->boot, c->boot, sizeof info->boot);
 	info->source_epoch = __atomic_load_n(c->source_epoch, __ATOMIC_ACQUIRE);
+	if (c->work)
+		work_counts(c->work, &info->packs_launched, &info->packs_in_graphs);
 	pthread_mutex_unlock(&c->mu);
 	return 0;
 }

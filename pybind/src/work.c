@@ -79,6 +79,7 @@ struct work {
 	struct graph *wanted; /* by work_graph */
 	struct graph *graph;  /* in use; changed by the thread alone */
 	pthread_cond_t settled; /* graph is what is wanted, or the thread has ended */
+	_Atomic uint64_t launched, in_graphs;
 
 	/* the thread's own */
 	handle context, module, streams[STREAMS];
@@ -350,8 +351,10 @@ static bool launch(struct work *w, const struct board *b, uint32_t i, bool unpac
 	/* The sidecar's word comes last: it may post the slot anew as soon as it is there. A slot is always in the same stream. */
 	if (!FAILS(w, LaunchKernel, kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, len ? by_bases : by_runs, NULL) &&
 	    !FAILS(w, StreamWriteValue64, stream, w->own_dev + offsetof(struct own, done) + i * sizeof(struct kvs_flag), w->ticket, 0) &&
-	    !FAILS(w, StreamWriteValue64, stream, b->first + KVS_WORK_DONE + i * sizeof(struct kvs_flag), seq, 0))
+	    !FAILS(w, StreamWriteValue64, stream, b->first + KVS_WORK_DONE + i * sizeof(struct kvs_flag), seq, 0)) {
+		w->launched++;
 		return true;
+	}
 	cu.StreamSynchronize(stream);
 	forget(w, i);
 	return false;
@@ -423,8 +426,10 @@ static enum fate fate(struct work *w, uint32_t i, bool revoke)
 			return OURS;
 		}
 	}
-	if (idle(w, i))
+	if (idle(w, i)) {
+		w->in_graphs++;
 		return MOVED;
+	}
 	return __atomic_load_n(&s->skipped, __ATOMIC_ACQUIRE) == ticket ? OURS : ARMED;
 }
 
@@ -699,6 +704,12 @@ static void end_boards(struct work *w, bool stop)
 void work_end(struct work *w)
 {
 	end_boards(w, false);
+}
+
+void work_counts(struct work *w, uint64_t *launched, uint64_t *in_graphs)
+{
+	*launched = w->launched;
+	*in_graphs = w->in_graphs;
 }
 
 void work_graph(struct work *w, struct graph *g)

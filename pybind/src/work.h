@@ -31,6 +31,8 @@ struct graph;
 /* From now on lists go by captured graphs as they are replayed, where any are, and by a launch of the thread's where not. NULL: by launches alone,
  * and no graph has a list when this returns. */
 void work_graph(struct work *w, struct graph *g);
+/* Lists that were launched, and those that graphs have moved. */
+void work_counts(struct work *w, uint64_t *launched, uint64_t *in_graphs);
 /* Nothing runs, or will, of a session that is over. */
 bool work_quiet(struct work *w);
 /* Waits for what runs, and ends the thread; there is no other board after it. */

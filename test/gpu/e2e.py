@@ -12,6 +12,8 @@ rate      scattered blocks of 16 KiB (KVSPRAY_E2E_PAGE=bytes, up to 256 KiB), bo
           with two or three open at a time
 slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15 GB/s, idle and loaded by turns
 layers    how long after the end of the forward pass the last layer's bytes are committed, the engine busy
+
+KVSPRAY_E2E_GRAPH_BLOCKS=16 has captured graphs pack, with so many thread blocks, where the executor is `engine`.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from kvspray.machine import machine
 
 LAYERS = 64
 PAGE = int(os.environ.get("KVSPRAY_E2E_PAGE", 16 << 10))
+GRAPH_BLOCKS = int(os.environ.get("KVSPRAY_E2E_GRAPH_BLOCKS", 0))
 BLOCKS = (8 << 30) // LAYERS // PAGE
 WORDS = PAGE // 8
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
@@ -60,6 +63,8 @@ class Engine:
         if not self.client.wait_connected(TIMEOUT_S):
             raise SystemExit(f"e2e: no session: {self.client.status().error}")
         self.gpu = GpuSignals(self.client)
+        if GRAPH_BLOCKS and not self.gpu.pack(GRAPH_BLOCKS):
+            raise SystemExit("e2e: graphs do not pack")
         self.count = 0
         self.word = torch.arange(WORDS, dtype=torch.int64, device="cuda")
         self.seed = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -101,6 +106,10 @@ class Engine:
 
     def endpoint(self) -> str:
         return self.client.status().endpoint
+
+    def packs(self) -> dict[str, int]:
+        """Lists that this engine packed or unpacked for its sidecar so far: by launches of the shim's thread, and by replays."""
+        return {name: self.client.status().counters[name] for name in ("packs_launched", "packs_in_graphs")}
 
     def prepare(self, n: int, work: int) -> float:
         """Captures, and returns microseconds per layer."""
@@ -553,6 +562,10 @@ def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[s
     finally:
         if "transports.gpu.executor=engine" in sets and {"content", "slow"} & set(parts):
             problems += in_engine(name, rig)
+            packs = report[f"packs_{name}"] = {"source": rig.p.call("packs"), "destination": rig.d.call("packs")}
+            say(f"packs over {name}: {packs}")
+            if GRAPH_BLOCKS and name != "shm" and not packs["source"]["packs_in_graphs"]:  # over shm the destination's sidecar moves both sides
+                problems.append(f"{name}: no replay has packed: {packs}")
         report[f"log_{name}"] = [line for s in rig.sidecars for line in s.notable(8)]
         rig.close()
         turn.close()

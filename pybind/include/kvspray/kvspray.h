@@ -294,6 +294,7 @@ struct kvs_info {
 	uint64_t kills;        /* sidecars killed by the watchdog */
 	uint64_t poisoned;     /* load flags */
 	uint64_t sidecar_exits; /* proved */
+	uint64_t packs_launched, packs_in_graphs; /* lists that this context packed or unpacked for the sidecar: by the thread, by replays */
 	char node[64];
 	char endpoint[256];  /* that peers dial; empty before the first WELCOME */
 	char error[512];     /* the latest; empty: none */

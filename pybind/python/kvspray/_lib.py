@@ -91,6 +91,8 @@ class CInfo(ctypes.Structure):
         ("kills", c_uint64),
         ("poisoned", c_uint64),
         ("sidecar_exits", c_uint64),
+        ("packs_launched", c_uint64),
+        ("packs_in_graphs", c_uint64),
         ("node", c_char * 64),
         ("endpoint", c_char * 256),
         ("error", c_char * 512),

@@ -1,0 +1,4 @@
+package connector
+
+// Nap is how the watcher sleeps.
+var Nap = nap
