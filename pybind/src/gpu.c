@@ -251,8 +251,11 @@ int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
 		snprintf(error, error_bytes, "%s: %s (%d)", call, cuda_error_name(rc), rc);
 		return KVS_E_GPU;
 	}
-	work_graph(g->client->work, &g->graph);
-	return 0;
+	if (work_graph(g->client->work, &g->graph))
+		return 0;
+	graph_close(&g->graph);
+	snprintf(error, error_bytes, "asked for twice");
+	return KVS_E_ARG;
 }
 
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream)

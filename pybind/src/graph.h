@@ -16,7 +16,7 @@
 
 /* struct kvs_graph_slot of kernels.cu. The host fills `list` to `seq` and stores `armed`, a ticket that grows. It may store the ticket as `revoked`,
  * and looks at `taken` then, while the GPU stores `taken` and looks at `revoked` then, each with a fence between: not taken means that it never
- * will be; taken means that `own` or `skipped` becomes the ticket. */
+ * will be; taken means that `own` or `skipped` becomes the ticket, behind everything else that the GPU stores for it. */
 struct graph_slot {
 	uint64_t armed, revoked;
 	uint64_t taken, skipped; /* by the GPU */

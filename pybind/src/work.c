@@ -433,6 +433,20 @@ static enum fate fate(struct work *w, uint32_t i, bool revoke)
 	return __atomic_load_n(&s->skipped, __ATOMIC_ACQUIRE) == ticket ? OURS : ARMED;
 }
 
+/* Waits for that. ARMED: the context is lost, and runs nothing any more. */
+static enum fate await_fate(struct work *w, uint32_t i, bool revoke)
+{
+	const struct timespec pause = {.tv_nsec = 1000};
+	enum fate f;
+	while ((f = fate(w, i, revoke)) == ARMED) {
+		int rc = cu.StreamQuery(w->streams[0]);
+		if (rc != 0 && rc != NOT_READY)
+			break;
+		nanosleep(&pause, NULL);
+	}
+	return f;
+}
+
 /* Looks at what is armed, and launches what no replay came by for. */
 static void settle(struct work *w)
 {
@@ -451,18 +465,11 @@ static void settle(struct work *w)
 /* No graph has, or will have, anything of what is armed for a board, or for any. What no graph has taken is launched: whoever posted it waits for it. */
 static void take_back_all(struct work *w, const struct board *b)
 {
-	const struct timespec pause = {.tv_nsec = ARMED_LOOK_NS};
 	for (uint32_t i = 0; i < KVS_WORK_SLOTS; i++) {
 		struct board *of = w->arms[i].board;
 		if (!of || (b && of != b))
 			continue;
-		enum fate f;
-		while ((f = fate(w, i, true)) == ARMED) {
-			int rc = cu.StreamQuery(w->streams[0]);
-			if (rc != 0 && rc != NOT_READY)
-				break; /* a context that broke runs nothing any more */
-			nanosleep(&pause, NULL);
-		}
+		enum fate f = await_fate(w, i, true);
 		struct arm a = w->arms[i];
 		disarm(w, i);
 		if (f == MOVED || (f == OURS && launch(w, of, i, a.unpack, a.seq, a.blocks)))
@@ -478,6 +485,9 @@ static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
 	const struct kvs_work_slot *s = slot_at(b, i);
 	uint32_t op = READ(s->op), blocks = READ(s->blocks), why = KVS_WORK_BAD;
 	bool ok = false;
+	/* A graph stores the sidecar's word first, and ours right behind it. */
+	if (w->arms[i].board && told(w, b, i) && await_fate(w, i, false) == MOVED)
+		disarm(w, i);
 	if (op == KVS_WORK_OPEN) {
 		ok = open_staging(w, b, s, list_at(b, i));
 		if (ok)
@@ -712,14 +722,18 @@ void work_counts(struct work *w, uint64_t *launched, uint64_t *in_graphs)
 	*in_graphs = w->in_graphs;
 }
 
-void work_graph(struct work *w, struct graph *g)
+bool work_graph(struct work *w, struct graph *g)
 {
 	pthread_mutex_lock(&w->mu);
-	w->wanted = g;
-	ring(w);
-	while (w->graph != g && !w->ended)
+	bool ours = !g || !w->wanted;
+	if (ours) {
+		w->wanted = g;
+		ring(w);
+	}
+	while (ours && w->graph != g && !w->ended)
 		pthread_cond_wait(&w->settled, &w->mu);
 	pthread_mutex_unlock(&w->mu);
+	return ours;
 }
 
 bool work_quiet(struct work *w)

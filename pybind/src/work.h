@@ -29,8 +29,8 @@ bool work_begin(struct work *w, int *memfd, int *bell);
 void work_end(struct work *w);
 struct graph;
 /* From now on lists go by captured graphs as they are replayed, where any are, and by a launch of the thread's where not. NULL: by launches alone,
- * and no graph has a list when this returns. */
-void work_graph(struct work *w, struct graph *g);
+ * and no graph has a list when this returns. False: another graph's have the work already. */
+bool work_graph(struct work *w, struct graph *g);
 /* Lists that were launched, and those that graphs have moved. */
 void work_counts(struct work *w, uint64_t *launched, uint64_t *in_graphs);
 /* Nothing runs, or will, of a session that is over. */

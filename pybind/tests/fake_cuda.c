@@ -387,9 +387,11 @@ struct graph_slot {
 	uint64_t own, done, seq, pad[4];
 };
 enum { SLOTS = 8, NODES = 64 };
-struct todo {
+struct todo { /* as large as that of the kernels, which is what was allocated */
 	uint64_t n[SLOTS], pad[8];
-	struct graph_slot jobs[SLOTS];
+	struct {
+		uint64_t list, first, n, dense, len, unpack, own, done, ticket, seq;
+	} jobs[SLOTS];
 };
 static struct node {
 	int kernel, stream;
@@ -431,10 +433,10 @@ static void graph_take(const uint64_t *a, unsigned *random)
 		}
 		todo->n[i] = 0;
 		if (mine) {
-			struct graph_slot *j = &todo->jobs[i];
-			j->list = s->list, j->first = s->first, j->n = s->n, j->dense = s->dense, j->len = s->len, j->unpack = s->unpack;
-			j->own = s->own, j->done = s->done, j->seq = s->seq, j->armed = ticket;
-			todo->n[i] = j->n;
+			todo->jobs[i].list = s->list, todo->jobs[i].first = s->first, todo->jobs[i].n = s->n, todo->jobs[i].dense = s->dense;
+			todo->jobs[i].len = s->len, todo->jobs[i].unpack = s->unpack;
+			todo->jobs[i].own = s->own, todo->jobs[i].done = s->done, todo->jobs[i].ticket = ticket, todo->jobs[i].seq = s->seq;
+			todo->n[i] = s->n;
 		}
 	}
 }
@@ -452,15 +454,18 @@ static int graph_move(const uint64_t *a)
 	}
 	move_waits = 0;
 	for (int i = 0; i < SLOTS && !context_broken; i++) {
-		const struct graph_slot *s = &todo->jobs[i];
 		if (!todo->n[i])
 			continue;
-		struct job j = {s->len ? s->unpack ? KERNEL_UNPACK_UNIFORM : KERNEL_PACK_UNIFORM : s->unpack ? KERNEL_UNPACK : KERNEL_PACK,
-		                {s->list, s->len ? s->n : s->first, s->len ? s->dense : s->n, s->len}};
-		run_job(&j);
+		uint64_t list = todo->jobs[i].list, first = todo->jobs[i].first, n = todo->n[i], len = todo->jobs[i].len;
+		int unpack = todo->jobs[i].unpack != 0;
+		struct job uniform = {unpack ? KERNEL_UNPACK_UNIFORM : KERNEL_PACK_UNIFORM, {list, n, todo->jobs[i].dense, len}};
+		struct job runs = {unpack ? KERNEL_UNPACK : KERNEL_PACK, {list, first, n}};
+		run_job(len ? &uniform : &runs);
 		in_graphs++;
-		say(s->own, s->armed);
-		say(s->done, s->seq);
+		say(todo->jobs[i].done, todo->jobs[i].seq);
+		if (rand() % 3 == 0)
+			pause_us(rand() % 100); /* whoever posted it posts the next one now */
+		say(todo->jobs[i].own, todo->jobs[i].ticket);
 	}
 	return !context_broken;
 }

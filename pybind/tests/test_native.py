@@ -85,7 +85,7 @@ def test_client_in_threads(tmp_path: pathlib.Path, sanitizer: str, cpus: int) ->
 def test_work_in_the_engines_context(tmp_path: pathlib.Path, sanitizer: str) -> None:
     flags = f"-fsanitize={sanitizer}"
     driver = compile_c(tmp_path / "libfake_cuda.so", "tests/fake_cuda.c", flags=f"{flags} -fPIC -shared")
-    binary = compile_c(tmp_path / "work", "tests/work_test.c", "src/work.c", "src/cuda.c", "src/system.c", flags=flags)
+    binary = compile_c(tmp_path / "work", "tests/work_test.c", "src/work.c", "src/graph.c", "src/cuda.c", "src/system.c", flags=flags)
     out = run(binary, int(RECORDS) // 1000, env={"KVSPRAY_LIBCUDA": str(driver)})
     assert out.strip().endswith("ok")
 

@@ -17,7 +17,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "graph.h"
+#include "capture.h"
 #include "require.h"
 #include "work.h"
 
@@ -56,19 +56,6 @@ static void says(void *arg, const char *level, const char *text)
 	fprintf(stderr, "%s: %s\n", level, text);
 }
 
-/* A graph of four layers, captured on stream 1. */
-static void capture(struct graph *g, void (*begin)(int), int (*end)(int))
-{
-	handle origin = (handle)1;
-	const char *call = NULL;
-	static uint64_t word, flags[4];
-	REQUIRE(graph_open(g, 4, 3, &call) == 0);
-	begin(1);
-	for (uint32_t i = 0; i < 4; i++)
-		REQUIRE(graph_capture(g, i, (devptr)(uintptr_t)&word, (devptr)(uintptr_t)&flags[i], origin, &call) == 0);
-	REQUIRE(graph_join(g, origin, &call) == 0 && end(1) == 0);
-}
-
 static _Atomic int overs;
 
 static void over(void *arg)
@@ -83,8 +70,8 @@ int main(int argc, char **argv)
 	void *lib = dlopen(getenv("KVSPRAY_LIBCUDA"), RTLD_NOW), *base = (void *)strtoull(argv[1], NULL, 0);
 	REQUIRE(lib);
 	void (*lend)(void *, size_t), (*hold)(int), (*break_context)(int);
-	int (*moved)(void), (*astray)(void), (*jobs)(void), (*live)(void), (*in_graphs)(void), (*move_waits)(void), (*capture_end)(int);
-	void (*replays)(int), (*capture_begin)(int);
+	int (*moved)(void), (*astray)(void), (*jobs)(void), (*live)(void), (*in_graphs)(void), (*move_waits)(void);
+	void (*replays)(int);
 #define RESOLVE(name, symbol) REQUIRE(*(void **)&name = dlsym(lib, "fake_" symbol))
 	RESOLVE(lend, "lend");
 	RESOLVE(hold, "hold");
@@ -96,8 +83,6 @@ int main(int argc, char **argv)
 	RESOLVE(in_graphs, "in_graphs");
 	RESOLVE(move_waits, "move_waits");
 	RESOLVE(replays, "replays");
-	RESOLVE(capture_begin, "capture_begin");
-	RESOLVE(capture_end, "capture_end");
 	struct graph graph = {0};
 	REQUIRE(mmap(base, strtoull(argv[2], NULL, 0), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED_NOREPLACE, MEMORY, 0) == base);
 	struct work_region regions[REGIONS];
@@ -118,12 +103,12 @@ int main(int argc, char **argv)
 				REQUIRE((w = work_start(regions, n, says, over, NULL)));
 			REQUIRE(work_begin(w, &fd, &bell));
 		} else if (strcmp(line, "graph") == 0) {
-			capture(&graph, capture_begin, capture_end);
-			work_graph(w, &graph);
+			capture(&graph, lib);
+			REQUIRE(work_graph(w, &graph) && !work_graph(w, &graph));
 		} else if (strcmp(line, "no graph") == 0) {
-			work_graph(w, NULL);
+			REQUIRE(work_graph(w, NULL));
 		} else if (strcmp(line, "again") == 0) {
-			work_graph(w, &graph);
+			REQUIRE(work_graph(w, &graph));
 		} else if (sscanf(line, "replay %d", &number) == 1) { /* a layer in so many microseconds at most; 0: none */
 			replays(number);
 		} else if (strcmp(line, "end") == 0) {

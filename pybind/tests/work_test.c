@@ -18,6 +18,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "capture.h"
 #include "require.h"
 #include "work.h"
 
@@ -32,7 +33,8 @@ static struct {
 	void (*fail)(const char *);
 	void (*fail_later)(const char *, int skip);
 	void *(*registered)(void);
-	int (*astray)(void), (*moved)(void), (*live)(void), (*jobs)(void);
+	void (*replays)(int us);
+	int (*astray)(void), (*moved)(void), (*live)(void), (*jobs)(void), (*in_graphs)(void);
 } fake;
 
 static uint8_t *cache, *other, *staging; /* regions 0 and 2; 1 is the host's */
@@ -506,6 +508,8 @@ int main(int argc, char **argv)
 	RESOLVE(moved, "moved");
 	RESOLVE(live, "live");
 	RESOLVE(jobs, "jobs");
+	RESOLVE(replays, "replays");
+	RESOLVE(in_graphs, "in_graphs");
 	cache = aligned_alloc(4096, CACHE);
 	other = aligned_alloc(4096, OTHER);
 	staging = aligned_alloc(4096, STAGING);
@@ -539,6 +543,22 @@ int main(int argc, char **argv)
 	refusals(&e);
 	revocations(&e, rounds * 10);
 	beside(&e);
+
+	/* The same where replays of a captured graph come by, seldom and often, and when they have ended. */
+	struct graph graph;
+	capture(&graph, lib);
+	REQUIRE(work_graph(w, &graph) && !work_graph(w, &graph));
+	for (int us = 400; us >= 4; us /= 10) {
+		fake.replays(us);
+		content(&e, rounds / 4);
+		revocations(&e, rounds);
+		REQUIRE(fake.in_graphs() > 0);
+		fake.replays(0);
+	}
+	int by_graphs = fake.in_graphs();
+	content(&e, 10);
+	REQUIRE(fake.in_graphs() == by_graphs && work_graph(w, NULL));
+	graph_close(&graph);
 
 	/* The lists that the GPU reads are no fork's: a page of theirs is never another one for us than for the GPU. */
 	pid_t child = fork();

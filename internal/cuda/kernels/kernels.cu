@@ -118,7 +118,7 @@ struct kvs_graph_slot {
 	u64 list, first, n, dense; // as the kernels above take them: runs and first, or bases and dense
 	u32 len;                   // 0: runs
 	u32 unpack;
-	u64 own, done, seq; // *own becomes the ticket, and *done seq, once everything is moved
+	u64 own, done, seq; // *done becomes seq, and then *own the ticket, once everything is moved
 	u64 pad[4];
 };
 static_assert(sizeof(kvs_graph_slot) == 128, "as in graph.h");
@@ -219,7 +219,8 @@ extern "C" __global__ void kvs_graph_move(kvs_graph_todo *todo)
 		if (todo->n[i] == 0)
 			continue;
 		const kvs_graph_job *j = &todo->jobs[i];
+		*reinterpret_cast<volatile u64 *>(j->done) = j->seq;
+		__threadfence_system(); // after its own word the host may take away what the other one is in
 		*reinterpret_cast<volatile u64 *>(j->own) = j->ticket;
-		*reinterpret_cast<volatile u64 *>(j->done) = j->seq; // the sidecar's word comes last, as the slot may be armed anew from then on
 	}
 }
