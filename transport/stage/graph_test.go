@@ -18,6 +18,12 @@ func TestGraphPacks(t *testing.T) {
 		s.say("replay 20")
 		before := s.say("look")
 		hops := s.roundTrips(session)
+		for tries := 0; ; tries++ { // replays may find no time on a busy machine
+			if s.say("look").inGraphs > before.inGraphs || tries == 10 {
+				break
+			}
+			hops += s.roundTrips(session)
+		}
 		st := s.say("replay 0")
 		if n := st.inGraphs - before.inGraphs; st.moved-before.moved != hops || n == 0 || st.astray != 0 {
 			t.Errorf("session %d: %d kernels for %d hops, %d of them in graphs, %d astray", session, st.moved-before.moved, hops, n, st.astray)
@@ -38,7 +44,7 @@ func TestGraphRaces(t *testing.T) {
 	s := newShim(t)
 	s.begin()
 	s.say("graph")
-	const rounds = 10
+	const rounds = 6
 	done := make(chan int)
 	go func() {
 		hops := 0
@@ -117,6 +123,12 @@ func TestGraphEnds(t *testing.T) {
 			s.say("graph")
 		}
 		s.say("replay 300")
+		if session%4 == 0 { // one that ends in time
+			if err := <-s.gather(uint64(session)); err != nil {
+				t.Error(fmt.Errorf("session %d: %w", session, err))
+			}
+			hops++
+		}
 		result := s.gather(uint64(session))
 		s.end()
 		if err := <-result; err != nil {
