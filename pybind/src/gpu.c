@@ -129,7 +129,7 @@ void kvs_gpu_close(kvs_gpu *g)
 {
 	if (!g)
 		return;
-	if (g->graph.at)
+	if (g->graph.at && g->client->fork_gen == kvs_fork_gen)
 		work_graph(g->client->work, NULL);
 	if (g->context && cu.CtxPushCurrent(g->context) == 0) {
 		graph_close(&g->graph);
@@ -193,8 +193,10 @@ static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 	TRY(g, StreamWaitEvent, g->side, g->fork, 0);
 	g->forked = 1;
 	/* What the end of the step moved would keep the graph from ending. */
-	if (g->graph.at && i < g->layers) {
+	if (i < g->layers && graph_wants(&g->graph, i)) {
 		int rc = graph_capture(&g->graph, i, g->word, flag, g->side, &call);
+		if (rc)
+			work_graph(g->client->work, NULL); /* half of it may be replayed: what it takes would never be moved */
 		return check(g, rc, call);
 	}
 	TRY(g, LaunchKernel, g->flag_kernel, 1, 1, 1, 1, 1, 1, 0, g->side, args, NULL);
@@ -217,8 +219,12 @@ int kvs_gpu_join(kvs_gpu *g, void *stream)
 		return 0;
 	g->forked = 0;
 	const char *call = NULL;
-	TRY(g, EventRecord, g->join, g->side);
-	TRY(g, StreamWaitEvent, stream, g->join, 0);
+	int status = CAPTURE_NONE;
+	TRY(g, StreamIsCapturing, g->side, &status);
+	if (status != CAPTURE_NONE) { /* or that capture was given up */
+		TRY(g, EventRecord, g->join, g->side);
+		TRY(g, StreamWaitEvent, stream, g->join, 0);
+	}
 	int rc = graph_join(&g->graph, stream, &call);
 	return check(g, rc, call);
 }
@@ -244,18 +250,21 @@ int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
 		snprintf(error, error_bytes, "there is nothing to pack: register the GPU's memory first");
 		return KVS_E_GPU;
 	}
-	const char *call = NULL;
-	int rc = graph_open(&g->graph, g->layers, blocks, &call);
-	if (rc) {
-		graph_close(&g->graph);
+	const char *call = "cuCtxPushCurrent";
+	handle context;
+	int rc = cu.CtxPushCurrent(g->context);
+	bool pushed = rc == 0, twice = false;
+	if (pushed)
+		rc = graph_open(&g->graph, g->layers, blocks, &call);
+	if (rc)
 		snprintf(error, error_bytes, "%s: %s (%d)", call, cuda_error_name(rc), rc);
-		return KVS_E_GPU;
-	}
-	if (work_graph(g->client->work, &g->graph))
-		return 0;
-	graph_close(&g->graph);
-	snprintf(error, error_bytes, "asked for twice");
-	return KVS_E_ARG;
+	else if ((twice = !work_graph(g->client->work, &g->graph)))
+		snprintf(error, error_bytes, "asked for twice");
+	if (rc || twice)
+		graph_close(&g->graph);
+	if (pushed)
+		cu.CtxPopCurrent(&context);
+	return rc ? KVS_E_GPU : twice ? KVS_E_ARG : 0;
 }
 
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream)

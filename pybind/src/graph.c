@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
@@ -26,15 +27,20 @@ int graph_open(struct graph *g, uint32_t layers, uint32_t blocks, const char **c
 	int least, greatest;
 	memset(g, 0, sizeof *g);
 	g->blocks = blocks;
+	g->layers = layers;
+	*call = "calloc";
+	if (!(g->captured = calloc(layers, 1)))
+		return 2; /* CUDA_ERROR_OUT_OF_MEMORY */
 	g->at = mmap(NULL, sizeof *g->at, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	*call = "mmap";
 	if (g->at == MAP_FAILED) {
 		g->at = NULL;
-		return 2; /* CUDA_ERROR_OUT_OF_MEMORY */
+		return 2;
 	}
 	*call = "madvise"; /* as for the lists of work.c */
 	if (madvise(g->at, sizeof *g->at, MADV_DONTFORK) != 0)
 		return 2;
+	TRY(CtxGetCurrent, &g->context);
 	TRY(MemHostRegister, g->at, sizeof *g->at, HOST_PORTABLE | HOST_DEVICEMAP);
 	g->registered = true;
 	TRY(MemHostGetDevicePointer, &g->board, g->at, 0);
@@ -42,6 +48,7 @@ int graph_open(struct graph *g, uint32_t layers, uint32_t blocks, const char **c
 	TRY(MemsetD32, g->seen, 0, SEEN_BYTES / 4);
 	TRY(MemAlloc, &g->todo, (size_t)layers * TODO_BYTES);
 	TRY(MemsetD32, g->todo, 0, (size_t)layers * TODO_BYTES / 4);
+	TRY(StreamSynchronize, NULL); /* no replay comes before the zeros */
 	TRY(ModuleLoadData, &g->module, cuda_kernels);
 	TRY(ModuleGetFunction, &g->take, g->module, "kvs_graph_take");
 	TRY(ModuleGetFunction, &g->move, g->module, "kvs_graph_move");
@@ -55,8 +62,6 @@ int graph_open(struct graph *g, uint32_t layers, uint32_t blocks, const char **c
 
 void graph_close(struct graph *g)
 {
-	if (g->branch)
-		cu.StreamSynchronize(g->branch);
 	if (g->join)
 		cu.EventDestroy(g->join);
 	if (g->fork)
@@ -73,7 +78,13 @@ void graph_close(struct graph *g)
 		cu.MemHostUnregister(g->at);
 	if (g->at)
 		munmap(g->at, sizeof *g->at);
+	free(g->captured);
 	memset(g, 0, sizeof *g);
+}
+
+bool graph_wants(const struct graph *g, uint32_t layer)
+{
+	return g->at && layer < g->layers && !g->captured[layer];
 }
 
 int graph_capture(struct graph *g, uint32_t layer, devptr word, devptr flag, handle side, const char **call)
@@ -81,6 +92,7 @@ int graph_capture(struct graph *g, uint32_t layer, devptr word, devptr flag, han
 	devptr pulse = g->board + offsetof(struct graph_board, pulse), slots = g->board + offsetof(struct graph_board, slots);
 	devptr todo = g->todo + (devptr)layer * TODO_BYTES;
 	void *taking[] = {&word, &flag, &pulse, &slots, &g->seen, &todo}, *moving[] = {&todo};
+	g->captured[layer] = 1;
 	TRY(LaunchKernel, g->take, 1, 1, 1, KVS_WORK_SLOTS, 1, 1, 0, side, taking, NULL);
 	TRY(EventRecord, g->fork, side);
 	TRY(StreamWaitEvent, g->branch, g->fork, 0);
@@ -93,7 +105,12 @@ int graph_join(struct graph *g, handle stream, const char **call)
 {
 	if (!g->forked)
 		return 0;
+	int status = 0;
 	g->forked = false;
+	memset(g->captured, 0, g->layers);
+	TRY(StreamIsCapturing, g->branch, &status);
+	if (!status)
+		return 0;
 	TRY(EventRecord, g->join, g->branch);
 	TRY(StreamWaitEvent, stream, g->join, 0);
 	return 0;

@@ -382,7 +382,7 @@ static uint64_t pulse(const struct work *w)
 /* Leaves a list to the next layer of a replay. False: there are none. */
 static bool arm(struct work *w, struct board *b, uint32_t i, bool unpack, uint64_t seq, uint32_t blocks)
 {
-	if (!w->graph || pulse(w) == w->missed)
+	if (!w->graph || w->graph->context != w->context || pulse(w) == w->missed)
 		return false;
 	const struct work_list *l = &w->own->lists[i];
 	devptr list = w->own_dev + offsetof(struct own, lists) + i * sizeof *l;
@@ -411,6 +411,11 @@ static void disarm(struct work *w, uint32_t i)
 	w->armed--;
 }
 
+static bool taken(const struct work *w, uint32_t i)
+{
+	return __atomic_load_n(&graph_slot(w, i)->taken, __ATOMIC_SEQ_CST) == w->tickets[i];
+}
+
 enum fate { ARMED, MOVED, OURS };
 
 /* What became of a list that is armed. OURS: no graph has taken it, or will. */
@@ -421,7 +426,7 @@ static enum fate fate(struct work *w, uint32_t i, bool revoke)
 	if (revoke && !w->arms[i].revoked) {
 		w->arms[i].revoked = true;
 		__atomic_store_n(&s->revoked, ticket, __ATOMIC_SEQ_CST); /* not behind what is looked at next */
-		if (__atomic_load_n(&s->taken, __ATOMIC_SEQ_CST) != ticket) {
+		if (!taken(w, i)) {
 			w->missed = pulse(w);
 			return OURS;
 		}
@@ -440,7 +445,7 @@ static enum fate await_fate(struct work *w, uint32_t i, bool revoke)
 	enum fate f;
 	while ((f = fate(w, i, revoke)) == ARMED) {
 		int rc = cu.StreamQuery(w->streams[0]);
-		if (rc != 0 && rc != NOT_READY)
+		if (rc != NOT_READY && fail(w, rc, "cuStreamQuery"))
 			break;
 		nanosleep(&pause, NULL);
 	}
@@ -474,8 +479,10 @@ static void take_back_all(struct work *w, const struct board *b)
 		disarm(w, i);
 		if (f == MOVED || (f == OURS && launch(w, of, i, a.unpack, a.seq, a.blocks)))
 			continue;
+		bool knows = told(w, of, i);
 		forget(w, i);
-		refuse(of, i, a.seq, KVS_WORK_GPU);
+		if (!knows)
+			refuse(of, i, a.seq, KVS_WORK_GPU);
 	}
 }
 
@@ -485,14 +492,14 @@ static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
 	const struct kvs_work_slot *s = slot_at(b, i);
 	uint32_t op = READ(s->op), blocks = READ(s->blocks), why = KVS_WORK_BAD;
 	bool ok = false;
-	/* A graph stores the sidecar's word first, and ours right behind it. */
-	if (w->arms[i].board && told(w, b, i) && await_fate(w, i, false) == MOVED)
+	/* A graph stores the sidecar's word first, and ours right behind it. That word alone proves nothing: the sidecar could have written it. */
+	if (w->arms[i].board && told(w, b, i) && taken(w, i) && await_fate(w, i, false) == MOVED)
 		disarm(w, i);
 	if (op == KVS_WORK_OPEN) {
 		ok = open_staging(w, b, s, list_at(b, i));
 		if (ok)
 			__atomic_store_n(&((struct kvs_flag *)(b->at + KVS_WORK_DONE))[i].value, seq, __ATOMIC_RELEASE);
-	} else if ((op == KVS_WORK_PACK || op == KVS_WORK_UNPACK) && !w->off && b->staging_bytes && blocks && blocks <= KVS_WORK_MAX_BLOCKS && idle(w, i)) {
+	} else if ((op == KVS_WORK_PACK || op == KVS_WORK_UNPACK) && !w->off && b->staging_bytes && blocks && blocks <= KVS_WORK_MAX_BLOCKS && idle(w, i) && !w->arms[i].board) {
 		bool unpack = op == KVS_WORK_UNPACK;
 		ok = work_translate(w->regions, w->region_count, s, list_at(b, i), b->staging, b->staging_bytes, &w->own->lists[i]) &&
 		     (arm(w, b, i, unpack, seq, blocks) || launch(w, b, i, unpack, seq, blocks));
@@ -538,10 +545,13 @@ static void look(struct work *w, struct board *b)
 	}
 	for (uint32_t i = 0; b && i < KVS_WORK_SLOTS; i++) {
 		uint64_t seq = w->seqs[i];
-		if (!broken[i % STREAMS] || (idle(w, i) && told(w, b, i)))
+		bool knows = told(w, b, i);
+		if (!broken[i % STREAMS] || (idle(w, i) && knows))
 			continue;
-		forget(w, i); /* settle finds it moved */
-		if (seq)
+		if (w->arms[i].board)
+			disarm(w, i);
+		forget(w, i);
+		if (!knows) /* who does may have posted the slot anew */
 			refuse(b, i, seq, KVS_WORK_GPU);
 	}
 }
@@ -725,12 +735,13 @@ void work_counts(struct work *w, uint64_t *launched, uint64_t *in_graphs)
 bool work_graph(struct work *w, struct graph *g)
 {
 	pthread_mutex_lock(&w->mu);
-	bool ours = !g || !w->wanted;
+	struct graph *old = w->wanted;
+	bool ours = !g || !old;
 	if (ours) {
 		w->wanted = g;
 		ring(w);
 	}
-	while (ours && w->graph != g && !w->ended)
+	while (ours && (g ? w->wanted == g && w->graph != g : old && w->graph == old) && !w->ended)
 		pthread_cond_wait(&w->settled, &w->mu);
 	pthread_mutex_unlock(&w->mu);
 	return ours;

@@ -245,7 +245,8 @@ enum { JOBS = 64, HOLD_NONE = 0, HOLD_ALL = 1, HOLD_NEXT = 2 };
 static struct job jobs[STREAMS + 1][JOBS];
 static int counts[STREAMS + 1];                /* of jobs; guarded by lock, as is what changes job_count */
 static int hold, held_stream, context_broken;  /* HOLD_NEXT: the stream that is used next, and no other */
-static int jobs_left = -1;                     /* until the context breaks; -1: it does not */
+enum { BETWEEN = -2 };
+static int jobs_left = -1;                     /* until the context breaks; -1: it does not; BETWEEN: between the two words of a list in a graph */
 static _Atomic int job_count;                  /* of all streams */
 static _Atomic int works[STREAMS + 1];         /* a pack kernel was launched there */
 static _Atomic int astray, moved; /* kernels: out of what was lent; done */
@@ -357,7 +358,7 @@ void fake_hold(int what)
 	pthread_mutex_unlock(&lock);
 }
 
-/* The context is lost after so many more kernels and stores; -1: it is a new one. */
+/* The context is lost after so many more kernels and stores; -1: it is a new one; BETWEEN: see there. */
 void fake_break(int after)
 {
 	pthread_mutex_lock(&lock);
@@ -463,6 +464,10 @@ static int graph_move(const uint64_t *a)
 		run_job(len ? &uniform : &runs);
 		in_graphs++;
 		say(todo->jobs[i].done, todo->jobs[i].seq);
+		if (jobs_left == BETWEEN) {
+			lose();
+			return 0;
+		}
 		if (rand() % 3 == 0)
 			pause_us(rand() % 100); /* whoever posted it posts the next one now */
 		say(todo->jobs[i].own, todo->jobs[i].ticket);

@@ -167,6 +167,45 @@ assert g.pack()  # at last
     assert "register the GPU's memory first" in out and out.count("captured graphs do not pack: cuM") == 5 and "0 thread blocks: ask for 1 to 4096" in out, out
 
 
+def test_graphs_that_pack_come_to_no_harm(driver: pathlib.Path) -> None:
+    run(driver, GRAPHS + """
+import signal
+client.register([REGION], layout())
+g = GpuSignals(client)
+assert g.pack() and g.step(1, MAIN)
+
+def captured():
+    return [o[0] for o in ops() if o[0] in ("take", "move", "kernel")]
+
+captured()
+fake.fake_capture_begin(MAIN)
+for layer in (0, 1, 0, 0):  # as a draft's turns do: what the first has taken is under way when the second comes
+    assert g.signal_layer(layer, MAIN)
+assert g.join(MAIN) and fake.fake_capture_end(MAIN) == 0
+assert captured() == ["take", "move"] * 2 + ["kernel"] * 2
+fake.fake_capture_begin(MAIN)
+assert g.signal_layer(0, MAIN) and captured() == ["take", "move"]  # another capture's
+assert fake.fake_capture_end(MAIN) == 1  # given up, and not joined
+ops()
+assert g.join(MAIN) and ops() == [], "a record outside of its capture"
+fake.fake_capture_begin(MAIN)
+assert g.signal_layer(0, MAIN) and captured() == ["take", "move"] and g.join(MAIN) and fake.fake_capture_end(MAIN) == 0
+if (child := os.fork()) == 0:
+    signal.alarm(20)
+    g.close()  # whose thread stayed in the parent
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+fake.fake_capture_begin(MAIN)
+fake.fake_fail_later(b"cuLaunchKernel", 1)
+assert not g.signal_layer(0, MAIN) and not g.ok  # half of a layer: its replays have nothing to take
+fake.fake_fail(b"")
+fake.fake_capture_end(MAIN)
+g.close()
+client.close()
+assert fake.fake_live() == 0, fake.fake_live()
+""")
+
+
 def test_waits_compare_cyclically_and_poison_ends_them(driver: pathlib.Path) -> None:
     run(driver, """
 g = GpuSignals(client)

@@ -555,6 +555,27 @@ int main(int argc, char **argv)
 		REQUIRE(fake.in_graphs() > 0);
 		fake.replays(0);
 	}
+	/* A sidecar that says by itself that a list is done, and posts the slot anew, while it waits for a replay that does not come. */
+	int refused = 0;
+	for (int i = 0; i < 20 || !refused; i++) {
+		REQUIRE(i < 2000);
+		fake.replays(4);
+		content(&e, 1);
+		fake.replays(0);
+		run_at(&e, 6, 0, 0, 0, 0, 4096, 1);
+		int before = fake.moved();
+		uint64_t first = post(&e, 6, KVS_WORK_PACK, 1, 0, 4096);
+		while (state_of(&e, 6) != (first << KVS_WORK_STATE_BITS | KVS_WORK_TAKEN))
+			nap(1);
+		__atomic_store_n(&((struct kvs_flag *)(e.at + KVS_WORK_DONE))[6].value, first, __ATOMIC_SEQ_CST);
+		post(&e, 6, KVS_WORK_PACK, 1, 0, 4096);
+		uint32_t why = outcome(&e, 6);
+		REQUIRE(why == 0 || why == KVS_WORK_BAD);
+		refused += why != 0;
+		int64_t patience = kvs_now_ms() + PATIENCE_MS;
+		while (fake.moved() < before + 1 + (why == 0)) /* what waited is launched in the end */
+			REQUIRE(kvs_now_ms() < patience);
+	}
 	int by_graphs = fake.in_graphs();
 	content(&e, 10);
 	REQUIRE(fake.in_graphs() == by_graphs && work_graph(w, NULL));

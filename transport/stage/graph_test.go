@@ -112,6 +112,30 @@ func TestGraphBreaks(t *testing.T) {
 	s.quit("")
 }
 
+// TestGraphBreaksBetween: the context is lost when the sidecar has its word for a list and the host has not: what is posted next is told so as well.
+func TestGraphBreaksBetween(t *testing.T) {
+	s := newShim(t)
+	s.begin()
+	s.say("graph")
+	s.say("replay 20")
+	s.say("break -2")
+	for seed := range uint64(40) {
+		select {
+		case err := <-s.gather(seed):
+			if err != nil {
+				t.Error(err)
+			}
+		case <-time.After(patience):
+			t.Fatal("the hop waits for a context that is lost")
+		}
+	}
+	if st := s.say("replay 0"); st.inGraphs != 1 || st.astray != 0 {
+		t.Errorf("%d lists in graphs, of which the first one was the end; %d astray", st.inGraphs, st.astray)
+	}
+	s.end()
+	s.quit("")
+}
+
 // TestGraphEnds: a session ends, and another begins, while lists wait for replays that are few: every hop ends, and none is moved twice.
 func TestGraphEnds(t *testing.T) {
 	s := newShim(t)

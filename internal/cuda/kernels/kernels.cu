@@ -158,9 +158,8 @@ extern "C" __global__ void kvs_graph_take(const volatile u64 *step, volatile u64
 	}
 	volatile kvs_graph_slot *s = &slots[i];
 	const u64 ticket = s->armed;
-	bool mine = ticket > seen->last[i];
+	bool mine = atomicMax(&seen->last[i], ticket) < ticket;
 	if (mine) {
-		seen->last[i] = ticket;
 		s->taken = ticket;
 		__threadfence_system();
 		mine = s->revoked < ticket;
@@ -215,12 +214,11 @@ extern "C" __global__ void kvs_graph_move(kvs_graph_todo *todo)
 		return;
 	todo->ended = 0;
 	__threadfence_system();
-	for (u32 i = 0; i < GRAPH_SLOTS; i++) {
-		if (todo->n[i] == 0)
-			continue;
-		const kvs_graph_job *j = &todo->jobs[i];
-		*reinterpret_cast<volatile u64 *>(j->done) = j->seq;
-		__threadfence_system(); // after its own word the host may take away what the other one is in
-		*reinterpret_cast<volatile u64 *>(j->own) = j->ticket;
-	}
+	for (u32 i = 0; i < GRAPH_SLOTS; i++)
+		if (todo->n[i])
+			*reinterpret_cast<volatile u64 *>(todo->jobs[i].done) = todo->jobs[i].seq;
+	__threadfence_system(); // after its own words the host may take away what the others are in
+	for (u32 i = 0; i < GRAPH_SLOTS; i++)
+		if (todo->n[i])
+			*reinterpret_cast<volatile u64 *>(todo->jobs[i].own) = todo->jobs[i].ticket;
 }

@@ -237,7 +237,7 @@ int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
 int kvs_gpu_join(kvs_gpu *g, void *stream);
 /* Graphs that are captured from now on also pack and unpack for the sidecar, behind each layer's signal and on a branch of their own, with so many
  * thread blocks of 512: what it wants is in memory when the replay comes by, and is launched by a thread where none does. Costs a layer that has
- * nothing to move two small nodes. After kvs_start, once. Optional: without it, or after KVS_E_GPU, the thread launches all. */
+ * nothing to move two small nodes. After kvs_start, once, and not during a capture; such graphs are replayed one at a time. Optional: without it, or after KVS_E_GPU, the thread launches all. */
 int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes);
 /* The stream goes on once load_flags[layer] >= value, or is poison. In a graph the value is baked in: use 1 and kvs_load_reset. */
 int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream);

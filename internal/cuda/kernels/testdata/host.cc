@@ -23,6 +23,12 @@ static inline uint4 __ldcs(const uint4 *p) { return *p; }
 static inline void __stcs(uint4 *p, uint4 v) { *p = v; }
 static inline void __threadfence_system() {}
 static inline void __syncthreads() {}
+static inline unsigned long long atomicMax(unsigned long long *p, unsigned long long n)
+{
+	const unsigned long long was = *p;
+	*p = was > n ? was : n;
+	return was;
+}
 static inline unsigned atomicAdd(unsigned *p, unsigned n) { return (*p += n) - n; }
 
 #include "../kernels.cu"
