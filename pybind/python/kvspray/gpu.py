@@ -49,7 +49,8 @@ class GpuSignals:
 
     def pack(self, blocks: int = 16) -> bool:
         """Graphs that are captured from now on also pack and unpack for the sidecar as they are replayed, with so many thread blocks, instead of a
-        thread that launches kernels beside them; one replay at a time. Once, after the client's registration, and not during a capture. False, and a line in the log: the thread goes on with it."""
+        thread that launches kernels beside them; one replay at a time. Once, after the client's registration, and not during a capture.
+        False, and a line in the log: the thread goes on with it."""
         if not self.ok:
             return False
         error = ctypes.create_string_buffer(_ERROR_BYTES)
