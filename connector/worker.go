@@ -770,8 +770,11 @@ func (w *worker) awaitDoorbell() error {
 	})
 }
 
-// wakeLocked rings our own doorbell.
+// wakeLocked rings our own doorbell. Once closed, its descriptor may be another file's.
 func (w *worker) wakeLocked() {
+	if w.closed {
+		return
+	}
 	w.rung.Store(true)
 	ring(w.doorFD())
 }
@@ -894,10 +897,16 @@ func (w *worker) flushLocked() {
 
 // shut stops touching the rings and forgets the leases; the memory stays until release.
 func (w *worker) shut() {
+	if w.shutOnce() {
+		_ = w.door.Close() // ends run; under no lock, since it waits for the look that run may be at, which takes ours
+	}
+}
+
+func (w *worker) shutOnce() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.closed {
-		return
+		return false
 	}
 	w.closed = true
 	w.pending = nil
@@ -914,10 +923,10 @@ func (w *worker) shut() {
 	for _, l := range w.leases {
 		w.closeLeaseLocked(l)
 	}
-	_ = w.door.Close() // ends run
 	w.closeBellLocked()
 	w.rings.Release()
 	w.proc.close() // ends the exit watch
+	return true
 }
 
 // release gives the engine's memory back once everything is fenced.
