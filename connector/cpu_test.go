@@ -2,8 +2,6 @@ package connector_test
 
 import (
 	"fmt"
-	"runtime"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -19,7 +17,6 @@ const (
 	idleShare   = 0.005 // no engine computes
 	decodeShare = 0.03  // two engines decode, and nothing is moved
 	followShare = 0.07  // the same, and every layer is looked for as if a partner waited: ours to bound, nobody was promised it (5.0% on two cores of a Xeon)
-	napsShare   = 1     // of what it costs to sleep once for each of those layers, where that is more: a sleep takes 45 us of a processor in some virtual machines
 )
 
 // A share is that of all windows together: what a process uses in bursts counts as what it uses all the time. Others that use the machine make the same
@@ -40,35 +37,7 @@ func cpu(t testing.TB) time.Duration {
 // holds fails the test unless the process stays under the limit over all windows. during is told the length of each window.
 func holds(t *testing.T, what string, limit float64, during func(time.Duration)) {
 	t.Helper()
-	if share := share(t, what, during); share > limit && !testutil.Race {
-		t.Errorf("%s: %.2f%% of a core, at most %.2f%%", what, 100*share, 100*limit)
-	}
-}
-
-func share(t *testing.T, what string, during func(time.Duration)) float64 {
-	t.Helper()
-	return testutil.Share(t, what, cpuWindows, cpuWindow, func() time.Duration { return cpu(t) }, during)
-}
-
-// naps is what a thread costs that does nothing but sleep, once in every, as the watcher does.
-func naps(t *testing.T, every time.Duration) float64 {
-	t.Helper()
-	var over atomic.Bool
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine, and its timer slack with it
-		if err := unix.Prctl(unix.PR_SET_TIMERSLACK, 1000, 0, 0, 0); err != nil {
-			t.Error(err)
-		}
-		for next := time.Now(); !over.Load(); {
-			next = next.Add(every)
-			connector.Nap(time.Until(next))
-		}
-	})
-	out := share(t, fmt.Sprintf("a thread that sleeps every %s", every), nil)
-	over.Store(true)
-	wg.Wait()
-	return out
+	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow, func() time.Duration { return cpu(t) }, during)
 }
 
 // counting is a control layer that costs nothing: the measurement is of the connector.
@@ -100,8 +69,6 @@ func TestCPU(t *testing.T) {
 		}
 	})
 
-	sleeping := naps(t, decodePeriod/time.Duration(2*childShape.Layers)) // while the watcher does not
-
 	for _, child := range []*child{a, b} {
 		_, err := fmt.Fprintln(child.in, "decode")
 		must(t, err)
@@ -120,7 +87,7 @@ func TestCPU(t *testing.T) {
 	for _, w := range r.rec.seen().ups {
 		w.Follow(true)
 	}
-	holds(t, "two engines that decode, every layer awaited", max(followShare, napsShare*sleeping), follows)
+	holds(t, "two engines that decode, every layer awaited", followShare, follows)
 
 	if !testutil.Race {
 		testutil.LetsCollectorIn(t) // a watcher that sleeps must not hold it up

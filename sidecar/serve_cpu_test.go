@@ -119,10 +119,7 @@ func (p *process) cpu(t *testing.T) time.Duration {
 // holds fails the test unless the process stays under the limit over all windows.
 func (p *process) holds(t *testing.T, what string, limit float64) {
 	t.Helper()
-	share := testutil.Share(t, what, cpuWindows, cpuWindow, func() time.Duration { return p.cpu(t) }, nil)
-	if share > limit {
-		t.Errorf("%s: %.2f%% of a core, at most %.2f%%", what, 100*share, 100*limit)
-	}
+	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow, func() time.Duration { return p.cpu(t) }, nil)
 }
 
 // command is what a process runs: the configuration's path follows its arguments. None: this test binary, as a node.

@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// Share is what part of a core was used, by all windows of such a length together, and logs how the windows differ. cpu is what was used so far; after each
+// share is what part of a core was used, by all windows of such a length together, and logs how the windows differ. cpu is what was used so far; after each
 // window, if it is not nil, hears how long that was.
-func Share(t *testing.T, what string, windows int, window time.Duration, cpu func() time.Duration, after func(time.Duration)) float64 {
+func share(t *testing.T, what string, windows int, window time.Duration, cpu func() time.Duration, after func(time.Duration)) float64 {
 	t.Helper()
 	var spent, total time.Duration
 	shares := make([]float64, 0, windows)

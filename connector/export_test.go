@@ -1,4 +1,0 @@
-package connector
-
-// Nap is how the watcher sleeps.
-var Nap = nap
