@@ -38,6 +38,12 @@ func (e *engines) Attach(x connector.Engine) func() {
 	}
 }
 
+func (e *engines) first() connector.Engine {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.attached[0]
+}
+
 func (e *engines) counts() (attached, detached int) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -84,7 +90,7 @@ func TestWorkIsAttached(t *testing.T) {
 		if n, _ := e.counts(); n != 1 {
 			t.Fatalf("%d engines attached", n)
 		}
-		x := e.attached[0]
+		x := e.first()
 		if !useless {
 			if len(x.Regions) != len(r.lastUp(t).Regions) || x.Regions[0] != r.lastUp(t).Regions[0] || x.Exited() {
 				t.Errorf("%d regions, exited %v", len(x.Regions), x.Exited())
