@@ -380,15 +380,7 @@ func TestReorder(t *testing.T) {
 	a, b := start(t, slow), start(t, slow)
 	join(t, a, b)
 	s := b.session(a.opt.Boot)
-	var l *lane
-	poll(t, "the lane that PeerUp came before", func() bool {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if len(s.lanes) > 0 {
-			l = s.lanes[0]
-		}
-		return l != nil
-	})
+	l := laneOf(t, b, a)
 	for _, seq := range []uint64{3, 3, 2, 5, 1, 1, 4, 2, 5} {
 		f := await(seq)
 		f.Seq = seq

@@ -7,7 +7,7 @@
 
 enum {
 	THREADS = 512,                   /* of a block, as work.c launches the kernels */
-	TODO_BYTES = 128 + 80 * KVS_WORK_SLOTS, /* sizeof(struct kvs_graph_todo) */
+	BATCH_BYTES = 128 + 80 * KVS_WORK_SLOTS, /* sizeof(struct kvs_graph_batch) */
 	SEEN_BYTES = 128,                /* ... of kvs_graph_seen, and more */
 	EVENT_DISABLE_TIMING = 2,
 };
@@ -46,8 +46,8 @@ int graph_open(struct graph *g, uint32_t layers, uint32_t blocks, const char **c
 	TRY(MemHostGetDevicePointer, &g->board, g->at, 0);
 	TRY(MemAlloc, &g->seen, SEEN_BYTES);
 	TRY(MemsetD32, g->seen, 0, SEEN_BYTES / 4);
-	TRY(MemAlloc, &g->todo, (size_t)layers * TODO_BYTES);
-	TRY(MemsetD32, g->todo, 0, (size_t)layers * TODO_BYTES / 4);
+	TRY(MemAlloc, &g->batches, (size_t)layers * BATCH_BYTES);
+	TRY(MemsetD32, g->batches, 0, (size_t)layers * BATCH_BYTES / 4);
 	TRY(StreamSynchronize, NULL); /* no replay comes before the zeros */
 	TRY(ModuleLoadData, &g->module, cuda_kernels);
 	TRY(ModuleGetFunction, &g->take, g->module, "kvs_graph_take");
@@ -70,8 +70,8 @@ void graph_close(struct graph *g)
 		cu.StreamDestroy(g->branch);
 	if (g->module)
 		cu.ModuleUnload(g->module);
-	if (g->todo)
-		cu.MemFree(g->todo);
+	if (g->batches)
+		cu.MemFree(g->batches);
 	if (g->seen)
 		cu.MemFree(g->seen);
 	if (g->registered)
@@ -90,8 +90,8 @@ bool graph_wants(const struct graph *g, uint32_t layer)
 int graph_capture(struct graph *g, uint32_t layer, devptr word, devptr flag, handle side, const char **call)
 {
 	devptr pulse = g->board + offsetof(struct graph_board, pulse), slots = g->board + offsetof(struct graph_board, slots);
-	devptr todo = g->todo + (devptr)layer * TODO_BYTES;
-	void *taking[] = {&word, &flag, &pulse, &slots, &g->seen, &todo}, *moving[] = {&todo};
+	devptr batch = g->batches + (devptr)layer * BATCH_BYTES;
+	void *taking[] = {&word, &flag, &pulse, &slots, &g->seen, &batch}, *moving[] = {&batch};
 	g->captured[layer] = 1;
 	TRY(LaunchKernel, g->take, 1, 1, 1, KVS_WORK_SLOTS, 1, 1, 0, side, taking, NULL);
 	TRY(EventRecord, g->fork, side);

@@ -38,7 +38,7 @@ struct graph_board {
 struct graph {
 	struct graph_board *at;
 	handle context;
-	devptr board, seen, todo; /* ... as the GPU sees it; of the GPU alone: what it has seen, and of each layer what it has taken */
+	devptr board, seen, batches; /* ... as the GPU sees it; of the GPU alone: what it has seen, and of each layer what it has taken */
 	bool registered;
 	handle module, take, move, branch, fork, join;
 	uint32_t blocks; /* of a move */

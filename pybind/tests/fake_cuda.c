@@ -388,7 +388,7 @@ struct graph_slot {
 	uint64_t own, done, seq, pad[4];
 };
 enum { SLOTS = 8, NODES = 64 };
-struct todo { /* as large as that of the kernels, which is what was allocated */
+struct batch { /* as large as that of the kernels, which is what was allocated */
 	uint64_t n[SLOTS], pad[8];
 	struct {
 		uint64_t list, first, n, dense, len, unpack, own, done, ticket, seq;
@@ -415,7 +415,7 @@ static void graph_take(const uint64_t *a, unsigned *random)
 {
 	struct graph_slot *slots = (void *)(uintptr_t)a[3];
 	uint64_t *last = (uint64_t *)(uintptr_t)a[4] + 1;
-	struct todo *todo = (void *)(uintptr_t)a[5];
+	struct batch *batch = (void *)(uintptr_t)a[5];
 	say(a[2], seen_of(a[2]) + 1);
 	for (int i = 0; i < SLOTS; i++) {
 		struct graph_slot *s = &slots[i];
@@ -432,12 +432,12 @@ static void graph_take(const uint64_t *a, unsigned *random)
 			if (!mine)
 				__atomic_store_n(&s->skipped, ticket, __ATOMIC_SEQ_CST);
 		}
-		todo->n[i] = 0;
+		batch->n[i] = 0;
 		if (mine) {
-			todo->jobs[i].list = s->list, todo->jobs[i].first = s->first, todo->jobs[i].n = s->n, todo->jobs[i].dense = s->dense;
-			todo->jobs[i].len = s->len, todo->jobs[i].unpack = s->unpack;
-			todo->jobs[i].own = s->own, todo->jobs[i].done = s->done, todo->jobs[i].ticket = ticket, todo->jobs[i].seq = s->seq;
-			todo->n[i] = s->n;
+			batch->jobs[i].list = s->list, batch->jobs[i].first = s->first, batch->jobs[i].n = s->n, batch->jobs[i].dense = s->dense;
+			batch->jobs[i].len = s->len, batch->jobs[i].unpack = s->unpack;
+			batch->jobs[i].own = s->own, batch->jobs[i].done = s->done, batch->jobs[i].ticket = ticket, batch->jobs[i].seq = s->seq;
+			batch->n[i] = s->n;
 		}
 	}
 }
@@ -445,32 +445,32 @@ static void graph_take(const uint64_t *a, unsigned *random)
 /* With lock held; it may be let go meanwhile. False: the context is lost. */
 static int graph_move(const uint64_t *a)
 {
-	struct todo *todo = (void *)(uintptr_t)a[0];
+	struct batch *batch = (void *)(uintptr_t)a[0];
 	int any = 0;
 	for (int i = 0; i < SLOTS; i++)
-		any |= todo->n[i] != 0;
+		any |= batch->n[i] != 0;
 	while (any && hold == HOLD_ALL && !context_broken && replaying) {
 		move_waits = 1;
 		pthread_cond_wait(&freed, &lock);
 	}
 	move_waits = 0;
 	for (int i = 0; i < SLOTS && !context_broken; i++) {
-		if (!todo->n[i])
+		if (!batch->n[i])
 			continue;
-		uint64_t list = todo->jobs[i].list, first = todo->jobs[i].first, n = todo->n[i], len = todo->jobs[i].len;
-		int unpack = todo->jobs[i].unpack != 0;
-		struct job uniform = {unpack ? KERNEL_UNPACK_UNIFORM : KERNEL_PACK_UNIFORM, {list, n, todo->jobs[i].dense, len}};
+		uint64_t list = batch->jobs[i].list, first = batch->jobs[i].first, n = batch->n[i], len = batch->jobs[i].len;
+		int unpack = batch->jobs[i].unpack != 0;
+		struct job uniform = {unpack ? KERNEL_UNPACK_UNIFORM : KERNEL_PACK_UNIFORM, {list, n, batch->jobs[i].dense, len}};
 		struct job runs = {unpack ? KERNEL_UNPACK : KERNEL_PACK, {list, first, n}};
 		run_job(len ? &uniform : &runs);
 		in_graphs++;
-		say(todo->jobs[i].done, todo->jobs[i].seq);
+		say(batch->jobs[i].done, batch->jobs[i].seq);
 		if (jobs_left == BETWEEN) {
 			lose();
 			return 0;
 		}
 		if (rand() % 3 == 0)
 			pause_us(rand() % 100); /* whoever posted it posts the next one now */
-		say(todo->jobs[i].own, todo->jobs[i].ticket);
+		say(batch->jobs[i].own, batch->jobs[i].ticket);
 	}
 	return !context_broken;
 }

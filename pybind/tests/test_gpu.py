@@ -41,6 +41,15 @@ def ops():
     return out
 
 MAIN, SIDE = 1, 4
+
+def captured_step(g):
+    fake.fake_capture_begin(MAIN)
+    for layer in range(LAYERS):
+        assert g.signal_layer(layer, MAIN)
+    assert g.signal_step(MAIN)
+    got = ops()
+    assert fake.fake_capture_end(MAIN) == 0, "a branch is not joined"
+    return got
 """
 
 
@@ -76,12 +85,7 @@ g = GpuSignals(client)
 assert g.step(1, MAIN)
 word = ops()[0][2]
 for graph in range(3):  # one per batch size, all with the same board
-    fake.fake_capture_begin(MAIN)
-    for layer in range(LAYERS):
-        assert g.signal_layer(layer, MAIN)
-    assert g.signal_step(MAIN)
-    got = ops()
-    assert fake.fake_capture_end(MAIN) == 0, "a branch is not joined"
+    got = captured_step(g)
     kernels = [o for o in got if o[0] == "kernel"]
     assert [o[2] for o in kernels] == [flag(i) for i in range(LAYERS + 1)]
     assert all(o[1] == SIDE and o[3] == word and o[4] for o in kernels), "on the side branch, and the step comes from memory"
@@ -122,12 +126,7 @@ g = GpuSignals(client)
 assert g.pack(12) and not g.pack(12) and g.ok and g.step(1, MAIN)
 word = ops()[0][2]
 for graph in range(3):
-    fake.fake_capture_begin(MAIN)
-    for layer in range(LAYERS):
-        assert g.signal_layer(layer, MAIN)
-    assert g.signal_step(MAIN)
-    got = ops()
-    assert fake.fake_capture_end(MAIN) == 0, "a branch is not joined"
+    got = captured_step(g)
     kinds = [o for o in got if o[0] in ("take", "move", "kernel")]
     assert [o[0] for o in kinds] == ["take", "move"] * LAYERS + ["kernel"], "what the end of the step moved would hold it up"
     takes, moves = kinds[:-1:2], kinds[1::2]

@@ -99,14 +99,7 @@ func TestGraphBreaks(t *testing.T) {
 	case <-time.After(3 * workExitLook): // for what must not come
 	}
 	s.say("break 0")
-	select {
-	case err := <-result:
-		if err != nil {
-			t.Error(err)
-		}
-	case <-time.After(patience):
-		t.Fatal("the hop waits for a context that is lost")
-	}
+	s.arrives(result, "in mid move")
 	s.say("replay 0")
 	s.end()
 	s.quit("")
@@ -120,14 +113,7 @@ func TestGraphBreaksBetween(t *testing.T) {
 	s.say("replay 20")
 	s.say("break -2")
 	for seed := range uint64(40) {
-		select {
-		case err := <-s.gather(seed):
-			if err != nil {
-				t.Error(err)
-			}
-		case <-time.After(patience):
-			t.Fatal("the hop waits for a context that is lost")
-		}
+		s.arrives(s.gather(seed), fmt.Sprintf("hop %d", seed))
 	}
 	if st := s.say("replay 0"); st.inGraphs != 1 || st.astray != 0 {
 		t.Errorf("%d lists in graphs, of which the first one was the end; %d astray", st.inGraphs, st.astray)

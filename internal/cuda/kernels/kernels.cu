@@ -130,13 +130,13 @@ struct kvs_graph_job {
 	u64 own, done, ticket, seq;
 };
 
-struct kvs_graph_todo {
+struct kvs_graph_batch {
 	u64 n[GRAPH_SLOTS]; // of jobs; 0: there is none. Looked at first, by every block
 	u32 ended;          // blocks; 0 between two launches
 	u32 pad[15];
 	kvs_graph_job jobs[GRAPH_SLOTS];
 };
-static_assert(sizeof(kvs_graph_todo) == 128 + GRAPH_SLOTS * 80, "as in graph.h");
+static_assert(sizeof(kvs_graph_batch) == 128 + GRAPH_SLOTS * 80, "as in graph.h");
 
 // What is the same for all layers.
 struct kvs_graph_seen {
@@ -148,7 +148,7 @@ struct kvs_graph_seen {
 // at any time, and both sides say so before they look at what the other one said: one of the two is seen, or both. Where both are, it is skipped.
 // Tickets grow, so that whoever comes late finds an older ticket than the one that was revoked last.
 extern "C" __global__ void kvs_graph_take(const volatile u64 *step, volatile u64 *flag, volatile u64 *pulse, volatile kvs_graph_slot *slots, kvs_graph_seen *seen,
-                                          kvs_graph_todo *todo)
+                                          kvs_graph_batch *batch)
 {
 	const u32 i = threadIdx.x;
 	if (i == 0) {
@@ -167,7 +167,7 @@ extern "C" __global__ void kvs_graph_take(const volatile u64 *step, volatile u64
 			s->skipped = ticket;
 	}
 	if (mine) {
-		kvs_graph_job *j = &todo->jobs[i];
+		kvs_graph_job *j = &batch->jobs[i];
 		j->list = s->list;
 		j->first = s->first;
 		j->n = s->n;
@@ -179,19 +179,19 @@ extern "C" __global__ void kvs_graph_take(const volatile u64 *step, volatile u64
 		j->ticket = ticket;
 		j->seq = s->seq;
 	}
-	todo->n[i] = mine ? todo->jobs[i].n : 0;
+	batch->n[i] = mine ? batch->jobs[i].n : 0;
 }
 
 // kvs_graph_move does what the layer's kvs_graph_take has taken. The last block to end says so.
-extern "C" __global__ void kvs_graph_move(kvs_graph_todo *todo)
+extern "C" __global__ void kvs_graph_move(kvs_graph_batch *batch)
 {
 	bool any = false;
 	for (u32 i = 0; i < GRAPH_SLOTS; i++) {
-		const u64 n = todo->n[i];
+		const u64 n = batch->n[i];
 		if (n == 0)
 			continue;
 		any = true;
-		const kvs_graph_job *j = &todo->jobs[i];
+		const kvs_graph_job *j = &batch->jobs[i];
 		const kvs_run *runs = reinterpret_cast<const kvs_run *>(j->list);
 		const u64 *bases = reinterpret_cast<const u64 *>(j->list);
 		const u32 *first = reinterpret_cast<const u32 *>(j->first);
@@ -210,15 +210,15 @@ extern "C" __global__ void kvs_graph_move(kvs_graph_todo *todo)
 	if (threadIdx.x != 0)
 		return;
 	__threadfence_system();
-	if (atomicAdd(&todo->ended, 1) + 1 < gridDim.x)
+	if (atomicAdd(&batch->ended, 1) + 1 < gridDim.x)
 		return;
-	todo->ended = 0;
+	batch->ended = 0;
 	__threadfence_system();
 	for (u32 i = 0; i < GRAPH_SLOTS; i++)
-		if (todo->n[i])
-			*reinterpret_cast<volatile u64 *>(todo->jobs[i].done) = todo->jobs[i].seq;
+		if (batch->n[i])
+			*reinterpret_cast<volatile u64 *>(batch->jobs[i].done) = batch->jobs[i].seq;
 	__threadfence_system(); // after its own words the host may take away what the others are in
 	for (u32 i = 0; i < GRAPH_SLOTS; i++)
-		if (todo->n[i])
-			*reinterpret_cast<volatile u64 *>(todo->jobs[i].own) = todo->jobs[i].ticket;
+		if (batch->n[i])
+			*reinterpret_cast<volatile u64 *>(batch->jobs[i].own) = batch->jobs[i].ticket;
 }

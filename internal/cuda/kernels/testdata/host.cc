@@ -59,7 +59,7 @@ static unsigned long graphs(std::mt19937_64 &rng)
 	auto below = [&](unsigned n) { return (unsigned)(rng() % n); };
 	kvs_graph_slot slots[GRAPH_SLOTS] = {};
 	kvs_graph_seen seen = {};
-	kvs_graph_todo todo = {};
+	kvs_graph_batch batch = {};
 	u64 flag = 0, step = 0, pulse = 0, ticket = 0, own[GRAPH_SLOTS] = {}, done[GRAPH_SLOTS] = {};
 	unsigned long moved = 0;
 	const u32 len = 512, pieces = 6;
@@ -106,8 +106,8 @@ static unsigned long graphs(std::mt19937_64 &rng)
 			}
 		}
 		step++;
-		launch(1, GRAPH_SLOTS, [&] { kvs_graph_take(&step, &flag, &pulse, slots, &seen, &todo); });
-		launch(1 + below(9), 64, [&] { kvs_graph_move(&todo); });
+		launch(1, GRAPH_SLOTS, [&] { kvs_graph_take(&step, &flag, &pulse, slots, &seen, &batch); });
+		launch(1 + below(9), 64, [&] { kvs_graph_move(&batch); });
 		check(flag == step && pulse == step, "graph: the layer's flag, or the pulse", round);
 		check(!std::memcmp(memory, wanted, sizeof memory) && !std::memcmp(dense, packed, sizeof dense), "graph: bytes differ, or others were written", round);
 		for (u32 i = 0; i < GRAPH_SLOTS; i++) {
