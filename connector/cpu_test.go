@@ -16,7 +16,7 @@ import (
 const (
 	idleShare   = 0.005 // no engine computes
 	decodeShare = 0.03  // two engines decode, and nothing is moved
-	followShare = 0.07  // the same, and every layer is looked for as if a partner waited: ours to bound, nobody was promised it (5.0% on two cores of a Xeon)
+	followShare = 0.20  // the same, and every layer is looked for as if a partner waited: ours to bound, nobody was promised it
 )
 
 // A share is that of all windows together: what a process uses in bursts counts as what it uses all the time. Others that use the machine make the same

@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	_ "github.com/kvspray/kvspray/internal/slack" // short sleeps
 )
 
 // watcher follows the layer flags of every worker that has a step open and is awaited. It is one goroutine on a thread of its own, because
@@ -82,14 +84,11 @@ func (wt *watcher) next() (list []*worker, slept bool) {
 	return wt.list, slept
 }
 
-const timerSlack = 1000 // nanoseconds; the default of 50,000 doubles a short sleep
-
 func (wt *watcher) run() {
 	defer close(wt.done)
 	spareP()
-	runtime.LockOSThread() // never unlocked: the thread ends with the goroutine, and its timer slack with it
-	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, timerSlack, 0, 0, 0)
-	p := newPacer(now(), cpuTime())
+	runtime.LockOSThread() // never unlocked
+	p := newPacer(runtime.NumCPU(), now(), cpuTime())
 	for {
 		list, slept := wt.next()
 		if list == nil {
@@ -110,7 +109,10 @@ func (wt *watcher) run() {
 				wt.settle(w)
 			}
 		}
-		nap(p.next(at, now(), moved))
+		from := now()
+		asked := p.next(at, from, moved)
+		nap(asked)
+		p.slept(asked, now()-from)
 		if p.due() {
 			p.charge(now(), cpuTime())
 		}
@@ -172,14 +174,17 @@ func (w *worker) flagsMoved() int {
 
 // Pacing of the watcher. One sleep of a thread costs 8 to 20 us of CPU in a virtual machine, whatever is then looked at.
 const (
-	paceMin    = 50 * time.Microsecond
+	paceMin    = 20 * time.Microsecond
+	paceNap    = 5 * time.Microsecond   // what is asked for at least: the kernel adds more than that
+	paceOver   = 200 * time.Microsecond // what a sleep is taken to last too long at most
 	paceIdle   = 2 * time.Millisecond   // between looks while an open step does not move
 	paceAlone  = 100 * time.Millisecond // between looks while nobody waits for a layer; the deadline of a long prefill counts from what is seen
 	paceFresh  = 100 * time.Millisecond // after a source lease is opened its partner is about to come
-	paceLate   = 8                      // a layer that is late is looked for every gap/paceLate
+	paceLate   = 16                     // a layer that is late is looked for every gap/paceLate
 	paceFade   = 16                     // after t without a change, looks are at least t/paceFade apart
 	paceWindow = 64                     // looks between two measurements of our own cost
-	paceBudget = 0.04                   // of a core for looking, while somebody waits for layers; what follows from a layer is no part of it
+	paceShare  = 0.02                   // of the host for looking, while somebody waits for layers; what follows from a layer is no part of it
+	paceBudget = 0.3                    // of a core for the same, at most
 )
 
 // pacer decides how long to sleep between two looks: until just before the next layer is due, then at a fraction of the time
@@ -187,14 +192,16 @@ const (
 type pacer struct {
 	last  time.Duration // when a flag moved last
 	gap   time.Duration // learned time between layers
+	most  float64       // of a core: the budget
 	floor time.Duration // raised by the budget
+	over  time.Duration // learned: how much longer than asked a sleep lasts
 	looks int
 	wall  time.Duration // at the last measurement
 	cpu   time.Duration
 }
 
-func newPacer(now, cpu time.Duration) *pacer {
-	return &pacer{last: now, gap: 4 * paceMin, floor: paceMin, wall: now, cpu: cpu}
+func newPacer(cores int, now, cpu time.Duration) *pacer {
+	return &pacer{last: now, gap: 8 * paceMin, most: min(paceBudget, paceShare*float64(cores)), floor: paceMin, wall: now, cpu: cpu}
 }
 
 // resume starts a new stretch after a sleep without anything to follow; what was learned stays.
@@ -202,13 +209,23 @@ func (p *pacer) resume(now, cpu time.Duration) {
 	p.last, p.wall, p.cpu, p.looks = now, now, cpu, 0
 }
 
-// next returns the time to sleep; moved is how many flags the look at a time has found changed. The next layer is due by when this one was
-// seen: what has been done since is no time between layers, and would make every look later than the one before.
+// next returns the time to sleep; moved is how many flags the look at a time has found changed.
 func (p *pacer) next(at, now time.Duration, moved int) time.Duration {
+	return max(p.until(at, now, moved)-p.over, paceNap)
+}
+
+// slept tells how long a sleep has lasted.
+func (p *pacer) slept(asked, lasted time.Duration) {
+	p.over += (min(max(lasted-asked, 0), paceOver) - p.over) / 8
+}
+
+// until returns the time to the next look. The next layer is due by when this one was seen: what has been done since is no time between layers, and
+// would make every look later than the one before.
+func (p *pacer) until(at, now time.Duration, moved int) time.Duration {
 	p.looks++
 	since := at - p.last
 	if moved == 0 {
-		return max(p.gap/paceLate, p.floor, min(since/paceFade, paceIdle), paceMin)
+		return max(p.gap/paceLate, p.floor, min(since/paceFade, paceIdle))
 	}
 	// A pause between two steps is no gap between layers: one sample counts only so far.
 	p.gap += (min(since/time.Duration(moved), 4*p.gap) - p.gap) / 8
@@ -226,9 +243,9 @@ func (p *pacer) due() bool { return p.looks >= paceWindow }
 func (p *pacer) charge(now, cpu time.Duration) {
 	share := float64(cpu-p.cpu) / float64(max(now-p.wall, 1))
 	switch {
-	case share > paceBudget:
+	case share > p.most:
 		p.floor = min(p.floor*5/4, paceIdle)
-	case share < paceBudget*3/4:
+	case share < p.most*3/4:
 		p.floor = max(p.floor*9/10, paceMin)
 	}
 	p.wall, p.cpu, p.looks = now, cpu, 0

@@ -1,27 +1,35 @@
 package connector
 
 import (
+	"math/rand/v2"
 	"testing"
 	"time"
 )
 
 // TestPacer plays engines of several paces against the pacer, with a price for each look.
 func TestPacer(t *testing.T) {
-	const price = 10 * time.Microsecond // of CPU for each look
+	const (
+		price = 10 * time.Microsecond // of CPU for each look
+		over  = 30 * time.Microsecond // that each sleep lasts too long
+	)
 	for _, c := range []struct {
 		name    string
+		cores   int
 		gap     time.Duration // between layers
 		work    time.Duration // that each layer makes
 		maxLate time.Duration // mean time from a flag to the look that sees it
 	}{
-		{"fast GPU", 100 * time.Microsecond, 5 * time.Microsecond, 200 * time.Microsecond},
-		{"20 ms steps", 625 * time.Microsecond, 20 * time.Microsecond, 200 * time.Microsecond},
-		{"long prompts", 1150 * time.Microsecond, 150 * time.Microsecond, 200 * time.Microsecond},
-		{"large model", 3 * time.Millisecond, 500 * time.Microsecond, 400 * time.Microsecond},
-		{"CPU engine", 20 * time.Millisecond, 0, 2 * time.Millisecond},
+		{"tiny layers", 32, 60 * time.Microsecond, 5 * time.Microsecond, 25 * time.Microsecond},
+		{"fast GPU", 32, 100 * time.Microsecond, 5 * time.Microsecond, 25 * time.Microsecond},
+		{"fast GPU, small host", 2, 100 * time.Microsecond, 5 * time.Microsecond, 200 * time.Microsecond},
+		{"20 ms steps", 32, 625 * time.Microsecond, 20 * time.Microsecond, 40 * time.Microsecond},
+		{"20 ms steps, small host", 2, 625 * time.Microsecond, 20 * time.Microsecond, 100 * time.Microsecond},
+		{"long prompts", 32, 1150 * time.Microsecond, 150 * time.Microsecond, 60 * time.Microsecond},
+		{"large model", 32, 3 * time.Millisecond, 500 * time.Microsecond, 150 * time.Microsecond},
+		{"CPU engine", 2, 20 * time.Millisecond, 0, time.Millisecond},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			p := newPacer(0, 0)
+			p, r := newPacer(c.cores, 0, 0), rand.New(rand.NewPCG(1, uint64(c.gap)))
 			var now, cpu, looking, late time.Duration
 			next := c.gap // when the next flag moves
 			looks, seen := 0, 0
@@ -31,7 +39,7 @@ func TestPacer(t *testing.T) {
 				moved := 0
 				for next <= now {
 					late += now - next
-					next += c.gap
+					next += c.gap*39/40 + time.Duration(r.Int64N(int64(c.gap/20))) // layers are not alike to the microsecond
 					moved++
 				}
 				seen += moved
@@ -39,7 +47,9 @@ func TestPacer(t *testing.T) {
 				p.spare(work)
 				at := now
 				now, cpu = now+work, cpu+work
-				now += p.next(at, now, moved) + 30*time.Microsecond
+				asked := p.next(at, now, moved)
+				now += asked + over
+				p.slept(asked, asked+over)
 				if p.due() {
 					p.charge(now, cpu)
 				}
@@ -47,13 +57,13 @@ func TestPacer(t *testing.T) {
 			mean := late / time.Duration(seen)
 			share := float64(looking) / float64(now)
 			t.Logf("%d looks a second, %s late on average, %.2f%% of a core for looking", int(float64(looks)/now.Seconds()), mean, 100*share)
-			if mean > c.maxLate || share > 1.1*paceBudget {
-				t.Errorf("mean lateness %s (at most %s), %.4f of a core for looking (at most %.4f)", mean, c.maxLate, share, 1.1*paceBudget)
+			if mean > c.maxLate || share > 1.1*p.most {
+				t.Errorf("mean lateness %s (at most %s), %.4f of a core for looking (at most %.4f)", mean, c.maxLate, share, 1.1*p.most)
 			}
 		})
 	}
 	// An open step that does not move fades to the idle pace.
-	p := newPacer(0, 0)
+	p := newPacer(2, 0, 0)
 	if d := p.next(time.Second, time.Second, 0); d != paceIdle {
 		t.Errorf("after a second without a flag: %s between looks, want %s", d, paceIdle)
 	}

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines with their caches on GPUs, two real sidecars between them; the engines are processes of their own.
 
-    e2e.py [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers|slow] [--json F]
+    e2e.py [--gpus 0,1] [--rounds N] [--part content|kill|rate|layers|slow|first] [--json F]
 
 content   random block lists over every transport, by eager steps and by replays of full CUDA graphs of several sizes; every byte of
           every block is compared, and so are the blocks around it
@@ -12,7 +12,9 @@ rate      scattered blocks of 16 KiB (KVSPRAY_E2E_PAGE=bytes, up to 256 KiB), bo
           with two or three open at a time
 slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15 GB/s, idle and loaded by turns
 layers    how long after the end of the forward pass the last layer's bytes are committed, the engine busy
+first     how long after a layer's flag its first bytes are in the other engine's memory, the engine busy; needs --gpus 0,host
 
+`host` for a GPU: that engine's cache lies in host memory.
 KVSPRAY_E2E_GRAPH_BLOCKS=16 has captured graphs pack, with so many thread blocks, where the executor is `engine`.
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import mmap
 import os
 import pathlib
 import random
@@ -48,31 +51,39 @@ SIZES = (32, 128, 256, 512)  # blocks of a graph's request
 HIDDEN = 2048
 VICTIMS = ("source engine", "source sidecar", "destination sidecar", "destination engine")
 CANARY = -0x5A5A5A5A
+FLAGS_HEADER, FLAGS_STRIDE = 128, 64
+HOST = "host"
+FIRST = (("60 us kernels", 3840, 1), ("800 us kernels", 51200, 1))  # rows of their input, kernels per layer
 
 
 class Engine:
     """One engine: a paged cache on a GPU, its client, and a model whose layers compute for a while and then write the request's pages."""
 
-    def __init__(self, gpu: int, socket: str) -> None:
-        torch.cuda.set_device(gpu)
+    def __init__(self, gpu: str, socket: str) -> None:
+        torch.cuda.set_device(0 if gpu == HOST else int(gpu))
+        torch.set_num_threads(1)  # torch's others spin for milliseconds after work on the host, on the cores of those that are timed
         self.socket = socket
-        self.cache = torch.full((LAYERS, BLOCKS, WORDS), CANARY, dtype=torch.int64, device="cuda")
         self.client = kvspray.WorkerClient(socket, engine=kvspray.EngineInfo("e2e", id=f"{os.getpid()}"), layers=LAYERS)
-        self.region = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
+        if gpu == HOST:
+            self.region = self.client.alloc_region(8 * LAYERS * BLOCKS * WORDS)
+            self.cache = torch.frombuffer(self.region.buffer, dtype=torch.int64).view(LAYERS, BLOCKS, WORDS)
+            self.cache.fill_(CANARY)
+        else:
+            self.cache = torch.full((LAYERS, BLOCKS, WORDS), CANARY, dtype=torch.int64, device="cuda")
+            self.region = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
         self.client.register([self.region], layout("e2e", LAYERS, BLOCKS, PAGE))
         if not self.client.wait_connected(TIMEOUT_S):
             raise SystemExit(f"e2e: no session: {self.client.status().error}")
         self.gpu = GpuSignals(self.client)
-        if GRAPH_BLOCKS and not self.gpu.pack(GRAPH_BLOCKS):
+        if GRAPH_BLOCKS and gpu != HOST and not self.gpu.pack(GRAPH_BLOCKS):
             raise SystemExit("e2e: graphs do not pack")
         self.count = 0
         self.word = torch.arange(WORDS, dtype=torch.int64, device="cuda")
         self.seed = torch.zeros(1, dtype=torch.int64, device="cuda")
         self.weight = torch.randn(HIDDEN, HIDDEN, device="cuda", dtype=torch.bfloat16) / 64
         self.tables = {n: torch.zeros(n, dtype=torch.int64, device="cuda") for n in SIZES}
-        self.inputs = {n: torch.randn(max(16, n), HIDDEN, device="cuda", dtype=torch.bfloat16) for n in SIZES}
-        self.work = 4
-        self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self.inputs: dict[int, torch.Tensor] = {}
+        self.graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
         self.names: dict[int, int] = {}
 
     def content(self, seed: Any, layer: int, n: int) -> torch.Tensor:
@@ -80,8 +91,12 @@ class Engine:
         place = torch.arange(n, dtype=torch.int64, device="cuda").unsqueeze(1)
         return (self.word + (place << 20) + (layer << 40)) * 0x9E3779B1 + seed * 0x85EBCA6B
 
-    def forward(self, n: int, work: int) -> None:
-        x = self.inputs[n]
+    def forward(self, n: int, work: int, rows: int = 0) -> None:
+        """Layers of so many kernels on an input of so many rows, by default one for each block."""
+        rows = rows or max(16, n)
+        if rows not in self.inputs:
+            self.inputs[rows] = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        x = self.inputs[rows]
         stream = torch.cuda.current_stream().cuda_stream
         for layer in range(LAYERS):
             for _ in range(work):
@@ -91,16 +106,16 @@ class Engine:
                 raise SystemExit("e2e: signal refused")
         self.gpu.signal_step(stream)
 
-    def graph(self, n: int, work: int) -> torch.cuda.CUDAGraph:
-        if (n, work) not in self.graphs:
+    def graph(self, n: int, work: int, rows: int = 0) -> torch.cuda.CUDAGraph:
+        if (n, work, rows) not in self.graphs:
             self.gpu.step(self.count, torch.cuda.current_stream().cuda_stream)
-            self.forward(n, 1)  # loads what it needs; says a step that is over
+            self.forward(n, 1, rows)  # loads what it needs; says a step that is over
             torch.cuda.synchronize()
             g = torch.cuda.CUDAGraph()
             with torch.cuda.graph(g):
-                self.forward(n, work)
-            self.graphs[n, work] = g
-        return self.graphs[n, work]
+                self.forward(n, work, rows)
+            self.graphs[n, work, rows] = g
+        return self.graphs[n, work, rows]
 
     # -- what the parent asks -------------------------------------------------------------------------------------------
 
@@ -111,10 +126,16 @@ class Engine:
         """Lists that this engine packed or unpacked for its sidecar so far: by launches of the shim's thread, and by replays."""
         return {name: self.client.status().counters[name] for name in ("packs_launched", "packs_in_graphs")}
 
-    def prepare(self, n: int, work: int) -> float:
+    def mapped(self) -> tuple[str, str]:
+        """Files of the flags and of a cache in host memory, for a process that looks at them."""
+        fds = f"/proc/{os.getpid()}/fd"
+        flags = [fd for fd in os.listdir(fds) if os.path.realpath(f"{fds}/{fd}").startswith("/memfd:kvspray-flags")]
+        return f"{fds}/{flags[0]}", f"{fds}/{self.region.fd}"
+
+    def prepare(self, n: int, work: int, rows: int = 0) -> float:
         """Captures, and returns microseconds per layer."""
-        g = self.graph(n, work)
-        self.tables[n].copy_(torch.arange(n))
+        self.tables[n].copy_(torch.arange(n))  # first: to capture is to write once
+        g = self.graph(n, work, rows)
         times = []
         for _ in range(5):
             self.count += 1
@@ -126,15 +147,29 @@ class Engine:
             times.append(time.monotonic() - t)
         return 1e6 * statistics.median(times) / LAYERS
 
+    def steps(self) -> int:
+        return self.count
+
+    def kernel(self, rows: int) -> float:
+        """Microseconds that the kernel of a layer takes with an input of so many rows."""
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.nn.functional.linear(self.inputs[rows], self.weight)
+        a.record()
+        for _ in range(10):
+            torch.nn.functional.linear(self.inputs[rows], self.weight)
+        b.record()
+        b.synchronize()
+        return 1e3 * a.elapsed_time(b) / 10
+
     def canary(self) -> None:
         self.cache.fill_(CANARY)
         torch.cuda.synchronize()
 
-    def send(self, xfer: bytes, seed: int, blocks: list[int], eager: bool, work: int = 1, chunks: int = 1) -> dict[str, float]:
+    def send(self, xfer: bytes, seed: int, blocks: list[int], eager: bool, work: int = 1, chunks: int = 1, rows: int = 0) -> dict[str, float]:
         """A prefill of len(blocks) blocks, which is announced before it runs, in `chunks` steps."""
         n = len(blocks)
         size = next(s for s in SIZES if s >= n)
-        graph = None if eager else self.graph(size, work)
+        graph = None if eager else self.graph(size, work, rows)
         stream = torch.cuda.current_stream().cuda_stream
         spare = [b for b in range(BLOCKS - size, BLOCKS) if b not in set(blocks)]
         # The graph writes more than the request has: into blocks of its own.
@@ -151,19 +186,18 @@ class Engine:
                 raise SystemExit("e2e: step refused")
             done = torch.cuda.Event()
             if graph is None:
-                self.forward(size, work)
+                self.forward(size, work, rows)
             else:
                 graph.replay()
             done.record()
-            while not done.query():
-                pass
+            done.synchronize()  # to ask again and again would keep others of this process from the context
         return {"end": time.monotonic(), "lease": lease}
 
     def offer(self, xfer: bytes, seed: int, blocks: list[int]) -> int:
         """A prompt that is there already."""
-        table = torch.tensor(blocks, device="cuda")
+        table = self.table(blocks)
         for layer in range(LAYERS):
-            self.cache[layer].index_copy_(0, table, self.content(seed, layer, len(blocks)))
+            self.cache[layer].index_copy_(0, table, self.content(seed, layer, len(blocks)).to(table.device))
         torch.cuda.synchronize()
         lease = self.client.intent(xfer, b"h" * 32, len(blocks) * TOKENS, [blocks], ready=len(blocks) * TOKENS, held=True)
         self.names[lease] = seed
@@ -247,24 +281,27 @@ class Engine:
                     return {"at": time.monotonic(), "status": c.status.name, "us": c.us, "transport": c.transport, "bytes": c.bytes, "reason": c.reason}
         raise SystemExit(f"e2e: lease {lease} is not complete after {timeout} s: {self.client.status()}")
 
+    def table(self, blocks: list[int]) -> torch.Tensor:
+        return torch.tensor(blocks, device=self.cache.device)
+
     def check(self, seed: int, blocks: list[int]) -> int:
         """Blocks that do not hold what they should."""
-        table = torch.tensor(blocks, device="cuda")
-        return sum(int((self.cache[i][table] != self.content(seed, i, len(blocks))).any(dim=1).sum()) for i in range(LAYERS))
+        table = self.table(blocks)
+        return sum(int((self.cache[i][table].to("cuda") != self.content(seed, i, len(blocks))).any(dim=1).sum()) for i in range(LAYERS))
 
     def around(self, blocks: list[int]) -> int:
         """Blocks beside these that were written."""
         mask = torch.ones(BLOCKS, dtype=torch.bool, device="cuda")
         mask[torch.tensor(blocks, device="cuda")] = False
-        return sum(int(((self.cache[i] != CANARY).any(dim=1) & mask).sum()) for i in range(LAYERS))
+        return sum(int(((self.cache[i].to("cuda") != CANARY).any(dim=1) & mask).sum()) for i in range(LAYERS))
 
     def refill(self, blocks: list[int]) -> None:
         """The engine gives the blocks to the next request."""
-        self.cache[:, torch.tensor(blocks, device="cuda")] = CANARY + 1
+        self.cache[:, self.table(blocks)] = CANARY + 1
         torch.cuda.synchronize()
 
     def refilled(self, blocks: list[int]) -> int:
-        return int((self.cache[:, torch.tensor(blocks, device="cuda")] != CANARY + 1).any(dim=2).sum())
+        return int((self.cache[:, self.table(blocks)] != CANARY + 1).any(dim=2).sum())
 
     def connected(self) -> bool:
         return self.client.wait_connected(TIMEOUT_S)
@@ -303,6 +340,48 @@ class Engine:
     def close(self) -> None:
         self.gpu.close()
         self.client.close()
+
+
+class Observer:
+    """A process that looks at the flags of one engine and at the memory of the other, and at nothing else."""
+
+    def __init__(self, flags: str, cache: str) -> None:
+        self.flags, self.cache = (memoryview(self.map(path)).cast("q") for path in (flags, cache))
+
+    def map(self, path: str) -> mmap.mmap:
+        fd = os.open(path, os.O_RDWR)
+        try:
+            return mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+
+    def arm(self, step: int, blocks: list[int]) -> None:
+        """What `watch` will wait for: the flags of a step, and the first word of any of these refilled blocks in each layer."""
+        self.step = step
+        self.words = [[(layer * BLOCKS + b) * WORDS for b in blocks] for layer in range(LAYERS)]
+        if any(self.cache[w] != CANARY + 1 for words in self.words for w in words):
+            raise SystemExit("e2e: blocks are not refilled, or bytes came before the step began")
+
+    def watch(self) -> tuple[list[float], float]:
+        """Microseconds from each layer's flag to its first bytes, and for how long this process did not look at most."""
+        seen, lag, waiting, layer = {}, [0.0] * LAYERS, list[int](), 0
+        last = time.perf_counter()
+        end, away = last + TIMEOUT_S, 0.0
+        while layer < LAYERS or waiting:
+            now = time.perf_counter()
+            away, last = max(away, now - last), now
+            if layer < LAYERS and self.flags[(FLAGS_HEADER + FLAGS_STRIDE * layer) // 8] >= self.step:
+                seen[layer] = now
+                waiting.append(layer)
+                layer += 1
+            for i in waiting:
+                if any(self.cache[w] != CANARY + 1 for w in self.words[i]):
+                    lag[i] = 1e6 * (time.perf_counter() - seen[i])
+                    waiting.remove(i)
+                    break
+            if now > end:
+                raise SystemExit(f"e2e: {LAYERS - layer} flags and the bytes of {len(waiting)} layers are not there after {TIMEOUT_S} s")
+        return lag, 1e6 * away
 
 
 class Rig:
@@ -423,6 +502,39 @@ def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> d
     }
 
 
+def first(rig: Rig, r: random.Random, rows: int, work: int, n: int = 4, pool: int = 32, warm: int = 20, repeat: int = 30) -> dict[str, Any]:
+    """`n` blocks a layer, so that what is moved is small and what is measured is how soon. They are of a few, whose pages everybody has
+    touched before, as in a cache that has been used for a while."""
+    layer_us = rig.p.call("prepare", SIZES[0], work, rows)
+    observer = Remote(Observer, rig.p.call("mapped")[0], rig.d.call("mapped")[1])
+    observer.get()
+    got: list[list[float]] = []
+    gaps = []
+    for i in range(warm + repeat):
+        src, dst, xfer, seed = pick(r, n), r.sample(range(pool), n), os.urandom(16), r.randint(1, 1 << 30)
+        rig.d.call("refill", dst)
+        e = rig.d.call("expect", xfer, rig.peer, dst)
+        observer.call("arm", rig.p.call("steps") + 1, dst)
+        observer.start("watch")
+        s = rig.p.call("send", xfer, seed, src, False, work, 1, rows)
+        done = rig.d.call("finish", e["lease"])
+        rig.p.call("finish", s["lease"])
+        lag, gap = observer.get()
+        if done["status"] != "OK" or rig.d.call("check", seed, dst):
+            raise SystemExit(f"e2e: first: {done}, or content differs")
+        if i >= warm:
+            got.append(lag)
+            gaps.append(gap)
+    observer.stop()
+    lags = sorted(us for lag in got for us in lag)
+    by_layer = [round(statistics.median(us for lag in got for us in lag[i : i + 8])) for i in range(0, LAYERS, 8)]
+    at = {f"p{q}_us": round(lags[min(len(lags) - 1, len(lags) * q // 100)], 1) for q in (10, 50, 90, 99)}
+    return {"layer_us": round(layer_us, 1), "kernel_us": round(rig.p.call("kernel", rows), 1), "layer_bytes": n * PAGE, "flags": len(lags), **at,
+            "max_us": round(lags[-1], 1), "eight_layers_each_p50_us": by_layer, "worst_of_each": [round(max(lag)) for lag in got],
+            "observer_away_us": [round(gap) for gap in gaps],
+            "transport": done["transport"]}  # fmt: skip
+
+
 def executors(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """What each executor did on each way between two looks at a sidecar: calls, bytes and the rate that is believed."""
     was = {(w["from"], w["to"], e["executor"]): e for w in before for e in w["executors"]}
@@ -524,7 +636,7 @@ def kill(args: argparse.Namespace, path: str, r: random.Random, sets: list[str],
 def in_engine(path: str, rig: Rig) -> list[str]:
     """Where the engine executor was asked for, it has to have been there until the end: what it does not take, copies do without a word. Over
     shm the destination's sidecar moves everything, and it has no board of the source's engine."""
-    logs = {i: s.log() for i, s in enumerate(rig.sidecars) if i == 1 or path != "shm"}
+    logs = {i: s.log() for i, s in enumerate(rig.sidecars) if rig.args.gpus[i] != HOST and (i == 1 or path != "shm")}
     return [f"{path}: sidecar {i} {what}" for i, log in logs.items() for what, bad in (
         ("never packed in its engine's context", "packs in an engine's own context" not in log),
         ("stopped packing in its engine's context", "no packing in the engine's context" in log),
@@ -543,7 +655,7 @@ def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[s
             say(f"content over {name}: {got}")
             if got["wrong"] or got["beside"] or set(got["transports"]) != {name}:
                 problems.append(f"content over {name}: {got}")
-            got = rig.d.call("bad")
+            got = rig.p.call("bad")
             report[f"bad_{name}"] = got
             problems += got
         if "rate" in parts:
@@ -555,6 +667,9 @@ def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[s
         if "layers" in parts:
             report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
             say(f"layers over {name}: {report[f'layers_{name}']}")
+        if "first" in parts:
+            report[f"first_{name}"] = {what: first(rig, r, rows, work) for what, rows, work in FIRST}
+            say(f"first over {name}: {report[f'first_{name}']}")
     except SystemExit:
         for s in rig.sidecars:
             say(s.tail())
@@ -575,7 +690,7 @@ def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[s
 def main() -> int:
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--kvspray", default=".build/gpu/kvspray")
-    ap.add_argument("--gpus", default="0,0", type=lambda s: [int(x) for x in s.split(",")])
+    ap.add_argument("--gpus", default="0,0", type=lambda s: s.split(","), help="of the two engines; host for a cache in host memory")
     ap.add_argument("--rounds", type=int, default=20)
     ap.add_argument("--kills", type=int, default=3)
     ap.add_argument("--pairs", type=int, default=30, help="of part slow")
@@ -591,7 +706,11 @@ def main() -> int:
     ap.add_argument("--set", action="append", default=[])
     ap.add_argument("--json", type=pathlib.Path)
     args = ap.parse_args()
-    parts = args.part or ["content", "rate", "slow", "layers", "kill"]
+    if HOST == args.gpus[0]:
+        raise SystemExit("e2e: --gpus: the first engine computes, its cache is on a GPU; host is for the second one")
+    parts = args.part or ["content", "rate", "slow", "layers", "kill", *(["first"] if HOST in args.gpus else [])]
+    if "first" in parts and HOST not in args.gpus:
+        raise SystemExit("e2e: --part first: needs --gpus N,host: what arrives has to be seen without asking a GPU")
     r = random.Random(1)
     report: dict[str, Any] = {"machine": machine(args.kvspray)}
     report |= {"gpu": torch.cuda.get_device_name(0), "gpus": args.gpus, "torch": torch.__version__, "layers": LAYERS, "page": PAGE}

@@ -179,7 +179,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 		l.mu.Lock()
 		m := l.newMovedLocked(batch[i], now)
 		l.mu.Unlock()
-		if l.asks != nil && transport.DeviceOf(m.s.Origin.Source) != nil {
+		if l.asks != nil && (m.s.Range.Count > askHere || len(l.asks) > 0) && transport.DeviceOf(m.s.Origin.Source) != nil {
 			l.asks <- m
 			continue
 		}
@@ -197,6 +197,10 @@ type asker struct {
 	frame   []byte
 	most    uint32 // chunks of the last pull of the slice that its bounds cut; 0: they cut none
 }
+
+// askHere is up to how many chunks of a GPU Move asks for by itself where nothing is before them: what a layer of a small request has is waited for,
+// and found sooner than an asker wakes up.
+const askHere = 4
 
 // batchAsks bounds the slices whose pulls an asker lets wait while it has more: a packet has room for some.
 const batchAsks = 4

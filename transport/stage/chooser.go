@@ -36,9 +36,9 @@ func ParseExecutor(s string) (Executor, error) {
 	return 0, fmt.Errorf("stage: executor %q is unknown: use auto, pack, copy or engine", s)
 }
 
-// How often one of the executors that are not in favour is tried, so that a change of the engine's load is noticed: less and less often while
-// they stay the worse ones. [measured, H200] beside a busy engine one pack in 64 slices cost the engine 9 to 13%: its kernel takes a
-// time slice of the whole GPU.
+// How often an executor that is not in favour is tried, so that a change of the engine's load is noticed: less and less often from when it lost its
+// favour. [measured, H200] beside a busy engine one pack in 64 slices cost the engine 9 to 13%: its kernel takes a time slice of the whole GPU.
+// Thirty a second, because two others took turns in favour, cost 4%.
 const (
 	probeFirst = 20 * time.Millisecond
 	probeLast  = 2 * time.Second
@@ -57,9 +57,8 @@ type chooser struct {
 	bytes [numExecutors]uint64
 	cost  [numExecutors]float64
 	best  Executor
-	tried Executor  // last of those that are not in favour
-	probe time.Time // when one of them is tried next
-	pause time.Duration
+	probe [numExecutors]time.Time // when one that is not in favour is tried next
+	pause [numExecutors]time.Duration
 }
 
 // probeBytes are enough to try the executor that is not in favour. [measured, 2 H200] a whole batch of 64 MiB by way of the host took as long as
@@ -87,27 +86,30 @@ func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
 		}
 	}
 	if best != c.best && (engine || c.best != InEngine) { // an engine that is away for one hop changes nothing for the next
-		c.best, c.pause, c.probe = best, probeFirst, now.Add(probeFirst)
+		c.waitLocked(c.best, now, probeFirst)
+		c.best = best
 	}
 	if c.cost[best] == 0 {
 		return best, false
 	}
 	for e := Pack; e <= last; e++ {
 		if c.cost[e] == 0 {
+			c.waitLocked(e, now, probeFirst)
 			return e, true
 		}
 	}
-	if now.Before(c.probe) {
-		return best, false
-	}
-	c.pause = min(2*c.pause, probeLast)
-	c.probe = now.Add(c.pause)
-	for other := c.tried%last + 1; ; other = other%last + 1 { // in turns
-		if other != best {
-			c.tried = other
-			return other, true
+	for e := Pack; e <= last; e++ {
+		if e != best && !now.Before(c.probe[e]) {
+			c.waitLocked(e, now, min(2*c.pause[e], probeLast))
+			return e, true
 		}
 	}
+	return best, false
+}
+
+// waitLocked says when e is tried next.
+func (c *chooser) waitLocked(e Executor, now time.Time, pause time.Duration) {
+	c.pause[e], c.probe[e] = pause, now.Add(pause)
 }
 
 // took says what one moved, and teaches it. Small pieces say more about latency than about the rate, and count as they are.

@@ -703,6 +703,15 @@ func TestChooserOfThree(t *testing.T) {
 	if packs == 0 || packs > 10 {
 		t.Errorf("%d packs in ten seconds with an engine that is away now and then", packs)
 	}
+	packs = 0
+	for i := range 100 { // two of them take turns in favour: the third is tried as seldom as before
+		turn := busy
+		turn[Copy], turn[InEngine] = []time.Duration{40 * us, 400 * us}[i%2], []time.Duration{400 * us, 40 * us}[i%2]
+		packs += count(1000, true, turn)[Pack]
+	}
+	if packs == 0 || packs > 10 {
+		t.Errorf("%d packs in ten seconds in which two others took turns", packs)
+	}
 	if n := count(1000, false, busy); n[InEngine] != 0 || n[Copy] < 995 {
 		t.Errorf("no engine: %v", n)
 	}

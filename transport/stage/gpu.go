@@ -46,6 +46,7 @@ var _ mem.Device = (*GPU)(nil)
 type hop struct {
 	queue     Queue
 	done      Event
+	prompt    Event    // done of a short hop
 	dense     cuda.Ptr // HopBytes on the GPU; 0: none, and the copy engine does all
 	at        uint64   // of dense in staging, if lent
 	lent      bool     // dense is a part of staging; else it took the place of one that a dead engine may have written to
@@ -103,6 +104,9 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 			return nil, err
 		}
 		if h.done, err = u.dev.NewEvent(); err != nil {
+			return nil, err
+		}
+		if h.prompt, err = u.dev.NewPromptEvent(); err != nil {
 			return nil, err
 		}
 		if h.list, h.listPtr, err = u.dev.AllocHost(hopListBytes); err != nil {
@@ -266,11 +270,15 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 	} else {
 		err = u.copied(h, dir, host)
 	}
-	if err == nil {
-		err = h.queue.Record(h.done)
+	done := h.done
+	if len(p) <= promptBytes {
+		done = h.prompt
 	}
 	if err == nil {
-		err = h.done.Sync()
+		err = h.queue.Record(done)
+	}
+	if err == nil {
+		err = done.Sync()
 	}
 	if err != nil {
 		// Nothing may be in flight when we return, whatever went wrong.
@@ -289,10 +297,25 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 	return nil
 }
 
+// Lists that are not worth a kernel. [measured, H100 and H200] the copy engine takes 1.5 us for a piece and 15 us for any copy, busy or not. A kernel
+// and the copy behind it take as long where nothing else computes, and milliseconds beside an engine that does: to try that costs a layer of a
+// small request more than it could ever gain.
+const (
+	packPieces = 4  // where kernels were asked for
+	autoPieces = 16 // where they are one of several ways
+)
+
+// promptBytes is up to where a hop is over so soon that a pause between two looks would be most of it.
+const promptBytes = 256 << 10
+
 // how: the kernels move 16 bytes at a time, and few or large blocks need no packing. choice: any executor would have done. For InEngine it
 // says where, too, and the caller gives that back.
 func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool, w workplace) {
-	if h.dense == 0 || len(h.pieces) < 4 || bytes/len(h.pieces) >= directPiece {
+	few := packPieces
+	if learn.fixed == Auto {
+		few = autoPieces
+	}
+	if h.dense == 0 || len(h.pieces) < few || bytes/len(h.pieces) >= directPiece {
 		return Copy, false, w
 	}
 	for i := range h.pieces {

@@ -421,7 +421,9 @@ func TestTriedWithLittle(t *testing.T) {
 		}
 		p.learn.mu.Lock()
 		p.learn.cost = [numExecutors]float64{Pack: 1, Copy: 2}
-		p.learn.probe = time.Now().Add(time.Hour)
+		for e := range p.learn.probe {
+			p.learn.probe[e] = time.Now().Add(time.Hour)
+		}
 		p.learn.mu.Unlock()
 	}
 	from.Release()

@@ -280,13 +280,20 @@ func TestLanesLinkHangs(t *testing.T) {
 	r.reach(t, rest, restFrom)
 	p := r.threshold(t, 0, 1<<20)
 	gate, first := make(chan struct{}), make(chan struct{})
+	open, openFirst := sync.OnceFunc(func() { close(gate) }), sync.OnceFunc(func() { close(first) })
+	t.Cleanup(func() { // before the rig's, which waits for all links
+		open()
+		openFirst()
+	})
 	p.m.links[2].dev.(*fakeDevice).gate = gate
-	p.m.links[0].dev.(*fakeDevice).gate = first
+	for _, l := range p.m.links[:2] { // they take what they can hold, and leave the relay the rest
+		l.dev.(*fakeDevice).gate = first
+	}
 	done := make(chan error, 1)
 	state := func(i int) LinkState { return p.m.Links()[i] }
 	go func() { done <- r.c.Carry(to, from) }()
 	until(t, "the relay holds something", func() bool { return state(2).InFlight > 0 })
-	close(first)
+	openFirst()
 	until(t, "the others have done the rest, and the relay is silent", func() bool {
 		p.m.mu.Lock()
 		waits := len(p.m.jobs)
@@ -307,7 +314,7 @@ func TestLanesLinkHangs(t *testing.T) {
 		t.Fatalf("Carry returned, and a relay may still write: %v", err)
 	default:
 	}
-	close(gate)
+	open()
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}

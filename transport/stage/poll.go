@@ -4,29 +4,26 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	_ "github.com/kvspray/kvspray/internal/slack" // short pauses
 )
 
 // How poll waits. [measured, H200 in a virtual machine] the driver's sleeping wait wakes up 500 us late, a spinning one takes a core
 // from the engine for as long as a copy lasts, and time.Sleep cannot sleep for less than a millisecond. Four links that look every 20 us take
-// 1.2 cores, every 70 us 0.6; where two runs of a pipeline follow each other 50 us count. Linux adds those to a thread's pauses
-// (prctl(2), PR_SET_TIMERSLACK) where it is not told that they are meant.
+// 1.2 cores, every 70 us 0.6; where two runs of a pipeline follow each other 50 us count, which Linux adds to a thread's pauses
+// unless it is told otherwise.
 const (
 	syncSpin   = 20 * time.Microsecond
 	syncPause  = 70 * time.Microsecond
 	syncPrompt = 20 * time.Microsecond
-	syncSlack  = time.Microsecond
 )
 
 // poll returns when done says so. It spins for a moment and then looks once in every pause.
 func poll(every time.Duration, done func() bool) {
 	start := time.Now()
-	for told := false; !done(); {
+	for !done() {
 		if time.Since(start) <= syncSpin {
 			continue
-		}
-		if !told { // which thread this is changes seldom, and late by 50 us is no harm
-			told = true
-			_ = unix.Prctl(unix.PR_SET_TIMERSLACK, uintptr(syncSlack), 0, 0, 0)
 		}
 		pause := unix.NsecToTimespec(int64(every))
 		// An interrupted pause is a short one.
