@@ -2,6 +2,7 @@ package connector_test
 
 import (
 	"fmt"
+	"runtime"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -16,7 +17,8 @@ import (
 const (
 	idleShare   = 0.005 // no engine computes
 	decodeShare = 0.03  // two engines decode, and nothing is moved
-	followShare = 0.20  // the same, and every layer is looked for as if a partner waited: ours to bound, nobody was promised it
+	followShare = 0.03  // the same, and every layer is looked for as if a partner waited: and for each core of the host
+	followCore  = 0.02  // so much more. Ours to bound, nobody was promised it
 )
 
 // A share is that of all windows together: what a process uses in bursts counts as what it uses all the time. Others that use the machine make the same
@@ -87,7 +89,7 @@ func TestCPU(t *testing.T) {
 	for _, w := range r.rec.seen().ups {
 		w.Follow(true)
 	}
-	holds(t, "two engines that decode, every layer awaited", followShare, follows)
+	holds(t, "two engines that decode, every layer awaited", followShare+min(0.3, followCore*float64(runtime.NumCPU())), follows)
 
 	if !testutil.Race {
 		testutil.LetsCollectorIn(t) // a watcher that sleeps must not hold it up

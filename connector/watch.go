@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	_ "github.com/kvspray/kvspray/internal/slack" // short sleeps
+	"github.com/kvspray/kvspray/internal/slack"
 )
 
 // watcher follows the layer flags of every worker that has a step open and is awaited. It is one goroutine on a thread of its own, because
@@ -86,9 +86,11 @@ func (wt *watcher) next() (list []*worker, slept bool) {
 
 func (wt *watcher) run() {
 	defer close(wt.done)
+	cores := runtime.GOMAXPROCS(0) // what a container may use, not what its host has
 	spareP()
-	runtime.LockOSThread() // never unlocked
-	p := newPacer(runtime.NumCPU(), now(), cpuTime())
+	runtime.LockOSThread()                                             // never unlocked: the thread ends with the goroutine, and its timer slack with it
+	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, slack.Nanoseconds, 0, 0, 0) // said already where the binary has cgo
+	p := newPacer(cores, now(), cpuTime())
 	for {
 		list, slept := wt.next()
 		if list == nil {

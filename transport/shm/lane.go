@@ -34,7 +34,7 @@ type lane struct {
 
 	axes  int            // of the runs that the peer knows
 	eager bool           // the peer knows pushes
-	asks  chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself
+	asks  chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself, as it does for what is small
 	gone  sync.WaitGroup // the askers
 
 	moveMu sync.Mutex // serialises Move; taken before mu
@@ -198,8 +198,8 @@ type asker struct {
 	most    uint32 // chunks of the last pull of the slice that its bounds cut; 0: they cut none
 }
 
-// askHere is up to how many chunks of a GPU Move asks for by itself where nothing is before them: what a layer of a small request has is waited for,
-// and found sooner than an asker wakes up.
+// askHere is up to how many chunks of a GPU Move asks for by itself where nothing waits for an asker: what a layer of a small request has is waited
+// for, and found sooner than an asker wakes up.
 const askHere = 4
 
 // batchAsks bounds the slices whose pulls an asker lets wait while it has more: a packet has room for some.

@@ -98,13 +98,22 @@ func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
 			return e, true
 		}
 	}
-	for e := Pack; e <= last; e++ {
-		if e != best && !now.Before(c.probe[e]) {
-			c.waitLocked(e, now, min(2*c.pause[e], probeLast))
-			return e, true
+	try = false
+	for x := Pack; x <= last; x++ {
+		if x != best && !now.Before(c.probe[x]) && (!try || c.probe[x].Before(c.probe[e])) {
+			e, try = x, true
 		}
 	}
-	return best, false
+	if !try {
+		return best, false
+	}
+	c.waitLocked(e, now, min(2*c.pause[e], probeLast))
+	for x := Pack; x <= last; x++ { // one at a time: who waits for the first of a request must not wait for the second, too
+		if c.probe[x].Before(now.Add(probeFirst)) {
+			c.probe[x] = now.Add(probeFirst)
+		}
+	}
+	return e, true
 }
 
 // waitLocked says when e is tried next.

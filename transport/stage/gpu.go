@@ -270,15 +270,8 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 	} else {
 		err = u.copied(h, dir, host)
 	}
-	done := h.done
-	if len(p) <= promptBytes {
-		done = h.prompt
-	}
 	if err == nil {
-		err = h.queue.Record(done)
-	}
-	if err == nil {
-		err = done.Sync()
+		err = h.wait(uint64(len(p)))
 	}
 	if err != nil {
 		// Nothing may be in flight when we return, whatever went wrong.
@@ -376,15 +369,24 @@ func (u *GPU) engaged(w workplace, h *hop, dir Direction, host cuda.Ptr, bytes u
 		return h.queue.Copy(host, h.dense, bytes)
 	}
 	if err = h.queue.Copy(h.dense, host, bytes); err == nil {
-		err = h.queue.Record(h.done)
-	}
-	if err == nil {
-		err = h.done.Sync()
+		err = h.wait(bytes)
 	}
 	if err != nil {
 		return err
 	}
 	return w.run(h, board.WorkUnpack)
+}
+
+// wait returns once the queue is done with so many bytes.
+func (h *hop) wait(bytes uint64) error {
+	done := h.done
+	if bytes <= promptBytes {
+		done = h.prompt
+	}
+	if err := h.queue.Record(done); err != nil {
+		return err
+	}
+	return done.Sync()
 }
 
 // list writes the blocks for the kernels, which read it where it is: it is short, and a copy of it would cost a launch.

@@ -18,7 +18,7 @@ import (
 
 // lane is one connection.
 //
-// Whoever sets `writing` owns the write side (tx) until it clears it or passes it on to the writer through wake: Move and
+// Whoever sets `writing` owns the write side (tx) until it clears it or passes it on to the writer through wake: Move, the stager and
 // the reader use it for what fits in the socket at once, the writer for everything that has to wait.
 type lane struct {
 	b             *Backend
@@ -155,7 +155,7 @@ func (l *lane) Received() uint64 {
 
 func (l *lane) MaxInFlight() int { return l.b.cfg.MaxInFlight }
 
-// inlineBytes bounds what Move and the reader write themselves: below it a system call is cheaper than waking the writer.
+// inlineBytes bounds what Move, the stager and the reader write themselves: below it a system call is cheaper than waking the writer.
 const inlineBytes = transfer.ChunkBytes
 
 // Move hands over slices.
