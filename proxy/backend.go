@@ -177,12 +177,13 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 			return nil // the router ends
 		}
 	}
-	if !b.configured || b.sidecar == "" {
-		b.mu.Lock()
+	b.mu.Lock()
+	asked := said
+	if b.heard != "" || !b.configured { // the engine's own word is worth more than that of a sidecar which somebody took for its own
 		said = b.heard
-		b.mu.Unlock()
 	}
-	p.compare(ctx, b, said)
+	b.mu.Unlock()
+	p.compare(ctx, b, said, asked)
 	return nil
 }
 
@@ -236,8 +237,9 @@ func (b *backend) hear(peer string) {
 }
 
 // compare looks whether the endpoint that D is told, by the operator's word or that of the sidecar that he named, is the one that the prefill's
-// side names. It may be another name of it; a wrong one costs each request its transfer, and nobody else would say why.
-func (p *Proxy) compare(ctx context.Context, b *backend, said string) {
+// side names. It may be another name of it; a wrong one costs each request its transfer, and nobody else would say why. asked is the word of the
+// named sidecar; said is that, or the engine's.
+func (p *Proxy) compare(ctx context.Context, b *backend, said, asked string) {
 	b.mu.Lock()
 	peer, known := b.peer, said == b.said
 	b.mu.Unlock()
@@ -245,15 +247,19 @@ func (p *Proxy) compare(ctx context.Context, b *backend, said string) {
 		return
 	}
 	same := sameEndpoint(ctx, peer, said)
+	checked := same && (asked == "" || sameEndpoint(ctx, asked, said))
 	if ctx.Err() != nil {
 		return // another time
 	}
 	warning := ""
-	if !same {
+	if !checked {
 		flag, value, named, remedy := "--prefill-peer", peer, peer, "--prefill-peer "+said
-		if !b.configured {
+		switch {
+		case same || !b.configured:
 			flag, value, remedy = "--prefill-sidecar", b.sidecar, "--prefill-sidecar the http.listen of that one"
-			named = b.sidecar + ", which takes peers at " + peer
+			named = b.sidecar + ", which takes peers at " + asked
+		case asked == said:
+			remedy += ", or correct --prefill-sidecar " + b.sidecar + ", which says so"
 		}
 		warning = fmt.Sprintf("%s is %s, but this engine's sidecar calls itself %s: give %s, unless both are the same", flag, named, said, remedy)
 		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "flag", flag, "value", value, "peer", peer, "sidecar", said, "remedy", remedy)

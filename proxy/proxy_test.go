@@ -612,6 +612,7 @@ func TestWrongPeerIsTold(t *testing.T) {
 		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "give --prefill-peer 127.0.0.2:7650"},
 		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "give --prefill-peer 127.0.0.1:7660"},
 		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "give --prefill-peer 127.0.0.2:7650"},
+		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", which takes peers at 127.0.0.2:7650"},
 		{"right", "127.0.0.2:7650", "127.0.0.2:7650", sidecar.URL, ""},
 		{"nothing said", "127.0.0.1:7650", "", "", ""},
 		{"asked for", "", "127.0.0.2:7650", sidecar.URL, ""},
@@ -628,7 +629,7 @@ func TestWrongPeerIsTold(t *testing.T) {
 				until(t, "nothing was compared", func() bool {
 					b.mu.Lock()
 					defer b.mu.Unlock()
-					return b.said != ""
+					return b.said != "" && (c.engine == "" || b.said == c.engine)
 				})
 			}
 			resp, err := http.Get(url + "/health")

@@ -122,6 +122,16 @@ func (n *Node) peerUp(in peerInfo) {
 	}
 }
 
+// stranger is who answers at a peer's address and is none: as good as nobody, until another one is there.
+type stranger struct {
+	what string
+	err  error
+}
+
+func (s stranger) Error() string        { return s.what + ": " + s.err.Error() }
+func (s stranger) Unwrap() error        { return s.err }
+func (s stranger) Is(target error) bool { return target == exec.ErrNobody }
+
 // connectFailed ends a connect.
 func (n *Node) connectFailed(endpoint string, err error) {
 	switch {
@@ -130,7 +140,9 @@ func (n *Node) connectFailed(endpoint string, err error) {
 	case errors.Is(err, peer.ErrUnsafe):
 		err = fmt.Errorf("%w: %w", exec.ErrNever, err)
 	case strings.Contains(err.Error(), "HTTP/1.1 header"): // of an error of gRPC's that has no type
-		err = fmt.Errorf("%w: an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651): %w", exec.ErrNobody, err)
+		err = stranger{"an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651)", err}
+	case strings.Contains(err.Error(), "authentication handshake failed"), strings.Contains(err.Error(), "error reading server preface"): // likewise
+		err = stranger{"the two sidecars do not share a cluster key or a certificate authority, or only one of them has any: compare peer.cluster_key_file and peer.tls of both", err}
 	}
 	// Somebody waits for this peer, or it would not have been tried: a wrong address costs each request seconds. Said once, until it answers.
 	d := &n.dial

@@ -317,29 +317,33 @@ func TestClusterKey(t *testing.T) {
 		}
 		return func(c *config.Config) { c.Peer.ClusterKeyFile, c.Transports.Order = path, []string{"tcp"} }
 	}
-	p, d, stranger := start(t, key("a")), start(t, key("a")), start(t, key("b"))
-	pe, de, se := newEngine(t, p, testShape), newEngine(t, d, testShape), newEngine(t, stranger, testShape)
+	none := func(c *config.Config) { c.Transports.Order = []string{"tcp"} }
+	p, d := start(t, key("a")), start(t, key("a"))
+	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
 	pe.random()
 	x := begin(t, p, pe, de, 1, tokens)
 	de.ok(x.dst)
 	same(t, pe, de, x.pt, x.dt, tokens, 0)
 	pe.ok(x.src)
-	lease, err := se.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
-		DeadlineMS: 30000, PartnerMS: 30000})
-	if err != nil {
-		t.Fatal(err)
-	}
-	until(t, func() bool { // why it waits
-		now := stranger.enter()
-		v := stranger.d.ex.View(now)
-		stranger.leave()
-		return len(v.Dests) == 1 && strings.Contains(v.Dests[0].Trouble, "tls")
-	})
-	if err := se.Cancel(lease, "test", false); err != nil {
-		t.Fatal(err)
-	}
-	if c := se.wait(lease); c.Status != exec.StatusCancelled {
-		t.Errorf("a stranger: status %d, %q", c.Status, c.Received.Reason)
+	open := start(t, none)
+	for name, c := range map[string]struct {
+		mine func(*config.Config)
+		at   *running
+	}{"another key": {key("b"), p}, "only the other has a key": {none, p}, "only this one has a key": {key("b"), open}} {
+		t.Run(name, func(t *testing.T) {
+			se := newEngine(t, start(t, c.mine), testShape)
+			began := time.Now()
+			lease, err := se.Expect(msg.Expect{Xfer: x.xfer, Hash: x.hash, Tokens: tokens, Peer: c.at.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{x.dt},
+				DeadlineMS: 60000, PartnerMS: 60000})
+			if err != nil {
+				t.Fatal(err)
+			}
+			// It is told soon, and why: the engine can compute.
+			if got := se.wait(lease); got.Status != exec.StatusExpired || !strings.Contains(got.Received.Reason, "do not share a cluster key") {
+				t.Errorf("status %d, %q", got.Status, got.Received.Reason)
+			}
+			t.Logf("told after %v", time.Since(began))
+		})
 	}
 }
 
