@@ -186,7 +186,7 @@ func (j *job) run(ctx context.Context) {
 // noteAlone logs why P's work cannot be used and returns the label for it.
 func (j *job) noteAlone(pre *backend, err error) string {
 	if errors.Is(err, errRefused) {
-		j.p.log.Info("the prefill engine refused the request, the decode engine answers it", "request", j.id, "url", pre.url, "err", err)
+		j.p.log.Info("the prefill engine refused the request; it goes to the decode engine as it came", "request", j.id, "url", pre.url, "err", err)
 		return aloneRefused
 	}
 	j.p.log.Warn("prefill failed, the decode engine does it alone", "request", j.id, "url", pre.url, "err", err)
