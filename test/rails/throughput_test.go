@@ -112,6 +112,9 @@ func TestOtherMixes(t *testing.T) {
 	}
 	t.Run("a tenth of its claim", func(t *testing.T) {
 		liar := mix{rates: []string{"200mbit", "1gbit", "500mbit", "500mbit"}, claims: []string{"2gbit", "1gbit", "500mbit", "500mbit"}}
+		if how != long { // at these rates two cores are late for its windows: two builds of which neither is slower had 0.90 to 0.99 in turns
+			liar = mix{rates: []string{"20mbit", "100mbit", "50mbit", "50mbit"}, claims: []string{"200mbit", "100mbit", "50mbit", "50mbit"}}
+		}
 		add(t, liar, "", 16*kib, n, liarsColdGoal, warmGoal)
 	})
 }
