@@ -80,7 +80,7 @@ func TestFaults(t *testing.T) {
 			met := func() bool {
 				return len(windows) > 0 && quantile(windows, judged) <= k.cost && quantile(lates, judged) <= k.cost && quantile(back, judged) <= readmit
 			}
-			more := patience{moreRounds}
+			more := patience{left: moreRounds}
 			for i := 0; i < n || more.again(met()); i++ {
 				transfer(t, p, railsbench.Order{}) // warm
 				r.Transfers, r.Faults = nil, o.Faults
@@ -123,7 +123,7 @@ func TestFaults(t *testing.T) {
 			t.Logf("%d faults, made in %v at most, %d transfers, all right; the first window of %v with the other rails at %.2f: median %v, worst %v; in flight, late by: median %v, worst %v; back at %.2f after: median %v, worst %v",
 				len(windows), quantile(took, 1), transfers, timeline.Window, timeline.Enough, median(windows), quantile(windows, 1), median(lates), quantile(lates, 1), readmitAt, median(back), quantile(back, 1))
 			rejoined(t, f, p)
-			if !figures() || met() || !judges(t) {
+			if !figures() || met() || !more.judges(t) {
 				return
 			}
 			if w := quantile(windows, judged); w > k.cost {
@@ -406,7 +406,7 @@ func TestNoFalseExclusion(t *testing.T) {
 				}
 			}
 			// A sidecar that is not run for a while may take a rail for the cause. Then it is looked at once more, with others that know nothing.
-			more := patience{2}
+			more := patience{left: 2}
 			for {
 				excluded := mixed(t, f, p, span, len(rr))
 				if excluded == "" {
@@ -418,7 +418,9 @@ func TestNoFalseExclusion(t *testing.T) {
 					return
 				}
 				if !more.again(false) {
-					t.Error("what is healthy was excluded: " + excluded)
+					if !more.noisy {
+						t.Error("what is healthy was excluded: " + excluded)
+					}
 					return
 				}
 				renew(t, f, p)

@@ -125,7 +125,10 @@ func quiet(tries int) bool {
 const moreRounds = 6
 
 // patience is what is left of them.
-type patience struct{ left int }
+type patience struct {
+	left  int
+	noisy bool // behind a figure that was missed the processors were not to be had: it says nothing
+}
 
 // again reports whether another round is worth its time.
 func (p *patience) again(met bool) bool {
@@ -133,11 +136,20 @@ func (p *patience) again(met bool) bool {
 		return false
 	}
 	if !quiet(between) {
-		p.left = 0 // and judges looks once more
+		p.left, p.noisy = 0, true
 		return false
 	}
 	p.left--
 	return true
+}
+
+// judges is judges of a figure that had more rounds.
+func (p *patience) judges(t testing.TB) bool {
+	t.Helper()
+	if p.noisy {
+		t.Log("the processors were not to be had behind it: not judged")
+	}
+	return !p.noisy && judges(t)
 }
 
 // judges reports whether a figure that is missed counts: not where the processors are not to be had any more.

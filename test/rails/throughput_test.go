@@ -39,7 +39,7 @@ func add(t *testing.T, m mix, policy string, block int, n int, coldLeast, warmLe
 		size /= 2 // half a second to a second each
 	}
 	p := engines(t, f, block, size, 2)
-	more := patience{moreRounds}
+	more := patience{left: moreRounds}
 	if busy {
 		n = 1
 	}
@@ -56,12 +56,12 @@ func add(t *testing.T, m mix, policy string, block int, n int, coldLeast, warmLe
 		before = after
 		cold, warm = append(cold, float64(c/plain)), append(warm, float64(w/plain))
 	}
-	verdict(t, "cold", cold, coldLeast)
-	verdict(t, "warm", warm, warmLeast)
+	verdict(t, "cold", cold, coldLeast, &more)
+	verdict(t, "warm", warm, warmLeast, &more)
 	return cold, warm
 }
 
-func verdict(t *testing.T, what string, v []float64, least float64) {
+func verdict(t *testing.T, what string, v []float64, least float64, more *patience) {
 	t.Helper()
 	worst := slices.Min(v)
 	t.Logf("%s: worst %.3f, median %.3f of plain streams in %d runs", what, worst, median(v), len(v))
@@ -69,7 +69,7 @@ func verdict(t *testing.T, what string, v []float64, least float64) {
 	if how == long {
 		judged = worst
 	}
-	if judged < least && judges(t) {
+	if judged < least && more.judges(t) {
 		t.Errorf("%s: %.3f of what plain streams carry, want %.2f: %.3f", what, judged, least, v)
 	}
 }
