@@ -132,18 +132,24 @@ func (s stranger) Error() string        { return s.what + ": " + s.err.Error() }
 func (s stranger) Unwrap() error        { return s.err }
 func (s stranger) Is(target error) bool { return target == exec.ErrNobody }
 
-// connectFailed ends a connect.
-func (n *Node) connectFailed(endpoint string, err error) {
+// judged says what an attempt's error means to those who wait.
+func judged(err error) error {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
-		err = fmt.Errorf("%w: %w", exec.ErrNobody, err)
+		return fmt.Errorf("%w: %w", exec.ErrNobody, err)
 	case errors.Is(err, peer.ErrUnsafe):
-		err = fmt.Errorf("%w: %w", exec.ErrNever, err)
+		return fmt.Errorf("%w: %w", exec.ErrNever, err)
 	case strings.Contains(err.Error(), "HTTP/1.1 header"): // of an error of gRPC's that has no type
-		err = stranger{"an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651)", err}
-	case strings.Contains(err.Error(), "authentication handshake failed"), strings.Contains(err.Error(), "error reading server preface"): // likewise
-		err = stranger{"the two sidecars do not share a cluster key or a certificate authority, or only one of them has any: compare peer.cluster_key_file and peer.tls of both", err}
+		return stranger{"an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651)", err}
+	case strings.Contains(err.Error(), "tls: "), strings.Contains(err.Error(), "server preface: EOF"): // likewise; one that is stopped says nothing at all, and may go on
+		return stranger{"the two sidecars do not share a cluster key or a certificate authority, or only one of them has any: compare peer.cluster_key_file and peer.tls of both", err}
 	}
+	return err
+}
+
+// connectFailed ends a connect.
+func (n *Node) connectFailed(endpoint string, err error) {
+	err = judged(err)
 	// Somebody waits for this peer, or it would not have been tried: a wrong address costs each request seconds. Said once, until it answers.
 	d := &n.dial
 	level := slog.LevelDebug

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -59,3 +60,21 @@ func TestWarnedOfOnce(t *testing.T) {
 }
 
 var errTest = errors.New("no answer")
+
+// What is as good as nobody ends a wait soon. Who says nothing may have been stopped, and go on.
+func TestJudged(t *testing.T) {
+	for text, nobody := range map[string]bool{
+		"connection error: desc = \"transport: authentication handshake failed: tls: failed to verify certificate: x509: certificate signed by unknown authority\"": true,
+		"connection error: desc = \"transport: authentication handshake failed: tls: first record does not look like a TLS handshake\"":                             true,
+		"connection error: desc = \"error reading server preface: remote error: tls: certificate required\"":                                                        true,
+		"connection error: desc = \"error reading server preface: EOF\"":                                                                                            true,
+		"connection error: desc = \"error reading server preface: http2: failed reading the frame payload: an HTTP/1.1 header\"":                                    true,
+		"connection error: desc = \"transport: authentication handshake failed: context deadline exceeded\"":                                                        false,
+		"connection error: desc = \"error reading server preface: read tcp 127.0.0.1:1->127.0.0.1:2: i/o timeout\"":                                                 false,
+		"context deadline exceeded": false,
+	} {
+		if got := errors.Is(judged(errors.New(text)), exec.ErrNobody); got != nobody {
+			t.Errorf("%s: nobody is there: %v, want %v", text, got, nobody)
+		}
+	}
+}

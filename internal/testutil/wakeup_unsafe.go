@@ -7,6 +7,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kvspray/kvspray/internal/slack"
 )
 
 // usualWakeup is what a short sleep takes of a processor where shares of a core are promised: some 10 us on hosts and in most virtual machines. In
@@ -16,7 +18,6 @@ const usualWakeup = 15 * time.Microsecond
 const (
 	wakeups     = 2000
 	wakeupSleep = 300 * time.Microsecond
-	timerSlack  = 1000 // nanoseconds
 )
 
 // wakeup measures it.
@@ -25,7 +26,7 @@ func wakeup(t *testing.T) time.Duration {
 	took := make(chan time.Duration)
 	go func() {
 		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine, and its timer slack with it
-		_ = unix.Prctl(unix.PR_SET_TIMERSLACK, timerSlack, 0, 0, 0)
+		_ = unix.Prctl(unix.PR_SET_TIMERSLACK, slack.Nanoseconds, 0, 0, 0)
 		var before, after unix.Timespec
 		pause := unix.NsecToTimespec(int64(wakeupSleep))
 		_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &before)

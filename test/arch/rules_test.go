@@ -61,7 +61,7 @@ var rules = []rule{
 		own: []string{"transfer"}, ext: []string{extProm}},
 	{dir: "internal/topo", why: "what the kernel and the GPU driver know of this host; knows nobody who asks", ext: []string{extLink, extSys, extNVML}},
 	{dir: "internal/version", why: "what the linker and the module know"},
-	{dir: "internal/testutil", why: "for tests of every package", ext: []string{extSys}},
+	{dir: "internal/testutil", why: "for tests of every package", own: []string{"internal/slack"}, ext: []string{extSys}},
 	{dir: "internal/leaktest", why: "for tests of every package", ext: []string{extLeak}},
 
 	{dir: "transfer", why: "ids, chunk space, bitmap, outcomes: shared by connector, control and transports, so it knows none of them", pure: true},
