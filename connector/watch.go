@@ -183,7 +183,8 @@ const (
 	paceAlone  = 100 * time.Millisecond // between looks while nobody waits for a layer; the deadline of a long prefill counts from what is seen
 	paceFresh  = 100 * time.Millisecond // after a source lease is opened its partner is about to come
 	paceLate   = 16                     // a layer that is late is looked for every gap/paceLate
-	paceFade   = 16                     // after t without a change, looks are at least t/paceFade apart
+	paceFade   = 32                     // after t without a change, looks are at least t/paceFade apart
+	paceOdd    = 2                      // so many gaps are no time between layers but a pause between two steps, unless two follow each other
 	paceWindow = 64                     // looks between two measurements of our own cost
 	paceShare  = 0.02                   // of the host for looking, while somebody waits for layers; what follows from a layer is no part of it
 	paceBudget = 0.3                    // of a core for the same, at most
@@ -194,6 +195,7 @@ const (
 type pacer struct {
 	last  time.Duration // when a flag moved last
 	gap   time.Duration // learned time between layers
+	odd   bool          // the last time between two changes was a pause
 	most  float64       // of a core: the budget
 	floor time.Duration // raised by the budget
 	over  time.Duration // learned: how much longer than asked a sleep lasts
@@ -229,9 +231,12 @@ func (p *pacer) until(at, now time.Duration, moved int) time.Duration {
 	if moved == 0 {
 		return max(p.gap/paceLate, p.floor, min(since/paceFade, paceIdle))
 	}
-	// A pause between two steps is no gap between layers: one sample counts only so far.
-	p.gap += (min(since/time.Duration(moved), 4*p.gap) - p.gap) / 8
-	p.gap = max(p.gap, paceMin)
+	// A pause between two steps is no gap between layers, and the first layers of a step would be looked for late.
+	sample := since / time.Duration(moved)
+	if p.odd = sample > paceOdd*p.gap && !p.odd; !p.odd {
+		p.gap += (min(sample, 4*p.gap) - p.gap) / 8
+		p.gap = max(p.gap, paceMin)
+	}
 	p.last = at
 	return max(p.gap*7/8-(now-at), p.floor)
 }

@@ -83,6 +83,31 @@ func TestPacer(t *testing.T) {
 	}
 }
 
+// TestPauses: what lies between two steps does not make the watcher look for the first layers of the next one late, and layers that are slower
+// from some step on are learned all the same.
+func TestPauses(t *testing.T) {
+	const gap, pause = 60 * time.Microsecond, 5 * time.Millisecond
+	p, now := newPacer(32, 0, 0), time.Duration(0)
+	step := func(gap time.Duration) {
+		now += pause
+		for range 64 {
+			p.next(now, now, 1)
+			now += gap
+		}
+	}
+	for range 4 {
+		step(gap)
+	}
+	now += pause
+	if d := p.next(now, now, 1); d > gap {
+		t.Errorf("after a pause the second layer is looked for in %s, and due in %s", d, gap)
+	}
+	step(4 * gap)
+	if p.gap < 3*gap || p.gap > 5*gap {
+		t.Errorf("a time between layers of %s is learned as %s", 4*gap, p.gap)
+	}
+}
+
 // TestAwaited: layers are looked for closely while a partner is here, and for a while after a source lease was opened.
 func TestAwaited(t *testing.T) {
 	w := &Worker{state: &worker{}}

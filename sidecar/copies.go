@@ -39,7 +39,7 @@ const (
 	maxCopiesRunning = 4 // of all workers; others wait. One fills a link, several keep several GPUs busy
 	hostPiece        = 128 << 20
 	devicePiece      = 1 << 30
-	pieceBlocks      = 4096
+	pieceBlocks      = 16 << 10
 	bounceBytes      = 1 << 20 // between two regions of which neither is mapped
 )
 

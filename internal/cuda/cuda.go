@@ -26,6 +26,12 @@ func (e *Error) Error() string { return fmt.Sprintf("cuda: %s: %s (%d)", e.Op, e
 // Ptr is a device address; host memory that is mapped or pinned has one too.
 type Ptr uint64
 
+// Rows is Height rows of Width bytes, pitches apart: struct kvc_rows.
+type Rows struct{ Dst, Src, DstPitch, SrcPitch, Width, Height uint64 }
+
+// MaxPitch is the greatest pitch (CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far).
+const MaxPitch = 1<<31 - 1
+
 // IPCHandle names a whole allocation to another process.
 type IPCHandle [64]byte
 

@@ -286,6 +286,11 @@ func (s *Stream) Copy(dst, src Ptr, n uint64) error {
 	return check("MemcpyAsync", C.kvc_copy_async(s.c.h, C.kvc_ptr(dst), C.kvc_ptr(src), C.size_t(n), s.h))
 }
 
+// CopyRows enqueues copies of rows, in order; at least one.
+func (s *Stream) CopyRows(rows []Rows) error {
+	return check("Memcpy2DAsync", C.kvc_copy_rows(s.c.h, (*C.struct_kvc_rows)(unsafe.Pointer(&rows[0])), C.size_t(len(rows)), s.h))
+}
+
 // CopyBatch enqueues copies in one call into the driver, in no order among each other. The slices have equal lengths, at least 1.
 func (s *Stream) CopyBatch(dst, src []Ptr, n []uint64) error {
 	return check("MemcpyBatchAsync", C.kvc_copy_batch(s.c.h, (*C.kvc_ptr)(unsafe.Pointer(&dst[0])), (*C.kvc_ptr)(unsafe.Pointer(&src[0])),

@@ -48,6 +48,7 @@
 	X(MemUnmap, "cuMemUnmap", (kvc_ptr, size_t))                                                            \
 	X(MemSetAccess, "cuMemSetAccess", (kvc_ptr, size_t, const struct access *, size_t))                     \
 	X(MemcpyAsync, "cuMemcpyAsync", (kvc_ptr, kvc_ptr, size_t, kvc_handle))                                 \
+	X(Memcpy2DAsync, "cuMemcpy2DAsync_v2", (const struct copy_2d *, kvc_handle))                            \
 	X(MemsetD32Async, "cuMemsetD32Async", (kvc_ptr, unsigned, size_t, kvc_handle))                          \
 	X(StreamWriteValue64, "cuStreamWriteValue64_v2", (kvc_handle, kvc_ptr, uint64_t, unsigned))             \
 	X(StreamWaitValue64, "cuStreamWaitValue64_v2", (kvc_handle, kvc_ptr, uint64_t, unsigned))               \
@@ -74,6 +75,23 @@ struct location {
 struct access {
 	struct location location;
 	int flags;
+};
+
+/* CUDA_MEMCPY2D. */
+struct copy_2d {
+	size_t source_x, source_y;
+	int source_type;
+	const void *source_host;
+	kvc_ptr source;
+	void *source_array;
+	size_t source_pitch;
+	size_t destination_x, destination_y;
+	int destination_type;
+	void *destination_host;
+	kvc_ptr destination;
+	void *destination_array;
+	size_t destination_pitch;
+	size_t width, height;
 };
 
 /* CUmemcpyAttributes. */
@@ -109,6 +127,7 @@ enum {
 	LOCATION_DEVICE = 1,
 	ACCESS_READ_WRITE = 3,
 	SOURCE_ORDER_STREAM = 1,
+	MEMORY_UNIFIED = 4,
 	RANGE_HANDLE_DMABUF = 1,
 	FLUSH_CURRENT_CONTEXT = 0,
 	FLUSH_TO_OWNER = 100,
@@ -341,6 +360,19 @@ int kvc_copy_batch(kvc_handle ctx, const kvc_ptr *dst, const kvc_ptr *src, const
 		return cu.MemcpyBatchAsync(dst, src, bytes, n, &attributes, &first, 1, &failed, stream);
 	for (size_t i = 0; i < n; i++) {
 		int r = cu.MemcpyAsync(dst[i], src[i], bytes[i], stream);
+		if (r)
+			return r;
+	}
+	return 0;
+}
+
+int kvc_copy_rows(kvc_handle ctx, const struct kvc_rows *rows, size_t n, kvc_handle stream)
+{
+	IN(ctx);
+	for (const struct kvc_rows *p = rows; p < rows + n; p++) {
+		struct copy_2d c = {.source_type = MEMORY_UNIFIED, .source = p->src, .source_pitch = p->src_pitch, .destination_type = MEMORY_UNIFIED,
+			.destination = p->dst, .destination_pitch = p->dst_pitch, .width = p->width, .height = p->height};
+		int r = cu.Memcpy2DAsync(&c, stream);
 		if (r)
 			return r;
 	}

@@ -289,7 +289,7 @@ func (s *Set) EngineRefused(kind string) {
 	s.registerErr.WithLabelValues(kind).Inc()
 }
 
-var copyPaths = [...]string{"host", "staged", "peer", "direct", "multipath"}
+var copyPaths = [...]string{"host", "staged", "packed", "peer", "direct", "multipath"}
 
 // CopyEnded counts one copy and what it moved; path is the way that took most of it, empty where nothing moved.
 func (s *Set) CopyEnded(outcome Outcome, path string, bytes uint64, took time.Duration) {

@@ -128,10 +128,11 @@ def main() -> int:
         def measure(when: str, large: set[str]) -> None:
             for to_gpu, way in ((True, "to the GPU"), (False, "from the GPU")):
                 judge(f"{when}, {way}, whole", [a.call("whole", to_gpu, i) for i in range(REPEAT)], large)
-                for size, count in ((PAGE, 32768), (1 << 20, 512)):
-                    got = [a.call("scattered", to_gpu, i, size, count) for i in range(REPEAT)]
-                    judge(f"{when}, {way}, {count} blocks of {size >> 10} KiB", got, large | {"direct"})
-                judge(f"{when}, {way}, 4096 blocks of 2 KiB", [a.call("scattered", to_gpu, 7, 2 << 10, 4096)], {"staged"})
+                got = [a.call("scattered", to_gpu, i, 1 << 20, 512) for i in range(REPEAT)]
+                judge(f"{when}, {way}, 512 blocks of 1 MiB", got, large | {"direct"})
+                for size, count in ((16 << 10, 32768), (2 << 10, 32768)):
+                    got = [a.call("scattered", to_gpu, i, size, count) for i in range(2 * REPEAT)]
+                    judge(f"{when}, {way}, {count} blocks of {size >> 10} KiB", got, {"packed", "staged"})
 
         try:
             a = engine(args.gpus[0], sidecar.socket, args.gib << 30)

@@ -10,17 +10,19 @@ kill      kill -9 of the source's engine, of either sidecar and of the destinati
           reported as failed, and nothing is written into blocks that were given back
 rate      scattered blocks of 16 KiB (KVSPRAY_E2E_PAGE=bytes, up to 256 KiB), both GPUs idle: single transfers of 4 GiB, and of 2 GiB
           with two or three open at a time
-slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15 GB/s, idle and loaded by turns
+slow      what a busy engine loses while the other side pulls from its GPU, at full rate and at 15 GB/s, idle and loaded by turns; with
+          --gpus host,N while it pulls from host memory itself
 layers    how long after the end of the forward pass the last layer's bytes are committed, the engine busy
 first     how long after a layer's flag its first bytes are in the other engine's memory, the engine busy; needs --gpus 0,host
 
-`host` for a GPU: that engine's cache lies in host memory.
+`host` for a GPU: that engine's cache lies in host memory. For the first one it is of use to part slow alone.
 KVSPRAY_E2E_GRAPH_BLOCKS=16 has captured graphs pack, with so many thread blocks, where the executor is `engine`.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import fcntl
 import json
 import mmap
@@ -46,6 +48,7 @@ PAGE = int(os.environ.get("KVSPRAY_E2E_PAGE", 16 << 10))
 GRAPH_BLOCKS = int(os.environ.get("KVSPRAY_E2E_GRAPH_BLOCKS", 0))
 BLOCKS = (8 << 30) // LAYERS // PAGE
 WORDS = PAGE // 8
+BESIDE_S = 5e-5  # between two looks for a completion, in a process whose engine computes
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
 HIDDEN = 2048
@@ -223,21 +226,35 @@ class Engine:
         torch.cuda.synchronize()
         return 1e6 * (time.monotonic() - start) / steps / LAYERS
 
-    def pull(self, xfers: list[bytes], peer: str, blocks: list[int], seconds: float, gb_per_s: float) -> dict[str, float]:
-        """One transfer after the other for so long, not faster than that (0: as fast as it goes)."""
-        start, moved, used = time.monotonic(), 0, 0
-        for x in xfers:
-            if time.monotonic() > start + seconds:
+    def pull(self, xfers: list[bytes], peer: str, tables: list[list[int]], seconds: float, gb_per_s: float, pause: float = 0) -> dict[str, float]:
+        """Transfers into these tables by turns for so long: as fast as it goes with one open for each table, or, not faster than that, one after
+        the other. So long a pause between two looks."""
+        start, moved, used, free, open_leases = time.monotonic(), 0, 0, list(range(1 if gb_per_s else len(tables))), dict[int, int]()
+        while True:
+            while free and used < len(xfers) and time.monotonic() < start + seconds:
+                at = free.pop(0)
+                open_leases[int(self.expect(xfers[used], peer, tables[at])["lease"])] = at
+                used += 1
+            if not open_leases:
                 break
-            e = self.expect(x, peer, blocks)
-            used += 1
-            done = self.finish(int(e["lease"]))
-            if done["status"] != "OK":
-                raise SystemExit(f"e2e: pull: {done}")
-            moved += len(blocks) * LAYERS * PAGE
+            for c in self.client.poll():
+                if c.lease in open_leases:
+                    if c.status.name != "OK":
+                        raise SystemExit(f"e2e: pull: {c}")
+                    free.append(open_leases.pop(c.lease))
+                    moved += len(tables[0]) * LAYERS * PAGE
             while gb_per_s and moved / (time.monotonic() - start) > gb_per_s * 1e9:
-                pass
-        return {"gb_per_s": moved / (time.monotonic() - start) / 1e9, "used": used}
+                time.sleep(pause)
+            time.sleep(pause)
+            if time.monotonic() > start + seconds + TIMEOUT_S:
+                raise SystemExit(f"e2e: pull: {len(open_leases)} leases are open after {seconds + TIMEOUT_S} s")
+        return {"gb_per_s": moved / (time.monotonic() - start) / 1e9, "used": used, "tables": min(used, 1 if gb_per_s else len(tables))}
+
+    def busy_pull(self, n: int, work: int, seconds: float, pull: tuple[Any, ...]) -> tuple[float, dict[str, float]]:
+        """Both at once: microseconds per layer, and what was pulled."""
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pulled = pool.submit(self.pull, *pull, pause=BESIDE_S)
+            return self.busy(n, work, seconds), pulled.result()
 
     def stream(self, xfers: list[bytes], peer: str, tables: list[list[int]], ahead: int) -> float:
         """Transfers into these tables by turns, so many open at a time and one for a table; GB/s from the first word to the last completion."""
@@ -550,27 +567,39 @@ def executors(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict
 
 def slow(rig: Rig, r: random.Random, pairs: int, works: list[int], paces: list[float], seconds: float = 0.25, n: int = 512) -> list[dict[str, Any]]:
     out = []
-    # One prompt, in blocks that the graphs do not write.
-    src, seed, wrong = [b for b in pick(r, 2 * n) if b >= max(SIZES)][:n], r.randint(1, 1 << 30), 0
+    receives = rig.args.gpus[0] == HOST  # the busy engine
+    engine = rig.d if receives else rig.p
+
+    def blocks(n: int) -> list[int]:
+        """That the graphs do not write."""
+        return [b for b in pick(r, n + max(SIZES)) if b >= max(SIZES)][:n]
+
+    # One prompt.
+    src, seed, wrong = blocks(n), r.randint(1, 1 << 30), 0
     rig.p.call("settle", [rig.p.call("offer", os.urandom(16), seed, src)])
     for work in works:
-        layer_us = rig.p.call("prepare", 128, work)
+        layer_us = engine.call("prepare", 128, work)
         span = max(seconds, STEPS * LAYERS * layer_us / 1e6)
         for pace in paces:
             idle, loaded, rates = [], [], []
             before = [s.state()["gpu_executors"] for s in rig.sidecars]
             for _ in range(pairs):
-                idle.append(rig.p.call("busy", 128, work, span))
-                dst = pick(r, len(src))
-                rig.d.call("refill", dst)
+                idle.append(engine.call("busy", 128, work, span))
+                both = blocks(2 * n)
+                dst = [both[:n], both[n:]]
+                rig.d.call("refill", both)
                 xfers = [os.urandom(16) for _ in range(round(span * pace * 1e9 / (len(src) * LAYERS * PAGE)) + 4 if pace else 200)]
                 leases = rig.p.call("again", xfers, src)
-                rig.p.start("busy", 128, work, span)
-                got = rig.d.call("pull", xfers, rig.peer, dst, span, pace)
-                loaded.append(rig.p.get())
+                if receives:
+                    us, got = rig.d.call("busy_pull", 128, work, span, (xfers, rig.peer, dst, span, pace))
+                else:
+                    rig.p.start("busy", 128, work, span)
+                    got = rig.d.call("pull", xfers, rig.peer, dst, span, pace)
+                    us = rig.p.get()
+                loaded.append(us)
                 rates.append(got["gb_per_s"])
                 rig.p.call("settle", leases)
-                wrong += rig.d.call("check", seed, dst)
+                wrong += sum(rig.d.call("check", seed, table) for table in dst[: got["tables"]])
             lost = sorted(100 * (b / a - 1) for a, b in zip(idle, loaded, strict=True))
             out.append({"layer_us": round(layer_us, 1), "asked_gb_per_s": pace or "all", "gb_per_s": round(statistics.median(rates), 1), "pairs": pairs,
                         "slower_percent": round(statistics.median(lost), 1), "p10": round(lost[len(lost) // 10], 1),
@@ -706,8 +735,8 @@ def main() -> int:
     ap.add_argument("--set", action="append", default=[])
     ap.add_argument("--json", type=pathlib.Path)
     args = ap.parse_args()
-    if HOST == args.gpus[0]:
-        raise SystemExit("e2e: --gpus: the first engine computes, its cache is on a GPU; host is for the second one")
+    if HOST == args.gpus[0] and args.part != ["slow"]:
+        raise SystemExit("e2e: --gpus: the first engine computes, its cache is on a GPU; host is for the second one, but in part slow")
     parts = args.part or ["content", "rate", "slow", "layers", "kill", *(["first"] if HOST in args.gpus else [])]
     if "first" in parts and HOST not in args.gpus:
         raise SystemExit("e2e: --part first: needs --gpus N,host: what arrives has to be seen without asking a GPU")

@@ -57,12 +57,12 @@ type Config struct {
 // few cores has none to spare.
 const (
 	minMovers = 2 // one batch is on the link while the next is made
-	maxMovers = 4 // of a backend: some prepare while the batches of others are on the link
-	maxAskers = 4 // of a lane
+	maxMovers = 8 // of a backend: some prepare while the batches of others are on the link
+	maxAskers = 8 // of a lane
 )
 
-func (c *Config) movers() int { return min(max(c.Workers/2, minMovers), maxMovers) }
-func (c *Config) askers() int { return min(c.Workers/4*2, maxAskers) }
+func (c *Config) movers() int { return min(max(c.Workers, minMovers), maxMovers) }
+func (c *Config) askers() int { return min(c.Workers/4*4, maxAskers) }
 
 // Devices makes regions of GPU memory by the handles that peers pass on.
 type Devices interface {

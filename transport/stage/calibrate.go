@@ -25,7 +25,7 @@ type calibration struct {
 }
 
 func fullCalibration() calibration {
-	c := calibration{copier: copierShape{MinChunk, MaxChunk, MaxCalibrate, minCalibrate, pinWindow}, piece: 16 << 10, pieces: 4096, bytes: 256 << 20, runs: 9, loadRuns: 4}
+	c := calibration{copier: fullShape(), piece: 16 << 10, pieces: 4096, bytes: 256 << 20, runs: 9, loadRuns: 4}
 	for size := uint64(512); size <= 128<<10; size *= 2 {
 		c.direct = append(c.direct, size)
 	}
@@ -267,10 +267,13 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 	}
 	defer far.Release()
 	c.mu.Lock()
-	pinned, window, err := c.pinLocked(u, host, 0)
+	w, err := c.pinLocked(u, host, 0)
 	c.mu.Unlock()
-	if err != nil || window < host.Size() {
-		return 0, errors.Join(err, fmt.Errorf("%d of %d bytes are pinned", window, host.Size()))
+	if err != nil {
+		return 0, err
+	}
+	if n := uint64(len(w.bytes)); n < host.Size() {
+		return 0, fmt.Errorf("%d of %d bytes are pinned", n, host.Size())
 	}
 	var direct, staged []time.Duration // the slower way of both directions
 	for _, size := range cal.direct {
@@ -278,7 +281,7 @@ func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err 
 		for i := range lists {
 			for _, k := range rand.Perm(int(cal.bytes / size))[:min(cal.bytes/size, pieceLimit)] {
 				off := uint64(k) * apart * size
-				lists[i].parts = append(lists[i].parts, Part{Host: pinned + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
+				lists[i].parts = append(lists[i].parts, Part{Host: w.at + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
 				lists[i].near = append(lists[i].near, mem.Block{Region: host, Off: off, Len: size})
 				lists[i].far = append(lists[i].far, mem.Block{Region: far, Off: off, Len: size})
 			}

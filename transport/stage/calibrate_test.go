@@ -45,7 +45,7 @@ func (c *contextCard) NewPacker() (Packer, error) {
 
 // testCalibration measures for the sake of it: a fake has no rates.
 func testCalibration() calibration {
-	return calibration{copier: copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
+	return calibration{copier: copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20, 64 << 10}, piece: 512, pieces: 16, direct: []uint64{1 << 10, 4 << 10},
 		bytes: 64 << 10, runs: 3, loadRuns: 2}
 }
 
@@ -124,10 +124,11 @@ func TestCopierTakesTheTable(t *testing.T) {
 		}
 	}
 	for _, c := range []struct {
-		bytes uint64
-		want  string
-	}{{32 << 10, PathStaged}, {64 << 10, PathDirect}, {3 << 20, PathMultipath}} {
-		to, from := whole(r.gpu[0], r.host, 0, c.bytes)
+		bytes  uint64
+		pieces int
+		want   string
+	}{{48 << 10, fewAcross + 1, PathPacked}, {64 << 10, autoPieces - 1, PathDirect}, {3 << 20, 1, PathMultipath}} {
+		to, from := apart(r.gpu[0], r.host, c.bytes, c.pieces)
 		if path, err := r.c.Copy(to, from); path != c.want || err != nil {
 			t.Errorf("%d bytes went the way %q, want %q: %v", c.bytes, path, c.want, err)
 		}

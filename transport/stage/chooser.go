@@ -1,6 +1,7 @@
 package stage
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -42,23 +43,41 @@ func ParseExecutor(s string) (Executor, error) {
 const (
 	probeFirst = 20 * time.Millisecond
 	probeLast  = 2 * time.Second
+	probeWins  = 4 // in a row put it in favour
 )
 
 // learnWeight is the weight of one observation.
 const learnWeight = 1.0 / 8
+
+// Pack has only slices of the GPU's time where it takes packSliced times what it took at its best, and so many nanoseconds more: what a list takes
+// beside its bytes. [measured, H200] kernels that reach the host's memory move 30 GB/s alone, and beside an engine 8 to 14, for which it pays
+// 12 to 36% of its time.
+const (
+	packSliced   = 2
+	packOverhead = 300e3
+)
+
+// kernelPrice is how much quicker kernels have to be than copy engines, which take nothing from the engine. [measured, H200, to a GPU that computes] 13% more
+// by kernels in the engine's context cost it 7%.
+const kernelPrice = 1.25
 
 // chooser learns, under whatever load there is, which executor takes less time per byte. One per GPU and direction, and one per
 // pair of GPUs.
 type chooser struct {
 	fixed Executor // not Auto: the only answer
 
-	mu    sync.Mutex // protects all below
-	calls [numExecutors]uint64
-	bytes [numExecutors]uint64
-	cost  [numExecutors]float64
-	best  Executor
-	probe [numExecutors]time.Time // when one that is not in favour is tried next
-	pause [numExecutors]time.Duration
+	mu      sync.Mutex // protects all below
+	calls   [numExecutors]uint64
+	bytes   [numExecutors]uint64
+	nanos   [numExecutors]float64 // of late, ...
+	size    [numExecutors]float64 // ... for so many bytes
+	cost    [numExecutors]float64 // nanoseconds per byte: the one by the other; 0: unknown
+	last    [numExecutors]time.Time
+	fastest float64 // cost of Pack at its best, with the GPU to itself; 0: unknown
+	best    Executor
+	probe   [numExecutors]time.Time // when one that is not in favour is tried next
+	pause   [numExecutors]time.Duration
+	wins    [numExecutors]int // tries in a row that were better than what is in favour
 }
 
 // probeBytes are enough to try the executor that is not in favour. [measured, 2 H200] a whole batch of 64 MiB by way of the host took as long as
@@ -80,8 +99,11 @@ func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	best := Pack
-	for e := Pack; e <= last; e++ {
-		if c.cost[e] != 0 && c.cost[e] < c.cost[best] {
+	if c.slicedLocked(c.cost[Pack], c.size[Pack]) {
+		best = Copy
+	}
+	for e := best; e <= last; e++ {
+		if c.cost[e] != 0 && c.priceLocked(e) < c.priceLocked(best) {
 			best = e
 		}
 	}
@@ -116,38 +138,72 @@ func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
 	return e, true
 }
 
+// priceLocked is what e costs, with what its kernels take from the engine.
+func (c *chooser) priceLocked(e Executor) float64 {
+	if e == Copy {
+		return c.cost[e]
+	}
+	return kernelPrice * c.cost[e]
+}
+
+// slicedLocked reports whether Pack takes so much more than it can that its kernels have only slices of the GPU's time. The engine pays for those, and
+// so they are out of favour whatever the others take.
+func (c *chooser) slicedLocked(cost, bytes float64) bool {
+	return c.fastest != 0 && cost > packSliced*c.fastest+packOverhead/bytes
+}
+
 // waitLocked says when e is tried next.
 func (c *chooser) waitLocked(e Executor, now time.Time, pause time.Duration) {
 	c.pause[e], c.probe[e] = pause, now.Add(pause)
 }
 
-// took says what one moved, and teaches it. Small pieces say more about latency than about the rate, and count as they are.
-func (c *chooser) took(e Executor, bytes uint64, d time.Duration) {
+// took says what one moved, and teaches it.
+func (c *chooser) took(e Executor, bytes uint64, start, end time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.calls[e]++
 	c.bytes[e] += bytes
-	c.learnLocked(e, bytes, d)
+	c.learnLocked(e, bytes, start, end)
 }
 
 // wasted teaches it that one took so long to move nothing.
-func (c *chooser) wasted(e Executor, bytes uint64, d time.Duration) {
+func (c *chooser) wasted(e Executor, bytes uint64, start, end time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.learnLocked(e, bytes, d)
+	c.learnLocked(e, bytes, start, end)
 }
 
-func (c *chooser) learnLocked(e Executor, bytes uint64, d time.Duration) {
+func (c *chooser) learnLocked(e Executor, bytes uint64, start, end time.Time) {
 	if bytes == 0 {
 		return
 	}
-	per := max(float64(d)/float64(bytes), 1e-9)
+	if start.Before(c.last[e]) {
+		start = c.last[e] // until then it moved others
+	}
+	if end.After(c.last[e]) {
+		c.last[e] = end
+	}
+	nanos, size := float64(max(end.Sub(start), 0)), float64(bytes)
+	per := max(nanos/size, 1e-9)
+	better := e != c.best && per < c.cost[e]
 	switch {
-	case c.cost[e] == 0, e != c.best && per < c.cost[e]:
+	case better && kernelPrice*per < c.cost[c.best] && !(e == Pack && c.slicedLocked(per, size)) && c.wins[e]+1 < probeWins:
+		// An engine that computes has moments in which it does not: it is asked again soon before it is believed.
+		c.wins[e]++
+		c.probe[e] = c.probe[e].Add(probeFirst - c.pause[e])
+		c.pause[e] = max(c.pause[e]/2, probeFirst)
+		return
+	case c.cost[e] == 0, better:
 		// The other one is seldom tried: what it takes now says more than what it took then.
-		c.cost[e] = per
+		c.nanos[e], c.size[e] = nanos, size
 	default:
-		c.cost[e] += learnWeight * (per - c.cost[e])
+		c.nanos[e] += learnWeight * (nanos - c.nanos[e])
+		c.size[e] += learnWeight * (size - c.size[e])
+	}
+	c.wins[e] = 0
+	c.cost[e] = max(c.nanos[e]/c.size[e], 1e-9)
+	if e == Pack && (c.fastest == 0 || c.cost[e] < c.fastest) {
+		c.fastest = c.cost[e]
 	}
 }
 
@@ -159,7 +215,8 @@ type ExecutorState struct {
 	Rate     float64 `json:"bytes_per_second"` // of one call, as it is learned under whatever load there is
 }
 
-// WayState is how scattered blocks go from a GPU to the host ("gpu0", "host"), back, or to a GPU, where any executor would do.
+// WayState is how scattered blocks go from a GPU to a buffer of the host ("gpu0", "host"), back, or to a GPU, where any executor would do. Between a
+// GPU and pinned memory that is scattered itself ("pages") copy stands for the way by buffers, which is in the others, too.
 type WayState struct {
 	From      string          `json:"from"`
 	To        string          `json:"to"`
@@ -184,24 +241,34 @@ func (c *chooser) state(out []WayState, from, to string) []WayState {
 
 // Ways says which executors took what since this process began. Between two GPUs copy stands for the way by the host's memory, which
 // is in the others, too.
-func (c *Copier) Ways() []WayState { return c.gpus.ways() }
-
-func (g *GPUs) ways() []WayState {
+func (c *Copier) Ways() []WayState {
 	out := []WayState{}
+	c.mu.Lock()
+	for u, learn := range c.pages {
+		name := gpuName(u.index)
+		out = learn[HostToDevice].state(learn[DeviceToHost].state(out, name, "pages"), "pages", name)
+	}
+	c.mu.Unlock()
+	slices.SortFunc(out, func(a, b WayState) int { return cmp.Compare(a.From+a.To, b.From+b.To) })
+	return c.gpus.ways(out)
+}
+
+func gpuName(i int) string { return fmt.Sprintf("gpu%d", i) }
+
+func (g *GPUs) ways(out []WayState) []WayState {
 	if !g.mu.TryLock() { // a GPU is being opened, which takes long
 		return out
 	}
 	defer g.mu.Unlock()
-	name := func(i int) string { return fmt.Sprintf("gpu%d", i) }
 	for i := range g.ids {
 		if u := g.gpus[i]; u != nil {
-			out = u.in.state(u.out.state(out, name(i), "host"), "host", name(i))
+			out = u.in.state(u.out.state(out, gpuName(i), "host"), "host", gpuName(i))
 		}
 	}
 	for _, from := range slices.Sorted(maps.Keys(g.gpus)) {
 		for _, to := range slices.Sorted(maps.Keys(g.gpus)) {
 			if p := g.peers[[2]int{from, to}]; p != nil {
-				out = p.learn.state(out, name(from), name(to))
+				out = p.learn.state(out, gpuName(from), gpuName(to))
 			}
 		}
 	}

@@ -7,6 +7,8 @@ type Queue interface {
 	Copy(dst, src cuda.Ptr, n uint64) error
 	// CopyBatch enqueues many copies at once, in no order among each other.
 	CopyBatch(dst, src []cuda.Ptr, n []uint64) error
+	// CopyRows enqueues copies of rows, at least one, in no order among each other.
+	CopyRows(rows []cuda.Rows) error
 	// CopySync is Copy and Sync in one call into the driver; it spins.
 	CopySync(dst, src cuda.Ptr, n uint64) error
 	// Record marks the queue's present end in e; Wait makes its later work wait for e's last mark.

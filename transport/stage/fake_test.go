@@ -269,6 +269,20 @@ func (q *fakeQueue) CopyBatch(dst, src []cuda.Ptr, n []uint64) error {
 	return nil
 }
 
+func (q *fakeQueue) CopyRows(rows []cuda.Rows) error {
+	for _, r := range rows {
+		if r.Height > 1 && (r.DstPitch > cuda.MaxPitch || r.SrcPitch > cuda.MaxPitch || min(r.DstPitch, r.SrcPitch) < r.Width) {
+			return fmt.Errorf("fake: rows %+v", r)
+		}
+		for k := range r.Height {
+			if err := q.Copy(cuda.Ptr(r.Dst+k*r.DstPitch), cuda.Ptr(r.Src+k*r.SrcPitch), r.Width); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
 func (q *fakeQueue) Record(e Event) error {
 	f := e.(*fakeEvent)
 	c, err := make(chan struct{}), new(error)

@@ -56,6 +56,8 @@ type hop struct {
 	pieces    []mem.Block // what is moved: of no region, at addresses of the GPU
 	far, near []cuda.Ptr  // CopyBatch's
 	sizes     []uint64
+	rows      []cuda.Rows // copyIn's
+	alone     []int
 }
 
 const hopListBytes = hopRuns*runBytes + (hopRuns+1)*4
@@ -262,7 +264,7 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 	var err error
 	if how == InEngine {
 		if err = u.engaged(worker, h, dir, host, uint64(len(p))); errors.Is(err, errNoEngine) {
-			learn.wasted(InEngine, uint64(len(p)), time.Since(start))
+			learn.wasted(InEngine, uint64(len(p)), start, time.Now())
 			how, start, err = Copy, time.Now(), u.copied(h, dir, host)
 		}
 	} else if how == Pack {
@@ -282,7 +284,7 @@ func (u *GPU) hop(h *hop, dir Direction, p []byte) error {
 		return err
 	}
 	if choice {
-		learn.took(how, uint64(len(p)), time.Since(start))
+		learn.took(how, uint64(len(p)), start, time.Now())
 	}
 	if !pinned && dir == DeviceToHost {
 		mem.Copy(p, h.bounce)
@@ -345,7 +347,7 @@ func (u *GPU) copied(h *hop, dir Direction, host cuda.Ptr) error {
 		host += cuda.Ptr(p.Len)
 	}
 	if dir == HostToDevice {
-		return h.queue.CopyBatch(h.far, h.near, h.sizes)
+		return h.copyIn(h.far, h.near, h.sizes)
 	}
 	return h.queue.CopyBatch(h.near, h.far, h.sizes)
 }
@@ -642,7 +644,7 @@ func (w *mover) by(p *pair, how Executor) (err error) {
 		err = p.run(w.list)
 	}
 	if err == nil {
-		p.learn.took(how, w.total, time.Since(start))
+		p.learn.took(how, w.total, start, time.Now())
 	}
 	return err
 }

@@ -338,17 +338,18 @@ func TestGPUFalls(t *testing.T) {
 func TestChooser(t *testing.T) {
 	var c chooser
 	now := time.Unix(1000, 0)
-	// count is how often pack is taken in calls of 100 us each, for which the executors take so long.
+	// count is how often pack is taken in calls for which the executors take so long.
 	count := func(calls int, pack, copy time.Duration) (packs int) {
 		for range calls {
-			now = now.Add(100 * time.Microsecond)
 			e, _ := c.pick(now, false)
 			took := copy
 			if e == Pack {
 				took = pack
 				packs++
 			}
-			c.took(e, 1<<20, took)
+			start := now
+			now = now.Add(took)
+			c.took(e, 1<<20, start, now)
 		}
 		return packs
 	}
@@ -395,7 +396,7 @@ func TestTriedWithLittle(t *testing.T) {
 	}
 	u0, u1 := from.Device().(*GPU), to.Device().(*GPU)
 	p := must(g.pair(u0, u1))(t)
-	p.learn.took(Pack, 1<<20, time.Millisecond)
+	p.learn.took(Pack, 1<<20, time.Unix(1, 0), time.Unix(1, 1e6))
 	crossed := func() (n uint64) { // what went over the link between the two
 		for _, q := range p.peers {
 			d := q.src.dev.(*fakeDevice)
@@ -579,6 +580,7 @@ func (stillPacker) PackUniform(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error   {
 func (stillPacker) UnpackUniform(Queue, cuda.Ptr, int, cuda.Ptr, uint64) error { return nil }
 func (stillQueue) Copy(cuda.Ptr, cuda.Ptr, uint64) error                       { return nil }
 func (stillQueue) CopyBatch([]cuda.Ptr, []cuda.Ptr, []uint64) error            { return nil }
+func (stillQueue) CopyRows([]cuda.Rows) error                                  { return nil }
 func (stillQueue) CopySync(cuda.Ptr, cuda.Ptr, uint64) error                   { return nil }
 func (stillQueue) Record(Event) error                                          { return nil }
 func (stillQueue) Wait(Event) error                                            { return nil }

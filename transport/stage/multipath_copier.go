@@ -18,17 +18,16 @@ import (
 const (
 	PathStaged    = "staged"    // through a pinned buffer, as lanes move
 	PathPeer      = "peer"      // between GPUs, or within one
+	PathPacked    = "packed"    // by kernels of the GPU that reach pinned memory of the host
 	PathDirect    = "direct"    // the copy engine of the GPU, between its memory and pinned memory of the host
 	PathMultipath = "multipath" // every GPU's PCIe link
 )
 
 // The shape of copies with the host. Pins are made where a copy first reads or writes: all of a host cache would take a minute
-// ([measured] 90 ms a GiB). Smaller pieces than listPiece cost the copy engine more than they move ([measured, H200] half a
-// microsecond each), and kernels pack them better.
+// ([measured] 90 ms a GiB).
 const (
 	pinWindow  = 1 << 30
-	maxWindows = 2048 // of all regions
-	listPiece  = 4 << 10
+	maxWindows = 2048                 // of all regions
 	yieldEvery = 2 * time.Millisecond // between two looks whether a relay has work of its own
 )
 
@@ -46,6 +45,7 @@ type Copier struct {
 	settled  sync.Cond  // a window is pinned or refused, or something wanted is made
 	paths    map[*GPU]*paths
 	limits   map[*GPU]Limits                    // of the table
+	pages    map[*GPU]*[2]chooser               // by Direction: how small pieces go between its memory and pinned memory of the host
 	pins     map[*mem.Region]map[uint64]*window // by number of the window
 	windows  int                                // in pins
 	past     map[linkOf]LinkState               // of path sets that are no more
@@ -92,15 +92,23 @@ type foreign struct {
 }
 
 // copierShape is what tests make smaller, in bytes.
-type copierShape struct{ minChunk, maxChunk, calibrateFrom, calibrateTo, window uint64 }
+type copierShape struct {
+	minChunk, maxChunk, calibrateFrom, calibrateTo, window uint64
+
+	across uint64 // lists of fewer bytes are not for kernels
+}
+
+func fullShape() copierShape {
+	return copierShape{MinChunk, MaxChunk, MaxCalibrate, minCalibrate, pinWindow, probeBytes}
+}
 
 // NewCopier makes a Copier of g, which outlives it.
 func NewCopier(g *GPUs) *Copier {
-	return newCopier(g, copierShape{MinChunk, MaxChunk, MaxCalibrate, minCalibrate, pinWindow})
+	return newCopier(g, fullShape())
 }
 
 func newCopier(g *GPUs, shape copierShape) *Copier {
-	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]Limits{}, pins: map[*mem.Region]map[uint64]*window{},
+	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]Limits{}, pages: map[*GPU]*[2]chooser{}, pins: map[*mem.Region]map[uint64]*window{},
 		past: map[linkOf]LinkState{}}
 	c.settled.L = &c.mu
 	return c
@@ -117,91 +125,111 @@ func (c *Copier) Copy(dst, src []mem.Block) (path string, err error) {
 	case from.gpu != nil && to.gpu != nil:
 		return PathPeer, to.gpu.Move(dst, src)
 	case from.gpu != nil:
-		return c.withHost(from.gpu, DeviceToHost, dst, src)
+		return c.withHost(from.gpu, dst, src)
 	case to.gpu != nil:
-		return c.withHost(to.gpu, HostToDevice, src, dst)
+		return c.withHost(to.gpu, dst, src)
 	}
 	return "", errors.New("stage: copy: no block of it is a GPU's")
 }
 
-// withHost copies between blocks of the host and of u.
-func (c *Copier) withHost(u *GPU, dir Direction, host, far []mem.Block) (string, error) {
-	parts, pinned, err := c.parts(u, host, far)
-	if err != nil {
-		return "", err
-	}
-	if !pinned {
-		if dir == HostToDevice {
-			return PathStaged, u.Move(far, host)
+// withHost copies between u and the host.
+func (c *Copier) withHost(u *GPU, dst, src []mem.Block) (string, error) {
+	buf := crossings.Get().(*[]crossing)
+	defer crossings.Put(buf)
+	list, ok := cross((*buf)[:0], dst, src)
+	*buf = list[:0]
+	if !ok {
+		for i := range dst {
+			if err := errors.Join(dst[i].Region.Check(dst[i].Off, dst[i].Len), src[i].Region.Check(src[i].Off, src[i].Len)); err != nil {
+				return "", err
+			}
 		}
-		return PathStaged, u.Move(host, far)
+		return PathStaged, u.Move(dst, src)
+	}
+	if len(list) == 0 {
+		return PathDirect, nil
+	}
+	parts := partLists.Get().(*[]Part)
+	defer partLists.Put(parts)
+	var err error
+	if *parts, err = c.partsOf((*parts)[:0], u, list, true); errors.Is(err, net.ErrClosed) {
+		return "", err
+	} else if err != nil { // pins are bounded, and so is what may be locked
+		return PathStaged, u.Move(dst, src)
+	}
+	dir := list[0].dir
+	if c.isSmall(u, list) {
+		return c.small(u, dir, list, *parts)
 	}
 	p, err := c.path(u)
 	if err != nil {
 		return "", err
 	}
 	defer p.mu.RUnlock()
-	shift, err := p.shifts(far[0].Region)
+	shift, err := p.shifts(list[0].far.Region)
 	if err != nil {
 		return "", err
 	}
-	for i := range parts {
-		parts[i].Shift = shift
+	for i := range *parts {
+		(*parts)[i].Shift = shift
 	}
 	p.active.Add(1)
 	defer p.active.Add(-1)
-	stop := c.watch(p, parts)
+	stop := c.watch(p, *parts)
 	defer stop()
-	every, err := p.m.CopyParts(dir, parts)
+	every, err := p.m.CopyParts(dir, *parts)
 	if every {
 		return PathMultipath, err
 	}
 	return PathDirect, err
 }
 
-// parts joins blocks that lie side by side, cuts them where windows end, and pins these. pinned: copy engines take it as it is.
-func (c *Copier) parts(u *GPU, host, far []mem.Block) (parts []Part, pinned bool, err error) {
-	region := host[0].Region
-	_, mapped := region.Bytes()
-	var bytes uint64
-	for i := range host {
-		if err := errors.Join(region.Check(host[i].Off, host[i].Len), far[i].Region.Check(far[i].Off, far[i].Len)); err != nil {
-			return nil, false, err
-		}
-		bytes += host[i].Len
-	}
+// partsOf adds where the pieces of list are for the copy engines and kernels of u, cut where windows end. A window that is not pinned is, which may
+// take a while, or is an error that wraps errNotReady.
+func (c *Copier) partsOf(parts []Part, u *GPU, list []crossing, pin bool) ([]Part, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	least := c.limitsLocked(u).DirectBytes
-	if least == 0 {
-		least = listPiece
-	}
-	if !mapped || bytes/uint64(len(host)) < least {
-		return nil, false, nil
-	}
 	if c.closed {
-		return nil, false, net.ErrClosed
+		return parts, net.ErrClosed
 	}
-	for i := range host {
-		off, dev, left := host[i].Off, cuda.Ptr(far[i].Region.Base()+far[i].Off), host[i].Len
+	var last *mem.Region // and the window of it where the piece before was: a map's look-up for each would be most of the cost
+	var from, to uint64
+	var at cuda.Ptr
+	for i := range list {
+		x := &list[i]
+		off, dev, left := x.host.Off, cuda.Ptr(x.far.Region.Base()+x.far.Off), x.host.Len
 		for left > 0 {
-			at, n, err := c.pinLocked(u, region, off)
-			if err != nil {
-				// Pins are bounded, and so is what may be locked: the rest of the host's memory goes through buffers.
-				return nil, false, nil // said by pinLocked
+			if x.host.Region != last || off < from || off >= to {
+				w, k := c.pins[x.host.Region][off/c.shape.window], off/c.shape.window
+				if w == nil || !w.pinned {
+					if !pin {
+						return parts, errNotReady
+					}
+					var err error
+					if w, err = c.pinLocked(u, x.host.Region, k); err != nil { // it has been said
+						return parts, err
+					}
+				}
+				last, from, at = x.host.Region, k*c.shape.window, w.at
+				to = from + uint64(len(w.bytes))
 			}
-			n = min(n, left)
-			if k := len(parts) - 1; k >= 0 && parts[k].Host+cuda.Ptr(parts[k].Len) == at && parts[k].Dev+cuda.Ptr(parts[k].Len) == dev &&
-				off%c.shape.window != 0 {
-				parts[k].Len += n
-			} else {
-				parts = append(parts, Part{Host: at, Dev: dev, Len: n})
-			}
+			n := min(to-off, left)
+			parts = append(parts, Part{Host: at + cuda.Ptr(off-from), Dev: dev, Len: n, Shift: x.shift})
 			off, dev, left = off+n, dev+cuda.Ptr(n), left-n
 		}
 	}
-	return parts, true, nil
+	return parts, nil
 }
+
+// isSmall reports whether the pieces are, on average, too small for copy engines to take them as they are.
+func (c *Copier) isSmall(u *GPU, list []crossing) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return bytesOf(list)/uint64(len(list)) < c.largeLocked(u)
+}
+
+// largeLocked is the average piece from which on copy engines take a list as it is.
+func (c *Copier) largeLocked(u *GPU) uint64 { return max(largePiece, c.limitsLocked(u).DirectBytes) }
 
 func (c *Copier) limitsLocked(u *GPU) Limits {
 	l, ok := c.limits[u]
@@ -212,16 +240,14 @@ func (c *Copier) limitsLocked(u *GPU) Limits {
 	return l
 }
 
-// pinLocked gives the address of a byte of host memory for the GPUs, and how many from there on lie in its window. While the driver pins
-// one, others go on: mu is not held.
-func (c *Copier) pinLocked(u *GPU, r *mem.Region, off uint64) (cuda.Ptr, uint64, error) {
-	k := off / c.shape.window
+// pinLocked gives window k of a region, pinned for the GPUs. While the driver pins it, others go on: mu is not held.
+func (c *Copier) pinLocked(u *GPU, r *mem.Region, k uint64) (*window, error) {
 	from := k * c.shape.window
 	to := min(from+c.shape.window, r.Size())
 	for {
 		w, ok := c.pins[r][k]
 		if ok && w.pinned {
-			return w.at + cuda.Ptr(off-from), to - off, nil
+			return w, nil
 		}
 		if ok {
 			c.settled.Wait()
@@ -233,7 +259,7 @@ func (c *Copier) pinLocked(u *GPU, r *mem.Region, off uint64) (cuda.Ptr, uint64,
 				c.unpinned = true
 				c.gpus.cfg.Log.Warn("host memory is not pinned, and copied through buffers; said once", "region", r.ID().String(), "offset", from, "err", err)
 			}
-			return 0, 0, err
+			return nil, err
 		}
 	}
 }
@@ -479,11 +505,7 @@ func unimport(relays []*GPU, r *mem.Region, all []foreign) error {
 
 // watch has relays take nothing while their own GPU moves something, until stop.
 func (c *Copier) watch(p *paths, parts []Part) (stop func()) {
-	var bytes uint64
-	for i := range parts {
-		bytes += parts[i].Len
-	}
-	if len(p.relays) == 0 || bytes < p.m.Threshold() {
+	if len(p.relays) == 0 || partBytes(parts) < p.m.Threshold() {
 		return func() {}
 	}
 	c.yield(p)

@@ -123,7 +123,7 @@ func rigOf(t *testing.T, p *contexts, cfg Config) *copyRig {
 	r := &copyRig{p: p}
 	gpus := p.n
 	r.g = must(newGPUs(r.p, cfg))(t)
-	r.c = newCopier(r.g, copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20})
+	r.c = newCopier(r.g, copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20, 64 << 10})
 	for i := range gpus {
 		h, b := r.p.lend(i, copyBytes+8192, 4096)
 		r.gpu = append(r.gpu, must(r.g.Import(mem.NewID(), h.Append(nil), -1, copyBytes))(t))
@@ -218,6 +218,9 @@ func TestCopierContent(t *testing.T) {
 					if rng.IntN(2) == 0 && i%4 != 0 {
 						size = 1 + uint64(rng.IntN(cell))
 					}
+					if i%4 == 1 {
+						size = (size + packAlign - 1) &^ (packAlign - 1)
+					}
 					from = append(from, mem.Block{Region: src, Off: uint64(a[j] * cell), Len: size})
 					to = append(to, mem.Block{Region: dst, Off: uint64(z[j] * cell), Len: size})
 					copy(want[z[j]*cell:][:size], sb[a[j]*cell:][:size])
@@ -231,9 +234,9 @@ func TestCopierContent(t *testing.T) {
 					t.Fatalf("copy %d by %s: content differs", i, path)
 				}
 			}
-			ways := []string{PathStaged, PathDirect, PathMultipath}
+			ways := []string{PathStaged, PathPacked, PathDirect, PathMultipath}
 			if gpus == 1 {
-				ways = ways[:2]
+				ways = ways[:3]
 			}
 			for _, path := range ways {
 				if seen[path] == 0 {

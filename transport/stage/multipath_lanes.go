@@ -12,12 +12,7 @@ import (
 
 // Lanes hand over what they move between host memory and a GPU, too. Unlike a copy for an engine, nobody has asked for theirs to be made
 // ready, and a lane that waits for the driver looks dead. So they ask first (Reaches), what is missing is made in the background for the
-// lists that come later, and until then they go through a buffer, as they do with small pieces.
-
-// lanePiece is the least average piece that links take from lanes. [measured, H200, two sidecars] movers that gather in buffers reach 12 to
-// 15 GB/s whatever the size, a link 39 to 48 with pieces of this one and 50 to 54 with twice of it; of 16 KiB that lie anywhere in host
-// memory a copy engine takes 4 to 12 GB/s.
-const lanePiece = 32 << 10
+// lists that come later, and until then they go through a buffer.
 
 const (
 	maxWanted  = 1024 // of things that wait to be made
@@ -111,8 +106,8 @@ func cross(out []crossing, dst, src []mem.Block) ([]crossing, bool) {
 func follows(a, b *mem.Block) bool { return a.Region == b.Region && a.Off+a.Len == b.Off }
 
 // Reaches reports whether Carry moves these lists, of as many bytes: all of them between mapped memory of the host and one GPU, in pieces
-// that are worth it, to which paths are made and whose memory is pinned. What of that is missing is made, and is there some other time. It
-// waits for nobody.
+// that copy engines or kernels take, to which paths are made and whose memory is pinned. What of that is missing is made, and is there some
+// other time. It waits for nobody.
 func (c *Copier) Reaches(dst, src []mem.Block) bool {
 	buf := crossings.Get().(*[]crossing)
 	defer crossings.Put(buf)
@@ -121,23 +116,24 @@ func (c *Copier) Reaches(dst, src []mem.Block) bool {
 	if !ok || len(list) == 0 {
 		return false
 	}
-	var bytes uint64
+	u, packable := list[0].u, true
 	for i := range list {
-		if list[i].u != list[0].u || list[i].dir != list[0].dir {
+		x := &list[i]
+		if x.u != u || x.dir != list[0].dir {
 			return false
 		}
-		bytes += list[i].host.Len
+		packable = packable && (x.host.Off|x.far.Region.Base()+x.far.Off|x.host.Len)%packAlign == 0
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	u := list[0].u
-	if c.closed || bytes/uint64(len(list)) < max(lanePiece, c.limitsLocked(u).DirectBytes) {
+	small := bytesOf(list)/uint64(len(list)) < c.largeLocked(u)
+	if c.closed || small && len(list) > fewAcross && !(packable && u.packs()) {
 		return false
 	}
-	ready := c.reachLocked(u, list[0].far.Region)
+	ready := small || c.reachLocked(u, list[0].far.Region)
 	for i := range list {
 		x := &list[i]
-		if x.far.Region != list[0].far.Region {
+		if !small && x.far.Region != list[0].far.Region {
 			ready = c.reachLocked(u, x.far.Region) && ready
 		}
 		for k := x.host.Off / c.shape.window; k <= (x.host.Off+x.host.Len-1)/c.shape.window; k++ {
@@ -235,7 +231,7 @@ func (c *Copier) makeLocked(w *want) error {
 		if w.host.ReadOnly() && !w.host.Present() {
 			return fmt.Errorf("stage: region %s: not all of its memory is allocated, so that it is not pinned", w.host.ID())
 		}
-		_, _, err := c.pinLocked(w.u, w.host, w.window*c.shape.window)
+		_, err := c.pinLocked(w.u, w.host, w.window)
 		return err
 	}
 	c.mu.Unlock()
@@ -291,6 +287,15 @@ func (c *Copier) Carry(dst, src []mem.Block) error {
 }
 
 func (c *Copier) carry(u *GPU, dir Direction, list []crossing) error {
+	buf := partLists.Get().(*[]Part)
+	defer partLists.Put(buf)
+	if c.isSmall(u, list) {
+		var err error
+		if *buf, err = c.partsOf((*buf)[:0], u, list, false); err == nil {
+			_, err = c.small(u, dir, list, *buf)
+		}
+		return err
+	}
 	c.mu.Lock()
 	p := c.paths[u]
 	c.mu.Unlock()
@@ -301,7 +306,8 @@ func (c *Copier) carry(u *GPU, dir Direction, list []crossing) error {
 		return errNotReady
 	}
 	defer p.mu.RUnlock()
-	parts, err := c.laneParts(p, list)
+	parts, err := c.laneParts((*buf)[:0], p, u, list)
+	*buf = parts
 	if err != nil {
 		return err
 	}
@@ -313,9 +319,9 @@ func (c *Copier) carry(u *GPU, dir Direction, list []crossing) error {
 }
 
 // laneParts finds where the pieces are for the copy engines. p is held.
-func (c *Copier) laneParts(p *paths, list []crossing) ([]Part, error) {
+func (c *Copier) laneParts(parts []Part, p *paths, u *GPU, list []crossing) ([]Part, error) {
 	if p.m == nil {
-		return nil, errNotReady
+		return parts, errNotReady
 	}
 	for i := range list {
 		if i > 0 && list[i].far.Region == list[i-1].far.Region {
@@ -324,28 +330,10 @@ func (c *Copier) laneParts(p *paths, list []crossing) ([]Part, error) {
 		}
 		var err error
 		if list[i].shift, err = p.shiftOf(list[i].far.Region); err != nil {
-			return nil, err
+			return parts, err
 		}
 	}
-	parts := make([]Part, 0, len(list))
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for i := range list {
-		x := &list[i]
-		off, dev, left := x.host.Off, cuda.Ptr(x.far.Region.Base()+x.far.Off), x.host.Len
-		for left > 0 {
-			k := off / c.shape.window
-			w, ok := c.pins[x.host.Region][k]
-			if !ok || !w.pinned {
-				return nil, errNotReady
-			}
-			in := off - k*c.shape.window
-			n := min(uint64(len(w.bytes))-in, left)
-			parts = append(parts, Part{Host: w.at + cuda.Ptr(in), Dev: dev, Len: n, Shift: x.shift})
-			off, dev, left = off+n, dev+cuda.Ptr(n), left-n
-		}
-	}
-	return parts, nil
+	return c.partsOf(parts, u, list, false)
 }
 
 // linkOf is a link of the path set to a GPU, by the number of the GPU whose link it is.

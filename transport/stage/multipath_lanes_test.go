@@ -115,7 +115,8 @@ func TestLanesContent(t *testing.T) {
 	}
 }
 
-// TestLanesOnlyBetweenHostAndGPU: what is not between host memory and one GPU, or is small, is never taken, and nothing is made for it.
+// TestLanesOnlyBetweenHostAndGPU: what is not between host memory and one GPU, or is small and not for kernels, is never taken, and nothing is
+// made for it.
 func TestLanesOnlyBetweenHostAndGPU(t *testing.T) {
 	r := newCopyRig(t, 2)
 	other := must(mem.NewAnonymous("other", copyBytes))(t)
@@ -130,11 +131,11 @@ func TestLanesOnlyBetweenHostAndGPU(t *testing.T) {
 		dst, src      *mem.Region
 		piece, stride uint64
 	}{
-		"host to host":    {r.host, other, 1 << 20, 1 << 20},
-		"GPU to GPU":      {r.gpu[0], r.gpu[1], 1 << 20, 1 << 20},
-		"within a GPU":    {r.gpu[0], r.gpu[0], 1 << 20, 1 << 20},
-		"small, to a GPU": {r.gpu[0], r.host, 16 << 10, 32 << 10},
-		"small, from one": {r.host, r.gpu[0], 16 << 10, 32 << 10},
+		"host to host":            {r.host, other, 1 << 20, 1 << 20},
+		"GPU to GPU":              {r.gpu[0], r.gpu[1], 1 << 20, 1 << 20},
+		"within a GPU":            {r.gpu[0], r.gpu[0], 1 << 20, 1 << 20},
+		"small and odd, to a GPU": {r.gpu[0], r.host, 16<<10 - 8, 32 << 10},
+		"small and odd, from one": {r.host, r.gpu[0], 16<<10 - 8, 32 << 10},
 	} {
 		to, from := lists(c.dst, c.src, c.piece, c.stride)
 		if r.c.Reaches(to, from) {
