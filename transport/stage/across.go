@@ -14,7 +14,7 @@ import (
 // Small pieces between pinned memory of the host and a GPU. A copy engine takes 1.4 us and more for each, and a buffer in between takes a
 // memcpy, of which a core does 10 GB/s. Kernels take thousands of pieces at once, and reach the host's memory by themselves: to the GPU they gather
 // it in a dense buffer, from where others scatter it; from the GPU the other way round. Beside an engine that computes they are
-// time-sliced as any kernel of another process: which of the two it is, kernels or buffers, is learned.
+// time-sliced as any kernel of another process, for which it pays: there buffers serve.
 
 // largePiece is the average piece from which on copy engines take a list as it is. [measured, H200, two sidecars] movers that gather in buffers reach
 // 12 to 15 GB/s whatever the size, a link 39 to 48 with pieces of this one and 50 to 54 with twice of it; of 16 KiB that lie anywhere in
@@ -209,48 +209,14 @@ func (c *Copier) small(u *GPU, dir Direction, list []crossing, parts []Part) (pa
 	if partBytes(parts) < c.shape.across || !packableParts(parts) {
 		return PathStaged, buffered(u, dir, list)
 	}
-	learn := c.learns(u, dir)
-	by := func(how Executor, list []crossing, parts []Part) (path string, err error) {
-		start := time.Now()
-		if how == Pack {
-			path, err = PathPacked, u.across(Pack, dir, parts)
-		} else {
-			path, err = PathStaged, buffered(u, dir, list)
-		}
-		if err == nil {
-			learn.took(how, bytesOf(list), start, time.Now())
-		}
-		return path, err
+	k := c.knockerOf(u)
+	if !k.enter(time.Now, func() bool { return u.idle(c.shape.idle) }) {
+		k.count(Copy, dir, partBytes(parts))
+		return PathStaged, buffered(u, dir, list)
 	}
-	how, try := learn.pick(time.Now(), false)
-	if n, bytes := 0, uint64(0); try && len(parts) == len(list) { // else a piece goes over the end of a window, which is seldom
-		for n < len(list) && bytes < c.shape.across {
-			bytes += list[n].host.Len
-			n++
-		}
-		if n < len(list) {
-			if path, err := by(how, list[:n], parts[:n]); err != nil {
-				return path, err
-			}
-			how, list, parts = Pack+Copy-how, list[n:], parts[n:]
-		}
-	}
-	return by(how, list, parts)
-}
-
-// learns is what is known of the ways between u and scattered memory of the host.
-func (c *Copier) learns(u *GPU, dir Direction) *chooser {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	both := c.pages[u]
-	if both == nil {
-		both = &[2]chooser{}
-		for i := range both {
-			both[i].fixed = u.gpus.cfg.Executor
-		}
-		c.pages[u] = both
-	}
-	return &both[dir]
+	k.count(Pack, dir, partBytes(parts))
+	defer k.leave()
+	return PathPacked, u.across(Pack, dir, parts)
 }
 
 func bytesOf(list []crossing) (n uint64) {

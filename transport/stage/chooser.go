@@ -49,14 +49,6 @@ const (
 // learnWeight is the weight of one observation.
 const learnWeight = 1.0 / 8
 
-// Pack has only slices of the GPU's time where it takes packSliced times what it took at its best, and so many nanoseconds more: what a list takes
-// beside its bytes. [measured, H200] kernels that reach the host's memory move 30 GB/s alone, and beside an engine 8 to 14, for which it pays
-// 12 to 36% of its time.
-const (
-	packSliced   = 2
-	packOverhead = 300e3
-)
-
 // kernelPrice is how much quicker kernels have to be than copy engines, which take nothing from the engine. [measured, H200, to a GPU that computes] 13% more
 // by kernels in the engine's context cost it 7%.
 const kernelPrice = 1.25
@@ -66,18 +58,17 @@ const kernelPrice = 1.25
 type chooser struct {
 	fixed Executor // not Auto: the only answer
 
-	mu      sync.Mutex // protects all below
-	calls   [numExecutors]uint64
-	bytes   [numExecutors]uint64
-	nanos   [numExecutors]float64 // of late, ...
-	size    [numExecutors]float64 // ... for so many bytes
-	cost    [numExecutors]float64 // nanoseconds per byte: the one by the other; 0: unknown
-	last    [numExecutors]time.Time
-	fastest float64 // cost of Pack at its best, with the GPU to itself; 0: unknown
-	best    Executor
-	probe   [numExecutors]time.Time // when one that is not in favour is tried next
-	pause   [numExecutors]time.Duration
-	wins    [numExecutors]int // tries in a row that were better than what is in favour
+	mu    sync.Mutex // protects all below
+	calls [numExecutors]uint64
+	bytes [numExecutors]uint64
+	nanos [numExecutors]float64 // of late, ...
+	size  [numExecutors]float64 // ... for so many bytes
+	cost  [numExecutors]float64 // nanoseconds per byte: the one by the other; 0: unknown
+	last  [numExecutors]time.Time
+	best  Executor
+	probe [numExecutors]time.Time // when one that is not in favour is tried next
+	pause [numExecutors]time.Duration
+	wins  [numExecutors]int // tries in a row that were better than what is in favour
 }
 
 // probeBytes are enough to try the executor that is not in favour. [measured, 2 H200] a whole batch of 64 MiB by way of the host took as long as
@@ -99,10 +90,7 @@ func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	best := Pack
-	if c.slicedLocked(c.cost[Pack], c.size[Pack]) {
-		best = Copy
-	}
-	for e := best; e <= last; e++ {
+	for e := Pack; e <= last; e++ {
 		if c.cost[e] != 0 && c.priceLocked(e) < c.priceLocked(best) {
 			best = e
 		}
@@ -146,12 +134,6 @@ func (c *chooser) priceLocked(e Executor) float64 {
 	return kernelPrice * c.cost[e]
 }
 
-// slicedLocked reports whether Pack takes so much more than it can that its kernels have only slices of the GPU's time. The engine pays for those, and
-// so they are out of favour whatever the others take.
-func (c *chooser) slicedLocked(cost, bytes float64) bool {
-	return c.fastest != 0 && cost > packSliced*c.fastest+packOverhead/bytes
-}
-
 // waitLocked says when e is tried next.
 func (c *chooser) waitLocked(e Executor, now time.Time, pause time.Duration) {
 	c.pause[e], c.probe[e] = pause, now.Add(pause)
@@ -187,7 +169,7 @@ func (c *chooser) learnLocked(e Executor, bytes uint64, start, end time.Time) {
 	per := max(nanos/size, 1e-9)
 	better := e != c.best && per < c.cost[e]
 	switch {
-	case better && kernelPrice*per < c.cost[c.best] && !(e == Pack && c.slicedLocked(per, size)) && c.wins[e]+1 < probeWins:
+	case better && kernelPrice*per < c.cost[c.best] && c.wins[e]+1 < probeWins:
 		// An engine that computes has moments in which it does not: it is asked again soon before it is believed.
 		c.wins[e]++
 		c.probe[e] = c.probe[e].Add(probeFirst - c.pause[e])
@@ -202,9 +184,6 @@ func (c *chooser) learnLocked(e Executor, bytes uint64, start, end time.Time) {
 	}
 	c.wins[e] = 0
 	c.cost[e] = max(c.nanos[e]/c.size[e], 1e-9)
-	if e == Pack && (c.fastest == 0 || c.cost[e] < c.fastest) {
-		c.fastest = c.cost[e]
-	}
 }
 
 // ExecutorState is what is known of one executor on one way.
@@ -216,7 +195,7 @@ type ExecutorState struct {
 }
 
 // WayState is how scattered blocks go from a GPU to a buffer of the host ("gpu0", "host"), back, or to a GPU, where any executor would do. Between a
-// GPU and pinned memory that is scattered itself ("pages") copy stands for the way by buffers, which is in the others, too.
+// GPU and pinned memory that is scattered itself ("pages") copy stands for the way by buffers, which is in the others, too, and no rate is learned.
 type WayState struct {
 	From      string          `json:"from"`
 	To        string          `json:"to"`
@@ -244,9 +223,8 @@ func (c *chooser) state(out []WayState, from, to string) []WayState {
 func (c *Copier) Ways() []WayState {
 	out := []WayState{}
 	c.mu.Lock()
-	for u, learn := range c.pages {
-		name := gpuName(u.index)
-		out = learn[HostToDevice].state(learn[DeviceToHost].state(out, name, "pages"), "pages", name)
+	for u, k := range c.knocks {
+		out = k.state(out, gpuName(u.index))
 	}
 	c.mu.Unlock()
 	slices.SortFunc(out, func(a, b WayState) int { return cmp.Compare(a.From+a.To, b.From+b.To) })

@@ -44,8 +44,8 @@ type Copier struct {
 	mu       sync.Mutex // protects all below; taken after those of paths
 	settled  sync.Cond  // a window is pinned or refused, or something wanted is made
 	paths    map[*GPU]*paths
-	limits   map[*GPU]Limits                    // of the table
-	pages    map[*GPU]*[2]chooser               // by Direction: how small pieces go between its memory and pinned memory of the host
+	limits   map[*GPU]Limits // of the table
+	knocks   map[*GPU]*knocker
 	pins     map[*mem.Region]map[uint64]*window // by number of the window
 	windows  int                                // in pins
 	past     map[linkOf]LinkState               // of path sets that are no more
@@ -95,11 +95,12 @@ type foreign struct {
 type copierShape struct {
 	minChunk, maxChunk, calibrateFrom, calibrateTo, window uint64
 
-	across uint64 // lists of fewer bytes are not for kernels
+	across uint64        // lists of fewer bytes are not for kernels
+	idle   time.Duration // a knock that takes longer has met an engine
 }
 
 func fullShape() copierShape {
-	return copierShape{MinChunk, MaxChunk, MaxCalibrate, minCalibrate, pinWindow, probeBytes}
+	return copierShape{MinChunk, MaxChunk, MaxCalibrate, minCalibrate, pinWindow, probeBytes, knockIdle}
 }
 
 // NewCopier makes a Copier of g, which outlives it.
@@ -108,7 +109,7 @@ func NewCopier(g *GPUs) *Copier {
 }
 
 func newCopier(g *GPUs, shape copierShape) *Copier {
-	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]Limits{}, pages: map[*GPU]*[2]chooser{}, pins: map[*mem.Region]map[uint64]*window{},
+	c := &Copier{gpus: g, shape: shape, paths: map[*GPU]*paths{}, limits: map[*GPU]Limits{}, knocks: map[*GPU]*knocker{}, pins: map[*mem.Region]map[uint64]*window{},
 		past: map[linkOf]LinkState{}}
 	c.settled.L = &c.mu
 	return c

@@ -123,7 +123,7 @@ func rigOf(t *testing.T, p *contexts, cfg Config) *copyRig {
 	r := &copyRig{p: p}
 	gpus := p.n
 	r.g = must(newGPUs(r.p, cfg))(t)
-	r.c = newCopier(r.g, copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20, 64 << 10})
+	r.c = newCopier(r.g, copierShape{testMin, testMax, 4 * testMin, 2 * testMin, 1 << 20, 64 << 10, patience})
 	for i := range gpus {
 		h, b := r.p.lend(i, copyBytes+8192, 4096)
 		r.gpu = append(r.gpu, must(r.g.Import(mem.NewID(), h.Append(nil), -1, copyBytes))(t))

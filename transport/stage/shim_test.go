@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -351,6 +352,21 @@ func TestShimDies(t *testing.T) {
 	s.quit("signal: killed")
 }
 
+// stopped returns once every thread of the process is: the signal is sent before that, and one of them may take a slot meanwhile.
+func (s *shim) stopped() {
+	s.t.Helper()
+	until(s.t, "every thread is stopped", func() bool {
+		all, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", s.cmd.Process.Pid))
+		if err != nil || len(all) == 0 {
+			s.t.Fatal("no threads: ", err)
+		}
+		return !slices.ContainsFunc(all, func(path string) bool {
+			stat, err := os.ReadFile(path)
+			return err == nil && !bytes.Contains(stat, []byte(") T "))
+		})
+	})
+}
+
 // TestShimSleeps: an engine that is stopped takes nothing, and its slots are revoked; awake again, it takes the next one, and never what
 // was revoked.
 func TestShimSleeps(t *testing.T) {
@@ -360,6 +376,7 @@ func TestShimSleeps(t *testing.T) {
 	s.g.patience = workPatience
 	before := s.say("look").moved
 	must(0, s.cmd.Process.Signal(syscall.SIGSTOP))(t)
+	s.stopped()
 	for i := range uint64(5) {
 		n.rest.Store(0)
 		if err := <-s.gather(i); err != nil {
