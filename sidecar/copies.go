@@ -217,6 +217,7 @@ func (m *mover) run(ctx context.Context, blocks []connector.CopyBlock) error {
 	if m.src.Device() != nil || m.dst.Device() != nil {
 		most = devicePiece
 	}
+	m.from, m.to = make([]mem.Block, 0, min(len(blocks), pieceBlocks)), make([]mem.Block, 0, min(len(blocks), pieceBlocks))
 	var off uint64 // of blocks[0]: done already
 	for len(blocks) > 0 {
 		if ctx.Err() != nil {

@@ -59,13 +59,13 @@ int kvc_import_close(kvc_handle ctx, kvc_ptr p, size_t bytes);
 /* n copies in one call, where the driver has that; in no order among each other. */
 int kvc_copy_batch(kvc_handle ctx, const kvc_ptr *dst, const kvc_ptr *src, const size_t *bytes, size_t n, kvc_handle stream);
 
-/* Addresses are unified: host, this device or a peer. */
 /* Rows of width bytes, pitch bytes apart on either side: at most 2^31 - 1. */
 struct kvc_rows {
 	kvc_ptr dst, src;
 	size_t dst_pitch, src_pitch, width, height;
 };
 int kvc_copy_rows(kvc_handle ctx, const struct kvc_rows *rows, size_t n, kvc_handle stream);
+/* Addresses are unified: host, this device or a peer. */
 int kvc_copy_async(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream);
 int kvc_copy_sync(kvc_handle ctx, kvc_ptr dst, kvc_ptr src, size_t bytes, kvc_handle stream);
 int kvc_set32_async(kvc_handle ctx, kvc_ptr dst, uint32_t value, size_t words, kvc_handle stream);

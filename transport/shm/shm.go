@@ -53,8 +53,8 @@ type Config struct {
 	versions wire.Versions // of lanes; default frames, a test's peer may be older
 }
 
-// What runs for memory of GPUs, beside a lane's reader, follows the copiers: a GPU's link outruns one core at either end, and a host of
-// few cores has none to spare.
+// What runs for memory of GPUs, beside a lane's reader, follows the copiers, which are half of the cores: a GPU's link outruns one core at
+// either end, and a host of few cores has none to spare.
 const (
 	minMovers = 2 // one batch is on the link while the next is made
 	maxMovers = 8 // of a backend: some prepare while the batches of others are on the link

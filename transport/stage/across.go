@@ -4,8 +4,8 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net"
 	"sync"
-	"time"
 
 	"github.com/kvspray/kvspray/internal/cuda"
 	"github.com/kvspray/kvspray/internal/mem"
@@ -51,10 +51,10 @@ func partBytes(parts []Part) (n uint64) {
 	return n
 }
 
-// across moves parts between pinned memory of the host and that of u, by kernels, or by the copy engine one after the other. When it returns
-// nothing of them is in flight. It cuts them.
-func (u *GPU) across(how Executor, dir Direction, parts []Part) error {
-	a := crosser{u: u, how: how, dir: dir, rest: parts}
+// across moves parts between pinned memory of the host and that of u, by kernels as long as k lets them in, else, and where it is nil, by the copy engine
+// one after the other. When it returns nothing of them is in flight. It cuts them.
+func (u *GPU) across(k *knocker, dir Direction, parts []Part) error {
+	a := crosser{u: u, knocker: k, dir: dir, rest: parts}
 	hops := max((partBytes(parts)+HopBytes-1)/HopBytes, uint64(len(parts)+acrossPieces-1)/acrossPieces)
 	if hops <= 1 {
 		a.work()
@@ -73,9 +73,9 @@ func (u *GPU) across(how Executor, dir Direction, parts []Part) error {
 
 // crosser is one call of across.
 type crosser struct {
-	u   *GPU
-	how Executor // Pack or Copy
-	dir Direction
+	u       *GPU
+	knocker *knocker
+	dir     Direction
 
 	mu     sync.Mutex // protects both
 	rest   []Part     // not taken yet
@@ -94,9 +94,13 @@ func (a *crosser) work() {
 			a.u.hops <- h
 			return
 		}
-		err := a.cross(h, parts, bytes)
+		kernels := h.dense != 0 && a.knocker.enter()
+		err := a.cross(h, parts, bytes, kernels)
 		if err != nil {
 			err = errors.Join(err, h.queue.Sync()) // nothing may be in flight when we return
+		}
+		if kernels {
+			a.knocker.leave()
 		}
 		a.u.hops <- h
 		if err != nil {
@@ -127,13 +131,13 @@ func (a *crosser) take(list []Part) (_ []Part, bytes uint64) {
 }
 
 // cross moves one hop's worth, and waits for it.
-func (a *crosser) cross(h *hop, parts []Part, bytes uint64) error {
+func (a *crosser) cross(h *hop, parts []Part, bytes uint64, kernels bool) error {
 	u := a.u
 	from, to := fromHost, fromGPU
 	if a.dir == DeviceToHost {
 		from, to = to, from
 	}
-	if h.dense == 0 || a.how == Copy {
+	if !kernels {
 		h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
 		for i := range parts {
 			h.far, h.near, h.sizes = append(h.far, to(&parts[i])), append(h.near, from(&parts[i])), append(h.sizes, parts[i].Len)
@@ -203,20 +207,28 @@ func (h *hop) ends(at int, parts []Part, where func(*Part) cuda.Ptr) end {
 
 // small moves pieces for which a copy engine takes too long, and names the way. parts are those of list.
 func (c *Copier) small(u *GPU, dir Direction, list []crossing, parts []Part) (path string, err error) {
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return "", net.ErrClosed
+	}
+	c.under.Add(1)
+	c.mu.Unlock()
+	defer c.under.Done()
 	if len(parts) <= fewAcross {
-		return PathDirect, u.across(Copy, dir, parts)
+		return PathDirect, u.across(nil, dir, parts)
 	}
 	if partBytes(parts) < c.shape.across || !packableParts(parts) {
 		return PathStaged, buffered(u, dir, list)
 	}
 	k := c.knockerOf(u)
-	if !k.enter(time.Now, func() bool { return u.idle(c.shape.idle) }) {
+	if !k.enter() {
 		k.count(Copy, dir, partBytes(parts))
 		return PathStaged, buffered(u, dir, list)
 	}
+	k.leave()
 	k.count(Pack, dir, partBytes(parts))
-	defer k.leave()
-	return PathPacked, u.across(Pack, dir, parts)
+	return PathPacked, u.across(k, dir, parts)
 }
 
 func bytesOf(list []crossing) (n uint64) {

@@ -128,22 +128,90 @@ func TestAcrossObeys(t *testing.T) {
 	}
 }
 
-// TestAcrossFails: a GPU that fails is an error, with nothing in flight, and the hops are there again.
+// long is parts between host memory and a GPU of a machine, in an order of their own on either side: more than a hop's list takes, and one that is
+// longer than a hop.
+func long(m *fakeMachine, n int) (parts []Part, host, far []byte) {
+	const cell = 2 << 10
+	rng := rand.New(rand.NewPCG(5, uint64(n)))
+	size := uint64(n*cell + HopBytes + 64<<10)
+	at, to := m.alloc(size), m.alloc(size)
+	order := rng.Perm(n)
+	for i, k := range order {
+		parts = append(parts, Part{Host: at + cuda.Ptr(i*cell), Dev: to + cuda.Ptr(k*cell), Len: packAlign * (1 + rng.Uint64N(cell/packAlign))})
+	}
+	end := cuda.Ptr(n * cell)
+	parts = append(parts, Part{Host: at + end, Dev: to + end, Len: HopBytes + 32<<10})
+	host, far = m.at(at, size), m.at(to, size)
+	noise := rand.NewChaCha8([32]byte{byte(n)})
+	noise.Read(host)
+	noise.Read(far)
+	return parts, host, far
+}
+
+// TestAcrossLong: lists of several hops arrive byte by byte, by kernels and by the copy engine, whether that takes rows or not, and nothing beside them
+// is touched.
+func TestAcrossLong(t *testing.T) {
+	const n = 2*acrossPieces + 500
+	for _, how := range []Executor{Pack, Copy} {
+		for _, dir := range []Direction{HostToDevice, DeviceToHost} {
+			for _, noRows := range []bool{false, true} {
+				t.Run(fmt.Sprint(how, " ", dir, " ", noRows), func(t *testing.T) {
+					r := newCopyRig(t, 1)
+					u := r.gpu[0].Device().(*GPU)
+					u.dev.(*fakeDevice).noRows = noRows
+					parts, host, far := long(r.p.m, n)
+					to, from := far, host
+					at := func(p *Part) (d, s uint64) { return uint64(p.Dev - parts[0].Dev), uint64(p.Host - parts[0].Host) }
+					d0, s0 := uint64(0), uint64(0)
+					for i := range parts { // where the first part lies in its allocation
+						if parts[i].Dev < parts[0].Dev {
+							d0 = max(d0, uint64(parts[0].Dev-parts[i].Dev))
+						}
+						if parts[i].Host < parts[0].Host {
+							s0 = max(s0, uint64(parts[0].Host-parts[i].Host))
+						}
+					}
+					if dir == DeviceToHost {
+						to, from = host, far
+					}
+					want := bytes.Clone(to)
+					for i := range parts {
+						d, s := at(&parts[i])
+						d, s = d+d0, s+s0
+						if dir == DeviceToHost {
+							d, s = s, d
+						}
+						copy(want[d:][:parts[i].Len], from[s:][:parts[i].Len])
+					}
+					if err := u.across(newKnocker(how, nil, nil), dir, slices.Clone(parts)); err != nil {
+						t.Fatal(err)
+					}
+					if !bytes.Equal(to, want) {
+						t.Fatal("content differs")
+					}
+				})
+			}
+		}
+	}
+}
+
+// TestAcrossFails: a GPU that fails in the middle of a list is an error, with nothing in flight, and the hops are there again.
 func TestAcrossFails(t *testing.T) {
+	for _, how := range []Executor{Pack, Copy} {
+		r := newCopyRig(t, 1)
+		u := r.gpu[0].Device().(*GPU)
+		parts, _, _ := long(r.p.m, 3*acrossPieces)
+		parts[acrossPieces+7].Dev = 1 // nobody's
+		if err := u.across(newKnocker(how, nil, nil), HostToDevice, parts); err == nil {
+			t.Errorf("%s: what is nobody's memory was copied", how)
+		}
+		if n := len(u.hops); n != cap(u.hops) {
+			t.Errorf("%d of %d hops are there", n, cap(u.hops))
+		}
+	}
 	r := newCopyRig(t, 1)
-	u := r.gpu[0].Device().(*GPU)
 	to, from := little(rand.New(rand.NewPCG(2, 2)), r.gpu[0], r.host, 900, true)
 	r.reach(t, to, from)
-	parts := make([]Part, 0, len(to))
-	for i := range to {
-		parts = append(parts, Part{Host: 1, Dev: 1, Len: to[i].Len}) // nobody's
-	}
-	if err := u.across(Pack, HostToDevice, parts); err == nil {
-		t.Error("what is nobody's memory was copied")
-	}
-	if n := len(u.hops); n != cap(u.hops) {
-		t.Errorf("%d of %d hops are there", n, cap(u.hops))
-	}
 	if err := r.c.Forget([]*mem.Region{r.host}); err != nil {
 		t.Fatal(err)
 	}
@@ -155,10 +223,16 @@ func TestAcrossFails(t *testing.T) {
 // TestKnocks: lists go by kernels while nobody else computes, which is asked before the first and now and then; while somebody does it is asked
 // less and less often. What comes while all are to end waits for that.
 func TestKnocks(t *testing.T) {
-	k := newKnocker(Auto)
 	at, busy, knocks := time.Unix(1000, 0), false, 0
-	now := func() time.Time { return at }
-	enter := func() bool { return k.enter(now, func() bool { knocks++; return !busy }) }
+	waiting := make(chan struct{}, 64) // somebody has looked at the time
+	k := newKnocker(Auto, func() time.Time {
+		select {
+		case waiting <- struct{}{}:
+		default:
+		}
+		return at
+	}, func() bool { knocks++; return !busy })
+	enter := k.enter
 	list := func(gap time.Duration) bool {
 		at = at.Add(gap)
 		ok := enter()
@@ -204,13 +278,17 @@ func TestKnocks(t *testing.T) {
 		t.Errorf("%d knocks with lists inside", knocks)
 	}
 	at = at.Add(knockEvery)
-	waits := make(chan bool)
+	for len(waiting) > 0 {
+		<-waiting
+	}
+	waits := make(chan bool, 1)
 	go func() { waits <- enter() }()
+	<-waiting
+	k.mu.Lock() // it looks with this held, and waits without
+	k.mu.Unlock()
 	for range 4 {
-		select {
-		case <-waits:
+		if len(waits) > 0 || knocks != 1 {
 			t.Error("it did not wait for those inside")
-		default:
 		}
 		k.leave()
 	}
@@ -235,22 +313,25 @@ func BenchmarkAcross(b *testing.B) {
 			lists[i] = append(lists[i], mem.Block{Region: r, Off: uint64(at) * block, Len: block})
 		}
 	}
-	for name, move := range map[string]func() error{
-		"copy": func() error { _, err := c.Copy(lists[0], lists[1]); return err },
-		"lane": func() error {
+	for _, way := range []struct {
+		name string
+		move func() error
+	}{
+		{"copy", func() error { _, err := c.Copy(lists[0], lists[1]); return err }}, // pins
+		{"lane", func() error {
 			if !c.Reaches(lists[0], lists[1]) {
 				return errNotReady
 			}
 			return c.Carry(lists[0], lists[1])
-		},
+		}},
 	} {
-		if err := move(); err != nil { // pins
+		if err := way.move(); err != nil {
 			b.Fatal(err)
 		}
-		b.Run(name, func(b *testing.B) {
+		b.Run(way.name, func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				if err := move(); err != nil {
+				if err := way.move(); err != nil {
 					b.Fatal(err)
 				}
 			}
@@ -315,4 +396,51 @@ func BenchmarkPairs(b *testing.B) {
 		rows, alone = pairs(rows[:0], alone[:0], dst, src, n)
 	}
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/64, "ns/block")
+}
+
+// TestChooserTogether: what several calls move together is one rate, and their ends, which come in a bunch, are not that many wins.
+func TestChooserTogether(t *testing.T) {
+	const bytes, each = 1 << 20, 800 * time.Microsecond
+	start := time.Unix(1000, 0)
+	for _, fixed := range []Executor{Auto, Pack} {
+		c := chooser{fixed: fixed}
+		c.took(Copy, bytes, start, start.Add(100*time.Microsecond))
+		at := start.Add(time.Second)
+		for range 40 {
+			for i := range 8 {
+				c.took(Pack, bytes, at, at.Add(each+time.Duration(i)*time.Microsecond))
+			}
+			at = at.Add(each + 8*time.Microsecond)
+		}
+		if per := c.cost[Pack] * bytes; per < float64(each)/16 || per > float64(each)/2 {
+			t.Errorf("%s: eight calls that take %s together take %s each", fixed, each, time.Duration(per))
+		}
+	}
+	// In favour is what costs less, whoever is tried: a little less is not enough for kernels, and a little more is for copies.
+	for _, x := range []struct {
+		best, other Executor
+		rate        float64 // of the other one beside the one in favour
+		wins        bool
+	}{{Copy, Pack, 1.2, false}, {Copy, Pack, 1.3, true}, {Pack, Copy, 0.9, true}, {Pack, Copy, 0.7, false}, {Pack, InEngine, 1.1, true}, {Pack, InEngine, 0.9, false}} {
+		c := chooser{price: kernelPrice}
+		now := start
+		call := func(e Executor, rate float64) {
+			from := now
+			now = now.Add(time.Duration(float64(100*time.Microsecond) / rate))
+			c.took(e, bytes, from, now)
+		}
+		for _, e := range []Executor{Pack, Copy, InEngine} {
+			call(e, map[bool]float64{true: 1, false: 0.1}[e == x.best])
+		}
+		c.pick(now, true)
+		for i := range probeWins {
+			if e, _ := c.pick(now, true); c.best != x.best {
+				t.Fatalf("%+v: %s is in favour after %d tries, and %s was picked", x, c.best, i, e)
+			}
+			call(x.other, x.rate)
+		}
+		if c.pick(now, true); (c.best == x.other) != x.wins {
+			t.Errorf("%+v: %s is in favour", x, c.best)
+		}
+	}
 }

@@ -26,7 +26,7 @@ type calibration struct {
 
 func fullCalibration() calibration {
 	c := calibration{copier: fullShape(), piece: 16 << 10, pieces: 4096, bytes: 256 << 20, runs: 9, loadRuns: 4}
-	for size := uint64(512); size <= 128<<10; size *= 2 {
+	for size := uint64(largePiece); size <= 128<<10; size *= 2 { // smaller ones are not for copy engines
 		c.direct = append(c.direct, size)
 	}
 	return c

@@ -18,7 +18,7 @@ type Executor uint8
 const (
 	Auto     Executor = iota // learned
 	Pack                     // a kernel packs in HBM, one copy crosses the link
-	Copy                     // the copy engine alone, one descriptor per block
+	Copy                     // the copy engine alone, a descriptor for each block or two
 	InEngine                 // pack, with the kernel in the engine's own context
 	numExecutors
 )
@@ -57,6 +57,7 @@ const kernelPrice = 1.25
 // pair of GPUs.
 type chooser struct {
 	fixed Executor // not Auto: the only answer
+	price float64  // how much quicker kernels have to be than copies; 0: they need not be
 
 	mu    sync.Mutex // protects all below
 	calls [numExecutors]uint64
@@ -91,7 +92,7 @@ func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
 	defer c.mu.Unlock()
 	best := Pack
 	for e := Pack; e <= last; e++ {
-		if c.cost[e] != 0 && c.priceLocked(e) < c.priceLocked(best) {
+		if c.cost[e] != 0 && c.priced(e, c.cost[e]) < c.priced(best, c.cost[best]) {
 			best = e
 		}
 	}
@@ -126,12 +127,12 @@ func (c *chooser) pick(now time.Time, engine bool) (e Executor, try bool) {
 	return e, true
 }
 
-// priceLocked is what e costs, with what its kernels take from the engine.
-func (c *chooser) priceLocked(e Executor) float64 {
-	if e == Copy {
-		return c.cost[e]
+// priced is what e costs, with what its kernels take from the engine.
+func (c *chooser) priced(e Executor, cost float64) float64 {
+	if e == Copy || c.price == 0 {
+		return cost
 	}
-	return kernelPrice * c.cost[e]
+	return c.price * cost
 }
 
 // waitLocked says when e is tried next.
@@ -159,7 +160,8 @@ func (c *chooser) learnLocked(e Executor, bytes uint64, start, end time.Time) {
 	if bytes == 0 {
 		return
 	}
-	if start.Before(c.last[e]) {
+	alone := !start.Before(c.last[e])
+	if !alone {
 		start = c.last[e] // until then it moved others
 	}
 	if end.After(c.last[e]) {
@@ -167,9 +169,9 @@ func (c *chooser) learnLocked(e Executor, bytes uint64, start, end time.Time) {
 	}
 	nanos, size := float64(max(end.Sub(start), 0)), float64(bytes)
 	per := max(nanos/size, 1e-9)
-	better := e != c.best && per < c.cost[e]
+	better := c.fixed == Auto && e != c.best && alone && per < c.cost[e]
 	switch {
-	case better && kernelPrice*per < c.cost[c.best] && c.wins[e]+1 < probeWins:
+	case better && c.priced(e, per) < c.priced(c.best, c.cost[c.best]) && c.wins[e]+1 < probeWins:
 		// An engine that computes has moments in which it does not: it is asked again soon before it is believed.
 		c.wins[e]++
 		c.probe[e] = c.probe[e].Add(probeFirst - c.pause[e])
@@ -191,7 +193,7 @@ type ExecutorState struct {
 	Executor string  `json:"executor"`
 	Calls    uint64  `json:"calls"`
 	Bytes    uint64  `json:"bytes"`
-	Rate     float64 `json:"bytes_per_second"` // of one call, as it is learned under whatever load there is
+	Rate     float64 `json:"bytes_per_second"` // of all calls under way together, as it is learned under whatever load there is
 }
 
 // WayState is how scattered blocks go from a GPU to a buffer of the host ("gpu0", "host"), back, or to a GPU, where any executor would do. Between a

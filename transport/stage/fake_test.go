@@ -58,6 +58,7 @@ type fakeDevice struct {
 	failAfter int
 	copies    int
 	bytes     uint64
+	noRows    bool                  // copies of rows are refused
 	gate      chan struct{}         // a copy waits for it when set
 	foreign   func(p cuda.Ptr) bool // addresses that this device does not reach; nil: none
 	recorded  func(Event)           // is told of each event that is recorded on the device's queues; nil: nobody is
@@ -271,6 +272,9 @@ func (q *fakeQueue) CopyBatch(dst, src []cuda.Ptr, n []uint64) error {
 
 func (q *fakeQueue) CopyRows(rows []cuda.Rows) error {
 	for _, r := range rows {
+		if q.d.noRows {
+			return &cuda.Error{Op: "Memcpy2DAsync", Code: invalidValue}
+		}
 		if r.Height > 1 && (r.DstPitch > cuda.MaxPitch || r.SrcPitch > cuda.MaxPitch || min(r.DstPitch, r.SrcPitch) < r.Width) {
 			return fmt.Errorf("fake: rows %+v", r)
 		}

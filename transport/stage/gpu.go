@@ -66,7 +66,8 @@ const hopListBytes = hopRuns*runBytes + (hopRuns+1)*4
 const hopFirstAt = hopRuns * runBytes
 
 func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
-	u := &GPU{gpus: g, index: index, card: c, in: chooser{fixed: g.cfg.Executor}, out: chooser{fixed: g.cfg.Executor}, packBlocks: 1}
+	u := &GPU{gpus: g, index: index, card: c, in: chooser{fixed: g.cfg.Executor, price: kernelPrice}, out: chooser{fixed: g.cfg.Executor, price: kernelPrice},
+		packBlocks: 1}
 	u.engines.Store(&[]*engine{})
 	if u.pci, err = c.PCI(); err != nil {
 		return nil, err

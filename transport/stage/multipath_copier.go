@@ -40,6 +40,7 @@ type Copier struct {
 	gpus  *GPUs
 	shape copierShape
 	wg    sync.WaitGroup // what makes the wanted
+	under sync.WaitGroup // small pieces under way; Add under mu and before closed
 
 	mu       sync.Mutex // protects all below; taken after those of paths
 	settled  sync.Cond  // a window is pinned or refused, or something wanted is made
@@ -530,7 +531,7 @@ func (c *Copier) watch(p *paths, parts []Part) (stop func()) {
 	}
 }
 
-// yield says which relays have work of their own: what lanes gather and scatter, and copies that are theirs. A kernel is none: it does not
+// yield says which relays have work of their own: what lanes gather and scatter, and copies that are theirs. A kernel of its engine is none: it does not
 // use the link.
 func (c *Copier) yield(p *paths) {
 	for i, r := range p.relays {
@@ -615,6 +616,7 @@ func (c *Copier) Close() error {
 	all := maps.Clone(c.paths)
 	c.mu.Unlock()
 	c.wg.Wait()
+	c.under.Wait()
 	var errs []error
 	for u, p := range all {
 		p.making.Lock()

@@ -1,6 +1,10 @@
 package stage
 
-import "github.com/kvspray/kvspray/internal/cuda"
+import (
+	"errors"
+
+	"github.com/kvspray/kvspray/internal/cuda"
+)
 
 // Small pieces of host memory that go to a GPU. [measured, H200, driver 580] the driver moves those of 16 KiB by the GPU's multiprocessors, one by one as
 // in a batch: in slices of the time of an engine that computes, which lost 15 to 39% to 3.5 GB/s of them. What is larger, what has two rows, and everything
@@ -10,7 +14,11 @@ const (
 	pairLook  = 64 // pieces without a partner that are looked through for the next one
 )
 
-// copyIn enqueues copies from host memory to the GPU, in no order among each other. Of the slices, which are as long, it only reads.
+// invalidValue is CUDA_ERROR_INVALID_VALUE.
+const invalidValue = 1
+
+// copyIn enqueues copies from host memory to the GPU, in no order among each other. Of the slices, which are as long, it only reads. Should a driver not
+// take rows that lie in different allocations, it gets all of them as single copies: some twice, of the same bytes.
 func (h *hop) copyIn(dst, src []cuda.Ptr, n []uint64) error {
 	large := true
 	for i := range n {
@@ -23,7 +31,11 @@ func (h *hop) copyIn(dst, src []cuda.Ptr, n []uint64) error {
 	for _, i := range h.alone {
 		h.rows = append(h.rows, cuda.Rows{Dst: uint64(dst[i]), Src: uint64(src[i]), DstPitch: n[i], SrcPitch: n[i], Width: n[i], Height: 1})
 	}
-	return h.queue.CopyRows(h.rows)
+	err := h.queue.CopyRows(h.rows)
+	if e := (*cuda.Error)(nil); errors.As(err, &e) && e.Code == invalidValue {
+		return h.queue.CopyBatch(dst, src, n)
+	}
+	return err
 }
 
 // pairs adds what can be paired to rows: two pieces of one length, of which one lies behind the other on both sides and not too far. alone are the others.

@@ -24,7 +24,7 @@ type Table struct {
 type Limits struct {
 	Measured    time.Time      `json:"measured"`
 	PackBlocks  int            `json:"pack_blocks"`      // thread blocks of the kernels that pack and unpack
-	DirectBytes uint64         `json:"direct_bytes"`     // from pieces of so many bytes on copy engines take a Copier's list as it is
+	DirectBytes uint64         `json:"direct_bytes"`     // from pieces of so many bytes on, and 32 KiB, copy engines take a Copier's list as it is
 	EveryLink   map[int]uint64 `json:"every_link_bytes"` // by number of links: from so many bytes on copies use them all
 }
 

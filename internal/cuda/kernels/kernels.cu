@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The kernels of the sidecar: they rearrange bytes inside one GPU's memory.
-// Nothing here stores across PCIe at rate: copy engines cross links, kernels only pack and unpack (docs/gpu.md).
+// The kernels of the sidecar: they rearrange bytes, packing and unpacking inside one GPU's memory while copy engines cross links. Scattered
+// pages of the host they read and write themselves where nobody else computes on the GPU, and nowhere else (transport/stage/knock.go).
 //
 // Compiled by generate.py to PTX (any later GPU, by the driver's JIT) and to sm_80 and sm_90 code; both are committed.
 
