@@ -285,7 +285,11 @@ func TestKnocks(t *testing.T) {
 	go func() { waits <- enter() }()
 	<-waiting
 	k.mu.Lock() // it looks with this held, and waits without
+	inside := k.inside
 	k.mu.Unlock()
+	if inside != 4 {
+		t.Errorf("%d are inside", inside)
+	}
 	for range 4 {
 		if len(waits) > 0 || knocks != 1 {
 			t.Error("it did not wait for those inside")
