@@ -6,8 +6,8 @@ import (
 	"github.com/kvspray/kvspray/internal/cuda"
 )
 
-// Small pieces of host memory that go to a GPU. [measured, H200, driver 580] the driver moves those of 16 KiB by the GPU's multiprocessors, one by one as
-// in a batch: in slices of the time of an engine that computes, which lost 15 to 39% to 3.5 GB/s of them. What is larger, what has two rows, and everything
+// Small pieces of host memory that go to a GPU. [measured, H200, driver 580] the driver moves those of 16 KiB, one by one as in a batch, as if by kernels:
+// in slices of the time of an engine that computes, which lost 15 to 39% to 3.5 GB/s of them. What is larger, what has two rows, and everything
 // on the way back goes by the copy engine: 8.6 GB/s for 0.6%. So two pieces are made the rows of one copy wherever they lie.
 const (
 	pairBelow = 32 << 10
