@@ -48,7 +48,6 @@ PAGE = int(os.environ.get("KVSPRAY_E2E_PAGE", 16 << 10))
 GRAPH_BLOCKS = int(os.environ.get("KVSPRAY_E2E_GRAPH_BLOCKS", 0))
 BLOCKS = (8 << 30) // LAYERS // PAGE
 WORDS = PAGE // 8
-BESIDE_S = 5e-5  # between two looks for a completion, in a process whose engine computes
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
 HIDDEN = 2048
@@ -226,9 +225,9 @@ class Engine:
         torch.cuda.synchronize()
         return 1e6 * (time.monotonic() - start) / steps / LAYERS
 
-    def pull(self, xfers: list[bytes], peer: str, tables: list[list[int]], seconds: float, gb_per_s: float, pause: float = 0) -> dict[str, float]:
+    def pull(self, xfers: list[bytes], peer: str, tables: list[list[int]], seconds: float, gb_per_s: float) -> dict[str, float]:
         """Transfers into these tables by turns for so long: as fast as it goes with one open for each table, or, not faster than that, one after
-        the other. So long a pause between two looks."""
+        the other."""
         start, moved, used, free, open_leases = time.monotonic(), 0, 0, list(range(1 if gb_per_s else len(tables))), dict[int, int]()
         while True:
             while free and used < len(xfers) and time.monotonic() < start + seconds:
@@ -237,23 +236,22 @@ class Engine:
                 used += 1
             if not open_leases:
                 break
+            if not self.client.wait(TIMEOUT_S):
+                raise SystemExit(f"e2e: pull: {len(open_leases)} leases are open after {TIMEOUT_S} s")
             for c in self.client.poll():
                 if c.lease in open_leases:
                     if c.status.name != "OK":
                         raise SystemExit(f"e2e: pull: {c}")
                     free.append(open_leases.pop(c.lease))
                     moved += len(tables[0]) * LAYERS * PAGE
-            while gb_per_s and moved / (time.monotonic() - start) > gb_per_s * 1e9:
-                time.sleep(pause)
-            time.sleep(pause)
-            if time.monotonic() > start + seconds + TIMEOUT_S:
-                raise SystemExit(f"e2e: pull: {len(open_leases)} leases are open after {seconds + TIMEOUT_S} s")
+            while gb_per_s and (early := start + moved / (gb_per_s * 1e9) - time.monotonic()) > 0:
+                self.client.wait(early)  # nothing is open: for the time to pass
         return {"gb_per_s": moved / (time.monotonic() - start) / 1e9, "used": used, "tables": min(used, 1 if gb_per_s else len(tables))}
 
     def busy_pull(self, n: int, work: int, seconds: float, pull: tuple[Any, ...]) -> tuple[float, dict[str, float]]:
         """Both at once: microseconds per layer, and what was pulled."""
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pulled = pool.submit(self.pull, *pull, pause=BESIDE_S)
+            pulled = pool.submit(self.pull, *pull)
             return self.busy(n, work, seconds), pulled.result()
 
     def stream(self, xfers: list[bytes], peer: str, tables: list[list[int]], ahead: int) -> float:

@@ -94,7 +94,7 @@ func (a *crosser) work() {
 			a.u.hops <- h
 			return
 		}
-		kernels := h.dense != 0 && a.knocker.enter()
+		kernels := h.dense != 0 && a.knocker.enter(h)
 		err := a.cross(h, parts, bytes, kernels)
 		if err != nil {
 			err = errors.Join(err, h.queue.Sync()) // nothing may be in flight when we return
@@ -222,11 +222,16 @@ func (c *Copier) small(u *GPU, dir Direction, list []crossing, parts []Part) (pa
 		return PathStaged, buffered(u, dir, list)
 	}
 	k := c.knockerOf(u)
-	if !k.enter() {
+	h := <-u.hops
+	alone := k.enter(h)
+	if alone {
+		k.leave()
+	}
+	u.hops <- h
+	if !alone {
 		k.count(Copy, dir, partBytes(parts))
 		return PathStaged, buffered(u, dir, list)
 	}
-	k.leave()
 	k.count(Pack, dir, partBytes(parts))
 	return PathPacked, u.across(k, dir, parts)
 }

@@ -195,6 +195,28 @@ func TestAcrossLong(t *testing.T) {
 	}
 }
 
+// TestAcrossKnocks: whoever knocks does so with the hop that it has. Were it another one, all would wait for it who have theirs already.
+func TestAcrossKnocks(t *testing.T) {
+	r := newCopyRig(t, 1)
+	u := r.gpu[0].Device().(*GPU)
+	k := r.c.knockerOf(u)
+	ended := make(chan error, 2*cap(u.hops))
+	for range cap(ended) {
+		parts, _, _ := long(r.p.m, 2*acrossPieces)
+		go func() { ended <- u.across(k, HostToDevice, parts) }()
+	}
+	for range cap(ended) {
+		select {
+		case err := <-ended:
+			if err != nil {
+				t.Error(err)
+			}
+		case <-time.After(patience):
+			t.Fatal("they wait for each other")
+		}
+	}
+}
+
 // TestAcrossFails: a GPU that fails in the middle of a list is an error, with nothing in flight, and the hops are there again.
 func TestAcrossFails(t *testing.T) {
 	for _, how := range []Executor{Pack, Copy} {
@@ -231,8 +253,8 @@ func TestKnocks(t *testing.T) {
 		default:
 		}
 		return at
-	}, func() bool { knocks++; return !busy })
-	enter := k.enter
+	}, func(*hop) bool { knocks++; return !busy })
+	enter := func() bool { return k.enter(nil) }
 	list := func(gap time.Duration) bool {
 		at = at.Add(gap)
 		ok := enter()

@@ -12,7 +12,7 @@ import (
 type knocker struct {
 	fixed Executor
 	now   func() time.Time
-	idle  func() bool // knocks
+	idle  func(h *hop) bool // knocks, with a hop of the caller's
 
 	mu      sync.Mutex // protects all below
 	changed sync.Cond  // nobody is inside, or has knocked
@@ -34,15 +34,15 @@ const (
 	knockLast  = 2 * time.Second
 )
 
-func newKnocker(fixed Executor, now func() time.Time, idle func() bool) *knocker {
+func newKnocker(fixed Executor, now func() time.Time, idle func(*hop) bool) *knocker {
 	k := &knocker{fixed: fixed, now: now, idle: idle}
 	k.changed.L = &k.mu
 	return k
 }
 
 // enter reports whether a hop may go by kernels; then leave says that it ended. Whoever comes while all are to end, or while somebody knocks, waits for
-// that, which is a hop at most.
-func (k *knocker) enter() bool {
+// that, which is a hop at most. h is the caller's: who is inside, or knocks, waits for no other one, and so nobody waits for them in vain.
+func (k *knocker) enter(h *hop) bool {
 	if k == nil {
 		return false
 	}
@@ -66,7 +66,7 @@ func (k *knocker) enter() bool {
 		}
 		k.knocks = true
 		k.mu.Unlock()
-		ok := k.idle()
+		ok := k.idle(h)
 		k.mu.Lock()
 		k.knocks = false
 		if k.heard, k.pause = k.now(), min(max(2*k.pause, knockFirst), knockLast); ok {
@@ -113,9 +113,7 @@ func (k *knocker) state(out []WayState, gpu string) []WayState {
 }
 
 // idle knocks: it reports whether a kernel that does nothing is back by then.
-func (u *GPU) idle(by time.Duration) bool {
-	h := <-u.hops
-	defer func() { u.hops <- h }()
+func (u *GPU) idle(h *hop, by time.Duration) bool {
 	start := time.Now()
 	if u.dev.PackUniform(h.queue, h.listPtr, 0, u.staging, packAlign) != nil || h.queue.Record(h.prompt) != nil || h.prompt.Sync() != nil {
 		return false
@@ -129,7 +127,7 @@ func (c *Copier) knockerOf(u *GPU) *knocker {
 	defer c.mu.Unlock()
 	k := c.knocks[u]
 	if k == nil {
-		k = newKnocker(u.gpus.cfg.Executor, time.Now, func() bool { return u.idle(c.shape.idle) })
+		k = newKnocker(u.gpus.cfg.Executor, time.Now, func(h *hop) bool { return u.idle(h, c.shape.idle) })
 		c.knocks[u] = k
 	}
 	return k
