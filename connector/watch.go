@@ -229,6 +229,9 @@ func (p *pacer) until(at, now time.Duration, moved int) time.Duration {
 	p.looks++
 	since := at - p.last
 	if moved == 0 {
+		if since < p.gap*9/8 && p.floor == paceMin {
+			return p.gap / paceLate // it is due now: a few short sleeps, unless the budget is used up
+		}
 		return max(p.gap/paceLate, p.floor, min(since/paceFade, paceIdle))
 	}
 	// A pause between two steps is no gap between layers, and the first layers of a step would be looked for late.

@@ -10,24 +10,26 @@ import (
 func TestPacer(t *testing.T) {
 	const (
 		price = 10 * time.Microsecond // of CPU for each look
-		over  = 30 * time.Microsecond // that each sleep lasts too long
 	)
 	for _, c := range []struct {
 		name    string
 		cores   int
 		gap     time.Duration // between layers
 		work    time.Duration // that each layer makes
+		over    time.Duration // that each sleep lasts too long
 		maxLate time.Duration // mean time from a flag to the look that sees it
 		share   float64       // of a core for looking
 	}{
-		{"tiny layers", 32, 60 * time.Microsecond, 5 * time.Microsecond, 25 * time.Microsecond, 0.33},
-		{"fast GPU", 32, 100 * time.Microsecond, 5 * time.Microsecond, 25 * time.Microsecond, 0.33},
-		{"fast GPU, small host", 2, 100 * time.Microsecond, 5 * time.Microsecond, 200 * time.Microsecond, 0.044},
-		{"20 ms steps", 32, 625 * time.Microsecond, 20 * time.Microsecond, 40 * time.Microsecond, 0.33},
-		{"20 ms steps, small host", 2, 625 * time.Microsecond, 20 * time.Microsecond, 100 * time.Microsecond, 0.044},
-		{"long prompts", 32, 1150 * time.Microsecond, 150 * time.Microsecond, 60 * time.Microsecond, 0.33},
-		{"large model", 32, 3 * time.Millisecond, 500 * time.Microsecond, 150 * time.Microsecond, 0.33},
-		{"CPU engine", 2, 20 * time.Millisecond, 0, time.Millisecond, 0.044},
+		{"tiny layers", 32, 60 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond, 25 * time.Microsecond, 0.33},
+		{"tiny layers, short sleeps", 32, 60 * time.Microsecond, 5 * time.Microsecond, 5 * time.Microsecond, 7 * time.Microsecond, 0.33},
+		{"fast GPU", 32, 100 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond, 25 * time.Microsecond, 0.33},
+		{"fast GPU, short sleeps", 32, 100 * time.Microsecond, 5 * time.Microsecond, 5 * time.Microsecond, 7 * time.Microsecond, 0.33},
+		{"fast GPU, small host", 2, 100 * time.Microsecond, 5 * time.Microsecond, 30 * time.Microsecond, 200 * time.Microsecond, 0.044},
+		{"20 ms steps", 32, 625 * time.Microsecond, 20 * time.Microsecond, 30 * time.Microsecond, 40 * time.Microsecond, 0.33},
+		{"20 ms steps, small host", 2, 625 * time.Microsecond, 20 * time.Microsecond, 30 * time.Microsecond, 100 * time.Microsecond, 0.044},
+		{"long prompts", 32, 1150 * time.Microsecond, 150 * time.Microsecond, 30 * time.Microsecond, 60 * time.Microsecond, 0.33},
+		{"large model", 32, 3 * time.Millisecond, 500 * time.Microsecond, 30 * time.Microsecond, 150 * time.Microsecond, 0.33},
+		{"CPU engine", 2, 20 * time.Millisecond, 0, 30 * time.Microsecond, time.Millisecond, 0.044},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, r := newPacer(c.cores, 0, 0), rand.New(rand.NewPCG(1, uint64(c.gap)))
@@ -49,8 +51,8 @@ func TestPacer(t *testing.T) {
 				at := now
 				now, cpu = now+work, cpu+work
 				asked := p.next(at, now, moved)
-				now += asked + over
-				p.slept(asked, asked+over)
+				now += asked + c.over
+				p.slept(asked, asked+c.over)
 				if p.due() {
 					p.charge(now, cpu)
 				}

@@ -49,13 +49,16 @@ GRAPH_BLOCKS = int(os.environ.get("KVSPRAY_E2E_GRAPH_BLOCKS", 0))
 BLOCKS = (8 << 30) // LAYERS // PAGE
 WORDS = PAGE // 8
 STEPS = 3  # that the engine takes at least, where it is timed: one more or less is much otherwise
+ALLOCATIONS = 2  # that a cache consists of, as those of engines consist of one for each layer
 SIZES = (32, 128, 256, 512)  # blocks of a graph's request
+OTHERS = SIZES[1]  # those of a request that nobody awaits
 HIDDEN = 2048
 VICTIMS = ("source engine", "source sidecar", "destination sidecar", "destination engine")
 CANARY = -0x5A5A5A5A
 FLAGS_HEADER, FLAGS_STRIDE = 128, 64
 HOST = "host"
 FIRST = (("60 us kernels", 3840, 1), ("800 us kernels", 51200, 1))  # rows of their input, kernels per layer
+AHEAD = (("busy", True), ("idle before", False))  # whether a step of others runs while a prefill is announced
 
 
 class Engine:
@@ -67,13 +70,14 @@ class Engine:
         self.socket = socket
         self.client = kvspray.WorkerClient(socket, engine=kvspray.EngineInfo("e2e", id=f"{os.getpid()}"), layers=LAYERS)
         if gpu == HOST:
-            self.region = self.client.alloc_region(8 * LAYERS * BLOCKS * WORDS)
-            self.cache = torch.frombuffer(self.region.buffer, dtype=torch.int64).view(LAYERS, BLOCKS, WORDS)
-            self.cache.fill_(CANARY)
+            self.regions = [self.client.alloc_region(8 * LAYERS * BLOCKS * WORDS // ALLOCATIONS) for _ in range(ALLOCATIONS)]
+            self.parts = [torch.frombuffer(region.buffer, dtype=torch.int64).view(-1, BLOCKS, WORDS) for region in self.regions]
         else:
-            self.cache = torch.full((LAYERS, BLOCKS, WORDS), CANARY, dtype=torch.int64, device="cuda")
-            self.region = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
-        self.client.register([self.region], layout("e2e", LAYERS, BLOCKS, PAGE))
+            self.parts = [torch.empty((LAYERS // ALLOCATIONS, BLOCKS, WORDS), dtype=torch.int64, device="cuda") for _ in range(ALLOCATIONS)]
+            self.regions = [self.client.gpu_region(part.data_ptr(), part.nbytes) for part in self.parts]
+        self.cache = [self.parts[i % ALLOCATIONS][i // ALLOCATIONS] for i in range(LAYERS)]
+        self.canary()
+        self.client.register(self.regions, layout("e2e", LAYERS, BLOCKS, PAGE, ALLOCATIONS))
         if not self.client.wait_connected(TIMEOUT_S):
             raise SystemExit(f"e2e: no session: {self.client.status().error}")
         self.gpu = GpuSignals(self.client)
@@ -128,11 +132,11 @@ class Engine:
         """Lists that this engine packed or unpacked for its sidecar so far: by launches of the shim's thread, and by replays."""
         return {name: self.client.status().counters[name] for name in ("packs_launched", "packs_in_graphs")}
 
-    def mapped(self) -> tuple[str, str]:
+    def mapped(self) -> tuple[str, list[str]]:
         """Files of the flags and of a cache in host memory, for a process that looks at them."""
         fds = f"/proc/{os.getpid()}/fd"
         flags = [fd for fd in os.listdir(fds) if os.path.realpath(f"{fds}/{fd}").startswith("/memfd:kvspray-flags")]
-        return f"{fds}/{flags[0]}", f"{fds}/{self.region.fd}"
+        return f"{fds}/{flags[0]}", [f"{fds}/{region.fd}" for region in self.regions]
 
     def prepare(self, n: int, work: int, rows: int = 0) -> float:
         """Captures, and returns microseconds per layer."""
@@ -164,11 +168,14 @@ class Engine:
         return 1e3 * a.elapsed_time(b) / 10
 
     def canary(self) -> None:
-        self.cache.fill_(CANARY)
+        for part in self.parts:
+            part.fill_(CANARY)
         torch.cuda.synchronize()
 
-    def send(self, xfer: bytes, seed: int, blocks: list[int], eager: bool, work: int = 1, chunks: int = 1, rows: int = 0) -> dict[str, float]:
-        """A prefill of len(blocks) blocks, which is announced before it runs, in `chunks` steps."""
+    def send(
+        self, xfer: bytes, seed: int, blocks: list[int], eager: bool, work: int = 1, chunks: int = 1, rows: int = 0, ahead: bool = False
+    ) -> dict[str, float]:
+        """A prefill of len(blocks) blocks, which is announced before it runs, in `chunks` steps; `ahead`: while a step of others still runs."""
         n = len(blocks)
         size = next(s for s in SIZES if s >= n)
         graph = None if eager else self.graph(size, work, rows)
@@ -178,6 +185,10 @@ class Engine:
         self.tables[size].copy_(torch.tensor(blocks + spare[: size - n]))
         self.seed.fill_(seed)
         torch.cuda.synchronize()
+        if ahead:
+            self.count += 1
+            self.gpu.step(self.count, stream)
+            self.graph(OTHERS, work, rows).replay()
         lease = self.client.intent(xfer, b"h" * 32, n * TOKENS, [blocks])
         if not lease:
             raise SystemExit(f"e2e: intent refused: {self.client.status().error}")
@@ -297,7 +308,7 @@ class Engine:
         raise SystemExit(f"e2e: lease {lease} is not complete after {timeout} s: {self.client.status()}")
 
     def table(self, blocks: list[int]) -> torch.Tensor:
-        return torch.tensor(blocks, device=self.cache.device)
+        return torch.tensor(blocks, device=self.parts[0].device)
 
     def check(self, seed: int, blocks: list[int]) -> int:
         """Blocks that do not hold what they should."""
@@ -312,11 +323,12 @@ class Engine:
 
     def refill(self, blocks: list[int]) -> None:
         """The engine gives the blocks to the next request."""
-        self.cache[:, self.table(blocks)] = CANARY + 1
+        for part in self.parts:
+            part[:, self.table(blocks)] = CANARY + 1
         torch.cuda.synchronize()
 
     def refilled(self, blocks: list[int]) -> int:
-        return int((self.cache[:, self.table(blocks)] != CANARY + 1).any(dim=2).sum())
+        return sum(int((part[:, self.table(blocks)] != CANARY + 1).any(dim=2).sum()) for part in self.parts)
 
     def connected(self) -> bool:
         return self.client.wait_connected(TIMEOUT_S)
@@ -324,7 +336,8 @@ class Engine:
     def bad(self) -> list[str]:
         """What an engine may register wrongly; each in a client of its own. Returns what was not refused, or killed the session of others."""
         wrong = []
-        good = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
+        part, layers = self.parts[0], len(self.parts[0])
+        good = self.client.gpu_region(part.data_ptr(), part.nbytes)
         handle = bytes(good._c.handle)
         cases = {
             "uuid": handle[:8] + bytes(16) + handle[24:],
@@ -334,13 +347,13 @@ class Engine:
             "length": handle[:32] + (1 << 44).to_bytes(8, "little") + handle[40:],
         }
         for name, raw in cases.items():
-            region = self.client.gpu_region(self.cache.data_ptr(), self.cache.nbytes)
+            region = self.client.gpu_region(part.data_ptr(), part.nbytes)
             for i, b in enumerate(raw):
                 region._c.handle[i] = b
             if name == "length":
                 region._c.handle[24:32] = (1 << 43).to_bytes(8, "little")
-            with kvspray.WorkerClient(self.socket, engine=kvspray.EngineInfo("bad", id=name), layers=LAYERS) as c:
-                c.register([region], layout("e2e", LAYERS, BLOCKS, PAGE))
+            with kvspray.WorkerClient(self.socket, engine=kvspray.EngineInfo("bad", id=name), layers=layers) as c:
+                c.register([region], layout("e2e", layers, BLOCKS, PAGE))
                 end = time.monotonic() + 5
                 while not (error := c.status().error) and time.monotonic() < end:
                     if c.connected:
@@ -360,8 +373,8 @@ class Engine:
 class Observer:
     """A process that looks at the flags of one engine and at the memory of the other, and at nothing else."""
 
-    def __init__(self, flags: str, cache: str) -> None:
-        self.flags, self.cache = (memoryview(self.map(path)).cast("q") for path in (flags, cache))
+    def __init__(self, flags: str, cache: list[str]) -> None:
+        self.flags, *self.parts = (memoryview(self.map(path)).cast("q") for path in (flags, *cache))
 
     def map(self, path: str) -> mmap.mmap:
         fd = os.open(path, os.O_RDWR)
@@ -373,9 +386,13 @@ class Observer:
     def arm(self, step: int, blocks: list[int]) -> None:
         """What `watch` will wait for: the flags of a step, and the first word of any of these refilled blocks in each layer."""
         self.step = step
-        self.words = [[(layer * BLOCKS + b) * WORDS for b in blocks] for layer in range(LAYERS)]
-        if any(self.cache[w] != CANARY + 1 for words in self.words for w in words):
+        self.words = [[(layer // ALLOCATIONS * BLOCKS + b) * WORDS for b in blocks] for layer in range(LAYERS)]
+        if any(map(self.came, range(LAYERS))):
             raise SystemExit("e2e: blocks are not refilled, or bytes came before the step began")
+
+    def came(self, layer: int) -> bool:
+        part = self.parts[layer % ALLOCATIONS]
+        return any(part[w] != CANARY + 1 for w in self.words[layer])
 
     def watch(self) -> tuple[list[float], float]:
         """Microseconds from each layer's flag to its first bytes, and for how long this process did not look at most."""
@@ -390,7 +407,7 @@ class Observer:
                 waiting.append(layer)
                 layer += 1
             for i in waiting:
-                if any(self.cache[w] != CANARY + 1 for w in self.words[i]):
+                if self.came(i):
                     lag[i] = 1e6 * (time.perf_counter() - seen[i])
                     waiting.remove(i)
                     break
@@ -517,9 +534,10 @@ def layers(rig: Rig, r: random.Random, work: int, n: int, repeat: int = 12) -> d
     }
 
 
-def first(rig: Rig, r: random.Random, rows: int, work: int, n: int = 4, pool: int = 32, warm: int = 20, repeat: int = 30) -> dict[str, Any]:
+def first(rig: Rig, r: random.Random, rows: int, work: int, ahead: bool, n: int = 4, pool: int = 32, warm: int = 20, repeat: int = 30) -> dict[str, Any]:
     """`n` blocks a layer, so that what is moved is small and what is measured is how soon. They are of a few, whose pages everybody has
     touched before, as in a cache that has been used for a while."""
+    rig.p.call("prepare", OTHERS, work, rows)
     layer_us = rig.p.call("prepare", SIZES[0], work, rows)
     observer = Remote(Observer, rig.p.call("mapped")[0], rig.d.call("mapped")[1])
     observer.get()
@@ -529,9 +547,9 @@ def first(rig: Rig, r: random.Random, rows: int, work: int, n: int = 4, pool: in
         src, dst, xfer, seed = pick(r, n), r.sample(range(pool), n), os.urandom(16), r.randint(1, 1 << 30)
         rig.d.call("refill", dst)
         e = rig.d.call("expect", xfer, rig.peer, dst)
-        observer.call("arm", rig.p.call("steps") + 1, dst)
+        observer.call("arm", rig.p.call("steps") + 1 + ahead, dst)
         observer.start("watch")
-        s = rig.p.call("send", xfer, seed, src, False, work, 1, rows)
+        s = rig.p.call("send", xfer, seed, src, False, work, 1, rows, ahead)
         done = rig.d.call("finish", e["lease"])
         rig.p.call("finish", s["lease"])
         lag, gap = observer.get()
@@ -542,10 +560,10 @@ def first(rig: Rig, r: random.Random, rows: int, work: int, n: int = 4, pool: in
             gaps.append(gap)
     observer.stop()
     lags = sorted(us for lag in got for us in lag)
-    by_layer = [round(statistics.median(us for lag in got for us in lag[i : i + 8])) for i in range(0, LAYERS, 8)]
+    by_layer = [round(statistics.median(lag[i] for lag in got)) for i in range(LAYERS)]
     at = {f"p{q}_us": round(lags[min(len(lags) - 1, len(lags) * q // 100)], 1) for q in (10, 50, 90, 99)}
     return {"layer_us": round(layer_us, 1), "kernel_us": round(rig.p.call("kernel", rows), 1), "layer_bytes": n * PAGE, "flags": len(lags), **at,
-            "max_us": round(lags[-1], 1), "eight_layers_each_p50_us": by_layer, "worst_of_each": [round(max(lag)) for lag in got],
+            "max_us": round(lags[-1], 1), "layer_p50_us": by_layer, "worst_of_each": [[lag.index(max(lag)), round(max(lag))] for lag in got],
             "observer_away_us": [round(gap) for gap in gaps],
             "transport": done["transport"]}  # fmt: skip
 
@@ -695,7 +713,7 @@ def measured(args: argparse.Namespace, name: str, sets: list[str], parts: list[s
             report[f"layers_{name}"] = [layers(rig, r, work, n) for n, work in args.layers]
             say(f"layers over {name}: {report[f'layers_{name}']}")
         if "first" in parts:
-            report[f"first_{name}"] = {what: first(rig, r, rows, work) for what, rows, work in FIRST}
+            report[f"first_{name}"] = {f"{what}, {how}": first(rig, r, rows, work, ahead) for what, rows, work in FIRST for how, ahead in AHEAD}
             say(f"first over {name}: {report[f'first_{name}']}")
     except SystemExit:
         for s in rig.sidecars:

@@ -34,9 +34,12 @@ def until(done: Callable[[], bool], what: str) -> None:
         time.sleep(LOOK_S)
 
 
-def layout(model: str, layers: int, blocks: int, page: int) -> dict[str, Any]:
-    """Of one region, layer after layer, a page of one head for each block."""
-    all_ = [{"name": f"l{i}", "index": i, "region": 0, "base": i * blocks * page, "block_stride": page, "page_bytes": page} for i in range(layers)]
+def layout(model: str, layers: int, blocks: int, page: int, regions: int = 1) -> dict[str, Any]:
+    """Of so many regions in turns, layer after layer, a page of one head for each block."""
+    all_ = [
+        {"name": f"l{i}", "index": i, "region": i % regions, "base": i // regions * blocks * page, "block_stride": page, "page_bytes": page}
+        for i in range(layers)
+    ]
     group = {"tokens_per_block": TOKENS, "strategy": "packed_hnd", "params": {"heads": 1}, "num_blocks": blocks, "layers": all_}
     said = kvspray.identity(
         model_config=model, weights="none", layers=layers, head_size=page // TOKENS // 4, groups="full", rope="", backoff=0, speculative=""

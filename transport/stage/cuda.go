@@ -27,6 +27,8 @@ func CUDA(c *cuda.Context) (_ Packer, err error) {
 	if d.blocks, err = c.Device.Attribute(cuda.MultiprocessorCount); err != nil {
 		return nil, err
 	}
+	mps, err := c.Device.Attribute(cuda.MPSEnabled)
+	d.shared = mps != 0 || err != nil // a driver that cannot tell may be one that shares
 	if d.module, err = c.Load(kernels.Image(major, minor)); err != nil {
 		return nil, err
 	}
@@ -47,6 +49,7 @@ type cudaDevice struct {
 	c            *cuda.Context
 	priority     int
 	blocks       int
+	shared       bool
 	module       *cuda.Module
 	pack, unpack *cuda.Function
 
@@ -60,6 +63,8 @@ type cudaDevice struct {
 func (d *cudaDevice) PackBlocks() int { return d.blocks }
 
 func (d *cudaDevice) SetPackBlocks(n int) { d.blocks = n }
+
+func (d *cudaDevice) Shared() bool { return d.shared }
 
 type cudaQueue struct{ *cuda.Stream }
 

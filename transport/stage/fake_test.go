@@ -59,12 +59,15 @@ type fakeDevice struct {
 	copies    int
 	bytes     uint64
 	noRows    bool                  // copies of rows are refused
+	shared    bool                  // with other processes, by MPS
 	gate      chan struct{}         // a copy waits for it when set
 	foreign   func(p cuda.Ptr) bool // addresses that this device does not reach; nil: none
 	recorded  func(Event)           // is told of each event that is recorded on the device's queues; nil: nobody is
 }
 
 func (m *fakeMachine) device() *fakeDevice { return &fakeDevice{m: m, failAfter: -1} }
+
+func (d *fakeDevice) Shared() bool { return d.shared }
 
 func (d *fakeDevice) Alloc(n uint64) (cuda.Ptr, error) {
 	d.allocated++

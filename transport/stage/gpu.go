@@ -31,7 +31,8 @@ type GPU struct {
 
 	// The dense buffers of all hops, of which a lent one may be known to engines until they die.
 	staging    cuda.Ptr
-	packBlocks int // of kernels that engines launch for us
+	packBlocks int  // of kernels that engines launch for us
+	shared     bool // by MPS
 
 	engines atomic.Pointer[[]*engine] // changed under enginesMu
 
@@ -77,6 +78,9 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 	}
 	if s, ok := u.dev.(packSizer); ok {
 		u.packBlocks = min(s.PackBlocks(), board.WorkMaxBlocks)
+	}
+	if s, ok := u.dev.(sharer); ok {
+		u.shared = s.Shared()
 	}
 	defer func() {
 		if err != nil {

@@ -220,7 +220,7 @@ func (g *GPUs) open(i int) (*GPU, error) {
 		return nil, errors.Join(fmt.Errorf("open GPU %d: %w", i, err), c.Close())
 	}
 	g.gpus[i] = u
-	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes", g.cfg.Hops*HopBytes, "executor", g.cfg.Executor.String())
+	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes", g.cfg.Hops*HopBytes, "executor", g.cfg.Executor.String(), "mps", u.shared)
 	return u, nil
 }
 

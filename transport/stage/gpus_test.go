@@ -21,6 +21,7 @@ type fakePlatform struct {
 	m       *fakeMachine
 	n       int
 	apart   bool // no peer access
+	mps     bool // its packers share their GPU
 	devices [][]*fakeDevice
 	mu      sync.Mutex
 	mapped  int
@@ -56,6 +57,7 @@ func (c *fakeCard) NewPacker() (Packer, error) {
 		return nil, errFake
 	}
 	d := c.p.m.device()
+	d.shared = c.p.mps
 	c.p.devices[c.i] = append(c.p.devices[c.i], d)
 	return d, nil
 }

@@ -7,8 +7,7 @@ import (
 
 // knocker says whether kernels of ours have a GPU to themselves: a kernel that does nothing knocks before, and is back in 20 us where nobody else computes.
 // [measured, H200] beside an engine it waits 1.7 ms for a slice of the GPU's time. Kernels that reach the host's memory move 30 to 50 GB/s alone; beside
-// an engine they move 8 to 14, and it loses 12 to 45%. Under MPS there are no slices, and nobody is heard: kernels run beside the engine's there,
-// which has not been measured.
+// an engine they move 8 to 14, and it loses 12 to 45%. Under MPS nobody knocks (reaching).
 type knocker struct {
 	fixed Executor
 	now   func() time.Time
@@ -127,7 +126,7 @@ func (c *Copier) knockerOf(u *GPU) *knocker {
 	defer c.mu.Unlock()
 	k := c.knocks[u]
 	if k == nil {
-		k = newKnocker(u.gpus.cfg.Executor, time.Now, func(h *hop) bool { return u.idle(h, c.shape.idle) })
+		k = newKnocker(u.reaching(), time.Now, func(h *hop) bool { return u.idle(h, c.shape.idle) })
 		c.knocks[u] = k
 	}
 	return k

@@ -127,7 +127,7 @@ func (c *Copier) Reaches(dst, src []mem.Block) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	small := bytesOf(list)/uint64(len(list)) < c.largeLocked(u)
-	if c.closed || small && len(list) > fewAcross && !(packable && u.packs()) {
+	if c.closed || small && len(list) > fewAcross && !(packable && u.reaching() != Copy) {
 		return false
 	}
 	ready := small || c.reachLocked(u, list[0].far.Region)
