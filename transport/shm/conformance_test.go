@@ -2,6 +2,7 @@ package shm
 
 import (
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -35,6 +36,13 @@ func TestDevice(t *testing.T) {
 		return func(tb testing.TB) transport.Backend {
 			return New(Config{Dir: testutil.ShortDir(tb), Workers: 8, Devices: d})
 		}
+	})
+}
+
+// Readers that do not sleep for a while end, and move, like others.
+func TestBusyPoll(t *testing.T) {
+	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
+		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, BusyPoll: 10 * time.Millisecond})
 	})
 }
 

@@ -58,6 +58,7 @@ type lane struct {
 	dst destination
 
 	results []transport.Result // the reader's
+	asked   bool               // for memory of ours to be written, since the reader looked; the reader's
 }
 
 // moved is a slice that Move took.
@@ -609,6 +610,10 @@ func (l *lane) read() error {
 		if err != nil {
 			return fmt.Errorf("shm: lane %d: %w", l.id, err)
 		}
+		if l.asked {
+			l.asked = false
+			in.linger(l.b.cfg.BusyPoll)
+		}
 	}
 }
 
@@ -773,6 +778,6 @@ func (l *lane) endLocked(i uint16, o transfer.Outcome, reason transfer.Reason) {
 func (l *lane) region(f regionFrame) error           { return l.dst.region(f) }
 func (l *lane) device(f deviceFrame) error           { return l.dst.device(f) }
 func (l *lane) forget(index uint32) error            { return l.dst.forget(index) }
-func (l *lane) pull(f pullFrame) error               { return l.dst.pull(f) }
-func (l *lane) push(f pullFrame) error               { return l.dst.push(f) }
+func (l *lane) pull(f pullFrame) error               { l.asked = true; return l.dst.pull(f) }
+func (l *lane) push(f pullFrame) error               { l.asked = true; return l.dst.push(f) }
 func (l *lane) verdict(tag uint64, valid bool) error { return l.dst.verdict(tag, valid) }

@@ -2,7 +2,9 @@ package shm
 
 import (
 	"errors"
+	"runtime"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -20,6 +22,7 @@ type inbox struct {
 	n     int
 	errno syscall.Errno
 	fn    func(fd uintptr) bool // recv, made once
+	until time.Time             // it asks again and again
 }
 
 func newInbox(rc syscall.RawConn) *inbox {
@@ -44,14 +47,28 @@ func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 	return in.buf[:in.n], in.oob[:in.hdr.Controllen], int(in.hdr.Flags), nil
 }
 
-// recv tries once; false: there is nothing yet.
+// linger has the inbox ask again and again for so long. Who is to work on what has just come begins before, on this thread: another one would have to be
+// woken first.
+func (in *inbox) linger(d time.Duration) {
+	if d > 0 {
+		in.until = time.Now().Add(d)
+		runtime.Gosched()
+	}
+}
+
+// recv tries once, or until it is to ask no more; false: there is nothing yet.
 func (in *inbox) recv(fd uintptr) bool {
 	for {
 		in.hdr.SetControllen(len(in.oob))
 		n, _, errno := unix.Syscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&in.hdr)), unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
 		in.n, in.errno = int(n), errno
-		if !errors.Is(errno, unix.EINTR) {
-			return errno != unix.EAGAIN
+		switch {
+		case errors.Is(errno, unix.EINTR):
+		case errno != unix.EAGAIN:
+			return true
+		case in.until.IsZero() || time.Now().After(in.until):
+			in.until = time.Time{}
+			return false
 		}
 	}
 }

@@ -50,6 +50,9 @@ type Config struct {
 	Links   Links   // takes what is large between host memory and GPUs; nil: all of it goes through buffers
 	Log     *slog.Logger
 
+	// A lane's reader asks for the peer's next packet without a pause, for so long after one that has memory of ours written. 0: it sleeps at once.
+	BusyPoll time.Duration
+
 	versions wire.Versions // of lanes; default frames, a test's peer may be older
 }
 
