@@ -90,7 +90,7 @@ type GDR struct {
 // GPU configures how memory of GPUs is reached.
 type GPU struct {
 	Enabled  string `yaml:"enabled" unit:"auto or off" doc:"auto: used where there is an NVIDIA driver. off: engines that register memory of a GPU are refused."`
-	Executor string `yaml:"executor" unit:"auto, pack, copy or engine" doc:"How scattered blocks cross between a GPU and the host. pack: a kernel packs them, which waits beside a busy engine unless MPS runs. copy: the copy engine takes each by itself. engine: pack, with the kernel launched by a thread in the engine's process, which needs a library that can do that; what it does not take, copy does. auto: what takes less time, learned under the load that there is."`
+	Executor string `yaml:"executor" unit:"auto, pack, copy or engine" doc:"How scattered blocks cross between a GPU and the host. pack: a kernel packs them on the GPU, which waits beside a busy engine unless MPS runs. copy: the copy engine takes each by itself. engine: pack, with the kernel launched by a thread in the engine's process, which needs a library that can do that; what it does not take, copy does. auto: what takes less time, learned under the load that there is."`
 	Buffers  int    `yaml:"buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU, lent to lanes."`
 	Table    string `yaml:"table" unit:"path, auto or off" doc:"What kvspray calibrate has measured of this host's models of GPU. auto: its own file in the user's cache folder, where it is there. off: what is built in, or learned."`
 	Stage    Size   `yaml:"stage" unit:"bytes" doc:"One stage of the copy between two GPUs; 8 are held on each for every direction in use."`
