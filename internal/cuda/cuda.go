@@ -55,7 +55,7 @@ const (
 	HostRegisterUsesHostPointer Attribute = 91
 	PosixFDHandles              Attribute = 103
 	IPCEvents                   Attribute = 125
-	MPSEnabled                  Attribute = 133 // contexts are shared with those of other processes; drivers before CUDA 12 do not know it
+	MPSEnabled                  Attribute = 133 // contexts are shared with those of other processes; older drivers do not know it
 )
 
 // Values of GPUDirectRDMAWriteOrdering, and a bit of GPUDirectRDMAFlushOptions.

@@ -185,10 +185,12 @@ class Engine:
         self.tables[size].copy_(torch.tensor(blocks + spare[: size - n]))
         self.seed.fill_(seed)
         torch.cuda.synchronize()
+        others = torch.cuda.Event()
         if ahead:
             self.count += 1
             self.gpu.step(self.count, stream)
             self.graph(OTHERS, work, rows).replay()
+            others.record()
         lease = self.client.intent(xfer, b"h" * 32, n * TOKENS, [blocks])
         if not lease:
             raise SystemExit(f"e2e: intent refused: {self.client.status().error}")
@@ -202,6 +204,8 @@ class Engine:
                 self.forward(size, work, rows)
             else:
                 graph.replay()
+            if ahead and c == 0 and others.query():
+                raise SystemExit("e2e: the step of others has ended before the prefill was announced and launched")
             done.record()
             done.synchronize()  # to ask again and again would keep others of this process from the context
         return {"end": time.monotonic(), "lease": lease}

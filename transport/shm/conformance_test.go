@@ -42,7 +42,7 @@ func TestDevice(t *testing.T) {
 // Readers that do not sleep for a while end, and move, like others.
 func TestBusyPoll(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, BusyPoll: 10 * time.Millisecond})
+		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, BusyPoll: 10 * time.Millisecond, pollers: 1})
 	})
 }
 

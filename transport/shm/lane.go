@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -59,6 +60,7 @@ type lane struct {
 
 	results []transport.Result // the reader's
 	asked   bool               // for memory of ours to be written, since the reader looked; the reader's
+	handed  bool               // some of that to a copier or a mover; the reader's
 }
 
 // moved is a slice that Move took.
@@ -581,7 +583,7 @@ func (l *lane) write() {
 
 // read is the reader: it takes packets until the lane ends.
 func (l *lane) read() error {
-	in := newInbox(l.out.rc)
+	in := newInbox(l.out.rc, &l.b.polling, l.b.cfg.pollers)
 	for {
 		packet, oob, flags, err := in.next()
 		if err != nil {
@@ -610,10 +612,10 @@ func (l *lane) read() error {
 		if err != nil {
 			return fmt.Errorf("shm: lane %d: %w", l.id, err)
 		}
-		if l.asked {
-			l.asked = false
-			in.linger(l.b.cfg.BusyPoll)
+		if l.asked && in.linger(l.b.cfg.BusyPoll) && l.handed {
+			runtime.Gosched() // who got it begins on this thread: another one would have to be woken
 		}
+		l.asked, l.handed = false, false
 	}
 }
 

@@ -178,6 +178,7 @@ func (d *destination) pull(f pullFrame) error {
 	default:
 		select {
 		case queue <- j:
+			d.l.handed = true
 		case <-d.l.b.stop:
 			j.finish(transfer.ReasonLaneLost)
 		}
@@ -205,6 +206,7 @@ func (d *destination) push(f pullFrame) error {
 	j.sent.bytes = j.kept
 	select {
 	case d.l.b.far <- j:
+		d.l.handed = true
 	case <-d.l.b.stop:
 		j.finish(transfer.ReasonLaneLost)
 	}

@@ -2,7 +2,7 @@ package shm
 
 import (
 	"errors"
-	"runtime"
+	"sync/atomic"
 	"syscall"
 	"time"
 	"unsafe"
@@ -22,11 +22,16 @@ type inbox struct {
 	n     int
 	errno syscall.Errno
 	fn    func(fd uintptr) bool // recv, made once
-	until time.Time             // it asks again and again
+
+	// Busy polling: recv asks again and again until then, as one of so many in the process at most.
+	until   time.Time
+	polling *atomic.Int32
+	most    int32
 }
 
-func newInbox(rc syscall.RawConn) *inbox {
-	in := &inbox{rc: rc}
+// newInbox makes one that polls, where it is told to linger, as long as not more than so many do.
+func newInbox(rc syscall.RawConn, polling *atomic.Int32, most int) *inbox {
+	in := &inbox{rc: rc, polling: polling, most: int32(most)}
 	in.iov.Base = &in.buf[0]
 	in.iov.SetLen(len(in.buf))
 	in.hdr.Iov = &in.iov
@@ -47,28 +52,39 @@ func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 	return in.buf[:in.n], in.oob[:in.hdr.Controllen], int(in.hdr.Flags), nil
 }
 
-// linger has the inbox ask again and again for so long. Who is to work on what has just come begins before, on this thread: another one would have to be
-// woken first.
-func (in *inbox) linger(d time.Duration) {
+// linger has next ask again and again for so long from now on, instead of sleeping; false: for no time.
+func (in *inbox) linger(d time.Duration) bool {
 	if d > 0 {
 		in.until = time.Now().Add(d)
-		runtime.Gosched()
 	}
+	return d > 0
 }
 
-// recv tries once, or until it is to ask no more; false: there is nothing yet.
+// recv tries once, or for as long as it is to poll; false: there is nothing yet.
 func (in *inbox) recv(fd uintptr) bool {
+	if in.until.IsZero() {
+		return in.try(fd)
+	}
+	if in.polling.Add(1) > in.most {
+		in.until = time.Time{}
+	}
+	defer in.polling.Add(-1)
+	for !in.try(fd) {
+		if !time.Now().Before(in.until) {
+			in.until = time.Time{}
+			return false
+		}
+	}
+	return true
+}
+
+func (in *inbox) try(fd uintptr) bool {
 	for {
 		in.hdr.SetControllen(len(in.oob))
 		n, _, errno := unix.Syscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&in.hdr)), unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
 		in.n, in.errno = int(n), errno
-		switch {
-		case errors.Is(errno, unix.EINTR):
-		case errno != unix.EAGAIN:
-			return true
-		case in.until.IsZero() || time.Now().After(in.until):
-			in.until = time.Time{}
-			return false
+		if !errors.Is(errno, unix.EINTR) {
+			return errno != unix.EAGAIN
 		}
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -51,9 +52,12 @@ type Config struct {
 	Log     *slog.Logger
 
 	// A lane's reader asks for the peer's next packet without a pause, for so long after one that has memory of ours written. 0: it sleeps at once.
+	// A quarter of the processors is for that, and readers beyond it sleep: one that polls holds a processor of the runtime, and where it has few of
+	// those all others would be tens of milliseconds late.
 	BusyPoll time.Duration
 
 	versions wire.Versions // of lanes; default frames, a test's peer may be older
+	pollers  int           // readers that poll at the same time; default a quarter of the processors, a test may have fewer of those
 }
 
 // What runs for memory of GPUs, beside a lane's reader, follows the copiers, which are half of the cores: a GPU's link outruns one core at
@@ -97,6 +101,8 @@ type Backend struct {
 	stop chan struct{}
 	wg   sync.WaitGroup
 
+	polling atomic.Int32 // readers
+
 	mu sync.Mutex
 	// guarded by mu, which is the last lock: nothing else is taken while it is held
 	lanes  map[*lane]struct{}
@@ -123,6 +129,9 @@ func New(cfg Config) *Backend {
 	}
 	if cfg.versions == (wire.Versions{}) {
 		cfg.versions = frames
+	}
+	if cfg.pollers == 0 {
+		cfg.pollers = runtime.GOMAXPROCS(0) / 4
 	}
 	return &Backend{
 		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), stop: make(chan struct{}),

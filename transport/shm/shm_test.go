@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -255,6 +256,35 @@ func TestMove(t *testing.T) {
 		if err := p.src.b.CloseOrigin(t.Context(), o); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// TestBusyPollEnds: who was asked for something polls, on a side that is asked for nothing nobody does, and an end is no later for it.
+func TestBusyPollEnds(t *testing.T) {
+	p := newPair(t, Config{BusyPoll: time.Hour, pollers: 1})
+	from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
+	o, _ := p.bind(t, 1, from, to)
+	p.move(t, o, from.space, 16, p.lane)
+	if n := p.src.b.polling.Load(); n != 0 {
+		t.Errorf("%d readers poll at the source", n)
+	}
+	for end := time.Now().Add(waitFor); p.dst.b.polling.Load() != 1; runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatal("nobody polls at the destination")
+		}
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- p.dst.b.Close() }()
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Fatal(err)
+		}
+	case <-time.After(waitFor):
+		t.Fatal("it does not end")
+	}
+	if n := p.dst.b.polling.Load(); n != 0 {
+		t.Errorf("%d readers poll when all lanes have ended", n)
 	}
 }
 

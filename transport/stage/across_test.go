@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -95,15 +96,18 @@ func TestAcross(t *testing.T) {
 }
 
 // TestAcrossObeys: kernels have the GPU to themselves, or it is who is told to be. Under MPS nobody can hear whether they have, and no word of a
-// configuration makes them take it from an engine.
+// configuration makes them take it from an engine; where the driver does not know, a word does.
 func TestAcrossObeys(t *testing.T) {
 	for _, c := range []struct {
 		executor Executor
-		mps      bool
+		mps      MPS
 		want     map[string]bool // ways
-	}{{Auto, false, map[string]bool{PathPacked: true}}, {Pack, false, map[string]bool{PathPacked: true}}, {Copy, false, map[string]bool{PathStaged: true}},
-		{InEngine, false, map[string]bool{PathStaged: true}}, {Auto, true, map[string]bool{PathStaged: true}}, {Pack, true, map[string]bool{PathStaged: true}}} {
-		t.Run(fmt.Sprintf("%s, MPS %t", c.executor, c.mps), func(t *testing.T) {
+	}{
+		{Auto, MPSOff, map[string]bool{PathPacked: true}}, {Pack, MPSOff, map[string]bool{PathPacked: true}}, {Copy, MPSOff, map[string]bool{PathStaged: true}},
+		{InEngine, MPSOff, map[string]bool{PathStaged: true}}, {Auto, MPSOn, map[string]bool{PathStaged: true}}, {Pack, MPSOn, map[string]bool{PathStaged: true}},
+		{Auto, MPSUnknown, map[string]bool{PathStaged: true}}, {Pack, MPSUnknown, map[string]bool{PathPacked: true}},
+	} {
+		t.Run(fmt.Sprintf("%s, MPS %s", c.executor, c.mps), func(t *testing.T) {
 			cfg := small()
 			cfg.Executor = c.executor
 			p := newFakePlatform(1)
@@ -199,7 +203,7 @@ func TestAcrossLong(t *testing.T) {
 	}
 }
 
-// TestAcrossKnocks: whoever knocks does so with the hop that it has. Were it another one, all would wait for it who have theirs already.
+// TestAcrossKnocks: a knock wants nothing that those have who wait for it.
 func TestAcrossKnocks(t *testing.T) {
 	r := newCopyRig(t, 1)
 	u := r.gpu[0].Device().(*GPU)
@@ -218,6 +222,38 @@ func TestAcrossKnocks(t *testing.T) {
 		case <-time.After(patience):
 			t.Fatal("they wait for each other")
 		}
+	}
+}
+
+// TestKnockWaits: beside an engine a knock comes back when the engine leaves a moment. Nobody waits for that, neither lists nor another knock, but the end does.
+func TestKnockWaits(t *testing.T) {
+	r := newCopyRig(t, 1)
+	r.c.shape.idle = time.Millisecond
+	u := r.gpu[0].Device().(*GPU)
+	q := u.door.queue.(*fakeQueue)
+	leave := make(chan struct{})
+	q.work <- func() { <-leave } // the engine
+	var knocks atomic.Int32
+	q.d.recorded = func(e Event) {
+		if e == u.door.back {
+			knocks.Add(1)
+		}
+	}
+	to, from := little(rand.New(rand.NewPCG(1, 1)), r.gpu[0], r.host, 64, true)
+	if path, err := r.c.Copy(to, from); path != PathStaged || err != nil {
+		t.Errorf("beside an engine: %s, %v", path, err)
+	}
+	if u.idle(patience) || knocks.Load() != 1 {
+		t.Errorf("%d knocks, and the first one waits", knocks.Load())
+	}
+	late := make(chan time.Time)
+	close(late)
+	if u.door.quiet(late) {
+		t.Error("an end over a kernel that has not run")
+	}
+	close(leave)
+	if !u.door.quiet(nil) || !u.idle(patience) || knocks.Load() != 2 {
+		t.Errorf("%d knocks, the engine has left", knocks.Load())
 	}
 }
 
@@ -257,8 +293,8 @@ func TestKnocks(t *testing.T) {
 		default:
 		}
 		return at
-	}, func(*hop) bool { knocks++; return !busy })
-	enter := func() bool { return k.enter(nil) }
+	}, func() bool { knocks++; return !busy })
+	enter := func() bool { return k.enter() }
 	list := func(gap time.Duration) bool {
 		at = at.Add(gap)
 		ok := enter()

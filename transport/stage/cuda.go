@@ -27,8 +27,12 @@ func CUDA(c *cuda.Context) (_ Packer, err error) {
 	if d.blocks, err = c.Device.Attribute(cuda.MultiprocessorCount); err != nil {
 		return nil, err
 	}
-	mps, err := c.Device.Attribute(cuda.MPSEnabled)
-	d.shared = mps != 0 || err != nil // a driver that cannot tell may be one that shares
+	if n, err := c.Device.Attribute(cuda.MPSEnabled); err == nil {
+		d.mps = MPSOff
+		if n != 0 {
+			d.mps = MPSOn
+		}
+	}
 	if d.module, err = c.Load(kernels.Image(major, minor)); err != nil {
 		return nil, err
 	}
@@ -49,7 +53,7 @@ type cudaDevice struct {
 	c            *cuda.Context
 	priority     int
 	blocks       int
-	shared       bool
+	mps          MPS
 	module       *cuda.Module
 	pack, unpack *cuda.Function
 
@@ -64,7 +68,7 @@ func (d *cudaDevice) PackBlocks() int { return d.blocks }
 
 func (d *cudaDevice) SetPackBlocks(n int) { d.blocks = n }
 
-func (d *cudaDevice) Shared() bool { return d.shared }
+func (d *cudaDevice) MPS() MPS { return d.mps }
 
 type cudaQueue struct{ *cuda.Stream }
 

@@ -18,8 +18,11 @@ type Queue interface {
 	Sync() error
 }
 
-// Event marks a point in a queue. Sync blocks until the marked work is done; an event never recorded is done.
-type Event interface{ Sync() error }
+// Event marks a point in a queue. Sync blocks until the marked work is done, and Done tells whether it is; an event never recorded is done.
+type Event interface {
+	Sync() error
+	Done() (bool, error)
+}
 
 // Device is what a link needs of its GPU.
 type Device interface {

@@ -58,8 +58,8 @@ type fakeDevice struct {
 	failAfter int
 	copies    int
 	bytes     uint64
-	noRows    bool                  // copies of rows are refused
-	shared    bool                  // with other processes, by MPS
+	noRows    bool // copies of rows are refused
+	mps       MPS
 	gate      chan struct{}         // a copy waits for it when set
 	foreign   func(p cuda.Ptr) bool // addresses that this device does not reach; nil: none
 	recorded  func(Event)           // is told of each event that is recorded on the device's queues; nil: nobody is
@@ -67,7 +67,7 @@ type fakeDevice struct {
 
 func (m *fakeMachine) device() *fakeDevice { return &fakeDevice{m: m, failAfter: -1} }
 
-func (d *fakeDevice) Shared() bool { return d.shared }
+func (d *fakeDevice) MPS() MPS { return d.mps }
 
 func (d *fakeDevice) Alloc(n uint64) (cuda.Ptr, error) {
 	d.allocated++
@@ -206,6 +206,19 @@ func (e *fakeEvent) Sync() error {
 	}
 	<-c
 	return *err
+}
+
+func (e *fakeEvent) Done() (bool, error) {
+	c, err := e.mark()
+	if c == nil {
+		return true, nil
+	}
+	select {
+	case <-c:
+		return true, *err
+	default:
+		return false, nil
+	}
 }
 
 type fakeQueue struct {

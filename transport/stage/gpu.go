@@ -31,8 +31,9 @@ type GPU struct {
 
 	// The dense buffers of all hops, of which a lent one may be known to engines until they die.
 	staging    cuda.Ptr
-	packBlocks int  // of kernels that engines launch for us
-	shared     bool // by MPS
+	packBlocks int // of kernels that engines launch for us
+	mps        MPS
+	door       door
 
 	engines atomic.Pointer[[]*engine] // changed under enginesMu
 
@@ -80,7 +81,7 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 		u.packBlocks = min(s.PackBlocks(), board.WorkMaxBlocks)
 	}
 	if s, ok := u.dev.(sharer); ok {
-		u.shared = s.Shared()
+		u.mps = s.MPS()
 	}
 	defer func() {
 		if err != nil {
@@ -101,6 +102,12 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 	}
 	if u.staging, err = u.dev.Alloc(u.stagingBytes()); err != nil {
 		return nil, fmt.Errorf("%d bytes of staging: %w", u.stagingBytes(), err)
+	}
+	if u.door.queue, err = u.dev.NewQueue(); err != nil {
+		return nil, err
+	}
+	if u.door.back, err = u.dev.NewPromptEvent(); err != nil {
+		return nil, err
 	}
 	for i := range g.cfg.Hops {
 		h := &hop{bounce: u.arena[lend+i*HopBytes:][:HopBytes:HopBytes], pieces: make([]mem.Block, 0, hopRuns),
@@ -142,6 +149,10 @@ func (u *GPU) close() error {
 			return fmt.Errorf("stage: GPU %d: %d of %d gathers and scatters are still under way after %v, in an engine that has stopped or a driver that hangs: "+
 				"its memory stays allocated", u.index, cap(u.hops)-ended, cap(u.hops), u.gpus.closePatience)
 		}
+	}
+	if !u.door.quiet(late.C) {
+		return fmt.Errorf("stage: GPU %d: a kernel that does nothing has not run in %v, beside an engine that leaves no time or in a driver that hangs: "+
+			"its memory stays allocated", u.index, u.gpus.closePatience)
 	}
 	errs = append(errs, u.dev.Close())
 	for _, p := range own {

@@ -62,6 +62,7 @@ const (
 	defaultStage   = 32 << 20
 	directPiece    = 256 << 10        // blocks of so many bytes on average are copied one by one
 	closePatience  = 10 * time.Second // for hops under way, where a GPU is given back
+	closePause     = time.Millisecond // between two looks meanwhile
 )
 
 // GPUs is this process's use of the host's GPUs: it imports memory that engines lend, and moves it. A GPU is opened when the
@@ -220,7 +221,7 @@ func (g *GPUs) open(i int) (*GPU, error) {
 		return nil, errors.Join(fmt.Errorf("open GPU %d: %w", i, err), c.Close())
 	}
 	g.gpus[i] = u
-	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes", g.cfg.Hops*HopBytes, "executor", g.cfg.Executor.String(), "mps", u.shared)
+	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes", g.cfg.Hops*HopBytes, "executor", g.cfg.Executor.String(), "mps", u.mps.String())
 	return u, nil
 }
 

@@ -21,7 +21,7 @@ type fakePlatform struct {
 	m       *fakeMachine
 	n       int
 	apart   bool // no peer access
-	mps     bool // its packers share their GPU
+	mps     MPS  // of its packers
 	devices [][]*fakeDevice
 	mu      sync.Mutex
 	mapped  int
@@ -29,7 +29,7 @@ type fakePlatform struct {
 }
 
 func newFakePlatform(n int) *fakePlatform {
-	return &fakePlatform{m: newFakeMachine(), n: n, devices: make([][]*fakeDevice, n), fail: map[int]bool{}}
+	return &fakePlatform{m: newFakeMachine(), n: n, devices: make([][]*fakeDevice, n), fail: map[int]bool{}, mps: MPSOff}
 }
 
 func uuid(i int) [16]byte { return [16]byte{byte(i + 1)} }
@@ -57,7 +57,7 @@ func (c *fakeCard) NewPacker() (Packer, error) {
 		return nil, errFake
 	}
 	d := c.p.m.device()
-	d.shared = c.p.mps
+	d.mps = c.p.mps
 	c.p.devices[c.i] = append(c.p.devices[c.i], d)
 	return d, nil
 }

@@ -11,7 +11,7 @@ import (
 type knocker struct {
 	fixed Executor
 	now   func() time.Time
-	idle  func(h *hop) bool // knocks, with a hop of the caller's
+	idle  func() bool // knocks
 
 	mu      sync.Mutex // protects all below
 	changed sync.Cond  // nobody is inside, or has knocked
@@ -33,15 +33,15 @@ const (
 	knockLast  = 2 * time.Second
 )
 
-func newKnocker(fixed Executor, now func() time.Time, idle func(*hop) bool) *knocker {
+func newKnocker(fixed Executor, now func() time.Time, idle func() bool) *knocker {
 	k := &knocker{fixed: fixed, now: now, idle: idle}
 	k.changed.L = &k.mu
 	return k
 }
 
 // enter reports whether a hop may go by kernels; then leave says that it ended. Whoever comes while all are to end, or while somebody knocks, waits for
-// that, which is a hop at most. h is the caller's: who is inside, or knocks, waits for no other one, and so nobody waits for them in vain.
-func (k *knocker) enter(h *hop) bool {
+// that, which is a hop or knockIdle at most. A knock needs no hop: whoever waits for one has its own.
+func (k *knocker) enter() bool {
 	if k == nil {
 		return false
 	}
@@ -65,7 +65,7 @@ func (k *knocker) enter(h *hop) bool {
 		}
 		k.knocks = true
 		k.mu.Unlock()
-		ok := k.idle(h)
+		ok := k.idle()
 		k.mu.Lock()
 		k.knocks = false
 		if k.heard, k.pause = k.now(), min(max(2*k.pause, knockFirst), knockLast); ok {
@@ -111,13 +111,58 @@ func (k *knocker) state(out []WayState, gpu string) []WayState {
 	return out
 }
 
-// idle knocks: it reports whether a kernel that does nothing is back by then.
-func (u *GPU) idle(h *hop, by time.Duration) bool {
+// door is where a GPU is knocked at.
+type door struct {
+	mu      sync.Mutex // protects all below
+	queue   Queue
+	back    Event
+	knocked bool // by a kernel that was not back in time, and may still wait
+}
+
+// idle knocks: it reports whether a kernel that does nothing is back by then. Nobody waits longer, as one beside an engine would be: while one has not come back
+// there is no other.
+func (u *GPU) idle(by time.Duration) bool {
+	d := &u.door
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.knocked {
+		if back, err := d.back.Done(); !back || err != nil {
+			return false
+		}
+	}
 	start := time.Now()
-	if u.dev.PackUniform(h.queue, h.listPtr, 0, u.staging, packAlign) != nil || h.queue.Record(h.prompt) != nil || h.prompt.Sync() != nil {
+	if u.dev.PackUniform(d.queue, u.arenaPtr, 0, u.staging, packAlign) != nil || d.queue.Record(d.back) != nil {
 		return false
 	}
-	return time.Since(start) < by
+	var back bool
+	var err error
+	poll(syncPrompt, func() bool {
+		back, err = d.back.Done()
+		return back || err != nil || time.Since(start) >= by
+	})
+	d.knocked = !back
+	return back && err == nil
+}
+
+// quiet waits until nobody knocks any more, or it is late.
+func (d *door) quiet(late <-chan time.Time) bool {
+	for {
+		d.mu.Lock()
+		if d.knocked {
+			back, err := d.back.Done()
+			d.knocked = !back && err == nil
+		}
+		knocked := d.knocked
+		d.mu.Unlock()
+		if !knocked {
+			return true
+		}
+		select {
+		case <-time.After(closePause):
+		case <-late:
+			return false
+		}
+	}
 }
 
 // knockerOf finds that of a GPU.
@@ -126,7 +171,7 @@ func (c *Copier) knockerOf(u *GPU) *knocker {
 	defer c.mu.Unlock()
 	k := c.knocks[u]
 	if k == nil {
-		k = newKnocker(u.reaching(), time.Now, func(h *hop) bool { return u.idle(h, c.shape.idle) })
+		k = newKnocker(u.reaching(), time.Now, func() bool { return u.idle(c.shape.idle) })
 		c.knocks[u] = k
 	}
 	return k
