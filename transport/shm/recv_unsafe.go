@@ -52,12 +52,13 @@ func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 	return in.buf[:in.n], in.oob[:in.hdr.Controllen], int(in.hdr.Flags), nil
 }
 
-// linger has next ask again and again for so long from now on, instead of sleeping; false: for no time.
+// linger has next ask again and again for so long from now on, instead of sleeping; false: it will not.
 func (in *inbox) linger(d time.Duration) bool {
-	if d > 0 {
-		in.until = time.Now().Add(d)
+	if d <= 0 || in.most == 0 {
+		return false
 	}
-	return d > 0
+	in.until = time.Now().Add(d)
+	return true
 }
 
 // recv tries once, or for as long as it is to poll; false: there is nothing yet.

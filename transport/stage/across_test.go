@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -246,14 +248,53 @@ func TestKnockWaits(t *testing.T) {
 	if u.idle(patience) || knocks.Load() != 1 {
 		t.Errorf("%d knocks, and the first one waits", knocks.Load())
 	}
-	late := make(chan time.Time)
-	close(late)
-	if u.door.quiet(late) {
-		t.Error("an end over a kernel that has not run")
+	close(leave)
+	for end := time.Now().Add(patience); !u.idle(patience); runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatal("the engine has left")
+		}
+	}
+	if knocks.Load() != 2 {
+		t.Errorf("%d knocks, of which one waited", knocks.Load())
+	}
+}
+
+// TestKnockLate: who is kept from looking finds a knock back that waited for the engine. That is no word of a free GPU.
+func TestKnockLate(t *testing.T) {
+	r := newCopyRig(t, 1)
+	u := r.gpu[0].Device().(*GPU)
+	back := u.door.back.(*fakeEvent)
+	if back.late = time.Millisecond; u.idle(back.late) {
+		t.Error("back, but not in time")
+	}
+	if back.late = 0; !u.idle(patience) {
+		t.Error("back in time")
+	}
+}
+
+// TestCloseKnocks: the end of a GPU waits for a knock that the engine keeps waiting, but not for ever, and nobody knocks after it.
+func TestCloseKnocks(t *testing.T) {
+	p := newFakePlatform(1)
+	g := must(newGPUs(p, small()))(t)
+	g.closePatience = 50 * time.Millisecond
+	h, _ := p.lend(0, 8192, 4096)
+	region := must(g.Import(mem.NewID(), h.Append(nil), -1, 4096))(t)
+	u := region.Device().(*GPU)
+	leave := make(chan struct{})
+	u.door.queue.(*fakeQueue).work <- func() { <-leave }
+	if u.idle(time.Millisecond) {
+		t.Error("beside an engine")
+	}
+	region.Release()
+	if err := g.Close(); err == nil || !strings.Contains(err.Error(), "does nothing") {
+		t.Errorf("closed over a kernel that has not run: %v", err)
 	}
 	close(leave)
-	if !u.door.quiet(nil) || !u.idle(patience) || knocks.Load() != 2 {
-		t.Errorf("%d knocks, the engine has left", knocks.Load())
+	if !u.door.quiet(nil) || u.idle(patience) {
+		t.Error("a knock after the end")
+	}
+	for _, d := range p.devices[0] {
+		must(0, d.Close())(t)
 	}
 }
 

@@ -117,6 +117,7 @@ type door struct {
 	queue   Queue
 	back    Event
 	knocked bool // by a kernel that was not back in time, and may still wait
+	closed  bool // nobody knocks any more
 }
 
 // idle knocks: it reports whether a kernel that does nothing is back by then. Nobody waits longer, as one beside an engine would be: while one has not come back
@@ -125,6 +126,9 @@ func (u *GPU) idle(by time.Duration) bool {
 	d := &u.door
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if d.closed {
+		return false
+	}
 	if d.knocked {
 		if back, err := d.back.Done(); !back || err != nil {
 			return false
@@ -132,6 +136,7 @@ func (u *GPU) idle(by time.Duration) bool {
 	}
 	start := time.Now()
 	if u.dev.PackUniform(d.queue, u.arenaPtr, 0, u.staging, packAlign) != nil || d.queue.Record(d.back) != nil {
+		d.closed = true // of a kernel without a mark nobody knows when it is back
 		return false
 	}
 	var back bool
@@ -141,10 +146,10 @@ func (u *GPU) idle(by time.Duration) bool {
 		return back || err != nil || time.Since(start) >= by
 	})
 	d.knocked = !back
-	return back && err == nil
+	return back && err == nil && time.Since(start) < by // whoever looks late may find one that has waited
 }
 
-// quiet waits until nobody knocks any more, or it is late.
+// quiet waits until no knock is under way, and ends them, or it is late.
 func (d *door) quiet(late <-chan time.Time) bool {
 	for {
 		d.mu.Lock()
@@ -153,6 +158,7 @@ func (d *door) quiet(late <-chan time.Time) bool {
 			d.knocked = !back && err == nil
 		}
 		knocked := d.knocked
+		d.closed = d.closed || !knocked
 		d.mu.Unlock()
 		if !knocked {
 			return true
