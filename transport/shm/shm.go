@@ -132,6 +132,9 @@ func New(cfg Config) *Backend {
 	}
 	if cfg.pollers == 0 {
 		cfg.pollers = runtime.GOMAXPROCS(0) / 4
+		if cfg.BusyPoll > 0 && cfg.pollers == 0 {
+			cfg.Log.Warn("shm: busy_poll does nothing here: give this process four processors or more, or remove it", "processors", runtime.GOMAXPROCS(0))
+		}
 	}
 	return &Backend{
 		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), stop: make(chan struct{}),
