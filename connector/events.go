@@ -105,6 +105,8 @@ type Events interface {
 	WorkerGone(w *Worker, why error, fenced func())
 	Intent(*Worker, Intent)
 	Progress(*Worker, []Progress)
+	// Announced: a step of these source leases is about to run: its layers follow. Their epochs are those that its Progress will carry.
+	Announced(*Worker, []transfer.LeaseID)
 	Expect(*Worker, Expect)
 	// Copy opens a lease that ends as an Expect's does.
 	Copy(*Worker, Copy)

@@ -1,6 +1,7 @@
 package connector_test
 
 import (
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -8,6 +9,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // TestLayerByLayer follows one prompt through two steps, layer by layer, to its completion.
@@ -33,6 +35,7 @@ func TestLayerByLayer(t *testing.T) {
 	if !up.SourceValid(got.Lease) {
 		t.Error("a fresh source lease is not valid")
 	}
+	r.rec.until(t, "both steps", func() bool { return slices.Equal(r.rec.announced, []transfer.LeaseID{got.Lease, got.Lease}) })
 
 	w.SignalLayer(0, 1)
 	r.rec.until(t, "layer 0", func() bool { return len(r.rec.progress) == 1 })
@@ -127,11 +130,17 @@ func TestPreempt(t *testing.T) {
 			t.Fatalf("progress %+v", p)
 		}
 	}
+	if got := r.rec.seen().announced; !slices.Equal(got, []transfer.LeaseID{la, lb}) {
+		t.Fatalf("announced %v", got)
+	}
 	// A later attempt revives the lease under a new epoch.
 	must(t, w.Step(msg.Step{Step: 2, Reqs: []msg.StepReq{{Lease: a, End: 32, Blocks: [][]uint32{{5, 6}}, Attempt: 1}}}))
 	w.SignalStep(2)
 	r.rec.until(t, "progress of a", func() bool { return len(r.rec.progress) == 8 })
 	p := r.rec.seen().progress[4]
+	if got := r.rec.seen().announced; len(got) != 3 || got[2] != p.Lease {
+		t.Fatalf("announced %v before progress of %v", got, p.Lease)
+	}
 	if p.Lease.ID != a || p.Lease == la || asJSON(p.Blocks) != "[[5,6]]" || !p.Final {
 		t.Fatalf("progress %+v", p)
 	}

@@ -43,19 +43,20 @@ type recorder struct {
 
 // events is what the server has said so far.
 type events struct {
-	ups      []*connector.Worker
-	gone     []error
-	fenced   []func()
-	intents  []connector.Intent
-	expects  []connector.Expect
-	progress []connector.Progress
-	copies   []connector.Copy
-	cancels  map[uint64]string
-	preempts []uint64
-	holds    []uint64
-	awaits   []connector.Await
-	replies  []func(connector.Admission)
-	order    []string
+	ups       []*connector.Worker
+	gone      []error
+	fenced    []func()
+	intents   []connector.Intent
+	expects   []connector.Expect
+	progress  []connector.Progress
+	copies    []connector.Copy
+	cancels   map[uint64]string
+	preempts  []uint64
+	announced []transfer.LeaseID
+	holds     []uint64
+	awaits    []connector.Await
+	replies   []func(connector.Admission)
+	order     []string
 }
 
 // seen is what was said up to now. The server may go on talking: slices only grow, the map is a copy.
@@ -130,6 +131,10 @@ func (r *recorder) Cancel(w *connector.Worker, lease uint64, reason string) {
 
 func (r *recorder) Preempt(w *connector.Worker, lease uint64) {
 	r.note(fmt.Sprint("preempt ", lease), func() { r.preempts = append(r.preempts, lease) })
+}
+
+func (r *recorder) Announced(w *connector.Worker, all []transfer.LeaseID) {
+	r.note(fmt.Sprint("announced ", len(all)), func() { r.announced = append(r.announced, all...) })
 }
 
 func (r *recorder) Hold(w *connector.Worker, lease uint64) {

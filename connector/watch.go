@@ -236,11 +236,15 @@ func (p *pacer) until(at, now time.Duration, moved int) time.Duration {
 	}
 	// A pause between two steps is no gap between layers, and the first layers of a step would be looked for late.
 	sample := since / time.Duration(moved)
+	late := sample > p.gap*3/2
 	if p.odd = sample > paceOdd*p.gap && !p.odd; !p.odd {
 		p.gap += (min(sample, 4*p.gap) - p.gap) / 8
 		p.gap = max(p.gap, paceMin)
 	}
 	p.last = at
+	if late { // the next one need not be: a GPU that has no room for the flag of a layer sets it just before that of the layer behind it
+		return max(p.gap/paceLate, p.floor)
+	}
 	return max(p.gap*7/8-(now-at), p.floor)
 }
 

@@ -110,6 +110,35 @@ func TestPauses(t *testing.T) {
 	}
 }
 
+// TestLateFlag: where a flag comes late the next one is looked for at once, as it may be in time.
+func TestLateFlag(t *testing.T) {
+	const gap, over = 530 * time.Microsecond, 10 * time.Microsecond
+	for apart := 20 * time.Microsecond; apart < gap/4; apart += 10 * time.Microsecond {
+		p, now, due := newPacer(16, 0, 0), time.Duration(0), time.Duration(0)
+		// look looks until it has seen these flags, and says how late it was for the last one.
+		look := func(flags ...time.Duration) (late time.Duration) {
+			for len(flags) > 0 {
+				moved, at := 0, now
+				for len(flags) > 0 && flags[0] <= at {
+					late, flags = at-flags[0], flags[1:]
+					moved++
+				}
+				asked := p.next(at, now, moved)
+				p.slept(asked, asked+over)
+				now += asked + over
+			}
+			return late
+		}
+		for range 60 {
+			due += gap
+			look(due)
+		}
+		if late := look(due+2*gap-apart, due+2*gap); late > gap/8 {
+			t.Errorf("a flag in time, %s behind one that was a layer late, was seen %s after it came", apart, late)
+		}
+	}
+}
+
 // TestAwaited: layers are looked for closely while a partner is here, and for a while after a source lease was opened.
 func TestAwaited(t *testing.T) {
 	w := &Worker{state: &worker{}}

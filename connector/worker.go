@@ -355,6 +355,9 @@ func (w *worker) intentLocked(rec board.Record) error {
 	in := Intent{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Tokens: m.Tokens, Fanout: int(m.Fanout), Blocks: m.Blocks,
 		Held: m.Held, Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Attempt: m.Attempt, Req: m.Req}
 	w.eventLocked(func(e Events) { e.Intent(w.pub, in) })
+	if len(l.steps) > 0 {
+		w.eventLocked(func(e Events) { e.Announced(w.pub, []transfer.LeaseID{in.Lease}) })
+	}
 	if m.Ready > 0 {
 		p := make([]Progress, len(w.index))
 		for i := range p {
@@ -529,24 +532,34 @@ func (w *worker) stepLocked(rec board.Record) error {
 		return &msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("%d after %d", m.Step, w.lastStep), Remedy: "steps only grow"}
 	}
 	w.lastStep = m.Step
+	var announced []transfer.LeaseID
 	for i := range m.Reqs {
-		if e := w.stepReqLocked(m.Step, &m.Reqs[i]); e != nil && err == nil {
+		l, e := w.stepReqLocked(m.Step, &m.Reqs[i])
+		if e != nil && err == nil {
 			err = e
 		}
+		if l != nil {
+			announced = append(announced, w.leaseID(l))
+		}
+	}
+	if announced != nil {
+		w.eventLocked(func(e Events) { e.Announced(w.pub, announced) })
 	}
 	return err
 }
 
-func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) error {
+// stepReqLocked returns the lease, if what is announced for it will be followed.
+
+func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 	l := w.leases[q.Lease]
 	if l == nil || !l.source || l.canceled {
 		w.s.hookIgnored("step")
-		return nil
+		return nil, nil
 	}
 	// What cannot be followed must not be sent in part either: the lease ends.
-	fail := func(err error) error {
+	fail := func(err error) (*lease, error) {
 		w.cancelLocked(l, err.Error())
-		return err
+		return nil, err
 	}
 	ids := 0
 	if len(q.Blocks) > 0 {
@@ -558,7 +571,7 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) error {
 	switch {
 	case q.Attempt < l.attempt:
 		w.s.hookIgnored("step")
-		return nil
+		return nil, nil
 	case q.Attempt > l.attempt && !l.preempt:
 		// The engine started over without saying so: what was read before no longer counts.
 		w.preemptLocked(l)
@@ -586,7 +599,7 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) error {
 	}
 	l.steps = append(l.steps, p)
 	w.followingLocked(l)
-	return nil
+	return l, nil
 }
 
 // changeLocked is CANCEL, PREEMPT or HOLD. What the record takes away is taken even where its body cannot be read.

@@ -21,7 +21,7 @@ func newBackends(c *config.Config, devices *gpus, gdrChanged func(), log *slog.L
 	for _, name := range c.Transports.Order {
 		switch name {
 		case config.TransSHM:
-			s := shm.Config{Dir: c.SHMDir(), Workers: c.CopyThreads(min(runtime.NumCPU(), runtime.GOMAXPROCS(0))), BusyPoll: c.Transports.SHM.BusyPoll.D(), Log: log}
+			s := shm.Config{Dir: c.SHMDir(), Workers: c.CopyThreads(min(runtime.NumCPU(), runtime.GOMAXPROCS(0))), Log: log}
 			if devices != nil {
 				s.Devices, s.Links = devices, devices
 			}

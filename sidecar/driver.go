@@ -151,6 +151,8 @@ func (n *Node) perform(a *exec.Action) {
 		n.closeOrigin(a)
 	case exec.Move:
 		n.move(a)
+	case exec.Rouse:
+		n.rouse(a.Lane)
 	case exec.Ask:
 		n.ask(a.Lane)
 	case exec.Measure:
@@ -388,6 +390,18 @@ func (n *Node) move(a *exec.Action) {
 	now := n.enter()
 	n.d.ex.Results(now, res)
 	n.leave()
+}
+
+func (n *Node) rouse(lane uint64) {
+	n.d.bindMu.RLock()
+	e := n.d.lanes[lane]
+	n.d.bindMu.RUnlock()
+	if e == nil || e.closing.Load() {
+		return
+	}
+	if r, ok := e.lane.(transport.Rouser); ok {
+		r.Rouse()
+	}
 }
 
 // ask says whether bytes of a quiet lane have moved.

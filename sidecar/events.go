@@ -1,6 +1,9 @@
 package sidecar
 
-import "github.com/kvspray/kvspray/connector"
+import (
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/transfer"
+)
 
 // What the connector calls: connector.Events.
 
@@ -65,6 +68,13 @@ func (n *Node) Expect(w *connector.Worker, x connector.Expect) {
 
 // Copy opens a copy between two regions of w.
 func (n *Node) Copy(w *connector.Worker, c connector.Copy) { n.copies.start(w, c) }
+
+// Announced says that layers of source leases follow.
+func (n *Node) Announced(w *connector.Worker, all []transfer.LeaseID) {
+	now := n.enter()
+	n.d.ex.Announced(now, w, all)
+	n.leave()
+}
 
 // Cancel gives a lease back.
 func (n *Node) Cancel(w *connector.Worker, id uint64, reason string) {

@@ -188,6 +188,13 @@ type Timed interface {
 	Way() time.Duration // 0: unknown
 }
 
+// Rouser is a Lane whose peer is slow to wake up, and can be told before.
+type Rouser interface {
+	Lane
+	// Rouse says that slices follow soon, each of them waited for. It does not block; nothing depends on it.
+	Rouse()
+}
+
 // Host is what a backend calls. The executor's driver implements it.
 type Host interface {
 	// PeerKey returns the peer as authenticated by the handshake, or false: an unknown peer's lane is refused.

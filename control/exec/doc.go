@@ -171,6 +171,8 @@ const (
 	CloseOrigin
 	// Move hands Slices to lane Lane. Where that fails the slices come back through Results.
 	Move
+	// Rouse tells the peer of Lane, a transport.Rouser, that slices follow soon.
+	Rouse
 	// Ask looks whether more bytes were received of what Lane carries than at the last time; if so, Moved follows.
 	Ask
 	// Measure looks at what came over each rail and from whom; Measured follows.
@@ -320,6 +322,7 @@ type LaneInfo struct {
 	MaxInFlight int           // slices
 	Way         time.Duration // the round trip when it came up; 0: unknown
 	Tells       bool          // a transport.Meter: it may be asked what has been received
+	Rouses      bool          // a transport.Rouser
 }
 
 // Drain moves what must be done into b, whose former content is overwritten, and reports whether there is anything.

@@ -306,6 +306,62 @@ func TestPreemptInMidTransfer(t *testing.T) {
 	wantStatus(t, src, StatusOK)
 }
 
+// What is announced has its origin, and peers that wake up slowly are roused, before the first layer is there: once the grant is, whichever comes
+// first, again for each step, and not for what is finished.
+func TestAnnounced(t *testing.T) {
+	for _, first := range []string{"announced", "expected"} {
+		t.Run(first, func(t *testing.T) {
+			s, p, d, pw, dw := pair(t, 9, 0)
+			s.join(p, d)
+			s.until("lanes", sec, func() bool { return len(p.lanes) == 3 && len(d.lanes) == 3 })
+			src := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec)
+			var dst *simLease
+			pause := func() { s.run(s.now+100*time.Millisecond, func() bool { return false }) }
+			want := func(when string, bound, roused int) {
+				t.Helper()
+				if p.bound != bound || p.roused != roused {
+					t.Fatalf("%s: %d origins and %d lanes roused, want %d and %d", when, p.bound, p.roused, bound, roused)
+				}
+			}
+			for _, what := range []string{first, map[string]string{"announced": "expected", "expected": "announced"}[first]} {
+				want("before both", 0, 0)
+				if what == "announced" {
+					p.announce(src)
+				} else {
+					dst = d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+				}
+				pause()
+			}
+			shm := 0
+			for _, l := range p.lanes {
+				if l.backend == "shm" {
+					shm++
+				}
+			}
+			if shm == 0 {
+				t.Fatal("no lane of shm")
+			}
+			want("announced", 1, shm)
+			p.step(src, 0, 64)
+			pause()
+			p.announce(src)
+			want("a second step", 1, 2*shm)
+			p.preempt(src)
+			pause()
+			p.announce(src) // its blocks come with the first layer
+			pause()
+			want("after a preemption", 1, p.roused)
+			roused := p.roused
+			p.steps(src)
+			p.announce(src)
+			want("finished", 2, roused)
+			s.until("transfer", sec, func() bool { return src.done != nil && dst.done != nil })
+			wantStatus(t, src, StatusOK)
+			wantStatus(t, dst, StatusOK)
+		})
+	}
+}
+
 func TestCancelBothSides(t *testing.T) {
 	s, p, d, pw, dw := pair(t, 7, 0)
 	a, b := p.intent(pw, 1, testKey(1, 1), 512, 1, 30*sec), p.intent(pw, 2, testKey(2, 1), 512, 1, 30*sec)
@@ -615,6 +671,9 @@ func randomSchedule(t *testing.T, seed uint64) {
 			}
 			l := p.intent(pw, id, k, tokens, fanout, deadline)
 			all = append(all, l)
+			if s.chance(0.5) {
+				s.after(s.delay(20*time.Millisecond), func() { p.announce(l) })
+			}
 			for st := uint32(64); st < tokens+64; st += 64 {
 				for layer := range simLayers {
 					s.after(time.Duration(st)*200*time.Microsecond+s.delay(10*time.Millisecond), func() {
@@ -628,6 +687,9 @@ func randomSchedule(t *testing.T, seed uint64) {
 				s.after(s.delay(100*time.Millisecond), func() {
 					if l.done == nil {
 						p.preempt(l)
+						if s.chance(0.5) {
+							s.after(s.delay(2*time.Millisecond), func() { p.announce(l) })
+						}
 						v := l.version
 						s.after(s.delay(sec)+time.Millisecond, func() {
 							if l.done == nil && l.version == v {

@@ -342,6 +342,7 @@ func (e *Exec) open(now Instant, c *claim, plan Plan) {
 	e.late = append(e.late, Action{Kind: Send, Peer: in.peer.boot, Frame: &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{
 		GrantReply: &peerv1.GrantReply{Destination: leaseMsg(in.id.Dest), Source: leaseMsg(s.ID), Code: peerv1.GrantReply_BOUND, Rank: c.part.Rank,
 			Gen: m.Gen}}}})
+	e.prepare(snd)
 	for l := range s.layers {
 		e.release(snd, l)
 	}

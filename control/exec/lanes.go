@@ -13,9 +13,10 @@ const maxRanks = spray.MaxRanks
 
 // lane is one path to a peer. What is known of it is the scheduler's.
 type lane struct {
-	id    uint64
-	peer  *peer
-	batch []transport.Slice // given to it by this event
+	id     uint64
+	peer   *peer
+	rouses bool
+	batch  []transport.Slice // given to it by this event
 }
 
 func (e *Exec) touch(p *peer) {
@@ -42,7 +43,7 @@ func (e *Exec) LaneUp(now Instant, in LaneInfo) error {
 	if err != nil {
 		return fmt.Errorf("exec: lane to peer %s: %w", in.Peer, err)
 	}
-	l := &lane{id: in.ID, peer: p}
+	l := &lane{id: in.ID, peer: p, rouses: in.Rouses}
 	e.lanes[in.ID] = l
 	p.lanes = append(p.lanes, l)
 	e.touch(p)
@@ -178,7 +179,12 @@ func (e *Exec) assignPeer(now Instant, p *peer) {
 		l.batch = append(l.batch, transport.Slice{Origin: &sl.Flow.Owner.(*Sending).Origin, Range: sl.Range, Attempt: sl.Attempt,
 			Cookie: sl.Cookie})
 	}
+	rouse := p.rouse
+	p.rouse = false
 	for _, l := range p.lanes {
+		if rouse && l.rouses {
+			e.emit(Rouse).Lane = l.id
+		}
 		if len(l.batch) == 0 {
 			continue
 		}

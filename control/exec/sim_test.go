@@ -192,6 +192,8 @@ type simNode struct {
 	follow map[*connector.Worker]bool // Follow's last word
 	answer map[uint64]connector.Admission
 	hangs  map[string]bool // addresses that do not answer a connect
+	roused int             // lanes
+	bound  int             // origins
 }
 
 // simLanding is the receiver's memory behind one grant.
@@ -328,6 +330,7 @@ func (n *simNode) perform(a *Action) {
 	case Forget:
 		delete(n.grants, [2]any{a.Landing.Grant.Peer, a.Landing.Grant.Slot})
 	case Bind:
+		n.bound++
 		if l := n.leases[a.Sending.Lease]; l != nil && l.done != nil {
 			s.fatalf("an origin is bound to a lease that is complete")
 		}
@@ -349,6 +352,8 @@ func (n *simNode) perform(a *Action) {
 				}
 			})
 		})
+	case Rouse:
+		n.roused++
 	case Move:
 		n.move(a.Lane, append([]transport.Slice(nil), a.Slices...))
 	case Complete:
@@ -440,7 +445,7 @@ func (s *sim) lane(from, to *simNode, backend, rail string) {
 		from.lanes[l.id] = l
 		from.event(func() {
 			err := from.ex.LaneUp(s.now, LaneInfo{ID: l.id, Peer: to.boot, Backend: backend, Local: rail, Remote: rail,
-				SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4})
+				SliceBytes: 2 * transfer.ChunkBytes, MaxInFlight: 4, Rouses: backend == "shm"})
 			if err != nil {
 				s.fatalf("%v", err)
 			}
@@ -663,9 +668,19 @@ func (n *simNode) intent(w *connector.Worker, id uint64, k transfer.Key, tokens 
 	l := &simLease{id: lid, w: w, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens}
 	n.leases[lid] = l
 	n.event(func() {
-		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout, Deadline: deadline})
+		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout, Deadline: deadline, Blocks: [][]uint32{}})
 	})
 	return l
+}
+
+// announce says that layers of l follow.
+func (n *simNode) announce(l *simLease) {
+	v := l.version
+	n.event(func() {
+		if l.version == v && l.done == nil {
+			n.ex.Announced(n.s.now, l.w, []transfer.LeaseID{l.id})
+		}
+	})
 }
 
 // step makes layer l hold tokens.

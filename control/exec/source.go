@@ -34,6 +34,7 @@ type source struct {
 	span      time.Duration // from the last word of the engine to the deadline
 	firstBind Instant
 	flagged   Instant // the last progress
+	announced bool    // layers are about to come, or come
 	finished  bool    // every layer is final
 	bytes     uint64  // committed
 	last      Trace
@@ -200,6 +201,44 @@ func (e *Exec) Progress(now Instant, w *connector.Worker, all []connector.Progre
 	e.assign(now)
 }
 
+// Announced says that a step of these leases is about to run: their layers follow.
+func (e *Exec) Announced(now Instant, w *connector.Worker, all []transfer.LeaseID) {
+	for _, id := range all {
+		s := e.source(w, id.ID)
+		if s == nil || s.State != lease.SourceOpen {
+			continue
+		}
+		s.ID.Epoch, s.announced = id.Epoch, true
+		for _, snd := range s.sends {
+			e.prepare(snd)
+		}
+	}
+	e.assign(now)
+}
+
+// prepare does what would keep the first layer waiting.
+func (e *Exec) prepare(snd *Sending) {
+	s := snd.src
+	if !s.announced || s.finished {
+		return
+	}
+	if s.blocks != nil { // after a preemption they come with the first layer
+		e.bind(snd)
+	}
+	snd.peer.rouse = true
+	e.touch(snd.peer)
+}
+
+// bind makes an origin of snd, whose epoch is known: that under which the bytes are read.
+func (e *Exec) bind(snd *Sending) {
+	if s := snd.src; !snd.live {
+		snd.live = true
+		snd.Lease, snd.Blocks, snd.version = s.ID, s.blocks, s.version
+		s.OriginOpened()
+		e.emit(Bind).Sending = snd
+	}
+}
+
 // sameTables reports whether two tables are one and the same slice in memory, which is how progress of many layers in one
 // step shares them.
 func sameTables(a, b [][]uint32) bool {
@@ -212,17 +251,12 @@ func (e *Exec) release(snd *Sending, l int) {
 	if s.layers[l] == (layerState{}) {
 		return
 	}
-	if !snd.live {
-		// Only now is the epoch known under which the bytes are read.
-		snd.live = true
-		snd.Lease, snd.Blocks = s.ID, s.blocks
-		s.OriginOpened()
-		e.emit(Bind).Sending = snd
-	} else if snd.version != s.version {
+	e.bind(snd)
+	if snd.version != s.version {
 		a := e.emit(Update)
 		a.Sending, a.Blocks = snd, s.blocks
+		snd.version = s.version
 	}
-	snd.version = s.version
 	for _, seg := range snd.Plan.Feeds(l) {
 		// A segment may be made from several layers of the source (K and V in layers of their own): all of them count.
 		tokens, final := s.layers[l].tokens, s.layers[l].final
@@ -248,7 +282,7 @@ func (e *Exec) Preempt(now Instant, w *connector.Worker, id uint64) {
 		e.lose(now, snd, false, "preempted")
 	}
 	s.Attempt++
-	s.blocks, s.finished = nil, false
+	s.blocks, s.announced, s.finished = nil, false, false
 	clear(s.layers)
 	e.assign(now)
 }

@@ -119,7 +119,6 @@ type Rail struct {
 type SHM struct {
 	Dir         string   `yaml:"dir" unit:"path" doc:"Directory for the sockets over which sidecars of one host pass each other descriptors. Mode 0700." default:"the directory of the engine socket"`
 	CopyThreads int      `yaml:"copy_threads" unit:"threads" doc:"Threads that copy." default:"half of the cores, at most 8"`
-	BusyPoll    Duration `yaml:"busy_poll" unit:"duration" doc:"For so long after a peer has asked it to write memory the thread that receives asks again and again instead of sleeping. A layer is there soonest so, which costs a core for each peer that sends. As many as a quarter of the processors do so at a time, the first that are asked; on fewer than four none." default:"0: it sleeps"`
 }
 
 // Transfer bounds the life of a transfer.

@@ -111,8 +111,6 @@ func TestMistakes(t *testing.T) {
 		"gdr rail twice":     {"transports: {gdr: {rails: [a, a]}}", []string{"transports.gdr.rails[1]", "twice"}},
 		"gdr mtu":            {"transports: {gdr: {mtu: 1500}}", []string{"transports.gdr.mtu", "1024"}},
 		"gdr timer":          {"transports: {gdr: {dead_path: 1us}}", []string{"transports.gdr.dead_path"}},
-		"busy poll":          {"transports: {shm: {busy_poll: 61s}}", []string{"transports.shm.busy_poll"}},
-		"busy poll below 0":  {"transports: {shm: {busy_poll: -1s}}", []string{"transports.shm.busy_poll"}},
 		"transport twice":    {"transports: {order: [tcp, tcp]}", []string{"transports.order[1]", "twice"}},
 		"rail twice":         {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\"}, {name: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[1].name", "one name"}},
 		"bad pattern":        {"transports:\n  tcp:\n    rails:\n    - match: \"[a\"", []string{":4", "rails[0].match", "not a pattern"}},

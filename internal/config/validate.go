@@ -30,7 +30,6 @@ const (
 	maxRails       = 64
 	maxThreads     = 256
 	maxDuration    = 24 * time.Hour
-	maxBusyPoll    = time.Minute
 	maxNameBytes   = 128
 )
 
@@ -163,8 +162,6 @@ func (v *checker) transports() {
 		"not a multiple of 64KiB between 64KiB and 64MiB", "1MiB suits fast rails")
 	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir, "not an absolute path", "start it with /")
 	v.between("transports.shm.copy_threads", t.SHM.CopyThreads, 0, maxThreads)
-	v.check(t.SHM.BusyPoll >= 0 && t.SHM.BusyPoll.D() <= maxBusyPoll, "transports.shm.busy_poll", t.SHM.BusyPoll.String(),
-		fmt.Sprintf("outside 0 to %v", maxBusyPoll), "a little more than the time between two transfers, or 0 to sleep at once")
 	v.oneOf("transports.gpu.enabled", t.GPU.Enabled, Auto, Off)
 	v.oneOf("transports.gpu.executor", t.GPU.Executor, Auto, "pack", "copy", "engine")
 	v.check(t.GPU.Table != "", "transports.gpu.table", "", "empty", "use auto, off, or a path")

@@ -186,8 +186,10 @@ func (l *lease) present(s *sidecar) {
 		return
 	}
 	s.event(func(now exec.Instant) {
-		s.ex.Intent(now, w, connector.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Fanout: 1, Priority: t.Prio, Deadline: l.left()})
+		s.ex.Intent(now, w, connector.Intent{Lease: l.id, Key: t.key, Req: fmt.Sprint(t.ID), Tokens: t.Tokens, Fanout: 1, Blocks: [][]uint32{}, Priority: t.Prio,
+			Deadline: l.left()})
 	})
+	l.announce(t.epoch)
 	for layer, ok := range t.ready {
 		if ok {
 			l.progress(layer, t.epoch)
@@ -198,6 +200,9 @@ func (l *lease) present(s *sidecar) {
 // compute fills the layers of the source one by one.
 func (t *Transfer) compute(prefill time.Duration) {
 	f, v := t.From.c.F, t.epoch
+	for _, l := range t.gives {
+		l.announce(v)
+	}
 	for i := range Layers {
 		f.After(prefill*time.Duration(i+1)/Layers, func() {
 			if t.epoch != v {
@@ -209,6 +214,20 @@ func (t *Transfer) compute(prefill time.Duration) {
 			}
 		})
 	}
+}
+
+// announce says that layers follow.
+func (l *lease) announce(epoch uint32) {
+	s := l.n.side
+	if s == nil || !l.said || !l.alive() {
+		return
+	}
+	w := s.workers[l.rank]
+	s.event(func(now exec.Instant) {
+		id := l.id
+		id.Epoch = epoch
+		s.ex.Announced(now, w, []transfer.LeaseID{id})
+	})
 }
 
 // progress says that a layer is complete, if it is of the lease's rank.

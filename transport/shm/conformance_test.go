@@ -1,6 +1,7 @@
 package shm
 
 import (
+	"context"
 	"testing"
 	"time"
 
@@ -39,11 +40,22 @@ func TestDevice(t *testing.T) {
 	})
 }
 
-// Readers that do not sleep for a while end, and move, like others.
-func TestBusyPoll(t *testing.T) {
+// Readers that were roused end, and move, like others.
+func TestRoused(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return New(Config{Dir: testutil.ShortDir(tb), Workers: 2, BusyPoll: 10 * time.Millisecond, pollers: 1})
+		return rousing{New(Config{Dir: testutil.ShortDir(tb), Workers: 2, pollers: 1, rouse: time.Hour, stay: 10 * time.Millisecond})}
 	})
+}
+
+// rousing rouses the peer of each lane as soon as there is one.
+type rousing struct{ transport.Backend }
+
+func (r rousing) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+	l, err := r.Backend.Dial(ctx, peer, local, remote)
+	if err == nil {
+		l.(transport.Rouser).Rouse()
+	}
+	return l, err
 }
 
 // Pulls copy many megabytes at a time.

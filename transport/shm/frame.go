@@ -31,18 +31,20 @@ const (
 	kindConfirm                 // destination: landed, or came too late
 	kindDevice                  // source: as kindRegion, for memory of a GPU: a handle, and a descriptor only if the handle wants one
 	kindPush                    // source: the bytes themselves, few as they are, which were valid when they were read
+	kindRouse                   // source: pulls follow soon, and each is waited for
 	numKinds
 )
 
 // frames are the versions of a lane that this end speaks. 1.0 names every piece of a pull by itself, 1.1 knows runs, 1.2 pushes, 1.3 runs of two
-// axes: whoever reads the newest reads all, and sends only what the peer's choice knows.
-var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRows}
+// axes, 1.4 rouses: whoever reads the newest reads all, and sends only what the peer's choice knows.
+var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRouse}
 
-// The first versions with runs, with pushes, and with runs of rows.
+// The first versions with runs, with pushes, with runs of rows, and with rouses.
 var (
-	framesRuns = wire.V(1, 1)
-	framesPush = wire.V(1, 2)
-	framesRows = wire.V(1, 3)
+	framesRuns  = wire.V(1, 1)
+	framesPush  = wire.V(1, 2)
+	framesRows  = wire.V(1, 3)
+	framesRouse = wire.V(1, 4)
 )
 
 // axesOf is how many axes the runs may have that a peer of this version is sent.
@@ -249,6 +251,8 @@ func appendConfirm(b []byte, tag uint64, o transfer.Outcome, r transfer.Reason) 
 	return append(binary.LittleEndian.AppendUint64(appendHeader(b, kindConfirm, confirmBytes), tag), byte(o), byte(r))
 }
 
+func appendRouse(b []byte) []byte { return appendHeader(b, kindRouse, 0) }
+
 // handler takes the frames of a packet. Views into the packet end with the call.
 type handler interface {
 	region(regionFrame) error
@@ -259,6 +263,7 @@ type handler interface {
 	pulled(tag uint64, reason transfer.Reason) error
 	verdict(tag uint64, valid bool) error
 	confirm(tag uint64, o transfer.Outcome, r transfer.Reason) error
+	rouse() error
 }
 
 // parse walks one packet. Foreign bytes: every length is checked before it is used, and an error ends the lane.
@@ -302,6 +307,7 @@ func dispatch(k kind, b []byte, h handler) error {
 		want = verdictBytes
 	case kindConfirm:
 		want = confirmBytes
+	case kindRouse:
 	default:
 		return fmt.Errorf("%w: kind %d is unknown", errFrame, k)
 	}
@@ -331,6 +337,8 @@ func dispatch(k kind, b []byte, h handler) error {
 		return h.pulled(binary.LittleEndian.Uint64(b), transfer.Reason(b[8]))
 	case kindVerdict:
 		return h.verdict(binary.LittleEndian.Uint64(b), b[8] == 1)
+	case kindRouse:
+		return h.rouse()
 	}
 	return h.confirm(binary.LittleEndian.Uint64(b), transfer.Outcome(b[8]), transfer.Reason(b[9]))
 }

@@ -33,10 +33,11 @@ type lane struct {
 
 	done chan struct{} // closed first at the end; the writer leaves
 
-	axes  int            // of the runs that the peer knows
-	eager bool           // the peer knows pushes
-	asks  chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself, as it does for what is small
-	gone  sync.WaitGroup // the askers
+	axes   int            // of the runs that the peer knows
+	eager  bool           // the peer knows pushes
+	rouses bool           // the peer knows rouses
+	asks   chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself, as it does for what is small
+	gone   sync.WaitGroup // the askers
 
 	moveMu sync.Mutex // serialises Move; taken before mu
 	// guarded by moveMu
@@ -59,6 +60,7 @@ type lane struct {
 	dst destination
 
 	results []transport.Result // the reader's
+	roused  bool               // since the reader looked; the reader's
 	asked   bool               // for memory of ours to be written, since the reader looked; the reader's
 	handed  bool               // some of that to a copier or a mover; the reader's
 }
@@ -91,7 +93,7 @@ type stalled struct {
 
 var errNoPull = fmt.Errorf("shm: %d pulls are in flight", maxPulls)
 
-var _ transport.Lane = (*lane)(nil)
+var _ transport.Rouser = (*lane)(nil)
 
 func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot, remote string) (*lane, error) {
 	_ = c.SetDeadline(time.Time{})
@@ -100,7 +102,7 @@ func (b *Backend) newLane(c *net.UnixConn, o *wire.Opened, peer transfer.Boot, r
 		return nil, fmt.Errorf("shm: new lane: %w", err)
 	}
 	l := &lane{b: b, c: c, out: out, id: transport.NextLaneID(), peer: peer, remote: remote, done: make(chan struct{}),
-		axes: axesOf(o.Version), eager: o.Version >= framesPush, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
+		axes: axesOf(o.Version), eager: o.Version >= framesPush, rouses: o.Version >= framesRouse, regions: map[*mem.Region]uint32{}, free: make([]uint16, 0, maxPulls)}
 	for i := maxPulls - 1; i >= 0; i-- {
 		l.free = append(l.free, uint16(i))
 	}
@@ -191,6 +193,16 @@ func (l *lane) Move(batch []transport.Slice) error {
 	l.out.kick()
 	l.wakeIfLate()
 	return nil
+}
+
+// Rouse implements transport.Rouser.
+func (l *lane) Rouse() {
+	if !l.rouses || l.out.waits() { // who has packets to read is awake, and this one would be late
+		return
+	}
+	var buf [frameHeader]byte
+	l.out.put(appendRouse(buf[:0]), -1)
+	l.out.kick()
 }
 
 // asker makes pulls of slices. It belongs to one goroutine.
@@ -612,10 +624,16 @@ func (l *lane) read() error {
 		if err != nil {
 			return fmt.Errorf("shm: lane %d: %w", l.id, err)
 		}
-		if l.asked && in.linger(l.b.cfg.BusyPoll) && l.handed {
+		switch {
+		case l.roused:
+			in.linger(l.b.cfg.rouse)
+		case l.asked && in.lingers():
+			in.linger(l.b.cfg.stay)
+		}
+		if l.handed && in.lingers() {
 			runtime.Gosched() // who got it begins on this thread: another one would have to be woken
 		}
-		l.asked, l.handed = false, false
+		l.roused, l.asked, l.handed = false, false, false
 	}
 }
 
@@ -782,4 +800,5 @@ func (l *lane) device(f deviceFrame) error           { return l.dst.device(f) }
 func (l *lane) forget(index uint32) error            { return l.dst.forget(index) }
 func (l *lane) pull(f pullFrame) error               { l.asked = true; return l.dst.pull(f) }
 func (l *lane) push(f pullFrame) error               { l.asked = true; return l.dst.push(f) }
+func (l *lane) rouse() error                         { l.roused = true; return nil }
 func (l *lane) verdict(tag uint64, valid bool) error { return l.dst.verdict(tag, valid) }

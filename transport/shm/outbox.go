@@ -74,6 +74,13 @@ func (o *outbox) put(frame []byte, fd int) {
 	}
 }
 
+// waits reports whether something is queued.
+func (o *outbox) waits() bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return len(o.q) > 0
+}
+
 // kick sends what is queued as far as the socket takes it.
 func (o *outbox) kick() {
 	o.mu.Lock()

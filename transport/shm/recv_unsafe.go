@@ -52,14 +52,11 @@ func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 	return in.buf[:in.n], in.oob[:in.hdr.Controllen], int(in.hdr.Flags), nil
 }
 
-// linger has next ask again and again for so long from now on, instead of sleeping; false: it will not.
-func (in *inbox) linger(d time.Duration) bool {
-	if d <= 0 || in.most == 0 {
-		return false
-	}
-	in.until = time.Now().Add(d)
-	return true
-}
+// linger has next ask again and again for so long from now on, instead of sleeping.
+func (in *inbox) linger(d time.Duration) { in.until = time.Now().Add(d) }
+
+// lingers reports whether it does.
+func (in *inbox) lingers() bool { return !in.until.IsZero() }
 
 // recv tries once, or for as long as it is to poll; false: there is nothing yet.
 func (in *inbox) recv(fd uintptr) bool {

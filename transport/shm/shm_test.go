@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )
@@ -259,20 +260,73 @@ func TestMove(t *testing.T) {
 	}
 }
 
-// TestBusyPollEnds: who was asked for something polls, on a side that is asked for nothing nobody does, and an end is no later for it.
-func TestBusyPollEnds(t *testing.T) {
-	p := newPair(t, Config{BusyPoll: time.Hour, pollers: 1})
-	from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
-	o, _ := p.bind(t, 1, from, to)
-	p.move(t, o, from.space, 16, p.lane)
+// awaitPollers waits until so many readers poll.
+func (n *node) awaitPollers(t *testing.T, want int32) {
+	t.Helper()
+	for end := time.Now().Add(waitFor); n.b.polling.Load() != want; runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatalf("%d readers poll, want %d", n.b.polling.Load(), want)
+		}
+	}
+}
+
+// TestRouse: who is roused polls until the first pull and between those that follow, not when none follows, and not unless it is roused.
+func TestRouse(t *testing.T) {
+	p := newPair(t, Config{pollers: 1, rouse: time.Hour, stay: 50 * time.Millisecond})
+	for slot := range transfer.Slot(4) {
+		from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
+		o, _ := p.bind(t, slot, from, to)
+		roused := slot%2 == 1
+		if roused {
+			p.lane.(*lane).Rouse()
+			p.dst.awaitPollers(t, 1)
+		}
+		p.move(t, o, from.space, 4, p.lane)
+		if !roused && p.dst.b.polling.Load() != 0 {
+			t.Error("a reader that nobody roused polls")
+		}
+		p.dst.awaitPollers(t, 0)
+	}
 	if n := p.src.b.polling.Load(); n != 0 {
 		t.Errorf("%d readers poll at the source", n)
 	}
-	for end := time.Now().Add(waitFor); p.dst.b.polling.Load() != 1; runtime.Gosched() {
-		if time.Now().After(end) {
-			t.Fatal("nobody polls at the destination")
-		}
+}
+
+// TestRouseWaitsForNothing: while packets wait for the peer there are no more of them.
+func TestRouseWaitsForNothing(t *testing.T) {
+	l := newPair(t, Config{}).lane.(*lane)
+	l.out.mu.Lock()
+	l.out.flushing = true // somebody sends, and is stuck
+	l.out.mu.Unlock()
+	for range 3 {
+		l.Rouse()
 	}
+	l.out.mu.Lock()
+	n := 0
+	for _, q := range l.out.q {
+		n += len(q.b)
+	}
+	l.out.flushing = false
+	l.out.mu.Unlock()
+	if n != frameHeader {
+		t.Errorf("%d bytes wait, want one frame", n)
+	}
+}
+
+// TestRouseOld: a peer that knows no rouses is sent none, and serves on.
+func TestRouseOld(t *testing.T) {
+	p := newPair(t, Config{versions: wire.Versions{Min: wire.V(1, 0), Max: framesRows}})
+	p.lane.(*lane).Rouse()
+	from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
+	o, _ := p.bind(t, 1, from, to)
+	p.move(t, o, from.space, 16, p.lane)
+}
+
+// TestRousedEnds: nobody waits longer for the end of a reader that polls.
+func TestRousedEnds(t *testing.T) {
+	p := newPair(t, Config{pollers: 1, rouse: time.Hour, stay: time.Hour})
+	p.lane.(*lane).Rouse()
+	p.dst.awaitPollers(t, 1)
 	ended := make(chan error, 1)
 	go func() { ended <- p.dst.b.Close() }()
 	select {
