@@ -117,8 +117,8 @@ type Rail struct {
 
 // SHM configures the shm backend.
 type SHM struct {
-	Dir         string   `yaml:"dir" unit:"path" doc:"Directory for the sockets over which sidecars of one host pass each other descriptors. Mode 0700." default:"the directory of the engine socket"`
-	CopyThreads int      `yaml:"copy_threads" unit:"threads" doc:"Threads that copy." default:"half of the cores, at most 8"`
+	Dir         string `yaml:"dir" unit:"path" doc:"Directory for the sockets over which sidecars of one host pass each other descriptors. Mode 0700." default:"the directory of the engine socket"`
+	CopyThreads int    `yaml:"copy_threads" unit:"threads" doc:"Threads that copy." default:"half of the cores, at most 8"`
 }
 
 // Transfer bounds the life of a transfer.

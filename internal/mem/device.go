@@ -23,6 +23,13 @@ type Device interface {
 	LendBytes() int
 }
 
+// Warmer is a Device whose first copy after a pause takes longer than the others.
+type Warmer interface {
+	Device
+	// Warm makes a short copy of memory of its own. It is for a thread that will make others soon, and does nothing while the device copies.
+	Warm()
+}
+
 // DeviceMemory describes one region of a Device.
 type DeviceMemory struct {
 	Device Device

@@ -2,7 +2,9 @@ package shm
 
 import (
 	"fmt"
+	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -94,6 +96,42 @@ func scattered(tb testing.TB, d importer, bytes, block, seed uint64, even bool) 
 		}
 	}
 	return &deviceMemory{m, r}
+}
+
+// cold is a device that counts how often it is warmed.
+type cold struct {
+	instant
+	warmed atomic.Int32
+}
+
+func (d *cold) Warm() { d.warmed.Add(1) }
+
+func (d *cold) Import(id mem.ID, handle []byte, _ int, size uint64) (*mem.Region, error) {
+	return mem.NewDevice(id, mem.DeviceMemory{Device: d, Addr: 1 << 20, Size: size, Handle: handle, FD: -1})
+}
+
+// TestRouseWarms: who is roused warms each GPU of the peer's memory that it knows, once.
+func TestRouseWarms(t *testing.T) {
+	var d cold
+	p := newPair(t, Config{Devices: &d, pollers: 1})
+	for slot := range transfer.Slot(2) { // two regions of it
+		from, to := scattered(t, &d, 1<<20, 16<<10, 1, false), scattered(t, &d, 1<<20, 16<<10, 2, false)
+		o, g := p.bind(t, slot, from.memory, to.memory)
+		o.Source = from
+		p.dst.mu.Lock()
+		g.Sink = to
+		p.dst.mu.Unlock()
+		p.move(t, o, from.space, 4, p.lane)
+	}
+	if n := d.warmed.Load(); n != 0 {
+		t.Errorf("warmed %d times, and nobody was roused", n)
+	}
+	p.lane.(*lane).Rouse()
+	for end := time.Now().Add(waitFor); d.warmed.Load() != 1; runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatalf("warmed %d times", d.warmed.Load())
+		}
+	}
 }
 
 // short says how many bytes its chunks have, and has a block less of one of them.

@@ -626,6 +626,7 @@ func (l *lane) read() error {
 		}
 		switch {
 		case l.roused:
+			l.dst.warm()
 			in.linger(l.b.cfg.rouse)
 		case l.asked && in.lingers():
 			in.linger(l.b.cfg.stay)

@@ -2,6 +2,7 @@ package shm
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/mem"
@@ -107,6 +108,28 @@ func (d *destination) device(f deviceFrame) error {
 		d.l.b.cfg.Log.Warn("shm region refused", "peer", d.l.peer, "err", err)
 	}
 	return d.learn(f.index, m)
+}
+
+// maxWarm bounds the GPUs that are warmed for one rouse.
+const maxWarm = 4
+
+// warm prepares the GPUs of the peer's memory for short copies by this thread.
+func (d *destination) warm() {
+	var devices [maxWarm]mem.Device
+	n := 0
+	d.mu.Lock()
+	for _, m := range d.regions {
+		if m != nil && m.far() && n < maxWarm && !slices.Contains(devices[:n], m.region.Device()) {
+			devices[n] = m.region.Device()
+			n++
+		}
+	}
+	d.mu.Unlock()
+	for _, dev := range devices[:n] {
+		if w, ok := dev.(mem.Warmer); ok {
+			w.Warm()
+		}
+	}
 }
 
 // learn keeps a region, or that it was refused, by the peer's index.

@@ -42,7 +42,7 @@ type GPU struct {
 	handle    cuda.IPCHandle // of staging, if exported
 }
 
-var _ mem.Device = (*GPU)(nil)
+var _ mem.Warmer = (*GPU)(nil)
 
 // hop is what one gather or scatter needs.
 type hop struct {
@@ -339,6 +339,50 @@ func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool, w
 		w.giveBack(nil)
 	}
 	return e, true, w
+}
+
+// warmWait is how long Warm waits for its copy.
+const warmWait = 100 * time.Microsecond
+
+// Warm implements mem.Warmer. [measured, H200] to hand over the first small copy after some milliseconds takes a thread 40 us, and 10 those that follow.
+func (u *GPU) Warm() {
+	if len(u.hops) < cap(u.hops) {
+		return // it is warm
+	}
+	var h *hop
+	select {
+	case h = <-u.hops:
+	default:
+		return
+	}
+	if h.dense == 0 || !u.warm(h) {
+		u.hops <- h
+		return
+	}
+	go func() { // nothing may be in flight when others have it
+		_ = h.queue.Sync() // who copies next finds out what is wrong
+		u.hops <- h
+	}()
+}
+
+// warm copies what nobody needs from h to h, and reports whether that is not over yet.
+func (u *GPU) warm(h *hop) (under bool) {
+	start := time.Now()
+	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
+	to, _ := u.pinned(h.bounce)
+	for i := range cuda.Ptr(packPieces) {
+		h.far, h.near, h.sizes = append(h.far, to+i*packAlign), append(h.near, h.dense+i*packAlign), append(h.sizes, packAlign)
+	}
+	if h.queue.CopyBatch(h.far, h.near, h.sizes) != nil || h.queue.Record(h.prompt) != nil {
+		return true
+	}
+	var back bool
+	var err error
+	poll(syncPrompt, func() bool {
+		back, err = h.prompt.Done()
+		return back || err != nil || time.Since(start) >= warmWait
+	})
+	return !back || err != nil
 }
 
 // pinned gives the device address of host memory that lies in the arena, or in what Pin was told.
