@@ -549,7 +549,6 @@ func (w *worker) stepLocked(rec board.Record) error {
 }
 
 // stepReqLocked returns the lease, if what is announced for it will be followed.
-
 func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 	l := w.leases[q.Lease]
 	if l == nil || !l.source || l.canceled {

@@ -303,7 +303,7 @@ type Sending struct {
 	Skip   []uint32          // per cache group: tokens that the receiver had
 	Tokens map[string][]byte // per transport, as the receiver's backends made them
 	Plan   Plan
-	Blocks [][]uint32 // as of Bind; never changed in place
+	Blocks [][]uint32 // as of Bind, which may be before the step that has all of them: Update follows; never changed in place
 	Source any        // the driver's own view of Origin.Source
 
 	sendingState

@@ -53,7 +53,7 @@ type peer struct {
 
 	told  toldOf
 	dirty bool
-	rouse bool              // its lanes, with what they are given next
+	rouse bool              // its lanes, as soon as there are any
 	ranks []Rank            // of the engine there that we heard of last; nil: suppose that it is as ours
 	load  map[string]uint64 // bytes of the parts that its ranks owe us, by rank
 }

@@ -179,21 +179,19 @@ func (e *Exec) assignPeer(now Instant, p *peer) {
 		l.batch = append(l.batch, transport.Slice{Origin: &sl.Flow.Owner.(*Sending).Origin, Range: sl.Range, Attempt: sl.Attempt,
 			Cookie: sl.Cookie})
 	}
-	rouse := p.rouse
-	p.rouse = false
 	for _, l := range p.lanes {
-		if rouse && l.rouses {
+		if len(l.batch) > 0 {
+			a := e.emit(Move)
+			a.Lane, a.first, a.count = l.id, len(e.outSlices), len(l.batch)
+			e.outSlices = append(e.outSlices, l.batch...)
+			clear(l.batch)
+			l.batch = l.batch[:0]
+		}
+		if p.rouse && l.rouses { // behind what need not wait
 			e.emit(Rouse).Lane = l.id
 		}
-		if len(l.batch) == 0 {
-			continue
-		}
-		a := e.emit(Move)
-		a.Lane, a.first, a.count = l.id, len(e.outSlices), len(l.batch)
-		e.outSlices = append(e.outSlices, l.batch...)
-		clear(l.batch)
-		l.batch = l.batch[:0]
 	}
+	p.rouse = p.rouse && len(p.lanes) == 0
 }
 
 // scanFlights lets the scheduler look for silence.

@@ -177,23 +177,24 @@ func (simPlanner) Send(_ *connector.Worker, g *peerv1.Grant, _ *peerv1.Part) (Pl
 }
 
 type simNode struct {
-	s      *sim
-	addr   string
-	boot   transfer.Boot
-	ex     *Exec
-	dead   bool
-	batch  Batch
-	busy   bool
-	lanes  map[uint64]*simLane
-	grants map[[2]any]*simLanding // by peer and slot
-	links  map[transfer.Boot]Instant
-	leases map[transfer.LeaseID]*simLease
-	fenced map[*connector.Worker]bool
-	follow map[*connector.Worker]bool // Follow's last word
-	answer map[uint64]connector.Admission
-	hangs  map[string]bool // addresses that do not answer a connect
-	roused int             // lanes
-	bound  int             // origins
+	s       *sim
+	addr    string
+	boot    transfer.Boot
+	ex      *Exec
+	dead    bool
+	batch   Batch
+	busy    bool
+	lanes   map[uint64]*simLane
+	grants  map[[2]any]*simLanding // by peer and slot
+	links   map[transfer.Boot]Instant
+	leases  map[transfer.LeaseID]*simLease
+	fenced  map[*connector.Worker]bool
+	follow  map[*connector.Worker]bool // Follow's last word
+	answer  map[uint64]connector.Admission
+	hangs   map[string]bool // addresses that do not answer a connect
+	roused  int             // lanes
+	bound   int             // origins
+	updated int             // tables
 }
 
 // simLanding is the receiver's memory behind one grant.
@@ -217,7 +218,9 @@ type simLease struct {
 	key      string
 	// source
 	version int
-	layers  [simLayers]uint32 // tokens that are really there
+	table   [][]uint32         // as the executor was told it last
+	tables  map[int][][]uint32 // of each version's steps
+	layers  [simLayers]uint32  // tokens that are really there
 	final   [simLayers]bool
 	tokens  uint32
 }
@@ -338,7 +341,10 @@ func (n *simNode) perform(a *Action) {
 			s.fatalf("%s: an origin is bound, and nobody looks for its layers", n.addr)
 		}
 		a.Sending.Source = [2]any{n.leases[a.Sending.Lease], n.leases[a.Sending.Lease].version}
-		a.Sending.Origin.Source = &simSource{snd: a.Sending}
+		a.Sending.Origin.Source = &simSource{snd: a.Sending, table: a.Sending.Blocks}
+	case Update:
+		n.updated++
+		a.Sending.Origin.Source.(*simSource).table = a.Blocks
 	case CloseOrigin:
 		snd := a.Sending
 		snd.Origin.Revoke()
@@ -537,8 +543,12 @@ func (l *simLane) read(sl transport.Slice) {
 	for i := range read {
 		read[i] = src.chunk(snd.Plan.(*simPlan), sl.Range.First+uint32(i))
 	}
+	table := sl.Origin.Source.(*simSource).table
 	sl.Origin.Leave()
 	valid := src.version == version
+	if valid && !sameTables(table, src.table) {
+		s.fatalf("lease %v is read by table %v, and its engine has told %v", src.id, table, src.table)
+	}
 	s.after(s.delay(time.Millisecond), func() { l.land(sl, read, valid) })
 }
 
@@ -549,7 +559,8 @@ func sendingOf(sl transport.Slice) *Sending {
 // simSource only leads from an origin to its sending.
 type simSource struct {
 	transport.Source
-	snd *Sending
+	snd   *Sending
+	table [][]uint32
 }
 
 // chunk is what the engine's memory holds now.
@@ -665,10 +676,10 @@ func (n *simNode) expect(w *connector.Worker, id uint64, k transfer.Key, peer st
 
 func (n *simNode) intent(w *connector.Worker, id uint64, k transfer.Key, tokens uint32, fanout int, deadline time.Duration) *simLease {
 	lid := transfer.LeaseID{Boot: w.Boot, ID: id}
-	l := &simLease{id: lid, w: w, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens}
+	l := &simLease{id: lid, w: w, opened: n.s.now, deadline: deadline, key: k.String(), tokens: tokens, table: [][]uint32{{0}}, tables: map[int][][]uint32{}}
 	n.leases[lid] = l
 	n.event(func() {
-		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout, Deadline: deadline, Blocks: [][]uint32{}})
+		n.ex.Intent(n.s.now, w, connector.Intent{Lease: lid, Key: k, Tokens: tokens, Fanout: fanout, Deadline: deadline, Blocks: l.table})
 	})
 	return l
 }
@@ -690,7 +701,11 @@ func (n *simNode) step(l *simLease, layer int, tokens uint32) {
 	v := l.version
 	n.event(func() {
 		if l.version == v {
-			n.ex.Progress(n.s.now, l.w, []connector.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens, l.tokens), Final: final}})
+			if l.tables[v] == nil {
+				l.tables[v] = [][]uint32{{uint32(v) + 1}}
+			}
+			l.table = l.tables[v]
+			n.ex.Progress(n.s.now, l.w, []connector.Progress{{Lease: l.id, Layer: layer, Tokens: min(tokens, l.tokens), Final: final, Blocks: l.table}})
 		}
 	})
 }

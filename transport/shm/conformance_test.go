@@ -43,14 +43,14 @@ func TestDevice(t *testing.T) {
 // Readers that were roused end, and move, like others.
 func TestRoused(t *testing.T) {
 	transporttest.Conformance(t, func(tb testing.TB) transport.Backend {
-		return rousing{New(Config{Dir: testutil.ShortDir(tb), Workers: 2, pollers: 1, rouse: time.Hour, stay: 10 * time.Millisecond})}
+		return rouser{New(Config{Dir: testutil.ShortDir(tb), Workers: 2, pollers: 1, rouse: time.Hour, stay: 10 * time.Millisecond})}
 	})
 }
 
-// rousing rouses the peer of each lane as soon as there is one.
-type rousing struct{ transport.Backend }
+// rouser rouses the peer of each lane as soon as there is one.
+type rouser struct{ transport.Backend }
 
-func (r rousing) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
+func (r rouser) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
 	l, err := r.Backend.Dial(ctx, peer, local, remote)
 	if err == nil {
 		l.(transport.Rouser).Rouse()

@@ -66,6 +66,9 @@ func (b *Backend) mover() {
 		select {
 		case j := <-b.far:
 			m.jobs = append(m.jobs[:0], j)
+		case d := <-b.cold:
+			d.Warm()
+			continue
 		case <-b.stop:
 			b.dropJobs(b.far)
 			return

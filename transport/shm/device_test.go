@@ -132,6 +132,16 @@ func TestRouseWarms(t *testing.T) {
 			t.Fatalf("warmed %d times", d.warmed.Load())
 		}
 	}
+	from, to := scattered(t, &d, 1<<20, 16<<10, 1, false), scattered(t, &d, 1<<20, 16<<10, 2, false)
+	o, g := p.bind(t, 9, from.memory, to.memory)
+	o.Source = from
+	p.dst.mu.Lock()
+	g.Sink = to
+	p.dst.mu.Unlock()
+	p.move(t, o, from.space, 4, p.lane) // behind all that the rouse was for
+	if n := d.warmed.Load(); n != 1 {
+		t.Errorf("warmed %d times, want once", n)
+	}
 }
 
 // short says how many bytes its chunks have, and has a block less of one of them.

@@ -61,6 +61,7 @@ type lane struct {
 
 	results []transport.Result // the reader's
 	roused  bool               // since the reader looked; the reader's
+	rousing                    // the reader's
 	asked   bool               // for memory of ours to be written, since the reader looked; the reader's
 	handed  bool               // some of that to a copier or a mover; the reader's
 }
@@ -624,17 +625,46 @@ func (l *lane) read() error {
 		if err != nil {
 			return fmt.Errorf("shm: lane %d: %w", l.id, err)
 		}
-		switch {
-		case l.roused:
-			l.dst.warm()
-			in.linger(l.b.cfg.rouse)
-		case l.asked && in.lingers():
-			in.linger(l.b.cfg.stay)
-		}
-		if l.handed && in.lingers() {
-			runtime.Gosched() // who got it begins on this thread: another one would have to be woken
+		if l.asked || l.roused {
+			l.stayAwake(in, time.Now())
 		}
 		l.roused, l.asked, l.handed = false, false, false
+	}
+}
+
+// rousing is how a lane's reader was roused.
+type rousing struct {
+	since time.Time // when, if no pull has come since
+	deaf  time.Time // until then it is not to be roused
+}
+
+// stayAwake has the reader linger where it was roused.
+func (l *lane) stayAwake(in *inbox, now time.Time) {
+	awake := in.lingers()
+	if l.asked {
+		if !l.since.IsZero() && !awake {
+			l.deaf = now.Add(deafFor)
+		}
+		l.since = time.Time{}
+		if awake {
+			in.linger(now.Add(l.b.cfg.stay))
+		}
+	}
+	switch {
+	case !l.roused || now.Before(l.deaf):
+	case !l.since.IsZero() && now.Sub(l.since) > l.b.cfg.rouse:
+		l.since, l.deaf = time.Time{}, now.Add(deafFor)
+	default:
+		if l.since.IsZero() {
+			l.since = now
+		}
+		in.linger(l.since.Add(l.b.cfg.rouse))
+		if !awake && !l.asked && in.lingers() {
+			l.dst.warm()
+		}
+	}
+	if l.handed && in.lingers() {
+		runtime.Gosched() // who got it begins on this thread: another one would have to be woken
 	}
 }
 

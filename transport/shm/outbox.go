@@ -24,7 +24,7 @@ type outbox struct {
 
 	mu sync.Mutex
 	// guarded by mu
-	q        []*packet // oldest first; bounded by the pulls in flight
+	q        []*packet // oldest first; bounded by the pulls in flight, and a rouse
 	free     []*packet
 	flushing bool // somebody sends, or the writer was told to
 	handed   bool // the writer is the flusher from its next wake-up on

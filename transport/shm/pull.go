@@ -110,10 +110,10 @@ func (d *destination) device(f deviceFrame) error {
 	return d.learn(f.index, m)
 }
 
-// maxWarm bounds the GPUs that are warmed for one rouse.
-const maxWarm = 4
+// maxWarm bounds the GPUs that wait to be warmed.
+const maxWarm = 8
 
-// warm prepares the GPUs of the peer's memory for short copies by this thread.
+// warm has the GPUs of the peer's memory prepared for short copies, by a mover: the reader waits for no driver.
 func (d *destination) warm() {
 	var devices [maxWarm]mem.Device
 	n := 0
@@ -127,7 +127,11 @@ func (d *destination) warm() {
 	d.mu.Unlock()
 	for _, dev := range devices[:n] {
 		if w, ok := dev.(mem.Warmer); ok {
-			w.Warm()
+			select {
+			case d.l.b.cold <- w:
+				d.l.handed = true
+			default:
+			}
 		}
 	}
 }

@@ -29,7 +29,7 @@ func TestLinger(t *testing.T) {
 	}{{"at once", 0, 0, false, false}, {"in vain", time.Millisecond, 1, false, false}, {"in time", time.Hour, 1, true, true}, {"too many", time.Hour, 2, false, false}} {
 		polling.Store(c.others)
 		start := time.Now()
-		in.linger(c.linger)
+		in.linger(start.Add(c.linger))
 		go func() { came <- in.recv(uintptr(fds[0])) }()
 		if c.send {
 			select {

@@ -52,8 +52,12 @@ func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 	return in.buf[:in.n], in.oob[:in.hdr.Controllen], int(in.hdr.Flags), nil
 }
 
-// linger has next ask again and again for so long from now on, instead of sleeping.
-func (in *inbox) linger(d time.Duration) { in.until = time.Now().Add(d) }
+// linger has next ask again and again until then, at least, instead of sleeping.
+func (in *inbox) linger(until time.Time) {
+	if in.most > 0 && until.After(in.until) {
+		in.until = until
+	}
+}
 
 // lingers reports whether it does.
 func (in *inbox) lingers() bool { return !in.until.IsZero() }

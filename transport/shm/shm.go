@@ -56,13 +56,15 @@ type Config struct {
 	rouse, stay time.Duration // default rouseFor and stayFor
 }
 
-// A lane's reader that was roused asks for the first pull again and again for rouseFor, and for the next one for stayFor; then it sleeps as usual.
+// A lane's reader that was roused asks for the first pull again and again for rouseFor, and for the next one for stayFor; then it sleeps as usual. Where
+// the first one came too late for that, it is left alone for deafFor: an engine whose layers come so late gains nothing.
 // [measured, 16 cores, H200] a processor that sleeps hears of a packet 50 to 300 us late, as the host of its virtual machine has to wake it, and
 // every layer behind the first one queues. A quarter of the processors is for that, and readers beyond it sleep: one that polls holds a processor
 // of the runtime, and where it has few of those all others would be tens of milliseconds late.
 const (
 	rouseFor = 20 * time.Millisecond // the step before may still run
 	stayFor  = 300 * time.Microsecond
+	deafFor  = 200 * time.Millisecond
 )
 
 // What runs for memory of GPUs, beside a lane's reader, follows the copiers, which are half of the cores: a GPU's link outruns one core at
@@ -103,6 +105,7 @@ type Backend struct {
 	maps mappings
 	jobs chan *job
 	far  chan *job // those with memory of a GPU on either side
+	cold chan mem.Warmer
 	stop chan struct{}
 	wg   sync.WaitGroup
 
@@ -142,7 +145,7 @@ func New(cfg Config) *Backend {
 		cfg.rouse, cfg.stay = rouseFor, stayFor
 	}
 	return &Backend{
-		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), stop: make(chan struct{}),
+		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), cold: make(chan mem.Warmer, maxWarm), stop: make(chan struct{}),
 		maps:  mappings{links: cfg.Links, all: map[mapKey]*mapping{}},
 		lanes: map[*lane]struct{}{}, reads: map[*transport.Origin]*reading{},
 	}

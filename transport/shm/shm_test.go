@@ -270,9 +270,9 @@ func (n *node) awaitPollers(t *testing.T, want int32) {
 	}
 }
 
-// TestRouse: who is roused polls until the first pull and between those that follow, not when none follows, and not unless it is roused.
+// TestRouse: who is roused polls, for a while, at the end that was roused; who is not does not.
 func TestRouse(t *testing.T) {
-	p := newPair(t, Config{pollers: 1, rouse: time.Hour, stay: 50 * time.Millisecond})
+	p := newPair(t, Config{pollers: 1, rouse: 50 * time.Millisecond, stay: time.Millisecond})
 	for slot := range transfer.Slot(4) {
 		from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
 		o, _ := p.bind(t, slot, from, to)
@@ -313,13 +313,62 @@ func TestRouseWaitsForNothing(t *testing.T) {
 	}
 }
 
-// TestRouseOld: a peer that knows no rouses is sent none, and serves on.
+// TestRouseOld: a peer that knows no rouses is sent none.
 func TestRouseOld(t *testing.T) {
-	p := newPair(t, Config{versions: wire.Versions{Min: wire.V(1, 0), Max: framesRows}})
-	p.lane.(*lane).Rouse()
-	from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
-	o, _ := p.bind(t, 1, from, to)
-	p.move(t, o, from.space, 16, p.lane)
+	l := newPair(t, Config{versions: wire.Versions{Min: wire.V(1, 0), Max: framesRows}}).lane.(*lane)
+	l.out.mu.Lock()
+	l.out.flushing = true // what is queued stays
+	l.out.mu.Unlock()
+	l.Rouse()
+	if l.out.waits() {
+		t.Error("roused")
+	}
+	l.out.mu.Lock()
+	l.out.flushing = false
+	l.out.mu.Unlock()
+}
+
+// TestStayAwake: a reader lingers for the first pull behind a rouse and for a while behind each, no rouse makes it longer, and one that gained
+// nothing by it is left alone for some time.
+func TestStayAwake(t *testing.T) {
+	const rouse, asked = 1, 2
+	type event struct {
+		at    time.Duration
+		what  int
+		until time.Duration // that it lingers afterwards; 0: it does not
+	}
+	const ms = time.Millisecond
+	for name, events := range map[string][]event{
+		"nobody roused it":             {{0, asked, 0}, {ms, asked, 0}},
+		"a pass":                       {{0, rouse, 20 * ms}, {5 * ms, asked, 20 * ms}, {20*ms - 1, asked, 20*ms - 1 + stayFor}, {30 * ms, asked, 0}},
+		"a step, and one behind it":    {{0, rouse, 20 * ms}, {15 * ms, asked, 20 * ms}, {16 * ms, rouse, 36 * ms}, {17 * ms, asked, 36 * ms}, {40 * ms, rouse, 60 * ms}},
+		"a step with its first layers": {{0, rouse | asked, 20 * ms}, {ms, asked, 20 * ms}},
+		"rouses alone": {{0, rouse, 20 * ms}, {15 * ms, rouse, 20 * ms}, {19 * ms, rouse, 20 * ms}, {21 * ms, rouse, 0}, {30 * ms, rouse, 0},
+			{21*ms + deafFor - 1, rouse, 0}, {21*ms + deafFor, rouse, 41*ms + deafFor}},
+		"a layer that comes too late": {{0, rouse, 20 * ms}, {39 * ms, asked, 0}, {40 * ms, rouse, 0}, {41 * ms, asked, 0}, {39*ms + deafFor, rouse, 59*ms + deafFor}},
+	} {
+		start := time.Now()
+		l := &lane{b: New(Config{pollers: 1})}
+		in := newInbox(nil, nil, 1)
+		for i, e := range events {
+			if now := start.Add(e.at); !in.until.After(now) {
+				in.until = time.Time{} // as recv does
+			}
+			l.roused, l.asked = e.what&rouse != 0, e.what&asked != 0
+			l.stayAwake(in, start.Add(e.at))
+			until := time.Duration(0)
+			if in.lingers() {
+				until = in.until.Sub(start)
+			}
+			if until != e.until {
+				t.Fatalf("%s: event %d: it lingers until %s, want %s", name, i, until, e.until)
+			}
+		}
+	}
+	l, in := &lane{b: New(Config{pollers: 1}), roused: true}, newInbox(nil, nil, 0)
+	if l.stayAwake(in, time.Now()); in.lingers() {
+		t.Error("it lingers on a host with too few processors")
+	}
 }
 
 // TestRousedEnds: nobody waits longer for the end of a reader that polls.

@@ -347,7 +347,7 @@ const warmWait = 100 * time.Microsecond
 // Warm implements mem.Warmer. [measured, H200] to hand over the first small copy after some milliseconds takes a thread 40 us, and 10 those that follow.
 func (u *GPU) Warm() {
 	if len(u.hops) < cap(u.hops) {
-		return // it is warm
+		return // blocks are gathered or scattered: it is warm
 	}
 	var h *hop
 	select {

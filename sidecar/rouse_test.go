@@ -1,0 +1,65 @@
+package sidecar
+
+import (
+	"context"
+	"sync/atomic"
+	"testing"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/transport"
+)
+
+// heard is a backend that counts how often its lanes rouse their peers.
+type heard struct {
+	transport.Backend
+	n *atomic.Int32
+}
+
+func (b heard) Open(ctx context.Context, h transport.Host) ([]transport.Rail, error) {
+	return b.Backend.Open(ctx, heardHost{h, b.n})
+}
+
+type heardHost struct {
+	transport.Host
+	n *atomic.Int32
+}
+
+func (h heardHost) LaneUp(l transport.Lane) { h.Host.LaneUp(heardLane{l.(transport.Rouser), h.n}) }
+
+type heardLane struct {
+	transport.Rouser
+	n *atomic.Int32
+}
+
+func (l heardLane) Rouse() {
+	l.n.Add(1)
+	l.Rouser.Rouse()
+}
+
+// TestRouse: the peer of a step that is about to run is roused before its first layer is there.
+func TestRouse(t *testing.T) {
+	shm := func(c *config.Config) { c.Transports.Order = []string{config.TransSHM} }
+	var n atomic.Int32
+	p := startConfig(t, testConfig(t, shm), func(node *Node) {
+		for i, b := range node.backends {
+			node.backends[i] = heard{b, &n}
+		}
+	})
+	d := start(t, shm)
+	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
+	pe.random()
+	for seed := range uint64(2) { // before there is a lane, and then
+		step := seed + 1
+		x := begin(t, p, pe, de, seed, 0, msg.PendingStep{Step: step, End: tokens})
+		until(t, func() bool { return n.Load() == int32(step) })
+		pe.SignalStep(step)
+		if c := de.wait(x.dst); c.Status != exec.StatusOK {
+			t.Fatalf("status %d: %s", c.Status, c.Received.Reason)
+		}
+	}
+	if n.Load() != 2 {
+		t.Errorf("roused %d times, want 2", n.Load())
+	}
+}
