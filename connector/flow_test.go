@@ -185,6 +185,78 @@ func TestRestartPresentsLeases(t *testing.T) {
 	}
 }
 
+// TestReplays: the layers of captured graphs, whose flags are cleared as the next step begins. Each is told once, and none is missed.
+func TestReplays(t *testing.T) {
+	const steps = 60
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	var blocks []uint32
+	for b := range uint32(steps) {
+		blocks = append(blocks, b)
+	}
+	id, err := w.Intent(intent(16*steps, blocks...))
+	must(t, err)
+	announce := func(s uint64) {
+		t.Helper()
+		must(t, w.Step(msg.Step{Step: s, Reqs: []msg.StepReq{{Lease: id, End: uint32(16 * s)}}}))
+	}
+	// One after another, each layer awaited.
+	for s := uint64(1); s <= 3; s++ {
+		announce(s)
+		w.StartReplay(s)
+		for l := range shape.Layers {
+			n := int(s-1)*shape.Layers + l
+			w.SignalReplay(l)
+			r.rec.until(t, "a layer", func() bool { return len(r.rec.progress) > n })
+			if p := r.rec.seen().progress[n]; p.Layer != l || p.Tokens != uint32(16*s) {
+				t.Fatalf("step %d, layer %d: progress %+v", s, l, p)
+			}
+		}
+		w.SignalStep(s)
+	}
+	// A step that was over, and its flags cleared, before its record was taken: its end tells of all layers.
+	w.StartReplay(4)
+	for l := range shape.Layers {
+		w.SignalReplay(l)
+	}
+	w.SignalStep(4)
+	w.StartReplay(5)
+	w.SignalReplay(2)
+	announce(4)
+	announce(5)
+	r.rec.until(t, "all layers, and one of the next step", func() bool {
+		told := map[int]uint32{}
+		for _, p := range r.rec.progress {
+			told[p.Layer] = p.Tokens
+		}
+		return told[0] == 16*4 && told[1] == 16*4 && told[2] == 16*5 && told[3] == 16*4
+	})
+	w.SignalStep(5)
+	// And as fast as it goes, but for a layer here and there that somebody has to have seen before it is cleared.
+	for s := uint64(6); s <= steps; s++ {
+		announce(s)
+		w.StartReplay(s)
+		for l := range shape.Layers {
+			w.SignalReplay(l)
+			if s%3 == 0 && l == int(s)%shape.Layers {
+				r.rec.until(t, "a layer in between", func() bool {
+					return slices.ContainsFunc(r.rec.progress, func(p connector.Progress) bool { return p.Layer == l && p.Tokens == uint32(16*s) })
+				})
+			}
+		}
+		w.SignalStep(s)
+	}
+	w.StartReplay(steps + 1)
+	r.rec.until(t, "the end", func() bool { return finals(r.rec) == shape.Layers })
+	told := make([]uint32, shape.Layers)
+	for i, p := range r.rec.seen().progress {
+		if p.Tokens <= told[p.Layer] {
+			t.Errorf("progress %d is told again: %+v after %d tokens", i, p, told[p.Layer])
+		}
+		told[p.Layer] = p.Tokens
+	}
+}
+
 // TestTableOutlivesUnchangedStep: a table that no flag was seen for goes with the later step that says "unchanged".
 func TestTableOutlivesUnchangedStep(t *testing.T) {
 	r := start(t, nil)

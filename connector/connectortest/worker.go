@@ -386,6 +386,12 @@ func (w *Worker) BumpEpoch() uint64 { return w.flags.BumpSourceEpoch() }
 // SignalLayer says that layer l (a flag index) of the step is complete.
 func (w *Worker) SignalLayer(l int, step uint64) { w.flags.SetLayer(l, step) }
 
+// StartReplay begins a step whose layers come by SignalReplay, as those of a captured graph do.
+func (w *Worker) StartReplay(step uint64) { w.flags.StartReplay(step) }
+
+// SignalReplay says that layer l (a flag index) of the step of StartReplay is complete. It is forgotten with the next StartReplay.
+func (w *Worker) SignalReplay(l int) { w.flags.SetReplayed(l) }
+
 // SignalStep says that all layers of the step are complete.
 func (w *Worker) SignalStep(step uint64) { w.flags.SetLayer(w.flags.Layers(), step) }
 

@@ -5,7 +5,9 @@ import (
 	"errors"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/leaktest"
@@ -54,23 +56,106 @@ func TestFlags(t *testing.T) {
 	}
 }
 
+func TestReplayFlags(t *testing.T) {
+	mem := make([]byte, board.FlagsBytes(3))
+	f, err := board.InitFlags(mem, [16]byte{7}, 3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := func(when string, w ...uint64) {
+		t.Helper()
+		for i, v := range w {
+			if got := f.Layer(i); got != v {
+				t.Errorf("%s: layer %d = %d, want %d", when, i, got, v)
+			}
+		}
+	}
+	f.SetReplayed(0) // a replay that no step was announced for
+	want("before any step", 0, 0, 0, 0)
+	f.StartReplay(4)
+	want("started", 0, 0, 0, 0)
+	f.SetReplayed(0)
+	f.SetReplayed(2)
+	want("replayed", 4, 0, 4, 0)
+	f.SetLayer(1, 5) // as an eager step of the same engine does
+	f.SetLayer(3, 4)
+	want("both", 4, 5, 4, 4)
+	f.StartReplay(6)
+	want("cleared", 0, 5, 0, 4)
+	f.SetLayer(0, 6)
+	f.SetReplayed(1)
+	want("the greater one", 6, 6, 0, 4)
+	if f.SourceEpoch() != 0 || f.Load(0) != 0 || f.Load(2) != 0 {
+		t.Error("words share memory")
+	}
+	// The memory of a shim that has no such flags: whatever lies there says nothing.
+	put64(mem, board.OffFlagsHeaderFeatures, 0)
+	if f, err = board.ParseFlags(mem); err != nil {
+		t.Fatal(err)
+	}
+	want("no such feature", 6, 5, 0, 4)
+}
+
+// TestReplayFlagsAreNeverEarly: whatever the reader sees of a step and of its flags, the layer was complete in that step.
+func TestReplayFlagsAreNeverEarly(t *testing.T) {
+	const layers = 2
+	f, err := board.InitFlags(make([]byte, board.FlagsBytes(layers)), [16]byte{7}, layers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var done [layers]atomic.Uint64
+	var stop atomic.Bool
+	var wg sync.WaitGroup
+	for i := range layers {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			for !stop.Load() {
+				v := f.Layer(i) // before what is true by now
+				if at := done[i].Load(); v > at {
+					t.Errorf("layer %d is said to be complete in step %d, and is so in %d", i, v, at)
+					return
+				}
+			}
+		}()
+	}
+	end := time.Now().Add(time.Second)
+	for s := uint64(1); s%1024 != 0 || time.Now().Before(end); s++ {
+		f.StartReplay(s)
+		for i := range layers {
+			done[i].Store(s)
+			f.SetReplayed(i)
+		}
+	}
+	stop.Store(true)
+	wg.Wait()
+}
+
 func TestFlagsHeaderRefused(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func([]byte)
 		want   string
 	}{
-		"magic":        {func(b []byte) { b[0]++ }, "magic"},
-		"major":        {func(b []byte) { b[board.OffFlagsHeaderMajor] = 2 }, "ABI version 2, this side speaks 1"},
-		"no layers":    {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 0) }, "layers = 0"},
-		"many layers":  {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1025) }, "layers = 1025"},
-		"stride":       {func(b []byte) { put32(b, board.OffFlagsHeaderStride, 8) }, "stride = 8"},
-		"total":        {func(b []byte) { put64(b, board.OffFlagsHeaderTotalBytes, 1<<40) }, "total_bytes"},
-		"outside":      {func(b []byte) { put64(b, board.OffFlagsHeaderLoadFlags, 1<<63) }, "load_flags"},
-		"overflow":     {func(b []byte) { put64(b, board.OffFlagsHeaderLayerFlags, ^uint64(0)-63) }, "layer_flags"},
-		"unaligned":    {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 129) }, "multiple of 8"},
-		"overlap":      {func(b []byte) { put64(b, board.OffFlagsHeaderLoadFlags, board.SizeFlagsHeader) }, "overlaps layer_flags"},
-		"in header":    {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 64) }, "overlaps header"},
-		"few bytes":    {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1024) }, "outside"},
+		"magic":          {func(b []byte) { b[0]++ }, "magic"},
+		"major":          {func(b []byte) { b[board.OffFlagsHeaderMajor] = 2 }, "ABI version 2, this side speaks 1"},
+		"no layers":      {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 0) }, "layers = 0"},
+		"many layers":    {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1025) }, "layers = 1025"},
+		"stride":         {func(b []byte) { put32(b, board.OffFlagsHeaderStride, 8) }, "stride = 8"},
+		"total":          {func(b []byte) { put64(b, board.OffFlagsHeaderTotalBytes, 1<<40) }, "total_bytes"},
+		"outside":        {func(b []byte) { put64(b, board.OffFlagsHeaderLoadFlags, 1<<63) }, "load_flags"},
+		"overflow":       {func(b []byte) { put64(b, board.OffFlagsHeaderLayerFlags, ^uint64(0)-63) }, "layer_flags"},
+		"unaligned":      {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 129) }, "multiple of 8"},
+		"overlap":        {func(b []byte) { put64(b, board.OffFlagsHeaderLoadFlags, board.SizeFlagsHeader) }, "overlaps layer_flags"},
+		"in header":      {func(b []byte) { put64(b, board.OffFlagsHeaderSourceEpoch, 64) }, "overlaps header"},
+		"few bytes":      {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1024) }, "outside"},
+		"replay outside": {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, uint64(len(b))-3*64) }, "replay_flags"},
+		"replay overlap": {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, board.SizeFlagsHeader+4*64) }, "replay_flags"},
+		"no replay":      {func(b []byte) { put64(b, board.OffFlagsHeaderReplayFlags, 0) }, "overlaps header"},
+		"older shim": {func(b []byte) {
+			b[board.OffFlagsHeaderMinor] = 0
+			put64(b, board.OffFlagsHeaderFeatures, 0)
+			put64(b, board.OffFlagsHeaderReplayFlags, 1<<63|1)
+		}, ""},
 		"newer minor":  {func(b []byte) { b[board.OffFlagsHeaderMinor] = 9 }, ""},
 		"new features": {func(b []byte) { put64(b, board.OffFlagsHeaderFeatures, 255) }, ""},
 	} {

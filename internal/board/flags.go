@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 )
 
-// Flags is a view of a flags memory: step flags, load flags and the source epoch.
+// Flags is a view of a flags memory: step flags, load flags, the source epoch and, if the shim has them, replay flags.
 type Flags struct {
 	mem    []byte
 	boot   [16]byte
@@ -14,11 +14,12 @@ type Flags struct {
 	layer  uint64 // offsets, checked
 	load   uint64
 	epoch  uint64
+	replay uint64 // 0: there are none
 }
 
 // FlagsBytes is the size of a flags memory for so many layers.
 func FlagsBytes(layers int) int {
-	return SizeFlagsHeader + (layers+1)*SizeFlag + layers*SizeFlag + CacheLine
+	return SizeFlagsHeader + (layers+1)*SizeFlag + layers*SizeFlag + CacheLine + (layers+1)*SizeFlag
 }
 
 // InitFlags writes a header into zeroed memory and returns the view. The shim's side.
@@ -40,7 +41,10 @@ func InitFlags(mem []byte, boot [16]byte, layers int) (*Flags, error) {
 	load := layer + uint64(layers+1)*SizeFlag
 	le.PutUint64(mem[OffFlagsHeaderLayerFlags:], layer)
 	le.PutUint64(mem[OffFlagsHeaderLoadFlags:], load)
-	le.PutUint64(mem[OffFlagsHeaderSourceEpoch:], load+uint64(layers)*SizeFlag)
+	epoch := load + uint64(layers)*SizeFlag
+	le.PutUint64(mem[OffFlagsHeaderSourceEpoch:], epoch)
+	le.PutUint64(mem[OffFlagsHeaderReplayFlags:], epoch+CacheLine)
+	le.PutUint64(mem[OffFlagsHeaderFeatures:], FlagsReplays)
 	le.PutUint64(mem[OffFlagsHeaderTotalBytes:], uint64(len(mem)))
 	return ParseFlags(mem)
 }
@@ -76,11 +80,15 @@ func ParseFlags(mem []byte) (*Flags, error) {
 	if total > uint64(len(mem)) {
 		return nil, fmt.Errorf("board: flags: total_bytes = %d, but the memory has %d", total, len(mem))
 	}
-	if err := disjoint("flags", total, 8,
-		part{"header", 0, SizeFlagsHeader},
-		part{"layer_flags", f.layer, uint64(layers+1) * SizeFlag},
-		part{"load_flags", f.load, uint64(layers) * SizeFlag},
-		part{"source_epoch", f.epoch, 8}); err != nil {
+	parts := []part{{"header", 0, SizeFlagsHeader},
+		{"layer_flags", f.layer, uint64(layers+1) * SizeFlag},
+		{"load_flags", f.load, uint64(layers) * SizeFlag},
+		{"source_epoch", f.epoch, 8}}
+	if le.Uint64(h[OffFlagsHeaderFeatures:])&FlagsReplays != 0 {
+		f.replay = le.Uint64(h[OffFlagsHeaderReplayFlags:])
+		parts = append(parts, part{"replay_flags", f.replay, uint64(layers+1) * SizeFlag})
+	}
+	if err := disjoint("flags", total, 8, parts...); err != nil {
 		return nil, err
 	}
 	return f, nil
@@ -92,12 +100,21 @@ func (f *Flags) Boot() [16]byte { return f.boot }
 // Layers is the number of layer flags, without the step's end.
 func (f *Flags) Layers() int { return f.layers }
 
-// Layer returns the last step whose layer i is complete; i = Layers() is the end of the step.
+// Layer returns the last step whose layer i is known to be complete; i = Layers() is the end of the step. Of a layer that a replayed graph
+// signals that is forgotten as the next step begins: it may fall, but for the end of the step, and each value was true for good.
 func (f *Flags) Layer(i int) uint64 {
 	if uint(i) > uint(f.layers) {
 		panic("board: layer flag out of range")
 	}
-	return word64(f.mem, f.layer+uint64(i)*SizeFlag).Load()
+	v := word64(f.mem, f.layer+uint64(i)*SizeFlag).Load()
+	if f.replay == 0 || i == f.layers {
+		return v
+	}
+	// The step comes first: its zeros are seen by whoever sees it, so a 1 that is found then is of this step or of a later one.
+	if step := f.replayWord(f.layers).Load(); step > v && f.replayWord(i).Load() != 0 {
+		return step
+	}
+	return v
 }
 
 // SetLayer is the engine's side: layer i of this step is complete. A value that does not grow is dropped.
@@ -108,6 +125,30 @@ func (f *Flags) SetLayer(i int, step uint64) {
 	w := word64(f.mem, f.layer+uint64(i)*SizeFlag)
 	for old := w.Load(); old < step && !w.CompareAndSwap(old, step); old = w.Load() {
 	}
+}
+
+// StartReplay is the engine's side: what SetReplayed says from now on is about this step. One replay at a time.
+func (f *Flags) StartReplay(step uint64) {
+	for i := range f.layers {
+		f.replayWord(i).Store(0)
+	}
+	f.replayWord(f.layers).Store(step)
+}
+
+// SetReplayed is the engine's side: layer i of the step of StartReplay is complete.
+func (f *Flags) SetReplayed(i int) {
+	if uint(i) >= uint(f.layers) {
+		panic("board: replay flag out of range")
+	}
+	f.replayWord(i).Store(1)
+}
+
+// replayWord is the replay flag of layer i, or, for i = Layers(), their step.
+func (f *Flags) replayWord(i int) *atomic.Uint64 {
+	if f.replay == 0 {
+		panic("board: there are no replay flags")
+	}
+	return word64(f.mem, f.replay+uint64(i)*SizeFlag)
 }
 
 // Load returns load flag i.

@@ -7,13 +7,14 @@ const (
 	FlagsMagic      = 1179407184
 	RingsMagic      = 1380537168
 	BoardMajor      = 1
-	BoardMinor      = 0
+	BoardMinor      = 1
 	CacheLine       = 64
 	MaxLayers       = 1024
 	Poison          = 9223372036854775807
 	RingMinBytes    = 65536
 	RingMaxBytes    = 16777216
 	RecordMaxBytes  = 1048576
+	FlagsReplays    = 1
 	WorkMagic       = 1464423248
 	WorkMinor       = 1
 	WorkSlots       = 8
@@ -89,6 +90,7 @@ const (
 	OffFlagsHeaderSourceEpoch = 48
 	OffFlagsHeaderTotalBytes  = 56
 	OffFlagsHeaderFeatures    = 64
+	OffFlagsHeaderReplayFlags = 72
 )
 
 // struct kvs_flag: its size and the offsets of its fields.

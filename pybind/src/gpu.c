@@ -5,10 +5,12 @@
  * libcuda is opened at run time and used in the engine's own context; without it the rest of the library works.
  *
  * The flags are the board's, registered as host-mapped memory. Outside a capture a flag is one stream write of the step. Inside
- * one, a value would be baked into the graph, so a one-thread kernel copies the step from a device word that kvs_gpu_step sets
- * before each replay. That kernel sits on a side branch of the graph: forked after the layer, joined once at the end of the step.
- * The next layer does not wait for it, and the join orders a step's flags before the next step's word. kvs_gpu_pack has it move what the
- * sidecar wants packed, too (graph.h).
+ * one, a value would be baked into the graph, so there it is a stream write of 1, to the layer's replay flag; kvs_gpu_step clears these
+ * before each replay, and says which step they are of. A write needs no multiprocessor, where a kernel waits for one that the layers have
+ * filled. The end of the step is a one-thread kernel all the same, which copies the step from a device word that kvs_gpu_step sets: a
+ * sidecar that does not know replay flags sees that one. All of it sits on a side branch of the graph: forked after the layer, joined once
+ * at the end of the step. The next layer does not wait for it, and the join orders a step's flags before the next step's zeros and word.
+ * kvs_gpu_pack has graphs move what the sidecar wants packed, too, with a kernel for each layer that also sets its flag (graph.h).
  */
 #include <errno.h>
 #include <stdint.h>
@@ -28,17 +30,19 @@ enum {
 	CAPTURE_ACTIVE = 1,
 	HANDLE_POSIX_FD = 1,
 	WORD_BYTES = 256,
+	STEP_THREADS = 128,
 };
 
 struct kvs_gpu {
-	handle context, module, flag_kernel, side, fork, join;
+	handle context, module, flag_kernel, step_kernel, side, fork, join;
 	devptr word;      /* on the device: the step that replays say is complete */
 	devptr flags;     /* the board's flags as the device sees them */
 	void *host_flags; /* ... and as this process does */
-	uint64_t layer_flags, load_flags; /* offsets */
+	uint64_t layer_flags, load_flags, replay_flags; /* offsets */
 	uint32_t layers;
 	uint64_t step;  /* the latest that kvs_gpu_step enqueued */
 	int forked;     /* the side stream is part of a capture that has not joined it */
+	int replays;    /* a graph sets replay flags; from then on each step clears them */
 	kvs_client *client;
 	struct graph graph; /* at NULL: captures set flags and move nothing */
 	char error[160]; /* of the first call that failed */
@@ -83,6 +87,7 @@ static int set_up(struct kvs_gpu *g, kvs_client *c)
 	g->layers = h->layers;
 	g->layer_flags = h->layer_flags;
 	g->load_flags = h->load_flags;
+	g->replay_flags = h->replay_flags;
 	TRY(g, MemHostRegister, flags, bytes, HOST_PORTABLE | HOST_DEVICEMAP);
 	g->host_flags = flags;
 	TRY(g, MemHostGetDevicePointer, &g->flags, flags, 0);
@@ -90,6 +95,7 @@ static int set_up(struct kvs_gpu *g, kvs_client *c)
 	TRY(g, MemsetD32, g->word, 0, WORD_BYTES / 4);
 	TRY(g, ModuleLoadData, &g->module, flag_ptx);
 	TRY(g, ModuleGetFunction, &g->flag_kernel, g->module, "kvs_flag");
+	TRY(g, ModuleGetFunction, &g->step_kernel, g->module, "kvs_step");
 	TRY(g, CtxGetStreamPriorityRange, &least, &greatest);
 	TRY(g, StreamCreateWithPriority, &g->side, STREAM_NON_BLOCKING, greatest);
 	TRY(g, EventCreate, &g->fork, EVENT_DISABLE_TIMING);
@@ -162,11 +168,21 @@ static devptr layer_flag(const struct kvs_gpu *g, uint32_t i)
 	return g->flags + g->layer_flags + (devptr)i * sizeof(struct kvs_flag);
 }
 
+static devptr replay_flag(const struct kvs_gpu *g, uint32_t i)
+{
+	return g->flags + g->replay_flags + (devptr)i * sizeof(struct kvs_flag);
+}
+
 int kvs_gpu_step(kvs_gpu *g, uint64_t step, void *stream)
 {
 	if (!g || step < g->step || step >= KVS_POISON)
 		return KVS_E_ARG; /* flags only grow */
-	TRY(g, StreamWriteValue64, stream, g->word, step, 0);
+	devptr replay = replay_flag(g, 0);
+	void *args[] = {&step, &g->word, &replay, &g->layers};
+	if (g->replays)
+		TRY(g, LaunchKernel, g->step_kernel, 1, 1, 1, STEP_THREADS, 1, 1, 0, stream, args, NULL);
+	else
+		TRY(g, StreamWriteValue64, stream, g->word, step, 0);
 	g->step = step;
 	return 0;
 }
@@ -198,6 +214,11 @@ static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 		if (rc)
 			work_graph(g->client->work, NULL); /* half of it may be replayed: what it takes would never be moved */
 		return check(g, rc, call);
+	}
+	if (i < g->layers) {
+		TRY(g, StreamWriteValue64, g->side, replay_flag(g, i), 1, 0); /* behind a fence for the whole system, unless a flag says otherwise */
+		g->replays = 1;
+		return 0;
 	}
 	TRY(g, LaunchKernel, g->flag_kernel, 1, 1, 1, 1, 1, 1, 0, g->side, args, NULL);
 	return 0;

@@ -27,9 +27,9 @@ typedef unsigned long long devptr;
 enum { STREAMS = 12, EVENTS = 8, OPS = 4096 };
 
 struct op {
-	char what[12]; /* write, wait, kernel, take, move, record, follow */
+	char what[12]; /* write, wait, kernel, step, take, move, record, follow */
 	int stream;
-	uint64_t address, value; /* kernel and take: flag, word; move: what was taken, blocks */
+	uint64_t address, value; /* kernel and take: flag, word; step: replay flags, step; move: what was taken, blocks */
 	int captured;
 };
 
@@ -215,8 +215,9 @@ int cuModuleLoadData(handle *m, const void *p)
 	return 0;
 }
 int cuModuleUnload(handle m) { (void)m; live--; return 0; }
-static const char *const kernels[] = {"kvs_flag", "kvs_pack_v4", "kvs_unpack_v4", "kvs_pack_uniform_v4", "kvs_unpack_uniform_v4", "kvs_graph_take", "kvs_graph_move"};
-enum { KERNEL_FLAG, KERNEL_PACK, KERNEL_UNPACK, KERNEL_PACK_UNIFORM, KERNEL_UNPACK_UNIFORM, KERNEL_TAKE, KERNEL_MOVE, KERNELS };
+static const char *const kernels[] = {"kvs_flag", "kvs_pack_v4", "kvs_unpack_v4", "kvs_pack_uniform_v4", "kvs_unpack_uniform_v4",
+                                      "kvs_graph_take", "kvs_graph_move", "kvs_step"};
+enum { KERNEL_FLAG, KERNEL_PACK, KERNEL_UNPACK, KERNEL_PACK_UNIFORM, KERNEL_UNPACK_UNIFORM, KERNEL_TAKE, KERNEL_MOVE, KERNEL_STEP, KERNELS };
 int cuModuleGetFunction(handle *f, handle m, const char *name)
 {
 	(void)m;
@@ -554,6 +555,10 @@ int cuLaunchKernel(handle f, unsigned a, unsigned b, unsigned c, unsigned d, uns
 	if (kernel == KERNEL_MOVE) {
 		push("move", (int)(intptr_t)s, *(devptr *)args[0], a);
 		return d != 512 || b * c * e * g != 1 ? 1 : capture(kernel, (int)(intptr_t)s, args, 1);
+	}
+	if (kernel == KERNEL_STEP) {
+		push("step", (int)(intptr_t)s, *(devptr *)args[2], *(uint64_t *)args[0]);
+		return a != 1 || d != 128 || b * c * e * g != 1 || ops[op_count - 1].captured; /* a graph would always say the same step */
 	}
 	if (kernel != KERNEL_FLAG)
 		return d != 512 ? 1 : job(kernel, (int)(intptr_t)s, args, kernel < KERNEL_PACK_UNIFORM ? 3 : 4);

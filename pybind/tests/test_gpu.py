@@ -29,9 +29,12 @@ LAYERS = 4
 client = kvspray.WorkerClient("/nonexistent/kvspray.sock", engine=kvspray.EngineInfo("test", id="gpu"), layers=LAYERS)
 base, _ = client.flags
 FLAG, LOAD = 128, 128 + 64 * (LAYERS + 1)
+REPLAY = ctypes.c_uint64.from_address(base + 72).value
+assert REPLAY == LOAD + 64 * LAYERS + 64 and ctypes.c_uint64.from_address(base + 64).value == 1
 
 def flag(i): return base + FLAG + 64 * i
 def load(i): return base + LOAD + 64 * i
+def replay(i): return base + REPLAY + 64 * i
 
 def ops():
     n = ctypes.c_int()
@@ -86,13 +89,19 @@ assert g.step(1, MAIN)
 word = ops()[0][2]
 for graph in range(3):  # one per batch size, all with the same board
     got = captured_step(g)
-    kernels = [o for o in got if o[0] == "kernel"]
-    assert [o[2] for o in kernels] == [flag(i) for i in range(LAYERS + 1)]
-    assert all(o[1] == SIDE and o[3] == word and o[4] for o in kernels), "on the side branch, and the step comes from memory"
-    assert not any(o[0] == "write" for o in got), "a value would be baked into the graph"
+    nodes = [o for o in got if o[0] not in ("record", "follow")]
+    assert nodes[:-1] == [("write", SIDE, replay(i), 1, 1) for i in range(LAYERS)], "on the side branch, and what is baked in is no step"
+    assert nodes[-1] == ("kernel", SIDE, flag(LAYERS), word, 1), "the step comes from memory, for sidecars that know nothing else"
+    for i, o in enumerate(got):
+        if o in nodes:
+            assert [x[:2] for x in got[i - 2 : i]] == [("record", MAIN), ("follow", SIDE)], "each one behind its own layer"
     joins = [i for i, o in enumerate(got) if o[0] == "follow" and o[1] == MAIN]
     assert joins == [len(got) - 1], "joined once, after the last flag"
-    assert g.step(10 + graph, MAIN) and ops() == [("write", MAIN, word, 10 + graph, 0)]
+    assert g.step(10 + graph, MAIN) and ops() == [("step", MAIN, replay(0), 10 + graph, 0)], "the flags are cleared before each replay"
+assert g.signal_layer(1, MAIN) and g.signal_step(MAIN)  # a step that is eager again
+assert ops() == [("write", MAIN, flag(1), 12, 0), ("write", MAIN, flag(LAYERS), 12, 0)]
+other = GpuSignals(client)
+assert other.step(13, MAIN) and [o[0] for o in ops()] == ["write"], "whose engine captures nothing pays nothing"
 """)
 
 
@@ -106,8 +115,10 @@ assert g.join(MAIN)
 fake.fake_capture_begin(MAIN)
 assert g.signal_layer(0, MAIN) and g.signal_layer(1, MAIN) and g.join(MAIN)
 assert fake.fake_capture_end(MAIN) == 0
-assert g.join(MAIN) and g.step(3, MAIN) and g.signal_layer(2, MAIN) and g.signal_step(MAIN)  # the rest of it eager
-assert ops()[-1][0] == "write"
+assert [o[0] for o in ops() if o[0] in ("kernel", "write")] == ["write"] * 3
+assert g.join(MAIN) and g.step(3, MAIN) and ops() == [("step", MAIN, replay(0), 3, 0)]
+assert g.signal_layer(2, MAIN) and g.signal_step(MAIN)  # the rest of it eager
+assert [o[0] for o in ops()] == ["write", "write"]
 """)
 
 
@@ -140,6 +151,7 @@ for graph in range(3):
             assert [x[:2] for x in got[i - 3 : i]] == [("take", SIDE), ("record", SIDE), ("follow", branch)], "a move comes behind its take"
     assert [o[1] for o in got if o[0] == "follow"][-2:] == [MAIN, MAIN] and got[-1][0] == "follow"
 assert g.signal_layer(2, MAIN) and [o[0] for o in ops()] == ["write"], "eager layers have nothing to replay"
+assert g.step(2, MAIN) and ops() == [("write", MAIN, word, 2, 0)], "such graphs set no flag that would have to be cleared"
 g.close()
 client.close()
 assert fake.fake_live() == 0, fake.fake_live()
@@ -160,7 +172,7 @@ assert not g.pack() and not g.pack(0) and not g.pack(1 << 20) and fake.fake_live
 fake.fake_fail(b"")
 fake.fake_capture_begin(MAIN)
 assert g.signal_layer(0, MAIN) and g.signal_step(MAIN) and fake.fake_capture_end(MAIN) == 0
-assert [o[0] for o in ops() if o[0] in ("take", "move", "kernel")] == ["kernel", "kernel"]
+assert [o[0] for o in ops() if o[0] in ("take", "move", "write", "kernel")] == ["write", "kernel"]
 assert g.pack()  # at last
 """)
     assert "register the GPU's memory first" in out and out.count("captured graphs do not pack: cuM") == 5 and "0 thread blocks: ask for 1 to 4096" in out, out
@@ -174,14 +186,15 @@ g = GpuSignals(client)
 assert g.pack() and g.step(1, MAIN)
 
 def captured():
-    return [o[0] for o in ops() if o[0] in ("take", "move", "kernel")]
+    return [o[0] for o in ops() if o[0] in ("take", "move", "write", "kernel")]
 
 captured()
 fake.fake_capture_begin(MAIN)
 for layer in (0, 1, 0, 0):  # as a draft's turns do: what the first has taken is under way when the second comes
     assert g.signal_layer(layer, MAIN)
 assert g.join(MAIN) and fake.fake_capture_end(MAIN) == 0
-assert captured() == ["take", "move"] * 2 + ["kernel"] * 2
+assert captured() == ["take", "move"] * 2 + ["write"] * 2
+assert g.step(2, MAIN) and ops() == [("step", MAIN, replay(0), 2, 0)], "the second ones set flags that have to be cleared"
 fake.fake_capture_begin(MAIN)
 assert g.signal_layer(0, MAIN) and captured() == ["take", "move"]  # another capture's
 assert fake.fake_capture_end(MAIN) == 1  # given up, and not joined
@@ -310,6 +323,25 @@ fake.fake_fail(b"invalidated")
 assert not g.signal_layer(0, MAIN)
 """)
     assert "capture is invalid" in out
+    out = run(driver, """
+logging.basicConfig()
+g = GpuSignals(client)
+assert g.step(1, MAIN)
+fake.fake_capture_begin(MAIN)
+assert g.signal_layer(0, MAIN)
+fake.fake_fail(b"cuStreamWriteValue64")
+assert not g.signal_layer(1, MAIN) and not g.ok
+g.close()
+g = GpuSignals(client)
+fake.fake_fail(b"")
+assert g.signal_layer(0, MAIN) and g.join(MAIN)
+fake.fake_capture_end(MAIN)
+fake.fake_fail(b"cuLaunchKernel")
+assert not g.step(2, MAIN) and not g.ok
+""")
+    ends = [line for line in out.splitlines() if "signals by the GPU end here" in line]
+    assert len(ends) == 2 and "kvs_gpu_signal_layer: cuStreamWriteValue64: CUDA_ERROR_UNKNOWN (999)" in ends[0], out
+    assert "kvs_gpu_step: cuLaunchKernel: CUDA_ERROR_UNKNOWN (999)" in ends[1], out
 
 
 def test_memory_of_a_gpu_is_named_by_handle_or_descriptor(driver: pathlib.Path) -> None:

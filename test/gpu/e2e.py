@@ -56,6 +56,7 @@ HIDDEN = 2048
 VICTIMS = ("source engine", "source sidecar", "destination sidecar", "destination engine")
 CANARY = -0x5A5A5A5A
 FLAGS_HEADER, FLAGS_STRIDE = 128, 64
+REPLAYS_AT = 72  # in the header: the offset of the replay flags
 HOST = "host"
 FIRST = (("60 us kernels", 3840, 1), ("800 us kernels", 51200, 1))  # rows of their input, kernels per layer
 AHEAD = (("busy", True), ("idle before", False))  # whether a step of others runs while a prefill is announced
@@ -379,6 +380,7 @@ class Observer:
 
     def __init__(self, flags: str, cache: list[str]) -> None:
         self.flags, *self.parts = (memoryview(self.map(path)).cast("q") for path in (flags, *cache))
+        self.replays = self.flags[REPLAYS_AT // 8]
 
     def map(self, path: str) -> mmap.mmap:
         fd = os.open(path, os.O_RDWR)
@@ -398,6 +400,13 @@ class Observer:
         part = self.parts[layer % ALLOCATIONS]
         return any(part[w] != CANARY + 1 for w in self.words[layer])
 
+    def complete(self, layer: int) -> bool:
+        """Whether the layer's flag has come, from a stream or from a graph. The engine waits for the end of the step: nothing is forgotten meanwhile."""
+        if self.flags[(FLAGS_HEADER + FLAGS_STRIDE * layer) // 8] >= self.step:
+            return True
+        step = self.flags[(self.replays + FLAGS_STRIDE * LAYERS) // 8]  # before the flag: whoever sees the step sees its zeros
+        return step >= self.step and self.flags[(self.replays + FLAGS_STRIDE * layer) // 8] != 0
+
     def watch(self) -> tuple[list[float], float]:
         """Microseconds from each layer's flag to its first bytes, and for how long this process did not look at most."""
         seen, lag, waiting, layer = {}, [0.0] * LAYERS, list[int](), 0
@@ -406,7 +415,7 @@ class Observer:
         while layer < LAYERS or waiting:
             now = time.perf_counter()
             away, last = max(away, now - last), now
-            if layer < LAYERS and self.flags[(FLAGS_HEADER + FLAGS_STRIDE * layer) // 8] >= self.step:
+            if layer < LAYERS and self.complete(layer):
                 seen[layer] = now
                 waiting.append(layer)
                 layer += 1

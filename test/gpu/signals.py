@@ -6,7 +6,8 @@ A model of 32 layers writes a page of each layer's cache per step. It runs eager
 that share one board. A second process, which has the cache by CUDA IPC and the flags by their memfd, as a sidecar has, follows the
 flags, copies each page when its flag arrives, and compares it with what that step must have written:
 
-    seen     every layer of every step, eager and replayed, in any order of graphs; no page wrong, no flag ahead of its step
+    seen     every layer of every step, eager and replayed, in any order of graphs; no page wrong, no flag ahead of its step; flags of
+             replays are read as a sidecar reads them: the step first, then the layer's
     tight    the same with slow layers and an engine that waits for the other process, which is then at most one layer behind
     early    tight, with the signal placed before the layer: the comparison has to notice, or it proves nothing
     wait     streams wait for load flags, eagerly and inside a graph; the other process sets them one by one; none goes on early
@@ -45,6 +46,7 @@ HIDDEN = 4096
 COST_HIDDEN = (2048, 4096)
 SLOW = 8  # times the kernels of a layer, so that a look takes much less than a layer
 HEADER, STRIDE = 128, 64
+REPLAYS_AT = 72  # in the header: the offset of the replay flags
 TIMEOUT_S = 20.0
 
 
@@ -56,9 +58,16 @@ class Flags:
         self.map = mmap.mmap(fd, 0)
         os.close(fd)
         self.words = memoryview(self.map).cast("Q")
+        self.replays = self.words[REPLAYS_AT // 8]
 
     def layer(self, i: int) -> int:
-        return self.words[(HEADER + STRIDE * i) // 8]
+        """The last step whose layer i is known to be complete. What graphs say is forgotten as the next step begins, but for the end of a step."""
+        value = self.words[(HEADER + STRIDE * i) // 8]
+        if i < LAYERS:
+            step = self.words[(self.replays + STRIDE * LAYERS) // 8]  # before the flag: whoever sees the step sees its zeros
+            if step > value and self.words[(self.replays + STRIDE * i) // 8]:
+                return step
+        return value
 
     def set_load(self, i: int, value: int) -> None:
         self.words[(HEADER + STRIDE * (LAYERS + 1 + i)) // 8] = value
@@ -270,7 +279,8 @@ def waiting(run: Run) -> dict[str, Any]:
 
 def cost(run: Run, rounds: int) -> list[dict[str, Any]]:
     """Graphs in one memory pool, so that all of them use the same addresses: with other addresses the caches alone make a difference
-    of microseconds. `packs` has nodes that look for something to pack, too, and never find any; `control` is a second graph without signals."""
+    of microseconds. `packs` has nodes that look for something to pack, too, and never find any; `control` is a second graph without signals. What
+    says the step before a replay counts as a part of the signals."""
     out = []
     stream = torch.cuda.current_stream().cuda_stream
     models = {hidden: Model(run.cache, hidden) for hidden in COST_HIDDEN}
@@ -282,12 +292,14 @@ def cost(run: Run, rounds: int) -> list[dict[str, Any]]:
         gpus = {"plain": None, "signals": run.gpu, "packs": run.packing, "control": None}
         graphs = {kind: model.capture(batch, gpu, pool=pool) for kind, gpu in gpus.items()}
 
-        def timed(kind: str, replays: int = 40, graphs: dict[str, Any] = graphs) -> float:
+        def timed(kind: str, replays: int = 40, graphs: dict[str, Any] = graphs, gpus: dict[str, Any] = gpus) -> float:
             a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             a.record()
             for _ in range(replays):
                 run.step += 1
-                (run.packing if kind == "packs" else run.gpu).step(run.step, stream)
+                gpu = gpus[kind]
+                if gpu is not None:
+                    gpu.step(run.step, stream)
                 graphs[kind].replay()
             b.record()
             b.synchronize()

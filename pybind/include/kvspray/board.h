@@ -24,7 +24,7 @@
 
 /* A reader refuses another major; a higher minor only adds. */
 #define KVS_BOARD_MAJOR 1
-#define KVS_BOARD_MINOR 0
+#define KVS_BOARD_MINOR 1
 
 #define KVS_CACHE_LINE 64
 #define KVS_MAX_LAYERS 1024
@@ -35,6 +35,8 @@
 #define KVS_RING_MIN_BYTES (64u << 10)
 #define KVS_RING_MAX_BYTES (16u << 20) /* a power of two in between */
 #define KVS_RECORD_MAX_BYTES (1u << 20) /* and at most half its ring */
+
+#define KVS_FLAGS_REPLAYS 1u /* a feature of the flags memfd: there are replay flags (1.1) */
 
 /* Offset 0 of the flags memfd. Written once by the shim before the memfd is passed on. */
 struct kvs_flags_header {
@@ -48,12 +50,19 @@ struct kvs_flags_header {
 	uint64_t load_flags;       /* byte offset of `layers` flags */
 	uint64_t source_epoch;     /* byte offset of one u64 */
 	uint64_t total_bytes;      /* size of the memfd */
-	uint64_t features;         /* bit set, none defined in 1.0 */
-	uint8_t reserved[56];
+	uint64_t features;         /* bit set: KVS_FLAGS_REPLAYS; none defined in 1.0 */
+	uint64_t replay_flags;     /* byte offset of `layers` + 1 flags; only with KVS_FLAGS_REPLAYS */
+	uint8_t reserved[48];
 };
 
 /* layer_flags[l]: GPU (or CPU engine) -> sidecar. The last step for which layer l is complete; only grows.
  *     layer_flags[layers] is the end of the step: all layers, also those that have no hook.
+ * replay_flags[l]: GPU -> sidecar. What a captured graph sets cannot be the step, which would be baked in: 1 once layer l of the step in
+ *     replay_flags[layers] is complete, else 0. replay_flags[layers] is 0 before the first such step. Before each replay the flags of all layers
+ *     are cleared, and only when everybody can see that is the step stored. A reader loads the step *before* the layer's flag: a 1 then says
+ *     that the layer is complete in that step or a later one. The layer's state is the greater one of this and layer_flags[l], which a stream
+ *     outside of a graph still sets. What nobody has looked at is lost with the next step, but for the end of the step: graphs set that in
+ *     layer_flags, which is also all that a sidecar of 1.0 sees of them. So an engine whose graphs signal layers signals the end of each step.
  * load_flags[l]: sidecar -> GPU. Data of step s has landed, or KVS_POISON. Two writers (the shim's watchdog poisons):
  *     compare-and-swap, poison is sticky.
  * source_epoch: shim -> sidecar. Grows *before* the engine may reuse any block that an intent named (preemption, abort,

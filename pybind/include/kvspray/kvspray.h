@@ -228,10 +228,11 @@ const char *kvs_gpu_error(kvs_gpu *g);
 /* Before the step's first kernel, or before the launch of its graph, on the same stream and outside a capture: this is step
  * `step`. Steps never fall. */
 int kvs_gpu_step(kvs_gpu *g, uint64_t step, void *stream);
-/* After the layer's last write to its cache. Eager: one stream write. In a capture: a node on a side branch, which takes the step
- * from memory, so that replays say their own step without the host. */
+/* After the layer's last write to its cache. Eager: one stream write. In a capture: a node on a side branch, which says that the layer is
+ * complete in the step that kvs_gpu_step said before the replay. */
 int kvs_gpu_signal_layer(kvs_gpu *g, uint32_t layer, void *stream);
-/* The end of the step, all layers; in a capture it joins the side branch as well. */
+/* The end of the step, all layers; in a capture it joins the side branch as well. Each step has to have one: what graphs said of its layers
+ * before is lost with the next step. */
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
 /* Joins the side branch where a capture ends before the step does (piecewise graphs): one that is not joined makes the capture fail. */
 int kvs_gpu_join(kvs_gpu *g, void *stream);
