@@ -585,7 +585,7 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 	}
 	if len(l.steps) >= msg.MaxPendingSteps {
 		return fail(&msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("lease %d: %d steps wait for their flags", l.id, len(l.steps)),
-			Remedy: "signal the layers of each step"})
+			Remedy: "signal the layers of each step, and its end"})
 	}
 	if w.blockIDs+ids > w.s.opt.Limits.BlockIDs {
 		return fail(&msg.Error{Message: "STEP", Field: "blocks", Problem: fmt.Sprintf("the tables of open leases name %d block ids, at most %d", w.blockIDs, w.s.opt.Limits.BlockIDs),

@@ -187,7 +187,7 @@ func (e *Exec) assignPeer(now Instant, p *peer) {
 			clear(l.batch)
 			l.batch = l.batch[:0]
 		}
-		if p.rouse && l.rouses { // behind what need not wait
+		if p.rouse && l.rouses { // behind what is ready
 			e.emit(Rouse).Lane = l.id
 		}
 	}

@@ -26,7 +26,7 @@ type Device interface {
 // Warmer is a Device whose first copy after a pause takes longer than the others.
 type Warmer interface {
 	Device
-	// Warm makes a short copy of memory of its own, for a thread that will make others soon.
+	// Warm makes a short copy of memory of its own, where others are about to follow.
 	Warm()
 }
 

@@ -216,7 +216,8 @@ static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 		return check(g, rc, call);
 	}
 	if (i < g->layers) {
-		TRY(g, StreamWriteValue64, g->side, replay_flag(g, i), 1, 0); /* behind a fence for the whole system, unless a flag says otherwise */
+		/* Behind what the branch waits for, the layer among it, and a fence like __threadfence_system (cuda.h, CUstreamWriteValue_flags). */
+		TRY(g, StreamWriteValue64, g->side, replay_flag(g, i), 1, 0);
 		g->replays = 1;
 		return 0;
 	}

@@ -575,6 +575,9 @@ int cuMemHostRegister_v2(void *p, size_t n, unsigned flags)
 	ENTER("cuMemHostRegister");
 	if ((uintptr_t)p % 4096 || flags != 3)
 		return 1;
+	for (int i = 0; i < REGISTRATIONS; i++)
+		if (registered[i] == p)
+			return 712;
 	for (int i = 0; i < REGISTRATIONS; i++) {
 		if (!registered[i]) {
 			registered[i] = p;

@@ -100,6 +100,13 @@ for graph in range(3):  # one per batch size, all with the same board
     assert g.step(10 + graph, MAIN) and ops() == [("step", MAIN, replay(0), 10 + graph, 0)], "the flags are cleared before each replay"
 assert g.signal_layer(1, MAIN) and g.signal_step(MAIN)  # a step that is eager again
 assert ops() == [("write", MAIN, flag(1), 12, 0), ("write", MAIN, flag(LAYERS), 12, 0)]
+try:
+    GpuSignals(client)
+except kvspray.KvsprayError as e:  # replays of the one would set flags in steps of the other
+    assert "cuMemHostRegister" in str(e), e
+else:
+    raise AssertionError("two of one client")
+g.close()
 other = GpuSignals(client)
 assert other.step(13, MAIN) and [o[0] for o in ops()] == ["write"], "whose engine captures nothing pays nothing"
 """)

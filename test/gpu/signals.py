@@ -12,6 +12,7 @@ flags, copies each page when its flag arrives, and compares it with what that st
     early    tight, with the signal placed before the layer: the comparison has to notice, or it proves nothing
     wait     streams wait for load flags, eagerly and inside a graph; the other process sets them one by one; none goes on early
     poison   nobody sets the flags: the watchdog poisons them, the stream ends, the load is reported as failed
+    cleared  replays whose last node sets a flag, and the next step right behind: no flag of the one is left in the other
     cost     added time per layer of a replayed graph, with and without signals alternated
 
 usage: signals.py [--steps N] [--rounds N] [--cost-only] [--json FILE]
@@ -65,9 +66,12 @@ class Flags:
         value = self.words[(HEADER + STRIDE * i) // 8]
         if i < LAYERS:
             step = self.words[(self.replays + STRIDE * LAYERS) // 8]  # before the flag: whoever sees the step sees its zeros
-            if step > value and self.words[(self.replays + STRIDE * i) // 8]:
+            if step > value and self.replayed(i):
                 return step
         return value
+
+    def replayed(self, i: int) -> bool:
+        return bool(self.words[(self.replays + STRIDE * i) // 8])
 
     def set_load(self, i: int, value: int) -> None:
         self.words[(HEADER + STRIDE * (LAYERS + 1 + i)) // 8] = value
@@ -180,11 +184,13 @@ class Run:
         self.gpu = GpuSignals(self.client)
         self.graphs = {b: self.model.capture(b, self.gpu) for b in BATCHES}
         self.step = 0
+        path = flags_path()
+        self.flags = Flags(path)
         ctx = mp.get_context("spawn")
         self.progress, self.launched = ctx.Value("q", 0, lock=False), ctx.Value("q", 0, lock=False)
         self.looks = ctx.Value("q", 0, lock=False)
         self.jobs, self.results = ctx.Queue(), ctx.Queue()
-        self.other = ctx.Process(target=watch, args=(flags_path(), self.cache, self.progress, self.launched, self.looks, self.jobs, self.results), daemon=True)
+        self.other = ctx.Process(target=watch, args=(path, self.cache, self.progress, self.launched, self.looks, self.jobs, self.results), daemon=True)
         self.other.start()
         if self.results.get(timeout=TIMEOUT_S) != "ready":
             raise SystemExit("signals: the other process did not start")
@@ -222,6 +228,33 @@ class Run:
         self.packer.close()
         self.gpu.close()
         self.client.close()
+
+
+def cleared(run: Run, rounds: int = 20_000) -> dict[str, int]:
+    """A write that came behind the zeros of the next step would stay, and be taken for a layer of it."""
+    stream = torch.cuda.current_stream().cuda_stream
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run.model.step.add_(0)  # a graph begins with a kernel
+        side = torch.cuda.current_stream().cuda_stream
+        for layer in range(LAYERS):
+            run.gpu.signal_layer(layer, side)
+        run.gpu.join(side)
+    complete = left = 0
+    for i in range(rounds):
+        for _ in range(1 + i % 4):
+            graph.replay()
+            run.step += 1
+            run.gpu.step(run.step, stream)
+        torch.cuda.synchronize()
+        left += any(run.flags.replayed(layer) for layer in range(LAYERS))
+        if i % 100 == 0:
+            graph.replay()
+            torch.cuda.synchronize()
+            complete += all(run.flags.replayed(layer) for layer in range(LAYERS))
+            run.step += 1
+            run.gpu.step(run.step, stream)
+    return {"rounds": rounds, "left": left, "looked": rounds // 100, "complete": complete}
 
 
 def waiting(run: Run) -> dict[str, Any]:
@@ -369,8 +402,8 @@ def main() -> int:
     say(f"{report['tight']}; now early signals")
     report["early"] = run.follow(20, lambda step: early.replay(), ahead=1)
     say(f"{report['early']}; now waits")
-    report.update({"wait": waiting(run)})
-    say(f"{report['wait']}; now the cost")
+    report.update({"wait": waiting(run), "cleared": cleared(run)})
+    say(f"{report['wait']}, {report['cleared']}; now the cost")
     report["cost"] = cost(run, args.rounds)
     run.close()
 
@@ -378,6 +411,8 @@ def main() -> int:
     for kind, steps in (("seen", args.steps), ("tight", args.steps // 3)):
         if report[kind] != {"pages": steps * LAYERS, "wrong": 0, "ahead": 0}:
             problems.append(f"{kind}: a flag was early, wrong or missing")
+    if report["cleared"]["left"] or report["cleared"]["complete"] != report["cleared"]["looked"]:
+        problems.append("a step began with flags of the one before it, or a replay did not set them")
     if report["early"].get("wrong", 0) < 20 * LAYERS // 2:
         problems.append("signals before the write were not noticed: the comparison proves nothing")
     for kind in ("eager", "graph"):

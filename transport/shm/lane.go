@@ -636,30 +636,27 @@ func (l *lane) read() error {
 type rousing struct {
 	since time.Time // when, if no pull has come since
 	deaf  time.Time // until then it is not to be roused
+	used  time.Time // when pulls came last, or the GPUs were warmed
 }
 
 // stayAwake has the reader linger where it was roused.
 func (l *lane) stayAwake(in *inbox, now time.Time) {
-	awake := in.lingers()
+	if late := l.since.Add(l.b.cfg.rouse); !l.since.IsZero() && now.After(late) { // in vain
+		l.since, l.deaf = time.Time{}, late.Add(deafFor)
+	}
 	if l.asked {
-		if !l.since.IsZero() && !awake {
-			l.deaf = now.Add(deafFor)
-		}
-		l.since = time.Time{}
-		if awake {
+		l.since, l.used = time.Time{}, now
+		if in.lingers() {
 			in.linger(now.Add(l.b.cfg.stay))
 		}
 	}
-	switch {
-	case !l.roused || now.Before(l.deaf):
-	case !l.since.IsZero() && now.Sub(l.since) > l.b.cfg.rouse:
-		l.since, l.deaf = time.Time{}, now.Add(deafFor)
-	default:
+	if l.roused && !now.Before(l.deaf) {
 		if l.since.IsZero() {
 			l.since = now
 		}
 		in.linger(l.since.Add(l.b.cfg.rouse))
-		if !awake && !l.asked && in.lingers() {
+		if in.lingers() && now.Sub(l.used) > coldAfter {
+			l.used = now
 			l.dst.warm()
 		}
 	}

@@ -56,15 +56,16 @@ type Config struct {
 	rouse, stay time.Duration // default rouseFor and stayFor
 }
 
-// A lane's reader that was roused asks for the first pull again and again for rouseFor, and for the next one for stayFor; then it sleeps as usual. Where
-// the first one came too late for that, it is left alone for deafFor: an engine whose layers come so late gains nothing.
+// A lane's reader that was roused asks for pulls again and again for rouseFor, and behind each for stayFor; then it sleeps as usual. Where the first one
+// came too late for that, or none, it is left alone for deafFor: an engine whose layers come so late gains nothing.
 // [measured, 16 cores, H200] a processor that sleeps hears of a packet 50 to 300 us late, as the host of its virtual machine has to wake it, and
 // every layer behind the first one queues. A quarter of the processors is for that, and readers beyond it sleep: one that polls holds a processor
 // of the runtime, and where it has few of those all others would be tens of milliseconds late.
 const (
-	rouseFor = 20 * time.Millisecond // the step before may still run
-	stayFor  = 300 * time.Microsecond
-	deafFor  = 200 * time.Millisecond
+	rouseFor  = 20 * time.Millisecond // the step before may still run
+	stayFor   = 300 * time.Microsecond
+	deafFor   = 200 * time.Millisecond
+	coldAfter = 2 * time.Millisecond // without pulls GPUs are warmed
 )
 
 // What runs for memory of GPUs, beside a lane's reader, follows the copiers, which are half of the cores: a GPU's link outruns one core at

@@ -276,7 +276,7 @@ func TestRouse(t *testing.T) {
 	for slot := range transfer.Slot(4) {
 		from, to := newMemory(t, 1<<20, 16<<10, 1), newMemory(t, 1<<20, 16<<10, 2)
 		o, _ := p.bind(t, slot, from, to)
-		roused := slot%2 == 1
+		roused := slot >= 2
 		if roused {
 			p.lane.(*lane).Rouse()
 			p.dst.awaitPollers(t, 1)
@@ -331,7 +331,7 @@ func TestRouseOld(t *testing.T) {
 // TestStayAwake: a reader lingers for the first pull behind a rouse and for a while behind each, no rouse makes it longer, and one that gained
 // nothing by it is left alone for some time.
 func TestStayAwake(t *testing.T) {
-	const rouse, asked = 1, 2
+	const rouse, asked, refused = 1, 2, 5 // refused: roused, but as many others poll as may
 	type event struct {
 		at    time.Duration
 		what  int
@@ -344,8 +344,10 @@ func TestStayAwake(t *testing.T) {
 		"a step, and one behind it":    {{0, rouse, 20 * ms}, {15 * ms, asked, 20 * ms}, {16 * ms, rouse, 36 * ms}, {17 * ms, asked, 36 * ms}, {40 * ms, rouse, 60 * ms}},
 		"a step with its first layers": {{0, rouse | asked, 20 * ms}, {ms, asked, 20 * ms}},
 		"rouses alone": {{0, rouse, 20 * ms}, {15 * ms, rouse, 20 * ms}, {19 * ms, rouse, 20 * ms}, {21 * ms, rouse, 0}, {30 * ms, rouse, 0},
-			{21*ms + deafFor - 1, rouse, 0}, {21*ms + deafFor, rouse, 41*ms + deafFor}},
-		"a layer that comes too late": {{0, rouse, 20 * ms}, {39 * ms, asked, 0}, {40 * ms, rouse, 0}, {41 * ms, asked, 0}, {39*ms + deafFor, rouse, 59*ms + deafFor}},
+			{20*ms + deafFor - 1, rouse, 0}, {20*ms + deafFor, rouse, 40*ms + deafFor}},
+		"nothing for a long time":            {{0, rouse, 20 * ms}, {10 * time.Second, rouse, 10*time.Second + 20*ms}},
+		"a layer that comes too late":        {{0, rouse, 20 * ms}, {39 * ms, asked, 0}, {40 * ms, rouse, 0}, {41 * ms, asked, 0}, {20*ms + deafFor, rouse, 40*ms + deafFor}},
+		"others poll, and a pull is in time": {{0, refused, 0}, {ms, asked, 0}, {2 * ms, rouse, 22 * ms}},
 	} {
 		start := time.Now()
 		l := &lane{b: New(Config{pollers: 1})}
@@ -356,6 +358,9 @@ func TestStayAwake(t *testing.T) {
 			}
 			l.roused, l.asked = e.what&rouse != 0, e.what&asked != 0
 			l.stayAwake(in, start.Add(e.at))
+			if e.what == refused {
+				in.until = time.Time{} // as recv does
+			}
 			until := time.Duration(0)
 			if in.lingers() {
 				until = in.until.Sub(start)
