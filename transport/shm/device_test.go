@@ -113,7 +113,7 @@ func (d *cold) Import(id mem.ID, handle []byte, _ int, size uint64) (*mem.Region
 // TestRouseWarms: who is roused warms each GPU of the peer's memory that it knows, once.
 func TestRouseWarms(t *testing.T) {
 	var d cold
-	p := newPair(t, Config{Devices: &d, pollers: 1})
+	p := newPair(t, Config{Devices: &d, pollers: 1, cold: 1})
 	for slot := range transfer.Slot(2) { // two regions of it
 		from, to := scattered(t, &d, 1<<20, 16<<10, 1, false), scattered(t, &d, 1<<20, 16<<10, 2, false)
 		o, g := p.bind(t, slot, from.memory, to.memory)

@@ -655,7 +655,7 @@ func (l *lane) stayAwake(in *inbox, now time.Time) {
 			l.since = now
 		}
 		in.linger(l.since.Add(l.b.cfg.rouse))
-		if in.lingers() && now.Sub(l.used) > coldAfter {
+		if in.lingers() && now.Sub(l.used) > l.b.cfg.cold {
 			l.used = now
 			l.dst.warm()
 		}

@@ -54,6 +54,7 @@ type Config struct {
 	versions    wire.Versions // of lanes; default frames, a test's peer may be older
 	pollers     int           // readers that poll at the same time; default a quarter of the processors, a test may have fewer of those
 	rouse, stay time.Duration // default rouseFor and stayFor
+	cold        time.Duration // default coldAfter
 }
 
 // A lane's reader that was roused asks for pulls again and again for rouseFor, and behind each for stayFor; then it sleeps as usual. Where the first one
@@ -144,6 +145,9 @@ func New(cfg Config) *Backend {
 	}
 	if cfg.rouse == 0 {
 		cfg.rouse, cfg.stay = rouseFor, stayFor
+	}
+	if cfg.cold == 0 {
+		cfg.cold = coldAfter
 	}
 	return &Backend{
 		cfg: cfg, jobs: make(chan *job, maxPulls), far: make(chan *job, maxPulls), cold: make(chan mem.Warmer, maxWarm), stop: make(chan struct{}),
