@@ -295,10 +295,7 @@ func (n *Node) keepLane(ctx context.Context, b transport.Backend, peer transport
 			return
 		}
 		if err == nil {
-			n.d.bindMu.RLock()
-			e := n.d.lanes[lane.ID()]
-			n.d.bindMu.RUnlock()
-			if e != nil {
+			if e := n.laneOf(lane.ID()); e != nil {
 				wait.Reset()
 				select {
 				case <-e.down:

@@ -372,9 +372,7 @@ func (n *Node) closeOrigin(a *exec.Action) {
 }
 
 func (n *Node) move(a *exec.Action) {
-	n.d.bindMu.RLock()
-	e := n.d.lanes[a.Lane]
-	n.d.bindMu.RUnlock()
+	e := n.laneOf(a.Lane)
 	err := error(net.ErrClosed)
 	if e != nil && !e.closing.Load() {
 		if err = e.lane.Move(a.Slices); err == nil {
@@ -392,10 +390,15 @@ func (n *Node) move(a *exec.Action) {
 	n.leave()
 }
 
-func (n *Node) rouse(lane uint64) {
+// laneOf finds a lane that is up; nil: it is not.
+func (n *Node) laneOf(id uint64) *laneEntry {
 	n.d.bindMu.RLock()
-	e := n.d.lanes[lane]
-	n.d.bindMu.RUnlock()
+	defer n.d.bindMu.RUnlock()
+	return n.d.lanes[id]
+}
+
+func (n *Node) rouse(lane uint64) {
+	e := n.laneOf(lane)
 	if e == nil || e.closing.Load() {
 		return
 	}
@@ -406,9 +409,7 @@ func (n *Node) rouse(lane uint64) {
 
 // ask says whether bytes of a quiet lane have moved.
 func (n *Node) ask(lane uint64) {
-	n.d.bindMu.RLock()
-	e := n.d.lanes[lane]
-	n.d.bindMu.RUnlock()
+	e := n.laneOf(lane)
 	if e == nil {
 		return
 	}

@@ -53,10 +53,7 @@ type totals struct {
 
 // landed counts bytes of a frame that arrived. Called by lanes, concurrently.
 func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
-	n.d.bindMu.RLock()
-	e := n.d.lanes[l.ID()]
-	n.d.bindMu.RUnlock()
-	if e != nil {
+	if e := n.laneOf(l.ID()); e != nil {
 		e.inflow.Add(bytes)
 	}
 	if !fresh {

@@ -367,7 +367,7 @@ func (u *GPU) Warm() {
 
 // warm copies what nobody needs from h to h, and reports whether that is not over yet.
 func (u *GPU) warm(h *hop) (under bool) {
-	start := time.Now()
+	late := time.Now().Add(warmWait)
 	h.far, h.near, h.sizes = h.far[:0], h.near[:0], h.sizes[:0]
 	to, _ := u.pinned(h.bounce)
 	for i := range cuda.Ptr(packPieces) {
@@ -376,12 +376,7 @@ func (u *GPU) warm(h *hop) (under bool) {
 	if h.queue.CopyBatch(h.far, h.near, h.sizes) != nil || h.queue.Record(h.prompt) != nil {
 		return true
 	}
-	var back bool
-	var err error
-	poll(syncPrompt, func() bool {
-		back, err = h.prompt.Done()
-		return back || err != nil || time.Since(start) >= warmWait
-	})
+	back, err := backBy(h.prompt, late)
 	return !back || err != nil
 }
 

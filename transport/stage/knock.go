@@ -139,12 +139,7 @@ func (u *GPU) idle(by time.Duration) bool {
 		d.closed = true // of a kernel without a mark nobody knows when it is back
 		return false
 	}
-	var back bool
-	var err error
-	poll(syncPrompt, func() bool {
-		back, err = d.back.Done()
-		return back || err != nil || time.Since(start) >= by
-	})
+	back, err := backBy(d.back, start.Add(by))
 	d.knocked = !back
 	return back && err == nil && time.Since(start) < by // whoever looks late may find one that has waited
 }

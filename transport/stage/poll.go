@@ -30,3 +30,12 @@ func poll(every time.Duration, done func() bool) {
 		_ = unix.Nanosleep(&pause, nil)
 	}
 }
+
+// backBy waits for what comes before the mark of e, but not longer than until then, and reports whether it is done.
+func backBy(e Event, late time.Time) (back bool, err error) {
+	poll(syncPrompt, func() bool {
+		back, err = e.Done()
+		return back || err != nil || !time.Now().Before(late)
+	})
+	return back, err
+}
