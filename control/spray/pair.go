@@ -34,7 +34,7 @@ type pair struct {
 	slots    int    // slices that they can have
 	kept     int    // of those, for what is urgent
 	inflight uint64 // bytes on all lanes
-	stalled  uint64 // of them, on lanes that are not usable
+	stalled  uint64 // of them, on lanes that are not usable, or of slices that were passed
 	window   uint64 // bytes that may be in flight
 	low      uint64 // the same for background
 	piece    uint64 // slice that suits it now, bytes
@@ -126,7 +126,8 @@ func (c *Counters) ended(v Verdict) {
 type lane struct {
 	info     LaneInfo
 	pair     *pair
-	inflight uint64
+	inflight uint64 // bytes
+	passed   uint64 // of them, of slices that were passed
 	flights  int
 	head     int32 // indices of flights; none is -1
 	tail     int32

@@ -15,11 +15,17 @@ import (
 func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	type sum struct {
 		bytes   uint64
+		passed  uint64
 		flights int
 	}
 	lanes, pairs, all := map[*lane]sum{}, map[*pair]sum{}, map[*Peer]sum{}
 	hedged, copies, perFlow := map[*Peer]uint64{}, map[*Flow][]int{}, map[*Flow]int{}
-	add := func(m sum, f *flight) sum { return sum{m.bytes + f.bytes, m.flights + 1} }
+	add := func(m sum, f *flight) sum {
+		if f.passed {
+			m.passed += f.bytes
+		}
+		return sum{m.bytes + f.bytes, m.passed, m.flights + 1}
+	}
 	live := 0
 	for i := range s.flights {
 		f := &s.flights[i]
@@ -55,8 +61,8 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			}
 			n++
 		}
-		if l.inflight != v.bytes || l.flights != v.flights || n != v.flights || l.tail != last || s.busy[l.busy] != l {
-			return fmt.Errorf("lane %d: %d bytes and %d slices, its flights have %+v", l.info.ID, l.inflight, l.flights, v)
+		if l.inflight != v.bytes || l.passed != v.passed || l.flights != v.flights || n != v.flights || l.tail != last || s.busy[l.busy] != l {
+			return fmt.Errorf("lane %d: %d bytes (%d passed) and %d slices, its flights have %+v", l.info.ID, l.inflight, l.passed, l.flights, v)
 		}
 	}
 	if len(s.busy) != len(lanes) {
@@ -76,7 +82,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			for _, l := range q.lanes {
 				up++
 				if l.usable() {
-					usable += l.inflight
+					usable += l.inflight - l.passed
 					flights += l.flights
 					slots += l.info.MaxSlices
 					kept += l.info.MaxSlices - l.most(false)

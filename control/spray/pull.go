@@ -106,7 +106,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	// Of the best class of pairs that are usable at all, the one with room that would be done first. Mostly there is none: this is asked
 	// after each slice that was given.
 	class, usable, resting := 1<<30, 0, false
-	var best, shunned *pair
+	var best, shunned, full *pair
 	var score float64
 	for _, q := range p.pairs {
 		if !q.usable() {
@@ -121,11 +121,12 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			continue
 		}
 		if c < class {
-			class, usable, best, shunned = c, 0, nil, nil
+			class, usable, best, shunned, full = c, 0, nil, nil, nil
 		}
 		usable++
 		n := min(avail, q.cut(f.prio))
 		if !q.room(n, f.prio, urgent) {
+			full = q
 			continue
 		}
 		if int(avoid) == q.index+1 {
@@ -146,6 +147,10 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 		// A pair that failed these chunks gets them again only if there is no other.
 		if shunned != nil && usable == 1 {
 			return shunned, uint32(shunned.cut(f.prio) / transfer.ChunkBytes)
+		}
+		// The window of the only one is full of what is late: one chunk finds out whether it still moves.
+		if full != nil && usable == 1 && s.allLate(full) {
+			return full, 1
 		}
 		return nil, 0
 	}

@@ -82,6 +82,7 @@ type flight struct {
 	hedge   bool // is the second copy
 	doubled bool // has a second copy, or its chunks wait for another lane
 	late    bool // was charged as a failure already
+	passed  bool // is late on a lane that moves: it fills no window any more
 }
 
 // New returns a scheduler without peers.
@@ -222,7 +223,7 @@ func (q *pair) recount() {
 			q.flights += l.flights
 			q.slots += l.info.MaxSlices
 			q.kept += l.info.MaxSlices - l.most(false)
-			q.stalled -= l.inflight
+			q.stalled -= l.inflight - l.passed
 			q.spare = l
 		}
 	}
@@ -370,8 +371,12 @@ func (s *Scheduler) unlink(fl *flight, i int32) {
 	q.inflight -= fl.bytes
 	if l.usable() {
 		q.flights--
-	} else {
+	}
+	if fl.passed || !l.usable() {
 		q.stalled -= fl.bytes
+	}
+	if fl.passed {
+		l.passed -= fl.bytes
 	}
 	q.peer.flights--
 	fl.flow.flights--
@@ -430,6 +435,11 @@ func (s *Scheduler) alive(now Instant, l *lane) {
 		}
 		l.suspect = false
 		l.pair.recount()
+	}
+	for i := l.head; i >= 0 && s.flights[i].late; i = s.flights[i].next {
+		if !s.flights[i].passed {
+			s.pass(&s.flights[i])
+		}
 	}
 	l.moved, l.pair.moved = now, now
 }
@@ -490,10 +500,17 @@ func (s *Scheduler) forgive(now, asleep Instant) {
 
 // watch finds silence on a lane, and a slice that others overtake without end.
 func (s *Scheduler) watch(now Instant, l *lane) {
-	q, fl := l.pair, &s.flights[l.head]
 	if !l.usable() && !s.retry(now, l) {
 		return
 	}
+	q, i := l.pair, l.head
+	for i >= 0 && s.flights[i].late {
+		i = s.flights[i].next
+	}
+	if i < 0 {
+		return // what is late has been judged: that nothing else comes back says nothing more
+	}
+	fl := &s.flights[i]
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
 	if l.info.Tells && now-q.moved >= s.cfg.Suspect {
 		patience = s.cfg.Suspect // of what has not a byte to show for it; while other lanes of the pair have, it may be their turn
@@ -509,7 +526,7 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 		}
 		return
 	}
-	for i := l.head; i >= 0; i = s.flights[i].next {
+	for ; i >= 0; i = s.flights[i].next {
 		fl := &s.flights[i]
 		if now-fl.posted-fl.forgiven < max(s.cfg.Attempt, stuckFactor*fl.predicted) {
 			break // the rest is younger
@@ -523,13 +540,25 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 			fl.flow.strike(fl.r, q)
 			s.double(fl)
 		}
-		q.fault(now, &s.cfg, "slice timed out")
+		if l.moved > fl.posted+fl.forgiven { // else it is the lane that is silent
+			s.pass(fl)
+			q.fault(now, &s.cfg, "slice timed out")
+		}
+	}
+}
+
+// pass takes a slice that is late out of the window: those behind it come through, and it may never end.
+func (s *Scheduler) pass(fl *flight) {
+	fl.passed = true
+	fl.lane.passed += fl.bytes
+	if fl.lane.usable() {
+		fl.lane.pair.stalled += fl.bytes
 	}
 }
 
 // retry gives a suspect lane another chance once a slice should have ended, where there is no other path: it may be that nothing comes back because
-// nothing is sent, and that what it was suspected for is one slice that never ends. What it has in flight counts again, so it is given no more than
-// its window has room for.
+// nothing is sent, and that what it was suspected for is one slice that never ends. What it has in flight counts again, so it is given no more
+// than its window has room for, or one chunk, where all of that is late.
 func (s *Scheduler) retry(now Instant, l *lane) bool {
 	if l.broken || now-l.doubted < s.cfg.Attempt {
 		return false
