@@ -128,7 +128,7 @@ func writeReport(w io.Writer, r *explain.Report, format string) error {
 
 func readModel(name string) (*explain.Model, error) {
 	if name == "" {
-		return nil, errors.New("--model is missing: a config.json, or one of " + strings.Join(explain.Presets(), ", "))
+		return nil, errors.New("--model is missing: a config.json, its folder, or one of " + strings.Join(explain.Presets(), ", ") + "; or --engine, for those of a running sidecar")
 	}
 	if st, err := os.Stat(name); err == nil && st.IsDir() {
 		name = filepath.Join(name, "config.json") // a model's folder

@@ -121,7 +121,7 @@ func head(b *strings.Builder, prev, cur *Snapshot, st Style) {
 			waiting = append(waiting, fmt.Sprintf("%s %d", strings.ReplaceAll(p.String(), "_", " "), n))
 		}
 	}
-	fmt.Fprintf(b, "queue: chunks %s; %d slices in flight; %d grants wait for their prompt\n", list(waiting, "none"), cur.Leases.Flights, cur.Leases.Pending)
+	fmt.Fprintf(b, "queue: chunks %s; %d slices in flight; waiting for a prefill: %d\n", list(waiting, "none"), cur.Leases.Flights, cur.Leases.Pending)
 }
 
 type pairKey struct {

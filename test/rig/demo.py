@@ -11,7 +11,8 @@ the median of the three counts: busy processors may spoil one, and one that went
 not come about is tried for twice more.
 
 Environment: FLIP=1 (or --flip) puts a process on the wire that flips one bit. INTEGRITY=off|on chooses the case; without it both run, first off
-(which must turn red), then on (one slice refused, one retry, green); the status is then that of the red one. TRANSPORT=tcp|shm.
+(which must turn red), then on (one slice refused, one retry, green); the status is then that of the red one. TRANSPORT=tcp|shm; FLIP wants
+a wire, so tcp.
 """
 
 from __future__ import annotations
@@ -474,6 +475,9 @@ def main() -> int:
         return 2
     if (transport := os.environ.get("TRANSPORT", TRANSPORTS[0])) not in TRANSPORTS:
         print(f"TRANSPORT={transport}: want {' or '.join(TRANSPORTS)}", file=sys.stderr)
+        return 2
+    if flip and transport != TRANSPORTS[0]:
+        print(f"FLIP=1 with TRANSPORT={transport}: the bit is flipped on a {TRANSPORTS[0]} connection; leave TRANSPORT out", file=sys.stderr)
         return 2
     levels = [wanted] if wanted else (["off", "on"] if flip else ["on"])
     build()

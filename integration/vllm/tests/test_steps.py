@@ -646,6 +646,20 @@ def test_prefill_first_loads_what_is_missing(e: Engine) -> None:
     assert done.received == {"r"} and done.failed == set()
 
 
+def test_nothing_is_asked_for_a_request_that_was_refused_before_the_engine(e: Engine) -> None:
+    r = SimpleNamespace(
+        request_id="r", prompt_token_ids=[0], num_prompt_tokens=1, num_computed_tokens=0, kv_transfer_params=concurrent(), abort_immediately=True,
+        lora_request=None, cache_salt=None, mm_features=[], status=SimpleNamespace(name="FINISHED_ABORTED"),
+    )  # fmt: skip
+    e.scheduler._backoff = 0  # a model whose last token moves, too: the one token that vLLM puts there would be a prompt
+    e.scheduler.on_new_request(r)  # type: ignore[arg-type]
+    assert e.scheduler_shim.asked == []
+    assert e.scheduler.finished(r, ((),)) == (False, None)  # type: ignore[arg-type]
+    r.abort_immediately = False
+    e.scheduler.on_new_request(r)  # type: ignore[arg-type]
+    assert e.scheduler_shim.asked == [(bytes.fromhex(XFER), "p:1")]
+
+
 def test_a_question_that_cannot_be_asked_means_local_prefill(e: Engine) -> None:
     e.scheduler_shim.full = True
     r = e.add("r", 40, concurrent())

@@ -118,7 +118,8 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         self._live.add(request.request_id)
         given = request.kv_transfer_params
-        if not given:
+        # Of a request that its front end has refused vLLM makes one that it aborts at once, for connectors that hold something: ours asks nothing for it.
+        if not given or getattr(request, "abort_immediately", False):
             return
         if not isinstance(given, dict):
             # A client may put anything there (vllm_xargs), and an exception here would end the engine core.
