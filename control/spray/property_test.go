@@ -59,6 +59,9 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			if !f.live || f.lane != l || f.prev != last || last >= 0 && f.posted < s.flights[last].posted {
 				return fmt.Errorf("lane %d: its list of flights is broken", l.info.ID)
 			}
+			if (f.passed || f.charged) && !f.late || f.late && last >= 0 && !s.flights[last].late {
+				return fmt.Errorf("lane %d: a slice is late before an older one, or passed and not late", l.info.ID)
+			}
 			n++
 		}
 		if l.inflight != v.bytes || l.passed != v.passed || l.flights != v.flights || n != v.flights || l.tail != last || s.busy[l.busy] != l {
@@ -185,14 +188,19 @@ func TestRandomOrders(t *testing.T) {
 	if testing.Short() {
 		runs = 20
 	}
+	passed := 0
 	for seed := range runs {
-		randomOrder(t, seed)
+		passed += randomOrder(t, seed)
+	}
+	if passed < int(runs) {
+		t.Errorf("in %d orders some slice was passed after %d steps: want more", runs, passed)
 	}
 }
 
-func randomOrder(t *testing.T, seed uint64) {
+// randomOrder returns after how many steps some slice that was passed was in flight.
+func randomOrder(t *testing.T, seed uint64) (passed int) {
 	rng := rand.New(rand.NewPCG(seed, 1))
-	s := New(Config{Policy: Policy(seed % 5 / 3 * (1 + seed%2)), MaxFlights: 1 + rng.IntN(100)})
+	s := New(Config{Policy: Policy(seed % 5 / 3 * (1 + seed%2)), MaxFlights: 1 + rng.IntN(100), Attempt: []Instant{0, 50 * ms}[seed%2]})
 	peers := []*Peer{s.Peer(transfer.Boot{1}, nil), s.Peer(transfer.Boot{2}, nil)}
 	now := Instant(rng.Int64N(int64(time.Hour)))
 	type up struct {
@@ -298,6 +306,9 @@ func randomOrder(t *testing.T, seed uint64) {
 		}
 		pull()
 		fail(check(s, peers, flows))
+		if slices.ContainsFunc(s.busy, func(l *lane) bool { return l.passed > 0 }) {
+			passed++
+		}
 	}
 	// From here on all is well, and everything that is not stopped arrives.
 	laneUp()
@@ -330,6 +341,7 @@ func randomOrder(t *testing.T, seed uint64) {
 			t.Fatalf("seed %d: flow %d did not arrive: %d chunks wait, %d slices in flight", seed, i, f.Waiting(), f.flights)
 		}
 	}
+	return passed
 }
 
 // The same events give the same slices.

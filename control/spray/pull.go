@@ -148,8 +148,8 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 		if shunned != nil && usable == 1 {
 			return shunned, uint32(shunned.cut(f.prio) / transfer.ChunkBytes)
 		}
-		// The window of the only one is full of what is late: one chunk finds out whether it still moves.
-		if full != nil && usable == 1 && s.allLate(full) {
+		// A window full of what is late: one chunk finds out whether the pair still moves.
+		if full != nil && s.allLate(full) {
 			return full, 1
 		}
 		return nil, 0
@@ -261,7 +261,13 @@ func (s *Scheduler) static(p *Peer, f *Flow) (*pair, uint32) {
 			turn = q
 		}
 	}
-	if !turn.room(turn.piece, LayerStream, false) || turn.pick(LayerStream, false) == nil {
+	if turn.pick(LayerStream, false) == nil {
+		return nil, 0
+	}
+	if !turn.room(turn.piece, LayerStream, false) {
+		if s.allLate(turn) {
+			return turn, 1
+		}
 		return nil, 0
 	}
 	if s.cfg.Policy == RoundRobin {

@@ -81,8 +81,9 @@ type flight struct {
 	probe   bool
 	hedge   bool // is the second copy
 	doubled bool // has a second copy, or its chunks wait for another lane
-	late    bool // was charged as a failure already
-	passed  bool // is late on a lane that moves: it fills no window any more
+	late    bool // should have ended
+	charged bool // as a failure, for that
+	passed  bool // its lane has moved since: it fills no window any more
 }
 
 // New returns a scheduler without peers.
@@ -338,7 +339,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 			if v == Refused {
 				s.refused(now, f, q.rank)
 			}
-			if (v == Failed || v == Refused) && !fl.late {
+			if (v == Failed || v == Refused) && !fl.charged {
 				f.strike(fl.r, q)
 			}
 			out.Exhausted = f.exhausted(fl.r, s.cfg.MaxStrikes)
@@ -420,7 +421,7 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 			q.proven(now)
 		}
 	case Failed:
-		if !fl.late {
+		if !fl.charged {
 			q.fault(now, &s.cfg, "slice failed")
 		}
 	}
@@ -436,9 +437,12 @@ func (s *Scheduler) alive(now Instant, l *lane) {
 		l.suspect = false
 		l.pair.recount()
 	}
-	for i := l.head; i >= 0 && s.flights[i].late; i = s.flights[i].next {
-		if !s.flights[i].passed {
-			s.pass(&s.flights[i])
+	for i := l.head; i >= 0 && s.flights[i].late && !l.broken; i = s.flights[i].next {
+		// Those behind it come through, and it may never end.
+		if fl := &s.flights[i]; !fl.passed {
+			fl.passed = true
+			l.passed += fl.bytes
+			l.pair.stalled += fl.bytes
 		}
 	}
 	l.moved, l.pair.moved = now, now
@@ -504,11 +508,14 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 		return
 	}
 	q, i := l.pair, l.head
-	for i >= 0 && s.flights[i].late {
+	for i >= 0 && s.flights[i].passed {
 		i = s.flights[i].next
 	}
 	if i < 0 {
-		return // what is late has been judged: that nothing else comes back says nothing more
+		if l.flights < l.most(false) {
+			return // what is late has been judged: that nothing else comes back says nothing more
+		}
+		i = l.head // it has no place left for what would tell
 	}
 	fl := &s.flights[i]
 	patience := max(s.cfg.Suspect, lateFactor*fl.predicted)
@@ -537,22 +544,15 @@ func (s *Scheduler) watch(now Instant, l *lane) {
 		fl.late = true
 		q.count.TimedOut++
 		if !fl.probe {
-			fl.flow.strike(fl.r, q)
 			s.double(fl)
 		}
 		if l.moved > fl.posted+fl.forgiven { // else it is the lane that is silent
-			s.pass(fl)
+			fl.charged = true
+			if !fl.probe {
+				fl.flow.strike(fl.r, q)
+			}
 			q.fault(now, &s.cfg, "slice timed out")
 		}
-	}
-}
-
-// pass takes a slice that is late out of the window: those behind it come through, and it may never end.
-func (s *Scheduler) pass(fl *flight) {
-	fl.passed = true
-	fl.lane.passed += fl.bytes
-	if fl.lane.usable() {
-		fl.lane.pair.stalled += fl.bytes
 	}
 }
 

@@ -466,48 +466,6 @@ func TestTrapSuspectForEver(t *testing.T) {
 	}
 }
 
-// What never ends filled the window of the only lane, and nothing was sent over it ever again: once late it is not waited for. Nor does its silence tell
-// anything more: who comes later finds the lane in use.
-func TestTrapStuckSlicesFillTheWindow(t *testing.T) {
-	s, p := solo(t, 1)
-	f := flow(t, s, p, 64)
-	stuck := pullAll(s, p, 0)
-	if q := p.pairs[0]; q.room(transfer.ChunkBytes, LayerStream, false) {
-		t.Fatalf("%d slices leave room in a window of %d bytes", len(stuck), q.window)
-	}
-	var sent []Slice
-	at := Instant(0)
-	for ; at < 3*sec && len(sent) == 0; at += TickEvery {
-		s.Tick(at, func(*Peer) {})
-		sent = pullAll(s, p, at)
-	}
-	if len(sent) == 0 || at < DefaultAttempt {
-		t.Fatalf("%d slices were sent at %v: want some, when the stuck ones are late", len(sent), at)
-	}
-	confirmed(t, s, p, f, at, sent)
-	for at = 10 * sec; at < 13*sec; at += 70 * ms {
-		s.Tick(at, func(*Peer) {})
-		g := flow(t, s, p, 1)
-		sent := pullAll(s, p, at)
-		if len(sent) != 1 || sent[0].Flow != g {
-			t.Fatalf("at %v %+v are sent, want the new slice", at, sent)
-		}
-		s.End(at+ms, sent[0].Cookie, Confirmed)
-		if err := check(s, []*Peer{p}, nil); err != nil {
-			t.Fatal(err)
-		}
-	}
-	for _, sl := range stuck {
-		s.End(at, sl.Cookie, Superseded)
-	}
-	if err := check(s, []*Peer{p}, nil); err != nil {
-		t.Fatal(err)
-	}
-	if q := p.pairs[0]; q.inflight != 0 || q.stalled != 0 {
-		t.Errorf("%d bytes in flight, %d stalled, and nothing is", q.inflight, q.stalled)
-	}
-}
-
 // The same where the only pair is excluded: what never ends keeps the last resort from nothing.
 func TestLastResortBesideAStuckSlice(t *testing.T) {
 	s, p := solo(t, 1)
