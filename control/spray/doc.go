@@ -23,8 +23,8 @@
 // Health. A lane that brings nothing for Config.Suspect is suspect: it is passed over and its chunks are free for others. A pair is
 // excluded for errors, and for silence while its peers moved; it comes back through a probe (a copy of a chunk under way, as
 // attempt 0, which takes nothing from anybody), then in steps with growing windows. Where no pair is left, excluded ones
-// carry one slice at a time. A slice that is late is sent again; where its lane moves it is charged as
-// a failure, and it fills the window no more with the lane's next sign of life: it may never end.
+// carry one slice at a time. A slice that is late is sent again, and charged as a failure where its lane moves. From the lane's
+// next sign of life on it fills no window: it may never end. A window full of late ones is tried with one chunk.
 //
 // Invariants, checked after every step of the property tests:
 //   - a chunk that was made ready and has not landed waits, is in flight, or both; it is in flight twice only where the
