@@ -476,8 +476,8 @@ def main() -> int:
     if (transport := os.environ.get("TRANSPORT", TRANSPORTS[0])) not in TRANSPORTS:
         print(f"TRANSPORT={transport}: want {' or '.join(TRANSPORTS)}", file=sys.stderr)
         return 2
-    if flip and transport != TRANSPORTS[0]:
-        print(f"FLIP=1 with TRANSPORT={transport}: the bit is flipped on a {TRANSPORTS[0]} connection; leave TRANSPORT out", file=sys.stderr)
+    if flip and transport != "tcp":
+        print(f"FLIP=1 with TRANSPORT={transport}: the bit is flipped on a tcp connection; leave TRANSPORT out", file=sys.stderr)
         return 2
     levels = [wanted] if wanted else (["off", "on"] if flip else ["on"])
     build()
