@@ -87,7 +87,7 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
     from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from kvspray_vllm import layout
+    from kvspray_vllm import caches, layout
 
     out = Engine([], [])
     for rank in range(kind.tp):
@@ -102,12 +102,12 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
         described = []
         chosen = None
         for i, view in enumerate(views):
-            place = layout.place_of(view, BLOCKS)
-            assert place.storage == r.memory[0].untyped_storage().data_ptr()
+            place = caches.place_of(view, BLOCKS)
+            assert place.storage.address == r.memory[0].untyped_storage().data_ptr()
             strategy, params = layout.strategy_of(
                 spec, kind.backend, kind.order, 1 if kind.mla else HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
             )
-            this = strategy, layout.place_params(names[i], place, strategy, params)
+            this = strategy, caches.place_params(names[i], place, strategy, params)
             assert chosen in (None, this)
             chosen = this
             described.append(
@@ -332,7 +332,7 @@ def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridR
     from vllm.v1.kv_cache_interface import KVCacheTensor, compute_layout_strides, create_kv_cache_views
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from kvspray_vllm import layout
+    from kvspray_vllm import caches, layout
 
     out = []
     order = KVCacheLayout[kind.pages]
@@ -352,7 +352,7 @@ def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridR
             every.append(views)
             described = []
             for i, view in enumerate(views):
-                place = layout.place_of(view, BLOCKS)
+                place = caches.place_of(view, BLOCKS)
                 described.append({"name": names[i], "index": g * LAYERS + i, "region": 0, "base": place.base, "block_stride": place.block_stride,
                                   "page_bytes": place.page_bytes})  # fmt: skip
             if g:
@@ -520,14 +520,14 @@ class Stepped:
 
     def groups(self, of: Linear) -> list[dict[str, Any]]:
         """What the connector would register."""
-        from kvspray_vllm import layout
+        from kvspray_vllm import caches, layout
 
         out = []
         for g in self.kv.kv_cache_groups:
             (name,) = g.layer_names
             states = self.caches[name]
             if isinstance(states, torch.Tensor):
-                place = layout.place_of(states, self.kv.num_blocks)
+                place = caches.place_of(states, self.kv.num_blocks)
                 base, stride, page = place.base, place.block_stride, place.page_bytes
                 packing = layout.cpu_packing(self.engine.vllm_config)
                 strategy, params = layout.strategy_of(g.kv_cache_spec, "CPU_ATTN", "LBHNC", 2, layout.Ranks(), packing)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvspray_vllm import KVSprayConnector, layout
+from kvspray_vllm import KVSprayConnector, caches, layout
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
@@ -86,21 +86,21 @@ def test_place_of_a_layer_view() -> None:
     buf = torch.zeros(4 * 6 * 1024, dtype=torch.int8).view(torch.bfloat16)
     # [B, H, N, C], six blocks of two layers that alternate
     layer = buf.as_strided((6, 2, 32, 16), (2048, 512, 16, 1), 1024)
-    place = layout.place_of(layer, 6)
+    place = caches.place_of(layer, 6)
     assert (place.base, place.block_stride, place.page_bytes, place.blocks) == (2048, 4096, 2048, 6)
     # the same memory in half blocks
     halves = buf.as_strided((12, 2, 16, 16), (512, 256, 16, 1))
-    assert layout.place_of(halves, 6).block_stride == 2048
+    assert caches.place_of(halves, 6).block_stride == 2048
     with pytest.raises(layout.Unsupported):
-        layout.place_of(buf.as_strided((12, 2, 16, 16), (1024, 256, 16, 1)), 6)  # pieces of a block apart
+        caches.place_of(buf.as_strided((12, 2, 16, 16), (1024, 256, 16, 1)), 6)  # pieces of a block apart
     # Half of each row, as where layers alternate within a token: a packed page can say it, others cannot.
-    rows = layout.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 1)), 6)
+    rows = caches.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 1)), 6)
     assert rows.strides == (("head_stride", 1024), ("row_stride", 32))
-    assert layout.place_params("l", rows, "packed_hnd", {"heads": 2}) == {"heads": 2, "head_stride": 1024, "row_stride": 32}
+    assert caches.place_params("l", rows, "packed_hnd", {"heads": 2}) == {"heads": 2, "head_stride": 1024, "row_stride": 32}
     with pytest.raises(layout.Unsupported, match="layer l"):
-        layout.place_params("l", rows, "vllm_cpu_attn", {"heads": 2})
+        caches.place_params("l", rows, "vllm_cpu_attn", {"heads": 2})
     with pytest.raises(layout.Unsupported, match="holes"):
-        layout.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 2)), 6)  # every other element
+        caches.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 2)), 6)  # every other element
 
 
 def test_stats_add_up_and_reach_prometheus() -> None:

@@ -5,7 +5,6 @@ worker.py."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvspray_vllm import layout, shim
+from kvspray_vllm import caches, layout, shim
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -172,49 +171,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         model = self._vllm_config.model_config
         self._generation = Generation(self._settings.weights, self._weights_changed)
         identity = layout.identity_of(self._vllm_config, kv, str(self._generation))
-        regions: list[shim.Memory] = []
-        by_storage: dict[int, int] = {}
-        groups: list[dict[str, Any]] = []
-
-        def strategy_of(group: KVCacheGroupSpec, backend: str, layer: str | None = None) -> tuple[str, dict[str, int]]:
-            spec = layout.spec_of(group, layer)
-            return layout.strategy_of(spec, backend, cache_layout, model.get_total_num_kv_heads(), self._ranks, identity["packing"])
-
-        for group in kv.kv_cache_groups:
-            described: list[dict[str, Any]] = []
-            chosen: tuple[str, dict[str, int]] | None = None
-            for name in group.layer_names:
-                place = layout.place_of(kv_caches[name], kv.num_blocks)
-                this = strategy_of(group, backends.get(name, ""), name)
-                this = this[0], layout.place_params(name, place, *this)
-                if chosen is not None and chosen != this:
-                    raise layout.Unsupported(f"kvspray: layer {name} is laid out as {this}, others of its cache group as {chosen}")
-                chosen = this
-                region = by_storage.get(place.storage)
-                if region is None:
-                    region = by_storage[place.storage] = len(regions)
-                    regions.append(self._memory_of(place))
-                described.append(
-                    {
-                        "name": name,
-                        "index": self._flag_of[name],
-                        "region": region,
-                        "base": place.base,
-                        "block_stride": place.block_stride,
-                        "page_bytes": place.page_bytes,
-                    }
-                )
-            if chosen is None:  # this pipeline stage has no layer of the group, only its block tables; all layers of a CPU engine have one backend
-                chosen = strategy_of(group, layout.CPU_ATTN)
-            groups.append(
-                {
-                    "tokens_per_block": group.kv_cache_spec.block_size,
-                    "strategy": chosen[0],
-                    "params": chosen[1],
-                    "num_blocks": kv.num_blocks,
-                    "layers": described,
-                }
-            )
+        described = caches.describe(
+            kv, kv_caches, backends, cache_layout=cache_layout, kv_heads=model.get_total_num_kv_heads(), ranks=self._ranks, packing=identity["packing"]
+        )
+        regions = [self._memory_of(storage) for storage in described.storages]
+        groups = described.placed([caches.Site(i) for i in range(len(regions))])
         self._layout = {
             "model": str(model.served_model_name or model.model)[:256],
             "dtype": identity["dtype"],
@@ -222,15 +183,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             "identity": identity,
         }
         self._worker.set_flags(self._flag_of)
-        # Layers may share their tensor, which is copied once.
-        views = {t.data_ptr(): t.unflatten(0, (kv.num_blocks, -1)) for t in (kv_caches[name] for g in kv.kv_cache_groups for name in g.layer_names)}
-
-        def copy_blocks(src: Sequence[int], dst: Sequence[int]) -> None:
-            for view in views.values():
-                for a, b in zip(src, dst, strict=True):
-                    view[b].copy_(view[a])
-
-        self._worker.set_copy(copy_blocks)
+        self._worker.set_copy(described.copy_blocks)
         self._worker_client.register(regions, self._layout)
         logger.info(
             "kvspray: %d layers in %d group(s) and %d region(s), %s, %s", len(self._flag_of), len(groups), len(regions),
@@ -259,15 +212,15 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             return
         logger.info("kvspray: the weights are now %r; KV goes to and comes from engines that say the same", str(self._generation))
 
-    def _memory_of(self, place: layout.Place) -> shim.Memory:
+    def _memory_of(self, storage: caches.Storage) -> shim.Memory:
         assert self._worker_client is not None
-        if self.region is not None and self.region.addr == place.storage:
+        if self.region is not None and self.region.addr == storage.address:
             return self.region
         if self._settings.memory == "memfd":
             raise layout.Unsupported(
                 "kvspray: vLLM allocated a KV cache outside the shared memory that it was offered; set memory to auto or process"
             )
-        return self._worker_client.process_memory(place.storage, place.storage_bytes)
+        return self._worker_client.process_memory(storage.address, storage.nbytes)
 
     # ---- worker: each step
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's KV cache lies in memory, in kvspray's words: per layer a region, a base, a block stride and the bytes of a page.
-
-Shapes are never described: engines keep changing them, and the bytes stay. Which bytes of a page mean what is the strategy's
-knowledge (the sidecar's parseblock), named per cache group.
+"""What vLLM's configuration tells of its KV cache: which engines are served, the strategy of each cache group (the sidecar's
+parseblock), and the identity that prefill and decode compare. Where the bytes lie is in caches.py.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
@@ -96,64 +93,6 @@ def backoff_of(windows: Sequence[int]) -> int:
     """How many tokens at a prompt's end are computed by both sides. vLLM computes the last token of a prompt again where all of it was
     loaded, and has then given up the block that only this token's window still reaches; where one token less was loaded it has not."""
     return int(any(windows))
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a layer lies: bytes from the start of the storage that it is a view of."""
-
-    storage: int  # address
-    storage_bytes: int
-    base: int
-    block_stride: int
-    page_bytes: int
-    blocks: int
-    pieces: int = 1  # kernel blocks of a block
-    strides: tuple[tuple[str, int], ...] = ()  # bytes between heads and between tokens, where other layers lie between them
-
-
-def place_of(tensor: torch.Tensor, num_blocks: int) -> Place:
-    """The place of one layer's view. Its first dimension counts blocks, or pieces of blocks that follow one another."""
-    size = tensor.element_size()
-    storage = tensor.untyped_storage()
-    rows, row_stride = tensor.shape[0], tensor.stride(0) * size
-    if rows % num_blocks:
-        raise Unsupported(f"kvspray: a KV cache of {rows} rows does not hold {num_blocks} blocks")
-    pieces = rows // num_blocks
-    row_bytes = tensor[0].numel() * size
-    strides: tuple[tuple[str, int], ...] = ()
-    if not _dense(tensor[0]):
-        if tensor.dim() != 4 or tensor.stride(3) != 1 or pieces > 1:
-            raise Unsupported(f"kvspray: a page with shape {tuple(tensor.shape[1:])} and strides {tensor.stride()[1:]} has holes")
-        # vLLM's views are [block, head, token, content] whatever the order in memory.
-        strides = (("head_stride", tensor.stride(1) * size), ("row_stride", tensor.stride(2) * size))
-    if pieces > 1 and row_stride != row_bytes:
-        raise Unsupported(f"kvspray: a block of {pieces} pieces with {row_stride - row_bytes} bytes between them has holes")
-    return Place(
-        storage.data_ptr(), storage.nbytes(), tensor.storage_offset() * size, row_stride * pieces, row_bytes * pieces, num_blocks, pieces, strides
-    )
-
-
-def place_params(name: str, place: Place, strategy: str, params: dict[str, int]) -> dict[str, int]:
-    """The parameters of a strategy with those of the place. Refuses what the strategy cannot say."""
-    if place.pieces > 1 and strategy != "packed_nhd" and strategy != "mla":
-        # With tokens outside, pieces in a row are one block; with heads outside they are a block of blocks.
-        raise Unsupported(f"kvspray: layer {name}: a block holds {place.pieces} kernel blocks whose heads lie outside; set block_size to the kernel's")
-    if place.strides and not strategy.startswith("packed_"):
-        raise Unsupported(f"kvspray: layer {name}: pages of {strategy} with other layers between their tokens are not supported")
-    return params | dict(place.strides)
-
-
-def _dense(t: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, in any order of the dimensions."""
-    want = 1
-    for stride, n in sorted(zip(t.stride(), t.shape, strict=True)):
-        if n == 1:
-            continue
-        if stride != want:
-            return False
-        want *= n
-    return True
 
 
 def strategy_of(
