@@ -34,6 +34,9 @@ func (w *worker) copyLocked(rec board.Record) error {
 	if err == nil {
 		err = w.checkCopy(m)
 	}
+	if err == nil {
+		err = w.checkMark("COPY", m.After)
+	}
 	if err != nil {
 		w.refuseLocked(rec, false, err)
 		return err
@@ -50,7 +53,7 @@ func (w *worker) copyLocked(rec board.Record) error {
 	l.isCopy = true
 	w.copies++
 	c := Copy{Lease: w.leaseID(l), Src: int(m.Src), Dst: int(m.Dst), Blocks: m.Blocks, Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Req: m.Req}
-	w.eventLocked(func(e Events) { e.Copy(w.pub, c) })
+	w.beginLocked(l, m.After, c.Deadline, func(e Events) { e.Copy(w.pub, c) })
 	return nil
 }
 

@@ -134,9 +134,10 @@ func cpuTime() time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// awaited says that somebody may want a layer as soon as it is there: a partner who is here, or one who is about to come.
+// awaited reports whether a change of the flags matters at once: a partner wants the layers or is about to come, or a lease waits for the
+// stream mark.
 func (w *worker) awaited(at time.Duration) bool {
-	return w.partners.Load() || at < time.Duration(w.fresh.Load())
+	return w.partners.Load() || w.holding.Load() || at < time.Duration(w.fresh.Load())
 }
 
 // Follow says whether a source lease of w has a partner. Where none has one nobody is late when layers are looked for with each record
@@ -171,6 +172,10 @@ func (w *worker) flagsMoved() int {
 			w.seen[i] = v
 			moved++
 		}
+	}
+	if v := w.flags.Mark(); v > w.seenMark {
+		w.seenMark = v
+		moved++
 	}
 	return moved
 }

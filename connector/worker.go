@@ -50,11 +50,13 @@ type worker struct {
 	drained  atomic.Uint64 // source epoch of the last record taken from the ring
 	sources  sync.Map      // lease id -> *lease, open source leases; what SourceValid reads without a lock
 	watched  atomic.Bool   // on the watcher's list
-	waiting  atomic.Int32  // len(follow), for the watcher
+	waiting  atomic.Int32  // len(follow) + len(held), for the watcher
+	holding  atomic.Bool   // len(held) > 0
 	partners atomic.Bool   // Follow's last word
 	rung     atomic.Bool   // by ourselves
 	fresh    atomic.Int64  // as now counts: paceFresh after the last source lease was opened
-	seen     []uint64      // flags as the watcher saw them last; the watcher's own
+	seen     []uint64      // flags as the watcher saw them last; the watcher's own, as is the next
+	seenMark uint64
 	extents  []extent      // of its board and regions
 	work     *Engine       // nil: it does none
 	detach   func()        // of work; set before WorkerUp
@@ -75,6 +77,7 @@ type worker struct {
 	copies    int               // open
 	blockIDs  int               // in the tables of open leases and of their pending steps
 	follow    map[uint64]*lease // those with pending steps
+	held      map[uint64]*lease // those that wait for a stream mark
 	lastStep  uint64
 	lastEpoch uint64
 	pending   []func(Events) // decoded and accepted, not delivered
@@ -108,6 +111,7 @@ type lease struct {
 	reported []uint32      // per flat layer: tokens told to the control layer
 	ids      int           // block ids of the table that the control layer holds
 	writes   [][]uint32    // destination: per group, the blocks that will be written
+	held     *held         // destination: it waits for a stream mark
 }
 
 type pendingStep struct {
@@ -162,9 +166,10 @@ func (w *worker) pump() {
 		w.mu.Lock()
 		more := w.drainLocked(drainBatch)
 		w.followLocked()
+		w.followHeldLocked()
 		batch := w.pending
 		w.pending = nil
-		follow := len(w.follow) > 0 && !w.closed
+		follow := w.waiting.Load() > 0 && !w.closed
 		w.mu.Unlock()
 		if follow {
 			w.s.watch.add(w)
@@ -382,6 +387,9 @@ func (w *worker) expectLocked(rec board.Record) error {
 	if err == nil && m.Peer == "" {
 		err = &msg.Error{Message: "EXPECT", Field: "peer", Problem: "empty", Remedy: "name the endpoint of the prefill's sidecar"}
 	}
+	if err == nil {
+		err = w.checkMark("EXPECT", m.After)
+	}
 	if err != nil {
 		w.refuseLocked(rec, false, err)
 		return err
@@ -401,7 +409,7 @@ func (w *worker) expectLocked(rec board.Record) error {
 	}
 	ex := Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
 		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
-	w.eventLocked(func(e Events) { e.Expect(w.pub, ex) })
+	w.beginLocked(l, m.After, ex.Deadline, func(e Events) { e.Expect(w.pub, ex) })
 	return nil
 }
 
@@ -635,6 +643,10 @@ func (w *worker) changeLocked(rec board.Record) error {
 }
 
 func (w *worker) cancelLocked(l *lease, reason string) {
+	if l.held != nil {
+		w.endHeldLocked(l, board.Cancelled, reason)
+		return
+	}
 	l.canceled = true
 	l.epoch.Store(0)
 	w.dropStepsLocked(l)
@@ -667,7 +679,13 @@ func (w *worker) followingLocked(l *lease) {
 	} else {
 		delete(w.follow, l.id)
 	}
-	w.waiting.Store(int32(len(w.follow)))
+	w.followedLocked()
+}
+
+// followedLocked publishes to the watcher how many leases wait for what the GPU writes.
+func (w *worker) followedLocked() {
+	w.holding.Store(len(w.held) > 0)
+	w.waiting.Store(int32(len(w.follow) + len(w.held)))
 }
 
 func (w *worker) eventLocked(call func(Events)) { w.pending = append(w.pending, call) }
@@ -823,6 +841,9 @@ func (w *worker) complete(c Completion) error {
 func (w *worker) closeLeaseLocked(l *lease) {
 	l.epoch.Store(0)
 	w.dropStepsLocked(l)
+	if l.held != nil {
+		w.unholdLocked(l)
+	}
 	w.blockIDs -= l.ids
 	delete(w.leases, l.id)
 	w.unclaimLocked(l)

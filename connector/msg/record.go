@@ -46,6 +46,7 @@ type Expect struct {
 	DeadlineMS uint64
 	PartnerMS  uint64
 	Req        string
+	After      uint64 // stream mark; 0: at once
 }
 
 // CopyBlock is a piece of a COPY.
@@ -60,6 +61,7 @@ type Copy struct {
 	Blocks     []CopyBlock
 	DeadlineMS uint64
 	Req        string
+	After      uint64 // stream mark; 0: at once
 }
 
 // StepReq is one lease of a STEP.
@@ -220,6 +222,8 @@ func DecodeExpect(b []byte) (*Expect, error) {
 			m.PartnerMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
+		case "after":
+			m.After = r.u64()
 		default:
 			r.skip()
 		}
@@ -247,7 +251,7 @@ func DecodeExpect(b []byte) (*Expect, error) {
 
 // Append encodes m.
 func (m *Expect) Append(b []byte) []byte {
-	b = appendMap(b, 10)
+	b = appendMap(b, 10+afterKeys(m.After))
 	b = appendBin(appendStr(b, "xfer"), m.Xfer[:])
 	b = appendBin(appendStr(b, "hash"), m.Hash[:])
 	b = appendStr(appendStr(b, "peer"), m.Peer)
@@ -260,7 +264,23 @@ func (m *Expect) Append(b []byte) []byte {
 	b = appendUint(appendStr(b, "prio"), uint64(m.Prio))
 	b = appendUint(appendStr(b, "deadline_ms"), m.DeadlineMS)
 	b = appendUint(appendStr(b, "partner_ms"), m.PartnerMS)
-	return appendStr(appendStr(b, "req"), m.Req)
+	b = appendStr(appendStr(b, "req"), m.Req)
+	return appendAfter(b, m.After)
+}
+
+// afterKeys is how many keys appendAfter adds.
+func afterKeys(mark uint64) int {
+	if mark == 0 {
+		return 0
+	}
+	return 1
+}
+
+func appendAfter(b []byte, mark uint64) []byte {
+	if mark == 0 {
+		return b
+	}
+	return appendUint(appendStr(b, "after"), mark)
 }
 
 // DecodeCopy decodes a COPY body. That its blocks lie inside the regions, and apart, is for who knows these.
@@ -280,6 +300,8 @@ func DecodeCopy(b []byte) (*Copy, error) {
 			m.DeadlineMS = r.u64()
 		case "req":
 			m.Req = r.str(MaxReqBytes)
+		case "after":
+			m.After = r.u64()
 		default:
 			r.skip()
 		}
@@ -309,7 +331,7 @@ func (r *reader) copyBlocks() []CopyBlock {
 
 // Append encodes m.
 func (m *Copy) Append(b []byte) []byte {
-	b = appendMap(b, 5)
+	b = appendMap(b, 5+afterKeys(m.After))
 	b = appendUint(appendStr(b, "src"), uint64(m.Src))
 	b = appendUint(appendStr(b, "dst"), uint64(m.Dst))
 	b = appendBinHead(appendStr(b, "blocks"), len(m.Blocks)*copyBlockBytes)
@@ -319,7 +341,8 @@ func (m *Copy) Append(b []byte) []byte {
 		}
 	}
 	b = appendUint(appendStr(b, "deadline_ms"), m.DeadlineMS)
-	return appendStr(appendStr(b, "req"), m.Req)
+	b = appendStr(appendStr(b, "req"), m.Req)
+	return appendAfter(b, m.After)
 }
 
 // DecodeStep decodes a STEP body.

@@ -104,6 +104,8 @@ type Hello struct {
 const (
 	FeatureCopy = "copy" // the sidecar takes COPY records
 	FeatureWork = "work" // it has work for engines with GPU memory, see Register.Work
+	// FeatureAfter: EXPECT and COPY wait for the stream mark that they name.
+	FeatureAfter = "after"
 )
 
 // Limits are told to the shim.

@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 )
 
-// Flags is a view of a flags memory: step flags, load flags, the source epoch and, if the shim has them, replay flags.
+// Flags is a view of a flags memory: step flags, load flags, the source epoch and, if the shim has them, replay flags and the stream mark.
 type Flags struct {
 	mem    []byte
 	boot   [16]byte
@@ -15,11 +15,12 @@ type Flags struct {
 	load   uint64
 	epoch  uint64
 	replay uint64 // 0: there are none
+	mark   uint64 // 0: there is none
 }
 
 // FlagsBytes is the size of a flags memory for so many layers.
 func FlagsBytes(layers int) int {
-	return SizeFlagsHeader + (layers+1)*SizeFlag + layers*SizeFlag + CacheLine + (layers+1)*SizeFlag
+	return SizeFlagsHeader + (layers+1)*SizeFlag + layers*SizeFlag + CacheLine + (layers+1)*SizeFlag + CacheLine
 }
 
 // InitFlags writes a header into zeroed memory and returns the view. The shim's side.
@@ -44,7 +45,8 @@ func InitFlags(mem []byte, boot [16]byte, layers int) (*Flags, error) {
 	epoch := load + uint64(layers)*SizeFlag
 	le.PutUint64(mem[OffFlagsHeaderSourceEpoch:], epoch)
 	le.PutUint64(mem[OffFlagsHeaderReplayFlags:], epoch+CacheLine)
-	le.PutUint64(mem[OffFlagsHeaderFeatures:], FlagsReplays)
+	le.PutUint64(mem[OffFlagsHeaderStreamMark:], epoch+CacheLine+uint64(layers+1)*SizeFlag)
+	le.PutUint64(mem[OffFlagsHeaderFeatures:], FlagsReplays|FlagsMark)
 	le.PutUint64(mem[OffFlagsHeaderTotalBytes:], uint64(len(mem)))
 	return ParseFlags(mem)
 }
@@ -87,6 +89,10 @@ func ParseFlags(mem []byte) (*Flags, error) {
 	if le.Uint64(h[OffFlagsHeaderFeatures:])&FlagsReplays != 0 {
 		f.replay = le.Uint64(h[OffFlagsHeaderReplayFlags:])
 		parts = append(parts, part{"replay_flags", f.replay, uint64(layers+1) * SizeFlag})
+	}
+	if le.Uint64(h[OffFlagsHeaderFeatures:])&FlagsMark != 0 {
+		f.mark = le.Uint64(h[OffFlagsHeaderStreamMark:])
+		parts = append(parts, part{"stream_mark", f.mark, 8})
 	}
 	if err := disjoint("flags", total, 8, parts...); err != nil {
 		return nil, err
@@ -183,6 +189,20 @@ func (f *Flags) SourceEpoch() uint64 { return word64(f.mem, f.epoch).Load() }
 
 // BumpSourceEpoch is the shim's side: some source blocks are about to lose their contents.
 func (f *Flags) BumpSourceEpoch() uint64 { return word64(f.mem, f.epoch).Add(1) }
+
+// Mark returns the stream mark: everything that the engine enqueued before a mark up to this one is complete. 0 where the shim has none.
+func (f *Flags) Mark() uint64 {
+	if f.mark == 0 {
+		return 0
+	}
+	return word64(f.mem, f.mark).Load()
+}
+
+// HasMark reports whether there is a stream mark.
+func (f *Flags) HasMark() bool { return f.mark != 0 }
+
+// SetMark is the engine's side.
+func (f *Flags) SetMark(mark uint64) { word64(f.mem, f.mark).Store(mark) }
 
 func version(what string, wantMagic, magic uint32, major uint16) error {
 	if magic != wantMagic {

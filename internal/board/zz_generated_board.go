@@ -7,7 +7,7 @@ const (
 	FlagsMagic      = 1179407184
 	RingsMagic      = 1380537168
 	BoardMajor      = 1
-	BoardMinor      = 1
+	BoardMinor      = 2
 	CacheLine       = 64
 	MaxLayers       = 1024
 	Poison          = 9223372036854775807
@@ -15,6 +15,7 @@ const (
 	RingMaxBytes    = 16777216
 	RecordMaxBytes  = 1048576
 	FlagsReplays    = 1
+	FlagsMark       = 2
 	WorkMagic       = 1464423248
 	WorkMinor       = 1
 	WorkSlots       = 8
@@ -91,6 +92,7 @@ const (
 	OffFlagsHeaderTotalBytes  = 56
 	OffFlagsHeaderFeatures    = 64
 	OffFlagsHeaderReplayFlags = 72
+	OffFlagsHeaderStreamMark  = 80
 )
 
 // struct kvs_flag: its size and the offsets of its fields.

@@ -142,7 +142,8 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_copy, can_work; /* the sidecar said so in WELCOME */
+	bool can_copy, can_work, can_wait; /* features of WELCOME: COPY records, work, `after` in records */
+	uint64_t mark;                     /* the last one that kvs_gpu_mark gave out */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
 	uint32_t backoff_ms, refused_ms;

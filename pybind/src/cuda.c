@@ -23,7 +23,7 @@ static void open_driver(void)
 	}
 #define RESOLVE(field, symbol, params)                                                          \
 	if (!missing[0] && !(*(void **)&cu.field = dlsym(lib, symbol)))                             \
-		snprintf(missing, sizeof missing, "the driver has no %s: it is older than CUDA 12.0", symbol);
+		snprintf(missing, sizeof missing, "the driver has no %s: it is older than CUDA 12.3", symbol);
 	ENTRY_POINTS(RESOLVE)
 }
 

@@ -15,7 +15,31 @@ struct ipc_handle {
 	unsigned char bytes[64];
 };
 
-/* X(field, exported name, parameters). The names carry the ABI version of their parameter lists. Source: cuda.h of CUDA 12. */
+/* CUgraphEdgeData */
+struct graph_edge {
+	unsigned char from_port, to_port, type, reserved[5];
+};
+
+/* CUstreamBatchMemOpParams, the member writeValue */
+struct memop {
+	unsigned operation; /* MEMOP_WRITE_VALUE_64 */
+	devptr address;
+	uint64_t value;
+	unsigned flags;
+	devptr alias;
+	uint64_t pad;
+};
+_Static_assert(sizeof(struct memop) == 48, "the union has six words of 64 bits");
+
+/* CUDA_BATCH_MEM_OP_NODE_PARAMS */
+struct memop_node {
+	handle context;
+	unsigned count;
+	struct memop *ops;
+	unsigned flags;
+};
+
+/* X(field, exported name, parameters). The names carry the ABI version of their parameter lists. Source: cuda.h of CUDA 12.3. */
 #define ENTRY_POINTS(X)                                                                                    \
 	X(CtxGetCurrent, "cuCtxGetCurrent", (handle *))                                                        \
 	X(CtxPushCurrent, "cuCtxPushCurrent_v2", (handle))                                                     \
@@ -54,6 +78,10 @@ struct ipc_handle {
 	X(StreamSynchronize, "cuStreamSynchronize", (handle))                                                  \
 	X(StreamQuery, "cuStreamQuery", (handle))                                                              \
 	X(StreamIsCapturing, "cuStreamIsCapturing", (handle, int *))                                           \
+	X(StreamGetCaptureInfo, "cuStreamGetCaptureInfo_v3",                                                   \
+	  (handle, int *, uint64_t *, handle *, const handle **, const struct graph_edge **, size_t *))        \
+	X(GraphAddBatchMemOpNode, "cuGraphAddBatchMemOpNode",                                                  \
+	  (handle *, handle, const handle *, size_t, const struct memop_node *))                               \
 	X(ThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int *))                       \
 	X(StreamWaitEvent, "cuStreamWaitEvent", (handle, handle, unsigned))                                    \
 	X(EventCreate, "cuEventCreate", (handle *, unsigned))                                                  \
@@ -72,6 +100,7 @@ enum {
 	STREAM_NON_BLOCKING = 1,
 	ATTRIBUTE_64_BIT_STREAM_MEM_OPS = 122, /* CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS (since 12.0 without _V1) */
 	POINTER_CONTEXT = 1,
+	MEMOP_WRITE_VALUE_64 = 5, /* CU_STREAM_MEM_OP_WRITE_VALUE_64 */
 	POINTER_DEVICE_ORDINAL = 9,
 };
 

@@ -15,7 +15,8 @@ int flags_make(kvs_client *c)
 	uint64_t epoch = load + (uint64_t)c->layers * sizeof(struct kvs_flag);
 	long page = sysconf(_SC_PAGESIZE);
 	uint64_t replay = epoch + KVS_CACHE_LINE;
-	uint64_t total = replay + (uint64_t)(c->layers + 1) * sizeof(struct kvs_flag);
+	uint64_t mark = replay + (uint64_t)(c->layers + 1) * sizeof(struct kvs_flag);
+	uint64_t total = mark + KVS_CACHE_LINE;
 	total = (total + (uint64_t)page - 1) / (uint64_t)page * (uint64_t)page;
 	c->flags_fd = kvs_memfd("kvspray-flags", total);
 	if (c->flags_fd < 0)
@@ -33,8 +34,9 @@ int flags_make(kvs_client *c)
 		.load_flags = load,
 		.source_epoch = epoch,
 		.total_bytes = total,
-		.features = KVS_FLAGS_REPLAYS,
+		.features = KVS_FLAGS_REPLAYS | KVS_FLAGS_MARK,
 		.replay_flags = replay,
+		.stream_mark = mark,
 	};
 	memcpy(h.boot, c->boot, sizeof h.boot);
 	memcpy(at, &h, sizeof h);

@@ -4,13 +4,16 @@
  *
  * libcuda is opened at run time and used in the engine's own context; without it the rest of the library works.
  *
- * The flags are the board's, registered as host-mapped memory. Outside a capture a flag is one stream write of the step. Inside
- * one, a value would be baked into the graph, so there it is a stream write of 1, to the layer's replay flag; kvs_gpu_step clears these
- * before each replay, and says which step they are of. A write needs no multiprocessor, where a kernel waits for one that the layers have
- * filled. The end of the step is a one-thread kernel all the same, which copies the step from a device word that kvs_gpu_step sets: a
- * sidecar that does not know replay flags sees that one. All of it sits on a side branch of the graph: forked after the layer, joined once
- * at the end of the step. The next layer does not wait for it, and the join orders a step's flags before the next step's zeros and word.
- * kvs_gpu_pack has graphs move what the sidecar wants packed, too, with a kernel for each layer that also sets its flag (graph.h).
+ * The flags are the board's, registered as host-mapped memory. Outside a capture a flag is one stream write of the step. Inside one the value would
+ * be baked into the graph, so there it is a memory node that writes 1 to the layer's replay flag; kvs_gpu_step clears these flags before each
+ * replay, and stores which step they are of. The node needs no multiprocessor, where a kernel waits for one that the layers have filled. It is a leaf:
+ * it depends on what the stream has captured so far, and nothing that is captured later depends on it. So the next layer does not wait for it, no
+ * branch has to be joined before the capture ends, and the graph as a whole still ends after it, which orders a step's flags before the next step's
+ * zeros.
+ *
+ * The end of the step, where a capture holds it, is a one-thread kernel on a side branch, which is joined there; it copies the step from a device
+ * word that kvs_gpu_step sets. kvs_gpu_pack has graphs move what the sidecar wants packed, too, with a kernel for each layer on that branch, which
+ * also sets the layer's flag (graph.h).
  */
 #include <errno.h>
 #include <stdint.h>
@@ -37,6 +40,7 @@ struct kvs_gpu {
 	handle context, module, flag_kernel, step_kernel, side, fork, join;
 	devptr word;      /* on the device: the step that replays say is complete */
 	devptr flags;     /* the board's flags as the device sees them */
+	devptr mark;      /* the stream mark, likewise */
 	void *host_flags; /* ... and as this process does */
 	uint64_t layer_flags, load_flags, replay_flags; /* offsets */
 	uint32_t layers;
@@ -88,9 +92,11 @@ static int set_up(struct kvs_gpu *g, kvs_client *c)
 	g->layer_flags = h->layer_flags;
 	g->load_flags = h->load_flags;
 	g->replay_flags = h->replay_flags;
+	uint64_t mark = h->stream_mark;
 	TRY(g, MemHostRegister, flags, bytes, HOST_PORTABLE | HOST_DEVICEMAP);
 	g->host_flags = flags;
 	TRY(g, MemHostGetDevicePointer, &g->flags, flags, 0);
+	g->mark = g->flags + mark;
 	TRY(g, MemAlloc, &g->word, WORD_BYTES);
 	TRY(g, MemsetD32, g->word, 0, WORD_BYTES / 4);
 	TRY(g, ModuleLoadData, &g->module, flag_ptx);
@@ -187,6 +193,32 @@ int kvs_gpu_step(kvs_gpu *g, uint64_t step, void *stream)
 	return 0;
 }
 
+int kvs_gpu_mark(kvs_gpu *g, void *stream, uint64_t *mark)
+{
+	if (!g || !mark)
+		return KVS_E_ARG;
+	TRY(g, StreamWriteValue64, stream, g->mark, g->client->mark + 1, 0);
+	*mark = ++g->client->mark;
+	return 0;
+}
+
+/* Adds a leaf to the graph that `stream` is being captured into: what the stream holds by now, then 1 to the layer's replay flag. */
+static int add_leaf(kvs_gpu *g, uint32_t layer, void *stream)
+{
+	int status = CAPTURE_NONE;
+	uint64_t id;
+	handle graph, node;
+	const handle *behind = NULL;
+	const struct graph_edge *edges = NULL; /* asked for and not used: an early start of a kernel's successor is none of its end */
+	size_t n = 0;
+	TRY(g, StreamGetCaptureInfo, stream, &status, &id, &graph, &behind, &edges, &n);
+	struct memop op = {.operation = MEMOP_WRITE_VALUE_64, .address = replay_flag(g, layer), .value = 1};
+	struct memop_node params = {.context = g->context, .count = 1, .ops = &op};
+	TRY(g, GraphAddBatchMemOpNode, &node, graph, behind, n, &params);
+	g->replays = 1;
+	return 0;
+}
+
 /* Sets a flag once everything that `stream` holds by now is done. *capturing: whether that became a part of a graph. */
 static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 {
@@ -203,23 +235,19 @@ static int set_flag(kvs_gpu *g, uint32_t i, void *stream, int *capturing)
 			snprintf(g->error, sizeof g->error, "the stream's capture is invalid");
 		return KVS_E_GPU;
 	}
+	bool packs = i < g->layers && graph_wants(&g->graph, i); /* not what the end of the step moved, which would keep the graph from ending */
+	if (i < g->layers && !packs)
+		return add_leaf(g, i, stream);
 	void *args[] = {&g->word, &flag};
 	const char *call = NULL;
 	TRY(g, EventRecord, g->fork, stream);
 	TRY(g, StreamWaitEvent, g->side, g->fork, 0);
 	g->forked = 1;
-	/* What the end of the step moved would keep the graph from ending. */
-	if (i < g->layers && graph_wants(&g->graph, i)) {
+	if (packs) {
 		int rc = graph_capture(&g->graph, i, g->word, flag, g->side, &call);
 		if (rc)
 			work_graph(g->client->work, NULL); /* half of it may be replayed: what it takes would never be moved */
 		return check(g, rc, call);
-	}
-	if (i < g->layers) {
-		/* Behind what the branch waits for, the layer among it, and a fence like __threadfence_system (cuda.h, CUstreamWriteValue_flags). */
-		TRY(g, StreamWriteValue64, g->side, replay_flag(g, i), 1, 0);
-		g->replays = 1;
-		return 0;
 	}
 	TRY(g, LaunchKernel, g->flag_kernel, 1, 1, 1, 1, 1, 1, 0, g->side, args, NULL);
 	return 0;

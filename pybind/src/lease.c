@@ -217,6 +217,11 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 		log_error(c, "the sidecar at %s does not copy between regions: it is older than this library, upgrade it", c->path);
 		return KVS_E_UNSUPPORTED;
 	}
+	size_t at, length;
+	if (type != KVS_REC_INTENT && !c->can_wait && mp_find(body, bytes, "after", &at, &length)) {
+		log_error(c, "the sidecar at %s does not wait for the engine's stream: it is older than this library, upgrade it", c->path);
+		return KVS_E_UNSUPPORTED;
+	}
 	struct lease *l = calloc(1, sizeof *l);
 	if (!l)
 		return KVS_E_LIMIT;

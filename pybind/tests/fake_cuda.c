@@ -7,7 +7,7 @@
  * thing after another each, in no order among them, and can be held.
  *
  * A capture holds what real ones hold us to: a stream joins it by waiting for an event that was recorded inside it, and the end fails
- * when a stream that joined was not joined back.
+ * when a stream that joined was not joined back. A node that is added to the graph by hand belongs to no stream.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -27,7 +27,7 @@ typedef unsigned long long devptr;
 enum { STREAMS = 12, EVENTS = 8, OPS = 4096 };
 
 struct op {
-	char what[12]; /* write, wait, kernel, step, take, move, record, follow */
+	char what[12]; /* write, leaf, wait, kernel, step, take, move, record, follow */
 	int stream;
 	uint64_t address, value; /* kernel and take: flag, word; step: replay flags, step; move: what was taken, blocks */
 	int captured;
@@ -658,6 +658,49 @@ int cuStreamIsCapturing(handle s, int *out)
 	int c = capturing[(intptr_t)s];
 	ENTER("cuStreamIsCapturing");
 	*out = failing("invalidated") ? 2 : c == 1 || c == 2;
+	return 0;
+}
+/* The graph of a capture is its stream, which is all that a new node depends on, by an edge that is no plain one. */
+struct graph_edge {
+	unsigned char from_port, to_port, type, reserved[5];
+};
+int cuStreamGetCaptureInfo_v3(handle s, int *status, uint64_t *id, handle *graph, const handle **behind, const struct graph_edge **edges, size_t *n)
+{
+	static handle last;
+	static const struct graph_edge programmatic = {.type = 1};
+	ENTER("cuStreamGetCaptureInfo");
+	if (capturing[(intptr_t)s] != 1 || !edges)
+		return 915; /* CUDA_ERROR_LOSSY_QUERY */
+	last = s;
+	*status = 1;
+	*id = 1;
+	*graph = s;
+	*behind = &last;
+	*edges = &programmatic;
+	*n = 1;
+	return 0;
+}
+struct memop {
+	unsigned operation;
+	devptr address;
+	uint64_t value;
+	unsigned flags;
+	devptr alias;
+	uint64_t pad;
+};
+struct memop_node {
+	handle context;
+	unsigned count;
+	struct memop *ops;
+	unsigned flags;
+};
+int cuGraphAddBatchMemOpNode(handle *node, handle graph, const handle *behind, size_t n, const struct memop_node *p)
+{
+	ENTER("cuGraphAddBatchMemOpNode");
+	if (n != 1 || behind[0] != graph || p->count != 1 || p->ops->operation != 5 || p->flags || p->ops->flags || p->context != (handle)1)
+		return 1;
+	*node = (handle)1;
+	push("leaf", (int)(intptr_t)graph, p->ops->address, p->ops->value);
 	return 0;
 }
 int cuEventCreate(handle *out, unsigned flags)

@@ -209,8 +209,9 @@ class Fake:
         s.flags = mmap.mmap(fds[at["flags"]], os.fstat(fds[at["flags"]]).st_size)
         magic, major, minor, session, sub, comp, sub_bytes, comp_bytes, total, features = struct.unpack_from("<IHH16sQQIIQQ", s.rings)
         assert (magic, major, features, session, total) == (0x52495350, 1, 0, m["session"], len(s.rings))
-        fmagic, _, _, boot, layers, stride, layer_at, load_at, epoch_at, ftotal, has, replay_at = struct.unpack_from("<IHH16sIIQQQQQQ", s.flags)
-        assert (fmagic, stride, ftotal, has) == (0x464C5350, 64, len(s.flags), 1)
+        fmagic, _, _, boot, layers, stride, layer_at, load_at, epoch_at, ftotal, has, replay_at, mark_at = struct.unpack_from("<IHH16sIIQQQQQQQ", s.flags)
+        assert (fmagic, stride, ftotal, has) == (0x464C5350, 64, len(s.flags), 3)
+        assert replay_at + 64 * (layers + 1) <= mark_at <= len(s.flags) - 8 and not any(s.flags[mark_at : mark_at + 8])
         assert epoch_at + 64 <= replay_at <= len(s.flags) - 64 * (layers + 1) and replay_at % 64 == 0
         assert not any(s.flags[replay_at : replay_at + 64 * (layers + 1)])  # only GPUs write there
         s.flags_at = (layer_at, load_at, epoch_at)

@@ -30,7 +30,7 @@ client = kvspray.WorkerClient("/nonexistent/kvspray.sock", engine=kvspray.Engine
 base, _ = client.flags
 FLAG, LOAD = 128, 128 + 64 * (LAYERS + 1)
 REPLAY = ctypes.c_uint64.from_address(base + 72).value
-assert REPLAY == LOAD + 64 * LAYERS + 64 and ctypes.c_uint64.from_address(base + 64).value == 1
+assert REPLAY == LOAD + 64 * LAYERS + 64 and ctypes.c_uint64.from_address(base + 64).value == 3
 
 def flag(i): return base + FLAG + 64 * i
 def load(i): return base + LOAD + 64 * i
@@ -82,21 +82,16 @@ assert not g.step(7, MAIN) and not g.ok and not g.signal_layer(0, MAIN)
 """)
 
 
-def test_captured_flags_are_on_a_side_branch_that_is_joined_once(driver: pathlib.Path) -> None:
+def test_captured_flags_are_leaves_and_the_end_of_a_step_is_joined(driver: pathlib.Path) -> None:
     run(driver, """
 g = GpuSignals(client)
 assert g.step(1, MAIN)
 word = ops()[0][2]
 for graph in range(3):  # one per batch size, all with the same board
     got = captured_step(g)
-    nodes = [o for o in got if o[0] not in ("record", "follow")]
-    assert nodes[:-1] == [("write", SIDE, replay(i), 1, 1) for i in range(LAYERS)], "on the side branch, and what is baked in is no step"
-    assert nodes[-1] == ("kernel", SIDE, flag(LAYERS), word, 1), "the step comes from memory, for sidecars that know nothing else"
-    for i, o in enumerate(got):
-        if o in nodes:
-            assert [x[:2] for x in got[i - 2 : i]] == [("record", MAIN), ("follow", SIDE)], "each one behind its own layer"
-    joins = [i for i, o in enumerate(got) if o[0] == "follow" and o[1] == MAIN]
-    assert joins == [len(got) - 1], "joined once, after the last flag"
+    assert got[:LAYERS] == [("leaf", MAIN, replay(i), 1, 1) for i in range(LAYERS)], "behind its layer, and what is baked in is no step"
+    end = [("record", MAIN), ("follow", SIDE), ("kernel", SIDE), ("record", SIDE), ("follow", MAIN)]
+    assert [o[:2] for o in got[LAYERS:]] == end and got[LAYERS + 2] == ("kernel", SIDE, flag(LAYERS), word, 1), "the step comes from memory"
     assert g.step(10 + graph, MAIN) and ops() == [("step", MAIN, replay(0), 10 + graph, 0)], "the flags are cleared before each replay"
 assert g.signal_layer(1, MAIN) and g.signal_step(MAIN)  # a step that is eager again
 assert ops() == [("write", MAIN, flag(1), 12, 0), ("write", MAIN, flag(LAYERS), 12, 0)]
@@ -112,17 +107,16 @@ assert other.step(13, MAIN) and [o[0] for o in ops()] == ["write"], "whose engin
 """)
 
 
-def test_a_piece_of_a_step_joins_and_goes_on(driver: pathlib.Path) -> None:
+def test_a_capture_may_end_behind_any_layer(driver: pathlib.Path) -> None:
+    """Nobody announces the last layer of a graph: nothing may have to be joined."""
     run(driver, """
 g = GpuSignals(client)
-fake.fake_capture_begin(MAIN)
-assert g.signal_layer(0, MAIN)
-assert fake.fake_capture_end(MAIN) == 1, "the fake has to notice this"
-assert g.join(MAIN)
-fake.fake_capture_begin(MAIN)
-assert g.signal_layer(0, MAIN) and g.signal_layer(1, MAIN) and g.join(MAIN)
-assert fake.fake_capture_end(MAIN) == 0
-assert [o[0] for o in ops() if o[0] in ("kernel", "write")] == ["write"] * 3
+for layers in (1, 2):
+    fake.fake_capture_begin(MAIN)
+    for layer in range(layers):
+        assert g.signal_layer(layer, MAIN)
+    assert fake.fake_capture_end(MAIN) == 0
+    assert [o[0] for o in ops()] == ["leaf"] * layers
 assert g.join(MAIN) and g.step(3, MAIN) and ops() == [("step", MAIN, replay(0), 3, 0)]
 assert g.signal_layer(2, MAIN) and g.signal_step(MAIN)  # the rest of it eager
 assert [o[0] for o in ops()] == ["write", "write"]
@@ -179,7 +173,7 @@ assert not g.pack() and not g.pack(0) and not g.pack(1 << 20) and fake.fake_live
 fake.fake_fail(b"")
 fake.fake_capture_begin(MAIN)
 assert g.signal_layer(0, MAIN) and g.signal_step(MAIN) and fake.fake_capture_end(MAIN) == 0
-assert [o[0] for o in ops() if o[0] in ("take", "move", "write", "kernel")] == ["write", "kernel"]
+assert [o[0] for o in ops() if o[0] in ("take", "move", "leaf", "kernel")] == ["leaf", "kernel"]
 assert g.pack()  # at last
 """)
     assert "register the GPU's memory first" in out and out.count("captured graphs do not pack: cuM") == 5 and "0 thread blocks: ask for 1 to 4096" in out, out
@@ -193,14 +187,14 @@ g = GpuSignals(client)
 assert g.pack() and g.step(1, MAIN)
 
 def captured():
-    return [o[0] for o in ops() if o[0] in ("take", "move", "write", "kernel")]
+    return [o[0] for o in ops() if o[0] in ("take", "move", "leaf", "write", "kernel")]
 
 captured()
 fake.fake_capture_begin(MAIN)
 for layer in (0, 1, 0, 0):  # as a draft's turns do: what the first has taken is under way when the second comes
     assert g.signal_layer(layer, MAIN)
 assert g.join(MAIN) and fake.fake_capture_end(MAIN) == 0
-assert captured() == ["take", "move"] * 2 + ["write"] * 2
+assert captured() == ["take", "move"] * 2 + ["leaf"] * 2
 assert g.step(2, MAIN) and ops() == [("step", MAIN, replay(0), 2, 0)], "the second ones set flags that have to be cleared"
 fake.fake_capture_begin(MAIN)
 assert g.signal_layer(0, MAIN) and captured() == ["take", "move"]  # another capture's
@@ -222,6 +216,22 @@ fake.fake_capture_end(MAIN)
 g.close()
 client.close()
 assert fake.fake_live() == 0, fake.fake_live()
+""")
+
+
+def test_marks_grow_on_the_stream(driver: pathlib.Path) -> None:
+    run(driver, """
+MARK = ctypes.c_uint64.from_address(base + 80).value
+g = GpuSignals(client)
+assert [g.mark(MAIN), g.mark(MAIN)] == [1, 2] and ops() == [("write", MAIN, base + MARK, n, 0) for n in (1, 2)]
+g.close()
+g = GpuSignals(client)
+assert g.mark(MAIN) == 3, "what was given out before stays behind"
+ops()
+fake.fake_fail(b"cuStreamWriteValue64")
+assert g.mark(MAIN) == 0 and not g.ok
+fake.fake_fail(b"")
+assert g.mark(MAIN) == 0, "an order that is not kept must not be promised"
 """)
 
 
@@ -299,8 +309,8 @@ blocked(g.signal_layer, 0, MAIN)
 blocked(g.signal_step, MAIN)
 blocked(g.wait_layer, 0, 1, MAIN)
 fake.fake_capture_begin(MAIN)
-assert g.signal_layer(0, MAIN)
-blocked(g.join, MAIN)
+blocked(g.signal_layer, 0, MAIN)
+blocked(g.signal_step, MAIN)
 fake.fake_capture_end(MAIN)
 blocked(g.close)
 r = blocked(kvspray.Region.gpu, 32 << 20, 4096)
@@ -336,18 +346,18 @@ g = GpuSignals(client)
 assert g.step(1, MAIN)
 fake.fake_capture_begin(MAIN)
 assert g.signal_layer(0, MAIN)
-fake.fake_fail(b"cuStreamWriteValue64")
+fake.fake_fail(b"cuGraphAddBatchMemOpNode")
 assert not g.signal_layer(1, MAIN) and not g.ok
 g.close()
 g = GpuSignals(client)
 fake.fake_fail(b"")
-assert g.signal_layer(0, MAIN) and g.join(MAIN)
+assert g.signal_layer(0, MAIN)
 fake.fake_capture_end(MAIN)
 fake.fake_fail(b"cuLaunchKernel")
 assert not g.step(2, MAIN) and not g.ok
 """)
     ends = [line for line in out.splitlines() if "signals by the GPU end here" in line]
-    assert len(ends) == 2 and "kvs_gpu_signal_layer: cuStreamWriteValue64: CUDA_ERROR_UNKNOWN (999)" in ends[0], out
+    assert len(ends) == 2 and "kvs_gpu_signal_layer: cuGraphAddBatchMemOpNode: CUDA_ERROR_UNKNOWN (999)" in ends[0], out
     assert "kvs_gpu_step: cuLaunchKernel: CUDA_ERROR_UNKNOWN (999)" in ends[1], out
 
 

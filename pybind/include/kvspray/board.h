@@ -24,7 +24,7 @@
 
 /* A reader refuses another major; a higher minor only adds. */
 #define KVS_BOARD_MAJOR 1
-#define KVS_BOARD_MINOR 1
+#define KVS_BOARD_MINOR 2
 
 #define KVS_CACHE_LINE 64
 #define KVS_MAX_LAYERS 1024
@@ -36,7 +36,9 @@
 #define KVS_RING_MAX_BYTES (16u << 20) /* a power of two in between */
 #define KVS_RECORD_MAX_BYTES (1u << 20) /* and at most half its ring */
 
-#define KVS_FLAGS_REPLAYS 1u /* a feature of the flags memfd: there are replay flags (1.1) */
+/* Features of the flags memfd. */
+#define KVS_FLAGS_REPLAYS 1u /* there are replay flags (1.1) */
+#define KVS_FLAGS_MARK 2u    /* there is a stream mark (1.2) */
 
 /* Offset 0 of the flags memfd. Written once by the shim before the memfd is passed on. */
 struct kvs_flags_header {
@@ -50,9 +52,10 @@ struct kvs_flags_header {
 	uint64_t load_flags;       /* byte offset of `layers` flags */
 	uint64_t source_epoch;     /* byte offset of one u64 */
 	uint64_t total_bytes;      /* size of the memfd */
-	uint64_t features;         /* bit set: KVS_FLAGS_REPLAYS; none defined in 1.0 */
+	uint64_t features;         /* bit set: KVS_FLAGS_...; none defined in 1.0 */
 	uint64_t replay_flags;     /* byte offset of `layers` + 1 flags; only with KVS_FLAGS_REPLAYS */
-	uint8_t reserved[48];
+	uint64_t stream_mark;      /* byte offset of one u64; only with KVS_FLAGS_MARK */
+	uint8_t reserved[40];
 };
 
 /* layer_flags[l]: GPU (or CPU engine) -> sidecar. The last step for which layer l is complete; only grows.
@@ -69,7 +72,9 @@ struct kvs_flags_header {
  *     free), and before the record that says which. Bytes read from source blocks count only if the epoch is unchanged
  *     after the read, or the ring was drained up to that epoch and names other blocks. Hence one growth per naming record
  *     (PREEMPT, or CANCEL of a source lease), and no other record between the two: a reader that has drained a record of
- *     epoch e believes that it knows every block that was given up until e. */
+ *     epoch e believes that it knows every block that was given up until e.
+ * stream_mark: GPU -> sidecar. Everything that the engine had enqueued on its stream before mark m is complete once the word is at least m; only
+ *     grows. A record with `after` = m takes effect then: the sidecar writes no block of it while an earlier step of the engine may still do so. */
 struct kvs_flag {
 	uint64_t value;
 	uint8_t pad[KVS_CACHE_LINE - 8];

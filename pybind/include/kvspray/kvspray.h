@@ -228,18 +228,21 @@ const char *kvs_gpu_error(kvs_gpu *g);
 /* Before the step's first kernel, or before the launch of its graph, on the same stream and outside a capture: this is step
  * `step`. Steps never fall. */
 int kvs_gpu_step(kvs_gpu *g, uint64_t step, void *stream);
-/* After the layer's last write to its cache. Eager: one stream write. In a capture: a node on a side branch, which says that the layer is
- * complete in the step that kvs_gpu_step said before the replay. */
+/* After the layer's last write to its cache. Eager: one stream write. In a capture: a leaf of the graph, which marks the layer complete in the
+ * step that kvs_gpu_step set before the replay. */
 int kvs_gpu_signal_layer(kvs_gpu *g, uint32_t layer, void *stream);
-/* The end of the step, all layers; in a capture it joins the side branch as well. Each step has to have one: what graphs said of its layers
- * before is lost with the next step. */
+/* The end of the step, all layers; in a capture it joins its side branch as well. Each step has to have one, in the graph or behind its replay:
+ * the flags of its layers are cleared with the next step. */
 int kvs_gpu_signal_step(kvs_gpu *g, void *stream);
-/* Joins the side branch where a capture ends before the step does (piecewise graphs): one that is not joined makes the capture fail. */
+/* Joins the side branch of graphs that pack (kvs_gpu_pack) where a capture ends before the step does: one that is not joined makes the capture
+ * fail. */
 int kvs_gpu_join(kvs_gpu *g, void *stream);
 /* Graphs that are captured from now on also pack and unpack for the sidecar, behind each layer's signal and on a branch of their own, with so many
  * thread blocks of 512: what it wants is in memory when the replay comes by, and is launched by a thread where none does. Costs a layer that has
  * nothing to move two small nodes. After kvs_start, once, and not during a capture; such graphs are replayed one at a time. Optional: without it, or after KVS_E_GPU, the thread launches all. */
 int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes);
+/* Outside a capture: *mark is a number for the `after` of a record, which takes effect once everything that the stream holds by now is done. */
+int kvs_gpu_mark(kvs_gpu *g, void *stream, uint64_t *mark);
 /* The stream goes on once load_flags[layer] >= value, or is poison. In a graph the value is baked in: use 1 and kvs_load_reset. */
 int kvs_gpu_wait_layer(kvs_gpu *g, uint32_t layer, uint64_t value, void *stream);
 

@@ -624,8 +624,11 @@ class WorkerClient(_Client):
         req: str = "",
         deadline_s: float | None = None,
         partner_s: float | None = None,
+        after: int = 0,
     ) -> int:
         """These blocks want this prompt's KV from ``peer``; ``skip`` tokens (of all groups, or per group) are there already.
+
+        ``after``: a number that ``GpuSignals.mark`` has returned; no block is written before the engine's stream has got there.
 
         ``blocks`` cover tokens from 0. Returns the lease, or 0 when no sidecar can take it now: compute locally.
         """
@@ -650,6 +653,7 @@ class WorkerClient(_Client):
                 "deadline_ms": deadline,
                 "partner_ms": min(deadline, _ms(partner_s, partner_ms)),
                 "req": _req(req),
+                **_after(after),
             }
         )
         h = self._handle()
@@ -670,6 +674,7 @@ class WorkerClient(_Client):
         *,
         req: str = "",
         deadline_s: float | None = None,
+        after: int = 0,
     ) -> int:
         """Has the sidecar copy blocks of one registered region to another, or within one: (source offset, destination offset, length).
 
@@ -690,6 +695,7 @@ class WorkerClient(_Client):
                 "blocks": protocol.pack_copies(blocks),
                 "deadline_ms": deadline,
                 "req": _req(req),
+                **_after(after),
             }
         )
         h = self._handle()
@@ -772,6 +778,13 @@ class WorkerClient(_Client):
 def _req(req: str) -> str:
     raw = req.encode("utf-8", "replace")
     return req if len(raw) <= protocol.MAX_REQ_BYTES else raw[: protocol.MAX_REQ_BYTES].decode("utf-8", "ignore")
+
+
+def _after(mark: int) -> dict[str, int]:
+    """Left out where there is nothing to wait for: sidecars without the feature "after" take the record then."""
+    if not 0 <= mark < 1 << 64:
+        raise ValueError(f"kvspray: after = {mark}, want a number that GpuSignals.mark has returned, or 0")
+    return {"after": mark} if mark else {}
 
 
 def _int(value: object) -> int:

@@ -60,8 +60,14 @@ class GpuSignals:
         return bool(rc == 0)
 
     def join(self, stream: int) -> bool:
-        """Joins the side branch of a capture that ends before the step does."""
+        """Joins the side branch of graphs that pack, where a capture ends before the step does. Without ``pack`` there is none."""
         return self._call(lib.kvs_gpu_join, stream)
+
+    def mark(self, stream: int) -> int:
+        """A number for the ``after`` of ``expect`` and ``copy``: they take effect once everything that the stream holds by now is done.
+        0: the call failed; submit nothing that depends on it."""
+        out = ctypes.c_uint64()
+        return out.value if self._call(lib.kvs_gpu_mark, stream, ctypes.byref(out)) else 0
 
     def wait_layer(self, layer: int, value: int, stream: int) -> bool:
         """The stream goes on once the layer's load flag is at least ``value``, or poison."""
@@ -73,7 +79,7 @@ class GpuSignals:
         if h is not None:
             lib.kvs_gpu_close(h)
 
-    def _call(self, fn: object, *args: int) -> bool:
+    def _call(self, fn: object, *args: object) -> bool:
         if not self.ok:
             return False
         rc: int = fn(self._h, *args)  # type: ignore[operator]

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package connector
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
+)
+
+// A destination lease or a copy whose record names a stream mark is held until the engine's stream has passed that mark. Steps that the
+// engine enqueued earlier may still write the blocks: a step in flight may compute a request that was aborted, and whose blocks
+// the engine has already given to this one. While a lease is held the control layer does not have it, so nothing can be granted or written.
+type held struct {
+	mark  uint64
+	begin func(Events)
+	due   time.Duration // as now counts
+	timer *time.Timer   // looks at due when no flag moves
+}
+
+// beginLocked delivers the event that opens l, now or once the stream has passed the mark.
+func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration, begin func(Events)) {
+	if mark <= w.flags.Mark() {
+		w.eventLocked(begin)
+		return
+	}
+	l.held = &held{mark: mark, begin: begin, due: now() + deadline, timer: time.AfterFunc(deadline, w.pump)}
+	w.held[l.id] = l
+	w.followedLocked()
+}
+
+// followHeldLocked opens the leases whose mark the stream has passed, and ends those whose deadline has passed.
+func (w *worker) followHeldLocked() {
+	if len(w.held) == 0 || w.closed || w.broken != nil {
+		return
+	}
+	at, mark := now(), w.flags.Mark()
+	for _, l := range w.held {
+		switch h := l.held; {
+		case h.mark <= mark:
+			w.unholdLocked(l)
+			w.eventLocked(h.begin)
+		case h.due <= at:
+			w.endHeldLocked(l, board.Expired, fmt.Sprintf(
+				"the engine's stream is at mark %d, and has not reached %d before the deadline: its GPU is stuck or overloaded", mark, h.mark))
+		}
+	}
+}
+
+// endHeldLocked completes a lease that the control layer does not have.
+func (w *worker) endHeldLocked(l *lease, status uint16, reason string) {
+	w.postLocked(encodeCompletion(Completion{Lease: w.leaseID(l), Received: true, Status: status, Reason: reason}))
+	w.closeLeaseLocked(l)
+}
+
+func (w *worker) unholdLocked(l *lease) {
+	l.held.timer.Stop()
+	l.held = nil
+	delete(w.held, l.id)
+	w.followedLocked()
+}
+
+// checkMark refuses a mark of a shim that has none.
+func (w *worker) checkMark(what string, mark uint64) error {
+	if mark == 0 || w.flags.HasMark() {
+		return nil
+	}
+	return &msg.Error{Message: what, Field: "after", Problem: fmt.Sprintf("%d, but the flags memory has no stream mark", mark),
+		Remedy: "use a library that sets KVS_FLAGS_MARK"}
+}

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package connector_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/internal/board"
+)
+
+func expectAfter(t *testing.T, w *connectortest.Worker, mark, deadlineMS uint64, blocks ...uint32) uint64 {
+	t.Helper()
+	x, h := key()
+	id, err := w.Expect(msg.Expect{Xfer: x, Hash: h, Peer: "10.0.0.1:7", Tokens: 16 * uint32(len(blocks)),
+		Blocks: [][]uint32{blocks}, DeadlineMS: deadlineMS, After: mark})
+	must(t, err)
+	return id
+}
+
+// TestAfterHoldsBack: no part of the sidecar that could write has a lease before the engine's stream has passed the mark that it names.
+func TestAfterHoldsBack(t *testing.T) {
+	r := start(t, nil)
+	w := withHost(t, r, 1<<16)
+	first := expectAfter(t, w, 1, 0, 0, 1)
+	third := expectAfter(t, w, 3, 0, 2)
+	copied, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 4096, Len: 64}}, After: 2})
+	must(t, err)
+	free := expectAfter(t, w, 0, 0, 3)
+	r.rec.until(t, "the one without a mark", func() bool { return len(r.rec.expects) == 1 })
+	if got := r.rec.seen(); got.expects[0].Lease.ID != free || len(got.copies) != 0 {
+		t.Fatalf("begun before any mark: %+v %+v", got.expects, got.copies)
+	}
+	if n := r.Leases(); n != 4 {
+		t.Errorf("%d leases are open, want 4: those held count and have their blocks", n)
+	}
+	w.Flags().SetMark(2) // the watcher notices: no record follows
+	r.rec.until(t, "marks 1 and 2", func() bool { return len(r.rec.expects) == 2 && len(r.rec.copies) == 1 })
+	if got := r.rec.seen(); got.expects[1].Lease.ID != first || got.copies[0].Lease.ID != copied {
+		t.Fatalf("begun at mark 2: %+v %+v", got.expects[1], got.copies[0])
+	}
+	w.Flags().SetMark(3)
+	r.rec.until(t, "mark 3", func() bool { return len(r.rec.expects) == 3 })
+	if got := r.rec.seen(); got.expects[2].Lease.ID != third {
+		t.Fatalf("begun at mark 3: %+v", got.expects[2])
+	}
+}
+
+// TestAfterEnds: a lease that is held ends by a cancellation or at its deadline, and never begins afterwards.
+func TestAfterEnds(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	ends := func(id uint64, status uint16, reason string) {
+		t.Helper()
+		got, err := w.Wait(testContext(t))
+		must(t, err)
+		if got.Lease != id || got.Status != status || got.Received == nil || !strings.Contains(got.Received.Reason, reason) {
+			t.Fatalf("completion %+v %+v, want lease %d with status %d and %q", got, got.Received, id, status, reason)
+		}
+	}
+	late := expectAfter(t, w, 7, 20, 0)
+	ends(late, board.Expired, "is at mark 0, and has not reached 7")
+	given := expectAfter(t, w, 7, 0, 1)
+	must(t, w.Cancel(given, "request finished", false))
+	ends(given, board.Cancelled, "request finished")
+	w.Flags().SetMark(7)
+	again := expectAfter(t, w, 7, 0, 0, 1) // their blocks are free again
+	r.rec.until(t, "the one that begins", func() bool { return len(r.rec.expects) == 1 })
+	if got := r.rec.seen(); got.expects[0].Lease.ID != again || len(got.cancels) != 0 {
+		t.Fatalf("expects %+v, cancels %v", got.expects, got.cancels)
+	}
+	must(t, r.Complete(r.lastUp(t), connector.Completion{Lease: r.rec.seen().expects[0].Lease, Received: true}))
+	ends(again, board.OK, "")
+	if n := r.Leases(); n != 0 {
+		t.Errorf("%d leases left", n)
+	}
+}
+
+// TestAfterNeedsAMark: a mark that the engine's library cannot set would never come.
+func TestAfterNeedsAMark(t *testing.T) {
+	mem := make([]byte, board.FlagsBytes(2)+4096)
+	f, err := board.InitFlags(mem, [16]byte{1}, 2)
+	must(t, err)
+	if !f.HasMark() || f.Mark() != 0 {
+		t.Fatalf("a new board: %v, mark %d", f.HasMark(), f.Mark())
+	}
+	f.SetMark(9)
+	if f.Mark() != 9 || f.SourceEpoch() != 0 || f.Layer(2) != 0 {
+		t.Fatalf("mark %d, epoch %d, end of step %d", f.Mark(), f.SourceEpoch(), f.Layer(2))
+	}
+	mem[board.OffFlagsHeaderFeatures] &^= board.FlagsMark
+	old, err := board.ParseFlags(mem)
+	must(t, err)
+	if old.HasMark() || old.Mark() != 0 {
+		t.Error("a board of version 1.1 has a mark")
+	}
+}
