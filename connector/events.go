@@ -54,7 +54,7 @@ type Intent struct {
 	Key      transfer.Key
 	Tokens   uint32
 	Fanout   int
-	Blocks   [][]uint32 // per cache group; grows with Progress
+	Blocks   [][]uint32 // per block table; grows with Progress
 	Held     bool
 	Priority Priority
 	Deadline time.Duration // what is left
@@ -68,7 +68,7 @@ type Expect struct {
 	Key      transfer.Key
 	Peer     string // endpoint of the source's sidecar
 	Tokens   uint32
-	Skip     []uint32 // per cache group
+	Skip     []uint32 // per block table
 	Blocks   [][]uint32
 	Priority Priority
 	Deadline time.Duration

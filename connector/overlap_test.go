@@ -223,7 +223,7 @@ func TestGroupsOnTheSamePagesHaveOneWriter(t *testing.T) {
 		t.Helper()
 		refusedLease(t, w, id, texts...)
 	}
-	refuse(expect(4, 4, 9), "EXPECT.blocks[1][0]", "block 4 is written for group 0, too", "one pool")
+	refuse(expect(4, 4, 9), "EXPECT.blocks[1][0]", "block 4 is written for table 0, too", "one pool")
 	a := expect(1, 2, 1) // block 1 of the third group is other memory than block 1 of the first
 	r.rec.until(t, "the expectation", func() bool { return len(r.rec.expects) == 1 && r.rec.expects[0].Lease.ID == a })
 	refuse(expect(2, 3, 3), "EXPECT.blocks[0][0]", "block 2 is written for lease")

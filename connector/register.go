@@ -373,10 +373,12 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		return nil, refuse(msg.CodeLayout, "layout", err, "register what the engine allocated")
 	}
 
-	w = &worker{s: s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: flags, index: index, pools: poolsOf(lay), done: make(chan struct{}),
+	w = &worker{s: s, pub: pub, log: c.log.With("worker", pub.Name), proc: c.peer, flags: flags, index: index, done: make(chan struct{}),
 		session: c, sub: view.SubmissionConsumer(), comp: view.CompletionProducer(), door: os.NewFile(uintptr(door), "doorbell"), bell: bell,
 		rings: rings, extents: extents, leases: map[uint64]*lease{}, writing: map[uint64]uint64{}, follow: map[uint64]*lease{}, held: map[uint64]*lease{},
 		complaint: map[string]int{}, seen: make([]uint64, flags.Layers()+1)}
+	w.tables = lay.TablesOf()
+	w.pools = poolsOf(lay, w.tables)
 	pub.SourceValid = w.sourceValid
 	pub.state = w
 	if work != nil {

@@ -38,14 +38,15 @@ var (
 // Lock order: deliver, then mu. Events are called with deliver held and mu free; they may call Complete and SourceValid.
 type worker struct {
 	// Set once.
-	s     *Server
-	pub   *Worker
-	log   *slog.Logger
-	proc  *peer
-	flags *board.Flags
-	index []int         // flat layer -> flag
-	pools []int         // group -> the first group on the same pages
-	done  chan struct{} // closed when every lease is fenced and the memory is given back
+	s      *Server
+	pub    *Worker
+	log    *slog.Logger
+	proc   *peer
+	flags  *board.Flags
+	index  []int          // flat layer -> flag
+	tables []layout.Table // of the layout
+	pools  []int          // block table -> one of those on the same pages
+	done   chan struct{}  // closed when every lease is fenced and the memory is given back
 
 	drained  atomic.Uint64 // source epoch of the last record taken from the ring
 	sources  sync.Map      // lease id -> *lease, open source leases; what SourceValid reads without a lock
@@ -264,18 +265,17 @@ func (w *worker) complainLocked(kind string, err error) {
 	}
 }
 
-// checkTables refuses tables that do not fit the layout: every id is inside its group.
+// checkTables refuses tables that do not fit the layout: every id is inside its groups.
 func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error) {
-	groups := w.pub.Layout.Groups
-	if len(tables) != len(groups) {
-		return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("%d tables, the layout has %d groups", len(tables), len(groups)),
-			Remedy: "send one table per cache group, in the layout's order"}
+	if len(tables) != len(w.tables) {
+		return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("%d tables, the layout has %d", len(tables), len(w.tables)),
+			Remedy: "send each block table once, in the layout's order; groups with same_table read that of the group before them"}
 	}
-	for gi, table := range tables {
-		n := groups[gi].NumBlocks
+	for ti, table := range tables {
+		n := w.pub.Layout.Groups[w.tables[ti].First].NumBlocks
 		for i, id := range table {
 			if id >= n {
-				return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("group %d: block %d at place %d, the group has %d", gi, id, i, n),
+				return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("table %d: block %d at place %d, its groups have %d", ti, id, i, n),
 					Remedy: "send ids of the registered cache"}
 			}
 		}
@@ -419,28 +419,28 @@ func (w *worker) claimLocked(l *lease, m *msg.Expect) error {
 	if m.Tokens == 0 || len(m.Skip) != len(m.Blocks) {
 		return nil // the plan refuses it
 	}
-	for gi, table := range m.Blocks {
-		first, end := w.pub.Own.Written(gi, m.Tokens, m.Skip[gi])
+	for ti, table := range m.Blocks {
+		first, end := w.pub.Own.Written(ti, m.Tokens, m.Skip[ti])
 		first, end = min(first, len(table)), min(end, len(table))
 		l.writes = append(l.writes, table[first:first])
 		for i := first; i < end; i++ {
-			word, bit := claimOf(w.pools[gi], table[i])
+			word, bit := claimOf(w.pools[ti], table[i])
 			if w.writing[word]&bit != 0 {
-				err := w.claimedLocked(l, gi, table, first, i)
+				err := w.claimedLocked(l, ti, table, first, i)
 				w.unclaimLocked(l)
 				return err
 			}
 			w.writing[word] |= bit
-			l.writes[gi] = table[first : i+1]
+			l.writes[ti] = table[first : i+1]
 		}
 	}
 	return nil
 }
 
 // claimedLocked names who has the block at place i.
-func (w *worker) claimedLocked(l *lease, group int, table []uint32, first, i int) error {
+func (w *worker) claimedLocked(l *lease, ti int, table []uint32, first, i int) error {
 	id := table[i]
-	e := &msg.Error{Message: "EXPECT", Field: fmt.Sprintf("blocks[%d][%d]", group, i), Problem: fmt.Sprintf("block %d is written for another open lease", id),
+	e := &msg.Error{Message: "EXPECT", Field: fmt.Sprintf("blocks[%d][%d]", ti, i), Problem: fmt.Sprintf("block %d is written for another open lease", id),
 		Remedy: "wait for its completion, which says that nothing writes any more"}
 	if j := slices.Index(table[first:i], id); j >= 0 {
 		e.Problem = fmt.Sprintf("block %d is at place %d, too, and both would be written", id, first+j)
@@ -448,16 +448,16 @@ func (w *worker) claimedLocked(l *lease, group int, table []uint32, first, i int
 		return e
 	}
 	for _, o := range w.leases {
-		for gi, writes := range o.writes {
-			if o != l && w.pools[gi] == w.pools[group] && slices.Contains(writes, id) {
+		for oi, writes := range o.writes {
+			if o != l && w.pools[oi] == w.pools[ti] && slices.Contains(writes, id) {
 				e.Problem = fmt.Sprintf("block %d is written for lease %d, which is open", id, o.id)
 			}
 		}
 	}
-	for gi, writes := range l.writes[:group] {
-		if w.pools[gi] == w.pools[group] && slices.Contains(writes, id) {
-			e.Problem = fmt.Sprintf("block %d is written for group %d, too, whose layers lie on the same pages", id, gi)
-			e.Remedy = "draw the block tables of such groups from one pool"
+	for oi, writes := range l.writes[:ti] {
+		if w.pools[oi] == w.pools[ti] && slices.Contains(writes, id) {
+			e.Problem = fmt.Sprintf("block %d is written for table %d, too, whose layers lie on the same pages", id, oi)
+			e.Remedy = "draw such block tables from one pool"
 		}
 	}
 	return e
@@ -465,9 +465,9 @@ func (w *worker) claimedLocked(l *lease, group int, table []uint32, first, i int
 
 // unclaimLocked gives back what claimLocked took.
 func (w *worker) unclaimLocked(l *lease) {
-	for gi, table := range l.writes {
+	for ti, table := range l.writes {
 		for _, id := range table {
-			word, bit := claimOf(w.pools[gi], id)
+			word, bit := claimOf(w.pools[ti], id)
 			if w.writing[word] &^= bit; w.writing[word] == 0 {
 				delete(w.writing, word)
 			}
@@ -481,24 +481,37 @@ func claimOf(pool int, id uint32) (word, bit uint64) {
 	return uint64(pool)<<32 | uint64(id>>6), 1 << (id & 63)
 }
 
-// poolsOf names for each cache group the first one whose blocks are the same memory: hybrid models lay the layers of all groups over one
-// another, and a block id belongs to one group at a time.
-func poolsOf(l *layout.Layout) []int {
-	pools := make([]int, len(l.Groups))
-	for gi := range l.Groups {
-		pools[gi] = gi
-		for o := range gi {
-			if pools[o] != pools[gi] && onePool(&l.Groups[o], &l.Groups[gi]) {
-				from, to := pools[gi], pools[o]
-				for i := range pools[:gi+1] {
-					if pools[i] == from {
-						pools[i] = to
-					}
+// poolsOf names for each block table one of those whose blocks are the same memory: hybrid models lay the layers of all groups over one
+// another, and a block id belongs to one table at a time.
+func poolsOf(l *layout.Layout, tables []layout.Table) []int {
+	pools := make([]int, len(tables))
+	for t := range tables {
+		pools[t] = t
+		for o := range t {
+			from, to := pools[t], pools[o]
+			if from == to || !sharePages(l.Groups[tables[o].First:tables[o].End], l.Groups[tables[t].First:tables[t].End]) {
+				continue
+			}
+			for i := range pools[:t+1] {
+				if pools[i] == from {
+					pools[i] = to
 				}
 			}
 		}
 	}
 	return pools
+}
+
+// sharePages reports whether groups of two block tables do.
+func sharePages(a, b []layout.Group) bool {
+	for i := range a {
+		for k := range b {
+			if onePool(&a[i], &b[k]) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // onePool reports whether a layer of a and one of b share pages. Where their strides are equal they do so block by block, or not at all,

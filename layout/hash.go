@@ -24,6 +24,9 @@ func (l *Layout) Geometry() [32]byte {
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
 		h.num(uint64(g.TokensPerBlock))
+		if g.SameTable { // of sidecars before it, layouts without it hash as they did
+			h.str("same_table")
+		}
 		h.str(g.Strategy)
 		keys := shapeParams(g)
 		h.num(uint64(len(keys)))
@@ -105,6 +108,7 @@ func (d *differ) check(field string, a, b any) {
 
 func (d *differ) group(field string, a, b *Group) {
 	d.check(field+".tokens_per_block", a.TokensPerBlock, b.TokensPerBlock)
+	d.check(field+".same_table", a.SameTable, b.SameTable)
 	d.check(field+".strategy", a.Strategy, b.Strategy)
 	keys := append(shapeParams(a), shapeParams(b)...)
 	slices.Sort(keys)

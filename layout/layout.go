@@ -8,7 +8,8 @@ import (
 
 // Bounds of a registered layout. A layout past them is refused, so that a bad engine cannot make us hold unbounded memory.
 const (
-	MaxGroups         = 16
+	MaxTables         = 16   // block tables of an engine
+	MaxGroups         = 64   // of all tables together
 	MaxLayers         = 1024 // of all groups together
 	MaxRegions        = 1024
 	MaxParams         = 32 // per group
@@ -30,13 +31,14 @@ type Layout struct {
 	Identity map[string]string // what must be equal between prefill and decode
 }
 
-// Group is a cache group: layers that share one block table. A stage of a pipeline may have none of them; the group stands there for its
-// table, so that every stage has as many.
+// Group is a cache group: layers of one strategy and equal parameters that share one block table. A stage of a pipeline may have none of them; the group
+// stands there for its table, so that every stage has as many tables.
 type Group struct {
 	TokensPerBlock uint32
 	Strategy       string           // names the ParseBlock strategy that knows the inside of a page
 	Params         map[string]int64 // of the strategy
 	NumBlocks      uint32
+	SameTable      bool // its block table is that of the group before it, whose layers have another strategy or other parameters
 	Layers         []Layer
 }
 
@@ -81,6 +83,35 @@ func (l *Layout) NumLayers() int {
 	return n
 }
 
+// Tables counts the block tables of the engine: what an INTENT, a STEP and an EXPECT bring, and what a skip is given for.
+func (l *Layout) Tables() int {
+	n := 0
+	for i := range l.Groups {
+		if i == 0 || !l.Groups[i].SameTable {
+			n++
+		}
+	}
+	return n
+}
+
+// Table is one block table, and the groups that read it.
+type Table struct {
+	First, End int // groups [First, End)
+}
+
+// TablesOf lists the block tables in order.
+func (l *Layout) TablesOf() []Table {
+	out := make([]Table, 0, len(l.Groups))
+	for i := range l.Groups {
+		if i > 0 && l.Groups[i].SameTable {
+			out[len(out)-1].End = i + 1
+			continue
+		}
+		out = append(out, Table{i, i + 1})
+	}
+	return out
+}
+
 // LayerAt returns the group and the place in it of a flattened layer.
 func (l *Layout) LayerAt(flat int) (group, layer int, ok bool) {
 	if flat < 0 {
@@ -101,8 +132,12 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 		return err
 	}
 	var all []progression
+	table := -1
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
+		if !g.SameTable {
+			table++
+		}
 		if len(g.Layers) == 0 { // its windows and block tables count all the same
 			if _, err := planes(nil, g, nil); err != nil {
 				return fmt.Errorf("groups[%d]: %w", gi, err)
@@ -125,7 +160,7 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 					return err
 				}
 				for i := range all[n:] {
-					all[n+i].group, all[n+i].layer = gi, li
+					all[n+i].group, all[n+i].table, all[n+i].layer = gi, table, li
 				}
 				sum += ps[pi].Bytes() // each at most a region's size, at most MaxPlanes of them
 			}
@@ -162,6 +197,10 @@ func (l *Layout) checkShape(regions int) error {
 	if n := len(l.Groups); n < 1 || n > MaxGroups {
 		return refuse("groups", n, fmt.Sprintf("a layout has 1 to %d groups", MaxGroups), "register each cache group once")
 	}
+	if n := l.Tables(); n > MaxTables {
+		return refuse("groups", fmt.Sprintf("%d block tables", n), fmt.Sprintf("an engine has at most %d", MaxTables),
+			"register groups of one block table behind one another, with same_table")
+	}
 	if n := l.NumLayers(); n < 1 || n > MaxLayers {
 		return refuse("layers", n, fmt.Sprintf("a layout has 1 to %d layers in all groups", MaxLayers), "register each layer once")
 	}
@@ -178,6 +217,15 @@ func (l *Layout) checkShape(regions int) error {
 		}
 		if g.NumBlocks < 1 || g.NumBlocks > MaxBlocks {
 			return refuse(field+".num_blocks", g.NumBlocks, fmt.Sprintf("must be 1 to %d", MaxBlocks), "register the number of blocks allocated")
+		}
+		if g.SameTable {
+			if gi == 0 {
+				return refuse(field+".same_table", true, "there is no group before it", "set it from the second group of a block table on")
+			}
+			if o := &l.Groups[gi-1]; o.TokensPerBlock != g.TokensPerBlock || o.NumBlocks != g.NumBlocks {
+				return refuse(field+".same_table", true, fmt.Sprintf("its blocks are %d of %d tokens, those of the group before it %d of %d",
+					g.NumBlocks, g.TokensPerBlock, o.NumBlocks, o.TokensPerBlock), "register groups of one block table with equal tokens_per_block and num_blocks")
+			}
 		}
 		if len(g.Params) > MaxParams {
 			return refuse(field+".params", len(g.Params), fmt.Sprintf("at most %d", MaxParams), "pass only what the strategy reads")

@@ -58,7 +58,22 @@ func TestValidate(t *testing.T) {
 			}
 		}, "shares bytes"},
 		"no groups":   {func(l *Layout) { l.Groups = nil }, "groups = 0"},
-		"many groups": {func(l *Layout) { l.Groups = slices.Repeat(l.Groups, 17) }, "groups = 17"},
+		"many groups": {func(l *Layout) { l.Groups = slices.Repeat(l.Groups, 65) }, "groups = 65"},
+		"many tables": {func(l *Layout) { l.Groups = slices.Repeat(l.Groups, 17) }, "groups = 17 block tables: an engine has at most 16"},
+		"of one table": {func(l *Layout) {
+			l.Groups = append(l.Groups, Group{TokensPerBlock: 16, NumBlocks: 10, SameTable: true, Layers: l.Groups[0].Layers[1:]})
+			l.Groups[0].Layers = l.Groups[0].Layers[:1]
+		}, ""},
+		"of one table, on one page": {func(l *Layout) {
+			l.Groups = append(l.Groups, Group{TokensPerBlock: 16, NumBlocks: 10, SameTable: true, Layers: []Layer{{Name: "m0", PageBytes: 100, BlockStride: 100}}})
+		}, `groups[1].layers[0].base = 0: layer "m0" shares bytes of region 0 with layer "l0" (base 0)`},
+		"of no table": {func(l *Layout) { l.Groups[0].SameTable = true }, "groups[0].same_table = true"},
+		"of unlike blocks": {func(l *Layout) {
+			l.Groups = append(l.Groups, Group{TokensPerBlock: 32, NumBlocks: 10, SameTable: true})
+		}, "groups[1].same_table = true"},
+		"of unlike numbers": {func(l *Layout) {
+			l.Groups = append(l.Groups, Group{TokensPerBlock: 16, NumBlocks: 11, SameTable: true})
+		}, "groups[1].same_table = true"},
 		"many layers": {func(l *Layout) { l.Groups[0].Layers = make([]Layer, 1025) }, "layers = 1025"},
 		"no layers": {func(l *Layout) {
 			l.Groups = []Group{{TokensPerBlock: 1, NumBlocks: 1}, {TokensPerBlock: 1, NumBlocks: 1}}
@@ -165,6 +180,7 @@ func TestOverlapModel(t *testing.T) {
 
 func TestMsgpackRoundTrip(t *testing.T) {
 	l := sample()
+	l.Groups = append(l.Groups, Group{TokensPerBlock: 16, Strategy: "mla", NumBlocks: 10, SameTable: true, Params: map[string]int64{}, Layers: []Layer{}})
 	b, err := l.Marshal()
 	if err != nil {
 		t.Fatal(err)
@@ -228,14 +244,15 @@ func TestMsgpackForeign(t *testing.T) {
 	}{
 		"negative base": {enc(map[string]any{"groups": []any{map[string]any{"layers": []any{map[string]any{"base": -1}}}}}), "groups[0].layers[0].base = -1: is negative"},
 		"float":         {enc(map[string]any{"groups": []any{map[string]any{"num_blocks": 1.5}}}), "is not an integer"},
+		"no boolean":    {enc(map[string]any{"groups": []any{map[string]any{"same_table": 1}}}), "groups[0].same_table = msgpack code 0x01: is not a boolean"},
 		"wide":          {enc(map[string]any{"groups": []any{map[string]any{"num_blocks": uint64(1) << 40}}}), "does not fit 32 bits"},
 		"wrong type":    {enc(map[string]any{"model": 5}), "model = msgpack code"},
 		"deep":          {enc(map[string]any{"zzz": deep}), "deeper than 16"},
-		"many groups":   {enc(map[string]any{"groups": make([]int, 17)}), "groups = 17 entries"},
+		"many groups":   {enc(map[string]any{"groups": make([]int, 65)}), "groups = 65 entries"},
 		"long unknown":  {append([]byte{0x81, 0xa1, 'x'}, "\xdb\xff\xff\xff\xff"...), "layout.x = 4294967295 entries: at most"},
 		"cut unknown":   {append([]byte{0x81, 0xa1, 'x'}, "\xc6\x00\x0f\xff\xff"...), "layout.x: decode"},
 		"unknown ext":   {append([]byte{0x81, 0xa1, 'x'}, "\xc9\xff\xff\xff\xff\x01"...), "layout.x = 4294967295 entries: at most"},
-		"huge array":    {append([]byte{0x81, 0xa6}, "groups\xdd\xff\xff\xff\xff"...), "at most 16"},
+		"huge array":    {append([]byte{0x81, 0xa6}, "groups\xdd\xff\xff\xff\xff"...), "at most 64"},
 		"long string":   {enc(map[string]any{"model": strings.Repeat("x", 1025)}), "1025 entries"},
 		"cut":           {enc(ok)[:40], "decode"},
 		"trailing":      {append(enc(ok), 1), "follow the encoded layout"},
@@ -291,6 +308,7 @@ func TestHashes(t *testing.T) {
 		"block size":      {func(l *Layout) { l.Groups[0].TokensPerBlock = 32 }, true, "groups[0].tokens_per_block: 16 here, 32 there"},
 		"strategy":        {func(l *Layout) { l.Groups[0].Strategy = "mla" }, true, "groups[0].strategy: vllm_cpu_attn here, mla there"},
 		"params":          {func(l *Layout) { l.Groups[0].Params = map[string]int64{"heads": 4, "neg": -5} }, true, `groups[0].params.heads: "2" here, "4" there`},
+		"same table":      {func(l *Layout) { l.Groups[0].SameTable = true }, true, "groups[0].same_table: false here, true there"},
 		"page bytes":      {func(l *Layout) { l.Groups[0].Layers[1].PageBytes = 50 }, true, "groups[0].layers[1].page_bytes: 100 here, 50 there"},
 		"layers":          {func(l *Layout) { l.Groups[0].Layers = l.Groups[0].Layers[:1] }, true, "groups[0].layers: 2 here, 1 there"},
 		"model path":      {func(l *Layout) { l.Model = "/elsewhere" }, false, ""},

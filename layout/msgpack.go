@@ -63,7 +63,13 @@ func (l *Layout) EncodeMsgpack(e *msgpack.Encoder) error {
 	w.arrayLen(len(l.Groups))
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
-		w.mapLen(5)
+		if g.SameTable {
+			w.mapLen(6)
+			w.str("same_table")
+			w.do(w.e.EncodeBool(true))
+		} else {
+			w.mapLen(5)
+		}
 		w.str("tokens_per_block")
 		w.uint(uint64(g.TokensPerBlock))
 		w.str("strategy")
@@ -194,6 +200,8 @@ func (r *reader) groups() ([]Group, error) {
 			switch key {
 			case "tokens_per_block":
 				g.TokensPerBlock, err = r.uint32(field + "." + key)
+			case "same_table":
+				g.SameTable, err = r.bool(field + "." + key)
 			case "strategy":
 				g.Strategy, err = r.str(field + "." + key)
 			case "params":
@@ -400,6 +408,21 @@ func (r *reader) int(field string) (int64, error) {
 		return int64(v), nil
 	}
 	return 0, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not an integer", "see docs/protocol.md, section 3")
+}
+
+func (r *reader) bool(field string) (bool, error) {
+	c, err := r.code(field)
+	if err != nil {
+		return false, err
+	}
+	if c != msgpcode.True && c != msgpcode.False {
+		return false, refuse(field, fmt.Sprintf("msgpack code 0x%02x", c), "is not a boolean", "see docs/protocol.md, section 3")
+	}
+	v, err := r.d.DecodeBool()
+	if err != nil {
+		return false, fmt.Errorf("layout: %s: decode: %w", field, err)
+	}
+	return v, nil
 }
 
 func (r *reader) uint32(field string) (uint32, error) {

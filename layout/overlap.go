@@ -15,14 +15,15 @@ const (
 // progression is count pieces of size bytes, stride apart: bytes of one plane over all blocks.
 type progression struct {
 	start, stride, count, size uint64
-	region, group, layer       int
+	region, layer              int
+	group, table               int
 	lo, hi, block              uint64 // what block 0 has of the plane lies in [lo, hi), and other blocks are multiples of block away
 }
 
 func (p *progression) end() uint64 { return p.start + (p.count-1)*p.stride + p.size }
 
-// checkOverlap refuses two layers that share a byte. Layers of different groups may lie on the very same pages: hybrid models
-// draw the block tables of all groups from one pool, so that a block id belongs to one group at a time.
+// checkOverlap refuses two layers that share a byte. Layers of different block tables may lie on the very same pages: hybrid models
+// draw the block tables of all groups from one pool, so that a block id belongs to one table at a time.
 func (l *Layout) checkOverlap(all []progression) error {
 	slices.SortFunc(all, func(a, b progression) int {
 		return cmp.Or(cmp.Compare(a.region, b.region), cmp.Compare(a.start, b.start))
@@ -79,7 +80,7 @@ func (l *Layout) compare(all []progression) error {
 			if work++; work > maxCompared {
 				return refuse("layers", l.NumLayers(), "their pages interleave in too many ways to be checked", "register fewer, more regular layers")
 			}
-			if a.group != b.group && samePages(a, b) || !overlap(*a, *b) {
+			if a.table != b.table && samePages(a, b) || !overlap(*a, *b) {
 				continue
 			}
 			la, lb := &l.Groups[a.group].Layers[a.layer], &l.Groups[b.group].Layers[b.layer]
@@ -89,7 +90,7 @@ func (l *Layout) compare(all []progression) error {
 			}
 			return refuse(fmt.Sprintf("groups[%d].layers[%d].base", b.group, b.layer), lb.Base,
 				fmt.Sprintf("layer %q shares bytes of region %d with layer %q (base %d)", lb.Name, b.region, la.Name, la.Base),
-				"register each layer's own pages; only layers of different groups may have the same ones")
+				"register each layer's own pages; only layers of different block tables may have the same ones")
 		}
 	}
 	return nil

@@ -81,6 +81,7 @@ type Plane struct {
 	Offset     uint64
 
 	CellBytes                        uint64
+	KeyBytes                         uint64 // of a cell of RoleKV, what K takes; 0: its half
 	Rows, Heads, Cols                uint32
 	RowStride, HeadStride, ColStride uint64
 

@@ -112,9 +112,12 @@ func byModelLayer(reg *Registry, l *layout.Layout) (*modelLayers, error) {
 	m := &modelLayers{names: make([]string, 0, n), planes: make(map[string][]sited, n)}
 	var all []sited
 	var planes []layout.Plane
-	flat := 0
+	flat, table := 0, -1
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
+		if !g.SameTable {
+			table++
+		}
 		for li := range g.Layers {
 			ly := &g.Layers[li]
 			// Layers that agree in these have the same planes.
@@ -134,7 +137,7 @@ func byModelLayer(reg *Registry, l *layout.Layout) (*modelLayers, error) {
 				of, all = all[len(all):len(all):len(all)+len(planes)], all[:len(all)+len(planes)]
 			}
 			for i := range planes {
-				of = append(of, sited{Plane: planes[i], g: g, l: ly, gi: gi, flat: flat})
+				of = append(of, sited{Plane: planes[i], g: g, l: ly, gi: gi, table: table, flat: flat})
 			}
 			m.planes[name] = of
 			flat++

@@ -64,7 +64,7 @@ func TestBadInput(t *testing.T) {
 		{"a range turned round", func(in *input) { in.rows = layout.TokenRange{Start: 9, End: 7} }, "tokens = [9, 7)"},
 		{"no tokens", func(in *input) { in.tokens = 0 }, "tokens = 0"},
 		{"a skip inside a block", func(in *input) { in.skip[0] = n - 1 }, "skip[0] = 15"},
-		{"a skip for a group that is not there", func(in *input) { in.skip = []uint32{0, 0} }, "skip = 2 groups"},
+		{"a skip for a group that is not there", func(in *input) { in.skip = []uint32{0, 0} }, "skip = 2 entries"},
 
 		{"blocks overlap", layer(func(l *layout.Layer) { l.BlockStride-- }), "layers[1].block_stride = 4095"},
 		{"blocks all in one place", layer(func(l *layout.Layer) { l.BlockStride = 0 }), "layers[1].block_stride = 0"},
@@ -171,7 +171,7 @@ func planAll(src, dst *badEnd, tokens uint32, skip []uint32, rows layout.TokenRa
 // badDims are those of small caches of every family.
 func badDims(f *family) *dims {
 	d := &dims{layers: 2, n: 4, blocks: 3, kvHeads: 2, head: 4, value: 2, scale: 1, size: 1, kHeads: 2, kDim: 2, vHeads: 2, vDim: 2, histor: 2, elem: 2, ratio: 2, tile: 4}
-	if f.fixed {
+	if !compressed(f) {
 		d.ratio = 1
 	}
 	return d

@@ -144,6 +144,7 @@ type kind struct {
 	format     string
 	heads      uint32
 	cell       uint64 // bytes of a head of a token, or of a number of a state; of an opaque page, of all its tokens
+	key        uint64 // of a cell of packed K and V, what K takes where it is not the half
 	tokens     uint32 // of an opaque page, where its bytes are not a multiple of them
 	number     uint64 // bytes of a number, where a cell's numbers lie apart
 	rows, cols uint32 // of a state
@@ -171,6 +172,9 @@ func kindOf(s *sited) kind {
 		}
 	default:
 		k.cell, k.rowTokens = uint64(s.Cols)*s.CellBytes, s.RowTokens
+		if key := keyBytes(&s.Plane); 2*key != s.CellBytes {
+			k.key = key
+		}
 		if s.Cols > 1 {
 			k.number = s.CellBytes
 		}
@@ -198,6 +202,9 @@ func (k kind) fields() []Field {
 		add("params", "["+strings.TrimPrefix(k.packing, " ")+"]")
 	default:
 		add("bytes of a head of a token", k.cell)
+		if k.key != 0 {
+			add("bytes of K of that", k.key)
+		}
 		add("tokens of a row", k.rowTokens)
 		if k.number != 0 {
 			add("bytes of a number", k.number)

@@ -131,9 +131,9 @@ func TestDifferencesAreBounded(t *testing.T) {
 	reg := Default()
 	mk := func(heads func(i int) int64) *layout.Layout {
 		l := &layout.Layout{}
-		for i := range layout.MaxGroups {
+		for i := range layout.MaxTables {
 			g := layout.Group{TokensPerBlock: 16, NumBlocks: 4, Strategy: PackedNHD, Params: map[string]int64{"heads": heads(i)}}
-			for k := range layout.MaxLayers / layout.MaxGroups {
+			for k := range layout.MaxLayers / layout.MaxTables {
 				g.Layers = append(g.Layers, layout.Layer{Name: fmt.Sprintf("%d.%d", i, k), PageBytes: 16 * 64 * 512, BlockStride: 16 * 64 * 512})
 			}
 			l.Groups = append(l.Groups, g)

@@ -15,6 +15,7 @@ type place struct {
 	tileRows, tiles  uint64 // rows of a kernel block; kernel blocks of a block
 	tokens           uint64 // of a block
 	group, flat, reg int    // of the layer
+	table            int    // block table of the group
 }
 
 // at is the offset of a row of the sequence; the table must reach to it.
@@ -115,9 +116,10 @@ type sited struct {
 	g        *layout.Group
 	l        *layout.Layer
 	gi, flat int
+	table    int
 }
 
-// halve replaces a plane of packed K and V by its two halves.
+// halve replaces a plane of packed K and V by the two.
 func halve(in []sited) ([]sited, error) {
 	out := make([]sited, 0, len(in)+1)
 	for _, s := range in {
@@ -125,16 +127,29 @@ func halve(in []sited) ([]sited, error) {
 			out = append(out, s)
 			continue
 		}
-		if s.CellBytes%2 != 0 || s.Cols != 1 {
+		key := keyBytes(&s.Plane)
+		if key == 0 || s.Cols != 1 {
 			return nil, refusePair(&s, nil, "cell_bytes", s.CellBytes, "has no halves of K and V", "use the same packing on both sides")
 		}
-		k := s
-		k.Role, k.CellBytes = layout.RoleK, s.CellBytes/2
-		v := k
-		v.Role, v.Offset = layout.RoleV, s.Offset+k.CellBytes
+		k, v := s, s
+		k.Role, k.CellBytes, k.KeyBytes = layout.RoleK, key, 0
+		v.Role, v.CellBytes, v.KeyBytes, v.Offset = layout.RoleV, s.CellBytes-key, 0, s.Offset+key
 		out = append(out, k, v)
 	}
 	return out, nil
+}
+
+// keyBytes is what K takes of a cell of packed K and V: its half where nothing else is said, 0 where there is none.
+func keyBytes(p *layout.Plane) uint64 {
+	switch {
+	case p.Role != layout.RoleKV:
+		return 0
+	case p.KeyBytes != 0:
+		return p.KeyBytes
+	case p.CellBytes%2 == 0:
+		return p.CellBytes / 2
+	}
+	return 0
 }
 
 func has(in []sited, r layout.Role) bool {
@@ -281,7 +296,7 @@ func orPlain(format string) string {
 
 func placeOf(s *sited, firstHead uint32) place {
 	p := place{block: s.l.BlockStride, tile: s.TileStride, row: s.RowStride, head: s.HeadStride, col: s.ColStride,
-		tileRows: uint64(s.TileRows), tiles: 1, tokens: uint64(s.g.TokensPerBlock), group: s.gi, flat: s.flat, reg: s.l.Region}
+		tileRows: uint64(s.TileRows), tiles: 1, tokens: uint64(s.g.TokensPerBlock), group: s.gi, table: s.table, flat: s.flat, reg: s.l.Region}
 	// Where the ranks share no head the difference wraps, and the pair is dropped.
 	p.off = s.l.Base + s.Offset + uint64(firstHead-s.FirstHead)*s.HeadStride
 	if p.tileRows == 0 || p.tileRows >= uint64(s.Rows) {

@@ -268,6 +268,22 @@ func (p *params) replicated(role layout.Role, cell, ratio uint64) layout.Plane {
 		RowTokens: uint32(ratio), RowStride: cell, HeadStride: cell, Heads: 1, AllHeads: 1, Cols: 1}
 }
 
+// tile parts a plane into the kernel pages of "kernel_tokens", which follow one another in a block. It reports whether there are several.
+func (p *params) tile(pl *layout.Plane) bool {
+	t := p.get(paramKernelTokens, p.n)
+	p.divides(paramKernelTokens, t, p.n, "tokens_per_block")
+	if t == p.n || p.err != nil {
+		return false
+	}
+	for _, n := range [...]param{paramRowStride, paramHeadStride} {
+		if p.has(n) {
+			p.refuseParam(n, p.get(n, 0), "kernel pages follow one another, and nothing lies between the tokens of one")
+		}
+	}
+	pl.TileRows = uint32(t)
+	return true
+}
+
 // strides takes the strides of views into allocations of several layers.
 func (p *params) strides(pl *layout.Plane) {
 	pl.RowStride = p.get(paramRowStride, pl.RowStride)

@@ -102,7 +102,7 @@ func TestRefusals(t *testing.T) {
 		"quantised and not": {kv(QuantInlineNHD, 1600, "value_bytes", 40, "scale_bytes", 10), kv(PackedNHD, 1600),
 			one, one, layout.TokenRange{End: 16}, "format = inline 40+10 and plain"},
 		"wrong quantisation": {kv(QuantInlineNHD, 1600, "value_bytes", 40, "scale_bytes", 8), nil, one, one, layout.TokenRange{End: 16}, "not 2*(40+8)"},
-		"fp8 that is not":    {kv(FP8DSMLA, 1600), nil, one, one, layout.TokenRange{End: 16}, "a token has 100 bytes, not 656"},
+		"fp8 that is not":    {kv(FP8DSMLA, 1600), nil, one, one, layout.TokenRange{End: 16}, "a row has 100 bytes, not 656"},
 		"fp8 and bf16 MLA":   {kv(FP8DSMLA, 656*16), kv(MLA, 656*16), one, one, layout.TokenRange{End: 16}, "format = fp8_ds_mla and plain"},
 		"scales left behind": {kv(QuantPlanarNHD, 1600, "value_bytes", 40, "scale_bytes", 10), kv(FlashBlockFirst, 1280), one, one, layout.TokenRange{End: 16}, "format"},
 		"compression":        {kv(DeepSeekV4, 584*4, "compress_ratio", 4), kv(DeepSeekV4, 584*2, "compress_ratio", 8), one, one, layout.TokenRange{End: 16}, "tokens of a row = 4 and 8"},
@@ -167,7 +167,7 @@ func TestPlanRefusals(t *testing.T) {
 		"dtype":       {mk(func(l *layout.Layout) { l.DType = "float16" }), 32, []uint32{0}, `dtype = "float16" and "": what moves is copied, never converted`},
 		"other layer": {mk(func(l *layout.Layout) { l.Groups[0].Layers[0].Name = "b" }), 32, []uint32{0}, `layer "a": latent = heads [0, 1): no source has them`},
 		"skip inside": {mk(nil), 32, []uint32{5}, "skip[0] = 5"},
-		"skip groups": {mk(nil), 32, nil, "skip = 0 groups"},
+		"skip groups": {mk(nil), 32, nil, "skip = 0 entries"},
 		"no tokens":   {mk(nil), 0, []uint32{0}, "tokens = 0"},
 		"too big":     {mk(nil), 16*4096*64 + 1, []uint32{0}, `tokens = 4194305: the KV that one source gives to one rank passes 4194304 chunks of 65536 bytes (256 GiB) at layer "a"`},
 	} {

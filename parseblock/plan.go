@@ -37,7 +37,6 @@ type Work struct {
 
 // segment is the template of one layer of the receiver.
 type segment struct {
-	group  int
 	state  bool
 	n      uint32 // tokens of a block
 	block0 uint32 // first block of the table that moves
@@ -66,7 +65,7 @@ func (s *segment) lead() (pages uint32, bytes uint64) {
 }
 
 // NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's, which must have all
-// of it. skip holds, for each group of dst, how many tokens the receiver has already: a multiple of the block size, or all.
+// of it. skip holds, for each block table of dst, how many tokens the receiver has already: a multiple of the block size, or all.
 func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint32) (*Plan, error) {
 	all, err := Assign(reg, []*layout.Layout{src}, dst, nil)
 	if err != nil {
@@ -154,9 +153,9 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 	if tokens == 0 {
 		return nil, &layout.Error{Field: "tokens", Value: "0", Problem: "there is nothing to plan", Remedy: "send a prompt of one token or more"}
 	}
-	if len(skip) != len(dst.Groups) {
-		return nil, &layout.Error{Field: "skip", Value: fmt.Sprintf("%d groups", len(skip)),
-			Problem: fmt.Sprintf("the layout has %d", len(dst.Groups)), Remedy: "give the tokens already present for each cache group"}
+	if n := dst.Tables(); len(skip) != n {
+		return nil, &layout.Error{Field: "skip", Value: fmt.Sprintf("%d entries", len(skip)),
+			Problem: fmt.Sprintf("the layout has %d block tables", n), Remedy: "give the tokens already present for each block table"}
 	}
 	p := &Work{src: m.src, dst: dst, share: m.share, tokens: tokens, segs: make([]segment, 0, len(m.links))}
 	n := 0
@@ -164,16 +163,20 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 		n += len(pairs)
 	}
 	tails := make([]uint64, n)
+	table := -1
 	for gi := range dst.Groups {
 		g := &dst.Groups[gi]
+		if !g.SameTable {
+			table++
+		}
 		n := g.TokensPerBlock
-		if skip[gi]%n != 0 && skip[gi] < tokens {
-			return nil, &layout.Error{Field: fmt.Sprintf("skip[%d]", gi), Value: fmt.Sprint(skip[gi]),
+		if skip[table]%n != 0 && skip[table] < tokens {
+			return nil, &layout.Error{Field: fmt.Sprintf("skip[%d]", table), Value: fmt.Sprint(skip[table]),
 				Problem: fmt.Sprintf("is inside a block of %d tokens", n), Remedy: "skip whole blocks"}
 		}
 		for range g.Layers {
 			pairs := m.links[len(p.segs)]
-			s := newSegment(g, gi, pairs, tails[:len(pairs):len(pairs)], tokens, min(skip[gi], tokens))
+			s := newSegment(g, pairs, tails[:len(pairs):len(pairs)], tokens, min(skip[table], tokens))
 			tails = tails[len(pairs):]
 			if err := s.checkKept(g, tokens); err != nil {
 				return nil, err
@@ -185,9 +188,9 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 }
 
 // newSegment makes the template of one layer; tails are its own to fill, one for each pair.
-func newSegment(g *layout.Group, gi int, pairs []pair, tails []uint64, tokens, skip uint32) segment {
+func newSegment(g *layout.Group, pairs []pair, tails []uint64, tokens, skip uint32) segment {
 	n := g.TokensPerBlock
-	s := segment{group: gi, n: n, block0: skip / n, pairs: pairs, tails: tails}
+	s := segment{n: n, block0: skip / n, pairs: pairs, tails: tails}
 	if skip >= tokens || len(pairs) == 0 {
 		return s
 	}
@@ -272,19 +275,27 @@ func WindowStart(g *layout.Group, tokens uint32) uint32 {
 	return tokens - uint32(w) + 1
 }
 
-// Written says which entries of a group's block table name blocks that the transfer of a prompt writes at its receiver: [first, end).
+// Written says which entries of a block table name blocks that the transfer of a prompt writes at its receiver: [first, end).
 // What is before them it has already, or sees no more.
-func (m *Match) Written(group int, tokens, skip uint32) (first, end int) {
-	at := 0
-	for gi := range group {
-		at += len(m.dst.Groups[gi].Layers)
+func (m *Match) Written(table int, tokens, skip uint32) (first, end int) {
+	at, of := 0, -1
+	for gi := range m.dst.Groups {
+		g := &m.dst.Groups[gi]
+		links := m.links[at : at+len(g.Layers)]
+		at += len(links)
+		if !g.SameTable {
+			of++
+		}
+		if of != table || tokens == 0 || skip >= tokens || len(links) == 0 || len(links[0]) == 0 {
+			continue
+		}
+		s := newSegment(g, links[0], make([]uint64, len(links[0])), tokens, skip)
+		if end == 0 || int(s.block0) < first {
+			first = int(s.block0)
+		}
+		end = int((tokens-1)/g.TokensPerBlock) + 1
 	}
-	g := &m.dst.Groups[group]
-	if tokens == 0 || skip >= tokens || len(g.Layers) == 0 || len(m.links[at]) == 0 {
-		return 0, 0
-	}
-	s := newSegment(g, group, m.links[at], make([]uint64, len(m.links[at])), tokens, skip)
-	return int(s.block0), int((tokens-1)/g.TokensPerBlock) + 1
+	return first, end
 }
 
 // Space is the transfer space.
@@ -293,7 +304,7 @@ func (p *Plan) Space() *transfer.Space { return p.space }
 // Tokens is the length of the prompt that the plan is for.
 func (p *Work) Tokens() uint32 { return p.tokens }
 
-// BlocksNeeded is how many entries the block table of a group must have to cover the plan.
+// BlocksNeeded is how many entries the block table that a group reads must have to cover the plan.
 func (p *Work) BlocksNeeded(group int) int {
 	n := p.dst.Groups[group].TokensPerBlock
 	return int((p.tokens-1)/n) + 1
@@ -373,7 +384,7 @@ type sideTrack struct {
 	page       uint64 // bytes of the pair in a full page
 }
 
-// Side binds the plan to one engine's layout and block tables, one per group. A source's tables may still be short: what they
+// Side binds the plan to one engine's layout and its block tables. A source's tables may still be short: what they
 // do not cover cannot be resolved until SetTables brings longer ones.
 func (p *Plan) Side(reg *Registry, l *layout.Layout, tables [][]uint32) (*Resolver, error) {
 	var links [][]pair // nil: the plan's own
@@ -444,14 +455,16 @@ func refuseGeometry(l, dst *layout.Layout) error {
 
 // SetTables replaces the block tables; the caller must not change them afterwards. Every id is checked against the layout.
 func (s *Resolver) SetTables(tables [][]uint32) error {
-	if len(tables) != len(s.layout.Groups) {
+	of := s.layout.TablesOf()
+	if len(tables) != len(of) {
 		return &layout.Error{Field: "blocks", Value: fmt.Sprintf("%d tables", len(tables)),
-			Problem: fmt.Sprintf("the layout has %d groups", len(s.layout.Groups)), Remedy: "pass one block table per cache group"}
+			Problem: fmt.Sprintf("the layout has %d", len(of)), Remedy: "pass every block table of the engine, in the layout's order"}
 	}
-	for gi, t := range tables {
-		if i := outOfTable(t, s.layout.Groups[gi].NumBlocks); i >= 0 {
-			return &layout.Error{Field: fmt.Sprintf("blocks[%d][%d]", gi, i), Value: fmt.Sprint(t[i]),
-				Problem: fmt.Sprintf("the group has %d blocks", s.layout.Groups[gi].NumBlocks), Remedy: "pass the engine's own block ids"}
+	for ti, t := range tables {
+		n := s.layout.Groups[of[ti].First].NumBlocks
+		if i := outOfTable(t, n); i >= 0 {
+			return &layout.Error{Field: fmt.Sprintf("blocks[%d][%d]", ti, i), Value: fmt.Sprint(t[i]),
+				Problem: fmt.Sprintf("the group has %d blocks", n), Remedy: "pass the engine's own block ids"}
 		}
 	}
 	s.tables.Store(&tables)
@@ -460,9 +473,10 @@ func (s *Resolver) SetTables(tables [][]uint32) error {
 
 // Covers reports whether the tables reach to the end of the plan; a receiver's must.
 func (s *Resolver) Covers() error {
-	for gi, t := range *s.tables.Load() {
-		if n := s.plan.BlocksNeeded(gi); len(t) < n {
-			return &layout.Error{Field: fmt.Sprintf("blocks[%d]", gi), Value: fmt.Sprintf("%d blocks", len(t)),
+	of := s.plan.dst.TablesOf()
+	for ti, t := range *s.tables.Load() {
+		if n := s.plan.BlocksNeeded(of[ti].First); len(t) < n {
+			return &layout.Error{Field: fmt.Sprintf("blocks[%d]", ti), Value: fmt.Sprintf("%d blocks", len(t)),
 				Problem: fmt.Sprintf("%d tokens need %d", s.plan.tokens, n), Remedy: "allocate the whole prompt before asking for it"}
 		}
 	}
@@ -543,7 +557,7 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 				continue
 			}
 			n := min(end, hi) - lo
-			w := walk{p: p, side: side, table: tables[side.group], row0: (uint64(t.block0)+k)*p.rows + first, rows: rows, dense: dense}
+			w := walk{p: p, side: side, table: tables[side.table], row0: (uint64(t.block0)+k)*p.rows + first, rows: rows, dense: dense}
 			if t.state {
 				w.row0 = uint64(s.plan.tokens-1) / side.tokens
 			}
@@ -577,7 +591,7 @@ func (s *Resolver) appendPages(dst []layout.Piece, base, si int, tables [][]uint
 	}
 	for lo < hi {
 		side := &sides[i]
-		table := tables[side.group]
+		table := tables[side.table]
 		if block >= uint64(len(table)) {
 			return dst, lo, side.short(table, block)
 		}
@@ -615,7 +629,7 @@ func (w *walk) reaches() error {
 
 // short is the error of a table that ends before a block that is needed.
 func (t *sideTrack) short(table []uint32, need uint64) error {
-	return &layout.Error{Field: fmt.Sprintf("blocks[%d]", t.group), Value: fmt.Sprintf("%d blocks", len(table)),
+	return &layout.Error{Field: fmt.Sprintf("blocks[%d]", t.table), Value: fmt.Sprintf("%d blocks", len(table)),
 		Problem: fmt.Sprintf("block %d of the table is needed", need), Remedy: "ask for what the table covers"}
 }
 
@@ -716,7 +730,7 @@ func (s *Resolver) Space() *transfer.Space { return s.plan.space }
 func (p *Work) Parts(layer int) int { return len(p.segs[layer].pairs) }
 
 // Runs appends the runs of one part of a layer, and says which regions of the two sides they lie in: the plan written out, for who counts
-// or checks it. Lanes see one side, and resolve it piece by piece (Resolver). The tables are one per group of each side.
+// or checks it. Lanes see one side, and resolve it piece by piece (Resolver). The tables are those of each side.
 func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (runs []layout.Run, src, dest layout.RegionIndex, err error) {
 	s := &p.segs[layer]
 	pr := &s.pairs[part]
@@ -728,6 +742,6 @@ func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (run
 		return dst, pr.from.reg, pr.to.reg, nil
 	}
 	tpl := Template{pairs: s.pairs[part : part+1], from: &p.src.Groups[pr.from.group], to: &p.dst.Groups[pr.to.group]}
-	runs, err = tpl.Append(dst, from[pr.from.group], to[pr.to.group], t)
+	runs, err = tpl.Append(dst, from[pr.from.table], to[pr.to.table], t)
 	return runs, pr.from.reg, pr.to.reg, err
 }

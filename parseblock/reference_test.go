@@ -3,6 +3,7 @@ package parseblock
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 
 	"pgregory.net/rapid"
@@ -211,13 +212,42 @@ func paged(kind string, d *dims, params map[string]int64, page uint64, contents 
 		}}
 }
 
+// diffKV is K and V packed, K of d.head bytes and V of d.value; "hnd in kernel pages" has blocks of several kernel pages, of d.tile tokens each.
+func diffKV(kind string, d *dims) *cache {
+	params := map[string]int64{"kv_heads": int64(d.kvHeads), "head_bytes": int64(d.head)}
+	first, own := d.shard(params, d.kvHeads)
+	cell, strategy := d.head+d.value, kind
+	tile := d.n
+	if kind == "hnd in kernel pages" {
+		strategy, tile = PackedHND, d.tile
+		params["kernel_tokens"] = int64(tile)
+	}
+	if d.size == 1 && kind == PackedHND {
+		params["heads"] = int64(own)
+	}
+	cs := []content{{layout.RoleK, d.head, first, own, 1, 1}, {layout.RoleV, d.value, first, own, 1, 1}}
+	return paged(strategy, d, params, d.n*own*cell, cs, func(row uint64, role layout.Role, head, _, x uint64) uint64 {
+		at := (row*own + head) * cell
+		if strategy == PackedHND {
+			at = (row/tile*tile*own + head*tile + row%tile) * cell
+		}
+		if role == layout.RoleV {
+			at += d.head
+		}
+		return at + x
+	})
+}
+
 func quantInline(kind string, d *dims) *cache {
 	params := map[string]int64{"kv_heads": int64(d.kvHeads), "value_bytes": int64(d.value), "scale_bytes": int64(d.scale)}
 	first, own := d.shard(params, d.kvHeads)
 	cell := d.value + d.scale
+	if d.tile != d.n && kind == QuantInlineHND {
+		params["kernel_tokens"] = int64(d.tile)
+	}
 	cs := []content{{layout.RoleK, cell, first, own, 1, 1}, {layout.RoleV, cell, first, own, 1, 1}}
 	return paged(kind, d, params, d.n*own*2*cell, cs, func(row uint64, role layout.Role, head, _, x uint64) uint64 {
-		at := (head*d.n + row) * 2 * cell
+		at := (row/d.tile*d.tile*own + head*d.tile + row%d.tile) * 2 * cell
 		if kind == QuantInlineNHD {
 			at = (row*own + head) * 2 * cell
 		}
@@ -232,22 +262,26 @@ func quantPlane(kind string, d *dims) *cache {
 	params := map[string]int64{"kv_heads": int64(d.kvHeads), "value_bytes": int64(d.value), "scale_bytes": int64(d.scale)}
 	first, own := d.shard(params, d.kvHeads)
 	v, s := d.value, d.scale
+	if d.tile != d.n {
+		params["kernel_tokens"] = int64(d.tile)
+	}
 	cs := []content{{layout.RoleK, v, first, own, 1, 1}, {layout.RoleKScale, s, first, own, 1, 1}, {layout.RoleV, v, first, own, 1, 1}, {layout.RoleVScale, s, first, own, 1, 1}}
 	return paged(kind, d, params, 2*d.n*own*(v+s), cs, func(row uint64, role layout.Role, head, _, x uint64) uint64 {
-		i := head*d.n + row
+		i := head*d.tile + row%d.tile
 		if kind == QuantPlanarNHD {
-			i = row*own + head
+			i = row%d.tile*own + head
 		}
-		half := d.n * own * (v + s)
+		half := d.tile * own * (v + s)
+		at := row / d.tile * 2 * half // of the kernel page
 		switch role {
 		case layout.RoleK:
-			return i*v + x
+			return at + i*v + x
 		case layout.RoleKScale:
-			return d.n*own*v + i*s + x
+			return at + d.tile*own*v + i*s + x
 		case layout.RoleV:
-			return half + i*v + x
+			return at + half + i*v + x
 		}
-		return half + d.n*own*v + i*s + x
+		return at + half + d.tile*own*v + i*s + x
 	})
 }
 
@@ -282,8 +316,11 @@ func rowCache(role layout.Role) func(string, *dims) *cache {
 		}
 		params := map[string]int64{}
 		d.shard(params, 1)
-		name := kind
-		c := paged(name, d, params, d.n*row, []content{{role, row, 0, 1, 1, 1}}, func(r uint64, _ layout.Role, _, _, x uint64) uint64 { return r*row + x })
+		if d.ratio != 1 && kind != KimiK3 {
+			params["compress_ratio"] = int64(d.ratio)
+		}
+		c := paged(kind, d, params, d.n/d.ratio*row, []content{{role, row, 0, 1, 1, 1}}, func(r uint64, _ layout.Role, _, _, x uint64) uint64 { return r*row + x })
+		c.ratio = d.ratio
 		return c
 	}
 }
@@ -477,6 +514,7 @@ func states(kind string, d *dims) *cache {
 
 var families = []family{
 	{name: "kv", kinds: keys(kvShapes), make: kvCache},
+	{name: "k and v of unlike width", kinds: []string{PackedHND, PackedNHD, "hnd in kernel pages"}, make: diffKV},
 	{name: "quant inline", kinds: []string{QuantInlineHND, QuantInlineNHD}, make: quantInline},
 	{name: "quant planar", kinds: []string{QuantPlanarHND, QuantPlanarNHD}, make: quantPlane},
 	{name: "scales", kinds: []string{ScalesKVFirst}, make: scaleTensor},
@@ -488,6 +526,8 @@ var families = []family{
 	}},
 	{name: "fp8 mla", kinds: []string{FP8DSMLA}, make: rowCache(layout.RoleLatent)},
 	{name: "compressor", kinds: []string{DeepSeekV4Compressor}, make: rowCache(layout.RoleCompressor)},
+	{name: "rows of several tokens", kinds: []string{MLA}, make: rowCache(layout.RoleLatent)},
+	{name: "index keys", kinds: []string{IndexKeys}, make: rowCache(layout.RoleIndex)},
 	{name: "indexer", kinds: []string{DSAIndexer}, make: indexer},
 	{name: "deepseek v4", kinds: []string{DeepSeekV4}, make: v4},
 	{name: "gdn", kinds: stateKinds(GDNState), make: states},
@@ -499,18 +539,32 @@ var families = []family{
 	kimiK3Family,
 }
 
+// compressed reports whether caches of the family may have rows of several tokens.
+func compressed(f *family) bool {
+	return slices.Contains([]string{"rows of several tokens", "index keys", "indexer", "deepseek v4"}, f.name)
+}
+
 func genDims(t *rapid.T, f *family, label string, common *dims) *dims {
 	d := *common
 	if !f.fixed {
 		d.n = rapid.Uint64Range(1, 6).Draw(t, label+"n")
 	}
 	d.tile = d.n
-	if f.name == "indexer" || f.name == "deepseek v4" {
+	switch f.name {
+	case "k and v of unlike width", "quant inline", "quant planar":
+		d.tile = rapid.Uint64Range(1, 3).Draw(t, label+"tile")
+		d.n = d.tile * rapid.Uint64Range(1, 3).Draw(t, label+"tiles")
+	case "rows of several tokens", "index keys":
+		d.n = d.ratio * rapid.Uint64Range(1, 3).Draw(t, label+"rows")
+	case "indexer", "deepseek v4":
 		d.tile = d.ratio * rapid.Uint64Range(1, 3).Draw(t, label+"tile")
 		d.n = d.tile * rapid.Uint64Range(1, 3).Draw(t, label+"tiles")
 		if f.name == "indexer" && rapid.Bool().Draw(t, label+"aligned") {
 			d.n = d.tile
 		}
+	}
+	if !compressed(f) {
+		d.ratio = 1
 	}
 	d.base = rapid.Uint64Range(0, 60).Draw(t, label+"base")
 	d.pad = rapid.SampledFrom([]uint64{0, 0, 16, 7}).Draw(t, label+"pad")

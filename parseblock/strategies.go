@@ -12,6 +12,7 @@ import (
 // read. Read were vLLM 0.27 to 0.32, SGLang 0.5.17 to 0.5.23, and of older vLLM what is said. A parameter that a strategy does not read is refused;
 // what each may be is in known. Those of most:
 //
+//	kernel_tokens       tokens of a kernel page, where a block holds several; each is laid out as a block of so many tokens would be
 //	heads               KV heads of this rank; 1 where it is left out (then a token cannot be cut between ranks)
 //	kv_heads            KV heads of the model; tp_rank, tp_size: which of them this rank has (HeadShare). Page has no ranks
 //	head_bytes          bytes of K of a head of a token: packed pages and CPU_ATTN, of which an opaque one shows no other size
@@ -22,7 +23,8 @@ import (
 //	prefix_cache        1: the engine keeps blocks for other prompts; the first of a window must hold what those could see of it
 const (
 	// PackedHND is K|V packed in each cell, heads outside: vLLM 0.27 to 0.32 (FLASH_ATTN, FLASHINFER, TRITON_ATTN with an HND layout), and
-	// with head_stride also the cross-layer orders LHBNC, BLHNC and BHLNC of 0.28 and later (Allocation).
+	// with head_stride also the cross-layer orders LHBNC, BLHNC and BHLNC of 0.28 and later (Allocation). V may be wider or narrower than K
+	// (FLASH_ATTN_DIFFKV, TRITON_ATTN_DIFFKV): head_bytes is what K takes of a cell, by default its half.
 	//
 	//	[B, H, N, 2D]  | h0: k0 v0 k1 v1 ... | h1: k0 v0 k1 v1 ... |
 	PackedHND = "packed_hnd"
@@ -79,7 +81,7 @@ const (
 	//	[2, B, N, H] of scale_bytes  | k scales of every block: t0(h0 h1 ...) t1(...) ... | v scales of every block ... |
 	ScalesKVFirst = "scales_kv_first"
 
-	// MLA is one latent for each token, replicated on all ranks: DeepSeek-V2/V3, Kimi; vLLM to 0.32 and SGLang to 0.5.23 alike. Pages may be
+	// MLA is one latent for each token (or for each compress_ratio of them: DeepSeek-V4 in bf16), replicated on all ranks: DeepSeek-V2/V3, Kimi; vLLM to 0.32 and SGLang to 0.5.23 alike. Pages may be
 	// wider (block_stride) than their tokens, as Kimi-K3's, which are as wide as a KDA state.
 	//
 	//	[B, N, C]  | latent: t0 t1 ... |
@@ -95,6 +97,10 @@ const (
 	//
 	//	| index: t0 t1 ... t63 | index scales: t0 t1 ... t63 | index: t64 ... t127 | index scales: t64 ... t127 |
 	DSAIndexer = "dsa_indexer"
+	// IndexKeys is an indexer's cache without scales, replicated on all ranks: MiniMax-M3 and, with compress_ratio, QSA of vLLM 0.32.
+	//
+	//	[B, N, D]  | index: t0 t1 ... |
+	IndexKeys = "index_keys"
 	// DeepSeekV4 is the main and the sliding cache of DeepSeek-V4 in the slab of vLLM 0.27 to 0.32: N/compress_ratio entries of 576 bytes (448
 	// fp8 and 64 bf16), then 8 scale bytes for each; padded to 576 bytes by block_stride.
 	//
@@ -206,6 +212,7 @@ var builtins = []*builtin{
 	{MLA, rows(layout.RoleLatent, "", 0)},
 	{FP8DSMLA, rows(layout.RoleLatent, FP8DSMLA, 656)},
 	{DSAIndexer, dsaIndexer},
+	{IndexKeys, rows(layout.RoleIndex, "", 0)},
 	{DeepSeekV4, deepseekV4},
 	{DeepSeekV4Compressor, rows(layout.RoleCompressor, "", 0)},
 	{GDNState, linearState(layout.RoleConvQ, layout.RoleConvK, layout.RoleConvV)},
@@ -264,7 +271,11 @@ func nhd(p *params, pl *layout.Plane) {
 func hnd(p *params, pl *layout.Plane) {
 	pl.HeadMajor = true
 	pl.RowStride = pl.CellBytes
-	pl.HeadStride = uint64(pl.Rows) * pl.CellBytes
+	rows := pl.Rows
+	if pl.TileRows != 0 {
+		rows = pl.TileRows
+	}
+	pl.HeadStride = uint64(rows) * pl.CellBytes
 	p.strides(pl)
 }
 
@@ -285,8 +296,10 @@ func pageHead(p *params, pl *layout.Plane) {
 func packed(o order, scaled bool) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
 		pl := p.plane(layout.RoleKV, p.l.PageBytes)
-		if k := p.get(paramHeadBytes, 1); k > pl.CellBytes {
-			p.refuseParam(paramHeadBytes, k, fmt.Sprintf("K and V of a head of a token have %d bytes", pl.CellBytes))
+		if p.has(paramHeadBytes) {
+			if pl.KeyBytes = p.need(paramHeadBytes); pl.KeyBytes >= pl.CellBytes {
+				p.refuseParam(paramHeadBytes, pl.KeyBytes, fmt.Sprintf("K and V of a head of a token have %d bytes", pl.CellBytes))
+			}
 		}
 		if scaled {
 			v, s := p.need(paramValueBytes), p.need(paramScaleBytes)
@@ -296,6 +309,10 @@ func packed(o order, scaled bool) func(*params) []layout.Plane {
 			pl.Format = fmt.Sprintf("inline %d+%d", v, s)
 		}
 		o(p, &pl)
+		if pl.HeadMajor && p.tile(&pl) { // with tokens outside, kernel pages in a row are one page
+			pl.HeadStride = uint64(pl.TileRows) * pl.CellBytes
+			pl.TileStride = uint64(pl.Heads) * pl.HeadStride
+		}
 		return []layout.Plane{pl}
 	}
 }
@@ -362,16 +379,25 @@ func quantPlanar(o order) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
 		v, s := p.need(paramValueBytes), p.need(paramScaleBytes)
 		var out []layout.Plane
-		var at uint64
+		var at uint64 // in a kernel page
 		for _, c := range []struct {
 			role layout.Role
 			cell uint64
 		}{{layout.RoleK, v}, {layout.RoleKScale, s}, {layout.RoleV, v}, {layout.RoleVScale, s}} {
 			pl := p.cells(c.role, c.cell)
 			pl.Offset, pl.Format = at, fmt.Sprintf("scaled %d+%d", v, s)
+			rows := pl.Rows
+			if p.tile(&pl) {
+				rows = pl.TileRows
+			}
 			o(p, &pl)
-			at += pl.Bytes()
+			at += uint64(rows) * uint64(pl.Heads) * pl.CellBytes
 			out = append(out, pl)
+		}
+		for i := range out {
+			if out[i].TileRows != 0 {
+				out[i].TileStride = at
+			}
 		}
 		return out
 	}
@@ -386,15 +412,17 @@ func scales(p *params) []layout.Plane {
 	return []layout.Plane{k, v}
 }
 
-// rows is one row for each token, the same on all ranks; cell is the only size that it may have, or 0.
+// rows is one row for each token, or each compress_ratio of them, the same on all ranks; cell is the only size that it may have, or 0.
 func rows(role layout.Role, format string, cell uint64) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
-		pl := p.replicated(role, p.divide(p.l.PageBytes, p.n, "tokens_per_block"), 1)
+		ratio := p.get(paramCompressRatio, 1)
+		rows := p.divides(paramCompressRatio, ratio, p.n, "tokens_per_block")
+		pl := p.replicated(role, p.divide(p.l.PageBytes, rows, "the rows of a block"), ratio)
 		if own := p.get(paramTokenBytes, pl.CellBytes); own != pl.CellBytes {
-			p.refuseParam(paramTokenBytes, own, fmt.Sprintf("a token has %d bytes", pl.CellBytes))
+			p.refuseParam(paramTokenBytes, own, fmt.Sprintf("a row has %d bytes", pl.CellBytes))
 		}
 		if cell != 0 && pl.CellBytes != cell && p.err == nil {
-			p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a token has %d bytes, not %d", pl.CellBytes, cell))
+			p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("a row has %d bytes, not %d", pl.CellBytes, cell))
 		}
 		pl.Format = format
 		p.strides(&pl)

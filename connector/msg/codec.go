@@ -19,7 +19,7 @@ const (
 	MaxReqBytes     = 128
 	MaxFeatures     = 64
 	MaxRegions      = 1024
-	MaxGroups       = 16 // cache groups of a block table
+	MaxGroups       = 16 // block tables of an engine
 	MaxPendingSteps = 64 // steps of an INTENT
 	MaxStepReqs     = 4096
 	MaxRecompute    = 1024
@@ -349,7 +349,7 @@ func (r *reader) rawMap() []byte {
 	return r.b[start:r.off]
 }
 
-// blocks reads [bin of u32 little-endian, one per cache group].
+// blocks reads [bin of u32 little-endian, one per block table].
 func (r *reader) blocks() [][]uint32 {
 	n := r.arrayLen(MaxGroups)
 	if r.err != nil {

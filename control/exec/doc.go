@@ -300,7 +300,7 @@ type Sending struct {
 	Dest   transfer.LeaseID
 	Key    transfer.Key
 	Prompt uint32            // its tokens
-	Skip   []uint32          // per cache group: tokens that the receiver had
+	Skip   []uint32          // per block table: tokens that the receiver had
 	Tokens map[string][]byte // per transport, as the receiver's backends made them
 	Plan   Plan
 	Blocks [][]uint32 // as of Bind, which may be before the step that has all of them: Update follows; never changed in place

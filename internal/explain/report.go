@@ -229,7 +229,7 @@ func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.S
 	if err != nil {
 		return f, err
 	}
-	plan, err := match.Work(uint32(tokens), make([]uint32, len(dst.Groups)))
+	plan, err := match.Work(uint32(tokens), make([]uint32, dst.Tables()))
 	if err != nil {
 		return f, err
 	}
@@ -260,8 +260,10 @@ func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.S
 
 // scattered are block tables in which hardly a block follows its neighbour: ids a step apart that is prime to their number.
 func scattered(l *layout.Layout, step uint64, tokens int) ([][]uint32, error) {
-	out := make([][]uint32, len(l.Groups))
-	for gi := range l.Groups {
+	tables := l.TablesOf()
+	out := make([][]uint32, len(tables))
+	for ti := range tables {
+		gi := tables[ti].First
 		g := &l.Groups[gi]
 		n := uint64(g.NumBlocks)
 		need := (uint64(tokens)-1)/uint64(g.TokensPerBlock) + 1
@@ -273,13 +275,14 @@ func scattered(l *layout.Layout, step uint64, tokens int) ([][]uint32, error) {
 		for gcd(s, n) != 1 {
 			s += 2
 		}
-		out[gi] = make([]uint32, need)
-		for i := range out[gi] {
-			out[gi][i] = uint32(uint64(i) * s % n)
+		table := make([]uint32, need)
+		for i := range table {
+			table[i] = uint32(uint64(i) * s % n)
 		}
-		for i := 0; i+4 < len(out[gi]); i += 5 { // the even distance is broken, that runs would merge over
-			out[gi][i], out[gi][i+2] = out[gi][i+2], out[gi][i]
+		for i := 0; i+4 < len(table); i += 5 { // the even distance is broken, that runs would merge over
+			table[i], table[i+2] = table[i+2], table[i]
 		}
+		out[ti] = table
 	}
 	return out, nil
 }
