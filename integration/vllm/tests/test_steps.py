@@ -766,6 +766,7 @@ def test_a_failed_load_is_reported_after_its_fence(e: Engine) -> None:
 )
 def test_a_load_that_fails_is_recomputed_from_the_first_token_that_lacks(e: Engine, hit: int, lacks: int, bad: set[int], recomputed: int) -> None:
     r = e.add("r", 100, prefill_first())
+    assert e.scheduler.matched(r, hit) == (100 - hit, True)
     e.scheduler.allocated(r, blocks(e, "r"), 100 - hit)
     e.step()
     e.worker_shim.end(1, received=True, status=shim.FAILED, lacks=lacks)

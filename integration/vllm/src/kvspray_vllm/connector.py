@@ -109,6 +109,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config.parallel_config.tensor_parallel_size,
                 windows,
                 sync_block=self._sync_block(vllm_config) if resumes else 0,
+                role=str(self._kv_transfer_config.kv_role),
             )
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)

@@ -49,7 +49,9 @@ class Expect:
     tokens: int
     skip: int
     blocks: Blocks
-    into: tuple[int, ...] = ()  # the engine computes on the load in this very step; from the last blocks, which are spare, it is copied to these
+    # The engine computes on the load in this very step: the blocks from `skip` on are spare, and are copied to these, of which there may be fewer.
+    into: tuple[int, ...] = ()
+    refused: str = ""  # why nothing can be loaded: it ends at once, as a load that failed
 
 
 @dataclass

@@ -65,6 +65,7 @@ class Destination:
     wait: float  # how long for, seconds
     prefilled: bool = False  # all of it is there to be fetched
     sync: bool = False  # waited for in the step that computes on it
+    computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
 
 
 class SchedulerSide:
@@ -80,8 +81,12 @@ class SchedulerSide:
         windows: Sequence[int] = (),
         now: Callable[[], float] = time.monotonic,
         sync_block: int = 0,
+        role: str = "kv_both",
     ) -> None:
         """sync_block: how many bytes a block has over all layers, where small loads may be waited for in the step that computes on them."""
+        if role not in ("kv_producer", "kv_consumer", "kv_both"):
+            raise ValueError(f"kvspray: kv_role is {role!r}, want kv_producer, kv_consumer or kv_both")
+        self._role = role
         self._settings = settings
         self._client = client
         self._block_sizes = tuple(block_sizes)
@@ -140,7 +145,16 @@ class SchedulerSide:
             self._log.exception("kvspray: request %s: its transfer cannot be prepared", request.request_id)
             self._serve_alone(request, "error", repr(err))
 
+    def _check_role(self, lacks: str, does: str) -> None:
+        """vLLM defers the freeing of blocks that a step in flight may still write for consumers only, and for producers holds back what it has
+        promised: an engine does what its role is, and nothing else."""
+        if self._role == lacks:
+            raise spray.ParamsError(
+                "role", f"kv_role is {lacks}, which does not {does} KV; set kv_both, or send the request to an engine with the other role"
+            )
+
     def _new_source(self, request: Request, given: dict[str, Any]) -> None:
+        self._check_role("kv_consumer", "send")
         tokens = request.prompt_token_ids
         if not tokens:
             raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
@@ -152,6 +166,7 @@ class SchedulerSide:
         self._pending[request.request_id] = Source(request, xfer, self._key_hash(request), self._moved(tokens), fanout)
 
     def _new_destination(self, request: Request, given: dict[str, Any]) -> None:
+        self._check_role("kv_producer", "receive")
         asked = spray.parse(given)
         if asked is None or asked.xfer is None or asked.peer is None:
             raise spray.ParamsError("no_params", "kv_transfer_params names no kvspray transfer and peer")
@@ -198,6 +213,7 @@ class SchedulerSide:
         dest = self._destinations.get(request.request_id)
         if dest is None:
             return 0, False
+        dest.computed = computed
         missing = dest.tokens - computed
         if missing <= 0:
             return 0, False
@@ -247,22 +263,35 @@ class SchedulerSide:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external <= 0:
             return
+        # vLLM may take fewer tokens than it was offered, from the end (down to a block's boundary, say). They begin behind what it
+        # had when it asked. More may be loaded than it takes, into blocks of this request: it computes that part again.
         table = self._cut(blocks.get_block_ids(), dest.tokens)
         if dest.sync:
-            assert self._pool is not None
-            self.waited_for += 1
-            skip = min(dest.tokens, request.num_prompt_tokens - 1) - external
-            there, own = table[0][: skip // self._block_sizes[0]], table[0][skip // self._block_sizes[0] :]
-            spare = self._spare[request.request_id] = self._pool.get_new_blocks(len(own))
-            self._computing[request.request_id] = own
-            self._meta.expects.append(
-                Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, skip, (there + tuple(b.block_id for b in spare),), own)
-            )
+            self._expect_spare(request.request_id, dest, table[0])
             return
+        short = next((g for g, size in enumerate(self._block_sizes) if len(table[g]) * size < dest.tokens), None)
+        refused = ""
+        if short is not None:
+            # The partner sends a prompt as a whole, and this part of it has no block to go to.
+            refused = (
+                f"the engine takes {external} tokens behind its own {dest.computed}, and group {short} has {len(table[short])} blocks of "
+                f"{self._block_sizes[short]} for the {dest.tokens} that are sent"
+            )
         self._meta.expects.append(
-            Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.tokens - external, table)
+            Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, refused=refused)
         )
         self._loading.add(request.request_id)
+
+    def _expect_spare(self, req: str, dest: Destination, table: tuple[int, ...]) -> None:
+        """A load into spare blocks, which cover all that is sent, also where the engine's own end before."""
+        assert self._pool is not None
+        self.waited_for += 1
+        size = self._block_sizes[0]
+        there = dest.computed // size
+        spare = self._spare[req] = self._pool.get_new_blocks(-(-dest.tokens // size) - there)
+        own = self._computing[req] = table[there:]
+        into = table[:there] + tuple(b.block_id for b in spare)
+        self._meta.expects.append(Expect(req, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, (into,), own))
 
     # ---- each step
 

@@ -157,6 +157,9 @@ class WorkerSide:
         self._loads[expect.req] = _Load(expect)
         if expect.into:
             self._awaited.append(expect.req)
+        if expect.refused:
+            self._loaded(expect.req, shim.Ended(0, True, shim.REFUSED, 0, 0, "", expect.refused))
+            return
         try:
             lease = self._client.expect(
                 expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req
@@ -290,7 +293,8 @@ class WorkerSide:
         if self._copy is None:
             return False
         try:
-            self._copy(expect.blocks[0][-len(expect.into) :], expect.into)
+            first = expect.skip // self._resume_block
+            self._copy(expect.blocks[0][first : first + len(expect.into)], expect.into)
         except Exception:  # nothing that comes with a load ends the engine core
             self._log.exception("kvspray: request %s: what came for it cannot be copied", expect.req)
             return False
