@@ -226,11 +226,24 @@ bench-latency: build env ## One 4 KiB block between two sidecars, from the engin
 	$(VENV)/bin/python -m kvspray.latency --kvspray bin/kvspray
 
 .PHONY: gpu-bin
-gpu-bin: build env ## What test/gpu/run.sh needs on a host with GPUs and no Go: .build/gpu, to be carried there with the sources
+gpu-bin: build env ## What test/gpu needs on a host with GPUs and no network: .build/gpu, to be carried there with the sources
 	@mkdir -p $(B)/gpu
 	go build -trimpath -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray
 	rm -rf $(B)/gpu/py && mkdir -p $(B)/gpu/py && cp -r $$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parent)') $(B)/gpu/py/
-	@du -sh $(B)/gpu
+	@$(MAKE) gpu-engines
+	@du -sh $(B)/gpu/kvspray $(B)/gpu/py $(B)/gpu/pk
+
+.PHONY: gpu-engines
+gpu-engines: env ## A CUDA vLLM and kvspray as packs for such a host: .build/gpu/pk (1 GB to fetch, 10 minutes, once)
+	KVSPRAY_LDFLAGS='$(LDFLAGS)' nice $(HOSTPY) test/gpu/engines/pack.py
+
+.PHONY: gpu-own
+gpu-own: env ## Of these packs the one with kvspray alone, in seconds
+	KVSPRAY_LDFLAGS='$(LDFLAGS)' nice $(HOSTPY) test/gpu/engines/pack.py --fast own
+
+.PHONY: gpu-nixl
+gpu-nixl: ## NIXL for such a host, to compare with: .build/gpu/pk-more
+	nice $(HOSTPY) test/gpu/engines/pack.py nixl
 
 .PHONY: bench-vllm
 bench-vllm: build env ## D's latency with kvspray against NIXL, same engines and prompts
