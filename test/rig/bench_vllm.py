@@ -28,7 +28,6 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,13 +35,15 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from cluster import BINARY, ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from hosts import cpu  # noqa: E402
 from resident import Resident  # noqa: E402
-from servers import BLOCK, MODEL_NAME, PAGE_BYTES, Process, Server, end_on_signals, kvspray_config  # noqa: E402
+from servers import Process, Server, ask, end_on_signals, kvspray_config  # noqa: E402
 
 from kvspray.machine import machine  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
-BLOCK_BYTES = 4 * PAGE_BYTES
+HOST = cpu(BUILD, nixl=True)
+BLOCK_BYTES = 4 * 16384  # in four layers
 WARMUP = 3
 IDLE_S = 5.0
 RATIOS = (("added_ms", "ratio"), ("added_to_own_ms", "ratio_to_own"), ("added_behind_prefill_ms", "ratio_behind_prefill"))
@@ -50,17 +51,6 @@ RATIOS = (("added_ms", "ratio"), ("added_to_own_ms", "ratio_to_own"), ("added_be
 
 def say(text: str) -> None:
     print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
-def post(url: str, prompt: list[int], kv: dict[str, Any] | None) -> tuple[float, dict[str, Any]]:
-    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    if kv is not None:
-        body["kv_transfer_params"] = kv
-    req = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    start = time.perf_counter()
-    with urllib.request.urlopen(req, timeout=60) as f:
-        data = f.read()
-    return time.perf_counter() - start, json.loads(data)
 
 
 class Pair:
@@ -77,14 +67,14 @@ class Pair:
     def round(self, n: int, seed: object, keep: bool) -> None:
         r = random.Random(str((self.name, seed)))
         prompt, other = ([r.randrange(300, 1000) for _ in range(n)] for _ in range(2))
-        t_p, answer = post(self.p.url, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
+        t_p, answer = ask(self.p.url, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
         kv = answer.get("kv_transfer_params")
         if not kv:
             raise Failed(f"{self.name}: the prefill engine returned no kv_transfer_params")
-        t_d, moved = post(self.d.url, prompt, kv)
-        t_f, local = post(self.d.url, prompt, None)
-        post(self.p.url, other, None)
-        t_b, again = post(self.d.url, prompt, None)
+        t_d, moved = ask(self.d.url, prompt, kv)
+        t_f, local = ask(self.d.url, prompt, None)
+        ask(self.p.url, other, None)
+        t_b, again = ask(self.d.url, prompt, None)
         if len({tuple(a["choices"][0]["token_ids"]) for a in (answer, moved, local, again)}) != 1:
             self.wrong += 1
         if keep:
@@ -190,7 +180,7 @@ def start(args: argparse.Namespace, run: pathlib.Path, logs: pathlib.Path, start
             env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
             if args.transport == "tcp":
                 env["UCX_TLS"] = "tcp"
-        s.start(BUILD, kv, *engine, nixl=True, env=env)
+        s.start(HOST, "tiny-llama", kv, *engine, env=env)
         started.append(s)
         servers[s.name] = s
     say("four vLLM servers start")
@@ -238,7 +228,7 @@ def measure(args: argparse.Namespace, lengths: list[int], pairs: list[Pair], her
         "wrong_tokens": {p.name: p.wrong for p in pairs},
     }  # fmt: skip
     for n in lengths:
-        row: dict[str, Any] = {"bytes": -(-n // BLOCK) * BLOCK_BYTES}
+        row: dict[str, Any] = {"bytes": -(-n // HOST.block) * BLOCK_BYTES}
         floor = min(statistics.median(p.floor[n]) for p in pairs)
         row["floor_ms"] = 1e3 * floor
         for p in pairs:

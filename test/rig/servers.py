@@ -13,33 +13,14 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 from cluster import BINARY, ROOT, Failed, free_port, get, parse_metrics
+from hosts import Host
 
-ENV = {
-    # The worker lives in the engine core's process. In one of its own, both ends of the queue between them poll for a second
-    # after every step, and six polling processes on two cores keep each other, and every figure, waiting.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-}
 MODEL_NAME = "tiny"
-# In bfloat16 sums depend on how a prompt is cut, the more so where the CPU has AMX: of one prompt in ten a near tie between two tokens turns there.
-DTYPE = "float32"
-BLOCK, PAGE_BYTES = 32, 16384  # tokens, and bytes of one layer
-
-
-def venv_python(build: pathlib.Path, nixl: bool = False) -> pathlib.Path:
-    return build / ("venv-nixl" if nixl else "venv") / "bin" / "python"
-
-
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -138,27 +119,30 @@ class Process:
 class Server(Process):
     """One vLLM API server."""
 
-    def start(self, build: pathlib.Path, kv: dict[str, Any] | None, *args: str, nixl: bool = False, env: dict[str, str] | None = None) -> Server:
+    def start(
+        self, host: Host, model: str, kv: dict[str, Any] | None, *args: str, env: dict[str, str] | None = None, wrap: Sequence[str] = ()
+    ) -> Server:
+        """wrap: a program that runs the server under itself, with its arguments."""
         cmd = [
-            str(venv_python(build, nixl)), "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(build / "models" / "tiny-llama"), "--served-model-name", MODEL_NAME,
-            "--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager", "--seed", "1", "--dtype", DTYPE,
-            "--max-model-len", "4608", "--block-size", str(BLOCK), "--max-num-seqs", "16",
+            *wrap, host.python, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(host.models / model), "--served-model-name", MODEL_NAME,
+            "--host", "127.0.0.1", "--port", str(self.port), "--seed", "1",
+            "--max-model-len", "4608", "--max-num-seqs", "16", *host.args,
             *args,
         ]  # fmt: skip
         if kv is not None:
             cmd += ["--kv-transfer-config", json.dumps(kv)]
-        self.spawn(cmd, {**ENV, **(env or {})}, cwd=self.log.parent)
+        self.spawn(cmd, {**host.env, **(env or {})}, cwd=self.log.parent)
         return self
 
 
-def kvspray_config(socket: str, role: str) -> dict[str, Any]:
+def kvspray_config(socket: str, role: str, memory: str = "memfd", connector: tuple[str, str] = ("kvspray_vllm", "KVSprayConnector")) -> dict[str, Any]:
     return {
-        "kv_connector": "KVSprayConnector",
-        "kv_connector_module_path": "kvspray_vllm",
+        "kv_connector_module_path": connector[0],
+        "kv_connector": connector[1],
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": socket, "memory": "memfd"},
+        "kv_connector_extra_config": {"socket": socket, "memory": memory},
     }
 
 
@@ -178,6 +162,8 @@ class Answer:
     ttft_s: float
     total_s: float
     error: str | None = None
+    logprobs: list[dict[str, float]] = dataclasses.field(default_factory=list)  # of the likeliest tokens, where they were asked for
+    times: list[float] = dataclasses.field(default_factory=list)  # of each piece of the answer, seconds since the request
 
 
 def complete(port: int, prompt: Any, max_tokens: int = 12, n: int = 1, rid: str = "", timeout: float = 120.0, **more: Any) -> Answer:
@@ -191,6 +177,8 @@ def complete(port: int, prompt: Any, max_tokens: int = 12, n: int = 1, rid: str 
     start = time.monotonic()
     ttft = 0.0
     tokens: dict[int, list[int]] = {}
+    logprobs: list[dict[str, float]] = []
+    times: list[float] = []
     conn = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         conn.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", **({"X-Request-Id": rid} if rid else {})})
@@ -209,14 +197,31 @@ def complete(port: int, prompt: Any, max_tokens: int = 12, n: int = 1, rid: str 
                 return Answer([], 0, time.monotonic() - start, str(chunk["error"])[:600])
             for choice in chunk.get("choices", ()):
                 ids = choice.get("token_ids") or []
-                if ids and not ttft:
-                    ttft = time.monotonic() - start
+                if ids:
+                    times.append(time.monotonic() - start)
+                    ttft = ttft or times[0]
                 tokens.setdefault(choice["index"], []).extend(ids)
+                logprobs += (choice.get("logprobs") or {}).get("top_logprobs") or []
     except (OSError, http.client.HTTPException, ValueError) as err:
         return Answer([], 0, time.monotonic() - start, f"{type(err).__name__}: {err}")
     finally:
         conn.close()
-    return Answer([tokens[i] for i in sorted(tokens)], ttft, time.monotonic() - start)
+    return Answer([tokens[i] for i in sorted(tokens)], ttft, time.monotonic() - start, None, logprobs, times)
+
+
+def ask(url: str, prompt: list[int], kv: dict[str, Any] | None = None, max_tokens: int = 1, rid: str = "") -> tuple[float, dict[str, Any]]:
+    """One completion that is not streamed, as routers ask a prefill engine: (seconds, the answer)."""
+    body: dict[str, Any] = {
+        "model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+    if kv is not None:
+        body["kv_transfer_params"] = kv
+    headers = {"Content-Type": "application/json", **({"X-Request-Id": rid} if rid else {})}
+    req = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
+    start = time.perf_counter()
+    with urllib.request.urlopen(req, timeout=120) as f:
+        data = f.read()
+    return time.perf_counter() - start, json.loads(data)
 
 
 def give_up(port: int, prompt: list[int], after_s: float) -> None:

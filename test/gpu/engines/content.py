@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages and tokens of many prompts: what P computed, what D read, what a plain engine computed."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures as cf
+import random
+import time
+from typing import Any
+
+from cluster import wait_for
+from pairs import MODES, Pair, Rig, compare_answers, look_at, prompt, say, start_plain, wait_up
+from servers import complete
+
+SETTLE_S = 60.0
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=32000)
+    parser.add_argument("--together", type=int, default=4, help="prompts under way at a time")
+    parser.add_argument("--tokens", type=int, default=8, help="of an answer")
+
+
+def lengths(n: int, longest: int, seed: object) -> list[int]:
+    """From 1 to the longest, as many in each octave, with those around borders of blocks."""
+    r = random.Random(str(seed))
+    fixed = [1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 2047, 2048, 2049, longest]
+    drawn = [int(2 ** r.uniform(0, (longest - 1).bit_length())) for _ in range(n)]
+    out = [x for x in fixed if x <= longest] + [min(max(x, 1), longest) for x in drawn]
+    return out[:n]
+
+
+def compared(rig: Rig, pair: Pair, plain: Any, todo: list[tuple[str, str, list[int]]], tokens: int, together: int) -> dict[str, Any]:
+    """Sends (id, mode, prompt), and compares answers with the plain engine's, and D's pages with P's and the plain engine's."""
+    out: dict[str, Any] = {
+        "prompts": len(todo), "tokens": sum(len(ids) for _, _, ids in todo), "answers_equal": 0, "answers_tied": 0, "pages": 0,
+        "pages_differ": 0, "pages_unlike_plain": 0, "moved": 0, "differences": [], "problems": [],
+    }  # fmt: skip
+
+    def one(job: tuple[str, str, list[int]]) -> tuple[str, list[int], Any, Any]:
+        rid, mode, ids = job
+        got = complete(pair.proxies[mode].port, ids, max_tokens=tokens, rid=rid)
+        return rid, ids, got, complete(plain.port, ids, max_tokens=tokens, rid=rid)
+
+    with cf.ThreadPoolExecutor(together) as pool:
+        for done, (rid, ids, got, want) in enumerate(pool.map(one, todo), 1):
+            good, what = compare_answers(plain, ids, want, got)
+            out["answers_equal"] += what is None
+            out["answers_tied"] += bool(good and what)
+            if what:
+                out["differences"].append({"rid": rid, **what})
+            if not good:
+                out["problems"].append(f"{rid}: answers differ: {what}")
+            moved = look_at(rig, rid, ("P", "computed"), ("D", "loaded"))
+            if isinstance(moved, str):
+                out["problems"].append(f"{moved} ({len(ids)} tokens)")
+                continue
+            out["moved"] += 1
+            out["pages"] += moved.pages
+            out["pages_differ"] += moved.differ
+            if moved.differ:
+                out["problems"].append(f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is {moved.first}")
+            like = look_at(rig, rid, ("P", "computed"), ("plain", "computed"))
+            out["pages_unlike_plain"] += like.differ if not isinstance(like, str) else 0
+            if done % 25 == 0:
+                say(f"{done} of {len(todo)} prompts, {len(out['problems'])} problems")
+    out["problems"] = out["problems"][:50]
+    out["differences"] = out["differences"][:50]
+    return out
+
+
+def table(got: dict[str, Any]) -> None:
+    print(
+        f"prompts {got['prompts']} ({got['tokens']} tokens), moved {got['moved']}, pages {got['pages']}, of them differ at D {got['pages_differ']}, "
+        f"unlike the plain engine's {got['pages_unlike_plain']}; answers equal {got['answers_equal']}, parted at a tie {got['answers_tied']}"
+    )
+
+
+def run(rig: Rig) -> tuple[dict[str, Any], list[str]]:
+    a = rig.args
+    pair, servers = Pair(rig, "pages"), []
+    try:
+        start = time.monotonic()
+        pair.start()
+        servers = [plain := start_plain(rig)]
+        wait_up([*pair.engines(), plain])
+        pair.route()
+        pair.wait_sessions()
+        up = time.monotonic() - start
+        todo = [(f"p{i}", MODES[i % 2], prompt(n, i)) for i, n in enumerate(lengths(a.prompts, min(a.longest, rig.max_len - a.tokens - 1), 1))]
+        got = compared(rig, pair, plain, todo, a.tokens, a.together)
+        wait_for("both engines idle", pair.idle, SETTLE_S, tick=0.2)
+        wait_for("no lease open", lambda: pair.leases() == 0, SETTLE_S, tick=0.2)
+        table(got)
+        problems = list(got["problems"])
+        if got["moved"] != got["prompts"] or not got["pages"]:
+            problems.append(f"{got['moved']} of {got['prompts']} prompts moved")
+        return {"up_s": up, "took_s": time.monotonic() - start - up, **got}, problems
+    finally:
+        for s in servers:
+            s.stop()
+        pair.stop()
