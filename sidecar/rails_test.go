@@ -6,12 +6,9 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
-	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -26,30 +23,6 @@ import (
 	"github.com/kvspray/kvspray/internal/topo"
 	"github.com/kvspray/kvspray/transfer"
 )
-
-// inNamespace runs the calling test again in a child that has a network namespace of its own, and reports whether this is the child.
-func inNamespace(t *testing.T) bool {
-	t.Helper()
-	const marker = "KVSPRAY_TEST_NETNS"
-	if os.Getenv(marker) == t.Name() {
-		return true
-	}
-	exe, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command(exe, "-test.run=^"+t.Name()+"$", "-test.v", "-test.timeout=10m")
-	cmd.Env = append(os.Environ(), marker+"="+t.Name())
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
-	out, err := cmd.CombinedOutput()
-	if err != nil && cmd.Process == nil {
-		testutil.Skip(t, "netns", "no network namespace can be made: "+err.Error())
-	}
-	if err != nil {
-		t.Errorf("%v\n%s", err, out[max(0, len(out)-16<<10):])
-	}
-	return false
-}
 
 // veth makes a pair of interfaces, brings it up and gives the first end an address.
 func veth(t *testing.T, name, addr string) (here, far netlink.Link) {
@@ -78,12 +51,11 @@ func ok(t testing.TB, err error) {
 // Patterns that fit more interfaces than there may be rails make so many and no more, which is said once; a look that finds the same changes nothing,
 // and an interface that goes makes room.
 func TestAutoRailsAreBounded(t *testing.T) {
-	if !inNamespace(t) {
+	if !testutil.InNamespace(t) {
 		return
 	}
 	lo, err := netlink.LinkByName("lo")
 	ok(t, err)
-	ok(t, netlink.LinkSetUp(lo))
 	h := &topo.Host{}
 	for i := range 40 {
 		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 90, byte(i), 1}), 24)
@@ -176,12 +148,9 @@ func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 // TestRailsComeAndGo: two sidecars, both on every interface that there is. One appears, one loses its carrier and gets it back, one
 // vanishes; transfers go on all the while, and both sides know.
 func TestRailsComeAndGo(t *testing.T) {
-	if !inNamespace(t) {
+	if !testutil.InNamespace(t) {
 		return
 	}
-	lo, err := netlink.LinkByName("lo")
-	ok(t, err)
-	ok(t, netlink.LinkSetUp(lo))
 	veth(t, "rail0", "10.90.0.1/24")
 	veth(t, "other0", "10.99.0.1/24")
 	key, err := keys.NewCluster()

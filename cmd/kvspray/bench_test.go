@@ -136,6 +136,9 @@ func TestBenchSim(t *testing.T) {
 
 // A run of two sidecars, over rails of which one dies, comes back, and is slow.
 func TestBenchRails(t *testing.T) {
+	if !testutil.InNamespace(t) {
+		return
+	}
 	dir := t.TempDir()
 	json, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
 	faults := []string{"50ms:rail0:down", "200ms:rail0:up", "250ms:rail1:rate=1/2", "300ms:all:heal"}

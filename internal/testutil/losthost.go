@@ -1,3 +1,5 @@
+// SPDX-License-Identifier: Apache-2.0
+
 package testutil
 
 import (
@@ -10,6 +12,7 @@ import (
 
 // LoseHost makes the kernel drop whatever comes for these connections, before TCP sees it. Given both ends of one, that is what is left of it
 // when a host is lost: no byte, no acknowledgement, no reset. What it returns brings the host back.
+// Some kernels want root for the filter, so a test that calls this first calls InNamespace.
 func LoseHost(tb testing.TB, ends ...net.Conn) (found func()) {
 	tb.Helper()
 	drop := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K, K: 0}}

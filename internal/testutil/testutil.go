@@ -4,7 +4,9 @@
 package testutil
 
 import (
+	"fmt"
 	"os"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"testing"
@@ -13,6 +15,9 @@ import (
 // MustRunEnv lists features, separated by commas, whose tests must not skip: a machine that is supposed to have them says so.
 const MustRunEnv = "KVSPRAY_MUST_RUN"
 
+// SkipsEnv names a file, to which each skipped test adds a line: package, test, feature and reason, with tabs between.
+const SkipsEnv = "KVSPRAY_SKIPS"
+
 // Skip ends the test because this machine lacks feature ("rdma", "vllm", "shm" ...), for the stated reason. Where
 // KVSPRAY_MUST_RUN names the feature, or "all", the test fails instead.
 func Skip(tb testing.TB, feature, reason string) {
@@ -20,7 +25,33 @@ func Skip(tb testing.TB, feature, reason string) {
 	if mustRun(os.Getenv(MustRunEnv), feature) {
 		tb.Fatalf("%s must run here (%s names it), but: %s", feature, MustRunEnv, reason)
 	}
+	if path := os.Getenv(SkipsEnv); path != "" {
+		if err := record(path, tb.Name(), feature, reason); err != nil {
+			tb.Fatalf("%s=%s: %v", SkipsEnv, path, err)
+		}
+	}
 	tb.Skipf("%s: %s", feature, reason)
+}
+
+// record adds a skip to the file in one write, so that lines of several processes do not mix.
+func record(path, test, feature, reason string) error {
+	f, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o666)
+	if err != nil {
+		return fmt.Errorf("record a skip: %w", err)
+	}
+	pkg := ""
+	if b, ok := debug.ReadBuildInfo(); ok {
+		pkg = strings.TrimSuffix(strings.TrimPrefix(b.Path, b.Main.Path+"/"), ".test")
+	}
+	line := strings.Join([]string{pkg, test, feature, strings.Join(strings.Fields(reason), " ")}, "\t") + "\n"
+	_, err = f.WriteString(line)
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err != nil {
+		return fmt.Errorf("record a skip: %w", err)
+	}
+	return nil
 }
 
 func mustRun(list, feature string) bool {

@@ -2,7 +2,12 @@
 
 package testutil
 
-import "testing"
+import (
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+)
 
 func TestMustRun(t *testing.T) {
 	for _, c := range []struct {
@@ -23,6 +28,8 @@ func TestMustRun(t *testing.T) {
 
 func TestSkipSkips(t *testing.T) {
 	t.Setenv(MustRunEnv, "")
+	skips := filepath.Join(t.TempDir(), "skips")
+	t.Setenv(SkipsEnv, skips)
 	ran := false
 	t.Run("inner", func(t *testing.T) {
 		Skip(t, "nothing", "shown by the test that asks")
@@ -30,6 +37,10 @@ func TestSkipSkips(t *testing.T) {
 	})
 	if ran {
 		t.Error("Skip returned")
+	}
+	want := "internal/testutil\tTestSkipSkips/inner\tnothing\tshown by the test that asks\n"
+	if got, err := os.ReadFile(skips); err != nil || string(got) != want {
+		t.Errorf("recorded %q (%v), want %q", got, err, want)
 	}
 }
 
@@ -40,4 +51,32 @@ func TestAllocates(t *testing.T) {
 		t.Errorf("twice a mebibyte, one of it garbage, is %d bytes", n)
 	}
 	AllocatesAtMost(t, 1<<20, "a mebibyte", func() { kept = make([]byte, 1<<20) })
+}
+
+// A child of InNamespace has another network namespace than its parent, with a loopback that works.
+func TestInNamespace(t *testing.T) {
+	const parent = "KVSPRAY_TEST_PARENT_NETNS"
+	mine, err := os.Readlink("/proc/self/ns/net")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if os.Getenv(parent) == "" {
+		t.Setenv(parent, mine)
+	}
+	if !InNamespace(t) {
+		return
+	}
+	if mine == os.Getenv(parent) {
+		t.Errorf("the child is in its parent's namespace %s", mine)
+	}
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = ln.Close() }()
+	c, err := net.Dial("tcp", ln.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = c.Close()
 }

@@ -3,7 +3,6 @@ package topo
 import (
 	"context"
 	"net"
-	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -17,6 +16,9 @@ import (
 
 // TestWatch runs in a network namespace of its own: a link appears, comes up, gets an address, loses its carrier and vanishes.
 func TestWatch(t *testing.T) {
+	if !testutil.InNamespace(t) {
+		return
+	}
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
 	type news struct {
@@ -24,35 +26,18 @@ func TestWatch(t *testing.T) {
 		e  Event
 	}
 	events := make(chan news, 256)
-	ready := make(chan *netlink.Handle, 1)
+	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	must(t, err)
+	defer h.Close()
 	var wg sync.WaitGroup
 	var failed error
 	wg.Go(func() {
-		// Never unlocked: the thread ends with its goroutine, and the namespace with the thread.
-		runtime.LockOSThread()
-		if failed = unix.Unshare(unix.CLONE_NEWNET); failed != nil {
-			ready <- nil
-			return
-		}
-		h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
-		if err != nil {
-			failed = err
-			ready <- nil
-			return
-		}
-		ready <- h
 		failed = Watch(ctx, Options{Root: t.TempDir()}, func(_ *Host, all []Event) {
 			for _, e := range all {
 				events <- news{time.Now(), e}
 			}
 		})
 	})
-	h := <-ready
-	if h == nil {
-		wg.Wait()
-		testutil.Skip(t, "netns", "no network namespace can be made: "+failed.Error())
-	}
-	defer h.Close()
 	wait := func(name string, c Change) (NIC, time.Time) {
 		t.Helper()
 		limit := time.After(time.Minute)

@@ -79,6 +79,9 @@ func silent(c net.Conn, began time.Time) (time.Duration, error) {
 // The other host is lost: either end of a connection notices, with bytes under way or idle, under TLS or not.
 func TestLostHost(t *testing.T) {
 	t.Parallel()
+	if !testutil.InNamespace(t) {
+		return
+	}
 	for name, x := range map[string]struct{ tls, idle bool }{"plain": {}, "plain, idle": {idle: true}, "TLS": {tls: true}, "TLS, idle": {true, true}} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -117,6 +120,9 @@ func TestLostHost(t *testing.T) {
 // An outage that is shorter than the timeout leaves a connection as it was, with bytes under way or idle, and however long it had been idle.
 func TestOutage(t *testing.T) {
 	t.Parallel()
+	if !testutil.InNamespace(t) {
+		return
+	}
 	const timeout, idle, outage = 4 * time.Second, 2500 * time.Millisecond, 2500 * time.Millisecond // sent again after 1.4 s and 3 s
 	for name, busy := range map[string]bool{"busy": true, "idle": false} {
 		t.Run(name, func(t *testing.T) {

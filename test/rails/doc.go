@@ -9,5 +9,6 @@
 //	minute   the figures, a minute of each kind of fault (make test)
 //	long     the goals in full: 20 faults of each kind, 10 runs of each mix, ten minutes without a false exclusion (make test-rails-long)
 //
-// KVSPRAY_ATTACK_RUNS is how often the late write is attempted. Without the right to make network namespaces everything skips.
+// KVSPRAY_ATTACK_RUNS is how often the late write is attempted. A user other than root runs them all in a user
+// namespace of his own. Where the kernel allows neither that nor network namespaces, everything skips.
 package rails

@@ -49,6 +49,9 @@ var (
 )
 
 func TestMain(m *testing.M) {
+	if code, ran := testutil.MainInNamespace(); ran {
+		os.Exit(code)
+	}
 	code, err := setUp(m)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "test/rails:", err)

@@ -90,8 +90,7 @@ def find_python() -> str:
         return chosen
     found: dict[tuple[int, int], str] = {}
     candidates = [sys.executable] + [shutil.which(f"python{a}.{b}") or "" for a, b in PYTHONS] + [shutil.which("python3") or ""]
-    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv")) / "versions"
-    candidates += sorted(str(p) for p in pyenv.glob("3.*/bin/python3"))
+    candidates += pyenv_pythons()
     for path in candidates:
         if path and (v := version_of(path)):
             found.setdefault(v, path)
@@ -103,6 +102,21 @@ def find_python() -> str:
         f"no CPython that {VLLM} supports: want one of {names()} with venv and ensurepip, found {have}. Install one "
         "(for example: apt-get install python3.12 python3.12-venv, or pyenv install 3.12) or point PYTHON at it."
     )
+
+
+def pyenv_pythons() -> list[str]:
+    """The interpreters of pyenv. A PYENV_ROOT that this user may not read, such as root's after su, has none for them."""
+    try:
+        root = pathlib.Path(os.environ.get("PYENV_ROOT") or pathlib.Path.home() / ".pyenv")
+        return sorted(str(p) for p in (root / "versions").glob("3.*/bin/python3"))
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
+        return []
+
+
+def installer_env() -> dict[str, str]:
+    """The environment of pip and uv. uv checks servers against roots of its own unless it is told to use the system's, which is where a
+    site's proxy has its certificate. The user's UV_SYSTEM_CERTS goes first."""
+    return {"UV_SYSTEM_CERTS": "true", **os.environ, "UV_NO_PROGRESS": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
 def names() -> str:
@@ -161,7 +175,7 @@ def make(build: pathlib.Path, venv: pathlib.Path, nixl: bool) -> None:
     log = build / "env.log"
     py = venv / "bin" / "python"
     uv = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(py)]
-    quiet = dict(os.environ, UV_NO_PROGRESS="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+    quiet = installer_env()
 
     base = digest(VLLM, CUDART, UV, HERE / "overrides.txt", HERE / "cuda_stubs.py", *(NIXL if nixl else []))
     if not (py.exists() and stamped(venv / ".stamp-base", base)):
@@ -211,7 +225,7 @@ def make_sglang(build: pathlib.Path, venv: pathlib.Path) -> None:
     log = build / "env.log"
     py = venv / "bin" / "python"
     uv = [str(venv / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(py)]
-    quiet = dict(os.environ, UV_NO_PROGRESS="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
+    quiet = installer_env()
     needed = HERE / "sglang_requirements.txt"
     base = digest(*SGLANG, UV, needed, HERE / "cuda_stubs.py")
     if not (py.exists() and stamped(venv / ".stamp-base", base)):
