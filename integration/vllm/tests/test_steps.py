@@ -42,8 +42,8 @@ class FakeWorker:
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Any, fanout: int, req: str) -> int:
         return self._lease("intent", req, tokens, fanout)
 
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str) -> int:
-        return self._lease("expect", req, peer, tokens, skip, blocks)
+    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Any, req: str, after: int = 0) -> int:
+        return self._lease("expect", req, peer, tokens, skip, blocks, *([after] if after else []))
 
     def step(self, step: int, gains: Any) -> None:
         self.calls.append(("step", step, [(lease, end) for lease, end, _ in gains]))

@@ -19,6 +19,7 @@ from kvspray_vllm import caches, layout, shim
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
+from kvspray_vllm.signals import GpuSignals
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
 from kvspray_vllm.weights import Generation
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
@@ -75,6 +76,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
         layout.check_config(vllm_config)
+        self._gpu = vllm_config.device_config.device_type != "cpu"
+        if self._gpu and self._settings.memory != "auto":
+            raise layout.Unsupported(
+                f"kvspray: memory is {self._settings.memory!r}, and the KV cache is on a GPU, where the sidecar imports it: set memory to auto"
+            )
         self._engine_id = str(self._kv_transfer_config.engine_id)
         self.region: shim.Memory | None = None
         self._bad_blocks: set[int] = set()  # to be told once
@@ -137,6 +143,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             or getattr(vllm_config, "max_concurrent_batches", 0) != 1
             or parallel.world_size * parallel.data_parallel_size != 1
             or hasattr(group.kv_cache_spec, "kv_cache_specs")
+            or self._gpu  # the copy out of spare blocks would be one more on the stream
         ):
             return 0
         return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)
@@ -144,7 +151,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker: memory
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        if self._settings.memory == "process" or not self._kv_cache_config.kv_cache_tensors:
+        if self._gpu or self._settings.memory == "process" or not self._kv_cache_config.kv_cache_tensors:
             return None
         return _SharedZeros(self, self._kv_cache_config.kv_cache_tensors[0].size)
 
@@ -175,15 +182,23 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         described = caches.describe(
             kv, kv_caches, backends, cache_layout=cache_layout, kv_heads=model.get_total_num_kv_heads(), ranks=self._ranks, packing=identity["packing"]
         )
-        regions = [self._memory_of(storage) for storage in described.storages]
-        groups = described.placed([caches.Site(i) for i in range(len(regions))])
+        groups = described.placed([caches.Site(i) for i in range(len(described.storages))])
         self._layout = {
             "model": str(model.served_model_name or model.model)[:256],
             "dtype": identity["dtype"],
             "groups": groups,
             "identity": identity,
         }
-        self._worker.set_flags(self._flag_of)
+        try:
+            regions = [self._memory_of(storage) for storage in described.storages]
+            on_gpu = any(storage.device.type != "cpu" for storage in described.storages)
+            signals = GpuSignals(self._worker_client.gpu_flags(logger)) if on_gpu else None
+        except shim.ShimError as err:
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                raise
+            logger.error("kvspray: this engine serves alone, without transfers: %s", err)
+            return
+        self._worker.set_flags(self._flag_of, signals)
         self._worker.set_copy(described.copy_blocks)
         self._worker_client.register(regions, self._layout)
         logger.info(
@@ -215,6 +230,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _memory_of(self, storage: caches.Storage) -> shim.Memory:
         assert self._worker_client is not None
+        if storage.device.type != "cpu":
+            return self._worker_client.gpu_memory(storage.address, storage.nbytes)
         if self.region is not None and self.region.addr == storage.address:
             return self.region
         if self._settings.memory == "memfd":
@@ -242,8 +259,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin(connector_metadata)
 
     def has_connector_metadata(self) -> bool:
-        # vLLM asks before it calls the two layer hooks; most steps of a decode engine have nobody to tell.
-        return super().has_connector_metadata() and self._worker is not None and self._worker.signals
+        # vLLM asks before it calls the two layer hooks; most steps of a decode engine signal nothing. While it captures a graph no metadata
+        # is bound, and with True here the hooks are called inside the capture.
+        if self._worker is None:
+            return False
+        return self._worker.signals if super().has_connector_metadata() else self._worker.capturing()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads began with the step. Those that this step computes on vLLM wants done now."""
@@ -255,7 +275,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         assert self._worker is not None
-        self._worker.layer_done(layer_name)
+        if self._worker.capturing():
+            self._worker.layer_captured(layer_name)
+        else:
+            self._worker.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -362,7 +385,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return True  # layer hooks are Python, and a full graph's replay runs none
+        return False  # a full graph's replay calls no hook; its layers are signalled by nodes of the graph
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

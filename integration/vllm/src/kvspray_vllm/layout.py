@@ -36,11 +36,12 @@ def check_config(config: VllmConfig) -> None:
         raise Unsupported("kvspray: enable_dbo is on; a layer's flag would cover half a step, turn dual batch overlap off")
     if config.speculative_config is not None:
         raise Unsupported("kvspray: speculative_config is set; draft layers are not followed yet, serve without it")
-    if config.device_config.device_type != "cpu":
-        raise Unsupported(
-            f"kvspray: device is {config.device_config.device_type}; this version follows CPU engines only (flags of a GPU's layers "
-            "are not written yet)"
-        )
+    device = config.device_config.device_type
+    if device not in ("cpu", "cuda"):
+        raise Unsupported(f"kvspray: device is {device}; engines on cpu and cuda are served")
+    # After a sleep the addresses map other pages, while the sidecar still holds the first ones.
+    if device == "cuda" and getattr(config.model_config, "enable_sleep_mode", False):
+        raise Unsupported("kvspray: enable_sleep_mode is on, and a KV cache that sleeps cannot be followed; start without --enable-sleep-mode")
     if config.model_config.is_encoder_decoder:
         raise Unsupported("kvspray: the model is_encoder_decoder; such models are not supported")
 

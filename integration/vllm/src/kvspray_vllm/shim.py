@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import kvspray
+import kvspray.gpu
 from kvspray_vllm import layout
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class WorkerShim(Protocol):
     """What the worker's side needs. No call but wait blocks; calls that submit raise ShimError where they cannot."""
 
     def intent(self, xfer: bytes, hash: bytes, tokens: int, blocks: Blocks, fanout: int, req: str) -> int: ...
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str) -> int: ...
+    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0) -> int: ...
     def step(self, step: int, gains: Sequence[tuple[int, int, Blocks]]) -> None: ...
     def preempt(self, lease: int) -> None: ...
     def cancel(self, lease: int, reason: str) -> None: ...
@@ -62,6 +63,18 @@ class WorkerShim(Protocol):
     def signal_step(self, step: int) -> None: ...
     def poll(self) -> list[Ended]: ...
     def wait(self, seconds: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class GpuFlags(Protocol):
+    """Flags that a GPU writes, see kvspray.gpu.GpuSignals. ``stream`` is a CUstream. Nothing raises."""
+
+    @property
+    def ok(self) -> bool: ...
+    def step(self, step: int, stream: int) -> bool: ...
+    def signal_layer(self, layer: int, stream: int) -> bool: ...
+    def signal_step(self, stream: int) -> bool: ...
+    def mark(self, stream: int) -> int: ...
     def close(self) -> None: ...
 
 
@@ -137,6 +150,18 @@ class Worker:
     def process_memory(self, addr: int, nbytes: int) -> Memory:
         return Memory(self._c.process_region(addr, nbytes), None)
 
+    def gpu_memory(self, addr: int, nbytes: int) -> Memory:
+        try:
+            return Memory(self._c.gpu_region(addr, nbytes), None)
+        except kvspray.KvsprayError as err:
+            raise ShimError(str(err)) from err
+
+    def gpu_flags(self, log: logging.Logger) -> GpuFlags:
+        try:
+            return kvspray.gpu.GpuSignals(self._c, log)
+        except kvspray.KvsprayError as err:
+            raise ShimError(str(err)) from err
+
     def register(self, memory: Sequence[Memory], layout: Mapping[str, Any]) -> None:
         self._c.register([m.region for m in memory], layout)
 
@@ -150,9 +175,9 @@ class Worker:
         except ValueError as err:
             raise ShimError(str(err)) from err
 
-    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str) -> int:
+    def expect(self, xfer: bytes, hash: bytes, peer: str, tokens: int, skip: int, blocks: Blocks, req: str, after: int = 0) -> int:
         try:
-            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req))
+            return _lease(self._c.expect(xfer, hash, peer, tokens, skip, blocks, req=req, after=after))
         except ValueError as err:
             raise ShimError(str(err)) from err
 

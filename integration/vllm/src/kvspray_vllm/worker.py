@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvspray_vllm import shim
-from kvspray_vllm.meta import Expect, Landed, StepMeta
+from kvspray_vllm.meta import Blocks, Expect, Landed, StepMeta
+from kvspray_vllm.signals import CpuSignals, Signals
 from kvspray_vllm.stats import KVSprayStats
 
 # How long a step in which the engine computes nothing waits for a load. vLLM sleeps a millisecond after each such step; the end
@@ -67,6 +68,7 @@ class WorkerSide:
         self._resume_block = resume_block
         self._load_wait_s = load_wait_s
         self._flags: dict[str, int] = {}
+        self._signals: Signals = CpuSignals(client)
         self._sources: dict[str, _Source] = {}
         self._by_lease: dict[int, str] = {}
         self._loads: dict[str, _Load] = {}
@@ -88,9 +90,11 @@ class WorkerSide:
         """Copies blocks of the cache to others."""
         self._copy = copy
 
-    def set_flags(self, flags: dict[str, int]) -> None:
-        """Which flag says that a layer is complete, by the layer's name."""
+    def set_flags(self, flags: dict[str, int], signals: Signals | None = None) -> None:
+        """The flag of each layer, by the layer's name, and how flags are set: where nothing is given, as of a CPU engine."""
         self._flags = flags
+        if signals is not None:
+            self._signals = signals
 
     # ---- one engine step
 
@@ -140,7 +144,10 @@ class WorkerSide:
                 source = self._sources.get(gain.req)
                 if source is not None and source.lease is not None:
                     gains.append((source.lease, gain.end, gain.blocks))
-            if gains:
+            if gains and not self._signals.ok:
+                self._give_up(gains, "no signals by the GPU")
+            elif gains:
+                self._signals.begin(meta.step)
                 try:
                     self._client.step(meta.step, gains)
                     self._step = meta.step
@@ -148,12 +155,18 @@ class WorkerSide:
                 except shim.ShimError as err:
                     # Without this record the partner would wait for layers that nobody announces.
                     self._log.warning("kvspray: step %d cannot be announced: %s", meta.step, err)
-                    for lease, _, _ in gains:
-                        self._client.cancel(lease, "step not announced")
-        for expect in meta.expects:
-            self._expect(expect)
+                    self._give_up(gains, "step not announced")
+        if meta.expects:
+            # Steps in flight may still write to blocks that the engine has given to these loads.
+            after = self._signals.mark()
+            for expect in meta.expects:
+                self._expect(expect, after)
 
-    def _expect(self, expect: Expect) -> None:
+    def _give_up(self, gains: Sequence[tuple[int, int, Blocks]], reason: str) -> None:
+        for lease, _, _ in gains:
+            self._client.cancel(lease, reason)
+
+    def _expect(self, expect: Expect, after: int | None) -> None:
         self._loads[expect.req] = _Load(expect)
         if expect.into:
             self._awaited.append(expect.req)
@@ -161,8 +174,10 @@ class WorkerSide:
             self._loaded(expect.req, shim.Ended(0, True, shim.REFUSED, 0, 0, "", expect.refused))
             return
         try:
+            if after is None:
+                raise shim.ShimError("no signals by the GPU")
             lease = self._client.expect(
-                expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req
+                expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after
             )
         except shim.ShimError as err:
             # Nothing was handed out, so there is nothing to fence.
@@ -213,11 +228,20 @@ class WorkerSide:
         if self._step:
             flag = self._flags.get(name)
             if flag is not None:
-                self._client.signal_layer(flag, self._step)
+                self._signals.layer(flag, self._step)
+
+    def capturing(self) -> bool:
+        """Whether the engine records a graph now. Its layers are then signalled in each replay."""
+        return self._signals.capturing()
+
+    def layer_captured(self, name: str) -> None:
+        flag = self._flags.get(name)
+        if flag is not None:
+            self._signals.layer(flag, 0)
 
     def step_done(self) -> None:
         if self._step:
-            self._client.signal_step(self._step)
+            self._signals.end(self._step)
             self._step = 0
 
     def step_failed(self) -> None:
@@ -332,4 +356,5 @@ class WorkerSide:
         return out
 
     def close(self) -> None:
+        self._signals.close()
         self._client.close()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the sidecar learns that a layer of a step is complete: a CPU engine stores the flag when the layer has returned, the
+stream of a GPU engine writes it when the layer's kernels have ended.
+
+A GPU engine runs a step in one of two ways. In eager and piecewise steps vLLM calls the connector after each layer, and the flag
+is enqueued on the stream there. The replay of a full graph calls nothing: its flags are nodes of the graph, which were added while
+vLLM captured it. Both kinds occur in one engine.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvspray_vllm import shim
+
+
+class Signals(Protocol):
+    """The flags of one worker. Nothing waits for a GPU and nothing raises."""
+
+    @property
+    def ok(self) -> bool:
+        """False: a flag may be missing from now on, so no step may be announced any more."""
+
+    def begin(self, step: int) -> None:
+        """What the engine computes from now on belongs to this step."""
+
+    def layer(self, index: int, step: int) -> None:
+        """All of the layer's computation in this step has been called."""
+
+    def end(self, step: int) -> None:
+        """All layers of this step, also those without a hook."""
+
+    def mark(self) -> int | None:
+        """For the ``after`` of a load: what the engine has computed so far may still write the blocks. 0: it has all
+        ended. None: the order cannot be kept, nothing may be loaded."""
+
+    def capturing(self) -> bool:
+        """Whether the engine records a graph now, instead of computing a step."""
+
+    def close(self) -> None: ...
+
+
+class CpuSignals:
+    """A layer has ended when its hook is called."""
+
+    ok = True
+
+    def __init__(self, client: shim.WorkerShim) -> None:
+        self._client = client
+
+    def begin(self, step: int) -> None:
+        pass
+
+    def layer(self, index: int, step: int) -> None:
+        self._client.signal_layer(index, step)
+
+    def end(self, step: int) -> None:
+        self._client.signal_step(step)
+
+    def mark(self) -> int | None:
+        return 0
+
+    def capturing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class GpuSignals:
+    """A layer has ended when the engine's stream has got there."""
+
+    def __init__(self, flags: shim.GpuFlags) -> None:
+        """In the worker's thread, once it has chosen its GPU."""
+        import torch
+
+        self._flags = flags
+        self._stream = torch.cuda.current_stream
+        self.capturing = torch.cuda.is_current_stream_capturing
+
+    @property
+    def ok(self) -> bool:
+        return self._flags.ok
+
+    def begin(self, step: int) -> None:
+        self._flags.step(step, self._stream().cuda_stream)
+
+    def layer(self, index: int, step: int) -> None:
+        """While a graph is captured the step is that of each replay."""
+        self._flags.signal_layer(index, self._stream().cuda_stream)
+
+    def end(self, step: int) -> None:
+        self._flags.signal_step(self._stream().cuda_stream)
+
+    def mark(self) -> int | None:
+        return self._flags.mark(self._stream().cuda_stream) or None
+
+    def close(self) -> None:
+        self._flags.close()
