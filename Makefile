@@ -23,6 +23,8 @@ need-python = @"$(HOSTPY)" -c 'import sys; sys.exit(sys.version_info < (3, $(1))
 VERSION := $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
 LDFLAGS := -X github.com/kvspray/kvspray/internal/version.version=$(VERSION)
 export KVSPRAY_BINARY := $(ROOT)/bin/kvspray
+# For all that runs Go, as a package that is compiled with it and without it is compiled twice.
+export GOFLAGS := $(strip $(filter-out -trimpath,$(shell go env GOFLAGS)) -trimpath)
 
 ##@ Use
 
@@ -34,7 +36,7 @@ help: ## Show this list
 .PHONY: build
 build: ## Build bin/kvspray
 	@mkdir -p bin
-	go build -trimpath -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray
+	go build -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray
 
 .PHONY: wireflip
 wireflip:
@@ -146,18 +148,35 @@ test-sglang: build ## SGLang's own pools, moved and read back (an environment of
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q test/sglang
 
-.PHONY: lint
+# go vet comes before the other linters of Go: it compiles what they read, which each of them would else compile for itself. `make -j lint`
+# runs those side by side.
+LINT_GO := lint-staticcheck lint-errcheck lint-ineffassign
+LINT_PORTS := lint-nocgo lint-arm64
+.PHONY: lint lint-go lint-vet $(LINT_GO) $(LINT_PORTS)
 lint: lint-go lint-py ## All linters
 
-.PHONY: lint-go
-lint-go: $(TOOLS)/.stamp
+lint-go: lint-vet $(LINT_GO) $(LINT_PORTS)
+
+lint-vet:
 	@bad=$$(gofmt -l $$(git ls-files -co --exclude-standard '*.go')); if [ -n "$$bad" ]; then echo "gofmt -w these:"; echo "$$bad"; exit 1; fi
 	go vet ./...
 	cd tools && go vet ./...
+
+$(LINT_GO): lint-vet $(TOOLS)/.stamp
+
+lint-staticcheck:
 	$(TOOLS)/staticcheck ./...
+
+lint-errcheck:
 	$(TOOLS)/errcheck -ignoretests -exclude tools/errcheck.txt $$(go list ./... | grep -v /bench/)
+
+lint-ineffassign:
 	$(TOOLS)/ineffassign ./...
+
+lint-nocgo:
 	CGO_ENABLED=0 go build ./...
+
+lint-arm64:
 	CGO_ENABLED=0 GOARCH=arm64 go build ./...
 
 .PHONY: lint-py
@@ -228,7 +247,7 @@ bench-latency: build env ## One 4 KiB block between two sidecars, from the engin
 .PHONY: gpu-bin
 gpu-bin: build env ## What test/gpu needs on a host with GPUs and no network: .build/gpu, to be carried there with the sources
 	@mkdir -p $(B)/gpu
-	go build -trimpath -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray
+	go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray
 	rm -rf $(B)/gpu/py && mkdir -p $(B)/gpu/py && cp -r $$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parent)') $(B)/gpu/py/
 	@$(MAKE) gpu-engines
 	@du -sh $(B)/gpu/kvspray $(B)/gpu/py $(B)/gpu/pk

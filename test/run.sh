@@ -7,9 +7,12 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-test}
 logs=.build/test
-mkdir -p "$logs" && rm -f "$logs"/*.rc
+mkdir -p "$logs" && rm -f "$logs"/*.rc "$logs"/*.log
 summary=()
 failed=0
+# Each skipped test of Go's adds a line (internal/testutil.Skip); those of Python's are in their parts' logs.
+export KVSPRAY_SKIPS=$PWD/$logs/skips.go
+: >"$KVSPRAY_SKIPS"
 declare -A besides=()
 
 told() { # NAME WHAT-THE-LAST-LINE-MATCHES STATUS SECONDS: a part has ended
@@ -41,6 +44,22 @@ beside() { # NAME COMMAND...: a part that mostly waits runs beside those that fo
 		echo "$rc $((SECONDS - start))" >"$logs/$name.rc"
 	} &
 	besides[$name]=$!
+}
+
+skips() { # what was skipped: a line with package or file, test, feature and reason for each; not what another part did run
+	local ran
+	ran=$(cat "$logs"/bounds-all.log "$logs"/rails.log 2>/dev/null | sed -nE 's/^--- PASS: ([^ ]+) .*/\1/p' | sort -u)
+	sort -u "$KVSPRAY_SKIPS" | while IFS=$'\t' read -r package name feature reason; do
+		grep -qxF "$name" <<<"$ran" || printf '%s\t%s\t%s\t%s\n' "$package" "$name" "$feature" "$reason"
+	done
+	sed -nE 's/^SKIPPED ([^:]+)::(.*) - Skipped: (([a-z0-9+-]+): )?(.*)$/\1\t\2\t\4\t\5/p' "$logs"/{python,e2e,attack-e2e}.log 2>/dev/null
+	sed -nE 's/^rdma: skipped: (.*)/test\/rdma\tquick.sh\trdma\t\1/p' "$logs/rdma.log" 2>/dev/null
+}
+
+told_skips() { # how many tests this machine could not run, and for each thing that it lacks how many and which
+	skips >"$logs/skips" || true
+	echo "skipped    $(wc -l <"$logs/skips"), with the reasons in $logs/skips"
+	awk -F'\t' '{ if ($3 == "") $3 = "other"; n[$3]++; names[$3] = names[$3] " " $2 } END { for (f in n) printf "  %-14s %3d %s\n", f, n[f], names[f] }' "$logs/skips" | sort | cut -c-400
 }
 
 joined() { # NAME WHAT-THE-LAST-LINE-MATCHES
@@ -100,19 +119,22 @@ trap 'for p in $(jobs -p); do pkill -P "$p" || true; kill "$p" || true; done 2>/
 
 go_limit=15m
 py=.build/venv/bin/python
+pytest=(-m pytest -q -rfEs --no-fold-skipped)
 export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm,tcp,gcc}
 [ "$mode" = attack ] || test/rdma/quick.sh prepare & # the part rdma waits for it
+beside env make env # fetches for most of its time
 part build '^' make build wireflip
-part env 'ready' make env
 if [ "$mode" = attack ]; then
 	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}
 	go_limit=60m
+	joined env 'ready'
 	part attack-go '^attacks' attacks 21 -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA' ./transport/...
 	part attack-node '^attacks' attacks 4 -run '^TestLateWrites$' ./sidecar
 	part attack-rails '^(ok|FAIL)' figures '^TestLateWrites$'
-	part attack-e2e 'passed|failed|error' "$py" -m pytest -q test/e2e/test_faults.py
+	part attack-e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e/test_faults.py
 else
-	part lint '^$' make lint
+	part lint '^$' make -j"$(($(nproc) < 4 ? $(nproc) : 4))" -k -O lint # each takes up to 2 GB
+	joined env 'ready'
 	part generate '^' make generate-check
 	part go '^packages' counted ./...
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
@@ -120,14 +142,15 @@ else
 		TestMutants TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
-	beside python "$py" -m pytest -q pybind/tests integration/vllm/tests
-	part e2e 'passed|failed|error' "$py" -m pytest -q test/e2e
+	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests
+	part e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e
 	joined python 'passed|failed|error'
 fi
 
 echo
 echo "=== summary"
 printf '%s\n' "${summary[@]}"
+told_skips
 if ((failed)); then
 	echo "make $mode: FAILED"
 	exit 1

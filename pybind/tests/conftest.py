@@ -30,7 +30,7 @@ def skip(feature: str, reason: str) -> None:
     must = os.environ.get("KVSPRAY_MUST_RUN", "").split(",")
     if feature in must or "all" in must:
         pytest.fail(f"KVSPRAY_MUST_RUN names {feature}, but: {reason}")
-    pytest.skip(reason)
+    pytest.skip(f"{feature}: {reason}")
 
 
 def layout() -> dict[str, Any]:

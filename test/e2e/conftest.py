@@ -30,7 +30,7 @@ HYBRID = MODELS / "tiny-gemma3"
 AMX = " amx_tile " in pathlib.Path("/proc/cpuinfo").read_text()
 MUST_RUN = os.environ.get("KVSPRAY_MUST_RUN", "").split(",")  # amx: on a host that is there to show these
 needs_amx = pytest.mark.skipif(
-    not AMX and "amx" not in MUST_RUN, reason="this processor has no AMX, without which vLLM has no kernels for CPUs that write or read such a cache"
+    not AMX and "amx" not in MUST_RUN, reason="amx: this processor has no AMX, without which vLLM has no kernels for CPUs that write or read such a cache"
 )
 
 
@@ -39,7 +39,7 @@ def need(what: str, have: bool, remedy: str) -> None:
         return
     if "vllm" in MUST_RUN:
         pytest.fail(f"{what} is missing, and KVSPRAY_MUST_RUN names vllm; {remedy}")
-    pytest.skip(f"{what} is missing; {remedy}")
+    pytest.skip(f"vllm: {what} is missing; {remedy}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

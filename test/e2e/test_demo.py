@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import cluster as rig
+import env as setup
+import pytest
 
 DEMO = rig.ROOT / "test" / "rig" / "demo.py"
 
@@ -77,3 +79,35 @@ def test_a_python_that_will_not_do_is_named(tmp_path: pathlib.Path) -> None:
             assert got.returncode != 0 and got.stdout == ""
             assert f"{python} is no Python of version {version} or newer" in got.stderr
             assert f"make {target} PYTHON=" in got.stderr
+
+
+# What find_python asks pyenv for, by a user who may not look into PYENV_ROOT; root is another user for that.
+UNREADABLE = f"""
+import os, sys
+sys.path.insert(0, {str(DEMO.parent)!r})
+import env
+
+if os.geteuid() == 0:
+    os.seteuid(65534)
+print(env.pyenv_pythons())
+"""
+
+
+def test_a_pyenv_that_may_not_be_read_has_no_pythons(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "versions" / "3.12.1" / "bin").mkdir(parents=True)
+    (tmp_path / "versions" / "3.12.1" / "bin" / "python3").touch()
+    command = [sys.executable, "-c", UNREADABLE]
+    environ = dict(os.environ, PYENV_ROOT=str(tmp_path))
+    tmp_path.chmod(0)
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    finally:
+        tmp_path.chmod(0o700)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_uv_trusts_what_the_system_trusts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UV_SYSTEM_CERTS", raising=False)
+    assert setup.installer_env()["UV_SYSTEM_CERTS"] == "true"
+    monkeypatch.setenv("UV_SYSTEM_CERTS", "false")
+    assert setup.installer_env()["UV_SYSTEM_CERTS"] == "false"

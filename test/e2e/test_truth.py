@@ -540,7 +540,7 @@ class Stepped:
         return out
 
 
-@pytest.mark.skipif(not os.environ.get("KVSPRAY_TRUTH"), reason="starts an engine of its own, a quarter of a minute: make test-truth")
+@pytest.mark.skipif(not os.environ.get("KVSPRAY_TRUTH"), reason="truth: starts an engine of its own, a quarter of a minute: make test-truth")
 def test_an_engine_goes_on_from_moved_states(sidecars: tuple[rig.Sidecar, rig.Sidecar], workdir: pathlib.Path) -> None:
     """Real vLLM with a real model: a prompt's caches are copied away, the engine prefills it again into other blocks, everything that it has
     is overwritten, and what was copied is moved there. It must go on as if nothing had been; without the move it does not."""
