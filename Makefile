@@ -58,6 +58,10 @@ demo: ## Real vLLM, prefill and decode, two sidecars: tokens equal? (FLIP=1: dam
 	$(call need-python,10)
 	$(HOSTPY) test/rig/demo.py
 
+.PHONY: demo-gpu
+demo-gpu: ## The same with CUDA engines, on a host with a GPU and what make gpu-bin has packed
+	test/gpu/engines/demo.sh
+
 ##@ Check
 
 .PHONY: test

@@ -52,19 +52,23 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 
 
-def preload() -> None:
-    """Imports what engines need. Before this, no thread may have been started that a fork would lose."""
-    os.environ.update(ENV)
+def preload(env: dict[str, str] | None = None) -> None:
+    """Imports what engines need. Before this, no thread may have been started that a fork would lose. env: of CUDA engines, which have
+    nothing of a CPU's."""
+    os.environ.update(ENV if env is None else env)
     import torch
     import vllm.v1.core.sched.scheduler  # noqa: F401
     import vllm.v1.engine.core  # noqa: F401
     import vllm.v1.engine.llm_engine  # noqa: F401
     import vllm.v1.executor.multiproc_executor  # noqa: F401
-    import vllm.v1.worker.cpu_model_runner  # noqa: F401
-    import vllm.v1.worker.cpu_worker  # noqa: F401
     from vllm import LLM  # noqa: F401
 
     import kvspray_vllm.connector  # noqa: F401
+
+    if env is not None:
+        return
+    import vllm.v1.worker.cpu_model_runner  # noqa: F401
+    import vllm.v1.worker.cpu_worker  # noqa: F401
 
     # As on a CPU without AMX, so that one that has it is asked for the same kernels and blocks.
     torch.cpu._is_amx_tile_supported = lambda: False
@@ -79,6 +83,7 @@ class Out:
     kv: dict[str, Any] | None
     first_s: float | None  # from add to the first token
     total_s: float
+    logprobs: dict[int, float] = dataclasses.field(default_factory=dict)  # of the first token, where they were asked for
 
 
 class Pending:
@@ -101,14 +106,16 @@ class Engine:
 
     _keys = itertools.count(1)
 
-    def __init__(self, name: str, model: str, log: pathlib.Path, kv: dict[str, Any] | None = None, **args: Any) -> None:
+    def __init__(
+        self, name: str, model: str, log: pathlib.Path, kv: dict[str, Any] | None = None, env: dict[str, str] | None = None, **args: Any
+    ) -> None:
         self.name = name
         self.log = log
         ctx = mp.get_context("fork")
         self._conn, theirs = ctx.Pipe()
         ranks = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
         # A daemon may have no children of its own; workers end with the engine that they are told by.
-        self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, theirs, self._conn, log), daemon=ranks == 1)
+        self._proc = ctx.Process(target=_child, args=(name, model, {**ENGINE_ARGS, **args}, kv, env or {}, theirs, self._conn, log), daemon=ranks == 1)
         self._proc.start()
         theirs.close()
         self._done: dict[int, Any] = {}
@@ -122,10 +129,12 @@ class Engine:
         self._await(0, timeout)
         return self
 
-    def add(self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1, rid: str | None = None) -> Pending:
+    def add(
+        self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1, rid: str | None = None, logprobs: int | None = None
+    ) -> Pending:
         key = next(Engine._keys)
         rid = rid or f"cmpl-t{key}-0"
-        self._send(("add", key, rid, prompt, n_tokens, kv, n))
+        self._send(("add", key, rid, prompt, n_tokens, kv, n, logprobs))
         return Pending(self, key, rid)
 
     def run(self, prompt: list[int], n_tokens: int = 8, **kw: Any) -> Out:
@@ -244,11 +253,13 @@ def _child(
     model: str,
     args: dict[str, Any],
     kv: dict[str, Any] | None,
+    env: dict[str, str],
     conn: multiprocessing.connection.Connection,
     parents: multiprocessing.connection.Connection,
     log: pathlib.Path,
 ) -> None:
     parents.close()
+    os.environ.update(env)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
@@ -378,7 +389,8 @@ class _Loop:
             del self.live[out.request_id]
             tokens = [list(c.token_ids) for c in out.outputs]
             finish = [c.finish_reason for c in out.outputs]
-            self.conn.send((key, Out(tokens, finish, out.kv_transfer_params, first[0] if first else None, time.monotonic() - start)))
+            near = {t: lp.logprob for t, lp in out.outputs[0].logprobs[0].items()} if out.outputs[0].logprobs else {}
+            self.conn.send((key, Out(tokens, finish, out.kv_transfer_params, first[0] if first else None, time.monotonic() - start, near)))
 
     def handle(self, what: tuple[Any, ...]) -> None:
         from vllm import SamplingParams
@@ -389,11 +401,11 @@ class _Loop:
             self.core.shutdown()
             os._exit(0)
         if kind == "add":
-            key, rid, prompt, n_tokens, kv, n = rest
+            key, rid, prompt, n_tokens, kv, n, logprobs = rest
             # vLLM refuses several greedy samples; the likeliest token alone is the same.
             sp = SamplingParams(
                 temperature=0 if n == 1 else 1, top_k=0 if n == 1 else 1, max_tokens=n_tokens, ignore_eos=True, n=n, output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={"kv_transfer_params": kv} if kv else None,
+                extra_args={"kv_transfer_params": kv} if kv else None, logprobs=logprobs,
             )  # fmt: skip
             if n_tokens > 1 and n == 1:
                 sp.output_kind = RequestOutputKind.CUMULATIVE  # for the time of the first token

@@ -3,23 +3,24 @@
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures as cf
 import random
 import time
 from typing import Any
 
-from cluster import wait_for
-from pairs import MODES, Pair, Rig, compare_answers, look_at, prompt, say, start_plain, wait_up
+from pairs import MODES, Pair, Rig, compare_answers, look_at, prompt, say
 from servers import complete
+from stage import PAGES, PLAIN, Stage
 
-SETTLE_S = 60.0
+NEEDS = {PAGES, PLAIN}
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=int, default=200)
+def options(parser: Any) -> None:
+    parser.add_argument("--prompts", type=int, default=200, help="of part pages")
     parser.add_argument("--longest", type=int, default=32000)
-    parser.add_argument("--together", type=int, default=4, help="prompts under way at a time")
+    parser.add_argument(
+        "--together", type=int, default=4, help="prompts under way at a time, of part pages"
+    )
     parser.add_argument("--tokens", type=int, default=8, help="of an answer")
 
 
@@ -32,12 +33,28 @@ def lengths(n: int, longest: int, seed: object) -> list[int]:
     return out[:n]
 
 
-def compared(rig: Rig, pair: Pair, plain: Any, todo: list[tuple[str, str, list[int]]], tokens: int, together: int) -> dict[str, Any]:
-    """Sends (id, mode, prompt), and compares answers with the plain engine's, and D's pages with P's and the plain engine's."""
+def compared(
+    rig: Rig,
+    pair: Pair,
+    plain: Any,
+    todo: list[tuple[str, str, list[int]]],
+    tokens: int,
+    together: int,
+) -> dict[str, Any]:
+    """Sends (id, mode, prompt), and compares answers with the plain engine's, and D's pages with
+    P's and the plain engine's."""
     out: dict[str, Any] = {
-        "prompts": len(todo), "tokens": sum(len(ids) for _, _, ids in todo), "answers_equal": 0, "answers_tied": 0, "pages": 0,
-        "pages_differ": 0, "pages_unlike_plain": 0, "moved": 0, "differences": [], "problems": [],
-    }  # fmt: skip
+        "prompts": len(todo),
+        "tokens": sum(len(ids) for _, _, ids in todo),
+        "answers_equal": 0,
+        "answers_tied": 0,
+        "pages": 0,
+        "pages_differ": 0,
+        "pages_unlike_plain": 0,
+        "moved": 0,
+        "differences": [],
+        "problems": [],
+    }
 
     def one(job: tuple[str, str, list[int]]) -> tuple[str, list[int], Any, Any]:
         rid, mode, ids = job
@@ -61,7 +78,9 @@ def compared(rig: Rig, pair: Pair, plain: Any, todo: list[tuple[str, str, list[i
             out["pages"] += moved.pages
             out["pages_differ"] += moved.differ
             if moved.differ:
-                out["problems"].append(f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is {moved.first}")
+                out["problems"].append(
+                    f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is {moved.first}"
+                )
             like = look_at(rig, rid, ("P", "computed"), ("plain", "computed"))
             out["pages_unlike_plain"] += like.differ if not isinstance(like, str) else 0
             if done % 25 == 0:
@@ -78,27 +97,16 @@ def table(got: dict[str, Any]) -> None:
     )
 
 
-def run(rig: Rig) -> tuple[dict[str, Any], list[str]]:
-    a = rig.args
-    pair, servers = Pair(rig, "pages"), []
-    try:
-        start = time.monotonic()
-        pair.start()
-        servers = [plain := start_plain(rig)]
-        wait_up([*pair.engines(), plain])
-        pair.route()
-        pair.wait_sessions()
-        up = time.monotonic() - start
-        todo = [(f"p{i}", MODES[i % 2], prompt(n, i)) for i, n in enumerate(lengths(a.prompts, min(a.longest, rig.max_len - a.tokens - 1), 1))]
-        got = compared(rig, pair, plain, todo, a.tokens, a.together)
-        wait_for("both engines idle", pair.idle, SETTLE_S, tick=0.2)
-        wait_for("no lease open", lambda: pair.leases() == 0, SETTLE_S, tick=0.2)
-        table(got)
-        problems = list(got["problems"])
-        if got["moved"] != got["prompts"] or not got["pages"]:
-            problems.append(f"{got['moved']} of {got['prompts']} prompts moved")
-        return {"up_s": up, "took_s": time.monotonic() - start - up, **got}, problems
-    finally:
-        for s in servers:
-            s.stop()
-        pair.stop()
+def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
+    a, start = stage.args, time.monotonic()
+    longest = min(a.longest, stage.rig.max_len - a.tokens - 1)
+    todo = [
+        (f"look{i}", MODES[i % 2], prompt(n, i))
+        for i, n in enumerate(lengths(a.prompts, longest, 1))
+    ]
+    got = compared(stage.rig, stage.pair, stage.plain, todo, a.tokens, a.together)
+    table(got)
+    problems = list(got["problems"])
+    if got["moved"] != got["prompts"] or not got["pages"]:
+        problems.append(f"{got['moved']} of {got['prompts']} prompts moved")
+    return {"took_s": time.monotonic() - start, **got}, problems

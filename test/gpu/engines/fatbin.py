@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes from an ELF file the GPU code that one architecture does not load, as nvprune does.
 
-A section .nv_fatbin is a row of containers: a header (magic, version, header size, size of what follows) and entries, each with a
-header (kind, version, header size, size of the code, ..., architecture at 28) and its code. The entries of the wanted architecture
-move to the front of their container; the rest becomes zeros, which compress to nothing. No section moves, so that host code stays
-byte for byte what the wheel has.
+A section .nv_fatbin is a row of containers: a header (magic, version, header size, size of what
+follows) and entries, each with a header (kind, version, header size, size of the code, ...,
+architecture at 28) and its code. The entries of the wanted architecture move to the front of
+their container; the rest becomes zeros, which compress to nothing. No section moves, so that
+host code stays byte for byte what the wheel has.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def entries(elf: bytes, start: int, end: int) -> list[Entry]:
 
 
 def chosen(all_: list[Entry], arch: int) -> tuple[list[Entry], bool]:
-    """The entries to keep, and whether they keep their code. A container with nothing for this GPU keeps one header and no code."""
+    """The entries to keep, and whether they keep their code. A container with nothing for this GPU
+    keeps one header and no code."""
     if own := [e for e in all_ if e.kind == CUBIN and e.arch == arch]:
         return own, True
     if ptx := [e for e in all_ if e.kind == PTX and e.arch <= arch]:
@@ -73,7 +75,11 @@ def prune(source: pathlib.Path, target: pathlib.Path, arch: int) -> int:
                 continue
             first, last = at + header, at + header + length
             keep, whole = chosen(entries(elf, first, last), arch)
-            body = b"".join(elf[e.at : e.at + e.header] + (elf[e.at + e.header : e.at + e.header + e.code] if whole else bytes(e.code)) for e in keep)
+            body = b"".join(
+                elf[e.at : e.at + e.header]
+                + (elf[e.at + e.header : e.at + e.header + e.code] if whole else bytes(e.code))
+                for e in keep
+            )
             out[first:last] = body + bytes(length - len(body))
             struct.pack_into("<Q", out, at + 8, len(body))
             kept += len(body) if whole else 0

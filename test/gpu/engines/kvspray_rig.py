@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connectors that look at the engine's pages from inside, for tests only: KVSprayConnector and a connector that moves nothing.
+"""Connectors that look at the engine's pages from inside, for tests only: KVSprayConnector and a
+connector that moves nothing.
 
-An engine loads them by kv_connector_module_path. They write to the folder $KVSPRAY_RIG_PAGES, per request REQ (the engine's id
-without its random end):
+An engine loads them by kv_connector_module_path. They write to the folder $KVSPRAY_RIG_PAGES,
+per request REQ (the engine's id without its random end) whose id contains "look":
 
+    layout.json        what the engine registered with its sidecar
     REQ.computed.npz   where the engine computed the prompt: digests of its pages behind the step that computed its last token
     REQ.loaded.npz     where the prompt came from elsewhere: digests ahead of the first step that reads it
 
-A digest is two 64-bit sums over a block's rows of one layer, and covers the tokens that move. It is computed on the device, in
-the stream of the engine's steps, so that it has its place in their order, and the engine does not wait for it.
+A digest is two 64-bit sums over a block's rows of one layer, and covers the tokens that move. It
+is computed on the device, in the stream of the engine's steps, so that it has its place in their
+order, and the engine does not wait for it.
 
-A request whose id contains canaryfill has every block that no request has ever had filled with CANARY; one whose id contains
-canarycheck has those compared that still nobody had, and writes REQ.canary.json.
+A request whose id contains canaryfill has every block that no request has ever had filled with
+CANARY; one whose id contains canarycheck has those compared that still nobody had, and writes
+REQ.canary.json.
 """
 
 from __future__ import annotations
@@ -27,9 +31,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+import kvspray
 from kvspray_vllm import KVSprayConnector
 from kvspray_vllm.layout import backoff_of, windows_of
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 
 CANARY = 0x5A
 WORD = 8
@@ -63,7 +74,9 @@ def file_name(request_id: str) -> str:
 class Cache:
     """A layer's pages, as rows of tokens."""
 
-    def __init__(self, name: str, group: int, tensor: torch.Tensor, num_blocks: int, block: int) -> None:
+    def __init__(
+        self, name: str, group: int, tensor: torch.Tensor, num_blocks: int, block: int
+    ) -> None:
         pieces = tensor.shape[0] // num_blocks
         self.name, self.group, self.block = name, group, block
         self.bytes = tensor.view(torch.uint8).unflatten(0, (num_blocks, pieces))
@@ -97,7 +110,11 @@ class Cache:
             y = x * MIX[3]
             y ^= y >> 31
             out.append(torch.stack((x.sum((1, 2)), y.sum((1, 2))), 1))
-        return torch.cat(out) if out else torch.zeros((0, 2), dtype=torch.int64, device=self.bytes.device)
+        return (
+            torch.cat(out)
+            if out
+            else torch.zeros((0, 2), dtype=torch.int64, device=self.bytes.device)
+        )
 
 
 class Pages:
@@ -114,7 +131,9 @@ class Pages:
         ]
         self.num_blocks = kv.num_blocks
         self.device = self.caches[0].bytes.device
-        self.todo: queue.SimpleQueue[tuple[str, str, Any, list[Any], dict[str, Any]]] = queue.SimpleQueue()
+        self.todo: queue.SimpleQueue[tuple[str, str, Any, list[Any], dict[str, Any]]] = (
+            queue.SimpleQueue()
+        )
         threading.Thread(target=self._write, name="kvspray-rig", daemon=True).start()
 
     def look(self, what: str, look: Look) -> None:
@@ -122,11 +141,16 @@ class Pages:
         for g, table in enumerate(look.tables):
             block = next(c.block for c in self.caches if c.group == g)
             count = -(-look.tokens // block)
-            # Of a window only what the next token sees counts: the engine has given up what lies before.
+            # Of a window only what the next token sees counts: the engine has given up what lies
+            # before.
             first = max(look.tokens - self.windows[g] + 1, 0) // block if self.windows[g] else 0
             seen[f"group{g}"] = np.array([first, count, look.tokens])
             index = torch.tensor(table[:count], dtype=torch.int64, device=self.device)
-            digests += [(c.name, c.digest(index, look.tokens).to("cpu", non_blocking=True)) for c in self.caches if c.group == g]
+            digests += [
+                (c.name, c.digest(index, look.tokens).to("cpu", non_blocking=True))
+                for c in self.caches
+                if c.group == g
+            ]
         event = torch.cuda.Event() if self.device.type == "cuda" else None
         if event is not None:
             event.record()
@@ -139,7 +163,9 @@ class Pages:
                 event.synchronize()
             groups = {c.name: c.group for c in self.caches}
             part, path = self.folder / f".{name}.{what}.npz", self.folder / f"{name}.{what}.npz"
-            np.savez(part, **seen, **{f"{groups[layer]}/{layer}": d.numpy() for layer, d in digests})
+            np.savez(
+                part, **seen, **{f"{groups[layer]}/{layer}": d.numpy() for layer, d in digests}
+            )
             part.rename(path)
 
     def _others(self, used: list[int]) -> torch.Tensor:
@@ -159,7 +185,9 @@ class Pages:
             for first in range(0, len(others), step):
                 got = cache.bytes[others[first : first + step]]
                 bad += int((got != CANARY).flatten(1).any(1).sum())
-        (self.folder / f"{name}.canary.json").write_text(json.dumps({"pages": len(others) * len(self.caches), "changed": bad}))
+        (self.folder / f"{name}.canary.json").write_text(
+            json.dumps({"pages": len(others) * len(self.caches), "changed": bad})
+        )
 
 
 class Inside:
@@ -195,20 +223,24 @@ class Inside:
             if request is None:
                 continue
             prompt, done = request.num_prompt_tokens, request.num_computed_tokens
+            if req in first and "canaryfill" in req:
+                looks.fill = sorted(self._rig_used)
+            if req in first and "canarycheck" in req:
+                looks.check = (file_name(req), sorted(self._rig_used))
+            if "look" not in req:
+                continue
             look = Look(file_name(req), [list(t) for t in tables(req)], prompt - self._rig_backoff)
             if req in first and req in self._rig_loads and done >= prompt - self._rig_backoff - 1:
                 looks.loaded.append(look)
             elif done < prompt <= done + count:
                 looks.computed.append(look)
-            if req in first and "canaryfill" in req:
-                looks.fill = sorted(self._rig_used)
-            if req in first and "canarycheck" in req:
-                looks.check = (file_name(req), sorted(self._rig_used))
         meta = super().build_connector_meta(scheduler_output)
         meta.rig_looks = looks
         return meta
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         self._rig_requests.pop(request.request_id, None)
         self._rig_loads.discard(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
@@ -216,8 +248,19 @@ class Inside:
     # ---- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        super().register_kv_caches(kv_caches)
-        self._rig_pages = Pages(pathlib.Path(os.environ["KVSPRAY_RIG_PAGES"]), self._kv_cache_config, kv_caches)
+        folder = pathlib.Path(os.environ["KVSPRAY_RIG_PAGES"])
+        self._rig_pages = Pages(folder, self._kv_cache_config, kv_caches)
+        register = kvspray.WorkerClient.register
+
+        def recorded(client: Any, regions: Any, layout: Any) -> Any:
+            (folder / "layout.json").write_text(json.dumps(layout))
+            return register(client, regions, layout)
+
+        kvspray.WorkerClient.register = recorded  # type: ignore[method-assign]
+        try:
+            super().register_kv_caches(kv_caches)
+        finally:
+            kvspray.WorkerClient.register = register  # type: ignore[method-assign]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -251,13 +294,17 @@ class _Nothing(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         pass
 
     def wait_for_save(self) -> None:
         pass
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -266,10 +313,14 @@ class _Nothing(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return PlainMeta()
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
     @classmethod

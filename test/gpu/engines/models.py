@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes models with random weights, in the shapes that the measurements use; nothing is downloaded. usage: models.py DIR NAME ...
+"""Writes models with random weights, in the shapes that the measurements use; nothing is
+downloaded. usage: models.py DIR NAME ...
 
-NAME:config writes no weights, for --load-format dummy, with which engines take as long and answer nothing of interest.
+NAME:config writes no weights, for --load-format dummy, with which engines take as long and
+answer nothing of interest.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ import sys
 from typing import Any
 
 import torch
-from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+)
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "rig"))
 
@@ -21,11 +31,17 @@ import tiny_model  # noqa: E402
 POSITIONS = 40960
 
 
-def llama(layers: int, hidden: int, heads: int, kv_heads: int, head: int, inner: int) -> dict[str, Any]:
+def llama(
+    layers: int, hidden: int, heads: int, kv_heads: int, head: int, inner: int
+) -> dict[str, Any]:
     return {
-        "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
         "intermediate_size": inner,
-    }  # fmt: skip
+    }
 
 
 LLAMAS = {
@@ -35,31 +51,65 @@ LLAMAS = {
 }
 WINDOW = 200  # no multiple of a block
 # Bytes of the cache that a token takes, in bfloat16.
-TOKEN_BYTES = {name: 4 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"] for name, s in LLAMAS.items()}
+TOKEN_BYTES = {
+    name: 4 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"]
+    for name, s in LLAMAS.items()
+}
 CLASSES = {"mla": DeepseekV2ForCausalLM, "window": Gemma3ForCausalLM}
 NAMES = (*LLAMAS, "mla", "window")
 
 
 def config_of(name: str, tok: Any) -> PretrainedConfig:
     common = {
-        "vocab_size": tiny_model.VOCAB, "max_position_embeddings": POSITIONS, "bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id,
-        "pad_token_id": tok.pad_token_id, "dtype": "bfloat16",
-    }  # fmt: skip
+        "vocab_size": tiny_model.VOCAB,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": tok.bos_token_id,
+        "eos_token_id": tok.eos_token_id,
+        "pad_token_id": tok.pad_token_id,
+        "dtype": "bfloat16",
+    }
     if name in LLAMAS:
-        return LlamaConfig(**common, **LLAMAS[name], tie_word_embeddings=False, rope_theta=500000.0, architectures=["LlamaForCausalLM"])
+        return LlamaConfig(
+            **common,
+            **LLAMAS[name],
+            tie_word_embeddings=False,
+            rope_theta=500000.0,
+            architectures=["LlamaForCausalLM"],
+        )
     if name == "mla":
         # DeepSeek's latent cache at its real width; no layer uses the experts.
         return DeepseekV2Config(
-            **common, num_hidden_layers=4, hidden_size=512, num_attention_heads=16, num_key_value_heads=16, intermediate_size=1024,
-            kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, first_k_dense_replace=4,
-            n_routed_experts=8, tie_word_embeddings=False, architectures=["DeepseekV2ForCausalLM"],
-        )  # fmt: skip
+            **common,
+            num_hidden_layers=4,
+            hidden_size=512,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            intermediate_size=1024,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+            first_k_dense_replace=4,
+            n_routed_experts=8,
+            tie_word_embeddings=False,
+            architectures=["DeepseekV2ForCausalLM"],
+        )
     if name == "window":
         types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         return Gemma3TextConfig(
-            **common, num_hidden_layers=len(types), layer_types=types, sliding_window=WINDOW, hidden_size=256, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, intermediate_size=512, query_pre_attn_scalar=1, architectures=["Gemma3ForCausalLM"],
-        )  # fmt: skip
+            **common,
+            num_hidden_layers=len(types),
+            layer_types=types,
+            sliding_window=WINDOW,
+            hidden_size=256,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            intermediate_size=512,
+            query_pre_attn_scalar=1,
+            architectures=["Gemma3ForCausalLM"],
+        )
     raise SystemExit(f"model {name!r}: unknown; known are {', '.join(NAMES)}")
 
 
@@ -80,7 +130,11 @@ def write(out: pathlib.Path, name: str, weights: bool) -> None:
     with torch.no_grad():
         for what, p in model.named_parameters():
             if p.dim() >= 2:
-                scale = (0.02 if name == "window" else 1.0) if "embed" in what else 2.0 / p.shape[-1] ** 0.5
+                scale = (
+                    (0.02 if name == "window" else 1.0)
+                    if "embed" in what
+                    else 2.0 / p.shape[-1] ** 0.5
+                )
                 p.normal_(0, scale, generator=gen)
     model.save_pretrained(out)
 

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Packs a CUDA vLLM for a GPU host without a network, and kvspray with it: .build/gpu/pk/*.tar.xz, which unpack.py unpacks there.
+"""Packs a CUDA vLLM for a GPU host without a network, and kvspray with it:
+.build/gpu/pk/*.tar.xz, which unpack.py unpacks there.
 
 usage: pack.py [--fast] [PART ...]     parts: own deps vllm-py vllm-c vllm-fa3, all of them without a name; vllm-moe and nixl,
                                        which go to .build/gpu/pk-more
 
-The host has Python 3.12, torch 2.11 with CUDA 13, triton and transformers. vLLM 0.32.0 asks for torch 2.13; its kernels use torch's
-stable ABI alone, and load into 2.11. GPU code for other GPUs than the host's is left out, and so are the kernels that the shapes of
-this rig do not use. Nothing is patched. Needed here: python3 with pip, strip, and the environment of `make env` for the part own.
+The host has Python 3.12, torch 2.11 with CUDA 13, triton and transformers. vLLM 0.32.0 asks for
+torch 2.13; its kernels use torch's stable ABI alone, and load into 2.11. GPU code for other GPUs
+than the host's is left out, and so are the kernels that the shapes of this rig do not use.
+Nothing is patched. Needed here: python3 with pip, strip, and the environment of `make env` for
+the part own.
 """
 
 from __future__ import annotations
@@ -53,10 +56,36 @@ def say(text: str) -> None:
 
 
 def pip(*args: str) -> None:
-    platforms = [f"manylinux_2_{n}_x86_64" for n in GLIBC] + ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "any"]
-    tags = [f"--platform={p}" for p in platforms] + [f"--abi={a}" for a in ("cp312", "abi3", "none")]
-    fixed = ["--no-deps", "--only-binary=:all:", f"--python-version={PYTHON}", "--implementation=cp", *tags]
-    subprocess.run([sys.executable, "-m", "pip", args[0], "-q", "--disable-pip-version-check", "--root-user-action=ignore", *fixed, *args[1:]], check=True)
+    platforms = [f"manylinux_2_{n}_x86_64" for n in GLIBC] + [
+        "manylinux2014_x86_64",
+        "manylinux2010_x86_64",
+        "manylinux1_x86_64",
+        "any",
+    ]
+    tags = [f"--platform={p}" for p in platforms] + [
+        f"--abi={a}" for a in ("cp312", "abi3", "none")
+    ]
+    fixed = [
+        "--no-deps",
+        "--only-binary=:all:",
+        f"--python-version={PYTHON}",
+        "--implementation=cp",
+        *tags,
+    ]
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            args[0],
+            "-q",
+            "--disable-pip-version-check",
+            "--root-user-action=ignore",
+            *fixed,
+            *args[1:],
+        ],
+        check=True,
+    )
 
 
 def wheel(requirement: str) -> pathlib.Path:
@@ -79,7 +108,9 @@ def trim(tree: pathlib.Path) -> None:
     """Removes what no import needs, and debug sections."""
     for folder in ("bin", "mistral_common/data", "pycountry/locales"):
         shutil.rmtree(tree / folder, ignore_errors=True)
-    for folder in [p for p in tree.rglob("*") if p.is_dir() and p.name in ("tests", "test", "__pycache__")]:
+    for folder in [
+        p for p in tree.rglob("*") if p.is_dir() and p.name in ("tests", "test", "__pycache__")
+    ]:
         shutil.rmtree(folder, ignore_errors=True)
     for stub in list(tree.rglob("*.pyi")):
         stub.unlink()
@@ -91,10 +122,25 @@ def own() -> pathlib.Path:
     """kvspray's binary, its Python packages with the C library, and nothing of anybody else."""
     tree = fresh("own")
     (tree / "bin").mkdir()
-    build = ["go", "build", "-p", "1", "-trimpath", "-ldflags", os.environ.get("KVSPRAY_LDFLAGS", "") + " -s -w", "-o", f"{tree}/bin/"]
+    build = [
+        "go",
+        "build",
+        "-p",
+        "1",
+        "-trimpath",
+        "-ldflags",
+        os.environ.get("KVSPRAY_LDFLAGS", "") + " -s -w",
+        "-o",
+        f"{tree}/bin/",
+    ]
     subprocess.run([*build, "./cmd/kvspray"], cwd=ROOT, check=True)
     script = "import kvspray, kvspray_vllm, pathlib; [print(pathlib.Path(m.__file__).parent) for m in (kvspray, kvspray_vllm)]"
-    found = subprocess.run([str(ROOT / ".build/venv/bin/python"), "-c", script], check=True, capture_output=True, text=True)
+    found = subprocess.run(
+        [str(ROOT / ".build/venv/bin/python"), "-c", script],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     for package in map(pathlib.Path, found.stdout.split()):
         shutil.copytree(package, tree / package.name, ignore=shutil.ignore_patterns("__pycache__"))
     return tree
@@ -112,7 +158,11 @@ def vllm_python() -> pathlib.Path:
     tree = fresh("vllm-py")
     keep = {f"vllm/{name}.abi3.so" for name in HOST_ONLY}
     with zipfile.ZipFile(wheel(VLLM)) as z:
-        names = [n for n in z.namelist() if n in keep or not (n.endswith(".so") or n.startswith(LEFT_OUT))]
+        names = [
+            n
+            for n in z.namelist()
+            if n in keep or not (n.endswith(".so") or n.startswith(LEFT_OUT))
+        ]
         z.extractall(tree, names)
     return tree
 
@@ -134,9 +184,16 @@ def nixl() -> pathlib.Path:
     for requirement in NIXL:
         with zipfile.ZipFile(wheel(requirement)) as z:
             z.extractall(tree)
-    for extra in [*tree.glob("nixl_ep*"), *tree.glob("*.scripts"), *tree.glob("*.data"), *tree.glob("perftest*")]:
+    for extra in [
+        *tree.glob("nixl_ep*"),
+        *tree.glob("*.scripts"),
+        *tree.glob("*.data"),
+        *tree.glob("perftest*"),
+    ]:
         shutil.rmtree(extra) if extra.is_dir() else extra.unlink()
-    for plugin in (p for p in tree.rglob("libplugin_*.so") if not p.stem.endswith(("_UCX", "_POSIX"))):
+    for plugin in (
+        p for p in tree.rglob("libplugin_*.so") if not p.stem.endswith(("_UCX", "_POSIX"))
+    ):
         plugin.unlink()
     for perf in [p for p in tree.rglob("*perftest*") if p.exists()]:
         shutil.rmtree(perf) if perf.is_dir() else perf.unlink()
@@ -151,7 +208,8 @@ def target_of(part: str) -> pathlib.Path:
 
 
 def pack(part: str, tree: pathlib.Path, preset: int) -> None:
-    """One archive with sorted names. The x86 filter makes host code smaller; it is no use for GPU code."""
+    """One archive with sorted names. The x86 filter makes host code smaller; it is no use for GPU
+    code."""
     lzma2 = {"id": lzma.FILTER_LZMA2, "preset": preset}
     filters = [lzma2] if part in KERNELS else [{"id": lzma.FILTER_X86}, lzma2]
     start, target, part_file = time.monotonic(), target_of(part), WORK / f"{part}.part"
@@ -161,33 +219,54 @@ def pack(part: str, tree: pathlib.Path, preset: int) -> None:
         info.uname = info.gname = ""
         return info
 
-    with lzma.open(part_file, "wb", filters=filters, check=lzma.CHECK_CRC64) as out, tarfile.open(fileobj=out, mode="w|") as tar:
+    with (
+        lzma.open(part_file, "wb", filters=filters, check=lzma.CHECK_CRC64) as out,
+        tarfile.open(fileobj=out, mode="w|") as tar,
+    ):
         for child in sorted(tree.iterdir()):
             tar.add(child, child.name, filter=plain)
     part_file.rename(target)
-    say(f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e6:.1f} MB in {time.monotonic() - start:.0f} s")
+    say(
+        f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e6:.1f} MB in {time.monotonic() - start:.0f} s"
+    )
 
 
 def stale(part: str) -> bool:
-    """Whether a part must be packed. What comes from wheels is packed again when versions or contents change."""
+    """Whether a part must be packed. What comes from wheels is packed again when versions or
+    contents change."""
     sources = b"".join((HERE / f).read_bytes() for f in ("fatbin.py", "requirements.txt"))
-    recipe = hashlib.sha256(sources + repr((VLLM, NIXL, ARCH, PYTHON, HOST_ONLY, LEFT_OUT)).encode()).hexdigest()
+    recipe = hashlib.sha256(
+        sources + repr((VLLM, NIXL, ARCH, PYTHON, HOST_ONLY, LEFT_OUT)).encode()
+    ).hexdigest()
     stamp = WORK / f"{part}.recipe"
-    if part != "own" and target_of(part).exists() and stamp.exists() and stamp.read_text() == recipe:
+    if (
+        part != "own"
+        and target_of(part).exists()
+        and stamp.exists()
+        and stamp.read_text() == recipe
+    ):
         return False
     stamp.write_text(recipe)
     return True
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--fast", action="store_true", help="compress fast and worse")
     args = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     PACKS.mkdir(parents=True, exist_ok=True)
     MORE.mkdir(parents=True, exist_ok=True)
-    makers = {"own": own, "deps": deps, "vllm-py": vllm_python, "nixl": nixl, **{k: (lambda k=k: kernels(k)) for k in KERNELS}}
+    makers = {
+        "own": own,
+        "deps": deps,
+        "vllm-py": vllm_python,
+        "nixl": nixl,
+        **{k: (lambda k=k: kernels(k)) for k in KERNELS},
+    }
     for part in args.parts or PARTS:
         if part not in makers:
             raise SystemExit(f"part {part!r}: unknown; known are {', '.join(makers)}")

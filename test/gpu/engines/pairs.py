@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode engine on one host, with sidecars and router, or with another connector; a plain engine beside them."""
+"""A prefill and a decode engine on one host, with sidecars and router, or with another
+connector; a plain engine beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -32,7 +33,6 @@ if (UNPACKED / "own").exists():  # what a GPU host has instead of a checkout's b
     sys.path.insert(1, str(UNPACKED / "own"))
 
 from cluster import Failed, Sidecar, free_port, total, wait_for  # noqa: E402
-from resident import Resident  # noqa: E402
 from servers import Answer, Process, Proxy, Server, complete, kvspray_config  # noqa: E402
 
 GRAPHS = ("default", "eager", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
@@ -52,27 +52,63 @@ def say(text: str) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", default="", help="a folder of the host's models; default: llama-1b, on a CPU tiny-llama")
-    parser.add_argument("--graph", choices=GRAPHS, default="default", help="CUDA graphs of all engines")
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile, which FULL and eager modes can do without")
-    parser.add_argument("--runner", choices=("default", "v1", "v2"), default="default", help="vLLM's model runner")
-    parser.add_argument("--attention", default="", help="attention backend: FLASH_ATTN, TRITON_ATTN, TRITON_MLA, FLASH_ATTN_MLA ...")
+    parser.add_argument(
+        "--model",
+        default="",
+        help="a folder of the host's models; default: llama-1b, on a CPU tiny-llama",
+    )
+    parser.add_argument(
+        "--graph", choices=GRAPHS, default="default", help="CUDA graphs of all engines"
+    )
+    parser.add_argument(
+        "--no-compile",
+        action="store_true",
+        help="without torch.compile, which FULL and eager modes can do without",
+    )
+    parser.add_argument(
+        "--runner", choices=("default", "v1", "v2"), default="default", help="vLLM's model runner"
+    )
+    parser.add_argument(
+        "--attention",
+        default="",
+        help="attention backend: FLASH_ATTN, TRITON_ATTN, TRITON_MLA, FLASH_ATTN_MLA ...",
+    )
     parser.add_argument("--kv-dtype", default="", help="--kv-cache-dtype, fp8 for instance")
     parser.add_argument("--transport", choices=TRANSPORTS, default="shm")
-    parser.add_argument("--max-len", type=int, default=0, help="tokens; default 33,000, on a CPU 4,608")
-    parser.add_argument("--step-tokens", type=int, default=0, help="of a prefill step; default 2,048, on a CPU 256")
-    parser.add_argument("--cache-mb", type=int, default=0, help="of each engine; default: two prompts of the greatest length")
+    parser.add_argument(
+        "--max-len", type=int, default=0, help="tokens; default 33,000, on a CPU 4,608"
+    )
+    parser.add_argument(
+        "--step-tokens", type=int, default=0, help="of a prefill step; default 2,048, on a CPU 256"
+    )
+    parser.add_argument(
+        "--cache-mb",
+        type=int,
+        default=0,
+        help="of each engine; default: two prompts of the greatest length",
+    )
     parser.add_argument("--seqs", type=int, default=32, help="--max-num-seqs")
     parser.add_argument("--engine-args", default="", help="more arguments of all engines")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of both sidecars' configuration")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(os.environ.get("OUT", ROOT / ".build/gpu/out")))
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of both sidecars' configuration",
+    )
+    parser.add_argument("--tag", default="", help="goes into the names of what is written")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path(os.environ.get("OUT", ROOT / ".build/gpu/out")),
+    )
 
 
 class Rig:
     """What the options come to."""
 
-    def __init__(self, args: argparse.Namespace, name: str) -> None:
-        self.args, self.name = args, name
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
         gpu = args.device == "cuda"
         self.host = (hosts.cuda(UNPACKED) if gpu else hosts.cpu(ROOT / ".build")).with_modules(HERE)
         self.model = args.model or ("llama-1b" if gpu else "tiny-llama")
@@ -110,10 +146,20 @@ class Rig:
 
     def engine_args(self) -> list[str]:
         a = self.args
-        out = ["--max-model-len", str(self.max_len), "--max-num-batched-tokens", str(self.step_tokens), "--max-num-seqs", str(a.seqs)]
+        out = [
+            "--max-model-len",
+            str(self.max_len),
+            "--max-num-batched-tokens",
+            str(self.step_tokens),
+            "--max-num-seqs",
+            str(a.seqs),
+        ]
         out += ["--kv-cache-memory-bytes", str(self.cache), *self.graph_args()]
         if self.host.device == "cuda":
-            out += ["--gpu-memory-utilization", "0.2"]  # of no effect but a check at the start: the cache's size is given
+            out += [
+                "--gpu-memory-utilization",
+                "0.2",
+            ]  # of no effect but a check at the start: the cache's size is given
         if a.attention:
             out += ["--attention-backend", a.attention]
         if a.kv_dtype:
@@ -123,12 +169,20 @@ class Rig:
         return out + shlex.split(a.engine_args)
 
     def engine_env(self, name: str) -> dict[str, str]:
-        runner = {"v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "v2": {"VLLM_USE_V2_MODEL_RUNNER": "1"}}.get(self.args.runner, {})
+        runner = {
+            "v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+            "v2": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+        }.get(self.args.runner, {})
         return {"KVSPRAY_RIG_PAGES": str(self.pages / name), **runner}
 
     def sidecar_config(self) -> dict[str, Any]:
-        tcp: dict[str, Any] = {"connections": 8, "integrity": "off"} if self.host.device == "cuda" else {}
-        config: dict[str, Any] = {"transports": {"order": [self.args.transport], "tcp": tcp}, "log": {"level": "info"}}
+        tcp: dict[str, Any] = (
+            {"connections": 8, "integrity": "off"} if self.host.device == "cuda" else {}
+        )
+        config: dict[str, Any] = {
+            "transports": {"order": [self.args.transport], "tcp": tcp},
+            "log": {"level": "info"},
+        }
         for item in self.args.set:
             key, _, value = item.partition("=")
             at = config
@@ -141,26 +195,36 @@ class Rig:
     def report(self) -> dict[str, Any]:
         a = self.args
         return {
-            "what": self.name, "device": a.device, "model": self.model, "graph": a.graph, "compile": not a.no_compile, "runner": a.runner,
-            "attention": a.attention or "default", "kv_dtype": a.kv_dtype or "auto", "transport": a.transport, "step_tokens": self.step_tokens,
-            "token_bytes": self.token_bytes(), "gpu": gpu_name(), "sets": a.set,
-        }  # fmt: skip
+            "device": a.device,
+            "model": self.model,
+            "graph": a.graph,
+            "compile": not a.no_compile,
+            "runner": a.runner,
+            "attention": a.attention or "default",
+            "kv_dtype": a.kv_dtype or "auto",
+            "transport": a.transport,
+            "step_tokens": self.step_tokens,
+            "token_bytes": self.token_bytes(),
+            "gpu": gpu_name(),
+            "sets": a.set,
+        }
 
-    def finish(self, report: dict[str, Any], tag: str = "") -> None:
-        path = self.args.out / f"{self.name}{'-' + tag if tag else ''}.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
+    def finish(self, part: str, report: dict[str, Any]) -> None:
+        path = self.args.out / f"{part}{'-' + self.args.tag if self.args.tag else ''}.json"
+        path.write_text(json.dumps({"what": part, **self.report(), **report}, indent=1) + "\n")
         say(f"written to {path}")
 
     def close(self, keep_logs: bool) -> None:
         if keep_logs:
-            target = self.args.out / f"{self.name}-logs.tar.gz"
+            target = self.args.out / f"logs{'-' + self.args.tag if self.args.tag else ''}.tar.gz"
             shutil.make_archive(str(target).removesuffix(".tar.gz"), "gztar", self.logs)
             say(f"logs: {target}")
         shutil.rmtree(self.run, ignore_errors=True)
 
 
 class Pair:
-    """P and D. kind: "kvspray", the connector as users have it; "pages", the same with a look at its pages; "nixl"."""
+    """P and D. kind: "kvspray", the connector as users have it; "pages", the same with a look at
+    its pages; "nixl"."""
 
     def __init__(self, rig: Rig, kind: str = "kvspray") -> None:
         self.rig, self.kind = rig, kind
@@ -171,39 +235,66 @@ class Pair:
     def engines(self) -> list[Server]:
         return [self.p, self.d]
 
-    def start(self, wrap: Sequence[str] = ()) -> None:
+    def start(self, sidecars_only: bool = False) -> None:
         if self.kind != "nixl":
-            self.sidecars = [Sidecar(f"{self.kind}-{side}-sidecar", self.rig.run, self.rig.sidecar_config()) for side in ("prefill", "decode")]
+            self.sidecars = [
+                Sidecar(f"{self.kind}-{side}-sidecar", self.rig.run, self.rig.sidecar_config())
+                for side in ("prefill", "decode")
+            ]
             for s in self.sidecars:
                 s.log = self.rig.logs / f"{s.name}.log"
                 s.config["trace"] = {"transfers": str(s.transfers)}
                 s.start()
-        for side in (0, 1):
-            self.start_engine(side, wrap)
+        for side in () if sidecars_only else (0, 1):
+            self.start_engine(side)
 
-    def start_engine(self, side: int, wrap: Sequence[str] = ()) -> None:
+    def start_engine(
+        self,
+        side: int,
+        wrap: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
         server = self.engines()[side]
-        env = self.rig.engine_env("PD"[side])
+        env = {**self.rig.engine_env("PD"[side]), **(env or {})}
         role = ("kv_producer", "kv_consumer")[side]
         if self.kind == "nixl":
-            kv = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-            env |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+            kv = {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+            }
+            env |= {
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            }
         else:
-            connector = ("kvspray_rig", "PagesConnector") if self.kind == "pages" else ("kvspray_vllm", "KVSprayConnector")
+            connector = (
+                ("kvspray_rig", "PagesConnector")
+                if self.kind == "pages"
+                else ("kvspray_vllm", "KVSprayConnector")
+            )
             kv = kvspray_config(self.sidecars[side].socket, role, self.rig.host.memory, connector)
-        server.start(self.rig.host, self.rig.model, kv, *self.rig.engine_args(), env=env, wrap=wrap)
+        server.start(
+            self.rig.host, self.rig.model, kv, *self.rig.engine_args(), *more, env=env, wrap=wrap
+        )
 
     def route(self) -> None:
         """Starts the router, once per mode."""
         for mode in MODES:
-            self.proxies[mode] = Proxy(f"proxy-{mode}", self.rig.logs).start(mode, self.p.url, self.sidecars[0].endpoint, self.d.url)
+            self.proxies[mode] = Proxy(f"proxy-{mode}", self.rig.logs).start(
+                mode, self.p.url, self.sidecars[0].endpoint, self.d.url
+            )
         for proxy in self.proxies.values():
             wait_for(f"{proxy.name} up", proxy.up, 15)
 
     def wait_sessions(self) -> None:
         def there(s: Sidecar) -> bool:
             m = s.metrics()
-            return all(total(m, "kvspray_engine_sessions", role=role) >= 1 for role in ("worker", "scheduler"))
+            return all(
+                total(m, "kvspray_engine_sessions", role=role) >= 1
+                for role in ("worker", "scheduler")
+            )
 
         for s in self.sidecars:
             wait_for(f"engine sessions at {s.name}", lambda s=s: there(s), 60, tick=0.1)
@@ -214,7 +305,11 @@ class Pair:
 
     def traces(self) -> list[dict[str, Any]]:
         """Of the transfers that P's sidecar sent."""
-        return [t for t in self.sidecars[0].lines(self.sidecars[0].transfers) if t.get("side") == "source"]
+        return [
+            t
+            for t in self.sidecars[0].lines(self.sidecars[0].transfers)
+            if t.get("side") == "source"
+        ]
 
     def leases(self) -> int:
         return int(sum(total(s.metrics(), "kvspray_lease_open") for s in self.sidecars))
@@ -228,15 +323,19 @@ class Pair:
             s.stop()
 
 
-def start_plain(rig: Rig) -> Server:
+def start_plain(rig: Rig, more: Sequence[str] = ()) -> Server:
     """An engine without transfers, whose pages can be looked at."""
-    kv = {"kv_connector_module_path": "kvspray_rig", "kv_connector": "PlainConnector", "kv_role": "kv_both"}
+    kv = {
+        "kv_connector_module_path": "kvspray_rig",
+        "kv_connector": "PlainConnector",
+        "kv_role": "kv_both",
+    }
     plain = Server("plain", rig.logs)
-    plain.start(rig.host, rig.model, kv, *rig.engine_args(), env=rig.engine_env("plain"))
+    plain.start(rig.host, rig.model, kv, *rig.engine_args(), *more, env=rig.engine_env("plain"))
     return plain
 
 
-def wait_up(servers: Sequence[Process]) -> None:
+def wait_up(servers: Sequence[Process], timeout: float = START_S) -> None:
     """Until all of them serve, with a line every now and then."""
     waiting, start, beat = list(servers), time.monotonic(), time.monotonic()
     with STARTED.open("a") as f:
@@ -250,13 +349,16 @@ def wait_up(servers: Sequence[Process]) -> None:
             beat = time.monotonic()
             last = {s.name: s.tail(1)[-100:] for s in waiting}
             say(f"still starting: {last}")
-        if time.monotonic() - start > START_S:
-            raise Failed(f"not up within {START_S:g} s: {waiting[0].name}; the end of its log:\n{waiting[0].tail()}")
+        if time.monotonic() - start > timeout:
+            raise Failed(
+                f"not up within {timeout:g} s: {waiting[0].name}; the end of its log:\n{waiting[0].tail()}"
+            )
         time.sleep(0.25)
 
 
 def reap() -> None:
-    """Ends engines that an earlier measurement left behind, because it was killed itself: they have the GPU's memory."""
+    """Ends engines that an earlier measurement left behind, because it was killed itself: they have
+    the GPU's memory."""
     for pid in map(int, STARTED.read_text().split()) if STARTED.exists() else ():
         try:
             ours = b"vllm" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -266,11 +368,6 @@ def reap() -> None:
             say(f"ending process group {pid}, which an earlier measurement left behind")
             os.killpg(pid, signal.SIGKILL)
     STARTED.unlink(missing_ok=True)
-
-
-def hold(processes: Sequence[Process]) -> None:
-    """Keeps the engines' files in memory, where a machine may take them away."""
-    Resident().hold(pid for s in processes for pid in s.pids())
 
 
 def prompt(n: int, seed: object) -> list[int]:
@@ -286,7 +383,11 @@ def as_source(xfer: str = "") -> dict[str, Any]:
 
 def as_destination(xfer: str, peer: str) -> dict[str, Any]:
     """kv_transfer_params of a request to D, while P computes."""
-    return {"do_remote_decode": False, "do_remote_prefill": True, "kvspray": {"v": 1, "xfer": xfer, "peer": peer}}
+    return {
+        "do_remote_decode": False,
+        "do_remote_prefill": True,
+        "kvspray": {"v": 1, "xfer": xfer, "peer": peer},
+    }
 
 
 def new_xfer() -> str:
@@ -294,19 +395,37 @@ def new_xfer() -> str:
 
 
 def difference(plain: Server, ids: list[int], want: list[int], got: list[int]) -> dict[str, Any]:
-    """Where two answers part, and how near the two tokens were to each other: near ones change places where sums are rounded otherwise."""
-    at = next((i for i, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
-    out: dict[str, Any] = {"prompt": len(ids), "at": at, "plain": want[at : at + 1], "pair": got[at : at + 1], "tie": False}
+    """Where two answers part, and how near the two tokens were to each other: near ones change
+    places where sums are rounded otherwise."""
+    at = next(
+        (i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b),
+        min(len(want), len(got)),
+    )
+    out: dict[str, Any] = {
+        "prompt": len(ids),
+        "at": at,
+        "plain": want[at : at + 1],
+        "pair": got[at : at + 1],
+        "tie": False,
+    }
     if at >= min(len(want), len(got)):
         return out
-    answer = complete(plain.port, ids + want[:at], max_tokens=1, logprobs=20, return_tokens_as_token_ids=True)
+    answer = complete(
+        plain.port, ids + want[:at], max_tokens=1, logprobs=20, return_tokens_as_token_ids=True
+    )
     near = answer.logprobs[0] if answer.logprobs else {}
     a, b = near.get(f"token_id:{want[at]}"), near.get(f"token_id:{got[at]}")
-    out |= {"logprob_plain": a, "logprob_pair": b, "tie": a is not None and b is not None and abs(a - b) <= TIE}
+    out |= {
+        "logprob_plain": a,
+        "logprob_pair": b,
+        "tie": a is not None and b is not None and abs(a - b) <= TIE,
+    }
     return out
 
 
-def compare_answers(plain: Server, ids: list[int], want: Answer, got: Answer) -> tuple[bool, dict[str, Any] | None]:
+def compare_answers(
+    plain: Server, ids: list[int], want: Answer, got: Answer
+) -> tuple[bool, dict[str, Any] | None]:
     """(equal or explained, what differs)."""
     if want.error or got.error:
         return False, {"prompt": len(ids), "error": got.error or f"plain: {want.error}"}
@@ -335,16 +454,23 @@ class Compared:
                 self.pages += int(count - first)
                 self.differ += int(wrong.sum())
                 if wrong.any() and not self.first:
-                    self.first = f"{key}, block {int(first + wrong.argmax())} of {count}, {tokens} tokens"
+                    self.first = (
+                        f"{key}, block {int(first + wrong.argmax())} of {count}, {tokens} tokens"
+                    )
 
 
-def look_at(rig: Rig, rid: str, a: tuple[str, str], b: tuple[str, str], timeout: float = 10.0) -> Compared | str:
-    """Compares what two engines wrote of a request: (engine, "computed" or "loaded"). A text where one of them has not."""
+def look_at(
+    rig: Rig, rid: str, a: tuple[str, str], b: tuple[str, str], timeout: float = 10.0
+) -> Compared | str:
+    """Compares what two engines wrote of a request: (engine, "computed" or "loaded"). A text where
+    one of them has not."""
     paths = [rig.pages / engine / f"cmpl-{rid}-0.{what}.npz" for engine, what in (a, b)]
     try:
         wait_for("pages", lambda: all(p.exists() for p in paths), timeout)
     except Failed:
-        return f"{rid}: no {', '.join(p.parent.name + '/' + p.name for p in paths if not p.exists())}"
+        return (
+            f"{rid}: no {', '.join(p.parent.name + '/' + p.name for p in paths if not p.exists())}"
+        )
     return Compared(*paths, cpu=rig.host.device == "cpu")
 
 
@@ -354,7 +480,17 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     def at(q: float) -> float:
         return s[min(len(s) - 1, int(q * len(s)))]
 
-    return {"n": len(s), "median": statistics.median(s), "p10": at(0.1), "p90": at(0.9), "p99": at(0.99)} if s else {"n": 0}
+    return (
+        {
+            "n": len(s),
+            "median": statistics.median(s),
+            "p10": at(0.1),
+            "p90": at(0.9),
+            "p99": at(0.99),
+        }
+        if s
+        else {"n": 0}
+    )
 
 
 def gpu_name() -> str:
@@ -368,27 +504,12 @@ def gpu_used_mib() -> int:
 
 def query(what: str, how: str = "csv,noheader") -> str:
     try:
-        out = subprocess.run(["nvidia-smi", f"--query-gpu={what}", f"--format={how}"], capture_output=True, text=True, timeout=30)
+        out = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={what}", f"--format={how}"],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
     except OSError:
         return "none"
     return out.stdout.strip()
-
-
-def run_part(args: argparse.Namespace, part: Callable[[Rig], tuple[dict[str, Any], list[str]]]) -> int:
-    """Runs one measurement; its report goes to $OUT, its problems to the exit status."""
-    reap()
-    rig = Rig(args, args.part)
-    problems: list[str] = ["it did not come to an end"]
-    report: dict[str, Any] = {}
-    try:
-        report, problems = part(rig)
-    except Failed as err:
-        problems = [str(err)]
-        print(err, file=sys.stderr)
-    finally:
-        rig.finish({**rig.report(), **report, "problems": problems}, args.tag)
-        rig.close(keep_logs=bool(problems))
-    for problem in problems[:12]:
-        print(f"PROBLEM {problem[:400]}", flush=True)
-    print(f"{'RED' if problems else 'GREEN'} {args.part}", flush=True)
-    return 1 if problems else 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Unpacks what pack.py has packed, on the GPU host, into a folder that later commands find again. A pack that is there already
-is left alone; one that changed replaces what it made before.
+"""Unpacks what pack.py has packed, on the GPU host, into a folder that later commands find
+again. A pack that is there already is left alone; one that changed replaces what it made before.
 
 usage: unpack.py [--to /opt/rig] [FOLDER ...]         default: .build/gpu/pk
 """
@@ -49,20 +49,30 @@ def link_libraries(lib: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", nargs="*", type=pathlib.Path)
     parser.add_argument("--to", type=pathlib.Path, default=DEFAULT)
     args = parser.parse_args()
     start = time.monotonic()
     stamps = args.to / "stamps"
     stamps.mkdir(parents=True, exist_ok=True)
-    packs = sorted(p for folder in args.folders or [ROOT / ".build/gpu/pk"] for p in folder.glob("*.tar.xz"))
+    packs = sorted(
+        p for folder in args.folders or [ROOT / ".build/gpu/pk"] for p in folder.glob("*.tar.xz")
+    )
     if not packs:
         raise SystemExit("unpack: no *.tar.xz in these folders; make gpu-bin makes them")
     sums = {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in packs}
-    todo = [p for p in packs if not (stamps / p.name).exists() or (stamps / p.name).read_text() != sums[p]]
+    todo = [
+        p
+        for p in packs
+        if not (stamps / p.name).exists() or (stamps / p.name).read_text() != sums[p]
+    ]
     for pack in todo:
-        if pack.name == "own.tar.xz":  # the only one that changes: modules that are gone must not stay
+        if (
+            pack.name == "own.tar.xz"
+        ):  # the only one that changes: modules that are gone must not stay
             shutil.rmtree(place(pack, args.to), ignore_errors=True)
         place(pack, args.to).mkdir(exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(len(packs)) as pool:
@@ -70,7 +80,10 @@ def main() -> None:
     for pack in todo:
         (stamps / pack.name).write_text(sums[pack])
     link_libraries(args.to / "lib")
-    print(f"unpack: {len(todo)} of {len(packs)} packs into {args.to} in {time.monotonic() - start:.1f} s", file=sys.stderr)
+    print(
+        f"unpack: {len(todo)} of {len(packs)} packs into {args.to} in {time.monotonic() - start:.1f} s",
+        file=sys.stderr,
+    )
 
 
 if __name__ == "__main__":

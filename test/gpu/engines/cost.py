@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What transfers cost the engines: P's prefill tokens per second while pages leave, and the time
+between D's tokens while pages come.
+
+The other side is a peer without an engine: a process with a sidecar, host memory of the same
+layout, and recorded pages of P's. So nobody else computes on the GPU. Both arms of a pair do the
+same computation: P prefills as many new prompts either way, and D answers the same prompts,
+whose pages come from the peer in one arm and lie in its prefix cache in the other.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as cf
+import http.client
+import json
+import secrets
+import statistics
+import threading
+import time
+from typing import Any
+
+from cluster import Failed, Sidecar, wait_for
+from pairs import Rig, as_source, prompt, say, summary
+from servers import MODEL_NAME, ask
+from stage import PAGES, Stage
+
+import kvspray
+
+NEEDS = {PAGES}
+PREFILL_GOAL, P50_GOAL, P99_GOAL = 0.01, 0.02, 0.05
+POOL = 16  # prompts that the peer holds
+TOGETHER = 4  # prompts at a time, to P
+EDGE_S = 0.05  # of each window, left out
+LEASE_S = 60.0
+
+
+def options(parser: Any) -> None:
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=30,
+        help="of part cost: each with transfers and without, in turns",
+    )
+    parser.add_argument("--cost-tokens", type=int, default=2048, help="of a prompt that moves")
+    parser.add_argument("--burst", type=int, default=8, help="prompts of an arm, for P")
+    parser.add_argument(
+        "--streams", type=int, default=8, help="answers that D is decoding meanwhile"
+    )
+    parser.add_argument("--window", type=float, default=1.0, help="seconds of an arm, for D")
+    parser.add_argument(
+        "--arrivals", type=float, default=10, help="prompts per second that D receives"
+    )
+
+
+class Peer:
+    """A worker without an engine."""
+
+    def __init__(self, rig: Rig, tokens: int) -> None:
+        layout = json.loads((rig.pages / "P/layout.json").read_text())
+        self.sizes = [g["tokens_per_block"] for g in layout["groups"]]
+        self.need = [-(-tokens // size) for size in self.sizes]
+        layers, offset = 0, 0
+        for group, need in zip(layout["groups"], self.need, strict=True):
+            group["num_blocks"] = POOL * need
+            # Where the engine's layers lie between each other's tokens, these lie one behind the
+            # other.
+            group["params"] = {
+                k: v for k, v in group["params"].items() if k not in ("head_stride", "row_stride")
+            }
+            for layer in group["layers"]:
+                layer |= {"region": 0, "base": offset, "block_stride": layer["page_bytes"]}
+                offset += layer["page_bytes"] * group["num_blocks"]
+                layers += 1
+        self.sidecar = Sidecar("peer-sidecar", rig.run, rig.sidecar_config()).start()
+        self.client = kvspray.WorkerClient(
+            self.sidecar.socket, engine=kvspray.EngineInfo("vllm", "peer", "peer"), layers=layers
+        )
+        region = self.client.alloc_region(offset)
+        self.client.register([region], layout)
+        if not self.client.wait_connected(30):
+            raise Failed(f"the peer has no session: {self.client.status().error}")
+        self.lock = threading.Lock()
+        self.ended: dict[int, Any] = {}
+
+    def table(self, place: int) -> list[list[int]]:
+        return [list(range(place % POOL * need, (place % POOL + 1) * need)) for need in self.need]
+
+    def pull(self, ids: list[int], xfer: str, peer: str, place: int) -> int:
+        lease = self.client.expect(
+            bytes.fromhex(xfer), name(ids), peer, len(ids), 0, self.table(place), deadline_s=LEASE_S
+        )
+        if not lease:
+            raise Failed(f"the peer's sidecar takes no request: {self.client.status().error}")
+        return lease
+
+    def offer(self, ids: list[int], place: int) -> dict[str, Any]:
+        """Recorded pages under the name of a new prompt; what D is asked with."""
+        xfer = secrets.token_bytes(16)
+        lease = self.client.intent(
+            xfer,
+            name(ids),
+            len(ids),
+            self.table(place),
+            ready=len(ids),
+            held=True,
+            deadline_s=LEASE_S,
+        )
+        if not lease:
+            raise Failed(f"the peer's sidecar takes no offer: {self.client.status().error}")
+        spray = {"v": 1, "xfer": xfer.hex(), "peer": self.sidecar.endpoint, "fanout": 1}
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_request_id": "peer",
+            "kvspray": spray,
+        }
+
+    def finish(self, leases: list[int]) -> None:
+        def over() -> bool:
+            with self.lock:
+                self.ended.update({c.lease: c for c in self.client.poll()})
+                return all(lease in self.ended for lease in leases)
+
+        wait_for("the peer's transfers", over, LEASE_S, tick=0.001)
+        bad = [self.ended[lease] for lease in leases if not self.ended[lease].ok]
+        if bad:
+            raise Failed(f"the peer's transfers failed: {bad[:3]}")
+
+    def close(self) -> None:
+        self.client.close()
+        self.sidecar.stop()
+
+
+def name(ids: list[int]) -> bytes:
+    return kvspray.prefix_hash(ids, "", "", [])
+
+
+def prefill(stage: Stage, peer: Peer, tag: str, with_transfer: bool) -> float:
+    """Tokens per second of P, of a burst of new prompts."""
+    a, p = stage.args, stage.pair.p
+    prompts = [prompt(a.cost_tokens, ("cost", tag, i)) for i in range(a.burst)]
+    xfers = [secrets.token_hex(16) for _ in prompts]
+    leases = []
+    if with_transfer:
+        endpoint = stage.pair.sidecars[0].endpoint
+        leases = [
+            peer.pull(ids, x, endpoint, i)
+            for i, (ids, x) in enumerate(zip(prompts, xfers, strict=True))
+        ]
+    start = time.perf_counter()
+    with cf.ThreadPoolExecutor(TOGETHER) as pool:
+        list(
+            pool.map(
+                lambda i: ask(p.url, prompts[i], as_source(xfers[i]) if with_transfer else None),
+                range(len(prompts)),
+            )
+        )
+    took = time.perf_counter() - start
+    peer.finish(leases)
+    wait_for("P idle", stage.pair.idle, 30, tick=0.01)
+    return a.burst * a.cost_tokens / took
+
+
+class Streams:
+    """Answers that D writes all the time; when each token came."""
+
+    def __init__(self, port: int, count: int) -> None:
+        self.port, self.end = port, threading.Event()
+        self.gaps: list[tuple[float, float]] = []  # (when, seconds since the token before)
+        self.lock = threading.Lock()
+        self.errors: list[str] = []
+        self.threads = [
+            threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(count)
+        ]
+        for t in self.threads:
+            t.start()
+
+    def _run(self, i: int) -> None:
+        turn = 0
+        while not self.end.is_set():
+            turn += 1
+            body = {
+                "model": MODEL_NAME,
+                "prompt": prompt(32, ("stream", i, turn)),
+                "max_tokens": 2000,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            conn = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+            try:
+                conn.request(
+                    "POST",
+                    "/v1/completions",
+                    json.dumps(body),
+                    {"Content-Type": "application/json"},
+                )
+                last = 0.0
+                for raw in conn.getresponse():
+                    if self.end.is_set():
+                        break
+                    if not raw.startswith(b"data: {"):
+                        continue
+                    now = time.perf_counter()
+                    if last:
+                        with self.lock:
+                            self.gaps.append((now, now - last))
+                    last = now
+            except OSError as err:
+                self.errors.append(str(err))
+                return
+            finally:
+                conn.close()
+
+    def between(self, start: float, end: float) -> list[float]:
+        with self.lock:
+            return [gap for when, gap in self.gaps if start + EDGE_S <= when <= end - EDGE_S]
+
+    def stop(self) -> None:
+        self.end.set()
+        for t in self.threads:
+            t.join(10)
+
+
+def arrivals(stage: Stage, peer: Peer, tag: str, with_transfer: bool) -> tuple[float, float]:
+    """A window in which D receives prompts, each of which it has or gets; (start, end)."""
+    a, start, i = stage.args, time.perf_counter(), 0
+    with cf.ThreadPoolExecutor(8) as pool:
+        waiting = []
+        while (now := time.perf_counter()) < start + a.window:
+            ids = prompt(a.cost_tokens, ("arrival", tag, i))
+            kv = peer.offer(ids, i) if with_transfer else None
+            waiting.append(pool.submit(ask, stage.pair.d.url, ids, kv))
+            i += 1
+            time.sleep(max(0.0, start + i / a.arrivals - time.perf_counter()))
+        end = now
+        for w in waiting:
+            w.result()
+    return start, end
+
+
+def ratios(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    return summary([on / off for off, on in pairs])
+
+
+def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
+    a = stage.args
+    peer = Peer(stage.rig, a.cost_tokens)
+    try:
+        prefill(stage, peer, "warm", True)
+        rates: list[tuple[float, float]] = []
+        for i in range(a.pairs):
+            arms = {
+                on: prefill(stage, peer, f"{i}{on}", on)
+                for on in ((False, True) if i % 2 else (True, False))
+            }
+            rates.append((arms[False], arms[True]))
+        rate = {
+            "without": summary([r[0] for r in rates]),
+            "with": summary([r[1] for r in rates]),
+            "ratio": ratios(rates),
+        }
+        lost = 1 - rate["ratio"]["median"]
+        say(
+            f"P: {rate['without']['median']:.0f} tokens/s without, {rate['with']['median']:.0f} with, {100 * lost:.2f}% less"
+        )
+
+        before = received(stage)
+        streams = Streams(stage.pair.d.port, a.streams)
+        gaps: dict[bool, list[list[float]]] = {False: [], True: []}
+        try:
+            wait_for("D decoding", lambda: len(streams.gaps) > 50 * a.streams, 60, tick=0.1)
+            for i in range(-1, a.pairs):
+                # With transfers first, so that the same prompts lie in the cache for the other arm.
+                for on in (True, False):
+                    window = arrivals(stage, peer, str(i), on)
+                    if i >= 0:
+                        gaps[on].append(streams.between(*window))
+        finally:
+            streams.stop()
+        problems = [f"a stream of D's broke: {e}" for e in streams.errors[:3]]
+        if any(not g for arm in gaps.values() for g in arm):
+            problems.append("there are windows in which D wrote nothing")
+        itl = {what: arm_summary(gaps[on]) for what, on in (("without", False), ("with", True))}
+        more = {
+            q: statistics.median(
+                quantile(on, v) / quantile(off, v)
+                for off, on in zip(gaps[False], gaps[True], strict=True)
+            )
+            - 1
+            for q, v in (("p50", 0.5), ("p99", 0.99))
+        }
+        bytes_in = received(stage) - before
+        print(
+            f"P's prefill with transfers leaving: {100 * lost:+.2f}% tokens/s lost (goal {100 * PREFILL_GOAL:.0f}%), median of {a.pairs} pairs\n"
+            f"D's time between tokens while {bytes_in / 1e9:.2f} GB came: p50 {100 * more['p50']:+.2f}% ({itl['without']['p50']:.3f} to "
+            f"{itl['with']['p50']:.3f} ms, goal {100 * P50_GOAL:.0f}%), p99 {100 * more['p99']:+.2f}% ({itl['without']['p99']:.3f} to "
+            f"{itl['with']['p99']:.3f} ms, goal {100 * P99_GOAL:.0f}%)"
+        )
+        if not bytes_in:
+            problems.append("nothing came to D from the peer")
+        goals = {
+            "prefill": lost <= PREFILL_GOAL,
+            "p50": more["p50"] <= P50_GOAL,
+            "p99": more["p99"] <= P99_GOAL,
+        }
+        return {
+            "prefill_tokens_per_s": rate,
+            "prefill_lost": lost,
+            "itl_ms": itl,
+            "itl_more": more,
+            "bytes_to_d": bytes_in,
+            "goals_met": goals,
+        }, problems
+    finally:
+        peer.close()
+
+
+def arm_summary(windows: list[list[float]]) -> dict[str, float]:
+    every = [1e3 * g for w in windows for g in w]
+    return {"n": len(every), "p50": quantile(every, 0.5), "p99": quantile(every, 0.99)}
+
+
+def quantile(values: list[float], q: float) -> float:
+    s = sorted(values)
+    return s[min(len(s) - 1, int(q * len(s)))]
+
+
+def received(stage: Stage) -> int:
+    """Bytes that D's sidecar has received."""
+    m = stage.pair.sidecars[1].metrics()
+    return int(
+        sum(
+            v
+            for k, v in m.items()
+            if k.startswith("kvspray_transfer_payload_bytes_total") and "destination" in k
+        )
+    )
