@@ -34,13 +34,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
+from hosts import cpu  # noqa: E402
 from resident import Resident  # noqa: E402
-from servers import BLOCK, PAGE_BYTES, Answer, Proxy, Server, complete, deaf, end_on_signals, give_up, kvspray_config  # noqa: E402
+from servers import Answer, Proxy, Server, complete, deaf, end_on_signals, give_up, kvspray_config  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
 LOGS = BUILD / "demo"
+HOST, MODEL = cpu(BUILD), "tiny-llama"
 STEP_TOKENS = 256
-TOKEN_BYTES = 4 * PAGE_BYTES // BLOCK  # in four layers; a block that is not full moves as far as it is
+PAGE_BYTES = 16384  # of a block in one layer
+TOKEN_BYTES = 4 * PAGE_BYTES // HOST.block  # in four layers; a block that is not full moves as far as it is
 FLIPPER = ROOT / ".build" / "bin" / "wireflip"
 FLIP_FRAME = 3  # the data frame that is changed
 MODES = ("concurrent", "prefill-first")
@@ -165,9 +168,9 @@ class Demo:
         self.d = Server("decode", LOGS)
         self.r = Server("plain", LOGS)
         self.servers = [self.p, self.d, self.r]
-        self.p.start(BUILD, kvspray_config(sp.socket, "kv_producer"), *steps, *small)
-        self.d.start(BUILD, kvspray_config(sd.socket, "kv_consumer"), *steps, *big)
-        self.r.start(BUILD, None, *steps, *big)
+        self.p.start(HOST, MODEL, kvspray_config(sp.socket, "kv_producer"), *steps, *small)
+        self.d.start(HOST, MODEL, kvspray_config(sd.socket, "kv_consumer"), *steps, *big)
+        self.r.start(HOST, MODEL, None, *steps, *big)
         say("three vLLM servers start: prefill, decode, plain (a minute or two)")
         waiting, beat = list(self.servers), time.monotonic()
         while waiting:
