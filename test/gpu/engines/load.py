@@ -58,7 +58,10 @@ def client(
         ids = prompt(n, ("load", i, turn))
         port = stage.pair.proxies[MODES[rng.randrange(2)]].port
         if rng.random() < ABORTED:
-            give_up(port, ids, rng.uniform(0, 0.5))
+            try:
+                give_up(port, ids, rng.uniform(0, 0.5))
+            except OSError as err:
+                problems.append(f"load{i}-{turn}: the router took no request: {err}")
             counts["aborted"] += 1
             continue
         want = rng.randrange(1, 64)

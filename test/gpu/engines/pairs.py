@@ -44,6 +44,7 @@ CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 STARTED = pathlib.Path(tempfile.gettempdir()) / f"kvspray-rig-{os.getuid()}.pids"
 TIE = 0.15  # of two logarithms of probabilities: nearer ones may change places in bfloat16
 MIB = 1 << 20
+BIG_TOKEN = 100_000  # bytes of the cache that a token of an 8B model takes: two prompts, not four
 
 
 def say(text: str) -> None:
@@ -85,7 +86,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--cache-mb",
         type=int,
         default=0,
-        help="of each engine; default: two prompts of the greatest length",
+        help="of each engine; default: four prompts of the greatest length, two of an 8B model",
     )
     parser.add_argument("--seqs", type=int, default=32, help="--max-num-seqs")
     parser.add_argument("--engine-args", default="", help="more arguments of all engines")
@@ -110,11 +111,12 @@ class Rig:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         gpu = args.device == "cuda"
-        self.host = (hosts.cuda(UNPACKED) if gpu else hosts.cpu(ROOT / ".build")).with_modules(HERE)
+        self.host = (hosts.cuda(UNPACKED) if gpu else hosts.cpu(ROOT / ".build")).with_modules(
+            HERE / "inside"
+        )
         self.model = args.model or ("llama-1b" if gpu else "tiny-llama")
         self.max_len = args.max_len or (33000 if gpu else 4608)
         self.step_tokens = args.step_tokens or (2048 if gpu else 256)
-        self.cache = (args.cache_mb or 2 * self.max_len * self.token_bytes() // MIB + 16) * MIB
         args.out.mkdir(parents=True, exist_ok=True)
         # Unix sockets have short names; a checkout may have a long one.
         self.run = pathlib.Path(tempfile.mkdtemp(prefix="kvs-rig-"))
@@ -130,6 +132,10 @@ class Rig:
         else:
             width = 2 * config["num_key_value_heads"] * config.get("head_dim", 128)
         return int(config["num_hidden_layers"] * width * (4 if self.host.dtype == "float32" else 2))
+
+    def cache_bytes(self) -> int:
+        prompts = 4 if self.token_bytes() < BIG_TOKEN else 2
+        return (self.args.cache_mb or prompts * self.max_len * self.token_bytes() // MIB + 16) * MIB
 
     def graph_args(self) -> list[str]:
         a = self.args
@@ -154,7 +160,7 @@ class Rig:
             "--max-num-seqs",
             str(a.seqs),
         ]
-        out += ["--kv-cache-memory-bytes", str(self.cache), *self.graph_args()]
+        out += ["--kv-cache-memory-bytes", str(self.cache_bytes()), *self.graph_args()]
         if self.host.device == "cuda":
             out += [
                 "--gpu-memory-utilization",
@@ -204,7 +210,7 @@ class Rig:
             "kv_dtype": a.kv_dtype or "auto",
             "transport": a.transport,
             "step_tokens": self.step_tokens,
-            "token_bytes": self.token_bytes(),
+            "cache_mb": a.cache_mb,
             "gpu": gpu_name(),
             "sets": a.set,
         }
