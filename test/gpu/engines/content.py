@@ -79,7 +79,8 @@ def compared(
             out["pages_differ"] += moved.differ
             if moved.differ:
                 out["problems"].append(
-                    f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is {moved.first}"
+                    f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is "
+                    f"{moved.first}"
                 )
             like = look_at(rig, rid, ("P", "computed"), ("plain", "computed"))
             out["pages_unlike_plain"] += like.differ if not isinstance(like, str) else 0
@@ -92,8 +93,10 @@ def compared(
 
 def table(got: dict[str, Any]) -> None:
     print(
-        f"prompts {got['prompts']} ({got['tokens']} tokens), moved {got['moved']}, pages {got['pages']}, of them differ at D {got['pages_differ']}, "
-        f"unlike the plain engine's {got['pages_unlike_plain']}; answers equal {got['answers_equal']}, parted at a tie {got['answers_tied']}"
+        f"prompts {got['prompts']} ({got['tokens']} tokens), moved {got['moved']}, pages "
+        f"{got['pages']}, of them differ at D {got['pages_differ']}, "
+        f"unlike the plain engine's {got['pages_unlike_plain']}; answers equal "
+        f"{got['answers_equal']}, parted at a tie {got['answers_tied']}"
     )
 
 

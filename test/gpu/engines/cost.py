@@ -262,7 +262,8 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
         }
         lost = 1 - rate["ratio"]["median"]
         say(
-            f"P: {rate['without']['median']:.0f} tokens/s without, {rate['with']['median']:.0f} with, {100 * lost:.2f}% less"
+            f"P: {rate['without']['median']:.0f} tokens/s without, {rate['with']['median']:.0f} "
+            f"with, {100 * lost:.2f}% less"
         )
 
         before = received(stage)
@@ -292,9 +293,12 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
         }
         bytes_in = received(stage) - before
         print(
-            f"P's prefill with transfers leaving: {100 * lost:+.2f}% tokens/s lost (goal {100 * PREFILL_GOAL:.0f}%), median of {a.pairs} pairs\n"
-            f"D's time between tokens while {bytes_in / 1e9:.2f} GB came: p50 {100 * more['p50']:+.2f}% ({itl['without']['p50']:.3f} to "
-            f"{itl['with']['p50']:.3f} ms, goal {100 * P50_GOAL:.0f}%), p99 {100 * more['p99']:+.2f}% ({itl['without']['p99']:.3f} to "
+            f"P's prefill with transfers leaving: {100 * lost:+.2f}% tokens/s lost (goal "
+            f"{100 * PREFILL_GOAL:.0f}%), median of {a.pairs} pairs\n"
+            f"D's time between tokens while {bytes_in / 1e9:.2f} GB came: p50 "
+            f"{100 * more['p50']:+.2f}% ({itl['without']['p50']:.3f} to "
+            f"{itl['with']['p50']:.3f} ms, goal {100 * P50_GOAL:.0f}%), p99 "
+            f"{100 * more['p99']:+.2f}% ({itl['without']['p99']:.3f} to "
             f"{itl['with']['p99']:.3f} ms, goal {100 * P99_GOAL:.0f}%)"
         )
         if not bytes_in:

@@ -155,8 +155,10 @@ class Ring:
         for i, engine in enumerate(self.engines):
             engine.wait_up(max(1.0, end - time.monotonic()))
             say(f"{self.name(i)} is up")
-            sessions = lambda s=self.sidecars[i]: total(s.metrics(), "kvspray_engine_sessions") >= 2  # noqa: E731
-            wait_for(f"sessions at {self.name(i)}", sessions, 60, tick=0.1)
+            wait_for(f"sessions at {self.name(i)}", lambda i=i: self.attached(i), 60, tick=0.1)
+
+    def attached(self, i: int) -> bool:
+        return total(self.sidecars[i].metrics(), "kvspray_engine_sessions") >= 2
 
     def edge(self, i: int, count: int) -> dict[str, Any]:
         """Prompts from one engine to the next."""
@@ -209,7 +211,8 @@ class Ring:
             out["pages_differ"] += moved.differ
             if moved.differ:
                 out["problems"].append(
-                    f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is {moved.first}"
+                    f"{rid}: {moved.differ} of {moved.pages} pages are others at D, the first is "
+                    f"{moved.first}"
                 )
             if got.tokens == want.tokens:
                 out["equal"] += 1
@@ -301,12 +304,14 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         raise Failed(f"cover ended with status {done.returncode} and no result")
     got = json.loads(result.read_text())
     print(
-        f"{'shape':8} {'P':19} {'runner':6} {'backend':15} {'D':19} {'prompts':>7} {'pages':>7} {'differ':>6} {'equal':>5} {'tied':>4}"
+        f"{'shape':8} {'P':19} {'runner':6} {'backend':15} {'D':19} {'prompts':>7} {'pages':>7} "
+        f"{'differ':>6} {'equal':>5} {'tied':>4}"
     )
     for e in got["edges"]:
         if "p" in e:
             print(
-                f"{e['shape']:8} {e['p']:19} {e['p_runner']:6} {e['p_backend']:15} {e['d']:19} {e['prompts']:7} {e['pages']:7} {e['pages_differ']:6} "
+                f"{e['shape']:8} {e['p']:19} {e['p_runner']:6} {e['p_backend']:15} {e['d']:19} "
+                f"{e['prompts']:7} {e['pages']:7} {e['pages_differ']:6} "
                 f"{e['equal']:5} {e['tied']:4}"
             )
     return got, got["problems"] if got["edges"] else [

@@ -63,7 +63,8 @@ def chosen(all_: list[Entry], arch: int) -> tuple[list[Entry], bool]:
 
 
 def prune(source: pathlib.Path, target: pathlib.Path, arch: int) -> int:
-    """Writes source without the code of other GPUs to target. Returns the bytes of GPU code kept."""
+    """Writes source without the code of other GPUs to target. Returns the bytes of GPU code "
+    "kept."""
     elf, kept = source.read_bytes(), 0
     out = bytearray(elf)
     for name, offset, size in sections(elf):

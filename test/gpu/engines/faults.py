@@ -184,11 +184,13 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     except Failed as err:
         f.problems.append(str(err))
     print(
-        f"{'victim':28} {'rounds':>6} {'moved':>6} {'alone':>6} {'failed':>6} {'wrong pages':>11} {'wrong answers':>13} {'healthy again within ms':>23}"
+        f"{'victim':28} {'rounds':>6} {'moved':>6} {'alone':>6} {'failed':>6} "
+        f"{'wrong pages':>11} {'wrong answers':>13} {'healthy again within ms':>23}"
     )
     for name, r in f.rows.items():
         print(
-            f"{name:28} {r['rounds']:6} {r['moved']:6} {r['recomputed']:6} {r['failed']:6} {r['wrong_pages']:11} {r['wrong_answers']:13} {r['healthy_ms']:23}"
+            f"{name:28} {r['rounds']:6} {r['moved']:6} {r['recomputed']:6} {r['failed']:6} "
+            f"{r['wrong_pages']:11} {r['wrong_answers']:13} {r['healthy_ms']:23}"
         )
     f.problems += [
         f"{name}: {r['wrong_pages']} wrong pages" for name, r in f.rows.items() if r["wrong_pages"]

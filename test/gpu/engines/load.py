@@ -70,11 +70,8 @@ def client(
         counts["tokens"] += n
         if got.error or len(got.tokens[0]) != want:
             counts["failed"] += 1
-            problems.append(
-                f"load{i}-{turn}, {n} tokens: {got.error or f'{len(got.tokens[0])} tokens of {want}'}"[
-                    :300
-                ]
-            )
+            what = got.error or f"{len(got.tokens[0])} tokens of {want}"
+            problems.append(f"load{i}-{turn}, {n} tokens: {what}"[:300])
         elif rng.random() < CHECKED:
             good, what = compare_answers(
                 stage.plain, ids, complete(stage.plain.port, ids, max_tokens=want), got

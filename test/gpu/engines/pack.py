@@ -3,8 +3,8 @@
 """Packs a CUDA vLLM for a GPU host without a network, and kvspray with it:
 .build/gpu/pk/*.tar.xz, which unpack.py unpacks there.
 
-usage: pack.py [--fast] [PART ...]     parts: own deps vllm-py vllm-c vllm-fa3, all of them without a name; vllm-moe and nixl,
-                                       which go to .build/gpu/pk-more
+usage: pack.py [--fast] [PART ...]     parts: own deps vllm-py vllm-c vllm-fa3, all of them without
+                                       a name; vllm-moe and nixl, which go to .build/gpu/pk-more
 
 The host has Python 3.12, torch 2.11 with CUDA 13, triton and transformers. vLLM 0.32.0 asks for
 torch 2.13; its kernels use torch's stable ABI alone, and load into 2.11. GPU code for other GPUs
@@ -134,7 +134,10 @@ def own() -> pathlib.Path:
         f"{tree}/bin/",
     ]
     subprocess.run([*build, "./cmd/kvspray"], cwd=ROOT, check=True)
-    script = "import kvspray, kvspray_vllm, pathlib; [print(pathlib.Path(m.__file__).parent) for m in (kvspray, kvspray_vllm)]"
+    script = (
+        "import kvspray, kvspray_vllm, pathlib; [print(pathlib.Path(m.__file__).parent) for "
+        "m in (kvspray, kvspray_vllm)]"
+    )
     found = subprocess.run(
         [str(ROOT / ".build/venv/bin/python"), "-c", script],
         check=True,
@@ -227,7 +230,8 @@ def pack(part: str, tree: pathlib.Path, preset: int) -> None:
             tar.add(child, child.name, filter=plain)
     part_file.rename(target)
     say(
-        f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e6:.1f} MB in {time.monotonic() - start:.0f} s"
+        f"{target.relative_to(ROOT)}: {target.stat().st_size / 1e6:.1f} MB in "
+        f"{time.monotonic() - start:.0f} s"
     )
 
 

@@ -357,7 +357,8 @@ def wait_up(servers: Sequence[Process], timeout: float = START_S) -> None:
             say(f"still starting: {last}")
         if time.monotonic() - start > timeout:
             raise Failed(
-                f"not up within {timeout:g} s: {waiting[0].name}; the end of its log:\n{waiting[0].tail()}"
+                f"not up within {timeout:g} s: {waiting[0].name}; the end of its "
+                f"log:\n{waiting[0].tail()}"
             )
         time.sleep(0.25)
 

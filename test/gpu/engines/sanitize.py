@@ -84,7 +84,8 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
                 got = look_at(rig, rid, ("P", "computed"), ("D", "loaded"), timeout=60)
                 if answer.error or isinstance(got, str) or got.differ:
                     problems.append(
-                        f"{graph}, {n} tokens: {answer.error or (got if isinstance(got, str) else got.first)}"
+                        f"{graph}, {n} tokens: "
+                        f"{answer.error or (got if isinstance(got, str) else got.first)}"
                     )
         finally:
             pair.stop()
@@ -103,6 +104,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         if tool != ["none"] and not logs:
             problems.append(f"{graph}: the sanitizer left no log")
         print(
-            f"{graph}: {len(LENGTHS)} prompts; {len(found)} reports of the sanitizer, {len(ours)} of them ours"
+            f"{graph}: {len(LENGTHS)} prompts; {len(found)} reports of the sanitizer, "
+            f"{len(ours)} of them ours"
         )
     return out, problems

@@ -142,14 +142,18 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
             "per_layer_us": (b - a) / layers,
         }
         print(
-            f"graph of {n} kernels: {a:.1f} us without signals, {b:.1f} with, {(b - a) / layers:+.3f} us per layer (goal {GOAL_US})"
+            f"graph of {n} kernels: {a:.1f} us without signals, {b:.1f} with, "
+            f"{(b - a) / layers:+.3f} us per layer (goal {GOAL_US})"
         )
     print(
-        f"our kernels in the trace: {len(own)}, median {out['our_kernel_us']} us each, beside the model's on branches of their own"
+        f"our kernels in the trace: {len(own)}, median {out['our_kernel_us']} us each, beside "
+        f"the model's on branches of their own"
     )
     if not common or not own:
         problems.append(
-            f"no graph that both traces have ({ {w: {n: len(v) for n, v in s.items()} for w, s in spans.items()} }), or no signal in it ({len(own)})"
+            f"no graph that both traces have "
+            f"({ {w: {n: len(v) for n, v in s.items()} for w, s in spans.items()} }), or no "
+            f"signal in it ({len(own)})"
         )
     say(f"traces: { ({what: len(k) for what, k in found.items()}) } kernels")
     return out, problems

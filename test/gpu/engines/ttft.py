@@ -167,13 +167,20 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     lengths = [n for n in map(int, a.lengths.split(",")) if n + DECODED + 1 < stage.rig.max_len]
     out: dict[str, Any] = {"lengths": {}, "rounds": a.rounds}
     problems: list[str] = []
-    head = f"{'tokens':>6} {'plain':>7} | {'first: D adds':>13} {'p90':>7} {'wire':>6} | {'concurrent':>10} {'less plain':>10} {'after P':>7} {'flag':>6} {'early':>5}"
+    head = (
+        f"{'tokens':>6} {'plain':>7} | {'first: D adds':>13} {'p90':>7} {'wire':>6} | "
+        f"{'concurrent':>10} {'less plain':>10} {'after P':>7} {'flag':>6} {'early':>5}"
+    )
     print(head + (f" | {'NIXL adds':>9} {'p90':>7}" if a.nixl else "") + "   (median ms)")
     for n in lengths:
         got = out["lengths"][n] = length(stage, n, a.rounds)
         pf, cc = got["prefill-first"], got["concurrent"]
-        line = f"{n:6} {got['plain']['d']['median']:7.1f} | {pf['added']['median']:13.2f} {pf['added']['p90']:7.2f} {pf.get('wire_ms', 0):6.2f} | "
-        line += f"{cc['d']['median']:10.1f} {cc['d']['median'] - got['plain']['d']['median']:10.2f} {cc['after_p']['median']:7.2f} "
+        line = (
+            f"{n:6} {got['plain']['d']['median']:7.1f} | {pf['added']['median']:13.2f} "
+            f"{pf['added']['p90']:7.2f} {pf.get('wire_ms', 0):6.2f} | "
+        )
+        less = cc["d"]["median"] - got["plain"]["d"]["median"]
+        line += f"{cc['d']['median']:10.1f} {less:10.2f} {cc['after_p']['median']:7.2f} "
         line += f"{cc.get('flag_ms', 0):6.2f} {100 * cc.get('early', 0):4.0f}%"
         if a.nixl:
             line += f" | {got['nixl']['added']['median']:9.2f} {got['nixl']['added']['p90']:7.2f}"
@@ -181,10 +188,12 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
         for kind in ("prefill-first", "concurrent"):
             if got[kind].get("transfers", 0) < a.rounds:
                 problems.append(
-                    f"{n} tokens, {kind}: {got[kind].get('transfers', 0)} transfers in the sidecar's trace, want {a.rounds}"
+                    f"{n} tokens, {kind}: {got[kind].get('transfers', 0)} transfers in the "
+                    f"sidecar's trace, want {a.rounds}"
                 )
             if got[kind]["wrong"]:
                 say(
-                    f"{n} tokens, {kind}: {got[kind]['wrong']} first tokens differ from the same prompt's at D again"
+                    f"{n} tokens, {kind}: {got[kind]['wrong']} first tokens differ from the same "
+                    f"prompt's at D again"
                 )
     return out, problems

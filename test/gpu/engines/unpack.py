@@ -81,7 +81,8 @@ def main() -> None:
         (stamps / pack.name).write_text(sums[pack])
     link_libraries(args.to / "lib")
     print(
-        f"unpack: {len(todo)} of {len(packs)} packs into {args.to} in {time.monotonic() - start:.1f} s",
+        f"unpack: {len(todo)} of {len(packs)} packs into {args.to} in "
+        f"{time.monotonic() - start:.1f} s",
         file=sys.stderr,
     )
 

@@ -6,8 +6,10 @@ An engine loads them by kv_connector_module_path. They write to the folder $KVSP
 per request REQ (the engine's id without its random end) whose id contains "look":
 
     layout.json        what the engine registered with its sidecar
-    REQ.computed.npz   where the engine computed the prompt: digests of its pages behind the step that computed its last token
-    REQ.loaded.npz     where the prompt came from elsewhere: digests ahead of the first step that reads it
+    REQ.computed.npz   where the engine computed the prompt: digests of its pages behind the step
+                       that computed its last token
+    REQ.loaded.npz     where the prompt came from elsewhere: digests ahead of the first step that
+                       reads it
 
 A digest is two 64-bit sums over a block's rows of one layer, and covers the tokens that move. It
 is computed on the device, in the stream of the engine's steps, so that it has its place in their
