@@ -102,12 +102,11 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
         described = []
         chosen = None
         for i, view in enumerate(views):
-            place = caches.place_of(view, BLOCKS)
-            assert place.storage.address == r.memory[0].untyped_storage().data_ptr()
-            strategy, params = layout.strategy_of(
-                spec, kind.backend, kind.order, 1 if kind.mla else HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
+            strategy, params, place = caches.layer_of(
+                names[i], spec, view, BLOCKS, kind.backend, HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
             )
-            this = strategy, caches.place_params(names[i], place, strategy, params)
+            assert place.storage.address == r.memory[0].untyped_storage().data_ptr()
+            this = strategy, params
             assert chosen in (None, this)
             chosen = this
             described.append(
@@ -352,13 +351,14 @@ def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridR
             every.append(views)
             described = []
             for i, view in enumerate(views):
-                place = caches.place_of(view, BLOCKS)
+                place = caches.place_of(names[i], view, BLOCKS)
                 described.append({"name": names[i], "index": g * LAYERS + i, "region": 0, "base": place.base, "block_stride": place.block_stride,
                                   "page_bytes": place.page_bytes})  # fmt: skip
             if g:
                 strategy, params = kind.of.strategy, kind.of.params(kind.order, rank, kind.tp)
             else:
-                strategy, params = layout.strategy_of(spec, "FLASH_ATTN", kind.pages, HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED)
+                of = layout.Ranks(tp=rank, tp_size=kind.tp)
+                strategy, params, _ = caches.layer_of(names[0], spec, views[0], BLOCKS, "FLASH_ATTN", HEADS, of, layout.TRANSPOSED)
             groups.append(group(spec.block_size, strategy, params, BLOCKS, described))
         register(r, "bfloat16", groups)
         out.append(HybridRank(kind, r, every[0], [[bind(v, specs[1].shapes, specs[1].dtypes) for v in views] for views in every[1:]]))
@@ -527,10 +527,9 @@ class Stepped:
             (name,) = g.layer_names
             states = self.caches[name]
             if isinstance(states, torch.Tensor):
-                place = caches.place_of(states, self.kv.num_blocks)
-                base, stride, page = place.base, place.block_stride, place.page_bytes
                 packing = layout.cpu_packing(self.engine.vllm_config)
-                strategy, params = layout.strategy_of(g.kv_cache_spec, "CPU_ATTN", "LBHNC", 2, layout.Ranks(), packing)
+                strategy, params, place = caches.layer_of(name, g.kv_cache_spec, states, self.kv.num_blocks, "CPU_ATTN", 2, layout.Ranks(), packing)
+                base, stride, page = place.base, place.block_stride, place.page_bytes
             else:
                 conv = states[0]
                 base, stride = conv.storage_offset() * conv.itemsize, conv.stride(0) * conv.itemsize

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvspray import protocol
-from kvspray_vllm import layout
+from kvspray_vllm import layout, strategies
 
 BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", pathlib.Path(__file__).resolve().parents[3] / "bin" / "kvspray"))
 LAYERS, KV_HEADS, BLOCKS = 6, 4, 8
@@ -30,7 +30,7 @@ LAYERS, KV_HEADS, BLOCKS = 6, 4, 8
 
 @dataclasses.dataclass
 class Engine:
-    """What identity_of and strategy_of ask an engine for, of a model of six layers."""
+    """What identity_of and kind_of ask an engine for, of a model of six layers."""
 
     hf: dict[str, Any] = dataclasses.field(default_factory=lambda: {"vocab_size": 1000, "rope_theta": 10000.0, "_name_or_path": "/models/a"})
     dtype: torch.dtype = torch.bfloat16
@@ -74,8 +74,8 @@ class Engine:
                         page = spec.page_size_bytes
                         described.append({"name": name, "index": at, "region": 0, "base": at << 30, "block_stride": page, "page_bytes": page})
                         at += 1
-                    strategy, params = layout.strategy_of(spec, layout.CPU_ATTN, "LBHNC", KV_HEADS, ranks, identity["packing"])
-                    groups.append({"tokens_per_block": spec.block_size, "strategy": strategy, "params": params, "num_blocks": BLOCKS, "layers": described})
+                    kind = strategies.kind_of(spec, strategies.CPU_ATTN, KV_HEADS, ranks, identity["packing"])
+                    groups.append({"tokens_per_block": spec.block_size, "strategy": kind.strategy, "params": kind.params, "num_blocks": BLOCKS, "layers": described})
                 yield f"pp{stage}/tp{rank}", {"model": "m", "dtype": identity["dtype"], "groups": groups, "identity": identity}
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import pickle
@@ -15,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvspray_vllm import KVSprayConnector, caches, layout
+from kvspray_vllm import KVSprayConnector, layout
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
@@ -82,27 +81,6 @@ def test_settings_are_strict(extra: dict[str, object], word: str) -> None:
         Settings.parse(extra)
 
 
-def test_place_of_a_layer_view() -> None:
-    buf = torch.zeros(4 * 6 * 1024, dtype=torch.int8).view(torch.bfloat16)
-    # [B, H, N, C], six blocks of two layers that alternate
-    layer = buf.as_strided((6, 2, 32, 16), (2048, 512, 16, 1), 1024)
-    place = caches.place_of(layer, 6)
-    assert (place.base, place.block_stride, place.page_bytes, place.blocks) == (2048, 4096, 2048, 6)
-    # the same memory in half blocks
-    halves = buf.as_strided((12, 2, 16, 16), (512, 256, 16, 1))
-    assert caches.place_of(halves, 6).block_stride == 2048
-    with pytest.raises(layout.Unsupported):
-        caches.place_of(buf.as_strided((12, 2, 16, 16), (1024, 256, 16, 1)), 6)  # pieces of a block apart
-    # Half of each row, as where layers alternate within a token: a packed page can say it, others cannot.
-    rows = caches.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 1)), 6)
-    assert rows.strides == (("head_stride", 1024), ("row_stride", 32))
-    assert caches.place_params("l", rows, "packed_hnd", {"heads": 2}) == {"heads": 2, "head_stride": 1024, "row_stride": 32}
-    with pytest.raises(layout.Unsupported, match="layer l"):
-        caches.place_params("l", rows, "vllm_cpu_attn", {"heads": 2})
-    with pytest.raises(layout.Unsupported, match="holes"):
-        caches.place_of(buf.as_strided((6, 2, 32, 8), (1024, 512, 16, 2)), 6)  # every other element
-
-
 def test_stats_add_up_and_reach_prometheus() -> None:
     stats = KVSprayStats()
     assert stats.is_empty()
@@ -165,61 +143,6 @@ def test_what_cannot_be_served_is_refused_at_start(path: str, value: object) -> 
     with pytest.raises(layout.Unsupported) as err:
         layout.check_config(config(**{path: value}))  # type: ignore[arg-type]
     assert path.rpartition("__")[2].removesuffix("_type").split("_")[0] in str(err.value)
-
-
-def test_strategies_by_kind_of_cache() -> None:
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
-
-    alone = layout.Ranks()
-
-    def strategy(spec: object, backend: str, order: str, heads: int = 2, ranks: layout.Ranks = alone, packing: str = "amx") -> tuple[str, dict[str, int]]:
-        return layout.strategy_of(spec, backend, order, heads, ranks, packing)  # type: ignore[arg-type]
-
-    full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
-    own = {"heads": 2, "head_bytes": 64, "kv_heads": 2, "tp_rank": 0, "tp_size": 1}
-    assert strategy(full, "CPU_ATTN", "LBHNC") == ("vllm_cpu_attn", own)
-    assert strategy(full, "CPU_ATTN", "LBHNC", packing=layout.TRANSPOSED) == ("vllm_cpu_attn", own | {"k_transposed": 1, "number_bytes": 2})
-    assert strategy(full, "FLASH_ATTN", "LBHNC") == ("packed_hnd", own)
-    assert strategy(full, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own)
-    # The identity does not name backends: one whose pages are not known is refused, and so are tiles of a host that is not named.
-    for backend, packing in (("ROCM_ATTN", "amx"), ("", "amx"), ("CPU_ATTN", "")):
-        with pytest.raises(layout.Unsupported, match="attention backend"):
-            strategy(full, backend, "LBNHC", packing=packing)
-    # Rank 3 of 4 has heads 6 and 7 of 8; of 16 ranks over 8 heads, each two have one.
-    assert strategy(full, "FLASH_ATTN", "LBNHC", 8, layout.Ranks(tp=3, tp_size=4))[1] == own | {"kv_heads": 8, "tp_rank": 3, "tp_size": 4}
-    one = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.bfloat16)
-    assert strategy(one, "FLASH_ATTN", "LBNHC", 8, layout.Ranks(tp=5, tp_size=16))[1]["heads"] == 1
-    for heads, size in ((6, 4), (4, 6), (2, 2)):
-        with pytest.raises(layout.Unsupported, match="tensor_parallel_size"):
-            strategy(full, "FLASH_ATTN", "LBNHC", heads, layout.Ranks(tp_size=size))
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
-    assert strategy(window, "CPU_ATTN", "LBHNC") == ("vllm_cpu_attn", own | {"window": 64, "prefix_cache": 1})
-    assert strategy(window, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own | {"window": 64, "prefix_cache": 1})
-    kept = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64)
-    assert strategy(kept, "FLASH_ATTN", "LBNHC") == ("packed_nhd", own)  # no hybrid cache manager: every block is kept
-    draft = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, sliding_window=64, extra_retained_tokens=1)
-    with pytest.raises(layout.Unsupported, match="extra_retained_tokens"):
-        strategy(draft, "CPU_ATTN", "LBHNC")
-    chunks = ChunkedLocalAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64)
-    with pytest.raises(layout.Unsupported, match="ChunkedLocalAttentionSpec"):
-        strategy(chunks, "CPU_ATTN", "LBHNC")
-    # A page of MLA is one stretch of tokens, and an indexer's is not: values of all tokens, then their scales.
-    mla = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
-    assert strategy(mla, "FLASHMLA", "LBHNC", 1) == ("mla", {"token_bytes": 1152})
-    for field, value in (("cache_role", SimpleNamespace(value="indexer")), ("alignment", 576)):
-        with pytest.raises(layout.Unsupported, match=field):
-            strategy(_with(mla, field, value), "FLASHMLA", "LBHNC", 1)
-    for mode in range(2, 8):
-        with pytest.raises(layout.Unsupported, match="kv_quant_mode"):
-            strategy(_with(full, "kv_quant_mode", mode), "FLASH_ATTN", "LBHNC")
-    assert strategy(_with(full, "kv_quant_mode", 1), "FLASH_ATTN", "LBHNC") == ("packed_hnd", own)
-
-
-def _with(spec: object, field: str, value: object) -> object:
-    """A copy of a frozen specification with another field, also where this vLLM's has none of that name."""
-    changed = copy.copy(spec)
-    object.__setattr__(changed, field, value)
-    return changed
 
 
 def test_long_rope_tells_models_apart() -> None:

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvspray_vllm.layout import CPU_ATTN, Ranks, Unsupported, flag_indices, spec_of, strategy_of
+from kvspray_vllm.layout import Ranks, flag_indices, spec_of
+from kvspray_vllm.strategies import CPU_ATTN, DEEPSEEK_V4, MLA, PACKED, Kind, Unsupported, kind_of
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -65,31 +66,40 @@ def describe(
     tensors: Mapping[str, torch.Tensor],
     backends: Mapping[str, str],
     *,
-    cache_layout: str | None,
     kv_heads: int,
     ranks: Ranks,
     packing: str,
+    flags: Mapping[str, int] | None = None,
 ) -> Description:
-    """Describes the layers of a worker. backends: the attention backend of each layer; kv_heads: of the whole model."""
-    flags = flag_indices(kv)
+    """Describes the layers of a worker.
+
+    backends: the attention backend of each layer. kv_heads: of the model, all ranks together. flags: the layers that are described,
+    and the flag of each; those of kv where it is left out.
+
+    A cache group of vLLM is layers that share a block table. It is one group here, or, where its layers have several strategies, one
+    for each of them, the later ones with same_table.
+    """
+    for g in kv.kv_cache_groups:
+        if getattr(g, "host_resident", False) or not getattr(g, "enable_kv_transfer", True):
+            raise Unsupported("kvspray: hisparse is on; a cache that lies in two places is not followed, serve without hisparse_config")
+    flags = flag_indices(kv) if flags is None else flags
     storages: dict[int, tuple[int, Storage]] = {}  # by address
     groups: list[dict[str, Any]] = []
-
-    def chosen_for(group: KVCacheGroupSpec, backend: str, layer: str | None = None) -> tuple[str, dict[str, int]]:
-        return strategy_of(spec_of(group, layer), backend, cache_layout, kv_heads, ranks, packing)
-
+    views: dict[tuple[int, int], torch.Tensor] = {}  # by address and bytes of a page: layers may share their tensor
     for group in kv.kv_cache_groups:
-        described: list[dict[str, Any]] = []
-        chosen: tuple[str, dict[str, int]] | None = None
-        for name in group.layer_names:
-            place = place_of(tensors[name], kv.num_blocks)
-            this = chosen_for(group, backends.get(name, ""), name)
-            this = this[0], place_params(name, place, *this)
-            if chosen is not None and chosen != this:
-                raise Unsupported(f"kvspray: layer {name} is laid out as {this}, others of its cache group as {chosen}")
-            chosen = this
+        names = [name for name in group.layer_names if name in flags]
+        of_table: list[dict[str, Any]] = []
+        for name in names:
+            tensor = tensors[name]
+            spec = spec_of(group, name)
+            strategy, params, place = layer_of(name, spec, tensor, kv.num_blocks, backends.get(name, ""), kv_heads, ranks, packing)
+            views.setdefault((tensor.data_ptr(), place.page_bytes), tensor.unflatten(0, (kv.num_blocks, -1)))
+            same = next((g for g in of_table if (g["strategy"], g["params"]) == (strategy, params)), None)
+            if same is None:
+                same = _group(kv, group, strategy, params)
+                of_table.append(same)
             index, _ = storages.setdefault(place.storage.address, (len(storages), place.storage))
-            described.append(
+            same["layers"].append(
                 {
                     "name": name,
                     "index": flags[name],
@@ -99,20 +109,55 @@ def describe(
                     "page_bytes": place.page_bytes,
                 }
             )
-        if chosen is None:  # this pipeline stage has no layer of the group, only its block tables
-            chosen = chosen_for(group, CPU_ATTN)
-        groups.append(
-            {
-                "tokens_per_block": group.kv_cache_spec.block_size,
-                "strategy": chosen[0],
-                "params": chosen[1],
-                "num_blocks": kv.num_blocks,
-                "layers": described,
-            }
-        )
-    # Layers may share their tensor, which is copied once.
-    views = {t.data_ptr(): t.unflatten(0, (kv.num_blocks, -1)) for t in (tensors[name] for g in kv.kv_cache_groups for name in g.layer_names)}
+        if not of_table:
+            of_table.append(_empty(kv, group, backends, kv_heads, ranks, packing))
+        for g in of_table[1:]:
+            g["same_table"] = True
+        groups += of_table
     return Description(groups, tuple(s for _, s in storages.values()), tuple(views.values()))
+
+
+def _heads(spec: KVCacheSpec, kv_heads: int, ranks: Ranks) -> int:
+    """The KV heads of a layer, all ranks together. One rank has all of them, also where layers differ."""
+    return getattr(spec, "num_kv_heads", kv_heads) if ranks.tp_size == 1 else kv_heads
+
+
+def layer_of(
+    name: str, spec: KVCacheSpec, tensor: torch.Tensor, num_blocks: int, backend: str, kv_heads: int, ranks: Ranks, packing: str
+) -> tuple[str, dict[str, int], Place]:
+    """The strategy of one layer, its parameters, and the place of its pages."""
+    kind = kind_of(spec, backend, _heads(spec, kv_heads, ranks), ranks, packing)
+    place = place_of(name, tensor, num_blocks)
+    return *place_params(name, place, kind, spec.block_size), place
+
+
+def _group(kv: KVCacheConfig, group: KVCacheGroupSpec, strategy: str, params: dict[str, int]) -> dict[str, Any]:
+    return {
+        "tokens_per_block": group.kv_cache_spec.block_size,
+        "strategy": strategy,
+        "params": params,
+        "num_blocks": kv.num_blocks,
+        "layers": [],
+    }
+
+
+def _empty(
+    kv: KVCacheConfig, group: KVCacheGroupSpec, backends: Mapping[str, str], kv_heads: int, ranks: Ranks, packing: str
+) -> dict[str, Any]:
+    """A group of which this pipeline stage has no layer, only its block tables. Its window counts, and so does what it cannot be served
+    for; its strategy is that of a layer with a backend of this stage, or of one that an engine on this device has by default."""
+    spec = spec_of(group)
+    heads = _heads(spec, kv_heads, ranks)
+    default = ((CPU_ATTN,) if packing else PACKED) + MLA + DEEPSEEK_V4
+    refused: Unsupported | None = None
+    for backend in (*backends.values(), *default):
+        try:
+            kind = kind_of(spec, backend, heads, ranks, packing)
+        except Unsupported as err:
+            refused = refused or err
+            continue
+        return _group(kv, group, kind.strategy + ("_nhd" if kind.ordered else ""), kind.params)
+    raise refused or Unsupported("kvspray: a cache group of a pipeline stage has no layer and no known backend")
 
 
 @dataclass(frozen=True)
@@ -122,41 +167,54 @@ class Place:
     storage: Storage
     base: int
     block_stride: int
-    page_bytes: int
+    page_bytes: int  # without what lies between pages
     blocks: int
-    pieces: int = 1  # kernel blocks of a block
+    pieces: int  # kernel blocks of a block, each dense, one behind the other
+    heads_outside: bool  # a head's tokens lie closer to each other than a token's heads do
     strides: tuple[tuple[str, int], ...] = ()  # bytes between heads and between tokens, where other layers lie between them
 
 
-def place_of(tensor: torch.Tensor, num_blocks: int) -> Place:
-    """The place of one layer's view. Its first dimension counts blocks, or pieces of blocks that follow one another."""
+def place_of(name: str, tensor: torch.Tensor, num_blocks: int) -> Place:
+    """The place of one layer's view, [block, head, token, content] whatever the order in memory. Its first dimension counts blocks, or
+    pieces of blocks that follow one another."""
+    if tensor.dim() == 3:  # [block, token, content], as vLLM before 0.28 has MLA
+        tensor = tensor.unsqueeze(1)
     size = tensor.element_size()
+    if tensor.dim() != 4 or tensor.stride(3) != 1:
+        raise Unsupported(f"kvspray: layer {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, not [block, head, token, content]")
     storage = tensor.untyped_storage()
     rows, row_stride = tensor.shape[0], tensor.stride(0) * size
     if rows % num_blocks:
-        raise Unsupported(f"kvspray: a KV cache of {rows} rows does not hold {num_blocks} blocks")
+        raise Unsupported(f"kvspray: layer {name}: a KV cache of {rows} rows does not hold {num_blocks} blocks")
     pieces = rows // num_blocks
     row_bytes = tensor[0].numel() * size
     strides: tuple[tuple[str, int], ...] = ()
     if not _dense(tensor[0]):
-        if tensor.dim() != 4 or tensor.stride(3) != 1 or pieces > 1:
-            raise Unsupported(f"kvspray: a page with shape {tuple(tensor.shape[1:])} and strides {tensor.stride()[1:]} has holes")
-        # vLLM's views are [block, head, token, content] whatever the order in memory.
+        if pieces > 1:
+            raise Unsupported(f"kvspray: layer {name}: kernel blocks with shape {tuple(tensor.shape[1:])} and strides {tensor.stride()[1:]} have holes")
         strides = (("head_stride", tensor.stride(1) * size), ("row_stride", tensor.stride(2) * size))
     if pieces > 1 and row_stride != row_bytes:
-        raise Unsupported(f"kvspray: a block of {pieces} pieces with {row_stride - row_bytes} bytes between them has holes")
+        raise Unsupported(f"kvspray: layer {name}: a block of {pieces} pieces with {row_stride - row_bytes} bytes between them has holes")
+    outside = tensor.shape[1] > 1 and tensor.shape[2] > 1 and tensor.stride(1) > tensor.stride(2)
     memory = Storage(storage.data_ptr(), storage.nbytes(), tensor.device)
-    return Place(memory, tensor.storage_offset() * size, row_stride * pieces, row_bytes * pieces, num_blocks, pieces, strides)
+    return Place(memory, tensor.storage_offset() * size, row_stride * pieces, row_bytes * pieces, num_blocks, pieces, outside, strides)
 
 
-def place_params(name: str, place: Place, strategy: str, params: dict[str, int]) -> dict[str, int]:
-    """The parameters of a strategy with those of the place. Refuses what the strategy cannot say."""
-    if place.pieces > 1 and strategy != "packed_nhd" and strategy != "mla":
-        # With tokens outside, pieces in a row are one block; with heads outside they are a block of blocks.
-        raise Unsupported(f"kvspray: layer {name}: a block holds {place.pieces} kernel blocks whose heads lie outside; set block_size to the kernel's")
-    if place.strides and not strategy.startswith("packed_"):
-        raise Unsupported(f"kvspray: layer {name}: pages of {strategy} with other layers between their tokens are not supported")
-    return params | dict(place.strides)
+def place_params(name: str, place: Place, kind: Kind, block_size: int) -> tuple[str, dict[str, int]]:
+    """The strategy of a layer and its parameters with those of its place. Refuses what the strategy cannot describe."""
+    strategy, params = kind.strategy, dict(kind.params)
+    if kind.ordered:
+        strategy += "_hnd" if place.heads_outside else "_nhd"
+    if place.pieces > 1 and (kind.paged or strategy.endswith("_hnd")):
+        # With tokens outside, pieces in a row are one block. Otherwise each is a page of its own.
+        params["kernel_tokens"] = block_size // place.pieces
+    elif kind.strategy == "dsa_indexer":
+        params["kernel_tokens"] = block_size
+    if place.pieces > 1 and strategy in ("vllm_cpu_attn", "deepseek_v4"):
+        raise Unsupported(f"kvspray: layer {name}: a block of {strategy} holds {place.pieces} kernel blocks; set block_size to the kernel's, {block_size // place.pieces}")
+    if place.strides and not kind.ordered or place.strides and kind.paged:
+        raise Unsupported(f"kvspray: layer {name}: pages of {strategy} with other layers between their tokens are not supported; set VLLM_KV_CACHE_LAYOUT to LBNHC")
+    return strategy, params | dict(place.strides)
 
 
 def _dense(t: torch.Tensor) -> bool:

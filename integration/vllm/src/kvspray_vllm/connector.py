@@ -174,13 +174,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         kv = self._kv_cache_config
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
         backends = {name: layers[name].get_attn_backend().get_name() for name in self._flag_of if name in layers}
-        cache_layout = getattr(self._vllm_config.cache_config, "kv_cache_layout", None)
-        cache_layout = getattr(cache_layout, "name", cache_layout)
         model = self._vllm_config.model_config
         self._generation = Generation(self._settings.weights, self._weights_changed)
         identity = layout.identity_of(self._vllm_config, kv, str(self._generation))
         described = caches.describe(
-            kv, kv_caches, backends, cache_layout=cache_layout, kv_heads=model.get_total_num_kv_heads(), ranks=self._ranks, packing=identity["packing"]
+            kv, kv_caches, backends, kv_heads=model.get_total_num_kv_heads(), ranks=self._ranks, packing=identity["packing"], flags=self._flag_of
         )
         groups = described.placed([caches.Site(i) for i in range(len(described.storages))])
         self._layout = {

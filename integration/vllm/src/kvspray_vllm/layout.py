@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's configuration tells of its KV cache: which engines are served, the strategy of each cache group (the sidecar's
-parseblock), and the identity that prefill and decode compare. Where the bytes lie is in caches.py.
+"""What vLLM's configuration tells of its KV cache: which engines are served, and the identity that prefill and decode compare. What
+pages hold is in strategies.py, and where they lie in caches.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvspray_vllm.strategies import TRANSPOSED, Unsupported
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-
-
-class Unsupported(ValueError):
-    """This engine's configuration cannot be served; the text names the setting and the remedy."""
 
 
 def check_config(config: VllmConfig) -> None:
@@ -94,76 +92,6 @@ def backoff_of(windows: Sequence[int]) -> int:
     """How many tokens at a prompt's end are computed by both sides. vLLM computes the last token of a prompt again where all of it was
     loaded, and has then given up the block that only this token's window still reaches; where one token less was loaded it has not."""
     return int(any(windows))
-
-
-def strategy_of(
-    spec: KVCacheSpec, backend: str, cache_layout: str | None, kv_heads: int, ranks: Ranks, packing: str
-) -> tuple[str, dict[str, int]]:
-    """The parseblock strategy of a cache group, and its parameters. kv_heads: of the whole model.
-
-    The identity does not name attention backends, which pipeline stages may have others of: two that mean other things by their bytes have
-    strategies, and with them formats, that the sidecar refuses to pair, layer by layer. Backends of one strategy write the same.
-    """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
-
-    if isinstance(spec, MLAAttentionSpec):
-        if getattr(spec, "compress_ratio", 1) not in (0, 1) or spec.page_size_bytes % spec.block_size:
-            raise Unsupported("kvspray: compressed MLA caches are not supported")
-        # An indexer's page holds the values of all its tokens and then their scales: moved token by token, part of a page would lose its scales.
-        if getattr(getattr(spec, "cache_role", None), "value", "") == "indexer":
-            raise Unsupported("kvspray: cache_role is indexer; caches of sparse attention's indexer are not followed yet")
-        if getattr(spec, "alignment", None):
-            raise Unsupported(f"kvspray: alignment is {spec.alignment}; padded MLA pages are not supported")
-        return "mla", {"token_bytes": spec.page_size_bytes // spec.block_size}
-    # Subclasses (sinks, chunks, rings) free or add blocks by rules of their own. Full attention with a window is a model without vLLM's
-    # hybrid cache manager: its layers look back no further, and yet every block is kept.
-    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-        raise Unsupported(f"kvspray: cache groups of kind {type(spec).__name__} are not supported, full attention and sliding windows are")
-    quant = getattr(spec, "kv_quant_mode", 0)
-    if int(quant) not in PLAIN_QUANT:
-        raise Unsupported(
-            f"kvspray: kv_quant_mode is {getattr(quant, 'name', quant)}; pages with scales in them are not followed yet, set kv_cache_dtype to auto or fp8"
-        )
-    if getattr(spec, "extra_retained_tokens", 0):
-        raise Unsupported(f"kvspray: extra_retained_tokens is {spec.extra_retained_tokens}; windows of draft layers are not followed, serve without them")
-    own = max(1, kv_heads // ranks.tp_size)
-    if spec.num_kv_heads != own or (kv_heads % ranks.tp_size and ranks.tp_size % kv_heads):
-        raise Unsupported(
-            f"kvspray: a layer has {spec.num_kv_heads} KV heads on this rank, and the model's {kv_heads} over {ranks.tp_size} ranks would "
-            "be others; models whose layers differ in their heads are not supported with this tensor_parallel_size"
-        )
-    params = {
-        "heads": spec.num_kv_heads,
-        "head_bytes": spec.head_size * spec.dtype.itemsize,
-        "kv_heads": kv_heads,
-        "tp_rank": ranks.tp,
-        "tp_size": ranks.tp_size,
-    }
-    if type(spec) is SlidingWindowSpec:
-        params |= {"window": spec.sliding_window, "prefix_cache": 1}  # vLLM gives a prompt's blocks to others that begin alike
-    if backend == CPU_ATTN:
-        if not packing:  # of what is packed in tiles nothing but the identity tells one host's pages from another's
-            raise Unsupported(f"kvspray: attention backend is {CPU_ATTN} in a model that is taken for one of MLA alone; such models are not supported")
-        if packing == TRANSPOSED:
-            params |= {"k_transposed": 1, "number_bytes": spec.dtype.itemsize}
-        return "vllm_cpu_attn", params
-    if backend not in PACKED:
-        raise Unsupported(f"kvspray: attention backend is {backend or 'unknown'}; what its pages hold is known of {CPU_ATTN}, {', '.join(PACKED)} and MLA")
-    if cache_layout in ("LBHNC", "HND", "LHBNC", "BLHNC", "BHLNC"):
-        return "packed_hnd", params
-    return "packed_nhd", params
-
-
-CPU_ATTN = "CPU_ATTN"  # of every layer of a CPU engine but MLA's
-
-# Backends that leave K and V of a head of a token beside each other as numbers. Others, ROCm's among them, tile a page of the same shape.
-PACKED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-
-# Of vLLM's KVQuantMode, those whose pages hold numbers alone: none, and fp8 with a scale for the whole tensor.
-PLAIN_QUANT = (0, 1)
-
-# K of a head as [head size, tokens], V as [tokens, head size]: vec and vec16, which AVX2 and AVX-512 hosts use. Others pack in tiles.
-TRANSPOSED = "transposed"
 
 
 def cpu_packing(config: VllmConfig) -> str:
