@@ -96,6 +96,17 @@ type Await struct {
 	TTL    time.Duration
 }
 
+// Decline is a scheduler's word that no rank of its engine will expect a prompt's KV.
+type Decline struct {
+	Boot   transfer.Boot // of the scheduler; with ID it names the word
+	ID     uint64
+	Engine string // as in Place
+	World  int    // ranks of the engine
+	Key    transfer.Key
+	Peer   string
+	Reason string
+}
+
 // Events is what the control layer takes. Calls for one worker come in the order of its ring, from one goroutine at a time;
 // they must not block.
 type Events interface {
@@ -116,6 +127,7 @@ type Events interface {
 	Hold(w *Worker, lease uint64)
 	// Await's answer goes to reply, once, from any goroutine.
 	Await(a Await, reply func(Admission))
+	Decline(d Decline)
 }
 
 // Admission answers an Await.

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -24,6 +25,7 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 func memfd(t testing.TB, size int64, seals int) int {
@@ -128,6 +130,32 @@ func TestRegisterRefused(t *testing.T) {
 	}
 	// And it serves on.
 	r.worker(t, nil)
+}
+
+// TestDecline: a scheduler's word reaches the control layer with the place of its engine; one of a worker does not.
+func TestDecline(t *testing.T) {
+	r := start(t, nil)
+	s, err := connectortest.DialScheduler(testContext(t), connectortest.SchedulerConfig{Socket: r.socket, Engine: msg.Engine{Name: "vllm", ID: "e7"},
+		Ranks: msg.Ranks{PP: msg.Rank{Size: 2}, TP: msg.Rank{Size: 4}}})
+	must(t, err)
+	defer s.Close()
+	if !slices.Contains(s.Welcome().Features, msg.FeatureDecline) {
+		t.Fatalf("features %v", s.Welcome().Features)
+	}
+	x, h := key()
+	must(t, s.Decline(x, h, "", "no peer"))
+	e, err := s.WaitError(testContext(t), msg.CodeProtocol)
+	must(t, err)
+	if e.Field != "peer" || e.Fatal {
+		t.Fatalf("%+v", e)
+	}
+	must(t, s.Decline(x, h, "p:1", "aborted"))
+	r.rec.until(t, "decline", func() bool { return len(r.rec.declines) == 1 })
+	got := r.rec.seen().declines[0]
+	if got.World != 8 || got.Engine != "vllm/e7" || got.Key != (transfer.Key{Xfer: x, Hash: h}) || got.Peer != "p:1" || got.Reason != "aborted" ||
+		got.Boot == (transfer.Boot{}) || got.ID == 0 {
+		t.Fatalf("%+v", got)
+	}
 }
 
 // TestBadPackets: whatever comes in a packet, the session answers and serves on until it has been too much.

@@ -55,6 +55,7 @@ type events struct {
 	announced []transfer.LeaseID
 	holds     []uint64
 	awaits    []connector.Await
+	declines  []connector.Decline
 	replies   []func(connector.Admission)
 	order     []string
 }
@@ -143,6 +144,10 @@ func (r *recorder) Hold(w *connector.Worker, lease uint64) {
 
 func (r *recorder) Await(a connector.Await, reply func(connector.Admission)) {
 	r.note("await", func() { r.awaits = append(r.awaits, a); r.replies = append(r.replies, reply) })
+}
+
+func (r *recorder) Decline(d connector.Decline) {
+	r.note("decline", func() { r.declines = append(r.declines, d) })
 }
 
 // retired is why each worker that is gone went. A child's exit may be noted at any moment, so it is read under the lock.

@@ -79,7 +79,7 @@ func New(opt Options) (*Server, error) {
 	if opt.SocketMode == 0 {
 		opt.SocketMode = 0o600
 	}
-	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy, msg.FeatureAfter)
+	opt.Features = append(slices.Clone(opt.Features), msg.FeatureCopy, msg.FeatureAfter, msg.FeatureDecline)
 	if opt.Engines != nil {
 		opt.Features = append(opt.Features, msg.FeatureWork)
 	}

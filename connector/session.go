@@ -202,6 +202,8 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 		c.onRegister(m, fds)
 	case *msg.Await:
 		c.onAwait(m)
+	case *msg.Decline:
+		c.onDecline(m)
 	case *msg.Bye:
 		c.log.Info("the shim says BYE", "reason", m.Reason)
 		if c.worker != nil {
@@ -287,6 +289,20 @@ func (c *session) onAwait(m *msg.Await) {
 			c.send(&msg.Admitted{ID: id, State: ad.State, Tokens: ad.Tokens, Message: ad.Message})
 		})
 	})
+}
+
+func (c *session) onDecline(m *msg.Decline) {
+	if c.hello.Role != msg.RoleScheduler {
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: "DECLINE is for schedulers", Field: "role", Remedy: "a worker cancels its lease"})
+		return
+	}
+	if m.Peer == "" {
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeProtocol, Message: "peer is empty", Field: "peer", Remedy: "name the endpoint of the prefill's sidecar"})
+		return
+	}
+	at := placeOf(c.hello)
+	c.s.opt.Events.Decline(Decline{Boot: c.hello.Boot, ID: m.ID, Engine: at.Engine, World: at.World(), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash},
+		Peer: m.Peer, Reason: m.Reason})
 }
 
 // descriptorSet is what rode along with a packet. Whoever takes one sets its place to -1.

@@ -100,6 +100,13 @@ func (n *Node) Hold(w *connector.Worker, id uint64) {
 	n.leave()
 }
 
+// Decline tells a prefill's sidecar that nobody of an engine comes for a prompt.
+func (n *Node) Decline(d connector.Decline) {
+	now := n.enter()
+	n.d.ex.Decline(now, d)
+	n.leave()
+}
+
 // Await asks a prefill's sidecar whether it has admitted a request.
 func (n *Node) Await(a connector.Await, reply func(connector.Admission)) {
 	now := n.enter()

@@ -330,6 +330,7 @@ type SchedulerConfig struct {
 	Socket string
 	Engine msg.Engine
 	Boot   [16]byte // random when zero
+	Ranks  msg.Ranks
 }
 
 // DialScheduler opens a scheduler session.
@@ -342,7 +343,7 @@ func DialScheduler(ctx context.Context, cfg SchedulerConfig) (*Scheduler, error)
 		cfg.Boot = randomID()
 	}
 	w, err := c.hello(ctx, msg.Hello{Min: msg.VersionMin, Max: msg.VersionMax, Role: msg.RoleScheduler, Boot: cfg.Boot,
-		Engine: cfg.Engine, PID: uint32(os.Getpid())})
+		Engine: cfg.Engine, Ranks: cfg.Ranks, PID: uint32(os.Getpid())})
 	if err != nil {
 		c.close()
 		return nil, err
@@ -371,6 +372,19 @@ func (s *Scheduler) Await(ctx context.Context, xfer [16]byte, hash [32]byte, pee
 		return nil, fmt.Errorf("%s answers AWAIT", m.Type())
 	}
 	return a, nil
+}
+
+// Decline says that no rank of this engine will ask for the prompt's KV.
+func (s *Scheduler) Decline(xfer [16]byte, hash [32]byte, peer, reason string) error {
+	c, err := s.conn()
+	if err != nil {
+		return err
+	}
+	c.mu.Lock()
+	c.nextID++
+	id := c.nextID // not answered
+	c.mu.Unlock()
+	return c.send(&msg.Decline{ID: id, Xfer: xfer, Hash: hash, Peer: peer, Reason: reason})
 }
 
 // Close ends the session.

@@ -168,6 +168,10 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 	sock("admitted-refused", &Admitted{ID: 1 << 40, State: "refused", Message: "same transfer, another prompt"})
 	rawSock("admitted-older", TypeAdmitted, kv{"id", 3, "state", "gone"})
 	rawSock("admitted-newer", TypeAdmitted, append(kv{"id", 3, "state", "gone", "tokens", 0, "message", ""}, unknown...))
+	sock("decline", &Decline{ID: 4, Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411", Reason: "FINISHED_ABORTED"})
+	rawSock("decline-older", TypeDecline, kv{"id", 4, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer", "10.0.0.1:7411"})
+	rawSock("decline-newer", TypeDecline, append(kv{"id", 4, "xfer", seq(16, 0x20), "hash", seq(32, 0x60), "peer", "10.0.0.1:7411", "reason", "w"},
+		unknown...))
 	sock("bye", &Bye{Reason: "engine shuts down"})
 	rawSock("bye-older", TypeBye, kv{})
 	rawSock("bye-newer", TypeBye, append(kv{"reason", "r"}, unknown...))
@@ -429,6 +433,8 @@ func otherVersions(t testing.TB) map[string]any {
 		"await-newer":      &Await{ID: 3, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411", Tokens: 1, TTLMS: 2},
 		"admitted-older":   &Admitted{ID: 3, State: "gone"},
 		"admitted-newer":   &Admitted{ID: 3, State: "gone"},
+		"decline-older":    &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411"},
+		"decline-newer":    &Decline{ID: 4, Xfer: xfer, Hash: hash, Peer: "10.0.0.1:7411", Reason: "w"},
 		"bye-older":        &Bye{},
 		"bye-newer":        &Bye{Reason: "r"},
 		"stats-older":      &Stats{},

@@ -57,10 +57,11 @@ const (
 	TypeAdmitted   Type = 7
 	TypeBye        Type = 8
 	TypeStats      Type = 9
+	TypeDecline    Type = 10
 )
 
 func (t Type) String() string {
-	names := [...]string{"", "HELLO", "WELCOME", "REGISTER", "REGISTERED", "ERROR", "AWAIT", "ADMITTED", "BYE", "STATS"}
+	names := [...]string{"", "HELLO", "WELCOME", "REGISTER", "REGISTERED", "ERROR", "AWAIT", "ADMITTED", "BYE", "STATS", "DECLINE"}
 	if t > 0 && int(t) < len(names) {
 		return names[t]
 	}
@@ -105,7 +106,8 @@ const (
 	FeatureCopy = "copy" // the sidecar takes COPY records
 	FeatureWork = "work" // it has work for engines with GPU memory, see Register.Work
 	// FeatureAfter: EXPECT and COPY wait for the stream mark that they name.
-	FeatureAfter = "after"
+	FeatureAfter   = "after"
+	FeatureDecline = "decline" // it takes DECLINE of schedulers
 )
 
 // Limits are told to the shim.
@@ -217,6 +219,16 @@ type Admitted struct {
 	Message string
 }
 
+// Decline says that no rank of the scheduler's engine will ask for this prompt's KV: the request ended, or is served without it, before any of them
+// was told of it. The source's engine need not keep its blocks for it.
+type Decline struct {
+	ID     uint64
+	Xfer   [16]byte
+	Hash   [32]byte
+	Peer   string // endpoint of the source's sidecar
+	Reason string
+}
+
 // Bye announces the end; the sidecar drains.
 type Bye struct{ Reason string }
 
@@ -235,6 +247,7 @@ func (*ErrorMessage) Type() Type { return TypeError }
 func (*Await) Type() Type        { return TypeAwait }
 func (*Admitted) Type() Type     { return TypeAdmitted }
 func (*Bye) Type() Type          { return TypeBye }
+func (*Decline) Type() Type      { return TypeDecline }
 func (*Stats) Type() Type        { return TypeStats }
 
 // EncodePacket encodes a message with its type in front.
@@ -276,6 +289,8 @@ func DecodePacket(p []byte) (Message, error) {
 		m = readBye(r)
 	case TypeStats:
 		m = readStats(r)
+	case TypeDecline:
+		m = readDecline(r)
 	default:
 		return nil, &UnknownType{t}
 	}
@@ -289,7 +304,7 @@ func DecodePacket(p []byte) (Message, error) {
 type UnknownType struct{ Type Type }
 
 func (e *UnknownType) Error() string {
-	return fmt.Sprintf("packet: unknown type %d, known are 1 to %d", uint32(e.Type), uint32(TypeStats))
+	return fmt.Sprintf("packet: unknown type %d, known are 1 to %d", uint32(e.Type), uint32(TypeDecline))
 }
 
 // need records which required keys came.
@@ -730,6 +745,40 @@ func (m *Admitted) append(b []byte) []byte {
 	b = appendStr(appendStr(b, "state"), m.State)
 	b = appendUint(appendStr(b, "tokens"), uint64(m.Tokens))
 	return appendStr(appendStr(b, "message"), clip(m.Message, MaxTextBytes))
+}
+
+func readDecline(r *reader) *Decline {
+	m := &Decline{}
+	n := need{names: []string{"id", "xfer", "hash", "peer"}}
+	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
+		switch string(r.key()) {
+		case "id":
+			m.ID, n.got = r.u64(), n.got|1
+		case "xfer":
+			r.fixed(m.Xfer[:])
+			n.got |= 2
+		case "hash":
+			r.fixed(m.Hash[:])
+			n.got |= 4
+		case "peer":
+			m.Peer, n.got = r.str(MaxNameBytes), n.got|8
+		case "reason":
+			m.Reason = r.str(MaxTextBytes)
+		default:
+			r.skip()
+		}
+	}
+	n.check(r)
+	return m
+}
+
+func (m *Decline) append(b []byte) []byte {
+	b = appendMap(b, 5)
+	b = appendUint(appendStr(b, "id"), m.ID)
+	b = appendBin(appendStr(b, "xfer"), m.Xfer[:])
+	b = appendBin(appendStr(b, "hash"), m.Hash[:])
+	b = appendStr(appendStr(b, "peer"), m.Peer)
+	return appendStr(appendStr(b, "reason"), clip(m.Reason, MaxTextBytes))
 }
 
 func readBye(r *reader) *Bye {

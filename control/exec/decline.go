@@ -2,11 +2,13 @@ package exec
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // A receiver that cannot plan, or is cancelled while nothing is granted, says so: else the source's engine would keep its blocks until it
@@ -25,8 +27,12 @@ type decline struct {
 
 // decline tells the sidecar at an address that no grant will come for a lease. far: it is worth a connect.
 func (e *Exec) decline(now Instant, addr string, x *connector.Expect, team lease.TeamID, size int, gen uint32, reason string, far bool) {
-	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: leaseMsg(x.Lease), Gen: gen, Reason: reason,
-		Xfer: x.Key.Xfer[:], Hash: x.Key.Hash[:], Team: team[:], TeamSize: uint32(size)}}}
+	e.declineAs(now, addr, x.Lease, x.Key, team, size, gen, reason, far)
+}
+
+func (e *Exec) declineAs(now Instant, addr string, id transfer.LeaseID, k transfer.Key, team lease.TeamID, size int, gen uint32, reason string, far bool) {
+	f := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{Destination: leaseMsg(id), Gen: gen, Reason: reason,
+		Xfer: k.Xfer[:], Hash: k.Hash[:], Team: team[:], TeamSize: uint32(size)}}}
 	ep := e.endpoint(addr)
 	switch {
 	case ep.reached():
@@ -36,6 +42,23 @@ func (e *Exec) decline(now Instant, addr string, x *connector.Expect, team lease
 		e.reach(now, ep)
 	}
 	e.dropEndpoint(ep)
+}
+
+// Decline says that a whole engine gives up a request that none of its ranks has a lease for: its scheduler's one word stands for all of them, so
+// that ranks need not be stepped for it. A word that gets lost costs the source's engine its patience with a missing partner. A hash of zeros
+// stands for every prompt of the transfer.
+func (e *Exec) Decline(now Instant, d connector.Decline) {
+	if d.World < 1 || d.World > lease.MaxTeam {
+		return
+	}
+	// No rank's lease has such a name: the boot is the scheduler's.
+	id := transfer.LeaseID{Boot: d.Boot, ID: d.ID * lease.MaxTeam, Epoch: 1}
+	team := teamNamed("%x %d", id.Boot, id.ID)
+	for range d.World {
+		e.declineAs(now, d.Peer, id, d.Key, team, d.World, 0, d.Reason, true)
+		id.ID++
+	}
+	e.assign(now)
 }
 
 // onDecline takes a decline: a Revoke of a lease that has no grant here.
@@ -62,9 +85,29 @@ func (e *Exec) onDecline(now Instant, p *peer, g lease.GrantID, m *peerv1.Revoke
 	return nil
 }
 
+// whole reports whether a key stands for every prompt of its transfer: no prompt has such a hash.
+func whole(k transfer.Key) bool { return k.Hash == transfer.PrefixHash{} }
+
+// settleWhole gives a place back at every source lease of a transfer. It waits on: other prompts of the transfer may come yet.
+func (e *Exec) settleWhole(now Instant, q *pending) {
+	d := q.decline
+	for _, k := range keysInOrder(maps.Keys(e.byKey), q.key.Xfer) {
+		for _, s := range slices.Clone(e.byKey[k]) {
+			if !s.Over(d.id) && s.Bind(d.id, d.team, d.size) == nil {
+				s.trouble = d.why
+				e.served(now, s, s.End(d.id, false), d.why)
+			}
+		}
+	}
+}
+
 // settleDecline gives the place of the receiver back on every rank that has come. False: others may come yet.
 func (e *Exec) settleDecline(now Instant, q *pending) bool {
 	d := q.decline
+	if whole(q.key) {
+		e.settleWhole(now, q)
+		return false
+	}
 	for _, s := range slices.Clone(e.byKey[q.key]) {
 		at := s.ws.w.Place
 		switch {

@@ -239,3 +239,94 @@ func TestGrantsOutliveTheirCount(t *testing.T) {
 		t.Errorf("%d is the last grant's number: they did not wrap", g)
 	}
 }
+
+// A scheduler gives a request up that none of its engine's ranks has a lease for: every rank of the source's engine is done at once, whichever comes
+// first, the word or the intents.
+func TestSchedulerDeclines(t *testing.T) {
+	for _, world := range []int{1, 3} {
+		for _, first := range []bool{true, false} {
+			s, p, d, pw, _ := pair(t, 5, 0)
+			give := func() {
+				d.event(func() {
+					d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: world, Key: testKey(1, 1), Peer: "p:1", Reason: "aborted"})
+				})
+			}
+			if first {
+				give()
+				s.rest(sec / 10)
+			}
+			src := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+			if !first {
+				s.rest(sec / 10)
+				if src.done != nil {
+					t.Fatalf("ended without a word: %+v", src.done)
+				}
+				give()
+			}
+			s.until("the source's end", sec/10, func() bool { return src.done != nil })
+			if wantStatus(t, src, StatusFailed); !strings.Contains(src.done.Reason, "aborted") {
+				t.Errorf("world %d, first %v: reason %q", world, first, src.done.Reason)
+			}
+			if len(p.ex.pending) != 0 {
+				t.Errorf("world %d, first %v: %d words wait for nothing", world, first, len(p.ex.pending))
+			}
+		}
+	}
+}
+
+// One of two receivers gives up before it has a lease; the other is served.
+func TestSchedulerDeclinesOneOfTwo(t *testing.T) {
+	s, p, d, pw, dw := pair(t, 5, 0)
+	src := p.intent(pw, 1, testKey(1, 1), 512, 2, 30*sec)
+	d.event(func() {
+		d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2, Key: testKey(1, 1), Peer: "p:1"})
+	})
+	dst := d.expect(dw, 1, testKey(1, 1), "p:1", 512, 0, 30*sec)
+	s.rest(50 * 1e6)
+	p.steps(src)
+	s.until("the transfer", sec, func() bool { return dst.done != nil && src.done != nil })
+	wantStatus(t, dst, StatusOK)
+	wantStatus(t, src, StatusOK)
+}
+
+// A request that is refused before its prompt is known is given up by its transfer alone: each prompt of it, those that come later too, and no
+// other transfer.
+func TestSchedulerDeclinesEveryPrompt(t *testing.T) {
+	s, p, d, pw, _ := pair(t, 5, 0)
+	one := p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	other := p.intent(pw, 2, testKey(2, 1), 64, 1, 30*sec)
+	d.event(func() {
+		d.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: 7, Engine: "e", World: 2, Key: transfer.Key{Xfer: testKey(1, 1).Xfer}, Peer: "p:1"})
+	})
+	s.until("the first", sec/10, func() bool { return one.done != nil })
+	two := p.intent(pw, 3, testKey(1, 2), 64, 1, 30*sec)
+	s.until("the second", sec/10, func() bool { return two.done != nil })
+	if other.done != nil {
+		t.Errorf("another transfer ended: %+v", other.done)
+	}
+	s.rest(11 * sec)
+	if len(p.ex.pending) != 0 {
+		t.Errorf("%d words wait for ever", len(p.ex.pending))
+	}
+}
+
+// What engines say to an address at which nobody answers is bounded, and forgotten.
+func TestSchedulerDeclinesAreBounded(t *testing.T) {
+	s := newSim(t, 1, 0)
+	n := s.node("x:1", Config{})
+	n.hangs = map[string]bool{"q:1": true}
+	for i := range 2 * maxPartings {
+		n.event(func() {
+			n.ex.Decline(s.now, connector.Decline{Boot: transfer.Boot{99}, ID: uint64(i), World: 2, Key: testKey(1, byte(i)), Peer: "q:1"})
+		})
+	}
+	n.event(func() { n.ex.Decline(s.now, connector.Decline{World: lease.MaxTeam + 1, Peer: "r:1"}) })
+	if k := len(n.ex.endpoints["q:1"].partings); k != maxPartings || n.ex.endpoints["r:1"] != nil {
+		t.Errorf("%d words wait, want %d", k, maxPartings)
+	}
+	n.event(func() { n.ex.ConnectFailed(s.now, "q:1", errors.New("no answer")) })
+	s.rest(60 * sec)
+	if n.ex.endpoints["q:1"] != nil || n.ex.Load().Timers != 0 {
+		t.Errorf("still known: %+v, %d timers", n.ex.endpoints["q:1"], n.ex.Load().Timers)
+	}
+}

@@ -103,18 +103,20 @@ const teamDomain = "kvspray-team-v1"
 
 // teamOf names the receivers of a request: every rank of the engine finds the same name, and no other request does.
 func teamOf(w *connector.Worker, x *connector.Expect) (id lease.TeamID, err error) {
-	h := sha256.New()
-	h.Write([]byte(teamDomain))
 	if w.Place.World() > 1 {
 		if x.Req == "" {
 			return id, fmt.Errorf("the engine has %d ranks, and the request has no id by which theirs can be told: send req", w.Place.World())
 		}
-		_, _ = fmt.Fprintf(h, "%q %q", w.Place.Engine, x.Req) // a hash takes everything
-	} else {
-		_, _ = fmt.Fprintf(h, "%x %d", x.Lease.Boot, x.Lease.ID) // not the epoch, for the lease may be presented again
+		return teamNamed("%q %q", w.Place.Engine, x.Req), nil
 	}
+	return teamNamed("%x %d", x.Lease.Boot, x.Lease.ID), nil // not the epoch, for the lease may be presented again
+}
+
+func teamNamed(format string, a ...any) (id lease.TeamID) {
+	h := sha256.New()
+	_, _ = fmt.Fprintf(h, teamDomain+format, a...) // a hash takes everything
 	copy(id[:], h.Sum(nil))
-	return id, nil
+	return id
 }
 
 func (e *Exec) destDue(now Instant, d *dest) {

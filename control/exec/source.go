@@ -114,6 +114,7 @@ func (e *Exec) Intent(now Instant, w *connector.Worker, in connector.Intent) {
 	}
 	e.agenda.arm(s.t, min(s.Deadline, s.Partner))
 	e.wake(now, s.Key)
+	e.wake(now, transfer.Key{Xfer: s.Key.Xfer}) // declines of every prompt
 	e.assign(now)
 }
 

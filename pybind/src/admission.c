@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A scheduler's questions whether a prefill has admitted a request, and the answers, kept for a while.
+ * A scheduler's questions whether a prefill has admitted a request, and the answers, kept for a while; and its word that it will not
+ * come for one.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -105,8 +106,53 @@ int64_t awaits_watch(kvs_client *c, int64_t now)
 	return due;
 }
 
+static void decline_drop(kvs_client *c)
+{
+	struct decline *d = c->declines;
+	c->declines = d->next;
+	if (!c->declines)
+		c->declines_end = NULL;
+	c->decline_count--;
+	free(d);
+}
+
+void declines_send(kvs_client *c, int64_t now)
+{
+	/* Without a sidecar that takes them they are of no use later: by then the source has waited for its partner in vain. */
+	while (c->declines && (c->declines->end_ms <= now || (session_usable(c) && !c->can_decline)))
+		decline_drop(c);
+	while (c->declines && session_usable(c)) {
+		struct decline *d = c->declines;
+		struct mpw w = {0};
+		uint64_t id = c->msg + 1;
+		mpw_map(&w, 5);
+		mpw_str(&w, "id");
+		mpw_uint(&w, id);
+		mpw_str(&w, "xfer");
+		mpw_bin(&w, d->key, 16);
+		mpw_str(&w, "hash");
+		mpw_bin(&w, d->key + 16, 32);
+		mpw_str(&w, "peer");
+		mpw_str(&w, d->peer);
+		mpw_str(&w, "reason");
+		mpw_str(&w, d->reason);
+		int rc = session_send(c, MSG_DECLINE, &w, NULL, 0);
+		int err = errno;
+		mpw_free(&w);
+		if (rc < 0) {
+			if (err != EAGAIN && err != EINTR)
+				session_break(c, strerror(err));
+			return;
+		}
+		c->msg = id;
+		decline_drop(c);
+	}
+}
+
 void awaits_free(kvs_client *c)
 {
+	while (c->declines)
+		decline_drop(c);
 	for (int i = 0; i < BUCKETS; i++) {
 		for (struct await *a = c->await_buckets[i], *next; a; a = next) {
 			next = a->hash_next;
@@ -196,4 +242,36 @@ int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[3
 	}
 	pthread_mutex_unlock(&c->mu);
 	return 0;
+}
+
+int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason)
+{
+	CHECK(c);
+	if (c->role != KVS_SCHEDULER || !xfer || !hash || !peer || !*peer || strlen(peer) >= sizeof((struct decline *)0)->peer)
+		return KVS_E_ARG;
+	kvs_await_forget(c, xfer, hash);
+	struct decline *d = calloc(1, sizeof *d);
+	if (!d)
+		return KVS_E_LIMIT;
+	memcpy(d->key, xfer, 16);
+	memcpy(d->key + 16, hash, 32);
+	strcpy(d->peer, peer);
+	copy_text(d->reason, sizeof d->reason, reason ? reason : "", reason ? strlen(reason) : 0);
+	int rc = 0;
+	pthread_mutex_lock(&c->mu);
+	d->end_ms = kvs_now_ms() + c->info.partner_ms;
+	if (session_usable(c) && !c->can_decline) {
+		rc = KVS_E_UNSUPPORTED;
+	} else if (c->decline_count >= KVS_MAX_DECLINES) {
+		rc = KVS_E_LIMIT;
+	} else {
+		*(c->declines_end ? c->declines_end : &c->declines) = d;
+		c->declines_end = &d->next;
+		c->decline_count++;
+		d = NULL;
+		wake_fd(c->ctl_fd);
+	}
+	pthread_mutex_unlock(&c->mu);
+	free(d);
+	return rc;
 }

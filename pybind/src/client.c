@@ -18,7 +18,7 @@
 #include "client.h"
 
 #define REPLAY_RETRY_MS 5        /* while the ring is full of leases presented afresh */
-#define SEND_RETRY_MS 5          /* while the socket has no room for an AWAIT */
+#define SEND_RETRY_MS 5          /* while the socket has no room for an AWAIT or a DECLINE */
 #define DEFAULT_PARTNER_MS 10000
 #define DEFAULT_GRACE_MS 5000
 #define DEFAULT_SUBMISSION_BYTES (4u << 20)
@@ -152,6 +152,7 @@ static void *background(void *arg)
 		}
 		leases_replay(c, now);
 		awaits_ask(c, now);
+		declines_send(c, now);
 		/* Last: they look at what was just presented, too. */
 		int64_t due = earlier(leases_watch(c, now), earlier(loads_watch(c, now), awaits_watch(c, now)));
 		if (c->state == IDLE)
@@ -160,7 +161,7 @@ static void *background(void *arg)
 			due = earlier(due, c->handshake_end_ms);
 		else if (c->replaying)
 			due = earlier(due, now + REPLAY_RETRY_MS);
-		else if (c->await_unsent)
+		else if (c->await_unsent || c->declines)
 			due = earlier(due, now + SEND_RETRY_MS);
 		if (c->breaking[0])
 			due = now;

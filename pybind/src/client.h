@@ -42,7 +42,7 @@
 #define BOARD_FDS 4 /* flags, rings, doorbell, bell: the first of a REGISTER packet */
 
 /* Of packets on the socket: docs/protocol.md section 1. */
-enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_STATS };
+enum message { MSG_HELLO = 1, MSG_WELCOME, MSG_REGISTER, MSG_REGISTERED, MSG_ERROR, MSG_AWAIT, MSG_ADMITTED, MSG_BYE, MSG_STATS, MSG_DECLINE };
 
 enum session_state { IDLE, WELCOMING, REGISTERING, READY };
 
@@ -87,6 +87,14 @@ struct await {
 	int64_t end_ms;
 	struct kvs_admission answer;
 	struct await *hash_next;
+};
+
+/* A word that waits for the socket. */
+struct decline {
+	uint8_t key[48]; /* xfer, hash */
+	char peer[256], reason[256];
+	int64_t end_ms; /* the source has waited long enough by itself then */
+	struct decline *next;
 };
 
 struct region {
@@ -142,7 +150,7 @@ struct kvs_client {
 	uint32_t new_pid;
 	int proc; /* index, from WELCOME on; else -1 */
 	bool draining, replaying;
-	bool can_copy, can_work, can_wait; /* features of WELCOME: COPY records, work, `after` in records */
+	bool can_copy, can_work, can_wait, can_decline; /* features of WELCOME: COPY, work, `after` in records, DECLINE */
 	uint64_t mark;                     /* the last one that kvs_gpu_mark gave out */
 	char breaking[160]; /* why the session must be replaced; empty: it need not */
 	int64_t handshake_end_ms, next_try_ms;
@@ -174,6 +182,8 @@ struct kvs_client {
 	struct await *await_buckets[BUCKETS];
 	uint32_t await_count;
 	bool await_unsent;
+	struct decline *declines, **declines_end; /* oldest first */
+	uint32_t decline_count;
 
 	struct kvs_info info; /* counters, texts, limits; the rest is filled in by kvs_status_read */
 	uint8_t *stats;
@@ -318,5 +328,6 @@ void awaits_ask_again(kvs_client *c);        /* another session */
 bool awaits_answer(kvs_client *c, uint64_t id, uint32_t state, uint64_t tokens, const char *message, uint32_t bytes);
 int64_t awaits_watch(kvs_client *c, int64_t now); /* returns when to look again */
 void awaits_free(kvs_client *c);
+void declines_send(kvs_client *c, int64_t now);
 
 #endif

@@ -307,7 +307,7 @@ static void session_ready(kvs_client *c, int64_t now)
 
 struct welcome {
 	uint64_t id, version, leases, deadline_ms, partner_ms, grace_ms;
-	bool fenced, can_copy, can_work, can_wait;
+	bool fenced, can_copy, can_work, can_wait, can_decline;
 	const uint8_t *boot;
 	const char *node, *endpoint;
 	uint32_t node_bytes, endpoint_bytes;
@@ -340,6 +340,7 @@ static bool read_features(struct mpr *r, struct welcome *m)
 		m->can_copy |= mp_key(k, kn, "copy");
 		m->can_work |= mp_key(k, kn, "work");
 		m->can_wait |= mp_key(k, kn, "after");
+		m->can_decline |= mp_key(k, kn, "decline");
 	}
 	return true;
 }
@@ -441,6 +442,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	c->can_copy = m.can_copy;
 	c->can_work = m.can_work;
 	c->can_wait = m.can_wait;
+	c->can_decline = m.can_decline;
 	c->deadlines = (uint64_t)c->info.deadline_ms << 32 | c->info.partner_ms;
 	c->lease_limit = m.leases && m.leases < KVS_MAX_LEASES ? (uint32_t)m.leases : KVS_MAX_LEASES;
 	if (c->role == KVS_SCHEDULER) {

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgpack
 
-TYPES = {"HELLO": 1, "WELCOME": 2, "REGISTER": 3, "REGISTERED": 4, "ERROR": 5, "AWAIT": 6, "ADMITTED": 7, "BYE": 8, "STATS": 9}
+TYPES = {"HELLO": 1, "WELCOME": 2, "REGISTER": 3, "REGISTERED": 4, "ERROR": 5, "AWAIT": 6, "ADMITTED": 7, "BYE": 8, "STATS": 9, "DECLINE": 10}
 RECORDS = {"STEP": 1, "INTENT": 2, "EXPECT": 3, "CANCEL": 4, "PREEMPT": 5, "HOLD": 6, "COPY": 7, "RECEIVED": 32, "SENT": 33}
 RECORD_NAMES = {v: k for k, v in RECORDS.items()}
 RECORD = struct.Struct("<IHHQQQII")
@@ -174,6 +174,8 @@ class Fake:
             self.register(s, m, list(fds), data[4:].hex())
         elif kind == TYPES["AWAIT"]:
             emit("await", raw=data[4:].hex(), **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()})
+        elif kind == TYPES["DECLINE"]:
+            emit("decline", raw=data[4:].hex(), **{k: v.hex() if isinstance(v, bytes) else v for k, v in m.items()})
         elif kind == TYPES["BYE"]:
             emit("bye", reason=m["reason"])
 
@@ -190,7 +192,7 @@ class Fake:
         self.session = s
         welcome = {
             "id": m["id"], "version": version, "boot": self.boot, "node": "fake", "endpoint": self.o.get("endpoint", "127.0.0.1:7001"), "host": "h",
-            "features": self.o.get("features", ["x", "copy"]), "fenced": self.fenced.pop(0) if self.fenced else True,
+            "features": self.o.get("features", ["x", "copy", "decline"]), "fenced": self.fenced.pop(0) if self.fenced else True,
             "limits": {"leases": self.o.get("leases", 4096), "regions": 64, "record_bytes": 1 << 20},
             "deadline_ms": self.o["deadline_ms"], "partner_ms": self.o["partner_ms"], "grace_ms": self.o["grace_ms"],
             "from-the-future": [{"a": -1, "b": 1.5, "c": None}],

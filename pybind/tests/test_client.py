@@ -956,6 +956,43 @@ def test_scheduler(sidecar: Make, socket_path: pathlib.Path) -> None:
     assert not c.connected
 
 
+def test_declines(sidecar: Make, socket_path: pathlib.Path) -> None:
+    with kvspray.SchedulerClient(socket_path, engine=ENGINE, ranks=kvspray.Ranks(pp=(0, 2), tp=(0, 4))) as c:
+        assert c.decline(XFER, HASH, "127.0.0.1:9", "early")  # kept until there is a sidecar
+        s: Sidecar = sidecar()
+        d = s.expect("decline")
+        canonical("DECLINE", d["raw"])
+        assert (d["xfer"], d["hash"], d["peer"], d["reason"]) == (XFER.hex(), HASH.hex(), "127.0.0.1:9", "early")
+        assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
+        s.expect("await")
+        assert c.decline(XFER, HASH, "127.0.0.1:9", "\u00e9" * 200 + "\0x")
+        assert s.expect("decline")["reason"] == "\u00e9" * 127
+        assert c.admission(XFER, HASH) is None, "the question is over, too"
+        for peer in ("", "p" * 300, "a\0b"):
+            with pytest.raises(ValueError):
+                c.decline(XFER, HASH, peer)
+    assert not c.decline(XFER, HASH, "127.0.0.1:9")
+
+
+def test_an_older_sidecar_hears_no_declines(sidecar: Make, socket_path: pathlib.Path) -> None:
+    with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:
+        assert c.decline(XFER, HASH, "127.0.0.1:9")
+        s: Sidecar = sidecar(features=["copy"])
+        assert c.wait_connected(TIMEOUT_S)
+        assert not c.decline(XFER, HASH, "127.0.0.1:9")
+        assert c.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30)
+        s.expect("await")
+        assert not [ev for ev in s.seen if ev["ev"] == "decline"]
+
+
+def test_declines_are_bounded_and_forgotten(sidecar: Make, socket_path: pathlib.Path) -> None:
+    with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:
+        n = 0
+        while c.decline(n.to_bytes(16, "little"), HASH, "127.0.0.1:9"):
+            n += 1
+        assert n == 1024
+
+
 def test_answered_questions_give_way(sidecar: Make, socket_path: pathlib.Path) -> None:
     """Answers are kept for a while after their time; they must not shut out new questions."""
     with kvspray.SchedulerClient(socket_path, engine=ENGINE) as c:

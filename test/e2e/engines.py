@@ -190,6 +190,15 @@ class Engine:
         """What that sidecar said, step by step since slow_layers."""
         return self._call("landed_by_step")
 
+    def watch_transfers(self) -> None:
+        """Notes from now on when each transfer ends for this engine, as transfer_ends tells."""
+        self._call("watch_transfers")
+
+    def transfer_ends(self) -> dict[str, dict[str, float]]:
+        """By transfer id, times on this host's monotonic clock: "over", the connector learned that its request ends or takes nothing; "released", the worker
+        reported that nobody reads the request's blocks any more."""
+        return self._call("transfer_ends")
+
     def end_sync_rest(self) -> None:
         """Has the scheduler wait for small loads again, which it leaves for a while after one that did not come."""
         self._call("end_sync_rest")
@@ -437,6 +446,38 @@ class _Loop:
 
     def do_clear(self) -> bool:
         return bool(self.engine.reset_prefix_cache())
+
+    def do_watch_transfers(self) -> None:
+        side = self.core.scheduler.connector._scheduler
+        ends: dict[str, dict[str, float]] = {}
+        self.ends = ends
+
+        def note(what: str, request: Any) -> None:
+            xfer = ((request.kv_transfer_params or {}).get("kvspray") or {}).get("xfer")
+            if xfer is not None:
+                ends.setdefault(xfer, {}).setdefault(what, time.monotonic())
+
+        finished, allocated, worker_said = side.finished, side.allocated, side.worker_said
+
+        def on_finished(request: Any, table: Any) -> Any:
+            note("over", request)
+            return finished(request, table)
+
+        def on_allocated(request: Any, blocks: Any, external: int) -> None:
+            if not external:
+                note("over", request)
+            allocated(request, blocks, external)
+
+        def on_worker_said(sent: Any, *rest: Any) -> None:
+            for req in sent:
+                if req in side._sources:
+                    ends.setdefault(side._sources[req].xfer.hex(), {}).setdefault("released", time.monotonic())
+            worker_said(sent, *rest)
+
+        side.finished, side.allocated, side.worker_said = on_finished, on_allocated, on_worker_said
+
+    def do_transfer_ends(self) -> dict[str, dict[str, float]]:
+        return self.ends
 
     def do_idle(self) -> bool:
         return not self.core.scheduler.requests

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_steps import BLOCK, DECODE, FakeScheduler, concurrent, fake_hash, prefill_first
 
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
-from test_steps import BLOCK, DECODE, FakeScheduler, concurrent, fake_hash, prefill_first
 
 RECEIVES, SENDS = [prefill_first(), concurrent()], [DECODE]
 

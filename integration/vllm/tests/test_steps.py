@@ -89,6 +89,10 @@ class FakeScheduler:
     answers: dict[bytes, shim.Answer] = field(default_factory=dict)
     asked: list[tuple[bytes, str]] = field(default_factory=list)
     full: bool = False
+    declined: list[tuple[bytes, bytes, str, str]] = field(default_factory=list)
+
+    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None:
+        self.declined.append((xfer, hash, peer, reason))
 
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
         if self.full:

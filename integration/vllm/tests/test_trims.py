@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_steps import BLOCK, FakePool, FakeScheduler, FakeWorker, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.worker import WorkerSide
-from test_steps import BLOCK, FakePool, FakeScheduler, FakeWorker, fake_hash, prefill_first
 
 LOG = logging.getLogger("test")
 BLOCKS = 200

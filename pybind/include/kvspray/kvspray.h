@@ -40,6 +40,7 @@ extern "C" {
 #define KVS_MAX_REGIONS 28      /* a descriptor each at most, beside the board's four */
 #define KVS_MAX_LEASES 65536    /* open at once; WELCOME may lower it */
 #define KVS_MAX_AWAITS 4096     /* open admission questions of a scheduler */
+#define KVS_MAX_DECLINES 1024   /* of a scheduler, while the socket takes none */
 #define KVS_MAX_SIDECARS 16     /* sidecar processes that may still touch blocks of an open lease */
 #define KVS_MAX_LOADS 256       /* load flag ranges under the watchdog */
 #define KVS_ADOPT_MIN_BYTES (64ull << 20)
@@ -267,6 +268,11 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
               uint32_t ttl_ms);
 int kvs_admission(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], struct kvs_admission *out);
 int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32]);
+
+/* No rank of this engine will expect that prompt's KV: the source's engine need not keep it. Drops the question, too. The word is sent
+ * by the background thread, after a reconnection if need be; one that cannot be sent while the source waits for a missing partner is dropped,
+ * and costs the source that wait. The ranks of the config say how many leases it stands for. KVS_E_UNSUPPORTED: the sidecar is older. */
+int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, const char *reason);
 
 /* ---- what is going on --------------------------------------------------------------------------------------------- */
 

@@ -142,6 +142,7 @@ _PROTOTYPES = {
     "kvs_await": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_uint32, c_uint32]),
     "kvs_admission": (c_int, [c_void_p, c_char_p, c_char_p, POINTER(CAdmission)]),
     "kvs_await_forget": (c_int, [c_void_p, c_char_p, c_char_p]),
+    "kvs_decline": (c_int, [c_void_p, c_char_p, c_char_p, c_char_p, c_char_p]),
     "kvs_status_read": (c_int, [c_void_p, POINTER(CInfo)]),
     "kvs_wait_log": (c_int, [c_void_p, c_char_p, c_uint64]),
     "kvs_end_log": (c_int, [c_void_p]),

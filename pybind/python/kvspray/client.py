@@ -775,6 +775,11 @@ class WorkerClient(_Client):
         return f"{text}: {detail}" if detail else text
 
 
+def _cut(text: str) -> bytes:
+    """What a C string of 255 bytes can hold of it."""
+    return text.replace("\0", "").encode("utf-8", "replace")[:255].decode("utf-8", "ignore").encode()
+
+
 def _req(req: str) -> str:
     raw = req.encode("utf-8", "replace")
     return req if len(raw) <= protocol.MAX_REQ_BYTES else raw[: protocol.MAX_REQ_BYTES].decode("utf-8", "ignore")
@@ -870,6 +875,22 @@ class SchedulerClient(_Client):
         h = self._handle()
         if h is not None:
             lib.kvs_await_forget(h, _bin("xfer", xfer, 16), _bin("hash", hash, 32))
+
+
+    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str = "") -> bool:
+        """No rank of this engine will expect that prompt's KV: the prefill's engine at ``peer`` need not keep it any longer. Drops the question, too.
+
+        For requests of which no rank has a lease; those cancel it. Never blocks. False: it cannot be told (too many words wait, the sidecar is
+        older, or closed), and the prefill finds out by its own time for a missing partner.
+        """
+        h = self._handle()
+        if h is None:
+            return False
+        args = (_bin("xfer", xfer, 16), _bin("hash", hash, 32), peer.encode(), _cut(reason))
+        rc = _lib.E_ARG if "\0" in peer else lib.kvs_decline(h, *args)
+        if rc == _lib.E_ARG:
+            raise ValueError(f"kvspray: decline: peer = {peer!r}; want host:port of at most 255 bytes")
+        return bool(rc == 0)
 
 
 def debug_json(status: Status) -> str:

@@ -31,7 +31,7 @@ PARAMS_VERSION = 1
 
 # Socket messages by type.
 MESSAGES: dict[int, str] = {
-    1: "HELLO", 2: "WELCOME", 3: "REGISTER", 4: "REGISTERED", 5: "ERROR", 6: "AWAIT", 7: "ADMITTED", 8: "BYE", 9: "STATS",
+    1: "HELLO", 2: "WELCOME", 3: "REGISTER", 4: "REGISTERED", 5: "ERROR", 6: "AWAIT", 7: "ADMITTED", 8: "BYE", 9: "STATS", 10: "DECLINE",
 }  # fmt: skip
 
 # Board records by type.
@@ -56,6 +56,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "REGISTERED": ("id", "fingerprint", "geometry"),
     "ERROR": ("id", "code", "message", "field", "remedy", "fatal"),
     "AWAIT": ("id", "xfer", "hash", "peer", "tokens", "ttl_ms"),
+    "DECLINE": ("id", "xfer", "hash", "peer", "reason"),
     "ADMITTED": ("id", "state", "tokens", "message"),
     "BYE": ("reason",),
     "STATS": ("transfers", "bytes"),

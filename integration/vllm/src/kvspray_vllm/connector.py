@@ -105,14 +105,15 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                     "kvspray: kv_load_failure_policy is 'fail': a request whose transfer fails is answered with an error. "
                     "With 'recompute' it is prefilled here instead."
                 )
+            parallel = vllm_config.parallel_config
             self._scheduler = SchedulerSide(
                 self._settings,
-                shim.Scheduler(self._settings.socket, self._engine_id, logger),
+                shim.Scheduler(self._settings.socket, self._engine_id, logger, parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
                 [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups],
                 self._engine_id,
                 shim.prefix_hash,
                 logger,
-                vllm_config.parallel_config.tensor_parallel_size,
+                parallel.tensor_parallel_size,
                 windows,
                 sync_block=self._sync_block(vllm_config) if resumes else 0,
                 role=str(self._kv_transfer_config.kv_role),

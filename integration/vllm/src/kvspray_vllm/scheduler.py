@@ -38,6 +38,8 @@ SYNC_BYTES = 2 << 20
 # For how long after one that did not come in time loads go the other way, on which nobody waits.
 SYNC_REST_S = 10.0
 
+EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
+
 DELIVERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
@@ -104,6 +106,7 @@ class SchedulerSide:
         self._pending: dict[str, Source] = {}  # not scheduled yet
         self._destinations: dict[str, Destination] = {}  # not allocated yet
         self._loading: set[str] = set()
+        self._ending: set[str] = set()  # of these, whose request is over
         self._stats = KVSprayStats()
         self._live: set[str] = set()
         self._sync_block = sync_block
@@ -123,8 +126,7 @@ class SchedulerSide:
     def on_new_request(self, request: Request) -> None:
         self._live.add(request.request_id)
         given = request.kv_transfer_params
-        # Of a request that its front end has refused vLLM makes one that it aborts at once, for connectors that hold something: ours asks nothing for it.
-        if not given or getattr(request, "abort_immediately", False):
+        if not given:
             return
         if not isinstance(given, dict):
             # A client may put anything there (vllm_xargs), and an exception here would end the engine core.
@@ -135,6 +137,11 @@ class SchedulerSide:
         # The samples of one request (n > 1), and the prompts of a list, come with one and the same dict.
         given = request.kv_transfer_params = dict(given)
         try:
+            # Of a request that its front end has refused vLLM makes one that it aborts at once, for connectors that hold something. Ours holds nothing for
+            # it, but the prefill's engine may.
+            if getattr(request, "abort_immediately", False):
+                self._decline_refused(given)
+                return
             if given.get("do_remote_decode"):
                 self._new_source(request, given)
             elif given.get("do_remote_prefill"):
@@ -166,7 +173,6 @@ class SchedulerSide:
         self._pending[request.request_id] = Source(request, xfer, self._key_hash(request), self._moved(tokens), fanout)
 
     def _new_destination(self, request: Request, given: dict[str, Any]) -> None:
-        self._check_role("kv_producer", "receive")
         asked = spray.parse(given)
         if asked is None or asked.xfer is None or asked.peer is None:
             raise spray.ParamsError("no_params", "kv_transfer_params names no kvspray transfer and peer")
@@ -175,6 +181,11 @@ class SchedulerSide:
             raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
         if not self._client.connected:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
+        try:
+            self._check_role("kv_producer", "receive")
+        except spray.ParamsError as err:
+            self._client.decline(asked.xfer, self._key_hash(request), asked.peer, str(err))
+            raise
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
         wait = 0.0 if ready else self._settings.admission_s or self._client.partner_s
@@ -183,6 +194,7 @@ class SchedulerSide:
             try:
                 self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
             except ShimError as err:
+                self._decline(dest, "the prefill cannot be asked")
                 raise spray.ParamsError("not_asked", f"the prefill cannot be asked: {err}") from err
         self._destinations[request.request_id] = dest
 
@@ -198,11 +210,25 @@ class SchedulerSide:
         ]
         return self._hash(request.prompt_token_ids, lora, request.cache_salt or "", items)
 
+    def _decline(self, dest: Destination, reason: str) -> None:
+        """Nobody of this engine will come for that prompt, so the prefill's need not keep its blocks. Only for what no worker was given an EXPECT for, which
+        says it itself. It goes by the scheduler's own session: one word for all ranks, also where vLLM steps no worker."""
+        self._client.decline(dest.xfer, dest.hash, dest.peer, reason)
+
+    def _decline_refused(self, given: dict[str, Any]) -> None:
+        """The same for a request whose prompt vLLM keeps to itself: every prompt of its transfer, and every sample."""
+        asked = spray.parse(given)
+        if given.get("do_remote_prefill") and not given.get("do_remote_decode") and asked and asked.xfer and asked.peer:
+            for _ in range(asked.fanout):
+                self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, "refused by the engine's front end")
+
     def _serve_alone(self, request: Request, label: str, text: str) -> None:
         """This request is served as if there were no other engine."""
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
-        self._destinations.pop(request.request_id, None)
+        dest = self._destinations.pop(request.request_id, None)
+        if dest is not None:
+            self._decline(dest, text)
         self._pending.pop(request.request_id, None)
         self._stats.local(label)
         self._log.info("kvspray: request %s is served without a transfer: %s", request.request_id, text)
@@ -262,6 +288,7 @@ class SchedulerSide:
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         if external <= 0:
+            self._decline(dest, "the engine takes none of it")
             return
         # vLLM may take fewer tokens than it was offered, from the end (down to a block's boundary, say). They begin behind what it
         # had when it asked. More may be loaded than it takes, into blocks of this request: it computes that part again.
@@ -277,6 +304,7 @@ class SchedulerSide:
                 f"the engine takes {external} tokens behind its own {dest.computed}, and group {short} has {len(table[short])} blocks of "
                 f"{self._block_sizes[short]} for the {dest.tokens} that are sent"
             )
+            self._decline(dest, refused)
         self._meta.expects.append(
             Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, refused=refused)
         )
@@ -356,6 +384,7 @@ class SchedulerSide:
             self._sources.pop(req, None)
         for req in received:
             self._loading.discard(req)
+            self._ending.discard(req)
         if landed is None:
             return
         for req in landed.answered:
@@ -377,7 +406,9 @@ class SchedulerSide:
 
     def finished(self, request: Request, table: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         req = request.request_id
-        self._destinations.pop(req, None)
+        dest = self._destinations.pop(req, None)
+        if dest is not None:
+            self._decline(dest, "request finished: " + request.status.name)
         self._pending.pop(req, None)
         self._live.discard(req)
         if request.status.name not in DELIVERED:
@@ -386,6 +417,7 @@ class SchedulerSide:
         if req in self._loading:
             # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
             self._meta.cancels.append((req, "request finished: " + request.status.name))
+            self._ending.add(req)
             return False, None
         source = self._sources.get(req)
         if source is None:
@@ -418,7 +450,7 @@ class SchedulerSide:
         }
 
     def pending_push_work(self) -> bool:
-        return bool(self._spare) or any(source.finished for source in self._sources.values())
+        return bool(self._spare or self._ending) or any(source.finished for source in self._sources.values())
 
     def take_stats(self) -> KVSprayStats | None:
         if self._stats.is_empty():

@@ -79,7 +79,8 @@ class GpuFlags(Protocol):
 
 
 class SchedulerShim(Protocol):
-    """What the scheduler's side needs. No call blocks; await_admission raises ShimError where it cannot ask."""
+    """What the scheduler's side needs. No call blocks; await_admission raises ShimError where it cannot ask. A decline that cannot be sent costs the
+    other side its wait for a missing partner, and no more."""
 
     @property
     def connected(self) -> bool: ...
@@ -89,6 +90,7 @@ class SchedulerShim(Protocol):
     def partner_s(self) -> float: ...
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None: ...
     def admission(self, xfer: bytes, hash: bytes) -> Answer | None: ...
+    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None: ...
     def close(self) -> None: ...
 
 
@@ -216,8 +218,10 @@ def _lease(lease: int) -> int:
 class Scheduler:
     """SchedulerShim over kvspray.SchedulerClient."""
 
-    def __init__(self, socket: str | None, engine_id: str, log: logging.Logger) -> None:
-        self._c = kvspray.SchedulerClient(socket, engine=_engine(engine_id), log=log)
+    def __init__(self, socket: str | None, engine_id: str, log: logging.Logger, tp_size: int = 1, pp_size: int = 1) -> None:
+        # The sizes say for how many ranks a decline stands.
+        ranks = kvspray.Ranks(pp=(0, pp_size), tp=(0, tp_size))
+        self._c = kvspray.SchedulerClient(socket, engine=_engine(engine_id), log=log, ranks=ranks)
 
     @property
     def connected(self) -> bool:
@@ -244,6 +248,9 @@ class Scheduler:
         if answer is None or answer.state == kvspray.AdmissionState.PENDING:
             return None
         return Answer(answer.state.name.lower(), answer.message)
+
+    def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None:
+        self._c.decline(xfer, hash, peer, reason)
 
     def close(self) -> None:
         self._c.close()
