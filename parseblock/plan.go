@@ -91,6 +91,7 @@ type Match struct {
 	links    [][]pair // by layer of the receiver
 	from     [][]int  // layers of the source that a layer of the receiver is made from
 	feeds    [][]int  // layers of the receiver that a layer of the source has a part in
+	digest   [32]byte // of what plans are made from
 }
 
 // NewMatch pairs the planes of two layouts, as far as the share says; nil: all that both have.
@@ -109,6 +110,7 @@ func NewMatch(reg *Registry, src, dst *layout.Layout, share *Share) (*Match, err
 			}
 		}
 	}
+	m.digest = m.sum()
 	return m, nil
 }
 

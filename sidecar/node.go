@@ -130,7 +130,7 @@ func New(opt Options) (*Node, error) {
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
-	if err := n.metrics.Nonsense(opt.Registry, n.nonsense); err != nil {
+	if err := errors.Join(n.metrics.Nonsense(opt.Registry, n.nonsense), n.metrics.Refusals(opt.Registry, n.refusals)); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	n.copies = newCopies(n)

@@ -523,6 +523,16 @@ func (n *Node) nonsense() map[string]uint64 {
 	return n.d.ex.Nonsense()
 }
 
+// refusals is how many grants of peers we refused, by reason, for metrics.
+func (n *Node) refusals() map[string]uint64 {
+	n.d.mu.Lock()
+	defer n.d.mu.Unlock()
+	if n.d.ex == nil {
+		return nil
+	}
+	return n.d.ex.Refusals()
+}
+
 // railSamples is what the scheduler knows of each rail, for metrics.
 func (n *Node) railSamples() (out []metrics.RailSample) {
 	n.d.mu.Lock()

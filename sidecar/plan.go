@@ -62,6 +62,9 @@ type received struct {
 	side *parseblock.Resolver
 }
 
+// Version is that of the plans.
+func (p *planner) Version() uint32 { return parseblock.PlanVersion }
+
 // Receive plans all that x wants, as an engine of equal geometry would send it.
 func (p *planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
 	plan, err := p.receive(w, x, w.Own)

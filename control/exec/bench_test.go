@@ -93,12 +93,13 @@ func (x *loadedExec) begin() {
 		x.left[i] = append(x.left[i], left{})
 	}
 	x.slotOf[dst] = slot
-	gen := uint32(x.next)
+	gen, digest := uint32(x.next), plan.Digest()
 	if err := x.e.Message(x.now, x.peers[i], &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: &peerv1.Grant{
 		Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(dst), Gen: gen, Tokens: x.tokens, Skip: []uint32{0}, Fingerprint: x.w.Fingerprint[:],
 		Geometry: x.w.Geometry[:], DeadlineMs: millis(MaxDeadline), PartnerMs: 10000, Priority: 1, Team: make([]byte, 16), TeamSize: 1,
+		PlanVersion: simPlanner{}.Version(),
 		Parts: []*peerv1.Part{{Rank: x.w.Place.Rank(), Geometry: x.w.Geometry[:], Slot: slot, Gen: gen, Chunks: plan.space.NumChunks(),
-			Bytes: plan.space.TotalBytes()}}}}}); err != nil {
+			Bytes: plan.space.TotalBytes(), Digest: digest[:]}}}}}); err != nil {
 		x.tb.Fatal(err)
 	}
 	for l := range simLayers {

@@ -41,6 +41,8 @@ type Plan interface {
 	// Feeds lists the segments that a layer of the source has a part in, From the layers of the source that a segment is made from.
 	Feeds(layer int) []int
 	From(segment int) []int
+	// Digest is equal on two sides where every byte has the same place in the transfer space.
+	Digest() [32]byte
 }
 
 // Rank is a rank of a peer's engine: its name there, and the geometry of its cache.
@@ -59,6 +61,8 @@ type Part struct {
 
 // Planner makes plans. Implemented by the driver over parseblock.
 type Planner interface {
+	// Version counts the changes to how plans order bytes, of all that this planner makes. From 1.
+	Version() uint32
 	// Receive plans all that the engine of w wants.
 	Receive(w *connector.Worker, x *connector.Expect) (Plan, error)
 	// Divide plans the same from the ranks of another engine, each byte from exactly one of them; load says how busy a rank is. The

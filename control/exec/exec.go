@@ -57,6 +57,7 @@ type Exec struct {
 	asked     map[uint64]*await           // our own questions
 
 	nonsense   [numNonsense]uint64 // what peers said that no honest one says
+	refused    [numRefusals]uint64 // grants that we refused
 	describing map[described]*description
 	comparing  map[Comparison]map[*claim]struct{} // refusals that wait for their reason
 	rails      map[railID]bool                    // ours: whether their links are down

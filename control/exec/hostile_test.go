@@ -69,11 +69,12 @@ func goodGrant() *peerv1.Grant {
 	if err != nil {
 		panic(err)
 	}
-	sp := plan.Space()
+	sp, digest := plan.Space(), plan.Digest()
 	return &peerv1.Grant{Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
 		Tokens: targetTokens, Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte, 32), DeadlineMs: 10000, PartnerMs: 5000,
-		Team: make([]byte, len(lease.TeamID{})), TeamSize: 1,
-		Parts: []*peerv1.Part{{Rank: connector.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7, Gen: 3, Chunks: sp.NumChunks(), Bytes: sp.TotalBytes()}}}
+		Team: make([]byte, len(lease.TeamID{})), TeamSize: 1, PlanVersion: simPlanner{}.Version(),
+		Parts: []*peerv1.Part{{Rank: connector.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7, Gen: 3, Chunks: sp.NumChunks(), Bytes: sp.TotalBytes(),
+			Digest: digest[:]}}}
 }
 
 func grantFrame(g *peerv1.Grant) *peerv1.ControlFrame {
@@ -112,20 +113,28 @@ var hostileGrants = map[string]struct {
 		p.Rank = "pp1/tp0"
 		g.Parts = append(g.Parts, p)
 	}, 0, "parts[1].slot"},
-	"long share":      {func(g *peerv1.Grant) { g.Parts[0].Share = make([]uint32, 2*layout.MaxLayers+1) }, 0, "parts[0].share"},
-	"more tokens":     {func(g *peerv1.Grant) { g.Tokens *= 2 }, peerv1.GrantReply_PLAN, "transfer space: the receiver has 512 tokens"},
-	"more chunks":     {func(g *peerv1.Grant) { g.Parts[0].Chunks++ }, peerv1.GrantReply_PLAN, "transfer space"},
-	"no chunks":       {func(g *peerv1.Grant) { g.Parts[0].Chunks = 0 }, peerv1.GrantReply_PLAN, "0 chunks"},
-	"all chunks":      {func(g *peerv1.Grant) { g.Parts[0].Chunks = 1<<32 - 1 }, peerv1.GrantReply_PLAN, "4294967295 chunks"},
-	"more bytes":      {func(g *peerv1.Grant) { g.Parts[0].Bytes = 1<<64 - 1 }, peerv1.GrantReply_PLAN, "18446744073709551615 bytes"},
-	"another skip":    {func(g *peerv1.Grant) { g.Skip[0] = simBlock }, peerv1.GrantReply_PLAN, "transfer space"},
-	"other geometry":  {func(g *peerv1.Grant) { g.Parts[0].Geometry[0]++ }, peerv1.GrantReply_RANKS, "another shape"},
-	"unknown rank":    {func(g *peerv1.Grant) { g.Parts[0].Rank = "pp9/tp9" }, peerv1.GrantReply_RANKS, "other names"},
-	"rank too many":   {func(g *peerv1.Grant) { g.Parts = append(g.Parts, &peerv1.Part{Rank: "pp1/tp0"}) }, peerv1.GrantReply_RANKS, "1 ranks"},
-	"unlike teams":    {func(g *peerv1.Grant) { g.TeamSize = lease.MaxTeam + 1 }, 0, "team"},
-	"other prompt":    {func(g *peerv1.Grant) { g.Hash[0]++ }, 0, ""}, // waits for its own
-	"other transfer":  {func(g *peerv1.Grant) { g.Xfer[0]++ }, 0, ""},
-	"nothing is said": {func(g *peerv1.Grant) { proto.Reset(g) }, 0, "key"},
+	"long share":  {func(g *peerv1.Grant) { g.Parts[0].Share = make([]uint32, 2*layout.MaxLayers+1) }, 0, "parts[0].share"},
+	"more tokens": {func(g *peerv1.Grant) { g.Tokens *= 2 }, peerv1.GrantReply_PLAN, "tokens = 512 at the receiver, 256 at the source"},
+	"more chunks": {func(g *peerv1.Grant) { g.Parts[0].Chunks++ }, peerv1.GrantReply_PLAN, "parts[pp0/tp0].chunks"},
+	"no chunks":   {func(g *peerv1.Grant) { g.Parts[0].Chunks = 0 }, peerv1.GrantReply_PLAN, "chunks = 0 at the receiver"},
+	"all chunks":  {func(g *peerv1.Grant) { g.Parts[0].Chunks = 1<<32 - 1 }, peerv1.GrantReply_PLAN, "chunks = 4294967295 at the receiver"},
+	"more bytes":  {func(g *peerv1.Grant) { g.Parts[0].Bytes = 1<<64 - 1 }, peerv1.GrantReply_PLAN, "bytes = 18446744073709551615 at the receiver"},
+	"no plan version": {func(g *peerv1.Grant) { g.PlanVersion = 0 }, peerv1.GrantReply_PLAN,
+		"plan_version = none at the receiver, 1 at the source: upgrade the sidecar of the receiver (decode)"},
+	"newer plans": {func(g *peerv1.Grant) { g.PlanVersion = 2 }, peerv1.GrantReply_PLAN,
+		"plan_version = 2 at the receiver, 1 at the source: upgrade the sidecar of the source (prefill)"},
+	"no digest": {func(g *peerv1.Grant) { g.Parts[0].Digest = nil }, peerv1.GrantReply_PLAN, "parts[pp0/tp0].digest = "},
+	"other digest": {func(g *peerv1.Grant) { g.Parts[0].Digest[0]++ }, peerv1.GrantReply_PLAN,
+		"0101000000000000 at the receiver, 0001000000000000 at the source: bytes would come to other places; run one release of kvspray on both sides"},
+	"digest of 33 bytes": {func(g *peerv1.Grant) { g.Parts[0].Digest = append(g.Parts[0].Digest, 0) }, peerv1.GrantReply_PLAN, "parts[pp0/tp0].digest = "},
+	"another skip":       {func(g *peerv1.Grant) { g.Skip[0] = simBlock }, peerv1.GrantReply_PLAN, "parts[pp0/tp0].bytes"},
+	"other geometry":     {func(g *peerv1.Grant) { g.Parts[0].Geometry[0]++ }, peerv1.GrantReply_RANKS, "another shape"},
+	"unknown rank":       {func(g *peerv1.Grant) { g.Parts[0].Rank = "pp9/tp9" }, peerv1.GrantReply_RANKS, "other names"},
+	"rank too many":      {func(g *peerv1.Grant) { g.Parts = append(g.Parts, &peerv1.Part{Rank: "pp1/tp0"}) }, peerv1.GrantReply_RANKS, "1 ranks"},
+	"unlike teams":       {func(g *peerv1.Grant) { g.TeamSize = lease.MaxTeam + 1 }, 0, "team"},
+	"other prompt":       {func(g *peerv1.Grant) { g.Hash[0]++ }, 0, ""}, // waits for its own
+	"other transfer":     {func(g *peerv1.Grant) { g.Xfer[0]++ }, 0, ""},
+	"nothing is said":    {func(g *peerv1.Grant) { proto.Reset(g) }, 0, "key"},
 }
 
 // What is wrong in a grant is named, to the log where it is no grant at all and to the peer where it cannot be served, and not a byte
@@ -509,4 +518,22 @@ func FuzzMessage(f *testing.F) {
 			t.Fatalf("%d keys wait forever", n)
 		}
 	})
+}
+
+// Each thing that two sides may disagree about is counted apart: an operator who upgrades one by one sees which.
+func TestRefusalsAreCounted(t *testing.T) {
+	for name, why := range map[string]Refusal{"no plan version": RefusedPlanVersion, "newer plans": RefusedPlanVersion, "other digest": RefusedPlanDigest,
+		"more chunks": RefusedPlanChunks, "more bytes": RefusedPlanBytes, "more tokens": RefusedPlanTokens} {
+		tg := newTarget()
+		g := goodGrant()
+		hostileGrants[name].change(g)
+		if err := tg.ex.Message(2, tg.peer, grantFrame(g)); err != nil {
+			t.Fatal(err)
+		}
+		for label, n := range tg.ex.Refusals() {
+			if want := map[bool]uint64{true: 1}[label == why.String()]; n != want {
+				t.Errorf("%s: %s is counted %d times, want %d", name, label, n, want)
+			}
+		}
+	}
 }

@@ -264,7 +264,7 @@ func (e *Exec) bindClaim(now Instant, c *claim) bool {
 			return true
 		}
 		if err != nil {
-			e.refuse(now, in, peerv1.GrantReply_PLAN, err.Error())
+			e.refuseFor(now, in, peerv1.GrantReply_PLAN, refusalOf(err), err.Error())
 			return true
 		}
 	}
@@ -300,26 +300,6 @@ func (e *Exec) unlike(now Instant, c *claim, w *connector.Worker) {
 	e.compare(now, c, w)
 }
 
-// planPart plans what a part wants of s. What both sides compute for themselves must come out the same.
-func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
-	m, part := c.in.msg, c.part
-	switch {
-	case string(part.Geometry) != string(s.ws.w.Geometry[:]):
-		return nil, fmt.Errorf("the cache of rank %s has another shape than the grant says", part.Rank)
-	case m.Tokens != s.in.Tokens:
-		return nil, fmt.Errorf("transfer space: the receiver has %d tokens, the source %d", m.Tokens, s.in.Tokens)
-	}
-	plan, err := e.cfg.Planner.Send(s.ws.w, m, part)
-	if err != nil {
-		return nil, err
-	}
-	if sp := plan.Space(); sp.NumChunks() != part.Chunks || sp.TotalBytes() != part.Bytes {
-		return nil, fmt.Errorf("transfer space: the receiver has %d chunks, %d bytes of rank %s, the source %d, %d", part.Chunks, part.Bytes, part.Rank,
-			sp.NumChunks(), sp.TotalBytes())
-	}
-	return plan, nil
-}
-
 // open starts to send a part.
 func (e *Exec) open(now Instant, c *claim, plan Plan) {
 	in, s, m := c.in, c.src, c.in.msg
@@ -350,6 +330,11 @@ func (e *Exec) open(now Instant, c *claim, plan Plan) {
 
 // refuse answers a grant for good; the receiver gives up, and so its places are free.
 func (e *Exec) refuse(now Instant, in *inbound, code peerv1.GrantReply_Code, message string) {
+	e.refuseFor(now, in, code, refusals[code], message)
+}
+
+func (e *Exec) refuseFor(now Instant, in *inbound, code peerv1.GrantReply_Code, why Refusal, message string) {
+	e.refused[why]++
 	e.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{
 		Destination: leaseMsg(in.id.Dest), Code: code, Message: message, Gen: in.msg.Gen}}})
 	if e.inbound[in.id] == in {

@@ -83,6 +83,7 @@ func (e *Exec) grant(now Instant, d *dest) {
 		Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:], Priority: uint32(d.x.Priority),
 		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now), Integrity: e.cfg.Integrity,
 		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)), Tiers: e.tiersOf(d.ws),
+		PlanVersion: e.cfg.Planner.Version(),
 	}
 	for i := range parts {
 		q := &parts[i]
@@ -103,6 +104,8 @@ func (e *Exec) grant(now Instant, d *dest) {
 		sp := q.Plan.Space()
 		l.Part.Geometry, l.Part.Slot, l.Part.Gen, l.Part.Share = q.Geometry[:], uint32(slot), uint32(gen), q.Share
 		l.Part.Chunks, l.Part.Bytes = sp.NumChunks(), sp.TotalBytes()
+		digest := q.Plan.Digest()
+		l.Part.Digest = digest[:]
 		l.full = sp.NumChunks() == 0
 		o.lands = append(o.lands, l)
 		if !l.full {

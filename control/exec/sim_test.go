@@ -2,6 +2,7 @@ package exec
 
 import (
 	"container/heap"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -158,11 +159,19 @@ func (p *simPlan) Ready(l int, tokens uint32, final bool) transfer.Range {
 
 func (p *simPlan) Feeds(l int) []int { return simSelf[l : l+1] }
 
+func (p *simPlan) Digest() (d [32]byte) {
+	binary.LittleEndian.PutUint32(d[:], p.tokens)
+	binary.LittleEndian.PutUint32(d[4:], p.skip)
+	return d
+}
+
 func (p *simPlan) From(seg int) []int { return simSelf[seg : seg+1] }
 
 var simSelf = [simLayers]int{0, 1, 2, 3}
 
 type simPlanner struct{}
+
+func (simPlanner) Version() uint32 { return 1 }
 
 func (simPlanner) Receive(_ *connector.Worker, x *connector.Expect) (Plan, error) {
 	return newSimPlan(x.Tokens, x.Skip)

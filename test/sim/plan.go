@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"crypto/sha256"
 	"fmt"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
@@ -54,6 +55,10 @@ func (p *plan) place(chunk uint32) (layer int, i uint32) {
 
 func (p *plan) Space() *transfer.Space { return p.space }
 
+func (p *plan) Digest() [32]byte {
+	return sha256.Sum256(fmt.Append(nil, p.span, p.source, p.tokens))
+}
+
 func (p *plan) Ready(segment int, tokens uint32, final bool) transfer.Range {
 	r, _ := p.space.Segment(segment)
 	if final && tokens >= p.tokens {
@@ -99,6 +104,8 @@ func (p planner) unknown(all ...[]byte) error {
 	}
 	return nil
 }
+
+func (p planner) Version() uint32 { return 1 }
 
 func (p planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
 	s := heldBy(w.Geometry[:])

@@ -1163,23 +1163,26 @@ func (x *Admitted) GetMessage() string {
 // Grant offers a destination lease for a key. Destination to source. Its parts divide the receiver's cache among the ranks of the
 // engine that has the prompt; the shares are so made that each byte comes from exactly one of them.
 type Grant struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Xfer          []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`
-	Hash          []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`
-	Destination   *Lease                 `protobuf:"bytes,3,opt,name=destination,proto3" json:"destination,omitempty"`
-	Gen           uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"`                // of this offer: it grows each time that the lease is granted
-	Tokens        uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`          // whole prompt
-	Skip          []uint32               `protobuf:"varint,7,rep,packed,name=skip,proto3" json:"skip,omitempty"`       // per cache group of the receiver: tokens that it already has
-	Fingerprint   []byte                 `protobuf:"bytes,8,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // 32 bytes
-	Geometry      []byte                 `protobuf:"bytes,9,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes, of the receiver's layout; Describe says what is behind it
-	Priority      uint32                 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
-	DeadlineMs    uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // what is left; durations only, never wall clocks across hosts
-	PartnerMs     uint32                 `protobuf:"varint,14,opt,name=partner_ms,json=partnerMs,proto3" json:"partner_ms,omitempty"`
-	Integrity     uint32                 `protobuf:"varint,16,opt,name=integrity,proto3" json:"integrity,omitempty"`               // 0 off, 1 transport, 2 crc32c
-	Team          []byte                 `protobuf:"bytes,17,opt,name=team,proto3" json:"team,omitempty"`                          // 16 bytes: the receivers of one decode request, one for each rank of its engine
-	TeamSize      uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // how many they are
-	Parts         []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, those included that give nothing
-	Tiers         []*RailTier            `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"`                        // how near the receiver's rails are to its memory; those that are left out: unknown
+	state       protoimpl.MessageState `protogen:"open.v1"`
+	Xfer        []byte                 `protobuf:"bytes,1,opt,name=xfer,proto3" json:"xfer,omitempty"`
+	Hash        []byte                 `protobuf:"bytes,2,opt,name=hash,proto3" json:"hash,omitempty"`
+	Destination *Lease                 `protobuf:"bytes,3,opt,name=destination,proto3" json:"destination,omitempty"`
+	Gen         uint32                 `protobuf:"varint,5,opt,name=gen,proto3" json:"gen,omitempty"`                // of this offer: it grows each time that the lease is granted
+	Tokens      uint32                 `protobuf:"varint,6,opt,name=tokens,proto3" json:"tokens,omitempty"`          // whole prompt
+	Skip        []uint32               `protobuf:"varint,7,rep,packed,name=skip,proto3" json:"skip,omitempty"`       // per cache group of the receiver: tokens that it already has
+	Fingerprint []byte                 `protobuf:"bytes,8,opt,name=fingerprint,proto3" json:"fingerprint,omitempty"` // 32 bytes
+	Geometry    []byte                 `protobuf:"bytes,9,opt,name=geometry,proto3" json:"geometry,omitempty"`       // 32 bytes, of the receiver's layout; Describe says what is behind it
+	Priority    uint32                 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
+	DeadlineMs  uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // what is left; durations only, never wall clocks across hosts
+	PartnerMs   uint32                 `protobuf:"varint,14,opt,name=partner_ms,json=partnerMs,proto3" json:"partner_ms,omitempty"`
+	Integrity   uint32                 `protobuf:"varint,16,opt,name=integrity,proto3" json:"integrity,omitempty"`               // 0 off, 1 transport, 2 crc32c
+	Team        []byte                 `protobuf:"bytes,17,opt,name=team,proto3" json:"team,omitempty"`                          // 16 bytes: the receivers of one decode request, one for each rank of its engine
+	TeamSize    uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // how many they are
+	Parts       []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, those included that give nothing
+	// Counts the changes to how a transfer space orders bytes. The source refuses another one than its own, and 0, which a sidecar sends
+	// that has no digests.
+	PlanVersion   uint32      `protobuf:"varint,21,opt,name=plan_version,json=planVersion,proto3" json:"plan_version,omitempty"`
+	Tiers         []*RailTier `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"` // how near the receiver's rails are to its memory; those that are left out: unknown
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1319,6 +1322,13 @@ func (x *Grant) GetParts() []*Part {
 	return nil
 }
 
+func (x *Grant) GetPlanVersion() uint32 {
+	if x != nil {
+		return x.PlanVersion
+	}
+	return 0
+}
+
 func (x *Grant) GetTiers() []*RailTier {
 	if x != nil {
 		return x.Tiers
@@ -1398,6 +1408,7 @@ type Part struct {
 	Bytes             uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	Share             []uint32               `protobuf:"varint,7,rep,packed,name=share,proto3" json:"share,omitempty"` // pairs (layers, roles) over the receiver's layers in order; empty: all that both have
 	TokensByTransport map[string][]byte      `protobuf:"bytes,8,rep,name=tokens_by_transport,json=tokensByTransport,proto3" json:"tokens_by_transport,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Digest            []byte                 `protobuf:"bytes,9,opt,name=digest,proto3" json:"digest,omitempty"` // 32 bytes, of all that says where in the transfer space a byte is; the source computes its own and compares
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
@@ -1484,6 +1495,13 @@ func (x *Part) GetShare() []uint32 {
 func (x *Part) GetTokensByTransport() map[string][]byte {
 	if x != nil {
 		return x.TokensByTransport
+	}
+	return nil
+}
+
+func (x *Part) GetDigest() []byte {
+	if x != nil {
+		return x.Digest
 	}
 	return nil
 }
@@ -2219,7 +2237,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aUNKNOWN\x10\x00\x12\f\n" +
 	"\bADMITTED\x10\x01\x12\v\n" +
 	"\aREFUSED\x10\x02\x12\b\n" +
-	"\x04GONE\x10\x03\"\x86\x04\n" +
+	"\x04GONE\x10\x03\"\xa9\x04\n" +
 	"\x05Grant\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x128\n" +
@@ -2237,13 +2255,14 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\tintegrity\x18\x10 \x01(\rR\tintegrity\x12\x12\n" +
 	"\x04team\x18\x11 \x01(\fR\x04team\x12\x1b\n" +
 	"\tteam_size\x18\x12 \x01(\rR\bteamSize\x12+\n" +
-	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05parts\x12/\n" +
+	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05parts\x12!\n" +
+	"\fplan_version\x18\x15 \x01(\rR\vplanVersion\x12/\n" +
 	"\x05tiers\x18\x14 \x03(\v2\x19.kvspray.peer.v1.RailTierR\x05tiersJ\x04\b\x04\x10\x05J\x04\b\n" +
 	"\x10\vJ\x04\b\v\x10\fJ\x04\b\x0f\x10\x10\"P\n" +
 	"\bRailTier\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
 	"\x04rail\x18\x02 \x01(\tR\x04rail\x12\x12\n" +
-	"\x04tier\x18\x03 \x01(\rR\x04tier\"\xc4\x02\n" +
+	"\x04tier\x18\x03 \x01(\rR\x04tier\"\xdc\x02\n" +
 	"\x04Part\x12\x12\n" +
 	"\x04rank\x18\x01 \x01(\tR\x04rank\x12\x1a\n" +
 	"\bgeometry\x18\x02 \x01(\fR\bgeometry\x12\x12\n" +
@@ -2252,7 +2271,8 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x06chunks\x18\x05 \x01(\rR\x06chunks\x12\x14\n" +
 	"\x05bytes\x18\x06 \x01(\x04R\x05bytes\x12\x14\n" +
 	"\x05share\x18\a \x03(\rR\x05share\x12\\\n" +
-	"\x13tokens_by_transport\x18\b \x03(\v2,.kvspray.peer.v1.Part.TokensByTransportEntryR\x11tokensByTransport\x1aD\n" +
+	"\x13tokens_by_transport\x18\b \x03(\v2,.kvspray.peer.v1.Part.TokensByTransportEntryR\x11tokensByTransport\x12\x16\n" +
+	"\x06digest\x18\t \x01(\fR\x06digest\x1aD\n" +
 	"\x16TokensByTransportEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\fR\x05value:\x028\x01\"6\n" +

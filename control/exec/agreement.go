@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package exec
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+)
+
+// Receiver and source each compute the transfer space of a part, and frames name places in it. The source compares all that says where a byte is
+// there, before it sends the first one: what they disagree about would arrive intact at the wrong place.
+
+// Refusal says why a source refused a grant. It is a label of metrics.
+type Refusal uint8
+
+// The refusals.
+const (
+	RefusedOther       Refusal = iota
+	RefusedNoPartner           // no intent of its key came
+	RefusedMismatch            // same transfer, another prompt
+	RefusedFingerprint         // the caches differ
+	RefusedGone                // the source lease is over
+	RefusedLimit
+	RefusedDraining
+	RefusedPlan         // it cannot be planned
+	RefusedPlanVersion  // the sidecars are of releases that order bytes otherwise
+	RefusedPlanGeometry // of the rank
+	RefusedPlanTokens   // of the prompt
+	RefusedPlanChunks   // of the transfer space
+	RefusedPlanBytes    // likewise
+	RefusedPlanDigest   // likewise: everything else is equal
+	numRefusals
+)
+
+var refusalNames = [numRefusals]string{"other", "no_partner", "mismatch", "fingerprint", "gone", "limit", "draining", "plan", "plan_version",
+	"plan_geometry", "plan_tokens", "plan_chunks", "plan_bytes", "plan_digest"}
+
+// String is the label of metrics.
+func (r Refusal) String() string { return refusalNames[r] }
+
+// refusals are those that the code of the answer says all of.
+var refusals = map[peerv1.GrantReply_Code]Refusal{
+	peerv1.GrantReply_NO_PARTNER: RefusedNoPartner, peerv1.GrantReply_MISMATCH: RefusedMismatch, peerv1.GrantReply_FINGERPRINT: RefusedFingerprint,
+	peerv1.GrantReply_PLAN: RefusedPlan, peerv1.GrantReply_GONE: RefusedGone, peerv1.GrantReply_LIMIT: RefusedLimit,
+	peerv1.GrantReply_DRAINING: RefusedDraining,
+}
+
+// Refusals is how many grants of peers were refused, by reason.
+func (e *Exec) Refusals() map[string]uint64 {
+	counts := make(map[string]uint64, numRefusals)
+	for why, n := range e.refused {
+		counts[Refusal(why).String()] = n
+	}
+	return counts
+}
+
+// disagreement is a field of a grant that the source computes, too, and that came out otherwise.
+type disagreement struct {
+	why              Refusal
+	field            string
+	receiver, source string
+	remedy           string
+}
+
+func (d *disagreement) Error() string {
+	return fmt.Sprintf("%s = %s at the receiver, %s at the source: %s", d.field, d.receiver, d.source, d.remedy)
+}
+
+// refusalOf is the reason for which err refuses a part.
+func refusalOf(err error) Refusal {
+	var d *disagreement
+	if errors.As(err, &d) {
+		return d.why
+	}
+	return RefusedPlan
+}
+
+// sameRelease is the remedy where no number tells which side is older.
+const sameRelease = "bytes would come to other places; run one release of kvspray on both sides, and report this where they are of one"
+
+// planPart plans what a part wants of s. What both sides compute for themselves must come out the same.
+func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
+	m, part := c.in.msg, c.part
+	if ours := e.cfg.Planner.Version(); m.PlanVersion != ours {
+		return nil, otherVersion(m.PlanVersion, ours)
+	}
+	of := func(field string) string { return "parts[" + part.Rank + "]." + field }
+	differs := func(why Refusal, field string, receiver, source any, remedy string) error {
+		return &disagreement{why, field, fmt.Sprint(receiver), fmt.Sprint(source), remedy}
+	}
+	switch {
+	case string(part.Geometry) != string(s.ws.w.Geometry[:]):
+		return nil, differs(RefusedPlanGeometry, of("geometry"), fmt.Sprintf("%.8x", part.Geometry), fmt.Sprintf("%.8x", s.ws.w.Geometry[:]),
+			"the rank's cache has another shape; the receiver asks again for those that there are")
+	case m.Tokens != s.in.Tokens:
+		return nil, differs(RefusedPlanTokens, "tokens", m.Tokens, s.in.Tokens, "the engines count the prompt's tokens otherwise; run one release of the plug-in on both sides")
+	}
+	plan, err := e.cfg.Planner.Send(s.ws.w, m, part)
+	if err != nil {
+		return nil, err
+	}
+	sp, digest := plan.Space(), plan.Digest()
+	switch {
+	case sp.NumChunks() != part.Chunks:
+		return nil, differs(RefusedPlanChunks, of("chunks"), part.Chunks, sp.NumChunks(), sameRelease)
+	case sp.TotalBytes() != part.Bytes:
+		return nil, differs(RefusedPlanBytes, of("bytes"), part.Bytes, sp.TotalBytes(), sameRelease)
+	case !bytes.Equal(digest[:], part.Digest):
+		return nil, differs(RefusedPlanDigest, of("digest"), fmt.Sprintf("%.8x", part.Digest), fmt.Sprintf("%.8x", digest[:]), sameRelease)
+	}
+	return plan, nil
+}
+
+// otherVersion refuses the plans of another release, and says which side is older.
+func otherVersion(receiver, source uint32) error {
+	d := &disagreement{RefusedPlanVersion, "plan_version", fmt.Sprint(receiver), fmt.Sprint(source), "upgrade the sidecar of the receiver (decode)"}
+	if receiver > source {
+		d.remedy = "upgrade the sidecar of the source (prefill)"
+	}
+	if receiver == 0 {
+		d.receiver = "none"
+	}
+	return d
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package parseblock
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/binary"
+
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// PlanVersion counts the changes to how a plan orders the bytes of a transfer space. Raise it with every change that moves a byte
+// to another place there, of which Digest would show nothing: the order of rows, heads and columns in a page, or what a number below
+// means. Two sidecars of different versions refuse each other's plans.
+const PlanVersion = 1
+
+const (
+	matchDomain = "kvspray-plan-layers-v1"
+	planDomain  = "kvspray-plan-v1"
+)
+
+// rules are what a release, and not a layout or a prompt, says about every plan.
+type rules struct{ version, chunkBytes uint64 }
+
+var ourRules = rules{PlanVersion, transfer.ChunkBytes}
+
+// Digest is equal on two sides where every byte has the same place in the transfer space. Each side computes it from its own plan,
+// and the source sends nothing to a receiver that has another one: every byte would arrive intact, and in the wrong place.
+//
+// It covers the order of segments, the planes of each with the axes, heads and layers that they are cut from, the tokens that each
+// segment holds, the pages that are cut, and how segments become chunks. It leaves out where a side keeps its pages: strides, bases,
+// block tables. Segments of equal numbers that follow one another are written once, with their count, so the cost depends on how many
+// kinds of layers a model has and not on its length or that of the prompt.
+func (p *Plan) Digest() [32]byte { return p.digest(ourRules) }
+
+func (p *Plan) digest(r rules) [32]byte {
+	var room [1024]byte
+	b := append(room[:0], planDomain...)
+	b = appendNums(b, r.version, r.chunkBytes)
+	b = append(b, p.match.digest[:]...)
+	b = appendNums(b, uint64(p.tokens), uint64(p.space.NumChunks()), p.space.TotalBytes(), uint64(len(p.segs)))
+	last, next := -1, uint32(0) // where the last different segment stands, behind the count of those that are equal to it
+	for i := range p.segs {
+		r, size := p.space.Segment(i)
+		at := len(b)
+		// Chunks between two segments would make another space, so the distance from the end of the last one counts.
+		b = appendNums(b, 1, uint64(r.First-next), uint64(r.Count), size)
+		b = p.segs[i].append(b)
+		next = r.End()
+		if last >= 0 && bytes.Equal(b[last+8:at], b[at+8:]) {
+			b = b[:at]
+			binary.LittleEndian.PutUint64(b[last:], binary.LittleEndian.Uint64(b[last:])+1)
+			continue
+		}
+		last = at
+	}
+	return sha256.Sum256(b)
+}
+
+// append adds what says which tokens and rows a segment holds.
+func (s *segment) append(b []byte) []byte {
+	b = appendNums(b, uint64(s.group), boolNum(s.state), uint64(s.n), uint64(s.block0), uint64(s.full), s.page, s.tail, uint64(len(s.tails)))
+	b = appendNums(b, s.tails...)
+	if s.cut == nil {
+		return appendNums(b, 0)
+	}
+	b = appendNums(b, 1, uint64(s.cut.pages), s.cut.bytes, s.cut.lacks)
+	return appendNums(b, s.cut.rows...)
+}
+
+// sum covers what follows from the two layouts and the share: the layers in their order and the pairs of planes of each.
+func (m *Match) sum() [32]byte {
+	h := sha256.New()
+	b := append(make([]byte, 0, 1024), matchDomain...)
+	b = appendNums(b, uint64(len(m.links)))
+	for flat, pairs := range m.links {
+		b = appendText(b, layerName(m.dst, flat))
+		b = appendNums(b, uint64(len(pairs)))
+		for i := range pairs {
+			p := &pairs[i]
+			b = appendText(b, layerName(m.src, p.from.flat))
+			b = p.append(b)
+		}
+		h.Write(b)
+		b = b[:0]
+	}
+	return [32]byte(h.Sum(b[:0]))
+}
+
+// append adds what says which cells a pair moves, in which order.
+func (p *pair) append(b []byte) []byte {
+	b = appendNums(b, uint64(p.role), uint64(p.unit), boolNum(p.headMajor), boolNum(p.colMajor), boolNum(p.turned),
+		p.cell, p.heads, p.cols, p.rows, p.rowTokens, p.head0)
+	for i, s := range [2]*place{&p.from, &p.to} {
+		h := p.headsOf[i]
+		b = appendNums(b, uint64(s.group), uint64(s.flat), s.tokens, uint64(h.first), uint64(h.count))
+	}
+	return b
+}
+
+func layerName(l *layout.Layout, flat int) string {
+	if g, i, ok := l.LayerAt(flat); ok {
+		return l.Groups[g].Layers[i].Name
+	}
+	return ""
+}
+
+func boolNum(v bool) uint64 {
+	if v {
+		return 1
+	}
+	return 0
+}
+
+func appendText(b []byte, s string) []byte {
+	return append(appendNums(b, uint64(len(s))), s...)
+}
+
+func appendNums(b []byte, all ...uint64) []byte {
+	for _, v := range all {
+		b = binary.LittleEndian.AppendUint64(b, v)
+	}
+	return b
+}

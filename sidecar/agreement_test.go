@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sidecar
+
+import (
+	"bytes"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/parseblock"
+)
+
+// otherOrder is a strategy as another release may have it: the same planes of the same pages, in another order of the transfer space.
+type otherOrder struct{ parseblock.Strategy }
+
+func (o otherOrder) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error) {
+	at := len(dst)
+	dst, err := o.Strategy.Planes(dst, g, l)
+	slices.Reverse(dst[at:])
+	return dst, err
+}
+
+// A source whose release orders the planes of a page otherwise is of the same geometry and counts the same chunks and bytes; K would land where
+// V belongs, with every checksum right. It refuses, by name, and not a byte of the receiver's blocks changes.
+func TestOtherOrderIsRefused(t *testing.T) {
+	shape := testShape
+	shape.Strategy = parseblock.FlashBlockFirst
+	p, d := pairOf(t, "tcp")
+	pe, de := newEngine(t, p, shape), newEngine(t, d, shape)
+	ask := func() connectortest.Completion {
+		t.Helper()
+		pr := newPrompt(64)
+		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Fanout: 1, Blocks: [][]uint32{{1, 2, 3, 4}}, Ready: 64, DeadlineMS: deadlineMS})
+		dst, err2 := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: 64, Peer: p.Endpoint(), Skip: []uint32{0}, Blocks: [][]uint32{{5, 6, 7, 8}},
+			DeadlineMS: deadlineMS, PartnerMS: partnerMS})
+		if err != nil || err2 != nil {
+			t.Fatal(err, err2)
+		}
+		c := de.wait(dst)
+		if c.Status != exec.StatusOK {
+			if err := pe.Cancel(src, "test", true); err != nil {
+				t.Fatal(err)
+			}
+		}
+		pe.wait(src)
+		return c
+	}
+	pe.random()
+	if c := ask(); c.Status != exec.StatusOK {
+		t.Fatalf("of one release: status %d, %+v", c.Status, c.Received)
+	}
+	same(t, pe, de, []uint32{1, 2, 3, 4}, []uint32{5, 6, 7, 8}, 64, 0)
+
+	s, _ := parseblock.Default().Get(shape.Strategy)
+	other, err := parseblock.NewRegistry(otherOrder{s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := p.engine.Workers()[0]
+	m, err := parseblock.NewMatch(other, w.Layout, w.Layout, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.enter()
+	w.Own = m
+	p.leave()
+	pe.random()
+	b, _ := de.region.Bytes()
+	before := bytes.Clone(b)
+	c := ask()
+	if c.Status != exec.StatusRefused || !strings.Contains(c.Received.Reason, "plan: parts[pp0/tp0].digest = ") ||
+		!strings.Contains(c.Received.Reason, " at the source: bytes would come to other places; run one release of kvspray on both sides") {
+		t.Errorf("status %d, reason %q", c.Status, c.Received.Reason)
+	}
+	if !bytes.Equal(before, b) {
+		t.Error("bytes were written")
+	}
+	if n := value(t, p, "kvspray_control_grants_refused_total", "reason", "plan_digest"); n != 1 {
+		t.Errorf("%g refusals are counted", n)
+	}
+}
