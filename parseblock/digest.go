@@ -11,9 +11,10 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// PlanVersion counts the changes to how a plan orders the bytes of a transfer space. Raise it with every change that moves a byte
-// to another place there, of which Digest would show nothing: the order of rows, heads and columns in a page, or what a number below
-// means. Two sidecars of different versions refuse each other's plans.
+// PlanVersion counts the changes to how a plan orders the bytes of a transfer space. Raise it with
+// every change that moves a byte to another place there, of which Digest would show nothing: the
+// order of rows, heads and columns in a page, or what a number below means. Two sidecars of
+// different versions refuse each other's plans.
 const PlanVersion = 1
 
 const (
@@ -26,13 +27,15 @@ type rules struct{ version, chunkBytes uint64 }
 
 var ourRules = rules{PlanVersion, transfer.ChunkBytes}
 
-// Digest is equal on two sides where every byte has the same place in the transfer space. Each side computes it from its own plan,
-// and the source sends nothing to a receiver that has another one: every byte would arrive intact, and in the wrong place.
+// Digest is equal on two sides where every byte has the same place in the transfer space. Each side
+// computes it from its own plan, and the source sends nothing to a receiver that has another one:
+// every byte would arrive intact, and in the wrong place.
 //
-// It covers the order of segments, the planes of each with the axes, heads and layers that they are cut from, the tokens that each
-// segment holds, the pages that are cut, and how segments become chunks. It leaves out where a side keeps its pages: strides, bases,
-// block tables. Segments of equal numbers that follow one another are written once, with their count, so the cost depends on how many
-// kinds of layers a model has and not on its length or that of the prompt.
+// It covers the order of segments, the planes of each with the axes, heads and layers that they are
+// cut from, the tokens that each segment holds, the pages that are cut, and how segments become
+// chunks. It leaves out where a side keeps its pages: strides, bases, block tables. Segments of
+// equal numbers that follow one another are written once, with their count, so the cost depends on
+// how many kinds of layers a model has and not on its length or that of the prompt.
 func (p *Plan) Digest() [32]byte { return p.digest(ourRules) }
 
 func (p *Plan) digest(r rules) [32]byte {
@@ -40,12 +43,15 @@ func (p *Plan) digest(r rules) [32]byte {
 	b := append(room[:0], planDomain...)
 	b = appendNums(b, r.version, r.chunkBytes)
 	b = append(b, p.match.digest[:]...)
-	b = appendNums(b, uint64(p.tokens), uint64(p.space.NumChunks()), p.space.TotalBytes(), uint64(len(p.segs)))
-	last, next := -1, uint32(0) // where the last different segment stands, behind the count of those that are equal to it
+	b = appendNums(b, uint64(p.tokens), uint64(p.space.NumChunks()), p.space.TotalBytes(),
+		uint64(len(p.segs)))
+	// where the last different segment stands, behind the count of those that are equal to it
+	last, next := -1, uint32(0)
 	for i := range p.segs {
 		r, size := p.space.Segment(i)
 		at := len(b)
-		// Chunks between two segments would make another space, so the distance from the end of the last one counts.
+		// Chunks between two segments would make another space, so the distance from the end of the
+		// last one counts.
 		b = appendNums(b, 1, uint64(r.First-next), uint64(r.Count), size)
 		b = p.segs[i].append(b)
 		next = r.End()
@@ -61,7 +67,8 @@ func (p *Plan) digest(r rules) [32]byte {
 
 // append adds what says which tokens and rows a segment holds.
 func (s *segment) append(b []byte) []byte {
-	b = appendNums(b, uint64(s.group), boolNum(s.state), uint64(s.n), uint64(s.block0), uint64(s.full), s.page, s.tail, uint64(len(s.tails)))
+	b = appendNums(b, uint64(s.group), boolNum(s.state), uint64(s.n), uint64(s.block0),
+		uint64(s.full), s.page, s.tail, uint64(len(s.tails)))
 	b = appendNums(b, s.tails...)
 	if s.cut == nil {
 		return appendNums(b, 0)
@@ -70,7 +77,8 @@ func (s *segment) append(b []byte) []byte {
 	return appendNums(b, s.cut.rows...)
 }
 
-// sum covers what follows from the two layouts and the share: the layers in their order and the pairs of planes of each.
+// sum covers what follows from the two layouts and the share: the layers in their order and the
+// pairs of planes of each.
 func (m *Match) sum() [32]byte {
 	h := sha256.New()
 	b := append(make([]byte, 0, 1024), matchDomain...)
@@ -91,11 +99,13 @@ func (m *Match) sum() [32]byte {
 
 // append adds what says which cells a pair moves, in which order.
 func (p *pair) append(b []byte) []byte {
-	b = appendNums(b, uint64(p.role), uint64(p.unit), boolNum(p.headMajor), boolNum(p.colMajor), boolNum(p.turned),
+	b = appendNums(b, uint64(p.role), uint64(p.unit), boolNum(p.headMajor), boolNum(p.colMajor),
+		boolNum(p.turned),
 		p.cell, p.heads, p.cols, p.rows, p.rowTokens, p.head0)
 	for i, s := range [2]*place{&p.from, &p.to} {
 		h := p.headsOf[i]
-		b = appendNums(b, uint64(s.group), uint64(s.flat), s.tokens, uint64(h.first), uint64(h.count))
+		b = appendNums(b, uint64(s.group), uint64(s.flat), s.tokens, uint64(h.first),
+			uint64(h.count))
 	}
 	return b
 }

@@ -27,16 +27,22 @@ func digestLayout(tp, rank int64, block uint32) *layout.Layout {
 	page := uint64(block) * 8 * 256 / uint64(tp)
 	layers := func(page uint64, names ...string) (out []layout.Layer) {
 		for i, n := range names {
-			out = append(out, layout.Layer{Name: n, Index: i, Base: uint64(i) << 40, BlockStride: page, PageBytes: page})
+			out = append(out, layout.Layer{Name: n, Index: i, Base: uint64(i) << 40,
+				BlockStride: page, PageBytes: page})
 		}
 		return out
 	}
-	state := map[string]int64{"k_heads": 8, "k_dim": 16, "v_heads": 8, "v_dim": 16, "conv_len": 3, "tp_size": tp, "tp_rank": rank}
+	state := map[string]int64{"k_heads": 8, "k_dim": 16, "v_heads": 8, "v_dim": 16, "conv_len": 3,
+		"tp_size": tp, "tp_rank": rank}
 	statePage := (3*(2*8*16+8*16)*2 + 8*16*16*2) / uint64(tp)
 	return &layout.Layout{DType: "bfloat16", Groups: []layout.Group{
-		{TokensPerBlock: block, Strategy: PackedNHD, Params: params(nil), NumBlocks: 1 << 16, Layers: layers(page, "l0", "l1")},
-		{TokensPerBlock: block, Strategy: FlashBlockFirstHND, Params: params(map[string]int64{"window": 40}), NumBlocks: 1 << 16, Layers: layers(page, "l2", "l3")},
-		{TokensPerBlock: block, Strategy: GDNState, Params: state, NumBlocks: 1 << 16, Layers: layers(statePage, "l4")},
+		{TokensPerBlock: block, Strategy: PackedNHD, Params: params(nil), NumBlocks: 1 << 16,
+			Layers: layers(page, "l0", "l1")},
+		{TokensPerBlock: block, Strategy: FlashBlockFirstHND,
+			Params: params(map[string]int64{"window": 40}), NumBlocks: 1 << 16, Layers: layers(page,
+				"l2", "l3")},
+		{TokensPerBlock: block, Strategy: GDNState, Params: state, NumBlocks: 1 << 16,
+			Layers: layers(statePage, "l4")},
 	}}
 }
 
@@ -60,26 +66,35 @@ func digestPlan(t testing.TB, change func(src, dst *layout.Layout)) *Plan {
 	return p
 }
 
-// Fields that the digest leaves out, each with the reason. A field that is in neither list is one that somebody added, and has to be decided.
+// Fields that the digest leaves out, each with the reason. A field that is in neither list is one
+// that somebody added, and has to be decided.
 var digestLeavesOut = map[string]string{
-	"place.off": "where a side keeps its pages", "place.block": "likewise", "place.tile": "likewise", "place.row": "likewise", "place.head": "likewise",
-	"place.col": "likewise", "place.reg": "likewise", "place.tileRows": "kernel blocks of one side: rows come in the order of tokens",
-	"place.tiles": "likewise",
-	"pair.step":   "rows that are copied together", "pair.full": "likewise",
+	"place.off": "where a side keeps its pages", "place.block": "likewise",
+	"place.tile": "likewise", "place.row": "likewise", "place.head": "likewise",
+	"place.col": "likewise", "place.reg": "likewise",
+	"place.tileRows": "kernel blocks of one side: rows come in the order of tokens",
+	"place.tiles":    "likewise",
+	"pair.step":      "rows that are copied together", "pair.full": "likewise",
 	"segment.pairs": "they are those of the match, which the digest covers by its own",
 }
 
 // planFields says of the other fields how the digest covers them.
 var planFields = map[string]string{
-	"Plan.Work": "below", "Plan.space": "chunks and bytes of each segment", "Plan.match": "its own digest",
-	"Work.src": "its names, by the match", "Work.dst": "its names, by the match", "Work.share": "by the pairs that are left", "Work.tokens": "covered",
+	"Plan.Work": "below", "Plan.space": "chunks and bytes of each segment",
+	"Plan.match": "its own digest",
+	"Work.src":   "its names, by the match", "Work.dst": "its names, by the match",
+	"Work.share": "by the pairs that are left", "Work.tokens": "covered",
 	"Work.segs": "field by field",
-	"Match.src": "its names", "Match.dst": "its names", "Match.share": "by the pairs that are left", "Match.links": "field by field",
-	"Match.from": "when bytes may leave, and not where to", "Match.feeds": "likewise", "Match.digest": "covered",
-	"Space.first": "covered", "Space.length": "covered", "Space.chunks": "covered", "Space.bytes": "covered",
+	"Match.src": "its names", "Match.dst": "its names", "Match.share": "by the pairs that are left",
+	"Match.links": "field by field",
+	"Match.from":  "when bytes may leave, and not where to", "Match.feeds": "likewise",
+	"Match.digest": "covered",
+	"Space.first":  "covered", "Space.length": "covered", "Space.chunks": "covered",
+	"Space.bytes": "covered",
 }
 
-// TestDigestCoversEveryField changes each field from which the place of a byte in the transfer space follows: no two digests are equal.
+// TestDigestCoversEveryField changes each field from which the place of a byte in the transfer
+// space follows: no two digests are equal.
 func TestDigestCoversEveryField(t *testing.T) {
 	p := digestPlan(t, nil)
 	seen := map[[32]byte]string{p.Digest(): "nothing"}
@@ -142,7 +157,8 @@ func TestDigestCoversEveryField(t *testing.T) {
 		}
 		walk(reflect.ValueOf(&p.segs[i]).Elem(), "", fmt.Sprintf("segment %d", i))
 		for k := range p.segs[i].pairs {
-			walk(reflect.ValueOf(&p.segs[i].pairs[k]).Elem(), "", fmt.Sprintf("segment %d pair %d", i, k))
+			walk(reflect.ValueOf(&p.segs[i].pairs[k]).Elem(), "", fmt.Sprintf("segment %d pair %d",
+				i, k))
 		}
 	}
 	for _, v := range []any{Plan{}, Work{}, Match{}, transfer.Space{}} {
@@ -166,12 +182,18 @@ func TestDigestCoversEveryField(t *testing.T) {
 	swap("the order of two segments", func() { p.segs[0], p.segs[2] = p.segs[2], p.segs[0] })
 	swap("the order of two layers", func() { m := p.match.links; m[0], m[1] = m[1], m[0] })
 	swap("the order of two planes", func() { l := p.match.links[2]; l[0], l[1] = l[1], l[0] })
-	swap("the names of two layers", func() { l := p.match.dst.Groups[0].Layers; l[0].Name, l[1].Name = l[1].Name, l[0].Name })
-	swap("the names of two layers of the source", func() { l := p.match.src.Groups[0].Layers; l[0].Name, l[1].Name = l[1].Name, l[0].Name })
+	swap("the names of two layers", func() {
+		l := p.match.dst.Groups[0].Layers
+		l[0].Name,
+			l[1].Name = l[1].Name, l[0].Name
+	})
+	swap("the names of two layers of the source",
+		func() { l := p.match.src.Groups[0].Layers; l[0].Name, l[1].Name = l[1].Name, l[0].Name })
 	p.tokens++
 	note("the prompt's length")
 	p.tokens--
-	for _, r := range []rules{{PlanVersion + 1, ourRules.chunkBytes}, {PlanVersion, 2 * ourRules.chunkBytes}} {
+	for _, r := range []rules{{PlanVersion + 1, ourRules.chunkBytes}, {PlanVersion,
+		2 * ourRules.chunkBytes}} {
 		if d := p.digest(r); seen[d] != "" {
 			t.Errorf("the digest under the rules %v is that where %s differs", r, seen[d])
 		}
@@ -182,20 +204,37 @@ func TestDigestCoversEveryField(t *testing.T) {
 	}
 }
 
-// What the two engines' layouts decide reaches the digest through the plan, and what each side decides for itself does not.
+// What the two engines' layouts decide reaches the digest through the plan, and what each side
+// decides for itself does not.
 func TestDigestFollowsLayouts(t *testing.T) {
 	was := digestPlan(t, nil).Digest()
 	for name, change := range map[string]func(src, dst *layout.Layout){
-		"two layers of the receiver change places": func(_, dst *layout.Layout) { slices.Reverse(dst.Groups[1].Layers) },
-		"two groups of both change places":         func(src, dst *layout.Layout) { slices.Reverse(src.Groups); slices.Reverse(dst.Groups) },
-		"heads outside":                            func(_, dst *layout.Layout) { dst.Groups[0].Strategy = PackedHND },
+		"two layers of the receiver change places": func(_,
+			dst *layout.Layout) {
+			slices.Reverse(dst.Groups[1].Layers)
+		},
+		"two groups of both change places": func(src,
+			dst *layout.Layout) {
+			slices.Reverse(src.Groups)
+			slices.Reverse(dst.Groups)
+		},
+		"heads outside": func(_,
+			dst *layout.Layout) {
+			dst.Groups[0].Strategy = PackedHND
+		},
 		"another rank of the source": func(src, _ *layout.Layout) {
 			for i := range src.Groups {
 				src.Groups[i].Params["tp_rank"] = 0
 			}
 		},
-		"a matrix that the receiver keeps turned, of equal sides": func(_, dst *layout.Layout) { dst.Groups[2].Params["state_order"] = 1 },
-		"another order of a convolution":                          func(_, dst *layout.Layout) { dst.Groups[2].Params["conv_order"] = 1 },
+		"a matrix that the receiver keeps turned, of equal sides": func(_,
+			dst *layout.Layout) {
+			dst.Groups[2].Params["state_order"] = 1
+		},
+		"another order of a convolution": func(_,
+			dst *layout.Layout) {
+			dst.Groups[2].Params["conv_order"] = 1
+		},
 		"a longer window": func(src, dst *layout.Layout) {
 			src.Groups[1].Params["window"], dst.Groups[1].Params["window"] = 90, 90
 		},
@@ -221,7 +260,10 @@ func TestDigestFollowsLayouts(t *testing.T) {
 			src.Groups[0].Layers[0].Base, dst.Groups[0].Layers[1].Region = 1<<50, 7
 			dst.Groups[0].Layers[0].BlockStride *= 2
 		},
-		"fewer blocks":        func(src, dst *layout.Layout) { src.Groups[0].NumBlocks, dst.Groups[0].NumBlocks = 100, 200 },
+		"fewer blocks": func(src, dst *layout.Layout) {
+			src.Groups[0].NumBlocks,
+				dst.Groups[0].NumBlocks = 100, 200
+		},
 		"the names of models": func(src, dst *layout.Layout) { src.Model, dst.Model = "a", "b" },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -234,7 +276,8 @@ func TestDigestFollowsLayouts(t *testing.T) {
 	for name, c := range map[string]struct {
 		tokens uint32
 		skip   []uint32
-	}{"a longer prompt": {1018, []uint32{0, 0, 0}}, "a skip": {1017, []uint32{32, 0, 0}}, "all of a group": {1017, []uint32{0, 1017, 0}}} {
+	}{"a longer prompt": {1018, []uint32{0, 0, 0}}, "a skip": {1017, []uint32{32, 0, 0}},
+		"all of a group": {1017, []uint32{0, 1017, 0}}} {
 		p, err := m.Plan(c.tokens, c.skip)
 		if err != nil {
 			t.Fatal(err)
@@ -245,8 +288,9 @@ func TestDigestFollowsLayouts(t *testing.T) {
 	}
 }
 
-// The digest of a plan that a release has made is that of the next one, unless PlanVersion was raised. Where this fails, bytes may have
-// another place than a sidecar of the release before puts them: raise PlanVersion, and write the new value here.
+// The digest of a plan that a release has made is that of the next one, unless PlanVersion was
+// raised. Where this fails, bytes may have another place than a sidecar of the release before puts
+// them: raise PlanVersion, and write the new value here.
 func TestDigestIsStable(t *testing.T) {
 	d := digestPlan(t, nil).Digest()
 	const want = "155eefa7175bf43e3debfb752958b1b7b2035999177fa3586b73b1ea680d71d0"
@@ -255,7 +299,8 @@ func TestDigestIsStable(t *testing.T) {
 	}
 }
 
-// Each side computes the digest once for each part of a grant, before the first byte: it must be next to nothing beside the plan.
+// Each side computes the digest once for each part of a grant, before the first byte: it must be
+// next to nothing beside the plan.
 func TestDigestIsCheap(t *testing.T) {
 	r := newReshaped()
 	m := r.meet(t)
@@ -267,13 +312,15 @@ func TestDigestIsCheap(t *testing.T) {
 		return
 	}
 	plan, digest := leastOf(func() { r.plan(t, m) }), leastOf(func() { p.Digest() })
-	t.Logf("%d tokens through 64 layers from two ranks: planned in %s, a digest in %s", benchTokens, plan, digest)
+	t.Logf("%d tokens through 64 layers from two ranks: planned in %s, a digest in %s", benchTokens,
+		plan, digest)
 	if digest > plan/4 {
 		t.Errorf("a digest takes %s, and the plans of two ranks %s", digest, plan)
 	}
 }
 
-// BenchmarkDigest is what agreement about the plan of 32,768 tokens through 64 layers costs each side, beside the plan itself.
+// BenchmarkDigest is what agreement about the plan of 32,768 tokens through 64 layers costs each
+// side, beside the plan itself.
 func BenchmarkDigest(b *testing.B) {
 	r := newReshaped()
 	p := r.plan(b, r.meet(b))[0]

@@ -44,10 +44,11 @@ type pair struct {
 	cols      uint64
 	rows      uint64 // of a block of the receiver; of the whole state
 	rowTokens uint64
-	step      uint64      // rows that lie in one kernel block on both sides, counted from any multiple of it
-	full      shape       // of a step
-	head0     uint64      // the first of the heads in the model
-	headsOf   [2]headSpan // of the model, that the source's plane has, and the receiver's
+	// rows that lie in one kernel block on both sides, counted from any multiple of it
+	step    uint64
+	full    shape       // of a step
+	head0   uint64      // the first of the heads in the model
+	headsOf [2]headSpan // of the model, that the source's plane has, and the receiver's
 }
 
 // headSpan is some of a model's heads.
@@ -271,7 +272,8 @@ func newPair(f, t *sited) pair {
 	first := max(f.FirstHead, t.FirstHead)
 	end := min(f.FirstHead+f.Heads, t.FirstHead+t.Heads)
 	p := pair{from: placeOf(f, first), to: placeOf(t, first), role: t.Role, unit: t.Unit, headMajor: t.HeadMajor, colMajor: t.ColMajor, cell: t.CellBytes,
-		cols: uint64(t.Cols), rows: uint64(t.Rows), rowTokens: uint64(max(t.RowTokens, 1)), head0: uint64(first),
+		cols: uint64(t.Cols), rows: uint64(t.Rows), rowTokens: uint64(max(t.RowTokens, 1)),
+		head0:  uint64(first),
 		turned: t.Transposed, headsOf: [2]headSpan{{f.FirstHead, f.Heads}, {t.FirstHead, t.Heads}}}
 	if end > first {
 		p.heads = uint64(end - first)

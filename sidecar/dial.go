@@ -41,6 +41,7 @@ type peerInfo struct {
 	Endpoint string
 	Claimed  string
 	Node     string
+	Release  string // of its build
 	HostBoot string
 	Rails    []*peerv1.Rail
 }
@@ -57,8 +58,11 @@ type dialer struct {
 type remote struct {
 	peer     transport.Peer
 	endpoint string
-	claimed  string // where it says that it serves, and its node's name: shown to people, believed by nobody
+	// where it says that it serves, its node's name and its release: shown to people, believed by
+	// nobody
+	claimed  string
 	node     string
+	release  string
 	hostBoot string
 	rails    []*peerv1.Rail     // the peer's, as it said last; never changed in place
 	ctx      context.Context    // of the lanes that we keep; nil where the peer keeps them
@@ -85,7 +89,8 @@ func (n *Node) peerKey(boot transfer.Boot) (transport.Peer, bool) {
 
 // selfUp makes the node its own peer: one sidecar may serve both sides.
 func (n *Node) selfUp() {
-	info := peerInfo{Boot: n.boot, Key: n.self.Key, Endpoint: n.Endpoint(), HostBoot: n.host, Rails: n.railList()}
+	info := peerInfo{Boot: n.boot, Key: n.self.Key, Endpoint: n.Endpoint(), Release: n.version,
+		HostBoot: n.host, Rails: n.railList()}
 	n.peerUp(info)
 }
 
@@ -106,7 +111,7 @@ func (n *Node) peerUp(in peerInfo) {
 		}
 	}
 	r.peer = transport.Peer{Boot: in.Boot, Self: n.boot, Key: in.Key}
-	r.claimed, r.node = in.Claimed, in.Node
+	r.claimed, r.node, r.release = in.Claimed, in.Node, in.Release
 	r.endpoint = cmp.Or(in.Endpoint, r.endpoint) // one that came to us may be reached later
 	delete(d.unreached, in.Endpoint)
 	count := len(d.peers) - 1
@@ -137,7 +142,7 @@ func judged(err error) error {
 	switch {
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return fmt.Errorf("%w: %w", exec.ErrNobody, err)
-	case errors.Is(err, peer.ErrUnsafe):
+	case errors.Is(err, peer.ErrUnsafe), errors.Is(err, peer.ErrRelease):
 		return fmt.Errorf("%w: %w", exec.ErrNever, err)
 	case strings.Contains(err.Error(), "HTTP/1.1 header"): // of an error of gRPC's that has no type
 		return stranger{"an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651)", err}

@@ -130,7 +130,8 @@ func New(opt Options) (*Node, error) {
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
-	if err := errors.Join(n.metrics.Nonsense(opt.Registry, n.nonsense), n.metrics.Refusals(opt.Registry, n.refusals)); err != nil {
+	if err := errors.Join(n.metrics.Nonsense(opt.Registry, n.nonsense),
+		n.metrics.Refusals(opt.Registry, n.refusals)); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
 	n.copies = newCopies(n)
@@ -214,7 +215,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.d.mu.Lock() // metrics may be read already
 	n.d.ex = exec.New(exec.Config{Boot: n.boot, Planner: n.plans, Transports: n.cfg.Transports.Order,
 		Deadline: time.Duration(n.cfg.Transfer.Deadline), Partner: time.Duration(n.cfg.Transfer.Partner), Grace: n.grace,
-		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices, Integrity: integrity(n.cfg),
+		MaxAttempts: n.cfg.Transfer.MaxAttempts, MaxSlices: n.cfg.Transfer.MaxSlices,
 		Policy: policy, Near: n.near})
 	n.d.mu.Unlock()
 
@@ -440,13 +441,6 @@ func (n *Node) backendOf(name string) (int, transport.Caps) {
 		}
 	}
 	return maxBackends - 1, transport.Caps{}
-}
-
-func integrity(c *config.Config) uint32 {
-	if c.Transports.TCP.Integrity == config.CRC32C {
-		return 2
-	}
-	return 0
 }
 
 func uids(in []int) (out []uint32) {

@@ -587,7 +587,9 @@ type stateView struct {
 	Peers  map[string]string `json:"peers"` // boot to where we reached it; empty where it came to us
 	// Claimed is where each of the latter says that it serves. By boot.
 	Claimed map[string]string `json:"claimed"`
-	Rails   []railView        `json:"our_rails"`
+	// Releases are what the builds of peers call themselves. By boot.
+	Releases map[string]string `json:"releases"`
+	Rails    []railView        `json:"our_rails"`
 	// Links are the ways between host memory and each GPU that large copies take.
 	Links []stage.PathState `json:"gpu_links"`
 	// Executors are what rearranges scattered blocks of a GPU, and what each of them has moved.
@@ -599,7 +601,10 @@ type stateView struct {
 }
 
 func (n *Node) state() stateView {
-	v := stateView{nodeView: n.describe(), Links: n.gpus.linkStates(), Executors: n.gpus.executorStates(), Totals: n.stats(), Peers: map[string]string{}, Claimed: map[string]string{}, Rails: n.railViews(), Routes: map[string][]route.Candidate{},
+	v := stateView{nodeView: n.describe(), Links: n.gpus.linkStates(),
+		Executors: n.gpus.executorStates(), Totals: n.stats(), Peers: map[string]string{},
+		Claimed: map[string]string{}, Releases: map[string]string{}, Rails: n.railViews(),
+		Routes:  map[string][]route.Candidate{},
 		Control: map[string][]string{}}
 	now := n.enter()
 	v.Leases = n.d.ex.View(now)
@@ -612,6 +617,7 @@ func (n *Node) state() stateView {
 	n.dial.mu.Lock()
 	for b, r := range n.dial.peers {
 		v.Peers[b.String()] = r.endpoint
+		v.Releases[b.String()] = r.release
 		if r.endpoint == "" {
 			v.Claimed[b.String()] = r.claimed
 		}

@@ -21,7 +21,8 @@ func newPeers(n *Node) (*peer.Mesh, error) {
 		return nil, err
 	}
 	opt := peer.Options{Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Version: n.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
-		Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log}
+		Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log,
+		Refused: n.metrics.HelloRefused}
 	// Gossip on loopback with nobody to join would only keep a processor awake.
 	if g := cfg.Gossip.Listen; g != "" && g != config.Off && (len(cfg.Gossip.Join) > 0 || !config.IsLoopback(g)) {
 		opt.Gossip = &peer.Gossip{Listen: g, Advertise: cfg.Gossip.Advertise, Join: cfg.Gossip.Join, Keys: gossipKeys}
@@ -90,7 +91,8 @@ func (n *Node) controlAddresses() (out []string) {
 type handler struct{ n *Node }
 
 func (h handler) PeerUp(p peer.Peer) {
-	h.n.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, Claimed: p.Claimed, Node: p.Node, HostBoot: p.HostBoot, Rails: p.Rails})
+	h.n.peerUp(peerInfo{Boot: p.Boot, Key: p.Key, Endpoint: p.Endpoint, Claimed: p.Claimed,
+		Node: p.Node, Release: p.Release, HostBoot: p.HostBoot, Rails: p.Rails})
 }
 
 func (h handler) PeerDown(boot transfer.Boot, over bool, err error) {
@@ -130,8 +132,6 @@ func frameName(f *peerv1.ControlFrame) string {
 		return "source_lost"
 	case *peerv1.ControlFrame_Revoke:
 		return "revoke"
-	case *peerv1.ControlFrame_Closed:
-		return "closed"
 	case *peerv1.ControlFrame_Commit:
 		return "commit"
 	case *peerv1.ControlFrame_Credit:

@@ -18,7 +18,7 @@ type engineLease struct {
 
 func (in *inbound) lease() engineLease { return engineLease{in.id.Dest.Boot, in.id.Dest.ID} }
 
-// absent keeps the places of a grant whose sidecar is out of reach, or gone (over), or has let go of the lease.
+// absent keeps the places of a grant whose sidecar is out of reach, or gone (over).
 func (e *Exec) absent(now Instant, in *inbound, over bool) {
 	if over {
 		in.over = true

@@ -189,46 +189,6 @@ func TestSessionTakenOver(t *testing.T) {
 	}
 }
 
-// A receiver that lets go of a lease, which is to be presented again, has so long for it as a missing partner has. That its control lanes are lost and come
-// up again changes nothing of that.
-func TestLetGoOfBeforeTheLanesFlap(t *testing.T) {
-	for name, presented := range map[string]bool{"presented again": true, "never": false} {
-		t.Run(name, func(t *testing.T) {
-			tg := newTarget()
-			g := goodGrant()
-			if err := tg.ex.Message(2, tg.peer, grantFrame(g)); err != nil {
-				t.Fatal(err)
-			}
-			if err := tg.ex.Message(3, tg.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Revoke{Revoke: &peerv1.Revoke{
-				Destination: g.Destination, Gen: g.Gen, Again: true}}}); err != nil {
-				t.Fatal(err)
-			}
-			tg.ex.PeerDown(4, tg.peer, false)
-			tg.ex.PeerUp(5, "", tg.peer)
-			tg.drain()
-			if presented {
-				g := goodGrant()
-				g.Destination.Epoch, g.Gen = 2, 4
-				if err := tg.ex.Message(6, tg.peer, grantFrame(g)); err != nil {
-					t.Fatal(err)
-				}
-				if gives, replies := tg.drain(); gives == 0 || len(replies) != 1 || replies[0].Code != peerv1.GrantReply_BOUND {
-					t.Errorf("%d actions, %v", gives, replies)
-				}
-				return
-			}
-			tg.ex.Tick(3 + DefaultPartner - 1)
-			if len(tg.ex.inbound) != 1 {
-				t.Error("its place was given up before the time")
-			}
-			tg.ex.Tick(3 + DefaultPartner)
-			if n := len(tg.ex.inbound) + len(tg.ex.absents); n != 0 {
-				t.Errorf("%d grants are kept for nobody", n)
-			}
-		})
-	}
-}
-
 // A source's sidecar at whose address nobody listens any more costs its receivers two seconds, those that have a grant as well as those
 // that come now; one that is silent costs what a missing partner costs.
 func TestSourceSidecarIsGoneForGood(t *testing.T) {

@@ -10,8 +10,9 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 )
 
-// Receiver and source each compute the transfer space of a part, and frames name places in it. The source compares all that says where a byte is
-// there, before it sends the first one: what they disagree about would arrive intact at the wrong place.
+// Receiver and source each compute the transfer space of a part, and frames name places in it. The
+// source compares all that says where a byte is there, before it sends the first one: what they
+// disagree about would arrive intact at the wrong place.
 
 // Refusal says why a source refused a grant. It is a label of metrics.
 type Refusal uint8
@@ -35,7 +36,8 @@ const (
 	numRefusals
 )
 
-var refusalNames = [numRefusals]string{"other", "no_partner", "mismatch", "fingerprint", "gone", "limit", "draining", "plan", "plan_version",
+var refusalNames = [numRefusals]string{"other", "no_partner", "mismatch", "fingerprint", "gone",
+	"limit", "draining", "plan", "plan_version",
 	"plan_geometry", "plan_tokens", "plan_chunks", "plan_bytes", "plan_digest"}
 
 // String is the label of metrics.
@@ -43,8 +45,10 @@ func (r Refusal) String() string { return refusalNames[r] }
 
 // refusals are those that the code of the answer says all of.
 var refusals = map[peerv1.GrantReply_Code]Refusal{
-	peerv1.GrantReply_NO_PARTNER: RefusedNoPartner, peerv1.GrantReply_MISMATCH: RefusedMismatch, peerv1.GrantReply_FINGERPRINT: RefusedFingerprint,
-	peerv1.GrantReply_PLAN: RefusedPlan, peerv1.GrantReply_GONE: RefusedGone, peerv1.GrantReply_LIMIT: RefusedLimit,
+	peerv1.GrantReply_NO_PARTNER: RefusedNoPartner, peerv1.GrantReply_MISMATCH: RefusedMismatch,
+	peerv1.GrantReply_FINGERPRINT: RefusedFingerprint,
+	peerv1.GrantReply_PLAN:        RefusedPlan, peerv1.GrantReply_GONE: RefusedGone,
+	peerv1.GrantReply_LIMIT:    RefusedLimit,
 	peerv1.GrantReply_DRAINING: RefusedDraining,
 }
 
@@ -66,7 +70,8 @@ type disagreement struct {
 }
 
 func (d *disagreement) Error() string {
-	return fmt.Sprintf("%s = %s at the receiver, %s at the source: %s", d.field, d.receiver, d.source, d.remedy)
+	return fmt.Sprintf("%s = %s at the receiver, %s at the source: %s", d.field, d.receiver,
+		d.source, d.remedy)
 }
 
 // refusalOf is the reason for which err refuses a part.
@@ -79,9 +84,11 @@ func refusalOf(err error) Refusal {
 }
 
 // sameRelease is the remedy where no number tells which side is older.
-const sameRelease = "bytes would come to other places; run one release of kvspray on both sides, and report this where they are of one"
+const sameRelease = "bytes would come to other places; run one release of kvspray on both sides, " +
+	"and report this where they are of one"
 
-// planPart plans what a part wants of s. What both sides compute for themselves must come out the same.
+// planPart plans what a part wants of s. What both sides compute for themselves must come out the
+// same.
 func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
 	m, part := c.in.msg, c.part
 	if ours := e.cfg.Planner.Version(); m.PlanVersion != ours {
@@ -93,10 +100,13 @@ func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
 	}
 	switch {
 	case string(part.Geometry) != string(s.ws.w.Geometry[:]):
-		return nil, differs(RefusedPlanGeometry, of("geometry"), fmt.Sprintf("%.8x", part.Geometry), fmt.Sprintf("%.8x", s.ws.w.Geometry[:]),
+		return nil, differs(RefusedPlanGeometry, of("geometry"), fmt.Sprintf("%.8x", part.Geometry),
+			fmt.Sprintf("%.8x", s.ws.w.Geometry[:]),
 			"the rank's cache has another shape; the receiver asks again for those that there are")
 	case m.Tokens != s.in.Tokens:
-		return nil, differs(RefusedPlanTokens, "tokens", m.Tokens, s.in.Tokens, "the engines count the prompt's tokens otherwise; run one release of the plug-in on both sides")
+		return nil, differs(RefusedPlanTokens, "tokens", m.Tokens, s.in.Tokens,
+			"the engines count the prompt's tokens otherwise; "+
+				"run one release of the plug-in on both sides")
 	}
 	plan, err := e.cfg.Planner.Send(s.ws.w, m, part)
 	if err != nil {
@@ -105,18 +115,21 @@ func (e *Exec) planPart(c *claim, s *source) (Plan, error) {
 	sp, digest := plan.Space(), plan.Digest()
 	switch {
 	case sp.NumChunks() != part.Chunks:
-		return nil, differs(RefusedPlanChunks, of("chunks"), part.Chunks, sp.NumChunks(), sameRelease)
+		return nil, differs(RefusedPlanChunks, of("chunks"), part.Chunks, sp.NumChunks(),
+			sameRelease)
 	case sp.TotalBytes() != part.Bytes:
 		return nil, differs(RefusedPlanBytes, of("bytes"), part.Bytes, sp.TotalBytes(), sameRelease)
 	case !bytes.Equal(digest[:], part.Digest):
-		return nil, differs(RefusedPlanDigest, of("digest"), fmt.Sprintf("%.8x", part.Digest), fmt.Sprintf("%.8x", digest[:]), sameRelease)
+		return nil, differs(RefusedPlanDigest, of("digest"), fmt.Sprintf("%.8x", part.Digest),
+			fmt.Sprintf("%.8x", digest[:]), sameRelease)
 	}
 	return plan, nil
 }
 
 // otherVersion refuses the plans of another release, and says which side is older.
 func otherVersion(receiver, source uint32) error {
-	d := &disagreement{RefusedPlanVersion, "plan_version", fmt.Sprint(receiver), fmt.Sprint(source), "upgrade the sidecar of the receiver (decode)"}
+	d := &disagreement{RefusedPlanVersion, "plan_version", fmt.Sprint(receiver), fmt.Sprint(source),
+		"upgrade the sidecar of the receiver (decode)"}
 	if receiver > source {
 		d.remedy = "upgrade the sidecar of the source (prefill)"
 	}

@@ -98,7 +98,6 @@ type Config struct {
 	MaxSlices     int           // in flight, over all lanes of one peer
 	MaxSlots      int           // parts of grants open towards one peer
 	MaxPending    int           // grants, parts of them and questions of one peer that wait for an intent
-	Integrity     uint32        // told to the source: Grant.integrity
 	MaxDest       int
 	MaxSource     int
 	TombstoneAge  time.Duration

@@ -154,7 +154,7 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 			}
 		}
 		for _, in := range e.inbound {
-			if in.peer == p && !in.again {
+			if in.peer == p {
 				e.present(in)
 			}
 		}

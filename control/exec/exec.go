@@ -25,8 +25,9 @@ const (
 // ErrNobody is wrapped by what ConnectFailed is told where it is plain that nobody listens at the address.
 var ErrNobody = errors.New("connection refused")
 
-// ErrNever is wrapped where no later try of this process can end otherwise, for its configuration forbids the address.
-var ErrNever = errors.New("not allowed")
+// ErrNever is wrapped where to try again soon cannot end otherwise: the configuration forbids the
+// address, or this process cannot work with the release of the sidecar there.
+var ErrNever = errors.New("not possible")
 
 // Exec is one executor. Its methods must not be called concurrently.
 type Exec struct {
@@ -242,7 +243,8 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 	case *peerv1.ControlFrame_Credit:
 		e.onCredit(now, p, b.Credit)
 	default:
-		// Closed is for receivers whose fence needs the sender; Rails, Ping and Pong are the lanes' own.
+		// Rails, Ping and Pong are the lanes' own; a peer of a later release may send what we do
+		// not understand.
 	}
 	e.assign(now)
 	if err == nil || !e.hears(p, kindOf(err)) {

@@ -29,7 +29,6 @@ type inbound struct {
 
 	differs bool   // in fingerprint: it is refused when it is known what differs
 	absent  *timer // while its sidecar is out of reach or gone: how long its places are kept
-	again   bool   // it has let go of the lease, which is about to be presented anew: that it is there is no reason to keep the places
 	over    bool   // that sidecar is gone: nothing is sent to it any more
 }
 
@@ -333,7 +332,8 @@ func (e *Exec) refuse(now Instant, in *inbound, code peerv1.GrantReply_Code, mes
 	e.refuseFor(now, in, code, refusals[code], message)
 }
 
-func (e *Exec) refuseFor(now Instant, in *inbound, code peerv1.GrantReply_Code, why Refusal, message string) {
+func (e *Exec) refuseFor(now Instant, in *inbound, code peerv1.GrantReply_Code, why Refusal,
+	message string) {
 	e.refused[why]++
 	e.send(in.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_GrantReply{GrantReply: &peerv1.GrantReply{
 		Destination: leaseMsg(in.id.Dest), Code: code, Message: message, Gen: in.msg.Gen}}})
@@ -476,17 +476,6 @@ func (e *Exec) onRevoke(now Instant, p *peer, m *peerv1.Revoke) error {
 	}
 	if int32(m.Gen-in.msg.Gen) < 0 { // they wrap
 		return nil // a replay: it names the last grant that was made
-	}
-	for _, c := range in.claims {
-		if c.snd != nil {
-			c.snd.answer = true
-		}
-	}
-	if m.Again {
-		in.again = true
-		e.suspend(now, in)
-		e.absent(now, in, false)
-		return nil
 	}
 	e.endInbound(now, in, false, gaveUp+m.Reason)
 	return nil

@@ -81,7 +81,7 @@ func (e *Exec) grant(now Instant, d *dest) {
 	msg := &peerv1.Grant{
 		Xfer: d.Key.Xfer[:], Hash: d.Key.Hash[:], Destination: leaseMsg(d.ID), Tokens: d.x.Tokens, Skip: d.x.Skip,
 		Fingerprint: d.ws.w.Fingerprint[:], Geometry: d.ws.w.Geometry[:], Priority: uint32(d.x.Priority),
-		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now), Integrity: e.cfg.Integrity,
+		DeadlineMs: millis(d.Deadline - now), PartnerMs: millis(d.Partner - now),
 		Team: d.team[:], TeamSize: uint32(d.ws.w.Place.World()), Parts: make([]*peerv1.Part, len(parts)), Tiers: e.tiersOf(d.ws),
 		PlanVersion: e.cfg.Planner.Version(),
 	}

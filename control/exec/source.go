@@ -55,7 +55,6 @@ type sendingState struct {
 	live      bool   // bound: an origin exists
 	closed    bool
 	committed bool
-	answer    bool // the receiver revoked: it is told when the origin is closed
 
 	flow    *spray.Flow
 	at      spray.Place
@@ -351,10 +350,6 @@ func (e *Exec) OriginClosed(now Instant, snd *Sending, err error) {
 
 func (e *Exec) originClosed(now Instant, snd *Sending) {
 	snd.closed = true
-	if snd.answer {
-		e.send(snd.peer.boot, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Closed{Closed: &peerv1.Closed{
-			Destination: leaseMsg(snd.Dest)}}})
-	}
 	e.completeSource(now, snd.src)
 }
 

@@ -50,9 +50,11 @@ type Mesh struct {
 	conns      map[net.Conn]bool // accepted, until closed
 	opening    int
 	gone       map[transfer.Boot]bool
-	goneOrder  []transfer.Boot
-	selfQueue  []*peerv1.ControlFrame
-	selfBusy   bool
+	// addresses of sidecars whose release was refused; the log has each once
+	olderSaid map[string]bool
+	goneOrder []transfer.Boot
+	selfQueue []*peerv1.ControlFrame
+	selfBusy  bool
 }
 
 // New checks the options. Nothing is bound before Listen or Start.
@@ -69,6 +71,12 @@ func New(opt Options) (*Mesh, error) {
 	if opt.Versions == (wire.Versions{}) {
 		opt.Versions = Protocol
 	}
+	if opt.Refused == nil {
+		opt.Refused = func() {}
+	}
+	if opt.Features == nil {
+		opt.Features = Features
+	}
 	if len(opt.Control) >= MaxAddrs {
 		return nil, fmt.Errorf("peer: %d further control addresses, at most %d", len(opt.Control), MaxAddrs-1)
 	}
@@ -76,7 +84,7 @@ func New(opt Options) (*Mesh, error) {
 		return nil, err
 	}
 	m := &Mesh{opt: opt, log: opt.Log, pings: opt.Pings.withDefaults(), sessions: map[transfer.Boot]*session{}, connecting: map[string]bool{},
-		conns: map[net.Conn]bool{}, gone: map[transfer.Boot]bool{}}
+		conns: map[net.Conn]bool{}, gone: map[transfer.Boot]bool{}, olderSaid: map[string]bool{}}
 	if _, err := rand.Read(m.secret[:]); err != nil {
 		return nil, fmt.Errorf("peer: secret: %w", err)
 	}

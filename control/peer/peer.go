@@ -32,6 +32,7 @@ import (
 // Bounds.
 const (
 	MaxFrame    = 64 << 10 // bytes of one ControlFrame
+	MaxMessage  = 4 << 20  // bytes of one in Fragments: a grant of all ranks with the longest shares
 	MaxPeers    = 1024     // known at once
 	MaxUnacked  = 8192     // frames to one peer that it has not acknowledged
 	Reserved    = 2048     // of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits
@@ -74,9 +75,6 @@ var (
 	ErrUnsafe    = errors.New("address off loopback without cluster key or certificates")
 )
 
-// Protocol is the range of control versions that this build speaks.
-var Protocol = wire.Versions{Min: wire.V(1, 0), Max: wire.V(1, 0)}
-
 // Peer is another process as the handshake authenticated it.
 type Peer struct {
 	Boot     transfer.Boot
@@ -88,6 +86,7 @@ type Peer struct {
 	Rails    []*peerv1.Rail
 	Version  wire.Version // chosen
 	Features []string
+	Release  string   // of its build; to show people
 	Key      [32]byte // of the pair; lanes prove it
 }
 
@@ -113,11 +112,13 @@ type Options struct {
 	Boot      transfer.Boot
 	Node      string
 	HostBoot  string   // kernel boot id; empty: no peer counts as being on this host
-	Version   string   // of the build, for people
+	Version   string   // of the build, for people; peers are told
 	Listen    string   // host:port of gRPC and control lanes
 	Advertise string   // host:port that peers are told; port 0 means the bound port; empty: the bound address
 	Control   []string // further host:port to listen on for control lanes, one per rail; SetControl changes them
-	Features  []string
+	Features  []string // nil: Features
+	// called for each hello of a release that this one does not work with; nil: nobody counts
+	Refused func()
 
 	Credentials *keys.Credentials // nil: loopback only
 	Rails       func() []*peerv1.Rail

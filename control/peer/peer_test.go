@@ -266,10 +266,13 @@ func TestRefused(t *testing.T) {
 		a, b func(*Options)
 		want string
 	}{
-		"wrong key":  {secured(t, c1), secured(t, c2), "certificate"},
-		"no key":     {nil, secured(t, c2), ""},
-		"open peer":  {secured(t, c1), nil, ""},
-		"newer only": {nil, func(o *Options) { o.Versions = wire.Versions{Min: wire.V(2, 0), Max: wire.V(3, 1)} }, "2.0 to 3.1"},
+		"wrong key": {secured(t, c1), secured(t, c2), "certificate"},
+		"no key":    {nil, secured(t, c2), ""},
+		"open peer": {secured(t, c1), nil, ""},
+		"newer only": {nil, func(o *Options) {
+			o.Versions = wire.Versions{Min: wire.V(2, 0),
+				Max: wire.V(3, 1)}
+		}, "control protocol 1.0 to 1.1 at "},
 	} {
 		t.Run(name, func(t *testing.T) {
 			a, b := start(t, x.a), start(t, x.b)
@@ -309,11 +312,15 @@ func TestGoldenVersions(t *testing.T) {
 		err  string
 	}{
 		// 0.9 only; nothing but versions and boot, as that build knew no more.
-		"older":         {"0a0408091009" + "1210" + strings.Repeat("11", 16), 0, "0.9 to 0.9"},
-		"older, common": {"0a060809108080" + "04" + "1210" + strings.Repeat("11", 16), uint32(wire.V(1, 0)), ""},
+		"older": {"0a0408091009" + "1210" + strings.Repeat("11", 16), 0,
+			"control protocol 0.9 at the caller's address (kvspray of an unknown release), 1.1 at "},
+		"older, common": {"0a060809108180" + "04" + "1210" + strings.Repeat("11", 16),
+			uint32(wire.V(1, 1)), ""},
 		// 1.0 to 2.3, with fields 100 (varint) and 101 (bytes) that we do not know, and one in its version range.
-		"newer":       {"0a0b08808004108380" + "08" + "a00607" + "1210" + strings.Repeat("22", 16) + "a00601" + "aa0603616263", uint32(wire.V(1, 0)), ""},
-		"newer, only": {"0a0808808008108380" + "08" + "1210" + strings.Repeat("22", 16), 0, "2.0 to 2.3"},
+		"newer": {"0a0b08808004108380" + "08" + "a00607" + "1210" + strings.Repeat("22", 16) +
+			"a00601" + "aa0603616263", uint32(wire.V(1, 1)), ""},
+		"newer, only": {"0a0808808008108380" + "08" + "1210" + strings.Repeat("22", 16), 0,
+			"control protocol 2.0 to 2.3 at the caller's address"},
 	} {
 		raw, err := hex.DecodeString(x.hex)
 		if err != nil {
@@ -421,7 +428,7 @@ func TestQueueBounds(t *testing.T) {
 	if n != MaxUnacked {
 		t.Errorf("%d frames taken, want %d", n, MaxUnacked)
 	}
-	big := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Closed{Closed: &peerv1.Closed{Destination: &peerv1.Lease{Boot: make([]byte, MaxFrame)}}}}
+	big := &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Commit{Commit: &peerv1.Commit{Destination: &peerv1.Lease{Boot: make([]byte, MaxMessage)}}}}
 	poll(t, "the queue moves again", func() bool { return !errors.Is(a.Send(b.opt.Boot, big), ErrQueueFull) })
 	if err := a.Send(b.opt.Boot, big); !errors.Is(err, ErrTooBig) {
 		t.Error(err)

@@ -64,7 +64,8 @@ func (m *Mesh) connect(endpoint string) {
 		m.connected(endpoint)
 		key, _ := m.PeerKey(m.opt.Boot)
 		m.opt.Handler.PeerUp(Peer{Boot: m.opt.Boot, Node: m.opt.Node, Endpoint: endpoint, HostBoot: m.opt.HostBoot, SameHost: true,
-			Rails: m.opt.Rails(), Version: m.opt.Versions.Max, Features: m.opt.Features, Key: key})
+			Rails: m.opt.Rails(), Version: m.opt.Versions.Max, Features: m.opt.Features,
+			Release: m.opt.Version, Key: key})
 		return
 	}
 	before := 0

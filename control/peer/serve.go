@@ -205,10 +205,10 @@ func (m *Mesh) identify(p *grpcpeer.Peer) (id identity, err error) {
 
 func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.HelloReply, error) {
 	m := v.m
-	ours := m.opt.Versions
-	ver, err := wire.Choose(ours, wire.Versions{Min: wire.Version(q.GetVersions().GetMin()), Max: wire.Version(q.GetVersions().GetMax())})
+	ver, err := m.called(wire.Versions{Min: wire.Version(q.GetVersions().GetMin()),
+		Max: wire.Version(q.GetVersions().GetMax())}, q.Endpoint, q.Release)
 	if err != nil {
-		return nil, status.Errorf(codes.FailedPrecondition, "control protocol: %v", err)
+		return nil, err
 	}
 	if len(q.Boot) != len(transfer.Boot{}) {
 		return nil, status.Errorf(codes.InvalidArgument, "boot of %d bytes, want %d", len(q.Boot), len(transfer.Boot{}))
@@ -229,11 +229,13 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 		return nil, status.Errorf(codes.FailedPrecondition, "boot %s was superseded at its endpoint", boot)
 	}
 	reply := &peerv1.HelloReply{Version: uint32(ver), Boot: m.opt.Boot[:], Node: m.opt.Node, Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot,
-		Rails: m.opt.Rails(), ControlAddresses: m.Addresses(), Features: m.opt.Features}
+		Rails: m.opt.Rails(), ControlAddresses: m.Addresses(), Features: m.opt.Features,
+		Release: m.opt.Version}
 	if boot == m.opt.Boot || len(q.KeyShare) == 0 {
 		return reply, nil // ourselves, or a caller that does not know our boot yet
 	}
-	if _, err = m.meet(ver, boot, id, "", q.Node, q.Endpoint, q.HostBoot, q.Rails, q.ControlAddresses, q.KeyShare, q.Features); err != nil {
+	if _, err = m.meet(ver, boot, id, "", q.Node, q.Endpoint, q.HostBoot, q.Rails,
+		q.ControlAddresses, q.KeyShare, build{q.Release, q.Features}); err != nil {
 		m.log.Warn("hello refused", "peer", boot.String(), "err", err)
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
@@ -266,13 +268,13 @@ func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeRep
 // meet makes or renews the session with a boot. dialled is where we reached it, empty where it came to us: then endpoint is only
 // what it claims, good for dialling back and for nothing else.
 func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, node, endpoint, host string, rails []*peerv1.Rail, addrs []string, share []byte,
-	features []string) (*session, error) {
-	if len(share) != 32 || len(features) > MaxFeatures {
-		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d features (at most %d): %w", boot, len(share), len(features), MaxFeatures,
-			wire.ErrMalformed)
+	says build) (*session, error) {
+	if len(share) != 32 || len(says.features) > MaxFeatures {
+		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d features (at most %d): %w",
+			boot, len(share), len(says.features), MaxFeatures, wire.ErrMalformed)
 	}
 	rails, refused := CheckRails(rails)
-	for _, s := range append([]string{node, host}, features...) {
+	for _, s := range append([]string{node, host, says.release}, says.features...) {
 		if len(s) > MaxText {
 			return nil, fmt.Errorf("peer: hello of %s: text of %d bytes, at most %d: %w", boot, len(s), MaxText, wire.ErrMalformed)
 		}
@@ -281,7 +283,8 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, 
 		return nil, fmt.Errorf("peer: hello of %s: %w", boot, err)
 	}
 	info := Peer{Boot: boot, Node: node, Endpoint: dialled, Claimed: endpoint, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
-		Features: features, Key: m.pairKey(boot, m.share(boot, id), [32]byte(share))}
+		Features: says.features, Release: checkedRelease(says.release), Key: m.pairKey(boot,
+			m.share(boot, id), [32]byte(share))}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	s := m.sessions[boot]
@@ -390,13 +393,19 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 // hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key with it. A nil session: ourselves.
 func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err error) {
 	ours := m.opt.Versions
-	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(ours.Min), Max: uint32(ours.Max)}, Boot: m.opt.Boot[:], Node: m.opt.Node,
-		Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot, Rails: m.opt.Rails(), ControlAddresses: m.Addresses(), Features: m.opt.Features}
+	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(oldest),
+		Max: uint32(ours.Max)}, Boot: m.opt.Boot[:], Node: m.opt.Node,
+		Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot, Rails: m.opt.Rails(),
+		ControlAddresses: m.Addresses(), Features: m.opt.Features, Release: m.opt.Version}
 	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
 		var from grpcpeer.Peer
 		r, err := c.Hello(ctx, q, grpc.Peer(&from))
 		if err != nil {
-			return err //nolint:wrapcheck // call names the endpoint
+			return refusedUs(err)
+		}
+		if _, err = m.choose(wire.Versions{Min: wire.Version(r.Version),
+			Max: wire.Version(r.Version)}, endpoint, checkedRelease(r.Release)); err != nil {
+			return err
 		}
 		id, err := m.identify(&from)
 		if err != nil {
@@ -411,7 +420,7 @@ func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err erro
 		}
 		m.supersede(endpoint, boot)
 		share := m.share(boot, id)
-		q.KeyShare = share[:]
+		q.KeyShare, q.Versions.Min = share[:], uint32(ours.Min)
 		if r, err = c.Hello(ctx, q, grpc.Peer(&from)); err != nil {
 			return err //nolint:wrapcheck // as above
 		}
@@ -426,7 +435,8 @@ func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err erro
 			return fmt.Errorf("hello: boot %s, then %x: several processes answer there: %w", boot, r.Boot, wire.ErrRefused)
 		}
 		// What we dialled is what reaches it from here, and what requests name.
-		s, err = m.meet(ver, boot, id, endpoint, r.Node, endpoint, r.HostBoot, r.Rails, r.ControlAddresses, r.KeyShare, r.Features)
+		s, err = m.meet(ver, boot, id, endpoint, r.Node, endpoint, r.HostBoot, r.Rails,
+			r.ControlAddresses, r.KeyShare, build{r.Release, r.Features})
 		return err
 	})
 	return s, err

@@ -60,6 +60,7 @@ type session struct {
 	heldBytes  int
 	delivering bool
 	told       uint64 // the last ack that was sent
+	joined     joiner
 	ackTimer   *time.Timer
 	ackArmed   bool
 }
@@ -102,11 +103,28 @@ func (s *session) send(f *peerv1.ControlFrame) error {
 	if ordinary(f) {
 		frames, bytes = MaxUnacked-Reserved, maxUnackedBytes-reservedBytes
 	}
-	if len(s.unacked) >= frames || s.outBytes >= bytes {
-		return fmt.Errorf("peer: send to %s: %d frames of %d bytes: %w", s.boot, len(s.unacked), s.outBytes, ErrQueueFull)
+	pieces, err := s.split(f)
+	if err != nil {
+		return err
 	}
-	out := peerv1.ControlFrame{Seq: s.next + 1, Ack: s.handled, Body: f.Body}
-	b, err := AppendFrame(make([]byte, 0, lengthBytes+proto.Size(&out)), &out)
+	// A frame that fits into one piece is let in as long as there is room at all, one of many where
+	// there is room for all of them.
+	if n := len(pieces) - 1; len(s.unacked)+n >= frames || s.outBytes+n*MaxFrame >= bytes {
+		return fmt.Errorf("peer: send to %s: %d frames of %d bytes wait, and %d more do not fit: %w",
+			s.boot, len(s.unacked), s.outBytes, n+1, ErrQueueFull)
+	}
+	for _, out := range pieces {
+		if err := s.sendLocked(out); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// sendLocked numbers one frame that fits, and there is room for.
+func (s *session) sendLocked(out *peerv1.ControlFrame) error {
+	out.Seq, out.Ack = s.next+1, s.handled
+	b, err := AppendFrame(make([]byte, 0, lengthBytes+proto.Size(out)), out)
 	if err != nil {
 		return err
 	}
@@ -228,6 +246,7 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 		return nil
 	}
 	s.delivering = true
+	var bad error
 	for !s.closed {
 		g := s.held[s.taken+1]
 		if g == nil {
@@ -236,9 +255,13 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 		s.taken++
 		delete(s.held, s.taken)
 		s.heldBytes -= proto.Size(g)
-		s.mu.Unlock()
-		s.m.opt.Handler.Control(s.boot, g)
-		s.mu.Lock()
+		if g, err := s.joined.add(g); err != nil {
+			bad = fmt.Errorf("peer: %s: %w", s.boot, err)
+		} else if g != nil {
+			s.mu.Unlock()
+			s.m.opt.Handler.Control(s.boot, g)
+			s.mu.Lock()
+		}
 		s.handled = s.taken
 		if s.handled-s.told >= ackEvery {
 			s.ackLocked()
@@ -249,7 +272,7 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 	if s.handled != s.told {
 		s.armAckLocked()
 	}
-	return nil
+	return bad
 }
 
 func (s *session) ackedLocked(ack uint64) {

@@ -82,6 +82,7 @@ type Set struct {
 	fences      *prometheus.CounterVec
 	fenceTime   prometheus.Histogram
 	control     *prometheus.CounterVec
+	hellos      prometheus.Counter
 	peers       prometheus.Gauge
 	sessions    *prometheus.GaugeVec
 	records     *prometheus.CounterVec
@@ -120,11 +121,17 @@ func New(reg prometheus.Registerer) *Set {
 		fences:     counters("lease", "fences_total", "Fences, by what started them.", "cause"),
 		fenceTime:  prometheus.NewHistogram(opts("lease", "fence_duration_seconds", "From the revocation of a lease to its last fence acknowledgement.")),
 		control:    counters("control", "messages_total", "Messages on control lanes.", "direction", "type"),
-		peers:      prometheus.NewGauge(gaugeOpts("control", "peers", "Peers with an open control session.")),
-		sessions:   gauges("engine", "sessions", "Engine sessions.", "role"),
-		records:    counters("engine", "records_total", "Records taken from engines.", "type"),
-		copies:     counters("copy", "copies_total", "Copies between two regions of an engine that ended.", "outcome", "path"),
-		copyBytes:  counters("copy", "bytes_total", "Bytes that copies moved, also those that failed.", "path"),
+		hellos: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray",
+			Subsystem: "control", Name: "hellos_refused_total",
+			Help: "Hellos of sidecars that are of no release that this one works with. The log names which to upgrade."}),
+		peers: prometheus.NewGauge(gaugeOpts("control", "peers",
+			"Peers with an open control session.")),
+		sessions: gauges("engine", "sessions", "Engine sessions.", "role"),
+		records:  counters("engine", "records_total", "Records taken from engines.", "type"),
+		copies: counters("copy", "copies_total",
+			"Copies between two regions of an engine that ended.", "outcome", "path"),
+		copyBytes: counters("copy", "bytes_total",
+			"Bytes that copies moved, also those that failed.", "path"),
 		copyTime: prometheus.NewHistogramVec(opts("copy", "duration_seconds", "From an engine's word to the end of its copy."),
 			[]string{"path"}),
 		registerErr: counters("engine", "refusals_total", "Connections, messages and records of engines that were refused.",
@@ -132,7 +139,8 @@ func New(reg prometheus.Registerer) *Set {
 		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining", "1 while no new leases are taken.")),
 	}
 	reg.MustRegister(s.transfers, s.bytes, s.duration, s.commit, s.railBytes, s.railErrors, s.railLanes, s.slices, s.refused, s.leases,
-		s.quarantine, s.fences, s.fenceTime, s.control, s.peers, s.sessions, s.records, s.copies, s.copyBytes, s.copyTime, s.registerErr, s.draining)
+		s.quarantine, s.fences, s.fenceTime, s.control, s.hellos, s.peers, s.sessions, s.records,
+		s.copies, s.copyBytes, s.copyTime, s.registerErr, s.draining)
 	// An alert on the growth of a series misses its first value, so those that should stay at zero begin there.
 	for _, transport := range transports {
 		for r := transfer.ReasonNone + 1; int(r) < transfer.NumReasons; r++ {
@@ -243,7 +251,7 @@ func (s *Set) Fenced(cause string, took time.Duration) {
 }
 
 var controlTypes = map[string]bool{"await": true, "admitted": true, "grant": true, "grant_reply": true, "source_lost": true, "revoke": true,
-	"closed": true, "commit": true, "credit": true, "rails": true, "ping": true, "pong": true}
+	"commit": true, "credit": true, "rails": true, "ping": true, "pong": true}
 
 // Control counts one control message; typ is the field's name in ControlFrame.
 func (s *Set) Control(d Direction, typ string) {
@@ -252,6 +260,9 @@ func (s *Set) Control(d Direction, typ string) {
 	}
 	s.control.WithLabelValues(string(d), typ).Inc()
 }
+
+// HelloRefused counts a hello of a release that this one does not work with.
+func (s *Set) HelloRefused() { s.hellos.Inc() }
 
 // Peers sets the number of peers with an open control session.
 func (s *Set) Peers(n int) { s.peers.Set(float64(n)) }

@@ -14,7 +14,8 @@ var (
 	nonsense = prometheus.NewDesc("kvspray_control_nonsense_total",
 		"What peers said on control lanes that no honest one says, by the field that was wrong. The log has the first of each peer.", []string{"reason"}, nil)
 	refusals = prometheus.NewDesc("kvspray_control_grants_refused_total",
-		"Grants of peers that this sidecar refused, by reason. The log has each with its values.", []string{"reason"}, nil)
+		"Grants of peers that this sidecar refused, by reason. The log has each with its values.",
+		[]string{"reason"}, nil)
 )
 
 // Nonsense makes reg show what read returns, each time it is gathered.

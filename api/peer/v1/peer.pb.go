@@ -6,8 +6,10 @@
 // 	protoc        (unknown)
 // source: api/peer/v1/peer.proto
 
-// How two sidecars talk: a gRPC service for what is rare, and ControlFrames on persistent control lanes for the life of
-// transfers. Unknown fields are ignored; `version` says what a sender speaks.
+// How two sidecars talk: a gRPC service for what is rare, and ControlFrames on persistent control
+// lanes for the life of transfers. Unknown fields and frames are ignored. A change that an older
+// sidecar must not ignore raises the version of Hello; what a sidecar may only send to peers that
+// understand it is a feature there.
 
 package peerv1
 
@@ -75,7 +77,7 @@ func (x Admitted_State) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Admitted_State.Descriptor instead.
 func (Admitted_State) EnumDescriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{11, 0}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{12, 0}
 }
 
 type GrantReply_Code int32
@@ -145,7 +147,7 @@ func (x GrantReply_Code) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use GrantReply_Code.Descriptor instead.
 func (GrantReply_Code) EnumDescriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16, 0}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17, 0}
 }
 
 type VersionRange struct {
@@ -303,7 +305,8 @@ type HelloRequest struct {
 	Rails            []*Rail                `protobuf:"bytes,6,rep,name=rails,proto3" json:"rails,omitempty"`                       // data rails
 	ControlAddresses []string               `protobuf:"bytes,7,rep,name=control_addresses,json=controlAddresses,proto3" json:"control_addresses,omitempty"`
 	KeyShare         []byte                 `protobuf:"bytes,8,opt,name=key_share,json=keyShare,proto3" json:"key_share,omitempty"` // 32 bytes, bound to the callee's boot; empty asks for that boot only. Lane key = HMAC-SHA256(shares, boots), the lower boot's first
-	Features         []string               `protobuf:"bytes,9,rep,name=features,proto3" json:"features,omitempty"`
+	Features         []string               `protobuf:"bytes,9,rep,name=features,proto3" json:"features,omitempty"`                 // that the caller understands; unknown ones are ignored
+	Release          string                 `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`                  // of the caller's build, for people: errors and logs name it
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -401,6 +404,13 @@ func (x *HelloRequest) GetFeatures() []string {
 	return nil
 }
 
+func (x *HelloRequest) GetRelease() string {
+	if x != nil {
+		return x.Release
+	}
+	return ""
+}
+
 type HelloReply struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	Version          uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"` // chosen
@@ -412,6 +422,7 @@ type HelloReply struct {
 	ControlAddresses []string               `protobuf:"bytes,7,rep,name=control_addresses,json=controlAddresses,proto3" json:"control_addresses,omitempty"`
 	KeyShare         []byte                 `protobuf:"bytes,8,opt,name=key_share,json=keyShare,proto3" json:"key_share,omitempty"`
 	Features         []string               `protobuf:"bytes,9,rep,name=features,proto3" json:"features,omitempty"`
+	Release          string                 `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`
 	unknownFields    protoimpl.UnknownFields
 	sizeCache        protoimpl.SizeCache
 }
@@ -507,6 +518,13 @@ func (x *HelloReply) GetFeatures() []string {
 		return x.Features
 	}
 	return nil
+}
+
+func (x *HelloReply) GetRelease() string {
+	if x != nil {
+		return x.Release
+	}
+	return ""
 }
 
 type DescribeRequest struct {
@@ -776,12 +794,12 @@ type ControlFrame struct {
 	//	*ControlFrame_GrantReply
 	//	*ControlFrame_SourceLost
 	//	*ControlFrame_Revoke
-	//	*ControlFrame_Closed
 	//	*ControlFrame_Commit
 	//	*ControlFrame_Credit
 	//	*ControlFrame_Ping
 	//	*ControlFrame_Pong
 	//	*ControlFrame_Rails
+	//	*ControlFrame_Fragment
 	Body          isControlFrame_Body `protobuf_oneof:"body"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -892,15 +910,6 @@ func (x *ControlFrame) GetRevoke() *Revoke {
 	return nil
 }
 
-func (x *ControlFrame) GetClosed() *Closed {
-	if x != nil {
-		if x, ok := x.Body.(*ControlFrame_Closed); ok {
-			return x.Closed
-		}
-	}
-	return nil
-}
-
 func (x *ControlFrame) GetCommit() *Commit {
 	if x != nil {
 		if x, ok := x.Body.(*ControlFrame_Commit); ok {
@@ -946,6 +955,15 @@ func (x *ControlFrame) GetRails() *Rails {
 	return nil
 }
 
+func (x *ControlFrame) GetFragment() *Fragment {
+	if x != nil {
+		if x, ok := x.Body.(*ControlFrame_Fragment); ok {
+			return x.Fragment
+		}
+	}
+	return nil
+}
+
 type isControlFrame_Body interface {
 	isControlFrame_Body()
 }
@@ -974,10 +992,6 @@ type ControlFrame_Revoke struct {
 	Revoke *Revoke `protobuf:"bytes,15,opt,name=revoke,proto3,oneof"`
 }
 
-type ControlFrame_Closed struct {
-	Closed *Closed `protobuf:"bytes,16,opt,name=closed,proto3,oneof"`
-}
-
 type ControlFrame_Commit struct {
 	Commit *Commit `protobuf:"bytes,17,opt,name=commit,proto3,oneof"`
 }
@@ -998,6 +1012,10 @@ type ControlFrame_Rails struct {
 	Rails *Rails `protobuf:"bytes,21,opt,name=rails,proto3,oneof"`
 }
 
+type ControlFrame_Fragment struct {
+	Fragment *Fragment `protobuf:"bytes,22,opt,name=fragment,proto3,oneof"`
+}
+
 func (*ControlFrame_Await) isControlFrame_Body() {}
 
 func (*ControlFrame_Admitted) isControlFrame_Body() {}
@@ -1010,8 +1028,6 @@ func (*ControlFrame_SourceLost) isControlFrame_Body() {}
 
 func (*ControlFrame_Revoke) isControlFrame_Body() {}
 
-func (*ControlFrame_Closed) isControlFrame_Body() {}
-
 func (*ControlFrame_Commit) isControlFrame_Body() {}
 
 func (*ControlFrame_Credit) isControlFrame_Body() {}
@@ -1021,6 +1037,63 @@ func (*ControlFrame_Ping) isControlFrame_Body() {}
 func (*ControlFrame_Pong) isControlFrame_Body() {}
 
 func (*ControlFrame_Rails) isControlFrame_Body() {}
+
+func (*ControlFrame_Fragment) isControlFrame_Body() {}
+
+// Fragment is a piece of a ControlFrame that is longer than one may be: the pieces of several in a
+// row, of which only the last has `last`, are an encoded ControlFrame without seq and ack. Only for
+// peers with the feature "fragments".
+type Fragment struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Piece         []byte                 `protobuf:"bytes,1,opt,name=piece,proto3" json:"piece,omitempty"`
+	Last          bool                   `protobuf:"varint,2,opt,name=last,proto3" json:"last,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Fragment) Reset() {
+	*x = Fragment{}
+	mi := &file_api_peer_v1_peer_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Fragment) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Fragment) ProtoMessage() {}
+
+func (x *Fragment) ProtoReflect() protoreflect.Message {
+	mi := &file_api_peer_v1_peer_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Fragment.ProtoReflect.Descriptor instead.
+func (*Fragment) Descriptor() ([]byte, []int) {
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Fragment) GetPiece() []byte {
+	if x != nil {
+		return x.Piece
+	}
+	return nil
+}
+
+func (x *Fragment) GetLast() bool {
+	if x != nil {
+		return x.Last
+	}
+	return false
+}
 
 // Await asks the prefill's sidecar to say when it has an intent for the key. Destination to source.
 type Await struct {
@@ -1035,7 +1108,7 @@ type Await struct {
 
 func (x *Await) Reset() {
 	*x = Await{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[10]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1047,7 +1120,7 @@ func (x *Await) String() string {
 func (*Await) ProtoMessage() {}
 
 func (x *Await) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[10]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1060,7 +1133,7 @@ func (x *Await) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Await.ProtoReflect.Descriptor instead.
 func (*Await) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{10}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Await) GetXfer() []byte {
@@ -1104,7 +1177,7 @@ type Admitted struct {
 
 func (x *Admitted) Reset() {
 	*x = Admitted{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[11]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1116,7 +1189,7 @@ func (x *Admitted) String() string {
 func (*Admitted) ProtoMessage() {}
 
 func (x *Admitted) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[11]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1129,7 +1202,7 @@ func (x *Admitted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Admitted.ProtoReflect.Descriptor instead.
 func (*Admitted) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{11}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Admitted) GetToken() uint64 {
@@ -1175,12 +1248,11 @@ type Grant struct {
 	Priority    uint32                 `protobuf:"varint,12,opt,name=priority,proto3" json:"priority,omitempty"`
 	DeadlineMs  uint32                 `protobuf:"varint,13,opt,name=deadline_ms,json=deadlineMs,proto3" json:"deadline_ms,omitempty"` // what is left; durations only, never wall clocks across hosts
 	PartnerMs   uint32                 `protobuf:"varint,14,opt,name=partner_ms,json=partnerMs,proto3" json:"partner_ms,omitempty"`
-	Integrity   uint32                 `protobuf:"varint,16,opt,name=integrity,proto3" json:"integrity,omitempty"`               // 0 off, 1 transport, 2 crc32c
 	Team        []byte                 `protobuf:"bytes,17,opt,name=team,proto3" json:"team,omitempty"`                          // 16 bytes: the receivers of one decode request, one for each rank of its engine
 	TeamSize    uint32                 `protobuf:"varint,18,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"` // how many they are
 	Parts       []*Part                `protobuf:"bytes,19,rep,name=parts,proto3" json:"parts,omitempty"`                        // one for each rank of the source's engine, those included that give nothing
-	// Counts the changes to how a transfer space orders bytes. The source refuses another one than its own, and 0, which a sidecar sends
-	// that has no digests.
+	// Counts the changes to how a transfer space orders bytes. The source refuses another one than
+	// its own, and 0, which a sidecar without digests sends.
 	PlanVersion   uint32      `protobuf:"varint,21,opt,name=plan_version,json=planVersion,proto3" json:"plan_version,omitempty"`
 	Tiers         []*RailTier `protobuf:"bytes,20,rep,name=tiers,proto3" json:"tiers,omitempty"` // how near the receiver's rails are to its memory; those that are left out: unknown
 	unknownFields protoimpl.UnknownFields
@@ -1189,7 +1261,7 @@ type Grant struct {
 
 func (x *Grant) Reset() {
 	*x = Grant{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[12]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1201,7 +1273,7 @@ func (x *Grant) String() string {
 func (*Grant) ProtoMessage() {}
 
 func (x *Grant) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[12]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1214,7 +1286,7 @@ func (x *Grant) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Grant.ProtoReflect.Descriptor instead.
 func (*Grant) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{12}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Grant) GetXfer() []byte {
@@ -1294,13 +1366,6 @@ func (x *Grant) GetPartnerMs() uint32 {
 	return 0
 }
 
-func (x *Grant) GetIntegrity() uint32 {
-	if x != nil {
-		return x.Integrity
-	}
-	return 0
-}
-
 func (x *Grant) GetTeam() []byte {
 	if x != nil {
 		return x.Team
@@ -1348,7 +1413,7 @@ type RailTier struct {
 
 func (x *RailTier) Reset() {
 	*x = RailTier{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1360,7 +1425,7 @@ func (x *RailTier) String() string {
 func (*RailTier) ProtoMessage() {}
 
 func (x *RailTier) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[13]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1373,7 +1438,7 @@ func (x *RailTier) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RailTier.ProtoReflect.Descriptor instead.
 func (*RailTier) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{13}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *RailTier) GetTransport() string {
@@ -1408,14 +1473,16 @@ type Part struct {
 	Bytes             uint64                 `protobuf:"varint,6,opt,name=bytes,proto3" json:"bytes,omitempty"`
 	Share             []uint32               `protobuf:"varint,7,rep,packed,name=share,proto3" json:"share,omitempty"` // pairs (layers, roles) over the receiver's layers in order; empty: all that both have
 	TokensByTransport map[string][]byte      `protobuf:"bytes,8,rep,name=tokens_by_transport,json=tokensByTransport,proto3" json:"tokens_by_transport,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	Digest            []byte                 `protobuf:"bytes,9,opt,name=digest,proto3" json:"digest,omitempty"` // 32 bytes, of all that says where in the transfer space a byte is; the source computes its own and compares
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// 32 bytes, of all that says where in the transfer space a byte is; the source computes its own
+	// and compares.
+	Digest        []byte `protobuf:"bytes,9,opt,name=digest,proto3" json:"digest,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Part) Reset() {
 	*x = Part{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1427,7 +1494,7 @@ func (x *Part) String() string {
 func (*Part) ProtoMessage() {}
 
 func (x *Part) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[14]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1440,7 +1507,7 @@ func (x *Part) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Part.ProtoReflect.Descriptor instead.
 func (*Part) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{14}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Part) GetRank() string {
@@ -1517,7 +1584,7 @@ type Rank struct {
 
 func (x *Rank) Reset() {
 	*x = Rank{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1529,7 +1596,7 @@ func (x *Rank) String() string {
 func (*Rank) ProtoMessage() {}
 
 func (x *Rank) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[15]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1542,7 +1609,7 @@ func (x *Rank) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Rank.ProtoReflect.Descriptor instead.
 func (*Rank) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{15}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Rank) GetRank() string {
@@ -1576,7 +1643,7 @@ type GrantReply struct {
 
 func (x *GrantReply) Reset() {
 	*x = GrantReply{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1588,7 +1655,7 @@ func (x *GrantReply) String() string {
 func (*GrantReply) ProtoMessage() {}
 
 func (x *GrantReply) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[16]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1601,7 +1668,7 @@ func (x *GrantReply) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantReply.ProtoReflect.Descriptor instead.
 func (*GrantReply) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{16}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GrantReply) GetDestination() *Lease {
@@ -1668,7 +1735,7 @@ type SourceLost struct {
 
 func (x *SourceLost) Reset() {
 	*x = SourceLost{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1680,7 +1747,7 @@ func (x *SourceLost) String() string {
 func (*SourceLost) ProtoMessage() {}
 
 func (x *SourceLost) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[17]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1693,7 +1760,7 @@ func (x *SourceLost) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SourceLost.ProtoReflect.Descriptor instead.
 func (*SourceLost) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{17}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *SourceLost) GetDestination() *Lease {
@@ -1731,8 +1798,8 @@ func (x *SourceLost) GetGen() uint32 {
 	return 0
 }
 
-// Revoke says that a grant is closed to writers, all its parts. Destination to source; the source answers Closed. Where no grant is out,
-// and none will come, it says whose place at the source lease stays empty.
+// Revoke says that a grant is closed to writers, all its parts. Destination to source. Where no
+// grant is out, and none will come, it says whose place at the source lease stays empty.
 type Revoke struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
@@ -1742,14 +1809,13 @@ type Revoke struct {
 	Hash          []byte                 `protobuf:"bytes,6,opt,name=hash,proto3" json:"hash,omitempty"`
 	Team          []byte                 `protobuf:"bytes,7,opt,name=team,proto3" json:"team,omitempty"`
 	TeamSize      uint32                 `protobuf:"varint,8,opt,name=team_size,json=teamSize,proto3" json:"team_size,omitempty"`
-	Again         bool                   `protobuf:"varint,9,opt,name=again,proto3" json:"again,omitempty"` // the lease is about to be presented again: its place is kept as for a missing partner
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Revoke) Reset() {
 	*x = Revoke{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1761,7 +1827,7 @@ func (x *Revoke) String() string {
 func (*Revoke) ProtoMessage() {}
 
 func (x *Revoke) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[18]
+	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1774,7 +1840,7 @@ func (x *Revoke) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Revoke.ProtoReflect.Descriptor instead.
 func (*Revoke) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{18}
+	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Revoke) GetDestination() *Lease {
@@ -1824,58 +1890,6 @@ func (x *Revoke) GetTeamSize() uint32 {
 		return x.TeamSize
 	}
 	return 0
-}
-
-func (x *Revoke) GetAgain() bool {
-	if x != nil {
-		return x.Again
-	}
-	return false
-}
-
-// Closed: the source neither reads nor sends for this grant any more.
-type Closed struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Destination   *Lease                 `protobuf:"bytes,1,opt,name=destination,proto3" json:"destination,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *Closed) Reset() {
-	*x = Closed{}
-	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *Closed) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*Closed) ProtoMessage() {}
-
-func (x *Closed) ProtoReflect() protoreflect.Message {
-	mi := &file_api_peer_v1_peer_proto_msgTypes[19]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use Closed.ProtoReflect.Descriptor instead.
-func (*Closed) Descriptor() ([]byte, []int) {
-	return file_api_peer_v1_peer_proto_rawDescGZIP(), []int{19}
-}
-
-func (x *Closed) GetDestination() *Lease {
-	if x != nil {
-		return x.Destination
-	}
-	return nil
 }
 
 // Commit: every chunk of every part landed, integrity met, closed to writers. Destination to source. The receipts of all receivers of
@@ -2167,7 +2181,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04gbps\x18\x04 \x01(\x01R\x04gbps\x12\x10\n" +
 	"\x03mtu\x18\x05 \x01(\rR\x03mtu\x12\x12\n" +
 	"\x04numa\x18\x06 \x01(\x05R\x04numa\x12\x12\n" +
-	"\x04down\x18\a \x01(\bR\x04down\"\xbd\x02\n" +
+	"\x04down\x18\a \x01(\bR\x04down\"\xd7\x02\n" +
 	"\fHelloRequest\x129\n" +
 	"\bversions\x18\x01 \x01(\v2\x1d.kvspray.peer.v1.VersionRangeR\bversions\x12\x12\n" +
 	"\x04boot\x18\x02 \x01(\fR\x04boot\x12\x12\n" +
@@ -2177,7 +2191,9 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05rails\x18\x06 \x03(\v2\x15.kvspray.peer.v1.RailR\x05rails\x12+\n" +
 	"\x11control_addresses\x18\a \x03(\tR\x10controlAddresses\x12\x1b\n" +
 	"\tkey_share\x18\b \x01(\fR\bkeyShare\x12\x1a\n" +
-	"\bfeatures\x18\t \x03(\tR\bfeatures\"\x9a\x02\n" +
+	"\bfeatures\x18\t \x03(\tR\bfeatures\x12\x18\n" +
+	"\arelease\x18\n" +
+	" \x01(\tR\arelease\"\xb4\x02\n" +
 	"\n" +
 	"HelloReply\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x12\n" +
@@ -2188,7 +2204,9 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05rails\x18\x06 \x03(\v2\x15.kvspray.peer.v1.RailR\x05rails\x12+\n" +
 	"\x11control_addresses\x18\a \x03(\tR\x10controlAddresses\x12\x1b\n" +
 	"\tkey_share\x18\b \x01(\fR\bkeyShare\x12\x1a\n" +
-	"\bfeatures\x18\t \x03(\tR\bfeatures\"O\n" +
+	"\bfeatures\x18\t \x03(\tR\bfeatures\x12\x18\n" +
+	"\arelease\x18\n" +
+	" \x01(\tR\arelease\"O\n" +
 	"\x0fDescribeRequest\x12\x1a\n" +
 	"\bgeometry\x18\x01 \x01(\fR\bgeometry\x12 \n" +
 	"\vfingerprint\x18\x02 \x01(\fR\vfingerprint\"'\n" +
@@ -2203,7 +2221,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x05Lease\x12\x12\n" +
 	"\x04boot\x18\x01 \x01(\fR\x04boot\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\x04R\x02id\x12\x14\n" +
-	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xa9\x05\n" +
+	"\x05epoch\x18\x03 \x01(\rR\x05epoch\"\xb5\x05\n" +
 	"\fControlFrame\x12\x10\n" +
 	"\x03seq\x18\x01 \x01(\x04R\x03seq\x12\x10\n" +
 	"\x03ack\x18\x02 \x01(\x04R\x03ack\x12.\n" +
@@ -2216,13 +2234,16 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\vsource_lost\x18\x0e \x01(\v2\x1b.kvspray.peer.v1.SourceLostH\x00R\n" +
 	"sourceLost\x121\n" +
 	"\x06revoke\x18\x0f \x01(\v2\x17.kvspray.peer.v1.RevokeH\x00R\x06revoke\x121\n" +
-	"\x06closed\x18\x10 \x01(\v2\x17.kvspray.peer.v1.ClosedH\x00R\x06closed\x121\n" +
 	"\x06commit\x18\x11 \x01(\v2\x17.kvspray.peer.v1.CommitH\x00R\x06commit\x121\n" +
 	"\x06credit\x18\x12 \x01(\v2\x17.kvspray.peer.v1.CreditH\x00R\x06credit\x12+\n" +
 	"\x04ping\x18\x13 \x01(\v2\x15.kvspray.peer.v1.PingH\x00R\x04ping\x12+\n" +
 	"\x04pong\x18\x14 \x01(\v2\x15.kvspray.peer.v1.PongH\x00R\x04pong\x12.\n" +
-	"\x05rails\x18\x15 \x01(\v2\x16.kvspray.peer.v1.RailsH\x00R\x05railsB\x06\n" +
-	"\x04body\"\\\n" +
+	"\x05rails\x18\x15 \x01(\v2\x16.kvspray.peer.v1.RailsH\x00R\x05rails\x127\n" +
+	"\bfragment\x18\x16 \x01(\v2\x19.kvspray.peer.v1.FragmentH\x00R\bfragmentB\x06\n" +
+	"\x04bodyJ\x04\b\x10\x10\x11\"4\n" +
+	"\bFragment\x12\x14\n" +
+	"\x05piece\x18\x01 \x01(\fR\x05piece\x12\x12\n" +
+	"\x04last\x18\x02 \x01(\bR\x04last\"\\\n" +
 	"\x05Await\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x12\x14\n" +
@@ -2237,7 +2258,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\aUNKNOWN\x10\x00\x12\f\n" +
 	"\bADMITTED\x10\x01\x12\v\n" +
 	"\aREFUSED\x10\x02\x12\b\n" +
-	"\x04GONE\x10\x03\"\xa9\x04\n" +
+	"\x04GONE\x10\x03\"\x91\x04\n" +
 	"\x05Grant\x12\x12\n" +
 	"\x04xfer\x18\x01 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x02 \x01(\fR\x04hash\x128\n" +
@@ -2251,14 +2272,13 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\vdeadline_ms\x18\r \x01(\rR\n" +
 	"deadlineMs\x12\x1d\n" +
 	"\n" +
-	"partner_ms\x18\x0e \x01(\rR\tpartnerMs\x12\x1c\n" +
-	"\tintegrity\x18\x10 \x01(\rR\tintegrity\x12\x12\n" +
+	"partner_ms\x18\x0e \x01(\rR\tpartnerMs\x12\x12\n" +
 	"\x04team\x18\x11 \x01(\fR\x04team\x12\x1b\n" +
 	"\tteam_size\x18\x12 \x01(\rR\bteamSize\x12+\n" +
 	"\x05parts\x18\x13 \x03(\v2\x15.kvspray.peer.v1.PartR\x05parts\x12!\n" +
 	"\fplan_version\x18\x15 \x01(\rR\vplanVersion\x12/\n" +
 	"\x05tiers\x18\x14 \x03(\v2\x19.kvspray.peer.v1.RailTierR\x05tiersJ\x04\b\x04\x10\x05J\x04\b\n" +
-	"\x10\vJ\x04\b\v\x10\fJ\x04\b\x0f\x10\x10\"P\n" +
+	"\x10\vJ\x04\b\v\x10\fJ\x04\b\x0f\x10\x10J\x04\b\x10\x10\x11\"P\n" +
 	"\bRailTier\x12\x1c\n" +
 	"\ttransport\x18\x01 \x01(\tR\ttransport\x12\x12\n" +
 	"\x04rail\x18\x02 \x01(\tR\x04rail\x12\x12\n" +
@@ -2306,7 +2326,7 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x06source\x18\x02 \x01(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
 	"\x05final\x18\x03 \x01(\bR\x05final\x12\x16\n" +
 	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x10\n" +
-	"\x03gen\x18\x05 \x01(\rR\x03gen\"\xe1\x01\n" +
+	"\x03gen\x18\x05 \x01(\rR\x03gen\"\xd1\x01\n" +
 	"\x06Revoke\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12\x10\n" +
 	"\x03gen\x18\x03 \x01(\rR\x03gen\x12\x16\n" +
@@ -2314,10 +2334,8 @@ const file_api_peer_v1_peer_proto_rawDesc = "" +
 	"\x04xfer\x18\x05 \x01(\fR\x04xfer\x12\x12\n" +
 	"\x04hash\x18\x06 \x01(\fR\x04hash\x12\x12\n" +
 	"\x04team\x18\a \x01(\fR\x04team\x12\x1b\n" +
-	"\tteam_size\x18\b \x01(\rR\bteamSize\x12\x14\n" +
-	"\x05again\x18\t \x01(\bR\x05againJ\x04\b\x02\x10\x03\"B\n" +
-	"\x06Closed\x128\n" +
-	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\"\x88\x01\n" +
+	"\tteam_size\x18\b \x01(\rR\bteamSizeJ\x04\b\x02\x10\x03J\x04\b\t\x10\n" +
+	"\"\x88\x01\n" +
 	"\x06Commit\x128\n" +
 	"\vdestination\x18\x01 \x01(\v2\x16.kvspray.peer.v1.LeaseR\vdestination\x12.\n" +
 	"\x06source\x18\x02 \x03(\v2\x16.kvspray.peer.v1.LeaseR\x06source\x12\x14\n" +
@@ -2366,16 +2384,16 @@ var file_api_peer_v1_peer_proto_goTypes = []any{
 	(*ProbeReply)(nil),      // 9: kvspray.peer.v1.ProbeReply
 	(*Lease)(nil),           // 10: kvspray.peer.v1.Lease
 	(*ControlFrame)(nil),    // 11: kvspray.peer.v1.ControlFrame
-	(*Await)(nil),           // 12: kvspray.peer.v1.Await
-	(*Admitted)(nil),        // 13: kvspray.peer.v1.Admitted
-	(*Grant)(nil),           // 14: kvspray.peer.v1.Grant
-	(*RailTier)(nil),        // 15: kvspray.peer.v1.RailTier
-	(*Part)(nil),            // 16: kvspray.peer.v1.Part
-	(*Rank)(nil),            // 17: kvspray.peer.v1.Rank
-	(*GrantReply)(nil),      // 18: kvspray.peer.v1.GrantReply
-	(*SourceLost)(nil),      // 19: kvspray.peer.v1.SourceLost
-	(*Revoke)(nil),          // 20: kvspray.peer.v1.Revoke
-	(*Closed)(nil),          // 21: kvspray.peer.v1.Closed
+	(*Fragment)(nil),        // 12: kvspray.peer.v1.Fragment
+	(*Await)(nil),           // 13: kvspray.peer.v1.Await
+	(*Admitted)(nil),        // 14: kvspray.peer.v1.Admitted
+	(*Grant)(nil),           // 15: kvspray.peer.v1.Grant
+	(*RailTier)(nil),        // 16: kvspray.peer.v1.RailTier
+	(*Part)(nil),            // 17: kvspray.peer.v1.Part
+	(*Rank)(nil),            // 18: kvspray.peer.v1.Rank
+	(*GrantReply)(nil),      // 19: kvspray.peer.v1.GrantReply
+	(*SourceLost)(nil),      // 20: kvspray.peer.v1.SourceLost
+	(*Revoke)(nil),          // 21: kvspray.peer.v1.Revoke
 	(*Commit)(nil),          // 22: kvspray.peer.v1.Commit
 	(*Credit)(nil),          // 23: kvspray.peer.v1.Credit
 	(*Rails)(nil),           // 24: kvspray.peer.v1.Rails
@@ -2387,45 +2405,44 @@ var file_api_peer_v1_peer_proto_depIdxs = []int32{
 	2,  // 0: kvspray.peer.v1.HelloRequest.versions:type_name -> kvspray.peer.v1.VersionRange
 	3,  // 1: kvspray.peer.v1.HelloRequest.rails:type_name -> kvspray.peer.v1.Rail
 	3,  // 2: kvspray.peer.v1.HelloReply.rails:type_name -> kvspray.peer.v1.Rail
-	12, // 3: kvspray.peer.v1.ControlFrame.await:type_name -> kvspray.peer.v1.Await
-	13, // 4: kvspray.peer.v1.ControlFrame.admitted:type_name -> kvspray.peer.v1.Admitted
-	14, // 5: kvspray.peer.v1.ControlFrame.grant:type_name -> kvspray.peer.v1.Grant
-	18, // 6: kvspray.peer.v1.ControlFrame.grant_reply:type_name -> kvspray.peer.v1.GrantReply
-	19, // 7: kvspray.peer.v1.ControlFrame.source_lost:type_name -> kvspray.peer.v1.SourceLost
-	20, // 8: kvspray.peer.v1.ControlFrame.revoke:type_name -> kvspray.peer.v1.Revoke
-	21, // 9: kvspray.peer.v1.ControlFrame.closed:type_name -> kvspray.peer.v1.Closed
-	22, // 10: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
-	23, // 11: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
-	25, // 12: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
-	26, // 13: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
-	24, // 14: kvspray.peer.v1.ControlFrame.rails:type_name -> kvspray.peer.v1.Rails
+	13, // 3: kvspray.peer.v1.ControlFrame.await:type_name -> kvspray.peer.v1.Await
+	14, // 4: kvspray.peer.v1.ControlFrame.admitted:type_name -> kvspray.peer.v1.Admitted
+	15, // 5: kvspray.peer.v1.ControlFrame.grant:type_name -> kvspray.peer.v1.Grant
+	19, // 6: kvspray.peer.v1.ControlFrame.grant_reply:type_name -> kvspray.peer.v1.GrantReply
+	20, // 7: kvspray.peer.v1.ControlFrame.source_lost:type_name -> kvspray.peer.v1.SourceLost
+	21, // 8: kvspray.peer.v1.ControlFrame.revoke:type_name -> kvspray.peer.v1.Revoke
+	22, // 9: kvspray.peer.v1.ControlFrame.commit:type_name -> kvspray.peer.v1.Commit
+	23, // 10: kvspray.peer.v1.ControlFrame.credit:type_name -> kvspray.peer.v1.Credit
+	25, // 11: kvspray.peer.v1.ControlFrame.ping:type_name -> kvspray.peer.v1.Ping
+	26, // 12: kvspray.peer.v1.ControlFrame.pong:type_name -> kvspray.peer.v1.Pong
+	24, // 13: kvspray.peer.v1.ControlFrame.rails:type_name -> kvspray.peer.v1.Rails
+	12, // 14: kvspray.peer.v1.ControlFrame.fragment:type_name -> kvspray.peer.v1.Fragment
 	0,  // 15: kvspray.peer.v1.Admitted.state:type_name -> kvspray.peer.v1.Admitted.State
 	10, // 16: kvspray.peer.v1.Grant.destination:type_name -> kvspray.peer.v1.Lease
-	16, // 17: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
-	15, // 18: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
+	17, // 17: kvspray.peer.v1.Grant.parts:type_name -> kvspray.peer.v1.Part
+	16, // 18: kvspray.peer.v1.Grant.tiers:type_name -> kvspray.peer.v1.RailTier
 	27, // 19: kvspray.peer.v1.Part.tokens_by_transport:type_name -> kvspray.peer.v1.Part.TokensByTransportEntry
 	10, // 20: kvspray.peer.v1.GrantReply.destination:type_name -> kvspray.peer.v1.Lease
 	10, // 21: kvspray.peer.v1.GrantReply.source:type_name -> kvspray.peer.v1.Lease
 	1,  // 22: kvspray.peer.v1.GrantReply.code:type_name -> kvspray.peer.v1.GrantReply.Code
-	17, // 23: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
+	18, // 23: kvspray.peer.v1.GrantReply.ranks:type_name -> kvspray.peer.v1.Rank
 	10, // 24: kvspray.peer.v1.SourceLost.destination:type_name -> kvspray.peer.v1.Lease
 	10, // 25: kvspray.peer.v1.SourceLost.source:type_name -> kvspray.peer.v1.Lease
 	10, // 26: kvspray.peer.v1.Revoke.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 27: kvspray.peer.v1.Closed.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 28: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
-	10, // 29: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
-	3,  // 30: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
-	4,  // 31: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
-	6,  // 32: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
-	8,  // 33: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
-	5,  // 34: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
-	7,  // 35: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
-	9,  // 36: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
-	34, // [34:37] is the sub-list for method output_type
-	31, // [31:34] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	10, // 27: kvspray.peer.v1.Commit.destination:type_name -> kvspray.peer.v1.Lease
+	10, // 28: kvspray.peer.v1.Commit.source:type_name -> kvspray.peer.v1.Lease
+	3,  // 29: kvspray.peer.v1.Rails.rails:type_name -> kvspray.peer.v1.Rail
+	4,  // 30: kvspray.peer.v1.Peer.Hello:input_type -> kvspray.peer.v1.HelloRequest
+	6,  // 31: kvspray.peer.v1.Peer.Describe:input_type -> kvspray.peer.v1.DescribeRequest
+	8,  // 32: kvspray.peer.v1.Peer.Probe:input_type -> kvspray.peer.v1.ProbeRequest
+	5,  // 33: kvspray.peer.v1.Peer.Hello:output_type -> kvspray.peer.v1.HelloReply
+	7,  // 34: kvspray.peer.v1.Peer.Describe:output_type -> kvspray.peer.v1.DescribeReply
+	9,  // 35: kvspray.peer.v1.Peer.Probe:output_type -> kvspray.peer.v1.ProbeReply
+	33, // [33:36] is the sub-list for method output_type
+	30, // [30:33] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_api_peer_v1_peer_proto_init() }
@@ -2440,12 +2457,12 @@ func file_api_peer_v1_peer_proto_init() {
 		(*ControlFrame_GrantReply)(nil),
 		(*ControlFrame_SourceLost)(nil),
 		(*ControlFrame_Revoke)(nil),
-		(*ControlFrame_Closed)(nil),
 		(*ControlFrame_Commit)(nil),
 		(*ControlFrame_Credit)(nil),
 		(*ControlFrame_Ping)(nil),
 		(*ControlFrame_Pong)(nil),
 		(*ControlFrame_Rails)(nil),
+		(*ControlFrame_Fragment)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{

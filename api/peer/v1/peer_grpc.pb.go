@@ -6,8 +6,10 @@
 // - protoc             (unknown)
 // source: api/peer/v1/peer.proto
 
-// How two sidecars talk: a gRPC service for what is rare, and ControlFrames on persistent control lanes for the life of
-// transfers. Unknown fields are ignored; `version` says what a sender speaks.
+// How two sidecars talk: a gRPC service for what is rare, and ControlFrames on persistent control
+// lanes for the life of transfers. Unknown fields and frames are ignored. A change that an older
+// sidecar must not ignore raises the version of Hello; what a sidecar may only send to peers that
+// understand it is a feature there.
 
 package peerv1
 

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// longGrant is a grant of so many ranks, each with the longest name and share that an executor
+// takes, and a token for each transport.
+func longGrant(ranks int) *peerv1.ControlFrame {
+	g := &peerv1.Grant{Xfer: make([]byte, 16), Hash: make([]byte, 32), Fingerprint: make([]byte,
+		32), Geometry: make([]byte, 32), Team: make([]byte, 16)}
+	share := make([]uint32, 2048)
+	for i := range share {
+		share[i] = []uint32{1, 1<<15 - 2}[i%2]
+	}
+	for i := range ranks {
+		g.Parts = append(g.Parts, &peerv1.Part{Rank: fmt.Sprintf("%064d", i),
+			Geometry: bytes.Repeat([]byte{1}, 32), Digest: bytes.Repeat([]byte{2}, 32),
+			Slot: uint32(i), Gen: 1<<32 - 1, Chunks: 1 << 22, Bytes: 1 << 38, Share: share,
+			TokensByTransport: map[string][]byte{"gdr": make([]byte, 1024), "tcp": make([]byte,
+				64)}})
+	}
+	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Grant{Grant: g}}
+}
+
+// The longest grant that an executor makes comes across as it was said, in its place among short
+// frames, whatever happens to lanes.
+func TestLongFrames(t *testing.T) {
+	const ranks = 256 // exec.MaxParts
+	two := func(o *Options) { o.Control = []string{"127.0.0.1:0"} }
+	a, b := start(t, two), start(t, two)
+	var mu sync.Mutex
+	var got []*peerv1.ControlFrame
+	b.on = func(_ transfer.Boot, f *peerv1.ControlFrame) {
+		mu.Lock()
+		defer mu.Unlock()
+		got = append(got, f)
+	}
+	join(t, a, b)
+	long := longGrant(ranks)
+	if n := proto.Size(long); n < 16*MaxFrame || n > MaxMessage/2 {
+		t.Errorf("the longest grant has %d bytes: want it well below MaxMessage = %d, and many frames long", n, MaxMessage)
+	}
+	var want []*peerv1.ControlFrame
+	for i := range 6 {
+		for _, f := range []*peerv1.ControlFrame{commit(uint64(i)), long, longGrant(8 + i)} {
+			poll(t, "a place in the queue", func() bool {
+				err := a.Send(b.opt.Boot, f)
+				if err != nil && !errors.Is(err, ErrQueueFull) {
+					t.Fatal(err)
+				}
+				return err == nil
+			})
+			want = append(want, f)
+		}
+		s := a.session(b.opt.Boot)
+		s.mu.Lock()
+		if len(s.lanes) > 0 {
+			s.lanes[0].fail(errors.New("cut"))
+		}
+		s.mu.Unlock()
+	}
+	poll(t, "all frames",
+		func() bool { mu.Lock(); defer mu.Unlock(); return len(got) == len(want) })
+	for i := range want {
+		if !proto.Equal(&peerv1.ControlFrame{Body: want[i].Body},
+			&peerv1.ControlFrame{Body: got[i].Body}) {
+			t.Fatalf("frame %d came as %T, or with another content", i, got[i].Body)
+		}
+	}
+}
+
+// Frames that cannot go are errors at once, and leave nothing of themselves in the queue.
+func TestFramesThatDoNotFit(t *testing.T) {
+	hold := make(chan struct{})
+	a, b, older := start(t, nil), start(t, nil), start(t,
+		func(o *Options) { o.Features = []string{} })
+	b.on = func(transfer.Boot, *peerv1.ControlFrame) { <-hold }
+	join(t, a, b)
+	join(t, a, older)
+	if err := a.Send(older.opt.Boot, longGrant(64)); !errors.Is(err, ErrTooBig) ||
+		!strings.Contains(err.Error(), "upgrade the sidecar there") {
+		t.Errorf("to a release without fragments: %v", err)
+	}
+	if err := a.Send(b.opt.Boot, longGrant(1024)); !errors.Is(err, ErrTooBig) {
+		t.Errorf("past MaxMessage: %v", err)
+	}
+	sent := 0
+	var err error
+	for err == nil {
+		if err = a.Send(b.opt.Boot, longGrant(64)); err == nil {
+			sent++
+		}
+	}
+	s := a.session(b.opt.Boot)
+	s.mu.Lock()
+	waiting, of := s.outBytes, sent*proto.Size(longGrant(64))
+	s.mu.Unlock()
+	if !errors.Is(err, ErrQueueFull) || sent == 0 || waiting > maxUnackedBytes-reservedBytes ||
+		waiting > of+of/100 {
+		t.Errorf("%v after %d frames of %d bytes, %d bytes wait", err, sent, of, waiting)
+	}
+	if err := a.Send(b.opt.Boot, commit(1)); err != nil {
+		t.Errorf("what ends something has room of its own: %v", err)
+	}
+	close(hold)
+	poll(t, "the queue moves again", func() bool {
+		return a.Send(b.opt.Boot,
+			longGrant(64)) == nil
+	})
+}
+
+// FuzzJoin: whatever pieces come, what is kept is bounded, and what is whole is what was split.
+func FuzzJoin(f *testing.F) {
+	f.Add([]byte{1, 2, 3}, uint16(2), true)
+	whole, err := proto.Marshal(commit(7))
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(whole, uint16(3), true)
+	f.Add(whole, uint16(0), false)
+	f.Fuzz(func(t *testing.T, b []byte, size uint16, last bool) {
+		var j joiner
+		var out *peerv1.ControlFrame
+		step := max(int(size), 1)
+		for at := 0; at < len(b); at += step {
+			end := min(at+step, len(b))
+			got, err := j.add(fragment(b[at:end], last && end == len(b)))
+			if len(j.b) > MaxMessage || err != nil && (got != nil || !errors.Is(err, errFragment)) {
+				t.Fatalf("%d bytes are kept, %v, %v", len(j.b), got, err)
+			}
+			if got != nil {
+				out = got
+			}
+		}
+		var direct peerv1.ControlFrame
+		if err := proto.Unmarshal(b, &direct); err == nil && last && len(b) > 0 &&
+			direct.GetFragment() == nil && !proto.Equal(&direct, out) {
+			t.Fatalf("%v became %v", &direct, out)
+		}
+		if f, err := j.add(commit(1)); (err == nil) != (f != nil) || len(j.b) != 0 {
+			t.Fatalf("after the pieces: %v, %v, %d bytes", f, err, len(j.b))
+		}
+	})
+}

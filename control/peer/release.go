@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/kvspray/kvspray/internal/wire"
+)
+
+// Sidecars of two releases meet in every rolling upgrade. Hello says which versions of the control
+// protocol each of them speaks; where they have none in common, both refuse, with one line that
+// names the sidecar to upgrade. Within a version a feature says that a sidecar understands
+// something which a peer may then send.
+
+// Protocol is the range of control versions that this build speaks. 1.0 had no digests of plans: it
+// cannot refuse one that orders bytes otherwise.
+var Protocol = wire.Versions{Min: wire.V(1, 1), Max: wire.V(1, 1)}
+
+// oldest is the first version there was. A caller that does not know yet who answers offers all
+// from there on, so that a sidecar of any age tells what it is.
+var oldest = wire.V(1, 0)
+
+// FeatureFragments: frames longer than MaxFrame come as several Fragments.
+const FeatureFragments = "fragments"
+
+// Features are those of this build.
+var Features = []string{FeatureFragments}
+
+// ErrRelease is wrapped where a peer is of a release that this one cannot work with.
+var ErrRelease = errors.New("releases that do not work together")
+
+// build is what a sidecar's Hello tells of it.
+type build struct {
+	release  string // empty before 1.1
+	features []string
+}
+
+// has reports whether the peer understands a feature.
+func (p *Peer) has(feature string) bool { return slices.Contains(p.Features, feature) }
+
+// choose returns the version to speak with the sidecar at an address, or says which of the two to
+// upgrade.
+func (m *Mesh) choose(theirs wire.Versions, address, release string) (wire.Version, error) {
+	ours := m.opt.Versions
+	ver, err := wire.Choose(ours, theirs)
+	if err == nil {
+		return ver, nil
+	}
+	if theirs.Min > theirs.Max {
+		return 0, fmt.Errorf("control protocol of the sidecar at %s: %w", address, err)
+	}
+	here, older := m.Endpoint(), address
+	if theirs.Min > ours.Max {
+		older = here
+	}
+	return 0, fmt.Errorf("control protocol %s at %s (kvspray %s), %s at %s (kvspray %s): "+
+		"upgrade the sidecar at %s: %w",
+		span(theirs), address, orUnknown(release), span(ours), here, orUnknown(m.opt.Version),
+		older, ErrRelease)
+}
+
+func span(v wire.Versions) string {
+	if v.Min == v.Max {
+		return v.Min.String()
+	}
+	return v.String()
+}
+
+func orUnknown(release string) string {
+	if release == "" {
+		return "of an unknown release"
+	}
+	return release
+}
+
+// called judges the versions of a caller. What it says of itself is foreign, and people read the
+// error.
+func (m *Mesh) called(theirs wire.Versions, endpoint, release string) (wire.Version, error) {
+	if checkAddress(endpoint) != nil {
+		endpoint = "the caller's address"
+	}
+	ver, err := m.choose(theirs, endpoint, checkedRelease(release))
+	if err == nil {
+		return ver, nil
+	}
+	m.opt.Refused()
+	m.mu.Lock()
+	first := !m.olderSaid[endpoint] && len(m.olderSaid) < MaxPeers
+	if first {
+		m.olderSaid[endpoint] = true
+	}
+	m.mu.Unlock()
+	if first {
+		m.log.Warn("hello refused; said once of an address", "err", err)
+	}
+	return 0, status.Error(codes.Unimplemented, err.Error())
+}
+
+// checkedRelease is what may be shown of a foreign text.
+func checkedRelease(s string) string {
+	if len(s) > MaxText {
+		return ""
+	}
+	for _, r := range s {
+		if r <= ' ' || r > '~' {
+			return ""
+		}
+	}
+	return s
+}
+
+// refusedUs is the error of a Hello that the sidecar there has refused for our release.
+func refusedUs(err error) error {
+	if s, ok := status.FromError(err); ok && s.Code() == codes.Unimplemented {
+		return fmt.Errorf("%s: %w", s.Message(), ErrRelease)
+	}
+	return err
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Where two releases have no version in common, whoever calls, both sides have one line that names
+// the sidecar to upgrade, and nobody comes up.
+func TestWhichToUpgrade(t *testing.T) {
+	before, after := wire.Versions{Min: oldest, Max: oldest}, wire.Versions{Min: wire.V(2, 0),
+		Max: wire.V(2, 3)}
+	for name, x := range map[string]struct {
+		caller, callee wire.Versions
+		older          string
+	}{
+		"an older one calls": {before, Protocol, "caller"}, "an older one is called": {Protocol,
+			before, "callee"},
+		"a newer one calls": {after, Protocol, "callee"}, "a newer one is called": {Protocol, after,
+			"caller"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var logs [2]testutil.Log
+			var refused [2]atomic.Int32
+			node := func(i int, v wire.Versions) *node {
+				return start(t, func(o *Options) {
+					o.Versions, o.Version = v, fmt.Sprintf("v%d", i)
+					o.Refused = func() { refused[i].Add(1) }
+					o.Log = slog.New(slog.NewTextHandler(&logs[i], nil))
+				})
+			}
+			a, b := node(0, x.caller), node(1, x.callee)
+			for range 3 {
+				a.Connect(b.Endpoint())
+				a.until("an answer", func() bool { return len(a.failed) > 0 })
+				if len(a.ups) > 0 {
+					t.Fatalf("up: %v", a.ups)
+				}
+				err := a.failed[0]
+				a.mu.Lock()
+				a.failed = nil
+				a.mu.Unlock()
+				older := map[string]string{"caller": a.Endpoint(), "callee": b.Endpoint()}[x.older]
+				if !errors.Is(err, ErrRelease) || !strings.Contains(err.Error(),
+					"upgrade the sidecar at "+older) || !strings.Contains(err.Error(),
+					"kvspray v0") ||
+					!strings.Contains(err.Error(), "kvspray v1") || strings.Contains(err.Error(),
+					"\n") {
+					t.Errorf("%v: want one line that says to upgrade %s, and both releases", err,
+						older)
+				}
+			}
+			// The callee has judged, too, unless the caller knew from its answer that it would not
+			// go on.
+			if n := refused[1].Load(); n > 0 {
+				if got := strings.Count(logs[1].String(), "hello refused"); n != 3 || got != 1 {
+					t.Errorf("%d hellos were refused, and %d lines logged: want 3 and 1: %s", n,
+						got, logs[1].String())
+				}
+			}
+			for _, m := range []*Mesh{a.Mesh, b.Mesh} {
+				if ks := m.sessions; len(ks) != 0 {
+					t.Errorf("%d sessions are left", len(ks))
+				}
+			}
+		})
+	}
+}
+
+// What a peer says of its build is known when it is up, and what cannot be a release's name is not
+// shown.
+func TestReleaseIsTold(t *testing.T) {
+	a := start(t, func(o *Options) {
+		o.Version, o.Features = "v1.2.3",
+			append(slices.Clone(Features), "from-the-future")
+	})
+	b := start(t, func(o *Options) { o.Version = "v1.3.0\n; rm" })
+	join(t, a, b)
+	for _, x := range []struct {
+		at      *node
+		of      transfer.Boot
+		release string
+		future  bool
+	}{{a, b.opt.Boot, "", false}, {b, a.opt.Boot, "v1.2.3", true}} {
+		x.at.mu.Lock()
+		i := slices.IndexFunc(x.at.ups, func(p Peer) bool { return p.Boot == x.of })
+		p := x.at.ups[i]
+		x.at.mu.Unlock()
+		if p.Release != x.release || !p.has(FeatureFragments) ||
+			p.has("from-the-future") != x.future {
+			t.Errorf("release %q with %q, want %q", p.Release, p.Features, x.release)
+		}
+	}
+}
