@@ -93,10 +93,17 @@ func (e *Exec) answer(w *await, ad connector.Admission) {
 	e.dropEndpoint(w.ep)
 }
 
-func (e *Exec) onAdmitted(m *peerv1.Admitted) {
+// onAdmitted takes the answer of the peer that was asked last. Tokens count up, so any member could
+// guess one: an answer of another peer would have a decode engine wait for a prefill that never
+// began, or refuse one that did.
+func (e *Exec) onAdmitted(p *peer, m *peerv1.Admitted) error {
 	w := e.asked[m.Token]
 	if w == nil {
-		return
+		return nil // it is late
+	}
+	if w.sent != p.boot {
+		return wrong(BadAnswer, "admitted: question %d was put to another peer, or to none yet",
+			m.Token)
 	}
 	ad := connector.Admission{Tokens: m.Tokens, Message: m.Message, State: "gone"}
 	switch m.State {
@@ -106,6 +113,7 @@ func (e *Exec) onAdmitted(m *peerv1.Admitted) {
 		ad.State = "refused"
 	}
 	e.answer(w, ad)
+	return nil
 }
 
 func (e *Exec) onAwait(now Instant, p *peer, m *peerv1.Await) error {

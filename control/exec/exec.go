@@ -229,7 +229,7 @@ func (e *Exec) Message(now Instant, boot transfer.Boot, f *peerv1.ControlFrame) 
 	case *peerv1.ControlFrame_Await:
 		err = e.onAwait(now, p, b.Await)
 	case *peerv1.ControlFrame_Admitted:
-		e.onAdmitted(b.Admitted)
+		err = e.onAdmitted(p, b.Admitted)
 	case *peerv1.ControlFrame_Grant:
 		err = e.onGrant(now, p, b.Grant)
 	case *peerv1.ControlFrame_GrantReply:

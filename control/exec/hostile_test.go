@@ -73,7 +73,8 @@ func goodGrant() *peerv1.Grant {
 	return &peerv1.Grant{Xfer: k.Xfer[:], Hash: k.Hash[:], Destination: leaseMsg(transfer.LeaseID{Boot: transfer.Boot{7}, ID: 5, Epoch: 1}), Gen: 3,
 		Tokens: targetTokens, Skip: []uint32{0}, Fingerprint: make([]byte, 32), Geometry: make([]byte, 32), DeadlineMs: 10000, PartnerMs: 5000,
 		Team: make([]byte, len(lease.TeamID{})), TeamSize: 1, PlanVersion: simPlanner{}.Version(),
-		Parts: []*peerv1.Part{{Rank: connector.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7, Gen: 3, Chunks: sp.NumChunks(), Bytes: sp.TotalBytes(),
+		Parts: []*peerv1.Part{{Rank: connector.Place{}.Rank(), Geometry: make([]byte, 32), Slot: 7,
+			Gen: 3, Chunks: sp.NumChunks(), Bytes: sp.TotalBytes(),
 			Digest: digest[:]}}}
 }
 
@@ -113,28 +114,45 @@ var hostileGrants = map[string]struct {
 		p.Rank = "pp1/tp0"
 		g.Parts = append(g.Parts, p)
 	}, 0, "parts[1].slot"},
-	"long share":  {func(g *peerv1.Grant) { g.Parts[0].Share = make([]uint32, 2*layout.MaxLayers+1) }, 0, "parts[0].share"},
-	"more tokens": {func(g *peerv1.Grant) { g.Tokens *= 2 }, peerv1.GrantReply_PLAN, "tokens = 512 at the receiver, 256 at the source"},
-	"more chunks": {func(g *peerv1.Grant) { g.Parts[0].Chunks++ }, peerv1.GrantReply_PLAN, "parts[pp0/tp0].chunks"},
-	"no chunks":   {func(g *peerv1.Grant) { g.Parts[0].Chunks = 0 }, peerv1.GrantReply_PLAN, "chunks = 0 at the receiver"},
-	"all chunks":  {func(g *peerv1.Grant) { g.Parts[0].Chunks = 1<<32 - 1 }, peerv1.GrantReply_PLAN, "chunks = 4294967295 at the receiver"},
-	"more bytes":  {func(g *peerv1.Grant) { g.Parts[0].Bytes = 1<<64 - 1 }, peerv1.GrantReply_PLAN, "bytes = 18446744073709551615 at the receiver"},
+	"long share": {func(g *peerv1.Grant) {
+		g.Parts[0].Share = make([]uint32, 2*layout.MaxLayers+1)
+	}, 0, "parts[0].share"},
+	"more tokens": {func(g *peerv1.Grant) { g.Tokens *= 2 }, peerv1.GrantReply_PLAN,
+		"tokens = 512 at the receiver, 256 at the source"},
+	"more chunks": {func(g *peerv1.Grant) { g.Parts[0].Chunks++ }, peerv1.GrantReply_PLAN,
+		"parts[pp0/tp0].chunks"},
+	"no chunks": {func(g *peerv1.Grant) { g.Parts[0].Chunks = 0 }, peerv1.GrantReply_PLAN,
+		"chunks = 0 at the receiver"},
+	"all chunks": {func(g *peerv1.Grant) { g.Parts[0].Chunks = 1<<32 - 1 }, peerv1.GrantReply_PLAN,
+		"chunks = 4294967295 at the receiver"},
+	"more bytes": {func(g *peerv1.Grant) { g.Parts[0].Bytes = 1<<64 - 1 }, peerv1.GrantReply_PLAN,
+		"bytes = 18446744073709551615 at the receiver"},
 	"no plan version": {func(g *peerv1.Grant) { g.PlanVersion = 0 }, peerv1.GrantReply_PLAN,
-		"plan_version = none at the receiver, 1 at the source: upgrade the sidecar of the receiver (decode)"},
+		"plan_version = none at the receiver, 1 at the source: " +
+			"upgrade the sidecar of the receiver (decode)"},
 	"newer plans": {func(g *peerv1.Grant) { g.PlanVersion = 2 }, peerv1.GrantReply_PLAN,
-		"plan_version = 2 at the receiver, 1 at the source: upgrade the sidecar of the source (prefill)"},
-	"no digest": {func(g *peerv1.Grant) { g.Parts[0].Digest = nil }, peerv1.GrantReply_PLAN, "parts[pp0/tp0].digest = "},
+		"plan_version = 2 at the receiver, 1 at the source: " +
+			"upgrade the sidecar of the source (prefill)"},
+	"no digest": {func(g *peerv1.Grant) { g.Parts[0].Digest = nil }, peerv1.GrantReply_PLAN,
+		"parts[pp0/tp0].digest = "},
 	"other digest": {func(g *peerv1.Grant) { g.Parts[0].Digest[0]++ }, peerv1.GrantReply_PLAN,
-		"0101000000000000 at the receiver, 0001000000000000 at the source: bytes would come to other places; run one release of kvspray on both sides"},
-	"digest of 33 bytes": {func(g *peerv1.Grant) { g.Parts[0].Digest = append(g.Parts[0].Digest, 0) }, peerv1.GrantReply_PLAN, "parts[pp0/tp0].digest = "},
-	"another skip":       {func(g *peerv1.Grant) { g.Skip[0] = simBlock }, peerv1.GrantReply_PLAN, "parts[pp0/tp0].bytes"},
-	"other geometry":     {func(g *peerv1.Grant) { g.Parts[0].Geometry[0]++ }, peerv1.GrantReply_RANKS, "another shape"},
-	"unknown rank":       {func(g *peerv1.Grant) { g.Parts[0].Rank = "pp9/tp9" }, peerv1.GrantReply_RANKS, "other names"},
-	"rank too many":      {func(g *peerv1.Grant) { g.Parts = append(g.Parts, &peerv1.Part{Rank: "pp1/tp0"}) }, peerv1.GrantReply_RANKS, "1 ranks"},
-	"unlike teams":       {func(g *peerv1.Grant) { g.TeamSize = lease.MaxTeam + 1 }, 0, "team"},
-	"other prompt":       {func(g *peerv1.Grant) { g.Hash[0]++ }, 0, ""}, // waits for its own
-	"other transfer":     {func(g *peerv1.Grant) { g.Xfer[0]++ }, 0, ""},
-	"nothing is said":    {func(g *peerv1.Grant) { proto.Reset(g) }, 0, "key"},
+		"0101000000000000 at the receiver, 0001000000000000 at the source: " + sameRelease},
+	"digest of 33 bytes": {func(g *peerv1.Grant) {
+		g.Parts[0].Digest = append(g.Parts[0].Digest, 0)
+	}, peerv1.GrantReply_PLAN, "parts[pp0/tp0].digest = "},
+	"another skip": {func(g *peerv1.Grant) { g.Skip[0] = simBlock }, peerv1.GrantReply_PLAN,
+		"parts[pp0/tp0].bytes"},
+	"other geometry": {func(g *peerv1.Grant) { g.Parts[0].Geometry[0]++ },
+		peerv1.GrantReply_RANKS, "another shape"},
+	"unknown rank": {func(g *peerv1.Grant) { g.Parts[0].Rank = "pp9/tp9" },
+		peerv1.GrantReply_RANKS, "other names"},
+	"rank too many": {func(g *peerv1.Grant) {
+		g.Parts = append(g.Parts, &peerv1.Part{Rank: "pp1/tp0"})
+	}, peerv1.GrantReply_RANKS, "1 ranks"},
+	"unlike teams":    {func(g *peerv1.Grant) { g.TeamSize = lease.MaxTeam + 1 }, 0, "team"},
+	"other prompt":    {func(g *peerv1.Grant) { g.Hash[0]++ }, 0, ""}, // waits for its own
+	"other transfer":  {func(g *peerv1.Grant) { g.Xfer[0]++ }, 0, ""},
+	"nothing is said": {func(g *peerv1.Grant) { proto.Reset(g) }, 0, "key"},
 }
 
 // What is wrong in a grant is named, to the log where it is no grant at all and to the peer where it cannot be served, and not a byte
@@ -520,10 +538,13 @@ func FuzzMessage(f *testing.F) {
 	})
 }
 
-// Each thing that two sides may disagree about is counted apart: an operator who upgrades one by one sees which.
+// Each thing that two sides may disagree about is counted apart: an operator who upgrades one by
+// one sees which.
 func TestRefusalsAreCounted(t *testing.T) {
-	for name, why := range map[string]Refusal{"no plan version": RefusedPlanVersion, "newer plans": RefusedPlanVersion, "other digest": RefusedPlanDigest,
-		"more chunks": RefusedPlanChunks, "more bytes": RefusedPlanBytes, "more tokens": RefusedPlanTokens} {
+	for name, why := range map[string]Refusal{"no plan version": RefusedPlanVersion,
+		"newer plans": RefusedPlanVersion, "other digest": RefusedPlanDigest,
+		"more chunks": RefusedPlanChunks, "more bytes": RefusedPlanBytes,
+		"more tokens": RefusedPlanTokens} {
 		tg := newTarget()
 		g := goodGrant()
 		hostileGrants[name].change(g)
@@ -535,5 +556,49 @@ func TestRefusalsAreCounted(t *testing.T) {
 				t.Errorf("%s: %s is counted %d times, want %d", name, label, n, want)
 			}
 		}
+	}
+}
+
+// Tokens of questions count up, so any member can guess those of others. Only the peer that was
+// asked answers: what others say of it is refused, counted, and changes nothing, before the
+// question goes out and after.
+func TestOnlyWhoWasAskedAnswers(t *testing.T) {
+	s, p, d, pw, _ := pair(t, 5, 0)
+	liar := transfer.Boot{66}
+	lie := func() error {
+		return d.ex.Message(s.now, liar,
+			&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{
+				Token: 1, State: peerv1.Admitted_ADMITTED, Tokens: 1 << 20, Message: "a lie"}}})
+	}
+	d.event(func() { d.ex.PeerUp(s.now, "liar:1", liar) })
+	d.event(func() {
+		d.ex.Await(s.now, 1, connector.Await{Key: testKey(1, 1), Peer: "p:1",
+			TTL: 30 * sec})
+	})
+	var told []error
+	said := 0
+	for range 3 { // before it is asked, after, and while it waits
+		d.event(func() {
+			said++
+			if err := lie(); err != nil {
+				told = append(told, err)
+			}
+		})
+		s.rest(sec)
+	}
+	if a, ok := d.answer[1]; ok {
+		t.Fatalf("the lie was believed: %+v", a)
+	}
+	if n := d.ex.Nonsense()[BadAnswer.String()]; n != uint64(said) || len(told) != 1 ||
+		!strings.Contains(told[0].Error(), "put to another peer") {
+		t.Errorf("%d lies are counted, told %v: want %d, and once", n, told, said)
+	}
+	p.intent(pw, 1, testKey(1, 1), 64, 1, 30*sec)
+	s.rest(sec)
+	if a := d.answer[1]; a.State != "admitted" || a.Tokens != 64 {
+		t.Errorf("the answer of the peer that was asked: %+v", a)
+	}
+	if err := lie(); err != nil {
+		t.Errorf("a late answer: %v", err)
 	}
 }

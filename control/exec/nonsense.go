@@ -30,11 +30,12 @@ const (
 	BadTier                 // of a rail
 	BadCredit               // for a rail
 	BadAddress              // of control lanes
+	BadAnswer               // to a question that somebody else was asked
 	numNonsense
 )
 
 var nonsenseNames = [numNonsense]string{"other", "key", "lease", "generation", "fingerprint", "parts", "team", "rank", "geometry", "slot", "share",
-	"ranks", "rails", "tier", "credit", "address"}
+	"ranks", "rails", "tier", "credit", "address", "answer"}
 
 // String is the label of metrics.
 func (n Nonsense) String() string { return nonsenseNames[n] }

@@ -71,6 +71,13 @@ var mutants = []mutant{
 	{"a grant of a peer is not forgotten", "control/exec/inbound.go", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n	e.drop(in)\n", "func (e *Exec) endInbound(now Instant, in *inbound, committed bool, why string) {\n", []string{leak, bound}},
 	{"a grant outlives its source", "control/exec/source.go", "		c.src = nil\n		e.forget(c.in)\n", "		c.src = nil\n", []string{leak}},
 
+	// What both sides must mean alike.
+	{"a plan of another order is served", "control/exec/agreement.go",
+		"	case !bytes.Equal(digest[:], part.Digest):\n",
+		"	case !bytes.Equal(digest[:], digest[:]):\n", []string{"TestHostileGrants"}},
+	{"anybody answers", "control/exec/await.go", "	if w.sent != p.boot {\n", "	if false {\n",
+		[]string{"TestOnlyWhoWasAskedAnswers"}},
+
 	// What comes again.
 	{"a grant that is over comes again", "control/exec/inbound.go", "		if s.Over(g) {\n			return nil // a replay\n		}\n", "		_ = s\n", []string{"TestReplayOfAGrantThatIsOver"}},
 	{"a replayed grant takes the place", "control/exec/inbound.go", "		if int32(m.Gen-old.msg.Gen) <= 0 { // they wrap\n			return nil // a replay\n		}\n", "", []string{path, never, released, commit, word}},
