@@ -14,6 +14,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/transfer"
@@ -197,7 +198,12 @@ func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
 	n.metrics.Control(metrics.Out, frameName(f))
 	n.prefer(to)
 	if err := n.peers.Send(to, f); err != nil {
-		n.log.Warn("control frame not sent", "peer", to.String(), "err", err)
+		n.log.Warn("control frame not sent", "peer", to.String(), "type", frameName(f), "err", err)
+		// Of a peer that is not there any more the executor is told; this one is.
+		if errors.Is(err, peer.ErrQueueFull) || errors.Is(err, peer.ErrTooBig) {
+			n.d.ex.Unsent(n.enter(), to, f, err)
+			n.leave()
+		}
 	}
 }
 

@@ -200,10 +200,11 @@ type simNode struct {
 	fenced  map[*connector.Worker]bool
 	follow  map[*connector.Worker]bool // Follow's last word
 	answer  map[uint64]connector.Admission
-	hangs   map[string]bool // addresses that do not answer a connect
-	roused  int             // lanes
-	bound   int             // origins
-	updated int             // tables
+	hangs   map[string]bool                  // addresses that do not answer a connect
+	unsent  func(*peerv1.ControlFrame) error // nil, or nil from it: the frame goes out
+	roused  int                              // lanes
+	bound   int                              // origins
+	updated int                              // tables
 }
 
 // simLanding is the receiver's memory behind one grant.
@@ -285,6 +286,17 @@ func (n *simNode) event(fn func()) {
 	n.busy = false
 }
 
+// send is a control lane that may have no room.
+func (n *simNode) send(to transfer.Boot, f *peerv1.ControlFrame) {
+	if n.unsent != nil {
+		if err := n.unsent(f); err != nil {
+			n.s.after(0, func() { n.event(func() { n.ex.Unsent(n.s.now, to, f, err) }) })
+			return
+		}
+	}
+	n.sendTo(to, f)
+}
+
 func (n *simNode) perform(a *Action) {
 	s := n.s
 	switch a.Kind {
@@ -313,7 +325,7 @@ func (n *simNode) perform(a *Action) {
 			})
 		})
 	case Send:
-		n.sendTo(a.Peer, a.Frame)
+		n.send(a.Peer, a.Frame)
 	case Offer:
 		for _, l := range a.Landings {
 			sl := &simLanding{l: l, lease: n.leases[l.Lease()], bitmap: transfer.NewBitmap(l.Plan.Space().NumChunks()),
@@ -325,7 +337,7 @@ func (n *simNode) perform(a *Action) {
 			}
 			n.grants[name] = sl
 		}
-		n.sendTo(a.Peer, a.Frame)
+		n.send(a.Peer, a.Frame)
 	case Fence:
 		l := a.Landing
 		l.Grant.Revoke()
