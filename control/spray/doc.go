@@ -120,6 +120,7 @@ const (
 	hedgeLeast      = 16        // chunks
 	hedgeScan       = 4         // newest slices of a lane that are looked at for a hedge
 	scanFlows       = 4         // flows at the head of a queue that are asked in turn when the first cannot use what is open
+	wakeFlows       = 4         // resting flows that one Tick puts back into their queues
 	maxErrors       = 3         // within errorSpan exclude a pair
 	badFlow         = 3         // failures of a transport with one flow, after which that flow prefers the next transport
 	readmitSteps    = 4         // windows of 2, 4, 8 and 16 chunks, one confirmed slice each

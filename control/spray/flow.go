@@ -41,6 +41,9 @@ type Flow struct {
 	bad     [MaxRanks]uint8 // failures by rank, up to badFlow
 	picky   bool            // one of them is at that
 	rest    Instant         // until when it does without the transports that are at that; 0: not
+	// parked flows are out of their queue, and their chunks do not count as waiting: every
+	// transport that is usable has refused the flow, and it rests, or has its one trial in flight.
+	parked bool
 }
 
 // SetPlace says where the memory of the flow lies; before anything of it is ready.
@@ -110,16 +113,15 @@ func (f *Flow) Ready(r transfer.Range) {
 			run.First, run.Count = run.First+1, run.Count-1
 		}
 		f.seen.Add(run)
-		f.peer.backlog[f.prio] += int(f.fresh.Add(run))
+		f.waits(int(f.fresh.Add(run)))
 	}
 	f.requeue()
 }
 
 // Stop keeps everything that waits from being sent, for good.
 func (f *Flow) Stop() {
-	f.stopped = true
-	f.peer.queues[f.prio].remove(f)
-	f.peer.backlog[f.prio] -= int(f.Waiting())
+	f.park()
+	f.stopped, f.parked = true, false
 	f.fresh.Clear()
 	if f.again != nil {
 		f.again.Clear()
@@ -137,11 +139,34 @@ func (f *Flow) Close() {
 // requeue puts the flow in its queue, or takes it out, by what it has.
 func (f *Flow) requeue() {
 	q := &f.peer.queues[f.prio]
-	switch wants := f.Waiting() > 0 && !f.stopped; {
+	switch wants := f.Waiting() > 0 && !f.stopped && !f.parked; {
 	case wants && !f.queued.Queued():
 		q.push(f)
 	case !wants && f.queued.Queued():
 		q.remove(f)
+	}
+}
+
+// waits counts chunks that wait now, or with a negative n that wait no longer.
+func (f *Flow) waits(n int) {
+	if !f.parked && !f.stopped {
+		f.peer.backlog[f.prio] += n
+	}
+}
+
+// park takes the flow out of its queue.
+func (f *Flow) park() {
+	f.waits(-int(f.Waiting()))
+	f.parked = true
+	f.peer.queues[f.prio].remove(f)
+}
+
+// unpark puts the flow back into its queue.
+func (f *Flow) unpark() {
+	if f.parked {
+		f.parked = false
+		f.waits(int(f.Waiting()))
+		f.requeue()
 	}
 }
 
@@ -169,7 +194,7 @@ func (f *Flow) take(limit uint32, fresh bool) (transfer.Range, uint32) {
 	} else {
 		r = f.fresh.Take(limit)
 	}
-	f.peer.backlog[f.prio] -= int(r.Count)
+	f.waits(-int(r.Count))
 	f.requeue()
 	return r, f.send(r)
 }
@@ -206,7 +231,10 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 		if f.got.Contains(c) || k.copies > 0 && (!spare || k.copies >= MaxCopies) {
 			continue
 		}
-		f.peer.backlog[f.prio] += int(f.again.Add(transfer.Range{First: c, Count: 1}))
+		f.waits(int(f.again.Add(transfer.Range{First: c, Count: 1})))
+	}
+	if f.rest == 0 {
+		f.unpark() // the trial has ended, or is late
 	}
 	f.requeue()
 }
@@ -215,7 +243,7 @@ func (f *Flow) free(r transfer.Range, spare bool) {
 func (f *Flow) land(r transfer.Range) (fresh uint32) {
 	fresh = f.got.Add(r)
 	if f.retries() > 0 {
-		f.peer.backlog[f.prio] -= int(f.again.Remove(r))
+		f.waits(-int(f.again.Remove(r)))
 		f.requeue()
 	}
 	return fresh
@@ -249,17 +277,51 @@ func (s *Scheduler) refused(now Instant, f *Flow, rank int) {
 	f.picky, f.rest = true, now+refusalRest
 }
 
-// rested touches the peers of flows whose rest is over.
+// accepted takes a slice that landed: the transport serves the flow after all.
+func (f *Flow) accepted(rank int) {
+	if f.bad[rank] == 0 {
+		return
+	}
+	f.bad[rank], f.picky = 0, false
+	for _, n := range f.bad {
+		f.picky = f.picky || n >= badFlow
+	}
+	f.unpark()
+}
+
+// rested puts flows back into their queues, and touches their peers: a few whose rest is over, the
+// oldest first, so that a healthy flow never waits for the trials of many, and those that another
+// transport can serve now.
 func (s *Scheduler) rested(now Instant, touched func(*Peer)) {
+	wake := wakeFlows
 	s.resting = slices.DeleteFunc(s.resting, func(f *Flow) bool {
-		if now < f.rest && !f.stopped {
+		over := f.stopped || now >= f.rest && wake > 0
+		switch {
+		case f.stopped:
+		case over:
+			wake--
+		case !f.parked || !f.served():
 			return false
 		}
-		if f.rest = 0; !f.stopped {
+		if over {
+			f.rest = 0
+		}
+		if !f.stopped {
+			f.unpark()
 			touched(f.peer)
 		}
-		return true
+		return over
 	})
+}
+
+// served reports whether a pair is usable whose transport has not refused the flow too often.
+func (f *Flow) served() bool {
+	for _, q := range f.peer.pairs {
+		if q.usable() && f.class(q) < MaxRanks {
+			return true
+		}
+	}
+	return false
 }
 
 // exhausted reports whether a chunk of r that no slice carries any more has failed too often to be sent again.

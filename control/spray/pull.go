@@ -76,19 +76,29 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		run, avoid := f.next()
 		fresh := avoid == 0 && f.retries() == 0
 		q, limit := s.choose(p, f, run, avoid, urgent)
-		if q == nil && avoid != 0 && f.fresh.Count() > 0 {
+		if q == nil && avoid != 0 && f.fresh.Count() > 0 && !f.parked {
 			// What failed waits for another pair than the one that failed it. What was never sent does not wait with it.
 			fresh = true
 			q, limit = s.choose(p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
 		}
 		if q == nil {
+			if f.parked {
+				i--
+			}
 			continue
 		}
 		l := q.pick(prio, urgent)
 		if l == nil {
 			continue
 		}
+		trial := f.class(q) >= MaxRanks // by a transport that refused it: with one chunk at a time
+		if trial {
+			limit = 1
+		}
 		r, attempt := f.take(limit, fresh)
+		if trial {
+			f.park()
+		}
 		return s.post(now, l, f, r, attempt), true
 	}
 	return Slice{}, false
@@ -139,6 +149,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	}
 	if usable == 0 {
 		if resting {
+			f.park()
 			return nil, 0
 		}
 		return s.lastResort(p), 1

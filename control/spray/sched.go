@@ -162,6 +162,11 @@ func (s *Scheduler) LaneUp(now Instant, p *Peer, in LaneInfo) error {
 	p.lanes++
 	s.lanes[in.ID] = l
 	q.recount()
+	for _, f := range s.resting {
+		if f.peer == p {
+			f.unpark() // it may be of a transport that serves the flow
+		}
+	}
 	s.follow(now, q)
 	p.share(in.Path.far())
 	return nil
@@ -335,6 +340,7 @@ func (s *Scheduler) End(now Instant, cookie uint64, v Verdict) (Ended, bool) {
 		case f.stopped:
 		case v == Confirmed:
 			out.Fresh = f.land(fl.r)
+			f.accepted(q.rank)
 		default:
 			if v == Refused {
 				s.refused(now, f, q.rank)
