@@ -67,7 +67,7 @@ func (p *Plan) digest(r rules) [32]byte {
 
 // append adds what says which tokens and rows a segment holds.
 func (s *segment) append(b []byte) []byte {
-	b = appendNums(b, uint64(s.group), boolNum(s.state), uint64(s.n), uint64(s.block0),
+	b = appendNums(b, boolNum(s.state), uint64(s.n), uint64(s.block0),
 		uint64(s.full), s.page, s.tail, uint64(len(s.tails)))
 	b = appendNums(b, s.tails...)
 	if s.cut == nil {

@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -188,13 +187,6 @@ func (n *Node) peerDown(boot transfer.Boot, over bool) {
 	now := n.enter()
 	n.d.ex.PeerDown(now, boot, over)
 	n.leave()
-}
-
-// forgetInflows drops what was counted of a peer that is not known any more.
-func (n *Node) forgetInflows(boot transfer.Boot) {
-	n.d.bindMu.Lock()
-	defer n.d.bindMu.Unlock()
-	maps.DeleteFunc(n.d.inflows, func(k inflowName, _ *atomic.Uint64) bool { return k.peer == boot })
 }
 
 func (d *dialer) knows(boot transfer.Boot) bool {

@@ -51,25 +51,20 @@ type driver struct {
 	grants  map[bindName]*exec.Landing
 	origins map[bindName]*exec.Sending
 	lanes   map[uint64]*laneEntry
-	inflows map[inflowName]*atomic.Uint64 // bytes; lanes come and go, the sums stay as long as the peer
+
+	inflows inflows
 
 	ctx  context.Context // of fences and dials; ends when everything must
 	stop context.CancelFunc
 	wg   sync.WaitGroup
 }
 
-// inflowName is one of our rails and who sends over it.
-type inflowName struct {
-	peer            transfer.Boot
-	transport, rail string
-}
-
 type laneEntry struct {
 	lane    transport.Lane
-	backend int            // index in the registry
-	inflow  *atomic.Uint64 // bytes that came from its peer over its rail
-	asked   uint64         // received bytes when it was asked last; the performer's
-	down    chan struct{}  // closed by LaneDown
+	backend int           // index in the registry
+	inflow  *inflow       // from its peer over its rail; nil: nothing stands before us that could overflow
+	asked   uint64        // received bytes when it was asked last; the performer's
+	down    chan struct{} // closed by LaneDown
 	closing atomic.Bool
 }
 
@@ -429,26 +424,6 @@ func (n *Node) ask(lane uint64) {
 		n.d.ex.Moved(now, lane)
 		n.leave()
 	}
-}
-
-// measure says what has come over each rail, and from whom.
-func (n *Node) measure() {
-	var all []exec.Inflow
-	n.d.bindMu.RLock()
-	for k, v := range n.d.inflows {
-		if _, caps := n.backendOf(k.transport); caps.SameHost {
-			continue // nothing is in front of us that could overflow
-		}
-		all = append(all, exec.Inflow{Peer: k.peer, Transport: k.transport, Rail: k.rail, Bytes: v.Load()})
-	}
-	n.d.bindMu.RUnlock()
-	for i := range all {
-		r, _ := n.rails.find(all[i].Transport, all[i].Rail)
-		all[i].Gbps = r.Gbps
-	}
-	now := n.enter()
-	n.d.ex.Measured(now, all)
-	n.leave()
 }
 
 func (n *Node) closeLane(e *laneEntry) {

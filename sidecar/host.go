@@ -3,7 +3,6 @@ package sidecar
 import (
 	"errors"
 	"net"
-	"sync/atomic"
 
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/transfer"
@@ -51,12 +50,11 @@ func (h host) LaneUp(l transport.Lane) {
 	n := h.n
 	i, caps := n.backendOf(l.Backend())
 	e := &laneEntry{lane: l, backend: i, down: make(chan struct{})}
-	name := inflowName{l.Peer(), l.Backend(), l.Local()}
-	n.d.bindMu.Lock()
-	if n.d.inflows[name] == nil {
-		n.d.inflows[name] = new(atomic.Uint64)
+	r, known := n.rails.find(l.Backend(), l.Local())
+	if !caps.SameHost {
+		e.inflow = n.d.inflows.of(inflowName{l.Peer(), l.Backend(), l.Local()}, r.Gbps)
 	}
-	e.inflow = n.d.inflows[name]
+	n.d.bindMu.Lock()
 	n.d.lanes[l.ID()] = e
 	n.d.bindMu.Unlock()
 	n.metrics.LaneUp(l.Backend(), l.Local())
@@ -67,7 +65,7 @@ func (h host) LaneUp(l transport.Lane) {
 	if caps.DeviceSlice > 0 && n.gpus.inUse() {
 		in.SliceBytes = caps.DeviceSlice
 	}
-	if r, ok := n.rails.find(l.Backend(), l.Local()); ok {
+	if known {
 		in.Gbps, in.Tier = r.Gbps, r.Tier
 	}
 	if t, ok := l.(transport.Timed); ok {

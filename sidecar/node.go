@@ -143,7 +143,7 @@ func New(opt Options) (*Node, error) {
 	n.d.grants = map[bindName]*exec.Landing{}
 	n.d.origins = map[bindName]*exec.Sending{}
 	n.d.lanes = map[uint64]*laneEntry{}
-	n.d.inflows = map[inflowName]*atomic.Uint64{}
+	n.d.inflows.all = map[inflowName]*inflow{}
 	n.dial.peers, n.dial.unreached = map[transfer.Boot]*remote{}, map[string]struct{}{}
 	return n, nil
 }

@@ -53,8 +53,8 @@ type totals struct {
 
 // landed counts bytes of a frame that arrived. Called by lanes, concurrently.
 func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
-	if e := n.laneOf(l.ID()); e != nil {
-		e.inflow.Add(bytes)
+	if e := n.laneOf(l.ID()); e != nil && e.inflow != nil {
+		n.came(e.inflow, bytes)
 	}
 	if !fresh {
 		return

@@ -21,12 +21,13 @@ const (
 	creditHold    = 20 * time.Millisecond  // a peer that brought nothing for so long does not send now
 	creditRefresh = 250 * time.Millisecond // a credit is said again after this
 	creditAge     = time.Second            // and holds for this
+	rateSpan      = 20 * time.Millisecond  // a rate is measured over so long: slices are counted when they have landed whole
 	rateHalf      = time.Second            // a measured rate halves in so long
 	maxCredit     = 1 << 30                // bytes that anybody may say
 	maxInflows    = 4096                   // pairs of peer and rail that are told apart
 )
 
-// Inflow is what has come from a peer over one of our rails. Bytes only grow.
+// Inflow is what has come from a peer over one of our rails since Measured was told last.
 type Inflow struct {
 	Peer      transfer.Boot
 	Transport string
@@ -40,107 +41,142 @@ type inflowID struct {
 	peer transfer.Boot
 }
 
+func (a inflowID) compare(b inflowID) int {
+	return cmp.Or(cmp.Compare(a.rail.transport, b.rail.transport), cmp.Compare(a.rail.name, b.rail.name),
+		bytes.Compare(a.peer[:], b.peer[:]))
+}
+
+// inflow is a peer that sends over one of our rails, or has a credit for it.
 type inflow struct {
 	id    inflowID
-	bytes uint64
-	moved Instant // when they grew last
+	rail  *inrail
+	moved Instant // when something came last
 	told  uint64  // the credit that the peer has; 0: none
 	at    Instant // when it was told
 }
 
 // inrail is what comes over one of our rails, from all peers.
 type inrail struct {
-	at   Instant
-	rate float64 // bytes per nanosecond, the most of late
+	at      Instant
+	rate    float64 // bytes per nanosecond, the most of late
+	claim   float64
+	sum     uint64 // bytes that came now
+	senders uint64 // peers that send now
+	inflows int    // of it; with none, it is forgotten
+}
+
+// credit is what each of its senders may have in flight; 0: as much as it likes.
+func (r *inrail) credit() uint64 {
+	if r.senders < 2 {
+		return 0
+	}
+	// A claim may be far from what a shaped or a virtual rail does; what was measured is what is there.
+	rate := r.rate
+	if rate == 0 {
+		rate = r.claim
+	}
+	budget := uint64(rate * float64(spray.CreditSpan))
+	return min(max(budget/r.senders/transfer.ChunkBytes, 1)*transfer.ChunkBytes, maxCredit)
 }
 
 // creditDue asks the driver what has come.
 func (e *Exec) creditDue(Instant) { e.emit(Measure) }
 
-// armCredits sees to it that Measure comes as long as several peers may send to us, or have credits that may have to be lifted.
+// Incoming says that something has come after a time in which nothing did: since the start, or
+// since Measured was told of nothing.
+func (e *Exec) Incoming(now Instant) {
+	e.flowing = true
+	e.assign(now)
+}
+
+// armCredits sees to it that Measure comes as long as several peers may send to us and something
+// comes, or somebody has a credit that may have to be lifted.
 func (e *Exec) armCredits(now Instant) {
-	if !e.credit.Queued() && (e.slots.Peers() > 1 || e.limited > 0) {
+	if e.flowing && !e.credit.Queued() && (e.slots.Peers() > 1 || len(e.inflows) > 0) {
 		e.agenda.arm(e.credit, now+creditEvery)
 	}
 }
 
-// Measured answers Measure.
-func (e *Exec) Measured(now Instant, all []Inflow) {
-	claims := map[railID]float64{}
-	sums := map[railID]uint64{}
-	for _, x := range all {
+// Measured answers Measure with what has come since the last one. After an answer of nothing,
+// Incoming must say when something comes again.
+func (e *Exec) Measured(now Instant, grew []Inflow) {
+	for _, x := range grew {
 		id := inflowID{railID{x.Transport, x.Rail}, x.Peer}
-		claims[id.rail] = max(claims[id.rail], x.Gbps/8) // bytes per nanosecond
-		f := e.inflows[id]
+		f := e.inflowOf[id]
 		if f == nil {
-			if len(e.inflows) >= maxInflows {
+			if f = e.newInflow(now, id); f == nil {
 				continue
 			}
-			f = &inflow{id: id, bytes: x.Bytes, moved: now - 2*creditHold}
-			e.inflows[id] = f
 		}
-		if x.Bytes > f.bytes {
-			sums[id.rail] += x.Bytes - f.bytes
-			f.bytes, f.moved = x.Bytes, now
-		}
+		f.moved = now
+		f.rail.claim, f.rail.sum = x.Gbps/8, f.rail.sum+x.Bytes // bytes per nanosecond
 	}
-	senders := map[railID][]*inflow{}
-	for id, f := range e.inflows {
-		if now-f.moved < creditHold {
-			senders[id.rail] = append(senders[id.rail], f)
-		} else if now-f.moved > creditAge && f.told == 0 {
-			delete(e.inflows, id) // it is counted from here on if it comes again
-		}
+	for _, in := range e.inrails {
+		in.senders = 0
 	}
-	budget := map[railID]uint64{}
-	for r := range senders {
-		in := e.inrails[r]
-		if in == nil {
-			in = &inrail{at: now}
-			e.inrails[r] = in
-		}
-		if d := now - in.at; d > 0 {
-			in.rate = max(in.rate*max(0, 1-float64(d)/float64(2*rateHalf)), float64(sums[r])/float64(d))
-			in.at = now
-		}
-		// A claim may be far from what a shaped or a virtual rail does; what was measured is what is there.
-		rate := in.rate
-		if rate == 0 {
-			rate = claims[r]
-		}
-		budget[r] = uint64(rate * float64(spray.CreditSpan))
-	}
-	for r := range e.inrails {
-		if len(senders[r]) == 0 {
-			delete(e.inrails, r)
-		}
-	}
-	list := make([]*inflow, 0, len(e.inflows))
 	for _, f := range e.inflows {
-		list = append(list, f)
+		if now-f.moved < creditHold {
+			f.rail.senders++
+		}
 	}
-	slices.SortFunc(list, func(a, b *inflow) int {
-		return cmp.Or(cmp.Compare(a.id.rail.transport, b.id.rail.transport), cmp.Compare(a.id.rail.name, b.id.rail.name), bytes.Compare(a.id.peer[:], b.id.peer[:]))
+	for _, in := range e.inrails {
+		switch d := now - in.at; {
+		case in.senders == 0:
+			in.rate, in.at, in.sum = 0, now, 0
+		case d == 0:
+			in.sum = 0 // it is new, and nobody can tell since when that came
+		case d >= rateSpan:
+			in.rate = max(in.rate*max(0, 1-float64(d)/float64(2*rateHalf)), float64(in.sum)/float64(d))
+			in.at, in.sum = now, 0
+		}
+	}
+	e.dropInflows(func(f *inflow) bool {
+		want := f.rail.credit()
+		// A double is news, and so is a quarter less: where a sender more comes, what the others may
+		// have in flight is too much. A little more or less waits until it is told again anyway.
+		if want != f.told && (want == 0 || f.told == 0 || want >= 2*f.told || want <= f.told/4*3) ||
+			want != 0 && now-f.at >= creditRefresh {
+			f.told, f.at = want, now
+			e.send(f.id.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{
+				Transport: f.id.rail.transport, Rail: f.id.rail.name, Bytes: want}}})
+		}
+		return f.told == 0 && now-f.moved >= creditHold
 	})
-	e.limited = 0
-	for _, f := range list {
-		var want uint64
-		if n := uint64(len(senders[f.id.rail])); n > 1 {
-			want = min(max(budget[f.id.rail]/n/transfer.ChunkBytes, 1)*transfer.ChunkBytes, maxCredit)
-		}
-		if want > 0 {
-			e.limited++
-		}
-		// Halves and doubles are news; a chunk more or less is not, until it has to be said again anyway.
-		if want == f.told && (want == 0 || now-f.at < creditRefresh) || want != 0 && f.told != 0 && want < 2*f.told && f.told < 2*want && now-f.at < creditRefresh {
-			continue
-		}
-		f.told, f.at = want, now
-		e.send(f.id.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{
-			Transport: f.id.rail.transport, Rail: f.id.rail.name, Bytes: want}}})
-	}
+	e.flowing = len(grew) > 0 || len(e.inflows) > 0
 	e.armCredits(now)
 	e.assign(now)
+}
+
+// newInflow adds an inflow; nil: there are too many.
+func (e *Exec) newInflow(now Instant, id inflowID) *inflow {
+	if len(e.inflows) >= maxInflows {
+		return nil
+	}
+	in := e.inrails[id.rail]
+	if in == nil {
+		in = &inrail{at: now}
+		e.inrails[id.rail] = in
+	}
+	in.inflows++
+	f := &inflow{id: id, rail: in}
+	i, _ := slices.BinarySearchFunc(e.inflows, id, func(f *inflow, id inflowID) int { return f.id.compare(id) })
+	e.inflows = slices.Insert(e.inflows, i, f)
+	e.inflowOf[id] = f
+	return f
+}
+
+// dropInflows forgets those of which over is true.
+func (e *Exec) dropInflows(over func(*inflow) bool) {
+	e.inflows = slices.DeleteFunc(e.inflows, func(f *inflow) bool {
+		if !over(f) {
+			return false
+		}
+		delete(e.inflowOf, f.id)
+		if f.rail.inflows--; f.rail.inflows == 0 {
+			delete(e.inrails, f.id.rail)
+		}
+		return true
+	})
 }
 
 // onCredit takes what a peer wants in flight to one of its rails.
@@ -195,9 +231,5 @@ func (e *Exec) expire(now Instant, p *peer) {
 
 // forgetCredits drops what was agreed with a peer that is gone.
 func (e *Exec) forgetCredits(p *peer) {
-	for id := range e.inflows {
-		if id.peer == p.boot {
-			delete(e.inflows, id)
-		}
-	}
+	e.dropInflows(func(f *inflow) bool { return f.id.peer == p.boot })
 }

@@ -8,6 +8,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/lease"
+	"github.com/kvspray/kvspray/transfer"
 )
 
 // dest is a destination lease with what the executor adds to it.
@@ -17,6 +18,7 @@ type dest struct {
 	x       *connector.Expect
 	plan    Plan
 	ep      *endpoint
+	at      transfer.Boot // the entry of Exec.shared that lists it
 	team    lease.TeamID
 	told    bool   // by the peer, for this lease, which ranks its engine has
 	gen     uint32 // of the last grant
@@ -267,6 +269,7 @@ func (e *Exec) completeDest(now Instant, d *dest) {
 	e.agenda.disarm(d.t)
 	delete(d.ws.dests, d.ID.ID)
 	delete(e.dests, d.ID)
+	e.ungranted(d)
 	delete(d.ep.waiting, d)
 	var bytes uint64 // not those of d's own plan: of a window's first block the source may have less
 	a := e.emit(Complete)

@@ -178,7 +178,7 @@ const (
 	Rouse
 	// Ask looks whether more bytes were received of what Lane carries than at the last time; if so, Moved follows.
 	Ask
-	// Measure looks at what came over each rail and from whom; Measured follows.
+	// Measure looks at what came over each rail, and from whom, since the last one; Measured follows.
 	Measure
 	// Complain says Text: a peer said what cannot be. Once for each peer and each kind of Nonsense.
 	Complain

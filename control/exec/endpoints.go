@@ -148,15 +148,13 @@ func (e *Exec) PeerUp(now Instant, addr string, boot transfer.Boot) {
 	p := e.peer(boot)
 	if !p.up {
 		p.up, p.met = true, true
-		for _, d := range e.dests {
-			if d.Peer == boot && d.State == lease.DestLanding {
+		for _, d := range e.destsAt(boot) {
+			if d.State == lease.DestLanding {
 				d.Partner = lease.Never
 			}
 		}
-		for _, in := range e.inbound {
-			if in.peer == p {
-				e.present(in)
-			}
+		for _, in := range e.inboundOf(p) {
+			e.present(in)
 		}
 		for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
 			e.serve(now, ep)
@@ -272,9 +270,9 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 	if over {
 		e.forgetPeer(now, p)
 	}
-	for _, d := range inOrder(maps.Values(e.dests)) {
+	for _, d := range e.destsAt(boot) {
 		switch {
-		case d.Peer != boot || d.State != lease.DestGranted && d.State != lease.DestLanding:
+		case d.State != lease.DestGranted && d.State != lease.DestLanding: // one before it ended it
 		case over:
 			e.regrant(now, d, ByPeerLost, "the source's sidecar is gone")
 		case d.ep.peer != p:
@@ -291,8 +289,8 @@ func (e *Exec) PeerDown(now Instant, boot transfer.Boot, over bool) {
 	for _, ep := range endpointsInOrder(maps.Keys(p.names)) {
 		e.reach(now, ep)
 	}
-	for _, g := range grantsInOrder(maps.Keys(e.inbound)) {
-		if in := e.inbound[g]; in != nil && in.peer == p {
+	for _, in := range e.inboundOf(p) {
+		if e.inbound[in.id] == in {
 			e.absent(now, in, over)
 		}
 	}
@@ -315,11 +313,5 @@ func (e *Exec) forgetPeer(now Instant, p *peer) {
 		e.reach(now, ep)
 		e.dropEndpoint(ep)
 	}
-	for _, l := range e.pending {
-		for _, q := range append([]*pending(nil), l...) {
-			if q.peer == p {
-				e.dropPending(q)
-			}
-		}
-	}
+	e.dropPendingOf(p)
 }

@@ -47,6 +47,7 @@ type Exec struct {
 	byKey   map[transfer.Key][]*source // open ones
 	byXfer  map[transfer.XferID]count  // open source leases
 	inbound map[lease.GrantID]*inbound // grants of peers, the newest of each destination lease
+	shared  map[transfer.Boot]*shared  // what of all this has to do with one peer
 	absents map[engineLease]*inbound   // those of them whose sidecar is out of reach or gone
 	grants  uint32                     // that we made; they wrap
 
@@ -64,9 +65,10 @@ type Exec struct {
 	rails      map[railID]bool                    // ours: whether their links are down
 	railsNo    int                                // how often they were told
 	credit     *timer                             // of the next look at what comes in
-	inflows    map[inflowID]*inflow
+	flowing    bool                               // something has come since nothing did
+	inflows    []*inflow                          // that send now, or have a credit, in order
+	inflowOf   map[inflowID]*inflow               // the same
 	inrails    map[railID]*inrail
-	limited    int // peers and rails that have a credit
 
 	spray      *spray.Scheduler
 	scan       *timer  // of what is in flight
@@ -95,13 +97,13 @@ func New(cfg Config) *Exec {
 	e := &Exec{
 		cfg: cfg, slots: lease.NewSlots(cfg.MaxSlots), tombs: lease.NewTombs(lease.MaxTombstones, cfg.TombstoneAge),
 		workers: map[*connector.Worker]*worker{}, dests: map[transfer.LeaseID]*dest{}, byKey: map[transfer.Key][]*source{},
-		byXfer: map[transfer.XferID]count{}, inbound: map[lease.GrantID]*inbound{}, absents: map[engineLease]*inbound{},
+		byXfer: map[transfer.XferID]count{}, inbound: map[lease.GrantID]*inbound{}, shared: map[transfer.Boot]*shared{}, absents: map[engineLease]*inbound{},
 		endpoints: map[string]*endpoint{}, peers: map[transfer.Boot]*peer{}, lanes: map[uint64]*lane{},
 		pending: map[transfer.Key][]*pending{}, asked: map[uint64]*await{}, describing: map[described]*description{},
 		comparing: map[Comparison]map[*claim]struct{}{},
 	}
 	e.spray = spray.New(spray.Config{Policy: cfg.Policy, MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})
-	e.inflows, e.inrails = map[inflowID]*inflow{}, map[railID]*inrail{}
+	e.inflowOf, e.inrails = map[inflowID]*inflow{}, map[railID]*inrail{}
 	e.scan, e.credit = newTimer(e.scanFlights), newTimer(e.creditDue)
 	e.askLane = func(lane uint64) { e.emit(Ask).Lane = lane }
 	e.touchRails = func(p *spray.Peer) { e.touch(p.Owner.(*peer)) }

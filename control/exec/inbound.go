@@ -87,6 +87,7 @@ func (e *Exec) onGrant(now Instant, p *peer, m *peerv1.Grant) error {
 	}
 	in := &inbound{id: g, peer: p, key: k, msg: m, team: lease.TeamID(m.Team)}
 	e.inbound[g] = in
+	e.with(p.boot).inbound[in] = struct{}{}
 	if !e.settle(now, in) {
 		e.wait(now, &pending{peer: p, key: k, in: in}, m.PartnerMs)
 	}
@@ -353,6 +354,8 @@ func (e *Exec) refuseFor(now Instant, in *inbound, code peerv1.GrantReply_Code, 
 func (e *Exec) drop(in *inbound) {
 	if e.inbound[in.id] == in {
 		delete(e.inbound, in.id)
+		delete(e.with(in.id.Peer).inbound, in)
+		e.without(in.id.Peer)
 	}
 	e.present(in)
 	if in.wait != nil {

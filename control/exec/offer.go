@@ -121,6 +121,7 @@ func (e *Exec) grant(now Instant, d *dest) {
 		e.closeDest(now, d, StatusFailed, err.Error())
 		return
 	}
+	e.granted(d)
 	o.unbound, o.unfenced = len(o.lands), len(o.lands)
 	d.live, d.last, d.filled = o, o, 0
 	if o.unfilled == 0 {

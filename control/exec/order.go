@@ -6,7 +6,6 @@ import (
 	"iter"
 	"slices"
 
-	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -27,10 +26,6 @@ func sourcesInOrder(all iter.Seq[*source]) []*source {
 
 func awaitsInOrder(all iter.Seq[*await]) []*await {
 	return slices.SortedFunc(all, func(a, b *await) int { return cmp.Compare(a.id, b.id) })
-}
-
-func grantsInOrder(all iter.Seq[lease.GrantID]) []lease.GrantID {
-	return slices.SortedFunc(all, func(a, b lease.GrantID) int { return compareLeases(a.Dest, b.Dest) })
 }
 
 func workersInOrder(all iter.Seq[*worker]) []*worker {

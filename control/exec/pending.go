@@ -56,6 +56,7 @@ func (e *Exec) wait(now Instant, q *pending, ms uint32) {
 		end, q.gone = hush, true
 	}
 	p.pending++
+	e.with(p.boot).pending[q] = struct{}{}
 	e.pending[q.key] = append(e.pending[q.key], q)
 	switch {
 	case q.claim != nil:
@@ -136,6 +137,8 @@ func (e *Exec) dropPending(q *pending) {
 	e.agenda.disarm(q.t)
 	q.t = nil
 	q.peer.pending--
+	delete(e.with(q.peer.boot).pending, q)
+	e.without(q.peer.boot)
 	switch {
 	case q.claim != nil:
 		q.claim.wait = nil

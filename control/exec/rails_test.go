@@ -199,17 +199,17 @@ func TestAbsurdCredits(t *testing.T) {
 func TestSharesOfCredits(t *testing.T) {
 	e := New(Config{Boot: transfer.Boot{9}, Transports: []string{"tcp"}})
 	a, b := transfer.Boot{1}, transfer.Boot{2}
-	var sums [2]uint64
 	now := Instant(0)
 	step := func(moves ...bool) (out []string) {
 		for range 10 {
 			now += creditEvery
+			var grew []Inflow
 			for i, m := range moves {
 				if m {
-					sums[i] += 5 << 20 // 1 GiB/s
+					grew = append(grew, Inflow{Peer: []transfer.Boot{a, b}[i], Transport: "tcp", Rail: "r0", Gbps: 400, Bytes: 5 << 20}) // 1 GiB/s
 				}
 			}
-			e.Measured(now, []Inflow{{Peer: a, Transport: "tcp", Rail: "r0", Gbps: 400, Bytes: sums[0]}, {Peer: b, Transport: "tcp", Rail: "r0", Gbps: 400, Bytes: sums[1]}})
+			e.Measured(now, grew)
 			for _, x := range only(t, drained(e), Send) {
 				c := x.Frame.GetCredit()
 				out = append(out, fmt.Sprintf("%d:%s:%d", x.Peer[0], c.Rail, c.Bytes/transfer.ChunkBytes))

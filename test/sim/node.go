@@ -59,6 +59,8 @@ type sidecar struct {
 	moving  map[uint64]bool        // slices that were given to lanes and have not ended, by cookie
 	owners  map[transfer.LeaseID]*lease
 	inflows map[inflow]uint64 // bytes
+	grew    map[inflow]uint64 // since they were measured last
+	toldOf  bool              // the executor has been told that something comes
 	turns   map[transfer.Boot]*turns
 	served  []transfer.Boot // peers to which this event gave slices
 }

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !race
+
+package exec
+
+import (
+	"encoding/binary"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/layout"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// What a large cluster may cost. Left out under the race detector, as all that measures.
+const (
+	manyPeers  = 1000
+	manyRails  = 8
+	manyLeases = 10000
+	lostGoal   = 500 * time.Millisecond // of CPU, for the loss of all peers
+	oneGoal    = 2 * time.Millisecond   // for one event
+)
+
+func manyBoot(i int) (b transfer.Boot) {
+	binary.BigEndian.PutUint32(b[:], uint32(i+1))
+	return b
+}
+
+func manyExec() (*Exec, *connector.Worker) {
+	e := New(Config{Boot: transfer.Boot{200}, Planner: simPlanner{}, Transports: []string{"tcp"}})
+	w := &connector.Worker{Boot: transfer.Boot{2}, Layout: &layout.Layout{
+		Groups: []layout.Group{{TokensPerBlock: simBlock, Layers: make([]layout.Layer, simLayers)}}}}
+	e.WorkerUp(w)
+	return e, w
+}
+
+// All peers are lost at once, as where a switch fails, and are there again: each costs what concerns
+// it, and not what is open to the others.
+func TestLossOfAllPeers(t *testing.T) {
+	for _, over := range []bool{false, true} {
+		e, w := manyExec()
+		now := sec
+		for i := range manyPeers {
+			e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i))
+		}
+		for id := range manyLeases {
+			e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1), Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
+				Peer: fmt.Sprint("p:", id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
+		}
+		if open, _ := e.Open(); open != manyLeases {
+			t.Fatalf("%d leases are open: want %d", open, manyLeases)
+		}
+		drained(e)
+		all := func(event func(i int)) (sum, most time.Duration) {
+			for i := range manyPeers {
+				from := cpu()
+				event(i)
+				d := cpu() - from
+				sum, most = sum+d, max(most, d)
+				drained(e)
+			}
+			return sum, most
+		}
+		down, most := all(func(i int) { e.PeerDown(now, manyBoot(i), over) })
+		up, mostUp := all(func(i int) { e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i)) })
+		t.Logf("over %v: all down %v of CPU, %v for one at most; up again %v and %v", over, down, most, up, mostUp)
+		if down > lostGoal || up > lostGoal {
+			t.Errorf("over %v: all down %v of CPU, up again %v: want %v at most", over, down, up, lostGoal)
+		}
+		for i := range manyPeers {
+			e.PeerDown(now, manyBoot(i), true)
+		}
+		drained(e)
+		e.WorkerGone(now, w, true, "test")
+		for _, f := range only(t, drained(e), Fence) {
+			e.FenceDone(now, f.Landing, nil)
+		}
+		if open, _ := e.Open(); over && open == 0 && len(e.shared) != 0 {
+			t.Errorf("nothing is open, and %d boots have entries", len(e.shared))
+		}
+	}
+}
+
+// Peers that send nothing cost nothing: no timer while nothing flows, and a measurement costs what
+// flows.
+func TestIdlePeersAreNotMeasured(t *testing.T) {
+	e, w := manyExec()
+	now := sec
+	for i := range manyPeers {
+		e.PeerUp(now, fmt.Sprint("p:", i), manyBoot(i))
+		for r := range manyRails {
+			name := fmt.Sprint("eth", r)
+			if err := e.LaneUp(now, LaneInfo{ID: uint64(i*manyRails + r + 1), Peer: manyBoot(i), Backend: "tcp", Local: name, Remote: name,
+				SliceBytes: 1 << 20, MaxInFlight: 16}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for id := range manyPeers { // each has a grant from us
+		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1), Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
+			Peer: fmt.Sprint("p:", id), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
+	}
+	measures := func(until Instant) (n int) {
+		for e.Next() <= until {
+			now = e.Next()
+			e.Tick(now)
+			n += len(only(t, drained(e), Measure))
+		}
+		now = until
+		return n
+	}
+	drained(e)
+	if n := measures(now + sec); n != 0 {
+		t.Errorf("%d measurements in a second in which nothing flows", n)
+	}
+	grew := []Inflow{{Peer: manyBoot(0), Transport: "tcp", Rail: "eth0", Gbps: 100}, {Peer: manyBoot(1), Transport: "tcp", Rail: "eth0", Gbps: 100}}
+	e.Incoming(now)
+	const rounds = 200
+	var spent time.Duration
+	for range rounds {
+		if n := measures(now + creditEvery); n != 1 {
+			t.Fatalf("%d measurements in %v in which two peers send", n, creditEvery)
+		}
+		for i := range grew {
+			grew[i].Bytes = 1 << 20
+		}
+		from := cpu()
+		e.Measured(now, grew)
+		spent += cpu() - from
+		drained(e)
+	}
+	t.Logf("%d peers with %d rails, two of them send: %v of CPU for a measurement", manyPeers, manyRails, spent/rounds)
+	if each := spent / rounds; each > creditEvery/100 {
+		t.Errorf("a measurement costs %v of CPU: want less than 1%% of %v", each, creditEvery)
+	}
+	for range 2 * creditHold / creditEvery {
+		if measures(now+creditEvery) > 0 {
+			e.Measured(now, nil)
+			drained(e)
+		}
+	}
+	if n := measures(now + sec); n != 0 || len(e.inflows) != 0 || len(e.inrails) != 0 {
+		t.Errorf("%d measurements in the second after that, %d inflows, %d rails", n, len(e.inflows), len(e.inrails))
+	}
+	all := make([]Inflow, 0, maxInflows)
+	for i := range cap(all) {
+		all = append(all, Inflow{Peer: manyBoot(i / manyRails), Transport: "tcp", Rail: fmt.Sprint("eth", i%manyRails), Gbps: 100, Bytes: 1 << 20})
+	}
+	e.Incoming(now)
+	least := time.Hour
+	for range 20 {
+		measures(now + creditEvery)
+		from := cpu()
+		e.Measured(now, all)
+		least = min(least, cpu()-from)
+		drained(e)
+	}
+	t.Logf("%d inflows that all send: %v of CPU for a measurement", len(all), least)
+	if least > oneGoal {
+		t.Errorf("%d inflows that all send cost %v of CPU in one event: want %v at most", len(all), least, oneGoal)
+	}
+}
