@@ -144,7 +144,7 @@ def test_a_trim_that_leaves_the_end_without_a_block_is_named() -> None:
     client = FakeWorker()
     worker = WorkerSide(client, LOG, resume_block=BLOCK)
     worker.begin(s.build(out, lambda req: ((),)))  # type: ignore[arg-type]
-    worker._expect(expect)
+    worker._expect(expect, 0)
     done = worker.collect()
     assert client.take() == [] and done.received == done.failed == {"d"} and done.failed_blocks == {1, 2, 3, 4, 5, 6}
     stats = worker.take_stats()

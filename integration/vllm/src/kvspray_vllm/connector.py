@@ -115,7 +115,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 logger,
                 parallel.tensor_parallel_size,
                 windows,
-                sync_block=self._sync_block(vllm_config) if resumes else 0,
+                sync_block=self._sync_block(vllm_config) if resumes and not self._gpu else 0,
                 role=str(self._kv_transfer_config.kv_role),
             )
         else:
@@ -144,7 +144,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             or getattr(vllm_config, "max_concurrent_batches", 0) != 1
             or parallel.world_size * parallel.data_parallel_size != 1
             or hasattr(group.kv_cache_spec, "kv_cache_specs")
-            or self._gpu  # the copy out of spare blocks would be one more on the stream
         ):
             return 0
         return int(group.kv_cache_spec.page_size_bytes) * len(group.layer_names)

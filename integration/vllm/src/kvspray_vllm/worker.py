@@ -24,6 +24,8 @@ LOAD_WAIT_S = 0.002
 # that arrive meanwhile wait as long.
 SYNC_WAIT_S = 0.25
 
+NO_SIGNALS = "the GPU's signals have failed: the engine's log has the first error"
+
 CopyFn = Callable[[Sequence[int], Sequence[int]], None]
 
 
@@ -144,10 +146,11 @@ class WorkerSide:
                 source = self._sources.get(gain.req)
                 if source is not None and source.lease is not None:
                     gains.append((source.lease, gain.end, gain.blocks))
-            if gains and not self._signals.ok:
-                self._give_up(gains, "no signals by the GPU")
-            elif gains:
+            if gains:
                 self._signals.begin(meta.step)
+            if gains and not self._signals.ok:
+                self._give_up(gains, NO_SIGNALS)
+            elif gains:
                 try:
                     self._client.step(meta.step, gains)
                     self._step = meta.step
@@ -175,7 +178,7 @@ class WorkerSide:
             return
         try:
             if after is None:
-                raise shim.ShimError("no signals by the GPU")
+                raise shim.ShimError(NO_SIGNALS)
             lease = self._client.expect(
                 expect.xfer, expect.hash, expect.peer, expect.tokens, expect.skip, expect.blocks, expect.req, after
             )
@@ -242,14 +245,16 @@ class WorkerSide:
     def step_done(self) -> None:
         if self._step:
             self._signals.end(self._step)
+            if not self._signals.ok:
+                self.step_failed(NO_SIGNALS)
             self._step = 0
 
-    def step_failed(self) -> None:
+    def step_failed(self, reason: str = "the forward pass failed") -> None:
         """The forward pass raised: what this step announced was not computed. Its flags do not come, but those of a later step would
         be taken for them, should the engine go on: the leases end."""
         if self._step:
             for lease in self._announced:
-                self._client.cancel(lease, "the forward pass failed")
+                self._client.cancel(lease, reason)
             self._step = 0
 
     # ---- what ended

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker's side of a GPU engine, over flags that keep a record: what is enqueued on which stream, and in which order with the
+records that the sidecar reads. No GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvspray_vllm import layout
+from kvspray_vllm.connector import KVSprayConnector
+from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
+from kvspray_vllm.signals import GpuSignals
+from kvspray_vllm.worker import NO_SIGNALS, WorkerSide
+from test_steps import LOG, FakeWorker
+
+STREAM = 7
+
+
+@dataclass
+class FakeFlags:
+    client: FakeWorker
+    ok: bool = True
+    fails: set[str] = field(default_factory=set)
+    marks: int = 0
+
+    def _call(self, what: str, *args: int) -> bool:
+        self.ok = self.ok and what not in self.fails
+        if self.ok:
+            self.client.calls.append((what, *args))
+        return self.ok
+
+    def step(self, step: int, stream: int) -> bool:
+        return self._call("gpu step", step, stream)
+
+    def signal_layer(self, layer: int, stream: int) -> bool:
+        return self._call("gpu layer", layer, stream)
+
+    def signal_step(self, stream: int) -> bool:
+        return self._call("gpu end", stream)
+
+    def mark(self, stream: int) -> int:
+        self.marks += 1
+        return self.marks if self._call("gpu mark", stream) else 0
+
+    def close(self) -> None:
+        self.client.calls.append(("gpu close",))
+
+
+@dataclass
+class Rig:
+    client: FakeWorker
+    flags: FakeFlags
+    worker: WorkerSide
+    capturing: list[bool]
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    client = FakeWorker()
+    flags = FakeFlags(client)
+    worker = WorkerSide(client, LOG, 0)
+    worker.set_flags({"a": 0, "b": 1}, GpuSignals(flags))
+    yield Rig(client, flags, worker, capturing)
+
+
+def gains(step: int, *, intent: bool = False) -> StepMeta:
+    intents = [Intent("p", b"x" * 16, b"h" * 32, 32, 1, ((1, 2),))] if intent else []
+    return StepMeta(intents=intents, step=step, gains=[Gain("p", 32, ((1, 2),))])
+
+
+def expects(n: int = 1) -> StepMeta:
+    return StepMeta(expects=[Expect(f"d{i}", bytes([i]) * 16, b"h" * 32, "peer:1", 32, 0, ((3, 4),)) for i in range(n)])
+
+
+def test_a_step_is_set_on_the_stream_before_its_layers(rig: Rig) -> None:
+    rig.worker.begin(gains(5, intent=True))
+    for name in ("a", "b", "unknown"):
+        rig.worker.layer_done(name)
+    rig.worker.step_done()
+    assert rig.client.take() == [
+        ("intent", 1, "p", 32, 1), ("gpu step", 5, STREAM), ("step", 5, [(1, 32)]),
+        ("gpu layer", 0, STREAM), ("gpu layer", 1, STREAM), ("gpu end", STREAM),
+    ]  # fmt: skip
+    rig.worker.begin(StepMeta())  # nothing is announced: no flag may come
+    rig.worker.layer_done("a")
+    rig.worker.step_done()
+    assert rig.client.take() == []
+    rig.worker.close()
+    assert rig.client.take() == [("gpu close",), ("close",)]
+
+
+def test_layers_of_a_graph_are_signalled_while_it_is_captured(rig: Rig) -> None:
+    c = object.__new__(KVSprayConnector)
+    c._worker, c._connector_metadata = rig.worker, None
+    assert not c.has_connector_metadata(), "a warm-up forward pass has no step and no graph"
+    rig.capturing[0] = True
+    assert c.has_connector_metadata()
+    for name in ("a", "b"):
+        c.wait_for_layer_load(name)
+        c.save_kv_layer(name, None, None)  # type: ignore[arg-type]
+    rig.capturing[0] = False
+    assert rig.client.take() == [("gpu layer", 0, STREAM), ("gpu layer", 1, STREAM)]
+    c._connector_metadata = StepMeta()
+    assert not c.has_connector_metadata(), "this step announces nothing"
+    assert not KVSprayConnector.requires_piecewise_for_cudagraph({})
+
+
+def test_loads_wait_for_the_steps_in_flight(rig: Rig) -> None:
+    rig.worker.begin(expects(2))
+    got = rig.client.take()
+    assert got[0] == ("gpu mark", STREAM) and len(got) == 3
+    assert [(c[0], c[-1]) for c in got[1:]] == [("expect", 1), ("expect", 1)], "one mark for the loads of one step"
+    rig.worker.begin(StepMeta())
+    assert rig.client.take() == [], "a step without loads pays nothing"
+
+
+def test_without_a_mark_nothing_is_loaded(rig: Rig) -> None:
+    rig.flags.fails.add("gpu mark")
+    rig.worker.begin(expects())
+    assert rig.client.take() == []
+    got = rig.worker.collect()
+    assert got.received == {"d0"} and got.failed == {"d0"}, "computed here"
+
+
+@pytest.mark.parametrize("fails", ["gpu step", "gpu layer", "gpu end"])
+def test_a_step_whose_flags_may_be_missing_is_given_up(rig: Rig, fails: str) -> None:
+    rig.worker.begin(gains(1, intent=True))
+    rig.worker.step_done()
+    rig.client.take()
+    rig.flags.fails.add(fails)
+    reasons: list[str] = []
+    cancel = rig.client.cancel
+    rig.client.cancel = lambda lease, reason: (reasons.append(reason), cancel(lease, reason))  # type: ignore[method-assign,func-returns-value]
+    rig.worker.begin(gains(2))
+    rig.worker.layer_done("a")
+    rig.worker.step_done()
+    assert ("cancel", 1) in rig.client.take() and reasons == [NO_SIGNALS]
+    rig.worker.begin(gains(3))
+    assert [c[0] for c in rig.client.take()] == ["cancel"], "no later step is announced"
+
+
+def test_settings_and_engines_that_a_gpu_cannot_have() -> None:
+    from test_vllm import config
+
+    layout.check_config(config(device_config__device_type="cuda"))  # type: ignore[arg-type]
+    asleep: Any = config(device_config__device_type="cuda", model_config__enable_sleep_mode=True)
+    with pytest.raises(layout.Unsupported, match="enable_sleep_mode is on.*--enable-sleep-mode"):
+        layout.check_config(asleep)
+    layout.check_config(config(model_config__enable_sleep_mode=True))  # type: ignore[arg-type]
