@@ -139,35 +139,39 @@ class Pages:
         threading.Thread(target=self._write, name="kvspray-rig", daemon=True).start()
 
     def look(self, what: str, look: Look) -> None:
-        digests, seen = [], {}
+        gpu = self.device.type == "cuda"
+        found: list[tuple[int, list[str], torch.Tensor]] = []
+        seen: dict[str, Any] = {}
         for g, table in enumerate(look.tables):
-            block = next(c.block for c in self.caches if c.group == g)
+            caches = [c for c in self.caches if c.group == g]
+            block, window = caches[0].block, self.windows[g]
             count = -(-look.tokens // block)
-            # Of a window only what the next token sees counts: the engine has given up what lies
-            # before.
-            first = max(look.tokens - self.windows[g] + 1, 0) // block if self.windows[g] else 0
+            # Of a window only what the next token sees counts: the engine has given up the rest.
+            first = max(look.tokens - window + 1, 0) // block if window else 0
             seen[f"group{g}"] = np.array([first, count, look.tokens])
-            index = torch.tensor(table[:count], dtype=torch.int64, device=self.device)
-            digests += [
-                (c.name, c.digest(index, look.tokens).to("cpu", non_blocking=True))
-                for c in self.caches
-                if c.group == g
-            ]
-        event = torch.cuda.Event() if self.device.type == "cuda" else None
+            index = torch.tensor(table[:count], dtype=torch.int64)
+            # Pinned on both ways: the engine's thread waits for nothing.
+            index = index.pin_memory().to(self.device, non_blocking=True) if gpu else index
+            sums = torch.stack([c.digest(index, look.tokens) for c in caches])
+            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=gpu)
+            found.append((g, [c.name for c in caches], host.copy_(sums, non_blocking=True)))
+        event = torch.cuda.Event() if gpu else None
         if event is not None:
             event.record()
-        self.todo.put((what, look.name, event, digests, seen))
+        self.todo.put((what, look.name, event, found, seen))
 
     def _write(self) -> None:
         while True:
-            what, name, event, digests, seen = self.todo.get()
+            what, name, event, found, seen = self.todo.get()
             if event is not None:
                 event.synchronize()
-            groups = {c.name: c.group for c in self.caches}
             part, path = self.folder / f".{name}.{what}.npz", self.folder / f"{name}.{what}.npz"
-            np.savez(
-                part, **seen, **{f"{groups[layer]}/{layer}": d.numpy() for layer, d in digests}
-            )
+            sums = {
+                f"{g}/{n}": s
+                for g, names, all_ in found
+                for n, s in zip(names, all_.numpy(), strict=True)
+            }
+            np.savez(part, **seen, **sums)
             part.rename(path)
 
     def _others(self, used: list[int]) -> torch.Tensor:
