@@ -6,6 +6,7 @@ request's life, so that all phases are met."""
 from __future__ import annotations
 
 import concurrent.futures as cf
+import json
 import os
 import random
 import signal
@@ -22,6 +23,16 @@ HEALTH_S = 60.0
 STOPPED_S = (0.5, 4.0)
 SIDES = ("prefill", "decode")
 TOGETHER = 3
+COLUMNS = (
+    "rounds",
+    "moved",
+    "recomputed",
+    "failed",
+    "wrong_pages",
+    "wrong_answers",
+    "healthy_ms",
+    "canaries",
+)
 
 
 def options(parser: Any) -> None:
@@ -64,17 +75,14 @@ class Faults:
         for server in self.pair.engines():
             complete(server.port, prompt(5, (what, tag)), max_tokens=1, rid=f"canary{what}-{tag}")
 
-    def canaries(self, tag: str) -> dict[str, Any]:
-        import json
-
-        out = {}
+    def canaries(self, name: str, tag: str, row: dict[str, int]) -> None:
         for side in "PD":
             path = self.stage.rig.pages / side / f"cmpl-canarycheck-{tag}-0.canary.json"
             wait_for(str(path), path.exists, 20)
-            out[side] = json.loads(path.read_text())
-            if out[side]["changed"] or not out[side]["pages"]:
-                self.problems.append(f"canaries of {side}: {out[side]}")
-        return out
+            got = json.loads(path.read_text())
+            row["canaries"] += got["pages"]
+            if got["changed"] or not got["pages"]:
+                self.problems.append(f"{name}: canary pages of {side}: {got}")
 
     def healthy(self, row: dict[str, int]) -> float:
         """Until a prompt moves again, whole; seconds."""
@@ -90,22 +98,15 @@ class Faults:
         self.problems.append(f"no transfer within {HEALTH_S:g} s after the fault")
         return HEALTH_S
 
-    def round(
-        self, name: str, victim: Sidecar | Server, sig: int, span: float, may_fail: bool
-    ) -> None:
-        row = self.rows.setdefault(
-            name,
-            {
-                "rounds": 0,
-                "moved": 0,
-                "recomputed": 0,
-                "failed": 0,
-                "wrong_pages": 0,
-                "wrong_answers": 0,
-                "healthy_ms": 0,
-            },
-        )
+    def round(self, name: str, victim: Sidecar | Server, sig: int, span: float) -> None:
+        dies = (
+            isinstance(victim, Server) and sig == signal.SIGKILL
+        )  # its clients see it, and its canaries die with it
+        row = self.rows.setdefault(name, dict.fromkeys(COLUMNS, 0))
         row["rounds"] += 1
+        tag = f"{self.sent}"
+        if not dies:
+            self.canary("fill", tag)
         with cf.ThreadPoolExecutor(TOGETHER) as pool:
             sent = [pool.submit(self.send, self.tokens) for _ in range(TOGETHER)]
             time.sleep(self.rng.uniform(0, 1.2 * span))
@@ -115,7 +116,7 @@ class Faults:
         for rid, ids, got in answers:
             if got.error:
                 row["failed"] += 1
-                if not may_fail:
+                if not dies:
                     self.problems.append(f"{name}: {rid}: {got.error[:200]}")
                 continue
             good, what = compare_answers(
@@ -127,6 +128,9 @@ class Faults:
             row["wrong_pages"] += 0 if isinstance(moved, str) else moved.differ
             if not good:
                 self.problems.append(f"{name}: {rid}: {what}")
+        if not dies:
+            self.canary("check", tag)
+            self.canaries(name, tag, row)
         for server in self.pair.engines():
             get(server.url + "/health", 5.0)
 
@@ -155,32 +159,17 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     f, a = Faults(stage), stage.args
     span = f.span()
     say(f"a prompt of {f.tokens} tokens takes {1e3 * span:.0f} ms")
-    f.canary("fill", "start")
     report: dict[str, Any] = {"span_ms": 1e3 * span}
+    plan = [
+        ("sidecar", f.pair.sidecars, a.sidecar_kills),
+        ("engine", f.pair.engines(), a.engine_kills),
+    ]
     try:
-        for sig in (signal.SIGKILL, signal.SIGSTOP):
-            for side in (0, 1):
-                for _ in range(a.sidecar_kills):
-                    f.round(
-                        f"{SIDES[side]} sidecar, {sig.name}",
-                        f.pair.sidecars[side],
-                        sig,
-                        span,
-                        may_fail=False,
-                    )
-        f.canary("check", "sidecars")
-        report["canaries"] = f.canaries("sidecars")
-        # An engine's own clients see it die; its canaries die with it.
-        for sig in (signal.SIGSTOP, signal.SIGKILL):
-            for side in (0, 1):
-                for _ in range(a.engine_kills):
-                    f.round(
-                        f"{SIDES[side]} engine, {sig.name}",
-                        f.pair.engines()[side],
-                        sig,
-                        span,
-                        may_fail=sig == signal.SIGKILL,
-                    )
+        for what, victims, times in plan:
+            for sig in (signal.SIGSTOP, signal.SIGKILL):
+                for side, victim in zip(SIDES, victims, strict=True):
+                    for _ in range(times):
+                        f.round(f"{side} {what}, {sig.name}", victim, sig, span)
     except Failed as err:
         f.problems.append(str(err))
     print(

@@ -353,8 +353,7 @@ def wait_up(servers: Sequence[Process], timeout: float = START_S) -> None:
                 say(f"{s.name} is up after {time.monotonic() - s.started:.0f} s")
         if waiting and time.monotonic() - beat > BEAT_S:
             beat = time.monotonic()
-            last = {s.name: s.tail(1)[-100:] for s in waiting}
-            say(f"still starting: {last}")
+            say("still starting: " + "; ".join(f"{s.name}: ...{s.tail(1)[-60:]}" for s in waiting))
         if time.monotonic() - start > timeout:
             raise Failed(
                 f"not up within {timeout:g} s: {waiting[0].name}; the end of its "

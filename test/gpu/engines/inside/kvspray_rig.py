@@ -15,9 +15,9 @@ A digest is two 64-bit sums over a block's rows of one layer, and covers the tok
 is computed on the device, in the stream of the engine's steps, so that it has its place in their
 order, and the engine does not wait for it.
 
-A request whose id contains canaryfill has every block that no request has ever had filled with
-CANARY; one whose id contains canarycheck has those compared that still nobody had, and writes
-REQ.canary.json.
+A request whose id contains canaryfill empties the prefix cache and has every block that nobody has
+filled with CANARY; one whose id contains canarycheck has those compared that nobody had since, and
+writes REQ.canary.json.
 """
 
 from __future__ import annotations
@@ -230,6 +230,7 @@ class Inside:
                 continue
             prompt, done = request.num_prompt_tokens, request.num_computed_tokens
             if req in first and "canaryfill" in req:
+                self._rig_used = self._rig_forget()
                 looks.fill = sorted(self._rig_used)
             if req in first and "canarycheck" in req:
                 looks.check = (file_name(req), sorted(self._rig_used))
@@ -243,6 +244,13 @@ class Inside:
         meta = super().build_connector_meta(scheduler_output)
         meta.rig_looks = looks
         return meta
+
+    def _rig_forget(self) -> set[int]:
+        """Empties the prefix cache, whose blocks may be filled then. Returns those in use."""
+        pool = self._kv_cache_manager.block_pool
+        live = {b.block_id for b in pool.blocks if b.ref_cnt > 0 or b.is_null}
+        pool.evict_blocks({b.block_id for b in pool.blocks} - live)
+        return live
 
     def request_finished_all_groups(
         self, request: Any, block_ids: Any
