@@ -43,11 +43,16 @@ NEEDS: set[str] = set()
 GRAPHS = ("eager", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 RUNNERS = ("v2", "v1")
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {"model": "llama-small", "backends": ("FLASH_ATTN", "TRITON_ATTN")},
-    "mla": {"model": "mla", "backends": ("FLASH_ATTN_MLA", "TRITON_MLA")},
-    "window": {"model": "window", "backends": ("FLASH_ATTN", "TRITON_ATTN")},
+    "llama": {
+        "model": "llama-small",
+        "cpu": "tiny-llama",
+        "backends": ("FLASH_ATTN", "TRITON_ATTN"),
+    },
+    "mla": {"model": "mla", "cpu": "tiny-llama", "backends": ("FLASH_ATTN_MLA", "TRITON_MLA")},
+    "window": {"model": "window", "cpu": "tiny-gemma3", "backends": ("FLASH_ATTN", "TRITON_ATTN")},
     "fp8": {
         "model": "llama-small",
+        "cpu": "tiny-llama",
         "backends": ("FLASH_ATTN", "TRITON_ATTN"),
         "args": {"kv_cache_dtype": "fp8"},
     },
@@ -146,7 +151,7 @@ class Ring:
                 self.rig.host.memory,
                 ("kvspray_rig", "PagesConnector"),
             )
-            model = str(self.rig.host.models / (of["model"] if gpu else "tiny-llama"))
+            model = str(self.rig.host.models / of["model" if gpu else "cpu"])
             self.engines.append(
                 Engine(self.name(i), model, self.rig.logs / f"{self.name(i)}.log", kv, env, **args)
             )
