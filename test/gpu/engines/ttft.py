@@ -26,6 +26,9 @@ LENGTHS = "128,512,1024,2048,3900,16000,32000"
 WARMUP = 2
 DECODED = 32  # tokens, for the time of a decode step
 TRACE_S = 5.0
+BASE_MS = {"shm": 3.0, "tcp": 10.0}  # what a transfer may add beside the time of its bytes
+EARLY = 0.9  # of the bytes, there before P's last step ends
+STEP_MS = 5.0  # above a plain engine's first token, and a step of D's
 
 
 def options(parser: Any) -> None:
@@ -196,4 +199,24 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
                     f"{n} tokens, {kind}: {got[kind]['wrong']} first tokens differ from the same "
                     f"prompt's at D again"
                 )
+    goals(stage, out)
     return out, problems
+
+
+def goals(stage: Stage, out: dict[str, Any]) -> None:
+    """What is asked of kvspray at each length; the rate is that of the fastest length."""
+    base, lengths = BASE_MS[stage.args.transport], out["lengths"]
+    rates = [g["prefill-first"] for g in lengths.values() if g["prefill-first"].get("wire_ms")]
+    rate = out["bytes_per_ms"] = max((g["bytes"] / g["wire_ms"] for g in rates), default=0.0)
+    missed = []
+    for n, got in lengths.items():
+        pf, cc, plain = got["prefill-first"], got["concurrent"], got["plain"]["d"]["median"]
+        met = got["goals_met"] = {
+            "prefill-first": bool(rate) and pf["added"]["median"] <= base + pf["bytes"] / rate,
+            "after P's last step": cc.get("flag_ms", base + 1) <= base,
+            "first token": cc["d"]["median"] - plain <= got["decode_step_ms"] + STEP_MS,
+        }
+        if n >= stage.rig.step_tokens:
+            met["early"] = cc.get("early", 0) >= EARLY
+        missed += [f"{what} at {n}" for what, good in met.items() if not good]
+    print(f"steady rate {rate / 1e6:.2f} GB/s; goals missed: {', '.join(missed) or 'none'}")
