@@ -80,6 +80,7 @@ LENGTHS = (
     2048,
     3000,
 )
+STRIDE = 7  # through the lengths: a few prompts have all sizes, too
 WINDOW_BACKOFF = 2  # a prompt of one token does not move where layers have windows
 
 
@@ -185,7 +186,7 @@ class Ring:
             "differences": [],
         }
         for k in range(count):
-            n = LENGTHS[k % len(LENGTHS)]
+            n = LENGTHS[k * STRIDE % len(LENGTHS)]
             if self.shape == "window" and n < WINDOW_BACKOFF:
                 n = WINDOW_BACKOFF
             ids, rid = prompt(n, (self.shape, i, k)), f"cmpl-look{self.shape}{i}-{k}-0"
@@ -319,10 +320,12 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
                 f"{e['prompts']:7} {e['pages']:7} {e['pages_differ']:6} "
                 f"{e['equal']:5} {e['tied']:4}"
             )
-    return got, got["problems"] if got["edges"] else [
-        *got["problems"],
-        "no pair of engines was compared",
+    problems = got["problems"] + [
+        f"{e['shape']}: {e['p']} to {e['d']}: no page was compared"
+        for e in got["edges"]
+        if not e.get("pages")
     ]
+    return got, problems if got["edges"] else [*problems, "no pair of engines was compared"]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import pathlib
 import sys
 import time
+import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "rig")]
@@ -64,13 +65,17 @@ def main() -> int:
     args = parser.parse_args()
     pairs.reap()
     rig = pairs.Rig(args)
-    needs = set().union(*(PARTS[part][0].NEEDS for part in args.parts))
+    alone = [part for part in args.parts if not PARTS[part][0].NEEDS]
+    shared = [part for part in args.parts if part not in alone]
+    needs = set().union(*(PARTS[part][0].NEEDS for part in shared))
     stage = Stage(rig, needs | ({NIXL} if args.nixl and needs else set()))
     red = True
     try:
         try:
-            up = stage.start()
-            red = any([one(stage, part, up) for part in args.parts])
+            # First those with engines of their own, while the GPU is free.
+            found = [one(stage, part, {}) for part in alone]
+            up = stage.start() if shared else {}
+            red = any(found + [one(stage, part, up) for part in shared])
         except Failed as err:
             print(f"RED: {err}", flush=True)
         finally:
@@ -86,9 +91,13 @@ def one(stage: Stage, part: str, up: dict[str, object]) -> bool:
     start, report = time.monotonic(), {}
     try:
         report, problems = PARTS[part][0].run(stage)
-        stage.settle()
+        if PARTS[part][0].NEEDS:
+            stage.settle()
     except Failed as err:
         problems = [str(err)]
+    except Exception as err:  # the other parts' figures are not lost with it
+        traceback.print_exc()
+        problems = [f"{type(err).__name__}: {err}"]
     stage.rig.finish(
         part, {**up, "took_s": time.monotonic() - start, **report, "problems": problems}
     )

@@ -24,6 +24,7 @@ def options(parser: Any) -> None:
         default="compute-sanitizer",
         help="of part sanitize; with its options, none: without it",
     )
+    parser.add_argument("--sanitize-graphs", default="eager,FULL")
 
 
 def reports(text: str) -> list[str]:
@@ -52,7 +53,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     tool = rig.args.sanitizer.split()
     if tool != ["none"] and not shutil.which(tool[0]):
         raise Failed(f"{tool[0]} is not installed here: name another by --sanitizer")
-    for graph in ("eager", "FULL"):
+    for graph in rig.args.sanitize_graphs.split(","):
         rig.args.graph, rig.args.no_compile = graph, True
         pair = Pair(rig, "pages")
         try:

@@ -30,8 +30,6 @@ class Stage:
         return self._plain
 
     def start(self) -> dict[str, Any]:
-        if not self.needs:
-            return {}
         start = time.monotonic()
         self.pair.start()
         servers = self.pair.engines()
@@ -50,8 +48,6 @@ class Stage:
 
     def settle(self) -> None:
         """Nothing runs, and no lease is open."""
-        if not self.needs:
-            return
         wait_for("both engines idle", self.pair.idle, SETTLE_S, tick=0.2)
         wait_for("no lease open", lambda: self.pair.leases() == 0, SETTLE_S, tick=0.2)
 
