@@ -331,6 +331,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
     given["out"] = pathlib.Path(given["out"])
+    given["tag"] = "-".join(filter(None, (given["tag"], "cover")))  # its logs beside others
     given["model"] = given["model"] or (
         "llama-small" if given["device"] == "cuda" else "tiny-llama"
     )

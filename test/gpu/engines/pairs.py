@@ -164,7 +164,7 @@ class Rig:
         if self.host.device == "cuda":
             out += [
                 "--gpu-memory-utilization",
-                "0.2",
+                "0.05",
             ]  # of no effect but a check at the start: the cache's size is given
         if a.attention:
             out += ["--attention-backend", a.attention]
