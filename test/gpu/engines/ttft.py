@@ -115,6 +115,7 @@ def of_sidecar(pair: Pair, n: int, rounds: int, start: str) -> dict[str, Any]:
             for t in pair.traces()
             if t.get("req", "").startswith(f"cmpl-{start}-{n}-")
             and "warm" not in t["req"]
+            and t.get("outcome") == "ok"
             and t.get("bytes")
         ]
         if len(rows) >= rounds or time.monotonic() > end:
