@@ -23,7 +23,7 @@ from pairs import Pair, as_source, prompt, say, start_plain, wait_up
 from servers import Server, ask
 
 NEEDS: set[str] = set()
-OURS = ("kvs_flag", "kvs_step")
+OURS = "kvs_"
 GOAL_US = 0.5
 TURNS = 4
 REPLAY_KERNELS = 60  # a replay of the whole model has more
@@ -120,10 +120,8 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         pair.stop()
         if plain is not None:
             plain.stop()
-    found = {
-        what: [k for path in sorted(folder.rglob("*.json*")) for k in events(path)]
-        for what, folder in folders.items()
-    }
+    files = {what: sorted(folder.rglob("*.json*")) for what, folder in folders.items()}
+    found = {what: [k for path in paths for k in events(path)] for what, paths in files.items()}
     spans = {what: replays(kernels) for what, kernels in found.items()}
     own = [k for k in found["with"] if k["name"].startswith(OURS)]
     common = {n: len(spans["with"][n]) for n in spans["with"].keys() & spans["without"].keys()}
