@@ -16,6 +16,8 @@ NEEDS: set[str] = set()
 OURS = re.compile(r"kvs|kvspray", re.IGNORECASE)
 LENGTHS = (5, 16, 100, 300, 700, 33)
 START_S = 540.0
+# Lines of the tool itself.
+FRAME = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "LEAK SUMMARY", "Target application")
 
 
 def options(parser: Any) -> None:
@@ -29,22 +31,18 @@ def options(parser: Any) -> None:
 
 def reports(text: str) -> list[str]:
     """The errors of a log, each with its backtrace."""
-    blocks, block = [], []
-    for line in text.splitlines():
+    blocks: list[str] = []
+    block: list[str] = []
+    for line in [*text.splitlines(), ""]:
         line = line.removeprefix("=========").strip() if line.startswith("=========") else ""
+        if line.startswith(FRAME):
+            continue
         if line:
             block.append(line)
         elif block:
             blocks.append("\n".join(block))
             block = []
-    return [
-        b
-        for b in [*blocks, "\n".join(block)]
-        if b
-        and not b.startswith(
-            ("COMPUTE-SANITIZER", "ERROR SUMMARY", "LEAK SUMMARY", "Target application")
-        )
-    ]
+    return blocks
 
 
 def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
