@@ -16,6 +16,8 @@ NEEDS: set[str] = set()
 OURS = re.compile(r"kvs|kvspray", re.IGNORECASE)
 LENGTHS = (5, 16, 100, 300, 700, 33)
 START_S = 540.0
+# The tool follows a process that is started, and not one that is forked.
+SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # Lines of the tool itself.
 FRAME = ("COMPUTE-SANITIZER", "ERROR SUMMARY", "LEAK SUMMARY", "Target application")
 
@@ -71,7 +73,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
                         str(where),
                     ]
                 )
-                pair.start_engine(side, wrap, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+                pair.start_engine(side, wrap, SPAWN)
             wait_up(pair.engines(), START_S)
             pair.route()
             pair.wait_sessions()
