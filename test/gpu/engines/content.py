@@ -22,6 +22,12 @@ def options(parser: Any) -> None:
         "--together", type=int, default=4, help="prompts under way at a time, of part pages"
     )
     parser.add_argument("--tokens", type=int, default=8, help="of an answer")
+    parser.add_argument(
+        "--like-plain",
+        action="store_true",
+        help="pages that are others than the plain engine's are a problem; with --together 1, since "
+        "prompts that share steps are rounded otherwise",
+    )
 
 
 def lengths(n: int, longest: int, seed: object) -> list[int]:
@@ -110,6 +116,8 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     got = compared(stage.rig, stage.pair, stage.plain, todo, a.tokens, a.together)
     table(got)
     problems = list(got["problems"])
+    if a.like_plain and got["pages_unlike_plain"]:
+        problems.append(f"{got['pages_unlike_plain']} pages are others than the plain engine's")
     if got["moved"] != got["prompts"] or not got["pages"]:
         problems.append(f"{got['moved']} of {got['prompts']} prompts moved")
     return {"took_s": time.monotonic() - start, **got}, problems

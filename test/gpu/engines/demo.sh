@@ -13,4 +13,4 @@ rig=${KVSPRAY_RIG_ROOT:-/opt/rig} model=${MODEL:-llama-1b}
 python3 test/gpu/engines/unpack.py --to "$rig"
 python3 test/gpu/engines/models.py "$rig/models" "$model"
 python3 test/gpu/engines/measure.py pages ttft cost --model "$model" --tag demo \
-  --prompts 40 --rounds 6 --lengths 128,1024,3900,16000 --pairs 10 "$@"
+  --prompts 40 --together 1 --like-plain --rounds 6 --lengths 128,1024,3900,16000 --pairs 10 "$@"
