@@ -28,7 +28,6 @@ import kvspray
 
 NEEDS = {PAGES}
 PREFILL_GOAL, P50_GOAL, P99_GOAL = 0.01, 0.02, 0.05
-POOL = 16  # prompts that the peer holds
 TOGETHER = 4  # prompts at a time, to P
 EDGE_S = 0.05  # of each window, left out
 LEASE_S = 60.0
@@ -55,13 +54,14 @@ def options(parser: Any) -> None:
 class Peer:
     """A worker without an engine."""
 
-    def __init__(self, rig: Rig, tokens: int) -> None:
+    def __init__(self, rig: Rig, tokens: int, pool: int) -> None:
+        self.pool = pool  # prompts that it holds
         layout = json.loads((rig.pages / "P/layout.json").read_text())
         self.sizes = [g["tokens_per_block"] for g in layout["groups"]]
         self.need = [-(-tokens // size) for size in self.sizes]
         layers, offset = 0, 0
         for group, need in zip(layout["groups"], self.need, strict=True):
-            group["num_blocks"] = POOL * need
+            group["num_blocks"] = pool * need
             # Where the engine's layers lie between each other's tokens, these lie one behind the
             # other.
             group["params"] = {
@@ -83,7 +83,10 @@ class Peer:
         self.ended: dict[int, Any] = {}
 
     def table(self, place: int) -> list[list[int]]:
-        return [list(range(place % POOL * need, (place % POOL + 1) * need)) for need in self.need]
+        return [
+            list(range(place % self.pool * need, (place % self.pool + 1) * need))
+            for need in self.need
+        ]
 
     def pull(self, ids: list[int], xfer: str, peer: str, place: int) -> int:
         lease = self.client.expect(
@@ -245,7 +248,7 @@ def ratios(pairs: list[tuple[float, float]]) -> dict[str, float]:
 
 def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     a = stage.args
-    peer = Peer(stage.rig, a.cost_tokens)
+    peer = Peer(stage.rig, a.cost_tokens, a.burst)
     try:
         prefill(stage, peer, "warm", True)
         rates: list[tuple[float, float]] = []
