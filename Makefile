@@ -87,7 +87,7 @@ test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB o
 
 .PHONY: test-truth
 test-truth: build env ## vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
-	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py
+	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py
 
 FUZZTIME ?= 2m
 .PHONY: test-fuzz
