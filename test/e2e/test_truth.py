@@ -103,7 +103,7 @@ def make(sidecar: rig.Sidecar, kind: Kind, engine: str) -> Engine:
         chosen = None
         for i, view in enumerate(views):
             strategy, params, place = caches.layer_of(
-                names[i], spec, view, BLOCKS, kind.backend, HEADS, layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
+                names[i], spec, view, BLOCKS, kind.backend, [HEADS], layout.Ranks(tp=rank, tp_size=kind.tp), layout.TRANSPOSED
             )
             assert place.storage.address == r.memory[0].untyped_storage().data_ptr()
             this = strategy, params
@@ -358,7 +358,7 @@ def make_hybrid(sidecar: rig.Sidecar, kind: Hybrid, engine: str) -> list[HybridR
                 strategy, params = kind.of.strategy, kind.of.params(kind.order, rank, kind.tp)
             else:
                 of = layout.Ranks(tp=rank, tp_size=kind.tp)
-                strategy, params, _ = caches.layer_of(names[0], spec, views[0], BLOCKS, "FLASH_ATTN", HEADS, of, layout.TRANSPOSED)
+                strategy, params, _ = caches.layer_of(names[0], spec, views[0], BLOCKS, "FLASH_ATTN", [HEADS], of, layout.TRANSPOSED)
             groups.append(group(spec.block_size, strategy, params, BLOCKS, described))
         register(r, "bfloat16", groups)
         out.append(HybridRank(kind, r, every[0], [[bind(v, specs[1].shapes, specs[1].dtypes) for v in views] for views in every[1:]]))
@@ -528,7 +528,7 @@ class Stepped:
             states = self.caches[name]
             if isinstance(states, torch.Tensor):
                 packing = layout.cpu_packing(self.engine.vllm_config)
-                strategy, params, place = caches.layer_of(name, g.kv_cache_spec, states, self.kv.num_blocks, "CPU_ATTN", 2, layout.Ranks(), packing)
+                strategy, params, place = caches.layer_of(name, g.kv_cache_spec, states, self.kv.num_blocks, "CPU_ATTN", [2], layout.Ranks(), packing)
                 base, stride, page = place.base, place.block_stride, place.page_bytes
             else:
                 conv = states[0]

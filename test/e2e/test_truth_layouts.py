@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of GPU engines, grouped, allocated and shaped by vLLM's own code, described by the connector's, moved by real sidecars, and
-compared to the last byte with what the engine would have written there.
+"""Caches of GPU engines, grouped, allocated and shaped by vLLM's own code, described by the
+connector's, moved by real sidecars, and compared to the last byte with what the engine would have
+written there.
 
-vLLM makes the groups (get_kv_cache_groups), places their layers in one allocation (get_kv_cache_config_from_groups) and views it
-(allocate_kv_cache); nothing of that needs a GPU. The kernels that write do, so content is written into vLLM's views by index: a head
-of a token, a row, or a page whose scales lie behind its values.
+vLLM makes the groups (get_kv_cache_groups), places their layers in one allocation
+(get_kv_cache_config_from_groups) and views it (allocate_kv_cache); nothing of that needs a GPU.
+The kernels that write do, so content is written into vLLM's views by index: a head of a token, a
+row, or a page whose scales lie behind its values.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def sidecars(workdir: pathlib.Path) -> Iterator[tuple[rig.Sidecar, rig.Sidecar]]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer of a model: vLLM's specification on a rank, its backend, and what a token, or an entry, leaves in it."""
+    """A layer of a model: vLLM's specification on a rank, its backend, and what a token, or an
+    entry, leaves in it."""
 
     spec: Callable[[int, int], Any]  # of block size and tp
     backend: str
@@ -66,17 +69,39 @@ class Engine:
 Model = dict[str, Layer]
 
 
-def attention(heads: int = HEADS, size: int = 16, size_v: int = 16, backend: str = "FLASH_ATTN", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Layer:
+def attention(
+    heads: int = HEADS,
+    size: int = 16,
+    size_v: int = 16,
+    backend: str = "FLASH_ATTN",
+    dtype: torch.dtype = torch.bfloat16,
+    **more: Any,
+) -> Layer:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     def spec(block: int, tp: int) -> Any:
         of = SlidingWindowSpec if "sliding_window" in more else FullAttentionSpec
-        return of(block_size=block, num_kv_heads=max(1, heads // tp), head_size=size, head_size_v=size_v, dtype=dtype, **more)
+        return of(
+            block_size=block,
+            num_kv_heads=max(1, heads // tp),
+            head_size=size,
+            head_size_v=size_v,
+            dtype=dtype,
+            **more,
+        )
 
     return Layer(spec, backend, heads, (size + size_v) * dtype.itemsize)
 
 
-def rows(backend: str, cell: int, scale: int = 0, *, block: int | None = None, window: int = 0, **more: Any) -> Layer:
+def rows(
+    backend: str,
+    cell: int,
+    scale: int = 0,
+    *,
+    block: int | None = None,
+    window: int = 0,
+    **more: Any,
+) -> Layer:
     from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowMLASpec
 
     def spec(n: int, tp: int) -> Any:
@@ -95,7 +120,9 @@ def minimax_m3() -> Model:
     for i in range(3):
         out[f"{i}.attn"] = attention(backend="TRITON_MSA" if i else "FLASH_ATTN")
         if i:
-            out[f"{i}.keys"] = rows("MINIMAX_M3_SPARSE_INDEXER", 32, cache_role=SparseCacheRole.INDEXER)
+            out[f"{i}.keys"] = rows(
+                "MINIMAX_M3_SPARSE_INDEXER", 32, cache_role=SparseCacheRole.INDEXER
+            )
     return out
 
 
@@ -105,24 +132,38 @@ def deepseek_v32(fp8: bool) -> Model:
     out = {}
     for i in range(2):
         packed = {"cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656}
-        out[f"{i}.attn"] = rows("FLASHMLA_SPARSE", 656, **packed) if fp8 else rows("FLASHMLA_SPARSE", 1152)
+        out[f"{i}.attn"] = (
+            rows("FLASHMLA_SPARSE", 656, **packed) if fp8 else rows("FLASHMLA_SPARSE", 1152)
+        )
         out[f"{i}.keys"] = rows("DEEPSEEK_V32_INDEXER", 128, 4, cache_role=SparseCacheRole.INDEXER)
     return out
 
 
 def deepseek_v4() -> Model:
-    """Layers as vLLM's model asks for them; test_truth_quant.py asks the model's own classes, and moves what its kernels write."""
-    packed = {"cache_dtype_str": "fp8_ds_mla", "alignment": 576, "model_version": "deepseek_v4", "state_content_bytes": 584}
+    """Layers as vLLM's model asks for them; test_truth_quant.py asks the model's own classes,
+    and moves what its kernels write."""
+    packed = {
+        "cache_dtype_str": "fp8_ds_mla",
+        "alignment": 576,
+        "model_version": "deepseek_v4",
+        "state_content_bytes": 584,
+    }
     state: dict[str, Any] = {"alignment": 576, "dtype": torch.float32}
     out: Model = {}
     for i, ratio in enumerate((4, 128, 4, 128)):
         out[f"{i}.swa"] = rows("DEEPSEEK_SPARSE_SWA", 576, 8, block=64, window=128, **packed)
         out[f"{i}.attn"] = rows("FLASHMLA_SPARSE_DSV4", 576, 8, tokens_per_state=ratio, **packed)
         if ratio == 4:
-            out[f"{i}.keys"] = rows("DEEPSEEK_V4_INDEXER", 128, 4, tokens_per_state=4, alignment=576)
-            out[f"{i}.state"] = dataclasses.replace(rows("CompressorBackend", 2048, block=4, window=8, **state), cell=8192)
+            out[f"{i}.keys"] = rows(
+                "DEEPSEEK_V4_INDEXER", 128, 4, tokens_per_state=4, alignment=576
+            )
+            out[f"{i}.state"] = dataclasses.replace(
+                rows("CompressorBackend", 2048, block=4, window=8, **state), cell=8192
+            )
         else:
-            out[f"{i}.state"] = dataclasses.replace(rows("CompressorBackend", 1024, block=8, window=128, **state), cell=4096)
+            out[f"{i}.state"] = dataclasses.replace(
+                rows("CompressorBackend", 1024, block=8, window=128, **state), cell=4096
+            )
     return out
 
 
@@ -133,12 +174,18 @@ class Worker:
     rank: Rank
     kv: Any
     tensors: dict[str, torch.Tensor]
-    specs: dict[str, Any]  # of each layer, as vLLM has grouped them: with blocks of other sizes, and padded
+    specs: dict[
+        str, Any
+    ]  # of each layer, as vLLM has grouped them: with blocks of other sizes, and padded
     tables: dict[str, list[int]] = dataclasses.field(default_factory=dict)  # of each layer
 
 
 def start(sidecar: rig.Sidecar, name: str, model: Model, e: Engine) -> list[Worker]:
-    from vllm.v1.core.kv_cache_utils import _get_kv_cache_bytes_per_block, get_kv_cache_config_from_groups, get_kv_cache_groups
+    from vllm.v1.core.kv_cache_utils import (
+        _get_kv_cache_bytes_per_block,
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+    )
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -146,30 +193,59 @@ def start(sidecar: rig.Sidecar, name: str, model: Model, e: Engine) -> list[Work
 
     order = KVCacheLayout[e.order]
     config: Any = Bag(
-        scheduler_config=Bag(disable_hybrid_kv_cache_manager=False), attention_config=Bag(hisparse_config=None), speculative_config=None, model_config=None,
-        cache_config=Bag(get_resolved_kv_cache_layout=lambda: order, num_gpu_blocks_override=None, prefix_cache_retention_interval=None),
-    )  # fmt: skip
+        scheduler_config=Bag(disable_hybrid_kv_cache_manager=False),
+        attention_config=Bag(hisparse_config=None),
+        speculative_config=None,
+        model_config=None,
+        cache_config=Bag(
+            get_resolved_kv_cache_layout=lambda: order,
+            num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+        ),
+    )
     out = []
     for rank in range(e.tp):
         specs = {n: layer.spec(e.block, e.tp) for n, layer in model.items()}
         groups = get_kv_cache_groups(config, specs)
-        kv = get_kv_cache_config_from_groups(config, groups, BLOCKS * _get_kv_cache_bytes_per_block(groups, order))
-        tensors = allocate_kv_cache(kv, torch.device("cpu"), order, [e.kernel or g.kv_cache_spec.block_size for g in groups])
+        kv = get_kv_cache_config_from_groups(
+            config, groups, BLOCKS * _get_kv_cache_bytes_per_block(groups, order)
+        )
+        tensors = allocate_kv_cache(
+            kv, torch.device("cpu"), order, [e.kernel or g.kv_cache_spec.block_size for g in groups]
+        )
         d = caches.describe(
-            kv, tensors, {n: layer.backend for n, layer in model.items()}, kv_heads=HEADS, ranks=layout.Ranks(tp=rank, tp_size=e.tp), packing=""
+            kv,
+            tensors,
+            {n: layer.backend for n, layer in model.items()},
+            kv_heads=[HEADS, 2],
+            ranks=layout.Ranks(tp=rank, tp_size=e.tp),
+            packing="",
         )
         (storage,) = d.storages
-        memory = torch.empty(0, dtype=torch.int8).set_(next(iter(tensors.values())).untyped_storage())
-        assert (memory.data_ptr(), memory.nbytes) == (storage.address, storage.nbytes) and kv.num_blocks == BLOCKS
+        memory = torch.empty(0, dtype=torch.int8).set_(
+            next(iter(tensors.values())).untyped_storage()
+        )
+        assert (memory.data_ptr(), memory.nbytes) == (
+            storage.address,
+            storage.nbytes,
+        ) and kv.num_blocks == BLOCKS
         r = owner(sidecar, name, rank, e.tp, len(model), [memory])
         register(r, "fp8", d.placed([caches.Site(0)]))
-        out.append(Worker(r, kv, tensors, {name: layout.spec_of(g, name) for g in groups for name in g.layer_names}))
+        out.append(
+            Worker(
+                r,
+                kv,
+                tensors,
+                {name: layout.spec_of(g, name) for g in groups for name in g.layer_names},
+            )
+        )
     connected(*(w.rank for w in out))
     return out
 
 
 def draw(workers: list[Worker], tokens: int) -> None:
-    """Block tables as vLLM's pool gives them: each block to one group, block 0 to none, and it stands for what a window has given up."""
+    """Block tables as vLLM's pool gives them: each block to one group, block 0 to none, and it
+    stands for what a window has given up."""
     from kvspray_vllm import layout
 
     kv = workers[0].kv
@@ -181,7 +257,11 @@ def draw(workers: list[Worker], tokens: int) -> None:
         tables.append([0] * given_up + [free.pop() for _ in range(-(-tokens // n) - given_up)])
     for w in workers:
         w.rank.tables = tables
-        w.tables = {name: t for g, t in zip(kv.kv_cache_groups, tables, strict=True) for name in g.layer_names}
+        w.tables = {
+            name: t
+            for g, t in zip(kv.kv_cache_groups, tables, strict=True)
+            for name in g.layer_names
+        }
 
 
 def first_seen(tokens: int, window: int) -> int:
@@ -202,43 +282,90 @@ def fill(w: Worker, model: Model, content: dict[str, torch.Tensor], tokens: int)
             if layer.scale:
                 flat = page.as_strided((kernel // ratio * (layer.cell + layer.scale),), (1,))
                 flat[slot * layer.cell :][: layer.cell] = cell[0, : layer.cell]
-                flat[kernel // ratio * layer.cell + slot * layer.scale :][: layer.scale] = cell[0, layer.cell :]
+                flat[kernel // ratio * layer.cell + slot * layer.scale :][: layer.scale] = cell[
+                    0, layer.cell :
+                ]
             else:
                 page[:, slot] = cell[list(w.rank.heads(layer.heads))] if layer.heads > 1 else cell
 
 
 DENSE = [
-    (Engine(128, "LBHNC", kernel=64), Engine(16, "LBNHC")), (Engine(16, "LBNHC", 2), Engine(128, "LBHNC", kernel=64)),
-    (Engine(128, "LBHNC", 2, kernel=32), Engine(192, "LBHNC", 4, kernel=64)), (Engine(128, "LBNHC", kernel=32), Engine(64, "BHLNC")),
+    (Engine(128, "LBHNC", kernel=64), Engine(16, "LBNHC")),
+    (Engine(16, "LBNHC", 2), Engine(128, "LBHNC", kernel=64)),
+    (Engine(128, "LBHNC", 2, kernel=32), Engine(192, "LBHNC", 4, kernel=64)),
+    (Engine(128, "LBNHC", kernel=32), Engine(64, "BHLNC")),
     (Engine(48, "BLNHC", 8), Engine(128, "LBHNC", kernel=16)),
-]  # fmt: skip
-MLA = [(Engine(64, "LBHNC"), Engine(64, "LBNHC", 2)), (Engine(64, "LBNHC", 2), Engine(128, "LBHNC", kernel=64)), (Engine(128, "LBHNC", kernel=64), Engine(64, "BLHNC"))]
-V4 = [(Engine(256, "BLHNC"), Engine(256, "BLHNC", 2)), (Engine(256, "BLHNC", 2), Engine(512, "BLHNC")), (Engine(512, "BLNHC"), Engine(256, "BLHNC"))]
+]
+MLA = [
+    (Engine(64, "LBHNC"), Engine(64, "LBNHC", 2)),
+    (Engine(64, "LBNHC", 2), Engine(128, "LBHNC", kernel=64)),
+    (Engine(128, "LBHNC", kernel=64), Engine(64, "BLHNC")),
+]
+V4 = [
+    (Engine(256, "BLHNC"), Engine(256, "BLHNC", 2)),
+    (Engine(256, "BLHNC", 2), Engine(512, "BLHNC")),
+    (Engine(512, "BLNHC"), Engine(256, "BLHNC")),
+]
 CASES: dict[str, tuple[Callable[[], Model], list[tuple[Engine, Engine]]]] = {
-    "kernel pages": (lambda: {f"{i}.attn": attention(backend="FLASHINFER") for i in range(3)}, DENSE),
-    "fp8": (lambda: {f"{i}.attn": attention(dtype=torch.float8_e4m3fn) for i in range(2)}, DENSE[:2]),
-    "k and v of unlike width": (lambda: {f"{i}.attn": attention(HEADS, 24, 16, "FLASH_ATTN_DIFFKV") for i in range(2)}, DENSE),
-    "a draft layer of other heads": (lambda: {"0.attn": attention(), "1.attn": attention(), "draft.attn": attention(2)}, [(DENSE[0][0], DENSE[0][1])]),
+    "kernel pages": (
+        lambda: {f"{i}.attn": attention(backend="FLASHINFER") for i in range(3)},
+        DENSE,
+    ),
+    "fp8": (
+        lambda: {f"{i}.attn": attention(dtype=torch.float8_e4m3fn) for i in range(2)},
+        DENSE[:2],
+    ),
+    "k and v of unlike width": (
+        lambda: {f"{i}.attn": attention(HEADS, 24, 16, "FLASH_ATTN_DIFFKV") for i in range(2)},
+        DENSE,
+    ),
+    "a draft layer of other heads": (
+        lambda: {"0.attn": attention(), "1.attn": attention(), "draft.attn": attention(2)},
+        DENSE[:2],
+    ),
     "windows in padded pages": (
-        lambda: {f"{i}.attn": attention(sliding_window=80) if i % 2 else attention(page_size_padded=1 << 16) for i in range(4)},
+        lambda: {
+            f"{i}.attn": attention(sliding_window=80)
+            if i % 2
+            else attention(page_size_padded=1 << 16)
+            for i in range(4)
+        },
         [(Engine(32, "LBNHC"), Engine(32, "BLHNC")), (Engine(32, "LBHNC", 2), Engine(32, "BLNHC"))],
     ),
-    "a sliding window of latents": (lambda: {f"{i}.attn": rows("FLASHMLA", 128, window=80) for i in range(2)}, [(Engine(32, "LBHNC"), Engine(32, "BLHNC", 2))]),
-    "minimax m3": (minimax_m3, [(Engine(128, "LBNHC"), Engine(128, "LBHNC", 2)), (Engine(128, "LBHNC", 4), Engine(64, "LBNHC"))]),
+    "a sliding window of latents": (
+        lambda: {f"{i}.attn": rows("FLASHMLA", 128, window=80) for i in range(2)},
+        [(Engine(32, "LBHNC"), Engine(32, "BLHNC", 2))],
+    ),
+    "minimax m3": (
+        minimax_m3,
+        [
+            (Engine(128, "LBNHC"), Engine(128, "LBHNC", 2)),
+            (Engine(128, "LBHNC", 4), Engine(64, "LBNHC")),
+        ],
+    ),
     "deepseek v3.2 fp8": (lambda: deepseek_v32(True), MLA),
     "deepseek v3.2 bf16": (lambda: deepseek_v32(False), MLA),
     "deepseek v4": (deepseek_v4, V4),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("case", "pe", "de"), [(c, p, d) for c, (_, pairs) in CASES.items() for p, d in pairs], ids=str)
-def test_what_gpu_engines_allocate(sidecars: tuple[rig.Sidecar, rig.Sidecar], case: str, pe: Engine, de: Engine) -> None:
+@pytest.mark.parametrize(
+    ("case", "pe", "de"), [(c, p, d) for c, (_, pairs) in CASES.items() for p, d in pairs], ids=str
+)
+def test_what_gpu_engines_allocate(
+    sidecars: tuple[rig.Sidecar, rig.Sidecar], case: str, pe: Engine, de: Engine
+) -> None:
     sp, sd = sidecars
     model = CASES[case][0]()
     ps, ds = start(sp, f"p {case} {pe}", model, pe), start(sd, f"d {case} {de}", model, de)
     try:
         for tokens in (1, 50, 333):
-            content = {n: torch.randint(0, 256, (tokens, layer.heads, layer.cell + layer.scale), dtype=torch.uint8) for n, layer in model.items()}
+            content = {
+                n: torch.randint(
+                    0, 256, (tokens, layer.heads, layer.cell + layer.scale), dtype=torch.uint8
+                )
+                for n, layer in model.items()
+            }
             draw(ps, tokens)
             draw(ds, tokens)
             before = [w.rank.memory[0].clone() for w in ds]
@@ -246,7 +373,12 @@ def test_what_gpu_engines_allocate(sidecars: tuple[rig.Sidecar, rig.Sidecar], ca
                 fill(w, model, content, tokens)
             move(sp.endpoint, [w.rank for w in ps], [w.rank for w in ds], tokens)
             for w, was in zip(ds, before, strict=True):
-                compare(w.rank, [was], functools.partial(fill, w, model, content, tokens), f"{case}, {pe} to {de}, {tokens} tokens")
+                compare(
+                    w.rank,
+                    [was],
+                    functools.partial(fill, w, model, content, tokens),
+                    f"{case}, {pe} to {de}, {tokens} tokens",
+                )
     finally:
         for w in (*ps, *ds):
             w.rank.close()

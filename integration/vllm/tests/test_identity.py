@@ -75,7 +75,8 @@ class Engine:
                         described.append({"name": name, "index": at, "region": 0, "base": at << 30, "block_stride": page, "page_bytes": page})
                         at += 1
                     kind = strategies.kind_of(spec, strategies.CPU_ATTN, KV_HEADS, ranks, identity["packing"])
-                    groups.append({"tokens_per_block": spec.block_size, "strategy": kind.strategy, "params": kind.params, "num_blocks": BLOCKS, "layers": described})
+                    groups.append({"tokens_per_block": spec.block_size, "strategy": kind.strategy, "params": kind.params,
+                                    "num_blocks": BLOCKS, "layers": described})
                 yield f"pp{stage}/tp{rank}", {"model": "m", "dtype": identity["dtype"], "groups": groups, "identity": identity}
 
 

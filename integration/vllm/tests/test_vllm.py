@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvspray_vllm import KVSprayConnector, layout
+from kvspray_vllm import KVSprayConnector, layout, speculation
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
@@ -134,7 +134,6 @@ def test_a_plain_cpu_engine_is_accepted() -> None:
         ("parallel_config__prefill_context_parallel_size", 2),
         ("parallel_config__decode_context_parallel_size", 2),
         ("parallel_config__enable_dbo", True),
-        ("speculative_config", object()),
         ("device_config__device_type", "xpu"),
         ("model_config__is_encoder_decoder", True),
     ],
@@ -143,6 +142,49 @@ def test_what_cannot_be_served_is_refused_at_start(path: str, value: object) -> 
     with pytest.raises(layout.Unsupported) as err:
         layout.check_config(config(**{path: value}))  # type: ignore[arg-type]
     assert path.rpartition("__")[2].removesuffix("_type").split("_")[0] in str(err.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens", "modules", "stages", "word"),
+    [
+        ("ngram", 3, None, 1, ""),
+        ("ngram", 3, None, 2, "pipeline_parallel_size to 1"),
+        ("suffix", 3, None, 1, ""),
+        ("eagle", 3, None, 1, ""),
+        ("eagle3", 5, None, 1, ""),
+        ("draft_model", 3, None, 1, ""),
+        ("mtp", 3, 1, 1, ""),
+        ("mtp", 1, 3, 1, ""),
+        ("mtp", 2, 3, 1, "set num_speculative_tokens to 1"),
+        ("dflash", 3, None, 1, "method is dflash"),
+        ("extract_hidden_states", 1, None, 1, "method is extract_hidden_states"),
+    ],
+)
+def test_speculation(method: str, tokens: int, modules: int | None, stages: int, word: str) -> None:
+    hf = {"num_nextn_predict_layers": modules} if modules else {}
+    draft = SimpleNamespace(hf_config=SimpleNamespace(**hf))
+    spec = SimpleNamespace(
+        method=method, num_speculative_tokens=tokens, draft_model_config=draft
+    )
+    engine = config(speculative_config=spec)
+    engine.parallel_config.pipeline_parallel_size = stages
+    if not word:
+        layout.check_config(engine)  # type: ignore[arg-type]
+        return
+    with pytest.raises(layout.Unsupported, match=f"speculative_config.*{word}"):
+        layout.check_config(engine)  # type: ignore[arg-type]
+
+
+def test_heads_of_a_draft() -> None:
+    def heads(method: str, draft: int | None) -> tuple[int, ...]:
+        of = SimpleNamespace(get_total_num_kv_heads=lambda: draft) if draft else None
+        spec = SimpleNamespace(method=method, draft_model_config=of)
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
+        engine = SimpleNamespace(model_config=model, speculative_config=spec)
+        return speculation.kv_heads_of(engine)  # type: ignore[arg-type]
+
+    assert heads("eagle", 2) == (8, 2)
+    assert heads("eagle", 8) == heads("ngram", None) == heads("medusa", 2) == (8,)
 
 
 def test_long_rope_tells_models_apart() -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tensors of vLLM's KV cache lie, in kvspray's words: per layer a region, a base, a block stride and the bytes of a
-page.
+"""Where the tensors of vLLM's KV cache lie, in kvspray's words: per layer a region, a base, a block
+stride and the bytes of a page.
 
-Shapes are never described: engines keep changing them, and the bytes stay. The strategy, named per cache group, tells the
-sidecar's parseblock which bytes of a page mean what. Nothing here depends on the device.
+Shapes are never described: engines keep changing them, and the bytes stay. The strategy, named
+per cache group, tells the sidecar's parseblock which bytes of a page mean what. Nothing here
+depends on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a storage is found: in which of the registered regions, and how many bytes behind its start."""
+    """Where a storage is found: in which of the registered regions, and how many bytes behind "
+    "its start."""
 
     region: int
     offset: int = 0
@@ -39,7 +41,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Description:
-    """The cache of one worker. The layers of groups name their storage; placed() names their region instead."""
+    """The cache of one worker. The layers of groups name their storage; placed() names their "
+    "region instead."""
 
     groups: list[dict[str, Any]]
     storages: tuple[Storage, ...]
@@ -47,7 +50,10 @@ class Description:
 
     def placed(self, sites: Sequence[Site]) -> list[dict[str, Any]]:
         """The groups as REGISTER has them, where sites are those of the storages."""
-        return [group | {"layers": [_placed(layer, sites) for layer in group["layers"]]} for group in self.groups]
+        return [
+            group | {"layers": [_placed(layer, sites) for layer in group["layers"]]}
+            for group in self.groups
+        ]
 
     def copy_blocks(self, src: Sequence[int], dst: Sequence[int]) -> None:
         for view in self.tensors:
@@ -66,35 +72,47 @@ def describe(
     tensors: Mapping[str, torch.Tensor],
     backends: Mapping[str, str],
     *,
-    kv_heads: int,
+    kv_heads: Sequence[int],
     ranks: Ranks,
     packing: str,
     flags: Mapping[str, int] | None = None,
 ) -> Description:
     """Describes the layers of a worker.
 
-    backends: the attention backend of each layer. kv_heads: of the model, all ranks together. flags: the layers that are described,
-    and the flag of each; those of kv where it is left out.
+    backends: the attention backend of each layer. kv_heads: of the model, all ranks together, and
+    of its draft model where that has others. flags: the layers that are described, and the flag of
+    each; those of kv where it is left out.
 
-    A cache group of vLLM is layers that share a block table. It is one group here, or, where its layers have several strategies, one
-    for each of them, the later ones with same_table.
+    A cache group of vLLM is layers that share a block table. It is one group here, or, where its
+    layers have several strategies, one for each of them, the later ones with same_table.
     """
     for g in kv.kv_cache_groups:
         if getattr(g, "host_resident", False) or not getattr(g, "enable_kv_transfer", True):
-            raise Unsupported("kvspray: hisparse is on; a cache that lies in two places is not followed, serve without hisparse_config")
+            raise Unsupported(
+                "kvspray: hisparse is on; a cache that lies in two places is not followed, serve "
+                "without hisparse_config"
+            )
     flags = flag_indices(kv) if flags is None else flags
     storages: dict[int, tuple[int, Storage]] = {}  # by address
     groups: list[dict[str, Any]] = []
-    views: dict[tuple[int, int], torch.Tensor] = {}  # by address and bytes of a page: layers may share their tensor
+    views: dict[
+        tuple[int, int], torch.Tensor
+    ] = {}  # by address and bytes of a page: layers may share their tensor
     for group in kv.kv_cache_groups:
         names = [name for name in group.layer_names if name in flags]
         of_table: list[dict[str, Any]] = []
         for name in names:
             tensor = tensors[name]
             spec = spec_of(group, name)
-            strategy, params, place = layer_of(name, spec, tensor, kv.num_blocks, backends.get(name, ""), kv_heads, ranks, packing)
-            views.setdefault((tensor.data_ptr(), place.page_bytes), tensor.unflatten(0, (kv.num_blocks, -1)))
-            same = next((g for g in of_table if (g["strategy"], g["params"]) == (strategy, params)), None)
+            strategy, params, place = layer_of(
+                name, spec, tensor, kv.num_blocks, backends.get(name, ""), kv_heads, ranks, packing
+            )
+            views.setdefault(
+                (tensor.data_ptr(), place.page_bytes), tensor.unflatten(0, (kv.num_blocks, -1))
+            )
+            same = next(
+                (g for g in of_table if (g["strategy"], g["params"]) == (strategy, params)), None
+            )
             if same is None:
                 same = _group(kv, group, strategy, params)
                 of_table.append(same)
@@ -117,13 +135,32 @@ def describe(
     return Description(groups, tuple(s for _, s in storages.values()), tuple(views.values()))
 
 
-def _heads(spec: KVCacheSpec, kv_heads: int, ranks: Ranks) -> int:
-    """The KV heads of a layer, all ranks together. One rank has all of them, also where layers differ."""
-    return getattr(spec, "num_kv_heads", kv_heads) if ranks.tp_size == 1 else kv_heads
+def _heads(spec: KVCacheSpec, kv_heads: Sequence[int], ranks: Ranks) -> int:
+    """The KV heads of a layer, all ranks together. One rank has all of them, also where layers
+    differ; of several ranks each layer has the model's or its draft's, by what this rank has of
+    them."""
+    own = getattr(spec, "num_kv_heads", 1)
+    if ranks.tp_size == 1:
+        return int(own)
+    fit = [n for n in kv_heads if own == max(1, n // ranks.tp_size)]
+    if len(fit) > 1:
+        raise Unsupported(
+            f"kvspray: with tensor_parallel_size {ranks.tp_size} a layer of {own} KV heads on a "
+            f"rank may be one of a model of {fit[0]} or of {fit[1]}; "
+            "give the draft model as many KV heads as the model has, or use fewer ranks"
+        )
+    return fit[0] if fit else kv_heads[0]
 
 
 def layer_of(
-    name: str, spec: KVCacheSpec, tensor: torch.Tensor, num_blocks: int, backend: str, kv_heads: int, ranks: Ranks, packing: str
+    name: str,
+    spec: KVCacheSpec,
+    tensor: torch.Tensor,
+    num_blocks: int,
+    backend: str,
+    kv_heads: Sequence[int],
+    ranks: Ranks,
+    packing: str,
 ) -> tuple[str, dict[str, int], Place]:
     """The strategy of one layer, its parameters, and the place of its pages."""
     kind = kind_of(spec, backend, _heads(spec, kv_heads, ranks), ranks, packing)
@@ -131,7 +168,9 @@ def layer_of(
     return *place_params(name, place, kind, spec.block_size), place
 
 
-def _group(kv: KVCacheConfig, group: KVCacheGroupSpec, strategy: str, params: dict[str, int]) -> dict[str, Any]:
+def _group(
+    kv: KVCacheConfig, group: KVCacheGroupSpec, strategy: str, params: dict[str, int]
+) -> dict[str, Any]:
     return {
         "tokens_per_block": group.kv_cache_spec.block_size,
         "strategy": strategy,
@@ -142,10 +181,16 @@ def _group(kv: KVCacheConfig, group: KVCacheGroupSpec, strategy: str, params: di
 
 
 def _empty(
-    kv: KVCacheConfig, group: KVCacheGroupSpec, backends: Mapping[str, str], kv_heads: int, ranks: Ranks, packing: str
+    kv: KVCacheConfig,
+    group: KVCacheGroupSpec,
+    backends: Mapping[str, str],
+    kv_heads: Sequence[int],
+    ranks: Ranks,
+    packing: str,
 ) -> dict[str, Any]:
-    """A group of which this pipeline stage has no layer, only its block tables. Its window counts, and so does what it cannot be served
-    for; its strategy is that of a layer with a backend of this stage, or of one that an engine on this device has by default."""
+    """A group of which this pipeline stage has no layer, only its block tables. Its window
+    counts, and so does what it cannot be served for; its strategy is that of a layer with a
+    backend of this stage, or of one that an engine on this device has by default."""
     spec = spec_of(group)
     heads = _heads(spec, kv_heads, ranks)
     default = ((CPU_ATTN,) if packing else PACKED) + MLA + DEEPSEEK_V4
@@ -157,7 +202,9 @@ def _empty(
             refused = refused or err
             continue
         return _group(kv, group, kind.strategy + ("_nhd" if kind.ordered else ""), kind.params)
-    raise refused or Unsupported("kvspray: a cache group of a pipeline stage has no layer and no known backend")
+    raise refused or Unsupported(
+        "kvspray: a cache group of a pipeline stage has no layer and no known backend"
+    )
 
 
 @dataclass(frozen=True)
@@ -171,37 +218,65 @@ class Place:
     blocks: int
     pieces: int  # kernel blocks of a block, each dense, one behind the other
     heads_outside: bool  # a head's tokens lie closer to each other than a token's heads do
-    strides: tuple[tuple[str, int], ...] = ()  # bytes between heads and between tokens, where other layers lie between them
+    strides: tuple[
+        tuple[str, int], ...
+    ] = ()  # bytes between heads and between tokens, where other layers lie between them
 
 
 def place_of(name: str, tensor: torch.Tensor, num_blocks: int) -> Place:
-    """The place of one layer's view, [block, head, token, content] whatever the order in memory. Its first dimension counts blocks, or
-    pieces of blocks that follow one another."""
+    """The place of one layer's view, [block, head, token, content] whatever the order in memory.
+    Its first dimension counts blocks, or pieces of blocks that follow one another."""
     if tensor.dim() == 3:  # [block, token, content], as vLLM before 0.28 has MLA
         tensor = tensor.unsqueeze(1)
     size = tensor.element_size()
     if tensor.dim() != 4 or tensor.stride(3) != 1:
-        raise Unsupported(f"kvspray: layer {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, not [block, head, token, content]")
+        raise Unsupported(
+            f"kvspray: layer {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
+            "not [block, head, token, content]"
+        )
     storage = tensor.untyped_storage()
     rows, row_stride = tensor.shape[0], tensor.stride(0) * size
     if rows % num_blocks:
-        raise Unsupported(f"kvspray: layer {name}: a KV cache of {rows} rows does not hold {num_blocks} blocks")
+        raise Unsupported(
+            f"kvspray: layer {name}: a KV cache of {rows} rows does not hold {num_blocks} blocks"
+        )
     pieces = rows // num_blocks
     row_bytes = tensor[0].numel() * size
     strides: tuple[tuple[str, int], ...] = ()
     if not _dense(tensor[0]):
         if pieces > 1:
-            raise Unsupported(f"kvspray: layer {name}: kernel blocks with shape {tuple(tensor.shape[1:])} and strides {tensor.stride()[1:]} have holes")
-        strides = (("head_stride", tensor.stride(1) * size), ("row_stride", tensor.stride(2) * size))
+            raise Unsupported(
+                f"kvspray: layer {name}: kernel blocks with shape {tuple(tensor.shape[1:])} and "
+                f"strides {tensor.stride()[1:]} have holes"
+            )
+        strides = (
+            ("head_stride", tensor.stride(1) * size),
+            ("row_stride", tensor.stride(2) * size),
+        )
     if pieces > 1 and row_stride != row_bytes:
-        raise Unsupported(f"kvspray: layer {name}: a block of {pieces} pieces with {row_stride - row_bytes} bytes between them has holes")
+        raise Unsupported(
+            f"kvspray: layer {name}: a block of {pieces} pieces with {row_stride - row_bytes} "
+            "bytes between them has holes"
+        )
     outside = tensor.shape[1] > 1 and tensor.shape[2] > 1 and tensor.stride(1) > tensor.stride(2)
     memory = Storage(storage.data_ptr(), storage.nbytes(), tensor.device)
-    return Place(memory, tensor.storage_offset() * size, row_stride * pieces, row_bytes * pieces, num_blocks, pieces, outside, strides)
+    return Place(
+        memory,
+        tensor.storage_offset() * size,
+        row_stride * pieces,
+        row_bytes * pieces,
+        num_blocks,
+        pieces,
+        outside,
+        strides,
+    )
 
 
-def place_params(name: str, place: Place, kind: Kind, block_size: int) -> tuple[str, dict[str, int]]:
-    """The strategy of a layer and its parameters with those of its place. Refuses what the strategy cannot describe."""
+def place_params(
+    name: str, place: Place, kind: Kind, block_size: int
+) -> tuple[str, dict[str, int]]:
+    """The strategy of a layer and its parameters with those of its place. Refuses what the "
+    "strategy cannot describe."""
     strategy, params = kind.strategy, dict(kind.params)
     if kind.ordered:
         strategy += "_hnd" if place.heads_outside else "_nhd"
@@ -211,9 +286,15 @@ def place_params(name: str, place: Place, kind: Kind, block_size: int) -> tuple[
     elif kind.strategy == "dsa_indexer":
         params["kernel_tokens"] = block_size
     if place.pieces > 1 and strategy in ("vllm_cpu_attn", "deepseek_v4"):
-        raise Unsupported(f"kvspray: layer {name}: a block of {strategy} holds {place.pieces} kernel blocks; set block_size to the kernel's, {block_size // place.pieces}")
+        raise Unsupported(
+            f"kvspray: layer {name}: a block of {strategy} holds {place.pieces} kernel blocks; set "
+            f"block_size to the kernel's, {block_size // place.pieces}"
+        )
     if place.strides and not kind.ordered or place.strides and kind.paged:
-        raise Unsupported(f"kvspray: layer {name}: pages of {strategy} with other layers between their tokens are not supported; set VLLM_KV_CACHE_LAYOUT to LBNHC")
+        raise Unsupported(
+            f"kvspray: layer {name}: pages of {strategy} with other layers between their tokens "
+            "are not supported; set VLLM_KV_CACHE_LAYOUT to LBNHC"
+        )
     return strategy, params | dict(place.strides)
 
 

@@ -20,6 +20,7 @@ from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.signals import GpuSignals
+from kvspray_vllm.speculation import kv_heads_of
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
 from kvspray_vllm.weights import Generation
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
@@ -143,6 +144,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             or getattr(vllm_config, "use_v2_model_runner", True)
             or getattr(vllm_config, "max_concurrent_batches", 0) != 1
             or parallel.world_size * parallel.data_parallel_size != 1
+            or vllm_config.speculative_config is not None
             or hasattr(group.kv_cache_spec, "kv_cache_specs")
         ):
             return 0
@@ -178,7 +180,13 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._generation = Generation(self._settings.weights, self._weights_changed)
         identity = layout.identity_of(self._vllm_config, kv, str(self._generation))
         described = caches.describe(
-            kv, kv_caches, backends, kv_heads=model.get_total_num_kv_heads(), ranks=self._ranks, packing=identity["packing"], flags=self._flag_of
+            kv,
+            kv_caches,
+            backends,
+            kv_heads=kv_heads_of(self._vllm_config),
+            ranks=self._ranks,
+            packing=identity["packing"],
+            flags=self._flag_of,
         )
         groups = described.placed([caches.Site(i) for i in range(len(described.storages))])
         self._layout = {

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvspray_vllm.strategies import TRANSPOSED, Unsupported
+from kvspray_vllm.speculation import check_speculation
+from kvspray_vllm.strategies import TRANSPOSED
+from kvspray_vllm.strategies import Unsupported as Unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +35,7 @@ def check_config(config: VllmConfig) -> None:
     if getattr(p, "enable_dbo", False):
         raise Unsupported("kvspray: enable_dbo is on; a layer's flag would cover half a step, turn dual batch overlap off")
     if config.speculative_config is not None:
-        raise Unsupported("kvspray: speculative_config is set; draft layers are not followed yet, serve without it")
+        check_speculation(config)
     device = config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise Unsupported(f"kvspray: device is {device}; engines on cpu and cuda are served")
