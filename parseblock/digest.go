@@ -104,8 +104,8 @@ func (p *pair) append(b []byte) []byte {
 		p.cell, p.heads, p.cols, p.rows, p.rowTokens, p.head0)
 	for i, s := range [2]*place{&p.from, &p.to} {
 		h := p.headsOf[i]
-		b = appendNums(b, uint64(s.group), uint64(s.flat), s.tokens, uint64(h.first),
-			uint64(h.count))
+		b = appendNums(b, uint64(s.group), uint64(s.table), uint64(s.flat), s.tokens,
+			uint64(h.first), uint64(h.count))
 	}
 	return b
 }

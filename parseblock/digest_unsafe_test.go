@@ -293,7 +293,7 @@ func TestDigestFollowsLayouts(t *testing.T) {
 // them: raise PlanVersion, and write the new value here.
 func TestDigestIsStable(t *testing.T) {
 	d := digestPlan(t, nil).Digest()
-	const want = "155eefa7175bf43e3debfb752958b1b7b2035999177fa3586b73b1ea680d71d0"
+	const want = "45c20395659e0a62c5952d8e2c9ed4aa98964eddb44232e5e7f6211b1c8a5fd3"
 	if got := hex.EncodeToString(d[:]); got != want {
 		t.Errorf("the digest is %s, it was %s", got, want)
 	}
