@@ -74,7 +74,7 @@ class Stage:
         self.flags: dict[str, int] = {}
         self.registered: list[tuple[Any, dict[str, Any]]] = []
         self.copy: Callable[[Sequence[int], Sequence[int]], None] = lambda src, dst: None
-        c._worker = SimpleNamespace(set_flags=lambda flags, signals: self.flags.update(flags), set_copy=lambda f: setattr(self, "copy", f))  # type: ignore[assignment]
+        c._worker = SimpleNamespace(set_flags=lambda flags, _: self.flags.update(flags), set_copy=lambda f: setattr(self, "copy", f))  # type: ignore[assignment]
         c._worker_client = SimpleNamespace(  # type: ignore[assignment]
             process_memory=lambda addr, nbytes: SimpleNamespace(kind="process", addr=addr, nbytes=nbytes),
             register=lambda regions, described: self.registered.append((regions, described)),

@@ -32,8 +32,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a storage is found: in which of the registered regions, and how many bytes behind "
-    "its start."""
+    """Where a storage is found: in which of the registered regions, and how many bytes behind
+    its start."""
 
     region: int
     offset: int = 0
@@ -41,8 +41,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Description:
-    """The cache of one worker. The layers of groups name their storage; placed() names their "
-    "region instead."""
+    """The cache of one worker. The layers of groups name their storage; placed() names their
+    region instead."""
 
     groups: list[dict[str, Any]]
     storages: tuple[Storage, ...]
@@ -275,8 +275,8 @@ def place_of(name: str, tensor: torch.Tensor, num_blocks: int) -> Place:
 def place_params(
     name: str, place: Place, kind: Kind, block_size: int
 ) -> tuple[str, dict[str, int]]:
-    """The strategy of a layer and its parameters with those of its place. Refuses what the "
-    "strategy cannot describe."""
+    """The strategy of a layer and its parameters with those of its place. Refuses what the
+    strategy cannot describe."""
     strategy, params = kind.strategy, dict(kind.params)
     if kind.ordered:
         strategy += "_hnd" if place.heads_outside else "_nhd"

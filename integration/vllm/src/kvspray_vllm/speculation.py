@@ -60,8 +60,8 @@ def mtp_modules(spec: SpeculativeConfig) -> int:
 
 
 def kv_heads_of(config: VllmConfig) -> tuple[int, ...]:
-    """The KV heads of the model, all ranks together, and those of its draft model where it has "
-    "other ones."""
+    """The KV heads of the model, all ranks together, and those of its draft model where it has
+    other ones."""
     heads = [config.model_config.get_total_num_kv_heads()]
     draft = getattr(config.speculative_config, "draft_model_config", None)
     if draft is not None and str(config.speculative_config.method) in CACHED_DRAFTS:

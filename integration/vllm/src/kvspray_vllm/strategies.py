@@ -149,8 +149,8 @@ def kind_of(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, packin
 
 
 def ratio_of(spec: KVCacheSpec) -> int:
-    """Tokens of one row: more than one in a compressed cache. vLLM before 0.30 calls it "
-    "compress_ratio."""
+    """Tokens of one row: more than one in a compressed cache. vLLM before 0.30 calls it
+    compress_ratio."""
     ratio: int | None = getattr(spec, "tokens_per_state", None)
     if ratio is None:
         ratio = getattr(spec, "compress_ratio", 1) or 1
@@ -164,12 +164,12 @@ def ratio_of(spec: KVCacheSpec) -> int:
 
 def row_bytes(spec: KVCacheSpec) -> int:
     """Bytes of a row of an MLA layer, without what a page is padded with."""
-    bytes_of = (
+    bytes_of: int = (
         getattr(spec, "unpadded_page_size_bytes", None)
         or getattr(spec, "real_page_size_bytes", None)
         or spec.page_size_bytes
     )
-    return int(bytes_of) // (spec.block_size // ratio_of(spec))
+    return bytes_of // (int(spec.block_size) // ratio_of(spec))
 
 
 def _rows(spec: KVCacheSpec, backend: str) -> Kind:
