@@ -107,7 +107,8 @@ class Cluster:
     def spawn(self, name: str, **args: Any) -> engines.Engine:
         kv = {"P": (self.sp, "kv_producer"), "D": (self.sd, "kv_consumer")}.get(name)
         extra = args.pop("extra", {})
-        e = engines.Engine(name, str(self.model), self.dir / f"{name}.log", self.kv(*kv, **extra) if kv else None, **args)
+        model = str(args.pop("model", self.model))
+        e = engines.Engine(name, model, self.dir / f"{name}.log", self.kv(*kv, **extra) if kv else None, **args)
         self.engines[name] = e
         return e
 

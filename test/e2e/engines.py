@@ -195,8 +195,8 @@ class Engine:
         self._call("watch_transfers")
 
     def transfer_ends(self) -> dict[str, dict[str, float]]:
-        """By transfer id, times on this host's monotonic clock: "over", the connector learned that its request ends or takes nothing; "released", the worker
-        reported that nobody reads the request's blocks any more."""
+        """By transfer id, times of this host's clock: "over", the connector learned that its request
+        ends or takes nothing; "released", the worker reported that nobody reads its blocks."""
         return self._call("transfer_ends")
 
     def end_sync_rest(self) -> None:
@@ -455,7 +455,7 @@ class _Loop:
         def note(what: str, request: Any) -> None:
             xfer = ((request.kv_transfer_params or {}).get("kvspray") or {}).get("xfer")
             if xfer is not None:
-                ends.setdefault(xfer, {}).setdefault(what, time.monotonic())
+                ends.setdefault(xfer, {}).setdefault(what, time.time())
 
         finished, allocated, worker_said = side.finished, side.allocated, side.worker_said
 
@@ -471,7 +471,8 @@ class _Loop:
         def on_worker_said(sent: Any, *rest: Any) -> None:
             for req in sent:
                 if req in side._sources:
-                    ends.setdefault(side._sources[req].xfer.hex(), {}).setdefault("released", time.monotonic())
+                    xfer = side._sources[req].xfer.hex()
+                    ends.setdefault(xfer, {}).setdefault("released", time.time())
             worker_said(sent, *rest)
 
         side.finished, side.allocated, side.worker_said = on_finished, on_allocated, on_worker_said

@@ -51,6 +51,28 @@ def others(workdir: pathlib.Path) -> pathlib.Path:
     return dir
 
 
+CHANGE = """
+import pathlib, sys, torch
+from safetensors.torch import load_file, save_file
+(file,) = pathlib.Path(sys.argv[1]).glob("*.safetensors")
+tensors = load_file(file)
+names = sorted(tensors)
+if sys.argv[2] == "one tensor":
+    name = names[len(names) // 2]
+    tensors[name] = tensors[name] * 1.01
+else:
+    tensors = {k: t.float() for k, t in tensors.items()}
+save_file(tensors, file, metadata={"format": "pt"})
+"""
+
+
+def changed(workdir: pathlib.Path, how: str) -> pathlib.Path:
+    dir = workdir / how.replace(" ", "-")
+    shutil.copytree(MODEL, dir)
+    subprocess.run([sys.executable, "-c", CHANGE, str(dir), how], check=True)
+    return dir
+
+
 def exchanged(c: Cluster, prompt: list[int]) -> Out:
     with Moved(c) as moved:
         got = c.both(prompt)
@@ -95,6 +117,48 @@ def test_kv_of_other_weights_is_not_taken(c: Cluster, others: pathlib.Path) -> N
     new = c.r.run(prompt, 12).tokens
     assert exchanged(c, prompt).tokens == new
     assert c.r.run(fresh(300, "weights"), 12).tokens != old, "the other weights say the same: nothing was shown"
+    for e in (c.p, c.d, c.r):
+        e.reload_weights(MODEL)
+    c.connected()
+
+
+def names(c: Cluster) -> list[str]:
+    """What P's and D's weights are called, as the sidecars tell that they differ."""
+    status, verdict = checked(c.sp.url, c.sd.url)
+    (line,) = [d for d in verdict["differs"] if d.startswith("identity.weights: ")]
+    assert status == 1
+    return [part.split('"')[1] for part in line.split(", ")]
+
+
+def refused_with_both(c: Cluster, what: str) -> None:
+    here, there = names(c)
+    assert here != there and here.startswith("checkpoint:") and there.startswith("checkpoint:")
+    before = len(c.sd.tail(10_000))
+    kept_apart(c, fresh(200, what))
+    said = c.sd.tail(10_000)[before:]
+    assert here in said and there in said, said[-2000:]
+
+
+def test_a_fine_tune_is_not_taken_for_its_base(c: Cluster, workdir: pathlib.Path) -> None:
+    c.d.stop()
+    c.spawn("D", model=changed(workdir, "one tensor")).wait_up()
+    c.connected()
+    refused_with_both(c, "fine-tune")
+    c.d.stop()
+    c.spawn("D").wait_up()
+    c.connected()
+    prompt = fresh(210, "base again")
+    assert exchanged(c, prompt).tokens == c.r.run(prompt, 12).tokens
+
+
+def test_one_model_stored_in_two_types(c: Cluster, workdir: pathlib.Path) -> None:
+    c.d.reload_weights(changed(workdir, "wide"))
+    c.connected()
+    refused_with_both(c, "wide")
+    c.d.reload_weights(MODEL)
+    c.connected()
+    prompt = fresh(220, "narrow again")
+    assert exchanged(c, prompt).tokens == c.r.run(prompt, 12).tokens
 
 
 def test_weights_have_names(c: Cluster) -> None:

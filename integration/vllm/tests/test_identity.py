@@ -40,13 +40,14 @@ class Engine:
     windows: tuple[int, ...] = (0,)  # a cache group each
     block: int = 32
     weights: str = "step-1"
+    quantization: str | None = None
     spec: Any = None
     tp: int = 1
     pp: int = 1
 
     def config(self) -> Any:
         model = SimpleNamespace(
-            dtype=self.dtype, use_mla=False, get_head_size=lambda: self.head_size, get_total_num_kv_heads=lambda: KV_HEADS,
+            dtype=self.dtype, quantization=self.quantization, use_mla=False, get_head_size=lambda: self.head_size, get_total_num_kv_heads=lambda: KV_HEADS,
             get_total_num_hidden_layers=lambda: self.layers, hf_text_config=SimpleNamespace(to_dict=lambda: dict(self.hf)),
         )  # fmt: skip
         return SimpleNamespace(
@@ -159,7 +160,8 @@ BASE_HF = Engine().hf
         ({"spec": draft()}, {"spec": draft(tokens=4)}, {"identity.speculative"}),
         ({"spec": draft()}, {"spec": draft(method="medusa")}, {"identity.speculative"}),
         ({"spec": draft()}, {"spec": draft(model="e")}, {"identity.speculative"}),
-        ({}, {"weights": "step-1+1"}, {"identity.weights"}),
+        ({}, {"weights": "step-2"}, {"identity.weights"}),
+        ({}, {"quantization": "fp8"}, {"identity.quantization"}),
     ],
     ids=lambda v: ",".join(v) if isinstance(v, (dict, set)) else None,
 )
@@ -214,7 +216,7 @@ def test_engine_version(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, {"tp": 2}, 1), ({"tp": 4}, {}, 4), ({"tp": 4}, {"tp": 2}, 2), ({"pp": 3}, {"pp": 2}, 2), ({}, {"block": 48}, 1), ({"block": 96}, {"block": 32}, 1),
         ({"tp": 2, "pp": 2, "block": 16}, {"pp": 3, "block": 128}, 4), ({"windows": (0, 64), "pp": 6}, {"windows": (0, 64)}, 6),
-        ({}, {"hf": BASE_HF | {"_name_or_path": "/elsewhere"}}, 1),
+        ({}, {"hf": BASE_HF | {"_name_or_path": "/elsewhere"}}, 1), ({"quantization": "gptq"}, {"quantization": "gptq_marlin"}, 1),
     ],
     ids=str,
 )  # fmt: skip

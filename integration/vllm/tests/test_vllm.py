@@ -18,7 +18,6 @@ from kvspray_vllm import KVSprayConnector, layout, speculation
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
-from kvspray_vllm.weights import Generation
 from kvspray_vllm.worker import Results
 
 
@@ -205,35 +204,3 @@ def test_windows_of_cache_groups() -> None:
 
     assert windows(full) == (0,) and layout.backoff_of((0,)) == 0
     assert windows(kept, window, many) == (0, 64, 64) and layout.backoff_of((0, 64, 64)) == 1
-
-
-def test_generations_of_weights() -> None:
-    with torch.device("meta"):
-        loaded, draft = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    changes: list[str] = []
-    g = Generation("step-1", lambda: changes.append(str(g)))
-
-    def reload(model: torch.nn.Module) -> None:  # as vLLM's begins, and ends
-        for device in ("meta", "cpu"):
-            for name in ("weight", "bias"):
-                model.register_parameter(name, torch.nn.Parameter(torch.empty(2, device=device)))
-
-    try:
-        torch.nn.Linear(2, 2)  # a module of somebody else's is no reload
-        assert changes == [] and str(g) == "step-1"
-        reload(loaded)
-        assert changes == ["step-1+1"]
-        reload(loaded)  # twice while nothing is computed
-        assert changes == ["step-1+1", "step-1+2"]
-        g.computes()
-        reload(draft)
-        assert changes[2:] == ["step-1+3"]
-        g.rename("step-2")
-        g.rename("step-2")
-        assert changes[3:] == ["step-2"] == [str(g)]
-        with pytest.raises(ValueError, match="at most 128 bytes"):
-            g.rename("x" * 129)
-    finally:
-        g.close()
-    reload(loaded)
-    assert changes[4:] == []

@@ -22,7 +22,7 @@ from kvspray_vllm.settings import Settings
 from kvspray_vllm.signals import GpuSignals
 from kvspray_vllm.speculation import kv_heads_of
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
-from kvspray_vllm.weights import Generation
+from kvspray_vllm.weights import Generation, name_of
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
 
 if TYPE_CHECKING:
@@ -172,12 +172,15 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None and self._worker_client is not None
         from vllm.config import get_layers_from_vllm_config
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+        from vllm.model_executor.model_loader.utils import get_model_cls
 
         kv = self._kv_cache_config
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase)
         backends = {name: layers[name].get_attn_backend().get_name() for name in self._flag_of if name in layers}
         model = self._vllm_config.model_config
-        self._generation = Generation(self._settings.weights, self._weights_changed)
+        config = self._vllm_config
+        self._generation = Generation(self._settings.weights or name_of(config, logger), self._weights_changed, lambda path: name_of(config, logger, path))
+        self._generation.watch(get_model_cls(config.model_config))
         identity = layout.identity_of(self._vllm_config, kv, str(self._generation))
         described = caches.describe(
             kv,

@@ -139,6 +139,8 @@ def identity_of(config: VllmConfig, kv: KVCacheConfig, weights: str) -> dict[str
         "engine_version": vllm.__version__,
         "model_config": hashlib.sha256(json.dumps(hf, sort_keys=True, default=str).encode()).hexdigest()[:32],
         "weights": weights,
+        # Of one checkpoint several may be made while it is loaded. What kernels compute it with is no part of that.
+        "quantization": str(m.quantization or "").removesuffix("_marlin"),
         "dtype": str(m.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_config.cache_dtype),
         "layers": str(m.get_total_num_hidden_layers()),

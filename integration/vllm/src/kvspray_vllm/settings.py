@@ -21,7 +21,7 @@ class Settings:
     """Where the KV cache lives. "memfd": the shim's sealed shared memory, or the engine does not start. "process": vLLM's own
     allocation. "auto": memfd, and vLLM's own where that cannot be had."""
     weights: str = ""
-    """A name for the generation of the weights that the engine starts with. Prefill and decode must agree on it."""
+    """A name for the weights that the engine starts with. Prefill and decode must agree on it. Default: a digest of the checkpoint's files."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:

@@ -1,19 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which weights a KV cache was computed with. Two engines exchange KV only where they say the same about it.
 
-A generation is a name, which whoever rolls out weights gives, and how often they were replaced since without a new name: so two engines
-that were started alike, and reloaded equally often, agree without anybody naming anything.
+What they say is a name: the setting `weights`, or else a digest of the checkpoint that was loaded (kvspray.weights). Weights that come in the place of
+others have a name that no other engine has, until set_weights gives them one, or where vLLM has read them from files: their digest.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
+import logging
+import os
+import secrets
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kvspray.weights import CheckpointError, digest
+
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
 
 MAX_NAME_BYTES = 128
+
+# Classes with a method reload_weights, of both model runners.
+RUNNERS = (("vllm.v1.worker.gpu_model_runner", "GPUModelRunner"), ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner"))
 
 
 def check_name(name: object) -> str:
@@ -22,51 +35,136 @@ def check_name(name: object) -> str:
     return name
 
 
+def name_of(config: VllmConfig, log: logging.Logger, path: str | None = None) -> str:
+    """The name of the weights that an engine has loaded: a digest of its checkpoint's files. path: loaded afterwards, from elsewhere."""
+    load = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
+    if load == "dummy":
+        # Random numbers with a fixed seed, by the shapes of this rank's parameters.
+        p = config.parallel_config
+        return f"dummy:tp{p.tensor_parallel_size}:pp{p.pipeline_parallel_size}:{config.device_config.device_type}"
+    m = config.model_config
+    name = _digest(path or str(m.model_weights or m.model), None if path else m.revision, config, load, log)
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    if draft is not None and draft.model != m.model:  # its layers have a cache, too
+        name = f"{name}+{_digest(str(draft.model), draft.revision, config, load, log)}"
+    return name
+
+
+def _digest(model: str, revision: str | None, config: VllmConfig, load_format: str, log: logging.Logger) -> str:
+    try:
+        return digest(_folder(model, revision, config.load_config.download_dir), load_format)
+    except CheckpointError as err:
+        name = f"named:{model}@{revision or 'main'}"
+        if len(name.encode()) > MAX_NAME_BYTES // 2:
+            name = "named:sha256:" + hashlib.sha256(name.encode()).hexdigest()[:40]
+        log.warning(
+            "kvspray: the weights are told from others by the model's name alone (%s): %s. KV of other weights under that name would be taken for KV of these: "
+            "set weights in kv_connector_extra_config, on prefill and decode engines alike", name, err,
+        )  # fmt: skip
+        return name
+
+
+def _folder(model: str, revision: str | None, cache: str | None) -> str:
+    """Where the files of a model are on this host. Nothing is fetched."""
+    if os.path.exists(model):
+        return model
+    try:
+        from huggingface_hub import snapshot_download
+
+        return str(snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True))
+    except Exception as err:  # not in the cache, no name of a model, another hub
+        raise CheckpointError(f"{model}: its files are not on this host ({type(err).__name__})") from err
+
+
 class Generation:
     """Watches for weights that are replaced while the engine lives, and calls `changed` when that begins.
 
-    vLLM tells a connector nothing of it, but its loader registers each parameter afresh, without memory at first ("meta"), before it
-    loads: PyTorch has a hook for that. Weights that are copied into the place of the old ones leave no trace: whoever does that must
+    vLLM tells a connector nothing of it. What its loaders do has traces: they register each parameter afresh, without memory at first ("meta"), for which
+    PyTorch has a hook; or they call one of the methods in `watch`. Parameters that somebody else writes in place leave none: whoever does that must
     say so (set_weights).
+
+    Nobody else has the name of weights that were replaced, until set_weights gives them one or they were read from files that have one.
     """
 
-    def __init__(self, name: str, changed: Callable[[], None]) -> None:
+    def __init__(self, name: str, changed: Callable[[], None], of_files: Callable[[str | None], str] | None = None) -> None:
         from torch.nn.modules.module import register_module_parameter_registration_hook
 
         self._name = check_name(name)
-        self._reloads = 0
         self._changed = changed
-        self._seen: set[tuple[int, str]] = set()  # parameters of a reload that may still be under way
+        self._of_files = of_files
+        self._unused = False  # nothing was computed since the name was made up
         self._hook = register_module_parameter_registration_hook(self._registered)
+        self._wrapped: list[tuple[type, str, Any]] = []  # class, name, what it had itself
 
     def __str__(self) -> str:
-        return f"{self._name}+{self._reloads}" if self._reloads else self._name
+        return self._name
 
     def _registered(self, module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if param is None or not param.is_meta:
-            return
-        key = id(module), name
-        if self._seen and key not in self._seen:
-            self._seen.add(key)
-            return
-        self._seen = {key}  # the first one, or the first one again: a reload begins
-        self._reloads += 1
-        self._changed()
+        if param is not None and param.is_meta:
+            self.replaced()
+
+    def replaced(self) -> None:
+        """Other weights come in the place of these."""
+        if not self._unused:
+            self._unused = True
+            self._name = f"replaced:{secrets.token_hex(16)}"
+            self._changed()
 
     def computes(self) -> None:
-        """The engine computes with the weights: what is registered from now on belongs to another reload."""
-        if self._seen:
-            self._seen = set()
+        """The engine computes with the weights: what is replaced from now on is another change."""
+        self._unused = False
 
     def rename(self, name: str) -> None:
-        """Other weights are there, and are called that. Those of a reload, if there was one, have their name now."""
-        before = str(self)
-        self._name, self._reloads = check_name(name), 0
-        if str(self) != before:
+        """Other weights are there, and are called that."""
+        before, self._name = self._name, check_name(name)
+        self._unused = False
+        if self._name != before:
             self._changed()
+
+    def watch(self, model: type) -> None:
+        """Notices calls of the methods that replace weights: of the model's class, and of vLLM's runners and workers."""
+        self._wrap(model, "load_weights", self._before)
+        for module, name in RUNNERS:
+            cls = getattr(sys.modules.get(module), name, None)
+            if cls is not None:
+                self._wrap(cls, "reload_weights", self._reload)
+        worker = getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
+        for method in ("start_weight_update", "update_weights"):
+            if worker is not None:
+                self._wrap(worker, method, self._before)
+
+    def _wrap(self, cls: type, name: str, how: Callable[..., Any]) -> None:
+        inner = getattr(cls, name, None)
+        if inner is None:
+            return
+
+        @functools.wraps(inner)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return how(inner, *args, **kwargs)
+
+        self._wrapped.append((cls, name, cls.__dict__.get(name)))
+        setattr(cls, name, wrapper)
+
+    def _before(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.replaced()
+        return inner(*args, **kwargs)
+
+    def _reload(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        said = inspect.signature(inner).bind(*args, **kwargs).arguments
+        self.replaced()
+        out = inner(*args, **kwargs)
+        if self._of_files is not None and said.get("weights_iterator") is None:
+            self.rename(self._of_files(said.get("weights_path")))
+        return out
 
     def close(self) -> None:
         self._hook.remove()
+        for cls, name, own in reversed(self._wrapped):
+            if own is None:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, own)
+        self._wrapped = []
 
 
 def set_weights(worker: Any, name: str) -> str:
