@@ -51,7 +51,7 @@ def source_leases(sidecar: rig.Sidecar) -> dict[str, tuple[float, float]]:
     out = {}
     for line in sidecar.lines(sidecar.log):
         if line["msg"] == "transfer" and line["side"] == "source":
-            end = datetime.datetime.fromisoformat(line["time"][:26] + "+00:00").timestamp()
+            end = datetime.datetime.fromisoformat(line["time"].rstrip("Z")[:26] + "+00:00").timestamp()
             out[line["xfer"]] = end - line["took_us"] / 1e6, end
     return out
 

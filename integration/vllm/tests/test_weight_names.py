@@ -51,7 +51,11 @@ def test_a_folder_is_called_by_its_content(model: pathlib.Path, tmp_path: pathli
 
 
 def test_a_model_whose_files_are_not_here_is_called_by_its_name_with_a_warning(tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
-    for model, revision, name in (("org/none", None, "named:org/none@main"), ("org/none", "v2", "named:org/none@v2"), (str(tmp_path), None, f"named:{tmp_path}@main")):
+    for model, revision, name in (
+        ("org/none", None, "named:org/none@main"),
+        ("org/none", "v2", "named:org/none@v2"),
+        (str(tmp_path), None, f"named:{tmp_path}@main"),
+    ):
         caplog.clear()
         got = name_of(config(model, revision=revision), LOG)
         assert len(got.encode()) <= weights.MAX_NAME_BYTES and (got == name or got.startswith("named:sha256:"))

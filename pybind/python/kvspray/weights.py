@@ -34,9 +34,10 @@ SAMPLE_BYTES = 4096  # of one, and no more than this over all of them:
 SAMPLED_BYTES = 32 << 20
 THREADS = 8
 
-CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json",
+           "adapter_config.json")
 # What differs between copies of one checkpoint, and changes nothing of what is computed from it. Engines say their dtype themselves.
-VOLATILE = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype"))
+VOLATILE = frozenset(("_name_or_path", "base_model_name_or_path", "revision", "_commit_hash", "transformers_version", "torch_dtype", "dtype"))
 # Files beside the weights that have the ending of some.
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "trainer_state")
 

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvspray_vllm import caches, layout, shim
+from kvspray_vllm.adapters import LoadWatch
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
 from kvspray_vllm.settings import Settings
@@ -89,6 +90,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._worker_client: shim.Worker | None = None
         self._generation: Generation | None = None  # a worker's, once its memory is registered
+        self._adapters: LoadWatch | None = None
         self._layout: dict[str, Any] = {}
         self._clears_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
         windows = layout.windows_of(kv_cache_config)
@@ -181,6 +183,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         self._generation = Generation(self._settings.weights or name_of(config, logger), self._weights_changed, lambda path: name_of(config, logger, path))
         self._generation.watch(get_model_cls(config.model_config))
+        self._adapters = LoadWatch(self._worker.adapter_loaded)
+        self._adapters.watch()
         identity = layout.identity_of(self._vllm_config, kv, str(self._generation))
         described = caches.describe(
             kv,
@@ -232,9 +236,12 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._worker_client.describe(self._layout)
         except Exception:
+            # The session still stands for the weights before, so nothing may be given or taken in
+            # it. It is not closed: open leases end only through it.
             logger.exception("kvspray: the sidecar cannot be told of other weights; this engine serves alone from now on")
-            self._worker_client.close()
+            self._worker.leave("the weights have changed, and the sidecar cannot be told")
             return
+        self._worker.rejoin()
         logger.info("kvspray: the weights are now %r; KV goes to and comes from engines that say the same", str(self._generation))
 
     def _memory_of(self, storage: caches.Storage) -> shim.Memory:
@@ -403,3 +410,5 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._generation is not None:
             self._generation.close()
+        if self._adapters is not None:
+            self._adapters.close()

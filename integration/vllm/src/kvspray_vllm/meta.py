@@ -15,6 +15,7 @@ else:
     _WorkerMetadata = getattr(base, "KVConnectorWorkerMetadata", object)  # older engines carry nothing of that kind, and are not waited in
 
 Blocks = tuple[tuple[int, ...], ...]  # per cache group
+Adapter = tuple[int, str]  # the engine's id of a LoRA adapter, and the digest of its files that the prompt's hash has
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Intent:
     tokens: int
     fanout: int
     blocks: Blocks
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Expect:
     blocks: Blocks
     # The engine computes on the load in this very step: the blocks from `skip` on are spare, and are copied to these, of which there may be fewer.
     into: tuple[int, ...] = ()
+    adapter: Adapter | None = None
     refused: str = ""  # why nothing can be loaded: it ends at once, as a load that failed
 
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
+from kvspray_vllm.adapters import Adapters
 from kvspray_vllm.layout import backoff_of
-from kvspray_vllm.meta import Blocks, Expect, Gain, Intent, Landed, StepMeta
+from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, StepMeta
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
 from kvspray_vllm.stats import KVSprayStats
@@ -100,6 +101,8 @@ class SchedulerSide:
         self._backoff = backoff_of(windows)
         self._now = now
         self._secret = secrets.token_bytes(16)
+        self._adapters = Adapters()
+        self._adapter: dict[str, Adapter] = {}  # of requests that take part in a transfer
         self._step = 0
         self._meta = StepMeta()
         self._sources: dict[str, Source] = {}
@@ -204,7 +207,9 @@ class SchedulerSide:
         return len(tokens) - self._backoff
 
     def _key_hash(self, request: Request) -> bytes:
-        lora = request.lora_request.lora_name if request.lora_request else ""
+        lora = self._adapters.content(request.lora_request) if request.lora_request else ""
+        if request.lora_request:
+            self._adapter[request.request_id] = request.lora_request.lora_int_id, lora
         items = [
             (f.identifier, f.mm_position.offset, f.mm_position.length) for f in (request.mm_features or ())
         ]
@@ -305,8 +310,9 @@ class SchedulerSide:
                 f"{self._block_sizes[short]} for the {dest.tokens} that are sent"
             )
             self._decline(dest, refused)
+        adapter = self._adapter.get(request.request_id)
         self._meta.expects.append(
-            Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, refused=refused)
+            Expect(request.request_id, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, table, (), adapter, refused)
         )
         self._loading.add(request.request_id)
 
@@ -319,7 +325,7 @@ class SchedulerSide:
         spare = self._spare[req] = self._pool.get_new_blocks(-(-dest.tokens // size) - there)
         own = self._computing[req] = table[there:]
         into = table[:there] + tuple(b.block_id for b in spare)
-        self._meta.expects.append(Expect(req, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, (into,), own))
+        self._meta.expects.append(Expect(req, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, (into,), own, self._adapter.get(req)))
 
     # ---- each step
 
@@ -339,7 +345,7 @@ class SchedulerSide:
                     continue
                 self._sources[req] = source
                 meta.intents.append(
-                    Intent(req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens))
+                    Intent(req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens), self._adapter.get(req))
                 )
             if source.end >= source.tokens:
                 # It decodes here, and its windows move on: vLLM may have given blocks that are being sent to somebody else.
@@ -411,6 +417,7 @@ class SchedulerSide:
             self._decline(dest, "request finished: " + request.status.name)
         self._pending.pop(req, None)
         self._live.discard(req)
+        self._adapter.pop(req, None)
         if request.status.name not in DELIVERED:
             self._forget(self._computing.pop(req, ()))
         # Where a request ends with the first token, vLLM says so before it hands on what the worker says, which decides then: what came stays cached.

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvspray_vllm import shim
-from kvspray_vllm.meta import Blocks, Expect, Landed, StepMeta
+from kvspray_vllm.adapters import remember
+from kvspray_vllm.meta import Adapter, Blocks, Expect, Landed, StepMeta
 from kvspray_vllm.signals import CpuSignals, Signals
 from kvspray_vllm.stats import KVSprayStats
 
@@ -41,6 +43,7 @@ class Results:
 @dataclass
 class _Source:
     lease: int | None  # None: over, or never given to a sidecar
+    adapter: Adapter | None = None
 
 
 @dataclass
@@ -58,7 +61,7 @@ class _Load:
 
     def why(self, end: shim.Ended) -> str:
         """Why what came is not used."""
-        return "the weights have changed" if self.outdated else f"{shim.status_name(end.status)} ({end.reason})"
+        return "the weights or the adapter have changed" if self.outdated else f"{shim.status_name(end.status)} ({end.reason})"
 
 
 class WorkerSide:
@@ -87,6 +90,8 @@ class WorkerSide:
         self._awaited: list[str] = []  # loads that this step computes on
         self._late: dict[int, Expect] = {}  # by lease: those for which a step waited in vain. The engine knows nothing of them, and may use the name again
         self._landed = Landed()
+        self._loaded_adapters: OrderedDict[int, str] = OrderedDict()  # content, by id
+        self._alone = ""  # why this engine takes part in no transfer
 
     def set_copy(self, copy: CopyFn) -> None:
         """Copies blocks of the cache to others."""
@@ -134,12 +139,14 @@ class WorkerSide:
         for intent in meta.intents:
             lease: int | None = None
             try:
+                if other := self._alone or self._other_adapter(intent.adapter):
+                    raise shim.ShimError(other)
                 lease = self._client.intent(intent.xfer, intent.hash, intent.tokens, intent.blocks, intent.fanout, intent.req)
                 self._by_lease[lease] = intent.req
             except shim.ShimError as err:
                 self._log.warning("kvspray: request %s cannot be offered to another engine: %s", intent.req, err)
                 self._stats.ended(False, "unsubmitted", 0, 0, "", 0)
-            self._sources[intent.req] = _Source(lease)
+            self._sources[intent.req] = _Source(lease, intent.adapter)
         if meta.gains:
             gains = []
             for gain in meta.gains:
@@ -173,8 +180,8 @@ class WorkerSide:
         self._loads[expect.req] = _Load(expect)
         if expect.into:
             self._awaited.append(expect.req)
-        if expect.refused:
-            self._loaded(expect.req, shim.Ended(0, True, shim.REFUSED, 0, 0, "", expect.refused))
+        if refused := expect.refused or self._alone or self._other_adapter(expect.adapter):
+            self._loaded(expect.req, shim.Ended(0, True, shim.REFUSED, 0, 0, "", refused))
             return
         try:
             if after is None:
@@ -189,6 +196,22 @@ class WorkerSide:
             return
         self._by_lease[lease] = expect.req
         self._load_leases[expect.req] = lease
+
+    def _other_adapter(self, adapter: Adapter | None) -> str:
+        """Why KV of a prompt with this adapter is not what its hash tells; empty: it is."""
+        if adapter is None or self._loaded_adapters.get(adapter[0], adapter[1]) == adapter[1]:
+            return ""
+        loaded = self._loaded_adapters[adapter[0]] or "unknown content"
+        return f"adapter {adapter[0]} was loaded from other files: {loaded}, the request was hashed with {adapter[1]}"
+
+    def adapter_loaded(self, id: int, content: str) -> None:
+        """vLLM has read an adapter, before the first layer that is computed with it."""
+        remember(self._loaded_adapters, id, content)
+        for source in self._sources.values():
+            if source.lease is not None and (other := self._other_adapter(source.adapter)):
+                self._client.cancel(source.lease, other)
+        for load in self._loads.values():
+            load.outdated |= bool(self._other_adapter(load.expect.adapter))
 
     def _cancel(self, req: str, reason: str) -> None:
         load = self._loads.get(req)
@@ -353,6 +376,19 @@ class WorkerSide:
         """The engine's weights change: what has come of the loads under way was computed with others."""
         for load in self._loads.values():
             load.outdated = True
+
+    def leave(self, why: str) -> None:
+        """Takes part in no transfer from now on. What is open is given back, and ends as anything
+        that is cancelled: once nobody can read or write its blocks any more."""
+        self._alone = why
+        for source in self._sources.values():
+            if source.lease is not None:
+                self._client.cancel(source.lease, why)
+        for lease in self._load_leases.values():
+            self._client.cancel(lease, why)
+
+    def rejoin(self) -> None:
+        self._alone = ""
 
     def take_stats(self) -> KVSprayStats | None:
         if self._stats.is_empty():

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters are told apart by what their files hold, as the engine has loaded them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_steps import DECODE, Engine, e, fake_hash, prefill_first  # noqa: F401
+
+from kvspray.weights import digest
+from kvspray_vllm import adapters, shim
+from kvspray_vllm.adapters import Adapters, LoadWatch
+from kvspray_vllm.params import ParamsError
+
+
+def saved(folder: pathlib.Path, value: float, base: str = "m") -> pathlib.Path:
+    folder.mkdir(exist_ok=True)
+    config = folder / "adapter_config.json"
+    config.write_text(json.dumps({"r": 8, "base_model_name_or_path": base}))
+    save_file({"a": torch.full((8, 8), value)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def lora(path: pathlib.Path, name: str = "tuned", id: int = 1, inplace: bool = False) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=id, lora_path=str(path), load_inplace=inplace)
+
+
+@pytest.fixture
+def one(tmp_path: pathlib.Path) -> pathlib.Path:
+    return saved(tmp_path / "one", 1.0)
+
+
+def test_content_and_not_name(one: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    a = Adapters()
+    want = a.content(lora(one))
+    copy = shutil.copytree(one, tmp_path / "copy")
+    saved(copy, 1.0, base="/elsewhere/m")
+    assert a.content(lora(copy, "another", 2)) == want
+    assert a.content(lora(saved(tmp_path / "two", 2.0), "tuned", 3)) != want
+
+
+def test_what_has_not_changed_is_read_once(
+    one: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(adapters, "digest", lambda path: (read.append(path), digest(path))[1])
+    a = Adapters()
+    assert a.content(lora(one)) == a.content(lora(one)) and len(read) == 1
+    os.utime(one / "adapter_model.safetensors", ns=(1, 1))
+    a.content(lora(one))
+    assert len(read) == 2
+
+
+def test_files_that_change_are_refused_until_they_are_loaded(one: pathlib.Path) -> None:
+    a = Adapters()
+    before = a.content(lora(one))
+    saved(one, 2.0)
+    with pytest.raises(ParamsError, match="not those that were loaded") as err:
+        a.content(lora(one))
+    assert err.value.label == "lora_changed"
+    after = a.content(lora(one, inplace=True))
+    assert after == a.content(lora(one, inplace=True)) != before
+    assert a.content(lora(one, id=7)) == after
+    saved(one, 1.0)
+    with pytest.raises(ParamsError):
+        a.content(lora(one, id=7))
+    assert a.content(lora(one, inplace=True)) == before
+
+
+def test_files_that_cannot_be_read(one: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in (tmp_path / "none", tmp_path, one / "adapter_config.json"):
+        with pytest.raises(ParamsError, match="cannot be read") as err:
+            Adapters().content(lora(path))
+        assert err.value.label == "lora_unknown"
+    times = iter(range(100))
+    monkeypatch.setattr(adapters, "_signature", lambda path: (("f", 0, 0, 0, next(times)),))
+    with pytest.raises(ParamsError, match="change while they are read"):
+        Adapters().content(lora(one))
+
+
+def test_what_is_remembered_is_bounded(one: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MAX_ADAPTERS", 4)
+    a = Adapters()
+    for i in range(10):
+        a.content(lora(one, id=i + 1))
+    assert len(a._loaded) == 4 and len(a._digests) == 1
+    monkeypatch.setattr(adapters, "MAX_FILES", 1)
+    with pytest.raises(ParamsError, match="more than 1 files"):
+        Adapters().content(lora(one))
+
+
+# ---- both sides
+
+
+def add(e: Engine, req: str, n: int, kv: dict[str, Any], adapter: Any) -> Any:  # noqa: F811
+    hashed: list[str] = []
+    e.scheduler._hash = lambda tokens, lora, salt, items: (hashed.append(lora), fake_hash(tokens, lora, salt, items))[1]
+    r = SimpleNamespace(
+        request_id=req, prompt_token_ids=list(range(n)), num_prompt_tokens=n, num_computed_tokens=0, kv_transfer_params=kv, lora_request=adapter,
+        cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    )  # fmt: skip
+    e.requests[req], e.tables[req] = r, list(range(1, 1 + -(-n // 16)))
+    e.scheduler.on_new_request(r)
+    return r, hashed
+
+
+def test_a_prompt_s_hash_has_the_content(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+    _, hashed = add(e, "r", 40, dict(DECODE), lora(one))
+    assert hashed == [digest(one)]
+    assert e.meta({"r": 40}).intents[0].adapter == (1, digest(one))
+    e.finish("r")
+    assert e.scheduler._adapter == {}
+
+
+def test_an_adapter_that_cannot_be_told_is_served_alone(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
+    add(e, "r", 40, dict(DECODE), lora(tmp_path / "none"))
+    assert not e.meta({"r": 40}).intents
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"lora_unknown": 1}
+
+
+@pytest.mark.parametrize("content", ["other", "", "same"])
+def test_a_source_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathlib.Path, content: str) -> None:  # noqa: F811
+    """Before its request came, or in the very step that computes it."""
+    loaded = digest(one) if content == "same" else content
+    e.worker.adapter_loaded(1, loaded)
+    add(e, "early", 40, dict(DECODE), lora(one))
+    e.worker.begin(e.meta({"early": 40}))
+    assert [c[0] for c in e.worker_shim.take()] == (["intent", "step"] if content == "same" else [])
+    e.worker.adapter_loaded(2, digest(one))
+    add(e, "late", 40, dict(DECODE), lora(one, id=2))
+    e.worker.begin(e.meta({"late": 40}))
+    assert [c[0] for c in e.worker_shim.take() if c[0] != "cancel"] == ["intent", "step"]
+    e.worker.adapter_loaded(2, loaded)
+    assert [c[0] for c in e.worker_shim.take()] == ([] if content == "same" else ["cancel"])
+
+
+def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+    for req, before in (("early", True), ("late", False)):
+        r, _ = add(e, req, 40, prefill_first(), lora(one, id=int(before) + 1))
+        e.scheduler.matched(r, 0)
+        blocks = SimpleNamespace(get_block_ids=lambda req=req: (e.tables[req],))
+        e.scheduler.allocated(r, blocks, 40)  # type: ignore[arg-type]
+        if before:
+            e.worker.adapter_loaded(2, "other")
+        e.step()
+        if not before:
+            e.worker.adapter_loaded(1, "other")
+            e.worker_shim.end(e.worker_shim.leases, received=True, status=shim.OK)
+            done = e.worker.collect()
+            assert done.received == done.failed == {req}
+    assert e.worker_shim.leases == 1, "nothing was expected where it was known before"
+
+
+class Manager:
+    def _load_adapter(self, request: Any) -> str:
+        if request.lora_name == "changes":
+            saved(pathlib.Path(request.lora_path), 9.0)
+        return "model"
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager]:
+    module = ModuleType("vllm.lora.worker_manager")
+    module.WorkerLoRAManager = Manager  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    inner = Manager._load_adapter
+    yield Manager()
+    assert Manager._load_adapter is inner
+
+
+def test_what_the_engine_loads_is_told(manager: Manager, one: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    told: list[tuple[int, str]] = []
+    w = LoadWatch(lambda id, content: told.append((id, content)))
+    w.watch()
+    assert manager._load_adapter(lora(one, id=3)) == "model"
+    manager._load_adapter(lora(one, "changes", id=4))
+    manager._load_adapter(lora(tmp_path / "none", id=5))
+    w.close()
+    manager._load_adapter(lora(one, id=6))
+    first = digest(saved(tmp_path / "as-it-was", 1.0))
+    assert told == [(3, first), (4, ""), (5, "")]

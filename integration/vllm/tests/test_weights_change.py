@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sidecar that cannot be told of other weights: what is open ends by its fence, and nothing new begins."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from test_steps import DECODE, Engine, e, prefill_first  # noqa: F401
+
+from kvspray_vllm import KVSprayConnector, shim
+
+
+def connector(e: Engine, told: list[Any]) -> KVSprayConnector:  # noqa: F811
+    c = object.__new__(KVSprayConnector)
+
+    def describe(layout: Any) -> None:
+        if told and isinstance(told[0], Exception):
+            raise told[0]
+        told.append(layout["identity"]["weights"])
+
+    c._worker = e.worker
+    c._worker_client = SimpleNamespace(describe=describe)  # type: ignore[assignment]
+    c._layout = {"identity": {"weights": "old"}}
+    c._generation = "new"  # type: ignore[assignment]
+    return c
+
+
+def load(e: Engine, req: str) -> None:  # noqa: F811
+    r = e.add(req, 40, prefill_first())
+    e.scheduler.matched(r, 0)
+    blocks = SimpleNamespace(get_block_ids=lambda: (e.tables[req],))
+    e.scheduler.allocated(r, blocks, 40)  # type: ignore[arg-type]
+
+
+def test_open_leases_end_and_new_ones_are_not_made(e: Engine) -> None:  # noqa: F811
+    e.add("source", 40, dict(DECODE))
+    load(e, "load")
+    e.step({"source": 40})
+    assert e.finish("source")[0], "its blocks are held"
+    e.step()
+    told: list[Any] = [RuntimeError("out of memory")]
+    c = connector(e, told)
+    e.worker_shim.take()
+    c._weights_changed()
+    cancelled = {call[1] for call in e.worker_shim.take() if call[0] == "cancel"}
+    assert cancelled == {1, 2} and ("close",) not in e.worker_shim.calls
+    done = e.step()
+    assert not done.sent and not done.received, "a block was given back before the fence"
+    for lease, received in ((1, False), (2, True)):
+        e.worker_shim.end(lease, received, status=shim.CANCELLED)
+    done = e.step()
+    assert done.sent == {"source"} and done.received == done.failed == {"load"}
+    assert not e.scheduler.pending_push_work()
+
+    e.add("after", 40, dict(DECODE))
+    load(e, "load after")
+    done = e.step({"after": 40})
+    assert done.received == done.failed == {"load after"}
+    assert e.finish("after")[0] and e.step().sent == {"after"}
+    assert e.worker_shim.leases == 2 and not [c for c in e.worker_shim.take() if c[0] == "step"]
+
+    told[:] = []
+    c._weights_changed()  # later ones can be told again
+    assert told == ["new"]
+    load(e, "at last")
+    e.step()
+    assert e.worker_shim.leases == 3
+
+
+def test_a_load_that_was_complete_is_not_used(e: Engine) -> None:  # noqa: F811
+    load(e, "load")
+    e.step()
+    e.worker_shim.end(1, received=True, status=shim.OK)
+    connector(e, [RuntimeError()])._weights_changed()
+    done = e.step()
+    assert done.received == done.failed == {"load"}
