@@ -8,6 +8,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
@@ -216,8 +217,10 @@ static int set_path(kvs_client *c, const char *path)
 	return n > 0 && (size_t)n < sizeof c->path ? 0 : KVS_E_ARG;
 }
 
-static void client_free(kvs_client *c)
+void client_put(kvs_client *c)
 {
+	if (atomic_fetch_sub(&c->users, 1) > 1)
+		return;
 	for (int i = 0; i < BUCKETS; i++) {
 		for (struct lease *l = c->buckets[i], *next; l; l = next) {
 			next = l->hash_next;
@@ -268,6 +271,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	kvs_client *c = calloc(1, sizeof *c);
 	if (!c)
 		return KVS_E_SYS;
+	c->users = 1;
 	c->role = config->role;
 	c->layers = worker ? config->layers : 1; /* a scheduler's flags are never passed on */
 	c->fork_gen = kvs_fork_gen;
@@ -289,7 +293,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 		c->procs[i].pidfd = -1;
 	int rc = set_path(c, config->socket_path);
 	if (rc < 0) {
-		client_free(c);
+		client_put(c);
 		return rc;
 	}
 	c->engine_name = strdup(config->engine_name ? config->engine_name : "");
@@ -302,7 +306,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->packet || !c->record || c->bell_fd < 0 || c->ctl_fd < 0 ||
 	    kvs_random(c->boot, sizeof c->boot) < 0 || kvs_random(&c->rng, sizeof c->rng) < 0 || flags_make(c) < 0) {
 		int err = errno;
-		client_free(c);
+		client_put(c);
 		errno = err;
 		return KVS_E_SYS;
 	}
@@ -455,7 +459,7 @@ void kvs_close(kvs_client *c)
 	if (!c)
 		return;
 	if (c->fork_gen != kvs_fork_gen) {
-		client_free(c); /* the thread, and perhaps a held mutex, stayed in the parent */
+		client_put(c); /* the thread, and perhaps a held mutex, stayed in the parent */
 		return;
 	}
 	/* Before the watchdog goes: it ends what a stream may wait for, and our own work may be behind that. */
@@ -480,7 +484,8 @@ void kvs_close(kvs_client *c)
 	pthread_mutex_destroy(&c->mu);
 	pthread_cond_destroy(&c->changed);
 	pthread_cond_destroy(&c->logged);
-	client_free(c);
+	/* A GPU may have the flags registered: they stay mapped until its kvs_gpu is closed, too. */
+	client_put(c);
 }
 
 int kvs_connected(kvs_client *c)

@@ -134,6 +134,7 @@ struct kvs_client {
 	uint32_t region_count, region_fd_count;
 	int region_fds[KVS_PACKET_MAX_FDS - BOARD_FDS];
 	pthread_t thread;
+	_Atomic uint32_t users; /* the client's owner, until kvs_close, and each kvs_gpu: the last one frees it */
 	struct work *work; /* of kvs_start; NULL: nothing of a GPU was registered, or there is no driver */
 
 	pthread_mutex_t mu; /* guards all below */
@@ -246,6 +247,9 @@ static inline int64_t earlier(int64_t a, int64_t b)
 }
 
 /* ---- client.c ---- */
+
+/* Frees the client where this was its last user. */
+void client_put(kvs_client *c);
 
 __attribute__((format(printf, 3, 4))) void log_line(kvs_client *c, const char *level, const char *format, ...);
 /* Remembers an error for kvs_status_read, and logs it unless it repeats itself. */

@@ -126,6 +126,7 @@ int kvs_gpu_open(kvs_client *c, kvs_gpu **out, char *error, uint32_t error_bytes
 	if (!g)
 		return KVS_E_SYS;
 	g->client = c;
+	c->users++;
 	int rc = set_up(g, c);
 	if (rc) {
 		if (error)
@@ -161,6 +162,7 @@ void kvs_gpu_close(kvs_gpu *g)
 			cu.MemHostUnregister(g->host_flags);
 		cu.CtxPopCurrent(&g->context);
 	}
+	client_put(g->client);
 	free(g);
 }
 

@@ -90,6 +90,15 @@ def test_work_in_the_engines_context(tmp_path: pathlib.Path, sanitizer: str) -> 
     assert out.strip().endswith("ok")
 
 
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_closing_in_any_order(tmp_path: pathlib.Path, sanitizer: str) -> None:
+    flags = f"-fsanitize={sanitizer}"
+    driver = compile_c(tmp_path / "libfake_cuda.so", "tests/fake_cuda.c", flags=f"{flags} -fPIC -shared")
+    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))
+    binary = compile_c(tmp_path / "close", "tests/close_test.c", *sources, flags=f"{flags} -DLOOK_CPUS=1")
+    assert run(binary, 20, env={"KVSPRAY_LIBCUDA": str(driver)}).strip() == "ok"
+
+
 @pytest.mark.skipif("KVSPRAY_LIBRARY" in os.environ, reason="runs inside itself")
 def test_client_under_address_sanitizer(tmp_path: pathlib.Path) -> None:
     sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "src").glob("*.c"))

@@ -221,7 +221,8 @@ typedef struct kvs_gpu kvs_gpu;
 
 /* In a thread whose current CUDA context is the engine's. KVS_E_GPU: `error` says what there is not. */
 int kvs_gpu_open(kvs_client *c, kvs_gpu **out, char *error, uint32_t error_bytes);
-/* Waits for what was enqueued on its side branch. Before kvs_close, and when no graph with its signals runs any more. */
+/* Waits for what was enqueued on its side branch. When no graph with its signals runs any more; before kvs_close or after it, the flags stay
+ * mapped until both were called. */
 void kvs_gpu_close(kvs_gpu *g);
 /* What failed first, for a log. */
 const char *kvs_gpu_error(kvs_gpu *g);
