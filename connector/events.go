@@ -128,6 +128,8 @@ type Events interface {
 	// Await's answer goes to reply, once, from any goroutine.
 	Await(a Await, reply func(Admission))
 	Decline(d Decline)
+	// Turn returns once the control layer has had a turn: what hangs as a whole does not.
+	Turn()
 }
 
 // Admission answers an Await.

@@ -2,6 +2,7 @@ package connector_test
 
 import (
 	"bufio"
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -339,6 +340,37 @@ func TestBrokenRing(t *testing.T) {
 			must(t, err)
 		})
 	}
+}
+
+// TestTakeoverByAProcessThatHangs: that a session is still fenced is said only while the control layer
+// runs. The shim takes the answer for a sign of life of the whole process.
+func TestTakeoverByAProcessThatHangs(t *testing.T) {
+	r := start(t, func(o *connector.Options) { o.Grace = 200 * time.Millisecond })
+	r.rec.fenceAtOnce(false)
+	w := r.worker(t, nil)
+	var se *connectortest.ServerError
+	for range 3 { // several within the grace
+		began := time.Now()
+		if _, err := w.Connect(testContext(t)); !errors.As(err, &se) || se.Code != msg.CodeFencing {
+			t.Fatalf("not fenced, but: %v", err)
+		}
+		if took := time.Since(began); took < 50*time.Millisecond {
+			t.Errorf("answered after %v, within the time for a fence", took)
+		}
+	}
+	release := r.rec.hang()
+	ctx, cancel := context.WithTimeout(testContext(t), time.Second)
+	defer cancel()
+	if _, err := w.Connect(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("an answer of a process that hangs: %v", err)
+	}
+	release()
+	if _, err := w.Connect(testContext(t)); !errors.As(err, &se) || se.Code != msg.CodeFencing {
+		t.Errorf("no answer of one that runs again: %v", err)
+	}
+	r.rec.seen().fenced[0]()
+	_, err := w.Connect(testContext(t))
+	must(t, err)
 }
 
 // TestTakeover: a new session of the same boot waits until the older one's leases are fenced.

@@ -36,6 +36,7 @@ func TestMain(m *testing.M) {
 type recorder struct {
 	mu      sync.Mutex
 	changed chan struct{}
+	turn    sync.Mutex // held while Turn hangs
 	events
 	autoGone bool // fence at once
 	onIntent func(*connector.Worker, connector.Intent)
@@ -144,6 +145,18 @@ func (r *recorder) Hold(w *connector.Worker, lease uint64) {
 
 func (r *recorder) Await(a connector.Await, reply func(connector.Admission)) {
 	r.note("await", func() { r.awaits = append(r.awaits, a); r.replies = append(r.replies, reply) })
+}
+
+func (r *recorder) Turn() {
+	r.turn.Lock()
+	defer r.turn.Unlock()
+	r.note("turn", func() {})
+}
+
+// hang keeps Turn from returning until release is called.
+func (r *recorder) hang() (release func()) {
+	r.turn.Lock()
+	return r.turn.Unlock
 }
 
 func (r *recorder) Decline(d connector.Decline) {

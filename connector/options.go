@@ -90,7 +90,7 @@ type Options struct {
 	// Told to shims in WELCOME. Zero: 30 s, 10 s, 5 s.
 	Deadline, Partner, Grace time.Duration
 	// FenceWait bounds how long a takeover waits for the older session's leases to be fenced before it is told to retry.
-	// Zero: DefaultFenceWait.
+	// Zero: a quarter of Grace, DefaultFenceWait at most.
 	FenceWait time.Duration
 	// Layouts knows the strategies that layouts may name. nil: parseblock.Default().
 	Layouts *parseblock.Registry

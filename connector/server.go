@@ -91,7 +91,7 @@ func New(opt Options) (*Server, error) {
 	def(&opt.Deadline, DefaultDeadline)
 	def(&opt.Partner, DefaultPartner)
 	def(&opt.Grace, DefaultGrace)
-	def(&opt.FenceWait, DefaultFenceWait)
+	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4)) // several answers within the shim's patience
 	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: newWatcher(), drained: make(chan struct{}, 1),
 		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{}, workers: map[[16]byte]*worker{},
 		regions: map[[16]byte]*worker{}}, nil
@@ -274,6 +274,9 @@ func (s *Server) takeOver(c *session, boot [16]byte) error {
 			delete(s.byBoot, boot) // it has no hello by which its end would find it
 		}
 		s.mu.Unlock()
+		// The answer is a sign of life, by which the shim tells a fence that is stuck from a process that is: a sidecar that others use
+		// is not killed for the former.
+		s.opt.Events.Turn()
 		s.log.Warn("the older session is not fenced yet", "worker", w.pub.Name, "after", s.opt.FenceWait)
 		return &fieldError{code: msg.CodeFencing, field: "boot", err: fmt.Errorf("leases of the older session are not fenced after %s", s.opt.FenceWait),
 			remedy: "say HELLO again; if this lasts, restart the sidecar"}

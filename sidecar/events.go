@@ -100,6 +100,12 @@ func (n *Node) Hold(w *connector.Worker, id uint64) {
 	n.leave()
 }
 
+// Turn returns once the executor was free.
+func (n *Node) Turn() {
+	n.enter()
+	n.leave()
+}
+
 // Decline tells a prefill's sidecar that nobody of an engine comes for a prompt.
 func (n *Node) Decline(d connector.Decline) {
 	now := n.enter()

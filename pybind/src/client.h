@@ -77,6 +77,8 @@ struct proc {
 	int pidfd; /* -1: none, its exit cannot be proved */
 	uint32_t pid;
 	int64_t kill_ms; /* of the last attempt */
+	int64_t alive_ms; /* when it last showed that it runs as a whole; 0: not since a lease was late */
+	bool stuck;       /* it runs, and does not fence our leases: said once */
 };
 
 struct await {
@@ -317,6 +319,10 @@ bool proc_bound(const kvs_client *c, int i);
 void proc_exited(kvs_client *c, int i); /* its exit is proved; again while work of its is under way */
 void proc_release(struct proc *p);
 void proc_kill(kvs_client *c, int i, int64_t now);
+/* The process at the other end of the socket has answered that it still fences what we had: it runs. */
+void proc_alive(kvs_client *c, int64_t now);
+/* Whether it has shown within the grace that it runs. Such a one is not killed: it may serve other engines, and what it does not fence is ours alone. */
+bool proc_runs(const kvs_client *c, int i, int64_t now);
 
 /* ---- flags.c ---- */
 

@@ -170,10 +170,9 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 			c->nudge_ms = now;
 			session_break(c, "a lease is open past its deadline");
 		}
-		/* Where we ourselves have not run for a while, the sidecar may not have either (a host that was paused): its half of
-		 * the grace counts from the nudge. */
-		if (limit < c->nudge_ms + c->info.grace_ms / 2)
-			limit = c->nudge_ms + c->info.grace_ms / 2;
+		/* It has the grace to answer. Where we ourselves have not run for a while (a host that was paused), it may not have either. */
+		if (limit < c->nudge_ms + c->info.grace_ms)
+			limit = c->nudge_ms + c->info.grace_ms;
 		if (now >= limit) {
 			guilty |= l->bound;
 			due = earlier(due, now + KILL_RETRY_MS);
@@ -183,15 +182,16 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 	}
 	if (ended)
 		wake_fd(c->bell_fd);
-	for (int i = 0; i < KVS_MAX_SIDECARS; i++)
-		if (guilty & proc_bit(i))
-			proc_kill(c, i, now);
 	if (guilty) {
-		uint32_t denied = 0;
-		for (int i = 0; i < KVS_MAX_SIDECARS; i++)
-			denied |= c->procs[i].used && c->procs[i].denied ? proc_bit(i) : 0;
+		uint32_t kept = 0; /* by processes that live on */
+		for (int i = 0; i < KVS_MAX_SIDECARS; i++) {
+			bool runs = (guilty & proc_bit(i)) && proc_runs(c, i, now);
+			if ((guilty & proc_bit(i)) && !runs)
+				proc_kill(c, i, now);
+			kept |= runs || (c->procs[i].used && c->procs[i].denied) ? proc_bit(i) : 0;
+		}
 		for (struct lease *l = c->open.first; l; l = l->next)
-			c->info.quarantined += now >= lease_limit_ms(c, l) && (l->bound & denied);
+			c->info.quarantined += now >= lease_limit_ms(c, l) && (l->bound & kept);
 	}
 	return due;
 }

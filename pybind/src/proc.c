@@ -93,3 +93,24 @@ void proc_kill(kvs_client *c, int i, int64_t now)
 	log_error(c, "sidecar pid %u is silent past deadline and grace and may not be killed (%s): its leases stay in quarantine until it exits",
 	          p->pid, strerror(-rc));
 }
+
+void proc_alive(kvs_client *c, int64_t now)
+{
+	for (int i = 0; i < KVS_MAX_SIDECARS; i++) {
+		struct proc *p = &c->procs[i];
+		/* A pid is not used again while its process is not known to be dead. */
+		if (!p->used || p->dead || !p->pid || p->pid != c->new_pid)
+			continue;
+		p->alive_ms = now;
+		if (!p->stuck)
+			log_line(c, "error", "sidecar pid %u runs, and has not fenced leases of ours that are late: until it has, their blocks stay with it, and "
+			             "this engine serves alone", p->pid);
+		p->stuck = true;
+	}
+}
+
+bool proc_runs(const kvs_client *c, int i, int64_t now)
+{
+	const struct proc *p = &c->procs[i];
+	return p->used && !p->dead && p->alive_ms && now < p->alive_ms + c->info.grace_ms;
+}

@@ -419,6 +419,8 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	if (known) {
 		if (m.fenced) {
 			leases_unbind(c, proc_bit(proc), KVS_FAILED, "the session was replaced; the sidecar has fenced the lease");
+			c->procs[proc].alive_ms = 0;
+			c->procs[proc].stuck = false;
 		} else if (proc_bound(c, proc)) {
 			log_error(c, "sidecar pid %u has not fenced the earlier session yet", c->procs[proc].pid);
 			session_end(c, now, 0);
@@ -508,6 +510,8 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 	}
 	c->info.refusals++;
 	bool answer = c->state != READY && id && (id == c->hello_msg || id == c->register_msg);
+	if (answer && mp_key(code, code_n, "fencing"))
+		proc_alive(c, now);
 	log_error(c, "sidecar says %.*s: %.*s%s%.*s%s%.*s", (int)code_n, code, (int)message_n, message, field_n ? "; field " : "", (int)field_n,
 	          field, remedy_n ? "; remedy: " : "", (int)remedy_n, remedy);
 	if (c->role == KVS_SCHEDULER && c->state == READY)

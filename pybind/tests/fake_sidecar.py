@@ -188,6 +188,10 @@ class Fake:
             self.send(s, "ERROR", {"id": m["id"], "code": self.o["refuse"], "message": "versions 9.0 to 9.9 are spoken here",
                                    "field": "max", "remedy": "upgrade the shim", "fatal": True})  # fmt: skip
             return
+        if self.o.get("fencing"):
+            self.send(s, "ERROR", {"id": m["id"], "code": "fencing", "message": "not fenced yet",
+                                   "field": "boot", "remedy": "say HELLO again", "fatal": False})  # fmt: skip
+            return
         version = self.o.get("version", 1 << 16)
         self.session = s
         welcome = {

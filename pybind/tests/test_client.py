@@ -247,6 +247,42 @@ def test_forgetful_sidecar_is_asked_to_fence_not_killed(sidecar: Make, worker: M
     assert w.wait_connected(TIMEOUT_S)
 
 
+def test_a_fence_that_is_stuck_costs_the_session_and_not_the_sidecar(
+    sidecar: Make, worker: Make
+) -> None:
+    """A sidecar that answers serves others. Only what does not answer for the grace is killed."""
+    grace = 0.8
+    s: Sidecar = sidecar(deadline_ms=300, grace_ms=int(grace * 1000))
+    w = worker()
+    dst = expect(w, deadline_s=0.3)
+    s.record("EXPECT")
+    s.tell("option", set={"fencing": True})
+    s.tell("ping")
+    s.expect("pong")
+    until(lambda: w.status().quarantined == 1, "quarantine", 20)
+    threading.Event().wait(5 * grace)  # that nothing happens meanwhile is what is tested
+    st = w.status()
+    assert (st.counters["kills"], st.leases, st.quarantined, st.connected) == (0, 1, 1, False)
+    assert s.process.poll() is None and w.poll() == [] and "not fenced yet" in st.error
+    assert not w.expect(XFER, HASH, "127.0.0.1:7001", 40, 16, [[4, 5, 6]]), "it serves alone"
+    s.tell("option", set={"fencing": False})
+    c = poll_one(w)
+    assert (c.lease, c.status) == (dst, CompletionStatus.FAILED) and "fenced" in c.reason
+    assert w.wait_connected(TIMEOUT_S) and w.status().quarantined == 0
+
+    s.tell("option", set={"fencing": True})
+    s.tell("ping")
+    s.expect("pong")
+    dst = expect(w, deadline_s=0.3)
+    until(lambda: w.status().quarantined == 1, "quarantine", 20)
+    s.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    c = poll_one(w)
+    assert (c.lease, c.status) == (dst, CompletionStatus.LOST)
+    assert s.process.wait(TIMEOUT_S) == -signal.SIGKILL and w.status().counters["kills"] == 1
+    assert time.monotonic() - stopped > grace / 2, "killed before it had its time to answer"
+
+
 PAUSED = """
 import sys
 sys.path[:0] = sys.argv[2:]
