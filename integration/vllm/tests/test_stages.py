@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from kvspray_vllm import KVSprayConnector, layout
 from kvspray_vllm.settings import Settings
 
 BLOCKS, WINDOW = 6, 80
+GET_MODEL_CLS = "vllm.model_executor.model_loader.utils.get_model_cls"
 SIZES = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 MODEL: dict[str, FullAttentionSpec | SlidingWindowSpec] = {
     f"layers.{i}": FullAttentionSpec(**SIZES) if i % 3 == 2 else SlidingWindowSpec(**SIZES, sliding_window=WINDOW) for i in range(6)
@@ -59,11 +61,13 @@ class Stage:
                 tensor = KVCacheTensor(memory.numel(), g.layer_names, layer, block)
                 self.caches |= zip(g.layer_names, create_kv_cache_views(memory, g.kv_cache_spec, BLOCKS, order, tensor), strict=True)
         model = SimpleNamespace(
-            served_model_name="m", model="m", dtype=torch.bfloat16, use_mla=False, get_head_size=lambda: 32, get_total_num_kv_heads=lambda: 2,
+            served_model_name="m", model="m", quantization=None,
+            dtype=torch.bfloat16, use_mla=False, get_head_size=lambda: 32, get_total_num_kv_heads=lambda: 2,
             get_total_num_hidden_layers=lambda: len(MODEL), hf_text_config=SimpleNamespace(to_dict=dict),
         )  # fmt: skip
         self.c = c = object.__new__(KVSprayConnector)
-        c._settings, c._ranks, c.region = Settings.parse({}), rank, None
+        c._settings, c._ranks, c.region = Settings.parse({"weights": "w"}), rank, None
+        c._generation = c._adapters = None
         c._kv_cache_config = KVCacheConfig(BLOCKS, [], groups)
         c._flag_of = layout.flag_indices(c._kv_cache_config)
         c._vllm_config = SimpleNamespace(  # type: ignore[assignment]
@@ -74,16 +78,23 @@ class Stage:
         self.flags: dict[str, int] = {}
         self.registered: list[tuple[Any, dict[str, Any]]] = []
         self.copy: Callable[[Sequence[int], Sequence[int]], None] = lambda src, dst: None
-        c._worker = SimpleNamespace(set_flags=lambda flags, _: self.flags.update(flags), set_copy=lambda f: setattr(self, "copy", f))  # type: ignore[assignment]
+        c._worker = SimpleNamespace(  # type: ignore[assignment]
+            set_flags=lambda flags, _: self.flags.update(flags), adapter_loaded=None,
+            set_copy=lambda f: setattr(self, "copy", f),
+        )  # fmt: skip
         c._worker_client = SimpleNamespace(  # type: ignore[assignment]
             process_memory=lambda addr, nbytes: SimpleNamespace(kind="process", addr=addr, nbytes=nbytes),
             register=lambda regions, described: self.registered.append((regions, described)),
         )
         try:
-            c.register_kv_caches(self.caches)
+            # No class of a model comes with a configuration that is made up.
+            with mock.patch(GET_MODEL_CLS, lambda config: torch.nn.Module):
+                c.register_kv_caches(self.caches)
         finally:
             if c._generation is not None:
                 c._generation.close()
+            if c._adapters is not None:
+                c._adapters.close()
 
     @property
     def layout(self) -> dict[str, Any]:
