@@ -463,13 +463,19 @@ class Scaled:
         from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
         from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
+        from kvspray_vllm import layout, strategies
+
         own = max(1, HEADS // self.tp)
         elem = torch.int8 if self.dtype == "int8_per_token_head" else torch.uint8
         spec = FullAttentionSpec(block_size=self.block, num_kv_heads=own, head_size=self.size, dtype=elem, kv_quant_mode=get_kv_quant_mode(self.dtype))
         backend = flashinfer().FlashInferBackend if self.dtype == "nvfp4" else TritonAttentionBackend
-        kind = ("quant_planar_" if self.dtype == "nvfp4" else "quant_inline_") + ("nhd" if self.order == "LBNHC" else "hnd")
-        params = {"kv_heads": HEADS, "heads": own, "tp_rank": rank, "tp_size": self.tp, "value_bytes": self.value, "scale_bytes": self.scale}
-        return [Cache("attn", backend.customize_spec(spec), kind, params, self.order)]
+        published = backend.customize_spec(spec)
+        of = layout.Ranks(tp=rank, tp_size=self.tp)
+        name = "FLASHINFER" if self.dtype == "nvfp4" else "TRITON_ATTN"
+        kind = strategies.kind_of(published, name, HEADS, of, "")
+        assert (kind.params["value_bytes"], kind.params["scale_bytes"]) == (self.value, self.scale)
+        strategy = kind.strategy + ("_nhd" if self.order == "LBNHC" else "_hnd")
+        return [Cache("attn", published, strategy, kind.params, self.order)]
 
 
 @functools.cache

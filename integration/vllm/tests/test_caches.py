@@ -86,17 +86,29 @@ def test_kinds_of_attention() -> None:
     diff = FullAttentionSpec(**SIZES, head_size_v=16)
     assert kind(diff, "FLASH_ATTN_DIFFKV") == Kind("packed", OWN, ordered=True)
     per_head = FullAttentionSpec(
-        **SIZES | {"dtype": torch.int8}, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD
+        **SIZES | {"dtype": torch.int8},
+        kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD,
+        state_content_bytes=2 * (32 + 4),
     )
-    assert (
-        kind(per_head, "TRITON_ATTN").strategy == "quant_inline"
-        and kind(per_head, "TRITON_ATTN").params["value_bytes"] == 32
+    inline = kind(per_head, "TRITON_ATTN")
+    assert (inline.strategy, inline.params["value_bytes"], inline.params["scale_bytes"]) == (
+        "quant_inline",
+        32,
+        4,
     )
-    four = FullAttentionSpec(**SIZES | {"dtype": torch.uint8}, kv_quant_mode=KVQuantMode.NVFP4)
-    assert (
-        kind(four, "FLASHINFER").params | {"value_bytes": 16, "scale_bytes": 2}
-        == kind(four, "FLASHINFER").params
+    four = FullAttentionSpec(
+        **SIZES | {"dtype": torch.uint8},
+        kv_quant_mode=KVQuantMode.NVFP4,
+        num_head_slots=4,
+        state_content_bytes=16 + 2,
     )
+    planar = kind(four, "FLASHINFER")
+    assert planar.strategy == "quant_planar" and planar.ordered and planar.paged
+    assert (planar.params["value_bytes"], planar.params["scale_bytes"]) == (16, 2)
+    # What its backend has not published may be laid out in another way.
+    for spec, backend in ((per_head, "TRITON_ATTN"), (four, "FLASHINFER")):
+        with pytest.raises(Unsupported, match="kv_quant_mode"):
+            kind(changed(spec, state_content_bytes=None), backend)
 
 
 def test_kinds_of_latents() -> None:

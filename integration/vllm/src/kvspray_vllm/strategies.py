@@ -197,17 +197,17 @@ def _rows(spec: KVCacheSpec, backend: str) -> Kind:
         )
     if backend == COMPRESSOR:
         return Kind("deepseek_v4_compressor", params | {"token_bytes": row})
-    opaque = getattr(spec, "state_content_bytes", None)
     dtype = getattr(spec, "cache_dtype_str", None) or ""
     if backend in DEEPSEEK_V4:
-        if opaque == 584:
-            return Kind("deepseek_v4", params)
-        if opaque is not None:
+        if not dtype.endswith("_ds_mla"):
+            return Kind("mla", params | {"token_bytes": row})
+        # Entries of 584 bytes have their scales behind those of a page.
+        if row != 584:
             raise Unsupported(
-                f"kvspray: kv_cache_dtype {dtype} of {backend} has entries of {opaque} bytes, of "
+                f"kvspray: kv_cache_dtype {dtype} of {backend} has entries of {row} bytes, of "
                 "which 584 are known; set it to auto or fp8"
             )
-        return Kind("mla", params | {"token_bytes": row})
+        return Kind("deepseek_v4", params)
     if backend not in MLA:
         raise Unsupported(
             f"kvspray: attention backend is {backend or 'unknown'}; what the pages of MLA hold is "
@@ -270,20 +270,25 @@ def _attention(spec: KVCacheSpec, backend: str, kv_heads: int, ranks: Ranks, pac
         )
     if mode in PLAIN_QUANT:
         return Kind("packed", params | {"head_bytes": key}, ordered=True)
+    # Of pages with scales the backend publishes what a head has for a token.
+    content = getattr(spec, "state_content_bytes", None)
     if mode in INLINE_QUANT and backend == "TRITON_ATTN":
         value = key // 2 if mode.startswith("INT4") else key
-        return Kind(
-            "quant_inline",
-            params | {"value_bytes": value, "scale_bytes": INLINE_SCALE_BYTES},
-            ordered=True,
-        )
+        if content == 2 * (value + INLINE_SCALE_BYTES):
+            return Kind(
+                "quant_inline",
+                params | {"value_bytes": value, "scale_bytes": INLINE_SCALE_BYTES},
+                ordered=True,
+            )
     if mode == "NVFP4" and backend == "FLASHINFER":
-        return Kind(
-            "quant_planar",
-            params | {"value_bytes": size // 2, "scale_bytes": size // NVFP4_GROUP},
-            ordered=True,
-            paged=True,
-        )
+        value, scale = size // 2, size // NVFP4_GROUP
+        if content == value + scale and spec.num_head_slots == 2 * spec.num_kv_heads:
+            return Kind(
+                "quant_planar",
+                params | {"value_bytes": value, "scale_bytes": scale},
+                ordered=True,
+                paged=True,
+            )
     raise Unsupported(
         f"kvspray: kv_quant_mode is {mode} with {backend}; what such pages hold is not known, set "
         "kv_cache_dtype to auto or fp8"
