@@ -58,10 +58,10 @@ type worker struct {
 	fresh    atomic.Int64  // as now counts: paceFresh after the last source lease was opened
 	seen     []uint64      // flags as the watcher saw them last; the watcher's own, as is the next
 	seenMark uint64
-	extents  []extent      // of its board and regions
-	work     *Engine       // nil: it does none
-	detach   func()        // of work; set before WorkerUp
-	draining atomic.Bool   // BYE was said: no new leases
+	extents  []extent    // of its board and regions
+	work     *Engine     // nil: it does none
+	detach   func()      // of work; set before WorkerUp
+	draining atomic.Bool // BYE was said: no new leases
 
 	deliver sync.Mutex
 	gone    bool // WorkerGone was called: no event any more; guarded by deliver
