@@ -34,6 +34,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/metrics"
 	"github.com/kvspray/kvspray/internal/topo"
 	"github.com/kvspray/kvspray/parseblock"
@@ -198,6 +199,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		n.d.wg.Wait()
 	}()
 
+	n.log.Info("routines chosen to copy memory", "by_size", strings.Join(mem.CopyChoices(), "; "))
 	if n.hashes, err = newHashes(n.cfg.Trace.BlockHashes, n.log); err != nil {
 		return err
 	}

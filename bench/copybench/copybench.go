@@ -201,14 +201,15 @@ type Report struct {
 	Total     int      `json:"total_bytes"`
 	Rounds    int      `json:"rounds"`
 	Baseline  string   `json:"baseline"`
+	Copies    []string `json:"copies"` // which routine copies memory, by size, and what each reached
 	Results   []Result `json:"results"`
 
 	Machine machine.Machine `json:"machine"`
 }
 
 func (r *Report) print(w io.Writer) error {
-	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %s in slices of %s, %d rounds; %s\nbaseline: %s\n\n",
-		r.Transport, r.Integrity, r.Conns, size(r.Total), size(r.Slice), r.Rounds, r.Machine, r.Baseline); err != nil {
+	if _, err := fmt.Fprintf(w, "%s, integrity %s, %d connections, %s in slices of %s, %d rounds; %s\nbaseline: %s\ncopies: %s\n\n",
+		r.Transport, r.Integrity, r.Conns, size(r.Total), size(r.Slice), r.Rounds, r.Machine, r.Baseline, strings.Join(r.Copies, "; ")); err != nil {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
@@ -242,7 +243,7 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 	defer s.close()
 	s.say = say
 	rep := &Report{Transport: o.Transport, Integrity: o.Integrity, Conns: o.Conns, Window: s.window, Slice: s.slice, Total: o.Total,
-		Rounds: o.Rounds, Baseline: s.baselineName(), Machine: here}
+		Rounds: o.Rounds, Baseline: s.baselineName(), Copies: s.copies, Machine: here}
 	seeds := rand.New(rand.NewPCG(rand.Uint64(), rand.Uint64()))
 	for _, b := range o.Blocks {
 		if err := ctx.Err(); err != nil {

@@ -46,6 +46,8 @@ type reply struct {
 	Token []byte           `json:",omitempty"`
 	CPU   time.Duration    `json:",omitempty"`
 	Wrong int              `json:",omitempty"`
+	// Copies are the routines that this process, which copies for shm, has chosen.
+	Copies []string `json:",omitempty"`
 }
 
 // sink is the child.
@@ -100,6 +102,7 @@ func (s *sink) close() {
 func (s *sink) obey(ctx context.Context, c *command, r *reply) error {
 	switch {
 	case c.Setup != nil:
+		r.Copies = mem.CopyChoices()
 		return s.start(ctx, c.Setup, r)
 	case c.Layout != nil:
 		b, _ := s.region.Bytes()

@@ -49,8 +49,10 @@ type source struct {
 	dec   *json.Decoder
 	pipes []io.Closer
 
-	conns []*net.TCPConn // of the tcp baseline
-	vecs  []*vector
+	conns  []*net.TCPConn // of the tcp baseline
+	vecs   []*vector
+	copies []string // of the child
+
 	cpath string // of the C baseline
 	c     *cBaseline
 
@@ -91,6 +93,7 @@ func newSource(ctx context.Context, o options, path []string) (_ *source, err er
 	if err := s.ask(&command{Setup: &s.setup}, &r); err != nil {
 		return nil, err
 	}
+	s.copies = r.Copies
 	if s.backend, err = newBackend(&s.setup); err != nil {
 		return nil, err
 	}

@@ -27,6 +27,7 @@ import (
 
 	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/topo"
 )
 
@@ -63,6 +64,10 @@ func kernel(_ context.Context, _ *Host) Result {
 		return no(fmt.Sprintf("use a kernel of %d.%d or newer", minKernelMajor, minKernelMinor), "Linux %s has no pidfd_open", release)
 	}
 	return yes("Linux %s", release)
+}
+
+func memoryCopies(_ context.Context, _ *Host) Result {
+	return yes("chosen by size: %s", strings.Join(mem.CopyChoices(), "; "))
 }
 
 func parseKernel(release string) (major, minor int, ok bool) {

@@ -65,6 +65,7 @@ func one(f func(context.Context, *Host) Result) func(context.Context, *Host) []R
 var checks = []check{
 	{"kernel", true, one(kernel)},
 	{"cores", false, one(cores)},
+	{"memory copies", false, one(memoryCopies)},
 	{"transport shm", true, one(transportSHM)},
 	{"transport tcp", true, one(transportTCP)},
 	{"transport gdr", false, one(transportGDR)},

@@ -51,3 +51,32 @@ next:
 	JMP  next
 done:
 	RET
+
+// func repMove(dst, src *byte, n uintptr)
+//
+// Copies n bytes in the way that the processor's microcode has for it.
+TEXT ·repMove(SB), NOSPLIT, $0-24
+	MOVQ dst+0(FP), DI
+	MOVQ src+8(FP), SI
+	MOVQ n+16(FP), CX
+	CLD
+	REP; MOVSB
+	RET
+
+// func flushLines(p *byte, n uintptr)
+//
+// Takes each line of 64 bytes of the n at p out of all caches, and waits until they are out.
+TEXT ·flushLines(SB), NOSPLIT, $0-16
+	MOVQ p+0(FP), SI
+	MOVQ n+8(FP), CX
+	ADDQ SI, CX
+	ANDQ $~63, SI
+out:
+	CMPQ SI, CX
+	JAE  gone
+	CLFLUSH (SI)
+	ADDQ $64, SI
+	JMP  out
+gone:
+	MFENCE
+	RET

@@ -52,7 +52,7 @@ var rules = []rule{
 	{dir: "internal/config", why: "values only, so that every part can be given its own piece",
 		ext: []string{extSys, extYAML}},
 	{dir: "internal/doctor", why: "tries what the host offers by itself, so that it works where the parts do not",
-		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/topo", "internal/verbs"}, ext: []string{extSys, extNVML}},
+		own: []string{"control/peer/keys", "internal/config", "internal/cuda", "internal/mem", "internal/topo", "internal/verbs"}, ext: []string{extSys, extNVML}},
 	{dir: "internal/explain", why: "describes and plans with the code that plans transfers; knows no engine and no wire",
 		own: []string{"layout", "parseblock"}},
 	{dir: "internal/heap", why: "items in order, as plain values; knows nobody who orders", pure: true},
