@@ -105,6 +105,10 @@ test-sim: ## 10,000 random fault schedules, a million slices between 1,000 nodes
 test-mutants: ## Take lines out of the production code, one at a time: the simulated clusters must notice each
 	go run ./test/sim/mutants
 
+.PHONY: test-skew
+test-skew: ## Sidecars of the last release, of this tree and of two made-up ones, each beside each other
+	KVSPRAY_MUST_RUN=git go test -count=1 -v ./test/skew | grep -v '^=== '
+
 .PHONY: test-py
 test-py: build env ## Python tests only, without the end-to-end ones
 	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests

@@ -86,7 +86,7 @@ func TestOtherOrderIsRefused(t *testing.T) {
 	if c.Status != exec.StatusRefused || !strings.Contains(c.Received.Reason,
 		"plan: parts[pp0/tp0].digest = ") ||
 		!strings.Contains(c.Received.Reason,
-			" at the source: bytes would come to other places; run one release of kvspray on both sides") {
+			" at the source: bytes would come to other places; run one release of kvspray") {
 		t.Errorf("status %d, reason %q", c.Status, c.Received.Reason)
 	}
 	if !bytes.Equal(before, b) {
@@ -107,8 +107,9 @@ func TestUnsentIsAnswered(t *testing.T) {
 	pr := newPrompt(64)
 	d.Await(connector.Await{Key: transfer.Key{Xfer: pr.xfer, Hash: pr.hash}, Peer: p.Endpoint(),
 		TTL: time.Hour}, func(a connector.Admission) { answers <- a })
-	d.sendFrame(p.Boot(), &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
-		Token: 1, Xfer: make([]byte, peer.MaxMessage+1)}}})
+	d.sendFrame(p.Boot(),
+		&peerv1.ControlFrame{Body: &peerv1.ControlFrame_Await{Await: &peerv1.Await{
+			Token: 1, Xfer: make([]byte, peer.MaxMessage+1)}}})
 	select {
 	case a := <-answers:
 		if a.State != "gone" || !strings.Contains(a.Message, peer.ErrTooBig.Error()) {

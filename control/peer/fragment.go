@@ -34,8 +34,8 @@ func (s *session) split(f *peerv1.ControlFrame) ([]*peerv1.ControlFrame, error) 
 		return nil, fmt.Errorf("peer: send to %s: a control frame of %d bytes, at most %d: %w",
 			s.boot, n, MaxMessage, ErrTooBig)
 	case !s.info.has(FeatureFragments):
-		return nil, fmt.Errorf("peer: send to %s: a control frame of %d bytes, and its release takes "+
-			"at most %d: upgrade the sidecar there: %w",
+		return nil, fmt.Errorf("peer: send to %s: a control frame of %d bytes, and its "+
+			"release takes at most %d: upgrade the sidecar there: %w",
 			s.boot, n, MaxFrame, ErrTooBig)
 	}
 	b, err := proto.Marshal(out)

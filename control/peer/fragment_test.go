@@ -51,7 +51,8 @@ func TestLongFrames(t *testing.T) {
 	join(t, a, b)
 	long := longGrant(ranks)
 	if n := proto.Size(long); n < 16*MaxFrame || n > MaxMessage/2 {
-		t.Errorf("the longest grant has %d bytes: want it well below MaxMessage = %d, and many frames long", n, MaxMessage)
+		t.Errorf("the longest grant has %d bytes: want it well below MaxMessage = %d, "+
+			"and many frames long", n, MaxMessage)
 	}
 	var want []*peerv1.ControlFrame
 	for i := range 6 {

@@ -32,7 +32,7 @@ import (
 // Bounds.
 const (
 	MaxFrame    = 64 << 10 // bytes of one ControlFrame
-	MaxMessage  = 4 << 20  // bytes of one in Fragments: a grant of all ranks with the longest shares
+	MaxMessage  = 4 << 20  // of one in Fragments: a grant of all ranks with the longest shares
 	MaxPeers    = 1024     // known at once
 	MaxUnacked  = 8192     // frames to one peer that it has not acknowledged
 	Reserved    = 2048     // of MaxUnacked: for frames that end or answer something, never for grants, awaits and credits

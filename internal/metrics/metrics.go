@@ -123,7 +123,8 @@ func New(reg prometheus.Registerer) *Set {
 		control:    counters("control", "messages_total", "Messages on control lanes.", "direction", "type"),
 		hellos: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray",
 			Subsystem: "control", Name: "hellos_refused_total",
-			Help: "Hellos of sidecars that are of no release that this one works with. The log names which to upgrade."}),
+			Help: "Hellos of sidecars that are of no release that this one works with. " +
+				"The log names which to upgrade."}),
 		peers: prometheus.NewGauge(gaugeOpts("control", "peers",
 			"Peers with an open control session.")),
 		sessions: gauges("engine", "sessions", "Engine sessions.", "role"),

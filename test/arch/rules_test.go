@@ -147,6 +147,7 @@ var rules = []rule{
 		ext: []string{extCobra}},
 	{dir: "test/arch", why: "reads source text only"},
 	{dir: "test/rails", why: "tests only: sidecar processes over rails of the kernel, from outside"},
+	{dir: "test/skew", why: "tests only: sidecar processes of several releases, from outside"},
 	{dir: "test/sim", why: "drives production executors over the simulated fabric: the one place that knows both",
 		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/spray", "internal/mem", "layout", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extProto}},
