@@ -436,6 +436,10 @@ func (n *Node) handler() http.Handler {
 	mux.Handle("GET /metrics", promhttp.HandlerFor(n.gather, promhttp.HandlerOpts{MaxRequestsInFlight: maxScrapes, Timeout: scrapeTimeout}))
 	mux.HandleFunc("GET /v1/node", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.describe()) })
 	mux.HandleFunc("GET /v1/reach", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.reach()) })
+	mux.HandleFunc("GET /v1/links", func(w http.ResponseWriter, _ *http.Request) {
+		replyJSON(w,
+			n.links())
+	})
 	mux.HandleFunc("GET /v1/layouts", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.layouts()) })
 	mux.HandleFunc("GET /debug/state", func(w http.ResponseWriter, _ *http.Request) { replyJSON(w, n.state()) })
 	return mux

@@ -92,6 +92,20 @@ func (e *Exec) Waiting(boot transfer.Boot) (chunks [spray.Priorities]int) {
 	return chunks
 }
 
+// Links is what was learned of each pair of rails to a peer, and how many bytes wait for a lane to
+// it, by priority: at most, for the last chunk of a layer is not full.
+func (e *Exec) Links(now Instant, boot transfer.Boot) (links []spray.Link,
+	waiting [spray.Priorities]uint64) {
+	p := e.peers[boot]
+	if p == nil {
+		return nil, waiting
+	}
+	for i, chunks := range p.rails.Waiting() {
+		waiting[i] = uint64(chunks) * transfer.ChunkBytes
+	}
+	return p.rails.Links(now), waiting
+}
+
 // Load returns it.
 func (e *Exec) Load() Load {
 	return Load{len(e.dests), e.nsource, len(e.inbound), len(e.pending), len(e.asked), len(e.describing), len(e.endpoints), len(e.peers),

@@ -71,6 +71,41 @@ func (s *Scheduler) View(now Instant) View {
 	return v
 }
 
+// Link is what was learned of one pair of rails to a peer, for programs that choose by it.
+type Link struct {
+	Path     Path
+	State    string // as in PairView
+	Lanes    int
+	InFlight uint64  // bytes
+	Window   uint64  // bytes
+	Rate     float64 // bytes per second, confirmed by the receiver
+	Samples  int     // that Rate was learned from; 0: it is what the links claim, or a guess
+	Age      Instant // since the last of them
+	Delay    Instant // the least time from a slice's start to its confirmation; 0: unknown
+	Fixed    Instant // of the prediction Fixed + Factor*bytes/Rate: what a slice takes beside its bytes
+	Factor   float64
+	Error    float64 // mean of |predicted - actual| / actual
+}
+
+// Links is what was learned of each pair of rails to the peer.
+func (p *Peer) Links(now Instant) []Link {
+	out := make([]Link, 0, len(p.pairs))
+	for _, q := range p.pairs {
+		v := q.view(now)
+		l := Link{Path: q.path, State: v.State, Lanes: v.Lanes, InFlight: v.InFlight, Window: v.Window,
+			Rate: v.Rate, Samples: v.Samples, Delay: v.Delay, Fixed: v.Fixed, Factor: v.Factor,
+			Error: v.Error}
+		if l.Samples > 0 {
+			l.Age = now - q.sampled
+		}
+		if l.Delay == 0 {
+			l.Delay = q.way
+		}
+		out = append(out, l)
+	}
+	return out
+}
+
 // RailView sums up what is known of one local rail, over all peers. Its counters never fall: those of pairs that were forgotten
 // stay in.
 type RailView struct {

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sidecar
+
+import (
+	"cmp"
+	"slices"
+
+	"github.com/kvspray/kvspray/control/spray"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// linksView is /v1/links: what this sidecar, as a sender, has learned of each pair of rails to each
+// peer, for programs that price a transfer before they ask for it. docs/protocol.md has the units.
+type linksView struct {
+	Node  string      `json:"node"`
+	Boot  string      `json:"boot"`
+	Peers []peerLinks `json:"peers"` // by endpoint
+}
+
+type peerLinks struct {
+	Boot     string            `json:"boot"`
+	Node     string            `json:"node"`     // as it calls itself
+	Endpoint string            `json:"endpoint"` // where we reached it; empty where it came to us
+	Claimed  string            `json:"claimed"`  // where it says that it serves
+	Waiting  map[string]uint64 `json:"waiting_bytes"`
+	Links    []linkView        `json:"links"` // by transport and rails
+}
+
+type linkView struct {
+	Transport string  `json:"transport"`
+	Local     string  `json:"local"`
+	Remote    string  `json:"remote"`
+	State     string  `json:"state"`
+	Lanes     int     `json:"lanes"`
+	Rate      float64 `json:"bytes_per_second"`
+	Samples   int     `json:"samples"`
+	Age       float64 `json:"sample_age_seconds"`
+	InFlight  uint64  `json:"in_flight_bytes"`
+	Window    uint64  `json:"window_bytes"`
+	Delay     float64 `json:"least_delay_seconds"`
+	Fixed     float64 `json:"fixed_seconds"`
+	Factor    float64 `json:"factor"`
+	Error     float64 `json:"prediction_error"`
+}
+
+// links holds the executor for one peer at a time: there may be a thousand of them.
+func (n *Node) links() linksView {
+	v := linksView{Node: n.cfg.Node, Boot: n.boot.String(), Peers: []peerLinks{}}
+	peers := map[transfer.Boot]peerLinks{}
+	n.dial.mu.Lock()
+	for boot, r := range n.dial.peers {
+		if boot != n.boot {
+			peers[boot] = peerLinks{Boot: boot.String(), Node: r.node, Endpoint: r.endpoint,
+				Claimed: r.claimed}
+		}
+	}
+	n.dial.mu.Unlock()
+	for boot, p := range peers {
+		now := n.enter()
+		links, waiting := n.d.ex.Links(now, boot)
+		n.leave()
+		p.Waiting = make(map[string]uint64, len(waiting))
+		for prio, bytes := range waiting {
+			p.Waiting[spray.Priority(prio).String()] = bytes
+		}
+		p.Links = make([]linkView, len(links))
+		for i, l := range links {
+			p.Links[i] = linkView{l.Path.Transport, l.Path.Local, l.Path.Remote, l.State, l.Lanes,
+				l.Rate, l.Samples, l.Age.Seconds(), l.InFlight, l.Window, l.Delay.Seconds(),
+				l.Fixed.Seconds(), l.Factor, l.Error}
+		}
+		slices.SortFunc(p.Links, func(a, b linkView) int {
+			return cmp.Or(cmp.Compare(a.Transport, b.Transport), cmp.Compare(a.Local, b.Local),
+				cmp.Compare(a.Remote, b.Remote))
+		})
+		v.Peers = append(v.Peers, p)
+	}
+	slices.SortFunc(v.Peers, func(a, b peerLinks) int {
+		return cmp.Or(cmp.Compare(a.Endpoint, b.Endpoint), cmp.Compare(a.Boot, b.Boot))
+	})
+	return v
+}
