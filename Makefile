@@ -89,12 +89,17 @@ test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB o
 test-truth: build env ## vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py
 
-FUZZTIME ?= 2m
+# Each target for FUZZTIME, and those of what strangers send, on lanes and sockets, for FUZZTIME_FOREIGN.
+FUZZTIME ?= 5m
+FUZZTIME_FOREIGN ?= 1h
+FUZZ_FOREIGN := internal/wire connector/msg control/peer transport/shm transport/gdr
 .PHONY: test-fuzz
-test-fuzz: ## Every fuzz target of the tree for FUZZTIME, 2 minutes each (nightly)
+test-fuzz: ## Every fuzz target for FUZZTIME, 5 minutes each, and FUZZTIME_FOREIGN, an hour, for parsers of lanes and sockets
 	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
+	  case " $(FUZZ_FOREIGN) " in *" $$dir "*) time=$(FUZZTIME_FOREIGN);; *) time=$(FUZZTIME);; esac; \
 	  for name in $$(grep -ho '^func Fuzz[A-Za-z0-9]*' $$dir/*_test.go | cut -d' ' -f2); do \
-	    echo "== $$dir $$name"; go test ./$$dir -run '^$$' -fuzz "^$$name\$$" -fuzztime $(FUZZTIME) || exit 1; done; done
+	    echo "== $$dir $$name, $$time"; \
+	    go test ./$$dir -run '^$$' -fuzz "^$$name\$$" -fuzztime $$time || exit 1; done; done
 
 .PHONY: test-sim
 test-sim: ## 10,000 random fault schedules, a million slices between 1,000 nodes, the late-write attacks 1,000 times; costs without -race

@@ -96,8 +96,12 @@ func free(t *testing.T) string {
 
 func wait(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !ok(); time.Sleep(10 * time.Millisecond) {
-		if time.Now().After(end) {
+	end, look := time.After(patience), time.NewTicker(10*time.Millisecond)
+	defer look.Stop()
+	for !ok() {
+		select {
+		case <-look.C:
+		case <-end:
 			t.Fatalf("%s did not come within %s", what, patience)
 		}
 	}
