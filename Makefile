@@ -89,12 +89,12 @@ test-laws: ## The laws of parseblock with 100,000 random cases each, and 4 GiB o
 test-truth: build env ## vLLM's own tensors, moved and read back, and a real hybrid model that goes on from moved states (nightly)
 	KVSPRAY_TRUTH=1 KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q test/e2e/test_truth.py test/e2e/test_truth_layouts.py
 
-# Each target for FUZZTIME, and those of what strangers send, on lanes and sockets, for FUZZTIME_FOREIGN.
+# Each target has FUZZTIME, and those of what others send, on lanes and sockets, FUZZTIME_FOREIGN.
 FUZZTIME ?= 5m
 FUZZTIME_FOREIGN ?= 1h
 FUZZ_FOREIGN := internal/wire connector/msg control/peer transport/shm transport/gdr
 .PHONY: test-fuzz
-test-fuzz: ## Every fuzz target for FUZZTIME, 5 minutes each, and FUZZTIME_FOREIGN, an hour, for parsers of lanes and sockets
+test-fuzz: ## Every fuzz target for FUZZTIME (5m each), parsers of lanes and sockets for FUZZTIME_FOREIGN (1h)
 	@for dir in $$(git ls-files '*_test.go' | xargs grep -l '^func Fuzz' | xargs -n1 dirname | sort -u); do \
 	  case " $(FUZZ_FOREIGN) " in *" $$dir "*) time=$(FUZZTIME_FOREIGN);; *) time=$(FUZZTIME);; esac; \
 	  for name in $$(grep -ho '^func Fuzz[A-Za-z0-9]*' $$dir/*_test.go | cut -d' ' -f2); do \
@@ -111,7 +111,7 @@ test-mutants: ## Take lines out of the production code, one at a time: the simul
 	go run ./test/sim/mutants
 
 .PHONY: test-skew
-test-skew: ## Sidecars of the last release, of this tree and of two made-up ones, each beside each other
+test-skew: ## Sidecars of this tree beside those of the last release and of two made-up ones
 	KVSPRAY_MUST_RUN=git go test -count=1 -v ./test/skew | grep -v '^=== '
 
 .PHONY: test-py

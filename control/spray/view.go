@@ -79,7 +79,7 @@ type Link struct {
 	InFlight uint64  // bytes
 	Window   uint64  // bytes
 	Rate     float64 // bytes per second, confirmed by the receiver
-	Samples  int     // that Rate was learned from; 0: it is what the links claim, or a guess
+	Samples  int     // that Rate was learned from; 0: it is a claim of the links, or a guess
 	Age      Instant // since the last of them
 	Delay    Instant // the least time from a slice's start to its confirmation; 0: unknown
 	Fixed    Instant // of the prediction Fixed + Factor*bytes/Rate: what a slice takes beside its bytes

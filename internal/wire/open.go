@@ -237,8 +237,8 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 		return nil, err
 	}
 	if a.verdict == OpenVersion {
-		return nil, fmt.Errorf("wire: open %s lane: we speak %s, the peer %s: %w; upgrade the older of the two",
-			p.Purpose, p.Versions, a.versions, ErrVersion)
+		return nil, fmt.Errorf("wire: open %s lane: we speak %s, the peer %s: %w; %s",
+			p.Purpose, p.Versions, a.versions, ErrVersion, upgrade(p.Versions, a.versions))
 	}
 	if a.verdict != OpenOK {
 		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w: %s", p.Purpose, p.Peer, ErrRefused, a.verdict)

@@ -46,9 +46,18 @@ func Choose(ours, theirs Versions) (Version, error) {
 	}
 	v := min(ours.Max, theirs.Max)
 	if v < ours.Min || v < theirs.Min {
-		return 0, fmt.Errorf("wire: we speak %s, the peer %s: %w; upgrade the older of the two", ours, theirs, ErrVersion)
+		return 0, fmt.Errorf("wire: we speak %s, the peer %s: %w; %s", ours, theirs, ErrVersion,
+			upgrade(ours, theirs))
 	}
 	return v, nil
+}
+
+// upgrade is the remedy where two ranges have no version in common.
+func upgrade(ours, theirs Versions) string {
+	if theirs.Min > ours.Max {
+		return "upgrade this sidecar"
+	}
+	return "upgrade the peer"
 }
 
 // Errors that callers tell apart.
