@@ -205,7 +205,7 @@ func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
 // prefer has control frames go over the rail in front of which the least waits.
 func (n *Node) prefer(to transfer.Boot) {
 	n.d.mu.Lock()
-	rail, ok := n.d.ex.Quickest(to, config.TransTCP)
+	rail, ok := n.d.ex.Quickest(n.now(), to, config.TransTCP)
 	n.d.mu.Unlock()
 	var addr netip.Addr
 	if r, here := n.rails.find(config.TransTCP, rail); ok && here {

@@ -60,7 +60,7 @@ func (h host) LaneUp(l transport.Lane) {
 	n.metrics.LaneUp(l.Backend(), l.Local())
 	n.log.Debug("lane up", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "remote", l.Remote())
 	in := exec.LaneInfo{ID: l.ID(), Peer: l.Peer(), Backend: l.Backend(), Local: l.Local(), Remote: l.Remote(),
-		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Tells: caps.Tells}
+		SliceBytes: caps.SliceBytes, MaxInFlight: l.MaxInFlight(), Apart: caps.SameHost, Tells: caps.Tells}
 	_, in.Rouses = l.(transport.Rouser)
 	if caps.DeviceSlice > 0 && n.gpus.inUse() {
 		in.SliceBytes = caps.DeviceSlice

@@ -324,6 +324,7 @@ type LaneInfo struct {
 	SliceBytes  int
 	MaxInFlight int           // slices
 	Way         time.Duration // the round trip when it came up; 0: unknown
+	Apart       bool          // other peers' lanes over its local rail are not in its way
 	Tells       bool          // a transport.Meter: it may be asked what has been received
 	Rouses      bool          // a transport.Rouser
 }

@@ -39,7 +39,7 @@ func (e *Exec) rank(backend string) int {
 func (e *Exec) LaneUp(now Instant, in LaneInfo) error {
 	p := e.peer(in.Peer)
 	err := e.spray.LaneUp(now, p.rails, spray.LaneInfo{ID: in.ID, Path: spray.Path{Transport: in.Backend, Local: in.Local, Remote: in.Remote},
-		Rank: e.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight, Tells: in.Tells, Way: in.Way})
+		Rank: e.rank(in.Backend), Tier: in.Tier, Gbps: in.Gbps, SliceBytes: in.SliceBytes, MaxSlices: in.MaxInFlight, Apart: in.Apart, Tells: in.Tells, Way: in.Way})
 	if err != nil {
 		return fmt.Errorf("exec: lane to peer %s: %w", in.Peer, err)
 	}
@@ -148,13 +148,15 @@ func (e *Exec) disowned(now Instant, snd *Sending) {
 
 // assign gives work to lanes: those of a peer that has news.
 func (e *Exec) assign(now Instant) {
-	for i := 0; i < len(e.touched); i++ {
-		p := e.touched[i]
-		p.dirty = false
-		e.touched[i] = nil
-		e.assignPeer(now, p)
+	for again := true; again; again = e.spray.Wake(now, e.touchRails) {
+		for i := 0; i < len(e.touched); i++ {
+			p := e.touched[i]
+			p.dirty = false
+			e.touched[i] = nil
+			e.assignPeer(now, p)
+		}
+		e.touched = e.touched[:0]
 	}
-	e.touched = e.touched[:0]
 	if len(e.late) > 0 {
 		e.out = append(e.out, e.late...)
 		clear(e.late)

@@ -218,6 +218,7 @@ type LaneInfo struct {
 	SliceBytes int     // the longest slice that suits it
 	MaxSlices  int     // in flight
 	Way        Instant // the round trip when it came up; 0: unknown
+	Apart      bool    // other peers' lanes over its local rail are not in its way
 	Tells      bool    // received bytes within a slice are told through Moved: its silence is silence
 }
 

@@ -44,6 +44,8 @@ type pair struct {
 	b1       float64
 	spare    *lane // the one that background leaves alone; nil: there are not two
 
+	out *place // at the local rail; nil: nobody else can be in its way there
+
 	path   Path
 	peer   *Peer
 	index  int // in peer.pairs
@@ -58,15 +60,16 @@ type pair struct {
 	sampled   Instant // the last one
 	seen      Instant // the last decay or sample
 	lat       [2]Instant
-	latAt     Instant // begin of lat[0]; lat[1] is the span before
-	err       float64 // mean of |predicted - actual| / actual
-	delivered uint64  // bytes
-	delivAt   Instant // the last of them, or the begin of the busy period
-	moved     Instant // the last time that anything came back
-	clean     Instant // the last time that a slice found next to nothing before it, or that the pair was idle
-	patience  Instant // of draining
-	credit    uint64  // the most that its receiver wants to wait for it; 0: no word of it
-	way       Instant // the round trip when its lanes came up, the least of them; 0: unknown
+	latBytes  [2]uint64 // of the slices that showed them
+	latAt     Instant   // begin of lat[0]; lat[1] is the span before
+	err       float64   // mean of |predicted - actual| / actual
+	delivered uint64    // bytes
+	delivAt   Instant   // the last of them, or the begin of the busy period
+	moved     Instant   // the last time that anything came back
+	clean     Instant   // the last time that a slice found next to nothing before it, or that the pair was idle
+	patience  Instant   // of draining
+	credit    uint64    // the most that its receiver wants to wait for it; 0: no word of it
+	way       Instant   // the round trip when its lanes came up, the least of them; 0: unknown
 
 	// Health, with state.
 	down     bool // a link is
@@ -161,8 +164,19 @@ func (q *pair) load() uint64 { return q.inflight - q.stalled }
 // expect predicts the time from now until the last of len more bytes is confirmed.
 func (q *pair) expect(n uint64) float64 { return q.b0 + q.b1*float64(q.load()+n)/q.bw }
 
+// expectAt is expect with what others have in flight over the local rail.
+func (q *pair) expectAt(now Instant, n uint64) float64 {
+	v := q.expect(n)
+	if q.crowded() {
+		v = max(v, q.b0+q.b1*(float64(q.out.queue(now))+float64(n)/q.out.bw))
+	}
+	return v
+}
+
 // score ranks pairs for memory at a place: less is better.
-func (q *pair) score(n uint64, at Place) float64 { return tierPenalty[q.tierAt(at)] * q.expect(n) }
+func (q *pair) score(now Instant, n uint64, at Place) float64 {
+	return tierPenalty[q.tierAt(at)] * q.expectAt(now, n)
+}
 
 // usable reports that real work may go there.
 func (q *pair) usable() bool { return q.live > 0 && q.state <= Readmitted }
@@ -219,9 +233,11 @@ func (q *pair) pick(prio Priority, urgent bool) *lane {
 
 // least is the least delay that was seen lately from post to confirmation, of slices that found next to nothing before them: that of the
 // path, and the time of one slice on the wire. (What that time is cannot be taken off: as long as the path is not full, nobody knows how
-// fast it is.) 0: unknown.
+// fast it is.) Without any such slice it is the round trip of when the lanes came up; 0: unknown.
 func (q *pair) least() Instant {
 	switch {
+	case q.lat[0] == 0 && q.lat[1] == 0:
+		return q.way
 	case q.lat[1] == 0:
 		return q.lat[0]
 	case q.lat[0] == 0:
@@ -244,6 +260,7 @@ func (q *pair) drain(now Instant) {
 		q.drained(now) // whatever goes first will see it
 	case q.draining && now >= q.patience:
 		q.drained(now) // something does not end; that is judged elsewhere
+	case q.crowded(): // where others keep the local rail busy, closing this window shows nothing
 	case q.peer.draining == nil && q.peer.policy == Spray && q.usable() && q.samples > 0 && now-q.clean >= max(drainEvery, drainDelays*q.least()):
 		q.peer.draining, q.draining, q.patience = q, true, now+lateFactor*Instant(q.expect(0))
 	}
@@ -303,8 +320,9 @@ func (q *pair) cut(prio Priority) uint64 {
 // ewma moves v towards the newest sample by its weight, which is the weight of the *new* one.
 func ewma(v, sample, weight float64) float64 { return v + weight*(sample-v) }
 
-// learn takes the confirmation of f.
-func (q *pair) learn(now Instant, f *flight) {
+// learn takes the confirmation of f. out is the rate of the local rail while f was in flight, if that
+// is what f waited for, beside slices of others: alone there, the pair would be as fast; 0: it is not.
+func (q *pair) learn(now Instant, f *flight, out float64) {
 	took := max(now-f.posted, 1)
 	q.count.Bytes += f.bytes
 
@@ -312,11 +330,15 @@ func (q *pair) learn(now Instant, f *flight) {
 	// up in neither.
 	rate := float64(q.delivered-f.delivered) / float64(max(now-f.begin, time.Microsecond))
 	rate = min(max(rate, smallest), maxClaim)
-	if f.limited && q.samples > 0 {
+	limited := f.limited && !(q.crowded() && q.b1 > lateFactor) // single slices that take twice as long as they should prove that it is slower
+	switch {
+	case out > 0:
+		rate, limited = out, false
+	case limited && q.samples > 0:
 		// The rail could have done more. That it did as much is proved by the slice alone: other confirmations come late, and then together.
 		rate = float64(f.bytes) / float64(took)
 	}
-	if !f.limited || rate > q.bw || q.samples == 0 {
+	if !limited || rate > q.bw || q.samples == 0 {
 		q.bw = ewma(q.bw, rate, max(alpha, 1/float64(q.samples+1)))
 	}
 	q.samples = min(q.samples+1, 1<<20)
@@ -333,8 +355,9 @@ func (q *pair) learn(now Instant, f *flight) {
 	if f.clean {
 		if q.lat[0] == 0 || now-q.latAt > latencySpan {
 			q.lat[1], q.lat[0], q.latAt = q.lat[0], took, now
-		} else {
-			q.lat[0] = min(q.lat[0], took)
+			q.latBytes[1], q.latBytes[0] = q.latBytes[0], f.bytes
+		} else if took < q.lat[0] {
+			q.lat[0], q.latBytes[0] = took, f.bytes
 		}
 	}
 	q.resize()

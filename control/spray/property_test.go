@@ -71,6 +71,7 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 	if len(s.busy) != len(lanes) {
 		return fmt.Errorf("%d lanes are busy, %d counted", len(lanes), len(s.busy))
 	}
+	loads, turns := map[*egress]uint64{}, map[*egress]int{}
 	for _, p := range peers {
 		if p.flights != all[p].flights || p.hedged != hedged[p] {
 			return fmt.Errorf("peer: %d slices, %d of hedges: counted %d and %d", all[p].flights, hedged[p], p.flights, p.hedged)
@@ -103,6 +104,17 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 			if q.state == Probing {
 				probing++
 			}
+			if o := q.out; o != nil {
+				if o.counted != q.load() {
+					return fmt.Errorf("pair %s: %d bytes move, %d counted at its local rail", q.path, q.load(), o.counted)
+				}
+				loads[o.egress] += o.counted
+				for prio := range numPriorities {
+					if o.turn[prio].Queued() {
+						turns[o.egress]++
+					}
+				}
+			}
 			if q.draining != (p.draining == q) || q.draining && q.state > Readmitted {
 				return fmt.Errorf("pair %s: draining %v, and the peer thinks otherwise, or it is %s", q.path, q.draining, q.state)
 			}
@@ -130,6 +142,11 @@ func check(s *Scheduler, peers []*Peer, flows []*Flow) error {
 		}
 		if backlog != p.backlog {
 			return fmt.Errorf("peer: %v chunks wait, %v counted", backlog, p.backlog)
+		}
+	}
+	for n, e := range s.egresses {
+		if e.load != loads[e] || e.waiting != turns[e] || e.pairs == 0 || !(e.bw > 0) || e.cleared > e.posted {
+			return fmt.Errorf("local rail %v: %d bytes and %d turns, its pairs have %d and %d; rate %v", n, e.load, e.waiting, loads[e], turns[e], e.bw)
 		}
 	}
 	for _, f := range flows {
@@ -226,18 +243,22 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 		lanes = append(lanes, up{last, p})
 	}
 	pull := func() {
-		for _, p := range peers {
-			for n := 0; ; n++ {
-				sl, ok := s.Pull(now, p)
-				if !ok {
-					break
-				}
-				fail(declared(s, sl))
-				sent = append(sent, sl)
-				if n > 10000 {
-					t.Fatalf("seed %d: pulls without end", seed)
+		for again := true; again; again = s.Wake(now, func(*Peer) {}) {
+			for _, p := range peers {
+				for n := 0; ; n++ {
+					sl, ok := s.Pull(now, p)
+					if !ok {
+						break
+					}
+					fail(declared(s, sl))
+					sent = append(sent, sl)
+					if n > 10000 {
+						t.Fatalf("seed %d: pulls without end", seed)
+					}
 				}
 			}
+		}
+		for _, p := range peers {
 			// Nothing starves: where a lane could take something, something is under way.
 			live := false
 			for _, q := range p.pairs {
@@ -249,7 +270,13 @@ func randomOrder(t *testing.T, seed uint64) (passed int) {
 					waits -= int(f.Waiting())
 				}
 			}
-			if live && waits > 0 && p.flights == 0 {
+			turn := false // it waits for what others have in flight on the same rail
+			for _, q := range p.pairs {
+				for prio := range numPriorities {
+					turn = turn || q.out != nil && q.out.turn[prio].Queued() && q.out.load > 0
+				}
+			}
+			if live && waits > 0 && p.flights == 0 && !turn {
 				t.Fatalf("seed %d: %d chunks wait beside idle lanes", seed, waits)
 			}
 		}

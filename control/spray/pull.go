@@ -75,11 +75,11 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		}
 		run, avoid := f.next()
 		fresh := avoid == 0 && f.retries() == 0
-		q, limit := s.choose(p, f, run, avoid, urgent)
+		q, limit := s.choose(now, p, f, run, avoid, urgent)
 		if q == nil && avoid != 0 && f.fresh.Count() > 0 && !f.parked {
 			// What failed waits for another pair than the one that failed it. What was never sent does not wait with it.
 			fresh = true
-			q, limit = s.choose(p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
+			q, limit = s.choose(now, p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
 		}
 		if q == nil {
 			if f.parked {
@@ -105,7 +105,7 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 }
 
 // choose is the pair that takes the next slice of f, and how many chunks; nil: none should now.
-func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, urgent bool) (*pair, uint32) {
+func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16, urgent bool) (*pair, uint32) {
 	if s.cfg.Policy != Spray {
 		return s.static(p, f)
 	}
@@ -139,11 +139,15 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 			full = q
 			continue
 		}
+		if !q.admits(now, f.prio, urgent && f.prio != DecodeWaits) {
+			s.await(q, f.prio)
+			continue
+		}
 		if int(avoid) == q.index+1 {
 			shunned = q
 			continue
 		}
-		if v := q.score(n, f.at); best == nil || v < score {
+		if v := q.score(now, n, f.at); best == nil || v < score {
 			best, score = q, v
 		}
 	}
@@ -168,7 +172,7 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 	// Near the end: leave it to the others if they are done with everything before best is done with this. Something of
 	// theirs is in flight then, and asks again. The one to avoid would not take it.
 	var rate float64
-	load, fixed, near := uint64(0), maxB0, uint8(len(tierPenalty)-1)
+	load, fixed, near, flying := uint64(0), maxB0, uint8(len(tierPenalty)-1), false
 	for _, q := range p.pairs {
 		if !q.usable() || f.class(q) != class || int(avoid) == q.index+1 {
 			continue
@@ -176,13 +180,14 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 		near = min(near, q.tierAt(f.at))
 		if q != best {
 			rate += q.bw
-			load += q.load()
+			flying = flying || q.load() > 0
+			load += q.ahead(now)
 		}
 		if q.b0 < fixed {
 			fixed = q.b0
 		}
 	}
-	if load > 0 {
+	if flying {
 		others := fixed + (float64(load)+float64(p.waits(f.prio))*transfer.ChunkBytes)/rate
 		if score/tierPenalty[near] > tailSlack*others { // being far costs only where something is nearer
 			return nil, 0
@@ -193,14 +198,14 @@ func (s *Scheduler) choose(p *Peer, f *Flow, run transfer.Range, avoid uint16, u
 
 // Quickest is the pair of rails of a transport over which a short message gets to p soonest, for what is not sent by lanes of this package and
 // finds the same queues before it. False: none is in use.
-func (s *Scheduler) Quickest(p *Peer, transport string) (Path, bool) {
+func (s *Scheduler) Quickest(now Instant, p *Peer, transport string) (Path, bool) {
 	var best *pair
 	var score float64
 	for _, q := range p.pairs {
 		if !q.usable() || q.path.Transport != transport {
 			continue
 		}
-		if v := q.expect(0); best == nil || v < score {
+		if v := q.expectAt(now, 0); best == nil || v < score {
 			best, score = q, v
 		}
 	}
@@ -335,7 +340,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 	var score float64
 	for _, q := range p.pairs {
 		if q.state == Healthy && q.live > 0 && q.room(transfer.ChunkBytes, LayerStream, false) {
-			if v := q.score(transfer.ChunkBytes, 0); best == nil || v < score {
+			if v := q.score(now, transfer.ChunkBytes, 0); best == nil || v < score {
 				best, score = q, v
 			}
 		}
@@ -361,7 +366,7 @@ func (s *Scheduler) hedge(now Instant, p *Peer) (Slice, bool) {
 				if left < hedgeFloor {
 					continue
 				}
-				if g := float64(left) - hedgeGain*penalty(best.tierAt(f.at), q.tierAt(f.at))*best.expect(fl.bytes); g > gain {
+				if g := float64(left) - hedgeGain*penalty(best.tierAt(f.at), q.tierAt(f.at))*best.expectAt(now, fl.bytes); g > gain {
 					victim, gain = i, g
 				}
 			}

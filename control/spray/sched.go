@@ -22,6 +22,9 @@ type Scheduler struct {
 	resting []*Flow                // those that wait because a transport refused them
 	past    map[railName]*Counters // of pairs that are forgotten
 	down    map[railName]bool      // our rails whose links are down
+
+	egresses map[railName]*egress
+	awaited  []*egress // for which a pair waits
 }
 
 // Peer is one other process, with the pairs of rails that lead there and the flows that want to go there.
@@ -73,9 +76,15 @@ type flight struct {
 	forgiven  Instant // of its age: we were asleep
 	begin     Instant // of the busy period that counts for its rate sample
 	delivered uint64  // of the pair, then
-	ahead     uint64  // in flight on the pair before it
+	ahead     uint64  // in flight on the pair, or waiting at the local rail, before it
+
+	mark         uint64 // of its egress, as egress.posted; 0: it has none
+	outDelivered uint64
+	outBegin     Instant
+	outLeft      Instant // when it would have left the local rail
 
 	live    bool
+	outBusy bool // it found a queue at the local rail
 	limited bool // the rail was not kept busy: its rate says little
 	clean   bool // it found next to nothing before it: what it takes is the delay of the path
 	probe   bool
@@ -88,7 +97,8 @@ type flight struct {
 
 // New returns a scheduler without peers.
 func New(cfg Config) *Scheduler {
-	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{}, past: map[railName]*Counters{}, down: map[railName]bool{}}
+	return &Scheduler{cfg: cfg.withDefaults(), lanes: map[uint64]*lane{}, past: map[railName]*Counters{}, down: map[railName]bool{},
+		egresses: map[railName]*egress{}}
 }
 
 // Peer adds a peer.
@@ -103,6 +113,7 @@ func (s *Scheduler) Forget(p *Peer) {
 	if i := slices.Index(s.peers, p); i >= 0 {
 		s.peers = slices.Delete(s.peers, i, i+1)
 		for _, q := range p.pairs {
+			s.exit(q)
 			s.bury(q)
 		}
 	}
@@ -186,6 +197,7 @@ func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 	if len(p.pairs) < MaxPairs {
 		q := &pair{path: in.Path, peer: p, index: len(p.pairs), neutral: claimed(in.Gbps)}
 		p.pairs = append(p.pairs, q)
+		s.enter(q, in.Apart)
 		return q, nil
 	}
 	if idle == nil {
@@ -196,7 +208,9 @@ func (s *Scheduler) pair(p *Peer, in LaneInfo) (*pair, error) {
 	}
 	s.bury(idle)
 	idle.drained(0)
+	s.exit(idle)
 	*idle = pair{path: in.Path, peer: p, index: idle.index, neutral: claimed(in.Gbps)}
+	s.enter(idle, in.Apart)
 	return idle, nil
 }
 
@@ -239,6 +253,7 @@ func (q *pair) recount() {
 	} else {
 		q.shared -= q.spare.most(false)
 	}
+	q.tally()
 }
 
 // post puts r of f on l. A probe has no attempt and counts as no copy.
@@ -258,8 +273,8 @@ func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attemp
 	}
 	fl := &s.flights[i]
 	*fl = flight{flow: f, lane: l, r: r, bytes: bytes, use: fl.use + 1, prev: l.tail, next: -1, posted: now,
-		predicted: Instant(q.expect(bytes)), delivered: q.delivered, ahead: q.load(), live: true, probe: attempt == 0}
-	load := fl.ahead + bytes
+		predicted: Instant(q.expectAt(now, bytes)), delivered: q.delivered, ahead: q.ahead(now), live: true, probe: attempt == 0}
+	load := q.load() + bytes
 	fl.limited = load <= uint64(q.holds())+q.cut(f.prio) && load+q.cut(f.prio) <= q.most(f.prio)
 	if fl.clean = fl.ahead <= q.shallow(); fl.clean {
 		q.drained(now)
@@ -268,6 +283,7 @@ func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attemp
 		q.delivAt = now
 	}
 	fl.begin = q.delivAt
+	q.leaves(now, fl)
 	if l.tail >= 0 {
 		s.flights[l.tail].next = i
 	} else {
@@ -284,6 +300,7 @@ func (s *Scheduler) post(now Instant, l *lane, f *Flow, r transfer.Range, attemp
 	} else {
 		q.stalled += bytes
 	}
+	q.tally()
 	q.peer.flights++
 	f.flights++
 	if s.live++; s.live == 1 {
@@ -385,6 +402,10 @@ func (s *Scheduler) unlink(fl *flight, i int32) {
 	if fl.passed {
 		l.passed -= fl.bytes
 	}
+	q.tally()
+	if q.out != nil && fl.mark > 0 {
+		q.out.flights[fl.flow.prio]--
+	}
 	q.peer.flights--
 	fl.flow.flights--
 	if fl.hedge {
@@ -417,8 +438,9 @@ func (s *Scheduler) judge(now Instant, fl *flight, v Verdict) {
 	switch v {
 	case Confirmed, Superseded:
 		q.delivered += fl.bytes
+		rate := q.left(now, fl)
 		if v == Confirmed {
-			q.learn(now, fl)
+			q.learn(now, fl, rate)
 		}
 		q.delivAt = now
 		q.peer.moved = now
@@ -451,6 +473,7 @@ func (s *Scheduler) alive(now Instant, l *lane) {
 			l.pair.stalled += fl.bytes
 		}
 	}
+	l.pair.tally()
 	l.moved, l.pair.moved = now, now
 }
 

@@ -167,22 +167,22 @@ func TestQuickest(t *testing.T) {
 	m := newModel(t, Config{})
 	m.rail(gbit, 100*time.Microsecond, 2)
 	m.rail(gbit/50, 100*time.Microsecond, 2)
-	if _, ok := m.s.Quickest(m.p, "shm"); ok {
+	if _, ok := m.s.Quickest(m.now, m.p, "shm"); ok {
 		t.Error("a rail of a transport that is not there")
 	}
 	m.open(Background, 1<<30)
 	for range 100 {
 		m.wait(ms)
-		if p, ok := m.s.Quickest(m.p, "tcp"); !ok || p.Local != "r0" {
+		if p, ok := m.s.Quickest(m.now, m.p, "tcp"); !ok || p.Local != "r0" {
 			t.Fatalf("%v: %v, %v", m.now, p, ok)
 		}
 	}
 	m.s.RailDown(m.now, nil, "tcp", "r0")
-	if p, ok := m.s.Quickest(m.p, "tcp"); !ok || p.Local != "r1" {
+	if p, ok := m.s.Quickest(m.now, m.p, "tcp"); !ok || p.Local != "r1" {
 		t.Errorf("the fast rail's link is down: %v, %v", p, ok)
 	}
 	m.s.RailDown(m.now, nil, "tcp", "r1")
-	if p, ok := m.s.Quickest(m.p, "tcp"); ok {
+	if p, ok := m.s.Quickest(m.now, m.p, "tcp"); ok {
 		t.Errorf("both links are down: %v", p)
 	}
 }

@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package spray
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// fan is one host whose local rails lead to many peers. A slice stands in the queue of its local
+// rail, then in that of its peer's, and is confirmed a delay later.
+type fan struct {
+	*model
+	cfg    fanConfig
+	peers  []*Peer
+	near   []Instant // when a local rail will have moved what was posted on it
+	far    []Instant // the same for the rail of a peer
+	frozen []bool    // peers that confirm nothing
+	came   []uint64  // bytes, by peer
+	rails  map[uint64][2]int
+	gave   func(peer int, sl Slice)
+	dirty  map[*Peer]bool
+}
+
+type fanConfig struct {
+	peers, rails int
+	near         float64             // bytes per nanosecond
+	far          func(i int) float64 // of peer i; nil: no limit
+	delay        Instant
+}
+
+func newFan(t testing.TB, cfg fanConfig) *fan {
+	f := &fan{model: &model{t: t, s: New(Config{}), now: sec}, cfg: cfg, near: make([]Instant, cfg.rails), far: make([]Instant, cfg.peers),
+		frozen: make([]bool, cfg.peers), came: make([]uint64, cfg.peers), rails: map[uint64][2]int{}, dirty: map[*Peer]bool{}}
+	for i := range cfg.peers {
+		p := f.s.Peer(transfer.Boot{byte(i), byte(i >> 8)}, nil)
+		for r := range cfg.rails {
+			for range 2 {
+				f.lanes++
+				name := fmt.Sprint("eth", r)
+				if err := f.s.LaneUp(f.now, p, LaneInfo{ID: f.lanes, Path: Path{"tcp", name, name}, SliceBytes: 1 << 20, MaxSlices: 16, Way: cfg.delay}); err != nil {
+					t.Fatal(err)
+				}
+				f.rails[f.lanes] = [2]int{i, r}
+			}
+		}
+		f.peers = append(f.peers, p)
+	}
+	f.p = f.s.Peer(transfer.Boot{255, 255}, nil) // run pulls for it
+	f.tick()
+	return f
+}
+
+func (f *fan) tick() {
+	f.at(TickEvery, func() {
+		f.s.Tick(f.now, func(p *Peer) { f.dirty[p] = true })
+		f.assign()
+		f.tick()
+	})
+}
+
+// assign is that of the executor.
+func (f *fan) assign() {
+	touch := func(p *Peer) { f.dirty[p] = true }
+	for again := true; again; again = f.s.Wake(f.now, touch) {
+		for i, p := range f.peers {
+			if !f.dirty[p] {
+				continue
+			}
+			delete(f.dirty, p)
+			for sl, ok := f.s.Pull(f.now, p); ok; sl, ok = f.s.Pull(f.now, p) {
+				f.send(i, sl)
+			}
+		}
+	}
+}
+
+func (f *fan) send(i int, sl Slice) {
+	if f.gave != nil {
+		f.gave(i, sl)
+	}
+	r := f.rails[sl.Lane][1]
+	f.near[r] = max(f.near[r], f.now) + Instant(float64(sl.Bytes)/f.cfg.near)
+	there := f.near[r]
+	if f.cfg.far != nil {
+		there = max(f.far[i], there) + Instant(float64(sl.Bytes)/f.cfg.far(i))
+		f.far[i] = there
+	}
+	f.at(there-f.now+f.cfg.delay, func() {
+		if f.frozen[i] {
+			return
+		}
+		f.came[i] += sl.Bytes
+		f.s.End(f.now, sl.Cookie, Confirmed)
+		f.dirty[f.peers[i]] = true
+		f.assign()
+	})
+}
+
+func (f *fan) open(i int, prio Priority, bytes uint64) *Flow {
+	fl := f.s.Open(f.peers[i], prio, 0, space(f.t, bytes), nil)
+	fl.Ready(fl.space.All())
+	f.dirty[f.peers[i]] = true
+	f.assign()
+	return fl
+}
+
+// endless keeps a peer busy with flows of a priority.
+func (f *fan) endless(i int, prio Priority) { f.open(i, prio, 4<<30) }
+
+// rate is what came within d, by peer, in bytes per nanosecond.
+func (f *fan) rate(d Instant) (all []float64, sum float64) {
+	before := append([]uint64(nil), f.came...)
+	f.wait(d)
+	for i := range f.came {
+		v := float64(f.came[i]-before[i]) / float64(d)
+		all, sum = append(all, v), sum+v
+	}
+	return all, sum
+}
+
+// What a decode waits for takes little longer through a rail over which other peers are sent what
+// nobody waits for, or layers of a prefill; and they get their share, and the rail is full.
+func TestUrgentAmongPeers(t *testing.T) {
+	const bytes = 8 << 20
+	for _, c := range []struct {
+		prio  Priority
+		ratio float64
+	}{{Background, 1.3}, {LayerStream, 1.5}} {
+		for _, others := range []int{1, 4, 15, 60} {
+			f := newFan(t, fanConfig{peers: others + 1, rails: 1, near: 10 * gbit, delay: 50 * time.Microsecond})
+			urgent := func() Instant {
+				fl := f.open(0, DecodeWaits, bytes)
+				return f.run(10*sec, fl.landed)
+			}
+			f.run(sec, f.open(0, DecodeWaits, 64<<20).landed)
+			alone := urgent()
+			for i := range others {
+				f.endless(i+1, c.prio)
+			}
+			f.wait(sec)
+			var worst, mean Instant
+			const rounds = 20
+			for range rounds {
+				took := urgent()
+				worst, mean = max(worst, took), mean+took/rounds
+				f.wait(7 * ms)
+			}
+			_, sum := f.rate(sec)
+			t.Logf("8 MiB beside %s to %2d peers: %v alone, %v, %v at worst: %.2f, %.2f; %.3f of the rail", c.prio, others, alone, mean, worst,
+				float64(mean)/float64(alone), float64(worst)/float64(alone), sum/(10*gbit))
+			if float64(mean) > c.ratio*float64(alone) {
+				t.Errorf("8 MiB that a decode waits for take %v beside %s to %d other peers, and %v alone: want %v times at most", mean, c.prio, others, alone, c.ratio)
+			}
+			if sum < 0.97*10*gbit {
+				t.Errorf("%.3f of the rail is used beside that", sum/(10*gbit))
+			}
+		}
+	}
+}
+
+// Peers of equal class that share a rail get the same of it, and all of it is used; whoever is
+// limited by its own end leaves the rest to the others, and one that stops takes nothing along.
+func TestPeersShareARail(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		delay Instant
+		far   func(i int) float64
+		prio  Priority
+	}{
+		{"equal", 50 * time.Microsecond, nil, LayerStream},
+		{"background", 50 * time.Microsecond, nil, Background},
+		{"urgent", 50 * time.Microsecond, nil, DecodeWaits},
+		{"a long way", 5 * ms, nil, LayerStream},
+		{"ends of half the share", 50 * time.Microsecond, func(int) float64 { return 10 * gbit / 32 }, LayerStream},
+		{"ends of their share", 50 * time.Microsecond, func(int) float64 { return 10 * gbit / 16 }, LayerStream},
+		{"one slow end", 50 * time.Microsecond, func(i int) float64 {
+			if i == 3 {
+				return 10 * gbit / 160
+			}
+			return 10 * gbit
+		}, LayerStream},
+		{"one frozen", 50 * time.Microsecond, nil, LayerStream},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			const peers = 16
+			f := newFan(t, fanConfig{peers: peers, rails: 1, near: 10 * gbit, delay: c.delay, far: c.far})
+			for i := range peers {
+				f.endless(i, c.prio)
+			}
+			f.wait(sec)
+			frozen := c.name == "one frozen"
+			if frozen {
+				f.frozen[5] = true
+				_, sum := f.rate(100 * ms) // before it is suspect, too
+				t.Logf("the first 100 ms with one frozen: %.3f of the rail", sum/(10*gbit))
+				if sum < 0.95*10*gbit {
+					t.Errorf("beside one that has just stopped %.3f of the rail is used", sum/(10*gbit))
+				}
+			}
+			all, sum := f.rate(sec)
+			least, most, slow, want := 1e9, 0.0, 0.0, 10*gbit
+			for i, v := range all {
+				switch {
+				case c.name == "one slow end" && i == 3:
+					slow = v
+				case frozen && i == 5:
+				default:
+					least, most = min(least, v), max(most, v)
+				}
+			}
+			if c.name == "ends of half the share" {
+				want /= 2
+			}
+			t.Logf("%.3f of what there is, the least has %.3f of the most", sum/want, least/most)
+			full := 0.97
+			if c.name == "ends of their share" {
+				full = 0.95 // each end is full as long as it always has something, and so is the rail
+			}
+			if sum < full*want || least < 0.9*most {
+				t.Errorf("%.3f of what there is, the least has %.3f of the most: want %.2f and 0.9", sum/want, least/most, full)
+			}
+			if slow > 0 && slow < 0.9*10*gbit/160 {
+				t.Errorf("the slow end has %.3f of what it takes", slow/(10*gbit/160))
+			}
+		})
+	}
+}
+
+// An urgent chunk goes over an idle rail, and not behind what another peer has on a busy one.
+func TestPredictionSeesOtherPeers(t *testing.T) {
+	f := newFan(t, fanConfig{peers: 2, rails: 2, near: 10 * gbit, delay: 5 * ms})
+	for id, at := range f.rails {
+		if at == [2]int{1, 1} {
+			f.s.LaneDown(f.now, id) // peer 1 is reached over eth0 only
+		}
+	}
+	f.run(sec, f.open(0, DecodeWaits, 64<<20).landed) // both are known
+	f.endless(1, LayerStream)
+	f.wait(sec)
+	behind := 0
+	for range 100 {
+		var toB uint64
+		for _, q := range f.peers[1].pairs {
+			toB += q.load()
+		}
+		if toB >= 11<<20 { // else its window is closed for a moment, for the delay of the path to be seen
+			behind++
+		}
+		f.gave = func(peer int, sl Slice) {
+			if r := f.rails[sl.Lane][1]; peer == 0 && r == 0 && toB >= 11<<20 {
+				t.Errorf("an urgent chunk takes eth0 with %d MiB in flight, beside an idle eth1", toB>>20)
+			}
+		}
+		f.run(sec, f.open(0, DecodeWaits, 64<<10).landed)
+		f.gave = nil
+		f.wait(3 * ms)
+	}
+	if behind < 50 {
+		t.Errorf("11 MiB were in flight over eth0 in %d of 100 looks", behind)
+	}
+}
+
+// What is less urgent is sent to one peer while more urgent things are sent to others without end:
+// its share.
+func TestNoPeerStarves(t *testing.T) {
+	f := newFan(t, fanConfig{peers: 4, rails: 1, near: 10 * gbit, delay: 50 * time.Microsecond})
+	f.endless(0, DecodeWaits)
+	f.endless(1, DecodeWaits)
+	f.endless(2, LayerStream)
+	f.endless(3, Background)
+	f.wait(sec / 2)
+	all, sum := f.rate(sec)
+	t.Logf("of the rail %.3f: two urgent peers %.3f and %.3f, layers %.3f, background %.3f", sum/(10*gbit), all[0]/sum, all[1]/sum, all[2]/sum, all[3]/sum)
+	if urgent := all[0] + all[1]; all[2] < 0.9*urgent/8 || all[3] < 0.9*urgent/16 || sum < 0.97*10*gbit {
+		t.Errorf("of the rail %.3f: urgent %.3f, layers %.3f, background %.3f: want an eighth and a sixteenth", sum/(10*gbit), urgent/sum, all[2]/sum, all[3]/sum)
+	}
+}
