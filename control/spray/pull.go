@@ -1,6 +1,8 @@
 package spray
 
 import (
+	"math"
+
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -66,6 +68,7 @@ func (s *Scheduler) renew(now Instant, p *Peer) {
 
 // serve takes a slice from the first flows of one priority.
 func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Slice, bool) {
+	closed := uint32(math.MaxUint32) // chunks for which no pair has room, as a flow before has shown
 	for i := 0; i < min(p.queues[prio].Len(), scanFlows); i++ {
 		f := p.queues[prio].flow(i)
 		if f.deadline != 0 && now >= f.deadline {
@@ -74,16 +77,22 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 			continue
 		}
 		run, avoid := f.next()
+		if run.Count >= closed && !f.picky {
+			continue
+		}
 		fresh := avoid == 0 && f.retries() == 0
-		q, limit := s.choose(now, p, f, run, avoid, urgent)
+		q, limit, open := s.choose(now, p, f, run, avoid, urgent)
 		if q == nil && avoid != 0 && f.fresh.Count() > 0 && !f.parked {
 			// What failed waits for another pair than the one that failed it. What was never sent does not wait with it.
 			fresh = true
-			q, limit = s.choose(now, p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
+			q, limit, open = s.choose(now, p, f, f.fresh.Peek(maxSliceChunks), 0, urgent)
 		}
 		if q == nil {
-			if f.parked {
+			switch {
+			case f.parked:
 				i--
+			case !open && !f.picky:
+				closed = min(closed, run.Count)
 			}
 			continue
 		}
@@ -104,10 +113,12 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 	return Slice{}, false
 }
 
-// choose is the pair that takes the next slice of f, and how many chunks; nil: none should now.
-func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16, urgent bool) (*pair, uint32) {
+// choose is the pair that takes the next slice of f, and how many chunks; nil: none should now. open
+// is false where that is because none has room.
+func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, avoid uint16, urgent bool) (_ *pair, limit uint32, open bool) {
 	if s.cfg.Policy != Spray {
-		return s.static(p, f)
+		q, limit := s.static(p, f)
+		return q, limit, true
 	}
 	avail := uint64(run.Count) * transfer.ChunkBytes
 	if run.Count == 1 {
@@ -154,20 +165,20 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 	if usable == 0 {
 		if resting {
 			f.park()
-			return nil, 0
+			return nil, 0, true
 		}
-		return s.lastResort(p), 1
+		return s.lastResort(p), 1, true
 	}
 	if best == nil {
 		// A pair that failed these chunks gets them again only if there is no other.
 		if shunned != nil && usable == 1 {
-			return shunned, uint32(shunned.cut(f.prio) / transfer.ChunkBytes)
+			return shunned, uint32(shunned.cut(f.prio) / transfer.ChunkBytes), true
 		}
 		// A window full of what is late: one chunk finds out whether the pair still moves.
 		if full != nil && s.allLate(full) {
-			return full, 1
+			return full, 1, true
 		}
-		return nil, 0
+		return nil, 0, shunned != nil
 	}
 	// Near the end: leave it to the others if they are done with everything before best is done with this. Something of
 	// theirs is in flight then, and asks again. The one to avoid would not take it.
@@ -190,10 +201,10 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 	if flying {
 		others := fixed + (float64(load)+float64(p.waits(f.prio))*transfer.ChunkBytes)/rate
 		if score/tierPenalty[near] > tailSlack*others { // being far costs only where something is nearer
-			return nil, 0
+			return nil, 0, true
 		}
 	}
-	return best, uint32(best.cut(f.prio) / transfer.ChunkBytes)
+	return best, uint32(best.cut(f.prio) / transfer.ChunkBytes), true
 }
 
 // Quickest is the pair of rails of a transport over which a short message gets to p soonest, for what is not sent by lanes of this package and
