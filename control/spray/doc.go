@@ -20,6 +20,10 @@
 // Urgency. What a decode waits for may go one slice beyond the window, and finds before it what background left in flight: so
 // background has a window of its own, a smaller one, and stays off one lane of each pair, whose stream is then free.
 //
+// Local rails. Peers share our rails, and so the queue in front of each (egress). Predictions include
+// what others have posted there, and where a rail is shared, pairs add to its queue in turns: the more
+// urgent first, equals by the bytes that they were given. Wake says whose turn it is.
+//
 // Health. A lane that brings nothing for Config.Suspect is suspect: it is passed over and its chunks are free for others. A pair is
 // excluded for errors, and for silence while its peers moved; it comes back through a probe (a copy of a chunk under way, as
 // attempt 0, which takes nothing from anybody), then in steps with growing windows. Where no pair is left, excluded ones
@@ -29,7 +33,7 @@
 // Invariants, checked after every step of the property tests:
 //   - a chunk that was made ready and has not landed waits, is in flight, or both; it is in flight twice only where the
 //     second copy was declared (hedge, probe, or after suspicion);
-//   - bytes in flight of a lane, a pair and a peer are the sum of their flights, retries included;
+//   - bytes in flight of a lane, a pair, a local rail and a peer are the sum of their flights, retries included;
 //   - every slice that Pull gave ends through End once; everything is bounded by the constants below.
 package spray
 
