@@ -78,7 +78,8 @@ func (n *Node) measure() {
 	for _, f := range i.grew {
 		f.listed.Store(false) // what comes from here on lists it again
 		if b := f.bytes.Swap(0); b > 0 && !f.gone.Load() {
-			i.out = append(i.out, exec.Inflow{Peer: f.name.peer, Transport: f.name.transport, Rail: f.name.rail, Gbps: f.gbps, Bytes: b})
+			i.out = append(i.out, exec.Inflow{Peer: f.name.peer, Transport: f.name.transport,
+				Rail: f.name.rail, Gbps: f.gbps, Bytes: b})
 		}
 	}
 	clear(i.grew)

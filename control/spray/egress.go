@@ -292,10 +292,12 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 	o.cleared = fl.mark
 	trip := q.trip(o.bw)
 	// A rail that moves less than it can has no queue, and what is late there waits at the peers.
-	if free := now - trip + Instant(float64(o.posted-o.cleared)/o.bw); o.full && !o.probing(now) || free < o.free {
+	free := now - trip + Instant(float64(o.posted-o.cleared)/o.bw)
+	if o.full && !o.probing(now) || free < o.free {
 		o.free = free
 	}
-	if !fl.outBusy || o.delivered-fl.outDelivered == q.delivered-fl.delivered || now-trip-fl.posted > 2*(fl.outLeft-fl.posted) {
+	alone := o.delivered-fl.outDelivered == q.delivered-fl.delivered
+	if !fl.outBusy || alone || now-trip-fl.posted > 2*(fl.outLeft-fl.posted) {
 		return 0
 	}
 	rate = float64(o.delivered-fl.outDelivered) / float64(max(now-fl.outBegin, time.Microsecond))
