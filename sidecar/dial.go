@@ -189,6 +189,23 @@ func (n *Node) peerDown(boot transfer.Boot, over bool) {
 	n.leave()
 }
 
+// leases counts what is bound to the lanes of a peer, in both directions.
+func (n *Node) leases(boot transfer.Boot) (count int) {
+	n.d.bindMu.RLock()
+	defer n.d.bindMu.RUnlock()
+	for k := range n.d.grants {
+		if k.peer == boot {
+			count++
+		}
+	}
+	for k := range n.d.origins {
+		if k.peer == boot {
+			count++
+		}
+	}
+	return count
+}
+
 func (d *dialer) knows(boot transfer.Boot) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()

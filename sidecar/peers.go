@@ -107,6 +107,9 @@ func (h handler) Control(boot transfer.Boot, f *peerv1.ControlFrame) {
 	h.n.frame(boot, f)
 }
 
+// Busy looks at what is bound to lanes: that is every lease whose bytes may move.
+func (h handler) Busy(boot transfer.Boot) bool { return h.n.leases(boot) > 0 }
+
 func (h handler) Describe(geometry, fingerprint [32]byte) ([]byte, bool) {
 	for _, w := range h.n.engine.Workers() {
 		if w.Geometry == geometry && (fingerprint == [32]byte{} || w.Fingerprint == fingerprint) {

@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
@@ -39,6 +40,9 @@ type Mesh struct {
 	calls  *callListener
 	gossip *gossip
 
+	gate    *admit.Gate // accepted connections that have proved nothing yet
+	refused admit.Log   // of what strangers can cause at will
+
 	mu         sync.Mutex // protects all below
 	started    bool
 	closed     bool
@@ -48,7 +52,6 @@ type Mesh struct {
 	sessions   map[transfer.Boot]*session
 	connecting map[string]bool   // true: asked for again meanwhile
 	conns      map[net.Conn]bool // accepted, until closed
-	opening    int
 	gone       map[transfer.Boot]bool
 	// addresses of sidecars whose release was refused; the log has each once
 	olderSaid map[string]bool
@@ -84,7 +87,9 @@ func New(opt Options) (*Mesh, error) {
 		return nil, err
 	}
 	m := &Mesh{opt: opt, log: opt.Log, pings: opt.Pings.withDefaults(), sessions: map[transfer.Boot]*session{}, connecting: map[string]bool{},
-		conns: map[net.Conn]bool{}, gone: map[transfer.Boot]bool{}, olderSaid: map[string]bool{}}
+		conns: map[net.Conn]bool{}, gone: map[transfer.Boot]bool{}, olderSaid: map[string]bool{},
+		gate: admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource})}
+	m.refused.Logger = opt.Log
 	if _, err := rand.Read(m.secret[:]); err != nil {
 		return nil, fmt.Errorf("peer: secret: %w", err)
 	}
@@ -350,8 +355,8 @@ func (m *Mesh) deliverSelf() {
 	m.mu.Unlock()
 }
 
-// laneUp takes a lane that has proved itself, and starts its reader, or reads in this goroutine where read is given.
-func (m *Mesh) laneUp(s *session, c net.Conn, addr string, attach []byte, inline func(func())) error {
+// laneUp takes a lane that has proved itself, and starts its reader, or reads in this goroutine until the lane ends.
+func (m *Mesh) laneUp(s *session, c net.Conn, addr string, attach []byte, inline bool) error {
 	l, err := newLane(c)
 	if err != nil {
 		return err
@@ -400,8 +405,8 @@ func (m *Mesh) laneUp(s *session, c net.Conn, addr string, attach []byte, inline
 		rerr := l.read(func(f *peerv1.ControlFrame) error { return s.take(l, f) })
 		m.laneDown(s, l, rerr)
 	}
-	if inline != nil {
-		inline(read)
+	if inline {
+		read()
 		return nil
 	}
 	m.goUnlessClosed(read, func() { _ = c.Close() })
@@ -554,8 +559,11 @@ func (m *Mesh) look(s *session, now time.Time) {
 	if missing || redial {
 		s.dialing, s.lastFill = true, now
 	}
+	unproved := away > openTimeout && !s.met && !s.dialing
 	s.mu.Unlock()
 	switch {
+	case unproved:
+		m.endIdle(s, errors.New("peer: no control lane came up within "+openTimeout.String()+" of its hello"))
 	case away > forgetAfter:
 		m.end(s, errors.New("peer: unreachable for "+forgetAfter.String()))
 	case redial:

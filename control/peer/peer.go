@@ -47,8 +47,11 @@ const (
 	maxHeldBytes    = 2 * maxUnackedBytes
 	maxLanes        = 2 * MaxAddrs // both ends may dial
 	maxConnects     = 128          // connects under way
-	maxOpening      = 256          // accepted connections that have not shown what they are
-	maxConns        = 4096         // accepted connections of all kinds
+	maxOpening      = 256          // accepted connections that have proved nothing yet
+	maxSource       = 64           // of these, from one address
+	maxConns        = 16 << 10     // accepted connections of all kinds
+	maxOwned        = MaxPeers / 2 // sessions of one certificate
+	maxUnproved     = MaxPeers / 8 // of these, without a lane ever
 	maxStreams      = 64           // concurrent calls on one gRPC connection
 	maxGone         = 4096         // superseded boots that are remembered
 
@@ -103,6 +106,8 @@ type Handler interface {
 	ConnectFailed(endpoint string, err error)
 	// Control takes one frame: in order per peer, each once. The handler owns f.
 	Control(boot transfer.Boot, f *peerv1.ControlFrame)
+	// Busy reports whether leases are open with boot: its session is then kept, however long it has no lane.
+	Busy(boot transfer.Boot) bool
 	// Describe returns the canonical layout behind a geometry hash; of several the one with that fingerprint, unless it is zero.
 	Describe(geometry, fingerprint [32]byte) ([]byte, bool)
 }

@@ -53,6 +53,7 @@ type node struct {
 	downs  []string
 	failed []error
 	got    map[transfer.Boot][]uint64
+	busy   map[transfer.Boot]bool
 	wake   chan struct{}
 }
 
@@ -69,6 +70,11 @@ func (n *node) PeerDown(b transfer.Boot, proved bool, _ error) {
 }
 func (n *node) ConnectFailed(_ string, err error) {
 	n.note(func() { n.failed = append(n.failed, err) })
+}
+func (n *node) Busy(b transfer.Boot) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.busy[b]
 }
 func (n *node) Describe(g, f [32]byte) ([]byte, bool) {
 	return fmt.Appendf(nil, "layout %d", f[0]), g[0] == 1 && f[0] != 9
@@ -123,7 +129,7 @@ func poll(t testing.TB, what string, ok func() bool) {
 
 func start(t testing.TB, change func(*Options)) *node {
 	t.Helper()
-	n := &node{t: t, got: map[transfer.Boot][]uint64{}, wake: make(chan struct{})}
+	n := &node{t: t, got: map[transfer.Boot][]uint64{}, busy: map[transfer.Boot]bool{}, wake: make(chan struct{})}
 	opt := Options{Node: "n", HostBoot: "h", Listen: "127.0.0.1:0", Handler: n, Version: "test",
 		Pings: Pings{Busy: 50 * time.Millisecond, Idle: 100 * time.Millisecond, Timeout: 300 * time.Millisecond, Tick: 20 * time.Millisecond}}
 	if _, err := rand.Read(opt.Boot[:]); err != nil {

@@ -170,7 +170,7 @@ func (m *Mesh) dialLane(ctx context.Context, s *session, to target) error {
 		err = ctx.Err()
 	}
 	if err == nil {
-		err = m.laneUp(s, c, to.addr, o.Attach, nil)
+		err = m.laneUp(s, c, to.addr, o.Attach, false)
 	}
 	if err != nil {
 		_ = c.Close()

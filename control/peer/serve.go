@@ -9,10 +9,9 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
-	"io"
+	"log/slog"
 	"net"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -31,152 +30,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// laneMagic begins every lane and no HTTP/2 preface or TLS record.
-var laneMagic = []byte("HLLO")
-
-// accept takes connections of one listener. calls: gRPC is served there too.
-func (m *Mesh) accept(ln net.Listener, calls bool) {
-	for {
-		c, err := ln.Accept()
-		if err != nil {
-			if m.ctx.Err() != nil || errors.Is(err, net.ErrClosed) { // SetControl closes some
-				return
-			}
-			m.log.Warn("accept", "address", ln.Addr().String(), "err", err)
-			select { // out of descriptors: let some go
-			case <-time.After(redialFirst):
-				continue
-			case <-m.ctx.Done():
-				return
-			}
-		}
-		m.mu.Lock()
-		if m.closed || m.opening >= maxOpening || len(m.conns) >= maxConns {
-			m.mu.Unlock()
-			_ = c.Close()
-			continue
-		}
-		m.opening++
-		m.conns[c] = true
-		m.wg.Go(func() { m.open(c, calls) })
-		m.mu.Unlock()
-	}
-}
-
-func (m *Mesh) forget(c net.Conn) {
-	_ = c.Close()
-	m.mu.Lock()
-	delete(m.conns, c)
-	m.mu.Unlock()
-}
-
-// open finds out what a connection is.
-func (m *Mesh) open(c net.Conn, calls bool) {
-	opened := sync.OnceFunc(func() {
-		m.mu.Lock()
-		m.opening--
-		m.mu.Unlock()
-	})
-	defer opened()
-	var head [4]byte
-	err := c.SetDeadline(time.Now().Add(openTimeout))
-	if err == nil {
-		_, err = io.ReadFull(c, head[:])
-	}
-	if err != nil {
-		m.forget(c)
-		return
-	}
-	if !bytes.Equal(head[:], laneMagic) {
-		if err := c.SetDeadline(time.Time{}); err != nil || !calls || !m.calls.give(&replayConn{Conn: c, head: head[:], done: func() { m.forget(c) }}) {
-			m.forget(c)
-		}
-		return
-	}
-	var s *session
-	rw := struct {
-		io.Reader
-		io.Writer
-	}{io.MultiReader(bytes.NewReader(head[:]), c), c}
-	o, err := wire.Accept(rw, wire.AcceptParams{Purpose: wire.PurposeControl,
-		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
-			if s = m.session(boot); s == nil {
-				return [32]byte{}, transfer.Boot{}, false
-			}
-			s.mu.Lock()
-			defer s.mu.Unlock()
-			return s.info.Key, m.opt.Boot, true
-		},
-		Attach: func(*wire.Hello) ([]byte, error) { return s.mine[:], nil }})
-	if err == nil {
-		err = c.SetDeadline(time.Time{})
-	}
-	if err == nil {
-		err = m.laneUp(s, c, "", o.Attach, func(read func()) { opened(); read() })
-	}
-	m.forget(c)
-	if err != nil && m.ctx.Err() == nil {
-		m.log.Debug("control lane refused", "from", c.RemoteAddr().String(), "err", err)
-	}
-}
-
-// replayConn gives back the bytes that told what it is.
-type replayConn struct {
-	net.Conn
-	head []byte
-	done func()
-}
-
-func (c *replayConn) Read(b []byte) (int, error) {
-	if len(c.head) > 0 {
-		n := copy(b, c.head)
-		c.head = c.head[n:]
-		return n, nil
-	}
-	return c.Conn.Read(b) //nolint:wrapcheck // a connection's own errors
-}
-
-func (c *replayConn) Close() error { c.done(); return nil }
-
-// callListener hands connections to the gRPC server.
-type callListener struct {
-	addr net.Addr
-	in   chan net.Conn
-	done chan struct{}
-	once sync.Once
-}
-
-func newCallListener(addr net.Addr) *callListener {
-	return &callListener{addr: addr, in: make(chan net.Conn), done: make(chan struct{})}
-}
-
-func (l *callListener) give(c net.Conn) bool {
-	select {
-	case l.in <- c:
-		return true
-	case <-l.done:
-		return false
-	}
-}
-
-func (l *callListener) Accept() (net.Conn, error) {
-	select {
-	case c := <-l.in:
-		return c, nil
-	case <-l.done:
-		return nil, net.ErrClosed
-	}
-}
-
-func (l *callListener) Close() error   { l.once.Do(func() { close(l.done) }); return nil }
-func (l *callListener) Addr() net.Addr { return l.addr }
-
 func (m *Mesh) newServer() *grpc.Server {
-	creds := insecure.NewCredentials()
-	if c := m.opt.Credentials; c != nil {
-		creds = credentials.NewTLS(c.Server())
-	}
-	srv := grpc.NewServer(grpc.Creds(creds), grpc.MaxRecvMsgSize(MaxFrame), grpc.MaxConcurrentStreams(maxStreams), grpc.ConnectionTimeout(openTimeout),
+	srv := grpc.NewServer(grpc.Creds(shaken{insecure.NewCredentials()}), grpc.MaxRecvMsgSize(MaxFrame), grpc.MaxConcurrentStreams(maxStreams), grpc.ConnectionTimeout(openTimeout),
 		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: time.Minute, Time: time.Minute, Timeout: openTimeout}), grpc.WaitForHandlers(true))
 	peerv1.RegisterPeerServer(srv, &service{m: m})
 	return srv
@@ -236,7 +91,7 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 	}
 	if _, err = m.meet(ver, boot, id, "", q.Node, q.Endpoint, q.HostBoot, q.Rails,
 		q.ControlAddresses, q.KeyShare, build{q.Release, q.Features}); err != nil {
-		m.log.Warn("hello refused", "peer", boot.String(), "err", err)
+		m.refused.Note(slog.LevelWarn, "hello refused", "peer", boot.String(), "err", err)
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
 	m.suspect(q.Endpoint, boot)
@@ -285,6 +140,9 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, 
 	info := Peer{Boot: boot, Node: node, Endpoint: dialled, Claimed: endpoint, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
 		Features: says.features, Release: checkedRelease(says.release), Key: m.pairKey(boot,
 			m.share(boot, id), [32]byte(share))}
+	if err := m.makeRoom(boot, id); err != nil {
+		return nil, err
+	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	s := m.sessions[boot]
@@ -293,8 +151,8 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, 
 		return nil, net.ErrClosed
 	case m.gone[boot]:
 		return nil, fmt.Errorf("peer: boot %s was superseded at its endpoint: %w", boot, wire.ErrRefused)
-	case s == nil && len(m.sessions) >= MaxPeers:
-		return nil, fmt.Errorf("peer: %d peers are known, at most that many: %w", MaxPeers, wire.ErrRefused)
+	case s == nil && len(m.sessions) >= MaxPeers: // others came between
+		return nil, m.fullError()
 	case s == nil:
 		s = &session{m: m, boot: boot, id: id, held: map[uint64]*peerv1.ControlFrame{}, since: time.Now()}
 		s.quiet.L = &s.mu

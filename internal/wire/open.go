@@ -277,7 +277,9 @@ type AcceptParams struct {
 	// Attach sees the dialer's authenticated wish and returns this end's attachment; an error refuses the lane. It runs
 	// before the dialer has proved itself, so it must not act on what it sees. May be nil.
 	Attach func(h *Hello) ([]byte, error)
-	Rand   io.Reader
+	// Admit is asked once the dialer has proved itself, before it is told; an error refuses the lane. May be nil.
+	Admit func() error
+	Rand  io.Reader
 }
 
 // Accept opens a lane from the listening end. Bounded: it reads at most a hello, an attachment and a proof. The caller sets
@@ -332,6 +334,10 @@ func Accept(rw io.ReadWriter, p AcceptParams) (*Opened, error) {
 	verdict, err := OpenOK, error(nil)
 	if !hmac.Equal(want[:], fin[8:]) {
 		verdict, err = OpenProof, fmt.Errorf("wire: accept %s lane from boot %s: %w", p.Purpose, h.From, ErrProof)
+	} else if p.Admit != nil {
+		if err = p.Admit(); err != nil {
+			verdict = OpenRejected
+		}
 	}
 	v := binary.LittleEndian.AppendUint32(make([]byte, 0, verdictSize), magicVerdict)
 	v = binary.LittleEndian.AppendUint16(v, uint16(verdict))

@@ -30,6 +30,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -43,7 +44,8 @@ const (
 	openTimeout       = 5 * time.Second // of the opening of an accepted connection
 	connectFirst      = 150 * time.Millisecond
 	connectTries      = 5       // the last of 2.4 s
-	maxOpening        = 64      // accepted connections that have not proved themselves
+	maxOpening        = 256     // accepted connections that have not proved themselves, of all rails
+	maxSource         = 64      // of these, from one address
 	maxLanes          = 4096    // of one backend
 	defaultSlice      = 1 << 20 // bytes
 	defaultInFlight   = 16      // slices per lane
@@ -84,7 +86,8 @@ type Backend struct {
 
 	host transport.Host // set by Open
 
-	opening chan struct{} // a token per accepted connection that is being opened
+	gate    *admit.Gate // accepted connections that are being opened
+	refused admit.Log
 	wg      sync.WaitGroup
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
@@ -95,6 +98,8 @@ type Backend struct {
 	rails  []rail // in the order in which they came
 	lanes  map[*lane]struct{}
 	conns  map[net.Conn]struct{} // being opened
+
+	reserved int // places for lanes that are being opened
 }
 
 var _ transport.Backend = (*Backend)(nil)
@@ -134,8 +139,9 @@ func New(cfg Config) (*Backend, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	b := &Backend{cfg: cfg, log: cfg.Log.With("transport", Name), opening: make(chan struct{}, maxOpening),
+	b := &Backend{cfg: cfg, log: cfg.Log.With("transport", Name), gate: admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource}),
 		lanes: map[*lane]struct{}{}, conns: map[net.Conn]struct{}{}}
+	b.refused.Logger = b.log
 	b.ctx, b.cancel = context.WithCancel(context.Background())
 	return b, nil
 }
@@ -251,19 +257,13 @@ func (b *Backend) RemoveRail(name string) bool {
 func (b *Backend) acceptLoop(l *net.TCPListener, rail transport.Rail) {
 	defer b.wg.Done()
 	for {
-		select {
-		case b.opening <- struct{}{}:
-		case <-b.ctx.Done():
-			return
-		}
 		c, err := l.AcceptTCP()
 		if err != nil {
-			<-b.opening
 			if errors.Is(err, net.ErrClosed) {
 				return
 			}
 			// Out of descriptors, or a connection that went away: neither ends the rail.
-			b.log.Warn("accept failed", "rail", rail.Name, "err", err)
+			b.refused.Note(slog.LevelWarn, "accept failed", "rail", rail.Name, "err", err)
 			select {
 			case <-time.After(acceptRetryPause):
 			case <-b.ctx.Done():
@@ -271,20 +271,25 @@ func (b *Backend) acceptLoop(l *net.TCPListener, rail transport.Rail) {
 			}
 			continue
 		}
+		v := b.gate.Enter(c)
 		b.wg.Add(1)
 		go func() {
 			defer b.wg.Done()
-			err := b.accept(c, rail)
-			<-b.opening
+			err := b.accept(c, v, rail)
+			open := v.Leave() // false: closed for another one, or a lane now
 			if err != nil {
 				_ = c.Close()
-				b.log.Warn("lane refused", "rail", rail.Name, "remote", c.RemoteAddr().String(), "err", err)
+				if open || errors.Is(err, errTooMany) {
+					b.refused.Note(slog.LevelWarn, "lane refused", "rail", rail.Name, "remote", c.RemoteAddr().String(), "err", err)
+				}
 			}
 		}()
 	}
 }
 
-func (b *Backend) accept(c *net.TCPConn, rail transport.Rail) error {
+var errTooMany = errors.New("tcp: as many lanes are open as may be")
+
+func (b *Backend) accept(c *net.TCPConn, v *admit.Visit, rail transport.Rail) error {
 	if !b.track(c) {
 		return net.ErrClosed
 	}
@@ -292,10 +297,14 @@ func (b *Backend) accept(c *net.TCPConn, rail transport.Rail) error {
 	_ = c.SetDeadline(time.Now().Add(openTimeout))
 	var theirs attachment
 	var peer transport.Peer
+	var reserved bool
 	o, err := wire.Accept(c, wire.AcceptParams{
 		Purpose: wire.PurposeTCPData,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
 			p, ok := b.host.PeerKey(boot)
+			if ok {
+				v.Spoke()
+			}
 			peer = p
 			return p.Key, p.Self, ok
 		},
@@ -306,8 +315,22 @@ func (b *Backend) accept(c *net.TCPConn, rail transport.Rail) error {
 			}
 			return attachment{crc: b.cfg.CRC32C, local: rail.Name, remote: theirs.local}.encode(), nil
 		},
+		// Before the dialer is told that the lane is open: it would take a lane that ends at once for
+		// one that was lost.
+		Admit: func() error {
+			if reserved = b.reserve(); !reserved {
+				return errTooMany
+			}
+			return nil
+		},
 	})
+	if err == nil && !v.Proved() {
+		err = net.ErrClosed
+	}
 	if err != nil {
+		if reserved {
+			b.unreserve()
+		}
 		return fmt.Errorf("tcp: accept: %w", err)
 	}
 	peer.Boot = o.Peer
@@ -336,6 +359,15 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	wrap := func(err error) (transport.Lane, error) {
 		return nil, fmt.Errorf("tcp: dial %s from rail %q to rail %q at %s: %w", peer.Boot, local.Name, remote.Name, remote.Address, err)
 	}
+	if !b.reserve() {
+		return wrap(errTooMany)
+	}
+	started := false
+	defer func() {
+		if !started {
+			b.unreserve()
+		}
+	}()
 	nc, err := connect(ctx, net.Dialer{LocalAddr: b.sourceAddr(local)}, remote.Address)
 	if err != nil {
 		return wrap(err)
@@ -367,12 +399,30 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 		_ = c.Close()
 		return wrap(err)
 	}
+	started = true
 	l, err := b.start(c, peer, local.Name, remote.Name, theirs.crc || b.cfg.CRC32C)
 	if err != nil {
 		_ = c.Close()
 		return wrap(err)
 	}
 	return l, nil
+}
+
+// reserve takes a place for a lane, which start or unreserve gives back. False: all are taken.
+func (b *Backend) reserve() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if len(b.lanes)+b.reserved >= maxLanes {
+		return false
+	}
+	b.reserved++
+	return true
+}
+
+func (b *Backend) unreserve() {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.reserved--
 }
 
 // sourceAddr binds a dialled connection to its rail, unless the rail listens on every address.
@@ -391,19 +441,16 @@ func (b *Backend) sourceAddr(local transport.Rail) net.Addr {
 	return nil
 }
 
-// start makes a lane of a proved connection.
+// start makes a lane of a proved connection for which a place was reserved.
 func (b *Backend) start(c *net.TCPConn, peer transport.Peer, local, remote string, crc bool) (*lane, error) {
 	_ = c.SetDeadline(time.Time{})
 	l, err := newLane(b, c, peer.Boot, local, remote, crc)
-	if err != nil {
-		return nil, err
-	}
 	b.mu.Lock()
+	b.reserved--
 	switch {
+	case err != nil:
 	case b.closed:
 		err = net.ErrClosed
-	case len(b.lanes) >= maxLanes:
-		err = fmt.Errorf("tcp: %d lanes are open already", maxLanes)
 	default:
 		b.lanes[l] = struct{}{}
 		b.wg.Add(2)

@@ -325,6 +325,28 @@ func (e *End) up(what string) transport.Lane {
 	return receive(e.tb, e.ups, what)
 }
 
+// Redial opens a lane from rail i to rail i, closes it again, and says how long opening it took.
+func (p *Pair) Redial(i int) time.Duration {
+	p.tb.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	peer, _ := p.A.PeerKey(p.B.Boot)
+	began := time.Now()
+	l, err := p.A.dial(ctx, peer, p.A.Rails[i], p.B.Rails[i])
+	took := time.Since(began)
+	if err != nil {
+		p.tb.Fatalf("dial: %v", err)
+	}
+	p.A.up("LaneUp of the dialled end")
+	p.B.up("LaneUp of the accepted end")
+	if err := l.Close(); err != nil {
+		p.tb.Fatalf("close: %v", err)
+	}
+	p.A.down("LaneDown of the dialled end")
+	p.B.down("LaneDown of the accepted end")
+	return took
+}
+
 func (e *End) down(what string) transport.Lane {
 	e.tb.Helper()
 	if e.far != nil {

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/transfer"
+)
+
+func numbered(i int) (b transfer.Boot) {
+	binary.BigEndian.PutUint32(b[:], uint32(i+1))
+	return b
+}
+
+// One member invents as many boots as the table has places: it has its share of them, and a newcomer is let in at once.
+func TestInventedBoots(t *testing.T) {
+	c, err := keys.NewCluster()
+	if err != nil {
+		t.Fatal(err)
+	}
+	sec := secured(t, c)
+	victim, evil, honest := start(t, func(o *Options) { sec(o); slow(o) }), start(t, sec), start(t, sec)
+	err = evil.call(t.Context(), victim.Endpoint(), func(ctx context.Context, c peerv1.PeerClient) error {
+		for i := range MaxPeers {
+			if _, err := c.Hello(ctx, helloAs(evil.Mesh, numbered(i), fmt.Sprintf("127.0.0.1:%d", i+1), 1)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	victim.Mesh.mu.Lock()
+	known := len(victim.sessions)
+	victim.Mesh.mu.Unlock()
+	if known > maxUnproved {
+		t.Errorf("%d sessions of one certificate that proved nothing, at most %d", known, maxUnproved)
+	}
+	began := time.Now()
+	join(t, honest, victim)
+	t.Logf("an honest newcomer was in after %v", time.Since(began))
+}
+
+// Of one that shows so many certificates that no quota holds it, the oldest sessions make room.
+func TestInventedCertificates(t *testing.T) {
+	victim, honest := start(t, slow), start(t, nil)
+	v := &service{m: victim.Mesh}
+	for i := range 2 * MaxPeers {
+		if _, err := v.Hello(t.Context(), helloAs(victim.Mesh, numbered(i), "127.0.0.1:1", 1)); err != nil {
+			t.Fatal(i, err)
+		}
+	}
+	join(t, honest, victim)
+	victim.Mesh.mu.Lock()
+	defer victim.Mesh.mu.Unlock()
+	if n := len(victim.sessions); n != MaxPeers {
+		t.Errorf("%d sessions, want %d", n, MaxPeers)
+	}
+	if victim.sessions[numbered(0)] != nil || victim.sessions[numbered(2*MaxPeers-1)] == nil {
+		t.Error("another one than the oldest made room")
+	}
+}
+
+// up gives a session a lane that goes nowhere.
+func (n *node) up(t *testing.T, boot transfer.Boot) *session {
+	s := n.session(boot)
+	if s == nil {
+		t.Fatalf("no session with %s", boot)
+	}
+	a, b := net.Pipe()
+	t.Cleanup(func() { _, _ = a.Close(), b.Close() })
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := &lane{conn: a}
+	l.heard.Store(time.Now().Add(time.Hour).UnixNano())
+	s.met, s.lanes = true, []*lane{l}
+	return s
+}
+
+func (n *node) down(s *session) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.dropLaneLocked(s.lanes[0])
+}
+
+// A thousand peers restart in ten minutes, each under a new address and boot, and no one is refused. Sessions with leases stay.
+func TestRollingRestart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &node{t: t, got: map[transfer.Boot][]uint64{}, busy: map[transfer.Boot]bool{}, wake: make(chan struct{})}
+		m, err := New(Options{Boot: transfer.Boot{255}, Listen: "127.0.0.1:0", Handler: n})
+		if err != nil {
+			t.Fatal(err)
+		}
+		n.Mesh = m
+		m.ctx = t.Context()
+		v := &service{m: m}
+		const peers = 1000
+		meet := func(i int) *session {
+			addr := fmt.Sprintf("10.0.%d.%d:7650", i>>8&0xff, i&0xff)
+			if _, err := v.Hello(t.Context(), helloAs(m, numbered(i), addr, 1)); err != nil {
+				t.Fatalf("peer %d after %v: %v", i, time.Since(time.Unix(946684800, 0)), err)
+			}
+			return n.up(t, numbered(i))
+		}
+		all := make([]*session, peers)
+		for i := range all {
+			all[i] = meet(i)
+		}
+		leased := all[0]
+		n.busy[leased.boot] = true
+		for i := range all {
+			n.down(all[i])
+			time.Sleep(10 * time.Minute / peers)
+			all[i] = meet(peers + i)
+			if i%2 == 1 { // the tick that this takes the place of ends no session that met a lane
+				m.mu.Lock()
+				var each []*session
+				for _, s := range m.sessions {
+					each = append(each, s)
+				}
+				m.mu.Unlock()
+				for _, s := range each {
+					s.mu.Lock()
+					s.dialing = true // nobody is there to dial
+					s.mu.Unlock()
+					m.look(s, time.Now())
+				}
+			}
+		}
+		for _, s := range all {
+			if m.session(s.boot) != s {
+				t.Errorf("the session with %s, which has a lane, is gone", s.boot)
+			}
+		}
+		if m.session(leased.boot) != leased {
+			t.Error("a session with leases made room")
+		}
+	})
+}
+
+// A session whose hello no lane follows is forgotten soon.
+func TestUnprovedExpire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &node{t: t, busy: map[transfer.Boot]bool{}, wake: make(chan struct{})}
+		m, err := New(Options{Boot: transfer.Boot{255}, Listen: "127.0.0.1:0", Handler: n})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := (&service{m: m}).Hello(t.Context(), helloAs(m, numbered(1), "127.0.0.1:1", 1)); err != nil {
+			t.Fatal(err)
+		}
+		s := m.session(numbered(1))
+		time.Sleep(openTimeout)
+		if m.look(s, time.Now()); m.session(s.boot) == nil {
+			t.Fatal("forgotten while a lane may still come")
+		}
+		time.Sleep(time.Millisecond)
+		if m.look(s, time.Now()); m.session(s.boot) != nil {
+			t.Error("a session that never proved itself stays")
+		}
+	})
+}
+
+// Where every place is taken by a peer with lanes, the error names the bound.
+func TestNoRoom(t *testing.T) {
+	n := &node{t: t, busy: map[transfer.Boot]bool{}, wake: make(chan struct{})}
+	m, err := New(Options{Boot: transfer.Boot{255}, Listen: "127.0.0.1:0", Handler: n})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.Mesh = m
+	v := &service{m: m}
+	for i := range MaxPeers {
+		if _, err := v.Hello(t.Context(), helloAs(m, numbered(i), "127.0.0.1:1", 1)); err != nil {
+			t.Fatal(err)
+		}
+		n.up(t, numbered(i))
+	}
+	_, err = v.Hello(t.Context(), helloAs(m, numbered(MaxPeers), "127.0.0.1:1", 1))
+	if err == nil || !strings.Contains(err.Error(), fmt.Sprint(MaxPeers, " peers have lanes")) {
+		t.Errorf("one too many: %v", err)
+	}
+	_, over, own, _ := m.tenants(numbered(MaxPeers), identity{1})
+	if !over || own {
+		t.Errorf("over %t, own %t", over, own)
+	}
+}

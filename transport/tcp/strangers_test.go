@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tcp
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transport/transporttest"
+)
+
+type safeBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *safeBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *safeBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
+}
+
+// dials opens and closes lanes over the second rail, and returns the p99 of the time that one takes.
+func dials(t *testing.T, p *transporttest.Pair) time.Duration {
+	var took []time.Duration
+	for range 200 {
+		took = append(took, p.Redial(1))
+		time.Sleep(5 * time.Millisecond)
+	}
+	slices.Sort(took)
+	return took[len(took)*99/100]
+}
+
+// Strangers without a key hold thousands of connections to one rail and open thousands a second: lanes over another one open as ever.
+func TestStrangers(t *testing.T) {
+	for name, from := range map[string]func(int) [4]byte{"one address": testutil.OneStranger, "many addresses": testutil.ManyStrangers} {
+		t.Run(name, func(t *testing.T) {
+			var log safeBuffer
+			p := transporttest.NewPair(t, factory(Config{Rails: []Rail{{Name: "a", Listen: "127.0.0.1:0"}, {Name: "b", Listen: "127.0.0.2:0"}},
+				Log: slog.New(slog.NewTextHandler(&log, nil))}))
+			alone := dials(t, p)
+			stop := testutil.Strangers(t, p.B.Rails[0].Address, 8000, 2000, from)
+			began := time.Now()
+			beside := dials(t, p)
+			took, opened := time.Since(began), stop()
+			b := p.B.Backend.(*Backend)
+			t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a new lane %v, alone %v", opened, took, b.gate.Evicted(), beside, alone)
+			if beside > max(50*time.Millisecond, 3*alone) { // a machine that is busy with other things is slow alone, too
+				t.Errorf("p99 of a new lane %v, at most 50ms", beside)
+			}
+			if n := strings.Count(log.String(), "\n"); n > int(took/time.Second)+2 {
+				t.Errorf("%d lines of log in %v", n, took)
+			}
+			if held := b.gate.Held(); held > maxOpening {
+				t.Errorf("%d unproved connections, at most %d", held, maxOpening)
+			}
+		})
+	}
+}
+
+// A receiver that has as many lanes as may be refuses one more before it is open; with room it opens again.
+func TestOneLaneTooMany(t *testing.T) {
+	p := transporttest.NewPair(t, factory(Config{}))
+	b := p.B.Backend.(*Backend)
+	b.mu.Lock()
+	b.reserved += maxLanes
+	b.mu.Unlock()
+	peer, _ := p.A.PeerKey(p.B.Boot)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if _, err := p.A.Backend.Dial(ctx, peer, p.A.Rails[0], p.B.Rails[0]); !errors.Is(err, wire.ErrRefused) {
+		t.Fatalf("one lane too many: %v", err)
+	}
+	b.mu.Lock()
+	if len(b.lanes) > 0 || b.reserved != maxLanes {
+		t.Errorf("%d lanes, %d reserved", len(b.lanes), b.reserved)
+	}
+	b.reserved = 0
+	b.mu.Unlock()
+	if _, err := p.A.Backend.Dial(ctx, peer, p.A.Rails[0], p.B.Rails[0]); err != nil {
+		t.Fatal(err)
+	}
+	a := p.A.Backend.(*Backend)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.reserved != 0 || len(a.lanes) != 1 {
+		t.Errorf("the dialer has %d lanes, %d reserved", len(a.lanes), a.reserved)
+	}
+}
