@@ -19,6 +19,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/peer"
+	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
@@ -30,7 +31,9 @@ const (
 	dialFirst    = 20 * time.Millisecond // before the second try
 	dialLongest  = 5 * time.Second       // between tries
 	shmLanes     = 1                     // per peer: one lane copies with several threads
+	laneLived    = time.Second           // a lane that ended sooner does not count as one that was open
 	maxUnreached = 1024                  // addresses remembered as not answering; what is beyond is not warned of
+	maxNamed     = 1024                  // endpoints that requests named and that are not up yet
 )
 
 // peerInfo is a peer as the handshake authenticated it.
@@ -52,6 +55,7 @@ type dialer struct {
 	mu        sync.Mutex // guards what follows
 	peers     map[transfer.Boot]*remote
 	unreached map[string]struct{} // addresses that were warned of and have not answered since
+	named     map[string]struct{} // endpoints that requests named: their lanes are wanted once they are up
 }
 
 type remote struct {
@@ -67,6 +71,9 @@ type remote struct {
 	ctx      context.Context    // of the lanes that we keep; nil where the peer keeps them
 	stop     context.CancelFunc // ends it
 	keepers  map[wantedLane]context.CancelFunc
+
+	wanted bool      // lanes are: a request names the peer, or was over less than the idle time ago
+	used   time.Time // when they were needed last
 
 	complained bool // about its rails
 }
@@ -94,7 +101,78 @@ func (n *Node) selfUp() {
 }
 
 // connect reaches a peer for the executor.
-func (n *Node) connect(endpoint string) { n.peers.Connect(endpoint) }
+func (n *Node) connect(endpoint string) {
+	n.dial.mu.Lock()
+	if len(n.dial.named) < maxNamed {
+		n.dial.named[endpoint] = struct{}{}
+	}
+	n.dial.mu.Unlock()
+	n.peers.Connect(endpoint)
+}
+
+// need opens the lanes to a peer, if they are not there, and keeps them for the idle time from now on. Each
+// control frame of a transfer calls it at both ends, so that lanes are on their way before bytes are.
+func (n *Node) need(boot transfer.Boot) {
+	d := &n.dial
+	d.mu.Lock()
+	r := d.peers[boot]
+	open := false
+	if r != nil {
+		open = !r.wanted
+		r.wanted, r.used = true, time.Now()
+	}
+	d.mu.Unlock()
+	if open {
+		d.reconcile(boot)
+	}
+}
+
+// closeIdle ends the lanes of peers without leases whose idle time is over. The end that dials closes: while it
+// has a lease open the other end may have one, and a lease that begins at the other end comes with a frame.
+func (n *Node) closeIdle(now time.Time) {
+	busy := map[transfer.Boot]bool{}
+	n.d.bindMu.RLock()
+	for k := range n.d.grants {
+		busy[k.peer] = true
+	}
+	for k := range n.d.origins {
+		busy[k.peer] = true
+	}
+	n.d.bindMu.RUnlock()
+	d := &n.dial
+	var idle []transfer.Boot
+	d.mu.Lock()
+	for boot, r := range d.peers {
+		switch {
+		case !r.wanted:
+		case busy[boot]:
+			r.used = now
+		case now.Sub(r.used) >= time.Duration(n.cfg.Transports.Idle):
+			r.wanted = false
+			idle = append(idle, boot)
+		}
+	}
+	d.mu.Unlock()
+	for _, boot := range idle {
+		d.reconcile(boot)
+	}
+}
+
+// idleLooks is how often a lane's idle time is looked at while it runs.
+const idleLooks = 4
+
+func (n *Node) watchIdle(ctx context.Context) {
+	t := time.NewTicker(time.Duration(n.cfg.Transports.Idle) / idleLooks)
+	defer t.Stop()
+	for {
+		select {
+		case now := <-t.C:
+			n.closeIdle(now)
+		case <-ctx.Done():
+			return
+		}
+	}
+}
 
 // peerUp takes a peer whose handshake is complete; again after each reconnection of its control lanes.
 func (n *Node) peerUp(in peerInfo) {
@@ -113,6 +191,8 @@ func (n *Node) peerUp(in peerInfo) {
 	r.claimed, r.node, r.release = in.Claimed, in.Node, in.Release
 	r.endpoint = cmp.Or(in.Endpoint, r.endpoint) // one that came to us may be reached later
 	delete(d.unreached, in.Endpoint)
+	_, named := d.named[in.Endpoint]
+	delete(d.named, in.Endpoint)
 	count := len(d.peers) - 1
 	d.mu.Unlock()
 	n.metrics.Peers(max(count, 0))
@@ -120,6 +200,9 @@ func (n *Node) peerUp(in peerInfo) {
 	n.d.ex.PeerUp(now, in.Endpoint, in.Boot)
 	n.leave()
 	n.peerRails(in.Boot, in.Rails)
+	if named {
+		n.need(in.Boot)
+	}
 	if in.Boot != n.boot {
 		// What its Hello was told may be older than this.
 		n.sendFrame(in.Boot, n.railsFrame())
@@ -158,6 +241,7 @@ func (n *Node) connectFailed(endpoint string, err error) {
 	d := &n.dial
 	level := slog.LevelDebug
 	d.mu.Lock()
+	delete(d.named, endpoint)
 	if _, said := d.unreached[endpoint]; !said && len(d.unreached) < maxUnreached {
 		d.unreached[endpoint] = struct{}{}
 		level = slog.LevelWarn
@@ -245,7 +329,11 @@ func (d *dialer) reconcile(boot transfer.Boot) {
 		return
 	}
 	wanted := map[wantedLane]bool{}
-	for _, c := range n.routes(r) {
+	var routes []route.Candidate
+	if r.wanted {
+		routes = n.routes(r)
+	}
+	for _, c := range routes {
 		if !c.Usable() {
 			continue
 		}
@@ -310,12 +398,15 @@ func (n *Node) keepLane(ctx context.Context, b transport.Backend, peer transport
 		}
 		if err == nil {
 			if e := n.laneOf(lane.ID()); e != nil {
-				wait.Reset()
+				up := time.Now()
 				select {
 				case <-e.down:
 				case <-ctx.Done():
 					n.closeLane(e)
 					return
+				}
+				if time.Since(up) >= laneLived {
+					wait.Reset()
 				}
 			}
 		} else if ctx.Err() == nil {

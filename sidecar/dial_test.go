@@ -1,15 +1,24 @@
 package sidecar
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"log/slog"
+	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
+	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport"
 )
 
 // Two sidecars that meet open their lanes at the first try, whoever of them dials: a refusal would cost the first transfer a retry, and
@@ -77,4 +86,124 @@ func TestJudged(t *testing.T) {
 			t.Errorf("%s: nobody is there: %v, want %v", text, got, nobody)
 		}
 	}
+}
+
+// Lanes are there while a request needs them and for the idle time after, and open again for the next one.
+func TestLanesOnDemand(t *testing.T) {
+	const idle = 200 * time.Millisecond
+	set := func(c *config.Config) { c.Transports.Idle = config.Duration(idle) }
+	a, b := start(t, set), start(t, set)
+	lanes := func(n *Node, to transfer.Boot) int { return len(n.lanesTo(to)) }
+	both := func() int { return min(lanes(a.Node, b.boot), lanes(b.Node, a.boot)) }
+	none := func() bool { return lanes(a.Node, b.boot)+lanes(b.Node, a.boot) == 0 }
+
+	// Two that have met and have nothing to move have no lane.
+	a.peers.Connect(b.Endpoint())
+	until(t, func() bool { return a.dial.knows(b.boot) && b.dial.knows(a.boot) })
+	time.Sleep(idle)
+	if !none() {
+		t.Fatal("lanes that no request needs")
+	}
+	x := a.reach().Peers[0].Pairs[0]
+	if !x.Idle || x.Why != "" {
+		t.Errorf("an idle pair is %+v", x)
+	}
+	for range 2 { // whichever end it is that dials
+		for _, n := range []*Node{a.Node, b.Node} {
+			other := a.boot
+			if n == a.Node {
+				other = b.boot
+			}
+			n.sendFrame(other, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Admitted{Admitted: &peerv1.Admitted{}}})
+			until(t, func() bool { return both() == 3 }) // one of shm and two of tcp
+			until(t, none)
+		}
+	}
+
+	// A lease keeps them, however long nothing is said.
+	a.need(b.boot)
+	b.need(a.boot)
+	until(t, func() bool { return both() == 3 })
+	dials := a.Node
+	if bytes.Compare(a.boot[:], b.boot[:]) > 0 {
+		dials = b.Node
+	}
+	other := a.boot
+	if dials == a.Node {
+		other = b.boot
+	}
+	name := bindName{peer: other, slot: 1}
+	dials.d.bindMu.Lock()
+	dials.d.origins[name] = &exec.Sending{}
+	dials.d.bindMu.Unlock()
+	before := dials.lanesTo(other)
+	time.Sleep(3 * idle)
+	if after := dials.lanesTo(other); !slices.Equal(before, after) {
+		t.Errorf("with a lease open lanes %v became %v", before, after)
+	}
+	dials.d.bindMu.Lock()
+	delete(dials.d.origins, name)
+	dials.d.bindMu.Unlock()
+	until(t, none)
+}
+
+// lanesTo are the lanes to a peer that are up, by number.
+func (n *Node) lanesTo(boot transfer.Boot) (ids []uint64) {
+	n.d.bindMu.RLock()
+	defer n.d.bindMu.RUnlock()
+	for id, e := range n.d.lanes {
+		if e.lane.Peer() == boot {
+			ids = append(ids, id)
+		}
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// dying is a backend whose lanes are up and dead at once.
+type dying struct {
+	transport.Backend
+	node  *Node
+	dials atomic.Int32
+	lived time.Duration
+}
+
+type dyingLane struct {
+	transport.Lane
+	id   uint64
+	peer transfer.Boot
+}
+
+func (l *dyingLane) ID() uint64          { return l.id }
+func (l *dyingLane) Peer() transfer.Boot { return l.peer }
+func (l *dyingLane) Close() error        { return nil }
+
+func (d *dying) Dial(context.Context, transport.Peer, transport.Rail, transport.Rail) (transport.Lane, error) {
+	d.dials.Add(1)
+	l := &dyingLane{id: transport.NextLaneID()}
+	e := &laneEntry{lane: l, down: make(chan struct{})}
+	d.node.d.bindMu.Lock()
+	d.node.d.lanes[l.id] = e
+	d.node.d.bindMu.Unlock()
+	time.AfterFunc(d.lived, func() { close(e.down) })
+	return l, nil
+}
+
+func (*dying) Name() string { return "tcp" }
+
+// A lane that is dead at once does not end the growing pauses between tries; one that has lived does.
+func TestDeadAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for lived, want := range map[time.Duration][2]int{0: {1, 40}, 2 * laneLived: {20, 40}} {
+			n := &Node{log: slog.New(slog.DiscardHandler)}
+			n.d.lanes = map[uint64]*laneEntry{}
+			b := &dying{node: n, lived: lived}
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			n.keepLane(ctx, b, transport.Peer{}, transport.Rail{}, transport.Rail{})
+			cancel()
+			if got := int(b.dials.Load()); got < want[0] || got > want[1] {
+				t.Errorf("lanes that live %v: %d dials in a minute, want %d to %d", lived, got, want[0], want[1])
+			}
+		}
+	})
 }

@@ -190,6 +190,9 @@ func (n *Node) sendFrame(to transfer.Boot, f *peerv1.ControlFrame) {
 		n.frame(to, f)
 		return
 	}
+	if f.GetRails() == nil {
+		n.need(to)
+	}
 	n.metrics.Control(metrics.Out, frameName(f))
 	n.prefer(to)
 	if err := n.peers.Send(to, f); err != nil {
@@ -232,6 +235,7 @@ func (n *Node) frame(from transfer.Boot, f *peerv1.ControlFrame) {
 		}
 		return
 	}
+	n.need(from)
 	now := n.enter()
 	err := n.d.ex.Message(now, from, f)
 	n.leave()

@@ -2,6 +2,7 @@ package sidecar
 
 import (
 	"errors"
+	"io"
 	"net"
 
 	"github.com/kvspray/kvspray/control/exec"
@@ -89,7 +90,8 @@ func (h host) LaneDown(l transport.Lane, err error) {
 	if e == nil {
 		return
 	}
-	meant := err == nil || errors.Is(err, net.ErrClosed)
+	// The end that dials closes lanes that no lease needs.
+	meant := err == nil || errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) && n.leases(l.Peer()) == 0
 	n.metrics.LaneDown(l.Backend(), l.Local(), !meant)
 	n.log.Debug("lane down", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "err", err)
 	now := n.enter()

@@ -145,7 +145,7 @@ func New(opt Options) (*Node, error) {
 	n.d.origins = map[bindName]*exec.Sending{}
 	n.d.lanes = map[uint64]*laneEntry{}
 	n.d.inflows.all = map[inflowName]*inflow{}
-	n.dial.peers, n.dial.unreached = map[transfer.Boot]*remote{}, map[string]struct{}{}
+	n.dial.peers, n.dial.unreached, n.dial.named = map[transfer.Boot]*remote{}, map[string]struct{}{}, map[string]struct{}{}
 	return n, nil
 }
 
@@ -323,6 +323,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	go func() { defer n.d.wg.Done(); n.watchRails(n.d.ctx) }()
 	n.d.wg.Add(1)
 	go func() { defer n.d.wg.Done(); n.watchGDR(n.d.ctx) }()
+	n.d.wg.Add(1)
+	go func() { defer n.d.wg.Done(); n.watchIdle(n.d.ctx) }()
 
 	n.ready.Store(true)
 	announce()

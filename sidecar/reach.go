@@ -78,7 +78,8 @@ type pairReach struct {
 	Local     string     `json:"local"`
 	Remote    string     `json:"remote"`
 	Lanes     int        `json:"lanes"`
-	Why       string     `json:"why,omitempty"` // why there is none
+	Why       string     `json:"why,omitempty"`  // why there is none
+	Idle      bool       `json:"idle,omitempty"` // there is none because no request needs one
 }
 
 // reach looks at routes, lanes, and what the last tries to open one said. Our own sidecar, which is its own peer, is left out.
@@ -103,7 +104,12 @@ func (n *Node) reach() reachView {
 			if x.Lanes > 0 {
 				x.Why = ""
 			} else if x.Why == "" {
-				x.Why = cmp.Or(n.troubles.of(name), "no lane was opened yet")
+				if x.Why = n.troubles.of(name); x.Why == "" {
+					x.Idle = !r.wanted
+				}
+				if x.Why == "" && !x.Idle {
+					x.Why = "no lane was opened yet"
+				}
 			}
 			p.Pairs = append(p.Pairs, x)
 		}

@@ -85,3 +85,46 @@ func TestJoinsWhoComesLater(t *testing.T) {
 	c := with("c", late)
 	poll(t, "three members", func() bool { return len(a.Members()) == 3 && len(b.Members()) == 3 && len(c.Members()) == 3 })
 }
+
+// Members meet by gossip alone, by control lanes; one that has left is forgotten.
+func TestMembersMeet(t *testing.T) {
+	seed := net.JoinHostPort(testutil.Loopback(), "0")
+	with := func(join ...string) *node {
+		return start(t, func(o *Options) { o.Gossip = &Gossip{Listen: seed, Join: join} })
+	}
+	first := with()
+	at := func() string { return first.gossip.list.LocalNode().Address() }
+	all := []*node{first}
+	for range 5 {
+		all = append(all, with(at()))
+	}
+	met := func(n, to *node) bool {
+		s := n.session(to.opt.Boot)
+		if s == nil {
+			return false
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return len(s.lanes) > 0
+	}
+	for _, a := range all {
+		for _, b := range all {
+			if a != b {
+				poll(t, "two members meet", func() bool { return met(a, b) })
+			}
+		}
+	}
+	gone, rest := all[5], all[:5]
+	rest[0].mu.Lock()
+	rest[0].busy[gone.opt.Boot] = true // leases with it are open here
+	rest[0].mu.Unlock()
+	if err := gone.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range rest[1:] {
+		poll(t, "a member that has left is forgotten", func() bool { return n.session(gone.opt.Boot) == nil })
+	}
+	if rest[0].session(gone.opt.Boot) == nil {
+		t.Error("forgotten with leases open")
+	}
+}

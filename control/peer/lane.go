@@ -22,7 +22,7 @@ import (
 
 const (
 	lengthBytes = 4
-	readBuffer  = 16 << 10
+	readBuffer  = 4 << 10
 	rtoMax      = 1000 // milliseconds between two retransmissions: the least that the kernel takes
 )
 

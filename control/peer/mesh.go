@@ -50,8 +50,10 @@ type Mesh struct {
 	served     net.Listener // of calls, and of control lanes
 	control    []controlAt  // further ones, in the order in which peers are told
 	sessions   map[transfer.Boot]*session
-	connecting map[string]bool   // true: asked for again meanwhile
-	conns      map[net.Conn]bool // accepted, until closed
+	connecting map[string]bool             // true: asked for again meanwhile
+	conns      map[net.Conn]bool           // accepted, until closed
+	meeting    map[transfer.Boot]bool      // members that are being met
+	missed     map[transfer.Boot]time.Time // members that were not met, and when
 	gone       map[transfer.Boot]bool
 	// addresses of sidecars whose release was refused; the log has each once
 	olderSaid map[string]bool
@@ -87,8 +89,9 @@ func New(opt Options) (*Mesh, error) {
 		return nil, err
 	}
 	m := &Mesh{opt: opt, log: opt.Log, pings: opt.Pings.withDefaults(), sessions: map[transfer.Boot]*session{}, connecting: map[string]bool{},
-		conns: map[net.Conn]bool{}, gone: map[transfer.Boot]bool{}, olderSaid: map[string]bool{},
-		gate: admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource})}
+		conns: map[net.Conn]bool{}, meeting: map[transfer.Boot]bool{}, missed: map[transfer.Boot]time.Time{}, gone: map[transfer.Boot]bool{},
+		olderSaid: map[string]bool{},
+		gate:      admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource})}
 	m.refused.Logger = opt.Log
 	if _, err := rand.Read(m.secret[:]); err != nil {
 		return nil, fmt.Errorf("peer: secret: %w", err)
@@ -543,6 +546,7 @@ func (m *Mesh) keep() {
 		for _, s := range all {
 			m.look(s, time.Now())
 		}
+		m.meetMembers(time.Now())
 	}
 }
 
@@ -560,8 +564,11 @@ func (m *Mesh) look(s *session, now time.Time) {
 		s.dialing, s.lastFill = true, now
 	}
 	unproved := away > openTimeout && !s.met && !s.dialing
+	idle := away > idleForget && len(s.unacked) == 0
 	s.mu.Unlock()
 	switch {
+	case idle && !m.opt.Handler.Busy(s.boot):
+		m.endIdle(s, errIdle)
 	case unproved:
 		m.endIdle(s, errors.New("peer: no control lane came up within "+openTimeout.String()+" of its hello"))
 	case away > forgetAfter:

@@ -20,11 +20,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What the first bytes of a connection are.
-var (
-	laneMagic = []byte("HLLO") // of a control lane
-	callMagic = []byte("PRI ") // of HTTP/2
-)
+// laneMagic begins every control lane, and no HTTP/2 preface or TLS record.
+var laneMagic = []byte("HLLO")
 
 const tlsHandshake = 0x16 // the type of the first TLS record
 
@@ -92,8 +89,10 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 	switch {
 	case bytes.Equal(first.head, laneMagic):
 		return false, m.proveLane(first, c, v)
-	case calls && creds != nil && first.head[0] == tlsHandshake:
-		v.Spoke()
+	case calls && creds != nil:
+		if first.head[0] == tlsHandshake {
+			v.Spoke()
+		} // else what TLS answers tells the caller that a key is missing
 		conf := creds.Server()
 		conf.NextProtos = []string{"h2"}
 		tc := tls.Server(first, conf)
@@ -104,8 +103,8 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 			return false, net.ErrClosed
 		}
 		return m.give(tc, c), nil
-	case calls && creds == nil && bytes.Equal(first.head, callMagic):
-		// Without credentials every process of this host is a member.
+	case calls:
+		// Without credentials every process of this host is a member. To one that speaks TLS gRPC says what it is.
 		if !v.Proved() {
 			return false, net.ErrClosed
 		}

@@ -40,6 +40,7 @@ type session struct {
 	mine     [incarnationBytes]byte // tells our sessions with this boot apart
 	theirs   [incarnationBytes]byte
 	met      bool // theirs is known
+	member   bool // gossip named it
 	business time.Time
 
 	complained bool // about the peer's rails

@@ -47,7 +47,7 @@ type Peer struct {
 	Advertise      string `yaml:"advertise" unit:"host:port" doc:"What peers and engines are told to dial, if that differs from the bound address. Port 0 means the bound port." default:"the bound address"`
 	ClusterKeyFile string `yaml:"cluster_key_file" unit:"path" doc:"Shared secret of the cluster, made by 'kvspray keygen cluster': encrypts gossip and, where no certificates are given, authenticates peers. Mode 0600." default:"none: loopback only"`
 	TLS            TLS    `yaml:"tls" doc:"Certificates for mutual TLS between peers, made by 'kvspray keygen' or by your own authority. All three or none."`
-	Gossip         Gossip `yaml:"gossip" doc:"Who is there. Advisory: a member that gossip calls dead keeps its leases until they are fenced."`
+	Gossip         Gossip `yaml:"gossip" doc:"Who is there. Sidecars meet the members that it names before a request needs them. Advisory: a member that gossip calls dead keeps its leases until they are fenced."`
 }
 
 // TLS names certificate files in PEM form.
@@ -70,6 +70,7 @@ type Gossip struct {
 // Transports selects and tunes the backends.
 type Transports struct {
 	Order []string `yaml:"order" unit:"names" doc:"Backends to use, the preferred one first: shm (same host), gdr (RDMA), tcp. One that the host cannot do is skipped, with its reason in the log and in doctor."`
+	Idle  Duration `yaml:"idle" unit:"duration" doc:"How long the lanes to a peer stay open after the last request that needed them. They open again when a request names the peer."`
 	TCP   TCP      `yaml:"tcp" doc:"Plain TCP over one or more rails."`
 	SHM   SHM      `yaml:"shm" doc:"Shared memory between processes of one host."`
 	GPU   GPU      `yaml:"gpu" doc:"Memory of GPUs that engines register. A GPU is touched once an engine lends memory of it."`
@@ -195,6 +196,7 @@ func defaults() *Config {
 		},
 		Transports: Transports{
 			Order: []string{TransSHM, TransTCP},
+			Idle:  Duration(time.Minute),
 			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 1 << 20},
 			GPU:   GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Table: Auto, Stage: 32 << 20},
 			GDR:   GDR{QueuePairs: 2, DeadPath: Duration(50 * time.Millisecond)},

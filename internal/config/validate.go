@@ -135,6 +135,7 @@ func (v *checker) transports() {
 		v.oneOf(key, name, TransSHM, TransGDR, TransTCP)
 		v.check(!slices.Contains(t.Order[:i], name), key, name, "named twice", "keep one")
 	}
+	v.duration("transports.idle", t.Idle, 100*time.Millisecond)
 	v.check(len(t.TCP.Rails) <= maxRails, "transports.tcp.rails", strconv.Itoa(len(t.TCP.Rails)), "too many rails", fmt.Sprintf("%d at most", maxRails))
 	names := map[string]bool{}
 	for i, r := range t.TCP.Rails {

@@ -48,7 +48,8 @@ type Pair struct {
 	Local     string `json:"local"`
 	Remote    string `json:"remote"`
 	Lanes     int    `json:"lanes"`
-	Why       string `json:"why,omitempty"` // why there is none
+	Why       string `json:"why,omitempty"`  // why there is none
+	Idle      bool   `json:"idle,omitempty"` // there is none because no request needs one
 }
 
 // Peers asks the sidecar that runs on this host.
@@ -90,10 +91,10 @@ func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 	return r, nil
 }
 
-// Reached reports whether every peer has at least one lane.
+// Reached reports whether every peer has at least one lane, or none because no request needs one.
 func (r *Reach) Reached() bool {
 	return !slices.ContainsFunc(r.Peers, func(p Peer) bool {
-		return !slices.ContainsFunc(p.Pairs, func(x Pair) bool { return x.Lanes > 0 })
+		return !slices.ContainsFunc(p.Pairs, func(x Pair) bool { return x.Lanes > 0 || x.Idle })
 	})
 }
 
@@ -105,7 +106,7 @@ func (r *Reach) WriteJSON(w io.Writer) error {
 }
 
 // WriteText writes a matrix for each peer and transport: rows are rails of ours, columns the peer's, cells the number of lanes, or the
-// number of the reason below why there is none.
+// number of the reason below why there is none; idle where no request needs any.
 func (r *Reach) WriteText(w io.Writer) error {
 	var b strings.Builder
 	if len(r.Peers) == 0 {
@@ -140,7 +141,11 @@ func (p *Peer) text(b *strings.Builder) {
 			}
 			locals, remotes = once(locals, x.Local), once(remotes, x.Remote)
 			cell := fmt.Sprintf("%d up", x.Lanes)
-			if x.Lanes == 0 {
+			switch {
+			case x.Lanes > 0:
+			case x.Idle:
+				cell = "idle"
+			default:
 				missing = true
 				why := cmp.Or(x.Why, "no reason is known")
 				why = onTerminal(strings.ToValidUTF8(why[:min(len(why), shownReason)], ""))

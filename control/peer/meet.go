@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"bytes"
+	"errors"
+	"time"
+
+	"github.com/kvspray/kvspray/transfer"
+)
+
+// Bounds of meeting whoever gossip names.
+const (
+	meetAtOnce = 64               // meetings under way
+	meetAgain  = 10 * time.Second // after one that failed
+	meetMost   = MaxPeers * 3 / 4 // sessions up to which members are met: the other places are for peers that requests name
+	idleForget = 30 * time.Second // without a lane, a lease, or a frame to deliver
+)
+
+var (
+	errLeft = errors.New("peer: it has left the members that gossip names, and has no lane and no lease")
+	errIdle = errors.New("peer: unreachable for " + idleForget.String() + ", and nothing is open with it")
+)
+
+// meetMembers connects control lanes to the members that gossip names, so that the first request that
+// needs one does not wait for a handshake. Of two members the one with the lower boot connects. It
+// forgets those that have left.
+func (m *Mesh) meetMembers(now time.Time) {
+	members := m.Members()
+	if members == nil {
+		return
+	}
+	there := make(map[transfer.Boot]bool, len(members))
+	for _, x := range members {
+		there[x.Boot] = true
+	}
+	m.mu.Lock()
+	var left []*session
+	for boot, s := range m.sessions {
+		s.mu.Lock()
+		if len(s.lanes) == 0 && s.member && !there[boot] && now.Sub(s.since) > downAfter {
+			left = append(left, s)
+		}
+		s.member = s.member || there[boot]
+		s.mu.Unlock()
+	}
+	for boot, at := range m.missed {
+		if !there[boot] || now.Sub(at) >= meetAgain {
+			delete(m.missed, boot)
+		}
+	}
+	for _, x := range members {
+		if bytes.Compare(m.opt.Boot[:], x.Boot[:]) >= 0 || m.sessions[x.Boot] != nil || m.gone[x.Boot] || m.meeting[x.Boot] {
+			continue
+		}
+		if _, missed := m.missed[x.Boot]; missed || m.closed || len(m.meeting) >= meetAtOnce || len(m.sessions)+len(m.meeting) >= meetMost {
+			continue
+		}
+		m.meeting[x.Boot] = true
+		m.wg.Go(func() { m.meetMember(x) })
+	}
+	m.mu.Unlock()
+	for _, s := range left {
+		if !m.opt.Handler.Busy(s.boot) {
+			m.endIdle(s, errLeft)
+		}
+	}
+}
+
+func (m *Mesh) meetMember(x Member) {
+	s, err := m.hello(m.ctx, x.Endpoint)
+	if err == nil && s != nil {
+		s.mu.Lock()
+		s.dialled, s.member = true, true
+		s.mu.Unlock()
+		err = m.dialLanes(m.ctx, s)
+	}
+	if err != nil && m.ctx.Err() == nil {
+		m.log.Debug("member not met", "peer", x.Boot.String(), "endpoint", x.Endpoint, "err", err)
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	delete(m.meeting, x.Boot)
+	if err != nil {
+		m.missed[x.Boot] = time.Now()
+	}
+}

@@ -1,0 +1,184 @@
+package sidecar
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+// How large the mesh of processes is; a few processes and seconds where nothing is set.
+const (
+	meshProcessesEnv = "KVSPRAY_MESH"         // sidecars
+	meshSecondsEnv   = "KVSPRAY_MESH_SECONDS" // of churn
+	meshRateEnv      = "KVSPRAY_MESH_RATE"    // restarts a second
+	meshPatience     = 2 * time.Minute        // until all have met
+)
+
+func fromEnv(t *testing.T, name string, otherwise int) int {
+	s := os.Getenv(name)
+	if s == "" {
+		return otherwise
+	}
+	n, err := strconv.Atoi(s)
+	ok(t, err)
+	return n
+}
+
+// meshed is a sidecar process in a mesh.
+type meshed struct {
+	*process
+	log string
+}
+
+// newMeshed starts a sidecar that joins others by gossip alone.
+func newMeshed(t *testing.T, gossip, join, secret string) *meshed {
+	dir := testutil.ShortDir(t)
+	p := &process{t: t, path: filepath.Join(dir, "config.yaml"), socket: filepath.Join(dir, "s.sock")}
+	p.endpoint, p.http = freePorts(t)
+	if gossip == "" {
+		gossip = "127.0.0.1:0"
+	}
+	b, err := json.Marshal(map[string]any{"node": filepath.Base(dir), "engine": map[string]any{"socket": p.socket},
+		"peer": map[string]any{"listen": p.endpoint, "cluster_key_file": secret, "gossip": map[string]any{"listen": gossip, "join": []string{join}}},
+		"http": map[string]any{"listen": p.http}})
+	ok(t, err)
+	ok(t, os.WriteFile(p.path, b, 0o600))
+	t.Cleanup(p.kill)
+	p.start()
+	return &meshed{p, p.path + ".log"}
+}
+
+// peers is how many others it knows, and how many data lanes it has; -1 where it does not answer.
+func (m *meshed) peers() (known, lanes int) {
+	resp, err := http.Get("http://" + m.http + "/v1/reach")
+	if err != nil {
+		return -1, 0
+	}
+	defer func() { _ = resp.Body.Close() }()
+	var v reachView
+	if json.NewDecoder(resp.Body).Decode(&v) != nil {
+		return -1, 0
+	}
+	for _, p := range v.Peers {
+		for _, x := range p.Pairs {
+			lanes += x.Lanes
+		}
+	}
+	return len(v.Peers), lanes
+}
+
+// costs are the descriptors and the resident bytes of a process.
+func (m *meshed) costs(t *testing.T) (fds int, rss int64) {
+	pid := m.cmd.Process.Pid
+	all, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	ok(t, err)
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/statm", pid))
+	ok(t, err)
+	pages, err := strconv.ParseInt(strings.Fields(string(b))[1], 10, 64)
+	ok(t, err)
+	return len(all), pages * int64(os.Getpagesize())
+}
+
+// Sidecars in processes of their own meet by gossip, while others of them end, one way or the other, and new ones come. No one is refused, and
+// what the others cost is afterwards what it was before.
+func TestMeshOfProcesses(t *testing.T) {
+	count, seconds, rate := fromEnv(t, meshProcessesEnv, 8), fromEnv(t, meshSecondsEnv, 4), fromEnv(t, meshRateEnv, 2)
+	key, err := keys.NewCluster()
+	ok(t, err)
+	secret := filepath.Join(t.TempDir(), "cluster.key")
+	ok(t, keys.WriteCluster(secret, key))
+	seed, _ := freePorts(t)
+	var all []*meshed
+	for i := range count {
+		at := ""
+		if i == 0 {
+			at = seed
+		}
+		all = append(all, newMeshed(t, at, seed, secret))
+	}
+	whole := func(what string) {
+		t.Helper()
+		began := time.Now()
+		for {
+			missing := 0
+			for _, m := range all {
+				if known, lanes := m.peers(); known != count-1 || lanes != 0 {
+					missing++
+				}
+			}
+			if missing == 0 {
+				t.Logf("%s: whole after %v", what, time.Since(began).Round(time.Millisecond))
+				return
+			}
+			if time.Since(began) > meshPatience {
+				t.Fatalf("%s: %d of %d sidecars do not know just the %d others, without a data lane", what, missing, count, count-1)
+			}
+			time.Sleep(100 * time.Millisecond)
+		}
+	}
+	whole("start")
+	stay := all[:(count+1)/2]
+	before := make([]int, len(stay))
+	var sum, sumAfter int64
+	time.Sleep(time.Second) // calls end
+	for i, m := range stay {
+		fds, rss := m.costs(t)
+		before[i], sum = fds, sum+rss
+	}
+	logs := []string{}
+	began, ended := time.Now(), 0
+	for time.Since(began) < time.Duration(seconds)*time.Second {
+		i := len(stay) + rand.IntN(count-len(stay))
+		if old := all[i]; ended%2 == 0 {
+			old.signal(syscall.SIGTERM)
+			_ = old.cmd.Wait() // it drains nothing
+			old.cmd = nil
+		} else {
+			old.kill()
+		}
+		logs = append(logs, all[i].log)
+		all[i] = newMeshed(t, "", seed, secret)
+		ended++
+		time.Sleep(time.Until(began.Add(time.Duration(ended) * time.Second / time.Duration(rate))))
+	}
+	took := time.Since(began)
+	whole("after the churn")
+	most := 0
+	time.Sleep(time.Second)
+	for i, m := range stay {
+		fds, rss := m.costs(t)
+		most, sumAfter = max(most, fds-before[i]), sumAfter+rss
+		logs = append(logs, m.log)
+	}
+	refusals := 0
+	for _, path := range logs {
+		b, err := os.ReadFile(path)
+		ok(t, err)
+		for line := range strings.Lines(string(b)) {
+			if strings.Contains(line, "refused") && !strings.Contains(line, syscall.ECONNREFUSED.Error()) {
+				if refusals++; refusals < 5 {
+					t.Errorf("%s", line)
+				}
+			}
+		}
+	}
+	t.Logf("%d sidecars, %d restarts in %v (%.1f a second): %d refusals; resident %.1f MiB each before, %.1f after; at most %d descriptors more", count, ended,
+		took.Round(time.Second), float64(ended)/took.Seconds(), refusals, float64(sum)/float64(len(stay))/(1<<20), float64(sumAfter)/float64(len(stay))/(1<<20), most)
+	if most > 4 {
+		t.Errorf("a sidecar has %d descriptors more than before the churn", most)
+	}
+	if float64(sumAfter) > 1.25*float64(sum)+float64(len(stay))*(4<<20) {
+		t.Errorf("%d bytes were resident before the churn, %d after", sum, sumAfter)
+	}
+}
