@@ -100,7 +100,7 @@ func TestLanesOnDemand(t *testing.T) {
 	// Two that have met and have nothing to move have no lane.
 	a.peers.Connect(b.Endpoint())
 	until(t, func() bool { return a.dial.knows(b.boot) && b.dial.knows(a.boot) })
-	time.Sleep(idle)
+	<-time.After(idle)
 	if !none() {
 		t.Fatal("lanes that no request needs")
 	}
@@ -137,7 +137,7 @@ func TestLanesOnDemand(t *testing.T) {
 	dials.d.origins[name] = &exec.Sending{}
 	dials.d.bindMu.Unlock()
 	before := dials.lanesTo(other)
-	time.Sleep(3 * idle)
+	<-time.After(3 * idle)
 	if after := dials.lanesTo(other); !slices.Equal(before, after) {
 		t.Errorf("with a lease open lanes %v became %v", before, after)
 	}

@@ -124,7 +124,7 @@ func TestMeshOfProcesses(t *testing.T) {
 			if time.Since(began) > meshPatience {
 				t.Fatalf("%s: %d of %d sidecars do not know just the %d others, without a data lane", what, missing, count, count-1)
 			}
-			time.Sleep(100 * time.Millisecond)
+			<-time.After(100 * time.Millisecond)
 		}
 	}
 	whole("start")
@@ -150,12 +150,12 @@ func TestMeshOfProcesses(t *testing.T) {
 		logs = append(logs, all[i].log)
 		all[i] = newMeshed(t, "", seed, secret)
 		ended++
-		time.Sleep(time.Until(began.Add(time.Duration(ended) * time.Second / time.Duration(rate))))
+		<-time.After(time.Until(began.Add(time.Duration(ended) * time.Second / time.Duration(rate))))
 	}
 	took := time.Since(began)
 	whole("after the churn")
 	most := 0
-	time.Sleep(time.Second)
+	<-time.After(time.Second)
 	for i, m := range stay {
 		fds, rss := m.costs(t)
 		most, sumAfter = max(most, fds-before[i]), sumAfter+rss

@@ -227,7 +227,7 @@ func TestLaneAfterBacklog(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer far.Close()
-	l, err := newLane(c)
+	l, err := newLane(c, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -76,7 +76,8 @@ func AppendFrame(dst []byte, f *peerv1.ControlFrame) ([]byte, error) {
 // is left to a writer that lives until the backlog is gone.
 type lane struct {
 	conn  net.Conn
-	in    *bufio.Reader // of conn
+	over  *overTLS  // nil: without TLS
+	in    io.Reader // of over, or of conn
 	raw   rawWriter
 	addr  string // that we dialled; empty where the peer did
 	local netip.Addr
@@ -98,7 +99,7 @@ type rawWriter interface {
 	Write(f func(fd uintptr) bool) error
 }
 
-func newLane(c net.Conn) (*lane, error) {
+func newLane(c net.Conn, over *overTLS) (*lane, error) {
 	tc, ok := c.(*net.TCPConn)
 	if !ok {
 		return nil, fmt.Errorf("peer: control lane over %T, want TCP", c)
@@ -116,7 +117,13 @@ func newLane(c net.Conn) (*lane, error) {
 	}); err != nil {
 		return nil, fmt.Errorf("peer: control lane: %w", err)
 	}
-	l := &lane{conn: c, in: bufio.NewReaderSize(c, readBuffer), raw: raw, local: localAddr(c), limit: writeTimeout}
+	l := &lane{conn: c, over: over, raw: raw, local: localAddr(c), limit: writeTimeout}
+	if over != nil {
+		over.under.lane = l // TLS writes by put, and so never blocks
+		l.in = over.Conn
+	} else {
+		l.in = bufio.NewReaderSize(c, readBuffer)
+	}
 	l.heard.Store(time.Now().UnixNano())
 	return l, nil
 }
@@ -130,6 +137,15 @@ func (l *lane) waiting() int {
 
 // write never blocks. b is copied where it is kept. False: the lane is dead.
 func (l *lane) write(b []byte) bool {
+	if l.over == nil {
+		return l.put(b)
+	}
+	_, err := l.over.Write(b)
+	return err == nil
+}
+
+// put is write below TLS.
+func (l *lane) put(b []byte) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.dead {

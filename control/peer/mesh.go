@@ -359,8 +359,8 @@ func (m *Mesh) deliverSelf() {
 }
 
 // laneUp takes a lane that has proved itself, and starts its reader, or reads in this goroutine until the lane ends.
-func (m *Mesh) laneUp(s *session, c net.Conn, addr string, attach []byte, inline bool) error {
-	l, err := newLane(c)
+func (m *Mesh) laneUp(s *session, c net.Conn, over *overTLS, addr string, attach []byte, inline bool) error {
+	l, err := newLane(c, over)
 	if err != nil {
 		return err
 	}

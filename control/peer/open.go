@@ -4,6 +4,7 @@ package peer
 
 import (
 	"bytes"
+	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -15,10 +16,20 @@ import (
 
 	"google.golang.org/grpc/credentials"
 
+	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )
+
+// What TLS is told that a connection is for.
+const (
+	laneProtocol = "kvspray-lane"
+	callProtocol = "h2"
+)
+
+// laneOverTLS is what a lane that comes without TLS is told that we speak. Inside TLS the versions are those of all lanes.
+var laneOverTLS = wire.Versions{Min: wire.V(2, 0), Max: wire.V(2, 0)}
 
 // laneMagic begins every control lane, and no HTTP/2 preface or TLS record.
 var laneMagic = []byte("HLLO")
@@ -87,19 +98,28 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 	}
 	creds := m.opt.Credentials
 	switch {
+	case bytes.Equal(first.head, laneMagic) && creds == nil:
+		return false, m.proveLane(first, c, nil, v)
 	case bytes.Equal(first.head, laneMagic):
-		return false, m.proveLane(first, c, v)
-	case calls && creds != nil:
+		_, err := wire.Accept(first, wire.AcceptParams{Purpose: wire.PurposeControl, Versions: laneOverTLS})
+		return false, fmt.Errorf("peer: a control lane without TLS, of a release before it was needed: upgrade it: %w", err)
+	case creds != nil:
 		if first.head[0] == tlsHandshake {
 			v.Spoke()
 		} // else what TLS answers tells the caller that a key is missing
 		conf := creds.Server()
-		conf.NextProtos = []string{"h2"}
+		conf.SessionTicketsDisabled = true // each opening proves itself
+		if conf.NextProtos = []string{laneProtocol}; calls {
+			conf.NextProtos = append(conf.NextProtos, callProtocol)
+		}
 		tc := tls.Server(first, conf)
 		if err := tc.HandshakeContext(m.ctx); err != nil {
 			return false, fmt.Errorf("peer: open: %w", err)
 		}
-		if !v.Proved() {
+		if tc.ConnectionState().NegotiatedProtocol == laneProtocol {
+			return false, m.proveLane(tc, c, &overTLS{tc, first}, v)
+		}
+		if !calls || !v.Proved() {
 			return false, net.ErrClosed
 		}
 		return m.give(tc, c), nil
@@ -119,9 +139,13 @@ func (m *Mesh) give(proved, c net.Conn) bool {
 }
 
 // proveLane opens a control lane and serves it until its end.
-func (m *Mesh) proveLane(rw io.ReadWriter, c net.Conn, v *admit.Visit) error {
+func (m *Mesh) proveLane(rw io.ReadWriter, c net.Conn, over *overTLS, v *admit.Visit) error {
 	var s *session
-	o, err := wire.Accept(rw, wire.AcceptParams{Purpose: wire.PurposeControl,
+	binding, id, err := over.binding()
+	if err != nil {
+		return err
+	}
+	o, err := wire.Accept(rw, wire.AcceptParams{Purpose: wire.PurposeControl, Binding: binding,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
 			if s = m.session(boot); s == nil {
 				return [32]byte{}, transfer.Boot{}, false
@@ -129,9 +153,10 @@ func (m *Mesh) proveLane(rw io.ReadWriter, c net.Conn, v *admit.Visit) error {
 			v.Spoke()
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			return s.info.Key, m.opt.Boot, true
+			return s.info.Key, m.opt.Boot, s.id == id // a boot belongs to the certificate that it came with
 		},
-		Attach: func(*wire.Hello) ([]byte, error) { return s.mine[:], nil }})
+		Attach: func(*wire.Hello) ([]byte, error) { return s.mine[:], nil },
+		Admit:  func() error { return s.admits() }})
 	if err != nil {
 		return fmt.Errorf("peer: control lane: %w", err)
 	}
@@ -141,14 +166,88 @@ func (m *Mesh) proveLane(rw io.ReadWriter, c net.Conn, v *admit.Visit) error {
 	if err = c.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("peer: control lane: %w", err)
 	}
-	return m.laneUp(s, c, "", o.Attach, true)
+	return m.laneUp(s, c, over, "", o.Attach, true)
 }
 
-// replayConn reads the bytes again that told what the connection is.
+// admits refuses a lane that would be one too many, before the other end is told that it is open.
+func (s *session) admits() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed || len(s.lanes) >= maxLanes {
+		return fmt.Errorf("peer: %s: session over, or %d lanes open already: %w", s.boot, maxLanes, wire.ErrRefused)
+	}
+	return nil
+}
+
+// overTLS is TLS 1.3 over a connection; nil: there is none, on loopback without credentials.
+type overTLS struct {
+	*tls.Conn
+	under *replayConn
+}
+
+const (
+	bindingLabel = "EXPORTER-kvspray-control-lane" // RFC 9266 uses the exporter so
+	bindingBytes = 32
+)
+
+// binding is what only the two ends of this very TLS session know, and the certificate of the other end. The lane's proof covers the first, so
+// that a proof made on one session is of no use on another.
+func (s *overTLS) binding() ([]byte, identity, error) {
+	if s == nil {
+		return nil, identity{}, nil
+	}
+	state := s.ConnectionState()
+	if len(state.PeerCertificates) == 0 {
+		return nil, identity{}, fmt.Errorf("peer: control lane without a certificate: %w", wire.ErrRefused)
+	}
+	b, err := state.ExportKeyingMaterial(bindingLabel, nil, bindingBytes)
+	if err != nil {
+		return nil, identity{}, fmt.Errorf("peer: control lane: %w", err)
+	}
+	return b, keys.Identity(state.PeerCertificates[0]), nil
+}
+
+// secure makes the TLS session of a control lane that we dialled; nil without credentials.
+func (m *Mesh) secure(ctx context.Context, c net.Conn, addr string) (*overTLS, error) {
+	creds := m.opt.Credentials
+	if creds == nil {
+		return nil, nil //nolint:nilnil // a nil one is none
+	}
+	host, _, err := net.SplitHostPort(addr)
+	if err != nil {
+		return nil, fmt.Errorf("address %q: %w", addr, err)
+	}
+	conf := creds.Client(host)
+	conf.NextProtos = []string{laneProtocol}
+	under := &replayConn{Conn: c}
+	tc := tls.Client(under, conf)
+	if err := tc.HandshakeContext(ctx); err != nil {
+		if alert := tls.AlertError(0); errors.As(err, &alert) && alert == alertNoProtocol {
+			err = fmt.Errorf("the peer is of a release whose control lanes have no TLS: upgrade it: %w", err)
+		}
+		return nil, err //nolint:wrapcheck // the caller says what it was for
+	}
+	return &overTLS{tc, under}, nil
+}
+
+const alertNoProtocol = tls.AlertError(120) // no_application_protocol, RFC 7301
+
+// replayConn reads the bytes again that told what the connection is. Once it carries a lane, it writes as the lane does.
 type replayConn struct {
 	net.Conn
 	head []byte
 	at   int
+	lane *lane // set before the lane is used
+}
+
+func (c *replayConn) Write(b []byte) (int, error) {
+	if c.lane == nil {
+		return c.Conn.Write(b) //nolint:wrapcheck // a connection's own errors
+	}
+	if !c.lane.put(b) {
+		return 0, net.ErrClosed
+	}
+	return len(b), nil
 }
 
 // peek reads n bytes that Read returns again.

@@ -48,7 +48,7 @@ const (
 	maxLanes        = 2 * MaxAddrs // both ends may dial
 	maxConnects     = 128          // connects under way
 	maxOpening      = 256          // accepted connections that have proved nothing yet
-	maxSource       = 64           // of these, from one address
+	maxSource       = 128          // of these, from one address
 	maxConns        = 16 << 10     // accepted connections of all kinds
 	maxOwned        = MaxPeers / 2 // sessions of one certificate
 	maxUnproved     = MaxPeers / 8 // of these, without a lane ever

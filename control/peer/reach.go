@@ -162,21 +162,42 @@ func (m *Mesh) dialLane(ctx context.Context, s *session, to target) error {
 		return fmt.Errorf("peer: control lane: %w", err)
 	}
 	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
-	s.mu.Lock()
-	key, mine := s.info.Key, s.mine
-	s.mu.Unlock()
-	o, err := wire.Dial(c, wire.DialParams{Purpose: wire.PurposeControl, Self: m.opt.Boot, Peer: s.boot, Key: key, Attach: mine[:]})
+	o, over, err := m.proveTo(ctx, s, c, to.addr)
 	if !stop() && err == nil {
 		err = ctx.Err()
 	}
 	if err == nil {
-		err = m.laneUp(s, c, to.addr, o.Attach, false)
+		err = m.laneUp(s, c, over, to.addr, o.Attach, false)
 	}
 	if err != nil {
 		_ = c.Close()
 		return fmt.Errorf("peer: control lane to %s at %s: %w", s.boot, to.addr, err)
 	}
 	return nil
+}
+
+// proveTo makes a control lane of a connection that we dialled.
+func (m *Mesh) proveTo(ctx context.Context, s *session, c net.Conn, addr string) (*wire.Opened, *overTLS, error) {
+	over, err := m.secure(ctx, c, addr)
+	if err != nil {
+		return nil, nil, err
+	}
+	binding, id, err := over.binding()
+	if err != nil {
+		return nil, nil, err
+	}
+	s.mu.Lock()
+	key, mine, same := s.info.Key, s.mine, s.id == id
+	s.mu.Unlock()
+	if !same {
+		return nil, nil, fmt.Errorf("another certificate than that of its hello: %w", wire.ErrRefused)
+	}
+	rw := c
+	if over != nil {
+		rw = over.Conn
+	}
+	o, err := wire.Dial(rw, wire.DialParams{Purpose: wire.PurposeControl, Self: m.opt.Boot, Peer: s.boot, Key: key, Attach: mine[:], Binding: binding})
+	return o, over, err //nolint:wrapcheck // the caller names the lane
 }
 
 // localFor is the rail of ours that a lane to one of the peer's leaves by: the first to the first and so on, where the route would leave
@@ -254,7 +275,8 @@ func (m *Mesh) redial(s *session) {
 // suspect dials an endpoint at once where a caller claims it that another boot without lanes was at: what answers there is the proof.
 func (m *Mesh) suspect(endpoint string, boot transfer.Boot) {
 	old := m.laneless(boot, func(s *session) bool {
-		mine := s.whereLocked() == endpoint && !s.dialing && !s.closed
+		// One that never proved itself is not worth a dial: anybody with a key can invent it.
+		mine := s.whereLocked() == endpoint && !s.dialing && !s.closed && s.met
 		s.dialing = s.dialing || mine
 		return mine
 	})

@@ -25,6 +25,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
@@ -43,8 +44,8 @@ type service struct {
 	m *Mesh
 }
 
-// identity is the SHA-256 of the public key that a process shows in TLS; it lives as long as the process. Zero without credentials.
-type identity [sha256.Size]byte
+// identity is what a process shows of itself in TLS (keys.Identity); it lives as long as the process. Zero without credentials.
+type identity = [sha256.Size]byte
 
 // identify takes it from what gRPC knows of a call's other end.
 func (m *Mesh) identify(p *grpcpeer.Peer) (id identity, err error) {
@@ -55,7 +56,7 @@ func (m *Mesh) identify(p *grpcpeer.Peer) (id identity, err error) {
 	if !ok || len(info.State.PeerCertificates) == 0 {
 		return id, fmt.Errorf("peer: a call without a certificate: %w", wire.ErrRefused)
 	}
-	return sha256.Sum256(info.State.PeerCertificates[0].RawSubjectPublicKeyInfo), nil
+	return keys.Identity(info.State.PeerCertificates[0]), nil
 }
 
 func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.HelloReply, error) {

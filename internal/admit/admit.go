@@ -15,6 +15,9 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // Limits of a Gate.
@@ -22,6 +25,9 @@ type Limits struct {
 	Unproved  int // connections
 	PerSource int // of these, from one address
 }
+
+// maxUnread is how many connections one arrival looks at.
+const maxUnread = 8
 
 // maxMembers bounds the addresses that are remembered as those of members.
 const maxMembers = 8192
@@ -71,18 +77,17 @@ func New(l Limits) *Gate {
 // Enter takes a connection that was just accepted, and closes another one where there are too many.
 func (g *Gate) Enter(c net.Conn) *Visit {
 	v := &Visit{gate: g, conn: c, from: Source(c)}
-	var out *Visit
 	g.mu.Lock()
-	s := g.sources[v.from]
-	if s == nil {
-		s = &source{}
-		g.sources[v.from] = s
-	}
-	switch {
-	case s.held >= g.limits.PerSource:
-		out = first(&s.lists[0], &s.lists[1])
-	case g.held >= g.limits.Unproved:
-		out = first(&g.lists[silent], &g.lists[speaking], &g.lists[memberSilent], &g.lists[memberSpeaking])
+	out := g.victimLocked(v.from)
+	for range maxUnread {
+		// Its first bytes may wait for a goroutine that has not run yet.
+		if out == nil || out.class%2 == speaking || !unread(out.conn) {
+			break
+		}
+		class := out.class + 1
+		g.removeLocked(out)
+		g.addLocked(out, class)
+		out = g.victimLocked(v.from)
 	}
 	if out != nil {
 		g.removeLocked(out)
@@ -98,6 +103,35 @@ func (g *Gate) Enter(c net.Conn) *Visit {
 		_ = out.conn.Close()
 	}
 	return v
+}
+
+// victimLocked is the connection that makes room for one from an address; nil: there is room.
+func (g *Gate) victimLocked(from netip.Addr) *Visit {
+	s := g.sources[from]
+	switch {
+	case s != nil && s.held >= g.limits.PerSource:
+		return first(&s.lists[silent], &s.lists[speaking])
+	case g.held >= g.limits.Unproved:
+		return first(&g.lists[silent], &g.lists[speaking], &g.lists[memberSilent], &g.lists[memberSpeaking])
+	}
+	return nil
+}
+
+// unread reports whether the other end said something that nobody has read.
+func unread(c net.Conn) bool {
+	sc, ok := c.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return false
+	}
+	n := 0
+	if raw.Control(func(fd uintptr) { n, err = unix.IoctlGetInt(int(fd), unix.TIOCINQ) }) != nil || err != nil {
+		return false
+	}
+	return n > 0
 }
 
 // first is the oldest of the first list that is not empty.

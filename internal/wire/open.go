@@ -70,6 +70,9 @@ type Opened struct {
 	Self    transfer.Boot
 	Version Version
 	Attach  []byte // what the other end attached
+	// Secret is known to these two ends and fresh for this opening: both ends' nonces are in it. Keys of the lane are derived
+	// from it.
+	Secret [32]byte
 }
 
 // Hello is what a dialer says first.
@@ -186,14 +189,15 @@ func readAnswer(r io.Reader) (*answer, error) {
 	return a, nil
 }
 
-// prove is HMAC-SHA256 over the role and everything that was said. Two roles, so that neither proof can be played back as
-// the other, also where a sidecar is its own peer.
-func prove(key *[32]byte, role string, hello []byte, a *answer) (p [proofBytes]byte) {
+// prove is HMAC-SHA256 over the role, everything that was said, and what binds the lane to the channel under it. Two roles,
+// so that neither proof can be played back as the other, also where a sidecar is its own peer.
+func prove(key *[32]byte, role string, hello []byte, a *answer, binding []byte) (p [proofBytes]byte) {
 	m := hmac.New(sha256.New, key[:])
 	m.Write([]byte("kvspray-lane-1 " + role))
 	m.Write([]byte{0})
 	m.Write(hello)
 	m.Write(a.signed())
+	m.Write(binding) // the parts before it have lengths of their own
 	m.Sum(p[:0])
 	return p
 }
@@ -212,6 +216,7 @@ type DialParams struct {
 	Key        [32]byte
 	Versions   Versions // zero: Lanes
 	Attach     []byte   // at most MaxAttach bytes; authenticated
+	Binding    []byte   // of the channel under the lane, equal at both ends; the proofs cover it
 	Rand       io.Reader
 }
 
@@ -243,13 +248,13 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 	if a.verdict != OpenOK {
 		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w: %s", p.Purpose, p.Peer, ErrRefused, a.verdict)
 	}
-	if want := prove(&p.Key, "acceptor", hello, a); !hmac.Equal(want[:], a.proof[:]) {
+	if want := prove(&p.Key, "acceptor", hello, a, p.Binding); !hmac.Equal(want[:], a.proof[:]) {
 		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w", p.Purpose, p.Peer, ErrProof)
 	}
 	if a.version < p.Versions.Min || a.version > p.Versions.Max {
 		return nil, fmt.Errorf("wire: open %s lane: the peer chose %s, we speak %s: %w", p.Purpose, a.version, p.Versions, ErrVersion)
 	}
-	proof := prove(&p.Key, "dialer", hello, a)
+	proof := prove(&p.Key, "dialer", hello, a, p.Binding)
 	fin := binary.LittleEndian.AppendUint32(make([]byte, 0, finishBytes), magicFinish)
 	fin = append(fin, 0, 0, 0, 0)
 	if _, err := rw.Write(append(fin, proof[:]...)); err != nil {
@@ -265,7 +270,8 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 	if got := Verdict(binary.LittleEndian.Uint16(v[4:])); got != OpenOK {
 		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w: %s", p.Purpose, p.Peer, ErrRefused, got)
 	}
-	return &Opened{Peer: p.Peer, Self: p.Self, Version: a.version, Attach: a.attach}, nil
+	return &Opened{Peer: p.Peer, Self: p.Self, Version: a.version, Attach: a.attach,
+		Secret: prove(&p.Key, "secret", hello, a, p.Binding)}, nil
 }
 
 // AcceptParams is what an acceptor brings.
@@ -278,8 +284,9 @@ type AcceptParams struct {
 	// before the dialer has proved itself, so it must not act on what it sees. May be nil.
 	Attach func(h *Hello) ([]byte, error)
 	// Admit is asked once the dialer has proved itself, before it is told; an error refuses the lane. May be nil.
-	Admit func() error
-	Rand  io.Reader
+	Admit   func() error
+	Binding []byte // as the dialer's
+	Rand    io.Reader
 }
 
 // Accept opens a lane from the listening end. Bounded: it reads at most a hello, an attachment and a proof. The caller sets
@@ -319,7 +326,7 @@ func Accept(rw io.ReadWriter, p AcceptParams) (*Opened, error) {
 	if err := fillNonce(p.Rand, a.nonce[:]); err != nil {
 		return nil, err
 	}
-	a.proof = prove(&key, "acceptor", hello, &a)
+	a.proof = prove(&key, "acceptor", hello, &a, p.Binding)
 	if _, err := rw.Write(appendAnswer(nil, &a)); err != nil {
 		return nil, fmt.Errorf("wire: write answer: %w", err)
 	}
@@ -330,7 +337,7 @@ func Accept(rw io.ReadWriter, p AcceptParams) (*Opened, error) {
 	if m := binary.LittleEndian.Uint32(fin[:]); m != magicFinish {
 		return nil, fmt.Errorf("wire: proof: magic %#x: %w", m, ErrMalformed)
 	}
-	want := prove(&key, "dialer", hello, &a)
+	want := prove(&key, "dialer", hello, &a, p.Binding)
 	verdict, err := OpenOK, error(nil)
 	if !hmac.Equal(want[:], fin[8:]) {
 		verdict, err = OpenProof, fmt.Errorf("wire: accept %s lane from boot %s: %w", p.Purpose, h.From, ErrProof)
@@ -347,7 +354,8 @@ func Accept(rw io.ReadWriter, p AcceptParams) (*Opened, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Opened{Peer: h.From, Self: self, Version: a.version, Attach: h.Attach}, nil
+	return &Opened{Peer: h.From, Self: self, Version: a.version, Attach: h.Attach,
+		Secret: prove(&key, "secret", hello, &a, p.Binding)}, nil
 }
 
 func fillNonce(r io.Reader, dst []byte) error {

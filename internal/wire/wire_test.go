@@ -528,7 +528,7 @@ func otherBuild(t *testing.T, versions Versions) (dialer, acceptor []byte) {
 	key, _, _ := a.Lookup(d.Self)
 	var common error
 	if ours.version, common = Choose(Lanes, versions); common == nil {
-		proof := prove(&key, "dialer", dialer, &ours)
+		proof := prove(&key, "dialer", dialer, &ours, nil)
 		dialer = binary.LittleEndian.AppendUint32(dialer, magicFinish)
 		dialer = append(append(dialer, 1, 1, 1, 1), proof[:]...)
 	}
@@ -545,7 +545,7 @@ func otherBuild(t *testing.T, versions Versions) (dialer, acceptor []byte) {
 		theirs.verdict, theirs.attach, theirs.nonce = OpenVersion, nil, [nonceBytes]byte{}
 		return dialer, appendAnswer(nil, &theirs)
 	}
-	theirs.proof = prove(&key, "acceptor", hello, &theirs)
+	theirs.proof = prove(&key, "acceptor", hello, &theirs, nil)
 	acceptor = appendAnswer(nil, &theirs)
 	acceptor = binary.LittleEndian.AppendUint32(acceptor, magicVerdict)
 	return dialer, append(acceptor, 0, 0, 7, 7) // OpenOK, and what is reserved today

@@ -112,7 +112,7 @@ var rules = []rule{
 		own: []string{"internal/board", "internal/cuda", "internal/cuda/kernels", "internal/mem", "internal/slack", "transfer", "transport"}, ext: []string{extSys}},
 	{dir: "internal/mem", why: "regions and bounded copies; knows nobody who uses them",
 		own: []string{"internal/invariants"}, ext: []string{extSys}},
-	{dir: "internal/admit", why: "accepted connections that have proved nothing; knows nothing of what is said on them"},
+	{dir: "internal/admit", why: "accepted connections that have proved nothing; knows nothing of what is said on them", ext: []string{extSys}},
 	{dir: "internal/slack", why: "a word to the kernel at the start of the process", ext: []string{extSys}, c: true},
 	{dir: "internal/invariants", why: "a switch of the build, for every package"},
 	{dir: "internal/wire", why: "lane frames and the proof at their start",

@@ -40,7 +40,7 @@ func dials(t *testing.T, p *transporttest.Pair) time.Duration {
 	var took []time.Duration
 	for range 200 {
 		took = append(took, p.Redial(1))
-		time.Sleep(5 * time.Millisecond)
+		<-time.After(5 * time.Millisecond)
 	}
 	slices.Sort(took)
 	return took[len(took)*99/100]
@@ -53,17 +53,26 @@ func TestStrangers(t *testing.T) {
 			var log safeBuffer
 			p := transporttest.NewPair(t, factory(Config{Rails: []Rail{{Name: "a", Listen: "127.0.0.1:0"}, {Name: "b", Listen: "127.0.0.2:0"}},
 				Log: slog.New(slog.NewTextHandler(&log, nil))}))
-			alone := dials(t, p)
-			stop := testutil.Strangers(t, p.B.Rails[0].Address, 8000, 2000, from)
-			began := time.Now()
-			beside := dials(t, p)
-			took, opened := time.Since(began), stop()
 			b := p.B.Backend.(*Backend)
-			t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a new lane %v, alone %v", opened, took, b.gate.Evicted(), beside, alone)
-			if beside > max(50*time.Millisecond, 3*alone) { // a machine that is busy with other things is slow alone, too
-				t.Errorf("p99 of a new lane %v, at most 50ms", beside)
+			var took time.Duration
+			good := false
+			const tries = 3
+			for range tries { // a machine that is busy with other things is slow alone, too
+				alone := dials(t, p)
+				stop := testutil.Strangers(t, p.B.Rails[0].Address, 8000, 2000, from)
+				began := time.Now()
+				beside := dials(t, p)
+				each := time.Since(began)
+				took += each
+				t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a new lane %v, alone %v", stop(), each, b.gate.Evicted(), beside, alone)
+				if good = beside <= max(50*time.Millisecond, 3*alone); good {
+					break
+				}
 			}
-			if n := strings.Count(log.String(), "\n"); n > int(took/time.Second)+2 {
+			if !good {
+				t.Errorf("p99 of a new lane was over 50ms in %d tries", tries)
+			}
+			if n := strings.Count(log.String(), "\n"); n > int(took/time.Second)+tries+1 {
 				t.Errorf("%d lines of log in %v", n, took)
 			}
 			if held := b.gate.Held(); held > maxOpening {

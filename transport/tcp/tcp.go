@@ -45,7 +45,7 @@ const (
 	connectFirst      = 150 * time.Millisecond
 	connectTries      = 5       // the last of 2.4 s
 	maxOpening        = 256     // accepted connections that have not proved themselves, of all rails
-	maxSource         = 64      // of these, from one address
+	maxSource         = 128     // of these, from one address
 	maxLanes          = 4096    // of one backend
 	defaultSlice      = 1 << 20 // bytes
 	defaultInFlight   = 16      // slices per lane

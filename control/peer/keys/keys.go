@@ -20,6 +20,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/pem"
 	"errors"
@@ -29,6 +30,7 @@ import (
 	"math/big"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"time"
 )
@@ -325,6 +327,26 @@ func (c *Credentials) Client(host string) *tls.Config {
 		name = host
 	}
 	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, RootCAs: c.pool, ServerName: name}
+}
+
+// Identity tells processes apart by the certificates that they show. A certificate of an authority stands for the names in it, so that it can be
+// renewed while its process lives. Those of a cluster key all bear one name, and there each process is the key that it made.
+func Identity(c *x509.Certificate) [sha256.Size]byte {
+	if len(c.DNSNames)+len(c.IPAddresses) == 0 || slices.Contains(c.DNSNames, clusterName) {
+		return sha256.Sum256(c.RawSubjectPublicKeyInfo)
+	}
+	names := slices.Sorted(slices.Values(c.DNSNames))
+	for _, ip := range c.IPAddresses {
+		names = append(names, ip.String())
+	}
+	slices.Sort(names[len(c.DNSNames):])
+	h := sha256.New()
+	h.Write([]byte("kvspray names 1"))
+	for _, s := range append([]string{c.Subject.CommonName}, names...) {
+		h.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(s))))
+		h.Write([]byte(s))
+	}
+	return [sha256.Size]byte(h.Sum(nil))
 }
 
 // WriteAuthority makes an authority for certificates: cert is for all nodes, key signs and belongs on none.
