@@ -27,7 +27,7 @@ func newBackends(c *config.Config, devices *gpus, gdrChanged func(), log *slog.L
 			}
 			reg = append(reg, shm.New(s))
 		case config.TransTCP:
-			t := tcp.Config{CRC32C: c.Transports.TCP.Integrity == config.CRC32C, SliceBytes: int(c.Transports.TCP.Slice), Log: log}
+			t := tcp.Config{CRC32C: c.Transports.TCP.Integrity == config.CRC32C, AEAD: c.Transports.TCP.Integrity == config.AEAD, SliceBytes: int(c.Transports.TCP.Slice), Log: log}
 			for _, r := range c.RailsOrDefault() {
 				t.Rails = append(t.Rails, tcp.Rail{Name: r.Name, Listen: r.Listen, Advertise: r.Advertise, Gbps: float64(r.Speed) / bitsPerGbit, Tier: r.Tier})
 			}

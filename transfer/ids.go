@@ -102,11 +102,16 @@ const (
 	ReasonMemory             // memory could not be read or written (an engine died)
 	ReasonTimeout            // past its deadline
 	ReasonSuperseded         // a later attempt has taken over some of its chunks
+	ReasonForged             // a sealed record is not what the peer sealed
+	ReasonReplayed           // a sealed record came again
+	ReasonReordered          // a sealed record came before its turn, or one was left out
+	ReasonTruncated          // a sealed lane was cut in mid record or frame
 	reasonCount
 )
 
 var reasonNames = [reasonCount]string{"none", "unknown_slot", "stale_gen", "revoked", "range", "length", "checksum", "disowned",
-	"lane_lost", "source_gone", "memory", "timeout", "superseded"}
+	"lane_lost", "source_gone", "memory", "timeout", "superseded",
+	"forged", "replayed", "reordered", "truncated"}
 
 func (r Reason) String() string {
 	if int(r) < len(reasonNames) {

@@ -17,6 +17,7 @@ import (
 type setup struct {
 	Transport string
 	CRC32C    bool
+	AEAD      bool
 	Conns     int
 	Slice     int
 	Window    int
@@ -29,7 +30,7 @@ type setup struct {
 func newBackend(s *setup) (transport.Backend, error) {
 	switch s.Transport {
 	case tcp.Name:
-		return tcp.New(tcp.Config{CRC32C: s.CRC32C, SliceBytes: s.Slice, MaxInFlight: max(s.Window, 16)})
+		return tcp.New(tcp.Config{CRC32C: s.CRC32C, AEAD: s.AEAD, SliceBytes: s.Slice, MaxInFlight: max(s.Window, 16)})
 	case "shm":
 		return shm.New(shm.Config{Workers: s.Conns}), nil
 	}

@@ -102,7 +102,7 @@ plain Go stream with as many connections, for shm a C memcpy over the same block
 	f.IntVar(&o.Window, "window", 16, "slices under way on each lane")
 	f.StringVar(&slice, "slice", "", "bytes of a slice (default: what the transport suggests)")
 	f.IntVar(&o.Rounds, "rounds", 9, "measured rounds for each block size")
-	f.StringVar(&o.Integrity, "integrity", "off", "off or crc32c (tcp)")
+	f.StringVar(&o.Integrity, "integrity", "off", "off, crc32c or aead (tcp)")
 	f.StringVar(&o.Baseline, "baseline", "", "the C baseline of shm (default: kvspray-memcpy beside this binary, or in bin)")
 	f.BoolVar(&o.JSON, "json", false, "print JSON")
 	f.StringVar(&o.Role, "role", "", "for the second process")
@@ -140,10 +140,10 @@ func (o *options) check() error {
 	switch {
 	case o.Transport != "tcp" && o.Transport != "shm":
 		return fmt.Errorf("--transport %q: must be tcp or shm", o.Transport)
-	case o.Integrity != "off" && o.Integrity != "crc32c":
-		return fmt.Errorf("--integrity %q: must be off or crc32c", o.Integrity)
-	case o.Integrity == "crc32c" && o.Transport != "tcp":
-		return fmt.Errorf("--integrity crc32c: %s has no wire to be damaged on; use off", o.Transport)
+	case o.Integrity != "off" && o.Integrity != "crc32c" && o.Integrity != "aead":
+		return fmt.Errorf("--integrity %q: must be off, crc32c or aead", o.Integrity)
+	case o.Integrity != "off" && o.Transport != "tcp":
+		return fmt.Errorf("--integrity %s: %s has no wire; use off", o.Integrity, o.Transport)
 	case o.Conns < 1 || o.Conns > maxConns:
 		return fmt.Errorf("--conns %d: must be 1 to %d", o.Conns, maxConns)
 	case o.Window < 1 || o.Window > maxWindow:

@@ -82,7 +82,7 @@ func newSource(ctx context.Context, o options, path []string) (_ *source, err er
 	if s.dst, err = mem.NewAnonymous("bench-destination", regionBytes, mem.Populate()); err != nil {
 		return nil, err
 	}
-	s.setup = setup{Transport: o.Transport, CRC32C: o.Integrity == "crc32c", Conns: o.Conns, Slice: o.Slice, Window: o.Window, Total: o.Total}
+	s.setup = setup{Transport: o.Transport, CRC32C: o.Integrity == "crc32c", AEAD: o.Integrity == "aead", Conns: o.Conns, Slice: o.Slice, Window: o.Window, Total: o.Total}
 	_, _ = rand.Read(s.setup.Parent[:])
 	_, _ = rand.Read(s.setup.Child[:])
 	_, _ = rand.Read(s.setup.Key[:])

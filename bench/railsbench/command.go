@@ -33,7 +33,7 @@ happen. Content is compared after every transfer. Shares are of what plain strea
 	}
 	flags := timeline.AddFlags(c)
 	c.Flags().StringVar(&claims, "claims", "", "what the links claim, separated by commas: the sidecars are told that (default: nothing)")
-	c.Flags().StringVar(&integrity, "integrity", "", "off or crc32c (default: the sidecar's)")
+	c.Flags().StringVar(&integrity, "integrity", "", "off, crc32c or aead (default: the sidecar's)")
 	c.Flags().DurationVar(&plain, "plain", plainSpan, "how long plain streams over all rails at once are measured; over one alone, a second at most")
 	c.Flags().StringArrayVar(&set, "set", nil, "key=value of the sidecars' configuration; repeatable")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
@@ -44,8 +44,8 @@ happen. Content is compared after every transfer. Shares are of what plain strea
 		if plain < leastPlain || plain > mostPlain {
 			return mistake.Errorf("--plain %s: must be from %s to %s", plain, leastPlain, mostPlain)
 		}
-		if integrity != "" && integrity != "off" && integrity != "crc32c" {
-			return mistake.Errorf("--integrity %q: want off or crc32c", integrity)
+		if integrity != "" && integrity != "off" && integrity != "crc32c" && integrity != "aead" {
+			return mistake.Errorf("--integrity %q: want off, crc32c or aead", integrity)
 		}
 		s := Setup{Rates: o.Rates, Policy: o.Policy, Integrity: integrity, Set: set, Plain: plain}
 		if claims != "" {

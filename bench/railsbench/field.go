@@ -40,7 +40,7 @@ type Setup struct {
 	Rates     []timeline.Rate
 	Claims    []timeline.Rate // what the links claim; nil: nothing, as a veth
 	Policy    string          // of the sidecars; "" is their default
-	Integrity string          // off or crc32c; "" is the sidecars' default
+	Integrity string          // off, crc32c or aead; "" is the sidecars' default
 	Set       []string        // more of the sidecars' configuration, key=value
 	Kvspray   string          // the binary
 	Plain     time.Duration   // Run: that plain streams over all rails at once are measured

@@ -24,7 +24,8 @@ func onPath(t *testing.T, to string, change func(b []byte) []byte) string {
 		t.Fatal(err)
 	}
 	var all sync.WaitGroup
-	t.Cleanup(func() { _ = ln.Close(); all.Wait() })
+	done := make(chan struct{})
+	t.Cleanup(func() { close(done); _ = ln.Close(); all.Wait() })
 	all.Go(func() {
 		for {
 			c, err := ln.Accept()
@@ -37,6 +38,7 @@ func onPath(t *testing.T, to string, change func(b []byte) []byte) string {
 				return
 			}
 			all.Go(func() { _, _ = io.Copy(c, up); _ = c.Close() })
+			all.Go(func() { <-done; _, _ = c.Close(), up.Close() })
 			all.Go(func() {
 				defer func() { _ = up.Close() }()
 				b := make([]byte, 64<<10)

@@ -101,7 +101,7 @@ type GPU struct {
 type TCP struct {
 	Rails       []Rail `yaml:"rails" doc:"Local addresses to listen on and to dial from, or patterns of interface names. Each is a rail of its own. 'auto' is one pattern for every interface that leads beyond this host; without a cluster key or certificates it means the loopback interface. Interfaces that a pattern matches become rails, and stop being rails, while the sidecar runs. With --set: name@host:port, several with commas between, where the name is what logs and metrics call it, or auto." default:"one rail 'lo' on 127.0.0.1:0"`
 	Connections int    `yaml:"connections" unit:"connections per pair of rails" doc:"Connections between each pair of rails."`
-	Integrity   string `yaml:"integrity" unit:"off or crc32c" doc:"Checksum over each payload. 'off' relies on TCP's own checksum. crc32c costs about a third of the throughput where two cores do all the work."`
+	Integrity   string `yaml:"integrity" unit:"off, crc32c or aead" doc:"What guards each payload. 'off' relies on TCP's own checksum. crc32c finds damage by accident, and costs about a third of the throughput where two cores do all the work. aead seals all that a lane carries (AES-128-GCM), so that nobody on the path can read or change it. A lane has the stronger of what its two ends ask for."`
 	Slice       Size   `yaml:"slice" unit:"bytes" doc:"Bytes that one lane takes at a time at most; slow rails take less. A multiple of 64KiB."`
 }
 
@@ -162,6 +162,7 @@ const (
 
 	Off       = "off"
 	CRC32C    = "crc32c"
+	AEAD      = "aead"
 	TransTCP  = "tcp"
 	TransSHM  = "shm"
 	TransGDR  = "gdr"

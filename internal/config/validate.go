@@ -158,7 +158,7 @@ func (v *checker) transports() {
 	}
 	v.gdr()
 	v.between("transports.tcp.connections", t.TCP.Connections, 1, maxConnections)
-	v.oneOf("transports.tcp.integrity", t.TCP.Integrity, Off, CRC32C)
+	v.oneOf("transports.tcp.integrity", t.TCP.Integrity, Off, CRC32C, AEAD)
 	v.check(t.TCP.Slice >= chunkBytes && t.TCP.Slice <= maxSlice && t.TCP.Slice%chunkBytes == 0, "transports.tcp.slice", t.TCP.Slice.String(),
 		"not a multiple of 64KiB between 64KiB and 64MiB", "1MiB suits fast rails")
 	v.check(t.SHM.Dir == "" || strings.HasPrefix(t.SHM.Dir, "/"), "transports.shm.dir", t.SHM.Dir, "not an absolute path", "start it with /")

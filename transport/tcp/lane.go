@@ -100,7 +100,7 @@ func (r *ring) pop() entry {
 	return e
 }
 
-func newLane(b *Backend, c *net.TCPConn, peer transfer.Boot, local, remote string, crc bool) (*lane, error) {
+func newLane(b *Backend, c *net.TCPConn, peer transfer.Boot, local, remote string, a agreed) (*lane, error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return nil, fmt.Errorf("tcp: lane: %w", err)
@@ -109,7 +109,7 @@ func newLane(b *Backend, c *net.TCPConn, peer transfer.Boot, local, remote strin
 		return nil, fmt.Errorf("tcp: lane: socket options: %w", err)
 	}
 	n := b.cfg.MaxInFlight
-	l := &lane{b: b, id: transport.NextLaneID(), peer: peer, local: local, remote: remote, crc: crc, conn: c, raw: raw,
+	l := &lane{b: b, id: transport.NextLaneID(), peer: peer, local: local, remote: remote, crc: a.crc, conn: c, raw: raw,
 		wake: make(chan struct{}, 1), dead: make(chan struct{}), rdDone: make(chan struct{}),
 		queue: ring{slot: make([]entry, n)}, flight: ring{slot: make([]entry, n)},
 		confirms: make([]wire.Entry, 0, wire.MaxConfirms)}
@@ -117,6 +117,11 @@ func newLane(b *Backend, c *net.TCPConn, peer transfer.Boot, local, remote strin
 	l.rx.init(l)
 	l.stage.init(l)
 	l.land.init(l)
+	if a.aead {
+		if err := l.sealWith(&a); err != nil {
+			return nil, fmt.Errorf("tcp: lane: %w", err)
+		}
+	}
 	return l, nil
 }
 

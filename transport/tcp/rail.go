@@ -69,16 +69,35 @@ func sysInt(path string) (int, bool) {
 // attachment is what each end says about a lane when it opens: one byte of features, then its own and the other end's rail
 // name, each with a length byte.
 type attachment struct {
-	crc           bool
+	crc           bool // wants checksums
+	aead          bool // wants sealed records
+	seals         bool // can seal them; releases before aead cannot
 	local, remote string
+}
+
+// The features.
+const (
+	wantsCRC = 1 << iota
+	wantsAEAD
+	canSeal
+)
+
+// agree decides what a lane has: what either end wants.
+func agree(ours, theirs attachment) (crc, aead bool, err error) {
+	if aead = ours.aead || theirs.aead; aead && !(ours.seals && theirs.seals) {
+		return false, false, fmt.Errorf("tcp: one end wants integrity aead, and the other is of a release without it: upgrade that one: %w", wire.ErrRefused)
+	}
+	return (ours.crc || theirs.crc) && !aead, aead, nil
 }
 
 const maxRailName = 128 // bytes
 
 func (a attachment) encode() []byte {
 	b := make([]byte, 1, 3+2*maxRailName)
-	if a.crc {
-		b[0] = 1
+	for bit, on := range map[byte]bool{wantsCRC: a.crc, wantsAEAD: a.aead, canSeal: a.seals} {
+		if on {
+			b[0] |= bit
+		}
 	}
 	for _, s := range []string{a.local, a.remote} {
 		s = s[:min(len(s), maxRailName)]
@@ -93,7 +112,7 @@ func parseAttachment(b []byte) (attachment, error) {
 	if len(b) < 1 {
 		return attachment{}, bad
 	}
-	a := attachment{crc: b[0]&1 != 0}
+	a := attachment{crc: b[0]&wantsCRC != 0, aead: b[0]&wantsAEAD != 0, seals: b[0]&canSeal != 0}
 	b = b[1:]
 	for _, p := range []*string{&a.local, &a.remote} {
 		if len(b) < 1 || len(b)-1 < int(b[0]) || b[0] > maxRailName {

@@ -36,6 +36,8 @@ type receiver struct {
 	tail  [wire.TrailerBytes + wire.HeaderBytes]byte
 	tailN int
 
+	box *inbox // sealed records that have come; nil: the lane is not sealed
+
 	more    [(wire.MaxConfirms - 1) * wire.EntryBytes]byte
 	scrap   []byte
 	entries []wire.Entry
@@ -69,6 +71,9 @@ func (l *lane) readLoop() {
 	defer close(l.rdDone)
 	r := &l.rx
 	err := r.run()
+	if why := r.box.reason(err); why != transfer.ReasonNone {
+		l.b.host.Refused(l, why)
+	}
 	r.claim.Release()
 	l.land.drop(r.place)
 	r.place = nil
@@ -259,6 +264,9 @@ func (r *receiver) read(want int) error {
 	if r.todo > 0 {
 		r.want = 0
 	}
+	if r.box != nil {
+		return r.readSealed()
+	}
 	for {
 		r.park, r.barred = len(r.acks) == 0, transfer.ReasonNone
 		err := r.l.raw.Read(r.fn)
@@ -320,7 +328,7 @@ func (r *receiver) readv(fd uintptr) bool {
 	if r.errno != unix.EAGAIN || !r.park {
 		return true
 	}
-	r.expect(fd)
+	r.expect(fd, r.todo+uint64(r.p.left))
 	return false
 }
 
@@ -330,9 +338,9 @@ const lowatBytes = 128 << 10
 
 // expect tells the kernel how much to wait for: never more than what is left of the payload, whose sender has it ready.
 // Setting it makes the kernel look at what is there already, so nothing that came before is slept through.
-func (r *receiver) expect(fd uintptr) {
+func (r *receiver) expect(fd uintptr, left uint64) {
 	want := 1
-	if left := r.todo + uint64(r.p.left); left >= lowatBytes/2 {
+	if left >= lowatBytes/2 {
 		want = int(min(left, lowatBytes))
 	}
 	if want != r.lowat && unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVLOWAT, want) == nil {

@@ -38,6 +38,8 @@ type sender struct {
 	summed bool // sum covers the piece
 	p      piece
 
+	box *outbox // sealed records on their way; nil: the lane is not sealed
+
 	results []transport.Result // of slices that never began, for the writer to deliver
 	acks    []wire.Entry
 
@@ -114,7 +116,7 @@ func (t *sender) gather(inline bool) bool {
 		l.flight.push(e)          // before its first byte can be confirmed
 		l.flight.last().buf = nil // the frame's, not the confirmation's
 	}
-	if !have && len(t.acks) == 0 && len(t.out) == t.outAt && len(t.results) == 0 && l.err == nil {
+	if !have && len(t.acks) == 0 && len(t.out) == t.outAt && t.box.empty() && len(t.results) == 0 && l.err == nil {
 		l.writing = false
 		l.mu.Unlock()
 		return true
@@ -194,6 +196,9 @@ func (t *sender) deliver() {
 // step makes one system call's worth of progress. It returns false if the call would have to wait and may not, or if the
 // lane failed.
 func (t *sender) step(park bool) bool {
+	if t.box != nil {
+		return t.stepSealed(park)
+	}
 	if t.active && t.p.left == 0 && t.todo > 0 {
 		t.load()
 	}
@@ -324,9 +329,10 @@ func (t *sender) fill() error {
 	}
 	if !t.summed {
 		for _, s := range t.p.segs {
-			if t.l.crc {
+			switch {
+			case t.l.crc:
 				t.sum = mem.CRC32C(t.sum, s)
-			} else {
+			case t.box == nil:
 				mem.Prefetch(s)
 			}
 		}

@@ -71,6 +71,7 @@ type Config struct {
 	Rails       []Rail
 	Empty       bool         // no rail until AddRail
 	CRC32C      bool         // checksum over each payload; a lane has it when either end wants it
+	AEAD        bool         // all of a lane sealed by AES-128-GCM, instead of checksums; likewise
 	SliceBytes  int          // suggested slice; default 1 MiB
 	MaxInFlight int          // slices per lane; default 16
 	SendBuffer  int          // bytes; 0 leaves it to the kernel
@@ -298,6 +299,7 @@ func (b *Backend) accept(c *net.TCPConn, v *admit.Visit, rail transport.Rail) er
 	var theirs attachment
 	var peer transport.Peer
 	var reserved bool
+	a := agreed{us: wire.AcceptorEnd, them: wire.DialerEnd}
 	o, err := wire.Accept(c, wire.AcceptParams{
 		Purpose: wire.PurposeTCPData,
 		Lookup: func(boot transfer.Boot) ([32]byte, transfer.Boot, bool) {
@@ -313,7 +315,11 @@ func (b *Backend) accept(c *net.TCPConn, v *admit.Visit, rail transport.Rail) er
 			if theirs, err = parseAttachment(h.Attach); err != nil {
 				return nil, err
 			}
-			return attachment{crc: b.cfg.CRC32C, local: rail.Name, remote: theirs.local}.encode(), nil
+			ours := b.attachment(rail.Name, theirs.local)
+			if a.crc, a.aead, err = agree(ours, theirs); err != nil {
+				return nil, err
+			}
+			return ours.encode(), nil
 		},
 		// Before the dialer is told that the lane is open: it would take a lane that ends at once for
 		// one that was lost.
@@ -333,9 +339,20 @@ func (b *Backend) accept(c *net.TCPConn, v *admit.Visit, rail transport.Rail) er
 		}
 		return fmt.Errorf("tcp: accept: %w", err)
 	}
-	peer.Boot = o.Peer
-	_, err = b.start(c, peer, rail.Name, theirs.local, theirs.crc || b.cfg.CRC32C)
+	peer.Boot, a.secret = o.Peer, o.Secret
+	_, err = b.start(c, peer, rail.Name, theirs.local, a)
 	return err
+}
+
+func (b *Backend) attachment(local, remote string) attachment {
+	return attachment{crc: b.cfg.CRC32C, aead: b.cfg.AEAD, seals: true, local: local, remote: remote}
+}
+
+// agreed is what the ends of a lane agreed on when it opened.
+type agreed struct {
+	crc, aead bool
+	secret    [32]byte
+	us, them  wire.End
 }
 
 // connect opens a connection. A SYN that is lost is said again by the kernel after a second, which no option shortens. So it is given up sooner, and
@@ -385,7 +402,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	_ = c.SetDeadline(deadline)
 	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 	o, err := wire.Dial(c, wire.DialParams{Purpose: wire.PurposeTCPData, Self: peer.Self, Peer: peer.Boot, Key: peer.Key,
-		Attach: attachment{crc: b.cfg.CRC32C, local: local.Name, remote: remote.Name}.encode()})
+		Attach: b.attachment(local.Name, remote.Name).encode()})
 	stop()
 	if err == nil {
 		err = ctx.Err()
@@ -399,8 +416,13 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 		_ = c.Close()
 		return wrap(err)
 	}
+	a := agreed{us: wire.DialerEnd, them: wire.AcceptorEnd, secret: o.Secret}
+	if a.crc, a.aead, err = agree(b.attachment(local.Name, remote.Name), theirs); err != nil {
+		_ = c.Close()
+		return wrap(err)
+	}
 	started = true
-	l, err := b.start(c, peer, local.Name, remote.Name, theirs.crc || b.cfg.CRC32C)
+	l, err := b.start(c, peer, local.Name, remote.Name, a)
 	if err != nil {
 		_ = c.Close()
 		return wrap(err)
@@ -442,9 +464,9 @@ func (b *Backend) sourceAddr(local transport.Rail) net.Addr {
 }
 
 // start makes a lane of a proved connection for which a place was reserved.
-func (b *Backend) start(c *net.TCPConn, peer transport.Peer, local, remote string, crc bool) (*lane, error) {
+func (b *Backend) start(c *net.TCPConn, peer transport.Peer, local, remote string, a agreed) (*lane, error) {
 	_ = c.SetDeadline(time.Time{})
-	l, err := newLane(b, c, peer.Boot, local, remote, crc)
+	l, err := newLane(b, c, peer.Boot, local, remote, a)
 	b.mu.Lock()
 	b.reserved--
 	switch {

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tcp
+
+import (
+	"bytes"
+	"encoding/binary"
+	"io"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/wire"
+	"github.com/kvspray/kvspray/transfer"
+	"github.com/kvspray/kvspray/transport/transporttest"
+)
+
+// onPath carries a lane, and gives the records of the dialling end to attack, which says what becomes of the n-th; nil ends the lane.
+func onPath(t *testing.T, to string, attack func(n int, rec []byte) []byte) string {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all sync.WaitGroup
+	done := make(chan struct{})
+	t.Cleanup(func() { close(done); _ = ln.Close(); all.Wait() })
+	all.Go(func() {
+		c, err := ln.Accept()
+		if err != nil {
+			return
+		}
+		defer func() { _ = c.Close() }()
+		up, err := net.Dial("tcp", to)
+		if err != nil {
+			return
+		}
+		defer func() { _ = up.Close() }()
+		all.Go(func() { _, _ = io.Copy(c, up); _ = c.Close() })
+		all.Go(func() { <-done; _, _ = c.Close(), up.Close() })
+		// The opening comes in two parts, between which the other end answers.
+		head := make([]byte, 8)
+		if _, err := io.ReadFull(c, head); err != nil {
+			return
+		}
+		const hello, finish = 4 + 2 + 2 + 4 + 4 + wire.MaxPurpose + 16 + 16 + 32, 4 + 2 + 2 + 32
+		for i, n := range []int{hello - len(head) + int(binary.LittleEndian.Uint16(head[4:])), finish} {
+			part := make([]byte, n)
+			if _, err := io.ReadFull(c, part); err != nil {
+				return
+			}
+			if i == 0 {
+				part = append(head, part...)
+			}
+			if _, err := up.Write(part); err != nil {
+				return
+			}
+		}
+		for n := 0; ; n++ {
+			rec := make([]byte, 16)
+			if _, err := io.ReadFull(c, rec); err != nil {
+				return
+			}
+			body := make([]byte, int(binary.LittleEndian.Uint32(rec[4:]))+wire.RecordOverhead-len(rec))
+			if _, err := io.ReadFull(c, body); err != nil {
+				return
+			}
+			out := attack(n, append(rec, body...))
+			if out == nil {
+				return
+			}
+			if _, err := up.Write(out); err != nil {
+				return
+			}
+		}
+	})
+	return ln.Addr().String()
+}
+
+func await(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	end := time.Now().Add(patience)
+	for tick := time.NewTicker(time.Millisecond); !ok(); <-tick.C {
+		if time.Now().After(end) {
+			tick.Stop()
+			t.Fatalf("not in time: %s", what)
+		}
+	}
+}
+
+// Whoever is on the path of a sealed lane and touches a record ends the lane: the reason is counted by its name, and nothing of the slice lands.
+func TestSealedOnPath(t *testing.T) {
+	var kept []byte
+	for name, c := range map[string]struct {
+		attack func(n int, rec []byte) []byte
+		why    transfer.Reason
+	}{
+		"a flipped bit of the payload": {func(n int, rec []byte) []byte {
+			if n == 1 {
+				rec[len(rec)/2] ^= 1
+			}
+			return rec
+		}, transfer.ReasonForged},
+		"a flipped bit of a header": {func(n int, rec []byte) []byte {
+			if n == 0 {
+				rec[20] ^= 1
+			}
+			return rec
+		}, transfer.ReasonForged},
+		"a replayed record": {func(n int, rec []byte) []byte {
+			if n == 1 {
+				return append(bytes.Clone(rec), rec...)
+			}
+			return rec
+		}, transfer.ReasonReplayed},
+		"records out of order": {func(n int, rec []byte) []byte {
+			if n == 1 {
+				kept = bytes.Clone(rec)
+				return []byte{}
+			}
+			if n == 2 {
+				return append(rec, kept...)
+			}
+			return rec
+		}, transfer.ReasonReordered},
+		"a nonce that is not its own": {func(n int, rec []byte) []byte {
+			if n == 1 {
+				binary.LittleEndian.PutUint64(rec[8:], 7)
+			}
+			return rec
+		}, transfer.ReasonReordered},
+		"a record cut": {func(n int, rec []byte) []byte {
+			switch n {
+			case 1:
+				return rec[:len(rec)-1]
+			case 2:
+				return nil
+			}
+			return rec
+		}, transfer.ReasonTruncated},
+		"a frame cut between records": {func(n int, rec []byte) []byte {
+			if n == 2 {
+				return nil
+			}
+			return rec
+		}, transfer.ReasonTruncated},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := transporttest.NewPair(t, factory(Config{AEAD: true}))
+			peer, _ := p.A.PeerKey(p.B.Boot)
+			via := p.B.Rails[0]
+			via.Address = onPath(t, via.Address, c.attack)
+			l, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], via)
+			if err != nil {
+				t.Fatal(err)
+			}
+			shape := transporttest.Shape{Chunks: 4, BlockBytes: 64 << 10}
+			src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+			src.Write(1)
+			bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+			defer bind.End(t)
+			if r := p.A.MoveWait(l, bind.Origin, src.All(), 1); r.Outcome == transfer.Landed {
+				t.Errorf("it landed")
+			}
+			await(t, c.why.String()+" is counted", func() bool { return p.B.RefusedFor(c.why) == 1 })
+			if bind.Sink.Full() {
+				t.Error("the grant is full")
+			}
+		})
+	}
+}
+
+// What a sealed lane carries is not to be read on the path, and what another one carried is not taken by it.
+func TestSealedIsSecret(t *testing.T) {
+	p := transporttest.NewPair(t, factory(Config{AEAD: true}))
+	peer, _ := p.A.PeerKey(p.B.Boot)
+	var mu sync.Mutex
+	var seen [][]byte
+	look := func(_ int, rec []byte) []byte {
+		mu.Lock()
+		defer mu.Unlock()
+		seen = append(seen, bytes.Clone(rec))
+		return rec
+	}
+	via := p.B.Rails[0]
+	via.Address = onPath(t, p.B.Rails[0].Address, look)
+	l, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], via)
+	if err != nil {
+		t.Fatal(err)
+	}
+	shape := transporttest.Shape{Chunks: 2, BlockBytes: 64 << 10}
+	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
+	src.Write(1)
+	bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
+	if r := p.A.MoveWait(l, bind.Origin, src.All(), 1); r.Outcome != transfer.Landed {
+		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
+	}
+	bind.End(t)
+	blocks, err := src.Resolve(nil, transfer.Range{First: 0, Count: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	plain, _ := blocks[0].Bytes()
+	mu.Lock()
+	first := seen
+	mu.Unlock()
+	for i, rec := range first {
+		if bytes.Contains(rec, plain[:32]) || bytes.Contains(rec, []byte("KVSF")) {
+			t.Errorf("record %d shows what it carries", i)
+		}
+	}
+	via.Address = onPath(t, p.B.Rails[0].Address, func(n int, rec []byte) []byte {
+		if n < len(first) {
+			return first[n]
+		}
+		return rec
+	})
+	if l, err = p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], via); err != nil {
+		t.Fatal(err)
+	}
+	bind = transporttest.NewBind(t, p.A, p.B, src, dst, 2, 2)
+	defer bind.End(t)
+	if r := p.A.MoveWait(l, bind.Origin, src.All(), 1); r.Outcome == transfer.Landed {
+		t.Error("a lane took the records of another one")
+	}
+	await(t, "it is counted", func() bool { return p.B.RefusedFor(transfer.ReasonForged) == 1 })
+}
+
+// A lane is sealed where either end wants it, and refused where one of them cannot.
+func TestSealedByEitherEnd(t *testing.T) {
+	for _, c := range []struct {
+		ours, theirs attachment
+		crc, aead    bool
+		wrong        string
+	}{
+		{attachment{seals: true}, attachment{seals: true}, false, false, ""},
+		{attachment{seals: true, aead: true}, attachment{seals: true}, false, true, ""},
+		{attachment{seals: true}, attachment{seals: true, aead: true, crc: true}, false, true, ""},
+		{attachment{seals: true, crc: true}, attachment{}, true, false, ""},
+		{attachment{seals: true, aead: true}, attachment{}, false, false, "upgrade"},
+	} {
+		back, err := parseAttachment(c.theirs.encode())
+		if err != nil || back != c.theirs {
+			t.Fatalf("%+v came back as %+v: %v", c.theirs, back, err)
+		}
+		crc, aead, err := agree(c.ours, back)
+		if crc != c.crc || aead != c.aead || (err == nil) != (c.wrong == "") || err != nil && !strings.Contains(err.Error(), c.wrong) {
+			t.Errorf("%+v and %+v: crc %t, aead %t, %v", c.ours, c.theirs, crc, aead, err)
+		}
+	}
+}
