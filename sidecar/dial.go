@@ -228,6 +228,11 @@ func judged(err error) error {
 		return fmt.Errorf("%w: %w", exec.ErrNever, err)
 	case strings.Contains(err.Error(), "HTTP/1.1 header"): // of an error of gRPC's that has no type
 		return stranger{"an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651)", err}
+	// Of errors of crypto/tls and crypto/x509, which gRPC makes texts of.
+	case strings.Contains(err.Error(), "tls: expired certificate"):
+		return stranger{"our certificate has expired, or the peer's clock is ahead: put another into the place of peer.tls.cert, which is read without a restart", err}
+	case strings.Contains(err.Error(), "certificate has expired or is not yet valid"):
+		return stranger{"the peer's certificate has expired or is not valid yet, or our clock is wrong: put another into the place of its peer.tls.cert", err}
 	case strings.Contains(err.Error(), "tls: "), strings.Contains(err.Error(), "server preface: EOF"): // likewise; one that is stopped says nothing at all, and may go on
 		return stranger{"the two sidecars do not share a cluster key or a certificate authority, or only one of them has any: compare peer.cluster_key_file and peer.tls of both", err}
 	}

@@ -72,6 +72,14 @@ var errTest = errors.New("no answer")
 
 // What is as good as nobody ends a wait soon. Who says nothing may have been stopped, and go on.
 func TestJudged(t *testing.T) {
+	for text, want := range map[string]string{
+		"transport: authentication handshake failed: tls: failed to verify certificate: x509: certificate has expired or is not yet valid: current time": "the peer's certificate has expired",
+		"error reading server preface: remote error: tls: expired certificate":                                                                           "our certificate has expired",
+	} {
+		if got := judged(errors.New(text)).Error(); !strings.HasPrefix(got, want) {
+			t.Errorf("%s: judged as %s", text, got)
+		}
+	}
 	for text, nobody := range map[string]bool{
 		"connection error: desc = \"transport: authentication handshake failed: tls: failed to verify certificate: x509: certificate signed by unknown authority\"": true,
 		"connection error: desc = \"transport: authentication handshake failed: tls: first record does not look like a TLS handshake\"":                             true,

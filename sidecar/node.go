@@ -32,6 +32,7 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/lease"
 	"github.com/kvspray/kvspray/control/peer"
+	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/mem"
@@ -71,6 +72,7 @@ type Node struct {
 	rails    railSet // ours
 	engine   *connector.Server
 	peers    *peer.Mesh
+	creds    *keys.Credentials // nil: none
 	d        driver
 	dial     dialer
 	troubles troubles
@@ -325,6 +327,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	go func() { defer n.d.wg.Done(); n.watchGDR(n.d.ctx) }()
 	n.d.wg.Add(1)
 	go func() { defer n.d.wg.Done(); n.watchIdle(n.d.ctx) }()
+	n.d.wg.Add(1)
+	go func() { defer n.d.wg.Done(); n.watchCertificates(n.d.ctx, certLooks) }()
 
 	n.ready.Store(true)
 	announce()

@@ -1,6 +1,7 @@
 package sidecar
 
 import (
+	"context"
 	"fmt"
 	"net"
 	"time"
@@ -20,6 +21,7 @@ func newPeers(n *Node) (*peer.Mesh, error) {
 	if err != nil {
 		return nil, err
 	}
+	n.creds = creds
 	opt := peer.Options{Boot: n.boot, Node: n.cfg.Node, HostBoot: n.host, Version: n.version, Listen: cfg.Listen, Advertise: cfg.Advertise,
 		Credentials: creds, Rails: n.railList, Handler: handler{n}, Log: n.log,
 		Refused: n.metrics.HelloRefused}
@@ -55,6 +57,38 @@ func credentials(c *config.Config) (creds *keys.Credentials, gossip [][]byte, er
 		return nil, nil, fmt.Errorf("sidecar: peer credentials: %w", err)
 	}
 	return creds, gossip, nil
+}
+
+// certLooks is the time between two looks at the certificate files.
+const certLooks = 10 * time.Second
+
+// watchCertificates takes renewed certificates into use, and tells when the one in use ends.
+func (n *Node) watchCertificates(ctx context.Context, every time.Duration) {
+	if n.creds == nil {
+		return
+	}
+	t := time.NewTicker(every)
+	defer t.Stop()
+	said := ""
+	for {
+		n.metrics.Expires(n.creds.Expires())
+		renewed, err := n.creds.Reload(time.Now())
+		switch {
+		case err != nil && err.Error() != said:
+			said = err.Error()
+			n.log.Warn("certificates not read again; those read before stay in use", "until", n.creds.Expires(), "err", err)
+		case err == nil && renewed:
+			n.log.Info("certificates renewed", "until", n.creds.Expires())
+			fallthrough
+		case err == nil:
+			said = ""
+		}
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // controlAddresses puts a control lane on every rail that is there now and that the peer address is not on already.

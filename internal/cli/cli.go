@@ -167,7 +167,7 @@ func checkFiles(c *config.Config) error {
 	if err := c.CheckFiles(); err != nil {
 		return usage(err)
 	}
-	if err := keys.Check(c.Peer.ClusterKeyFile, c.Peer.TLS.Cert, c.Peer.TLS.Key, c.Peer.TLS.CA, time.Now()); err != nil {
+	if _, err := keys.Check(c.Peer.ClusterKeyFile, c.Peer.TLS.Cert, c.Peer.TLS.Key, c.Peer.TLS.CA, time.Now()); err != nil {
 		return usage(err)
 	}
 	return nil

@@ -458,11 +458,23 @@ func keys(_ context.Context, h *Host) Result {
 		return no("see the message; 'kvspray keygen' makes keys and certificates", "%s", strings.ReplaceAll(err.Error(), "\n", "; "))
 	}
 	p := h.Config.Peer
-	if err := peerkeys.Check(p.ClusterKeyFile, p.TLS.Cert, p.TLS.Key, p.TLS.CA, time.Now()); err != nil {
+	now := time.Now()
+	expires, err := peerkeys.Check(p.ClusterKeyFile, p.TLS.Cert, p.TLS.Key, p.TLS.CA, now)
+	switch left := expires.Sub(now); {
+	case err != nil:
 		return no("see the message; 'kvspray keygen' makes keys and certificates", "%v", err)
+	case expires.IsZero():
+		return yes("usable, and closed to others")
+	case left < renewBefore:
+		return no("issue another with 'kvspray keygen node' and put it into the place of the old one: the sidecar reads it without a restart",
+			"the certificate ends %s, in %s", expires.Format(time.RFC3339), left.Round(time.Minute))
+	default:
+		return yes("usable, and closed to others; the certificate ends %s, in %d days", expires.Format(time.RFC3339), int(left.Hours()/24))
 	}
-	return yes("usable, and closed to others")
 }
+
+// renewBefore is how long before its end a certificate should have been renewed.
+const renewBefore = 7 * 24 * time.Hour
 
 func gpu(_ context.Context, h *Host) Result {
 	entries, err := h.list("/dev")

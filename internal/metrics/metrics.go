@@ -84,6 +84,7 @@ type Set struct {
 	control     *prometheus.CounterVec
 	hellos      prometheus.Counter
 	peers       prometheus.Gauge
+	expires     prometheus.Gauge
 	sessions    *prometheus.GaugeVec
 	records     *prometheus.CounterVec
 	copies      *prometheus.CounterVec
@@ -121,6 +122,8 @@ func New(reg prometheus.Registerer) *Set {
 		fences:     counters("lease", "fences_total", "Fences, by what started them.", "cause"),
 		fenceTime:  prometheus.NewHistogram(opts("lease", "fence_duration_seconds", "From the revocation of a lease to its last fence acknowledgement.")),
 		control:    counters("control", "messages_total", "Messages on control lanes.", "direction", "type"),
+		expires: prometheus.NewGauge(gaugeOpts("control", "certificate_expires_seconds",
+			"Unix time at which the certificate of this node, or its authority, ends; 0: never, or there is none.")),
 		hellos: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray",
 			Subsystem: "control", Name: "hellos_refused_total",
 			Help: "Hellos of sidecars that are of no release that this one works with. " +
@@ -140,7 +143,7 @@ func New(reg prometheus.Registerer) *Set {
 		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining", "1 while no new leases are taken.")),
 	}
 	reg.MustRegister(s.transfers, s.bytes, s.duration, s.commit, s.railBytes, s.railErrors, s.railLanes, s.slices, s.refused, s.leases,
-		s.quarantine, s.fences, s.fenceTime, s.control, s.hellos, s.peers, s.sessions, s.records,
+		s.quarantine, s.fences, s.fenceTime, s.control, s.hellos, s.peers, s.expires, s.sessions, s.records,
 		s.copies, s.copyBytes, s.copyTime, s.registerErr, s.draining)
 	// An alert on the growth of a series misses its first value, so those that should stay at zero begin there.
 	for _, transport := range transports {
@@ -267,6 +270,13 @@ func (s *Set) HelloRefused() { s.hellos.Inc() }
 
 // Peers sets the number of peers with an open control session.
 func (s *Set) Peers(n int) { s.peers.Set(float64(n)) }
+
+// Expires sets when the certificate of this node ends; the zero time: never.
+func (s *Set) Expires(at time.Time) {
+	if !at.IsZero() {
+		s.expires.Set(float64(at.Unix()))
+	}
+}
 
 // Sessions moves the number of engine sessions of a role ("worker", "scheduler") by n.
 func (s *Set) Sessions(role string, n int) {

@@ -31,6 +31,7 @@ func exercise(s *Set) {
 	s.Fenced(CauseCommit, time.Microsecond)
 	s.Control(Out, "grant")
 	s.Peers(1)
+	s.Expires(time.Unix(1, 0))
 	s.Sessions("worker", 1)
 	s.Record("intent")
 	s.EngineRefused("overlap")

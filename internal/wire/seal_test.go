@@ -156,3 +156,20 @@ func TestSealAllocates(t *testing.T) {
 		t.Errorf("%v allocations for a record sealed and opened", n)
 	}
 }
+
+func BenchmarkSeal(b *testing.B) {
+	s, o := sealed(b, rekeyRecords)
+	plain, buf := make([]byte, RecordBytes), make([]byte, 0, RecordBytes+RecordOverhead)
+	b.Run("seal and open", func(b *testing.B) {
+		b.SetBytes(RecordBytes)
+		for b.Loop() {
+			rec, err := s.Seal(buf, plain)
+			if err != nil {
+				b.Fatal(err)
+			}
+			if _, err := open(o, rec); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}

@@ -8,7 +8,7 @@
 // there are certificates of an authority whose key stays off the nodes.
 //
 // Invariants: secrets are written with mode 0600 and never over an existing file; a secret that others may read is refused; no
-// error text holds a secret. No goroutines, no state.
+// error text holds a secret. No goroutines; the only state is that of Credentials, whose methods may be called from any.
 package keys
 
 import (
@@ -32,6 +32,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -235,9 +236,68 @@ func notOfName(r rune) bool {
 
 // Credentials authenticate this node to peers and peers to it.
 type Credentials struct {
-	cert   tls.Certificate
-	pool   *x509.CertPool
-	server string // the name that every peer bears; empty: the host that was dialled
+	server string    // the name that every peer bears; empty: the host that was dialled
+	paths  [3]string // of certificate, key and authority; empty: made from a cluster key
+
+	mu   sync.RWMutex // protects what follows
+	cert tls.Certificate
+	pool *x509.CertPool
+	read [sha256.Size]byte // the files, as they were read last
+	ends time.Time         // of the first certificate that ends; zero: none does
+}
+
+func (c *Credentials) now() (tls.Certificate, *x509.CertPool) {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	return c.cert, c.pool
+}
+
+// Expires is when the certificate or its authority ends, whichever is first; zero: neither ever does.
+func (c *Credentials) Expires() time.Time {
+	c.mu.RLock()
+	defer c.mu.RUnlock()
+	return c.ends
+}
+
+// Reload reads certificates again that were given as files, and uses them from the next connection on. Where they are not usable, or not
+// written completely yet, those read before stay, and the error says why.
+func (c *Credentials) Reload(now time.Time) (renewed bool, err error) {
+	if c.paths[0] == "" {
+		return false, nil
+	}
+	sum, err := digest(c.paths)
+	c.mu.RLock()
+	same := sum == c.read
+	c.mu.RUnlock()
+	if err != nil || same {
+		return false, err
+	}
+	fresh, err := FromFiles(c.paths[0], c.paths[1], c.paths[2], now)
+	if err != nil {
+		return false, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.cert, c.pool, c.read, c.ends = fresh.cert, fresh.pool, fresh.read, fresh.ends
+	return true, nil
+}
+
+// digest tells whether files have changed.
+func digest(paths [3]string) (sum [sha256.Size]byte, err error) {
+	h := sha256.New()
+	for i, p := range paths {
+		remedy := ""
+		if i == 1 {
+			remedy = "make one with 'kvspray keygen node'"
+		}
+		b, err := read(p, i == 1, remedy)
+		if err != nil {
+			return sum, err
+		}
+		h.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(b))))
+		h.Write(b)
+	}
+	return [sha256.Size]byte(h.Sum(nil)), nil
 }
 
 // FromCluster issues a leaf for the life of this process.
@@ -274,6 +334,11 @@ func FromCluster(c Cluster, node string) (*Credentials, error) {
 
 // FromFiles loads certificates in PEM form and checks them against each other and against now.
 func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, error) {
+	paths := [3]string{certPath, keyPath, caPath}
+	sum, err := digest(paths) // before they are read: what changes meanwhile is read again
+	if err != nil {
+		return nil, err
+	}
 	certPEM, err := readFile(certPath)
 	if err != nil {
 		return nil, err
@@ -297,7 +362,7 @@ func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, e
 		return nil, fmt.Errorf("keys: certificate %s: valid from %s to %s, and now is %s: issue another with 'kvspray keygen node', or set the clock",
 			certPath, cert.Leaf.NotBefore.Format(time.RFC3339), cert.Leaf.NotAfter.Format(time.RFC3339), now.UTC().Format(time.RFC3339))
 	}
-	cr := &Credentials{cert: cert, pool: x509.NewCertPool()}
+	cr := &Credentials{cert: cert, pool: x509.NewCertPool(), paths: paths, read: sum}
 	if !cr.pool.AppendCertsFromPEM(caPEM) {
 		return nil, fmt.Errorf("keys: authority %s: no certificate in PEM form", caPath)
 	}
@@ -307,17 +372,36 @@ func FromFiles(certPath, keyPath, caPath string, now time.Time) (*Credentials, e
 			mid.AddCert(c)
 		}
 	}
+	var chains [][]*x509.Certificate
 	for _, use := range []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth} {
-		if _, err := cert.Leaf.Verify(x509.VerifyOptions{Roots: cr.pool, Intermediates: mid, CurrentTime: now, KeyUsages: []x509.ExtKeyUsage{use}}); err != nil {
+		if chains, err = cert.Leaf.Verify(x509.VerifyOptions{Roots: cr.pool, Intermediates: mid, CurrentTime: now, KeyUsages: []x509.ExtKeyUsage{use}}); err != nil {
 			return nil, fmt.Errorf("keys: certificate %s against authority %s: %w: a node's certificate must allow server and client authentication", certPath, caPath, err)
 		}
 	}
+	cr.ends = lasting(chains)
 	return cr, nil
+}
+
+// lasting is when the chain that lasts longest ends.
+func lasting(chains [][]*x509.Certificate) (last time.Time) {
+	for _, chain := range chains {
+		ends := chain[0].NotAfter
+		for _, c := range chain {
+			if c.NotAfter.Before(ends) {
+				ends = c.NotAfter
+			}
+		}
+		if ends.After(last) {
+			last = ends
+		}
+	}
+	return last
 }
 
 // Server returns the settings of a listening end: a peer without a certificate of ours is refused.
 func (c *Credentials) Server() *tls.Config {
-	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: c.pool}
+	cert, pool := c.now()
+	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
 }
 
 // Client returns the settings of a dialling end. host is what was dialled, without its port.
@@ -326,7 +410,8 @@ func (c *Credentials) Client(host string) *tls.Config {
 	if name == "" {
 		name = host
 	}
-	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{c.cert}, RootCAs: c.pool, ServerName: name}
+	cert, pool := c.now()
+	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, RootCAs: pool, ServerName: name}
 }
 
 // Identity tells processes apart by the certificates that they show. A certificate of an authority stands for the names in it, so that it can be
@@ -486,17 +571,19 @@ func read(path string, secret bool, remedy string) ([]byte, error) {
 }
 
 // Check does with files what a start would do with them: cluster is the path of a cluster key, the others are those of FromFiles. Empty
-// paths are left out.
-func Check(cluster, cert, key, ca string, now time.Time) error {
+// paths are left out. expires is when the certificate ends; zero: it does not, or there is none.
+func Check(cluster, cert, key, ca string, now time.Time) (expires time.Time, err error) {
 	if cluster != "" {
 		if _, err := LoadCluster(cluster); err != nil {
-			return err
+			return expires, err
 		}
 	}
 	if cert != "" || key != "" || ca != "" {
-		if _, err := FromFiles(cert, key, ca, now); err != nil {
-			return err
+		c, err := FromFiles(cert, key, ca, now)
+		if err != nil {
+			return expires, err
 		}
+		expires = c.Expires()
 	}
-	return nil
+	return expires, nil
 }
