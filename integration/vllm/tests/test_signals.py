@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_steps import LOG, FakeWorker
 
 from kvspray_vllm import layout
 from kvspray_vllm.connector import KVSprayConnector
 from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
 from kvspray_vllm.signals import GpuSignals
 from kvspray_vllm.worker import NO_SIGNALS, WorkerSide
-from test_steps import LOG, FakeWorker
 
 STREAM = 7
 
