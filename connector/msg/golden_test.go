@@ -191,6 +191,9 @@ func goldenVectors(t testing.TB) (socket, records []vector) {
 		"deadline_ms", 1, "held", false, "req", "", "attempt", 0}, unknown...)...))
 	rec("expect", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "10.0.0.1:7411", Tokens: 2048, Skip: []uint32{512, 0},
 		Blocks: [][]uint32{{5, 6, 7}, {1 << 31}}, Prio: PrioDecodeWaits, DeadlineMS: 30000, PartnerMS: 10000, Req: "cmpl-1"}).Append(nil))
+	rec("expect-after", "EXPECT", (&Expect{Xfer: b16(0x20), Hash: b32(0x60), Peer: "h:1", Tokens: 16, Skip: []uint32{0},
+		Blocks: [][]uint32{{1, 2}}, After: 1 << 40}).Append(nil))
+	rec("copy-after", "COPY", (&Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, After: 7}).Append(nil))
 	rec("expect-older", "EXPECT", with("peer", "h:1", "tokens", 16, "blocks", []any{blocks}))
 	rec("expect-newer", "EXPECT", with(append(kv{"peer", "h:1", "tokens", 16, "skip", []any{0}, "blocks", []any{blocks}, "prio", 0, "deadline_ms", 1,
 		"partner_ms", 1, "req", ""}, unknown...)...))
@@ -440,8 +443,11 @@ func otherVersions(t testing.TB) map[string]any {
 		"stats-older":      &Stats{},
 		"stats-newer":      &Stats{Transfers: map[string]uint64{"ok": 1}, Bytes: map[string]uint64{"tcp": 2}},
 
-		"intent-older":   &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Prio: PrioStream},
-		"intent-newer":   &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Ready: 16, Prio: 9, DeadlineMS: 1},
+		"intent-older": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Prio: PrioStream},
+		"intent-newer": &Intent{Xfer: xfer, Hash: hash, Tokens: 16, Fanout: 1, Blocks: blocks, Ready: 16, Prio: 9, DeadlineMS: 1},
+		"expect-after": &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0}, Blocks: [][]uint32{{1, 2}},
+			After: 1 << 40},
+		"copy-after":     &Copy{Dst: 1, Blocks: []CopyBlock{{1, 2, 3}}, DeadlineMS: 1, After: 7},
 		"expect-older":   &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Blocks: blocks},
 		"expect-newer":   &Expect{Xfer: xfer, Hash: hash, Peer: "h:1", Tokens: 16, Skip: []uint32{0}, Blocks: blocks, DeadlineMS: 1, PartnerMS: 1},
 		"step-older":     &Step{Step: 1, Reqs: []StepReq{{Lease: 1, End: 2}}},

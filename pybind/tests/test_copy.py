@@ -92,6 +92,27 @@ def test_an_older_sidecar_copies_nothing(sidecar: Make, two: Make) -> None:
     assert "upgrade it" in w.status().error and w.connected
 
 
+def test_an_older_sidecar_is_given_nothing_that_has_to_wait(sidecar: Make, two: Make) -> None:
+    s: Sidecar = sidecar(features=["copy"])
+    w, cache, host = two()
+    load = (b"x" * 16, b"h" * 32, "127.0.0.1:7001", 16, 0, [[1]])
+    assert w.expect(*load, after=3) == 0 and w.copy(cache, host, [(0, 0, 8)], after=3) == 0
+    assert "does not wait for the engine's stream" in w.status().error and w.connected
+    s.record("EXPECT", lease=w.expect(*load))  # nothing to wait for
+    for bad in (-1, 1 << 64):
+        with pytest.raises(ValueError, match="after = .*GpuSignals.mark"):
+            w.expect(*load, after=bad)
+
+
+def test_a_record_names_the_mark_that_it_waits_for(sidecar: Make, two: Make) -> None:
+    s: Sidecar = sidecar(features=["copy", "after"])
+    w, cache, host = two()
+    lease = w.expect(b"x" * 16, b"h" * 32, "127.0.0.1:7001", 16, 0, [[1]], after=1 << 63)
+    assert s.record("EXPECT", lease=lease)["body"]["after"] == 1 << 63
+    lease = w.copy(cache, host, [(0, 0, 8)], after=9)
+    assert s.record("COPY", lease=lease)["body"]["after"] == 9
+
+
 def test_arguments(sidecar: Make, two: Make) -> None:
     sidecar()
     w, cache, host = two()
