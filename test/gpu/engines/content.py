@@ -54,6 +54,7 @@ def compared(
         "tokens": sum(len(ids) for _, _, ids in todo),
         "answers_equal": 0,
         "answers_tied": 0,
+        "answers_as_p": 0,
         "pages": 0,
         "pages_differ": 0,
         "pages_unlike_plain": 0,
@@ -69,9 +70,10 @@ def compared(
 
     with cf.ThreadPoolExecutor(together) as pool:
         for done, (rid, ids, got, want) in enumerate(pool.map(one, todo), 1):
-            good, what = compare_answers(plain, ids, want, got)
+            good, what = compare_answers(plain, ids, want, got, pair.p)
             out["answers_equal"] += what is None
-            out["answers_tied"] += bool(good and what)
+            out["answers_tied"] += bool(what and what.get("tie"))
+            out["answers_as_p"] += bool(what and what.get("as_p"))
             if what:
                 out["differences"].append({"rid": rid, **what})
             if not good:
@@ -102,7 +104,8 @@ def table(got: dict[str, Any]) -> None:
         f"prompts {got['prompts']} ({got['tokens']} tokens), moved {got['moved']}, pages "
         f"{got['pages']}, of them differ at D {got['pages_differ']}, "
         f"unlike the plain engine's {got['pages_unlike_plain']}; answers equal "
-        f"{got['answers_equal']}, parted at a tie {got['answers_tied']}"
+        f"{got['answers_equal']}, parted at a tie {got['answers_tied']}, as P by itself "
+        f"{got['answers_as_p']}"
     )
 
 
