@@ -4,6 +4,8 @@ package connector
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/kvspray/kvspray/connector/msg"
@@ -15,15 +17,16 @@ import (
 // the engine has already given to this one. While a lease is held the control layer does not have it, so nothing can be granted or written.
 type held struct {
 	mark  uint64
-	begin func(Events)
+	begin func(left time.Duration) func(Events)
 	due   time.Duration // as now counts
 	timer *time.Timer   // looks at due when no flag moves
 }
 
-// beginLocked delivers the event that opens l, now or once the stream has passed the mark.
-func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration, begin func(Events)) {
+// beginLocked delivers the event that opens l, now or once the stream has passed the mark. begin is given what is left of the deadline, which
+// counts from the record: the shim does not wait longer for a lease that was held.
+func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration, begin func(left time.Duration) func(Events)) {
 	if mark <= w.flags.Mark() {
-		w.eventLocked(begin)
+		w.eventLocked(begin(deadline))
 		return
 	}
 	l.held = &held{mark: mark, begin: begin, due: now() + deadline, timer: time.AfterFunc(deadline, w.pump)}
@@ -31,20 +34,21 @@ func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration, begi
 	w.followedLocked()
 }
 
-// followHeldLocked opens the leases whose mark the stream has passed, and ends those whose deadline has passed.
+// followHeldLocked opens the leases whose mark the stream has passed, in their order, and ends those whose deadline has passed.
 func (w *worker) followHeldLocked() {
 	if len(w.held) == 0 || w.closed || w.broken != nil {
 		return
 	}
 	at, mark := now(), w.flags.Mark()
-	for _, l := range w.held {
+	for _, id := range slices.Sorted(maps.Keys(w.held)) {
+		l := w.held[id]
 		switch h := l.held; {
-		case h.mark <= mark:
-			w.unholdLocked(l)
-			w.eventLocked(h.begin)
 		case h.due <= at:
 			w.endHeldLocked(l, board.Expired, fmt.Sprintf(
-				"the engine's stream is at mark %d, and has not reached %d before the deadline: its GPU is stuck or overloaded", mark, h.mark))
+				"the engine's stream did not pass mark %d before the deadline (it is at %d): its GPU is stuck or overloaded", h.mark, mark))
+		case h.mark <= mark:
+			w.unholdLocked(l)
+			w.eventLocked(h.begin(h.due - at))
 		}
 	}
 }

@@ -5,11 +5,13 @@ package connector_test
 import (
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
+	"github.com/kvspray/kvspray/internal/mem"
 )
 
 func expectAfter(t *testing.T, w *connectortest.Worker, mark, deadlineMS uint64, blocks ...uint32) uint64 {
@@ -62,7 +64,7 @@ func TestAfterEnds(t *testing.T) {
 		}
 	}
 	late := expectAfter(t, w, 7, 20, 0)
-	ends(late, board.Expired, "is at mark 0, and has not reached 7")
+	ends(late, board.Expired, "did not pass mark 7 before the deadline (it is at 0)")
 	given := expectAfter(t, w, 7, 0, 1)
 	must(t, w.Cancel(given, "request finished", false))
 	ends(given, board.Cancelled, "request finished")
@@ -81,20 +83,54 @@ func TestAfterEnds(t *testing.T) {
 
 // TestAfterNeedsAMark: a mark that the engine's library cannot set would never come.
 func TestAfterNeedsAMark(t *testing.T) {
-	mem := make([]byte, board.FlagsBytes(2)+4096)
-	f, err := board.InitFlags(mem, [16]byte{1}, 2)
+	r := start(t, nil)
+	host, err := mem.NewAnonymous("host", 1<<16)
 	must(t, err)
-	if !f.HasMark() || f.Mark() != 0 {
-		t.Fatalf("a new board: %v, mark %d", f.HasMark(), f.Mark())
+	t.Cleanup(host.Release)
+	w := r.worker(t, func(c *connectortest.Config) { c.NoMark, c.Regions = true, append(c.Regions, host) })
+	refused := func(id uint64, what string) {
+		t.Helper()
+		got, err := w.Wait(testContext(t))
+		must(t, err)
+		if got.Lease != id || got.Status != board.Refused || !strings.Contains(got.Received.Reason, what+".after") {
+			t.Fatalf("completion %+v %+v, want %s refused for its mark", got, got.Received, what)
+		}
 	}
-	f.SetMark(9)
-	if f.Mark() != 9 || f.SourceEpoch() != 0 || f.Layer(2) != 0 {
-		t.Fatalf("mark %d, epoch %d, end of step %d", f.Mark(), f.SourceEpoch(), f.Layer(2))
-	}
-	mem[board.OffFlagsHeaderFeatures] &^= board.FlagsMark
-	old, err := board.ParseFlags(mem)
+	refused(expectAfter(t, w, 1, 0, 0), "EXPECT")
+	id, err := w.Copy(msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 4096, Len: 64}}, After: 1})
 	must(t, err)
-	if old.HasMark() || old.Mark() != 0 {
-		t.Error("a board of version 1.1 has a mark")
+	refused(id, "COPY")
+	expectAfter(t, w, 0, 0, 0)
+	r.rec.until(t, "the one without a mark", func() bool { return len(r.rec.expects) == 1 })
+}
+
+// TestAfterCountsFromTheRecord: what a lease has waited for its mark is no longer its to wait for layers.
+func TestAfterCountsFromTheRecord(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	expectAfter(t, w, 1, 60_000, 0)
+	r.rec.until(t, "the lease", func() bool { return r.Leases() == 1 })
+	w.Flags().SetMark(1)
+	r.rec.until(t, "its begin", func() bool { return len(r.rec.expects) == 1 })
+	if left := r.rec.seen().expects[0].Deadline; left <= 0 || left >= time.Minute {
+		t.Errorf("%s are left of a minute", left)
+	}
+}
+
+// TestAfterOfAnotherSession: a new session of the engine ends what the one before held, and its marks go on.
+func TestAfterOfAnotherSession(t *testing.T) {
+	r := start(t, nil)
+	w := r.worker(t, nil)
+	expectAfter(t, w, 5, 0, 0)
+	r.rec.until(t, "the lease", func() bool { return r.Leases() == 1 })
+	r.rec.fenceAtOnce(true)
+	_, err := w.Connect(testContext(t))
+	must(t, err)
+	r.rec.until(t, "the new session", func() bool { return len(r.rec.ups) == 2 })
+	w.Flags().SetMark(5)
+	again := expectAfter(t, w, 5, 0, 0)
+	r.rec.until(t, "its begin", func() bool { return len(r.rec.expects) == 1 })
+	if got := r.rec.seen().expects; len(got) != 1 || got[0].Lease.ID != again || r.Leases() != 1 {
+		t.Errorf("begun: %+v, %d leases open", got, r.Leases())
 	}
 }

@@ -53,7 +53,10 @@ func (w *worker) copyLocked(rec board.Record) error {
 	l.isCopy = true
 	w.copies++
 	c := Copy{Lease: w.leaseID(l), Src: int(m.Src), Dst: int(m.Dst), Blocks: m.Blocks, Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Req: m.Req}
-	w.beginLocked(l, m.After, c.Deadline, func(e Events) { e.Copy(w.pub, c) })
+	w.beginLocked(l, m.After, c.Deadline, func(left time.Duration) func(Events) {
+		c.Deadline = left
+		return func(e Events) { e.Copy(w.pub, c) }
+	})
 	return nil
 }
 

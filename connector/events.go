@@ -108,7 +108,7 @@ type Decline struct {
 }
 
 // Events is what the control layer takes. Calls for one worker come in the order of its ring, from one goroutine at a time;
-// they must not block.
+// they must not block. An Expect or a Copy that names a stream mark comes later, once the engine's stream has passed it.
 type Events interface {
 	WorkerUp(*Worker)
 	// WorkerGone: its exit is proved, or a new session of the same engine took over. Every lease of it must be fenced

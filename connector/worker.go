@@ -111,7 +111,7 @@ type lease struct {
 	steps    []pendingStep // oldest first
 	reported []uint32      // per flat layer: tokens told to the control layer
 	ids      int           // block ids of the table that the control layer holds
-	writes   [][]uint32    // destination: per group, the blocks that will be written
+	writes   [][]uint32    // destination: per block table, the blocks that will be written
 	held     *held         // destination: it waits for a stream mark
 }
 
@@ -409,7 +409,10 @@ func (w *worker) expectLocked(rec board.Record) error {
 	}
 	ex := Expect{Lease: w.leaseID(l), Key: transfer.Key{Xfer: m.Xfer, Hash: m.Hash}, Peer: m.Peer, Tokens: m.Tokens, Skip: m.Skip, Blocks: m.Blocks,
 		Priority: priority(m.Prio), Deadline: w.s.duration(m.DeadlineMS, w.s.opt.Deadline), Partner: w.s.duration(m.PartnerMS, w.s.opt.Partner), Req: m.Req}
-	w.beginLocked(l, m.After, ex.Deadline, func(e Events) { e.Expect(w.pub, ex) })
+	w.beginLocked(l, m.After, ex.Deadline, func(left time.Duration) func(Events) {
+		ex.Deadline = left
+		return func(e Events) { e.Expect(w.pub, ex) }
+	})
 	return nil
 }
 
@@ -779,7 +782,7 @@ func (w *worker) catchUp(epoch uint64) bool {
 			break
 		}
 	}
-	if !w.closed && (len(w.pending) > 0 || len(w.follow) > 0 || w.broken != nil) {
+	if !w.closed && (len(w.pending) > 0 || w.waiting.Load() > 0 || w.broken != nil) {
 		w.wakeLocked() // the ring's goroutine delivers
 	}
 	return w.drained.Load() >= epoch

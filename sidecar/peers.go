@@ -141,8 +141,15 @@ func (h handler) Control(boot transfer.Boot, f *peerv1.ControlFrame) {
 	h.n.frame(boot, f)
 }
 
-// Busy looks at what is bound to lanes: that is every lease whose bytes may move.
-func (h handler) Busy(boot transfer.Boot) bool { return h.n.leases(boot) > 0 }
+// Busy looks at what is bound to lanes, whose bytes may move, and at what waits to be.
+func (h handler) Busy(boot transfer.Boot) bool {
+	if h.n.leases(boot) > 0 {
+		return true
+	}
+	h.n.d.mu.Lock()
+	defer h.n.d.mu.Unlock()
+	return h.n.d.ex.Shares(boot)
+}
 
 func (h handler) Describe(geometry, fingerprint [32]byte) ([]byte, bool) {
 	for _, w := range h.n.engine.Workers() {

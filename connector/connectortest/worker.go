@@ -36,6 +36,7 @@ type Config struct {
 	Min, Max                         msg.Version // what HELLO says; 0: what this code speaks
 	// Tamper may change the REGISTER message and its descriptors before it is sent.
 	Tamper func(*msg.Register, []int) []int
+	NoMark bool // flags of board 1.1, which have no stream mark
 }
 
 // Completion is a RECEIVED or SENT as the engine sees it.
@@ -145,6 +146,9 @@ func NewWorker(cfg Config) (*Worker, error) {
 	if w.flags, err = board.InitFlags(w.flagsMem.b, w.boot, cfg.Layers); err != nil {
 		w.flagsMem.close()
 		return nil, err
+	}
+	if cfg.NoMark {
+		w.flagsMem.b[board.OffFlagsHeaderFeatures] &^= board.FlagsMark
 	}
 	return w, nil
 }

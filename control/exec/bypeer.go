@@ -49,6 +49,10 @@ func (e *Exec) ungranted(d *dest) {
 	}
 }
 
+// Shares reports whether there is any lease or grant with a peer, also one that is not bound to lanes
+// yet: a grant that waits for its intent would be lost with the peer.
+func (e *Exec) Shares(boot transfer.Boot) bool { return e.shared[boot] != nil }
+
 // destsAt are the leases whose grant a peer has, in order.
 func (e *Exec) destsAt(boot transfer.Boot) (all []*dest) {
 	if w := e.shared[boot]; w != nil {

@@ -82,7 +82,8 @@ func (m *Mesh) meetMember(x Member) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	delete(m.meeting, x.Boot)
-	if err != nil {
+	// Another boot at the address, as after a restart, is no meeting either, and gossip lists the old one for a while.
+	if err != nil || s == nil || s.boot != x.Boot {
 		m.missed[x.Boot] = time.Now()
 	}
 }

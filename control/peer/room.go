@@ -56,17 +56,21 @@ func (m *Mesh) makeRoom(boot transfer.Boot, id identity) error {
 	return m.fullError()
 }
 
-// endIdle ends a session, unless a lane has come up meanwhile.
+// endIdle ends a session, unless a lane has come up meanwhile, or a frame waits to be delivered.
 func (m *Mesh) endIdle(s *session, err error) {
 	s.life.Lock() // no lane comes up
 	defer s.life.Unlock()
 	s.mu.Lock()
-	lives := len(s.lanes) > 0
+	idle := s.idleLocked()
 	s.mu.Unlock()
-	if !lives {
+	if idle {
 		m.endLocked(s, false, err)
 	}
 }
+
+// idleLocked reports whether s has no lane, and no frame that a peer which has proved itself has not
+// acknowledged: a Commit among them would be lost, and the source's blocks kept until a deadline.
+func (s *session) idleLocked() bool { return len(s.lanes) == 0 && (!s.met || len(s.unacked) == 0) }
 
 func (m *Mesh) fullError() error {
 	return fmt.Errorf("peer: %d peers have lanes or leases here, at most that many: %w", MaxPeers, wire.ErrRefused)
@@ -84,7 +88,7 @@ func (m *Mesh) tenants(boot transfer.Boot, id identity) (free []tenant, over, ow
 	var mine, fresh []tenant // of the certificate: those without lanes, and of these those that never had one
 	for _, s := range m.sessions {
 		s.mu.Lock()
-		t, idle, same := tenant{s, s.met, s.since}, len(s.lanes) == 0 && !s.closed, s.id == id
+		t, idle, same := tenant{s, s.met, s.since}, s.idleLocked() && !s.closed, s.id == id
 		s.mu.Unlock()
 		if idle {
 			free = append(free, t)

@@ -22,8 +22,11 @@ type Log struct {
 	dropped uint64
 }
 
-// Note writes a line, or counts it.
+// Note writes a line, or counts it. One of a level that is switched off takes no turn from others.
 func (l *Log) Note(level slog.Level, msg string, args ...any) {
+	if !l.Logger.Enabled(context.Background(), level) {
+		return
+	}
 	now := time.Now()
 	l.mu.Lock()
 	if !l.last.IsZero() && now.Sub(l.last) < logEvery {

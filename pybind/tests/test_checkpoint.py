@@ -210,3 +210,16 @@ def test_samples_are_bounded(monkeypatch: pytest.MonkeyPatch, save: Callable[...
     held = tensors()
     digest(save(held))
     assert len(read) == len(held) and sum(read) <= max(8 << 10, 630 * len(held))
+
+
+def test_files_that_are_no_checkpoint_are_named(save: Callable[..., pathlib.Path]) -> None:
+    deep = "[" * 200_000
+    nested, index = save(tensors(), config={"a": 1}), save(tensors(), shards=2)
+    (nested / "config.json").write_text(deep)
+    (index / "model.safetensors.index.json").write_text(deep)
+    odd = save(tensors())
+    header = json.dumps({"x": {"dtype": "\ud800", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    (odd / "model-0.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    for folder in (nested, index, odd):
+        with pytest.raises(CheckpointError, match=str(folder)):
+            digest(folder)

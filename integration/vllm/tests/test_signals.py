@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_steps import LOG, FakeWorker
+from test_steps import DECODE, LOG, Engine, FakeWorker, prefill_first
 
 from kvspray_vllm import layout
 from kvspray_vllm.connector import KVSprayConnector
-from kvspray_vllm.meta import Expect, Gain, Intent, StepMeta
+from kvspray_vllm.meta import Expect, Gain, Intent, Landed, StepMeta
 from kvspray_vllm.signals import GpuSignals
 from kvspray_vllm.worker import NO_SIGNALS, WorkerSide
 
@@ -156,3 +156,30 @@ def test_settings_and_engines_that_a_gpu_cannot_have() -> None:
     with pytest.raises(layout.Unsupported, match="enable_sleep_mode is on.*--enable-sleep-mode"):
         layout.check_config(asleep)
     layout.check_config(config(model_config__enable_sleep_mode=True))  # type: ignore[arg-type]
+
+
+def test_the_scheduler_learns_that_the_worker_serves_alone(rig: Rig) -> None:
+    rig.flags.fails.add("gpu mark")
+    rig.worker.begin(expects())
+    landed = rig.worker.take_landed()
+    assert landed is not None and landed.alone == NO_SIGNALS and rig.worker.take_landed() is None
+    assert Landed().aggregate(landed).alone == landed.aggregate(Landed()).alone == NO_SIGNALS
+    engine = Engine()
+    engine.scheduler.worker_said((), (), landed)
+    for req, given in (("p", DECODE), ("d", prefill_first())):
+        engine.add(req, 32, given)
+    why = f"this engine's worker serves alone: {NO_SIGNALS}"
+    assert [reason for *_, reason in engine.scheduler_shim.declined] == [why], "P need not keep its blocks"
+    assert not engine.scheduler._pending and not engine.scheduler._destinations
+
+
+def test_clearing_before_the_connector_is_called() -> None:
+    kv = SimpleNamespace(needs_kv_cache_zeroing=True)
+    for second, role, refused in ((True, "kv_both", True), (True, "kv_consumer", False), (False, "kv_both", False)):
+        transfer = SimpleNamespace(kv_role=role, is_kv_producer=role != "kv_consumer")
+        c: Any = SimpleNamespace(use_v2_model_runner=second, kv_transfer_config=transfer)
+        if refused:
+            with pytest.raises(layout.Unsupported, match="kv_role is kv_both.*VLLM_USE_V2_MODEL_RUNNER=0"):
+                layout.check_clearing(c, kv)  # type: ignore[arg-type]
+        else:
+            layout.check_clearing(c, kv)  # type: ignore[arg-type]

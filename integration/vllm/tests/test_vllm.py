@@ -133,6 +133,7 @@ def test_a_plain_cpu_engine_is_accepted() -> None:
         ("parallel_config__prefill_context_parallel_size", 2),
         ("parallel_config__decode_context_parallel_size", 2),
         ("parallel_config__enable_dbo", True),
+        ("parallel_config__use_ubatching", True),
         ("device_config__device_type", "xpu"),
         ("model_config__is_encoder_decoder", True),
     ],

@@ -32,7 +32,7 @@ class GpuSignals:
         rc = lib.kvs_gpu_open(client._handle(), ctypes.byref(handle), error, _ERROR_BYTES)
         if rc != 0:
             raise KvsprayError(f"kvspray: no signals by the GPU: {error.value.decode() or strerror(rc)}")
-        self._client = client  # its flags must outlive this
+        self._client = client
         self._h: ctypes.c_void_p | None = handle
         self._log = log or logging.getLogger("kvspray")
         self.ok = True

@@ -75,6 +75,10 @@ def digest(path: str | os.PathLike[str], load_format: str = "auto") -> str:
             h.update(one)
     except OSError as err:
         raise CheckpointError(f"{root}: {err.strerror or err}") from err
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as err:  # names that are no text, JSON that is nested without end
+        raise CheckpointError(f"{root}: not a checkpoint that can be read: {type(err).__name__}: {err}") from err
     return "checkpoint:" + h.hexdigest()[:40]
 
 

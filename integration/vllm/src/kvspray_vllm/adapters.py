@@ -36,6 +36,7 @@ class Adapters:
     def __init__(self) -> None:
         self._digests: collections.OrderedDict[str, tuple[Signature, str]] = collections.OrderedDict()
         self._loaded: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._replaced: set[int] = set()  # of ids that are remembered once, so no more than an operator gives out
 
     def content(self, lora: LoRARequest) -> str:
         """The content of an adapter that a request names. Raises ParamsError where it is not known."""
@@ -54,8 +55,15 @@ class Adapters:
                 f"the files of adapter {lora.lora_name!r} at {lora.lora_path!r} are not those that were loaded (then {known}, now {now}): load it again, "
                 "with load_inplace or from another path under another id",
             )
+        if known is not None and known != now:
+            self._replaced.add(lora.lora_int_id)
         remember(self._loaded, lora.lora_int_id, now)
         return now
+
+    def replaced(self, id: int) -> bool:
+        """Whether other content was loaded under an id. vLLM's prefix cache has the id's name and path alone, so blocks of the
+        content before may be hit."""
+        return id in self._replaced
 
     def digest(self, path: str) -> str:
         """Of files as they are now. Raises OSError or CheckpointError."""

@@ -93,6 +93,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters: LoadWatch | None = None
         self._layout: dict[str, Any] = {}
         self._clears_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
+        layout.check_clearing(vllm_config, kv_cache_config)
         windows = layout.windows_of(kv_cache_config)
         # Where an engine may go on behind the last block of a load that came; elsewhere what came is of no use without the rest.
         resumes = len(kv_cache_config.kv_cache_groups) == 1 and not any(windows)
@@ -210,6 +211,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 raise
             logger.error("kvspray: this engine serves alone, without transfers: %s", err)
+            self._worker.serve_alone(str(err))
             return
         self._worker.set_flags(self._flag_of, signals)
         self._worker.set_copy(described.copy_blocks)

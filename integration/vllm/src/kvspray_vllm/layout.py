@@ -32,8 +32,12 @@ def check_config(config: VllmConfig) -> None:
         if value != 1:
             raise Unsupported(f"kvspray: {name} is {value}; which tokens a rank has is not known to kvspray, set it to 1")
     # Two micro-batches take turns in the layers, and a layer's flag would come with only half of the step computed.
-    if getattr(p, "enable_dbo", False):
-        raise Unsupported("kvspray: enable_dbo is on; a layer's flag would cover half a step, turn dual batch overlap off")
+    # ubatch_size turns them on, too, and vLLM's own property has both.
+    if getattr(p, "use_ubatching", getattr(p, "enable_dbo", False)):
+        raise Unsupported(
+            f"kvspray: use_ubatching is on (enable_dbo {getattr(p, 'enable_dbo', False)}, ubatch_size {getattr(p, 'ubatch_size', 0)}); a layer's flag "
+            "would cover half a step, turn dual batch overlap and microbatches off"
+        )
     if config.speculative_config is not None:
         check_speculation(config)
     device = config.device_config.device_type
@@ -44,6 +48,17 @@ def check_config(config: VllmConfig) -> None:
         raise Unsupported("kvspray: enable_sleep_mode is on, and a KV cache that sleeps cannot be followed; start without --enable-sleep-mode")
     if config.model_config.is_encoder_decoder:
         raise Unsupported("kvspray: the model is_encoder_decoder; such models are not supported")
+
+
+def check_clearing(config: VllmConfig, kv: KVCacheConfig) -> None:
+    """The second model runner clears a step's new blocks before it calls its connector, so before the source epoch moves: blocks
+    that are being sent could be sent as zeros. The first one calls the connector before it clears."""
+    clears, second = getattr(kv, "needs_kv_cache_zeroing", False), getattr(config, "use_v2_model_runner", False)
+    if clears and second and config.kv_transfer_config.is_kv_producer:
+        raise Unsupported(
+            f"kvspray: kv_role is {config.kv_transfer_config.kv_role}, and this cache is cleared by the second model runner before a connector is "
+            "called; set VLLM_USE_V2_MODEL_RUNNER=0, or kv_role to kv_consumer"
+        )
 
 
 @dataclass(frozen=True)

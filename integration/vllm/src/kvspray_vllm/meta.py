@@ -59,15 +59,16 @@ class Expect:
 
 @dataclass
 class Landed(_WorkerMetadata):
-    """What the worker's side says of loads into spare blocks."""
+    """What the worker's side reports to the scheduler's: loads into spare blocks, and whether there can be any transfer at all."""
 
     answered: set[str] = field(default_factory=set)  # their step is over
     failed: set[str] = field(default_factory=set)  # of those: what the step computed on was not there
     over: set[str] = field(default_factory=set)  # nobody writes their spare blocks any more
+    alone: str = ""  # why this worker can neither send nor receive any more
 
     def aggregate(self, other: _WorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
-        return Landed(self.answered | other.answered, self.failed | other.failed, self.over & other.over)
+        return Landed(self.answered | other.answered, self.failed | other.failed, self.over & other.over, self.alone or other.alone)
 
 
 @dataclass

@@ -51,6 +51,7 @@ class Source:
     hash: bytes
     tokens: int
     fanout: int
+    fresh: bool = False  # offered only where it begins with no cached block: its adapter was replaced under its id
     end: int = 0  # tokens that the steps so far have announced, in this attempt
     finished: bool = False
     lost: bool = False  # its blocks went, or mean nothing any more
@@ -112,6 +113,7 @@ class SchedulerSide:
         self._ending: set[str] = set()  # of these, whose request is over
         self._stats = KVSprayStats()
         self._live: set[str] = set()
+        self._alone = ""  # why the worker takes part in no transfer
         self._sync_block = sync_block
         self._sync_from = 0.0
         self._pool: BlockPool | None = None
@@ -165,6 +167,7 @@ class SchedulerSide:
 
     def _new_source(self, request: Request, given: dict[str, Any]) -> None:
         self._check_role("kv_consumer", "send")
+        self._check_worker()
         tokens = request.prompt_token_ids
         if not tokens:
             raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
@@ -173,7 +176,13 @@ class SchedulerSide:
         asked = spray.parse(given)
         xfer = asked.xfer if asked and asked.xfer else spray.derive_xfer(self._secret, request.request_id)
         fanout = asked.fanout if asked else 1
-        self._pending[request.request_id] = Source(request, xfer, self._key_hash(request), self._moved(tokens), fanout)
+        key = self._key_hash(request)
+        fresh = bool(request.lora_request) and self._adapters.replaced(request.lora_request.lora_int_id)
+        self._pending[request.request_id] = Source(request, xfer, key, self._moved(tokens), fanout, fresh)
+
+    def _check_worker(self) -> None:
+        if self._alone:
+            raise spray.ParamsError("alone", f"this engine's worker serves alone: {self._alone}")
 
     def _new_destination(self, request: Request, given: dict[str, Any]) -> None:
         asked = spray.parse(given)
@@ -186,6 +195,7 @@ class SchedulerSide:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         try:
             self._check_role("kv_producer", "receive")
+            self._check_worker()
         except spray.ParamsError as err:
             self._client.decline(asked.xfer, self._key_hash(request), asked.peer, str(err))
             raise
@@ -343,6 +353,10 @@ class SchedulerSide:
                 source = self._pending.pop(req, None)
                 if source is None:
                     continue
+                if source.fresh and source.request.num_computed_tokens:
+                    self._log.info("kvspray: request %s is not offered: its adapter was replaced in place, and cached blocks may be of the one before", req)
+                    self._stats.local("lora_replaced")
+                    continue
                 self._sources[req] = source
                 meta.intents.append(
                     Intent(req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens), self._adapter.get(req))
@@ -393,6 +407,7 @@ class SchedulerSide:
             self._ending.discard(req)
         if landed is None:
             return
+        self._alone = self._alone or landed.alone
         for req in landed.answered:
             own = self._computing.pop(req, ())
             if req in landed.failed:

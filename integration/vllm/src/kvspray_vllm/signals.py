@@ -77,6 +77,7 @@ class GpuSignals:
         self._flags = flags
         self._stream = torch.cuda.current_stream
         self.capturing = torch.cuda.is_current_stream_capturing
+        self._synchronize = torch.cuda.synchronize
 
     @property
     def ok(self) -> bool:
@@ -96,4 +97,6 @@ class GpuSignals:
         return self._flags.mark(self._stream().cuda_stream) or None
 
     def close(self) -> None:
+        # Flags may still be on their way, to memory that is given back now.
+        self._synchronize()
         self._flags.close()

@@ -55,7 +55,7 @@ def _digest(model: str, revision: str | None, config: VllmConfig, load_format: s
         return digest(folder_of(model, revision, config.load_config.download_dir), load_format)
     except CheckpointError as err:
         name = f"named:{model}@{revision or 'main'}"
-        if len(name.encode()) > MAX_NAME_BYTES // 2:
+        if len(name.encode()) > (MAX_NAME_BYTES - 1) // 2:  # two of them, with a sign between
             name = "named:sha256:" + hashlib.sha256(name.encode()).hexdigest()[:40]
         log.warning(
             "kvspray: the weights are told from others by the model's name alone (%s): %s. KV of other weights under that name would be taken for KV of these: "

@@ -120,8 +120,8 @@ class WorkerSide:
                 self._client.cancel(source.lease, reason)
 
     def begin(self, meta: StepMeta) -> None:
-        """Before the forward pass, once or more often. A destination may be written as soon as its record is there: its blocks were taken from the
-        free list by this step's schedule, and vLLM frees a consumer's blocks only when no step in flight can write them."""
+        """Before the forward pass, once or more often. A destination may be written as soon as its record is there and the engine's stream has passed
+        the record's mark: until then steps in flight may still write blocks that this step's schedule has given to a load."""
         if self._begun is meta:
             return
         self._begun = meta
@@ -157,6 +157,7 @@ class WorkerSide:
                 self._signals.begin(meta.step)
             if gains and not self._signals.ok:
                 self._give_up(gains, NO_SIGNALS)
+                self.serve_alone(NO_SIGNALS)
             elif gains:
                 try:
                     self._client.step(meta.step, gains)
@@ -169,6 +170,8 @@ class WorkerSide:
         if meta.expects:
             # Steps in flight may still write to blocks that the engine has given to these loads.
             after = self._signals.mark()
+            if after is None:
+                self.serve_alone(NO_SIGNALS)
             for expect in meta.expects:
                 self._expect(expect, after)
 
@@ -316,8 +319,12 @@ class WorkerSide:
                 if end.status != shim.OK:
                     self._log.info("kvspray: request %s was not delivered: %s (%s)", req, shim.status_name(end.status), end.reason)
 
+    def serve_alone(self, reason: str) -> None:
+        """This worker takes part in no transfer any more."""
+        self._landed.alone = reason
+
     def take_landed(self) -> Landed | None:
-        if not (self._landed.answered or self._landed.over):
+        if not (self._landed.answered or self._landed.over or self._landed.alone):
             return None
         out, self._landed = self._landed, Landed()
         return out
