@@ -109,7 +109,7 @@ func TestAfterCountsFromTheRecord(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
 	expectAfter(t, w, 1, 60_000, 0)
-	r.rec.until(t, "the lease", func() bool { return r.Leases() == 1 })
+	eventually(t, "the lease", func() bool { return r.Leases() == 1 })
 	w.Flags().SetMark(1)
 	r.rec.until(t, "its begin", func() bool { return len(r.rec.expects) == 1 })
 	if left := r.rec.seen().expects[0].Deadline; left <= 0 || left >= time.Minute {
@@ -122,7 +122,7 @@ func TestAfterOfAnotherSession(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
 	expectAfter(t, w, 5, 0, 0)
-	r.rec.until(t, "the lease", func() bool { return r.Leases() == 1 })
+	eventually(t, "the lease", func() bool { return r.Leases() == 1 })
 	r.rec.fenceAtOnce(true)
 	_, err := w.Connect(testContext(t))
 	must(t, err)
