@@ -66,6 +66,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     client = FakeWorker()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: client.calls.append(("synchronize",)))
     flags = FakeFlags(client)
     worker = WorkerSide(client, LOG, 0)
     worker.set_flags({"a": 0, "b": 1}, GpuSignals(flags))
@@ -95,7 +96,7 @@ def test_a_step_is_set_on_the_stream_before_its_layers(rig: Rig) -> None:
     rig.worker.step_done()
     assert rig.client.take() == []
     rig.worker.close()
-    assert rig.client.take() == [("gpu close",), ("close",)]
+    assert rig.client.take() == [("synchronize",), ("gpu close",), ("close",)], "no flag is on its way to memory that is given back"
 
 
 def test_layers_of_a_graph_are_signalled_while_it_is_captured(rig: Rig) -> None:

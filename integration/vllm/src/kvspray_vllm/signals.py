@@ -9,6 +9,7 @@ vLLM captured it. Both kinds occur in one engine.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Protocol
 
 from kvspray_vllm import shim
@@ -97,6 +98,7 @@ class GpuSignals:
         return self._flags.mark(self._stream().cuda_stream) or None
 
     def close(self) -> None:
-        # Flags may still be on their way, to memory that is given back now.
-        self._synchronize()
+        # Flags may still be on their way, to memory that is given back now. A context that has failed runs nothing any more.
+        with contextlib.suppress(RuntimeError):
+            self._synchronize()
         self._flags.close()
