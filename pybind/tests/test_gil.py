@@ -162,6 +162,7 @@ def test_no_call_holds_the_interpreters_lock(gated: tuple[ModuleType, Gate], tmp
             "load_done": lambda: w.load_done(watch),
             "endpoint": lambda: asks.endpoint,
             "await_admission": lambda: asks.await_admission(XFER, HASH, "127.0.0.1:9", 40, 30),
+            "decline": lambda: asks.decline(XFER, HASH, "127.0.0.1:9", "not wanted"),
             "admission": lambda: asks.admission(XFER, HASH),
             "forget": lambda: asks.forget(XFER, HASH),
             "describe": lambda: w.describe({**layout(), "identity": {"model": "tiny", "weights": "2"}}),

@@ -217,7 +217,7 @@ def start(sidecar: rig.Sidecar, name: str, model: Model, e: Engine) -> list[Work
             kv,
             tensors,
             {n: layer.backend for n, layer in model.items()},
-            kv_heads=[HEADS, 2],
+            kv_heads=[HEADS, *({layer.heads for layer in model.values()} - {HEADS, 1})],  # a draft's
             ranks=layout.Ranks(tp=rank, tp_size=e.tp),
             packing="",
         )

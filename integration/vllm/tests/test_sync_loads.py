@@ -176,7 +176,7 @@ class Old:
 
 
 @pytest.mark.parametrize(
-    "why", ["", "runner", "runner unknown", "async", "unknown", "ranks", "dp", "fail", "clears", "layers", "results", "old"]
+    "why", ["", "runner", "runner unknown", "async", "unknown", "ranks", "dp", "fail", "clears", "layers", "results", "old", "speculation"]
 )
 def test_which_engines_wait(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     c = object.__new__(KVSprayConnector)
@@ -187,6 +187,7 @@ def test_which_engines_wait(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(world_size=2 if why == "ranks" else 1, data_parallel_size=2 if why == "dp" else 1),
         use_v2_model_runner=why == "runner", max_concurrent_batches=2 if why == "async" else 1,
+        speculative_config=object() if why == "speculation" else None,
     )  # fmt: skip
     if why == "runner unknown":
         del config.use_v2_model_runner
