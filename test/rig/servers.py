@@ -105,15 +105,20 @@ class Process:
         return out
 
     def cpu_seconds(self) -> float:
-        tick = os.sysconf("SC_CLK_TCK")
-        total = 0.0
-        for pid in self.pids():
-            try:
-                fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            total += (int(fields[11]) + int(fields[12])) / tick
-        return total
+        return cpu_seconds(self.pids())
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Of the processors, that these processes have used so far."""
+    tick = os.sysconf("SC_CLK_TCK")
+    total = 0.0
+    for pid in pids:
+        try:
+            fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += (int(fields[11]) + int(fields[12])) / tick
+    return total
 
 
 class Server(Process):
@@ -209,19 +214,27 @@ def complete(port: int, prompt: Any, max_tokens: int = 12, n: int = 1, rid: str 
     return Answer([tokens[i] for i in sorted(tokens)], ttft, time.monotonic() - start, None, logprobs, times)
 
 
-def ask(url: str, prompt: list[int], kv: dict[str, Any] | None = None, max_tokens: int = 1, rid: str = "") -> tuple[float, dict[str, Any]]:
-    """One completion that is not streamed, as routers ask a prefill engine: (seconds, the answer)."""
+def request(url: str, prompt: list[int], kv: dict[str, Any] | None = None, max_tokens: int = 1, rid: str = "") -> urllib.request.Request:
+    """A completion that is not streamed, as routers ask a prefill engine for one."""
     body: dict[str, Any] = {
         "model": MODEL_NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     if kv is not None:
         body["kv_transfer_params"] = kv
     headers = {"Content-Type": "application/json", **({"X-Request-Id": rid} if rid else {})}
-    req = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
+    return urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), headers)
+
+
+def send(req: urllib.request.Request) -> tuple[float, dict[str, Any]]:
+    """Seconds until the whole answer is there, and the answer."""
     start = time.perf_counter()
     with urllib.request.urlopen(req, timeout=120) as f:
         data = f.read()
     return time.perf_counter() - start, json.loads(data)
+
+
+def ask(url: str, prompt: list[int], kv: dict[str, Any] | None = None, max_tokens: int = 1, rid: str = "") -> tuple[float, dict[str, Any]]:
+    return send(request(url, prompt, kv, max_tokens, rid))
 
 
 def give_up(port: int, prompt: list[int], after_s: float) -> None:

@@ -665,8 +665,8 @@ func (w *mover) flush() error {
 	}
 	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down; copy engines do neither, and take
 	// scattered blocks across PCIe well. Within one GPU they do not: there the driver copies by kernels too.
-	start := time.Now()
-	how, try := p.learn.pick(start, false)
+	how, try, done := p.pick(time.Now())
+	defer done()
 	if try && w.total > probeBytes {
 		return w.split(p, how)
 	}

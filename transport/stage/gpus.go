@@ -228,10 +228,27 @@ func (g *GPUs) open(i int) (*GPU, error) {
 // errNoPeer: copies between two GPUs go through host memory.
 var errNoPeer = errors.New("stage: no peer access")
 
-// pair is what moves from one GPU to another.
+// pair moves bytes from one GPU to another, or within one GPU.
 type pair struct {
 	peers []*Peer
 	learn chooser
+	// within admits kernels to a GPU that is both source and destination, as long as no engine
+	// computes there. A chooser would not do: it sees how long its own copies take, and not how
+	// long the engine waits for their kernels. nil: between two GPUs, or where no probe works.
+	within *knocker
+}
+
+// pick names the executor of the next list, and whether it is only tried. done is called once the
+// list has been moved.
+func (p *pair) pick(now time.Time) (e Executor, try bool, done func()) {
+	if p.within == nil {
+		e, try = p.learn.pick(now, false)
+		return e, try, func() {}
+	}
+	if !p.within.enter() {
+		return Copy, false, func() {}
+	}
+	return Pack, false, p.within.leave
 }
 
 // run gives moves to the pipeline that has the fewest runs.
@@ -277,6 +294,9 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 	p := &pair{learn: chooser{fixed: g.cfg.Executor}}
 	if g.cfg.Executor == InEngine {
 		p.learn.fixed = Copy // by way of the host, in hops, which engines pack
+	}
+	if from == to && from.reaching() == Auto {
+		p.within = newKnocker(Auto, time.Now, func() bool { return from.idle(knockIdle) })
 	}
 	for range PeerPipelines {
 		q, err := g.newPeer(from, to)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -617,5 +618,83 @@ func BenchmarkMove(b *testing.B) {
 			}
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/n, "ns/block")
 		})
+	}
+}
+
+// Within one GPU kernels move blocks while no engine computes there. Beside an engine the blocks
+// go through host memory, by copy engines alone: its steps would wait for the kernels.
+func TestWithinOneGPU(t *testing.T) {
+	plat := newFakePlatform(1)
+	g := must(newGPUs(plat, Config{Hops: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
+	const block, n = 16 << 10, 64
+	h0, src := plat.lend(0, n*block, 0)
+	h1, dst := plat.lend(0, n*block, 0)
+	from := must(g.Import(mem.NewID(), h0.Append(nil), -1, n*block))(t)
+	to := must(g.Import(mem.NewID(), h1.Append(nil), -1, n*block))(t)
+	rand.NewChaCha8([32]byte{2}).Read(src)
+	var a, b []mem.Block
+	for _, i := range rand.New(rand.NewPCG(2, 2)).Perm(n) {
+		a = append(a, mem.Block{Region: from, Off: uint64(i) * block, Len: block})
+		b = append(b, mem.Block{Region: to, Off: uint64(i) * block, Len: block})
+	}
+	u := from.Device().(*GPU)
+	p := must(g.pair(u, u))(t)
+	leave := make(chan struct{})
+	u.door.queue.(*fakeQueue).work <- func() { <-leave } // the engine
+	for _, c := range []struct {
+		name string
+		idle time.Duration
+		how  Executor
+	}{{"beside an engine", time.Millisecond, Copy}, {"idle", patience, Pack}} {
+		p.within = newKnocker(Auto, time.Now, func() bool { return u.idle(c.idle) })
+		if c.how == Pack {
+			close(leave)
+			for end := time.Now().Add(patience); !u.idle(patience); runtime.Gosched() {
+				if time.Now().After(end) {
+					t.Fatal("the engine has left")
+				}
+			}
+		}
+		clear(dst)
+		before := p.learn.calls
+		if err := u.Move(b, a); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(src, dst) {
+			t.Errorf("%s: content differs", c.name)
+		}
+		for e := range numExecutors {
+			if moved := p.learn.calls[e] > before[e]; moved != (e == c.how) {
+				t.Errorf("%s: %s moved blocks: %v", c.name, e, moved)
+			}
+		}
+	}
+	from.Release()
+	to.Release()
+	if err := g.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Only the driver's answer that MPS is off makes the probe's answer mean that the GPU is idle.
+func TestWithinOneGPUAsksNoProbe(t *testing.T) {
+	for _, c := range []struct {
+		how    Executor
+		mps    MPS
+		probes bool
+	}{{Auto, MPSOff, true}, {Auto, MPSOn, false}, {Auto, MPSUnknown, false}, {Pack, MPSOff, false}, {Copy, MPSOff, false}} {
+		plat := newFakePlatform(2)
+		plat.mps = c.mps
+		g := must(newGPUs(plat, Config{Executor: c.how, Hops: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
+		one, other := must(g.find(uuid(0)))(t), must(g.find(uuid(1)))(t)
+		if p := must(g.pair(one, one))(t); (p.within != nil) != c.probes {
+			t.Errorf("%s, MPS %s: within one GPU there is a probe: %v", c.how, c.mps, p.within != nil)
+		}
+		if p := must(g.pair(one, other))(t); p.within != nil {
+			t.Errorf("%s, MPS %s: between two GPUs there is a probe", c.how, c.mps)
+		}
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
 	}
 }

@@ -80,11 +80,11 @@ def pip(*args: str) -> None:
             args[0],
             "-q",
             "--disable-pip-version-check",
-            "--root-user-action=ignore",
             *fixed,
             *args[1:],
         ],
         check=True,
+        env={**os.environ, "PIP_ROOT_USER_ACTION": "ignore"},  # older ones lack the option
     )
 
 

@@ -32,8 +32,8 @@ if (UNPACKED / "own").exists():  # what a GPU host has instead of a checkout's b
     os.environ.setdefault("KVSPRAY_BINARY", str(UNPACKED / "own/bin/kvspray"))
     sys.path.insert(1, str(UNPACKED / "own"))
 
-from cluster import Failed, Sidecar, free_port, total, wait_for  # noqa: E402
-from servers import Answer, Process, Proxy, Server, complete, kvspray_config  # noqa: E402
+from cluster import Failed, Sidecar, free_port, merge, total, wait_for  # noqa: E402
+from servers import Answer, Process, Proxy, Server, complete, cpu_seconds, kvspray_config  # noqa: E402
 
 GRAPHS = ("default", "eager", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 MODES = ("concurrent", "prefill-first")
@@ -89,6 +89,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of each engine; default: four prompts of the greatest length, two of an 8B model",
     )
     parser.add_argument("--seqs", type=int, default=32, help="--max-num-seqs")
+    parser.add_argument(
+        "--gpus",
+        default="",
+        help="GPUs of the prefill engine and of the decode engine, such as 0,1; each has as many "
+        "tensor-parallel ranks as it has GPUs (0+1,0); default: both on the first one",
+    )
     parser.add_argument("--engine-args", default="", help="more arguments of all engines")
     parser.add_argument(
         "--set",
@@ -96,6 +102,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="of both sidecars' configuration",
+    )
+    parser.add_argument(
+        "--time-hooks",
+        action="store_true",
+        help="of part ttft: with seconds per call of the connector in the report",
     )
     parser.add_argument("--tag", default="", help="goes into the names of what is written")
     parser.add_argument(
@@ -150,9 +161,11 @@ class Rig:
             config["mode"] = 0
         return ["--compilation-config", json.dumps(config)] if config else []
 
-    def engine_args(self) -> list[str]:
+    def engine_args(self, name: str) -> list[str]:
         a = self.args
-        out = [
+        ranks = len(self.gpus(name))
+        out = ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
+        out += [
             "--max-model-len",
             str(self.max_len),
             "--max-num-batched-tokens",
@@ -174,14 +187,21 @@ class Rig:
             out += ["--load-format", "dummy"]
         return out + shlex.split(a.engine_args)
 
+    def gpus(self, name: str) -> list[str]:
+        """The GPUs of an engine, P, D or plain, which is on D's; empty: as the host has it."""
+        sides = self.args.gpus.split(",")
+        return [g for g in sides[0 if name == "P" else -1].split("+") if g]
+
     def engine_env(self, name: str) -> dict[str, str]:
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(g)} if (g := self.gpus(name)) else {}
         runner = {
             "v1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},
             "v2": {"VLLM_USE_V2_MODEL_RUNNER": "1"},
         }.get(self.args.runner, {})
-        return {"KVSPRAY_RIG_PAGES": str(self.pages / name), **runner}
+        return {"KVSPRAY_RIG_PAGES": str(self.pages / name), **visible, **runner}
 
-    def sidecar_config(self) -> dict[str, Any]:
+    def sidecar_config(self, sets: Sequence[str] = ()) -> dict[str, Any]:
+        """sets: KEY=VALUE, more of them than the command's."""
         tcp: dict[str, Any] = (
             {"connections": 8, "integrity": "off"} if self.host.device == "cuda" else {}
         )
@@ -189,7 +209,7 @@ class Rig:
             "transports": {"order": [self.args.transport], "tcp": tcp},
             "log": {"level": "info"},
         }
-        for item in self.args.set:
+        for item in [*self.args.set, *sets]:
             key, _, value = item.partition("=")
             at = config
             *path, last = key.split(".")
@@ -209,6 +229,7 @@ class Rig:
             "attention": a.attention or "default",
             "kv_dtype": a.kv_dtype or "auto",
             "transport": a.transport,
+            "gpus": a.gpus or "one",
             "step_tokens": self.step_tokens,
             "cache_mb": a.cache_mb,
             "gpu": gpu_name(),
@@ -275,14 +296,20 @@ class Pair:
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             }
         else:
-            connector = (
-                ("kvspray_rig", "PagesConnector")
-                if self.kind == "pages"
-                else ("kvspray_vllm", "KVSprayConnector")
-            )
+            connector = ("kvspray_vllm", "KVSprayConnector")
+            if self.kind == "pages":
+                connector = ("kvspray_rig", "PagesConnector")
+            elif self.rig.args.time_hooks:
+                connector = ("kvspray_timed", "TimedConnector")
             kv = kvspray_config(self.sidecars[side].socket, role, self.rig.host.memory, connector)
         server.start(
-            self.rig.host, self.rig.model, kv, *self.rig.engine_args(), *more, env=env, wrap=wrap
+            self.rig.host,
+            self.rig.model,
+            kv,
+            *self.rig.engine_args("PD"[side]),
+            *more,
+            env=env,
+            wrap=wrap,
         )
 
     def route(self) -> None:
@@ -305,6 +332,14 @@ class Pair:
         for s in self.sidecars:
             wait_for(f"engine sessions at {s.name}", lambda s=s: there(s), 60, tick=0.1)
 
+    def configure(self, sets: Sequence[str]) -> None:
+        """Sidecars with another configuration, for the engines that there are."""
+        for s in self.sidecars:
+            s.stop()
+            s.config = merge(s.config, self.rig.sidecar_config(sets))
+            s.start()
+        self.wait_sessions()
+
     def idle(self) -> bool:
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
         return not any(total(s.metrics(), name) for s in self.engines() for name in names)
@@ -316,6 +351,21 @@ class Pair:
             for t in self.sidecars[0].lines(self.sidecars[0].transfers)
             if t.get("side") == "source"
         ]
+
+    def hooks(self, side: str) -> dict[str, dict[str, float]]:
+        """With --time-hooks: calls and seconds of each of the connector's methods, of P or D."""
+        out: dict[str, dict[str, float]] = {}
+        for path in (self.rig.pages / side).glob("hooks-*.json"):
+            for name, (calls, seconds, slowest) in json.loads(path.read_text()).items():
+                if calls:
+                    row = {"calls": calls, "us_each": 1e6 * seconds / calls, "slowest_us": 1e6 * slowest}
+                    out[f"{path.stem.removeprefix('hooks-')} {name}"] = row
+        return out
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Of the processors, that each process has used so far."""
+        pids = {s.name: s.pids() for s in [*self.engines(), *self.sidecars]}
+        return {name: cpu_seconds(p) for name, p in pids.items()}
 
     def leases(self) -> int:
         return int(sum(total(s.metrics(), "kvspray_lease_open") for s in self.sidecars))
@@ -337,7 +387,7 @@ def start_plain(rig: Rig, more: Sequence[str] = ()) -> Server:
         "kv_role": "kv_both",
     }
     plain = Server("plain", rig.logs)
-    plain.start(rig.host, rig.model, kv, *rig.engine_args(), *more, env=rig.engine_env("plain"))
+    plain.start(rig.host, rig.model, kv, *rig.engine_args("plain"), *more, env=rig.engine_env("plain"))
     return plain
 
 
@@ -514,9 +564,11 @@ def gpu_used_mib() -> int:
 
 
 def query(what: str, how: str = "csv,noheader") -> str:
+    """Of the GPUs that this process may use; nvidia-smi shows all of the host's."""
+    only = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         out = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={what}", f"--format={how}"],
+            ["nvidia-smi", f"--query-gpu={what}", f"--format={how}", *(["-i", only] if only else [])],
             capture_output=True,
             text=True,
             timeout=30,
