@@ -126,7 +126,7 @@ def once_more(stage: Stage, todo: list[tuple[str, str, list[int]]]) -> dict[str,
     wait_for("both engines idle", pair.idle, 30, tick=0.1)
     before = total(pair.p.metrics(), LOADED)
     for server in pair.engines():
-        wait_for(f"{server.name} without cached prompts", lambda s=server: empty_prefix_cache(s), 30)
+        wait_for(f"{server.name}'s prefix cache empty", lambda s=server: empty_prefix_cache(s), 30)
     todo = [(f"{rid}-again", mode, ids) for rid, mode, ids in todo]
     got = compared(stage.rig, pair, stage.plain, todo, a.tokens, a.together)
     wait_for("both engines idle", pair.idle, 30, tick=0.1)

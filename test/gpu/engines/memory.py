@@ -21,12 +21,15 @@ from pairs import MIB, Rig, as_source, prompt, say, wait_up
 from servers import Server, ask, kvspray_config
 
 NEEDS: set[str] = set()
-SHARE = {"cuda": 0.95, "cpu": 0.02}  # of the host's memory on a CPU, where it proves the script alone
-POOL = 2  # recorded prompts of the peer
+# On a CPU it is of the host's memory, and proves the script alone.
+SHARE = {"cuda": 0.95, "cpu": 0.04}
+FROM, TO = 3, 2  # prompts that come from the peer, and go to it, at a time
+POOL = FROM + TO  # prompts that the peer holds
 PEAK = 0.9  # of the cache is in use by running requests, at least, at some time
 ANSWER = 64
 START_S = 540.0
-PATIENT = "transfer.partner=60s"  # a request may wait long for blocks where the cache is full
+# A request may wait long for blocks where the cache is full.
+PATIENT = ("transfer.deadline=90s", "transfer.partner=60s")
 OUT_OF_MEMORY = re.compile(
     r".*(?:out of memory|OUT_OF_MEMORY|OutOfMemory|No available memory).*", re.IGNORECASE
 )
@@ -75,16 +78,17 @@ class Load:
         self.turn = 0
         self.usage = 0.0
 
-    def one(self, kind: str) -> None:
+    def one(self, kind: str, place: int) -> None:
+        """place: of the prompt in the peer's memory, which nobody else uses meanwhile."""
         with self.lock:
             self.turn += 1
             turn = self.turn
         ids = prompt(self.n, ("memory", kind, turn))
         if kind == "from the peer":
-            _, answer = ask(self.engine.url, ids, self.peer.offer(ids, turn), max_tokens=ANSWER)
+            _, answer = ask(self.engine.url, ids, self.peer.offer(ids, place), max_tokens=ANSWER)
         elif kind == "to the peer":
             xfer = secrets.token_hex(16)
-            lease = self.peer.pull(ids, xfer, self.sidecar.endpoint, turn)
+            lease = self.peer.pull(ids, xfer, self.sidecar.endpoint, place)
             _, answer = ask(self.engine.url, ids, as_source(xfer))
             self.peer.finish([lease])
         else:
@@ -96,19 +100,19 @@ class Load:
         if "choices" not in answer:
             raise Failed(f"{kind}: {answer}")
 
-    def client(self, kind: str, end: float) -> None:
+    def client(self, kind: str, place: int, end: float) -> None:
         while time.monotonic() < end and not self.problems:
             try:
-                self.one(kind)
+                self.one(kind, place)
             except (Failed, OSError, ValueError) as err:
                 self.problems.append(f"{kind}: {err}"[:400])
 
     def run(self, seconds: float, kept: int) -> None:
         """kept: prompts of the greatest length under way at a time, which fill the cache."""
         end = time.monotonic() + seconds
-        kinds = [*["computed here"] * kept, *["from the peer"] * 3, *["to the peer"] * 2]
+        kinds = [*["from the peer"] * FROM, *["to the peer"] * TO, *["computed here"] * kept]
         with cf.ThreadPoolExecutor(len(kinds)) as pool:
-            clients = [pool.submit(self.client, kind, end) for kind in kinds]
+            clients = [pool.submit(self.client, kind, i, end) for i, kind in enumerate(kinds)]
             while not all(c.done() for c in clients):
                 m = self.engine.metrics()
                 self.usage = max(self.usage, total(m, "vllm:kv_cache_usage_perc"))
@@ -134,7 +138,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     watch = Watch()
     out: dict[str, Any] = {"share": share, "free": {"before": watch.free()}}
     free, rig.so_far = out["free"], out
-    sets, a.set = a.set, [*a.set, PATIENT]
+    sets, a.set = a.set, [*a.set, *PATIENT]
     sidecar = Sidecar("memory-sidecar", rig.run, rig.sidecar_config())
     sidecar.log = rig.logs / "memory-sidecar.log"
     engine = Server("memory-engine", rig.logs)
@@ -146,9 +150,7 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         kv = kvspray_config(
             sidecar.socket, "kv_both", rig.host.memory, ("kvspray_rig", "PagesConnector")
         )
-        engine.start(
-            rig.host, rig.model, kv, *engine_args(rig, share), env=rig.engine_env("P")
-        )
+        engine.start(rig.host, rig.model, kv, *engine_args(rig, share), env=rig.engine_env("P"))
         wait_up([engine], START_S)
         wait_for(
             "the engine's sessions",
@@ -160,19 +162,17 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         cached = cache_tokens(rig)
         peer = Peer(rig, tokens, POOL)
         load = Load(rig, engine, sidecar, peer, tokens)
-        load.one("from the peer")
-        load.one("to the peer")
+        load.one("from the peer", 0)
+        load.one("to the peer", FROM)
         free["with the peer"] = watch.free()
-        kept = min(a.seqs - 5, -(-cached // rig.max_len) + 1)
+        kept = min(a.seqs - POOL, -(-cached // rig.max_len) + 1)
         say(f"the cache has {cached} tokens; {kept} prompts of {rig.max_len} at a time fill it")
         load.run(a.memory_seconds, max(1, kept))
         problems += load.problems
         watch.stop()
         assert peer is not None
         pids = {"engine": engine.pids(), "sidecar": sidecar.pids(), "peer": peer.sidecar.pids()}
-        most = {
-            name: sum(watch.most.get(pid, 0) for pid in of) // MIB for name, of in pids.items()
-        }
+        most = {name: sum(watch.most.get(pid, 0) for pid in of) // MIB for name, of in pids.items()}
         m = engine.metrics()
         ends = {
             k: v for k, v in m.items() if k.startswith("vllm:kvspray_") and "transfers_total" in k

@@ -130,7 +130,7 @@ class Rig:
         self.logs = self.run / "logs"
         self.logs.mkdir()
         self.pages = self.run / "pages"
-        self.so_far: dict[str, Any] = {}  # the report of a part that a signal ends before it is done
+        self.so_far: dict[str, Any] = {}  # report of a part that a signal ends before it is done
 
     def token_bytes(self) -> int:
         """Of the cache, over all layers; of an unknown shape more than it takes."""
