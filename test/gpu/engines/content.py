@@ -8,6 +8,8 @@ import random
 import time
 from typing import Any
 
+from cluster import total, wait_for
+from multi import LOADED, STORED, empty_prefix_cache
 from pairs import MODES, Pair, Rig, compare_answers, look_at, prompt, say
 from servers import complete
 from stage import PAGES, PLAIN, Stage
@@ -22,6 +24,13 @@ def options(parser: Any) -> None:
         "--together", type=int, default=4, help="prompts under way at a time, of part pages"
     )
     parser.add_argument("--tokens", type=int, default=8, help="of an answer")
+    parser.add_argument(
+        "--again",
+        type=int,
+        default=20,
+        help="with --multi: prompts that are sent a second time, with prefix caches emptied, so "
+        "that OffloadingConnector loads them at P while kvspray moves them on to D",
+    )
     parser.add_argument(
         "--like-plain",
         action="store_true",
@@ -62,6 +71,7 @@ def compared(
         "differences": [],
         "problems": [],
     }
+    rig.so_far.setdefault("runs", []).append(out)
 
     def one(job: tuple[str, str, list[int]]) -> tuple[str, list[int], Any, Any]:
         rid, mode, ids = job
@@ -109,6 +119,31 @@ def table(got: dict[str, Any]) -> None:
     )
 
 
+def once_more(stage: Stage, todo: list[tuple[str, str, list[int]]]) -> dict[str, Any]:
+    """The same prompts with empty prefix caches: P loads them by OffloadingConnector, and kvspray
+    moves what was loaded on to D."""
+    a, pair = stage.args, stage.pair
+    wait_for("both engines idle", pair.idle, 30, tick=0.1)
+    before = total(pair.p.metrics(), LOADED)
+    for server in pair.engines():
+        wait_for(f"{server.name}'s prefix cache empty", lambda s=server: empty_prefix_cache(s), 30)
+    todo = [(f"{rid}-again", mode, ids) for rid, mode, ids in todo]
+    got = compared(stage.rig, pair, stage.plain, todo, a.tokens, a.together)
+    wait_for("both engines idle", pair.idle, 30, tick=0.1)
+    p = pair.p.metrics()
+    got |= {"offload_stored": total(p, STORED), "offload_loaded": total(p, LOADED) - before}
+    print(
+        f"again, from OffloadingConnector: {got['offload_loaded'] / 1e6:.1f} MB loaded at P of "
+        f"{got['offload_stored'] / 1e6:.1f} MB stored",
+    )
+    table(got)
+    if not got["offload_loaded"]:
+        got["problems"].append("OffloadingConnector loaded nothing at P")
+    if got["moved"] != got["prompts"]:
+        got["problems"].append(f"again: {got['moved']} of {got['prompts']} prompts moved")
+    return got
+
+
 def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     a, start = stage.args, time.monotonic()
     longest = min(a.longest, stage.rig.max_len - a.tokens - 1)
@@ -119,6 +154,9 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     got = compared(stage.rig, stage.pair, stage.plain, todo, a.tokens, a.together)
     table(got)
     problems = list(got["problems"])
+    if a.multi:
+        got["again"] = once_more(stage, todo[-a.again :])
+        problems += got["again"]["problems"]
     if a.like_plain and got["pages_unlike_plain"]:
         problems.append(f"{got['pages_unlike_plain']} pages are others than the plain engine's")
     if got["moved"] != got["prompts"] or not got["pages"]:

@@ -71,7 +71,9 @@ class Peer:
                 layer |= {"region": 0, "base": offset, "block_stride": layer["page_bytes"]}
                 offset += layer["page_bytes"] * group["num_blocks"]
                 layers += 1
-        self.sidecar = Sidecar("peer-sidecar", rig.run, rig.sidecar_config()).start()
+        self.sidecar = Sidecar("peer-sidecar", rig.run, rig.sidecar_config())
+        self.sidecar.log = rig.logs / "peer-sidecar.log"
+        self.sidecar.start()
         self.client = kvspray.WorkerClient(
             self.sidecar.socket, engine=kvspray.EngineInfo("vllm", "peer", "peer"), layers=layers
         )
@@ -252,6 +254,7 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     try:
         prefill(stage, peer, "warm", True)
         rates: list[tuple[float, float]] = []
+        stage.rig.so_far["prefill_tokens_per_s, without and with"] = rates
         for i in range(a.pairs):
             arms = {
                 on: prefill(stage, peer, f"{i}{on}", on)
@@ -272,6 +275,8 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
         before = received(stage)
         streams = Streams(stage.pair.d.port, a.streams)
         gaps: dict[bool, list[list[float]]] = {False: [], True: []}
+        stage.rig.so_far["itl_s, windows without"] = gaps[False]
+        stage.rig.so_far["itl_s, windows with"] = gaps[True]
         try:
             wait_for("D decoding", lambda: len(streams.gaps) > 50 * a.streams, 60, tick=0.1)
             for i in range(-1, a.pairs):

@@ -42,6 +42,9 @@ def options(parser: Any) -> None:
     parser.add_argument(
         "--engine-kills", type=int, default=2, help="of each engine, by each signal"
     )
+    parser.add_argument(
+        "--kill-seconds", type=float, default=480, help="after which no other round begins"
+    )
     parser.add_argument("--kill-tokens", type=int, default=4000, help="of the prompts under way")
 
 
@@ -159,19 +162,28 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     f, a = Faults(stage), stage.args
     span = f.span()
     say(f"a prompt of {f.tokens} tokens takes {1e3 * span:.0f} ms")
-    report: dict[str, Any] = {"span_ms": 1e3 * span}
+    report: dict[str, Any] = {"span_ms": 1e3 * span, "faults": f.rows, "found": f.problems}
+    stage.rig.so_far = report
+    end = time.monotonic() + a.kill_seconds
     plan = [
         ("sidecar", f.pair.sidecars, a.sidecar_kills),
         ("engine", f.pair.engines(), a.engine_kills),
     ]
+    left = 0
     try:
         for what, victims, times in plan:
-            for sig in (signal.SIGSTOP, signal.SIGKILL):
-                for side, victim in zip(SIDES, victims, strict=True):
-                    for _ in range(times):
-                        f.round(f"{side} {what}, {sig.name}", victim, sig, span)
+            # Each fault in turn, so that all have been met where the time ends before the rounds.
+            for _ in range(times):
+                for sig in (signal.SIGSTOP, signal.SIGKILL):
+                    for side, victim in zip(SIDES, victims, strict=True):
+                        if time.monotonic() > end:
+                            left += 1
+                        else:
+                            f.round(f"{side} {what}, {sig.name}", victim, sig, span)
     except Failed as err:
         f.problems.append(str(err))
+    if left:
+        f.problems.append(f"{left} rounds did not begin within {a.kill_seconds:g} s")
     print(
         f"{'victim':28} {'rounds':>6} {'moved':>6} {'alone':>6} {'failed':>6} "
         f"{'wrong pages':>11} {'wrong answers':>13} {'healthy again within ms':>23}"
@@ -185,4 +197,5 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
         f"{name}: {r['wrong_pages']} wrong pages" for name, r in f.rows.items() if r["wrong_pages"]
     ]
     f.problems += [f"{s.name}: {p[:200]}" for s in f.pair.sidecars if (p := s.panics())]
-    return {**report, "faults": f.rows}, f.problems
+    report.pop("found")
+    return report, f.problems

@@ -84,9 +84,12 @@ def client(
 def burst(stage: Stage, seconds: float, tag: int) -> tuple[collections.Counter[str], list[str]]:
     counts: collections.Counter[str] = collections.Counter()
     problems: list[str] = []
+    stage.rig.so_far |= {"counts": counts, "found": problems}
     end = time.monotonic() + seconds
     threads = [
-        threading.Thread(target=client, args=(stage, 1000 * tag + i, end, counts, problems))
+        threading.Thread(
+            target=client, args=(stage, 1000 * tag + i, end, counts, problems), daemon=True
+        )
         for i in range(stage.args.clients)
     ]
     for t in threads:
@@ -102,6 +105,7 @@ def run(stage: Stage) -> tuple[dict[str, Any], list[str]]:
     _, problems = burst(stage, min(20.0, stage.args.seconds / 4), 0)
     stage.settle()
     before = held(stage)
+    stage.rig.so_far["before"] = before
     counts, more = burst(stage, stage.args.seconds, 1)
     problems += more
     stage.settle()

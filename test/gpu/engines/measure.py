@@ -11,7 +11,10 @@ usage: measure.py PART [PART ...] [options]
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import pathlib
+import signal
 import sys
 import time
 import traceback
@@ -24,12 +27,13 @@ import cost  # noqa: E402
 import cover  # noqa: E402
 import faults  # noqa: E402
 import load  # noqa: E402
+import memory  # noqa: E402
 import pairs  # noqa: E402
 import sanitize  # noqa: E402
 import tracing  # noqa: E402
 import ttft  # noqa: E402
 from cluster import Failed  # noqa: E402
-from servers import deaf, end_on_signals  # noqa: E402
+from servers import ENDING, deaf  # noqa: E402
 from stage import NIXL, Stage  # noqa: E402
 
 PARTS = {
@@ -44,6 +48,10 @@ PARTS = {
     ),
     "kill": (faults, "kill -9 and SIGSTOP of sidecars and engines"),
     "load": (load, "random load with aborts and preemptions, and what is left behind"),
+    "memory": (
+        memory,
+        "one engine at --gpu-memory-utilization 0.95, its sidecar, a peer; engines of its own",
+    ),
     "cover": (
         cover,
         "pages and answers over shapes, graph modes, runners and backends; engines of its own",
@@ -69,13 +77,16 @@ def main() -> int:
     shared = [part for part in args.parts if part not in alone]
     needs = set().union(*(PARTS[part][0].NEEDS for part in shared))
     stage = Stage(rig, needs | ({NIXL} if args.nixl and needs else set()))
+    running = Running(stage)
+    for sig in ENDING:
+        signal.signal(sig, running.end)
     red = True
     try:
         try:
             # First those with engines of their own, while the GPU is free.
-            found = [one(stage, part, {}) for part in alone]
+            found = [running.one(part, {}) for part in alone]
             up = stage.start() if shared else {}
-            red = any(found + [one(stage, part, up) for part in shared])
+            red = any(found + [running.one(part, up) for part in shared])
         except Failed as err:
             print(f"RED: {err}", flush=True)
         finally:
@@ -86,27 +97,57 @@ def main() -> int:
     return int(red)
 
 
-def one(stage: Stage, part: str, up: dict[str, object]) -> bool:
-    """Runs a measurement; whether it found problems."""
-    start, report = time.monotonic(), {}
-    try:
-        report, problems = PARTS[part][0].run(stage)
-        if PARTS[part][0].NEEDS:
-            stage.settle()
-    except Failed as err:
-        problems = [str(err)]
-    except Exception as err:  # the other parts' figures are not lost with it
-        traceback.print_exc()
-        problems = [f"{type(err).__name__}: {err}"]
-    stage.rig.finish(
-        part, {**up, "took_s": time.monotonic() - start, **report, "problems": problems}
-    )
-    for problem in problems[:12]:
-        print(f"  PROBLEM {problem[:400]}", flush=True)
-    print(f"{'RED' if problems else 'GREEN'} {part} ({time.monotonic() - start:.0f} s)", flush=True)
-    return bool(problems)
+class Running:
+    """The part that is being measured."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.part, self.start = stage, "", 0.0
+
+    def one(self, part: str, up: dict[str, object]) -> bool:
+        """Runs a measurement; whether it found problems."""
+        self.part, self.start, report = part, time.monotonic(), {}
+        self.stage.rig.so_far = {}
+        try:
+            report, problems = PARTS[part][0].run(self.stage)
+            if PARTS[part][0].NEEDS:
+                self.stage.settle()
+        except Failed as err:
+            report, problems = self.stage.rig.so_far, [str(err)]
+        except Exception as err:  # the other parts' figures are not lost with it
+            traceback.print_exc()
+            report, problems = self.stage.rig.so_far, [f"{type(err).__name__}: {err}"]
+        self.part = ""
+        self.write(part, {**up, **report}, problems)
+        return bool(problems)
+
+    def write(self, part: str, report: dict[str, object], problems: list[str]) -> None:
+        took = time.monotonic() - self.start
+        self.stage.rig.finish(part, {"took_s": took, **report, "problems": problems})
+        for problem in problems[:12]:
+            print(f"  PROBLEM {problem[:400]}", flush=True)
+        print(f"{'RED' if problems else 'GREEN'} {part} ({took:.0f} s)", flush=True)
+
+    def end(self, sig: int, _: object) -> None:
+        """A limit of time. What was measured so far is written at once. Then the engines end, so
+        that whatever waits for an answer gets an error, and the finally blocks run."""
+        deaf()
+        if self.part:
+            name = signal.Signals(sig).name
+            with contextlib.suppress(RuntimeError):  # it may have come in the middle of a print
+                self.write(
+                    self.part, self.stage.rig.so_far, [f"ended by {name} before it was done"]
+                )
+        pairs.end_started()
+        sys.exit(128 + sig)
 
 
 if __name__ == "__main__":
-    end_on_signals()
-    sys.exit(main())
+    try:
+        code = main()
+    except SystemExit as err:
+        code = err.code
+        if not isinstance(code, int):
+            raise
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of clients that still wait for an answer do not matter any more

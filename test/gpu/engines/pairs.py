@@ -5,6 +5,7 @@ connector; a plain engine beside them."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -32,8 +33,17 @@ if (UNPACKED / "own").exists():  # what a GPU host has instead of a checkout's b
     os.environ.setdefault("KVSPRAY_BINARY", str(UNPACKED / "own/bin/kvspray"))
     sys.path.insert(1, str(UNPACKED / "own"))
 
+import multi  # noqa: E402
 from cluster import Failed, Sidecar, free_port, merge, total, wait_for  # noqa: E402
-from servers import Answer, Process, Proxy, Server, complete, cpu_seconds, kvspray_config  # noqa: E402
+from servers import (  # noqa: E402
+    Answer,
+    Process,
+    Proxy,
+    Server,
+    complete,
+    cpu_seconds,
+    kvspray_config,
+)
 
 GRAPHS = ("default", "eager", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 MODES = ("concurrent", "prefill-first")
@@ -41,7 +51,7 @@ TRANSPORTS = ("shm", "tcp")
 START_S = 400.0
 BEAT_S = 15.0
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-STARTED = pathlib.Path(tempfile.gettempdir()) / f"kvspray-rig-{os.getuid()}.pids"
+STARTED = pathlib.Path(tempfile.gettempdir()) / f"kvspray-rig-{os.getuid()}.{os.getpid()}.pids"
 TIE = 0.15  # of two logarithms of probabilities: nearer ones may change places in bfloat16
 MIB = 1 << 20
 BIG_TOKEN = 100_000  # bytes of the cache that a token of an 8B model takes: two prompts, not four
@@ -108,6 +118,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of part ttft: with seconds per call of the connector in the report",
     )
+    parser.add_argument(
+        "--multi",
+        action="store_true",
+        help="P and D with vLLM's MultiConnector: kvspray and, beside it, OffloadingConnector",
+    )
     parser.add_argument("--tag", default="", help="goes into the names of what is written")
     parser.add_argument(
         "--out",
@@ -134,6 +149,7 @@ class Rig:
         self.logs = self.run / "logs"
         self.logs.mkdir()
         self.pages = self.run / "pages"
+        self.so_far: dict[str, Any] = {}  # report of a part that a signal ends before it is done
 
     def token_bytes(self) -> int:
         """Of the cache, over all layers; of an unknown shape more than it takes."""
@@ -215,7 +231,10 @@ class Rig:
             *path, last = key.split(".")
             for part in path:
                 at = at.setdefault(part, {})
-            at[last] = json.loads(value) if value[:1] in "[{0123456789tf" else value
+            try:
+                at[last] = json.loads(value)
+            except ValueError:  # a word, a duration
+                at[last] = value
         return config
 
     def report(self) -> dict[str, Any]:
@@ -232,6 +251,7 @@ class Rig:
             "gpus": a.gpus or "one",
             "step_tokens": self.step_tokens,
             "cache_mb": a.cache_mb,
+            "multi": a.multi,
             "gpu": gpu_name(),
             "sets": a.set,
         }
@@ -302,6 +322,8 @@ class Pair:
             elif self.rig.args.time_hooks:
                 connector = ("kvspray_timed", "TimedConnector")
             kv = kvspray_config(self.sidecars[side].socket, role, self.rig.host.memory, connector)
+            if self.rig.args.multi:
+                kv, env = multi.beside_offloading(kv, self.rig.host.device), env | multi.ENV
         server.start(
             self.rig.host,
             self.rig.model,
@@ -414,16 +436,30 @@ def wait_up(servers: Sequence[Process], timeout: float = START_S) -> None:
 
 def reap() -> None:
     """Ends engines that an earlier measurement left behind, because it was killed itself: they have
-    the GPU's memory."""
+    the GPU's memory. A measurement that still runs keeps its own."""
+    for left in STARTED.parent.glob(f"kvspray-rig-{os.getuid()}.*.pids"):
+        if b"measure.py" not in command(int(left.name.split(".")[1])):
+            for pid in map(int, left.read_text().split()):
+                if b"vllm" in command(pid):
+                    say(f"ending process group {pid}, which an earlier measurement left behind")
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+            left.unlink(missing_ok=True)
+
+
+def end_started() -> None:
+    """Ends every engine of this measurement at once."""
     for pid in map(int, STARTED.read_text().split()) if STARTED.exists() else ():
-        try:
-            ours = b"vllm" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if ours:
-            say(f"ending process group {pid}, which an earlier measurement left behind")
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    STARTED.unlink(missing_ok=True)
+
+
+def command(pid: int) -> bytes:
+    """A process's command line; nothing of one that has ended."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def prompt(n: int, seed: object) -> list[int]:

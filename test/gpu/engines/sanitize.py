@@ -50,6 +50,7 @@ def reports(text: str) -> list[str]:
 def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
     rig, problems = stage.rig, []
     out: dict[str, Any] = {}
+    rig.so_far = out
     tool = rig.args.sanitizer.split()
     if tool != ["none"] and not shutil.which(tool[0]):
         raise Failed(f"{tool[0]} is not installed here: name another by --sanitizer")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.logger import init_logger
@@ -414,3 +415,13 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             self._generation.close()
         if self._adapters is not None:
             self._adapters.close()
+
+
+def register(name: str, module: str) -> None:
+    """Makes a class known by its name, too. vLLM's MultiConnector rebuilds the statistics of each
+    connector by the name of its class alone, and ends the server where no class has that name."""
+    if name not in getattr(KVConnectorFactory, "_registry", {}):
+        KVConnectorFactory.register_connector(name, module, name)
+
+
+register("KVSprayConnector", "kvspray_vllm")

@@ -42,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 import kvspray
 from kvspray_vllm import KVSprayConnector
+from kvspray_vllm.connector import register
 from kvspray_vllm.layout import backoff_of, windows_of
 
 CANARY = 0x5A
@@ -367,3 +368,6 @@ class PlainConnector(Inside, _Nothing):
 
 class PagesConnector(Inside, KVSprayConnector):
     """KVSprayConnector, unchanged, whose engine's pages can be compared."""
+
+
+register("PagesConnector", "kvspray_rig")
