@@ -123,7 +123,7 @@ class Load:
 
 def engine_args(rig: Rig, share: float) -> list[str]:
     """The arguments of all engines, whose cache takes what the share leaves."""
-    args = rig.engine_args()
+    args = rig.engine_args("P")
     for name in ("--kv-cache-memory-bytes", "--gpu-memory-utilization"):
         while name in args:
             at = args.index(name)
