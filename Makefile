@@ -192,9 +192,11 @@ lint-nocgo:
 lint-arm64:
 	CGO_ENABLED=0 GOARCH=arm64 go build ./...
 
+DOCS := $(wildcard *.md docs/*.md docs/*/*.md pybind/*.md integration/*/*.md)
+DOCS := $(filter-out docs/config.md,$(DOCS))
 # The words and sentences of documents, then their width, length, links and paths. docs/config.md is generated.
 lint-docs: $(TOOLS)/.stamp ## Words, sentences, width, length and links of the documents
-	$(TOOLS)/vale --config tools/vale/vale.ini $(filter-out docs/config.md,$(wildcard *.md docs/*.md docs/*/*.md))
+	$(TOOLS)/vale --config tools/vale/vale.ini $(DOCS)
 	go test -count=1 -run Document ./test/arch
 
 .PHONY: lint-py

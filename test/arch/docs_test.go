@@ -35,7 +35,7 @@ func documents(t *testing.T) []string {
 	t.Helper()
 	r := root(t)
 	var out []string
-	for _, pattern := range []string{"*.md", "docs/*.md", "docs/*/*.md"} {
+	for _, pattern := range []string{"*.md", "docs/*.md", "docs/*/*.md", "pybind/*.md", "integration/*/*.md"} {
 		found, err := filepath.Glob(filepath.Join(r, pattern))
 		if err != nil {
 			t.Fatal(err)
