@@ -165,8 +165,8 @@ test-sglang: build ## SGLang's own pools, moved and read back (an environment of
 # runs those side by side.
 LINT_GO := lint-staticcheck lint-errcheck lint-ineffassign
 LINT_PORTS := lint-nocgo lint-arm64
-.PHONY: lint lint-go lint-vet $(LINT_GO) $(LINT_PORTS)
-lint: lint-go lint-py ## All linters
+.PHONY: lint lint-go lint-vet lint-docs $(LINT_GO) $(LINT_PORTS)
+lint: lint-go lint-py lint-docs ## All linters
 
 lint-go: lint-vet $(LINT_GO) $(LINT_PORTS)
 
@@ -191,6 +191,13 @@ lint-nocgo:
 
 lint-arm64:
 	CGO_ENABLED=0 GOARCH=arm64 go build ./...
+
+DOCS := $(wildcard *.md docs/*.md docs/*/*.md pybind/*.md integration/*/*.md)
+DOCS := $(filter-out docs/config.md,$(DOCS))
+# The words and sentences of documents, then their width, length, links and paths. docs/config.md is generated.
+lint-docs: $(TOOLS)/.stamp ## Words, sentences, width, length and links of the documents
+	$(TOOLS)/vale --config tools/vale/vale.ini $(DOCS)
+	go test -count=1 -run Document ./test/arch
 
 .PHONY: lint-py
 lint-py: $(LINTENV)/.stamp
@@ -233,6 +240,16 @@ bench-sim-check: build ## Is the simulation's word true? Real rails (root), then
 	for f in "" "--fault 3s:rail0:down --fault 5s:rail0:up" "--fault 3s:rail0:drop --fault 5s:rail0:heal" "--fault 3s:rail0:rate=1/20 --fault 5s:rail0:heal" \
 	  "--fault 3s:rail0:ackdrop --fault 5s:rail0:heal" "--fault 3s:rail0:flap=300ms --fault 5s:rail0:heal" "--fault 3s:rail0:blackhole --fault 5s:rail0:heal"; do \
 	  bin/kvspray bench rails --duration 8s $$f --json $(B)/bench/rails.json && bin/kvspray bench sim --against $(B)/bench/rails.json || exit 1; done
+
+# Raw results stay out of the tree: this archive is attached to the release whose figures docs/bench has.
+.PHONY: bench-archive
+bench-archive: ## Pack the raw results of .build/bench into one archive in dist/, to be attached to a release
+	@[ -n "$$(find $(B)/bench -type f 2>/dev/null | head -n 1)" ] || { \
+	  echo "make $@: $(B)/bench is empty: run the benchmarks first (make bench-copy, bench-rails, bench-peers)" >&2; exit 1; }
+	@mkdir -p dist
+	tar --create --gzip --sort=name --owner=0 --group=0 --numeric-owner --directory $(B) \
+	  --transform 's,^bench,kvspray-bench-$(VERSION),' --file dist/kvspray-bench-$(VERSION).tar.gz bench
+	@ls -l dist/kvspray-bench-$(VERSION).tar.gz
 
 .PHONY: bench
 bench: ## Go benchmarks (ParseBlock, frames, rings ...)
@@ -298,7 +315,7 @@ $(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
 	@echo "building pinned linters and generators ..."
 	cd tools && go build -o $(TOOLS)/ ./protogen google.golang.org/protobuf/cmd/protoc-gen-go \
 	  google.golang.org/grpc/cmd/protoc-gen-go-grpc honnef.co/go/tools/cmd/staticcheck github.com/kisielk/errcheck \
-	  github.com/gordonklaus/ineffassign
+	  github.com/gordonklaus/ineffassign github.com/vale-cli/vale/v3/cmd/vale
 	@touch $@
 
 $(LINTENV)/.stamp: tools/lint-requirements.txt

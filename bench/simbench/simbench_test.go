@@ -96,7 +96,7 @@ func TestWord(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "make test runs it in its part bounds, in a twentieth of the time")
 	}
-	files, err := filepath.Glob("../../docs/bench/rails-*.json")
+	files, err := filepath.Glob("testdata/rails-*.json")
 	if err != nil || len(files) < 5 {
 		t.Fatalf("%d measured results: %v", len(files), err)
 	}

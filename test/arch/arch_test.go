@@ -383,25 +383,3 @@ func TestHeadersAndLeftovers(t *testing.T) {
 		}
 	}
 }
-
-// Commands that users type are those that exist: the Makefile has every target that the documents name.
-func TestDocumentedTargets(t *testing.T) {
-	r := root(t)
-	mk, err := os.ReadFile(filepath.Join(r, "Makefile"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	used := regexp.MustCompile("`make ([a-z-]+)")
-	for _, doc := range []string{"README.md", "CONTRIBUTING.md", "docs/design.md", "docs/operations.md"} {
-		text, err := os.ReadFile(filepath.Join(r, doc))
-		if err != nil {
-			t.Error(err)
-			continue
-		}
-		for _, m := range used.FindAllSubmatch(text, -1) {
-			if !regexp.MustCompile(`(?m)^` + string(m[1]) + `:`).Match(mk) {
-				t.Errorf("%s names make %s, which the Makefile does not have", doc, m[1])
-			}
-		}
-	}
-}
