@@ -140,13 +140,24 @@ func (c *chooser) waitLocked(e Executor, now time.Time, pause time.Duration) {
 	c.pause[e], c.probe[e] = pause, now.Add(pause)
 }
 
-// took says what one moved, and teaches it.
+// took counts what an executor moved, and learns from the time.
 func (c *chooser) took(e Executor, bytes uint64, start, end time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.countLocked(e, bytes)
+	c.learnLocked(e, bytes, start, end)
+}
+
+// count counts what an executor moved in a time that teaches nothing.
+func (c *chooser) count(e Executor, bytes uint64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.countLocked(e, bytes)
+}
+
+func (c *chooser) countLocked(e Executor, bytes uint64) {
 	c.calls[e]++
 	c.bytes[e] += bytes
-	c.learnLocked(e, bytes, start, end)
 }
 
 // wasted teaches it that one took so long to move nothing.
@@ -193,7 +204,7 @@ type ExecutorState struct {
 	Executor string  `json:"executor"`
 	Calls    uint64  `json:"calls"`
 	Bytes    uint64  `json:"bytes"`
-	Rate     float64 `json:"bytes_per_second"` // of all calls under way together, as it is learned under whatever load there is
+	Rate     float64 `json:"bytes_per_second"` // of all calls under way together, as it is learned beside engines; 0: not learned
 }
 
 // WayState is how scattered blocks go from a GPU to a buffer of the host ("gpu0", "host"), back, or to a GPU, where any executor would do. Between a
@@ -211,7 +222,11 @@ func (c *chooser) state(out []WayState, from, to string) []WayState {
 	w := WayState{From: from, To: to}
 	for e := Pack; e < numExecutors; e++ {
 		if c.calls[e] > 0 {
-			w.Executors = append(w.Executors, ExecutorState{e.String(), c.calls[e], c.bytes[e], 1e9 / max(c.cost[e], 1e-9)})
+			x := ExecutorState{Executor: e.String(), Calls: c.calls[e], Bytes: c.bytes[e]}
+			if c.cost[e] > 0 {
+				x.Rate = 1e9 / c.cost[e]
+			}
+			w.Executors = append(w.Executors, x)
 		}
 	}
 	if w.Executors == nil {

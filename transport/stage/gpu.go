@@ -663,14 +663,15 @@ func (w *mover) flush() error {
 	if err != nil {
 		return err
 	}
-	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down; copy engines do neither, and take
-	// scattered blocks across PCIe well. Within one GPU they do not: there the driver copies by kernels too.
-	how, try, done := p.pick(time.Now())
+	// Kernels of this process wait for an engine that keeps either GPU busy, and slow it down. Copy
+	// engines do neither, and take scattered blocks across PCIe well. Within one GPU they do not:
+	// there the driver copies by kernels, too.
+	c, done := p.pick(time.Now())
 	defer done()
-	if try && w.total > probeBytes {
-		return w.split(p, how)
+	if c.try && w.total > probeBytes {
+		return w.split(p, c.how)
 	}
-	return w.by(p, how)
+	return w.by(p, c)
 }
 
 // split tries how with the first bytes of the list, and leaves the others to the executor in favour.
@@ -682,24 +683,28 @@ func (w *mover) split(p *pair, how Executor) error {
 		n++
 	}
 	w.list, w.total = all[:n], bytes
-	err := w.by(p, how)
+	err := w.by(p, choice{how: how})
 	if w.list, w.total = all[n:], total-bytes; err == nil && len(w.list) > 0 {
-		err = w.by(p, Pack+Copy-how)
+		err = w.by(p, choice{how: Pack + Copy - how})
 	}
 	w.list = all
 	return err
 }
 
-// by runs the list in one way, and learns what it took.
-func (w *mover) by(p *pair, how Executor) (err error) {
+// by moves the list as chosen, and learns how long it took.
+func (w *mover) by(p *pair, c choice) (err error) {
 	start := time.Now()
-	if how == Copy {
+	if c.how == Copy {
 		err = w.through()
 	} else {
 		err = p.run(w.list)
 	}
-	if err == nil {
-		p.learn.took(how, w.total, start, time.Now())
+	switch {
+	case err != nil:
+	case c.idle:
+		p.learn.count(c.how, w.total)
+	default:
+		p.learn.took(c.how, w.total, start, time.Now())
 	}
 	return err
 }

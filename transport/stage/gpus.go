@@ -231,24 +231,33 @@ var errNoPeer = errors.New("stage: no peer access")
 // pair moves bytes from one GPU to another, or within one GPU.
 type pair struct {
 	peers []*Peer
-	learn chooser
-	// within admits kernels to a GPU that is both source and destination, as long as no engine
-	// computes there. A chooser would not do: it sees how long its own copies take, and not how
-	// long the engine waits for their kernels. nil: between two GPUs, or where no probe works.
-	within *knocker
+	learn chooser // beside engines that compute
+	// idle admits kernels as long as no engine computes on either GPU. Without it, learn would go on
+	// with what it has learned beside an engine, and would take the way through host memory for an
+	// idle GPU. nil: no probe works here, and learn has it all.
+	idle   *knocker
+	within bool // source and destination are one GPU
 }
 
-// pick names the executor of the next list, and whether it is only tried. done is called once the
-// list has been moved.
-func (p *pair) pick(now time.Time) (e Executor, try bool, done func()) {
-	if p.within == nil {
-		e, try = p.learn.pick(now, false)
-		return e, try, func() {}
+// choice is how a list is moved.
+type choice struct {
+	how  Executor
+	try  bool // only with a part of the list, to learn how long it takes
+	idle bool // no engine computes, so that it teaches nothing about the time beside one
+}
+
+// pick chooses for the next list. The caller calls done when that has been moved.
+func (p *pair) pick(now time.Time) (c choice, done func()) {
+	if p.idle != nil && p.idle.enter() {
+		return choice{how: Pack, idle: true}, p.idle.leave
 	}
-	if !p.within.enter() {
-		return Copy, false, func() {}
+	if p.idle != nil && p.within {
+		// The engine pays for kernels that run beside it, and learn sees only their own time. Copy
+		// engines take nothing from it.
+		return choice{how: Copy}, func() {}
 	}
-	return Pack, false, p.within.leave
+	c.how, c.try = p.learn.pick(now, false)
+	return c, func() {}
 }
 
 // run gives moves to the pipeline that has the fewest runs.
@@ -291,12 +300,14 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 			}
 		}
 	}
-	p := &pair{learn: chooser{fixed: g.cfg.Executor}}
+	p := &pair{learn: chooser{fixed: g.cfg.Executor}, within: from == to}
 	if g.cfg.Executor == InEngine {
 		p.learn.fixed = Copy // by way of the host, in hops, which engines pack
 	}
-	if from == to && from.reaching() == Auto {
-		p.within = newKnocker(Auto, time.Now, func() bool { return from.idle(knockIdle) })
+	if from.reaching() == Auto && to.reaching() == Auto {
+		p.idle = newKnocker(Auto, time.Now, func() bool {
+			return from.idle(knockIdle) && (from == to || to.idle(knockIdle))
+		})
 	}
 	for range PeerPipelines {
 		q, err := g.newPeer(from, to)

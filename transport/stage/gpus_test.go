@@ -399,6 +399,7 @@ func TestTriedWithLittle(t *testing.T) {
 	}
 	u0, u1 := from.Device().(*GPU), to.Device().(*GPU)
 	p := must(g.pair(u0, u1))(t)
+	p.idle = nil // as where no probe works
 	p.learn.took(Pack, 1<<20, time.Unix(1, 0), time.Unix(1, 1e6))
 	crossed := func() (n uint64) { // what went over the link between the two
 		for _, q := range p.peers {
@@ -621,63 +622,84 @@ func BenchmarkMove(b *testing.B) {
 	}
 }
 
-// Within one GPU kernels move blocks while no engine computes there. Beside an engine the blocks
-// go through host memory, by copy engines alone: its steps would wait for the kernels.
-func TestWithinOneGPU(t *testing.T) {
-	plat := newFakePlatform(1)
-	g := must(newGPUs(plat, Config{Hops: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
-	const block, n = 16 << 10, 64
-	h0, src := plat.lend(0, n*block, 0)
-	h1, dst := plat.lend(0, n*block, 0)
-	from := must(g.Import(mem.NewID(), h0.Append(nil), -1, n*block))(t)
-	to := must(g.Import(mem.NewID(), h1.Append(nil), -1, n*block))(t)
-	rand.NewChaCha8([32]byte{2}).Read(src)
-	var a, b []mem.Block
-	for _, i := range rand.New(rand.NewPCG(2, 2)).Perm(n) {
-		a = append(a, mem.Block{Region: from, Off: uint64(i) * block, Len: block})
-		b = append(b, mem.Block{Region: to, Off: uint64(i) * block, Len: block})
-	}
-	u := from.Device().(*GPU)
-	p := must(g.pair(u, u))(t)
-	leave := make(chan struct{})
-	u.door.queue.(*fakeQueue).work <- func() { <-leave } // the engine
+// On idle GPUs kernels move blocks, whatever was learned beside engines, and nothing is learned. Beside
+// an engine blocks within one GPU go through host memory, by copy engines alone: its steps would
+// wait for the kernels. Between two GPUs the time decides.
+func TestKernelsOnIdleGPUs(t *testing.T) {
 	for _, c := range []struct {
-		name string
-		idle time.Duration
-		how  Executor
-	}{{"beside an engine", time.Millisecond, Copy}, {"idle", patience, Pack}} {
-		p.within = newKnocker(Auto, time.Now, func() bool { return u.idle(c.idle) })
-		if c.how == Pack {
-			close(leave)
-			for end := time.Now().Add(patience); !u.idle(patience); runtime.Gosched() {
-				if time.Now().After(end) {
-					t.Fatal("the engine has left")
+		name   string
+		to     int // the other GPU
+		busy   int
+		beside Executor
+	}{{"within one", 0, 0, Copy}, {"source busy", 1, 0, Copy}, {"destination busy", 1, 1, Copy}} {
+		t.Run(c.name, func(t *testing.T) {
+			plat := newFakePlatform(2)
+			g := must(newGPUs(plat, Config{Hops: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
+			const block, n = 16 << 10, 64
+			h0, src := plat.lend(0, n*block, 0)
+			h1, dst := plat.lend(c.to, n*block, 0)
+			from := must(g.Import(mem.NewID(), h0.Append(nil), -1, n*block))(t)
+			to := must(g.Import(mem.NewID(), h1.Append(nil), -1, n*block))(t)
+			rand.NewChaCha8([32]byte{2}).Read(src)
+			var a, b []mem.Block
+			for _, i := range rand.New(rand.NewPCG(2, 2)).Perm(n) {
+				a = append(a, mem.Block{Region: from, Off: uint64(i) * block, Len: block})
+				b = append(b, mem.Block{Region: to, Off: uint64(i) * block, Len: block})
+			}
+			both := []*GPU{from.Device().(*GPU), to.Device().(*GPU)}
+			busy := must(g.find(uuid(c.busy)))(t)
+			p := must(g.pair(both[0], both[1]))(t)
+			leave := make(chan struct{})
+			busy.door.queue.(*fakeQueue).work <- func() { <-leave } // the engine
+			for _, step := range []struct {
+				what string
+				wait time.Duration
+				how  Executor
+			}{{"beside an engine", time.Millisecond, c.beside}, {"idle", patience, Pack}} {
+				p.idle = newKnocker(Auto, time.Now, func() bool { return both[0].idle(step.wait) && both[1].idle(step.wait) })
+				p.learn.mu.Lock() // as learned beside an engine, and nothing is to be tried
+				p.learn.cost = [numExecutors]float64{Pack: 2, Copy: 1}
+				p.learn.best = Copy
+				for e := range p.learn.probe {
+					p.learn.probe[e] = time.Now().Add(time.Hour)
+				}
+				p.learn.mu.Unlock()
+				if step.how == Pack {
+					close(leave)
+					for end := time.Now().Add(patience); !busy.idle(patience); runtime.Gosched() {
+						if time.Now().After(end) {
+							t.Fatal("the engine has left")
+						}
+					}
+				}
+				clear(dst)
+				calls, cost := p.learn.calls, p.learn.cost
+				if err := both[1].Move(b, a); err != nil {
+					t.Fatal(err)
+				}
+				if !bytes.Equal(src, dst) {
+					t.Errorf("%s: content differs", step.what)
+				}
+				for e := range numExecutors {
+					if moved := p.learn.calls[e] > calls[e]; moved != (e == step.how) {
+						t.Errorf("%s: %s moved blocks: %v", step.what, e, moved)
+					}
+				}
+				if step.how == Pack && p.learn.cost != cost {
+					t.Errorf("%s: learned %v from it, before %v", step.what, p.learn.cost, cost)
 				}
 			}
-		}
-		clear(dst)
-		before := p.learn.calls
-		if err := u.Move(b, a); err != nil {
-			t.Fatal(err)
-		}
-		if !bytes.Equal(src, dst) {
-			t.Errorf("%s: content differs", c.name)
-		}
-		for e := range numExecutors {
-			if moved := p.learn.calls[e] > before[e]; moved != (e == c.how) {
-				t.Errorf("%s: %s moved blocks: %v", c.name, e, moved)
+			from.Release()
+			to.Release()
+			if err := g.Close(); err != nil {
+				t.Error(err)
 			}
-		}
-	}
-	from.Release()
-	to.Release()
-	if err := g.Close(); err != nil {
-		t.Error(err)
+		})
 	}
 }
 
-// Only the driver's answer that MPS is off makes the probe's answer mean that the GPU is idle.
-func TestWithinOneGPUAsksNoProbe(t *testing.T) {
+// Only where the driver answers that MPS is off does the probe tell that a GPU is idle.
+func TestProbesOfPairs(t *testing.T) {
 	for _, c := range []struct {
 		how    Executor
 		mps    MPS
@@ -687,11 +709,10 @@ func TestWithinOneGPUAsksNoProbe(t *testing.T) {
 		plat.mps = c.mps
 		g := must(newGPUs(plat, Config{Executor: c.how, Hops: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
 		one, other := must(g.find(uuid(0)))(t), must(g.find(uuid(1)))(t)
-		if p := must(g.pair(one, one))(t); (p.within != nil) != c.probes {
-			t.Errorf("%s, MPS %s: within one GPU there is a probe: %v", c.how, c.mps, p.within != nil)
-		}
-		if p := must(g.pair(one, other))(t); p.within != nil {
-			t.Errorf("%s, MPS %s: between two GPUs there is a probe", c.how, c.mps)
+		for _, p := range []*pair{must(g.pair(one, one))(t), must(g.pair(one, other))(t)} {
+			if (p.idle != nil) != c.probes {
+				t.Errorf("%s, MPS %s, within one GPU %v: probed: %v", c.how, c.mps, p.within, p.idle != nil)
+			}
 		}
 		if err := g.Close(); err != nil {
 			t.Error(err)

@@ -294,10 +294,11 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         assert self._worker is not None
-        if self._worker.capturing():
-            self._worker.layer_captured(layer_name)
-        else:
+        # In this order: a step is announced or a graph is captured, and to ask the driver takes long.
+        if self._worker.signals:
             self._worker.layer_done(layer_name)
+        elif self._worker.capturing():
+            self._worker.layer_captured(layer_name)
 
     def wait_for_save(self) -> None:
         assert self._worker is not None

@@ -10,7 +10,9 @@ vLLM captured it. Both kinds occur in one engine.
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from kvspray_vllm import shim
 
@@ -68,6 +70,15 @@ class CpuSignals:
         pass
 
 
+def _raw_stream(torch: Any) -> Callable[[], int]:
+    """The handle of the thread's current stream, once per layer and step. torch makes an object of
+    the stream otherwise, in the time in which the engine launches its kernels."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if raw is None:
+        return lambda: int(torch.cuda.current_stream().cuda_stream)
+    return functools.partial(raw, torch.cuda.current_device())
+
+
 class GpuSignals:
     """A layer has ended when the engine's stream has got there."""
 
@@ -76,7 +87,7 @@ class GpuSignals:
         import torch
 
         self._flags = flags
-        self._stream = torch.cuda.current_stream
+        self._stream = _raw_stream(torch)
         self.capturing = torch.cuda.is_current_stream_capturing
         self._synchronize = torch.cuda.synchronize
 
@@ -85,17 +96,17 @@ class GpuSignals:
         return self._flags.ok
 
     def begin(self, step: int) -> None:
-        self._flags.step(step, self._stream().cuda_stream)
+        self._flags.step(step, self._stream())
 
     def layer(self, index: int, step: int) -> None:
         """While a graph is captured the step is that of each replay."""
-        self._flags.signal_layer(index, self._stream().cuda_stream)
+        self._flags.signal_layer(index, self._stream())
 
     def end(self, step: int) -> None:
-        self._flags.signal_step(self._stream().cuda_stream)
+        self._flags.signal_step(self._stream())
 
     def mark(self) -> int | None:
-        return self._flags.mark(self._stream().cuda_stream) or None
+        return self._flags.mark(self._stream()) or None
 
     def close(self) -> None:
         # Flags may still be on their way, to memory that is given back now. A context that has failed runs nothing any more.
