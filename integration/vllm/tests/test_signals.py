@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_steps import DECODE, LOG, Engine, FakeWorker, prefill_first
 
-from kvspray_vllm import layout
+from kvspray_vllm import layout, signals
 from kvspray_vllm.connector import KVSprayConnector
 from kvspray_vllm.meta import Expect, Gain, Intent, Landed, StepMeta
 from kvspray_vllm.signals import GpuSignals
@@ -63,7 +63,7 @@ class Rig:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     capturing = [False]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(signals, "_raw_stream", lambda torch: lambda: STREAM)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     client = FakeWorker()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: client.calls.append(("synchronize",)))
