@@ -11,6 +11,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -33,8 +34,6 @@ var laneOverTLS = wire.Versions{Min: wire.V(2, 0), Max: wire.V(2, 0)}
 
 // laneMagic begins every control lane, and no HTTP/2 preface or TLS record.
 var laneMagic = []byte("HLLO")
-
-const tlsHandshake = 0x16 // the type of the first TLS record
 
 var errFirstBytes = errors.New("peer: the first bytes are of no protocol served here")
 
@@ -104,14 +103,19 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 		_, err := wire.Accept(first, wire.AcceptParams{Purpose: wire.PurposeControl, Versions: laneOverTLS})
 		return false, fmt.Errorf("peer: a control lane without TLS, of a release before it was needed: upgrade it: %w", err)
 	case creds != nil:
-		if first.head[0] == tlsHandshake {
-			v.Spoke()
-		} // else what TLS answers tells the caller that a key is missing
 		conf := creds.Server()
 		conf.SessionTicketsDisabled = true // each opening proves itself
 		if conf.NextProtos = []string{laneProtocol}; calls {
 			conf.NextProtos = append(conf.NextProtos, callProtocol)
 		}
+		conf.GetConfigForClient = func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+			offers := func(proto string) bool { return slices.Contains(hello.SupportedProtos, proto) }
+			if slices.ContainsFunc(conf.NextProtos, offers) {
+				v.Spoke()
+			}
+			return nil, nil //nolint:nilnil // conf stays in use
+		}
+		// To a caller without TLS its answer tells that a key is missing.
 		tc := tls.Server(first, conf)
 		if err := tc.HandshakeContext(m.ctx); err != nil {
 			return false, fmt.Errorf("peer: open: %w", err)

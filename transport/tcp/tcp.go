@@ -140,7 +140,7 @@ func New(cfg Config) (*Backend, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	b := &Backend{cfg: cfg, log: cfg.Log.With("transport", Name), gate: admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource}),
+	b := &Backend{cfg: cfg, log: cfg.Log.With("transport", Name), gate: admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource}, nil),
 		lanes: map[*lane]struct{}{}, conns: map[net.Conn]struct{}{}}
 	b.refused.Logger = b.log
 	b.ctx, b.cancel = context.WithCancel(context.Background())
