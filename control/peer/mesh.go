@@ -13,6 +13,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -44,6 +45,9 @@ type Mesh struct {
 	gate    *admit.Gate    // accepted connections that have proved nothing yet
 	members *admit.Members // addresses of members, for all gates
 	refused admit.Log      // of what strangers can cause at will
+	// Has a place for each stranger that may compute at once. The handshakes of all that a gate holds
+	// would take every processor for longer than a member may wait.
+	turns chan struct{}
 
 	waiting     atomic.Int64 // bytes of frames that wait for others, of all sessions
 	mostWaiting int64
@@ -99,6 +103,7 @@ func New(opt Options) (*Mesh, error) {
 		conns: map[net.Conn]bool{}, meeting: map[transfer.Boot]bool{}, missed: map[transfer.Boot]time.Time{}, gone: map[transfer.Boot]bool{},
 		olderSaid: map[string]bool{},
 		members:   admit.NewMembers(), mostWaiting: maxWaiting, stuckAfter: stuckAfter}
+	m.turns = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)/turnsPart))
 	m.gate = admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource}, m.members)
 	m.refused.Logger = opt.Log
 	if _, err := rand.Read(m.secret[:]); err != nil {

@@ -96,6 +96,10 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 		return false, err
 	}
 	creds := m.opt.Credentials
+	if creds != nil && !v.Known() {
+		first.turns, first.visit = m.turns, v
+		defer first.rest()
+	}
 	switch {
 	case bytes.Equal(first.head, laneMagic) && creds == nil:
 		return false, m.proveLane(first, c, nil, v)
@@ -126,6 +130,7 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 		if !calls || !v.Proved() {
 			return false, net.ErrClosed
 		}
+		first.free()
 		return m.give(tc, c), nil
 	case calls:
 		// Without credentials every process of this host is a member. To one that speaks TLS gRPC says what it is.
@@ -166,6 +171,9 @@ func (m *Mesh) proveLane(rw io.ReadWriter, c net.Conn, over *overTLS, v *admit.V
 	}
 	if !v.Proved() {
 		return net.ErrClosed
+	}
+	if over != nil {
+		over.under.free()
 	}
 	if err = c.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("peer: control lane: %w", err)
@@ -242,6 +250,44 @@ type replayConn struct {
 	head []byte
 	at   int
 	lane *lane // set before the lane is used
+
+	// Of a stranger: it computes only while it has one of turns. See Mesh.turns.
+	turns chan struct{}
+	visit *admit.Visit
+	since time.Time // it has a turn; zero: it has none
+}
+
+// turnPause bounds for how long nobody has a turn that was given back.
+const turnPause = 10 * time.Millisecond
+
+// rest gives the turn back. Nobody gets it for as long as it was used: strangers together take half of
+// the processors that turns stand for.
+func (c *replayConn) rest() {
+	if !c.since.IsZero() {
+		turns := c.turns
+		time.AfterFunc(min(time.Since(c.since), turnPause), func() { <-turns })
+		c.since = time.Time{}
+	}
+}
+
+// free ends the taking of turns.
+func (c *replayConn) free() {
+	c.rest()
+	c.turns = nil
+}
+
+// read waits for bytes without a turn, and then for a turn.
+func (c *replayConn) read(b []byte) (int, error) {
+	if c.turns == nil {
+		return c.Conn.Read(b) //nolint:wrapcheck // a connection's own errors
+	}
+	c.rest()
+	n, err := c.Conn.Read(b)
+	c.turns <- struct{}{}
+	if c.since = time.Now(); err == nil && !c.visit.In() {
+		err = net.ErrClosed // it was closed for another one while it waited
+	}
+	return n, err //nolint:wrapcheck // as above
 }
 
 func (c *replayConn) Write(b []byte) (int, error) {
@@ -269,7 +315,7 @@ func (c *replayConn) Read(b []byte) (int, error) {
 		c.at += n
 		return n, nil
 	}
-	return c.Conn.Read(b) //nolint:wrapcheck // a connection's own errors
+	return c.read(b)
 }
 
 // callConn is a connection of gRPC's.

@@ -47,8 +47,9 @@ const (
 	maxHeldBytes    = 2 * maxUnackedBytes
 	maxLanes        = 2 * MaxAddrs // both ends may dial
 	maxConnects     = 128          // connects under way
-	maxOpening      = 256          // accepted connections that have proved nothing yet
-	maxSource       = 128          // of these, from one address
+	maxOpening      = 1024         // accepted connections that have proved nothing yet
+	maxSource       = 512          // of these, from one source
+	turnsPart       = 4            // this part of the processors, one at least, is for strangers' handshakes
 	maxConns        = 16 << 10     // accepted connections of all kinds
 	maxOwned        = MaxPeers / 8 // sessions of one certificate from one address
 	maxOwnedNet     = MaxPeers / 2 // the same from one IPv6 /64

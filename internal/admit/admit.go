@@ -102,6 +102,7 @@ type Visit struct {
 	key   netip.Prefix // its source
 	age   uint64       // of two, the one with the lower number is older
 	class int          // -1: it has left
+	known bool
 	at    *list.Element
 }
 
@@ -118,6 +119,7 @@ func (g *Gate) Enter(c net.Conn) *Visit {
 	v := &Visit{gate: g, conn: c, from: Source(c)}
 	class := silent
 	if v.key = SourceOf(v.from); g.members.has(v.from) {
+		v.known = true
 		class, v.key = memberSilent, netip.PrefixFrom(v.from, v.from.BitLen())
 	}
 	g.mu.Lock()
@@ -236,6 +238,17 @@ func (g *Gate) removeLocked(v *Visit) {
 	if s.held--; s.held == 0 {
 		delete(g.sources, v.key)
 	}
+}
+
+// Known reports whether a member was at the address before the connection came.
+func (v *Visit) Known() bool { return v.known }
+
+// In reports whether the connection is in the gate still: it has not left, and was not closed for
+// another one.
+func (v *Visit) In() bool {
+	v.gate.mu.Lock()
+	defer v.gate.mu.Unlock()
+	return v.class >= 0
 }
 
 // Spoke tells the gate that the connection's first message is of a protocol served here. The caller

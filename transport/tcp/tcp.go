@@ -44,8 +44,8 @@ const (
 	openTimeout       = 5 * time.Second // of the opening of an accepted connection
 	connectFirst      = 150 * time.Millisecond
 	connectTries      = 5       // the last of 2.4 s
-	maxOpening        = 256     // accepted connections that have not proved themselves, of all rails
-	maxSource         = 128     // of these, from one address
+	maxOpening        = 1024    // accepted connections that have not proved themselves, of all rails
+	maxSource         = 512     // of these, from one source
 	maxLanes          = 4096    // of one backend
 	defaultSlice      = 1 << 20 // bytes
 	defaultInFlight   = 16      // slices per lane
