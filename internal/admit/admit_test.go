@@ -113,6 +113,25 @@ func TestOnePrefixIsOneSource(t *testing.T) {
 	}
 }
 
+// Members of one /64 take no places from each other, however many there are.
+func TestMembersOfOnePrefix(t *testing.T) {
+	g := New(Limits{Unproved: 64, PerSource: 8}, nil)
+	var all []*conn
+	for i := range 32 {
+		from := fmt.Sprintf("2001:db8::%x", i)
+		g.Enter(&conn{from: from}).Proved()
+		all = append(all, &conn{from: from})
+	}
+	for _, c := range all {
+		g.Enter(c)
+	}
+	for i, c := range all {
+		if c.closed {
+			t.Errorf("the connection of member %d was closed for that of another", i)
+		}
+	}
+}
+
 // Strangers of a few addresses that all speak take places from each other, and none from a newcomer.
 func TestCrowdedSourceFirst(t *testing.T) {
 	g := New(Limits{Unproved: 12, PerSource: 6}, nil)
