@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -315,5 +316,37 @@ func TestNoRoom(t *testing.T) {
 	c, over, err := m.tenants(numbered(MaxPeers), who{id: identity{1}})
 	if !over || c.own > 0 || err != nil {
 		t.Errorf("over %t, own %d, %v", over, c.own, err)
+	}
+}
+
+// A session that made room for another is not opened again for nothing, and is where a request needs
+// it.
+func TestMadeRoomStaysOut(t *testing.T) {
+	victim, a := start(t, slow), start(t, nil)
+	for i := range meetMost {
+		if err := victim.known(numbered(i), identity{}, "10.0.0.1", true); err != nil {
+			t.Fatal(err)
+		}
+		victim.up(t, numbered(i))
+	}
+	for range 2 {
+		if err := a.reach(victim.Endpoint(), victim.opt.Boot); err != nil {
+			t.Fatal(err)
+		}
+		s := victim.session(a.opt.Boot)
+		poll(t, "nothing is under way", func() bool {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			s.business = time.Now().Add(-2 * idleForget)
+			return s.quietLocked()
+		})
+		a.mu.Lock()
+		downs := len(a.downs)
+		a.mu.Unlock()
+		victim.endQuiet(s, errQuiet)
+		a.until("it is over at the other end, too", func() bool { return slices.ContainsFunc(a.downs[downs:], proved) })
+		if victim.session(a.opt.Boot) != nil || a.session(victim.opt.Boot) != nil {
+			t.Error("it is there again, and no request needs it")
+		}
 	}
 }
