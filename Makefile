@@ -110,6 +110,11 @@ test-sim: ## 10,000 random fault schedules, a million slices between 1,000 nodes
 test-mutants: ## Take lines out of the production code, one at a time: the simulated clusters must notice each
 	go run ./test/sim/mutants
 
+.PHONY: test-mesh
+test-mesh: ## 200 sidecars as processes of their own on loopback, ten restarts a second for five minutes (8 GiB of memory, 4 cores)
+	KVSPRAY_MESH=$${KVSPRAY_MESH:-200} KVSPRAY_MESH_SECONDS=$${KVSPRAY_MESH_SECONDS:-300} KVSPRAY_MESH_RATE=$${KVSPRAY_MESH_RATE:-10} \
+	  nice go test -count=1 -timeout 90m -v -run '^TestMeshOfProcesses$$' ./sidecar | grep -v '^=== '
+
 .PHONY: test-skew
 test-skew: ## Sidecars of this tree beside those of the last release and of two made-up ones
 	KVSPRAY_MUST_RUN=git go test -count=1 -v ./test/skew | grep -v '^=== '

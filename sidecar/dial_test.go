@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"strings"
@@ -14,6 +15,7 @@ import (
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/exec"
+	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -79,6 +81,10 @@ func TestJudged(t *testing.T) {
 		if got := judged(errors.New(text)).Error(); !strings.HasPrefix(got, want) {
 			t.Errorf("%s: judged as %s", text, got)
 		}
+	}
+	if err := judged(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNobody) || errors.Is(err, exec.ErrNever) ||
+		!strings.Contains(err.Error(), "listen address (7650)") {
+		t.Errorf("a gRPC server of another kind: judged as %v", err)
 	}
 	for text, nobody := range map[string]bool{
 		"connection error: desc = \"transport: authentication handshake failed: tls: failed to verify certificate: x509: certificate signed by unknown authority\"": true,

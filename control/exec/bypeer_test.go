@@ -7,6 +7,7 @@ package exec
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -150,16 +151,64 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		all = append(all, Inflow{Peer: manyBoot(i / manyRails), Transport: "tcp", Rail: fmt.Sprint("eth", i%manyRails), Gbps: 100, Bytes: 1 << 20})
 	}
 	e.Incoming(now)
-	least := time.Hour
-	for range 20 {
+	// The first answers, in which all are new, and those with all of them. Of each the least of three
+	// counts, as the machine may do other things.
+	first, least := make([]time.Duration, maxInflows/maxNewInflows), time.Hour
+	credited := map[inflowID]bool{}
+	measured := func() time.Duration {
 		measures(now + creditEvery)
 		from := cpu()
 		e.Measured(now, all)
-		least = min(least, cpu()-from)
+		d := cpu() - from
+		for _, a := range drained(e) {
+			if c := a.Frame.GetCredit(); a.Kind == Send && c != nil && c.Bytes > 0 {
+				credited[inflowID{railID{c.Transport, c.Rail}, a.Peer}] = true
+			}
+		}
+		return d
+	}
+	for try := range 3 {
+		for i := range first {
+			if d := measured(); try == 0 || d < first[i] {
+				first[i] = d
+			}
+		}
+		if len(e.inflows) != maxInflows {
+			t.Errorf("%d inflows after %d answers, want %d", len(e.inflows), len(first), maxInflows)
+		}
+		for range 20 {
+			least = min(least, measured())
+		}
+		e.dropInflows(func(*inflow) bool { return try < 2 })
+	}
+	worst := slices.Max(first)
+	t.Logf("%d inflows that all send: %v of CPU for a measurement, %v at most while they are new", len(all), least, worst)
+	if max(least, worst) > oneGoal {
+		t.Errorf("%d inflows that all send cost %v of CPU in one event, %v while they are new: want %v at most", len(all), least, worst, oneGoal)
+	}
+	if len(credited) != maxInflows {
+		t.Errorf("%d of %d have a credit", len(credited), maxInflows)
+	}
+}
+
+// Thousands of leases with one deadline end in several ticks, none of which takes long.
+func TestOneDeadlineForAll(t *testing.T) {
+	e, w := manyExec()
+	now := sec
+	for id := range manyLeases {
+		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1), Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
+			Peer: fmt.Sprint("p:", id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
+	}
+	drained(e)
+	ticks, most := 0, time.Duration(0)
+	for now = 60 * sec; e.Next() <= now; ticks++ {
+		from := cpu()
+		e.Tick(now)
+		most = max(most, cpu()-from)
 		drained(e)
 	}
-	t.Logf("%d inflows that all send: %v of CPU for a measurement", len(all), least)
-	if least > oneGoal {
-		t.Errorf("%d inflows that all send cost %v of CPU in one event: want %v at most", len(all), least, oneGoal)
+	t.Logf("%d leases end in %d ticks of %v of CPU at most", manyLeases, ticks, most)
+	if open, _ := e.Open(); open != 0 || ticks < manyLeases/maxDue {
+		t.Errorf("%d are open after %d ticks", open, ticks)
 	}
 }

@@ -25,6 +25,8 @@ const (
 	rateHalf      = time.Second            // a measured rate halves in so long
 	maxCredit     = 1 << 30                // bytes that anybody may say
 	maxInflows    = 4096                   // pairs of peer and rail that are told apart
+	maxNewInflows = 256                    // of these, that one answer adds: the others come again
+	maxTold       = 256                    // credits that one answer changes: the others wait for the next
 )
 
 // Inflow is what has come from a peer over one of our rails since Measured was told last.
@@ -100,13 +102,18 @@ func (e *Exec) armCredits(now Instant) {
 // Measured answers Measure with what has come since the last one. After an answer of nothing,
 // Incoming must say when something comes again.
 func (e *Exec) Measured(now Instant, grew []Inflow) {
+	fresh := 0
 	for _, x := range grew {
 		id := inflowID{railID{x.Transport, x.Rail}, x.Peer}
 		f := e.inflowOf[id]
 		if f == nil {
+			if fresh == maxNewInflows {
+				continue
+			}
 			if f = e.newInflow(now, id); f == nil {
 				continue
 			}
+			fresh++
 		}
 		f.moved = now
 		f.rail.claim, f.rail.sum = x.Gbps/8, f.rail.sum+x.Bytes // bytes per nanosecond
@@ -130,21 +137,36 @@ func (e *Exec) Measured(now Instant, grew []Inflow) {
 			in.at, in.sum = now, 0
 		}
 	}
-	e.dropInflows(func(f *inflow) bool {
+	e.tellCredits(now)
+	e.dropInflows(func(f *inflow) bool { return f.told == 0 && now-f.moved >= creditHold })
+	e.flowing = len(grew) > 0 || len(e.inflows) > 0
+	e.armCredits(now)
+	e.assign(now)
+}
+
+// tellCredits tells peers what they may have in flight where that is news, or was told long ago. It
+// goes on where the last call ended, so that each has its turn.
+func (e *Exec) tellCredits(now Instant) {
+	left := maxTold
+	n := len(e.inflows)
+	for range n {
+		e.creditAt %= n
+		f := e.inflows[e.creditAt]
 		want := f.rail.credit()
 		// A double is news, and so is a quarter less: where a sender more comes, what the others may
 		// have in flight is too much. A little more or less waits until it is told again anyway.
 		if want != f.told && (want == 0 || f.told == 0 || want >= 2*f.told || want <= f.told/4*3) ||
 			want != 0 && now-f.at >= creditRefresh {
+			if left == 0 {
+				return
+			}
+			left--
 			f.told, f.at = want, now
 			e.send(f.id.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{
 				Transport: f.id.rail.transport, Rail: f.id.rail.name, Bytes: want}}})
 		}
-		return f.told == 0 && now-f.moved >= creditHold
-	})
-	e.flowing = len(grew) > 0 || len(e.inflows) > 0
-	e.armCredits(now)
-	e.assign(now)
+		e.creditAt++
+	}
 }
 
 // newInflow adds an inflow; nil: there are too many.

@@ -68,6 +68,7 @@ type Exec struct {
 	flowing    bool                               // something has come since nothing did
 	inflows    []*inflow                          // that send now, or have a credit, in order
 	inflowOf   map[inflowID]*inflow               // the same
+	creditAt   int                                // where in inflows the next look at credits begins
 	inrails    map[railID]*inrail
 
 	spray      *spray.Scheduler
@@ -127,9 +128,17 @@ func (e *Exec) send(to transfer.Boot, f *peerv1.ControlFrame) {
 // Next is when Tick must be called, or lease.Never.
 func (e *Exec) Next() Instant { return e.agenda.next() }
 
-// Tick does what is due.
+// maxDue is how many timers one Tick fires, so that nobody waits long for the driver's lock where
+// thousands of leases have one deadline.
+const maxDue = 512
+
+// Tick does what is due, or a part of it: Next is then in the past.
 func (e *Exec) Tick(now Instant) {
-	for t := e.agenda.pop(now); t != nil; t = e.agenda.pop(now) {
+	for range maxDue {
+		t := e.agenda.pop(now)
+		if t == nil {
+			break
+		}
 		t.Value(now)
 	}
 	e.assign(now)

@@ -182,7 +182,7 @@ func TestNothingAfterDown(t *testing.T) {
 		t.Error("PeerDown came before the frame was handled")
 	}
 	a.mu.Unlock()
-	if _, err := a.meet(Protocol.Max, b.opt.Boot, identity{}, "", "n", "127.0.0.1:1", "", nil,
+	if _, err := a.meet(Protocol.Max, b.opt.Boot, who{}, "", "n", "127.0.0.1:1", "", nil,
 		[]string{"127.0.0.1:1"}, make([]byte, 32), build{}); !errors.Is(err, wire.ErrRefused) {
 		t.Errorf("a new session before the old one is down: %v", err)
 	}

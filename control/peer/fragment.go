@@ -5,6 +5,7 @@ package peer
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -92,4 +93,59 @@ func (j *joiner) add(f *peerv1.ControlFrame) (*peerv1.ControlFrame, error) {
 		return nil, fmt.Errorf("a fragment within fragments: %w", errFragment)
 	}
 	return whole, nil
+}
+
+// completes reports whether nothing of f waits once it is added: it is whole, or makes one whole.
+func (j *joiner) completes(f *peerv1.ControlFrame) bool {
+	body, is := f.Body.(*peerv1.ControlFrame_Fragment)
+	return !is || body.Fragment.GetLast()
+}
+
+// What waits in all sessions together is bounded, too: a member that speaks for many boots could
+// leave in each of them a long frame without its end. A frame for which there is no room is not
+// acknowledged, and comes again. A session in which something has waited for too long meanwhile, and
+// in which no frame was whole, is ended.
+const (
+	maxWaiting = 128 << 20   // bytes: frames that came before earlier ones, and fragments
+	stuckAfter = openTimeout // where there is no room for others
+)
+
+// mayWait reports whether so many bytes more may wait.
+func (m *Mesh) mayWait(n int) bool {
+	if m.waiting.Load()+int64(n) <= m.mostWaiting {
+		return true
+	}
+	if !m.shedding.Swap(true) {
+		m.wg.Go(m.shed) // the caller is one of them, so that Close still waits
+	}
+	return false
+}
+
+// waitsLocked counts bytes that wait, or do so no longer.
+func (s *session) waitsLocked(n int) {
+	if s.waits == 0 && n > 0 {
+		s.stuck = time.Now()
+	}
+	s.waits += n
+	s.m.waiting.Add(int64(n))
+}
+
+// shed ends the session that has been stuck for the longest time, if that is too long.
+func (m *Mesh) shed() {
+	defer m.shedding.Store(false)
+	var worst *session
+	since := time.Now().Add(-m.stuckAfter)
+	m.mu.Lock()
+	for _, s := range m.sessions {
+		s.mu.Lock()
+		if s.waits > 0 && !s.delivering && s.stuck.Before(since) {
+			worst, since = s, s.stuck
+		}
+		s.mu.Unlock()
+	}
+	m.mu.Unlock()
+	if worst != nil {
+		m.end(worst, fmt.Errorf("peer: parts of frames have waited since %s for the others: %w",
+			since.Format(time.TimeOnly), errFragment))
+	}
 }

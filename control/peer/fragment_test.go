@@ -6,9 +6,12 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -155,4 +158,64 @@ func FuzzJoin(f *testing.F) {
 			t.Fatalf("after the pieces: %v, %v, %d bytes", f, err, len(j.b))
 		}
 	})
+}
+
+// Members that leave a long frame without its end in many sessions fill a bound of the whole mesh,
+// and are ended. What others send comes across: short frames at once, long ones after that.
+func TestFragmentsWithoutEnd(t *testing.T) {
+	const most = MaxMessage + MaxMessage/2
+	victim := start(t, slow)
+	victim.mostWaiting, victim.stuckAfter = most, 500*time.Millisecond
+	var mu sync.Mutex
+	var got []*peerv1.ControlFrame
+	victim.on = func(_ transfer.Boot, f *peerv1.ControlFrame) {
+		mu.Lock()
+		defer mu.Unlock()
+		got = append(got, f)
+	}
+	worst := int64(0)
+	watch := func(ok func() bool) func() bool {
+		return func() bool { worst = max(worst, victim.waiting.Load()); return ok() }
+	}
+	for i := range 3 {
+		evil := start(t, nil)
+		join(t, evil, victim)
+		s := evil.session(victim.opt.Boot)
+		s.mu.Lock()
+		for range MaxMessage/pieceBytes - 1 {
+			if err := s.sendLocked(fragment(make([]byte, pieceBytes), false)); err != nil {
+				t.Error(err)
+			}
+		}
+		s.mu.Unlock()
+		if i == 0 {
+			poll(t, "most of one waits", watch(func() bool { return victim.waiting.Load() > MaxMessage/2 }))
+		}
+	}
+	poll(t, "no more may wait", watch(func() bool { return !victim.mayWait(MaxFrame) }))
+	honest := start(t, nil)
+	join(t, honest, victim)
+	long := longGrant(64)
+	for _, f := range []*peerv1.ControlFrame{commit(1), long, commit(2)} {
+		if err := honest.Send(victim.opt.Boot, f); err != nil {
+			t.Fatal(err)
+		}
+	}
+	poll(t, "the honest frames", watch(func() bool { mu.Lock(); defer mu.Unlock(); return len(got) == 3 }))
+	if !proto.Equal(&peerv1.ControlFrame{Body: got[1].Body}, long) {
+		t.Error("the long frame came otherwise")
+	}
+	victim.until("those without an end are down", func() bool { return len(victim.downs) > 0 })
+	if worst > most {
+		t.Errorf("%d bytes waited, at most %d", worst, most)
+	}
+	victim.Mesh.mu.Lock()
+	left := slices.Collect(maps.Values(victim.sessions))
+	victim.Mesh.mu.Unlock()
+	for _, s := range left {
+		victim.end(s, errNoRoom)
+	}
+	if n := victim.waiting.Load(); n != 0 {
+		t.Errorf("%d bytes count as waiting, and there is no session", n)
+	}
 }

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -34,6 +35,7 @@ const (
 // gossip is memberlist with our metadata. A nil gossip is one that is off.
 type gossip struct {
 	list *memberlist.Memberlist
+	gate *admit.Gate // of its streams
 	stop context.CancelFunc
 	wg   sync.WaitGroup
 }
@@ -52,7 +54,7 @@ func (meta) GetBroadcasts(int, int) [][]byte { return nil }
 func (meta) LocalState(bool) []byte          { return nil }
 func (meta) MergeRemoteState([]byte, bool)   {}
 
-func startGossip(opt Options, endpoint string) (*gossip, error) {
+func startGossip(opt Options, endpoint string, members *admit.Members) (*gossip, error) {
 	g := opt.Gossip
 	if g == nil {
 		return nil, nil //nolint:nilnil // a nil gossip is one that is off
@@ -87,16 +89,25 @@ func startGossip(opt Options, endpoint string) (*gossip, error) {
 			return nil, fmt.Errorf("peer: gossip keys: %w", err)
 		}
 	}
-	list, err := memberlist.Create(c)
-	if err != nil {
-		return nil, fmt.Errorf("peer: peer.gossip.listen: %w: name an address of this host%s with a free port, or off", err, ownAddresses())
+	t, err := newGated(c, members)
+	if err == nil {
+		c.Transport = t
+		var list *memberlist.Memberlist
+		if list, err = memberlist.Create(c); err == nil {
+			return newGossip(opt, list, t.gate), nil
+		}
+		_ = t.Shutdown()
 	}
+	return nil, fmt.Errorf("peer: peer.gossip.listen: %w: name an address of this host%s with a free port, or off", err, ownAddresses())
+}
+
+func newGossip(opt Options, list *memberlist.Memberlist, gate *admit.Gate) *gossip {
 	ctx, stop := context.WithCancel(context.Background())
-	out := &gossip{list: list, stop: stop}
-	if len(g.Join) > 0 {
-		out.wg.Go(func() { joinAll(ctx, g.Join, out.ask, opt.Log) })
+	out := &gossip{list: list, gate: gate, stop: stop}
+	if join := opt.Gossip.Join; len(join) > 0 {
+		out.wg.Go(func() { joinAll(ctx, join, out.ask, opt.Log) })
 	}
-	return out, nil
+	return out
 }
 
 func splitAddr(s string) (string, int, error) {

@@ -14,6 +14,7 @@ import (
 const (
 	meetAtOnce = 64               // meetings under way
 	meetAgain  = 10 * time.Second // after one that failed
+	meetLater  = 5 * time.Minute  // after one for which the other end had no place
 	meetMost   = MaxPeers * 3 / 4 // sessions up to which members are met: the other places are for peers that requests name
 	idleForget = 30 * time.Second // without a lane, a lease, or a frame to deliver
 )
@@ -46,7 +47,7 @@ func (m *Mesh) meetMembers(now time.Time) {
 		s.mu.Unlock()
 	}
 	for boot, at := range m.missed {
-		if !there[boot] || now.Sub(at) >= meetAgain {
+		if !there[boot] || !now.Before(at) {
 			delete(m.missed, boot)
 		}
 	}
@@ -69,7 +70,7 @@ func (m *Mesh) meetMembers(now time.Time) {
 }
 
 func (m *Mesh) meetMember(x Member) {
-	s, err := m.hello(m.ctx, x.Endpoint)
+	s, err := m.hello(m.ctx, x.Endpoint, true)
 	if err == nil && s != nil {
 		s.mu.Lock()
 		s.dialled, s.member = true, true
@@ -83,7 +84,10 @@ func (m *Mesh) meetMember(x Member) {
 	defer m.mu.Unlock()
 	delete(m.meeting, x.Boot)
 	// Another boot at the address, as after a restart, is no meeting either, and gossip lists the old one for a while.
-	if err != nil || s == nil || s.boot != x.Boot {
-		m.missed[x.Boot] = time.Now()
+	switch {
+	case errors.Is(err, ErrAcquainted):
+		m.missed[x.Boot] = time.Now().Add(meetLater)
+	case err != nil || s == nil || s.boot != x.Boot:
+		m.missed[x.Boot] = time.Now().Add(meetAgain)
 	}
 }

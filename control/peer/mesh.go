@@ -13,8 +13,10 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -40,8 +42,17 @@ type Mesh struct {
 	calls  *callListener
 	gossip *gossip
 
-	gate    *admit.Gate // accepted connections that have proved nothing yet
-	refused admit.Log   // of what strangers can cause at will
+	gate    *admit.Gate    // accepted connections that have proved nothing yet
+	members *admit.Members // addresses of members, for all gates
+	refused admit.Log      // of what strangers can cause at will
+	// Has a place for each stranger that may compute at once. The handshakes of all that a gate holds
+	// would take every processor for longer than a member may wait.
+	turns chan struct{}
+
+	waiting     atomic.Int64 // bytes of frames that wait for others, of all sessions
+	mostWaiting int64
+	stuckAfter  time.Duration
+	shedding    atomic.Bool // shed runs
 
 	mu         sync.Mutex // protects all below
 	started    bool
@@ -53,7 +64,7 @@ type Mesh struct {
 	connecting map[string]bool             // true: asked for again meanwhile
 	conns      map[net.Conn]bool           // accepted, until closed
 	meeting    map[transfer.Boot]bool      // members that are being met
-	missed     map[transfer.Boot]time.Time // members that were not met, and when
+	missed     map[transfer.Boot]time.Time // members that were not met, and when they may be again
 	gone       map[transfer.Boot]bool
 	// addresses of sidecars whose release was refused; the log has each once
 	olderSaid map[string]bool
@@ -91,7 +102,9 @@ func New(opt Options) (*Mesh, error) {
 	m := &Mesh{opt: opt, log: opt.Log, pings: opt.Pings.withDefaults(), sessions: map[transfer.Boot]*session{}, connecting: map[string]bool{},
 		conns: map[net.Conn]bool{}, meeting: map[transfer.Boot]bool{}, missed: map[transfer.Boot]time.Time{}, gone: map[transfer.Boot]bool{},
 		olderSaid: map[string]bool{},
-		gate:      admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource})}
+		members:   admit.NewMembers(), mostWaiting: maxWaiting, stuckAfter: stuckAfter}
+	m.turns = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)/turnsPart))
+	m.gate = admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource}, m.members)
 	m.refused.Logger = opt.Log
 	if _, err := rand.Read(m.secret[:]); err != nil {
 		return nil, fmt.Errorf("peer: secret: %w", err)
@@ -174,7 +187,7 @@ func (m *Mesh) Start(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	if m.gossip, err = startGossip(m.opt, m.endpoint); err != nil {
+	if m.gossip, err = startGossip(m.opt, m.endpoint, m.members); err != nil {
 		m.shutLocked()
 		return err
 	}

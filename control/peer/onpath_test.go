@@ -3,10 +3,14 @@
 package peer
 
 import (
+	"bufio"
+	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"io"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -17,8 +21,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// onPath is whoever carries the bytes of connections, and may change those that go to the listener.
-func onPath(t *testing.T, to string, change func(b []byte) []byte) string {
+// onPath is whoever carries the bytes of connections, and may change the TLS records that go to the
+// listener. nil ends the connection.
+func onPath(t *testing.T, to string, change func(record []byte) []byte) string {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -41,13 +46,21 @@ func onPath(t *testing.T, to string, change func(b []byte) []byte) string {
 			all.Go(func() { <-done; _, _ = c.Close(), up.Close() })
 			all.Go(func() {
 				defer func() { _ = up.Close() }()
-				b := make([]byte, 64<<10)
+				in := bufio.NewReader(c)
 				for {
-					n, err := c.Read(b)
-					if err != nil {
+					rec := make([]byte, 5) // type, version, length: RFC 8446, 5.1
+					if _, err := io.ReadFull(in, rec); err != nil {
 						return
 					}
-					if _, err := up.Write(change(b[:n])); err != nil {
+					rec = append(rec, make([]byte, binary.BigEndian.Uint16(rec[3:]))...)
+					if _, err := io.ReadFull(in, rec[5:]); err != nil {
+						return
+					}
+					out := change(rec)
+					if out == nil {
+						return
+					}
+					if _, err := up.Write(out); err != nil {
 						return
 					}
 				}
@@ -57,68 +70,101 @@ func onPath(t *testing.T, to string, change func(b []byte) []byte) string {
 	return ln.Addr().String()
 }
 
-// Whoever is on the path of a control lane and changes, repeats, leaves out or cuts what it carries ends the lane. No frame is handled that was
-// not sent, none twice and none out of order.
+// Whoever is on the path of a control lane and changes, repeats, leaves out or cuts one record of it
+// ends the lane, because the receiver refuses what comes then. No frame is handled that was not sent,
+// none twice and none out of order.
 func TestControlLaneOnPath(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
 		t.Fatal(err)
 	}
-	var last []byte
-	attacks := map[string]func(b []byte) []byte{
-		"a flipped bit": func(b []byte) []byte { b[len(b)/2] ^= 1; return b },
-		"a replayed record": func(b []byte) []byte {
-			if last == nil {
-				last = append([]byte(nil), b...)
-				return b
-			}
-			return last
-		},
-		"a record left out": func(b []byte) []byte { return nil },
-		"a cut record":      func(b []byte) []byte { return b[:len(b)-1] },
-	}
-	for name, attack := range attacks {
+	// What becomes of the second record, and how the receiver's lane ends. Nobody touches the others.
+	for name, x := range map[string]struct {
+		attack func(rec []byte) []byte
+		ends   string
+	}{
+		"untouched":         {func(rec []byte) []byte { return rec }, ""},
+		"a flipped bit":     {func(rec []byte) []byte { rec[len(rec)/2] ^= 1; return rec }, "bad record MAC"},
+		"a replayed record": {func(rec []byte) []byte { return append(bytes.Clone(rec), rec...) }, "bad record MAC"},
+		"a record left out": {func([]byte) []byte { return []byte{} }, "bad record MAC"},
+		"a cut record":      {func(rec []byte) []byte { return rec[:len(rec)-1] }, "bad record MAC"},
+		"a cut lane":        {func([]byte) []byte { return nil }, "EOF"},
+	} {
 		t.Run(name, func(t *testing.T) {
 			sec := secured(t, c)
-			a, b := start(t, sec), start(t, sec)
+			quiet := func(o *Options) { sec(o); slow(o) } // no ping ends a lane
+			a, b := start(t, quiet), start(t, quiet)
 			join(t, a, b)
 			s := a.session(b.opt.Boot)
 			var on atomic.Bool
-			at := onPath(t, b.Endpoint(), func(b []byte) []byte {
-				if on.Load() {
-					return attack(b)
+			var n atomic.Int32
+			at := onPath(t, b.Endpoint(), func(rec []byte) []byte {
+				if on.Load() && n.Add(1) == 2 {
+					return x.attack(rec)
 				}
-				return b
+				return rec
 			})
 			if err := a.dialLane(t.Context(), s, target{at, 0}); err != nil {
 				t.Fatal(err)
 			}
 			s.mu.Lock()
-			tapped := s.lanes[len(s.lanes)-1]
+			tapped, first := s.lanes[len(s.lanes)-1], s.lanes[0].conn.LocalAddr().String()
+			s.mu.Unlock()
+			far := b.session(a.opt.Boot)
+			var theirs *lane // the other end of the one that is tapped
+			poll(t, "both lanes at the other end", func() bool {
+				far.mu.Lock()
+				defer far.mu.Unlock()
+				for _, l := range far.lanes {
+					if l.conn.RemoteAddr().String() != first {
+						theirs = l
+					}
+				}
+				return theirs != nil
+			})
+			s.mu.Lock()
 			for _, l := range s.lanes[:len(s.lanes)-1] {
 				l.fail(errLinkDown)
 			}
 			s.mu.Unlock()
-			last = nil
+			poll(t, "the tapped lane is the only one", func() bool {
+				s.mu.Lock()
+				defer s.mu.Unlock()
+				return len(s.lanes) == 1
+			})
 			on.Store(true)
 			for i := range uint64(20) {
 				if err := a.Send(b.opt.Boot, await(i+1)); err != nil {
 					t.Fatal(err)
 				}
 			}
-			b.inOrder(a.opt.Boot, 20) // by another lane
+			b.inOrder(a.opt.Boot, 20) // of those attacked by another lane
 			b.mu.Lock()
 			if n := len(b.got[a.opt.Boot]); n != 20 {
 				t.Errorf("%d frames were handled, 20 were sent", n)
 			}
 			b.mu.Unlock()
-			poll(t, "the lane under attack ends", func() bool {
-				tapped.mu.Lock()
-				defer tapped.mu.Unlock()
-				return tapped.dead
+			if x.ends == "" {
+				if dead := theirs.ended(); dead != nil {
+					t.Errorf("a lane that nobody touched ended: %v", dead)
+				}
+				return
+			}
+			poll(t, "the lane under attack ends at both ends", func() bool {
+				return theirs.ended() != nil && tapped.ended() != nil
 			})
+			if err := theirs.ended(); !strings.Contains(err.Error(), x.ends) {
+				t.Errorf("the receiver's lane ended with %v, want %q", err, x.ends)
+			}
 		})
 	}
+}
+
+// ended is why a lane has ended; nil: it lives.
+func (l *lane) ended() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.err
 }
 
 // A lane without TLS is refused where there are credentials, with a word that says what to do; so is one whose TLS session shows another

@@ -11,6 +11,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"time"
 
@@ -33,8 +34,6 @@ var laneOverTLS = wire.Versions{Min: wire.V(2, 0), Max: wire.V(2, 0)}
 
 // laneMagic begins every control lane, and no HTTP/2 preface or TLS record.
 var laneMagic = []byte("HLLO")
-
-const tlsHandshake = 0x16 // the type of the first TLS record
 
 var errFirstBytes = errors.New("peer: the first bytes are of no protocol served here")
 
@@ -97,6 +96,10 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 		return false, err
 	}
 	creds := m.opt.Credentials
+	if creds != nil && !v.Known() {
+		first.turns, first.visit = m.turns, v
+		defer first.rest()
+	}
 	switch {
 	case bytes.Equal(first.head, laneMagic) && creds == nil:
 		return false, m.proveLane(first, c, nil, v)
@@ -104,14 +107,19 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 		_, err := wire.Accept(first, wire.AcceptParams{Purpose: wire.PurposeControl, Versions: laneOverTLS})
 		return false, fmt.Errorf("peer: a control lane without TLS, of a release before it was needed: upgrade it: %w", err)
 	case creds != nil:
-		if first.head[0] == tlsHandshake {
-			v.Spoke()
-		} // else what TLS answers tells the caller that a key is missing
 		conf := creds.Server()
 		conf.SessionTicketsDisabled = true // each opening proves itself
 		if conf.NextProtos = []string{laneProtocol}; calls {
 			conf.NextProtos = append(conf.NextProtos, callProtocol)
 		}
+		conf.GetConfigForClient = func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+			offers := func(proto string) bool { return slices.Contains(hello.SupportedProtos, proto) }
+			if slices.ContainsFunc(conf.NextProtos, offers) {
+				v.Spoke()
+			}
+			return nil, nil //nolint:nilnil // conf stays in use
+		}
+		// To a caller without TLS its answer tells that a key is missing.
 		tc := tls.Server(first, conf)
 		if err := tc.HandshakeContext(m.ctx); err != nil {
 			return false, fmt.Errorf("peer: open: %w", err)
@@ -122,6 +130,7 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 		if !calls || !v.Proved() {
 			return false, net.ErrClosed
 		}
+		first.free()
 		return m.give(tc, c), nil
 	case calls:
 		// Without credentials every process of this host is a member. To one that speaks TLS gRPC says what it is.
@@ -162,6 +171,9 @@ func (m *Mesh) proveLane(rw io.ReadWriter, c net.Conn, over *overTLS, v *admit.V
 	}
 	if !v.Proved() {
 		return net.ErrClosed
+	}
+	if over != nil {
+		over.under.free()
 	}
 	if err = c.SetDeadline(time.Time{}); err != nil {
 		return fmt.Errorf("peer: control lane: %w", err)
@@ -238,6 +250,44 @@ type replayConn struct {
 	head []byte
 	at   int
 	lane *lane // set before the lane is used
+
+	// Of a stranger: it computes only while it has one of turns. See Mesh.turns.
+	turns chan struct{}
+	visit *admit.Visit
+	since time.Time // it has a turn; zero: it has none
+}
+
+// turnPause bounds for how long nobody has a turn that was given back.
+const turnPause = 10 * time.Millisecond
+
+// rest gives the turn back. Nobody gets it for as long as it was used: strangers together take half of
+// the processors that turns stand for.
+func (c *replayConn) rest() {
+	if !c.since.IsZero() {
+		turns := c.turns
+		time.AfterFunc(min(time.Since(c.since), turnPause), func() { <-turns })
+		c.since = time.Time{}
+	}
+}
+
+// free ends the taking of turns.
+func (c *replayConn) free() {
+	c.rest()
+	c.turns = nil
+}
+
+// read waits for bytes without a turn, and then for a turn.
+func (c *replayConn) read(b []byte) (int, error) {
+	if c.turns == nil {
+		return c.Conn.Read(b) //nolint:wrapcheck // a connection's own errors
+	}
+	c.rest()
+	n, err := c.Conn.Read(b)
+	c.turns <- struct{}{}
+	if c.since = time.Now(); err == nil && !c.visit.In() {
+		err = net.ErrClosed // it was closed for another one while it waited
+	}
+	return n, err //nolint:wrapcheck // as above
 }
 
 func (c *replayConn) Write(b []byte) (int, error) {
@@ -265,7 +315,7 @@ func (c *replayConn) Read(b []byte) (int, error) {
 		c.at += n
 		return n, nil
 	}
-	return c.Conn.Read(b) //nolint:wrapcheck // a connection's own errors
+	return c.read(b)
 }
 
 // callConn is a connection of gRPC's.

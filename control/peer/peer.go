@@ -47,11 +47,13 @@ const (
 	maxHeldBytes    = 2 * maxUnackedBytes
 	maxLanes        = 2 * MaxAddrs // both ends may dial
 	maxConnects     = 128          // connects under way
-	maxOpening      = 256          // accepted connections that have proved nothing yet
-	maxSource       = 128          // of these, from one address
+	maxOpening      = 1024         // accepted connections that have proved nothing yet
+	maxSource       = 512          // of these, from one source
+	turnsPart       = 4            // this part of the processors, one at least, is for strangers' handshakes
 	maxConns        = 16 << 10     // accepted connections of all kinds
-	maxOwned        = MaxPeers / 2 // sessions of one certificate
-	maxUnproved     = MaxPeers / 8 // of these, without a lane ever
+	maxOwned        = MaxPeers / 8 // sessions of one certificate from one address
+	maxOwnedNet     = MaxPeers / 2 // the same from one IPv6 /64
+	unprovedPart    = 2            // and this part of either without a lane ever
 	maxStreams      = 64           // concurrent calls on one gRPC connection
 	maxGone         = 4096         // superseded boots that are remembered
 
@@ -76,6 +78,9 @@ var (
 	ErrQueueFull = errors.New("the peer does not acknowledge; too many frames wait")
 	ErrTooBig    = errors.New("frame too big")
 	ErrUnsafe    = errors.New("address off loopback without cluster key or certificates")
+	ErrOther     = errors.New("no sidecar is there")
+	// ErrAcquainted is wrapped where a peer that no request needs finds no place.
+	ErrAcquainted = errors.New("as many peers are met as may be without a request")
 )
 
 // Peer is another process as the handshake authenticated it.

@@ -59,7 +59,7 @@ func (m *Mesh) Connect(endpoint string) {
 
 // connect says hello, opens lanes, and gives the one answer to a Connect.
 func (m *Mesh) connect(endpoint string) {
-	s, err := m.hello(m.ctx, endpoint)
+	s, err := m.hello(m.ctx, endpoint, false)
 	if err == nil && s == nil { // ourselves
 		m.connected(endpoint)
 		key, _ := m.PeerKey(m.opt.Boot)
@@ -229,6 +229,14 @@ func (m *Mesh) dialFrom(ctx context.Context, local net.IP, addr string) (net.Con
 	return usertimeout.Dialer(m.pings.HostSilence).DialContext(ctx, "tcp", addr) //nolint:wrapcheck // the caller says what it was for
 }
 
+// needed reports whether the session has anything to do.
+func (m *Mesh) needed(s *session) bool {
+	s.mu.Lock()
+	waits := len(s.unacked) > 0
+	s.mu.Unlock()
+	return waits || m.opt.Handler.Busy(s.boot)
+}
+
 // redial opens lanes again, with growing pauses, until it works or the session is over.
 func (m *Mesh) redial(s *session) {
 	defer func() {
@@ -249,8 +257,12 @@ func (m *Mesh) redial(s *session) {
 		// The same process may answer at its other addresses: the way to its endpoint may be what was lost.
 		var others sync.WaitGroup
 		others.Go(func() { _ = m.dialLanes(m.ctx, s) }) // what failed was logged
-		got, err := m.hello(m.ctx, endpoint)
+		got, err := m.hello(m.ctx, endpoint, !m.needed(s))
 		others.Wait()
+		if errors.Is(err, ErrAcquainted) && !m.needed(s) {
+			m.endIdle(s, fmt.Errorf("peer: no request needs it: %w", err))
+			return
+		}
 		if err == nil && got != nil {
 			err = m.dialLanes(m.ctx, got)
 			if err == nil && got != s {

@@ -3,11 +3,14 @@
 package peer
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
 	"github.com/kvspray/kvspray/internal/wire"
@@ -81,7 +84,8 @@ func orUnknown(release string) string {
 
 // called judges the versions of a caller. What it says of itself is foreign, and people read the
 // error.
-func (m *Mesh) called(theirs wire.Versions, endpoint, release string) (wire.Version, error) {
+func (m *Mesh) called(ctx context.Context, theirs wire.Versions, endpoint,
+	release string) (wire.Version, error) {
 	if checkAddress(endpoint) != nil {
 		endpoint = "the caller's address"
 	}
@@ -99,6 +103,8 @@ func (m *Mesh) called(theirs wire.Versions, endpoint, release string) (wire.Vers
 	if first {
 		m.log.Warn("hello refused; said once of an address", "err", err)
 	}
+	// Tests call without a server, and an answer without the mark is only less clear.
+	_ = grpc.SetTrailer(ctx, metadata.Pairs(refuses, refusesRelease))
 	return 0, status.Error(codes.Unimplemented, err.Error())
 }
 
@@ -115,10 +121,26 @@ func checkedRelease(s string) string {
 	return s
 }
 
-// refusedUs is the error of a Hello that the sidecar there has refused for our release.
-func refusedUs(err error) error {
-	if s, ok := status.FromError(err); ok && s.Code() == codes.Unimplemented {
+// The trailer of a Hello that a sidecar has refused names what it does not accept. The status alone
+// does not: every gRPC server answers with Unimplemented to calls that it does not serve.
+const (
+	refuses         = "kvspray-refuses"
+	refusesRelease  = "release"
+	refusesAcquaint = "acquaint"
+)
+
+// refusedUs is the error of a Hello that was refused.
+func refusedUs(err error, trailer metadata.MD) error {
+	s, ok := status.FromError(err)
+	what := trailer.Get(refuses)
+	switch {
+	case !ok:
+	case slices.Contains(what, refusesRelease):
 		return fmt.Errorf("%s: %w", s.Message(), ErrRelease)
+	case slices.Contains(what, refusesAcquaint):
+		return fmt.Errorf("%s: %w", s.Message(), ErrAcquainted)
+	case s.Code() == codes.Unimplemented:
+		return fmt.Errorf("%w: a gRPC server of another kind answers: %w", ErrOther, err)
 	}
 	return err
 }

@@ -6,10 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
+
+	"google.golang.org/grpc"
 
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
@@ -101,5 +104,24 @@ func TestReleaseIsTold(t *testing.T) {
 			p.has("from-the-future") != x.future {
 			t.Errorf("release %q with %q, want %q", p.Release, p.Features, x.release)
 		}
+	}
+}
+
+// A gRPC server that serves something else is no sidecar of another release: it may be another
+// program's turn at the address, and a sidecar may be there next.
+func TestAnotherGRPCServer(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	srv := grpc.NewServer()
+	done := make(chan struct{})
+	go func() { defer close(done); _ = srv.Serve(ln) }()
+	defer func() { srv.Stop(); <-done }()
+	a := start(t, nil)
+	a.Connect(ln.Addr().String())
+	a.until("an answer", func() bool { return len(a.failed) > 0 })
+	if err := a.failed[0]; errors.Is(err, ErrRelease) || !errors.Is(err, ErrOther) {
+		t.Errorf("another gRPC server: %v", err)
 	}
 }

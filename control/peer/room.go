@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -14,10 +15,18 @@ import (
 )
 
 // The table of sessions is bounded, and whoever has a key can fill it: by mistake, as a fleet that
-// restarts under new addresses does, or on purpose with boots that are invented. So a newcomer takes the
-// place of a session without lanes and leases, and no certificate may have more than its share.
+// restarts under new addresses does, or on purpose with boots that are invented. So a newcomer takes
+// the place of a session without lanes and leases. Where there is none and a request needs the
+// newcomer, it takes the place of one that has lanes and has done nothing for a while: in a cluster
+// of more than MaxPeers those that work together change.
+//
+// No certificate may have more than its share, from one address. Several nodes may show the same
+// one, as the pods of one deployment do, and each of them has an address of its own.
 
-var errNoRoom = errors.New("peer: another peer needed the place of this session, which had no lane and no lease")
+var (
+	errNoRoom = errors.New("peer: another peer needed the place of this session, which had no lane and no lease")
+	errQuiet  = errors.New("peer: another peer needed the place of this session, which had no lease and nothing to do")
+)
 
 // tenant is what counts when a place is needed.
 type tenant struct {
@@ -27,14 +36,14 @@ type tenant struct {
 }
 
 // makeRoom gives up sessions until a new one with boot fits.
-func (m *Mesh) makeRoom(boot transfer.Boot, id identity) error {
+func (m *Mesh) makeRoom(boot transfer.Boot, w who) error {
 	for range MaxPeers {
-		free, over, own, err := m.tenants(boot, id)
+		t, over, err := m.tenants(boot, w)
 		if err != nil || !over {
 			return err
 		}
 		// Those that never proved themselves go first, and of each kind the oldest.
-		slices.SortFunc(free, func(a, b tenant) int {
+		order := func(a, b tenant) int {
 			if a.met != b.met {
 				if a.met {
 					return 1
@@ -42,28 +51,40 @@ func (m *Mesh) makeRoom(boot transfer.Boot, id identity) error {
 				return -1
 			}
 			return cmp.Or(a.since.Compare(b.since), slices.Compare(a.s.boot[:], b.s.boot[:]))
-		})
-		i := slices.IndexFunc(free, func(t tenant) bool { return !m.opt.Handler.Busy(t.s.boot) })
-		switch {
-		case i >= 0:
-			m.endIdle(free[i].s, errNoRoom)
-		case own:
-			return fmt.Errorf("peer: one certificate has %d sessions, at most that many: give each node a certificate of its own: %w", maxOwned, wire.ErrRefused)
-		default:
-			return m.fullError()
 		}
+		slices.SortFunc(t.free, order)
+		slices.SortFunc(t.quiet, order)
+		idle := func(t tenant) bool { return !m.opt.Handler.Busy(t.s.boot) }
+		if i := slices.IndexFunc(t.free, idle); i >= 0 {
+			m.endIdle(t.free[i].s, errNoRoom)
+			continue
+		}
+		if i := slices.IndexFunc(t.quiet, idle); i >= 0 {
+			m.endQuiet(t.quiet[i].s, errQuiet)
+			continue
+		}
+		if t.own > 0 {
+			return fmt.Errorf("peer: %d sessions of one certificate come from %s, at most that many: "+
+				"give each node a certificate of its own: %w", t.own, w.from, wire.ErrRefused)
+		}
+		return m.fullError()
 	}
 	return m.fullError()
 }
 
 // endIdle ends a session, unless a lane has come up meanwhile, or a frame waits to be delivered.
-func (m *Mesh) endIdle(s *session, err error) {
+func (m *Mesh) endIdle(s *session, err error) { m.endIf(s, (*session).idleLocked, err) }
+
+// endQuiet ends a session with its lanes, unless something has moved on them meanwhile.
+func (m *Mesh) endQuiet(s *session, err error) { m.endIf(s, (*session).quietLocked, err) }
+
+func (m *Mesh) endIf(s *session, cond func(*session) bool, err error) {
 	s.life.Lock() // no lane comes up
 	defer s.life.Unlock()
 	s.mu.Lock()
-	idle := s.idleLocked()
+	still := cond(s)
 	s.mu.Unlock()
-	if idle {
+	if still {
 		m.endLocked(s, false, err)
 	}
 }
@@ -72,45 +93,75 @@ func (m *Mesh) endIdle(s *session, err error) {
 // acknowledged: a Commit among them would be lost, and the source's blocks kept until a deadline.
 func (s *session) idleLocked() bool { return len(s.lanes) == 0 && (!s.met || len(s.unacked) == 0) }
 
+// quietLocked reports whether no frame has gone to the peer, or come from it, for a while.
+func (s *session) quietLocked() bool {
+	return !s.closed && len(s.unacked)+len(s.held) == 0 && time.Since(s.business) > idleForget
+}
+
 func (m *Mesh) fullError() error {
 	return fmt.Errorf("peer: %d peers have lanes or leases here, at most that many: %w", MaxPeers, wire.ErrRefused)
 }
 
+// owned is how many sessions of one certificate may come from a source.
+func owned(from netip.Prefix) int {
+	if from.IsSingleIP() {
+		return maxOwned
+	}
+	return maxOwnedNet
+}
+
+// candidates are the sessions of which one must be given up before another fits.
+type candidates struct {
+	free  []tenant // without lanes
+	quiet []tenant // with lanes on which nothing moves; only for a peer that is needed
+	own   int      // > 0: the newcomer's certificate has its share, of so many, and these are its own
+}
+
 // tenants lists the sessions of which one must be given up before boot fits: of the same certificate
-// where that has its share already (own), else of all. over is false where boot fits.
-func (m *Mesh) tenants(boot transfer.Boot, id identity) (free []tenant, over, own bool, err error) {
+// and source where these have their share, else of all. over is false where boot fits.
+func (m *Mesh) tenants(boot transfer.Boot, w who) (c candidates, over bool, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.sessions[boot] != nil || m.gone[boot] || m.closed {
-		return nil, false, false, nil // meet has the answer
+		return c, false, nil // meet has the answer
 	}
-	sessions, unproved := 0, 0
+	if w.acquaint && len(m.sessions) >= meetMost {
+		return c, false, fmt.Errorf("peer: %d sessions, of which a request needs the next: %w", len(m.sessions), ErrAcquainted)
+	}
+	sessions := 0
 	var mine, fresh []tenant // of the certificate: those without lanes, and of these those that never had one
 	for _, s := range m.sessions {
 		s.mu.Lock()
-		t, idle, same := tenant{s, s.met, s.since}, s.idleLocked() && !s.closed, s.id == id
+		t, idle, quiet := tenant{s, s.met, s.since}, s.idleLocked() && !s.closed, s.quietLocked()
+		same := s.id == w.id && s.from == w.from
+		if !idle && quiet {
+			t.since = s.business
+		}
 		s.mu.Unlock()
-		if idle {
-			free = append(free, t)
-		}
-		if same {
-			sessions++
-			if idle {
-				mine = append(mine, t)
-			}
-			if idle && !t.met {
-				unproved++
-				fresh = append(fresh, t)
-			}
-		}
-	}
-	if id != (identity{}) { // without certificates nobody can tell members apart
 		switch {
-		case unproved >= maxUnproved:
-			return fresh, true, true, nil
-		case sessions >= maxOwned:
-			return mine, true, true, nil
+		case idle:
+			c.free = append(c.free, t)
+		case quiet:
+			c.quiet = append(c.quiet, t)
+		}
+		if !same {
+			continue
+		}
+		sessions++
+		if idle {
+			mine = append(mine, t)
+		}
+		if idle && !t.met {
+			fresh = append(fresh, t)
 		}
 	}
-	return free, len(m.sessions) >= MaxPeers, false, nil
+	if w.id != (identity{}) { // without certificates nobody can tell members apart
+		switch limit := owned(w.from); {
+		case len(fresh) >= limit/unprovedPart:
+			return candidates{free: fresh, own: limit}, true, nil
+		case sessions >= limit:
+			return candidates{free: mine, own: limit}, true, nil
+		}
+	}
+	return c, len(m.sessions) >= MaxPeers, nil
 }

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -21,11 +22,13 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/metadata"
 	grpcpeer "google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/admit"
 	"github.com/kvspray/kvspray/internal/usertimeout"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
@@ -59,9 +62,20 @@ func (m *Mesh) identify(p *grpcpeer.Peer) (id identity, err error) {
 	return keys.Identity(info.State.PeerCertificates[0]), nil
 }
 
+// who is the other end of a Hello, as far as it is known.
+type who struct {
+	id       identity
+	from     netip.Prefix // its source, for bounds
+	acquaint bool         // it is met because gossip names it, and no request does
+}
+
+func sourceOf(p *grpcpeer.Peer) netip.Prefix {
+	return admit.SourceOf(admit.Address(p.Addr))
+}
+
 func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.HelloReply, error) {
 	m := v.m
-	ver, err := m.called(wire.Versions{Min: wire.Version(q.GetVersions().GetMin()),
+	ver, err := m.called(ctx, wire.Versions{Min: wire.Version(q.GetVersions().GetMin()),
 		Max: wire.Version(q.GetVersions().GetMax())}, q.Endpoint, q.Release)
 	if err != nil {
 		return nil, err
@@ -90,8 +104,14 @@ func (v *service) Hello(ctx context.Context, q *peerv1.HelloRequest) (*peerv1.He
 	if boot == m.opt.Boot || len(q.KeyShare) == 0 {
 		return reply, nil // ourselves, or a caller that does not know our boot yet
 	}
-	if _, err = m.meet(ver, boot, id, "", q.Node, q.Endpoint, q.HostBoot, q.Rails,
-		q.ControlAddresses, q.KeyShare, build{q.Release, q.Features}); err != nil {
+	w := who{id: id, from: sourceOf(from), acquaint: q.Acquaint}
+	_, err = m.meet(ver, boot, w, "", q.Node, q.Endpoint, q.HostBoot, q.Rails,
+		q.ControlAddresses, q.KeyShare, build{q.Release, q.Features})
+	switch {
+	case errors.Is(err, ErrAcquainted): // as it has to be in a large cluster
+		_ = grpc.SetTrailer(ctx, metadata.Pairs(refuses, refusesAcquaint))
+		return nil, status.Error(codes.ResourceExhausted, err.Error())
+	case err != nil:
 		m.refused.Note(slog.LevelWarn, "hello refused", "peer", boot.String(), "err", err)
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
@@ -123,8 +143,9 @@ func (v *service) Probe(context.Context, *peerv1.ProbeRequest) (*peerv1.ProbeRep
 
 // meet makes or renews the session with a boot. dialled is where we reached it, empty where it came to us: then endpoint is only
 // what it claims, good for dialling back and for nothing else.
-func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, node, endpoint, host string, rails []*peerv1.Rail, addrs []string, share []byte,
-	says build) (*session, error) {
+func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, w who, dialled, node, endpoint,
+	host string, rails []*peerv1.Rail, addrs []string, share []byte, says build) (*session, error) {
+	id := w.id
 	if len(share) != 32 || len(says.features) > MaxFeatures {
 		return nil, fmt.Errorf("peer: hello of %s: key share of %d bytes (32), %d features (at most %d): %w",
 			boot, len(share), len(says.features), MaxFeatures, wire.ErrMalformed)
@@ -141,7 +162,7 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, 
 	info := Peer{Boot: boot, Node: node, Endpoint: dialled, Claimed: endpoint, HostBoot: host, SameHost: host != "" && host == m.opt.HostBoot, Rails: rails, Version: ver,
 		Features: says.features, Release: checkedRelease(says.release), Key: m.pairKey(boot,
 			m.share(boot, id), [32]byte(share))}
-	if err := m.makeRoom(boot, id); err != nil {
+	if err := m.makeRoom(boot, w); err != nil {
 		return nil, err
 	}
 	m.mu.Lock()
@@ -155,7 +176,9 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, id identity, dialled, 
 	case s == nil && len(m.sessions) >= MaxPeers: // others came between
 		return nil, m.fullError()
 	case s == nil:
-		s = &session{m: m, boot: boot, id: id, held: map[uint64]*peerv1.ControlFrame{}, since: time.Now()}
+		now := time.Now()
+		s = &session{m: m, boot: boot, id: id, from: w.from, held: map[uint64]*peerv1.ControlFrame{},
+			since: now, business: now}
 		s.quiet.L = &s.mu
 		if _, err := rand.Read(s.mine[:]); err != nil {
 			return nil, fmt.Errorf("peer: session: %w", err)
@@ -249,18 +272,21 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	return fmt.Errorf("peer: call %s: %w", endpoint, err)
 }
 
-// hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key with it. A nil session: ourselves.
-func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err error) {
+// hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key with
+// it. acquaint: no request needs it. A nil session: ourselves.
+func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *session, err error) {
 	ours := m.opt.Versions
 	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(oldest),
 		Max: uint32(ours.Max)}, Boot: m.opt.Boot[:], Node: m.opt.Node,
 		Endpoint: m.Endpoint(), HostBoot: m.opt.HostBoot, Rails: m.opt.Rails(),
-		ControlAddresses: m.Addresses(), Features: m.opt.Features, Release: m.opt.Version}
+		ControlAddresses: m.Addresses(), Features: m.opt.Features, Release: m.opt.Version,
+		Acquaint: acquaint}
 	err = m.call(ctx, endpoint, func(ctx context.Context, c peerv1.PeerClient) error {
 		var from grpcpeer.Peer
-		r, err := c.Hello(ctx, q, grpc.Peer(&from))
+		var trailer metadata.MD
+		r, err := c.Hello(ctx, q, grpc.Peer(&from), grpc.Trailer(&trailer))
 		if err != nil {
-			return refusedUs(err)
+			return refusedUs(err, trailer)
 		}
 		if _, err = m.choose(wire.Versions{Min: wire.Version(r.Version),
 			Max: wire.Version(r.Version)}, endpoint, checkedRelease(r.Release)); err != nil {
@@ -280,8 +306,8 @@ func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err erro
 		m.supersede(endpoint, boot)
 		share := m.share(boot, id)
 		q.KeyShare, q.Versions.Min = share[:], uint32(ours.Min)
-		if r, err = c.Hello(ctx, q, grpc.Peer(&from)); err != nil {
-			return err //nolint:wrapcheck // as above
+		if r, err = c.Hello(ctx, q, grpc.Peer(&from), grpc.Trailer(&trailer)); err != nil {
+			return refusedUs(err, trailer)
 		}
 		if again, ierr := m.identify(&from); ierr != nil || again != id {
 			return fmt.Errorf("hello: two certificates in one conversation: several processes answer there: %w", wire.ErrRefused)
@@ -294,7 +320,8 @@ func (m *Mesh) hello(ctx context.Context, endpoint string) (s *session, err erro
 			return fmt.Errorf("hello: boot %s, then %x: several processes answer there: %w", boot, r.Boot, wire.ErrRefused)
 		}
 		// What we dialled is what reaches it from here, and what requests name.
-		s, err = m.meet(ver, boot, id, endpoint, r.Node, endpoint, r.HostBoot, r.Rails,
+		w := who{id: id, from: sourceOf(&from), acquaint: acquaint}
+		s, err = m.meet(ver, boot, w, endpoint, r.Node, endpoint, r.HostBoot, r.Rails,
 			r.ControlAddresses, r.KeyShare, build{r.Release, r.Features})
 		return err
 	})

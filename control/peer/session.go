@@ -24,11 +24,12 @@ type session struct {
 	mu       sync.Mutex // protects all below
 	quiet    sync.Cond  // of mu: delivering has ended
 	id       identity
-	info     Peer     // its Endpoint is where we dialled, if ever
-	claimed  string   // where it says that it serves
-	ups      int      // how often PeerUp was said
-	saidAs   string   // the endpoint in the last PeerUp
-	addrs    []string // control addresses of the peer
+	from     netip.Prefix // the source that it was met from
+	info     Peer         // its Endpoint is where we dialled, if ever
+	claimed  string       // where it says that it serves
+	ups      int          // how often PeerUp was said
+	saidAs   string       // the endpoint in the last PeerUp
+	addrs    []string     // control addresses of the peer
 	lanes    []*lane
 	prefer   netip.Addr // of ours, for frames that any lane can take; zero: any
 	up       bool       // PeerUp was said
@@ -62,6 +63,8 @@ type session struct {
 	delivering bool
 	told       uint64 // the last ack that was sent
 	joined     joiner
+	waits      int       // bytes held and joined, also in Mesh.waiting
+	stuck      time.Time // some have waited since, and no frame was whole
 	ackTimer   *time.Timer
 	ackArmed   bool
 }
@@ -240,8 +243,12 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 	if s.heldBytes+n > maxHeldBytes {
 		return fmt.Errorf("peer: %s: %d bytes of frames wait for earlier ones, at most %d", s.boot, s.heldBytes, maxHeldBytes)
 	}
+	if through := f.Seq == s.taken+1 && !s.delivering && s.joined.completes(f); !through && !s.m.mayWait(n) {
+		return nil // as if it had been lost: the peer sends it again
+	}
 	s.held[f.Seq] = f
 	s.heldBytes += n
+	s.waitsLocked(n)
 	s.business = time.Now()
 	if s.delivering {
 		return nil
@@ -255,10 +262,14 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 		}
 		s.taken++
 		delete(s.held, s.taken)
-		s.heldBytes -= proto.Size(g)
-		if g, err := s.joined.add(g); err != nil {
+		n, joined := proto.Size(g), len(s.joined.b)
+		s.heldBytes -= n
+		g, err := s.joined.add(g)
+		s.waitsLocked(len(s.joined.b) - joined - n)
+		if err != nil {
 			bad = fmt.Errorf("peer: %s: %w", s.boot, err)
 		} else if g != nil {
+			s.stuck = time.Now()
 			s.mu.Unlock()
 			s.m.opt.Handler.Control(s.boot, g)
 			s.mu.Lock()
@@ -377,7 +388,8 @@ func (s *session) close(err error) {
 		l.fail(err)
 	}
 	s.lanes, s.unacked, s.held = nil, nil, map[uint64]*peerv1.ControlFrame{}
-	s.outBytes, s.heldBytes = 0, 0
+	s.outBytes, s.heldBytes, s.joined = 0, 0, joiner{}
+	s.waitsLocked(-s.waits)
 	if s.ackTimer != nil {
 		s.ackTimer.Stop()
 	}

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package admit bounds the accepted connections that have proved nothing yet. Each of them costs a
-// descriptor and a goroutine, and anybody may open one, so a listener that refuses the newest lets
-// strangers shut out members. A Gate takes every connection, and closes another one instead where there
-// are too many: first those that said nothing, from addresses where no member was, the oldest first.
+// descriptor and a goroutine, and anybody may open one. A listener that refuses the newest one lets
+// strangers shut out members. So a Gate takes every connection, and where there are too many it
+// closes another one: first those that have sent nothing, then those that have, both only from
+// addresses where no member was; and of these one from the source with the most, the oldest first.
 //
-// Invariants: at most Limits.Unproved connections are held, and at most Limits.PerSource of one
-// address. A connection from an address where a member proved itself is closed only when no other is
-// left, or for another of its own address. No goroutines; a Gate's methods may be called from any.
+// A source is an IPv4 address, or an IPv6 /64, of which one host may have every address. A member is
+// a source of its own, so that strangers in the same /64 take no place from it.
+//
+// Invariants: a Gate holds at most Limits.Unproved connections, and at most Limits.PerSource of one
+// source. It closes a connection from the address of a member only where no other is left, or for
+// another one of that address. No goroutines; the methods may be called from any.
 package admit
 
 import (
@@ -23,79 +27,116 @@ import (
 // Limits of a Gate.
 type Limits struct {
 	Unproved  int // connections
-	PerSource int // of these, from one address
+	PerSource int // of these, from one source
 }
 
-// maxUnread is how many connections one arrival looks at.
-const maxUnread = 8
-
-// maxMembers bounds the addresses that are remembered as those of members.
-const maxMembers = 8192
-
-// What is known of a connection; those of a lower class are closed first.
 const (
-	silent       = iota // it said nothing
-	speaking            // its first bytes are those of a protocol served here
+	maxUnread  = 8    // connections that one arrival looks at
+	maxMembers = 8192 // addresses that are remembered as those of members
+	sourceBits = 64   // of an IPv6 address: one host may have all that share them
+)
+
+// What a Gate knows of a connection. It closes those of a lower class first.
+const (
+	silent       = iota // nothing of a protocol that is served here has come
+	speaking            // its first message is of such a protocol
 	memberSilent        // the same two, from the address of a member
 	memberSpeaking
 	classes
 )
 
+// Members are the addresses where members proved themselves. Several gates may share them.
+type Members struct {
+	mu  sync.Mutex // protects all
+	all map[netip.Addr]struct{}
+}
+
+// NewMembers makes an empty set.
+func NewMembers() *Members { return &Members{all: map[netip.Addr]struct{}{}} }
+
+func (m *Members) has(a netip.Addr) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	_, ok := m.all[a]
+	return ok
+}
+
+func (m *Members) add(a netip.Addr) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, known := m.all[a]; known {
+		return
+	}
+	for other := range m.all {
+		if len(m.all) < maxMembers {
+			break
+		}
+		delete(m.all, other) // any: one that is forgotten is let in as strangers are
+	}
+	m.all[a] = struct{}{}
+}
+
 // Gate holds the connections of one or more listeners.
 type Gate struct {
-	limits Limits
+	limits  Limits
+	members *Members
 
 	mu      sync.Mutex // protects all below
 	held    int
-	lists   [classes]list.List // of *Visit, the oldest first
-	sources map[netip.Addr]*source
-	members map[netip.Addr]struct{}
+	entered uint64
+	sources map[netip.Prefix]*source
 	evicted uint64
 }
 
-// source is the connections of one address; it lives as long as there are any.
+// source is the connections of one source; it lives as long as there are any.
 type source struct {
-	lists [2]list.List // silent and speaking
+	lists [classes]list.List // of *Visit, the oldest first
 	held  int
 }
 
 // Visit is one connection in a gate.
 type Visit struct {
-	gate   *Gate
-	conn   net.Conn
-	from   netip.Addr
-	class  int // -1: it has left
-	all    *list.Element
-	source *list.Element
+	gate  *Gate
+	conn  net.Conn
+	from  netip.Addr
+	key   netip.Prefix // its source
+	age   uint64       // of two, the one with the lower number is older
+	class int          // -1: it has left
+	known bool
+	at    *list.Element
 }
 
-// New makes a gate.
-func New(l Limits) *Gate {
-	return &Gate{limits: l, sources: map[netip.Addr]*source{}, members: map[netip.Addr]struct{}{}}
+// New makes a gate. A nil set is one of its own.
+func New(l Limits, members *Members) *Gate {
+	if members == nil {
+		members = NewMembers()
+	}
+	return &Gate{limits: l, members: members, sources: map[netip.Prefix]*source{}}
 }
 
 // Enter takes a connection that was just accepted, and closes another one where there are too many.
 func (g *Gate) Enter(c net.Conn) *Visit {
 	v := &Visit{gate: g, conn: c, from: Source(c)}
+	class := silent
+	if v.key = SourceOf(v.from); g.members.has(v.from) {
+		v.known = true
+		class, v.key = memberSilent, netip.PrefixFrom(v.from, v.from.BitLen())
+	}
 	g.mu.Lock()
-	out := g.victimLocked(v.from)
+	out := g.victimLocked(v.key)
 	for range maxUnread {
-		// Its first bytes may wait for a goroutine that has not run yet.
+		// Its first bytes may wait for a goroutine that has not run yet: it is another one's turn.
 		if out == nil || out.class%2 == speaking || !unread(out.conn) {
 			break
 		}
-		class := out.class + 1
+		class := out.class
 		g.removeLocked(out)
 		g.addLocked(out, class)
-		out = g.victimLocked(v.from)
+		out = g.victimLocked(v.key)
 	}
 	if out != nil {
 		g.removeLocked(out)
 		g.evicted++
-	}
-	class := silent
-	if _, ok := g.members[v.from]; ok {
-		class = memberSilent
 	}
 	g.addLocked(v, class)
 	g.mu.Unlock()
@@ -105,19 +146,58 @@ func (g *Gate) Enter(c net.Conn) *Visit {
 	return v
 }
 
-// victimLocked is the connection that makes room for one from an address; nil: there is room.
-func (g *Gate) victimLocked(from netip.Addr) *Visit {
-	s := g.sources[from]
-	switch {
-	case s != nil && s.held >= g.limits.PerSource:
-		return first(&s.lists[silent], &s.lists[speaking])
-	case g.held >= g.limits.Unproved:
-		return first(&g.lists[silent], &g.lists[speaking], &g.lists[memberSilent], &g.lists[memberSpeaking])
+// victimLocked is the connection that makes room for one of a source; nil: there is room.
+func (g *Gate) victimLocked(key netip.Prefix) *Visit {
+	if s := g.sources[key]; s != nil && s.held >= g.limits.PerSource {
+		for class := range s.lists {
+			if s.lists[class].Len() > 0 {
+				return crowded(&s.lists[class])
+			}
+		}
+	}
+	if g.held < g.limits.Unproved {
+		return nil
+	}
+	for class := range classes {
+		var most *list.List
+		for _, s := range g.sources {
+			l := &s.lists[class]
+			if n := l.Len(); n > 0 && (most == nil || n > most.Len() ||
+				n == most.Len() && oldest(l).age < oldest(most).age) {
+				most = l
+			}
+		}
+		if most != nil {
+			return crowded(most)
+		}
 	}
 	return nil
 }
 
-// unread reports whether the other end said something that nobody has read.
+func oldest(l *list.List) *Visit { return l.Front().Value.(*Visit) }
+
+// crowded is the oldest connection of the address that has the most of a list.
+func crowded(l *list.List) *Visit {
+	first := oldest(l)
+	if first.key.IsSingleIP() {
+		return first
+	}
+	count := map[netip.Addr]int{}
+	most := 0
+	for e := l.Front(); e != nil; e = e.Next() {
+		from := e.Value.(*Visit).from
+		count[from]++
+		most = max(most, count[from])
+	}
+	for e := l.Front(); e != nil; e = e.Next() {
+		if v := e.Value.(*Visit); count[v.from] == most {
+			return v
+		}
+	}
+	return first
+}
+
+// unread reports whether bytes of the other end have come that nobody has read.
 func unread(c net.Conn) bool {
 	sc, ok := c.(syscall.Conn)
 	if !ok {
@@ -134,25 +214,15 @@ func unread(c net.Conn) bool {
 	return n > 0
 }
 
-// first is the oldest of the first list that is not empty.
-func first(lists ...*list.List) *Visit {
-	for _, l := range lists {
-		if e := l.Front(); e != nil {
-			return e.Value.(*Visit)
-		}
-	}
-	return nil
-}
-
 func (g *Gate) addLocked(v *Visit, class int) {
-	s := g.sources[v.from]
+	s := g.sources[v.key]
 	if s == nil {
 		s = &source{}
-		g.sources[v.from] = s
+		g.sources[v.key] = s
 	}
-	v.class = class
-	v.all = g.lists[class].PushBack(v)
-	v.source = s.lists[class%2].PushBack(v)
+	g.entered++
+	v.class, v.age = class, g.entered
+	v.at = s.lists[class].PushBack(v)
 	s.held++
 	g.held++
 }
@@ -161,17 +231,28 @@ func (g *Gate) removeLocked(v *Visit) {
 	if v.class < 0 {
 		return
 	}
-	s := g.sources[v.from]
-	g.lists[v.class].Remove(v.all)
-	s.lists[v.class%2].Remove(v.source)
+	s := g.sources[v.key]
+	s.lists[v.class].Remove(v.at)
 	v.class = -1
 	g.held--
 	if s.held--; s.held == 0 {
-		delete(g.sources, v.from)
+		delete(g.sources, v.key)
 	}
 }
 
-// Spoke says that the connection's first bytes are those of a protocol served here.
+// Known reports whether a member was at the address before the connection came.
+func (v *Visit) Known() bool { return v.known }
+
+// In reports whether the connection is in the gate still: it has not left, and was not closed for
+// another one.
+func (v *Visit) In() bool {
+	v.gate.mu.Lock()
+	defer v.gate.mu.Unlock()
+	return v.class >= 0
+}
+
+// Spoke tells the gate that the connection's first message is of a protocol served here. The caller
+// has read all of that message: a few bytes that look like its beginning are not enough.
 func (v *Visit) Spoke() {
 	g := v.gate
 	g.mu.Lock()
@@ -183,30 +264,22 @@ func (v *Visit) Spoke() {
 	}
 }
 
-// Proved says that a member is at the other end. The connection leaves the gate. False: it was closed
-// for another one before.
+// Proved tells the gate that a member is at the other end. The connection leaves the gate. False: it
+// was closed for another one before.
 func (v *Visit) Proved() bool {
 	g := v.gate
 	g.mu.Lock()
-	defer g.mu.Unlock()
-	if v.class < 0 {
-		return false
-	}
+	in := v.class >= 0
 	g.removeLocked(v)
-	if _, known := g.members[v.from]; !known {
-		for a := range g.members {
-			if len(g.members) < maxMembers {
-				break
-			}
-			delete(g.members, a) // any: a member that is forgotten is taken for a stranger, and is let in too
-		}
-		g.members[v.from] = struct{}{}
+	g.mu.Unlock()
+	if in {
+		g.members.add(v.from)
 	}
-	return true
+	return in
 }
 
-// Leave ends the visit of a connection that proved nothing, or was refused. Idempotent; the caller closes
-// the connection. False: it was closed for another one, or had left, before.
+// Leave ends the visit of a connection that proved nothing, or was refused. Idempotent; the caller
+// closes the connection. False: it was closed for another one, or had left, before.
 func (v *Visit) Leave() bool {
 	v.gate.mu.Lock()
 	defer v.gate.mu.Unlock()
@@ -230,9 +303,22 @@ func (g *Gate) Held() int {
 }
 
 // Source is the address that a connection came from; the zero address where it has none.
-func Source(c net.Conn) netip.Addr {
-	if a, ok := c.RemoteAddr().(*net.TCPAddr); ok {
-		return a.AddrPort().Addr().Unmap()
+func Source(c net.Conn) netip.Addr { return Address(c.RemoteAddr()) }
+
+// Address is the address without its port; the zero address where it has none.
+func Address(a net.Addr) netip.Addr {
+	if t, ok := a.(*net.TCPAddr); ok {
+		return t.AddrPort().Addr().Unmap().WithZone("")
 	}
 	return netip.Addr{}
+}
+
+// SourceOf is the source that an address belongs to.
+func SourceOf(a netip.Addr) netip.Prefix {
+	bits := a.BitLen()
+	if a.Is6() {
+		bits = sourceBits
+	}
+	p, _ := a.Prefix(bits) // of an address that is none: the zero prefix
+	return p
 }

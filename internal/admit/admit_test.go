@@ -4,8 +4,11 @@ package admit
 
 import (
 	"bytes"
+	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
+	"runtime"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -23,7 +26,7 @@ func (c *conn) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.ParseIP(c.fro
 func (c *conn) Close() error         { c.closed = true; return nil }
 
 func TestSourceLimit(t *testing.T) {
-	g := New(Limits{Unproved: 8, PerSource: 2})
+	g := New(Limits{Unproved: 8, PerSource: 2}, nil)
 	old, young, other := &conn{from: "10.0.0.1"}, &conn{from: "10.0.0.1"}, &conn{from: "10.0.0.2"}
 	g.Enter(other)
 	g.Enter(old).Spoke()
@@ -40,7 +43,7 @@ func TestSourceLimit(t *testing.T) {
 
 // However many strangers come, an opening from the address of a member is closed only for its like.
 func TestMembersLast(t *testing.T) {
-	g := New(Limits{Unproved: 4, PerSource: 4})
+	g := New(Limits{Unproved: 4, PerSource: 4}, nil)
 	known := g.Enter(&conn{from: "10.0.0.1"})
 	if !known.Proved() || known.Proved() || known.Leave() {
 		t.Error("a proof counts once")
@@ -71,12 +74,118 @@ func TestMembersLast(t *testing.T) {
 }
 
 func TestMembersBounded(t *testing.T) {
-	g := New(Limits{Unproved: 4, PerSource: 4})
+	g := New(Limits{Unproved: 4, PerSource: 4}, nil)
 	for i := range maxMembers + 10 {
 		g.Enter(&conn{from: net.IPv4(10, byte(i>>16), byte(i>>8), byte(i)).String()}).Proved()
 	}
-	if len(g.members) != maxMembers || g.Held() != 0 {
-		t.Errorf("%d members remembered, at most %d; %d held", len(g.members), maxMembers, g.Held())
+	if n := len(g.members.all); n != maxMembers || g.Held() != 0 {
+		t.Errorf("%d members remembered, at most %d; %d held", n, maxMembers, g.Held())
+	}
+}
+
+// However many addresses of an IPv6 /64 strangers use, they are one source: a newcomer from elsewhere
+// stays, and so do a member and a newcomer that live in the same /64.
+func TestOnePrefixIsOneSource(t *testing.T) {
+	g := New(Limits{Unproved: 16, PerSource: 8}, nil)
+	g.Enter(&conn{from: "2001:db8::1"}).Proved()
+	member, elsewhere := &conn{from: "2001:db8::1"}, &conn{from: "2001:db8:0:1::1"}
+	for _, c := range []*conn{member, elsewhere} {
+		g.Enter(c).Spoke()
+	}
+	inside := &conn{from: "2001:db8::9"}
+	g.Enter(inside).Spoke()
+	for i := range 1000 {
+		// Of two addresses in turn, so that each has more connections than the newcomer.
+		g.Enter(&conn{from: []string{"2001:db8::a", "2001:db8::b"}[i%2]}).Spoke()
+	}
+	if member.closed || elsewhere.closed || inside.closed {
+		t.Errorf("closed: a member's %t, a newcomer's from elsewhere %t, from the same /64 %t",
+			member.closed, elsewhere.closed, inside.closed)
+	}
+	for i := range 1000 {
+		g.Enter(&conn{from: fmt.Sprintf("2001:db8::1:%x", i)}).Spoke()
+	}
+	if member.closed || elsewhere.closed {
+		t.Errorf("closed: a member's %t, a newcomer's from elsewhere %t", member.closed, elsewhere.closed)
+	}
+	if n := g.sources[netip.MustParsePrefix("2001:db8::/64")].held; n != 8 {
+		t.Errorf("%d connections of strangers from one /64, at most 8", n)
+	}
+}
+
+// Members of one /64 take no places from each other, however many there are.
+func TestMembersOfOnePrefix(t *testing.T) {
+	g := New(Limits{Unproved: 64, PerSource: 8}, nil)
+	var all []*conn
+	for i := range 32 {
+		from := fmt.Sprintf("2001:db8::%x", i)
+		g.Enter(&conn{from: from}).Proved()
+		all = append(all, &conn{from: from})
+	}
+	for _, c := range all {
+		g.Enter(c)
+	}
+	for i, c := range all {
+		if c.closed {
+			t.Errorf("the connection of member %d was closed for that of another", i)
+		}
+	}
+}
+
+// Strangers of a few addresses that all speak take places from each other, and none from a newcomer.
+func TestCrowdedSourceFirst(t *testing.T) {
+	g := New(Limits{Unproved: 12, PerSource: 6}, nil)
+	fresh := &conn{from: "10.0.0.9"}
+	g.Enter(fresh).Spoke()
+	for i := range 1000 {
+		g.Enter(&conn{from: fmt.Sprintf("10.1.0.%d", i%5)}).Spoke()
+	}
+	if fresh.closed {
+		t.Error("a newcomer made room for strangers of five addresses")
+	}
+	if g.Held() != 12 {
+		t.Errorf("%d held, want 12", g.Held())
+	}
+}
+
+// Bytes that nobody has read yet put a connection behind others, and do not make it one that speaks.
+func TestUnreadBytesPromoteNobody(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	g := New(Limits{Unproved: 4, PerSource: 4}, nil)
+	var first *Visit
+	for i := range 8 {
+		c, err := net.Dial("tcp", ln.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if i == 0 {
+			if _, err := c.Write([]byte{22, 3, 1, 0}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		far, err := ln.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer far.Close()
+		for i == 0 && !unread(far) {
+			runtime.Gosched()
+		}
+		v := g.Enter(far)
+		if i == 0 {
+			first = v
+		}
+		if i == 4 && first.class != silent {
+			t.Errorf("class %d after its turn, want %d", first.class, silent)
+		}
+	}
+	if g.Evicted() != 4 || first.class > silent {
+		t.Errorf("%d evicted, class %d", g.Evicted(), first.class)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"regexp"
 	"runtime"
 	"strings"
 	"syscall"
@@ -32,7 +33,7 @@ func InNamespace(tb testing.TB) bool {
 		}
 		return true
 	}
-	cmd, err := inNamespace(tb.Name(), "-test.run=^"+tb.Name()+"$", "-test.v", "-test.timeout=10m", fmt.Sprintf("-test.short=%t", testing.Short()))
+	cmd, err := inNamespace(tb.Name(), "-test.run="+only(tb.Name()), "-test.v", "-test.timeout=10m", fmt.Sprintf("-test.short=%t", testing.Short()))
 	if err != nil {
 		tb.Fatal(err)
 	}
@@ -44,8 +45,31 @@ func InNamespace(tb testing.TB) bool {
 		Skip(tb, "netns", notPermitted(err))
 	case err != nil:
 		tb.Errorf("%v\n%s", err, said)
+	case !ranAs(out, tb.Name()): // go test ends with success where nothing matches
+		tb.Errorf("the child ran no test of the name %s:\n%s", tb.Name(), said)
 	case strings.Contains(said, "--- SKIP: "+tb.Name()+" "): // through Skip, which has counted it
 		tb.Skip(said)
+	}
+	return false
+}
+
+// only is the pattern for -test.run that matches one test, of whatever name.
+func only(name string) string {
+	parts := strings.Split(name, "/")
+	for i, p := range parts {
+		parts[i] = "^" + regexp.QuoteMeta(p) + "$"
+	}
+	return strings.Join(parts, "/")
+}
+
+// ranAs reports whether a verbose test's output has the end of a test, under its name alone.
+func ranAs(out []byte, name string) bool {
+	for line := range strings.Lines(string(out)) {
+		for _, end := range []string{"PASS", "SKIP"} {
+			if strings.HasPrefix(strings.TrimLeft(line, " "), "--- "+end+": "+name+" (") {
+				return true
+			}
+		}
 	}
 	return false
 }

@@ -16,10 +16,11 @@ import (
 // strangersTick is how often Strangers open connections.
 const strangersTick = 5 * time.Millisecond
 
-// Strangers hold so many connections to a listener on loopback open and say nothing on them, and open
-// so many new ones a second, for which the oldest go, until the test is over or stop is called. from
-// gives the n-th one's source address. It returns once the first ones are open.
-func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n int) [4]byte) (stop func() (opened int)) {
+// Strangers hold so many connections to a listener on loopback open, and open so many new ones a
+// second, for which the oldest go, until the test is over or stop is called. They send say on each,
+// and nothing more. from gives the n-th one's source address. It returns once the first ones are open.
+func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n int) [4]byte,
+	say []byte) (stop func() (opened int)) {
 	tb.Helper()
 	at, err := netip.ParseAddrPort(address)
 	if err != nil {
@@ -39,6 +40,12 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}) // leaves no port behind
 		if err = unix.Bind(fd, &unix.SockaddrInet4{Addr: from(count)}); err == nil {
 			err = unix.Connect(fd, to)
+		}
+		if err == nil && len(say) > 0 {
+			_, err = unix.SendmsgN(fd, say, nil, nil, unix.MSG_NOSIGNAL|unix.MSG_DONTWAIT)
+			if err == syscall.EPIPE {
+				err = nil // it was closed for another one
+			}
 		}
 		count++
 		if err != nil && err != syscall.ECONNRESET {

@@ -3,9 +3,11 @@
 package testutil
 
 import (
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 )
 
@@ -80,3 +82,33 @@ func TestInNamespace(t *testing.T) {
 	}
 	_ = c.Close()
 }
+
+// A test whose name has characters of patterns runs in the child as well, and one that the child does
+// not know is no success.
+func TestInNamespaceByName(t *testing.T) {
+	t.Run("a+b (c)", func(t *testing.T) {
+		if InNamespace(t) && !strings.HasPrefix(t.Name(), "TestInNamespaceByName/") {
+			t.Errorf("the child runs as %s", t.Name())
+		}
+	})
+	if os.Getenv(namespaceEnv) != "" {
+		return
+	}
+	other := &renamed{TB: t}
+	if InNamespace(other) {
+		t.Fatal("this is a child of a test that is not there")
+	}
+	if !strings.Contains(other.failed, "ran no test of the name TestThatIsNotThere") {
+		t.Errorf("a child that ran nothing: %q", other.failed)
+	}
+}
+
+// renamed is a test under another name, which keeps its errors to itself.
+type renamed struct {
+	testing.TB
+	failed string
+}
+
+func (*renamed) Helper()                        {}
+func (*renamed) Name() string                   { return "TestThatIsNotThere" }
+func (r *renamed) Errorf(f string, args ...any) { r.failed += fmt.Sprintf(f, args...) }

@@ -31,6 +31,7 @@ type Node struct {
 	freezes  int
 	ranks    int // of its engine
 	nextID   uint64
+	held     *Held // nil: nobody measures
 }
 
 // sidecar is one life of a sidecar process: the driver of an executor.
@@ -253,12 +254,13 @@ func (s *sidecar) event(fn func(now exec.Instant)) {
 		s.later(0, func() { s.event(fn) })
 		return
 	}
-	fn(s.n.now())
+	now := s.n.now()
+	s.n.held.run(func() { fn(now) })
 	if s.busy {
 		return // the loop below is further up
 	}
 	s.busy = true
-	for s.ex.Drain(&s.batch) {
+	for s.drain() {
 		for i := range s.batch.Actions {
 			s.perform(&s.batch.Actions[i])
 		}
@@ -267,6 +269,33 @@ func (s *sidecar) event(fn func(now exec.Instant)) {
 	s.arm()
 	s.check()
 }
+
+func (s *sidecar) drain() (more bool) {
+	s.n.held.run(func() { more = s.ex.Drain(&s.batch) })
+	return more
+}
+
+// Held is for how long a sidecar's driver holds the lock of its executor: for each event, and to take
+// the actions that follow from it.
+type Held struct {
+	Clock     func() time.Duration
+	Sum, Most time.Duration
+	Times     int
+}
+
+func (h *Held) run(f func()) {
+	if h == nil {
+		f()
+		return
+	}
+	from := h.Clock()
+	f()
+	d := h.Clock() - from
+	h.Sum, h.Most, h.Times = h.Sum+d, max(h.Most, d), h.Times+1
+}
+
+// Measure has the node's driver count in h from now on.
+func (n *Node) Measure(h *Held) { n.held = h }
 
 // twice does something again a little later, now and then.
 func (s *sidecar) twice(fn func()) {
@@ -294,7 +323,7 @@ func (s *sidecar) arm() {
 		return
 	}
 	s.tickAt = at
-	s.later(at-s.n.now(), func() {
+	s.later(max(at-s.n.now(), 0), func() {
 		if s.tickAt != at {
 			return // an earlier one was armed since
 		}

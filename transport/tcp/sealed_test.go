@@ -89,31 +89,50 @@ func await(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// Whoever is on the path of a sealed lane and touches a record ends the lane: the reason is counted by its name, and nothing of the slice lands.
+// content is a copy of all chunks, in order.
+func content(t *testing.T, m *transporttest.Memory) (all []byte) {
+	blocks, err := m.Resolve(nil, m.All())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range blocks {
+		p, ok := b.Bytes()
+		if !ok {
+			t.Fatal("memory of no host")
+		}
+		all = append(all, p...)
+	}
+	return all
+}
+
+// Whoever is on the path of a sealed lane and touches a record ends the lane: the reason is counted by
+// its name, and the slice does not land. In the memory that was granted there is what was there before,
+// zeros, or, up to the record that was touched, what was sent; nothing else.
 func TestSealedOnPath(t *testing.T) {
 	var kept []byte
 	for name, c := range map[string]struct {
 		attack func(n int, rec []byte) []byte
 		why    transfer.Reason
+		whole  int // records that come as they were sent, before one that does not
 	}{
 		"a flipped bit of the payload": {func(n int, rec []byte) []byte {
 			if n == 1 {
 				rec[len(rec)/2] ^= 1
 			}
 			return rec
-		}, transfer.ReasonForged},
+		}, transfer.ReasonForged, 1},
 		"a flipped bit of a header": {func(n int, rec []byte) []byte {
 			if n == 0 {
 				rec[20] ^= 1
 			}
 			return rec
-		}, transfer.ReasonForged},
+		}, transfer.ReasonForged, 0},
 		"a replayed record": {func(n int, rec []byte) []byte {
 			if n == 1 {
 				return append(bytes.Clone(rec), rec...)
 			}
 			return rec
-		}, transfer.ReasonReplayed},
+		}, transfer.ReasonReplayed, 2},
 		"records out of order": {func(n int, rec []byte) []byte {
 			if n == 1 {
 				kept = bytes.Clone(rec)
@@ -123,13 +142,13 @@ func TestSealedOnPath(t *testing.T) {
 				return append(rec, kept...)
 			}
 			return rec
-		}, transfer.ReasonReordered},
+		}, transfer.ReasonReordered, 1},
 		"a nonce that is not its own": {func(n int, rec []byte) []byte {
 			if n == 1 {
 				binary.LittleEndian.PutUint64(rec[8:], 7)
 			}
 			return rec
-		}, transfer.ReasonReordered},
+		}, transfer.ReasonReordered, 1},
 		"a record cut": {func(n int, rec []byte) []byte {
 			switch n {
 			case 1:
@@ -138,13 +157,13 @@ func TestSealedOnPath(t *testing.T) {
 				return nil
 			}
 			return rec
-		}, transfer.ReasonTruncated},
+		}, transfer.ReasonTruncated, 1},
 		"a frame cut between records": {func(n int, rec []byte) []byte {
 			if n == 2 {
 				return nil
 			}
 			return rec
-		}, transfer.ReasonTruncated},
+		}, transfer.ReasonTruncated, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := transporttest.NewPair(t, factory(Config{AEAD: true}))
@@ -158,6 +177,8 @@ func TestSealedOnPath(t *testing.T) {
 			shape := transporttest.Shape{Chunks: 4, BlockBytes: 64 << 10}
 			src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 			src.Write(1)
+			dst.Write(2)
+			sent, before := content(t, src), content(t, dst)
 			bind := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 			defer bind.End(t)
 			if r := p.A.MoveWait(l, bind.Origin, src.All(), 1); r.Outcome == transfer.Landed {
@@ -166,6 +187,13 @@ func TestSealedOnPath(t *testing.T) {
 			await(t, c.why.String()+" is counted", func() bool { return p.B.RefusedFor(c.why) == 1 })
 			if bind.Sink.Full() {
 				t.Error("the grant is full")
+			}
+			after := content(t, dst)
+			upTo := min(c.whole*wire.RecordBytes, len(after)) // the header of the frame takes some of it
+			for i, b := range after {
+				if b != before[i] && b != 0 && (b != sent[i] || i >= upTo) {
+					t.Fatalf("byte %d of %d is %#x: it was %#x, %#x was sent, and %d records came whole", i, len(after), b, before[i], sent[i], c.whole)
+				}
 			}
 		})
 	}

@@ -278,6 +278,11 @@ func (c *Credentials) Reload(now time.Time) (renewed bool, err error) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if was, is := c.cert.Leaf, fresh.cert.Leaf; Identity(was) != Identity(is) {
+		return false, fmt.Errorf("keys: certificate %s: it names %s, the one in use %s: peers know this "+
+			"process by the names and refuse others: restart it to change them, or issue one with the "+
+			"same names", c.paths[0], names(is), names(was))
+	}
 	c.cert, c.pool, c.read, c.ends = fresh.cert, fresh.pool, fresh.read, fresh.ends
 	return true, nil
 }
@@ -396,6 +401,15 @@ func lasting(chains [][]*x509.Certificate) (last time.Time) {
 		}
 	}
 	return last
+}
+
+// names lists what Identity covers, for people.
+func names(c *x509.Certificate) string {
+	all := append([]string{c.Subject.CommonName}, c.DNSNames...)
+	for _, ip := range c.IPAddresses {
+		all = append(all, ip.String())
+	}
+	return strings.Join(all, ", ")
 }
 
 // Server returns the settings of a listening end: a peer without a certificate of ours is refused.

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+
+	"github.com/hashicorp/memberlist"
+
+	"github.com/kvspray/kvspray/internal/admit"
+)
+
+// Anybody may open a stream to the gossip port, and memberlist has no bound for them: each costs a
+// descriptor and a goroutine for ten seconds, and what comes on it is kept up to 20 MiB before it is
+// decrypted. So streams pass a gate, as the connections of the other ports do.
+
+const (
+	gossipStreams = 64      // streams of others at once
+	gossipSource  = 16      // of these, of one source
+	streamBytes   = 2 << 20 // that one stream may bring: a few hundred for each member
+	bindTries     = 10      // to find one port that is free for both UDP and TCP
+)
+
+var errStream = errors.New("peer: a gossip stream brings more than it may")
+
+// gated is memberlist's own transport behind a gate.
+type gated struct {
+	*memberlist.NetTransport
+	gate    *admit.Gate
+	streams chan net.Conn
+	done    chan struct{}
+	over    sync.Once
+	wg      sync.WaitGroup
+}
+
+// newGated listens where c has it, and puts the port into c.
+func newGated(c *memberlist.Config, members *admit.Members) (*gated, error) {
+	conf := &memberlist.NetTransportConfig{BindAddrs: []string{c.BindAddr}, BindPort: c.BindPort, Logger: c.Logger}
+	tries := 1
+	if c.BindPort == 0 {
+		tries = bindTries
+	}
+	var inner *memberlist.NetTransport
+	var err error
+	for range tries {
+		if inner, err = memberlist.NewNetTransport(conf); err == nil {
+			break
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s port %d: %w", c.BindAddr, c.BindPort, err)
+	}
+	if c.BindPort == 0 {
+		c.BindPort = inner.GetAutoBindPort()
+		if c.AdvertisePort == 0 {
+			c.AdvertisePort = c.BindPort
+		}
+	}
+	t := &gated{NetTransport: inner, streams: make(chan net.Conn), done: make(chan struct{}),
+		gate: admit.New(admit.Limits{Unproved: gossipStreams, PerSource: gossipSource}, members)}
+	t.wg.Go(t.enter)
+	return t, nil
+}
+
+// enter takes streams until the transport is shut down.
+func (t *gated) enter() {
+	for {
+		select {
+		case <-t.done:
+			return
+		case c := <-t.NetTransport.StreamCh():
+			s := &stream{Conn: c, visit: t.gate.Enter(c), left: streamBytes}
+			select {
+			case t.streams <- s:
+			case <-t.done:
+				_ = s.Close()
+				return
+			}
+		}
+	}
+}
+
+// StreamCh has the streams that are in the gate.
+func (t *gated) StreamCh() <-chan net.Conn { return t.streams }
+
+// Shutdown ends the transport.
+func (t *gated) Shutdown() error {
+	// What came before waits to be taken, and the inner end waits for that.
+	t.wg.Go(func() {
+		for {
+			select {
+			case c := <-t.NetTransport.StreamCh():
+				_ = c.Close()
+			case <-t.NetTransport.PacketCh():
+			case <-t.done:
+				return
+			}
+		}
+	})
+	err := t.NetTransport.Shutdown()
+	t.over.Do(func() { close(t.done) })
+	t.wg.Wait()
+	return err //nolint:wrapcheck // memberlist's own
+}
+
+// stream is one that is in the gate until it is closed.
+type stream struct {
+	net.Conn
+	visit *admit.Visit
+	left  int // bytes that it may bring
+}
+
+func (s *stream) Read(b []byte) (int, error) {
+	if s.left == 0 {
+		return 0, errStream
+	}
+	n, err := s.Conn.Read(b[:min(len(b), s.left)])
+	s.left -= n
+	return n, err //nolint:wrapcheck // a connection's own errors
+}
+
+func (s *stream) Close() error {
+	s.visit.Leave()
+	return s.Conn.Close() //nolint:wrapcheck // a connection's own errors
+}

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package peer
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"io"
+	"net"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+// gossiping is where a node's gossip is.
+func (n *node) gossiping() string { return n.gossip.list.LocalNode().Address() }
+
+func withGossip(t *testing.T, key []byte, join ...string) func(*Options) {
+	return func(o *Options) {
+		slow(o)
+		o.Node = t.Name()
+		o.Gossip = &Gossip{Listen: "127.0.0.1:0", Join: join, Keys: [][]byte{key}}
+	}
+}
+
+// Strangers hold streams of the gossip port by the thousand and open more: few are held, and a
+// member joins beside them.
+func TestStrangersAtGossip(t *testing.T) {
+	key := make([]byte, 32)
+	_, _ = rand.Read(key)
+	victim := start(t, withGossip(t, key))
+	stop := testutil.Strangers(t, victim.gossiping(), 2000, 500, testutil.ManyStrangers, nil)
+	began := time.Now()
+	fresh := start(t, withGossip(t, key, victim.gossiping()))
+	poll(t, "both are members", func() bool { return len(fresh.Members()) == 2 && len(victim.Members()) == 2 })
+	took := time.Since(began)
+	g := victim.gossip.gate
+	poll(t, "strangers make room for strangers", func() bool { return g.Evicted() > 1000 })
+	if n := g.Held(); n > gossipStreams {
+		t.Errorf("%d streams of strangers are held, at most %d", n, gossipStreams)
+	}
+	t.Logf("%d streams of strangers; a member joined within %v", stop(), took)
+}
+
+// What comes before it is decrypted is bounded by far less than memberlist would keep.
+func TestLongStreamAtGossip(t *testing.T) {
+	key := make([]byte, 32)
+	_, _ = rand.Read(key)
+	victim := start(t, withGossip(t, key))
+	c, err := net.Dial("tcp", victim.gossiping())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	const claimed = 20 << 20 // memberlist's own bound
+	head := binary.BigEndian.AppendUint32([]byte{10}, claimed)
+	if _, err := c.Write(head); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		for b := make([]byte, 64<<10); err == nil; {
+			_, err = c.Write(b)
+		}
+	}()
+	if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	answer, err := io.ReadAll(c) // memberlist tells why in an error of its own
+	if errors.Is(err, syscall.ECONNRESET) {
+		err = nil
+	}
+	if err != nil {
+		t.Fatalf("the stream is still open: %v", err)
+	}
+	t.Logf("%d bytes of answer", len(answer))
+	a, b := net.Pipe()
+	defer a.Close()
+	s := &stream{Conn: b, left: 3}
+	go func() { _, _ = a.Write([]byte("four")) }()
+	got, err := io.ReadAll(s)
+	_ = b.Close()
+	if !errors.Is(err, errStream) || !strings.HasPrefix("four", string(got)) || len(got) != 3 {
+		t.Errorf("%q, %v", got, err)
+	}
+}
