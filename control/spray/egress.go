@@ -15,16 +15,19 @@ var leaveWithin = [numPriorities]Instant{spareTime, spareTime - sliceTime, lowSl
 
 // Times of the model of a local rail.
 const (
-	outSpan    = 8 * time.Millisecond // its rate is measured over so long
-	outHalf    = 5 * time.Second      // a rate that is not reached any more halves in so long
-	probeEvery = 100 * time.Millisecond
+	outSpan    = 8 * time.Millisecond    // its rate is measured over so long
+	outHalf    = 5 * time.Second         // a rate that is not reached any more halves in so long
+	probeEvery = 100 * time.Millisecond  // between two probes of a rail of which they find more
+	probeRest  = 3200 * time.Millisecond // and at most, where they find nothing: each one doubles it
 	probeSpan  = 12 * time.Millisecond
+	probeSlack = sliceTime // what a probe may add to the queue before it has found nothing
 )
 
 // Numbers of the model of a local rail.
 const (
 	fullRail  = 0.9  // of its rate: where it moves that, it is what slices wait for
 	probeGain = 1.25 // times its rate is sent for probeSpan
+	probeWon  = 1.05 // times the rate found before: there may be still more
 )
 
 // egress is one local rail with what leaves over it, to all peers. Pairs that share it stand in one
@@ -50,6 +53,8 @@ type egress struct {
 	bw        float64 // bytes per nanosecond
 	full      bool    // it moved that, or nearly, when it was measured last
 	probed    Instant // when it was tried last whether there is more
+	probeGap  Instant // until it is tried again
+	probing   bool
 	samples   int
 	sampled   Instant
 	pairs     int
@@ -66,7 +71,6 @@ type egress struct {
 type place struct {
 	*egress
 	counted uint64 // of egress.load
-	seq     uint64 // orders equals
 	tags    [numPriorities]uint64
 	turn    [numPriorities]heap.Item[*pair]
 }
@@ -83,8 +87,7 @@ func (s *Scheduler) enter(q *pair, apart bool) {
 		s.egresses[n] = e
 	}
 	e.pairs++
-	s.seq++
-	q.out = &place{egress: e, seq: s.seq}
+	q.out = &place{egress: e}
 	for i := range q.out.turn {
 		q.out.turn[i].Value = q
 	}
@@ -97,7 +100,7 @@ func (s *Scheduler) exit(q *pair) {
 	}
 	e := q.out.egress
 	for prio := range numPriorities {
-		q.out.leaveTurn(prio)
+		q.leaveTurn(prio)
 	}
 	if e.pairs--; e.pairs == 0 {
 		delete(s.egresses, q.path.rail())
@@ -197,17 +200,26 @@ func (s *Scheduler) await(q *pair, prio Priority) {
 	if o == nil || o.turn[prio].Queued() {
 		return
 	}
-	o.turns[prio].Set(&o.turn[prio], heap.Key{At: time.Duration(o.next(prio)), Seq: o.seq})
+	s.seq++ // of pairs with the same tag, the one that has waited longest comes first
+	o.turns[prio].Set(&o.turn[prio], heap.Key{At: time.Duration(o.next(prio)), Seq: s.seq})
+	q.peer.inTurns[prio]++
 	if o.waiting++; !o.listed {
 		o.listed = true
 		s.awaited = append(s.awaited, o.egress)
 	}
 }
 
-func (o *place) leaveTurn(prio Priority) {
-	if o.turn[prio].Queued() {
+// waitsTurn reports whether the pair stands in turns already. Then Wake alone says when it is its
+// turn, so that nothing has to be looked at again for each event at its peer.
+func (q *pair) waitsTurn(prio Priority, owed bool) bool {
+	return q.out != nil && !owed && q.out.turn[prio].Queued()
+}
+
+func (q *pair) leaveTurn(prio Priority) {
+	if o := q.out; o.turn[prio].Queued() {
 		o.turns[prio].Remove(&o.turn[prio])
 		o.waiting--
+		q.peer.inTurns[prio]--
 	}
 }
 
@@ -215,7 +227,17 @@ func (o *place) leaveTurn(prio Priority) {
 // whether there was one. Pull is called for the peers; then Wake again, until it reports false. It
 // belongs after every event that may have ended a slice, and after Tick.
 func (s *Scheduler) Wake(now Instant, touched func(*Peer)) (woken bool) {
-	for _, e := range s.awaited {
+	for i := 0; i < len(s.awaited); i++ {
+		e := s.awaited[i]
+		if e.waiting == 0 {
+			e.listed = false
+			s.awaited = slices.Delete(s.awaited, i, i+1)
+			i--
+			continue
+		}
+		if e.samples > 0 && e.queue(now) >= leaveWithin[DecodeWaits] {
+			continue // room for nobody
+		}
 		turn, due := e.due()
 		for ; !due && turn < numPriorities; turn++ {
 			due = e.turns[turn].Len() > 0
@@ -228,15 +250,11 @@ func (s *Scheduler) Wake(now Instant, touched func(*Peer)) (woken bool) {
 		}
 		_, it := e.turns[turn].At(0)
 		if q := it.Value; q.admits(now, turn, false) {
-			q.out.leaveTurn(turn)
+			q.leaveTurn(turn)
 			touched(q.peer)
 			woken = true
 		}
 	}
-	s.awaited = slices.DeleteFunc(s.awaited, func(e *egress) bool {
-		e.listed = e.waiting > 0
-		return !e.listed
-	})
 	return woken
 }
 
@@ -256,17 +274,20 @@ func (q *pair) leaves(now Instant, fl *flight) {
 	fl.outBusy = float64(o.load) > o.bw*float64(q.least())+float64(q.cut(fl.flow.prio))
 	o.posted += fl.bytes
 	fl.mark = o.posted
+	prio := fl.flow.prio
+	if o.probing && (prio == DecodeWaits || now-o.probed >= probeSpan) {
+		o.probing = false // what is urgent does not wait behind a probe
+	}
 	rate := o.bw
-	if o.probing(now) {
+	if o.probing {
 		rate *= probeGain
 	}
 	o.free = max(o.free, now) + Instant(float64(fl.bytes)/rate)
 	fl.outLeft = o.free
-	prio := fl.flow.prio
 	o.flights[prio]++
 	o.tag[prio] = o.next(prio)
 	o.tags[prio] = o.tag[prio] + fl.bytes
-	o.leaveTurn(prio)
+	q.leaveTurn(prio)
 	if o.owed[prio] > 0 {
 		o.owed[prio] -= float64(fl.bytes) // what is too much is kept from the next share
 	}
@@ -293,7 +314,11 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 	trip := q.trip(o.bw)
 	// A rail that moves less than it can has no queue, and what is late there waits at the peers.
 	free := now - trip + Instant(float64(o.posted-o.cleared)/o.bw)
-	if o.full && !o.probing(now) || free < o.free {
+	if o.probing && free > o.free+probeSlack {
+		// More was sent and nothing more has come: the rail is full.
+		o.probing, o.probeGap = false, min(2*o.probeGap, probeRest)
+	}
+	if o.full && !o.probing || free < o.free {
 		o.free = free
 	}
 	alone := o.delivered-fl.outDelivered == q.delivered-fl.delivered
@@ -317,17 +342,16 @@ func (e *egress) learn(now Instant, bytes uint64) {
 	if e.samples > 0 {
 		rate = max(rate, e.bw*max(0, 1-float64(e.spanTime)/float64(2*outHalf)))
 	}
+	if rate > probeWon*e.bw || e.probeGap == 0 {
+		e.probeGap = probeEvery
+	}
 	e.full = float64(e.spanBytes) >= fullRail*rate*float64(e.spanTime)
 	e.bw, e.samples, e.sampled = rate, min(e.samples+1, 1<<20), now
 	e.spanTime, e.spanBytes = 0, 0
-	if e.full && e.waiting > 0 && e.turns[DecodeWaits].Len() == 0 && now-e.probed >= probeEvery {
-		e.probed = now
+	if e.full && e.waiting > 0 && e.turns[DecodeWaits].Len() == 0 && now-e.probed >= e.probeGap {
+		e.probing, e.probed = true, now
 	}
 }
-
-// probing reports whether more is sent than the rail is believed to move. Where the ends of the peers
-// are what limits a rail, its rate is only what they took; it is found out so that they take more.
-func (e *egress) probing(now Instant) bool { return e.probed > 0 && now-e.probed < probeSpan }
 
 // trip is the least time from when a slice has left the local rail to its confirmation.
 func (q *pair) trip(rate float64) Instant {

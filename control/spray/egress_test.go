@@ -4,6 +4,7 @@ package spray
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 	"time"
 
@@ -123,7 +124,8 @@ func (f *fan) rate(d Instant) (all []float64, sum float64) {
 }
 
 // What a decode waits for takes little longer through a rail over which other peers are sent what
-// nobody waits for, or layers of a prefill; and they get their share, and the rail is full.
+// nobody waits for, or layers of a prefill, whenever it comes; and they get their share, and the rail
+// is full.
 func TestUrgentAmongPeers(t *testing.T) {
 	const bytes = 8 << 20
 	for _, c := range []struct {
@@ -142,18 +144,21 @@ func TestUrgentAmongPeers(t *testing.T) {
 				f.endless(i+1, c.prio)
 			}
 			f.wait(sec)
-			var worst, mean Instant
-			const rounds = 20
-			for range rounds {
-				took := urgent()
-				worst, mean = max(worst, took), mean+took/rounds
-				f.wait(7 * ms)
+			var all []float64
+			const rounds = 200
+			for i := range Instant(rounds) {
+				all = append(all, float64(urgent())/float64(alone))
+				f.wait(5*ms + i*1700*time.Microsecond%(13*ms)) // at any point of what happens every few milliseconds
 			}
+			f.endless(1, c.prio) // one peer alone has taken what it had
 			_, sum := f.rate(sec)
-			t.Logf("8 MiB beside %s to %2d peers: %v alone, %v, %v at worst: %.2f, %.2f; %.3f of the rail", c.prio, others, alone, mean, worst,
-				float64(mean)/float64(alone), float64(worst)/float64(alone), sum/(10*gbit))
-			if float64(mean) > c.ratio*float64(alone) {
-				t.Errorf("8 MiB that a decode waits for take %v beside %s to %d other peers, and %v alone: want %v times at most", mean, c.prio, others, alone, c.ratio)
+			slices.Sort(all)
+			worst := all[rounds-1]
+			t.Logf("8 MiB beside %s to %2d peers: alone %v, times that p50 %.2f, p99 %.2f, most %.2f; %.3f of the rail", c.prio, others, alone,
+				all[rounds/2], all[rounds*99/100], worst, sum/(10*gbit))
+			if worst > c.ratio {
+				t.Errorf("8 MiB that a decode waits for take up to %.2f times as long beside %s to %d other peers as alone: want %v at most",
+					worst, c.prio, others, c.ratio)
 			}
 			if sum < 0.97*10*gbit {
 				t.Errorf("%.3f of the rail is used beside that", sum/(10*gbit))

@@ -40,6 +40,7 @@ type Peer struct {
 	queues   [numPriorities]queue
 	owed     [numPriorities]float64 // bytes, to lower priorities
 	backlog  [numPriorities]int     // chunks that wait
+	inTurns  [numPriorities]int     // pairs that wait for their turn at a local rail
 	flights  int
 	hedged   uint64              // bytes of hedges in flight
 	probing  int                 // pairs in that state
