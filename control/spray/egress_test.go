@@ -31,6 +31,7 @@ type fanConfig struct {
 	near         float64             // bytes per nanosecond
 	far          func(i int) float64 // of peer i; nil: no limit
 	delay        Instant
+	looks        Instant // 0, or so often a receiver looks at what has come, and confirms it
 }
 
 func newFan(t testing.TB, cfg fanConfig) *fan {
@@ -90,7 +91,12 @@ func (f *fan) send(i int, sl Slice) {
 		there = max(f.far[i], there) + Instant(float64(sl.Bytes)/f.cfg.far(i))
 		f.far[i] = there
 	}
-	f.at(there-f.now+f.cfg.delay, func() {
+	at := there + f.cfg.delay
+	if every := f.cfg.looks; every > 0 {
+		phase := Instant(i) * every / 7 // each receiver has its own
+		at = (at+phase+every-1)/every*every - phase
+	}
+	f.at(at-f.now, func() {
 		if f.frozen[i] {
 			return
 		}
@@ -162,6 +168,47 @@ func TestUrgentAmongPeers(t *testing.T) {
 			}
 			if sum < 0.97*10*gbit {
 				t.Errorf("%.3f of the rail is used beside that", sum/(10*gbit))
+			}
+		}
+	}
+}
+
+// The same where receivers that other work keeps from running confirm much at a time. Then a rail
+// seems to move more than it does, and slices to wait longer than they do.
+func TestUrgentAmongPeersThatConfirmInBursts(t *testing.T) {
+	for _, c := range []struct {
+		prio  Priority
+		ratio float64
+	}{{Background, 1.3}, {LayerStream, 1.5}} {
+		for _, looks := range []Instant{ms, 2 * ms, 3 * ms} {
+			const peers, rate = 16, gbit
+			f := newFan(t, fanConfig{peers: peers, rails: 1, near: rate, delay: 50 * time.Microsecond, looks: looks})
+			urgent := func() Instant {
+				fl := f.open(0, DecodeWaits, 8<<20)
+				return f.run(10*sec, fl.landed)
+			}
+			f.run(sec, f.open(0, DecodeWaits, 64<<20).landed)
+			alone := urgent()
+			for i := range peers - 1 {
+				f.endless(i+1, c.prio)
+			}
+			f.wait(sec)
+			var all []float64
+			const rounds = 100
+			for i := range Instant(rounds) {
+				all = append(all, float64(urgent())/float64(alone))
+				f.wait(5*ms + i*1700*time.Microsecond%(13*ms))
+			}
+			_, sum := f.rate(sec)
+			slices.Sort(all)
+			t.Logf("8 MiB beside %s, receivers look every %v: alone %v, times that p50 %.2f, p99 %.2f, most %.2f; %.3f of the rail", c.prio, looks, alone,
+				all[rounds/2], all[rounds*99/100], all[rounds-1], sum/rate)
+			if all[rounds-1] > c.ratio {
+				t.Errorf("8 MiB that a decode waits for take up to %.2f times as long beside %s as alone, where receivers look every %v: want %v at most",
+					all[rounds-1], c.prio, looks, c.ratio)
+			}
+			if sum < 0.75*rate {
+				t.Errorf("%.3f of the rail is used beside that", sum/rate)
 			}
 		}
 	}
