@@ -18,7 +18,7 @@ import (
 
 // NewCommand returns the `rails` command.
 func NewCommand() *cobra.Command {
-	var claims, integrity string
+	var claims, integrity, sidecar string
 	var plain time.Duration
 	var set []string
 	var receivers int
@@ -44,6 +44,7 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 	c.Flags().DurationVar(&plain, "plain", plainSpan, "how long plain streams over all rails at once are measured; over one alone, a second at most")
 	c.Flags().StringArrayVar(&set, "set", nil, "key=value of the sidecars' configuration; repeatable")
 	c.Flags().IntVar(&receivers, "receivers", 1, "sidecars that receive; more than one: measure how they share the rails")
+	c.Flags().StringVar(&sidecar, "sidecar", "", "the program that the sidecars are, for comparing releases (default: this one)")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		o, err := flags.Options()
 		if err != nil {
@@ -82,8 +83,10 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 				return mistake.Errorf("--claims %s: %d rates for the %d rails of --rates: want one for each", claims, len(s.Claims), len(s.Rates))
 			}
 		}
-		if s.Kvspray, err = os.Executable(); err != nil {
-			return err
+		if s.Kvspray = sidecar; sidecar == "" {
+			if s.Kvspray, err = os.Executable(); err != nil {
+				return err
+			}
 		}
 		if receivers > 1 {
 			res, err := RunReceivers(cmd.Context(), o, s, cmd.ErrOrStderr())

@@ -300,8 +300,9 @@ func (r *fanRun) measure(ctx context.Context, out bool, do func(context.Context)
 	if out {
 		read = r.f.sent
 	}
-	from, begin := map[string]uint64{}, time.Now()
-	if from, err = read(ctx); err != nil {
+	begin := time.Now()
+	from, err := read(ctx)
+	if err != nil {
 		return nil, 0, err
 	}
 	if err := do(ctx); err != nil {
