@@ -72,6 +72,7 @@ type egress struct {
 	samples   int
 	sampled   Instant
 	pairs     int
+	alone     *pair // the only one that there ever was; nil: there are several, or were
 
 	waiting int  // pairs in turns
 	listed  bool // in Scheduler.awaited
@@ -91,35 +92,54 @@ type place struct {
 	tripped bool    // that is known
 }
 
-// enter gives a pair its egress.
+// enter gives a pair its egress. As long as the pair is alone there, nothing is counted.
 func (s *Scheduler) enter(q *pair, apart bool) {
-	if apart || s.cfg.Policy != Spray {
+	if q.apart = apart || s.cfg.Policy != Spray; q.apart {
 		return
 	}
 	n := q.path.rail()
 	e := s.egresses[n]
 	if e == nil {
-		e = &egress{bw: q.neutral, late: never, probeGap: probeEvery}
-		s.egresses[n] = e
+		s.egresses[n] = &egress{bw: q.neutral, late: never, probeGap: probeEvery, pairs: 1, alone: q}
+		return
+	}
+	if e.alone != nil {
+		if e.alone.samples > 0 {
+			e.bw = e.alone.bw
+		}
+		e.share(e.alone)
+		e.alone = nil
 	}
 	e.pairs++
+	e.share(q)
+}
+
+// share gives a pair its place beside others.
+func (e *egress) share(q *pair) {
 	q.out = &place{egress: e}
 	for i := range q.out.turn {
 		q.out.turn[i].Value = q
 	}
+	q.tally()
 }
 
 // exit ends that. What the pair has in flight still ends there.
 func (s *Scheduler) exit(q *pair) {
-	if q.out == nil {
+	if q.apart {
 		return
 	}
-	e := q.out.egress
-	for prio := range numPriorities {
-		q.leaveTurn(prio)
+	n := q.path.rail()
+	e := s.egresses[n]
+	if q.out != nil {
+		for prio := range numPriorities {
+			q.leaveTurn(prio)
+		}
+	}
+	if e.alone == q {
+		e.alone = nil
 	}
 	if e.pairs--; e.pairs == 0 {
-		delete(s.egresses, q.path.rail())
+		delete(s.egresses, n)
 	}
 }
 

@@ -35,25 +35,30 @@ type fanConfig struct {
 }
 
 func newFan(t testing.TB, cfg fanConfig) *fan {
-	f := &fan{model: &model{t: t, s: New(Config{}), now: sec}, cfg: cfg, near: make([]Instant, cfg.rails), far: make([]Instant, cfg.peers),
-		frozen: make([]bool, cfg.peers), came: make([]uint64, cfg.peers), rails: map[uint64][2]int{}, dirty: map[*Peer]bool{}}
-	for i := range cfg.peers {
-		p := f.s.Peer(transfer.Boot{byte(i), byte(i >> 8)}, nil)
-		for r := range cfg.rails {
-			for range 2 {
-				f.lanes++
-				name := fmt.Sprint("eth", r)
-				if err := f.s.LaneUp(f.now, p, LaneInfo{ID: f.lanes, Path: Path{"tcp", name, name}, SliceBytes: 1 << 20, MaxSlices: 16, Way: cfg.delay}); err != nil {
-					t.Fatal(err)
-				}
-				f.rails[f.lanes] = [2]int{i, r}
-			}
-		}
-		f.peers = append(f.peers, p)
+	f := &fan{model: &model{t: t, s: New(Config{}), now: sec}, cfg: cfg, near: make([]Instant, cfg.rails), rails: map[uint64][2]int{}, dirty: map[*Peer]bool{}}
+	for range cfg.peers {
+		f.join()
 	}
 	f.p = f.s.Peer(transfer.Boot{255, 255}, nil) // run pulls for it
 	f.tick()
 	return f
+}
+
+// join adds a peer with lanes on every rail.
+func (f *fan) join() {
+	i := len(f.peers)
+	p := f.s.Peer(transfer.Boot{byte(i), byte(i >> 8)}, nil)
+	for r := range f.cfg.rails {
+		for range 2 {
+			f.lanes++
+			name := fmt.Sprint("eth", r)
+			if err := f.s.LaneUp(f.now, p, LaneInfo{ID: f.lanes, Path: Path{"tcp", name, name}, SliceBytes: 1 << 20, MaxSlices: 16, Way: f.cfg.delay}); err != nil {
+				f.t.Fatal(err)
+			}
+			f.rails[f.lanes] = [2]int{i, r}
+		}
+	}
+	f.peers, f.far, f.frozen, f.came = append(f.peers, p), append(f.far, 0), append(f.frozen, false), append(f.came, 0)
 }
 
 func (f *fan) tick() {
@@ -329,5 +334,28 @@ func TestNoPeerStarves(t *testing.T) {
 	t.Logf("of the rail %.3f: two urgent peers %.3f and %.3f, layers %.3f, background %.3f", sum/(10*gbit), all[0]/sum, all[1]/sum, all[2]/sum, all[3]/sum)
 	if urgent := all[0] + all[1]; all[2] < 0.9*urgent/8 || all[3] < 0.9*urgent/16 || sum < 0.97*10*gbit {
 		t.Errorf("of the rail %.3f: urgent %.3f, layers %.3f, background %.3f: want an eighth and a sixteenth", sum/(10*gbit), urgent/sum, all[2]/sum, all[3]/sum)
+	}
+}
+
+// A peer that joins another one on a rail has its share at once, and leaves it when it has nothing to send.
+func TestPeerJoins(t *testing.T) {
+	f := newFan(t, fanConfig{peers: 1, rails: 1, near: 10 * gbit, delay: 50 * time.Microsecond})
+	f.endless(0, LayerStream)
+	f.wait(200 * ms)
+	if f.peers[0].pairs[0].out != nil {
+		t.Error("what a peer alone sends is counted at the rail")
+	}
+	f.join()
+	other := f.open(1, LayerStream, 1<<30)
+	f.wait(50 * ms)
+	all, sum := f.rate(200 * ms)
+	t.Logf("%.3f of the rail, %.3f and %.3f", sum/(10*gbit), all[0]/sum, all[1]/sum)
+	if least := min(all[0], all[1]) / max(all[0], all[1]); sum < 0.97*10*gbit || least < 0.9 {
+		t.Errorf("%.3f of the rail is used, and one has %.3f of the other: want 0.97 and 0.9", sum/(10*gbit), least)
+	}
+	other.Close()
+	f.wait(100 * ms)
+	if all, _ := f.rate(200 * ms); all[0] < 0.97*10*gbit {
+		t.Errorf("after the other has ended it has %.3f of the rail", all[0]/(10*gbit))
 	}
 }

@@ -44,8 +44,9 @@ type pair struct {
 	b1       float64
 	spare    *lane // the one that background leaves alone; nil: there are not two
 
-	out *place // at the local rail; nil: nobody else can be in its way there
+	out *place // at the local rail; nil: nobody else is in its way there
 
+	apart  bool // nobody ever can be
 	path   Path
 	peer   *Peer
 	index  int // in peer.pairs
