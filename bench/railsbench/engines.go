@@ -26,13 +26,17 @@ import (
 const (
 	maxLayers      = 32
 	tokensPerBlock = 16
+	atSource       = 0 // in Pair.region
+	atDest         = 1
 	maxChecks      = 64 // transfers whose content waits to be compared
 	compareNice    = 10 // of the thread that compares
 )
 
-// Pair is an engine at each sidecar, with equal caches.
+// Pair is an engine at each of two sidecars, with equal caches.
 type Pair struct {
 	field *Field
+	from  netrig.Side
+	to    netrig.Side
 	id    string // of both engines: a sidecar tells its workers apart by it
 	shape connectortest.Shape
 	n     int // blocks of one transfer, in each layer
@@ -75,14 +79,19 @@ type Transfer struct {
 }
 
 // Engines adds a pair of engines whose transfers have `total` bytes in blocks of `block`, with room for so many at a time.
-func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) (_ *Pair, err error) {
+func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) (*Pair, error) {
+	return f.EnginesAt(ctx, netrig.Sender, netrig.Receiver, block, total, slots)
+}
+
+// EnginesAt is Engines for a sender and a receiver of the rig, or the other way round.
+func (f *Field) EnginesAt(ctx context.Context, from, to netrig.Side, block int, total int64, slots int) (_ *Pair, err error) {
 	pages := int(total / int64(block))
 	layers := 1
 	for layers < maxLayers && pages%(2*layers) == 0 {
 		layers *= 2
 	}
 	n := pages / layers
-	p := &Pair{field: f, id: fmt.Sprintf("e%d", len(f.pairs)), n: n, shape: connectortest.Shape{Layers: layers, NumBlocks: uint32(n * slots), TokensPerBlock: tokensPerBlock,
+	p := &Pair{field: f, from: from, to: to, id: fmt.Sprintf("e%d", f.made), n: n, shape: connectortest.Shape{Layers: layers, NumBlocks: uint32(n * slots), TokensPerBlock: tokensPerBlock,
 		TokenBytes: uint64(block / tokensPerBlock)}, slots: make(chan []uint32, slots), checks: make(chan *Transfer, maxChecks),
 		waits: map[waitKey]chan connectortest.Completion{}}
 	var seed [32]byte
@@ -99,9 +108,9 @@ func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) 
 			return nil, err
 		}
 	}
-	b, _ := p.region[netrig.Sender].Bytes()
+	b, _ := p.region[atSource].Bytes()
 	_, _ = random.Read(b) // never fails
-	b, _ = p.region[netrig.Receiver].Bytes()
+	b, _ = p.region[atDest].Bytes()
 	for i := 0; i < len(b); i += 4096 {
 		b[i] = 1 // resident, as an engine's cache is
 	}
@@ -119,20 +128,21 @@ func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) 
 	p.wg.Add(1)
 	go p.compare()
 	f.pairs = append(f.pairs, p)
+	f.made++
 	return p, nil
 }
 
 // connect registers both engines with the sidecars of now.
 func (p *Pair) connect(ctx context.Context) (err error) {
 	p.disconnect()
-	dial := func(side netrig.Side) (*connectortest.Worker, error) {
+	dial := func(side netrig.Side, region *mem.Region) (*connectortest.Worker, error) {
 		return connectortest.DialWorker(ctx, connectortest.Config{Socket: p.field.nodes[side].socket, Layout: p.shape.Layout(),
-			Regions: []*mem.Region{p.region[side]}, Engine: msg.Engine{Name: "bench", Version: "1", ID: p.id}})
+			Regions: []*mem.Region{region}, Engine: msg.Engine{Name: "bench", Version: "1", ID: p.id}})
 	}
-	if p.src, err = dial(netrig.Sender); err != nil {
+	if p.src, err = dial(p.from, p.region[atSource]); err != nil {
 		return fmt.Errorf("engine at the sending sidecar: %w\n%s", err, p.field.Logs())
 	}
-	if p.dst, err = dial(netrig.Receiver); err != nil {
+	if p.dst, err = dial(p.to, p.region[atDest]); err != nil {
 		return fmt.Errorf("engine at the receiving sidecar: %w\n%s", err, p.field.Logs())
 	}
 	ctx, p.stop = context.WithCancel(context.Background())
@@ -206,7 +216,7 @@ func (p *Pair) knock() (uint64, error) {
 	var h [32]byte
 	_, _ = crand.Read(x[:])
 	_, _ = crand.Read(h[:])
-	return p.dst.Expect(msg.Expect{Xfer: x, Hash: h, Tokens: uint32(p.n) * tokensPerBlock, Peer: p.field.nodes[netrig.Sender].peer, Skip: []uint32{0},
+	return p.dst.Expect(msg.Expect{Xfer: x, Hash: h, Tokens: uint32(p.n) * tokensPerBlock, Peer: p.field.nodes[p.from].peer, Skip: []uint32{0},
 		Blocks: [][]uint32{t}, PartnerMS: uint64(meetPatience.Milliseconds())})
 }
 
@@ -242,7 +252,7 @@ func (p *Pair) Begin(ctx context.Context, o Order) (*Transfer, error) {
 		DeadlineMS: uint64(o.Deadline.Milliseconds())}); err != nil {
 		return nil, fmt.Errorf("intent: %w", err)
 	}
-	m := msg.Expect{Xfer: x, Hash: h, Tokens: tokens, Peer: p.field.nodes[netrig.Sender].peer, Skip: []uint32{0}, Blocks: [][]uint32{t.to},
+	m := msg.Expect{Xfer: x, Hash: h, Tokens: tokens, Peer: p.field.nodes[p.from].peer, Skip: []uint32{0}, Blocks: [][]uint32{t.to},
 		Prio: o.Priority, DeadlineMS: uint64(o.Deadline.Milliseconds())}
 	if err := p.dst.Push(board.RecExpect, lease, m.Append(nil), false); err != nil {
 		return nil, fmt.Errorf("expect: %w", err)
@@ -323,7 +333,7 @@ func (p *Pair) same(t *Transfer) error {
 	}
 	for l := range p.shape.Layers {
 		for k := range t.to {
-			if !named[k] && !bytes.Equal(p.shape.Page(p.region[netrig.Sender], l, t.from[k]), p.shape.Page(p.region[netrig.Receiver], l, t.to[k])) {
+			if !named[k] && !bytes.Equal(p.shape.Page(p.region[atSource], l, t.from[k]), p.shape.Page(p.region[atDest], l, t.to[k])) {
 				return fmt.Errorf("content differs: layer %d, block %d of the transfer", l, k)
 			}
 		}
@@ -338,7 +348,7 @@ func (t *Transfer) Scribble(mark byte) (intact func() bool) {
 	each := func(f func(page []byte) bool) bool {
 		for l := range p.shape.Layers {
 			for _, b := range t.to {
-				if !f(p.shape.Page(p.region[netrig.Receiver], l, b)) {
+				if !f(p.shape.Page(p.region[atDest], l, b)) {
 					return false
 				}
 			}

@@ -15,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -38,6 +39,7 @@ const (
 // Setup is what a field is made from.
 type Setup struct {
 	Rates     []timeline.Rate
+	Receivers int             // 0 is 1
 	Claims    []timeline.Rate // what the links claim; nil: nothing, as a veth
 	Policy    string          // of the sidecars; "" is their default
 	Integrity string          // off, crc32c or aead; "" is the sidecars' default
@@ -46,15 +48,16 @@ type Setup struct {
 	Plain     time.Duration   // Run: that plain streams over all rails at once are measured
 }
 
-// Field is rails with a sidecar at each end.
+// Field is rails with a sidecar at each end: a sender and one receiver or several.
 type Field struct {
 	Rig *netrig.Rig
 
 	setup Setup
 	say   *progress.Line // nil: nobody waits
 	dir   string
-	nodes [2]*node
+	nodes []*node // by Side
 	pairs []*Pair
+	made  int // pairs so far
 }
 
 // node is one sidecar process.
@@ -80,9 +83,10 @@ func Open(ctx context.Context, s Setup) (_ *Field, err error) {
 			f.Close()
 		}
 	}()
-	if f.Rig, err = netrig.New(s.Rates); err != nil {
+	if f.Rig, err = netrig.NewFan(s.Rates, max(s.Receivers, 1)); err != nil {
 		return nil, err
 	}
+	f.nodes = make([]*node, 1+f.Rig.Receivers())
 	if f.dir, err = os.MkdirTemp("", "kvrails"); err != nil {
 		return nil, err
 	}
@@ -238,7 +242,11 @@ func (n *node) stop() {
 
 // Logs are what the sidecars wrote last, for errors.
 func (f *Field) Logs() string {
-	return "sending sidecar:\n" + f.nodes[netrig.Sender].tail() + "\nreceiving sidecar:\n" + f.nodes[netrig.Receiver].tail()
+	out := "sending sidecar:\n" + f.nodes[netrig.Sender].tail()
+	for _, n := range f.nodes[netrig.Receiver:] {
+		out += "\nreceiving sidecar:\n" + n.tail()
+	}
+	return out
 }
 
 // Get reads a document of a sidecar's HTTP service into v.
@@ -284,6 +292,7 @@ type State struct {
 
 // PairState is one pair of rails, as its sidecar sees it.
 type PairState struct {
+	Peer string `json:"peer"`
 	Path struct {
 		Transport string `json:"transport"`
 		Local     string `json:"local"`
@@ -313,7 +322,7 @@ func (f *Field) State(ctx context.Context, side netrig.Side) (*State, error) {
 	return &s, f.Get(ctx, side, "/debug/state", &s)
 }
 
-// Meet waits until the sidecars have a lane on every rail, without moving anything: somebody expects what nobody will send.
+// Meet waits until the sidecars of a pair have a lane on every rail, without moving anything: somebody expects what nobody will send.
 func (f *Field) Meet(ctx context.Context, p *Pair) error {
 	lease, err := p.knock()
 	if err != nil {
@@ -326,8 +335,9 @@ func (f *Field) Meet(ctx context.Context, p *Pair) error {
 	defer poll.Stop()
 	for {
 		met := 0
-		for side := range f.nodes {
-			s, err := f.State(ctx, netrig.Side(side))
+		sides := []netrig.Side{p.from, p.to}
+		for _, side := range sides {
+			s, err := f.State(ctx, side)
 			if err != nil {
 				return fmt.Errorf("waiting for lanes: %w\n%s", err, f.Logs())
 			}
@@ -341,7 +351,7 @@ func (f *Field) Meet(ctx context.Context, p *Pair) error {
 				met++
 			}
 		}
-		if met == len(f.nodes) {
+		if met == len(sides) {
 			return nil
 		}
 		select {
@@ -355,6 +365,14 @@ func (f *Field) Meet(ctx context.Context, p *Pair) error {
 // Signal sends a signal to one sidecar.
 func (f *Field) Signal(side netrig.Side, sig os.Signal) error {
 	return f.nodes[side].cmd.Process.Signal(sig)
+}
+
+// Drop ends pairs of engines.
+func (f *Field) Drop(pairs ...*Pair) {
+	for _, p := range pairs {
+		p.close()
+	}
+	f.pairs = slices.DeleteFunc(f.pairs, func(p *Pair) bool { return slices.Contains(pairs, p) })
 }
 
 // Close ends engines and sidecars and removes everything.

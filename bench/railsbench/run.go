@@ -52,17 +52,8 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*
 	f.say = say
 	res := &timeline.Result{Bench: "rails", Version: here.Version, Host: here.String(), Block: o.Block, Total: o.Total,
 		Duration: timeline.Seconds(o.Duration), Policy: o.Policy, Faults: o.Faults}
-	for try := 1; ; try++ {
-		if res.Rails, res.Together, err = f.Plain(ctx, s.Plain); err != nil {
-			return nil, err
-		}
-		if err = void(res.Rails, res.Together); err == nil {
-			break
-		}
-		if try == plainTries {
-			return nil, err
-		}
-		say.Say("%v", err)
+	if res.Rails, res.Together, err = f.Baseline(ctx); err != nil {
+		return nil, err
 	}
 	for _, r := range res.Rails {
 		say.Say("%s of %s: a plain stream alone carries %s", r.Name, r.Rate, r.Alone)
@@ -85,6 +76,22 @@ func Run(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*
 	}
 	say.Phase("moving %s of %s, and comparing what came", what, timeline.FormatSize(o.Total))
 	return res, f.Move(ctx, p, o, Pipelined, res)
+}
+
+// Baseline is Plain on a machine that is quiet enough, at one of a few tries.
+func (f *Field) Baseline(ctx context.Context) (rails []timeline.Rail, all timeline.Rate, err error) {
+	for try := 1; ; try++ {
+		if rails, all, err = f.Plain(ctx, f.setup.Plain); err != nil {
+			return nil, 0, err
+		}
+		if err = void(rails, all); err == nil {
+			return rails, all, nil
+		}
+		if try == plainTries {
+			return nil, 0, err
+		}
+		f.say.Say("%v", err)
+	}
 }
 
 // void is the error of a run that would compare with a disturbed baseline: its shares would tell of the disturbance, and not of the rails.

@@ -37,13 +37,24 @@ type Options struct {
 	HTML     string
 }
 
+// Written is a result that goes to a file as JSON, or is printed for people.
+type Written interface {
+	Write(w io.Writer) error
+	Print(w io.Writer) error
+}
+
 // Save writes a result where the options say: as JSON, as what html makes of it, and for people where neither goes to standard output.
 func (o *Options) Save(r *Result, stdout io.Writer, html func(io.Writer, *Result) error) error {
-	if err := save(o.JSON, stdout, r.Write); err != nil {
-		return fmt.Errorf("--json: %w", err)
-	}
 	if err := save(o.HTML, stdout, func(w io.Writer) error { return html(w, r) }); err != nil {
 		return fmt.Errorf("--html: %w", err)
+	}
+	return o.Store(stdout, r)
+}
+
+// Store writes a result that has no chart.
+func (o *Options) Store(stdout io.Writer, r Written) error {
+	if err := save(o.JSON, stdout, r.Write); err != nil {
+		return fmt.Errorf("--json: %w", err)
 	}
 	if o.JSON == "-" || o.HTML == "-" {
 		return nil

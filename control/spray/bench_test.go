@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kvspray/kvspray/transfer"
 )
 
@@ -70,6 +72,10 @@ func TestHotPathDoesNotAllocate(t *testing.T) {
 			t.Errorf("%d pairs: %v allocations for a pull and a confirmation", n, a)
 		}
 	}
+	end, _ := sharedRails(t, 16, 4)
+	if a := testing.AllocsPerRun(500, end); a != 0 {
+		t.Errorf("16 peers over 4 rails: %v allocations for a slice", a)
+	}
 }
 
 // BenchmarkPull is one pull and one confirmation.
@@ -84,4 +90,129 @@ func BenchmarkPull(b *testing.B) {
 			}
 		})
 	}
+}
+
+// cpuTime is what this process has used of the processors, which other load changes less than the
+// time that passed.
+func cpuTime() time.Duration {
+	var u unix.Rusage
+	_ = unix.Getrusage(unix.RUSAGE_SELF, &u) // cannot fail: both arguments are right
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}
+
+// BenchmarkPeers is all that the scheduler does about one slice where several peers share the local
+// rails: its confirmation, the turns, the pull that gives the next one, and the pulls that find
+// nothing.
+func BenchmarkPeers(b *testing.B) {
+	for _, c := range [][2]int{{2, 1}, {4, 2}, {16, 1}, {16, 4}, {64, 4}} {
+		b.Run(fmt.Sprintf("%dpeers%drails", c[0], c[1]), func(b *testing.B) {
+			end, slices := sharedRails(b, c[0], c[1])
+			b.ReportAllocs()
+			from, cpu := *slices, cpuTime()
+			for b.Loop() {
+				end()
+			}
+			b.ReportMetric(float64(cpuTime()-cpu)/float64(*slices-from), "cpu-ns/slice")
+		})
+	}
+}
+
+// sharedRails is a scheduler with peers that share local rails of 10 Gbit/s, all with layer streams
+// without end: end confirms the slice that is due next and gives out what fits then.
+func sharedRails(t testing.TB, peers, rails int) (end func(), slices *int) {
+	const rate = 1.25 // bytes per nanosecond of each rail
+	s := New(Config{})
+	var all []*Peer
+	lane, at := map[uint64]int{}, make([]Instant, rails)
+	id := uint64(0)
+	for i := range peers {
+		p := s.Peer(transfer.Boot{byte(i)}, i)
+		for r := range rails {
+			for range 2 {
+				id++
+				name := fmt.Sprint("eth", r)
+				if err := s.LaneUp(0, p, LaneInfo{ID: id, Path: Path{"tcp", name, name}, SliceBytes: 1 << 20, MaxSlices: 16, Way: 50 * time.Microsecond}); err != nil {
+					t.Fatal(err)
+				}
+				lane[id] = r
+			}
+		}
+		all = append(all, p)
+	}
+	sp := space(t, 1<<32-1<<20)
+	type due struct {
+		at     Instant
+		peer   *Peer
+		cookie uint64
+	}
+	var q [1 << 14]due
+	head, n := make([]int, rails), make([]int, rails)
+	slices = new(int)
+	size := len(q) / rails
+	slot := func(r, i int) *due { return &q[r*size+(head[r]+i)%size] }
+	now := Instant(0)
+	dirty := make([]*Peer, 0, peers)
+	marked := make([]bool, peers)
+	touch := func(p *Peer) {
+		if i := p.Owner.(int); !marked[i] {
+			marked[i] = true
+			dirty = append(dirty, p)
+		}
+	}
+	open := func(p *Peer) {
+		f := s.Open(p, LayerStream, 0, sp, nil)
+		f.Ready(sp.All())
+	}
+	ticked := Instant(0)
+	assign := func() {
+		for again := true; again; again = s.Wake(now, touch) {
+			for _, p := range dirty {
+				marked[p.Owner.(int)] = false
+				for {
+					sl, ok := s.Pull(now, p)
+					if !ok {
+						break
+					}
+					*slices++
+					r := lane[sl.Lane]
+					at[r] = max(at[r], now) + Instant(float64(sl.Bytes)/rate)
+					*slot(r, n[r]) = due{at[r] + 50*time.Microsecond, p, sl.Cookie}
+					n[r]++
+				}
+			}
+			dirty = dirty[:0]
+		}
+	}
+	for _, p := range all {
+		open(p)
+		touch(p)
+	}
+	assign()
+	end = func() {
+		r := 0
+		for k := range rails {
+			if n[k] > 0 && (n[r] == 0 || slot(k, 0).at < slot(r, 0).at) {
+				r = k
+			}
+		}
+		d := *slot(r, 0)
+		head[r], n[r] = (head[r]+1)%size, n[r]-1
+		now = max(now, d.at)
+		if now-ticked >= tickEvery {
+			ticked = now
+			s.Tick(now, touch)
+		}
+		if _, ok := s.End(now, d.cookie, Confirmed); !ok {
+			t.Fatal("unknown slice")
+		}
+		if d.peer.waits(Background) < 1000 {
+			open(d.peer)
+		}
+		touch(d.peer)
+		assign()
+	}
+	for range 1 << 15 {
+		end()
+	}
+	return end, slices
 }

@@ -15,26 +15,38 @@ var leaveWithin = [numPriorities]Instant{spareTime, spareTime - sliceTime, lowSl
 
 // Times of the model of a local rail.
 const (
-	outSpan    = 8 * time.Millisecond // its rate is measured over so long
-	outHalf    = 5 * time.Second      // a rate that is not reached any more halves in so long
-	probeEvery = 100 * time.Millisecond
+	outSpan    = 16 * time.Millisecond   // its rate is measured over so long
+	outHalf    = time.Second             // a rate that is not reached any more halves in so long
+	probeEvery = 100 * time.Millisecond  // between two probes of a rail of which they find more
+	probeRest  = 3200 * time.Millisecond // and at most, where they find nothing: each one doubles it
 	probeSpan  = 12 * time.Millisecond
+	probeLook  = 3 * time.Millisecond // in each of these a probe is judged by what is least late
+	outLate    = spareTime            // a slice may be late by, and it is still the rail that it waited for
+	outSlack   = sliceTime / 4        // what is less late than that says nothing of a queue
 )
 
 // Numbers of the model of a local rail.
 const (
-	fullRail  = 0.9  // of its rate: where it moves that, it is what slices wait for
-	probeGain = 1.25 // times its rate is sent for probeSpan
+	fullRail  = 0.9   // of its rate: where it moves that, it is what slices wait for
+	outSlices = 16    // of which its rate is measured at least
+	outWeight = 0.5   // of the newest sample
+	probeGain = 1.125 // times its rate is sent for probeSpan
 )
 
 // egress is one local rail with what leaves over it, to all peers. Pairs that share it stand in one
 // queue, which is that of the network card, so the prediction of a pair and what it may send follow
 // from what all of them have in flight. A pair that is alone there is ruled by its own window only.
 //
-// What waits there follows from time: free is when the rail will have moved what was posted. It is
-// brought to the truth by each confirmation of a slice that was posted after all others that were
-// confirmed: what was posted before such a slice has left. Bytes that wait elsewhere, at a peer that
-// is slow or stopped, therefore count no longer than the next confirmation of another peer.
+// What waits there follows from time: free is when the rail will have moved what was posted. The
+// confirmations of slices that were posted after all others that were confirmed bring it to the truth:
+// what was posted before such a slice has left. Bytes that wait elsewhere, at a peer that is slow or
+// stopped, therefore count no longer than the next confirmation of another peer. A confirmation that
+// is early is the truth. One that is late may have waited at its peer, or for one of two processes to
+// run; so what all of them in a span are late by, the least, is what the rail was longer busy.
+//
+// The rate of the rail is what was confirmed in a span in which it was the rail that slices waited
+// for. Bursts of confirmations say nothing: of a rate that is believed too high no pair waits, and
+// what is urgent finds every other pair's window in front of it.
 //
 // Pairs for which there is no room take turns, the more urgent before the less urgent, and among
 // equals the one that was given the fewest bytes (start-time fair queueing).
@@ -46,13 +58,21 @@ type egress struct {
 	delivAt   Instant // the last of them, or when the rail was idle last
 	spanBytes uint64  // bytes confirmed since the last sample
 	spanTime  Instant // and the time in which the rail was busy
+	spanCount int     // and slices
+	spanIdle  bool    // nobody waited for the rail at some time since
+	spanDry   bool    // it had nothing to move at some time since
+	late      Instant // the least that a confirmation was late by since; never: there was none
 	free      Instant
 	bw        float64 // bytes per nanosecond
-	full      bool    // it moved that, or nearly, when it was measured last
-	probed    Instant // when it was tried last whether there is more
+	probing   bool    // more is sent than that
+	probed    Instant // when that began last
+	probeGap  Instant // until it begins again
+	looked    Instant // at the probe last
+	lookLate  Instant // as late, since then
 	samples   int
 	sampled   Instant
 	pairs     int
+	alone     *pair // the only one that there ever was; nil: there are several, or were
 
 	waiting int  // pairs in turns
 	listed  bool // in Scheduler.awaited
@@ -66,41 +86,60 @@ type egress struct {
 type place struct {
 	*egress
 	counted uint64 // of egress.load
-	seq     uint64 // orders equals
 	tags    [numPriorities]uint64
 	turn    [numPriorities]heap.Item[*pair]
+	wayBack Instant // from when a slice has left to its confirmation, the mean; see trip
+	tripped bool    // that is known
 }
 
-// enter gives a pair its egress.
+// enter gives a pair its egress. As long as the pair is alone there, nothing is counted.
 func (s *Scheduler) enter(q *pair, apart bool) {
-	if apart || s.cfg.Policy != Spray {
+	if q.apart = apart || s.cfg.Policy != Spray; q.apart {
 		return
 	}
 	n := q.path.rail()
 	e := s.egresses[n]
 	if e == nil {
-		e = &egress{bw: q.neutral}
-		s.egresses[n] = e
+		s.egresses[n] = &egress{bw: q.neutral, late: never, probeGap: probeEvery, pairs: 1, alone: q}
+		return
+	}
+	if e.alone != nil {
+		if e.alone.samples > 0 {
+			e.bw = e.alone.bw
+		}
+		e.share(e.alone)
+		e.alone = nil
 	}
 	e.pairs++
-	s.seq++
-	q.out = &place{egress: e, seq: s.seq}
+	e.share(q)
+}
+
+// share gives a pair its place beside others.
+func (e *egress) share(q *pair) {
+	q.out = &place{egress: e}
 	for i := range q.out.turn {
 		q.out.turn[i].Value = q
 	}
+	q.tally()
 }
 
 // exit ends that. What the pair has in flight still ends there.
 func (s *Scheduler) exit(q *pair) {
-	if q.out == nil {
+	if q.apart {
 		return
 	}
-	e := q.out.egress
-	for prio := range numPriorities {
-		q.out.leaveTurn(prio)
+	n := q.path.rail()
+	e := s.egresses[n]
+	if q.out != nil {
+		for prio := range numPriorities {
+			q.leaveTurn(prio)
+		}
+	}
+	if e.alone == q {
+		e.alone = nil
 	}
 	if e.pairs--; e.pairs == 0 {
-		delete(s.egresses, q.path.rail())
+		delete(s.egresses, n)
 	}
 }
 
@@ -197,17 +236,26 @@ func (s *Scheduler) await(q *pair, prio Priority) {
 	if o == nil || o.turn[prio].Queued() {
 		return
 	}
-	o.turns[prio].Set(&o.turn[prio], heap.Key{At: time.Duration(o.next(prio)), Seq: o.seq})
+	s.seq++ // of pairs with the same tag, the one that has waited longest comes first
+	o.turns[prio].Set(&o.turn[prio], heap.Key{At: time.Duration(o.next(prio)), Seq: s.seq})
+	q.peer.inTurns[prio]++
 	if o.waiting++; !o.listed {
 		o.listed = true
 		s.awaited = append(s.awaited, o.egress)
 	}
 }
 
-func (o *place) leaveTurn(prio Priority) {
-	if o.turn[prio].Queued() {
+// waitsTurn reports whether the pair stands in turns already. Then Wake alone says when it is its
+// turn, so that nothing has to be looked at again for each event at its peer.
+func (q *pair) waitsTurn(prio Priority, owed bool) bool {
+	return q.out != nil && !owed && q.out.turn[prio].Queued()
+}
+
+func (q *pair) leaveTurn(prio Priority) {
+	if o := q.out; o.turn[prio].Queued() {
 		o.turns[prio].Remove(&o.turn[prio])
 		o.waiting--
+		q.peer.inTurns[prio]--
 	}
 }
 
@@ -215,7 +263,17 @@ func (o *place) leaveTurn(prio Priority) {
 // whether there was one. Pull is called for the peers; then Wake again, until it reports false. It
 // belongs after every event that may have ended a slice, and after Tick.
 func (s *Scheduler) Wake(now Instant, touched func(*Peer)) (woken bool) {
-	for _, e := range s.awaited {
+	for i := 0; i < len(s.awaited); i++ {
+		e := s.awaited[i]
+		if e.waiting == 0 {
+			e.listed = false
+			s.awaited = slices.Delete(s.awaited, i, i+1)
+			i--
+			continue
+		}
+		if e.samples > 0 && e.queue(now) >= leaveWithin[DecodeWaits] {
+			continue // room for nobody
+		}
 		turn, due := e.due()
 		for ; !due && turn < numPriorities; turn++ {
 			due = e.turns[turn].Len() > 0
@@ -228,15 +286,11 @@ func (s *Scheduler) Wake(now Instant, touched func(*Peer)) (woken bool) {
 		}
 		_, it := e.turns[turn].At(0)
 		if q := it.Value; q.admits(now, turn, false) {
-			q.out.leaveTurn(turn)
+			q.leaveTurn(turn)
 			touched(q.peer)
 			woken = true
 		}
 	}
-	s.awaited = slices.DeleteFunc(s.awaited, func(e *egress) bool {
-		e.listed = e.waiting > 0
-		return !e.listed
-	})
 	return woken
 }
 
@@ -246,8 +300,8 @@ func (q *pair) leaves(now Instant, fl *flight) {
 	if o == nil {
 		return
 	}
-	if o.load == 0 {
-		o.delivAt = now
+	if fl.outClean = o.load == 0; fl.outClean {
+		o.delivAt, o.spanDry = now, true
 		if o.samples > 0 && now-o.sampled >= neutralAfter {
 			o.samples, o.bw = 0, q.neutral
 		}
@@ -256,17 +310,20 @@ func (q *pair) leaves(now Instant, fl *flight) {
 	fl.outBusy = float64(o.load) > o.bw*float64(q.least())+float64(q.cut(fl.flow.prio))
 	o.posted += fl.bytes
 	fl.mark = o.posted
+	prio := fl.flow.prio
+	if o.probing && prio == DecodeWaits {
+		o.probing = false // what is urgent does not wait behind a probe
+	}
 	rate := o.bw
-	if o.probing(now) {
+	if o.probing {
 		rate *= probeGain
 	}
 	o.free = max(o.free, now) + Instant(float64(fl.bytes)/rate)
 	fl.outLeft = o.free
-	prio := fl.flow.prio
 	o.flights[prio]++
 	o.tag[prio] = o.next(prio)
 	o.tags[prio] = o.tag[prio] + fl.bytes
-	o.leaveTurn(prio)
+	q.leaveTurn(prio)
 	if o.owed[prio] > 0 {
 		o.owed[prio] -= float64(fl.bytes) // what is too much is kept from the next share
 	}
@@ -277,66 +334,114 @@ func (q *pair) leaves(now Instant, fl *flight) {
 	}
 }
 
-// left takes the confirmation of a slice, and returns at what rate the local rail moved all that
-// left it meanwhile; 0: the slice tells nothing of that, for it came late or found the rail idle.
+// left takes the confirmation of a slice, and returns the rate of the local rail if that is what the
+// slice waited for; 0: it came late, or found the rail idle.
 func (q *pair) left(now Instant, fl *flight) (rate float64) {
 	o := q.out
 	if o == nil || fl.mark == 0 {
 		return 0
 	}
 	o.delivered += fl.bytes
-	o.learn(now, fl.bytes)
-	if fl.mark <= o.cleared {
-		return 0 // others that were posted later have arrived: what held it up was not the local rail
+	if fl.outClean {
+		took := max(now-fl.posted-Instant(float64(fl.bytes)/o.bw), 0)
+		if o.tripped {
+			took = Instant(ewma(float64(o.wayBack), float64(took), alpha))
+		}
+		o.wayBack, o.tripped = took, true
 	}
-	o.cleared = fl.mark
 	trip := q.trip(o.bw)
-	// A rail that moves less than it can has no queue, and what is late there waits at the peers.
-	free := now - trip + Instant(float64(o.posted-o.cleared)/o.bw)
-	if o.full && !o.probing(now) || free < o.free {
-		o.free = free
+	newest := fl.mark > o.cleared // else others that were posted later have arrived: it waited elsewhere
+	if newest {
+		o.cleared = fl.mark
+		late := now - trip + Instant(float64(o.posted-o.cleared)/o.bw) - o.free
+		if late < 0 {
+			o.free += late
+			late = 0
+		}
+		o.late, o.lookLate = min(o.late, late), min(o.lookLate, late)
 	}
+	o.learn(now, fl.bytes)
 	alone := o.delivered-fl.outDelivered == q.delivered-fl.delivered
-	if !fl.outBusy || alone || now-trip-fl.posted > 2*(fl.outLeft-fl.posted) {
+	if !newest || o.samples == 0 || !fl.outBusy || alone || now-trip-fl.posted > 2*(fl.outLeft-fl.posted+outLate) {
 		return 0
 	}
-	rate = float64(o.delivered-fl.outDelivered) / float64(max(now-fl.outBegin, time.Microsecond))
-	return min(max(rate, smallest), maxClaim)
+	return o.bw
 }
 
-// learn follows the rate of the rail: the most that was confirmed in outSpan of the time in which it
-// was busy, and less from then on, until as much comes again.
+// learn follows the rate of the rail, and what waits there.
 func (e *egress) learn(now Instant, bytes uint64) {
 	e.spanTime += now - e.delivAt
 	e.spanBytes += bytes
+	e.spanCount++
+	e.spanIdle = e.spanIdle || e.waiting == 0
 	e.delivAt = now
-	if e.spanTime < outSpan {
+	if e.probing {
+		e.judge(now)
+	}
+	if e.spanTime < outSpan || e.spanCount < outSlices {
 		return
 	}
 	rate := min(max(float64(e.spanBytes)/float64(e.spanTime), smallest), maxClaim)
-	if e.samples > 0 {
-		rate = max(rate, e.bw*max(0, 1-float64(e.spanTime)/float64(2*outHalf)))
+	late := e.late
+	if late == never {
+		late = 0
 	}
-	e.full = float64(e.spanBytes) >= fullRail*rate*float64(e.spanTime)
-	e.bw, e.samples, e.sampled = rate, min(e.samples+1, 1<<20), now
-	e.spanTime, e.spanBytes = 0, 0
-	if e.full && e.waiting > 0 && e.turns[DecodeWaits].Len() == 0 && now-e.probed >= probeEvery {
-		e.probed = now
+	full := rate >= fullRail*e.bw
+	switch {
+	case e.samples == 0:
+		e.bw = rate
+	case e.probing:
+	case rate > e.bw:
+		e.bw = ewma(e.bw, rate, outWeight)
+	default:
+		e.bw = max(rate, e.bw*max(0, 1-float64(e.spanTime)/float64(2*outHalf)))
+	}
+	if full {
+		e.free += late // a rail that moves less than it can has no queue: what is late waits at the peers
+	}
+	e.samples, e.sampled = min(e.samples+1, 1<<20), now
+	e.restart()
+	if full && !e.probing && e.waiting > 0 && e.turns[DecodeWaits].Len() == 0 && now-e.probed >= e.probeGap {
+		e.probing, e.probed, e.looked, e.lookLate = true, now, now, never
 	}
 }
 
-// probing reports whether more is sent than the rail is believed to move. Where the ends of the peers
-// are what limits a rail, its rate is only what they took; it is found out so that they take more.
-func (e *egress) probing(now Instant) bool { return e.probed > 0 && now-e.probed < probeSpan }
+func (e *egress) restart() {
+	e.spanTime, e.spanBytes, e.spanCount, e.spanIdle, e.spanDry, e.late = 0, 0, 0, false, false, never
+}
 
-// trip is the least time from when a slice has left the local rail to its confirmation.
+// judge ends a probe: more was sent than the rail is believed to move. Where the ends of the peers are
+// what limits a rail, its rate is only what they took; it is found out so that they take more.
+func (e *egress) judge(now Instant) {
+	switch {
+	case now-e.looked >= probeLook && e.lookLate != never:
+		if e.lookLate > outSlack {
+			// Nothing more has come, and what was added waits.
+			e.free += e.lookLate
+			e.late = 0
+			e.probing, e.probeGap = false, min(2*e.probeGap, probeRest)
+			return
+		}
+		e.looked, e.lookLate = now, never
+	}
+	if now-e.probed >= probeSpan {
+		e.probing, e.probeGap = false, probeEvery
+		e.bw = min(e.bw*probeGain, maxClaim)
+		e.restart()
+	}
+}
+
+// trip is the time from when a slice has left the local rail to its confirmation: the mean of slices
+// that found the rail idle, or else the round trip of when the lanes came up, or the least delay that
+// was seen. It has in it how long the two processes wait for a processor.
 func (q *pair) trip(rate float64) Instant {
 	d, bytes := q.lat[0], q.latBytes[0]
 	if d == 0 || q.lat[1] != 0 && q.lat[1] < d {
 		d, bytes = q.lat[1], q.latBytes[1]
 	}
-	if d == 0 {
-		d = q.way
+	d = max(d-min(Instant(float64(bytes)/rate), sliceTime), 0)
+	if o := q.out; o.tripped {
+		return max(d, o.wayBack)
 	}
-	return max(d-min(Instant(float64(bytes)/rate), sliceTime), 0)
+	return max(d, q.way)
 }

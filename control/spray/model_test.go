@@ -181,16 +181,17 @@ func (m *model) end(sl Slice, v Verdict) {
 }
 
 func (m *model) pull() {
-	for {
-		sl, ok := m.s.Pull(m.now, m.p)
-		if !ok {
-			return
+	if m.p.lanes == 0 {
+		return
+	}
+	for again := true; again; again = m.s.Wake(m.now, func(*Peer) {}) {
+		for sl, ok := m.s.Pull(m.now, m.p); ok; sl, ok = m.s.Pull(m.now, m.p) {
+			m.pulls++
+			if m.pulled != nil {
+				m.pulled(sl)
+			}
+			m.byLane[sl.Lane].take(sl)
 		}
-		m.pulls++
-		if m.pulled != nil {
-			m.pulled(sl)
-		}
-		m.byLane[sl.Lane].take(sl)
 	}
 }
 

@@ -44,8 +44,9 @@ type pair struct {
 	b1       float64
 	spare    *lane // the one that background leaves alone; nil: there are not two
 
-	out *place // at the local rail; nil: nobody else can be in its way there
+	out *place // at the local rail; nil: nobody else is in its way there
 
+	apart  bool // nobody ever can be
 	path   Path
 	peer   *Peer
 	index  int // in peer.pairs
@@ -187,6 +188,10 @@ func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
 	load, slots, w, all := q.load(), q.slots, q.most(prio), q.window
 	if urgent {
 		all += q.piece
+		if prio == DecodeWaits && q.crowded() {
+			// Its turn at the local rail is what holds it back. A rate that it learned between others is what they left it.
+			all = max(all, uint64(q.out.bw*float64(spareTime)))
+		}
 		w = all
 	} else {
 		slots -= q.kept // what is urgent finds a place on each lane

@@ -33,6 +33,9 @@ func (s *Scheduler) Pull(now Instant, p *Peer) (Slice, bool) {
 		}
 	}
 	for prio := range numPriorities {
+		if p.queues[prio].Len() == 0 || p.inTurns[prio] == len(p.pairs) {
+			continue // in turns, Wake says when there is room
+		}
 		if out, ok := s.serve(now, p, prio, prio == DecodeWaits); ok {
 			p.owe(prio, out.Bytes)
 			return out, true
@@ -108,7 +111,11 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 		if trial {
 			f.park()
 		}
-		return s.post(now, l, f, r, attempt), true
+		out := s.post(now, l, f, r, attempt)
+		if q = l.pair; p.queues[prio].Len() > 0 && q.crowded() && q.room(q.cut(prio), prio, urgent) && !q.admits(now, prio, false) {
+			s.await(q, prio) // as the next pull would find
+		}
+		return out, true
 	}
 	return Slice{}, false
 }
@@ -126,7 +133,7 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 	}
 	// Of the best class of pairs that are usable at all, the one with room that would be done first. Mostly there is none: this is asked
 	// after each slice that was given.
-	class, usable, resting := 1<<30, 0, false
+	class, usable, resting, owed := 1<<30, 0, false, urgent && f.prio != DecodeWaits
 	var best, shunned, full *pair
 	var score float64
 	for _, q := range p.pairs {
@@ -150,7 +157,7 @@ func (s *Scheduler) choose(now Instant, p *Peer, f *Flow, run transfer.Range, av
 			full = q
 			continue
 		}
-		if !q.admits(now, f.prio, urgent && f.prio != DecodeWaits) {
+		if q.waitsTurn(f.prio, owed) || !q.admits(now, f.prio, owed) {
 			s.await(q, f.prio)
 			continue
 		}

@@ -40,6 +40,7 @@ type Peer struct {
 	queues   [numPriorities]queue
 	owed     [numPriorities]float64 // bytes, to lower priorities
 	backlog  [numPriorities]int     // chunks that wait
+	inTurns  [numPriorities]int     // pairs that wait for their turn at a local rail
 	flights  int
 	hedged   uint64              // bytes of hedges in flight
 	probing  int                 // pairs in that state
@@ -83,16 +84,17 @@ type flight struct {
 	outBegin     Instant
 	outLeft      Instant // when it would have left the local rail
 
-	live    bool
-	outBusy bool // it found a queue at the local rail
-	limited bool // the rail was not kept busy: its rate says little
-	clean   bool // it found next to nothing before it: what it takes is the delay of the path
-	probe   bool
-	hedge   bool // is the second copy
-	doubled bool // has a second copy, or its chunks wait for another lane
-	late    bool // should have ended
-	charged bool // as a failure, for that
-	passed  bool // its lane has moved since: it fills no window any more
+	live     bool
+	outBusy  bool // it found a queue at the local rail
+	outClean bool // it found nothing at all there
+	limited  bool // the rail was not kept busy: its rate says little
+	clean    bool // it found next to nothing before it: what it takes is the delay of the path
+	probe    bool
+	hedge    bool // is the second copy
+	doubled  bool // has a second copy, or its chunks wait for another lane
+	late     bool // should have ended
+	charged  bool // as a failure, for that
+	passed   bool // its lane has moved since: it fills no window any more
 }
 
 // New returns a scheduler without peers.

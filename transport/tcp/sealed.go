@@ -20,7 +20,8 @@ import (
 // has landed; of the memory under it nothing is left but zeros.
 const (
 	boxBytes    = 4 * (wire.RecordBytes + wire.RecordOverhead)
-	directBytes = 4 << 10 // of consecutive memory from which a record of its own is worth it
+	longBytes   = 4 * boxBytes // of a lane that has filled a box: fewer system calls, and ends that wake each other less often
+	directBytes = 4 << 10      // of consecutive memory from which a record of its own is worth it
 )
 
 // sealWith makes a lane's boxes.
@@ -46,6 +47,7 @@ type outbox struct {
 	b     []byte
 	at    int
 	plain []byte // small pieces of memory on their way into one record
+	long  bool   // a box was not enough
 	fn    func(fd uintptr) bool
 }
 
@@ -55,8 +57,11 @@ func (b *outbox) empty() bool { return b == nil || b.at == len(b.b) }
 func (t *sender) stepSealed(park bool) bool {
 	b := t.box
 	if b.empty() {
-		if b.b == nil {
+		switch {
+		case b.b == nil:
 			b.b = make([]byte, 0, boxBytes)
+		case b.long && cap(b.b) < longBytes:
+			b.b = make([]byte, 0, longBytes)
 		}
 		b.b, b.at = b.b[:0], 0
 		if err := t.sealMore(); err != nil {
@@ -122,6 +127,7 @@ func (t *sender) sealMore() error {
 			}
 		}
 	}
+	b.long = true
 	return nil
 }
 
@@ -299,8 +305,13 @@ func (r *receiver) takePlain() error {
 // fillBox reads more records. It waits if it must, and confirms what is due before it does.
 func (r *receiver) fillBox() error {
 	b := r.box
-	if b.b == nil {
+	switch {
+	case b.b == nil:
 		b.b = make([]byte, boxBytes)
+	case b.n == len(b.b) && len(b.b) < longBytes: // it was not enough
+		long := make([]byte, longBytes)
+		b.n = copy(long, b.b[b.at:b.n])
+		b.b, b.at = long, 0
 	}
 	if b.at > 0 && len(b.b)-b.at < wire.RecordBytes+wire.RecordOverhead || b.at == b.n {
 		b.n = copy(b.b, b.b[b.at:b.n])

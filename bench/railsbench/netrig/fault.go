@@ -122,7 +122,7 @@ func resets() []expr.Any {
 
 // filterLocked replaces the filters of these rails' two ends, those of one end at once, by what their conditions say.
 func (r *Rig) filterLocked(rails ...int) error {
-	for s := range r.ns {
+	for s := range r.hosts {
 		c, err := nftables.New(nftables.WithNetNSFd(int(r.ns[s])))
 		if err != nil {
 			return fmt.Errorf("nftables: %w", err)

@@ -23,14 +23,18 @@ import (
 	"github.com/kvspray/kvspray/bench/timeline"
 )
 
-// Side is one of the two namespaces.
+// Side is one of the namespaces in which hosts are.
 type Side int
 
-// The sides. Bulk goes from Sender to Receiver.
+// The sides. Bulk goes from Sender to Receiver, and where there are several receivers, to Receiver,
+// Receiver+1 ...
 const (
 	Sender Side = iota
 	Receiver
 )
+
+// MaxReceivers is how many receivers a rig may have.
+const MaxReceivers = 64
 
 // What a shaper holds. The burst is what a rail may send at line speed after a pause: large enough for the timers of a virtual
 // machine, small enough that a slow rail is slow.
@@ -45,10 +49,11 @@ const (
 var ErrNotPermitted = errors.New("network namespaces are not permitted here: run as root (or with CAP_SYS_ADMIN and CAP_NET_ADMIN, " +
 	"in a container --privileged), or inside 'unshare --user --map-root-user --net --mount'")
 
-// Rig is two namespaces and the rails between them.
+// Rig is the hosts and the rails between them.
 type Rig struct {
-	ns    [2]netns.NsHandle
-	nl    [2]*netlink.Handle
+	ns    []netns.NsHandle // by Side; behind the hosts that of the switches, where there are some
+	nl    []*netlink.Handle
+	hosts int
 	rates []timeline.Rate
 
 	mu     sync.Mutex // protects all below
@@ -58,12 +63,28 @@ type Rig struct {
 	flaps  []*flap // by rail; nil: it does not
 }
 
-// New builds rails of these rates, all healthy.
-func New(rates []timeline.Rate) (_ *Rig, err error) {
+// New builds rails of these rates, all healthy, between two hosts.
+func New(rates []timeline.Rate) (*Rig, error) { return NewFan(rates, 1) }
+
+// NewFan builds a sender and so many receivers. Each host has a device of each rail. With several
+// receivers those of one rail are ports of one switch, and each port is shaped in both directions.
+// Faults are made on rigs of one receiver only.
+func NewFan(rates []timeline.Rate, receivers int) (_ *Rig, err error) {
 	if len(rates) == 0 || len(rates) > timeline.MaxRails {
 		return nil, fmt.Errorf("netrig: %d rails: must be 1 to %d", len(rates), timeline.MaxRails)
 	}
-	r := &Rig{ns: [2]netns.NsHandle{netns.None(), netns.None()}, rates: rates, loss: make([]float64, len(rates)), flaps: make([]*flap, len(rates))}
+	if receivers < 1 || receivers > MaxReceivers {
+		return nil, fmt.Errorf("netrig: %d receivers: must be 1 to %d", receivers, MaxReceivers)
+	}
+	r := &Rig{hosts: 1 + receivers, rates: rates, loss: make([]float64, len(rates)), flaps: make([]*flap, len(rates))}
+	spaces := r.hosts
+	if receivers > 1 {
+		spaces++
+	}
+	r.nl = make([]*netlink.Handle, spaces)
+	for range spaces {
+		r.ns = append(r.ns, netns.None())
+	}
 	for range rates {
 		r.cond = append(r.cond, timeline.Healthy)
 	}
@@ -91,7 +112,11 @@ func New(rates []timeline.Rate) (_ *Rig, err error) {
 		}
 	}
 	for i := range rates {
-		if err := r.build(i); err != nil {
+		build := r.build
+		if receivers > 1 {
+			build = r.buildSwitch
+		}
+		if err := build(i); err != nil {
 			return nil, fmt.Errorf("netrig: rail %d: %w", i, err)
 		}
 	}
@@ -136,12 +161,63 @@ func (r *Rig) build(i int) error {
 	if err := r.nl[Sender].LinkAdd(veth); err != nil {
 		return fmt.Errorf("veth: %w", err)
 	}
-	for s := range r.ns {
+	if err := r.address(i); err != nil {
+		return err
+	}
+	return r.shape(i, 1)
+}
+
+// port is what the device of a switch is called that leads to a host.
+func port(rail int, s Side) string { return fmt.Sprintf("p%d-%d", rail, s) }
+
+// buildSwitch makes one rail of a switch and a cable to each host.
+func (r *Rig) buildSwitch(i int) error {
+	mid := r.nl[r.hosts]
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = "switch" + strconv.Itoa(i)
+	bridge := &netlink.Bridge{LinkAttrs: attrs}
+	if err := mid.LinkAdd(bridge); err != nil {
+		return fmt.Errorf("bridge: %w", err)
+	}
+	if err := mid.LinkSetUp(bridge); err != nil {
+		return fmt.Errorf("bridge up: %w", err)
+	}
+	for s := range Side(r.hosts) {
+		attrs := netlink.NewLinkAttrs()
+		attrs.Name, attrs.Namespace = port(i, s), netlink.NsFd(r.ns[r.hosts])
+		veth := netlink.NewVeth(attrs)
+		veth.PeerName, veth.PeerNamespace = Name(i), netlink.NsFd(r.ns[s])
+		if err := mid.LinkAdd(veth); err != nil {
+			return fmt.Errorf("veth: %w", err)
+		}
+		link, err := mid.LinkByName(port(i, s))
+		if err != nil {
+			return err
+		}
+		if err := mid.LinkSetMaster(link, bridge); err != nil {
+			return fmt.Errorf("port of a bridge: %w", err)
+		}
+		if err := mid.LinkSetUp(link); err != nil {
+			return fmt.Errorf("up: %w", err)
+		}
+		if err := r.tbf(mid, link, i, 1); err != nil {
+			return err
+		}
+	}
+	if err := r.address(i); err != nil {
+		return err
+	}
+	return r.shape(i, 1)
+}
+
+// address gives the hosts their addresses on a rail.
+func (r *Rig) address(i int) error {
+	for s := range Side(r.hosts) {
 		link, err := r.nl[s].LinkByName(Name(i))
 		if err != nil {
 			return err
 		}
-		ip := Addr(Side(s), i).AsSlice()
+		ip := Addr(s, i).AsSlice()
 		if err := r.nl[s].AddrAdd(link, &netlink.Addr{IPNet: &net.IPNet{IP: ip, Mask: net.CIDRMask(24, 32)}}); err != nil {
 			return fmt.Errorf("address: %w", err)
 		}
@@ -149,29 +225,40 @@ func (r *Rig) build(i int) error {
 			return fmt.Errorf("up: %w", err)
 		}
 	}
-	return r.shape(i, 1)
+	return nil
 }
 
-// shape gives both ends of a rail a share of its rate.
+// shape gives the hosts' ends of a rail a share of its rate.
 func (r *Rig) shape(i int, share float64) error {
-	rate := max(uint64(float64(r.rates[i])*share/8), 1)
-	burst := uint32(min(max(float64(rate)*burstTime.Seconds(), leastBurst), mostBurst))
-	for s := range r.ns {
+	for s := range r.hosts {
 		link, err := r.nl[s].LinkByName(Name(i))
 		if err != nil {
 			return err
 		}
-		q := &netlink.Tbf{QdiscAttrs: netlink.QdiscAttrs{LinkIndex: link.Attrs().Index, Parent: netlink.HANDLE_ROOT, Handle: netlink.MakeHandle(1, 0)},
-			Rate: rate, Limit: uint32(min(float64(rate)*queueTime.Seconds(), math.MaxUint32/2)) + burst, Buffer: netlink.Xmittime(rate, burst)}
-		if err := r.nl[s].QdiscReplace(q); err != nil {
-			return fmt.Errorf("tbf: %w", err)
+		if err := r.tbf(r.nl[s], link, i, share); err != nil {
+			return err
 		}
+	}
+	return nil
+}
+
+// tbf shapes what leaves over a device.
+func (r *Rig) tbf(nl *netlink.Handle, link netlink.Link, i int, share float64) error {
+	rate := max(uint64(float64(r.rates[i])*share/8), 1)
+	burst := uint32(min(max(float64(rate)*burstTime.Seconds(), leastBurst), mostBurst))
+	q := &netlink.Tbf{QdiscAttrs: netlink.QdiscAttrs{LinkIndex: link.Attrs().Index, Parent: netlink.HANDLE_ROOT, Handle: netlink.MakeHandle(1, 0)},
+		Rate: rate, Limit: uint32(min(float64(rate)*queueTime.Seconds(), math.MaxUint32/2)) + burst, Buffer: netlink.Xmittime(rate, burst)}
+	if err := nl.QdiscReplace(q); err != nil {
+		return fmt.Errorf("tbf: %w", err)
 	}
 	return nil
 }
 
 // Rails is how many there are.
 func (r *Rig) Rails() int { return len(r.rates) }
+
+// Receivers is how many there are.
+func (r *Rig) Receivers() int { return r.hosts - 1 }
 
 // Buffer is what the shaper of a healthy rail holds.
 func (r *Rig) Buffer(rail int) int {
