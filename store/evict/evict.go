@@ -199,14 +199,17 @@ func (p *Policy) again(n, now uint32) {
 	p.pushYoung(n)
 }
 
-// Pin keeps a resident page, and thus all before it, from being a victim.
+// Pin keeps a page, and thus all before it, from being a victim, and a Hole's number from being freed.
 func (p *Policy) Pin(n uint32) { p.links[n].kids++ }
 
 // Unpin ends one Pin. The page was in use until now.
-func (p *Policy) Unpin(n, now uint32) {
+func (p *Policy) Unpin(n, now uint32, free func(uint32)) {
 	l := &p.links[n]
 	l.kids--
-	if !l.linked {
+	switch {
+	case l.queue == Hole:
+		p.settle(n, free)
+	case !l.linked:
 		l.tick = now
 		p.pushYoung(n)
 	}
@@ -224,6 +227,11 @@ func (p *Policy) Remove(n uint32, free func(uint32)) {
 	o.lists[l.queue].used -= o.PageBytes
 	p.pages--
 	l.queue = Hole
+	p.settle(n, free)
+}
+
+// settle frees n and those before it as far as they are Holes that nothing follows.
+func (p *Policy) settle(n uint32, free func(uint32)) {
 	for n != 0 && p.links[n].kids == 0 {
 		l := &p.links[n]
 		if l.queue != Hole {
@@ -254,13 +262,13 @@ func (p *Policy) Age(n, now uint32) uint32 { return now - p.links[n].tick }
 // Any names any class.
 const Any = 255
 
-// Victim names the page to give up so that owner by gets one more page of a class; 0: there is none.
+// Victim names the page of a class to give up so that owner by gets one more page; 0: there is none.
 // It is one of by's own if by is at its quota.
 func (p *Policy) Victim(by uint16, class uint8, now uint32) uint32 {
 	over := p.Over(by)
 	allowed := func(id uint16) bool {
 		o := &p.owners[id]
-		return id == by || !over && (class == Any || o.Class == class) && o.used() >= o.Min+o.PageBytes
+		return (class == Any || o.Class == class) && (id == by || !over && o.used() >= o.Min+o.PageBytes)
 	}
 	for {
 		n := p.oldest(allowed, now)

@@ -118,7 +118,7 @@ func TestPolicy(t *testing.T) {
 				}
 			},
 			"pin": func(t *rapid.T) {
-				if n := node.Draw(t, "node"); resident(n) {
+				if n := node.Draw(t, "node"); p.links[n].queue != Nowhere {
 					p.Pin(n)
 					pins[n]++
 				}
@@ -126,7 +126,7 @@ func TestPolicy(t *testing.T) {
 			"unpin": func(t *rapid.T) {
 				if n := node.Draw(t, "node"); pins[n] > 0 {
 					now++
-					p.Unpin(n, now)
+					p.Unpin(n, now, freed)
 					pins[n]--
 				}
 			},
@@ -138,7 +138,7 @@ func TestPolicy(t *testing.T) {
 					l := p.links[n]
 					o := &p.owners[l.owner]
 					return resident(n) && l.kids == 0 &&
-						(l.owner == by || !over && (class == Any || o.Class == class) && o.used() >= o.Min+o.PageBytes)
+						(class == Any || o.Class == class) && (l.owner == by || !over && o.used() >= o.Min+o.PageBytes)
 				}
 				exists := false
 				for n := uint32(1); n <= nodes; n++ {

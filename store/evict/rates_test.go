@@ -151,7 +151,7 @@ func (c *ours) prompt(pages []uint64) int {
 				c.Evict(v, spread(c.names[v]), func(n uint32) { c.free = append(c.free, n) })
 			}
 			if parent != 0 {
-				c.Unpin(parent, c.now)
+				c.Unpin(parent, c.now, nil)
 			}
 			n = c.free[len(c.free)-1]
 			c.free = c.free[:len(c.free)-1]

@@ -35,18 +35,18 @@ const (
 	Free    State = iota
 	Filling       // its bytes are being written; nobody may read them
 	Live          // its bytes are whole
-	Gone          // its bytes are gone, and pages that follow it are still here
+	Gone          // its bytes are gone, and the policy still needs its number
 )
 
 // Entry is what is known of one page. Key is written by Insert only.
 type Entry struct {
-	Key   page.Key
-	CRC   uint32 // CRC-32C of the page
-	Loc   uint32 // where the page is; its tier gives the number its meaning
-	chain Node   // the next in the bucket, or the next that is free
-	Pins  uint16 // how many readers and holders keep the bytes where they are
-	State State
-	Dirty bool // it is not yet in the tier below
+	Key    page.Key
+	CRC    uint32 // CRC-32C of the page
+	Loc    uint32 // where the page is; its tier gives the number its meaning
+	chain  Node   // the next in the bucket, or the next that is free
+	Pins   uint16 // how many readers and holders keep the bytes where they are
+	State  State
+	Doomed bool // it is removed when the last pin goes
 }
 
 // Table holds entries. Its owner locks.
