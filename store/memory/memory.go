@@ -15,16 +15,13 @@
 package memory
 
 import (
-	"errors"
 	"fmt"
 	"sync"
-	"sync/atomic"
-	"time"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/index"
-	"github.com/kvspray/kvspray/store/offheap"
 	"github.com/kvspray/kvspray/store/page"
 )
 
@@ -33,8 +30,6 @@ const (
 	DefaultSlabBytes = 64 << 20
 	minSlabBytes     = 64 << 10
 	leastPageBytes   = 64 << 10 // what MaxPages is derived from
-	maxPins          = 1<<16 - 1
-	existsPiece      = 1024 // keys that are looked up under one hold of the lock
 )
 
 // Config describes a tier.
@@ -45,17 +40,9 @@ type Config struct {
 	Populate  bool   // take the memory at once
 }
 
-// Errors that callers tell apart.
-var (
-	ErrFull   = errors.New("memory: no page can be given up: all are pinned or reserved for others")
-	ErrExists = errors.New("memory: the page is here")
-	ErrBusy   = errors.New("memory: the page is being stored or removed")
-)
-
 // Page is one pinned page.
 type Page struct {
 	node  index.Node
-	owner uint16
 	Bytes []byte    // of the page
 	Slot  []byte    // the same and what is left of its slot: aligned to 4 KiB and as long as a multiple of it
 	Block mem.Block // the same in the arena's region
@@ -67,17 +54,12 @@ type Tier struct {
 	region *mem.Region
 	arena  []byte
 	slab   uint64
-	began  time.Time
 
 	mu     sync.Mutex // guards what follows
-	table  *index.Table
-	links  *offheap.Array[evict.Link]
-	ghosts *offheap.Array[uint32]
-	policy *evict.Policy
+	pages  *catalog.Catalog
 	slabs  *slabs
 	owners map[uint16]owner
-
-	evicted, moved atomic.Uint64
+	moved  uint64
 }
 
 type owner struct {
@@ -99,12 +81,11 @@ func New(c Config) (*Tier, error) {
 	if c.MaxPages == 0 {
 		c.MaxPages = int(max(64, c.Bytes/leastPageBytes))
 	}
-	t := &Tier{slab: slab, slabs: newSlabs(c.Bytes, slab), owners: map[uint16]owner{}, began: time.Now()}
+	t := &Tier{slab: slab, slabs: newSlabs(c.Bytes, slab), owners: map[uint16]owner{}}
 	if err := t.allocate(c); err != nil {
 		t.free()
 		return nil, fmt.Errorf("store.memory: %w", err)
 	}
-	t.policy = evict.New(t.links.Elems(), t.ghosts.Elems())
 	return t, nil
 }
 
@@ -117,13 +98,7 @@ func (t *Tier) allocate(c Config) (err error) {
 		return err
 	}
 	t.arena, _ = t.region.Bytes()
-	if t.table, err = index.New(c.MaxPages); err != nil {
-		return err
-	}
-	if t.links, err = offheap.New[evict.Link](c.MaxPages + 1); err != nil {
-		return err
-	}
-	t.ghosts, err = offheap.New[uint32](evict.GhostsFor(c.MaxPages))
+	t.pages, err = catalog.New(c.MaxPages, func(_ uint16, loc uint32) { t.slabs.give(loc) })
 	return err
 }
 
@@ -131,11 +106,9 @@ func (t *Tier) free() {
 	if t.region != nil {
 		t.region.Release()
 	}
-	if t.table != nil {
-		t.table.Close()
+	if t.pages != nil {
+		t.pages.Close()
 	}
-	t.links.Free()
-	t.ghosts.Free()
 }
 
 // Close frees the arena. Nobody has a page pinned.
@@ -145,10 +118,7 @@ func (t *Tier) Close() { t.free() }
 func (t *Tier) Region() *mem.Region { return t.region }
 
 // IndexBytes is the memory of the index when it is full.
-func (t *Tier) IndexBytes() int { return t.table.Bytes() + t.links.Bytes() + t.ghosts.Bytes() }
-
-// now is in hundredths of a second since the tier was made; it goes round after 497 days, and the policy compares differences.
-func (t *Tier) now() uint32 { return uint32(time.Since(t.began) / (10 * time.Millisecond)) }
+func (t *Tier) IndexBytes() int { return t.pages.Bytes() }
 
 // SetOwner makes or changes an owner: the size of its pages, its quota and its reserve.
 func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
@@ -167,7 +137,7 @@ func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
 		return err
 	}
 	t.owners[id] = owner{pageBytes, class}
-	t.policy.SetOwner(id, evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes), Class: class, Max: quota, Min: reserve})
+	t.pages.SetOwner(id, evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes), Class: class, Max: quota, Min: reserve})
 	return nil
 }
 
@@ -175,7 +145,7 @@ func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
 func (t *Tier) Used(id uint16) uint64 {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.policy.Used(id)
+	return t.pages.Used(id)
 }
 
 // Stats are counts since the tier was made.
@@ -188,35 +158,23 @@ type Stats struct {
 func (t *Tier) Stats() Stats {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return Stats{t.policy.Pages(), t.evicted.Load(), t.moved.Load()}
+	return Stats{t.pages.Pages(), t.pages.Evicted(), t.moved}
 }
 
 // Exists sets the bits of the owner's keys that are here.
 func (t *Tier) Exists(id uint16, keys []page.Key, found page.Bitmap) {
-	var nodes [existsPiece]index.Node
-	for at := 0; at < len(keys); at += existsPiece {
-		piece := keys[at:min(at+existsPiece, len(keys))]
+	for at := 0; at < len(keys); at += catalog.Pieces {
 		t.mu.Lock()
-		t.table.FindAll(piece, nodes[:len(piece)])
-		for i, n := range nodes[:len(piece)] {
-			if n != 0 && t.liveLocked(n, id) {
-				found.Set(at + i)
-			}
-		}
+		t.pages.Exists(id, keys[at:min(at+catalog.Pieces, len(keys))], found, at)
 		t.mu.Unlock()
 	}
 }
 
-func (t *Tier) liveLocked(n index.Node, id uint16) bool {
-	e := t.table.At(n)
-	return e.State == index.Live && !e.Doomed && t.policy.Owner(uint32(n)) == id
-}
-
 func (t *Tier) pageLocked(n index.Node, id uint16) Page {
-	e := t.table.At(n)
+	e := t.pages.At(n)
 	off, size := uint64(e.Loc)*unit, uint64(t.owners[id].bytes)
 	slot := uint64(t.slabs.classes[t.owners[id].class].bytes)
-	return Page{node: n, owner: id, CRC: e.CRC, Bytes: t.arena[off : off+size : off+size], Slot: t.arena[off : off+slot : off+slot],
+	return Page{node: n, CRC: e.CRC, Bytes: t.arena[off : off+size : off+size], Slot: t.arena[off : off+slot : off+slot],
 		Block: mem.Block{Region: t.region, Off: off, Len: size}}
 }
 
@@ -224,83 +182,54 @@ func (t *Tier) pageLocked(n index.Node, id uint16) Page {
 func (t *Tier) Pin(id uint16, k *page.Key) (Page, bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	n := t.table.Find(k)
-	if n == 0 || !t.liveLocked(n, id) || t.table.At(n).Pins == maxPins {
+	n := t.pages.Acquire(id, k)
+	if n == 0 {
 		return Page{}, false
 	}
-	t.policy.Touch(uint32(n), t.now())
-	t.pinLocked(n)
 	return t.pageLocked(n, id), true
-}
-
-func (t *Tier) pinLocked(n index.Node) {
-	e := t.table.At(n)
-	e.Pins++
-	if e.Pins == 1 {
-		t.policy.Pin(uint32(n))
-	}
 }
 
 // Unpin gives a page back. Its bytes are dead.
 func (t *Tier) Unpin(p Page) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.unpinLocked(p.node)
+	t.pages.Drop(p.node)
 }
 
-func (t *Tier) unpinLocked(n index.Node) {
-	e := t.table.At(n)
-	e.Pins--
-	if e.Pins > 0 {
-		return
-	}
-	t.policy.Unpin(uint32(n), t.now(), t.freeLocked)
-	if e.Doomed {
-		t.removeLocked(n)
-	}
-}
-
-// removeLocked drops a page that has no pins.
-func (t *Tier) removeLocked(n index.Node) {
-	e := t.table.At(n)
-	t.slabs.give(e.Loc)
-	e.State, e.Doomed = index.Gone, false
-	t.policy.Remove(uint32(n), t.freeLocked)
-}
-
-func (t *Tier) freeLocked(n uint32) { t.table.Delete(index.Node(n)) }
-
-func (t *Tier) evictLocked(n index.Node) {
-	e := t.table.At(n)
-	t.slabs.give(e.Loc)
-	e.State = index.Gone
-	t.policy.Evict(uint32(n), t.table.Hash(&e.Key), t.freeLocked)
-	t.evicted.Add(1)
-}
-
-// Drop forgets a pinned page, for instance one whose bytes were found damaged. It goes when its last pin does; until then
-// nobody finds it.
+// Drop gives a page back that nobody may find any more, for instance because its bytes were found damaged. It goes when its
+// last pin does.
 func (t *Tier) Drop(p Page) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.table.At(p.node).Doomed = true
-	t.unpinLocked(p.node)
+	t.pages.Doom(p.node)
+	t.pages.Drop(p.node)
 }
 
-// RemoveOwner forgets all pages of an owner. Those that are pinned go with their last pin. SetOwner must follow before the
-// owner stores again.
+// RemoveOwner forgets all pages of an owner. Those that are pinned go with their last pin.
 func (t *Tier) RemoveOwner(id uint16) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for n := index.Node(1); n <= t.table.Last(); n++ {
-		e := t.table.At(n)
-		if e.State != index.Live && e.State != index.Filling || t.policy.Owner(uint32(n)) != id {
-			continue
-		}
-		if e.Pins > 0 {
-			e.Doomed = true
-			continue
-		}
-		t.removeLocked(n)
+	t.pages.RemoveOwner(id)
+}
+
+// Reserve makes room for a page and returns it pinned, for the caller to fill and Commit, or Drop.
+// after is the key of the page before it in its prompt, or nil. It returns catalog.ErrExists or
+// ErrBusy if the key is taken, and ErrFull.
+func (t *Tier) Reserve(id uint16, k, after *page.Key) (Page, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n, err := t.pages.Begin(id, k, after, func() (uint32, error) { return t.slotLocked(id) })
+	if err != nil {
+		return Page{}, fmt.Errorf("store.memory: %w", err)
 	}
+	p := t.pageLocked(n, id)
+	clear(p.Slot[len(p.Bytes):]) // what another tenant left there does not go to a disk
+	return p, nil
+}
+
+// Commit makes a reserved page readable. It stays pinned. A page that was removed meanwhile is not found.
+func (t *Tier) Commit(p Page, crc uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Finish(p.node, crc)
 }

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/page"
 	"pgregory.net/rapid"
@@ -81,12 +82,12 @@ func TestPutIfAbsent(t *testing.T) {
 	if _, ok := tier.Pin(1, &k); ok {
 		t.Error("a page that is being stored can be read")
 	}
-	if _, err := tier.Reserve(1, &k, nil); !errors.Is(err, ErrBusy) {
+	if _, err := tier.Reserve(1, &k, nil); !errors.Is(err, catalog.ErrBusy) {
 		t.Errorf("a second put while the first goes on: %v", err)
 	}
 	tier.Commit(p, 1)
 	tier.Unpin(p)
-	if _, err := tier.Reserve(1, &k, nil); !errors.Is(err, ErrExists) {
+	if _, err := tier.Reserve(1, &k, nil); !errors.Is(err, catalog.ErrExists) {
 		t.Errorf("a second put: %v", err)
 	}
 	if _, ok := tier.Pin(2, &k); ok {
@@ -100,7 +101,7 @@ func TestPutIfAbsent(t *testing.T) {
 	if _, ok := tier.Pin(1, &k); ok {
 		t.Error("a removed page can be read")
 	}
-	if _, err := tier.Reserve(1, &k, nil); !errors.Is(err, ErrBusy) {
+	if _, err := tier.Reserve(1, &k, nil); !errors.Is(err, catalog.ErrBusy) {
 		t.Errorf("a put while a reader holds the removed page: %v", err)
 	}
 	tier.Unpin(p)
@@ -129,7 +130,7 @@ func TestPinsHold(t *testing.T) {
 		p, _ := tier.Pin(1, &k)
 		pins = append(pins, p)
 	}
-	if err := put(tier, 1, 100, nil); !errors.Is(err, ErrFull) {
+	if err := put(tier, 1, 100, nil); !errors.Is(err, catalog.ErrFull) {
 		t.Fatalf("all pages are pinned: %v", err)
 	}
 	tier.Unpin(pins[3])
@@ -162,7 +163,7 @@ func TestTier(t *testing.T) {
 		owner, number := rapid.Uint16Range(1, 3), rapid.IntRange(0, 39)
 		verify := func(p Page) {
 			want := make([]byte, len(p.Bytes))
-			fill(want, tier.table.At(p.node).Key)
+			fill(want, tier.pages.At(p.node).Key)
 			if !bytes.Equal(want, p.Bytes) || mem.CRC32C(0, p.Bytes) != p.CRC {
 				t.Fatal("a page has other bytes")
 			}
@@ -173,7 +174,7 @@ func TestTier(t *testing.T) {
 				var after *page.Key
 				for i := first; i < first+n; i++ {
 					k := key(id, i)
-					if err := put(tier, id, i, after); err != nil && !errors.Is(err, ErrExists) && !errors.Is(err, ErrFull) && !errors.Is(err, ErrBusy) {
+					if err := put(tier, id, i, after); err != nil && !errors.Is(err, catalog.ErrExists) && !errors.Is(err, catalog.ErrFull) && !errors.Is(err, catalog.ErrBusy) {
 						t.Fatal(err)
 					}
 					after = &k
@@ -214,13 +215,13 @@ func TestTier(t *testing.T) {
 				}
 				taken := map[uint32]bool{}
 				pages := 0
-				for n := index.Node(1); n <= tier.table.Last(); n++ {
-					e := tier.table.At(n)
+				for n := index.Node(1); n <= tier.pages.Last(); n++ {
+					e := tier.pages.At(n)
 					if e.State != index.Live {
 						continue
 					}
 					pages++
-					size := uint32(tier.slabs.classes[tier.owners[tier.policy.Owner(uint32(n))].class].bytes / unit)
+					size := uint32(tier.slabs.classes[tier.owners[tier.pages.Owner(uint32(n))].class].bytes / unit)
 					for u := e.Loc; u < e.Loc+size; u++ {
 						if taken[u] {
 							t.Fatalf("unit %d of the arena has two pages", u)
@@ -228,8 +229,8 @@ func TestTier(t *testing.T) {
 						taken[u] = true
 					}
 				}
-				if pages != tier.policy.Pages() {
-					t.Fatalf("%d pages, the policy counts %d", pages, tier.policy.Pages())
+				if pages != tier.pages.Pages() {
+					t.Fatalf("%d pages, the policy counts %d", pages, tier.pages.Pages())
 				}
 				for id := uint16(1); id < 4; id++ {
 					if used := tier.Used(id); quota[id] != 0 && used > quota[id] {
@@ -244,8 +245,8 @@ func TestTier(t *testing.T) {
 		for id := uint16(1); id < 4; id++ {
 			tier.RemoveOwner(id)
 		}
-		if tier.table.Len() != 0 || tier.policy.Pages() != 0 {
-			t.Fatalf("%d entries and %d pages are left", tier.table.Len(), tier.policy.Pages())
+		if tier.pages.Len() != 0 || tier.pages.Pages() != 0 {
+			t.Fatalf("%d entries and %d pages are left", tier.pages.Len(), tier.pages.Pages())
 		}
 	})
 }
@@ -294,7 +295,7 @@ func TestConcurrent(t *testing.T) {
 						t.Error("a page has other bytes")
 					}
 					tier.Unpin(p)
-				} else if err := put(tier, id, i, nil); err != nil && !errors.Is(err, ErrExists) && !errors.Is(err, ErrBusy) && !errors.Is(err, ErrFull) {
+				} else if err := put(tier, id, i, nil); err != nil && !errors.Is(err, catalog.ErrExists) && !errors.Is(err, catalog.ErrBusy) && !errors.Is(err, catalog.ErrFull) {
 					t.Error(err)
 				}
 			}
