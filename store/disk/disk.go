@@ -163,6 +163,26 @@ func Open(c Config) (*Tier, error) {
 	return t, nil
 }
 
+// OpenDevice is a device that somebody has opened.
+type OpenDevice struct {
+	Path string // for messages
+	File File
+	Size int64 // bytes
+}
+
+// OpenFiles is Open on files of the caller's. On success they are the store's, on an error they stay the caller's.
+func OpenFiles(files []OpenDevice, c Config) (*Tier, error) {
+	var devices []opened
+	for _, f := range files {
+		fresh, err := isFresh(f.File, f.Size)
+		if err != nil {
+			return nil, fmt.Errorf("store.disk path %s: %w", f.Path, err)
+		}
+		devices = append(devices, opened{path: f.Path, file: f.File, size: f.Size, fresh: fresh, direct: true})
+	}
+	return open(devices, c)
+}
+
 // isFresh reports whether a device holds nothing: no bytes, or only zeros where something would begin.
 func isFresh(f File, size int64) (bool, error) {
 	n := min(size, segmentsAt) / block * block

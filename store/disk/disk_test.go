@@ -104,7 +104,7 @@ func TestRemovalIsDurable(t *testing.T) {
 		}
 		again, _ := load(tier, 0, 100, 110)
 		for _, f := range files {
-			f.crash()
+			f.Crash()
 		}
 		tier = start(t, files)
 		for i := range 30 {
@@ -147,7 +147,7 @@ func TestPowerGoesAtEveryOperation(t *testing.T) {
 	tier := start(t, whole)
 	script(tier)
 	_ = tier.Close()
-	ops := whole[0].ops
+	ops := whole[0].Ops()
 	step := 1
 	if testing.Short() || testutil.Race {
 		step = 7
@@ -155,12 +155,12 @@ func TestPowerGoesAtEveryOperation(t *testing.T) {
 	for at := 1; at <= ops; at += step {
 		files := sims(1, simBytes, uint64(at))
 		tier := start(t, files)
-		files[0].offAt = files[0].ops + at
+		files[0].LosePower(at)
 		removed := script(tier)
 		had := listed(tier, 0, n)
 		other := listed(tier, 1, 84)
 		_ = tier.Close()
-		files[0].crash()
+		files[0].Crash()
 		tier = start(t, files)
 		missing := 0
 		for i := range n {
@@ -206,18 +206,18 @@ func TestDiskErrors(t *testing.T) {
 		tier := start(t, files)
 		_, _ = load(tier, 0, 0, 10)
 		left := c.errs
-		files[0].fault = func(op string, _ int64) error {
+		files[0].Fail(func(op string, _ int64) error {
 			if op == c.op && left > 0 {
 				left--
 				return c.err
 			}
 			return nil
-		}
+		})
 		got, err := load(tier, 0, 10, 20)
 		if len(got) != c.want || c.want == 0 && (!errors.Is(err, c.err) || !strings.Contains(err.Error(), "sim")) {
 			t.Errorf("%s: %d pages are durable, want %d: %v", c.name, len(got), c.want, err)
 		}
-		files[0].fault = nil
+		files[0].Fail(nil)
 		for i := range 10 {
 			if !has(t, tier, 0, i) {
 				t.Errorf("%s: page %d is gone", c.name, i)
@@ -228,7 +228,7 @@ func TestDiskErrors(t *testing.T) {
 		}
 		had := listed(tier, 0, 30)
 		_ = tier.Close()
-		files[0].crash()
+		files[0].Crash()
 		tier = start(t, files)
 		for i := range 30 {
 			if had.Get(i) && !has(t, tier, 0, i) {
@@ -240,11 +240,11 @@ func TestDiskErrors(t *testing.T) {
 	files := sims(1, simBytes, 1)
 	tier := start(t, files)
 	_, _ = load(tier, 0, 0, 3)
-	files[0].fault = func(op string, _ int64) error { return unix.EIO }
+	files[0].Fail(func(string, int64) error { return unix.EIO })
 	if has(t, tier, 0, 1) {
 		t.Error("read from a disk that cannot read")
 	}
-	files[0].fault = nil
+	files[0].Fail(nil)
 	if has(t, tier, 0, 1) || !has(t, tier, 0, 2) {
 		t.Error("just the page that could not be read is dropped")
 	}
@@ -263,8 +263,7 @@ func TestBitFlips(t *testing.T) {
 		}
 		flips := rapid.IntRange(1, 5).Draw(rt, "flips")
 		for range flips {
-			at := rapid.IntRange(segmentsAt, len(files[0].now)-1).Draw(rt, "byte")
-			files[0].now[at] ^= 1 << rapid.IntRange(0, 7).Draw(rt, "bit")
+			files[0].Flip(rapid.IntRange(segmentsAt, files[0].Size()-1).Draw(rt, "byte"), rapid.UintRange(0, 7).Draw(rt, "bit"))
 		}
 		if restart {
 			tier = start(rt, files)

@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/offheap"
@@ -73,11 +74,19 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	o := t.owners[id]
 	removals := o.removals
 	l := t.emptiestLocked()
+	for i := range records {
+		if t.pages.Readable(t.pages.Find(&records[i].Key), id) {
+			errs[i] = catalog.ErrExists // most pages of a prompt are here
+		}
+	}
 	t.mu.Unlock()
 	if most := t.GroupPages(int(o.pageBytes)); len(records) > most {
 		panic(fmt.Sprintf("disk: a write of %d pages, at most %d", len(records), most))
 	}
 	for i := range records {
+		if errs[i] != nil {
+			continue
+		}
 		// What comes from memory is not believed either.
 		if mem.CRC32C(0, records[i].Data[:o.pageBytes]) != records[i].CRC {
 			errs[i] = fmt.Errorf("store.disk: page %s changed in memory: %w", records[i].Key, ErrDamaged)

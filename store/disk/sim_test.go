@@ -4,128 +4,17 @@ package disk
 
 import (
 	"encoding/binary"
-	"errors"
 	"math/rand/v2"
-	"sync"
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/offheap"
 	"github.com/kvspray/kvspray/store/page"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
-
-const sector = 512 // what a disk writes at once
-
-var errPower = errors.New("the power is off")
-
-// simFile is a disk in memory that loses power: what was not synced is then kept in any sectors, or not.
-type simFile struct {
-	mu      sync.Mutex
-	r       *rand.Rand
-	durable []byte
-	now     []byte // what readers see
-	pending []simWrite
-	ops     int // writes and syncs so far
-	offAt   int // the operation at which the power goes; 0: never
-	off     bool
-	fault   func(op string, off int64) error // EIO, ENOSPC
-}
-
-type simWrite struct {
-	off  int64
-	data []byte
-}
-
-func newSim(size int, seed uint64) *simFile {
-	return &simFile{r: rand.New(rand.NewPCG(seed, 1)), durable: make([]byte, size), now: make([]byte, size)}
-}
-
-func (f *simFile) step(op string, off int64) error {
-	if f.off {
-		return errPower
-	}
-	if f.fault != nil {
-		if err := f.fault(op, off); err != nil {
-			return err
-		}
-	}
-	if op == "read" {
-		return nil
-	}
-	f.ops++
-	f.off = f.ops == f.offAt
-	return nil
-}
-
-func (f *simFile) ReadAt(p []byte, off int64) error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if err := f.step("read", off); err != nil {
-		return err
-	}
-	if off%block != 0 || len(p)%block != 0 {
-		return errors.New("not aligned")
-	}
-	if copy(p, f.now[off:]) != len(p) {
-		return errors.New("past the end")
-	}
-	return nil
-}
-
-func (f *simFile) WriteAt(bufs [][]byte, off int64) error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if err := f.step("write", off); err != nil {
-		return err
-	}
-	for _, b := range bufs {
-		if off%block != 0 || len(b)%block != 0 || int(off)+len(b) > len(f.now) {
-			return errors.New("not aligned, or past the end")
-		}
-		f.pending = append(f.pending, simWrite{off, append([]byte(nil), b...)})
-		copy(f.now[off:], b)
-		off += int64(len(b))
-	}
-	if f.off {
-		return errPower
-	}
-	return nil
-}
-
-func (f *simFile) Sync() error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if err := f.step("sync", 0); err != nil {
-		return err
-	}
-	if f.off {
-		return errPower
-	}
-	copy(f.durable, f.now)
-	f.pending = nil
-	return nil
-}
-
-func (f *simFile) Close() error { return nil }
-
-// crash turns the power off and on: of what was not synced, each sector is kept or not, whatever its neighbours do.
-func (f *simFile) crash() {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	keep := f.r.IntN(101)
-	for _, w := range f.pending {
-		for i := 0; i < len(w.data); i += sector {
-			if f.r.IntN(100) < keep {
-				copy(f.durable[int(w.off)+i:], w.data[i:i+sector])
-			}
-		}
-	}
-	copy(f.now, f.durable)
-	f.pending, f.off, f.offAt, f.ops, f.fault = nil, false, 0, 0, nil
-}
 
 // Of the stores in these tests: small segments, two owners with pages of 4,096 and 10,000 bytes.
 const simSegment = 128 << 10
@@ -150,9 +39,9 @@ func content(k page.Key, size int) []byte {
 	return append([]byte(nil), buf.Elems()...)
 }
 
-func sims(devices, size int, seed uint64) (out []*simFile) {
+func sims(devices, size int, seed uint64) (out []*disktest.Sim) {
 	for i := range devices {
-		out = append(out, newSim(size, seed+uint64(i)))
+		out = append(out, disktest.New(size, seed+uint64(i)))
 	}
 	return out
 }
@@ -161,17 +50,13 @@ func sims(devices, size int, seed uint64) (out []*simFile) {
 func start(tb interface {
 	Fatal(...any)
 	Helper()
-}, files []*simFile) *Tier {
+}, files []*disktest.Sim) *Tier {
 	tb.Helper()
-	var devices []opened
+	var devices []OpenDevice
 	for _, f := range files {
-		fresh, err := isFresh(f, int64(len(f.now)))
-		if err != nil {
-			tb.Fatal(err)
-		}
-		devices = append(devices, opened{path: "sim", file: f, size: int64(len(f.now)), fresh: fresh})
+		devices = append(devices, OpenDevice{"sim", f, int64(f.Size())})
 	}
-	t, err := open(devices, Config{SegmentBytes: simSegment, MaxPages: 4096})
+	t, err := OpenFiles(devices, Config{SegmentBytes: simSegment, MaxPages: 4096})
 	if err != nil {
 		tb.Fatal(err)
 	}

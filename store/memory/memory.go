@@ -205,6 +205,13 @@ func (t *Tier) Drop(p Page) {
 	t.pages.Drop(p.node)
 }
 
+// Doom has a pinned page found no more. Each of its pins is still given back.
+func (t *Tier) Doom(p Page) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Doom(p.node)
+}
+
 // RemoveOwner forgets all pages of an owner. Those that are pinned go with their last pin.
 func (t *Tier) RemoveOwner(id uint16) {
 	t.mu.Lock()
