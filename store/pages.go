@@ -109,43 +109,99 @@ func (b *Batch) before(i int) *page.Key {
 	return b.after
 }
 
+// held is a page of a put that is on its way to the disk: in a slot of memory, or in the worker's buffer.
+type held struct {
+	i      int // in the batch
+	page   memory.Page
+	pinned bool
+	data   []byte // padded
+	crc    uint32
+}
+
 // putPages stores pages [from, to) of a batch: each in a slot of memory, and then all in one group on the disk.
-func (s *Store) putPages(b *Batch, from, to int) {
+func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	sp := b.space
 	sp.mu.RLock()
 	removals := sp.removals
 	sp.mu.RUnlock()
-	pinned := make([]memory.Page, 0, to-from)
-	which := make([]int, 0, to-from)
+	pages := make([]held, 0, to-from)
 	for i := from; i < to; i++ {
 		p, r := s.fill(b, i)
 		b.results[i] = r
 		if p.Bytes != nil {
-			pinned, which = append(pinned, p), append(which, i)
+			pages = append(pages, held{i, p, true, p.Slot, p.CRC})
 		}
 	}
-	if s.disk == nil || len(pinned) == 0 {
-		s.release(pinned)
+	if s.disk == nil {
+		s.release(pages)
 		s.finishPut(b, from, to)
 		return
 	}
-	if s.writeBack {
-		s.writing.Add(int64(len(pinned)))
+	pages = s.fillDirect(b, from, to, pages, w)
+	behind := s.writeBack && len(pages) > 0
+	if behind {
+		s.writing.Add(int64(len(pages)))
 		s.finishPut(b, from, to)
 	}
-	errs := s.toDisk(b, which, pinned, removals)
-	s.release(pinned)
-	if s.writeBack {
-		s.wrote(len(pinned))
+	errs := s.toDisk(b, pages, removals)
+	s.release(pages)
+	if behind {
+		s.wrote(len(pages))
 		return
 	}
-	for j, i := range which {
-		r := &b.results[i]
-		if r.Durable = errs[j] == nil || errors.Is(errs[j], catalog.ErrExists); !r.Durable {
+	for j, p := range pages {
+		r := &b.results[p.i]
+		r.Durable = errs[j] == nil || errors.Is(errs[j], catalog.ErrExists)
+		switch {
+		case !r.Durable && p.pinned:
 			r.Err = errs[j]
+		case !r.Durable:
+			*r = Result{Outcome: Full, Err: errs[j]}
 		}
 	}
 	s.finishPut(b, from, to)
+}
+
+// fillDirect takes the pages for which memory has no room, such as the end of a prompt that is longer than memory, into the
+// worker's buffer. They go to the disk only.
+func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []held {
+	sp := b.space
+	padded := disk.PaddedBytes(sp.pageBytes)
+	var buf []byte
+	for i := from; i < to; i++ {
+		r := &b.results[i]
+		if r.Outcome != Full {
+			continue
+		}
+		if buf == nil {
+			var err error
+			if buf, err = w.room((to - from) * padded); err != nil {
+				r.Err = err
+				return pages
+			}
+		}
+		data := buf[:padded:padded]
+		clear(data[sp.pageBytes:])
+		crc, fr := s.copyIn(b, i, data[:sp.pageBytes])
+		if *r = fr; fr.Outcome == Stored {
+			pages = append(pages, held{i: i, data: data, crc: crc})
+			buf = buf[padded:]
+		}
+	}
+	return pages
+}
+
+// copyIn copies a page from its placement, under the guard.
+func (s *Store) copyIn(b *Batch, i int, to []byte) (uint32, Result) {
+	if !b.guard.Enter() {
+		return 0, Result{Outcome: Cancelled}
+	}
+	crc, err := copyIn(to, b.places[i])
+	b.guard.Leave()
+	if err != nil {
+		return 0, Result{Outcome: Failed, Err: err}
+	}
+	return crc, Result{Outcome: Stored}
 }
 
 func (s *Store) finishPut(b *Batch, from, to int) {
@@ -155,9 +211,11 @@ func (s *Store) finishPut(b *Batch, from, to int) {
 	s.finish(b, to-from)
 }
 
-func (s *Store) release(pages []memory.Page) {
+func (s *Store) release(pages []held) {
 	for _, p := range pages {
-		s.memory.Unpin(p)
+		if p.pinned {
+			s.memory.Unpin(p.page)
+		}
 	}
 }
 
@@ -179,41 +237,39 @@ func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
 	default:
 		return memory.Page{}, Result{Outcome: Full, Err: err}
 	}
-	if !b.guard.Enter() {
+	crc, r := s.copyIn(b, i, p.Bytes)
+	if r.Outcome != Stored {
 		s.memory.Drop(p)
-		return memory.Page{}, Result{Outcome: Cancelled}
-	}
-	crc, err := copyIn(p.Bytes, b.places[i])
-	b.guard.Leave()
-	if err != nil {
-		s.memory.Drop(p)
-		return memory.Page{}, Result{Outcome: Failed, Err: err}
+		return memory.Page{}, r
 	}
 	s.memory.Commit(p, crc)
 	p.CRC = crc
-	return p, Result{Outcome: Stored}
+	return p, r
 }
 
-// toDisk writes pages that are pinned in memory, unless their namespace was removed since they were put.
-func (s *Store) toDisk(b *Batch, which []int, pinned []memory.Page, removals int) []error {
+// toDisk writes pages, unless their namespace was removed since they were put.
+func (s *Store) toDisk(b *Batch, pages []held, removals int) []error {
 	sp := b.space
 	sp.mu.RLock()
 	defer sp.mu.RUnlock()
 	if sp.removals != removals {
-		errs := make([]error, len(which))
+		errs := make([]error, len(pages))
 		for i := range errs {
 			errs[i] = disk.ErrRemoved
 		}
 		return errs
 	}
-	records := make([]disk.Record, len(which))
-	for j, i := range which {
-		records[j] = disk.Record{Key: b.keys[i], After: b.before(i), Data: pinned[j].Slot, CRC: pinned[j].CRC}
+	if len(pages) == 0 {
+		return nil
+	}
+	records := make([]disk.Record, len(pages))
+	for j, p := range pages {
+		records[j] = disk.Record{Key: b.keys[p.i], After: b.before(p.i), Data: p.data, CRC: p.crc}
 	}
 	errs := s.disk.Write(sp.number, records)
 	for j, err := range errs {
-		if errors.Is(err, disk.ErrDamaged) { // what is in memory is no longer what was put
-			s.memory.Doom(pinned[j])
+		if pages[j].pinned && errors.Is(err, disk.ErrDamaged) { // what is in memory is no longer what was put
+			s.memory.Doom(pages[j].page)
 		}
 	}
 	return errs

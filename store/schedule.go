@@ -123,7 +123,7 @@ func (s *Store) work() {
 			return
 		}
 		if b.put {
-			s.putPages(b, from, to)
+			s.putPages(b, from, to, &w)
 		} else {
 			for i := from; i < to; i++ {
 				b.results[i] = s.getPage(b, i, &w)

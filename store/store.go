@@ -38,6 +38,7 @@ type Store struct {
 	disk      *disk.Tier // nil: none
 	writeBack bool
 	schedule  *schedule
+	pool      int // workers
 	workers   sync.WaitGroup
 
 	mu      sync.Mutex // guards what follows
@@ -80,12 +81,12 @@ func (s *Store) begin(c Config) {
 			s.numbers[n] = true
 		}
 	}
-	workers := c.Workers
-	if workers == 0 {
-		workers = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
+	s.pool = c.Workers
+	if s.pool == 0 {
+		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
 	}
-	s.workers.Add(workers)
-	for range workers {
+	s.workers.Add(s.pool)
+	for range s.pool {
 		go s.work()
 	}
 }
@@ -208,10 +209,12 @@ func (s *Store) numberLocked(id page.ID) (uint16, error) {
 // PageBytes is the size of its pages.
 func (sp *Space) PageBytes() int { return sp.pageBytes }
 
-// piece is how many pages of a batch a worker takes at once.
+// piece is how many pages of a batch a worker takes at once. Those of a put are pinned until they are on the disk; all workers
+// together pin a quarter of the memory at most, unless it is very small.
 func (sp *Space) piece(put bool) int {
-	if put && sp.s.disk != nil {
-		return sp.s.disk.GroupPages(sp.pageBytes)
+	s := sp.s
+	if put && s.disk != nil {
+		return min(s.disk.GroupPages(sp.pageBytes), max(1, int(s.memory.Region().Size())/(4*s.pool*sp.pageBytes)))
 	}
 	return min(maxPiecePages, max(1, getPieceBytes/sp.pageBytes))
 }

@@ -316,7 +316,7 @@ func TestPins(t *testing.T) {
 		t.Errorf("%d of 20 pinned pages are there", n)
 	}
 	pins.Release()
-	for i := range 40 {
+	for i := range 100 {
 		e.put(upTo(5000+i*30, 5030+i*30)...)
 	}
 	if n := count(e.get(append(upTo(20, 30), upTo(1000, 1010)...)...), Hit); n != 0 {

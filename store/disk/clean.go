@@ -69,7 +69,7 @@ func (l *log) clean(nowhere bool) error {
 	return nil
 }
 
-// evacuate gives up the cold pages of a segment and moves the others. What the footer does not name, the index does.
+// evacuate moves the pages of a segment. What the footer does not name, the index does.
 func (l *log) evacuate(seg uint32, seq uint64, nowhere bool) error {
 	t := l.t
 	for _, entries := range []func(uint32, uint64) []entry{l.readFooter, l.searchIndex} {
@@ -113,7 +113,8 @@ type resident struct {
 	loc   uint32
 }
 
-// wanted gives up the cold pages of a segment, those at the end of a prompt first, and returns the others in their order.
+// wanted holds the pages of a segment that stay, and returns them in their order; where there is nowhere to move them to it gives
+// them up, those at the end of a prompt first.
 func (l *log) wanted(seg uint32, entries []entry, nowhere bool) (out []resident) {
 	t := l.t
 	t.mu.Lock()
@@ -129,7 +130,7 @@ func (l *log) wanted(seg uint32, entries []entry, nowhere bool) (out []resident)
 			t.moveLocked(n, t.owners[t.pages.Owner(uint32(n))], noPlace)
 			continue
 		}
-		if t.pages.At(n).Pins == 0 && (nowhere || !t.pages.Wanted(uint32(n))) {
+		if nowhere && t.pages.At(n).Pins == 0 {
 			t.pages.GiveUp(n)
 			continue
 		}
@@ -208,20 +209,23 @@ func (l *log) moveSome(pages []resident) (done int, err error) {
 		which, from = append(which, len(records)), append(from, i)
 		records = append(records, r)
 	}
-	if err == nil && len(records) > 0 {
-		if err = l.ensure(o.space, len(records), false); err == nil {
-			if places, err = l.group(o.space, records, which); err != nil {
-				l.failed()
-			}
+	for err == nil && len(places) < len(records) {
+		var n int
+		if n, err = l.ensure(o.space, len(records)-len(places), false); err != nil {
+			break
 		}
+		var some []uint32
+		if some, err = l.group(o.space, records, which[len(places):len(places)+n]); err != nil {
+			l.failed()
+			break
+		}
+		places = append(places, some...)
 	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if err == nil {
-		for j, i := range from {
-			t.moveLocked(pages[i].node, o, places[j])
-			t.stats.Moved++
-		}
+	for j, i := range from[:len(places)] {
+		t.moveLocked(pages[i].node, o, places[j])
+		t.stats.Moved++
 	}
 	for i, p := range pages[:done] {
 		if damaged[i] {

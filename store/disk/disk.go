@@ -8,8 +8,9 @@
 // database as index was considered and left out: the index has to be in memory anyway, a footer costs
 // one write per segment and one read at the start, and there is one thing less that can be damaged.
 //
-// Space comes back by cleaning: the segment with the fewest bytes that are still wanted gives up its
-// cold pages, the others are appended again, and after that is durable the segment is reused.
+// Space comes back by cleaning. What is given up is the policy's choice among all pages; so that this
+// leaves segments with little in them, a seventh of the space is kept spare. The segment with the
+// fewest bytes is cleaned: its pages are appended again, and once that is durable it is reused.
 //
 // Invariants. What Write has acknowledged is found after a crash, unless it was given up or removed
 // since. Read returns the bytes that were written, or an error: their checksum is compared on each
@@ -97,10 +98,25 @@ type Tier struct {
 
 type owner struct {
 	space
-	removals int // how often its pages were removed
+	cost     uint64 // bytes of a device that a page takes at most, with its part of tables and of what stays unused
+	removals int    // how often its pages were removed
 }
 
 func (o *owner) blocks() uint32 { return blocksOf(int(o.pageBytes)) }
+
+// perSegment is how many pages of a size a segment holds if each is written alone: the worst case.
+func (t *Tier) perSegment(pageBytes int) uint32 {
+	each := blocksOf(pageBytes) + 1
+	n := (t.segb - 2) / each
+	footer := blocksOf(tableBytes(spacesInFooter, int(n)))
+	if t.segb < 2+footer {
+		return 0
+	}
+	return (t.segb - 2 - footer) / each
+}
+
+// spacesInFooter is how many namespaces one segment usually has at most.
+const spacesInFooter = 8
 
 // Stats are counts since the tier was opened.
 type Stats struct {
@@ -230,7 +246,7 @@ func open(devices []opened, c Config) (_ *Tier, err error) {
 		return nil, fmt.Errorf("store.disk: %d segments of %d bytes: at most 16 TiB in all; lower size", segments, t.segb*block)
 	}
 	spare := segments/spareShare + 2*uint64(len(t.logs))
-	t.capacity = (segments - spare) * uint64(t.segb-2) * block
+	t.capacity = (segments - spare) * uint64(t.segb) * block
 	if c.MaxPages == 0 {
 		c.MaxPages = int(max(64, t.capacity/leastPageBytes))
 	}
@@ -246,7 +262,7 @@ func open(devices []opened, c Config) (_ *Tier, err error) {
 
 // releaseLocked takes back the place of a page that went.
 func (t *Tier) releaseLocked(id uint16, loc uint32) {
-	n := uint64(t.owners[id].blocks()) * block
+	n := t.owners[id].cost
 	t.bytes -= n
 	t.segmentOf(loc).live -= n
 }
@@ -293,9 +309,9 @@ func (t *Tier) Stats() Stats {
 func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint64) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if need := blocksOf(pageBytes) + 3 + blocksOf(tableBytes(1, 1)); need > t.segb {
+	if t.perSegment(pageBytes) == 0 {
 		return fmt.Errorf("store.disk: page of %d bytes: does not fit into segments of %d bytes; set store.disk.segment to %d or more",
-			pageBytes, t.segb*block, need*block)
+			pageBytes, t.segb*block, 2*PaddedBytes(pageBytes))
 	}
 	if o := t.owners[n]; o != nil && (o.id != id || o.pageBytes != uint32(pageBytes)) {
 		return fmt.Errorf("store.disk: owner %d is namespace %s with pages of %d bytes", n, o.id, o.pageBytes)
@@ -306,10 +322,11 @@ func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint
 
 func (t *Tier) setOwnerLocked(n uint16, s space, quota, reserve uint64) {
 	if t.owners[n] == nil {
-		t.owners[n] = &owner{space: s}
+		per := t.perSegment(int(s.pageBytes))
+		t.owners[n] = &owner{space: s, cost: uint64((t.segb+per-1)/per) * block}
 		t.ids[s.id] = n
 	}
-	t.pages.SetOwner(n, evict.Owner{PageBytes: uint64(t.owners[n].blocks()) * block, Max: quota, Min: reserve})
+	t.pages.SetOwner(n, evict.Owner{PageBytes: t.owners[n].cost, Max: quota, Min: reserve})
 }
 
 // Known is the number and the page size of each namespace that has pages here.

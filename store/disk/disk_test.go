@@ -78,7 +78,7 @@ func TestCleaning(t *testing.T) {
 	}
 	s := tier.Stats()
 	t.Logf("%+v", s)
-	if s.Cleaned == 0 || s.Moved == 0 || s.Evicted == 0 || s.Bytes > s.Capacity {
+	if s.Cleaned == 0 || s.Moved > s.Evicted/10 || s.Evicted == 0 || s.Bytes > s.Capacity {
 		t.Errorf("%+v", s)
 	}
 	before := listed(tier, 0, 2000)
@@ -176,8 +176,8 @@ func TestPowerGoesAtEveryOperation(t *testing.T) {
 				missing++
 			}
 		}
-		if missing > int(tier.Stats().Evicted) {
-			t.Errorf("power goes at %d of %d: %d pages are gone, %d were given up at the start", at, ops, missing, tier.Stats().Evicted)
+		if missing > 0 {
+			t.Errorf("power goes at %d of %d: %d pages are gone", at, ops, missing)
 		}
 		if got, err := load(tier, 0, 1000, 1005); len(got) != 5 {
 			t.Errorf("power goes at %d: the store takes no pages afterwards: %v", at, err)

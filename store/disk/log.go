@@ -116,7 +116,7 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	for j, i := range fresh {
 		n := nodes[i]
 		switch {
-		case err != nil:
+		case j >= len(places):
 			errs[i] = err
 		case o.removals != removals:
 			errs[i] = ErrRemoved
@@ -148,58 +148,86 @@ func (t *Tier) emptiestLocked() *log {
 // moveLocked gives a page another place.
 func (t *Tier) moveLocked(n index.Node, o *owner, loc uint32) {
 	e := t.pages.At(n)
-	size := uint64(o.blocks()) * block
+	size := o.cost
 	t.segmentOf(e.Loc).live -= size
 	e.Loc = loc
 	t.segmentOf(loc).live += size
 }
 
-// roomLocked gives up pages until one more fits into what the tier may hold. The page has no place on a device yet.
+// roomLocked gives up pages until one more fits into what the tier may hold.
 func (t *Tier) roomLocked(id uint16, o *owner) (uint32, error) {
-	n := uint64(o.blocks()) * block
+	n := o.cost
 	for t.bytes+n > t.capacity {
 		if err := t.pages.GiveUpOne(id, evict.Any); err != nil {
 			return 0, fmt.Errorf("store.disk: %w", err)
 		}
 	}
-	t.bytes += n
-	t.limbo.live += n
-	return noPlace, nil
+	return t.limboLocked(o), nil
+}
+
+// limboLocked counts one more page, which has no place yet.
+func (t *Tier) limboLocked(o *owner) uint32 {
+	t.bytes += o.cost
+	t.limbo.live += o.cost
+	return noPlace
 }
 
 // errNoSegment: the device has no segment that could be emptied.
 var errNoSegment = errors.New("store.disk: no segment can be emptied; raise size, or unpin pages")
 
-// append writes a group and syncs it. A segment that cannot be written is not written any more, and the group goes into the
-// next one, once.
+// append writes pages, synced, in as many groups as segments have room for. A segment that cannot be written is not written any
+// more, and the group goes into the next one, once. It returns the places of the first pages, and why there are not all.
 func (l *log) append(s space, records []Record, which []int) (places []uint32, err error) {
-	for range 2 {
-		if err = l.ensure(s, len(which), true); err != nil {
-			return nil, err
+	failures := 0
+	for len(places) < len(which) {
+		n, err := l.ensure(s, len(which)-len(places), true)
+		if err != nil {
+			return places, err
 		}
-		if places, err = l.group(s, records, which); err == nil {
-			return places, nil
+		some, err := l.group(s, records, which[len(places):len(places)+n])
+		if err != nil {
+			l.failed()
+			if failures++; failures > 1 {
+				return places, fmt.Errorf("store.disk path %s: %w", l.path, err)
+			}
+			continue
 		}
-		l.failed()
+		places = append(places, some...)
 	}
-	return nil, fmt.Errorf("store.disk path %s: %w", l.path, err)
+	return places, nil
 }
 
-// ensure makes the current segment one with room for a group. clean: segments may be cleaned for it.
-func (l *log) ensure(s space, pages int, clean bool) error {
-	need := 1 + uint32(pages)*blocksOf(int(s.pageBytes))
-	if l.at >= 0 && l.pos+need+l.footerBlocks(pages) < l.t.segb {
-		return nil
+// ensure makes the current segment one with room, and returns for how many of so many pages it has room, at least one. clean:
+// segments may be cleaned for it.
+func (l *log) ensure(s space, pages int, clean bool) (int, error) {
+	fits := func() int {
+		n := pages
+		for n > 0 && l.pos+1+uint32(n)*blocksOf(int(s.pageBytes))+l.footerBlocks(n) >= l.t.segb {
+			n--
+		}
+		return n
 	}
 	if l.at >= 0 {
+		if n := fits(); n > 0 {
+			return n, nil
+		}
 		l.close()
 	}
 	if clean {
 		if err := l.makeFree(); err != nil {
-			return err
+			return 0, err
+		}
+		if l.at >= 0 { // cleaning began one
+			if n := fits(); n > 0 {
+				return n, nil
+			}
+			l.close()
 		}
 	}
-	return l.begin()
+	if err := l.begin(); err != nil {
+		return 0, err
+	}
+	return fits(), nil
 }
 
 // footerBlocks is how long the footer is when so many pages more, of one namespace more, are in it.

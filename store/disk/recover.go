@@ -223,8 +223,8 @@ func (t *Tier) adoptLocked(f found) {
 		}
 		id, ok := t.ids[s.id]
 		if !ok {
-			if id, ok = t.hiddenLocked(); !ok {
-				continue // more namespaces than a store has
+			if id, ok = t.hiddenLocked(); !ok || t.perSegment(int(s.pageBytes)) == 0 {
+				continue // more namespaces than a store has, or nothing that was ever written
 			}
 			t.setOwnerLocked(id, s, 0, 0)
 		}
@@ -241,7 +241,9 @@ func (t *Tier) adoptLocked(f found) {
 			t.pages.At(n).CRC = e.crc
 			continue
 		}
-		n, err := t.pages.Begin(id, &e.key, after, func() (uint32, error) { return t.roomLocked(id, o) })
+		// All that is on the device is found, also what had been given up and not been overwritten: which pages those are is not
+		// written down. The next write gives up what is too much, the oldest pages first.
+		n, err := t.pages.Begin(id, &e.key, after, func() (uint32, error) { return t.limboLocked(o), nil })
 		if err != nil {
 			continue
 		}

@@ -124,13 +124,6 @@ func (p *Policy) Over(id uint16) bool {
 	return o.Max != 0 && o.used()+o.PageBytes > o.Max
 }
 
-// Wanted reports whether a page is worth moving when its place is needed: it was asked for, or pages
-// that follow it are here.
-func (p *Policy) Wanted(n uint32) bool {
-	l := &p.links[n]
-	return l.queue == Again || l.kids > 0
-}
-
 // Insert makes a node resident. Its parent is the page before it in its prompt, or 0. A node that is
 // a Hole keeps its place in the tree.
 func (p *Policy) Insert(n, parent uint32, hash uint64, id uint16, now uint32) {

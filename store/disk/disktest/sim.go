@@ -112,7 +112,9 @@ func (f *Sim) Sync() error {
 	if f.off {
 		return ErrPower
 	}
-	copy(f.durable, f.now)
+	for _, w := range f.pending {
+		copy(f.durable[w.off:], w.data)
+	}
 	f.pending = nil
 	return nil
 }
