@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package catalog is what one tier holds: its index, its policy and the pins of its pages. The tier
+// decides what an entry's Loc means, and locks: no method locks, and all of them need the tier's lock.
+//
+// Invariants: an entry that is Live and not Doomed can be read; an entry with pins keeps its Loc,
+// unless the tier itself moves it; an entry that goes gives its Loc back through Release, once. An
+// entry of state Gone is there for the policy only. No goroutines, no I/O.
+package catalog
+
+import (
+	"errors"
+	"time"
+
+	"github.com/kvspray/kvspray/store/evict"
+	"github.com/kvspray/kvspray/store/index"
+	"github.com/kvspray/kvspray/store/offheap"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// maxPins is how many pins one page has at most.
+const maxPins = 1<<16 - 1
+
+// Errors that callers tell apart.
+var (
+	ErrExists = errors.New("the page is here")
+	ErrBusy   = errors.New("the page is being stored or removed")
+	ErrFull   = errors.New("no page can be given up: all are pinned, or reserved for others")
+)
+
+// Catalog is the entries of one tier.
+type Catalog struct {
+	*index.Table
+	*evict.Policy
+	links   *offheap.Array[evict.Link]
+	ghosts  *offheap.Array[uint32]
+	release func(owner uint16, loc uint32)
+	began   time.Time
+	evicted uint64
+}
+
+// New makes a catalog of up to pages pages. release takes back the place of a page that goes.
+func New(pages int, release func(owner uint16, loc uint32)) (*Catalog, error) {
+	c := &Catalog{release: release, began: time.Now()}
+	var err error
+	if c.Table, err = index.New(pages); err != nil {
+		return nil, err
+	}
+	if c.links, err = offheap.New[evict.Link](pages + 1); err == nil {
+		c.ghosts, err = offheap.New[uint32](evict.GhostsFor(pages))
+	}
+	if err != nil {
+		c.Close()
+		return nil, err
+	}
+	c.Policy = evict.New(c.links.Elems(), c.ghosts.Elems())
+	return c, nil
+}
+
+// Close frees the memory.
+func (c *Catalog) Close() {
+	c.Table.Close()
+	c.links.Free()
+	c.ghosts.Free()
+}
+
+// Bytes is the memory that a full catalog takes.
+func (c *Catalog) Bytes() int { return c.Table.Bytes() + c.links.Bytes() + c.ghosts.Bytes() }
+
+// Evicted counts the pages that were given up.
+func (c *Catalog) Evicted() uint64 { return c.evicted }
+
+// Now is in hundredths of a second since the catalog was made. It goes round after 497 days: the policy compares differences.
+func (c *Catalog) Now() uint32 { return uint32(time.Since(c.began) / (10 * time.Millisecond)) }
+
+// Readable reports whether a node is an owner's page that can be read.
+func (c *Catalog) Readable(n index.Node, owner uint16) bool {
+	if n == 0 {
+		return false
+	}
+	e := c.At(n)
+	return e.State == index.Live && !e.Doomed && c.Owner(uint32(n)) == owner
+}
+
+// Acquire finds an owner's page, counts a use and pins it; 0: it is not here.
+func (c *Catalog) Acquire(owner uint16, k *page.Key) index.Node {
+	n := c.Find(k)
+	if !c.Readable(n, owner) || c.At(n).Pins == maxPins {
+		return 0
+	}
+	c.Touch(uint32(n), c.Now())
+	c.Hold(n)
+	return n
+}
+
+// Hold pins a page that is Live or Filling once more.
+func (c *Catalog) Hold(n index.Node) {
+	e := c.At(n)
+	e.Pins++
+	if e.Pins == 1 {
+		c.Pin(uint32(n))
+	}
+}
+
+// Drop ends one Acquire or Hold, or the pin of Begin. A doomed page goes with its last pin.
+func (c *Catalog) Drop(n index.Node) {
+	e := c.At(n)
+	e.Pins--
+	if e.Pins > 0 {
+		return
+	}
+	c.Unpin(uint32(n), c.Now(), c.free)
+	if e.Doomed {
+		c.remove(n)
+	}
+}
+
+// Doom makes a page that is pinned unreadable, and has it go with its last pin.
+func (c *Catalog) Doom(n index.Node) { c.At(n).Doomed = true }
+
+func (c *Catalog) free(n uint32) { c.Delete(index.Node(n)) }
+
+func (c *Catalog) remove(n index.Node) {
+	e := c.At(n)
+	c.release(c.Owner(uint32(n)), e.Loc)
+	e.State, e.Doomed = index.Gone, false
+	c.Remove(uint32(n), c.free)
+}
+
+// GiveUp evicts a page without pins.
+func (c *Catalog) GiveUp(n index.Node) {
+	e := c.At(n)
+	c.release(c.Owner(uint32(n)), e.Loc)
+	e.State = index.Gone
+	c.Evict(uint32(n), c.Hash(&e.Key), c.free)
+	c.evicted++
+}
+
+// RemoveOwner drops all pages of an owner; those with pins go with their last pin.
+func (c *Catalog) RemoveOwner(owner uint16) {
+	for n := index.Node(1); n <= c.Last(); n++ {
+		e := c.At(n)
+		if e.State != index.Live && e.State != index.Filling || c.Owner(uint32(n)) != owner {
+			continue
+		}
+		if e.Pins > 0 {
+			e.Doomed = true
+		} else {
+			c.remove(n)
+		}
+	}
+}
+
+// Begin makes an entry of state Filling with one pin. after is the key of the page before it in its
+// prompt, or nil. room is called while neither that page nor the entry itself can be given up, and
+// returns the place for the page; it may evict.
+func (c *Catalog) Begin(owner uint16, k, after *page.Key, room func() (loc uint32, err error)) (index.Node, error) {
+	n := c.Find(k)
+	if n != 0 && c.At(n).State != index.Gone {
+		if c.Readable(n, owner) {
+			return 0, ErrExists
+		}
+		return 0, ErrBusy
+	}
+	parent := index.Node(0)
+	if after != nil {
+		if parent = c.Find(after); parent != 0 && (c.At(parent).State == index.Gone || c.Owner(uint32(parent)) != owner) {
+			parent = 0
+		}
+	}
+	keep := [2]index.Node{parent, n}
+	for _, k := range keep {
+		if k != 0 {
+			c.Pin(uint32(k))
+		}
+	}
+	loc, err := c.roomFor(owner, room)
+	if err == nil && n == 0 {
+		n, err = c.entry(owner, k)
+		if err != nil {
+			c.release(owner, loc)
+		}
+	}
+	now := c.Now()
+	if err == nil {
+		e := c.At(n)
+		e.State, e.Loc, e.CRC, e.Pins, e.Doomed = index.Filling, loc, 0, 1, false
+		c.Insert(uint32(n), uint32(parent), c.Hash(k), owner, now)
+		c.Pin(uint32(n))
+	}
+	for _, k := range keep {
+		if k != 0 {
+			c.Unpin(uint32(k), now, c.free)
+		}
+	}
+	return n, err
+}
+
+func (c *Catalog) roomFor(owner uint16, room func() (uint32, error)) (uint32, error) {
+	for c.Over(owner) {
+		if err := c.GiveUpOne(owner, evict.Any); err != nil {
+			return 0, err
+		}
+	}
+	return room()
+}
+
+// GiveUpOne evicts the page of a class that the policy names so that an owner gets one more.
+func (c *Catalog) GiveUpOne(owner uint16, class uint8) error {
+	v := c.Victim(owner, class, c.Now())
+	if v == 0 {
+		return ErrFull
+	}
+	c.GiveUp(index.Node(v))
+	return nil
+}
+
+func (c *Catalog) entry(owner uint16, k *page.Key) (index.Node, error) {
+	for {
+		n, err := c.Table.Insert(k)
+		if !errors.Is(err, index.ErrFull) {
+			return n, err
+		}
+		if err := c.GiveUpOne(owner, evict.Any); err != nil {
+			return 0, err
+		}
+	}
+}
+
+// Insert is the policy's; the table's is used by Begin only.
+func (c *Catalog) Insert(n, parent uint32, hash uint64, owner uint16, now uint32) {
+	c.Policy.Insert(n, parent, hash, owner, now)
+}
+
+// Finish makes a page readable that Begin began. The pin stays.
+func (c *Catalog) Finish(n index.Node, crc uint32) {
+	e := c.At(n)
+	e.State, e.CRC = index.Live, crc
+}
+
+// Pieces is how many keys are looked up under one hold of the tier's lock.
+const Pieces = 1024
+
+// Exists sets the bits of an owner's keys that can be read, for at most Pieces keys, from bit at on.
+func (c *Catalog) Exists(owner uint16, keys []page.Key, found page.Bitmap, at int) {
+	var nodes [Pieces]index.Node
+	c.FindAll(keys, nodes[:len(keys)])
+	for i, n := range nodes[:len(keys)] {
+		if c.Readable(n, owner) {
+			found.Set(at + i)
+		}
+	}
+}

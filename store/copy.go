@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"github.com/kvspray/kvspray/internal/mem"
+)
+
+// copyPiece is how much is copied before its checksum is computed: what the copy has just brought into the first-level cache.
+const copyPiece = 16 << 10
+
+// copyOut copies a page to its placement and returns the checksum of what it copied.
+func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
+	if mem.DeviceOf(to) != nil {
+		return mem.CRC32C(0, page), mem.Scatter(to, page)
+	}
+	for _, b := range to {
+		p := page[:b.Len]
+		page = page[b.Len:]
+		mapped, ok := b.Bytes()
+		if !ok {
+			crc = mem.CRC32C(crc, p)
+			if err := b.Region.WriteAt(p, b.Off); err != nil {
+				return crc, err
+			}
+			continue
+		}
+		for len(p) > 0 {
+			n := min(len(p), copyPiece)
+			mem.Copy(mapped, p[:n])
+			crc = mem.CRC32C(crc, p[:n])
+			mapped, p = mapped[n:], p[n:]
+		}
+	}
+	return crc, nil
+}
+
+// copyIn fills a page from its placement and returns the checksum of what is in the page now: the source may change while it is
+// copied, and then the caller breaks its word, but the page and its checksum still agree.
+func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {
+	if mem.DeviceOf(from) != nil {
+		err = mem.Gather(page, from)
+		return mem.CRC32C(0, page), err
+	}
+	for _, b := range from {
+		p := page[:b.Len]
+		page = page[b.Len:]
+		mapped, ok := b.Bytes()
+		if !ok {
+			if err := b.Region.ReadAt(p, b.Off); err != nil {
+				return crc, err
+			}
+			crc = mem.CRC32C(crc, p)
+			continue
+		}
+		for len(p) > 0 {
+			n := min(len(p), copyPiece)
+			mem.Copy(p[:n], mapped)
+			crc = mem.CRC32C(crc, p[:n])
+			mapped, p = mapped[n:], p[n:]
+		}
+	}
+	return crc, nil
+}

@@ -1,0 +1,423 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package disk is the store's tier on files and block devices: pages in a log of segments.
+//
+// Each device has its own log. Pages are appended in groups: one block that describes up to 52 pages,
+// and the pages. A group is durable, and Write returns, after the device was synced. A segment that
+// is full gets a footer with all its pages, so that a start reads footers and not groups. An embedded
+// database as index was considered and left out: the index has to be in memory anyway, a footer costs
+// one write per segment and one read at the start, and there is one thing less that can be damaged.
+//
+// Space comes back by cleaning. What is given up is the policy's choice among all pages; so that this
+// leaves segments with little in them, a seventh of the space is kept spare. The segment with the
+// fewest bytes is cleaned: its pages are appended again, and once that is durable it is reused.
+//
+// Invariants. What Write has acknowledged is found after a crash, unless it was given up or removed
+// since. Read returns the bytes that were written, or an error: their checksum is compared on each
+// way, into the tier and out of it. A segment is overwritten only after its new life is durable in
+// its header, no reader is in it, and all it had is durable elsewhere or given up. A table counts
+// only in the life of the segment that it was written in. A store that cannot be read by this release
+// is refused, and not touched.
+//
+// Ownership: the tier owns its files, and locks them. Locks: log.mu, one appender or cleaner per
+// device, is taken before Tier.mu, which guards all state in memory and is never held over I/O. The
+// package starts no goroutine: whoever wants several reads or writes at once calls from several.
+package disk
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/catalog"
+	"github.com/kvspray/kvspray/store/evict"
+	"github.com/kvspray/kvspray/store/index"
+	"github.com/kvspray/kvspray/store/offheap"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// Bounds and defaults.
+const (
+	DefaultSegmentBytes = 64 << 20
+	minSegmentBlocks    = 16
+	maxSegmentBlocks    = 1 << 18 // 1 GiB
+	minSegments         = 5       // of a device
+	MaxDevices          = 64
+	leastPageBytes      = 64 << 10 // what MaxPages is derived from
+	// MaxGroupBytes bounds what is written at once.
+	MaxGroupBytes = 16 << 20
+	// spareShare: 1/spareShare of the segments hold no pages that the policy counts, so that cleaning finds room.
+	spareShare = 7
+	// Places on a device.
+	checkpointAt = 64 << 10
+	segmentsAt   = 1 << 20
+)
+
+// Device names one file, folder or block device.
+type Device struct {
+	Path string
+	Size int64 // bytes
+}
+
+// Config describes a tier.
+type Config struct {
+	Devices      []Device
+	SegmentBytes int // 0: DefaultSegmentBytes
+	MaxPages     int // 0: one for every 64 KiB
+}
+
+// Errors that callers tell apart.
+var (
+	ErrMissing = errors.New("store.disk: the page is not here")
+	ErrDamaged = errors.New("store.disk: the page is damaged")
+	ErrRemoved = errors.New("store.disk: the namespace was removed meanwhile")
+)
+
+// Tier holds pages.
+type Tier struct {
+	id   storeID
+	logs []*log
+	segb uint32 // blocks of a segment
+
+	mu       sync.Mutex // guards what follows, and the segments of the logs
+	drained  sync.Cond  // a reader left a segment
+	pages    *catalog.Catalog
+	owners   map[uint16]*owner
+	ids      map[page.ID]uint16
+	removed  map[page.ID]uint64
+	check    uint64  // generation of the checkpoint
+	seq      uint64  // the last life of a segment
+	bytes    uint64  // of all pages
+	limbo    segment // counts those that have no place yet
+	capacity uint64
+	turn     int
+	stats    Stats
+}
+
+type owner struct {
+	space
+	cost     uint64 // bytes of a device that a page takes at most, with its part of tables and of what stays unused
+	removals int    // how often its pages were removed
+}
+
+func (o *owner) blocks() uint32 { return blocksOf(int(o.pageBytes)) }
+
+// perSegment is how many pages of a size a segment holds if each is written alone: the worst case.
+func (t *Tier) perSegment(pageBytes int) uint32 {
+	each := blocksOf(pageBytes) + 1
+	n := (t.segb - 2) / each
+	footer := blocksOf(tableBytes(spacesInFooter, int(n)))
+	if t.segb < 2+footer {
+		return 0
+	}
+	return (t.segb - 2 - footer) / each
+}
+
+// spacesInFooter is how many namespaces one segment usually has at most.
+const spacesInFooter = 8
+
+// Stats are counts since the tier was opened.
+type Stats struct {
+	Pages, Bytes, Capacity uint64
+	Evicted                uint64
+	Damaged                uint64 // pages that were found so, and dropped
+	Failed                 uint64 // segments that could not be written or synced
+	Cleaned, Moved         uint64 // segments, and pages
+	Direct                 bool   // all devices bypass the page cache
+}
+
+// opened is a device that Open has opened.
+type opened struct {
+	path   string
+	file   File
+	size   int64 // that the store may use
+	fresh  bool
+	direct bool
+}
+
+// Open opens a store, or makes one where all devices are empty.
+func Open(c Config) (*Tier, error) {
+	if len(c.Devices) == 0 || len(c.Devices) > MaxDevices {
+		return nil, fmt.Errorf("store.disk: %d devices: name 1 to %d", len(c.Devices), MaxDevices)
+	}
+	var devices []opened
+	fail := func(path string, err error) (*Tier, error) {
+		for _, d := range devices {
+			_ = d.file.Close()
+		}
+		return nil, fmt.Errorf("store.disk path %s: %w", path, err)
+	}
+	for _, d := range c.Devices {
+		f, size, err := openFile(d.Path)
+		if err != nil {
+			return fail(d.Path, err)
+		}
+		devices = append(devices, opened{path: d.Path, file: f, size: d.Size, direct: f.direct})
+		o := &devices[len(devices)-1]
+		if o.fresh, err = isFresh(f, size); err != nil {
+			return fail(d.Path, err)
+		}
+		switch {
+		case !o.fresh:
+		case d.Size < segmentsAt+minSegments*int64(minSegmentBlocks)*block:
+			return fail(d.Path, fmt.Errorf("size %d: less than the smallest store; raise it", d.Size))
+		default:
+			if err := f.grow(d.Size); err != nil {
+				return fail(d.Path, err)
+			}
+		}
+	}
+	t, err := open(devices, c)
+	if err != nil {
+		for _, d := range devices {
+			_ = d.file.Close()
+		}
+		return nil, err
+	}
+	return t, nil
+}
+
+// OpenDevice is a device that somebody has opened.
+type OpenDevice struct {
+	Path string // for messages
+	File File
+	Size int64 // bytes
+}
+
+// OpenFiles is Open on files of the caller's. On success they are the store's, on an error they stay the caller's.
+func OpenFiles(files []OpenDevice, c Config) (*Tier, error) {
+	var devices []opened
+	for _, f := range files {
+		fresh, err := isFresh(f.File, f.Size)
+		if err != nil {
+			return nil, fmt.Errorf("store.disk path %s: %w", f.Path, err)
+		}
+		devices = append(devices, opened{path: f.Path, file: f.File, size: f.Size, fresh: fresh, direct: true})
+	}
+	return open(devices, c)
+}
+
+// isFresh reports whether a device holds nothing: no bytes, or only zeros where something would begin.
+func isFresh(f File, size int64) (bool, error) {
+	n := min(size, segmentsAt) / block * block
+	if n == 0 {
+		if size > 0 {
+			return false, errors.New("it holds something that is no kvspray store; name another path, or empty it yourself")
+		}
+		return true, nil
+	}
+	buf, err := offheap.New[byte](int(n))
+	if err != nil {
+		return false, err
+	}
+	defer buf.Free()
+	if err := f.ReadAt(buf.Elems(), 0); err != nil {
+		return false, err
+	}
+	for _, b := range buf.Elems() {
+		if b != 0 {
+			return false, nil
+		}
+	}
+	return true, nil
+}
+
+// open makes or recovers a store on devices that are open. On an error they stay the caller's.
+func open(devices []opened, c Config) (_ *Tier, err error) {
+	if c.SegmentBytes == 0 {
+		c.SegmentBytes = DefaultSegmentBytes
+	}
+	t := &Tier{owners: map[uint16]*owner{}, ids: map[page.ID]uint16{}, removed: map[page.ID]uint64{}, segb: uint32(c.SegmentBytes / block)}
+	t.drained.L = &t.mu
+	if t.segb < minSegmentBlocks || t.segb > maxSegmentBlocks {
+		return nil, fmt.Errorf("store.disk segment %d bytes: must be %d to %d", c.SegmentBytes, minSegmentBlocks*block, maxSegmentBlocks*block)
+	}
+	if err := t.identify(devices); err != nil {
+		return nil, err
+	}
+	var segments uint64
+	for _, l := range t.logs {
+		l.first = uint32(segments)
+		segments += uint64(len(l.segments))
+	}
+	if segments*uint64(t.segb) > 1<<32-1 {
+		return nil, fmt.Errorf("store.disk: %d segments of %d bytes: at most 16 TiB in all; lower size", segments, t.segb*block)
+	}
+	spare := segments/spareShare + 2*uint64(len(t.logs))
+	t.capacity = (segments - spare) * uint64(t.segb) * block
+	if c.MaxPages == 0 {
+		c.MaxPages = int(max(64, t.capacity/leastPageBytes))
+	}
+	if t.pages, err = catalog.New(c.MaxPages, t.releaseLocked); err != nil {
+		return nil, fmt.Errorf("store.disk: %w", err)
+	}
+	if err := t.recover(); err != nil {
+		t.pages.Close()
+		return nil, err
+	}
+	return t, nil
+}
+
+// releaseLocked takes back the place of a page that went.
+func (t *Tier) releaseLocked(id uint16, loc uint32) {
+	n := t.owners[id].cost
+	t.bytes -= n
+	t.segmentOf(loc).live -= n
+}
+
+// noPlace is the place of a page that is being written.
+const noPlace = 1<<32 - 1
+
+func (t *Tier) segmentOf(loc uint32) *segment {
+	if loc == noPlace {
+		return &t.limbo
+	}
+	n := loc / t.segb
+	for _, l := range t.logs {
+		if n < l.first+uint32(len(l.segments)) {
+			return &l.segments[n-l.first]
+		}
+	}
+	panic("disk: a place outside of all devices")
+}
+
+// Close closes the devices. Nobody reads or writes.
+func (t *Tier) Close() error {
+	var errs []error
+	for _, l := range t.logs {
+		errs = append(errs, l.file.Close())
+	}
+	t.pages.Close()
+	return errors.Join(errs...)
+}
+
+// IndexBytes is the memory of the index when it is full.
+func (t *Tier) IndexBytes() int { return t.pages.Bytes() }
+
+// Stats returns them.
+func (t *Tier) Stats() Stats {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := t.stats
+	s.Pages, s.Bytes, s.Capacity, s.Evicted = uint64(t.pages.Pages()), t.bytes, t.capacity, t.pages.Evicted()
+	return s
+}
+
+// SetOwner makes or changes an owner. The number of a namespace that was found on the disk is Known's.
+func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint64) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.perSegment(pageBytes) == 0 {
+		return fmt.Errorf("store.disk: page of %d bytes: does not fit into segments of %d bytes; set store.disk.segment to %d or more",
+			pageBytes, t.segb*block, 2*PaddedBytes(pageBytes))
+	}
+	if o := t.owners[n]; o != nil && (o.id != id || o.pageBytes != uint32(pageBytes)) {
+		return fmt.Errorf("store.disk: owner %d is namespace %s with pages of %d bytes", n, o.id, o.pageBytes)
+	}
+	t.setOwnerLocked(n, space{id, uint32(pageBytes)}, quota, reserve)
+	return nil
+}
+
+func (t *Tier) setOwnerLocked(n uint16, s space, quota, reserve uint64) {
+	if t.owners[n] == nil {
+		per := t.perSegment(int(s.pageBytes))
+		t.owners[n] = &owner{space: s, cost: uint64((t.segb+per-1)/per) * block}
+		t.ids[s.id] = n
+	}
+	t.pages.SetOwner(n, evict.Owner{PageBytes: t.owners[n].cost, Max: quota, Min: reserve})
+}
+
+// Known is the number and the page size of each namespace that has pages here.
+func (t *Tier) Known() map[page.ID]uint16 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	out := make(map[page.ID]uint16, len(t.ids))
+	for id, n := range t.ids {
+		out[id] = n
+	}
+	return out
+}
+
+// Exists sets the bits of the owner's keys that are here.
+func (t *Tier) Exists(id uint16, keys []page.Key, found page.Bitmap) {
+	for at := 0; at < len(keys); at += catalog.Pieces {
+		t.mu.Lock()
+		t.pages.Exists(id, keys[at:min(at+catalog.Pieces, len(keys))], found, at)
+		t.mu.Unlock()
+	}
+}
+
+// Pinned is a page that is kept on the disk.
+type Pinned struct{ node index.Node }
+
+// Pin finds a page and keeps it from being given up.
+func (t *Tier) Pin(id uint16, k *page.Key) (Pinned, bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n := t.pages.Acquire(id, k)
+	return Pinned{n}, n != 0
+}
+
+// Unpin ends a Pin.
+func (t *Tier) Unpin(p Pinned) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Drop(p.node)
+}
+
+// PaddedBytes is how long the buffers for an owner's pages are.
+func PaddedBytes(pageBytes int) int { return int(blocksOf(pageBytes)) * block }
+
+// Read reads an owner's page into buf, which is aligned to 4 KiB and PaddedBytes long, and compares its checksum, which it
+// returns. A page that is damaged or cannot be read is dropped.
+func (t *Tier) Read(id uint16, k *page.Key, buf []byte) (crc uint32, err error) {
+	t.mu.Lock()
+	n := t.pages.Acquire(id, k)
+	if n == 0 {
+		t.mu.Unlock()
+		return 0, ErrMissing
+	}
+	e := *t.pages.At(n)
+	size := int(t.owners[id].pageBytes)
+	seg := t.segmentOf(e.Loc)
+	seg.readers++
+	t.mu.Unlock()
+
+	err = t.fetch(e.Loc, buf)
+	if err == nil && mem.CRC32C(0, buf[:size]) != e.CRC {
+		err = ErrDamaged
+	}
+
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if seg.readers--; seg.readers == 0 {
+		t.drained.Broadcast()
+	}
+	// A page that was moved meanwhile is whole where it is now.
+	if err != nil && t.pages.At(n).Loc == e.Loc {
+		t.stats.Damaged++
+		t.pages.Doom(n)
+	}
+	t.pages.Drop(n)
+	if err != nil {
+		return 0, fmt.Errorf("store.disk: page %s: %w", k, err)
+	}
+	return e.CRC, nil
+}
+
+// fetch reads what is at a place. Somebody keeps the segment.
+func (t *Tier) fetch(loc uint32, buf []byte) error {
+	for _, l := range t.logs {
+		if n := loc / t.segb; n < l.first+uint32(len(l.segments)) {
+			return l.file.ReadAt(buf, l.offset(n-l.first, loc%t.segb))
+		}
+	}
+	panic("disk: a place outside of all devices")
+}
+
+func newStoreID() (id storeID) {
+	_, _ = rand.Read(id[:]) // never fails
+	return id
+}

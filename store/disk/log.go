@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package disk
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/catalog"
+	"github.com/kvspray/kvspray/store/evict"
+	"github.com/kvspray/kvspray/store/index"
+	"github.com/kvspray/kvspray/store/offheap"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// state is what a segment is.
+type state uint8
+
+const (
+	free state = iota
+	current
+	full
+)
+
+// segment is guarded by Tier.mu.
+type segment struct {
+	state   state
+	seq     uint64
+	live    uint64 // bytes of pages that the catalog places here
+	readers int
+}
+
+// log is one device: its segments, and the one that is appended to.
+type log struct {
+	t        *Tier
+	path     string
+	file     File
+	first    uint32 // number of its first segment among all
+	segments []segment
+	waiting  int // writers that wait for mu; guarded by Tier.mu
+
+	mu      sync.Mutex // guards what follows and the file's log
+	at      int        // the segment that is appended to; -1: none
+	pos     uint32     // the next free block in it
+	spaces  []space    // of its footer
+	entries []entry
+	scratch *offheap.Array[byte] // aligned; a table at most
+	bounce  *offheap.Array[byte] // for pages that are moved; made when needed
+}
+
+// Record is one page to write.
+type Record struct {
+	Key   page.Key
+	After *page.Key // the page before it in its prompt; nil: none that is known
+	Data  []byte    // aligned to 4 KiB, PaddedBytes long, and not changed until Write returns
+	CRC   uint32    // of the page's own bytes
+}
+
+// GroupPages is how many pages of a size one Write takes.
+func (t *Tier) GroupPages(pageBytes int) int {
+	segment := (t.segb - 3 - blocksOf(tableBytes(1, groupPages))) / blocksOf(pageBytes)
+	return min(groupPages, max(1, MaxGroupBytes/PaddedBytes(pageBytes)), max(1, int(segment)))
+}
+
+// Write stores pages of one owner, at most GroupPages, and returns when they are durable: for each
+// record nil, catalog.ErrExists, catalog.ErrBusy, or why it is not stored.
+func (t *Tier) Write(id uint16, records []Record) []error {
+	errs := make([]error, len(records))
+	fresh := make([]int, 0, len(records)) // those that are written
+	nodes := make([]index.Node, len(records))
+	t.mu.Lock()
+	o := t.owners[id]
+	removals := o.removals
+	l := t.emptiestLocked()
+	for i := range records {
+		if t.pages.Readable(t.pages.Find(&records[i].Key), id) {
+			errs[i] = catalog.ErrExists // most pages of a prompt are here
+		}
+	}
+	t.mu.Unlock()
+	if most := t.GroupPages(int(o.pageBytes)); len(records) > most {
+		panic(fmt.Sprintf("disk: a write of %d pages, at most %d", len(records), most))
+	}
+	for i := range records {
+		if errs[i] != nil {
+			continue
+		}
+		// What comes from memory is not believed either.
+		if mem.CRC32C(0, records[i].Data[:o.pageBytes]) != records[i].CRC {
+			errs[i] = fmt.Errorf("store.disk: page %s changed in memory: %w", records[i].Key, ErrDamaged)
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	t.mu.Lock()
+	l.waiting--
+	for i := range records {
+		if errs[i] != nil {
+			continue
+		}
+		r := &records[i]
+		nodes[i], errs[i] = t.pages.Begin(id, &r.Key, r.After, func() (uint32, error) { return t.roomLocked(id, o) })
+		if errs[i] == nil {
+			fresh = append(fresh, i)
+		}
+	}
+	t.mu.Unlock()
+	if len(fresh) == 0 {
+		return errs
+	}
+	places, err := l.append(o.space, records, fresh)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for j, i := range fresh {
+		n := nodes[i]
+		switch {
+		case j >= len(places):
+			errs[i] = err
+		case o.removals != removals:
+			errs[i] = ErrRemoved
+		}
+		if errs[i] != nil {
+			t.pages.Doom(n)
+		} else {
+			t.moveLocked(n, o, places[j])
+			t.pages.Finish(n, records[i].CRC)
+		}
+		t.pages.Drop(n)
+	}
+	return errs
+}
+
+// emptiestLocked is the log that the fewest writers wait for, in turns.
+func (t *Tier) emptiestLocked() *log {
+	t.turn++
+	best := t.logs[t.turn%len(t.logs)]
+	for _, l := range t.logs {
+		if l.waiting < best.waiting {
+			best = l
+		}
+	}
+	best.waiting++
+	return best
+}
+
+// moveLocked gives a page another place.
+func (t *Tier) moveLocked(n index.Node, o *owner, loc uint32) {
+	e := t.pages.At(n)
+	size := o.cost
+	t.segmentOf(e.Loc).live -= size
+	e.Loc = loc
+	t.segmentOf(loc).live += size
+}
+
+// roomLocked gives up pages until one more fits into what the tier may hold.
+func (t *Tier) roomLocked(id uint16, o *owner) (uint32, error) {
+	n := o.cost
+	for t.bytes+n > t.capacity {
+		if err := t.pages.GiveUpOne(id, evict.Any); err != nil {
+			return 0, fmt.Errorf("store.disk: %w", err)
+		}
+	}
+	return t.limboLocked(o), nil
+}
+
+// limboLocked counts one more page, which has no place yet.
+func (t *Tier) limboLocked(o *owner) uint32 {
+	t.bytes += o.cost
+	t.limbo.live += o.cost
+	return noPlace
+}
+
+// errNoSegment: the device has no segment that could be emptied.
+var errNoSegment = errors.New("store.disk: no segment can be emptied; raise size, or unpin pages")
+
+// append writes pages, synced, in as many groups as segments have room for. A segment that cannot be written is not written any
+// more, and the group goes into the next one, once. It returns the places of the first pages, and why there are not all.
+func (l *log) append(s space, records []Record, which []int) (places []uint32, err error) {
+	failures := 0
+	for len(places) < len(which) {
+		n, err := l.ensure(s, len(which)-len(places), true)
+		if err != nil {
+			return places, err
+		}
+		some, err := l.group(s, records, which[len(places):len(places)+n])
+		if err != nil {
+			l.failed()
+			if failures++; failures > 1 {
+				return places, fmt.Errorf("store.disk path %s: %w", l.path, err)
+			}
+			continue
+		}
+		places = append(places, some...)
+	}
+	return places, nil
+}
+
+// ensure makes the current segment one with room, and returns for how many of so many pages it has room, at least one. clean:
+// segments may be cleaned for it.
+func (l *log) ensure(s space, pages int, clean bool) (int, error) {
+	fits := func() int {
+		n := pages
+		for n > 0 && l.pos+1+uint32(n)*blocksOf(int(s.pageBytes))+l.footerBlocks(n) >= l.t.segb {
+			n--
+		}
+		return n
+	}
+	if l.at >= 0 {
+		if n := fits(); n > 0 {
+			return n, nil
+		}
+		l.close()
+	}
+	if clean {
+		if err := l.makeFree(); err != nil {
+			return 0, err
+		}
+		if l.at >= 0 { // cleaning began one
+			if n := fits(); n > 0 {
+				return n, nil
+			}
+			l.close()
+		}
+	}
+	if err := l.begin(); err != nil {
+		return 0, err
+	}
+	return fits(), nil
+}
+
+// footerBlocks is how long the footer is when so many pages more, of one namespace more, are in it.
+func (l *log) footerBlocks(pages int) uint32 {
+	return blocksOf(tableBytes(len(l.spaces)+1, len(l.entries)+pages))
+}
+
+// group writes one group at the current position.
+func (l *log) group(s space, records []Record, which []int) ([]uint32, error) {
+	blocks := blocksOf(int(s.pageBytes))
+	tab := table{kind: kindGroup, seq: l.segments[l.at].seq, spaces: []space{s}}
+	bufs := make([][]byte, 1, 1+len(which))
+	at := l.pos + 1
+	places := make([]uint32, 0, len(which))
+	for _, i := range which {
+		e := entry{key: records[i].Key, crc: records[i].CRC, at: at}
+		if records[i].After != nil {
+			e.after = *records[i].After
+		}
+		tab.entries = append(tab.entries, e)
+		bufs = append(bufs, records[i].Data)
+		places = append(places, (l.first+uint32(l.at))*l.t.segb+at)
+		at += blocks
+	}
+	bufs[0] = l.scratch.Elems()[:block]
+	clear(bufs[0])
+	tab.encode(bufs[0], l.t.id)
+	if err := l.file.WriteAt(bufs, l.offset(uint32(l.at), l.pos)); err != nil {
+		return nil, err
+	}
+	if err := l.file.Sync(); err != nil {
+		return nil, err
+	}
+	l.pos = at
+	l.note(&tab)
+	return places, nil
+}
+
+// note adds a group's pages to the footer to come.
+func (l *log) note(tab *table) {
+	for _, e := range tab.entries {
+		s := tab.spaces[e.space]
+		i := 0
+		for i < len(l.spaces) && l.spaces[i] != s {
+			i++
+		}
+		if i == len(l.spaces) {
+			l.spaces = append(l.spaces, s)
+		}
+		e.space = uint16(i)
+		l.entries = append(l.entries, e)
+	}
+}
+
+// close ends the current segment with its footer, which is not synced: where it is lost, the groups are read instead.
+func (l *log) close() {
+	l.writeFooter(uint32(l.at), table{kindFooter, l.segments[l.at].seq, l.spaces, l.entries})
+	l.retire()
+}
+
+// retire ends the current segment as it is.
+func (l *log) retire() {
+	if l.at < 0 {
+		return
+	}
+	l.t.mu.Lock()
+	l.segments[l.at].state = full
+	l.t.mu.Unlock()
+	l.at, l.spaces, l.entries = -1, nil, nil
+}
+
+// writeFooter writes a footer so that it ends with the segment. An error costs time at the next start, and nothing else.
+func (l *log) writeFooter(seg uint32, tab table) {
+	n := blocksOf(tableBytes(len(tab.spaces), len(tab.entries)))
+	buf, err := offheap.New[byte](int(n+1) * block)
+	if err != nil {
+		return
+	}
+	defer buf.Free()
+	b := buf.Elems()
+	tab.encode(b, l.t.id)
+	encodeEnd(b[n*block:], l.t.id, tab.seq, n)
+	_ = l.file.WriteAt([][]byte{b}, l.offset(seg, l.t.segb-n-1))
+}
+
+// begin takes a free segment. Its new life is durable before anything is written into it.
+func (l *log) begin() error {
+	t := l.t
+	t.mu.Lock()
+	at := -1
+	for i := range l.segments {
+		if l.segments[i].state == free && l.segments[i].readers == 0 {
+			at = i
+			break
+		}
+	}
+	if at < 0 {
+		t.mu.Unlock()
+		return errNoSegment
+	}
+	t.seq++
+	seq := t.seq
+	l.segments[at].state = current
+	t.mu.Unlock()
+	b := l.scratch.Elems()[:block]
+	clear(b)
+	encodeSegment(b, t.id, seq)
+	err := l.file.WriteAt([][]byte{b}, l.offset(uint32(at), 0))
+	if err == nil {
+		err = l.file.Sync()
+	}
+	l.at, l.pos, l.spaces, l.entries = at, 1, nil, nil
+	if err != nil {
+		l.failed()
+		return fmt.Errorf("store.disk path %s: %w", l.path, err)
+	}
+	t.mu.Lock()
+	l.segments[at].seq = seq // not before: what was removed is remembered as long as an old life is on the device
+	t.mu.Unlock()
+	return nil
+}
+
+// failed ends the current segment, which could not be written.
+func (l *log) failed() {
+	l.t.mu.Lock()
+	l.t.stats.Failed++
+	l.t.mu.Unlock()
+	l.retire()
+}
+
+// offset is where a block of a segment is on the device.
+func (l *log) offset(seg, at uint32) int64 {
+	return segmentsAt + (int64(seg)*int64(l.t.segb)+int64(at))*block
+}

@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package disk
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/offheap"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// identify reads the first block of each device, or writes it where all are new, and makes the logs.
+func (t *Tier) identify(devices []opened) error {
+	buf, err := offheap.New[byte](block)
+	if err != nil {
+		return err
+	}
+	defer buf.Free()
+	b := buf.Elems()
+	fresh := 0
+	for _, d := range devices {
+		if d.fresh {
+			fresh++
+		}
+	}
+	if fresh == len(devices) {
+		if err := t.format(devices, b); err != nil {
+			return err
+		}
+	} else if fresh > 0 {
+		i := slices.IndexFunc(devices, func(d opened) bool { return d.fresh })
+		return fmt.Errorf("store.disk path %s: it is empty, and other paths hold a store; name all paths of one store, or empty the others yourself",
+			devices[i].path)
+	}
+	for i, d := range devices {
+		if err := d.file.ReadAt(b, 0); err != nil {
+			return fmt.Errorf("store.disk path %s: %w", d.path, err)
+		}
+		s, err := parseSuper(b)
+		if err != nil {
+			return fmt.Errorf("store.disk path %s: %w", d.path, err)
+		}
+		if i == 0 {
+			t.id, t.segb = s.store, s.segment
+		}
+		if s.store != t.id || int(s.device) != i || int(s.devices) != len(devices) || s.segment != t.segb {
+			return fmt.Errorf("store.disk path %s: it is device %d of the %d of store %x, and should be device %d of the %d of store %x; "+
+				"name the paths as before, in their order", d.path, s.device+1, s.devices, s.store[:4], i+1, len(devices), t.id[:4])
+		}
+		l := &log{t: t, path: d.path, file: d.file, segments: make([]segment, s.segments), at: -1}
+		if l.scratch, err = offheap.New[byte](block); err != nil {
+			return err
+		}
+		t.logs = append(t.logs, l)
+	}
+	t.stats.Direct = !slices.ContainsFunc(devices, func(d opened) bool { return !d.direct })
+	return nil
+}
+
+// format writes the first blocks. A crash in between leaves devices that are new and others that are not, which is refused
+// by name: nothing was stored in them.
+func (t *Tier) format(devices []opened, b []byte) error {
+	id := newStoreID()
+	for i, d := range devices {
+		segments := (d.size - segmentsAt) / (int64(t.segb) * block)
+		if segments < minSegments {
+			return fmt.Errorf("store.disk path %s: size %d holds %d segments of %d bytes, at least %d are needed; raise size, or lower store.disk.segment",
+				d.path, d.size, segments, t.segb*block, minSegments)
+		}
+		clear(b)
+		s := super{store: id, device: uint32(i), devices: uint32(len(devices)), segment: t.segb, segments: uint32(segments)}
+		s.encode(b)
+		if err := d.file.WriteAt([][]byte{b}, 0); err != nil {
+			return fmt.Errorf("store.disk path %s: %w", d.path, err)
+		}
+		if err := d.file.Sync(); err != nil {
+			return fmt.Errorf("store.disk path %s: %w", d.path, err)
+		}
+	}
+	return nil
+}
+
+// found is a segment with its table, at the start.
+type found struct {
+	l      *log
+	number uint32
+	*table
+}
+
+// recover fills the catalog with what the devices hold, the oldest segments first.
+func (t *Tier) recover() error {
+	if err := t.readCheckpoint(); err != nil {
+		return err
+	}
+	t.seq = unknownLife
+	var all []found
+	whole, err := offheap.New[byte](int(t.segb) * block)
+	if err != nil {
+		return err
+	}
+	defer whole.Free()
+	for _, l := range t.logs {
+		for i := range uint32(len(l.segments)) {
+			seq := l.life(i)
+			t.seq = max(t.seq, seq)
+			l.segments[i] = segment{seq: seq}
+			if seq <= unknownLife {
+				continue
+			}
+			l.segments[i].state = full
+			tab := l.footer(i, seq)
+			if tab == nil {
+				end := uint32(0)
+				tab, end = l.scan(i, seq, whole.Elems())
+				l.resume(i, tab, end)
+			}
+			all = append(all, found{l, i, tab})
+		}
+	}
+	for _, l := range t.logs {
+		// What was written before a kill may not be durable yet, and counts as stored from now on.
+		if err := l.file.Sync(); err != nil {
+			return fmt.Errorf("store.disk path %s: %w", l.path, err)
+		}
+	}
+	slices.SortFunc(all, func(a, b found) int { return cmp.Compare(a.seq, b.seq) })
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, f := range all {
+		t.adoptLocked(f)
+	}
+	for _, l := range t.logs {
+		for i := range l.segments {
+			if s := &l.segments[i]; s.state == full && s.live == 0 {
+				s.state = free
+			}
+		}
+	}
+	return nil
+}
+
+// resume goes on with a segment that has no footer, if it is the last one of its log: the segments that are free are not more
+// than before, and what was being moved goes on into it. Not so if a namespace was removed since: what is written now is later.
+func (l *log) resume(seg uint32, tab *table, end uint32) {
+	for _, before := range l.t.removed {
+		if tab.seq < before {
+			return
+		}
+	}
+	if l.at >= 0 && l.segments[l.at].seq > tab.seq {
+		return
+	}
+	if l.at >= 0 {
+		l.segments[l.at].state = full
+	}
+	l.segments[seg].state = current
+	l.at, l.pos, l.spaces, l.entries = int(seg), end, tab.spaces, tab.entries
+}
+
+// unknownLife is that of a segment whose header cannot be read, and which may hold anything. No segment has it else.
+const unknownLife = 1
+
+// life reads the header of a segment; 0: it was never used. A header that cannot be read is no reason not to start.
+func (l *log) life(seg uint32) uint64 {
+	b := l.scratch.Elems()[:block]
+	if err := l.file.ReadAt(b, l.offset(seg, 0)); err != nil {
+		l.t.stats.Damaged++
+		return unknownLife
+	}
+	return parseSegment(b, l.t.id)
+}
+
+// scan reads a segment that has no footer: its groups, with the checksum of every page, because the last group may have been
+// written in part. A block that is no table is passed over. It returns where the last group ends.
+func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32) {
+	t := l.t
+	out = &table{kind: kindFooter, seq: seq}
+	if l.file.ReadAt(b, l.offset(seg, 0)) != nil {
+		return out, t.segb // nothing is written into it
+	}
+	end = 1
+	index := map[space]uint16{}
+	for at := uint32(1); at < t.segb; {
+		tab, err := parse(b[at*block:min(int(at+1)*block, len(b))], t.id, kindGroup, seq, t.segb)
+		if err != nil {
+			at++
+			continue
+		}
+		next := at + 1
+		for _, e := range tab.entries {
+			s := tab.spaces[e.space]
+			next = max(next, e.at+blocksOf(int(s.pageBytes)))
+			if mem.CRC32C(0, b[int(e.at)*block:][:s.pageBytes]) != e.crc {
+				continue
+			}
+			i, ok := index[s]
+			if !ok {
+				i = uint16(len(out.spaces))
+				index[s] = i
+				out.spaces = append(out.spaces, s)
+			}
+			e.space = i
+			out.entries = append(out.entries, e)
+		}
+		at = next
+		end = next
+	}
+	return out, end
+}
+
+// adoptLocked puts the pages of a segment into the catalog, unless their namespace was removed since.
+func (t *Tier) adoptLocked(f found) {
+	base := (f.l.first + f.number) * t.segb
+	for i := range f.entries {
+		e := &f.entries[i]
+		s := f.spaces[e.space]
+		if f.seq < t.removed[s.id] {
+			continue
+		}
+		id, ok := t.ids[s.id]
+		if !ok {
+			if id, ok = t.hiddenLocked(); !ok || t.perSegment(int(s.pageBytes)) == 0 {
+				continue // more namespaces than a store has, or nothing that was ever written
+			}
+			t.setOwnerLocked(id, s, 0, 0)
+		}
+		o := t.owners[id]
+		if o.space != s {
+			continue
+		}
+		var after *page.Key
+		if e.after != (page.Key{}) {
+			after = &e.after
+		}
+		if n := t.pages.Find(&e.key); t.pages.Readable(n, id) {
+			t.moveLocked(n, o, base+e.at) // it was moved, and this is where it is now
+			t.pages.At(n).CRC = e.crc
+			continue
+		}
+		// All that is on the device is found, also what had been given up and not been overwritten: which pages those are is not
+		// written down. The next write gives up what is too much, the oldest pages first.
+		n, err := t.pages.Begin(id, &e.key, after, func() (uint32, error) { return t.limboLocked(o), nil })
+		if err != nil {
+			continue
+		}
+		t.moveLocked(n, o, base+e.at)
+		t.pages.Finish(n, e.crc)
+		t.pages.Drop(n)
+	}
+}
+
+// hiddenLocked is a number for a namespace that nobody has opened.
+func (t *Tier) hiddenLocked() (uint16, bool) {
+	for n := uint16(0); n < maxSpaces; n++ {
+		if t.owners[n] == nil {
+			return n, true
+		}
+	}
+	return 0, false
+}
+
+// readCheckpoint reads the newer of the two checkpoints.
+func (t *Tier) readCheckpoint() error {
+	buf, err := offheap.New[byte](checkpointBytes)
+	if err != nil {
+		return err
+	}
+	defer buf.Free()
+	l := t.logs[0]
+	for i := range 2 {
+		if err := l.file.ReadAt(buf.Elems(), checkpointPlace(uint64(i))); err != nil {
+			return fmt.Errorf("store.disk path %s: read what was removed: %w", l.path, err)
+		}
+		generation, removed, ok := parseCheckpoint(buf.Elems(), t.id)
+		if !ok || generation < t.check {
+			continue
+		}
+		t.check = generation
+		clear(t.removed)
+		for _, r := range removed {
+			t.removed[r.id] = r.before
+		}
+	}
+	return nil
+}
+
+func checkpointPlace(generation uint64) int64 {
+	return checkpointAt + int64(generation%2)*(checkpointBytes+block)
+}
+
+// RemoveOwner forgets all pages of an owner, durably: after it returned, none of them comes back, whatever happens.
+func (t *Tier) RemoveOwner(id uint16) error {
+	for _, l := range t.logs { // in one order; nobody else holds two
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if l.at >= 0 {
+			l.close() // what is written later is in a later life
+		}
+	}
+	buf, err := offheap.New[byte](checkpointBytes)
+	if err != nil {
+		return err
+	}
+	defer buf.Free()
+	t.mu.Lock()
+	o := t.owners[id]
+	o.removals++
+	t.pages.RemoveOwner(id)
+	t.removed[o.id] = t.seq + 1
+	oldest := t.seq + 1 // life that is on a device, also in segments that are free
+	for _, l := range t.logs {
+		for i := range l.segments {
+			if s := &l.segments[i]; s.seq > 0 {
+				oldest = min(oldest, s.seq)
+			}
+		}
+	}
+	maps.DeleteFunc(t.removed, func(_ page.ID, before uint64) bool { return before <= oldest })
+	removed := make([]removal, 0, len(t.removed))
+	for id, before := range t.removed {
+		removed = append(removed, removal{id, before})
+	}
+	t.check++
+	generation := t.check
+	t.mu.Unlock()
+	if len(removed) > maxRemovals {
+		return fmt.Errorf("store.disk: %d namespaces were removed since the oldest segment was written, at most %d are remembered; "+
+			"remove the store's files to start anew", len(removed), maxRemovals)
+	}
+	encodeCheckpoint(buf.Elems(), t.id, generation, removed)
+	l := t.logs[0]
+	if err := l.file.WriteAt([][]byte{buf.Elems()}, checkpointPlace(generation)); err != nil {
+		return fmt.Errorf("store.disk path %s: %w", l.path, err)
+	}
+	if err := l.file.Sync(); err != nil {
+		return fmt.Errorf("store.disk path %s: %w", l.path, err)
+	}
+	return nil
+}

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package store holds KV cache pages of engines of one node: in memory, and on disks below it.
+//
+// A page is named by page.Key, is immutable and is stored once. Requests come in batches of up to
+// page.MaxBatch keys and are asynchronous: Get and Put return a Batch at once, whose Done channel
+// closes when every page has a Result. Exists and Pin answer from the index, without I/O.
+//
+// # Ownership and the fence
+//
+// A placement is the caller's memory. The store touches it from Get or Put until Done is closed, or,
+// after Cancel, until Fence has returned: both mean that nothing is written to it any more, and
+// nothing read from it, whatever disks and workers still do. It is transport.Guard, as for transfers,
+// so the release rule of docs/design.md holds for blocks that a page is loaded into.
+//
+// # What a caller can rely on
+//
+// A page whose Result is Hit has the bytes that were put: its checksum, made once at the put, is
+// compared where it enters a disk, leaves it, and is copied out. Anything else is a Result that is no
+// Hit, and the placement is undefined. A page whose Result is durable survives kill -9 and the loss
+// of power, until it is given up for others or its namespace is removed. A page goes only after all
+// that follow it in its prompt, so a prompt's pages that are here are its first ones; damage and the
+// loss of a disk's segment are the exceptions. A removed namespace does not come back.
+//
+// # Tiers
+//
+// store/memory and store/disk share store/catalog (index, policy and pins of one tier), which joins
+// store/index and store/evict. A Put fills a slot of memory, and from there goes to the disk before
+// its Result (write-through, the default) or after it (Config.WriteBack; Flush waits). A Get that
+// finds a page only on the disk reads it into a slot of memory, where the next one finds it.
+//
+// # Goroutines
+//
+// Open starts Config.Workers workers and Close joins them. They take pieces of batches, gets before
+// puts, of which one in eight turns is owed to puts; blocking reads and writes of disks run on them,
+// so they are also the I/O pool. No other package below store starts any.
+//
+// # How it will be joined to the rest
+//
+// Engine protocol: REGISTER without a layout names regions; PUT, GET, EXISTS, PIN and CANCEL on the
+// submission ring become calls here, with one Batch per record, whose placements are mem.Blocks of the
+// registered regions, and Done the record's completion. A session that ends cancels its batches, waits
+// for each Fence and releases its Pins, before its regions go. GPU regions work as they are (copies go
+// through mem.Device); loading layer by layer wants placements in layer order and a Result per layer.
+// Peers: a page that another node has is one more tier below memory, asked between memory and disk;
+// its transfer space is one segment with the slot of Reserve as its only piece, and Commit follows the
+// transfer's commit. A peer that reads from here pins with Pins and gives Pins.Blocks to the lanes.
+// The directory is told by a hook where Commit and the catalogs' release run; it holds hints, so the
+// order does not matter. Configuration: store.memory and store.disk of the sidecar map to Config.
+package store

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package evict
+
+import (
+	"bufio"
+	"container/list"
+	"encoding/json"
+	"fmt"
+	"os"
+	"testing"
+
+	"github.com/kvspray/kvspray/store/trace"
+)
+
+// cache is a policy with its pages: it takes one prompt and returns how many of its first pages it had.
+type cache interface{ prompt(pages []uint64) int }
+
+// lru is what S3-FIFO is measured against: least recently used, the last page of a prompt first.
+type lru struct {
+	room  int
+	order *list.List
+	at    map[uint64]*list.Element
+}
+
+func newLRU(room int) *lru { return &lru{room, list.New(), map[uint64]*list.Element{}} }
+
+func (c *lru) prompt(pages []uint64) int {
+	hits := 0
+	for hits < len(pages) && c.at[pages[hits]] != nil {
+		hits++
+	}
+	for i := len(pages) - 1; i >= 0; i-- {
+		if e := c.at[pages[i]]; e != nil {
+			c.order.MoveToFront(e)
+			continue
+		}
+		c.at[pages[i]] = c.order.PushFront(pages[i])
+	}
+	for c.order.Len() > c.room {
+		delete(c.at, c.order.Remove(c.order.Back()).(uint64))
+	}
+	return hits
+}
+
+// s3fifo is S3-FIFO as in its paper, without trees: a small queue of a tenth, two bits of frequency, ghosts.
+type s3fifo struct {
+	room        int
+	small, main []uint64
+	freq        map[uint64]int // of resident pages
+	ghosts      map[uint64]int // when they were given up
+	given       int
+}
+
+func newS3FIFO(room int) *s3fifo {
+	return &s3fifo{room: room, freq: map[uint64]int{}, ghosts: map[uint64]int{}}
+}
+
+func (c *s3fifo) prompt(pages []uint64) int {
+	hits, leading := 0, true
+	for _, name := range pages {
+		if f, ok := c.freq[name]; ok {
+			c.freq[name] = min(3, f+1)
+			if leading {
+				hits++
+			}
+			continue
+		}
+		leading = false
+		for len(c.freq) >= c.room {
+			c.evict()
+		}
+		c.freq[name] = 0
+		if at, ok := c.ghosts[name]; ok && c.given-at <= c.room*9/10 {
+			c.main = append(c.main, name)
+		} else {
+			c.small = append(c.small, name)
+		}
+		delete(c.ghosts, name)
+	}
+	return hits
+}
+
+func (c *s3fifo) evict() {
+	if len(c.small)*10 >= c.room || len(c.main) == 0 {
+		name := c.small[0]
+		c.small = c.small[1:]
+		if c.freq[name] > 1 {
+			c.freq[name] = 0
+			c.main = append(c.main, name)
+			return
+		}
+		delete(c.freq, name)
+		c.given++
+		c.ghosts[name] = c.given
+		return
+	}
+	name := c.main[0]
+	c.main = c.main[1:]
+	if c.freq[name] > 0 {
+		c.freq[name]--
+		c.main = append(c.main, name)
+		return
+	}
+	delete(c.freq, name)
+}
+
+// ours is the policy with the pages that it rules.
+type ours struct {
+	*Policy
+	at    map[uint64]uint32
+	names []uint64
+	free  []uint32
+	now   uint32
+}
+
+func newOurs(room int) *ours {
+	c := &ours{Policy: New(make([]Link, room+1), make([]uint32, GhostsFor(room))),
+		at: map[uint64]uint32{}, names: make([]uint64, room+1)}
+	c.SetOwner(0, Owner{PageBytes: 1})
+	for n := room; n > 0; n-- {
+		c.free = append(c.free, uint32(n))
+	}
+	return c
+}
+
+func spread(name uint64) uint64 {
+	name = (name + 1) * 0x9e3779b97f4a7c15
+	return (name ^ name>>29) * 0xbf58476d1ce4e5b9
+}
+
+func (c *ours) prompt(pages []uint64) int {
+	c.now++
+	hits := 0
+	for ; hits < len(pages) && c.at[pages[hits]] != 0; hits++ {
+		c.Touch(c.at[pages[hits]], c.now)
+	}
+	parent := uint32(0)
+	for _, name := range pages {
+		n := c.at[name]
+		if n == 0 {
+			if parent != 0 {
+				c.Pin(parent)
+			}
+			for len(c.free) == 0 {
+				v := c.Victim(0, Any, c.now)
+				if v == 0 {
+					return hits
+				}
+				delete(c.at, c.names[v])
+				c.Evict(v, spread(c.names[v]), func(n uint32) { c.free = append(c.free, n) })
+			}
+			if parent != 0 {
+				c.Unpin(parent, c.now, nil)
+			}
+			n = c.free[len(c.free)-1]
+			c.free = c.free[:len(c.free)-1]
+			c.at[name], c.names[n] = n, name
+			c.Insert(n, parent, spread(name), 0, c.now)
+		}
+		parent = n
+	}
+	return hits
+}
+
+// rate is the share of pages that were there when they were wanted, over the second half of a trace.
+func rate(c cache, prompts [][]uint64) float64 {
+	hits, all := 0, 0
+	for i, p := range prompts {
+		n := c.prompt(p)
+		if i >= len(prompts)/2 {
+			hits, all = hits+n, all+len(p)
+		}
+	}
+	return 100 * float64(hits) / float64(all)
+}
+
+func conversations(requests int) (out [][]uint64) {
+	g := trace.New(trace.Conversation(), 1)
+	for range requests {
+		out = append(out, g.Next().Pages)
+	}
+	return out
+}
+
+// published reads a trace in Mooncake's form, for whoever has one: KVSPRAY_TRACE names the file.
+func published(t *testing.T, name string) (out [][]uint64) {
+	t.Helper()
+	f, err := os.Open(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	s := bufio.NewScanner(f)
+	s.Buffer(nil, 1<<20)
+	for s.Scan() {
+		var r struct {
+			Pages []uint64 `json:"hash_ids"`
+		}
+		if err := json.Unmarshal(s.Bytes(), &r); err != nil {
+			t.Fatal(err)
+		}
+		out = append(out, r.Pages)
+	}
+	return out
+}
+
+// The policy keeps at least what LRU keeps, on the shape of conversations.
+func TestHitRates(t *testing.T) {
+	prompts, what := conversations(15_000), "generated"
+	if name := os.Getenv("KVSPRAY_TRACE"); name != "" {
+		prompts, what = published(t, name), name
+	}
+	table := fmt.Sprintf("%s, %d requests: hits in %% of all pages, second half\n%8s %8s %8s %8s %10s\n", what,
+		len(prompts), "pages", "S3-FIFO", "LRU", "ours", "unbounded")
+	unbounded := rate(newLRU(1<<30), prompts)
+	for _, room := range []int{2_000, 5_000, 10_000, 20_000, 30_000, 50_000} {
+		lru, own := rate(newLRU(room), prompts), rate(newOurs(room), prompts)
+		table += fmt.Sprintf("%8d %8.2f %8.2f %8.2f %10.2f\n", room, rate(newS3FIFO(room), prompts), lru, own, unbounded)
+		if own < lru-0.2 {
+			t.Errorf("%d pages: the policy keeps %.2f%%, LRU %.2f%%", room, own, lru)
+		}
+	}
+	t.Log("\n" + table)
+}

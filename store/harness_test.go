@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"bytes"
+	"encoding/binary"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/disk"
+	"github.com/kvspray/kvspray/store/disk/disktest"
+	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+type fatal interface {
+	Fatal(...any)
+	Fatalf(string, ...any)
+	Helper()
+}
+
+// namespace has pages of so many bytes.
+func namespace(name string, bytes int) page.Namespace {
+	return page.Namespace{Weights: name, DType: "bfloat16", Layout: "test", PageTokens: 16, PageBytes: bytes, Algorithm: "sglang-sha256"}
+}
+
+// engine is a caller with memory for pages, all of one space.
+type engine struct {
+	t     fatal
+	space *Space
+	keyer *page.Keyer
+	lent  *mem.Region
+}
+
+const enginePages = 64
+
+func newEngine(t fatal, s *Store, name string, bytes int) *engine {
+	t.Helper()
+	ns := namespace(name, bytes)
+	sp, err := s.Space(ns, Share{}, Share{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	lent, err := mem.NewAnonymous("engine", uint64(enginePages*bytes))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &engine{t, sp, ns.Keyer(), lent}
+}
+
+func (e *engine) close() { e.lent.Release() }
+
+func (e *engine) key(i int) page.Key {
+	var h [16]byte
+	binary.LittleEndian.PutUint64(h[:], uint64(i))
+	k, err := e.keyer.Key(h[:])
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	return k
+}
+
+func (e *engine) keys(pages []int) (out []page.Key) {
+	for _, i := range pages {
+		out = append(out, e.key(i))
+	}
+	return out
+}
+
+// content is page i of this engine's namespace.
+func (e *engine) content(i int) []byte {
+	b := make([]byte, e.space.pageBytes)
+	_, _ = rand.NewChaCha8(e.key(i)).Read(b)
+	return b
+}
+
+// place is the nth place of the engine's memory, in two or three uneven blocks.
+func (e *engine) place(n int) Placement {
+	size := uint64(e.space.pageBytes)
+	off := uint64(n) * size
+	a := size/3 + 1
+	return Placement{{Region: e.lent, Off: off, Len: a}, {Region: e.lent, Off: off + a, Len: size - a}}
+}
+
+func (e *engine) memory(n int) []byte {
+	b, _ := e.lent.Bytes()
+	return b[n*e.space.pageBytes : (n+1)*e.space.pageBytes]
+}
+
+func (e *engine) places(n int) (out []Placement) {
+	for i := range n {
+		out = append(out, e.place(i))
+	}
+	return out
+}
+
+// put stores pages as one prompt and waits.
+func (e *engine) put(pages ...int) []Result {
+	e.t.Helper()
+	for n, i := range pages {
+		copy(e.memory(n), e.content(i))
+	}
+	b, err := e.space.Put(e.keys(pages), nil, e.places(len(pages)))
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	<-b.Done()
+	return b.Results()
+}
+
+// get loads pages, waits, and compares every one that is a hit.
+func (e *engine) get(pages ...int) []Result {
+	e.t.Helper()
+	for n := range pages {
+		clear(e.memory(n))
+	}
+	b, err := e.space.Get(e.keys(pages), e.places(len(pages)))
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	<-b.Done()
+	for n, i := range pages {
+		if b.Results()[n].Outcome == Hit && !bytes.Equal(e.memory(n), e.content(i)) {
+			e.t.Fatalf("WRONG PAGE %d from tier %d", i, b.Results()[n].Tier)
+		}
+	}
+	return b.Results()
+}
+
+func upTo(from, to int) (out []int) {
+	for i := from; i < to; i++ {
+		out = append(out, i)
+	}
+	return out
+}
+
+func count(rs []Result, o Outcome) (n int) {
+	for _, r := range rs {
+		if r.Outcome == o {
+			n++
+		}
+	}
+	return n
+}
+
+const simSegment = 128 << 10
+
+// onDisk opens a store of little memory over a disk.
+func onDisk(t fatal, sim *disktest.Sim, writeBack bool) *Store {
+	t.Helper()
+	d, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim, Size: int64(sim.Size())}}, disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := Open(Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Opened: d, WriteBack: writeBack, Workers: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func inMemory(t fatal, bytes uint64) *Store {
+	t.Helper()
+	s, err := Open(Config{Memory: memory.Config{Bytes: bytes}, Workers: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func shut(t fatal, s *Store) {
+	t.Helper()
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+}

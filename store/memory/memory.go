@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package memory is the store's first tier: pages in slabs of one sealed memfd, which can be passed
+// to engines of this host and pinned once for all transports.
+//
+// Ownership: the tier owns the arena and the index. A Page that Pin or Reserve returned belongs to
+// the caller until Unpin; its bytes stay where they are for as long. Whoever reserved a page alone
+// writes to it until Commit, and nobody writes to it afterwards.
+//
+// Invariants: a page that can be pinned is whole; a slot is reused only when its page has no pin; an
+// owner's pages stay within its quota, and above its reserve as far as others are concerned.
+//
+// One mutex guards everything but the bytes. It is held for an index lookup or an eviction, and
+// longer only while a slab changes its class, which moves at most a slab. No goroutines.
+package memory
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/catalog"
+	"github.com/kvspray/kvspray/store/evict"
+	"github.com/kvspray/kvspray/store/index"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// Bounds and defaults.
+const (
+	DefaultSlabBytes = 64 << 20
+	minSlabBytes     = 64 << 10
+	leastPageBytes   = 64 << 10 // what MaxPages is derived from
+)
+
+// Config describes a tier.
+type Config struct {
+	Bytes     uint64 // of the arena
+	SlabBytes uint64 // 0: DefaultSlabBytes, or an eighth of a small arena
+	MaxPages  int    // 0: one for every 64 KiB of the arena
+	Populate  bool   // take the memory at once
+}
+
+// Page is one pinned page.
+type Page struct {
+	node  index.Node
+	Bytes []byte    // of the page
+	Slot  []byte    // the same and what is left of its slot: aligned to 4 KiB and as long as a multiple of it
+	Block mem.Block // the same in the arena's region
+	CRC   uint32    // once the page is committed
+}
+
+// Tier holds pages.
+type Tier struct {
+	region *mem.Region
+	arena  []byte
+	slab   uint64
+
+	mu     sync.Mutex // guards what follows
+	pages  *catalog.Catalog
+	slabs  *slabs
+	owners map[uint16]owner
+	moved  uint64
+}
+
+type owner struct {
+	bytes int
+	class uint8
+}
+
+// New makes an empty tier.
+func New(c Config) (*Tier, error) {
+	if c.SlabBytes == 0 {
+		c.SlabBytes = min(DefaultSlabBytes, max(minSlabBytes, c.Bytes/8))
+	}
+	slab := c.SlabBytes / unit * unit
+	if slab < unit || c.Bytes < slab || c.Bytes/unit > 1<<32-1 {
+		return nil, fmt.Errorf("store.memory: %d bytes in slabs of %d: must hold one slab at least, and at most 16 TiB; "+
+			"raise store.memory", c.Bytes, c.SlabBytes)
+	}
+	c.Bytes = c.Bytes / slab * slab
+	if c.MaxPages == 0 {
+		c.MaxPages = int(max(64, c.Bytes/leastPageBytes))
+	}
+	t := &Tier{slab: slab, slabs: newSlabs(c.Bytes, slab), owners: map[uint16]owner{}}
+	if err := t.allocate(c); err != nil {
+		t.free()
+		return nil, fmt.Errorf("store.memory: %w", err)
+	}
+	return t, nil
+}
+
+func (t *Tier) allocate(c Config) (err error) {
+	var opts []mem.Option
+	if c.Populate {
+		opts = append(opts, mem.Populate())
+	}
+	if t.region, err = mem.NewAnonymous("store", c.Bytes, opts...); err != nil {
+		return err
+	}
+	t.arena, _ = t.region.Bytes()
+	t.pages, err = catalog.New(c.MaxPages, func(_ uint16, loc uint32) { t.slabs.give(loc) })
+	return err
+}
+
+func (t *Tier) free() {
+	if t.region != nil {
+		t.region.Release()
+	}
+	if t.pages != nil {
+		t.pages.Close()
+	}
+}
+
+// Close frees the arena. Nobody has a page pinned.
+func (t *Tier) Close() { t.free() }
+
+// Region is the arena, for passing on. It stays the tier's.
+func (t *Tier) Region() *mem.Region { return t.region }
+
+// IndexBytes is the memory of the index when it is full.
+func (t *Tier) IndexBytes() int { return t.pages.Bytes() }
+
+// SetOwner makes or changes an owner: the size of its pages, its quota and its reserve.
+func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if uint64(pageBytes) > t.slab {
+		return fmt.Errorf("store.memory: arena of %d bytes: a page of %d bytes does not fit into its slabs of %d bytes; "+
+			"set store.memory to %d or more", t.region.Size(), pageBytes, t.slab, 8*pageBytes)
+	}
+	if quota != 0 && (quota < uint64(pageBytes) || reserve > quota) {
+		return fmt.Errorf("store quota: %d bytes: must hold one page of %d bytes and the reserve of %d bytes; raise it",
+			quota, pageBytes, reserve)
+	}
+	class, err := t.slabs.classFor(pageBytes)
+	if err != nil {
+		return err
+	}
+	t.owners[id] = owner{pageBytes, class}
+	t.pages.SetOwner(id, evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes), Class: class, Max: quota, Min: reserve})
+	return nil
+}
+
+// Used is how many bytes of the arena an owner's pages take.
+func (t *Tier) Used(id uint16) uint64 {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.pages.Used(id)
+}
+
+// Stats are counts since the tier was made.
+type Stats struct {
+	Pages          int
+	Evicted, Moved uint64 // pages
+}
+
+// Stats returns them.
+func (t *Tier) Stats() Stats {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return Stats{t.pages.Pages(), t.pages.Evicted(), t.moved}
+}
+
+// Exists sets the bits of the owner's keys that are here.
+func (t *Tier) Exists(id uint16, keys []page.Key, found page.Bitmap) {
+	for at := 0; at < len(keys); at += catalog.Pieces {
+		t.mu.Lock()
+		t.pages.Exists(id, keys[at:min(at+catalog.Pieces, len(keys))], found, at)
+		t.mu.Unlock()
+	}
+}
+
+func (t *Tier) pageLocked(n index.Node, id uint16) Page {
+	e := t.pages.At(n)
+	off, size := uint64(e.Loc)*unit, uint64(t.owners[id].bytes)
+	slot := uint64(t.slabs.classes[t.owners[id].class].bytes)
+	return Page{node: n, CRC: e.CRC, Bytes: t.arena[off : off+size : off+size], Slot: t.arena[off : off+slot : off+slot],
+		Block: mem.Block{Region: t.region, Off: off, Len: size}}
+}
+
+// Pin finds a page, counts a use, and keeps the page where it is.
+func (t *Tier) Pin(id uint16, k *page.Key) (Page, bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n := t.pages.Acquire(id, k)
+	if n == 0 {
+		return Page{}, false
+	}
+	return t.pageLocked(n, id), true
+}
+
+// Unpin gives a page back. Its bytes are dead.
+func (t *Tier) Unpin(p Page) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Drop(p.node)
+}
+
+// Drop gives a page back that nobody may find any more, for instance because its bytes were found damaged. It goes when its
+// last pin does.
+func (t *Tier) Drop(p Page) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Doom(p.node)
+	t.pages.Drop(p.node)
+}
+
+// Doom has a pinned page found no more. Each of its pins is still given back.
+func (t *Tier) Doom(p Page) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Doom(p.node)
+}
+
+// RemoveOwner forgets all pages of an owner. Those that are pinned go with their last pin.
+func (t *Tier) RemoveOwner(id uint16) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.RemoveOwner(id)
+}
+
+// Reserve makes room for a page and returns it pinned, for the caller to fill and Commit, or Drop.
+// after is the key of the page before it in its prompt, or nil. It returns catalog.ErrExists or
+// ErrBusy if the key is taken, and ErrFull.
+func (t *Tier) Reserve(id uint16, k, after *page.Key) (Page, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	n, err := t.pages.Begin(id, k, after, func() (uint32, error) { return t.slotLocked(id) })
+	if err != nil {
+		return Page{}, fmt.Errorf("store.memory: %w", err)
+	}
+	p := t.pageLocked(n, id)
+	clear(p.Slot[len(p.Bytes):]) // what another tenant left there does not go to a disk
+	return p, nil
+}
+
+// Commit makes a reserved page readable. It stays pinned. A page that was removed meanwhile is not found.
+func (t *Tier) Commit(p Page, crc uint32) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pages.Finish(p.node, crc)
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package page
+
+import (
+	"bytes"
+	"errors"
+	"reflect"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+func sample() Namespace {
+	return Namespace{Weights: "w", DType: "bfloat16", Layout: "l", PageTokens: 64, PageBytes: 4096,
+		Algorithm: "vllm-sha256_cbor", Seed: "0"}
+}
+
+func TestCheckNamesTheField(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		change func(*Namespace)
+		want   []string
+	}{
+		{"weights", func(n *Namespace) { n.Weights = "" }, []string{"weights", "digest"}},
+		{"dtype", func(n *Namespace) { n.DType = "" }, []string{"dtype"}},
+		{"layout", func(n *Namespace) { n.Layout = "" }, []string{"layout"}},
+		{"long", func(n *Namespace) { n.Adapter = strings.Repeat("a", MaxFieldBytes+1) }, []string{"adapter", "257"}},
+		{"tokens", func(n *Namespace) { n.PageTokens = 0 }, []string{"page_tokens", "65536"}},
+		{"bytes", func(n *Namespace) { n.PageBytes = MaxBytes + 1 }, []string{"page_bytes", "67108865"}},
+		{"secret", func(n *Namespace) { n.Secret = []byte("short") }, []string{"secret", "5 bytes", "16"}},
+		{"seed", func(n *Namespace) { n.Seed = "" }, []string{"seed", "PYTHONHASHSEED"}},
+		{"builtin", func(n *Namespace) { n.Algorithm = "vllm-builtin" }, []string{"vllm-builtin", "sha256_cbor"}},
+		{"unknown", func(n *Namespace) { n.Algorithm = "md5" }, []string{`"md5"`, "sglang-sha256"}},
+	} {
+		n := sample()
+		c.change(&n)
+		err := n.Check()
+		if err == nil {
+			t.Errorf("%s: accepted", c.name)
+			continue
+		}
+		for _, w := range c.want {
+			if !strings.Contains(err.Error(), w) {
+				t.Errorf("%s: %q does not contain %q", c.name, err, w)
+			}
+		}
+		if c.name == "secret" && strings.Contains(err.Error(), "short\"") {
+			t.Errorf("the error shows the secret: %v", err)
+		}
+	}
+	n := sample()
+	if err := n.Check(); err != nil {
+		t.Fatal(err)
+	}
+	n.Seed = ""
+	if err := n.Check(); !errors.Is(err, ErrHashes) {
+		t.Errorf("hashes that cannot agree: %v", err)
+	}
+}
+
+// Every field changes the id, and moving a letter from one field to the next does, too.
+func TestIDDependsOnEveryField(t *testing.T) {
+	base := sample()
+	seen := map[ID]string{base.ID(): "base"}
+	v := reflect.TypeFor[Namespace]()
+	for i := range v.NumField() {
+		n := base
+		f := reflect.ValueOf(&n).Elem().Field(i)
+		switch f.Kind() {
+		case reflect.String:
+			f.SetString(f.String() + "x")
+		case reflect.Int:
+			f.SetInt(f.Int() + 1)
+		case reflect.Slice:
+			f.SetBytes(bytes.Repeat([]byte{1}, MinSecretBytes))
+		default:
+			t.Fatalf("field %s: kind %s", v.Field(i).Name, f.Kind())
+		}
+		if other, ok := seen[n.ID()]; ok {
+			t.Errorf("%s: same id as %s", v.Field(i).Name, other)
+		}
+		seen[n.ID()] = v.Field(i).Name
+	}
+	a, b := base, base
+	a.Weights, a.DType = "ab", "c"
+	b.Weights, b.DType = "a", "bc"
+	if a.ID() == b.ID() {
+		t.Error("fields run into each other")
+	}
+}
+
+// Whoever has no secret, or another one, can compute neither the namespace's id nor a key of it.
+func TestSecretHidesNames(t *testing.T) {
+	plain, one, two := sample(), sample(), sample()
+	one.Secret, two.Secret = bytes.Repeat([]byte{1}, 32), bytes.Repeat([]byte{2}, 32)
+	hash := bytes.Repeat([]byte{7}, 32)
+	seen := map[Key]bool{}
+	for _, n := range []Namespace{plain, one, two} {
+		k, err := n.Keyer().Key(hash)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if seen[k] {
+			t.Error("one key under two secrets")
+		}
+		seen[k] = true
+	}
+}
+
+func TestKeyRefusesHashes(t *testing.T) {
+	n := sample()
+	k := n.Keyer()
+	for _, length := range []int{0, MinHashBytes - 1, MaxHashBytes + 1} {
+		if _, err := k.Key(make([]byte, length)); err == nil || !strings.Contains(err.Error(), "page_hash") {
+			t.Errorf("hash of %d bytes: %v", length, err)
+		}
+	}
+	a, _ := k.Key(bytes.Repeat([]byte{1}, 32))
+	b, _ := k.Key(bytes.Repeat([]byte{1}, 32))
+	if a != b {
+		t.Error("a Keyer has a memory")
+	}
+}
+
+func TestBitmap(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		bits := rapid.SliceOfN(rapid.Bool(), 0, 200).Draw(t, "bits")
+		b := NewBitmap(len(bits))
+		count, leading, ended := 0, 0, false
+		for i, on := range bits {
+			if on {
+				b.Set(i)
+				count++
+			}
+			ended = ended || !on
+			if !ended {
+				leading++
+			}
+		}
+		for i, on := range bits {
+			if b.Get(i) != on {
+				t.Fatalf("bit %d", i)
+			}
+		}
+		if b.Count() != count || b.Leading() != leading {
+			t.Fatalf("count %d, leading %d of %v", b.Count(), b.Leading(), bits)
+		}
+	})
+}

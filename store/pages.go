@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"errors"
+
+	"github.com/kvspray/kvspray/store/catalog"
+	"github.com/kvspray/kvspray/store/disk"
+	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// getPage loads page i of a batch from the nearest tier that has it.
+func (s *Store) getPage(b *Batch, i int, w *worker) Result {
+	if b.guard.Revoked() {
+		return Result{Outcome: Cancelled}
+	}
+	sp, k := b.space, &b.keys[i]
+	var damaged bool
+	if p, ok := s.memory.Pin(sp.number, k); ok {
+		r := s.deliver(b, i, p.Bytes, p.CRC, Memory)
+		if r.Outcome != Damaged {
+			s.memory.Unpin(p)
+			return r
+		}
+		s.memory.Drop(p)
+		damaged = true
+	}
+	if s.disk != nil {
+		r := s.fromDisk(b, i, w)
+		if r.Outcome != Miss || !damaged {
+			return r
+		}
+	}
+	if damaged {
+		return Result{Outcome: Damaged}
+	}
+	return Result{Outcome: Miss}
+}
+
+// fromDisk reads a page into a slot of memory, where the next get finds it, and copies it from there. Without a slot it goes
+// through the worker's own buffer.
+func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
+	sp, k := b.space, &b.keys[i]
+	var found [1]uint64
+	s.disk.Exists(sp.number, b.keys[i:i+1], found[:])
+	if found[0] == 0 {
+		return Result{Outcome: Miss}
+	}
+	p, err := s.memory.Reserve(sp.number, k, b.before(i))
+	if err != nil { // it is being stored by somebody else, or nothing can be given up
+		buf, err := w.room(disk.PaddedBytes(sp.pageBytes))
+		if err != nil {
+			return Result{Outcome: Failed, Err: err}
+		}
+		crc, err := s.disk.Read(sp.number, k, buf)
+		if err != nil {
+			return unread(err)
+		}
+		return s.deliver(b, i, buf[:sp.pageBytes], crc, Disk)
+	}
+	crc, err := s.disk.Read(sp.number, k, p.Slot)
+	if err != nil {
+		s.memory.Drop(p)
+		return unread(err)
+	}
+	s.memory.Commit(p, crc)
+	r := s.deliver(b, i, p.Bytes, crc, Disk)
+	if r.Outcome == Damaged {
+		s.memory.Drop(p)
+	} else {
+		s.memory.Unpin(p)
+	}
+	return r
+}
+
+func unread(err error) Result {
+	switch {
+	case errors.Is(err, disk.ErrMissing): // it went since
+		return Result{Outcome: Miss}
+	case errors.Is(err, disk.ErrDamaged):
+		return Result{Outcome: Damaged}
+	}
+	return Result{Outcome: Failed, Err: err}
+}
+
+// deliver copies a page to its placement, under the guard.
+func (s *Store) deliver(b *Batch, i int, bytes []byte, crc uint32, from Tier) Result {
+	if !b.guard.Enter() {
+		return Result{Outcome: Cancelled}
+	}
+	sum, err := copyOut(b.places[i], bytes)
+	b.guard.Leave()
+	switch {
+	case err != nil:
+		return Result{Outcome: Failed, Err: err}
+	case sum != crc:
+		return Result{Outcome: Damaged}
+	}
+	return Result{Outcome: Hit, Tier: from}
+}
+
+// before is the key of the page before page i in its prompt. A get names a prompt's pages in their order, too.
+func (b *Batch) before(i int) *page.Key {
+	if i > 0 {
+		return &b.keys[i-1]
+	}
+	return b.after
+}
+
+// held is a page of a put that is on its way to the disk: in a slot of memory, or in the worker's buffer.
+type held struct {
+	i      int // in the batch
+	page   memory.Page
+	pinned bool
+	data   []byte // padded
+	crc    uint32
+}
+
+// putPages stores pages [from, to) of a batch: each in a slot of memory, and then all in one group on the disk.
+func (s *Store) putPages(b *Batch, from, to int, w *worker) {
+	sp := b.space
+	sp.mu.RLock()
+	removals := sp.removals
+	sp.mu.RUnlock()
+	pages := make([]held, 0, to-from)
+	for i := from; i < to; i++ {
+		p, r := s.fill(b, i)
+		b.results[i] = r
+		if p.Bytes != nil {
+			pages = append(pages, held{i, p, true, p.Slot, p.CRC})
+		}
+	}
+	if s.disk == nil {
+		s.release(pages)
+		s.finishPut(b, from, to)
+		return
+	}
+	pages = s.fillDirect(b, from, to, pages, w)
+	behind := s.writeBack && len(pages) > 0
+	if behind {
+		s.writing.Add(int64(len(pages)))
+		s.finishPut(b, from, to)
+	}
+	errs := s.toDisk(b, pages, removals)
+	s.release(pages)
+	if behind {
+		s.wrote(len(pages))
+		return
+	}
+	for j, p := range pages {
+		r := &b.results[p.i]
+		r.Durable = errs[j] == nil || errors.Is(errs[j], catalog.ErrExists)
+		switch {
+		case !r.Durable && p.pinned:
+			r.Err = errs[j]
+		case !r.Durable:
+			*r = Result{Outcome: Full, Err: errs[j]}
+		}
+	}
+	s.finishPut(b, from, to)
+}
+
+// fillDirect takes the pages for which memory has no room, such as the end of a prompt that is longer than memory, into the
+// worker's buffer. They go to the disk only.
+func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []held {
+	sp := b.space
+	padded := disk.PaddedBytes(sp.pageBytes)
+	var buf []byte
+	for i := from; i < to; i++ {
+		r := &b.results[i]
+		if r.Outcome != Full {
+			continue
+		}
+		if buf == nil {
+			var err error
+			if buf, err = w.room((to - from) * padded); err != nil {
+				r.Err = err
+				return pages
+			}
+		}
+		data := buf[:padded:padded]
+		clear(data[sp.pageBytes:])
+		crc, fr := s.copyIn(b, i, data[:sp.pageBytes])
+		if *r = fr; fr.Outcome == Stored {
+			pages = append(pages, held{i: i, data: data, crc: crc})
+			buf = buf[padded:]
+		}
+	}
+	return pages
+}
+
+// copyIn copies a page from its placement, under the guard.
+func (s *Store) copyIn(b *Batch, i int, to []byte) (uint32, Result) {
+	if !b.guard.Enter() {
+		return 0, Result{Outcome: Cancelled}
+	}
+	crc, err := copyIn(to, b.places[i])
+	b.guard.Leave()
+	if err != nil {
+		return 0, Result{Outcome: Failed, Err: err}
+	}
+	return crc, Result{Outcome: Stored}
+}
+
+func (s *Store) finishPut(b *Batch, from, to int) {
+	for i := from; i < to; i++ {
+		s.count(&b.results[i])
+	}
+	s.finish(b, to-from)
+}
+
+func (s *Store) release(pages []held) {
+	for _, p := range pages {
+		if p.pinned {
+			s.memory.Unpin(p.page)
+		}
+	}
+}
+
+// fill copies a page from its placement into a slot of memory. A page that was in memory already is pinned, so that it can be
+// made durable if it is not.
+func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
+	if b.guard.Revoked() {
+		return memory.Page{}, Result{Outcome: Cancelled}
+	}
+	sp, k := b.space, &b.keys[i]
+	p, err := s.memory.Reserve(sp.number, k, b.before(i))
+	switch {
+	case err == nil:
+	case errors.Is(err, catalog.ErrExists):
+		p, _ := s.memory.Pin(sp.number, k) // if it went in this moment it is not made durable, and that is said
+		return p, Result{Outcome: Existed}
+	case errors.Is(err, catalog.ErrBusy):
+		return memory.Page{}, Result{Outcome: Busy}
+	default:
+		return memory.Page{}, Result{Outcome: Full, Err: err}
+	}
+	crc, r := s.copyIn(b, i, p.Bytes)
+	if r.Outcome != Stored {
+		s.memory.Drop(p)
+		return memory.Page{}, r
+	}
+	s.memory.Commit(p, crc)
+	p.CRC = crc
+	return p, r
+}
+
+// toDisk writes pages, unless their namespace was removed since they were put.
+func (s *Store) toDisk(b *Batch, pages []held, removals int) []error {
+	sp := b.space
+	sp.mu.RLock()
+	defer sp.mu.RUnlock()
+	if sp.removals != removals {
+		errs := make([]error, len(pages))
+		for i := range errs {
+			errs[i] = disk.ErrRemoved
+		}
+		return errs
+	}
+	if len(pages) == 0 {
+		return nil
+	}
+	records := make([]disk.Record, len(pages))
+	for j, p := range pages {
+		records[j] = disk.Record{Key: b.keys[p.i], After: b.before(p.i), Data: p.data, CRC: p.crc}
+	}
+	errs := s.disk.Write(sp.number, records)
+	for j, err := range errs {
+		if pages[j].pinned && errors.Is(err, disk.ErrDamaged) { // what is in memory is no longer what was put
+			s.memory.Doom(pages[j].page)
+		}
+	}
+	return errs
+}
+
+func (s *Store) count(r *Result) {
+	c := &s.counters
+	switch r.Outcome {
+	case Hit:
+		c.hits[r.Tier].Add(1)
+	case Miss:
+		c.misses.Add(1)
+	case Damaged:
+		c.damaged.Add(1)
+	case Stored:
+		c.stored.Add(1)
+	case Existed:
+		c.existed.Add(1)
+	case Full:
+		c.refused.Add(1)
+	}
+}

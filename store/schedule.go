@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"sync"
+
+	"github.com/kvspray/kvspray/store/offheap"
+)
+
+// MaxBatches bounds the requests that are under way.
+const MaxBatches = 1024
+
+// putTurns: one turn in so many is owed to puts while gets wait.
+const putTurns = 8
+
+// Of pieces of batches.
+const (
+	getPieceBytes = 1 << 20 // copied in a tenth of a millisecond or so, before others have their turn
+	maxPiecePages = 64
+)
+
+// schedule hands pieces of batches to workers: gets before puts, batches of a class in turns.
+type schedule struct {
+	mu     sync.Mutex // guards what follows
+	wake   sync.Cond
+	queues [2][]*Batch // gets, puts; with pages that nobody has taken
+	turn   int
+	open   int
+	closed bool
+}
+
+func newSchedule() *schedule {
+	s := &schedule{}
+	s.wake.L = &s.mu
+	return s
+}
+
+func (s *schedule) add(b *Batch) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.closed:
+		return ErrClosed
+	case s.open == MaxBatches:
+		return ErrOverloaded
+	}
+	s.open++
+	class := 0
+	if b.put {
+		class = 1
+	}
+	s.queues[class] = append(s.queues[class], b)
+	s.wake.Broadcast()
+	return nil
+}
+
+// take waits for work: pages [from, to) of a batch; nil when there is none and never will be.
+func (s *schedule) take() (b *Batch, from, to int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for len(s.queues[0])+len(s.queues[1]) == 0 {
+		if s.closed {
+			return nil, 0, 0
+		}
+		s.wake.Wait()
+	}
+	s.turn++
+	class := 0
+	if len(s.queues[0]) == 0 || len(s.queues[1]) > 0 && s.turn%putTurns == 0 {
+		class = 1
+	}
+	q := s.queues[class]
+	b = q[0]
+	from = b.next
+	to = min(len(b.keys), from+b.space.piece(b.put))
+	b.next = to
+	q[0] = nil
+	q = q[1:]
+	if to < len(b.keys) {
+		q = append(q, b)
+	}
+	s.queues[class] = q
+	return b, from, to
+}
+
+// ended counts a batch that is done.
+func (s *schedule) ended() {
+	s.mu.Lock()
+	s.open--
+	s.mu.Unlock()
+}
+
+// close lets workers end once the queues are empty.
+func (s *schedule) close() {
+	s.mu.Lock()
+	s.closed = true
+	s.wake.Broadcast()
+	s.mu.Unlock()
+}
+
+// worker is one goroutine's memory: a buffer for pages that find no slot.
+type worker struct{ buffer *offheap.Array[byte] }
+
+func (w *worker) room(n int) ([]byte, error) {
+	if w.buffer == nil || len(w.buffer.Elems()) < n {
+		w.buffer.Free()
+		var err error
+		if w.buffer, err = offheap.New[byte](n); err != nil {
+			return nil, err
+		}
+	}
+	return w.buffer.Elems()[:n], nil
+}
+
+func (s *Store) work() {
+	defer s.workers.Done()
+	var w worker
+	defer func() { w.buffer.Free() }()
+	for {
+		b, from, to := s.schedule.take()
+		if b == nil {
+			return
+		}
+		if b.put {
+			s.putPages(b, from, to, &w)
+		} else {
+			for i := from; i < to; i++ {
+				b.results[i] = s.getPage(b, i, &w)
+				s.count(&b.results[i])
+			}
+			s.finish(b, to-from)
+		}
+	}
+}
+
+// finish counts pages of a batch that have their results. The last one ends the batch.
+func (s *Store) finish(b *Batch, pages int) {
+	if b.left.Add(-int64(pages)) > 0 {
+		return
+	}
+	s.schedule.ended()
+	b.guard.Revoke() // nobody holds it any more, and nobody will
+	for _, r := range b.regions {
+		r.Release()
+	}
+	close(b.done)
+}

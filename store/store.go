@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"context"
+	"fmt"
+	"runtime"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/disk"
+	"github.com/kvspray/kvspray/store/evict"
+	"github.com/kvspray/kvspray/store/memory"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+// MaxSpaces bounds the namespaces of a store, those that are on its disks and nobody opens among them.
+const MaxSpaces = evict.MaxOwners
+
+// leastWorkers: reads of disks block, so there are more workers than processors.
+const leastWorkers = 8
+
+// Config describes a store.
+type Config struct {
+	Memory    memory.Config
+	Disk      *disk.Config // nil: none
+	Opened    *disk.Tier   // instead of Disk: one that is open, and the store's from now on
+	WriteBack bool         // a put is done once it is in memory, and goes to the disk afterwards
+	Workers   int          // 0: twice the processors, at least 8
+}
+
+// Store is the tiers of one node.
+type Store struct {
+	memory    *memory.Tier
+	disk      *disk.Tier // nil: none
+	writeBack bool
+	schedule  *schedule
+	pool      int // workers
+	workers   sync.WaitGroup
+
+	mu      sync.Mutex // guards what follows
+	spaces  map[page.ID]*Space
+	numbers [MaxSpaces]bool // in use
+	closed  bool
+
+	writing  atomic.Int64 // pages on their way to the disk behind their results
+	quiet    sync.Cond    // writing fell to 0
+	quietMu  sync.Mutex
+	counters counters
+}
+
+type counters struct {
+	hits                                      [Disk + 1]atomic.Uint64
+	misses, damaged, stored, existed, refused atomic.Uint64
+}
+
+// Open makes a store, or recovers the one on the disks.
+func Open(c Config) (_ *Store, err error) {
+	s := &Store{writeBack: c.WriteBack, schedule: newSchedule(), spaces: map[page.ID]*Space{}}
+	s.quiet.L = &s.quietMu
+	if s.memory, err = memory.New(c.Memory); err != nil {
+		return nil, err
+	}
+	s.disk = c.Opened
+	if c.Disk != nil {
+		if s.disk, err = disk.Open(*c.Disk); err != nil {
+			s.memory.Close()
+			return nil, err
+		}
+	}
+	s.begin(c)
+	return s, nil
+}
+
+func (s *Store) begin(c Config) {
+	if s.disk != nil {
+		for _, n := range s.disk.Known() {
+			s.numbers[n] = true
+		}
+	}
+	s.pool = c.Workers
+	if s.pool == 0 {
+		s.pool = max(leastWorkers, 2*runtime.GOMAXPROCS(0))
+	}
+	s.workers.Add(s.pool)
+	for range s.pool {
+		go s.work()
+	}
+}
+
+// Close ends the store: requests that are under way end first, new ones are refused. Pins are released before. Idempotent.
+func (s *Store) Close() error {
+	s.mu.Lock()
+	closed := s.closed
+	s.closed = true
+	s.mu.Unlock()
+	if closed {
+		return nil
+	}
+	s.schedule.close()
+	s.workers.Wait()
+	var err error
+	if s.disk != nil {
+		err = s.disk.Close()
+	}
+	s.memory.Close()
+	return err
+}
+
+// Flush returns once all pages whose results came before are durable, or could not be made so.
+func (s *Store) Flush(ctx context.Context) error {
+	stop := context.AfterFunc(ctx, func() {
+		s.quietMu.Lock()
+		defer s.quietMu.Unlock()
+		s.quiet.Broadcast()
+	})
+	defer stop()
+	s.quietMu.Lock()
+	defer s.quietMu.Unlock()
+	for s.writing.Load() > 0 {
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("store: %d pages are not on the disk yet: %w", s.writing.Load(), err)
+		}
+		s.quiet.Wait()
+	}
+	return nil
+}
+
+func (s *Store) wrote(pages int) {
+	if s.writing.Add(-int64(pages)) == 0 {
+		s.quietMu.Lock()
+		s.quiet.Broadcast()
+		s.quietMu.Unlock()
+	}
+}
+
+// Region is the memory of all slots, for engines and transports to map and pin.
+func (s *Store) Region() *mem.Region { return s.memory.Region() }
+
+// Share is a namespace's part of one tier, in bytes.
+type Share struct {
+	Quota   uint64 // it never has more; 0: no limit
+	Reserve uint64 // nobody else takes these
+}
+
+// Space is one namespace.
+type Space struct {
+	s         *Store
+	id        page.ID
+	number    uint16
+	pageBytes int
+
+	mu       sync.RWMutex // read: a page goes to the disk; write: the namespace is removed
+	removals int
+}
+
+// Space opens a namespace. Whoever opens the same one again gets the same Space, and its shares are changed.
+func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error) {
+	if err := ns.Check(); err != nil {
+		return nil, err
+	}
+	id := ns.ID()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, ErrClosed
+	}
+	sp := s.spaces[id]
+	if sp == nil {
+		n, err := s.numberLocked(id)
+		if err != nil {
+			return nil, err
+		}
+		sp = &Space{s: s, id: id, number: n, pageBytes: ns.PageBytes}
+	}
+	if most := s.memory.Region().Size() / 2; inMemory.Reserve > most {
+		return nil, fmt.Errorf("store: namespace %s: reserve %d bytes: at most half of store.memory, %d; lower it", id, inMemory.Reserve, most)
+	}
+	if err := s.memory.SetOwner(sp.number, ns.PageBytes, inMemory.Quota, inMemory.Reserve); err != nil {
+		return nil, fmt.Errorf("store: namespace %s: %w", id, err)
+	}
+	if s.disk != nil {
+		if err := s.disk.SetOwner(sp.number, id, ns.PageBytes, onDisk.Quota, onDisk.Reserve); err != nil {
+			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
+		}
+	}
+	s.spaces[id] = sp
+	s.numbers[sp.number] = true
+	return sp, nil
+}
+
+func (s *Store) numberLocked(id page.ID) (uint16, error) {
+	if s.disk != nil {
+		if n, ok := s.disk.Known()[id]; ok {
+			return n, nil
+		}
+	}
+	for n := range s.numbers {
+		if !s.numbers[n] {
+			return uint16(n), nil
+		}
+	}
+	return 0, fmt.Errorf("store: %d namespaces: a store has no more; remove those that are not used", MaxSpaces)
+}
+
+// PageBytes is the size of its pages.
+func (sp *Space) PageBytes() int { return sp.pageBytes }
+
+// piece is how many pages of a batch a worker takes at once. Those of a put are pinned until they are on the disk; all workers
+// together pin a quarter of the memory at most, unless it is very small.
+func (sp *Space) piece(put bool) int {
+	s := sp.s
+	if put && s.disk != nil {
+		return min(s.disk.GroupPages(sp.pageBytes), max(1, int(s.memory.Region().Size())/(4*s.pool*sp.pageBytes)))
+	}
+	return min(maxPiecePages, max(1, getPieceBytes/sp.pageBytes))
+}
+
+// Exists reports which pages any tier has.
+func (sp *Space) Exists(keys []page.Key) (page.Bitmap, error) {
+	if err := checkKeys(len(keys)); err != nil {
+		return nil, err
+	}
+	found := page.NewBitmap(len(keys))
+	sp.s.memory.Exists(sp.number, keys, found)
+	if sp.s.disk != nil && found.Count() < len(keys) {
+		sp.s.disk.Exists(sp.number, keys, found)
+	}
+	return found, nil
+}
+
+// Get loads pages into placements.
+func (sp *Space) Get(keys []page.Key, places []Placement) (*Batch, error) {
+	return sp.request(&Batch{keys: keys, places: places})
+}
+
+// Put stores pages, in the order of their prompt. after is the key of the page before the first one, or nil. The placements do
+// not change until Done.
+func (sp *Space) Put(keys []page.Key, after *page.Key, places []Placement) (*Batch, error) {
+	return sp.request(&Batch{keys: keys, places: places, after: after, put: true})
+}
+
+func (sp *Space) request(b *Batch) (*Batch, error) {
+	b.space = sp
+	if b.put && sp.s.writeBack { // they are needed after the caller has its results
+		b.keys = slices.Clone(b.keys)
+	}
+	if b.after != nil {
+		after := *b.after
+		b.after = &after
+	}
+	if err := b.check(); err != nil {
+		return nil, err
+	}
+	b.results = make([]Result, len(b.keys))
+	b.done = make(chan struct{})
+	b.left.Store(int64(len(b.keys)))
+	if err := sp.s.schedule.add(b); err != nil {
+		for _, r := range b.regions {
+			r.Release()
+		}
+		return nil, err
+	}
+	return b, nil
+}
+
+// Pins keeps pages where they are.
+type Pins struct {
+	space  *Space
+	memory []memory.Page
+	disk   []disk.Pinned
+	once   sync.Once
+	found  page.Bitmap
+	blocks []mem.Block
+}
+
+// MaxPinned bounds the pages of one Pins.
+const MaxPinned = page.MaxBatch
+
+// Pin keeps those pages that are here from being given up until Release. Whoever pins more than a part of the tiers leaves no
+// room for others: the caller bounds what one engine has pinned.
+func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
+	if err := checkKeys(len(keys)); err != nil {
+		return nil, err
+	}
+	p := &Pins{space: sp, found: page.NewBitmap(len(keys)), blocks: make([]mem.Block, len(keys))}
+	for i := range keys {
+		if m, ok := sp.s.memory.Pin(sp.number, &keys[i]); ok {
+			p.memory = append(p.memory, m)
+			p.blocks[i] = m.Block
+			p.found.Set(i)
+		} else if sp.s.disk != nil {
+			if d, ok := sp.s.disk.Pin(sp.number, &keys[i]); ok {
+				p.disk = append(p.disk, d)
+				p.found.Set(i)
+			}
+		}
+	}
+	return p, nil
+}
+
+// Found has the bits of the pages that are pinned.
+func (p *Pins) Found() page.Bitmap { return p.found }
+
+// Blocks is where each page is in the store's Region, for readers; one without a Region is not in memory. The memory holds the
+// page until Release, and whoever reads it compares its checksum himself.
+func (p *Pins) Blocks() []mem.Block { return p.blocks }
+
+// Release ends the pins. Idempotent.
+func (p *Pins) Release() {
+	p.once.Do(func() {
+		for _, m := range p.memory {
+			p.space.s.memory.Unpin(m)
+		}
+		for _, d := range p.disk {
+			p.space.s.disk.Unpin(d)
+		}
+	})
+}
+
+// Remove forgets all pages of the namespace, durably. A put that was done before does not come back; one that is under way is
+// removed, or ends after the removal.
+func (sp *Space) Remove() error {
+	sp.mu.Lock()
+	defer sp.mu.Unlock()
+	sp.removals++
+	var err error
+	if sp.s.disk != nil {
+		err = sp.s.disk.RemoveOwner(sp.number)
+	}
+	// After the disk: a page that is loaded from there meanwhile has its slot, which is found here.
+	sp.s.memory.RemoveOwner(sp.number)
+	if err != nil {
+		return fmt.Errorf("store: namespace %s: remove: %w", sp.id, err)
+	}
+	return nil
+}
+
+// Stats are counts since the store was opened.
+type Stats struct {
+	Hits    [Disk + 1]uint64 // pages, by tier
+	Misses  uint64
+	Damaged uint64
+	Stored  uint64
+	Existed uint64
+	Refused uint64 // puts without room
+	Memory  memory.Stats
+	Disk    disk.Stats
+}
+
+// Stats returns them.
+func (s *Store) Stats() Stats {
+	c := &s.counters
+	out := Stats{Misses: c.misses.Load(), Damaged: c.damaged.Load(), Stored: c.stored.Load(),
+		Existed: c.existed.Load(), Refused: c.refused.Load(), Memory: s.memory.Stats()}
+	for t := range out.Hits {
+		out.Hits[t] = c.hits[t].Load()
+	}
+	if s.disk != nil {
+		out.Disk = s.disk.Stats()
+	}
+	return out
+}

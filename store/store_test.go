@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/store/disk/disktest"
+	"github.com/kvspray/kvspray/store/page"
+)
+
+const simBytes = 1<<20 + 40*simSegment
+
+func TestPutAndGet(t *testing.T) {
+	s := onDisk(t, disktest.New(simBytes, 1), false)
+	defer shut(t, s)
+	for name, size := range map[string]int{"small": 4096, "odd": 10_001} {
+		e := newEngine(t, s, name, size)
+		for _, r := range e.put(upTo(0, 50)...) {
+			if r.Outcome != Stored || !r.Durable || r.Err != nil {
+				t.Fatalf("%s: %+v", name, r)
+			}
+		}
+		if rs := e.get(upTo(0, 60)...); count(rs, Hit) != 50 || count(rs, Miss) != 10 {
+			t.Errorf("%s: %+v", name, rs)
+		}
+		for _, r := range e.put(upTo(0, 50)...) {
+			if !r.Durable || r.Outcome != Existed && r.Outcome != Stored { // those that memory gave up are stored there again
+				t.Errorf("%s: a second put: %+v", name, r)
+			}
+		}
+		found, err := e.space.Exists(e.keys(upTo(0, 60)))
+		if err != nil || found.Count() != 50 || found.Leading() != 50 {
+			t.Errorf("%s: %d of 50 exist: %v", name, found.Count(), err)
+		}
+		e.close()
+	}
+	if st := s.Stats(); st.Hits[Memory] == 0 || st.Hits[Disk] == 0 || st.Stored == 0 {
+		t.Errorf("%+v", st)
+	}
+}
+
+// Memory gives pages up, the disk has them, and the second get finds them in memory.
+func TestPagesComeBackFromDisk(t *testing.T) {
+	s := onDisk(t, disktest.New(simBytes, 1), false)
+	defer shut(t, s)
+	e := newEngine(t, s, "a", 8192)
+	defer e.close()
+	for i := range 4 {
+		e.put(upTo(i*30, i*30+30)...)
+	}
+	for _, want := range []Tier{Disk, Memory} {
+		for n, r := range e.get(upTo(0, 10)...) {
+			if r.Outcome != Hit || r.Tier != want {
+				t.Errorf("page %d: %+v, want tier %d", n, r, want)
+			}
+		}
+	}
+}
+
+// Keys of one namespace find nothing in another, whoever names them.
+func TestNamespacesAreApart(t *testing.T) {
+	s := inMemory(t, 1<<20)
+	defer shut(t, s)
+	a, b := newEngine(t, s, "a", 4096), newEngine(t, s, "b", 4096)
+	defer a.close()
+	defer b.close()
+	a.put(1, 2)
+	batch, err := b.space.Get(a.keys([]int{1, 2}), b.places(2))
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-batch.Done()
+	if count(batch.Results(), Miss) != 2 {
+		t.Errorf("%+v", batch.Results())
+	}
+	again, err := s.Space(namespace("a", 4096), Share{}, Share{})
+	if err != nil || again != a.space {
+		t.Errorf("the same namespace is another space: %v", err)
+	}
+	if _, err := s.Space(namespace("a", 4097), Share{}, Share{}); err != nil {
+		t.Errorf("another page size is another namespace: %v", err)
+	}
+}
+
+func TestRefusesRequests(t *testing.T) {
+	s := inMemory(t, 1<<20)
+	e := newEngine(t, s, "a", 4096)
+	defer e.close()
+	sealed, err := mem.NewAnonymous("other", 4096)
+	if err != nil {
+		t.Fatal(err)
+	}
+	block := func(off, n uint64) mem.Block { return mem.Block{Region: e.lent, Off: off, Len: n} }
+	for _, c := range []struct {
+		name   string
+		keys   int
+		places []Placement
+		want   []string
+	}{
+		{"none", 0, nil, []string{"keys", "1 to 10000"}},
+		{"many", page.MaxBatch + 1, nil, []string{"10001 keys"}},
+		{"fewer", 2, []Placement{e.place(0)}, []string{"placements", "1 for 2 keys"}},
+		{"short", 1, []Placement{{block(0, 4095)}}, []string{"placements[0]", "4095 bytes", "have 4096"}},
+		{"outside", 1, []Placement{{block(enginePages*4096-100, 4096)}}, []string{"placements[0]", "inside registered regions"}},
+		{"overflow", 1, []Placement{{block(^uint64(0)-10, 4096)}}, []string{"placements[0]"}},
+		{"empty", 1, []Placement{{block(0, 4096), block(5000, 0)}}, []string{"without bytes"}},
+		{"overlap", 2, []Placement{e.place(3), {block(3*4096+4095, 4096)}}, []string{"placements[1]", "overlaps placements[0]"}},
+		{"itself", 1, []Placement{{block(0, 2048), block(2047, 2048)}}, []string{"overlaps"}},
+		{"no region", 1, []Placement{{{Len: 4096}}}, []string{"without a region"}},
+	} {
+		_, err := e.space.Get(make([]page.Key, c.keys), c.places)
+		var re *RequestError
+		if !errors.As(err, &re) {
+			t.Errorf("%s: %v", c.name, err)
+			continue
+		}
+		for _, w := range c.want {
+			if !strings.Contains(err.Error(), w) {
+				t.Errorf("%s: %q does not contain %q", c.name, err, w)
+			}
+		}
+	}
+	sealed.Release()
+	if _, err := e.space.Get(make([]page.Key, 1), []Placement{{{Region: sealed, Len: 4096}}}); !errors.Is(err, mem.ErrFreed) {
+		t.Errorf("a region that is freed: %v", err)
+	}
+	if _, err := s.Space(namespace("big", 1<<20), Share{}, Share{}); err == nil || !strings.Contains(err.Error(), "store.memory to") {
+		t.Errorf("an arena that is too small for a page: %v", err)
+	}
+	if _, err := s.Space(page.Namespace{}, Share{}, Share{}); err == nil {
+		t.Error("an empty namespace")
+	}
+	shut(t, s)
+	if _, err := e.space.Get(e.keys([]int{1}), e.places(1)); !errors.Is(err, ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+}
+
+// gate stops reads of a disk until it is opened.
+type gate struct {
+	in   chan struct{} // a value for each read that waits
+	open chan struct{}
+}
+
+func newGate(sim *disktest.Sim) *gate {
+	g := &gate{make(chan struct{}, 100), make(chan struct{})}
+	sim.Hold(func() { g.in <- struct{}{}; <-g.open })
+	return g
+}
+
+// A get is cancelled while its disk reads: the fence returns at once, what is then written to the placements stays, and every
+// page ends.
+func TestNothingIsWrittenAfterTheFence(t *testing.T) {
+	sim := disktest.New(simBytes, 1)
+	s := onDisk(t, sim, false)
+	defer shut(t, s)
+	e := newEngine(t, s, "a", 8192)
+	defer e.close()
+	for i := range 4 {
+		e.put(upTo(i*30, i*30+30)...)
+	}
+	g := newGate(sim)
+	b, err := e.space.Get(e.keys(upTo(0, 20)), e.places(20))
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-g.in // a worker is in the disk
+	b.Cancel()
+	if err := b.Fence(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-b.Done():
+		t.Fatal("the batch is done while its disk reads")
+	default:
+	}
+	whole, _ := e.lent.Bytes()
+	mem.Fill(whole, 0xee) // the engine has given the blocks to another prompt
+	close(g.open)
+	<-b.Done()
+	if !bytes.Equal(whole, bytes.Repeat([]byte{0xee}, len(whole))) {
+		t.Error("a placement was written after the fence")
+	}
+	if n := count(b.Results(), Cancelled); n != 20 {
+		t.Errorf("%d of 20 pages are cancelled: %+v", n, b.Results())
+	}
+	sim.Hold(nil)
+	if n := count(e.get(upTo(0, 20)...), Hit); n != 20 {
+		t.Errorf("%d of 20 pages afterwards", n)
+	}
+}
+
+// The same a thousand times against workers that copy: from the fence on, no byte of the memory changes.
+func TestLateWrites(t *testing.T) {
+	s := inMemory(t, 4<<20)
+	defer shut(t, s)
+	e := newEngine(t, s, "a", 16<<10)
+	defer e.close()
+	e.put(upTo(0, enginePages)...)
+	whole, _ := e.lent.Bytes()
+	want := bytes.Repeat([]byte{0xee}, len(whole))
+	r := rand.New(rand.NewPCG(1, 1))
+	cut := 0
+	for range 1000 {
+		b, err := e.space.Get(e.keys(upTo(0, enginePages)), e.places(enginePages))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range r.IntN(2000) { // somewhere in the middle
+			_ = b.guard.Revoked()
+		}
+		b.Cancel()
+		if err := b.Fence(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		mem.Fill(whole, 0xee)
+		<-b.Done()
+		if !bytes.Equal(whole, want) {
+			t.Fatal("a placement was written after the fence")
+		}
+		if n := count(b.Results(), Hit); n > 0 && n < enginePages {
+			cut++
+		}
+	}
+	t.Logf("%d of 1000 were cut in the middle", cut)
+}
+
+// What memory holds is damaged: nobody gets it, and the disk's copy is served.
+func TestDamageInMemory(t *testing.T) {
+	for _, withDisk := range []bool{true, false} {
+		s := inMemory(t, 1<<20)
+		if withDisk {
+			shut(t, s)
+			s = onDisk(t, disktest.New(simBytes, 1), false)
+		}
+		e := newEngine(t, s, "a", 8192)
+		e.put(1, 2, 3)
+		pins, err := e.space.Pin(e.keys([]int{2}))
+		if err != nil || !pins.Found().Get(0) {
+			t.Fatalf("pin: %v", err)
+		}
+		b, _ := pins.Blocks()[0].Bytes()
+		b[1000] ^= 4
+		pins.Release()
+		pins.Release()
+		want := Result{Outcome: Damaged}
+		if withDisk {
+			want = Result{Outcome: Hit, Tier: Disk}
+		}
+		if r := e.get(2)[0]; r != want {
+			t.Errorf("disk %t: %+v, want %+v", withDisk, r, want)
+		}
+		if n := count(e.get(1, 3), Hit); n != 2 {
+			t.Errorf("disk %t: the other pages: %d", withDisk, n)
+		}
+		e.close()
+		shut(t, s)
+	}
+}
+
+// Write-back: the result comes before the page is durable, and Flush waits for that.
+func TestWriteBack(t *testing.T) {
+	sim := disktest.New(simBytes, 1)
+	s := onDisk(t, sim, true)
+	e := newEngine(t, s, "a", 8192)
+	for _, r := range e.put(upTo(0, 20)...) {
+		if r.Outcome != Stored || r.Durable {
+			t.Fatalf("%+v", r)
+		}
+	}
+	if err := s.Flush(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	e.close()
+	shut(t, s)
+	sim.Crash()
+	s = onDisk(t, sim, true)
+	defer shut(t, s)
+	e = newEngine(t, s, "a", 8192)
+	defer e.close()
+	if n := count(e.get(upTo(0, 20)...), Hit); n != 20 {
+		t.Errorf("%d of 20 pages survive", n)
+	}
+	if err := e.space.Remove(); err != nil {
+		t.Fatal(err)
+	}
+	if n := count(e.get(upTo(0, 20)...), Miss); n != 20 {
+		t.Errorf("%d of 20 removed pages are missed", n)
+	}
+}
+
+// Pinned pages stay, in memory and on the disk, however much is put.
+func TestPins(t *testing.T) {
+	s := onDisk(t, disktest.New(simBytes, 1), false)
+	defer shut(t, s)
+	e := newEngine(t, s, "a", 8192)
+	defer e.close()
+	e.put(upTo(1000, 1030)...)
+	e.put(upTo(0, 30)...)
+	pins, err := e.space.Pin(e.keys(append(upTo(20, 30), upTo(1000, 1010)...)))
+	if err != nil || pins.Found().Count() != 20 {
+		t.Fatalf("%d pages are pinned: %v", pins.Found().Count(), err)
+	}
+	for i := range 40 {
+		e.put(upTo(2000+i*30, 2030+i*30)...)
+	}
+	if n := count(e.get(append(upTo(20, 30), upTo(1000, 1010)...)...), Hit); n != 20 {
+		t.Errorf("%d of 20 pinned pages are there", n)
+	}
+	pins.Release()
+	for i := range 100 {
+		e.put(upTo(5000+i*30, 5030+i*30)...)
+	}
+	if n := count(e.get(append(upTo(20, 30), upTo(1000, 1010)...)...), Hit); n != 0 {
+		t.Errorf("%d pages are there long after the pins", n)
+	}
+}
+
+// Many engines at once put, get, cancel and remove, over a disk: no wrong page, no batch that does not end.
+func TestManyEngines(t *testing.T) {
+	s := onDisk(t, disktest.New(simBytes, 1), false)
+	defer shut(t, s)
+	var wg sync.WaitGroup
+	for g := range 4 {
+		wg.Go(func() {
+			e := newEngine(t, s, []string{"a", "b"}[g%2], []int{4096, 12_000}[g%2])
+			defer e.close()
+			r := rand.New(rand.NewPCG(uint64(g), 9))
+			for range 60 {
+				from := r.IntN(100)
+				pages := upTo(from, from+1+r.IntN(30))
+				switch r.IntN(8) {
+				case 0:
+					b, err := e.space.Get(e.keys(pages), e.places(len(pages)))
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					b.Cancel()
+					<-b.Done()
+				case 1:
+					if g == 0 {
+						if err := e.space.Remove(); err != nil {
+							t.Error(err)
+						}
+					}
+				case 2, 3, 4:
+					e.put(pages...)
+				default:
+					e.get(pages...)
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
