@@ -179,7 +179,8 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	}
 	p, n, err := gpu.card.Import(&h, fd)
 	if err != nil {
-		return nil, fmt.Errorf("stage: region %s: import from GPU %d: %w; the allocation must be alive and another process's", id, gpu.index, err)
+		return nil, fmt.Errorf("stage: region %s: import from GPU %d: %w; the allocation must be alive and another process's, which shares this sidecar's "+
+			"IPC namespace (one pod, or hostIPC) and its MPS server, if any", id, gpu.index, err)
 	}
 	undo := func() {
 		if err := gpu.card.Unimport(&h, p, n); err != nil {
