@@ -180,6 +180,10 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         ends = {
             k: v for k, v in m.items() if k.startswith("vllm:kvspray_") and "transfers_total" in k
         }
+        out["held_bytes"] = {
+            name: {k: v for k, v in s.metrics().items() if k.startswith("kvspray_gpu_memory")}
+            for name, s in (("sidecar", sidecar), ("peer", peer.sidecar))
+        }
         # What goes when a process ends was its own, also where the driver lists no processes.
         before = watch.free()
         peer, gone = None, peer

@@ -76,10 +76,6 @@ class _SharedZeros(TorchFunctionMode):
 
 
 class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
-    if (_source := versions.cache_hit_source()) is not None:
-        _cache_hit_source = _source
-    del _source
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
@@ -446,3 +442,5 @@ def register(name: str, module: str) -> None:
 
 
 register("KVSprayConnector", "kvspray_vllm")
+if (source := versions.cache_hit_source()) is not None:
+    KVSprayConnector._cache_hit_source = source

@@ -98,4 +98,5 @@ class StepMeta(KVConnectorMetadata):
     asks_adapters: bool = False  # which adapters the worker has read
 
     def empty(self) -> bool:
-        return not (self.step or self.preempts or self.lost or self.cancels or self.holds or self.released or self.intents or self.expects or self.asks_adapters)
+        lists = (self.preempts, self.lost, self.cancels, self.holds, self.released, self.intents)
+        return not (self.step or self.expects or self.asks_adapters or any(lists))
