@@ -14,10 +14,12 @@ import (
 	"github.com/kvspray/kvspray/transport/stage"
 )
 
-// gpus opens the CUDA driver when the first engine or peer lends memory of a GPU: the sidecar of CPU engines never loads it.
+// gpus opens the CUDA driver when the first engine or peer lends memory of a GPU, or at the start where GPUs are named: the sidecar of
+// CPU engines never loads it.
 type gpus struct {
 	cfg    stage.Config
-	copier atomic.Pointer[stage.Copier] // of opened; nil where a test has put something else there
+	load   func(stage.Config) (*stage.GPUs, error) // stage.New, or what a test has instead
+	copier atomic.Pointer[stage.Copier]            // of opened; nil where a test has put something else there
 
 	mu     sync.Mutex // protects all below
 	opened importer
@@ -44,7 +46,41 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &gpus{cfg: stage.Config{Executor: how, Table: table, Buffers: t.Buffers, PeerStage: uint64(t.Stage), Log: log}}, nil
+	return &gpus{load: stage.New, cfg: stage.Config{Executor: how, Table: table, Buffers: t.Buffers, PeerStage: uint64(t.Stage),
+		Memory: uint64(t.Memory), Log: log}}, nil
+}
+
+// start opens the GPUs of transports.gpu.open.
+func (g *gpus) start(names []string) error {
+	if len(names) == 0 {
+		return nil
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	err := g.openLocked()
+	if opened, ok := g.opened.(*stage.GPUs); ok && err == nil {
+		err = opened.Use(names)
+	}
+	if err != nil {
+		return fmt.Errorf("sidecar: transports.gpu.open: %v: %w; correct it, or leave it out: a GPU is then opened when an engine lends memory of it",
+			names, err)
+	}
+	return nil
+}
+
+// openLocked loads the driver.
+func (g *gpus) openLocked() error {
+	if g.opened != nil {
+		return nil
+	}
+	// A failure is not kept: a driver that was being loaded is there the next time.
+	opened, err := g.load(g.cfg)
+	if err != nil {
+		return err
+	}
+	g.opened = opened
+	g.copier.Store(stage.NewCopier(opened))
+	return nil
 }
 
 // Import makes a region of GPU memory; it owns fd once it has succeeded.
@@ -54,14 +90,8 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	if g.closed {
 		return nil, net.ErrClosed
 	}
-	if g.opened == nil {
-		// A failure is not kept: a driver that was being loaded is there the next time.
-		opened, err := stage.New(g.cfg)
-		if err != nil {
-			return nil, err
-		}
-		g.opened = opened
-		g.copier.Store(stage.NewCopier(opened))
+	if err := g.openLocked(); err != nil {
+		return nil, err
 	}
 	return g.opened.Import(id, handle, fd, size)
 }
@@ -131,6 +161,20 @@ func (g *gpus) linkStates() []stage.PathState {
 		return []stage.PathState{}
 	}
 	return c.State()
+}
+
+// memory is what this process holds of each GPU.
+func (g *gpus) memory() []stage.MemoryState {
+	if g == nil {
+		return nil
+	}
+	g.mu.Lock()
+	opened, _ := g.opened.(*stage.GPUs)
+	g.mu.Unlock()
+	if opened == nil {
+		return nil
+	}
+	return opened.Memory()
 }
 
 // executorStates is what each executor has done on each way from and to a GPU.

@@ -130,6 +130,9 @@ func New(opt Options) (*Node, error) {
 	if err := n.metrics.Links(opt.Registry, stage.LinkStates, n.linkSamples); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
+	if err := n.metrics.Memory(opt.Registry, n.memorySamples); err != nil {
+		return nil, err
+	}
 	if err := n.metrics.Rails(opt.Registry, n.railSamples); err != nil {
 		return nil, fmt.Errorf("sidecar: metrics: %w", err)
 	}
@@ -230,6 +233,11 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		closers = append(closers, n.gpus.Close) // the first here is the last to be closed
 	}
 	closers = append(closers, func() error { n.copies.wg.Wait(); return nil }) // d.ctx has ended them
+	if n.gpus != nil {
+		if err = n.gpus.start(n.cfg.Transports.GPU.Open); err != nil {
+			return err
+		}
+	}
 	live := n.backends[:0:0]
 	for _, b := range n.backends {
 		rails, oerr := b.Open(n.d.ctx, host{n})

@@ -574,6 +574,15 @@ func (n *Node) linkSamples() (out []metrics.LinkSample) {
 	return out
 }
 
+// memorySamples is what this sidecar holds of each GPU, for metrics.
+func (n *Node) memorySamples() (out []metrics.MemorySample) {
+	for _, m := range n.gpus.memory() {
+		out = append(out, metrics.MemorySample{GPU: m.GPU, Limit: float64(m.Limit), Free: float64(m.Free),
+			Held: map[string]float64{"staging": float64(m.Staging), "pipelines": float64(m.Pipelines), "pinned_host": float64(m.PinnedBytes)}})
+	}
+	return out
+}
+
 // linkUp is 1, or 0 where the link of a rail of ours is known to be down, or the rail is gone.
 func (n *Node) linkUp(backend, name string) float64 {
 	if r, ok := n.rails.find(backend, name); !ok || r.down {

@@ -94,7 +94,10 @@ type GPU struct {
 	Executor string `yaml:"executor" unit:"auto, pack, copy or engine" doc:"How scattered blocks cross between a GPU and the host. pack: a kernel packs them on the GPU, which waits beside a busy engine unless MPS runs. copy: the copy engine takes each by itself. engine: pack, with the kernel launched by a thread in the engine's process, which needs a library that can do that; what it does not take, copy does. auto: what takes less time, learned under the load that there is."`
 	Buffers  int    `yaml:"buffers" unit:"buffers of 1 MiB" doc:"Pinned host memory per GPU, lent to lanes."`
 	Table    string `yaml:"table" unit:"path, auto or off" doc:"What kvspray calibrate has measured of this host's models of GPU. auto: its own file in the user's cache folder, where it is there. off: what is built in, or learned."`
-	Stage    Size   `yaml:"stage" unit:"bytes" doc:"One stage of the copy between two GPUs; 8 are held on each for every direction in use."`
+	Stage    Size   `yaml:"stage" unit:"bytes" doc:"One stage of the copy between two GPUs; 8 are held on each for every direction in use, and 16 on a GPU that two engines share."`
+	Memory   Size   `yaml:"memory" unit:"bytes" doc:"Memory of each GPU that this sidecar allocates at most: 64 MiB of staging, and stages. Copies between GPUs for which no stages are left go through host memory. The driver's context, some 0.5 GiB, comes on top."`
+
+	Open []string `yaml:"open" unit:"GPUs" doc:"GPUs whose context and staging are taken when the sidecar starts, so that an engine that starts later counts them: numbers, UUIDs as nvidia-smi -L prints them, or all. Others are opened once an engine lends memory of them."`
 }
 
 // TCP configures the tcp backend.
@@ -199,7 +202,7 @@ func defaults() *Config {
 			Order: []string{TransSHM, TransTCP},
 			Idle:  Duration(time.Minute),
 			TCP:   TCP{Connections: 2, Integrity: CRC32C, Slice: 1 << 20},
-			GPU:   GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Table: Auto, Stage: 32 << 20},
+			GPU:   GPU{Enabled: Auto, Executor: Auto, Buffers: 128, Table: Auto, Stage: 32 << 20, Memory: 2 << 30},
 			GDR:   GDR{QueuePairs: 2, DeadPath: Duration(50 * time.Millisecond)},
 		},
 		Transfer: Transfer{

@@ -52,6 +52,7 @@ transports:
       - {name: eth1, listen: "10.0.1.1:0", advertise: "192.0.2.1:99"}
     integrity: off
     slice: 1MiB
+  gpu: {open: [0, GPU-01234567-89ab-cdef-0123-456789abcdef], memory: 256MiB}
 transfer: {deadline: 1m, partner: 500ms}
 http: {listen: off}
 `))
@@ -66,6 +67,8 @@ http: {listen: off}
 	want.Transports.Order = []string{"tcp"}
 	want.Transports.TCP.Rails = []Rail{{Name: "eth0", Listen: "10.0.0.1:0", Speed: 10e9}, {Name: "eth1", Listen: "10.0.1.1:0", Advertise: "192.0.2.1:99"}}
 	want.Transports.TCP.Integrity, want.Transports.TCP.Slice = "off", 1<<20
+	want.Transports.GPU.Open = []string{"0", "GPU-01234567-89ab-cdef-0123-456789abcdef"}
+	want.Transports.GPU.Memory = 256 << 20
 	want.Transfer.Deadline, want.Transfer.Partner = Duration(time.Minute), Duration(500*time.Millisecond)
 	want.HTTP.Listen = "off"
 	if d := cmp.Diff(want, c, ignoreOrigin); d != "" {
@@ -117,6 +120,11 @@ func TestMistakes(t *testing.T) {
 		"match and listen":   {"transports: {tcp: {rails: [{match: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[0].match", "beside it"}},
 		"exclude alone":      {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\", exclude: true}]}}", []string{"rails[0].exclude", "match"}},
 		"exclude maybe":      {"transports: {tcp: {rails: [{match: a, exclude: yes}]}}", []string{"rails[0].exclude", "true or false"}},
+		"gpu":                {"transports:\n  gpu: {open: [card0]}", []string{":2", "transports.gpu.open[0]", `"card0"`, "nvidia-smi -L"}},
+		"gpu twice":          {"transports: {gpu: {open: [all, all]}}", []string{"transports.gpu.open[1]", "twice"}},
+		"gpu off":            {"transports: {gpu: {enabled: off, open: [all]}}", []string{"transports.gpu.open", "transports.gpu.enabled is off"}},
+		"gpus":               {"transports: {gpu: {open: [0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]}}", []string{"transports.gpu.open", "16 at most, or all"}},
+		"gpu memory":         {"transports: {gpu: {memory: 1MiB}}", []string{"transports.gpu.memory", `"1MiB"`, "outside 64MiB to 64GiB"}},
 		"tier":               {"transports: {tcp: {rails: [{match: a, tier: 4}]}}", []string{"rails[0].tier", "outside 0 to 3"}},
 		"absurd speed":       {"transports: {tcp: {rails: [{match: a, speed: 99999gbit}]}}", []string{"rails[0].speed", "faster than any rail"}},
 		"rails":              {"transports: {tcp: {rails: everything}}", []string{"transports.tcp.rails", "not a list"}},

@@ -27,6 +27,9 @@ const (
 	maxConnections = 64
 	minStage       = 1 << 20
 	maxStage       = 64 << 20
+	minGPUMemory   = 64 << 20
+	maxGPUMemory   = 64 << 30
+	maxGPUs        = 16
 	maxRails       = 64
 	maxThreads     = 256
 	maxDuration    = 24 * time.Hour
@@ -169,7 +172,20 @@ func (v *checker) transports() {
 	v.between("transports.gpu.buffers", t.GPU.Buffers, 8, 4096)
 	v.check(t.GPU.Stage >= minStage && t.GPU.Stage <= maxStage && t.GPU.Stage%minStage == 0, "transports.gpu.stage", t.GPU.Stage.String(),
 		"not a multiple of 1MiB between 1MiB and 64MiB", "16MiB reaches nine tenths of NVLink, 64MiB a little more")
+	v.check(t.GPU.Memory >= minGPUMemory && t.GPU.Memory <= maxGPUMemory, "transports.gpu.memory", t.GPU.Memory.String(),
+		"outside 64MiB to 64GiB", "64MiB is what staging takes; 2GiB have room for three directions between two GPUs, and for one within a GPU, too")
+	v.check(len(t.GPU.Open) <= maxGPUs, "transports.gpu.open", strconv.Itoa(len(t.GPU.Open)), "too many GPUs", fmt.Sprintf("%d at most, or all", maxGPUs))
+	for i, name := range t.GPU.Open {
+		key := fmt.Sprintf("transports.gpu.open[%d]", i)
+		v.check(gpuName.MatchString(name), key, name, "not a GPU", "write its number, its UUID (GPU-...) as nvidia-smi -L prints it, or all")
+		v.check(!slices.Contains(t.GPU.Open[:i], name), key, name, "named twice", "keep one")
+	}
+	v.check(len(t.GPU.Open) == 0 || t.GPU.Enabled != Off, "transports.gpu.open", strings.Join(t.GPU.Open, ","), "not used: transports.gpu.enabled is off",
+		"remove it, or set transports.gpu.enabled to auto")
 }
+
+// gpuName is a GPU as people name it: its number, or the UUID of a GPU or of a part of one (MIG).
+var gpuName = regexp.MustCompile(`^(all|[0-9]{1,2}|(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})$`)
 
 // checker collects mistakes with the line that each value came from.
 type checker struct {

@@ -34,6 +34,7 @@ type GPU struct {
 	packBlocks int // of kernels that engines launch for us
 	mps        MPS
 	door       door
+	budget     budget
 
 	engines atomic.Pointer[[]*engine] // changed under enginesMu
 
@@ -71,6 +72,7 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 	u := &GPU{gpus: g, index: index, card: c, in: chooser{fixed: g.cfg.Executor, price: kernelPrice}, out: chooser{fixed: g.cfg.Executor, price: kernelPrice},
 		packBlocks: 1}
 	u.engines.Store(&[]*engine{})
+	u.budget.limit = g.cfg.Memory
 	if u.pci, err = c.PCI(); err != nil {
 		return nil, err
 	}
@@ -103,6 +105,7 @@ func newGPU(g *GPUs, index int, c card) (_ *GPU, err error) {
 	if u.staging, err = u.dev.Alloc(u.stagingBytes()); err != nil {
 		return nil, fmt.Errorf("%d bytes of staging: %w", u.stagingBytes(), err)
 	}
+	u.budget.staging.Store(u.stagingBytes())
 	if u.door.queue, err = u.dev.NewQueue(); err != nil {
 		return nil, err
 	}
@@ -190,8 +193,13 @@ func (u *GPU) setEngines(change func([]*engine) []*engine) {
 // engine is told of the other one.
 func (u *GPU) retire(h *hop) {
 	h.lent = false
-	var err error
-	if h.dense, err = u.dev.Alloc(HopBytes); err != nil {
+	err := u.budget.fits(HopBytes)
+	if err == nil {
+		h.dense, err = u.dev.Alloc(HopBytes)
+	}
+	if err == nil {
+		u.budget.staging.Add(HopBytes)
+	} else {
 		h.dense = 0
 		u.gpus.cfg.Log.Warn("an engine died in mid kernel, and its staging buffer cannot be replaced: the copy engine takes its part", "gpu", u.index, "err", err)
 	}

@@ -44,7 +44,8 @@ type Config struct {
 	Executor    Executor
 	Hops        int    // gathers and scatters under way at once, each with a HopBytes buffer on the GPU and one in host memory; default 8
 	Buffers     int    // host buffers of LendBytes that lanes borrow; default 128
-	PeerStage   uint64 // bytes of one stage between two GPUs; default 32 MiB. A pair takes PeerPipelines*PeerDepth of them on each
+	PeerStage   uint64 // bytes of one stage between two GPUs; default 32 MiB. PipelineBytes has what a pair takes
+	Memory      uint64 // bytes of each GPU at most; default 2 GiB. Pipelines that would exceed it are not made
 	Table       *Table // what was measured; nil: what is built in, or learned
 	PeerDisable bool   // never copy between GPUs directly: for comparisons
 	Log         *slog.Logger
@@ -60,6 +61,7 @@ const (
 	defaultBuffers = 128
 	PeerPipelines  = 2 // per ordered pair of GPUs: one core alone does not issue stages as fast as the link takes them
 	defaultStage   = 32 << 20
+	defaultMemory  = 2 << 30
 	directPiece    = 256 << 10        // blocks of so many bytes on average are copied one by one
 	closePatience  = 10 * time.Second // for hops under way, where a GPU is given back
 	closePause     = time.Millisecond // between two looks meanwhile
@@ -147,6 +149,9 @@ func newGPUs(p platform, cfg Config) (*GPUs, error) {
 	if cfg.PeerStage == 0 {
 		cfg.PeerStage = defaultStage
 	}
+	if cfg.Memory == 0 {
+		cfg.Memory = defaultMemory
+	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
@@ -174,7 +179,8 @@ func (g *GPUs) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 	}
 	p, n, err := gpu.card.Import(&h, fd)
 	if err != nil {
-		return nil, fmt.Errorf("stage: region %s: import from GPU %d: %w; the allocation must be alive and another process's", id, gpu.index, err)
+		return nil, fmt.Errorf("stage: region %s: import from GPU %d: %w; the allocation must be alive and another process's, which shares this sidecar's "+
+			"IPC namespace (one pod, or hostIPC) and its MPS server, if any", id, gpu.index, err)
 	}
 	undo := func() {
 		if err := gpu.card.Unimport(&h, p, n); err != nil {
@@ -212,6 +218,9 @@ func (g *GPUs) open(i int) (*GPU, error) {
 	if u := g.gpus[i]; u != nil {
 		return u, nil
 	}
+	if need := uint64(g.cfg.Hops) * HopBytes; need > g.cfg.Memory {
+		return nil, fmt.Errorf("open GPU %d: %d MiB of staging exceed the limit of %d MiB: raise transports.gpu.memory", i, need>>20, g.cfg.Memory>>20)
+	}
 	c, err := g.plat.Open(i)
 	if err != nil {
 		return nil, fmt.Errorf("open GPU %d: %w", i, err)
@@ -221,7 +230,8 @@ func (g *GPUs) open(i int) (*GPU, error) {
 		return nil, errors.Join(fmt.Errorf("open GPU %d: %w", i, err), c.Close())
 	}
 	g.gpus[i] = u
-	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes", g.cfg.Hops*HopBytes, "executor", g.cfg.Executor.String(), "mps", u.mps.String())
+	g.cfg.Log.Info("gpu in use", "gpu", i, "host_bytes", len(u.arena), "gpu_bytes", g.cfg.Hops*HopBytes, "executor", g.cfg.Executor.String(), "mps", u.mps.String(),
+		"gpu_bytes_at_most", g.cfg.Memory)
 	return u, nil
 }
 
@@ -323,11 +333,23 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 		return nil, errNoPeer
 	}
 	g.peers[key] = p
-	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", uint64(len(p.peers)*PeerDepth)*g.cfg.PeerStage)
+	g.cfg.Log.Info("gpu pipeline", "from", from.index, "to", to.index, "gpu_bytes_each", uint64(len(p.peers))*pipelineBytes(g.cfg.PeerStage))
 	return p, nil
 }
 
+// newPeer is called with g.mu held, so that nobody else takes what is found to be left.
 func (g *GPUs) newPeer(from, to *GPU) (*Peer, error) {
+	need := pipelineBytes(g.cfg.PeerStage)
+	sides := []*GPU{from, to}
+	for _, u := range sides {
+		n := need
+		if from == to {
+			n = 2 * need
+		}
+		if err := u.budget.fits(n); err != nil {
+			return nil, fmt.Errorf("GPU %d: %w", u.index, err)
+		}
+	}
 	src, err := from.card.NewPacker()
 	if err != nil {
 		return nil, err
@@ -336,7 +358,14 @@ func (g *GPUs) newPeer(from, to *GPU) (*Peer, error) {
 	if err != nil {
 		return nil, errors.Join(err, src.Close())
 	}
-	return newPeer(min(MinStage, max(g.cfg.PeerStage/2, 1)), g.cfg.PeerStage, src, dst)
+	p, err := newPeer(min(MinStage, max(g.cfg.PeerStage/2, 1)), g.cfg.PeerStage, src, dst)
+	if err != nil {
+		return nil, err
+	}
+	for _, u := range sides {
+		u.budget.pipelines.Add(need)
+	}
+	return p, nil
 }
 
 // Close gives every GPU back. No region may be in use any more.

@@ -286,6 +286,7 @@ func TestGPUsRefuse(t *testing.T) {
 		{"offset and length wrap", enc(func(h *Handle) { h.Off = 1<<20 - 1 }), -1, 1<<64 - 1, "offset"},
 		{"another host's GPU", enc(func(h *Handle) { h.GPU = uuid(7) }), -1, 4096, "NVIDIA_VISIBLE_DEVICES"},
 		{"freed or foreign", enc(func(h *Handle) { h.IPC[5] ^= 1 }), -1, 4096, "must be alive"},
+		{"a container with an IPC namespace of its own", enc(func(h *Handle) { h.IPC[5] ^= 1 }), -1, 4096, "one pod, or hostIPC"},
 		{"a lie about the allocation", enc(func(h *Handle) { h.Alloc = 1 << 30; h.Off = 1 << 20 }), -1, 4096, "that has 1048576 bytes"},
 		{"descriptor too much", good.Append(nil), 0, 4096, "descriptor"},
 		{"descriptor missing", enc(func(h *Handle) { h.Kind = HandleFD }), -1, 4096, "descriptor"},

@@ -94,6 +94,12 @@ func (d cudaCard) PCI() (string, error) {
 	return strings.ToLower(pci), err // the driver writes capitals
 }
 
+// Free is what the GPU has left, for all processes.
+func (d cudaCard) Free() (uint64, error) {
+	free, _, err := d.c.MemInfo()
+	return free, err
+}
+
 func (d cudaCard) Close() error { return d.c.Release() }
 
 func (d cudaCard) ExportDMABuf(p cuda.Ptr, n uint64) (int, error) { return d.c.ExportDMABuf(p, n) }

@@ -8,6 +8,8 @@ import os
 import pathlib
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +21,8 @@ from test_steps import DECODE, Engine, e, fake_hash, prefill_first  # noqa: F401
 
 from kvspray.weights import digest
 from kvspray_vllm import adapters, shim
-from kvspray_vllm.adapters import Adapters, LoadWatch
+from kvspray_vllm.adapters import Adapters, LoadWatch, Reader
+from kvspray_vllm.meta import Landed
 from kvspray_vllm.params import ParamsError
 
 
@@ -111,7 +114,28 @@ def add(e: Engine, req: str, n: int, kv: dict[str, Any], adapter: Any) -> Any:  
     )  # fmt: skip
     e.requests[req], e.tables[req] = r, list(range(1, 1 + -(-n // 16)))
     e.scheduler.on_new_request(r)
+    read(e, r)
     return r, hashed
+
+
+def read(e: Engine, r: Any) -> None:  # noqa: F811
+    """Until the files of its adapter are read."""
+    end = time.monotonic() + 60
+    while r.request_id in e.scheduler._reading and time.monotonic() < end:
+        assert e.scheduler.matched(r, 0) == (None, False) or r.request_id not in e.scheduler._reading
+
+
+def worker_read(e: Engine, id: int, content: str) -> None:  # noqa: F811
+    """As vLLM's worker does for an adapter that is loaded before a request names it."""
+    e.worker.adapter_loaded(id, content)
+
+
+def asked(e: Engine, r: Any) -> None:  # noqa: F811
+    """The worker's answer to what it has read."""
+    assert e.scheduler.matched(r, 0) == (None, False)
+    meta = e.meta()
+    assert meta.asks_adapters and not meta.empty()
+    e.run(meta, forward=False)
 
 
 def test_a_prompt_s_hash_has_the_content(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
@@ -147,8 +171,11 @@ def test_a_source_whose_adapter_was_loaded_from_other_files(e: Engine, one: path
 
 def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
     for req, before in (("early", True), ("late", False)):
-        r, _ = add(e, req, 40, prefill_first(), lora(one, id=int(before) + 1))
-        e.scheduler.matched(r, 0)
+        id = int(before) + 1
+        worker_read(e, id, digest(one))
+        r, _ = add(e, req, 40, prefill_first(), lora(one, id=id))
+        asked(e, r)
+        assert e.scheduler.matched(r, 0) == (40, True)
         blocks = SimpleNamespace(get_block_ids=lambda req=req: (e.tables[req],))
         e.scheduler.allocated(r, blocks, 40)  # type: ignore[arg-type]
         if before:
@@ -160,6 +187,174 @@ def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathli
             done = e.worker.collect()
             assert done.received == done.failed == {req}
     assert e.worker_shim.leases == 1, "nothing was expected where it was known before"
+
+
+def loaded(e: Engine, one: pathlib.Path, resume_block: int = 16) -> Any:  # noqa: F811
+    """A request whose load has ended well, and which has computed nothing yet."""
+    e.worker._resume_block = resume_block
+    worker_read(e, 1, digest(one))
+    r, _ = add(e, "r", 40, prefill_first(), lora(one))
+    asked(e, r)
+    assert e.scheduler.matched(r, 0) == (40, True)
+    e.scheduler.allocated(r, SimpleNamespace(get_block_ids=lambda: (e.tables["r"],)), 40)  # type: ignore[arg-type]
+    e.step()
+    e.worker_shim.end(1, received=True, status=shim.OK)
+    assert e.step().received == {"r"}
+    return r
+
+
+def test_an_adapter_that_is_read_again_after_the_load_ended(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+    """vLLM gives adapters up, and reads them again in the step that computes with them."""
+    loaded(e, one)
+    e.worker.adapter_loaded(1, digest(one))
+    assert e.step().bad_blocks == set()
+    e.worker.adapter_loaded(1, "other")
+    assert e.step({"r": 1}).bad_blocks == {1, 2, 3}
+    assert e.step().bad_blocks == set(), "each is told once"
+
+
+@pytest.mark.parametrize("how", ["another adapter", "its request has ended", "several groups"])
+def test_what_an_adapter_that_is_read_again_does_not_touch(
+    e: Engine, one: pathlib.Path, how: str, caplog: pytest.LogCaptureFixture  # noqa: F811
+) -> None:
+    loaded(e, one, 0 if how == "several groups" else 16)
+    if how == "its request has ended":
+        e.worker.forget({"x", "r"})
+    e.worker.adapter_loaded(2 if how == "another adapter" else 1, "other")
+    assert e.step().bad_blocks == set()
+    assert ("several cache groups" in caplog.text) == (how == "several groups")
+
+
+def test_loads_that_are_remembered_are_bounded(e: Engine, one: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr("kvspray_vllm.worker.MAX_ENDED", 2)
+    loaded(e, one)
+    (expect,) = e.worker._ended.values()
+    for i in range(5):
+        e.worker._keep(expect.__class__(**{**vars(expect), "req": f"r{i}"}))
+    assert list(e.worker._ended) == ["r3", "r4"]
+
+
+@pytest.mark.parametrize("has", ["", "other"])
+def test_nothing_is_loaded_for_an_adapter_that_the_worker_has_not_read(e: Engine, one: pathlib.Path, has: str) -> None:  # noqa: F811
+    """It would be read after the load, and could be another by then."""
+    if has:
+        worker_read(e, 1, has)
+    r, _ = add(e, "r", 40, prefill_first(), lora(one))
+    asked(e, r)
+    assert e.scheduler.matched(r, 0) == (0, False)
+    assert "is not loaded in this engine yet" in e.scheduler_shim.declined[0][3]
+    stats = e.scheduler.take_stats()
+    assert stats is not None and stats.data["local"] == {"lora_not_loaded": 1}
+    assert not e.meta({"r": 40}).expects
+    worker_read(e, 1, digest(one))
+    r, _ = add(e, "later", 40, prefill_first(), lora(one))
+    asked(e, r)
+    assert e.scheduler.matched(r, 0) == (40, True)
+    r, _ = add(e, "known", 40, prefill_first(), lora(one))
+    assert e.scheduler.matched(r, 0) == (40, True), "it was said already"
+
+
+def test_a_worker_that_does_not_answer_is_waited_for_within_a_bound(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+    r, _ = add(e, "r", 40, prefill_first(), lora(one))
+    for _ in range(3):
+        assert e.scheduler.matched(r, 0) == (None, False)
+    e.clock += 10.1
+    assert e.scheduler.matched(r, 0) == (0, False)
+
+
+def test_ranks_that_have_not_read_the_same(one: pathlib.Path) -> None:
+    a, b = Landed(adapters={1: "a", 2: "b"}), Landed(adapters={1: "a", 2: "c", 3: "d"})
+    assert a.aggregate(b).adapters == {1: "a"}
+    assert a.aggregate(Landed()).adapters is None
+
+
+def test_what_was_read_for_an_earlier_request_is_not_taken_for_the_files_of_now(one: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    reader = Reader()
+    assert Adapters(reader).content(lora(one)) is None
+    end = time.monotonic() + 60
+    while not reader._done and time.monotonic() < end:
+        pass
+    saved(one, 2.0)
+    a = Adapters(reader)
+    got = a.content(lora(one))
+    while got is None and time.monotonic() < end:
+        got = a.content(lora(one))
+    assert got == digest(one)
+
+
+# ---- files are read beside the engine
+
+
+class Gate:
+    """A digest that takes as long as a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.threads = threading.Event(), []
+        monkeypatch.setattr(adapters, "digest", self.digest)
+
+    def digest(self, path: str) -> str:
+        self.threads.append(threading.current_thread())
+        assert self.open.wait(60)
+        return digest(path)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    g = Gate(monkeypatch)
+    yield g
+    g.open.set()
+
+
+def test_the_engine_s_thread_reads_no_adapter(e: Engine, one: pathlib.Path, gate: Gate) -> None:  # noqa: F811
+    r = SimpleNamespace(
+        request_id="r", prompt_token_ids=list(range(40)), num_prompt_tokens=40, num_computed_tokens=0, kv_transfer_params=dict(DECODE),
+        lora_request=lora(one), cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    )  # fmt: skip
+    e.requests["r"], e.tables["r"] = r, [1, 2, 3]
+    e.scheduler.on_new_request(r)
+    for _ in range(3):
+        assert e.scheduler.matched(r, 0) == (None, False)
+    gate.open.set()
+    read(e, r)
+    assert e.scheduler.matched(r, 0) == (0, False), "a source loads nothing"
+    assert e.meta({"r": 40}).intents[0].adapter == (1, digest(one))
+    assert gate.threads and threading.main_thread() not in gate.threads
+
+
+@pytest.mark.parametrize("how", ["too long", "it ends"])
+def test_an_adapter_that_is_not_read_in_time(e: Engine, one: pathlib.Path, gate: Gate, how: str) -> None:  # noqa: F811
+    r = SimpleNamespace(
+        request_id="r", prompt_token_ids=list(range(40)), num_prompt_tokens=40, num_computed_tokens=0, kv_transfer_params=prefill_first(),
+        lora_request=lora(one), cache_salt=None, mm_features=[], status=SimpleNamespace(name="RUNNING"),
+    )  # fmt: skip
+    e.requests["r"], e.tables["r"] = r, [1, 2, 3]
+    e.scheduler.on_new_request(r)
+    assert e.scheduler.matched(r, 0) == (None, False)
+    if how == "it ends":
+        assert e.finish("r", "FINISHED_ABORTED") == (False, None)
+    else:
+        e.clock += 10.1
+        assert e.scheduler.matched(r, 0) == (0, False)
+        stats = e.scheduler.take_stats()
+        assert stats is not None and stats.data["local"] == {"lora_unknown": 1}
+    assert not e.scheduler._reading and not e.scheduler._destinations
+
+
+def test_a_reader_bounds_what_it_reads_and_hands_on_what_fails(tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MAX_READING", 2)
+    a = Adapters(Reader())
+    folders = [saved(tmp_path / f"a{i}", float(i)) for i in range(3)]
+    assert [a.content(lora(f, id=i)) for i, f in enumerate(folders[:2])] == [None, None]
+    with pytest.raises(ParamsError, match="2 adapters are being read"):
+        a.content(lora(folders[2], id=2))
+    shutil.rmtree(folders[1])
+    gate.open.set()
+    end = time.monotonic() + 60
+    while (got := a.content(lora(folders[0], id=0))) is None and time.monotonic() < end:
+        pass
+    assert got == digest(folders[0])
+    with pytest.raises(ParamsError, match="cannot be read"):
+        a.content(lora(folders[1], id=1))
 
 
 class Manager:

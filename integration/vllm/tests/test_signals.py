@@ -115,6 +115,23 @@ def test_layers_of_a_graph_are_signalled_while_it_is_captured(rig: Rig) -> None:
     assert not KVSprayConnector.requires_piecewise_for_cudagraph({})
 
 
+def test_a_source_that_is_preempted_moves_its_epoch_before_the_step_that_takes_its_blocks(rig: Rig) -> None:
+    """The GPU may still compute the step before. Flags of that one may come, and mean nothing for
+    the blocks that the request gets afterwards."""
+    rig.worker.begin(gains(1, intent=True))
+    rig.worker.step_done()
+    rig.client.take()
+    gone = StepMeta(preempts=["p"], expects=expects().expects)
+    rig.worker.preempts(gone)
+    rig.worker.begin(gone)
+    assert [c[0] for c in rig.client.take()] == ["preempt", "gpu mark", "expect"]
+    again = StepMeta(step=2, gains=[Gain("p", 32, ((8, 9),))])
+    rig.worker.preempts(again)
+    rig.worker.begin(again)
+    rig.worker.step_done()
+    assert rig.client.take() == [("gpu step", 2, STREAM), ("step", 2, [(1, 32)]), ("gpu end", STREAM)]
+
+
 def test_loads_wait_for_the_steps_in_flight(rig: Rig) -> None:
     rig.worker.begin(expects(2))
     got = rig.client.take()

@@ -148,7 +148,7 @@ class Engine:
                 self.worker.layer_done(name)
         self.worker.step_done()
         done = self.worker.collect()
-        self.scheduler.worker_said(done.sent, done.received)
+        self.scheduler.worker_said(done.sent, done.received, self.worker.take_landed())
         return done
 
     def step(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> Results:

@@ -76,7 +76,7 @@ class Load:
         self.problems: list[str] = []
         self.lock = threading.Lock()
         self.turn = 0
-        self.usage = 0.0
+        self.usage, self.long = 0.0, ANSWER
 
     def one(self, kind: str, place: int) -> None:
         """place: of the prompt in the peer's memory, which nobody else uses meanwhile."""
@@ -92,8 +92,8 @@ class Load:
             _, answer = ask(self.engine.url, ids, as_source(xfer))
             self.peer.finish([lease])
         else:
-            ids = prompt(self.rig.max_len - 2 * ANSWER, ("memory", kind, turn))
-            _, answer = ask(self.engine.url, ids, max_tokens=ANSWER)
+            ids = prompt(self.rig.max_len - self.long - 8, ("memory", kind, turn))
+            _, answer = ask(self.engine.url, ids, max_tokens=self.long)
         with self.lock:
             self.counts[kind] += 1
             self.counts["tokens"] += len(ids)
@@ -108,7 +108,10 @@ class Load:
                 self.problems.append(f"{kind}: {err}"[:400])
 
     def run(self, seconds: float, kept: int) -> None:
-        """kept: prompts of the greatest length under way at a time, which fill the cache."""
+        """kept: prompts of the greatest length under way at a time, which fill the cache. Each is
+        answered for as many steps as all of them take to be computed."""
+        steps = kept * self.rig.max_len // self.rig.step_tokens
+        self.long = min(int(1.5 * steps), self.rig.max_len // 4)
         end = time.monotonic() + seconds
         kinds = [*["from the peer"] * FROM, *["to the peer"] * TO, *["computed here"] * kept]
         with cf.ThreadPoolExecutor(len(kinds)) as pool:
@@ -176,6 +179,10 @@ def run(stage: Any) -> tuple[dict[str, Any], list[str]]:
         m = engine.metrics()
         ends = {
             k: v for k, v in m.items() if k.startswith("vllm:kvspray_") and "transfers_total" in k
+        }
+        out["held_bytes"] = {
+            name: {k: v for k, v in s.metrics().items() if k.startswith("kvspray_gpu_memory")}
+            for name, s in (("sidecar", sidecar), ("peer", peer.sidecar))
         }
         # What goes when a process ends was its own, also where the driver lists no processes.
         before = watch.free()

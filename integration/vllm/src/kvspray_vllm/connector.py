@@ -14,9 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, SupportsHMA
 from vllm.logger import init_logger
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvspray_vllm import caches, layout, shim
+from kvspray_vllm import caches, layout, shim, versions
 from kvspray_vllm.adapters import LoadWatch
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.scheduler import SchedulerSide
@@ -24,11 +23,12 @@ from kvspray_vllm.settings import Settings
 from kvspray_vllm.signals import GpuSignals
 from kvspray_vllm.speculation import kv_heads_of
 from kvspray_vllm.stats import KVSprayPromMetrics, KVSprayStats
+from kvspray_vllm.tables import StepTables
 from kvspray_vllm.weights import Generation, name_of
 from kvspray_vllm.worker import LOAD_WAIT_S, WorkerSide
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -47,6 +48,8 @@ logger = init_logger("vllm.kvspray")
 
 # Engines before v0.30 know get_finished and block-level errors only.
 HAS_TRANSFER_RESULTS = hasattr(KVConnectorBase_V1, "get_transfer_results")
+# Engines such as v0.26 lend the connector no cache manager, and its block pool alone.
+HAS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 
 
 class _SharedZeros(TorchFunctionMode):
@@ -73,8 +76,6 @@ class _SharedZeros(TorchFunctionMode):
 
 
 class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
-    _cache_hit_source = getattr(CacheHitSource, "P2P", CacheHitSource.EXTERNAL_UNSPECIFIED)
-
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.parse(self._kv_transfer_config.kv_connector_extra_config)
@@ -92,6 +93,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_client: shim.Worker | None = None
         self._generation: Generation | None = None  # a worker's, once its memory is registered
         self._adapters: LoadWatch | None = None
+        self._tables: StepTables | None = None
         self._layout: dict[str, Any] = {}
         self._clears_blocks = getattr(kv_cache_config, "needs_kv_cache_zeroing", True)
         layout.check_clearing(vllm_config, kv_cache_config)
@@ -105,6 +107,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 "disable_hybrid_kv_cache_manager, or use vLLM 0.30 or later"
             )
         if role == KVConnectorRole.SCHEDULER:
+            if newer := versions.newer_than_known():
+                logger.warning("%s", newer)
             if self._kv_transfer_config.kv_load_failure_policy == "fail" and self._kv_transfer_config.is_kv_consumer:
                 logger.warning(
                     "kvspray: kv_load_failure_policy is 'fail': a request whose transfer fails is answered with an error. "
@@ -123,6 +127,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
                 sync_block=self._sync_block(vllm_config) if resumes and not self._gpu else 0,
                 role=str(self._kv_transfer_config.kv_role),
             )
+            if not HAS_CACHE_MANAGER:
+                self._tables = StepTables(self._scheduler.gives)
         else:
             self._flag_of = layout.flag_indices(kv_cache_config)
             self._ranks = layout.ranks_of(vllm_config)
@@ -310,6 +316,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
+        self._worker.forget(finished_req_ids)
         done = self._worker.collect()
         self._bad_blocks |= done.bad_blocks | done.failed_blocks
         return done.sent or None, done.received or None
@@ -323,6 +330,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
         def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
             assert self._worker is not None
+            self._worker.forget(finished_req_ids)
             done = self._worker.collect()
             self._bad_blocks |= done.bad_blocks
             return base.KVConnectorTransferResults(
@@ -335,10 +343,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler
 
-    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        super().bind_kv_cache_manager(kv_cache_manager)
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        super().bind_gpu_block_pool(gpu_block_pool)
         if self._scheduler is not None:
-            self._scheduler.set_pool(getattr(kv_cache_manager, "block_pool", None))
+            self._scheduler.set_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
@@ -357,8 +365,13 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        assert self._scheduler is not None and self._kv_cache_manager is not None
-        return self._scheduler.build(scheduler_output, self._kv_cache_manager.get_block_ids)
+        assert self._scheduler is not None
+        if HAS_CACHE_MANAGER:
+            assert self._kv_cache_manager is not None
+            return self._scheduler.build(scheduler_output, self._kv_cache_manager.get_block_ids)
+        assert self._tables is not None
+        self._tables.schedule(scheduler_output)
+        return self._scheduler.build(scheduler_output, self._tables.of)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         assert self._scheduler is not None
@@ -404,6 +417,10 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return KVSprayPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        return False  # vLLM 0.33 asks; see layout.check_config
+
+    @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return False  # a full graph's replay calls no hook; its layers are signalled by nodes of the graph
 
@@ -426,3 +443,5 @@ def register(name: str, module: str) -> None:
 
 
 register("KVSprayConnector", "kvspray_vllm")
+if (source := versions.cache_hit_source()) is not None:
+    KVSprayConnector._cache_hit_source = source

@@ -65,10 +65,20 @@ class Landed(_WorkerMetadata):
     failed: set[str] = field(default_factory=set)  # of those: what the step computed on was not there
     over: set[str] = field(default_factory=set)  # nobody writes their spare blocks any more
     alone: str = ""  # why this worker can neither send nor receive any more
+    adapters: dict[int, str] | None = None  # content, by id, of what vLLM has read; None: not asked
 
     def aggregate(self, other: _WorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
-        return Landed(self.answered | other.answered, self.failed | other.failed, self.over & other.over, self.alone or other.alone)
+        mine, theirs = self.adapters, other.adapters
+        # What ranks do not have alike is as good as not read.
+        both = None if mine is None or theirs is None else dict(mine.items() & theirs.items())
+        return Landed(
+            self.answered | other.answered,
+            self.failed | other.failed,
+            self.over & other.over,
+            self.alone or other.alone,
+            both,
+        )
 
 
 @dataclass
@@ -85,6 +95,8 @@ class StepMeta(KVConnectorMetadata):
     gains: list[Gain] = field(default_factory=list)
     expects: list[Expect] = field(default_factory=list)
     idle: bool = False  # the engine computes nothing in this step
+    asks_adapters: bool = False  # which adapters the worker has read
 
     def empty(self) -> bool:
-        return not (self.step or self.preempts or self.lost or self.cancels or self.holds or self.released or self.intents or self.expects)
+        lists = (self.preempts, self.lost, self.cancels, self.holds, self.released, self.intents)
+        return not (self.step or self.expects or self.asks_adapters or any(lists))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
-from kvspray_vllm.adapters import Adapters
+from kvspray_vllm.adapters import Adapters, Reader
 from kvspray_vllm.layout import backoff_of
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, StepMeta
 from kvspray_vllm.settings import Settings
@@ -38,6 +38,10 @@ HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], byt
 SYNC_BYTES = 2 << 20
 # For how long after one that did not come in time loads go the other way, on which nobody waits.
 SYNC_REST_S = 10.0
+
+# How long a request waits for the files of its adapter to be read, and for its worker's word of
+# what it has read itself.
+ADAPTER_WAIT_S = 10.0
 
 EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
 
@@ -70,6 +74,8 @@ class Destination:
     prefilled: bool = False  # all of it is there to be fetched
     sync: bool = False  # waited for in the step that computes on it
     computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
+    asked_worker: bool = False  # which adapters it has read
+    worker_until: float = 0.0  # how long its answer is waited for
 
 
 class SchedulerSide:
@@ -102,7 +108,9 @@ class SchedulerSide:
         self._backoff = backoff_of(windows)
         self._now = now
         self._secret = secrets.token_bytes(16)
-        self._adapters = Adapters()
+        self._adapters = Adapters(Reader())
+        self._reading: dict[str, tuple[dict[str, Any], float]] = {}  # (params, until): by request
+        self._in_worker: dict[int, str] | None = None  # adapters that it has read; None: not asked
         self._adapter: dict[str, Adapter] = {}  # of requests that take part in a transfer
         self._step = 0
         self._meta = StepMeta()
@@ -147,15 +155,47 @@ class SchedulerSide:
             if getattr(request, "abort_immediately", False):
                 self._decline_refused(given)
                 return
-            if given.get("do_remote_decode"):
-                self._new_source(request, given)
-            elif given.get("do_remote_prefill"):
-                self._new_destination(request, given)
+            self._prepare(request, given)
         except spray.ParamsError as err:
             self._serve_alone(request, err.label, str(err))
         except Exception as err:  # a prompt that cannot be hashed, say: nothing that comes with a request ends the engine core
             self._log.exception("kvspray: request %s: its transfer cannot be prepared", request.request_id)
             self._serve_alone(request, "error", repr(err))
+
+    def _prepare(self, request: Request, given: dict[str, Any]) -> None:
+        if not given.get("do_remote_decode") and not given.get("do_remote_prefill"):
+            return
+        if request.lora_request and self._adapters.content(request.lora_request) is None:
+            until = self._now() + ADAPTER_WAIT_S
+            self._reading.setdefault(request.request_id, (given, until))
+            return
+        self._reading.pop(request.request_id, None)
+        if given.get("do_remote_decode"):
+            self._new_source(request, given)
+        else:
+            self._new_destination(request, given)
+
+    def _still_reading(self, request: Request) -> bool:
+        """Whether the files of a request's adapter are not read yet. Once they are, it is what
+        any new request is."""
+        waiting = self._reading.get(request.request_id)
+        if waiting is None:
+            return False
+        given, until = waiting
+        try:
+            self._prepare(request, given)
+            if request.request_id in self._reading and self._now() > until:
+                raise spray.ParamsError(
+                    "lora_unknown", f"its adapter's files were not read within {ADAPTER_WAIT_S:g} s"
+                )
+        except spray.ParamsError as err:
+            self._serve_alone(request, err.label, str(err))
+        except Exception as err:
+            self._log.exception(
+                "kvspray: request %s: its transfer cannot be prepared", request.request_id
+            )
+            self._serve_alone(request, "error", repr(err))
+        return request.request_id in self._reading
 
     def _check_role(self, lacks: str, does: str) -> None:
         """vLLM defers the freeing of blocks that a step in flight may still write for consumers only, and for producers holds back what it has
@@ -217,8 +257,10 @@ class SchedulerSide:
         return len(tokens) - self._backoff
 
     def _key_hash(self, request: Request) -> bytes:
-        lora = self._adapters.content(request.lora_request) if request.lora_request else ""
+        lora = (self._adapters.content(request.lora_request) or "") if request.lora_request else ""
         if request.lora_request:
+            if not lora:
+                raise spray.ParamsError("lora_changed", "its adapter's files change")
             self._adapter[request.request_id] = request.lora_request.lora_int_id, lora
         items = [
             (f.identifier, f.mm_position.offset, f.mm_position.length) for f in (request.mm_features or ())
@@ -245,12 +287,15 @@ class SchedulerSide:
         if dest is not None:
             self._decline(dest, text)
         self._pending.pop(request.request_id, None)
+        self._reading.pop(request.request_id, None)
         self._stats.local(label)
         self._log.info("kvspray: request %s is served without a transfer: %s", request.request_id, text)
 
     # ---- decode: how much can come from elsewhere
 
     def matched(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        if self._still_reading(request):
+            return None, False
         dest = self._destinations.get(request.request_id)
         if dest is None:
             return 0, False
@@ -260,6 +305,12 @@ class SchedulerSide:
             return 0, False
         if not self._client.connected:
             self._serve_alone(request, "no_sidecar", "the sidecar went away")
+            return 0, False
+        try:
+            if not self._worker_has(request, dest):
+                return None, False
+        except spray.ParamsError as err:
+            self._serve_alone(request, err.label, str(err))
             return 0, False
         if dest.ready:
             if self._waits_for(request, dest, computed):
@@ -277,6 +328,33 @@ class SchedulerSide:
             return 0, False
         # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
         return None, False
+
+    def _worker_has(self, request: Request, dest: Destination) -> bool:
+        """Whether the worker has read the adapter that the KV is of; False: its answer is not
+        there yet. vLLM reads an adapter in the first step that computes with it, which is after
+        the load, and would compute on it whatever the files are by then."""
+        adapter = self._adapter.get(request.request_id)
+        if adapter is None:
+            return True
+        id, content = adapter
+        known = self._in_worker or {}
+        if known.get(id) == content:
+            return True
+        if not dest.asked_worker:
+            # What it has said before may be old.
+            dest.asked_worker, dest.worker_until = True, self._now() + ADAPTER_WAIT_S
+            self._in_worker = None
+            self._meta.asks_adapters = True
+        if self._in_worker is None and self._now() <= dest.worker_until:
+            return False
+        lora = request.lora_request
+        name = lora.lora_name if lora is not None else id
+        raise spray.ParamsError(
+            "lora_not_loaded",
+            f"adapter {name!r} is not loaded in this engine yet ({known.get(id, 'unknown')}, the "
+            f"prompt's is {content}): its first prompt is computed here; load adapters before "
+            "requests name them (--lora-modules, /v1/load_lora_adapter)",
+        )
 
     def _waits_for(self, request: Request, dest: Destination, computed: int) -> bool:
         """Whether the step that computes on this load may wait for it. vLLM computes in the blocks of a synchronous load as soon as that is said to have
@@ -338,6 +416,10 @@ class SchedulerSide:
         self._meta.expects.append(Expect(req, dest.xfer, dest.hash, dest.peer, dest.tokens, dest.computed, (into,), own, self._adapter.get(req)))
 
     # ---- each step
+
+    def gives(self, req: str) -> bool:
+        """Whether a request's prompt is, or will be, offered to another engine."""
+        return req in self._pending or req in self._sources
 
     def build(self, out: SchedulerOutput, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepMeta:
         meta = self._meta
@@ -408,6 +490,8 @@ class SchedulerSide:
         if landed is None:
             return
         self._alone = self._alone or landed.alone
+        if landed.adapters is not None:
+            self._in_worker = landed.adapters
         for req in landed.answered:
             own = self._computing.pop(req, ())
             if req in landed.failed:
@@ -431,6 +515,7 @@ class SchedulerSide:
         if dest is not None:
             self._decline(dest, "request finished: " + request.status.name)
         self._pending.pop(req, None)
+        self._reading.pop(req, None)
         self._live.discard(req)
         self._adapter.pop(req, None)
         if request.status.name not in DELIVERED:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvspray_vllm import shim
@@ -22,6 +22,7 @@ from kvspray_vllm.stats import KVSprayStats
 # of a load that came during the sleep would wait for it and for the next empty step. A new request waits this long at most.
 # Not where the engine is one of several data parallel ranks in step: the others compute, and wait for this one's dummy batch.
 LOAD_WAIT_S = 0.002
+MAX_ENDED = 4096  # loads for an adapter whose requests still run, that are remembered
 # How long a step waits for a load that it computes on. A small one takes a millisecond; one that does not come is computed here. Requests
 # that arrive meanwhile wait as long.
 SYNC_WAIT_S = 0.25
@@ -91,6 +92,8 @@ class WorkerSide:
         self._late: dict[int, Expect] = {}  # by lease: those for which a step waited in vain. The engine knows nothing of them, and may use the name again
         self._landed = Landed()
         self._loaded_adapters: OrderedDict[int, str] = OrderedDict()  # content, by id
+        # Loads for an adapter that have ended, until their requests do.
+        self._ended: OrderedDict[str, Expect] = OrderedDict()
         self._alone = ""  # why this engine takes part in no transfer
 
     def set_copy(self, copy: CopyFn) -> None:
@@ -129,6 +132,8 @@ class WorkerSide:
             self.step_failed()  # its end would have come before this
         self.preempts(meta)
         self._idle = meta.idle
+        if meta.asks_adapters:
+            self._landed.adapters = dict(self._loaded_adapters)
         for req, reason in meta.cancels:
             self._cancel(req, reason)
         for req in meta.holds:
@@ -215,6 +220,34 @@ class WorkerSide:
                 self._client.cancel(source.lease, other)
         for load in self._loads.values():
             load.outdated |= bool(self._other_adapter(load.expect.adapter))
+        for req, expect in list(self._ended.items()):
+            if other := self._other_adapter(expect.adapter):
+                # The engine reads an adapter again that it had given up: the step that begins
+                # computes on what was loaded.
+                del self._ended[req]
+                self._take_back(expect, other)
+
+    def _keep(self, expect: Expect) -> None:
+        self._ended[expect.req] = expect
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _take_back(self, expect: Expect, why: str) -> None:
+        blocks = expect.blocks[0][expect.skip // self._resume_block :] if self._resume_block else ()
+        self._results.bad_blocks.update(expect.into or blocks)
+        self._log.error(
+            "kvspray: request %s: what was loaded for it is of another adapter: %s; %s",
+            expect.req,
+            why,
+            "it is computed again"
+            if self._resume_block
+            else "this model has several cache groups, and vLLM cannot compute it again",
+        )
+
+    def forget(self, finished: Iterable[str]) -> None:
+        """Requests that the engine has ended."""
+        for req in finished if self._ended else ():
+            self._ended.pop(req, None)
 
     def _cancel(self, req: str, reason: str) -> None:
         load = self._loads.get(req)
@@ -324,7 +357,8 @@ class WorkerSide:
         self._landed.alone = reason
 
     def take_landed(self) -> Landed | None:
-        if not (self._landed.answered or self._landed.over or self._landed.alone):
+        said = self._landed
+        if not (said.answered or said.over or said.alone) and said.adapters is None:
             return None
         out, self._landed = self._landed, Landed()
         return out
@@ -335,6 +369,8 @@ class WorkerSide:
             self._loaded_spare(load, end)
             return
         self._results.received.add(req)
+        if end.status == shim.OK and not load.outdated and load.expect.adapter is not None:
+            self._keep(load.expect)
         recomputed = 0
         # One that was complete before the weights changed, and is seen only now, is no better than one that ends now.
         if (end.status != shim.OK or load.outdated) and not load.cancelled:
@@ -360,6 +396,8 @@ class WorkerSide:
         return True
 
     def _spare_over(self, expect: Expect, end: shim.Ended, good: bool) -> None:
+        if good and expect.adapter is not None:
+            self._keep(expect)
         self._landed.over.add(expect.req)
         self._stats.ended(True, shim.status_name(end.status), end.bytes, end.us, end.transport, 0 if good else expect.tokens - expect.skip)
 
