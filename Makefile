@@ -76,6 +76,13 @@ test-attack: build wireflip env ## The late-write attacks and fault tests in ful
 test-rails-long: build ## The goals of rails in full, on real sockets: hours, and a machine that does nothing else (root)
 	KVSPRAY_RAILS=long go test -timeout 6h -count=1 -v ./test/rails
 
+SOAK ?= 10m
+.PHONY: soak
+soak: build env ## Real engines under load for SOAK (10m) while sidecars, rails and engines fail every 20 s; .build/soak/report.html
+	@mkdir -p $(TOOLS)
+	go build -o $(TOOLS)/ ./test/soak
+	$(VENV)/bin/python test/soak/soak.py --for $(SOAK)
+
 .PHONY: test-go
 test-go: ## Go tests with -race only
 	go test -race -timeout 15m ./...

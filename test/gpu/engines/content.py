@@ -8,7 +8,8 @@ import random
 import time
 from typing import Any
 
-from pairs import MODES, Pair, Rig, compare_answers, look_at, prompt, say
+from clients import prompt
+from pairs import MODES, Pair, Rig, compare_answers, look_at, say
 from servers import complete
 from stage import PAGES, PLAIN, Stage
 
