@@ -172,8 +172,10 @@ func (j *job) run(ctx context.Context) {
 	joined := make(chan struct{})
 	go func() {
 		defer close(joined)
-		// P's answer is not needed for its content: D knows everything from the start.
-		if _, err := j.prefill(pctx, pre, body); err != nil && !errors.Is(err, errNoParams) && !errors.Is(err, errListParams) {
+		// P's answer is not needed for its content: D knows everything from the start. An error after
+		// the client has gone, or D has answered, is our own end of the request.
+		_, err := j.prefill(pctx, pre, body)
+		if err != nil && pctx.Err() == nil && !errors.Is(err, errNoParams) && !errors.Is(err, errListParams) {
 			failed <- err
 		}
 	}()
