@@ -129,7 +129,14 @@ type job struct {
 	pre    *backend
 }
 
+var errNoDecode = errors.New("no decode engine is up")
+
 func (j *job) run(ctx context.Context) {
+	if !j.p.decode.anyUp() {
+		// A prefill would compute, and hold its blocks, for a decode engine that does not come.
+		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
+		return
+	}
 	if j.req.alone != "" {
 		j.decodeAlone(ctx, aloneRequest)
 		return
@@ -258,7 +265,7 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 		}
 	}
 	if last == nil {
-		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New("no decode engine is up"))
+		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
 		return
 	}
 	j.fail(http.StatusBadGateway, codeEngineFailed, last)

@@ -924,6 +924,22 @@ func TestNoEngineIsTold(t *testing.T) {
 	http.DefaultClient.CloseIdleConnections()
 }
 
+// A prefill would compute for nobody, and hold blocks until it has waited long enough.
+func TestNoPrefillWithoutADecodeEngine(t *testing.T) {
+	for _, mode := range []Mode{Concurrent, PrefillFirst} {
+		t.Run(string(mode), func(t *testing.T) {
+			p := newEngine(t, answerPrefill)
+			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}}, Decode: []string{"http://127.0.0.1:1"}, Mode: mode})
+			px.decode.all[0].suspect(errors.New("as a request has found it"))
+			status, answer, h := post(t, url, "/v1/completions", `{"prompt":"a"}`)
+			refusal(t, "/v1/completions", status, h, answer, http.StatusServiceUnavailable, codeNoEngine, "no decode engine is up")
+			if n := len(p.requests()); n != 0 {
+				t.Errorf("the prefill got %d requests", n)
+			}
+		})
+	}
+}
+
 func TestPass(t *testing.T) {
 	_, d, _, url := pair(t, PrefillFirst, answerPrefill, func(w http.ResponseWriter, _ *http.Request, s seen) {
 		w.WriteHeader(http.StatusTeapot)

@@ -29,6 +29,7 @@ import argparse
 import concurrent.futures as cf
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import pathlib
@@ -37,6 +38,8 @@ import random
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -50,6 +53,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "test/rig"), str(ROOT / "test/gpu/engines"
 TOOL = pathlib.Path(os.environ.get("KVSPRAY_SOAK_TOOL", ROOT / ".build/bin/soak"))
 BINARY = pathlib.Path(os.environ.get("KVSPRAY_BINARY", ROOT / "bin/kvspray"))
 INSIDE = "KVSPRAY_SOAK_INSIDE"  # set where this program has a user namespace of its own
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 
 
 def options() -> argparse.Namespace:
@@ -85,13 +89,22 @@ def copied(out: pathlib.Path) -> None:
 
 
 def enter_user_namespace() -> None:
-    """A plain user may make network namespaces within a user namespace of their own."""
-    own = ["unshare", "--user", "--map-root-user"]
-    if os.geteuid() == 0 or INSIDE in os.environ or not shutil.which(own[0]):
+    """A plain user may make network namespaces within a user namespace of their own, from a network
+    namespace that belongs to it."""
+    own = ["unshare", "--user", "--map-root-user", "--net"]
+    if INSIDE in os.environ:
+        loopback_up()
+        return
+    if os.geteuid() == 0 or not shutil.which(own[0]):
         return
     if subprocess.run([*own, "true"], capture_output=True).returncode == 0:
         os.environ[INSIDE] = "1"
         os.execvp(own[0], [*own, sys.executable, *sys.argv])
+
+
+def loopback_up() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        fcntl.ioctl(s, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP))
 
 
 if __name__ == "__main__":
