@@ -24,6 +24,7 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "rig"), str(HERE.parents[1] / "e2e")]
 
+from clients import prompt  # noqa: E402
 from cluster import Failed, Sidecar, total, wait_for  # noqa: E402
 from pairs import (  # noqa: E402
     CAPTURE,
@@ -34,7 +35,6 @@ from pairs import (  # noqa: E402
     as_source,
     look_at,
     new_xfer,
-    prompt,
     say,
 )
 from servers import kvspray_config  # noqa: E402

@@ -340,11 +340,11 @@ def start_plain(rig: Rig, more: Sequence[str] = ()) -> Server:
     return plain
 
 
-def wait_up(processes: Sequence[Process]) -> None:
+def wait_up(processes: Sequence[Process], timeout: float = servers.START_S) -> None:
     """Until all of them serve. Should this command be killed, the next one ends them (reap)."""
     with STARTED.open("a") as f:
         f.writelines(f"{p.proc.pid}\n" for p in processes if p.proc is not None)
-    servers.wait_up(processes, say)
+    servers.wait_up(processes, say, timeout)
 
 
 def reap() -> None:
