@@ -123,7 +123,7 @@ test-skew: ## Sidecars of this tree beside those of the last release and of two 
 
 .PHONY: test-py
 test-py: build env ## Python tests only, without the end-to-end ones
-	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests
+	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests test/soak
 
 .PHONY: test-e2e
 test-e2e: build wireflip env ## End-to-end tests with real engines only
