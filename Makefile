@@ -76,6 +76,13 @@ test-attack: build wireflip env ## The late-write attacks and fault tests in ful
 test-rails-long: build ## The goals of rails in full, on real sockets: hours, and a machine that does nothing else (root)
 	KVSPRAY_RAILS=long go test -timeout 6h -count=1 -v ./test/rails
 
+SOAK ?= 10m
+.PHONY: soak
+soak: build env ## Real engines under load for SOAK (10m) while sidecars, rails and engines fail every 20 s; .build/soak/report.html
+	@mkdir -p $(TOOLS)
+	go build -o $(TOOLS)/ ./test/soak
+	$(VENV)/bin/python test/soak/soak.py --for $(SOAK)
+
 .PHONY: test-go
 test-go: ## Go tests with -race only
 	go test -race -timeout 15m ./...
@@ -121,7 +128,7 @@ test-skew: ## Sidecars of this tree beside those of the last release and of two 
 
 .PHONY: test-py
 test-py: build env ## Python tests only, without the end-to-end ones
-	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests
+	KVSPRAY_MUST_RUN=vllm $(VENV)/bin/python -m pytest -q pybind/tests integration/vllm/tests test/soak
 
 .PHONY: test-e2e
 test-e2e: build wireflip env ## End-to-end tests with real engines only

@@ -129,7 +129,14 @@ type job struct {
 	pre    *backend
 }
 
+var errNoDecode = errors.New("no decode engine is up")
+
 func (j *job) run(ctx context.Context) {
+	if !j.p.decode.anyUp() {
+		// A prefill would compute, and hold its blocks, for a decode engine that does not come.
+		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
+		return
+	}
 	if j.req.alone != "" {
 		j.decodeAlone(ctx, aloneRequest)
 		return
@@ -172,8 +179,10 @@ func (j *job) run(ctx context.Context) {
 	joined := make(chan struct{})
 	go func() {
 		defer close(joined)
-		// P's answer is not needed for its content: D knows everything from the start.
-		if _, err := j.prefill(pctx, pre, body); err != nil && !errors.Is(err, errNoParams) && !errors.Is(err, errListParams) {
+		// P's answer is not needed for its content: D knows everything from the start. An error after
+		// the client has gone, or D has answered, is our own end of the request.
+		_, err := j.prefill(pctx, pre, body)
+		if err != nil && pctx.Err() == nil && !errors.Is(err, errNoParams) && !errors.Is(err, errListParams) {
 			failed <- err
 		}
 	}()
@@ -256,7 +265,7 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 		}
 	}
 	if last == nil {
-		j.fail(http.StatusServiceUnavailable, codeNoEngine, errors.New("no decode engine is up"))
+		j.fail(http.StatusServiceUnavailable, codeNoEngine, errNoDecode)
 		return
 	}
 	j.fail(http.StatusBadGateway, codeEngineFailed, last)

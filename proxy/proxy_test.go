@@ -400,6 +400,34 @@ func TestClientDisconnect(t *testing.T) {
 	}
 }
 
+// Both engines' requests end with the client's, in any order. That P's has ended is no failure of P.
+func TestClientDisconnectIsNoFailedPrefill(t *testing.T) {
+	const clients = 32 // half of them would be counted
+	arrived := make(chan struct{}, 2)
+	hang := func(_ http.ResponseWriter, r *http.Request, _ seen) { arrived <- struct{}{}; <-r.Context().Done() }
+	p, d := newEngine(t, hang), newEngine(t, hang)
+	px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}}, Decode: []string{d.URL}, Mode: Concurrent})
+	for range clients {
+		ctx, cancel := context.WithCancel(context.Background())
+		req, err := http.NewRequestWithContext(ctx, http.MethodPost, url+"/v1/completions", strings.NewReader(`{"prompt":"a"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		go func() {
+			defer cancel()
+			<-arrived
+			<-arrived
+		}()
+		if _, err := http.DefaultClient.Do(req); !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
+		}
+		until(t, "the request did not end", func() bool { return testutil.ToFloat64(px.met.inFlight) == 0 })
+	}
+	if n := testutil.ToFloat64(px.met.alone.WithLabelValues(aloneFailed)); n != 0 {
+		t.Errorf("%v failed prefills counted of %d clients that went away", n, clients)
+	}
+}
+
 // Each event reaches the client before the next is made.
 func TestStreaming(t *testing.T) {
 	next := make(chan struct{})
@@ -894,6 +922,22 @@ func TestNoEngineIsTold(t *testing.T) {
 		p.client.CloseIdleConnections()
 	}
 	http.DefaultClient.CloseIdleConnections()
+}
+
+// A prefill would compute for nobody, and hold blocks until it has waited long enough.
+func TestNoPrefillWithoutADecodeEngine(t *testing.T) {
+	for _, mode := range []Mode{Concurrent, PrefillFirst} {
+		t.Run(string(mode), func(t *testing.T) {
+			p := newEngine(t, answerPrefill)
+			px, url := start(t, Config{Prefill: []Prefill{{URL: p.URL, Peer: "127.0.0.1:1"}}, Decode: []string{"http://127.0.0.1:1"}, Mode: mode})
+			px.decode.all[0].suspect(errors.New("as a request has found it"))
+			status, answer, h := post(t, url, "/v1/completions", `{"prompt":"a"}`)
+			refusal(t, "/v1/completions", status, h, answer, http.StatusServiceUnavailable, codeNoEngine, "no decode engine is up")
+			if n := len(p.requests()); n != 0 {
+				t.Errorf("the prefill got %d requests", n)
+			}
+		})
+	}
 }
 
 func TestPass(t *testing.T) {

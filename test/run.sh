@@ -142,7 +142,7 @@ else
 		TestMutants TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
-	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests
+	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests test/soak
 	part e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e
 	joined python 'passed|failed|error'
 fi

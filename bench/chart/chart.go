@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package chart draws timeline.Results: the throughput of every rail and their sum over time, what happened to the rails marked,
-// as one HTML page that needs nothing else (plots are inline SVG).
+// Package chart draws timeline.Results, the throughput of every rail and their sum over time with
+// what happened to the rails marked, and Graphs of any quantity over time. Each is one HTML page
+// that needs nothing else (plots are inline SVG).
 //
 // Pure: results in, bytes out. No goroutines.
 package chart
@@ -52,22 +53,27 @@ type Panel struct {
 	Result *timeline.Result
 }
 
+// page is what the document is made of.
+type page struct {
+	Title  string
+	Panels []view
+}
+
+type view struct {
+	Title string
+	Keys  []key
+	SVG   template.HTML
+	Text  string
+}
+
+type key struct {
+	Colour template.CSS
+	Name   string
+}
+
 // HTML writes a page with one plot for each panel.
 func HTML(w io.Writer, title string, panels ...Panel) error {
-	type key struct {
-		Colour template.CSS
-		Name   string
-	}
-	type view struct {
-		Title string
-		Keys  []key
-		SVG   template.HTML
-		Text  string
-	}
-	page := struct {
-		Title  string
-		Panels []view
-	}{Title: title}
+	page := page{Title: title}
 	top := 0.0 // one scale for all, so that they can be compared
 	for _, p := range panels {
 		top = max(top, float64(p.Result.Together), float64(sum(p.Result)))
@@ -103,7 +109,7 @@ svg { width: 100%; height: auto } pre { background: #f4f4f2; padding: .8em 1em; 
 {{range .Panels}}<section><h2>{{.Title}}</h2>
 <p>{{range .Keys}}<span class="key"><i style="background: {{.Colour}}"></i>{{.Name}}</span>{{end}}</p>
 {{.SVG}}
-<pre>{{.Text}}</pre></section>
+{{with .Text}}<pre>{{.}}</pre>{{end}}</section>
 {{end}}</body></html>
 `))
 
@@ -133,9 +139,7 @@ func draws(r *timeline.Result, top float64) (string, error) {
 	p := plot.New()
 	p.X.Label.Text, p.Y.Label.Text = "seconds after the first transfer began", "received, Gbit/s"
 	p.Y.Min, p.Y.Max = 0, max(top, 0.001)
-	grid := plotter.NewGrid()
-	grid.Vertical.Color, grid.Horizontal.Color = color.RGBA{0xe8, 0xe8, 0xe8, 0xff}, color.RGBA{0xe8, 0xe8, 0xe8, 0xff}
-	p.Add(grid)
+	p.Add(newGrid())
 
 	curves, err := series(r)
 	if err != nil {
@@ -166,6 +170,18 @@ func draws(r *timeline.Result, top float64) (string, error) {
 	if err := events(p, r, end); err != nil {
 		return "", err
 	}
+	return svgOf(p)
+}
+
+func newGrid() *plotter.Grid {
+	grid := plotter.NewGrid()
+	pale := color.RGBA{0xe8, 0xe8, 0xe8, 0xff}
+	grid.Vertical.Color, grid.Horizontal.Color = pale, pale
+	return grid
+}
+
+// svgOf is a plot as an element of a page.
+func svgOf(p *plot.Plot) (string, error) {
 	c := vgsvg.New(width, height)
 	p.Draw(draw.New(c))
 	var b bytes.Buffer

@@ -153,6 +153,8 @@ var rules = []rule{
 		own: []string{"api/peer/v1", "connector", "control/exec", "control/lease", "control/spray", "internal/mem", "layout", "transfer", "transport", "transport/simfabric"},
 		ext: []string{extProto}},
 	{dir: "test/sim/mutants", why: "changes copies of sources and runs test/sim; knows its promises", own: []string{"test/sim"}},
+	{dir: "test/soak", why: "rails of the kernel and curves for a driver that is no Go program",
+		own: []string{"bench/chart", "bench/railsbench/netrig", "bench/timeline"}},
 	{dir: "test/wireflip", why: "damages bytes between two sidecars; knows frames, or nothing at all", own: []string{"internal/wire", "transfer"}},
 }
 

@@ -80,6 +80,9 @@ def zygote() -> Iterator[None]:
     yield
 
 
+Loras = tuple[engines.Adapter | None, engines.Adapter | None]
+
+
 class Cluster:
     """Two sidecars, P, D, and a plain engine R that knows nothing of any of it."""
 
@@ -137,21 +140,22 @@ class Cluster:
 
     # ---- requests, as a router would send them
 
-    def prefill_first(self, prompt: list[int], n_tokens: int = 12, n: int = 1) -> engines.Out:
-        p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}, n=n)
-        return self.d.add(prompt, n_tokens, kv=p.result().kv, n=n).result()
+    def prefill_first(self, prompt: list[int], n_tokens: int = 12, n: int = 1, loras: Loras = (None, None)) -> engines.Out:
+        """loras: the adapters that P and D are asked for, here and below."""
+        p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None}, n=n, lora=loras[0])
+        return self.d.add(prompt, n_tokens, kv=p.result().kv, n=n, lora=loras[1]).result()
 
     def start_both(
-        self, prompt: list[int], n_tokens: int = 12, n: int = 1, xfer: str | None = None, tag: str | None = None
+        self, prompt: list[int], n_tokens: int = 12, n: int = 1, xfer: str | None = None, loras: Loras = (None, None)
     ) -> tuple[engines.Pending, engines.Pending]:
         xfer = xfer or secrets.token_hex(16)
         spray = {"v": 1, "xfer": xfer, "fanout": n}
-        d = self.d.add(prompt, n_tokens, kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": self.sp.endpoint}}, n=n)
-        p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray})
+        d = self.d.add(prompt, n_tokens, kv={"do_remote_prefill": True, "kvspray": {**spray, "peer": self.sp.endpoint}}, n=n, lora=loras[1])
+        p = self.p.add(prompt, 1, kv={"do_remote_decode": True, "do_remote_prefill": False, "kvspray": spray}, n=n, lora=loras[0])
         return p, d
 
-    def both(self, prompt: list[int], n_tokens: int = 12, n: int = 1) -> engines.Out:
-        p, d = self.start_both(prompt, n_tokens, n)
+    def both(self, prompt: list[int], n_tokens: int = 12, n: int = 1, loras: Loras = (None, None)) -> engines.Out:
+        p, d = self.start_both(prompt, n_tokens, n, loras=loras)
         p.result()
         return d.result()
 

@@ -52,6 +52,9 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 
 
+Adapter = tuple[str, int, str]  # a LoRA adapter's name, its id in the engine, and its folder
+
+
 def preload(env: dict[str, str] | None = None) -> None:
     """Imports what engines need. Before this, no thread may have been started that a fork would lose. env: of CUDA engines, which have
     nothing of a CPU's."""
@@ -130,11 +133,12 @@ class Engine:
         return self
 
     def add(
-        self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1, rid: str | None = None, logprobs: int | None = None
-    ) -> Pending:
+        self, prompt: list[int], n_tokens: int = 8, kv: dict[str, Any] | None = None, n: int = 1, rid: str | None = None, logprobs: int | None = None,
+        lora: Adapter | None = None,
+    ) -> Pending:  # fmt: skip
         key = next(Engine._keys)
         rid = rid or f"cmpl-t{key}-0"
-        self._send(("add", key, rid, prompt, n_tokens, kv, n, logprobs))
+        self._send(("add", key, rid, prompt, n_tokens, kv, n, logprobs, lora))
         return Pending(self, key, rid)
 
     def run(self, prompt: list[int], n_tokens: int = 8, **kw: Any) -> Out:
@@ -403,6 +407,7 @@ class _Loop:
 
     def handle(self, what: tuple[Any, ...]) -> None:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
 
         kind, *rest = what
@@ -410,7 +415,7 @@ class _Loop:
             self.core.shutdown()
             os._exit(0)
         if kind == "add":
-            key, rid, prompt, n_tokens, kv, n, logprobs = rest
+            key, rid, prompt, n_tokens, kv, n, logprobs, lora = rest
             # vLLM refuses several greedy samples; the likeliest token alone is the same.
             sp = SamplingParams(
                 temperature=0 if n == 1 else 1, top_k=0 if n == 1 else 1, max_tokens=n_tokens, ignore_eos=True, n=n, output_kind=RequestOutputKind.FINAL_ONLY,
@@ -419,7 +424,7 @@ class _Loop:
             if n_tokens > 1 and n == 1:
                 sp.output_kind = RequestOutputKind.CUMULATIVE  # for the time of the first token
             self.live[rid] = (key, time.monotonic(), [])
-            self.engine.add_request(rid, {"prompt_token_ids": prompt}, sp)
+            self.engine.add_request(rid, {"prompt_token_ids": prompt}, sp, lora_request=LoRARequest(*lora) if lora else None)
             return
         key, *args = rest
         self.conn.send((key, getattr(self, "do_" + kind)(*args)))

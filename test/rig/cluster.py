@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -98,11 +98,36 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def use_of(pids: Iterable[int]) -> dict[str, int]:
+    """What processes hold together: descriptors, threads, bytes of memory."""
+    out = {"fds": 0, "threads": 0, "rss": 0}
+    for pid in pids:
+        try:
+            fds = len(os.listdir(f"/proc/{pid}/fd"))
+            threads = len(os.listdir(f"/proc/{pid}/task"))
+            pages = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except OSError:
+            continue  # it has ended meanwhile
+        out["fds"] += fds
+        out["threads"] += threads
+        out["rss"] += pages * os.sysconf("SC_PAGE_SIZE")
+    return out
+
+
 class Sidecar:
     """One `kvspray serve`. Addresses stay the same over restarts, as they would for a pod with a fixed name."""
 
-    def __init__(self, name: str, dir: pathlib.Path, config: dict[str, Any] | None = None) -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        dir: pathlib.Path,
+        config: dict[str, Any] | None = None,
+        wrap: Sequence[str] = (),
+        get: Callable[[str, float], str] = get,
+    ) -> None:
+        """wrap: a program that executes the sidecar, with its arguments. get: how the sidecar's
+        HTTP server is asked, where that is not as any other."""
+        self.name, self.wrap, self.get = name, list(wrap), get
         self.dir = dir / name
         self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.socket = str(self.dir / "s.sock")
@@ -130,8 +155,9 @@ class Sidecar:
         path.write_text(json.dumps(self.config, indent=1))  # JSON is YAML
         with self.log.open("ab") as out:
             self.proc = subprocess.Popen(
-                [str(BINARY), "serve", "--config", str(path)], stdin=subprocess.DEVNULL, stdout=out, stderr=out, close_fds=True
-            )
+                [*self.wrap, str(BINARY), "serve", "--config", str(path)],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, close_fds=True,
+            )  # fmt: skip
         if wait:
             wait_for(f"sidecar {self.name} ready (log: {self.log})", self.is_ready, wait)
         return self
@@ -140,7 +166,7 @@ class Sidecar:
         if self.proc is not None and (rc := self.proc.poll()) is not None:
             raise Failed(f"sidecar {self.name} ended with status {rc}; the end of its log:\n" + self.tail())
         try:
-            return get(self.url + "/readyz", 1.0) != ""
+            return self.get(self.url + "/readyz", 1.0) != ""
         except urllib.error.HTTPError:
             return False
 
@@ -169,11 +195,17 @@ class Sidecar:
         self.proc = None
         return rc
 
+    def stop_for(self, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after so long."""
+        self.signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.signal(signal.SIGCONT)
+
     def pids(self) -> list[int]:
         return [self.proc.pid] if self.proc is not None else []
 
-    def metrics(self) -> dict[str, float]:
-        return parse_metrics(get(self.url + "/metrics"))
+    def metrics(self, timeout: float = 5.0) -> dict[str, float]:
+        return parse_metrics(self.get(self.url + "/metrics", timeout))
 
     def lines(self, path: pathlib.Path) -> list[dict[str, Any]]:
         if not path.exists():

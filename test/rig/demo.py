@@ -36,7 +36,7 @@ sys.path.insert(0, str(HERE))
 from cluster import ROOT, Failed, Sidecar, free_port, total, wait_for  # noqa: E402
 from hosts import cpu  # noqa: E402
 from resident import Resident  # noqa: E402
-from servers import Answer, Proxy, Server, complete, deaf, end_on_signals, give_up, kvspray_config  # noqa: E402
+from servers import Answer, Proxy, Server, complete, deaf, end_on_signals, give_up, kvspray_config, wait_up  # noqa: E402
 
 BUILD = pathlib.Path(os.environ.get("KVSPRAY_BUILD", ROOT / ".build"))
 LOGS = BUILD / "demo"
@@ -172,18 +172,7 @@ class Demo:
         self.d.start(HOST, MODEL, kvspray_config(sd.socket, "kv_consumer"), *steps, *big)
         self.r.start(HOST, MODEL, None, *steps, *big)
         say("three vLLM servers start: prefill, decode, plain (a minute or two)")
-        waiting, beat = list(self.servers), time.monotonic()
-        while waiting:
-            for s in list(waiting):
-                if s.up():
-                    waiting.remove(s)
-                    say(f"  {s.name} is up after {time.monotonic() - s.started:.0f} s")
-            if time.monotonic() - beat > 15:
-                beat = time.monotonic()
-                say(f"  still starting: {', '.join(s.name for s in waiting)} (logs in {LOGS})")
-            if time.monotonic() - self.p.started > 600:
-                raise Failed(f"vLLM did not start within 600 s; see {LOGS}")
-            time.sleep(0.5)
+        wait_up(self.servers, say)
         for mode in MODES:
             self.proxies[mode] = Proxy(f"proxy-{mode}", LOGS).start(mode, self.p.url, sp.endpoint, self.d.url)
         for proxy in self.proxies.values():

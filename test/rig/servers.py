@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -14,13 +15,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster import BINARY, ROOT, Failed, free_port, get, parse_metrics
 from hosts import Host
 
 MODEL_NAME = "tiny"
+START_S = 600.0
+BEAT_S = 15.0
 ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -68,8 +71,8 @@ class Process:
         except (OSError, urllib.error.URLError, http.client.HTTPException):
             return False
 
-    def metrics(self) -> dict[str, float]:
-        return parse_metrics(get(self.url + "/metrics"))
+    def metrics(self, timeout: float = 5.0) -> dict[str, float]:
+        return parse_metrics(get(self.url + "/metrics", timeout))
 
     def stop(self, timeout: float = 15.0) -> None:
         if self.proc is None:
@@ -80,20 +83,31 @@ class Process:
                 self.proc.wait(timeout)
             except subprocess.TimeoutExpired:
                 pass
-        try:
-            os.killpg(self.proc.pid, signal.SIGKILL)  # what it started is in its group
-        except ProcessLookupError:
-            pass
+        self.kill()
+
+    def kill(self) -> None:
+        """kill -9 of it and of what it started, which is in its group."""
+        if self.proc is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.proc.pid, signal.SIGKILL)
         self.proc.wait()
         self.proc = None
+
+    def stop_for(self, seconds: float) -> None:
+        """SIGSTOP of it and of what it started, and SIGCONT after so long."""
+        assert self.proc is not None
+        os.killpg(self.proc.pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.killpg(self.proc.pid, signal.SIGCONT)
 
     def tail(self, n: int = 25) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-n:]) if self.log.exists() else ""
 
     def pids(self) -> list[int]:
-        """The process and its descendants."""
-        assert self.proc is not None
-        out, todo = [], [self.proc.pid]
+        """The process and its descendants; none where it does not run."""
+        proc = self.proc  # another thread may stop it
+        out, todo = [], [proc.pid] if proc is not None else []
         while todo:
             pid = todo.pop()
             out.append(pid)
@@ -119,6 +133,27 @@ def cpu_seconds(pids: Sequence[int]) -> float:
             continue
         total += (int(fields[11]) + int(fields[12])) / tick
     return total
+
+
+def wait_up(
+    processes: Sequence[Process], say: Callable[[str], None], timeout: float = START_S
+) -> None:
+    """Until all of them serve, with a line every now and then."""
+    waiting, start, beat = list(processes), time.monotonic(), time.monotonic()
+    while waiting:
+        for p in list(waiting):
+            if p.up():
+                waiting.remove(p)
+                say(f"  {p.name} is up after {time.monotonic() - p.started:.0f} s")
+        if waiting and time.monotonic() - beat > BEAT_S:
+            beat = time.monotonic()
+            say("  still starting: " + "; ".join(f"{p.name}: ...{p.tail(1)[-60:]}" for p in waiting))
+        if waiting and time.monotonic() - start > timeout:
+            raise Failed(
+                f"not up within {timeout:g} s: {waiting[0].name}; the end of {waiting[0].log}:\n"
+                + waiting[0].tail()
+            )
+        time.sleep(0.25)
 
 
 class Server(Process):

@@ -153,6 +153,37 @@ def test_an_adapter_that_cannot_be_told_is_served_alone(e: Engine, tmp_path: pat
     assert stats is not None and stats.data["local"] == {"lora_unknown": 1}
 
 
+def test_the_prefill_s_answer_names_the_content(e: Engine, one: pathlib.Path) -> None:  # noqa: F811
+    r, _ = add(e, "r", 40, dict(DECODE), lora(one))
+    e.meta({"r": 40})
+    r.status.name = "FINISHED_LENGTH_CAPPED"
+    _, kv = e.scheduler.finished(r, (e.tables["r"],))
+    assert kv is not None and kv["kvspray"]["adapter"] == digest(one)
+
+
+@pytest.mark.parametrize("theirs", ["same", "other", "none"])
+@pytest.mark.parametrize("own", [True, False])
+def test_one_name_with_two_contents_is_refused_with_both(
+    e: Engine, one: pathlib.Path, own: bool, theirs: str, caplog: pytest.LogCaptureFixture  # noqa: F811
+) -> None:
+    kv = prefill_first()
+    there = {"same": digest(one), "other": "checkpoint:other", "none": None}[theirs]
+    if there is not None:
+        kv["kvspray"] = {**kv["kvspray"], "adapter": there}
+    with caplog.at_level("INFO"):
+        add(e, "r", 40, kv, lora(one) if own else None)
+    stats = e.scheduler.take_stats()
+    refused = theirs == "other" or (theirs == "same" and not own)
+    assert (stats is not None and stats.data["local"] == {"lora_differs": 1}) == refused
+    assert bool(e.scheduler._destinations) != refused
+    if refused:
+        ((_, hash, _, why),) = e.scheduler_shim.declined
+        assert hash == bytes(32), "the prefill has these blocks under a hash of its own"
+        mine = digest(one) if own else "no adapter"
+        for said in (why, caplog.text):
+            assert str(there) in said and mine in said
+
+
 @pytest.mark.parametrize("content", ["other", "", "same"])
 def test_a_source_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathlib.Path, content: str) -> None:  # noqa: F811
     """Before its request came, or in the very step that computes it."""

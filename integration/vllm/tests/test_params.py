@@ -17,6 +17,8 @@ def test_round_trip() -> None:
     assert got is not None
     assert got == params.Spray(bytes.fromhex(XFER), "10.0.0.1:7650", 3)
     assert params.parse({"kvspray": got.encode()}) == got
+    adapted = params.Spray(got.xfer, got.peer, got.fanout, "checkpoint:0123")
+    assert params.parse({"kvspray": adapted.encode()}) == adapted
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,9 @@ def test_round_trip() -> None:
         ({"v": 1, "peer": "\ud800:1"}, "malformed"),
         ({"v": 1, "peer": "a b:1"}, "malformed"),
         ({"v": 1, "peer": "h:\u0661"}, "malformed"),
+        ({"v": 1, "adapter": 7}, "malformed"),
+        ({"v": 1, "adapter": "a" * 129}, "malformed"),
+        ({"v": 1, "adapter": "two\nlines"}, "malformed"),
         ({"v": 1, "fanout": 0}, "malformed"),
         ({"v": 1, "fanout": 17}, "malformed"),
         ({"v": 1, "fanout": True}, "malformed"),

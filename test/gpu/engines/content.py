@@ -8,9 +8,10 @@ import random
 import time
 from typing import Any
 
+from clients import prompt
 from cluster import total, wait_for
 from multi import LOADED, STORED, empty_prefix_cache
-from pairs import MODES, Pair, Rig, compare_answers, look_at, prompt, say
+from pairs import MODES, Pair, Rig, compare_answers, look_at, say
 from servers import complete
 from stage import PAGES, PLAIN, Stage
 

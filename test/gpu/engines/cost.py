@@ -19,8 +19,9 @@ import threading
 import time
 from typing import Any
 
+from clients import prompt
 from cluster import Failed, Sidecar, wait_for
-from pairs import Rig, as_source, prompt, say, summary
+from pairs import Rig, as_source, say, summary
 from servers import MODEL_NAME, ask
 from stage import PAGES, Stage
 

@@ -21,11 +21,10 @@ import sys
 import time
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "rig"), str(HERE.parents[1] / "e2e")]
-
-from cluster import Failed, Sidecar, total, wait_for  # noqa: E402
-from pairs import (  # noqa: E402
+# isort: split
+from clients import prompt
+from cluster import Failed, Sidecar, total, wait_for
+from pairs import (
     CAPTURE,
     ROOT,
     TIE,
@@ -34,10 +33,9 @@ from pairs import (  # noqa: E402
     as_source,
     look_at,
     new_xfer,
-    prompt,
     say,
 )
-from servers import kvspray_config  # noqa: E402
+from servers import kvspray_config
 
 NEEDS: set[str] = set()
 GRAPHS = ("eager", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")

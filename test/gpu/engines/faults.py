@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import concurrent.futures as cf
 import json
-import os
 import random
 import signal
 import time
 from typing import Any
 
+from clients import prompt
 from cluster import Failed, Sidecar, wait_for
-from pairs import MODES, compare_answers, look_at, prompt, say, wait_up
+from pairs import MODES, compare_answers, look_at, say, wait_up
 from servers import Server, complete, get
 from stage import PAGES, PLAIN, Stage
 
@@ -138,20 +138,14 @@ class Faults:
             get(server.url + "/health", 5.0)
 
     def strike(self, victim: Sidecar | Server, sig: int) -> None:
-        assert victim.proc is not None
-        pid = victim.proc.pid
-        group = isinstance(victim, Server)
-        send = os.killpg if group else os.kill
-        send(pid, sig)
         if sig == signal.SIGSTOP:
-            time.sleep(self.rng.uniform(*STOPPED_S))
-            send(pid, signal.SIGCONT)
+            victim.stop_for(self.rng.uniform(*STOPPED_S))
         elif isinstance(victim, Sidecar):
             victim.kill()
             time.sleep(self.rng.uniform(0, 0.5))
             victim.start()
         else:
-            victim.stop()
+            victim.kill()
             say(f"{victim.name} starts again")
             self.pair.start_engine(self.pair.engines().index(victim))
             wait_up([victim])

@@ -13,28 +13,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import pathlib
 import signal
 import sys
 import time
 import traceback
 
-HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "rig")]
+import unpacked  # noqa: F401
 
-import content  # noqa: E402
-import cost  # noqa: E402
-import cover  # noqa: E402
-import faults  # noqa: E402
-import load  # noqa: E402
-import memory  # noqa: E402
-import pairs  # noqa: E402
-import sanitize  # noqa: E402
-import tracing  # noqa: E402
-import ttft  # noqa: E402
-from cluster import Failed  # noqa: E402
-from servers import ENDING, deaf  # noqa: E402
-from stage import NIXL, Stage  # noqa: E402
+# isort: split
+import content
+import cost
+import cover
+import faults
+import load
+import memory
+import pairs
+import sanitize
+import tracing
+import ttft
+from cluster import Failed
+from servers import ENDING, deaf
+from stage import NIXL, Stage
 
 PARTS = {
     "pages": (content, "pages and tokens of many prompts: P against D against a plain engine"),

@@ -15,9 +15,10 @@ import time
 from typing import Any
 
 import nvml
+from clients import prompt
 from cluster import Failed, Sidecar, total, wait_for
 from cost import Peer
-from pairs import MIB, Rig, as_source, prompt, say, wait_up
+from pairs import MIB, Rig, as_source, say, wait_up
 from servers import Server, ask, kvspray_config
 
 NEEDS: set[str] = set()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 MAX_PROCESSES = 256
 UNKNOWN = 2**64 - 1  # of a process whose memory the driver does not tell, as in some containers
@@ -43,12 +44,18 @@ class GPU:
 
 
 def open_first() -> GPU | None:
-    """The first GPU; None where there is no driver."""
+    """The first GPU that this process may use; None where there is no driver."""
     try:
         lib = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
         return None
+    # The library lists all of the host's, whatever CUDA may use.
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     handle = ctypes.c_void_p()
-    if lib.nvmlInit_v2() or lib.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)):
+    if lib.nvmlInit_v2():
         return None
-    return GPU(lib, handle)
+    if first.isdigit():
+        failed = lib.nvmlDeviceGetHandleByIndex_v2(int(first), ctypes.byref(handle))
+    else:
+        failed = lib.nvmlDeviceGetHandleByUUID(first.encode(), ctypes.byref(handle))
+    return None if failed else GPU(lib, handle)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import secrets
 import shlex
 import shutil
@@ -22,20 +21,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "rig")]
+from unpacked import HERE, UNPACKED
 
-import hosts  # noqa: E402
-
-UNPACKED = pathlib.Path(os.environ.get("KVSPRAY_RIG_ROOT", "/opt/rig"))
-if (UNPACKED / "own").exists():  # what a GPU host has instead of a checkout's build
-    os.environ.setdefault("KVSPRAY_BINARY", str(UNPACKED / "own/bin/kvspray"))
-    sys.path.insert(1, str(UNPACKED / "own"))
-
-import multi  # noqa: E402
-from cluster import Failed, Sidecar, free_port, merge, total, wait_for  # noqa: E402
-from servers import (  # noqa: E402
+# isort: split
+import hosts
+import multi
+import servers
+from cluster import Failed, Sidecar, free_port, merge, total, wait_for
+from servers import (
     Answer,
     Process,
     Proxy,
@@ -45,11 +38,10 @@ from servers import (  # noqa: E402
     kvspray_config,
 )
 
+ROOT = HERE.parents[2]
 GRAPHS = ("default", "eager", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL")
 MODES = ("concurrent", "prefill-first")
 TRANSPORTS = ("shm", "tcp")
-START_S = 400.0
-BEAT_S = 15.0
 CAPTURE = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
 STARTED = pathlib.Path(tempfile.gettempdir()) / f"kvspray-rig-{os.getuid()}.{os.getpid()}.pids"
 TIE = 0.15  # of two logarithms of probabilities: nearer ones may change places in bfloat16
@@ -284,16 +276,17 @@ class Pair:
 
     def start(self, sidecars_only: bool = False) -> None:
         if self.kind != "nixl":
-            self.sidecars = [
-                Sidecar(f"{self.kind}-{side}-sidecar", self.rig.run, self.rig.sidecar_config())
-                for side in ("prefill", "decode")
-            ]
+            self.sidecars = [self.make_sidecar(side) for side in (0, 1)]
             for s in self.sidecars:
                 s.log = self.rig.logs / f"{s.name}.log"
                 s.config["trace"] = {"transfers": str(s.transfers)}
                 s.start()
         for side in () if sidecars_only else (0, 1):
             self.start_engine(side)
+
+    def make_sidecar(self, side: int) -> Sidecar:
+        name = f"{self.kind}-{('prefill', 'decode')[side]}-sidecar"
+        return Sidecar(name, self.rig.run, self.rig.sidecar_config())
 
     def start_engine(
         self,
@@ -413,25 +406,11 @@ def start_plain(rig: Rig, more: Sequence[str] = ()) -> Server:
     return plain
 
 
-def wait_up(servers: Sequence[Process], timeout: float = START_S) -> None:
-    """Until all of them serve, with a line every now and then."""
-    waiting, start, beat = list(servers), time.monotonic(), time.monotonic()
+def wait_up(processes: Sequence[Process], timeout: float = servers.START_S) -> None:
+    """Until all of them serve. Should this command be killed, the next one ends them (reap)."""
     with STARTED.open("a") as f:
-        f.writelines(f"{s.proc.pid}\n" for s in servers if s.proc is not None)
-    while waiting:
-        for s in list(waiting):
-            if s.up():
-                waiting.remove(s)
-                say(f"{s.name} is up after {time.monotonic() - s.started:.0f} s")
-        if waiting and time.monotonic() - beat > BEAT_S:
-            beat = time.monotonic()
-            say("still starting: " + "; ".join(f"{s.name}: ...{s.tail(1)[-60:]}" for s in waiting))
-        if time.monotonic() - start > timeout:
-            raise Failed(
-                f"not up within {timeout:g} s: {waiting[0].name}; the end of its "
-                f"log:\n{waiting[0].tail()}"
-            )
-        time.sleep(0.25)
+        f.writelines(f"{p.proc.pid}\n" for p in processes if p.proc is not None)
+    servers.wait_up(processes, say, timeout)
 
 
 def reap() -> None:
@@ -460,11 +439,6 @@ def command(pid: int) -> bytes:
         return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
-
-
-def prompt(n: int, seed: object) -> list[int]:
-    r = random.Random(str(seed))
-    return [r.randrange(300, 1000) for _ in range(n)]
 
 
 def as_source(xfer: str = "") -> dict[str, Any]:

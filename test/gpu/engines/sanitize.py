@@ -8,8 +8,9 @@ import re
 import shutil
 from typing import Any
 
+from clients import prompt
 from cluster import Failed
-from pairs import MODES, Pair, look_at, prompt, wait_up
+from pairs import MODES, Pair, look_at, wait_up
 from servers import complete
 
 NEEDS: set[str] = set()

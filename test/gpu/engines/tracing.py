@@ -18,8 +18,9 @@ import time
 import urllib.request
 from typing import Any
 
+from clients import prompt
 from cluster import wait_for
-from pairs import Pair, as_source, prompt, say, start_plain, wait_up
+from pairs import Pair, as_source, say, start_plain, wait_up
 from servers import Server, ask
 
 NEEDS: set[str] = set()

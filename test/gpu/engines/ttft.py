@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from clients import prompt
 from cluster import Failed
-from pairs import Pair, as_destination, as_source, new_xfer, prompt, say, summary
+from pairs import Pair, as_destination, as_source, new_xfer, say, summary
 from servers import Server, ask, request, send
 from stage import PAIR, Stage
 

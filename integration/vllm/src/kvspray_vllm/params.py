@@ -15,6 +15,7 @@ from typing import Any
 VERSION = 1
 MAX_FANOUT = 16
 MAX_PEER_BYTES = 255
+MAX_ADAPTER_BYTES = 128
 
 # "3_" before the id of a parent request: one of its n samples.
 _CHILD = re.compile(r"^\d{1,6}_(?=.)")
@@ -39,6 +40,7 @@ class Spray:
     xfer: bytes | None
     peer: str | None
     fanout: int
+    adapter: str | None = None  # content of the LoRA adapter that the prefill has computed with
 
     def encode(self) -> dict[str, Any]:
         out: dict[str, Any] = {"v": VERSION, "fanout": self.fanout}
@@ -46,6 +48,8 @@ class Spray:
             out["xfer"] = self.xfer.hex()
         if self.peer is not None:
             out["peer"] = self.peer
+        if self.adapter is not None:
+            out["adapter"] = self.adapter
         return out
 
 
@@ -74,7 +78,19 @@ def parse(params: Mapping[str, Any]) -> Spray | None:
     fanout = raw.get("fanout", 1)
     if isinstance(fanout, bool) or not isinstance(fanout, int) or not 1 <= fanout <= MAX_FANOUT:
         raise ParamsError("malformed", f"kv_transfer_params['kvspray']['fanout'] is {fanout!r}, want 1..{MAX_FANOUT}")
-    return Spray(xfer, peer, fanout)
+    adapter = raw.get("adapter")
+    if adapter is not None and not (
+        isinstance(adapter, str)
+        and len(adapter) <= MAX_ADAPTER_BYTES
+        and adapter.isascii()
+        and adapter.isprintable()
+    ):
+        raise ParamsError(
+            "malformed",
+            f"kv_transfer_params['kvspray']['adapter'] is {str(adapter)[:64]!r}, want at most "
+            f"{MAX_ADAPTER_BYTES} printable characters",
+        )
+    return Spray(xfer, peer, fanout, adapter)
 
 
 def is_endpoint(value: object) -> bool:

@@ -56,6 +56,7 @@ class Source:
     tokens: int
     fanout: int
     fresh: bool = False  # offered only where it begins with no cached block: its adapter was replaced under its id
+    adapter: str | None = None  # content of its LoRA adapter
     end: int = 0  # tokens that the steps so far have announced, in this attempt
     finished: bool = False
     lost: bool = False  # its blocks went, or mean nothing any more
@@ -218,7 +219,10 @@ class SchedulerSide:
         fanout = asked.fanout if asked else 1
         key = self._key_hash(request)
         fresh = bool(request.lora_request) and self._adapters.replaced(request.lora_request.lora_int_id)
-        self._pending[request.request_id] = Source(request, xfer, key, self._moved(tokens), fanout, fresh)
+        adapter = self._adapter.get(request.request_id)
+        self._pending[request.request_id] = Source(
+            request, xfer, key, self._moved(tokens), fanout, fresh, adapter[1] if adapter else None
+        )
 
     def _check_worker(self) -> None:
         if self._alone:
@@ -239,10 +243,12 @@ class SchedulerSide:
         except spray.ParamsError as err:
             self._client.decline(asked.xfer, self._key_hash(request), asked.peer, str(err))
             raise
+        key = self._key_hash(request)
+        self._check_adapter(request, asked)
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
         wait = 0.0 if ready else self._settings.admission_s or self._client.partner_s
-        dest = Destination(asked.xfer, self._key_hash(request), asked.peer, self._moved(tokens), ready, self._now(), wait, ready)
+        dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, ready)
         if not ready:
             try:
                 self._client.await_admission(dest.xfer, dest.hash, dest.peer, dest.tokens, wait)
@@ -266,6 +272,30 @@ class SchedulerSide:
             (f.identifier, f.mm_position.offset, f.mm_position.length) for f in (request.mm_features or ())
         ]
         return self._hash(request.prompt_token_ids, lora, request.cache_salt or "", items)
+
+    def _check_adapter(self, request: Request, asked: spray.Spray) -> None:
+        """The prefill's answer has the content of its adapter. Other content here would be found by
+        the prompt's hash, too, but only by the prefill's sidecar, which has neither name."""
+        own = self._adapter.get(request.request_id)
+        here = own[1] if own else None
+        if asked.adapter is None or asked.adapter == here:
+            return
+        name = request.lora_request.lora_name if request.lora_request else "none"
+        text = (
+            f"the prefill has computed with the LoRA adapter {asked.adapter}, and here the adapter "
+            f"{name!r} is {here or 'no adapter'}: load the same files on both engines"
+        )
+        assert asked.xfer is not None and asked.peer is not None
+        # The prefill holds its blocks under a hash that this engine does not have.
+        self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, text)
+        raise spray.ParamsError("lora_differs", text)
+
+    def _adapter_here(self, request: Request) -> str:
+        """What tells the adapter of a request that was refused, where nobody has both names."""
+        own = self._adapter.get(request.request_id)
+        if own is None or not request.lora_request:
+            return ""
+        return f"; its LoRA adapter {request.lora_request.lora_name!r} is {own[1]} here"
 
     def _decline(self, dest: Destination, reason: str) -> None:
         """Nobody of this engine will come for that prompt, so the prefill's need not keep its blocks. Only for what no worker was given an EXPECT for, which
@@ -321,10 +351,12 @@ class SchedulerSide:
             dest.ready = True
             return missing, True
         if answer is not None:
-            self._serve_alone(request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {answer.state}: {answer.why or 'no reason given'}")
+            why = f"{answer.state}: {answer.why or 'no reason given'}{self._adapter_here(request)}"
+            self._serve_alone(request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {why}")
             return 0, False
         if self._now() - dest.asked > dest.wait:
-            self._serve_alone(request, "admission_timeout", f"not admitted by the prefill within {dest.wait:g} s")
+            why = f"not admitted by the prefill within {dest.wait:g} s{self._adapter_here(request)}"
+            self._serve_alone(request, "admission_timeout", why)
             return 0, False
         # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
         return None, False
@@ -553,7 +585,7 @@ class SchedulerSide:
             "remote_port": int(port),
             "tp_size": self._tp_size,
             "remote_num_tokens": source.tokens,
-            "kvspray": spray.Spray(source.xfer, peer, source.fanout).encode(),
+            "kvspray": spray.Spray(source.xfer, peer, source.fanout, source.adapter).encode(),
         }
 
     def pending_push_work(self) -> bool:

@@ -350,7 +350,11 @@ class WorkerSide:
                 if source is not None:
                     source.lease = None
                 if end.status != shim.OK:
-                    self._log.info("kvspray: request %s was not delivered: %s (%s)", req, shim.status_name(end.status), end.reason)
+                    adapter = source.adapter if source is not None else None
+                    self._log.info(
+                        "kvspray: request %s was not delivered: %s (%s)%s", req, shim.status_name(end.status), end.reason,
+                        f"; its LoRA adapter is {adapter[1]} here" if adapter else "",
+                    )  # fmt: skip
 
     def serve_alone(self, reason: str) -> None:
         """This worker takes part in no transfer any more."""
