@@ -39,6 +39,7 @@ const (
 type Waited struct {
 	Count int              `json:"count"`
 	P50   timeline.Seconds `json:"p50_seconds"`
+	P95   timeline.Seconds `json:"p95_seconds"`
 	P99   timeline.Seconds `json:"p99_seconds"`
 	Most  timeline.Seconds `json:"most_seconds"`
 }
@@ -49,6 +50,7 @@ type Beside struct {
 	Waited
 	// By the median of those alone.
 	P50Times  float64       `json:"p50_times"`
+	P95Times  float64       `json:"p95_times"`
 	P99Times  float64       `json:"p99_times"`
 	MostTimes float64       `json:"most_times"`
 	Moved     timeline.Rate `json:"moved_bits_per_second"` // to all receivers
@@ -94,10 +96,10 @@ func (r *FanResult) Print(w io.Writer) error {
 	}
 	p("plain streams together %s; %d transfers, %d failed\n", r.Together, r.Transfers, r.Failed)
 	p("%s that a decode waits for, to one receiver:\n", timeline.FormatSize(r.Total))
-	p("  alone: p50 %s, p99 %s, most %s of %d\n", r.Alone.P50, r.Alone.P99, r.Alone.Most, r.Alone.Count)
+	p("  alone: p50 %s, p95 %s, p99 %s, most %s of %d\n", r.Alone.P50, r.Alone.P95, r.Alone.P99, r.Alone.Most, r.Alone.Count)
 	for _, x := range r.Beside {
-		p("  beside %s to %d others: p50 %s, p99 %s, most %s of %d: %.2f, %.2f, %.2f times the median alone; all moved %s, %.3f of plain streams\n",
-			x.Priority, r.Receivers-1, x.P50, x.P99, x.Most, x.Count, x.P50Times, x.P99Times, x.MostTimes, x.Moved, x.Share)
+		p("  beside %s to %d others: p50 %s, p95 %s, p99 %s, most %s of %d: %.2f, %.2f, %.2f, %.2f times the median alone; all moved %s, %.3f of plain streams\n",
+			x.Priority, r.Receivers-1, x.P50, x.P95, x.P99, x.Most, x.Count, x.P50Times, x.P95Times, x.P99Times, x.MostTimes, x.Moved, x.Share)
 	}
 	for _, x := range []struct {
 		what string
@@ -188,7 +190,8 @@ func (r *fanRun) run(ctx context.Context) error {
 			return err
 		}
 		alone := float64(r.res.Alone.P50)
-		x.P50Times, x.P99Times, x.MostTimes = float64(x.P50)/alone, float64(x.P99)/alone, float64(x.Most)/alone
+		x.P50Times, x.P95Times = float64(x.P50)/alone, float64(x.P95)/alone
+		x.P99Times, x.MostTimes = float64(x.P99)/alone, float64(x.Most)/alone
 		x.Share = float64(x.Moved / r.res.Together)
 		r.res.Beside = append(r.res.Beside, x)
 	}
@@ -259,7 +262,8 @@ func (r *fanRun) waited(ctx context.Context, p *Pair) (Waited, error) {
 	}
 	slices.Sort(all)
 	n := len(all)
-	return Waited{Count: n, P50: timeline.Seconds(all[n/2]), P99: timeline.Seconds(all[n*99/100]), Most: timeline.Seconds(all[n-1])}, nil
+	at := func(percent int) timeline.Seconds { return timeline.Seconds(all[n*percent/100]) }
+	return Waited{Count: n, P50: at(50), P95: at(95), P99: at(99), Most: timeline.Seconds(all[n-1])}, nil
 }
 
 // under calls do while every pair moves transfers without end, and returns what each sidecar that was
@@ -376,7 +380,7 @@ func (f *Field) taken(ctx context.Context) (map[string]uint64, error) {
 	return out, nil
 }
 
-// check refuses options that a run with several receivers has no use for.
+// checkReceivers refuses options that a run with several receivers has no use for.
 func checkReceivers(o *timeline.Options, n int) error {
 	switch {
 	case n > netrig.MaxReceivers:
