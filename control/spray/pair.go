@@ -189,7 +189,8 @@ func (q *pair) room(n uint64, prio Priority, urgent bool) bool {
 	if urgent {
 		all += q.piece
 		if q.crowded() {
-			// Its turn at the local rail is what holds it back. A rate that it learned between others is what they left it.
+			// Its turn at the local rail is what holds it back. A rate that it learned between
+			// others is what they left it.
 			all = max(all, uint64(q.out.bw*float64(spareTime)))
 		}
 		w = all
