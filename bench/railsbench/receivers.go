@@ -39,6 +39,7 @@ const (
 type Waited struct {
 	Count int              `json:"count"`
 	P50   timeline.Seconds `json:"p50_seconds"`
+	P95   timeline.Seconds `json:"p95_seconds"`
 	P99   timeline.Seconds `json:"p99_seconds"`
 	Most  timeline.Seconds `json:"most_seconds"`
 }
@@ -49,6 +50,7 @@ type Beside struct {
 	Waited
 	// By the median of those alone.
 	P50Times  float64       `json:"p50_times"`
+	P95Times  float64       `json:"p95_times"`
 	P99Times  float64       `json:"p99_times"`
 	MostTimes float64       `json:"most_times"`
 	Moved     timeline.Rate `json:"moved_bits_per_second"` // to all receivers
@@ -88,22 +90,30 @@ type FanResult struct {
 func (r *FanResult) Print(w io.Writer) error {
 	var b bytes.Buffer
 	p := func(format string, args ...any) { fmt.Fprintf(&b, format, args...) }
-	p("receivers, %s; policy %s, blocks of %s, %d receivers\n", r.Host, r.Policy, timeline.FormatSize(int64(r.Block)), r.Receivers)
+	p("receivers, %s; policy %s, blocks of %s, %d receivers\n",
+		r.Host, r.Policy, timeline.FormatSize(int64(r.Block)), r.Receivers)
 	for _, x := range r.Rails {
 		p("  %-8s %10s, alone %s\n", x.Name, x.Rate, x.Alone)
 	}
 	p("plain streams together %s; %d transfers, %d failed\n", r.Together, r.Transfers, r.Failed)
 	p("%s that a decode waits for, to one receiver:\n", timeline.FormatSize(r.Total))
-	p("  alone: p50 %s, p99 %s, most %s of %d\n", r.Alone.P50, r.Alone.P99, r.Alone.Most, r.Alone.Count)
+	p("  alone: p50 %s, p95 %s, p99 %s, most %s of %d\n",
+		r.Alone.P50, r.Alone.P95, r.Alone.P99, r.Alone.Most, r.Alone.Count)
 	for _, x := range r.Beside {
-		p("  beside %s to %d others: p50 %s, p99 %s, most %s of %d: %.2f, %.2f, %.2f times the median alone; all moved %s, %.3f of plain streams\n",
-			x.Priority, r.Receivers-1, x.P50, x.P99, x.Most, x.Count, x.P50Times, x.P99Times, x.MostTimes, x.Moved, x.Share)
+		p("  beside %s to %d others: p50 %s, p95 %s, p99 %s, most %s of %d: ",
+			x.Priority, r.Receivers-1, x.P50, x.P95, x.P99, x.Most, x.Count)
+		p("%.2f, %.2f, %.2f, %.2f times the median alone; all moved %s, %.3f of plain streams\n",
+			x.P50Times, x.P95Times, x.P99Times, x.MostTimes, x.Moved, x.Share)
 	}
 	for _, x := range []struct {
 		what string
 		Shares
-	}{{"layer streams to all receivers", r.Fair}, {"layer streams from all of them to the sender", r.Incast}} {
-		p("%s: the least gets %.3f of the most; %s, %.3f of plain streams\n", x.what, x.Least, x.Moved, x.Share)
+	}{
+		{"layer streams to all receivers", r.Fair},
+		{"layer streams from all of them to the sender", r.Incast},
+	} {
+		p("%s: the least gets %.3f of the most; %s, %.3f of plain streams\n",
+			x.what, x.Least, x.Moved, x.Share)
 	}
 	_, err := w.Write(b.Bytes())
 	return err
@@ -117,7 +127,8 @@ func (r *FanResult) Write(w io.Writer) error {
 }
 
 // RunReceivers measures how several receivers share the sender's rails, and the sender theirs.
-func RunReceivers(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (*FanResult, error) {
+func RunReceivers(ctx context.Context, o *timeline.Options, s Setup, stderr io.Writer) (
+	*FanResult, error) {
 	here := machine.Here()
 	say := progress.Start(stderr)
 	defer say.Close()
@@ -128,8 +139,9 @@ func RunReceivers(ctx context.Context, o *timeline.Options, s Setup, stderr io.W
 	}
 	defer f.Close()
 	f.say = say
-	res := &FanResult{Bench: "receivers", Version: here.Version, Host: here.String(), Receivers: s.Receivers, Policy: o.Policy, Block: o.Block,
-		Total: o.Total, Duration: timeline.Seconds(o.Duration)}
+	res := &FanResult{Bench: "receivers", Version: here.Version, Host: here.String(),
+		Receivers: s.Receivers, Policy: o.Policy, Block: o.Block, Total: o.Total,
+		Duration: timeline.Seconds(o.Duration)}
 	if res.Rails, res.Together, err = f.Baseline(ctx); err != nil {
 		return nil, err
 	}
@@ -153,13 +165,14 @@ type fanRun struct {
 func (r *fanRun) run(ctx context.Context) error {
 	f := r.f
 	f.say.Phase("making engines for %d receivers", r.res.Receivers)
-	urgent, err := f.EnginesAt(ctx, netrig.Sender, netrig.Receiver, r.o.Block, r.o.Total, urgentSlots)
+	urgent, err := f.Engines(ctx, r.o.Block, r.o.Total, urgentSlots)
 	if err != nil {
 		return err
 	}
 	var load []*Pair
 	for i := range r.res.Receivers {
-		p, err := f.EnginesAt(ctx, netrig.Sender, netrig.Receiver+netrig.Side(i), r.o.Block, loadTotal, loadSlots)
+		to := netrig.Receiver + netrig.Side(i)
+		p, err := f.EnginesAt(ctx, netrig.Sender, to, r.o.Block, loadTotal, loadSlots)
 		if err != nil {
 			return err
 		}
@@ -188,7 +201,8 @@ func (r *fanRun) run(ctx context.Context) error {
 			return err
 		}
 		alone := float64(r.res.Alone.P50)
-		x.P50Times, x.P99Times, x.MostTimes = float64(x.P50)/alone, float64(x.P99)/alone, float64(x.Most)/alone
+		x.P50Times, x.P95Times = float64(x.P50)/alone, float64(x.P95)/alone
+		x.P99Times, x.MostTimes = float64(x.P99)/alone, float64(x.Most)/alone
 		x.Share = float64(x.Moved / r.res.Together)
 		r.res.Beside = append(r.res.Beside, x)
 	}
@@ -199,7 +213,8 @@ func (r *fanRun) run(ctx context.Context) error {
 	f.Drop(append(load, urgent)...)
 	load = nil
 	for i := range r.res.Receivers {
-		p, err := f.EnginesAt(ctx, netrig.Receiver+netrig.Side(i), netrig.Sender, r.o.Block, loadTotal, loadSlots)
+		from := netrig.Receiver + netrig.Side(i)
+		p, err := f.EnginesAt(ctx, from, netrig.Sender, r.o.Block, loadTotal, loadSlots)
 		if err != nil {
 			return err
 		}
@@ -259,12 +274,15 @@ func (r *fanRun) waited(ctx context.Context, p *Pair) (Waited, error) {
 	}
 	slices.Sort(all)
 	n := len(all)
-	return Waited{Count: n, P50: timeline.Seconds(all[n/2]), P99: timeline.Seconds(all[n*99/100]), Most: timeline.Seconds(all[n-1])}, nil
+	at := func(percent int) timeline.Seconds { return timeline.Seconds(all[n*percent/100]) }
+	most := timeline.Seconds(all[n-1])
+	return Waited{Count: n, P50: at(50), P95: at(95), P99: at(99), Most: most}, nil
 }
 
 // under calls do while every pair moves transfers without end, and returns what each sidecar that was
 // sent something got meanwhile, and the rate of all of it.
-func (r *fanRun) under(ctx context.Context, pairs []*Pair, prio uint32, do func(context.Context) error) ([]uint64, timeline.Rate, error) {
+func (r *fanRun) under(ctx context.Context, pairs []*Pair, prio uint32,
+	do func(context.Context) error) ([]uint64, timeline.Rate, error) {
 	loadCtx, stop := context.WithCancelCause(ctx)
 	var wg sync.WaitGroup
 	for _, p := range pairs {
@@ -292,7 +310,8 @@ func (r *fanRun) under(ctx context.Context, pairs []*Pair, prio uint32, do func(
 	return each, moved, err
 }
 
-func (r *fanRun) measure(ctx context.Context, out bool, do func(context.Context) error) (each []uint64, moved timeline.Rate, err error) {
+func (r *fanRun) measure(ctx context.Context, out bool, do func(context.Context) error) (
+	each []uint64, moved timeline.Rate, err error) {
 	if err := pause(ctx, loadSettle); err != nil {
 		return nil, 0, err
 	}
@@ -376,19 +395,21 @@ func (f *Field) taken(ctx context.Context) (map[string]uint64, error) {
 	return out, nil
 }
 
-// check refuses options that a run with several receivers has no use for.
+// checkReceivers refuses options that a run with several receivers has no use for.
 func checkReceivers(o *timeline.Options, n int) error {
 	switch {
 	case n > netrig.MaxReceivers:
 		return fmt.Errorf("--receivers %d: must be 1 to %d", n, netrig.MaxReceivers)
 	case len(o.Faults) > 0:
-		return fmt.Errorf("--fault and --receivers %d: faults are made with one receiver only; leave one of them out", n)
+		return fmt.Errorf("--fault and --receivers %d: faults are made with one receiver only; "+
+			"leave one of them out", n)
 	case o.HTML != "":
 		return fmt.Errorf("--html and --receivers %d: there is no chart of that; use --json", n)
 	case o.Duration < leastPhase:
 		return fmt.Errorf("--duration %s: must be at least %s with --receivers", o.Duration, leastPhase)
 	case loadTotal%o.Block != 0:
-		return fmt.Errorf("--block %s: must divide %s with --receivers", timeline.FormatSize(int64(o.Block)), timeline.FormatSize(loadTotal))
+		return fmt.Errorf("--block %s: must divide %s with --receivers",
+			timeline.FormatSize(int64(o.Block)), timeline.FormatSize(loadTotal))
 	}
 	return nil
 }

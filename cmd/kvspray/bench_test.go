@@ -5,6 +5,7 @@ package main
 import (
 	"bufio"
 	"bytes"
+	"encoding/json"
 	"encoding/xml"
 	"errors"
 	"fmt"
@@ -97,7 +98,9 @@ func TestBenchFlags(t *testing.T) {
 func TestBenchMistakes(t *testing.T) {
 	for _, args := range []string{"copy --transport rdma", "copy --blocks 5KiB", "copy --total 0", "copy --conns 65", "copy --rounds -1", "copy --integrity md5", "copy --slice 1", "copy --window 0",
 		"gpu --repeat 0", "gpu --json /nowhere/x", "gpu hops", "rails --integrity md5", "rails --claims 1gbit", "rails --claims fast", "rails --html /", "sim --nodes 1",
-		"sim --nodes -2", "sim --against /nowhere/x", "sim --against x --total 1MiB", "sim --total 1KiB", "sim --total 8GiB", "sim --rates 1gbps", "sim --seed x", "sim --duration 1", "rails --plain 1"} {
+		"sim --nodes -2", "sim --against /nowhere/x", "sim --against x --total 1MiB", "sim --total 1KiB", "sim --total 8GiB", "sim --rates 1gbps", "sim --seed x", "sim --duration 1", "rails --plain 1",
+		"rails --receivers 0", "rails --receivers 65", "rails --receivers 2 --fault 1s:rail0:down", "rails --receivers 2 --html x", "rails --receivers 2 --duration 1ms",
+		"rails --receivers 2 --block 8MiB"} {
 		var out, errs bytes.Buffer
 		code := cli.Main(append([]string{"bench"}, strings.Fields(args)...), &out, &errs)
 		if code != usage || out.Len() > 0 || !strings.HasSuffix(errs.String(), " --help'.\n") {
@@ -135,19 +138,78 @@ func TestBenchSim(t *testing.T) {
 	}
 }
 
+// A run of one sidecar that sends to three, and takes from them.
+func TestBenchReceivers(t *testing.T) {
+	if !testutil.InNamespace(t) {
+		return
+	}
+	file := filepath.Join(t.TempDir(), "r.json")
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), self, "bench", "rails", "--receivers", "3", "--rates", "60mbit,40mbit", "--duration", "1s", "--plain", "400ms", "--json", file)
+	cmd.Env = append(os.Environ(), commandEnv+"=1")
+	var out, errs bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &out, &errs
+	if err := cmd.Run(); err != nil {
+		// Its progress says of each try that was void, too: what counts is the error.
+		why, _, _ := strings.Cut(errs.String()[strings.LastIndex(errs.String(), "kvspray: ")+1:], "\n")
+		if strings.Contains(why, netrig.ErrNotPermitted.Error()) {
+			testutil.Skip(t, "netns", why)
+		}
+		if strings.Contains(why, railsbench.ErrVoid.Error()) {
+			testutil.Skip(t, "quiet", why)
+		}
+		t.Fatalf("%v: %s", err, &errs)
+	}
+	b, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var r railsbench.FanResult
+	if err := json.Unmarshal(b, &r); err != nil {
+		t.Fatal(err)
+	}
+	if r.Bench != "receivers" || r.Receivers != 3 || len(r.Rails) != 2 || r.Failed > 0 || r.Transfers == 0 || r.Total != 8<<20 {
+		t.Errorf("%+v", r)
+	}
+	if w := r.Alone; w.Count < 2 || w.P50 <= 0 || w.Most < w.P99 || w.P99 < w.P50 {
+		t.Errorf("alone: %+v", w)
+	}
+	if len(r.Beside) != 2 || r.Beside[0].Priority != "background" || r.Beside[1].Priority != "layer streams" {
+		t.Fatalf("beside: %+v", r.Beside)
+	}
+	for _, x := range r.Beside {
+		if x.Count < 2 || x.MostTimes < x.P50Times || x.P50Times <= 0 || x.Share <= 0 {
+			t.Errorf("beside: %+v", x)
+		}
+	}
+	for _, x := range []railsbench.Shares{r.Fair, r.Incast} {
+		if len(x.Each) != 3 || x.Least <= 0 || x.Least > 1 || x.Share <= 0 {
+			t.Errorf("shares: %+v", x)
+		}
+	}
+	for _, w := range []string{"beside background to 2 others: p50", "beside layer streams to 2 others: p50", "layer streams to all receivers: the least gets", "from all of them to the sender"} {
+		if !strings.Contains(out.String(), w) {
+			t.Errorf("it printed %q: want %q in it", &out, w)
+		}
+	}
+}
+
 // A run of two sidecars, over rails of which one dies, comes back, and is slow.
 func TestBenchRails(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return
 	}
 	dir := t.TempDir()
-	json, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
+	data, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
 	faults := []string{"50ms:rail0:down", "200ms:rail0:up", "250ms:rail1:rate=1/2", "300ms:all:heal"}
 	self, err := os.Executable()
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), self, append([]string{"bench", "rails", "--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "400ms", "--json", json, "--html", html},
+	cmd := exec.CommandContext(t.Context(), self, append([]string{"bench", "rails", "--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "400ms", "--json", data, "--html", html},
 		flags(faults)...)...)
 	cmd.Env = append(os.Environ(), commandEnv+"=1")
 	var out, errs bytes.Buffer
@@ -167,7 +229,7 @@ func TestBenchRails(t *testing.T) {
 	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage || !strings.Contains(string(said), `nope: "1": unknown key`) {
 		t.Errorf("%v: %s", err, said)
 	}
-	r := judge(t, json, html, 4<<20, faults)
+	r := judge(t, data, html, 4<<20, faults)
 	if r.Bench != "rails" || r.Host == "" || r.Version == "" {
 		t.Errorf("bench %q, host %q, version %q", r.Bench, r.Host, r.Version)
 	}

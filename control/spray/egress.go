@@ -18,10 +18,10 @@ const (
 	outSpan    = 16 * time.Millisecond   // its rate is measured over so long
 	outHalf    = time.Second             // a rate that is not reached any more halves in so long
 	probeEvery = 100 * time.Millisecond  // between two probes of a rail of which they find more
-	probeRest  = 3200 * time.Millisecond // and at most, where they find nothing: each one doubles it
+	probeRest  = 3200 * time.Millisecond // at most, where they find nothing
 	probeSpan  = 12 * time.Millisecond
 	probeLook  = 3 * time.Millisecond // in each of these a probe is judged by what is least late
-	outLate    = spareTime            // a slice may be late by, and it is still the rail that it waited for
+	outLate    = spareTime            // a slice that waited for the rail may be late by
 	outSlack   = sliceTime / 4        // what is less late than that says nothing of a queue
 )
 
@@ -59,8 +59,6 @@ type egress struct {
 	spanBytes uint64  // bytes confirmed since the last sample
 	spanTime  Instant // and the time in which the rail was busy
 	spanCount int     // and slices
-	spanIdle  bool    // nobody waited for the rail at some time since
-	spanDry   bool    // it had nothing to move at some time since
 	late      Instant // the least that a confirmation was late by since; never: there was none
 	free      Instant
 	bw        float64 // bytes per nanosecond
@@ -100,7 +98,8 @@ func (s *Scheduler) enter(q *pair, apart bool) {
 	n := q.path.rail()
 	e := s.egresses[n]
 	if e == nil {
-		s.egresses[n] = &egress{bw: q.neutral, late: never, probeGap: probeEvery, pairs: 1, alone: q}
+		e = &egress{bw: q.neutral, late: never, probeGap: probeEvery, pairs: 1, alone: q}
+		s.egresses[n] = e
 		return
 	}
 	if e.alone != nil {
@@ -301,7 +300,7 @@ func (q *pair) leaves(now Instant, fl *flight) {
 		return
 	}
 	if fl.outClean = o.load == 0; fl.outClean {
-		o.delivAt, o.spanDry = now, true
+		o.delivAt = now
 		if o.samples > 0 && now-o.sampled >= neutralAfter {
 			o.samples, o.bw = 0, q.neutral
 		}
@@ -350,7 +349,7 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 		o.wayBack, o.tripped = took, true
 	}
 	trip := q.trip(o.bw)
-	newest := fl.mark > o.cleared // else others that were posted later have arrived: it waited elsewhere
+	newest := fl.mark > o.cleared // else later ones have arrived: it waited elsewhere
 	if newest {
 		o.cleared = fl.mark
 		late := now - trip + Instant(float64(o.posted-o.cleared)/o.bw) - o.free
@@ -362,7 +361,8 @@ func (q *pair) left(now Instant, fl *flight) (rate float64) {
 	}
 	o.learn(now, fl.bytes)
 	alone := o.delivered-fl.outDelivered == q.delivered-fl.delivered
-	if !newest || o.samples == 0 || !fl.outBusy || alone || now-trip-fl.posted > 2*(fl.outLeft-fl.posted+outLate) {
+	late := now-trip-fl.posted > 2*(fl.outLeft-fl.posted+outLate)
+	if !newest || o.samples == 0 || !fl.outBusy || alone || late {
 		return 0
 	}
 	return o.bw
@@ -373,7 +373,6 @@ func (e *egress) learn(now Instant, bytes uint64) {
 	e.spanTime += now - e.delivAt
 	e.spanBytes += bytes
 	e.spanCount++
-	e.spanIdle = e.spanIdle || e.waiting == 0
 	e.delivAt = now
 	if e.probing {
 		e.judge(now)
@@ -397,17 +396,19 @@ func (e *egress) learn(now Instant, bytes uint64) {
 		e.bw = max(rate, e.bw*max(0, 1-float64(e.spanTime)/float64(2*outHalf)))
 	}
 	if full {
-		e.free += late // a rail that moves less than it can has no queue: what is late waits at the peers
+		// A rail that moves less than it can has no queue: what is late waits at the peers.
+		e.free += late
 	}
 	e.samples, e.sampled = min(e.samples+1, 1<<20), now
 	e.restart()
-	if full && !e.probing && e.waiting > 0 && e.turns[DecodeWaits].Len() == 0 && now-e.probed >= e.probeGap {
+	wanted := e.waiting > 0 && e.turns[DecodeWaits].Len() == 0
+	if full && wanted && !e.probing && now-e.probed >= e.probeGap {
 		e.probing, e.probed, e.looked, e.lookLate = true, now, now, never
 	}
 }
 
 func (e *egress) restart() {
-	e.spanTime, e.spanBytes, e.spanCount, e.spanIdle, e.spanDry, e.late = 0, 0, 0, false, false, never
+	e.spanTime, e.spanBytes, e.spanCount, e.late = 0, 0, 0, never
 }
 
 // judge ends a probe: more was sent than the rail is believed to move. Where the ends of the peers are

@@ -337,7 +337,8 @@ func TestNoPeerStarves(t *testing.T) {
 	}
 }
 
-// A peer that joins another one on a rail has its share at once, and leaves it when it has nothing to send.
+// A peer that joins another one on a rail has its share at once, and leaves it when it has nothing to
+// send.
 func TestPeerJoins(t *testing.T) {
 	f := newFan(t, fanConfig{peers: 1, rails: 1, near: 10 * gbit, delay: 50 * time.Microsecond})
 	f.endless(0, LayerStream)

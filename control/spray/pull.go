@@ -112,7 +112,9 @@ func (s *Scheduler) serve(now Instant, p *Peer, prio Priority, urgent bool) (Sli
 			f.park()
 		}
 		out := s.post(now, l, f, r, attempt)
-		if q = l.pair; p.queues[prio].Len() > 0 && q.crowded() && q.room(q.cut(prio), prio, urgent) && !q.admits(now, prio, false) {
+		q = l.pair
+		more := p.queues[prio].Len() > 0 && q.crowded() && q.room(q.cut(prio), prio, urgent)
+		if more && !q.admits(now, prio, false) {
 			s.await(q, prio) // as the next pull would find
 		}
 		return out, true

@@ -20,7 +20,7 @@ import (
 // has landed; of the memory under it nothing is left but zeros.
 const (
 	boxBytes    = 4 * (wire.RecordBytes + wire.RecordOverhead)
-	longBytes   = 4 * boxBytes // of a lane that has filled a box: fewer system calls, and ends that wake each other less often
+	longBytes   = 4 * boxBytes // of a lane that has filled a box: the ends wake each other less often
 	directBytes = 4 << 10      // of consecutive memory from which a record of its own is worth it
 )
 

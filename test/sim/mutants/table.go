@@ -109,7 +109,7 @@ var mutants = []mutant{
 	{"flows that rest stay in their queue", "control/spray/pull.go", "			f.park()\n			return nil, 0, true\n", "			return nil, 0, true\n", []string{"TestRefusedFlowsDoNotBlockOthers"}},
 	{"other peers' bytes are not seen", "control/spray/pair.go", "	if q.crowded() {\n		v = max", "	if false {\n		v = max", []string{"TestPredictionSeesOtherPeers"}},
 	{"peers do not take turns", "control/spray/egress.go", "o.queue(now) < leaveWithin[prio] && o.first(prio, q)", "o.queue(now) < leaveWithin[prio]", []string{"TestPeersShareARail"}},
-	{"a late confirmation is a queue", "control/spray/egress.go", "o.late, o.lookLate = min(o.late, late), min(o.lookLate, late)", "o.free += late", []string{"TestUrgentAmongPeersThatConfirmInBursts"}},
+	{"a rate of bursts", "control/spray/egress.go", "outSpan    = 16 *", "outSpan    = 1 *", []string{"TestUrgentAmongPeersThatConfirmInBursts"}},
 	{"a probe in vain goes on", "control/spray/egress.go", "if e.lookLate > outSlack {", "if false {", []string{"TestUrgentAmongPeers"}},
 	{"a rail owes nothing", "control/spray/egress.go", "o.owed[low]+share[low]*", "o.owed[low]+0*share[low]*", []string{"TestNoPeerStarves"}},
 	{"all of it is sent again", "control/spray/sched.go", "	fl.flow.free(fl.r, true)\n", "	fl.flow.detail()\n	clear(fl.flow.chunks)\n	fl.flow.got.Clear()\n	fl.flow.free(fl.flow.space.All(), true)\n", []string{"TestTrapFinishedSlicesSentAgain"}},
