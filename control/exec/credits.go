@@ -26,7 +26,7 @@ const (
 	maxCredit     = 1 << 30                // bytes that anybody may say
 	maxInflows    = 4096                   // pairs of peer and rail that are told apart
 	maxNewInflows = 256                    // of these, that one answer adds: the others come again
-	maxTold       = 256                    // credits that one answer changes: the others wait for the next
+	maxTold       = 256                    // credits that one answer changes; the others wait
 )
 
 // Inflow is what has come from a peer over one of our rails since Measured was told last.

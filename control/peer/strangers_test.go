@@ -31,8 +31,8 @@ const (
 	openingP99     = 50 * time.Millisecond
 )
 
-// strangers come from one address or from many, and send nothing, or the first message of TLS that a
-// member sends. Those that send nothing from one address have that of a member.
+// strangers come from one address or from many, and send nothing, or the first message of TLS
+// that a member sends. Those that send nothing from one address have that of a member.
 func strangers(t *testing.T, f func(t *testing.T, from func(int) [4]byte, say []byte)) {
 	for _, x := range []struct {
 		name string
@@ -41,7 +41,8 @@ func strangers(t *testing.T, f func(t *testing.T, from func(int) [4]byte, say []
 	}{
 		{"one address", testutil.OneStranger, nil},
 		{"many addresses", testutil.ManyStrangers, nil},
-		{"one address, speaking", func(int) [4]byte { return [4]byte{127, 9, 0, 1} }, firstMessage(t)},
+		{"one address, speaking", func(int) [4]byte { return [4]byte{127, 9, 0, 1} },
+			firstMessage(t)},
 		{"many addresses, speaking", testutil.ManyStrangers, firstMessage(t)},
 	} {
 		t.Run(x.name, func(t *testing.T) { f(t, x.from, x.say) })
@@ -52,7 +53,8 @@ func strangers(t *testing.T, f func(t *testing.T, from func(int) [4]byte, say []
 func firstMessage(t *testing.T) []byte {
 	a, b := net.Pipe()
 	go func() {
-		_ = tls.Client(a, &tls.Config{NextProtos: []string{laneProtocol}, InsecureSkipVerify: true}).Handshake()
+		_ = tls.Client(a, &tls.Config{NextProtos: []string{laneProtocol},
+			InsecureSkipVerify: true}).Handshake()
 	}()
 	defer a.Close()
 	buf := make([]byte, 64<<10)
@@ -87,8 +89,8 @@ func p99(d []time.Duration) time.Duration {
 	return d[len(d)*99/100]
 }
 
-// Strangers without a key hold ten thousand connections and open two thousand a second: members meet
-// and open lanes as if they were alone.
+// Strangers without a key hold ten thousand connections and open two thousand a second: members
+// meet and open lanes as if they were alone.
 func TestStrangers(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
@@ -104,7 +106,8 @@ func TestStrangers(t *testing.T) {
 		victim := start(t, func(o *Options) {
 			sec(o)
 			slow(o)
-			o.Log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+			o.Log = slog.New(slog.NewTextHandler(&log,
+				&slog.HandlerOptions{Level: slog.LevelDebug}))
 		})
 		honest := start(t, func(o *Options) { sec(o); slow(o) })
 		join(t, honest, victim)
@@ -117,9 +120,12 @@ func TestStrangers(t *testing.T) {
 			hello, lane := openings(t, honest, victim)
 			each := time.Since(began)
 			took += each
-			t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a hello %v (alone %v), of a new lane %v (alone %v); %d lines of log", stop(), each,
-				victim.gate.Evicted(), hello, aloneHello, lane, aloneLane, strings.Count(log.String(), "connection refused"))
-			if good = hello <= max(openingP99, 3*aloneHello) && lane <= max(openingP99, 3*aloneLane); good {
+			t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a hello %v "+
+				"(alone %v), of a new lane %v (alone %v); %d lines of log", stop(), each,
+				victim.gate.Evicted(), hello, aloneHello, lane, aloneLane,
+				strings.Count(log.String(), "connection refused"))
+			if good = hello <= max(openingP99, 3*aloneHello) && lane <= max(openingP99,
+				3*aloneLane); good {
 				break
 			}
 		}
@@ -129,21 +135,23 @@ func TestStrangers(t *testing.T) {
 		if held := victim.gate.Held(); held > maxOpening {
 			t.Errorf("%d unproved connections held, at most %d", held, maxOpening)
 		}
-		if n := strings.Count(log.String(), "connection refused"); n > int(took/time.Second)+strangersTries {
+		if n := strings.Count(log.String(),
+			"connection refused"); n > int(took/time.Second)+strangersTries {
 			t.Errorf("%d lines about refused connections in %v", n, took)
 		}
 	})
 }
 
-// Strangers of a few addresses that send a member's first message do not keep out a member that this
-// process has not met yet.
+// Strangers of a few addresses that send a member's first message do not keep out a member that
+// this process has not met yet.
 func TestNewcomerAmongStrangers(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
 		t.Fatal(err)
 	}
 	sec := secured(t, c)
-	victim, fresh := start(t, func(o *Options) { sec(o); slow(o) }), start(t, func(o *Options) { sec(o); slow(o) })
+	victim, fresh := start(t, func(o *Options) { sec(o); slow(o) }), start(t,
+		func(o *Options) { sec(o); slow(o) })
 	three := func(n int) [4]byte { return [4]byte{127, 9, 0, byte(1 + n%3)} }
 	rate := strangersRate
 	if testutil.Race {
