@@ -29,6 +29,7 @@ const (
 	membersMeet    = 200  // openings that are timed
 	strangersTries = 3
 	openingP99     = 50 * time.Millisecond
+	busyPart       = 4 // of a try, that threads may wait for a CPU where the try counts
 )
 
 // strangers come from one address or from many, and send nothing, or the first message of TLS
@@ -112,13 +113,14 @@ func TestStrangers(t *testing.T) {
 		honest := start(t, func(o *Options) { sec(o); slow(o) })
 		join(t, honest, victim)
 		var took time.Duration
-		good := false
+		good, quiet := false, false
 		for range strangersTries { // a machine that is busy with other things is slow alone, too
 			aloneHello, aloneLane := openings(t, honest, victim)
 			stop := testutil.Strangers(t, victim.Endpoint(), strangersHeld, rate, from, say)
-			began := time.Now()
+			began, waited := time.Now(), testutil.WaitedForCPU(t)
 			hello, lane := openings(t, honest, victim)
 			each := time.Since(began)
+			quiet = quiet || testutil.WaitedForCPU(t)-waited < each/busyPart
 			took += each
 			t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a hello %v "+
 				"(alone %v), of a new lane %v (alone %v); %d lines of log", stop(), each,
@@ -129,8 +131,13 @@ func TestStrangers(t *testing.T) {
 				break
 			}
 		}
-		if !good {
+		switch {
+		case good:
+		case quiet:
 			t.Errorf("p99 of an opening was over %v in %d tries", openingP99, strangersTries)
+		default:
+			testutil.Skip(t, "quiet", "threads waited for a CPU for most of each try: "+
+				"the machine is too busy to tell how long an opening takes")
 		}
 		if held := victim.gate.Held(); held > maxOpening {
 			t.Errorf("%d unproved connections held, at most %d", held, maxOpening)
@@ -160,7 +167,10 @@ func TestNewcomerAmongStrangers(t *testing.T) {
 	stop := testutil.Strangers(t, victim.Endpoint(), 2000, rate, three, firstMessage(t))
 	poll(t, "the gate is full", func() bool { return victim.gate.Evicted() > 0 })
 	began := time.Now()
-	join(t, fresh, victim)
+	// As the executor does, it tries again where the machine is too busy for one try.
+	if err := fresh.reach(victim.Endpoint(), victim.opt.Boot); err != nil {
+		t.Fatal(err)
+	}
 	took := time.Since(began)
 	t.Logf("%d connections of strangers; a newcomer was in after %v", stop(), took)
 	if n := victim.gate.Held(); n > maxOpening {
@@ -220,13 +230,17 @@ func openings(t *testing.T, n, to *node) (hello, opened time.Duration) {
 		})
 		hellos = append(hellos, time.Since(at))
 		if err != nil {
-			t.Fatal(err)
+			t.Log(err)
+			hellos[len(hellos)-1] += openTimeout
+			continue
 		}
 		at = time.Now()
-		if err := n.dialLane(t.Context(), s, target{to.Endpoint(), 0}); err != nil {
-			t.Fatal(err)
+		err = n.dialLane(t.Context(), s, target{to.Endpoint(), 0})
+		if lanes = append(lanes, time.Since(at)); err != nil {
+			t.Log(err)
+			lanes[len(lanes)-1] += openTimeout
+			continue
 		}
-		lanes = append(lanes, time.Since(at))
 		s.mu.Lock()
 		more := slices.Clone(s.lanes[1:])
 		s.mu.Unlock()
@@ -234,6 +248,9 @@ func openings(t *testing.T, n, to *node) (hello, opened time.Duration) {
 			l.fail(errLinkDown)
 		}
 		<-time.After(5 * time.Millisecond)
+	}
+	if len(lanes) == 0 {
+		return p99(hellos), openTimeout
 	}
 	return p99(hellos), p99(lanes)
 }
