@@ -229,17 +229,15 @@ func openings(t *testing.T, n, to *node) (hello, opened time.Duration) {
 			return err
 		})
 		hellos = append(hellos, time.Since(at))
-		if err != nil {
+		if err != nil { // the others may take as long
 			t.Log(err)
-			hellos[len(hellos)-1] += openTimeout
-			continue
+			return openTimeout, openTimeout
 		}
 		at = time.Now()
 		err = n.dialLane(t.Context(), s, target{to.Endpoint(), 0})
 		if lanes = append(lanes, time.Since(at)); err != nil {
 			t.Log(err)
-			lanes[len(lanes)-1] += openTimeout
-			continue
+			return openTimeout, openTimeout
 		}
 		s.mu.Lock()
 		more := slices.Clone(s.lanes[1:])
@@ -248,9 +246,6 @@ func openings(t *testing.T, n, to *node) (hello, opened time.Duration) {
 			l.fail(errLinkDown)
 		}
 		<-time.After(5 * time.Millisecond)
-	}
-	if len(lanes) == 0 {
-		return p99(hellos), openTimeout
 	}
 	return p99(hellos), p99(lanes)
 }
