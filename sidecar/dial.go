@@ -227,7 +227,8 @@ func judged(err error) error {
 	case errors.Is(err, peer.ErrUnsafe), errors.Is(err, peer.ErrRelease):
 		return fmt.Errorf("%w: %w", exec.ErrNever, err)
 	case errors.Is(err, peer.ErrOther):
-		return stranger{"a gRPC server that is no sidecar answers there: name the sidecar's listen address (7650)", err}
+		return stranger{"a gRPC server that is no sidecar answers there: name the sidecar's listen " +
+			"address (7650)", err}
 	case strings.Contains(err.Error(), "HTTP/1.1 header"): // of an error of gRPC's that has no type
 		return stranger{"an HTTP server answers there: name the sidecar's listen address (7650), not its http.listen (7651)", err}
 	// Of errors of crypto/tls and crypto/x509, which gRPC makes texts of.

@@ -82,7 +82,8 @@ func TestJudged(t *testing.T) {
 			t.Errorf("%s: judged as %s", text, got)
 		}
 	}
-	if err := judged(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNobody) || errors.Is(err, exec.ErrNever) ||
+	if err := judged(fmt.Errorf("call: %w", peer.ErrOther)); !errors.Is(err, exec.ErrNobody) ||
+		errors.Is(err, exec.ErrNever) ||
 		!strings.Contains(err.Error(), "listen address (7650)") {
 		t.Errorf("a gRPC server of another kind: judged as %v", err)
 	}

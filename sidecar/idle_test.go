@@ -56,9 +56,9 @@ func TestIdlePeer(t *testing.T) {
 	}
 }
 
-// The first transfer after the idle time opens its lanes as soon as either end has said anything of it:
-// they are up at both ends while the prefill's engine has not named the prompt yet, whichever end dials.
-// The transfer then goes by them, and takes little longer than the next one.
+// The first transfer after the idle time opens its lanes as soon as either end has said anything
+// of it: they are up at both ends while the prefill's engine has not named the prompt yet,
+// whichever end dials. The transfer then goes by them, and takes little longer than the next one.
 func TestFirstAfterIdle(t *testing.T) {
 	const rounds = 5 // of each direction
 	conns := 0
@@ -80,7 +80,10 @@ func TestFirstAfterIdle(t *testing.T) {
 	}
 	once(a, ae, be) // the two meet
 	once(b, be, ae)
-	idle := func() { until(t, func() bool { return len(a.lanesTo(b.boot))+len(b.lanesTo(a.boot)) == 0 }) }
+	idle := func() {
+		until(t,
+			func() bool { return len(a.lanesTo(b.boot))+len(b.lanesTo(a.boot)) == 0 })
+	}
 	var first, next []time.Duration
 	for i := range 2 * rounds {
 		p, d, pe, de := a, b, ae, be
@@ -95,10 +98,14 @@ func TestFirstAfterIdle(t *testing.T) {
 		rng := newRand(uint64(i))
 		n := blocksFor(tokens, 16)
 		pt, dt := table(rng, 256, n), table(rng, 256, n)
-		dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Peer: p.Endpoint(), Skip: []uint32{0},
+		dst, err := de.Expect(msg.Expect{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens,
+			Peer: p.Endpoint(), Skip: []uint32{0},
 			Blocks: [][]uint32{dt}, DeadlineMS: deadlineMS, PartnerMS: deadlineMS})
 		ok(t, err)
-		until(t, func() bool { return min(len(p.lanesTo(d.boot)), len(d.lanesTo(p.boot))) == conns })
+		until(t, func() bool {
+			return min(len(p.lanesTo(d.boot)),
+				len(d.lanesTo(p.boot))) == conns
+		})
 		now := d.enter()
 		v := d.d.ex.View(now)
 		d.leave()
@@ -106,8 +113,9 @@ func TestFirstAfterIdle(t *testing.T) {
 			t.Fatalf("the prompt has a source already: %+v", v.Dests)
 		}
 		up := p.lanesTo(d.boot)
-		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1, Blocks: [][]uint32{pt},
-			Ready: tokens, DeadlineMS: deadlineMS})
+		src, err := pe.Intent(msg.Intent{Xfer: pr.xfer, Hash: pr.hash, Tokens: tokens, Fanout: 1,
+			Blocks: [][]uint32{pt},
+			Ready:  tokens, DeadlineMS: deadlineMS})
 		ok(t, err)
 		de.ok(dst)
 		if after := p.lanesTo(d.boot); !slices.Equal(up, after) {
@@ -117,5 +125,6 @@ func TestFirstAfterIdle(t *testing.T) {
 	}
 	slices.Sort(first)
 	slices.Sort(next)
-	t.Logf("median of a transfer with lanes open %v, of the first after the idle time %v", next[rounds], first[rounds])
+	t.Logf("median of a transfer with lanes open %v, of the first after the idle time %v",
+		next[rounds], first[rounds])
 }

@@ -92,9 +92,9 @@ func (m *meshed) costs(t *testing.T) (fds int, rss int64) {
 	return len(all), pages * int64(os.Getpagesize())
 }
 
-// Sidecars in processes of their own meet by gossip, while others of them end, one way or the other, and
-// new ones come. No one is refused, and what the others cost is afterwards what it was before. make
-// test-mesh runs it with 200 of them for five minutes.
+// Sidecars in processes of their own meet by gossip, while others of them end, one way or the
+// other, and new ones come. No one is refused, and what the others cost is afterwards what it was
+// before. make test-mesh runs it with 200 of them for five minutes.
 func TestMeshOfProcesses(t *testing.T) {
 	count, seconds, rate := fromEnv(t, meshProcessesEnv, 8), fromEnv(t, meshSecondsEnv, 4), fromEnv(t, meshRateEnv, 2)
 	key, err := keys.NewCluster()
@@ -128,7 +128,8 @@ func TestMeshOfProcesses(t *testing.T) {
 			}
 			if time.Since(began) > meshPatience+time.Duration(count)*meshEach {
 				known, lanes := left[0].peers()
-				t.Fatalf("%s: %d of %d sidecars do not know just the %d others, without a data lane; one knows %d, and has %d lanes", what,
+				t.Fatalf("%s: %d of %d sidecars do not know just the %d others, without a data lane; "+
+					"one knows %d, and has %d lanes", what,
 					len(left), count, count-1, known, lanes)
 			}
 			<-time.After(100 * time.Millisecond)

@@ -151,8 +151,8 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		all = append(all, Inflow{Peer: manyBoot(i / manyRails), Transport: "tcp", Rail: fmt.Sprint("eth", i%manyRails), Gbps: 100, Bytes: 1 << 20})
 	}
 	e.Incoming(now)
-	// The first answers, in which all are new, and those with all of them. Of each the least of three
-	// counts, as the machine may do other things.
+	// The first answers, in which all are new, and those with all of them. Of each the least of
+	// three counts, as the machine may do other things.
 	first, least := make([]time.Duration, maxInflows/maxNewInflows), time.Hour
 	credited := map[inflowID]bool{}
 	measured := func() time.Duration {
@@ -182,9 +182,11 @@ func TestIdlePeersAreNotMeasured(t *testing.T) {
 		e.dropInflows(func(*inflow) bool { return try < 2 })
 	}
 	worst := slices.Max(first)
-	t.Logf("%d inflows that all send: %v of CPU for a measurement, %v at most while they are new", len(all), least, worst)
+	t.Logf("%d inflows that all send: %v of CPU for a measurement, %v at most while they are new",
+		len(all), least, worst)
 	if max(least, worst) > oneGoal {
-		t.Errorf("%d inflows that all send cost %v of CPU in one event, %v while they are new: want %v at most", len(all), least, worst, oneGoal)
+		t.Errorf("%d inflows that all send cost %v of CPU in one event, %v while they are new: "+
+			"want %v at most", len(all), least, worst, oneGoal)
 	}
 	if len(credited) != maxInflows {
 		t.Errorf("%d of %d have a credit", len(credited), maxInflows)
@@ -196,8 +198,10 @@ func TestOneDeadlineForAll(t *testing.T) {
 	e, w := manyExec()
 	now := sec
 	for id := range manyLeases {
-		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1), Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
-			Peer: fmt.Sprint("p:", id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
+		e.Expect(now, w, connector.Expect{Lease: transfer.LeaseID{Boot: w.Boot, ID: uint64(id + 1),
+			Epoch: 1}, Key: testKey(byte(id), byte(id>>8)),
+			Peer: fmt.Sprint("p:",
+				id%manyPeers), Tokens: 64, Skip: []uint32{0}, Deadline: 30 * sec})
 	}
 	drained(e)
 	ticks, most := 0, time.Duration(0)

@@ -26,7 +26,7 @@ const (
 	maxCredit     = 1 << 30                // bytes that anybody may say
 	maxInflows    = 4096                   // pairs of peer and rail that are told apart
 	maxNewInflows = 256                    // of these, that one answer adds: the others come again
-	maxTold       = 256                    // credits that one answer changes: the others wait for the next
+	maxTold       = 256                    // credits that one answer changes; the others wait
 )
 
 // Inflow is what has come from a peer over one of our rails since Measured was told last.
@@ -145,19 +145,20 @@ func (e *Exec) Measured(now Instant, grew []Inflow) {
 }
 
 // tellCredits tells peers what they may have in flight where that is news, or was told long ago. It
-// goes on where the last call ended, so that each has its turn.
+// goes on where the last call had to end, so that each has its turn.
 func (e *Exec) tellCredits(now Instant) {
-	left := maxTold
-	n := len(e.inflows)
-	for range n {
-		e.creditAt %= n
-		f := e.inflows[e.creditAt]
+	left, n, from := maxTold, len(e.inflows), e.creditAt
+	e.creditAt = 0
+	for k := range n {
+		at := (from + k) % n
+		f := e.inflows[at]
 		want := f.rail.credit()
 		// A double is news, and so is a quarter less: where a sender more comes, what the others may
 		// have in flight is too much. A little more or less waits until it is told again anyway.
 		if want != f.told && (want == 0 || f.told == 0 || want >= 2*f.told || want <= f.told/4*3) ||
 			want != 0 && now-f.at >= creditRefresh {
 			if left == 0 {
+				e.creditAt = at
 				return
 			}
 			left--
@@ -165,7 +166,6 @@ func (e *Exec) tellCredits(now Instant) {
 			e.send(f.id.peer, &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Credit{Credit: &peerv1.Credit{
 				Transport: f.id.rail.transport, Rail: f.id.rail.name, Bytes: want}}})
 		}
-		e.creditAt++
 	}
 }
 

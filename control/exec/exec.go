@@ -68,7 +68,7 @@ type Exec struct {
 	flowing    bool                               // something has come since nothing did
 	inflows    []*inflow                          // that send now, or have a credit, in order
 	inflowOf   map[inflowID]*inflow               // the same
-	creditAt   int                                // where in inflows the next look at credits begins
+	creditAt   int                                // of inflows: where the next look begins
 	inrails    map[railID]*inrail
 
 	spray      *spray.Scheduler

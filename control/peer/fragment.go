@@ -103,8 +103,8 @@ func (j *joiner) completes(f *peerv1.ControlFrame) bool {
 
 // What waits in all sessions together is bounded, too: a member that speaks for many boots could
 // leave in each of them a long frame without its end. A frame for which there is no room is not
-// acknowledged, and comes again. A session in which something has waited for too long meanwhile, and
-// in which no frame was whole, is ended.
+// acknowledged, and comes again. A session in which something has waited for too long meanwhile,
+// and in which no frame was whole, is ended.
 const (
 	maxWaiting = 128 << 20   // bytes: frames that came before earlier ones, and fragments
 	stuckAfter = openTimeout // where there is no room for others

@@ -189,7 +189,8 @@ func TestFragmentsWithoutEnd(t *testing.T) {
 		}
 		s.mu.Unlock()
 		if i == 0 {
-			poll(t, "most of one waits", watch(func() bool { return victim.waiting.Load() > MaxMessage/2 }))
+			poll(t, "most of one waits",
+				watch(func() bool { return victim.waiting.Load() > MaxMessage/2 }))
 		}
 	}
 	poll(t, "no more may wait", watch(func() bool { return !victim.mayWait(MaxFrame) }))
@@ -201,7 +202,8 @@ func TestFragmentsWithoutEnd(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	poll(t, "the honest frames", watch(func() bool { mu.Lock(); defer mu.Unlock(); return len(got) == 3 }))
+	poll(t, "the honest frames",
+		watch(func() bool { mu.Lock(); defer mu.Unlock(); return len(got) == 3 }))
 	if !proto.Equal(&peerv1.ControlFrame{Body: got[1].Body}, long) {
 		t.Error("the long frame came otherwise")
 	}

@@ -98,7 +98,8 @@ func startGossip(opt Options, endpoint string, members *admit.Members) (*gossip,
 		}
 		_ = t.Shutdown()
 	}
-	return nil, fmt.Errorf("peer: peer.gossip.listen: %w: name an address of this host%s with a free port, or off", err, ownAddresses())
+	return nil, fmt.Errorf("peer: peer.gossip.listen: %w: name an address of this host%s "+
+		"with a free port, or off", err, ownAddresses())
 }
 
 func newGossip(opt Options, list *memberlist.Memberlist, gate *admit.Gate) *gossip {

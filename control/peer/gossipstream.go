@@ -13,9 +13,9 @@ import (
 	"github.com/kvspray/kvspray/internal/admit"
 )
 
-// Anybody may open a stream to the gossip port, and memberlist has no bound for them: each costs a
-// descriptor and a goroutine for ten seconds, and what comes on it is kept up to 20 MiB before it is
-// decrypted. So streams pass a gate, as the connections of the other ports do.
+// Anybody may open a stream to the gossip port, and memberlist has no bound for them: each costs
+// a descriptor and a goroutine for ten seconds, and what comes on it is kept up to 20 MiB before
+// it is decrypted. So streams pass a gate, as the connections of the other ports do.
 
 const (
 	gossipStreams = 64      // streams of others at once
@@ -38,7 +38,8 @@ type gated struct {
 
 // newGated listens where c has it, and puts the port into c.
 func newGated(c *memberlist.Config, members *admit.Members) (*gated, error) {
-	conf := &memberlist.NetTransportConfig{BindAddrs: []string{c.BindAddr}, BindPort: c.BindPort, Logger: c.Logger}
+	conf := &memberlist.NetTransportConfig{BindAddrs: []string{c.BindAddr}, BindPort: c.BindPort,
+		Logger: c.Logger}
 	tries := 1
 	if c.BindPort == 0 {
 		tries = bindTries

@@ -36,7 +36,10 @@ func TestStrangersAtGossip(t *testing.T) {
 	stop := testutil.Strangers(t, victim.gossiping(), 2000, 500, testutil.ManyStrangers, nil)
 	began := time.Now()
 	fresh := start(t, withGossip(t, key, victim.gossiping()))
-	poll(t, "both are members", func() bool { return len(fresh.Members()) == 2 && len(victim.Members()) == 2 })
+	poll(t, "both are members", func() bool {
+		return len(fresh.Members()) == 2 &&
+			len(victim.Members()) == 2
+	})
 	took := time.Since(began)
 	g := victim.gossip.gate
 	poll(t, "strangers make room for strangers", func() bool { return g.Evicted() > 1000 })

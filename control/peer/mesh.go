@@ -45,8 +45,8 @@ type Mesh struct {
 	gate    *admit.Gate    // accepted connections that have proved nothing yet
 	members *admit.Members // addresses of members, for all gates
 	refused admit.Log      // of what strangers can cause at will
-	// Has a place for each stranger that may compute at once. The handshakes of all that a gate holds
-	// would take every processor for longer than a member may wait.
+	// Has a place for each stranger that may compute at once. The handshakes of all that a gate
+	// holds would take every processor for longer than a member may wait.
 	turns chan struct{}
 
 	waiting     atomic.Int64 // bytes of frames that wait for others, of all sessions

@@ -70,25 +70,29 @@ func onPath(t *testing.T, to string, change func(record []byte) []byte) string {
 	return ln.Addr().String()
 }
 
-// Whoever is on the path of a control lane and changes, repeats, leaves out or cuts one record of it
-// ends the lane, because the receiver refuses what comes then. No frame is handled that was not sent,
-// none twice and none out of order.
+// Whoever is on the path of a control lane and changes, repeats, leaves out or cuts one record of
+// it ends the lane, because the receiver refuses what comes then. No frame is handled that was
+// not sent, none twice and none out of order.
 func TestControlLaneOnPath(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
 		t.Fatal(err)
 	}
-	// What becomes of the second record, and how the receiver's lane ends. Nobody touches the others.
+	// What becomes of the second record, and how the receiver's lane ends. Nobody touches the
+	// others.
 	for name, x := range map[string]struct {
 		attack func(rec []byte) []byte
 		ends   string
 	}{
-		"untouched":         {func(rec []byte) []byte { return rec }, ""},
-		"a flipped bit":     {func(rec []byte) []byte { rec[len(rec)/2] ^= 1; return rec }, "bad record MAC"},
-		"a replayed record": {func(rec []byte) []byte { return append(bytes.Clone(rec), rec...) }, "bad record MAC"},
+		"untouched": {func(rec []byte) []byte { return rec }, ""},
+		"a flipped bit": {func(rec []byte) []byte { rec[len(rec)/2] ^= 1; return rec },
+			"bad record MAC"},
+		"a replayed record": {func(rec []byte) []byte { return append(bytes.Clone(rec), rec...) },
+			"bad record MAC"},
 		"a record left out": {func([]byte) []byte { return []byte{} }, "bad record MAC"},
-		"a cut record":      {func(rec []byte) []byte { return rec[:len(rec)-1] }, "bad record MAC"},
-		"a cut lane":        {func([]byte) []byte { return nil }, "EOF"},
+		"a cut record": {func(rec []byte) []byte { return rec[:len(rec)-1] },
+			"bad record MAC"},
+		"a cut lane": {func([]byte) []byte { return nil }, "EOF"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			sec := secured(t, c)

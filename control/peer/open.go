@@ -113,7 +113,10 @@ func (m *Mesh) prove(c net.Conn, v *admit.Visit, calls bool) (given bool, err er
 			conf.NextProtos = append(conf.NextProtos, callProtocol)
 		}
 		conf.GetConfigForClient = func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
-			offers := func(proto string) bool { return slices.Contains(hello.SupportedProtos, proto) }
+			offers := func(proto string) bool {
+				return slices.Contains(hello.SupportedProtos,
+					proto)
+			}
 			if slices.ContainsFunc(conf.NextProtos, offers) {
 				v.Spoke()
 			}
@@ -260,8 +263,8 @@ type replayConn struct {
 // turnPause bounds for how long nobody has a turn that was given back.
 const turnPause = 10 * time.Millisecond
 
-// rest gives the turn back. Nobody gets it for as long as it was used: strangers together take half of
-// the processors that turns stand for.
+// rest gives the turn back. Nobody gets it for as long as it was used: strangers together take
+// half of the processors that turns stand for.
 func (c *replayConn) rest() {
 	if !c.since.IsZero() {
 		turns := c.turns

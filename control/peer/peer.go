@@ -49,7 +49,7 @@ const (
 	maxConnects     = 128          // connects under way
 	maxOpening      = 1024         // accepted connections that have proved nothing yet
 	maxSource       = 512          // of these, from one source
-	turnsPart       = 4            // this part of the processors, one at least, is for strangers' handshakes
+	turnsPart       = 4            // of the processors, for handshakes of strangers; one at least
 	maxConns        = 16 << 10     // accepted connections of all kinds
 	maxOwned        = MaxPeers / 8 // sessions of one certificate from one address
 	maxOwnedNet     = MaxPeers / 2 // the same from one IPv6 /64

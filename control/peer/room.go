@@ -14,18 +14,20 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// The table of sessions is bounded, and whoever has a key can fill it: by mistake, as a fleet that
-// restarts under new addresses does, or on purpose with boots that are invented. So a newcomer takes
-// the place of a session without lanes and leases. Where there is none and a request needs the
-// newcomer, it takes the place of one that has lanes and has done nothing for a while: in a cluster
-// of more than MaxPeers those that work together change.
+// The table of sessions is bounded, and whoever has a key can fill it: by mistake, as a fleet
+// that restarts under new addresses does, or on purpose with boots that are invented. So a
+// newcomer takes the place of a session without lanes and leases. Where there is none and a
+// request needs the newcomer, it takes the place of one that has lanes and has done nothing for a
+// while: in a cluster of more than MaxPeers those that work together change.
 //
 // No certificate may have more than its share, from one address. Several nodes may show the same
 // one, as the pods of one deployment do, and each of them has an address of its own.
 
 var (
-	errNoRoom = errors.New("peer: another peer needed the place of this session, which had no lane and no lease")
-	errQuiet  = errors.New("peer: another peer needed the place of this session, which had no lease and nothing to do")
+	errNoRoom = errors.New("peer: another peer needed the place of this session, " +
+		"which had no lane and no lease")
+	errQuiet = errors.New("peer: another peer needed the place of this session, " +
+		"which had no lease and nothing to do")
 )
 
 // tenant is what counts when a place is needed.
@@ -64,8 +66,8 @@ func (m *Mesh) makeRoom(boot transfer.Boot, w who) error {
 			continue
 		}
 		if t.own > 0 {
-			return fmt.Errorf("peer: %d sessions of one certificate come from %s, at most that many: "+
-				"give each node a certificate of its own: %w", t.own, w.from, wire.ErrRefused)
+			return fmt.Errorf("peer: %d sessions of one certificate come from %s, at most that "+
+				"many: give each node a certificate of its own: %w", t.own, w.from, wire.ErrRefused)
 		}
 		return m.fullError()
 	}
@@ -114,7 +116,7 @@ func owned(from netip.Prefix) int {
 type candidates struct {
 	free  []tenant // without lanes
 	quiet []tenant // with lanes on which nothing moves; only for a peer that is needed
-	own   int      // > 0: the newcomer's certificate has its share, of so many, and these are its own
+	own   int      // > 0: the newcomer's certificate has its share of so many, in free
 }
 
 // tenants lists the sessions of which one must be given up before boot fits: of the same certificate
@@ -126,7 +128,8 @@ func (m *Mesh) tenants(boot transfer.Boot, w who) (c candidates, over bool, err 
 		return c, false, nil // meet has the answer
 	}
 	if w.acquaint && len(m.sessions) >= meetMost {
-		return c, false, fmt.Errorf("peer: %d sessions, of which a request needs the next: %w", len(m.sessions), ErrAcquainted)
+		return c, false, fmt.Errorf("peer: %d sessions, of which a request needs the next: %w",
+			len(m.sessions), ErrAcquainted)
 	}
 	sessions := 0
 	var mine, fresh []tenant // of the certificate: those without lanes, and of these those that never had one

@@ -190,7 +190,8 @@ func unstarted(t *testing.T) (*node, *service) {
 // known meets a boot that a request needs, or none does, as one with a certificate at an address.
 func (n *node) known(boot transfer.Boot, id identity, from string, acquaint bool) error {
 	w := who{id: id, from: admit.SourceOf(netip.MustParseAddr(from)), acquaint: acquaint}
-	_, err := n.meet(Protocol.Max, boot, w, "", "n", "127.0.0.1:1", "", nil, []string{"127.0.0.1:1"},
+	_, err := n.meet(Protocol.Max, boot, w, "", "n", "127.0.0.1:1", "", nil,
+		[]string{"127.0.0.1:1"},
 		make([]byte, 32), build{})
 	return err
 }
@@ -203,10 +204,17 @@ func TestSharedCertificate(t *testing.T) {
 		from func(i int) string
 		most int
 	}{
-		"each at an address of its own": {func(i int) string { return fmt.Sprintf("10.0.%d.%d", i>>8, i&255) }, MaxPeers},
-		"one address":                   {func(int) string { return "10.0.0.1" }, maxOwned},
-		"each in a /64 of its own":      {func(i int) string { return fmt.Sprintf("2001:db8:0:%x::1", i) }, MaxPeers},
-		"one /64":                       {func(i int) string { return fmt.Sprintf("2001:db8::%x", i) }, maxOwnedNet},
+		"each at an address of its own": {func(i int) string {
+			return fmt.Sprintf("10.0.%d.%d",
+				i>>8, i&255)
+		}, MaxPeers},
+		"one address": {func(int) string { return "10.0.0.1" }, maxOwned},
+		"each in a /64 of its own": {
+			func(i int) string { return fmt.Sprintf("2001:db8:0:%x::1", i) }, MaxPeers},
+		"one /64": {func(i int) string {
+			return fmt.Sprintf("2001:db8::%x",
+				i)
+		}, maxOwnedNet},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n, _ := unstarted(t)
@@ -233,8 +241,8 @@ func TestSharedCertificate(t *testing.T) {
 }
 
 // Gossip names more members than there are places: those that no request needs leave places for
-// those that one does, at the end that is called too. With all places taken, one that a request needs
-// takes the place of one that has been quiet, and of no other.
+// those that one does, at the end that is called too. With all places taken, one that a request
+// needs takes the place of one that has been quiet, and of no other.
 func TestMoreMembersThanPlaces(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n, _ := unstarted(t)
@@ -251,14 +259,18 @@ func TestMoreMembersThanPlaces(t *testing.T) {
 		if in != meetMost {
 			t.Errorf("%d members were met, want %d", in, meetMost)
 		}
-		need := func(i int) error { return n.known(numbered(4*MaxPeers+i), identity{}, "10.0.0.1", false) }
+		need := func(i int) error {
+			return n.known(numbered(4*MaxPeers+i), identity{}, "10.0.0.1",
+				false)
+		}
 		for i := range MaxPeers - meetMost {
 			if err := need(i); err != nil {
 				t.Fatal(i, err)
 			}
 			n.up(t, numbered(4*MaxPeers+i))
 		}
-		if err := need(MaxPeers); err == nil || !strings.Contains(err.Error(), "have lanes or leases") {
+		if err := need(MaxPeers); err == nil || !strings.Contains(err.Error(),
+			"have lanes or leases") {
 			t.Errorf("all have just done something: %v", err)
 		}
 		time.Sleep(2 * idleForget)
@@ -270,7 +282,8 @@ func TestMoreMembersThanPlaces(t *testing.T) {
 		for i := 1; i < 3+quiet; i++ {
 			delete(n.busy, numbered(i))
 		}
-		for boot, f := range map[transfer.Boot]func(*session){waits: func(s *session) { s.unacked = make([]outgoing, 1) },
+		for boot, f := range map[transfer.Boot]func(*session){
+			waits: func(s *session) { s.unacked = make([]outgoing, 1) },
 			moved: func(s *session) { s.business = time.Now() }} {
 			s := n.session(boot)
 			s.mu.Lock()
@@ -319,8 +332,8 @@ func TestNoRoom(t *testing.T) {
 	}
 }
 
-// A session that made room for another is not opened again for nothing, and is where a request needs
-// it.
+// A session that made room for another is not opened again for nothing, and is where a request
+// needs it.
 func TestMadeRoomStaysOut(t *testing.T) {
 	victim, a := start(t, slow), start(t, nil)
 	for i := range meetMost {
@@ -344,7 +357,8 @@ func TestMadeRoomStaysOut(t *testing.T) {
 		downs := len(a.downs)
 		a.mu.Unlock()
 		victim.endQuiet(s, errQuiet)
-		a.until("it is over at the other end, too", func() bool { return slices.ContainsFunc(a.downs[downs:], proved) })
+		a.until("it is over at the other end, too",
+			func() bool { return slices.ContainsFunc(a.downs[downs:], proved) })
 		if victim.session(a.opt.Boot) != nil || a.session(victim.opt.Boot) != nil {
 			t.Error("it is there again, and no request needs it")
 		}

@@ -177,7 +177,8 @@ func (m *Mesh) meet(ver wire.Version, boot transfer.Boot, w who, dialled, node, 
 		return nil, m.fullError()
 	case s == nil:
 		now := time.Now()
-		s = &session{m: m, boot: boot, id: id, from: w.from, held: map[uint64]*peerv1.ControlFrame{},
+		s = &session{m: m, boot: boot, id: id, from: w.from,
+			held:  map[uint64]*peerv1.ControlFrame{},
 			since: now, business: now}
 		s.quiet.L = &s.mu
 		if _, err := rand.Read(s.mine[:]); err != nil {
@@ -272,8 +273,8 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	return fmt.Errorf("peer: call %s: %w", endpoint, err)
 }
 
-// hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key with
-// it. acquaint: no request needs it. A nil session: ourselves.
+// hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key
+// with it. acquaint: no request needs it. A nil session: ourselves.
 func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *session, err error) {
 	ours := m.opt.Versions
 	q := &peerv1.HelloRequest{Versions: &peerv1.VersionRange{Min: uint32(oldest),

@@ -243,7 +243,8 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 	if s.heldBytes+n > maxHeldBytes {
 		return fmt.Errorf("peer: %s: %d bytes of frames wait for earlier ones, at most %d", s.boot, s.heldBytes, maxHeldBytes)
 	}
-	if through := f.Seq == s.taken+1 && !s.delivering && s.joined.completes(f); !through && !s.m.mayWait(n) {
+	if through := f.Seq == s.taken+1 && !s.delivering && s.joined.completes(f); !through &&
+		!s.m.mayWait(n) {
 		return nil // as if it had been lost: the peer sends it again
 	}
 	s.held[f.Seq] = f

@@ -29,10 +29,11 @@ const (
 	membersMeet    = 200  // openings that are timed
 	strangersTries = 3
 	openingP99     = 50 * time.Millisecond
+	busyPart       = 4 // of a try, that threads may wait for a CPU where the try counts
 )
 
-// strangers come from one address or from many, and send nothing, or the first message of TLS that a
-// member sends. Those that send nothing from one address have that of a member.
+// strangers come from one address or from many, and send nothing, or the first message of TLS
+// that a member sends. Those that send nothing from one address have that of a member.
 func strangers(t *testing.T, f func(t *testing.T, from func(int) [4]byte, say []byte)) {
 	for _, x := range []struct {
 		name string
@@ -41,7 +42,8 @@ func strangers(t *testing.T, f func(t *testing.T, from func(int) [4]byte, say []
 	}{
 		{"one address", testutil.OneStranger, nil},
 		{"many addresses", testutil.ManyStrangers, nil},
-		{"one address, speaking", func(int) [4]byte { return [4]byte{127, 9, 0, 1} }, firstMessage(t)},
+		{"one address, speaking", func(int) [4]byte { return [4]byte{127, 9, 0, 1} },
+			firstMessage(t)},
 		{"many addresses, speaking", testutil.ManyStrangers, firstMessage(t)},
 	} {
 		t.Run(x.name, func(t *testing.T) { f(t, x.from, x.say) })
@@ -52,7 +54,8 @@ func strangers(t *testing.T, f func(t *testing.T, from func(int) [4]byte, say []
 func firstMessage(t *testing.T) []byte {
 	a, b := net.Pipe()
 	go func() {
-		_ = tls.Client(a, &tls.Config{NextProtos: []string{laneProtocol}, InsecureSkipVerify: true}).Handshake()
+		_ = tls.Client(a, &tls.Config{NextProtos: []string{laneProtocol},
+			InsecureSkipVerify: true}).Handshake()
 	}()
 	defer a.Close()
 	buf := make([]byte, 64<<10)
@@ -87,8 +90,8 @@ func p99(d []time.Duration) time.Duration {
 	return d[len(d)*99/100]
 }
 
-// Strangers without a key hold ten thousand connections and open two thousand a second: members meet
-// and open lanes as if they were alone.
+// Strangers without a key hold ten thousand connections and open two thousand a second: members
+// meet and open lanes as if they were alone.
 func TestStrangers(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
@@ -104,46 +107,58 @@ func TestStrangers(t *testing.T) {
 		victim := start(t, func(o *Options) {
 			sec(o)
 			slow(o)
-			o.Log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+			o.Log = slog.New(slog.NewTextHandler(&log,
+				&slog.HandlerOptions{Level: slog.LevelDebug}))
 		})
 		honest := start(t, func(o *Options) { sec(o); slow(o) })
 		join(t, honest, victim)
 		var took time.Duration
-		good := false
+		good, quiet := false, false
 		for range strangersTries { // a machine that is busy with other things is slow alone, too
 			aloneHello, aloneLane := openings(t, honest, victim)
 			stop := testutil.Strangers(t, victim.Endpoint(), strangersHeld, rate, from, say)
-			began := time.Now()
+			began, waited := time.Now(), testutil.WaitedForCPU(t)
 			hello, lane := openings(t, honest, victim)
 			each := time.Since(began)
+			quiet = quiet || testutil.WaitedForCPU(t)-waited < each/busyPart
 			took += each
-			t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a hello %v (alone %v), of a new lane %v (alone %v); %d lines of log", stop(), each,
-				victim.gate.Evicted(), hello, aloneHello, lane, aloneLane, strings.Count(log.String(), "connection refused"))
-			if good = hello <= max(openingP99, 3*aloneHello) && lane <= max(openingP99, 3*aloneLane); good {
+			t.Logf("%d connections of strangers in %v, %d closed for others; p99 of a hello %v "+
+				"(alone %v), of a new lane %v (alone %v); %d lines of log", stop(), each,
+				victim.gate.Evicted(), hello, aloneHello, lane, aloneLane,
+				strings.Count(log.String(), "connection refused"))
+			if good = hello <= max(openingP99, 3*aloneHello) && lane <= max(openingP99,
+				3*aloneLane); good {
 				break
 			}
 		}
-		if !good {
+		switch {
+		case good:
+		case quiet:
 			t.Errorf("p99 of an opening was over %v in %d tries", openingP99, strangersTries)
+		default:
+			testutil.Skip(t, "quiet", "threads waited for a CPU for most of each try: "+
+				"the machine is too busy to tell how long an opening takes")
 		}
 		if held := victim.gate.Held(); held > maxOpening {
 			t.Errorf("%d unproved connections held, at most %d", held, maxOpening)
 		}
-		if n := strings.Count(log.String(), "connection refused"); n > int(took/time.Second)+strangersTries {
+		if n := strings.Count(log.String(),
+			"connection refused"); n > int(took/time.Second)+strangersTries {
 			t.Errorf("%d lines about refused connections in %v", n, took)
 		}
 	})
 }
 
-// Strangers of a few addresses that send a member's first message do not keep out a member that this
-// process has not met yet.
+// Strangers of a few addresses that send a member's first message do not keep out a member that
+// this process has not met yet.
 func TestNewcomerAmongStrangers(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {
 		t.Fatal(err)
 	}
 	sec := secured(t, c)
-	victim, fresh := start(t, func(o *Options) { sec(o); slow(o) }), start(t, func(o *Options) { sec(o); slow(o) })
+	victim, fresh := start(t, func(o *Options) { sec(o); slow(o) }), start(t,
+		func(o *Options) { sec(o); slow(o) })
 	three := func(n int) [4]byte { return [4]byte{127, 9, 0, byte(1 + n%3)} }
 	rate := strangersRate
 	if testutil.Race {
@@ -152,7 +167,10 @@ func TestNewcomerAmongStrangers(t *testing.T) {
 	stop := testutil.Strangers(t, victim.Endpoint(), 2000, rate, three, firstMessage(t))
 	poll(t, "the gate is full", func() bool { return victim.gate.Evicted() > 0 })
 	began := time.Now()
-	join(t, fresh, victim)
+	// As the executor does, it tries again where the machine is too busy for one try.
+	if err := fresh.reach(victim.Endpoint(), victim.opt.Boot); err != nil {
+		t.Fatal(err)
+	}
 	took := time.Since(began)
 	t.Logf("%d connections of strangers; a newcomer was in after %v", stop(), took)
 	if n := victim.gate.Held(); n > maxOpening {
@@ -211,14 +229,16 @@ func openings(t *testing.T, n, to *node) (hello, opened time.Duration) {
 			return err
 		})
 		hellos = append(hellos, time.Since(at))
-		if err != nil {
-			t.Fatal(err)
+		if err != nil { // the others may take as long
+			t.Log(err)
+			return openTimeout, openTimeout
 		}
 		at = time.Now()
-		if err := n.dialLane(t.Context(), s, target{to.Endpoint(), 0}); err != nil {
-			t.Fatal(err)
+		err = n.dialLane(t.Context(), s, target{to.Endpoint(), 0})
+		if lanes = append(lanes, time.Since(at)); err != nil {
+			t.Log(err)
+			return openTimeout, openTimeout
 		}
-		lanes = append(lanes, time.Since(at))
 		s.mu.Lock()
 		more := slices.Clone(s.lanes[1:])
 		s.mu.Unlock()

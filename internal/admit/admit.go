@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package admit bounds the accepted connections that have proved nothing yet. Each of them costs a
-// descriptor and a goroutine, and anybody may open one. A listener that refuses the newest one lets
-// strangers shut out members. So a Gate takes every connection, and where there are too many it
-// closes another one: first those that have sent nothing, then those that have, both only from
-// addresses where no member was; and of these one from the source with the most, the oldest first.
+// Package admit bounds the accepted connections that have proved nothing yet. Each of them costs
+// a descriptor and a goroutine, and anybody may open one. A listener that refuses the newest one
+// lets strangers shut out members. So a Gate takes every connection, and where there are too many
+// it closes another one: first those that have sent nothing, then those that have, both only from
+// addresses where no member was; and of these one from the source with the most, the oldest
+// first.
 //
-// A source is an IPv4 address, or an IPv6 /64, of which one host may have every address. A member is
-// a source of its own, so that strangers in the same /64 take no place from it.
+// A source is an IPv4 address, or an IPv6 /64, of which one host may have every address. A member
+// is a source of its own, so that strangers in the same /64 take no place from it.
 //
-// Invariants: a Gate holds at most Limits.Unproved connections, and at most Limits.PerSource of one
-// source. It closes a connection from the address of a member only where no other is left, or for
-// another one of that address. No goroutines; the methods may be called from any.
+// Invariants: a Gate holds at most Limits.Unproved connections, and at most Limits.PerSource of
+// one source. It closes a connection from the address of a member only where no other is left, or
+// for another one of that address. No goroutines; the methods may be called from any.
 package admit
 
 import (
@@ -264,8 +265,8 @@ func (v *Visit) Spoke() {
 	}
 }
 
-// Proved tells the gate that a member is at the other end. The connection leaves the gate. False: it
-// was closed for another one before.
+// Proved tells the gate that a member is at the other end. The connection leaves the gate. False:
+// it was closed for another one before.
 func (v *Visit) Proved() bool {
 	g := v.gate
 	g.mu.Lock()

@@ -83,8 +83,8 @@ func TestMembersBounded(t *testing.T) {
 	}
 }
 
-// However many addresses of an IPv6 /64 strangers use, they are one source: a newcomer from elsewhere
-// stays, and so do a member and a newcomer that live in the same /64.
+// However many addresses of an IPv6 /64 strangers use, they are one source: a newcomer from
+// elsewhere stays, and so do a member and a newcomer that live in the same /64.
 func TestOnePrefixIsOneSource(t *testing.T) {
 	g := New(Limits{Unproved: 16, PerSource: 8}, nil)
 	g.Enter(&conn{from: "2001:db8::1"}).Proved()
@@ -106,7 +106,8 @@ func TestOnePrefixIsOneSource(t *testing.T) {
 		g.Enter(&conn{from: fmt.Sprintf("2001:db8::1:%x", i)}).Spoke()
 	}
 	if member.closed || elsewhere.closed {
-		t.Errorf("closed: a member's %t, a newcomer's from elsewhere %t", member.closed, elsewhere.closed)
+		t.Errorf("closed: a member's %t, a newcomer's from elsewhere %t", member.closed,
+			elsewhere.closed)
 	}
 	if n := g.sources[netip.MustParsePrefix("2001:db8::/64")].held; n != 8 {
 		t.Errorf("%d connections of strangers from one /64, at most 8", n)
@@ -132,7 +133,8 @@ func TestMembersOfOnePrefix(t *testing.T) {
 	}
 }
 
-// Strangers of a few addresses that all speak take places from each other, and none from a newcomer.
+// Strangers of a few addresses that all speak take places from each other, and none from a
+// newcomer.
 func TestCrowdedSourceFirst(t *testing.T) {
 	g := New(Limits{Unproved: 12, PerSource: 6}, nil)
 	fresh := &conn{from: "10.0.0.9"}
@@ -148,7 +150,8 @@ func TestCrowdedSourceFirst(t *testing.T) {
 	}
 }
 
-// Bytes that nobody has read yet put a connection behind others, and do not make it one that speaks.
+// Bytes that nobody has read yet put a connection behind others, and do not make it one that
+// speaks.
 func TestUnreadBytesPromoteNobody(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

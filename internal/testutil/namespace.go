@@ -33,7 +33,8 @@ func InNamespace(tb testing.TB) bool {
 		}
 		return true
 	}
-	cmd, err := inNamespace(tb.Name(), "-test.run="+only(tb.Name()), "-test.v", "-test.timeout=10m", fmt.Sprintf("-test.short=%t", testing.Short()))
+	cmd, err := inNamespace(tb.Name(), "-test.run="+only(tb.Name()), "-test.v",
+		"-test.timeout=10m", fmt.Sprintf("-test.short=%t", testing.Short()))
 	if err != nil {
 		tb.Fatal(err)
 	}

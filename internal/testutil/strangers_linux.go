@@ -17,8 +17,9 @@ import (
 const strangersTick = 5 * time.Millisecond
 
 // Strangers hold so many connections to a listener on loopback open, and open so many new ones a
-// second, for which the oldest go, until the test is over or stop is called. They send say on each,
-// and nothing more. from gives the n-th one's source address. It returns once the first ones are open.
+// second, for which the oldest go, until the test is over or stop is called. They send say on
+// each, and nothing more. from gives the n-th one's source address. It returns once the first
+// ones are open.
 func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n int) [4]byte,
 	say []byte) (stop func() (opened int)) {
 	tb.Helper()

@@ -14,8 +14,8 @@ import (
 	"github.com/kvspray/kvspray/transport/simfabric"
 )
 
-// What one node of a large cluster may spend in its executor. Left out under the race detector, as all
-// that measures.
+// What one node of a large cluster may spend in its executor. Left out under the race detector,
+// as all that measures.
 const (
 	hubPeers     = 999
 	hubRails     = 8
@@ -34,12 +34,14 @@ func threadCPU() time.Duration {
 	return time.Duration(t.Nano())
 }
 
-// TestHubLosesAll: one node of a thousand has ten thousand transfers open, half of them each way, when all
-// of its peers are lost at once. Before, nothing flows, since no prefill has come so far.
+// TestHubLosesAll: one node of a thousand has ten thousand transfers open, half of them each way,
+// when all of its peers are lost at once. Before, nothing flows, since no prefill has come so
+// far.
 func TestHubLosesAll(t *testing.T) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	link := simfabric.LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond, Jitter: 2 * time.Microsecond, Buffer: 4 << 20}
+	link := simfabric.LinkSpec{BitsPerSecond: 10e9, Latency: 10 * time.Microsecond,
+		Jitter: 2 * time.Microsecond, Buffer: 4 << 20}
 	var rails []simfabric.RailSpec
 	for i := range hubRails {
 		rails = append(rails, simfabric.RailSpec{Name: string('a' + rune(i)), Link: link})
@@ -57,9 +59,11 @@ func TestHubLosesAll(t *testing.T) {
 		hub.Measure(&h)
 		c.F.Run(c.F.Now()+d, nil)
 		hub.Measure(nil)
-		t.Logf("%s: the executor's lock is held %d times in %v, %v of CPU in all and %v at most", what, h.Times, d, h.Sum, h.Most)
+		t.Logf("%s: the executor's lock is held %d times in %v, %v of CPU in all and %v at most",
+			what, h.Times, d, h.Sum, h.Most)
 		if h.Most > hubHeld {
-			t.Errorf("%s: the executor's lock is held for %v at a time, want %v at most", what, h.Most, hubHeld)
+			t.Errorf("%s: the executor's lock is held for %v at a time, want %v at most", what,
+				h.Most, hubHeld)
 		}
 		return h
 	}
@@ -76,13 +80,16 @@ func TestHubLosesAll(t *testing.T) {
 		c.Begin(from, to, blockTokens, deadline, layer)
 	}
 	measured("transfers begin", time.Second)
-	if x := hub.side.ex.Load(); x.Dests != hubTransfers/2 || x.Sources != hubTransfers/2 || x.Inbound != hubTransfers/2 {
-		t.Fatalf("%d receive, %d send, %d of them with a grant, want %d each", x.Dests, x.Sources, x.Inbound, hubTransfers/2)
+	if x := hub.side.ex.Load(); x.Dests != hubTransfers/2 || x.Sources != hubTransfers/2 ||
+		x.Inbound != hubTransfers/2 {
+		t.Fatalf("%d receive, %d send, %d of them with a grant, want %d each", x.Dests, x.Sources,
+			x.Inbound, hubTransfers/2)
 	}
 	const quiet = 10 * time.Second
 	h := measured("nothing flows", quiet)
 	if share := float64(h.Sum) / float64(quiet); share > hubIdle {
-		t.Errorf("%.1f%% of a core while nothing flows, want %.0f%% at most", 100*share, 100*hubIdle)
+		t.Errorf("%.1f%% of a core while nothing flows, want %.0f%% at most", 100*share,
+			100*hubIdle)
 	}
 	for _, n := range peers {
 		n.Kill()
@@ -99,7 +106,10 @@ func TestHubLosesAll(t *testing.T) {
 		n.Restart()
 	}
 	measured("all are there again", 5*time.Second)
-	c.F.Run(c.F.Now()+deadline+time.Minute, func() bool { return c.Open() == 0 || len(c.Violations()) > 0 })
+	c.F.Run(c.F.Now()+deadline+time.Minute, func() bool {
+		return c.Open() == 0 ||
+			len(c.Violations()) > 0
+	})
 	c.F.Run(c.F.Now()+5*time.Second, nil) // what was agreed on for rails is forgotten, too
 	c.Settle(0)
 	for _, v := range c.Violations() {

@@ -275,8 +275,8 @@ func (s *sidecar) drain() (more bool) {
 	return more
 }
 
-// Held is for how long a sidecar's driver holds the lock of its executor: for each event, and to take
-// the actions that follow from it.
+// Held is for how long a sidecar's driver holds the lock of its executor: for each event, and to
+// take the actions that follow from it.
 type Held struct {
 	Clock     func() time.Duration
 	Sum, Most time.Duration

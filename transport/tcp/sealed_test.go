@@ -105,9 +105,9 @@ func content(t *testing.T, m *transporttest.Memory) (all []byte) {
 	return all
 }
 
-// Whoever is on the path of a sealed lane and touches a record ends the lane: the reason is counted by
-// its name, and the slice does not land. In the memory that was granted there is what was there before,
-// zeros, or, up to the record that was touched, what was sent; nothing else.
+// Whoever is on the path of a sealed lane and touches a record ends the lane: the reason is
+// counted by its name, and the slice does not land. In the memory that was granted there is what
+// was there before, zeros, or, up to the record that was touched, what was sent; nothing else.
 func TestSealedOnPath(t *testing.T) {
 	var kept []byte
 	for name, c := range map[string]struct {
@@ -189,10 +189,12 @@ func TestSealedOnPath(t *testing.T) {
 				t.Error("the grant is full")
 			}
 			after := content(t, dst)
-			upTo := min(c.whole*wire.RecordBytes, len(after)) // the header of the frame takes some of it
+			// At most: the header of the frame takes some of it.
+			upTo := min(c.whole*wire.RecordBytes, len(after))
 			for i, b := range after {
 				if b != before[i] && b != 0 && (b != sent[i] || i >= upTo) {
-					t.Fatalf("byte %d of %d is %#x: it was %#x, %#x was sent, and %d records came whole", i, len(after), b, before[i], sent[i], c.whole)
+					t.Fatalf("byte %d of %d is %#x: it was %#x, %#x was sent, and %d records came whole",
+						i, len(after), b, before[i], sent[i], c.whole)
 				}
 			}
 		})

@@ -44,7 +44,7 @@ const (
 	openTimeout       = 5 * time.Second // of the opening of an accepted connection
 	connectFirst      = 150 * time.Millisecond
 	connectTries      = 5       // the last of 2.4 s
-	maxOpening        = 1024    // accepted connections that have not proved themselves, of all rails
+	maxOpening        = 1024    // accepted connections without a proof, of all rails
 	maxSource         = 512     // of these, from one source
 	maxLanes          = 4096    // of one backend
 	defaultSlice      = 1 << 20 // bytes
@@ -140,7 +140,8 @@ func New(cfg Config) (*Backend, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	b := &Backend{cfg: cfg, log: cfg.Log.With("transport", Name), gate: admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource}, nil),
+	b := &Backend{cfg: cfg, log: cfg.Log.With("transport", Name),
+		gate:  admit.New(admit.Limits{Unproved: maxOpening, PerSource: maxSource}, nil),
 		lanes: map[*lane]struct{}{}, conns: map[net.Conn]struct{}{}}
 	b.refused.Logger = b.log
 	b.ctx, b.cancel = context.WithCancel(context.Background())

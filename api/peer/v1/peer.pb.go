@@ -307,8 +307,8 @@ type HelloRequest struct {
 	KeyShare         []byte                 `protobuf:"bytes,8,opt,name=key_share,json=keyShare,proto3" json:"key_share,omitempty"` // 32 bytes, bound to the callee's boot; empty asks for that boot only. Lane key = HMAC-SHA256(shares, boots), the lower boot's first
 	Features         []string               `protobuf:"bytes,9,rep,name=features,proto3" json:"features,omitempty"`                 // that the caller understands; unknown ones are ignored
 	Release          string                 `protobuf:"bytes,10,opt,name=release,proto3" json:"release,omitempty"`                  // of the caller's build, for people: errors and logs name it
-	// No request of the caller needs the callee: gossip names it. The callee may refuse, to keep places
-	// for peers that requests need.
+	// No request of the caller needs the callee: gossip names it. The callee may refuse, to keep
+	// places for peers that requests need.
 	Acquaint      bool `protobuf:"varint,11,opt,name=acquaint,proto3" json:"acquaint,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

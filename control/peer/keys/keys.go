@@ -279,9 +279,9 @@ func (c *Credentials) Reload(now time.Time) (renewed bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if was, is := c.cert.Leaf, fresh.cert.Leaf; Identity(was) != Identity(is) {
-		return false, fmt.Errorf("keys: certificate %s: it names %s, the one in use %s: peers know this "+
-			"process by the names and refuse others: restart it to change them, or issue one with the "+
-			"same names", c.paths[0], names(is), names(was))
+		return false, fmt.Errorf("keys: certificate %s: it names %s, the one in use %s: peers know "+
+			"this process by the names and refuse others: restart it to change them, or issue "+
+			"one with the same names", c.paths[0], names(is), names(was))
 	}
 	c.cert, c.pool, c.read, c.ends = fresh.cert, fresh.pool, fresh.read, fresh.ends
 	return true, nil

@@ -127,9 +127,11 @@ func TestRenewed(t *testing.T) {
 	if _, err := handshake(other, c); err != nil {
 		t.Errorf("what was read before is not in use any more: %v", err)
 	}
-	// The name of another node is another process. One that runs keeps its own, and the error names both.
+	// The name of another node is another process. One that runs keeps its own, and the error
+	// names both.
 	issue(t, dir, "m", now, time.Hour)
-	if again, err := c.Reload(now); again || err == nil || !strings.Contains(err.Error(), "it names m, 127.0.0.1, the one in use n, 127.0.0.1") ||
+	if again, err := c.Reload(now); again || err == nil || !strings.Contains(err.Error(),
+		"it names m, 127.0.0.1, the one in use n, 127.0.0.1") ||
 		!strings.Contains(err.Error(), "restart it") {
 		t.Errorf("a certificate with another name: %t, %v", again, err)
 	}
