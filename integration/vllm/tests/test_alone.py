@@ -64,8 +64,9 @@ def log(caplog: pytest.LogCaptureFixture) -> Any:
 
 
 def warnings(log: Any) -> list[str]:
-    """Each record once."""
-    records = {id(r): r for r in log.records if r.levelno >= logging.WARNING}
+    """Ours, each once."""
+    ours = [r for r in log.records if r.name == connector.logger.name]
+    records = {id(r): r for r in ours if r.levelno >= logging.WARNING}
     return [r.getMessage() for r in records.values()]
 
 
