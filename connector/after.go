@@ -12,18 +12,20 @@ import (
 	"github.com/kvspray/kvspray/internal/board"
 )
 
-// A destination lease or a copy whose record names a stream mark is held until the engine's stream has passed that mark. Steps that the
-// engine enqueued earlier may still write the blocks: a step in flight may compute a request that was aborted, and whose blocks
-// the engine has already given to this one. While a lease is held the control layer does not have it, so nothing can be granted or written.
+// A destination lease or a copy whose record names a stream mark is held until the engine's stream
+// has passed that mark. Earlier steps of the engine may still write the blocks: a step in flight
+// may compute an aborted request whose blocks the engine has already given to this one. The control
+// layer does not receive a held lease, so nothing can be granted or written.
 type held struct {
 	mark  uint64
 	begin func(left time.Duration) func(Events)
-	due   time.Duration // as now counts
-	timer *time.Timer   // looks at due when no flag moves
+	due   time.Duration // in the time of now
+	timer *time.Timer   // checks at due if no flag moves
 }
 
-// beginLocked delivers the event that opens l, now or once the stream has passed the mark. begin is given what is left of the deadline, which
-// counts from the record: the shim does not wait longer for a lease that was held.
+// beginLocked delivers the event that opens l, at once or when the stream has passed the mark.
+// begin receives the rest of the deadline, which counts from the record: the shim waits no longer
+// for a held lease.
 func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration, begin func(left time.Duration) func(Events)) {
 	if mark <= w.flags.Mark() {
 		w.eventLocked(begin(deadline))
@@ -34,7 +36,8 @@ func (w *worker) beginLocked(l *lease, mark uint64, deadline time.Duration, begi
 	w.followedLocked()
 }
 
-// followHeldLocked opens the leases whose mark the stream has passed, in their order, and ends those whose deadline has passed.
+// followHeldLocked opens the leases whose mark the stream has passed, in order, and ends those past
+// their deadline.
 func (w *worker) followHeldLocked() {
 	if len(w.held) == 0 || w.closed || w.broken != nil {
 		return
@@ -53,7 +56,7 @@ func (w *worker) followHeldLocked() {
 	}
 }
 
-// endHeldLocked completes a lease that the control layer does not have.
+// endHeldLocked completes a lease that the control layer has not received.
 func (w *worker) endHeldLocked(l *lease, status uint16, reason string) {
 	w.postLocked(encodeCompletion(Completion{Lease: w.leaseID(l), Received: true, Status: status, Reason: reason}))
 	w.closeLeaseLocked(l)
@@ -66,7 +69,7 @@ func (w *worker) unholdLocked(l *lease) {
 	w.followedLocked()
 }
 
-// checkMark refuses a mark of a shim that has none.
+// checkMark refuses a mark if the shim has no stream mark.
 func (w *worker) checkMark(what string, mark uint64) error {
 	if mark == 0 || w.flags.HasMark() {
 		return nil

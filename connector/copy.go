@@ -15,11 +15,12 @@ import (
 // CopyBlock is a piece of a Copy, in bytes from the start of either region.
 type CopyBlock = msg.CopyBlock
 
-// Copy is a lease of its own kind: blocks of one region of a worker that it wants in another. It ends as a destination lease does.
+// Copy is a lease for a copy between two regions of one worker. It ends like a destination lease.
 type Copy struct {
 	Lease    transfer.LeaseID
 	Src, Dst int // indices into Worker.Regions
-	// Blocks lie inside the regions; none that is written overlaps another one of the list, read or written.
+	// Blocks lie inside the regions. A written block overlaps no other block of the list, read or
+	// written.
 	Blocks   []CopyBlock
 	Deadline time.Duration
 	Req      string
@@ -60,7 +61,8 @@ func (w *worker) copyLocked(rec board.Record) error {
 	return nil
 }
 
-// checkCopy refuses blocks outside their regions, and lists whose outcome would depend on the order in which they are copied.
+// checkCopy refuses blocks outside their regions, and lists whose result would depend on the order
+// of copying.
 func (w *worker) checkCopy(m *msg.Copy) error {
 	for _, r := range []struct {
 		field string
@@ -68,7 +70,7 @@ func (w *worker) checkCopy(m *msg.Copy) error {
 	}{{"src", m.Src}, {"dst", m.Dst}} {
 		if int64(r.index) >= int64(len(w.pub.Regions)) {
 			return &msg.Error{Message: "COPY", Field: r.field, Problem: fmt.Sprintf("region %d, %d are registered", r.index, len(w.pub.Regions)),
-				Remedy: "name regions by their place in REGISTER, from 0"}
+				Remedy: "name regions by their index in REGISTER, from 0"}
 		}
 	}
 	src, dst := w.pub.Regions[m.Src], w.pub.Regions[m.Dst]
@@ -87,20 +89,20 @@ func (w *worker) checkCopy(m *msg.Copy) error {
 		}
 	}
 	if a, b := clash(spans); a >= 0 {
-		return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", b), Problem: fmt.Sprintf("overlaps what blocks[%d] reads or writes", a),
-			Remedy: "write each byte once, and none that the same copy reads"}
+		return &msg.Error{Message: "COPY", Field: fmt.Sprintf("blocks[%d]", b), Problem: fmt.Sprintf("overlaps bytes that blocks[%d] reads or writes", a),
+			Remedy: "write each byte once, and no byte that the same copy reads"}
 	}
 	return nil
 }
 
-// copySpan is what one block reads or writes of a region.
+// copySpan is the range of a region that one block reads or writes.
 type copySpan struct {
 	from, to uint64
 	block    int
 	write    bool
 }
 
-// clash finds two blocks of which one writes what the other reads or writes; -1: there are none.
+// clash finds two blocks of which one writes bytes that the other reads or writes; -1: none.
 func clash(spans []copySpan) (a, b int) {
 	byFrom := func(x, y copySpan) int { return cmp.Compare(x.from, y.from) }
 	if !slices.IsSortedFunc(spans, byFrom) { // most lists are in order

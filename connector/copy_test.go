@@ -71,10 +71,10 @@ func TestCopyRefused(t *testing.T) {
 		{"destination's end", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: size - 1, Len: 2}}}, "COPY.blocks[0]: mem: region"},
 		{"overflow", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 1<<64 - 1, Len: 2}}}, "COPY.blocks[0]: mem: region"},
 		{"written twice", msg.Copy{Src: 0, Dst: 1, Blocks: []msg.CopyBlock{{DstOff: 100, Len: 10}, {DstOff: 0, Len: 10}, {DstOff: 109, Len: 1}}},
-			"COPY.blocks[2]: overlaps what blocks[0]"},
+			"COPY.blocks[2]: overlaps bytes that blocks[0]"},
 		{"read and written", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 0, DstOff: 100, Len: 10}, {SrcOff: 109, DstOff: 300, Len: 1}}},
-			"COPY.blocks[1]: overlaps what blocks[0]"},
-		{"onto itself", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 10, DstOff: 10, Len: 10}}}, "COPY.blocks[0]: overlaps what blocks[0]"},
+			"COPY.blocks[1]: overlaps bytes that blocks[0]"},
+		{"onto itself", msg.Copy{Src: 1, Dst: 1, Blocks: []msg.CopyBlock{{SrcOff: 10, DstOff: 10, Len: 10}}}, "COPY.blocks[0]: overlaps bytes that blocks[0]"},
 	} {
 		id, err := w.Copy(c.copy)
 		must(t, err)

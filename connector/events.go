@@ -1,14 +1,17 @@
-// Package connector is the sidecar's engine side: the unix socket, sessions, the registration of regions and layouts, the
-// boards and who watches them, step tracking, and completions back to the shim.
+// Package connector is the sidecar's engine side: the unix socket, sessions, the registration of
+// regions and layouts, the boards and the goroutines that watch them, step tracking, and
+// completions to the shim.
 //
-// It turns what engines say into Events for the control layer and takes Completions from it. It never touches a transport.
+// It turns messages of engines into Events for the control layer and accepts Completions from it.
+// It never touches a transport.
 //
-// Invariants: a block id that reaches Events is inside its cache group; a lease ends once, by a Completion or with its worker;
-// a lease's epoch is never used again in this process; a worker's memory stays mapped until WorkerGone's fenced was called; an
-// end of file on a socket ends nothing. Whatever an engine writes, only its own session suffers.
+// Invariants: a block id that reaches Events is inside its cache group. A lease ends once, by a
+// Completion or with its worker. A lease's epoch is never used again in this process. A worker's
+// memory stays mapped until WorkerGone's fenced was called. An end of file on a socket ends
+// nothing. A faulty engine harms only its own session.
 //
-// Goroutines: see Server. While a step is open the watcher sleeps on its thread without giving its P away, so Listen raises
-// GOMAXPROCS by one, once per process.
+// Goroutines: see Server. While a step is open the watcher sleeps on its thread without giving its
+// P away, so Listen raises GOMAXPROCS by one, once per process.
 package connector
 
 import (
@@ -20,7 +23,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Priority orders work that waits for the wire.
+// Priority orders work that waits for the network.
 type Priority uint8
 
 // The priorities, most urgent first.
@@ -38,11 +41,12 @@ type Worker struct {
 	Layout      *layout.Layout
 	Fingerprint [32]byte
 	Geometry    [32]byte
-	Own         *parseblock.Match // of the layout with itself: what moves to or from an engine of equal geometry is planned from it
+	Own         *parseblock.Match // of the layout with itself, for plans between engines of equal geometry
 	Regions     []*mem.Region     // index = layout.Layer.Region
-	// SourceValid reports whether the blocks of a source lease, at the epoch that the id carries, were still the
-	// engine's promise at the time of the call: it compares the board's source epoch with what was drained from the
-	// ring and drains the ring first where they differ. Safe from any goroutine; a load and a compare when nothing changed.
+	// SourceValid reports whether the engine still guaranteed the blocks of a source lease, at the
+	// epoch in the id, at the time of the call. It compares the board's source epoch with the epoch
+	// of the last drained record, and drains the ring first if they differ. Safe from any
+	// goroutine; a load and a compare if nothing changed.
 	SourceValid func(transfer.LeaseID) bool
 
 	state *worker
@@ -57,12 +61,12 @@ type Intent struct {
 	Blocks   [][]uint32 // per block table; grows with Progress
 	Held     bool
 	Priority Priority
-	Deadline time.Duration // what is left
+	Deadline time.Duration // time that is left
 	Attempt  uint32
 	Req      string // for traces
 }
 
-// Expect is a destination lease: blocks that want a prompt's KV.
+// Expect is a destination lease: blocks that are to receive a prompt's KV.
 type Expect struct {
 	Lease    transfer.LeaseID
 	Key      transfer.Key
@@ -76,29 +80,29 @@ type Expect struct {
 	Req      string
 }
 
-// Progress says that layer Layer (index into the flattened layers of the layout, all groups in order) of a source lease
-// holds tokens [0, Tokens). Final: no later step will write a block of it.
+// Progress reports that layer Layer (index into the flattened layers of the layout, all groups in
+// order) of a source lease holds tokens [0, Tokens). Final: no later step will write a block of it.
 type Progress struct {
 	Lease  transfer.LeaseID
 	Layer  int
 	Tokens uint32
 	Final  bool
-	Blocks [][]uint32 // the table as of that step; nil when unchanged
+	Blocks [][]uint32 // the table as of that step; nil if unchanged
 }
 
 // Await is a scheduler's question whether the prefill has admitted a request.
 type Await struct {
 	Token  uint64 // answer with it
-	Engine string // that asks, as in Place
+	Engine string // of the scheduler, as in Place
 	Key    transfer.Key
 	Peer   string
 	Tokens uint32
 	TTL    time.Duration
 }
 
-// Decline is a scheduler's word that no rank of its engine will expect a prompt's KV.
+// Decline is a scheduler's message that no rank of its engine will expect a prompt's KV.
 type Decline struct {
-	Boot   transfer.Boot // of the scheduler; with ID it names the word
+	Boot   transfer.Boot // of the scheduler; identifies the message together with ID
 	ID     uint64
 	Engine string // as in Place
 	World  int    // ranks of the engine
@@ -107,8 +111,9 @@ type Decline struct {
 	Reason string
 }
 
-// Events is what the control layer takes. Calls for one worker come in the order of its ring, from one goroutine at a time;
-// they must not block. An Expect or a Copy that names a stream mark comes later, once the engine's stream has passed it.
+// Events is the control layer's interface. Calls for one worker come in the order of its ring, from
+// one goroutine at a time, and must not block. An Expect or a Copy with a stream mark comes later,
+// once the engine's stream has passed it.
 type Events interface {
 	WorkerUp(*Worker)
 	// WorkerGone: its exit is proved, or a new session of the same engine took over. Every lease of it must be fenced
@@ -116,10 +121,11 @@ type Events interface {
 	WorkerGone(w *Worker, why error, fenced func())
 	Intent(*Worker, Intent)
 	Progress(*Worker, []Progress)
-	// Announced: a step of these source leases is about to run: its layers follow. Their epochs are those that its Progress will carry.
+	// Announced: a step of these source leases is about to run, and reports of its layers follow.
+	// Their epochs are those that its Progress will carry.
 	Announced(*Worker, []transfer.LeaseID)
 	Expect(*Worker, Expect)
-	// Copy opens a lease that ends as an Expect's does.
+	// Copy opens a lease that ends like an Expect.
 	Copy(*Worker, Copy)
 	Cancel(w *Worker, lease uint64, reason string)
 	// Preempt: the blocks of a source lease are lost; the lease stays open. Its next Progress carries the new epoch.
@@ -128,7 +134,7 @@ type Events interface {
 	// Await's answer goes to reply, once, from any goroutine.
 	Await(a Await, reply func(Admission))
 	Decline(d Decline)
-	// Turn returns once the control layer has had a turn: what hangs as a whole does not.
+	// Turn returns once the control layer has made progress, which proves that it does not hang.
 	Turn()
 }
 

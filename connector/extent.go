@@ -11,8 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// extent is a part of a file that memory of an engine is backed by. Region ids are what engines call their memory; this is what the
-// memory is, and two regions that share it could each be written by a transfer that knows nothing of the other.
+// extent is a part of a file that backs an engine's memory. Region ids are chosen by engines; an
+// extent identifies the memory itself. Two regions that share memory could be written by two
+// transfers without coordination.
 type extent struct {
 	file     [2]uint64 // device, inode
 	from, to uint64
@@ -33,15 +34,15 @@ func overlapping(before []extent, e *extent) *extent {
 	return nil
 }
 
-// Bounds of what is read of a process's list of mappings.
+// Bounds of reading a process's list of mappings.
 const (
 	maxMapsBytes   = 32 << 20
 	maxViewExtents = 4096 // of one region
 )
 
-// viewed lists what files a process shares at [addr, addr+bytes): a view of a memfd is the memfd. Private memory belongs to nobody
-// else and is left out. Where the list cannot be read nothing is known, and nothing is returned: access to the memory itself was
-// proved by the descriptor that came with it.
+// viewed lists the files that a process shares at [addr, addr+bytes): a view of a memfd is the
+// memfd. Private memory cannot be shared and is omitted. If the list cannot be read, nothing is
+// returned: the descriptor in the packet has already proved access to the memory.
 func viewed(pid int32, addr, bytes uint64, field string) ([]extent, error) {
 	if pid <= 0 {
 		return nil, nil
@@ -54,7 +55,7 @@ func viewed(pid int32, addr, bytes uint64, field string) ([]extent, error) {
 	return parseMaps(io.LimitReader(f, maxMapsBytes), addr, bytes, field)
 }
 
-// parseMaps reads lines as "7f00-7f10 rw-s 00001000 00:01 1234 /memfd:kv (deleted)", which are in order.
+// parseMaps reads ordered lines like "7f00-7f10 rw-s 00001000 00:01 1234 /memfd:kv (deleted)".
 func parseMaps(r io.Reader, addr, bytes uint64, field string) (out []extent, err error) {
 	lines := bufio.NewScanner(r)
 	for lines.Scan() {

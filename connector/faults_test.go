@@ -109,7 +109,7 @@ func TestRegisterRefused(t *testing.T) {
 		"layers overlap":  {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Base = 0 }), msg.CodeLayout, "layout", "shares bytes"},
 		"one layer twice": {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Name = l.Groups[0].Layers[0].Name + "#again" }), msg.CodeLayout, "layout", "register it once"},
 		"flag index":      {relayout(func(l *layout.Layout) { l.Groups[0].Layers[1].Index = 4 }), msg.CodeLayout, "layout.groups[0].layers[1].index", "4 layer flags"},
-		"no dtype":        {relayout(func(l *layout.Layout) { l.DType = "" }), msg.CodeLayout, "layout.dtype", "what the cache's numbers are"},
+		"no dtype":        {relayout(func(l *layout.Layout) { l.DType = "" }), msg.CodeLayout, "layout.dtype", "the type of the cache's elements"},
 		"no identity":     {relayout(func(l *layout.Layout) { l.Identity = nil }), msg.CodeLayout, "layout.identity", "without backoff, groups, head_size, layers, model_config, rope, speculative, weights:"},
 		"no head size":    {relayout(func(l *layout.Layout) { delete(l.Identity, parseblock.IdentityHeadSize) }), msg.CodeLayout, "layout.identity", "without head_size:"},
 		"no groups":       {relayout(func(l *layout.Layout) { delete(l.Identity, parseblock.IdentityGroups) }), msg.CodeLayout, "layout.identity", "without groups:"},
@@ -512,7 +512,7 @@ func TestListen(t *testing.T) {
 	must(t, os.WriteFile(opt.Socket, nil, 0o600))
 	fourth, err := connector.New(opt)
 	must(t, err)
-	if err := fourth.Listen(); err == nil || !strings.Contains(err.Error(), "stands there") {
+	if err := fourth.Listen(); err == nil || !strings.Contains(err.Error(), "has this path") {
 		t.Errorf("a file was replaced: %v", err)
 	}
 	if _, err := connector.New(connector.Options{Socket: "/" + strings.Repeat("x", 120), Events: r.rec, Endpoint: opt.Endpoint}); err == nil {

@@ -10,15 +10,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// spareP gives the scheduler one more P, once per process, for the watcher to sleep on.
+// spareP gives the Go scheduler one more P, once per process, on which the watcher sleeps.
 var spareP = sync.OnceFunc(func() { runtime.GOMAXPROCS(runtime.GOMAXPROCS(0) + 1) })
 
 var napping atomic.Bool
 
-// nap sleeps for d on the calling thread. The process's one busy watcher sleeps without telling the scheduler: a proper system
-// call gives the P away and, on its return, wakes the runtime's monitor thread, which then costs twice what the sleep does.
-// The P that is held meanwhile is the spare one. A watcher of a second Server in the process sleeps the proper way.
-// A stop of the world interrupts the sleep by its signal.
+// nap sleeps for d on the calling thread. The process's one busy watcher sleeps without the Go
+// scheduler: a normal system call gives the P away and, on its return, wakes the runtime's monitor
+// thread, which costs twice as much as the sleep. The held P is the spare one. A watcher of a
+// second Server in the process sleeps by a normal system call. The signal of a stop-the-world
+// interrupts the sleep.
 func nap(d time.Duration) {
 	ts := unix.NsecToTimespec(int64(d))
 	if !napping.CompareAndSwap(false, true) {

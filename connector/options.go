@@ -16,28 +16,28 @@ const (
 	DefaultMaxLeases   = 4096     // open leases of one worker
 	DefaultMaxRegions  = 1024     // regions of one worker
 	DefaultMaxAwaits   = 4096     // unanswered AWAITs of one scheduler
-	DefaultMaxBlockIDs = 16 << 20 // block ids that one worker's open leases may name together
+	DefaultMaxBlockIDs = 16 << 20 // block ids in the open leases of one worker together
 	DefaultMaxCopies   = 64       // open copies of one worker
 	DefaultFenceWait   = 5 * time.Second
 	DefaultDeadline    = 30 * time.Second
 	DefaultPartner     = 10 * time.Second
 	DefaultGrace       = 5 * time.Second
 
-	maxDeadline    = time.Hour        // of a lease or an AWAIT; longer wishes are cut
-	helloTimeout   = 10 * time.Second // a connection that says nothing gives its place back
+	maxDeadline    = time.Hour        // of a lease or an AWAIT; a longer one is shortened
+	helloTimeout   = 10 * time.Second // a silent connection loses its place
 	writeTimeout   = 5 * time.Second  // of one packet to a shim that does not read
-	detachedWarn   = 30 * time.Second // a worker without socket that lives on is logged
-	maxOutbox      = 1024             // packets that wait for a shim to read
+	detachedWarn   = 30 * time.Second // after this a worker without a socket is logged
+	maxOutbox      = 1024             // packets that wait until the shim reads
 	maxComplaints  = 16               // ERROR messages about records, per session
 	maxBadPackets  = 64               // per session; then it ends
 	drainBatch     = 256              // records between two deliveries
-	maxUndelivered = 4096             // events that SourceValid may leave for the ring's goroutine
+	maxUndelivered = 4096             // events that SourceValid may leave to the ring's goroutine
 	retryFirst     = 2 * time.Millisecond
-	retryLast      = 100 * time.Millisecond // between looks at a full completion ring
+	retryLast      = 100 * time.Millisecond // between checks of a full completion ring
 	statsPeriod    = time.Second
 )
 
-// Limits bounds what engines can make a Server hold. A zero field takes its default.
+// Limits bounds the resources that engines can use in a Server. A zero field takes its default.
 type Limits struct {
 	Sessions int // sockets open at once
 	Leases   int // open leases of one worker
@@ -68,12 +68,12 @@ type Hooks struct {
 	Leases    func(source bool, delta int) // open leases
 	Record    func(kind string)            // records accepted: "step", "intent", ...
 	Malformed func(kind string)            // records and packets refused
-	Ignored   func(kind string)            // records for a lease that is unknown or complete: a race, no error
+	Ignored   func(kind string)            // records for an unknown or complete lease: a race, not an error
 }
 
 // Options configures a Server.
 type Options struct {
-	Socket   string        // path of the unix socket; its folder is made 0700 where it does not exist
+	Socket   string        // path of the unix socket; a missing directory is made with mode 0700
 	Boot     transfer.Boot // of this sidecar
 	Node     string
 	HostBoot string        // kernel boot id; read from /proc when empty
@@ -82,38 +82,39 @@ type Options struct {
 	Log      *slog.Logger
 	Limits   Limits
 	Hooks    Hooks
-	// AllowUIDs are users besides our own whose processes may connect. Mode 0600 keeps them out of the socket itself unless
-	// the folder and the socket are shared on purpose (SocketMode).
+	// AllowUIDs are further users whose processes may connect. Mode 0600 keeps them out of the
+	// socket unless the directory and the socket are shared on purpose (SocketMode).
 	AllowUIDs  []uint32
 	SocketMode uint32 // 0: 0600
 	Features   []string
-	// Told to shims in WELCOME. Zero: 30 s, 10 s, 5 s.
+	// Sent to shims in WELCOME. Zero: 30 s, 10 s, 5 s.
 	Deadline, Partner, Grace time.Duration
-	// FenceWait bounds how long a takeover waits for the older session's leases to be fenced before it is told to retry.
-	// Zero: a quarter of Grace, DefaultFenceWait at most.
+	// FenceWait bounds the wait of a takeover for the fence of the older session's leases, before
+	// the sidecar answers "fencing". Zero: a quarter of Grace, DefaultFenceWait at most.
 	FenceWait time.Duration
-	// Layouts knows the strategies that layouts may name. nil: parseblock.Default().
+	// Layouts holds the strategies that layouts may name. nil: parseblock.Default().
 	Layouts *parseblock.Registry
 	// Devices imports memory of GPUs. nil: such regions are refused.
 	Devices Devices
-	// Engines has work for engines on their own GPUs. nil: they are not asked.
+	// Engines uses engines for GPU work. nil: they are not used.
 	Engines Engines
 }
 
-// Devices makes regions of GPU memory that engines lend.
+// Devices makes regions of GPU memory that engines share.
 type Devices interface {
-	// Import takes the handle that the engine's shim made, and the descriptor that goes with it or -1. On success the region owns fd.
+	// Import takes the handle that the engine's shim made, and its descriptor or -1. On success the
+	// region owns fd.
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 }
 
-// Engines uses what engines do for the sidecar in their own GPU contexts.
+// Engines uses the work that engines do for the sidecar in their own GPU contexts.
 type Engines interface {
-	// Attach takes an engine over until detach, which is called once all leases are fenced. It calls e.End when nothing uses e any more, or at
-	// once, with a nil detach, where there is no use for it.
+	// Attach takes an engine until detach is called, after all leases are fenced. It calls e.End
+	// when nothing uses e any more, or at once, with a nil detach, if it does not need the engine.
 	Attach(e Engine) (detach func())
 }
 
-// Engine is the work memory of a worker, and what belongs to it.
+// Engine is the work memory of a worker and its resources.
 type Engine struct {
 	Work    *board.Work
 	Regions []*mem.Region // of REGISTER, in its order
@@ -122,7 +123,7 @@ type Engine struct {
 	End     func()
 }
 
-// Stats is what STATS tells shims; cumulative.
+// Stats is the content of STATS; cumulative.
 type Stats struct {
 	Transfers map[string]uint64 // by outcome
 	Bytes     map[string]uint64 // by transport

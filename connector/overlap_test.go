@@ -178,7 +178,7 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 		t.Helper()
 		refusedLease(t, w, id, texts...)
 	}
-	refuse(expect(48, 0, 7, 8, 7), "EXPECT.blocks[0][2]", "block 7 is at place 0, too", "allocate a block of its own")
+	refuse(expect(48, 0, 7, 8, 7), "EXPECT.blocks[0][2]", "block 7 is also at index 0", "allocate a separate block")
 	a := expect(48, 16, 1, 2, 3) // reads 1, writes 2 and 3
 	accept(a)
 	refuse(expect(32, 0, 5, 3), "EXPECT.blocks[0][1]", "block 3 is written for lease", "wait for its completion")
@@ -223,7 +223,7 @@ func TestGroupsOnTheSamePagesHaveOneWriter(t *testing.T) {
 		t.Helper()
 		refusedLease(t, w, id, texts...)
 	}
-	refuse(expect(4, 4, 9), "EXPECT.blocks[1][0]", "block 4 is written for table 0, too", "one pool")
+	refuse(expect(4, 4, 9), "EXPECT.blocks[1][0]", "block 4 is also written for table 0", "from one pool")
 	a := expect(1, 2, 1) // block 1 of the third group is other memory than block 1 of the first
 	r.rec.until(t, "the expectation", func() bool { return len(r.rec.expects) == 1 && r.rec.expects[0].Lease.ID == a })
 	refuse(expect(2, 3, 3), "EXPECT.blocks[0][0]", "block 2 is written for lease")

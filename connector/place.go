@@ -6,7 +6,8 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 )
 
-// Place says which rank of which engine a worker is. The zero Place is the only rank of an engine without a name.
+// Place identifies a worker by engine and rank. The zero Place is the only rank of an unnamed
+// engine.
 type Place struct {
 	Engine string // its kind, id and data parallel rank: the ranks of one Engine share requests
 	PP, TP int
@@ -23,15 +24,15 @@ func placeOf(h *msg.Hello) Place {
 	return p
 }
 
-// Rank names the worker among those of its engine.
+// Rank names the worker within its engine.
 func (p Place) Rank() string { return rankName(p.PP, p.TP) }
 
 func rankName(pp, tp int) string { return fmt.Sprintf("pp%d/tp%d", pp, tp) }
 
-// World is how many ranks the engine has.
+// World is the number of ranks of the engine.
 func (p Place) World() int { return max(p.PPSize, 1) * max(p.TPSize, 1) }
 
-// Ranks names all of them, stage by stage.
+// Ranks names all ranks, stage by stage.
 func (p Place) Ranks() []string {
 	out := make([]string, 0, p.World())
 	for pp := range max(p.PPSize, 1) {

@@ -15,7 +15,7 @@ const soPeerPidFD = 77 // SO_PEERPIDFD, Linux 6.5
 // peer is the process at the other end of a socket.
 type peer struct {
 	uid   uint32
-	pid   int32    // 0 where it lives in a pid namespace that we do not see
+	pid   int32    // 0 if it lives in a pid namespace that this process cannot see
 	pidfd *os.File // readable once every thread of it has ended
 }
 
@@ -44,8 +44,8 @@ func peerOf(uc *net.UnixConn) (*peer, error) {
 				"(shareProcessNamespace in a pod), or use Linux 6.5 or later")
 			return
 		}
-		// The pid may have been reused between connect and here; then this pidfd watches somebody else, and the lease of the
-		// dead is held too long, never too short.
+		// The pid may have been reused between connect and here. This pidfd then watches another
+		// process, and the dead process's lease is held too long, never too short.
 		if fd, e = unix.PidfdOpen(int(cred.Pid), 0); e != nil {
 			fd = -1
 			opErr = fmt.Errorf("pidfd_open %d: %w", cred.Pid, e)
@@ -55,7 +55,7 @@ func peerOf(uc *net.UnixConn) (*peer, error) {
 		return nil, err
 	}
 	unix.CloseOnExec(fd)
-	if err := unix.SetNonblock(fd, true); err != nil { // our own descriptor; lets the netpoller take it
+	if err := unix.SetNonblock(fd, true); err != nil { // our own descriptor, for the netpoller
 		_ = unix.Close(fd)
 		return nil, fmt.Errorf("pidfd: %w", err)
 	}
@@ -92,7 +92,7 @@ func ready(fd uintptr, events int16) bool {
 	return err == nil && n == 1 && fds[0].Revents&events != 0
 }
 
-// hold is the same process, held for somebody who asks longer.
+// hold returns a second handle for the same process.
 func (p *peer) hold() (*peer, error) {
 	rc, err := p.pidfd.SyscallConn()
 	if err != nil {
@@ -107,8 +107,8 @@ func (p *peer) hold() (*peer, error) {
 
 func (p *peer) close() { _ = p.pidfd.Close() }
 
-// checkEventfd refuses anything but a non-blocking eventfd: other files could block us or mean something when written. The flag is
-// the shim's to change later; see ring and awaitDoorbell.
+// checkEventfd refuses anything but a non-blocking eventfd: other files could block a write or give
+// it a meaning. The shim can change the flag later; see ring and awaitDoorbell.
 func checkEventfd(fd int) error {
 	name, err := os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
 	if err != nil {

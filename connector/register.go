@@ -21,8 +21,8 @@ const maxBoardBytes = 2*board.RingMaxBytes + 1<<20
 // maxRanks bounds the ranks of an engine that share a request.
 const maxRanks = 256
 
-// onRegister maps and checks what a worker hands over. A refusal leaves the session open, so that the shim can mend and
-// register again.
+// onRegister maps and checks a worker's registration. A refusal leaves the session open, so that
+// the shim can correct it and register again.
 func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	w, err := c.register(m, fds)
 	if err != nil {
@@ -33,7 +33,7 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	}
 	c.worker = w
 	s := c.s
-	// Every lock in order: nobody can retire the worker before WorkerUp was said.
+	// Every lock in order: nothing can retire the worker before WorkerUp was called.
 	w.deliver.Lock()
 	s.mu.Lock()
 	current := !s.closed && s.byBoot[c.hello.Boot] == c && s.workers[c.hello.Boot] == nil
@@ -66,7 +66,7 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 			c.sharedMemory(m.ID, owner, mine, theirs)
 			return
 		}
-		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Field: "session", Message: "another session of this engine worker is there, or holds a region of this id",
+		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Field: "session", Message: "another session of this engine worker exists, or holds a region with this id",
 			Remedy: "open a new session, with fresh region ids for new memory"})
 		return
 	}
@@ -98,7 +98,8 @@ func (c *session) onRegister(m *msg.Register, fds descriptorSet) {
 	}()
 }
 
-// sharedLocked finds a worker, of any session, whose memory w registers, too. A worker's memory is its own until its leases are fenced.
+// sharedLocked finds a worker, of any session, whose memory w registers too. A worker owns its
+// memory until its leases are fenced.
 func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *extent) {
 	byFile := map[[2]uint64][]extent{}
 	for _, e := range w.extents {
@@ -119,8 +120,8 @@ func (s *Server) sharedLocked(w *worker) (owner *worker, mine, theirs *extent) {
 	return nil, nil, nil
 }
 
-// sharedMemory refuses memory that another worker has. An engine that made a new client for the memory of one that it has closed is
-// to have it: what is left of the old one is fenced first, and the shim tries again.
+// sharedMemory refuses memory that another worker has registered. An engine may make a new client
+// for the memory of a closed one: the old one is fenced first, and the shim tries again.
 func (c *session) sharedMemory(id uint64, owner *worker, mine, theirs *extent) {
 	owner.mu.Lock()
 	left := owner.session == nil && owner.draining.Load() && owner.proc.pid == c.peer.pid
@@ -158,7 +159,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 		return nil, refuse(msg.CodeLimit, "ranks", fmt.Errorf("%d stages of %d ranks, at most %d in all", r.PP.Size, r.TP.Size, maxRanks), "serve the model with fewer")
 	}
 	if r := c.hello.Ranks; r.PCP.Size > 1 || r.DCP.Size > 1 {
-		return nil, refuse(msg.CodeLayout, "ranks", fmt.Errorf("context parallel over %d and %d ranks: which tokens a rank has is not known", r.PCP.Size, r.DCP.Size),
+		return nil, refuse(msg.CodeLayout, "ranks", fmt.Errorf("context parallel over %d and %d ranks: the division of tokens is unknown", r.PCP.Size, r.DCP.Size),
 			"set prefill and decode context parallel sizes to 1")
 	}
 	if len(m.Regions) == 0 {
@@ -177,8 +178,8 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 	}()
 	files := map[[2]uint64]string{}
 	var extents []extent
-	// take moves a descriptor out of the packet. Each may be named once, and each file behind a mapping once: two views of one
-	// memory would be overlapping regions.
+	// take removes a descriptor from the packet. Each may be named once, and each file behind a
+	// mapping once: two views of one memory would be overlapping regions.
 	take := func(field string, index uint32, file bool) (fd int, size uint64, err error) {
 		if uint64(index) >= uint64(len(fds)) {
 			return -1, 0, refuse(msg.CodeProtocol, field, fmt.Errorf("index %d, %d descriptors came", index, len(fds)), "send the descriptor in the same packet")
@@ -319,7 +320,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 				}
 			}
 			if err != nil && r != nil {
-				r.Release() // it has taken fd
+				r.Release() // r owns fd
 				fd = -1
 			}
 			extents = append(extents, views...)
@@ -330,7 +331,7 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 				err = apart(pub.Regions, r)
 			}
 			if err != nil && r != nil {
-				r.Release() // it has taken fd
+				r.Release() // r owns fd
 				fd = -1
 			}
 		default:
@@ -386,13 +387,13 @@ func (c *session) register(m *msg.Register, fds descriptorSet) (w *worker, err e
 			return nil, err
 		}
 	}
-	// SourceValid may be asked long after the worker has gone, by whoever kept the Worker: the flags stay mapped as long as
-	// anybody can ask.
+	// A caller may keep the Worker and call SourceValid long after the worker has gone: the flags
+	// stay mapped as long as the Worker is reachable.
 	runtime.AddCleanup(w, func(r *mem.Region) { r.Release() }, flagsMem)
 	return w, nil
 }
 
-// newEngine is what Engines need of a worker. On success its End owns the memory and the eventfd.
+// newEngine makes the Engine of a worker. On success its End owns the memory and the eventfd.
 func newEngine(view *board.Work, memory *mem.Region, regions []*mem.Region, bell int, p *peer) (*Engine, error) {
 	process, err := p.hold()
 	if err != nil {
@@ -415,9 +416,9 @@ func newEngine(view *board.Work, memory *mem.Region, regions []*mem.Region, bell
 	}, nil
 }
 
-var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled is off, or it found no driver; its log and 'kvspray doctor' say which")
+var errNoDevices = errors.New("this sidecar uses no GPU: transports.gpu.enabled is off, or it found no driver; its log and 'kvspray doctor' name the reason")
 
-// apart refuses regions that share memory of a GPU.
+// apart refuses regions that share GPU memory.
 func apart(before []*mem.Region, r *mem.Region) error {
 	if i := sameDeviceMemory(before, r); i >= 0 {
 		return fmt.Errorf("the same memory as regions[%d], or a part of it", i)
@@ -425,8 +426,8 @@ func apart(before []*mem.Region, r *mem.Region) error {
 	return nil
 }
 
-// sameDeviceMemory finds the one of all that shares memory of a GPU with r: a handle that was imported already is imported at the same
-// address. -1: none, or r is not a GPU's.
+// sameDeviceMemory finds the region in all that shares GPU memory with r, because an already
+// imported handle is imported at the same address. -1: none, or r is not GPU memory.
 func sameDeviceMemory(all []*mem.Region, r *mem.Region) int {
 	return slices.IndexFunc(all, func(o *mem.Region) bool {
 		return r.Device() != nil && o.Device() == r.Device() && r.Base() < o.Base()+o.Size() && o.Base() < r.Base()+r.Size()
@@ -446,7 +447,7 @@ func disjoint(before []msg.Region, d msg.Region) error {
 	return nil
 }
 
-// abandon frees a worker that never came up. The session keeps its process.
+// abandon frees a worker that did not come up. The session keeps its process.
 func (w *worker) abandon() {
 	w.mu.Lock()
 	defer w.mu.Unlock()

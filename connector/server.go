@@ -22,8 +22,9 @@ import (
 
 // Server is the engine side of one sidecar.
 //
-// Goroutines, all joined by Close: the accept loop, two per session (reader, writer), two per registered worker (ring, exit
-// watch), and one watcher on a thread of its own. All of them block in the netpoller or on a condition when nothing happens.
+// Goroutines, all joined by Close: the accept loop, two per session (reader, writer), two per
+// registered worker (ring, exit watch), and one watcher on its own thread. While idle, all of them
+// block in the netpoller or on a condition.
 type Server struct {
 	opt      Options
 	log      *slog.Logger
@@ -50,7 +51,7 @@ type Server struct {
 
 const (
 	acceptPause    = 100 * time.Millisecond // after an accept that failed
-	refusalTimeout = 50 * time.Millisecond  // to tell a connection why it is refused
+	refusalTimeout = 50 * time.Millisecond  // for reporting the reason to a refused connection
 )
 
 // New checks the options. It touches neither disk nor network.
@@ -59,7 +60,7 @@ func New(opt Options) (*Server, error) {
 	case opt.Socket == "":
 		return nil, errors.New("connector: Options.Socket is empty: name the unix socket")
 	case len(opt.Socket) >= len(unix.RawSockaddrUnix{}.Path):
-		return nil, fmt.Errorf("connector: socket path of %d bytes, at most %d: use a shorter folder: %s", len(opt.Socket),
+		return nil, fmt.Errorf("connector: socket path of %d bytes, at most %d: use a shorter path: %s", len(opt.Socket),
 			len(unix.RawSockaddrUnix{}.Path)-1, opt.Socket)
 	case opt.Events == nil:
 		return nil, errors.New("connector: Options.Events is nil")
@@ -91,14 +92,14 @@ func New(opt Options) (*Server, error) {
 	def(&opt.Deadline, DefaultDeadline)
 	def(&opt.Partner, DefaultPartner)
 	def(&opt.Grace, DefaultGrace)
-	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4)) // several answers within the shim's patience
+	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4)) // several answers before the shim gives up
 	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: newWatcher(), drained: make(chan struct{}, 1),
 		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{}, workers: map[[16]byte]*worker{},
 		regions: map[[16]byte]*worker{}}, nil
 }
 
-// Listen makes the socket: the folder 0700, the socket 0600. A dead sidecar's socket is replaced, a live one's is refused.
-// Serve calls it when the caller has not.
+// Listen makes the socket with mode 0600 in a directory with mode 0700. A dead sidecar's socket is
+// replaced; a live one's is an error. Serve calls Listen unless the caller has.
 func (s *Server) Listen() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -112,8 +113,8 @@ func (s *Server) Listen() error {
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return unwritable("folder", path, err)
 	}
-	// The lock, not the socket, says who is alive: it ends with its process, and two sidecars that start at once cannot both
-	// find a dead one.
+	// The lock, not the socket, proves that a sidecar lives: it ends with its process, and two
+	// sidecars that start at once cannot both take the place of a dead one.
 	lock, err := os.OpenFile(path+".lock", os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
 		return unwritable("lock", path, err)
@@ -130,16 +131,16 @@ func (s *Server) Listen() error {
 	}
 	if st, err := os.Lstat(path); err == nil {
 		if st.Mode()&os.ModeSocket == 0 {
-			return fail(fmt.Errorf("connector: socket %s: %s stands there: move it away, or choose another socket", path, what(st.Mode())))
+			return fail(fmt.Errorf("connector: socket %s: %s has this path: move it away, or choose another socket", path, what(st.Mode())))
 		}
 		if c, err := net.Dial("unixpacket", path); err == nil {
 			_ = c.Close()
-			return fail(fmt.Errorf("connector: socket %s: something listens there: stop it, or choose another socket", path))
+			return fail(fmt.Errorf("connector: socket %s: another program listens there: stop it, or choose another socket", path))
 		}
 		if err := os.Remove(path); err != nil {
-			return fail(fmt.Errorf("connector: replace the dead socket %s: %w", path, err))
+			return fail(fmt.Errorf("connector: replace the stale socket %s: %w", path, err))
 		}
-		s.log.Info("replaced a dead sidecar's socket", "socket", path)
+		s.log.Info("replaced a stale socket", "socket", path)
 	}
 	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
 	if err != nil {
@@ -155,7 +156,7 @@ func (s *Server) Listen() error {
 }
 
 func unwritable(what, path string, err error) error {
-	return fmt.Errorf("connector: socket %s: %s: %w: choose a path in a folder that this user may write to with --socket (engine.socket)", path, what, err)
+	return fmt.Errorf("connector: socket %s: %s: %w: choose a path in a directory that this user may write to with --socket (engine.socket)", path, what, err)
 }
 
 // Serve accepts sessions until ctx ends or Close. It returns after every goroutine of the server has ended.
@@ -178,7 +179,7 @@ func (s *Server) Serve(ctx context.Context) error {
 		}
 		if err != nil {
 			s.log.Warn("accept", "err", err)
-			// Out of descriptors, most likely: wait for some to come back, without spinning.
+			// Probably out of descriptors: wait until some are free, without spinning.
 			select {
 			case <-ctx.Done():
 			case <-time.After(acceptPause):
@@ -223,7 +224,7 @@ func (s *Server) accept(uc *net.UnixConn) {
 	go c.write()
 }
 
-// refuseConn says why, if that fits the socket's buffer, and closes.
+// refuseConn sends the reason, if it fits the socket's buffer, and closes.
 func (s *Server) refuseConn(uc *net.UnixConn, e *msg.ErrorMessage) {
 	if p, err := msg.EncodePacket(e); err == nil {
 		_ = uc.SetWriteDeadline(time.Now().Add(refusalTimeout))
@@ -244,7 +245,7 @@ func (s *Server) allowed(uid uint32) bool {
 	return false
 }
 
-// takeOver makes c the session of an engine boot. An older registered session is fenced first.
+// takeOver makes c the session of an engine boot. It first fences an older registered session.
 func (s *Server) takeOver(c *session, boot [16]byte) error {
 	s.mu.Lock()
 	w := s.workers[boot]
@@ -271,19 +272,21 @@ func (s *Server) takeOver(c *session, boot [16]byte) error {
 	case <-t.C:
 		s.mu.Lock()
 		if s.byBoot[boot] == c {
-			delete(s.byBoot, boot) // it has no hello by which its end would find it
+			delete(s.byBoot, boot) // its end could not find it without a hello
 		}
 		s.mu.Unlock()
-		// The answer is a sign of life, by which the shim tells a fence that is stuck from a process that is: a sidecar that others use
-		// is not killed for the former.
+		// The answer proves that this process makes progress. By it the shim distinguishes a stuck
+		// fence from a hanging process: it does not kill a sidecar that others use for a stuck
+		// fence.
 		s.opt.Events.Turn()
 		s.log.Warn("the older session is not fenced yet", "worker", w.pub.Name, "after", s.opt.FenceWait)
 		return &fieldError{code: msg.CodeFencing, field: "boot", err: fmt.Errorf("leases of the older session are not fenced after %s", s.opt.FenceWait),
-			remedy: "say HELLO again; if this lasts, restart the sidecar"}
+			remedy: "send HELLO again; if this lasts, restart the sidecar"}
 	}
 }
 
-// retire tells the control layer that a worker is gone, once; its memory goes back when everything is fenced.
+// retire reports to the control layer once that a worker is gone; its memory is released when
+// everything is fenced.
 func (s *Server) retire(w *worker, why error) {
 	w.deliver.Lock()
 	defer w.deliver.Unlock()
@@ -323,8 +326,9 @@ func (s *Server) forget(w *worker) {
 	}
 }
 
-// Complete ends a lease towards the shim. It never blocks; when the completion ring is full the completion waits in order,
-// bounded by the worker's leases. Completing a lease that is not open is an error (ErrGone, ErrUnknownLease) without effect.
+// Complete ends a lease towards the shim. It never blocks. If the completion ring is full,
+// completions wait in order, bounded by the worker's leases. Completing a lease that is not open is
+// an error (ErrGone, ErrUnknownLease) without effect.
 func (s *Server) Complete(w *Worker, c Completion) error {
 	if w == nil || w.state == nil || w.state.s != s {
 		return fmt.Errorf("complete %s: %w", c.Lease, ErrGone)
@@ -332,7 +336,7 @@ func (s *Server) Complete(w *Worker, c Completion) error {
 	return w.state.complete(c)
 }
 
-// Workers returns the registered workers, those that are being fenced included.
+// Workers returns the registered workers, including those being fenced.
 func (s *Server) Workers() []*Worker {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -343,11 +347,11 @@ func (s *Server) Workers() []*Worker {
 	return out
 }
 
-// Leases returns how many leases all workers have open.
+// Leases counts the open leases of all workers.
 func (s *Server) Leases() int { return int(s.open.Load()) }
 
-// Drain says BYE to every session and refuses new leases (KVS_REFUSED) and sessions. It returns once no lease is open, or
-// with ctx's error.
+// Drain sends BYE to every session and refuses new leases (KVS_REFUSED) and sessions. It returns
+// once no lease is open, or with ctx's error.
 func (s *Server) Drain(ctx context.Context) error {
 	s.draining.Store(true)
 	for _, c := range s.allSessions() {
@@ -373,7 +377,7 @@ func (s *Server) allSessions() []*session {
 	return out
 }
 
-// Publish tells every session the cumulative stats, at most once a second; the latest wins.
+// Publish sends the cumulative stats to every session, at most once a second; the latest wins.
 func (s *Server) Publish(st Stats) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -382,7 +386,7 @@ func (s *Server) Publish(st Stats) {
 	}
 	s.stats = st
 	if s.statsDue != nil {
-		return // will go out with the one that waits
+		return // the waiting send will include it
 	}
 	wait := statsPeriod - time.Since(s.statsAt)
 	s.statsDue = time.AfterFunc(max(wait, 0), func() {
@@ -401,8 +405,9 @@ func (s *Server) Publish(st Stats) {
 	})
 }
 
-// Close ends every session and returns after every goroutine has ended. Open leases are not completed: WorkerGone is called
-// for each worker, and its memory goes back when the control layer has fenced it. Idempotent.
+// Close ends every session and returns after every goroutine has ended. It does not complete open
+// leases: it calls WorkerGone for each worker, whose memory is released when the control layer has
+// fenced it. Idempotent.
 func (s *Server) Close() error {
 	s.mu.Lock()
 	first := !s.closed
@@ -437,7 +442,7 @@ func (s *Server) Close() error {
 	return nil
 }
 
-// nextEpoch is never 0, which means that a lease is closed, also when the counter comes round.
+// nextEpoch never returns 0, the value of a closed lease, even after the counter wraps.
 func (s *Server) nextEpoch() uint32 {
 	for {
 		if e := s.epochs.Add(1); e != 0 {
@@ -446,7 +451,8 @@ func (s *Server) nextEpoch() uint32 {
 	}
 }
 
-// duration takes a wish in milliseconds; none, or an endless one, is cut.
+// duration converts a requested time in milliseconds; a missing one takes the default, a too long
+// one is shortened.
 func (s *Server) duration(ms uint64, def time.Duration) time.Duration {
 	if ms == 0 {
 		return def
@@ -490,7 +496,7 @@ func (s *Server) hookIgnored(kind string) {
 	}
 }
 
-// workerName is what logs call a worker: engine, its id, and the ranks that tell it apart.
+// workerName is a worker's name in logs: engine, id, and the ranks that distinguish it.
 func workerName(h *msg.Hello) string {
 	name := h.Engine.Name + "/" + h.Engine.ID + "/tp" + strconv.Itoa(int(h.Ranks.TP.Rank))
 	for _, r := range []struct {
@@ -504,7 +510,7 @@ func workerName(h *msg.Hello) string {
 	return name
 }
 
-// what names a file that is no socket.
+// what describes a file that is not a socket.
 func what(m os.FileMode) string {
 	switch {
 	case m.IsDir():
@@ -512,5 +518,5 @@ func what(m os.FileMode) string {
 	case m.IsRegular():
 		return "a file"
 	}
-	return "something that is no socket (" + m.Type().String() + ")"
+	return "a file that is not a socket (" + m.Type().String() + ")"
 }

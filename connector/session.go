@@ -16,18 +16,19 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// session is one socket. Its reader goroutine handles requests in order, its writer sends what anybody queued.
+// session is one socket. Its reader goroutine handles requests in order; its writer sends queued
+// packets.
 type session struct {
 	s    *Server
 	uc   *net.UnixConn
 	peer *peer
 	log  *slog.Logger
 
-	outbox chan []byte   // nil packet: close the socket after what is queued
+	outbox chan []byte   // nil packet: close the socket after the queued packets
 	closed chan struct{} // closed when the reader has ended
 	wrote  chan struct{} // closed when the writer has ended
 
-	// The reader's own.
+	// Owned by the reader.
 	hello   *msg.Hello
 	version msg.Version
 	worker  *worker
@@ -38,7 +39,8 @@ type session struct {
 	ended  bool // no packet is queued any more; guarded by mu
 }
 
-// send queues a message. A shim that does not read loses its session, not our memory.
+// send queues a message. A shim that does not read loses its session, so that the queue stays
+// bounded.
 func (c *session) send(m msg.Message) {
 	p, err := msg.EncodePacket(m)
 	if err != nil {
@@ -63,7 +65,7 @@ func (c *session) queue(p []byte) {
 	}
 }
 
-// finish closes the socket after what is queued.
+// finish closes the socket after the queued packets.
 func (c *session) finish() {
 	c.queue(nil)
 }
@@ -75,7 +77,7 @@ func (c *session) sendError(e *msg.ErrorMessage) {
 	}
 }
 
-// errorMessage turns an error into an ERROR; known kinds name their field and remedy.
+// errorMessage turns an error into an ERROR, with field and remedy if the error has them.
 func errorMessage(id uint64, code string, err error, fatal bool) *msg.ErrorMessage {
 	e := &msg.ErrorMessage{ID: id, Code: code, Message: err.Error(), Fatal: fatal}
 	var me *msg.Error
@@ -129,7 +131,7 @@ func (c *session) read() {
 	defer c.s.wg.Done()
 	err := c.serve()
 	if errors.Is(err, errFatal) {
-		<-c.wrote // the reason goes out first; writes have a deadline
+		<-c.wrote // the reason is sent first; writes have a deadline
 	}
 	_ = c.uc.Close()
 	c.mu.Lock()
@@ -169,7 +171,7 @@ func (c *session) serve() error {
 	}
 }
 
-// refuse answers a packet that could not be read, and ends a session that sends nothing else.
+// refuse answers an unreadable packet, and ends a session that sends only such packets.
 func (c *session) refuse(err error) error {
 	c.s.hookMalformed("packet")
 	c.bad++
@@ -192,7 +194,7 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 	if c.hello == nil {
 		h, ok := m.(*msg.Hello)
 		if !ok {
-			c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: fmt.Sprintf("%s before HELLO", m.Type()), Remedy: "say HELLO first"})
+			c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: fmt.Sprintf("%s before HELLO", m.Type()), Remedy: "send HELLO first"})
 			return nil
 		}
 		return c.onHello(h)
@@ -205,14 +207,14 @@ func (c *session) handle(p []byte, fds descriptorSet) error {
 	case *msg.Decline:
 		c.onDecline(m)
 	case *msg.Bye:
-		c.log.Info("the shim says BYE", "reason", m.Reason)
+		c.log.Info("the shim sent BYE", "reason", m.Reason)
 		if c.worker != nil {
 			c.worker.draining.Store(true)
 		}
 	case *msg.Hello:
-		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Message: "HELLO was said already", Remedy: "open another connection"})
+		c.sendError(&msg.ErrorMessage{ID: m.ID, Code: msg.CodeState, Message: "HELLO was sent already", Remedy: "open another connection"})
 	default:
-		c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: fmt.Sprintf("%s is for the other direction", m.Type())})
+		c.sendError(&msg.ErrorMessage{Code: msg.CodeState, Message: fmt.Sprintf("only the sidecar sends %s", m.Type())})
 	}
 	return nil
 }
@@ -255,7 +257,7 @@ func (c *session) onAwait(m *msg.Await) {
 		c.sendError(e)
 	}
 	if c.hello.Role != msg.RoleScheduler {
-		refuse(&msg.ErrorMessage{Code: msg.CodeState, Message: "AWAIT is for schedulers", Field: "role", Remedy: "ask on the scheduler's session"})
+		refuse(&msg.ErrorMessage{Code: msg.CodeState, Message: "AWAIT is for schedulers", Field: "role", Remedy: "send it on the scheduler's session"})
 		return
 	}
 	if m.Peer == "" {
@@ -273,8 +275,8 @@ func (c *session) onAwait(m *msg.Await) {
 	}
 	c.mu.Unlock()
 	if full {
-		refuse(&msg.ErrorMessage{Code: msg.CodeLimit, Message: fmt.Sprintf("%d questions are open", c.s.opt.Limits.Awaits), Field: "id",
-			Remedy: "wait for answers, or ask with a shorter ttl_ms"})
+		refuse(&msg.ErrorMessage{Code: msg.CodeLimit, Message: fmt.Sprintf("%d AWAITs are unanswered", c.s.opt.Limits.Awaits), Field: "id",
+			Remedy: "wait for answers, or send a shorter ttl_ms"})
 		return
 	}
 	var once sync.Once
@@ -305,7 +307,7 @@ func (c *session) onDecline(m *msg.Decline) {
 		Peer: m.Peer, Reason: m.Reason})
 }
 
-// descriptorSet is what rode along with a packet. Whoever takes one sets its place to -1.
+// descriptorSet holds the descriptors of a packet. The code that takes one sets its entry to -1.
 type descriptorSet []int
 
 func (d descriptorSet) close() {
@@ -339,7 +341,7 @@ func descriptors(oob []byte) (descriptorSet, error) {
 	return all, nil
 }
 
-// sessionEnded is the reader's last act.
+// sessionEnded is the last call of the reader.
 func (s *Server) sessionEnded(c *session, err error) {
 	if c.hello != nil {
 		s.hookSession(c.hello.Role, -1)
@@ -377,7 +379,7 @@ func (w *worker) socketEnded(c *session, reason string) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		if !w.closed {
-			w.log.Warn("the engine worker lives on without a session; its leases and memory stay", "leases", len(w.leases),
+			w.log.Warn("the engine worker runs without a session; its leases and memory stay", "leases", len(w.leases),
 				"remedy", "restart the engine if it does not come back")
 		}
 	})

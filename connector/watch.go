@@ -11,8 +11,9 @@ import (
 	"github.com/kvspray/kvspray/internal/slack"
 )
 
-// watcher follows the layer flags of every worker that has a step open and is awaited. It is one goroutine on a thread of its own, because
-// Go's timers are a millisecond late where this needs 100 microseconds; with nothing to follow it sleeps on a condition.
+// watcher follows the layer flags of every worker with an open step whose layers are awaited. It is
+// one goroutine on its own thread, because Go's timers are a millisecond late and this needs 100
+// microseconds. With nothing to follow it sleeps on a condition.
 type watcher struct {
 	mu   sync.Mutex
 	cond *sync.Cond
@@ -27,7 +28,8 @@ func newWatcher() *watcher {
 	return wt
 }
 
-// add makes sure that w is followed, if its layers are awaited; else it is looked at now and then.
+// add ensures that w is followed if its layers are awaited; otherwise its flags are checked at
+// intervals.
 func (wt *watcher) add(w *worker) {
 	if !w.awaited(now()) {
 		w.mu.Lock()
@@ -44,8 +46,8 @@ func (wt *watcher) add(w *worker) {
 	wt.cond.Signal()
 }
 
-// settle drops w from the list if it has nothing to follow, or nobody awaits it. Who changes that meanwhile either is seen here, or
-// finds watched false and adds it again.
+// settle drops w from the list if it has nothing to follow or nothing awaits its layers. A
+// concurrent change is either visible here, or finds watched false and adds w again.
 func (wt *watcher) settle(w *worker) {
 	w.watched.Store(false)
 	if w.waiting.Load() > 0 {
@@ -56,7 +58,7 @@ func (wt *watcher) settle(w *worker) {
 	}
 	wt.mu.Lock()
 	defer wt.mu.Unlock()
-	// add may have put it in a second time already; one place goes.
+	// add may have put it in a second time already; remove one entry.
 	if i := slices.Index(wt.list, w); i >= 0 {
 		wt.list = slices.Delete(slices.Clone(wt.list), i, i+1)
 	}
@@ -70,7 +72,8 @@ func (wt *watcher) close() {
 	<-wt.done
 }
 
-// next waits until there is something to follow; nil when the watcher ends. slept says that it had to wait.
+// next waits until there is something to follow; nil when the watcher ends. slept reports whether
+// it waited.
 func (wt *watcher) next() (list []*worker, slept bool) {
 	wt.mu.Lock()
 	defer wt.mu.Unlock()
@@ -86,10 +89,10 @@ func (wt *watcher) next() (list []*worker, slept bool) {
 
 func (wt *watcher) run() {
 	defer close(wt.done)
-	cores := runtime.GOMAXPROCS(0) // what a container may use, not what its host has
+	cores := runtime.GOMAXPROCS(0) // a container's limit, not its host's
 	spareP()
 	runtime.LockOSThread()                                             // never unlocked: the thread ends with the goroutine, and its timer slack with it
-	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, slack.Nanoseconds, 0, 0, 0) // said already where the binary has cgo
+	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, slack.Nanoseconds, 0, 0, 0) // already set if the binary has cgo
 	p := newPacer(cores, now(), cpuTime())
 	for {
 		list, slept := wt.next()
@@ -121,36 +124,37 @@ func (wt *watcher) run() {
 	}
 }
 
-// started is when the process began to tell the time.
+// started is the process's start of time.
 var started = time.Now()
 
 // now is the monotonic time, without a system call.
 func now() time.Duration { return time.Since(started) }
 
-// cpuTime is what the calling thread has used.
+// cpuTime is the CPU time of the calling thread.
 func cpuTime() time.Duration {
 	var ts unix.Timespec
 	_ = unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &ts)
 	return time.Duration(ts.Nano())
 }
 
-// awaited reports whether a change of the flags matters at once: a partner wants the layers or is about to come, or a lease waits for the
-// stream mark.
+// awaited reports whether a change of the flags matters at once: another sidecar waits for the
+// layers or will soon, or a lease waits for the stream mark.
 func (w *worker) awaited(at time.Duration) bool {
 	return w.partners.Load() || w.holding.Load() || at < time.Duration(w.fresh.Load())
 }
 
-// Follow says whether a source lease of w has a partner. Where none has one nobody is late when layers are looked for with each record
-// of the ring and every paceAlone, while to follow each of them would cost most of what a sidecar may cost that moves nothing.
+// Follow sets whether a source lease of w has a matching receiver. Without one, checking layers
+// with each record of the ring and every paceAlone is early enough; following each layer would take
+// most of an idle sidecar's CPU budget.
 func (w *Worker) Follow(partners bool) {
 	s := w.state
 	s.partners.Store(partners)
 	if partners && s.waiting.Load() > 0 {
-		s.s.watch.add(s) // whose first look is at what came meanwhile
+		s.s.watch.add(s) // its first check covers earlier changes
 	}
 }
 
-// lookLaterLocked looks at the flags after paceAlone.
+// lookLaterLocked checks the flags after paceAlone.
 func (w *worker) lookLaterLocked() {
 	if w.closed || w.later != nil {
 		return
@@ -163,8 +167,8 @@ func (w *worker) lookLaterLocked() {
 	})
 }
 
-// flagsMoved compares the flags with the most that the watcher saw: those of replays fall as a step begins, which says nothing. Three loads per
-// flag at most, no lock.
+// flagsMoved compares the flags with the highest values that the watcher saw; flags of replays fall
+// when a step begins, which is no change. Three loads per flag at most, no lock.
 func (w *worker) flagsMoved() int {
 	moved := 0
 	for i := range w.seen {
@@ -180,31 +184,33 @@ func (w *worker) flagsMoved() int {
 	return moved
 }
 
-// Pacing of the watcher. One sleep of a thread costs 8 to 20 us of CPU in a virtual machine, whatever is then looked at.
+// Pacing of the watcher. One sleep of a thread costs 8 to 20 us of CPU in a virtual machine,
+// whatever the check costs.
 const (
 	paceMin    = 20 * time.Microsecond
-	paceNap    = 5 * time.Microsecond   // what is asked for at least: the kernel adds more than that
-	paceOver   = 200 * time.Microsecond // what a sleep is taken to last too long at most
-	paceIdle   = 2 * time.Millisecond   // between looks while an open step does not move
-	paceAlone  = 100 * time.Millisecond // between looks while nobody waits for a layer; the deadline of a long prefill counts from what is seen
-	paceFresh  = 100 * time.Millisecond // after a source lease is opened its partner is about to come
-	paceLate   = 16                     // a layer that is late is looked for every gap/paceLate
-	paceFade   = 32                     // after t without a change, looks are at least t/paceFade apart
-	paceOdd    = 2                      // so many gaps are no time between layers but a pause between two steps, unless two follow each other
-	paceWindow = 64                     // looks between two measurements of our own cost
-	paceShare  = 0.02                   // of the host for looking, while somebody waits for layers; what follows from a layer is no part of it
-	paceBudget = 0.3                    // of a core for the same, at most
+	paceNap    = 5 * time.Microsecond   // shortest requested sleep: the kernel adds more than that
+	paceOver   = 200 * time.Microsecond // largest assumed overrun of a sleep
+	paceIdle   = 2 * time.Millisecond   // between checks while an open step does not move
+	paceAlone  = 100 * time.Millisecond // between checks while no layer is awaited; the deadline of a long prefill counts from the last change seen
+	paceFresh  = 100 * time.Millisecond // after a source lease is opened its receiver is expected
+	paceLate   = 16                     // a late layer is checked every gap/paceLate
+	paceFade   = 32                     // after t without a change, checks are at least t/paceFade apart
+	paceOdd    = 2                      // this many gaps are a pause between two steps, unless two follow each other
+	paceWindow = 64                     // checks between two measurements of their cost
+	paceShare  = 0.02                   // of the host's CPU for checking while layers are awaited; work after a layer is not included
+	paceBudget = 0.3                    // limit of the same in cores
 )
 
-// pacer decides how long to sleep between two looks: until just before the next layer is due, then at a fraction of the time
-// between layers, and never so short that looking costs more than its budget. Pure: times are arguments.
+// pacer decides the sleep between two checks: until just before the next layer is due, then a
+// fraction of the time between layers, and never so short that checking exceeds its budget. Pure:
+// times are arguments.
 type pacer struct {
 	last  time.Duration // when a flag moved last
 	gap   time.Duration // learned time between layers
 	odd   bool          // the last time between two changes was a pause
 	most  float64       // of a core: the budget
 	floor time.Duration // raised by the budget
-	over  time.Duration // learned: how much longer than asked a sleep lasts
+	over  time.Duration // learned overrun of a sleep
 	looks int
 	wall  time.Duration // at the last measurement
 	cpu   time.Duration
@@ -214,33 +220,36 @@ func newPacer(cores int, now, cpu time.Duration) *pacer {
 	return &pacer{last: now, gap: 8 * paceMin, most: min(paceBudget, paceShare*float64(cores)), floor: paceMin, wall: now, cpu: cpu}
 }
 
-// resume starts a new stretch after a sleep without anything to follow; what was learned stays.
+// resume starts a new period after a sleep without anything to follow; learned values stay.
 func (p *pacer) resume(now, cpu time.Duration) {
 	p.last, p.wall, p.cpu, p.looks = now, now, cpu, 0
 }
 
-// next returns the time to sleep; moved is how many flags the look at a time has found changed.
+// next returns the time to sleep; moved is the number of flags that the check at a time found
+// changed.
 func (p *pacer) next(at, now time.Duration, moved int) time.Duration {
 	return max(p.until(at, now, moved)-p.over, paceNap)
 }
 
-// slept tells how long a sleep has lasted.
+// slept records the length of a sleep.
 func (p *pacer) slept(asked, lasted time.Duration) {
 	p.over += (min(max(lasted-asked, 0), paceOver) - p.over) / 8
 }
 
-// until returns the time to the next look. The next layer is due by when this one was seen: what has been done since is no time between layers, and
-// would make every look later than the one before.
+// until returns the time to the next check. The next layer is due relative to the check that saw
+// this one: time spent since then is no time between layers, and would make every check later than
+// the previous one.
 func (p *pacer) until(at, now time.Duration, moved int) time.Duration {
 	p.looks++
 	since := at - p.last
 	if moved == 0 {
 		if since < p.gap*9/8 && p.floor == paceMin {
-			return p.gap / paceLate // it is due now: a few short sleeps, unless the budget is used up
+			return p.gap / paceLate // it is due now: a few short sleeps, if the budget permits
 		}
 		return max(p.gap/paceLate, p.floor, min(since/paceFade, paceIdle))
 	}
-	// A pause between two steps is no gap between layers, and the first layers of a step would be looked for late.
+	// A pause between two steps is no gap between layers; counting it would make the checks of the
+	// next step's first layers late.
 	sample := since / time.Duration(moved)
 	late := sample > p.gap*3/2
 	if p.odd = sample > paceOdd*p.gap && !p.odd; !p.odd {
@@ -248,18 +257,19 @@ func (p *pacer) until(at, now time.Duration, moved int) time.Duration {
 		p.gap = max(p.gap, paceMin)
 	}
 	p.last = at
-	if late { // the next one need not be: a GPU that has no room for the flag of a layer sets it just before that of the layer behind it
+	if late { // the next one need not be late: a GPU without room for a layer's flag sets it just before the next layer's flag
 		return max(p.gap/paceLate, p.floor)
 	}
 	return max(p.gap*7/8-(now-at), p.floor)
 }
 
-// spare keeps work that is no looking out of the budget: at a slow pace there would be as much of it.
+// spare excludes other work from the budget; a slower pace would not reduce that work.
 func (p *pacer) spare(cpu time.Duration) { p.cpu += cpu }
 
 func (p *pacer) due() bool { return p.looks >= paceWindow }
 
-// charge compares what looking has cost with the budget. The ceiling keeps an unlucky measurement from blinding the watcher.
+// charge compares the cost of checking with the budget. The ceiling keeps a single bad measurement
+// from stopping the watcher.
 func (p *pacer) charge(now, cpu time.Duration) {
 	share := float64(cpu-p.cpu) / float64(max(now-p.wall, 1))
 	switch {

@@ -20,7 +20,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Why a worker went.
+// Reasons for the end of a worker.
 var (
 	ErrExited     = errors.New("connector: the engine worker's exit is proved")
 	ErrSuperseded = errors.New("connector: a new session of the same engine worker took over")
@@ -45,32 +45,32 @@ type worker struct {
 	flags  *board.Flags
 	index  []int          // flat layer -> flag
 	tables []layout.Table // of the layout
-	pools  []int          // block table -> one of those on the same pages
-	done   chan struct{}  // closed when every lease is fenced and the memory is given back
+	pools  []int          // block table -> one table on the same pages
+	done   chan struct{}  // closed when every lease is fenced and the memory is released
 
 	drained  atomic.Uint64 // source epoch of the last record taken from the ring
-	sources  sync.Map      // lease id -> *lease, open source leases; what SourceValid reads without a lock
+	sources  sync.Map      // lease id -> *lease, open source leases; SourceValid reads it without a lock
 	watched  atomic.Bool   // on the watcher's list
 	waiting  atomic.Int32  // len(follow) + len(held), for the watcher
 	holding  atomic.Bool   // len(held) > 0
-	partners atomic.Bool   // Follow's last word
-	rung     atomic.Bool   // by ourselves
-	fresh    atomic.Int64  // as now counts: paceFresh after the last source lease was opened
-	seen     []uint64      // flags as the watcher saw them last; the watcher's own, as is the next
+	partners atomic.Bool   // last argument of Follow
+	rung     atomic.Bool   // by this process
+	fresh    atomic.Int64  // in the time of now: paceFresh after the last source lease was opened
+	seen     []uint64      // highest flags that the watcher saw; only the watcher uses it and the next field
 	seenMark uint64
 	extents  []extent    // of its board and regions
-	work     *Engine     // nil: it does none
+	work     *Engine     // nil: the engine does no work
 	detach   func()      // of work; set before WorkerUp
-	draining atomic.Bool // BYE was said: no new leases
+	draining atomic.Bool // BYE was sent: no new leases
 
 	deliver sync.Mutex
-	gone    bool // WorkerGone was called: no event any more; guarded by deliver
+	gone    bool // WorkerGone was called: no more events; guarded by deliver
 
 	mu        sync.Mutex // protects all below
 	session   *session   // nil when the socket is closed
 	sub       *board.Consumer
 	comp      *board.Producer
-	door      *os.File // wakes our ring goroutine
+	door      *os.File // wakes the ring's goroutine
 	bell      int      // wakes the shim; -1 once closed
 	rings     *mem.Region
 	leases    map[uint64]*lease
@@ -86,10 +86,10 @@ type worker struct {
 	retry     *time.Timer    // runs while queue is not empty
 	retryIn   time.Duration
 	closed    bool  // rings are not touched any more
-	broken    error // the ring cannot be believed
+	broken    error // the ring is invalid
 	complaint map[string]int
 	detached  *time.Timer
-	later     *time.Timer // runs towards a look at flags that nobody awaits
+	later     *time.Timer // pending check of flags that nothing awaits
 }
 
 type completion struct {
@@ -106,10 +106,10 @@ type lease struct {
 	epoch    atomic.Uint32 // 0: closed to readers
 	tokens   uint32
 	attempt  uint32
-	preempt  bool // blocks are lost; the next STEP of a later attempt revives it
+	preempt  bool // blocks are lost; the next STEP of a later attempt revives the lease
 	canceled bool
 	steps    []pendingStep // oldest first
-	reported []uint32      // per flat layer: tokens told to the control layer
+	reported []uint32      // per flat layer: tokens reported to the control layer
 	ids      int           // block ids of the table that the control layer holds
 	writes   [][]uint32    // destination: per block table, the blocks that will be written
 	held     *held         // destination: it waits for a stream mark
@@ -118,7 +118,7 @@ type lease struct {
 type pendingStep struct {
 	step   uint64
 	end    uint32
-	blocks [][]uint32 // nil once told
+	blocks [][]uint32 // nil once reported
 	ids    int        // block ids that blocks holds, for the bound
 }
 
@@ -126,7 +126,7 @@ func (w *worker) leaseID(l *lease) transfer.LeaseID {
 	return transfer.LeaseID{Boot: w.pub.Boot, ID: l.id, Epoch: l.epoch.Load()}
 }
 
-// run is the ring's goroutine: it takes records, delivers events, and sleeps on the doorbell.
+// run is the ring's goroutine: it drains records, delivers events, and sleeps on the doorbell.
 func (w *worker) run() {
 	defer w.s.wg.Done()
 	for {
@@ -156,7 +156,7 @@ func (w *worker) run() {
 	}
 }
 
-// pump drains the ring, follows the flags and delivers, until there is nothing left to do.
+// pump drains the ring, follows the flags and delivers, until no work is left.
 func (w *worker) pump() {
 	w.deliver.Lock()
 	defer w.deliver.Unlock()
@@ -184,7 +184,7 @@ func (w *worker) pump() {
 	}
 }
 
-// drainLocked takes up to n records. It reports whether there may be more.
+// drainLocked drains up to n records and reports whether there may be more.
 func (w *worker) drainLocked(n int) bool {
 	for range n {
 		if w.closed || w.broken != nil {
@@ -205,7 +205,8 @@ func (w *worker) drainLocked(n int) bool {
 		}
 		w.recordLocked(rec)
 		w.lastEpoch = rec.Epoch
-		// After the lease's own epoch moved: who sees this epoch as drained sees what the record took away.
+		// After the lease's own epoch has moved: a reader that sees this epoch as drained also sees
+		// the record's effect.
 		w.drained.Store(rec.Epoch)
 	}
 	return true
@@ -249,7 +250,7 @@ func (w *worker) recordLocked(rec board.Record) {
 	w.s.hookRecord(kind)
 }
 
-// complainLocked counts a bad record, logs its kind once, and tells the shim.
+// complainLocked counts a bad record, logs its kind once, and sends an ERROR to the shim.
 func (w *worker) complainLocked(kind string, err error) {
 	w.s.hookMalformed(kind)
 	w.complaint[kind]++
@@ -265,17 +266,17 @@ func (w *worker) complainLocked(kind string, err error) {
 	}
 }
 
-// checkTables refuses tables that do not fit the layout: every id is inside its groups.
+// checkTables refuses tables that do not match the layout: every id must be inside its groups.
 func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error) {
 	if len(tables) != len(w.tables) {
 		return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("%d tables, the layout has %d", len(tables), len(w.tables)),
-			Remedy: "send each block table once, in the layout's order; groups with same_table read that of the group before them"}
+			Remedy: "send each block table once, in the layout's order; groups with same_table use the table of the previous group"}
 	}
 	for ti, table := range tables {
 		n := w.pub.Layout.Groups[w.tables[ti].First].NumBlocks
 		for i, id := range table {
 			if id >= n {
-				return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("table %d: block %d at place %d, its groups have %d", ti, id, i, n),
+				return 0, &msg.Error{Message: what, Field: "blocks", Problem: fmt.Sprintf("table %d: block %d at index %d, its groups have %d blocks", ti, id, i, n),
 					Remedy: "send ids of the registered cache"}
 			}
 		}
@@ -284,7 +285,8 @@ func (w *worker) checkTables(what string, tables [][]uint32) (ids int, err error
 	return ids, nil
 }
 
-// openLocked makes a lease unless a bound or a state forbids it. A refusal is told to the shim as a completion.
+// openLocked opens a lease unless a bound or a state forbids it. The shim receives a refusal as a
+// completion.
 func (w *worker) openLocked(rec board.Record, source bool) (*lease, error) {
 	what := map[uint16]string{board.RecIntent: "INTENT", board.RecExpect: "EXPECT", board.RecCopy: "COPY"}[rec.Type]
 	if rec.Lease == 0 {
@@ -312,7 +314,7 @@ func (w *worker) refuseLocked(rec board.Record, source bool, err error) {
 func (w *worker) admitLocked(l *lease, ids int) error {
 	switch {
 	case w.blockIDs+ids > w.s.opt.Limits.BlockIDs:
-		return fmt.Errorf("the tables of open leases name %d block ids, with these %d more; at most %d", w.blockIDs, ids, w.s.opt.Limits.BlockIDs)
+		return fmt.Errorf("the tables of open leases hold %d block ids, this record %d more; at most %d", w.blockIDs, ids, w.s.opt.Limits.BlockIDs)
 	case w.draining.Load() || w.s.draining.Load():
 		return errors.New("draining: no new leases")
 	case len(w.leases) >= w.s.opt.Limits.Leases:
@@ -416,8 +418,9 @@ func (w *worker) expectLocked(rec board.Record) error {
 	return nil
 }
 
-// claimLocked takes the blocks that a destination lease will write, each for itself: what it skips may be shared, and so may what is
-// only read. Two writers of one block would each be right about bytes that the other has replaced.
+// claimLocked reserves the blocks that a destination lease will write. Skipped blocks and blocks
+// that are only read may be shared. Two leases that write one block would each report bytes that
+// the other has replaced.
 func (w *worker) claimLocked(l *lease, m *msg.Expect) error {
 	if m.Tokens == 0 || len(m.Skip) != len(m.Blocks) {
 		return nil // the plan refuses it
@@ -440,14 +443,14 @@ func (w *worker) claimLocked(l *lease, m *msg.Expect) error {
 	return nil
 }
 
-// claimedLocked names who has the block at place i.
+// claimedLocked names the lease that has the block at index i.
 func (w *worker) claimedLocked(l *lease, ti int, table []uint32, first, i int) error {
 	id := table[i]
 	e := &msg.Error{Message: "EXPECT", Field: fmt.Sprintf("blocks[%d][%d]", ti, i), Problem: fmt.Sprintf("block %d is written for another open lease", id),
-		Remedy: "wait for its completion, which says that nothing writes any more"}
+		Remedy: "wait for its completion: nothing writes the block after that"}
 	if j := slices.Index(table[first:i], id); j >= 0 {
-		e.Problem = fmt.Sprintf("block %d is at place %d, too, and both would be written", id, first+j)
-		e.Remedy = "allocate a block of its own for each part of the prompt"
+		e.Problem = fmt.Sprintf("block %d is also at index %d, and both would be written", id, first+j)
+		e.Remedy = "allocate a separate block for each part of the prompt"
 		return e
 	}
 	for _, o := range w.leases {
@@ -459,14 +462,14 @@ func (w *worker) claimedLocked(l *lease, ti int, table []uint32, first, i int) e
 	}
 	for oi, writes := range l.writes[:ti] {
 		if w.pools[oi] == w.pools[ti] && slices.Contains(writes, id) {
-			e.Problem = fmt.Sprintf("block %d is written for table %d, too, whose layers lie on the same pages", id, oi)
-			e.Remedy = "draw such block tables from one pool"
+			e.Problem = fmt.Sprintf("block %d is also written for table %d, whose layers lie on the same pages", id, oi)
+			e.Remedy = "allocate the blocks of both tables from one pool"
 		}
 	}
 	return e
 }
 
-// unclaimLocked gives back what claimLocked took.
+// unclaimLocked releases the blocks of claimLocked.
 func (w *worker) unclaimLocked(l *lease) {
 	for ti, table := range l.writes {
 		for _, id := range table {
@@ -479,13 +482,13 @@ func (w *worker) unclaimLocked(l *lease) {
 	l.writes = nil
 }
 
-// claimOf is the place of a block in worker.writing.
+// claimOf is the position of a block in worker.writing.
 func claimOf(pool int, id uint32) (word, bit uint64) {
 	return uint64(pool)<<32 | uint64(id>>6), 1 << (id & 63)
 }
 
-// poolsOf names for each block table one of those whose blocks are the same memory: hybrid models lay the layers of all groups over one
-// another, and a block id belongs to one table at a time.
+// poolsOf maps each block table to one table whose blocks are the same memory: hybrid models place
+// the layers of all groups over one another, and a block id belongs to one table at a time.
 func poolsOf(l *layout.Layout, tables []layout.Table) []int {
 	pools := make([]int, len(tables))
 	for t := range tables {
@@ -505,7 +508,7 @@ func poolsOf(l *layout.Layout, tables []layout.Table) []int {
 	return pools
 }
 
-// sharePages reports whether groups of two block tables do.
+// sharePages reports whether groups of two block tables share pages.
 func sharePages(a, b []layout.Group) bool {
 	for i := range a {
 		for k := range b {
@@ -517,8 +520,9 @@ func sharePages(a, b []layout.Group) bool {
 	return false
 }
 
-// onePool reports whether a layer of a and one of b share pages. Where their strides are equal they do so block by block, or not at all,
-// which the layout's own check has seen to; where they are not, any common stretch counts.
+// onePool reports whether a layer of a and one of b share pages. With equal strides they share
+// whole blocks or nothing, which the layout's own check has verified; with unequal strides any
+// common range counts.
 func onePool(a, b *layout.Group) bool {
 	for i := range a.Layers {
 		for k := range b.Layers {
@@ -544,7 +548,7 @@ func onePool(a, b *layout.Group) bool {
 	return false
 }
 
-// priority takes a value of a newer version for the least urgent.
+// priority maps a value of a newer version to the least urgent priority.
 func priority(v uint32) Priority { return Priority(min(v, uint32(Background))) }
 
 func (w *worker) stepLocked(rec board.Record) error {
@@ -553,7 +557,7 @@ func (w *worker) stepLocked(rec board.Record) error {
 		return err
 	}
 	if m.Step < w.lastStep { // equal: a step whose tables did not fit one record
-		return &msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("%d after %d", m.Step, w.lastStep), Remedy: "steps only grow"}
+		return &msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("%d after %d", m.Step, w.lastStep), Remedy: "send growing step numbers"}
 	}
 	w.lastStep = m.Step
 	var announced []transfer.LeaseID
@@ -572,14 +576,14 @@ func (w *worker) stepLocked(rec board.Record) error {
 	return err
 }
 
-// stepReqLocked returns the lease, if what is announced for it will be followed.
+// stepReqLocked returns the lease if its announced step will be followed.
 func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 	l := w.leases[q.Lease]
 	if l == nil || !l.source || l.canceled {
 		w.s.hookIgnored("step")
 		return nil, nil
 	}
-	// What cannot be followed must not be sent in part either: the lease ends.
+	// A step that cannot be followed must not be sent in part: the lease ends.
 	fail := func(err error) (*lease, error) {
 		w.cancelLocked(l, err.Error())
 		return nil, err
@@ -596,7 +600,7 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 		w.s.hookIgnored("step")
 		return nil, nil
 	case q.Attempt > l.attempt && !l.preempt:
-		// The engine started over without saying so: what was read before no longer counts.
+		// The engine restarted the request without a PREEMPT: earlier tokens no longer count.
 		w.preemptLocked(l)
 	}
 	l.attempt, l.preempt = q.Attempt, false
@@ -605,15 +609,15 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 			Remedy: "write PREEMPT first"})
 	}
 	if len(l.steps) >= msg.MaxPendingSteps {
-		w.followLocked() // their flags may have come while nobody looked: a sidecar that was stopped finds many steps at once
+		w.followLocked() // their flags may be set unnoticed: a sidecar that was stopped finds many steps at once
 	}
 	if len(l.steps) >= msg.MaxPendingSteps {
 		return fail(&msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("lease %d: %d steps wait for their flags", l.id, len(l.steps)),
 			Remedy: "signal the layers of each step, and its end"})
 	}
 	if w.blockIDs+ids > w.s.opt.Limits.BlockIDs {
-		return fail(&msg.Error{Message: "STEP", Field: "blocks", Problem: fmt.Sprintf("the tables of open leases name %d block ids, at most %d", w.blockIDs, w.s.opt.Limits.BlockIDs),
-			Remedy: "send tables only where they changed"})
+		return fail(&msg.Error{Message: "STEP", Field: "blocks", Problem: fmt.Sprintf("the tables of open leases hold %d block ids, at most %d", w.blockIDs, w.s.opt.Limits.BlockIDs),
+			Remedy: "send only changed tables"})
 	}
 	p := pendingStep{step: step, end: min(q.End, l.tokens)}
 	if ids > 0 {
@@ -625,7 +629,8 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 	return l, nil
 }
 
-// changeLocked is CANCEL, PREEMPT or HOLD. What the record takes away is taken even where its body cannot be read.
+// changeLocked applies CANCEL, PREEMPT or HOLD. The record takes effect even if its body is
+// unreadable.
 func (w *worker) changeLocked(rec board.Record) error {
 	kind := recordNames[rec.Type]
 	l := w.leases[rec.Lease]
@@ -688,7 +693,7 @@ func (w *worker) dropStepsLocked(l *lease) {
 	w.followingLocked(l)
 }
 
-// followingLocked keeps the set of leases with pending steps.
+// followingLocked maintains the set of leases with pending steps.
 func (w *worker) followingLocked(l *lease) {
 	if len(l.steps) > 0 {
 		w.follow[l.id] = l
@@ -698,7 +703,7 @@ func (w *worker) followingLocked(l *lease) {
 	w.followedLocked()
 }
 
-// followedLocked publishes to the watcher how many leases wait for what the GPU writes.
+// followedLocked publishes to the watcher how many leases wait for GPU writes.
 func (w *worker) followedLocked() {
 	w.holding.Store(len(w.held) > 0)
 	w.waiting.Store(int32(len(w.follow) + len(w.held)))
@@ -715,7 +720,7 @@ func (w *worker) followLocked() {
 	var out []Progress
 	for _, l := range w.follow {
 		id := w.leaseID(l)
-		first := l.steps[0].step // lowest step that some layer still misses
+		first := l.steps[0].step // lowest step that some layer still lacks
 		slowest := ^uint64(0)
 		for i, flag := range w.index {
 			at := max(w.flags.Layer(flag), end)
@@ -732,16 +737,17 @@ func (w *worker) followLocked() {
 				continue
 			}
 			l.reported[i] = s.end
-			// A step without a table has that of the last one before it, which may not have been told yet.
+			// A step without a table has the previous step's table, which may not have been
+			// reported yet.
 			var blocks [][]uint32
 			for j := k; j >= 0 && blocks == nil; j-- {
 				if blocks = l.steps[j].blocks; blocks != nil {
-					w.blockIDs += l.steps[j].ids - l.ids // it takes the place of the lease's table
+					w.blockIDs += l.steps[j].ids - l.ids // it replaces the lease's table
 					l.ids = l.steps[j].ids
 				}
 			}
 			out = append(out, Progress{Lease: id, Layer: i, Tokens: s.end, Final: s.end >= l.tokens, Blocks: blocks})
-			for j := 0; j <= k; j++ { // told now, or outdated by what is told now
+			for j := 0; j <= k; j++ { // reported now, or outdated by this report
 				w.blockIDs -= l.steps[j].ids
 				l.steps[j].blocks, l.steps[j].ids = nil, 0
 			}
@@ -763,7 +769,8 @@ func (w *worker) followLocked() {
 
 // sourceValid is Worker.SourceValid.
 func (w *worker) sourceValid(id transfer.LeaseID) bool {
-	// This load comes first: what was drained up to this epoch covers every reuse that can have changed the bytes read before.
+	// This load comes first: the records drained up to this epoch cover every reuse that can have
+	// changed the bytes read before.
 	now := w.flags.SourceEpoch()
 	if w.drained.Load() < now && !w.catchUp(now) {
 		return false
@@ -772,8 +779,8 @@ func (w *worker) sourceValid(id transfer.LeaseID) bool {
 	return ok && id.Epoch != 0 && v.(*lease).epoch.Load() == id.Epoch && id.Boot == w.pub.Boot
 }
 
-// catchUp drains the ring until the record of that source epoch was taken. False: it has not been written yet, or too much
-// waits for delivery, or the ring is broken.
+// catchUp drains the ring up to the record of that source epoch. False: the record has not been
+// written yet, or too many events wait for delivery, or the ring is broken.
 func (w *worker) catchUp(epoch uint64) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -796,9 +803,10 @@ func (w *worker) doorFD() int {
 	return fd
 }
 
-// awaitDoorbell waits in the netpoller until the doorbell is rung. What it counted stays there: each write is an edge of its own, and a
-// read would be a system call, which the shim, who shares the eventfd's flags, could make block. The netpoller forgets an edge that
-// came before the wait: so what would have been announced by it is looked for once more.
+// awaitDoorbell waits in the netpoller until the doorbell is rung. It does not reset the counter:
+// each write is an edge of its own, and a read would be a system call that the shim could make
+// block, because the shim shares the eventfd's flags. The netpoller forgets an edge before the
+// wait, so the ring is checked once more.
 func (w *worker) awaitDoorbell() error {
 	rc, err := w.door.SyscallConn()
 	if err != nil {
@@ -816,7 +824,8 @@ func (w *worker) awaitDoorbell() error {
 	})
 }
 
-// wakeLocked rings our own doorbell. Once closed, its descriptor may be another file's.
+// wakeLocked rings this process's own doorbell. After closing, its descriptor may be another
+// file's.
 func (w *worker) wakeLocked() {
 	if w.closed {
 		return
@@ -825,8 +834,8 @@ func (w *worker) wakeLocked() {
 	ring(w.doorFD())
 }
 
-// ring adds one to an eventfd. A counter that is full wakes its reader just as well, and is left alone: the shim can make it block
-// whoever adds to it, and the locks that are held here are the sidecar's.
+// ring adds one to an eventfd. A full counter wakes its reader as well and is left unchanged: the
+// shim can make an addition to it block, and the caller holds the sidecar's locks.
 func ring(fd int) {
 	if fd < 0 || !ready(uintptr(fd), unix.POLLOUT) {
 		return
@@ -849,7 +858,7 @@ func (w *worker) complete(c Completion) error {
 	if l.source == c.Received {
 		return fmt.Errorf("complete %s: received = %v, but source = %v: %w", c.Lease, c.Received, l.source, ErrUnknownLease)
 	}
-	w.postLocked(enc) // before the lease counts as over: a drain that waits for the last one closes the ring
+	w.postLocked(enc) // before the lease counts as complete: a drain that waits for the last one closes the ring
 	w.closeLeaseLocked(l)
 	return nil
 }
@@ -881,7 +890,7 @@ func encodeCompletion(c Completion) completion {
 	return completion{board.RecSent, c.Status, c.Lease.ID, m.Append(nil)}
 }
 
-// postLocked writes a completion, or queues it behind those that found the ring full.
+// postLocked writes a completion, or queues it behind those that wait for room in the ring.
 func (w *worker) postLocked(c completion) {
 	if len(w.queue) >= 2*w.s.opt.Limits.Leases {
 		w.breakLocked(fmt.Errorf("the shim does not read its completion ring: %d completions wait", len(w.queue)))
@@ -894,8 +903,8 @@ func (w *worker) postLocked(c completion) {
 	}
 }
 
-// flushLocked moves completions from the queue to the ring, and looks again later when the ring is full: the protocol has no
-// bell for room, and a shim that does not read is not worth more.
+// flushLocked moves completions from the queue to the ring, and retries later if the ring is full:
+// the protocol has no wake-up for room, and retries are enough for a shim that does not read.
 func (w *worker) flushLocked() {
 	if w.closed || w.broken != nil {
 		return
@@ -944,10 +953,10 @@ func (w *worker) flushLocked() {
 	}
 }
 
-// shut stops touching the rings and forgets the leases; the memory stays until release.
+// shut stops using the rings and forgets the leases; the memory stays until release.
 func (w *worker) shut() {
 	if w.shutOnce() {
-		_ = w.door.Close() // ends run; under no lock, since it waits for the look that run may be at, which takes ours
+		_ = w.door.Close() // ends run; without a lock, since Close waits for run's current check, which takes the lock
 	}
 }
 
@@ -978,7 +987,7 @@ func (w *worker) shutOnce() bool {
 	return true
 }
 
-// release gives the engine's memory back once everything is fenced.
+// release frees the engine's memory once everything is fenced.
 func (w *worker) release() {
 	if w.detach != nil {
 		w.detach()

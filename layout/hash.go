@@ -9,14 +9,15 @@ import (
 	"slices"
 )
 
-// geometryDomain keeps the hash apart from others, and from later versions of itself.
+// geometryDomain separates the hash from other hashes and from later versions.
 const geometryDomain = "kvspray-geometry-v1"
 
-// placementParams say where pages are and not what they are: geometry leaves them out.
+// placementParams locate pages without changing their content; geometry omits them.
 var placementParams = map[string]bool{"v_offset": true, "row_stride": true, "head_stride": true}
 
-// Geometry is equal on two sides where the transfer space and the inside of pages are the same: groups, strategies, layers
-// and page bytes, but neither where pages lie nor how many there are, which differ between any two engines.
+// Geometry is equal on two sides if the transfer space and the inside of pages are equal. It covers
+// groups, strategies, layers and page bytes, but not the addresses or the number of pages, which
+// differ between any two engines.
 func (l *Layout) Geometry() [32]byte {
 	h := hasher{sha256.New()}
 	h.str(geometryDomain)
@@ -24,7 +25,7 @@ func (l *Layout) Geometry() [32]byte {
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
 		h.num(uint64(g.TokensPerBlock))
-		if g.SameTable { // of sidecars before it, layouts without it hash as they did
+		if g.SameTable { // layouts without it keep the hash that older sidecars compute
 			h.str("same_table")
 		}
 		h.str(g.Strategy)
@@ -54,7 +55,7 @@ func shapeParams(g *Group) []string {
 	return keys
 }
 
-// maxDiffs bounds what Diff returns: it is read by people and travels in error messages.
+// maxDiffs bounds the result of Diff: people read it, and error messages carry it.
 const maxDiffs = 32
 
 // Diff names each field in which the dtype, the identity or the geometry of a and b differ, with both values.

@@ -6,7 +6,8 @@ import (
 	"math/bits"
 )
 
-// Bounds of a registered layout. A layout past them is refused, so that a bad engine cannot make us hold unbounded memory.
+// Bounds of a registered layout. A larger one is refused, so that a faulty engine cannot make the
+// sidecar use unbounded memory.
 const (
 	MaxTables         = 16   // block tables of an engine
 	MaxGroups         = 64   // of all tables together
@@ -20,36 +21,37 @@ const (
 	MaxPlanes         = 8 // per layer
 )
 
-// RegionIndex is the place of a region in the list that an engine registered with its layout.
+// RegionIndex is the position of a region in the list that an engine registered with its layout.
 type RegionIndex = int
 
-// Layout is what one engine worker registered: where the KV cache of each layer lies.
+// Layout is the registration of one engine worker: the position of each layer's KV cache.
 type Layout struct {
 	Model    string
 	DType    string
 	Groups   []Group
-	Identity map[string]string // what must be equal between prefill and decode
+	Identity map[string]string // properties that must be equal on prefill and decode
 }
 
-// Group is a cache group: layers of one strategy and equal parameters that share one block table. A stage of a pipeline may have none of them; the group
-// stands there for its table, so that every stage has as many tables.
+// Group is a cache group: layers of one strategy and equal parameters that share one block table. A
+// pipeline stage may have none of its layers; the empty group then stands for its table, so that
+// every stage has equally many tables.
 type Group struct {
 	TokensPerBlock uint32
-	Strategy       string           // names the ParseBlock strategy that knows the inside of a page
+	Strategy       string           // ParseBlock strategy of the group's pages
 	Params         map[string]int64 // of the strategy
 	NumBlocks      uint32
-	SameTable      bool // its block table is that of the group before it, whose layers have another strategy or other parameters
+	SameTable      bool // it shares the block table of the previous group, whose strategy or parameters differ
 	Layers         []Layer
 }
 
-// Layer is the cache of one layer: NumBlocks pages, one block stride apart.
+// Layer is the cache of one layer: NumBlocks pages at a distance of one block stride.
 type Layer struct {
 	Name        string
-	Index       int // of its flag on the board
+	Index       int // index of its flag on the board
 	Region      RegionIndex
 	Base        uint64 // of block 0, bytes from the start of the region
 	BlockStride uint64 // bytes from one block to the next
-	PageBytes   uint64 // bytes that one block holds of this layer, all planes together
+	PageBytes   uint64 // bytes of this layer in one block, all planes together
 }
 
 // Piece is a contiguous part of one side's memory.
@@ -58,7 +60,8 @@ type Piece struct {
 	Off, Len uint64
 }
 
-// Error is a refusal of a layout, a block table or a token range: what is wrong, where, and what would be right.
+// Error is a refusal of a layout, a block table or a token range, with field, value, problem and
+// remedy.
 type Error struct {
 	Field   string // path into the layout: "groups[0].layers[3].base"
 	Value   string
@@ -83,7 +86,8 @@ func (l *Layout) NumLayers() int {
 	return n
 }
 
-// Tables counts the block tables of the engine: what an INTENT, a STEP and an EXPECT bring, and what a skip is given for.
+// Tables counts the block tables of the engine: INTENT, STEP and EXPECT have one entry per table,
+// and so does a skip.
 func (l *Layout) Tables() int {
 	n := 0
 	for i := range l.Groups {
@@ -94,7 +98,7 @@ func (l *Layout) Tables() int {
 	return n
 }
 
-// Table is one block table, and the groups that read it.
+// Table is one block table with the groups that read it.
 type Table struct {
 	First, End int // groups [First, End)
 }
@@ -112,7 +116,7 @@ func (l *Layout) TablesOf() []Table {
 	return out
 }
 
-// LayerAt returns the group and the place in it of a flattened layer.
+// LayerAt returns the group of a flattened layer and its position in the group.
 func (l *Layout) LayerAt(flat int) (group, layer int, ok bool) {
 	if flat < 0 {
 		return 0, 0, false
@@ -138,7 +142,7 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 		if !g.SameTable {
 			table++
 		}
-		if len(g.Layers) == 0 { // its windows and block tables count all the same
+		if len(g.Layers) == 0 { // its windows and block tables still count
 			if _, err := planes(nil, g, nil); err != nil {
 				return fmt.Errorf("groups[%d]: %w", gi, err)
 			}
@@ -151,7 +155,7 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 				return fmt.Errorf("%s (%q): %w", field, ly.Name, err)
 			}
 			if len(ps) == 0 || len(ps) > MaxPlanes {
-				return refuse(field+".planes", len(ps), fmt.Sprintf("a layer has 1 to %d planes", MaxPlanes), "mend strategy "+g.Strategy)
+				return refuse(field+".planes", len(ps), fmt.Sprintf("a layer has 1 to %d planes", MaxPlanes), "fix strategy "+g.Strategy)
 			}
 			var sum uint64
 			for pi := range ps {
@@ -173,7 +177,8 @@ func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 	return l.checkOverlap(all)
 }
 
-// ValidateForeign checks a layout whose memory is elsewhere: all that Validate does but whether its regions are large enough.
+// ValidateForeign checks a layout of memory elsewhere: like Validate, except that region sizes are
+// unknown.
 func ValidateForeign(l *Layout, planes PlaneFunc) error {
 	regions := 0
 	for gi := range l.Groups {
@@ -199,13 +204,13 @@ func (l *Layout) checkShape(regions int) error {
 	}
 	if n := l.Tables(); n > MaxTables {
 		return refuse("groups", fmt.Sprintf("%d block tables", n), fmt.Sprintf("an engine has at most %d", MaxTables),
-			"register groups of one block table behind one another, with same_table")
+			"register the groups of one block table in sequence, with same_table")
 	}
 	if n := l.NumLayers(); n < 1 || n > MaxLayers {
 		return refuse("layers", n, fmt.Sprintf("a layout has 1 to %d layers in all groups", MaxLayers), "register each layer once")
 	}
 	if n := len(l.Identity); n > MaxIdentity {
-		return refuse("identity", n, fmt.Sprintf("at most %d pairs", MaxIdentity), "hash what is long into one value")
+		return refuse("identity", n, fmt.Sprintf("at most %d pairs", MaxIdentity), "hash long values")
 	}
 	names := make(map[string]struct{}, l.NumLayers())
 	for gi := range l.Groups {
@@ -220,15 +225,15 @@ func (l *Layout) checkShape(regions int) error {
 		}
 		if g.SameTable {
 			if gi == 0 {
-				return refuse(field+".same_table", true, "there is no group before it", "set it from the second group of a block table on")
+				return refuse(field+".same_table", true, "the first group has no group before it", "set it from the second group of a block table on")
 			}
 			if o := &l.Groups[gi-1]; o.TokensPerBlock != g.TokensPerBlock || o.NumBlocks != g.NumBlocks {
-				return refuse(field+".same_table", true, fmt.Sprintf("its blocks are %d of %d tokens, those of the group before it %d of %d",
+				return refuse(field+".same_table", true, fmt.Sprintf("the group has %d blocks of %d tokens, the group before it %d of %d",
 					g.NumBlocks, g.TokensPerBlock, o.NumBlocks, o.TokensPerBlock), "register groups of one block table with equal tokens_per_block and num_blocks")
 			}
 		}
 		if len(g.Params) > MaxParams {
-			return refuse(field+".params", len(g.Params), fmt.Sprintf("at most %d", MaxParams), "pass only what the strategy reads")
+			return refuse(field+".params", len(g.Params), fmt.Sprintf("at most %d", MaxParams), "pass only the strategy's parameters")
 		}
 		for li := range g.Layers {
 			ly := &g.Layers[li]
@@ -244,7 +249,7 @@ func (l *Layout) checkShape(regions int) error {
 				return refuse(lf+".index", ly.Index, fmt.Sprintf("flag indices are 0 to %d", MaxLayers-1), "use the layer's flag on the board")
 			}
 			if ly.PageBytes == 0 {
-				return refuse(lf+".page_bytes", 0, "a page holds something", "register the bytes of one block")
+				return refuse(lf+".page_bytes", 0, "a page must not be empty", "register the bytes of one block")
 			}
 		}
 	}

@@ -142,7 +142,8 @@ func TestValidate(t *testing.T) {
 	}
 }
 
-// TestOverlapModel compares the arithmetic with marking bytes. For unequal strides the arithmetic may only err towards overlap.
+// TestOverlapModel compares the arithmetic with marking bytes. For unequal strides the arithmetic
+// may report an overlap wrongly, never miss one.
 func TestOverlapModel(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		gen := func(l string) progression {
@@ -275,7 +276,8 @@ func FuzzUnmarshal(f *testing.F) {
 	f.Fuzz(func(t *testing.T, b []byte) {
 		var l *Layout
 		var err error
-		// 1,024 layers and 64 pairs with three bytes each, and what was really sent, some times over.
+		// 1,024 layers and 64 pairs of three bytes each, and some multiples of the bytes that were
+		// sent.
 		testutil.AllocatesAtMost(t, uint64(192<<10+64*len(b)), fmt.Sprintf("a layout of %d bytes", len(b)), func() { l, err = Unmarshal(b) })
 		if err != nil {
 			return

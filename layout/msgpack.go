@@ -11,7 +11,7 @@ import (
 	"github.com/vmihailenco/msgpack/v5/msgpcode"
 )
 
-// MaxEncodedBytes bounds an encoded layout: it travels in one packet of the engine socket.
+// MaxEncodedBytes bounds an encoded layout, which travels in one packet of the engine socket.
 const MaxEncodedBytes = 1 << 20
 
 // maxSkipDepth bounds the nesting of unknown values that are skipped.
@@ -22,7 +22,8 @@ var (
 	_ msgpack.CustomDecoder = (*Layout)(nil)
 )
 
-// Marshal encodes l as docs/protocol.md, section 3, with keys in a fixed order: equal layouts give equal bytes.
+// Marshal encodes l as described in docs/protocol.md, section 3, with keys in a fixed order: equal
+// layouts have equal encodings.
 func (l *Layout) Marshal() ([]byte, error) {
 	var buf bytes.Buffer
 	if err := l.EncodeMsgpack(msgpack.NewEncoder(&buf)); err != nil {
@@ -34,8 +35,8 @@ func (l *Layout) Marshal() ([]byte, error) {
 	return buf.Bytes(), nil
 }
 
-// Unmarshal decodes what Marshal or a shim encoded. Every length is checked before memory is taken for it. The result may
-// still describe nonsense: Validate says.
+// Unmarshal decodes a layout of Marshal or of a shim. It checks every length before it allocates
+// memory. The result may still be invalid: call Validate.
 func Unmarshal(b []byte) (*Layout, error) {
 	if len(b) > MaxEncodedBytes {
 		return nil, refuse("layout", fmt.Sprintf("%d bytes", len(b)), fmt.Sprintf("at most %d encoded", MaxEncodedBytes), "shorten layer names")
@@ -158,7 +159,8 @@ type reader struct {
 // maxMapKeys bounds the keys of one map, unknown ones included.
 const maxMapKeys = 64
 
-// fields walks a map with string keys; fn says whether it knew the key and took its value.
+// fields walks a map with string keys; fn reports whether it recognised the key and consumed its
+// value.
 func (r *reader) fields(field string, fn func(key string) (bool, error)) error {
 	n, err := r.mapLen(field, maxMapKeys)
 	if err != nil {
@@ -337,7 +339,7 @@ func (r *reader) bounded(field string, n, limit int, err error) (int, error) {
 		return 0, fmt.Errorf("layout: %s: decode: %w", field, err)
 	}
 	if n < 0 || n > limit {
-		return 0, refuse(field, fmt.Sprintf("%d entries", n), fmt.Sprintf("at most %d", limit), "register less, or in fewer entries")
+		return 0, refuse(field, fmt.Sprintf("%d entries", n), fmt.Sprintf("at most %d", limit), "register fewer entries")
 	}
 	return n, nil
 }
@@ -361,7 +363,8 @@ func (r *reader) str(field string) (string, error) {
 	return string(b), nil
 }
 
-// uint takes any integer coding of a value that is not negative. The decoder's own DecodeUint64 would wrap a negative one.
+// uint reads any integer encoding of a non-negative value. The decoder's DecodeUint64 would wrap a
+// negative value.
 func (r *reader) uint(field string) (uint64, error) {
 	c, err := r.code(field)
 	if err != nil {
@@ -436,13 +439,13 @@ func (r *reader) uint32(field string) (uint32, error) {
 func (r *reader) index(field string) (int, error) {
 	v, err := r.uint(field)
 	if err == nil && v > math.MaxInt32 {
-		err = refuse(field, v, "is no index", "send a smaller number")
+		err = refuse(field, v, "is not an index", "send a smaller number")
 	}
 	return int(v), err
 }
 
-// skip passes over a value that this version does not know. It recurses and reads by itself: the decoder's own Skip has no bound on
-// depth, and takes a mebibyte for a string that says it is long.
+// skip discards a value that this version does not recognise. It does not use the decoder's Skip,
+// which has no bound on depth and allocates a mebibyte for a string with a large announced length.
 func (r *reader) skip(field string, depth int) error {
 	if depth > maxSkipDepth {
 		return refuse(field, "a nested value", fmt.Sprintf("deeper than %d", maxSkipDepth), "nest less")
@@ -481,7 +484,7 @@ func (r *reader) skip(field string, depth int) error {
 	return nil
 }
 
-// pass reads n bytes to nowhere.
+// pass discards n bytes.
 func (r *reader) pass(field string, n int, err error) error {
 	if n, err = r.bounded(field, n, MaxEncodedBytes, err); err != nil {
 		return err

@@ -6,24 +6,25 @@ import (
 	"slices"
 )
 
-// Bounds of the work that a layout may cause when it is checked.
+// Bounds of the work for checking one layout.
 const (
 	maxScattered = 1 << 16 // progressions of one layout
 	maxCompared  = 1 << 24 // pairs of them
 )
 
-// progression is count pieces of size bytes, stride apart: bytes of one plane over all blocks.
+// progression is count pieces of size bytes at distance stride: bytes of one plane over all blocks.
 type progression struct {
 	start, stride, count, size uint64
 	region, layer              int
 	group, table               int
-	lo, hi, block              uint64 // what block 0 has of the plane lies in [lo, hi), and other blocks are multiples of block away
+	lo, hi, block              uint64 // block 0's bytes of the plane lie in [lo, hi); other blocks are multiples of block away
 }
 
 func (p *progression) end() uint64 { return p.start + (p.count-1)*p.stride + p.size }
 
-// checkOverlap refuses two layers that share a byte. Layers of different block tables may lie on the very same pages: hybrid models
-// draw the block tables of all groups from one pool, so that a block id belongs to one table at a time.
+// checkOverlap refuses two layers that share a byte. Layers of different block tables may have the
+// same pages: hybrid models draw the block tables of all groups from one pool, so that a block id
+// belongs to one table at a time.
 func (l *Layout) checkOverlap(all []progression) error {
 	slices.SortFunc(all, func(a, b progression) int {
 		return cmp.Or(cmp.Compare(a.region, b.region), cmp.Compare(a.start, b.start))
@@ -43,8 +44,8 @@ func (l *Layout) checkOverlap(all []progression) error {
 	return nil
 }
 
-// apart reports whether progressions of one stride keep to bytes that differ modulo the stride, as interleaved layers do. It
-// may miss it, and then each pair is looked at.
+// apart reports whether progressions of one stride use bytes that differ modulo the stride, as
+// interleaved layers do. It may report false wrongly; each pair is checked then.
 func apart(all []progression) bool {
 	type interval struct{ lo, hi uint64 }
 	stride := all[0].stride
@@ -86,25 +87,26 @@ func (l *Layout) compare(all []progression) error {
 			la, lb := &l.Groups[a.group].Layers[a.layer], &l.Groups[b.group].Layers[b.layer]
 			if la == lb {
 				return refuse(fmt.Sprintf("groups[%d].params", a.group), fmt.Sprintf("%.200s", fmt.Sprint(l.Groups[a.group].Params)),
-					fmt.Sprintf("two planes of layer %q share bytes of region %d", la.Name, a.region), "check what says where planes begin: v_offset, state_offset, page_bytes and the strides")
+					fmt.Sprintf("two planes of layer %q share bytes of region %d", la.Name, a.region), "check the parameters that place planes: v_offset, state_offset, page_bytes and the strides")
 			}
 			return refuse(fmt.Sprintf("groups[%d].layers[%d].base", b.group, b.layer), lb.Base,
 				fmt.Sprintf("layer %q shares bytes of region %d with layer %q (base %d)", lb.Name, b.region, la.Name, la.Base),
-				"register each layer's own pages; only layers of different block tables may have the same ones")
+				"register each layer's own pages; only layers of different block tables may share pages")
 		}
 	}
 	return nil
 }
 
-// samePages reports whether what a and b share can only be bytes of one and the same block id: as in a slab of equal blocks, in which layers
-// of several groups begin at other offsets.
+// samePages reports whether a and b can share bytes only within one block id, as in a slab of equal
+// blocks in which layers of several groups begin at different offsets.
 func samePages(a, b *progression) bool {
 	return a.start == b.start && a.stride == b.stride && a.size == b.size ||
 		a.block == b.block && max(a.hi, b.hi)-min(a.lo, b.lo) <= a.block
 }
 
-// overlap says whether any piece of a and any of b share a byte. Exact for equal strides; for different ones it errs towards
-// overlap unless the pieces are disjoint modulo the common divisor of the strides.
+// overlap reports whether a piece of a and a piece of b share a byte. It is exact for equal
+// strides. For different strides it reports an overlap unless the pieces are disjoint modulo the
+// common divisor of the strides.
 func overlap(a, b progression) bool {
 	if a.start > b.start {
 		a, b = b, a
@@ -117,7 +119,7 @@ func overlap(a, b progression) bool {
 		d := b.start - a.start
 		for _, k := range [2]uint64{d / a.stride, d/a.stride + 1} {
 			if k > a.count-1 {
-				continue // even j = 0 needs a piece that a does not have; larger i are further away
+				continue // even j = 0 needs a piece beyond the end of a; larger i are further away
 			}
 			if off := k * a.stride; off <= d && d-off < a.size || off > d && off-d < b.size {
 				return true

@@ -7,7 +7,7 @@ import (
 	"slices"
 )
 
-// Role says what a plane holds. Planes of two layouts are matched by it.
+// Role is the kind of content of a plane. Planes of two layouts are matched by role.
 type Role uint8
 
 // The roles.
@@ -16,17 +16,17 @@ const (
 	RoleV                // beside RoleK
 	RoleKV               // K and V packed in each cell, K in its first half
 	RoleLatent           // MLA: one vector for all heads
-	RoleLatentScale      // its scales, where they lie apart
+	RoleLatentScale      // its scales, if separate
 	RoleKScale           // scales of quantised K
 	RoleVScale           // scales of quantised V
 	RoleIndex            // keys of a sparse attention's indexer
 	RoleIndexScale       // their scales
 	RoleCompressor       // state of a compressing attention, by token
-	RoleConvQ            // convolution state: what the projections of q, k and v (Mamba: C, B and x) remember
+	RoleConvQ            // history of the projection of q, k or v (Mamba: C, B and x) in a convolution
 	RoleConvK
 	RoleConvV
 	RoleRecurrent // recurrent state, a matrix for each head
-	RolePage      // opaque: only whole pages mean anything
+	RolePage      // opaque: only whole pages have a meaning
 )
 
 var roleNames = [...]string{RoleK: "k", RoleV: "v", RoleKV: "kv", RoleLatent: "latent", RoleLatentScale: "latent_scale", RoleKScale: "k_scale",
@@ -40,13 +40,13 @@ func (r Role) String() string {
 	return fmt.Sprintf("role(%d)", uint8(r))
 }
 
-// Unit is the granule in which a plane can be addressed.
+// Unit is the smallest addressable part of a plane.
 type Unit uint8
 
 // The units.
 const (
-	UnitToken Unit = iota + 1 // rows follow the tokens: any range of them can be taken
-	UnitBlock                 // opaque: only whole blocks can be taken, and a block that is begun counts whole
+	UnitToken Unit = iota + 1 // rows follow the tokens: any range of rows can be selected
+	UnitBlock                 // opaque: only whole blocks can be selected, and a started block counts as whole
 	UnitState                 // one per request, in the block that holds its last token
 )
 
@@ -66,47 +66,50 @@ func (u Unit) String() string {
 //
 //	offset of cell (row, head, col) of block b, from the start of the region:
 //	  Base + b*BlockStride + Offset + tile*TileStride + (row mod TileRows)*RowStride + head*HeadStride + col*ColStride
-//	where tile = row / TileRows, 0 where the plane has no tiles
+//	where tile = row / TileRows, 0 if the plane has no tiles
 //
-// Rows follow the tokens (or the history of a convolution, or one side of a state's matrix), heads are what tensor
-// parallelism divides, columns exist where a matrix may be stored in either order. A dense plane of NHD pages is a plane whose
-// RowStride is Heads*HeadStride; of HND pages one whose HeadStride is Rows*RowStride; both orders come from the strides alone.
+// Rows follow the tokens (or the history of a convolution, or one side of a state's matrix). Tensor
+// parallelism divides heads. Columns exist if a matrix may be stored in either order. The strides
+// alone give the order: a dense plane of NHD pages has RowStride Heads*HeadStride, one of HND pages
+// has HeadStride Rows*RowStride.
 type Plane struct {
 	Role       Role
 	Unit       Unit
-	Format     string // how the bytes of a cell are coded, where the dtype of the cache does not say it alone
+	Format     string // encoding of a cell's bytes, if the cache's dtype does not determine it
 	HeadMajor  bool   // heads come before rows in the transfer space
-	ColMajor   bool   // and so do columns, inside each head: a cell is one number, and a row's numbers lie far apart
+	ColMajor   bool   // columns come before rows, inside each head: a cell is one element, and a row's elements lie far apart
 	Transposed bool   // rows and columns of a state's matrix are exchanged
 	Offset     uint64
 
 	CellBytes                        uint64
-	KeyBytes                         uint64 // of a cell of RoleKV, what K takes; 0: its half
+	KeyBytes                         uint64 // of a cell of RoleKV, the size of K; 0: half
 	Rows, Heads, Cols                uint32
 	RowStride, HeadStride, ColStride uint64
 
-	RowTokens  uint32 // tokens that one row stands for: more than 1 in a compressed cache, whose row is complete with its last token
+	RowTokens  uint32 // tokens of one row: more than 1 in a compressed cache, whose row is complete with its last token
 	FirstHead  uint32 // the first of this rank's heads among those of the model
-	AllHeads   uint32 // heads of the model: Heads where every rank has all of them
-	TileRows   uint32 // rows of a kernel block, where the pages of the block table hold several; else Rows
+	AllHeads   uint32 // heads of the model: Heads if every rank has all of them
+	TileRows   uint32 // rows of a kernel block, if a page of the block table holds several; else Rows
 	TileStride uint64 // from one kernel block to the next
 }
 
-// Bytes is what the plane holds in one block.
+// Bytes is the size of the plane in one block.
 func (p *Plane) Bytes() uint64 {
 	return p.CellBytes * uint64(p.Rows) * uint64(p.Heads) * uint64(p.Cols)
 }
 
-// PlaneFunc appends the planes of a layer to dst; the strategy of the group knows them. Without a layer (nil) it only checks the group.
+// PlaneFunc appends the planes of a layer to dst, as the group's strategy defines them. Without a
+// layer (nil) it only checks the group.
 type PlaneFunc func(dst []Plane, g *Group, l *Layer) ([]Plane, error)
 
-// axis is count things, stride apart.
+// axis is count elements at distance stride.
 type axis struct {
 	count, stride uint64
 	name          string // of the stride
 }
 
-// place appends the bytes of one plane over all blocks. It refuses a plane that leaves its region, or that meets itself.
+// place appends the bytes of one plane over all blocks. It refuses a plane that leaves its region
+// or overlaps itself.
 func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regionBytes uint64) ([]progression, error) {
 	bad := func(problem string) error {
 		return refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("plane %s: %s", p.Role, problem),
@@ -130,10 +133,10 @@ func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regio
 	all, inBlock := p.CellBytes, uint64(0)
 	for i := range axes {
 		a := &axes[i]
-		inBlock = all // what is inside of this axis; in the end a block
+		inBlock = all // bytes inside this axis; after the loop, of a block
 		var ok bool
 		if all, ok = extent(all, axes[i:i+1]); !ok {
-			return dst, refuse(field+"."+a.name, a.stride, fmt.Sprintf("plane %s: the offsets of %d overflow 64 bits", p.Role, a.count), "register the distance from one to the next")
+			return dst, refuse(field+"."+a.name, a.stride, fmt.Sprintf("plane %s: the offsets of %d overflow 64 bits", p.Role, a.count), "register the distance between two neighbours")
 		}
 	}
 	start, ok := addAll(ly.Base, p.Offset)
@@ -154,7 +157,7 @@ func place(dst []progression, field string, g *Group, ly *Layer, p *Plane, regio
 	return spread(dst, field, ly, p, pr, axes[:])
 }
 
-// extent is the bytes from the first cell's start to the last one's end.
+// extent returns the distance from the first cell's start to the last cell's end.
 func extent(size uint64, axes []axis) (uint64, bool) {
 	for _, a := range axes {
 		hi, span := bits.Mul64(a.count-1, a.stride)
@@ -166,14 +169,14 @@ func extent(size uint64, axes []axis) (uint64, bool) {
 	return size, true
 }
 
-// spread turns the axes into as few progressions as they take: one where all of them merge, as they do in every dense cache
-// and in interleaved allocations; else the blocks of each piece of a page.
+// spread turns the axes into as few progressions as possible: one if all of them merge, as in every
+// dense cache and in interleaved allocations; else the blocks of each piece of a page.
 func spread(dst []progression, field string, ly *Layer, p *Plane, pr progression, axes []axis) ([]progression, error) {
 	blocks := axes[len(axes)-1]
 	sorted := [5]axis{}
 	in := sorted[:copy(sorted[:], axes)]
 	slices.SortStableFunc(in, func(a, b axis) int { return cmp.Compare(a.stride, b.stride) })
-	reach := pr.size // of what is inside
+	reach := pr.size // of the inner axes
 	size, outer := pr.size, make([]axis, 0, len(axes))
 	merged := pr // with every axis
 	whole := true
@@ -218,7 +221,7 @@ func spread(dst []progression, field string, ly *Layer, p *Plane, pr progression
 	}
 	if pieces+uint64(len(dst)) > maxScattered {
 		return dst, refuse(field+".page_bytes", ly.PageBytes, fmt.Sprintf("plane %s: pages lie in more than %d pieces", p.Role, maxScattered),
-			"register layers whose blocks or heads follow one another evenly")
+			"register layers with evenly spaced blocks or heads")
 	}
 	if pr.size, pr.count, pr.stride = size, blocks.count, blocks.stride; pr.count == 1 {
 		pr.stride = size

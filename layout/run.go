@@ -5,21 +5,21 @@ type TokenRange struct {
 	Start, End uint32
 }
 
-// Run is Outer rows of Count pieces of Len bytes. The pieces of a row are SrcStride apart on one side and DstStride on the
-// other, the rows SrcOuter and DstOuter. Offsets are from the start of the layer's region. It says in 64 bytes what would be
-// Outer*Count entries of a list.
+// Run is Outer rows of Count pieces of Len bytes. Pieces of a row have the distance SrcStride on
+// one side and DstStride on the other, rows SrcOuter and DstOuter. Offsets are from the start of
+// the layer's region. A Run replaces Outer*Count list entries by 64 bytes.
 type Run struct {
 	SrcOff, DstOff       uint64
-	SrcStride, DstStride uint64 // modulo 2^64: a run may step backwards; meaningless where Count is 1
-	SrcOuter, DstOuter   uint64 // modulo 2^64; meaningless where Outer is 1
+	SrcStride, DstStride uint64 // modulo 2^64: a run may step backwards; unused if Count is 1
+	SrcOuter, DstOuter   uint64 // modulo 2^64; unused if Outer is 1
 	Count, Outer         uint32 // 1 or more
 	Len                  uint64
 }
 
-// Pieces is how many pieces the run has.
+// Pieces is the number of pieces of the run.
 func (r *Run) Pieces() uint64 { return uint64(r.Outer) * uint64(r.Count) }
 
-// Bytes is what the run moves.
+// Bytes is the number of bytes that the run moves.
 func (r *Run) Bytes() uint64 { return r.Pieces() * r.Len }
 
 // IpcBlock is one contiguous piece of a run.
@@ -33,7 +33,7 @@ func (r *Run) At(i uint64) IpcBlock {
 	return IpcBlock{SrcOff: r.SrcOff + o*r.SrcOuter + c*r.SrcStride, DstOff: r.DstOff + o*r.DstOuter + c*r.DstStride, Len: r.Len}
 }
 
-// Explode yields the pieces of runs one by one, so that they never exist at once.
+// Explode yields the pieces of runs one by one, so that the whole list never exists.
 func Explode(runs []Run) func(yield func(IpcBlock) bool) {
 	return func(yield func(IpcBlock) bool) {
 		for i := range runs {

@@ -6,15 +6,16 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// Orders are those in which vLLM since 0.28 lays out one allocation of all layers, by their names there: L layers, B blocks,
-// H heads, N tokens, C the content of a head of a token (K and V). Each layer is a strided view of it.
+// Orders are the orders in which vLLM since 0.28 lays out one allocation of all layers, under
+// vLLM's names: L layers, B blocks, H heads, N tokens, C the content of a head of a token (K and
+// V). Each layer is a strided view of the allocation.
 //
 //	LBNHC  | l0: b0(t0(h0 h1 ..) t1(..) ..) b1(..) .. | l1: .. |    one dense NHD cache per layer, the default
 //	LBHNC  | l0: b0(h0(t0 t1 ..) h1(..) ..) b1(..) .. | l1: .. |    one dense HND cache per layer
-//	LHBNC  | l0: h0(b0(t0 t1 ..) b1(..) ..) h1(..) .. | l1: .. |    the blocks of a head follow one another
-//	BLNHC  | b0: l0(t0(h0 h1 ..) t1(..) ..) l1(..) .. | b1: .. |    the layers of a block do: a block of all layers is one piece
-//	BLHNC  | b0: l0(h0(t0 t1 ..) h1(..) ..) l1(..) .. | b1: .. |    the same with heads outside
-//	BHLNC  | b0: h0(l0(t0 t1 ..) l1(..) ..) h1(..) .. | b1: .. |    the layers of a head of a block do: a head of all layers is one piece
+//	LHBNC  | l0: h0(b0(t0 t1 ..) b1(..) ..) h1(..) .. | l1: .. |    blocks of one head are adjacent
+//	BLNHC  | b0: l0(t0(h0 h1 ..) t1(..) ..) l1(..) .. | b1: .. |    one piece per block of all layers
+//	BLHNC  | b0: l0(h0(t0 t1 ..) h1(..) ..) l1(..) .. | b1: .. |    the same, heads outside
+//	BHLNC  | b0: h0(l0(t0 t1 ..) l1(..) ..) h1(..) .. | b1: .. |    one piece per head of all layers
 var Orders = []string{"LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"}
 
 // Allocation is one allocation of all layers.
@@ -29,8 +30,9 @@ type Allocation struct {
 	Region  layout.RegionIndex
 }
 
-// Group describes the layers of the allocation as views: a base, a block stride, and the strides of tokens and heads where other
-// layers or blocks lie between. name(i) names layer i. What else the group needs (kv_heads, window) the caller adds.
+// Group describes the layers of the allocation as views: a base, a block stride, and strides of
+// tokens and heads if other layers or blocks lie between them. name(i) names layer i. The caller
+// adds other parameters of the group (kv_heads, window).
 func (a *Allocation) Group(name func(i int) string) (layout.Group, error) {
 	sizes := map[rune]uint64{'L': uint64(a.Layers), 'B': uint64(a.Blocks), 'H': uint64(a.Heads), 'N': uint64(a.Tokens)}
 	known := false
@@ -46,7 +48,7 @@ func (a *Allocation) Group(name func(i int) string) (layout.Group, error) {
 	for i := len(axes) - 2; i >= 0; i-- { // C is the innermost
 		stride[axes[i]] = at
 		if n := sizes[axes[i]]; n == 0 || at > 1<<60/n {
-			return layout.Group{}, &layout.Error{Field: string(axes[i]), Value: fmt.Sprint(n), Problem: "makes an allocation of no or too many bytes",
+			return layout.Group{}, &layout.Error{Field: string(axes[i]), Value: fmt.Sprint(n), Problem: "makes the allocation empty or too large",
 				Remedy: "check layers, blocks, heads, tokens and content"}
 		}
 		at *= sizes[axes[i]]

@@ -9,13 +9,13 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// Share is what one source gives of a receiver's cache.
+// Share is the part of a receiver's cache that one source sends.
 type Share struct {
 	Source int      // index into the sources of Assign
-	roles  []uint32 // of each flattened layer of the receiver, a bit for each role that it gives
+	roles  []uint32 // a bit per role that the source sends, for each flattened layer of the receiver
 }
 
-// Layers counts the layers of the receiver that the share has a part of.
+// Layers counts the layers of the receiver to which the share contributes.
 func (s *Share) Layers() int {
 	n := 0
 	for _, r := range s.roles {
@@ -26,7 +26,8 @@ func (s *Share) Layers() int {
 	return n
 }
 
-// bitOf is the role's bit; packed K and V count as both, so that a source that packs them and one that does not are alike.
+// bitOf is the role's bit. Packed K and V set both bits, so that packed and unpacked sources
+// compare as equal.
 func bitOf(r layout.Role) uint32 {
 	if r == layout.RoleKV {
 		return 1<<layout.RoleK | 1<<layout.RoleV
@@ -34,19 +35,20 @@ func bitOf(r layout.Role) uint32 {
 	return 1 << r
 }
 
-// Part returns the name of the model's layer that a layer of a layout is a part of: what stands before '#'. Engines that keep K
-// and V, or values and scales, in tensors of their own register several layers, "x#k" and "x#v".
+// Part returns the layer of the model to which a layer of a layout belongs: the name up to '#'. An
+// engine that keeps K and V, or values and scales, in separate tensors registers several layers,
+// "x#k" and "x#v".
 func Part(name string) string {
 	model, _, _ := strings.Cut(name, "#")
 	return model
 }
 
-// link pairs the planes of every flattened layer of dst with those of src, and keeps what the share says (all without one).
-// Layers that src does not have get no pairs: pipeline parallelism.
+// link pairs the planes of every flattened layer of dst with those of src, limited to the share if
+// there is one. Layers that src does not have get no pairs (pipeline parallelism).
 func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error) {
 	if src.DType != dst.DType {
 		return nil, &layout.Error{Field: "dtype", Value: fmt.Sprintf("%q and %q", src.DType, dst.DType),
-			Problem: "what moves is copied, never converted", Remedy: "run prefill and decode with the same cache dtype"}
+			Problem: "transfers copy bytes without conversion", Remedy: "run prefill and decode with the same cache dtype"}
 	}
 	out := make([][]pair, dst.NumLayers())
 	if share != nil && len(share.roles) != len(out) {
@@ -81,12 +83,12 @@ func link(reg *Registry, src, dst *layout.Layout, share *Share) ([][]pair, error
 					continue
 				case bitOf(p.role):
 				default:
-					return nil, &layout.Error{Field: fmt.Sprintf("layer %q", name), Value: p.role.String(), Problem: "K and V are given by two sources",
+					return nil, &layout.Error{Field: fmt.Sprintf("layer %q", name), Value: p.role.String(), Problem: "K and V come from two sources",
 						Remedy: "use the share that Assign made for these layouts"}
 				}
 			}
 			kept = append(kept, *p)
-			// The planes of a layer follow one another, and so do their pairs.
+			// The planes of a layer are adjacent in the list, and so are their pairs.
 			k := len(out[flat]) + 1
 			out[flat] = kept[len(kept)-k : len(kept) : len(kept)]
 			if (out[flat][0].unit == layout.UnitState) != (p.unit == layout.UnitState) {
@@ -101,7 +103,7 @@ func refuseMixed(layer string, unit layout.Unit) error {
 	return &layout.Error{Field: fmt.Sprintf("layer %q", layer), Value: unit.String(), Problem: "holds tokens and state at once", Remedy: "register them as two layers"}
 }
 
-// modelLayers are the planes of a layout by layer of the model.
+// modelLayers holds the planes of a layout by layer of the model.
 type modelLayers struct {
 	names  []string // in the layout's order
 	planes map[string][]sited
@@ -120,7 +122,7 @@ func byModelLayer(reg *Registry, l *layout.Layout) (*modelLayers, error) {
 		}
 		for li := range g.Layers {
 			ly := &g.Layers[li]
-			// Layers that agree in these have the same planes.
+			// Layers with equal values here have the same planes.
 			if li == 0 || ly.PageBytes != g.Layers[li-1].PageBytes || ly.BlockStride != g.Layers[li-1].BlockStride {
 				var err error
 				if planes, err = reg.Planes(planes[:0], g, ly); err != nil {
@@ -146,7 +148,7 @@ func byModelLayer(reg *Registry, l *layout.Layout) (*modelLayers, error) {
 	return m, nil
 }
 
-// holding is what one source could give of one plane of the receiver.
+// holding is the part of one plane of the receiver that one source could send.
 type holding struct {
 	source     int
 	first, end uint64 // heads of the model
@@ -158,15 +160,15 @@ type planeKey struct {
 	role layout.Role
 }
 
-// Division is what every source could give of a receiver's cache. It follows from the layouts alone, so one serves every prompt.
-// Read-only and safe for concurrent use.
+// Division is the part of a receiver's cache that each source could send. It depends on the layouts
+// alone, so one Division serves every prompt. It is read-only and safe for concurrent use.
 type Division struct {
 	sources, layers int
 	want            []wanted
 	held            map[planeKey][]holding
 }
 
-// wanted is a plane of the receiver, packed K and V as two.
+// wanted is a plane of the receiver; packed K and V are two.
 type wanted struct {
 	planeKey
 	plane sited
@@ -218,7 +220,7 @@ var (
 	}()
 )
 
-// apart is the role, packed K and V as two.
+// apart returns the role, or K and V for packed K and V.
 func apart(r layout.Role) []layout.Role {
 	if r == layout.RoleKV {
 		return kAndV
@@ -226,9 +228,10 @@ func apart(r layout.Role) []layout.Role {
 	return allRoles[r : r+1]
 }
 
-// Assign chooses, for every plane of the receiver, the sources that give it, so that each head comes from exactly one. Ranks that
-// hold the same (MLA, the replicated heads of a TP that exceeds them) are interchangeable: of those, one that gives already, or
-// else the one with the least load is taken. nil means no load. It fails where something is held by nobody.
+// Assign chooses the sources of every plane of the receiver, so that each head comes from exactly
+// one source. Ranks with equal content (MLA, replicated heads if TP exceeds the KV heads) are
+// interchangeable: Assign prefers a rank that already contributes, then the rank with the least
+// load. A nil load counts as no load. Assign fails if no source has some part.
 func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load func(source int) uint64) ([]Share, error) {
 	d, err := NewDivision(reg, sources, dst)
 	if err != nil {
@@ -237,7 +240,7 @@ func Assign(reg *Registry, sources []*layout.Layout, dst *layout.Layout, load fu
 	return d.Assign(load)
 }
 
-// Assign is the function of that name for sources and receiver of the division.
+// Assign is like the function Assign, for the sources and the receiver of the division.
 func (d *Division) Assign(load func(source int) uint64) ([]Share, error) {
 	loads := make([]uint64, d.sources)
 	shares := make([]Share, d.sources)
@@ -258,8 +261,9 @@ func (d *Division) Assign(load func(source int) uint64) ([]Share, error) {
 	for w := range d.want {
 		k, p := d.want[w].planeKey, &d.want[w].plane
 		hs = append(hs[:0], d.held[k]...)
-		// Of replicas the one comes first that gives this receiver something already (each contributor more is one more to wait
-		// for, and a layer's V must come with its K), and else the least loaded.
+		// Of replicas, prefer the source that already contributes to this receiver: each further
+		// source is one more to wait for, and a layer's V must come with its K. Then prefer the
+		// least loaded.
 		slices.SortStableFunc(hs, func(a, b holding) int {
 			return cmp.Or(cmp.Compare(a.first, b.first), cmp.Compare(rank(a.source), rank(b.source)), cmp.Compare(loads[a.source], loads[b.source]))
 		})
@@ -271,7 +275,7 @@ func (d *Division) Assign(load func(source int) uint64) ([]Share, error) {
 			case h.first > at:
 				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", at, h.first), "no source has them", "wait for every rank of the prefill engine")
 			case h.first < at:
-				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", h.first, h.end), "two sources have parts of them",
+				return nil, refusePair(nil, p, k.role.String(), fmt.Sprintf("heads [%d, %d)", h.first, h.end), "two sources overlap in part",
 					"divide the heads of the prefill engine evenly")
 			}
 			shares[h.source].roles[k.flat] |= bitOf(k.role)

@@ -7,7 +7,7 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// TestAssign: which of several sources gives what.
+// TestAssign: the sources that Assign chooses.
 func TestAssign(t *testing.T) {
 	reg := Default()
 	layers := func(strategy string, page uint64, params map[string]int64, names ...string) *layout.Layout {
@@ -46,7 +46,7 @@ func TestAssign(t *testing.T) {
 		"uneven heads":             {ranks(3), kv(0, 1), nil, []int{0, 1, 2}, ""},
 		"a rank is missing":        {ranks(4)[1:], kv(0, 1), nil, nil, `k = heads [0, 1): no source has them`},
 		"the last is missing":      {ranks(4)[:3], kv(0, 1), nil, nil, `k = heads [3, 4): no source has them`},
-		"two divisions":            {append(ranks(2), ranks(3)...), kv(0, 1), nil, nil, "two sources have parts of them"},
+		"two divisions":            {append(ranks(2), ranks(3)...), kv(0, 1), nil, nil, "two sources overlap in part"},
 		"another kind":             {[]*layout.Layout{mla("a", "b")}, kv(0, 1), nil, nil, "k = missing and present"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -73,8 +73,8 @@ func TestAssign(t *testing.T) {
 	}
 }
 
-// TestNothingStaysBehind: a plane of a layer that one side has and the other has not is refused by name, whichever side that is: a cache
-// without its scales reads as fluent nonsense.
+// TestNothingStaysBehind: a plane of a layer that only one side has is refused by name, whichever
+// side has it: a cache without its scales would produce fluent wrong text.
 func TestNothingStaysBehind(t *testing.T) {
 	reg := Default()
 	mk := func(scales bool) *layout.Layout {

@@ -11,15 +11,15 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// badEnd is one engine of a transfer that something is wrong with.
+// badEnd is one engine of a transfer with an invalid input.
 type badEnd struct {
 	l       *layout.Layout
 	regions []uint64
 	tables  [][]uint32
 }
 
-// TestBadInput takes what an engine, a peer or a router may say wrongly through everything that stands between it and a copy:
-// the error names the field and its value, and nothing was planned.
+// TestBadInput passes invalid inputs of an engine, a peer or a router through every check before a
+// copy: the error names the field and its value, and nothing is planned.
 func TestBadInput(t *testing.T) {
 	const blocks, n, heads, cell = 8, 16, 4, 64
 	type input struct {
@@ -48,7 +48,7 @@ func TestBadInput(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		edit func(*input)
-		want string // field = value; "": nothing is wrong
+		want string // field = value; "": valid
 	}{
 		{"nothing", func(*input) {}, ""},
 
@@ -127,7 +127,7 @@ func TestBadInput(t *testing.T) {
 	}
 }
 
-// planAll goes the way from two registrations to the pieces and runs of a prompt, and counts them.
+// planAll goes from two registrations to the pieces and runs of a prompt, and counts them.
 func planAll(src, dst *badEnd, tokens uint32, skip []uint32, rows layout.TokenRange) (planned int, err error) {
 	reg := Default()
 	for _, e := range []*badEnd{src, dst} {
@@ -168,7 +168,7 @@ func planAll(src, dst *badEnd, tokens uint32, skip []uint32, rows layout.TokenRa
 	return planned + len(runs), nil
 }
 
-// badDims are those of small caches of every family.
+// badDims returns the dimensions of small caches of every family.
 func badDims(f *family) *dims {
 	d := &dims{layers: 2, n: 4, blocks: 3, kvHeads: 2, head: 4, value: 2, scale: 1, size: 1, kHeads: 2, kDim: 2, vHeads: 2, vDim: 2, histor: 2, elem: 2, ratio: 2, tile: 4}
 	if !compressed(f) {
@@ -177,7 +177,7 @@ func badDims(f *family) *dims {
 	return d
 }
 
-// readBy is what the strategy of a group asks for, as it says itself.
+// readBy returns the parameters that a group's strategy reads, as recorded by params.
 func readBy(t *testing.T, g *layout.Group) (reads []param) {
 	for _, b := range builtins {
 		if b.name != g.Strategy {
@@ -196,9 +196,10 @@ func readBy(t *testing.T, g *layout.Group) (reads []param) {
 	return reads
 }
 
-// TestBadParams gives every strategy each parameter that it reads with values past both ends of what it takes, each that only others read,
-// and each misspelt: all are refused by name, and nothing is planned. The parameters are those that the strategies ask for, so that a new one
-// is tried without a line here.
+// TestBadParams passes each strategy every parameter that it reads with values beyond both ends of
+// its range, every parameter that only other strategies read, and misspelt ones. All are refused by
+// name, and nothing is planned. The parameters come from the strategies, so a new parameter is
+// tested without a change here.
 func TestBadParams(t *testing.T) {
 	reg := Default()
 	var tried uint32
@@ -240,7 +241,7 @@ func TestBadParams(t *testing.T) {
 					refused("validated", err)
 					_, err = reg.Describe(in.l)
 					refused("described", err)
-					// Nor does it help to forget to ask.
+					// Omitting it does not help either.
 					g, other := &in.l.Groups[gi], &good.l.Groups[gi]
 					_, err = NewPlan(reg, in.l, good.l, 9, skip)
 					refused("planned", err)
@@ -283,7 +284,8 @@ func TestBadParams(t *testing.T) {
 	}
 }
 
-// TestParamsThatDisagree: each is within its bounds, and not what the page or another says.
+// TestParamsThatDisagree: each parameter is within its bounds and contradicts the page or another
+// one.
 func TestParamsThatDisagree(t *testing.T) {
 	for _, c := range []struct {
 		kind string // of any family

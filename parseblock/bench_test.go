@@ -13,7 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// benchCase is a copy as it comes in practice: Llama-8B's layer of 8 heads of 128 bf16, 16 tokens a block, 32,768 tokens.
+// benchCase is a realistic copy: Llama-8B's layer of 8 heads of 128 bf16, 16 tokens a block, 32,768
+// tokens.
 type benchCase struct {
 	name     string
 	from, to layout.Group
@@ -102,7 +103,7 @@ func TestNoAllocations(t *testing.T) {
 			}
 			var walked, want uint64
 			for i := range all {
-				want += 4 * all[i].Bytes() // AllocsPerRun makes a run more, to warm up
+				want += 4 * all[i].Bytes() // AllocsPerRun makes one extra run to warm up
 			}
 			if n := testing.AllocsPerRun(3, func() {
 				for p := range layout.Explode(all) {
@@ -137,9 +138,10 @@ func TestNoAllocations(t *testing.T) {
 	}
 }
 
-// TestRunsAreCheap: a run takes less than 20 ns to plan, of whatever layout, on whatever processor tests run. The goal of 10 ns is for the machine of
-// docs/bench/parseblock.md, which takes 6 to 7; one of 2.8 GHz that is older took 9 to 10.5, and 14 while a neighbour was busy. The least of many short tries:
-// what else the machine does makes them dearer, never cheaper.
+// TestRunsAreCheap: planning a run takes less than 20 ns, for every layout and on every processor
+// that runs tests. The goal of 10 ns is for the machine of docs/bench/parseblock.md, which takes 6
+// to 7; an older one of 2.8 GHz took 9 to 10.5, and 14 beside a busy neighbour. The test takes the
+// least of many short tries, because other load makes a try slower, never faster.
 func TestRunsAreCheap(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "the race detector makes it many times slower")
@@ -147,7 +149,7 @@ func TestRunsAreCheap(t *testing.T) {
 	const (
 		limit = 20.0 // ns
 		tries = 200
-		most  = 20_000 // tries: a neighbour that shares the caches is not always there
+		most  = 20_000 // tries: a neighbour that shares the caches is not always active
 	)
 	runs := make([]layout.Run, 0, 1<<15)
 	for _, c := range benchCases() {
@@ -170,8 +172,8 @@ func TestRunsAreCheap(t *testing.T) {
 	}
 }
 
-// TestCompact: a run list is never longer than there are blocks on the side that has more, times planes; where blocks follow
-// one another evenly it is a handful.
+// TestCompact: a run list is never longer than the larger number of blocks times planes. With
+// evenly spaced blocks it is a handful.
 func TestCompact(t *testing.T) {
 	for _, c := range benchCases() {
 		tpl, from, to := c.template(t)
@@ -200,8 +202,9 @@ func TestCompact(t *testing.T) {
 	}
 }
 
-// planTime is what planning a prompt of 32,768 tokens and 64 layers may take, as the least of several tries. The race detector makes it
-// tens of times slower, so there it only says that nothing is out of all proportion.
+// planTime is the bound for planning a prompt of 32,768 tokens and 64 layers, as the least of
+// several tries. The race detector makes planning tens of times slower; with it the test only finds
+// gross regressions.
 func planTime() time.Duration {
 	if testutil.Race {
 		return 50 * time.Millisecond
@@ -209,7 +212,7 @@ func planTime() time.Duration {
 	return time.Millisecond
 }
 
-// leastOf is the least time that f takes in 20 tries, or in some more where a busy machine has not let it be quick yet.
+// leastOf is the least time of f in 20 tries, or in more if a busy machine disturbed them.
 func leastOf(f func()) time.Duration {
 	const tries, most = 20, 500
 	best := time.Hour
@@ -249,13 +252,15 @@ func newReshaped() *reshaped {
 	return r
 }
 
-// met is what two engines that have met keep of each other: who could give what, and the pairs of planes of each rank's share.
+// met is the data that two engines keep after their first contact: possible sources, and the pairs
+// of planes of each rank's share.
 type met struct {
 	division *Division
 	matches  []*Match
 }
 
-// meet is what the first prompt between two engines costs beside its plan: division, shares, proof, pairs.
+// meet does the work of the first prompt between two engines except its plan: division, shares,
+// proof, pairs.
 func (r *reshaped) meet(t testing.TB) *met {
 	division, err := NewDivision(r.reg, r.sources, r.dst)
 	if err != nil {
@@ -279,7 +284,8 @@ func (r *reshaped) meet(t testing.TB) *met {
 	return m
 }
 
-// plan is what every prompt costs: shares by load, and of each rank the plan with both sides' memory bound to it.
+// plan does the work of every prompt: shares by load, and for each rank the plan with both sides'
+// memory bound to it.
 func (r *reshaped) plan(t testing.TB, m *met) (plans []*Plan) {
 	if _, err := m.division.Assign(nil); err != nil {
 		t.Fatal(err)
@@ -300,7 +306,7 @@ func (r *reshaped) plan(t testing.TB, m *met) (plans []*Plan) {
 	return plans
 }
 
-// allocated is what f allocates each time, as the runtime counts it.
+// allocated returns the allocations of one call of f, as the runtime counts them.
 func allocated(f func()) (bytes, objects uint64) {
 	const times = 10
 	var before, after runtime.MemStats
@@ -312,9 +318,11 @@ func allocated(f func()) (bytes, objects uint64) {
 	return (after.TotalAlloc - before.TotalAlloc) / times, (after.Mallocs - before.Mallocs) / times
 }
 
-// TestCostOfReshape: 32,768 tokens through 64 layers of NHD pages, from two ranks to one. Engines that have met plan a prompt in under a
-// millisecond and in under 64 KiB beside the block tables, both ranks and both ends together. What is worked out when they meet takes less
-// than a millisecond, too, and is not kept for each prompt. Writing out all runs of the prompt and walking their pieces allocates nothing.
+// TestCostOfReshape: 32,768 tokens through 64 layers of NHD pages, from two ranks to one. After the
+// first contact, a prompt is planned in under a millisecond and in under 64 KiB beside the block
+// tables, for both ranks and both ends together. The work of the first contact also takes less than
+// a millisecond and is not kept for each prompt. Writing out all runs of the prompt and walking
+// their pieces allocates nothing.
 func TestCostOfReshape(t *testing.T) {
 	const mostWarm, mostCold = 64 << 10, 512 << 10
 	r := newReshaped()
@@ -359,7 +367,7 @@ func TestCostOfReshape(t *testing.T) {
 		}
 	}
 	n := testing.AllocsPerRun(1, expand)
-	for try := 1; n != 0 && try < 3; try++ { // the runtime's own are counted, too, and do not come every time
+	for try := 1; n != 0 && try < 3; try++ { // the runtime's own allocations count too, but do not occur every time
 		n = testing.AllocsPerRun(1, expand)
 	}
 	if n != 0 || moved != 64*benchTokens*4096 || pieces != 2*64*benchTokens {
@@ -376,7 +384,7 @@ func BenchmarkReshape(b *testing.B) {
 	}
 }
 
-// BenchmarkMeet is what two engines cost that meet.
+// BenchmarkMeet is the cost of the first contact of two engines.
 func BenchmarkMeet(b *testing.B) {
 	r := newReshaped()
 	b.ReportAllocs()
@@ -385,7 +393,7 @@ func BenchmarkMeet(b *testing.B) {
 	}
 }
 
-// BenchmarkProve is what a set of layouts costs once, when two engines meet.
+// BenchmarkProve is the cost of Prove for a set of layouts, once per first contact.
 func BenchmarkProve(b *testing.B) {
 	reg := Default()
 	sources, dst := stages(PackedNHD, 2, 8, 16), stages(PackedNHD, 1, 1, 16)[0]
@@ -400,7 +408,8 @@ func BenchmarkProve(b *testing.B) {
 	}
 }
 
-// BenchmarkPlan is what a sidecar does for each transfer: the plan of its own layout of 64 layers, and its memory bound to it.
+// BenchmarkPlan is the work of a sidecar for each transfer: the plan of its own layout of 64
+// layers, with its memory bound to it.
 func BenchmarkPlan(b *testing.B) {
 	reg := Default()
 	g := benchGroup(PackedNHD, 16*4096, map[string]int64{"heads": 8})

@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// DeepSeek-V4 as vLLM has it in memory, written down from the engine's definitions and nothing of this package: one slab of equal blocks,
-// from which all groups draw, each layer at an offset in the block.
+// DeepSeek-V4 as vLLM stores it in memory, written from the engine's definitions without any code
+// of this package: one slab of equal blocks for all groups, each layer at an offset in the block.
 //
 //   - The main cache has an entry for every 4 tokens (CSA) or 128 (HCA) of a block: 576 bytes each, 448 fp8 and 64 bf16, then 8 scale bytes
 //     each. Pages are padded to 576 bytes. The sliding cache of every layer is the same with an entry for each token, and sees 128.
@@ -58,7 +58,7 @@ func (e *v4Engine) caches() []*v4Cache {
 	}
 	for _, c := range all {
 		c.at = map[int]int{}
-		off := 0 // every group begins at the front of a block: a block is one group's at a time
+		off := 0 // every group begins at the front of a block: a block belongs to one group at a time
 		for i := range c.layers {
 			l := c.layers[i]
 			if e.reverse {
@@ -72,7 +72,8 @@ func (e *v4Engine) caches() []*v4Cache {
 	return all
 }
 
-// address is byte x of the entry of the sequence that token t is in; x counts on into the scale.
+// address returns the address of byte x of the entry that contains token t of the sequence; x
+// continues into the scale.
 func (e *v4Engine) address(c *v4Cache, layer, t, x int) int {
 	slot := t % c.n / c.ratio
 	in := slot*c.entry + x
@@ -82,14 +83,14 @@ func (e *v4Engine) address(c *v4Cache, layer, t, x int) int {
 	return e.lead + int(c.table[t/c.n])*e.slab + c.at[layer] + in
 }
 
-// byteOf is what the model has there.
+// byteOf is the model's value of that byte.
 func (c *v4Cache) byteOf(layer, t, x int) byte {
 	h := uint32(layer)*2654435761 + uint32(t/c.ratio)*2246822519 + uint32(x)*3266489917 + uint32(c.kind[0])*668265263 + uint32(len(c.kind))*374761393
 	h = (h ^ h>>15) * 2246822519
 	return byte(h >> 16)
 }
 
-// write fills in what the engine has of the tokens from first(layer) on: the entries that are complete.
+// write fills in the engine's content for the tokens from first(layer) on: the complete entries.
 func (e *v4Engine) write(mem []byte, c *v4Cache, first func(layer int) int, tokens int) (n int) {
 	for _, l := range c.layers {
 		for t := first(l); t+c.ratio <= tokens; t += c.ratio {
@@ -102,7 +103,7 @@ func (e *v4Engine) write(mem []byte, c *v4Cache, first func(layer int) int, toke
 	return n
 }
 
-// layout is what a shim would register of it.
+// layout returns the layout that a shim would register.
 func (e *v4Engine) layout(caches []*v4Cache) *layout.Layout {
 	out := &layout.Layout{DType: "fp8"}
 	for _, c := range caches {
@@ -126,8 +127,9 @@ func (e *v4Engine) layout(caches []*v4Cache) *layout.Layout {
 	return out
 }
 
-// TestDeepSeekV4Moves: main caches of both ratios, indexer, sliding caches and the compressor's state of one prompt, from slab to slab.
-// Every byte of the receiver's memory is compared, those of other prompts too.
+// TestDeepSeekV4Moves: main caches of both ratios, indexer, sliding caches and the compressor's
+// state of one prompt, from slab to slab. Every byte of the receiver's memory is compared, other
+// prompts' bytes included.
 func TestDeepSeekV4Moves(t *testing.T) {
 	reg := Default()
 	csa, hca := []int{0, 2}, []int{1, 3}
@@ -167,7 +169,7 @@ func TestDeepSeekV4Moves(t *testing.T) {
 	}
 }
 
-// kept is the first token of the block that the window begins in.
+// kept is the first token of the block in which the window begins.
 func (c *v4Cache) kept(tokens int) int {
 	if c.window == 0 || tokens < c.window {
 		return 0
@@ -175,14 +177,15 @@ func (c *v4Cache) kept(tokens int) int {
 	return (tokens - c.window + 1) / c.n * c.n
 }
 
-// v4Side is an engine with memory, full of other things.
+// v4Side is an engine with memory that is full of other content.
 type v4Side struct {
 	end    // of one region
 	e      *v4Engine
 	caches []*v4Cache
 }
 
-// v4SideOf draws the block tables of all groups from one pool, as the engine does, in steps that are prime to its blocks.
+// v4SideOf draws the block tables of all groups from one pool, like the engine, in steps that are
+// prime to its blocks.
 func v4SideOf(e v4Engine, tokens, step int) *v4Side {
 	s := &v4Side{e: &e, caches: e.caches()}
 	need := 0
@@ -212,7 +215,7 @@ func v4Move(t *testing.T, reg *Registry, from []*v4Side, d *v4Side, tokens int) 
 	}
 	want, byRuns, bytesOf := bytes.Clone(d.mem[0]), bytes.Clone(d.mem[0]), 0
 	for _, c := range d.caches {
-		// Blocks of a window that the source has given up in part come without that part.
+		// Blocks of a window that the source has partly freed arrive without that part.
 		first := func(layer int) int {
 			n := c.kept(tokens)
 			for _, s := range from {

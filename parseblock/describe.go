@@ -12,28 +12,30 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// The pairs of a layout's identity: all that changes what the bytes of a token's KV mean and that no page can show. Those of needed
-// an engine has to give. It may give others; each counts.
+// The pairs of a layout's identity: properties that change the meaning of a token's KV bytes and
+// that pages do not show. An engine must register the pairs of needed. It may add others, and each
+// counts.
 const (
 	IdentityModel    = "model_config"     // hash of the model's configuration
-	IdentityWeights  = "weights"          // which weights, and their generation: a reload changes it
+	IdentityWeights  = "weights"          // generation included: a reload changes it
 	IdentityLayers   = "layers"           // of the whole model, not of a pipeline stage
 	IdentityRope     = "rope"             // scaling included
-	IdentityGroups   = "groups"           // kinds of cache groups of the whole model: a stage of a pipeline may have no layer of one
-	IdentityHeadSize = "head_size"        // what a head holds, also where pages are opaque
+	IdentityGroups   = "groups"           // kinds of cache groups of the whole model: a pipeline stage may lack a kind
+	IdentityHeadSize = "head_size"        // elements of a head, also for opaque pages
 	IdentityBackoff  = "backoff"          // tokens at the end of a prompt that prefill leaves to decode
 	IdentitySpec     = "speculative"      // draft model, method, tokens: they add layers and history
-	IdentityPacking  = "packing"          // of opaque pages: the vector units, and the kernel's block size where it depends on it
+	IdentityPacking  = "packing"          // of opaque pages: the vector units, and the kernel's block size if the packing depends on it
 	IdentityDType    = "cache_dtype"      // as the engine names it
 	IdentityOrder    = "byte_order"       // "little" where it is left out
 	IdentityEngine   = "engine"           // opaque pages of two engines differ
 	defaultByteOrder = "little"           // of every platform that serves models today
-	describeDomain   = "kvspray-cache-v3" // keeps the hash apart from others, and from later versions of itself
+	describeDomain   = "kvspray-cache-v3" // separates the hash from other hashes and from later versions
 )
 
-// needed are the pairs without which there is no fingerprint: two engines that both leave one out would be taken for alike in it. What a model
-// has nothing of is said, too, by an empty value or "none". Head size is here beside the cells of each layer, which are compared when a plan is
-// made: a stage of a pipeline may have none of the other's layers.
+// needed lists the pairs that a fingerprint requires: two engines that both omit a pair would
+// compare as equal in it. A model without a property has an empty value or "none". Head size is
+// required here although planning compares the cells of each layer, because a pipeline stage may
+// share no layer with the other side.
 var needed = [...]struct{ key, what string }{
 	{IdentityBackoff, "tokens of a prompt that prefill leaves to decode"},
 	{IdentityGroups, "kinds of cache groups of the whole model"},
@@ -45,8 +47,8 @@ var needed = [...]struct{ key, what string }{
 	{IdentityWeights, "name and generation"},
 }
 
-// lacking refuses a layout whose identity leaves out what its fingerprint has to tell apart, all of it by name. Pages whose inside is not
-// described differ in how they are packed, and nothing else says so.
+// lacking refuses a layout whose identity omits required pairs, and names all of them. Opaque pages
+// require the packing, because nothing else shows it.
 func (r *Registry) lacking(l *layout.Layout) error {
 	var keys, remedies []string
 	need := func(key, what string) {
@@ -67,11 +69,11 @@ func (r *Registry) lacking(l *layout.Layout) error {
 	if len(keys) == 0 {
 		return nil
 	}
-	return &layout.Error{Field: "identity", Value: "without " + strings.Join(keys, ", "), Problem: "two engines that differ in what both leave out would be taken for alike",
-		Remedy: `register, as strings, "" where the model has none: ` + strings.Join(remedies, ", ")}
+	return &layout.Error{Field: "identity", Value: "without " + strings.Join(keys, ", "), Problem: "two engines that both omit these would compare as equal",
+		Remedy: `register these strings ("" if the model lacks the property): ` + strings.Join(remedies, ", ")}
 }
 
-// opaque reports whether the inside of some page is unknown.
+// opaque reports whether the layout has pages of unknown content.
 func (r *Registry) opaque(l *layout.Layout) (bool, error) {
 	var planes []layout.Plane
 	for gi := range l.Groups {
@@ -92,18 +94,20 @@ func (r *Registry) opaque(l *layout.Layout) (bool, error) {
 // Field is one line of a description.
 type Field struct {
 	Name, Value string
-	Layer       string // of the model, whose cache it describes; empty: it is said of the whole model
+	Layer       string // layer of the model; empty: the whole model
 }
 
-// Description says what a cache means. Tensor and pipeline parallelism, block size, orders and strides are not in it: a plan bridges them,
-// or refuses them by name.
+// Description is the meaning of a cache's bytes. It excludes tensor and pipeline parallelism, block
+// size, orders and strides: a plan bridges them or refuses them by name.
 //
-// What is said of the whole model every stage of a pipeline says alike, and its hash is the fingerprint. What kind of cache a layer has only
-// the stages can tell that have it, and some have no layer of a kind: it is compared layer by layer, where two sides have the same, by
-// Diff and again when a plan is made, which refuses any difference.
+// Every pipeline stage describes the whole model equally, and the hash of that part is the
+// fingerprint. Only the stages with a layer can describe its kind of cache, and some stages lack a
+// kind. Diff therefore compares layer by layer, for layers that both sides have, and so does
+// planning, which refuses any difference.
 type Description []Field
 
-// Describe makes the canonical description of a layout: dtype, byte order, the identity, and the kind of cache of each layer.
+// Describe returns the canonical description of a layout: dtype, byte order, identity, and the kind
+// of cache of each layer.
 func (r *Registry) Describe(l *layout.Layout) (Description, error) {
 	d := Description{{Name: "dtype", Value: l.DType}}
 	if _, ok := l.Identity[IdentityOrder]; !ok {
@@ -124,7 +128,7 @@ func (r *Registry) Describe(l *layout.Layout) (Description, error) {
 	for _, name := range m.names {
 		planes := m.planes[name]
 		if has(planes, layout.RoleKV) {
-			// What has no halves is never paired with K and V apart.
+			// A cell without halves is never paired with separate K and V.
 			if halves, err := halve(planes); err == nil {
 				planes = halves
 			}
@@ -138,15 +142,16 @@ func (r *Registry) Describe(l *layout.Layout) (Description, error) {
 	return d, nil
 }
 
-// kind is what the cells of a plane are, and nothing about where they lie. Planes are copied to one another where it is equal.
+// kind describes the cells of a plane without their addresses. Planes of equal kind can be copied
+// to one another.
 type kind struct {
 	unit       layout.Unit
 	format     string
 	heads      uint32
-	cell       uint64 // bytes of a head of a token, or of a number of a state; of an opaque page, of all its tokens
-	key        uint64 // of a cell of packed K and V, what K takes where it is not the half
-	tokens     uint32 // of an opaque page, where its bytes are not a multiple of them
-	number     uint64 // bytes of a number, where a cell's numbers lie apart
+	cell       uint64 // bytes of a head of a token, or of an element of a state; of an opaque page, for all its tokens
+	key        uint64 // bytes of K in a cell of packed K and V, if it is not the half
+	tokens     uint32 // of an opaque page whose bytes are not a multiple of its tokens
+	number     uint64 // bytes of an element, if a cell's elements are not adjacent
 	rows, cols uint32 // of a state
 	rowTokens  uint32
 	window     uint64
@@ -183,7 +188,7 @@ func kindOf(s *sited) kind {
 	return k
 }
 
-// fields are the kind by name.
+// fields lists the kind's fields by name.
 func (k kind) fields() []Field {
 	out := []Field{{Name: "unit", Value: k.unit.String()}, {Name: "format", Value: k.format}, {Name: "heads", Value: fmt.Sprint(k.heads)}}
 	add := func(name string, value any) { out = append(out, Field{Name: name, Value: fmt.Sprint(value)}) }
@@ -203,7 +208,7 @@ func (k kind) fields() []Field {
 	default:
 		add("bytes of a head of a token", k.cell)
 		if k.key != 0 {
-			add("bytes of K of that", k.key)
+			add("bytes of K in it", k.key)
 		}
 		add("tokens of a row", k.rowTokens)
 		if k.number != 0 {
@@ -214,7 +219,7 @@ func (k kind) fields() []Field {
 	return out
 }
 
-// Hash is the fingerprint: of what is said of the whole model.
+// Hash is the fingerprint: the hash of the description of the whole model.
 func (d Description) Hash() (sum [32]byte) {
 	b := append([]byte(describeDomain), 0)
 	for _, f := range d {
@@ -229,11 +234,12 @@ func (d Description) Hash() (sum [32]byte) {
 	return sha256.Sum256(b)
 }
 
-// Fingerprint is the hash of a layout's description: what two sides compare before a byte moves. Without a dtype there is none: two engines that both
-// leave out what their numbers are would be taken for alike. So it is with what the identity has to say.
+// Fingerprint is the hash of a layout's description. Two sides compare it before a byte moves. A
+// layout without a dtype or a required pair of the identity has no fingerprint, because two engines
+// that both omit it would compare as equal.
 func (r *Registry) Fingerprint(l *layout.Layout) ([32]byte, error) {
 	if l.DType == "" {
-		return [32]byte{}, &layout.Error{Field: "dtype", Value: `""`, Problem: "it says nothing of what the cache's numbers are", Remedy: "register the dtype as the engine names it, like bfloat16"}
+		return [32]byte{}, &layout.Error{Field: "dtype", Value: `""`, Problem: "the type of the cache's elements is unknown", Remedy: "register the dtype as the engine names it, like bfloat16"}
 	}
 	if err := r.lacking(l); err != nil {
 		return [32]byte{}, err
@@ -245,20 +251,21 @@ func (r *Registry) Fingerprint(l *layout.Layout) ([32]byte, error) {
 	return d.Hash(), nil
 }
 
-// Diff names each field in which two descriptions differ, with both values: of the whole model, and of the layers that both have.
+// Diff names each differing field with both values, for the whole model and for the layers that
+// both sides have.
 func (d Description) Diff(other Description) []string { return d.DiffAs(other, "here", "there") }
 
-// DiffAs is Diff for readers who are at neither side: it says where each value is.
+// DiffAs is Diff with names for the two sides.
 func (d Description) DiffAs(other Description, here, there string) []string {
 	var all differences
 	ours, theirs := d.byLayer(), other.byLayer()
-	// The whole model comes first, then the layers as they come.
+	// The whole model comes first, then the layers in order.
 	order := slices.SortedFunc(maps.Keys(ours), func(a, b string) int { return cmp.Compare(ours[a].place, ours[b].place) })
 	for _, layer := range order {
 		a := ours[layer]
 		b, both := theirs[layer]
 		if !both {
-			continue // another stage's
+			continue // a layer of another pipeline stage
 		}
 		for _, name := range slices.Compact(slices.Sorted(slices.Values(slices.Concat(a.names, b.names)))) {
 			all.add(layer, name, a.quoted(name), b.quoted(name))
@@ -269,7 +276,7 @@ func (d Description) DiffAs(other Description, here, there string) []string {
 	})
 }
 
-// layerFields are the fields of one layer, or of the whole model.
+// layerFields holds the fields of one layer, or of the whole model.
 type layerFields struct {
 	place  int
 	names  []string
@@ -297,20 +304,21 @@ func (d Description) byLayer() map[string]*layerFields {
 	return out
 }
 
-// maxDifferences bounds the differences of two caches: they are read by people and travel in error messages.
+// maxDifferences bounds the reported differences of two caches: people read them, and error
+// messages carry them.
 const maxDifferences = 32
 
-// difference is a field that two caches have with other values, and the layers of which that is so.
+// difference is a field whose values differ between two caches, with the affected layers.
 type difference struct {
 	field, a, b string
-	layer       string // the first one; empty: the whole model
-	more        int    // layers
+	layer       string // the first layer; empty: the whole model
+	more        int    // further layers
 }
 
-// differences are those of two caches, each once.
+// differences lists each difference of two caches once.
 type differences struct {
 	all  []difference
-	left int // that there was no room for
+	left int // count of omitted differences
 }
 
 func (d *differences) add(layer, field, a, b string) {
@@ -341,7 +349,7 @@ func (d *differences) text(each func(f *difference) string) []string {
 	return out
 }
 
-// where says in which layers a difference is.
+// where names the layers of a difference.
 func (f *difference) where() string {
 	switch {
 	case f.layer == "":

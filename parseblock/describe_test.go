@@ -10,8 +10,8 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// TestFingerprintIgnores: order, strides, block size, tensor and pipeline parallelism leave the fingerprint as it is, in every
-// family of caches that can be copied into one another.
+// TestFingerprintIgnores: order, strides, block size, tensor and pipeline parallelism do not change
+// the fingerprint, in every family of caches that can be copied into one another.
 func TestFingerprintIgnores(t *testing.T) {
 	reg := Default()
 	rapid.Check(t, func(t *rapid.T) {
@@ -40,7 +40,8 @@ func TestFingerprintIgnores(t *testing.T) {
 	})
 }
 
-// TestFingerprintSees: what changes the meaning of bytes changes the fingerprint, and the difference is named.
+// TestFingerprintSees: a change of the meaning of bytes changes the fingerprint, and the difference
+// is named.
 func TestFingerprintSees(t *testing.T) {
 	reg := Default()
 	mk := func(strategy string, n uint32, page uint64, params map[string]int64, edit func(*layout.Layout)) *layout.Layout {
@@ -79,7 +80,7 @@ func TestFingerprintSees(t *testing.T) {
 		"dtype":             {base, with(func(l *layout.Layout) { l.DType = "float16" }), []string{`dtype: "bfloat16" here, "float16" there`}},
 		"two at once":       {base, with(func(l *layout.Layout) { l.DType, l.Identity[IdentityRope] = "float16", "2" }), []string{"dtype", "identity.rope"}},
 		"groups":            {base, identity(IdentityGroups, "full, state"), []string{`identity.groups: missing here, "full, state" there`}},
-		"opaque block size": {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 32, 8192, nil, nil), nil}, // the plan's concern
+		"opaque block size": {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 32, 8192, nil, nil), nil}, // refused by the plan
 		"opaque packing":    {mk(VLLMCPUAttn, 16, 4096, nil, nil), mk(VLLMCPUAttn, 16, 4096, nil, func(l *layout.Layout) { l.Identity[IdentityPacking] = "amx" }), []string{"identity.packing"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -88,7 +89,8 @@ func TestFingerprintSees(t *testing.T) {
 			}
 		})
 	}
-	// What differs in the cache of a layer that both have is named, and no plan is made; the fingerprint is that of the model.
+	// A difference in the cache of a layer that both have is named, and no plan is made; the
+	// fingerprint covers only the model.
 	for name, c := range map[string]struct {
 		a, b *layout.Layout
 		want []string // differences of K's, V's or the page's cells
@@ -114,7 +116,7 @@ func TestFingerprintSees(t *testing.T) {
 			}
 		})
 	}
-	// Other layers are another stage's; where nobody has them, nobody gives them.
+	// Other layers belong to another stage; layers without a source have no share.
 	other := with(func(l *layout.Layout) {
 		l.Groups = append(l.Groups, mk(MLA, 16, 16*1152, nil, func(l *layout.Layout) { l.Groups[0].Layers[0].Name = "l1" }).Groups...)
 	})
@@ -126,7 +128,8 @@ func TestFingerprintSees(t *testing.T) {
 	}
 }
 
-// TestDifferencesAreBounded: a model of many layers that differ says so once for each field, and no text is longer than people read.
+// TestDifferencesAreBounded: a model with many differing layers reports each field once, in a text
+// of bounded length.
 func TestDifferencesAreBounded(t *testing.T) {
 	reg := Default()
 	mk := func(heads func(i int) int64) *layout.Layout {
@@ -168,7 +171,8 @@ func TestDifferencesAreBounded(t *testing.T) {
 	}
 }
 
-// said is an identity with all that a fingerprint needs, and other values for the given pairs of key and value.
+// said returns an identity with every required pair, and other values for the given pairs of key
+// and value.
 func said(pairs ...string) map[string]string {
 	id := map[string]string{IdentityPacking: "vec"}
 	for _, n := range needed {
@@ -180,11 +184,11 @@ func said(pairs ...string) map[string]string {
 	return id
 }
 
-// TestFingerprintNeeds: two engines that say nothing of their numbers, of a head's size or of what else no page shows are not alike. What is
-// said and empty is said.
+// TestFingerprintNeeds: two engines that omit the dtype, a head's size or another invisible
+// property have no fingerprint. An empty value counts as given.
 func TestFingerprintNeeds(t *testing.T) {
 	reg := Default()
-	// What the goals ask a fingerprint to tell apart, beside dtype and byte order.
+	// The properties that a fingerprint must distinguish, beside dtype and byte order.
 	goals := []string{IdentityGroups, IdentityHeadSize, IdentityLayers, IdentityRope, IdentityBackoff, IdentitySpec, IdentityWeights}
 	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: MLA, Layers: []layout.Layer{{Name: "l0", PageBytes: 1600, BlockStride: 1600}}}}}
 	refused := func(what string, want ...string) {
@@ -224,7 +228,7 @@ func TestFingerprintNeeds(t *testing.T) {
 		l.Identity[key] = "2"
 		fingerprint(key + " 2")
 	}
-	// How pages are packed that nobody looks into: only there is it needed.
+	// The packing is required only for opaque pages.
 	l.Identity = said()
 	delete(l.Identity, IdentityPacking)
 	fingerprint("no packing of plain pages")
@@ -239,8 +243,8 @@ func TestFingerprintNeeds(t *testing.T) {
 	}
 }
 
-// TestFingerprintIsStable: the hash of a description that is written down here never changes within a version of its domain. What is said
-// of layers is not in it.
+// TestFingerprintIsStable: the hash of the description below never changes within a version of its
+// domain. It excludes the description of layers.
 func TestFingerprintIsStable(t *testing.T) {
 	d := Description{{Name: "dtype", Value: "bfloat16"}, {Name: "byte_order", Value: "little"}, {Layer: "l0", Name: "k heads", Value: "8"}}
 	const want = "a7730f0673bd77de24acf2fa99d967a24aa99e6b219d53af902a07c4fee10fd3"

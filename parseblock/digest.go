@@ -11,10 +11,10 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// PlanVersion counts the changes to how a plan orders the bytes of a transfer space. Raise it with
-// every change that moves a byte to another place there, of which Digest would show nothing: the
-// order of rows, heads and columns in a page, or what a number below means. Two sidecars of
-// different versions refuse each other's plans.
+// PlanVersion counts the changes to the order of bytes in a transfer space. Raise it with every
+// change that moves a byte within the space and that Digest would not show: the order of rows,
+// heads and columns in a page, or the meaning of a number below. Two sidecars of different versions
+// refuse each other's plans.
 const PlanVersion = 1
 
 const (
@@ -22,20 +22,20 @@ const (
 	planDomain  = "kvspray-plan-v1"
 )
 
-// rules are what a release, and not a layout or a prompt, says about every plan.
+// rules are the inputs of every plan that depend on the release, not on layouts or prompts.
 type rules struct{ version, chunkBytes uint64 }
 
 var ourRules = rules{PlanVersion, transfer.ChunkBytes}
 
-// Digest is equal on two sides where every byte has the same place in the transfer space. Each side
-// computes it from its own plan, and the source sends nothing to a receiver that has another one:
-// every byte would arrive intact, and in the wrong place.
+// Digest is equal on two sides if every byte has the same place in both transfer spaces. Each side
+// computes it from its own plan. The source sends nothing to a receiver with another digest,
+// because every byte would arrive intact and in the wrong place.
 //
-// It covers the order of segments, the planes of each with the axes, heads and layers that they are
-// cut from, the tokens that each segment holds, the pages that are cut, and how segments become
-// chunks. It leaves out where a side keeps its pages: strides, bases, block tables. Segments of
-// equal numbers that follow one another are written once, with their count, so the cost depends on
-// how many kinds of layers a model has and not on its length or that of the prompt.
+// The digest covers the order of segments, the planes of each segment with their axes, heads and
+// layers, the tokens of each segment, the cut pages, and the mapping of segments to chunks. It
+// omits strides, bases and block tables, which belong to one side. Successive equal segments are
+// written once with their count, so the cost depends on the number of kinds of layers, not on the
+// length of the model or the prompt.
 func (p *Plan) Digest() [32]byte { return p.digest(ourRules) }
 
 func (p *Plan) digest(r rules) [32]byte {
@@ -45,13 +45,13 @@ func (p *Plan) digest(r rules) [32]byte {
 	b = append(b, p.match.digest[:]...)
 	b = appendNums(b, uint64(p.tokens), uint64(p.space.NumChunks()), p.space.TotalBytes(),
 		uint64(len(p.segs)))
-	// where the last different segment stands, behind the count of those that are equal to it
+	// position of the last different segment, after which the count of equal segments stands
 	last, next := -1, uint32(0)
 	for i := range p.segs {
 		r, size := p.space.Segment(i)
 		at := len(b)
-		// Chunks between two segments would make another space, so the distance from the end of the
-		// last one counts.
+		// Chunks between two segments would change the space, so the distance from the end of the
+		// last segment counts.
 		b = appendNums(b, 1, uint64(r.First-next), uint64(r.Count), size)
 		b = p.segs[i].append(b)
 		next = r.End()
@@ -65,7 +65,7 @@ func (p *Plan) digest(r rules) [32]byte {
 	return sha256.Sum256(b)
 }
 
-// append adds what says which tokens and rows a segment holds.
+// append adds the tokens and rows of a segment.
 func (s *segment) append(b []byte) []byte {
 	b = appendNums(b, boolNum(s.state), uint64(s.n), uint64(s.block0),
 		uint64(s.full), s.page, s.tail, uint64(len(s.tails)))
@@ -77,7 +77,7 @@ func (s *segment) append(b []byte) []byte {
 	return appendNums(b, s.cut.rows...)
 }
 
-// sum covers what follows from the two layouts and the share: the layers in their order and the
+// sum covers the values that follow from the two layouts and the share: the layers in order and the
 // pairs of planes of each.
 func (m *Match) sum() [32]byte {
 	h := sha256.New()
@@ -97,7 +97,7 @@ func (m *Match) sum() [32]byte {
 	return [32]byte(h.Sum(b[:0]))
 }
 
-// append adds what says which cells a pair moves, in which order.
+// append adds the cells that a pair moves, and their order.
 func (p *pair) append(b []byte) []byte {
 	b = appendNums(b, uint64(p.role), uint64(p.unit), boolNum(p.headMajor), boolNum(p.colMajor),
 		boolNum(p.turned),

@@ -66,8 +66,8 @@ func digestPlan(t testing.TB, change func(src, dst *layout.Layout)) *Plan {
 	return p
 }
 
-// Fields that the digest leaves out, each with the reason. A field that is in neither list is one
-// that somebody added, and has to be decided.
+// Fields that the digest omits, each with the reason. A field in neither list is new and needs a
+// decision.
 var digestLeavesOut = map[string]string{
 	"place.off": "where a side keeps its pages", "place.block": "likewise",
 	"place.tile": "likewise", "place.row": "likewise", "place.head": "likewise",
@@ -78,7 +78,7 @@ var digestLeavesOut = map[string]string{
 	"segment.pairs": "they are those of the match, which the digest covers by its own",
 }
 
-// planFields says of the other fields how the digest covers them.
+// planFields describes how the digest covers the other fields.
 var planFields = map[string]string{
 	"Plan.Work": "below", "Plan.space": "chunks and bytes of each segment",
 	"Plan.match": "its own digest",
@@ -153,7 +153,7 @@ func TestDigestCoversEveryField(t *testing.T) {
 	}
 	for i := range p.segs {
 		if i == 1 || i == 3 {
-			continue // as the one before
+			continue // like the previous one
 		}
 		walk(reflect.ValueOf(&p.segs[i]).Elem(), "", fmt.Sprintf("segment %d", i))
 		for k := range p.segs[i].pairs {
@@ -204,8 +204,8 @@ func TestDigestCoversEveryField(t *testing.T) {
 	}
 }
 
-// What the two engines' layouts decide reaches the digest through the plan, and what each side
-// decides for itself does not.
+// Differences between the two engines' layouts change the digest if they affect the plan; local
+// choices of one side do not.
 func TestDigestFollowsLayouts(t *testing.T) {
 	was := digestPlan(t, nil).Digest()
 	for name, change := range map[string]func(src, dst *layout.Layout){
@@ -288,9 +288,9 @@ func TestDigestFollowsLayouts(t *testing.T) {
 	}
 }
 
-// The digest of a plan that a release has made is that of the next one, unless PlanVersion was
-// raised. Where this fails, bytes may have another place than a sidecar of the release before puts
-// them: raise PlanVersion, and write the new value here.
+// The digest of a plan is equal in successive releases unless PlanVersion was raised. If this
+// fails, bytes may have another place than in the previous release: raise PlanVersion, and write
+// the new value here.
 func TestDigestIsStable(t *testing.T) {
 	d := digestPlan(t, nil).Digest()
 	const want = "45c20395659e0a62c5952d8e2c9ed4aa98964eddb44232e5e7f6211b1c8a5fd3"
@@ -299,8 +299,8 @@ func TestDigestIsStable(t *testing.T) {
 	}
 }
 
-// Each side computes the digest once for each part of a grant, before the first byte: it must be
-// next to nothing beside the plan.
+// Each side computes the digest once per part of a grant, before the first byte: its cost must be
+// small beside the plan.
 func TestDigestIsCheap(t *testing.T) {
 	r := newReshaped()
 	m := r.meet(t)
@@ -319,7 +319,7 @@ func TestDigestIsCheap(t *testing.T) {
 	}
 }
 
-// BenchmarkDigest is what agreement about the plan of 32,768 tokens through 64 layers costs each
+// BenchmarkDigest is the cost of the digest of a plan of 32,768 tokens through 64 layers, for each
 // side, beside the plan itself.
 func BenchmarkDigest(b *testing.B) {
 	r := newReshaped()

@@ -12,8 +12,9 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// speculating is an engine that serves a model and a draft model: layers of their own, with other heads, on the last stage. The draft's
-// layers are in the target's group where both have as many heads (MTP modules, EAGLE heads of the target's shape); else in one of their own.
+// speculating is an engine that serves a model and a draft model: the draft's layers have other
+// heads and lie on the last stage. They are in the target's group if both have equally many heads
+// (MTP modules, EAGLE heads of the target's shape), else in a group of their own.
 type speculating struct {
 	stages   int
 	tp       uint64
@@ -71,11 +72,12 @@ func (e *speculating) ranks(target, draft dims, skips [2]uint32) []*stageOf {
 	return out
 }
 
-// TestDraftLaws: the draft's keys and values move with the target's, whatever orders, block sizes, ranks and stages the two sides have, and
-// whether the draft shares the target's group and block table or has its own.
+// TestDraftLaws: the draft's keys and values move with the target's, for all orders, block sizes,
+// ranks and stages of the two sides, whether the draft shares the target's group and block table or
+// has its own.
 func TestDraftLaws(t *testing.T) {
 	reg := Default()
-	kinds := []string{PackedNHD, PackedHND, FlashBlockFirst, FlashBlockFirstHND, FlashToken} // with no parameter that says where layers lie
+	kinds := []string{PackedNHD, PackedHND, FlashBlockFirst, FlashBlockFirstHND, FlashToken} // without parameters that place layers
 	rapid.Check(t, func(t *rapid.T) {
 		heads, tps := []uint64{1, 2, 4, 8}, []uint64{1, 2, 4}
 		tokens := rapid.Uint64Range(1, 20).Draw(t, "tokens")
@@ -153,8 +155,9 @@ func TestDraftLaws(t *testing.T) {
 	})
 }
 
-// TestSpeculationIsCompared: two engines that speculate otherwise are not alike, which is named; a draft that one side has not is not left
-// out, and one of another shape is not copied.
+// TestSpeculationIsCompared: engines with different speculation differ in their fingerprints, and
+// the difference is named. A draft that only one side has is not omitted, and a draft of another
+// shape is not copied.
 func TestSpeculationIsCompared(t *testing.T) {
 	reg := Default()
 	engine := func(method string, draftHeads uint64) *layout.Layout {

@@ -14,11 +14,11 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// version is an engine with the releases in which bytes were looked for.
+// version matches an engine with the releases whose source was read.
 var version = regexp.MustCompile(`(vLLM|SGLang)[^.,;]* \(?0\.\d+`)
 
-// TestEveryStrategyIsDrawn: the name of each strategy has a doc comment of its own, which draws every plane of a page and names the versions of
-// the engines that have them.
+// TestEveryStrategyIsDrawn: the name of each strategy has its own doc comment, which draws every
+// plane of a page and names the versions of the engines with such pages.
 func TestEveryStrategyIsDrawn(t *testing.T) {
 	docs := map[string]string{}
 	for _, file := range []string{"strategies.go", "kimi_k3.go"} {
@@ -66,7 +66,8 @@ func TestEveryStrategyIsDrawn(t *testing.T) {
 	}
 }
 
-// rolesOf are the roles of the planes that each strategy describes, in any of the caches of the families.
+// rolesOf returns the roles of the planes that each strategy describes, in any cache of the
+// families.
 func rolesOf(t *testing.T) map[string][]layout.Role {
 	out := map[string][]layout.Role{}
 	for fi := range families {
@@ -90,8 +91,8 @@ func rolesOf(t *testing.T) map[string][]layout.Role {
 	return out
 }
 
-// undrawn are the planes that a drawing, the indented lines with bars, does not name. The name of one plane may be a part of another's: the
-// longest are looked for first, and taken out.
+// undrawn returns the planes that a drawing (the indented lines with bars) does not name. A plane's
+// name may be part of another's, so it searches the longest names first and removes them.
 func undrawn(doc string, roles []layout.Role) (missing []string) {
 	drawing := ""
 	for line := range strings.SplitSeq(doc, "\n") {
@@ -140,7 +141,7 @@ func TestEveryOrderIsDrawn(t *testing.T) {
 	}
 }
 
-// TestGroupsAreDrawn: what several groups of layers are is in the package's comment.
+// TestGroupsAreDrawn: the package's comment describes models with several groups of layers.
 func TestGroupsAreDrawn(t *testing.T) {
 	f, err := parser.ParseFile(token.NewFileSet(), "parseblock.go", nil, parser.ParseComments|parser.PackageClauseOnly)
 	if err != nil {

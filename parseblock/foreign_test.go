@@ -9,8 +9,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// FuzzForeign: whatever two peers or engines send as layouts is refused, or goes through all that is done with one, with each other and each
-// with itself: nothing panics, no offset leaves what was checked, and memory is bounded by what was sent and by named bounds.
+// FuzzForeign: any layouts that two peers or engines send are refused, or pass through every use of
+// a layout, with each other and each with itself: nothing panics, no offset leaves the checked
+// range, and memory is bounded by the sent bytes and by named bounds.
 func FuzzForeign(f *testing.F) {
 	reg := Default()
 	for _, fam := range families {
@@ -80,7 +81,7 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 	var m *Match
 	var err error
 	testutil.AllocatesAtMost(t, planes*(4<<10), "paired", func() { m, err = NewMatch(reg, src, dst, nil) })
-	// What is proved is at most maxExtents pieces of each side, in lists that grow; a run for each head.
+	// Prove examines at most maxExtents pieces of each side, in growing lists; one run per head.
 	testutil.AllocatesAtMost(t, planes*(16<<10)+8*maxExtents*16+4*maxHeads*64, "divided", func() {
 		shares, err := Assign(reg, []*layout.Layout{src, src}, dst, func(i int) uint64 { return uint64(i) })
 		if err == nil {
@@ -93,7 +94,7 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 	if err != nil {
 		return // such as two layers of the model with one name
 	}
-	// So many as there are blocks for, and no more than are looked at here in time.
+	// As many tokens as there are blocks for, bounded by the test's time.
 	tokens = max(tokens, 1)
 	for _, l := range []*layout.Layout{src, dst} {
 		for gi := range l.Groups {
@@ -130,7 +131,7 @@ func foreignPair(t *testing.T, reg *Registry, src, dst *layout.Layout, tokens ui
 			one := transfer.Range{First: c, Count: 1}
 			for _, side := range sides {
 				var pieces []layout.Piece
-				// Of one byte each at worst, in a list that grows twofold.
+				// At worst pieces of one byte each, in a list that doubles.
 				testutil.AllocatesAtMost(t, 3*24*transfer.ChunkBytes, "resolved", func() { pieces, err = side.Append(nil, one) })
 				if err != nil {
 					t.Fatal(err)

@@ -7,8 +7,8 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// TestHeadShare: the heads of each rank, written out. Ranks that are more than the heads share them with their neighbours, as their
-// queries do: 0 0 1 1 and not 0 1 0 1.
+// TestHeadShare: the heads of each rank, written out. If there are more ranks than heads,
+// neighbouring ranks share a head, as their queries do: 0 0 1 1 and not 0 1 0 1.
 func TestHeadShare(t *testing.T) {
 	for _, c := range []struct {
 		all          uint64
@@ -35,8 +35,8 @@ func TestHeadShare(t *testing.T) {
 	}
 }
 
-// TestAssignKeepsToOne: a source that gives already gives the rest of what it holds, whatever its load; each one more is one more to wait
-// for.
+// TestAssignKeepsToOne: a source that already contributes also sends the rest of what it holds,
+// whatever its load, because each further source is one more to wait for.
 func TestAssignKeepsToOne(t *testing.T) {
 	l := &layout.Layout{Groups: []layout.Group{{TokensPerBlock: 16, NumBlocks: 4, Strategy: FlashBlockFirst, Params: map[string]int64{"kv_heads": 4, "heads": 4}}}}
 	for i, n := range []string{"a", "b", "c"} {
@@ -45,7 +45,7 @@ func TestAssignKeepsToOne(t *testing.T) {
 	some := *l
 	some.Groups = slices.Clone(l.Groups)
 	some.Groups[0].Layers = l.Groups[0].Layers[:1]
-	// The first layer is held by the loaded source alone, and the others by all.
+	// Only the loaded source holds the first layer; all sources hold the others.
 	rest := *l
 	rest.Groups = slices.Clone(l.Groups)
 	rest.Groups[0].Layers = l.Groups[0].Layers[1:]
@@ -53,7 +53,7 @@ func TestAssignKeepsToOne(t *testing.T) {
 	if err != nil || len(shares) != 1 || shares[0].Source != 1 || shares[0].Layers() != 3 {
 		t.Errorf("got %+v, %v; want all of source 1", shares, err)
 	}
-	// Where nobody must, the least loaded takes the first, and with it the rest.
+	// Without such a layer, the least loaded source sends the first layer and therefore the rest.
 	shares, err = Assign(Default(), []*layout.Layout{l, &some, l}, l, func(source int) uint64 { return []uint64{5, 0, 4}[source] })
 	if err != nil || len(shares) != 2 || shares[0].Source != 1 || shares[0].Layers() != 1 || shares[1].Source != 2 || shares[1].Layers() != 2 {
 		t.Errorf("got %+v, %v; want a layer of source 1 and two of source 2", shares, err)

@@ -11,8 +11,8 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// TestHybrids: models with several kinds of cache, each a group with its own block size, table and prefix hit, in a region of its
-// own; some of them draft layers, which are groups like any other.
+// TestHybrids: models with several kinds of cache, each a group with its own block size, table and
+// prefix hit, in its own region; some have draft layers, which are ordinary groups.
 func TestHybrids(t *testing.T) {
 	reg := Default()
 	rapid.Check(t, func(t *rapid.T) {
@@ -91,8 +91,9 @@ func TestHybrids(t *testing.T) {
 	})
 }
 
-// TestSlab: DeepSeek-V4's caches and the hybrids of vLLM share a pool of equal blocks. Groups may have the same pages, since a block
-// id belongs to one of them at a time; layers of one group may not, nor may pages that cross into the next block.
+// TestSlab: DeepSeek-V4's caches and the hybrids of vLLM share a pool of equal blocks. Groups may
+// have the same pages, since a block id belongs to one of them at a time. Layers of one group may
+// not, and pages may not cross into the next block.
 func TestSlab(t *testing.T) {
 	reg := Default()
 	const slab, blocks = 8192, 10
@@ -126,7 +127,8 @@ func TestSlab(t *testing.T) {
 	}
 }
 
-// TestWideAllocations: the pools of real engines pass the check in time, cross-layer and interleaved ones too.
+// TestWideAllocations: the pools of real engines, also cross-layer and interleaved ones, pass the
+// check in time.
 func TestWideAllocations(t *testing.T) {
 	reg := Default()
 	for _, order := range Orders {
@@ -154,7 +156,7 @@ func TestWideAllocations(t *testing.T) {
 	}
 }
 
-// stageOf is one stage of an engine that serves a hybrid: a cache of each kind, or none.
+// stageOf is one stage of an engine that serves a hybrid, with a cache of each kind or none.
 type stageOf struct {
 	end             // a region is a kind
 	caches []*cache // by kind; nil: no layer of it here
@@ -163,8 +165,8 @@ type stageOf struct {
 	skips  []uint32
 }
 
-// stagesOf divides the layers of each kind over the stages as the cuts say: stage s has layers [cuts[s], cuts[s+1]) of a kind. Where that is
-// none, its groups stand there for their tables.
+// stagesOf divides the layers of each kind over the stages: stage s has layers [cuts[s], cuts[s+1])
+// of a kind. If that is none, the kind's groups remain for their tables.
 func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][]uint32, skips []uint64) []*stageOf {
 	var out []*stageOf
 	for s := range len(cuts[0]) - 1 {
@@ -197,8 +199,9 @@ func stagesOf(fs []*family, kinds []string, ds []*dims, cuts [][]int, tables [][
 	return out
 }
 
-// TestHybridsInStages: pipeline stages that have other kinds of layers than those at the other end, or none of a kind. All of them have one
-// fingerprint, and what every receiver's memory becomes is what its engine would have written.
+// TestHybridsInStages: pipeline stages whose kinds of layers differ from the other end's stages, or
+// lack a kind. All of them have one fingerprint, and every receiver's memory ends as its own engine
+// would have written it.
 func TestHybridsInStages(t *testing.T) {
 	reg := Default()
 	cutsOf := func(t *rapid.T, label string, stages, layers int) []int {

@@ -8,7 +8,7 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// kimiK3Family: pages of Kimi-K3, and those of an engine that has its MLA layers in pools of their own.
+// kimiK3Family: pages of Kimi-K3, and those of an engine with separate pools for its MLA layers.
 var kimiK3Family = family{name: "kimi k3", kinds: []string{KimiK3, MLA}, make: func(kind string, d *dims) *cache {
 	if kind == KimiK3 {
 		wide := *d
@@ -18,8 +18,8 @@ var kimiK3Family = family{name: "kimi k3", kinds: []string{KimiK3, MLA}, make: f
 	return rowCache(layout.RoleLatent)(kind, d)
 }}
 
-// TestKimiK3Hybrid: a prompt of a hybrid, MLA in KDA-sized pages beside the KDA states themselves, moves to an engine of other blocks:
-// every latent, one state, and nothing of what lies between.
+// TestKimiK3Hybrid: a prompt of a hybrid (MLA in KDA-sized pages beside the KDA states) moves to an
+// engine with other blocks: every latent, one state, and none of the bytes between.
 func TestKimiK3Hybrid(t *testing.T) {
 	reg := Default()
 	const page, token, blocks = 8192, 96, 4
@@ -79,8 +79,9 @@ func TestKimiK3Hybrid(t *testing.T) {
 	}
 }
 
-// TestAStrategyIsShort: a new model costs its strategy, its reference and its tests, and they are under 150 lines; the laws and the
-// mutants come for nothing. Two lines are elsewhere: in builtins, and in families.
+// TestAStrategyIsShort: a new model costs its strategy, its reference and its tests, under 150
+// lines together; the laws and the mutants need no new lines. Two lines are elsewhere: in builtins
+// and in families.
 func TestAStrategyIsShort(t *testing.T) {
 	lines := 2
 	for _, f := range []string{"kimi_k3.go", "kimi_k3_test.go"} {

@@ -23,8 +23,8 @@ func large(strategy string, tokensPerBlock, tokens uint32, rank, size uint64) *l
 	return &layout.Layout{Groups: []layout.Group{g}}
 }
 
-// TestMoreThan32Bits plans prompts of more than 4 GiB for one rank: what is in a chunk is where multiplication puts it, on both sides,
-// and runs move every byte. Nothing is allocated but the plan.
+// TestMoreThan32Bits plans prompts of more than 4 GiB for one rank: a chunk's content is where
+// multiplication puts it, on both sides, and runs move every byte. Only the plan allocates.
 func TestMoreThan32Bits(t *testing.T) {
 	reg := Default()
 	const tokens = 131072 - 5
@@ -79,7 +79,7 @@ func TestMoreThan32Bits(t *testing.T) {
 			if moved != sp.TotalBytes() {
 				t.Errorf("runs move %d bytes of %d", moved, sp.TotalBytes())
 			}
-			// A chunk of every layer, and those around what 16 and 32 bits can name.
+			// A chunk of every layer, and those around the limits of 16 and 32 bits.
 			chunks := []uint32{0, 1<<16 - 1, 1 << 16, 1<<16 + 1, sp.NumChunks() - 1}
 			for l := range sp.NumSegments() {
 				r, _ := sp.Segment(l)
@@ -131,7 +131,8 @@ func evenly(l *layout.Layout) [][]uint32 {
 	return [][]uint32{seq(uint64(l.Groups[0].NumBlocks))}
 }
 
-// TestTooLarge: past what a transfer can name, the refusal says which field and what to do; also where the product has no 64 bits.
+// TestTooLarge: beyond the limit of a transfer, the refusal names the field and the remedy, also if
+// the product exceeds 64 bits.
 func TestTooLarge(t *testing.T) {
 	reg := Default()
 	mla := func(page uint64) *layout.Layout {
@@ -142,7 +143,7 @@ func TestTooLarge(t *testing.T) {
 	for _, c := range []struct {
 		page   uint64
 		tokens uint32
-		layer  string // at which it is too much; "": it is not
+		layer  string // the layer that exceeds the limit; "": none
 	}{
 		{1 << 16, transfer.MaxSlotChunks / 2, ""},
 		{1 << 16, transfer.MaxSlotChunks/2 + 1, "b"},

@@ -16,8 +16,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// propertyCases is how many cases each law is tried with. Nothing here runs beside anything else, so that the race detector has little to look for and
-// takes ten times as long: part bounds of make test has all of them, without it.
+// propertyCases is the number of cases of each law. Nothing here is concurrent, so the race
+// detector finds little and takes ten times as long: "bounds" in make test runs all cases without
+// it.
 const (
 	propertyCases = "5000"
 	racedCases    = "500"
@@ -25,7 +26,7 @@ const (
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	if flag.Lookup("rapid.checks").Value.String() == "100" { // its default: not chosen on the command line
+	if flag.Lookup("rapid.checks").Value.String() == "100" { // the default: not set on the command line
 		cases := propertyCases
 		if testutil.Race {
 			cases = racedCases
@@ -37,9 +38,9 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// TestLaws copies one layer of one rank to one of another by runs and by the reference, for every pair of caches that hold the
-// same content: exactly the chosen tokens and the common heads, nothing else, each byte once, the same again in two halves, and back
-// again where it came from.
+// TestLaws copies one layer of one rank to one of another by runs and by the reference, for every
+// pair of caches with the same content: exactly the chosen tokens and the common heads, each byte
+// once, equal in two halves, and back again to where it came from.
 func TestLaws(t *testing.T) {
 	reg := Default()
 	rapid.Check(t, func(t *rapid.T) {
@@ -49,7 +50,7 @@ func TestLaws(t *testing.T) {
 	})
 }
 
-// refusal is a law's error where nothing was copied.
+// refusal is a law's error if nothing was copied.
 type refusal struct{ error }
 
 func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Layout, []uint64) error) error {
@@ -57,7 +58,7 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 	var cs [2]*cache
 	var kind string
 	blocks, table := rapid.Uint64Range(1, 8), 12
-	if rapid.IntRange(0, 49).Draw(t, "long") == 0 { // more than are looked at together
+	if rapid.IntRange(0, 49).Draw(t, "long") == 0 { // more than maxSteps
 		blocks, table = rapid.Uint64Range(maxSteps, 3*maxSteps), 3*maxSteps
 	}
 	for i, label := range []string{"from.", "to."} {
@@ -95,7 +96,8 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 		}
 		for k := range to.groups {
 			gi := (k + firstGroup) % len(to.groups)
-			// Layers of one model layer that are registered apart are paired by the plan; here only those that stand alone.
+			// The plan pairs layers of one model layer that are registered separately; this test
+			// uses only independent layers.
 			fg, tg := &from.groups[min(gi, len(from.groups)-1)], &to.groups[gi]
 			tpl, err := reg.Template(Side{fg, &fg.Layers[layer]}, Side{tg, &tg.Layers[layer]})
 			if err != nil {
@@ -156,7 +158,7 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 	if !bytes.Equal(got, want) {
 		return errors.New("runs and the reference differ")
 	}
-	// Back again: what came over comes to where it was, and nothing else does.
+	// Back again: the copied bytes return to their place, and no others.
 	back, was := make([]byte, from.size), make([]byte, from.size)
 	moved(from, to, layer, layer, ft, tt, start, end, func(_ layout.Role, s, _ uint64) { was[s] = src[s] })
 	for gi := range from.groups {
@@ -179,8 +181,9 @@ func lawOfCopies(t *rapid.T, reg *Registry, f *family, validate func(*layout.Lay
 	return nil
 }
 
-// allJoin reports whether any rows are one piece of memory on both sides, so that whatever touches must have been joined. A
-// part of an HND page is a row of pieces instead, and its first may touch the page before.
+// allJoin reports whether any rows are one piece of memory on both sides, so that adjacent pieces
+// must have been joined. A part of an HND page is a row of pieces instead, and its first piece may
+// touch the previous page.
 func allJoin(t *Template) bool {
 	if len(t.pairs) != 1 {
 		return false
@@ -189,8 +192,9 @@ func allJoin(t *Template) bool {
 	return t.pairs[0].full.dims == 0 && row.dims == 0
 }
 
-// TestPlanLaws moves a prompt from all ranks and stages of a prefill engine to one rank of a decode engine: other order, other
-// block size, other tensor and pipeline parallelism, chunk range by chunk range. Together the plans move everything once.
+// TestPlanLaws moves a prompt from all ranks and stages of a prefill engine to one rank of a decode
+// engine with another order, block size, tensor and pipeline parallelism, chunk range by chunk
+// range. Together the plans move everything once.
 func TestPlanLaws(t *testing.T) {
 	reg := Default()
 	rapid.Check(t, func(t *rapid.T) { lawOfPlans(t, reg, &families[rapid.IntRange(0, len(families)-1).Draw(t, "family")]) })
@@ -255,7 +259,7 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 		t.Fatal(err)
 	}
 	for i := range shares {
-		// What a share says survives the wire.
+		// A share survives encoding and decoding.
 		back, err := DecodeShare(shares[i].Encode(), dst.NumLayers())
 		if err != nil || !slices.Equal(back.roles, shares[i].roles) {
 			t.Fatalf("share %v came back as %v: %v", shares[i].roles, back, err)
@@ -263,8 +267,9 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 	}
 	tt := genTable(t, "toTable", to.blocks, 99)
 	skip := min(tokens, to.n*rapid.Uint64Range(0, (tokens-1)/to.n+1).Draw(t, "skip"))
-	// Of a window each side has whole blocks of its own, from that of the first token that the next one sees. What an engine has given
-	// up is another prompt's: at the source it holds anything, and on both sides the table names a block that is in use.
+	// Each side has whole blocks of a window, from the block of the first token that the next token
+	// sees. Freed blocks belong to another prompt: at the source they hold arbitrary bytes, and on
+	// both sides the table names a block in use.
 	first, kept := skip, uint64(0)
 	ft := genTable(t, "fromTable", fd.blocks, 99)
 	if window > 0 && tokens+1 > window {
@@ -279,7 +284,8 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 		given(tt, to.n)
 	}
 	got, want, touched := make([]byte, to.size), make([]byte, to.size), make([]bool, to.size)
-	// The same content at every source: what one writes and another would is one value.
+	// Every source has the same content, so the byte's value does not depend on the source that
+	// sends it.
 	mems := make([][]byte, len(sources))
 	model := func(layer int, role layout.Role, head, e, col, x uint64) byte {
 		return byte(uint64(layer)*131 + uint64(role)*17 + head*29 + e*7 + col*5 + x*3 + 1)
@@ -288,7 +294,7 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 		mems[i] = random(s.size, uint64(i))
 		fill(s, at[i], ft, kept, tokens, mems[i], model)
 	}
-	lacks := make([]byte, to.size) // 1 where a byte has to come
+	lacks := make([]byte, to.size) // 1 for each byte that must arrive
 	if skip < tokens {
 		for l := range to.layers {
 			fillFrom(to, l, tt, first, tokens, want, model)
@@ -353,8 +359,8 @@ func lawOfPlans(t *rapid.T, reg *Registry, f *family) {
 			t.Fatalf("byte %d of %d: written %v, lacking %v", i, len(touched), touched[i], lacks[i] == 1)
 		}
 	}
-	// What a receiver plans from its own layout alone is as many bytes, in the same places, unless the source has less of a window's first
-	// block; of equal engines, in the same order.
+	// A receiver's plan from its own layout alone has equally many bytes in the same places, unless
+	// the source has less of a window's first block; between equal engines also the same order.
 	own, err := NewPlan(reg, dst, dst, uint32(tokens), repeat(uint32(skip), len(to.groups)))
 	if err != nil {
 		t.Fatal(err)
@@ -508,14 +514,15 @@ func (m mutant) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]
 	return append(dst, m.wrong(g, ps)...), nil
 }
 
-// bug is a mistake that has been made in parsers of KV caches. It changes the planes of the strategies that it is about, and leaves others as they are.
+// bug is a mistake that parsers of KV caches have had. It changes the planes of the strategies that
+// it applies to and leaves others unchanged.
 type bug struct {
 	name  string
-	about []string // strategies whose planes it has to change; none: those that it happens to change
+	about []string // strategies whose planes it must change; none: those that it happens to change
 	wrong func(g *layout.Group, ps []layout.Plane) []layout.Plane
 }
 
-// each makes a bug of what is wrong with one plane.
+// each makes a bug from a mistake in one plane.
 func each(wrong func(g *layout.Group, p *layout.Plane)) func(*layout.Group, []layout.Plane) []layout.Plane {
 	return func(g *layout.Group, ps []layout.Plane) []layout.Plane {
 		for i := range ps {
@@ -525,7 +532,7 @@ func each(wrong func(g *layout.Group, p *layout.Plane)) func(*layout.Group, []la
 	}
 }
 
-// with finds the plane of a role, or one that nobody sees.
+// with finds the plane of a role, or a dummy.
 func with(ps []layout.Plane, role layout.Role) *layout.Plane {
 	for i := range ps {
 		if ps[i].Role == role {
@@ -539,7 +546,8 @@ func isScale(r layout.Role) bool {
 	return r == layout.RoleIndexScale || r == layout.RoleLatentScale || r == layout.RoleKScale || r == layout.RoleVScale
 }
 
-// ranked are the rank, the size of its group, and how many heads of the model a plane's are made of, and how wide each of them is.
+// ranked returns the rank, the size of its group, the number of the model's heads in a plane, and
+// their width.
 func ranked(g *layout.Group, p *layout.Plane) (rank, size, heads, width uint32) {
 	heads = p.AllHeads
 	switch p.Role {
@@ -557,8 +565,8 @@ var (
 	ofStates = []string{GDNState, KDAState, Mamba2State}
 )
 
-// bugs are mistakes by kind: where a plane begins, what a cell is, strides, which heads a rank has, kernel pages, entries of several tokens, columns
-// and matrices that are turned.
+// bugs are mistakes by kind: the start of a plane, the size of a cell, strides, the heads of a
+// rank, kernel pages, entries of several tokens, transposed columns and matrices.
 var bugs = []bug{
 	{"off by one byte", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane { ps[0].Offset++; return ps }},
 	{"the last plane starts where the first does", nil, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
@@ -596,7 +604,7 @@ var bugs = []bug{
 	{"V begins behind K of its head", []string{FlashBlockFirstHND, FlashKVFirstHND}, func(_ *layout.Group, ps []layout.Plane) []layout.Plane {
 		k, v := with(ps, layout.RoleK), with(ps, layout.RoleV)
 		if v.HeadMajor && v.ColStride == 0 {
-			v.Offset = k.HeadStride // the page's middle only where there is one head
+			v.Offset = k.HeadStride // the page's middle only with one head
 		}
 		return ps
 	}},
@@ -635,7 +643,7 @@ var bugs = []bug{
 		if !isScale(p.Role) || p.Heads > 1 {
 			return
 		}
-		// One cell of all the scales that lie together: it moves when the last of its tokens does, or never.
+		// One cell of all adjacent scales: it moves when the last of its tokens does, or never.
 		rows := p.TileRows
 		if rows == 0 {
 			rows = p.Rows
@@ -670,7 +678,7 @@ var bugs = []bug{
 	})},
 	{"as many entries as tokens", []string{DSAIndexer, DeepSeekV4}, func(g *layout.Group, ps []layout.Plane) []layout.Plane {
 		if len(ps) == 2 && ps[0].RowTokens > 1 && ps[0].Unit == layout.UnitToken {
-			ps[1].Offset = ps[0].CellBytes * uint64(g.TokensPerBlock) // where the scales would begin
+			ps[1].Offset = ps[0].CellBytes * uint64(g.TokensPerBlock) // the scales' position
 		}
 		return ps
 	}},
@@ -722,20 +730,20 @@ var bugs = []bug{
 	}},
 }
 
-// TestMutants: the laws are worth what they catch. Every strategy of the registry is made wrong, it alone, in each way that changes it, at
-// least five, and each time some case must copy wrongly: that one side refuses the other's description is not enough. One that has no reference has
-// no such case.
+// TestMutants verifies the laws. Every strategy of the registry is changed by each bug that affects
+// it, at least five, and each time some case must copy wrongly; a refused description is not
+// enough. A strategy without a reference has no such case.
 func TestMutants(t *testing.T) {
 	const (
 		seeds = 4000
 		least = 5   // ways to be wrong
-		tried = 240 // cases in which a mistake that is about a strategy changes something
-		other = 15  // and one that is about others, if it ever does
+		tried = 240 // cases of a mistake that applies to the strategy
+		other = 15  // cases of a mistake that applies to others
 	)
 	if testutil.Race {
 		testutil.Skip(t, "norace", "make test has it in its part bounds, without the race detector, which takes ten times as long")
 	}
-	// Validate would catch some of them first; what is asked for here is that the copy shows them.
+	// Validate would catch some of them first; here the copy must show them.
 	unchecked := func(*layout.Layout, []uint64) error { return nil }
 	homes := familiesOf(t)
 	for _, b := range builtins {
@@ -790,7 +798,7 @@ func TestMutants(t *testing.T) {
 	}
 }
 
-// familiesOf are the families in which each strategy is tried, with it and one other kind in them.
+// familiesOf returns the families in which each strategy is tried, with it and one other kind.
 func familiesOf(t *testing.T) map[string][]family {
 	out := map[string][]family{}
 	for fi := range families {
@@ -819,7 +827,8 @@ func familiesOf(t *testing.T) map[string][]family {
 	return out
 }
 
-// harmless reports whether a change is none: a stride along an axis of one, or a kernel page that is the whole block.
+// harmless reports whether a change has no effect: a stride along an axis of one, or a kernel page
+// that is the whole block.
 func harmless(a, b []layout.Plane) bool {
 	if len(a) != len(b) {
 		return false

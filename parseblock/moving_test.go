@@ -17,7 +17,8 @@ type end struct {
 	mem    [][]byte
 }
 
-// carry moves a plan from one side's memory to the other's, a chunk at a time, as lanes do: each side resolves its own pieces.
+// carry moves a plan from one side's memory to the other's, a chunk at a time, like lanes: each
+// side resolves its own pieces.
 func carry(t rapid.TB, reg *Registry, plan *Plan, src, dst *end) {
 	t.Helper()
 	from, err := plan.Side(reg, src.l, src.tables)
@@ -51,7 +52,8 @@ func carry(t rapid.TB, reg *Registry, plan *Plan, src, dst *end) {
 	}
 }
 
-// give divides what a receiver needs over the sources, proves that, and moves each share; moved, where there is one, is told of each.
+// give divides the receiver's missing bytes over the sources, proves the division, and moves each
+// share; it calls moved, if set, for each.
 func give(t rapid.TB, reg *Registry, sources []*end, dst *end, tokens uint64, skips []uint32, moved func(*Plan, *end)) {
 	t.Helper()
 	var ls []*layout.Layout
@@ -78,7 +80,7 @@ func give(t rapid.TB, reg *Registry, sources []*end, dst *end, tokens uint64, sk
 	}
 }
 
-// differ is in what two layouts' descriptions differ, each as it should be, and whether their fingerprints do.
+// differ checks the differences of two layouts' descriptions and whether their fingerprints differ.
 func differ(t *testing.T, reg *Registry, a, b *layout.Layout, want []string) (fingerprints bool) {
 	t.Helper()
 	da, err := reg.Describe(a)

@@ -7,7 +7,7 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// place is where one side has the cells of a pair. Offsets are from the start of the region.
+// place locates the cells of a pair on one side. Offsets are from the start of the region.
 type place struct {
 	off              uint64 // of the first row and the first common head in block 0
 	block, tile      uint64 // strides between blocks of the table, and between kernel blocks of one block
@@ -18,7 +18,7 @@ type place struct {
 	table            int    // block table of the group
 }
 
-// at is the offset of a row of the sequence; the table must reach to it.
+// at returns the offset of a row of the sequence; the table must reach that row.
 func (p *place) at(table []uint32, row uint64) uint64 {
 	t := row / p.tileRows
 	b := t
@@ -30,34 +30,36 @@ func (p *place) at(table []uint32, row uint64) uint64 {
 	return off + uint64(table[b])*p.block
 }
 
-// pair is one plane of the receiver and the plane of the source that holds the same cells, cut to the heads that both have.
-// It knows no block table: it is the template that tables are put through.
+// pair is one plane of the receiver and the plane of the source with the same cells, cut to the
+// heads that both have. It contains no block table: it is the template to which tables are applied.
 type pair struct {
 	from, to  place
 	role      layout.Role
 	unit      layout.Unit
 	headMajor bool
 	colMajor  bool
-	turned    bool // the receiver keeps the matrix of a state with its axes exchanged
+	turned    bool // the receiver keeps a state's matrix with exchanged axes
 	cell      uint64
 	heads     uint64
 	cols      uint64
-	rows      uint64 // of a block of the receiver; of the whole state
+	rows      uint64 // of a block of the receiver, or of the whole state
 	rowTokens uint64
-	// rows that lie in one kernel block on both sides, counted from any multiple of it
+	// rows that lie in one kernel block on both sides, counted from any multiple of step
 	step    uint64
-	full    shape       // of a step
-	head0   uint64      // the first of the heads in the model
-	headsOf [2]headSpan // of the model, that the source's plane has, and the receiver's
+	full    shape       // of one step
+	head0   uint64      // first head, counted in the model
+	headsOf [2]headSpan // heads of the model in the source's plane and in the receiver's
 }
 
-// headSpan is some of a model's heads.
+// headSpan is a range of a model's heads.
 type headSpan struct{ first, count uint32 }
 
-// bytes is what the pair moves of a full block of the receiver, or of a state.
+// bytes is the number of bytes that the pair moves for a full block of the receiver, or for a
+// state.
 func (p *pair) bytes() uint64 { return p.rows * p.heads * p.cols * p.cell }
 
-// shape is the pieces of some rows: up to three strided axes, innermost first, around contiguous bytes.
+// shape describes the pieces of some rows: up to three strided axes, innermost first, around
+// contiguous bytes.
 type shape struct {
 	len      uint64
 	dims     int
@@ -102,8 +104,8 @@ func (p *pair) ordered(rows uint64, from, to *place) shape {
 	return s
 }
 
-// span is the rows that tokens [start, end) of the sequence stand for. A row that is begun and not complete is none, but an
-// opaque block that is begun is one.
+// span returns the rows of tokens [start, end) of the sequence. An incomplete row does not count;
+// an incomplete opaque block does.
 func (p *pair) span(t layout.TokenRange) (first, end uint64, err error) {
 	first, end = uint64(t.Start)/p.rowTokens, uint64(t.End)/p.rowTokens
 	if p.unit == layout.UnitBlock {
@@ -116,7 +118,7 @@ func (p *pair) span(t layout.TokenRange) (first, end uint64, err error) {
 	return first, end, nil
 }
 
-// sited is a plane and the layer that has it.
+// sited is a plane with its layer.
 type sited struct {
 	layout.Plane
 	g        *layout.Group
@@ -125,7 +127,7 @@ type sited struct {
 	table    int
 }
 
-// halve replaces a plane of packed K and V by the two.
+// halve replaces a plane of packed K and V by two planes.
 func halve(in []sited) ([]sited, error) {
 	out := make([]sited, 0, len(in)+1)
 	for _, s := range in {
@@ -135,7 +137,7 @@ func halve(in []sited) ([]sited, error) {
 		}
 		key := keyBytes(&s.Plane)
 		if key == 0 || s.Cols != 1 {
-			return nil, refusePair(&s, nil, "cell_bytes", s.CellBytes, "has no halves of K and V", "use the same packing on both sides")
+			return nil, refusePair(&s, nil, "cell_bytes", s.CellBytes, "cannot be divided into K and V", "use the same packing on both sides")
 		}
 		k, v := s, s
 		k.Role, k.CellBytes, k.KeyBytes = layout.RoleK, key, 0
@@ -145,7 +147,7 @@ func halve(in []sited) ([]sited, error) {
 	return out, nil
 }
 
-// keyBytes is what K takes of a cell of packed K and V: its half where nothing else is said, 0 where there is none.
+// keyBytes is the size of K in a cell of packed K and V: half by default, 0 if there is no half.
 func keyBytes(p *layout.Plane) uint64 {
 	switch {
 	case p.Role != layout.RoleKV:
@@ -167,8 +169,9 @@ func has(in []sited, r layout.Role) bool {
 	return false
 }
 
-// pairUp matches the planes of one layer of the model, which may be several layers of a layout, in the receiver's order. All
-// that one side has the other must have too: what has no counterpart would stay behind silently. What does not fit is added to unlike.
+// pairUp matches the planes of one layer of the model, possibly several layers of a layout, in the
+// receiver's order. Each side must have all planes of the other: a plane without a counterpart
+// would silently stay behind. Mismatches are added to unlike.
 func pairUp(from, to []sited, unlike *differences) ([]pair, error) {
 	var err error
 	if has(from, layout.RoleKV) != has(to, layout.RoleKV) {
@@ -188,7 +191,7 @@ func pairUp(from, to []sited, unlike *differences) ([]pair, error) {
 				continue
 			}
 			if f != nil {
-				return nil, refusePair(f, t, t.Role.String(), "twice", "the source has it in two layers", "register it once")
+				return nil, refusePair(f, t, t.Role.String(), "in two layers", "the source registers it twice", "register it once")
 			}
 			f = &from[k]
 		}
@@ -219,8 +222,8 @@ func refusePair(f, t *sited, field string, value any, problem, remedy string) er
 	return &layout.Error{Field: fmt.Sprintf("layer %q: %s", s.l.Name, field), Value: fmt.Sprint(value), Problem: problem, Remedy: remedy}
 }
 
-// compare adds what keeps a plane from being copied to another, and reports whether anything does: their cells mean something else, or are
-// opaque and of other sizes.
+// compare adds the reasons against copying one plane to another and reports whether there are any:
+// the cells differ in meaning, or are opaque and differ in size.
 func (d *differences) compare(f, t *sited) bool {
 	a, b := kindOf(f), kindOf(t)
 	if a == b && (t.Unit != layout.UnitBlock || f.g.TokensPerBlock == t.g.TokensPerBlock) {
@@ -239,7 +242,7 @@ func (d *differences) compare(f, t *sited) bool {
 	return true
 }
 
-// err is nil where nothing differs.
+// err is nil without differences.
 func (d *differences) err() error {
 	if len(d.all) == 0 {
 		return nil
@@ -250,12 +253,12 @@ func (d *differences) err() error {
 	for _, more := range rest.text(func(f *difference) string { return fmt.Sprintf("%s = %s and %s", f.name(), f.a, f.b) }) {
 		e.Value += "; " + more
 	}
-	e.Problem, e.Remedy = "the two sides differ; what moves is copied, never converted",
-		"use equal models, cache dtypes and speculation on both sides, and equal block sizes where pages are opaque"
+	e.Problem, e.Remedy = "the two sides differ, and transfers copy bytes without conversion",
+		"use equal models, cache dtypes and speculation on both sides, and equal block sizes if pages are opaque"
 	return e
 }
 
-// name is the field with the layers that it is of.
+// name is the field with its layers.
 func (f *difference) name() string {
 	if f.more == 0 {
 		return fmt.Sprintf("layer %q: %s", f.layer, f.field)
@@ -263,7 +266,7 @@ func (f *difference) name() string {
 	return fmt.Sprintf("layer %q and %d more: %s", f.layer, f.more, f.field)
 }
 
-// newPair is the copy of a plane to one of its kind. Heads is 0 where the ranks have none in common.
+// newPair returns the copy of a plane to one of its kind. Heads is 0 if the ranks share no head.
 func newPair(f, t *sited) pair {
 	if f.Transposed != t.Transposed {
 		f.Plane.Rows, f.Plane.Cols = f.Cols, f.Rows
@@ -286,7 +289,8 @@ func newPair(f, t *sited) pair {
 	return p
 }
 
-// packingParams are those that say how an opaque page is packed, and not which heads or tokens it holds: a head is as opaque as a page.
+// packingParams returns the parameters that describe the packing of an opaque page, not its heads
+// or tokens: a head is as opaque as a page.
 func packingParams(g *layout.Group) map[string]int64 {
 	out := maps.Clone(g.Params)
 	for _, n := range [...]param{paramHeads, paramKVHeads, paramTPRank, paramTPSize, paramWindow, paramPrefixCache} {
@@ -305,7 +309,7 @@ func orPlain(format string) string {
 func placeOf(s *sited, firstHead uint32) place {
 	p := place{block: s.l.BlockStride, tile: s.TileStride, row: s.RowStride, head: s.HeadStride, col: s.ColStride,
 		tileRows: uint64(s.TileRows), tiles: 1, tokens: uint64(s.g.TokensPerBlock), group: s.gi, table: s.table, flat: s.flat, reg: s.l.Region}
-	// Where the ranks share no head the difference wraps, and the pair is dropped.
+	// If the ranks share no head the difference wraps, and the pair is dropped.
 	p.off = s.l.Base + s.Offset + uint64(firstHead-s.FirstHead)*s.HeadStride
 	if p.tileRows == 0 || p.tileRows >= uint64(s.Rows) {
 		p.tileRows = uint64(s.Rows)

@@ -9,7 +9,7 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// Bounds of what parameters may ask for.
+// Bounds of parameters.
 const (
 	maxHeads = 1 << 14
 	maxCell  = 1 << 24 // bytes of one head of one token
@@ -18,7 +18,7 @@ const (
 // param is a parameter that some strategy reads.
 type param uint8
 
-// The parameters of all strategies; what each says is beside the strategies that read it.
+// The parameters of all strategies. Each is described at the strategies that read it.
 const (
 	paramHeads param = iota
 	paramKVHeads
@@ -54,7 +54,7 @@ const (
 
 var _ [32 - numParams]struct{} // params.read has a bit for each
 
-// known has their names and what they may be. Where more is asked for, of one parameter beside another, the strategy says it.
+// known holds names and ranges of parameters. Strategies check combinations of parameters.
 var known = [numParams]struct {
 	name   string
 	lo, hi uint64
@@ -90,17 +90,19 @@ var known = [numParams]struct {
 	paramPrefixCache:   {"prefix_cache", 0, 1},
 }
 
-// of is the parameter of a group whose planes were made, which checked it; 0 where it is left out.
+// of returns the parameter of a group whose planes exist and which is therefore valid; 0 if
+// omitted.
 func (n param) of(g *layout.Group) uint64 { return uint64(g.Params[known[n].name]) }
 
-// params reads the parameters of one layer and keeps the first refusal, so that strategies read like their drawings. It remembers what was
-// read: a parameter that its strategy does not know would say where bytes lie, and they would be elsewhere.
+// params reads the parameters of one layer and keeps the first refusal, so that a strategy reads
+// like its drawing. It records the parameters that were read: an unread parameter would describe an
+// address that the strategy ignores.
 type params struct {
 	strategy string
 	g        *layout.Group
 	l        *layout.Layer
 	n        uint64 // tokens per block
-	read     uint32 // a bit for each parameter that the strategy has asked for
+	read     uint32 // a bit for each parameter that the strategy has read
 	err      error
 }
 
@@ -115,14 +117,14 @@ func (p *params) refuseParam(n param, value any, problem string) {
 	p.refuse("params."+known[n].name, value, problem)
 }
 
-// has reports whether the parameter is given.
+// has reports whether the parameter was given.
 func (p *params) has(n param) bool {
 	p.read |= 1 << n
 	_, ok := p.g.Params[known[n].name]
 	return ok
 }
 
-// get is an optional parameter.
+// get returns an optional parameter.
 func (p *params) get(n param, def uint64) uint64 {
 	p.read |= 1 << n
 	v, ok := p.g.Params[known[n].name]
@@ -131,22 +133,23 @@ func (p *params) get(n param, def uint64) uint64 {
 	}
 	k := &known[n]
 	if v < 0 || uint64(v) < k.lo || uint64(v) > k.hi {
-		p.refuseParam(n, v, fmt.Sprintf("it takes %d to %d", k.lo, k.hi))
+		p.refuseParam(n, v, fmt.Sprintf("must be from %d to %d", k.lo, k.hi))
 		return max(def, k.lo)
 	}
 	return uint64(v)
 }
 
-// need is a parameter that must be there.
+// need returns a required parameter.
 func (p *params) need(n param) uint64 {
 	if !p.has(n) {
-		p.refuseParam(n, "missing", fmt.Sprintf("it needs %d to %d", known[n].lo, known[n].hi))
+		p.refuseParam(n, "missing", fmt.Sprintf("needs a value from %d to %d", known[n].lo, known[n].hi))
 		return known[n].lo
 	}
 	return p.get(n, known[n].lo)
 }
 
-// nothingElse refuses parameters that the strategy has not asked for: misspelt ones, those of another strategy, those of a newer engine.
+// nothingElse refuses parameters that the strategy has not read: misspelt ones, and those of
+// another strategy or of a newer engine.
 func (p *params) nothingElse() {
 	given := 0
 	for n := range numParams {
@@ -169,27 +172,28 @@ func (p *params) nothingElse() {
 		}
 		p.err = &layout.Error{Field: fmt.Sprintf("params.%.64s", name), Value: fmt.Sprint(p.g.Params[name]),
 			Problem: fmt.Sprintf("strategy %q does not read it here; it reads %q", p.strategy, reads),
-			Remedy:  "leave it out, name the strategy that reads it, or run a sidecar as new as the engine's plug-in"}
+			Remedy:  "omit it, name the strategy that reads it, or run a sidecar as new as the engine's plug-in"}
 		return
 	}
 }
 
-// windowed are the parameters of caches of tokens that the plan reads, whatever is in the page.
+// windowed reads the parameters that the plan uses for caches of tokens, whatever the page's
+// content.
 func (p *params) windowed() {
 	p.get(paramWindow, 0)
 	p.get(paramPrefixCache, 0)
 }
 
-// divide is v/by; by that does not divide it is refused.
+// divide returns v/by and refuses a remainder.
 func (p *params) divide(v, by uint64, name string) uint64 {
 	if v == 0 || by == 0 || v%by != 0 {
-		p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("%d is no multiple of %s = %d", v, name, by))
+		p.refuse("page_bytes", p.l.PageBytes, fmt.Sprintf("%d is not a multiple of %s = %d", v, name, by))
 		return 1
 	}
 	return v / by
 }
 
-// divides is v/by, where by is a parameter that has to divide what it parts.
+// divides returns v/by for a parameter by, and refuses a remainder.
 func (p *params) divides(n param, by, v uint64, what string) uint64 {
 	if v == 0 || by == 0 || v%by != 0 {
 		p.refuseParam(n, by, fmt.Sprintf("it does not divide %s = %d", what, v))
@@ -200,15 +204,15 @@ func (p *params) divides(n param, by, v uint64, what string) uint64 {
 
 func (p *params) even(by uint64) { p.divide(p.l.PageBytes, by, "its halves") }
 
-// HeadShare is the part of all heads that a rank of a tensor parallel group has: from ⌊rank*all/size⌋, and one where there
-// are more ranks than heads. Integer division and not modulo: neighbours share a head, so that the queries of a rank find
-// theirs.
+// HeadShare returns the heads of one rank of a tensor parallel group: from ⌊rank*all/size⌋ on, and
+// one head if there are more ranks than heads. Integer division, not modulo, because neighbouring
+// ranks share a head, so that the queries of a rank find theirs.
 func HeadShare(all, rank, size uint64) (first, count uint64) {
 	first = rank * all / size
 	return first, max((rank+1)*all/size, first+1) - first
 }
 
-// rank is this one of the tensor parallel group.
+// rank returns this rank and the size of its tensor parallel group.
 func (p *params) rank() (rank, size uint64) {
 	rank, size = p.get(paramTPRank, 0), p.get(paramTPSize, 1)
 	if rank >= size {
@@ -224,7 +228,7 @@ func (p *params) share(all uint64) (first, count uint64) {
 	return HeadShare(all, rank, size)
 }
 
-// heads are the KV heads of this rank among those of the model.
+// heads returns the KV heads of this rank among those of the model.
 func (p *params) heads() (first, count, all uint64) {
 	own := p.get(paramHeads, 1)
 	_, size := p.rank()
@@ -233,7 +237,7 @@ func (p *params) heads() (first, count, all uint64) {
 			p.refuseParam(paramKVHeads, "missing", "ranks need the KV heads of the model")
 		}
 		if !p.has(paramHeads) && (p.strategy == PackedHND || p.strategy == QuantInlineHND) {
-			p.refuseParam(paramHeads, "missing", fmt.Sprintf("it needs 1 to %d", maxHeads))
+			p.refuseParam(paramHeads, "missing", fmt.Sprintf("needs a value from 1 to %d", maxHeads))
 		}
 		return 0, own, own
 	}
@@ -245,7 +249,7 @@ func (p *params) heads() (first, count, all uint64) {
 	return first, count, all
 }
 
-// cells is a plane of cells of K or V, for each token and head; the order sets its strides.
+// cells returns a plane of K or V with a cell for each token and head; the order sets its strides.
 func (p *params) cells(role layout.Role, cell uint64) layout.Plane {
 	first, count, all := p.heads()
 	p.windowed()
@@ -253,14 +257,14 @@ func (p *params) cells(role layout.Role, cell uint64) layout.Plane {
 		Heads: uint32(count), FirstHead: uint32(first), AllHeads: uint32(all), Cols: 1}
 }
 
-// plane is cells that fill so many bytes.
+// plane returns a plane whose cells fill the given bytes.
 func (p *params) plane(role layout.Role, bytes uint64) layout.Plane {
 	pl := p.cells(role, 1)
 	pl.CellBytes = p.divide(bytes, uint64(pl.Heads)*p.n, "heads*tokens_per_block")
 	return pl
 }
 
-// replicated is a plane that all ranks have, one row for each ratio tokens.
+// replicated returns a plane that all ranks have, one row per ratio tokens.
 func (p *params) replicated(role layout.Role, cell, ratio uint64) layout.Plane {
 	p.rank()
 	p.windowed()
@@ -268,7 +272,8 @@ func (p *params) replicated(role layout.Role, cell, ratio uint64) layout.Plane {
 		RowTokens: uint32(ratio), RowStride: cell, HeadStride: cell, Heads: 1, AllHeads: 1, Cols: 1}
 }
 
-// tile parts a plane into the kernel pages of "kernel_tokens", which follow one another in a block. It reports whether there are several.
+// tile divides a plane into the kernel pages of "kernel_tokens", which are adjacent in a block. It
+// reports whether there are several.
 func (p *params) tile(pl *layout.Plane) bool {
 	t := p.get(paramKernelTokens, p.n)
 	p.divides(paramKernelTokens, t, p.n, "tokens_per_block")
@@ -277,14 +282,14 @@ func (p *params) tile(pl *layout.Plane) bool {
 	}
 	for _, n := range [...]param{paramRowStride, paramHeadStride} {
 		if p.has(n) {
-			p.refuseParam(n, p.get(n, 0), "kernel pages follow one another, and nothing lies between the tokens of one")
+			p.refuseParam(n, p.get(n, 0), "kernel pages must be adjacent and dense")
 		}
 	}
 	pl.TileRows = uint32(t)
 	return true
 }
 
-// strides takes the strides of views into allocations of several layers.
+// strides reads the strides of views into allocations of several layers.
 func (p *params) strides(pl *layout.Plane) {
 	pl.RowStride = p.get(paramRowStride, pl.RowStride)
 	pl.HeadStride = p.get(paramHeadStride, pl.HeadStride)

@@ -1,15 +1,20 @@
-// Package parseblock knows the inside of pages: strategies that turn (layouts, block tables, token range) into runs of bytes,
-// and the plan of a transfer space made from them.
+// Package parseblock describes the inside of pages: strategies that turn (layouts, block tables,
+// token range) into runs of bytes, and the plan of a transfer space made from them.
 //
-// A strategy only says which planes a page has (layout.Plane: offset, cells, strides on three axes). Everything else is one
-// mechanism: planes of two layouts with the same role are paired, cut to the heads that both ranks have, and walked block by
-// block. So two layouts of different order, block size, tensor or pipeline parallelism are the general case, and equal ones
-// the special case that merges into long pieces. What would have to be converted (another dtype, another quantisation, an
-// opaque page of another backend) is refused by name, with every field that differs.
+// A strategy only returns the planes of a page (layout.Plane: offset, cells, strides on three
+// axes). One mechanism does the rest: it pairs planes of two layouts with the same role, cuts them
+// to the heads that both ranks have, and walks them block by block. Layouts of different order,
+// block size, tensor or pipeline parallelism are therefore the general case, and equal layouts the
+// special case that merges into long pieces. A transfer that would need a conversion (another
+// dtype, another quantisation, an opaque page of another backend) is refused with the name of every
+// differing field.
 //
-// What is copied comes in two forms. Runs are of both sides, two axes each, for as many tokens as one likes (Template, Work.Runs): they count,
+// Copies have two forms. Runs cover both sides, two axes each, for any number of tokens (Template,
+// Work.Runs): they count, prove and explain a plan. Pieces cover one side and a few chunks
+// (Resolver): lanes move them. Neither is ever made for a whole prompt.
 // prove and explain a plan. Pieces are of one side and a few chunks (Resolver): what lanes move. Neither is ever made of a whole prompt.
-//
+// A model has several groups of layers, each with its own block table. Three such models, with the
+// position of their data and the parts that move:
 // A model has several groups of layers, each with a block table of its own. Of three such models, what lies where, and what moves:
 //
 //	hybrid   pool        | block 0 | block 1 | block 2 | block 3 | ...       equal blocks; each is one group's at a time
@@ -25,12 +30,13 @@
 //	draft    alike       | l0 | l1 | ... | l31 | draft 0 |                   a layer more of the target's group and table, on the last stage
 //	         else        | l0 | l1 | ... | l31 |   and   | draft 0 |         a group and a table of its own: other heads, other blocks
 //
-// Laws, tested by property against a naive byte copy: exactly the chosen tokens move, no two runs overlap, every byte lies
-// inside the layer's pages, and nothing is planned when anything is wrong. Appending allocates nothing while the caller's
-// slice has room.
+// Laws, tested by property against a naive byte copy: exactly the chosen tokens move, no two runs
+// overlap, every byte lies inside the layer's pages, and no plan results from an invalid input.
+// Appending allocates nothing while the caller's slice has room.
 //
-// Invariants: layouts given to this package have passed Registry.Validate; block ids are checked against them here, each time
-// that a table arrives. It is pure: no clock, no I/O, no goroutine.
+// Invariants: layouts given to this package have passed Registry.Validate. Block ids are checked
+// against the layout here whenever a table arrives. The package is pure: no clock, no I/O, no
+// goroutine.
 package parseblock
 
 import (
@@ -43,18 +49,19 @@ import (
 // Strategy is one kind of page. Implementations are pure and safe for concurrent use.
 type Strategy interface {
 	Name() string
-	// Planes appends the planes of one page, in the order of the transfer space. They follow from the group and the layer's page
-	// bytes and block stride alone: layers that agree in these have the same planes. With no layer (nil) nothing is appended, and the
-	// parameters of the group are checked as far as they can be.
+	// Planes appends the planes of one page, in the order of the transfer space. They depend only
+	// on the group and the layer's page bytes and block stride: layers with equal values have the
+	// same planes. If the layer is nil, nothing is appended, and the group's parameters are checked
+	// as far as possible.
 	Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]layout.Plane, error)
 }
 
-// Registry holds the strategies by name. Filled by main, read-only afterwards.
+// Registry holds the strategies by name. Main fills it; it is read-only afterwards.
 type Registry struct {
 	byName map[string]Strategy
 }
 
-// NewRegistry returns a registry of the given strategies; two of one name are an error.
+// NewRegistry returns a registry of the given strategies. Two strategies of one name are an error.
 func NewRegistry(all ...Strategy) (*Registry, error) {
 	r := &Registry{byName: make(map[string]Strategy, len(all))}
 	for _, s := range all {
@@ -96,12 +103,12 @@ func (r *Registry) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) 
 	s, ok := r.byName[g.Strategy]
 	if !ok {
 		return nil, &layout.Error{Field: "strategy", Value: fmt.Sprintf("%q", g.Strategy), Problem: "is unknown here",
-			Remedy: fmt.Sprintf("use one of %q, or a sidecar that knows it", r.Names())}
+			Remedy: fmt.Sprintf("use one of %q, or a newer sidecar", r.Names())}
 	}
 	return s.Planes(dst, g, l)
 }
 
-// Validate checks a layout against the regions that it was registered with.
+// Validate checks a layout against its registered regions.
 func (r *Registry) Validate(l *layout.Layout, regionBytes []uint64) error {
 	return l.Validate(regionBytes, r.Planes)
 }
@@ -112,15 +119,15 @@ type Side struct {
 	Layer *layout.Layer
 }
 
-// Template is the copy from one layer to another, without block tables: what is computed once per pair of layouts. It is
-// read-only and safe for concurrent use.
+// Template is the copy from one layer to another without block tables. It is computed once per pair
+// of layouts, read-only and safe for concurrent use.
 type Template struct {
 	pairs    []pair
 	from, to *layout.Group
 }
 
-// Template compiles the copy of a layer. The sides may have other strategies, block sizes and ranks; a template of ranks that
-// share no head is empty.
+// Template compiles the copy of a layer. The sides may differ in strategy, block size and ranks. A
+// template of ranks that share no head is empty.
 func (r *Registry) Template(from, to Side) (*Template, error) {
 	var planes [2][]sited
 	for i, s := range [2]Side{from, to} {
@@ -148,7 +155,8 @@ func (r *Registry) Template(from, to Side) (*Template, error) {
 	return &Template{pairs: pairs, from: from.Group, to: to.Group}, nil
 }
 
-// Bytes is what the template moves of each full block of the receiver, or of a state.
+// Bytes is the number of bytes that the template moves for each full block of the receiver, or for
+// a state.
 func (t *Template) Bytes() uint64 {
 	var n uint64
 	for i := range t.pairs {
@@ -157,9 +165,11 @@ func (t *Template) Bytes() uint64 {
 	return n
 }
 
-// Append adds the runs that copy tokens from the blocks of one table to those of the other, coalesced, in token order within
-// each plane. from[i] holds tokens [i*TokensPerBlock, (i+1)*TokensPerBlock). Of a compressed cache it moves the entries that are
-// complete with a token of the range; of a state, what is in the block of the last token. On an error dst comes back as it was.
+// Append adds the runs that copy tokens from the blocks of one table to those of the other,
+// coalesced, in token order within each plane. from[i] holds tokens [i*TokensPerBlock,
+// (i+1)*TokensPerBlock). In a compressed cache, the entries completed by a token of the range move;
+// in a state cache, the state in the block of the last token. On an error dst is returned
+// unchanged.
 func (t *Template) Append(dst []layout.Run, from, to []uint32, tokens layout.TokenRange) ([]layout.Run, error) {
 	if tokens.End <= tokens.Start {
 		return dst, &layout.Error{Field: "tokens", Value: fmt.Sprintf("[%d, %d)", tokens.Start, tokens.End), Problem: "is empty",
@@ -205,7 +215,7 @@ func checkTable(name string, table []uint32, g *layout.Group, t layout.TokenRang
 	return nil
 }
 
-// outOfTable returns the index of the first block id that the group does not have, or -1.
+// outOfTable returns the index of the first block id outside the group, or -1.
 func outOfTable(table []uint32, blocks uint32) int {
 	for i, b := range table {
 		if b >= blocks {

@@ -10,7 +10,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// TestReady checks, against the reference, that a chunk is ready exactly when every token with a byte in it is complete.
+// TestReady compares with the reference: a chunk is ready exactly when every token with a byte in
+// it is complete.
 func TestReady(t *testing.T) {
 	reg := Default()
 	rapid.Check(t, func(t *rapid.T) {
@@ -51,7 +52,7 @@ func TestReady(t *testing.T) {
 	})
 }
 
-// TestRefusals: what is wrong is named with its field and value, and nothing is planned.
+// TestRefusals: an invalid input is refused with its field and value, and nothing is planned.
 func TestRefusals(t *testing.T) {
 	reg := Default()
 	group := func(edit func(*layout.Group)) *layout.Group {
@@ -164,12 +165,12 @@ func TestPlanRefusals(t *testing.T) {
 		"block size":  {mk(func(l *layout.Layout) { l.Groups[0].TokensPerBlock = 32 }), 32, []uint32{0}, "bytes of a head of a token = 32768 and 65536"},
 		"strategy":    {mk(func(l *layout.Layout) { l.Groups[0].Strategy = PackedNHD }), 32, []uint32{0}, `layer "a": latent = missing`},
 		"page bytes":  {mk(func(l *layout.Layout) { l.Groups[0].Layers[0].PageBytes = 512 }), 32, []uint32{0}, "bytes of a head of a token = 32 and 65536"},
-		"dtype":       {mk(func(l *layout.Layout) { l.DType = "float16" }), 32, []uint32{0}, `dtype = "float16" and "": what moves is copied, never converted`},
+		"dtype":       {mk(func(l *layout.Layout) { l.DType = "float16" }), 32, []uint32{0}, `dtype = "float16" and "": transfers copy bytes without conversion`},
 		"other layer": {mk(func(l *layout.Layout) { l.Groups[0].Layers[0].Name = "b" }), 32, []uint32{0}, `layer "a": latent = heads [0, 1): no source has them`},
 		"skip inside": {mk(nil), 32, []uint32{5}, "skip[0] = 5"},
 		"skip groups": {mk(nil), 32, nil, "skip = 0 entries"},
 		"no tokens":   {mk(nil), 0, []uint32{0}, "tokens = 0"},
-		"too big":     {mk(nil), 16*4096*64 + 1, []uint32{0}, `tokens = 4194305: the KV that one source gives to one rank passes 4194304 chunks of 65536 bytes (256 GiB) at layer "a"`},
+		"too big":     {mk(nil), 16*4096*64 + 1, []uint32{0}, `tokens = 4194305: the KV from one source to one rank exceeds 4194304 chunks of 65536 bytes (256 GiB) at layer "a"`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			p, err := NewPlan(reg, c.src, mk(nil), c.tokens, c.skip)
@@ -214,7 +215,8 @@ func TestPlanRefusals(t *testing.T) {
 	}
 }
 
-// TestAxesJoinOnBothSides: an axis that goes on where the last one ends is one with it, if it does at both ends.
+// TestAxesJoinOnBothSides: an axis that continues the previous one is joined with it, if it
+// continues it on both sides.
 func TestAxesJoinOnBothSides(t *testing.T) {
 	for _, c := range []struct {
 		src, dst uint64 // of the outer axis, of 3

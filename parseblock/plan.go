@@ -10,24 +10,26 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Plan is the transfer space of what one source gives to one receiving rank for one prompt: a segment for each (group, layer) of
-// the receiver, in the flattened order of layers, each starting at a chunk. The content of a segment is the receiver's pages in
-// token order, plane after plane in each page, from the first token that it lacks to the end of the prompt. A tail block holds
-// just the tokens of the prompt, or the whole page where its strategy moves only whole pages; of a sliding window only the
-// blocks that the next token sees move, and of a recurrent state the one block that has it. The first block of a window is cut where
-// the source, whose blocks are smaller or begin elsewhere, has given up its front: it still has every token that is seen. Heads and
-// layers that the source does not have are left out: several sources make several plans, which Assign chooses so that together they
-// are everything.
+// Plan is the transfer space from one source to one receiving rank for one prompt: a segment for
+// each (group, layer) of the receiver, in the flattened order of layers, each starting at a chunk.
+// A segment contains the receiver's pages in token order, plane after plane in each page, from the
+// first missing token to the end of the prompt. A tail block contains only the tokens of the
+// prompt, or the whole page if its strategy moves only whole pages. Of a sliding window, only the
+// blocks that the next token sees move; of a recurrent state, the one block that holds it. The
+// first block of a window is cut if the source, whose blocks are smaller or begin elsewhere, has
+// already freed its front; the source still has every token that is seen. Heads and layers that the
+// source does not have are omitted: several sources have several plans, which Assign chooses so
+// that together they cover everything.
 //
-// Source and receiver compute the same plan from the two layouts. Where their geometry is equal, each can pass its own for
-// both. A Plan is read-only and safe for concurrent use.
+// Source and receiver compute the same plan from the two layouts. If their geometry is equal, each
+// can pass its own layout for both. A Plan is read-only and safe for concurrent use.
 type Plan struct {
 	Work
 	space *transfer.Space
 	match *Match
 }
 
-// Work is a plan without a space, of any size. Read-only.
+// Work is a plan without a transfer space, of any size. Read-only.
 type Work struct {
 	src, dst *layout.Layout
 	share    *Share
@@ -40,23 +42,23 @@ type segment struct {
 	state  bool
 	n      uint32 // tokens of a block
 	block0 uint32 // first block of the table that moves
-	full   uint32 // blocks that move as full pages, after a cut one that goes on to the end of its block
+	full   uint32 // blocks that move as full pages, after a cut page that reaches the end of its block
 	page   uint64 // bytes of a full page
-	tail   uint64 // bytes of the tail page, 0 where there is none
+	tail   uint64 // bytes of the tail page, 0 without one
 	pairs  []pair
 	tails  []uint64 // rows of each pair in the tail page
 	cut    *cut     // nil: the first page is not cut
 }
 
-// cut is a first page, which may be the tail page, of which the source has given up the front.
+// cut is a first page, possibly the tail page, whose front the source has freed.
 type cut struct {
-	rows  []uint64 // of each pair, that are not there
+	rows  []uint64 // missing rows of each pair
 	lacks uint64   // bytes of those rows
 	pages uint32   // 0: it is the tail page
 	bytes uint64   // of the page; 0 where it is the tail page
 }
 
-// lead is how many pages, none or one, are in front of the full ones, and their bytes.
+// lead returns the number of pages (0 or 1) before the full ones, and their bytes.
 func (s *segment) lead() (pages uint32, bytes uint64) {
 	if s.cut == nil {
 		return 0, 0
@@ -64,8 +66,9 @@ func (s *segment) lead() (pages uint32, bytes uint64) {
 	return s.cut.pages, s.cut.bytes
 }
 
-// NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the source's, which must have all
-// of it. skip holds, for each block table of dst, how many tokens the receiver has already: a multiple of the block size, or all.
+// NewPlan computes the space of a prompt of the given tokens. dst is the receiver's layout, src the
+// source's, which must contain all of dst. skip holds the number of tokens that the receiver
+// already has, for each block table of dst: a multiple of the block size, or all tokens.
 func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint32) (*Plan, error) {
 	all, err := Assign(reg, []*layout.Layout{src}, dst, nil)
 	if err != nil {
@@ -74,7 +77,7 @@ func NewPlan(reg *Registry, src, dst *layout.Layout, tokens uint32, skip []uint3
 	return NewShare(reg, src, dst, &all[0], tokens, skip)
 }
 
-// NewShare is NewPlan for the part of the receiver's cache that Assign gave to this source.
+// NewShare is NewPlan for the part of the receiver's cache that Assign chose for this source.
 func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint32, skip []uint32) (*Plan, error) {
 	m, err := NewMatch(reg, src, dst, share)
 	if err != nil {
@@ -83,18 +86,19 @@ func NewShare(reg *Registry, src, dst *layout.Layout, share *Share, tokens uint3
 	return m.Plan(tokens, skip)
 }
 
-// Match is what of a receiver's cache a source has: the pairs of planes of every layer. It follows from the two layouts alone, so
-// one serves every prompt that moves between them. Read-only and safe for concurrent use.
+// Match is the part of a receiver's cache that a source has: the pairs of planes of every layer. It
+// depends on the two layouts alone, so one Match serves every prompt between them. Read-only and
+// safe for concurrent use.
 type Match struct {
 	src, dst *layout.Layout
 	share    *Share
 	links    [][]pair // by layer of the receiver
-	from     [][]int  // layers of the source that a layer of the receiver is made from
-	feeds    [][]int  // layers of the receiver that a layer of the source has a part in
-	digest   [32]byte // of what plans are made from
+	from     [][]int  // layers of the source from which a layer of the receiver is made
+	feeds    [][]int  // layers of the receiver to which a layer of the source contributes
+	digest   [32]byte // of the inputs of plans
 }
 
-// NewMatch pairs the planes of two layouts, as far as the share says; nil: all that both have.
+// NewMatch pairs the planes of two layouts, limited to the share; nil: everything that both have.
 func NewMatch(reg *Registry, src, dst *layout.Layout, share *Share) (*Match, error) {
 	links, err := link(reg, src, dst, share)
 	if err != nil {
@@ -141,12 +145,12 @@ func (m *Match) Plan(tokens uint32, skip []uint32) (*Plan, error) {
 	return &Plan{Work: *w, space: space, match: m}, nil
 }
 
-// tooLarge refuses a prompt of which one rank would get more than a transfer can name.
+// tooLarge refuses a prompt that needs more chunks for one rank than a transfer can address.
 func tooLarge(tokens uint32, dst *layout.Layout, flat int) error {
 	g, l, _ := dst.LayerAt(flat)
-	return &layout.Error{Field: "tokens", Value: fmt.Sprint(tokens), Problem: fmt.Sprintf("the KV that one source gives to one rank passes %d chunks of %d bytes (%d GiB) at layer %q",
+	return &layout.Error{Field: "tokens", Value: fmt.Sprint(tokens), Problem: fmt.Sprintf("the KV from one source to one rank exceeds %d chunks of %d bytes (%d GiB) at layer %q",
 		transfer.MaxSlotChunks, transfer.ChunkBytes, transfer.MaxSlotChunks*transfer.ChunkBytes>>30, dst.Groups[g].Layers[l].Name),
-		Remedy: "divide the model over more ranks or stages, or let decode compute this prompt by itself"}
+		Remedy: "divide the model over more ranks or stages, or let decode compute this prompt"}
 }
 
 // Work is Plan without the transfer space.
@@ -157,7 +161,7 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 	}
 	if n := dst.Tables(); len(skip) != n {
 		return nil, &layout.Error{Field: "skip", Value: fmt.Sprintf("%d entries", len(skip)),
-			Problem: fmt.Sprintf("the layout has %d block tables", n), Remedy: "give the tokens already present for each block table"}
+			Problem: fmt.Sprintf("the layout has %d block tables", n), Remedy: "pass the tokens already present for each block table"}
 	}
 	p := &Work{src: m.src, dst: dst, share: m.share, tokens: tokens, segs: make([]segment, 0, len(m.links))}
 	n := 0
@@ -189,7 +193,8 @@ func (m *Match) Work(tokens uint32, skip []uint32) (*Work, error) {
 	return p, nil
 }
 
-// newSegment makes the template of one layer; tails are its own to fill, one for each pair.
+// newSegment makes the template of one layer. The segment owns tails, one for each pair, and fills
+// it.
 func newSegment(g *layout.Group, pairs []pair, tails []uint64, tokens, skip uint32) segment {
 	n := g.TokensPerBlock
 	s := segment{n: n, block0: skip / n, pairs: pairs, tails: tails}
@@ -210,7 +215,7 @@ func newSegment(g *layout.Group, pairs []pair, tails []uint64, tokens, skip uint
 	s.full = tokens/n - s.block0
 	rest := uint64(tokens % n)
 	for i := range pairs {
-		// The source has whole blocks of its own, from the one on that the window begins in.
+		// The source has whole blocks of its own, from the block in which the window begins.
 		has := uint64(window) / pairs[i].from.tokens * pairs[i].from.tokens
 		if first := uint64(s.block0) * uint64(n); has > first {
 			if s.cut == nil {
@@ -245,9 +250,10 @@ func newSegment(g *layout.Group, pairs []pair, tails []uint64, tokens, skip uint
 	return s
 }
 
-// checkKept refuses a cut page of a receiver that keeps its blocks for other prompts ("prefix_cache"), where one of those could see what
-// the page lacks. A prompt that ends with block h of the window sees back to the block that begins ceil((window-1)/n) blocks earlier, but
-// not to its first tokens where window-1 is no multiple of n.
+// checkKept refuses a cut page if the receiver keeps its blocks for other prompts ("prefix_cache")
+// and one of those prompts could see the missing part. A prompt that ends with block h of the
+// window sees back to the block that begins ceil((window-1)/n) blocks earlier, but not its first
+// tokens if window-1 is not a multiple of n.
 func (s *segment) checkKept(g *layout.Group, tokens uint32) error {
 	if s.cut == nil || paramPrefixCache.of(g) == 0 {
 		return nil
@@ -261,14 +267,15 @@ func (s *segment) checkKept(g *layout.Group, tokens uint32) error {
 		}
 		first := uint64(s.block0) * n
 		return &layout.Error{Field: "tokens", Value: fmt.Sprint(tokens),
-			Problem: fmt.Sprintf("of the window of %d tokens the source has those from %d on, in blocks of %d; the receiver keeps its block of %d for other prompts, which need it from token %d on",
+			Problem: fmt.Sprintf("the source has the window of %d tokens from token %d on, in blocks of %d; the receiver keeps its block of %d for other prompts, which need it from token %d on",
 				seen+1, first+lacks, s.pairs[i].from.tokens, n, first+unseen),
-			Remedy: "give prefill blocks that are a multiple of decode's, or turn decode's prefix cache off"}
+			Remedy: "configure prefill blocks that are a multiple of decode's, or turn decode's prefix cache off"}
 	}
 	return nil
 }
 
-// WindowStart is the first token that the token after a prompt still sees: 0 without a sliding window.
+// WindowStart returns the first token that the token after a prompt still sees: 0 without a sliding
+// window.
 func WindowStart(g *layout.Group, tokens uint32) uint32 {
 	w := paramWindow.of(g)
 	if w == 0 || w > uint64(tokens) {
@@ -277,8 +284,8 @@ func WindowStart(g *layout.Group, tokens uint32) uint32 {
 	return tokens - uint32(w) + 1
 }
 
-// Written says which entries of a block table name blocks that the transfer of a prompt writes at its receiver: [first, end).
-// What is before them it has already, or sees no more.
+// Written returns the entries of a block table whose blocks the transfer of a prompt writes at its
+// receiver: [first, end). The receiver already has the earlier blocks, or no longer sees them.
 func (m *Match) Written(table int, tokens, skip uint32) (first, end int) {
 	at, of := 0, -1
 	for gi := range m.dst.Groups {
@@ -300,19 +307,20 @@ func (m *Match) Written(table int, tokens, skip uint32) (first, end int) {
 	return first, end
 }
 
-// Space is the transfer space.
+// Space returns the transfer space.
 func (p *Plan) Space() *transfer.Space { return p.space }
 
-// Tokens is the length of the prompt that the plan is for.
+// Tokens is the length of the prompt.
 func (p *Work) Tokens() uint32 { return p.tokens }
 
-// BlocksNeeded is how many entries the block table that a group reads must have to cover the plan.
+// BlocksNeeded is the number of entries that the group's block table needs to cover the plan.
 func (p *Work) BlocksNeeded(group int) int {
 	n := p.dst.Groups[group].TokensPerBlock
 	return int((p.tokens-1)/n) + 1
 }
 
-// Lacks is how many bytes of the receiver's blocks the source has given up: those of a window's first block that no token sees any more.
+// Lacks counts the bytes of the receiver's blocks that the source has freed: those of a window's
+// first block that no token sees any more.
 func (p *Work) Lacks() (bytes uint64) {
 	for i := range p.segs {
 		if c := p.segs[i].cut; c != nil {
@@ -322,16 +330,18 @@ func (p *Work) Lacks() (bytes uint64) {
 	return bytes
 }
 
-// Feeds lists the segments, which are layers of the receiver, that a layer of the source (flattened index) has a part in.
+// Feeds lists the segments (layers of the receiver) to which a layer of the source (flattened
+// index) contributes.
 func (p *Plan) Feeds(layer int) []int { return p.match.feeds[layer] }
 
-// From lists the layers of the source that a segment is made from.
+// From lists the layers of the source from which a segment is made.
 func (p *Plan) From(segment int) []int { return p.match.from[segment] }
 
-// Receiver is the layout of the side that receives.
+// Receiver is the receiving side's layout.
 func (p *Work) Receiver() *layout.Layout { return p.dst }
 
-// Page is the page of a segment that byte off is in: which block of the table it is, and what is moved of it.
+// Page locates the page of a segment that contains byte off: its block in the table, and the part
+// of it that moves.
 func (p *Work) Page(segment int, off uint64) (block uint32, bytes uint64) {
 	s := &p.segs[segment]
 	k := s.pageOf(off)
@@ -347,8 +357,9 @@ func (p *Work) Page(segment int, off uint64) (block uint32, bytes uint64) {
 	return s.block0 + uint32(k), bytes
 }
 
-// Ready returns the chunks of a segment that are complete once its layers at the source hold tokens [0, tokens). A block that is not
-// full waits for final. The range starts at the front of the segment and only grows with tokens; Count may be 0.
+// Ready returns the chunks of a segment that are complete once its source layers hold tokens [0,
+// tokens). A block that is not full waits for final. The range starts at the front of the segment
+// and only grows with tokens; Count may be 0.
 func (p *Plan) Ready(segment int, tokens uint32, final bool) transfer.Range {
 	if segment < 0 || segment >= len(p.segs) {
 		return transfer.Range{}
@@ -369,25 +380,25 @@ func (p *Plan) Ready(segment int, tokens uint32, final bool) transfer.Range {
 	return transfer.Range{First: r.First, Count: uint32(s.start(uint64(blocks-s.block0)) / transfer.ChunkBytes)}
 }
 
-// Resolver is one engine's memory behind a plan: it turns chunks into pieces of that engine's regions. Append may run
-// concurrently with itself and with SetTables.
+// Resolver binds a plan to one engine's memory: it turns chunks into pieces of that engine's
+// regions. Append may run concurrently with itself and with SetTables.
 type Resolver struct {
 	plan   *Plan
 	layout *layout.Layout
 	segs   [][]sideTrack // of each pair of each segment
-	plain  []bool        // of each segment: every full page is a piece for each pair, in the block of the table that is its own
+	plain  []bool        // of each segment: every full page is one piece per pair, in its own block of the table
 	tables atomic.Pointer[[][]uint32]
 }
 
-// sideTrack is what one side adds to a pair: where its cells lie.
+// sideTrack locates a pair's cells on one side.
 type sideTrack struct {
 	place
-	full, tail bool   // a full page, or a tail page, is one piece of memory in the order of the space
+	full, tail bool   // a full page or a tail page is one piece of memory, in the order of the space
 	page       uint64 // bytes of the pair in a full page
 }
 
-// Side binds the plan to one engine's layout and its block tables. A source's tables may still be short: what they
-// do not cover cannot be resolved until SetTables brings longer ones.
+// Side binds the plan to one engine's layout and block tables. A source's tables may still be
+// short: blocks beyond them cannot be resolved until SetTables brings longer tables.
 func (p *Plan) Side(reg *Registry, l *layout.Layout, tables [][]uint32) (*Resolver, error) {
 	var links [][]pair // nil: the plan's own
 	var err error
@@ -437,7 +448,8 @@ func (p *Plan) Side(reg *Registry, l *layout.Layout, tables [][]uint32) (*Resolv
 	return s, nil
 }
 
-// dense reports whether so many rows from the start of a block of the receiver are one piece here.
+// dense reports whether the given rows from the start of a block of the receiver are one piece
+// here.
 func (t *sideTrack) dense(p *pair, rows uint64) bool {
 	if p.unit != layout.UnitState && t.tileRows%p.rows != 0 && rows > p.step {
 		return false
@@ -455,7 +467,8 @@ func refuseGeometry(l, dst *layout.Layout) error {
 	return e
 }
 
-// SetTables replaces the block tables; the caller must not change them afterwards. Every id is checked against the layout.
+// SetTables replaces the block tables, which the caller must not change afterwards. It checks every
+// id against the layout.
 func (s *Resolver) SetTables(tables [][]uint32) error {
 	of := s.layout.TablesOf()
 	if len(tables) != len(of) {
@@ -473,7 +486,7 @@ func (s *Resolver) SetTables(tables [][]uint32) error {
 	return nil
 }
 
-// Covers reports whether the tables reach to the end of the plan; a receiver's must.
+// Covers reports whether the tables reach the end of the plan, as a receiver's must.
 func (s *Resolver) Covers() error {
 	of := s.plan.dst.TablesOf()
 	for ti, t := range *s.tables.Load() {
@@ -485,8 +498,8 @@ func (s *Resolver) Covers() error {
 	return nil
 }
 
-// Append adds the memory of chunks r to dst, in transfer-space order, adjacent pieces joined. On an error dst comes back as it
-// was. It allocates nothing while dst has room.
+// Append adds the memory of chunks r to dst, in transfer-space order, with adjacent pieces joined.
+// On an error dst is returned unchanged. It allocates nothing while dst has room.
 func (s *Resolver) Append(dst []layout.Piece, r transfer.Range) ([]layout.Piece, error) {
 	p := s.plan
 	err := p.space.Check(r)
@@ -512,7 +525,8 @@ func (s *Resolver) Append(dst []layout.Piece, r transfer.Range) ([]layout.Piece,
 	return dst, nil
 }
 
-// pageOf is the page of the segment, counted from block0, that holds byte off; page is not 0 where a segment has bytes.
+// pageOf returns the page of the segment, counted from block0, that holds byte off. page is not 0
+// if the segment has bytes.
 func (s *segment) pageOf(off uint64) uint64 {
 	pages, lead := s.lead()
 	if off < lead {
@@ -521,7 +535,7 @@ func (s *segment) pageOf(off uint64) uint64 {
 	return uint64(pages) + min((off-lead)/s.page, uint64(s.full))
 }
 
-// start is where page k begins in the segment.
+// start is the offset of page k in the segment.
 func (s *segment) start(k uint64) uint64 {
 	pages, lead := s.lead()
 	if k < uint64(pages) {
@@ -577,8 +591,9 @@ func (s *Resolver) appendSegment(dst []layout.Piece, base, si int, tables [][]ui
 	return dst, nil
 }
 
-// appendPages adds those of the bytes [lo, hi) of a plain segment that are in full pages, and returns where the rest begins. Most caches
-// are plain, and most bytes there: one division in all, instead of several for each page.
+// appendPages adds the pieces of bytes [lo, hi) of a plain segment that lie in full pages, and
+// returns the start of the rest. Most caches, and most of their bytes, are plain: they need one
+// division in all instead of several per page.
 func (s *Resolver) appendPages(dst []layout.Piece, base, si int, tables [][]uint32, lo, hi uint64) ([]layout.Piece, uint64, error) {
 	t, sides := &s.plan.segs[si], s.segs[si]
 	pages, lead := t.lead()
@@ -613,7 +628,7 @@ type walk struct {
 	p     *pair
 	side  *sideTrack
 	table []uint32
-	row0  uint64 // first row, of the sequence; the block of the table where the pair is a state
+	row0  uint64 // first row of the sequence; for a state, the block of the table
 	rows  uint64
 	dense bool
 }
@@ -629,10 +644,10 @@ func (w *walk) reaches() error {
 	return w.side.short(w.table, need)
 }
 
-// short is the error of a table that ends before a block that is needed.
+// short is the error for a table that ends before a needed block.
 func (t *sideTrack) short(table []uint32, need uint64) error {
 	return &layout.Error{Field: fmt.Sprintf("blocks[%d]", t.table), Value: fmt.Sprintf("%d blocks", len(table)),
-		Problem: fmt.Sprintf("block %d of the table is needed", need), Remedy: "ask for what the table covers"}
+		Problem: fmt.Sprintf("block %d of the table is needed", need), Remedy: "request only blocks that the table covers"}
 }
 
 // appendTo adds bytes [lo, hi) of the pair's content in the block.
@@ -659,7 +674,8 @@ func (w *walk) appendTo(dst []layout.Piece, base int, lo, hi uint64) []layout.Pi
 			head, row = c/w.rows, c%w.rows
 		}
 		off := w.at(row) + head*side.head + col*side.col + b
-		// How far memory goes on as the space does: the cell, the row, the heads or rows beside it.
+		// Bytes over which memory and space advance together: the cell, the row, the adjacent heads
+		// or rows.
 		n := p.cell - b
 		if p.cols == 1 || side.col == p.cell {
 			n += (p.cols - 1 - col) * p.cell
@@ -681,14 +697,15 @@ func (w *walk) appendTo(dst []layout.Piece, base int, lo, hi uint64) []layout.Pi
 	return dst
 }
 
-// cellAt is where cell c of the block lies, counted in the order of a plane whose columns come before its rows.
+// cellAt returns the offset of cell c of the block, counted in the order of a plane whose columns
+// come before its rows.
 func (w *walk) cellAt(c uint64) uint64 {
 	col, row := c/w.rows, c%w.rows
 	return w.at(row) + col/w.p.cols*w.side.head + col%w.p.cols*w.side.col
 }
 
-// column is how many bytes from cell c on lie in memory as in the space: the rest of its column, and the columns after it where
-// they follow.
+// column returns the number of bytes from cell c on that have the same order in memory and in the
+// space: the rest of its column, and the following columns if they are adjacent.
 func (w *walk) column(c uint64) uint64 {
 	p, row := w.p, c%w.rows
 	if w.side.row != p.cell {
@@ -708,7 +725,7 @@ func (w *walk) at(row uint64) uint64 {
 	return w.side.at(w.table, w.row0+row)
 }
 
-// more is how many rows follow in the same kernel block.
+// more counts the following rows in the same kernel block.
 func (w *walk) more(row uint64) uint64 {
 	n := w.rows - 1 - row
 	if w.p.unit != layout.UnitState {
@@ -725,14 +742,16 @@ func appendPiece(dst []layout.Piece, base int, region layout.RegionIndex, off, n
 	return append(dst, layout.Piece{Region: region, Off: off, Len: n})
 }
 
-// Space is the plan's space, so that a Resolver alone can serve as a sink or a source.
+// Space returns the plan's space, so that a Resolver alone can serve as a sink or a source.
 func (s *Resolver) Space() *transfer.Space { return s.plan.space }
 
-// Parts is how many pairs of planes a layer of the receiver (flattened index) is moved as, 0 where this source has none of it.
+// Parts is the number of pairs of planes of a layer of the receiver (flattened index), 0 if this
+// source has nothing of it.
 func (p *Work) Parts(layer int) int { return len(p.segs[layer].pairs) }
 
-// Runs appends the runs of one part of a layer, and says which regions of the two sides they lie in: the plan written out, for who counts
-// or checks it. Lanes see one side, and resolve it piece by piece (Resolver). The tables are those of each side.
+// Runs appends the runs of one part of a layer and returns the regions of both sides. Programs that
+// count or check a plan use it. Lanes see one side and resolve it piece by piece (Resolver). The
+// tables are those of each side.
 func (p *Work) Runs(dst []layout.Run, layer, part int, from, to [][]uint32) (runs []layout.Run, src, dest layout.RegionIndex, err error) {
 	s := &p.segs[layer]
 	pr := &s.pairs[part]

@@ -11,8 +11,9 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// The reference: every cache written down as an engine would, by the shape of its tensor and the index of one byte in it. It
-// knows no plane, no stride parameter and no strategy; only its registration (group) speaks the words under test.
+// The reference: every cache as an engine defines it, by the shape of its tensor and the index of
+// one byte in it. It uses no plane, no stride parameter and no strategy; only its registration
+// (group) uses the tested terms.
 
 // part is a kind of content: rows of so many bytes for each head.
 type content struct {
@@ -74,7 +75,7 @@ func (t *tensor) at(k, l, b, h, n, x uint64) uint64 {
 	return t.base + k*s[0] + l*s[1] + b*s[2] + h*s[3] + n*s[4] + x*s[5]
 }
 
-// dims of what two engines have in common, and the rank of one.
+// dims are the dimensions common to two engines, and the rank of one.
 type dims struct {
 	layers               int
 	first                int // layer of the model that layer 0 is
@@ -91,8 +92,8 @@ type dims struct {
 
 func (d *dims) name(i int) string { return fmt.Sprintf("layers.%d", d.first+i) }
 
-// shard is which heads the rank has, by asking of each head whose it is. Engines have as many on each rank, or share one; of others each head
-// goes to the rank that has most of it behind it.
+// shard returns the rank's heads by assigning each head to a rank. Engines have equally many heads
+// on each rank, or share one; otherwise each head goes to the rank with most of it.
 func (d *dims) shard(params map[string]int64, heads uint64) (first, own uint64) {
 	if d.size > 1 {
 		params["tp_rank"], params["tp_size"] = int64(d.rank), int64(d.size)
@@ -199,7 +200,7 @@ func kvCache(kind string, d *dims) *cache {
 	return c
 }
 
-// paged is a cache whose layers are one behind the other, of pages that the function addresses.
+// paged is a cache of successive layers whose pages the function addresses.
 func paged(kind string, d *dims, params map[string]int64, page uint64, contents []content, in func(row uint64, role layout.Role, head, col, x uint64) uint64) *cache {
 	stride := page + d.pad
 	g := layout.Group{TokensPerBlock: uint32(d.n), NumBlocks: uint32(d.blocks), Strategy: kind, Params: params}
@@ -583,8 +584,9 @@ func genCommon(t *rapid.T, f *family) *dims {
 	return d
 }
 
-// sizesOf are the tensor parallel sizes that the laws try: those that divide the heads, multiples of them, and what is neither. No
-// engine serves the last, and what moves is right all the same. A page whose inside is unknown has no ranks.
+// sizesOf are the tensor parallel sizes that the laws try: divisors of the heads, multiples of
+// them, and others. No engine serves the last kind, and the copy must be right all the same. An
+// opaque page has no ranks.
 func sizesOf(f *family) []uint64 {
 	if f.name == "page" {
 		return []uint64{1}

@@ -9,29 +9,31 @@ import (
 // maxCount bounds the pieces of one axis of a run.
 const maxCount = 1 << 31
 
-// maxSteps is how many steps of a pair are looked at together: the offsets of one side, those of the other, which steps touch, which
-// lie evenly. Each question has a loop that asks nothing else, and what is between them stays in the first-level cache.
+// maxSteps bounds the steps of a pair that are processed together: the offsets of one side, the
+// offsets of the other, which steps touch, which are evenly spaced. Each question has its own loop,
+// and the data between the loops stays in the first-level cache.
 const maxSteps = 128
 
-// runWriter coalesces the steps of pairs into runs. A row is one contiguous piece, or pieces an equal distance apart; it grows as long
-// as the next one touches it on both sides. Rows of equal size that are an equal distance apart are one run.
+// runWriter coalesces the steps of pairs into runs. A row is one contiguous piece, or equally
+// spaced pieces. It grows while the next step touches it on both sides. Equally spaced rows of
+// equal size become one run.
 type runWriter struct {
 	runs []layout.Run
-	base int // runs before it are the caller's
+	base int // earlier runs belong to the caller
 	kind rowKind
 
-	// Rows that are not in a run yet; between calls at most one, which may still grow.
+	// Rows that are not in a run yet. Between calls there is at most one, which may still grow.
 	rows           int
 	src, dst, size [1 + maxSteps]uint64 // size is in bytes or pieces
 }
 
-// rowKind is what rows consist of: bytes, or pieces.
+// rowKind is the unit of rows: bytes, or pieces.
 type rowKind struct {
-	len      uint64 // of a piece; 0: of bytes
-	src, dst uint64 // from a piece to the next; 1 from a byte to the next
+	len      uint64 // of a piece; 0: the unit is a byte
+	src, dst uint64 // distance between pieces; 1 for bytes
 }
 
-// most is the size that a row may have.
+// most is the largest size of a row.
 func (k *rowKind) most() uint64 {
 	if k.len == 0 {
 		return 1 << 63
@@ -57,7 +59,7 @@ func (w *runWriter) walk(p *pair, from, to []uint32, r, end uint64) {
 	}
 }
 
-// steps adds n whole steps of a pair, from the given one on.
+// steps adds n whole steps of a pair, starting at the given one.
 func (w *runWriter) steps(p *pair, from, to []uint32, first, n uint64) {
 	w.begin(&p.full)
 	f, t := p.from.cursor(from, first, p.step), p.to.cursor(to, first, p.step)
@@ -71,14 +73,14 @@ func (w *runWriter) steps(p *pair, from, to []uint32, first, n uint64) {
 	}
 }
 
-// one adds a shape at one place.
+// one adds a shape at one position.
 func (w *runWriter) one(src, dst uint64, s *shape) {
 	w.begin(s)
 	w.src[w.rows], w.dst[w.rows] = src, dst
 	w.add(1, s)
 }
 
-// begin makes ready for rows of a shape: those of another kind can grow no more.
+// begin prepares for rows of a shape; rows of another kind can no longer grow.
 func (w *runWriter) begin(s *shape) {
 	kind := rowKind{src: 1, dst: 1}
 	if s.dims > 0 {
@@ -90,7 +92,7 @@ func (w *runWriter) begin(s *shape) {
 	}
 }
 
-// add takes the n shapes at the offsets that were set behind the rows.
+// add appends n shapes at the offsets that were set after the rows.
 func (w *runWriter) add(n int, s *shape) {
 	switch s.dims {
 	case 0:
@@ -102,7 +104,7 @@ func (w *runWriter) add(n int, s *shape) {
 	}
 }
 
-// join adds n rows of one size, and makes one of those that touch.
+// join adds n rows of one size and merges adjacent ones.
 func (w *runWriter) join(n int, size uint64) {
 	src, dst, sizes := w.src[:w.rows+n], w.dst[:w.rows+n], w.size[:w.rows+n]
 	k := w.rows - 1 // the row that may grow
@@ -130,7 +132,7 @@ func (w *runWriter) join(n int, size uint64) {
 	w.src[0], w.dst[0], w.size[0], w.rows = src[k], dst[k], sizes[k], 1
 }
 
-// flush writes down the row that could still grow.
+// flush writes the row that could still grow.
 func (w *runWriter) flush() {
 	w.write(w.rows)
 	w.rows = 0
@@ -163,7 +165,7 @@ func (w *runWriter) write(n int) {
 	}
 }
 
-// resume adds rows to the last run as long as they go on with it, and returns how many do.
+// resume adds rows to the last run while they continue it, and returns their number.
 func (w *runWriter) resume(src, dst, sizes []uint64) int {
 	k := len(w.runs) - 1
 	if k < w.base {
@@ -196,7 +198,7 @@ func (w *runWriter) resume(src, dst, sizes []uint64) int {
 	return len(src)
 }
 
-// grids adds n shapes of two axes or three, each a run of its own.
+// grids adds n shapes of two or three axes, each as its own run.
 func (w *runWriter) grids(n int, s *shape) {
 	outer := uint64(1)
 	if s.dims == 3 {
@@ -212,7 +214,8 @@ func (w *runWriter) grids(n int, s *shape) {
 	}
 }
 
-// more is one run more, to be filled in: field by field, since a copy of 64 bytes takes longer than all the rest.
+// more appends an empty run. The caller sets its fields one by one, because a copy of 64 bytes
+// would take longer than the rest.
 func (w *runWriter) more() *layout.Run {
 	n := len(w.runs)
 	if n == cap(w.runs) {
@@ -222,14 +225,14 @@ func (w *runWriter) more() *layout.Run {
 	return &w.runs[n]
 }
 
-// cursor gives the offsets of step after step on one side.
+// cursor returns the offsets of successive steps on one side.
 type cursor struct {
 	*place
 	table []uint32 // from the current block on
 	step  uint64   // bytes from a step to the next, in a kernel block
 	per   uint64   // steps of a kernel block
-	unit  uint64   // those behind, in the kernel block
-	tile  uint64   // kernel blocks behind, in the block
+	unit  uint64   // passed steps of the kernel block
+	tile  uint64   // passed kernel blocks of the block
 }
 
 func (p *place) cursor(table []uint32, first, rows uint64) cursor {

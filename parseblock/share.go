@@ -11,7 +11,8 @@ import (
 // knownRoles has the bit of every role.
 const knownRoles = 1<<(layout.RolePage+1) - 2
 
-// Encode is the share as it travels between sidecars: pairs (layers, roles) over the receiver's flattened layers.
+// Encode returns the share in the form that sidecars exchange: pairs (layers, roles) over the
+// receiver's flattened layers.
 func (s *Share) Encode() []uint32 {
 	var out []uint32
 	for i, r := range s.roles {
@@ -24,18 +25,19 @@ func (s *Share) Encode() []uint32 {
 	return out
 }
 
-// DecodeShare reads what Encode wrote, for a receiver of so many layers. Every length is checked before memory is taken for it.
+// DecodeShare reads the output of Encode, for a receiver with the given layers. It checks every
+// length before it allocates memory.
 func DecodeShare(in []uint32, layers int) (*Share, error) {
 	if len(in)%2 != 0 || len(in) > 2*layers {
 		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d numbers", len(in)), Problem: fmt.Sprintf("pairs for at most %d layers", layers),
-			Remedy: "use what Encode wrote for this receiver"}
+			Remedy: "use the share that Encode wrote for this receiver"}
 	}
 	s := &Share{roles: make([]uint32, 0, layers)}
 	for i := 0; i < len(in); i += 2 {
 		n, roles := in[i], in[i+1]
 		if n == 0 || uint64(n) > uint64(layers-len(s.roles)) || roles&^knownRoles != 0 {
 			return nil, &layout.Error{Field: fmt.Sprintf("share[%d]", i), Value: fmt.Sprintf("%d layers, roles %#x", n, roles),
-				Problem: fmt.Sprintf("%d layers are left, roles are bits of %#x", layers-len(s.roles), knownRoles), Remedy: "use what Encode wrote for this receiver"}
+				Problem: fmt.Sprintf("%d layers are left, roles are bits of %#x", layers-len(s.roles), knownRoles), Remedy: "use the share that Encode wrote for this receiver"}
 		}
 		for range n {
 			s.roles = append(s.roles, roles)
@@ -43,20 +45,21 @@ func DecodeShare(in []uint32, layers int) (*Share, error) {
 	}
 	if len(s.roles) != layers {
 		return nil, &layout.Error{Field: "share", Value: fmt.Sprintf("%d layers", len(s.roles)), Problem: fmt.Sprintf("the receiver has %d", layers),
-			Remedy: "use what Encode wrote for this receiver"}
+			Remedy: "use the share that Encode wrote for this receiver"}
 	}
 	return s, nil
 }
 
-// Bounds of what Prove looks at.
+// Bounds of Prove.
 const (
-	maxProved  = 512     // tokens of a block. Rows repeat: what holds for some of them holds for all
-	maxExtents = 1 << 20 // pieces that those are; an engine's largest are some 100,000
+	maxProved  = 512     // tokens of a block. Rows repeat, so the result for these holds for all
+	maxExtents = 1 << 20 // pieces of these tokens; an engine's largest layouts have some 100,000
 )
 
-// Prove checks what Assign promises, from the bytes and not from the heads that Assign reasons with: in a block of each layer of the
-// receiver, the runs of all shares write every byte of every plane, and none twice. Whoever plans from several sources asks for it
-// once for each set of layouts: a share that is wrong would be noticed by nothing that comes later.
+// Prove checks the result of Assign by bytes, not by the heads that Assign uses: in a block of each
+// layer of the receiver, the runs of all shares write every byte of every plane exactly once. A
+// caller that plans from several sources runs it once for each set of layouts, because no later
+// check would notice a wrong share.
 func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares []Share) error {
 	matches := make([]*Match, len(shares))
 	for i := range shares {
@@ -78,7 +81,7 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 		g := &dst.Groups[gi]
 		for li := range g.Layers {
 			flat++
-			// Layers that differ in nothing but their place are as good as one.
+			// One of several layers that differ only in their position is enough.
 			l := &g.Layers[li]
 			name := fmt.Sprint(gi, l.PageBytes, l.BlockStride)
 			for _, m := range matches {
@@ -101,7 +104,7 @@ func Prove(reg *Registry, sources []*layout.Layout, dst *layout.Layout, shares [
 			case layout.UnitToken:
 				tokens = provedTokens(tokens, planes)
 			case layout.UnitState:
-				tokens = 1 // of any number it is the last block's
+				tokens = 1 // with any number of tokens, the state is in the last block
 			}
 			want, got = want[:0], got[:0]
 			for i := range planes {
@@ -136,7 +139,7 @@ func provedTokens(tokens uint32, planes []layout.Plane) uint32 {
 	return min(tokens, max(maxProved/step, 1)*step)
 }
 
-// buffers are what Prove needs for a layer, and again for the next.
+// buffers are reused by Prove from layer to layer.
 type buffers struct {
 	zeros []uint32 // block tables
 	runs  []layout.Run
@@ -145,7 +148,7 @@ type buffers struct {
 // extent is bytes [off, end).
 type extent struct{ off, end uint64 }
 
-// appendCells adds what the rows of so many tokens are in block 0.
+// appendCells adds the bytes of the given tokens' rows in block 0.
 func appendCells(dst []extent, l *layout.Layer, p *layout.Plane, tokens uint32) ([]extent, error) {
 	rows := uint64(p.Rows)
 	if p.Unit == layout.UnitToken {
@@ -165,10 +168,10 @@ func appendCells(dst []extent, l *layout.Layer, p *layout.Plane, tokens uint32) 
 	return dst, err
 }
 
-// axis is count things, stride apart.
+// axis is count elements at distance stride.
 type axis struct{ count, stride uint64 }
 
-// appendAxes adds the cells of some axes; those that follow one another in memory are one extent.
+// appendAxes adds the cells of some axes; cells that are adjacent in memory form one extent.
 func appendAxes(dst []extent, l *layout.Layer, at, cell uint64, axes []axis) ([]extent, error) {
 	slices.SortFunc(axes, func(a, b axis) int { return cmp.Compare(a.stride, b.stride) })
 	for len(axes) > 0 && (axes[0].stride == cell || axes[0].count == 1) {
@@ -177,7 +180,7 @@ func appendAxes(dst []extent, l *layout.Layer, at, cell uint64, axes []axis) ([]
 	}
 	n, room := uint64(1), uint64(maxExtents-len(dst))
 	for _, a := range axes {
-		if n <= room { // so that it does not overflow: counts are below 1 << 32
+		if n <= room { // prevents overflow: counts are below 1 << 32
 			n *= a.count
 		}
 	}
@@ -195,15 +198,15 @@ func appendAxes(dst []extent, l *layout.Layer, at, cell uint64, axes []axis) ([]
 	return dst, nil
 }
 
-// tooFine refuses a layer of more pieces than are looked at.
+// tooFine refuses a layer with too many pieces to check.
 func tooFine(l *layout.Layer) error {
 	return &layout.Error{Field: fmt.Sprintf("layer %q", l.Name), Value: fmt.Sprintf("more than %d pieces", maxExtents),
-		Problem: fmt.Sprintf("a block, of %d tokens at most, is too fine to prove that it comes whole", maxProved),
+		Problem: fmt.Sprintf("a block (at most %d tokens of it) has too many pieces to prove that all of them arrive", maxProved),
 		Remedy:  "use the same order on both sides, block sizes that divide one another, or fewer tokens in a block"}
 }
 
-// writes adds what the match writes to a layer of block 0. Every table names block 0: which bytes of the receiver's block are written does
-// not depend on the source's.
+// writes adds the bytes that the match writes to a layer of block 0. Every table names block 0,
+// because the written bytes of the receiver's block do not depend on the source's block.
 func (m *Match) writes(dst []extent, flat int, g *layout.Group, l *layout.Layer, tokens uint32, b *buffers) ([]extent, error) {
 	var err error
 	for i := range m.links[flat] {
@@ -222,7 +225,7 @@ func (m *Match) writes(dst []extent, flat int, g *layout.Group, l *layout.Layer,
 	return dst, nil
 }
 
-// tile reports the first byte that is written twice, outside, or not at all.
+// tile reports the first byte that is written twice, outside the layer, or not at all.
 func tile(layer string, got, want []extent) error {
 	bad := func(off uint64, problem string) error {
 		return &layout.Error{Field: fmt.Sprintf("layer %q", layer), Value: fmt.Sprintf("byte %d of the region", off), Problem: problem,
@@ -242,15 +245,15 @@ func tile(layer string, got, want []extent) error {
 		case i >= len(got) || got[i].off > want[i].off:
 			return bad(want[i].off, "no source would write it")
 		case got[i].off < want[i].off:
-			return bad(got[i].off, "it would be written and holds nothing of the layer")
+			return bad(got[i].off, "a source would write it, and it is outside the layer")
 		case got[i].end < want[i].end:
 			return bad(got[i].end, "no source would write it")
 		case got[i].end > want[i].end:
-			return bad(want[i].end, "it would be written and holds nothing of the layer")
+			return bad(want[i].end, "a source would write it, and it is outside the layer")
 		}
 	}
 	if len(got) > len(want) {
-		return bad(got[len(want)].off, "it would be written and holds nothing of the layer")
+		return bad(got[len(want)].off, "a source would write it, and it is outside the layer")
 	}
 	return nil
 }

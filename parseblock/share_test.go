@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// stages are the ranks of engines of 4 KV heads, two layers, of so many stages and ranks.
+// stages returns the ranks of engines with 4 KV heads, two layers, and the given stages and ranks.
 func stages(strategy string, pp, tp int, n uint32) (out []*layout.Layout) {
 	for stage := range pp {
 		for rank := range tp {
@@ -28,7 +28,8 @@ func stages(strategy string, pp, tp int, n uint32) (out []*layout.Layout) {
 	return out
 }
 
-// Whatever is wrong with a set of shares, Prove sees it: each byte has exactly one source, or nothing is planned.
+// Prove finds every mistake in a set of shares: each byte has exactly one source, or nothing is
+// planned.
 func TestProveRefusesWrongShares(t *testing.T) {
 	reg := Default()
 	for _, c := range []struct {
@@ -137,7 +138,8 @@ func TestDecodeShareRefuses(t *testing.T) {
 	}
 }
 
-// FuzzDecodeShare: what a peer says is a share is one of so many layers, or is refused; what is read is what was written.
+// FuzzDecodeShare: a peer's encoded share is a share of the given layers, or is refused; decoding
+// inverts encoding.
 func FuzzDecodeShare(f *testing.F) {
 	f.Add([]byte{2, 6, 2, 0}, uint16(4))
 	f.Add([]byte{255, 255, 255, 255}, uint16(1024))
@@ -178,7 +180,8 @@ func TestEncodeIsShort(t *testing.T) {
 	})
 }
 
-// TestProveIsBounded: a layout that a peer made up, of pieces as many as parameters can ask for, is refused before they exist.
+// TestProveIsBounded: an invented layout with as many pieces as parameters allow is refused before
+// the pieces exist.
 func TestProveIsBounded(t *testing.T) {
 	reg := Default()
 	mk := func(strategy string, n uint32, page uint64, params map[string]int64) *layout.Layout {

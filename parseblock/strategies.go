@@ -6,25 +6,28 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// The names of the strategies; what a shim registers. In the drawings a page is read from left to right, the last axis is
-// contiguous, B counts blocks, N tokens of a block, H heads of this rank, D numbers of a head, s bytes of a number, C bytes of
-// a latent. Engines change their tensors' shapes more often than their bytes: a version is that of the source in which the bytes were
-// read. Read were vLLM 0.27 to 0.32, SGLang 0.5.17 to 0.5.23, and of older vLLM what is said. A parameter that a strategy does not read is refused;
-// what each may be is in known. Those of most:
+// The names of the strategies, as shims register them. The drawings show a page from left to right;
+// the last axis is contiguous. B counts blocks, N tokens of a block, H heads of this rank, D
+// elements of a head, s bytes of an element, C bytes of a latent. Engines change their tensors'
+// shapes more often than their bytes; the versions given are those whose source was read: vLLM 0.27
+// to 0.32, SGLang 0.5.17 to 0.5.23, and older vLLM as noted. A strategy refuses parameters that it
+// does not read; known has their ranges. Common parameters:
 //
-//	kernel_tokens       tokens of a kernel page, where a block holds several; each is laid out as a block of so many tokens would be
-//	heads               KV heads of this rank; 1 where it is left out (then a token cannot be cut between ranks)
-//	kv_heads            KV heads of the model; tp_rank, tp_size: which of them this rank has (HeadShare). Page has no ranks
-//	head_bytes          bytes of K of a head of a token: packed pages and CPU_ATTN, of which an opaque one shows no other size
-//	token_bytes         bytes of a token, where it is one row
-//	row_stride          bytes from one token to the next, where other layers lie between; not where the order says it
+//	kernel_tokens       tokens of a kernel page, if a block holds several; each is laid out like a block
+//	heads               KV heads of this rank; default 1 (a token cannot be cut between ranks then)
+//	kv_heads            KV heads of the model; tp_rank, tp_size: this rank's (HeadShare). Not of Page
+//	head_bytes          bytes of K of a head of a token: packed pages and CPU_ATTN (opaque: only size)
+//	token_bytes         bytes of a token that is one row
+//	row_stride          bytes between tokens, if other layers lie between and the order does not show it
 //	head_stride         bytes from one head to the next, likewise
-//	window              tokens that a sliding window looks back; only the tail that a next token sees is moved. Not of states
-//	prefix_cache        1: the engine keeps blocks for other prompts; the first of a window must hold what those could see of it
+//	window              tokens that a sliding window looks back; only the visible tail moves. Not of states
+//	prefix_cache        1: the engine keeps blocks for other prompts; a window's first block must hold
 const (
-	// PackedHND is K|V packed in each cell, heads outside: vLLM 0.27 to 0.32 (FLASH_ATTN, FLASHINFER, TRITON_ATTN with an HND layout), and
-	// with head_stride also the cross-layer orders LHBNC, BLHNC and BHLNC of 0.28 and later (Allocation). V may be wider or narrower than K
-	// (FLASH_ATTN_DIFFKV, TRITON_ATTN_DIFFKV): head_bytes is what K takes of a cell, by default its half.
+	// PackedHND is K|V packed in each cell, heads outside: vLLM 0.27 to 0.32 (FLASH_ATTN,
+	// FLASHINFER, TRITON_ATTN with an HND layout), and with head_stride also the cross-layer orders
+	// LHBNC, BLHNC and BHLNC of 0.28 and later (Allocation). V may be wider or narrower than K
+	// (FLASH_ATTN_DIFFKV, TRITON_ATTN_DIFFKV): head_bytes is the size of K in a cell, by default
+	// half.
 	//
 	//	[B, H, N, 2D]  | h0: k0 v0 k1 v1 ... | h1: k0 v0 k1 v1 ... |
 	PackedHND = "packed_hnd"
@@ -32,8 +35,9 @@ const (
 	//
 	//	[B, N, H, 2D]  | t0: h0(k v) h1(k v) ... | t1: ... |
 	PackedNHD = "packed_nhd"
-	// FlashKVFirst has all K before all V: FLASH_ATTN of vLLM before 0.27, ROCM_ATTN of vLLM to 0.32, SGLang's pools where K and V are
-	// one allocation. v_offset: bytes from K of block 0 to V of block 0, by default num_blocks*block_stride.
+	// FlashKVFirst has all K before all V: FLASH_ATTN of vLLM before 0.27, ROCM_ATTN of vLLM to
+	// 0.32, SGLang's pools with K and V in one allocation. v_offset: bytes from K of block 0 to V
+	// of block 0, by default num_blocks*block_stride.
 	//
 	//	[2, B, N, H, D]  | k of every block ... | v of every block ... |
 	FlashKVFirst = "flash_kv_first"
@@ -45,13 +49,15 @@ const (
 	//
 	//	[B, 2, N, H, D]  | k: t0 t1 ... | v: t0 t1 ... |
 	FlashBlockFirst = "flash_block_first"
-	// FlashBlockFirstHND is FLASHINFER of vLLM before 0.27 with VLLM_KV_CACHE_LAYOUT=HND. A head's V is a head's K away from
-	// the page's middle, not from the page's start: the head counts on both halves.
+	// FlashBlockFirstHND is FLASHINFER of vLLM before 0.27 with VLLM_KV_CACHE_LAYOUT=HND. V of a
+	// head has the distance from the page's middle that K of the head has from the page's start:
+	// the head counts on both halves.
 	//
 	//	[B, 2, H, N, D]  | k: h0(t0 t1 ...) h1(...) | v: h0(t0 t1 ...) h1(...) |
 	FlashBlockFirstHND = "flash_block_first_hnd"
-	// FlashToken interleaves K and V by token: ragged pages of engines that append KV as one tensor, as Blade-KVT's cache shape 1 for patched
-	// engines. No release of vLLM to 0.32 and of SGLang to 0.5.23 has it.
+	// FlashToken interleaves K and V by token: ragged pages of engines that append KV as one
+	// tensor, like Blade-KVT's cache shape 1 for patched engines. No release of vLLM to 0.32 or
+	// SGLang to 0.5.23 has it.
 	//
 	//	[B, N, 2, H, D]  | t0: k(h0 h1 ...) v(h0 h1 ...) | t1: ... |
 	FlashToken = "flash_token"
@@ -66,8 +72,9 @@ const (
 	//
 	//	[B, N, H, 2(D'+4)]  | t0: h0(k scale v scale) h1(...) ... | t1: ... |
 	QuantInlineNHD = "quant_inline_nhd"
-	// QuantPlanarHND keeps scales behind the values of a page's half: FLASHINFER of vLLM 0.27 to 0.32 with nvfp4 and an HND layout
-	// (value_bytes D/2, scale_bytes D/16). A part of a page is four pieces, or its scales stay behind.
+	// QuantPlanarHND keeps scales after the values in each half of a page: FLASHINFER of vLLM 0.27
+	// to 0.32 with nvfp4 and an HND layout (value_bytes D/2, scale_bytes D/16). A part of a page is
+	// four pieces: without its two pieces of scales the values are useless.
 	//
 	//	| k values: h0(t0 t1 ...) h1(...) | k scales: h0(t0 t1 ...) h1(...) | v values: ... | v scales: ... |
 	QuantPlanarHND = "quant_planar_hnd"
@@ -75,25 +82,29 @@ const (
 	//
 	//	| k values: t0(h0 h1 ...) t1(...) | k scales: t0(h0 h1 ...) t1(...) | v values: ... | v scales: ... |
 	QuantPlanarNHD = "quant_planar_nhd"
-	// ScalesKVFirst is a tensor of scales of its own beside a quantised cache, registered as a layer "name#scale". No release of vLLM to
-	// 0.32 and of SGLang to 0.5.23 allocates it so; for shims of engines that keep scales apart.
+	// ScalesKVFirst is a separate tensor of scales beside a quantised cache, registered as a layer
+	// "name#scale". No release of vLLM to 0.32 or SGLang to 0.5.23 allocates one; it serves shims
+	// of engines with separate scales.
 	//
 	//	[2, B, N, H] of scale_bytes  | k scales of every block: t0(h0 h1 ...) t1(...) ... | v scales of every block ... |
 	ScalesKVFirst = "scales_kv_first"
 
-	// MLA is one latent for each token (or for each compress_ratio of them: DeepSeek-V4 in bf16), replicated on all ranks: DeepSeek-V2/V3, Kimi; vLLM to 0.32 and SGLang to 0.5.23 alike. Pages may be
-	// wider (block_stride) than their tokens, as Kimi-K3's, which are as wide as a KDA state.
+	// MLA is one latent per token (or per compress_ratio tokens: DeepSeek-V4 in bf16), replicated
+	// on all ranks: DeepSeek-V2/V3, Kimi; vLLM to 0.32 and SGLang to 0.5.23. Pages may be wider
+	// (block_stride) than their tokens, as with Kimi-K3, whose pages are as wide as a KDA state.
 	//
 	//	[B, N, C]  | latent: t0 t1 ... |
 	MLA = "mla"
-	// FP8DSMLA is the fp8 cache of DeepSeek-V3.2 (kv_cache_dtype fp8_ds_mla of vLLM 0.27 to 0.32, fp8 of SGLang 0.5.17 to 0.5.23): 656 bytes a
-	// token, one row that must not be taken apart.
+	// FP8DSMLA is the fp8 cache of DeepSeek-V3.2 (kv_cache_dtype fp8_ds_mla of vLLM 0.27 to 0.32,
+	// fp8 of SGLang 0.5.17 to 0.5.23): 656 bytes per token in one row that must not be divided.
 	//
 	//	| latent: t0(512 fp8, 4 fp32 scales, 64 bf16 rope) t1(...) ... |
 	FP8DSMLA = "fp8_ds_mla"
-	// DSAIndexer is the indexer's cache of DeepSeek-V3.2, GLM-5 and DeepSeek-V4 in vLLM 0.27 to 0.32 and, of the first two, in SGLang 0.5.17 to
-	// 0.5.23: planar in each *kernel* page, 64 tokens by default (kernel_tokens), of which a block may hold several. A part of a page is two pieces, values and scales. value_bytes 128, scale_bytes 4 by default
-	// (64 and 4 with mxfp4); compress_ratio: tokens of one entry. Not divided by tensor parallelism.
+	// DSAIndexer is the indexer's cache of DeepSeek-V3.2, GLM-5 and DeepSeek-V4 in vLLM 0.27 to
+	// 0.32 and, for the first two models, in SGLang 0.5.17 to 0.5.23: planar in each *kernel* page,
+	// 64 tokens by default (kernel_tokens), of which a block may hold several. A part of a page is
+	// two pieces, values and scales. Defaults: value_bytes 128, scale_bytes 4 (64 and 4 with
+	// mxfp4). compress_ratio: tokens per entry. Not divided by tensor parallelism.
 	//
 	//	| index: t0 t1 ... t63 | index scales: t0 t1 ... t63 | index: t64 ... t127 | index scales: t64 ... t127 |
 	DSAIndexer = "dsa_indexer"
@@ -106,8 +117,8 @@ const (
 	//
 	//	| latent: e0(576) e1(576) ... | latent scales: e0(8) e1(8) ... | pad |
 	//
-	// The slab as a whole is one pool of equal blocks, which all groups draw from; a block is one group's at a time, whose layers lie in it one
-	// behind the other from its front on, each page padded to 576 bytes:
+	// The slab is one pool of equal blocks for all groups. A block belongs to one group at a time.
+	// The group's layers are adjacent in the block from its front, each page padded to 576 bytes:
 	//
 	//	slab                      | block 0 | block 1 | block 2 | ... |
 	//	main, ratio 4             | l0: latent, latent scales, pad | l2: ... | ... |      the layers of that ratio
@@ -123,25 +134,29 @@ const (
 	//	[B, N, row]  | compressor: t0(kv score) t1(kv score) ... |
 	DeepSeekV4Compressor = "deepseek_v4_compressor"
 
-	// GDNState is the state of a gated delta net (Qwen3-Next, Qwen3.5): in vLLM 0.27 to 0.32 a page of [conv | recurrent], in SGLang 0.5.17 to
-	// 0.5.23 slots of two tensors (part 1 and 2). Moved once per request, from the block that holds its last token. Parameters, all
-	// of the model: k_heads, k_dim, v_heads, v_dim, conv_len (K-1, and one more for each speculated token), conv_bytes and state_bytes (of a number),
-	// tp_rank, tp_size, conv_order (0: SD, 1: DS, as VLLM_SSM_CONV_STATE_LAYOUT), state_order (0: V outside, 1: K outside), part (0: both,
-	// 1: only conv, 2: only recurrent), state_offset (where padding stands between).
+	// GDNState is the state of a gated delta net (Qwen3-Next, Qwen3.5): in vLLM 0.27 to 0.32 a page
+	// of [conv | recurrent], in SGLang 0.5.17 to 0.5.23 slots of two tensors (part 1 and 2). It
+	// moves once per request, from the block that holds its last token. Parameters, all of the
+	// model: k_heads, k_dim, v_heads, v_dim, conv_len (K-1, and one more per speculated token),
+	// conv_bytes and state_bytes (of an element), tp_rank, tp_size, conv_order (0: SD, 1: DS, as
+	// VLLM_SSM_CONV_STATE_LAYOUT), state_order (0: V outside, 1: K outside), part (0: both, 1: only
+	// conv, 2: only recurrent), state_offset (if padding lies between).
 	//
 	//	SD [len, dim]: | t0: conv q, conv k, conv v | t1: conv q, conv k, conv v | ...          three pieces for each row of history
 	//	DS [dim, len]: | conv q: c0(t0 t1 ..) c1 .. | conv k: c0 .. | conv v: c0 .. |            three pieces
 	//	behind either: | recurrent: h0(v0(k0 k1 ..) v1 ..) h1 .. |   [v_heads, v_dim, k_dim]; with state_order 1 [v_heads, k_dim, v_dim]
 	//	in slots     : part 1 | slot 0: conv | slot 1: conv | ...    part 2 | slot 0: recurrent | slot 1: recurrent | ...
 	GDNState = "gdn_state"
-	// KDAState is the same of Kimi Delta Attention (Kimi-Linear, Kimi-K3) in vLLM 0.27 to 0.32 and SGLang 0.5.17 to 0.5.23: as many k as v heads,
-	// fp32 recurrent state.
+	// KDAState is the state of Kimi Delta Attention (Kimi-Linear, Kimi-K3) in vLLM 0.27 to 0.32 and
+	// SGLang 0.5.17 to 0.5.23: like GDNState with as many k as v heads and an fp32 recurrent state.
 	//
 	//	SD: | t0: conv q, conv k, conv v | t1: ... | then | recurrent: h0(v0(k0 k1 ..) v1 ..) h1 .. |
 	//	DS: | conv q: c0(t0 t1 ..) c1 .. | conv k: c0 .. | conv v: c0 .. | then the same
 	KDAState = "kda_state"
-	// Mamba2State is that of Mamba-2 (Nemotron-H and others) in vLLM 0.27 to 0.32 and SGLang 0.5.17 to 0.5.23: k_heads are its groups, k_dim its
-	// state size; the convolution remembers x, B, C in this order. Ranks beyond the groups share them.
+	// Mamba2State is the state of Mamba-2 (Nemotron-H and others) in vLLM 0.27 to 0.32 and SGLang
+	// 0.5.17 to 0.5.23, like GDNState: k_heads are its groups, k_dim its state size; the
+	// convolution's history has x, B, C in this order. Ranks beyond the number of groups share
+	// them.
 	//
 	//	SD: | t0: conv v (x), conv k (B), conv q (C) | t1: ... | then | recurrent: h0(x0(s0 s1 ..) x1 ..) h1 .. |
 	//	DS: | conv v: c0(t0 t1 ..) c1 .. | conv k: c0 .. | conv q: c0 .. | then the same
@@ -157,40 +172,47 @@ const (
 	//	(size+page, H, D)  | v: t0(h0 h1 ...) t1(...) ... |
 	SGLangV = "sglang_v"
 
-	// SGLangLayerFirst is the host pool (HiCache) of SGLang 0.5.17 to 0.5.23 with hicache_mem_layout layer_first. Of all host pools: layers is how
-	// many the pool has; v_offset is by default half of the pool; MLA pools are the same without the 2: MLA, with row_stride.
+	// SGLangLayerFirst is the host pool (HiCache) of SGLang 0.5.17 to 0.5.23 with
+	// hicache_mem_layout layer_first. For all host pools: layers is the number of layers of the
+	// pool; v_offset is by default half of the pool. MLA pools lack the axis of 2 and use the
+	// strategy MLA with row_stride.
 	//
 	//	(2, L, size, H, D)  | k: l0(t0(h0 h1 ...) t1 ...) l1(...) | v: ... |
 	SGLangLayerFirst = "sglang_layer_first"
-	// SGLangPageFirst is that of page_first, the default of SGLang 0.5.17 to 0.5.23: the layers of a token side by side.
+	// SGLangPageFirst is the pool of page_first, the default of SGLang 0.5.17 to 0.5.23: the layers
+	// of a token are adjacent.
 	//
 	//	(2, size, L, H, D)  | k: t0(l0(h0 h1 ...) l1 ...) t1(...) | v: ... |
 	SGLangPageFirst = "sglang_page_first"
-	// SGLangPageFirstDirect is that of page_first_direct, of SGLang 0.5.17 to 0.5.23: a page of each layer in one piece, the layers of a page side
-	// by side.
+	// SGLangPageFirstDirect is the pool of page_first_direct of SGLang 0.5.17 to 0.5.23: each
+	// layer's page is one piece, and the layers of a page are adjacent.
 	//
 	//	(2, pages, L, page, H, D)  | k: p0(l0(t0(h0 h1 ...) t1 ...) l1 ...) p1(...) | v: ... |
 	SGLangPageFirstDirect = "sglang_page_first_direct"
-	// SGLangPageHead is that of page_head, of SGLang 0.5.17 to 0.5.23: a head of a page in one piece, of all its tokens and layers.
+	// SGLangPageHead is the pool of page_head of SGLang 0.5.17 to 0.5.23: one piece holds a head of
+	// a page with all its tokens and layers.
 	//
 	//	(2, pages, H, page, L, D)  | k: p0(h0(t0(l0 l1 ...) t1 ...) h1 ...) p1(...) | v: ... |
 	SGLangPageHead = "sglang_page_head"
 
-	// VLLMCPUAttn is CPU_ATTN of vLLM 0.27 to 0.32: [B,H,N,2D] seen as [B,H,2N,D], K and then V of each head, packed for the host's vector
-	// units. With k_transposed = 1 (vec and vec16: AVX2, AVX-512) K lies with its numbers outside and its tokens inside, and V as
-	// rows; number_bytes is the size of a number, 2 by default. Without it (AMX, NEON and others) a head's part of a page is opaque: it
-	// moves whole, between equal block sizes.
+	// VLLMCPUAttn is CPU_ATTN of vLLM 0.27 to 0.32: [B,H,N,2D] seen as [B,H,2N,D], K and then V of
+	// each head, packed for the host's vector units. With k_transposed = 1 (vec and vec16: AVX2,
+	// AVX-512) K has its elements outside and its tokens inside, and V has rows; number_bytes is
+	// the size of an element, 2 by default. Without it (AMX, NEON and others) a head's part of a
+	// page is opaque: it moves whole, between equal block sizes.
 	//
 	//	k_transposed  | h0: k: d0(t0 t1 ...) d1(t0 t1 ...) ... | v: t0 t1 ... | h1: ... |
 	//	else          | h0: page, of all its tokens | h1: page ... |
 	VLLMCPUAttn = "vllm_cpu_attn"
-	// Page is any page whose inside is unknown: it moves whole or not at all. For shims; none of vLLM to 0.32 and SGLang to 0.5.23 needs it.
+	// Page is a page of unknown content: it moves whole or not at all. For shims; vLLM to 0.32 and
+	// SGLang to 0.5.23 do not need it.
 	//
 	//	| page: whatever the engine has there |
 	Page = "page"
 )
 
-// builtin is a strategy of this package: a name and how a layer's planes follow from its parameters.
+// builtin is a strategy of this package: a name, and the function from a layer's parameters to
+// planes.
 type builtin struct {
 	name string
 	make func(p *params) []layout.Plane
@@ -244,8 +266,8 @@ func (s *builtin) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) (
 	return append(dst, planes...), nil
 }
 
-// checkGroup looks at the parameters of a group that has no layer here: each that is given is read, and in its range. What disagrees with a page
-// cannot be told.
+// checkGroup checks the parameters of a group without layers here: each given parameter must be
+// read and in range. A contradiction with a page cannot be detected.
 func (s *builtin) checkGroup(g *layout.Group) error {
 	p := params{strategy: s.name, g: g, l: &layout.Layer{}, n: uint64(g.TokensPerBlock)}
 	s.make(&p)
@@ -279,20 +301,20 @@ func hnd(p *params, pl *layout.Plane) {
 	p.strides(pl)
 }
 
-// pageFirst has the layers of a token side by side.
+// pageFirst puts the layers of a token side by side.
 func pageFirst(p *params, pl *layout.Plane) {
 	pl.HeadStride = pl.CellBytes
 	pl.RowStride = p.need(paramLayers) * uint64(pl.Heads) * pl.CellBytes
 }
 
-// pageHead has the layers of a token's head side by side.
+// pageHead puts the layers of a token's head side by side.
 func pageHead(p *params, pl *layout.Plane) {
 	pl.HeadMajor = true
 	pl.RowStride = p.need(paramLayers) * pl.CellBytes
 	pl.HeadStride = uint64(pl.Rows) * pl.RowStride
 }
 
-// packed is one plane of K and V; scaled ones must say what their cells hold.
+// packed returns one plane of K and V. Scaled pages must give the content of their cells.
 func packed(o order, scaled bool) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
 		pl := p.plane(layout.RoleKV, p.l.PageBytes)
@@ -309,7 +331,7 @@ func packed(o order, scaled bool) func(*params) []layout.Plane {
 			pl.Format = fmt.Sprintf("inline %d+%d", v, s)
 		}
 		o(p, &pl)
-		if pl.HeadMajor && p.tile(&pl) { // with tokens outside, kernel pages in a row are one page
+		if pl.HeadMajor && p.tile(&pl) { // with tokens outside, adjacent kernel pages are one page
 			pl.HeadStride = uint64(pl.TileRows) * pl.CellBytes
 			pl.TileStride = uint64(pl.Heads) * pl.HeadStride
 		}
@@ -317,7 +339,7 @@ func packed(o order, scaled bool) func(*params) []layout.Plane {
 	}
 }
 
-// split is a plane of K and one of V, where the given function says how far V is.
+// split returns a plane of K and one of V; the given function returns V's distance.
 func split(o order, far func(p *params) uint64) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
 		p.even(2)
@@ -412,7 +434,8 @@ func scales(p *params) []layout.Plane {
 	return []layout.Plane{k, v}
 }
 
-// rows is one row for each token, or each compress_ratio of them, the same on all ranks; cell is the only size that it may have, or 0.
+// rows returns one row per token, or per compress_ratio tokens, equal on all ranks. cell is the
+// only permitted size, or 0.
 func rows(role layout.Role, format string, cell uint64) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
 		ratio := p.get(paramCompressRatio, 1)
@@ -480,12 +503,12 @@ func cpuAttn(p *params) []layout.Plane {
 	k.CellBytes, k.RowStride, k.ColStride = number, number, p.n*number
 	k.Cols, k.ColMajor = uint32(p.divides(paramNumberBytes, number, row, "the bytes of K of a head of a token")), true
 	v.Role, v.CellBytes, v.RowStride, v.Offset = layout.RoleV, row, row, k.HeadStride/2
-	k.Format, v.Format = p.strategy, p.strategy // as a kind: what another backend calls K would have to be turned
+	k.Format, v.Format = p.strategy, p.strategy // as a kind: K of another backend would need a transposition
 	return []layout.Plane{k, v}
 }
 
-// linearState is the state of a linear attention: a convolution whose history of q, k and v stands in the given order, and a
-// matrix for each head of v.
+// linearState is the state of a linear attention: a convolution whose history holds q, k and v in
+// the given order, and a matrix for each head of v.
 func linearState(first, second, third layout.Role) func(*params) []layout.Plane {
 	return func(p *params) []layout.Plane {
 		kHeads, kDim := p.need(paramKHeads), p.need(paramKDim)

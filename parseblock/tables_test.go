@@ -32,8 +32,8 @@ func sparseSide(n uint32, layers int, sameTable bool) (*layout.Layout, uint64) {
 	return &layout.Layout{DType: "fp8", Groups: []layout.Group{rows, keys}}, at
 }
 
-// TestOneTableForSeveralGroups: groups that share a block table are asked for it, and for what the
-// receiver has already, once; where each byte goes is what a table of its own for each would give.
+// TestOneTableForSeveralGroups: groups that share a block table have one table and one skip; each
+// byte has the same place as with separate tables.
 func TestOneTableForSeveralGroups(t *testing.T) {
 	reg := Default()
 	const tokens, layers = 150, 2

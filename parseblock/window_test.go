@@ -9,16 +9,18 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// windowed is a layout of one layer that sees so many tokens back. Rows are wide: a block is several chunks.
+// windowed is a layout of one layer with the given window. Rows are wide: a block is several
+// chunks.
 func windowed(n uint32, window, prefixCache int64) *layout.Layout {
 	page := uint64(n) * transfer.ChunkBytes * 3 / 2
 	return &layout.Layout{Groups: []layout.Group{{TokensPerBlock: n, NumBlocks: 64, Strategy: MLA, Params: map[string]int64{"window": window, "prefix_cache": prefixCache},
 		Layers: []layout.Layer{{Name: "a", PageBytes: page, BlockStride: page}}}}}
 }
 
-// TestWindowsOfAnyBlocks tries every small window with every pair of block sizes, prompts of every length: what moves begins with the first
-// token that the source still has, or that the receiver's block begins with; pages say where it is, and no chunk is ready before the last
-// token that it has a byte of.
+// TestWindowsOfAnyBlocks tries every small window with every pair of block sizes and prompts of
+// every length. The moved part begins with the source's first token or the start of the receiver's
+// block, pages report their position, and no chunk is ready before the last token with a byte in
+// it.
 func TestWindowsOfAnyBlocks(t *testing.T) {
 	reg := Default()
 	for _, c := range [][2]uint32{{1, 4}, {3, 4}, {4, 3}, {4, 4}, {8, 4}, {4, 8}, {5, 2}, {2, 5}, {16, 1}} {
@@ -89,9 +91,10 @@ func checkWindow(p *Plan, ns, nd, window, tokens, skip uint32) error {
 	return nil
 }
 
-// TestKeptBlocksAreWhole: a receiver with a prefix cache gives a prompt the blocks of another. For every small window and pair of block
-// sizes, a plan is refused exactly where one of those could be seen to lack tokens, by what a cache of blocks does: a prompt that goes on
-// after block h-1 is given blocks as far back as one token sees, and nothing older.
+// TestKeptBlocksAreWhole: a receiver with a prefix cache gives a prompt the blocks of another. For
+// every small window and pair of block sizes, a plan is refused exactly if a later prompt could see
+// missing tokens: a prompt that continues after block h-1 reuses blocks as far back as one token
+// sees, and none older.
 func TestKeptBlocksAreWhole(t *testing.T) {
 	reg := Default()
 	refused, cut := 0, 0

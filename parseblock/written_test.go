@@ -7,7 +7,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// TestWritten: the entries of a block table that are said to be written are those that a plan's memory is in, and no others.
+// TestWritten: Written returns exactly the entries of a block table in which a plan's memory lies.
 func TestWritten(t *testing.T) {
 	const n, blocks, page = 16, 8, 16 * 512
 	for name, g := range map[string]layout.Group{
@@ -61,7 +61,8 @@ func TestWritten(t *testing.T) {
 	}
 }
 
-// TestPiecesStayApart: memory that goes on at the same offset of another region, or where a piece of the caller's ends, is a piece of its own.
+// TestPiecesStayApart: memory that continues at the same offset of another region, or at the end of
+// a caller's piece, is a separate piece.
 func TestPiecesStayApart(t *testing.T) {
 	const page = transfer.ChunkBytes
 	for _, strategy := range []string{MLA, DSAIndexer} { // plain pages, and others

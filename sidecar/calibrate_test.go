@@ -42,7 +42,7 @@ func TestGPUTable(t *testing.T) {
 	if err := os.WriteFile(own, []byte("{"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	want("broken", config.Auto, "", "make it anew with kvspray calibrate")
+	want("broken", config.Auto, "", "make a new one with kvspray calibrate")
 	for _, path := range []string{own, filepath.Join(dir, "nothing")} {
 		if _, err := load(path); err == nil || !strings.Contains(err.Error(), "transports.gpu.table") || !strings.Contains(err.Error(), "set it to off") {
 			t.Errorf("%s, named: %v", path, err)

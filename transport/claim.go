@@ -7,57 +7,62 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Claim is the right of one attempt to write some chunks of a grant. Every backend whose own CPU writes takes one per slice
-// and writes only between Enter and Leave.
+// Claim is the right of one attempt to write some chunks of a grant. Every backend whose own CPU
+// writes takes one per slice and writes only between Enter and Leave.
 //
-// Why the guard is not enough: a slice that was retried on another lane may still be under way on the first one, and what
-// that one still carries may have been read after the source was lost (its trailer will disown it), or be padding. If it
-// came after the retry had landed, it would damage chunks that a full bitmap then commits. With claims, chunks that landed
-// are never written again, and chunks under way have one writer: a later attempt takes them over, and from then on the
-// earlier one writes nothing.
+// The guard alone is not enough: a slice that was retried on another lane may still arrive on the
+// first lane. Its bytes may have been read after the source was invalidated (its trailer will
+// report that), or be padding. If they arrived after the retry had landed, they would damage chunks
+// that a full bitmap then commits. With claims, landed chunks are never written again, and chunks
+// in flight have one writer: a later attempt takes them over, and from then on the earlier one
+// writes nothing.
 //
-// The zero Claim is ready; it may be used again after Land or Release. It belongs to one goroutine, but for what is guarded
-// by mu.
+// The zero Claim is ready and may be used again after Land or Release. It belongs to one goroutine,
+// except for the fields guarded by mu.
 type Claim struct {
 	g       *Grant
 	r       transfer.Range
 	attempt uint32
 
-	device Device // that writes; nil: the CPU
+	device Device // the writer; nil: the CPU
 
 	mu     sync.Mutex // held while memory is written; below Grant.claims.mu
 	lost   bool
 	landed bool
 }
 
-// claims is the part of a Grant that Claims share.
+// claims is the part of a Grant that its Claims share.
 type claims struct {
 	mu     sync.Mutex
-	active []*Claim      // at most one per lane and slice under way
+	active []*Claim      // at most one per lane and slice in flight
 	landed []uint64      // a bit per chunk; grows to the last chunk seen
 	ended  chan struct{} // closed when the next device's claim ends; made by ClaimDevice
 }
 
-// Claim takes chunks r for an attempt. It returns ReasonNone and c holds them; or ReasonSuperseded: a later attempt holds
-// some. Earlier attempts that hold some are out when it returns: it waits for a write under way, which is bounded.
+// Claim takes chunks r for an attempt. With ReasonNone c holds them; with ReasonSuperseded a later
+// attempt holds some of them. Earlier attempts have lost their chunks when it returns: it waits for
+// a write in progress, which is bounded.
 func (g *Grant) Claim(c *Claim, r transfer.Range, attempt uint32) transfer.Reason {
 	g.claims.mu.Lock()
 	defer g.claims.mu.Unlock()
 	return g.claimLocked(c, r, attempt, nil)
 }
 
-// Device is what writes under a claim of ClaimDevice.
+// Device is the writer under a claim of ClaimDevice.
 type Device interface {
-	// Stop makes the device write no more, and never again, under any claim that it has. True: that is so. It is called by
-	// whoever takes chunks over, must not call Grant or Claim, and is bounded in time.
+	// Stop makes the device write no more, and never again, under any of its claims. True: it has
+	// stopped. The code that takes over chunks calls it; it must not call Grant or Claim, and is
+	// bounded in time.
 	Stop() bool
 }
 
-// ClaimDevice is Claim for chunks that a device writes, between this call and Land or Release, without asking Enter.
+// ClaimDevice is Claim for chunks that a device writes, between this call and Land or Release,
+// without calling Enter.
 //
-// Where another device holds some of the chunks, and force is not set, nothing is claimed: holder is that device, and ended is
-// closed when a device's claim has ended. Waiting a little for one that moves is cheaper than stopping it. With force it is
-// stopped, as Claim does; where that fails its claim holds, and the later attempt is superseded by the earlier one.
+// If another device holds some of the chunks and force is not set, nothing is claimed: holder is
+// that device, and ended is closed when a device's claim has ended. Waiting a little for an active
+// device is cheaper than stopping it. With force the device is stopped, as in Claim; if that fails
+// its claim stays, and the later attempt is superseded by the earlier one.
 func (g *Grant) ClaimDevice(c *Claim, r transfer.Range, attempt uint32, d Device, force bool) (why transfer.Reason, holder Device, ended <-chan struct{}) {
 	s := &g.claims
 	s.mu.Lock()
@@ -103,8 +108,8 @@ func (g *Grant) claimLocked(c *Claim, r transfer.Range, attempt uint32, d Device
 	return transfer.ReasonNone
 }
 
-// takeOver ends the claim for its owner, who sees it at the next Enter. False: it is a device's, which could not be stopped.
-// Called with the grant's claims locked.
+// takeOver ends the claim; its owner notices at the next Enter. False: a device holds it and could
+// not be stopped. Called with the grant's claims locked.
 func (c *Claim) takeOver(s *claims) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -119,8 +124,9 @@ func (c *Claim) takeOver(s *claims) bool {
 	return true
 }
 
-// Fresh says how far from r.First chunks of r are in one state, and whether that state is "to be written". Chunks that have
-// landed already are read past, not written. Only chunks of the claim may be asked for.
+// Fresh returns the number of chunks of r, from r.First on, that are in one state, and whether that
+// state is "to be written". Landed chunks are read and discarded, not written. r must lie within
+// the claim.
 func (c *Claim) Fresh(r transfer.Range) (count uint32, fresh bool) {
 	s := &c.g.claims
 	s.mu.Lock()
@@ -131,8 +137,8 @@ func (c *Claim) Fresh(r transfer.Range) (count uint32, fresh bool) {
 	return count, fresh
 }
 
-// Enter allows one bounded, non-blocking piece of writing, until Leave. Anything but ReasonNone means that nothing of the
-// slice may be written any more, and Leave must not be called.
+// Enter permits one bounded, non-blocking write, until Leave. With any result but ReasonNone
+// nothing of the slice may be written any more, and Leave must not be called.
 func (c *Claim) Enter() transfer.Reason {
 	c.mu.Lock()
 	if c.lost {
@@ -146,14 +152,14 @@ func (c *Claim) Enter() transfer.Reason {
 	return transfer.ReasonNone
 }
 
-// Leave ends what Enter allowed.
+// Leave ends the write that Enter permitted.
 func (c *Claim) Leave() {
 	c.g.Leave()
 	c.mu.Unlock()
 }
 
-// Land reports all chunks of the claim to the grant's Sink, unless the grant was revoked or the claim taken over, and
-// releases the claim. ReasonNone: they have landed.
+// Land reports all chunks of the claim to the grant's Sink, unless the grant was revoked or the
+// claim taken over, and releases the claim. ReasonNone: the chunks have landed.
 func (c *Claim) Land(lane Lane) transfer.Reason {
 	why := c.Enter()
 	if why == transfer.ReasonNone {
@@ -165,7 +171,7 @@ func (c *Claim) Land(lane Lane) transfer.Reason {
 	return why
 }
 
-// Release gives the claim up. Chunks that it has written and not landed stay fresh. Idempotent.
+// Release gives up the claim. Chunks that it has written without landing stay fresh. Idempotent.
 func (c *Claim) Release() {
 	if c.g == nil {
 		return
@@ -212,5 +218,5 @@ func (s *claims) hasLocked(c uint32) bool { return s.landed[c/64]&(1<<(c%64)) !=
 
 var laneIDs atomic.Uint64
 
-// NextLaneID returns an id that no lane of this process has, whatever its backend.
+// NextLaneID returns an id that no other lane of this process has, in any backend.
 func NextLaneID() uint64 { return laneIDs.Add(1) }

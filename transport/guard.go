@@ -8,8 +8,8 @@ import (
 	"sync/atomic"
 )
 
-// Guard counts those who touch the memory behind a lease right now, and closes it for good. Enter and Leave bracket only
-// non-blocking work (one readv, one bounded copy), so Wait is short.
+// Guard counts the current holders of a lease's memory, and closes for good. Enter and Leave
+// bracket only non-blocking work (one readv, one bounded copy), so Wait is short.
 //
 // The zero Guard is open.
 type Guard struct {
@@ -31,7 +31,7 @@ func (g *Guard) Enter() bool {
 	return true
 }
 
-// Leave gives a hold back.
+// Leave releases a hold.
 func (g *Guard) Leave() {
 	if g.state.Add(-1) == guardRevoked {
 		g.emptied()
@@ -50,19 +50,20 @@ func (g *Guard) Revoke() {
 // Revoked reports whether Revoke was called.
 func (g *Guard) Revoked() bool { return g.state.Load() >= guardRevoked }
 
-// Idle is closed once the guard is revoked and nobody holds it.
+// Idle returns a channel that is closed once the guard is revoked and has no holder.
 func (g *Guard) Idle() <-chan struct{} {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.idleLocked()
 }
 
-// Empty reports whether the guard is revoked and nobody holds it: Wait has nothing to wait for but the word of the last who left.
+// Empty reports whether the guard is revoked and has no holder: Wait then waits only for the last
+// holder's signal.
 func (g *Guard) Empty() bool { return g.state.Load() == guardRevoked }
 
 var errOpen = errors.New("the guard is not revoked; revoke first")
 
-// Wait returns once the guard is revoked and nobody holds it. What is over already is over, whatever ctx says.
+// Wait returns once the guard is revoked and has no holder, even if ctx has ended by then.
 func (g *Guard) Wait(ctx context.Context) error {
 	if !g.Revoked() {
 		return errOpen
@@ -76,7 +77,7 @@ func (g *Guard) Wait(ctx context.Context) error {
 	case <-g.Idle():
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("somebody still holds the guard: %w", ctx.Err())
+		return fmt.Errorf("the guard still has a holder: %w", ctx.Err())
 	}
 }
 

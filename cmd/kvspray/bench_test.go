@@ -23,7 +23,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// commandEnv makes this test's binary the command: `bench rails` starts sidecars from the program that it is itself.
+// commandEnv makes this test's binary act as the command: `bench rails` starts sidecars from its
+// own program.
 const commandEnv = "KVSPRAY_TEST_COMMAND"
 
 func TestMain(m *testing.M) {
@@ -33,7 +34,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// faultKinds are rail 1's, one of each kind.
+// faultKinds are faults of rail 1, one of each kind.
 var faultKinds = []string{"20ms:rail1:down", "40ms:rail1:up", "60ms:rail1:drop", "80ms:rail1:heal", "100ms:rail1:ackdrop", "110ms:rail1:heal", "120ms:rail1:rate=1/20",
 	"130ms:rail1:heal", "140ms:all:rate=1/2", "150ms:rail1:flap=40ms", "180ms:rail1:up", "190ms:rail1:blackhole", "200ms:all:heal"}
 
@@ -44,10 +45,10 @@ func flags(faults []string) (args []string) {
 	return args
 }
 
-// usage is the exit code of mistakes, failure that of what ran.
+// usage is the exit code of usage errors, failure that of run-time failures.
 const usage, failure = 2, 1
 
-// Each mistake is told before anything is built, by its flag, its value and what would be right.
+// Each usage error is reported before anything is built, with its flag, its value and the remedy.
 func TestBenchFlags(t *testing.T) {
 	const two = "--rates 200mbit,100mbit "
 	for _, bench := range []string{"rails", "sim"} {
@@ -67,7 +68,7 @@ func TestBenchFlags(t *testing.T) {
 			{two + "--fault 2s:rail0:down=1", []string{"--fault", "kind down takes no value"}},
 			{two + "--fault rail0:down", []string{"--fault", "want T:railN:kind, for instance 2s:rail0:down"}},
 			{two + "--duration 1s --fault 2s:rail0:down", []string{"--fault 2s:rail0:down", "never happens within --duration 1s"}},
-			// Every kind is read: the only mistake is in the last one.
+			// Every kind is parsed: the only error is in the last one.
 			{two + strings.Join(flags(append(faultKinds, "1s:rail2:heal")), " "), []string{"--fault 1s:rail2:heal", "there are 2 rails, rail0 to rail1"}},
 			{"--json x --html x", []string{"--json x and --html x", "only one can go there"}},
 			{"--json /nowhere/x", []string{"--json", "/nowhere/x", "no such file or directory"}},
@@ -94,7 +95,7 @@ func TestBenchFlags(t *testing.T) {
 	}
 }
 
-// What was typed wrongly has one exit code, whichever bench it is.
+// Usage errors have one exit code in every bench.
 func TestBenchMistakes(t *testing.T) {
 	for _, args := range []string{"copy --transport rdma", "copy --blocks 5KiB", "copy --total 0", "copy --conns 65", "copy --rounds -1", "copy --integrity md5", "copy --slice 1", "copy --window 0",
 		"gpu --repeat 0", "gpu --json /nowhere/x", "gpu hops", "rails --integrity md5", "rails --claims 1gbit", "rails --claims fast", "rails --html /", "sim --nodes 1",
@@ -128,7 +129,7 @@ func TestBenchSim(t *testing.T) {
 	if want := "measuring 2 simulated rails with plain streams, alone and together\nmoving two transfers of 8MiB from each of 1 nodes, in simulated time\n"; errs.String() != want {
 		t.Errorf("of its progress it said %q, want %q", &errs, want)
 	}
-	// What is piped is the result and nothing else.
+	// Piped output is the result alone.
 	out.Reset()
 	if code := cli.Main(append(args[:len(args):len(args)], "--json", "-"), &out, &errs); code != 0 {
 		t.Fatalf("exit code %d: %s", code, &errs)
@@ -197,7 +198,7 @@ func TestBenchReceivers(t *testing.T) {
 	}
 }
 
-// A run of two sidecars, over rails of which one dies, comes back, and is slow.
+// A run of two sidecars over rails, of which one goes down, comes back, and is slow.
 func TestBenchRails(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return
@@ -223,7 +224,7 @@ func TestBenchRails(t *testing.T) {
 		}
 		t.Fatalf("%v: %s", err, &errs)
 	}
-	// What the sidecars refuse of --set was typed here.
+	// An error of the sidecars about --set is a usage error of the bench.
 	wrong := exec.CommandContext(t.Context(), self, "bench", "rails", "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
 	wrong.Env = cmd.Env
 	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage || !strings.Contains(string(said), `nope: "1": unknown key`) {
@@ -250,7 +251,7 @@ func TestBenchRails(t *testing.T) {
 	}
 }
 
-// judge reads what a run of two transfers over two rails wrote.
+// judge checks the output of a run of two transfers over two rails.
 func judge(t *testing.T, json, html string, total uint64, faults []string) *timeline.Result {
 	t.Helper()
 	f, err := os.Open(json)
@@ -274,7 +275,7 @@ func judge(t *testing.T, json, html string, total uint64, faults []string) *time
 	if len(r.Rails) != 2 || len(r.Samples.Bytes) != 2 {
 		t.Fatalf("%d rails, samples of %d", len(r.Rails), len(r.Samples.Bytes))
 	}
-	// What the receiver counted is the content, with what a wire adds and what is sent again.
+	// The receiver's count is the content plus overhead and retransmissions.
 	var counted uint64
 	for i, x := range r.Rails {
 		b := r.Samples.Bytes[i]
@@ -321,7 +322,7 @@ func judge(t *testing.T, json, html string, total uint64, faults []string) *time
 	return r
 }
 
-// drawn reads the plot of a page, which has to be well-formed, and returns its texts.
+// drawn parses the plot of a page and returns its texts.
 func drawn(t *testing.T, page []byte) string {
 	t.Helper()
 	begin, end := bytes.Index(page, []byte("<svg")), bytes.Index(page, []byte("</svg>"))
@@ -354,7 +355,7 @@ func drawn(t *testing.T, page []byte) string {
 	return strings.Join(texts, " ")
 }
 
-// A bench that its user ends says that, and not what it was in.
+// An interrupted bench reports the interruption, not the operation that it stopped.
 func TestBenchInterrupted(t *testing.T) {
 	exe, err := os.Executable()
 	if err != nil {

@@ -8,8 +8,8 @@ import (
 	"unicode/utf8"
 )
 
-// Bounds on what a message may hold. A reader allocates nothing before it has checked a length against these and against the
-// bytes that are there.
+// Bounds of a message. A reader checks a length against these and against the available bytes
+// before it allocates.
 const (
 	MaxPacketBytes  = 1 << 20
 	MaxDescriptors  = 32
@@ -25,11 +25,11 @@ const (
 	MaxRecompute    = 1024
 	MaxOutcomes     = 64 // entries of a STATS map
 	MaxFanout       = 16
-	MaxCopyBlocks   = 32768 // of a COPY: what a record holds, and less than a second of any list
+	MaxCopyBlocks   = 32768 // of a COPY: fits a record, and takes less than a second
 	maxDepth        = 16    // nesting of unknown values that are skipped
 )
 
-// Error says which field of which message is wrong, and what to do about it.
+// Error is a refusal of a message, with its field and remedy.
 type Error struct {
 	Message string // "HELLO", "INTENT" ...
 	Field   string
@@ -49,8 +49,9 @@ func (e *Error) Error() string {
 	return s
 }
 
-// reader is a cursor over one msgpack value. The first error sticks and every later read returns zero. Of a key that comes twice
-// the last value counts, lists included: a repeated list must not grow past its bound.
+// reader is a cursor over one msgpack value. The first error sticks, and every later read returns
+// zero. If a key comes twice the last value counts, lists included: a repeated list must not grow
+// past its bound.
 type reader struct {
 	what  string
 	field []byte // the key being read
@@ -102,7 +103,8 @@ func (r *reader) be(n int) uint64 {
 	return binary.BigEndian.Uint64(b)
 }
 
-// count checks a length against a bound and against what is left, at least one byte each.
+// count checks a length against a bound and against the remaining bytes, at least one byte per
+// element.
 func (r *reader) count(n uint64, limit int, unit string) int {
 	if r.err != nil {
 		return 0
@@ -118,7 +120,7 @@ func (r *reader) count(n uint64, limit int, unit string) int {
 	return int(n)
 }
 
-// mapLen reads the head of a map. Maps may have unknown keys, so the bound is what is left.
+// mapLen reads the head of a map. Maps may have unknown keys, so the bound is the remaining bytes.
 func (r *reader) mapLen() int {
 	c := r.code()
 	switch {
@@ -263,7 +265,8 @@ func (r *reader) bool() bool {
 	return false
 }
 
-// key reads a map key and makes it the field that errors name. Unknown keys come here too, so any short str will do.
+// key reads a map key and makes it the field of errors. Unknown keys come here too, so any short
+// str is accepted.
 func (r *reader) key() []byte {
 	r.field = nil
 	b := r.text(MaxNameBytes)
@@ -330,7 +333,7 @@ func (r *reader) skipDepth(depth int) {
 	case c == 0xdf:
 		items(2 * r.count(r.be(4), math.MaxInt32/2, "keys"))
 	default:
-		r.fail("type byte %#02x is no msgpack", c)
+		r.fail("type byte %#02x is not msgpack", c)
 	}
 }
 
@@ -373,7 +376,7 @@ func (r *reader) blocks() [][]uint32 {
 	return out
 }
 
-// end checks that the value is all there is, and names what must not be missing.
+// end checks that nothing follows the value, and names missing required keys.
 func (r *reader) end() *Error {
 	if r.err == nil && r.off != len(r.b) {
 		r.field = nil

@@ -12,7 +12,7 @@ const (
 	PrioBackground  = 2
 )
 
-// PendingStep is a step whose flags are still to come, and what the lease then holds.
+// PendingStep is a step whose flags are not set yet, and the tokens that the lease holds after it.
 type PendingStep struct {
 	Step uint64
 	End  uint32
@@ -283,7 +283,8 @@ func appendAfter(b []byte, mark uint64) []byte {
 	return appendUint(appendStr(b, "after"), mark)
 }
 
-// DecodeCopy decodes a COPY body. That its blocks lie inside the regions, and apart, is for who knows these.
+// DecodeCopy decodes a COPY body. The caller checks that its blocks lie inside the regions and do
+// not overlap.
 func DecodeCopy(b []byte) (*Copy, error) {
 	r := &reader{what: "COPY", b: b}
 	m := &Copy{}
@@ -434,7 +435,7 @@ func (m *Cancel) Append(b []byte) []byte {
 	return appendStr(appendStr(appendMap(b, 1), "reason"), clip(m.Reason, MaxTextBytes))
 }
 
-// DecodeEmpty checks a body without keys of its own; what names the record in errors.
+// DecodeEmpty checks a body without keys of its own; what is the record's name in errors.
 func DecodeEmpty(what string, b []byte) (*Empty, error) {
 	r := &reader{what: what, b: b}
 	for i := r.mapLen(); i > 0 && r.err == nil; i-- {
@@ -490,7 +491,8 @@ func DecodeReceived(b []byte) (*Received, error) {
 	return m, nil
 }
 
-// Append encodes m. More than MaxRecompute ranges become none, which means everything.
+// Append encodes m. If there are more than MaxRecompute ranges it encodes none, which means
+// everything.
 func (m *Received) Append(b []byte) []byte {
 	b = appendMap(b, 5)
 	b = appendUint(appendStr(b, "bytes"), m.Bytes)

@@ -15,21 +15,21 @@ type Version uint32
 // MakeVersion packs a version.
 func MakeVersion(major, minor uint16) Version { return Version(major)<<16 | Version(minor) }
 
-// Major is the part that must be known to a reader.
+// Major is the part that a reader must support.
 func (v Version) Major() uint16 { return uint16(v >> 16) }
 
-// Minor only adds.
+// Minor versions only add.
 func (v Version) Minor() uint16 { return uint16(v) }
 
 func (v Version) String() string { return fmt.Sprintf("%d.%d", v.Major(), v.Minor()) }
 
-// The versions that this code speaks.
+// The versions that this code supports.
 var (
 	VersionMin = MakeVersion(1, 0)
 	VersionMax = MakeVersion(1, 0)
 )
 
-// Negotiate picks the highest version that both sides speak.
+// Negotiate picks the highest version that both sides support.
 func Negotiate(minV, maxV Version) (Version, error) {
 	if minV > maxV {
 		return 0, &Error{Message: "HELLO", Field: "min", Problem: fmt.Sprintf("%s is above max %s", minV, maxV)}
@@ -37,7 +37,7 @@ func Negotiate(minV, maxV Version) (Version, error) {
 	v := min(maxV, VersionMax)
 	if v < max(minV, VersionMin) {
 		return 0, &Error{Message: "HELLO", Field: "max",
-			Problem: fmt.Sprintf("the shim speaks %s to %s, the sidecar %s to %s", minV, maxV, VersionMin, VersionMax),
+			Problem: fmt.Sprintf("the shim supports %s to %s, the sidecar %s to %s", minV, maxV, VersionMin, VersionMax),
 			Remedy:  "upgrade the older of the two"}
 	}
 	return v, nil
@@ -103,14 +103,14 @@ type Hello struct {
 
 // Welcome.Features.
 const (
-	FeatureCopy = "copy" // the sidecar takes COPY records
-	FeatureWork = "work" // it has work for engines with GPU memory, see Register.Work
-	// FeatureAfter: EXPECT and COPY wait for the stream mark that they name.
+	FeatureCopy = "copy" // the sidecar accepts COPY records
+	FeatureWork = "work" // the sidecar uses engines with GPU memory for work, see Register.Work
+	// FeatureAfter: EXPECT and COPY wait for the stream mark in them.
 	FeatureAfter   = "after"
-	FeatureDecline = "decline" // it takes DECLINE of schedulers
+	FeatureDecline = "decline" // the sidecar accepts DECLINE of schedulers
 )
 
-// Limits are told to the shim.
+// Limits are sent to the shim.
 type Limits struct{ Leases, Regions, RecordBytes uint64 }
 
 // Welcome answers Hello.
@@ -137,17 +137,17 @@ const (
 	KindDevice  = "device" // of a GPU
 )
 
-// Region describes memory that rides along as a descriptor.
+// Region describes memory whose descriptor is in the packet.
 type Region struct {
 	Region [16]byte
 	Kind   string
 	Bytes  uint64
 	Addr   uint64 // KindProcess only
 	FD     uint32 // index into the packet's descriptors; NoFD: none, KindDevice only
-	Handle []byte // KindDevice only: how the allocation is imported
+	Handle []byte // KindDevice only: import handle of the allocation
 }
 
-// NoFD stands for the descriptor of a region that comes without one.
+// NoFD is the descriptor index of a region without a descriptor.
 const NoFD = math.MaxUint32
 
 // MaxHandleBytes bounds Region.Handle.
@@ -156,24 +156,25 @@ const MaxHandleBytes = 256
 // FDs are indices into the packet's descriptors.
 type FDs struct{ Flags, Rings, Doorbell, Bell uint32 }
 
-// WorkFDs are indices, too: of the work memory (board.h) and of what wakes the shim for it.
+// WorkFDs are further indices: the work memory (board.h) and the eventfd that wakes the shim for
+// it.
 type WorkFDs struct{ Board, Bell uint32 }
 
-// Register hands over memory, layout and board.
+// Register passes memory, layout and board to the sidecar.
 type Register struct {
 	ID      uint64
 	Session [16]byte
 	Regions []Region
 	Layout  []byte // one msgpack map, docs/protocol.md section 3; see package layout
 	FDs     FDs
-	Work    *WorkFDs // nil: the engine has no GPU, or does no work for others there
+	Work    *WorkFDs // nil: the engine has no GPU, or does no work for the sidecar
 }
 
 // Registered answers Register.
 type Registered struct {
 	ID          uint64
 	Fingerprint [32]byte
-	Geometry    [32]byte // zero where a sidecar does not say
+	Geometry    [32]byte // zero if a sidecar does not send it
 }
 
 // Codes of an ErrorMessage.
@@ -181,7 +182,7 @@ const (
 	CodeProtocol   = "protocol"   // a packet or record that cannot be read
 	CodeVersion    = "version"    // no common version
 	CodePermission = "permission" // uid, or the process cannot be held
-	CodeState      = "state"      // not now: HELLO twice, REGISTER by a scheduler ...
+	CodeState      = "state"      // not allowed now: HELLO twice, REGISTER by a scheduler ...
 	CodeRegion     = "region"     // a region cannot be used
 	CodeLayout     = "layout"     // the layout cannot be used
 	CodeBoard      = "board"      // flags or rings cannot be used
@@ -191,7 +192,7 @@ const (
 	CodeSuperseded = "superseded" // a newer session of the same boot took over
 )
 
-// ErrorMessage refuses a request, or tells of bad input.
+// ErrorMessage refuses a request, or reports invalid input.
 type ErrorMessage struct {
 	ID      uint64 // 0: answers no request
 	Code    string
@@ -211,7 +212,7 @@ type Await struct {
 	TTLMS  uint64
 }
 
-// Admitted answers Await, any time later, once.
+// Admitted answers Await once, at any later time.
 type Admitted struct {
 	ID      uint64
 	State   string
@@ -219,8 +220,9 @@ type Admitted struct {
 	Message string
 }
 
-// Decline says that no rank of the scheduler's engine will ask for this prompt's KV: the request ended, or is served without it, before any of them
-// was told of it. The source's engine need not keep its blocks for it.
+// Decline reports that no rank of the scheduler's engine will ask for this prompt's KV: the request
+// ended, or is served without it, before any rank received it. The source's engine need not keep
+// its blocks for it.
 type Decline struct {
 	ID     uint64
 	Xfer   [16]byte
@@ -300,7 +302,7 @@ func DecodePacket(p []byte) (Message, error) {
 	return m, nil
 }
 
-// UnknownType is a packet of a type that this version does not know.
+// UnknownType is a packet of a type that this version does not support.
 type UnknownType struct{ Type Type }
 
 func (e *UnknownType) Error() string {
@@ -823,7 +825,7 @@ func (r *reader) counts() map[string]uint64 {
 	}
 	out := make(map[string]uint64, n)
 	for range n {
-		k := strings.ToValidUTF8(r.str(MaxNameBytes), "?") // as it would be written: keys are sorted before
+		k := strings.ToValidUTF8(r.str(MaxNameBytes), "?") // as it would be encoded: keys are sorted before
 		v := r.u64()
 		if r.err != nil {
 			return nil
@@ -841,7 +843,7 @@ func (m *Stats) append(b []byte) []byte {
 
 func sortedKeys(m map[string]uint64) []string { return slices.Sorted(maps.Keys(m)) }
 
-// clip keeps a text of ours within what a reader takes.
+// clip shortens a text to the bound that readers accept.
 func clip(s string, n int) string {
 	if len(s) <= n {
 		return s

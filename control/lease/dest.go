@@ -6,17 +6,17 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// DestState is where a destination lease stands.
+// DestState is the state of a destination lease.
 type DestState uint8
 
 // The states of a destination lease.
 const (
-	DestWaiting   DestState = iota // no grant is out: the peer is not connected, or the last grant was fenced
+	DestWaiting   DestState = iota // no grant exists: the peer is not connected, or the last grant was fenced
 	DestGranted                    // offered; bytes may land
 	DestLanding                    // bound to a source lease
 	DestClosing                    // closed to writers, the fence is running
 	DestFenced                     // nothing can be written any more
-	DestCompleted                  // the engine was told, once
+	DestCompleted                  // the engine has received the result, once
 )
 
 var destNames = [...]string{"waiting", "granted", "landing", "closing", "fenced", "completed"}
@@ -28,12 +28,12 @@ func (s DestState) String() string {
 	return fmt.Sprintf("state(%d)", uint8(s))
 }
 
-// Dest is one destination lease: blocks of an engine that want a prompt's KV.
+// Dest is one destination lease: blocks of an engine that are to receive a prompt's KV.
 type Dest struct {
 	ID       transfer.LeaseID
 	Key      transfer.Key
 	Deadline Instant
-	Partner  Instant // when a partner must be bound; Never once it is
+	Partner  Instant // when a partner must be bound; Never afterwards
 
 	State  DestState
 	Peer   transfer.Boot
@@ -67,8 +67,9 @@ func (d *Dest) Bind(source transfer.LeaseID) error {
 	return nil
 }
 
-// Close closes the grant to writers. final says that the lease ends after the fence; otherwise it waits for a new grant.
-// A lease that was never granted, or whose last grant is fenced, needs no fence: Close reports false.
+// Close closes the grant to writers. With final the lease ends after the fence; otherwise it waits
+// for a new grant. A lease that was never granted, or whose last grant is fenced, needs no fence:
+// Close returns false.
 func (d *Dest) Close(final bool) (fence bool, err error) {
 	switch d.State {
 	case DestWaiting:
@@ -80,7 +81,7 @@ func (d *Dest) Close(final bool) (fence bool, err error) {
 		d.State, d.Final = DestClosing, final
 		return true, nil
 	case DestClosing:
-		// The fence runs already; its end may only become more final.
+		// The fence is already running; final can only be added.
 		d.Final = d.Final || final
 		return false, nil
 	}
@@ -101,7 +102,8 @@ func (d *Dest) Fenced() error {
 	return nil
 }
 
-// Complete says that the engine is being told. It succeeds once, and only as the release rule allows.
+// Complete records that the engine receives the result. It succeeds once, and only if the release
+// rule permits.
 func (d *Dest) Complete() error {
 	if d.State != DestFenced || !MayRelease(d.exp) {
 		return &StateError{d.ID, "complete", d.State}

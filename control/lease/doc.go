@@ -1,8 +1,9 @@
-// Package lease holds the state of destination and source leases, of the slots that name grants, and of keys that are
-// finished. It is pure: no clock, no I/O, no goroutine; an instant is a time.Duration since the caller's own start.
+// Package lease holds the state of destination and source leases, of the slots that name grants,
+// and of finished keys. It is pure: no clock, no I/O, no goroutine. An instant is a time.Duration
+// since the caller's own start.
 //
-// Invariants: a slot is given out again only after its fence; no (peer, slot, generation) repeats within a boot; a lease completes
-// once; MayRelease is the only place that says when blocks go back to an engine.
+// Invariants: a slot is reused only after its fence. No (peer, slot, generation) repeats within a
+// boot. A lease completes once. Only MayRelease decides when blocks return to an engine.
 package lease
 
 import (
@@ -13,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Limits of one process. All of them refuse the newcomer and leave what runs alone.
+// Limits of one process. At each limit new entries are refused, and existing ones continue.
 const (
 	MaxSlotsPerPeer = 4096  // open grants towards one peer
 	MaxPeers        = 1024  // peers that hold slots at the same time
@@ -24,7 +25,7 @@ const (
 	TombstoneAge    = 2 * time.Minute
 )
 
-// Instant is a point in time: the duration since the owner's start, from a monotonic clock.
+// Instant is a point in time: the duration since the owner's start, by a monotonic clock.
 type Instant = time.Duration
 
 // Never is after every deadline.
@@ -44,13 +45,14 @@ func (e *StateError) Error() string {
 	return fmt.Sprintf("lease %s: %s is not possible in state %s", e.Lease, e.Op, e.State)
 }
 
-// Exposure is what is known about who could still touch the blocks of a lease.
+// Exposure describes which processes could still touch the blocks of a lease.
 type Exposure struct {
-	Granted bool // somebody was ever told that he may touch them
+	Granted bool // some process was ever permitted to touch them
 	Fenced  bool // every backend has acknowledged the fence (destination) or the close (source)
 	Exited  bool // the exit of every process that could touch them is proved
 }
 
-// MayRelease is the release rule: blocks return to the engine only after a fence acknowledgement, or the proved exit of
-// every process that could touch them. Deadlines, cancels and lost connections trigger fences; none of them is a reason.
+// MayRelease is the release rule: blocks return to the engine only after a fence acknowledgement,
+// or the proved exit of every process that could touch them. Deadlines, cancels and lost
+// connections start fences; none of them releases blocks.
 func MayRelease(e Exposure) bool { return !e.Granted || e.Fenced || e.Exited }

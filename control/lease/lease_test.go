@@ -79,7 +79,7 @@ func TestDestTransitions(t *testing.T) {
 			}
 		}
 	}
-	// A fence that is not final leads back to where a grant can be made, and never to completion.
+	// A fence that is not final leads back to the waiting state, and never to completion.
 	d := &Dest{}
 	for _, p := range []string{"grant", "close", "fenced"} {
 		if err := ops[p](d); err != nil {
@@ -137,7 +137,8 @@ func TestSource(t *testing.T) {
 	}
 }
 
-// A request of several receivers takes one place of a source, which is free when all of them have ended.
+// A request of several receivers takes one place of a source, which is free when all of them have
+// ended.
 func TestTeams(t *testing.T) {
 	g := func(id uint64) GrantID { return GrantID{boot(1), transfer.LeaseID{ID: id}} }
 	x, y := TeamID{1}, TeamID{2}
@@ -159,23 +160,26 @@ func TestTeams(t *testing.T) {
 	if err := s.Bind(g(2), y, 1); err != nil || !s.End(g(2), true) || s.Served != 1 {
 		t.Errorf("not done with all three: %v, served %d", err, s.Served)
 	}
-	// One receiver that fails is a request that is not served.
+	// If one receiver fails the request is not served.
 	f := &Source{Fanout: 2}
 	_, _ = f.Bind(g(0), x, 2), f.Bind(g(1), x, 2) // room is certain
 	if f.End(g(0), true) || f.End(g(1), false) || f.Served != 0 {
 		t.Errorf("served %d, and one receiver of two failed", f.Served)
 	}
-	// Who has not come in time does not count: neither the second request nor the second receiver of the first.
+	// A receiver that has not come in time does not count: neither the second request nor the
+	// second receiver of the first.
 	n := &Source{Fanout: 2}
 	_ = n.Bind(g(0), x, 2) // room is certain
 	if n.Narrow() || n.Room(x) || n.Room(y) || !n.End(g(0), true) || n.Served != 1 {
 		t.Errorf("narrowed: served %d", n.Served)
 	}
-	// Who has ended is known as long as the lease lives: its grant, said again, must not take the place of a receiver that is still to come.
+	// The lease remembers ended receivers: a repeated grant must not take the place of a receiver
+	// that is still to come.
 	if p := (&Source{Fanout: 1}); p.Bind(g(0), x, 2) != nil || p.Over(g(0)) || p.End(g(0), true) || !p.Over(g(0)) || p.Over(g(1)) {
 		t.Error("a receiver that has ended is not told from one that has not come")
 	}
-	// The next life of a lease has the place of the one before, and nobody else gets one by it.
+	// The next life of a lease has the place of the previous one, and no other lease gets a place
+	// by it.
 	r := &Source{Fanout: 1}
 	_ = r.Bind(g(0), x, 1) // room is certain
 	r.Rename(g(9), g(8))
@@ -195,7 +199,8 @@ func TestTeams(t *testing.T) {
 	}
 }
 
-// A slot is never given twice at a time, comes back only after its fence, and no name repeats, also where peers were forgotten.
+// A slot is never used twice at a time, is reused only after its fence, and no name repeats, even
+// if peers were forgotten.
 func TestSlots(t *testing.T) {
 	type name struct {
 		peer transfer.Boot
@@ -204,7 +209,7 @@ func TestSlots(t *testing.T) {
 	}
 	rapid.Check(t, func(t *rapid.T) {
 		s := NewSlots(4)
-		for i := range MaxPeers - 3 { // so many that those without grants are forgotten
+		for i := range MaxPeers - 3 { // so many that peers without grants are forgotten
 			idle := boot(9)
 			idle[1], idle[2] = byte(i), byte(i>>8)
 			s.peers[idle] = &peerSlots{}
@@ -253,7 +258,7 @@ func TestSlots(t *testing.T) {
 	})
 }
 
-// A slot that has had every generation is not given again, and others are, for as long as there are any.
+// A slot that has used every generation is not reused; others are, while there are any.
 func TestSlotsOutliveTheirGenerations(t *testing.T) {
 	s, p := NewSlots(4), boot(1)
 	once := func() (transfer.Slot, transfer.Gen, error) {
@@ -296,7 +301,7 @@ func TestTombs(t *testing.T) {
 	if _, ok := x.Find(time.Second, k(1)); ok {
 		t.Error("a raised key is found")
 	}
-	x.Bury(2*time.Second, k(1), true) // again: its first entry must not take this one along
+	x.Bury(2*time.Second, k(1), true) // again: its first entry must not remove this one
 	if _, ok := x.Find(time.Minute+500*time.Millisecond, k(1)); !ok {
 		t.Error("a key buried again was dropped with its first burial")
 	}

@@ -8,28 +8,29 @@ import (
 )
 
 const (
-	maxSlots = 1 << 16        // that a frame can name
+	maxSlots = 1 << 16        // limit of a frame
 	maxGen   = math.MaxUint32 // of a slot
 )
 
-// Slots gives out (slot, generation) names for grants, per peer. The generations of a slot only count up, and one that has had them all is
-// never given again, so no name comes twice to a boot, and a frame that was held up for months meets nothing of its name. There are 2^48
-// for each peer, nine years of a million grants a second; fewer only where a peer with very many was forgotten.
+// Slots allocates (slot, generation) names for grants, per peer. The generations of a slot only
+// count up, and a slot that has used all of them is never used again. So no name occurs twice in a
+// boot, and a frame that was delayed for months matches no grant. Each peer has 2^48 names, nine
+// years of a million grants a second, or fewer if a peer with very many was forgotten.
 type Slots struct {
 	peers map[transfer.Boot]*peerSlots
-	floor transfer.Gen // no peer that was forgotten has had a later one
+	floor transfer.Gen // no forgotten peer has had a later one
 	busy  int          // peers with open slots
 	max   int
 }
 
 type peerSlots struct {
-	slots []slot          // those ever given
+	slots []slot          // those ever used
 	free  []transfer.Slot // fenced, oldest first
 	open  int
 }
 
 type slot struct {
-	gen  transfer.Gen // the last one given
+	gen  transfer.Gen // the last one used
 	open bool
 }
 
@@ -53,7 +54,8 @@ func (s *Slots) Alloc(peer transfer.Boot) (transfer.Slot, transfer.Gen, error) {
 	case p.open >= s.max:
 		return 0, 0, fmt.Errorf("slot for peer %s: %d grants are open: %w", peer, p.open, ErrLimit)
 	case len(p.free) > 0:
-		// The oldest free slot: frames that name a slot recently used meet a stale generation for longest.
+		// The oldest free slot: frames with a recently used slot then meet a stale generation for
+		// longest.
 		n = p.free[0]
 		p.free = append(p.free[:0], p.free[1:]...)
 	case len(p.slots) < maxSlots && s.floor < maxGen:
@@ -88,7 +90,8 @@ func (s *Slots) Fenced(peer transfer.Boot, n transfer.Slot, gen transfer.Gen) er
 	return nil
 }
 
-// tidy forgets a peer without grants where there are many. If it comes again its names go on beyond those that anybody forgotten has had.
+// tidy forgets a peer without grants if there are many. If the peer returns, its names start beyond
+// those of every forgotten peer.
 func (s *Slots) tidy(peer transfer.Boot, p *peerSlots) {
 	if len(s.peers) <= MaxPeers/2 {
 		return
@@ -99,10 +102,10 @@ func (s *Slots) tidy(peer transfer.Boot, p *peerSlots) {
 	delete(s.peers, peer)
 }
 
-// Peers counts those that have slots which are given and not fenced.
+// Peers counts the peers with allocated, unfenced slots.
 func (s *Slots) Peers() int { return s.busy }
 
-// Open counts the slots of peer that are given and not fenced.
+// Open counts the allocated, unfenced slots of peer.
 func (s *Slots) Open(peer transfer.Boot) int {
 	if p := s.peers[peer]; p != nil {
 		return p.open

@@ -6,14 +6,14 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// SourceState is where a source lease stands.
+// SourceState is the state of a source lease.
 type SourceState uint8
 
 // The states of a source lease.
 const (
 	SourceOpen      SourceState = iota // serves grants
-	SourceClosing                      // serves nobody new; its origins are being closed
-	SourceCompleted                    // the engine was told, once
+	SourceClosing                      // refuses new grants; its origins are being closed
+	SourceCompleted                    // the engine has received the result, once
 )
 
 var sourceNames = [...]string{"open", "closing", "completed"}
@@ -25,24 +25,25 @@ func (s SourceState) String() string {
 	return fmt.Sprintf("state(%d)", uint8(s))
 }
 
-// GrantID names a destination lease as its peer calls it.
+// GrantID is the peer's name of a destination lease.
 type GrantID struct {
 	Peer transfer.Boot
 	Dest transfer.LeaseID
 }
 
-// TeamID names the receivers of one decode request: the ranks of its engine, each with a destination lease of its own.
+// TeamID names the receivers of one decode request: the ranks of its engine, each with its own
+// destination lease.
 type TeamID [16]byte
 
 // MaxTeam bounds the receivers of one request.
 const MaxTeam = 1024
 
-// team is the receivers of one decode request, as far as they have come.
+// team is the receivers of one decode request that have come so far.
 type team struct {
-	size      int // of them, as the first one said
-	members   int // that came
-	ended     int // that need us no more
-	committed int // of those
+	size      int // number of receivers, from the first one's grant
+	members   int // receivers that came
+	ended     int // receivers that are finished
+	committed int // finished receivers that committed
 }
 
 // Source is one source lease: blocks of an engine that hold, or will hold, a prompt's KV.
@@ -50,17 +51,17 @@ type Source struct {
 	ID       transfer.LeaseID
 	Key      transfer.Key
 	Fanout   int  // decode requests that it serves
-	Held     bool // the request is finished, the engine keeps the blocks only for us
+	Held     bool // the request is finished, and the engine keeps the blocks only for receivers
 	Deadline Instant
-	Partner  Instant // when the partners must have come, counted from Hold; Never before
+	Partner  Instant // when the receivers must have come, counted from Hold; Never before
 	Attempt  uint32
 
 	State   SourceState
 	serving map[GrantID]TeamID // bound now, or their grant is lost and may come again
-	over    map[GrantID]bool   // ended; a place is not given to them again
+	over    map[GrantID]bool   // ended; they get no place again
 	teams   map[TeamID]*team
-	ended   int // teams that need us no more: committed, revoked, or their process died
-	Served  int // those of them that committed, every receiver
+	ended   int // finished teams: committed, revoked, or their process died
+	Served  int // finished teams whose receivers all committed
 	origins int // open origins: memory that a backend may read
 }
 
@@ -81,14 +82,15 @@ func (s *Source) Has(g GrantID) bool {
 	return ok
 }
 
-// Over reports whether the grant's destination lease has ended here: what comes of it again is a replay, and would take the place of
-// another receiver of its request.
+// Over reports whether the grant's destination lease has ended here. Later messages of it are
+// replays, and would take the place of another receiver of its request.
 func (s *Source) Over(g GrantID) bool { return s.over[g] }
 
-// Serving counts the destination leases bound, those included that lost their grant and may come again.
+// Serving counts the bound destination leases, including those whose lost grant may come again.
 func (s *Source) Serving() int { return len(s.serving) }
 
-// Bind binds a destination lease, one of so many of its team; binding one again is the same place taken once more.
+// Bind binds a destination lease, one of size receivers of its team. Binding one again takes the
+// same place.
 func (s *Source) Bind(g GrantID, id TeamID, size int) error {
 	if s.State != SourceOpen {
 		return &StateError{s.ID, "bind", s.State}
@@ -100,7 +102,7 @@ func (s *Source) Bind(g GrantID, id TeamID, size int) error {
 		return fmt.Errorf("source lease %s: a team of %d receivers: want 1 to %d", s.ID, size, MaxTeam)
 	}
 	if !s.Room(id) {
-		return fmt.Errorf("source lease %s: all the places of its %d requests are taken: %w", s.ID, s.Fanout, ErrLimit)
+		return fmt.Errorf("source lease %s: all places of its %d requests are taken: %w", s.ID, s.Fanout, ErrLimit)
 	}
 	if s.serving == nil {
 		s.serving, s.teams = make(map[GrantID]TeamID, s.Fanout), make(map[TeamID]*team, s.Fanout)
@@ -115,7 +117,7 @@ func (s *Source) Bind(g GrantID, id TeamID, size int) error {
 	return nil
 }
 
-// Rename keeps the place of a destination lease for its next life: another sidecar grants it now.
+// Rename keeps the place of a destination lease for its next life under another sidecar.
 func (s *Source) Rename(old, g GrantID) {
 	if id, ok := s.serving[old]; ok {
 		delete(s.serving, old)
@@ -123,7 +125,7 @@ func (s *Source) Rename(old, g GrantID) {
 	}
 }
 
-// End says that a destination lease needs nothing more from us. It reports whether it was the last one.
+// End records that a destination lease is finished. It returns whether it was the last one.
 func (s *Source) End(g GrantID, committed bool) (last bool) {
 	if id, ok := s.serving[g]; ok {
 		delete(s.serving, g)
@@ -152,7 +154,7 @@ func (s *Source) close(t *team) {
 	}
 }
 
-// Done reports whether all the requests that the intent is for have ended.
+// Done reports whether all requests of the intent have ended.
 func (s *Source) Done() bool { return s.ended >= s.Fanout }
 
 // OriginOpened counts memory that a backend may read from now on.
@@ -165,7 +167,7 @@ func (s *Source) OriginClosed() {
 	}
 }
 
-// Origins counts those open.
+// Origins counts the open origins.
 func (s *Source) Origins() int { return s.origins }
 
 // Close stops serving. Idempotent until the lease is complete.
@@ -177,7 +179,8 @@ func (s *Source) Close() error {
 	return nil
 }
 
-// Complete says that the engine is being told. It succeeds once, and only as the release rule allows.
+// Complete records that the engine receives the result. It succeeds once, and only if the release
+// rule permits.
 func (s *Source) Complete() error {
 	if s.State != SourceClosing || !MayRelease(Exposure{Granted: true, Fenced: s.origins == 0}) {
 		return &StateError{s.ID, "complete", s.State}
@@ -186,7 +189,8 @@ func (s *Source) Complete() error {
 	return nil
 }
 
-// Narrow lets nobody new bind, and reports whether nobody is left to serve. Receivers of a team that have not come will not.
+// Narrow refuses new receivers, and returns whether none is left to serve. Missing receivers of a
+// team count as absent.
 func (s *Source) Narrow() bool {
 	s.Fanout = len(s.teams)
 	for _, t := range s.teams {

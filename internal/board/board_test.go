@@ -137,7 +137,7 @@ func TestFlagsHeaderRefused(t *testing.T) {
 		want   string
 	}{
 		"magic":          {func(b []byte) { b[0]++ }, "magic"},
-		"major":          {func(b []byte) { b[board.OffFlagsHeaderMajor] = 2 }, "ABI version 2, this side speaks 1"},
+		"major":          {func(b []byte) { b[board.OffFlagsHeaderMajor] = 2 }, "ABI version 2, this side supports 1"},
 		"no layers":      {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 0) }, "layers = 0"},
 		"many layers":    {func(b []byte) { put32(b, board.OffFlagsHeaderLayers, 1025) }, "layers = 1025"},
 		"stride":         {func(b []byte) { put32(b, board.OffFlagsHeaderStride, 8) }, "stride = 8"},

@@ -14,11 +14,11 @@ type Flags struct {
 	layer  uint64 // offsets, checked
 	load   uint64
 	epoch  uint64
-	replay uint64 // 0: there are none
-	mark   uint64 // 0: there is none
+	replay uint64 // 0: none
+	mark   uint64 // 0: none
 }
 
-// FlagsBytes is the size of a flags memory for so many layers.
+// FlagsBytes is the size of a flags memory for the given layers.
 func FlagsBytes(layers int) int {
 	return SizeFlagsHeader + (layers+1)*SizeFlag + layers*SizeFlag + CacheLine + (layers+1)*SizeFlag + CacheLine
 }
@@ -106,8 +106,9 @@ func (f *Flags) Boot() [16]byte { return f.boot }
 // Layers is the number of layer flags, without the step's end.
 func (f *Flags) Layers() int { return f.layers }
 
-// Layer returns the last step whose layer i is known to be complete; i = Layers() is the end of the step. Of a layer that a replayed graph
-// signals that is forgotten as the next step begins: it may fall, but for the end of the step, and each value was true for good.
+// Layer returns the last step for which layer i is known to be complete; i = Layers() is the end of
+// the step. For a layer that a replayed graph signals, the value is forgotten when the next step
+// begins, so it may fall (the end of the step does not). Each returned value stays true for good.
 func (f *Flags) Layer(i int) uint64 {
 	if uint(i) > uint(f.layers) {
 		panic("board: layer flag out of range")
@@ -116,14 +117,16 @@ func (f *Flags) Layer(i int) uint64 {
 	if f.replay == 0 || i == f.layers {
 		return v
 	}
-	// The step comes first: its zeros are seen by whoever sees it, so a 1 that is found then is of this step or of a later one.
+	// The step is loaded first: a reader that sees it also sees its zeros, so a 1 found after it
+	// belongs to this step or a later one.
 	if step := f.replayWord(f.layers).Load(); step > v && f.replayWord(i).Load() != 0 {
 		return step
 	}
 	return v
 }
 
-// SetLayer is the engine's side: layer i of this step is complete. A value that does not grow is dropped.
+// SetLayer is the engine's side: layer i of this step is complete. A value that does not grow is
+// ignored.
 func (f *Flags) SetLayer(i int, step uint64) {
 	if uint(i) > uint(f.layers) {
 		panic("board: layer flag out of range")
@@ -133,7 +136,8 @@ func (f *Flags) SetLayer(i int, step uint64) {
 	}
 }
 
-// StartReplay is the engine's side: what SetReplayed says from now on is about this step. One replay at a time.
+// StartReplay is the engine's side: later calls of SetReplayed are about this step. One replay at a
+// time.
 func (f *Flags) StartReplay(step uint64) {
 	for i := range f.layers {
 		f.replayWord(i).Store(0)
@@ -149,7 +153,7 @@ func (f *Flags) SetReplayed(i int) {
 	f.replayWord(i).Store(1)
 }
 
-// replayWord is the replay flag of layer i, or, for i = Layers(), their step.
+// replayWord is the replay flag of layer i, or, for i = Layers(), the step of the flags.
 func (f *Flags) replayWord(i int) *atomic.Uint64 {
 	if f.replay == 0 {
 		panic("board: there are no replay flags")
@@ -174,7 +178,7 @@ func (f *Flags) SetLoad(i int, step uint64) bool {
 	}
 }
 
-// PoisonLoad says that layer i's data will never come.
+// PoisonLoad records that layer i's data will never come.
 func (f *Flags) PoisonLoad(i int) { f.loadWord(i).Store(Poison) }
 
 func (f *Flags) loadWord(i int) *atomic.Uint64 {
@@ -184,13 +188,15 @@ func (f *Flags) loadWord(i int) *atomic.Uint64 {
 	return word64(f.mem, f.load+uint64(i)*SizeFlag)
 }
 
-// SourceEpoch returns the source epoch. On x86 the load comes after every read of source blocks before it in program order.
+// SourceEpoch returns the source epoch. On x86 the load comes after every earlier read of source
+// blocks in program order.
 func (f *Flags) SourceEpoch() uint64 { return word64(f.mem, f.epoch).Load() }
 
 // BumpSourceEpoch is the shim's side: some source blocks are about to lose their contents.
 func (f *Flags) BumpSourceEpoch() uint64 { return word64(f.mem, f.epoch).Add(1) }
 
-// Mark returns the stream mark: everything that the engine enqueued before a mark up to this one is complete. 0 where the shim has none.
+// Mark returns the stream mark: everything that the engine enqueued before a mark up to this one is
+// complete. 0 if the shim has none.
 func (f *Flags) Mark() uint64 {
 	if f.mark == 0 {
 		return 0
@@ -206,10 +212,10 @@ func (f *Flags) SetMark(mark uint64) { word64(f.mem, f.mark).Store(mark) }
 
 func version(what string, wantMagic, magic uint32, major uint16) error {
 	if magic != wantMagic {
-		return fmt.Errorf("board: %s: magic = %#08x, want %#08x: this is no %s memory of kvspray", what, magic, wantMagic, what)
+		return fmt.Errorf("board: %s: magic = %#08x, want %#08x: this is not a %s memory of kvspray", what, magic, wantMagic, what)
 	}
 	if major != BoardMajor {
-		return fmt.Errorf("board: %s: ABI version %d, this side speaks %d: upgrade the older of the two", what, major, BoardMajor)
+		return fmt.Errorf("board: %s: ABI version %d, this side supports %d: upgrade the older of the two", what, major, BoardMajor)
 	}
 	return nil
 }

@@ -13,8 +13,8 @@ var (
 	ErrTooBig = errors.New("board: record is longer than half the ring, or than KVS_RECORD_MAX_BYTES")
 )
 
-// ErrProtocol is wrapped by every error that means that the other side broke the ring. Nothing read from it later can be
-// believed.
+// ErrProtocol is wrapped by every error that means that the other side broke the ring. Nothing read
+// from it later is valid.
 var ErrProtocol = errors.New("board: protocol error")
 
 // Rings is a view of a rings memory.
@@ -30,7 +30,7 @@ type ring struct {
 	data       []byte // a power of two
 }
 
-// Record is one entry as a consumer copied it.
+// Record is one entry, copied by the consumer.
 type Record struct {
 	Type   uint16
 	Status uint16
@@ -40,7 +40,7 @@ type Record struct {
 	Body   []byte // the consumer's buffer; valid until its next call
 }
 
-// RingsBytes is the size of a rings memory with so many data bytes in each direction.
+// RingsBytes is the size of a rings memory with the given data bytes in each direction.
 func RingsBytes(submission, completion int) int {
 	return SizeRingsHeader + 2*SizeRing + submission + completion
 }
@@ -123,7 +123,8 @@ func (r *Rings) CompletionProducer() *Producer { return &Producer{r: r.completio
 // CompletionConsumer is the shim's end.
 func (r *Rings) CompletionConsumer() *Consumer { return &Consumer{r: r.completion} }
 
-// Producer writes records. Its own head and sequence number are the truth; what stands in the ring is for the reader.
+// Producer writes records. Its own head and sequence number are authoritative; their copies in the
+// ring are for the reader.
 type Producer struct {
 	r    ring
 	head uint64
@@ -132,8 +133,8 @@ type Producer struct {
 
 func padded(body int) uint64 { return (SizeRecord + uint64(body) + 7) &^ 7 }
 
-// Push appends a record. wake says that the consumer sleeps and that its eventfd must be written. ErrFull leaves the ring as
-// it was; an error that wraps ErrProtocol means that the consumer broke it.
+// Push appends a record. wake: the consumer sleeps, and its eventfd must be written. ErrFull leaves
+// the ring unchanged; an error that wraps ErrProtocol means that the consumer broke it.
 func (p *Producer) Push(typ, status uint16, lease, epoch uint64, body []byte) (wake bool, err error) {
 	size := uint64(len(p.r.data))
 	length := padded(len(body))
@@ -176,14 +177,15 @@ func (p *Producer) Push(typ, status uint16, lease, epoch uint64, body []byte) (w
 	copy(rec[SizeRecord:], body)
 	p.head += length
 	p.r.head.Store(p.head)
-	// Go's atomics are sequentially consistent: the consumer that has set sleeping either sees the new head or is seen here.
+	// Go's atomics are sequentially consistent: a consumer that has set sleeping either sees the
+	// new head or is seen here.
 	return p.r.sleeping.Load() != 0 && p.r.sleeping.CompareAndSwap(1, 0), nil
 }
 
 // Drained reports whether the consumer has taken everything.
 func (p *Producer) Drained() bool { return p.r.tail.Load() == p.head }
 
-// Consumer reads records. Its own tail and sequence number are the truth.
+// Consumer reads records. Its own tail and sequence number are authoritative.
 type Consumer struct {
 	r      ring
 	tail   uint64
@@ -192,8 +194,8 @@ type Consumer struct {
 	broken error
 }
 
-// Next takes one record. ok is false when the ring is empty. An error wraps ErrProtocol and repeats for ever: the ring is
-// out of step and nothing in it can be believed.
+// Next takes one record. ok is false if the ring is empty. An error wraps ErrProtocol and repeats
+// for ever: the ring is out of step and its content invalid.
 func (c *Consumer) Next() (rec Record, ok bool, err error) {
 	if c.broken != nil {
 		return Record{}, false, c.broken
@@ -215,7 +217,7 @@ func (c *Consumer) Next() (rec Record, ok bool, err error) {
 		le := binary.LittleEndian
 		length, typ := uint64(le.Uint32(h[OffRecordLength:])), le.Uint16(h[OffRecordType:])
 		if typ == RecPad {
-			// Of a whole ring there is never a rest: pads in a row could keep us here for ever.
+			// A pad never fills a whole ring: successive pads could keep this loop busy for ever.
 			if pos == 0 || length != rest || length > avail {
 				return c.fail("pad of %d bytes at %d, want the rest of %d (available: %d)", length, pos, rest, avail)
 			}
@@ -229,7 +231,7 @@ func (c *Consumer) Next() (rec Record, ok bool, err error) {
 		}
 		body := uint64(le.Uint32(h[OffRecordBodyBytes:]))
 		if padded(int(body)) != length {
-			return c.fail("record of %d bytes says that its body has %d", length, body)
+			return c.fail("record of %d bytes gives its body's length as %d", length, body)
 		}
 		if seq := le.Uint64(h[OffRecordSeq:]); seq != c.seq+1 {
 			return c.fail("sequence number %d after %d", seq, c.seq)
@@ -252,8 +254,8 @@ func (c *Consumer) fail(format string, args ...any) (Record, bool, error) {
 	return Record{}, false, c.broken
 }
 
-// Sleep announces that the consumer is about to wait on its eventfd. False: something came in between, or the ring is
-// broken; call Next again.
+// Sleep announces that the consumer is about to wait on its eventfd. False: a record came in
+// between, or the ring is broken; call Next again.
 func (c *Consumer) Sleep() bool {
 	if c.broken != nil {
 		return true
@@ -266,5 +268,5 @@ func (c *Consumer) Sleep() bool {
 	return true
 }
 
-// Awake takes the announcement back without a doorbell.
+// Awake withdraws the announcement without a doorbell.
 func (c *Consumer) Awake() { c.r.sleeping.Store(0) }

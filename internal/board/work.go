@@ -5,11 +5,12 @@ import (
 	"fmt"
 )
 
-// Work is a view of a work memory: what the sidecar has the engine's own GPU context do. Every slot belongs to whoever acquired it in this
-// process; slots are independent of each other.
+// Work is a view of a work memory: work that the sidecar requests from the engine's GPU context. A
+// slot belongs to the goroutine that acquired it in this process; slots are independent of each
+// other.
 type Work struct {
 	mem  []byte
-	rows bool // the shim knows runs of rows
+	rows bool // the shim supports runs of rows
 }
 
 // InitWork writes a header into zeroed memory and returns the view. The shim's side.
@@ -52,12 +53,12 @@ func ParseWork(b []byte) (*Work, error) {
 type WorkRun struct {
 	Region        int
 	Off           uint64
-	Stride, Outer uint64 // from a piece of a row to the next, and from a row to the next
+	Stride, Outer uint64 // distance of pieces in a row, and of rows
 	Len, Count    uint32
-	Rows          uint32 // more than 1 only where the shim knows them
+	Rows          uint32 // more than 1 only if the shim supports it
 }
 
-// Rows is whether the shim knows runs of more than one row.
+// Rows reports whether the shim supports runs of more than one row.
 func (w *Work) Rows() bool { return w.rows }
 
 func workSlot(slot int) uint64 { return WorkSlotTable + uint64(slot)*SizeWorkSlot }
@@ -66,8 +67,8 @@ func (w *Work) list(slot int) []byte {
 	return w.mem[WorkLists+slot*WorkRuns*SizeWorkRun:][: WorkRuns*SizeWorkRun : WorkRuns*SizeWorkRun]
 }
 
-// SetRun writes a run at place i of a slot's list, of which it takes two where it has rows, and returns the place behind it. The slot is not
-// posted.
+// SetRun writes a run at index i of a slot's list (two entries if it has rows), and returns the
+// next index. The slot must not be posted.
 func (w *Work) SetRun(slot, i int, r WorkRun) int {
 	where, count := uint64(r.Region)<<WorkWhereBits|r.Off, r.Count
 	if r.Rows > 1 {
@@ -92,7 +93,7 @@ func (e entry) set(where, stride uint64, length, count uint32) {
 	le.PutUint32(e[OffWorkRunCount:], count)
 }
 
-// SetHandle puts what OPEN names where its list would be.
+// SetHandle writes the handle of OPEN in the place of a list.
 func (w *Work) SetHandle(slot int, handle [WorkHandleBytes]byte) { copy(w.list(slot), handle[:]) }
 
 // WorkRequest is the rest of a slot.
@@ -103,7 +104,8 @@ type WorkRequest struct {
 	Blocks       uint32
 }
 
-// Post hands a slot over. seq is greater than any before in this slot. wake: the shim sleeps, and is to be woken.
+// Post posts a slot. seq is greater than any earlier one in this slot. wake: the shim sleeps and
+// must be woken.
 func (w *Work) Post(slot int, seq uint64, q WorkRequest) (wake bool) {
 	b := w.mem[workSlot(slot):][:SizeWorkSlot]
 	le := binary.LittleEndian
@@ -117,12 +119,14 @@ func (w *Work) Post(slot int, seq uint64, q WorkRequest) (wake bool) {
 	return sleeping.Load() != 0 && sleeping.Swap(0) == 1
 }
 
-// Revoke takes a slot back that the shim has not taken. False: it has, and what it makes of it has to be waited for.
+// Revoke takes back a slot that the shim has not taken. False: the shim has taken it, and its end
+// must be awaited.
 func (w *Work) Revoke(slot int, seq uint64) bool {
 	return word64(w.mem, workSlot(slot)+OffWorkSlotState).CompareAndSwap(seq<<WorkStateBits|WorkPosted, seq<<WorkStateBits|WorkFree)
 }
 
-// Ended reports how a slot ended, if it has: refusal is 0 where it was done, else a value of enum kvs_work_refusal.
+// Ended reports how a slot ended, if it has: refusal is 0 if it was done, else a value of enum
+// kvs_work_refusal.
 func (w *Work) Ended(slot int, seq uint64) (refusal uint32, ended bool) {
 	if word64(w.mem, WorkDone+uint64(slot)*SizeFlag).Load() == seq {
 		return 0, true
@@ -136,7 +140,7 @@ func (w *Work) Ended(slot int, seq uint64) (refusal uint32, ended bool) {
 	return refusal, true
 }
 
-// Take is the shim's side: a slot that is posted becomes its own.
+// Take is the shim's side: it takes a posted slot.
 func (w *Work) Take(slot int) (seq uint64, q WorkRequest, ok bool) {
 	state := word64(w.mem, workSlot(slot)+OffWorkSlotState)
 	s := state.Load()
@@ -150,7 +154,7 @@ func (w *Work) Take(slot int) (seq uint64, q WorkRequest, ok bool) {
 		Bytes: le.Uint64(b[OffWorkSlotBytes:]), Blocks: le.Uint32(b[OffWorkSlotBlocks:])}, true
 }
 
-// Run reads the run at place i of a slot's list, and returns the place behind it.
+// Run reads the run at index i of a slot's list, and returns the next index.
 func (w *Work) Run(slot, i int) (WorkRun, int) {
 	b, le := w.entry(slot, i), binary.LittleEndian
 	where := le.Uint64(b[OffWorkRunWhere:])
@@ -164,13 +168,13 @@ func (w *Work) Run(slot, i int) (WorkRun, int) {
 	return r, i + 2
 }
 
-// Handle reads what SetHandle wrote.
+// Handle reads the handle of SetHandle.
 func (w *Work) Handle(slot int) (h [WorkHandleBytes]byte) {
 	copy(h[:], w.list(slot))
 	return h
 }
 
-// Finish is the shim's side: a slot that it has taken is done, or refused.
+// Finish is the shim's side: a taken slot is done, or refused.
 func (w *Work) Finish(slot int, seq uint64, refusal uint32) {
 	if refusal == 0 {
 		word64(w.mem, WorkDone+uint64(slot)*SizeFlag).Store(seq)
@@ -180,5 +184,6 @@ func (w *Work) Finish(slot int, seq uint64, refusal uint32) {
 	word64(w.mem, workSlot(slot)+OffWorkSlotState).Store(seq<<WorkStateBits | WorkRefused)
 }
 
-// Sleep is the shim's side: it announces that it waits for its doorbell. What was posted before has to be looked for once more.
+// Sleep is the shim's side: it announces a wait for its doorbell. The shim must check once more for
+// slots posted before.
 func (w *Work) Sleep() { word32(w.mem, OffWorkHeaderSleeping).Store(1) }

@@ -12,7 +12,7 @@ import (
 )
 
 func benchCommand() *cobra.Command {
-	cmd := &cobra.Command{Use: "bench", Short: "Measure what moves bytes, beside a plain baseline of the same run", Args: cobra.NoArgs,
+	cmd := &cobra.Command{Use: "bench", Short: "Measure data movement, beside a plain baseline of the same run", Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
 	cmd.AddCommand(copybench.NewCopyCommand(), gpubench.NewCommand(), railsbench.NewCommand(), simbench.NewCommand())
 	return cmd

@@ -16,10 +16,10 @@ func calibrateCommand() *cobra.Command {
 	var out string
 	cmd := &cobra.Command{
 		Use:   "calibrate",
-		Short: "Measure this host's GPUs under load, for the sidecars that serve here",
-		Long: `Measures, for each model of GPU that this host has, while a stream of kernels keeps it busy: how many thread blocks the kernels need that
-pack and unpack, from what size of pieces on copy engines are quicker than packing, and from how many bytes on a copy with the host pays over
-the PCIe links of all GPUs. Writes it to the file that transports.gpu.table names, where serve finds it. Takes some seconds, in which
+		Short: "Measure this host's GPUs under load, for its sidecars",
+		Long: `Measures each GPU model of this host while a stream of kernels keeps it busy: the thread blocks that the pack and unpack kernels
+need, the piece size from which copy engines are faster than packing, and the bytes from which a copy with the host is faster over
+the PCIe links of all GPUs. Writes the results to the file of transports.gpu.table for serve. Takes some seconds, during which
 engines on these GPUs are slower.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -40,6 +40,6 @@ engines on these GPUs are slower.`,
 		},
 	}
 	flags.add(cmd)
-	cmd.Flags().StringVar(&out, "out", "", "file to write; where not given, that of transports.gpu.table")
+	cmd.Flags().StringVar(&out, "out", "", "file to write; default: the file of transports.gpu.table")
 	return cmd
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cli holds the commands of the kvspray binary. Each turns flags into the configuration of one package and runs it; no
-// command does work of its own.
+// Package cli holds the commands of the kvspray binary. Each converts flags to the configuration of
+// one package and runs it; no command does work of its own.
 //
-// Main owns the process's signals; commands end when their context does. No goroutines of its own.
+// Main owns the process's signals. Commands end when their context ends. No goroutines of its own.
 package cli
 
 import (
@@ -30,19 +30,20 @@ import (
 const (
 	exitOK      = 0
 	exitFailure = 1 // it ran, and failed
-	exitUsage   = 2 // arguments, flags or configuration are wrong: nothing ran
+	exitUsage   = 2 // usage error in arguments, flags or configuration: nothing ran
 )
 
 func usage(err error) error { return mistake.Of(err) }
 
-// errUnhealthy is doctor's and check's verdict; the details were printed.
-var errUnhealthy = errors.New("not everything that is required works")
+// errUnhealthy is the result of doctor and check, which have printed the details.
+var errUnhealthy = errors.New("a required check failed")
 
 // Main runs the command line and returns the exit code. A second SIGINT or SIGTERM ends the process at once.
 func Main(args []string, stdout, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	// After the first signal the default action is restored, so that a second one ends what hangs.
+	// After the first signal the default action is restored, so that a second one ends a hanging
+	// process.
 	context.AfterFunc(ctx, stop)
 
 	root := newRoot()
@@ -54,9 +55,9 @@ func Main(args []string, stdout, stderr io.Writer) int {
 		return exitOK
 	}
 	if errors.Is(err, context.Canceled) && ctx.Err() != nil {
-		err = errors.New("interrupted") // by the user, who need not hear what it was in
+		err = errors.New("interrupted") // by the user; the place does not matter
 	}
-	_, _ = fmt.Fprintf(stderr, "kvspray: %v\n", err) // nowhere else to say it
+	_, _ = fmt.Fprintf(stderr, "kvspray: %v\n", err) // no other place for a message
 	if mistake.Is(err) {
 		_, _ = fmt.Fprintf(stderr, "See '%s --help'.\n", cmd.CommandPath())
 		return exitUsage
@@ -72,7 +73,7 @@ func newRoot() *cobra.Command {
 
 Start one next to each engine:        kvspray serve
 Route requests to prefill and decode: kvspray proxy --prefill URL --decode URL
-See what works on this host:          kvspray doctor`,
+Check what works on this host:        kvspray doctor`,
 		Version:       versionText(),
 		SilenceErrors: true,
 		SilenceUsage:  true,
@@ -86,7 +87,7 @@ See what works on this host:          kvspray doctor`,
 	return root
 }
 
-// configFlags are the flags of every command that reads a configuration.
+// configFlags are the flags of every command with a configuration.
 type configFlags struct {
 	cmd    *cobra.Command
 	file   string
@@ -102,7 +103,7 @@ func (f *configFlags) add(cmd *cobra.Command) {
 	cmd.Flags().StringVar(&f.socket, "socket", "", "unix socket for engines; short for --set engine.socket=")
 	cmd.Flags().StringVar(&f.listen, "listen", "", "host:port for other sidecars, port 0 takes a free one; short for --set peer.listen=")
 	cmd.Flags().StringVar(&f.http, "http", "", "host:port for health and metrics, or off; short for --set http.listen=")
-	cmd.Flags().StringArrayVar(&f.sets, "set", nil, "key=value over the file, for instance transports.tcp.integrity=off; repeatable")
+	cmd.Flags().StringArrayVar(&f.sets, "set", nil, "key=value that overrides the file, for instance transports.tcp.integrity=off; repeatable")
 }
 
 func (f *configFlags) load() (*config.Config, error) {
@@ -115,7 +116,7 @@ func (f *configFlags) load() (*config.Config, error) {
 	for _, s := range []struct{ flag, key, value string }{{"config", "", f.file}, {"socket", "engine.socket", f.socket}, {"listen", "peer.listen", f.listen}, {"http", "http.listen", f.http}} {
 		switch {
 		case s.value == "" && f.cmd.Flags().Changed(s.flag):
-			return nil, mistake.Errorf(`--%s "": a variable that is not set? Give it a value, or leave it out for the default`, s.flag)
+			return nil, mistake.Errorf(`--%s "": empty, maybe an unset variable: give it a value, or omit it for the default`, s.flag)
 		case s.value != "" && s.key != "":
 			sets = append(sets, s.key+"="+s.value)
 		}
@@ -127,27 +128,29 @@ func (f *configFlags) load() (*config.Config, error) {
 	return c, nil
 }
 
-// inFolder checks, before anything runs, that there is a folder for a file that will be written at the end of it; empty: none will be.
+// inFolder checks at start that the directory exists for a file that the command writes at its end;
+// empty: no file.
 func inFolder(flag, path string) error {
 	if path == "" {
 		return nil
 	}
 	st, err := os.Stat(filepath.Dir(path))
 	if err == nil && !st.IsDir() {
-		err = errors.New("not a folder")
+		err = errors.New("not a directory")
 	}
 	if err == nil {
 		if st, serr := os.Stat(path); serr == nil && st.IsDir() {
-			err = errors.New("a folder stands there")
+			err = errors.New("is a directory")
 		}
 	}
 	if err != nil {
-		return mistake.Errorf("--%s %q: %w: name a file in a folder that is there", flag, path, err)
+		return mistake.Errorf("--%s %q: %w: name a file in an existing directory", flag, path, err)
 	}
 	return nil
 }
 
-// readyFile is inFolder for a file that writeReady will put there, and tries whether it can: a script that waits for the file would wait for ever.
+// readyFile is inFolder for the file of writeReady, and checks that it can be written: otherwise a
+// script would wait for the file for ever.
 func readyFile(path string) error {
 	if err := inFolder("ready-file", path); err != nil || path == "" {
 		return err
@@ -157,12 +160,12 @@ func readyFile(path string) error {
 		err = errors.Join(tmp.Close(), os.Remove(tmp.Name()))
 	}
 	if err != nil {
-		return mistake.Errorf("--ready-file %q: %w: name one in a folder where this user may make files", path, err)
+		return mistake.Errorf("--ready-file %q: %w: name a file in a directory that this user may write to", path, err)
 	}
 	return nil
 }
 
-// checkFiles looks at the files that a configuration names, and tries the keys and certificates among them.
+// checkFiles checks the files that a configuration names, including keys and certificates.
 func checkFiles(c *config.Config) error {
 	if err := c.CheckFiles(); err != nil {
 		return usage(err)
@@ -173,7 +176,7 @@ func checkFiles(c *config.Config) error {
 	return nil
 }
 
-// newLog makes the logger that everything gets injected.
+// newLog makes the logger of the process.
 func newLog(w io.Writer, level slog.Level, format string) *slog.Logger {
 	opts := &slog.HandlerOptions{Level: level}
 	if format == config.FormJSON {

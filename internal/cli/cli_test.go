@@ -64,17 +64,17 @@ func TestExitCodes(t *testing.T) {
 		"empty set":      {[]string{"serve", "--set", ""}, exitUsage, `--set "": not of the form key=value: write for instance`},
 		"set no key":     {[]string{"config", "check", "--set", "=x"}, exitUsage, `--set "=x": not of the form`},
 		"set no value":   {[]string{"config", "check", "--set", "node"}, exitUsage, `--set "node": not of the form`},
-		"ready folder":   {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, exitUsage, "name a file in a folder that is there"},
-		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, exitUsage, "a folder stands there"},
+		"ready folder":   {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, exitUsage, "name a file in an existing directory"},
+		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, exitUsage, "is a directory"},
 		"proxy body":     {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"}, exitUsage, "--max-body 0: want a number of bytes"},
 		"proxy address":  {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"}, exitUsage, "write host:port, for instance"},
 		"no python":      {[]string{"doctor", "--python", ""}, exitUsage, `--python ""`},
 		"odd python":     {[]string{"doctor", "--python", "/does/not/exist"}, exitOK, "no such file or directory; name the engine's interpreter with --python"},
 		"peers off":      {[]string{"doctor", "--peers", "--http", "off"}, exitUsage, "name it with --http"},
-		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, exitFailure, "tried http://127.0.0.1:1"},
+		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, exitFailure, "no sidecar answers at http://127.0.0.1:1"},
 		"top nowhere":    {[]string{"top", "--once", "--http", "here"}, exitUsage, `--http "here"`},
-		"calibrate out":  {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, exitUsage, "name a file in a folder that is there"},
-		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, exitFailure, "name a file in a folder that is there"},
+		"calibrate out":  {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, exitUsage, "name a file in an existing directory"},
+		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, exitFailure, "name a file in an existing directory"},
 		"no authority":   {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca", "/does/not/exist"}, exitFailure, "keygen ca', or name it with --ca"},
 		"proxy listen":   {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"}, exitFailure, "--listen"},
 	} {
@@ -134,7 +134,7 @@ func TestReadyFile(t *testing.T) {
 		}
 	}
 	testutil.AsNobody(t, func() {
-		if err := readyFile(filepath.Join(dir, "ready")); err == nil || !strings.Contains(err.Error(), "name one in a folder where this user may make files") {
+		if err := readyFile(filepath.Join(dir, "ready")); err == nil || !strings.Contains(err.Error(), "name a file in a directory that this user may write to") {
 			t.Error(err)
 		}
 	})

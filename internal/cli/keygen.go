@@ -13,7 +13,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer/keys"
 )
 
-// How long certificates last if nobody says.
+// Default lifetimes of certificates.
 const (
 	defaultCALife   = 10 * 365 * 24 * time.Hour
 	defaultNodeLife = 2 * 365 * 24 * time.Hour
@@ -23,9 +23,9 @@ func keygenCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "keygen",
 		Short: "Make keys and certificates for sidecars that listen off loopback",
-		Long: `Makes what sidecars know each other by. One of two ways:
+		Long: `Makes the credentials by which sidecars authenticate each other. One of two kinds:
 
-  a cluster key         one secret file that every sidecar holds; simple, and whoever has it is a member
+  a cluster key         one secret file for every sidecar; simple, and every holder of the file is a member
   certificates          an authority whose key stays off the nodes, and a certificate for each node
 
 An existing file is never overwritten.`,
@@ -51,7 +51,7 @@ func keygenCluster() *cobra.Command {
 			if err := keys.WriteCluster(out, c); err != nil {
 				return err
 			}
-			return say(cmd, "%s made; give it to every sidecar, mode 0600, as peer.cluster_key_file", out)
+			return say(cmd, "%s made; copy it to every sidecar, mode 0600, as peer.cluster_key_file", out)
 		},
 	}
 	cmd.Flags().StringVar(&out, "out", "cluster.key", "file to write")
@@ -78,7 +78,7 @@ func keygenCA() *cobra.Command {
 	}
 	cmd.Flags().StringVar(&cert, "cert", "ca.crt", "file for the certificate")
 	cmd.Flags().StringVar(&key, "key", "ca.key", "file for the private key")
-	cmd.Flags().DurationVar(&valid, "valid", defaultCALife, "how long it is valid")
+	cmd.Flags().DurationVar(&valid, "valid", defaultCALife, "lifetime of the certificate")
 	return cmd
 }
 
@@ -93,7 +93,7 @@ func keygenNode() *cobra.Command {
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if name == "" || len(hosts) == 0 {
-				return usage(errors.New("--name and --host are needed: the node's name, and every name or address that peers dial"))
+				return usage(errors.New("--name and --host are required: the node's name, and every name or address that peers dial"))
 			}
 			for _, h := range hosts {
 				if err := keys.Host(h); err != nil {
@@ -125,7 +125,7 @@ func keygenNode() *cobra.Command {
 	f.StringSliceVar(&hosts, "host", nil, "names and addresses that peers dial; repeat or separate by commas")
 	f.StringVar(&cert, "cert", "", "file for the certificate (default NAME.crt)")
 	f.StringVar(&key, "key", "", "file for the private key (default NAME.key)")
-	f.DurationVar(&valid, "valid", defaultNodeLife, "how long it is valid; not beyond the authority")
+	f.DurationVar(&valid, "valid", defaultNodeLife, "lifetime; not beyond the authority's")
 	return cmd
 }
 

@@ -35,9 +35,9 @@ func layoutExplainCommand() *cobra.Command {
 		Short: "Bytes per token, the page drawn, and the plan between prefill and decode",
 		Long: "Bytes per token, the page drawn, and the plan between prefill and decode.\n\n" +
 			"The model is a config.json, as in a model's directory, or one of: " + strings.Join(explain.Presets(), ", ") + ".\n" +
-			"What is not said of decode is as for prefill.\n\n" +
-			"With --engine (and --to-engine) what running engines registered is explained instead; ENGINE is the HTTP address of a sidecar, with\n" +
-			"#ID behind it where several engines are registered there.",
+			"Decode options default to the values of prefill.\n\n" +
+			"With --engine (and --to-engine) it explains the layouts of running engines; ENGINE is the HTTP address of a sidecar, followed\n" +
+			"by #ID if several engines are registered there.",
 		Example: "  kvspray layout explain --model llama-3.1-8b --tp 2 --to-tp 1\n" +
 			"  kvspray layout explain --model ./config.json --block 16 --to-block 64 --order packed_hnd --format svg > layout.svg",
 		Args: cobra.NoArgs,
@@ -74,9 +74,9 @@ func layoutExplainCommand() *cobra.Command {
 	}
 	f := cmd.Flags()
 	f.StringVar(&model, "model", "", "config.json of the model, or the name of a preset")
-	f.StringVar(&engine, "engine", "", "explain what the engine at this sidecar registered")
-	f.StringVar(&toEngine, "to-engine", "", "the decode engine, where it is another one")
-	f.IntVar(&tokens, "tokens", 32768, "length of the prompt that is planned")
+	f.StringVar(&engine, "engine", "", "explain the layout of the engine at this sidecar")
+	f.StringVar(&toEngine, "to-engine", "", "sidecar of the decode engine, if it is another one")
+	f.IntVar(&tokens, "tokens", 32768, "length of the planned prompt")
 	f.StringVar(&format, "format", "text", "text, json or svg")
 	f.IntVar(&prefill.Block, "block", 16, "tokens of a block at the prefill engine")
 	f.IntVar(&prefill.TP, "tp", 1, "tensor parallel size of the prefill engine")
@@ -91,10 +91,10 @@ func layoutExplainCommand() *cobra.Command {
 
 func explainEngines(cmd *cobra.Command, from, to, model string, tokens int, format string) error {
 	if model != "" {
-		return usage(errors.New("--model and --engine: one of them"))
+		return usage(errors.New("--model and --engine: pass one of them"))
 	}
 	if from == "" {
-		return usage(errors.New("--to-engine without --engine: name the prefill engine's sidecar, too"))
+		return usage(errors.New("--to-engine without --engine: name the prefill engine's sidecar as well"))
 	}
 	if to == "" {
 		to = from
@@ -128,17 +128,17 @@ func writeReport(w io.Writer, r *explain.Report, format string) error {
 
 func readModel(name string) (*explain.Model, error) {
 	if name == "" {
-		return nil, errors.New("--model is missing: a config.json, its folder, or one of " + strings.Join(explain.Presets(), ", ") + "; or --engine, for those of a running sidecar")
+		return nil, errors.New("--model is missing: pass a config.json, its directory, or one of " + strings.Join(explain.Presets(), ", ") + "; or pass --engine for a running sidecar")
 	}
 	if st, err := os.Stat(name); err == nil && st.IsDir() {
-		name = filepath.Join(name, "config.json") // a model's folder
+		name = filepath.Join(name, "config.json") // a model's directory
 	}
 	if !strings.ContainsAny(name, "/.") || !strings.HasSuffix(name, ".json") {
 		return explain.Preset(name)
 	}
 	f, err := os.Open(name)
 	if err != nil {
-		return nil, fmt.Errorf("--model: %w; pass a config.json, a model's folder, or one of %s", err, strings.Join(explain.Presets(), ", "))
+		return nil, fmt.Errorf("--model: %w; pass a config.json, a model's directory, or one of %s", err, strings.Join(explain.Presets(), ", "))
 	}
 	defer func() { _ = f.Close() }() // read only
 	b, err := io.ReadAll(io.LimitReader(f, explain.MaxConfigBytes+1))
@@ -148,15 +148,15 @@ func readModel(name string) (*explain.Model, error) {
 	return explain.ParseConfig(name, b)
 }
 
-// errDiffer is layout check's verdict; the details were printed.
+// errDiffer is the result of layout check, which has printed the details.
 var errDiffer = errors.New("KV cannot be moved between these engines")
 
 func layoutCheckCommand() *cobra.Command {
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:     "check PREFILL DECODE",
-		Short:   "Compare what the engines of two running sidecars registered: can KV be moved, and how",
-		Long:    "Compare what the engines of two running sidecars registered. PREFILL and DECODE are the addresses of their HTTP (http.listen).",
+		Short:   "Compare the engines of two running sidecars: whether and how KV can be moved",
+		Long:    "Compare the layouts registered at two running sidecars. PREFILL and DECODE are the addresses of their HTTP (http.listen).",
 		Example: "  kvspray layout check http://127.0.0.1:7651 http://127.0.0.1:7661",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -188,7 +188,7 @@ func layoutCheckCommand() *cobra.Command {
 	return cmd
 }
 
-// fetchTimeout bounds the question to a sidecar; it answers from memory.
+// fetchTimeout bounds a request to a sidecar, which answers from memory.
 const fetchTimeout = 10 * time.Second
 
 func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
@@ -206,7 +206,7 @@ func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: is a sidecar running there? Name its http.listen, host:port (default 127.0.0.1:7651)", err)
 	}
-	defer func() { _ = resp.Body.Close() }() // nothing is left to lose
+	defer func() { _ = resp.Body.Close() }() // nothing can be lost
 	if resp.StatusCode != http.StatusOK {
 		return nil, fmt.Errorf("%s: %s: is it a sidecar's http.listen, of this version?", q.URL, resp.Status)
 	}

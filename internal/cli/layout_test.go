@@ -35,7 +35,7 @@ func TestLayoutExplain(t *testing.T) {
 		"no preset": {[]string{"--model", "gpt-2"}, exitUsage, "neither a file nor a preset"},
 		"no file":   {[]string{"--model", "./nowhere/config.json"}, exitUsage, "no such file"},
 		"no format": {[]string{"--model", config, "--format", "png"}, exitUsage, "text, json or svg"},
-		"other":     {[]string{"--model", config, "--to-dtype", "fp8"}, exitUsage, "never converted"},
+		"other":     {[]string{"--model", config, "--to-dtype", "fp8"}, exitUsage, "without conversion"},
 		"slab":      {[]string{"--model", "deepseek-v4-pro", "--block", "256"}, exitOK, "deepseek_v4_compressor"},
 		"no slab":   {[]string{"--model", "deepseek-v4-pro", "--dtype", "bf16"}, exitUsage, "give --dtype fp8"},
 	} {

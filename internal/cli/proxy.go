@@ -34,11 +34,11 @@ func proxyCommand() *cobra.Command {
 		Long: `Routes /v1/completions and /v1/chat/completions to one prefill engine and one decode engine each, and streams the decode
 engine's answer back. Health is at /health, metrics are at /metrics.
 
-  --mode concurrent     sends a request to both at once: the transfer overlaps the prefill. The decode engine is told where the
-                        prefill's sidecar is: --prefill-peer, or --prefill-sidecar to ask the sidecar itself.
-  --mode prefill-first  asks the prefill engine, then hands its kv_transfer_params to the decode engine, as NIXL-style routers do.
+  --mode concurrent     sends a request to both at once: the transfer overlaps the prefill. The decode engine needs the endpoint of
+                        the prefill's sidecar: --prefill-peer, or --prefill-sidecar to ask the sidecar for it.
+  --mode prefill-first  sends it to the prefill engine, then passes its kv_transfer_params to the decode engine, like NIXL-style routers.
 
-When the prefill engine fails, the decode engine does the prefill itself.`,
+If the prefill engine fails, the decode engine prefills locally.`,
 		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 --decode http://127.0.0.1:8200
   kvspray proxy --prefill http://p0:8000,http://p1:8000 --prefill-sidecar http://p0:7651,http://p1:7651 --decode http://d0:8000`,
 		Args: cobra.NoArgs,
@@ -86,14 +86,14 @@ When the prefill engine fails, the decode engine does the prefill itself.`,
 	f := cmd.Flags()
 	f.StringSliceVar(&prefill, "prefill", nil, "URLs of prefill engines; repeat or separate by commas")
 	f.StringSliceVar(&peers, "prefill-peer", nil, "host:port of each prefill engine's sidecar (its peer.listen), in the order of --prefill")
-	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its http.listen): to learn the former from, or to check it")
+	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its http.listen), to obtain or check its --prefill-peer")
 	f.StringSliceVar(&decode, "decode", nil, "URLs of decode engines")
 	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")
 	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")
 	f.Int64Var(&body, "max-body", proxy.DefaultBodyBytes, "largest request body, in bytes")
 	f.StringVar(&level, "log-level", config.LevelInfo, "debug, info, warn or error")
 	f.StringVar(&format, "log-format", config.FormText, "text or json")
-	f.StringVar(&ready, "ready-file", "", "file to write the bound address to, as JSON, once listening; for scripts that use port 0")
+	f.StringVar(&ready, "ready-file", "", "file for the bound address as JSON, written once listening; for scripts that use port 0")
 	return cmd
 }
 
@@ -104,7 +104,7 @@ func proxyConfig(prefill, peers, sidecars, decode []string) (proxy.Config, error
 		list []string
 	}{{"--prefill-peer", peers}, {"--prefill-sidecar", sidecars}} {
 		if len(l.list) != 0 && len(l.list) != len(prefill) {
-			return cfg, fmt.Errorf("%s names %d sidecars for %d prefill engines; give one for each, in the same order", l.flag, len(l.list), len(prefill))
+			return cfg, fmt.Errorf("%s names %d sidecars for %d prefill engines; pass one for each, in the same order", l.flag, len(l.list), len(prefill))
 		}
 	}
 	for i, url := range prefill {
@@ -120,9 +120,9 @@ func proxyConfig(prefill, peers, sidecars, decode []string) (proxy.Config, error
 	return cfg, nil
 }
 
-const readyTemp = ".ready-*" // what a ready file is called while it is written
+const readyTemp = ".ready-*" // name of a ready file while it is written
 
-// writeReady puts addresses into a file at once, so that a script that sees the file sees all of it.
+// writeReady writes addresses to a file atomically, so that a script never reads a part of it.
 func writeReady(path string, addrs map[string]string) error {
 	if path == "" {
 		return nil

@@ -24,7 +24,7 @@ func serveCommand() *cobra.Command {
 		Long: `Runs the sidecar of this node: engines connect to its unix socket, other sidecars to its peer address.
 
 Without a file and flags it binds to loopback only. Addresses off loopback need a cluster key or certificates ('kvspray keygen').
-SIGTERM drains: no new leases are taken, those open run on, for at most drain.timeout. A second signal ends the process at once.`,
+SIGTERM drains: no new leases, open leases continue for at most drain.timeout. A second signal ends the process at once.`,
 		Example: `  kvspray serve
   kvspray serve --socket /run/a.sock --listen 127.0.0.1:0 --http 127.0.0.1:0 --set peer.gossip.listen=off
   kvspray serve --config /etc/kvspray.yaml`,
@@ -52,11 +52,11 @@ SIGTERM drains: no new leases are taken, those open run on, for at most drain.ti
 		},
 	}
 	flags.add(cmd)
-	cmd.Flags().StringVar(&ready, "ready-file", "", "file to write the bound addresses to, as JSON, once serving; for scripts that use port 0")
+	cmd.Flags().StringVar(&ready, "ready-file", "", "file for the bound addresses as JSON, written once serving; for scripts that use port 0")
 	return cmd
 }
 
-// runNode runs the node and says where it listens as soon as that is known.
+// runNode runs the node and writes its addresses as soon as they are known.
 func runNode(ctx context.Context, node *sidecar.Node, socket, ready string) error {
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
@@ -65,7 +65,7 @@ func runNode(ctx context.Context, node *sidecar.Node, socket, ready string) erro
 	wg.Go(func() {
 		<-node.Started()
 		if node.Endpoint() == "" {
-			return // Run failed and says why
+			return // Run failed and returns the reason
 		}
 		addrs := map[string]string{"peer": node.Endpoint(), "http": node.HTTPAddr(), "socket": socket}
 		if readyErr = writeReady(ready, addrs); readyErr != nil {

@@ -60,7 +60,7 @@ func configCommand() *cobra.Command {
 	return cmd
 }
 
-// versionText is what 'kvspray version' and 'kvspray --version' print.
+// versionText is the output of 'kvspray version' and 'kvspray --version'.
 func versionText() string { return fmt.Sprintf("kvspray %s (%s)\n", version.String(), version.Go()) }
 
 func versionCommand() *cobra.Command {
@@ -87,12 +87,12 @@ func doctorCommand() *cobra.Command {
 	var python string
 	cmd := &cobra.Command{
 		Use:   "doctor",
-		Short: "Say what works on this host, and what to do about the rest",
-		Long: `Says what works on this host. Each line is yes, no (with the reason, and the remedy below it), or could not tell.
-Exits with 1 if something is missing that nothing works without.
+		Short: "Check what works on this host, with remedies for the rest",
+		Long: `Checks what works on this host. Each line is yes, no (with the reason, and the remedy below it), or could not tell.
+Exits with 1 if a required check fails.
 
-With --peers it asks the sidecar that runs here instead which of its rails reaches which rail of each peer, over which transport, and why
-not. Exits with 1 if a peer is reached over none.`,
+With --peers it asks the sidecar on this host instead which of its rails reach which rails of each peer, over which transport, with
+the reasons for the rest. Exits with 1 if a peer has no lane.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := flags.load()
@@ -100,7 +100,7 @@ not. Exits with 1 if a peer is reached over none.`,
 				return err
 			}
 			if python == "" && cmd.Flags().Changed("python") {
-				return mistake.Errorf(`--python "": a variable that is not set? Name an interpreter, or leave it out`)
+				return mistake.Errorf(`--python "": empty, maybe an unset variable: name an interpreter, or omit it`)
 			}
 			if peers {
 				return doctorPeers(cmd, c, asJSON)
@@ -121,14 +121,14 @@ not. Exits with 1 if a peer is reached over none.`,
 	}
 	flags.add(cmd)
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	cmd.Flags().BoolVar(&peers, "peers", false, "ask the running sidecar (--http) what reaches what")
-	cmd.Flags().StringVar(&python, "python", "", "interpreter to look for engines with (default: $VIRTUAL_ENV's, else python3)")
+	cmd.Flags().BoolVar(&peers, "peers", false, "ask the running sidecar (--http) which rails reach which peers")
+	cmd.Flags().StringVar(&python, "python", "", "interpreter in which to look for engines (default: $VIRTUAL_ENV's, else python3)")
 	return cmd
 }
 
 func doctorPeers(cmd *cobra.Command, c *config.Config, asJSON bool) error {
 	if c.HTTP.Listen == config.Off {
-		return mistake.Errorf("--peers with http.listen off: give the running sidecar an address there, and name it with --http")
+		return mistake.Errorf("--peers with http.listen off: configure an address for the running sidecar, and name it with --http")
 	}
 	r, err := doctor.Peers(cmd.Context(), c)
 	if err != nil {

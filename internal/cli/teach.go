@@ -16,8 +16,8 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 )
 
-// teach makes each command below c say what to type where its arguments or flags are wrong. Commands say what they take as usual, by Use,
-// Args, Example and flags; the words are made from that, here and nowhere else.
+// teach makes each command below c report the correct form for wrong arguments or flags. Commands
+// describe themselves by Use, Args, Example and flags; only this file makes the messages.
 func teach(c *cobra.Command) {
 	check := c.Args
 	if check == nil {
@@ -35,12 +35,12 @@ func teach(c *cobra.Command) {
 	}
 }
 
-// teachHelp does the same for the help command, which cobra makes and which takes what it does not know for nothing.
+// teachHelp does the same for cobra's help command, which would ignore unknown arguments.
 func teachHelp(root *cobra.Command) {
 	root.InitDefaultHelpCmd()
 	help, _, _ := root.Find([]string{"help"}) // it was just made
 	help.Args = func(_ *cobra.Command, args []string) error {
-		if c, rest, _ := root.Find(args); len(rest) > 0 { // what is wrong is in rest
+		if c, rest, _ := root.Find(args); len(rest) > 0 { // rest starts with the unknown word
 			return usage(unknownCommand(c, rest[0]))
 		}
 		return nil
@@ -55,10 +55,10 @@ func argumentError(c *cobra.Command, args []string) error {
 	case len(c.ValidArgs) > 0:
 		for _, a := range args {
 			if !slices.Contains(c.ValidArgs, a) {
-				return fmt.Errorf("%s: unknown argument %q: it takes any of %s, or none for all; %s", name(c), a, strings.Join(c.ValidArgs, ", "), typed(c))
+				return fmt.Errorf("%s: unknown argument %q: want any of %s, or none for all; %s", name(c), a, strings.Join(c.ValidArgs, ", "), typed(c))
 			}
 		}
-		return fmt.Errorf("%s: %q: each argument once; %s", name(c), args, typed(c))
+		return fmt.Errorf("%s: %q: pass each argument once; %s", name(c), args, typed(c))
 	case len(takes) == 0:
 		if flag := meant(c, args[0]); flag != "" {
 			return fmt.Errorf("%s takes no arguments, only flags: for %q type: %s --%s %s", name(c), args[0], c.CommandPath(), flag, args[0])
@@ -72,12 +72,12 @@ func argumentError(c *cobra.Command, args []string) error {
 	return fmt.Errorf("%s takes %d arguments, %s, and got %s; %s", name(c), len(takes), strings.Join(takes, " "), got, typed(c))
 }
 
-// name is the command without the program, which errors begin with anyway.
+// name is the command without the program's name, with which errors begin.
 func name(c *cobra.Command) string {
 	return strings.TrimPrefix(c.CommandPath(), c.Root().Name()+" ")
 }
 
-// typed is how the command is written: its form, and its first example.
+// typed shows how to write the command: its form, and its first example.
 func typed(c *cobra.Command) string {
 	form := "type: " + c.UseLine()
 	if example, _, _ := strings.Cut(strings.TrimSpace(c.Example), "\n"); example != "" {
@@ -103,7 +103,7 @@ func unknownCommand(c *cobra.Command, typed string) error {
 	return fmt.Errorf("unknown command %q for %q. %sThere are %s", typed, c.CommandPath(), mean, strings.Join(names, ", "))
 }
 
-// meant guesses the flag whose value stands where an argument would; empty: it could be anything.
+// meant guesses the flag of a value in the place of an argument; empty: unknown.
 func meant(c *cobra.Command, arg string) string {
 	has := func(flag string) bool { return c.Flags().Lookup(flag) != nil }
 	_, _, address := net.SplitHostPort(strings.TrimPrefix(arg, "http://"))
@@ -125,7 +125,7 @@ func meant(c *cobra.Command, arg string) string {
 	return ""
 }
 
-// forms are values as the types of flags take them.
+// forms describes the values of each type of flag.
 var forms = map[string]string{
 	"duration": "a time such as 500ms, 10s or 2m",
 	"int":      "a whole number",
@@ -136,7 +136,7 @@ var forms = map[string]string{
 
 func flagError(c *cobra.Command, err error) error {
 	if rest := c.Flags().Args(); c.HasAvailableSubCommands() && len(rest) > 0 {
-		return unknownCommand(c, rest[0]) // that flag would have been its
+		return unknownCommand(c, rest[0]) // the flag belongs to that command
 	}
 	var unknown *pflag.NotExistError
 	var bare *pflag.ValueRequiredError
@@ -157,7 +157,7 @@ func flagError(c *cobra.Command, err error) error {
 	return err
 }
 
-// nearestFlag is the flag of c that name may be a slip of, or the only one that begins with it.
+// nearestFlag is the flag of c closest to a name, or the only one with that prefix.
 func nearestFlag(c *cobra.Command, typed string) string {
 	var all, begin []string
 	c.Flags().VisitAll(func(f *pflag.Flag) {

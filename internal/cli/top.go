@@ -20,11 +20,11 @@ func topCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "top",
 		Short: "Watch a running sidecar: rails, transfers, peers, leases",
-		Long: `Shows what a sidecar is doing, again and again: each pair of rails with its state, its rate of now and the learned one, what is in
-flight, errors, and why it is out of use; the peers; the open leases. It asks the sidecar's HTTP address (http.listen) and needs no
-other access.
+		Long: `Shows the state of a sidecar repeatedly: each rail pair with its state, its current and learned rates, the bytes in flight, errors,
+and the reason for an exclusion; the peers; the open leases. It reads the sidecar's HTTP address (http.listen) and needs no other
+access.
 
---once prints plain text one time, for scripts; so does a standard output that is no terminal.`,
+--once prints plain text once, for scripts; so does a standard output that is not a terminal.`,
 		Example: `  kvspray top
   kvspray top --http 127.0.0.1:7661 --interval 500ms
   kvspray top --once | grep excluded`,
@@ -43,13 +43,13 @@ other access.
 			return top.Live(cmd.Context(), addr, interval, cmd.InOrStdin(), cmd.OutOrStdout())
 		},
 	}
-	cmd.Flags().StringVar(&addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort), "host:port that the sidecar's http.listen names")
-	cmd.Flags().BoolVar(&once, "once", false, "print one time, as plain text")
-	cmd.Flags().DurationVar(&interval, "interval", time.Second, "between two looks; rates are over one")
+	cmd.Flags().StringVar(&addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort), "host:port of the sidecar's http.listen")
+	cmd.Flags().BoolVar(&once, "once", false, "print once, as plain text")
+	cmd.Flags().DurationVar(&interval, "interval", time.Second, "time between two updates; rates are over one")
 	return cmd
 }
 
-// terminal reports whether w can be drawn on.
+// terminal reports whether w is a terminal.
 func terminal(w any) bool {
 	f, ok := w.(*os.File)
 	if !ok || os.Getenv("TERM") == "dumb" {

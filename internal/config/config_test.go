@@ -357,7 +357,7 @@ func TestCheckFilesOfAnother(t *testing.T) {
 		for set, want := range map[string]string{
 			"trace.transfers=" + filepath.Join(dir, "x.json"):     "cannot be written: permission denied",
 			"trace.block_hashes=" + filepath.Join(dir, "x"):       "let this user write there",
-			"trace.transfers=" + dir:                              "a directory stands there",
+			"trace.transfers=" + dir:                              "a directory",
 			"trace.transfers=/dev/null":                           "",
 			"peer.cluster_key_file=" + filepath.Join(dir, "k"):    "no such file",
 			"peer.cluster_key_file=" + filepath.Join(closed, "k"): "let this user read it",

@@ -20,10 +20,10 @@ import (
 // maxFileBytes bounds a configuration file; a real one has a few kilobytes.
 const maxFileBytes = 1 << 20
 
-// maxErrors bounds how many mistakes one Load lists.
+// maxErrors bounds the errors of one Load.
 const maxErrors = 20
 
-// Error is one mistake: where it stands, what was written, and what to write.
+// Error is one error in a configuration: its position, the value, and the remedy.
 type Error struct {
 	File   string // empty: a flag
 	Line   int    // 0: unknown
@@ -61,7 +61,7 @@ func shorten(s string) string {
 	return s[:most] + "..."
 }
 
-// origin remembers where values came from, so that Validate can name the line.
+// origin records the positions of values, so that Validate can name the line.
 type origin struct {
 	file  string
 	lines map[string]int
@@ -91,7 +91,7 @@ func Load(path string, sets ...string) (*Config, error) {
 	return c, nil
 }
 
-// Parse is Load for bytes; name stands for the file in errors.
+// Parse is Load for bytes; name replaces the file name in errors.
 func Parse(name string, data []byte) (*Config, error) {
 	c := Default()
 	if err := c.parse(name, data); err != nil {
@@ -125,7 +125,7 @@ func (c *Config) parse(name string, data []byte) error {
 	var doc yaml.Node
 	if err := dec.Decode(&doc); err != nil {
 		if errors.Is(err, io.EOF) {
-			return nil // an empty file says nothing
+			return nil // an empty file sets nothing
 		}
 		line := yamlLine(err)
 		return &Error{File: name, Line: line, Key: "syntax", Wrong: strings.TrimPrefix(err.Error(), "yaml: ") + excerpt(data, line),
@@ -144,7 +144,7 @@ func (c *Config) parse(name string, data []byte) error {
 	return w.err()
 }
 
-// yamlLine digs the line out of the library's message, which has no field for it.
+// yamlLine extracts the line from the library's message, which has no field for it.
 func yamlLine(err error) int {
 	_, rest, ok := strings.Cut(err.Error(), "line ")
 	if !ok {
@@ -158,10 +158,11 @@ func yamlLine(err error) int {
 	return n
 }
 
-// maxExcerptBytes bounds what an error shows of a line.
+// maxExcerptBytes bounds the part of a line in an error.
 const maxExcerptBytes = 80
 
-// excerpt quotes what is no YAML, its key and value. The parser names the line at fault or the one before it, so both are shown.
+// excerpt quotes invalid YAML, its key and value. The parser names the wrong line or the one before
+// it, so both are shown.
 func excerpt(data []byte, line int) string {
 	lines := bytes.Split(data, []byte("\n"))
 	if line < 1 || line > len(lines) {
@@ -202,7 +203,7 @@ func (c *Config) Set(setting string) error {
 	case v.Type() == reflect.TypeFor[[]Rail]():
 		rails, err := parseRails(text)
 		if err != nil {
-			return &Error{Key: key, Value: text, Wrong: err.Error(), Remedy: "write name@host:port, several with commas between, or auto"}
+			return &Error{Key: key, Value: text, Wrong: err.Error(), Remedy: "write name@host:port, several separated by commas, or auto"}
 		}
 		v.Set(reflect.ValueOf(rails))
 	case v.Kind() == reflect.Slice:
@@ -237,8 +238,8 @@ func parseRails(text string) ([]Rail, error) {
 	return rails, nil
 }
 
-// walker lays a YAML tree over a struct. The library's own strict mode stops at the first mistake and does not say which
-// key it was under; this one lists them all.
+// walker applies a YAML tree to a struct. The library's strict mode stops at the first error and
+// does not name its section; walker lists all errors.
 type walker struct {
 	file  string
 	lines map[string]int
@@ -251,7 +252,7 @@ func tagsOf(f reflect.StructField) tags { return tags{unit: f.Tag.Get("unit")} }
 
 func (w *walker) err() error {
 	if len(w.errs) > maxErrors {
-		w.errs = append(w.errs[:maxErrors], fmt.Errorf("and more mistakes after these %d", maxErrors))
+		w.errs = append(w.errs[:maxErrors], fmt.Errorf("and more errors after these %d", maxErrors))
 	}
 	return errors.Join(w.errs...)
 }
@@ -352,7 +353,7 @@ func fieldByKey(t reflect.Type, key string) (int, []string) {
 	return found, known
 }
 
-// written is what stands behind a key: a value, or in short what else.
+// written is the value of a key, shortened if it is not a scalar.
 func written(n *yaml.Node) string {
 	switch n.Kind {
 	case yaml.MappingNode:
@@ -365,8 +366,9 @@ func written(n *yaml.Node) string {
 	return n.Value
 }
 
-// unknownKey completes an error that says where it stands and what is written there. Known keys name files of secrets and never hold one; an unknown
-// one that sounds like a secret, and is no slip of a known key, may: such a value is not repeated, for errors end in logs.
+// unknownKey completes an error about an unknown key. Known keys name files of secrets and never
+// contain secrets. An unknown key that sounds like a secret, and is not a misspelt known key, may
+// contain one: its value is not repeated, because logs record errors.
 func unknownKey(e *Error, key string, known []string) error {
 	e.Wrong, e.Remedy = "unknown key", "known here: "+strings.Join(known, ", ")
 	near := Nearest(key, known)
@@ -383,11 +385,11 @@ func unknownKey(e *Error, key string, known []string) error {
 	return e
 }
 
-// Nearest returns the known key that key may be a slip of, or none: one edit for every three letters, two at most.
+// Nearest returns the known key closest to key, or none: one edit per three letters, two at most.
 func Nearest(key string, known []string) string {
 	best, dist := "", min(len(key)/3, 2)+1
 	if len(key) <= 3 {
-		dist = 1 // in a short word any letter makes another one
+		dist = 1 // in a short word any letter makes another word
 	}
 	sorted := append([]string(nil), known...)
 	sort.Strings(sorted)
@@ -399,7 +401,7 @@ func Nearest(key string, known []string) string {
 	return best
 }
 
-// edits is the Levenshtein distance, given up at most.
+// edits is the Levenshtein distance, up to most.
 func edits(a, b string, most int) int {
 	if len(a)-len(b) >= most || len(b)-len(a) >= most {
 		return most
@@ -456,7 +458,7 @@ func setScalar(v reflect.Value, text string) error {
 		}
 		v.SetInt(int64(n))
 	default:
-		panic("config: field of kind " + v.Kind().String()) // a test walks every field
+		panic("config: field of kind " + v.Kind().String()) // a test covers every field
 	}
 	return nil
 }

@@ -51,7 +51,8 @@ func formatUnits(v uint64, units []unit) string {
 
 var errUnits = errors.New("a number with its unit")
 
-// parseUnits reads a number and one of the units. A bare number is refused: nobody remembers whether it was bytes.
+// parseUnits reads a number and one of the units. It refuses a bare number, whose unit would be a
+// guess.
 func parseUnits(text string, units []unit) (uint64, error) {
 	for _, u := range units {
 		digits, ok := cutSuffixFold(text, u.name)

@@ -19,7 +19,7 @@ import (
 	"time"
 )
 
-// Limits of what a configuration may ask for.
+// Limits of a configuration.
 const (
 	maxSocketPath  = 107 // bytes of sun_path without its end
 	chunkBytes     = 64 << 10
@@ -36,7 +36,7 @@ const (
 	maxNameBytes   = 128
 )
 
-// Validate checks values and what they mean together. It opens no file; CheckFiles does.
+// Validate checks values and their combinations. It opens no file; CheckFiles does.
 func (c *Config) Validate() error {
 	v := checker{c: c}
 	v.name("node", c.Node, maxNameBytes)
@@ -63,11 +63,11 @@ func (c *Config) Validate() error {
 	if c.Peer.Gossip.Listen != Off {
 		v.advertise("peer.gossip", c.Peer.Gossip.Listen, c.Peer.Gossip.Advertise)
 		v.check(IsLoopback(c.Peer.Gossip.Listen) || c.Peer.ClusterKeyFile != "", "peer.gossip.listen", c.Peer.Gossip.Listen,
-			"gossip off loopback is encrypted, and there is no key for it",
+			"gossip off loopback must be encrypted, and no key is configured",
 			"set peer.cluster_key_file to a file made by 'kvspray keygen cluster', or gossip.listen to off")
 	}
 	v.check(c.Peer.Gossip.Listen != Off || len(c.Peer.Gossip.Join) == 0, "peer.gossip.join", strings.Join(c.Peer.Gossip.Join, ","),
-		"members to join while gossip is off", "set peer.gossip.listen or remove join")
+		"members to join although gossip is off", "set peer.gossip.listen or remove join")
 	for i, a := range c.Peer.Gossip.Join {
 		v.dial(fmt.Sprintf("peer.gossip.join[%d]", i), a)
 	}
@@ -91,7 +91,7 @@ func (c *Config) Validate() error {
 	return errors.Join(v.errs...)
 }
 
-// distinct refuses two listeners on one port, which would end the start half way.
+// distinct refuses two listeners on one port, which would end the start halfway.
 func (v *checker) distinct() {
 	type listener struct{ key, addr string }
 	all := []listener{{"peer.listen", v.c.Peer.Listen}, {"http.listen", v.c.HTTP.Listen}, {"peer.gossip.listen", v.c.Peer.Gossip.Listen}}
@@ -101,10 +101,10 @@ func (v *checker) distinct() {
 	seen := map[string]string{}
 	for _, l := range all {
 		if _, port, err := net.SplitHostPort(l.addr); err != nil || port == "0" {
-			continue // off, reported by bind, or a free one
+			continue // off, reported by bind, or port 0
 		}
 		first, taken := seen[l.addr]
-		v.check(!taken, l.key, l.addr, "the address of "+first+" too", "choose another port, or 0 for a free one")
+		v.check(!taken, l.key, l.addr, "also the address of "+first, "choose another port, or 0 for a free one")
 		seen[l.addr] = l.key
 	}
 }
@@ -112,7 +112,7 @@ func (v *checker) distinct() {
 func (v *checker) gdr() {
 	g := v.c.Transports.GDR
 	v.check(!slices.Contains(v.c.Transports.Order, TransGDR) || v.c.Secured(), "transports.order", TransGDR,
-		"leads to other hosts, and nothing authenticates them", "set peer.cluster_key_file to a file made by 'kvspray keygen cluster', or peer.tls")
+		"leads to other hosts without authentication", "set peer.cluster_key_file to a file made by 'kvspray keygen cluster', or peer.tls")
 	v.check(len(g.Rails) <= maxRails, "transports.gdr.rails", strconv.Itoa(len(g.Rails)), "too many rails", fmt.Sprintf("%d at most", maxRails))
 	for i, r := range g.Rails {
 		key := fmt.Sprintf("transports.gdr.rails[%d]", i)
@@ -121,13 +121,13 @@ func (v *checker) gdr() {
 	}
 	v.between("transports.gdr.queue_pairs", g.QueuePairs, 1, maxConnections)
 	v.duration("transports.gdr.dead_path", g.DeadPath, time.Millisecond)
-	v.check(g.DeadPath <= Duration(10*time.Second), "transports.gdr.dead_path", g.DeadPath.String(), "longer than any transfer waits", "10s at most")
-	v.check(slices.Contains([]int{0, 256, 512, 1024, 2048, 4096}, g.MTU), "transports.gdr.mtu", strconv.Itoa(g.MTU), "no MTU of RDMA", "256, 512, 1024, 2048 or 4096")
+	v.check(g.DeadPath <= Duration(10*time.Second), "transports.gdr.dead_path", g.DeadPath.String(), "longer than any transfer may wait", "10s at most")
+	v.check(slices.Contains([]int{0, 256, 512, 1024, 2048, 4096}, g.MTU), "transports.gdr.mtu", strconv.Itoa(g.MTU), "not an MTU of RDMA", "256, 512, 1024, 2048 or 4096")
 	v.between("transports.gdr.traffic_class", g.TrafficClass, 0, 255)
 	v.between("transports.gdr.service_level", g.ServiceLevel, 0, 15)
 }
 
-// gdrRail is device[/port][@gid index], as transport/gdr reads it.
+// gdrRail is the form device[/port][@gid index] of transport/gdr.
 var gdrRail = regexp.MustCompile(`^[A-Za-z0-9_.-]+(/[1-9][0-9]{0,2})?(@[0-9]{1,3})?$`)
 
 func (v *checker) transports() {
@@ -152,9 +152,9 @@ func (v *checker) transports() {
 				"a pattern stands for many rails: their names and addresses are those of the interfaces")
 			continue
 		}
-		v.check(!r.Exclude, key+".exclude", "true", "a rail that is not to be one", "remove it, or name interfaces with match")
+		v.check(!r.Exclude, key+".exclude", "true", "an excluded rail without match", "remove it, or name interfaces with match")
 		v.name(key+".name", r.Name, 32)
-		v.check(!names[r.Name], key+".name", r.Name, "two rails of one name", "give each its own")
+		v.check(!names[r.Name], key+".name", r.Name, "two rails have this name", "choose different names")
 		names[r.Name] = true
 		v.bind(key+".listen", r.Listen, false)
 		v.advertise(key, r.Listen, r.Advertise)
@@ -187,7 +187,7 @@ func (v *checker) transports() {
 // gpuName is a GPU as people name it: its number, or the UUID of a GPU or of a part of one (MIG).
 var gpuName = regexp.MustCompile(`^(all|[0-9]{1,2}|(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12})$`)
 
-// checker collects mistakes with the line that each value came from.
+// checker collects errors with the line of each value.
 type checker struct {
 	c    *Config
 	errs []error
@@ -205,7 +205,7 @@ func (v *checker) check(ok bool, key, value, wrong, remedy string) {
 	v.errs = append(v.errs, e)
 }
 
-// line finds the line of a key, or of the section that it is missing from.
+// line finds the line of a key, or of the section in which it is missing.
 func (o *origin) line(key string) int {
 	for key != "" {
 		if n, ok := o.lines[key]; ok {
@@ -238,7 +238,7 @@ func (v *checker) name(key, value string, most int) {
 	v.check(ok, key, value, fmt.Sprintf("not a name of 1 to %d printable ASCII characters without spaces", most), "choose another")
 }
 
-// bind checks an address to listen on, and that it is one we may listen on without means to authenticate a peer.
+// bind checks an address to listen on, and that it is permitted without authentication of peers.
 func (v *checker) bind(key, addr string, mayBeOff bool) {
 	if mayBeOff && addr == Off {
 		return
@@ -255,11 +255,11 @@ func (v *checker) bind(key, addr string, mayBeOff bool) {
 	v.port(key, addr, port, true)
 	if host != "localhost" && host != "" {
 		if _, err := netip.ParseAddr(host); err != nil {
-			v.check(false, key, addr, "the host is not an IP address", "name the local address itself: a name may move to another interface")
+			v.check(false, key, addr, "the host is not an IP address", "name the local address: a name may move to another interface")
 			return
 		}
 	}
-	v.check(IsLoopback(addr) || v.c.Secured(), key, addr, "reachable from other hosts, and peers cannot be authenticated",
+	v.check(IsLoopback(addr) || v.c.Secured(), key, addr, "reachable from other hosts, but peers cannot be authenticated",
 		"set peer.cluster_key_file or peer.tls ('kvspray keygen' makes both), or listen on 127.0.0.1")
 }
 
@@ -274,7 +274,7 @@ func (v *checker) advertise(section, listen, addr string) {
 	}
 	ip, err := netip.ParseAddr(host)
 	wildcard := host == "" || (err == nil && ip.IsUnspecified())
-	v.check(!wildcard, section+".advertise", addr, "missing while listen means every address", "name the host:port that peers shall dial")
+	v.check(!wildcard, section+".advertise", addr, "missing although listen means every address", "name the host:port that peers shall dial")
 }
 
 func (v *checker) dial(key, addr string) { v.dialPort(key, addr, false) }
@@ -301,7 +301,7 @@ func (v *checker) port(key, addr, port string, zero bool) {
 	v.check(err == nil && n >= low, key, addr, fmt.Sprintf("port %q is not a number of %d to 65535", port, low), "write host:port")
 }
 
-// IsLoopback reports whether addr, host:port, names this host alone.
+// IsLoopback reports whether addr, host:port, is reachable from this host only.
 func IsLoopback(addr string) bool {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -314,10 +314,11 @@ func IsLoopback(addr string) bool {
 	return err == nil && ip.IsLoopback()
 }
 
-// minKeyBytes is the least that a cluster key file can hold: 32 bytes in base64 or hex take more.
+// minKeyBytes is the smallest cluster key file: 32 bytes in base64 or hex take more.
 const minKeyBytes = 32
 
-// CheckFiles looks at every file that the configuration names, as 'kvspray config check' and the start do.
+// CheckFiles checks every file that the configuration names, for 'kvspray config check' and at
+// start.
 func (c *Config) CheckFiles() error {
 	v := checker{c: c}
 	if p := c.Peer.ClusterKeyFile; p != "" {
@@ -338,9 +339,9 @@ func (c *Config) CheckFiles() error {
 		}
 		st, err := os.Stat(filepath.Dir(f.path))
 		if err != nil || !st.IsDir() {
-			v.check(false, f.key, f.path, "its directory is not there", "make it, or name another path")
+			v.check(false, f.key, f.path, "its directory does not exist", "make it, or name another path")
 		} else if st, err := os.Stat(f.path); err == nil && st.IsDir() {
-			v.check(false, f.key, f.path, "a directory stands there", "name a file in it")
+			v.check(false, f.key, f.path, "a directory", "name a file in it")
 		} else if err := Writable(f.path); err != nil {
 			v.check(false, f.key, f.path, "cannot be written: "+err.Error(), "let this user write there, or name another path")
 		}
@@ -348,7 +349,8 @@ func (c *Config) CheckFiles() error {
 	return errors.Join(v.errs...)
 }
 
-// unread is what keeps a file from being read: one that is there, but not for us, need not be made.
+// unread reports why a file cannot be read. The remedy for an existing but unreadable file is not
+// to make it.
 func (v *checker) unread(key, path string, err error, remedy string) {
 	if errors.Is(err, fs.ErrPermission) {
 		remedy = "let this user read it: chown it, or 0440 for a group of the user's"

@@ -10,7 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Writable reports why this process could not open a file for writing, or make it; nil if it could. It makes nothing.
+// Writable returns why this process could not open or make a file for writing; nil if it could. It
+// makes nothing.
 func Writable(path string) error {
 	err := access(path, unix.W_OK)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -19,7 +20,7 @@ func Writable(path string) error {
 	return err
 }
 
-// access asks for the user and the capabilities that an open would be judged by.
+// access checks with the user and capabilities of an open.
 func access(path string, mode uint32) error {
 	return unix.Faccessat(unix.AT_FDCWD, path, mode, unix.AT_EACCESS)
 }

@@ -31,7 +31,7 @@ import (
 	"github.com/kvspray/kvspray/internal/topo"
 )
 
-// What the checks compare with.
+// Bounds of the checks.
 const (
 	minKernelMajor, minKernelMinor = 5, 3 // pidfd_open
 	minMemlock                     = 1 << 30
@@ -88,7 +88,7 @@ func cores(_ context.Context, h *Host) Result {
 	return yes("%d usable, threads that copy for shm: %d", runtime.NumCPU(), h.Config.CopyThreads(runtime.NumCPU()))
 }
 
-// transportSHM makes, seals and maps a memfd, which is all that the backend asks of the kernel.
+// transportSHM makes, seals and maps a memfd, the only kernel functions that the backend needs.
 func transportSHM(_ context.Context, _ *Host) Result {
 	const size = 1 << 20 // bytes
 	fd, err := unix.MemfdCreate("kvspray-doctor", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
@@ -146,7 +146,8 @@ func (h *Host) list(dir string) ([]string, error) {
 	return names, nil
 }
 
-// rails says of each interface whether it is a rail, as sidecars see it, and where it sits; then the configured rails that are on none.
+// rails reports for each interface whether it is a rail and its PCI position; then the configured
+// rails without an interface.
 func rails(_ context.Context, h *Host) []Result {
 	links := h.Links
 	host, err := topo.Discover(topo.Options{Root: h.Root, Links: links})
@@ -174,19 +175,19 @@ func rails(_ context.Context, h *Host) []Result {
 	}
 	for k, r := range wanted {
 		if host, _, err := net.SplitHostPort(r.Listen); !found[k] && err == nil && !everywhere(host) {
-			out = append(out, named("rail "+r.Name, no("give the address to an interface, or correct transports.tcp.rails", "no interface has %s", host)))
+			out = append(out, named("rail "+r.Name, no("assign the address to an interface, or correct transports.tcp.rails", "no interface has %s", host)))
 		}
 	}
 	return out
 }
 
-// nicLine says what an interface is to kvspray; false: it has nothing to do with it.
+// nicLine describes an interface; false: it is irrelevant.
 func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool) {
 	entry, auto := h.Config.RailFor(n.Name)
 	route, why := n.Route()
 	switch {
 	case len(used) == 0 && why != nil && (!auto || entry.Match == "*"):
-		return Result{}, false // leads nowhere, and nobody asked for it by name
+		return Result{}, false // leads nowhere, and no entry names it
 	case auto && len(used) == 0 && why == nil:
 		used = []string{n.Name + " by the pattern " + entry.Match}
 	}
@@ -200,7 +201,7 @@ func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool
 	parts = append(parts, speedText(n))
 	mtu := fmt.Sprintf("MTU %d", n.MTU)
 	if n.MTU < 1500 {
-		mtu += " (small; 9000 is faster where the network allows it)"
+		mtu += " (small; 9000 is faster if the network permits it)"
 	}
 	parts = append(parts, mtu)
 	if where := seatText(host, n); where != "" {
@@ -217,11 +218,11 @@ func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool
 	text := strings.Join(parts, ", ")
 	switch {
 	case auto && why != nil:
-		return named("rail "+n.Name, no("give it an address, or exclude it in transports.tcp.rails", "%s", text)), true
+		return named("rail "+n.Name, no("assign an address to it, or exclude it in transports.tcp.rails", "%s", text)), true
 	case len(used) > 0 && !n.Admin:
-		return named("rail "+n.Name, no("ip link set "+n.Name+" up", "%s; it is set down", text)), true
+		return named("rail "+n.Name, no("ip link set "+n.Name+" up", "%s; it is administratively down", text)), true
 	case len(used) > 0 && !n.Link:
-		return named("rail "+n.Name, no("look at cable and switch; transfers take the other rails meanwhile", "%s; its link has no carrier", text)), true
+		return named("rail "+n.Name, no("check cable and switch; transfers use the other rails meanwhile", "%s; its link has no carrier", text)), true
 	}
 	return named("rail "+n.Name, yes("%s", text)), true
 }
@@ -233,10 +234,11 @@ func speedText(n *topo.NIC) string {
 	case n.Mbps > 0:
 		return fmt.Sprintf("%g Gbit/s", float64(n.Mbps)/1000)
 	}
-	return "speed could not be told (a virtual interface); set rails[].speed"
+	return "speed unknown (a virtual interface); set rails[].speed"
 }
 
-// seatText is where an interface sits, and the GPU that is nearest to it, in the terms of nvidia-smi topo.
+// seatText describes the position of an interface and its nearest GPU, in the terms of nvidia-smi
+// topo.
 func seatText(host *topo.Host, n *topo.NIC) string {
 	var parts []string
 	if len(n.Seats) == 1 && n.Seats[0].Address() != "" {
@@ -280,7 +282,8 @@ func seatText(host *topo.Host, n *topo.NIC) string {
 
 func everywhere(host string) bool { return host == "" || net.ParseIP(host).IsUnspecified() }
 
-// on reports whether an address to listen on is that of an interface. All of 127.0.0.0/8 is on the loopback interface.
+// on reports whether a listening address belongs to an interface. All of 127.0.0.0/8 is on the
+// loopback interface.
 func on(listen string, n *topo.NIC) bool {
 	host, _, err := net.SplitHostPort(listen)
 	if err != nil {
@@ -354,7 +357,7 @@ func memoryLimit(_ context.Context, h *Host) Result {
 func ptraceScope(_ context.Context, h *Host) Result {
 	text, err := h.read("/proc/sys/kernel/yama/ptrace_scope")
 	if errors.Is(err, os.ErrNotExist) {
-		return yes("Yama is not there: processes of one user may read each other")
+		return yes("Yama is absent: processes of one user may read each other")
 	}
 	if err != nil {
 		return unknown("%v", err)
@@ -363,13 +366,14 @@ func ptraceScope(_ context.Context, h *Host) Result {
 	case "0":
 		return yes("0: processes of one user may read each other")
 	case "1", "2", "3":
-		return no("not needed: engines share memfds, or hand over a descriptor of their own memory",
+		return no("not needed: engines share memfds, or pass a descriptor of their own memory",
 			"%s: process_vm_readv between siblings is refused", text)
 	}
 	return unknown("ptrace_scope is %q", text)
 }
 
-// processMemory tries the fallback for caches that no memfd holds: a process reads through a descriptor of /proc/self/mem.
+// processMemory checks the fallback for caches outside memfds: reading through a descriptor of
+// /proc/self/mem.
 func processMemory(_ context.Context, _ *Host) Result {
 	f, err := os.OpenFile("/proc/self/mem", os.O_RDWR, 0)
 	if err != nil {
@@ -378,7 +382,7 @@ func processMemory(_ context.Context, _ *Host) Result {
 	if err := f.Close(); err != nil {
 		return unknown("close: %v", err)
 	}
-	return yes("an engine can hand over a descriptor of its own memory")
+	return yes("an engine can pass a descriptor of its own memory")
 }
 
 func peerPidfd(_ context.Context, _ *Host) Result {
@@ -389,7 +393,7 @@ func peerPidfd(_ context.Context, _ *Host) Result {
 	defer func() { _, _ = unix.Close(fds[0]), unix.Close(fds[1]) }() // nothing was sent
 	fd, err := unix.GetsockoptInt(fds[0], unix.SOL_SOCKET, soPeerPidfd)
 	if err == nil {
-		return closePidfd(fd, "SO_PEERPIDFD works: death of an engine is proved without a race")
+		return closePidfd(fd, "SO_PEERPIDFD works: the exit of an engine is proved without a race")
 	}
 	fd, perr := unix.PidfdOpen(os.Getpid(), 0)
 	if perr != nil {
@@ -398,7 +402,7 @@ func peerPidfd(_ context.Context, _ *Host) Result {
 	if err := unix.Close(fd); err != nil {
 		return unknown("close: %v", err)
 	}
-	return no("Linux 6.5 has it; until then pidfd_open is used, which leaves a race of a reused pid at connect", "SO_PEERPIDFD: %v", err)
+	return no("use Linux 6.5 or later; before it kvspray uses pidfd_open, with a race of a reused pid at connect", "SO_PEERPIDFD: %v", err)
 }
 
 func closePidfd(fd int, good string) Result {
@@ -408,7 +412,8 @@ func closePidfd(fd int, good string) Result {
 	return yes("%s", good)
 }
 
-// killRight says whether an engine could end a sidecar that is stopped: without that right its blocks stay in quarantine.
+// killRight checks whether an engine could kill a stopped sidecar: without that right its blocks
+// stay in quarantine.
 func killRight(_ context.Context, h *Host) Result {
 	uid := os.Getuid()
 	for _, other := range h.Config.Engine.AllowedUIDs {
@@ -437,15 +442,15 @@ func engineSocket(_ context.Context, h *Host) Result {
 			break
 		}
 		if !errors.Is(err, os.ErrNotExist) || dir == "/" {
-			return no("set engine.socket to a path that can be reached", "%v", err)
+			return no("set engine.socket to a reachable path", "%v", err)
 		}
 		dir = filepath.Dir(dir)
 	}
 	if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
-		return no("set engine.socket to a directory of your own", "%s cannot be written: %v", dir, err)
+		return no("set engine.socket to a directory that this user owns", "%s cannot be written: %v", dir, err)
 	}
 	if st, err := os.Lstat(path); err == nil && st.Mode()&os.ModeSocket == 0 {
-		return no("remove the file or choose another path", "%s is there and is no socket", path)
+		return no("remove the file or choose another path", "%s exists and is not a socket", path)
 	}
 	return yes("%s", path)
 }
@@ -464,16 +469,16 @@ func keys(_ context.Context, h *Host) Result {
 	case err != nil:
 		return no("see the message; 'kvspray keygen' makes keys and certificates", "%v", err)
 	case expires.IsZero():
-		return yes("usable, and closed to others")
+		return yes("usable, and not readable by others")
 	case left < renewBefore:
-		return no("issue another with 'kvspray keygen node' and put it into the place of the old one: the sidecar reads it without a restart",
+		return no("issue a new one with 'kvspray keygen node' and replace the file: the sidecar reads it without a restart",
 			"the certificate ends %s, in %s", expires.Format(time.RFC3339), left.Round(time.Minute))
 	default:
-		return yes("usable, and closed to others; the certificate ends %s, in %d days", expires.Format(time.RFC3339), int(left.Hours()/24))
+		return yes("usable, and not readable by others; the certificate ends %s, in %d days", expires.Format(time.RFC3339), int(left.Hours()/24))
 	}
 }
 
-// renewBefore is how long before its end a certificate should have been renewed.
+// renewBefore is the time before the end of a certificate at which it should have been renewed.
 const renewBefore = 7 * 24 * time.Hour
 
 func gpu(_ context.Context, h *Host) Result {
@@ -501,7 +506,7 @@ func gpu(_ context.Context, h *Host) Result {
 	return yes("%d, %s", n, strings.TrimPrefix(line, "NVRM version: "))
 }
 
-// gpus is that line, and one for each GPU where there are any.
+// gpus is that line, and one for each GPU.
 func gpus(ctx context.Context, h *Host) []Result {
 	first := gpu(ctx, h)
 	if first.State != Yes || h.Root != "" {
@@ -510,7 +515,7 @@ func gpus(ctx context.Context, h *Host) []Result {
 	return append(append([]Result{first}, gpuDevices()...), named("gpu table", gpuTable(ctx, h)))
 }
 
-// gpuTable says whether the host's GPUs were measured. What is in the table is for serve to check.
+// gpuTable checks whether the host's GPUs were measured. serve checks the content of the table.
 func gpuTable(_ context.Context, h *Host) Result {
 	c := h.Config
 	if c == nil {
@@ -522,13 +527,13 @@ func gpuTable(_ context.Context, h *Host) Result {
 	}
 	text, err := h.read(path)
 	if err != nil {
-		return no("kvspray calibrate measures the GPUs; until then what is built in holds", "%v", err)
+		return no("run kvspray calibrate to measure the GPUs; until then kvspray uses built-in values", "%v", err)
 	}
 	var t struct {
 		GPUs map[string]json.RawMessage `json:"gpus"`
 	}
 	if err := json.Unmarshal([]byte(text), &t); err != nil || len(t.GPUs) == 0 {
-		return no("make it anew with kvspray calibrate", "%s is no table of GPUs: %v", path, err)
+		return no("make a new one with kvspray calibrate", "%s is not a table of GPUs: %v", path, err)
 	}
 	return yes("%s has %s", path, strings.Join(slices.Sorted(maps.Keys(t.GPUs)), "; "))
 }
@@ -562,12 +567,13 @@ func rdma(_ context.Context, h *Host) Result {
 		}
 	}
 	if len(active) == 0 {
-		return no("look at cable, switch and subnet manager", "no active port: %s", strings.Join(idle, ", "))
+		return no("check cable, switch and subnet manager", "no active port: %s", strings.Join(idle, ", "))
 	}
 	return yes("%s", strings.Join(active, ", "))
 }
 
-// enginePackages asks for the versions without importing the packages, which takes half a minute for some.
+// enginePackages reads the versions without importing the packages, which takes half a minute for
+// some.
 const enginePackages = `
 import importlib.metadata as m, json
 out = {}
@@ -591,14 +597,14 @@ func engines(ctx context.Context, h *Host) []Result {
 		}
 	}
 	cmd := exec.CommandContext(ctx, python, "-I", "-")
-	cmd.Stdin = strings.NewReader(enginePackages) // what is no Python would show an argument in its complaint
+	cmd.Stdin = strings.NewReader(enginePackages) // a program that is not Python would print an argument in its error
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	var found map[string]string
 	if err == nil {
 		if json.Unmarshal(out, &found) != nil {
-			err = errors.New("does not answer as Python does")
+			err = errors.New("does not answer like Python")
 		}
 	}
 	if err != nil {
@@ -627,7 +633,7 @@ func lastLine(s string) string {
 	return s[strings.LastIndexByte(s, '\n')+1:]
 }
 
-// running asks a sidecar on this host who is connected.
+// running asks a sidecar on this host for its connected engines.
 func running(ctx context.Context, h *Host) Result {
 	addr := h.Config.HTTP.Listen
 	if addr == config.Off {
@@ -640,7 +646,7 @@ func running(ctx context.Context, h *Host) Result {
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	resp, err := client.Do(req)
 	if err != nil {
-		return no("start one with 'kvspray serve', or give its --config or --http", "none answers at %s", addr)
+		return no("start one with 'kvspray serve', or pass its --config or --http", "none answers at %s", addr)
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end
 	var node struct {
@@ -649,7 +655,7 @@ func running(ctx context.Context, h *Host) Result {
 		Sessions []string `json:"sessions"`
 	}
 	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil || resp.StatusCode != http.StatusOK {
-		return unknown("something else answers at %s (%s)", addr, resp.Status)
+		return unknown("another program answers at %s (%s)", addr, resp.Status)
 	}
 	if len(node.Sessions) == 0 {
 		return yes("%s at %s, no engine connected", node.Node, node.Endpoint)

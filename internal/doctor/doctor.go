@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package doctor says what works on this host, one line for each thing: yes; no, with the reason and the remedy; or that it
-// could not tell. It tries things rather than guess from versions, changes nothing, and each check is bounded in time.
+// Package doctor checks what works on this host, one line per check: yes; no, with the reason and
+// the remedy; or unknown. It tries features rather than guess from versions, changes nothing, and
+// bounds each check in time.
 //
 // No goroutines outlive Run.
 package doctor
@@ -18,10 +19,10 @@ import (
 	"github.com/kvspray/kvspray/internal/topo"
 )
 
-// State is the answer of one check.
+// State is the result of one check.
 type State string
 
-// The answers.
+// The states.
 const (
 	Yes     State = "yes"
 	No      State = "no"
@@ -32,18 +33,19 @@ const (
 type Result struct {
 	Name     string `json:"name"`
 	State    State  `json:"state"`
-	Detail   string `json:"detail"`           // what was found, or the reason
-	Remedy   string `json:"remedy,omitempty"` // what to do about a no
+	Detail   string `json:"detail"`           // the finding, or the reason
+	Remedy   string `json:"remedy,omitempty"` // of a no
 	Required bool   `json:"required"`         // nothing works without it
 }
 
 // checkTimeout bounds each check.
 const checkTimeout = 10 * time.Second
 
-// Host is where the checks look. The zero value with a Config is this machine; tests give another root.
+// Host selects the machine to check. The zero value with a Config is this machine; tests use
+// another root.
 type Host struct {
 	Root   string // of /proc, /sys and /dev; empty: the real ones
-	Python string // interpreter to look for engines with; empty: $VIRTUAL_ENV's, else python3 on the path
+	Python string // interpreter in which to look for engines; empty: $VIRTUAL_ENV's, else python3 on the path
 	Config *config.Config
 	// Links are the interfaces; nil: the kernel's.
 	Links func() ([]topo.Link, error)
@@ -57,7 +59,7 @@ type check struct {
 	run      func(context.Context, *Host) []Result
 }
 
-// one adapts a check that gives a single answer.
+// one adapts a check with a single result.
 func one(f func(context.Context, *Host) Result) func(context.Context, *Host) []Result {
 	return func(ctx context.Context, h *Host) []Result { return []Result{f(ctx, h)} }
 }
@@ -103,7 +105,7 @@ func Run(ctx context.Context, h *Host) []Result {
 	return out
 }
 
-// Healthy reports whether everything that is required works.
+// Healthy reports whether every required check passed.
 func Healthy(results []Result) bool {
 	for _, r := range results {
 		if r.Required && r.State == No {
@@ -113,7 +115,7 @@ func Healthy(results []Result) bool {
 	return true
 }
 
-// WriteText writes one line for each result, and the remedy below it where there is one.
+// WriteText writes one line for each result, with the remedy below it.
 func WriteText(w io.Writer, results []Result) error {
 	width := 0
 	for _, r := range results {

@@ -203,9 +203,9 @@ func TestRailLines(t *testing.T) {
 		"rail lo":    "", // leads nowhere, and is no rail here
 		"rail eth0":  "yes 10.0.0.1, 25 Gbit/s, MTU 9000, rail eth0 by the pattern *",
 		"rail eth1":  "no 10.0.1.1, 100 Gbit/s, MTU 9000, rail eth1 by the pattern *; its link has no carrier",
-		"rail eth2":  "no 10.0.2.1, speed could not be told (a virtual interface); set rails[].speed, MTU 9000, rail eth2 by the pattern *; it is set down",
-		"rail ib0":   "no no address that reaches beyond its link, speed could not be told (a virtual interface); set rails[].speed, MTU 9000, not used",
-		"rail mgmt":  "yes 10.9.0.1, speed could not be told (a virtual interface); set rails[].speed, MTU 9000, excluded by the pattern mgmt",
+		"rail eth2":  "no 10.0.2.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, rail eth2 by the pattern *; it is administratively down",
+		"rail ib0":   "no no address that reaches beyond its link, speed unknown (a virtual interface); set rails[].speed, MTU 9000, not used",
+		"rail mgmt":  "yes 10.9.0.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, excluded by the pattern mgmt",
 		"rail fixed": "no no interface has 10.7.7.7",
 	}
 	got := map[string]string{}

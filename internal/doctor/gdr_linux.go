@@ -37,7 +37,7 @@ func transportGDR(_ context.Context, h *Host) Result {
 	return yes("%d of %d ports", usable, len(ports))
 }
 
-// pinned is the GID index that the configuration names for a port.
+// pinned is the configured GID index of a port.
 func (h *Host) pinned(p *verbs.Port) int {
 	for _, r := range h.Config.Transports.GDR.Rails {
 		port, index, ok := strings.Cut(r, "@")
@@ -48,11 +48,11 @@ func (h *Host) pinned(p *verbs.Port) int {
 	return verbs.AutoGID
 }
 
-// gdrRails shows each port's table of GIDs, the choice, and why.
+// gdrRails shows each port's table of GIDs, the choice, and the reason.
 func gdrRails(_ context.Context, h *Host) (out []Result) {
 	ports, err := verbs.Ports(cmp.Or(h.Root, "/"))
 	if err != nil {
-		return nil // the line above says so
+		return nil // reported by the previous line
 	}
 	for i := range ports {
 		p := &ports[i]
@@ -68,9 +68,9 @@ func gdrRails(_ context.Context, h *Host) (out []Result) {
 		name := "gdr rail " + p.Name()
 		switch shown := "; GIDs: " + strings.Join(table, ", "); {
 		case err != nil:
-			out = append(out, named(name, no("give its interface an IP address, or pin one: transports.gdr.rails=["+p.Name()+"@INDEX]", "%s; %v%s", state, err, shown)))
+			out = append(out, named(name, no("assign an IP address to its interface, or pin a GID: transports.gdr.rails=["+p.Name()+"@INDEX]", "%s; %v%s", state, err, shown)))
 		case p.State != "ACTIVE":
-			out = append(out, named(name, no("look at cable, switch, network interface and subnet manager", "%s; GID %d: %s%s", state, g.Index, why, shown)))
+			out = append(out, named(name, no("check cable, switch, network interface and subnet manager", "%s; GID %d: %s%s", state, g.Index, why, shown)))
 		default:
 			out = append(out, named(name, yes("%s; GID %d: %s%s", state, g.Index, why, shown)))
 		}

@@ -13,7 +13,8 @@ import (
 	"github.com/kvspray/kvspray/internal/cuda"
 )
 
-// gpuDevices asks the driver's management library, which needs no context on the GPU: a busy engine does not notice.
+// gpuDevices asks the driver's management library, which needs no context on the GPU and does not
+// disturb a busy engine.
 func gpuDevices() []Result {
 	if r := nvml.Init(); r != nvml.SUCCESS {
 		return []Result{named("gpu devices", unknown("libnvidia-ml.so.1: %s", nvml.ErrorString(r)))}
@@ -32,7 +33,7 @@ func gpuDevices() []Result {
 		name := fmt.Sprintf("gpu %d", i)
 		d, r := nvml.DeviceGetHandleByIndex(i)
 		if r != nvml.SUCCESS {
-			out = append(out, named(name, no("look for an Xid error in the kernel's log; a GPU that fell off the bus needs a restart of the host", "%s", nvml.ErrorString(r))))
+			out = append(out, named(name, no("check for an Xid error in the kernel's log; a GPU that fell off the bus needs a restart of the host", "%s", nvml.ErrorString(r))))
 			continue
 		}
 		out = append(out, named(name, gpuHealth(d, driver)))
@@ -40,7 +41,7 @@ func gpuDevices() []Result {
 	return append(append(out, gpuMemory()...), named("gpu peers", gpuPeers()))
 }
 
-// gpuMemory says how each GPU's memory reaches other processes and network adapters.
+// gpuMemory reports how other processes and network adapters can access each GPU's memory.
 func gpuMemory() (out []Result) {
 	d, err := cuda.Open()
 	if err != nil {
@@ -52,7 +53,8 @@ func gpuMemory() (out []Result) {
 	return out
 }
 
-// sharing words the attributes of one GPU. What only RDMA needs is said and does not fail the check.
+// sharing describes the attributes of one GPU. Attributes that only RDMA needs are reported and do
+// not fail the check.
 func sharing(attribute func(cuda.Attribute) (int, error)) Result {
 	var v [6]int
 	for i, a := range []cuda.Attribute{cuda.IPCEvents, cuda.PosixFDHandles, cuda.DMABufSupported, cuda.GPUDirectRDMASupported,
@@ -90,7 +92,7 @@ func gpuHealth(d nvml.Device, driver string) Result {
 		what += fmt.Sprintf(", %s, %s free", bytesText(m.Total), bytesText(m.Free))
 	}
 	if _, _, pending, failed, r := d.GetRemappedRows(); r == nvml.SUCCESS && (failed || pending) {
-		return no("drain the host and reset the GPU; if that does not help, have it replaced", "%s: rows of its memory are to be remapped (pending %v, failed %v)", what, pending, failed)
+		return no("drain the host and reset the GPU; if that does not help, have it replaced", "%s: rows of its memory wait for remapping (pending %v, failed %v)", what, pending, failed)
 	}
 	errs, r := d.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
 	switch {
@@ -99,19 +101,19 @@ func gpuHealth(d nvml.Device, driver string) Result {
 	case r != nvml.SUCCESS:
 		return yes("%s, memory errors could not be read (%s)", what, nvml.ErrorString(r))
 	case errs > 0:
-		return no("restart what uses the GPU, and look for Xid errors in the kernel's log", "%s: %d memory errors that ECC could not correct since the driver was loaded", what, errs)
+		return no("restart the processes on the GPU, and check for Xid errors in the kernel's log", "%s: %d memory errors that ECC could not correct since the driver was loaded", what, errs)
 	}
 	return yes("%s, no uncorrected memory errors", what)
 }
 
-// gpuPeers asks CUDA which GPUs reach each other's memory.
+// gpuPeers asks CUDA which GPUs can access each other's memory.
 func gpuPeers() Result {
 	d, err := cuda.Open()
 	if err != nil {
 		return unknown("%v", err)
 	}
 	if len(d.Devices) < 2 {
-		return yes("CUDA %d.%d, one GPU: none to reach", d.Version/1000, d.Version%1000/10)
+		return yes("CUDA %d.%d, one GPU, no peers", d.Version/1000, d.Version%1000/10)
 	}
 	var cannot []string
 	for _, a := range d.Devices {
@@ -129,7 +131,7 @@ func gpuPeers() Result {
 		}
 	}
 	if len(cannot) > 0 {
-		return no("copies between these go through host memory; look at the topology (nvidia-smi topo -p2p r) and at IOMMU settings", "no peer access from GPU %s", strings.Join(cannot, ", "))
+		return no("copies between these go through host memory; check the topology (nvidia-smi topo -p2p r) and the IOMMU settings", "no peer access from GPU %s", strings.Join(cannot, ", "))
 	}
 	return yes("CUDA %d.%d, all %d GPUs reach each other's memory", d.Version/1000, d.Version%1000/10, len(d.Devices))
 }

@@ -18,14 +18,14 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 )
 
-// Bounds of what a sidecar says of its peers.
+// Bounds of a sidecar's report about its peers.
 const (
 	maxReachBytes = 16 << 20
 	shownPeers    = 64  // in text; JSON has all
 	shownReason   = 240 // bytes of a reason in text
 )
 
-// Reach is what a running sidecar knows of the ways to its peers.
+// Reach is a running sidecar's report about the paths to its peers.
 type Reach struct {
 	Node  string `json:"node"`
 	Boot  string `json:"boot"`
@@ -35,28 +35,28 @@ type Reach struct {
 // Peer is another sidecar.
 type Peer struct {
 	Boot     string `json:"boot"`
-	Node     string `json:"node"`     // as it calls itself
-	Endpoint string `json:"endpoint"` // where it was reached; empty: it came to the sidecar that was asked
-	Claimed  string `json:"claimed"`  // where it says that it serves
-	Dials    bool   `json:"dials"`    // the sidecar that was asked opens the lanes; otherwise the peer does, and knows more
-	Pairs    []Pair `json:"pairs"`    // the best first
+	Node     string `json:"node"`     // its own name
+	Endpoint string `json:"endpoint"` // address at which it was reached; empty: it connected to the queried sidecar
+	Claimed  string `json:"claimed"`  // endpoint that it announced
+	Dials    bool   `json:"dials"`    // the queried sidecar opens the lanes; otherwise the peer does, and has the reasons
+	Pairs    []Pair `json:"pairs"`    // best first
 }
 
-// Pair is a local rail and a remote one, over one transport.
+// Pair is a rail pair over one transport.
 type Pair struct {
 	Transport string `json:"transport"`
 	Local     string `json:"local"`
 	Remote    string `json:"remote"`
 	Lanes     int    `json:"lanes"`
-	Why       string `json:"why,omitempty"`  // why there is none
-	Idle      bool   `json:"idle,omitempty"` // there is none because no request needs one
+	Why       string `json:"why,omitempty"`  // reason without a lane
+	Idle      bool   `json:"idle,omitempty"` // no lane, because no request needs one
 }
 
 // Peers asks the sidecar that runs on this host.
 func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 	addr := c.HTTP.Listen
 	if addr == config.Off || addr == "" {
-		return nil, errors.New("doctor: peers: http.listen is off: give the running sidecar one, and name it with --http")
+		return nil, errors.New("doctor: peers: http.listen is off: configure one for the running sidecar, and name it with --http")
 	}
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
@@ -71,8 +71,8 @@ func Peers(ctx context.Context, c *config.Config) (*Reach, error) {
 		if errors.As(err, &op) {
 			err = op.Err // its text repeats the address
 		}
-		return nil, fmt.Errorf("doctor: peers: tried http://%s, and no sidecar answers: %w. Start one with 'kvspray serve', or pass --http HOST:PORT of the one "+
-			"that you mean: its http.listen, which it logs as http= when it is ready", addr, err)
+		return nil, fmt.Errorf("doctor: peers: no sidecar answers at http://%s: %w. Start one with 'kvspray serve', or pass --http HOST:PORT of "+
+			"the right one: its http.listen, which it logs as http= when it is ready", addr, err)
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end
 	b, err := io.ReadAll(io.LimitReader(resp.Body, maxReachBytes+1))
@@ -98,19 +98,20 @@ func (r *Reach) Reached() bool {
 	})
 }
 
-// WriteJSON writes it as one object.
+// WriteJSON writes the report as one object.
 func (r *Reach) WriteJSON(w io.Writer) error {
 	enc := json.NewEncoder(w)
 	enc.SetIndent("", "  ")
 	return enc.Encode(r)
 }
 
-// WriteText writes a matrix for each peer and transport: rows are rails of ours, columns the peer's, cells the number of lanes, or the
-// number of the reason below why there is none; idle where no request needs any.
+// WriteText writes a matrix for each peer and transport: rows are local rails, columns the peer's.
+// Cells show the number of lanes, or the number of the reason below, or "idle" if no request needs
+// a lane.
 func (r *Reach) WriteText(w io.Writer) error {
 	var b strings.Builder
 	if len(r.Peers) == 0 {
-		fmt.Fprintf(&b, "%s knows no peer yet: peers meet when a request names one, or by gossip (peer.gossip.join)\n", r.Node)
+		fmt.Fprintf(&b, "%s has no peer yet: sidecars connect when a request names a peer, or by gossip (peer.gossip.join)\n", r.Node)
 	}
 	for _, p := range r.Peers[:min(len(r.Peers), shownPeers)] {
 		p.text(&b)
@@ -147,7 +148,7 @@ func (p *Peer) text(b *strings.Builder) {
 				cell = "idle"
 			default:
 				missing = true
-				why := cmp.Or(x.Why, "no reason is known")
+				why := cmp.Or(x.Why, "no known reason")
 				why = onTerminal(strings.ToValidUTF8(why[:min(len(why), shownReason)], ""))
 				reasons = once(reasons, why)
 				cell = fmt.Sprintf("no [%d]", slices.Index(reasons, why)+1)
@@ -169,19 +170,19 @@ func (p *Peer) text(b *strings.Builder) {
 		fmt.Fprintf(b, "  [%d] %s\n", i+1, why)
 	}
 	if missing && !p.Dials {
-		fmt.Fprintf(b, "  (the lanes are opened by the peer, whose boot id is the lower one: 'kvspray doctor --peers' there says more)\n")
+		fmt.Fprintf(b, "  (the peer opens the lanes, because its boot id is lower: see 'kvspray doctor --peers' there)\n")
 	}
 }
 
-// where is how to find the peer: the address that was dialled, or what it has said of itself.
+// where locates the peer: the address that was dialled, or the endpoint that it announced.
 func (p *Peer) where() string {
 	switch {
 	case p.Endpoint != "":
 		return p.Endpoint
 	case p.Claimed != "":
-		return fmt.Sprintf("that connected to this sidecar, and says that it serves at %q", p.Claimed)
+		return fmt.Sprintf("that connected to this sidecar, and announced the endpoint %q", p.Claimed)
 	}
-	return "that connected to this sidecar, and said no address of its own"
+	return "that connected to this sidecar, and announced no endpoint"
 }
 
 // named is the peer's name for itself, quoted: it is foreign text.
@@ -192,7 +193,8 @@ func (p *Peer) named() string {
 	return fmt.Sprintf("node %q, ", p.Node)
 }
 
-// onTerminal is a text in which a peer's words may stand, such as the address at which its rail was not reached.
+// onTerminal makes a text safe that may contain a peer's words, such as the address of an
+// unreachable rail.
 func onTerminal(s string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
@@ -202,7 +204,7 @@ func onTerminal(s string) string {
 	}, s)
 }
 
-// once appends what is not there yet.
+// once appends s unless it is present.
 func once(all []string, s string) []string {
 	if slices.Contains(all, s) {
 		return all

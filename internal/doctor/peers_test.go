@@ -55,10 +55,10 @@ peer 10.0.0.7:7650 (boot ff)
   tcp    eth0
     eth0 no [1]
   [1] no lane was opened yet
-  (the lanes are opened by the peer, whose boot id is the lower one: 'kvspray doctor --peers' there says more)
-peer that connected to this sidecar, and says that it serves at "10.0.0.8:7650" (node "d\x1b[2J", boot ee)
+  (the peer opens the lanes, because its boot id is lower: see 'kvspray doctor --peers' there)
+peer that connected to this sidecar, and announced the endpoint "10.0.0.8:7650" (node "d\x1b[2J", boot ee)
   no transport in common
-peer that connected to this sidecar, and said no address of its own (boot dd)
+peer that connected to this sidecar, and announced no endpoint (boot dd)
   no transport in common
 `
 

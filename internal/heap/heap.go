@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package heap is a binary heap whose items know their place in it, so that any of them can be moved or taken out. What is compared stands in
-// the heap itself: the items are cold where there are many. Nothing is allocated but the heap's own array, and there is no lock.
+// Package heap is a binary heap whose items store their position, so that any of them can be moved
+// or removed. The keys are stored in the heap itself, because many items would be cold in the
+// cache. It allocates only its array, and has no lock.
 package heap
 
 import "time"
@@ -14,16 +15,16 @@ type Key struct {
 
 func (k *Key) before(o *Key) bool { return k.At < o.At || k.At == o.At && k.Seq < o.Seq }
 
-// Item is in one heap at a time, or in none, as its zero value is. It must not be copied while it is in one.
+// Item is in at most one heap; the zero value is in none. It must not be copied while it is in one.
 type Item[T any] struct {
 	Value T
-	place int // one more than its index; 0: in none
+	place int // its index plus one; 0: in none
 }
 
 // Queued reports whether it is in a heap.
 func (it *Item[T]) Queued() bool { return it.place > 0 }
 
-// Heap is of items that are its own while they are in it. The zero value is empty.
+// Heap is a heap of items. The zero value is empty.
 type Heap[T any] struct{ all []entry[T] }
 
 type entry[T any] struct {
@@ -31,13 +32,14 @@ type entry[T any] struct {
 	item *Item[T]
 }
 
-// Len is how many items there are.
+// Len is the number of items.
 func (h *Heap[T]) Len() int { return len(h.all) }
 
-// At is the key and the item at place i: the first one at 0, the others in no order but that of a heap.
+// At returns the key and the item at index i: the first in order at 0, the others in the order of a
+// heap.
 func (h *Heap[T]) At(i int) (Key, *Item[T]) { return h.all[i].key, h.all[i].item }
 
-// Set gives an item its key, and puts it in if it is in no heap.
+// Set sets an item's key, and inserts the item if it is in no heap.
 func (h *Heap[T]) Set(it *Item[T], k Key) {
 	if it.place == 0 {
 		h.all = append(h.all, entry[T]{k, it})
@@ -48,7 +50,7 @@ func (h *Heap[T]) Set(it *Item[T], k Key) {
 	h.settle(it.place - 1)
 }
 
-// Remove takes an item out, if it is in.
+// Remove removes an item if it is in the heap.
 func (h *Heap[T]) Remove(it *Item[T]) {
 	i := it.place - 1
 	if i < 0 {
@@ -65,7 +67,7 @@ func (h *Heap[T]) Remove(it *Item[T]) {
 	}
 }
 
-// settle brings entry i to its place.
+// settle moves entry i to its position.
 func (h *Heap[T]) settle(i int) {
 	if h.down(i) == i {
 		h.up(i)

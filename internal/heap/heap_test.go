@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// Items put in, moved and taken out in any order: the heap is one after every step, each item knows its place, and what comes out first is the least.
+// Items are inserted, moved and removed in random order: the heap is valid after every step, each
+// item has its position, and the first item is the least.
 func TestHeap(t *testing.T) {
 	for seed := range uint64(20) {
 		rng := rand.New(rand.NewPCG(seed, 1))

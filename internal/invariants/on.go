@@ -1,7 +1,7 @@
 //go:build invariants
 
-// Package invariants says whether the expensive checks of this build are on: `go test -tags invariants`. It owns nothing and
-// runs nothing. Code guarded by Enabled costs nothing when it is off.
+// Package invariants reports whether the expensive checks of this build are on: `go test -tags
+// invariants`. Code guarded by Enabled costs nothing if they are off.
 package invariants
 
 // Enabled is true under the build tag `invariants`.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package mistake tells what was typed wrongly, which is known before anything runs, from what ran and failed. The binary has an exit
-// code for each, so that a script knows whether another try can help. A mistake keeps its text and what it wraps. No goroutines.
+// Package mistake distinguishes usage errors, which are detected before anything runs, from
+// failures at run time. The binary has an exit code for each, so that a script can decide whether
+// to retry. A usage error keeps its text and the error that it wraps. No goroutines.
 package mistake
 
 import (
@@ -13,7 +14,7 @@ type mistake struct{ error }
 
 func (m mistake) Unwrap() error { return m.error }
 
-// Of marks an error as a mistake; nil stays nil.
+// Of marks an error as a usage error; nil stays nil.
 func Of(err error) error {
 	if err == nil {
 		return nil
@@ -24,5 +25,5 @@ func Of(err error) error {
 // Errorf is Of of fmt.Errorf.
 func Errorf(format string, args ...any) error { return mistake{fmt.Errorf(format, args...)} }
 
-// Is reports whether one is in the chain of err.
+// Is reports whether the chain of err contains a usage error.
 func Is(err error) bool { return errors.As(err, new(mistake)) }

@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/internal/slack"
 )
 
-// TestInherited: all threads have it, those that were there before any package's init, too.
+// TestInherited: all threads have it, including those older than any package's init.
 func TestInherited(t *testing.T) {
 	var here, all sync.WaitGroup
 	here.Add(32)

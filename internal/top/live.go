@@ -14,7 +14,7 @@ import (
 
 // Bounds of the interval.
 const (
-	MinInterval = 100 * time.Millisecond // the sidecar has better things to do
+	MinInterval = 100 * time.Millisecond // limits the load on the sidecar
 	MaxInterval = time.Minute
 )
 
@@ -39,14 +39,14 @@ func Once(ctx context.Context, addr string, interval time.Duration, w io.Writer)
 	return err
 }
 
-// Live draws the state in a terminal until ctx ends or the user has seen enough.
+// Live draws the state in a terminal until ctx ends or the user quits.
 func Live(ctx context.Context, addr string, interval time.Duration, in io.Reader, out io.Writer, more ...tea.ProgramOption) error {
 	if _, err := Fetch(ctx, addr); err != nil {
-		return err // at once, in the words of a command line
+		return err // before the terminal changes
 	}
 	opts := append([]tea.ProgramOption{tea.WithInput(in), tea.WithOutput(out), tea.WithoutSignalHandler()}, more...)
 	p := tea.NewProgram(newModel(ctx, addr, interval), opts...)
-	// As a key would, so that it leaves the terminal as it was and joins its readers.
+	// Like a key, so that the terminal is restored and its readers are joined.
 	defer context.AfterFunc(ctx, p.Quit)()
 	_, err := p.Run()
 	return err
@@ -126,7 +126,7 @@ func (m *model) View() tea.View {
 	return v
 }
 
-// text is what fits on the screen, and a line of help.
+// text is the visible part, and a line of help.
 func (m *model) text() string {
 	if m.cur == nil {
 		return "asking " + m.addr + " ..."
@@ -140,7 +140,7 @@ func (m *model) text() string {
 	case m.err != nil:
 		help = Coloured.Bad.Render(fmt.Sprintf("state of %s; %v", m.cur.At.Format(time.TimeOnly), m.err))
 	case m.paused:
-		help = Coloured.Warn.Render("paused: p goes on")
+		help = Coloured.Warn.Render("paused: p continues")
 	}
 	for len(lines) < room {
 		lines = append(lines, "")

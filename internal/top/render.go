@@ -18,16 +18,16 @@ import (
 	"github.com/kvspray/kvspray/control/spray"
 )
 
-// Least width that the tables are laid out for; a narrower terminal cuts lines.
+// Least width of the tables; a narrower terminal cuts lines.
 const minWidth = 60
 
-// Style is how text is set off. Plain sets nothing off.
+// Style holds text attributes. Plain has none.
 type Style struct{ Title, Head, Good, Warn, Bad, Faint lipgloss.Style }
 
 // Plain is for files, pipes and terminals without attributes.
 var Plain = Style{}
 
-// Coloured is for terminals. The terminal library brings it down to what the terminal can do.
+// Coloured is for terminals. The terminal library reduces it to the terminal's abilities.
 var Coloured = Style{
 	Title: lipgloss.NewStyle().Bold(true),
 	Head:  lipgloss.NewStyle().Faint(true),
@@ -37,8 +37,8 @@ var Coloured = Style{
 	Faint: lipgloss.NewStyle().Faint(true),
 }
 
-// Render draws cur; rates are what has changed since prev, where there is one of the same process. Lines are no wider than width; 0 is
-// as wide as they get.
+// Render draws cur. Rates are changes since prev, if prev is of the same process. Lines are at most
+// width wide; 0: unlimited.
 func Render(prev, cur *Snapshot, width int, st Style) string {
 	if prev != nil && (prev.Boot != cur.Boot || !cur.At.After(prev.At)) {
 		prev = nil // another process: its counters began at 0
@@ -74,7 +74,7 @@ func newTable(st Style, left int, headers ...string) *table.Table {
 		if row == table.HeaderRow {
 			s = st.Head
 		}
-		// Names to the left, numbers to the right, remarks at the end to the left.
+		// Names to the left, numbers to the right, notes at the end to the left.
 		if col >= left && col < len(headers)-1 {
 			s = s.Align(lipgloss.Right)
 		}
@@ -129,7 +129,7 @@ type pairKey struct {
 	path spray.Path
 }
 
-// rails are the pairs to other sidecars, and to the own one where it is used.
+// rails are the rail pairs to other sidecars, and to this one if used.
 func rails(prev, cur *Snapshot, st Style) *table.Table {
 	before := map[pairKey]spray.PairView{}
 	if prev != nil {
@@ -161,7 +161,7 @@ func rails(prev, cur *Snapshot, st Style) *table.Table {
 			state = st.Warn.Render(state)
 		}
 		why := p.Reason
-		if p.Left > 0 && p.Left < time.Hour { // until the link is back is for ever
+		if p.Left > 0 && p.Left < time.Hour { // an endless exclusion lasts until the link is back
 			why += fmt.Sprintf(" (for %v)", p.Left.Round(time.Millisecond))
 		}
 		rows++
@@ -213,9 +213,9 @@ func peers(prev, cur *Snapshot, st Style) *table.Table {
 			note = "this sidecar"
 		case at == "":
 			at = "-"
-			note = "came to this sidecar"
+			note = "connected to this sidecar"
 			if c := cur.Claimed[boot]; c != "" {
-				note += ", and says that it serves at " + shown(c)
+				note += ", and announced " + shown(c)
 			}
 		}
 		rows++
@@ -263,7 +263,7 @@ func list(s []string, none string) string {
 	return strings.Join(s, ", ")
 }
 
-// shown is a text of somebody else as a terminal may have it: whoever sends an engine a request may name that request as he likes.
+// shown makes foreign text safe for a terminal: a client chooses the name of its request.
 func shown(s string) string {
 	return strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {
@@ -273,7 +273,7 @@ func shown(s string) string {
 	}, s)
 }
 
-// short is the part of an id that people tell apart.
+// short is the part of an id that suffices for people.
 func short(id string) string { return id[:min(len(id), 8)] }
 
 func count(n uint64) string {
@@ -291,7 +291,7 @@ func rate(was, is uint64, d time.Duration) float64 {
 	return float64(is-was) / d.Seconds()
 }
 
-// scaled writes a number with three digits and the unit that suits it.
+// scaled writes a number with three digits and a suitable unit.
 func scaled(v, step float64, units ...string) string {
 	i := 0
 	for ; v >= step && i < len(units)-1; i++ {
@@ -308,7 +308,7 @@ func scaled(v, step float64, units ...string) string {
 
 func size(n uint64) string { return scaled(float64(n), 1024, "B", "KiB", "MiB", "GiB", "TiB", "PiB") }
 
-// speed is in bits, as rails are sold.
+// speed is in bits, as is usual for rails.
 func speed(bytes float64) string {
 	return scaled(bytes*8, 1000, "b/s", "kb/s", "Mb/s", "Gb/s", "Tb/s")
 }

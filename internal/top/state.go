@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package top is `kvspray top`: what a running sidecar is doing, as text that is drawn again and again. It reads the sidecar's own
-// /debug/state and nothing else, so it sees what anybody with curl sees.
+// Package top is `kvspray top`: the state of a running sidecar as text that is redrawn. It reads
+// only the sidecar's /debug/state, which curl shows as well.
 //
-// Render is pure: two snapshots and a width in, lines out. Live drives it in a terminal, Once prints it one time.
+// Render is pure: two snapshots and a width in, lines out. Live drives it in a terminal, Once
+// prints it once.
 //
 // Goroutines: those of the terminal library while Live runs.
 package top
@@ -44,8 +45,8 @@ type Snapshot struct {
 	Leases   exec.View         `json:"leases"`
 	Lanes    []Lane            `json:"lanes"`
 	Totals   connector.Stats   `json:"totals"`
-	Peers    map[string]string `json:"peers"`   // by boot: where it was reached; empty where it came to this sidecar
-	Claimed  map[string]string `json:"claimed"` // where one of the latter says that it serves
+	Peers    map[string]string `json:"peers"`   // by boot: address at which it was reached; empty if it connected to this sidecar
+	Claimed  map[string]string `json:"claimed"` // endpoint that one of the latter announced
 }
 
 // Lane is one lane of a sidecar.
@@ -55,7 +56,7 @@ type Lane struct {
 	Local     string `json:"local"`
 }
 
-// Address is addr as host:port; other commands, and browsers, have it as a URL.
+// Address is addr as host:port; it also accepts a URL.
 func Address(addr string) (string, error) {
 	bare := strings.TrimSuffix(strings.TrimPrefix(addr, "http://"), "/")
 	host, port, err := net.SplitHostPort(bare)
@@ -63,7 +64,7 @@ func Address(addr string) (string, error) {
 		err = errors.New("want both")
 	}
 	if err == nil && strings.ContainsAny(bare, "/?#@ ") {
-		err = errors.New("there is more than an address in it")
+		err = errors.New("more than an address")
 	}
 	if err != nil {
 		return "", fmt.Errorf("--http %q: %w: write host:port of a sidecar's http.listen, which it logs as http= when it is ready", addr, err)
@@ -71,7 +72,7 @@ func Address(addr string) (string, error) {
 	return bare, nil
 }
 
-// Fetch asks the sidecar at addr, host:port.
+// Fetch reads the state of the sidecar at addr, host:port.
 func Fetch(ctx context.Context, addr string) (*Snapshot, error) {
 	addr, err := Address(addr)
 	if err != nil {
@@ -89,8 +90,8 @@ func Fetch(ctx context.Context, addr string) (*Snapshot, error) {
 		if errors.As(err, &op) {
 			err = op.Err // its text repeats the address
 		}
-		return nil, fmt.Errorf("top: tried http://%s, and no sidecar answers: %w. Start one with 'kvspray serve', or pass --http HOST:PORT of the one "+
-			"that you mean: its http.listen, which it logs as http= when it is ready", addr, err)
+		return nil, fmt.Errorf("top: no sidecar answers at http://%s: %w. Start one with 'kvspray serve', or pass --http HOST:PORT of "+
+			"the right one: its http.listen, which it logs as http= when it is ready", addr, err)
 	}
 	defer func() { _ = res.Body.Close() }()
 	b, err := io.ReadAll(io.LimitReader(res.Body, maxState+1))

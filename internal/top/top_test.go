@@ -211,7 +211,7 @@ func TestWhatIsNoSidecar(t *testing.T) {
 			t.Errorf("%s: %v, want %q", name, err, c.want)
 		}
 	}
-	for _, want := range []string{"tried http://127.0.0.1:1,", "connection refused. Start one with 'kvspray serve'", "--http HOST:PORT"} {
+	for _, want := range []string{"no sidecar answers at http://127.0.0.1:1:", "connection refused. Start one with 'kvspray serve'", "--http HOST:PORT"} {
 		if err := Live(t.Context(), "127.0.0.1:1", time.Second, nil, nil); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("nobody there: %v: want %q in it", err, want)
 		}

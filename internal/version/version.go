@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package version knows what this build is called and by what it was compiled. No state besides what the linker sets.
+// Package version returns the version of this build and its compiler. No state besides the variable
+// that the linker sets.
 package version
 
 import (
@@ -8,7 +9,8 @@ import (
 	"runtime/debug"
 )
 
-// version is set by the linker (see the Makefile); a build without it takes what the module knows.
+// version is set by the linker (see the Makefile); a build without it uses the module's build
+// information.
 var version string
 
 // String returns the version of this build: the tag it was built from, else the revision, else "devel".

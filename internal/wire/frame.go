@@ -13,7 +13,7 @@ const (
 	HeaderBytes  = 48
 	TrailerBytes = 16
 	EntryBytes   = 24
-	// MaxConfirms bounds the confirmations in one message, the one in its header included.
+	// MaxConfirms bounds the confirmations in one message, including the one in its header.
 	MaxConfirms = 64
 )
 
@@ -23,7 +23,7 @@ const (
 	frameMajor   = 1
 )
 
-// Kind says what follows a header. Stable on the wire.
+// Kind is the kind of the bytes after a header. Stable on the wire.
 type Kind uint8
 
 // The kinds of messages on a data lane.
@@ -33,16 +33,16 @@ const (
 	kindEnd
 )
 
-// Flags of a data frame. Unknown ones are an error: they would change what follows.
+// Flags of a data frame. Unknown ones are an error, because they would change the following bytes.
 type Flags uint16
 
-// FlagCRC32C says that the trailer's sum is the CRC-32C of the payload.
+// FlagCRC32C marks a trailer whose sum is the CRC-32C of the payload.
 const FlagCRC32C Flags = 1
 
 const knownFlags = FlagCRC32C
 
-// Header starts every message on a data lane. A receiver checks it against its own check sum first: behind a damaged header
-// the boundaries of frames are lost, and the lane with them.
+// Header starts every message on a data lane. A receiver first verifies its check sum: after a
+// damaged header the boundaries of frames are lost, and the lane with them.
 type Header struct {
 	Kind    Kind
 	Outcome transfer.Outcome // confirmations only
@@ -53,7 +53,7 @@ type Header struct {
 	Range   transfer.Range
 	Attempt uint32
 	Seq     uint32 // counts the data frames of a lane and direction; a confirmation repeats it
-	Length  uint64 // bytes that follow, the trailer not counted
+	Length  uint64 // bytes that follow, without the trailer
 }
 
 // header layout: magic u32, major u8, kind u8, outcome u8, reason u8, flags u16, slot u16, gen u32, first u32, count u32,
@@ -76,7 +76,7 @@ func PutHeader(b []byte, h *Header) {
 	binary.LittleEndian.PutUint32(b[44:], Sum(b[:44]))
 }
 
-// ParseHeader decodes and checks the first HeaderBytes of b. After an error the stream cannot be followed any further.
+// ParseHeader decodes and checks the first HeaderBytes of b. After an error the stream is unusable.
 func ParseHeader(b []byte, h *Header) error {
 	if len(b) < HeaderBytes {
 		return headerError("length", uint64(len(b)))
@@ -190,19 +190,20 @@ func ParseEntry(b []byte, e *Entry) error {
 	return nil
 }
 
-// Status is the word of the source about a payload, said after the last byte was read. Stable on the wire.
+// Status is the source's verdict about a payload, sent after the last byte was read. Stable on the
+// wire.
 type Status uint8
 
 // The statuses.
 const (
-	StatusValid    Status = iota + 1 // the bytes are what the lease promised
-	StatusDisowned                   // they may not be: the receiver must not count them
+	StatusValid    Status = iota + 1 // the bytes are those of the lease
+	StatusDisowned                   // source invalidated: the receiver must not count the bytes
 )
 
 // Trailer ends a data frame.
 type Trailer struct {
 	Status Status
-	Seq    uint32 // of the frame, so that a lost boundary is noticed
+	Seq    uint32 // of the frame, to detect a lost boundary
 	CRC32C uint32 // of the payload, with FlagCRC32C
 }
 
@@ -217,7 +218,8 @@ func PutTrailer(b []byte, t *Trailer) {
 	binary.LittleEndian.PutUint32(b[12:], Sum(b[:12]))
 }
 
-// ParseTrailer decodes and checks the first TrailerBytes of b. After an error the stream cannot be followed any further.
+// ParseTrailer decodes and checks the first TrailerBytes of b. After an error the stream is
+// unusable.
 func ParseTrailer(b []byte, t *Trailer) error {
 	if len(b) < TrailerBytes {
 		return headerError("trailer length", uint64(len(b)))

@@ -22,7 +22,7 @@ const (
 // Sizes of the opening, in bytes.
 const (
 	MaxPurpose = 16  // of a purpose's name
-	MaxAttach  = 512 // of what either end says about the lane
+	MaxAttach  = 512 // of an end's attachment
 
 	nonceBytes  = 32
 	proofBytes  = sha256.Size
@@ -40,7 +40,7 @@ const (
 	magicVerdict = 0x54434456 // "VDCT"
 )
 
-// Verdict is how one end answers the other's wish to open a lane. Stable on the wire.
+// Verdict is an end's answer to the opening of a lane. Stable on the wire.
 type Verdict uint16
 
 // The verdicts.
@@ -48,7 +48,7 @@ const (
 	OpenOK Verdict = iota
 	OpenVersion
 	OpenPurpose  // this listener does not serve that purpose
-	OpenUnknown  // no such peer, or this is not the process that the peer wanted
+	OpenUnknown  // no such peer, or this process is not the requested boot
 	OpenProof    // the proof does not verify
 	OpenRejected // by the owner of the lane: full, draining, bad attachment
 	verdictCount
@@ -70,22 +70,22 @@ type Opened struct {
 	Self    transfer.Boot
 	Version Version
 	Attach  []byte // what the other end attached
-	// Secret is known to these two ends and fresh for this opening: both ends' nonces are in it. Keys of the lane are derived
-	// from it.
+	// Secret is known to these two ends only, and fresh for this opening: it includes both ends'
+	// nonces. Keys of the lane are derived from it.
 	Secret [32]byte
 }
 
-// Hello is what a dialer says first.
+// Hello is a dialler's first message.
 type Hello struct {
 	Versions Versions
 	Purpose  string
 	From     transfer.Boot // the dialer
-	To       transfer.Boot // whom it wants
+	To       transfer.Boot // the requested boot
 	Nonce    [nonceBytes]byte
 	Attach   []byte
 }
 
-// AppendHello appends h. It fails on a purpose or an attachment that is too long.
+// AppendHello appends h. It fails if a purpose or an attachment is too long.
 func AppendHello(dst []byte, h *Hello) ([]byte, error) {
 	if len(h.Purpose) == 0 || len(h.Purpose) > MaxPurpose || len(h.Attach) > MaxAttach {
 		return dst, fmt.Errorf("wire: hello: purpose %q of 1 to %d bytes, attachment of %d bytes, at most %d: %w",
@@ -134,7 +134,7 @@ func readHello(r io.Reader) (*Hello, []byte, error) {
 	return h, raw, nil
 }
 
-// answer is what an acceptor says: its verdict, and where that is OpenOK its own proof.
+// answer is an acceptor's answer: its verdict, and with OpenOK its own proof.
 type answer struct {
 	verdict  Verdict
 	version  Version
@@ -156,7 +156,7 @@ func appendAnswer(dst []byte, a *answer) []byte {
 	return append(dst, a.attach...)
 }
 
-// signed is what the proofs cover of an answer: all but the proof itself.
+// signed is the part of an answer that the proofs cover: all but the proof itself.
 func (a *answer) signed() []byte {
 	c := *a
 	c.proof = [proofBytes]byte{}
@@ -189,15 +189,16 @@ func readAnswer(r io.Reader) (*answer, error) {
 	return a, nil
 }
 
-// prove is HMAC-SHA256 over the role, everything that was said, and what binds the lane to the channel under it. Two roles,
-// so that neither proof can be played back as the other, also where a sidecar is its own peer.
+// prove is HMAC-SHA256 over the role, all messages so far, and the binding of the lane to its
+// channel. The two roles differ, so that neither proof can be replayed as the other, even if a
+// sidecar is its own peer.
 func prove(key *[32]byte, role string, hello []byte, a *answer, binding []byte) (p [proofBytes]byte) {
 	m := hmac.New(sha256.New, key[:])
 	m.Write([]byte("kvspray-lane-1 " + role))
 	m.Write([]byte{0})
 	m.Write(hello)
 	m.Write(a.signed())
-	m.Write(binding) // the parts before it have lengths of their own
+	m.Write(binding) // earlier parts have explicit lengths
 	m.Sum(p[:0])
 	return p
 }
@@ -209,7 +210,7 @@ func noEOF(err error) error {
 	return err
 }
 
-// DialParams is what a dialer brings.
+// DialParams are the dialler's inputs.
 type DialParams struct {
 	Purpose    string
 	Self, Peer transfer.Boot
@@ -220,8 +221,9 @@ type DialParams struct {
 	Rand       io.Reader
 }
 
-// Dial opens a lane from this end: it writes and reads rw a few times and leaves it at the first byte of the lane proper.
-// The caller sets deadlines on rw. After an error the connection is of no use.
+// Dial opens a lane from this end: it writes and reads rw a few times and leaves it at the first
+// byte of the lane proper. The caller sets deadlines on rw. After an error the connection is
+// unusable.
 func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 	if p.Versions == (Versions{}) {
 		p.Versions = Lanes
@@ -242,7 +244,7 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 		return nil, err
 	}
 	if a.verdict == OpenVersion {
-		return nil, fmt.Errorf("wire: open %s lane: we speak %s, the peer %s: %w; %s",
+		return nil, fmt.Errorf("wire: open %s lane: this side supports %s, the peer %s: %w; %s",
 			p.Purpose, p.Versions, a.versions, ErrVersion, upgrade(p.Versions, a.versions))
 	}
 	if a.verdict != OpenOK {
@@ -252,7 +254,7 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 		return nil, fmt.Errorf("wire: open %s lane to boot %s: %w", p.Purpose, p.Peer, ErrProof)
 	}
 	if a.version < p.Versions.Min || a.version > p.Versions.Max {
-		return nil, fmt.Errorf("wire: open %s lane: the peer chose %s, we speak %s: %w", p.Purpose, a.version, p.Versions, ErrVersion)
+		return nil, fmt.Errorf("wire: open %s lane: the peer chose %s, this side supports %s: %w", p.Purpose, a.version, p.Versions, ErrVersion)
 	}
 	proof := prove(&p.Key, "dialer", hello, a, p.Binding)
 	fin := binary.LittleEndian.AppendUint32(make([]byte, 0, finishBytes), magicFinish)
@@ -274,23 +276,25 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 		Secret: prove(&p.Key, "secret", hello, a, p.Binding)}, nil
 }
 
-// AcceptParams is what an acceptor brings.
+// AcceptParams are the acceptor's inputs.
 type AcceptParams struct {
 	Purpose string
 	// Lookup returns the key shared with a peer's boot and the boot of this process; false refuses the lane.
 	Lookup   func(peer transfer.Boot) (key [32]byte, self transfer.Boot, ok bool)
 	Versions Versions // zero: Lanes
-	// Attach sees the dialer's authenticated wish and returns this end's attachment; an error refuses the lane. It runs
-	// before the dialer has proved itself, so it must not act on what it sees. May be nil.
+	// Attach sees the dialler's unproved Hello and returns this end's attachment; an error refuses
+	// the lane. It must not act on the Hello. May be nil.
 	Attach func(h *Hello) ([]byte, error)
-	// Admit is asked once the dialer has proved itself, before it is told; an error refuses the lane. May be nil.
+	// Admit is called once the dialler has proved the key, before the answer; an error refuses the
+	// lane. May be nil.
 	Admit   func() error
-	Binding []byte // as the dialer's
+	Binding []byte // equal to the dialler's
 	Rand    io.Reader
 }
 
-// Accept opens a lane from the listening end. Bounded: it reads at most a hello, an attachment and a proof. The caller sets
-// deadlines on rw and closes it after an error; where the protocol has a verdict for the error, the peer was told.
+// Accept opens a lane from the listening end. Bounded: it reads at most a hello, an attachment and
+// a proof. The caller sets deadlines on rw and closes it after an error; if the protocol has a
+// verdict for the error, Accept has sent it.
 func Accept(rw io.ReadWriter, p AcceptParams) (*Opened, error) {
 	if p.Versions == (Versions{}) {
 		p.Versions = Lanes
@@ -302,7 +306,7 @@ func Accept(rw io.ReadWriter, p AcceptParams) (*Opened, error) {
 	a := answer{versions: p.Versions}
 	refuse := func(v Verdict, err error) (*Opened, error) {
 		a.verdict = v
-		_, _ = rw.Write(appendAnswer(nil, &a)) // best effort; the error that matters is ours
+		_, _ = rw.Write(appendAnswer(nil, &a)) // best effort; the returned error matters
 		return nil, err
 	}
 	if h.Purpose != p.Purpose {

@@ -12,29 +12,31 @@ import (
 	"fmt"
 )
 
-// Sealed lanes. Each direction of a lane is a stream of records: a head of 16 bytes (magic u32, length u32, number u64, little-endian),
-// that many bytes of AES-128-GCM, and the tag, which covers the head too.
+// Encrypted lanes. Each direction of a lane is a stream of records: a head of 16 bytes (magic u32,
+// length u32, number u64, little-endian), that many bytes of AES-128-GCM, and the tag, which also
+// covers the head.
 //
-// Both directions have keys of their own, derived from the secret of the lane's opening, in which are nonces of both ends: no two
-// lanes share a key. The nonce of a record is its number, which counts from 0 and never repeats; a receiver takes the next
-// number and no other. So a record cannot be forged, changed, repeated, left out or moved without the lane's end, and what ends a
-// lane lands nothing.
+// The directions have separate keys, derived from the secret of the lane's opening, which includes
+// nonces of both ends: no two lanes share a key. The nonce of a record is its number, which counts
+// from 0 and never repeats. A receiver accepts only the next number. A forged, changed, repeated,
+// missing or moved record therefore ends the lane, and a lane that ends lands nothing.
 //
-// A key seals rekeyRecords records, at most 8 GiB or 2^29 blocks: an attacker's advantage by the collision of blocks stays below 2^-70
-// (NIST SP 800-38D and RFC 8446, 5.5, allow more). The next key is derived from the one before, which is forgotten.
+// A key encrypts rekeyRecords records, at most 8 GiB or 2^29 blocks: an attacker's advantage by the
+// collision of blocks stays below 2^-70 (NIST SP 800-38D and RFC 8446, 5.5, allow more). The next
+// key is derived from the previous one, which is forgotten.
 const (
-	RecordBytes    = 32 << 10 // of plain bytes, at most: what is sealed stays in a near cache until it is sent
+	RecordBytes    = 32 << 10 // of plain bytes, at most: a record stays in a near cache until it is sent
 	RecordOverhead = recordHead + recordTag
 
 	recordHead   = 16
 	recordTag    = 16
 	magicRecord  = 0x5253564b // "KVSR"
 	rekeyRecords = 1 << 18
-	maxRecords   = 1 << 60 // of one lane and direction; none lives so long
+	maxRecords   = 1 << 60 // of one lane and direction; no lane lives that long
 	gcmKeyBytes  = 16
 )
 
-// Why a record was refused. The lane cannot be followed any further.
+// Reasons for refusing a record. The lane is unusable afterwards.
 var (
 	ErrReplayed  = errors.New("a sealed record came again")
 	ErrReordered = errors.New("a sealed record came before its turn, or one was left out")
@@ -42,7 +44,7 @@ var (
 	ErrSealed    = errors.New("not a sealed record")
 )
 
-// End is one of the two of a lane; each seals with a key of its own.
+// End is one of the two ends of a lane; each encrypts with its own key.
 type End string
 
 // The ends.
@@ -54,7 +56,7 @@ const (
 // sealing is one direction. Not safe for concurrent use.
 type sealing struct {
 	aead  cipher.AEAD
-	chain [sha256.Size]byte // what the next key is derived from
+	chain [sha256.Size]byte // input of the next key
 	every uint64            // records of one key
 	seq   uint64
 	nonce [12]byte
@@ -67,7 +69,7 @@ func newSealing(secret [32]byte, of End) (s sealing, err error) {
 	return s, err
 }
 
-// expand is one step of HKDF-Expand (RFC 5869) with a secret that is uniform already.
+// expand is one step of HKDF-Expand (RFC 5869) with an already uniform secret.
 func expand(secret []byte, purpose string) (out [sha256.Size]byte) {
 	m := hmac.New(sha256.New, secret)
 	m.Write([]byte(purpose))
@@ -76,7 +78,7 @@ func expand(secret []byte, purpose string) (out [sha256.Size]byte) {
 	return out
 }
 
-// key takes the next key of the chain, and forgets what it came from.
+// key takes the next key of the chain, and forgets its input.
 func (s *sealing) key() error {
 	k := expand(s.chain[:], "key")
 	s.chain = expand(s.chain[:], "next")
@@ -90,7 +92,7 @@ func (s *sealing) key() error {
 	return nil
 }
 
-// next counts a record. The nonce is the number: under one key none comes twice.
+// next counts a record. The nonce is the number: none occurs twice under one key.
 func (s *sealing) next() error {
 	s.seq++
 	if s.seq >= maxRecords {
@@ -102,7 +104,7 @@ func (s *sealing) next() error {
 	return nil
 }
 
-// Sealer seals what one end sends.
+// Sealer encrypts the data of one end.
 type Sealer struct{ s sealing }
 
 // NewSealer makes the sealer of an end from the secret of a lane's opening.
@@ -111,7 +113,8 @@ func NewSealer(secret [32]byte, of End) (*Sealer, error) {
 	return &Sealer{s}, err
 }
 
-// Seal appends plain, of at most RecordBytes, as one record to dst, which must have room for it and not overlap it.
+// Seal appends plain, of at most RecordBytes, as one record to dst, which must have room and not
+// overlap plain.
 func (s *Sealer) Seal(dst, plain []byte) ([]byte, error) {
 	if len(plain) == 0 || len(plain) > RecordBytes {
 		return dst, fmt.Errorf("wire: seal %d bytes, want 1 to %d: %w", len(plain), RecordBytes, ErrSealed)
@@ -125,17 +128,17 @@ func (s *Sealer) Seal(dst, plain []byte) ([]byte, error) {
 	return dst, s.s.next()
 }
 
-// Opener opens what the other end sealed.
+// Opener decrypts the data of the other end.
 type Opener struct{ s sealing }
 
-// NewOpener makes the opener of what an end seals.
+// NewOpener makes the opener for an end's records.
 func NewOpener(secret [32]byte, of End) (*Opener, error) {
 	s, err := newSealing(secret, of)
 	return &Opener{s}, err
 }
 
-// Length is that of the plain bytes of the record that b begins with; 0: there is too little of it to tell. A record that is not the next one is
-// an error before its bytes have come.
+// Length returns the number of plain bytes of the record at the start of b; 0: b is too short. A
+// record that is not the next one is an error before its bytes have arrived.
 func (o *Opener) Length(b []byte) (int, error) {
 	if len(b) < recordHead {
 		return 0, nil
@@ -156,8 +159,9 @@ func (o *Opener) Length(b []byte) (int, error) {
 	return int(n), nil
 }
 
-// Open opens the whole record that b begins with, of n plain bytes as Length said, into dst, which must have room for them and either
-// not overlap b or be b[:0] behind the head: see InPlace. After an error what dst held is lost.
+// Open decrypts the whole record at the start of b, of n plain bytes as returned by Length, into
+// dst. dst must have room and either not overlap b or be b[:0] after the head (see InPlace). After
+// an error the content of dst is lost.
 func (o *Opener) Open(dst, b []byte, n int) error {
 	binary.BigEndian.PutUint64(o.s.nonce[4:], o.s.seq)
 	if _, err := o.s.aead.Open(dst[:0], o.s.nonce[:], b[recordHead:recordHead+n+recordTag], b[:recordHead]); err != nil {
@@ -166,5 +170,5 @@ func (o *Opener) Open(dst, b []byte, n int) error {
 	return o.s.next()
 }
 
-// InPlace is where a record in b can be opened without another buffer.
+// InPlace returns the part of b in which its record can be decrypted without another buffer.
 func InPlace(b []byte, n int) []byte { return b[recordHead : recordHead+n] }

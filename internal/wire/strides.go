@@ -7,19 +7,21 @@ import (
 	"github.com/kvspray/kvspray/internal/mem"
 )
 
-// StridesCell is the size of the cells in which frames name memory. The first of a run says what its pieces are and where the first one is,
-// and is the lane's own; those behind it say how the others lie, and are the same for every lane:
+// StridesCell is the size of the cells by which frames describe memory. The lane defines the first
+// cell of a run, with its first piece and their length. The cells after it give the distances,
+// equally for every lane:
 //
 //	stride u64, count u32, rows u32     rows 0: one row, and that is all
 //	outer u64, zero u64
 //
-// A run has two pieces or more in a row, or two rows or more, so that it takes no more than its pieces would; readers ask for that.
+// A run has two pieces or more in a row, or two rows or more, so that it takes no more cells than
+// its pieces would; readers require that.
 const StridesCell = 16
 
-// MaxStridesCells is how many cells a run has behind its first.
+// MaxStridesCells is the number of cells of a run after its first.
 const MaxStridesCells = 2
 
-// AppendStrides appends the cells of s, which is more than one piece.
+// AppendStrides appends the cells of s, which has more than one piece.
 func AppendStrides(b []byte, s *mem.Strides) []byte {
 	b = binary.LittleEndian.AppendUint64(b, s.Stride)
 	if s.Rows == 1 {
@@ -30,8 +32,8 @@ func AppendStrides(b []byte, s *mem.Strides) []byte {
 	return binary.LittleEndian.AppendUint64(b, 0)
 }
 
-// ReadStrides reads what AppendStrides wrote from foreign bytes, and returns the cells behind it. That the counts are within bounds, and the
-// pieces within their region, is the caller's to check.
+// ReadStrides reads foreign bytes in the format of AppendStrides, and returns the cells after them.
+// The caller checks the counts against bounds, and the pieces against their region.
 func ReadStrides(b []byte, s *mem.Strides) ([]byte, error) {
 	if len(b) < StridesCell {
 		return nil, fmt.Errorf("wire: a run without its stride: %w", ErrMalformed)

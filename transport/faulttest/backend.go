@@ -8,7 +8,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Backend is a backend with faults. Name, Caps, Grant and CloseOrigin are those of the backend inside.
+// Backend is a backend with faults. It passes Name, Caps, Grant and CloseOrigin to the inner
+// backend.
 type Backend struct {
 	transport.Backend
 	plan *Plan
@@ -17,12 +18,12 @@ type Backend struct {
 	mu     sync.Mutex
 	host   transport.Host
 	opened bool
-	lanes  map[uint64]*lane // for good: results may come after LaneDown
+	lanes  map[uint64]*lane // never removed: results may come after LaneDown
 }
 
 var _ transport.Backend = (*Backend)(nil)
 
-// Wrap puts the faults of plan into b, which must not be used in another way from then on.
+// Wrap adds the faults of plan to b, which must not be used directly from then on.
 func Wrap(b transport.Backend, plan *Plan) *Backend {
 	return &Backend{Backend: b, plan: plan, pump: newPump(), lanes: map[uint64]*lane{}}
 }
@@ -52,7 +53,8 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	return b.lane(l), nil
 }
 
-// Fence implements transport.Backend. What was held for this moment is let go when it has returned inside.
+// Fence implements transport.Backend. After the inner fence it releases the slices held for this
+// moment.
 func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 	if err := b.Backend.Fence(ctx, g); err != nil {
 		return err
@@ -69,7 +71,7 @@ func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 	return nil
 }
 
-// Close implements transport.Backend. Every lane has ended, and what it held, before the pump stops.
+// Close implements transport.Backend. Every lane and its held slices end before the pump stops.
 func (b *Backend) Close() error {
 	err := b.Backend.Close()
 	b.mu.Lock()
@@ -81,7 +83,8 @@ func (b *Backend) Close() error {
 	return err
 }
 
-// lane returns the decorated lane. LaneUp may come before Dial returns or after; whichever is first makes it.
+// lane returns the decorated lane. LaneUp may come before or after the return of Dial; the first
+// one makes it.
 func (b *Backend) lane(in transport.Lane) *lane {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -93,7 +96,7 @@ func (b *Backend) lane(in transport.Lane) *lane {
 	return l
 }
 
-// inside is the Host of the backend inside.
+// inside is the Host of the inner backend.
 type inside struct {
 	b    *Backend
 	host transport.Host

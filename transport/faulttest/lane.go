@@ -11,20 +11,20 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// lane is a lane with faults. Slices go to the lane inside under cookies of its own, so that a ghost is told from the slice
-// that it is the ghost of.
+// lane is a lane with faults. Slices go to the inner lane under cookies of their own, so that a
+// ghost is distinguishable from its original slice.
 type lane struct {
 	transport.Lane
 	b *Backend
 
 	mu     sync.Mutex
-	open   map[uint64]*entry // by the cookie inside
-	taken  int               // entries that the host waits for
+	open   map[uint64]*entry // by the inner cookie
+	taken  int               // entries whose result the host awaits
 	ghosts int               // entries that are ghosts
 	next   uint64
 	ended  bool
 	stuck  bool
-	frozen []func() // what a stuck lane keeps, in order
+	frozen []func() // results kept by a stuck lane, in order
 
 	received uint64 // before it was stuck
 }
@@ -33,11 +33,11 @@ type lane struct {
 type entry struct {
 	s     transport.Slice // the host's
 	rule  *Rule           // nil: no fault
-	ghost Kind            // not 0: the host believes it to be over
+	ghost Kind            // not 0: the host has received a result
 	began time.Time
 	stuck bool // its lane kept it, or its result
-	left  bool // it is inside, or was
-	// pending: Move has not returned; it alone may end the entry, as one that was never taken.
+	left  bool // it is in the inner lane, or was
+	// pending: Move has not returned; only Move may end the entry, as never accepted.
 	pending bool
 }
 
@@ -51,7 +51,8 @@ func (e *entry) kind() Kind {
 
 var errBusy = errors.New("faulttest: more slices than the lane takes at once")
 
-// Received implements transport.Meter. A stuck lane shows no sign of life, whatever the one inside still moves.
+// Received implements transport.Meter. A stuck lane shows no progress, whatever the inner lane
+// still moves.
 func (l *lane) Received() uint64 {
 	m, ok := l.Lane.(transport.Meter)
 	if !ok {
@@ -66,10 +67,10 @@ func (l *lane) Received() uint64 {
 	return l.received
 }
 
-// MaxInFlight implements transport.Lane. A quarter of the lane inside is for ghosts.
+// MaxInFlight implements transport.Lane. A quarter of the inner lane is for ghosts.
 func (l *lane) MaxInFlight() int { return max(1, l.Lane.MaxInFlight()*3/4) }
 
-// hauntRetry is how long a ghost waits that finds its quarter full.
+// hauntRetry is the wait of a ghost that finds its quarter full.
 const hauntRetry = 200 * time.Microsecond
 
 // Move implements transport.Lane.
@@ -125,7 +126,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 		e := l.open[id]
 		switch {
 		case e == nil:
-		case err != nil: // nothing was taken, so nothing of the batch is
+		case err != nil: // nothing of the batch was accepted
 			delete(l.open, id)
 			l.taken--
 		default:
@@ -146,7 +147,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 	return nil
 }
 
-// leavesNow says whether the slice, or a part of it, goes inside at once.
+// leavesNow reports whether the slice, or a part of it, goes to the inner lane at once.
 func (e *entry) leavesNow() bool {
 	switch e.kind() {
 	case 0, DelayResult, DropResult, Partial, Duplicate, DuplicateResult:
@@ -155,7 +156,7 @@ func (e *entry) leavesNow() bool {
 	return false
 }
 
-// inside is what goes to the lane inside.
+// inside returns the slice for the inner lane.
 func (e *entry) inside(id uint64) transport.Slice {
 	s := e.s
 	s.Cookie = id
@@ -165,13 +166,13 @@ func (e *entry) inside(id uint64) transport.Slice {
 	return s
 }
 
-// suffer does what a fault does once its slice is taken. Host is never called from here: Move runs it.
+// suffer applies a fault to an accepted slice. It never calls Host, because Move runs it.
 func (l *lane) suffer(id uint64) {
 	l.mu.Lock()
 	e := l.open[id]
 	l.mu.Unlock()
 	if e == nil {
-		return // over already
+		return // already over
 	}
 	after := l.b.pump.after
 	switch r := e.rule; r.Kind {
@@ -210,7 +211,7 @@ func (l *lane) thaw() {
 	}
 }
 
-// leave hands a slice that was kept to the lane inside. Runs on the pump.
+// leave passes a kept slice to the inner lane. Runs on the pump.
 func (l *lane) leave(id uint64) {
 	l.mu.Lock()
 	e := l.open[id]
@@ -258,7 +259,7 @@ func (l *lane) haunt(g *ghost) {
 	}
 }
 
-// take ends the life of an entry; whoever gets it ends the slice.
+// take ends an entry; the caller that receives it ends the slice.
 func (l *lane) take(id uint64) *entry {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -275,14 +276,14 @@ func (l *lane) take(id uint64) *entry {
 	return e
 }
 
-// endAs ends a slice, if nothing else has, with a result of our own.
+// endAs ends a slice, unless it has ended, with an invented result.
 func (l *lane) endAs(id uint64, o transfer.Outcome, why transfer.Reason, err error) {
 	if e := l.take(id); e != nil {
 		l.tell(e.result(o, why, err))
 	}
 }
 
-// result is one of our own. Err says what was injected, where anything was.
+// result is an invented result. Err names the injected fault, if any.
 func (e *entry) result(o transfer.Outcome, why transfer.Reason, err error) transport.Result {
 	if errors.Is(err, ErrInjected) {
 		err = fmt.Errorf("%w: %s of chunks %d+%d", err, e.kind(), e.s.Range.First, e.s.Range.Count)
@@ -292,7 +293,7 @@ func (e *entry) result(o transfer.Outcome, why transfer.Reason, err error) trans
 
 func (l *lane) tell(res ...transport.Result) { l.b.host.Done(l, res) }
 
-// done takes results from inside.
+// done processes results of the inner lane.
 func (l *lane) done(res []transport.Result) {
 	out := make([]transport.Result, 0, len(res)+1)
 	for _, r := range res {
@@ -301,11 +302,11 @@ func (l *lane) done(res []transport.Result) {
 		e := l.open[id]
 		if e == nil {
 			l.mu.Unlock()
-			continue // it was ended without waiting for this
+			continue // it has already ended
 		}
 		r.Slice = e.s
 		if e.kind() == Partial && e.ghost == 0 && r.Reason != transfer.ReasonLaneLost {
-			r = e.result(transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) // also where a stuck lane keeps it: half of it is all that moved
+			r = e.result(transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) // also if a stuck lane keeps it: only half of it moved
 		}
 		if l.stuck && !l.ended && e.ghost == 0 {
 			e.stuck = true
@@ -346,21 +347,21 @@ func (l *lane) done(res []transport.Result) {
 	}
 }
 
-// pass delivers a result that was kept.
+// pass delivers a kept result.
 func (l *lane) pass(id uint64, r transport.Result) {
 	if l.take(id) != nil {
 		l.tell(r)
 	}
 }
 
-// down ends what the lane inside will not end: slices that never went there, and results that were kept. What is still
-// inside ends from there.
+// down ends what the inner lane will not end: slices that never entered it, and kept results.
+// Slices in the inner lane end there.
 func (l *lane) down() {
 	var out []transport.Result
 	l.mu.Lock()
 	l.ended, l.stuck, l.frozen = true, false, nil
 	for id, e := range l.open {
-		o := transfer.InDoubt // as much as a sender knows of a lane that died
+		o := transfer.InDoubt // as a sender must assume for a lane that died
 		switch {
 		case e.pending, e.ghost != 0, e.left && !e.stuck && e.kind() != DropResult && e.kind() != DelayResult:
 			continue

@@ -25,13 +25,13 @@ const (
 	DelayResult                     // leaves at once; its result comes After later
 	Drop                            // never leaves; ends InDoubt after After, with no After only with its lane
 	DropResult                      // leaves; its result is lost and it ends as with Drop
-	Partial                         // only the first half of its chunks leaves; ends InDoubt
-	Duplicate                       // once it has landed it leaves a second time
+	Partial                         // ends InDoubt; only the first half of its chunks leaves
+	Duplicate                       // after landing it leaves a second time
 	DuplicateResult                 // its result comes twice
 	FalseLanded                     // ends Landed; nothing leaves
 	LateWrite                       // ends NotLanded at once, and leaves later: see Rule.AfterFence
-	Stuck                           // from here on the lane moves nothing, in either direction, for After; with no After until its end
-	Hold                            // in flight for its sender, and leaves when its grant has been fenced, or at Plan.Release
+	Stuck                           // the lane moves nothing, in either direction, for After, or without After until its end
+	Hold                            // in flight for its sender; leaves when its grant has been fenced, or at Plan.Release
 	numKinds
 )
 
@@ -45,7 +45,7 @@ func (k Kind) String() string {
 	return fmt.Sprintf("kind(%d)", uint8(k))
 }
 
-// Kinds are all faults.
+// Kinds lists all faults.
 func Kinds() []Kind {
 	var all []Kind
 	for k := Error; k < numKinds; k++ {
@@ -54,24 +54,24 @@ func Kinds() []Kind {
 	return all
 }
 
-// Rule says which slices suffer a fault. The first rule that fires decides.
+// Rule selects the slices that suffer a fault. The first rule that fires decides.
 type Rule struct {
 	Kind Kind
-	// Only restricts the rule; nil: every slice matches. It is called under the plan's lock, so that it asks the plan nothing and waits for nobody
-	// who does.
+	// Only restricts the rule; nil: every slice matches. It is called under the plan's lock, so it
+	// must not use the plan or wait for code that does.
 	Only func(transport.Lane, transport.Slice) bool
-	// At scripts it: the n-th slices that match, from 1.
+	// At scripts the rule: the n-th matching slices, from 1.
 	At []int
-	// Prob draws it from the plan's seed where there is no script; 0 without a script means always.
+	// Prob draws from the plan's seed if there is no script; 0 without a script means always.
 	Prob float64
 	// Max bounds how often it fires; 0: no bound.
 	Max int
-	// After is the delay of the kinds that have one.
+	// After is the delay, for kinds that have one.
 	After time.Duration
-	// AfterFence holds a LateWrite until a backend under the same plan has fenced its grant: the blocks are in other hands
-	// by then. Without it a LateWrite leaves After later.
+	// AfterFence holds a LateWrite until a backend under the same plan has fenced its grant, when
+	// the blocks have another owner. Otherwise a LateWrite leaves after After.
 	AfterFence bool
-	// Reason of an Error; a retry is counted against the transport or not by it.
+	// Reason of an Error; it decides whether a retry counts against the transport.
 	Reason transfer.Reason
 }
 
@@ -84,12 +84,12 @@ type Plan struct {
 	fired    []int
 	injected [numKinds]int
 	ghosts   [numKinds]map[transfer.Outcome]int
-	unsent   [numKinds]int // ghosts whose lane was gone, or full
-	live     int           // ghosts that have not ended, the held ones included
+	unsent   [numKinds]int // ghosts whose lane was gone or full
+	live     int           // ghosts that have not ended, including held ones
 	held     []*ghost      // until a fence: late writes, and slices of Hold
 }
 
-// maxGhosts bounds the slices that a plan sends on its own account at one time.
+// maxGhosts bounds the slices that a plan itself sends at one time.
 const maxGhosts = 4096
 
 // New returns a plan. The same seed and the same order of slices give the same faults.
@@ -101,7 +101,7 @@ func New(seed uint64, rules ...Rule) *Plan {
 	return p
 }
 
-// draw says which rule a slice suffers; nil: none.
+// draw returns the rule that applies to a slice; nil: none.
 func (p *Plan) draw(l transport.Lane, s transport.Slice) *Rule {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -133,22 +133,22 @@ func (p *Plan) count(k Kind) {
 	p.mu.Unlock()
 }
 
-// Injected says how many slices suffered a fault.
+// Injected counts the slices that suffered a fault.
 func (p *Plan) Injected(k Kind) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.injected[k]
 }
 
-// Ghosts says how many slices that a fault sent on its own account ended so. Those of LateWrite that were refused are writes
-// that came too late.
+// Ghosts counts the slices sent by a fault that ended with an outcome. Refused ghosts of LateWrite
+// are writes that came too late.
 func (p *Plan) Ghosts(k Kind, o transfer.Outcome) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.ghosts[k][o]
 }
 
-// Unsent says how many ghosts never left, because their lane was gone or full.
+// Unsent counts the ghosts that never left because their lane was gone or full.
 func (p *Plan) Unsent(k Kind) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -162,14 +162,15 @@ func (p *Plan) Quiet() bool {
 	return p.live == 0
 }
 
-// Held says how many slices wait for a fence, or for Release.
+// Held counts the slices that wait for a fence or for Release.
 func (p *Plan) Held() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return len(p.held)
 }
 
-// ghost is a slice that the host believes to be over; of kind Hold, one that it waits for.
+// ghost is a slice for which the host has received a result; of kind Hold, one whose result the
+// host awaits.
 type ghost struct {
 	l    *lane
 	s    transport.Slice
@@ -203,7 +204,7 @@ func (p *Plan) hold(g *ghost) {
 	p.mu.Unlock()
 }
 
-// fenced lets go what was held for a grant of `self` that is fenced now.
+// fenced releases the slices held for a grant of `self` that is now fenced.
 func (p *Plan) fenced(self transfer.Boot, g *transport.Grant) {
 	p.free(func(h *ghost) bool {
 		o := h.s.Origin
@@ -211,7 +212,7 @@ func (p *Plan) fenced(self transfer.Boot, g *transport.Grant) {
 	})
 }
 
-// Release lets go everything that waits for a fence.
+// Release releases everything that waits for a fence.
 func (p *Plan) Release() { p.free(func(*ghost) bool { return true }) }
 
 func (p *Plan) free(which func(*ghost) bool) {

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// pump runs what is late, on one goroutine.
+// pump runs delayed functions on one goroutine.
 type pump struct {
 	wake chan struct{}
 	stop chan struct{}
@@ -16,12 +16,12 @@ type pump struct {
 	mu   sync.Mutex
 	q    jobs
 	n    uint64
-	over bool // nothing runs what is queued from here on
+	over bool // functions queued from here on never run on it
 }
 
 type job struct {
 	at time.Time
-	n  uint64 // keeps what is due at one time in order
+	n  uint64 // keeps the order of functions due at one time
 	fn func()
 }
 
@@ -45,8 +45,9 @@ func newPump() *pump {
 	return &pump{wake: make(chan struct{}, 1), stop: make(chan struct{}), done: make(chan struct{})}
 }
 
-// after runs fn on the pump's goroutine: when it is due, or when the pump closes, if that is earlier. What comes when it is closed, from a Move
-// that the Close has overtaken, runs at once, and not in the caller either.
+// after runs fn on the pump's goroutine when it is due, or when the pump closes, if that is
+// earlier. A function from a Move concurrent with Close runs at once, but not on the caller's
+// goroutine.
 func (p *pump) after(d time.Duration, fn func()) {
 	p.mu.Lock()
 	if p.over {

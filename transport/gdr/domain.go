@@ -12,18 +12,19 @@ import (
 // maxDomains bounds the peers that have lanes or registrations on a rail.
 const maxDomains = 4096
 
-// domains are the protection domains of one device: one for each peer, with the lanes to it and the keys that it may use. So a key that
-// another peer has learned or guessed reaches nothing through its own queue pairs.
+// domains are the protection domains of one device: one per peer, with the lanes to it and its
+// keys. A key that another peer has learned or guessed is therefore invalid on that peer's queue
+// pairs.
 type domains struct {
 	d verbs.Device
 
 	mu sync.Mutex
-	// guarded by mu, which is never held while the device is asked
+	// guarded by mu, which is never held during a command to the device
 	m    map[transfer.Boot]*domain
-	left []*domain // that nobody uses, and the device has not given back
+	left []*domain // unused, but not yet released by the device
 }
 
-// domain is made by the first who enters and given back by the last who leaves.
+// domain is made for its first user and released after its last.
 type domain struct {
 	verbs.Domain
 	peer  transfer.Boot
@@ -36,7 +37,7 @@ func newDomains(d verbs.Device) *domains {
 	return &domains{d: d, m: map[transfer.Boot]*domain{}}
 }
 
-// enter returns a peer's domain, which leave gives back.
+// enter returns a peer's domain; leave releases it.
 func (s *domains) enter(peer transfer.Boot) (*domain, error) {
 	s.mu.Lock()
 	p := s.m[peer]
@@ -44,7 +45,7 @@ func (s *domains) enter(peer transfer.Boot) (*domain, error) {
 	if first {
 		if len(s.m)+len(s.left) >= maxDomains {
 			s.mu.Unlock()
-			return nil, fmt.Errorf("gdr: %d protection domains on %s: more peers than are served at a time: %w", maxDomains, s.d.Name(), verbs.ErrFull)
+			return nil, fmt.Errorf("gdr: %d protection domains on %s: the rail has too many peers: %w", maxDomains, s.d.Name(), verbs.ErrFull)
 		}
 		p = &domain{peer: peer, ready: make(chan struct{})}
 		s.m[peer] = p
@@ -63,7 +64,7 @@ func (s *domains) enter(peer transfer.Boot) (*domain, error) {
 	return p, nil
 }
 
-// leave gives a use back. What the device keeps is tried again by sweep.
+// leave releases a use. If the device keeps the domain, sweep tries again.
 func (s *domains) leave(p *domain) {
 	s.mu.Lock()
 	p.users--
@@ -80,7 +81,7 @@ func (s *domains) leave(p *domain) {
 	s.left = append(s.left, p)
 }
 
-// sweep tries again to give back what the device kept. Called by one goroutine at a time.
+// sweep tries again to release the domains that the device kept. Called by one goroutine at a time.
 func (s *domains) sweep() (err error) {
 	s.mu.Lock()
 	left := s.left

@@ -12,35 +12,37 @@ import (
 	"github.com/kvspray/kvspray/internal/verbs"
 )
 
-// Options say which ports become rails, and how their queue pairs are set up.
+// Options select the ports that become rails, and configure their queue pairs.
 type Options struct {
 	Rails        []string      // device[/port][@gid index]; none: every active port
-	Listen       string        // host that lanes are opened at where a port has no IP address (InfiniBand)
-	DeadPath     time.Duration // in which a dead path is noticed
-	MTU          int           // bytes at most; 0: the port's
+	Listen       string        // host for lanes if a port has no IP address (InfiniBand)
+	DeadPath     time.Duration // time until a dead path is noticed
+	MTU          int           // largest MTU in bytes; 0: the port's
 	TrafficClass int
 	ServiceLevel int
 }
 
-// retries before a path counts as dead: few, so that time-outs are not shorter than a busy receiver's hiccups.
+// retries before a path counts as dead: few, so that a time-out is longer than a pause of a busy
+// receiver.
 const retries = verbs.DefaultRetries
 
 const timerUnit = 4096 * time.Nanosecond
 
-// timer is the largest exponent with which a path is given up in time. Devices wait up to twice their time-out.
+// timer is the largest exponent that gives up a path in time. Devices may wait twice their
+// time-out.
 func timer(d time.Duration) uint8 {
 	n := uint64(d / (2 * (retries + 1) * timerUnit))
 	return uint8(max(bits.Len64(n)-1, 1))
 }
 
-// Timers is how long a device's own timers take to give a path up under a dead_path: the time-outs that it is set to, and twice as long,
-// which it may wait.
+// Timers returns the time in which a device's own timers give up a path under a dead_path: the
+// configured time-outs, and twice that, which the device may take.
 func Timers(deadPath time.Duration) (least, most time.Duration) {
 	least = (retries + 1) * (timerUnit << timer(deadPath))
 	return least, 2 * least
 }
 
-// ParseRail takes device[/port][@gid index].
+// ParseRail parses device[/port][@gid index].
 func ParseRail(s string) (device string, port, gid int, err error) {
 	bad := func() (string, int, int, error) {
 		return "", 0, 0, fmt.Errorf("gdr: rail %q: write device, device/port or device/port@gid-index, for instance mlx5_0 or mlx5_1/2@3", s)
@@ -64,7 +66,8 @@ func ParseRail(s string) (device string, port, gid int, err error) {
 	return device, port, gid, nil
 }
 
-// Find returns the rails of this host, and beside them why other ports are none. It opens no device.
+// Find returns the rails of this host, and the reasons why other ports are not rails. It opens no
+// device.
 func Find(o Options) ([]Rail, error) {
 	if err := verbs.Library(); err != nil {
 		return nil, err
@@ -112,7 +115,7 @@ func Find(o Options) ([]Rail, error) {
 			errs = errors.Join(errs, err)
 			continue
 		}
-		listen := "" // at the address of whatever GID is chosen by then
+		listen := "" // the address of the GID that is current then
 		if g.Type != verbs.GIDRoCEv2 || g.Addr().IsLinkLocalUnicast() {
 			listen = net.JoinHostPort(o.Listen, "0")
 		}

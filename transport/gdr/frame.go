@@ -12,8 +12,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// frames are the versions of a lane that this end speaks. 1.0 names every span of a GO by itself, 1.1 knows runs, 1.2 runs of two axes: this
-// end reads all, and sends only what the peer's choice knows.
+// frames are the supported versions of a lane. 1.0 lists every span of a GO separately, 1.1 has
+// runs, 1.2 runs of two axes. This end reads all, and sends only what the chosen version supports.
 var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRows}
 
 // The first versions with runs, and with runs of rows.
@@ -22,7 +22,7 @@ var (
 	framesRows = wire.V(1, 2)
 )
 
-// axesOf is how many axes the runs may have that a peer of this version is sent.
+// axesOf is the largest number of axes of runs for a peer of this version.
 func axesOf(v wire.Version) int {
 	switch {
 	case v >= framesRows:
@@ -33,7 +33,8 @@ func axesOf(v wire.Version) int {
 	return mem.NoAxis
 }
 
-// What ends say on a lane's socket: a head, and behind a GO its spans, in cells: a span is one, a run of them two or three.
+// The frames on a lane's socket: a head, and after a GO its spans, in cells: a span is one cell, a
+// run of spans two or three.
 const (
 	kindAsk = iota + 1
 	kindGo
@@ -43,18 +44,19 @@ const (
 const (
 	headBytes = 40
 	cellBytes = wire.StridesCell
-	maxSpans  = 1 << 17 // of a slice, however few cells name them
+	maxSpans  = 1 << 17 // of a slice, in any number of cells
 	maxSpan   = 1 << 30 // bytes of one
-	runFlag   = 1 << 31 // in a span's length: wire.AppendStrides' cells follow
+	runFlag   = 1 << 31 // in a span's length: cells of wire.AppendStrides follow
 
-	// maxUnsent frames wait for the socket: the questions of this end, and for each of the peer's a GO and an END, which it has to
-	// read before it asks again. More wait only for somebody who does not read.
+	// maxUnsent frames wait for the socket: the ASKs of this end, and for each of the peer's a GO
+	// and an END, which the peer must read before it asks again. More frames wait only for a peer
+	// that does not read.
 	maxUnsent = 3 * maxInFlight
 )
 
 var errFrame = errors.New("gdr: malformed frame")
 
-// head is the fixed part of every frame. seq tells uses of an id apart.
+// head is the fixed part of every frame. seq distinguishes uses of an id.
 type head struct {
 	kind    uint8
 	id      uint8 // of the slice, chosen by its source: below maxInFlight
@@ -81,10 +83,10 @@ func appendHead(b []byte, h *head) []byte {
 	return binary.LittleEndian.AppendUint64(b, h.bytes)
 }
 
-// setCells gives the frame b the number of cells behind its head.
+// setCells sets the number of cells after the head of frame b.
 func setCells(b []byte) { binary.LittleEndian.PutUint32(b[24:], uint32((len(b)-headBytes)/cellBytes)) }
 
-// parseHead takes a head from a peer.
+// parseHead reads a head from a peer.
 func parseHead(b *[headBytes]byte, h *head) error {
 	le := binary.LittleEndian
 	*h = head{kind: b[0], id: b[1], reason: transfer.Reason(b[2]), seq: le.Uint16(b[4:]), slot: transfer.Slot(le.Uint16(b[6:])),
@@ -105,7 +107,8 @@ func parseHead(b *[headBytes]byte, h *head) error {
 	return nil
 }
 
-// span is memory under one key. In a GO, key 0 and address 0 mean that these bytes have landed already.
+// span is memory under one key. In a GO, key 0 and address 0 mean that these bytes have already
+// landed.
 type span struct {
 	addr uint64
 	len  uint32
@@ -139,14 +142,14 @@ func appendCells(b []byte, runs []run) []byte {
 	return b
 }
 
-// appendRuns parses what appendCells made. What it returns names at most maxSpans spans, which are made where they are posted; whether the
-// peer may write there its NIC knows.
+// appendRuns parses the output of appendCells. The result names at most maxSpans spans, which are
+// made when they are posted. The peer's NIC checks whether they may be written.
 func appendRuns(dst []run, b []byte) ([]run, error) {
 	spans := uint64(0)
 	le := binary.LittleEndian
 	for len(b) >= cellBytes {
 		dst = append(dst, run{})
-		r := &dst[len(dst)-1] // filled in where it stays: a copy of it takes longer than all the rest
+		r := &dst[len(dst)-1] // filled in place: a copy would take longer than the rest
 		r.addr, r.len, r.key = le.Uint64(b), le.Uint32(b[8:]), le.Uint32(b[12:])
 		r.Count, r.Rows = 1, 1
 		b = b[cellBytes:]
@@ -158,7 +161,7 @@ func appendRuns(dst []run, b []byte) ([]run, error) {
 			}
 		}
 		if r.len == 0 {
-			return dst, fmt.Errorf("%w: a span of no length", errFrame)
+			return dst, fmt.Errorf("%w: an empty span", errFrame)
 		}
 		n := r.Pieces() // any number of 64 bits
 		if n > maxSpans-spans {
@@ -169,7 +172,8 @@ func appendRuns(dst []run, b []byte) ([]run, error) {
 	return dst, nil
 }
 
-// total is the spans of runs, and their bytes: of what appendRuns has passed at most maxSpans, and below 2^48.
+// total returns the number of spans of runs, and their bytes: at most maxSpans and below 2^48 after
+// appendRuns.
 func total(runs []run) (spans, bytes uint64) {
 	for i := range runs {
 		n := runs[i].Pieces()
@@ -179,10 +183,10 @@ func total(runs []run) (spans, bytes uint64) {
 	return spans, bytes
 }
 
-// cursor goes over the spans of runs, which never exist at once.
+// cursor walks the spans of runs without making a list.
 type cursor struct {
-	span       // what is left of the current one
-	runs []run // the current one's is the first; none: it is over
+	span       // rest of the current span
+	runs []run // starts with the current span's run; empty: the end
 	at   mem.Offsets
 }
 
@@ -194,7 +198,7 @@ func (c *cursor) begin(runs []run) {
 	}
 }
 
-// take goes k bytes on, of which the current span has as many.
+// take advances by k bytes, which lie in the current span.
 func (c *cursor) take(k uint32) {
 	c.addr += uint64(k)
 	if c.len -= k; c.len > 0 {
@@ -208,7 +212,8 @@ func (c *cursor) take(k uint32) {
 	c.span = span{c.at.Off, r.len, r.key}
 }
 
-// The immediate of a verdict: the slice's id, why it does not count, and the low half of its use.
+// The immediate of a verdict: the slice's id, the reason why it does not count, and the low half of
+// its use.
 func verdictOf(id uint8, why transfer.Reason, seq uint16) uint32 {
 	return uint32(id)<<24 | uint32(why)<<16 | uint32(seq)
 }
@@ -217,7 +222,7 @@ func parseVerdict(imm uint32) (id uint8, why transfer.Reason, seq uint16) {
 	return uint8(imm >> 24), transfer.Reason(imm >> 16), uint16(imm)
 }
 
-// What each end attaches to the lane's opening: its queue pair's address and its rail's name.
+// The attachment of each end to the lane's opening: its queue pair's address and its rail's name.
 const (
 	addressBytes = 16 + 4 + 4 + 2 + 1 + 1
 	maxRailName  = 64

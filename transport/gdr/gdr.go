@@ -22,25 +22,28 @@ const Name = "gdr"
 const (
 	purpose    = "gdr-data"
 	sliceBytes = 1 << 20
-	// maxSliceChunks is what one slice may have: 64 MiB. What a peer asks for is resolved before it is written.
+	// maxSliceChunks bounds one slice: 64 MiB. A peer's request is resolved before it is written.
 	maxSliceChunks = 1024
 	maxInFlight    = 16   // slices of a lane, each way
-	maxSends       = 2048 // work requests of a lane; less where the device has less
-	// maxWrite is how long one write is; less where the device's limit is. An acknowledgement comes with the end of a message, and what a
-	// device counts between two of them (soft-RoCE its tries) is soon too much for messages of many packets. A NIC is at its rate with far less.
+	maxSends       = 2048 // work requests of a lane; fewer if the device's limit is lower
+	// maxWrite is the size of one write, limited by the device. An acknowledgement comes with the
+	// end of a message, and counters between two acknowledgements (soft-RoCE: its tries) overflow
+	// with messages of many packets. A NIC reaches its full rate with far smaller writes.
 	maxWrite = 256 << 10
 
-	// DefaultOpening is how long the opening of a lane may take once it is connected.
+	// DefaultOpening bounds the opening of a connected lane.
 	DefaultOpening = 5 * time.Second
-	// DefaultPatience is how long a later attempt, or a fence, waits for a slice under way before it stops the lane; an attempt longer, up to
-	// the silence that a lane is given up for, where its slices come at longer intervals.
+	// DefaultPatience is the time that a later attempt, or a fence, waits for a slice in flight
+	// before it stops the lane. An attempt waits longer, up to the silence after which a lane is
+	// given up, if the lane's slices come at longer intervals.
 	DefaultPatience = 100 * time.Millisecond
 	patiencePaces   = 4 // of those intervals
-	paceWeight      = 8 // the newest of them is one part in so many
-	// DefaultSilence is how long a lane may have slices under way without any progress before it is given up. The device's
-	// own timers are quicker where the path is dead; this is for what they do not see.
+	paceWeight      = 8 // the newest interval has this fraction of the weight
+	// DefaultSilence is the time without progress after which a lane with slices in flight is given
+	// up. The device's own timers detect a dead path sooner; this covers other failures.
 	DefaultSilence = 3 * time.Second
-	// DefaultDrain is how long a device has to flush a queue pair before it is destroyed instead.
+	// DefaultDrain is the time that a device has to flush a queue pair before it is destroyed
+	// instead.
 	DefaultDrain  = 2 * time.Second
 	watchInterval = 250 * time.Millisecond
 )
@@ -48,32 +51,33 @@ const (
 // Rail is one port under one GID. Lanes are opened at Listen; payload goes through the device.
 type Rail struct {
 	Name   string
-	Open   func() (verbs.Device, error) // again after the device was lost, or its GID has changed
+	Open   func() (verbs.Device, error) // called again after the device was lost, or its GID has changed
 	Listen string                       // host and port; empty: a port of the GID's address
 	Gbps   float64
 	NUMA   int // -1: unknown
 }
 
-// RailState is a rail as it is now: after its GID has changed its address is another. Down: its port is, or the device is lost.
+// RailState is a rail's current state. After a change of its GID its address is different. Down:
+// its port is down, or the device is lost.
 type RailState struct {
 	transport.Rail
 	Down bool
 }
 
-// Config of the backend. Zero durations are the defaults.
+// Config of the backend. Zero durations mean the defaults.
 type Config struct {
-	Rails    func() ([]Rail, error) // asked by Open
+	Rails    func() ([]Rail, error) // called by Open
 	Opening  time.Duration
 	Patience time.Duration
 	Silence  time.Duration
 	Drain    time.Duration
-	// HostSilence is how long the peer's host may acknowledge nothing on a lane's socket until the lane is given up: it is lost. 0 is
-	// usertimeout.Default.
+	// HostSilence is the time without an acknowledgement on a lane's socket after which the peer's
+	// host is considered lost and the lane given up. 0 is usertimeout.Default.
 	HostSilence time.Duration
-	Changed     func() // what Backend.Rails says is another; must not block
+	Changed     func() // the result of Backend.Rails has changed; must not block
 	Log         *slog.Logger
 
-	versions wire.Versions // of lanes; default frames, a test's peer may be older
+	versions wire.Versions // of lanes; default frames; a test's peer may be older
 }
 
 // Backend is the RDMA transport of one process.
@@ -86,7 +90,7 @@ type Backend struct {
 	wg     sync.WaitGroup
 
 	once     sync.Once
-	closeErr error // of the one Close
+	closeErr error // of the only Close
 
 	mu sync.Mutex
 	// guarded by mu, which is taken after lane.mu
@@ -98,7 +102,7 @@ type Backend struct {
 // using counts the slices of an origin whose writes have not completed.
 type using struct {
 	n    int
-	done chan struct{} // closed at 0; made by who waits
+	done chan struct{} // closed at 0; made by the waiter
 }
 
 var _ transport.Backend = (*Backend)(nil)
@@ -137,13 +141,14 @@ func (b *Backend) Caps() transport.Caps {
 		Device: true, Credits: maxInFlight, SliceBytes: sliceBytes}
 }
 
-// Open implements transport.Backend. Rails that do not open are left out with a word in the log, as long as one does.
+// Open implements transport.Backend. It omits rails that do not open, with a log line, as long as
+// one does.
 func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Rail, error) {
 	b.host = host
 	found, errs := b.cfg.Rails()
 	var rails []transport.Rail
 	if errs != nil && len(found) > 0 {
-		b.cfg.Log.Warn("ports that are no rails", "transport", Name, "err", errs)
+		b.cfg.Log.Warn("ports that are not rails", "transport", Name, "err", errs)
 	}
 	for _, cfg := range found {
 		r, err := b.openRail(ctx, cfg)
@@ -163,7 +168,7 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 	return rails, nil
 }
 
-// Rails are those that Open returned, as they are now.
+// Rails returns the current state of the rails of Open.
 func (b *Backend) Rails() (all []RailState) {
 	for _, r := range b.rails {
 		all = append(all, r.state())
@@ -200,7 +205,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(b.life, cancel)()
-	// From the rail's own address, so that the socket shares the fate of the rail.
+	// From the rail's own address, so that the socket fails together with the rail.
 	dialer := usertimeout.Dialer(b.cfg.HostSilence)
 	r.mu.Lock()
 	from := r.ln.Addr()
@@ -212,7 +217,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	if err != nil {
 		return fail(err)
 	}
-	// Only now: a connection that hangs keeps nobody from a place.
+	// Only now: a hanging connection must not hold a place.
 	if err := r.dials.enter(ctx); err != nil {
 		_ = c.Close()
 		return fail(err)
@@ -236,7 +241,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 		err = l.connect(o)
 	}
 	if err == nil && l.remote != remote.Name {
-		err = fmt.Errorf("rail %q answers there, not %q", l.remote, remote.Name)
+		err = fmt.Errorf("rail %q answers at this address, not %q", l.remote, remote.Name)
 	}
 	if !undo() && err == nil {
 		err = ctx.Err()
@@ -250,8 +255,9 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	return l, nil
 }
 
-// Grant implements transport.Backend. The receiver says what may be written when a slice asks; here it only begins to register
-// the memory, which takes long the first time. A cache is one region, or one per layer: the others follow with their slices.
+// Grant implements transport.Backend. The receiver decides what may be written when a slice asks.
+// Grant only begins to register the memory, which takes long the first time. A cache is one region,
+// or one per layer: the other regions follow with their slices.
 func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
 	blocks, err := g.Sink.Resolve(nil, transfer.Range{Count: 1})
 	b.mu.Lock()
@@ -260,7 +266,7 @@ func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
 		return nil, fmt.Errorf("gdr: grant: %w", net.ErrClosed)
 	}
 	if err != nil || len(blocks) == 0 {
-		return nil, nil // nothing to write, or nothing that will be allowed
+		return nil, nil // nothing to write, or nothing that will be permitted
 	}
 	for _, r := range b.rails {
 		if dev, _ := r.current(); dev != nil {
@@ -270,10 +276,11 @@ func (b *Backend) Grant(g *transport.Grant) ([]byte, error) {
 	return nil, nil
 }
 
-// Fence implements transport.Backend: nothing that was claimed in the grant can be written when it returns.
+// Fence implements transport.Backend: when it returns, no claimed chunk of the grant can be
+// written.
 func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 	fail := func(err error) error { return fmt.Errorf("gdr: fence of slot %d.%d: %w", g.Slot, g.Gen, err) }
-	// Slices are armed under the guard, so after this there are no more of them.
+	// Slices are armed under the guard, so no further one can be armed after this.
 	if err := g.Wait(ctx); err != nil {
 		return fail(err)
 	}
@@ -331,13 +338,13 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 	case <-patience.C:
 	case <-ctx.Done():
 	}
-	// Its lanes are stopped, which flushes their work requests: the NIC reads no more.
+	// Stopping its lanes flushes their work requests: the NIC stops reading.
 	for _, l := range b.lanesOf(o.Peer) {
 		if l.reads(o) {
 			l.fail(fmt.Errorf("gdr: close of origin %d.%d: %w", o.Slot, o.Gen, net.ErrClosed))
 		}
 	}
-	// Twice that: a queue pair that is not flushed in time is destroyed then.
+	// Twice the time: a queue pair that is not flushed in time is then destroyed.
 	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*b.cfg.Drain)
 	defer cancel()
 	select {
@@ -365,7 +372,7 @@ func (b *Backend) close() error {
 	b.failLanes(net.ErrClosed, func(*lane) bool { return true })
 	b.wg.Wait()
 	for _, l := range b.allLanes() {
-		l.reap() // a last time
+		l.reap() // one last time
 	}
 	var err error
 	for _, r := range b.rails {
@@ -374,7 +381,7 @@ func (b *Backend) close() error {
 	return err
 }
 
-// whileAlive keeps Close from waiting for the set-up of a lane. The result ends that.
+// whileAlive ends the set-up of a lane when the backend closes. The result undoes it.
 func (b *Backend) whileAlive(c net.Conn) func() bool {
 	return context.AfterFunc(b.life, func() { _ = c.SetDeadline(time.Unix(1, 0)) })
 }
@@ -407,7 +414,8 @@ func (b *Backend) lanesOf(peer transfer.Boot) (all []*lane) {
 	return all
 }
 
-// startUse holds an origin for as long as the NIC may read it. CloseOrigin has revoked it before it looks.
+// startUse holds an origin while the NIC may read it. CloseOrigin revokes the origin before it
+// checks.
 func (b *Backend) startUse(o *transport.Origin) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -434,7 +442,7 @@ func (b *Backend) endUse(o *transport.Origin) {
 	}
 }
 
-// interval is how often silence is looked for, and what is idle.
+// interval is the time between two checks for silent lanes and idle keys.
 func (b *Backend) interval() time.Duration { return min(watchInterval, b.cfg.Silence/2) }
 
 // watch gives up silent lanes.

@@ -11,36 +11,38 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// GPU is a mem.Device whose memory a NIC may reach by itself. A Device that is none is staged through host memory by other transports.
+// GPU is a mem.Device whose memory a NIC can reach directly. Other transports stage other Devices
+// through host memory.
 type GPU interface {
 	mem.Device
-	// ExportDMABuf makes a dma-buf of [addr, addr+n) of the GPU's memory in this process, or of what lies around it: the range begins
-	// off bytes into it. The descriptor is the caller's.
+	// ExportDMABuf makes a dma-buf of [addr, addr+n) of the GPU's memory in this process, or of a
+	// larger range: the requested range begins off bytes into it. The caller owns the descriptor.
 	ExportDMABuf(addr, n uint64) (fd int, off uint64, err error)
-	// NICWrites says how writes of a NIC become visible to the engine's kernels on the GPU: nil where the platform orders them, else by
-	// flush, after the NIC's completion. An error: not at all, and nothing may be written by a NIC.
+	// NICWrites returns how writes of a NIC become visible to the engine's kernels on the GPU: nil
+	// if the platform orders them, else a flush to call after the NIC's completion. An error means
+	// that they do not, and no NIC may write.
 	NICWrites() (flush func() error, err error)
 }
 
-// registerGPU registers memory of a GPU: by dma-buf, which takes nothing but kernel and driver, else by the driver's own module. Both are
-// tried, since nothing else says for certain what works.
+// registerGPU registers GPU memory: by dma-buf, which needs only kernel and driver, else by the
+// driver's peermem module. It tries both, because no query is reliable.
 func (e *key) registerGPU(g GPU, remote bool) (err error) {
 	e.gpu = true
 	r := e.name.region
 	if remote {
 		if e.flush, err = g.NICWrites(); err != nil {
-			return fmt.Errorf("memory of a GPU that does not show what a NIC has written: %w: %w", transport.ErrNotSupported, err)
+			return fmt.Errorf("memory of a GPU on which a NIC's writes do not become visible: %w: %w", transport.ErrNotSupported, err)
 		}
 	}
 	fd, off, err := g.ExportDMABuf(r.Base(), r.Size())
 	if err == nil {
 		err = e.inParts(func(at, n uint64) (verbs.Memory, error) { return e.domain.RegisterDMABuf(fd, off+at, n, remote) })
-		_ = unix.Close(fd) // what was registered keeps the memory
+		_ = unix.Close(fd) // the registration keeps the memory
 		if err == nil {
 			return nil
 		}
 	}
-	// Some parts may have been made.
+	// Some parts may exist already.
 	for len(e.parts) > 0 {
 		last := len(e.parts) - 1
 		if cerr := e.parts[last].Close(); cerr != nil {

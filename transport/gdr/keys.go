@@ -18,11 +18,11 @@ import (
 
 const (
 	maxKeys  = 4096             // registrations of a rail
-	idleKeys = 30 * time.Second // unused for so long, a registration is given back
+	idleKeys = 30 * time.Second // a registration unused for this long is released
 	maxPart  = 16 << 30         // bytes of one registration: larger regions are registered in parts
 	partUnit = 2 << 20          // parts begin at huge pages
 
-	refusedAgain = 30 * time.Second // between two words in the log about registrations that fail
+	refusedAgain = 30 * time.Second // between two log lines about failed registrations
 )
 
 // keys are the registrations of one device.
@@ -35,35 +35,36 @@ type keys struct {
 	mu sync.Mutex
 	// guarded by mu
 	m      map[keyName]*key
-	stayed []*key // retired, and not given back by the device
+	stayed []*key // retired, and not released by the device
 	closed bool
-	told   time.Time // when the log was told of one that failed
+	told   time.Time // time of the last log line about a failure
 }
 
-// keyName: what a peer may write has a key of its own, beside that with which we read for it.
+// keyName identifies a key: a region that a peer may write has a key of its own, beside the key for
+// local reads.
 type keyName struct {
 	region *mem.Region
 	peer   transfer.Boot
 	remote bool
 }
 
-// key is a region's registration in one peer's domain. Made once, by whoever asks first.
+// key is a region's registration in one peer's domain. The first user makes it.
 type key struct {
 	k      *keys
 	name   keyName
 	ready  chan struct{}
-	err    error // set before ready is closed, as are domain, parts and held
+	err    error // set before ready is closed, like domain, parts and held
 	domain *domain
 	parts  []verbs.Memory
 	held   bool         // the region
-	gpu    bool         // its memory is a GPU's: no load of this process reaches it
-	flush  func() error // makes what NICs have written visible to the GPU; nil: it is
+	gpu    bool         // GPU memory: this process cannot load from it
+	flush  func() error // makes NIC writes visible to the GPU; nil: not needed
 
 	// guarded by k.mu
 	users int
 	last  time.Time
 
-	ending   sync.Mutex // held while parts are given back
+	ending   sync.Mutex // held while parts are released
 	released bool       // guarded by ending
 }
 
@@ -76,10 +77,11 @@ func newKeys(s *domains, log *slog.Logger) *keys {
 	return k
 }
 
-// errLater: the registration is not there yet.
+// errLater: the registration does not exist yet.
 var errLater = errors.New("gdr: not registered yet")
 
-// get returns a registration, which put gives back. The first time takes long; without wait that is errLater.
+// get returns a registration; put releases it. The first call takes long; without wait it returns
+// errLater.
 func (k *keys) get(name keyName, wait bool) (*key, error) {
 	k.mu.Lock()
 	e := k.m[name]
@@ -102,7 +104,7 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 		return e, nil
 	case len(k.m)+len(k.stayed) >= maxKeys:
 		k.mu.Unlock()
-		return nil, fmt.Errorf("gdr: %d registrations on %s: more regions and peers than are served at a time: %w", maxKeys, k.d.Name(), verbs.ErrFull)
+		return nil, fmt.Errorf("gdr: %d registrations on %s: the rail has too many regions and peers: %w", maxKeys, k.d.Name(), verbs.ErrFull)
 	}
 	e = &key{k: k, name: name, ready: make(chan struct{}), users: 1}
 	k.m[name] = e
@@ -111,9 +113,10 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 	close(e.ready)
 	if e.err != nil {
 		k.tell(e.err)
-		// What is not supported is remembered until it was idle for long; anything else may do the next time.
+		// An unsupported registration is remembered until it was idle for long; other failures may
+		// pass.
 		if !errors.Is(e.err, transport.ErrNotSupported) || e.release(false) != nil {
-			_ = e.invalidate() // what was made of it; its failure is tried again
+			_ = e.invalidate() // of the parts that exist; a failure is tried again
 		}
 		e.put()
 		return nil, e.err
@@ -121,7 +124,7 @@ func (k *keys) get(name keyName, wait bool) (*key, error) {
 	return e, nil
 }
 
-// tell tells of a registration that failed: it has cost a lane, and the next one will be tried.
+// tell logs a failed registration: it has cost a lane, and the next slice tries again.
 func (k *keys) tell(err error) {
 	now := time.Now()
 	k.mu.Lock()
@@ -131,12 +134,13 @@ func (k *keys) tell(err error) {
 	}
 	k.mu.Unlock()
 	if due {
-		k.log.Warn("memory cannot be registered; it goes over other rails and transports", "transport", Name, "rail", k.d.Name(), "err", err)
+		k.log.Warn("memory cannot be registered; transfers use other rails and transports", "transport", Name, "rail", k.d.Name(), "err", err)
 	}
 }
 
-// EndKeys ends the keys that peers may write under on a rail, as a device that loses its registrations would, and says how many there were: what
-// is under way with them fails, and goes under new ones. For tests that break things.
+// EndKeys invalidates the keys under which peers may write on a rail, like a device that loses its
+// registrations, and returns their number. Slices in flight fail and are retried under new keys.
+// For fault tests.
 func (b *Backend) EndKeys(rail string) (n int, err error) {
 	for _, r := range b.rails {
 		dev, _ := r.current()
@@ -159,7 +163,7 @@ func (b *Backend) EndKeys(rail string) (n int, err error) {
 	return n, err
 }
 
-// begin makes a registration that will be needed, unless it is there or being made.
+// begin starts a registration that will be needed, unless it exists or is being made.
 func (k *keys) begin(wg *sync.WaitGroup, name keyName) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -167,7 +171,7 @@ func (k *keys) begin(wg *sync.WaitGroup, name keyName) {
 		return
 	}
 	wg.Go(func() {
-		if e, err := k.get(name, true); err == nil { // an error comes again, with the first slice
+		if e, err := k.get(name, true); err == nil { // an error comes again with the first slice
 			e.put()
 		}
 	})
@@ -199,7 +203,7 @@ func (e *key) register() {
 	} else if g, ok := r.Device().(GPU); ok {
 		err = e.registerGPU(g, remote)
 	} else {
-		err = fmt.Errorf("%s memory, which the NIC does not reach: %w", r.Kind(), transport.ErrNotSupported)
+		err = fmt.Errorf("the NIC cannot reach %s memory: %w", r.Kind(), transport.ErrNotSupported)
 	}
 	if err != nil {
 		e.err = fmt.Errorf("gdr: region %s: %w", r.ID(), err)
@@ -220,7 +224,8 @@ func (e *key) inParts(one func(at, n uint64) (verbs.Memory, error)) error {
 	return nil
 }
 
-// release invalidates the keys. lost: the device is gone, and with it what it had pinned, whatever it answers.
+// release invalidates the keys. lost: the device is gone with everything it had pinned, whatever it
+// returns.
 func (e *key) release(lost bool) (err error) {
 	e.ending.Lock()
 	defer e.ending.Unlock()
@@ -242,8 +247,8 @@ func (e *key) release(lost bool) (err error) {
 	return err
 }
 
-// runs appends memory under the key: pieces of n bytes, the first at off. Who holds a key that was invalidated goes on with it: the device
-// refuses it.
+// runs appends memory under the key: pieces of n bytes, the first at off. A user of an invalidated
+// key continues with it: the device refuses it.
 func (e *key) runs(dst []run, off, n uint64, s *mem.Strides, remote bool) []run {
 	if s.Count == 1 {
 		return e.spans(dst, off, n, remote)
@@ -259,7 +264,8 @@ func (e *key) runs(dst []run, off, n uint64, s *mem.Strides, remote bool) []run 
 	return dst
 }
 
-// spans appends [off, off+n), which may lie in several parts. Each of dst that is one span may grow.
+// spans appends [off, off+n), which may lie in several parts. Each element of dst that is one span
+// may grow.
 func (e *key) spans(dst []run, off, n uint64, remote bool) []run {
 	for n > 0 {
 		m := e.parts[off/e.k.part]
@@ -285,7 +291,7 @@ func spanOf(m verbs.Memory, at, n uint64, remote bool) span {
 	return s
 }
 
-// put gives a use back.
+// put releases a use.
 func (e *key) put() {
 	e.k.mu.Lock()
 	defer e.k.mu.Unlock()
@@ -293,14 +299,15 @@ func (e *key) put() {
 	e.last = time.Now()
 }
 
-// retireLocked keeps new users away: they get a new generation.
+// retireLocked prevents new users: they get a new generation.
 func (e *key) retireLocked() {
 	if e.k.m[e.name] == e {
 		delete(e.k.m, e.name)
 	}
 }
 
-// invalidate ends a registration that others may still be using: their writes fail. Where the device does not obey, sweep tries again.
+// invalidate ends a registration that may still be in use: the users' writes fail. If the device
+// does not obey, sweep tries again.
 func (e *key) invalidate() error {
 	k := e.k
 	k.mu.Lock()
@@ -319,7 +326,8 @@ func (e *key) invalidate() error {
 	return err
 }
 
-// sweep gives back what is idle. Nobody holds what has no user, and nobody finds what is retired.
+// sweep releases idle registrations. A registration without users is not held, and a retired one
+// cannot be found.
 func (k *keys) sweep(now time.Time) (err error) {
 	k.mu.Lock()
 	idle := slices.Clone(k.stayed)
@@ -338,7 +346,7 @@ func (k *keys) sweep(now time.Time) (err error) {
 	return err
 }
 
-// close gives back everything. Nothing is in use any more.
+// close releases everything. Nothing is in use any more.
 func (k *keys) close(lost bool) (err error) {
 	k.mu.Lock()
 	k.closed = true

@@ -16,13 +16,13 @@ import (
 )
 
 const (
-	receives    = maxInFlight + 1 // one verdict for each slice, and one that is always there to be flushed
+	receives    = maxInFlight + 1 // one verdict per slice, and one that is always left to be flushed
 	receiveMark = 1 << 63         // in the ids of receives
 	batchWorks  = 64              // work requests posted by one call
 	pollBatch   = 64
 	readBuffer  = 64 << 10
 
-	patienceToAsk = 5 // times Config.Silence that a slice may wait for leave to write
+	patienceToAsk = 5 // times Config.Silence that a slice may wait for a GO
 )
 
 // lane is one end of a queue pair and of the socket that goes with it.
@@ -37,13 +37,13 @@ type lane struct {
 	id     uint64
 	peer   transfer.Boot
 	remote string
-	axes   int    // of the runs that the peer knows
-	depth  uint64 // of the send queue, less what verdicts need
+	axes   int    // of the runs that the peer supports
+	depth  uint64 // of the send queue, without the entries for verdicts
 	most   uint64 // bytes of one write
 
 	drained  chan struct{} // closed when the queue pair touches no memory any more
-	settled  chan struct{} // closed when the follower has done what it can; not drained by then: stuck
-	kick     chan struct{} // for the follower: something ended or failed without a completion
+	settled  chan struct{} // closed when the follower has done all it can; if the queue pair is not drained by then, it is stuck
+	kick     chan struct{} // wakes the follower: something ended or failed without a completion
 	verdicts chan uint32   // from the follower to the lander; has room for every receive
 	asks     sync.WaitGroup
 
@@ -55,8 +55,8 @@ type lane struct {
 	mu sync.Mutex
 	// guarded by mu
 	err       error
-	kept      bool // the device has not given the queue pair back
-	over      bool // end has been
+	kept      bool // the device has not released the queue pair
+	over      bool // end has returned
 	seq       uint16
 	out       [maxInFlight]sending
 	in        [maxInFlight]receiving
@@ -64,16 +64,16 @@ type lane struct {
 	flying    ring // slices whose writes are all posted
 	posted    uint64
 	done      uint64 // requests that have ended: all up to this one
-	good      uint64 // and have ended well
+	good      uint64 // requests that have ended well
 	recvs     uint64 // receives posted
 	recvsDone uint64
 	sawFlush  bool // of a receive
 	progress  time.Time
-	heard     time.Time     // when a slice was armed or came last
-	pace      time.Duration // how long slices from the peer take after that; learned
-	doubted   time.Time     // the progress for which checkProgress has found the lane silent once
-	looked    chan struct{} // closed when the follower has looked for completions again; made by who waits
-	change    chan struct{} // closed when a claim ends; made by who waits
+	heard     time.Time     // when a slice was last armed or arrived
+	pace      time.Duration // learned time from arming to arrival of the peer's slices
+	doubted   time.Time     // the progress at which checkProgress has once found the lane silent
+	looked    chan struct{} // closed when the follower has polled completions again; made by the waiter
+	change    chan struct{} // closed when a claim ends; made by the waiter
 	works     [batchWorks]verbs.Work
 	one       [1]verbs.Work
 	oneID     [1]uint64
@@ -97,7 +97,7 @@ func (r *ring) pop() {
 
 var _ transport.Lane = (*lane)(nil)
 
-// prepare makes a lane to a peer that is not connected.
+// prepare makes an unconnected lane to a peer.
 func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Boot) (_ *lane, err error) {
 	if !dev.enter() {
 		return nil, net.ErrClosed
@@ -139,7 +139,7 @@ func (b *Backend) prepare(c net.Conn, r *rail, dev *openDevice, peer transfer.Bo
 
 func (l *lane) attach() []byte { return encodeAddress(l.q.Address(), l.rail.cfg.Name) }
 
-// abandon ends a lane that was never up.
+// abandon ends a lane that did not come up.
 func (l *lane) abandon() error {
 	_ = l.c.Close()
 	defer l.dev.leave()
@@ -147,7 +147,7 @@ func (l *lane) abandon() error {
 	return errors.Join(l.q.Close(), l.cq.Close())
 }
 
-// connect makes the queue pair ready for the proved peer's.
+// connect connects the queue pair to the proved peer's.
 func (l *lane) connect(o *wire.Opened) error {
 	addr, rail, err := decodeAddress(o.Attach)
 	if err != nil {
@@ -155,7 +155,7 @@ func (l *lane) connect(o *wire.Opened) error {
 	}
 	l.remote, l.axes = rail, axesOf(o.Version)
 	if o.Peer != l.peer {
-		return fmt.Errorf("gdr: boot %s proves itself where boot %s was to be", o.Peer, l.peer)
+		return fmt.Errorf("gdr: the other end is boot %s, not boot %s", o.Peer, l.peer)
 	}
 	var ids [receives]uint64
 	for i := range ids {
@@ -165,7 +165,8 @@ func (l *lane) connect(o *wire.Opened) error {
 	return errors.Join(l.q.ToInit(), l.q.ToReadyToReceive(addr), l.q.PostReceive(ids[:]), l.q.ToReadyToSend())
 }
 
-// start begins service. Both ends say on the socket that their receives are posted before either sends.
+// start begins service. Both ends report on the socket that their receives are posted before either
+// sends.
 func (l *lane) start() error {
 	ready := [1]byte{1}
 	if _, err := l.c.Write(ready[:]); err != nil {
@@ -188,7 +189,7 @@ func (l *lane) start() error {
 	l.b.mu.Unlock()
 	l.b.host.LaneUp(l)
 	select {
-	case <-l.dev.gone: // while we were not in the list yet
+	case <-l.dev.gone: // before the lane was in the list
 		l.fail(errors.New("gdr: the device was lost"))
 	default:
 	}
@@ -196,11 +197,13 @@ func (l *lane) start() error {
 	return nil
 }
 
-// proof is the immediate of the first write each way. It is no verdict: there is no such slice.
+// proof is the immediate of the first write in each direction. It is no verdict: its slice id does
+// not exist.
 const proof = 0xffffffff
 
-// prove sends an empty write each way. A lane is up only where the packets of both NICs arrive: on a path that is dead for them alone,
-// the socket would bring one up after the other, each to end by the NIC's timers, with slices on it.
+// prove sends an empty write in each direction. A lane comes up only if the packets of both NICs
+// arrive. Otherwise, on a path that is dead only for the NICs, the socket would bring up one lane
+// after another, each ended by the NIC's timers with slices on it.
 func (l *lane) prove() error {
 	n, err := l.q.PostSend([]verbs.Work{{ID: 1, Op: verbs.WriteImm, Imm: proof, Signaled: true}})
 	l.posted += uint64(n)
@@ -277,7 +280,8 @@ func (l *lane) Close() error {
 	return nil
 }
 
-// fail ends the lane: its socket is closed, and its follower moves the queue pair to the error state.
+// fail ends the lane: it closes the socket, and the follower moves the queue pair to the error
+// state.
 func (l *lane) fail(err error) {
 	l.mu.Lock()
 	l.failLocked(err)
@@ -307,7 +311,7 @@ func (l *lane) failure() error {
 
 // halt stops the lane for a later attempt.
 func (l *lane) halt() bool {
-	l.fail(fmt.Errorf("gdr: a later attempt takes over what lane %d had under way: %w", l.id, net.ErrClosed))
+	l.fail(fmt.Errorf("gdr: a later attempt takes over the slices of lane %d: %w", l.id, net.ErrClosed))
 	ctx, cancel := context.WithTimeout(context.Background(), 2*l.b.cfg.Drain)
 	defer cancel()
 	if l.stopped(ctx) {
@@ -320,7 +324,7 @@ func (l *lane) halt() bool {
 	return true
 }
 
-// stopped reports, once the lane was failed, whether its queue pair touches no memory any more.
+// stopped reports, after the lane has failed, whether its queue pair touches no memory any more.
 func (l *lane) stopped(ctx context.Context) bool {
 	select {
 	case <-l.settled:
@@ -329,8 +333,9 @@ func (l *lane) stopped(ctx context.Context) bool {
 	return l.isDrained()
 }
 
-// follow takes completions until the lane has failed and everything that was posted has ended. A device that does not flush
-// is made to forget the queue pair; one that does not even do that leaves the lane stuck, with what it holds.
+// follow polls completions until the lane has failed and all posted requests have ended. If a
+// device does not flush, follow destroys the queue pair; if that fails too, the lane stays stuck,
+// with its claims and keys.
 func (l *lane) follow() {
 	buf := make([]verbs.Completion, pollBatch)
 	var flush <-chan time.Time
@@ -350,7 +355,8 @@ func (l *lane) follow() {
 		}
 		switch {
 		case failed && !stopping:
-			// Not under a lock: a device may take its time, and whoever fails a lane must not wait for that.
+			// Without a lock: a device may be slow, and code that fails a lane must not wait for
+			// it.
 			l.stopQueuePair()
 			stopping, flush, dead = true, time.After(l.b.cfg.Drain), l.dev.dead
 			continue
@@ -373,7 +379,8 @@ func (l *lane) follow() {
 	}
 }
 
-// look changes who is told when the follower has looked, and returns who was to be.
+// look replaces the channel that is closed after the follower's next poll, and returns the previous
+// one.
 func (l *lane) look(next chan struct{}) (before chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -381,7 +388,8 @@ func (l *lane) look(next chan struct{}) (before chan struct{}) {
 	return before
 }
 
-// lookAgain makes the follower look for completions. The result is closed once it has, and what it found counts as progress.
+// lookAgain makes the follower poll completions. The result is closed afterwards; completions that
+// it found count as progress.
 func (l *lane) lookAgain() <-chan struct{} {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -395,15 +403,15 @@ func (l *lane) lookAgain() <-chan struct{} {
 // stopQueuePair moves it to the error state, which flushes it.
 func (l *lane) stopQueuePair() {
 	if err := l.q.ToError(); err != nil && !errors.Is(err, net.ErrClosed) {
-		l.b.cfg.Log.Warn("queue pair does not take the error state", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+		l.b.cfg.Log.Warn("queue pair does not enter the error state", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
 	}
 }
 
-// settle gives the queue pair back, and says whether it still touches memory.
+// settle releases the queue pair, and returns whether it still touches memory.
 func (l *lane) settle() {
 	err := l.giveBack()
 	if err != nil {
-		l.b.cfg.Log.Warn("queue pair not given back; tried again", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
+		l.b.cfg.Log.Warn("queue pair not released; tried again", "transport", Name, "lane", l.id, "rail", l.rail.cfg.Name, "err", err)
 	}
 	if err == nil || l.flushed() {
 		close(l.drained)
@@ -414,7 +422,8 @@ func (l *lane) settle() {
 	close(l.settled)
 }
 
-// giveBack destroys the lane's queue pair and completion queue. Called by the follower, and then by reap alone.
+// giveBack destroys the lane's queue pair and completion queue. Called by the follower, and after
+// it by reap alone.
 func (l *lane) giveBack() error {
 	if err := l.q.Close(); err != nil {
 		return err
@@ -426,7 +435,8 @@ func (l *lane) giveBack() error {
 	return nil
 }
 
-// reap tries again to give back what the device kept when the lane ended. Called by one goroutine at a time.
+// reap tries again to release the resources that the device kept when the lane ended. Called by one
+// goroutine at a time.
 func (l *lane) reap() {
 	l.mu.Lock()
 	due := l.kept && l.over
@@ -453,7 +463,7 @@ func (l *lane) isDrained() bool {
 	}
 }
 
-// letGo gives back what the slices of a lane that has ended still hold. Its queue pair touches no memory.
+// letGo releases the claims and keys of a lane that has ended. Its queue pair touches no memory.
 func (l *lane) letGo() {
 	for i := range l.out {
 		l.out[i].release(l.b)
@@ -467,14 +477,15 @@ func (l *lane) letGo() {
 	}
 }
 
-// flushed reports whether everything that was posted has ended, a receive by being flushed: that comes behind whatever arrives.
+// flushed reports whether all posted requests have ended, with a flushed receive: a flush comes
+// after everything that arrives.
 func (l *lane) flushed() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.sawFlush && l.done == l.posted && l.recvs == l.recvsDone
 }
 
-// completed takes completions and does what they allow. ended: nothing that was posted is still open.
+// completed processes completions. ended: no posted request is open.
 func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 	l.mu.Lock()
 	came := 0
@@ -517,24 +528,26 @@ func (l *lane) completed(batch []verbs.Completion) (ended, failed bool) {
 	return l.done == l.posted && l.recvs == l.recvsDone, l.err != nil
 }
 
-// learnLocked takes in how long the last slices took to come. What no silence may be was not the path's doing: one of the two processes was
-// not running.
+// learnLocked updates the pace with the time of the last slices. A gap longer than the silence was
+// not caused by the path: one of the two processes was not running.
 func (l *lane) learnLocked(took time.Duration, slices int) {
 	if took < l.b.cfg.Silence {
 		l.pace += (took/time.Duration(slices) - l.pace) / paceWeight
 	}
 }
 
-// patienceLocked is how long a later attempt waits for a slice that the peer may write without any progress before it stops the lane. Where
-// slices take longer than a fixed time would be, each retry would end a healthy lane, and with it what else was under way there, which is tried
-// again then: lanes of a slow path would end each other without end. A fence has less time, and is followed by no retries.
+// patienceLocked is the time that a later attempt waits for a slice without progress, which the
+// peer may write, before it stops the lane. With a fixed time below the time of a slice, each retry
+// would end a healthy lane together with its other slices, which are then retried: lanes of a slow
+// path would end each other for ever. A fence has less time, and no retries follow it.
 func (l *lane) patienceLocked() time.Duration {
 	return max(l.b.cfg.Patience, min(patiencePaces*l.pace, l.b.cfg.Silence))
 }
 
-// checkProgress gives up a lane on which writes are posted and nothing comes. A slice that only waits for a word of the peer
-// writes nothing, and may wait there for a registration or for another lane. A process that was not running for a while finds every lane
-// silent, and completions of all of them waiting: only what is silent at two looks in a row, with the follower's between them, is.
+// checkProgress gives up a lane with posted writes and no completions. A slice that only waits for
+// the peer's answer writes nothing, and may wait for a registration or another lane. A process that
+// was suspended finds every lane silent and completions of all of them waiting, so a lane counts as
+// silent only after two checks in a row with a poll of the follower between them.
 func (l *lane) checkProgress(now time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -577,14 +590,14 @@ func (l *lane) say(h *head, runs []run) {
 	}
 }
 
-// unread reports whether more frames wait than a peer that reads leaves waiting.
+// unread reports whether more frames wait than for a peer that reads.
 func (l *lane) unread() bool {
 	l.outMu.Lock()
 	defer l.outMu.Unlock()
 	return l.unsent > maxUnsent
 }
 
-// write sends what say has queued. Its bound: maxUnsent frames, each with the spans of a slice.
+// write sends the queued frames. Its bound: maxUnsent frames, each with the spans of a slice.
 func (l *lane) write(over <-chan struct{}) {
 	var buf []byte
 	for {
@@ -605,7 +618,7 @@ func (l *lane) write(over <-chan struct{}) {
 	}
 }
 
-// end gives everything back and reports. The lane's goroutines have ended.
+// end releases everything and reports. The lane's goroutines have ended.
 func (l *lane) end() {
 	l.mu.Lock()
 	err := l.err
@@ -618,7 +631,7 @@ func (l *lane) end() {
 		r := transport.Result{Slice: s.s, Outcome: transfer.NotLanded, Reason: transfer.ReasonLaneLost, Took: time.Since(s.at),
 			Err: fmt.Errorf("gdr: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))}
 		if s.state >= flight {
-			r.Outcome = transfer.InDoubt // its bytes may be anywhere
+			r.Outcome = transfer.InDoubt // its bytes may have been written
 		}
 		s.state = idle
 		res = append(res, r)
@@ -632,7 +645,7 @@ func (l *lane) end() {
 		l.b.host.Done(l, res)
 	}
 	if kept {
-		l.dev.keep(1) // and the lane stays in the list, for fences to find
+		l.dev.keep(1) // the lane stays in the list for fences
 	} else {
 		l.b.mu.Lock()
 		delete(l.b.lanes, l)
@@ -645,7 +658,7 @@ func (l *lane) end() {
 	l.b.host.LaneDown(l, err)
 }
 
-// again posts a receive in the place of one that was used.
+// again posts a receive in place of a used one.
 func (l *lane) again() {
 	l.mu.Lock()
 	defer l.mu.Unlock()

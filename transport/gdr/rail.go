@@ -15,15 +15,15 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// How a device that was lost is opened again.
+// Bounds of reopening a lost device.
 const (
 	reopenFirst   = 20 * time.Millisecond // after the loss
 	reopenLongest = 2 * time.Second       // between tries
-	maxLost       = 4                     // lost devices of a rail whose queue pairs are still there; with more, none is opened
+	maxLost       = 4                     // lost devices of a rail that still have queue pairs; with more, none is opened
 )
 
-// rail is a listener and the device that it is for. A device that was lost is opened again in the background, under the GID and at
-// the address that its port has by then.
+// rail is a listener with its device. A lost device is reopened in the background, under the GID
+// and address that its port has then.
 type rail struct {
 	b    *Backend
 	cfg  Rail
@@ -31,29 +31,29 @@ type rail struct {
 
 	dials, accepts *gate // of set-ups
 
-	mu sync.Mutex // never held while a device is asked
+	mu sync.Mutex // never held during a command to the device
 	// guarded by mu
-	dev    *openDevice // nil: lost, and not opened again yet
+	dev    *openDevice // nil: lost, and not reopened yet
 	why    error       // why dev is nil
 	down   bool        // the port
 	ln     net.Listener
-	at     string        // what ln was asked to listen on
-	lost   []*openDevice // until nothing of them is left
+	at     string        // the address given to listen
+	lost   []*openDevice // until they are released completely
 	closed bool
 }
 
-// openDevice is a device with what belongs to its life.
+// openDevice is a device with the resources of its life.
 type openDevice struct {
 	verbs.Device
 	domains *domains
 	keys    *keys
-	gone    chan struct{} // closed by lose: there are no new lanes
-	dead    chan struct{} // closed where the device will never say anything again
+	gone    chan struct{} // closed by lose: no new lanes
+	dead    chan struct{} // closed when the device will report nothing any more
 
 	mu sync.Mutex
 	// guarded by mu
-	users  int // lanes, and who asks something
-	kept   int // lanes that have ended, and whose queue pairs the device has not given back
+	users  int // lanes, and callers in a command
+	kept   int // ended lanes whose queue pairs the device has not released
 	idle   sync.Cond
 	closed bool
 }
@@ -84,10 +84,11 @@ func (r *rail) open() (*openDevice, error) {
 	return dev, nil
 }
 
-// listen makes the listener for a device, unless there is one at its address. Called by openRail, and then by tend alone.
+// listen makes the listener for a device, unless one exists at its address. Called by openRail, and
+// after it by tend alone.
 func (r *rail) listen(ctx context.Context, dev *openDevice) error {
 	at := r.cfg.Listen
-	if at == "" { // at the address of the device, so that the sockets share its fate
+	if at == "" { // the device's address, so that the sockets fail together with it
 		at = net.JoinHostPort(dev.GID().Addr().String(), "0")
 	}
 	if at == r.at {
@@ -103,14 +104,14 @@ func (r *rail) listen(ctx context.Context, dev *openDevice) error {
 		return errors.Join(net.ErrClosed, ln.Close())
 	}
 	if r.ln != nil {
-		_ = r.ln.Close() // its address is no more
+		_ = r.ln.Close() // the address no longer exists
 	}
 	r.ln, r.at = ln, at
 	r.b.wg.Go(func() { r.accept(ln) })
 	return nil
 }
 
-// follow takes the events of a device until it is closed, or the backend is.
+// follow handles the events of a device until the device or the backend is closed.
 func (r *rail) follow(dev *openDevice) {
 	for {
 		var e verbs.Event
@@ -127,7 +128,7 @@ func (r *rail) follow(dev *openDevice) {
 		}
 		r.b.cfg.Log.Info("device event", "transport", Name, "rail", r.cfg.Name, "event", e.Kind.String(), "qp", e.QP)
 		switch e.Kind {
-		case verbs.GIDChange: // mostly of an entry that we do not use
+		case verbs.GIDChange: // mostly of an unused entry
 			if _, err := dev.active(); err != nil {
 				r.lose(dev, err)
 			}
@@ -142,7 +143,7 @@ func (r *rail) follow(dev *openDevice) {
 	}
 }
 
-// setDown takes what a device says of its port.
+// setDown records the state of the port.
 func (r *rail) setDown(dev *openDevice, down bool) {
 	r.mu.Lock()
 	change := r.dev == dev && r.down != down
@@ -155,7 +156,7 @@ func (r *rail) setDown(dev *openDevice, down bool) {
 	}
 }
 
-// lose gives a device up, once: its lanes end, and when they have, it is closed, which lets the kernel remove it.
+// lose gives up a device once: its lanes end, then it is closed, which lets the kernel remove it.
 func (r *rail) lose(dev *openDevice, why error) {
 	r.mu.Lock()
 	if r.dev != dev || r.closed {
@@ -175,7 +176,8 @@ func (r *rail) lose(dev *openDevice, why error) {
 	}
 }
 
-// tend asks the device what may take its time: it opens it again, and gives back keys that are idle and what a device kept.
+// tend executes slow commands: it reopens the device, and releases idle keys and resources that a
+// device kept.
 func (r *rail) tend() {
 	tick := time.NewTicker(r.b.interval())
 	defer tick.Stop()
@@ -195,13 +197,13 @@ func (r *rail) tend() {
 			}
 		case now := <-tick.C:
 			if err := r.sweep(now); err != nil {
-				r.b.cfg.Log.Warn("registration not given back; tried again", "transport", Name, "rail", r.cfg.Name, "err", err)
+				r.b.cfg.Log.Warn("registration not released; tried again", "transport", Name, "rail", r.cfg.Name, "err", err)
 			}
 		}
 	}
 }
 
-// reopen opens a device that was lost. The choice of its GID is made again.
+// reopen opens a lost device, and chooses its GID again.
 func (r *rail) reopen() (err error) {
 	r.mu.Lock()
 	missing, lost := r.dev == nil, len(r.lost)
@@ -210,7 +212,7 @@ func (r *rail) reopen() (err error) {
 		return nil
 	}
 	if lost > maxLost {
-		return r.still(fmt.Errorf("%d devices that were lost before have not given their queue pairs back: restart the sidecar", lost))
+		return r.still(fmt.Errorf("%d lost devices have not released their queue pairs: restart the sidecar", lost))
 	}
 	dev, err := r.open()
 	if err != nil {
@@ -227,12 +229,12 @@ func (r *rail) reopen() (err error) {
 	r.dev, r.why, r.down = dev, nil, false
 	r.mu.Unlock()
 	r.b.wg.Go(func() { r.follow(dev) })
-	r.b.cfg.Log.Info("device is there again", "transport", Name, "rail", r.cfg.Name, "gid", dev.GID().Addr())
+	r.b.cfg.Log.Info("device reopened", "transport", Name, "rail", r.cfg.Name, "gid", dev.GID().Addr())
 	r.b.changed()
 	return nil
 }
 
-// still says why there is no device.
+// still records why there is no device.
 func (r *rail) still(err error) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -240,7 +242,7 @@ func (r *rail) still(err error) error {
 	return err
 }
 
-// active is Active while the device is open.
+// active is Active of the open device.
 func (d *openDevice) active() (bool, error) {
 	if !d.enter() {
 		return false, net.ErrClosed
@@ -249,7 +251,7 @@ func (d *openDevice) active() (bool, error) {
 	return d.Active()
 }
 
-// ready is usable without a command to the device, as far as its events say.
+// ready checks the rail by the device's events, without a command to it.
 func (r *rail) ready() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -263,7 +265,7 @@ func (r *rail) ready() error {
 }
 
 func lostFor(why error) error {
-	return fmt.Errorf("the device was lost, and is not there again yet: %w", why)
+	return fmt.Errorf("the device was lost and is not open again yet: %w", why)
 }
 
 func notActive(dev *openDevice) error {
@@ -293,15 +295,15 @@ func (r *rail) current() (*openDevice, error) {
 	return r.dev, r.why
 }
 
-// state is the rail as it is now.
+// state is the rail's current state.
 func (r *rail) state() RailState {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return RailState{Rail: transport.Rail{Name: r.cfg.Name, Address: r.ln.Addr().String(), Gbps: r.cfg.Gbps, NUMA: r.cfg.NUMA}, Down: r.dev == nil || r.down}
 }
 
-// sweep gives back idle keys, queue pairs that a device kept, and lost devices of which nothing is left: the kernel waits for that to
-// remove them.
+// sweep releases idle keys, queue pairs that a device kept, and lost devices without resources: the
+// kernel waits for that before it removes them.
 func (r *rail) sweep(now time.Time) error {
 	for _, l := range r.b.allLanes() {
 		if l.rail == r {
@@ -315,7 +317,7 @@ func (r *rail) sweep(now time.Time) error {
 	closed := map[*openDevice]bool{}
 	for _, d := range lost {
 		if d.unused() {
-			_ = d.close(true) // it is gone: what it says to this changes nothing
+			_ = d.close(true) // it is gone; its answer does not matter
 			closed[d] = true
 		}
 	}
@@ -354,7 +356,7 @@ func (d *openDevice) leave() {
 	}
 }
 
-// keep counts a lane that ended as one whose queue pair is still there; n is 1, or -1 when it is given back.
+// keep counts an ended lane whose queue pair still exists; n is 1, or -1 when it is released.
 func (d *openDevice) keep(n int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -367,8 +369,8 @@ func (d *openDevice) unused() bool {
 	return d.users == 0 && d.kept == 0
 }
 
-// close waits for lanes that were being opened, and gives the device back. A device that keeps queue pairs stays as it is, with the
-// memory that they may touch: the end of the process is what takes them from it.
+// close waits for lanes that are being opened, and releases the device. A device that keeps queue
+// pairs stays open with the memory that they may touch, until the process ends.
 func (d *openDevice) close(lost bool) error {
 	d.mu.Lock()
 	d.closed = true
@@ -383,12 +385,12 @@ func (d *openDevice) close(lost bool) error {
 	return errors.Join(d.keys.close(lost), d.domains.sweep(), d.Close())
 }
 
-// shut ends the rail's listener; no device is opened any more.
+// shut ends the rail's listener; no device is reopened after it.
 func (r *rail) shut() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.closed = true
-	_ = r.ln.Close() // what it accepted is a lane
+	_ = r.ln.Close() // its accepted connections are lanes
 }
 
 // close ends the rail's devices; their lanes have ended, and its goroutines.
@@ -425,13 +427,13 @@ func (r *rail) accept(ln net.Listener) {
 				}
 			})
 		default:
-			_ = c.Close() // the dialer tries again
+			_ = c.Close() // the dialler tries again
 		}
 	}
 }
 
-// welcome opens a lane that somebody dialled. Who is silent holds no place: it is taken when the dialer has said who it is, by when it
-// has a place of its own.
+// welcome opens a dialled lane. A silent dialler holds no place: the place is taken after the
+// dialler's Hello, when the dialler has a place of its own.
 func (r *rail) welcome(c net.Conn) error {
 	ctx, cancel := context.WithTimeout(r.b.life, r.b.cfg.Opening)
 	defer cancel()
@@ -449,10 +451,10 @@ func (r *rail) welcome(c net.Conn) error {
 			p, ok := r.b.host.PeerKey(boot)
 			return p.Key, p.Self, ok
 		},
-		// A queue pair is made only for somebody whom the control layer knows.
+		// A queue pair is made only for a peer that the control layer has authenticated.
 		Attach: func(h *wire.Hello) (_ []byte, err error) {
 			if err := r.accepts.enter(ctx); err != nil {
-				return nil, fmt.Errorf("no turn among those who open lanes: %w", err)
+				return nil, fmt.Errorf("no turn to open a lane: %w", err)
 			}
 			entered = true
 			dev, err := r.usable()
@@ -466,7 +468,7 @@ func (r *rail) welcome(c net.Conn) error {
 		},
 	})
 	if err == nil {
-		// The dialer's proof is checked: only now its address is used.
+		// The dialler's proof is verified; its address is used only after that.
 		err = l.connect(o)
 	}
 	if err == nil {

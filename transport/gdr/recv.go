@@ -17,17 +17,17 @@ type receiving struct {
 	l       *lane
 	state   state
 	seq     uint16
-	at      time.Time        // asked
+	at      time.Time        // time of the ASK
 	g       *transport.Grant // while armed
 	r       transfer.Range   // of it
 	claim   transport.Claim
 	claimed bool
 	keys    []*key
-	runs    []run // what the peer may write
+	runs    []run // spans that the peer may write
 	blocks  []mem.Block
 }
 
-// Stop implements transport.Device. What is not armed yet is not written; arm finds the claim lost.
+// Stop implements transport.Device. An unarmed slice is not written: arm finds the claim lost.
 func (r *receiving) Stop() bool {
 	r.l.mu.Lock()
 	harmless := r.state != armed
@@ -35,8 +35,8 @@ func (r *receiving) Stop() bool {
 	return harmless || r.l.halt()
 }
 
-// moving is how long a later attempt should wait for this one. One that is not armed yet may be by the time that it is stopped, which
-// costs its lane: it is waited for as well.
+// moving is the time that a later attempt should wait for this slice. It includes an unarmed slice,
+// because that may be armed when it is stopped, which would end its lane.
 func (r *receiving) moving() time.Duration {
 	r.l.mu.Lock()
 	defer r.l.mu.Unlock()
@@ -51,8 +51,9 @@ func (r *receiving) moving() time.Duration {
 	return r.l.patienceLocked() - time.Since(since)
 }
 
-// release gives the chunks and the keys back. Nothing is written for the slice any more. Not under lane.mu: whoever takes
-// chunks over holds the grant's claims, and fails the lane.
+// release gives up the chunks and the keys. Nothing is written for the slice any more. Called
+// without lane.mu: an attempt that takes over chunks holds the grant's claims while it fails the
+// lane.
 func (r *receiving) release() {
 	r.claim.Release()
 	r.claimed = false
@@ -98,7 +99,7 @@ func (l *lane) read() error {
 	}
 }
 
-// asked answers one ASK, or has it answered when the claims in its way have ended. An error ends the lane.
+// asked answers one ASK, at once or when the claims in its way have ended. An error ends the lane.
 func (l *lane) asked(h head) error {
 	l.mu.Lock()
 	r := &l.in[h.id]
@@ -108,7 +109,7 @@ func (l *lane) asked(h head) error {
 	}
 	l.mu.Unlock()
 	if !free {
-		return fmt.Errorf("%w: ASK for slice %d, which is under way", errFrame, h.id)
+		return fmt.Errorf("%w: ASK for slice %d, which is in flight", errFrame, h.id)
 	}
 	g, why := l.b.host.Grant(l.peer, h.slot, h.gen)
 	if g == nil && why == transfer.ReasonNone {
@@ -136,7 +137,7 @@ func (l *lane) asked(h head) error {
 	return nil
 }
 
-// armLater is apart from asked so that a head is on the heap only here.
+// armLater is separate from asked so that a head is on the heap only here.
 func (l *lane) armLater(g *transport.Grant, h head) {
 	l.asks.Go(func() {
 		if err := l.arm(g, &h, true); err != nil {
@@ -145,10 +146,11 @@ func (l *lane) armLater(g *transport.Grant, h head) {
 	})
 }
 
-// claimFor claims the chunks of a slice. Slices in its way have the time to end by themselves as long as their lanes move.
+// claimFor claims the chunks of a slice. It lets slices in its way end by themselves as long as
+// their lanes make progress.
 func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason, error) {
 	var patience *time.Timer
-	var doubted *lane // it did not move, and was made to look for completions
+	var doubted *lane // a lane without progress that was made to poll completions
 	for force := false; ; {
 		why, holder, ended := g.ClaimDevice(&l.in[h.id].claim, h.r, h.attempt, &l.in[h.id], force)
 		switch {
@@ -165,10 +167,10 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 			switch left = x.moving(); {
 			case left > 0:
 			case doubted != x.l:
-				// Where this process was not running for a while, what its NIC has done meanwhile is not looked at yet.
+				// If this process was suspended, completions of its NIC wait to be polled.
 				doubted, left, looked = x.l, l.b.cfg.Patience, x.l.lookAgain()
 			default:
-				left = l.b.movingIn(l.peer, g, h.r) // force stops all that are in the way
+				left = l.b.movingIn(l.peer, g, h.r) // force stops all of them
 			}
 		}
 		if force = left <= 0; force {
@@ -190,7 +192,7 @@ func (l *lane) claimFor(g *transport.Grant, h *head, wait bool) (transfer.Reason
 	}
 }
 
-// movingIn is how long the longest should be waited for of those slices that may write chunks r of a grant.
+// movingIn is the longest time to wait for the slices that may write chunks r of a grant.
 func (b *Backend) movingIn(peer transfer.Boot, g *transport.Grant, r transfer.Range) (left time.Duration) {
 	for _, l := range b.lanesOf(peer) {
 		for i := range l.in {
@@ -206,8 +208,8 @@ func (b *Backend) movingIn(peer transfer.Boot, g *transport.Grant, r transfer.Ra
 	return left
 }
 
-// arm claims the chunks of a slice and lets the peer write them. errLater: it needs to wait for another slice or for a
-// registration, and may not; a claim is kept.
+// arm claims the chunks of a slice and permits the peer to write them. errLater: it would have to
+// wait for another slice or a registration; it keeps a claim.
 func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 	r := &l.in[h.id]
 	if !r.claimed {
@@ -225,7 +227,7 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 		switch {
 		case errors.Is(err, errRange):
 			l.refuse(h.id, transfer.ReasonRange)
-		case errors.Is(err, transport.ErrNotSupported): // another transport's memory
+		case errors.Is(err, transport.ErrNotSupported): // memory for another transport
 			l.b.cfg.Log.Warn("slice refused", "transport", Name, "lane", l.id, "err", err)
 			l.refuse(h.id, transfer.ReasonMemory)
 		default:
@@ -233,7 +235,8 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 		}
 		return nil
 	}
-	// Under the claim and the guard: who takes over stops what is armed, and a fence looks for it after the guard is idle.
+	// Under the claim and the guard: an attempt that takes over stops armed slices, and a fence
+	// checks for them after the guard is idle.
 	if why := r.claim.Enter(); why != transfer.ReasonNone {
 		l.refuse(h.id, why)
 		return nil
@@ -255,7 +258,7 @@ func (l *lane) arm(g *transport.Grant, h *head, wait bool) error {
 
 var errRange = errors.New("gdr: the grant does not resolve")
 
-// offer works out what the peer may write: what has not landed yet.
+// offer lists the memory that the peer may write: chunks that have not landed yet.
 func (l *lane) offer(g *transport.Grant, h *head, r *receiving, wait bool) (err error) {
 	r.runs = r.runs[:0]
 	for at := h.r; at.Count > 0; {
@@ -289,8 +292,8 @@ func (l *lane) refuse(id uint8, why transfer.Reason) {
 	l.finish(id, why)
 }
 
-// finish frees the slice's id and says END, in this order: the peer uses the id again. Before that nothing can be written for the
-// slice any more, so that a fence need not look at the keys that it gives back.
+// finish frees the slice's id and sends END, in this order, because the peer reuses the id. Nothing
+// can be written for the slice any more, so a fence need not check the released keys.
 func (l *lane) finish(id uint8, why transfer.Reason) {
 	r := &l.in[id]
 	l.mu.Lock()
@@ -305,7 +308,8 @@ func (l *lane) finish(id uint8, why transfer.Reason) {
 	l.say(&head{kind: kindEnd, id: id, reason: why, seq: seq}, nil)
 }
 
-// land takes verdicts: all bytes of the slice are in place. Claim and guard decide whether that still counts.
+// land processes verdicts: all bytes of the slice are in place. Claim and guard decide whether they
+// count.
 func (l *lane) land() {
 	for imm := range l.verdicts {
 		l.again()
@@ -314,7 +318,7 @@ func (l *lane) land() {
 		ok := id < maxInFlight && int(why) < transfer.NumReasons && l.in[id].state == armed && l.in[id].seq == seq
 		l.mu.Unlock()
 		if !ok {
-			l.fail(fmt.Errorf("%w: a verdict on slice %d.%d, which is not under way", errFrame, id, seq))
+			l.fail(fmt.Errorf("%w: a verdict on slice %d.%d, which is not in flight", errFrame, id, seq))
 			continue
 		}
 		if why == transfer.ReasonNone {
@@ -330,7 +334,7 @@ func (l *lane) land() {
 	}
 }
 
-// show makes what the NIC has written visible to the GPUs that it belongs to.
+// show makes the NIC's writes visible to the GPUs that own the memory.
 func (r *receiving) show(l *lane) transfer.Reason {
 	for _, k := range r.keys {
 		if k.flush == nil {
@@ -344,7 +348,8 @@ func (r *receiving) show(l *lane) transfer.Reason {
 	return transfer.ReasonNone
 }
 
-// armedFor is nil if nothing may be written to a grant through this lane. Otherwise it is closed at the next change.
+// armedFor is nil if nothing may be written to a grant through this lane; otherwise it is closed at
+// the next change.
 func (l *lane) armedFor(g *transport.Grant) <-chan struct{} {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -359,7 +364,8 @@ func (l *lane) armedFor(g *transport.Grant) <-chan struct{} {
 	return nil
 }
 
-// invalidate ends the keys under which a grant, or with nil every one, may be written through this lane, whose device does not drain.
+// invalidate ends the keys under which a grant (nil: every grant) may be written through this lane,
+// whose device does not drain.
 func (l *lane) invalidate(g *transport.Grant) (err error) {
 	match := func(r *receiving) bool { return r.g != nil && (g == nil || r.g == g) }
 	var held []*key
@@ -376,7 +382,7 @@ func (l *lane) invalidate(g *transport.Grant) (err error) {
 	if err != nil {
 		return err
 	}
-	// No slice was armed in between: the guard is revoked, or the lane has failed.
+	// No slice was armed in the meantime: the guard is revoked, or the lane has failed.
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	for i := range l.in {

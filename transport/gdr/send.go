@@ -18,15 +18,15 @@ type state uint8
 
 const (
 	idle   state = iota
-	asked        // the source has asked; at the destination: it is looked at
+	asked        // the source has sent ASK; at the destination: it is being processed
 	failed       // at the source: it never left; the follower reports it
 	gone         // the source prepares to write
-	flight       // written, as far as the queue has room
+	flight       // posted, as far as the queue has room
 	judged       // the verdict is posted
 	armed        // at the destination: the source may write
 )
 
-// sending is a slice under way from here.
+// sending is a slice in flight from this end.
 type sending struct {
 	state   state
 	seq     uint16
@@ -37,16 +37,16 @@ type sending struct {
 	dst     []run
 	from    cursor // in src
 	to      cursor // in dst
-	inline  int    // bytes at most that are copied as they are posted; 0 where the CPU does not reach them
+	inline  int    // largest write that is copied into the request; 0 if the CPU cannot reach the memory
 	last    uint64 // its last work request
 	reading bool   // the origin is held
 	keys    []*key
 	blocks  []mem.Block
-	why     transfer.Reason // not none: this end gave it up
+	why     transfer.Reason // if set, this end gave the slice up
 	err     error
 }
 
-// release gives back what the slice held while the NIC read.
+// release gives up the keys that the slice held while the NIC read.
 func (s *sending) release(b *Backend) {
 	for i, k := range s.keys {
 		k.put()
@@ -73,7 +73,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 		}
 	}
 	if len(batch) > free {
-		return fmt.Errorf("gdr: move on lane %d: %d slices, and %d of %d are under way: %w", l.id, len(batch), maxInFlight-free, maxInFlight, verbs.ErrFull)
+		return fmt.Errorf("gdr: move on lane %d: %d slices, and %d of %d are in flight: %w", l.id, len(batch), maxInFlight-free, maxInFlight, verbs.ErrFull)
 	}
 	id := 0
 	for i := range batch {
@@ -102,13 +102,13 @@ func (l *lane) Move(batch []transport.Slice) error {
 
 var errLost = errors.New("gdr: the source lease was closed")
 
-// proceed prepares a slice that the receiver lets us write. Called by the reader; an error ends the lane.
+// proceed prepares a slice that the receiver permits. Called by the reader; an error ends the lane.
 func (l *lane) proceed(h *head, cells []byte) error {
 	l.mu.Lock()
 	s := &l.out[h.id]
 	ok := s.state == asked && s.seq == h.seq
 	if ok {
-		s.state = gone // nobody else touches it from here
+		s.state = gone // only this goroutine touches it from here
 	}
 	l.mu.Unlock()
 	if !ok {
@@ -134,7 +134,8 @@ func (l *lane) proceed(h *head, cells []byte) error {
 	return err
 }
 
-// launch resolves a slice's source and begins to write. errLater: it needs to wait for a registration, and may not.
+// launch resolves a slice's source and begins to write. errLater: it would have to wait for a
+// registration.
 func (l *lane) launch(id uint8, wait bool) error {
 	s := &l.out[id]
 	o := s.s.Origin
@@ -147,7 +148,7 @@ func (l *lane) launch(id uint8, wait bool) error {
 		return l.giveUp(id, transfer.ReasonRange, err)
 	}
 	if s.src, s.keys, err = l.runs(s.src[:0], s.keys, s.blocks, false, wait); errors.Is(err, transport.ErrNotSupported) {
-		return l.giveUp(id, transfer.ReasonMemory, err) // another transport's
+		return l.giveUp(id, transfer.ReasonMemory, err) // memory for another transport
 	} else if err != nil {
 		return err
 	}
@@ -170,8 +171,8 @@ func (l *lane) launch(id uint8, wait bool) error {
 	return nil
 }
 
-// runs appends blocks as memory under keys, and to held the keys that are not in it yet, in use. What the peer is told has the axes that it
-// knows.
+// runs appends blocks as memory under keys, and adds to held the keys that it acquired. Runs for
+// the peer have at most the axes that the peer supports.
 func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, remote, wait bool) ([]run, []*key, error) {
 	axes := mem.BothAxes
 	if remote {
@@ -200,7 +201,7 @@ func (l *lane) runs(dst []run, held []*key, blocks []mem.Block, remote, wait boo
 			return dst, held, fmt.Errorf("gdr: region %s: pieces of %d bytes from %d on, %+v, of %d bytes: %w", b.Region.ID(), b.Len, b.Off, s, b.Region.Size(), mem.ErrBounds)
 		}
 		blocks = blocks[s.Pieces():]
-		joined, n := s.Joined(b.Len) // a row that has no gaps is one piece to the device
+		joined, n := s.Joined(b.Len) // for the device, a row without gaps is one piece
 		dst = k.runs(dst, b.Off, n, &joined, remote)
 	}
 	return dst, held, nil
@@ -223,7 +224,7 @@ func (l *lane) pumpLocked() {
 		}
 		if len(s.to.runs) > 0 {
 			if room == uint64(n) {
-				return // a completion brings room
+				return // a completion makes room
 			}
 			continue
 		}
@@ -236,11 +237,12 @@ func (l *lane) pumpLocked() {
 	}
 }
 
-// plan fills works with the next writes of a slice: both sides' spans walked together. It moves the cursors.
+// plan fills works with the next writes of a slice by walking both sides' spans together. It moves
+// the cursors.
 func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 	for len(s.to.runs) > 0 {
 		a, d := &s.from, &s.to
-		if d.skip() { // to its end: a part of it would be a place to write to
+		if d.skip() { // to its end: a part of it would be an address to write to
 			for left := d.len; left > 0; {
 				k := min(a.len, left)
 				a.take(k)
@@ -265,7 +267,7 @@ func (s *sending) plan(works []verbs.Work, posted, most uint64) (n int) {
 	return n
 }
 
-// giveUp sends a verdict against a slice of which nothing was written.
+// giveUp sends a negative verdict on a slice of which nothing was written.
 func (l *lane) giveUp(id uint8, why transfer.Reason, err error) error {
 	s := &l.out[id]
 	s.why, s.err = why, err
@@ -291,8 +293,8 @@ func (l *lane) verdictLocked(id uint8) {
 	s.state = judged
 }
 
-// judge says of each slice whose writes have completed whether its bytes count, and reports slices that never left. Called by
-// the follower.
+// judge decides for each slice with completed writes whether its bytes count, and reports slices
+// that never left. Called by the follower.
 func (l *lane) judge() {
 	for {
 		l.mu.Lock()
@@ -305,7 +307,8 @@ func (l *lane) judge() {
 		l.flying.pop()
 		s := &l.out[id]
 		l.mu.Unlock()
-		// The NIC has read all of it. Only the follower and, after it, end touch the slice now.
+		// The NIC has read all of it. From here only the follower and, after it, end touch the
+		// slice.
 		o := s.s.Origin
 		valid := o.Enter()
 		if valid {
@@ -313,7 +316,7 @@ func (l *lane) judge() {
 			o.Leave()
 		}
 		if !valid {
-			s.why, s.err = transfer.ReasonDisowned, errors.New("gdr: the source was no longer valid after it was read")
+			s.why, s.err = transfer.ReasonDisowned, errors.New("gdr: the source was invalidated while it was read")
 		}
 		s.release(l.b)
 		l.mu.Lock()
@@ -322,7 +325,7 @@ func (l *lane) judge() {
 	}
 }
 
-// reportLocked ends slices that never left. It lets the lock go while it does.
+// reportLocked ends slices that never left. It releases the lock meanwhile.
 func (l *lane) reportLocked() {
 	for i := range l.out {
 		s := &l.out[i]
@@ -337,7 +340,7 @@ func (l *lane) reportLocked() {
 	}
 }
 
-// ended takes the receiver's last word on a slice. Called by the reader.
+// ended processes the receiver's END of a slice. Called by the reader.
 func (l *lane) ended(h *head, results []transport.Result) error {
 	l.mu.Lock()
 	s := &l.out[h.id]
@@ -356,7 +359,7 @@ func (l *lane) ended(h *head, results []transport.Result) error {
 		r.Outcome, r.Reason = transfer.Rejected, h.reason
 	}
 	if r.Outcome != transfer.Landed && r.Err == nil {
-		r.Err = fmt.Errorf("gdr: chunks %d+%d, attempt %d: the receiver says %s", s.s.Range.First, s.s.Range.Count, s.s.Attempt, h.reason)
+		r.Err = fmt.Errorf("gdr: chunks %d+%d, attempt %d: the receiver reports %s", s.s.Range.First, s.s.Range.Count, s.s.Attempt, h.reason)
 	}
 	s.state, s.s = idle, transport.Slice{}
 	l.mu.Unlock()

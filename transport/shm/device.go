@@ -9,16 +9,17 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Memory of a GPU is moved by the GPU's copy engines, which want much at once: a mover takes every pull that waits, up to
-// moveBytes, claims the chunks of all of them, and hands them to the device in one call. That is a share of what a lane has in flight: were
-// it all, the link would wait while the next batch is asked for and made.
+// The GPU's copy engines move GPU memory, and are efficient only with large batches: a mover takes
+// every waiting pull, up to moveBytes, claims the chunks of all of them, and passes them to the
+// device in one call. A batch is a fraction of a lane's bytes in flight; otherwise the link would
+// be idle while the next batch is requested and made.
 const (
 	moveBytes  = maxInFlight * deviceSlice / 4
 	moveJobs   = maxPulls
 	movePieces = 8 * maxPieces
 )
 
-// onDevice reports whether memory of a GPU is on either side. A grant that is gone is found out when it is admitted.
+// onDevice reports whether GPU memory is on either side. A missing grant is detected at admission.
 func (j *job) onDevice() bool {
 	for _, m := range j.maps {
 		if m.far() {
@@ -29,21 +30,22 @@ func (j *job) onDevice() bool {
 	return g != nil && transport.DeviceOf(g.Sink) != nil
 }
 
-// batch is what a mover has in hand.
+// batch is the current work of a mover.
 type batch struct {
 	jobs  []*job
 	parts []part // of the jobs, one each
 
-	// Blocks of all jobs: between two regions, and from the peer's host memory, which is mapped here and no region of ours. Those of
-	// dst and of src are as many bytes, job for job, and cut each in their own way.
+	// Blocks of all jobs: between two regions, and from the peer's host memory, which is mapped
+	// here and is not a region of this process. dst and src have equally many bytes per job, and
+	// may be divided differently.
 	dst, src []mem.Block
 	up       []upload
 
 	links    Links
-	to, from []mem.Block // what links carry, as dst and src
+	to, from []mem.Block // blocks that links carry, like dst and src
 }
 
-// part is what a job has in a batch.
+// part is the part of a job in a batch.
 type part struct {
 	reason   transfer.Reason // none: it is moved, and its claim is entered
 	dst, src span
@@ -78,7 +80,7 @@ func (b *Backend) mover() {
 	}
 }
 
-// fill adds what waits.
+// fill adds waiting pulls.
 func (m *batch) fill(queue <-chan *job) {
 	total, pieces := m.jobs[0].total, m.jobs[0].pieces
 	for total < moveBytes && pieces < movePieces && len(m.jobs) < moveJobs {
@@ -95,8 +97,9 @@ func (m *batch) fill(queue <-chan *job) {
 
 // run moves the batch and answers every pull of it.
 //
-// First every claim, and what of it is still to be written; then the right to write all of it: who takes a claim over waits for its
-// writer with the grant's claims locked, so a writer must ask nothing of them, not even for another pull of its batch.
+// It first claims every pull and lists the chunks that are still to be written, then enters all
+// claims. An attempt that takes over a claim waits for its writer with the grant's claims locked,
+// so a writer must not use the grant's claims, not even for another pull of its batch.
 func (m *batch) run() {
 	m.parts, m.dst, m.src, m.up, m.to, m.from = m.parts[:0], m.dst[:0], m.src[:0], m.up[:0], m.to[:0], m.from[:0]
 	for _, j := range m.jobs {
@@ -105,7 +108,7 @@ func (m *batch) run() {
 		if p.reason == transfer.ReasonNone {
 			p.reason = m.list(j)
 		}
-		if p.reason != transfer.ReasonNone { // half a list is none
+		if p.reason != transfer.ReasonNone { // a partial list is not moved
 			m.dst, m.src, m.up = m.dst[:p.dst.at], m.src[:p.src.at], m.up[:p.up.at]
 		}
 		p.dst.end, p.src.end, p.up.end, p.to.end, p.from.end = len(m.dst), len(m.src), len(m.up), len(m.to), len(m.from)
@@ -122,7 +125,7 @@ func (m *batch) run() {
 			carried += p.to.end - p.to.at
 		}
 	}
-	// All at once, unless somebody's pieces have to stay out.
+	// All at once, unless pieces of some job must be left out.
 	together := kept == len(m.dst) && kept > 0 && deviceOf(m.dst, m.src).Move(m.dst, m.src) == nil
 	linked := carried == len(m.to) && carried > 0 && m.links.Carry(m.to, m.from) == nil
 	for i, j := range m.jobs {
@@ -142,11 +145,12 @@ func (m *batch) run() {
 			l.out.kick()
 		}
 	}
-	clear(m.jobs) // what they hold must go with them; lists of pieces name regions, which are small, and whose memory does not wait for that
+	clear(m.jobs) // releases the memory that jobs refer to; lists of pieces only refer to regions, which are small
 }
 
-// one moves what a job has in the batch, as far as it was not moved together with the others: a device refuses all where it refuses
-// one, and the others must not suffer. What links do not carry goes through buffers.
+// one moves a job's part of the batch, unless it was moved with the others: a device refuses the
+// whole call if it refuses one block, and the other jobs must not suffer. Blocks that links do not
+// carry go through buffers.
 func (m *batch) one(p *part, moved, carried bool) error {
 	if to, from := m.to[p.to.at:p.to.end], m.from[p.from.at:p.from.end]; !carried && len(to) > 0 && m.links.Carry(to, from) != nil {
 		if err := deviceOf(to, from).Move(to, from); err != nil {
@@ -162,7 +166,7 @@ func (m *batch) one(p *part, moved, carried bool) error {
 	return uploadAll(m.up[p.up.at:p.up.end])
 }
 
-// deviceOf finds the device of blocks of which some lie on one.
+// deviceOf finds the device of blocks of which some are GPU memory.
 func deviceOf(dst, src []mem.Block) mem.Device {
 	if d := mem.DeviceOf(src); d != nil {
 		return d
@@ -170,7 +174,7 @@ func deviceOf(dst, src []mem.Block) mem.Device {
 	return mem.DeviceOf(dst)
 }
 
-// list adds what of a pull has not landed yet.
+// list adds the chunks of a pull that have not landed yet.
 func (m *batch) list(j *job) transfer.Reason {
 	if n, fresh := j.claim.Fresh(j.r); fresh && n == j.r.Count {
 		imported := j.imported()
@@ -179,7 +183,8 @@ func (m *batch) list(j *job) transfer.Reason {
 			if reason := m.whole(j); reason != transfer.ReasonNone {
 				return reason
 			}
-			// Links are told to forget the grant's memory once nobody holds its guard: after that they must not be asked for it any more.
+			// Once nobody holds the guard, links forget the grant's memory and must not be used for
+			// it any more.
 			if !j.grant.Enter() {
 				return transfer.ReasonRevoked
 			}
@@ -220,8 +225,8 @@ func (m *batch) list(j *job) transfer.Reason {
 	return transfer.ReasonNone
 }
 
-// carries reports whether links take what dst and src have from there on, which is between host memory and a GPU then, and puts it where
-// they find it.
+// carries reports whether links carry the rest of dst and src, between host memory and a GPU, and
+// moves those blocks to the links' lists.
 func (m *batch) carries(dst, src int) bool {
 	to, from := m.dst[dst:], m.src[src:]
 	if m.links == nil || len(to) == 0 || (to[0].Region.Device() == nil) == (from[0].Region.Device() == nil) || !m.links.Reaches(to, from) {
@@ -232,7 +237,7 @@ func (m *batch) carries(dst, src int) bool {
 	return true
 }
 
-// imported reports whether all of the peer's memory is a GPU's.
+// imported reports whether all of the peer's memory is GPU memory.
 func (j *job) imported() bool {
 	for _, m := range j.maps {
 		if !m.far() {
@@ -242,7 +247,8 @@ func (j *job) imported() bool {
 	return true
 }
 
-// whole adds all of a pull, which is the common case: each side's blocks as they are, since a device walks two lists together by itself.
+// whole adds all of a pull, which is the common case: each side's blocks unchanged, since a device
+// walks two lists together.
 func (m *batch) whole(j *job) transfer.Reason {
 	dst, err := j.grant.Sink.Resolve(m.dst, j.r)
 	if err != nil {
@@ -252,7 +258,7 @@ func (m *batch) whole(j *job) transfer.Reason {
 	for i := range dst[len(m.dst):] {
 		bytes += dst[len(m.dst)+i].Len
 	}
-	if bytes != j.total { // or the blocks of the jobs behind it would be out of step
+	if bytes != j.total { // or the blocks of later jobs would be misaligned
 		return transfer.ReasonRange
 	}
 	m.dst = dst
@@ -278,7 +284,7 @@ func (m *batch) whole(j *job) transfer.Reason {
 			}
 			r.off += r.Outer
 		}
-		for len(cells) > 0 { // as in sourceLocked
+		for len(cells) > 0 { // like sourceLocked
 			of, length, off := cellAt(cells)
 			if of != r.region || length >= runFlag {
 				break
@@ -292,10 +298,11 @@ func (m *batch) whole(j *job) transfer.Reason {
 	return transfer.ReasonNone
 }
 
-// plain has buffers for when a device lends none.
+// plain has buffers for devices without their own.
 var plain = sync.Pool{New: func() any { b := make([]byte, maxPullBytes); return &b }}
 
-// uploadAll gathers host memory in a buffer before it goes to the device: a call for each block would wait for the device each time.
+// uploadAll gathers host memory in a buffer before it goes to the device: a call per block would
+// wait for the device each time.
 func uploadAll(ups []upload) error {
 	if len(ups) == 0 {
 		return nil

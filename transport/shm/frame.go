@@ -23,23 +23,24 @@ const (
 type kind uint8
 
 const (
-	kindRegion  kind = iota + 1 // source: a descriptor rides along; pulls name it by index from now on
+	kindRegion  kind = iota + 1 // source: passes a descriptor; later pulls name the region by index
 	kindForget                  // source: the region is gone; unmap it
 	kindPull                    // source: copy this
 	kindPulled                  // destination: copied, or refused
-	kindVerdict                 // source: what was copied was still valid, or is disowned
-	kindConfirm                 // destination: landed, or came too late
-	kindDevice                  // source: as kindRegion, for memory of a GPU: a handle, and a descriptor only if the handle wants one
-	kindPush                    // source: the bytes themselves, few as they are, which were valid when they were read
-	kindRouse                   // source: pulls follow soon, and each is waited for
+	kindVerdict                 // source: the copied bytes were still valid, or the source was invalidated
+	kindConfirm                 // destination: landed, or too late
+	kindDevice                  // source: like kindRegion, for GPU memory: a handle, and a descriptor if the handle needs one
+	kindPush                    // source: a few bytes themselves, which were valid when they were read
+	kindRouse                   // source: awaited pulls follow soon (wake-up hint)
 	numKinds
 )
 
-// frames are the versions of a lane that this end speaks. 1.0 names every piece of a pull by itself, 1.1 knows runs, 1.2 pushes, 1.3 runs of two
-// axes, 1.4 rouses: whoever reads the newest reads all, and sends only what the peer's choice knows.
+// frames are the supported versions of a lane. 1.0 lists every piece of a pull separately, 1.1 has
+// runs, 1.2 pushes, 1.3 runs of two axes, 1.4 wake-up hints. This end reads all, and sends only
+// what the chosen version supports.
 var frames = wire.Versions{Min: wire.V(1, 0), Max: framesRouse}
 
-// The first versions with runs, with pushes, with runs of rows, and with rouses.
+// The first versions with runs, with pushes, with runs of rows, and with wake-up hints.
 var (
 	framesRuns  = wire.V(1, 1)
 	framesPush  = wire.V(1, 2)
@@ -47,7 +48,7 @@ var (
 	framesRouse = wire.V(1, 4)
 )
 
-// axesOf is how many axes the runs may have that a peer of this version is sent.
+// axesOf is the largest number of axes of runs for a peer of this version.
 func axesOf(v wire.Version) int {
 	switch {
 	case v >= framesRows:
@@ -93,8 +94,9 @@ type pullFrame struct {
 	cells   []byte // cellBytes each, or the bytes of a push; a view into the packet
 }
 
-// run is pieces of a source region, each of len bytes. In a frame a single piece takes one cell, region, length and offset, and a run two or
-// three: the first says by runFlag that wire.AppendStrides' follow.
+// run is pieces of a source region, each of len bytes. In a frame a single piece takes one cell
+// (region, length and offset), a run two or three: runFlag in the first announces cells of
+// wire.AppendStrides.
 type run struct {
 	region uint32
 	len    uint32
@@ -102,20 +104,21 @@ type run struct {
 	mem.Strides
 }
 
-const runFlag = 1 << 31 // in a cell's length, which is below it
+const runFlag = 1 << 31 // in a cell's length, which is smaller
 
-// Bounds of one pull. A run says in 48 bytes what would be any number of pieces, and those exist again where they are copied.
+// Bounds of one pull. A run describes any number of pieces in 48 bytes; the pieces exist only when
+// they are copied.
 const (
 	maxPieces   = 32 << 10
 	maxLen      = deviceSlice // of all pieces
 	maxRunBytes = (1 + wire.MaxStridesCells) * cellBytes
 )
 
-// pushBytes are sent at once. A pull of so few bytes takes longer to be asked for and judged than to be copied: two of the five
-// wake-ups between the engines.
+// pushBytes are sent at once. Requesting and judging a pull of so few bytes takes longer than
+// copying it: two of the five wake-ups between the engines.
 const pushBytes = 16 << 10
 
-// cellAt reads a cell: a piece by itself, or with runFlag in its length the first of a run.
+// cellAt reads a cell: a single piece, or with runFlag in its length the first of a run.
 func cellAt(c []byte) (region, length uint32, off uint64) {
 	c = c[:cellBytes]
 	what := binary.LittleEndian.Uint64(c)
@@ -129,16 +132,17 @@ func putCell(c []byte, region, length uint32, off uint64) {
 	binary.LittleEndian.PutUint64(c[8:], off)
 }
 
-// next reads the first run of the cells of a pull, of which there is at least one, and returns the cells behind it.
+// next reads the first run of the cells of a pull, which are not empty, and returns the cells after
+// it.
 func (r *run) next(cells []byte) ([]byte, error) {
 	if r.region, r.len, r.off = cellAt(cells); r.len >= runFlag {
 		return r.strided(cells[cellBytes:])
 	}
-	r.Count, r.Rows = 1, 1 // nobody reads the strides of one piece
+	r.Count, r.Rows = 1, 1 // the strides of one piece are unused
 	return cells[cellBytes:], nil
 }
 
-// strided reads what is behind the first cell of a run.
+// strided reads the cells after the first one of a run.
 func (r *run) strided(cells []byte) ([]byte, error) {
 	r.len -= runFlag
 	cells, err := wire.ReadStrides(cells, &r.Strides)
@@ -176,10 +180,10 @@ func appendForget(b []byte, index uint32) []byte {
 	return binary.LittleEndian.AppendUint32(appendHeader(b, kindForget, forgetBytes), index)
 }
 
-// appendPull leaves the cells to the caller, who appends them and then calls endPull.
+// appendPull begins a pull; the caller appends the cells and then calls endPull.
 func appendPull(b []byte, f pullFrame) []byte { return appendAsk(b, kindPull, f) }
 
-// appendPush leaves the bytes to the caller, who appends them and then calls endPush.
+// appendPush begins a push; the caller appends the bytes and then calls endPush.
 func appendPush(b []byte, f pullFrame) []byte { return appendAsk(b, kindPush, f) }
 
 func appendAsk(b []byte, k kind, f pullFrame) []byte {
@@ -219,8 +223,9 @@ func appendRun(b []byte, r *run) []byte {
 	return b
 }
 
-// appendPieces appends the cells of the blocks of one region that lie anywhere, as far as a pull takes them, and returns the blocks behind them.
-// Small blocks are tens of millions a second, and cost what is done for each.
+// appendPieces appends cells for the blocks of one region at any offsets, up to the bounds of a
+// pull, and returns the remaining blocks. Small blocks come at tens of millions per second, so the
+// cost per block matters.
 func appendPieces(b []byte, blocks []mem.Block, of *mem.Region, region uint32) ([]byte, []mem.Block) {
 	for len(blocks) > 0 && len(b)+maxRunBytes <= maxPacketBytes {
 		p := &blocks[0]
@@ -266,11 +271,12 @@ type handler interface {
 	rouse() error
 }
 
-// parse walks one packet. Foreign bytes: every length is checked before it is used, and an error ends the lane.
+// parse walks one packet of foreign bytes: it checks every length before use, and an error ends the
+// lane.
 func parse(p []byte, h handler) error {
 	for len(p) > 0 {
 		if len(p) < frameHeader {
-			return fmt.Errorf("%w: %d bytes are no header", errFrame, len(p))
+			return fmt.Errorf("%w: %d bytes are too short for a header", errFrame, len(p))
 		}
 		k, n := kind(p[0]), int(binary.LittleEndian.Uint16(p[2:]))
 		if p[1] != 0 || n > len(p)-frameHeader {
@@ -343,7 +349,7 @@ func dispatch(k kind, b []byte, h handler) error {
 	return h.confirm(binary.LittleEndian.Uint64(b), transfer.Outcome(b[8]), transfer.Reason(b[9]))
 }
 
-// asked reads what a pull and a push have in common; b is long enough.
+// asked reads the common part of a pull and a push; b is long enough.
 func asked(b []byte) pullFrame {
 	return pullFrame{
 		tag:  binary.LittleEndian.Uint64(b),

@@ -18,11 +18,11 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// ErrBusy is returned by Move when more is handed over than MaxInFlight allows.
+// ErrBusy is returned by Move for more slices than MaxInFlight permits.
 var ErrBusy = errors.New("more slices than the lane takes at once")
 
-// lane is one end of a connection. It is the source of the slices that its own Move takes, and the destination of the pulls
-// that arrive.
+// lane is one end of a connection. It is the source of the slices of its own Move, and the
+// destination of arriving pulls.
 type lane struct {
 	b      *Backend
 	c      *net.UnixConn
@@ -33,10 +33,10 @@ type lane struct {
 
 	done chan struct{} // closed first at the end; the writer leaves
 
-	axes   int            // of the runs that the peer knows
-	eager  bool           // the peer knows pushes
-	rouses bool           // the peer knows rouses
-	asks   chan *moved    // to askers, with room for every slice that the lane takes; nil: Move asks by itself, as it does for what is small
+	axes   int            // of the runs that the peer supports
+	eager  bool           // the peer supports pushes
+	rouses bool           // the peer supports wake-up hints
+	asks   chan *moved    // to askers, with room for every slice in flight; nil: Move makes the pulls, as it does for small slices
 	gone   sync.WaitGroup // the askers
 
 	moveMu sync.Mutex // serialises Move; taken before mu
@@ -50,9 +50,9 @@ type lane struct {
 	slices  int // taken and not ended
 	pulls   [maxPulls]pull
 	free    []uint16
-	stalled []stalled // wait for a free pull, the first come first; at most maxInFlight
+	stalled []stalled // wait for a free pull, oldest first; at most maxInFlight
 	seq     uint64
-	regions map[*mem.Region]uint32 // what the peer was told of, by index
+	regions map[*mem.Region]uint32 // regions announced to the peer, by index
 	nextReg uint32
 	late    []transport.Result // ended inside Move; the writer reports them
 	spare   []*moved           // recycled; at most maxInFlight
@@ -60,13 +60,13 @@ type lane struct {
 	dst destination
 
 	results []transport.Result // the reader's
-	roused  bool               // since the reader looked; the reader's
+	roused  bool               // hint since the reader's last check; the reader's
 	rousing                    // the reader's
-	asked   bool               // for memory of ours to be written, since the reader looked; the reader's
-	handed  bool               // some of that to a copier or a mover; the reader's
+	asked   bool               // the peer wants memory here to be written, since the reader's last check; the reader's
+	handed  bool               // some of that went to a copier or a mover; the reader's
 }
 
-// moved is a slice that Move took.
+// moved is a slice that Move accepted.
 type moved struct {
 	s       transport.Slice
 	at      time.Time
@@ -81,15 +81,16 @@ type pull struct {
 	tag     uint64 // 0: free
 	m       *moved
 	r       transfer.Range
-	reading bool // the peer may still be at the source's memory
+	reading bool // the peer may still read the source's memory
 	valid   bool // the verdict was "valid", or it is a push: from here on the peer may have landed it
 }
 
-// stalled is what of a slice could not be asked for yet, as all pulls were in flight: slices of many small pieces take more of them than the lane has.
+// stalled is the rest of a slice that was not requested because all pulls were in flight: slices of
+// many small pieces need more pulls than the lane has.
 type stalled struct {
 	m    *moved
 	rest transfer.Range
-	most uint32 // asker.most, as it was
+	most uint32 // saved asker.most
 }
 
 var errNoPull = fmt.Errorf("shm: %d pulls are in flight", maxPulls)
@@ -157,7 +158,7 @@ func (l *lane) close(err error) {
 	}
 	l.mu.Unlock()
 	l.out.fail(err)
-	// Shut down first: the connection's own Close would wait for a send that is under way.
+	// Shut down first: the connection's own Close would wait for a send in progress.
 	if rc := l.out.rc; rc != nil {
 		_ = rc.Control(func(fd uintptr) { _ = unix.Shutdown(int(fd), unix.SHUT_RDWR) })
 	}
@@ -198,7 +199,7 @@ func (l *lane) Move(batch []transport.Slice) error {
 
 // Rouse implements transport.Rouser.
 func (l *lane) Rouse() {
-	if !l.rouses || l.out.waits() { // who has packets to read is awake, and this one would be late
+	if !l.rouses || l.out.waits() { // a peer with packets to read is awake, and the hint would be late
 		return
 	}
 	var buf [frameHeader]byte
@@ -208,23 +209,26 @@ func (l *lane) Rouse() {
 
 // asker makes pulls of slices. It belongs to one goroutine.
 type asker struct {
-	resumes bool // what is stalled: others stall behind it
+	resumes bool // it continues stalled slices; other askers append to them
 	blocks  []mem.Block
 	frame   []byte
-	most    uint32 // chunks of the last pull of the slice that its bounds cut; 0: they cut none
+	most    uint32 // chunks of the slice's last pull that was cut by a bound; 0: none was
 }
 
-// askHere is up to how many chunks of a GPU Move asks for by itself where nothing waits for an asker: what a layer of a small request has is waited
-// for, and found sooner than an asker wakes up.
+// askHere is the largest number of chunks of GPU memory for which Move makes the pulls itself if no
+// slice waits for an asker: the engine waits for the layer of a small request, and an asker would
+// need longer to wake up.
 const askHere = 4
 
-// batchAsks bounds the slices whose pulls an asker lets wait while it has more: a packet has room for some.
+// batchAsks bounds the slices whose pulls an asker holds back while it has more work: a packet has
+// room for some.
 const batchAsks = 4
 
-// askFor makes the pulls of slices that Move has left to it: a GPU's link takes blocks faster than one core finds them.
+// askFor makes the pulls of slices that Move has left to it: a GPU's link copies blocks faster than
+// one core finds them.
 func (l *lane) askFor() {
 	var a asker
-	waiting := 0 // slices whose pulls were not sent yet
+	waiting := 0 // slices whose pulls are not sent yet
 	for m := range l.asks {
 		l.moveOne(&a, m)
 		if waiting++; waiting >= batchAsks || len(l.asks) == 0 {
@@ -235,7 +239,7 @@ func (l *lane) askFor() {
 	}
 }
 
-// moveOne cuts a slice into pulls. What there is no pull for is left to the writer.
+// moveOne cuts a slice into pulls. The writer handles the rest if pulls run out.
 func (l *lane) moveOne(a *asker, m *moved) {
 	a.most = 0
 	rest := l.cut(a, m, m.s.Range)
@@ -244,14 +248,14 @@ func (l *lane) moveOne(a *asker, m *moved) {
 	}
 	l.mu.Lock()
 	l.stalled = append(l.stalled, stalled{m, rest, a.most})
-	if len(l.free) > 0 { // meanwhile; nothing that ends may follow
+	if len(l.free) > 0 { // freed meanwhile; maybe nothing ends after this
 		l.out.wakeUp()
 	}
 	l.mu.Unlock()
 }
 
-// cut makes pulls of rest, the last part of m, and returns what there was no pull for. Once one pull cannot be made the rest of the slice is not
-// asked for.
+// cut makes pulls of rest, the last part of m, and returns the part without a free pull. If one
+// pull cannot be made, it does not request the rest of the slice.
 func (l *lane) cut(a *asker, m *moved, rest transfer.Range) transfer.Range {
 	for {
 		n, reason, err := l.pullSome(a, m, rest)
@@ -277,7 +281,7 @@ func (l *lane) cut(a *asker, m *moved, rest transfer.Range) transfer.Range {
 	return transfer.Range{}
 }
 
-// unstall goes on with what waits for pulls, as far as some are free. The writer's.
+// unstall continues slices that wait for pulls, as far as some are free. The writer's.
 func (l *lane) unstall(a *asker) {
 	for {
 		l.mu.Lock()
@@ -285,7 +289,7 @@ func (l *lane) unstall(a *asker) {
 			l.mu.Unlock()
 			return
 		}
-		s := l.stalled[0] // it stays in front: nobody else takes a pull before it
+		s := l.stalled[0] // it stays in front: only this goroutine takes pulls before it
 		l.mu.Unlock()
 		a.most = s.most
 		rest := l.cut(a, s.m, s.rest)
@@ -300,7 +304,7 @@ func (l *lane) unstall(a *asker) {
 	}
 }
 
-// pullSome asks for as many chunks from the front of r as one pull takes, and returns how many.
+// pullSome requests the chunks from the front of r that fit one pull, and returns their number.
 func (l *lane) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfer.Reason, error) {
 	if r.Count == 0 {
 		return 0, transfer.ReasonRange, errors.New("shm: an empty range")
@@ -314,7 +318,8 @@ func (l *lane) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfer.
 		most = a.most
 	}
 	r.Count = min(r.Count, most)
-	// The memory is the source's until the pull counts as a read of it: who closes the origin waits for that.
+	// The source owns the memory until the pull counts as a read of it; the close of an origin
+	// waits for reads.
 	if !o.Enter() {
 		return 0, transfer.ReasonSourceGone, fmt.Errorf("shm: origin %d.%d is closed", o.Slot, o.Gen)
 	}
@@ -343,7 +348,8 @@ func (l *lane) pullSome(a *asker, m *moved, r transfer.Range) (uint32, transfer.
 	}
 }
 
-// few reports whether blocks are pushed: they hold at most pushBytes, all of them host memory that we see.
+// few reports whether blocks are pushed: at most pushBytes, all of them host memory of this
+// process.
 func few(blocks []mem.Block) bool {
 	n := uint64(0)
 	for i := range blocks {
@@ -356,7 +362,8 @@ func few(blocks []mem.Block) bool {
 	return n > 0
 }
 
-// send pushes the bytes of r, which its caller has entered, and says by doing so that they were valid when they were read.
+// send pushes the bytes of r, whose origin the caller has entered. A push certifies that the bytes
+// were valid when they were read.
 func (l *lane) send(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (uint32, transfer.Reason, error) {
 	o := m.s.Origin
 	a.frame = appendPush(a.frame[:0], pullFrame{slot: o.Slot, gen: o.Gen, r: r, attempt: m.s.Attempt})
@@ -368,12 +375,12 @@ func (l *lane) send(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (u
 	}
 	endPush(a.frame)
 	if !o.Source.Valid(r) {
-		return 0, transfer.ReasonDisowned, fmt.Errorf("shm: slot %d.%d: the source took chunks [%d, +%d) back", o.Slot, o.Gen, r.First, r.Count)
+		return 0, transfer.ReasonDisowned, fmt.Errorf("shm: slot %d.%d: the source of chunks [%d, +%d) was invalidated", o.Slot, o.Gen, r.First, r.Count)
 	}
 	return l.ask(a, m, r, pull{m: m, r: r, valid: true})
 }
 
-// list writes the pull of r, all but its tag. False: it has too many pieces.
+// list writes the pull of r without its tag. False: it has too many pieces.
 func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (bool, transfer.Reason, error) {
 	if len(blocks) > maxPieces {
 		return false, 0, nil
@@ -386,7 +393,7 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 	var next run
 	for len(blocks) > 0 {
 		first := &blocks[0]
-		if first.Region != last { // a map's look-up for each block would be most of the cost of large caches
+		if first.Region != last { // looking up a map for each block would be most of the cost of large caches
 			var err error
 			if next.region, err = l.regionIndex(first.Region); err != nil {
 				return false, transfer.ReasonMemory, err
@@ -406,7 +413,7 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 			return false, 0, nil
 		}
 		next.off, next.len = first.Off, uint32(first.Len)
-		next.Count, next.Rows = 1, 1 // nobody reads the strides of one piece
+		next.Count, next.Rows = 1, 1 // the strides of one piece are unused
 		if mem.Regular(blocks) {
 			next.Strides = mem.Leading(blocks, l.axes)
 		}
@@ -418,7 +425,7 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 	return true, 0, nil
 }
 
-// ask sends the pull or push of r that was written, and keeps p for its answer.
+// ask sends the written pull or push of r, and keeps p for its answer.
 func (l *lane) ask(a *asker, m *moved, r transfer.Range, p pull) (uint32, transfer.Reason, error) {
 	o := m.s.Origin
 	l.mu.Lock()
@@ -450,16 +457,16 @@ func (l *lane) regionIndex(r *mem.Region) (uint32, error) {
 	return l.regionLocked(r)
 }
 
-// regionLocked returns the index by which the peer knows a region; the first time it passes the descriptor on.
+// regionLocked returns the peer's index of a region; the first call passes the descriptor.
 func (l *lane) regionLocked(r *mem.Region) (uint32, error) {
 	if i, ok := l.regions[r]; ok {
 		return i, nil
 	}
 	if _, mapped := r.Bytes(); !mapped && r.Device() == nil {
-		return 0, fmt.Errorf("shm: region %s is %s memory, which the peer cannot map: %w; use another transport", r.ID(), r.Kind(), transport.ErrNotSupported)
+		return 0, fmt.Errorf("shm: the peer cannot map region %s of %s memory: %w; use another transport", r.ID(), r.Kind(), transport.ErrNotSupported)
 	}
 	if len(l.regions) >= maxRegions {
-		return 0, fmt.Errorf("shm: region %s: the lane knows %d regions already: %w", r.ID(), maxRegions, ErrBusy)
+		return 0, fmt.Errorf("shm: region %s: the lane has %d regions already: %w", r.ID(), maxRegions, ErrBusy)
 	}
 	i := l.nextReg
 	if r.Device() != nil {
@@ -487,7 +494,7 @@ func (l *lane) regionLocked(r *mem.Region) (uint32, error) {
 	return i, nil
 }
 
-// forgetFreed tells the peer of regions that no engine holds any more.
+// forgetFreed announces to the peer the regions that no engine holds any more.
 func (l *lane) forgetFreed() {
 	l.mu.Lock()
 	for r, i := range l.regions {
@@ -503,7 +510,7 @@ func (l *lane) forgetFreed() {
 	l.out.kick()
 }
 
-// reads reports whether the peer may be at memory of o on behalf of this lane.
+// reads reports whether the peer may read memory of o for this lane.
 func (l *lane) reads(o *transport.Origin) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -515,7 +522,7 @@ func (l *lane) reads(o *transport.Origin) bool {
 	return false
 }
 
-// spoil notes that a part of the slice did not land; the worst part decides how the slice ends.
+// spoil records that a part of the slice did not land; the worst part decides the slice's outcome.
 func (m *moved) spoil(o transfer.Outcome, reason transfer.Reason, err error) {
 	if o > m.outcome { // the outcomes are numbered from good to bad
 		m.outcome, m.reason = o, reason
@@ -523,7 +530,7 @@ func (m *moved) spoil(o transfer.Outcome, reason transfer.Reason, err error) {
 	}
 }
 
-// endPullLocked frees pull i. Where it was the last of its slice, the result is true.
+// endPullLocked frees pull i. The result is true for the slice's last pull.
 func (l *lane) endPullLocked(i uint16, o transfer.Outcome, reason transfer.Reason, err error) (transport.Result, bool) {
 	p := l.pulls[i]
 	if p.reading {
@@ -556,12 +563,13 @@ func (l *lane) newMovedLocked(s transport.Slice, at time.Time) *moved {
 	} else {
 		m = &moved{}
 	}
-	// Its own share keeps the slice open while its pulls are being made and the first may be answered already.
+	// The slice's own share keeps it open while its pulls are made, because the first may be
+	// answered already.
 	*m = moved{s: s, at: at, left: 1, outcome: transfer.Landed}
 	return m
 }
 
-// wakeIfLate hands results that arose inside Move to the writer: Host must not be called from there.
+// wakeIfLate passes results of Move to the writer, because Move must not call Host.
 func (l *lane) wakeIfLate() {
 	l.mu.Lock()
 	n := len(l.late)
@@ -571,7 +579,7 @@ func (l *lane) wakeIfLate() {
 	}
 }
 
-// write is the writer: it goes on where a full socket stopped somebody else, or the want of a pull.
+// write is the writer: it continues after a full socket or a lack of pulls.
 func (l *lane) write() {
 	var results []transport.Result
 	a := asker{resumes: true}
@@ -594,7 +602,7 @@ func (l *lane) write() {
 	}
 }
 
-// read is the reader: it takes packets until the lane ends.
+// read is the reader: it handles packets until the lane ends.
 func (l *lane) read() error {
 	in := newInbox(l.out.rc, &l.b.polling, l.b.cfg.pollers)
 	for {
@@ -632,16 +640,16 @@ func (l *lane) read() error {
 	}
 }
 
-// rousing is how a lane's reader was roused.
+// rousing is the state of a lane's wake-up hints.
 type rousing struct {
-	since time.Time // when, if no pull has come since
-	deaf  time.Time // until then it is not to be roused
-	used  time.Time // when pulls came last, or the GPUs were warmed
+	since time.Time // time of a hint without a pull since then
+	deaf  time.Time // hints are ignored until then
+	used  time.Time // time of the last pulls, or of the last warming of the GPUs
 }
 
-// stayAwake has the reader linger where it was roused.
+// stayAwake makes the reader poll after a hint.
 func (l *lane) stayAwake(in *inbox, now time.Time) {
-	if late := l.since.Add(l.b.cfg.rouse); !l.since.IsZero() && now.After(late) { // in vain
+	if late := l.since.Add(l.b.cfg.rouse); !l.since.IsZero() && now.After(late) { // too late
 		l.since, l.deaf = time.Time{}, late.Add(deafFor)
 	}
 	if l.asked {
@@ -661,7 +669,7 @@ func (l *lane) stayAwake(in *inbox, now time.Time) {
 		}
 	}
 	if l.handed && in.lingers() {
-		runtime.Gosched() // who got it begins on this thread: another one would have to be woken
+		runtime.Gosched() // the woken goroutine starts on this thread; waking another thread takes longer
 	}
 }
 
@@ -679,7 +687,8 @@ func rights(oob []byte) ([]int, error) {
 	return fds, nil
 }
 
-// end finishes the lane on the reader's goroutine: everything that it held ends, then Host hears of it.
+// end finishes the lane on the reader's goroutine: everything that it held ends, then Host.LaneDown
+// is called.
 func (l *lane) end(err error, writerGone <-chan struct{}) {
 	l.mu.Lock()
 	l.ended = true
@@ -695,7 +704,7 @@ func (l *lane) end(err error, writerGone <-chan struct{}) {
 	l.dst.end()
 
 	lost := fmt.Errorf("shm: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))
-	l.moveMu.Lock() // a Move under way, and an asker, finds the lane ended and leaves what it has in late
+	l.moveMu.Lock() // a concurrent Move, and an asker, find the lane ended and leave their results in late
 	if l.asks != nil {
 		close(l.asks)
 		l.gone.Wait()
@@ -708,7 +717,7 @@ func (l *lane) end(err error, writerGone <-chan struct{}) {
 		if p.tag == 0 {
 			continue
 		}
-		o := transfer.NotLanded // without our verdict the peer counts nothing
+		o := transfer.NotLanded // without the verdict of this end the peer counts nothing
 		if p.valid {
 			o = transfer.InDoubt
 		}
@@ -735,7 +744,7 @@ func (l *lane) end(err error, writerGone <-chan struct{}) {
 	l.b.host.LaneDown(l, err)
 }
 
-// find returns the pull that a tag of the peer names. mu is held.
+// findLocked returns the pull of a peer's tag. mu is held.
 func (l *lane) findLocked(tag uint64, want func(*pull) bool) (uint16, error) {
 	i := uint16(tag)
 	if i >= maxPulls || tag == 0 || l.pulls[i].tag != tag || !want(&l.pulls[i]) {
@@ -744,7 +753,8 @@ func (l *lane) findLocked(tag uint64, want func(*pull) bool) (uint16, error) {
 	return i, nil
 }
 
-// pulled: the peer is done with the source's memory. Now the source says whether what was read counts.
+// pulled: the peer has finished reading the source's memory. The source now decides whether the
+// bytes count.
 func (l *lane) pulled(tag uint64, reason transfer.Reason) error {
 	l.mu.Lock()
 	i, err := l.findLocked(tag, func(p *pull) bool { return p.reading })
@@ -763,7 +773,7 @@ func (l *lane) pulled(tag uint64, reason transfer.Reason) error {
 	}
 	l.mu.Unlock()
 
-	// Under the guard: once CloseOrigin's revocation is through, no pull can be declared valid.
+	// Under the guard: once CloseOrigin has revoked it, no pull can be declared valid.
 	valid := o.Enter()
 	if valid {
 		valid = o.Source.Valid(r)
@@ -775,7 +785,8 @@ func (l *lane) pulled(tag uint64, reason transfer.Reason) error {
 	var buf [frameHeader + verdictBytes]byte
 	l.out.put(appendVerdict(buf[:0], tag, valid), -1)
 	if !valid {
-		// Behind the verdict: the peer has the pull until then, and what takes the place of this one must not be one too many there.
+		// After the verdict: the peer holds the pull until then, and the pull that replaces it must
+		// not exceed the peer's bound.
 		l.mu.Lock()
 		l.endLocked(i, transfer.NotLanded, transfer.ReasonDisowned)
 		l.mu.Unlock()
@@ -783,8 +794,8 @@ func (l *lane) pulled(tag uint64, reason transfer.Reason) error {
 	return nil
 }
 
-// refusal is how a pull ends that the destination did not take: another attempt holds the chunks, its memory failed, or it
-// refuses for good.
+// refusal is the outcome of a pull that the destination did not copy: another attempt holds the
+// chunks, its memory failed, or the destination refuses for good.
 func refusal(reason transfer.Reason) transfer.Outcome {
 	if reason == transfer.ReasonMemory || reason == transfer.ReasonSuperseded {
 		return transfer.NotLanded

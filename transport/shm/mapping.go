@@ -9,12 +9,12 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// mapping is a peer's region: mapped read-only, or imported where it is memory of a GPU. Shared by all lanes of that peer, so that
-// its pages are faulted in once.
+// mapping is a peer's region: mapped read-only, or imported if it is GPU memory. All lanes of that
+// peer share it, so that its pages are faulted in once.
 type mapping struct {
 	key    mapKey
-	bytes  []byte      // of the host; of a push, and then there is no region
-	region *mem.Region // ours to read
+	bytes  []byte      // of the host, or of a push, which has no region
+	region *mem.Region // readable by this process
 	refs   int         // guarded by mappings.mu
 }
 
@@ -25,7 +25,7 @@ func (m *mapping) size() uint64 {
 	return uint64(len(m.bytes))
 }
 
-// far reports whether it is memory of a GPU.
+// far reports whether it is GPU memory.
 func (m *mapping) far() bool { return m.region != nil && m.region.Device() != nil }
 
 type mapKey struct {
@@ -41,7 +41,7 @@ type mappings struct {
 	all map[mapKey]*mapping
 }
 
-// open maps fd, or finds that it is mapped already. It always takes fd.
+// open maps fd, or finds its mapping. It always takes ownership of fd.
 func (m *mappings) open(key mapKey, fd int, size uint64) (*mapping, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -50,7 +50,8 @@ func (m *mappings) open(key mapKey, fd int, size uint64) (*mapping, error) {
 		closeFD(fd)
 		return mp, err
 	}
-	// It has to be sealed: a truncation by the peer would kill this process with SIGBUS in the middle of a copy.
+	// Seals are required: a truncation by the peer would kill this process with SIGBUS during a
+	// copy.
 	r, err := mem.MapMemfd(key.id, fd, size, mem.ReadOnly())
 	if err != nil {
 		closeFD(fd)
@@ -62,7 +63,7 @@ func (m *mappings) open(key mapKey, fd int, size uint64) (*mapping, error) {
 	return mp, nil
 }
 
-// openDevice imports memory of a GPU, or finds that it is imported already. It always takes fd.
+// openDevice imports GPU memory, or finds its import. It always takes ownership of fd.
 func (m *mappings) openDevice(key mapKey, devices Devices, handle []byte, fd int, size uint64) (*mapping, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -85,14 +86,14 @@ func (m *mappings) openDevice(key mapKey, devices Devices, handle []byte, fd int
 	return mp, nil
 }
 
-// foundLocked takes a reference to what is there already.
+// foundLocked takes a reference to an existing mapping.
 func (m *mappings) foundLocked(key mapKey, size uint64) (*mapping, error) {
 	mp, ok := m.all[key]
 	if !ok {
 		return nil, nil
 	}
 	if mp.size() != size {
-		return nil, fmt.Errorf("region %s: %d bytes, but %d before", key.id, size, mp.size())
+		return nil, fmt.Errorf("region %s: %d bytes, but it had %d", key.id, size, mp.size())
 	}
 	mp.refs++
 	return mp, nil
@@ -111,9 +112,9 @@ func (m *mappings) release(mp *mapping) {
 		return
 	}
 	delete(m.all, mp.key)
-	if !mp.far() { // the driver takes its time to unpin what is pinned of it
+	if !mp.far() { // the driver takes long to unpin it
 		m.mu.Unlock()
-	} else { // which must be gone before it is imported anew
+	} else { // the import must be gone before a new one
 		defer m.mu.Unlock()
 	}
 	if m.links != nil {

@@ -9,13 +9,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// outbox sends a lane's frames. Whoever puts frames in tries to send them itself, without blocking; if the socket is full the
-// lane's writer goroutine goes on. So a frame costs no hand-over between goroutines in the common case, and no caller blocks.
+// outbox sends a lane's frames. A caller that queues frames tries to send them itself, without
+// blocking; if the socket is full the lane's writer goroutine continues. In the common case a frame
+// needs no hand-over between goroutines, and no caller blocks.
 type outbox struct {
 	rc   syscall.RawConn
-	wake chan struct{} // capacity 1: the writer has something to do
+	wake chan struct{} // capacity 1: the writer has work
 
-	// The flusher's, for sendOn: one that captures what it sends would be made anew for each packet.
+	// Owned by the flusher, for sendOn: a closure would be allocated for each packet.
 	fn    func(fd uintptr) bool // sendOn, made once
 	now   *packet
 	oob   []byte
@@ -26,8 +27,8 @@ type outbox struct {
 	// guarded by mu
 	q        []*packet // oldest first; bounded by the pulls in flight, and a rouse
 	free     []*packet
-	flushing bool // somebody sends, or the writer was told to
-	handed   bool // the writer is the flusher from its next wake-up on
+	flushing bool // some goroutine sends, or the writer was woken for it
+	handed   bool // the writer becomes the flusher at its next wake-up
 	err      error
 }
 
@@ -49,7 +50,7 @@ func newOutbox(c *net.UnixConn) (*outbox, error) {
 	return o, nil
 }
 
-// put queues one whole frame, and takes fd where it is not negative.
+// put queues one whole frame, and takes ownership of fd unless it is negative.
 func (o *outbox) put(frame []byte, fd int) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -81,7 +82,7 @@ func (o *outbox) waits() bool {
 	return len(o.q) > 0
 }
 
-// kick sends what is queued as far as the socket takes it.
+// kick sends queued frames until the socket is full.
 func (o *outbox) kick() {
 	o.mu.Lock()
 	if o.flushing || len(o.q) == 0 || o.err != nil {
@@ -105,7 +106,7 @@ func (o *outbox) wakeUp() {
 	}
 }
 
-// resume is the writer's: it goes on sending where kick left off, and may block.
+// resume is the writer's: it continues after kick, and may block.
 func (o *outbox) resume() {
 	o.mu.Lock()
 	handed := o.handed
@@ -116,7 +117,8 @@ func (o *outbox) resume() {
 	}
 }
 
-// drain sends until the queue is empty (true) or, unless it may block, the socket is full (false). The caller is the flusher.
+// drain sends until the queue is empty (true) or, unless it may block, the socket is full (false).
+// The caller is the flusher.
 func (o *outbox) drain(block bool) bool {
 	for {
 		o.mu.Lock()
@@ -177,7 +179,7 @@ func (o *outbox) sendOn(fd uintptr) bool {
 	}
 }
 
-// fail drops what is queued and refuses more. Idempotent.
+// fail drops queued frames and refuses more. Idempotent.
 func (o *outbox) fail(err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()

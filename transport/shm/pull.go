@@ -11,18 +11,19 @@ import (
 )
 
 const (
-	// guardBytes are copied under one hold of the grant's guard: 10 to 40 us, which is what a fence may have to wait for.
+	// guardBytes are copied under one hold of the grant's guard: 10 to 40 us, the time for which a
+	// fence may have to wait.
 	guardBytes = 128 << 10
-	// inlineBytes are copied by the reader itself where no copier is needed: a hand-over costs more than the copy.
+	// inlineBytes are copied by the reader itself: a hand-over costs more than the copy.
 	inlineBytes = 128 << 10
-	// batchAnswers bounds the answers that a copier lets wait while it has more to copy.
+	// batchAnswers bounds the answers that a copier holds back while it has more to copy.
 	batchAnswers = 4
 )
 
 // destination is the receiving half of a lane.
 type destination struct {
 	l   *lane
-	fds []int // of the packet that is being parsed; the reader's
+	fds []int // of the current packet; the reader's
 
 	mu sync.Mutex
 	// guarded by mu
@@ -31,7 +32,7 @@ type destination struct {
 	jobs    map[uint64]*job // by tag, from the pull to the verdict
 	free    []*job
 
-	landing sync.WaitGroup // of what a mover lands; end waits for it: nothing lands after LaneDown
+	landing sync.WaitGroup // landings of movers; end waits for them: nothing lands after LaneDown
 }
 
 // job is one pull or push at its destination.
@@ -51,9 +52,9 @@ type job struct {
 	blocks []mem.Block
 
 	attempt uint32
-	pushed  bool    // by a push: its bytes are in sent, and there is no verdict on them
-	sent    mapping // which nobody else has
-	kept    []byte  // of sent, where the packet's own do not last
+	pushed  bool    // by a push: its bytes are in sent, and no verdict follows
+	sent    mapping // used by this job only
+	kept    []byte  // of sent, if the packet's memory does not last
 }
 
 // held is a mapping that a pull names, by the peer's index.
@@ -79,8 +80,8 @@ func (d *destination) closeFDs() {
 	d.fds = nil
 }
 
-// region maps what the peer passed. A region that we refuse to map is remembered as such: pulls of it are refused, the lane
-// serves on.
+// region maps a region that the peer passed. A refused region is remembered: pulls of it are
+// refused, and the lane stays up.
 func (d *destination) region(f regionFrame) error {
 	if len(d.fds) == 0 {
 		return fmt.Errorf("%w: region %s without its descriptor", errFrame, f.id)
@@ -94,7 +95,7 @@ func (d *destination) region(f regionFrame) error {
 	return d.learn(f.index, m)
 }
 
-// device imports what the peer passed; a refusal is remembered as with region.
+// device imports GPU memory that the peer passed; a refusal is remembered as in region.
 func (d *destination) device(f deviceFrame) error {
 	fd := -1
 	if f.hasFD {
@@ -113,7 +114,8 @@ func (d *destination) device(f deviceFrame) error {
 // maxWarm bounds the GPUs that wait to be warmed.
 const maxWarm = 8
 
-// warm has the GPUs of the peer's memory prepared for short copies, by a mover: the reader waits for no driver.
+// warm makes a mover prepare the GPUs of the peer's memory for short copies, because the reader
+// must not wait for a driver.
 func (d *destination) warm() {
 	var devices [maxWarm]mem.Device
 	n := 0
@@ -136,7 +138,7 @@ func (d *destination) warm() {
 	}
 }
 
-// learn keeps a region, or that it was refused, by the peer's index.
+// learn records a region, or its refusal, under the peer's index.
 func (d *destination) learn(index uint32, m *mapping) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -144,7 +146,7 @@ func (d *destination) learn(index uint32, m *mapping) error {
 		if m != nil {
 			d.l.b.maps.release(m)
 		}
-		return fmt.Errorf("%w: region index %d is taken, or one of more than %d", errFrame, index, maxRegions)
+		return fmt.Errorf("%w: region index %d is in use, or exceeds %d", errFrame, index, maxRegions)
 	}
 	d.regions[index] = m
 	return nil
@@ -167,7 +169,7 @@ func (d *destination) forget(index uint32) error {
 // jobLocked makes the job of a pull or push.
 func (d *destination) jobLocked(f pullFrame) (*job, error) {
 	if _, dup := d.jobs[f.tag]; dup || len(d.jobs) >= maxPulls {
-		return nil, fmt.Errorf("%w: pull %#x is open already, or one of more than %d", errFrame, f.tag, maxPulls)
+		return nil, fmt.Errorf("%w: pull %#x is open already, or exceeds %d pulls", errFrame, f.tag, maxPulls)
 	}
 	var j *job
 	if n := len(d.free); n > 0 {
@@ -213,7 +215,7 @@ func (d *destination) pull(f pullFrame) error {
 	return nil
 }
 
-// push takes bytes that came with their frame. They are one piece of a region that only the job knows.
+// push accepts bytes in their frame. They are one piece of a region that only the job uses.
 func (d *destination) push(f pullFrame) error {
 	d.mu.Lock()
 	j, err := d.jobLocked(f)
@@ -240,8 +242,8 @@ func (d *destination) push(f pullFrame) error {
 	return nil
 }
 
-// sourceLocked checks the runs against the mapped regions, and keeps them as they are: they become pieces where they are copied. An error is
-// malformed, and ends the lane.
+// sourceLocked checks the runs against the mapped regions, and keeps them unchanged: they become
+// pieces when they are copied. An error means a malformed frame, and ends the lane.
 func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error) {
 	var m *mapping
 	var size, total, pieces uint64
@@ -263,8 +265,8 @@ func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error
 		if n == 0 || r.off > size || n > size-r.off || r.Count > 1 && !r.Inside(r.off, n, size) {
 			return transfer.ReasonRange, nil
 		}
-		// The pieces of two axes are any number of 64 bits. Once they are few, their bytes are below 2^46, and the sum is looked at before the
-		// next ones are added.
+		// The pieces of two axes may be any 64-bit number. If they are few, their bytes are below
+		// 2^46, and the sum is checked before the next ones are added.
 		k := r.Pieces()
 		if k > maxPieces-pieces {
 			return transfer.ReasonLength, nil
@@ -273,7 +275,7 @@ func (d *destination) sourceLocked(j *job, cells []byte) (transfer.Reason, error
 		if total += k * n; total > maxLen {
 			return transfer.ReasonLength, nil
 		}
-		// Pieces by themselves, which small blocks are: what is anything else, or wrong, is looked at above.
+		// Single pieces, the form of small blocks; the code above handles everything else.
 		for len(rest) > 0 && pieces < maxPieces {
 			region, length, off := cellAt(rest)
 			n := uint64(length)
@@ -307,9 +309,9 @@ func (j *job) find(index uint32) *mapping {
 	return nil
 }
 
-// copier copies what readers hand over.
+// copier copies the jobs that readers pass to it.
 func (b *Backend) copier() {
-	waiting, owner := 0, (*lane)(nil) // answers of a lane that were not sent yet
+	waiting, owner := 0, (*lane)(nil) // answers of a lane that are not sent yet
 	flush := func() {
 		if owner != nil {
 			owner.out.kick()
@@ -375,7 +377,7 @@ func (j *job) resolve() transfer.Reason {
 	return transfer.ReasonNone
 }
 
-// copy moves the bytes into the grant's memory and says why not.
+// copy moves the bytes into the grant's memory, or returns why it did not.
 func (j *job) copy() transfer.Reason {
 	if reason := j.admit(); reason != transfer.ReasonNone {
 		return reason
@@ -383,7 +385,7 @@ func (j *job) copy() transfer.Reason {
 	if reason := j.resolve(); reason != transfer.ReasonNone {
 		return reason
 	}
-	// Chunks that landed from another attempt are passed over: they are never written again.
+	// Chunks that landed from another attempt are skipped: they are never written again.
 	c := cursor{job: j, cells: j.cells}
 	for rest := j.r; rest.Count > 0; {
 		n, fresh := j.claim.Fresh(rest)
@@ -400,7 +402,7 @@ func (j *job) copy() transfer.Reason {
 	return transfer.ReasonNone
 }
 
-// run copies the next n bytes, or passes over them.
+// run copies the next n bytes, or skips them.
 func (c *cursor) run(n uint64, fresh bool) transfer.Reason {
 	for n > 0 {
 		k := min(n, guardBytes)
@@ -425,7 +427,7 @@ func (c *cursor) run(n uint64, fresh bool) transfer.Reason {
 // cursor walks the pieces of both sides together.
 type cursor struct {
 	*job
-	cells      []byte // of the source, behind from
+	cells      []byte // of the source, after from
 	from       run
 	at         mem.Offsets // of the current piece of from
 	more       bool        // there is one
@@ -434,14 +436,14 @@ type cursor struct {
 	soff, doff uint64 // in the current piece of each
 }
 
-// advance moves the next n bytes, with the claim entered, or passes over them.
+// advance moves the next n bytes, with the claim entered, or skips them.
 func (c *cursor) advance(n uint64, write bool) error {
 	return c.each(n, func(d mem.Block, s sourcePiece) error {
 		if !write {
 			return nil
 		}
 		from := s.m.bytes[s.off:][:s.len]
-		// A mapped region is copied into directly; one of another process takes a system call.
+		// A mapped region is copied into directly; a region of another process needs a system call.
 		if p, ok := d.Bytes(); ok {
 			mem.Copy(p, from)
 			return nil
@@ -473,7 +475,7 @@ func (c *cursor) each(n uint64, f func(d mem.Block, s sourcePiece) error) error 
 	return nil
 }
 
-// source makes sure that from has a piece left.
+// source ensures that from has a piece left.
 func (c *cursor) source() bool {
 	if c.more {
 		return true
@@ -483,7 +485,7 @@ func (c *cursor) source() bool {
 	}
 	index := c.from.region
 	var err error
-	if c.cells, err = c.from.next(c.cells); err != nil { // it was checked
+	if c.cells, err = c.from.next(c.cells); err != nil { // already checked
 		return false
 	}
 	if c.m == nil || c.from.region != index {
@@ -494,7 +496,7 @@ func (c *cursor) source() bool {
 	return true
 }
 
-// finish answers the pull; where it was copied the job stays for the verdict.
+// finish answers the pull; after a copy the job stays until the verdict.
 func (j *job) finish(reason transfer.Reason) {
 	l, d := j.l, &j.l.dst
 	if j.pushed {
@@ -541,7 +543,7 @@ func (d *destination) verdict(tag uint64, valid bool) error {
 	j := d.jobs[tag]
 	if j == nil || !j.copied {
 		d.mu.Unlock()
-		return fmt.Errorf("%w: a verdict on pull %#x, which is not copied", errFrame, tag)
+		return fmt.Errorf("%w: a verdict on pull %#x, which was not copied", errFrame, tag)
 	}
 	d.mu.Unlock()
 	if !valid {
@@ -555,7 +557,8 @@ func (d *destination) verdict(tag uint64, valid bool) error {
 	return nil
 }
 
-// land ends a job whose bytes are in place and valid, or, for a reason, a push whose bytes are not.
+// land ends a job whose bytes are in place and valid, or, with a reason, a push whose bytes are
+// not.
 func (j *job) land(reason transfer.Reason) {
 	l, d, tag := j.l, &j.l.dst, j.tag
 	o := transfer.Landed
@@ -583,7 +586,7 @@ func (j *job) land(reason transfer.Reason) {
 	l.out.put(appendConfirm(buf[:0], tag, o, reason), -1)
 }
 
-// end lets go of everything; copies that are under way finish and are answered to nobody.
+// end releases everything; copies in progress finish and are not answered.
 func (d *destination) end() {
 	d.closeFDs()
 	d.mu.Lock()

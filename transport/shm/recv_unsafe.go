@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// inbox receives a lane's packets. The connection's own calls make an address of the sender for each, which here has none. It belongs to
-// the reader.
+// inbox receives a lane's packets. The connection's own methods would allocate a sender's address
+// for each packet, and these have none. The reader owns it.
 type inbox struct {
 	rc  syscall.RawConn
 	buf [maxPacketBytes]byte
@@ -23,13 +23,13 @@ type inbox struct {
 	errno syscall.Errno
 	fn    func(fd uintptr) bool // recv, made once
 
-	// Busy polling: recv asks again and again until then, as one of so many in the process at most.
+	// Busy polling: recv retries until then, as one of a bounded number of pollers in the process.
 	until   time.Time
 	polling *atomic.Int32
 	most    int32
 }
 
-// newInbox makes one that polls, where it is told to linger, as long as not more than so many do.
+// newInbox makes an inbox that polls after linger, if not more than the given number poll.
 func newInbox(rc syscall.RawConn, polling *atomic.Int32, most int) *inbox {
 	in := &inbox{rc: rc, polling: polling, most: int32(most)}
 	in.iov.Base = &in.buf[0]
@@ -41,7 +41,8 @@ func newInbox(rc syscall.RawConn, polling *atomic.Int32, most int) *inbox {
 	return in
 }
 
-// next waits for a packet, and returns it and its descriptors' message until the next call. No bytes: the peer has closed.
+// next waits for a packet, and returns it and its descriptors' message until the next call. No
+// bytes: the peer has closed.
 func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 	if err := in.rc.Read(in.fn); err != nil {
 		return nil, nil, 0, err
@@ -52,17 +53,17 @@ func (in *inbox) next() (packet, oob []byte, flags int, err error) {
 	return in.buf[:in.n], in.oob[:in.hdr.Controllen], int(in.hdr.Flags), nil
 }
 
-// linger has next ask again and again until then, at least, instead of sleeping.
+// linger makes next poll at least until then instead of sleeping.
 func (in *inbox) linger(until time.Time) {
 	if in.most > 0 && until.After(in.until) {
 		in.until = until
 	}
 }
 
-// lingers reports whether it does.
+// lingers reports whether next polls.
 func (in *inbox) lingers() bool { return !in.until.IsZero() }
 
-// recv tries once, or for as long as it is to poll; false: there is nothing yet.
+// recv tries once, or polls for its time; false: no packet yet.
 func (in *inbox) recv(fd uintptr) bool {
 	if in.until.IsZero() {
 		return in.try(fd)

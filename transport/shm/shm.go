@@ -27,50 +27,53 @@ import (
 const Name = "shm"
 
 const (
-	sliceBytes      = 1 << 20 // big enough that its four small messages cost nothing beside the copy
+	sliceBytes      = 1 << 20 // large enough that its four small messages cost nothing beside the copy
 	maxInFlight     = 64      // slices of a lane
 	maxPulls        = 256     // of a lane, each way: a slice of many small pieces or many bytes takes several
 	maxPullBytes    = 1 << 20
 	deviceSlice     = 4 << 20 // of GPU memory, and the bytes of one pull of it: [measured, 2 H200] 1.6 times the rate of 1 MiB
 	maxRegions      = 1024    // of a lane
-	maxOpening      = 16      // connections that have not proved themselves yet
+	maxOpening      = 16      // connections that have not proved the key yet
 	openTimeout     = 5 * time.Second
-	sweepEvery      = time.Second // how soon a freed region is unmapped at the peer
+	sweepEvery      = time.Second // time until a freed region is unmapped at the peer
 	maxSocketPath   = 107
 	socketFolder    = "kvspray-shm"
 	socketPrefix    = "lane-"
-	maxStaleSockets = 64 // looked at when the backend opens
-	gbps            = 80 // what the rail claims before it is measured
+	maxStaleSockets = 64 // checked when the backend opens
+	gbps            = 80 // nominal speed of the rail before it is measured
 )
 
 // Config of the backend.
 type Config struct {
-	Dir     string  // holds the 0700 folder of the socket; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
+	Dir     string  // holds the 0700 directory of the socket; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
 	Workers int     // copiers of the whole backend; default the number of processors
 	Devices Devices // imports peers' GPU memory; nil: pulls of it are refused
-	Links   Links   // takes what is large between host memory and GPUs; nil: all of it goes through buffers
+	Links   Links   // carries large copies between host memory and GPUs; nil: all of them go through buffers
 	Log     *slog.Logger
 
-	versions    wire.Versions // of lanes; default frames, a test's peer may be older
-	pollers     int           // readers that poll at the same time; default a quarter of the processors, a test may have fewer of those
+	versions    wire.Versions // of lanes; default frames; a test's peer may be older
+	pollers     int           // readers that poll at the same time; default a quarter of the processors
 	rouse, stay time.Duration // default rouseFor and stayFor
 	cold        time.Duration // default coldAfter
 }
 
-// A lane's reader that was roused asks for pulls again and again for rouseFor, and behind each for stayFor; then it sleeps as usual. Where the first one
-// came too late for that, or none, it is left alone for deafFor: an engine whose layers come so late gains nothing.
-// [measured, 16 cores, H200] a processor that sleeps hears of a packet 50 to 300 us late, as the host of its virtual machine has to wake it, and
-// every layer behind the first one queues. A quarter of the processors is for that, and readers beyond it sleep: one that polls holds a processor
-// of the runtime, and where it has few of those all others would be tens of milliseconds late.
+// After a wake-up hint a lane's reader polls for pulls for rouseFor, and after each pull for
+// stayFor; then it sleeps as usual. If the first pull came later than that, or none came, hints are
+// ignored for deafFor: an engine whose layers come so late gains nothing. [measured, 16 cores,
+// H200] a sleeping processor receives a packet 50 to 300 us late, because the host of its virtual
+// machine has to wake it, and every layer after the first one queues. A quarter of the processors
+// may poll, and further readers sleep: a poller holds a processor of the runtime, and with few of
+// those all other goroutines would be tens of milliseconds late.
 const (
-	rouseFor  = 20 * time.Millisecond // the step before may still run
+	rouseFor  = 20 * time.Millisecond // the previous step may still run
 	stayFor   = 300 * time.Microsecond
 	deafFor   = 200 * time.Millisecond
-	coldAfter = 2 * time.Millisecond // without pulls GPUs are warmed
+	coldAfter = 2 * time.Millisecond // without pulls for this long, GPUs are warmed
 )
 
-// What runs for memory of GPUs, beside a lane's reader, follows the copiers, which are half of the cores: a GPU's link outruns one core at
-// either end, and a host of few cores has none to spare.
+// The number of goroutines for GPU memory, beside a lane's reader, follows the copiers, which are
+// half of the cores: a GPU's link outruns one core at either end, and a host with few cores has
+// none to spare.
 const (
 	minMovers = 2 // one batch is on the link while the next is made
 	maxMovers = 8 // of a backend: some prepare while the batches of others are on the link
@@ -80,21 +83,23 @@ const (
 func (c *Config) movers() int { return min(max(c.Workers, minMovers), maxMovers) }
 func (c *Config) askers() int { return min(c.Workers/4*4, maxAskers) }
 
-// Devices makes regions of GPU memory by the handles that peers pass on.
+// Devices makes regions of GPU memory from the handles that peers pass.
 type Devices interface {
-	// Import owns fd, which may be -1, once it has succeeded.
+	// Import owns fd, which may be -1, after success.
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 }
 
-// Links moves bytes between host memory and GPUs as they lie there, over every PCIe link that leads to a GPU.
+// Links moves bytes between host memory and GPUs in place, over every PCIe link to a GPU.
 type Links interface {
-	// Reaches reports whether Carry takes these lists, which hold as many bytes. It waits for nothing, neither to find out nor to make
-	// ready what is not: that may be some other time.
+	// Reaches reports whether Carry accepts these lists, which hold equally many bytes. It never
+	// waits, neither for the answer nor for preparing memory: a later call may accept.
 	Reaches(dst, src []mem.Block) bool
-	// Carry moves lists for which Reaches said yes, or several of them after one another. When it returns, with an error or without, nothing
-	// of it is in flight on any link, so that a guard held around it covers every byte.
+	// Carry moves one or several lists for which Reaches returned true. When it returns, with or
+	// without an error, none of their bytes is in flight on any link, so that a guard held around
+	// it covers every byte.
 	Carry(dst, src []mem.Block) error
-	// Forget ends what is kept of memory that goes. Nothing of it is being carried, and no list of it will come.
+	// Forget ends the state for memory that goes away. Nothing of it is being carried, and no list
+	// of it will follow.
 	Forget([]*mem.Region)
 }
 
@@ -106,7 +111,7 @@ type Backend struct {
 	path string
 	maps mappings
 	jobs chan *job
-	far  chan *job // those with memory of a GPU on either side
+	far  chan *job // jobs with GPU memory on either side
 	cold chan mem.Warmer
 	stop chan struct{}
 	wg   sync.WaitGroup
@@ -121,7 +126,7 @@ type Backend struct {
 	opened bool
 }
 
-// reading counts the pulls of one origin that the peer may still be at.
+// reading counts the pulls of one origin that the peer may still read.
 type reading struct {
 	n    int
 	done chan struct{}
@@ -176,7 +181,7 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 	_, _ = rand.Read(id[:]) // never fails
 	path := filepath.Join(dir, socketPrefix+hex.EncodeToString(id[:])+".sock")
 	if len(path) > maxSocketPath {
-		return nil, fmt.Errorf("shm: socket path %q has %d bytes, at most %d; set a shorter folder: %w", path, len(path), maxSocketPath,
+		return nil, fmt.Errorf("shm: socket path %q has %d bytes, at most %d; set a shorter directory: %w", path, len(path), maxSocketPath,
 			transport.ErrNotSupported)
 	}
 	ln, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
@@ -205,7 +210,7 @@ func (b *Backend) Open(ctx context.Context, host transport.Host) ([]transport.Ra
 	return []transport.Rail{{Name: Name, Address: path, Gbps: gbps, NUMA: -1, Tier: 1}}, ctx.Err()
 }
 
-// socketDir returns a folder that only this user can enter.
+// socketDir returns a directory that only this user can enter.
 func socketDir(dir string) (string, error) {
 	if dir == "" {
 		if dir = os.Getenv("XDG_RUNTIME_DIR"); dir == "" {
@@ -214,19 +219,19 @@ func socketDir(dir string) (string, error) {
 	}
 	dir = filepath.Join(dir, socketFolder)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return "", fmt.Errorf("shm: folder of the socket: %w", err)
+		return "", fmt.Errorf("shm: directory of the socket: %w", err)
 	}
 	st, err := os.Stat(dir)
 	if err != nil {
-		return "", fmt.Errorf("shm: folder of the socket: %w", err)
+		return "", fmt.Errorf("shm: directory of the socket: %w", err)
 	}
 	if sys, ok := st.Sys().(*syscall.Stat_t); !ok || int(sys.Uid) != os.Getuid() || st.Mode().Perm()&0o077 != 0 {
-		return "", fmt.Errorf("shm: folder %q has mode %o or another owner: make it 0700 and this user's, or name another one", dir, st.Mode().Perm())
+		return "", fmt.Errorf("shm: directory %q has mode %o or another owner: make it 0700 and owned by this user, or name another directory", dir, st.Mode().Perm())
 	}
 	return dir, nil
 }
 
-// removeStale removes sockets that a killed sidecar left behind: nobody answers there.
+// removeStale removes sockets of killed sidecars, on which no process listens.
 func removeStale(dir string) {
 	all, _ := filepath.Glob(filepath.Join(dir, socketPrefix+"*.sock"))
 	for _, path := range all[:min(len(all), maxStaleSockets)] {
@@ -284,7 +289,8 @@ func (b *Backend) welcome(c *net.UnixConn) {
 	if err != nil {
 		_ = c.Close()
 		if errors.Is(err, io.EOF) {
-			// A sidecar that starts knocks to learn whether this socket's owner lives, and says nothing.
+			// A starting sidecar connects and closes at once, to find out whether this socket's
+			// owner lives.
 			b.cfg.Log.Debug("shm lane not opened", "err", err)
 			return
 		}
@@ -319,7 +325,7 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	nc, err := (&net.Dialer{}).DialContext(ctx, "unixpacket", remote.Address)
 	if err != nil {
 		if unreachable(err) {
-			err = fmt.Errorf("%w: %w; share the socket's folder between the pods of one host", transport.ErrNotSupported, err)
+			err = fmt.Errorf("%w: %w; share the socket's directory between the pods of one host", transport.ErrNotSupported, err)
 		}
 		return fail(err)
 	}
@@ -347,8 +353,9 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 	return l, nil
 }
 
-// unreachable reports whether a connect failed because the peer's socket is not in this mount namespace, or not for us: no other try will do.
-// A backlog that is full, a want of descriptors, and a listener that is gone pass, or end with the peer.
+// unreachable reports whether a connect failed because the peer's socket is not in this mount
+// namespace, or not permitted: retries are useless. A full backlog, a lack of descriptors, and a
+// listener that is gone pass, or end with the peer.
 func unreachable(err error) bool {
 	for _, e := range []error{syscall.ENOENT, syscall.ENOTDIR, syscall.EACCES, syscall.EPERM, syscall.ELOOP, syscall.ENAMETOOLONG, syscall.EINVAL,
 		syscall.EPROTOTYPE} {
@@ -359,7 +366,7 @@ func unreachable(err error) bool {
 	return false
 }
 
-// Grant implements transport.Backend: there is nothing to prepare, the destination copies.
+// Grant implements transport.Backend: there is nothing to prepare, because the destination copies.
 func (b *Backend) Grant(*transport.Grant) ([]byte, error) { return nil, nil }
 
 // Fence implements transport.Backend. Only this process's copiers write, under the guard.
@@ -381,21 +388,22 @@ func (b *Backend) CloseOrigin(ctx context.Context, o *transport.Origin) error {
 	if r != nil {
 		b.waitReads(ctx, o, r)
 	}
-	// Verdicts are given under the guard: those under way end here.
+	// Verdicts are given under the guard: Wait covers those in progress.
 	if err := o.Wait(ctx); err != nil {
 		return fmt.Errorf("shm: close of origin %d.%d: %w", o.Slot, o.Gen, err)
 	}
 	return nil
 }
 
-// waitReads returns once the peer is at no memory of o. A peer that stays silent until ctx ends loses its lanes.
+// waitReads returns once the peer reads no memory of o. A peer that stays silent until ctx ends
+// loses its lanes.
 func (b *Backend) waitReads(ctx context.Context, o *transport.Origin, r *reading) {
 	select {
 	case <-r.done:
 		return
 	case <-ctx.Done():
 	}
-	// The peer is silent. Without a lane the verdicts that its reads need can never reach it.
+	// The peer is silent. Without a lane it can never receive the verdicts that its reads need.
 	b.mu.Lock()
 	var silent []*lane
 	for l := range b.lanes {
@@ -438,7 +446,8 @@ func (b *Backend) endRead(o *transport.Origin) {
 	}
 }
 
-// sweep tells peers of regions that were freed here, so that they do not keep a dead engine's memory.
+// sweep announces regions that were freed here to peers, so that they do not keep a dead engine's
+// memory.
 func (b *Backend) sweep() {
 	t := time.NewTicker(sweepEvery)
 	defer t.Stop()
@@ -486,8 +495,8 @@ func (b *Backend) Close() error {
 	return nil
 }
 
-// packetStream lets the lane opening, which reads a stream, run over packets. It never reads ahead: each side of the opening
-// waits for the other's packet.
+// packetStream lets the lane opening, which reads a stream, run over packets. It never reads ahead:
+// each side of the opening waits for the other's packet.
 type packetStream struct {
 	c    *net.UnixConn
 	rest []byte

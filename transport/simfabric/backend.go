@@ -40,7 +40,7 @@ var (
 	_ transport.Device  = (*end)(nil)
 )
 
-// Backend returns the transport of h. A host that dies and comes back gets another one.
+// Backend returns the transport of h. A host that dies and comes back gets a new one.
 func (h *Host) Backend() *Backend { return &Backend{h: h} }
 
 // Name implements transport.Backend.
@@ -71,7 +71,8 @@ var (
 	errRefused     = errors.New("refused")
 )
 
-// Dial implements transport.Backend. It takes no time; a driver that wants the handshake's calls it later. LaneUp follows in Step.
+// Dial implements transport.Backend. It takes no time; a driver that models the handshake's time
+// calls it later. LaneUp follows in Step.
 func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote transport.Rail) (transport.Lane, error) {
 	fail := func(err error) (transport.Lane, error) {
 		return nil, fmt.Errorf("simfabric: dial %s from %s: %w", remote.Address, local.Name, err)
@@ -116,8 +117,9 @@ func (b *Backend) Dial(ctx context.Context, peer transport.Peer, local, remote t
 // Grant implements transport.Backend.
 func (b *Backend) Grant(*transport.Grant) ([]byte, error) { return nil, nil }
 
-// Fence implements transport.Backend. Chunks are written within one event, under the guard: once it is empty, nothing is. A NIC
-// does not know the guard: lanes on which it may still write for the grant are stopped.
+// Fence implements transport.Backend. Chunks are written within one event, under the guard: once
+// the guard is empty, no write is in progress. A NIC ignores the guard: lanes on which it may still
+// write for the grant are stopped.
 func (b *Backend) Fence(ctx context.Context, g *transport.Grant) error {
 	if err := idle(ctx, &g.Guard); err != nil {
 		return err

@@ -13,22 +13,24 @@ type Time = time.Duration
 // Config is constant for the life of a fabric. Zero values take the defaults below.
 type Config struct {
 	Seed        uint64
-	SliceBytes  int           // that the backend asks for
+	SliceBytes  int           // reported by the backend
 	MaxInFlight int           // slices of a lane
 	WindowBytes int           // the most that a lane has in the network
-	RTO         time.Duration // the least time until a chunk is taken up again
-	MaxRTO      time.Duration // and the longest
-	// Resume is what passes between the first confirmation after a timeout and the rest being taken up. 0: nothing. Linux looks first whether
-	// the timeout was spurious (F-RTO): where a socket has unsent data it tries some of that, and leaves what was lost to the next timeout.
+	RTO         time.Duration // least time until a chunk is retransmitted
+	MaxRTO      time.Duration // longest time until a chunk is retransmitted
+	// Resume is the time between the first confirmation after a timeout and the retransmission of
+	// the rest. 0: none. Linux first checks whether the timeout was spurious (F-RTO): if a socket
+	// has unsent data it sends some of that, and leaves the lost data to the next timeout.
 	Resume      time.Duration
-	UserTimeout time.Duration // silence that a lane dies of
-	Carrier     time.Duration // from a rail's end until its own host notices
-	CarrierBack time.Duration // from its return until then; default: Carrier
-	RecvBuffer  int           // bytes of a lane that a kernel takes whose process is stopped
-	// OneSided makes NICs write by themselves, as with RDMA: from the moment at which a process has claimed the chunks of a slice until its
-	// verdict on it or the end of the lane, whether the process runs or not.
+	UserTimeout time.Duration // silence after which a lane dies
+	Carrier     time.Duration // from a rail's loss until its own host notices
+	CarrierBack time.Duration // from its return until its host notices; default: Carrier
+	RecvBuffer  int           // bytes of a lane that the kernel accepts for a stopped process
+	// OneSided makes NICs write by themselves, like RDMA: from the claim of a slice's chunks until
+	// its verdict or the end of the lane, whether the process runs or not.
 	OneSided bool
-	// Patient lanes outlive the carrier, as connections do; others die of it, as they do where the address goes with the link.
+	// Patient lanes survive the loss of the carrier, as connections do; others end with it, as they
+	// do if the address disappears with the link.
 	Patient bool
 }
 
@@ -38,22 +40,23 @@ const (
 	DefaultMaxInFlight = 64
 	DefaultWindowBytes = 4 << 20
 	DefaultRTO         = 200 * time.Millisecond
-	DefaultMaxRTO      = time.Second // as package tcp asks of the kernel
+	DefaultMaxRTO      = time.Second // as package tcp configures the kernel
 	DefaultUserTimeout = 20 * time.Second
 	DefaultCarrier     = time.Millisecond
 	DefaultRecvBuffer  = 1 << 20
 )
 
-// Stats count what happened.
+// Stats counts events.
 type Stats struct {
 	Events    uint64
-	Sent      uint64 // chunks, those sent again included
+	Sent      uint64 // chunks, including retransmissions
 	Again     uint64
 	Delivered uint64
 	Overflows uint64 // chunks that found a buffer full
-	Swallowed uint64 // chunks and confirmations that a dead or deaf link took
+	Swallowed uint64 // chunks and confirmations that a dead or deaf link dropped
 	Lost      uint64 // chunks that lost a packet on the way
-	// Unattended counts chunks that a kernel took, or a NIC wrote, while the process was stopped.
+	// Unattended counts chunks that a kernel accepted, or a NIC wrote, while the process was
+	// stopped.
 	Unattended uint64
 	Ended      map[transfer.Outcome]uint64
 }
@@ -99,16 +102,16 @@ func New(cfg Config) *Fabric {
 // Now is the virtual time.
 func (f *Fabric) Now() Time { return f.now }
 
-// Rand is the fabric's randomness; drivers that draw from it stay reproducible.
+// Rand is the fabric's source of randomness; drivers that draw from it stay reproducible.
 func (f *Fabric) Rand() *rand.Rand { return f.rng }
 
 // Stats of the run so far.
 func (f *Fabric) Stats() Stats { return f.stats }
 
-// Trace is a hash of every event so far: when it happened, what it was, and to what.
+// Trace is a hash of every event so far: its time, kind and target.
 func (f *Fabric) Trace() uint64 { return f.trace }
 
-// After runs fn when d has passed.
+// After runs fn after d.
 func (f *Fabric) After(d Time, fn func()) { f.at(f.now+max(d, 0), event{kind: evCall, fn: fn}) }
 
 // Jitter draws from (0, d].
@@ -119,7 +122,7 @@ func (f *Fabric) Jitter(d Time) Time {
 	return Time(f.rng.Int64N(int64(d))) + 1
 }
 
-// Next is when the next event is due; false: there is none.
+// Next returns the time of the next event; false: there is none.
 func (f *Fabric) Next() (Time, bool) {
 	if len(f.queue.heap) == 0 {
 		return 0, false
@@ -127,7 +130,7 @@ func (f *Fabric) Next() (Time, bool) {
 	return f.queue.heap[0].at, true
 }
 
-// Step lets the next event happen and reports whether there was one.
+// Step executes the next event and reports whether there was one.
 func (f *Fabric) Step() bool {
 	if len(f.queue.heap) == 0 {
 		return false
@@ -163,7 +166,7 @@ func (f *Fabric) Step() bool {
 	return true
 }
 
-// Run lets everything happen until a time, or until stop says so.
+// Run executes events until a time, or until stop returns true.
 func (f *Fabric) Run(until Time, stop func() bool) {
 	for stop == nil || !stop() {
 		at, ok := f.Next()
@@ -199,14 +202,15 @@ type event struct {
 	hop   uint8
 	final bool // evAck: the slice is decided
 	idx   uint32
-	tail  Time // evHop: when the last byte gets there
+	tail  Time // evHop: when the last byte arrives
 	fl    *flight
 	end   *end
-	host  *Host // evCall: whose process it is, if it is anybody's
+	host  *Host // evCall: host of the process, if any
 	fn    func()
 }
 
-// owner is the host whose process must run for the event to have an effect; nil: nobody's, the network does it.
+// owner is the host whose process must run for the event to have an effect; nil: the network
+// itself.
 func (ev *event) owner() *Host {
 	switch ev.kind {
 	case evCall:
@@ -223,7 +227,7 @@ func (ev *event) owner() *Host {
 
 func (f *Fabric) at(t Time, ev event) { f.queue.push(max(t, f.now), ev) }
 
-// queue is a heap of four children per node over a slab of events: what moves is small.
+// queue is a heap of four children per node over a slab of events, so that little is moved.
 type queue struct {
 	heap []entry
 	slab []event

@@ -15,18 +15,20 @@ import (
 
 const (
 	packetBytes = 1500
-	// firstWindow is what a lane sends before it has heard anything.
+	// firstWindow is the window of a lane before its first confirmation.
 	firstWindow = 2 * transfer.ChunkBytes
-	// dupAcks is how many later chunks are confirmed before one that is not is taken up again.
+	// dupAcks is the number of later confirmed chunks after which an unconfirmed one is
+	// retransmitted.
 	dupAcks    = 3
 	maxBackoff = 6
-	// probeSlack is what a receiver may take to confirm.
+	// probeSlack is the longest time in which a receiver confirms.
 	probeSlack = 2 * time.Millisecond
-	// padding is what a chunk holds whose source was lost.
+	// padding is the content of a chunk whose source was lost.
 	padding = ^uint64(0)
 )
 
-// end is one side of a lane: it sends what its own Move takes and receives what the other's sends.
+// end is one side of a lane: it sends the slices of its own Move and receives those of the other
+// side.
 type end struct {
 	f             *Fabric
 	b             *Backend
@@ -39,27 +41,27 @@ type end struct {
 	closing       bool
 	dead          bool
 
-	flights []*flight // taken and not ended
+	flights []*flight // accepted and not ended
 	queue   []*flight // with chunks that never left
-	again   []sent    // to be taken up again
-	out     []sent    // in the network, by the time they were sent
+	again   []sent    // to be retransmitted
+	out     []sent    // in the network, in the order of sending
 	bytes   int       // of out
 
 	window   float64
 	limit    float64 // slow start ends here
 	rtt      Time
-	pace     Time // what the slowest link takes for two chunks
+	pace     Time // time of two chunks on the slowest link
 	backoff  uint
 	progress Time
 	resume   Time // nothing is sent before
-	cut      Time // the last time that the window was halved
+	cut      Time // time of the last halving of the window
 	armed    bool
 	probed   bool // since the last confirmation
-	unsent   bool // since the last confirmation the stack refused to send
+	unsent   bool // the stack has refused to send since the last confirmation
 	received uint64
 
 	kernel  int       // bytes that it holds for the stopped process
-	claimed []*flight // that the other side sends and the NIC may write
+	claimed []*flight // slices of the other side that the NIC may write
 	stopped bool      // the NIC writes nothing more
 
 	results [1]transport.Result
@@ -75,8 +77,9 @@ type sent struct {
 	again bool
 }
 
-// flight is a slice that Move took. Its first half is the sender's, its second the receiver's; neither looks at the other's
-// but for what chunks carry: the slice's header, their content, and the trailer with the last one.
+// flight is a slice that Move accepted. Its first half belongs to the sender, its second to the
+// receiver. Neither reads the other's, except for the content of chunks: the slice's header, the
+// bytes, and the trailer with the last one.
 type flight struct {
 	id      uint64
 	e       *end
@@ -87,14 +90,14 @@ type flight struct {
 	words   []uint64
 	data    [][]byte
 	next    uint32          // chunks that have left
-	lost    transfer.Reason // why the source was lost; the trailer disowns the slice
+	lost    transfer.Reason // why the source was lost; the trailer invalidates the slice
 	err     error
 	ended   bool
 	acked   uint64 // bytes
 
 	opened bool
 	closed bool // decided
-	kept   bool // a chunk came while nobody was there, and the sender was told
+	kept   bool // a chunk came while the process was stopped, and the kernel confirmed it
 	left   uint32
 	have   []uint64
 	grant  *transport.Grant
@@ -184,7 +187,7 @@ var (
 	errDisowned     = errors.New("simfabric: the source was no longer valid after it was read")
 )
 
-// resolve looks whether a source with memory has any for the slice.
+// resolve checks whether a source with memory has memory for the slice.
 func (fl *flight) resolve() error {
 	if _, ok := fl.s.Origin.Source.(WordSource); ok {
 		return nil
@@ -203,7 +206,7 @@ func (e *end) Close() error {
 	return nil
 }
 
-// die ends this side. The other hears of it, or finds out.
+// die ends this side. The other side is notified, or finds out.
 func (e *end) die(err error) {
 	if e.dead {
 		return
@@ -252,7 +255,7 @@ func remove[T comparable](s []T, v T) []T {
 	return s
 }
 
-// signal is what a small packet to the other side takes.
+// signal is the time of a small packet to the other side.
 func (e *end) signal() (d Time, ok bool) {
 	for _, l := range e.path {
 		x, ok := l.delay(e.f)
@@ -264,7 +267,7 @@ func (e *end) signal() (d Time, ok bool) {
 	return d, true
 }
 
-// pump sends what the window allows: first what was lost, then what never left.
+// pump sends what the window permits: lost chunks first, then new ones.
 func (e *end) pump() {
 	for !e.dead && e.f.now >= e.resume {
 		if len(e.again) > 0 {
@@ -320,7 +323,7 @@ func (fl *flight) size(idx uint32) int {
 	return int(n)
 }
 
-// read takes the content of a chunk as it is now.
+// read reads the content of a chunk as it is now.
 func (fl *flight) read(idx uint32, n int) {
 	o := fl.s.Origin
 	if fl.lost == transfer.ReasonNone && !o.Enter() {
@@ -351,7 +354,7 @@ func (fl *flight) read(idx uint32, n int) {
 	fl.data[idx] = buf
 }
 
-// eachBlock hands the parts of buf to the blocks that they belong to.
+// eachBlock passes the parts of buf to their blocks.
 func eachBlock(blocks []mem.Block, buf []byte, do func(*mem.Region, []byte, uint64) error) error {
 	for _, b := range blocks {
 		if uint64(len(buf)) < b.Len {
@@ -365,7 +368,7 @@ func eachBlock(blocks []mem.Block, buf []byte, do func(*mem.Region, []byte, uint
 	return nil
 }
 
-// trailer says whether everything that was read was true; it travels with the last chunk.
+// trailer records whether everything that was read was valid; it travels with the last chunk.
 func (fl *flight) trailer() {
 	if o := fl.s.Origin; fl.lost == transfer.ReasonNone && (o.Revoked() || !o.Source.Valid(fl.s.Range)) {
 		fl.lost, fl.err = transfer.ReasonDisowned, errDisowned
@@ -382,7 +385,8 @@ func (e *end) send(x sent) {
 	e.f.cross(x.fl, x.idx, 0, at, at)
 }
 
-// unlucky is what lost packets of a chunk cost: a round trip for each loss that is noticed, a timeout for one that is not.
+// unlucky is the cost of a chunk's lost packets: a round trip for each detected loss, a timeout for
+// an undetected one.
 func (e *end) unlucky(n int) (d Time) {
 	ok := 1.0
 	for _, l := range e.path {
@@ -397,7 +401,7 @@ func (e *end) unlucky(n int) (d Time) {
 	}
 	e.f.stats.Lost++
 	e.halve()
-	if e.f.rng.Float64() < 1-ok { // and so is the packet that stands in for it
+	if e.f.rng.Float64() < 1-ok { // and so is its retransmission
 		return e.f.cfg.RTO
 	}
 	return max(e.rtt, e.base())
@@ -411,7 +415,8 @@ func (e *end) base() (d Time) {
 	return d
 }
 
-// cross lets a chunk, whose first byte is there at `first` and whose last at `tail`, take link number hop.
+// cross sends a chunk, whose first byte arrives at `first` and whose last at `tail`, over link
+// number hop.
 func (f *Fabric) cross(fl *flight, idx uint32, hop uint8, first, tail Time) {
 	p := fl.e.path
 	first, tail, ok := p[hop].carry(f, first, tail, fl.size(idx))
@@ -425,7 +430,7 @@ func (f *Fabric) cross(fl *flight, idx uint32, hop uint8, first, tail Time) {
 	}
 }
 
-// unattended is what the machine does with a chunk while the process is stopped that is to take it.
+// unattended models the kernel and the NIC when a chunk arrives for a stopped process.
 func (e *end) unattended(fl *flight, idx uint32) {
 	n := fl.size(idx)
 	switch {
@@ -433,7 +438,7 @@ func (e *end) unattended(fl *flight, idx uint32) {
 		return
 	case e.f.cfg.OneSided:
 		if !slices.Contains(e.claimed, fl) {
-			return // nobody has said where to
+			return // no memory was offered
 		}
 		e.place(fl, idx)
 	case e.kernel+n > e.f.cfg.RecvBuffer:
@@ -457,7 +462,7 @@ func (e *end) Stop() bool {
 	return true
 }
 
-// arrive takes a chunk at the receiver; e is its end.
+// arrive receives a chunk; e is the receiver's end.
 func (e *end) arrive(fl *flight, idx uint32) {
 	if e.dead || e.stopped {
 		if d, ok := e.signal(); ok {
@@ -479,8 +484,9 @@ func (e *end) arrive(fl *flight, idx uint32) {
 	e.confirm(fl, idx, e.f.now)
 }
 
-// confirm tells the sender of a chunk. Where the word is lost the sender asks for it with the chunk, but for what its kernel believes to be
-// over: there the word is sent again, until the lane dies of it.
+// confirm confirms a chunk to the sender. If the confirmation is lost the sender retransmits the
+// chunk, unless its kernel considers it done: then the confirmation itself is repeated until the
+// lane dies of it.
 func (e *end) confirm(fl *flight, idx uint32, since Time) {
 	if d, ok := e.signal(); ok {
 		e.f.at(e.f.now+d, event{kind: evAck, idx: idx, fl: fl, final: fl.closed})
@@ -497,7 +503,7 @@ func (e *end) confirm(fl *flight, idx uint32, since Time) {
 	}
 }
 
-// begin claims what a slice names, unless that was done.
+// begin claims the chunks of a slice, unless that was done.
 func (e *end) begin(fl *flight) {
 	if !fl.opened && !e.dead && !e.stopped {
 		fl.opened = true
@@ -505,7 +511,7 @@ func (e *end) begin(fl *flight) {
 	}
 }
 
-// open looks up what a slice names. The reason is why it may not be written.
+// open looks up the grant of a slice. The reason is why it may not be written.
 func (e *end) open(fl *flight) transfer.Reason {
 	o, r := fl.s.Origin, fl.s.Range
 	g, why := e.b.host.Grant(e.peer, o.Slot, o.Gen)
@@ -530,7 +536,7 @@ func (e *end) open(fl *flight) transfer.Reason {
 		if why, _, _ := g.ClaimDevice(&fl.claim, r, fl.s.Attempt, e, true); why != transfer.ReasonNone {
 			return why
 		}
-		// Under the guard, as a fence looks for what is claimed once that is idle.
+		// Under the guard: a fence checks for claims once the guard is idle.
 		if why := fl.claim.Enter(); why != transfer.ReasonNone {
 			fl.claim.Release()
 			return why
@@ -544,7 +550,8 @@ func (e *end) open(fl *flight) transfer.Reason {
 	return transfer.ReasonNone
 }
 
-// place writes one chunk as a NIC does, which asks nobody. What the source's NIC has not read is not sent either.
+// place writes one chunk like a NIC, without checks. Bytes that the source's NIC has not read are
+// not sent either.
 func (e *end) place(fl *flight, idx uint32) {
 	chunk := fl.s.Range.First + idx
 	if _, fresh := fl.claim.Fresh(transfer.Range{First: chunk, Count: 1}); !fresh || fl.words[idx] == padding {
@@ -553,7 +560,7 @@ func (e *end) place(fl *flight, idx uint32) {
 	fl.grant.Sink.(WordSink).WriteWord(chunk, fl.words[idx])
 }
 
-// write puts one chunk in place, unless it has landed before or somebody else may by now.
+// write writes one chunk, unless it has landed before or another attempt may write it by now.
 func (e *end) write(fl *flight, idx uint32) {
 	if fl.why != transfer.ReasonNone {
 		return
@@ -608,7 +615,7 @@ func (e *end) decide(fl *flight) {
 	e.b.host.Refused(e, fl.why)
 }
 
-// acked takes the confirmation of a chunk at the sender.
+// acked processes the confirmation of a chunk at the sender.
 func (e *end) acked(fl *flight, idx uint32, final bool) {
 	if e.dead || fl.ended {
 		return
@@ -653,7 +660,7 @@ func (e *end) acked(fl *flight, idx uint32, final bool) {
 	e.pump()
 }
 
-// overtaken takes up chunks that enough later ones came before.
+// overtaken retransmits chunks after which enough later ones were confirmed.
 func (e *end) overtaken() {
 	kept := e.out[:0]
 	for _, x := range e.out {
@@ -671,7 +678,7 @@ func (e *end) overtaken() {
 
 func (e *end) sample(d Time) { e.rtt += (d - e.rtt) / 8 }
 
-// halve shrinks the window, once for a round trip.
+// halve shrinks the window, at most once per round trip.
 func (e *end) halve() {
 	if e.cut > 0 && e.f.now-e.cut < e.rtt {
 		return
@@ -681,12 +688,14 @@ func (e *end) halve() {
 	e.limit = e.window
 }
 
-// rto is when a chunk is late: not before the network could have carried two of them.
+// rto is the time after which a chunk is late: not before the network could have carried two
+// chunks.
 func (e *end) rto() Time {
 	return min(max(e.f.cfg.RTO, 2*e.rtt)<<e.backoff, max(e.f.cfg.MaxRTO, 2*e.rtt)) + e.pace
 }
 
-// due is when the oldest chunk is late: every confirmation starts the time again. The first time it is only probed.
+// due is when the oldest chunk is late: every confirmation restarts the timer. The first timeout
+// only probes.
 func (e *end) due() Time {
 	wait := e.rto()
 	if !e.probed {
@@ -702,7 +711,7 @@ func (e *end) arm() {
 	}
 }
 
-// timeout takes up everything where the oldest chunk is overdue.
+// timeout retransmits everything if the oldest chunk is overdue.
 func (e *end) timeout() {
 	e.armed = false
 	if e.dead || len(e.out) == 0 {
@@ -717,7 +726,7 @@ func (e *end) timeout() {
 		return
 	}
 	if !e.probed {
-		// The tail of what was sent may be lost, and nothing later tells of it.
+		// The tail of the sent chunks may be lost, which no later confirmation can show.
 		e.probed = true
 		x := e.out[0]
 		e.out = slices.Delete(e.out, 0, 1)
@@ -729,7 +738,7 @@ func (e *end) timeout() {
 		e.pump()
 		return
 	}
-	if !e.unsent { // what never left says nothing of the network
+	if !e.unsent { // chunks that never left carry no information about the network
 		e.limit = max(e.window/2, 2*transfer.ChunkBytes)
 		e.window = transfer.ChunkBytes
 	}
@@ -757,13 +766,13 @@ func (e *end) finish(fl *flight, o transfer.Outcome, why transfer.Reason, err er
 	clear(e.out[len(kept):])
 	e.out = kept
 	if o == transfer.Landed {
-		e.received += fl.total - fl.acked // what it says of chunks whose own confirmations got lost
+		e.received += fl.total - fl.acked // includes chunks whose own confirmations were lost
 	} else {
 		if fl.lost != transfer.ReasonNone {
 			o, why, err = transfer.NotLanded, fl.lost, fl.err
 		}
 		if err == nil {
-			err = fmt.Errorf("simfabric: chunks %d+%d, attempt %d: the receiver says %s", fl.s.Range.First, fl.s.Range.Count, fl.s.Attempt, why)
+			err = fmt.Errorf("simfabric: chunks %d+%d, attempt %d: the receiver reports %s", fl.s.Range.First, fl.s.Range.Count, fl.s.Attempt, why)
 		}
 	}
 	e.f.stats.Ended[o]++

@@ -10,9 +10,9 @@ import (
 type LinkSpec struct {
 	BitsPerSecond float64
 	Latency       time.Duration
-	Jitter        time.Duration // added to the latency, evenly drawn
+	Jitter        time.Duration // added to the latency, uniformly distributed
 	Loss          float64       // of a packet
-	Buffer        int           // bytes that may wait; 0: no bound, as at a sender that is told to wait
+	Buffer        int           // bytes that may wait; 0: no bound, as for a blocking sender
 }
 
 // Link is one direction of a cable.
@@ -21,10 +21,10 @@ type Link struct {
 	spec      LinkSpec
 	scale     float64 // of the rate
 	loss      float64
-	deaf      bool // swallows everything and says nothing
+	deaf      bool // drops everything without a signal
 	down      bool // has no carrier
 	barred    bool // no route leads to it
-	busy      Time // until when it is occupied
+	busy      Time // time until which it is occupied
 	bytes     uint64
 	deepest   int
 	overflows uint64
@@ -34,7 +34,7 @@ func newLink(name string, s LinkSpec) *Link {
 	return &Link{Name: name, spec: s, scale: 1, loss: s.Loss}
 }
 
-// Bytes that the link has carried, those that are in its queue included.
+// Bytes counts the bytes that the link has carried, including those in its queue.
 func (l *Link) Bytes() uint64 { return l.bytes }
 
 // Passed is how many bytes have left the link by now.
@@ -42,20 +42,21 @@ func (l *Link) Passed(now Time) uint64 {
 	return l.bytes - min(l.bytes, uint64(max(0, l.busy-now).Seconds()*l.spec.BitsPerSecond*l.scale/8))
 }
 
-// Deepest is the longest that its queue ever was, in bytes.
+// Deepest is the greatest length of its queue, in bytes.
 func (l *Link) Deepest() int { return l.deepest }
 
 // Overflows counts chunks that found its buffer full.
 func (l *Link) Overflows() uint64 { return l.overflows }
 
-// SetDeaf makes the link swallow everything, or carry again. Nobody is told.
+// SetDeaf makes the link drop everything, or carry again. No host is notified.
 func (l *Link) SetDeaf(deaf bool) { l.deaf = deaf }
 
-// SetBarred takes the route away by which the host in front of the link sends, or gives it back. What is on its way arrives. Nobody is told, but
-// the host's own stack knows that what it kept was never sent.
+// SetBarred removes or restores the route by which the host in front of the link sends. Bytes on
+// their way arrive. No host is notified, but the host's own stack knows which bytes were never
+// sent.
 func (l *Link) SetBarred(barred bool) { l.barred = barred }
 
-// SetRate makes the link a share of what it claims to be.
+// SetRate scales the link's rate below its nominal speed.
 func (l *Link) SetRate(scale float64) { l.scale = max(scale, 1e-6) }
 
 // SetLoss sets the probability that a packet is lost.
@@ -63,7 +64,8 @@ func (l *Link) SetLoss(p float64) { l.loss = p }
 
 func (l *Link) dead() bool { return l.deaf || l.down || l.barred }
 
-// carry takes n bytes whose first arrives at `first` and whose last at `tail`, and says when they leave the far end.
+// carry sends n bytes whose first arrives at `first` and whose last at `tail`, and returns when
+// they leave the far end.
 func (l *Link) carry(f *Fabric, first, tail Time, n int) (Time, Time, bool) {
 	if l.dead() {
 		f.stats.Swallowed++
@@ -71,8 +73,9 @@ func (l *Link) carry(f *Fabric, first, tail Time, n int) (Time, Time, bool) {
 	}
 	rate := l.spec.BitsPerSecond * l.scale
 	if wait := l.busy - first; wait > 0 {
-		// A chunk stands for many packets, and where room for them is short, some get in and some do not, whoever sent them. A
-		// sharp bound would shut out everybody but the sender whose chunks come just as one leaves.
+		// A chunk stands for many packets. If room for them is short, some enter and some do not,
+		// whatever their sender. A sharp bound would exclude every sender except the one whose
+		// chunks happen to arrive as one leaves.
 		queued := int(wait.Seconds() * rate / 8)
 		if short := queued + n - l.spec.Buffer; l.spec.Buffer > 0 && short > 0 && f.rng.Float64()*2*float64(n) < float64(short) {
 			f.stats.Overflows++
@@ -89,7 +92,7 @@ func (l *Link) carry(f *Fabric, first, tail Time, n int) (Time, Time, bool) {
 	return start + d, end + d, true
 }
 
-// delay is what a packet of no size takes now; false: it does not get through.
+// delay is the time of a packet of no size now; false: it does not get through.
 func (l *Link) delay(f *Fabric) (Time, bool) {
 	if l.dead() {
 		f.stats.Swallowed++
@@ -98,13 +101,14 @@ func (l *Link) delay(f *Fabric) (Time, bool) {
 	return max(0, l.busy-f.now) + l.spec.Latency + f.Jitter(l.spec.Jitter), true
 }
 
-// Switch joins rails. Between two switches traffic crosses the trunks of both, where they have any.
+// Switch joins rails. Traffic between two switches crosses the trunks of both, if they have any.
 type Switch struct {
 	Name     string
 	up, down *Link
 }
 
-// NewSwitch adds a switch; trunk describes its link to the core, in either direction. nil: the core is as fast as needed.
+// NewSwitch adds a switch; trunk describes its link to the core, in either direction. nil: the core
+// has no limit.
 func (f *Fabric) NewSwitch(name string, trunk *LinkSpec) *Switch {
 	s := &Switch{Name: name}
 	if trunk != nil {
@@ -113,10 +117,11 @@ func (f *Fabric) NewSwitch(name string, trunk *LinkSpec) *Switch {
 	return s
 }
 
-// Trunk returns the links to the core and from it; nil where there are none.
+// Trunk returns the links to the core and from it; nil without them.
 func (s *Switch) Trunk() (up, down *Link) { return s.up, s.down }
 
-// RailSpec describes a rail: the same link in both directions, or Out out of the host. Out of the host its queue has no bound.
+// RailSpec describes a rail: the same link in both directions, or Out in the outgoing one. The
+// outgoing queue has no bound.
 type RailSpec struct {
 	Name   string
 	Link   LinkSpec
@@ -141,9 +146,9 @@ type Host struct {
 	Name   string
 	f      *Fabric
 	rails  []*Rail
-	watch  func(*Rail) // hears of carriers
+	watch  func(*Rail) // called for changes of carriers
 	frozen bool
-	held   []event // what waits for the process; bounded by what lanes have in the network and by what the process itself asked for
+	held   []event // events that wait for the process; bounded by what lanes have in the network and by the process's own calls
 }
 
 // NewHost adds a host.
@@ -162,20 +167,21 @@ func (f *Fabric) NewHost(name string, rails ...RailSpec) *Host {
 	return h
 }
 
-// Watch lets fn hear of each rail of the host whose carrier has come or gone, when the host notices.
+// Watch calls fn for each rail of the host whose carrier has come or gone, when the host notices.
 func (h *Host) Watch(fn func(*Rail)) { h.watch = fn }
 
-// After runs fn when d has passed, in the host's process: later if that is frozen then.
+// After runs fn after d in the host's process, or later if the process is frozen then.
 func (h *Host) After(d Time, fn func()) {
 	h.f.at(h.f.now+max(d, 0), event{kind: evCall, host: h, fn: fn})
 }
 
-// Freeze stops the process on the host, as SIGSTOP does. What has left goes on through the network and is written at hosts that
-// are not frozen. What comes in waits in the kernel, which takes Config.RecvBuffer of each lane and says so to the sender; with
-// Config.OneSided the NIC writes what it was allowed to before.
+// Freeze stops the process on the host, like SIGSTOP. Chunks that have left continue through the
+// network and are written at hosts that are not frozen. Arriving chunks wait in the kernel, which
+// accepts Config.RecvBuffer of each lane and confirms them to the sender. With Config.OneSided the
+// NIC continues permitted writes.
 func (h *Host) Freeze() { h.frozen = true }
 
-// Thaw lets it run again: what has come in meanwhile is seen at once, in its order.
+// Thaw continues the process, which then processes the events that arrived, in order.
 func (h *Host) Thaw() {
 	if !h.frozen {
 		return
@@ -210,8 +216,8 @@ func (r *Rail) address() string { return r.host.Name + "/" + r.Name }
 // HasCarrier reports whether the cable is plugged in.
 func (r *Rail) HasCarrier() bool { return !r.tx.down }
 
-// Down pulls the cable. What is on it is gone; the host's own lanes over it die after Config.Carrier unless they are patient, its peers'
-// when they notice.
+// Down pulls the cable. Bytes on it are lost. The host's own lanes over it die after Config.Carrier
+// unless they are patient, its peers' lanes when they notice.
 func (r *Rail) Down() {
 	f := r.host.f
 	r.tx.down, r.rx.down = true, true
@@ -219,7 +225,7 @@ func (r *Rail) Down() {
 	cut := r.cuts
 	r.host.After(f.cfg.Carrier, func() {
 		if r.cuts != cut || !r.tx.down {
-			return // back before anybody looked
+			return // back before the host noticed
 		}
 		if r.host.watch != nil {
 			r.host.watch(r)
@@ -233,7 +239,7 @@ func (r *Rail) Down() {
 	})
 }
 
-// Up plugs it in again.
+// Up plugs the cable in again.
 func (r *Rail) Up() {
 	if !r.tx.down {
 		return
@@ -248,7 +254,7 @@ func (r *Rail) Up() {
 	})
 }
 
-// Flap pulls the cable again and again, for about half of period each time, until a time.
+// Flap pulls the cable repeatedly until a time, for about half of period each time.
 func (r *Rail) Flap(period time.Duration, until Time) {
 	f := r.host.f
 	if f.now >= until {
@@ -262,7 +268,7 @@ func (r *Rail) Flap(period time.Duration, until Time) {
 	})
 }
 
-// path is what a byte crosses from one rail to another.
+// path lists the links from one rail to another.
 func path(from, to *Rail) []*Link {
 	p := []*Link{from.tx}
 	if from.sw != to.sw {
@@ -276,7 +282,8 @@ func path(from, to *Rail) []*Link {
 	return append(p, to.rx)
 }
 
-// Latency is what a small message from h to another host takes now over the best of its rails; false: none gets through.
+// Latency is the current time of a small message from h to another host over the best of its rails;
+// false: none gets through.
 func (h *Host) Latency(to *Host) (Time, bool) {
 	best := Time(math.MaxInt64)
 	for i, a := range h.rails {

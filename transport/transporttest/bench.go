@@ -14,7 +14,8 @@ import (
 
 func yield() { runtime.Gosched() }
 
-// wrapped is a full slot of chunks over a smaller memory, so that a benchmark can go on without landing a chunk twice.
+// wrapped is a full slot of chunks over a smaller memory, so that a benchmark never lands a chunk
+// twice.
 type wrapped struct{ *Memory }
 
 func (w wrapped) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) {
@@ -73,7 +74,7 @@ func (m *Mover) rebind() {
 	m.gen++
 	m.next = 0
 	m.bind = NewBind(m.tb, m.pair.A, m.pair.B, m.src.Memory, m.dst.Memory, 1, m.gen)
-	m.pair.B.mu.Lock() // under which lanes look it up
+	m.pair.B.mu.Lock() // which guards the lookup by lanes
 	m.bind.Grant.Sink = m.dst
 	m.pair.B.mu.Unlock()
 	m.pair.A.mu.Lock()
@@ -88,7 +89,7 @@ func (m *Mover) Move(slices int, chunks uint32, window int) {
 	}
 }
 
-// Try is Move where a lane may be lost: after an error the mover is of no more use.
+// Try is Move for a lane that may be lost: after an error the mover is unusable.
 func (m *Mover) Try(slices int, chunks uint32, window int) error {
 	open := 0
 	for i := 0; i < slices || open > 0; {
@@ -127,7 +128,8 @@ func (m *Mover) wait() error {
 	return nil
 }
 
-// LetsCollectorIn fails the test if a lane at full speed, with slices of chunks, holds the garbage collector. See testutil.LetsCollectorIn.
+// LetsCollectorIn fails the test if a lane at full speed, with slices of chunks, delays the garbage
+// collector. See testutil.LetsCollectorIn.
 func (m *Mover) LetsCollectorIn(chunks uint32) {
 	m.tb.Helper()
 	testutil.LetsCollectorInWhile(m.tb, func() { m.Move(16, chunks, 4) })

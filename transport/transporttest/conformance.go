@@ -15,7 +15,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Conformance runs the contract suite. Run it with -race too.
+// Conformance runs the contract suite. Run it with -race as well.
 func Conformance(t *testing.T, f Factory) {
 	for _, c := range []struct {
 		name string
@@ -86,12 +86,13 @@ func testCaps(t *testing.T, f Factory) {
 	}
 }
 
-// testMeter: a backend that says so tells received bytes. They grow by what was moved, and stand still where nothing moves.
+// testMeter: if Caps announces it, lanes report received bytes, which grow by the moved bytes and
+// stand still without traffic.
 func testMeter(t *testing.T, f Factory) {
 	p := NewPair(t, f)
 	a, _ := p.Dial()
 	if !p.A.Backend.Caps().Tells {
-		return // testCaps has looked at the rest
+		return // testCaps has checked the rest
 	}
 	m, ok := a.(transport.Meter)
 	if !ok {
@@ -112,7 +113,7 @@ func testMeter(t *testing.T, f Factory) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// What acknowledges a confirmation may come a little after it.
+		// The acknowledgement of a confirmation may come a little after it.
 		for deadline := time.Now().Add(patience); m.Received()-before < want; {
 			if time.Now().After(deadline) {
 				t.Fatalf("%d bytes landed, and %d of them were received", want, m.Received()-before)
@@ -137,7 +138,7 @@ func testContent(t *testing.T, f Factory) {
 			if testing.Short() && j != (i+1)%len(shapes) {
 				continue // each layout once on either side
 			}
-			// The same content in another layout: the receiver's blocks are its own.
+			// The same content in another layout: the receiver has blocks of its own.
 			d.Chunks, d.TailBytes = s.Chunks, s.TailBytes
 			src, dst := p.A.Memory(s), p.B.Memory(d)
 			seed := uint64(1000 + 100*i + j)
@@ -176,7 +177,8 @@ func testIdle(t *testing.T, f Factory) {
 	}
 }
 
-// feed moves every chunk of a bind over lanes, in random slices, and retries what is not landed. It reports the slices.
+// feed moves every chunk of a bind over lanes, in random slices, and retries slices that did not
+// land. It reports the slices.
 func feed(t *testing.T, from *End, lanes []transport.Lane, b *Bind) {
 	var wg sync.WaitGroup
 	work := make(chan transfer.Range, b.Source.Chunks())
@@ -272,7 +274,8 @@ func testDuplicates(t *testing.T, f Factory) {
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
 	b.Sink.Expect(5)
 	for round := range uint32(10) {
-		// The same range at once on two lanes, the later attempt on either; one of them lands at least.
+		// The same range at once on two lanes, with the later attempt on either; at least one of
+		// them lands.
 		r1 := p.A.Move(a1, b.Origin, src.All(), 2*round+1)
 		r2 := p.A.Move(a2, b.Origin, src.All(), 2*round+2)
 		x, y := receive(t, r1, "result"), receive(t, r2, "result")
@@ -291,7 +294,7 @@ func testDuplicates(t *testing.T, f Factory) {
 	b.End(t)
 }
 
-// testLateGarbage: what landed is never written again, whatever a slower attempt still carries.
+// testLateGarbage: landed chunks are never written again, whatever a slower attempt still carries.
 func testLateGarbage(t *testing.T, f Factory) {
 	p := NewPair(t, f)
 	a, _ := p.Dial()
@@ -303,7 +306,8 @@ func testLateGarbage(t *testing.T, f Factory) {
 	if r := p.A.MoveWait(a, b.Origin, part, 2); r.Outcome != transfer.Landed {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
-	// The source is lost and its blocks hold something else; an attempt that began before still sends them.
+	// The source is invalidated and its blocks hold other content; an attempt that began before
+	// still sends them.
 	b.Source.Invalid.Store(true)
 	src.Write(666)
 	for attempt := uint32(1); attempt <= 3; attempt++ {
@@ -421,7 +425,7 @@ func testRefusals(t *testing.T, f Factory) {
 	}
 	b.End(t)
 
-	// The lane survived all of it.
+	// The lane survived all of this.
 	good := p.B.Memory(big)
 	b = NewBind(t, p.A, p.B, src, good, 3, 1)
 	b.Sink.Expect(5)
@@ -446,7 +450,7 @@ func testTooMany(t *testing.T, f Factory) {
 	if err := a.Move(batch); err == nil {
 		t.Fatal("more than MaxInFlight were taken")
 	}
-	// Nothing was taken: a result would have no cookie waiting. The lane works on.
+	// Nothing was accepted: a result would have no cookie waiting. The lane still works.
 	if r := p.A.MoveWait(a, b.Origin, src.All(), 1); r.Outcome != transfer.Landed {
 		t.Fatalf("%s %s: %v", r.Outcome, r.Reason, r.Err)
 	}
@@ -473,11 +477,11 @@ func testTooMany(t *testing.T, f Factory) {
 	b.End(t)
 }
 
-// pusher keeps slices of an origin under way on several lanes until stop.
+// pusher keeps slices of an origin in flight on several lanes until stop.
 type pusher struct {
 	wg   sync.WaitGroup
 	halt atomic.Bool
-	// ended counts slices that came back.
+	// ended counts the results.
 	ended atomic.Int64
 }
 
@@ -503,7 +507,7 @@ func (p *pusher) stop() {
 	p.wg.Wait()
 }
 
-// until waits for a condition that other goroutines bring about.
+// until waits for a condition that other goroutines fulfil.
 func until(tb testing.TB, what string, ok func() bool) {
 	tb.Helper()
 	deadline := time.Now().Add(patience)
@@ -515,7 +519,8 @@ func until(tb testing.TB, what string, ok func() bool) {
 	}
 }
 
-// testFenceAttack: after Fence has returned the memory is somebody else's, and the sender still pushes.
+// testFenceAttack: after Fence has returned the memory has another owner, and the sender still
+// pushes.
 func testFenceAttack(t *testing.T, f Factory, success bool) {
 	p := NewPair(t, f)
 	var lanes []transport.Lane
@@ -532,7 +537,7 @@ func testFenceAttack(t *testing.T, f Factory, success bool) {
 		b := NewBind(t, p.A, p.B, src, dst, 1, transfer.Gen(run+1))
 		push := push(p.A, lanes, b.Origin, src.Chunks(), 1)
 		if success {
-			// Retries are still under way when the last chunk lands.
+			// Retries are still in flight when the last chunk lands.
 			until(t, "all chunks landed", func() bool {
 				p.A.usable(lanes...)
 				return b.Sink.Full()
@@ -549,7 +554,7 @@ func testFenceAttack(t *testing.T, f Factory, success bool) {
 				}
 			}
 		}
-		const engine = 0x3c // what the engine's next request writes there
+		const engine = 0x3c // written by the engine's next request
 		dst.Fill(engine)
 		before := push.ended.Load()
 		until(t, "slices ended after the fence", func() bool { return push.ended.Load() >= before+int64(4*len(lanes)) })
@@ -579,14 +584,15 @@ func testFenceContext(t *testing.T, f Factory) {
 	}
 	b.leave()
 	b.Origin.Leave()
-	if err := b.fence(ctx); p.A.Backend.Caps().Guarded && err != nil { // B's are the same, and may be on another host
+	if err := b.fence(ctx); p.A.Backend.Caps().Guarded && err != nil { // B's Caps are the same; B may be on another host
 		t.Errorf("the guard is all that a fence of this backend takes, it is empty, and yet: %v", err)
 	}
 	b.End(t)
 	b.End(t) // idempotent
 }
 
-// testSourceAttack: what the engine writes into source blocks after the lease has ended never counts as landed.
+// testSourceAttack: bytes that the engine writes into source blocks after the end of the lease
+// never count as landed.
 func testSourceAttack(t *testing.T, f Factory, closed bool) {
 	p := NewPair(t, f)
 	var lanes []transport.Lane
@@ -715,7 +721,7 @@ func testClose(t *testing.T, f Factory) {
 	}
 }
 
-// refusedDial dials as `peer` says and wants an error, no lane at either end, and the other end to serve on.
+// refusedDial dials as `peer` and expects an error, no lane at either end, and a working other end.
 func refusedDial(t *testing.T, p *Pair, peer transport.Peer) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -735,8 +741,8 @@ func refusedDial(t *testing.T, p *Pair, peer transport.Peer) {
 
 func testUnknownPeer(t *testing.T, f Factory) {
 	p := NewPair(t, f)
-	refusedDial(t, p, transport.Peer{Boot: p.B.Boot, Self: randomBoot(), Key: p.Key}) // who is that?
-	refusedDial(t, p, transport.Peer{Boot: randomBoot(), Self: p.A.Boot, Key: p.Key}) // an older life of the peer
+	refusedDial(t, p, transport.Peer{Boot: p.B.Boot, Self: randomBoot(), Key: p.Key}) // an unknown process
+	refusedDial(t, p, transport.Peer{Boot: randomBoot(), Self: p.A.Boot, Key: p.Key}) // an earlier boot of the peer
 }
 
 func testWrongKey(t *testing.T, f Factory) {

@@ -13,8 +13,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Device is a mem.Device over host memory: what a backend may only reach through it lies where the test sees it. It lends few
-// buffers, yields in the middle of copies, and counts what is out.
+// Device is a mem.Device over host memory: memory that a backend may reach only through it stays
+// visible to the test. It lends few buffers, yields in the middle of copies, and counts lent
+// buffers.
 type Device struct {
 	mu     sync.Mutex
 	memory map[uint64][]byte // by address
@@ -31,7 +32,7 @@ const (
 	yieldEvery        = 16 // blocks
 )
 
-// NewDevice makes a device without memory. At the end of the test everything that it lent must be back.
+// NewDevice makes a device without memory. At the end of the test every lent buffer must be back.
 func NewDevice(tb testing.TB) *Device {
 	d := &Device{memory: map[uint64][]byte{}, next: 1 << 32, lent: make(chan []byte, deviceBuffers)}
 	for range deviceBuffers {
@@ -39,7 +40,7 @@ func NewDevice(tb testing.TB) *Device {
 	}
 	tb.Cleanup(func() {
 		if n := deviceBuffers - len(d.lent); n != 0 {
-			tb.Errorf("%d buffers of the device were not given back", n)
+			tb.Errorf("%d buffers of the device were not returned", n)
 		}
 	})
 	return d
@@ -55,7 +56,7 @@ func (d *Device) Region(b []byte) (*mem.Region, error) {
 	return d.Import(mem.NewID(), fmt.Appendf(nil, "%d", addr), -1, uint64(len(b)))
 }
 
-// Import makes a region of what another region's handle names: another process's view of it.
+// Import makes a region from another region's handle: another process's view of it.
 func (d *Device) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
 	var addr uint64
 	if _, err := fmt.Sscanf(string(handle), "%d", &addr); err != nil || fd >= 0 {
@@ -150,11 +151,11 @@ func (d *Device) Return(b []byte) { d.lent <- b[:deviceBufferBytes] }
 // LendBytes implements mem.Device.
 func (d *Device) LendBytes() int { return deviceBufferBytes }
 
-// onDevice is the device that the memory of the running suite lies on. Suites do not run in parallel.
+// onDevice is the device of the running suite's memory. Suites do not run in parallel.
 var onDevice atomic.Pointer[Device]
 
-// ConformanceOnDevice runs the contract suite with both ends' memory on devices. f is told the device before each backend is made:
-// backends that import memory need it.
+// ConformanceOnDevice runs the contract suite with both ends' memory on devices. f receives the
+// device before it makes each backend: backends that import memory need it.
 func ConformanceOnDevice(t *testing.T, f func(tb testing.TB, d *Device) Factory) {
 	d := NewDevice(t)
 	onDevice.Store(d)
@@ -166,7 +167,8 @@ func ConformanceOnDevice(t *testing.T, f func(tb testing.TB, d *Device) Factory)
 	}
 }
 
-// A device that fails costs slices, not lanes: what was asked meanwhile has not landed, and lands once the device works again.
+// A failing device costs slices, not lanes: slices in that time do not land, and land once the
+// device works again.
 func testDeviceFails(t *testing.T, f Factory, d *Device) {
 	leaktest.Check(t)
 	p := NewPair(t, f)

@@ -16,10 +16,10 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// The suite between two hosts. It runs on the first one, with end A; end B, its memory and its grants live on the other, which
-// ServeFar plays, and what stands for them here is a shadow whose methods are calls over a connection. Nothing but the calls differs:
-// the other host has an End, Memory and Sink like any, with the same checks, and what these find is reported here, by the test
-// that it happened in.
+// The suite between two hosts. It runs on the first host, with end A. End B, its memory and its
+// grants are on the other host, run by ServeFar. Here a shadow stands for them, whose methods are
+// calls over a connection. Only the calls differ: the other host has an ordinary End, Memory and
+// Sink with the same checks, and the test here that caused a finding reports it.
 
 // far is the other host.
 type far struct {
@@ -28,7 +28,7 @@ type far struct {
 
 	mu    sync.Mutex
 	last  uint64         // id of a memory or a bind
-	binds map[any]uint64 // *transport.Grant or *transport.Origin of this host: the bind there
+	binds map[any]uint64 // *transport.Grant or *transport.Origin of this host: the bind on the other host
 }
 
 // otherHost plays end B of the running suite. Suites do not run in parallel.
@@ -47,7 +47,7 @@ func ConformanceBetween(t *testing.T, f Factory, c net.Conn) {
 	Conformance(t, f)
 }
 
-// ServeFar plays end B, with backends of f, until the suite at the other end of c is through.
+// ServeFar plays end B, with backends of f, until the suite at the other end of c has ended.
 func ServeFar(t testing.TB, f Factory, c net.Conn) {
 	s := rpc.NewServer()
 	p := &farPlayer{t: t, factory: f}
@@ -60,7 +60,7 @@ func ServeFar(t testing.TB, f Factory, c net.Conn) {
 	}
 }
 
-// farOp is what a FarCall asks for.
+// farOp is the operation of a FarCall.
 type farOp uint8
 
 const (
@@ -92,7 +92,8 @@ const (
 	opForget
 )
 
-// FarCall is a call to the other host, and FarAnswer what it says. net/rpc wants them exported; nobody else needs them.
+// FarCall is a call to the other host, and FarAnswer its answer. They are exported for net/rpc
+// only.
 type FarCall struct {
 	Op            farOp
 	ID            uint64 // of a memory, a bind or a lane
@@ -132,11 +133,11 @@ type FarAnswer struct {
 
 	Err   string // of the call
 	Kind  farErr
-	Wrong []string // what the checks there have found since the last call
+	Wrong []string // findings of its checks since the last call
 	Fatal bool     // the last of them ends the test
 }
 
-// farErr is what an error of the other host is.
+// farErr is the kind of an error of the other host.
 type farErr uint8
 
 const (
@@ -176,14 +177,14 @@ func (a FarAnswer) lane(f *far) (transport.Lane, error) {
 	return &l, a.err()
 }
 
-// try calls, and reports what was found there.
+// try calls the other host, and reports its findings.
 func (f *far) try(tb testing.TB, c FarCall) (a FarAnswer, err error) {
 	tb.Helper()
 	call := f.c.Go("Far.Do", c, &a, make(chan *rpc.Call, 1))
 	select {
 	case <-call.Done:
 		err = call.Error
-	case <-time.After(2 * patience): // every call is bounded by patience there
+	case <-time.After(2 * patience): // patience bounds every call on the other host
 		err = fmt.Errorf("no answer within %s", 2*patience)
 	}
 	for _, w := range a.Wrong {
@@ -204,7 +205,7 @@ func (f *far) do(tb testing.TB, c FarCall) FarAnswer {
 	return a
 }
 
-// newEnd opens an end there, until the end of the test.
+// newEnd opens an end on the other host, until the end of the test.
 func (f *far) newEnd(tb testing.TB) *End {
 	tb.Helper()
 	a := f.do(tb, FarCall{Op: opOpen})
@@ -224,7 +225,7 @@ func (f *far) newID() uint64 {
 	return f.last
 }
 
-// farMemory is a Memory there.
+// farMemory is a Memory on the other host.
 type farMemory struct {
 	*far
 	tb testing.TB
@@ -286,7 +287,7 @@ func (f *far) bindOf(tb testing.TB, half any) *farBind {
 
 func (f *far) forget(tb testing.TB, half any) { f.bindOf(tb, half).do(FarCall{Op: opForget}) }
 
-// move waits for the end of a slice whose source is there.
+// move waits for the end of a slice whose source is on the other host.
 func (f *far) move(tb testing.TB, l transport.Lane, o *transport.Origin, r transfer.Range, attempt uint32) transport.Result {
 	a, err := f.try(tb, FarCall{Op: opMove, ID: l.ID(), On: f.bindOf(tb, o).id, Range: r, Attempt: attempt})
 	if err == nil {
@@ -313,7 +314,7 @@ func (l *farLane) Local() string       { return l.Here }
 func (l *farLane) Remote() string      { return l.There }
 func (l *farLane) MaxInFlight() int    { return l.Window }
 
-// Move implements transport.Lane. The suite moves by End.Move, there.
+// Move implements transport.Lane. The suite uses End.Move on the other host instead.
 func (l *farLane) Move([]transport.Slice) error {
 	return fmt.Errorf("transporttest: lane %d is of another host: %w", l.Ident, errors.ErrUnsupported)
 }
@@ -331,7 +332,7 @@ func (l *farLane) Close() error {
 type farPlayer struct {
 	t       testing.TB
 	factory Factory
-	suites  int // ends that were asked for; one at a time
+	suites  int // ends that were requested; one at a time
 
 	mu sync.Mutex
 	// guarded by mu
@@ -385,7 +386,7 @@ func (p *farPlayer) open() {
 	p.memory, p.binds, p.lanes = map[uint64]*Memory{}, map[uint64]*Bind{}, map[uint64]transport.Lane{}
 }
 
-// look finds what a call names.
+// look finds the object of a call.
 func look[T any](p *farPlayer, in map[uint64]T, id uint64) T {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -489,7 +490,7 @@ func (p *farPlayer) answer(tb *farTB, c FarCall, a *FarAnswer) {
 	}
 }
 
-// farTB is the testing.TB of one test of the other host's: what it finds goes there.
+// farTB is the testing.TB of one test of the other host, to which its findings go.
 type farTB struct {
 	testing.TB
 

@@ -5,8 +5,8 @@
 //		transporttest.Conformance(t, func(tb testing.TB) transport.Backend { return newBackend(tb) })
 //	}
 //
-// It plays two sidecars in one process, each with a Host of its own, or one of them on another host: ConformanceBetween. It owns
-// every goroutine that it starts and joins them before a test ends.
+// It plays two sidecars in one process, each with its own Host, or one of them on another host:
+// ConformanceBetween. It owns every goroutine that it starts and joins them before a test ends.
 package transporttest
 
 import (
@@ -35,7 +35,7 @@ type Factory func(tb testing.TB) transport.Backend
 // patience bounds every wait. A correct backend needs a fraction of it even on a loaded machine.
 const patience = time.Minute
 
-// AttackRunsEnv names the variable that says how often the attacks run; a few times without it.
+// AttackRunsEnv is the variable that sets the number of runs of the attacks; a few without it.
 const AttackRunsEnv = "KVSPRAY_ATTACK_RUNS"
 
 func attackRuns(tb testing.TB) int {
@@ -62,7 +62,7 @@ type End struct {
 
 	far *far // the end plays on another host, and this is its shadow; nil: here
 
-	direct func([]transport.Result) // takes results instead of the bookkeeping below; set before the first lane
+	direct func([]transport.Result) // receives results instead of the bookkeeping below; set before the first lane
 
 	mu      sync.Mutex
 	peers   map[transfer.Boot]transport.Peer
@@ -75,7 +75,7 @@ type End struct {
 	cookie  uint64
 }
 
-// Pair is two ends that know each other.
+// Pair is two ends that are introduced to each other.
 type Pair struct {
 	tb   testing.TB
 	A, B *End // A sends, B receives, unless a test says otherwise
@@ -88,7 +88,7 @@ func randomBoot() (b transfer.Boot) {
 	return b
 }
 
-// NewPair opens two backends that know each other.
+// NewPair opens two backends that are introduced to each other.
 func NewPair(tb testing.TB, f Factory) *Pair {
 	tb.Helper()
 	p := &Pair{tb: tb}
@@ -134,7 +134,7 @@ func newEnd(tb testing.TB, f Factory) *End {
 	return e
 }
 
-// Introduce makes a peer known.
+// Introduce registers a peer.
 func (e *End) Introduce(boot transfer.Boot, key [32]byte) {
 	if e.far != nil {
 		e.far.do(e.tb, FarCall{Op: opIntroduce, Peer: transport.Peer{Boot: boot, Key: key}})
@@ -234,7 +234,7 @@ func (e *End) Refused(_ transport.Lane, r transfer.Reason) {
 	e.refused[r]++
 }
 
-// RefusedFor says how many frames were refused for a reason.
+// RefusedFor counts the frames that were refused for a reason.
 func (e *End) RefusedFor(r transfer.Reason) int {
 	if e.far != nil {
 		return e.far.do(e.tb, FarCall{Op: opRefusedFor, Reason: r}).N
@@ -244,7 +244,7 @@ func (e *End) RefusedFor(r transfer.Reason) int {
 	return e.refused[r]
 }
 
-// usable fails the test once none of these lanes is up, and says why: nobody has ended them.
+// usable fails the test with the reason once none of these lanes is up, unless the test ended them.
 func (e *End) usable(lanes ...transport.Lane) {
 	e.tb.Helper()
 	e.mu.Lock()
@@ -325,7 +325,7 @@ func (e *End) up(what string) transport.Lane {
 	return receive(e.tb, e.ups, what)
 }
 
-// Redial opens a lane from rail i to rail i, closes it again, and says how long opening it took.
+// Redial opens a lane from rail i to rail i, closes it again, and returns the time of opening it.
 func (p *Pair) Redial(i int) time.Duration {
 	p.tb.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
@@ -383,7 +383,8 @@ func receive[T any](tb testing.TB, c <-chan T, what string) (v T) {
 	return v
 }
 
-// Move gives one slice to a lane and returns where its result comes. A lane that is down gives a NotLanded of its own.
+// Move passes one slice to a lane and returns the channel of its result. A lane that is down
+// produces a NotLanded.
 func (e *End) Move(l transport.Lane, o *transport.Origin, r transfer.Range, attempt uint32) <-chan transport.Result {
 	c := make(chan transport.Result, 1)
 	if e.far != nil {
@@ -413,13 +414,13 @@ func (e *End) MoveWait(l transport.Lane, o *transport.Origin, r transfer.Range, 
 	return receive(e.tb, e.Move(l, o, r, attempt), "result")
 }
 
-// Shape says how the test memory of one side is laid out.
+// Shape is the layout of one side's test memory.
 type Shape struct {
 	Chunks     int
 	TailBytes  int  // of every fourth chunk, which ends a segment; 0: all are whole
 	BlockBytes int  // scattered blocks; ChunkBytes or more: contiguous chunks
 	Shuffle    bool // in random order
-	Across     int  // blocks of a row, each a row's length from the next, as a page lies that another order takes apart; 0: as they come
+	Across     int  // blocks of a row at a distance of a row's length, like a page in another order; 0: consecutive
 	Gapless    bool // nothing between blocks: without Shuffle, one piece of memory
 }
 
@@ -435,7 +436,8 @@ func (s Shape) lengths() (all []uint64) {
 	return all
 }
 
-// Memory is a test space in a region: for each chunk its blocks. Between all blocks there are gaps that nobody may touch.
+// Memory is a test space in a region: for each chunk its blocks. Gaps between all blocks must stay
+// unwritten.
 type Memory struct {
 	Region *mem.Region
 	far    *farMemory // it lies on another host; nil: here
@@ -510,7 +512,7 @@ func NewMemory(tb testing.TB, s Shape) *Memory {
 	return m
 }
 
-// Replace puts the same bytes behind another region, one that reaches them in another way. The content stays.
+// Replace puts the same bytes behind another region, with another way of access. The content stays.
 func (m *Memory) Replace(r *mem.Region) {
 	for _, blocks := range m.blocks {
 		for i := range blocks {
@@ -558,7 +560,7 @@ func (m *Memory) Bytes(r transfer.Range) (n uint64, err error) {
 	return n, nil
 }
 
-// word is what test content holds at 8-byte step i of a chunk.
+// word is the test content at 8-byte step i of a chunk.
 func word(seed uint64, chunk, i int) uint64 {
 	x := seed ^ uint64(chunk)<<32 ^ uint64(i)
 	x *= 0x9e3779b97f4a7c15
@@ -666,7 +668,7 @@ type Sink struct {
 	far    *farBind // it lies on another host; nil: here
 }
 
-// Expect says what may land from now on.
+// Expect sets the content that may land from now on.
 func (s *Sink) Expect(seed uint64) {
 	if s.far != nil {
 		s.far.do(FarCall{Op: opExpect, Seed: seed})
@@ -675,7 +677,7 @@ func (s *Sink) Expect(seed uint64) {
 	s.Seed.Store(seed)
 }
 
-// Refuse decides whether Resolve fails.
+// Refuse sets whether Resolve fails.
 func (s *Sink) Refuse(all bool) {
 	if s.far != nil {
 		s.far.do(FarCall{Op: opRefuse, OK: all})
@@ -747,7 +749,8 @@ type Bind struct {
 	Source   *Source
 }
 
-// NewBind binds a slot in both directions of the lookup, as the control layer would. src and dst stay the caller's.
+// NewBind binds a slot in both directions of the lookup, like the control layer. The caller owns
+// src and dst.
 func NewBind(tb testing.TB, from, to *End, src, dst *Memory, slot transfer.Slot, gen transfer.Gen) *Bind {
 	tb.Helper()
 	b := &Bind{from: from, to: to}
@@ -789,7 +792,7 @@ func (b *Bind) bindOrigin(src *Memory, peer transfer.Boot, slot transfer.Slot, g
 	b.from.origins[slot] = b.Origin
 }
 
-// enter and leave hold the grant's guard, as who writes into it.
+// enter and leave hold the grant's guard, like a writer.
 func (b *Bind) enter() bool {
 	if b.Sink.far != nil {
 		return b.Sink.far.do(FarCall{Op: opEnter}).OK
@@ -851,7 +854,7 @@ func (b *Bind) End(tb testing.TB) {
 	b.from.forgetOrigin(tb, b.Origin)
 }
 
-// forgetGrant takes out of the lookup what has ended, and forgetOrigin does.
+// forgetGrant removes an ended grant from the lookup, and forgetOrigin an ended origin.
 func (e *End) forgetGrant(tb testing.TB, g *transport.Grant) {
 	if e.far != nil {
 		e.far.forget(tb, g)
