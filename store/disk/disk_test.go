@@ -179,6 +179,12 @@ func TestPowerGoesAtEveryOperation(t *testing.T) {
 		if missing > 0 {
 			t.Errorf("power goes at %d of %d: %d pages are gone", at, ops, missing)
 		}
+		// Nor is a page listed that was written in part: a put of it would find it and end as durable.
+		for i, list := 0, listed(tier, 0, n); i < n; i++ {
+			if list.Get(i) && !has(t, tier, 0, i) {
+				t.Errorf("power goes at %d: page %d is listed and cannot be read", at, i)
+			}
+		}
 		if got, err := load(tier, 0, 1000, 1005); len(got) != 5 {
 			t.Errorf("power goes at %d: the store takes no pages afterwards: %v", at, err)
 		}
