@@ -48,30 +48,30 @@ func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
 	if found[0] == 0 {
 		return Result{Outcome: Miss}
 	}
+	// The page is compared with its checksum while it is copied, in one pass.
+	var r Result
+	deliver := func(page []byte, crc uint32) bool {
+		r = s.deliver(b, i, page, crc, Disk)
+		return r.Outcome == Hit || r.Outcome != Damaged && disk.Sum(page, crc)
+	}
 	p, err := s.memory.Reserve(sp.number, k, b.before(i))
 	if err != nil { // it is being stored by somebody else, or nothing can be given up
 		buf, err := w.room(disk.PaddedBytes(sp.pageBytes))
 		if err != nil {
 			return Result{Outcome: Failed, Err: err}
 		}
-		crc, err := s.disk.Read(sp.number, k, buf)
-		if err != nil {
+		if _, err := s.disk.Read(sp.number, k, buf, deliver); err != nil {
 			return unread(err)
 		}
-		return s.deliver(b, i, buf[:sp.pageBytes], crc, Disk)
+		return r
 	}
-	crc, err := s.disk.Read(sp.number, k, p.Slot)
+	crc, err := s.disk.Read(sp.number, k, p.Slot, deliver)
 	if err != nil {
 		s.memory.Drop(p)
 		return unread(err)
 	}
 	s.memory.Commit(p, crc)
-	r := s.deliver(b, i, p.Bytes, crc, Disk)
-	if r.Outcome == Damaged {
-		s.memory.Drop(p)
-	} else {
-		s.memory.Unpin(p)
-	}
+	s.memory.Unpin(p)
 	return r
 }
 

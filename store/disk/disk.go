@@ -102,8 +102,6 @@ type owner struct {
 	removals int    // how often its pages were removed
 }
 
-func (o *owner) blocks() uint32 { return blocksOf(int(o.pageBytes)) }
-
 // perSegment is how many pages of a size a segment holds if each is written alone: the worst case.
 func (t *Tier) perSegment(pageBytes int) uint32 {
 	each := blocksOf(pageBytes) + 1
@@ -370,9 +368,15 @@ func (t *Tier) Unpin(p Pinned) {
 // PaddedBytes is how long the buffers for an owner's pages are.
 func PaddedBytes(pageBytes int) int { return int(blocksOf(pageBytes)) * block }
 
-// Read reads an owner's page into buf, which is aligned to 4 KiB and PaddedBytes long, and compares its checksum, which it
-// returns. A page that is damaged or cannot be read is dropped.
-func (t *Tier) Read(id uint16, k *page.Key, buf []byte) (crc uint32, err error) {
+// Check compares the page in a buffer with its checksum. It may use the page in the same pass.
+type Check func(page []byte, crc uint32) bool
+
+// Sum is the plain Check.
+func Sum(page []byte, crc uint32) bool { return mem.CRC32C(0, page) == crc }
+
+// Read reads an owner's page into buf, which is aligned to 4 KiB and PaddedBytes long, and has check
+// compare it. It returns the checksum. A page that is damaged or cannot be read is dropped.
+func (t *Tier) Read(id uint16, k *page.Key, buf []byte, check Check) (crc uint32, err error) {
 	t.mu.Lock()
 	n := t.pages.Acquire(id, k)
 	if n == 0 {
@@ -386,15 +390,17 @@ func (t *Tier) Read(id uint16, k *page.Key, buf []byte) (crc uint32, err error) 
 	t.mu.Unlock()
 
 	err = t.fetch(e.Loc, buf)
-	if err == nil && mem.CRC32C(0, buf[:size]) != e.CRC {
-		err = ErrDamaged
-	}
 
 	t.mu.Lock()
-	defer t.mu.Unlock()
 	if seg.readers--; seg.readers == 0 {
 		t.drained.Broadcast()
 	}
+	t.mu.Unlock()
+	if err == nil && !check(buf[:size], e.CRC) {
+		err = ErrDamaged
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	// A page that was moved meanwhile is whole where it is now.
 	if err != nil && t.pages.At(n).Loc == e.Loc {
 		t.stats.Damaged++

@@ -132,7 +132,7 @@ func script(t *Tier) (removed bool) {
 		for p := range 3 {
 			k := simKey(0, p)
 			buf := make([]byte, PaddedBytes(simPages[0]))
-			_, _ = t.Read(number(t, 0), &k, buf)
+			_, _ = t.Read(number(t, 0), &k, buf, Sum)
 		}
 	}
 	removed = t.RemoveOwner(number(t, 1)) == nil
