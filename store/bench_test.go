@@ -39,12 +39,14 @@ func newRig(b *testing.B, s *Store, bytes, pages int) *rig {
 		whole[i] = byte(i * i >> 7)
 	}
 	for i := range pages {
-		r.places = append(r.places, Placement{{Region: e.lent, Off: uint64(i * bytes), Len: uint64(bytes)}})
+		r.places = append(r.places, Placement{{Region: e.lent, Off: uint64(i * bytes),
+			Len: uint64(bytes)}})
 	}
 	return r
 }
 
-func (r *rig) run(b *testing.B, start func([]page.Key, []Placement) (*Batch, error), want Outcome) time.Duration {
+func (r *rig) run(b *testing.B, start func([]page.Key, []Placement) (*Batch, error),
+	want Outcome) time.Duration {
 	b.Helper()
 	began := time.Now()
 	batch, err := start(r.keys, r.places)
@@ -69,7 +71,8 @@ func BenchmarkGetFromMemory(b *testing.B) {
 	for _, size := range benchSizes {
 		b.Run(fmt.Sprintf("%dKiB", size>>10), func(b *testing.B) {
 			const total = 256 << 20
-			s, err := Open(Config{Memory: memory.Config{Bytes: total + 64<<20, Populate: true}, Workers: 1})
+			s, err := Open(Config{Memory: memory.Config{Bytes: total + 64<<20, Populate: true},
+				Workers: 1})
 			if err != nil {
 				b.Fatal(err)
 			}
@@ -94,8 +97,9 @@ func BenchmarkGetFromMemory(b *testing.B) {
 	}
 }
 
-// Put to and get from a disk beside O_DIRECT writes and reads of the same size on a file of the same disk, in turns. The
-// baseline has as many threads as the store has workers, and syncs once for each group, as the store does.
+// Put to and get from a disk beside O_DIRECT writes and reads of the same size on a file of the
+// same disk, in turns. The baseline has as many threads as the store has workers, and syncs once
+// for each group, as the store does.
 func BenchmarkDisk(b *testing.B) {
 	for _, size := range benchSizes {
 		b.Run(fmt.Sprintf("%dKiB", size>>10), func(b *testing.B) {
@@ -104,8 +108,9 @@ func BenchmarkDisk(b *testing.B) {
 			const workers = 4
 			const onDisk = 2 << 30
 			base := newBaseline(b, filepath.Join(dir, "baseline"), onDisk, total, workers)
-			s, err := Open(Config{Memory: memory.Config{Bytes: 512 << 20, Populate: true}, Workers: workers,
-				Disk: &disk.Config{Devices: []disk.Device{{Path: dir, Size: onDisk}}}})
+			s, err := Open(Config{Memory: memory.Config{Bytes: 512 << 20, Populate: true},
+				Workers: workers,
+				Disk:    &disk.Config{Devices: []disk.Device{{Path: dir, Size: onDisk}}}})
 			if err != nil {
 				b.Fatal(err)
 			}
@@ -162,7 +167,8 @@ func newBaseline(b *testing.B, name string, size, total, threads int) *baseline 
 	return &baseline{f, buf, total, threads, size, 0}
 }
 
-// each writes the file once in pieces, syncing each, one after another as a log does; or reads it once by all threads.
+// each writes the file once in pieces, syncing each, one after another as a log does; or reads it
+// once by all threads.
 func (d *baseline) each(b *testing.B, piece int, write bool) time.Duration {
 	b.Helper()
 	if write {

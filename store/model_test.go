@@ -67,7 +67,8 @@ func TestModel(t *testing.T) {
 					page := from + n
 					switch {
 					case r.Outcome == Hit && !m.may[page]:
-						t.Fatalf("engine %d, page %d: it was removed, or never put: %+v", i, page, r)
+						t.Fatalf("engine %d, page %d: it was removed, or never put: %+v", i, page,
+							r)
 					case r.Outcome != Hit && m.durable[page] && large && !damaged && !dark:
 						t.Fatalf("engine %d, page %d: it was durable: %+v", i, page, r)
 					}
@@ -174,7 +175,8 @@ func TestModel(t *testing.T) {
 			"flip": func(t *rapid.T) {
 				if rapid.IntRange(0, 5).Draw(t, "seldom") == 0 {
 					damaged = true
-					sim.Flip(rapid.IntRange(1<<20, size-1).Draw(t, "byte"), rapid.UintRange(0, 7).Draw(t, "bit"))
+					sim.Flip(rapid.IntRange(1<<20, size-1).Draw(t, "byte"), rapid.UintRange(0,
+						7).Draw(t, "bit"))
 				}
 			},
 			"verify": func(t *rapid.T) { verify(which.Draw(t, "engine")) },
