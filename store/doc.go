@@ -36,6 +36,12 @@
 // puts, of which one in eight turns is owed to puts; blocking reads and writes of disks run on
 // them, so they are also the I/O pool. No other package below store starts any.
 //
+// # What it is not yet
+//
+// There is no object store and no directory of other nodes' pages. Which pages were used last is not
+// kept over a restart: the oldest ones go first then. A get compares every page's checksum, which
+// costs about as much as the copy itself on one core (copy.go).
+//
 // # How it will be joined to the rest
 //
 // Engine protocol: REGISTER without a layout names regions; PUT, GET, EXISTS, PIN and CANCEL on the
