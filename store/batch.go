@@ -53,7 +53,8 @@ type Result struct {
 	Err     error // of Failed, and of a put that is not durable and should be
 }
 
-// Placement is where a page is in the caller's memory: blocks whose lengths add up to the page's bytes.
+// Placement is where a page is in the caller's memory: blocks whose lengths add up to the page's
+// bytes.
 type Placement []mem.Block
 
 // Batch is a Get or a Put under way. Its methods can be called from any goroutine.
@@ -78,11 +79,12 @@ func (b *Batch) Done() <-chan struct{} { return b.done }
 // Results are in the order of the keys. They may be read when Done is closed.
 func (b *Batch) Results() []Result { return b.results }
 
-// Cancel ends the batch early. Pages that are done stay so, the others end as Cancelled. It does not wait.
+// Cancel ends the batch early. Pages that are done stay so, the others end as Cancelled. It does
+// not wait.
 func (b *Batch) Cancel() { b.guard.Revoke() }
 
-// Fence returns once nothing is written to, or read from, the placements of a batch that was cancelled or is done. It waits
-// for copies that are under way, and for no disk.
+// Fence returns once nothing is written to, or read from, the placements of a batch that was
+// cancelled or is done. It waits for copies that are under way, and for no disk.
 func (b *Batch) Fence(ctx context.Context) error {
 	if err := b.guard.Wait(ctx); err != nil {
 		return fmt.Errorf("store: fence: %w", err)
@@ -99,7 +101,8 @@ func (e *RequestError) Error() string {
 
 func checkKeys(n int) error {
 	if n < 1 || n > page.MaxBatch {
-		return &RequestError{"keys", fmt.Sprintf("%d keys", n), fmt.Sprintf("send 1 to %d", page.MaxBatch)}
+		return &RequestError{"keys", fmt.Sprintf("%d keys", n), fmt.Sprintf("send 1 to %d",
+			page.MaxBatch)}
 	}
 	return nil
 }
@@ -111,32 +114,37 @@ type span struct {
 	place    int
 }
 
-// check refuses placements that are not a page's, lie outside their regions or, where they are written, overlap; and takes
-// hold of the regions.
+// check refuses placements that are not a page's, lie outside their regions or, where they are
+// written, overlap; and takes hold of the regions.
 func (b *Batch) check() error {
 	if err := checkKeys(len(b.keys)); err != nil {
 		return err
 	}
 	if len(b.places) != len(b.keys) {
-		return &RequestError{"placements", fmt.Sprintf("%d for %d keys", len(b.places), len(b.keys)), "send one for each key"}
+		return &RequestError{"placements", fmt.Sprintf("%d for %d keys", len(b.places),
+			len(b.keys)), "send one for each key"}
 	}
 	var spans []span
 	at := map[*mem.Region]int{}
 	for i, p := range b.places {
 		field := fmt.Sprintf("placements[%d]", i)
 		if len(p) > MaxPieces {
-			return &RequestError{field, fmt.Sprintf("%d blocks", len(p)), fmt.Sprintf("send at most %d", MaxPieces)}
+			return &RequestError{field, fmt.Sprintf("%d blocks", len(p)),
+				fmt.Sprintf("send at most %d", MaxPieces)}
 		}
 		total := uint64(0)
 		for _, m := range p {
 			if m.Region == nil || m.Len == 0 {
-				return &RequestError{field, "a block without a region or without bytes", "leave it out"}
+				return &RequestError{field, "a block without a region or without bytes",
+					"leave it out"}
 			}
 			if err := m.Region.Check(m.Off, m.Len); err != nil {
 				return &RequestError{field, err.Error(), "send blocks inside registered regions"}
 			}
 			if !b.put && m.Region.ReadOnly() {
-				return &RequestError{field, "region " + m.Region.ID().String() + " may only be read", "get into memory of your own"}
+				return &RequestError{field,
+					"region " + m.Region.ID().String() + " may only be read",
+					"get into memory of your own"}
 			}
 			total += m.Len
 			if _, ok := at[m.Region]; !ok {
@@ -159,14 +167,18 @@ func (b *Batch) check() error {
 }
 
 func overlap(spans []span) error {
-	order := func(x, y span) int { return cmp.Or(cmp.Compare(x.region, y.region), cmp.Compare(x.from, y.from)) }
+	order := func(x, y span) int {
+		return cmp.Or(cmp.Compare(x.region, y.region),
+			cmp.Compare(x.from, y.from))
+	}
 	if !slices.IsSortedFunc(spans, order) { // most lists are
 		slices.SortFunc(spans, order)
 	}
 	for i := 1; i < len(spans); i++ {
 		if x, y := spans[i-1], spans[i]; x.region == y.region && y.from < x.to {
 			return &RequestError{fmt.Sprintf("placements[%d]", max(x.place, y.place)),
-				fmt.Sprintf("overlaps placements[%d]", min(x.place, y.place)), "get each page to a place of its own"}
+				fmt.Sprintf("overlaps placements[%d]", min(x.place, y.place)),
+				"get each page to a place of its own"}
 		}
 	}
 	return nil

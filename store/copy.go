@@ -6,8 +6,12 @@ import (
 	"github.com/kvspray/kvspray/internal/mem"
 )
 
-// copyPiece is how much is copied before its checksum is computed: what the copy has just brought into the first-level cache.
-const copyPiece = 16 << 10
+// copyPiece is how much is copied before its checksum is computed: what the copy has just brought
+// into the first-level cache. [measured, EPYC, pages of 256 KiB, the best of many] copying alone 23
+// GB/s, with the checksum behind each 4 or 8 KiB 12.8, behind each 16 KiB and more 12, before the
+// copy 6 to 9. The crc32 instruction takes 8 bytes a cycle: 28 GB/s, so a get with a check cannot
+// come nearer to a copy than about half on one core, where the caches feed the copy.
+const copyPiece = 8 << 10
 
 // copyOut copies a page to its placement and returns the checksum of what it copied.
 func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
@@ -35,8 +39,9 @@ func copyOut(to []mem.Block, page []byte) (crc uint32, err error) {
 	return crc, nil
 }
 
-// copyIn fills a page from its placement and returns the checksum of what is in the page now: the source may change while it is
-// copied, and then the caller breaks its word, but the page and its checksum still agree.
+// copyIn fills a page from its placement and returns the checksum of what is in the page now: the
+// source may change while it is copied, and then the caller breaks its word, but the page and its
+// checksum still agree.
 func copyIn(page []byte, from []mem.Block) (crc uint32, err error) {
 	if mem.DeviceOf(from) != nil {
 		err = mem.Gather(page, from)

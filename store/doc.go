@@ -8,19 +8,20 @@
 //
 // # Ownership and the fence
 //
-// A placement is the caller's memory. The store touches it from Get or Put until Done is closed, or,
-// after Cancel, until Fence has returned: both mean that nothing is written to it any more, and
-// nothing read from it, whatever disks and workers still do. It is transport.Guard, as for transfers,
-// so the release rule of docs/design.md holds for blocks that a page is loaded into.
+// A placement is the caller's memory. The store touches it from Get or Put until Done is closed,
+// or, after Cancel, until Fence has returned: both mean that nothing is written to it any more, and
+// nothing read from it, whatever disks and workers still do. It is transport.Guard, as for
+// transfers, so the release rule of docs/design.md holds for blocks that a page is loaded into.
 //
 // # What a caller can rely on
 //
 // A page whose Result is Hit has the bytes that were put: its checksum, made once at the put, is
-// compared where it enters a disk, leaves it, and is copied out. Anything else is a Result that is no
-// Hit, and the placement is undefined. A page whose Result is durable survives kill -9 and the loss
-// of power, until it is given up for others or its namespace is removed. A page goes only after all
-// that follow it in its prompt, so a prompt's pages that are here are its first ones; damage and the
-// loss of a disk's segment are the exceptions. A removed namespace does not come back.
+// compared where it enters a disk, leaves it, and is copied out. Anything else is a Result that is
+// no Hit, and the placement is undefined. A page whose Result is durable survives kill -9 and the
+// loss of power, until it is given up for others or its namespace is removed. A page goes only
+// after all that follow it in its prompt, so a prompt's pages that are here are its first ones;
+// damage and the loss of a disk's segment are the exceptions. A removed namespace does not come
+// back.
 //
 // # Tiers
 //
@@ -32,19 +33,26 @@
 // # Goroutines
 //
 // Open starts Config.Workers workers and Close joins them. They take pieces of batches, gets before
-// puts, of which one in eight turns is owed to puts; blocking reads and writes of disks run on them,
-// so they are also the I/O pool. No other package below store starts any.
+// puts, of which one in eight turns is owed to puts; blocking reads and writes of disks run on
+// them, so they are also the I/O pool. No other package below store starts any.
+//
+// # What it is not yet
+//
+// There is no object store and no directory of other nodes' pages. Which pages were used last is not
+// kept over a restart: the oldest ones go first then. A get compares every page's checksum, which
+// costs about as much as the copy itself on one core (copy.go).
 //
 // # How it will be joined to the rest
 //
 // Engine protocol: REGISTER without a layout names regions; PUT, GET, EXISTS, PIN and CANCEL on the
-// submission ring become calls here, with one Batch per record, whose placements are mem.Blocks of the
-// registered regions, and Done the record's completion. A session that ends cancels its batches, waits
-// for each Fence and releases its Pins, before its regions go. GPU regions work as they are (copies go
-// through mem.Device); loading layer by layer wants placements in layer order and a Result per layer.
-// Peers: a page that another node has is one more tier below memory, asked between memory and disk;
-// its transfer space is one segment with the slot of Reserve as its only piece, and Commit follows the
-// transfer's commit. A peer that reads from here pins with Pins and gives Pins.Blocks to the lanes.
-// The directory is told by a hook where Commit and the catalogs' release run; it holds hints, so the
-// order does not matter. Configuration: store.memory and store.disk of the sidecar map to Config.
+// submission ring become calls here, with one Batch per record, whose placements are mem.Blocks of
+// the registered regions, and Done the record's completion. A session that ends cancels its
+// batches, waits for each Fence and releases its Pins, before its regions go. GPU regions work as
+// they are (copies go through mem.Device); loading layer by layer wants placements in layer order
+// and a Result per layer. Peers: a page that another node has is one more tier below memory, asked
+// between memory and disk; its transfer space is one segment with the slot of Reserve as its only
+// piece, and Commit follows the transfer's commit. A peer that reads from here pins with Pins and
+// gives Pins.Blocks to the lanes. The directory is told by a hook where Commit and the catalogs'
+// release run; it holds hints, so the order does not matter. Configuration: store.memory and
+// store.disk of the sidecar map to Config.
 package store

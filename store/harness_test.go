@@ -26,7 +26,8 @@ type fatal interface {
 
 // namespace has pages of so many bytes.
 func namespace(name string, bytes int) page.Namespace {
-	return page.Namespace{Weights: name, DType: "bfloat16", Layout: "test", PageTokens: 16, PageBytes: bytes, Algorithm: "sglang-sha256"}
+	return page.Namespace{Weights: name, DType: "bfloat16", Layout: "test", PageTokens: 16,
+		PageBytes: bytes, Algorithm: "sglang-sha256"}
 }
 
 // engine is a caller with memory for pages, all of one space.
@@ -84,7 +85,8 @@ func (e *engine) place(n int) Placement {
 	size := uint64(e.space.pageBytes)
 	off := uint64(n) * size
 	a := size/3 + 1
-	return Placement{{Region: e.lent, Off: off, Len: a}, {Region: e.lent, Off: off + a, Len: size - a}}
+	return Placement{{Region: e.lent, Off: off, Len: a}, {Region: e.lent, Off: off + a,
+		Len: size - a}}
 }
 
 func (e *engine) memory(n int) []byte {
@@ -153,11 +155,13 @@ const simSegment = 128 << 10
 // onDisk opens a store of little memory over a disk.
 func onDisk(t fatal, sim *disktest.Sim, writeBack bool) *Store {
 	t.Helper()
-	d, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim, Size: int64(sim.Size())}}, disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
+	d, err := disk.OpenFiles([]disk.OpenDevice{{Path: "sim", File: sim, Size: int64(sim.Size())}},
+		disk.Config{SegmentBytes: simSegment, MaxPages: 2048})
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := Open(Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Opened: d, WriteBack: writeBack, Workers: 4})
+	s, err := Open(Config{Memory: memory.Config{Bytes: 256 << 10, SlabBytes: 64 << 10}, Opened: d,
+		WriteBack: writeBack, Workers: 4})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -39,8 +39,8 @@ func (s *Store) getPage(b *Batch, i int, w *worker) Result {
 	return Result{Outcome: Miss}
 }
 
-// fromDisk reads a page into a slot of memory, where the next get finds it, and copies it from there. Without a slot it goes
-// through the worker's own buffer.
+// fromDisk reads a page into a slot of memory, where the next get finds it, and copies it from
+// there. Without a slot it goes through the worker's own buffer.
 func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
 	sp, k := b.space, &b.keys[i]
 	var found [1]uint64
@@ -48,30 +48,30 @@ func (s *Store) fromDisk(b *Batch, i int, w *worker) Result {
 	if found[0] == 0 {
 		return Result{Outcome: Miss}
 	}
+	// The page is compared with its checksum while it is copied, in one pass.
+	var r Result
+	deliver := func(page []byte, crc uint32) bool {
+		r = s.deliver(b, i, page, crc, Disk)
+		return r.Outcome == Hit || r.Outcome != Damaged && disk.Sum(page, crc)
+	}
 	p, err := s.memory.Reserve(sp.number, k, b.before(i))
 	if err != nil { // it is being stored by somebody else, or nothing can be given up
 		buf, err := w.room(disk.PaddedBytes(sp.pageBytes))
 		if err != nil {
 			return Result{Outcome: Failed, Err: err}
 		}
-		crc, err := s.disk.Read(sp.number, k, buf)
-		if err != nil {
+		if _, err := s.disk.Read(sp.number, k, buf, deliver); err != nil {
 			return unread(err)
 		}
-		return s.deliver(b, i, buf[:sp.pageBytes], crc, Disk)
+		return r
 	}
-	crc, err := s.disk.Read(sp.number, k, p.Slot)
+	crc, err := s.disk.Read(sp.number, k, p.Slot, deliver)
 	if err != nil {
 		s.memory.Drop(p)
 		return unread(err)
 	}
 	s.memory.Commit(p, crc)
-	r := s.deliver(b, i, p.Bytes, crc, Disk)
-	if r.Outcome == Damaged {
-		s.memory.Drop(p)
-	} else {
-		s.memory.Unpin(p)
-	}
+	s.memory.Unpin(p)
 	return r
 }
 
@@ -101,7 +101,8 @@ func (s *Store) deliver(b *Batch, i int, bytes []byte, crc uint32, from Tier) Re
 	return Result{Outcome: Hit, Tier: from}
 }
 
-// before is the key of the page before page i in its prompt. A get names a prompt's pages in their order, too.
+// before is the key of the page before page i in its prompt. A get names a prompt's pages in their
+// order, too.
 func (b *Batch) before(i int) *page.Key {
 	if i > 0 {
 		return &b.keys[i-1]
@@ -109,7 +110,8 @@ func (b *Batch) before(i int) *page.Key {
 	return b.after
 }
 
-// held is a page of a put that is on its way to the disk: in a slot of memory, or in the worker's buffer.
+// held is a page of a put that is on its way to the disk: in a slot of memory, or in the worker's
+// buffer.
 type held struct {
 	i      int // in the batch
 	page   memory.Page
@@ -118,7 +120,8 @@ type held struct {
 	crc    uint32
 }
 
-// putPages stores pages [from, to) of a batch: each in a slot of memory, and then all in one group on the disk.
+// putPages stores pages [from, to) of a batch: each in a slot of memory, and then all in one group
+// on the disk.
 func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	sp := b.space
 	sp.mu.RLock()
@@ -162,8 +165,8 @@ func (s *Store) putPages(b *Batch, from, to int, w *worker) {
 	s.finishPut(b, from, to)
 }
 
-// fillDirect takes the pages for which memory has no room, such as the end of a prompt that is longer than memory, into the
-// worker's buffer. They go to the disk only.
+// fillDirect takes the pages for which memory has no room, such as the end of a prompt that is
+// longer than memory, into the worker's buffer. They go to the disk only.
 func (s *Store) fillDirect(b *Batch, from, to int, pages []held, w *worker) []held {
 	sp := b.space
 	padded := disk.PaddedBytes(sp.pageBytes)
@@ -219,8 +222,8 @@ func (s *Store) release(pages []held) {
 	}
 }
 
-// fill copies a page from its placement into a slot of memory. A page that was in memory already is pinned, so that it can be
-// made durable if it is not.
+// fill copies a page from its placement into a slot of memory. A page that was in memory already is
+// pinned, so that it can be made durable if it is not.
 func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
 	if b.guard.Revoked() {
 		return memory.Page{}, Result{Outcome: Cancelled}
@@ -230,7 +233,8 @@ func (s *Store) fill(b *Batch, i int) (memory.Page, Result) {
 	switch {
 	case err == nil:
 	case errors.Is(err, catalog.ErrExists):
-		p, _ := s.memory.Pin(sp.number, k) // if it went in this moment it is not made durable, and that is said
+		// if it went in this moment it is not made durable, and that is said
+		p, _ := s.memory.Pin(sp.number, k)
 		return p, Result{Outcome: Existed}
 	case errors.Is(err, catalog.ErrBusy):
 		return memory.Page{}, Result{Outcome: Busy}
@@ -268,7 +272,8 @@ func (s *Store) toDisk(b *Batch, pages []held, removals int) []error {
 	}
 	errs := s.disk.Write(sp.number, records)
 	for j, err := range errs {
-		if pages[j].pinned && errors.Is(err, disk.ErrDamaged) { // what is in memory is no longer what was put
+		// what is in memory is no longer what was put
+		if pages[j].pinned && errors.Is(err, disk.ErrDamaged) {
 			s.memory.Doom(pages[j].page)
 		}
 	}

@@ -16,7 +16,8 @@ const putTurns = 8
 
 // Of pieces of batches.
 const (
-	getPieceBytes = 1 << 20 // copied in a tenth of a millisecond or so, before others have their turn
+	// copied in a tenth of a millisecond or so, before others have their turn
+	getPieceBytes = 1 << 20
 	maxPiecePages = 64
 )
 

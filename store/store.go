@@ -17,7 +17,8 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// MaxSpaces bounds the namespaces of a store, those that are on its disks and nobody opens among them.
+// MaxSpaces bounds the namespaces of a store, those that are on its disks and nobody opens among
+// them.
 const MaxSpaces = evict.MaxOwners
 
 // leastWorkers: reads of disks block, so there are more workers than processors.
@@ -91,7 +92,8 @@ func (s *Store) begin(c Config) {
 	}
 }
 
-// Close ends the store: requests that are under way end first, new ones are refused. Pins are released before. Idempotent.
+// Close ends the store: requests that are under way end first, new ones are refused. Pins are
+// released before. Idempotent.
 func (s *Store) Close() error {
 	s.mu.Lock()
 	closed := s.closed
@@ -157,7 +159,8 @@ type Space struct {
 	removals int
 }
 
-// Space opens a namespace. Whoever opens the same one again gets the same Space, and its shares are changed.
+// Space opens a namespace. Whoever opens the same one again gets the same Space, and its shares are
+// changed.
 func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error) {
 	if err := ns.Check(); err != nil {
 		return nil, err
@@ -177,13 +180,17 @@ func (s *Store) Space(ns page.Namespace, inMemory, onDisk Share) (*Space, error)
 		sp = &Space{s: s, id: id, number: n, pageBytes: ns.PageBytes}
 	}
 	if most := s.memory.Region().Size() / 2; inMemory.Reserve > most {
-		return nil, fmt.Errorf("store: namespace %s: reserve %d bytes: at most half of store.memory, %d; lower it", id, inMemory.Reserve, most)
+		return nil,
+			fmt.Errorf("store: namespace %s: reserve %d bytes: at most half of store.memory, "+
+				"%d; lower it", id, inMemory.Reserve, most)
 	}
-	if err := s.memory.SetOwner(sp.number, ns.PageBytes, inMemory.Quota, inMemory.Reserve); err != nil {
+	if err := s.memory.SetOwner(sp.number, ns.PageBytes, inMemory.Quota,
+		inMemory.Reserve); err != nil {
 		return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 	}
 	if s.disk != nil {
-		if err := s.disk.SetOwner(sp.number, id, ns.PageBytes, onDisk.Quota, onDisk.Reserve); err != nil {
+		if err := s.disk.SetOwner(sp.number, id, ns.PageBytes, onDisk.Quota,
+			onDisk.Reserve); err != nil {
 			return nil, fmt.Errorf("store: namespace %s: %w", id, err)
 		}
 	}
@@ -203,18 +210,22 @@ func (s *Store) numberLocked(id page.ID) (uint16, error) {
 			return uint16(n), nil
 		}
 	}
-	return 0, fmt.Errorf("store: %d namespaces: a store has no more; remove those that are not used", MaxSpaces)
+	return 0,
+		fmt.Errorf("store: %d namespaces: a store has no more; remove those that are not used",
+			MaxSpaces)
 }
 
 // PageBytes is the size of its pages.
 func (sp *Space) PageBytes() int { return sp.pageBytes }
 
-// piece is how many pages of a batch a worker takes at once. Those of a put are pinned until they are on the disk; all workers
-// together pin a quarter of the memory at most, unless it is very small.
+// piece is how many pages of a batch a worker takes at once. Those of a put are pinned until they
+// are on the disk; all workers together pin a quarter of the memory at most, unless it is very
+// small.
 func (sp *Space) piece(put bool) int {
 	s := sp.s
 	if put && s.disk != nil {
-		return min(s.disk.GroupPages(sp.pageBytes), max(1, int(s.memory.Region().Size())/(4*s.pool*sp.pageBytes)))
+		return min(s.disk.GroupPages(sp.pageBytes), max(1,
+			int(s.memory.Region().Size())/(4*s.pool*sp.pageBytes)))
 	}
 	return min(maxPiecePages, max(1, getPieceBytes/sp.pageBytes))
 }
@@ -237,8 +248,8 @@ func (sp *Space) Get(keys []page.Key, places []Placement) (*Batch, error) {
 	return sp.request(&Batch{keys: keys, places: places})
 }
 
-// Put stores pages, in the order of their prompt. after is the key of the page before the first one, or nil. The placements do
-// not change until Done.
+// Put stores pages, in the order of their prompt. after is the key of the page before the first
+// one, or nil. The placements do not change until Done.
 func (sp *Space) Put(keys []page.Key, after *page.Key, places []Placement) (*Batch, error) {
 	return sp.request(&Batch{keys: keys, places: places, after: after, put: true})
 }
@@ -280,8 +291,8 @@ type Pins struct {
 // MaxPinned bounds the pages of one Pins.
 const MaxPinned = page.MaxBatch
 
-// Pin keeps those pages that are here from being given up until Release. Whoever pins more than a part of the tiers leaves no
-// room for others: the caller bounds what one engine has pinned.
+// Pin keeps those pages that are here from being given up until Release. Whoever pins more than a
+// part of the tiers leaves no room for others: the caller bounds what one engine has pinned.
 func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 	if err := checkKeys(len(keys)); err != nil {
 		return nil, err
@@ -305,8 +316,9 @@ func (sp *Space) Pin(keys []page.Key) (*Pins, error) {
 // Found has the bits of the pages that are pinned.
 func (p *Pins) Found() page.Bitmap { return p.found }
 
-// Blocks is where each page is in the store's Region, for readers; one without a Region is not in memory. The memory holds the
-// page until Release, and whoever reads it compares its checksum himself.
+// Blocks is where each page is in the store's Region, for readers; one without a Region is not in
+// memory. The memory holds the page until Release, and whoever reads it compares its checksum
+// himself.
 func (p *Pins) Blocks() []mem.Block { return p.blocks }
 
 // Release ends the pins. Idempotent.
@@ -321,8 +333,8 @@ func (p *Pins) Release() {
 	})
 }
 
-// Remove forgets all pages of the namespace, durably. A put that was done before does not come back; one that is under way is
-// removed, or ends after the removal.
+// Remove forgets all pages of the namespace, durably. A put that was done before does not come
+// back; one that is under way is removed, or ends after the removal.
 func (sp *Space) Remove() error {
 	sp.mu.Lock()
 	defer sp.mu.Unlock()

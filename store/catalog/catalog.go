@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package catalog is what one tier holds: its index, its policy and the pins of its pages. The tier
-// decides what an entry's Loc means, and locks: no method locks, and all of them need the tier's lock.
+// decides what an entry's Loc means, and locks: no method locks, and all of them need the tier's
+// lock.
 //
 // Invariants: an entry that is Live and not Doomed can be read; an entry with pins keeps its Loc,
 // unless the tier itself moves it; an entry that goes gives its Loc back through Release, once. An
@@ -70,7 +71,8 @@ func (c *Catalog) Bytes() int { return c.Table.Bytes() + c.links.Bytes() + c.gho
 // Evicted counts the pages that were given up.
 func (c *Catalog) Evicted() uint64 { return c.evicted }
 
-// Now is in hundredths of a second since the catalog was made. It goes round after 497 days: the policy compares differences.
+// Now is in hundredths of a second since the catalog was made. It goes round after 497 days: the
+// policy compares differences.
 func (c *Catalog) Now() uint32 { return uint32(time.Since(c.began) / (10 * time.Millisecond)) }
 
 // Readable reports whether a node is an owner's page that can be read.
@@ -154,7 +156,8 @@ func (c *Catalog) RemoveOwner(owner uint16) {
 // Begin makes an entry of state Filling with one pin. after is the key of the page before it in its
 // prompt, or nil. room is called while neither that page nor the entry itself can be given up, and
 // returns the place for the page; it may evict.
-func (c *Catalog) Begin(owner uint16, k, after *page.Key, room func() (loc uint32, err error)) (index.Node, error) {
+func (c *Catalog) Begin(owner uint16, k, after *page.Key, room func() (loc uint32,
+	err error)) (index.Node, error) {
 	n := c.Find(k)
 	if n != 0 && c.At(n).State != index.Gone {
 		if c.Readable(n, owner) {
@@ -164,7 +167,8 @@ func (c *Catalog) Begin(owner uint16, k, after *page.Key, room func() (loc uint3
 	}
 	parent := index.Node(0)
 	if after != nil {
-		if parent = c.Find(after); parent != 0 && (c.At(parent).State == index.Gone || c.Owner(uint32(parent)) != owner) {
+		if parent = c.Find(after); parent != 0 && (c.At(parent).State == index.Gone ||
+			c.Owner(uint32(parent)) != owner) {
 			parent = 0
 		}
 	}
@@ -241,7 +245,8 @@ func (c *Catalog) Finish(n index.Node, crc uint32) {
 // Pieces is how many keys are looked up under one hold of the tier's lock.
 const Pieces = 1024
 
-// Exists sets the bits of an owner's keys that can be read, for at most Pieces keys, from bit at on.
+// Exists sets the bits of an owner's keys that can be read, for at most Pieces keys, from bit at
+// on.
 func (c *Catalog) Exists(owner uint16, keys []page.Key, found page.Bitmap, at int) {
 	var nodes [Pieces]index.Node
 	c.FindAll(keys, nodes[:len(keys)])

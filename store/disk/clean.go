@@ -14,7 +14,8 @@ import (
 // keepFree is how many segments a log keeps for cleaning: what one segment holds fits into one.
 const keepFree = 1
 
-// makeFree cleans segments until there is one to begin and one to clean into. Each round frees one and fills less than one.
+// makeFree cleans segments until there is one to begin and one to clean into. Each round frees one
+// and fills less than one.
 func (l *log) makeFree() error {
 	for range 2 * len(l.segments) {
 		l.t.mu.Lock()
@@ -35,14 +36,16 @@ func (l *log) makeFree() error {
 	return errNoSegment
 }
 
-// clean empties the segment with the fewest bytes of pages. It may end the current segment, and begin another one. Where there is
-// no segment to move pages into, because one could not be written, it gives up what is there.
+// clean empties the segment with the fewest bytes of pages. It may end the current segment, and
+// begin another one. Where there is no segment to move pages into, because one could not be
+// written, it gives up what is there.
 func (l *log) clean(nowhere bool) error {
 	t := l.t
 	t.mu.Lock()
 	victim := -1
 	for i := range l.segments {
-		if s := &l.segments[i]; s.state == full && (victim < 0 || s.live < l.segments[victim].live) {
+		if s := &l.segments[i]; s.state == full && (victim < 0 ||
+			s.live < l.segments[victim].live) {
 			victim = i
 		}
 	}
@@ -91,7 +94,8 @@ func (l *log) evacuate(seg uint32, seq uint64, nowhere bool) error {
 	return errNoSegment
 }
 
-// searchIndex lists a segment's pages where its footer cannot be read. What comes before each of them is not known then.
+// searchIndex lists a segment's pages where its footer cannot be read. What comes before each of
+// them is not known then.
 func (l *log) searchIndex(seg uint32, _ uint64) (entries []entry) {
 	t := l.t
 	t.mu.Lock()
@@ -113,8 +117,8 @@ type resident struct {
 	loc   uint32
 }
 
-// wanted holds the pages of a segment that stay, and returns them in their order; where there is nowhere to move them to it gives
-// them up, those at the end of a prompt first.
+// wanted holds the pages of a segment that stay, and returns them in their order; where there is
+// nowhere to move them to it gives them up, those at the end of a prompt first.
 func (l *log) wanted(seg uint32, entries []entry, nowhere bool) (out []resident) {
 	t := l.t
 	t.mu.Lock()
@@ -175,7 +179,8 @@ func (l *log) footer(seg uint32, seq uint64) *table {
 	return tab
 }
 
-// moveSome appends the first of the held pages again, as many as one group takes, and ends their holds. It returns how many.
+// moveSome appends the first of the held pages again, as many as one group takes, and ends their
+// holds. It returns how many.
 func (l *log) moveSome(pages []resident) (done int, err error) {
 	t := l.t
 	t.mu.Lock()

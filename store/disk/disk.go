@@ -2,22 +2,23 @@
 
 // Package disk is the store's tier on files and block devices: pages in a log of segments.
 //
-// Each device has its own log. Pages are appended in groups: one block that describes up to 52 pages,
-// and the pages. A group is durable, and Write returns, after the device was synced. A segment that
-// is full gets a footer with all its pages, so that a start reads footers and not groups. An embedded
-// database as index was considered and left out: the index has to be in memory anyway, a footer costs
-// one write per segment and one read at the start, and there is one thing less that can be damaged.
+// Each device has its own log. Pages are appended in groups: one block that describes up to 52
+// pages, and the pages. A group is durable, and Write returns, after the device was synced. A
+// segment that is full gets a footer with all its pages, so that a start reads footers and not
+// groups. An embedded database as index was considered and left out: the index has to be in memory
+// anyway, a footer costs one write per segment and one read at the start, and there is one thing
+// less that can be damaged.
 //
-// Space comes back by cleaning. What is given up is the policy's choice among all pages; so that this
-// leaves segments with little in them, a seventh of the space is kept spare. The segment with the
-// fewest bytes is cleaned: its pages are appended again, and once that is durable it is reused.
+// Space comes back by cleaning. What is given up is the policy's choice among all pages; so that
+// this leaves segments with little in them, a seventh of the space is kept spare. The segment with
+// the fewest bytes is cleaned: its pages are appended again, and once that is durable it is reused.
 //
 // Invariants. What Write has acknowledged is found after a crash, unless it was given up or removed
 // since. Read returns the bytes that were written, or an error: their checksum is compared on each
 // way, into the tier and out of it. A segment is overwritten only after its new life is durable in
 // its header, no reader is in it, and all it had is durable elsewhere or given up. A table counts
-// only in the life of the segment that it was written in. A store that cannot be read by this release
-// is refused, and not touched.
+// only in the life of the segment that it was written in. A store that cannot be read by this
+// release is refused, and not touched.
 //
 // Ownership: the tier owns its files, and locks them. Locks: log.mu, one appender or cleaner per
 // device, is taken before Tier.mu, which guards all state in memory and is never held over I/O. The
@@ -48,7 +49,8 @@ const (
 	leastPageBytes      = 64 << 10 // what MaxPages is derived from
 	// MaxGroupBytes bounds what is written at once.
 	MaxGroupBytes = 16 << 20
-	// spareShare: 1/spareShare of the segments hold no pages that the policy counts, so that cleaning finds room.
+	// spareShare: 1/spareShare of the segments hold no pages that the policy counts, so that
+	// cleaning finds room.
 	spareShare = 7
 	// Places on a device.
 	checkpointAt = 64 << 10
@@ -98,11 +100,10 @@ type Tier struct {
 
 type owner struct {
 	space
-	cost     uint64 // bytes of a device that a page takes at most, with its part of tables and of what stays unused
-	removals int    // how often its pages were removed
+	// bytes of a device that a page takes at most, with its part of tables and of what stays unused
+	cost     uint64
+	removals int // how often its pages were removed
 }
-
-func (o *owner) blocks() uint32 { return blocksOf(int(o.pageBytes)) }
 
 // perSegment is how many pages of a size a segment holds if each is written alone: the worst case.
 func (t *Tier) perSegment(pageBytes int) uint32 {
@@ -162,7 +163,8 @@ func Open(c Config) (*Tier, error) {
 		switch {
 		case !o.fresh:
 		case d.Size < segmentsAt+minSegments*int64(minSegmentBlocks)*block:
-			return fail(d.Path, fmt.Errorf("size %d: less than the smallest store; raise it", d.Size))
+			return fail(d.Path, fmt.Errorf("size %d: less than the smallest store; raise it",
+				d.Size))
 		default:
 			if err := f.grow(d.Size); err != nil {
 				return fail(d.Path, err)
@@ -186,7 +188,8 @@ type OpenDevice struct {
 	Size int64 // bytes
 }
 
-// OpenFiles is Open on files of the caller's. On success they are the store's, on an error they stay the caller's.
+// OpenFiles is Open on files of the caller's. On success they are the store's, on an error they
+// stay the caller's.
 func OpenFiles(files []OpenDevice, c Config) (*Tier, error) {
 	var devices []opened
 	for _, f := range files {
@@ -194,17 +197,21 @@ func OpenFiles(files []OpenDevice, c Config) (*Tier, error) {
 		if err != nil {
 			return nil, fmt.Errorf("store.disk path %s: %w", f.Path, err)
 		}
-		devices = append(devices, opened{path: f.Path, file: f.File, size: f.Size, fresh: fresh, direct: true})
+		devices = append(devices, opened{path: f.Path, file: f.File, size: f.Size, fresh: fresh,
+			direct: true})
 	}
 	return open(devices, c)
 }
 
-// isFresh reports whether a device holds nothing: no bytes, or only zeros where something would begin.
+// isFresh reports whether a device holds nothing: no bytes, or only zeros where something would
+// begin.
 func isFresh(f File, size int64) (bool, error) {
 	n := min(size, segmentsAt) / block * block
 	if n == 0 {
 		if size > 0 {
-			return false, errors.New("it holds something that is no kvspray store; name another path, or empty it yourself")
+			return false,
+				errors.New("it holds something that is no kvspray store; name another path, or " +
+					"empty it yourself")
 		}
 		return true, nil
 	}
@@ -229,10 +236,12 @@ func open(devices []opened, c Config) (_ *Tier, err error) {
 	if c.SegmentBytes == 0 {
 		c.SegmentBytes = DefaultSegmentBytes
 	}
-	t := &Tier{owners: map[uint16]*owner{}, ids: map[page.ID]uint16{}, removed: map[page.ID]uint64{}, segb: uint32(c.SegmentBytes / block)}
+	t := &Tier{owners: map[uint16]*owner{}, ids: map[page.ID]uint16{},
+		removed: map[page.ID]uint64{}, segb: uint32(c.SegmentBytes / block)}
 	t.drained.L = &t.mu
 	if t.segb < minSegmentBlocks || t.segb > maxSegmentBlocks {
-		return nil, fmt.Errorf("store.disk segment %d bytes: must be %d to %d", c.SegmentBytes, minSegmentBlocks*block, maxSegmentBlocks*block)
+		return nil, fmt.Errorf("store.disk segment %d bytes: must be %d to %d", c.SegmentBytes,
+			minSegmentBlocks*block, maxSegmentBlocks*block)
 	}
 	if err := t.identify(devices); err != nil {
 		return nil, err
@@ -243,7 +252,9 @@ func open(devices []opened, c Config) (_ *Tier, err error) {
 		segments += uint64(len(l.segments))
 	}
 	if segments*uint64(t.segb) > 1<<32-1 {
-		return nil, fmt.Errorf("store.disk: %d segments of %d bytes: at most 16 TiB in all; lower size", segments, t.segb*block)
+		return nil,
+			fmt.Errorf("store.disk: %d segments of %d bytes: at most 16 TiB in all; lower size",
+				segments, t.segb*block)
 	}
 	spare := segments/spareShare + 2*uint64(len(t.logs))
 	t.capacity = (segments - spare) * uint64(t.segb) * block
@@ -301,20 +312,24 @@ func (t *Tier) Stats() Stats {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := t.stats
-	s.Pages, s.Bytes, s.Capacity, s.Evicted = uint64(t.pages.Pages()), t.bytes, t.capacity, t.pages.Evicted()
+	s.Pages, s.Bytes, s.Capacity, s.Evicted = uint64(t.pages.Pages()), t.bytes, t.capacity,
+		t.pages.Evicted()
 	return s
 }
 
-// SetOwner makes or changes an owner. The number of a namespace that was found on the disk is Known's.
+// SetOwner makes or changes an owner. The number of a namespace that was found on the disk is
+// Known's.
 func (t *Tier) SetOwner(n uint16, id page.ID, pageBytes int, quota, reserve uint64) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.perSegment(pageBytes) == 0 {
-		return fmt.Errorf("store.disk: page of %d bytes: does not fit into segments of %d bytes; set store.disk.segment to %d or more",
+		return fmt.Errorf("store.disk: page of %d bytes: does not fit into segments of %d "+
+			"bytes; set store.disk.segment to %d or more",
 			pageBytes, t.segb*block, 2*PaddedBytes(pageBytes))
 	}
 	if o := t.owners[n]; o != nil && (o.id != id || o.pageBytes != uint32(pageBytes)) {
-		return fmt.Errorf("store.disk: owner %d is namespace %s with pages of %d bytes", n, o.id, o.pageBytes)
+		return fmt.Errorf("store.disk: owner %d is namespace %s with pages of %d bytes", n, o.id,
+			o.pageBytes)
 	}
 	t.setOwnerLocked(n, space{id, uint32(pageBytes)}, quota, reserve)
 	return nil
@@ -370,9 +385,15 @@ func (t *Tier) Unpin(p Pinned) {
 // PaddedBytes is how long the buffers for an owner's pages are.
 func PaddedBytes(pageBytes int) int { return int(blocksOf(pageBytes)) * block }
 
-// Read reads an owner's page into buf, which is aligned to 4 KiB and PaddedBytes long, and compares its checksum, which it
-// returns. A page that is damaged or cannot be read is dropped.
-func (t *Tier) Read(id uint16, k *page.Key, buf []byte) (crc uint32, err error) {
+// Check compares the page in a buffer with its checksum. It may use the page in the same pass.
+type Check func(page []byte, crc uint32) bool
+
+// Sum is the plain Check.
+func Sum(page []byte, crc uint32) bool { return mem.CRC32C(0, page) == crc }
+
+// Read reads an owner's page into buf, which is aligned to 4 KiB and PaddedBytes long, and has
+// check compare it. It returns the checksum. A page that is damaged or cannot be read is dropped.
+func (t *Tier) Read(id uint16, k *page.Key, buf []byte, check Check) (crc uint32, err error) {
 	t.mu.Lock()
 	n := t.pages.Acquire(id, k)
 	if n == 0 {
@@ -386,15 +407,17 @@ func (t *Tier) Read(id uint16, k *page.Key, buf []byte) (crc uint32, err error) 
 	t.mu.Unlock()
 
 	err = t.fetch(e.Loc, buf)
-	if err == nil && mem.CRC32C(0, buf[:size]) != e.CRC {
-		err = ErrDamaged
-	}
 
 	t.mu.Lock()
-	defer t.mu.Unlock()
 	if seg.readers--; seg.readers == 0 {
 		t.drained.Broadcast()
 	}
+	t.mu.Unlock()
+	if err == nil && !check(buf[:size], e.CRC) {
+		err = ErrDamaged
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	// A page that was moved meanwhile is whole where it is now.
 	if err != nil && t.pages.At(n).Loc == e.Loc {
 		t.stats.Damaged++

@@ -12,15 +12,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// File is what a device is read and written through. Offsets and lengths are multiples of 4 KiB, and buffers are aligned to that.
-// Calls block and come from many goroutines: whoever reads and writes more at once calls from more of
-// them. A file that queues in the kernel (io_uring) can stand behind the same interface.
+// File is what a device is read and written through. Offsets and lengths are multiples of 4 KiB,
+// and buffers are aligned to that. Calls block and come from many goroutines: whoever reads and
+// writes more at once calls from more of them. A file that queues in the kernel (io_uring) can
+// stand behind the same interface.
 type File interface {
 	// ReadAt fills p, or returns an error.
 	ReadAt(p []byte, off int64) error
 	// WriteAt writes all of bufs one after another, or returns an error.
 	WriteAt(bufs [][]byte, off int64) error
-	// Sync returns once everything that was written is durable. After an error nothing is certain of it.
+	// Sync returns once everything that was written is durable. After an error nothing is certain
+	// of it.
 	Sync() error
 	Close() error
 }
@@ -36,7 +38,8 @@ type osFile struct {
 	direct bool
 }
 
-// openFile opens a path that is a folder, a file, a block device, or nothing yet, and locks it. It returns its size; 0: it is new.
+// openFile opens a path that is a folder, a file, a block device, or nothing yet, and locks it. It
+// returns its size; 0: it is new.
 func openFile(path string) (f *osFile, size int64, err error) {
 	if st, err := os.Stat(path); err == nil && st.IsDir() {
 		path = filepath.Join(path, fileName)
@@ -57,7 +60,9 @@ func openFile(path string) (f *osFile, size int64, err error) {
 		}
 	}()
 	if err := unix.Flock(int(h.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return nil, 0, fmt.Errorf("another process has the store open (%w); give each sidecar a path of its own", err)
+		return nil, 0,
+			fmt.Errorf("another process has the store open (%w); give each sidecar a path of "+
+				"its own", err)
 	}
 	if size, err = h.Seek(0, io.SeekEnd); err != nil {
 		return nil, 0, err
@@ -124,6 +129,9 @@ func (o *osFile) WriteAt(bufs [][]byte, off int64) error {
 	return nil
 }
 
-func (o *osFile) Sync() error { return os.NewSyscallError("fdatasync", unix.Fdatasync(int(o.f.Fd()))) }
+func (o *osFile) Sync() error {
+	return os.NewSyscallError("fdatasync",
+		unix.Fdatasync(int(o.f.Fd())))
+}
 
 func (o *osFile) Close() error { return o.f.Close() }

@@ -72,7 +72,10 @@ type table struct {
 	entries []entry
 }
 
-func tableBytes(spaces, entries int) int { return headerBytes + spaces*spaceBytes + entries*entryBytes }
+func tableBytes(spaces,
+	entries int) int {
+	return headerBytes + spaces*spaceBytes + entries*entryBytes
+}
 
 func blocksOf(bytes int) uint32 { return uint32((bytes + block - 1) / block) }
 
@@ -136,8 +139,8 @@ func length(b []byte) (int, bool) {
 	return int(n), int(n) == tableBytes(int(spaces), int(entries))
 }
 
-// parse reads the table at the beginning of b. Everything in b may be wrong. What it returns is a table of this store, kind
-// and segment, whose pages lie inside a segment of so many blocks.
+// parse reads the table at the beginning of b. Everything in b may be wrong. What it returns is a
+// table of this store, kind and segment, whose pages lie inside a segment of so many blocks.
 func parse(b []byte, store storeID, k kind, seq uint64, segment uint32) (*table, error) {
 	bad := func(what string) (*table, error) {
 		return nil, fmt.Errorf("disk: table of segment life %d: %s: %w", seq, what, errDamaged)
@@ -159,7 +162,8 @@ func parse(b []byte, store storeID, k kind, seq uint64, segment uint32) (*table,
 	case storeID(b[16:32]) != store || le.Uint64(b[32:]) != seq:
 		return bad("of another store, or of an earlier life")
 	}
-	t := &table{kind: k, seq: seq, spaces: make([]space, le.Uint16(b[44:])), entries: make([]entry, le.Uint32(b[40:]))}
+	t := &table{kind: k, seq: seq, spaces: make([]space, le.Uint16(b[44:])),
+		entries: make([]entry, le.Uint32(b[40:]))}
 	p := b[headerBytes:]
 	for i := range t.spaces {
 		t.spaces[i] = space{page.ID(p[:32]), le.Uint32(p[32:])}
@@ -169,11 +173,13 @@ func parse(b []byte, store storeID, k kind, seq uint64, segment uint32) (*table,
 		p = p[spaceBytes:]
 	}
 	for i := range t.entries {
-		e := entry{page.Key(p[:32]), page.Key(p[32:64]), le.Uint32(p[64:]), le.Uint32(p[68:]), le.Uint16(p[72:])}
+		e := entry{page.Key(p[:32]), page.Key(p[32:64]), le.Uint32(p[64:]), le.Uint32(p[68:]),
+			le.Uint16(p[72:])}
 		if int(e.space) >= len(t.spaces) {
 			return bad("namespace")
 		}
-		if size := blocksOf(int(t.spaces[e.space].pageBytes)); e.at == 0 || e.at > segment || size > segment-e.at {
+		if size := blocksOf(int(t.spaces[e.space].pageBytes)); e.at == 0 || e.at > segment ||
+			size > segment-e.at {
 			return bad("place of a page")
 		}
 		t.entries[i] = e
@@ -206,23 +212,30 @@ func (s *super) encode(b []byte) {
 type errVersion uint16
 
 func (e errVersion) Error() string {
-	return fmt.Sprintf("it holds a store of format %d, this release reads format %d; start the newer release, or name another path", uint16(e), Version)
+	return fmt.Sprintf("it holds a store of format %d, this release reads format %d; start the "+
+		"newer release, or name another path", uint16(e), Version)
 }
 
 func parseSuper(b []byte) (s super, err error) {
 	le := binary.LittleEndian
 	if string(b[:8]) != magicSuper {
-		return s, errors.New("it holds something that is no kvspray store; name another path, or empty it yourself")
+		return s,
+			errors.New("it holds something that is no kvspray store; name another path, or " +
+				"empty it yourself")
 	}
 	// Before the checksum: a newer format may have another one.
 	if v := le.Uint16(b[12:]); v > Version {
 		return s, errVersion(v)
 	}
 	if !sealed(b[:block], magicSuper) {
-		return s, fmt.Errorf("its first block is %w; name another path, or empty it yourself: its pages are lost", errDamaged)
+		return s,
+			fmt.Errorf("its first block is %w; name another path, or empty it yourself: its "+
+				"pages are lost", errDamaged)
 	}
-	s = super{storeID(b[16:32]), le.Uint32(b[32:]), le.Uint32(b[36:]), le.Uint32(b[40:]), le.Uint32(b[44:])}
-	if s.devices == 0 || s.device >= s.devices || s.segment < minSegmentBlocks || s.segment > maxSegmentBlocks || s.segments == 0 {
+	s = super{storeID(b[16:32]), le.Uint32(b[32:]), le.Uint32(b[36:]), le.Uint32(b[40:]),
+		le.Uint32(b[44:])}
+	if s.devices == 0 || s.device >= s.devices || s.segment < minSegmentBlocks ||
+		s.segment > maxSegmentBlocks || s.segments == 0 {
 		return s, fmt.Errorf("its first block is %w: %+v", errDamaged, s)
 	}
 	return s, nil
@@ -257,7 +270,8 @@ func encodeEnd(b []byte, store storeID, seq uint64, footer uint32) {
 func parseEnd(b []byte, store storeID, seq uint64, segment uint32) uint32 {
 	le := binary.LittleEndian
 	n := le.Uint32(b[40:])
-	if !sealed(b[:block], magicEnd) || storeID(b[16:32]) != store || le.Uint64(b[32:]) != seq || n == 0 || n > segment-2 {
+	if !sealed(b[:block], magicEnd) || storeID(b[16:32]) != store || le.Uint64(b[32:]) != seq ||
+		n == 0 || n > segment-2 {
 		return 0
 	}
 	return n
@@ -292,7 +306,8 @@ func encodeCheckpoint(b []byte, store storeID, generation uint64, removed []remo
 
 func parseCheckpoint(b []byte, store storeID) (generation uint64, removed []removal, ok bool) {
 	le := binary.LittleEndian
-	if len(b) < checkpointBytes || !sealed(b[:checkpointBytes], magicCheckpoint) || storeID(b[16:32]) != store {
+	if len(b) < checkpointBytes || !sealed(b[:checkpointBytes], magicCheckpoint) ||
+		storeID(b[16:32]) != store {
 		return 0, nil, false
 	}
 	n := le.Uint32(b[40:])

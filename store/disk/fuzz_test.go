@@ -14,14 +14,18 @@ import (
 var fuzzStore = storeID{1, 2, 3}
 
 func drawTable(t *rapid.T) table {
-	tab := table{kind: rapid.SampledFrom([]kind{kindGroup, kindFooter}).Draw(t, "kind"), seq: rapid.Uint64().Draw(t, "seq"),
+	tab := table{kind: rapid.SampledFrom([]kind{kindGroup, kindFooter}).Draw(t, "kind"),
+		seq:    rapid.Uint64().Draw(t, "seq"),
 		spaces: []space{}, entries: []entry{}}
 	for range rapid.IntRange(1, 5).Draw(t, "spaces") {
-		tab.spaces = append(tab.spaces, space{page.ID{rapid.Byte().Draw(t, "id")}, rapid.Uint32Range(1, 100_000).Draw(t, "bytes")})
+		tab.spaces = append(tab.spaces, space{page.ID{rapid.Byte().Draw(t, "id")},
+			rapid.Uint32Range(1, 100_000).Draw(t, "bytes")})
 	}
 	for range rapid.IntRange(0, 60).Draw(t, "entries") {
-		tab.entries = append(tab.entries, entry{key: page.Key{rapid.Byte().Draw(t, "key")}, after: page.Key{1, rapid.Byte().Draw(t, "after")},
-			crc: rapid.Uint32().Draw(t, "crc"), at: rapid.Uint32Range(1, 900).Draw(t, "at"), space: uint16(rapid.IntRange(0, len(tab.spaces)-1).Draw(t, "space"))})
+		tab.entries = append(tab.entries, entry{key: page.Key{rapid.Byte().Draw(t, "key")},
+			after: page.Key{1, rapid.Byte().Draw(t, "after")},
+			crc:   rapid.Uint32().Draw(t, "crc"), at: rapid.Uint32Range(1, 900).Draw(t, "at"),
+			space: uint16(rapid.IntRange(0, len(tab.spaces)-1).Draw(t, "space"))})
 	}
 	return tab
 }
@@ -39,7 +43,10 @@ func TestTableRoundTrip(t *testing.T) {
 			func() (*table, error) { return parse(b, storeID{9}, tab.kind, tab.seq, 1024) },
 			func() (*table, error) { return parse(b, fuzzStore, 3-tab.kind, tab.seq, 1024) },
 			func() (*table, error) { return parse(b, fuzzStore, tab.kind, tab.seq+1, 1024) },
-			func() (*table, error) { return parse(b[:len(b)-101], fuzzStore, tab.kind, tab.seq, 1024) },
+			func() (*table, error) {
+				return parse(b[:len(b)-101], fuzzStore, tab.kind, tab.seq,
+					1024)
+			},
 		} {
 			if _, err := other(); err == nil {
 				t.Fatal("accepted where it does not belong")
@@ -57,8 +64,10 @@ func TestTableRoundTrip(t *testing.T) {
 // inside the segment. The checksum is made right, so that the fields behind it are reached.
 func FuzzTable(f *testing.F) {
 	for _, tab := range []table{
-		{kind: kindGroup, seq: 7, spaces: []space{{page.ID{1}, 4096}}, entries: []entry{{at: 1}, {at: 2, crc: 5}}},
-		{kind: kindFooter, seq: 7, spaces: []space{{page.ID{1}, 4096}, {page.ID{2}, 10_000}}, entries: []entry{{at: 9, space: 1}}},
+		{kind: kindGroup, seq: 7, spaces: []space{{page.ID{1}, 4096}}, entries: []entry{{at: 1},
+			{at: 2, crc: 5}}},
+		{kind: kindFooter, seq: 7, spaces: []space{{page.ID{1}, 4096}, {page.ID{2}, 10_000}},
+			entries: []entry{{at: 9, space: 1}}},
 	} {
 		b := make([]byte, tableBytes(len(tab.spaces), len(tab.entries)))
 		tab.encode(b, fuzzStore)
@@ -105,7 +114,8 @@ func FuzzBlocks(f *testing.F) {
 		copy(b, in)
 		for _, size := range []int{block, checkpointBytes} {
 			seal(b[:size])
-			if s, err := parseSuper(b); err == nil && (s.devices == 0 || s.segment < minSegmentBlocks || s.segments == 0) {
+			if s, err := parseSuper(b); err == nil && (s.devices == 0 ||
+				s.segment < minSegmentBlocks || s.segments == 0) {
 				t.Fatalf("%+v", s)
 			}
 			parseSegment(b, fuzzStore)

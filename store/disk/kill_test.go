@@ -15,10 +15,12 @@ import (
 const childEnv = "KVSPRAY_DISK_CHILD"
 
 func killConfig(path string) Config {
-	return Config{Devices: []Device{{path, segmentsAt + 12<<20}}, SegmentBytes: 1 << 20, MaxPages: 4096}
+	return Config{Devices: []Device{{path, segmentsAt + 12<<20}}, SegmentBytes: 1 << 20,
+		MaxPages: 4096}
 }
 
-// TestKillChild is the process that is killed: it writes prompts for ever and says which pages are durable.
+// TestKillChild is the process that is killed: it writes prompts for ever and says which pages are
+// durable.
 func TestKillChild(t *testing.T) {
 	path := os.Getenv(childEnv)
 	if path == "" {
@@ -42,7 +44,8 @@ func TestKillChild(t *testing.T) {
 	}
 }
 
-// kill -9 at any moment of a process that writes, evicts and cleans on a real file: what it acknowledged last is there.
+// kill -9 at any moment of a process that writes, evicts and cleans on a real file: what it
+// acknowledged last is there.
 func TestKill(t *testing.T) {
 	dir := t.TempDir()
 	for round := range 5 {
@@ -85,7 +88,8 @@ func TestKill(t *testing.T) {
 				t.Errorf("round %d: page %d was durable, and is gone", round, p)
 			}
 		}
-		t.Logf("round %d: %d pages acknowledged, %d in the store", round, len(durable), tier.Stats().Pages)
+		t.Logf("round %d: %d pages acknowledged, %d in the store", round, len(durable),
+			tier.Stats().Pages)
 		_ = tier.Close()
 	}
 }

@@ -89,7 +89,8 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 		}
 		// What comes from memory is not believed either.
 		if mem.CRC32C(0, records[i].Data[:o.pageBytes]) != records[i].CRC {
-			errs[i] = fmt.Errorf("store.disk: page %s changed in memory: %w", records[i].Key, ErrDamaged)
+			errs[i] = fmt.Errorf("store.disk: page %s changed in memory: %w", records[i].Key,
+				ErrDamaged)
 		}
 	}
 	l.mu.Lock()
@@ -101,7 +102,10 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 			continue
 		}
 		r := &records[i]
-		nodes[i], errs[i] = t.pages.Begin(id, &r.Key, r.After, func() (uint32, error) { return t.roomLocked(id, o) })
+		nodes[i], errs[i] = t.pages.Begin(id, &r.Key, r.After, func() (uint32,
+			error) {
+			return t.roomLocked(id, o)
+		})
 		if errs[i] == nil {
 			fresh = append(fresh, i)
 		}
@@ -175,8 +179,9 @@ func (t *Tier) limboLocked(o *owner) uint32 {
 // errNoSegment: the device has no segment that could be emptied.
 var errNoSegment = errors.New("store.disk: no segment can be emptied; raise size, or unpin pages")
 
-// append writes pages, synced, in as many groups as segments have room for. A segment that cannot be written is not written any
-// more, and the group goes into the next one, once. It returns the places of the first pages, and why there are not all.
+// append writes pages, synced, in as many groups as segments have room for. A segment that cannot
+// be written is not written any more, and the group goes into the next one, once. It returns the
+// places of the first pages, and why there are not all.
 func (l *log) append(s space, records []Record, which []int) (places []uint32, err error) {
 	failures := 0
 	for len(places) < len(which) {
@@ -197,8 +202,8 @@ func (l *log) append(s space, records []Record, which []int) (places []uint32, e
 	return places, nil
 }
 
-// ensure makes the current segment one with room, and returns for how many of so many pages it has room, at least one. clean:
-// segments may be cleaned for it.
+// ensure makes the current segment one with room, and returns for how many of so many pages it has
+// room, at least one. clean: segments may be cleaned for it.
 func (l *log) ensure(s space, pages int, clean bool) (int, error) {
 	fits := func() int {
 		n := pages
@@ -282,7 +287,8 @@ func (l *log) note(tab *table) {
 	}
 }
 
-// close ends the current segment with its footer, which is not synced: where it is lost, the groups are read instead.
+// close ends the current segment with its footer, which is not synced: where it is lost, the groups
+// are read instead.
 func (l *log) close() {
 	l.writeFooter(uint32(l.at), table{kindFooter, l.segments[l.at].seq, l.spaces, l.entries})
 	l.retire()
@@ -299,7 +305,8 @@ func (l *log) retire() {
 	l.at, l.spaces, l.entries = -1, nil, nil
 }
 
-// writeFooter writes a footer so that it ends with the segment. An error costs time at the next start, and nothing else.
+// writeFooter writes a footer so that it ends with the segment. An error costs time at the next
+// start, and nothing else.
 func (l *log) writeFooter(seg uint32, tab table) {
 	n := blocksOf(tableBytes(len(tab.spaces), len(tab.entries)))
 	buf, err := offheap.New[byte](int(n+1) * block)
@@ -345,7 +352,8 @@ func (l *log) begin() error {
 		return fmt.Errorf("store.disk path %s: %w", l.path, err)
 	}
 	t.mu.Lock()
-	l.segments[at].seq = seq // not before: what was removed is remembered as long as an old life is on the device
+	// not before: what was removed is remembered as long as an old life is on the device
+	l.segments[at].seq = seq
 	t.mu.Unlock()
 	return nil
 }

@@ -13,7 +13,8 @@ import (
 	"github.com/kvspray/kvspray/store/page"
 )
 
-// identify reads the first block of each device, or writes it where all are new, and makes the logs.
+// identify reads the first block of each device, or writes it where all are new, and makes the
+// logs.
 func (t *Tier) identify(devices []opened) error {
 	buf, err := offheap.New[byte](block)
 	if err != nil {
@@ -33,7 +34,8 @@ func (t *Tier) identify(devices []opened) error {
 		}
 	} else if fresh > 0 {
 		i := slices.IndexFunc(devices, func(d opened) bool { return d.fresh })
-		return fmt.Errorf("store.disk path %s: it is empty, and other paths hold a store; name all paths of one store, or empty the others yourself",
+		return fmt.Errorf("store.disk path %s: it is empty, and other paths hold a store; name "+
+			"all paths of one store, or empty the others yourself",
 			devices[i].path)
 	}
 	for i, d := range devices {
@@ -47,9 +49,12 @@ func (t *Tier) identify(devices []opened) error {
 		if i == 0 {
 			t.id, t.segb = s.store, s.segment
 		}
-		if s.store != t.id || int(s.device) != i || int(s.devices) != len(devices) || s.segment != t.segb {
-			return fmt.Errorf("store.disk path %s: it is device %d of the %d of store %x, and should be device %d of the %d of store %x; "+
-				"name the paths as before, in their order", d.path, s.device+1, s.devices, s.store[:4], i+1, len(devices), t.id[:4])
+		if s.store != t.id || int(s.device) != i || int(s.devices) != len(devices) ||
+			s.segment != t.segb {
+			return fmt.Errorf("store.disk path %s: it is device %d of the %d of store %x, and "+
+				"should be device %d of the %d of store %x; "+
+				"name the paths as before, in their order", d.path, s.device+1, s.devices,
+				s.store[:4], i+1, len(devices), t.id[:4])
 		}
 		l := &log{t: t, path: d.path, file: d.file, segments: make([]segment, s.segments), at: -1}
 		if l.scratch, err = offheap.New[byte](block); err != nil {
@@ -61,18 +66,20 @@ func (t *Tier) identify(devices []opened) error {
 	return nil
 }
 
-// format writes the first blocks. A crash in between leaves devices that are new and others that are not, which is refused
-// by name: nothing was stored in them.
+// format writes the first blocks. A crash in between leaves devices that are new and others that
+// are not, which is refused by name: nothing was stored in them.
 func (t *Tier) format(devices []opened, b []byte) error {
 	id := newStoreID()
 	for i, d := range devices {
 		segments := (d.size - segmentsAt) / (int64(t.segb) * block)
 		if segments < minSegments {
-			return fmt.Errorf("store.disk path %s: size %d holds %d segments of %d bytes, at least %d are needed; raise size, or lower store.disk.segment",
+			return fmt.Errorf("store.disk path %s: size %d holds %d segments of %d bytes, at "+
+				"least %d are needed; raise size, or lower store.disk.segment",
 				d.path, d.size, segments, t.segb*block, minSegments)
 		}
 		clear(b)
-		s := super{store: id, device: uint32(i), devices: uint32(len(devices)), segment: t.segb, segments: uint32(segments)}
+		s := super{store: id, device: uint32(i), devices: uint32(len(devices)), segment: t.segb,
+			segments: uint32(segments)}
 		s.encode(b)
 		if err := d.file.WriteAt([][]byte{b}, 0); err != nil {
 			return fmt.Errorf("store.disk path %s: %w", d.path, err)
@@ -143,8 +150,9 @@ func (t *Tier) recover() error {
 	return nil
 }
 
-// resume goes on with a segment that has no footer, if it is the last one of its log: the segments that are free are not more
-// than before, and what was being moved goes on into it. Not so if a namespace was removed since: what is written now is later.
+// resume goes on with a segment that has no footer, if it is the last one of its log: the segments
+// that are free are not more than before, and what was being moved goes on into it. Not so if a
+// namespace was removed since: what is written now is later.
 func (l *log) resume(seg uint32, tab *table, end uint32) {
 	for _, before := range l.t.removed {
 		if tab.seq < before {
@@ -161,10 +169,12 @@ func (l *log) resume(seg uint32, tab *table, end uint32) {
 	l.at, l.pos, l.spaces, l.entries = int(seg), end, tab.spaces, tab.entries
 }
 
-// unknownLife is that of a segment whose header cannot be read, and which may hold anything. No segment has it else.
+// unknownLife is that of a segment whose header cannot be read, and which may hold anything. No
+// segment has it else.
 const unknownLife = 1
 
-// life reads the header of a segment; 0: it was never used. A header that cannot be read is no reason not to start.
+// life reads the header of a segment; 0: it was never used. A header that cannot be read is no
+// reason not to start.
 func (l *log) life(seg uint32) uint64 {
 	b := l.scratch.Elems()[:block]
 	if err := l.file.ReadAt(b, l.offset(seg, 0)); err != nil {
@@ -174,8 +184,9 @@ func (l *log) life(seg uint32) uint64 {
 	return parseSegment(b, l.t.id)
 }
 
-// scan reads a segment that has no footer: its groups, with the checksum of every page, because the last group may have been
-// written in part. A block that is no table is passed over. It returns where the last group ends.
+// scan reads a segment that has no footer: its groups, with the checksum of every page, because the
+// last group may have been written in part. A block that is no table is passed over. It returns
+// where the last group ends.
 func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32) {
 	t := l.t
 	out = &table{kind: kindFooter, seq: seq}
@@ -212,7 +223,8 @@ func (l *log) scan(seg uint32, seq uint64, b []byte) (out *table, end uint32) {
 	return out, end
 }
 
-// adoptLocked puts the pages of a segment into the catalog, unless their namespace was removed since.
+// adoptLocked puts the pages of a segment into the catalog, unless their namespace was removed
+// since.
 func (t *Tier) adoptLocked(f found) {
 	base := (f.l.first + f.number) * t.segb
 	for i := range f.entries {
@@ -241,9 +253,13 @@ func (t *Tier) adoptLocked(f found) {
 			t.pages.At(n).CRC = e.crc
 			continue
 		}
-		// All that is on the device is found, also what had been given up and not been overwritten: which pages those are is not
-		// written down. The next write gives up what is too much, the oldest pages first.
-		n, err := t.pages.Begin(id, &e.key, after, func() (uint32, error) { return t.limboLocked(o), nil })
+		// All that is on the device is found, also what had been given up and not been overwritten:
+		// which pages those are is not written down. The next write gives up what is too much, the
+		// oldest pages first.
+		n, err := t.pages.Begin(id, &e.key, after, func() (uint32,
+			error) {
+			return t.limboLocked(o), nil
+		})
 		if err != nil {
 			continue
 		}
@@ -292,7 +308,8 @@ func checkpointPlace(generation uint64) int64 {
 	return checkpointAt + int64(generation%2)*(checkpointBytes+block)
 }
 
-// RemoveOwner forgets all pages of an owner, durably: after it returned, none of them comes back, whatever happens.
+// RemoveOwner forgets all pages of an owner, durably: after it returned, none of them comes back,
+// whatever happens.
 func (t *Tier) RemoveOwner(id uint16) error {
 	for _, l := range t.logs { // in one order; nobody else holds two
 		l.mu.Lock()
@@ -328,7 +345,8 @@ func (t *Tier) RemoveOwner(id uint16) error {
 	generation := t.check
 	t.mu.Unlock()
 	if len(removed) > maxRemovals {
-		return fmt.Errorf("store.disk: %d namespaces were removed since the oldest segment was written, at most %d are remembered; "+
+		return fmt.Errorf("store.disk: %d namespaces were removed since the oldest segment was "+
+			"written, at most %d are remembered; "+
 			"remove the store's files to start anew", len(removed), maxRemovals)
 	}
 	encodeCheckpoint(buf.Elems(), t.id, generation, removed)

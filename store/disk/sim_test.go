@@ -118,7 +118,7 @@ func load(t *Tier, owner uint16, from, to int) (durable []int, last error) {
 func has(tb interface{ Fatal(...any) }, t *Tier, owner uint16, i int) bool {
 	k := simKey(owner, i)
 	buf := make([]byte, PaddedBytes(simPages[owner]))
-	_, err := t.Read(number(t, owner), &k, buf)
+	_, err := t.Read(number(t, owner), &k, buf, Sum)
 	if err != nil {
 		return false
 	}

@@ -3,26 +3,26 @@
 // Package evict decides which page a tier gives up. It is pure: nodes are numbers, time is an
 // argument, and the memory for its links is lent by the tier.
 //
-// The policy is LRU with two queues (2Q) of weighted age. A page that was stored and never asked for
-// stands in the queue Once, any other in Again; both are in the order of the last use. The page that
-// goes is the oldest of Once or the oldest of Again, where a page of Again counts as half as old: a
-// conversation that went on once is more likely to go on. Pages that were given up are remembered for
-// a while as ghosts, and stand in Again when they come back.
+// The policy is LRU with two queues (2Q) of weighted age. A page that was stored and never asked
+// for stands in the queue Once, any other in Again; both are in the order of the last use. The page
+// that goes is the oldest of Once or the oldest of Again, where a page of Again counts as half as
+// old: a conversation that went on once is more likely to go on. Pages that were given up are
+// remembered for a while as ghosts, and stand in Again when they come back.
 //
-// S3-FIFO (Yang et al., SOSP 2023) was measured first and is far worse than LRU here: a conversation
-// comes back after two minutes, and by then the queue Once has given its pages up. rates_test.go
-// holds it, and the figures.
+// S3-FIFO (Yang et al., SOSP 2023) was measured first and is far worse than LRU here: a
+// conversation comes back after two minutes, and by then the queue Once has given its pages up.
+// rates_test.go holds it, and the figures.
 //
-// Two things are added. First, a page is useless without the pages before it in its prompt. So pages
-// form trees, and a page goes after everything that follows it. A page that is the oldest of its
-// queue, and has pages behind it, leaves the queue: it is overdue, and goes when the last of those has
-// gone. A page of Again has no ancestor in Once. Second, each owner has queues of its own, with a
-// quota that it cannot exceed and a reserve that nobody else can take from it; among owners, the
-// oldest page goes. A pin counts as a page that follows.
+// Two things are added. First, a page is useless without the pages before it in its prompt. So
+// pages form trees, and a page goes after everything that follows it. A page that is the oldest of
+// its queue, and has pages behind it, leaves the queue: it is overdue, and goes when the last of
+// those has gone. A page of Again has no ancestor in Once. Second, each owner has queues of its
+// own, with a quota that it cannot exceed and a reserve that nobody else can take from it; among
+// owners, the oldest page goes. A pin counts as a page that follows.
 //
-// Invariants: a resident page without kids is linked in its queue; the bytes of an owner are the sum
-// of its resident pages; every call takes constant time on average, and Victim a scan of the owners
-// (at most MaxOwners) besides. It does not lock and starts no goroutine.
+// Invariants: a resident page without kids is linked in its queue; the bytes of an owner are the
+// sum of its resident pages; every call takes constant time on average, and Victim a scan of the
+// owners (at most MaxOwners) besides. It does not lock and starts no goroutine.
 package evict
 
 import "fmt"
@@ -117,15 +117,15 @@ func (p *Policy) Owner(n uint32) uint16 { return p.links[n].owner }
 // Pages is how many pages are resident.
 func (p *Policy) Pages() int { return p.pages }
 
-// Over reports whether one more page would take an owner over its quota. Victim then names a page of
-// its own.
+// Over reports whether one more page would take an owner over its quota. Victim then names a page
+// of its own.
 func (p *Policy) Over(id uint16) bool {
 	o := &p.owners[id]
 	return o.Max != 0 && o.used()+o.PageBytes > o.Max
 }
 
-// Insert makes a node resident. Its parent is the page before it in its prompt, or 0. A node that is
-// a Hole keeps its place in the tree.
+// Insert makes a node resident. Its parent is the page before it in its prompt, or 0. A node that
+// is a Hole keeps its place in the tree.
 func (p *Policy) Insert(n, parent uint32, hash uint64, id uint16, now uint32) {
 	l := &p.links[n]
 	queue := Once
@@ -152,7 +152,8 @@ func (p *Policy) Insert(n, parent uint32, hash uint64, id uint16, now uint32) {
 	}
 }
 
-// adopt makes n a kid of parent, if that is in use and the same owner's. A node without kids cannot be its own ancestor.
+// adopt makes n a kid of parent, if that is in use and the same owner's. A node without kids cannot
+// be its own ancestor.
 func (p *Policy) adopt(n, parent uint32) {
 	if parent == 0 || parent == n {
 		return
@@ -192,7 +193,8 @@ func (p *Policy) again(n, now uint32) {
 	p.pushYoung(n)
 }
 
-// Pin keeps a page, and thus all before it, from being a victim, and a Hole's number from being freed.
+// Pin keeps a page, and thus all before it, from being a victim, and a Hole's number from being
+// freed.
 func (p *Policy) Pin(n uint32) { p.links[n].kids++ }
 
 // Unpin ends one Pin. The page was in use until now.
@@ -208,8 +210,9 @@ func (p *Policy) Unpin(n, now uint32, free func(uint32)) {
 	}
 }
 
-// Remove takes a page that is not pinned out of the policy. free is called with each node whose number is not needed
-// any more: n itself, unless pages that follow it are here, and then Holes before it.
+// Remove takes a page that is not pinned out of the policy. free is called with each node whose
+// number is not needed any more: n itself, unless pages that follow it are here, and then Holes
+// before it.
 func (p *Policy) Remove(n uint32, free func(uint32)) {
 	l := &p.links[n]
 	if l.queue != Once && l.queue != Again {
@@ -255,13 +258,14 @@ func (p *Policy) Age(n, now uint32) uint32 { return now - p.links[n].tick }
 // Any names any class.
 const Any = 255
 
-// Victim names the page of a class to give up so that owner by gets one more page; 0: there is none.
-// It is one of by's own if by is at its quota.
+// Victim names the page of a class to give up so that owner by gets one more page; 0: there is
+// none. It is one of by's own if by is at its quota.
 func (p *Policy) Victim(by uint16, class uint8, now uint32) uint32 {
 	over := p.Over(by)
 	allowed := func(id uint16) bool {
 		o := &p.owners[id]
-		return (class == Any || o.Class == class) && (id == by || !over && o.used() >= o.Min+o.PageBytes)
+		return (class == Any || o.Class == class) && (id == by || !over &&
+			o.used() >= o.Min+o.PageBytes)
 	}
 	for {
 		n := p.oldest(allowed, now)
@@ -272,7 +276,8 @@ func (p *Policy) Victim(by uint16, class uint8, now uint32) uint32 {
 	}
 }
 
-// oldest is the page that has gone unused for longest, a page of Again counting as younger than it is.
+// oldest is the page that has gone unused for longest, a page of Again counting as younger than it
+// is.
 func (p *Policy) oldest(allowed func(uint16) bool, now uint32) (n uint32) {
 	var most uint64
 	for id := range p.top {

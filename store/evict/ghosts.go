@@ -11,13 +11,14 @@ const ways = 8
 const (
 	clockBits = 12
 	clockMask = 1<<clockBits - 1
-	// quanta is how many times the clock ticks while as many ghosts are added as there is room for. The
-	// clock goes round four times slower than that, and by then a set has been overwritten.
+	// quanta is how many times the clock ticks while as many ghosts are added as there is room for.
+	// The clock goes round four times slower than that, and by then a set has been overwritten.
 	quanta = (clockMask + 1) / 4
 )
 
-// ghosts remembers pages that were given up: 20 bits of the key's hash and when that was, in 4 bytes. A ghost
-// that is mistaken for another page, one time in 100,000, costs that page a place in the wrong queue.
+// ghosts remembers pages that were given up: 20 bits of the key's hash and when that was, in 4
+// bytes. A ghost that is mistaken for another page, one time in 100,000, costs that page a place in
+// the wrong queue.
 type ghosts struct {
 	sets  []uint32 // ways for each set
 	added uint64
@@ -32,7 +33,8 @@ func (g *ghosts) clock() uint32 { return uint32(g.added/g.perQuantum()) & clockM
 
 func (g *ghosts) set(hash uint64) ([]uint32, uint32) {
 	i, low := bits.Mul64(hash, uint64(len(g.sets)/ways))
-	print := max(1, uint32(low>>(32+clockBits))) // the table's buckets take the high bits; 0 is no ghost
+	// the table's buckets take the high bits; 0 is no ghost
+	print := max(1, uint32(low>>(32+clockBits)))
 	return g.sets[i*ways : i*ways+ways], print << clockBits
 }
 

@@ -82,7 +82,8 @@ func TestPolicy(t *testing.T) {
 		p := New(make([]Link, nodes+1), make([]uint32, GhostsFor(nodes)))
 		for id := range uint16(owners) {
 			p.SetOwner(id, Owner{PageBytes: uint64(id) + 1, Class: uint8(id / 2),
-				Max: rapid.SampledFrom([]uint64{0, 8}).Draw(t, "max"), Min: rapid.SampledFrom([]uint64{0, 4}).Draw(t, "min")})
+				Max: rapid.SampledFrom([]uint64{0, 8}).Draw(t, "max"),
+				Min: rapid.SampledFrom([]uint64{0, 4}).Draw(t, "min")})
 		}
 		now := uint32(0)
 		resident := func(n uint32) bool { q := p.links[n].queue; return q == Once || q == Again }
@@ -138,7 +139,8 @@ func TestPolicy(t *testing.T) {
 					l := p.links[n]
 					o := &p.owners[l.owner]
 					return resident(n) && l.kids == 0 &&
-						(class == Any || o.Class == class) && (l.owner == by || !over && o.used() >= o.Min+o.PageBytes)
+						(class == Any || o.Class == class) && (l.owner == by || !over &&
+						o.used() >= o.Min+o.PageBytes)
 				}
 				exists := false
 				for n := uint32(1); n <= nodes; n++ {
@@ -160,7 +162,8 @@ func TestPolicy(t *testing.T) {
 	})
 }
 
-// A flood of one owner takes nothing of another's reserve, and an owner at its quota evicts its own pages.
+// A flood of one owner takes nothing of another's reserve, and an owner at its quota evicts its own
+// pages.
 func TestQuotas(t *testing.T) {
 	const room = 100
 	p := New(make([]Link, room+1), make([]uint32, GhostsFor(room)))

@@ -121,8 +121,9 @@ func (t *Table) find(k *page.Key, n Node) Node {
 // lookAhead is how many keys FindAll has under way at once.
 const lookAhead = 64
 
-// FindAll stores the node of each key in nodes, which is as long. It first reads the buckets of many keys and
-// then their entries, so that the misses of many keys wait for memory at the same time.
+// FindAll stores the node of each key in nodes, which is as long. It first reads the buckets of
+// many keys and then their entries, so that the misses of many keys wait for memory at the same
+// time.
 func (t *Table) FindAll(keys []page.Key, nodes []Node) {
 	for len(keys) > 0 {
 		n := min(len(keys), lookAhead)

@@ -7,8 +7,8 @@
 // the caller until Unpin; its bytes stay where they are for as long. Whoever reserved a page alone
 // writes to it until Commit, and nobody writes to it afterwards.
 //
-// Invariants: a page that can be pinned is whole; a slot is reused only when its page has no pin; an
-// owner's pages stay within its quota, and above its reserve as far as others are concerned.
+// Invariants: a page that can be pinned is whole; a slot is reused only when its page has no pin;
+// an owner's pages stay within its quota, and above its reserve as far as others are concerned.
 //
 // One mutex guards everything but the bytes. It is held for an index lookup or an eviction, and
 // longer only while a slab changes its class, which moves at most a slab. No goroutines.
@@ -43,8 +43,9 @@ type Config struct {
 // Page is one pinned page.
 type Page struct {
 	node  index.Node
-	Bytes []byte    // of the page
-	Slot  []byte    // the same and what is left of its slot: aligned to 4 KiB and as long as a multiple of it
+	Bytes []byte // of the page
+	// the same and what is left of its slot: aligned to 4 KiB and as long as a multiple of it
+	Slot  []byte
 	Block mem.Block // the same in the arena's region
 	CRC   uint32    // once the page is committed
 }
@@ -74,8 +75,10 @@ func New(c Config) (*Tier, error) {
 	}
 	slab := c.SlabBytes / unit * unit
 	if slab < unit || c.Bytes < slab || c.Bytes/unit > 1<<32-1 {
-		return nil, fmt.Errorf("store.memory: %d bytes in slabs of %d: must hold one slab at least, and at most 16 TiB; "+
-			"raise store.memory", c.Bytes, c.SlabBytes)
+		return nil,
+			fmt.Errorf("store.memory: %d bytes in slabs of %d: must hold one slab at least, and "+
+				"at most 16 TiB; "+
+				"raise store.memory", c.Bytes, c.SlabBytes)
 	}
 	c.Bytes = c.Bytes / slab * slab
 	if c.MaxPages == 0 {
@@ -125,11 +128,13 @@ func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if uint64(pageBytes) > t.slab {
-		return fmt.Errorf("store.memory: arena of %d bytes: a page of %d bytes does not fit into its slabs of %d bytes; "+
+		return fmt.Errorf("store.memory: arena of %d bytes: a page of %d bytes does not fit "+
+			"into its slabs of %d bytes; "+
 			"set store.memory to %d or more", t.region.Size(), pageBytes, t.slab, 8*pageBytes)
 	}
 	if quota != 0 && (quota < uint64(pageBytes) || reserve > quota) {
-		return fmt.Errorf("store quota: %d bytes: must hold one page of %d bytes and the reserve of %d bytes; raise it",
+		return fmt.Errorf("store quota: %d bytes: must hold one page of %d bytes and the "+
+			"reserve of %d bytes; raise it",
 			quota, pageBytes, reserve)
 	}
 	class, err := t.slabs.classFor(pageBytes)
@@ -137,7 +142,8 @@ func (t *Tier) SetOwner(id uint16, pageBytes int, quota, reserve uint64) error {
 		return err
 	}
 	t.owners[id] = owner{pageBytes, class}
-	t.pages.SetOwner(id, evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes), Class: class, Max: quota, Min: reserve})
+	t.pages.SetOwner(id, evict.Owner{PageBytes: uint64(t.slabs.classes[class].bytes),
+		Class: class, Max: quota, Min: reserve})
 	return nil
 }
 
@@ -174,7 +180,8 @@ func (t *Tier) pageLocked(n index.Node, id uint16) Page {
 	e := t.pages.At(n)
 	off, size := uint64(e.Loc)*unit, uint64(t.owners[id].bytes)
 	slot := uint64(t.slabs.classes[t.owners[id].class].bytes)
-	return Page{node: n, CRC: e.CRC, Bytes: t.arena[off : off+size : off+size], Slot: t.arena[off : off+slot : off+slot],
+	return Page{node: n, CRC: e.CRC, Bytes: t.arena[off : off+size : off+size],
+		Slot:  t.arena[off : off+slot : off+slot],
 		Block: mem.Block{Region: t.region, Off: off, Len: size}}
 }
 
@@ -196,8 +203,8 @@ func (t *Tier) Unpin(p Page) {
 	t.pages.Drop(p.node)
 }
 
-// Drop gives a page back that nobody may find any more, for instance because its bytes were found damaged. It goes when its
-// last pin does.
+// Drop gives a page back that nobody may find any more, for instance because its bytes were found
+// damaged. It goes when its last pin does.
 func (t *Tier) Drop(p Page) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -234,7 +241,8 @@ func (t *Tier) Reserve(id uint16, k, after *page.Key) (Page, error) {
 	return p, nil
 }
 
-// Commit makes a reserved page readable. It stays pinned. A page that was removed meanwhile is not found.
+// Commit makes a reserved page readable. It stays pinned. A page that was removed meanwhile is not
+// found.
 func (t *Tier) Commit(p Page, crc uint32) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -53,14 +53,17 @@ func put(t *Tier, owner uint16, i int, after *page.Key) error {
 }
 
 func TestRefusesSizesByName(t *testing.T) {
-	if _, err := New(Config{Bytes: 1000}); err == nil || !strings.Contains(err.Error(), "store.memory") {
+	if _, err := New(Config{Bytes: 1000}); err == nil || !strings.Contains(err.Error(),
+		"store.memory") {
 		t.Errorf("1000 bytes: %v", err)
 	}
 	tier := open(t, Config{Bytes: 1 << 20})
-	if err := tier.SetOwner(1, 2<<20, 0, 0); err == nil || !strings.Contains(err.Error(), "store.memory to 16777216") {
+	if err := tier.SetOwner(1, 2<<20, 0, 0); err == nil || !strings.Contains(err.Error(),
+		"store.memory to 16777216") {
 		t.Errorf("a page that is larger than the arena: %v", err)
 	}
-	if err := tier.SetOwner(1, 8192, 4096, 0); err == nil || !strings.Contains(err.Error(), "quota") {
+	if err := tier.SetOwner(1, 8192, 4096, 0); err == nil || !strings.Contains(err.Error(),
+		"quota") {
 		t.Errorf("a quota below one page: %v", err)
 	}
 }
@@ -148,7 +151,8 @@ func TestPinsHold(t *testing.T) {
 func TestTier(t *testing.T) {
 	sizes := []int{0, 4096, 8192, 20000}
 	rapid.Check(t, func(t *rapid.T) {
-		tier, err := New(Config{Bytes: 256 << 10, SlabBytes: 64 << 10, MaxPages: rapid.SampledFrom([]int{12, 64}).Draw(t, "pages")})
+		tier, err := New(Config{Bytes: 256 << 10, SlabBytes: 64 << 10,
+			MaxPages: rapid.SampledFrom([]int{12, 64}).Draw(t, "pages")})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -170,11 +174,14 @@ func TestTier(t *testing.T) {
 		}
 		t.Repeat(map[string]func(*rapid.T){
 			"prompt": func(t *rapid.T) {
-				id, first, n := owner.Draw(t, "owner"), number.Draw(t, "first"), rapid.IntRange(1, 8).Draw(t, "pages")
+				id, first, n := owner.Draw(t, "owner"), number.Draw(t, "first"), rapid.IntRange(1,
+					8).Draw(t, "pages")
 				var after *page.Key
 				for i := first; i < first+n; i++ {
 					k := key(id, i)
-					if err := put(tier, id, i, after); err != nil && !errors.Is(err, catalog.ErrExists) && !errors.Is(err, catalog.ErrFull) && !errors.Is(err, catalog.ErrBusy) {
+					if err := put(tier, id, i, after); err != nil && !errors.Is(err,
+						catalog.ErrExists) && !errors.Is(err, catalog.ErrFull) && !errors.Is(err,
+						catalog.ErrBusy) {
 						t.Fatal(err)
 					}
 					after = &k
@@ -221,7 +228,8 @@ func TestTier(t *testing.T) {
 						continue
 					}
 					pages++
-					size := uint32(tier.slabs.classes[tier.owners[tier.pages.Owner(uint32(n))].class].bytes / unit)
+					own := tier.owners[tier.pages.Owner(uint32(n))]
+					size := tier.slabs.classes[own.class].bytes / unit
 					for u := e.Loc; u < e.Loc+size; u++ {
 						if taken[u] {
 							t.Fatalf("unit %d of the arena has two pages", u)
@@ -295,7 +303,9 @@ func TestConcurrent(t *testing.T) {
 						t.Error("a page has other bytes")
 					}
 					tier.Unpin(p)
-				} else if err := put(tier, id, i, nil); err != nil && !errors.Is(err, catalog.ErrExists) && !errors.Is(err, catalog.ErrBusy) && !errors.Is(err, catalog.ErrFull) {
+				} else if err := put(tier, id, i, nil); err != nil && !errors.Is(err,
+					catalog.ErrExists) && !errors.Is(err, catalog.ErrBusy) && !errors.Is(err,
+					catalog.ErrFull) {
 					t.Error(err)
 				}
 			}

@@ -10,8 +10,8 @@ import (
 // unit is what slots are counted in and aligned to: what O_DIRECT wants of buffers.
 const unit = 4096
 
-// slabs divides the arena into slabs of one size, and slabs into slots of one class. A slot is named by its offset in units.
-// It knows nothing of pages.
+// slabs divides the arena into slabs of one size, and slabs into slots of one class. A slot is
+// named by its offset in units. It knows nothing of pages.
 type slabs struct {
 	perSlab uint32 // units
 	class   []uint8
@@ -25,7 +25,8 @@ type class struct {
 }
 
 func newSlabs(arena, slab uint64) *slabs {
-	s := &slabs{perSlab: uint32(slab / unit), class: make([]uint8, arena/slab), classes: make([]class, 1)}
+	s := &slabs{perSlab: uint32(slab / unit), class: make([]uint8, arena/slab),
+		classes: make([]class, 1)}
 	for i := len(s.class) - 1; i >= 0; i-- {
 		s.idle = append(s.idle, uint32(i))
 	}
@@ -44,8 +45,10 @@ func (s *slabs) classFor(bytes int) (uint8, error) {
 		}
 	}
 	if len(s.classes) > maxClasses {
-		return 0, fmt.Errorf("memory: page of %d bytes: the store holds pages of %d sizes already, and not of more",
-			bytes, maxClasses)
+		return 0,
+			fmt.Errorf("memory: page of %d bytes: the store holds pages of %d sizes already, "+
+				"and not of more",
+				bytes, maxClasses)
 	}
 	s.classes = append(s.classes, class{bytes: size})
 	return uint8(len(s.classes) - 1), nil

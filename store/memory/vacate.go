@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/store/index"
 )
 
-// slotLocked finds a slot for one more page of an owner. The page that goes is the policy's choice among all. Where it is of
-// another size, a whole slab of its class changes the class.
+// slotLocked finds a slot for one more page of an owner. The page that goes is the policy's choice
+// among all. Where it is of another size, a whole slab of its class changes the class.
 func (t *Tier) slotLocked(id uint16) (uint32, error) {
 	class := t.owners[id].class
 	for {
@@ -30,8 +30,9 @@ func (t *Tier) slotLocked(id uint16) (uint32, error) {
 	}
 }
 
-// vacateLocked empties the slab of a class that has the fewest pages: it gives up the pages of this class that the policy
-// names until the others fit into the class's other slabs, and moves them there.
+// vacateLocked empties the slab of a class that has the fewest pages: it gives up the pages of this
+// class that the policy names until the others fit into the class's other slabs, and moves them
+// there.
 func (t *Tier) vacateLocked(id uint16, class uint8) bool {
 	used := make([]int, len(t.slabs.class))
 	held := make([]bool, len(t.slabs.class))

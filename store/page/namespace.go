@@ -71,7 +71,8 @@ func Algorithms() []string { return slices.Sorted(maps.Keys(algorithms)) }
 type FieldError struct{ Field, Value, Problem, Remedy string }
 
 func (e *FieldError) Error() string {
-	return fmt.Sprintf("store: namespace field %s = %q: %s; %s", e.Field, e.Value, e.Problem, e.Remedy)
+	return fmt.Sprintf("store: namespace field %s = %q: %s; %s", e.Field, e.Value, e.Problem,
+		e.Remedy)
 }
 
 // ErrHashes marks an engine whose hashes cannot agree with those of another process.
@@ -112,7 +113,8 @@ func (n *Namespace) Check() error {
 			fmt.Sprintf("is not between 1 and %d", MaxPageTokens), "give the tokens in one page"}
 	case n.PageBytes < 1 || n.PageBytes > MaxBytes:
 		return &FieldError{"page_bytes", fmt.Sprint(n.PageBytes),
-			fmt.Sprintf("is not between 1 and %d", MaxBytes), "give the bytes of one page on one rank"}
+			fmt.Sprintf("is not between 1 and %d", MaxBytes),
+			"give the bytes of one page on one rank"}
 	case n.Secret != nil && len(n.Secret) < MinSecretBytes:
 		return &FieldError{"secret", fmt.Sprintf("(%d bytes)", len(n.Secret)), "is too short",
 			fmt.Sprintf("use at least %d random bytes", MinSecretBytes)}
@@ -125,7 +127,8 @@ func (n *Namespace) checkHashes() error {
 	case unseeded:
 	case needsSeed:
 		if n.Seed == "" {
-			return &FieldError{"seed", "", "is empty, so " + n.Algorithm + " begins with random bytes in each process",
+			return &FieldError{"seed", "",
+				"is empty, so " + n.Algorithm + " begins with random bytes in each process",
 				"start every engine with the same PYTHONHASHSEED and give it as the seed"}
 		}
 	case neverSame:
@@ -138,10 +141,12 @@ func (n *Namespace) checkHashes() error {
 	return nil
 }
 
-// ID hashes all fields, each with its length before it, so that no two namespaces have one encoding.
+// ID hashes all fields, each with its length before it, so that no two namespaces have one
+// encoding.
 func (n *Namespace) ID() (id ID) {
 	h := keyed(n.Secret)
-	for _, f := range []string{idVersion, n.Weights, n.DType, n.Layout, n.Algorithm, n.Seed, n.Adapter} {
+	for _, f := range []string{idVersion, n.Weights, n.DType, n.Layout, n.Algorithm, n.Seed,
+		n.Adapter} {
 		writeField(h, []byte(f))
 	}
 	var b [16]byte
@@ -178,7 +183,8 @@ func (n *Namespace) Keyer() *Keyer { return &Keyer{id: n.ID(), mac: keyed(n.Secr
 // Key is the key of the page with this hash.
 func (k *Keyer) Key(pageHash []byte) (key Key, err error) {
 	if len(pageHash) < MinHashBytes || len(pageHash) > MaxHashBytes {
-		return key, &FieldError{"page_hash", hex.EncodeToString(pageHash[:min(len(pageHash), MinHashBytes)]),
+		return key, &FieldError{"page_hash", hex.EncodeToString(pageHash[:min(len(pageHash),
+			MinHashBytes)]),
 			fmt.Sprintf("has %d bytes, not %d to %d", len(pageHash), MinHashBytes, MaxHashBytes),
 			"give the engine's whole hash of the page"}
 	}

@@ -6,9 +6,9 @@
 // everything that its bytes depend on, so two pages with one key have the same bytes. Hence a page
 // is immutable, and a second put of a key changes nothing.
 //
-// Invariants: a Key is H(namespace ‖ page hash), and HMAC of the same under the tenant's secret where
-// there is one; all pages of a namespace have one size; two namespaces that differ in any field have
-// different ids. The package holds plain values, does no I/O and starts no goroutine.
+// Invariants: a Key is H(namespace ‖ page hash), and HMAC of the same under the tenant's secret
+// where there is one; all pages of a namespace have one size; two namespaces that differ in any
+// field have different ids. The package holds plain values, does no I/O and starts no goroutine.
 package page
 
 import (
@@ -19,8 +19,8 @@ import (
 // MaxBatch is how many keys one request may name.
 const MaxBatch = 10_000
 
-// MaxBytes bounds the size of a page. A larger one is a mistake in a unit, not a page: 512 tokens of
-// a model with 1 MiB of cache per token have 512 MiB, and engines use pages of 16 to 128 tokens.
+// MaxBytes bounds the size of a page. A larger one is a mistake in a unit, not a page: 512 tokens
+// of a model with 1 MiB of cache per token have 512 MiB, and engines use pages of 16 to 128 tokens.
 const MaxBytes = 64 << 20
 
 // KeyBytes is the length of a Key.
@@ -51,8 +51,8 @@ func (b Bitmap) Count() (n int) {
 	return n
 }
 
-// Leading is the number of bits that are 1 before the first one that is 0: of a prompt's pages, those
-// that an engine can use.
+// Leading is the number of bits that are 1 before the first one that is 0: of a prompt's pages,
+// those that an engine can use.
 func (b Bitmap) Leading() (n int) {
 	for _, w := range b {
 		ones := bits.TrailingZeros64(^w)

@@ -26,12 +26,16 @@ func TestCheckNamesTheField(t *testing.T) {
 		{"weights", func(n *Namespace) { n.Weights = "" }, []string{"weights", "digest"}},
 		{"dtype", func(n *Namespace) { n.DType = "" }, []string{"dtype"}},
 		{"layout", func(n *Namespace) { n.Layout = "" }, []string{"layout"}},
-		{"long", func(n *Namespace) { n.Adapter = strings.Repeat("a", MaxFieldBytes+1) }, []string{"adapter", "257"}},
+		{"long", func(n *Namespace) { n.Adapter = strings.Repeat("a", MaxFieldBytes+1) },
+			[]string{"adapter", "257"}},
 		{"tokens", func(n *Namespace) { n.PageTokens = 0 }, []string{"page_tokens", "65536"}},
-		{"bytes", func(n *Namespace) { n.PageBytes = MaxBytes + 1 }, []string{"page_bytes", "67108865"}},
-		{"secret", func(n *Namespace) { n.Secret = []byte("short") }, []string{"secret", "5 bytes", "16"}},
+		{"bytes", func(n *Namespace) { n.PageBytes = MaxBytes + 1 }, []string{"page_bytes",
+			"67108865"}},
+		{"secret", func(n *Namespace) { n.Secret = []byte("short") }, []string{"secret",
+			"5 bytes", "16"}},
 		{"seed", func(n *Namespace) { n.Seed = "" }, []string{"seed", "PYTHONHASHSEED"}},
-		{"builtin", func(n *Namespace) { n.Algorithm = "vllm-builtin" }, []string{"vllm-builtin", "sha256_cbor"}},
+		{"builtin", func(n *Namespace) { n.Algorithm = "vllm-builtin" }, []string{"vllm-builtin",
+			"sha256_cbor"}},
 		{"unknown", func(n *Namespace) { n.Algorithm = "md5" }, []string{`"md5"`, "sglang-sha256"}},
 	} {
 		n := sample()
@@ -113,7 +117,8 @@ func TestKeyRefusesHashes(t *testing.T) {
 	n := sample()
 	k := n.Keyer()
 	for _, length := range []int{0, MinHashBytes - 1, MaxHashBytes + 1} {
-		if _, err := k.Key(make([]byte, length)); err == nil || !strings.Contains(err.Error(), "page_hash") {
+		if _, err := k.Key(make([]byte, length)); err == nil || !strings.Contains(err.Error(),
+			"page_hash") {
 			t.Errorf("hash of %d bytes: %v", length, err)
 		}
 	}

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package trace makes conversations as a store sees them: requests, each a list of pages of which the
-// first ones have been seen before. It is pure; one seed gives one trace.
+// Package trace makes conversations as a store sees them: requests, each a list of pages of which
+// the first ones have been seen before. It is pure; one seed gives one trace.
 //
 // The parameters of Conversation were measured in the conversation trace that the Mooncake project
 // published with its FAST '25 paper (github.com/kvcache-ai/Mooncake,
-// FAST25-release/traces/conversation_trace.jsonl: 12,031 requests of an hour, blocks of 512 tokens).
-// A request is taken for a later turn if it shares more than one block with an earlier request. There,
-// 36.6% of all blocks had been seen before, in one unbounded cache; here, 36 to 40%.
+// FAST25-release/traces/conversation_trace.jsonl: 12,031 requests of an hour, blocks of 512
+// tokens). A request is taken for a later turn if it shares more than one block with an earlier
+// request. There, 36.6% of all blocks had been seen before, in one unbounded cache; here, 36 to
+// 40%.
 package trace
 
 import (
@@ -19,7 +20,9 @@ import (
 // LogNormal is a distribution of which the logarithm is normal.
 type LogNormal struct{ Median, Sigma float64 }
 
-func (d LogNormal) draw(r *rand.Rand) float64 { return d.Median * math.Exp(d.Sigma*r.NormFloat64()) }
+func (d LogNormal) draw(r *rand.Rand) float64 {
+	return d.Median * math.Exp(d.Sigma*r.NormFloat64())
+}
 
 // Params describes conversations.
 type Params struct {
@@ -28,12 +31,14 @@ type Params struct {
 	First     LogNormal // pages of a first turn
 	Grow      LogNormal // pages that a later turn adds
 	Gap       LogNormal // seconds between two turns
-	Continue  []float64 // the chance of another turn after turn 1, 2 ...; the last one holds for all later ones
-	MaxPages  int       // the longest prompt
+	// the chance of another turn after turn 1, 2 ...; the last one holds for all later ones
+	Continue []float64
+	MaxPages int // the longest prompt
 }
 
-// Conversation is the shape of Mooncake's conversation trace. In the trace, first turns have 11 blocks (median), 50 (90%), 21.5
-// (mean); later ones add 2, 20 and 6.8; gaps have 123 s, 483 s and 215 s.
+// Conversation is the shape of Mooncake's conversation trace. In the trace, first turns have 11
+// blocks (median), 50 (90%), 21.5 (mean); later ones add 2, 20 and 6.8; gaps have 123 s, 483 s and
+// 215 s.
 func Conversation() Params {
 	return Params{
 		PerSecond: 7373.0 / 3537, System: 1,
@@ -94,7 +99,8 @@ func (g *Generator) Next() Request {
 		g.next += g.r.ExpFloat64() / g.p.PerSecond
 	}
 	t := heap.Pop(&g.turns).(turn)
-	if g.r.Float64() < g.p.Continue[min(t.number, len(g.p.Continue))-1] && len(t.Pages) < g.p.MaxPages {
+	if g.r.Float64() < g.p.Continue[min(t.number, len(g.p.Continue))-1] &&
+		len(t.Pages) < g.p.MaxPages {
 		later := turn{Request{Seconds: t.Seconds + g.p.Gap.draw(g.r)}, t.number + 1}
 		later.Pages = g.grow(t.Pages[:len(t.Pages):len(t.Pages)], g.p.Grow)
 		heap.Push(&g.turns, later)

@@ -32,7 +32,8 @@ func TestConversationHasTheShapeOfMooncakes(t *testing.T) {
 	}
 	sort.Ints(lengths)
 	t.Logf("%d requests, %d first turns, %d blocks, %d unique, hits %.1f%%, first turns median %d",
-		requests, first, blocks, len(seen), 100*float64(hits)/float64(blocks), lengths[len(lengths)/2])
+		requests, first, blocks, len(seen), 100*float64(hits)/float64(blocks),
+		lengths[len(lengths)/2])
 	within := func(what string, got, want, tolerance float64) {
 		if got < want*(1-tolerance) || got > want*(1+tolerance) {
 			t.Errorf("%s: %.3g, the published trace has %.3g", what, got, want)

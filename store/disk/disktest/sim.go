@@ -18,7 +18,8 @@ const sector = 512 // what a disk writes at once
 // ErrPower is what every operation returns once the power is off.
 var ErrPower = errors.New("the power is off")
 
-// Sim is a disk in memory that loses power: what was not synced is then kept in any sectors, or not.
+// Sim is a disk in memory that loses power: what was not synced is then kept in any sectors, or
+// not.
 type Sim struct {
 	mu      sync.Mutex // guards what follows
 	r       *rand.Rand
@@ -39,7 +40,8 @@ type write struct {
 
 // New makes a disk of zeros. One seed gives one way of losing what was not synced.
 func New(size int, seed uint64) *Sim {
-	return &Sim{r: rand.New(rand.NewPCG(seed, 1)), durable: make([]byte, size), now: make([]byte, size)}
+	return &Sim{r: rand.New(rand.NewPCG(seed, 1)), durable: make([]byte, size), now: make([]byte,
+		size)}
 }
 
 func (f *Sim) step(op string, off int64) error {
@@ -122,7 +124,8 @@ func (f *Sim) Sync() error {
 // Close is disk.File. The disk keeps what it has.
 func (f *Sim) Close() error { return nil }
 
-// Crash turns the power off and on: of what was not synced, each sector is kept or not, whatever its neighbours do.
+// Crash turns the power off and on: of what was not synced, each sector is kept or not, whatever
+// its neighbours do.
 func (f *Sim) Crash() {
 	f.mu.Lock()
 	defer f.mu.Unlock()

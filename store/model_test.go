@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package store
+
+import (
+	"context"
+	"testing"
+
+	"github.com/kvspray/kvspray/store/disk/disktest"
+	"golang.org/x/sys/unix"
+	"pgregory.net/rapid"
+)
+
+// model is what a store may and must have.
+type model struct {
+	durable map[int]bool // it must have, unless it was given up
+	may     map[int]bool // it may have; anything else is a miss
+}
+
+// The whole, memory over a disk, against a map, with the power lost, errors and flipped bits at any
+// operation of the disk. The store is large enough to give nothing up, so that every page that was
+// acknowledged as durable must be served after every crash; or small, and then no page is wrong.
+func TestModel(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		large := rapid.Bool().Draw(t, "large")
+		writeBack := rapid.Bool().Draw(t, "write-back")
+		size := 1<<20 + 8*simSegment
+		if large {
+			size = 1<<20 + 100*simSegment
+		}
+		sim := disktest.New(size, rapid.Uint64().Draw(t, "seed"))
+		s := onDisk(t, sim, writeBack)
+		names := []string{"a", "b"}
+		sizes := []int{4096, 9_999}
+		var engines []*engine
+		models := []*model{{map[int]bool{}, map[int]bool{}}, {map[int]bool{}, map[int]bool{}}}
+		var pins []*Pins
+		damaged := false // bits flipped or reads failed: what is durable may be lost then
+		dark := false    // the power goes, or has gone
+		open := func() {
+			engines = nil
+			for i, name := range names {
+				engines = append(engines, newEngine(t, s, name, sizes[i]))
+			}
+		}
+		shutAll := func() {
+			for _, p := range pins {
+				p.Release()
+			}
+			pins = nil
+			for _, e := range engines {
+				e.close()
+			}
+			_ = s.Close() // its disk may be without power
+		}
+		open()
+		defer func() { shutAll() }()
+		pages := func(t *rapid.T) []int {
+			from := rapid.IntRange(0, 60).Draw(t, "from")
+			return upTo(from, from+rapid.IntRange(1, 25).Draw(t, "pages"))
+		}
+		which := rapid.IntRange(0, 1)
+		verify := func(i int) {
+			e, m := engines[i], models[i]
+			for from := 0; from < 90; from += 45 {
+				for n, r := range e.get(upTo(from, from+45)...) {
+					page := from + n
+					switch {
+					case r.Outcome == Hit && !m.may[page]:
+						t.Fatalf("engine %d, page %d: it was removed, or never put: %+v", i, page,
+							r)
+					case r.Outcome != Hit && m.durable[page] && large && !damaged && !dark:
+						t.Fatalf("engine %d, page %d: it was durable: %+v", i, page, r)
+					}
+				}
+			}
+		}
+		t.Repeat(map[string]func(*rapid.T){
+			"put": func(t *rapid.T) {
+				i := which.Draw(t, "engine")
+				list := pages(t)
+				for n, r := range engines[i].put(list...) {
+					models[i].may[list[n]] = true
+					if r.Durable {
+						models[i].durable[list[n]] = true
+					}
+				}
+			},
+			"get": func(t *rapid.T) {
+				i := which.Draw(t, "engine")
+				engines[i].get(pages(t)...)
+			},
+			"cancel": func(t *rapid.T) {
+				e := engines[which.Draw(t, "engine")]
+				list := pages(t)
+				b, err := e.space.Get(e.keys(list), e.places(len(list)))
+				if err != nil {
+					t.Fatal(err)
+				}
+				b.Cancel()
+				<-b.Done()
+			},
+			"flush": func(t *rapid.T) {
+				if err := s.Flush(context.Background()); err != nil {
+					t.Fatal(err)
+				}
+			},
+			"pin": func(t *rapid.T) {
+				e := engines[which.Draw(t, "engine")]
+				if len(pins) < 3 {
+					p, err := e.space.Pin(e.keys(pages(t)))
+					if err != nil {
+						t.Fatal(err)
+					}
+					pins = append(pins, p)
+				}
+			},
+			"unpin": func(t *rapid.T) {
+				if len(pins) > 0 {
+					pins[0].Release()
+					pins = pins[1:]
+				}
+			},
+			"remove": func(t *rapid.T) {
+				if rapid.IntRange(0, 3).Draw(t, "seldom") > 0 {
+					return
+				}
+				i := which.Draw(t, "engine")
+				m := models[i]
+				clear(m.durable)
+				if engines[i].space.Remove() == nil {
+					clear(m.may)
+				}
+			},
+			"power": func(t *rapid.T) { // it goes soon; until then all goes on
+				dark = true
+				sim.LosePower(rapid.IntRange(1, 30).Draw(t, "operations"))
+			},
+			"crash": func(t *rapid.T) {
+				shutAll()
+				sim.Crash()
+				dark = false
+				s = onDisk(t, sim, writeBack)
+				open()
+				for i := range engines {
+					verify(i)
+				}
+			},
+			"restart": func(t *rapid.T) {
+				shutAll()
+				sim.Crash() // what was not synced need not stay
+				dark = false
+				s = onDisk(t, sim, writeBack)
+				open()
+			},
+			"fail": func(t *rapid.T) {
+				if rapid.Bool().Draw(t, "heal") {
+					sim.Fail(nil)
+					return
+				}
+				op := rapid.SampledFrom([]string{"read", "write", "sync"}).Draw(t, "operation")
+				every := rapid.IntRange(1, 4).Draw(t, "every")
+				n := 0
+				damaged = damaged || op == "read"
+				sim.Fail(func(o string, _ int64) error {
+					if o != op {
+						return nil
+					}
+					if n++; n%every == 0 {
+						return unix.EIO
+					}
+					return nil
+				})
+			},
+			"flip": func(t *rapid.T) {
+				if rapid.IntRange(0, 5).Draw(t, "seldom") == 0 {
+					damaged = true
+					sim.Flip(rapid.IntRange(1<<20, size-1).Draw(t, "byte"), rapid.UintRange(0,
+						7).Draw(t, "bit"))
+				}
+			},
+			"verify": func(t *rapid.T) { verify(which.Draw(t, "engine")) },
+		})
+	})
+}
