@@ -33,6 +33,10 @@ class Both(Cluster):
         for s in (self.sp, self.sd):
             rig.wait_for(f"engine sessions at {s.name}", lambda s=s: there(s), timeout)
 
+    def settle(self, timeout: float = 30.0) -> None:
+        for e in (self.p, self.d):
+            rig.wait_for(f"engine {e.name} idle", e.idle, timeout)
+
 
 @pytest.fixture(scope="module")
 def c(zygote: None, workdir: pathlib.Path) -> Iterator[Both]:
