@@ -19,7 +19,7 @@ import (
 func TestHTML(t *testing.T) {
 	var all Report
 	for _, name := range []string{"nvlink", "multipath"} {
-		raw, err := os.ReadFile(filepath.Join("..", "..", "docs", "bench", "gpu-"+name+"-4xh200.json"))
+		raw, err := os.ReadFile(filepath.Join("testdata", name+"-4xh200.json"))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -296,7 +296,8 @@ func (r *fanRun) under(ctx context.Context, pairs []*Pair, prio uint32,
 						}
 						return
 					}
-					r.ended(t.Landed())
+					t.Landed()
+					wg.Go(func() { r.ended(t.Wait()) }) // its content is compared meanwhile
 				}
 			})
 		}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -139,6 +140,9 @@ func refusedUs(err error, trailer metadata.MD) error {
 		return fmt.Errorf("%s: %w", s.Message(), ErrRelease)
 	case slices.Contains(what, refusesAcquaint):
 		return fmt.Errorf("%s: %w", s.Message(), ErrAcquainted)
+	case s.Code() == codes.Unimplemented && !strings.HasPrefix(s.Message(), "unknown "):
+		// Releases before the trailer; gRPC's own answer begins with "unknown service" or "unknown method".
+		return fmt.Errorf("%s: %w", s.Message(), ErrRelease)
 	case s.Code() == codes.Unimplemented:
 		return fmt.Errorf("%w: a gRPC server of another kind answers: %w", ErrOther, err)
 	}

@@ -223,6 +223,9 @@ func (s *session) take(l *lane, f *peerv1.ControlFrame) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.closed { // what is held of it from now on would count for its mesh for good
+		return fmt.Errorf("peer: a frame of %s: %w", s.boot, ErrUnknown)
+	}
 	if f.Ack > s.next {
 		return fmt.Errorf("peer: %s acknowledges frame %d of %d", s.boot, f.Ack, s.next)
 	}

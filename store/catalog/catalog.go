@@ -159,7 +159,8 @@ func (c *Catalog) RemoveOwner(owner uint16) {
 func (c *Catalog) Begin(owner uint16, k, after *page.Key, room func() (loc uint32,
 	err error)) (index.Node, error) {
 	n := c.Find(k)
-	if n != 0 && c.At(n).State != index.Gone {
+	// A hole keeps its owner: another namespace's page in it would be that owner's to read.
+	if n != 0 && (c.At(n).State != index.Gone || c.Owner(uint32(n)) != owner) {
 		if c.Readable(n, owner) {
 			return 0, ErrExists
 		}

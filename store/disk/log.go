@@ -98,6 +98,9 @@ func (t *Tier) Write(id uint16, records []Record) []error {
 	t.mu.Lock()
 	l.waiting--
 	for i := range records {
+		if errs[i] == nil && o.removals != removals {
+			errs[i] = ErrRemoved // before the log takes it: the segment's life would outlast the removal
+		}
 		if errs[i] != nil {
 			continue
 		}

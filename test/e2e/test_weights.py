@@ -319,6 +319,7 @@ def test_one_adapter_name_with_two_contents(c: Cluster, workdir: pathlib.Path) -
     prompt = fresh(200, "adapter")
     want = c.r.run(prompt, 12, lora=same[0]).tokens
     assert want != c.r.run(prompt, 12).tokens, "the adapter changes nothing: nothing would be shown"
+    c.d.run(fresh(20, "load"), 1, lora=same[1])  # D loads only for an adapter that its worker has read
     for run in (c.prefill_first, c.both):
         with Moved(c) as moved:
             assert run(prompt, loras=same).tokens == want

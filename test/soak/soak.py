@@ -30,6 +30,7 @@ import concurrent.futures as cf
 import contextlib
 import ctypes
 import fcntl
+import http.client
 import json
 import os
 import pathlib
@@ -157,7 +158,8 @@ SLACK = {
     "router": {"fds": 8, "goroutines": 12, "rss": 32 * MIB},
 }
 BAD_LINES = re.compile(
-    r"^(panic:|fatal error:|WARNING: DATA RACE|Traceback \(most recent|.*Segmentation fault).*",
+    # Python's traceback comes behind what vLLM writes before each line.
+    r"^(panic:|fatal error:|WARNING: DATA RACE|.*Traceback \(most recent|.*Segmentation fault).*",
     re.M,
 )
 CLONE_NEWNET = 0x40000000
@@ -285,7 +287,7 @@ class Soak:
 
     def start(self) -> None:
         self.pair.start()
-        self.plain.start(self.rig.host, self.rig.model, None, *self.rig.engine_args())
+        self.plain.start(self.rig.host, self.rig.model, None, *self.rig.engine_args("plain"))
         say("three engines start")
         wait_up([*self.pair.engines(), self.plain], say)
         self.pair.route()
@@ -456,7 +458,7 @@ class Soak:
             if not pids:
                 continue
             seen: dict[str, Any] = dict(use_of(pids))
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, KeyError, http.client.HTTPException):
                 m = thing.metrics(2.0)
                 if kind == "engine":
                     self.read_engine(thing.name, m, seen)
@@ -517,8 +519,10 @@ class Soak:
                 at = min(self.read_to.get(path, 0), size)
                 with path.open("rb+") as f:
                     f.seek(at)
-                    new = f.read().decode(errors="replace")
-                    self.read_to[path] = f.tell()
+                    raw = f.read()
+                    raw = raw[: raw.rfind(b"\n") + 1]  # whole lines
+                    new = raw.decode(errors="replace")
+                    self.read_to[path] = at + len(raw)
                     if bad := BAD_LINES.search(new):
                         self.problem(f"{path.name}: {new[bad.start() : bad.start() + 600]}")
                     if size > LOG_BYTES:
@@ -624,6 +628,8 @@ class Soak:
                     self.problem(f"{thing.name}: {now.get(what)} {what} at the end")
 
     def moved_all_the_time(self) -> None:
+        if not self.samples or self.now() - self.samples[-1]["t"] > MOVES_S:
+            self.problem("nothing was sampled at the end")
         key = f"{self.pair.d.name} moved"
         at, count = 0.0, 0.0
         for s in self.samples:

@@ -61,6 +61,7 @@ type hop struct {
 	sizes     []uint64
 	rows      []cuda.Rows // copyIn's
 	alone     []int
+	copies    bool // by copy engines alone
 }
 
 const hopListBytes = hopRuns*runBytes + (hopRuns+1)*4
@@ -334,7 +335,7 @@ func (u *GPU) how(h *hop, bytes int, learn *chooser) (e Executor, choice bool, w
 	if learn.fixed == Auto {
 		few = autoPieces
 	}
-	if h.dense == 0 || len(h.pieces) < few || bytes/len(h.pieces) >= directPiece {
+	if h.copies || h.dense == 0 || len(h.pieces) < few || bytes/len(h.pieces) >= directPiece {
 		return Copy, false, w
 	}
 	for i := range h.pieces {
@@ -522,6 +523,7 @@ type mover struct {
 	list     []Move
 	total    uint64 // bytes of list
 	from, to *GPU   // of list
+	copies   bool   // the list goes by copy engines alone
 
 	far, near []mem.Block // of gpu, and of the host
 	gpu       *GPU
@@ -676,6 +678,7 @@ func (w *mover) flush() error {
 	// there the driver copies by kernels, too.
 	c, done := p.pick(time.Now())
 	defer done()
+	w.copies = c.alone
 	if c.try && w.total > probeBytes {
 		return w.split(p, c.how)
 	}
@@ -797,7 +800,9 @@ func (w *mover) exchange(list []Move, buf []byte) error {
 				p += cuda.Ptr(stride)
 			}
 		}
+		h.copies = w.copies
 		err := side.gpu.hop(h, side.dir, buf)
+		h.copies = false
 		side.gpu.hops <- h
 		if err != nil {
 			return fmt.Errorf("stage: GPU %d: %w", side.gpu.index, err)

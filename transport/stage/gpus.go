@@ -77,6 +77,7 @@ type GPUs struct {
 
 	patience      time.Duration // workPatience; tests of something else have more
 	closePatience time.Duration // closePatience; a test has less
+	knock         time.Duration // knockIdle; a test has others
 
 	mu     sync.Mutex // protects all below
 	gpus   map[int]*GPU
@@ -155,7 +156,7 @@ func newGPUs(p platform, cfg Config) (*GPUs, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	g := &GPUs{cfg: cfg, plat: p, ids: ids, patience: workPatience, closePatience: closePatience, gpus: map[int]*GPU{}, peers: map[[2]int]*pair{}}
+	g := &GPUs{cfg: cfg, plat: p, ids: ids, patience: workPatience, closePatience: closePatience, knock: knockIdle, gpus: map[int]*GPU{}, peers: map[[2]int]*pair{}}
 	g.pins.Store(&[]pin{})
 	return g, nil
 }
@@ -254,6 +255,8 @@ type choice struct {
 	how  Executor
 	try  bool // only with a part of the list, to learn how long it takes
 	idle bool // no engine computes, so that it teaches nothing about the time beside one
+	// alone: an engine computes on the one GPU, and no hop through host memory may use a kernel, either.
+	alone bool
 }
 
 // pick chooses for the next list. The caller calls done when that has been moved.
@@ -264,7 +267,7 @@ func (p *pair) pick(now time.Time) (c choice, done func()) {
 	if p.idle != nil && p.within {
 		// The engine pays for kernels that run beside it, and learn sees only their own time. Copy
 		// engines take nothing from it.
-		return choice{how: Copy}, func() {}
+		return choice{how: Copy, alone: true}, func() {}
 	}
 	c.how, c.try = p.learn.pick(now, false)
 	return c, func() {}
@@ -272,6 +275,9 @@ func (p *pair) pick(now time.Time) (c choice, done func()) {
 
 // run gives moves to the pipeline that has the fewest runs.
 func (p *pair) run(moves []Move) error {
+	if len(p.peers) == 0 {
+		return net.ErrClosed
+	}
 	least := p.peers[0]
 	for _, q := range p.peers[1:] {
 		if len(q.free) > len(least.free) {
@@ -316,7 +322,7 @@ func (g *GPUs) pair(from, to *GPU) (*pair, error) {
 	}
 	if from.reaching() == Auto && to.reaching() == Auto {
 		p.idle = newKnocker(Auto, time.Now, func() bool {
-			return from.idle(knockIdle) && (from == to || to.idle(knockIdle))
+			return from.idle(g.knock) && (from == to || to.idle(g.knock))
 		})
 	}
 	for range PeerPipelines {

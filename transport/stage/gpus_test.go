@@ -628,11 +628,17 @@ func BenchmarkMove(b *testing.B) {
 // wait for the kernels. Between two GPUs the time decides.
 func TestKernelsOnIdleGPUs(t *testing.T) {
 	for _, c := range []struct {
-		name   string
-		to     int // the other GPU
-		busy   int
-		beside Executor
-	}{{"within one", 0, 0, Copy}, {"source busy", 1, 0, Copy}, {"destination busy", 1, 1, Copy}} {
+		name    string
+		to      int // the other GPU
+		busy    int
+		learned [numExecutors]float64
+		beside  Executor
+	}{
+		{"within one", 0, 0, [numExecutors]float64{Pack: 1, Copy: 2}, Copy},
+		{"source busy", 1, 0, [numExecutors]float64{Pack: 2, Copy: 1}, Copy},
+		{"destination busy", 1, 1, [numExecutors]float64{Pack: 2, Copy: 1}, Copy},
+		{"kernels are learned", 1, 0, [numExecutors]float64{Pack: 1, Copy: 2}, Pack},
+	} {
 		t.Run(c.name, func(t *testing.T) {
 			plat := newFakePlatform(2)
 			g := must(newGPUs(plat, Config{Hops: 3, Buffers: 8, PeerStage: 1 << 20}))(t)
@@ -657,15 +663,18 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 				wait time.Duration
 				how  Executor
 			}{{"beside an engine", time.Millisecond, c.beside}, {"idle", patience, Pack}} {
-				p.idle = newKnocker(Auto, time.Now, func() bool { return both[0].idle(step.wait) && both[1].idle(step.wait) })
+				g.knock = step.wait
+				p.idle.mu.Lock() // ask anew
+				p.idle.until, p.idle.heard, p.idle.pause = time.Time{}, time.Time{}, 0
+				p.idle.mu.Unlock()
 				p.learn.mu.Lock() // as learned beside an engine, and nothing is to be tried
-				p.learn.cost = [numExecutors]float64{Pack: 2, Copy: 1}
-				p.learn.best = Copy
+				p.learn.cost = c.learned
+				p.learn.best = c.beside
 				for e := range p.learn.probe {
 					p.learn.probe[e] = time.Now().Add(time.Hour)
 				}
 				p.learn.mu.Unlock()
-				if step.how == Pack {
+				if step.wait == patience {
 					close(leave)
 					for end := time.Now().Add(patience); !busy.idle(patience); runtime.Gosched() {
 						if time.Now().After(end) {
@@ -686,7 +695,10 @@ func TestKernelsOnIdleGPUs(t *testing.T) {
 						t.Errorf("%s: %s moved blocks: %v", step.what, e, moved)
 					}
 				}
-				if step.how == Pack && p.learn.cost != cost {
+				if u := both[0]; c.to == 0 && u.in.calls[Pack]+u.out.calls[Pack] > 0 {
+					t.Errorf("%s: a hop through host memory used a kernel", step.what)
+				}
+				if step.wait == patience && p.learn.cost != cost {
 					t.Errorf("%s: learned %v from it, before %v", step.what, p.learn.cost, cost)
 				}
 			}

@@ -201,23 +201,6 @@ func TestSealedOnPath(t *testing.T) {
 	}
 }
 
-// flat is what a transfer space holds, in its order.
-func flat(t *testing.T, m *transporttest.Memory) (out []byte) {
-	t.Helper()
-	blocks, err := m.Resolve(nil, m.All())
-	if err != nil {
-		t.Fatal(err)
-	}
-	for i := range blocks {
-		b, ok := blocks[i].Bytes()
-		if !ok {
-			t.Fatal("memory that is not mapped")
-		}
-		out = append(out, b...)
-	}
-	return out
-}
-
 // What a sealed lane carries is not to be read on the path, and what another one carried is not taken by it.
 func TestSealedIsSecret(t *testing.T) {
 	p := transporttest.NewPair(t, factory(Config{AEAD: true}))

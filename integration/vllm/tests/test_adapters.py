@@ -220,17 +220,17 @@ def test_a_load_whose_adapter_was_loaded_from_other_files(e: Engine, one: pathli
     assert e.worker_shim.leases == 1, "nothing was expected where it was known before"
 
 
-def loaded(e: Engine, one: pathlib.Path, resume_block: int = 16) -> Any:  # noqa: F811
-    """A request whose load has ended well, and which has computed nothing yet."""
-    e.worker._resume_block = resume_block
+def loaded(e: Engine, one: pathlib.Path, under_way: bool = False) -> Any:  # noqa: F811
+    """A request whose load has ended well, or is under way, and which has computed nothing yet."""
     worker_read(e, 1, digest(one))
     r, _ = add(e, "r", 40, prefill_first(), lora(one))
     asked(e, r)
     assert e.scheduler.matched(r, 0) == (40, True)
     e.scheduler.allocated(r, SimpleNamespace(get_block_ids=lambda: (e.tables["r"],)), 40)  # type: ignore[arg-type]
     e.step()
-    e.worker_shim.end(1, received=True, status=shim.OK)
-    assert e.step().received == {"r"}
+    if not under_way:
+        e.worker_shim.end(1, received=True, status=shim.OK)
+        assert e.step().received == {"r"}
     return r
 
 
@@ -244,16 +244,24 @@ def test_an_adapter_that_is_read_again_after_the_load_ended(e: Engine, one: path
     assert e.step().bad_blocks == set(), "each is told once"
 
 
-@pytest.mark.parametrize("how", ["another adapter", "its request has ended", "several groups"])
+@pytest.mark.parametrize("how", ["another adapter", "ended", "preempted", "cancelled", "cannot rewind"])
 def test_what_an_adapter_that_is_read_again_does_not_touch(
     e: Engine, one: pathlib.Path, how: str, caplog: pytest.LogCaptureFixture  # noqa: F811
 ) -> None:
-    loaded(e, one, 0 if how == "several groups" else 16)
-    if how == "its request has ended":
-        e.worker.forget({"x", "r"})
+    loaded(e, one, how == "cancelled")
+    e.worker._rewinds = how != "cannot rewind"
+    # The schedule of this step may have given the blocks to another request.
+    if how in ("ended", "cancelled"):
+        e.finish("r")
+    meta = e.meta(preempted={"r"} if how == "preempted" else None)
+    if how == "cancelled":
+        e.worker_shim.end(1, received=True, status=shim.OK)  # it was complete when the cancel came
+    e.worker.preempts(meta)
     e.worker.adapter_loaded(2 if how == "another adapter" else 1, "other")
-    assert e.step().bad_blocks == set()
-    assert ("several cache groups" in caplog.text) == (how == "several groups")
+    assert e.run(meta).bad_blocks == set()
+    e.worker.adapter_loaded(1, "another")
+    assert e.step().bad_blocks == ({1, 2, 3} if how == "another adapter" else set())
+    assert ("--max-cpu-loras" in caplog.text) == (how == "cannot rewind")
 
 
 def test_loads_that_are_remembered_are_bounded(e: Engine, one: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -137,7 +137,9 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
             )
             alone = vllm_config.parallel_config.data_parallel_size == 1
             block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if resumes else 0
-            self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0, block)
+            # vLLM's second model runner keeps on the device how far a request is computed, and does not take that back.
+            rewinds = not getattr(vllm_config, "use_v2_model_runner", True)
+            self._worker = WorkerSide(self._worker_client, logger, LOAD_WAIT_S if alone else 0, block, rewinds)
 
     def _sync_block(self, vllm_config: VllmConfig) -> int:
         """The bytes of a block over all layers, where a step may wait for a load; 0 where it may not. With several batches under way, vLLM has
@@ -316,7 +318,6 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         assert self._worker is not None
-        self._worker.forget(finished_req_ids)
         done = self._worker.collect()
         self._bad_blocks |= done.bad_blocks | done.failed_blocks
         return done.sent or None, done.received or None
@@ -330,8 +331,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
         def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
             assert self._worker is not None
-            self._worker.forget(finished_req_ids)
-            done = self._worker.collect()
+                done = self._worker.collect()
             self._bad_blocks |= done.bad_blocks
             return base.KVConnectorTransferResults(
                 finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed

@@ -86,6 +86,7 @@ class StepMeta(KVConnectorMetadata):
     """Applied by the worker in the order of the fields: blocks that were taken away come first."""
 
     preempts: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)  # with an adapter, ended or preempted: their blocks may be others' by now
     lost: list[tuple[str, str]] = field(default_factory=list)  # (request, reason): its blocks went, and do not come back
     cancels: list[tuple[str, str]] = field(default_factory=list)  # (request, reason)
     holds: list[str] = field(default_factory=list)
@@ -98,5 +99,5 @@ class StepMeta(KVConnectorMetadata):
     asks_adapters: bool = False  # which adapters the worker has read
 
     def empty(self) -> bool:
-        lists = (self.preempts, self.lost, self.cancels, self.holds, self.released, self.intents)
+        lists = (self.preempts, self.gone, self.lost, self.cancels, self.holds, self.released, self.intents)
         return not (self.step or self.expects or self.asks_adapters or any(lists))

@@ -456,6 +456,8 @@ class SchedulerSide:
     def build(self, out: SchedulerOutput, tables: Callable[[str], Sequence[Sequence[int]]]) -> StepMeta:
         meta = self._meta
         for req in out.preempted_req_ids or ():
+            if req in self._adapter:
+                meta.gone.append(req)
             source = self._sources.get(req)
             if source is not None:
                 # vLLM has given the blocks away already; the worker moves the source epoch before this step computes.
@@ -549,7 +551,8 @@ class SchedulerSide:
         self._pending.pop(req, None)
         self._reading.pop(req, None)
         self._live.discard(req)
-        self._adapter.pop(req, None)
+        if self._adapter.pop(req, None):
+            self._meta.gone.append(req)
         if request.status.name not in DELIVERED:
             self._forget(self._computing.pop(req, ()))
         # Where a request ends with the first token, vLLM says so before it hands on what the worker says, which decides then: what came stays cached.

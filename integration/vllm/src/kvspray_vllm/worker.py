@@ -66,12 +66,21 @@ class _Load:
 
 
 class WorkerSide:
-    def __init__(self, client: shim.WorkerShim, log: logging.Logger, load_wait_s: float = LOAD_WAIT_S, resume_block: int = 0) -> None:
+    def __init__(
+        self,
+        client: shim.WorkerShim,
+        log: logging.Logger,
+        load_wait_s: float = LOAD_WAIT_S,
+        resume_block: int = 0,
+        rewinds: bool = True,
+    ) -> None:
         """resume_block: how many tokens a block has, of an engine that can go on behind the last good block of a load that failed. 0: it
-        cannot, because of what its layers look back to only the end of the prompt moves."""
+        cannot, because of what its layers look back to only the end of the prompt moves.
+        rewinds: the engine can compute again what a running request was loaded with."""
         self._client = client
         self._log = log
         self._resume_block = resume_block
+        self._rewinds = rewinds and resume_block > 0
         self._load_wait_s = load_wait_s
         self._flags: dict[str, int] = {}
         self._signals: Signals = CpuSignals(client)
@@ -113,6 +122,7 @@ class WorkerSide:
         if self._preempted is meta:
             return
         self._preempted = meta
+        self.forget(meta.gone)
         for req in meta.preempts:
             source = self._sources.get(req)
             if source is not None and source.lease is not None:
@@ -233,20 +243,21 @@ class WorkerSide:
             self._ended.popitem(last=False)
 
     def _take_back(self, expect: Expect, why: str) -> None:
-        blocks = expect.blocks[0][expect.skip // self._resume_block :] if self._resume_block else ()
-        self._results.bad_blocks.update(expect.into or blocks)
+        if self._rewinds:
+            first = expect.skip // self._resume_block
+            self._results.bad_blocks.update(expect.into or expect.blocks[0][first:])
         self._log.error(
             "kvspray: request %s: what was loaded for it is of another adapter: %s; %s",
             expect.req,
             why,
             "it is computed again"
-            if self._resume_block
-            else "this model has several cache groups, and vLLM cannot compute it again",
+            if self._rewinds
+            else "this engine cannot compute it again: send the request once more, and raise --max-cpu-loras, so that vLLM keeps adapters that are in use",
         )
 
-    def forget(self, finished: Iterable[str]) -> None:
-        """Requests that the engine has ended."""
-        for req in finished if self._ended else ():
+    def forget(self, gone: Iterable[str]) -> None:
+        """Requests whose blocks the engine has taken back, and may have given to others."""
+        for req in gone if self._ended else ():
             self._ended.pop(req, None)
 
     def _cancel(self, req: str, reason: str) -> None:
@@ -373,7 +384,7 @@ class WorkerSide:
             self._loaded_spare(load, end)
             return
         self._results.received.add(req)
-        if end.status == shim.OK and not load.outdated and load.expect.adapter is not None:
+        if end.status == shim.OK and not (load.outdated or load.cancelled) and load.expect.adapter is not None:
             self._keep(load.expect)
         recomputed = 0
         # One that was complete before the weights changed, and is seen only now, is no better than one that ends now.
