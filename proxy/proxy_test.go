@@ -609,14 +609,14 @@ func TestWrongPeerIsTold(t *testing.T) {
 		name, peer, engine, sidecar string
 		warning                     string
 	}{
-		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "give --prefill-peer 127.0.0.2:7650"},
-		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "give --prefill-peer 127.0.0.1:7660"},
-		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "give --prefill-peer 127.0.0.2:7650"},
-		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", which takes peers at 127.0.0.2:7650"},
+		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "pass --prefill-peer 127.0.0.2:7650"},
+		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "pass --prefill-peer 127.0.0.1:7660"},
+		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "pass --prefill-peer 127.0.0.2:7650"},
+		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
 		{"right", "127.0.0.2:7650", "127.0.0.2:7650", sidecar.URL, ""},
 		{"nothing said", "127.0.0.1:7650", "", "", ""},
 		{"asked for", "", "127.0.0.2:7650", sidecar.URL, ""},
-		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", which takes peers at 127.0.0.2:7650"},
+		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, d := newEngine(t, says(c.engine)), newEngine(t, answerDecode)
@@ -668,7 +668,7 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 		{"nobody listens to check the peer", gone.URL, "127.0.0.1:7650", "nothing checks --prefill-peer"},
 		{"something else", node(404, "{}").URL, "", "404 Not Found"},
 		{"no JSON", node(200, "hello").URL, "", "invalid character"},
-		{"no endpoint", node(200, "{}").URL, "", "its answer names no endpoint"},
+		{"no endpoint", node(200, "{}").URL, "", "its answer contains no endpoint"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var log kvtest.Log
@@ -690,7 +690,7 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 			}
 			w := httptest.NewRecorder()
 			px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
-			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong, "give the http.listen"} {
+			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong, "pass the http.listen"} {
 				if !strings.Contains(w.Body.String(), want) {
 					t.Errorf("%s: no %q", w.Body, want)
 				}

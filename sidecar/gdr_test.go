@@ -142,7 +142,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 		"memlock on one rail of two": {[2][]string{{"a", "a2"}, {"b", "b2"}}, func(f *fake.Fabric) { f.Lock("b2", 64<<10) }, func(f *fake.Fabric) { f.Lock("b2", whole) }, 1,
 			"run 'ulimit -l unlimited'", config.TransGDR},
 		"registrations": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxRegistrations = 0 }), change(func(*verbs.Limits) {}), 1,
-			"b has room for 0 registrations, and this process holds 0: leave it out of transports.gdr.rails", config.TransTCP},
+			"b has room for 0 registrations, and this process holds 0: remove it from transports.gdr.rails", config.TransTCP},
 		"queue pairs": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxQueuePairs = 0 }), change(func(*verbs.Limits) {}), 0,
 			" has room for 0 queue pairs, and this process holds 0: lower transports.gdr.queue_pairs", config.TransTCP},
 	} {

@@ -134,7 +134,7 @@ func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 		}
 		var told []string
 		for line := range strings.Lines(l.String()) {
-			if strings.Contains(line, "rails of a peer are not what they can be") && strings.Contains(line, boot.String()) {
+			if strings.Contains(line, "a peer announced invalid rails") && strings.Contains(line, boot.String()) {
 				told = append(told, line)
 			}
 		}

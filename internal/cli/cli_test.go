@@ -288,10 +288,10 @@ func TestServeElsewhere(t *testing.T) {
 		"gossip":  {[]string{"--listen", "127.0.0.1:0", "--set", "peer.gossip.listen=" + foreign}, []string{"peer.gossip.listen", foreign, "name an address of this host"}},
 		"rail": {[]string{"--listen", "127.0.0.1:0", "--set", "transports.tcp.rails=lo@" + foreign}, []string{`rail "lo"`, foreign,
 			"name an address of this host"}},
-		"socket folder": {[]string{"--socket", "/proc/x.sock"}, []string{"--socket (engine.socket) /proc/x.sock", "name a folder that this user may write to"}},
+		"socket folder": {[]string{"--socket", "/proc/x.sock"}, []string{"--socket (engine.socket) /proc/x.sock", "name a directory that this user may write to"}},
 		"socket alone": {[]string{"--socket", "/proc/x.sock", "--set", "transports.order=tcp"}, []string{"/proc/x.sock", "--socket (engine.socket)",
 			"choose a path in a folder that this user may write to"}},
-		"shm folder": {[]string{"--set", "transports.shm.dir=/proc"}, []string{"transports.shm.dir", "/proc", "name a folder that this user may write to"}},
+		"shm folder": {[]string{"--set", "transports.shm.dir=/proc"}, []string{"transports.shm.dir", "/proc", "name a directory that this user may write to"}},
 		"taken":      {[]string{"--listen", taken.Addr().String()}, []string{taken.Addr().String(), "another sidecar?", "--listen"}},
 	} {
 		args := append([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--http", "off", "--set", "peer.cluster_key_file=" + key}, c.args...)

@@ -15,10 +15,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// namespaceEnv names, in a child of InNamespace or MainInNamespace, what it is there to run.
+// namespaceEnv names, in a child of InNamespace or MainInNamespace, the test to run.
 const namespaceEnv = "KVSPRAY_TEST_NETNS"
 
-// childOutput bounds how much of a failed child's output is shown, in bytes: the end of it.
+// childOutput bounds the shown output of a failed child, in bytes from its end.
 const childOutput = 16 << 10
 
 // InNamespace runs the calling test again in a child that has a network namespace of its own, whose loopback is up, and reports
@@ -27,7 +27,7 @@ const childOutput = 16 << 10
 func InNamespace(tb testing.TB) bool {
 	tb.Helper()
 	if os.Getenv(namespaceEnv) == tb.Name() {
-		if err := loopbackUp(); err != nil { // some kernels grant the namespace, and then no rights in it
+		if err := loopbackUp(); err != nil { // some kernels grant the namespace without rights in it
 			Skip(tb, "netns", err.Error())
 		}
 		return true
@@ -50,9 +50,10 @@ func InNamespace(tb testing.TB) bool {
 	return false
 }
 
-// MainInNamespace runs this test binary again as InNamespace does, for packages in which every test needs the right to make network
-// namespaces. It reports the child's exit code, and false where the caller goes on itself: it is the child, it is root, or the kernel
-// refuses, in which case tests skip one by one.
+// MainInNamespace runs this test binary again like InNamespace, for packages in which every test
+// needs the right to make network namespaces. It returns the child's exit code, or false if the
+// caller continues itself: it is the child, it is root, or the kernel refuses, and then tests skip
+// one by one.
 func MainInNamespace() (code int, ran bool) {
 	if os.Geteuid() == 0 {
 		return 0, false

@@ -16,9 +16,9 @@ import (
 // strangersTick is how often Strangers open connections.
 const strangersTick = 5 * time.Millisecond
 
-// Strangers hold so many connections to a listener on loopback open and say nothing on them, and open
-// so many new ones a second, for which the oldest go, until the test is over or stop is called. from
-// gives the n-th one's source address. It returns once the first ones are open.
+// Strangers hold open the given number of silent connections to a listener on loopback, and open
+// new ones at the given rate, each replacing the oldest, until the test ends or stop is called.
+// from returns the n-th one's source address. It returns once the first ones are open.
 func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n int) [4]byte) (stop func() (opened int)) {
 	tb.Helper()
 	at, err := netip.ParseAddrPort(address)
@@ -29,7 +29,7 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 	var held []int
 	count := 0
 	open := func() {
-		// Raw, because ten thousand of net's own would be most of what the test costs.
+		// Raw sockets, because ten thousand of package net's would be most of the test's cost.
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 		if err != nil {
 			tb.Errorf("socket: %v", err)
@@ -84,5 +84,5 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 // OneStranger and ManyStrangers are sources for Strangers.
 func OneStranger(int) [4]byte { return [4]byte{127, 0, 0, 1} }
 
-// ManyStrangers gives each connection an address of its own, for the first 65,536.
+// ManyStrangers returns a separate address for each of the first 65,536 connections.
 func ManyStrangers(n int) [4]byte { return [4]byte(net.IPv4(127, 9, byte(n>>8), byte(n)).To4()) }
