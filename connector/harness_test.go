@@ -61,7 +61,8 @@ type events struct {
 	order     []string
 }
 
-// seen is what was said up to now. The server may go on talking: slices only grow, the map is a copy.
+// seen is what was said up to now. The server may go on talking: slices only grow, the map is a
+// copy.
 func (r *recorder) seen() events {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -163,7 +164,8 @@ func (r *recorder) Decline(d connector.Decline) {
 	r.note("decline", func() { r.declines = append(r.declines, d) })
 }
 
-// retired is why each worker that is gone went. A child's exit may be noted at any moment, so it is read under the lock.
+// retired is why each worker that is gone went. A child's exit may be noted at any moment, so it is
+// read under the lock.
 func (r *recorder) retired() []error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

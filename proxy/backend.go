@@ -180,7 +180,8 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	}
 	b.mu.Lock()
 	asked := said
-	if b.heard != "" || !b.configured { // the engine is more reliable than a sidecar that may be another engine's
+	// the engine is more reliable than a sidecar that may be another engine's
+	if b.heard != "" || !b.configured {
 		said = b.heard
 	}
 	b.mu.Unlock()

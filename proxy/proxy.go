@@ -38,7 +38,8 @@ type Mode string
 
 // The modes.
 const (
-	// Concurrent dispatches P and D at once: the transfer overlaps the prefill. Needs the endpoint of P's sidecar.
+	// Concurrent dispatches P and D at once: the transfer overlaps the prefill. Needs the endpoint
+	// of P's sidecar.
 	Concurrent Mode = "concurrent"
 	// PrefillFirst sends a request to P, waits for its answer, and passes P's kv_transfer_params to
 	// D, like NIXL-style routers.
@@ -47,18 +48,20 @@ const (
 
 // Bounds and times. Bytes and durations.
 const (
-	DefaultBodyBytes   = 32 << 20
-	maxPrefillAnswer   = 16 << 20
-	maxInFlight        = 4096 // requests
-	decodeTries        = 2    // back ends tried for one request
-	healthEvery        = time.Second
-	healthTimeout      = 2 * time.Second
-	downAfter          = 2 // health checks in a row
-	dialTimeout        = 3 * time.Second
-	headerTimeout      = 10 * time.Second // to read a client's header
-	bodyTimeout        = 60 * time.Second // to read a client's body
-	clientIdle         = 2 * time.Minute  // between two requests of a client's connection
-	backendIdle        = 4 * time.Second  // below the 5 s of vLLM's server, because a POST on a connection that the server closes cannot be repeated
+	DefaultBodyBytes = 32 << 20
+	maxPrefillAnswer = 16 << 20
+	maxInFlight      = 4096 // requests
+	decodeTries      = 2    // back ends tried for one request
+	healthEvery      = time.Second
+	healthTimeout    = 2 * time.Second
+	downAfter        = 2 // health checks in a row
+	dialTimeout      = 3 * time.Second
+	headerTimeout    = 10 * time.Second // to read a client's header
+	bodyTimeout      = 60 * time.Second // to read a client's body
+	clientIdle       = 2 * time.Minute  // between two requests of a client's connection
+	// below the 5 s of vLLM's server, because a POST on a connection that the server closes cannot
+	// be repeated
+	backendIdle        = 4 * time.Second
 	shutdownTimeout    = 30 * time.Second
 	keptIdlePerBackend = 256
 	maxFanout          = 16 // grants that one intent can serve, docs/protocol.md section 2
@@ -66,9 +69,10 @@ const (
 
 // Prefill names one prefill engine.
 type Prefill struct {
-	URL     string // of the engine's API server
-	Peer    string // host:port of its sidecar for peers; empty: ask Sidecar
-	Sidecar string // URL of its sidecar's HTTP listener: the source of an empty Peer, and the check of a set one
+	URL  string // of the engine's API server
+	Peer string // host:port of its sidecar for peers; empty: ask Sidecar
+	// URL of its sidecar's HTTP listener: the source of an empty Peer, and the check of a set one
+	Sidecar string
 }
 
 // Config configures a Proxy.
@@ -222,7 +226,8 @@ func (p *Proxy) Watch(ctx context.Context) {
 	p.client.CloseIdleConnections()
 }
 
-// Serve runs the proxy on a listener until ctx ends, then lets requests in flight finish for a while.
+// Serve runs the proxy on a listener until ctx ends, then lets requests in flight finish for a
+// while.
 func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	watching, stopWatching := context.WithCancel(context.WithoutCancel(ctx))
 	var wg sync.WaitGroup

@@ -51,7 +51,8 @@ type seen struct {
 func newEngine(t *testing.T, answer func(w http.ResponseWriter, r *http.Request, s seen)) *engine {
 	e := &engine{t: t, answer: answer, gone: make(chan struct{})}
 	e.Server = httptest.NewUnstartedServer(http.HandlerFunc(e.serve))
-	l, err := net.Listen("tcp", net.JoinHostPort(kvtest.Loopback(), "0")) // once it is closed nobody else answers there
+	// once it is closed nobody else answers there
+	l, err := net.Listen("tcp", net.JoinHostPort(kvtest.Loopback(), "0"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -309,7 +310,8 @@ func TestPrefillFails(t *testing.T) {
 	}
 }
 
-// A request that is wrong is the client's affair: it gets the decode engine's word, and no prefill counts as failed.
+// A request that is wrong is the client's affair: it gets the decode engine's word, and no prefill
+// counts as failed.
 func TestClientIsWrong(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
 		t.Run(string(mode), func(t *testing.T) {
@@ -466,7 +468,8 @@ func TestPassBreaksOff(t *testing.T) {
 		w.(http.Flusher).Flush()
 		panic(http.ErrAbortHandler)
 	})
-	if resp, err := http.Get(url + "/v1/models?limit=1"); err == nil { // else it broke before the header went out
+	// else it broke before the header went out
+	if resp, err := http.Get(url + "/v1/models?limit=1"); err == nil {
 		defer resp.Body.Close()
 		if b, err := io.ReadAll(resp.Body); err == nil {
 			t.Errorf("%q looked complete", b)
@@ -594,7 +597,8 @@ func TestDiscoversPeer(t *testing.T) {
 	}
 }
 
-// An operator who names the wrong sidecar is told by /health: from the first answer of the engine on, or at once where its sidecar can be asked.
+// An operator who names the wrong sidecar is told by /health: from the first answer of the engine
+// on, or at once where its sidecar can be asked.
 func TestWrongPeerIsTold(t *testing.T) {
 	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprint(w, `{"node":"n","endpoint":"127.0.0.2:7650"}`)
@@ -651,7 +655,8 @@ func TestWrongPeerIsTold(t *testing.T) {
 	}
 }
 
-// A sidecar that --prefill-sidecar names and that cannot be asked is told of once in the log, and by /health until it answers.
+// A sidecar that --prefill-sidecar names and that cannot be asked is told of once in the log, and
+// by /health until it answers.
 func TestSidecarThatCannotBeAsked(t *testing.T) {
 	node := func(status int, body string) *httptest.Server {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -714,7 +719,8 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 	}
 }
 
-// While it cannot be asked, D learns from P's answer where P's sidecar is: the cache moves all the same, after the prefill.
+// While it cannot be asked, D learns from P's answer where P's sidecar is: the cache moves all the
+// same, after the prefill.
 func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
 	gone := newEngine(t, answerPrefill)
 	gone.Close()
@@ -880,7 +886,8 @@ func TestNoRoute(t *testing.T) {
 func TestNoEngineIsTold(t *testing.T) {
 	const nobody = "http://127.0.0.1:1"
 	for _, path := range []string{"/v1/completions", "/tokenize"} {
-		p, err := New(Config{Decode: []string{nobody}}) // no health checks: what requests find is all that is known
+		// no health checks: what requests find is all that is known
+		p, err := New(Config{Decode: []string{nobody}})
 		if err != nil {
 			t.Fatal(err)
 		}

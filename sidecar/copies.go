@@ -38,7 +38,8 @@ type copying struct {
 // Bounds of copies. A copy checks between two pieces whether it was cancelled: a piece takes some
 // tens of milliseconds.
 const (
-	maxCopiesRunning = 4 // of all workers; others wait. One fills a link, several keep several GPUs busy
+	// of all workers; others wait. One fills a link, several keep several GPUs busy
+	maxCopiesRunning = 4
 	hostPiece        = 128 << 20
 	devicePiece      = 1 << 30
 	pieceBlocks      = 16 << 10

@@ -55,7 +55,8 @@ func TestIdlePeer(t *testing.T) {
 	}
 }
 
-// The first transfer after the idle time opens its lanes while it is being agreed on: it takes little longer than the next one.
+// The first transfer after the idle time opens its lanes while it is being agreed on: it takes
+// little longer than the next one.
 func TestFirstAfterIdle(t *testing.T) {
 	const rounds = 15
 	set := func(c *config.Config) {

@@ -90,8 +90,9 @@ func (m *meshed) costs(t *testing.T) (fds int, rss int64) {
 	return len(all), pages * int64(os.Getpagesize())
 }
 
-// Sidecars in processes of their own meet by gossip, while others of them end, one way or the other, and new ones come. No one is refused, and
-// what the others cost is afterwards what it was before.
+// Sidecars in processes of their own meet by gossip, while others of them end, one way or the
+// other, and new ones come. No one is refused, and what the others cost is afterwards what it was
+// before.
 func TestMeshOfProcesses(t *testing.T) {
 	count, seconds, rate := fromEnv(t, meshProcessesEnv, 8), fromEnv(t, meshSecondsEnv, 4), fromEnv(t, meshRateEnv, 2)
 	key, err := keys.NewCluster()

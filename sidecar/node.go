@@ -232,7 +232,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	if n.gpus != nil {
 		closers = append(closers, n.gpus.Close) // the first here is closed last
 	}
-	closers = append(closers, func() error { n.copies.wg.Wait(); return nil }) // d.ctx has ended them
+	// d.ctx has ended them
+	closers = append(closers, func() error { n.copies.wg.Wait(); return nil })
 	live := n.backends[:0:0]
 	for _, b := range n.backends {
 		rails, oerr := b.Open(n.d.ctx, host{n})

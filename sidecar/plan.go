@@ -34,9 +34,11 @@ const describeTimeout = 5 * time.Second
 type planner struct {
 	reg *parseblock.Registry
 
-	mu        sync.Mutex                          // protects layouts and described; the rest belongs to the executor's goroutine
-	layouts   map[[32]byte]*layout.Layout         // of peers, by geometry
-	described map[[32]byte]parseblock.Description // of peers' caches that differ from local ones, by fingerprint
+	// protects layouts and described; the rest belongs to the executor's goroutine
+	mu      sync.Mutex
+	layouts map[[32]byte]*layout.Layout // of peers, by geometry
+	// of peers' caches that differ from local ones, by fingerprint
+	described map[[32]byte]parseblock.Description
 
 	divisions map[string]*parseblock.Division // by the geometries of receiver and ranks
 	proofs    map[string]struct{}             // divisions with the shares that were proved for them

@@ -146,7 +146,8 @@ func (n *Node) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 		nic := h.At(addrOf(r.Address))
 		switch {
 		case !r.auto:
-			if nic != nil || r.nic != "" { // an address without an interface, for instance of a proxy, has no link to follow
+			// an address without an interface, for instance of a proxy, has no link to follow
+			if nic != nil || r.nic != "" {
 				r.down = nic == nil || !nic.Link
 			}
 			if nic != nil {

@@ -62,7 +62,8 @@ func blockTokens(l *layout.Layout) (out []uint32) {
 func resumable(reg *parseblock.Registry, l *layout.Layout) bool {
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
-		if g.Params["window"] > 0 || len(g.Layers) == 0 { // the layers of another stage are unknown here
+		// the layers of another stage are unknown here
+		if g.Params["window"] > 0 || len(g.Layers) == 0 {
 			return false
 		}
 		for li := range g.Layers {

@@ -228,7 +228,8 @@ func (s *Session) Welcome() *msg.Welcome {
 	return s.welcome
 }
 
-// Disconnect closes the socket without a word, as a crash of the socket's owner would, and keeps everything else.
+// Disconnect closes the socket without a word, as a crash of the socket's owner would, and keeps
+// everything else.
 func (s *Session) Disconnect() {
 	s.mu.Lock()
 	c := s.c

@@ -166,8 +166,8 @@ func DialWorker(ctx context.Context, cfg Config) (*Worker, error) {
 	return w, nil
 }
 
-// Connect opens a session with fresh rings and registers. The earlier session, if one is open, is dropped first; its rings
-// are read by nobody from then on.
+// Connect opens a session with fresh rings and registers. The earlier session, if one is open, is
+// dropped first; its rings are read by nobody from then on.
 func (w *Worker) Connect(ctx context.Context) (*msg.Registered, error) {
 	w.Disconnect()
 	c, err := dial(ctx, w.cfg.Socket)
@@ -285,7 +285,8 @@ func (w *Worker) NewLease() uint64 {
 	return w.lease
 }
 
-// Push writes any record; epoch is the source epoch as of now. bump moves it first, and together with the record.
+// Push writes any record; epoch is the source epoch as of now. bump moves it first, and together
+// with the record.
 func (w *Worker) Push(typ uint16, lease uint64, body []byte, bump bool) error {
 	w.subMu.Lock()
 	defer w.subMu.Unlock()
@@ -384,7 +385,8 @@ func (w *Worker) Hold(lease uint64) error {
 	return w.Push(board.RecHold, lease, (&msg.Empty{}).Append(nil), false)
 }
 
-// BumpEpoch moves the source epoch and writes no record, as a thread that is just about to preempt has done.
+// BumpEpoch moves the source epoch and writes no record, as a thread that is just about to preempt
+// has done.
 func (w *Worker) BumpEpoch() uint64 { return w.flags.BumpSourceEpoch() }
 
 // SignalLayer says that layer l (a flag index) of the step is complete.
@@ -393,7 +395,8 @@ func (w *Worker) SignalLayer(l int, step uint64) { w.flags.SetLayer(l, step) }
 // StartReplay begins a step whose layers come by SignalReplay, as those of a captured graph do.
 func (w *Worker) StartReplay(step uint64) { w.flags.StartReplay(step) }
 
-// SignalReplay says that layer l (a flag index) of the step of StartReplay is complete. It is forgotten with the next StartReplay.
+// SignalReplay says that layer l (a flag index) of the step of StartReplay is complete. It is
+// forgotten with the next StartReplay.
 func (w *Worker) SignalReplay(l int) { w.flags.SetReplayed(l) }
 
 // SignalStep says that all layers of the step are complete.

@@ -47,7 +47,9 @@ type Kind string
 // The kinds.
 const (
 	Direct Kind = "direct"
-	Staged Kind = "staged" // through pinned host memory at this end, because the transport cannot access this end's memory; the other end decides for itself
+	// through pinned host memory at this end, because the transport cannot access this end's
+	// memory; the other end decides for itself
+	Staged Kind = "staged"
 )
 
 // Candidate is one path.

@@ -310,7 +310,8 @@ func TestServeElsewhere(t *testing.T) {
 	}
 }
 
-// serve with no configuration but free ports: ready, its metrics are there, and the end of its context drains it.
+// serve with no configuration but free ports: ready, its metrics are there, and the end of its
+// context drains it.
 func TestServe(t *testing.T) {
 	dir, err := os.MkdirTemp("", "kvs") // a socket's path is short
 	if err != nil {

@@ -140,7 +140,8 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 			add("layers", strategy, c.Layers, s.Block, n*row, window(map[string]int64{}))
 			if c.Indexer {
 				add("indexer", parseblock.DSAIndexer, c.Layers, s.Block, n*132, map[string]int64{"kernel_tokens": min(n, 64)})
-				l.Groups[len(l.Groups)-1].SameTable = true // in vLLM both use the blocks of one group
+				// in vLLM both use the blocks of one group
+				l.Groups[len(l.Groups)-1].SameTable = true
 			}
 		default:
 			_, kn := parseblock.HeadShare(uint64(c.KHeads), uint64(rank), uint64(s.TP))

@@ -181,7 +181,9 @@ func ParseConfig(name string, b []byte) (*Model, error) {
 	}
 	if d, ok := defaults[c.ModelType]; ok {
 		if c.MLA != nil && !*c.MLA || c.RopeDim != nil && *c.RopeDim == 0 {
-			d.LoraRank = 0 // the language models of DeepSeek-VL2 and -OCR: their kv_lora_rank is null, and their heads are plain
+			// the language models of DeepSeek-VL2 and -OCR: their kv_lora_rank is null, and their
+			// heads are plain
+			d.LoraRank = 0
 		}
 		c.Layers, c.Heads, c.KVHeads, c.HeadDim = cmp.Or(c.Layers, d.Layers), cmp.Or(c.Heads, d.Heads), cmp.Or(c.KVHeads, d.KVHeads), cmp.Or(c.HeadDim, d.HeadDim)
 		c.LoraRank, c.RopeDim, c.IndexDim = cmp.Or(c.LoraRank, d.LoraRank), cmp.Or(c.RopeDim, d.RopeDim), cmp.Or(c.IndexDim, d.IndexDim)

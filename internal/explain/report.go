@@ -125,7 +125,8 @@ func (r *Report) plan(reg *parseblock.Registry, sources, receivers []*layout.Lay
 			return err
 		}
 	}
-	given := make([]uint64, len(sources)) // bytes that each source already sends: replicas alternate
+	// bytes that each source already sends: replicas alternate
+	given := make([]uint64, len(sources))
 	for to, dst := range receivers {
 		shares, err := parseblock.Assign(reg, sources, dst, func(i int) uint64 { return given[i] })
 		if err == nil {
@@ -281,7 +282,8 @@ func scattered(l *layout.Layout, step uint64, tokens int) ([][]uint32, error) {
 		for i := range table {
 			table[i] = uint32(uint64(i) * s % n)
 		}
-		for i := 0; i+4 < len(table); i += 5 { // breaks the even distance, over which runs would merge
+		// breaks the even distance, over which runs would merge
+		for i := 0; i+4 < len(table); i += 5 {
 			table[i], table[i+2] = table[i+2], table[i]
 		}
 		out[ti] = table

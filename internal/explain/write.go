@@ -23,7 +23,8 @@ const maxFlows = 16
 // WriteText writes the report for people.
 func (r *Report) WriteText(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	p := func(format string, a ...any) { _, _ = fmt.Fprintf(t, format, a...) } // Flush returns the error
+	// Flush returns the error
+	p := func(format string, a ...any) { _, _ = fmt.Fprintf(t, format, a...) }
 	p("%s, %s tokens\n", r.Model, comma(uint64(r.Tokens)))
 	if r.Note != "" {
 		p("  note: %s\n", r.Note)

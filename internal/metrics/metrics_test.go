@@ -149,7 +149,8 @@ func TestOutcomeOf(t *testing.T) {
 	}
 }
 
-// What peers said wrong is there by reason from the beginning, zeros too: an alert on growth misses a series' first value.
+// What peers said wrong is there by reason from the beginning, zeros too: an alert on growth misses
+// a series' first value.
 func TestNonsense(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	s := New(reg)

@@ -67,7 +67,8 @@ func (c railCollector) Collect(out chan<- prometheus.Metric) {
 	for _, r := range c.read() {
 		transport, rail := transportLabel(r.Transport), c.set.railLabel(r.Rail)
 		if seen[[2]string{transport, rail}] {
-			continue // one series each: rails beyond the bound share a name, and the first stands for them
+			// one series each: rails beyond the bound share a name, and the first stands for them
+			continue
 		}
 		seen[[2]string{transport, rail}] = true
 		put := func(d *prometheus.Desc, typ prometheus.ValueType, v float64, labels ...string) {

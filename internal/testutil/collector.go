@@ -16,11 +16,14 @@ import (
 const CollectorBound = 50 * time.Millisecond
 
 const (
-	collectorSamples = 20                 // collections that nothing disturbed
-	collectorTime    = 3 * time.Second    // for all of them
-	collectorLeast   = 3                  // undisturbed ones that a result needs
-	collectorHeld    = 2                  // delayed ones that fail the test: a loop that can delay one delays others, while a host delays its guest once
-	collectorNoise   = CollectorBound / 5 // time of waiting for a CPU from which a collection counts as disturbed
+	collectorSamples = 20              // collections that nothing disturbed
+	collectorTime    = 3 * time.Second // for all of them
+	collectorLeast   = 3               // undisturbed ones that a result needs
+	// delayed ones that fail the test: a loop that can delay one delays others, while a host delays
+	// its guest once
+	collectorHeld = 2
+	// time of waiting for a CPU from which a collection counts as disturbed
+	collectorNoise = CollectorBound / 5
 )
 
 // LetsCollectorIn fails the test if the load, which the caller started and will stop, keeps a
@@ -110,7 +113,9 @@ func waited(tb testing.TB) (sum time.Duration) {
 	for _, path := range tasks {
 		b, err := os.ReadFile(path)
 		if err != nil {
-			continue // the thread has ended; its waits are lost, which can only make a collection look less disturbed
+			// the thread has ended; its waits are lost, which can only make a collection look less
+			// disturbed
+			continue
 		}
 		var ran, wait int64
 		if _, err := fmt.Sscan(string(b), &ran, &wait); err != nil {

@@ -36,7 +36,8 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 			return
 		}
 		_ = unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_BIND_ADDRESS_NO_PORT, 1)
-		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}) // leaves no port behind
+		// leaves no port behind
+		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 		if err = unix.Bind(fd, &unix.SockaddrInet4{Addr: from(count)}); err == nil {
 			err = unix.Connect(fd, to)
 		}

@@ -27,7 +27,8 @@ func wakeup(t *testing.T) time.Duration {
 	t.Helper()
 	took := make(chan time.Duration)
 	go func() {
-		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine, and its timer slack with it
+		// never unlocked: the thread ends with the goroutine, and its timer slack with it
+		runtime.LockOSThread()
 		_ = unix.Prctl(unix.PR_SET_TIMERSLACK, slack.Nanoseconds, 0, 0, 0)
 		var before, after unix.Timespec
 		pause := unix.NsecToTimespec(int64(wakeupSleep))

@@ -31,7 +31,8 @@ type Link struct {
 type Options struct {
 	Root  string                 // of /sys; empty: the real one
 	Links func() ([]Link, error) // nil: the kernel's
-	GPUs  func() ([]GPU, error)  // from the management library: PCI, Index, UUID and Name; nil: the library
+	// from the management library: PCI, Index, UUID and Name; nil: the library
+	GPUs func() ([]GPU, error)
 }
 
 // Discover examines the host. Host.Trouble lists what could not be read; the error means that

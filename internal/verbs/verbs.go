@@ -120,7 +120,8 @@ type EventKind uint8
 const (
 	PortDown EventKind = iota + 1
 	PortUp
-	GIDChange // the table of GIDs, or the LID, has changed: Active reports whether the device is still valid
+	// the table of GIDs, or the LID, has changed: Active reports whether the device is still valid
+	GIDChange
 	QueuePairFatal
 	DeviceFatal // the device is unusable
 )
@@ -140,7 +141,8 @@ type Event struct {
 	QP   uint32 // of QueuePairFatal
 }
 
-// Work is one send request. The memory must stay registered until its completion, or until the queue pair is drained.
+// Work is one send request. The memory must stay registered until its completion, or until the
+// queue pair is drained.
 type Work struct {
 	ID         uint64
 	Op         Op
@@ -151,7 +153,8 @@ type Work struct {
 	RemoteKey  uint32
 	Imm        uint32
 	Signaled   bool // failures always complete
-	Inline     bool // the bytes are copied when the request is posted; host memory of at most MaxInline bytes
+	// the bytes are copied when the request is posted; host memory of at most MaxInline bytes
+	Inline bool
 }
 
 // Completion ends one request.
