@@ -46,7 +46,7 @@ func (s Shape) Layout() *layout.Layout {
 	return &layout.Layout{Model: "test", DType: "bfloat16", Groups: []layout.Group{g}, Identity: id}
 }
 
-// Identity is what an engine has to say of its whole model, with other values for the given pairs
+// Identity is the identity that an engine must register, with other values for the given pairs
 // of key and value.
 func Identity(pairs ...string) map[string]string {
 	id := map[string]string{

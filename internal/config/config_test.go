@@ -428,7 +428,7 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// What would end the start half way is said by the check.
+// The check reports errors that would end the start halfway.
 func TestFailsBeforeTheStart(t *testing.T) {
 	for _, sets := range [][]string{
 		{"peer.listen=127.0.0.1:7651"},
@@ -436,7 +436,7 @@ func TestFailsBeforeTheStart(t *testing.T) {
 		{"transports.tcp.rails=a@127.0.0.1:7650"},
 		{"transports.tcp.rails=a@127.0.0.1:5000,b@127.0.0.1:5000"},
 	} {
-		if _, err := Load("", sets...); err == nil || !strings.Contains(err.Error(), "too; choose another port") {
+		if _, err := Load("", sets...); err == nil || !strings.Contains(err.Error(), "also the address of") {
 			t.Errorf("%v: %v", sets, err)
 		}
 	}

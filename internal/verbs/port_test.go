@@ -110,9 +110,9 @@ func TestCheckPeer(t *testing.T) {
 		t.Fatal(err)
 	}
 	for says, lie := range map[string]func(*Address){
-		"RoCEv1 (10.0.0.1)":       func(a *Address) { a.Type = GIDRoCEv1 },
-		"no address of a host":    func(a *Address) { a.GID = [16]byte{} },
-		"224.0.0.1 is no address": func(a *Address) { a.GID = netip.MustParseAddr("224.0.0.1").As16() },
+		"RoCEv1 (10.0.0.1)":                 func(a *Address) { a.Type = GIDRoCEv1 },
+		"is not a host's address":           func(a *Address) { a.GID = [16]byte{} },
+		"224.0.0.1 is not a host's address": func(a *Address) { a.GID = netip.MustParseAddr("224.0.0.1").As16() },
 		"one is IPv4, one IPv6: pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX": func(a *Address) { a.GID = netip.MustParseAddr("2001:db8::1").As16() },
 		"MTU number 6":              func(a *Address) { a.MTU = 6 },
 		"MTU number 0":              func(a *Address) { a.MTU = 0 },
