@@ -91,7 +91,7 @@ func TestAutoRailsAreBounded(t *testing.T) {
 	if len(third) != maxAutoRails || third[0].nic != "fake01" || third[maxAutoRails-1].nic != fmt.Sprintf("fake%02d", maxAutoRails) {
 		t.Errorf("one of the rails went: %+v", third)
 	}
-	if got := strings.Count(l.String(), "more interfaces fit transports.tcp.rails"); got != 1 {
+	if got := strings.Count(l.String(), "too many interfaces match transports.tcp.rails"); got != 1 {
 		t.Errorf("it was said %d times, want once: %s", got, l)
 	}
 }

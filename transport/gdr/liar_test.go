@@ -44,8 +44,8 @@ func TestLiars(t *testing.T) {
 		"a kind that is none":         {frame(head{kind: 9}), "kind 9"},
 		"a reason that is none":       {frame(head{kind: kindEnd, reason: 200}), "reason 200"},
 		"spans behind an ASK":         {frame(head{kind: kindAsk}, span{1, 2, 3}), "1 spans"},
-		"a verdict on nothing":        {verdict(verdictOf(5, 0, 1)), "not under way"},
-		"a verdict beyond the window": {verdict(0xff000000), "not under way"},
+		"a verdict on nothing":        {verdict(verdictOf(5, 0, 1)), "not in flight"},
+		"a verdict beyond the window": {verdict(0xff000000), "not in flight"},
 		"noise": {func(_ *testing.T, l *lane) {
 			l.outMu.Lock()
 			l.outBuf = append(l.outBuf, strings.Repeat("x", headBytes)...)
@@ -60,7 +60,7 @@ func TestLiars(t *testing.T) {
 			l.outBuf = appendHead(appendHead(l.outBuf, ask), ask)
 			l.outMu.Unlock()
 			l.outWake <- struct{}{}
-		}, "under way"},
+		}, "in flight"},
 		"writes through a key that is none": {func(t *testing.T, l *lane) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
@@ -111,9 +111,9 @@ func TestWrongGo(t *testing.T) {
 		says  string
 	}{
 		"too long":                {func(uint32) []span { return []span{{addr: 1, len: 1 << 20, key: 1}} }, "GO for 1048576 bytes"},
-		"nothing at the end":      {func(n uint32) []span { return []span{{addr: 1, len: n, key: 1}, {addr: 1, key: 1}} }, "no length"},
-		"nothing at the start":    {func(n uint32) []span { return []span{{addr: 1, key: 1}, {addr: 1, len: n, key: 1}} }, "no length"},
-		"nothing that is to skip": {func(n uint32) []span { return []span{{len: n}, {}} }, "no length"},
+		"nothing at the end":      {func(n uint32) []span { return []span{{addr: 1, len: n, key: 1}, {addr: 1, key: 1}} }, "empty span"},
+		"nothing at the start":    {func(n uint32) []span { return []span{{addr: 1, key: 1}, {addr: 1, len: n, key: 1}} }, "empty span"},
+		"nothing that is to skip": {func(n uint32) []span { return []span{{len: n}, {}} }, "empty span"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, factory := rig(t)
