@@ -16,8 +16,8 @@ import (
 
 const childEnv = "KVSPRAY_TEST_CHILD_SOCKET"
 
-// childMain is an engine worker of its own process: it registers, opens a lease, says so and waits
-// to be killed.
+// childMain is an engine worker in its own process: it registers, opens a lease, reports that and
+// waits to be killed.
 func childMain() {
 	fail := func(err error) {
 		fmt.Println("error:", err)

@@ -19,7 +19,7 @@ const (
 	decodeShare = 0.03  // two engines decode, and nothing is moved
 	// the same, and every layer is looked for as if a partner waited: and for each core of the host
 	followShare = 0.03
-	followCore  = 0.02 // so much more. Ours to bound, nobody was promised it
+	followCore  = 0.02 // limit of the increase; an internal bound
 )
 
 // A share is that of all windows together: what a process uses in bursts counts as what it uses all
@@ -38,8 +38,8 @@ func cpu(t testing.TB) time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// holds fails the test unless the process stays under the limit over all windows. during is told
-// the length of each window.
+// holds fails the test unless the process stays under the limit over all windows. during is called
+// with the length of each window.
 func holds(t *testing.T, what string, limit float64, during func(time.Duration)) {
 	t.Helper()
 	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow, func() time.Duration { return cpu(t) }, during)

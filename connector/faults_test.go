@@ -346,8 +346,8 @@ func TestBrokenRing(t *testing.T) {
 	}
 }
 
-// TestTakeoverByAProcessThatHangs: that a session is still fenced is said only while the control
-// layer runs. The shim takes the answer for a sign of life of the whole process.
+// TestTakeoverByAProcessThatHangs: the answer that a session is still being fenced comes only while
+// the control layer runs, because the shim takes it as proof that the whole process runs.
 func TestTakeoverByAProcessThatHangs(t *testing.T) {
 	r := start(t, func(o *connector.Options) { o.Grace = 200 * time.Millisecond })
 	r.rec.fenceAtOnce(false)
@@ -458,7 +458,7 @@ func TestExit(t *testing.T) {
 	_, err := fmt.Fprintln(c.in, "drop")
 	must(t, err)
 	c.expect(t, "dropped")
-	// The server has seen the end of file once it says so.
+	// The server reports the end of file after it has seen it.
 	eventually(t, "the end of the socket is seen", func() bool { return strings.Contains(r.logs.String(), "socket ended") })
 	if len(r.rec.retired()) != 0 || r.Leases() != 1 || !r.lastUp(t).SourceValid(r.rec.seen().intents[0].Lease) {
 		t.Fatal("the lease did not survive the socket")
@@ -672,8 +672,8 @@ func TestProcessRegion(t *testing.T) {
 	_ = w
 }
 
-// TestBlockingEventfds: an engine that makes its eventfds block, and fills or empties them, holds
-// up nobody but itself.
+// TestBlockingEventfds: an engine that makes its eventfds block, and fills or empties them, blocks
+// only itself.
 func TestBlockingEventfds(t *testing.T) {
 	r := start(t, nil)
 	var door, bell int

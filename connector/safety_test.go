@@ -14,10 +14,10 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// TestSourceValidNeverLate is the property that everything rests on: once the engine has moved the
-// epoch for a lease, no reader is told that what it read is good, however engine, readers,
-// completions and sessions interleave. And a lease that nobody touched is found valid again once
-// the ring says whose blocks went.
+// TestSourceValidNeverLate is the central property: once the engine has moved the epoch for a
+// lease, no reader gets the answer that its bytes are valid, however engine, readers, completions
+// and sessions interleave. A lease that lost no block is valid again once the ring names the
+// affected lease.
 func TestSourceValidNeverLate(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, func(c *connectortest.Config) { c.SubmissionBytes = board.RingMinBytes })

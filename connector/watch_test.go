@@ -119,7 +119,7 @@ func TestLateFlag(t *testing.T) {
 	const gap, over = 530 * time.Microsecond, 10 * time.Microsecond
 	for apart := 20 * time.Microsecond; apart < gap/4; apart += 10 * time.Microsecond {
 		p, now, due := newPacer(16, 0, 0), time.Duration(0), time.Duration(0)
-		// look looks until it has seen these flags, and says how late it was for the last one.
+		// look checks until it has seen these flags, and returns how late it was for the last one.
 		look := func(flags ...time.Duration) (late time.Duration) {
 			for len(flags) > 0 {
 				moved, at := 0, now
