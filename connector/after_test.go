@@ -23,7 +23,8 @@ func expectAfter(t *testing.T, w *connectortest.Worker, mark, deadlineMS uint64,
 	return id
 }
 
-// TestAfterHoldsBack: no part of the sidecar that could write has a lease before the engine's stream has passed the mark that it names.
+// TestAfterHoldsBack: no part of the sidecar that could write has a lease before the engine's
+// stream has passed the mark that it names.
 func TestAfterHoldsBack(t *testing.T) {
 	r := start(t, nil)
 	w := withHost(t, r, 1<<16)
@@ -51,7 +52,8 @@ func TestAfterHoldsBack(t *testing.T) {
 	}
 }
 
-// TestAfterEnds: a lease that is held ends by a cancellation or at its deadline, and never begins afterwards.
+// TestAfterEnds: a lease that is held ends by a cancellation or at its deadline, and never begins
+// afterwards.
 func TestAfterEnds(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
@@ -104,7 +106,8 @@ func TestAfterNeedsAMark(t *testing.T) {
 	r.rec.until(t, "the one without a mark", func() bool { return len(r.rec.expects) == 1 })
 }
 
-// TestAfterCountsFromTheRecord: what a lease has waited for its mark is no longer its to wait for layers.
+// TestAfterCountsFromTheRecord: what a lease has waited for its mark is no longer its to wait for
+// layers.
 func TestAfterCountsFromTheRecord(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
@@ -117,7 +120,8 @@ func TestAfterCountsFromTheRecord(t *testing.T) {
 	}
 }
 
-// TestAfterOfAnotherSession: a new session of the engine ends what the one before held, and its marks go on.
+// TestAfterOfAnotherSession: a new session of the engine ends what the one before held, and its
+// marks go on.
 func TestAfterOfAnotherSession(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)

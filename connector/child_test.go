@@ -16,7 +16,8 @@ import (
 
 const childEnv = "KVSPRAY_TEST_CHILD_SOCKET"
 
-// childMain is an engine worker of its own process: it registers, opens a lease, says so and waits to be killed.
+// childMain is an engine worker in its own process: it registers, opens a lease, reports that and
+// waits to be killed.
 func childMain() {
 	fail := func(err error) {
 		fmt.Println("error:", err)
@@ -67,7 +68,8 @@ type childWorker struct {
 	lease uint64
 }
 
-// decode runs a step for one token in every period, and every layer takes its share of it, until a line comes.
+// decode runs a step for one token in every period, and every layer takes its share of it, until a
+// line comes.
 func (w *childWorker) decode() {
 	runtime.LockOSThread()
 	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1000, 0, 0, 0)

@@ -53,7 +53,8 @@ func TestCopy(t *testing.T) {
 	}
 }
 
-// TestCopyRefused: what cannot be copied as it is said is refused by name, and nobody hears of it.
+// TestCopyRefused: an impossible copy is refused by name, and the control layer does not receive
+// it.
 func TestCopyRefused(t *testing.T) {
 	r := start(t, nil)
 	const size = 1 << 16

@@ -17,12 +17,14 @@ import (
 const (
 	idleShare   = 0.005 // no engine computes
 	decodeShare = 0.03  // two engines decode, and nothing is moved
-	followShare = 0.03  // the same, and every layer is looked for as if a partner waited: and for each core of the host
-	followCore  = 0.02  // so much more. Ours to bound, nobody was promised it
+	// the same, and every layer is looked for as if a partner waited: and for each core of the host
+	followShare = 0.03
+	followCore  = 0.02 // limit of the increase; an internal bound
 )
 
-// A share is that of all windows together: what a process uses in bursts counts as what it uses all the time. Others that use the machine make the same
-// work dearer, by caches and by the processor's other thread, but not by much: their time is not in ours.
+// A share is that of all windows together: what a process uses in bursts counts as what it uses all
+// the time. Others that use the machine make the same work dearer, by caches and by the processor's
+// other thread, but not by much: their time is not in ours.
 const (
 	cpuWindows = 10
 	cpuWindow  = time.Second
@@ -36,7 +38,8 @@ func cpu(t testing.TB) time.Duration {
 	return time.Duration(ts.Nano())
 }
 
-// holds fails the test unless the process stays under the limit over all windows. during is told the length of each window.
+// holds fails the test unless the process stays under the limit over all windows. during is called
+// with the length of each window.
 func holds(t *testing.T, what string, limit float64, during func(time.Duration)) {
 	t.Helper()
 	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow, func() time.Duration { return cpu(t) }, during)
@@ -50,8 +53,8 @@ type counting struct {
 
 func (c *counting) Progress(_ *connector.Worker, p []connector.Progress) { c.layers.Add(int64(len(p))) }
 
-// TestCPU holds the watcher to its promises, with two engines in processes of their own: nothing when idle, and little while both
-// run a step of 32 layers every 20 ms.
+// TestCPU holds the watcher to its promises, with two engines in processes of their own: nothing
+// when idle, and little while both run a step of 32 layers every 20 ms.
 func TestCPU(t *testing.T) {
 	if testing.Short() {
 		testutil.Skip(t, "long", "measures for seconds; run without -short")

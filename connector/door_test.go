@@ -12,8 +12,9 @@ import (
 	"github.com/kvspray/kvspray/internal/mem"
 )
 
-// A worker is shut while its ring's goroutine is about to sleep on the doorbell, and waits for the lock to look once more: neither waits for the
-// other. It did, for ever, and with it whoever closed the server.
+// A worker is shut while its ring's goroutine is about to sleep on the doorbell, and waits for the
+// lock to check once more: neither waits for the other. They once did, for ever, and Close with
+// them.
 func TestShutMeetsSleep(t *testing.T) {
 	fd, err := unix.Eventfd(0, unix.EFD_NONBLOCK|unix.EFD_CLOEXEC)
 	if err != nil {

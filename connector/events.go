@@ -41,8 +41,9 @@ type Worker struct {
 	Layout      *layout.Layout
 	Fingerprint [32]byte
 	Geometry    [32]byte
-	Own         *parseblock.Match // of the layout with itself, for plans between engines of equal geometry
-	Regions     []*mem.Region     // index = layout.Layer.Region
+	// of the layout with itself, for plans between engines of equal geometry
+	Own     *parseblock.Match
+	Regions []*mem.Region // index = layout.Layer.Region
 	// SourceValid reports whether the engine still guaranteed the blocks of a source lease, at the
 	// epoch in the id, at the time of the call. It compares the board's source epoch with the epoch
 	// of the last drained record, and drains the ring first if they differ. Safe from any
@@ -116,8 +117,8 @@ type Decline struct {
 // once the engine's stream has passed it.
 type Events interface {
 	WorkerUp(*Worker)
-	// WorkerGone: its exit is proved, or a new session of the same engine took over. Every lease of it must be fenced
-	// before fenced is called; its memory stays mapped until then.
+	// WorkerGone: its exit is proved, or a new session of the same engine took over. Every lease of
+	// it must be fenced before fenced is called; its memory stays mapped until then.
 	WorkerGone(w *Worker, why error, fenced func())
 	Intent(*Worker, Intent)
 	Progress(*Worker, []Progress)
@@ -128,7 +129,8 @@ type Events interface {
 	// Copy opens a lease that ends like an Expect.
 	Copy(*Worker, Copy)
 	Cancel(w *Worker, lease uint64, reason string)
-	// Preempt: the blocks of a source lease are lost; the lease stays open. Its next Progress carries the new epoch.
+	// Preempt: the blocks of a source lease are lost; the lease stays open. Its next Progress
+	// carries the new epoch.
 	Preempt(w *Worker, lease uint64)
 	Hold(w *Worker, lease uint64)
 	// Await's answer goes to reply, once, from any goroutine.

@@ -7,7 +7,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestParseMaps reads views of files out of a list of mappings; private memory and anonymous pages are nobody else's.
+// TestParseMaps reads views of files from a list of mappings; private memory and anonymous pages
+// are not shared.
 func TestParseMaps(t *testing.T) {
 	const maps = `1000-3000 rw-s 00005000 00:01 77                         /memfd:kv (deleted)
 3000-4000 rw-p 00000000 00:01 77                         /memfd:kv (deleted)

@@ -44,7 +44,8 @@ func memfd(t testing.TB, size int64, seals int) int {
 
 const sealed = unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_SEAL
 
-// TestRegisterRefused: each bad registration gets an error with code, field and remedy; the session serves on.
+// TestRegisterRefused: each bad registration gets an error with code, field and remedy; the session
+// serves on.
 func TestRegisterRefused(t *testing.T) {
 	r := start(t, nil)
 	size := int64(shape.Layers) * int64(shape.NumBlocks) * int64(shape.PageBytes())
@@ -133,7 +134,8 @@ func TestRegisterRefused(t *testing.T) {
 	r.worker(t, nil)
 }
 
-// TestDecline: a scheduler's word reaches the control layer with the place of its engine; one of a worker does not.
+// TestDecline: a scheduler's word reaches the control layer with the place of its engine; one of a
+// worker does not.
 func TestDecline(t *testing.T) {
 	r := start(t, nil)
 	s, err := connectortest.DialScheduler(testContext(t), connectortest.SchedulerConfig{Socket: r.socket, Engine: msg.Engine{Name: "vllm", ID: "e7"},
@@ -159,7 +161,8 @@ func TestDecline(t *testing.T) {
 	}
 }
 
-// TestBadPackets: whatever comes in a packet, the session answers and serves on until it has been too much.
+// TestBadPackets: whatever comes in a packet, the session answers and serves on until it has been
+// too much.
 func TestBadPackets(t *testing.T) {
 	r := start(t, nil)
 	s, err := connectortest.DialScheduler(testContext(t), connectortest.SchedulerConfig{Socket: r.socket})
@@ -275,12 +278,13 @@ func TestMalformedRecords(t *testing.T) {
 	}
 	eventually(t, "each of them is counted", func() bool { return r.bad.get("intent")+r.bad.get("expect") == len(cases) })
 	before := r.bad.get("step") + r.bad.get("unknown") + r.bad.get("intent") + r.bad.get("cancel")
-	must(t, w.IntentAs(good, intent(16, 9)))                                      // open already
-	must(t, w.Push(77, good, nil, false))                                         // unknown type
-	must(t, w.Push(board.RecStep, 0, []byte{0x90}, false))                        // not a map
-	must(t, w.Step(msg.Step{Step: 3}))                                            // fine
-	must(t, w.Step(msg.Step{Step: 2}))                                            // goes back
-	must(t, w.Cancel(999, "race", false))                                         // unknown lease: ignored
+	must(t, w.IntentAs(good, intent(16, 9)))               // open already
+	must(t, w.Push(77, good, nil, false))                  // unknown type
+	must(t, w.Push(board.RecStep, 0, []byte{0x90}, false)) // not a map
+	must(t, w.Step(msg.Step{Step: 3}))                     // fine
+	must(t, w.Step(msg.Step{Step: 2}))                     // goes back
+	// unknown lease: ignored
+	must(t, w.Cancel(999, "race", false))
 	must(t, w.Step(msg.Step{Step: 5, Reqs: []msg.StepReq{{Lease: 999, End: 1}}})) // ignored
 	must(t, w.Step(msg.Step{Step: 6, Reqs: []msg.StepReq{{Lease: good, End: 32}}}))
 	w.SignalStep(6)
@@ -342,8 +346,8 @@ func TestBrokenRing(t *testing.T) {
 	}
 }
 
-// TestTakeoverByAProcessThatHangs: that a session is still fenced is said only while the control layer
-// runs. The shim takes the answer for a sign of life of the whole process.
+// TestTakeoverByAProcessThatHangs: the answer that a session is still being fenced comes only while
+// the control layer runs, because the shim takes it as proof that the whole process runs.
 func TestTakeoverByAProcessThatHangs(t *testing.T) {
 	r := start(t, func(o *connector.Options) { o.Grace = 200 * time.Millisecond })
 	r.rec.fenceAtOnce(false)
@@ -454,7 +458,7 @@ func TestExit(t *testing.T) {
 	_, err := fmt.Fprintln(c.in, "drop")
 	must(t, err)
 	c.expect(t, "dropped")
-	// The server has seen the end of file once it says so.
+	// The server reports the end of file after it has seen it.
 	eventually(t, "the end of the socket is seen", func() bool { return strings.Contains(r.logs.String(), "socket ended") })
 	if len(r.rec.retired()) != 0 || r.Leases() != 1 || !r.lastUp(t).SourceValid(r.rec.seen().intents[0].Lease) {
 		t.Fatal("the lease did not survive the socket")
@@ -609,7 +613,8 @@ func TestLimitsAndDrain(t *testing.T) {
 	_ = a
 }
 
-// TestBlockIDsAreBounded: the tables that open leases name count together, and go back with their leases.
+// TestBlockIDsAreBounded: the tables that open leases name count together, and go back with their
+// leases.
 func TestBlockIDsAreBounded(t *testing.T) {
 	r := start(t, func(o *connector.Options) { o.Limits.BlockIDs = 6 })
 	w := r.worker(t, nil)
@@ -653,7 +658,8 @@ func TestProcessRegion(t *testing.T) {
 	b, _ := region(t, shape).Bytes()
 	self, err := unix.Open("/proc/self/mem", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	must(t, err)
-	reg, err := mem.OpenProcess(mem.NewID(), self, addressOf(b), uint64(len(b))) // owns the descriptor
+	// owns the descriptor
+	reg, err := mem.OpenProcess(mem.NewID(), self, addressOf(b), uint64(len(b)))
 	must(t, err)
 	t.Cleanup(reg.Release)
 	w := r.worker(t, func(c *connectortest.Config) { c.Regions = []*mem.Region{reg} })
@@ -666,7 +672,8 @@ func TestProcessRegion(t *testing.T) {
 	_ = w
 }
 
-// TestBlockingEventfds: an engine that makes its eventfds block, and fills or empties them, holds up nobody but itself.
+// TestBlockingEventfds: an engine that makes its eventfds block, and fills or empties them, blocks
+// only itself.
 func TestBlockingEventfds(t *testing.T) {
 	r := start(t, nil)
 	var door, bell int

@@ -99,7 +99,8 @@ func TestExpectAndRecompute(t *testing.T) {
 	}
 }
 
-// TestPreempt: the epoch word alone makes a source invalid, the record names the lease, and the others are valid again.
+// TestPreempt: the epoch word alone makes a source invalid, the record names the lease, and the
+// others are valid again.
 func TestPreempt(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
@@ -185,7 +186,8 @@ func TestRestartPresentsLeases(t *testing.T) {
 	}
 }
 
-// TestReplays: the layers of captured graphs, whose flags are cleared as the next step begins. Each is told once, and none is missed.
+// TestReplays: the layers of captured graphs, whose flags are cleared when the next step begins.
+// Each is reported once, and none is missed.
 func TestReplays(t *testing.T) {
 	const steps = 60
 	r := start(t, nil)
@@ -214,7 +216,8 @@ func TestReplays(t *testing.T) {
 		}
 		w.SignalStep(s)
 	}
-	// A step that was over, and its flags cleared, before its record was taken: its end tells of all layers.
+	// A step that was over, and its flags cleared, before its record was taken: its end tells of
+	// all layers.
 	w.StartReplay(4)
 	for l := range shape.Layers {
 		w.SignalReplay(l)
@@ -232,7 +235,7 @@ func TestReplays(t *testing.T) {
 		return told[0] == 16*4 && told[1] == 16*4 && told[2] == 16*5 && told[3] == 16*4
 	})
 	w.SignalStep(5)
-	// And as fast as it goes, but for a layer here and there that somebody has to have seen before it is cleared.
+	// At full speed, except for some layers that must be seen before they are cleared.
 	for s := uint64(6); s <= steps; s++ {
 		announce(s)
 		w.StartReplay(s)
@@ -257,7 +260,8 @@ func TestReplays(t *testing.T) {
 	}
 }
 
-// TestTableOutlivesUnchangedStep: a table that no flag was seen for goes with the later step that says "unchanged".
+// TestTableOutlivesUnchangedStep: a table for which no flag was seen is reported with a later step
+// that has "unchanged".
 func TestTableOutlivesUnchangedStep(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
@@ -279,8 +283,8 @@ func TestTableOutlivesUnchangedStep(t *testing.T) {
 	}
 }
 
-// TestManyStepsAtOnce: an engine that computed more steps than may be pending, all of them signalled, while the sidecar did not
-// run, has done nothing wrong.
+// TestManyStepsAtOnce: an engine that computed more steps than may be pending, all of them
+// signalled, while the sidecar did not run, has done nothing wrong.
 func TestManyStepsAtOnce(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)

@@ -32,7 +32,7 @@ func TestMain(m *testing.M) {
 	leaktest.Main(m)
 }
 
-// recorder is a control layer that writes down what it is told.
+// recorder is a control layer that records its calls.
 type recorder struct {
 	mu      sync.Mutex
 	changed chan struct{}
@@ -42,7 +42,7 @@ type recorder struct {
 	onIntent func(*connector.Worker, connector.Intent)
 }
 
-// events is what the server has said so far.
+// events holds the calls so far.
 type events struct {
 	ups       []*connector.Worker
 	gone      []error
@@ -61,7 +61,7 @@ type events struct {
 	order     []string
 }
 
-// seen is what was said up to now. The server may go on talking: slices only grow, the map is a copy.
+// seen returns the calls so far. The server may continue: slices only grow, the map is a copy.
 func (r *recorder) seen() events {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -81,7 +81,7 @@ func (r *recorder) atIntent(f func(*connector.Worker, connector.Intent)) {
 	r.onIntent = f
 }
 
-// fenceAtOnce says whether the recorder fences a worker that is gone, or leaves that to the test.
+// fenceAtOnce sets whether the recorder fences a worker that is gone, or leaves that to the test.
 func (r *recorder) fenceAtOnce(yes bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -163,7 +163,8 @@ func (r *recorder) Decline(d connector.Decline) {
 	r.note("decline", func() { r.declines = append(r.declines, d) })
 }
 
-// retired is why each worker that is gone went. A child's exit may be noted at any moment, so it is read under the lock.
+// retired is why each worker that is gone went. A child's exit may be noted at any moment, so it is
+// read under the lock.
 func (r *recorder) retired() []error {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -68,7 +68,8 @@ type Hooks struct {
 	Leases    func(source bool, delta int) // open leases
 	Record    func(kind string)            // records accepted: "step", "intent", ...
 	Malformed func(kind string)            // records and packets refused
-	Ignored   func(kind string)            // records for an unknown or complete lease: a race, not an error
+	// records for an unknown or complete lease: a race, not an error
+	Ignored func(kind string)
 }
 
 // Options configures a Server.

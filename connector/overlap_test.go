@@ -31,7 +31,8 @@ func processView(t *testing.T, b []byte) *mem.Region {
 	t.Helper()
 	self, err := unix.Open("/proc/self/mem", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	must(t, err)
-	r, err := mem.OpenProcess(mem.NewID(), self, addressOf(b), uint64(len(b))) // owns the descriptor
+	// owns the descriptor
+	r, err := mem.OpenProcess(mem.NewID(), self, addressOf(b), uint64(len(b)))
 	must(t, err)
 	t.Cleanup(r.Release)
 	return r
@@ -43,7 +44,8 @@ func again(t *testing.T, r *mem.Region) func(*msg.Register, []int) []int {
 	return func(m *msg.Register, fds []int) []int { m.Regions[0].Region = mem.NewID(); return fds }
 }
 
-// Memory that one engine worker has registered is refused to another, whatever it calls it and however it shows it, and both serve on.
+// Memory that one engine worker has registered is refused to another, whatever it calls it and
+// however it shows it, and both serve on.
 func TestMemoryOfAnotherSession(t *testing.T) {
 	r := start(t, nil)
 	kv := region(t, shape)
@@ -71,7 +73,8 @@ func TestMemoryOfAnotherSession(t *testing.T) {
 
 type fakeGPU struct{ mem.Device }
 
-// Import takes the first bytes of a handle for an address, as a driver does that knows the handle already.
+// Import takes the first bytes of a handle for an address, as a driver does that knows the handle
+// already.
 func (g *fakeGPU) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error) {
 	return mem.NewDevice(id, mem.DeviceMemory{Device: g, Addr: binary.LittleEndian.Uint64(handle), Size: size, Handle: handle, FD: fd})
 }
@@ -117,7 +120,8 @@ func TestViewOfOwnMemory(t *testing.T) {
 	}
 }
 
-// An engine that closes its client and makes another has its memory again, but not before what was open on it is fenced.
+// An engine that closes its client and makes another has its memory again, but not before what was
+// open on it is fenced.
 func TestMemoryComesBackAfterTheFence(t *testing.T) {
 	r := start(t, nil)
 	r.rec.fenceAtOnce(false)
@@ -154,7 +158,8 @@ func TestMemoryComesBackAfterTheFence(t *testing.T) {
 	must(t, err)
 }
 
-// A block is written by one open lease at one place. What is skipped, what a window has left behind and what is only read may be shared.
+// A block is written by one open lease at one place. What is skipped, what a window has left behind
+// and what is only read may be shared.
 func TestBlocksHaveOneWriter(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, nil)
@@ -182,7 +187,8 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 	a := expect(48, 16, 1, 2, 3) // reads 1, writes 2 and 3
 	accept(a)
 	refuse(expect(32, 0, 5, 3), "EXPECT.blocks[0][1]", "block 3 is written for lease", "wait for its completion")
-	accept(expect(32, 16, 1, 5))       // the shared prefix is skipped by both, and the refused lease has left nothing behind
+	// the shared prefix is skipped by both, and the refused lease has left nothing behind
+	accept(expect(32, 16, 1, 5))
 	accept(expect(64, 48, 1, 1, 1, 9)) // a place holder at what is skipped
 	accept(expect(32, 32, 2, 3))       // all of it is there: nothing is written
 	accept(expect(16, 0, 10, 10, 10))  // what is allocated beyond the prompt is not written
@@ -196,13 +202,15 @@ func TestBlocksHaveOneWriter(t *testing.T) {
 	accept(expect(32, 0, 2, 3)) // they are the engine's again
 }
 
-// The groups of a hybrid model lie on the same pages: a block is written for one of them at a time, whichever table names it.
+// The groups of a hybrid model lie on the same pages: a block is written for one of them at a time,
+// whichever table names it.
 func TestGroupsOnTheSamePagesHaveOneWriter(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, func(c *connectortest.Config) {
 		lay := shape.Layout()
 		lay.Groups = []layout.Group{lay.Groups[0], shape.Layout().Groups[0], lay.Groups[0]}
-		for gi, from := range []int{0, 0, 2} { // the first two over one another, the third beside them
+		// the first two over one another, the third beside them
+		for gi, from := range []int{0, 0, 2} {
 			g := &lay.Groups[gi]
 			g.Layers = slices.Clone(g.Layers[from : from+2])
 			for i := range g.Layers {

@@ -14,9 +14,10 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// TestSourceValidNeverLate is the property that everything rests on: once the engine has moved the epoch for a lease, no
-// reader is told that what it read is good, however engine, readers, completions and sessions interleave. And a lease that
-// nobody touched is found valid again once the ring says whose blocks went.
+// TestSourceValidNeverLate is the central property: once the engine has moved the epoch for a
+// lease, no reader gets the answer that its bytes are valid, however engine, readers, completions
+// and sessions interleave. A lease that lost no block is valid again once the ring names the
+// affected lease.
 func TestSourceValidNeverLate(t *testing.T) {
 	r := start(t, nil)
 	w := r.worker(t, func(c *connectortest.Config) { c.SubmissionBytes = board.RingMinBytes })
@@ -54,7 +55,8 @@ func TestSourceValidNeverLate(t *testing.T) {
 				if s == nil {
 					continue
 				}
-				gone := s.gone.Load() // "the bytes were read here": after the blocks were given away
+				// "the bytes were read here": after the blocks were given away
+				gone := s.gone.Load()
 				if !up.SourceValid(s.id) {
 					invalid.Add(1)
 					continue
@@ -131,13 +133,15 @@ func TestSourceValidNeverLate(t *testing.T) {
 	}
 }
 
-// TestTakeoverUnderLoad reconnects again and again while leases are opened, completed and asked about.
+// TestTakeoverUnderLoad reconnects again and again while leases are opened, completed and asked
+// about.
 func TestTakeoverUnderLoad(t *testing.T) {
 	r := start(t, nil)
 	r.rec.atIntent(func(w *connector.Worker, in connector.Intent) {
 		w.SourceValid(in.Lease)
 		if in.Lease.ID%2 == 0 {
-			_ = r.Complete(w, connector.Completion{Lease: in.Lease, Status: board.OK}) // may race with the takeover
+			// may race with the takeover
+			_ = r.Complete(w, connector.Completion{Lease: in.Lease, Status: board.OK})
 		}
 	})
 	w := r.worker(t, nil)

@@ -92,7 +92,8 @@ func New(opt Options) (*Server, error) {
 	def(&opt.Deadline, DefaultDeadline)
 	def(&opt.Partner, DefaultPartner)
 	def(&opt.Grace, DefaultGrace)
-	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4)) // several answers before the shim gives up
+	// several answers before the shim gives up
+	def(&opt.FenceWait, min(DefaultFenceWait, opt.Grace/4))
 	return &Server{opt: opt, log: opt.Log.With("part", "connector"), watch: newWatcher(), drained: make(chan struct{}, 1),
 		sessions: map[*session]struct{}{}, byBoot: map[[16]byte]*session{}, workers: map[[16]byte]*worker{},
 		regions: map[[16]byte]*worker{}}, nil
@@ -159,7 +160,8 @@ func unwritable(what, path string, err error) error {
 	return fmt.Errorf("connector: socket %s: %s: %w: choose a path in a directory that this user may write to with --socket (engine.socket)", path, what, err)
 }
 
-// Serve accepts sessions until ctx ends or Close. It returns after every goroutine of the server has ended.
+// Serve accepts sessions until ctx ends or Close. It returns after every goroutine of the server
+// has ended.
 func (s *Server) Serve(ctx context.Context) error {
 	if err := s.Listen(); err != nil {
 		return err

@@ -16,7 +16,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// TestRealShim speaks with the C library itself, in its own process: registration, one prompt, its completion, BYE.
+// TestRealShim uses the C library itself, in its own process: registration, one prompt, its
+// completion, BYE.
 func TestRealShim(t *testing.T) {
 	gcc, err := exec.LookPath("gcc")
 	if err != nil {

@@ -91,8 +91,10 @@ func (wt *watcher) run() {
 	defer close(wt.done)
 	cores := runtime.GOMAXPROCS(0) // a container's limit, not its host's
 	spareP()
-	runtime.LockOSThread()                                             // never unlocked: the thread ends with the goroutine, and its timer slack with it
-	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, slack.Nanoseconds, 0, 0, 0) // already set if the binary has cgo
+	// never unlocked: the thread ends with the goroutine, and its timer slack with it
+	runtime.LockOSThread()
+	// already set if the binary has cgo
+	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, slack.Nanoseconds, 0, 0, 0)
 	p := newPacer(cores, now(), cpuTime())
 	for {
 		list, slept := wt.next()
@@ -187,18 +189,23 @@ func (w *worker) flagsMoved() int {
 // Pacing of the watcher. One sleep of a thread costs 8 to 20 us of CPU in a virtual machine,
 // whatever the check costs.
 const (
-	paceMin    = 20 * time.Microsecond
-	paceNap    = 5 * time.Microsecond   // shortest requested sleep: the kernel adds more than that
-	paceOver   = 200 * time.Microsecond // largest assumed overrun of a sleep
-	paceIdle   = 2 * time.Millisecond   // between checks while an open step does not move
-	paceAlone  = 100 * time.Millisecond // between checks while no layer is awaited; the deadline of a long prefill counts from the last change seen
-	paceFresh  = 100 * time.Millisecond // after a source lease is opened its receiver is expected
-	paceLate   = 16                     // a late layer is checked every gap/paceLate
-	paceFade   = 32                     // after t without a change, checks are at least t/paceFade apart
-	paceOdd    = 2                      // this many gaps are a pause between two steps, unless two follow each other
-	paceWindow = 64                     // checks between two measurements of their cost
-	paceShare  = 0.02                   // of the host's CPU for checking while layers are awaited; work after a layer is not included
-	paceBudget = 0.3                    // limit of the same in cores
+	paceMin  = 20 * time.Microsecond
+	paceNap  = 5 * time.Microsecond   // shortest requested sleep: the kernel adds more than that
+	paceOver = 200 * time.Microsecond // largest assumed overrun of a sleep
+	paceIdle = 2 * time.Millisecond   // between checks while an open step does not move
+	// between checks while no layer is awaited; the deadline of a long prefill counts from the last
+	// change seen
+	paceAlone = 100 * time.Millisecond
+	paceFresh = 100 * time.Millisecond // after a source lease is opened its receiver is expected
+	paceLate  = 16                     // a late layer is checked every gap/paceLate
+	// after t without a change, checks are at least t/paceFade apart
+	paceFade = 32
+	// this many gaps are a pause between two steps, unless two follow each other
+	paceOdd    = 2
+	paceWindow = 64 // checks between two measurements of their cost
+	// of the host's CPU for checking while layers are awaited; work after a layer is not included
+	paceShare  = 0.02
+	paceBudget = 0.3 // limit of the same in cores
 )
 
 // pacer decides the sleep between two checks: until just before the next layer is due, then a
@@ -257,7 +264,9 @@ func (p *pacer) until(at, now time.Duration, moved int) time.Duration {
 		p.gap = max(p.gap, paceMin)
 	}
 	p.last = at
-	if late { // the next one need not be late: a GPU without room for a layer's flag sets it just before the next layer's flag
+	// the next one need not be late: a GPU without room for a layer's flag sets it just before the
+	// next layer's flag
+	if late {
 		return max(p.gap/paceLate, p.floor)
 	}
 	return max(p.gap*7/8-(now-at), p.floor)

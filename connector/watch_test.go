@@ -44,7 +44,8 @@ func TestPacer(t *testing.T) {
 				moved := 0
 				for next <= now {
 					late += now - next
-					next += c.gap*39/40 + time.Duration(r.Int64N(int64(c.gap/20))) // layers are not alike to the microsecond
+					// layers are not alike to the microsecond
+					next += c.gap*39/40 + time.Duration(r.Int64N(int64(c.gap/20)))
 					moved++
 				}
 				seen += moved
@@ -67,7 +68,8 @@ func TestPacer(t *testing.T) {
 			}
 		})
 	}
-	// A sleep that was far too long, as on a machine that was stopped, makes the next ones no busy loop.
+	// A sleep that was far too long, as on a machine that was stopped, makes the next ones no busy
+	// loop.
 	p := newPacer(2, 0, 0)
 	for range 100 {
 		p.slept(paceMin, time.Minute)
@@ -87,8 +89,8 @@ func TestPacer(t *testing.T) {
 	}
 }
 
-// TestPauses: what lies between two steps does not make the watcher look for the first layers of the next one late, and layers that are slower
-// from some step on are learned all the same.
+// TestPauses: what lies between two steps does not make the watcher look for the first layers of
+// the next one late, and layers that are slower from some step on are learned all the same.
 func TestPauses(t *testing.T) {
 	const gap, pause = 60 * time.Microsecond, 5 * time.Millisecond
 	p, now := newPacer(32, 0, 0), time.Duration(0)
@@ -117,7 +119,7 @@ func TestLateFlag(t *testing.T) {
 	const gap, over = 530 * time.Microsecond, 10 * time.Microsecond
 	for apart := 20 * time.Microsecond; apart < gap/4; apart += 10 * time.Microsecond {
 		p, now, due := newPacer(16, 0, 0), time.Duration(0), time.Duration(0)
-		// look looks until it has seen these flags, and says how late it was for the last one.
+		// look checks until it has seen these flags, and returns how late it was for the last one.
 		look := func(flags ...time.Duration) (late time.Duration) {
 			for len(flags) > 0 {
 				moved, at := 0, now
@@ -141,7 +143,8 @@ func TestLateFlag(t *testing.T) {
 	}
 }
 
-// TestFallingFlags: flags of replays that are cleared are no layers, and the pace of looks is not learned from them.
+// TestFallingFlags: flags of replays that are cleared are no layers, and the pace of looks is not
+// learned from them.
 func TestFallingFlags(t *testing.T) {
 	f, err := board.InitFlags(make([]byte, board.FlagsBytes(2)), [16]byte{1}, 2)
 	if err != nil {
@@ -166,7 +169,8 @@ func TestFallingFlags(t *testing.T) {
 	}
 }
 
-// TestAwaited: layers are looked for closely while a partner is here, and for a while after a source lease was opened.
+// TestAwaited: layers are looked for closely while a partner is here, and for a while after a
+// source lease was opened.
 func TestAwaited(t *testing.T) {
 	w := &Worker{state: &worker{}}
 	if w.state.awaited(time.Hour) {

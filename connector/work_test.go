@@ -77,7 +77,8 @@ func eventfd(t *testing.T, flags int) int {
 	return fd
 }
 
-// What an engine does in its GPU context is handed on with what belongs to it, and taken back once its leases are fenced.
+// What an engine does in its GPU context is handed on with what belongs to it, and taken back once
+// its leases are fenced.
 func TestWorkIsAttached(t *testing.T) {
 	for _, useless := range []bool{false, true} {
 		e := &engines{useless: useless}

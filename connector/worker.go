@@ -35,7 +35,8 @@ var (
 
 // worker is the state behind a Worker.
 //
-// Lock order: deliver, then mu. Events are called with deliver held and mu free; they may call Complete and SourceValid.
+// Lock order: deliver, then mu. Events are called with deliver held and mu free; they may call
+// Complete and SourceValid.
 type worker struct {
 	// Set once.
 	s      *Server
@@ -48,15 +49,17 @@ type worker struct {
 	pools  []int          // block table -> one table on the same pages
 	done   chan struct{}  // closed when every lease is fenced and the memory is released
 
-	drained  atomic.Uint64 // source epoch of the last record taken from the ring
-	sources  sync.Map      // lease id -> *lease, open source leases; SourceValid reads it without a lock
-	watched  atomic.Bool   // on the watcher's list
-	waiting  atomic.Int32  // len(follow) + len(held), for the watcher
-	holding  atomic.Bool   // len(held) > 0
-	partners atomic.Bool   // last argument of Follow
-	rung     atomic.Bool   // by this process
-	fresh    atomic.Int64  // in the time of now: paceFresh after the last source lease was opened
-	seen     []uint64      // highest flags that the watcher saw; only the watcher uses it and the next field
+	drained atomic.Uint64 // source epoch of the last record taken from the ring
+	// lease id -> *lease, open source leases; SourceValid reads it without a lock
+	sources  sync.Map
+	watched  atomic.Bool  // on the watcher's list
+	waiting  atomic.Int32 // len(follow) + len(held), for the watcher
+	holding  atomic.Bool  // len(held) > 0
+	partners atomic.Bool  // last argument of Follow
+	rung     atomic.Bool  // by this process
+	fresh    atomic.Int64 // in the time of now: paceFresh after the last source lease was opened
+	// highest flags that the watcher saw; only the watcher uses it and the next field
+	seen     []uint64
 	seenMark uint64
 	extents  []extent    // of its board and regions
 	work     *Engine     // nil: the engine does no work
@@ -609,7 +612,8 @@ func (w *worker) stepReqLocked(step uint64, q *msg.StepReq) (*lease, error) {
 			Remedy: "write PREEMPT first"})
 	}
 	if len(l.steps) >= msg.MaxPendingSteps {
-		w.followLocked() // their flags may be set unnoticed: a sidecar that was stopped finds many steps at once
+		// their flags may be set unnoticed: a sidecar that was stopped finds many steps at once
+		w.followLocked()
 	}
 	if len(l.steps) >= msg.MaxPendingSteps {
 		return fail(&msg.Error{Message: "STEP", Field: "step", Problem: fmt.Sprintf("lease %d: %d steps wait for their flags", l.id, len(l.steps)),
@@ -858,7 +862,8 @@ func (w *worker) complete(c Completion) error {
 	if l.source == c.Received {
 		return fmt.Errorf("complete %s: received = %v, but source = %v: %w", c.Lease, c.Received, l.source, ErrUnknownLease)
 	}
-	w.postLocked(enc) // before the lease counts as complete: a drain that waits for the last one closes the ring
+	// before the lease counts as complete: a drain that waits for the last one closes the ring
+	w.postLocked(enc)
 	w.closeLeaseLocked(l)
 	return nil
 }
@@ -956,7 +961,8 @@ func (w *worker) flushLocked() {
 // shut stops using the rings and forgets the leases; the memory stays until release.
 func (w *worker) shut() {
 	if w.shutOnce() {
-		_ = w.door.Close() // ends run; without a lock, since Close waits for run's current check, which takes the lock
+		// ends run; without a lock, since Close waits for run's current check, which takes the lock
+		_ = w.door.Close()
 	}
 }
 

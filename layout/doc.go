@@ -1,4 +1,5 @@
-// Package layout describes KV caches: regions, groups, layers, planes, and the runs between two of them.
+// Package layout describes KV caches: regions, groups, layers, planes, and the runs between two of
+// them.
 //
 // It owns the terms (plane, run, piece), the bounds of a registered layout, its msgpack form
 // (docs/protocol.md, section 3), and the geometry: the hash of the properties that shape the

@@ -58,7 +58,8 @@ func shapeParams(g *Group) []string {
 // maxDiffs bounds the result of Diff: people read it, and error messages carry it.
 const maxDiffs = 32
 
-// Diff names each field in which the dtype, the identity or the geometry of a and b differ, with both values.
+// Diff names each field in which the dtype, the identity or the geometry of a and b differ, with
+// both values.
 func Diff(a, b *Layout) []string {
 	d := differ{}
 	d.check("dtype", a.DType, b.DType)

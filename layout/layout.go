@@ -40,8 +40,9 @@ type Group struct {
 	Strategy       string           // ParseBlock strategy of the group's pages
 	Params         map[string]int64 // of the strategy
 	NumBlocks      uint32
-	SameTable      bool // it shares the block table of the previous group, whose strategy or parameters differ
-	Layers         []Layer
+	// it shares the block table of the previous group, whose strategy or parameters differ
+	SameTable bool
+	Layers    []Layer
 }
 
 // Layer is the cache of one layer: NumBlocks pages at a distance of one block stride.
@@ -130,7 +131,8 @@ func (l *Layout) LayerAt(flat int) (group, layer int, ok bool) {
 	return 0, 0, false
 }
 
-// Validate checks every bound of the layout against the sizes of the registered regions. planes is the registry's.
+// Validate checks every bound of the layout against the sizes of the registered regions. planes is
+// the registry's.
 func (l *Layout) Validate(regionBytes []uint64, planes PlaneFunc) error {
 	if err := l.checkShape(len(regionBytes)); err != nil {
 		return err

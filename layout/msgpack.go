@@ -129,7 +129,8 @@ func (w *writer) str(s string)   { w.do(w.e.EncodeString(s)) }
 func (w *writer) uint(v uint64)  { w.do(w.e.EncodeUint(v)) }
 func (w *writer) int(v int64)    { w.do(w.e.EncodeInt(v)) }
 
-// DecodeMsgpack implements msgpack.CustomDecoder, so that a layout nested in a message keeps the same bounds.
+// DecodeMsgpack implements msgpack.CustomDecoder, so that a layout nested in a message keeps the
+// same bounds.
 func (l *Layout) DecodeMsgpack(d *msgpack.Decoder) error {
 	*l = Layout{}
 	r := reader{d: d}

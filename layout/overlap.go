@@ -17,7 +17,8 @@ type progression struct {
 	start, stride, count, size uint64
 	region, layer              int
 	group, table               int
-	lo, hi, block              uint64 // block 0's bytes of the plane lie in [lo, hi); other blocks are multiples of block away
+	// block 0's bytes of the plane lie in [lo, hi); other blocks are multiples of block away
+	lo, hi, block uint64
 }
 
 func (p *progression) end() uint64 { return p.start + (p.count-1)*p.stride + p.size }
@@ -115,7 +116,8 @@ func overlap(a, b progression) bool {
 		return false
 	}
 	if a.stride == b.stride && a.stride != 0 {
-		// b's piece j and a's piece i share a byte where d-k*stride lies in (-b.size, a.size), with k = i-j.
+		// b's piece j and a's piece i share a byte where d-k*stride lies in (-b.size, a.size), with
+		// k = i-j.
 		d := b.start - a.start
 		for _, k := range [2]uint64{d / a.stride, d/a.stride + 1} {
 			if k > a.count-1 {

@@ -22,7 +22,8 @@ const (
 	RoleIndex            // keys of a sparse attention's indexer
 	RoleIndexScale       // their scales
 	RoleCompressor       // state of a compressing attention, by token
-	RoleConvQ            // history of the projection of q, k or v (Mamba: C, B and x) in a convolution
+	// history of the projection of q, k or v (Mamba: C, B and x) in a convolution
+	RoleConvQ
 	RoleConvK
 	RoleConvV
 	RoleRecurrent // recurrent state, a matrix for each head
@@ -46,8 +47,9 @@ type Unit uint8
 // The units.
 const (
 	UnitToken Unit = iota + 1 // rows follow the tokens: any range of rows can be selected
-	UnitBlock                 // opaque: only whole blocks can be selected, and a started block counts as whole
-	UnitState                 // one per request, in the block that holds its last token
+	// opaque: only whole blocks can be selected, and a started block counts as whole
+	UnitBlock
+	UnitState // one per request, in the block that holds its last token
 )
 
 func (u Unit) String() string {
@@ -73,12 +75,14 @@ func (u Unit) String() string {
 // alone give the order: a dense plane of NHD pages has RowStride Heads*HeadStride, one of HND pages
 // has HeadStride Rows*RowStride.
 type Plane struct {
-	Role       Role
-	Unit       Unit
-	Format     string // encoding of a cell's bytes, if the cache's dtype does not determine it
-	HeadMajor  bool   // heads come before rows in the transfer space
-	ColMajor   bool   // columns come before rows, inside each head: a cell is one element, and a row's elements lie far apart
-	Transposed bool   // rows and columns of a state's matrix are exchanged
+	Role      Role
+	Unit      Unit
+	Format    string // encoding of a cell's bytes, if the cache's dtype does not determine it
+	HeadMajor bool   // heads come before rows in the transfer space
+	// columns come before rows, inside each head: a cell is one element, and a row's elements lie
+	// far apart
+	ColMajor   bool
+	Transposed bool // rows and columns of a state's matrix are exchanged
 	Offset     uint64
 
 	CellBytes                        uint64
@@ -86,10 +90,13 @@ type Plane struct {
 	Rows, Heads, Cols                uint32
 	RowStride, HeadStride, ColStride uint64
 
-	RowTokens  uint32 // tokens of one row: more than 1 in a compressed cache, whose row is complete with its last token
-	FirstHead  uint32 // the first of this rank's heads among those of the model
-	AllHeads   uint32 // heads of the model: Heads if every rank has all of them
-	TileRows   uint32 // rows of a kernel block, if a page of the block table holds several; else Rows
+	// tokens of one row: more than 1 in a compressed cache, whose row is complete with its last
+	// token
+	RowTokens uint32
+	FirstHead uint32 // the first of this rank's heads among those of the model
+	AllHeads  uint32 // heads of the model: Heads if every rank has all of them
+	// rows of a kernel block, if a page of the block table holds several; else Rows
+	TileRows   uint32
 	TileStride uint64 // from one kernel block to the next
 }
 

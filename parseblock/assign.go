@@ -11,8 +11,9 @@ import (
 
 // Share is the part of a receiver's cache that one source sends.
 type Share struct {
-	Source int      // index into the sources of Assign
-	roles  []uint32 // a bit per role that the source sends, for each flattened layer of the receiver
+	Source int // index into the sources of Assign
+	// a bit per role that the source sends, for each flattened layer of the receiver
+	roles []uint32
 }
 
 // Layers counts the layers of the receiver to which the share contributes.

@@ -78,7 +78,8 @@ func (c *benchCase) template(t testing.TB) (*Template, []uint32, []uint32) {
 	return tpl, benchTable(2, benchTokens/int(c.from.TokensPerBlock)), benchTable(3, benchTokens/int(c.to.TokensPerBlock))
 }
 
-// TestNoAllocations: neither runs nor pieces allocate while the caller's slice has room, and walking all pieces of runs never does.
+// TestNoAllocations: neither runs nor pieces allocate while the caller's slice has room, and
+// walking all pieces of runs never does.
 func TestNoAllocations(t *testing.T) {
 	reg := Default()
 	runs := make([]layout.Run, 0, 1<<15)
@@ -367,7 +368,8 @@ func TestCostOfReshape(t *testing.T) {
 		}
 	}
 	n := testing.AllocsPerRun(1, expand)
-	for try := 1; n != 0 && try < 3; try++ { // the runtime's own allocations count too, but do not occur every time
+	// the runtime's own allocations count too, but do not occur every time
+	for try := 1; n != 0 && try < 3; try++ {
 		n = testing.AllocsPerRun(1, expand)
 	}
 	if n != 0 || moved != 64*benchTokens*4096 || pieces != 2*64*benchTokens {

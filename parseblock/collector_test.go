@@ -7,7 +7,8 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// 32,768 tokens through 64 layers, from two ranks to one: two engines meet, a prompt is planned, and all of its runs are written out and walked.
+// 32,768 tokens through 64 layers, from two ranks to one: two engines meet, a prompt is planned,
+// and all of its runs are written out and walked.
 func TestPlanningDoesNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")

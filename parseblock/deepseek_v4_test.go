@@ -58,7 +58,8 @@ func (e *v4Engine) caches() []*v4Cache {
 	}
 	for _, c := range all {
 		c.at = map[int]int{}
-		off := 0 // every group begins at the front of a block: a block belongs to one group at a time
+		// every group begins at the front of a block: a block belongs to one group at a time
+		off := 0
 		for i := range c.layers {
 			l := c.layers[i]
 			if e.reverse {

@@ -16,20 +16,25 @@ import (
 // that pages do not show. An engine must register the pairs of needed. It may add others, and each
 // counts.
 const (
-	IdentityModel    = "model_config"     // hash of the model's configuration
-	IdentityWeights  = "weights"          // generation included: a reload changes it
-	IdentityLayers   = "layers"           // of the whole model, not of a pipeline stage
-	IdentityRope     = "rope"             // scaling included
-	IdentityGroups   = "groups"           // kinds of cache groups of the whole model: a pipeline stage may lack a kind
-	IdentityHeadSize = "head_size"        // elements of a head, also for opaque pages
-	IdentityBackoff  = "backoff"          // tokens at the end of a prompt that prefill leaves to decode
-	IdentitySpec     = "speculative"      // draft model, method, tokens: they add layers and history
-	IdentityPacking  = "packing"          // of opaque pages: the vector units, and the kernel's block size if the packing depends on it
-	IdentityDType    = "cache_dtype"      // as the engine names it
-	IdentityOrder    = "byte_order"       // "little" where it is left out
-	IdentityEngine   = "engine"           // opaque pages of two engines differ
-	defaultByteOrder = "little"           // of every platform that serves models today
-	describeDomain   = "kvspray-cache-v3" // separates the hash from other hashes and from later versions
+	IdentityModel   = "model_config" // hash of the model's configuration
+	IdentityWeights = "weights"      // generation included: a reload changes it
+	IdentityLayers  = "layers"       // of the whole model, not of a pipeline stage
+	IdentityRope    = "rope"         // scaling included
+	// kinds of cache groups of the whole model: a pipeline stage may lack a kind
+	IdentityGroups   = "groups"
+	IdentityHeadSize = "head_size" // elements of a head, also for opaque pages
+	// tokens at the end of a prompt that prefill leaves to decode
+	IdentityBackoff = "backoff"
+	// draft model, method, tokens: they add layers and history
+	IdentitySpec = "speculative"
+	// of opaque pages: the vector units, and the kernel's block size if the packing depends on it
+	IdentityPacking  = "packing"
+	IdentityDType    = "cache_dtype" // as the engine names it
+	IdentityOrder    = "byte_order"  // "little" where it is left out
+	IdentityEngine   = "engine"      // opaque pages of two engines differ
+	defaultByteOrder = "little"      // of every platform that serves models today
+	// separates the hash from other hashes and from later versions
+	describeDomain = "kvspray-cache-v3"
 )
 
 // needed lists the pairs that a fingerprint requires: two engines that both omit a pair would
@@ -145,10 +150,12 @@ func (r *Registry) Describe(l *layout.Layout) (Description, error) {
 // kind describes the cells of a plane without their addresses. Planes of equal kind can be copied
 // to one another.
 type kind struct {
-	unit       layout.Unit
-	format     string
-	heads      uint32
-	cell       uint64 // bytes of a head of a token, or of an element of a state; of an opaque page, for all its tokens
+	unit   layout.Unit
+	format string
+	heads  uint32
+	// bytes of a head of a token, or of an element of a state; of an opaque page, for all its
+	// tokens
+	cell       uint64
 	key        uint64 // bytes of K in a cell of packed K and V, if it is not the half
 	tokens     uint32 // of an opaque page whose bytes are not a multiple of its tokens
 	number     uint64 // bytes of an element, if a cell's elements are not adjacent

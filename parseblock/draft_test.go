@@ -77,7 +77,8 @@ func (e *speculating) ranks(target, draft dims, skips [2]uint32) []*stageOf {
 // has its own.
 func TestDraftLaws(t *testing.T) {
 	reg := Default()
-	kinds := []string{PackedNHD, PackedHND, FlashBlockFirst, FlashBlockFirstHND, FlashToken} // without parameters that place layers
+	// without parameters that place layers
+	kinds := []string{PackedNHD, PackedHND, FlashBlockFirst, FlashBlockFirstHND, FlashToken}
 	rapid.Check(t, func(t *rapid.T) {
 		heads, tps := []uint64{1, 2, 4, 8}, []uint64{1, 2, 4}
 		tokens := rapid.Uint64Range(1, 20).Draw(t, "tokens")

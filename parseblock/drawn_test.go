@@ -119,7 +119,8 @@ func undrawn(doc string, roles []layout.Role) (missing []string) {
 	return missing
 }
 
-// TestEveryOrderIsDrawn: each order of a cross-layer allocation is drawn with its axes from the outside in.
+// TestEveryOrderIsDrawn: each order of a cross-layer allocation is drawn with its axes from the
+// outside in.
 func TestEveryOrderIsDrawn(t *testing.T) {
 	b, err := os.ReadFile("allocation.go")
 	if err != nil {

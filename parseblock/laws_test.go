@@ -26,7 +26,8 @@ const (
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	if flag.Lookup("rapid.checks").Value.String() == "100" { // the default: not set on the command line
+	// the default: not set on the command line
+	if flag.Lookup("rapid.checks").Value.String() == "100" {
 		cases := propertyCases
 		if testutil.Race {
 			cases = racedCases
@@ -481,7 +482,8 @@ func fillFrom(c *cache, layer int, table []uint32, first, tokens uint64, mem []b
 	}
 }
 
-// TestEveryStrategyIsTried keeps the families complete: a strategy without a reference is not tested.
+// TestEveryStrategyIsTried keeps the families complete: a strategy without a reference is not
+// tested.
 func TestEveryStrategyIsTried(t *testing.T) {
 	tried := map[string]bool{}
 	d := &dims{layers: 1, n: 4, blocks: 2, kvHeads: 2, head: 2, value: 2, scale: 1, size: 1, kHeads: 1, kDim: 1, vHeads: 1, vDim: 1, histor: 1, elem: 2, ratio: 1, tile: 4}

@@ -9,8 +9,9 @@ import (
 
 // place locates the cells of a pair on one side. Offsets are from the start of the region.
 type place struct {
-	off              uint64 // of the first row and the first common head in block 0
-	block, tile      uint64 // strides between blocks of the table, and between kernel blocks of one block
+	off uint64 // of the first row and the first common head in block 0
+	// strides between blocks of the table, and between kernel blocks of one block
+	block, tile      uint64
 	row, head, col   uint64 // strides of cells
 	tileRows, tiles  uint64 // rows of a kernel block; kernel blocks of a block
 	tokens           uint64 // of a block

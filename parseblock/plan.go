@@ -42,12 +42,13 @@ type segment struct {
 	state  bool
 	n      uint32 // tokens of a block
 	block0 uint32 // first block of the table that moves
-	full   uint32 // blocks that move as full pages, after a cut page that reaches the end of its block
-	page   uint64 // bytes of a full page
-	tail   uint64 // bytes of the tail page, 0 without one
-	pairs  []pair
-	tails  []uint64 // rows of each pair in the tail page
-	cut    *cut     // nil: the first page is not cut
+	// blocks that move as full pages, after a cut page that reaches the end of its block
+	full  uint32
+	page  uint64 // bytes of a full page
+	tail  uint64 // bytes of the tail page, 0 without one
+	pairs []pair
+	tails []uint64 // rows of each pair in the tail page
+	cut   *cut     // nil: the first page is not cut
 }
 
 // cut is a first page, possibly the tail page, whose front the source has freed.
@@ -386,14 +387,16 @@ type Resolver struct {
 	plan   *Plan
 	layout *layout.Layout
 	segs   [][]sideTrack // of each pair of each segment
-	plain  []bool        // of each segment: every full page is one piece per pair, in its own block of the table
+	// of each segment: every full page is one piece per pair, in its own block of the table
+	plain  []bool
 	tables atomic.Pointer[[][]uint32]
 }
 
 // sideTrack locates a pair's cells on one side.
 type sideTrack struct {
 	place
-	full, tail bool   // a full page or a tail page is one piece of memory, in the order of the space
+	// a full page or a tail page is one piece of memory, in the order of the space
+	full, tail bool
 	page       uint64 // bytes of the pair in a full page
 }
 

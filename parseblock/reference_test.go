@@ -213,7 +213,8 @@ func paged(kind string, d *dims, params map[string]int64, page uint64, contents 
 		}}
 }
 
-// diffKV is K and V packed, K of d.head bytes and V of d.value; "hnd in kernel pages" has blocks of several kernel pages, of d.tile tokens each.
+// diffKV is K and V packed, K of d.head bytes and V of d.value; "hnd in kernel pages" has blocks of
+// several kernel pages, of d.tile tokens each.
 func diffKV(kind string, d *dims) *cache {
 	params := map[string]int64{"kv_heads": int64(d.kvHeads), "head_bytes": int64(d.head)}
 	first, own := d.shard(params, d.kvHeads)
@@ -401,7 +402,8 @@ func cpuCache(kind string, d *dims) *cache {
 	})
 }
 
-// stateCache: kind is strategy, then s or d (conv order), then v or k (order of the recurrent state).
+// stateCache: kind is strategy, then s or d (conv order), then v or k (order of the recurrent
+// state).
 func stateCache(kind string, d *dims) *cache {
 	strategy, form, _ := strings.Cut(kind, " ")
 	dimFirst, kOutside := form[0] == 'd', form[1] == 'k'
@@ -498,7 +500,8 @@ func keys(m map[string]string) []string {
 	return out
 }
 
-// stateKinds are the states of a linear attention in both orders of the convolution and of the matrix, in a page and in slots.
+// stateKinds are the states of a linear attention in both orders of the convolution and of the
+// matrix, in a page and in slots.
 func stateKinds(strategy string) (kinds []string) {
 	for _, form := range []string{" sv", " dv", " sk", " dk"} {
 		kinds = append(kinds, strategy+form, strategy+form+" slots")
@@ -617,7 +620,8 @@ func random(n uint64, seed uint64) []byte {
 	return b
 }
 
-// moved calls fn for every byte that a copy of the tokens [start, end) moves between layer lf of one cache and lt of the other.
+// moved calls fn for every byte that a copy of the tokens [start, end) moves between layer lf of
+// one cache and lt of the other.
 func moved(from, to *cache, lf, lt int, ft, tt []uint32, start, end uint64, fn func(role layout.Role, src, dst uint64)) {
 	for i := range to.contents {
 		ct, cf := &to.contents[i], &from.contents[0]

@@ -31,7 +31,8 @@ const (
 	//
 	//	[B, H, N, 2D]  | h0: k0 v0 k1 v1 ... | h1: k0 v0 k1 v1 ... |
 	PackedHND = "packed_hnd"
-	// PackedNHD is the same with tokens outside: the default of vLLM 0.27 to 0.32 (LBNHC), and BLNHC of 0.28 and later.
+	// PackedNHD is the same with tokens outside: the default of vLLM 0.27 to 0.32 (LBNHC), and
+	// BLNHC of 0.28 and later.
 	//
 	//	[B, N, H, 2D]  | t0: h0(k v) h1(k v) ... | t1: ... |
 	PackedNHD = "packed_nhd"
@@ -41,11 +42,13 @@ const (
 	//
 	//	[2, B, N, H, D]  | k of every block ... | v of every block ... |
 	FlashKVFirst = "flash_kv_first"
-	// FlashKVFirstHND is the same with heads outside in each page: FLASH_ATTN of vLLM before 0.27 with VLLM_KV_CACHE_LAYOUT=HND.
+	// FlashKVFirstHND is the same with heads outside in each page: FLASH_ATTN of vLLM before 0.27
+	// with VLLM_KV_CACHE_LAYOUT=HND.
 	//
 	//	[2, B, H, N, D]  | k of every block: h0(t0 t1 ...) h1(...) ... | v of every block ... |
 	FlashKVFirstHND = "flash_kv_first_hnd"
-	// FlashBlockFirst has K and V in each page: FLASHINFER (NHD) and TRITON_ATTN of vLLM before 0.27.
+	// FlashBlockFirst has K and V in each page: FLASHINFER (NHD) and TRITON_ATTN of vLLM before
+	// 0.27.
 	//
 	//	[B, 2, N, H, D]  | k: t0 t1 ... | v: t0 t1 ... |
 	FlashBlockFirst = "flash_block_first"
@@ -62,9 +65,10 @@ const (
 	//	[B, N, 2, H, D]  | t0: k(h0 h1 ...) v(h0 h1 ...) | t1: ... |
 	FlashToken = "flash_token"
 
-	// QuantInlineHND is packed pages whose values carry their scales: TRITON_ATTN of vLLM 0.27 to 0.32 with an HND layout and a scale per token
-	// and head (int8_per_token_head, fp8_per_token_head: D' = D; int4_per_token_head: D' = D/2). value_bytes and scale_bytes: of K or of V
-	// of one head of one token.
+	// QuantInlineHND is packed pages whose values carry their scales: TRITON_ATTN of vLLM 0.27 to
+	// 0.32 with an HND layout and a scale per token and head (int8_per_token_head,
+	// fp8_per_token_head: D' = D; int4_per_token_head: D' = D/2). value_bytes and scale_bytes: of K
+	// or of V of one head of one token.
 	//
 	//	[B, H, N, 2(D'+4)]  | h0: k0 scale v0 scale, k1 scale v1 scale, ... | h1: ... |
 	QuantInlineHND = "quant_inline_hnd"
@@ -78,7 +82,8 @@ const (
 	//
 	//	| k values: h0(t0 t1 ...) h1(...) | k scales: h0(t0 t1 ...) h1(...) | v values: ... | v scales: ... |
 	QuantPlanarHND = "quant_planar_hnd"
-	// QuantPlanarNHD is the same with tokens outside in each of the four: nvfp4 of vLLM 0.27 to 0.32 with an NHD layout.
+	// QuantPlanarNHD is the same with tokens outside in each of the four: nvfp4 of vLLM 0.27 to
+	// 0.32 with an NHD layout.
 	//
 	//	| k values: t0(h0 h1 ...) t1(...) | k scales: t0(h0 h1 ...) t1(...) | v values: ... | v scales: ... |
 	QuantPlanarNHD = "quant_planar_nhd"
@@ -108,12 +113,14 @@ const (
 	//
 	//	| index: t0 t1 ... t63 | index scales: t0 t1 ... t63 | index: t64 ... t127 | index scales: t64 ... t127 |
 	DSAIndexer = "dsa_indexer"
-	// IndexKeys is an indexer's cache without scales, replicated on all ranks: MiniMax-M3 and, with compress_ratio, QSA of vLLM 0.32.
+	// IndexKeys is an indexer's cache without scales, replicated on all ranks: MiniMax-M3 and, with
+	// compress_ratio, QSA of vLLM 0.32.
 	//
 	//	[B, N, D]  | index: t0 t1 ... |
 	IndexKeys = "index_keys"
-	// DeepSeekV4 is the main and the sliding cache of DeepSeek-V4 in the slab of vLLM 0.27 to 0.32: N/compress_ratio entries of 576 bytes (448
-	// fp8 and 64 bf16), then 8 scale bytes for each; padded to 576 bytes by block_stride.
+	// DeepSeekV4 is the main and the sliding cache of DeepSeek-V4 in the slab of vLLM 0.27 to 0.32:
+	// N/compress_ratio entries of 576 bytes (448 fp8 and 64 bf16), then 8 scale bytes for each;
+	// padded to 576 bytes by block_stride.
 	//
 	//	| latent: e0(576) e1(576) ... | latent scales: e0(8) e1(8) ... | pad |
 	//
@@ -128,8 +135,9 @@ const (
 	//	compressor, window 8      | l0: compressor: t0 .. t3 of 2048 fp32 | l2: ... | ... |      of ratio 4
 	//	compressor, window 128    | l1: compressor: t0 .. t7 of 1024 fp32 | l3: ... | ... |      of ratio 128
 	DeepSeekV4 = "deepseek_v4"
-	// DeepSeekV4Compressor is the fp32 state of its compressors in vLLM 0.27 to 0.32, one row a token (sliding: window 8 or 128): the token's part
-	// of an entry and its score, both twice where entries overlap (ratio 4).
+	// DeepSeekV4Compressor is the fp32 state of its compressors in vLLM 0.27 to 0.32, one row a
+	// token (sliding: window 8 or 128): the token's part of an entry and its score, both twice
+	// where entries overlap (ratio 4).
 	//
 	//	[B, N, row]  | compressor: t0(kv score) t1(kv score) ... |
 	DeepSeekV4Compressor = "deepseek_v4_compressor"
@@ -162,8 +170,9 @@ const (
 	//	DS: | conv v: c0(t0 t1 ..) c1 .. | conv k: c0 .. | conv q: c0 .. | then the same
 	Mamba2State = "mamba2_state"
 
-	// SGLangK is the K half of SGLang's device pools (0.5.17 to 0.5.23), which keep K and V in tensors of their own for each layer: layers
-	// "name#k" and "name#v". A page is page_size token slots.
+	// SGLangK is the K half of SGLang's device pools (0.5.17 to 0.5.23), which keep K and V in
+	// tensors of their own for each layer: layers "name#k" and "name#v". A page is page_size token
+	// slots.
 	//
 	//	(size+page, H, D)  | k: t0(h0 h1 ...) t1(...) ... |
 	SGLangK = "sglang_k"
@@ -503,7 +512,8 @@ func cpuAttn(p *params) []layout.Plane {
 	k.CellBytes, k.RowStride, k.ColStride = number, number, p.n*number
 	k.Cols, k.ColMajor = uint32(p.divides(paramNumberBytes, number, row, "the bytes of K of a head of a token")), true
 	v.Role, v.CellBytes, v.RowStride, v.Offset = layout.RoleV, row, row, k.HeadStride/2
-	k.Format, v.Format = p.strategy, p.strategy // as a kind: K of another backend would need a transposition
+	// as a kind: K of another backend would need a transposition
+	k.Format, v.Format = p.strategy, p.strategy
 	return []layout.Plane{k, v}
 }
 

@@ -10,8 +10,8 @@ import (
 	"github.com/kvspray/kvspray/layout"
 )
 
-// sparseSide is an engine of DeepSeek-V3.2: per layer rows of 656 bytes and the indexer's keys, under
-// one block table of blocks of n tokens, which have kernel pages of 64.
+// sparseSide is an engine of DeepSeek-V3.2: per layer rows of 656 bytes and the indexer's keys,
+// under one block table of blocks of n tokens, which have kernel pages of 64.
 func sparseSide(n uint32, layers int, sameTable bool) (*layout.Layout, uint64) {
 	const blocks = 5
 	rows := layout.Group{TokensPerBlock: n, NumBlocks: blocks, Strategy: FP8DSMLA}

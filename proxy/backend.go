@@ -20,28 +20,28 @@ const (
 	roleDecode  = "decode"
 )
 
-// backend is one engine.
+// backend is one engine with its health.
 type backend struct {
 	role       string
 	url        string
-	sidecar    string // where its endpoint can be asked for; empty: nowhere
-	configured bool   // peer is what the operator gave
+	sidecar    string // address for asking for its endpoint; empty: none
+	configured bool   // the operator set peer
 
 	mu       sync.Mutex // guards all below
 	peer     string
-	heard    string // what its engine called its sidecar's endpoint last
-	said     string // what of it, or of the sidecar's own word, peer was compared with last
-	warning  string // why that cannot be peer
+	heard    string // last endpoint of its sidecar according to its engine
+	said     string // last endpoint, of engine or sidecar, that peer was compared with
+	warning  string // why that endpoint contradicts peer
 	unasked  string // why sidecar cannot be asked
 	load     int    // requests in flight
-	failures int    // health checks in a row
+	failures int    // failed health checks in a row
 	known    bool   // the first check was made
 	reason   string
 }
 
 func (b *backend) upLocked() bool { return b.failures < downAfter && (b.known || b.failures == 0) }
 
-// warningsLocked is what whoever set the router up should look at; empty: nothing.
+// warningsLocked returns warnings for the operator; empty: none.
 func (b *backend) warningsLocked() string {
 	if b.unasked != "" && b.warning != "" {
 		return b.unasked + "; " + b.warning
@@ -67,32 +67,33 @@ func (b *backend) note(err error) (up, changed bool) {
 	} else {
 		b.failures, b.reason = min(b.failures+1, downAfter), err.Error()
 		if first {
-			b.failures = downAfter // nothing good is known of it
+			b.failures = downAfter // no good check is known
 		}
 	}
 	up = b.upLocked()
 	return up, up != before || first
 }
 
-// suspect takes a back end out at once: a connection to it failed. The next good health check brings it back.
+// suspect takes a back end out at once after a failed connection. The next good health check
+// restores it.
 func (b *backend) suspect(err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.known, b.failures, b.reason = true, downAfter, err.Error()
 }
 
-// pool is all back ends of one role.
+// pool holds all back ends of one role.
 type pool struct {
 	all []*backend
 
 	mu   sync.Mutex
-	next int // where the search starts, so that equals take turns
+	next int // start of the search, so that equal back ends alternate
 }
 
 func newPool(all []*backend) *pool { return &pool{all: all} }
 
-// take returns the least loaded back end that is up and not in skip, with its load raised; nil if there is none. The caller
-// gives it back with done.
+// take returns the least loaded back end that is up and not in skip, and raises its load; nil if
+// there is none. The caller releases it with done.
 func (p *pool) take(skip map[*backend]bool) *backend {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -179,7 +180,8 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	}
 	b.mu.Lock()
 	asked := said
-	if b.heard != "" || !b.configured { // the engine's own word is worth more than that of a sidecar which somebody took for its own
+	// the engine is more reliable than a sidecar that may be another engine's
+	if b.heard != "" || !b.configured {
 		said = b.heard
 	}
 	b.mu.Unlock()
@@ -187,8 +189,9 @@ func (p *Proxy) check(ctx context.Context, b *backend) error {
 	return nil
 }
 
-// ask asks the prefill's sidecar where it takes peers, and uses that where the operator has not said it. A sidecar that does not answer is no
-// reason to take the engine out: requests then go prefill first, where the engine itself says what it knows.
+// ask asks the prefill's sidecar for its endpoint, and uses it unless the operator has set one. A
+// sidecar that does not answer does not take the engine out: requests then go prefill first, and
+// the engine itself names the endpoint.
 func (p *Proxy) ask(ctx context.Context, b *backend) (string, error) {
 	var node struct {
 		Endpoint string `json:"endpoint"`
@@ -198,7 +201,7 @@ func (p *Proxy) ask(ctx context.Context, b *backend) (string, error) {
 		return "", err
 	}
 	if err == nil && node.Endpoint == "" {
-		err = errors.New("its answer names no endpoint")
+		err = errors.New("its answer contains no endpoint")
 	}
 	unasked := ""
 	if err != nil {
@@ -207,14 +210,14 @@ func (p *Proxy) ask(ctx context.Context, b *backend) (string, error) {
 		if b.configured {
 			costs = "nothing checks --prefill-peer"
 		}
-		unasked = fmt.Sprintf("--prefill-sidecar %s cannot be asked (%v): %s; give the http.listen of this engine's sidecar", b.sidecar, err, costs)
+		unasked = fmt.Sprintf("--prefill-sidecar %s cannot be asked (%v): %s; pass the http.listen of this engine's sidecar", b.sidecar, err, costs)
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	switch was := b.unasked; {
 	case unasked != "" && was == "":
 		p.log.Warn("the prefill's sidecar cannot be asked", "url", b.url, "prefill_sidecar", b.sidecar, "err", err,
-			"remedy", "give --prefill-sidecar the http.listen of this engine's sidecar, which has to run")
+			"remedy", "pass the http.listen of this engine's running sidecar as --prefill-sidecar")
 	case unasked == "" && was != "":
 		p.log.Info("the prefill's sidecar answers", "url", b.url, "prefill_sidecar", b.sidecar)
 	}
@@ -228,17 +231,18 @@ func (p *Proxy) ask(ctx context.Context, b *backend) (string, error) {
 	return node.Endpoint, err
 }
 
-// hear takes an engine's word for its sidecar's endpoint. It is looked at with the next check: names are looked up for that, which no request
-// waits for.
+// hear records an engine's endpoint of its sidecar. The next check compares it: a comparison looks
+// up names, for which no request waits.
 func (b *backend) hear(peer string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.heard = peer
 }
 
-// compare looks whether the endpoint that D is told, by the operator's word or that of the sidecar that he named, is the one that the prefill's
-// side names. It may be another name of it; a wrong one costs each request its transfer, and nobody else would say why. asked is the word of the
-// named sidecar; said is that, or the engine's.
+// compare checks whether the endpoint that D receives (set by the operator, or from the sidecar
+// that the operator named) is the endpoint of the prefill's side. It may be another name of the
+// same. A wrong endpoint costs each request its transfer, without another sign of the cause. asked
+// is the endpoint from the named sidecar; said is that, or the engine's.
 func (p *Proxy) compare(ctx context.Context, b *backend, said, asked string) {
 	b.mu.Lock()
 	peer, known := b.peer, said == b.said
@@ -249,7 +253,7 @@ func (p *Proxy) compare(ctx context.Context, b *backend, said, asked string) {
 	same := sameEndpoint(ctx, peer, said)
 	checked := same && (asked == "" || sameEndpoint(ctx, asked, said))
 	if ctx.Err() != nil {
-		return // another time
+		return // the next check tries again
 	}
 	warning := ""
 	if !checked {
@@ -257,11 +261,11 @@ func (p *Proxy) compare(ctx context.Context, b *backend, said, asked string) {
 		switch {
 		case same || !b.configured:
 			flag, value, remedy = "--prefill-sidecar", b.sidecar, "--prefill-sidecar the http.listen of that one"
-			named = b.sidecar + ", which takes peers at " + asked
+			named = b.sidecar + ", whose endpoint is " + asked
 		case asked == said:
-			remedy += ", or correct --prefill-sidecar " + b.sidecar + ", which says so"
+			remedy += ", or correct --prefill-sidecar " + b.sidecar + ", which returned it"
 		}
-		warning = fmt.Sprintf("%s is %s, but this engine's sidecar calls itself %s: give %s, unless both are the same", flag, named, said, remedy)
+		warning = fmt.Sprintf("%s is %s, but the endpoint of this engine's sidecar is %s: pass %s, unless both are the same", flag, named, said, remedy)
 		p.log.Warn("the prefill's sidecar may be another one", "url", b.url, "flag", flag, "value", value, "peer", peer, "sidecar", said, "remedy", remedy)
 	}
 	b.mu.Lock()
@@ -269,8 +273,8 @@ func (p *Proxy) compare(ctx context.Context, b *backend, said, asked string) {
 	b.mu.Unlock()
 }
 
-// sameEndpoint reports whether two host:port have the same port and an address in common. Where a name cannot be looked up here, engines may
-// still know it: then nothing is claimed.
+// sameEndpoint reports whether two host:port have the same port and a common address. If a name
+// cannot be resolved here, engines may still resolve it: the result is then true.
 func sameEndpoint(ctx context.Context, x, y string) bool {
 	if x == y {
 		return true
@@ -299,7 +303,7 @@ func (p *Proxy) get(ctx context.Context, url string, into any) error {
 	if err != nil {
 		return err
 	}
-	defer func() { _ = resp.Body.Close() }() // read to its end or given up
+	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
 	body, err := io.ReadAll(io.LimitReader(resp.Body, maxSmallAnswer))
 	if err != nil {
 		return err

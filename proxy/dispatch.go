@@ -24,10 +24,11 @@ const (
 	copyBytes       = 32 << 10
 )
 
-// errRefused is an answer of P that says that the client is wrong (4xx): D will say the same, and its answer is the client's.
+// errRefused is a 4xx answer of P: the client's request is wrong. D will answer the same, and its
+// answer goes to the client.
 var errRefused = errors.New("refused")
 
-// enter takes a place among the requests in flight, or refuses; leave gives it back.
+// enter takes a place among the requests in flight, or refuses; leave releases it.
 func (p *Proxy) enter(w http.ResponseWriter) bool {
 	select {
 	case p.slots <- struct{}{}:
@@ -45,7 +46,7 @@ func (p *Proxy) leave() {
 	<-p.slots
 }
 
-// generate serves the two endpoints that prefill and decode.
+// generate serves the two endpoints with prefill and decode.
 func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
 	if !p.enter(w) {
 		return
@@ -67,13 +68,14 @@ func (p *Proxy) generate(w http.ResponseWriter, r *http.Request, k kind) {
 	j.run(ctx)
 	p.met.requests.WithLabelValues(string(j.mode), statusClass(j.status)).Inc()
 	if j.broken {
-		// The status is out; breaking the connection is the only way to tell the client that this was not the end.
+		// The status was sent; only a broken connection shows the client that the answer is
+		// incomplete.
 		panic(http.ErrAbortHandler)
 	}
 }
 
 func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) ([]byte, bool) {
-	// A recorder in tests has no deadline to set; a real connection always has.
+	// A test's recorder has no deadline to set; a real connection always has.
 	_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(bodyTimeout))
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, p.limit))
 	_ = http.NewResponseController(w).SetReadDeadline(time.Time{})
@@ -92,7 +94,7 @@ func (p *Proxy) readBody(w http.ResponseWriter, r *http.Request) ([]byte, bool) 
 	return nil, false
 }
 
-// requestID keeps a client's id if it can stand in a header and a log line.
+// requestID keeps a client's id if it is valid in a header and a log line.
 func requestID(given string) string {
 	ok := given != "" && len(given) <= maxRequestID
 	for _, c := range []byte(given) {
@@ -112,7 +114,7 @@ func randomID() string {
 	return hex.EncodeToString(b[:])
 }
 
-// job is one request on its way.
+// job is one request in flight.
 type job struct {
 	p      *Proxy
 	w      http.ResponseWriter
@@ -122,9 +124,9 @@ type job struct {
 	start  time.Time
 	mode   Mode
 	status int
-	broken bool // D's answer broke off after its first byte
+	broken bool // D's answer ended early, after its first byte
 
-	// Set in concurrent mode: P's failure, at most once, and who it was.
+	// Set in concurrent mode: P's failure, at most once, and its back end.
 	failed <-chan error
 	pre    *backend
 }
@@ -149,7 +151,7 @@ func (j *job) run(ctx context.Context) {
 	defer pre.done()
 	peer := pre.peerAddr()
 	if peer == "" {
-		j.mode = PrefillFirst // P's sidecar is not known: P itself must say
+		j.mode = PrefillFirst // P's sidecar is unknown: P itself must name it
 	}
 	xfer := randomID()
 	body, err := j.req.forPrefill(xfer)
@@ -188,17 +190,17 @@ func (j *job) run(ctx context.Context) {
 	}()
 	j.failed, j.pre = failed, pre
 	j.decode(ctx, params)
-	stop() // D has answered, or will never: P's part is over
+	stop() // D has answered, or never will: P is not needed any more
 	<-joined
 }
 
-// noteAlone logs why P's work cannot be used and returns the label for it.
+// noteAlone logs why P's work cannot be used and returns the label of the reason.
 func (j *job) noteAlone(pre *backend, err error) string {
 	if errors.Is(err, errRefused) {
-		j.p.log.Info("the prefill engine refused the request; it goes to the decode engine as it came", "request", j.id, "url", pre.url, "err", err)
+		j.p.log.Info("the prefill engine refused the request; the decode engine gets it unchanged", "request", j.id, "url", pre.url, "err", err)
 		return aloneRefused
 	}
-	j.p.log.Warn("prefill failed, the decode engine does it alone", "request", j.id, "url", pre.url, "err", err)
+	j.p.log.Warn("prefill failed; the decode engine prefills locally", "request", j.id, "url", pre.url, "err", err)
 	if errors.Is(err, errNoParams) || errors.Is(err, errListParams) {
 		return aloneParams
 	}
@@ -214,7 +216,7 @@ func (j *job) prefill(ctx context.Context, b *backend, body []byte) (json.RawMes
 		}
 		return nil, err
 	}
-	defer func() { _ = resp.Body.Close() }() // its end or its error was seen
+	defer func() { _ = resp.Body.Close() }() // its end or its error was read
 	answer, err := io.ReadAll(io.LimitReader(resp.Body, maxPrefillAnswer+1))
 	switch {
 	case err != nil:
@@ -243,8 +245,8 @@ func (j *job) decodeAlone(ctx context.Context, reason string) {
 	j.decode(ctx, nil)
 }
 
-// decode sends the request to a D and passes its answer on. A failure of P before D's first byte makes D start over by itself:
-// it would otherwise wait for a partner who never comes.
+// decode sends the request to a D and streams its answer to the client. If P fails before D's first
+// byte, D restarts without P: it would otherwise wait for a prefill that never comes.
 func (j *job) decode(ctx context.Context, params json.RawMessage) {
 	tried := map[*backend]bool{}
 	var last error
@@ -271,14 +273,15 @@ func (j *job) decode(ctx context.Context, params json.RawMessage) {
 	j.fail(http.StatusBadGateway, codeEngineFailed, last)
 }
 
-// first is D's answer up to its first byte.
+// first is the start of D's answer, up to its first byte.
 type first struct {
 	resp *http.Response
 	buf  []byte
 	err  error // of the request or of the first read; io.EOF: an empty answer
 }
 
-// decodeOn tries one back end. sent: the client has, or is beyond getting, an answer. The params returned are those for another try.
+// decodeOn tries one back end. sent: the client has received an answer, or is gone. The returned
+// params are for the next try.
 func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) (sent bool, next json.RawMessage, err error) {
 	for {
 		body, err := j.req.forDecode(params)
@@ -294,7 +297,7 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 		case perr := <-j.failed:
 			stop()
 			if f = <-got; f.resp != nil {
-				_ = f.resp.Body.Close() // given up
+				_ = f.resp.Body.Close() // aborted
 			}
 			j.p.met.alone.WithLabelValues(j.noteAlone(j.pre, perr)).Inc()
 			params, j.failed = nil, nil
@@ -306,7 +309,8 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 				b.suspect(f.err)
 				j.p.log.Warn("decode engine failed", "request", j.id, "url", b.url, "err", f.err)
 			}
-			// A D that was reached may have taken the grant with it: another one must not wait for it.
+			// A D that received the request may have consumed the grant: another D must not wait
+			// for it.
 			if !notReached(f.err) {
 				params = nil
 			}
@@ -319,13 +323,15 @@ func (j *job) decodeOn(ctx context.Context, b *backend, params json.RawMessage) 
 	}
 }
 
-// notReached reports whether no connection was made, so that the engine cannot have seen the request.
+// notReached reports whether no connection was made, so that the engine cannot have received the
+// request.
 func notReached(err error) bool {
 	op := (*net.OpError)(nil)
 	return errors.As(err, &op) && op.Op == "dial"
 }
 
-// firstByte sends the request and waits for the first bytes of the answer, so that nothing is promised to the client before.
+// firstByte sends the request and waits for the first bytes of the answer, so that the client
+// receives nothing before.
 func (j *job) firstByte(ctx context.Context, b *backend, body []byte) first {
 	resp, err := j.send(ctx, b, body, true)
 	if err != nil {
@@ -340,9 +346,9 @@ func (j *job) firstByte(ctx context.Context, b *backend, body []byte) first {
 	return first{resp: resp, buf: buf[:n], err: err}
 }
 
-// pass copies D's answer to the client as it comes.
+// pass copies D's answer to the client as it arrives.
 func (j *job) pass(f first) {
-	defer func() { _ = f.resp.Body.Close() }() // its end or its error was seen
+	defer func() { _ = f.resp.Body.Close() }() // its end or its error was read
 	copyHeader(j.w.Header(), f.resp.Header)
 	j.w.Header().Set(requestIDHeader, j.id)
 	j.status = f.resp.StatusCode
@@ -365,7 +371,7 @@ func (j *job) pass(f first) {
 		data = buf[:n]
 	}
 	if !errors.Is(err, io.EOF) && j.in.Context().Err() == nil {
-		j.p.log.Warn("decode engine broke off", "request", j.id, "err", err)
+		j.p.log.Warn("decode engine ended its answer early", "request", j.id, "err", err)
 		j.broken = true
 	}
 }
@@ -405,7 +411,7 @@ func (j *job) send(ctx context.Context, b *backend, body []byte, decode bool) (*
 	req.Header.Del("Content-Length")
 	req.Header.Del("Expect")
 	if !decode {
-		req.Header.Del("Accept-Encoding") // this answer is read here
+		req.Header.Del("Accept-Encoding") // the router reads this answer
 	}
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set(requestIDHeader, j.id)
@@ -442,16 +448,16 @@ func (p *Proxy) pass(w http.ResponseWriter, r *http.Request) {
 		p.refuse(w, http.StatusBadGateway, codeEngineFailed, fmt.Sprintf("decode %s: %v", b.url, err))
 		return
 	}
-	defer func() { _ = resp.Body.Close() }() // read to its end or given up
+	defer func() { _ = resp.Body.Close() }() // read to its end or aborted
 	copyHeader(w.Header(), resp.Header)
 	w.WriteHeader(resp.StatusCode)
 	if _, err := io.Copy(w, resp.Body); err != nil {
-		// The client is gone, or the engine broke off: then the client must not take this for the end.
+		// The client is gone, or the engine ended early: the client must not take this for the end.
 		panic(http.ErrAbortHandler)
 	}
 }
 
-// health says whether requests can be served, and by whom.
+// health reports whether requests can be served, and the state of every back end.
 func (p *Proxy) health(w http.ResponseWriter, _ *http.Request) {
 	type state struct {
 		Role   string `json:"role"`

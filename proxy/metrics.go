@@ -13,29 +13,29 @@ type metrics struct {
 	retries  prometheus.Counter
 }
 
-// Why D had to prefill by itself: the values of the label.
+// Reasons for a local prefill: the values of the label.
 const (
 	aloneNoPrefill = "no_prefill"     // none is up
-	aloneFailed    = "prefill_failed" // it answered with an error, or not at all
-	aloneRefused   = "refused"        // it answered that the client is wrong (4xx)
-	aloneParams    = "prefill_params" // its answer has nothing that D could use
+	aloneFailed    = "prefill_failed" // P answered with an error, or not at all
+	aloneRefused   = "refused"        // P answered 4xx: the request is wrong
+	aloneParams    = "prefill_params" // P's answer has no usable parameters
 	aloneRequest   = "not_splittable" // prompt logprobs, beam search ...
 )
 
 func newMetrics(reg prometheus.Registerer) *metrics {
 	m := &metrics{
 		requests: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "requests_total",
-			Help: "Requests by mode and class of the answer's status; none: the client went away before."}, []string{"mode", "code"}),
+			Help: "Requests by mode and class of the answer's status; none: the client disconnected before it."}, []string{"mode", "code"}),
 		alone: prometheus.NewCounterVec(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "local_prefills_total",
-			Help: "Requests that the decode engine had to prefill by itself."}, []string{"reason"}),
+			Help: "Requests whose prompt the decode engine computed (local prefill)."}, []string{"reason"}),
 		up: prometheus.NewGaugeVec(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "backend_up",
 			Help: "1 while the back end answers its health checks."}, []string{"role", "url"}),
 		inFlight: prometheus.NewGauge(prometheus.GaugeOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "requests_in_flight",
-			Help: "Requests that are being served."}),
+			Help: "Requests in flight."}),
 		first: prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "first_byte_seconds",
-			Help: "From the request to the first byte of its answer.", Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}, []string{"mode"}),
+			Help: "Time from the request to the first byte of its answer.", Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}, []string{"mode"}),
 		retries: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray", Subsystem: "proxy", Name: "decode_retries_total",
-			Help: "Requests sent to another decode engine because the first could not be reached."}),
+			Help: "Requests sent to a second decode engine because the first was unreachable."}),
 	}
 	reg.MustRegister(m.requests, m.alone, m.up, m.inFlight, m.first, m.retries)
 	return m
@@ -44,7 +44,7 @@ func newMetrics(reg prometheus.Registerer) *metrics {
 func statusClass(code int) string {
 	switch {
 	case code == 0:
-		return "none" // the client went away before there was one
+		return "none" // the client disconnected before an answer
 	case code >= 200 && code < 300:
 		return "2xx"
 	case code >= 300 && code < 400:

@@ -2,15 +2,18 @@
 
 // Package proxy is a small OpenAI-compatible router for prefill and decode engines.
 //
-// It sends each request to one prefill engine (P) and one decode engine (D), either both at once or P first, with the
-// kv_transfer_params that the kvspray connectors and NIXL-style connectors understand, and passes D's answer through byte by
-// byte. What it cannot split, or what P fails at, D does alone: the client sees a slower answer, never an error of ours.
+// It sends each request to one prefill engine (P) and one decode engine (D), either to both at once
+// or to P first, with the kv_transfer_params of kvspray connectors and NIXL-style connectors. It
+// streams D's answer to the client byte by byte. If the router cannot split a request, or P fails,
+// D serves it alone: the client sees a slower answer, never an error of the router.
 //
-// Invariants: nothing that a client sends as kv_transfer_params reaches an engine; bodies, answers of P, requests in flight and
-// retries are bounded; no byte of D's answer is sent twice; when the client goes away both engines' requests are cancelled.
+// Invariants: a client's kv_transfer_params never reach an engine. Bodies, answers of P, requests
+// in flight and retries are bounded. No byte of D's answer is sent twice. When the client
+// disconnects, both engines' requests are cancelled.
 //
-// Goroutines: Run owns one health checker per back end and the HTTP server and joins them; each request owns at most one
-// goroutine for P and one for D's first byte, and joins both before its handler returns.
+// Goroutines: Run owns one health checker per back end and the HTTP server and joins them. Each
+// request owns at most one goroutine for P and one for D's first byte, and joins both before its
+// handler returns.
 package proxy
 
 import (
@@ -30,31 +33,35 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 )
 
-// Mode says in which order P and D hear of a request.
+// Mode is the order in which P and D receive a request.
 type Mode string
 
 // The modes.
 const (
-	// Concurrent dispatches P and D at once: the transfer overlaps the prefill. Needs the endpoint of P's sidecar.
+	// Concurrent dispatches P and D at once: the transfer overlaps the prefill. Needs the endpoint
+	// of P's sidecar.
 	Concurrent Mode = "concurrent"
-	// PrefillFirst asks P, waits for its answer, and hands P's kv_transfer_params to D, as NIXL-style routers do.
+	// PrefillFirst sends a request to P, waits for its answer, and passes P's kv_transfer_params to
+	// D, like NIXL-style routers.
 	PrefillFirst Mode = "prefill-first"
 )
 
 // Bounds and times. Bytes and durations.
 const (
-	DefaultBodyBytes   = 32 << 20
-	maxPrefillAnswer   = 16 << 20
-	maxInFlight        = 4096 // requests
-	decodeTries        = 2    // back ends that one request may be tried on
-	healthEvery        = time.Second
-	healthTimeout      = 2 * time.Second
-	downAfter          = 2 // health checks in a row
-	dialTimeout        = 3 * time.Second
-	headerTimeout      = 10 * time.Second // to read a client's header
-	bodyTimeout        = 60 * time.Second // to read a client's body
-	clientIdle         = 2 * time.Minute  // between two requests of a client's connection
-	backendIdle        = 4 * time.Second  // below the 5 s of vLLM's server: a POST on a connection that it is closing cannot be repeated
+	DefaultBodyBytes = 32 << 20
+	maxPrefillAnswer = 16 << 20
+	maxInFlight      = 4096 // requests
+	decodeTries      = 2    // back ends tried for one request
+	healthEvery      = time.Second
+	healthTimeout    = 2 * time.Second
+	downAfter        = 2 // health checks in a row
+	dialTimeout      = 3 * time.Second
+	headerTimeout    = 10 * time.Second // to read a client's header
+	bodyTimeout      = 60 * time.Second // to read a client's body
+	clientIdle       = 2 * time.Minute  // between two requests of a client's connection
+	// below the 5 s of vLLM's server, because a POST on a connection that the server closes cannot
+	// be repeated
+	backendIdle        = 4 * time.Second
 	shutdownTimeout    = 30 * time.Second
 	keptIdlePerBackend = 256
 	maxFanout          = 16 // grants that one intent can serve, docs/protocol.md section 2
@@ -62,12 +69,13 @@ const (
 
 // Prefill names one prefill engine.
 type Prefill struct {
-	URL     string // of the engine's API server
-	Peer    string // host:port at which its sidecar takes peers; empty: ask Sidecar
-	Sidecar string // URL of its sidecar's HTTP listener: what to use where Peer is empty, and to compare Peer with
+	URL  string // of the engine's API server
+	Peer string // host:port of its sidecar for peers; empty: ask Sidecar
+	// URL of its sidecar's HTTP listener: the source of an empty Peer, and the check of a set one
+	Sidecar string
 }
 
-// Config is what a Proxy is made of.
+// Config configures a Proxy.
 type Config struct {
 	Prefill   []Prefill
 	Decode    []string // URLs
@@ -77,7 +85,7 @@ type Config struct {
 	Registry  *prometheus.Registry // nil: its own
 }
 
-// Proxy routes requests. Use Handler in a server of your own, or Serve.
+// Proxy routes requests. Use Handler in another server, or Serve.
 type Proxy struct {
 	mode    Mode
 	limit   int64
@@ -99,7 +107,7 @@ func New(cfg Config) (*Proxy, error) {
 		return nil, fmt.Errorf("proxy: mode %q is not one of %s, %s", cfg.Mode, Concurrent, PrefillFirst)
 	}
 	if len(cfg.Decode) == 0 {
-		return nil, errors.New("proxy: no decode engine; give --decode the URL of at least one")
+		return nil, errors.New("proxy: no decode engine; pass --decode the URL of at least one")
 	}
 	p := &Proxy{mode: cfg.Mode, limit: cfg.BodyBytes, log: cfg.Log, reg: cfg.Registry, slots: make(chan struct{}, maxInFlight)}
 	if p.limit <= 0 {
@@ -117,7 +125,7 @@ func New(cfg Config) (*Proxy, error) {
 			DialContext:         (&net.Dialer{Timeout: dialTimeout}).DialContext,
 			MaxIdleConnsPerHost: keptIdlePerBackend,
 			IdleConnTimeout:     backendIdle,
-			DisableCompression:  true, // bytes pass through as they are
+			DisableCompression:  true, // bytes pass through unchanged
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
@@ -139,8 +147,8 @@ func New(cfg Config) (*Proxy, error) {
 			}
 		}
 		if cfg.Mode == Concurrent && b.Peer == "" && b.Sidecar == "" {
-			return nil, fmt.Errorf("proxy: prefill %d (%s): concurrent dispatch must tell D where P's sidecar is; "+
-				"give --prefill-peer host:port or --prefill-sidecar URL, or use --mode %s", i, b.URL, PrefillFirst)
+			return nil, fmt.Errorf("proxy: prefill %d (%s): concurrent dispatch needs the endpoint of P's sidecar; "+
+				"pass --prefill-peer host:port or --prefill-sidecar URL, or use --mode %s", i, b.URL, PrefillFirst)
 		}
 		pre = append(pre, be)
 	}
@@ -156,7 +164,7 @@ func New(cfg Config) (*Proxy, error) {
 	return p, nil
 }
 
-// hostPort checks an address that will be dialled.
+// hostPort checks an address for dialling.
 func hostPort(addr string) error {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -166,7 +174,7 @@ func hostPort(addr string) error {
 		return fmt.Errorf("port %q is not a number of 1 to 65535", port)
 	}
 	if host == "" {
-		return errors.New("no host is named")
+		return errors.New("the host is missing")
 	}
 	return nil
 }
@@ -179,7 +187,7 @@ func baseURL(flag, raw string) (string, error) {
 	return strings.TrimRight(u.String(), "/"), nil
 }
 
-// Routes that are passed on to a decode engine as they are.
+// Routes that a decode engine serves unchanged.
 var passed = []string{"GET /v1/models", "GET /version", "POST /tokenize", "POST /detokenize"}
 
 // The other routes.
@@ -190,7 +198,7 @@ const (
 	routeMetrics     = "GET /metrics"
 )
 
-// served is what whoever asks for something else is told.
+// served lists the routes for the error about an unknown one.
 var served = append([]string{routeCompletions, routeChat, routeHealth, routeMetrics}, passed...)
 
 // Handler returns the routes. Health is only known while Serve or Watch runs.
@@ -206,7 +214,7 @@ func (p *Proxy) Handler() http.Handler {
 	return p.orRefuse(mux)
 }
 
-// Watch keeps the health of all back ends until ctx ends.
+// Watch checks the health of all back ends until ctx ends.
 func (p *Proxy) Watch(ctx context.Context) {
 	var wg sync.WaitGroup
 	for _, set := range []*pool{p.prefill, p.decode} {
@@ -218,7 +226,8 @@ func (p *Proxy) Watch(ctx context.Context) {
 	p.client.CloseIdleConnections()
 }
 
-// Serve runs the proxy on a listener until ctx ends, then lets requests in flight finish for a while.
+// Serve runs the proxy on a listener until ctx ends, then lets requests in flight finish for a
+// while.
 func (p *Proxy) Serve(ctx context.Context, l net.Listener) error {
 	watching, stopWatching := context.WithCancel(context.WithoutCancel(ctx))
 	var wg sync.WaitGroup

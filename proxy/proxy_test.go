@@ -51,7 +51,8 @@ type seen struct {
 func newEngine(t *testing.T, answer func(w http.ResponseWriter, r *http.Request, s seen)) *engine {
 	e := &engine{t: t, answer: answer, gone: make(chan struct{})}
 	e.Server = httptest.NewUnstartedServer(http.HandlerFunc(e.serve))
-	l, err := net.Listen("tcp", net.JoinHostPort(kvtest.Loopback(), "0")) // once it is closed nobody else answers there
+	// once it is closed nobody else answers there
+	l, err := net.Listen("tcp", net.JoinHostPort(kvtest.Loopback(), "0"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -309,7 +310,8 @@ func TestPrefillFails(t *testing.T) {
 	}
 }
 
-// A request that is wrong is the client's affair: it gets the decode engine's word, and no prefill counts as failed.
+// A request that is wrong is the client's affair: it gets the decode engine's word, and no prefill
+// counts as failed.
 func TestClientIsWrong(t *testing.T) {
 	for _, mode := range []Mode{Concurrent, PrefillFirst} {
 		t.Run(string(mode), func(t *testing.T) {
@@ -494,7 +496,8 @@ func TestPassBreaksOff(t *testing.T) {
 		w.(http.Flusher).Flush()
 		panic(http.ErrAbortHandler)
 	})
-	if resp, err := http.Get(url + "/v1/models?limit=1"); err == nil { // else it broke before the header went out
+	// else it broke before the header went out
+	if resp, err := http.Get(url + "/v1/models?limit=1"); err == nil {
 		defer resp.Body.Close()
 		if b, err := io.ReadAll(resp.Body); err == nil {
 			t.Errorf("%q looked complete", b)
@@ -622,7 +625,8 @@ func TestDiscoversPeer(t *testing.T) {
 	}
 }
 
-// An operator who names the wrong sidecar is told by /health: from the first answer of the engine on, or at once where its sidecar can be asked.
+// An operator who names the wrong sidecar is told by /health: from the first answer of the engine
+// on, or at once where its sidecar can be asked.
 func TestWrongPeerIsTold(t *testing.T) {
 	sidecar := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprint(w, `{"node":"n","endpoint":"127.0.0.2:7650"}`)
@@ -637,14 +641,14 @@ func TestWrongPeerIsTold(t *testing.T) {
 		name, peer, engine, sidecar string
 		warning                     string
 	}{
-		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "give --prefill-peer 127.0.0.2:7650"},
-		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "give --prefill-peer 127.0.0.1:7660"},
-		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "give --prefill-peer 127.0.0.2:7650"},
-		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", which takes peers at 127.0.0.2:7650"},
+		{"by its engine", "127.0.0.1:7650", "127.0.0.2:7650", "", "pass --prefill-peer 127.0.0.2:7650"},
+		{"another port", "127.0.0.1:7650", "127.0.0.1:7660", "", "pass --prefill-peer 127.0.0.1:7660"},
+		{"by its sidecar", "127.0.0.1:7650", "", sidecar.URL, "pass --prefill-peer 127.0.0.2:7650"},
+		{"right, and the sidecar is another's", "127.0.0.1:7650", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
 		{"right", "127.0.0.2:7650", "127.0.0.2:7650", sidecar.URL, ""},
 		{"nothing said", "127.0.0.1:7650", "", "", ""},
 		{"asked for", "", "127.0.0.2:7650", sidecar.URL, ""},
-		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", which takes peers at 127.0.0.2:7650"},
+		{"asked of another's", "", "127.0.0.1:7650", sidecar.URL, "--prefill-sidecar is " + sidecar.URL + ", whose endpoint is 127.0.0.2:7650"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			p, d := newEngine(t, says(c.engine)), newEngine(t, answerDecode)
@@ -679,7 +683,8 @@ func TestWrongPeerIsTold(t *testing.T) {
 	}
 }
 
-// A sidecar that --prefill-sidecar names and that cannot be asked is told of once in the log, and by /health until it answers.
+// A sidecar that --prefill-sidecar names and that cannot be asked is told of once in the log, and
+// by /health until it answers.
 func TestSidecarThatCannotBeAsked(t *testing.T) {
 	node := func(status int, body string) *httptest.Server {
 		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -696,7 +701,7 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 		{"nobody listens to check the peer", gone.URL, "127.0.0.1:7650", "nothing checks --prefill-peer"},
 		{"something else", node(404, "{}").URL, "", "404 Not Found"},
 		{"no JSON", node(200, "hello").URL, "", "invalid character"},
-		{"no endpoint", node(200, "{}").URL, "", "its answer names no endpoint"},
+		{"no endpoint", node(200, "{}").URL, "", "its answer contains no endpoint"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var log kvtest.Log
@@ -718,7 +723,7 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 			}
 			w := httptest.NewRecorder()
 			px.Handler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/health", nil))
-			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong, "give the http.listen"} {
+			for _, want := range []string{`"warning"`, "--prefill-sidecar " + c.url, c.wrong, "pass the http.listen"} {
 				if !strings.Contains(w.Body.String(), want) {
 					t.Errorf("%s: no %q", w.Body, want)
 				}
@@ -742,7 +747,8 @@ func TestSidecarThatCannotBeAsked(t *testing.T) {
 	}
 }
 
-// While it cannot be asked, D learns from P's answer where P's sidecar is: the cache moves all the same, after the prefill.
+// While it cannot be asked, D learns from P's answer where P's sidecar is: the cache moves all the
+// same, after the prefill.
 func TestSidecarThatCannotBeAskedCostsNoTransfer(t *testing.T) {
 	gone := newEngine(t, answerPrefill)
 	gone.Close()
@@ -908,7 +914,8 @@ func TestNoRoute(t *testing.T) {
 func TestNoEngineIsTold(t *testing.T) {
 	const nobody = "http://127.0.0.1:1"
 	for _, path := range []string{"/v1/completions", "/tokenize"} {
-		p, err := New(Config{Decode: []string{nobody}}) // no health checks: what requests find is all that is known
+		// no health checks: what requests find is all that is known
+		p, err := New(Config{Decode: []string{nobody}})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -9,7 +9,8 @@ import (
 	"strings"
 )
 
-// Codes of our own refusals, beside which the status says the kind. They are as stable as the API's own; clients may compare them.
+// Codes of the router's own refusals; the status gives the kind. They are as stable as the API's
+// codes; clients may compare them.
 const (
 	codeUnknownURL    = "unknown_url"
 	codeMethod        = "method_not_supported"
@@ -22,12 +23,13 @@ const (
 	codeInvalidTarget = "invalid_url"
 )
 
-// refuse answers in the form of the OpenAI API, whose clients read all four fields. What an engine refuses is passed on as the engine says it.
+// refuse answers in the form of the OpenAI API, whose clients read all four fields. An engine's
+// refusal is passed on unchanged.
 func (p *Proxy) refuse(w http.ResponseWriter, status int, code, message string) {
 	type failure struct {
 		Message string  `json:"message"`
 		Type    string  `json:"type"`
-		Param   *string `json:"param"` // never known here: engines judge the fields
+		Param   *string `json:"param"` // never set here: engines check the fields
 		Code    string  `json:"code"`
 	}
 	kind := "invalid_request_error"
@@ -39,7 +41,8 @@ func (p *Proxy) refuse(w http.ResponseWriter, status int, code, message string) 
 	_ = json.NewEncoder(w).Encode(map[string]failure{"error": {Message: message, Type: kind, Code: code}}) // the client may be gone
 }
 
-// orRefuse serves the routes, and refuses what is none of them in the API's form; mux itself would in plain text.
+// orRefuse serves the routes, and refuses other paths in the API's form; mux itself would use plain
+// text.
 func (p *Proxy) orRefuse(mux *http.ServeMux) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		h, route := mux.Handler(r)
@@ -47,7 +50,7 @@ func (p *Proxy) orRefuse(mux *http.ServeMux) http.Handler {
 			mux.ServeHTTP(w, r)
 			return
 		}
-		// Which methods a path takes only mux's own answer says.
+		// Only mux's own answer shows which methods a path has.
 		answer := unwritten{http.Header{}}
 		h.ServeHTTP(answer, r)
 		if allow := answer.header.Get("Allow"); allow != "" {
@@ -60,7 +63,7 @@ func (p *Proxy) orRefuse(mux *http.ServeMux) http.Handler {
 	})
 }
 
-// unwritten keeps the header of an answer that nobody gets.
+// unwritten keeps the header of an answer and discards the rest.
 type unwritten struct{ header http.Header }
 
 func (u unwritten) Header() http.Header         { return u.header }

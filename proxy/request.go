@@ -27,18 +27,19 @@ func (k kind) path() string {
 
 const paramsKey = "kv_transfer_params"
 
-// request is a client's body with every field kept as it was written.
+// request is a client's body, with every field unchanged.
 type request struct {
 	kind    kind
 	fields  map[string]json.RawMessage
-	prompts int    // entries of the prompt list; 1 where there is none
+	prompts int    // entries of the prompt list; 1 without a list
 	n       int    // answers per prompt
-	alone   string // why D must do it alone; empty: it can be split
+	alone   string // why D must serve it alone; empty: it can be split
 }
 
 var errNotObject = errors.New(`the body is not a JSON object such as {"model": "NAME", "prompt": "Hello"}`)
 
-// parseRequest reads what the proxy must know and refuses only what is no JSON object: the rest is for the engine to judge.
+// parseRequest reads the fields that the proxy needs and refuses only what is not a JSON object:
+// engines check the rest.
 func parseRequest(k kind, body []byte) (*request, error) {
 	r := &request{kind: k, prompts: 1, n: 1}
 	if err := json.Unmarshal(body, &r.fields); err != nil {
@@ -47,7 +48,7 @@ func parseRequest(k kind, body []byte) (*request, error) {
 	if r.fields == nil {
 		return nil, errNotObject
 	}
-	delete(r.fields, paramsKey) // only the proxy speaks to the connectors
+	delete(r.fields, paramsKey) // only the proxy sets the connectors' parameters
 	if err := withoutParams(r.fields); err != nil {
 		return nil, err
 	}
@@ -65,7 +66,8 @@ func parseRequest(k kind, body []byte) (*request, error) {
 			r.alone = "no prompt"
 		}
 	}
-	// These need the logits of prompt tokens, which are not in the KV cache, or prompts that have no token ids to match by.
+	// These need the logits of prompt tokens, which are not in the KV cache, or prompts without
+	// token ids for matching.
 	for _, key := range []string{"prompt_logprobs", "prompt_embeds", "use_beam_search", "echo"} {
 		if raw, ok := r.fields[key]; ok && !isNull(raw) && !bytes.Equal(raw, []byte("false")) {
 			r.alone = key
@@ -74,15 +76,15 @@ func parseRequest(k kind, body []byte) (*request, error) {
 	return r, nil
 }
 
-// extraKeys are objects whose entries vLLM merges into the map where the connector finds its parameters.
+// extraKeys are objects whose entries vLLM merges into the connector's parameters.
 var extraKeys = []string{"vllm_xargs", "extra_args"}
 
-// withoutParams takes the connector's key out of the places from which an engine would read it beside the one of the API.
+// withoutParams removes the connector's key from the other places in which an engine would read it.
 func withoutParams(fields map[string]json.RawMessage) error {
 	for _, key := range extraKeys {
 		var extra map[string]json.RawMessage
 		if json.Unmarshal(fields[key], &extra) != nil || extra[paramsKey] == nil {
-			continue // none, or for the engine to refuse
+			continue // none, or refused by the engine
 		}
 		delete(extra, paramsKey)
 		raw, err := json.Marshal(extra)
@@ -96,7 +98,8 @@ func withoutParams(fields map[string]json.RawMessage) error {
 
 func isNull(raw json.RawMessage) bool { return bytes.Equal(raw, []byte("null")) }
 
-// countPrompts tells a string and a list of token ids (one prompt each) from a list of either.
+// countPrompts distinguishes a string and a list of token ids (one prompt each) from a list of
+// either.
 func countPrompts(raw json.RawMessage) int {
 	if len(raw) == 0 || isNull(raw) {
 		return 0
@@ -122,7 +125,7 @@ type kvsprayParams struct {
 	Fanout int    `json:"fanout"`
 }
 
-// peerOf is the endpoint that P's answer names; empty: none.
+// peerOf is the endpoint in P's answer; empty: none.
 func peerOf(params json.RawMessage) string {
 	var a struct {
 		KVSpray kvsprayParams `json:"kvspray"`
@@ -133,14 +136,15 @@ func peerOf(params json.RawMessage) string {
 	return a.KVSpray.Peer
 }
 
-// transferParams is kv_transfer_params as the proxy writes it; P's own answer is passed on as it came.
+// transferParams is kv_transfer_params as the proxy writes it; P's own are passed on unchanged.
 type transferParams struct {
 	DoRemoteDecode  bool          `json:"do_remote_decode"`
 	DoRemotePrefill bool          `json:"do_remote_prefill"`
 	KVSpray         kvsprayParams `json:"kvspray"`
 }
 
-// notForPrefill are the fields that make no sense for one token that nobody reads, or that an engine refuses beside it.
+// notForPrefill are the fields that have no meaning for a single unread token, or that an engine
+// refuses with it.
 var notForPrefill = []string{"stream_options", "min_tokens", "logprobs", "top_logprobs", "best_of", "return_token_ids",
 	"return_tokens_as_token_ids", "prompt_logprobs", "include_stop_str_in_output"}
 
@@ -164,7 +168,7 @@ func (r *request) forPrefill(xfer string) ([]byte, error) {
 	return json.Marshal(f)
 }
 
-// forDecode is the body for D; nil params: D prefills by itself.
+// forDecode is the body for D; nil params: D prefills locally.
 func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
 	if params == nil {
 		return json.Marshal(r.fields)
@@ -174,7 +178,7 @@ func (r *request) forDecode(params json.RawMessage) ([]byte, error) {
 	return json.Marshal(f)
 }
 
-// concurrentParams is what D gets beside P.
+// concurrentParams are D's parameters in concurrent mode.
 func (r *request) concurrentParams(xfer, peer string) (json.RawMessage, error) {
 	return json.Marshal(transferParams{DoRemotePrefill: true, KVSpray: kvsprayParams{V: 1, Xfer: xfer, Peer: peer, Fanout: r.n}})
 }
@@ -184,8 +188,9 @@ var (
 	errListParams = errors.New("kv_transfer_params without a kvspray key describe the first prompt of a list only")
 )
 
-// answeredParams takes kv_transfer_params out of P's answer. Engines return those of the first prompt only; the kvspray key
-// holds for all prompts of a list, because they share its transfer id, NIXL's own keys do not.
+// answeredParams extracts kv_transfer_params from P's answer. Engines return those of the first
+// prompt only. The kvspray key holds for all prompts of a list, because they share its transfer id;
+// NIXL's own keys do not.
 func (r *request) answeredParams(answer []byte) (json.RawMessage, error) {
 	var a struct {
 		Params json.RawMessage `json:"kv_transfer_params"`

@@ -14,8 +14,8 @@ import (
 // bitsPerGbit converts configured rail speeds.
 const bitsPerGbit = 1e9
 
-// newBackends makes the configured transports, the preferred one first. They do nothing until Open. gdrChanged is called when gdr's
-// rails are others.
+// newBackends makes the configured transports, preferred first. They do nothing until Open.
+// gdrChanged is called when gdr's rails change.
 func newBackends(c *config.Config, devices *gpus, gdrChanged func(), log *slog.Logger) (transport.Registry, error) {
 	var reg transport.Registry
 	for _, name := range c.Transports.Order {

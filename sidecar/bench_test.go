@@ -13,8 +13,9 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 )
 
-// One 4 KiB block between two sidecars, from the intent to the completion that the other engine sees. In "grant-there" the
-// expect came first, so that only the intent, the bytes and the completion are on the clock.
+// One 4 KiB block between two sidecars, from the intent to the completion that the other engine
+// sees. In "grant-there" the expect came first, so that only the intent, the bytes and the
+// completion are on the clock.
 func BenchmarkBlock4K(b *testing.B) {
 	shape := connectortest.Shape{Layers: 1, NumBlocks: 64, TokensPerBlock: 16, TokenBytes: 256}
 	for _, transport := range []string{"tcp", "shm"} {
@@ -64,7 +65,8 @@ func BenchmarkBlock4K(b *testing.B) {
 	}
 }
 
-// 128 MiB of scattered pages of 16 KiB between two sidecars over loopback, from the expect to the completion.
+// 128 MiB of scattered pages of 16 KiB between two sidecars over loopback, from the expect to the
+// completion.
 func BenchmarkTransfer(b *testing.B) {
 	const layers, blocks = 32, 256
 	shape := connectortest.Shape{Layers: layers, NumBlocks: blocks, TokensPerBlock: 16, TokenBytes: 1024}

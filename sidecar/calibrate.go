@@ -13,8 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transport/stage"
 )
 
-// gpuTable is what was measured of the GPUs, nil where nobody did. A table that somebody named must be there; one that is not usable and lies
-// where it lies by itself is only complained of.
+// gpuTable returns the measurements of the GPUs, nil without any. A table that the configuration
+// names must exist; an unusable table at the default path only causes a warning.
 func gpuTable(c *config.Config, log *slog.Logger) (*stage.Table, error) {
 	path, named := c.Transports.GPU.TablePath()
 	if path == "" {
@@ -33,8 +33,8 @@ func gpuTable(c *config.Config, log *slog.Logger) (*stage.Table, error) {
 	return nil, nil
 }
 
-// CalibrateGPUs measures the GPUs of this host and adds them to the table at path, or to the one that nodes of this configuration read where path
-// is empty. It returns where that is and what it says now.
+// CalibrateGPUs measures the GPUs of this host and adds them to the table at path, or to the
+// default table if path is empty. It returns the path and the table.
 func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog.Logger) (at string, table []byte, err error) {
 	if path == "" {
 		if path, _ = c.Transports.GPU.TablePath(); path == "" {
@@ -43,7 +43,7 @@ func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog
 	}
 	t, err := stage.LoadTable(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		log.Warn("the old table is replaced", "err", err)
+		log.Warn("the old table will be replaced", "err", err)
 	}
 	g, err := stage.New(stage.Config{Log: log})
 	if err != nil {

@@ -12,7 +12,8 @@ import (
 	"github.com/kvspray/kvspray/transport/stage"
 )
 
-// TestGPUTable: a table that lies in its place is used; one that was named must be usable, one that just lies there need not be.
+// TestGPUTable: a table that lies in its place is used; one that was named must be usable, one that
+// just lies there need not be.
 func TestGPUTable(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("XDG_CACHE_HOME", dir)

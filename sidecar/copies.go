@@ -15,35 +15,38 @@ import (
 	"github.com/kvspray/kvspray/internal/metrics"
 )
 
-// copies carries out what engines want copied between regions of their own: caches in host memory loaded, weights woken up. Nobody
-// else takes part, so that there is no grant, no plan and no executor, only the lease: what it writes has been written, or never
-// will be, when the engine hears of its end, and a worker's memory goes back after its last copy.
+// copies executes copies that engines request between their own regions: loading caches from host
+// memory, waking weights. No other process takes part, so there is no grant, no plan and no
+// executor, only the lease: when the engine receives its end, its writes have happened or never
+// will. A worker's memory is released after its last copy.
 type copies struct {
 	node  *Node
-	slots chan struct{} // one for each that runs
+	slots chan struct{} // one for each running copy
 	wg    sync.WaitGroup
 
 	mu   sync.Mutex // protects all below
 	open map[*connector.Worker]map[uint64]copying
-	last map[*connector.Worker]func() // to be called at the end of a worker's last copy
+	last map[*connector.Worker]func() // called at the end of a worker's last copy
 }
 
-// copying is a copy that is open; its context ends when it is not wanted any more.
+// copying is an open copy; its context ends when the copy is cancelled.
 type copying struct {
 	ctx    context.Context
 	cancel context.CancelCauseFunc
 }
 
-// Bounds of copies. A copy looks between two pieces whether it is still wanted: a piece is what takes some tens of milliseconds.
+// Bounds of copies. A copy checks between two pieces whether it was cancelled: a piece takes some
+// tens of milliseconds.
 const (
-	maxCopiesRunning = 4 // of all workers; others wait. One fills a link, several keep several GPUs busy
+	// of all workers; others wait. One fills a link, several keep several GPUs busy
+	maxCopiesRunning = 4
 	hostPiece        = 128 << 20
 	devicePiece      = 1 << 30
 	pieceBlocks      = 16 << 10
-	bounceBytes      = 1 << 20 // between two regions of which neither is mapped
+	bounceBytes      = 1 << 20 // between two regions that are not mapped
 )
 
-// pathHost is the way of a copy that no GPU takes part in. Others are named by package stage.
+// pathHost is the path of a copy without a GPU. Package stage names the others.
 const pathHost = "host"
 
 var (
@@ -74,7 +77,7 @@ func (c *copies) start(w *connector.Worker, cp connector.Copy) {
 	})
 }
 
-// cancel reports whether that lease was a copy.
+// cancel reports whether that lease was a copy, and cancels it.
 func (c *copies) cancel(w *connector.Worker, id uint64, reason string) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -85,7 +88,7 @@ func (c *copies) cancel(w *connector.Worker, id uint64, reason string) bool {
 	return ok
 }
 
-// stop ends what w has open, or what everybody has, soon.
+// stop soon ends the open copies of w, or of all workers.
 func (c *copies) stop(w *connector.Worker, why error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -98,7 +101,7 @@ func (c *copies) stop(w *connector.Worker, why error) {
 	}
 }
 
-// after calls f once w has no copy any more. No other may come.
+// after calls f once w has no copy any more. No further one may start.
 func (c *copies) after(w *connector.Worker, f func()) {
 	c.mu.Lock()
 	wait := len(c.open[w]) > 0
@@ -126,7 +129,8 @@ func (c *copies) ended(w *connector.Worker, id uint64) {
 	}
 }
 
-// run copies, and completes the lease. Nothing of it is under way when the engine hears of that.
+// run copies, and completes the lease. Nothing of it is in flight when the engine receives the
+// result.
 func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Copy) {
 	began := time.Now()
 	ctx, cancel := context.WithTimeoutCause(ctx, cp.Deadline, errCopyLate)
@@ -161,7 +165,7 @@ func (c *copies) run(ctx context.Context, w *connector.Worker, cp *connector.Cop
 	c.node.traceCopy(w, cp, &done, waited)
 }
 
-// copyRecord is the line that a copy leaves in trace.transfers.
+// copyRecord is a copy's line in trace.transfers.
 type copyRecord struct {
 	Side    string `json:"side"` // "copy"
 	Outcome string `json:"outcome"`
@@ -202,7 +206,7 @@ type mover struct {
 	bounce   []byte
 }
 
-// path names the one that took most, and all bytes.
+// path returns the path that moved most bytes, and all bytes.
 func (m *mover) path() (path string, moved uint64) {
 	for p, n := range m.ways {
 		if moved += n; path == "" || n > m.ways[path] || n == m.ways[path] && p < path {
@@ -218,7 +222,7 @@ func (m *mover) run(ctx context.Context, blocks []connector.CopyBlock) error {
 		most = devicePiece
 	}
 	m.from, m.to = make([]mem.Block, 0, min(len(blocks), pieceBlocks)), make([]mem.Block, 0, min(len(blocks), pieceBlocks))
-	var off uint64 // of blocks[0]: done already
+	var off uint64 // of blocks[0]: already copied
 	for len(blocks) > 0 {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -256,7 +260,8 @@ func (m *mover) piece() (path string, err error) {
 	return pathHost, nil
 }
 
-// host copies between two places in host memory, of which a process region is reached by system calls only.
+// host copies between two places in host memory; a process region is accessible by system calls
+// only.
 func (m *mover) host(to, from mem.Block) error {
 	if b, ok := from.Bytes(); ok {
 		return to.Region.WriteAt(b, to.Off)

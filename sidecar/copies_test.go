@@ -20,7 +20,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// copyEngine is an engine with a host cache: region 0 is its cache, on a device where there is one, region 1 is host memory.
+// copyEngine is an engine with a host cache: region 0 is its cache, on a device where there is one,
+// region 1 is host memory.
 type copyEngine struct {
 	*engine
 	cache, host []byte
@@ -119,8 +120,8 @@ func oneByOne() (all []msg.CopyBlock) {
 	return all
 }
 
-// TestCopies: host to host without a GPU, with a device's memory at either end; what was asked arrives, once, and nothing beside it changes;
-// the outcome is counted and leaves its line.
+// TestCopies: host to host without a GPU, with a device's memory at either end; what was asked
+// arrives, once, and nothing beside it changes; the outcome is counted and leaves its line.
 func TestCopies(t *testing.T) {
 	for _, where := range []string{pathHost, stage.PathStaged} {
 		t.Run(where, func(t *testing.T) {
@@ -236,8 +237,8 @@ func TestCopyExpires(t *testing.T) {
 	e.ok(e.copy(msg.Copy{Src: 0, Dst: 1, Blocks: oneByOne()}))
 }
 
-// TestCopyOfAWorkerThatGoes: its memory is not given back, and its successor not told that it is fenced, while a piece is in flight; what was
-// not begun never is.
+// TestCopyOfAWorkerThatGoes: its memory is not given back, and its successor not told that it is
+// fenced, while a piece is in flight; what was not begun never is.
 func TestCopyOfAWorkerThatGoes(t *testing.T) {
 	r := start(t, nil)
 	gpu := holdGPU(t, r)
@@ -281,7 +282,8 @@ func TestCopyOfAWorkerThatGoes(t *testing.T) {
 	e.ok(e.copy(msg.Copy{Src: 1, Dst: 0, Blocks: oneByOne()}))
 }
 
-// TestCopyMeetsTheEnd: a sidecar that stops waits for copies as long as for transfers, and ends those that are left.
+// TestCopyMeetsTheEnd: a sidecar that stops waits for copies as long as for transfers, and ends
+// those that are left.
 func TestCopyMeetsTheEnd(t *testing.T) {
 	r := start(t, func(c *config.Config) { c.Drain.Timeout = config.Duration(50 * time.Millisecond) })
 	e := newCopyEngine(t, r, nil)

@@ -5,18 +5,18 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// What the connector calls: connector.Events.
+// The methods of connector.Events.
 
 var _ connector.Events = (*Node)(nil)
 
-// WorkerUp introduces an engine worker.
+// WorkerUp registers an engine worker.
 func (n *Node) WorkerUp(w *connector.Worker) {
 	n.enter()
 	n.d.ex.WorkerUp(w)
 	n.leave()
 }
 
-// WorkerGone ends all that w has open, then calls fenced.
+// WorkerGone ends all leases of w, then calls fenced.
 func (n *Node) WorkerGone(w *connector.Worker, why error, fenced func()) {
 	n.copies.stop(w, errCopyGone)
 	now := n.enter()
@@ -25,8 +25,9 @@ func (n *Node) WorkerGone(w *connector.Worker, why error, fenced func()) {
 	n.leave()
 }
 
-// giveBack ends what GPUs have of w's host memory before it goes. The driver takes its time for that, and the kernel for unmapping the cache of a
-// large host: whoever performs the executor's actions would hold up every lane meanwhile.
+// giveBack ends the GPUs' use of w's host memory before the memory goes. The driver is slow at
+// that, and the kernel at unmapping the cache of a large host: the goroutine that performs the
+// executor's actions would delay every lane meanwhile.
 func (n *Node) giveBack(w *connector.Worker, fenced func()) {
 	n.d.wg.Add(1)
 	go func() {
@@ -52,7 +53,7 @@ func (n *Node) Intent(w *connector.Worker, in connector.Intent) {
 	n.leave()
 }
 
-// Progress releases layers.
+// Progress passes complete layers to the executor.
 func (n *Node) Progress(w *connector.Worker, p []connector.Progress) {
 	now := n.enter()
 	n.d.ex.Progress(now, w, p)
@@ -69,14 +70,14 @@ func (n *Node) Expect(w *connector.Worker, x connector.Expect) {
 // Copy opens a copy between two regions of w.
 func (n *Node) Copy(w *connector.Worker, c connector.Copy) { n.copies.start(w, c) }
 
-// Announced says that layers of source leases follow.
+// Announced passes source leases whose layers follow.
 func (n *Node) Announced(w *connector.Worker, all []transfer.LeaseID) {
 	now := n.enter()
 	n.d.ex.Announced(now, w, all)
 	n.leave()
 }
 
-// Cancel gives a lease back.
+// Cancel ends a lease.
 func (n *Node) Cancel(w *connector.Worker, id uint64, reason string) {
 	if n.copies.cancel(w, id, reason) {
 		return
@@ -86,14 +87,14 @@ func (n *Node) Cancel(w *connector.Worker, id uint64, reason string) {
 	n.leave()
 }
 
-// Preempt takes the blocks from a source lease.
+// Preempt invalidates the blocks of a source lease.
 func (n *Node) Preempt(w *connector.Worker, id uint64) {
 	now := n.enter()
 	n.d.ex.Preempt(now, w, id)
 	n.leave()
 }
 
-// Hold starts the partner's time.
+// Hold starts the match timeout.
 func (n *Node) Hold(w *connector.Worker, id uint64) {
 	now := n.enter()
 	n.d.ex.Hold(now, w, id)
@@ -106,7 +107,7 @@ func (n *Node) Turn() {
 	n.leave()
 }
 
-// Decline tells a prefill's sidecar that nobody of an engine comes for a prompt.
+// Decline notifies a prefill's sidecar that no rank of an engine will receive a prompt.
 func (n *Node) Decline(d connector.Decline) {
 	now := n.enter()
 	n.d.ex.Decline(now, d)

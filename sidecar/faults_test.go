@@ -91,7 +91,8 @@ func TestStreamsWithFlags(t *testing.T) {
 	})
 }
 
-// The prefill takes its blocks back in mid transfer and presents others later: the receiver gets the second attempt only.
+// The prefill takes its blocks back in mid transfer and presents others later: the receiver gets
+// the second attempt only.
 func TestPreempt(t *testing.T) {
 	each(t, func(t *testing.T, p, d *running) {
 		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
@@ -165,7 +166,8 @@ func TestCancel(t *testing.T) {
 	})
 }
 
-// Lanes die under transfers, again and again, and never before something has landed since the last one: each transfer ends well all the same.
+// Lanes die under transfers, again and again, and never before something has landed since the last
+// one: each transfer ends well all the same.
 func TestKillLanes(t *testing.T) {
 	each(t, func(t *testing.T, p, d *running) {
 		pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)
@@ -231,7 +233,8 @@ func TestSelf(t *testing.T) {
 	}
 }
 
-// An engine that is told to recompute gets its blocks back by the deadline and not before the fence, with nobody there.
+// An engine that is told to recompute gets its blocks back by the deadline and not before the
+// fence, with nobody there.
 func TestNobodyThere(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	de := newEngine(t, d, testShape)
@@ -259,7 +262,8 @@ func TestNobodyThere(t *testing.T) {
 	}
 }
 
-// The HTTP address of a sidecar in the place of its peer address is named, and does not cost a request all its patience.
+// The HTTP address of a sidecar in the place of its peer address is named, and does not cost a
+// request all its patience.
 func TestHTTPIsNoPeer(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	de := newEngine(t, d, testShape)
@@ -347,8 +351,9 @@ func TestClusterKey(t *testing.T) {
 	}
 }
 
-// A sidecar that is told to end in mid transfer ends it first, and both engines hear that it went well: the last completion is in
-// the ring, and the last word at the peer, before the process is gone.
+// A sidecar that is told to end in mid transfer ends it first, and both engines hear that it went
+// well: the last completion is in the ring, and the last word at the peer, before the process is
+// gone.
 func TestDrainInMidTransfer(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {

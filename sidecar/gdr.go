@@ -11,23 +11,24 @@ import (
 	"github.com/kvspray/kvspray/transport/gdr"
 )
 
-// newGDR makes the RDMA transport. Its ports are looked for when it is opened. changed must not block.
+// newGDR makes the RDMA transport. It searches for ports when it is opened. changed must not block.
 func newGDR(c *config.Config, changed func(), log *slog.Logger) *gdr.Backend {
 	g := c.Transports.GDR
 	host := g.Listen
 	if host == "" {
-		host, _, _ = net.SplitHostPort(c.Peer.Listen) // was checked
+		host, _, _ = net.SplitHostPort(c.Peer.Listen) // already checked
 	}
 	o := gdr.Options{Rails: g.Rails, Listen: host, DeadPath: time.Duration(g.DeadPath), MTU: g.MTU, TrafficClass: g.TrafficClass, ServiceLevel: g.ServiceLevel}
-	// Where a path is dead, its sender's timers end the lane; who waits for it waits longer than they take.
+	// On a dead path the sender's timers end the lane; waits for the lane are longer than these
+	// timers.
 	return gdr.New(gdr.Config{Rails: func() ([]gdr.Rail, error) { return gdr.Find(o) }, Patience: 2 * o.DeadPath, Changed: changed, Log: log})
 }
 
-// gdrChanged: a port of gdr's went down or up, or has another address.
+// gdrChanged: a port of gdr went down or up, or has another address.
 func (n *Node) gdrChanged() {
 	select {
 	case n.gdrNews <- struct{}{}:
-	default: // what is pending is looked at after this change, too
+	default: // the pending check covers this change too
 	}
 }
 
@@ -43,7 +44,7 @@ func (n *Node) watchGDR(ctx context.Context) {
 	}
 }
 
-// takeGDR takes gdr's rails as they are now. Executor and peers are told.
+// takeGDR applies the current rails of gdr and notifies executor and peers.
 func (n *Node) takeGDR() {
 	b, ok := n.backends.Get(config.TransGDR)
 	g, dynamic := b.(*gdr.Backend)

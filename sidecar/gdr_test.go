@@ -25,7 +25,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// fabric runs a fake RDMA network, in an order of its own each time, until the test is over, after everything else.
+// fabric runs a fake RDMA network, in an order of its own each time, until the test is over, after
+// everything else.
 func fabric(t *testing.T) *fake.Fabric {
 	f := fake.New()
 	seed := rand.Uint64()
@@ -39,12 +40,14 @@ func fabric(t *testing.T) *fake.Fabric {
 	return f
 }
 
-// startFakeGDR starts a node whose first transport is gdr over one device of a fabric. Others carry on behind it.
+// startFakeGDR starts a node whose first transport is gdr over one device of a fabric. Others carry
+// on behind it.
 func startFakeGDR(t *testing.T, f *fake.Fabric, device string, key string, others ...string) *running {
 	return startFakeRails(t, f, []string{device}, nil, key, others...)
 }
 
-// startFakeRails is startFakeGDR over several devices. What gdr says is kept in said, where there is one.
+// startFakeRails is startFakeGDR over several devices. What gdr says is kept in said, where there
+// is one.
 func startFakeRails(t *testing.T, f *fake.Fabric, devices []string, said *testutil.Log, key string, others ...string) *running {
 	cfg := testConfig(t, func(c *config.Config) {
 		c.Peer.ClusterKeyFile = key
@@ -80,7 +83,8 @@ func endKeys(t testing.TB, n *running, rail string) {
 	})
 }
 
-// Registrations of the receiver that end again and again under transfers cost lanes, and no transfer.
+// Registrations of the receiver that end again and again under transfers cost lanes, and no
+// transfer.
 func TestGDRKeysEnd(t *testing.T) {
 	f := fabric(t)
 	f.SetGID("a", netip.MustParseAddr("127.0.0.2"))
@@ -117,8 +121,9 @@ func TestGDRKeysEnd(t *testing.T) {
 	until(t, func() bool { return moves(nil) == config.TransGDR })
 }
 
-// What a host or a device has no room for costs the rail that needs it and nothing else: transfers go over the other rail, or over tcp where
-// there is none, the remedy is in the log, and once there is room the rail is used again.
+// What a host or a device has no room for costs the rail that needs it and nothing else: transfers
+// go over the other rail, or over tcp where there is none, the remedy is in the log, and once there
+// is room the rail is used again.
 func TestGDRWithoutRoom(t *testing.T) {
 	const whole = 1 << 40
 	limits := verbs.Limits{MaxRegistration: whole, MaxRegistrations: 1 << 16, MaxQueuePairs: 1 << 16, MaxMessage: 1 << 20, MaxWork: 1 << 14, MaxCompletions: 1 << 15}
@@ -142,7 +147,7 @@ func TestGDRWithoutRoom(t *testing.T) {
 		"memlock on one rail of two": {[2][]string{{"a", "a2"}, {"b", "b2"}}, func(f *fake.Fabric) { f.Lock("b2", 64<<10) }, func(f *fake.Fabric) { f.Lock("b2", whole) }, 1,
 			"run 'ulimit -l unlimited'", config.TransGDR},
 		"registrations": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxRegistrations = 0 }), change(func(*verbs.Limits) {}), 1,
-			"b has room for 0 registrations, and this process holds 0: leave it out of transports.gdr.rails", config.TransTCP},
+			"b has room for 0 registrations, and this process holds 0: remove it from transports.gdr.rails", config.TransTCP},
 		"queue pairs": {[2][]string{{"a"}, {"b"}}, change(func(l *verbs.Limits) { l.MaxQueuePairs = 0 }), change(func(*verbs.Limits) {}), 0,
 			" has room for 0 queue pairs, and this process holds 0: lower transports.gdr.queue_pairs", config.TransTCP},
 	} {
@@ -193,8 +198,8 @@ func TestGDRWithoutRoom(t *testing.T) {
 	}
 }
 
-// A sidecar whose GID changes tells its peers, and transfers go on without a restart of either; also where the address is gone for a while,
-// and where the device is pulled out.
+// A sidecar whose GID changes tells its peers, and transfers go on without a restart of either;
+// also where the address is gone for a while, and where the device is pulled out.
 func TestGDRFollowsItsPort(t *testing.T) {
 	f := fabric(t)
 	f.SetGID("a", netip.MustParseAddr("127.0.0.2"))
@@ -247,7 +252,8 @@ func TestGDRFollowsItsPort(t *testing.T) {
 	moves(5)
 }
 
-// lonelyGPU is a GPU that no NIC reaches: its driver exports no dma-buf, and no module tells NICs of its addresses.
+// lonelyGPU is a GPU that no NIC reaches: its driver exports no dma-buf, and no module tells NICs
+// of its addresses.
 type lonelyGPU struct {
 	*transporttest.Device
 	exports atomic.Int64
@@ -302,8 +308,9 @@ func engineOn(t *testing.T, r *running, g *lonelyGPU) *engine {
 	return &engine{Worker: w, t: t, shape: testShape, region: reg, done: map[uint64]connectortest.Completion{}}
 }
 
-// Memory of a GPU that no NIC reaches goes over the next transport, whichever end it lies at: a few slices are refused and sent again, the
-// lanes stay, the NIC is tried once, and host memory beside it still goes by RDMA.
+// Memory of a GPU that no NIC reaches goes over the next transport, whichever end it lies at: a few
+// slices are refused and sent again, the lanes stay, the NIC is tried once, and host memory beside
+// it still goes by RDMA.
 func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 	f := fabric(t)
 	f.SetGID("a", netip.MustParseAddr("127.0.0.2"))
@@ -321,7 +328,8 @@ func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 	}
 	host := [2]*engine{newEngine(t, p, testShape), newEngine(t, d, testShape)}
 	seed := uint64(0)
-	until(t, func() bool { seed++; return moves(host[0], host[1], seed) == config.TransGDR }) // its lanes are up
+	// its lanes are up
+	until(t, func() bool { seed++; return moves(host[0], host[1], seed) == config.TransGDR })
 	lanes := lanesOn(p, "a")
 
 	var gpu [2]*lonelyGPU
@@ -368,7 +376,8 @@ func TestGDRLeavesMemoryThatNoNICReaches(t *testing.T) {
 	until(t, func() bool { seed++; return moves(host[0], host[1], seed) == config.TransGDR })
 }
 
-// Sidecars whose engines' caches lie on GPUs from the start open lanes of transports that cannot touch such memory, and stage it.
+// Sidecars whose engines' caches lie on GPUs from the start open lanes of transports that cannot
+// touch such memory, and stage it.
 func TestGPUMemoryOverTCP(t *testing.T) {
 	p, d := pairOf(t, config.TransTCP)
 	var ends [2]*engine

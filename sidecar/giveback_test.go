@@ -10,9 +10,11 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// The memory of an engine that is gone takes seconds to be unmapped where it is large. Other engines do not wait for that.
+// The memory of an engine that is gone takes seconds to be unmapped where it is large. Other
+// engines do not wait for that.
 func TestMemoryIsGivenBackAside(t *testing.T) {
-	n := start(t, func(c *config.Config) { c.Transports.GPU.Enabled = config.Off }) // GPUs take a goroutine anyway
+	// GPUs take a goroutine anyway
+	n := start(t, func(c *config.Config) { c.Transports.GPU.Enabled = config.Off })
 	w := &connector.Worker{Boot: transfer.Boot{7}}
 	n.WorkerUp(w)
 	unmapping, done := make(chan struct{}), make(chan struct{})

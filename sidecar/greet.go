@@ -10,15 +10,18 @@ import (
 
 const (
 	greetPort = 9   // discard, RFC 863
-	greetMost = 256 // addresses that one rail greets
+	greetMost = 256 // addresses that one rail solicits
 )
 
-// greet sends an empty datagram to whatever peers have on the link of a rail that came up.
+// greet sends an empty datagram to the peers on the link of a rail that came up (neighbour
+// solicitation).
 //
-// Linux asks for a neighbour's hardware address once a second, from the first packet on that it cannot send; a segment of a connection
-// that the fault broke is such a packet, and what is sent when the link is back waits for the next question. A peer that is asked
-// itself learns our address from that, and sends what it has kept. We were asked nothing yet if the fault was on our side, so our
-// question goes out now. (Both may have kept something: then the earlier question counts.)
+// Linux asks for a neighbour's hardware address once a second, starting with the first packet that
+// it cannot send. A segment of a connection that the fault broke is such a packet, and data sent
+// when the link is back waits for the next request. A peer that receives a request learns this
+// host's address from it, and sends its queued data. If the fault was on this side no request was
+// sent yet, so this datagram causes one now. (If both sides have queued data, the earlier request
+// counts.)
 func (n *Node) greet(r rail) {
 	addr := addrOf(r.Address)
 	if !addr.IsValid() || !r.prefix.IsValid() {
@@ -35,7 +38,8 @@ func (n *Node) greet(r rail) {
 	}
 }
 
-// neighbours adds the addresses of a peer's rails that are on the link of ours, up to greetMost in all.
+// neighbours adds the addresses of a peer's rails that are on the link of this rail, up to
+// greetMost in all.
 func neighbours(to []netip.AddrPort, ours rail, theirs []*peerv1.Rail) []netip.AddrPort {
 	for _, x := range theirs {
 		if a := addrOf(x.Address); x.Transport == config.TransTCP && ours.prefix.Contains(a) && a != addrOf(ours.Address) && len(to) < greetMost {

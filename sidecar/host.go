@@ -10,7 +10,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// host is what backends call, transport.Host: a type of its own, for Grant means two things in this package.
+// host implements transport.Host. It is a separate type, because Grant has two meanings in this
+// package.
 type host struct{ n *Node }
 
 func (h host) PeerKey(boot transfer.Boot) (transport.Peer, bool) { return h.n.peerKey(boot) }
@@ -90,7 +91,7 @@ func (h host) LaneDown(l transport.Lane, err error) {
 	if e == nil {
 		return
 	}
-	// The end that dials closes lanes that no lease needs.
+	// The dialling end closes lanes that no lease needs.
 	meant := err == nil || errors.Is(err, net.ErrClosed) || errors.Is(err, io.EOF) && n.leases(l.Peer()) == 0
 	n.metrics.LaneDown(l.Backend(), l.Local(), !meant)
 	n.log.Debug("lane down", "lane", l.ID(), "peer", l.Peer().String(), "transport", l.Backend(), "rail", l.Local(), "err", err)

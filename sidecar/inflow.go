@@ -11,33 +11,33 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// inflowName is one of our rails and who sends over it.
+// inflowName is a local rail and the peer that sends over it.
 type inflowName struct {
 	peer            transfer.Boot
 	transport, rail string
 }
 
-// inflow is what comes from one peer over one of our rails. Lanes come and go, it stays as long as
+// inflow counts the bytes from one peer over one local rail. Lanes come and go; it stays as long as
 // the peer.
 type inflow struct {
 	name   inflowName
-	bytes  atomic.Uint64 // since it was measured last
+	bytes  atomic.Uint64 // bytes since the last measurement
 	listed atomic.Bool   // in inflows.grew
-	gone   atomic.Bool   // its peer is forgotten
-	gbps   float64       // what the rail claims; protected by inflows.mu
+	gone   atomic.Bool   // its peer was forgotten
+	gbps   float64       // nominal speed of the rail; protected by inflows.mu
 }
 
-// inflows lists those that grew, so that a measurement costs what flows and not what is connected.
-// mu may be taken while the executor is held.
+// inflows lists those that grew, so that a measurement costs as much as there is traffic, not as
+// there are connections. mu may be taken while the executor is held.
 type inflows struct {
 	mu   sync.Mutex
 	all  map[inflowName]*inflow
 	grew []*inflow
-	told bool          // the executor has been told that something comes
-	out  []exec.Inflow // the executor's, until the next measurement
+	told bool          // the executor has been notified of incoming data
+	out  []exec.Inflow // owned by the executor until the next measurement
 }
 
-// of returns the entry of a name, and brings the rail's claim up to date.
+// of returns the entry of a name, and updates the rail's nominal speed.
 func (i *inflows) of(name inflowName, gbps float64) *inflow {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -68,15 +68,16 @@ func (n *Node) came(f *inflow, bytes uint64) {
 	}
 }
 
-// measure tells the executor what has come over each rail, and from whom. It holds the executor
-// throughout: what comes after an empty list is told by Incoming, and must not be told before it.
+// measure reports to the executor the bytes over each rail, by sender. It holds the executor
+// throughout: bytes after an empty list are announced by Incoming, which must not come before that
+// list.
 func (n *Node) measure() {
 	i := &n.d.inflows
 	now := n.enter()
 	i.mu.Lock()
 	i.out = i.out[:0]
 	for _, f := range i.grew {
-		f.listed.Store(false) // what comes from here on lists it again
+		f.listed.Store(false) // bytes from here on list it again
 		if b := f.bytes.Swap(0); b > 0 && !f.gone.Load() {
 			i.out = append(i.out, exec.Inflow{Peer: f.name.peer, Transport: f.name.transport,
 				Rail: f.name.rail, Gbps: f.gbps, Bytes: b})
@@ -90,7 +91,7 @@ func (n *Node) measure() {
 	n.leave()
 }
 
-// forgetInflows drops what was counted of a peer that is not known any more.
+// forgetInflows drops the counts of a peer that is no longer known.
 func (n *Node) forgetInflows(boot transfer.Boot) {
 	i := &n.d.inflows
 	i.mu.Lock()

@@ -16,10 +16,12 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A prompt of which one rank gets more than 4 GiB, and so more chunks than 16 bits can name. The caches take little memory, because it
-// comes again and again in them: 1 MiB blocks b and b+31 are the same. A prompt's block i is block i of the receiver and i+31*7+3 of the
-// source, round the end, so that what is written twice is the same twice, and a chunk that is taken for another finds other bytes:
-// 31 divides no power of two. Nightly: TestMoreThan32Bits of parseblock is what every change must pass.
+// A prompt of which one rank gets more than 4 GiB, and so more chunks than 16 bits can name. The
+// caches take little memory, because it comes again and again in them: 1 MiB blocks b and b+31 are
+// the same. A prompt's block i is block i of the receiver and i+31*7+3 of the source, round the
+// end, so that what is written twice is the same twice, and a chunk that is taken for another finds
+// other bytes: 31 divides no power of two. Nightly: TestMoreThan32Bits of parseblock is what every
+// change must pass.
 func TestMoreThan4GiB(t *testing.T) {
 	if os.Getenv("KVSPRAY_LARGE") == "" {
 		testutil.Skip(t, "large", "moves 4 GiB twice, seconds of a quiet machine: KVSPRAY_LARGE=1, or make test-laws")
@@ -59,7 +61,8 @@ func moreThan4GiB(t *testing.T, transport string) {
 	var pe *engine
 	var sent []byte
 	if transport == config.TransSHM {
-		// The peer maps what the source has: memory of a file, and a prompt in whose table the same blocks come again and again.
+		// The peer maps what the source has: memory of a file, and a prompt in whose table the same
+		// blocks come again and again.
 		held = same
 		few := shape
 		few.NumBlocks = same

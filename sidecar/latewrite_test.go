@@ -19,20 +19,24 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// attack holds one lane of the sending sidecar: what that lane is given is in flight for its sender, and leaves when the attack
-// lets it go. Other lanes take the chunks over meanwhile, and it is they that bring the commit.
+// attack holds one lane of the sending sidecar: what that lane is given is in flight for its
+// sender, and leaves when the attack lets it go. Other lanes take the chunks over meanwhile, and it
+// is they that bring the commit.
 //
-// The worst moment is when the engine has its blocks back and has written to them. By then a sender has mostly heard of the end,
-// and sends nothing; one that is slow has not. So from the fence on the sending sidecar is frozen: it hears nothing, its source
-// stays open, and what its lanes carry leaves whole.
+// The worst moment is when the engine has its blocks back and has written to them. By then a sender
+// has mostly heard of the end, and sends nothing; one that is slow has not. So from the fence on
+// the sending sidecar is frozen: it hears nothing, its source stays open, and what its lanes carry
+// leaves whole.
 type attack struct {
 	plan    *faulttest.Plan
 	backend string   // whose lane is held
 	source  *running // set before the first run
 
-	mu      sync.Mutex // protects what follows
-	on      bool
-	early   uint32 // let go when the transfer lacks so many chunks, so that copies and the commit meet; notEarly: after the end
+	mu sync.Mutex // protects what follows
+	on bool
+	// let go when the transfer lacks so many chunks, so that copies and the commit meet; notEarly:
+	// after the end
+	early   uint32
 	victim  uint64 // the lane; 0: the first that is given a slice
 	frozen  bool   // the source's executor is locked, by us
 	caught  int    // slices that were held when they were let go
@@ -41,8 +45,8 @@ type attack struct {
 
 const notEarly = ^uint32(0)
 
-// spareRuns is how many times the runs that were asked for may be made until so many have attacked: a lane that was held in the run before may
-// be given nothing yet where the machine is busy.
+// spareRuns is how many times the runs that were asked for may be made until so many have attacked:
+// a lane that was held in the run before may be given nothing yet where the machine is busy.
 const spareRuns = 3
 
 // earliest bounds attack.early: a few slices.
@@ -72,7 +76,8 @@ func (a *attack) begin(early uint32) {
 	a.on, a.early, a.victim, a.caught, a.arrived = true, early, 0, 0, 0
 }
 
-// landed is called before chunks are counted after which a transfer lacks `missing`, with the guard of its grant held.
+// landed is called before chunks are counted after which a transfer lacks `missing`, with the guard
+// of its grant held.
 func (a *attack) landed(missing uint32) {
 	held := a.plan.Held() // the plan asks holds with its own lock held
 	a.mu.Lock()
@@ -87,7 +92,8 @@ func (a *attack) landed(missing uint32) {
 	}
 }
 
-// fencing is called when a grant is revoked and about to be fenced, before the source can hear of it.
+// fencing is called when a grant is revoked and about to be fenced, before the source can hear of
+// it.
 func (a *attack) fencing() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -124,7 +130,8 @@ func (a *attack) refused() {
 	a.mu.Unlock()
 }
 
-// strike lets go what is held, once the engine has its blocks back, and waits until it has come to the receiver.
+// strike lets go what is held, once the engine has its blocks back, and waits until it has come to
+// the receiver.
 func (a *attack) strike(t *testing.T) {
 	t.Helper()
 	held := a.plan.Held() // the plan asks holds with its own lock held
@@ -145,7 +152,8 @@ func (a *attack) strike(t *testing.T) {
 	})
 }
 
-// end lets the source go on, and waits until nothing of it is in flight any more. It returns how many copies attacked.
+// end lets the source go on, and waits until nothing of it is in flight any more. It returns how
+// many copies attacked.
 func (a *attack) end(t *testing.T) int {
 	t.Helper()
 	a.mu.Lock()
@@ -232,8 +240,9 @@ func attacked(t *testing.T, a *attack, order ...string) (p, d *running) {
 	return p, d
 }
 
-// The late-write attack through two whole sidecars: blocks that came back to an engine, after a cancel or after success, are
-// never written again, although copies of their chunks are in flight at that moment, and arrive.
+// The late-write attack through two whole sidecars: blocks that came back to an engine, after a
+// cancel or after success, are never written again, although copies of their chunks are in flight
+// at that moment, and arrive.
 func TestLateWrites(t *testing.T) {
 	for _, tr := range []struct {
 		held  string
@@ -254,7 +263,8 @@ type canary struct {
 
 func newCanary(t *testing.T, e *engine) *canary {
 	b := must(e.region.Bytes())
-	want, err := mem.NewAnonymous("canary", uint64(len(b))) // off the heap: the race detector would follow each byte
+	// off the heap: the race detector would follow each byte
+	want, err := mem.NewAnonymous("canary", uint64(len(b)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -319,7 +329,8 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 	for i := range attackRuns(t) {
 		a.begin(notEarly)
 		x := begin(t, p, pe, de, uint64(i), tokens)
-		if i%2 == 0 { // something is in flight for certain; otherwise at any moment, the first ones too
+		// something is in flight for certain; otherwise at any moment, the first ones too
+		if i%2 == 0 {
 			until(t, func() bool { return a.plan.Held() > 0 })
 		}
 		spin(time.Duration(rng.IntN(1500)) * time.Microsecond)
@@ -352,7 +363,8 @@ func lateAfterCancel(t *testing.T, held string, order []string) {
 	}
 }
 
-// lanesUp waits until every lane that the attack counts on is there: one is held, another one has to carry on.
+// lanesUp waits until every lane that the attack counts on is there: one is held, another one has
+// to carry on.
 func lanesUp(t *testing.T, p, d *running, order []string) {
 	t.Helper()
 	pe, de := newEngine(t, p, testShape), newEngine(t, d, testShape)

@@ -7,7 +7,8 @@ import (
 	"github.com/kvspray/kvspray/connector"
 )
 
-// layoutsView is /v1/layouts: what engines registered, for `kvspray layout`. Ranks of an engine come in order.
+// layoutsView is /v1/layouts: the registered layouts, for `kvspray layout`. Ranks of an engine are
+// in order.
 type layoutsView struct {
 	Workers []layoutView `json:"workers"`
 }
@@ -15,7 +16,7 @@ type layoutsView struct {
 type layoutView struct {
 	Name   string `json:"name"`
 	Engine string `json:"engine"` // its kind and id
-	Rank   string `json:"rank"`   // in it
+	Rank   string `json:"rank"`   // within the engine
 	Layout []byte `json:"layout"` // msgpack, docs/protocol.md section 3
 }
 
@@ -26,7 +27,7 @@ func (n *Node) layouts() layoutsView {
 		return cmp.Or(cmp.Compare(a.Place.Engine, b.Place.Engine), cmp.Compare(a.Place.PP, b.Place.PP), cmp.Compare(a.Place.TP, b.Place.TP))
 	})
 	for _, w := range workers {
-		// Marshal refuses only what is longer than a registration can be.
+		// Marshal refuses only layouts longer than a registration can be.
 		if b, err := w.Layout.Marshal(); err == nil {
 			v.Workers = append(v.Workers, layoutView{Name: w.Name, Engine: w.Place.Engine, Rank: w.Place.Rank(), Layout: b})
 		}

@@ -10,8 +10,9 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// linksView is /v1/links: what this sidecar, as a sender, has learned of each pair of rails to each
-// peer, for programs that price a transfer before they ask for it. docs/protocol.md has the units.
+// linksView is /v1/links: this sidecar's learned speeds, as a sender, of each rail pair to each
+// peer, for programs that estimate a transfer before they request it. docs/protocol.md has the
+// units.
 type linksView struct {
 	Node  string      `json:"node"`
 	Boot  string      `json:"boot"`
@@ -20,9 +21,9 @@ type linksView struct {
 
 type peerLinks struct {
 	Boot     string            `json:"boot"`
-	Node     string            `json:"node"`     // as it calls itself
-	Endpoint string            `json:"endpoint"` // where we reached it; empty where it came to us
-	Claimed  string            `json:"claimed"`  // where it says that it serves
+	Node     string            `json:"node"`     // its own name
+	Endpoint string            `json:"endpoint"` // address at which this node reached it; empty if it connected to this node
+	Claimed  string            `json:"claimed"`  // endpoint that it announced
 	Waiting  map[string]uint64 `json:"waiting_bytes"`
 	Links    []linkView        `json:"links"` // by transport and rails
 }
@@ -44,7 +45,7 @@ type linkView struct {
 	Error     float64 `json:"prediction_error"`
 }
 
-// links holds the executor for one peer at a time: there may be a thousand of them.
+// links holds the executor for one peer at a time, because there may be a thousand peers.
 func (n *Node) links() linksView {
 	v := linksView{Node: n.cfg.Node, Boot: n.boot.String(), Peers: []peerLinks{}}
 	peers := map[transfer.Boot]peerLinks{}

@@ -16,7 +16,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// llama8B is one rank of Llama-3.1-8B: 32 layers of 8 heads of 128 bf16, with twice the blocks that a prompt of 32,768 tokens takes.
+// llama8B is one rank of Llama-3.1-8B: 32 layers of 8 heads of 128 bf16, with twice the blocks that
+// a prompt of 32,768 tokens takes.
 func llama8B(t *testing.T, order string, n uint32, rank, tp int64) *layout.Layout {
 	t.Helper()
 	a := parseblock.Allocation{Order: order, Layers: 32, Blocks: 2 * 32768 / n, Tokens: n, Heads: uint32(8 / tp), Content: 512}
@@ -39,7 +40,8 @@ func scattered(l *layout.Layout, tokens int) [][]uint32 {
 	return [][]uint32{table}
 }
 
-// allocated is what f allocates, the least of several tries: whatever else runs in the process allocates, too.
+// allocated is what f allocates, the least of several tries: whatever else runs in the process
+// allocates, too.
 func allocated(f func()) uint64 {
 	least := ^uint64(0)
 	var before, after runtime.MemStats
@@ -52,10 +54,11 @@ func allocated(f func()) uint64 {
 	return least
 }
 
-// TestListsOfALongPrompt: what exists of a prompt of 32,768 tokens at one time, at either end, in lists. The plan is templates beside the
-// engine's own block tables; the scheduler has three bits for a chunk of 64 KiB, and the receiver one; a lane has the pieces of the slice
-// that it moves, which are as many for a prompt of 4,096 tokens. All of this is less than the prompt's strided runs would be, let
-// alone its pieces.
+// TestListsOfALongPrompt: what exists of a prompt of 32,768 tokens at one time, at either end, in
+// lists. The plan is templates beside the engine's own block tables; the scheduler has three bits
+// for a chunk of 64 KiB, and the receiver one; a lane has the pieces of the slice that it moves,
+// which are as many for a prompt of 4,096 tokens. All of this is less than the prompt's strided
+// runs would be, let alone its pieces.
 func TestListsOfALongPrompt(t *testing.T) {
 	const short, long = 4096, 32768
 	cfg := testConfig(t, func(c *config.Config) {
@@ -105,7 +108,8 @@ func TestListsOfALongPrompt(t *testing.T) {
 				tables := [2][][]uint32{scattered(c.from, tokens), scattered(c.to, tokens)}
 				planned = allocated(func() { bind(tokens, tables) })
 				var buf []layout.Piece
-				for first := uint32(0); first < plan.Space().NumChunks(); first += 17 * slice { // a sample, at other places of each layer
+				// a sample, at other places of each layer
+				for first := uint32(0); first < plan.Space().NumChunks(); first += 17 * slice {
 					for _, s := range sides {
 						if buf, err = s.Append(buf[:0], transfer.Range{First: first, Count: min(slice, plan.Space().NumChunks()-first)}); err != nil {
 							t.Fatal(err)
@@ -154,9 +158,10 @@ func TestListsOfALongPrompt(t *testing.T) {
 	}
 }
 
-// TestCellsOfASlice: what a slice of 1 MiB takes on the wire of lanes that name memory (a shm pull, gdr's GO), in cells of 16 bytes: as pieces,
-// as runs of one axis, and of two, which is what peers of the latest version say. Those are the most of a prompt's slices, which begin anywhere
-// in a page.
+// TestCellsOfASlice: what a slice of 1 MiB takes on the wire of lanes that name memory (a shm pull,
+// gdr's GO), in cells of 16 bytes: as pieces, as runs of one axis, and of two, which is what peers
+// of the latest version say. Those are the most of a prompt's slices, which begin anywhere in a
+// page.
 func TestCellsOfASlice(t *testing.T) {
 	reg := parseblock.Default()
 	packed := func(order string, rank, tp int64) *layout.Layout { return llama8B(t, order, 16, rank, tp) }

@@ -9,8 +9,8 @@ import (
 	"github.com/kvspray/kvspray/internal/topo"
 )
 
-// A start that fails late ends, also where an address was to be bound later: what would do that waits for a sidecar that is started, which this one never
-// is. Run joins it before it says why.
+// A start that fails late ends, also where an address was to be bound later: what would do that
+// waits for a sidecar that is started, which this one never is. Run joins it before it says why.
 func TestLookAgainEndsWithAFailedStart(t *testing.T) {
 	synctest.Test(t, func(*testing.T) {
 		n := &Node{started: make(chan struct{})}

@@ -21,8 +21,9 @@ func (a asked) Planes(dst []layout.Plane, g *layout.Group, l *layout.Layer) ([]l
 	return a.Strategy.Planes(dst, g, l)
 }
 
-// TestEnginesMeetOnce: what two engines' layouts cost is paid by their first prompt. The next ones, of any length and whichever of two equal
-// ranks is busy, ask no strategy anything, at either end, and what the receiver allocates for one is under 64 KiB beside its block table.
+// TestEnginesMeetOnce: what two engines' layouts cost is paid by their first prompt. The next ones,
+// of any length and whichever of two equal ranks is busy, ask no strategy anything, at either end,
+// and what the receiver allocates for one is under 64 KiB beside its block table.
 func TestEnginesMeetOnce(t *testing.T) {
 	times := 0
 	var all []parseblock.Strategy

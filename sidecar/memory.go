@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// pieces is a pool of scratch for Resolve: lanes call it concurrently, and it must not allocate.
+// pieces is a pool of buffers for Resolve: lanes call it concurrently, and it must not allocate.
 var pieces = sync.Pool{New: func() any { s := make([]layout.Piece, 0, 256); return &s }}
 
 // resolve appends the memory of chunks r.
@@ -29,8 +29,8 @@ func resolve(dst []mem.Block, side *parseblock.Resolver, regions []*mem.Region, 
 	return dst, err
 }
 
-// deviceOf is where a worker's cache lies. A worker has one GPU; a few of its regions may be host memory all the same, which the
-// device takes too.
+// deviceOf is the device of a worker's cache. A worker has one GPU; some of its regions may be host
+// memory, which the device accepts too.
 func deviceOf(regions []*mem.Region) mem.Device {
 	for _, r := range regions {
 		if d := r.Device(); d != nil {
@@ -40,10 +40,11 @@ func deviceOf(regions []*mem.Region) mem.Device {
 	return nil
 }
 
-// maxBackends bounds the transports whose bytes a sink tells apart.
+// maxBackends bounds the transports that a sink distinguishes.
 const maxBackends = 8
 
-// sink is the receiving end of one grant: the receiver's memory and the bitmap, which alone says what has landed.
+// sink is the receiving end of one grant: the receiver's memory and the bitmap, the only record of
+// landed chunks.
 type sink struct {
 	node    *Node
 	landing *exec.Landing
@@ -52,7 +53,7 @@ type sink struct {
 	full    atomic.Bool
 	bytes   [maxBackends]atomic.Uint64 // landed, by index of the backend; duplicates count once
 
-	quarantined atomic.Bool // its fence failed, and is tried again
+	quarantined atomic.Bool // its fence failed, and is retried
 }
 
 func newSink(n *Node, l *exec.Landing) *sink {
@@ -86,7 +87,7 @@ type source struct {
 	sending *exec.Sending
 	side    *parseblock.Resolver
 
-	quarantined atomic.Bool // its origin could not be closed, and is tried again
+	quarantined atomic.Bool // its origin could not be closed, and the close is retried
 }
 
 func (n *Node) newSource(s *exec.Sending) (*source, error) {

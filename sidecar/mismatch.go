@@ -9,13 +9,15 @@ import (
 	"github.com/kvspray/kvspray/parseblock"
 )
 
-// Bounds of the sentence that says in what two engines differ: it travels in a control frame, and to an engine in a completion.
+// Bounds of the sentence about the differences of two engines, which travels in a control frame,
+// and to an engine in a completion.
 const (
 	maxDifferenceBytes = 3 << 10
-	maxFieldBytes      = 512 // of one field of it
+	maxFieldBytes      = 512 // of one field
 )
 
-// compare finds out in what a worker's cache and that of a peer's engine differ. The peer's description is asked for once.
+// compare finds the differences between a worker's cache and the cache of a peer's engine. It asks
+// for the peer's description once.
 func (n *Node) compare(c exec.Comparison) {
 	n.d.wg.Add(1)
 	go func() {
@@ -24,7 +26,7 @@ func (n *Node) compare(c exec.Comparison) {
 		defer cancel()
 		difference, err := n.difference(ctx, c)
 		if err != nil {
-			difference = "the caches of the two engines differ; in what is not to be had: " + err.Error()
+			difference = "the caches of the two engines differ; the differences are unknown: " + err.Error()
 		}
 		now := n.enter()
 		n.d.ex.Compared(now, c, difference)
@@ -50,7 +52,7 @@ func (n *Node) difference(ctx context.Context, c exec.Comparison) (string, error
 	return sentence(ours.DiffAs(theirs, "at prefill", "at decode")), nil
 }
 
-// sentence joins fields within its bound, and says how many it left out.
+// sentence joins fields within its bound, and appends the number of omitted ones.
 func sentence(fields []string) string {
 	var b strings.Builder
 	for i, f := range fields {
@@ -69,7 +71,7 @@ func sentence(fields []string) string {
 	return b.String()
 }
 
-// describedAs returns the description behind a fingerprint of a peer's cache, if it was learned.
+// describedAs returns the description of a fingerprint of a peer's cache, if it is known.
 func (p *planner) describedAs(fingerprint [32]byte) (parseblock.Description, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -77,7 +79,7 @@ func (p *planner) describedAs(fingerprint [32]byte) (parseblock.Description, boo
 	return d, ok
 }
 
-// learnDescription takes what a peer says is behind a fingerprint, whose hash must be that.
+// learnDescription accepts a peer's description of a fingerprint, which must be its hash.
 func (p *planner) learnDescription(geometry, fingerprint [32]byte, encoded []byte) (parseblock.Description, error) {
 	l, err := p.verify(geometry, encoded)
 	if err != nil {

@@ -24,8 +24,8 @@ func startLogged(t testing.TB) (*running, *testutil.Log) {
 	return startConfig(t, cfg, func(n *Node) { n.log = slog.New(slog.NewTextHandler(l, nil)) }), l
 }
 
-// Every field in which two engines differ is named with both values: to the decode engine, in the trace line, and in the log of either
-// side. The peer is asked once.
+// Every field in which two engines differ is named with both values: to the decode engine, in the
+// trace line, and in the log of either side. The peer is asked once.
 func TestMismatchIsNamed(t *testing.T) {
 	p, plog := startLogged(t)
 	d, dlog := startLogged(t)
@@ -81,8 +81,8 @@ func TestMismatchIsNamed(t *testing.T) {
 	})
 }
 
-// Where the pages are unlike, too, the cells of layers are named with the rest, each field once for all layers; and where the models are
-// alike otherwise, the plan that cannot be made says so.
+// Where the pages are unlike, too, the cells of layers are named with the rest, each field once for
+// all layers; and where the models are alike otherwise, the plan that cannot be made says so.
 func TestUnlikeCellsAreNamed(t *testing.T) {
 	const cells = "kv heads = 1 and 2"
 	for _, c := range []struct {

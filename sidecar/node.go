@@ -1,12 +1,14 @@
-// Package sidecar composes one node from its parts: the connector towards engines, the control layer towards peers, the
-// transports, and the executor between them. Tests start many nodes in one process; nothing here is global.
+// Package sidecar composes one node from its parts: the connector towards engines, the control
+// layer towards peers, the transports, and the executor between them. Tests start many nodes in one
+// process; nothing here is global.
 //
-// Invariants: the executor is entered by one goroutine at a time and its actions are performed in its order (driver); a grant
-// is known to every backend before its peer hears of it; nothing is completed before the executor says so; memory of an engine
-// is touched only between its WorkerUp and the end of its last lease.
+// Invariants: one goroutine at a time enters the executor, and its actions are performed in its
+// order (driver). Every backend has a grant before its peer receives it. Only the executor decides
+// that a lease is complete. An engine's memory is touched only between its WorkerUp and the end of
+// its last lease.
 //
-// Goroutines: one per lane that is kept open, fence that has to wait, origin close and copy while it lasts, the HTTP server, and those of the
-// parts. Run joins them all.
+// Goroutines: one per open lane, per fence that has to wait, per origin close and per copy, the
+// HTTP server, and those of the parts. Run joins them all.
 package sidecar
 
 import (
@@ -44,11 +46,11 @@ import (
 	"github.com/kvspray/kvspray/transport/stage"
 )
 
-// Options are what a node is made from.
+// Options are the inputs of New.
 type Options struct {
 	Config   *config.Config
 	Log      *slog.Logger
-	Registry *prometheus.Registry // a fresh one where nil
+	Registry *prometheus.Registry // nil: a new one
 	Version  string
 }
 
@@ -69,14 +71,14 @@ type Node struct {
 	guarded  bool  // Caps.Guarded of all backends
 	gpus     *gpus // nil: switched off
 	copies   *copies
-	rails    railSet // ours
+	rails    railSet // local rails
 	engine   *connector.Server
 	peers    *peer.Mesh
 	creds    *keys.Credentials // nil: none
 	d        driver
 	dial     dialer
 	troubles troubles
-	gdrNews  chan struct{} // gdr's rails are others
+	gdrNews  chan struct{} // gdr's rails have changed
 	hashes   *hashes
 	records  *records
 	totals   totals
@@ -93,10 +95,10 @@ type Node struct {
 	http     string
 }
 
-// New checks the options and makes a node that touches neither disk nor network before Run.
+// New checks the options and makes a node. It touches neither disk nor network before Run.
 func New(opt Options) (*Node, error) {
 	if opt.Config == nil {
-		return nil, errors.New("sidecar: no configuration: pass config.Default() or what config.Load returned")
+		return nil, errors.New("sidecar: no configuration: pass config.Default() or the result of config.Load")
 	}
 	if opt.Log == nil {
 		opt.Log = slog.New(slog.NewTextHandler(io.Discard, nil))
@@ -154,20 +156,20 @@ func New(opt Options) (*Node, error) {
 	return n, nil
 }
 
-// Boot is the identity of this node's life.
+// Boot is the boot id of this node.
 func (n *Node) Boot() transfer.Boot { return n.boot }
 
 // Started is closed once the addresses are known, or Run has failed.
 func (n *Node) Started() <-chan struct{} { return n.started }
 
-// Endpoint is what peers dial; known once started.
+// Endpoint is the address that peers dial; known once started.
 func (n *Node) Endpoint() string {
 	n.addrMu.Lock()
 	defer n.addrMu.Unlock()
 	return n.endpoint
 }
 
-// HTTPAddr is where health and metrics are served; empty where they are not.
+// HTTPAddr is the address of health and metrics; empty without one.
 func (n *Node) HTTPAddr() string {
 	n.addrMu.Lock()
 	defer n.addrMu.Unlock()
@@ -177,10 +179,11 @@ func (n *Node) HTTPAddr() string {
 // Ready reports whether the node serves engines and peers, and is not draining.
 func (n *Node) Ready() bool { return n.ready.Load() && !n.draining.Load() }
 
-// Drain starts the orderly stop: no new leases, those open run on, Run returns when they are over or the time is.
+// Drain starts the orderly stop: no new leases, open leases continue, and Run returns when they
+// have ended or the time is over.
 func (n *Node) Drain() { n.once.Do(func() { close(n.drain) }) }
 
-// Run serves until ctx ends, which drains, or until something that cannot be repaired fails. It joins every goroutine.
+// Run serves until ctx ends, which drains, or until a fatal failure. It joins every goroutine.
 func (n *Node) Run(ctx context.Context) (err error) {
 	announce := sync.OnceFunc(func() { close(n.started) })
 	defer announce()
@@ -214,7 +217,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	}
 	closers = append(closers, n.records.Close)
 
-	// The executor is there before anything can call it; it hears of its own endpoint through peerUp.
+	// The executor exists before anything can call it; peerUp passes its own endpoint to it.
 	policy, ok := spray.ParsePolicy(n.cfg.Transfer.Policy)
 	if !ok {
 		return fmt.Errorf("sidecar: transfer.policy: %q is unknown: use spray, round-robin or weighted", n.cfg.Transfer.Policy)
@@ -230,7 +233,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 		return err
 	}
 	if n.gpus != nil {
-		closers = append(closers, n.gpus.Close) // the first here is the last to be closed
+		closers = append(closers, n.gpus.Close) // the first here is closed last
 	}
 	closers = append(closers, func() error { n.copies.wg.Wait(); return nil }) // d.ctx has ended them
 	if n.gpus != nil {
@@ -259,7 +262,8 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	n.guarded = !slices.ContainsFunc(live, func(b transport.Backend) bool { return !b.Caps().Guarded })
 
 	n.look()
-	// Every address is ours before a peer hears of this one: a second sidecar, whose socket or port is taken, ends here and unnoticed.
+	// Every address is bound before a peer learns of this node: a second sidecar, whose socket or
+	// port is in use, ends here without notice to peers.
 	if err = n.peers.SetControl(ctx, n.controlAddresses()); err == nil {
 		err = n.peers.Listen(ctx)
 	}
@@ -352,7 +356,7 @@ func (n *Node) Run(ctx context.Context) (err error) {
 	return nil
 }
 
-// withFolder says which setting names the folder that shm could not use.
+// withFolder adds the setting of the directory that shm could not use.
 func (n *Node) withFolder(b transport.Backend, err error) error {
 	if b.Name() != config.TransSHM {
 		return err
@@ -361,10 +365,10 @@ func (n *Node) withFolder(b transport.Backend, err error) error {
 	if value == "" {
 		key, value = "--socket (engine.socket)", n.cfg.Engine.Socket
 	}
-	return fmt.Errorf("%w: it is the one of %s %s: name a folder that this user may write to", err, key, value)
+	return fmt.Errorf("%w: it is the directory of %s %s: name a directory that this user may write to", err, key, value)
 }
 
-// listenHTTP takes the address of health and metrics; nil: none is wanted.
+// listenHTTP binds the address of health and metrics; nil: switched off.
 func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
 	addr := n.cfg.HTTP.Listen
 	if addr == config.Off || addr == "" {
@@ -383,7 +387,7 @@ func (n *Node) listenHTTP(ctx context.Context) (net.Listener, error) {
 	return ln, nil
 }
 
-// shut finishes what runs, within the configured time, and fences the rest.
+// shut lets running leases end within the configured time, and fences the rest.
 func (n *Node) shut() {
 	n.draining.Store(true)
 	n.metrics.Draining(true)
@@ -400,25 +404,25 @@ func (n *Node) shut() {
 	}
 	now := n.enter()
 	dests, sources := n.d.ex.Open()
-	n.d.ex.Abort(now, "the sidecar stops")
+	n.d.ex.Abort(now, "the sidecar is stopping")
 	n.leave()
 	n.copies.stop(nil, errCopyStops)
 	n.log.Warn("drain timed out; open leases are fenced", "receiving", dests, "sending", sources)
 	last, cancel2 := context.WithTimeout(context.Background(), n.grace)
 	defer cancel2()
 	if err := n.engine.Drain(last); err != nil {
-		n.log.Warn("leases left to the shims: they end with the proved exit of this process", "err", err)
+		n.log.Warn("open leases remain: the shims end them with the proved exit of this process", "err", err)
 	}
 }
 
-// How long peers have to acknowledge what was said to them last.
+// Times for peers to acknowledge the last messages.
 const (
 	lastWordsTime = 500 * time.Millisecond
 	lastWordsTick = time.Millisecond
 )
 
-// lastWords waits until what the executor has decided is done, and peers know of it: the last lease is over for its engine a
-// moment before the other side hears that it is.
+// lastWords waits until the executor's decisions are done and peers have acknowledged them: for its
+// engine the last lease ends a moment before the other side receives that (shutdown flush).
 func (n *Node) lastWords() {
 	ctx, cancel := context.WithTimeout(context.Background(), lastWordsTime)
 	defer cancel()
@@ -466,7 +470,8 @@ func uids(in []int) (out []uint32) {
 	return out
 }
 
-// socketMode lets other users reach the socket where some are allowed; credentials are checked all the same.
+// socketMode lets other users reach the socket if some are allowed; credentials are checked in any
+// case.
 func socketMode(allowed []int) uint32 {
 	if len(allowed) > 0 {
 		return 0o666
@@ -474,5 +479,6 @@ func socketMode(allowed []int) uint32 {
 	return 0o600
 }
 
-// workerDead tells an exit from a takeover by a new session of the same engine, which presents its leases again.
+// workerDead distinguishes an exit from a takeover by a new session of the same engine, which
+// presents its leases again.
 func workerDead(why error) bool { return !errors.Is(why, connector.ErrSuperseded) }

@@ -26,9 +26,10 @@ import (
 )
 
 const (
-	patience   = time.Minute // of a test that is about to fail
-	deadlineMS = 60000       // of a transfer that has to come; a machine may have other things to do
-	partnerMS  = 30000       // of an expect whose intent has to come
+	patience = time.Minute // of a test that is about to fail
+	// of a transfer that has to come; a machine may have other things to do
+	deadlineMS = 60000
+	partnerMS  = 30000 // of an expect whose intent has to come
 )
 
 // tb is what helpers need of a test or a benchmark.
@@ -230,7 +231,8 @@ func pairOf(t testing.TB, transports ...string) (p, d *running) {
 	return start(t, f), start(t, f)
 }
 
-// Whole prompts of many lengths, over random block tables, with and without tokens that the receiver has already.
+// Whole prompts of many lengths, over random block tables, with and without tokens that the
+// receiver has already.
 func TestMoves(t *testing.T) {
 	for _, transports := range [][]string{{"tcp"}, {"shm"}, {"shm", "tcp"}} {
 		t.Run(strings.Join(transports, "+"), func(t *testing.T) {
@@ -239,7 +241,8 @@ func TestMoves(t *testing.T) {
 			rng, began := mrand.New(mrand.NewPCG(1, 2)), time.Now()
 			lengths := []uint32{1, 15, 16, 17, 160, 1000, 2048}
 			var served string
-			// Until the preferred transport's lane is up another one may serve, and while this process is not run; then it does.
+			// Until the preferred transport's lane is up another one may serve, and while this
+			// process is not run; then it does.
 			for i := 0; i < len(lengths) || served != transports[0] && time.Since(began) < patience; i++ {
 				tokens := lengths[i%len(lengths)]
 				pe.random()

@@ -12,7 +12,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// However often a peer says what no honest one does, the log has a line for each kind of it, and the metric has all.
+// However often a peer says what no honest one does, the log has a line for each kind of it, and
+// the metric has all.
 func TestNonsenseIsLoggedOnce(t *testing.T) {
 	const times = 100
 	l := &testutil.Log{}

@@ -28,15 +28,15 @@ import (
 	"github.com/kvspray/kvspray/transport/stage"
 )
 
-// publishEvery is how often engines are told the totals.
+// publishEvery is the interval of STATS to engines.
 const publishEvery = time.Second
 
-// Bounds of what HTTP clients may ask for.
+// Bounds for HTTP clients.
 const (
 	maxScrapes     = 8 // of /metrics at a time
 	scrapeTimeout  = 20 * time.Second
 	healthTimeout  = 800 * time.Millisecond // for the executor; a kubelet waits a second
-	healthInterval = 5 * time.Millisecond   // between looks at it
+	healthInterval = 5 * time.Millisecond   // between checks for it
 	headerTimeout  = 5 * time.Second
 	requestTimeout = 10 * time.Second
 	replyTimeout   = 30 * time.Second // above scrapeTimeout
@@ -44,14 +44,14 @@ const (
 	maxHeaderBytes = 64 << 10
 )
 
-// totals is what STATS and /debug/state show.
+// totals is the content of STATS and /debug/state.
 type totals struct {
 	bytes     [maxBackends]atomic.Uint64 // landed here, by index of the backend
 	mu        sync.Mutex
 	transfers map[string]uint64 // protected by mu
 }
 
-// landed counts bytes of a frame that arrived. Called by lanes, concurrently.
+// landed counts the bytes of an arrived frame. Called by lanes, concurrently.
 func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
 	if e := n.laneOf(l.ID()); e != nil && e.inflow != nil {
 		n.came(e.inflow, bytes)
@@ -65,7 +65,8 @@ func (n *Node) landed(l transport.Lane, s *sink, bytes uint64, fresh bool) {
 	n.metrics.Landed(l.Backend(), l.Local(), bytes)
 }
 
-// route names the transport that moved most of a grant's parts, and all of them, and counts the bytes.
+// route names the transport that moved most bytes of a grant's parts, and all transports, and
+// counts the bytes.
 func (n *Node) route(lands []*exec.Landing) (most, all string, bytes uint64) {
 	var moved [maxBackends]uint64
 	for _, l := range lands {
@@ -82,7 +83,7 @@ func (n *Node) route(lands []*exec.Landing) (most, all string, bytes uint64) {
 	return routeOf(names, moved[:])
 }
 
-// named is route for what the executor counted.
+// named is route for the executor's counts.
 func (n *Node) named(moved []uint64) (most, all string, bytes uint64) {
 	return routeOf(n.cfg.Transports.Order, moved)
 }
@@ -109,7 +110,8 @@ var causes = map[exec.Cause]string{exec.ByCommit: metrics.CauseCommit, exec.ByCa
 	exec.ByRefusal: metrics.CauseRefused, exec.BySourceLost: metrics.CauseSourceLost, exec.ByPeerLost: metrics.CausePeerLost,
 	exec.ByEngineGone: metrics.CauseEngineGone, exec.ByDrain: metrics.CauseDrain}
 
-// quarantine counts what keeps blocks away from an engine: in from the first failure, out with the acknowledgement.
+// quarantine counts parts whose blocks are withheld from an engine: from the first failure of the
+// fence to its acknowledgement.
 func (n *Node) quarantine(in *atomic.Bool, err error) {
 	if was := in.Swap(err != nil); was != (err != nil) {
 		n.metrics.Quarantined(map[bool]int{true: -1, false: 1}[was])
@@ -119,14 +121,14 @@ func (n *Node) quarantine(in *atomic.Bool, err error) {
 func (n *Node) fenceEnded(l *exec.Landing, cause exec.Cause, took time.Duration, err error) {
 	if err != nil {
 		if n.d.ctx.Err() == nil {
-			n.log.Error("fence failed; the blocks stay in quarantine and it is tried again", "lease", l.Lease().String(), "err", err)
+			n.log.Error("fence failed and will be retried; the blocks stay in quarantine", "lease", l.Lease().String(), "err", err)
 		}
 		return
 	}
 	n.metrics.Fenced(causes[cause], took)
 }
 
-// traceEnd writes the one line that a transfer leaves. moved counts its bytes, also where it failed.
+// traceEnd writes a transfer's line. moved counts its bytes, also after a failure.
 func (n *Node) traceEnd(a *exec.Action, c *connector.Completion, route string, moved uint64) {
 	side := metrics.SideSource
 	if c.Received {
@@ -185,12 +187,12 @@ type record struct {
 	Gen      uint32 `json:"gen"`
 	Route    string `json:"route,omitempty"`
 	Bytes    uint64 `json:"bytes"`
-	Early    uint64 `json:"early_bytes,omitempty"` // source: confirmed before the last step's flag
+	Early    uint64 `json:"early_bytes,omitempty"` // source: bytes confirmed before the last step's flag
 	Grants   int    `json:"grants"`
 	QueueUS  int64  `json:"queue_us"`
 	WireUS   int64  `json:"wire_us"`
 	CommitUS int64  `json:"commit_us"`
-	FlagUS   int64  `json:"flag_us,omitempty"` // source: from the last flag to the commit
+	FlagUS   int64  `json:"flag_us,omitempty"` // source: time from the last flag to the commit
 	TookUS   int64  `json:"took_us"`
 	Reason   string `json:"reason,omitempty"`
 }
@@ -216,7 +218,8 @@ func newLines(what, path string, log *slog.Logger) (*lines, error) {
 
 func (l *lines) on() bool { return l.f != nil }
 
-// put writes whole lines in one call, so that readers never see half of one batch between those of others.
+// put writes whole lines in one call, so that readers never see half a batch between lines of
+// others.
 func (l *lines) put(all ...any) {
 	if !l.on() {
 		return
@@ -258,8 +261,9 @@ func (r *records) write(v record) {
 	}
 }
 
-// hashes writes the SHA-256 of every page that a transfer moved, each side from its own memory: the receiver when the
-// transfer commits, before its engine hears of it; the sender when a grant has committed, while it still holds the source.
+// hashes writes the SHA-256 of every page that a transfer moved, each side from its own memory: the
+// receiver at the commit, before its engine receives the result; the sender after the commit of a
+// grant, while it still holds the source.
 type hashes struct{ *lines }
 
 func newHashes(path string, log *slog.Logger) (*hashes, error) {
@@ -267,14 +271,14 @@ func newHashes(path string, log *slog.Logger) (*hashes, error) {
 	return &hashes{l}, err
 }
 
-// pageHash is one line of trace.block_hashes. Both sides write the same line but for Side.
+// pageHash is one line of trace.block_hashes. Both sides write the same line, except for Side.
 type pageHash struct {
 	Side  string `json:"side"`
 	Xfer  string `json:"xfer"`
 	Hash  string `json:"hash"`
 	Dest  string `json:"dest"`  // the destination lease: one source may serve several
-	Rank  string `json:"rank"`  // of the source's engine: several may give parts of one page
-	Group int    `json:"group"` // cache group, as all that follows of the receiver
+	Rank  string `json:"rank"`  // of the source's engine: several may send parts of one page
+	Group int    `json:"group"` // cache group; like the following fields, of the receiver
 	Layer int    `json:"layer"` // of the group
 	Block uint32 `json:"block"` // ordinal in the prompt
 	Bytes uint64 `json:"bytes"`
@@ -302,7 +306,7 @@ func (h *hashes) sent(s *exec.Sending) {
 		Dest: s.Dest.String(), Rank: s.Worker.Place.Rank()}, s.Plan.(*parseblock.Plan), src.Resolve)
 }
 
-// pages walks each layer's segment, which is its pages in token order, and cuts it into them.
+// pages cuts each layer's segment into its pages, which are in token order.
 func (h *hashes) pages(line pageHash, plan *parseblock.Plan, resolve func([]mem.Block, transfer.Range) ([]mem.Block, error)) {
 	var out []any
 	flat := 0
@@ -353,7 +357,7 @@ func (r *blockReader) sum(n uint64) ([]byte, error) {
 		if err := b.Region.ReadAt(r.buf[:k], b.Off); err != nil {
 			return nil, err
 		}
-		_, _ = h.Write(r.buf[:k]) // a hash takes everything
+		_, _ = h.Write(r.buf[:k]) // a hash never fails
 		b.Off, b.Len, n = b.Off+k, b.Len-k, n-k
 		if b.Len == 0 {
 			r.blocks = r.blocks[1:]
@@ -362,7 +366,7 @@ func (r *blockReader) sum(n uint64) ([]byte, error) {
 	return h.Sum(nil), nil
 }
 
-// publish tells engines the totals.
+// publish sends the totals to engines.
 func (n *Node) publish(ctx context.Context) {
 	t := time.NewTicker(publishEvery)
 	defer t.Stop()
@@ -413,7 +417,7 @@ func (n *Node) hooks() connector.Hooks {
 	}
 }
 
-// handler serves health, metrics and what the node is doing.
+// handler serves health, metrics and the node's state.
 func (n *Node) handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, r *http.Request) {
@@ -445,8 +449,8 @@ func (n *Node) handler() http.Handler {
 	return mux
 }
 
-// wedged says what holds the executor up, or nothing: within healthTimeout its lock is free, and whoever performs its actions gets through
-// a batch of them.
+// wedged returns what blocks the executor, or nothing: within healthTimeout its lock becomes free,
+// and the goroutine that performs its actions finishes a batch.
 func (n *Node) wedged(ctx context.Context) string {
 	ctx, cancel := context.WithTimeout(ctx, healthTimeout)
 	defer cancel()
@@ -461,7 +465,7 @@ func (n *Node) wedged(ctx context.Context) string {
 			if !performing || seen && rounds != first {
 				return ""
 			}
-			first, seen, why = rounds, true, "an action of the executor does not end"
+			first, seen, why = rounds, true, "an action of the executor has not ended"
 		}
 		select {
 		case <-ctx.Done():
@@ -488,7 +492,7 @@ func replyJSON(w http.ResponseWriter, v any) {
 	_ = b.Flush() // the client may be gone
 }
 
-// nodeView is what routers read.
+// nodeView is the description for routers.
 type nodeView struct {
 	Node       string   `json:"node"`
 	Boot       string   `json:"boot"`
@@ -517,7 +521,7 @@ type laneView struct {
 	Remote    string `json:"remote"`
 }
 
-// nonsense is what peers said that no honest one says, for metrics.
+// nonsense returns counts of protocol violations by peers, for metrics.
 func (n *Node) nonsense() map[string]uint64 {
 	n.d.mu.Lock()
 	defer n.d.mu.Unlock()
@@ -527,7 +531,7 @@ func (n *Node) nonsense() map[string]uint64 {
 	return n.d.ex.Nonsense()
 }
 
-// refusals is how many grants of peers we refused, by reason, for metrics.
+// refusals counts the refused grants of peers, by reason, for metrics.
 func (n *Node) refusals() map[string]uint64 {
 	n.d.mu.Lock()
 	defer n.d.mu.Unlock()
@@ -537,7 +541,7 @@ func (n *Node) refusals() map[string]uint64 {
 	return n.d.ex.Refusals()
 }
 
-// railSamples is what the scheduler knows of each rail, for metrics.
+// railSamples returns the scheduler's state of each rail, for metrics.
 func (n *Node) railSamples() (out []metrics.RailSample) {
 	n.d.mu.Lock()
 	var rails []spray.RailView
@@ -563,7 +567,7 @@ func (n *Node) railSamples() (out []metrics.RailSample) {
 	return out
 }
 
-// linkSamples is what is known of each link between host memory and a GPU, for metrics.
+// linkSamples returns the state of each link between host memory and a GPU, for metrics.
 func (n *Node) linkSamples() (out []metrics.LinkSample) {
 	for _, p := range n.gpus.linkStates() {
 		for _, l := range p.Links {
@@ -597,19 +601,19 @@ type stateView struct {
 	Leases exec.View         `json:"leases"`
 	Lanes  []laneView        `json:"lanes"`
 	Totals connector.Stats   `json:"totals"`
-	Peers  map[string]string `json:"peers"` // boot to where we reached it; empty where it came to us
-	// Claimed is where each of the latter says that it serves. By boot.
+	Peers  map[string]string `json:"peers"` // boot to the address at which this node reached it; empty if it connected to this node
+	// Claimed is the endpoint that each of the latter announced. By boot.
 	Claimed map[string]string `json:"claimed"`
-	// Releases are what the builds of peers call themselves. By boot.
+	// Releases are the versions of peers. By boot.
 	Releases map[string]string `json:"releases"`
 	Rails    []railView        `json:"our_rails"`
-	// Links are the ways between host memory and each GPU that large copies take.
+	// Links are the paths of large copies between host memory and each GPU.
 	Links []stage.PathState `json:"gpu_links"`
-	// Executors are what rearranges scattered blocks of a GPU, and what each of them has moved.
+	// Executors are the copy methods for scattered blocks of a GPU, with their bytes.
 	Executors []stage.WayState `json:"gpu_executors"`
-	// Control lanes to each peer, as the two addresses between which they run. By boot.
+	// Control lanes to each peer, each as its two addresses. By boot.
 	Control map[string][]string `json:"control"`
-	// Routes are the ways to each peer, the best first, with the reason why one is not used. By boot.
+	// Routes are the paths to each peer, best first, with the reason for each unused one. By boot.
 	Routes map[string][]route.Candidate `json:"routes"`
 }
 

@@ -77,8 +77,8 @@ func stuckNode(t testing.TB) (*running, *atomic.Bool) {
 	}), on
 }
 
-// While a fence is not acknowledged the gauge that people are alerted by says so, the engine hears nothing, and what started the fence
-// is counted once when it ends.
+// While a fence is not acknowledged the gauge that people are alerted by says so, the engine hears
+// nothing, and what started the fence is counted once when it ends.
 func TestStuckFence(t *testing.T) {
 	for cause, end := range map[string]func(t *testing.T, d *running, de *engine, x underway){
 		"cancel": func(t *testing.T, _ *running, de *engine, x underway) {
@@ -205,7 +205,8 @@ func TestTraceAddsUp(t *testing.T) {
 	}
 }
 
-// An executor that does not get on fails the liveness probe, within its bound, and passes again when it does.
+// An executor that does not get on fails the liveness probe, within its bound, and passes again
+// when it does.
 func TestHealthOfTheExecutor(t *testing.T) {
 	r := start(t, nil)
 	healthy := func() bool { code, _ := get(t, r, "/healthz"); return code == http.StatusOK }

@@ -38,7 +38,8 @@ func onGPU(t *testing.T, pci string) *connector.Worker {
 	return &connector.Worker{Regions: []*mem.Region{r}}
 }
 
-// TestMemoryOf: the cache of a GPU engine lies where its GPU sits; which rails are near to it is decided by that.
+// TestMemoryOf: the cache of a GPU engine lies where its GPU sits; which rails are near to it is
+// decided by that.
 func TestMemoryOf(t *testing.T) {
 	m, known := memoryOf(onGPU(t, "0000:1c:00.0"))
 	if want := (topo.Memory{GPU: "0000:1c:00.0", Node: topo.Unknown}); !known || m != want {
@@ -46,7 +47,8 @@ func TestMemoryOf(t *testing.T) {
 	}
 }
 
-// hgx is the 8-GPU machine of package topo's tests, as topo finds it in sysfs: its GPUs and NICs, NIC k+1 on the switch of GPU k.
+// hgx is the 8-GPU machine of package topo's tests, as topo finds it in sysfs: its GPUs and NICs,
+// NIC k+1 on the switch of GPU k.
 func hgx(t *testing.T) *topo.Host {
 	t.Helper()
 	text, err := os.ReadFile(filepath.Join("..", "internal", "topo", "testdata", "hgx-h100.txt"))
@@ -95,8 +97,9 @@ func hgx(t *testing.T) *topo.Host {
 	return h
 }
 
-// TestNear: how near our rails are to the cache of a worker, as it was found in the PCI tree: two workers of one sidecar have other near
-// NICs. Rails find their NICs by their addresses, as those of a configuration do.
+// TestNear: how near our rails are to the cache of a worker, as it was found in the PCI tree: two
+// workers of one sidecar have other near NICs. Rails find their NICs by their addresses, as those
+// of a configuration do.
 func TestNear(t *testing.T) {
 	h := hgx(t)
 	n := &Node{}
@@ -137,9 +140,10 @@ func TestNear(t *testing.T) {
 	}
 }
 
-// TestNearRailGoesFirst: two sidecars, one of which has two rails that sit on two NUMA nodes of the HGX machine, and the cache of its engine on
-// the first of those. What topo measured decides which of them gets the first slice, at the sender as at the receiver, whose grant
-// tells it; at the sender the far one even claims to be twice as fast, which decides where no tier is known.
+// TestNearRailGoesFirst: two sidecars, one of which has two rails that sit on two NUMA nodes of the
+// HGX machine, and the cache of its engine on the first of those. What topo measured decides which
+// of them gets the first slice, at the sender as at the receiver, whose grant tells it; at the
+// sender the far one even claims to be twice as fast, which decides where no tier is known.
 func TestNearRailGoesFirst(t *testing.T) {
 	for _, side := range []string{"sender", "receiver"} {
 		for i, near := range []string{"r0", "r1"} {
@@ -180,10 +184,12 @@ func TestNearRailGoesFirst(t *testing.T) {
 					}
 					return v
 				}
-				until(t, func() bool { return pair(near).Lanes == 2 && pair(far).Lanes == 2 }) // nothing is bound to a lane before
+				// nothing is bound to a lane before
+				until(t, func() bool { return pair(near).Lanes == 2 && pair(far).Lanes == 2 })
 				pe.SignalLayer(0, 1)
 				until(t, func() bool { return landedBytes(d) > 0 && p.state().Leases.Rails.Flights == 0 })
-				// A machine that is busy may have sent it a second time over the other one, as a hedge, or after a silence.
+				// A machine that is busy may have sent it a second time over the other one, as a
+				// hedge, or after a silence.
 				c := pair(near).Counters
 				if first := c.Confirmed + c.Superseded + c.Failed + c.Lost - c.Hedges; first == 0 {
 					t.Errorf("the near rail got no slice of its own: %+v, the far one: %+v", c, pair(far).Counters)
@@ -200,7 +206,8 @@ func TestNearRailGoesFirst(t *testing.T) {
 	}
 }
 
-// seat gives rails of a running node the places of interfaces of the HGX machine, for the rest of the test.
+// seat gives rails of a running node the places of interfaces of the HGX machine, for the rest of
+// the test.
 func seat(t *testing.T, r *running, nics map[string]string) {
 	t.Helper()
 	h := hgx(t)

@@ -17,7 +17,7 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Bounds of what a planner remembers. Past them it forgets all of a kind, and works it out again.
+// Bounds of a planner's caches. A full cache is emptied, and its content computed again.
 const (
 	maxLayouts   = 256 // of peers
 	maxDivisions = 256
@@ -25,24 +25,27 @@ const (
 	maxProofs    = 4096
 )
 
-// describeTimeout bounds the question for a peer's layout; it answers from memory.
+// describeTimeout bounds a request for a peer's layout; the peer answers from memory.
 const describeTimeout = 5 * time.Second
 
-// planner makes the executor's plans from registered layouts. What follows from layouts alone is worked out once and kept: a prompt
-// between engines that have met costs a plan from its template, whatever is reshaped.
+// planner makes the executor's plans from registered layouts. Results that depend on layouts alone
+// are computed once and kept: after the first contact of two engines a prompt costs only a plan
+// from its template, for any reshape.
 type planner struct {
 	reg *parseblock.Registry
 
-	mu        sync.Mutex                          // protects layouts and described; the rest belongs to the executor's goroutine
-	layouts   map[[32]byte]*layout.Layout         // of peers, by geometry
-	described map[[32]byte]parseblock.Description // of peers' caches that are not as ours, by fingerprint
+	// protects layouts and described; the rest belongs to the executor's goroutine
+	mu      sync.Mutex
+	layouts map[[32]byte]*layout.Layout // of peers, by geometry
+	// of peers' caches that differ from local ones, by fingerprint
+	described map[[32]byte]parseblock.Description
 
 	divisions map[string]*parseblock.Division // by the geometries of receiver and ranks
 	proofs    map[string]struct{}             // divisions with the shares that were proved for them
 	matches   map[matchKey]*parseblock.Match
 }
 
-// matchKey names a match of an own worker with a layout of a peer.
+// matchKey identifies a match of a local worker with a peer's layout.
 type matchKey struct {
 	w        *connector.Worker
 	geometry [32]byte
@@ -62,10 +65,10 @@ type received struct {
 	side *parseblock.Resolver
 }
 
-// Version is that of the plans.
+// Version is the version of the plans.
 func (p *planner) Version() uint32 { return parseblock.PlanVersion }
 
-// Receive plans all that x wants, as an engine of equal geometry would send it.
+// Receive plans everything that x requests, as sent by an engine of equal geometry.
 func (p *planner) Receive(w *connector.Worker, x *connector.Expect) (exec.Plan, error) {
 	plan, err := p.receive(w, x, w.Own)
 	if err != nil {
@@ -147,15 +150,15 @@ func (p *planner) Divide(w *connector.Worker, x *connector.Expect, ranks []exec.
 	return parts, nil
 }
 
-// Send plans what a part of a grant wants of w.
+// Send plans a part of a grant from w.
 func (p *planner) Send(w *connector.Worker, g *peerv1.Grant, part *peerv1.Part) (exec.Plan, error) {
 	if len(g.Geometry) != 32 {
-		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%d bytes", len(g.Geometry)), Problem: "it is a hash of 32", Remedy: "run sidecars of one version"}
+		return nil, &layout.Error{Field: "geometry", Value: fmt.Sprintf("%d bytes", len(g.Geometry)), Problem: "want a hash of 32 bytes", Remedy: "run sidecars of one version"}
 	}
 	geometry := [32]byte(g.Geometry)
 	if len(part.Share) == 0 {
 		if geometry != w.Geometry {
-			return nil, &layout.Error{Field: "share", Value: "empty", Problem: "the two layouts differ, and so the share must be named",
+			return nil, &layout.Error{Field: "share", Value: "empty", Problem: "the two layouts differ, so the share is required",
 				Remedy: "run sidecars of one version"}
 		}
 		return w.Own.Plan(g.Tokens, g.Skip)
@@ -187,13 +190,13 @@ func (p *planner) match(k matchKey, src, dst *layout.Layout, share *parseblock.S
 	return m, err
 }
 
-// forget drops what was worked out for a worker that is gone: its memory would be kept by it.
+// forget drops the results for a worker that is gone, which would keep its memory.
 func (p *planner) forget(w *connector.Worker) {
 	maps.DeleteFunc(p.matches, func(k matchKey, _ *parseblock.Match) bool { return k.w == w })
 }
 
-// known returns a peer's layout. Fingerprints say whether caches mean the same, and both sides compare them before a byte moves; a
-// geometry does not, so the dtype counts as ours.
+// known returns a peer's layout. Both sides compare fingerprints, which cover the meaning of
+// caches, before a byte moves. A geometry does not cover it, so the dtype counts as equal.
 func (p *planner) known(geometry [32]byte, ours *layout.Layout) *layout.Layout {
 	p.mu.Lock()
 	l := p.layouts[geometry]
@@ -206,7 +209,7 @@ func (p *planner) known(geometry [32]byte, ours *layout.Layout) *layout.Layout {
 	return &as
 }
 
-// learn takes what a peer says is behind a geometry.
+// learn accepts a peer's layout for a geometry.
 func (p *planner) learn(geometry [32]byte, encoded []byte) error {
 	l, err := p.verify(geometry, encoded)
 	if err != nil {
@@ -219,7 +222,8 @@ func (p *planner) learn(geometry [32]byte, encoded []byte) error {
 	return nil
 }
 
-// verify decodes a peer's layout. It is foreign: the hash must be that of the layout, and no offset of it may overflow.
+// verify decodes a peer's layout, which is foreign: its hash must match, and no offset of it may
+// overflow.
 func (p *planner) verify(geometry [32]byte, encoded []byte) (*layout.Layout, error) {
 	l, err := layout.Unmarshal(encoded)
 	if err != nil {
@@ -234,14 +238,14 @@ func (p *planner) verify(geometry [32]byte, encoded []byte) (*layout.Layout, err
 	return l, nil
 }
 
-// makeRoom empties a map that is full.
+// makeRoom empties a full map.
 func makeRoom[K comparable, V any](m map[K]V, most int) {
 	if len(m) >= most {
 		clear(m)
 	}
 }
 
-// fetchLayout asks a peer for the layout behind a geometry for the executor.
+// fetchLayout asks a peer for the layout of a geometry, for the executor.
 func (n *Node) fetchLayout(boot transfer.Boot, geometry [32]byte) {
 	n.d.wg.Add(1)
 	go func() {

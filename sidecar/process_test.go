@@ -25,7 +25,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// childConfig names the configuration of a node that this test binary runs as a process of its own, which a test can kill.
+// childConfig names the configuration of a node that this test binary runs as a process of its own,
+// which a test can kill.
 const childConfig = "KVSPRAY_TEST_NODE"
 
 func TestMain(m *testing.M) {
@@ -64,8 +65,8 @@ type process struct {
 	cmd      *exec.Cmd
 }
 
-// freePorts are addresses that nothing listens on, and that nobody else takes before the child binds, or while the child is dead: they are
-// this process's alone.
+// freePorts are addresses that nothing listens on, and that nobody else takes before the child
+// binds, or while the child is dead: they are this process's alone.
 func freePorts(t testing.TB) (a, b string) {
 	t.Helper()
 	at := func() net.Listener {
@@ -152,8 +153,8 @@ func (p *process) asRunning() *running {
 	return &running{Node: n, cfg: cfg}
 }
 
-// kill -9 of the prefill's sidecar in mid transfer: its shim presents the lease to the next one, and the decode's blocks are
-// fenced, granted again and filled.
+// kill -9 of the prefill's sidecar in mid transfer: its shim presents the lease to the next one,
+// and the decode's blocks are fenced, granted again and filled.
 func TestSourceSidecarKilled(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {
@@ -188,8 +189,9 @@ func TestSourceSidecarKilled(t *testing.T) {
 	}
 }
 
-// kill -9 of the decode's sidecar in mid transfer: the prefill's blocks are kept, the shim presents its lease to the next sidecar, and
-// all of it comes. A lease that nobody presents again ends as one whose partner is missing.
+// kill -9 of the decode's sidecar in mid transfer: the prefill's blocks are kept, the shim presents
+// its lease to the next sidecar, and all of it comes. A lease that nobody presents again ends as
+// one whose partner is missing.
 func TestDestinationSidecarKilled(t *testing.T) {
 	for _, tr := range []string{"tcp", "shm"} {
 		t.Run(tr, func(t *testing.T) {
@@ -252,7 +254,8 @@ func TestDestinationSidecarKilled(t *testing.T) {
 	}
 }
 
-// A decode's sidecar that is stopped holds a source no longer than the deadline, and serves again when it goes on.
+// A decode's sidecar that is stopped holds a source no longer than the deadline, and serves again
+// when it goes on.
 func TestDestinationSidecarStopped(t *testing.T) {
 	d := newProcess(t, "tcp")
 	p := start(t, func(c *config.Config) { c.Transports.Order = []string{"tcp"} })
@@ -261,7 +264,8 @@ func TestDestinationSidecarStopped(t *testing.T) {
 	w := begin(t, p, pe, de, 3, tokens) // they meet
 	de.ok(w.dst)
 	pe.ok(w.src)
-	// The receiver is stopped once the source serves it. On a busy machine the source's deadline may pass before.
+	// The receiver is stopped once the source serves it. On a busy machine the source's deadline
+	// may pass before.
 	const tries = 5
 	pt := table(newRand(1), 256, blocksFor(tokens, 16))
 	for n := 1; ; n++ {

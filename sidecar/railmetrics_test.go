@@ -14,15 +14,17 @@ import (
 	"github.com/kvspray/kvspray/transport/faulttest"
 )
 
-// TestRailMetricsAfterFaults: slices and probes fail on one of two rails, and then no more, while transfers go on and come whole. What was done
-// to it is read from /metrics' registry afterwards: retries, exclusions, probes, re-admissions, and how far predictions are off.
+// TestRailMetricsAfterFaults: slices and probes fail on one of two rails, and then no more, while
+// transfers go on and come whole. What was done to it is read from /metrics' registry afterwards:
+// retries, exclusions, probes, re-admissions, and how far predictions are off.
 func TestRailMetricsAfterFaults(t *testing.T) {
 	const bad, good = "r1", "r0"
 	var now atomic.Int32 // the fault that is on; 0: none
 	const failing = 1
 	var probes atomic.Int32 // that were made to fail
 	plan := faulttest.New(1, faulttest.Rule{Kind: faulttest.Error, Only: func(l transport.Lane, s transport.Slice) bool {
-		if now.Load() != failing || l.Local() != bad || s.Attempt > 1 { // a chunk fails once, however busy the machine is
+		// a chunk fails once, however busy the machine is
+		if now.Load() != failing || l.Local() != bad || s.Attempt > 1 {
 			return false
 		}
 		if s.Attempt == 0 {
@@ -97,7 +99,8 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 		t.Errorf("exclusions: %v: want one for the errors and one for each probe that failed", got)
 	}
 	under(0, "a probe that passed, and a re-admission", func() bool {
-		// Where the other rail was late, this one may have carried something as the last resort, and be back without a probe.
+		// Where the other rail was late, this one may have carried something as the last resort,
+		// and be back without a probe.
 		if ours := series(bad, "pairs", "state", "healthy") - 1; ours > 0 && series(bad, "probes_total", "outcome", "ok") == 0 {
 			now.Store(failing)
 		} else {
@@ -117,8 +120,9 @@ func TestRailMetricsAfterFaults(t *testing.T) {
 	}
 }
 
-// TestRetriesByReason: a slice is given out again for each of the reasons there are, and /metrics' registry counts it under that one and no
-// other. Where this process is not run for a while its rails fall silent, so that silence may come beside the others.
+// TestRetriesByReason: a slice is given out again for each of the reasons there are, and /metrics'
+// registry counts it under that one and no other. Where this process is not run for a while its
+// rails fall silent, so that silence may come beside the others.
 func TestRetriesByReason(t *testing.T) {
 	const bad, good = "r1", "r0"
 	for _, x := range []struct {
@@ -132,7 +136,8 @@ func TestRetriesByReason(t *testing.T) {
 		{reason: "refused", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Error, Reason: transfer.ReasonMemory}, exact: true},
 		{reason: "lost", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Hold}, cut: true},
 		{reason: "silence", rails: []string{good, bad}, rule: faulttest.Rule{Kind: faulttest.Stuck, After: 400 * time.Millisecond}},
-		// There is no other rail on which a copy of the slice could come first, and its lane goes on meanwhile.
+		// There is no other rail on which a copy of the slice could come first, and its lane goes
+		// on meanwhile.
 		{reason: "timeout", rails: []string{bad}, rule: faulttest.Rule{Kind: faulttest.Hold}, exact: true},
 	} {
 		t.Run(x.reason, func(t *testing.T) {
@@ -189,7 +194,8 @@ func TestRetriesByReason(t *testing.T) {
 			if got := retries(bad); !maps.Equal(got, map[string]float64{"failed": 0, "refused": 0, "lost": 0, "silence": 0, "timeout": 0}) {
 				t.Fatalf("before anything moved: %v", got)
 			}
-			// A part of the blocks is for the one that may have to wait, the others for those that follow each other.
+			// A part of the blocks is for the one that may have to wait, the others for those that
+			// follow each other.
 			const parts, prompt = 4, 1024
 			start := func(part uint32) (x underway) {
 				t.Helper()
@@ -221,7 +227,8 @@ func TestRetriesByReason(t *testing.T) {
 					t.Fatalf("after %d transfers retries of %s are %v; injected %d; pairs %+v", n, bad, retries(bad), plan.Injected(x.rule.Kind), p.state().Leases.Rails.Pairs)
 				}
 				if alone := len(x.rails) == 1; alone && plan.Held() == 0 {
-					// Where the lane was silent for long enough the slice was given out again for that, and it is all over.
+					// Where the lane was silent for long enough the slice was given out again for
+					// that, and it is all over.
 					for _, x := range held {
 						end(x)
 					}

@@ -21,30 +21,30 @@ import (
 	"github.com/kvspray/kvspray/transport/tcp"
 )
 
-// Times of rails.
+// Times and bounds of rails.
 const (
 	railRetry    = time.Second     // between tries to listen on an address that cannot be bound yet
-	watchRetry   = 5 * time.Second // between tries to hear of links
+	watchRetry   = 5 * time.Second // between tries to watch links
 	gbitPerMbit  = 1e-3
-	maxAutoRails = 32 // rails that patterns make
+	maxAutoRails = 32 // rails from patterns
 )
 
-// rail is one of ours, as it is now.
+// rail is the current state of a local rail.
 type rail struct {
 	transport.Rail
 	nic    string       // its interface; empty: none, or unknown
-	prefix netip.Prefix // what is on its link
+	prefix netip.Prefix // its link's network
 	down   bool
-	auto   bool // made by a pattern, and gone with its interface
+	auto   bool // made by a pattern; it goes with its interface
 }
 
-// railSet is our rails, by backend. The host changes them while the node runs.
+// railSet holds the local rails, by backend. The host changes them while the node runs.
 type railSet struct {
-	apply sync.Mutex // held while the set is brought to what the host has; above mu
+	apply sync.Mutex // held while the set is adapted to the host; above mu
 
 	mu   sync.RWMutex // protects all below
 	byB  map[string][]rail
-	host *topo.Host // as it was looked at last; never nil
+	host *topo.Host // from the last look at the host; never nil
 	told map[string]bool
 }
 
@@ -64,7 +64,7 @@ func (s *railSet) find(backend, name string) (rail, bool) {
 	return s.byB[backend][i], true
 }
 
-// put takes the rails that a backend has opened.
+// put records the rails that a backend has opened.
 func (s *railSet) put(backend string, opened []transport.Rail) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -73,11 +73,11 @@ func (s *railSet) put(backend string, opened []transport.Rail) {
 	}
 }
 
-// once reports whether something is said for the first time.
+// once reports whether a text is new, for logging it once.
 func (s *railSet) once(what string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	const most = 256 // things that are remembered as said
+	const most = 256 // remembered texts
 	if s.told[what] || len(s.told) >= most {
 		return false
 	}
@@ -85,11 +85,11 @@ func (s *railSet) once(what string) bool {
 	return true
 }
 
-// look brings the rails to what the host is now, once, before anybody is told of them.
+// look adapts the rails to the host once, before peers receive them.
 func (n *Node) look() {
 	h, err := topo.Discover(topo.Options{})
 	if err != nil {
-		n.log.Warn("interfaces cannot be looked at; rails are those with an address in the configuration", "err", err)
+		n.log.Warn("interfaces cannot be listed; only rails with a configured address are used", "err", err)
 		return
 	}
 	n.hostChanged(h)
@@ -108,7 +108,7 @@ func (n *Node) watchRails(ctx context.Context) {
 			return
 		}
 		if n.rails.once("watch: " + err.Error()) {
-			n.log.Warn("links are not watched: one that goes down is found out by its silence", "err", err)
+			n.log.Warn("links are not watched: a link that goes down is detected by its silence", "err", err)
 		}
 		select {
 		case <-ctx.Done():
@@ -117,7 +117,8 @@ func (n *Node) watchRails(ctx context.Context) {
 	}
 }
 
-// hostChanged makes and takes away rails as patterns and interfaces have it, and follows links. Executor and peers are told what changed.
+// hostChanged adds and removes rails by patterns and interfaces, follows links, and notifies
+// executor and peers of changes.
 func (n *Node) hostChanged(h *topo.Host) {
 	s := &n.rails
 	s.apply.Lock()
@@ -137,7 +138,7 @@ func (n *Node) hostChanged(h *topo.Host) {
 	n.railsChanged(before, now)
 }
 
-// follow is the rails that tcp has once it has what the host has. again: an address could not be bound yet.
+// follow returns the rails of tcp adapted to the host. again: an address could not be bound yet.
 func (n *Node) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 	b, dynamic := n.tcp()
 	auto := 0
@@ -145,7 +146,8 @@ func (n *Node) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 		nic := h.At(addrOf(r.Address))
 		switch {
 		case !r.auto:
-			if nic != nil || r.nic != "" { // an address of no interface, for instance of a proxy, has no link to follow
+			// an address without an interface, for instance of a proxy, has no link to follow
+			if nic != nil || r.nic != "" {
 				r.down = nic == nil || !nic.Link
 			}
 			if nic != nil {
@@ -174,13 +176,13 @@ func (n *Node) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 		p, err := nic.Route()
 		if err != nil {
 			if n.rails.once(nic.Name + ": " + err.Error()) {
-				n.log.Debug("an interface that a pattern fits is no rail", "interface", nic.Name, "why", err)
+				n.log.Debug("an interface that matches a pattern is not a rail", "interface", nic.Name, "why", err)
 			}
 			continue
 		}
 		if auto >= maxAutoRails {
 			if n.rails.once("bound") {
-				n.log.Warn("more interfaces fit transports.tcp.rails than there are rails; exclude some", "most", maxAutoRails)
+				n.log.Warn("too many interfaces match transports.tcp.rails; exclude some", "most", maxAutoRails)
 			}
 			break
 		}
@@ -189,7 +191,7 @@ func (n *Node) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 		if err != nil {
 			again = true
 			if n.rails.once(nic.Name + " at " + p.String()) {
-				n.log.Warn("an interface is no rail yet", "interface", nic.Name, "err", err)
+				n.log.Warn("an interface is not a rail yet", "interface", nic.Name, "err", err)
 			}
 			continue
 		}
@@ -203,13 +205,14 @@ func (n *Node) follow(h *topo.Host, before []rail) (now []rail, again bool) {
 	return now, again
 }
 
-// wanted reports whether an interface is a rail by a pattern: its link may be down, but it has been set up.
+// wanted reports whether a pattern makes an interface a rail: it is administratively up, even if
+// its link is down.
 func (n *Node) wanted(nic *topo.NIC) bool {
 	_, ok := n.cfg.RailFor(nic.Name)
 	return ok && nic.Admin
 }
 
-// speed is what the configuration says, else the kernel.
+// speed is the configured speed, else the kernel's.
 func (r *rail) speed(n *Node, nic *topo.NIC) {
 	rc, _ := n.cfg.RailFor(nic.Name)
 	if r.Gbps = float64(rc.Speed) / bitsPerGbit; r.Gbps == 0 {
@@ -234,7 +237,7 @@ func addrOf(address string) netip.Addr {
 	return a.Addr().Unmap().WithZone("")
 }
 
-// tcp returns the backend whose rails come and go.
+// tcp returns the backend with changing rails.
 func (n *Node) tcp() (*tcp.Backend, bool) {
 	b, ok := n.backends.Get(config.TransTCP)
 	if !ok {
@@ -244,7 +247,7 @@ func (n *Node) tcp() (*tcp.Backend, bool) {
 	return t, ok
 }
 
-// lookAgain tries later what could not be bound.
+// lookAgain retries later after a failed bind.
 func (n *Node) lookAgain(h *topo.Host) {
 	n.d.wg.Add(1)
 	go func() {
@@ -262,13 +265,14 @@ func (n *Node) lookAgain(h *topo.Host) {
 		n.rails.mu.RLock()
 		last := n.rails.host
 		n.rails.mu.RUnlock()
-		if last == h { // else it was looked at since
+		if last == h { // else a newer look has covered it
 			n.hostChanged(h)
 		}
 	}()
 }
 
-// railsChanged tells everybody. The executor first: what a dead link carries goes elsewhere at once.
+// railsChanged notifies all parts, the executor first: slices on a dead link move to other rails at
+// once.
 func (n *Node) railsChanged(before, after []rail) {
 	now := n.enter()
 	n.d.ex.SetRails(now, states(n.railList()))
@@ -294,7 +298,8 @@ func (n *Node) railsChanged(before, after []rail) {
 	n.dial.reconcileAll()
 }
 
-// dropLanes closes lanes. On a link that is down they would only wait for a retransmission that comes long after it is up again.
+// dropLanes closes lanes. On a link that is down they would only wait for a retransmission long
+// after it is up again.
 func (n *Node) dropLanes(match func(transport.Lane) bool) {
 	n.d.bindMu.RLock()
 	defer n.d.bindMu.RUnlock()
@@ -305,7 +310,7 @@ func (n *Node) dropLanes(match func(transport.Lane) bool) {
 	}
 }
 
-// railList describes our rails to peers.
+// railList describes the local rails to peers.
 func (n *Node) railList() (out []*peerv1.Rail) {
 	for _, b := range n.backends {
 		for _, r := range n.rails.of(b.Name()) {
@@ -325,7 +330,7 @@ func states(rails []*peerv1.Rail) (out []exec.Rail) {
 	return out
 }
 
-// tellRails sends the list to every peer; to ourselves too, for a node is its own peer.
+// tellRails sends the list to every peer, including this node, which is its own peer.
 func (n *Node) tellRails() {
 	for _, boot := range n.dial.boots() {
 		if boot == n.boot {
@@ -336,12 +341,12 @@ func (n *Node) tellRails() {
 	}
 }
 
-// railsFrame is all that peers are told of our rails.
+// railsFrame is the frame with the local rails.
 func (n *Node) railsFrame() *peerv1.ControlFrame {
 	return &peerv1.ControlFrame{Body: &peerv1.ControlFrame_Rails{Rails: &peerv1.Rails{Rails: n.railList(), ControlAddresses: n.peers.Addresses()}}}
 }
 
-// peerRails takes the rails of a peer as it says they are now.
+// peerRails applies a peer's list of rails.
 func (n *Node) peerRails(boot transfer.Boot, said []*peerv1.Rail) {
 	good, refused := peer.CheckRails(said)
 	d := &n.dial
@@ -356,7 +361,7 @@ func (n *Node) peerRails(boot transfer.Boot, said []*peerv1.Rail) {
 	r.rails = good
 	d.mu.Unlock()
 	if complain {
-		n.log.Warn("rails of a peer are not what they can be; said once", "peer", boot.String(), "refused", refused)
+		n.log.Warn("a peer announced invalid rails; logged once", "peer", boot.String(), "refused", refused)
 	}
 	now := n.enter()
 	n.d.ex.PeerRails(now, boot, states(good))
@@ -371,14 +376,15 @@ func (n *Node) peerRails(boot transfer.Boot, said []*peerv1.Rail) {
 	d.reconcile(boot)
 }
 
-// near says how near a rail is to the memory of a worker, for the executor: 1 to 3; 0 where nothing is known, so that nobody is preferred.
+// near returns the distance of a rail from a worker's memory, for the executor: 1 to 3; 0 if
+// unknown, so that no rail is preferred.
 func (n *Node) near(w *connector.Worker, backend, name string) int {
 	r, ok := n.rails.find(backend, name)
 	if !ok {
 		return 0
 	}
 	if r.Tier != 0 {
-		return r.Tier // the configuration's word
+		return r.Tier // the configured distance
 	}
 	n.rails.mu.RLock()
 	h := n.rails.host
@@ -391,10 +397,10 @@ func (n *Node) near(w *connector.Worker, backend, name string) int {
 	return h.Tier(nic, m)
 }
 
-// placed is a mem.Device that knows where it sits.
+// placed is a mem.Device with a known PCI address.
 type placed interface{ PCI() string }
 
-// memoryOf is where the cache of a worker lies, by its first region that tells.
+// memoryOf locates the cache of a worker, by its first region with a known place.
 func memoryOf(w *connector.Worker) (topo.Memory, bool) {
 	for _, r := range w.Regions {
 		if d, ok := r.Device().(placed); ok {
@@ -407,7 +413,7 @@ func memoryOf(w *connector.Worker) (topo.Memory, bool) {
 	return topo.Memory{}, false
 }
 
-// railView is one of our rails in /debug/state.
+// railView is a local rail in /debug/state.
 type railView struct {
 	Transport string  `json:"transport"`
 	Rail      string  `json:"rail"`
@@ -429,7 +435,7 @@ func (n *Node) railViews() (out []railView) {
 	return out
 }
 
-// routes are the ways to a peer, the best first.
+// routes returns the paths to a peer, best first.
 func (n *Node) routes(r *remote) []route.Candidate {
 	in := route.Input{SameHost: n.host != "" && n.host == r.hostBoot, Device: n.gpus.inUse()}
 	for i, b := range n.backends {

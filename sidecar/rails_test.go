@@ -48,8 +48,8 @@ func ok(t testing.TB, err error) {
 	}
 }
 
-// Patterns that fit more interfaces than there may be rails make so many and no more, which is said once; a look that finds the same changes nothing,
-// and an interface that goes makes room.
+// Patterns that fit more interfaces than there may be rails make so many and no more, which is said
+// once; a look that finds the same changes nothing, and an interface that goes makes room.
 func TestAutoRailsAreBounded(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return
@@ -91,13 +91,13 @@ func TestAutoRailsAreBounded(t *testing.T) {
 	if len(third) != maxAutoRails || third[0].nic != "fake01" || third[maxAutoRails-1].nic != fmt.Sprintf("fake%02d", maxAutoRails) {
 		t.Errorf("one of the rails went: %+v", third)
 	}
-	if got := strings.Count(l.String(), "more interfaces fit transports.tcp.rails"); got != 1 {
+	if got := strings.Count(l.String(), "too many interfaces match transports.tcp.rails"); got != 1 {
 		t.Errorf("it was said %d times, want once: %s", got, l)
 	}
 }
 
-// The executor's clock counts from a monotonic reading: a jump of the wall clock does not reach it. Without that reading package time would
-// take the wall's.
+// The executor's clock counts from a monotonic reading: a jump of the wall clock does not reach it.
+// Without that reading package time would take the wall's.
 func TestClockIsMonotonic(t *testing.T) {
 	n, _ := startLogged(t)
 	if s := n.d.start.String(); !strings.Contains(s, " m=") {
@@ -105,8 +105,8 @@ func TestClockIsMonotonic(t *testing.T) {
 	}
 }
 
-// A peer that names rails that cannot be, or 10,000 of them, is told of once, by name and with the bound, however often it says so; so is another
-// one. What was right is taken.
+// A peer that names rails that cannot be, or 10,000 of them, is told of once, by name and with the
+// bound, however often it says so; so is another one. What was right is taken.
 func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 	n, l := startLogged(t)
 	var many []*peerv1.Rail
@@ -117,7 +117,8 @@ func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 	for i := range 2 {
 		boot := transfer.Boot{0, byte(i + 1)}
 		n.dial.mu.Lock()
-		n.dial.peers[boot] = &remote{keepers: map[wantedLane]context.CancelFunc{}} // it keeps the lanes
+		// it keeps the lanes
+		n.dial.peers[boot] = &remote{keepers: map[wantedLane]context.CancelFunc{}}
 		n.dial.mu.Unlock()
 		n.peerRails(boot, many[:3])
 		if s := l.String(); strings.Contains(s, boot.String()) {
@@ -134,7 +135,7 @@ func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 		}
 		var told []string
 		for line := range strings.Lines(l.String()) {
-			if strings.Contains(line, "rails of a peer are not what they can be") && strings.Contains(line, boot.String()) {
+			if strings.Contains(line, "a peer announced invalid rails") && strings.Contains(line, boot.String()) {
 				told = append(told, line)
 			}
 		}
@@ -145,8 +146,8 @@ func TestAbsurdRailsAreToldOfOnce(t *testing.T) {
 	}
 }
 
-// TestRailsComeAndGo: two sidecars, both on every interface that there is. One appears, one loses its carrier and gets it back, one
-// vanishes; transfers go on all the while, and both sides know.
+// TestRailsComeAndGo: two sidecars, both on every interface that there is. One appears, one loses
+// its carrier and gets it back, one vanishes; transfers go on all the while, and both sides know.
 func TestRailsComeAndGo(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return

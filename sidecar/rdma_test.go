@@ -27,10 +27,12 @@ import (
 	"github.com/kvspray/kvspray/transport/gdr"
 )
 
-// The tests of this file run in the guests of test/rdma: real verbs over soft-RoCE, four rails. They move what a Llama-8B
-// leaves for 4,096 tokens: 32 layers, 512 MiB. KVSPRAY_RDMA_LAYERS makes it fewer where the processor is shared. KVSPRAY_RDMA_DEAD_PATH sets how
-// soon a dead path is noticed, KVSPRAY_RDMA_QUEUE_PAIRS how many queue pairs each pair of rails has; without them, what a sidecar has by
-// default where the guest is quick enough for that, else 500 ms and 1: to 50 ms an emulated processor that is busy looks like a dead path.
+// The tests of this file run in the guests of test/rdma: real verbs over soft-RoCE, four rails.
+// They move what a Llama-8B leaves for 4,096 tokens: 32 layers, 512 MiB. KVSPRAY_RDMA_LAYERS makes
+// it fewer where the processor is shared. KVSPRAY_RDMA_DEAD_PATH sets how soon a dead path is
+// noticed, KVSPRAY_RDMA_QUEUE_PAIRS how many queue pairs each pair of rails has; without them, what
+// a sidecar has by default where the guest is quick enough for that, else 500 ms and 1: to 50 ms an
+// emulated processor that is busy looks like a dead path.
 
 var llama = connectortest.Shape{Layers: layers(), NumBlocks: 256, TokensPerBlock: 16, TokenBytes: 4096}
 
@@ -50,7 +52,8 @@ const (
 	rdmaDeadline = 120 * time.Second // an emulated processor moves 512 MiB in 5 to 20 s
 )
 
-// stoodStill is the longest time for which a processor of this guest did nothing while all of them were busy.
+// stoodStill is the longest time for which a processor of this guest did nothing while all of them
+// were busy.
 var stoodStill = sync.OnceValue(func() time.Duration {
 	const look = 500 * time.Millisecond
 	gaps := make([]time.Duration, runtime.NumCPU())
@@ -68,8 +71,8 @@ var stoodStill = sync.OnceValue(func() time.Duration {
 	return slices.Max(gaps)
 })
 
-// quick reports whether the guest bears a sidecar's defaults: a processor for each rail, none of which stands still for as long as the
-// device's timers wait at least.
+// quick reports whether the guest bears a sidecar's defaults: a processor for each rail, none of
+// which stands still for as long as the device's timers wait at least.
 func quick() bool {
 	least, _ := gdr.Timers(time.Duration(config.Default().Transports.GDR.DeadPath))
 	return runtime.NumCPU() >= rdmaRails && stoodStill() < least
@@ -242,7 +245,8 @@ func (s *stall) end() time.Duration {
 	return time.Duration(s.longest.Load())
 }
 
-// lanesOn are the lanes of a node to others over one of its rails. Those to itself survive what happens between hosts.
+// lanesOn are the lanes of a node to others over one of its rails. Those to itself survive what
+// happens between hosts.
 func lanesOn(n *running, rail string) (ids []uint64) {
 	n.d.bindMu.RLock()
 	defer n.d.bindMu.RUnlock()
@@ -312,7 +316,8 @@ func up(end string) string {
 	return fmt.Sprintf("ip link set %s up; ip route replace 10.9.%s.%s dev %s src 10.9.%s.%s table 10%s", end, i, there, end, i, here, i)
 }
 
-// What tells a device of a fault before its timers do. Both ends of a rail of one guest go down together.
+// What tells a device of a fault before its timers do. Both ends of a rail of one guest go down
+// together.
 const (
 	byPort    = "its port's event"
 	byAnswer  = "the peer's refusal"
@@ -345,8 +350,8 @@ var faults = []fault{
 		" && ip route replace 10.9.0.1 dev r0b src 10.9.0.2 table 100 && rdma link add r0a type rxe netdev r0a && rdma link add r0b type rxe netdev r0b"},
 }
 
-// TestRDMAFaults moves the list over four rails and breaks one in mid transfer: no transfer fails, the content is right, and
-// the rail comes back.
+// TestRDMAFaults moves the list over four rails and breaks one in mid transfer: no transfer fails,
+// the content is right, and the rail comes back.
 func TestRDMAFaults(t *testing.T) {
 	var a, b []string
 	for i := range rdmaRails {
@@ -433,7 +438,8 @@ type hostFault struct {
 	rail string // that is broken
 }
 
-// twoFaults: the sender has no packets of its own dropped as they leave, which tells its device nothing.
+// twoFaults: the sender has no packets of its own dropped as they leave, which tells its device
+// nothing.
 var twoFaults = []hostFault{
 	{fault: fault{name: "none"}},
 	{fault{name: "requests dropped at the receiver", inject: "iptables -A INPUT -i eth0 -p udp --dport 4791 -j DROP", heal: "iptables -F"}, "2", "r0"},
@@ -530,7 +536,8 @@ func (h *rdmaHost) hear(what string) (b []byte) {
 	return b
 }
 
-// meet waits until the sidecars of both hosts are there: a decode does not wait long for a prefill's where nobody listens.
+// meet waits until the sidecars of both hosts are there: a decode does not wait long for a
+// prefill's where nobody listens.
 func (h *rdmaHost) meet() {
 	h.t.Helper()
 	h.say("ready-"+h.node, nil)
@@ -582,8 +589,9 @@ func rdmaExpect(x prompt, blocks []uint32) msg.Expect {
 		DeadlineMS: uint64(rdmaDeadline.Milliseconds()), PartnerMS: uint64(rdmaDeadline.Milliseconds())}
 }
 
-// TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2 decodes. What host 2 must find follows
-// from the number of the round. Times are host 1's: where host 2 breaks something, from the moment at which it is told to.
+// TestRDMATwoHosts is one of two sidecars on two hosts, of which host 1 prefills and host 2
+// decodes. What host 2 must find follows from the number of the round. Times are host 1's: where
+// host 2 breaks something, from the moment at which it is told to.
 func TestRDMATwoHosts(t *testing.T) {
 	h := twoHosts(t)
 	n := h.start()
@@ -684,8 +692,8 @@ func TestRDMATwoHosts(t *testing.T) {
 	fmt.Printf("%s\n| fault | %d MiB took | its lanes gone after | the device finds out by | the command took | lanes back after healing |\n|---|---|---|---|---|---|\n%s", underWhat(t), whole()>>20, report.String())
 }
 
-// TestRDMAHostLost: the host of a decode is gone in mid transfer, without a word to anybody. Its peer's lanes end by their devices' timers,
-// and what the prefill holds for it is released.
+// TestRDMAHostLost: the host of a decode is gone in mid transfer, without a word to anybody. Its
+// peer's lanes end by their devices' timers, and what the prefill holds for it is released.
 func TestRDMAHostLost(t *testing.T) {
 	h := twoHosts(t)
 	n := h.start()
@@ -704,7 +712,8 @@ func TestRDMAHostLost(t *testing.T) {
 		_, err = console.WriteString("\nGUEST-EXIT:0\n")
 		ok(t, err)
 		ok(t, unix.IoctlSetInt(int(console.Fd()), unix.TCSBRK, 1)) // until it is through the wire
-		ok(t, os.WriteFile("/proc/sysrq-trigger", []byte("b"), 0)) // at once, as where the power fails
+		// at once, as where the power fails
+		ok(t, os.WriteFile("/proc/sysrq-trigger", []byte("b"), 0))
 		select {}
 	}
 	fill(e, blocks, 1)
@@ -735,15 +744,16 @@ func (h *rdmaHost) said(what string) time.Time {
 	return info.ModTime()
 }
 
-// TestRDMAKilled: kill -9 of a sidecar in mid transfer, its host goes on. The other one notices, releases what it held for the dead
-// one, and serves the next one.
+// TestRDMAKilled: kill -9 of a sidecar in mid transfer, its host goes on. The other one notices,
+// releases what it held for the dead one, and serves the next one.
 func TestRDMAKilled(t *testing.T) {
 	t.Run("prefill", func(t *testing.T) { prefillKilled(t, twoHosts(t)) })
 	t.Run("decode", func(t *testing.T) { decodeKilled(t, twoHosts(t)) })
 }
 
-// Nobody listens where the dead prefill was: once what it could write is fenced, the decode's blocks are the engine's again, who computes
-// them itself. The next prefill's are fetched into the same ones.
+// Nobody listens where the dead prefill was: once what it could write is fenced, the decode's
+// blocks are the engine's again, who computes them itself. The next prefill's are fetched into the
+// same ones.
 func prefillKilled(t *testing.T, h *rdmaHost) {
 	x, blocks := numbered(1)
 	y, _ := numbered(2)
@@ -810,8 +820,8 @@ func prefillKilled(t *testing.T, h *rdmaHost) {
 	h.say("through", nil)
 }
 
-// The engine of the dead decode has died with it: nobody presents its lease again. The prefill's blocks are released, and the next
-// decode is served.
+// The engine of the dead decode has died with it: nobody presents its lease again. The prefill's
+// blocks are released, and the next decode is served.
 func decodeKilled(t *testing.T, h *rdmaHost) {
 	x, blocks := numbered(1)
 	y, next := numbered(2)

@@ -12,22 +12,22 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// maxTroubles bounds the reasons that are remembered; what is beyond is seen in the log.
+// maxTroubles bounds the remembered reasons; the log has further ones.
 const maxTroubles = 4096
 
-// pairName is a rail of ours and one of a peer's.
+// pairName is a local rail and a peer's rail.
 type pairName struct {
 	peer                     transfer.Boot
 	transport, local, remote string
 }
 
-// troubles are why lanes that are wanted are not there, as the last try to open one said.
+// troubles holds the reasons for missing lanes, from the last try to open each.
 type troubles struct {
 	mu sync.Mutex
 	m  map[pairName]string // guarded by mu
 }
 
-// set remembers why; nil forgets.
+// set remembers a reason; nil forgets it.
 func (t *troubles) set(p pairName, err error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -43,7 +43,7 @@ func (t *troubles) set(p pairName, err error) {
 	}
 }
 
-// forget drops what was remembered of a peer.
+// forget drops the reasons of a peer.
 func (t *troubles) forget(peer transfer.Boot) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -56,7 +56,8 @@ func (t *troubles) of(p pairName) string {
 	return t.m[p]
 }
 
-// reachView is /v1/reach: which rail of ours reaches which rail of each peer, over which transport, and why not.
+// reachView is /v1/reach: the lanes between local rails and each peer's rails, by transport, with
+// reasons for missing ones.
 type reachView struct {
 	Node  string      `json:"node"`
 	Boot  string      `json:"boot"`
@@ -65,10 +66,10 @@ type reachView struct {
 
 type peerReach struct {
 	Boot     string      `json:"boot"`
-	Node     string      `json:"node"`     // as it calls itself
-	Endpoint string      `json:"endpoint"` // where we reached it; empty where it came to us
-	Claimed  string      `json:"claimed"`  // where it says that it serves
-	Dials    bool        `json:"dials"`    // this node opens the lanes, and knows why one is not there; of two it is the one with the lower boot
+	Node     string      `json:"node"`     // its own name
+	Endpoint string      `json:"endpoint"` // address at which this node reached it; empty if it connected to this node
+	Claimed  string      `json:"claimed"`  // endpoint that it announced
+	Dials    bool        `json:"dials"`    // this node opens the lanes and has the reasons; of two nodes it is the one with the lower boot
 	Pairs    []pairReach `json:"pairs"`    // in the order of preference
 }
 
@@ -78,11 +79,12 @@ type pairReach struct {
 	Local     string     `json:"local"`
 	Remote    string     `json:"remote"`
 	Lanes     int        `json:"lanes"`
-	Why       string     `json:"why,omitempty"`  // why there is none
-	Idle      bool       `json:"idle,omitempty"` // there is none because no request needs one
+	Why       string     `json:"why,omitempty"`  // reason without a lane
+	Idle      bool       `json:"idle,omitempty"` // no lane, because no request needs one
 }
 
-// reach looks at routes, lanes, and what the last tries to open one said. Our own sidecar, which is its own peer, is left out.
+// reach combines routes, lanes, and the results of the last tries. It omits this node, which is its
+// own peer.
 func (n *Node) reach() reachView {
 	v := reachView{Node: n.cfg.Node, Boot: n.boot.String(), Peers: []peerReach{}}
 	lanes := map[pairName]int{}
@@ -108,7 +110,7 @@ func (n *Node) reach() reachView {
 					x.Idle = !r.wanted
 				}
 				if x.Why == "" && !x.Idle {
-					x.Why = "no lane was opened yet"
+					x.Why = "no lane has been opened yet"
 				}
 			}
 			p.Pairs = append(p.Pairs, x)

@@ -10,7 +10,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Two sidecars on one host say of each other what reaches what, with the lanes that are open, and why where there are none.
+// Two sidecars on one host say of each other what reaches what, with the lanes that are open, and
+// why where there are none.
 func TestReach(t *testing.T) {
 	begun := func() *running {
 		return start(t, func(c *config.Config) { c.Transports.Order = []string{"shm", "tcp"} })

@@ -13,11 +13,12 @@ import (
 // tokenRange is tokens [start, end) of a prompt.
 type tokenRange = [2]uint32
 
-// recompute names the tokens that a failed transfer has not brought, in order. None means all of them: so where nothing was granted, and
-// where the engine could not go on in the middle of the prompt because what it would need of the tokens before never moves.
+// recompute names the tokens that a failed transfer has not delivered, in order. None means all of
+// them: without a grant, and if the engine could not continue in the middle of the prompt because
+// it would need data of earlier tokens that never moves.
 //
-// What counts is the last grant, which is fenced: a chunk of it that has landed was whole and valid when it did, and nothing is written
-// there any more. Any other may be torn, or stem from a grant before.
+// Only the last grant counts, which is fenced: a landed chunk of it was whole and valid when it
+// landed, and is not written any more. Other chunks may be torn, or stem from an earlier grant.
 func recompute(reg *parseblock.Registry, lands []*exec.Landing) (missing []tokenRange) {
 	for _, l := range lands {
 		s, ok := l.Sink.(*sink)
@@ -45,7 +46,7 @@ func recompute(reg *parseblock.Registry, lands []*exec.Landing) (missing []token
 	return joined(missing)
 }
 
-// blockTokens is how many tokens a block holds, by flattened layer.
+// blockTokens returns the tokens per block, by flattened layer.
 func blockTokens(l *layout.Layout) (out []uint32) {
 	for gi := range l.Groups {
 		for range l.Groups[gi].Layers {
@@ -55,12 +56,14 @@ func blockTokens(l *layout.Layout) (out []uint32) {
 	return out
 }
 
-// resumable reports whether an engine that has the front of a prompt in its cache can compute the rest. It cannot where a layer has a
-// recurrent state, or sees a window: of those only the end of the prompt moves.
+// resumable reports whether an engine with the front of a prompt in its cache can compute the rest.
+// It cannot if a layer has a recurrent state, or sees a window, because only the end of the prompt
+// moves for those.
 func resumable(reg *parseblock.Registry, l *layout.Layout) bool {
 	for gi := range l.Groups {
 		g := &l.Groups[gi]
-		if g.Params["window"] > 0 || len(g.Layers) == 0 { // what layers another stage has in it, this one cannot tell
+		// the layers of another stage are unknown here
+		if g.Params["window"] > 0 || len(g.Layers) == 0 {
 			return false
 		}
 		for li := range g.Layers {
@@ -73,7 +76,7 @@ func resumable(reg *parseblock.Registry, l *layout.Layout) bool {
 	return true
 }
 
-// joined sorts ranges and merges those that touch.
+// joined sorts ranges and merges adjacent ones.
 func joined(in []tokenRange) []tokenRange {
 	slices.SortFunc(in, func(a, b tokenRange) int { return cmp.Compare(a[0], b[0]) })
 	out := in[:0]

@@ -84,7 +84,8 @@ func TestRecompute(t *testing.T) {
 	}
 }
 
-// halfLanded is a transfer of which half of the prompt has landed, and all of it of the first layers ahead.
+// halfLanded is a transfer of which half of the prompt has landed, and all of it of the first
+// layers ahead.
 func halfLanded(t *testing.T, p, d *running, ahead int) (pe, de *engine, x underway) {
 	t.Helper()
 	pe, de = newEngine(t, p, testShape), newEngine(t, d, testShape)
@@ -102,7 +103,8 @@ func halfLanded(t *testing.T, p, d *running, ahead int) (pe, de *engine, x under
 	return pe, de, x
 }
 
-// A transfer that fails in its middle names what did not come to the engine, and what it does not name is there.
+// A transfer that fails in its middle names what did not come to the engine, and what it does not
+// name is there.
 func TestFailedTransferNamesItsTokens(t *testing.T) {
 	each(t, func(t *testing.T, p, d *running) {
 		pe, de, x := halfLanded(t, p, d, 0)
@@ -118,10 +120,12 @@ func TestFailedTransferNamesItsTokens(t *testing.T) {
 	})
 }
 
-// A transfer whose deadline comes in its middle names what did not come, neither more nor less, whatever layers have more of it than others.
-// The deadline is the executor's: it is told that it has come, so nothing here depends on how fast this machine is.
+// A transfer whose deadline comes in its middle names what did not come, neither more nor less,
+// whatever layers have more of it than others. The deadline is the executor's: it is told that it
+// has come, so nothing here depends on how fast this machine is.
 func TestExpiredTransferNamesItsTokens(t *testing.T) {
-	for _, ahead := range []int{0, 2} { // layers that have all of the prompt, of which the others have a half
+	// layers that have all of the prompt, of which the others have a half
+	for _, ahead := range []int{0, 2} {
 		t.Run(fmt.Sprint("ahead ", ahead), func(t *testing.T) {
 			each(t, func(t *testing.T, p, d *running) {
 				pe, de, x := halfLanded(t, p, d, ahead)

@@ -165,7 +165,8 @@ func cell(seed byte, layer string, role layout.Role, head, row, col, x uint64) b
 	return byte(h ^ h>>8 ^ h>>16 ^ h>>24)
 }
 
-// write puts the content of tokens [from, to) into an image of the rank's memory, or with check compares it.
+// write puts the content of tokens [from, to) into an image of the rank's memory, or with check
+// compares it.
 func (r *fleetRank) write(t testing.TB, image []byte, seed byte, from []uint32, to uint32) {
 	reg := parseblock.Default()
 	for gi := range r.layout.Groups {
@@ -214,8 +215,9 @@ func (r *fleetRank) writePlane(image []byte, seed byte, g *layout.Group, l *layo
 	}
 }
 
-// from is the first token of each group that comes: of a window, the first of the block that it begins in, or of the source's where that is
-// later. Whatever the source has before is not the prompt's any more.
+// from is the first token of each group that comes: of a window, the first of the block that it
+// begins in, or of the source's where that is later. Whatever the source has before is not the
+// prompt's any more.
 func (r *fleetRank) from(ps []*fleetRank, skip []uint32, tokens uint32) []uint32 {
 	out := append([]uint32(nil), skip...)
 	for gi := range r.layout.Groups {
@@ -259,7 +261,8 @@ func tables(rng *mrand.Rand, all []*fleetRank, tokens uint32) {
 	}
 }
 
-// move sends one prompt from every rank of ps to every rank of ds, streamed in two steps, and compares all memory of all receivers.
+// move sends one prompt from every rank of ps to every rank of ds, streamed in two steps, and
+// compares all memory of all receivers.
 func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens uint32, seed byte) {
 	t.Helper()
 	pr := newPrompt(tokens)
@@ -346,7 +349,8 @@ func move(t *testing.T, p *running, ps, ds []*fleetRank, rng *mrand.Rand, tokens
 	}
 }
 
-// Any parallelism, block size and order to any other: every byte of every receiver is the model's, and none beside them is touched.
+// Any parallelism, block size and order to any other: every byte of every receiver is the model's,
+// and none beside them is touched.
 func TestReshapes(t *testing.T) {
 	nhd, hnd := parseblock.PackedNHD, parseblock.PackedHND
 	one := func(k ...kind) []kind { return k }
@@ -377,7 +381,8 @@ func TestReshapes(t *testing.T) {
 			fleetShape{1, 1, one(attention(nhd, 16, fleetHeads), attention(hnd, 16, fleetHeads).named(".w").within(70))}},
 		{"window beside all, block 16 to 64, TP 1 to 2, PP 2 to 1", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).on(0, 0, 0, 0), attention(nhd, 16, fleetHeads).named(".w").within(70).on(1, 1, 1, 1))},
 			fleetShape{1, 2, one(attention(nhd, 64, fleetHeads), attention(hnd, 64, fleetHeads).named(".w").within(70))}},
-		// Draft models: a module like the target's layers, in their group, and one with other heads and a table of its own, on the last stage.
+		// Draft models: a module like the target's layers, in their group, and one with other heads
+		// and a table of its own, on the last stage.
 		{"MTP in the target's group, PP 2 TP 1 to TP 2", fleetShape{2, 1, one(attention(nhd, 16, fleetHeads).more(1).on(0, 0, 0, 1, 1))},
 			fleetShape{1, 2, one(attention(hnd, 32, fleetHeads).more(1))}},
 		{"draft with other heads, TP 4 to 1", fleetShape{1, 4, one(attention(nhd, 16, fleetHeads), attention(nhd, 16, 2).named(".draft"))},
@@ -455,7 +460,8 @@ func expectOf(r *fleetRank, tokens uint32) *connector.Expect {
 	return x
 }
 
-// Two engines of unlike kinds behind one sidecar: what is known of the one is no answer about the other.
+// Two engines of unlike kinds behind one sidecar: what is known of the one is no answer about the
+// other.
 func TestTwoEnginesAtOnePeer(t *testing.T) {
 	p, d := pairOf(t, "tcp")
 	dense := fleetShape{1, 2, []kind{attention(parseblock.PackedNHD, 16, fleetHeads)}}

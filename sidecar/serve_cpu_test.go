@@ -48,8 +48,8 @@ func kvsprayBinary(t *testing.T) string {
 	return path
 }
 
-// TestServeCPU measures the process that people run, with everything in it, and not only its watcher: package connector has a test of
-// that one.
+// TestServeCPU measures the process that people run, with everything in it, and not only its
+// watcher: package connector has a test of that one.
 func TestServeCPU(t *testing.T) {
 	if testing.Short() {
 		testutil.Skip(t, "long", "measures for seconds; run without -short")
@@ -104,8 +104,8 @@ func (e *engine) decode(lease uint64, stop <-chan struct{}) {
 	}
 }
 
-// cpu is what the process has used so far, in all its threads: utime and stime of /proc/PID/stat, in nanoseconds instead of ticks of
-// 10 ms, two of which would be the whole allowance of a window.
+// cpu is what the process has used so far, in all its threads: utime and stime of /proc/PID/stat,
+// in nanoseconds instead of ticks of 10 ms, two of which would be the whole allowance of a window.
 func (p *process) cpu(t *testing.T) time.Duration {
 	t.Helper()
 	const sched = 2 // CPUCLOCK_SCHED: see clock_getcpuclockid(3)
@@ -122,7 +122,8 @@ func (p *process) holds(t *testing.T, what string, limit float64) {
 	testutil.HoldsShare(t, what, limit, cpuWindows, cpuWindow, func() time.Duration { return p.cpu(t) }, nil)
 }
 
-// command is what a process runs: the configuration's path follows its arguments. None: this test binary, as a node.
+// command is what a process runs: the configuration's path follows its arguments. None: this test
+// binary, as a node.
 func (p *process) command() (*exec.Cmd, error) {
 	if len(p.argv) > 0 {
 		return exec.Command(p.argv[0], append(p.argv[1:len(p.argv):len(p.argv)], p.path)...), nil

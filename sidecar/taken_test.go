@@ -10,7 +10,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// A sidecar whose socket or port is taken ends before anybody hears of it: members that were told would go on about one that never served.
+// A sidecar whose socket or port is taken ends before anybody hears of it: members that were told
+// would go on about one that never served.
 func TestNobodyHearsOfOneThatCannotServe(t *testing.T) {
 	first := start(t, nil)
 	gossip := net.JoinHostPort(testutil.Loopback(), "0")
@@ -39,7 +40,8 @@ func TestNobodyHearsOfOneThatCannotServe(t *testing.T) {
 			if at := n.Endpoint(); at != "" {
 				t.Errorf("its endpoint is said to be %s", at)
 			}
-			// Connections are taken in the order in which they came: one of its own would be before ours.
+			// Connections are taken in the order in which they came: one of its own would be before
+			// ours.
 			ours, err := net.Dial("tcp", member.Addr().String())
 			if err != nil {
 				t.Fatal(err)

@@ -16,7 +16,8 @@ func (d *device) Stop() bool {
 	return d.obeys
 }
 
-// TestClaimDevice: a device's claim is waited for, or ended by stopping the device, and holds where that cannot be stopped.
+// TestClaimDevice: a device's claim is waited for, or ended by stopping the device, and holds where
+// that cannot be stopped.
 func TestClaimDevice(t *testing.T) {
 	var sink counter
 	g := &Grant{Sink: &sink}

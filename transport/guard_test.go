@@ -60,7 +60,8 @@ func TestGuard(t *testing.T) {
 	}
 }
 
-// Every Enter that succeeds is over before Idle is closed, and none succeeds that began after Revoke had returned.
+// Every Enter that succeeds is over before Idle is closed, and none succeeds that began after
+// Revoke had returned.
 func TestGuardConcurrently(t *testing.T) {
 	for range 300 {
 		var g Guard
@@ -183,8 +184,9 @@ func TestClaim(t *testing.T) {
 	}
 }
 
-// The law of claims: the last writer of a chunk that landed is the attempt that landed it. Each chunk has a word; writers
-// store their attempt in it, and what was there when a chunk first landed must be there in the end.
+// The law of claims: the last writer of a chunk that landed is the attempt that landed it. Each
+// chunk has a word; writers store their attempt in it, and what was there when a chunk first landed
+// must be there in the end.
 func TestClaimsConcurrently(t *testing.T) {
 	for round := range 60 {
 		var words, final [64]atomic.Uint32

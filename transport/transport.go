@@ -65,7 +65,9 @@ type Caps struct {
 	SliceBytes  int  // preferred slice size; a multiple of transfer.ChunkBytes
 	DeviceSlice int  // the same for GPU memory; 0: SliceBytes
 	Tells       bool // every lane is a Meter
-	Guarded     bool // every writer of a grant's memory holds its guard: once the guard is revoked and empty, Fence returns nil at once
+	// every writer of a grant's memory holds its guard: once the guard is revoked and empty, Fence
+	// returns nil at once
+	Guarded bool
 }
 
 // Rail is one local attachment of a backend: an address, a port, a socket in a directory.
@@ -88,8 +90,8 @@ type Peer struct {
 // Sink is the receiving end of one grant. The executor's side implements it. Lanes call Resolve and
 // Landed concurrently.
 type Sink interface {
-	// Resolve appends the memory of chunks r, in transfer-space order, to dst. It must not allocate when dst has room.
-	// An error means that r is outside the grant.
+	// Resolve appends the memory of chunks r, in transfer-space order, to dst. It must not allocate
+	// when dst has room. An error means that r is outside the grant.
 	Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error)
 	// Bytes is the length of chunks r; the payload of a frame must match it.
 	Bytes(r transfer.Range) (uint64, error)
@@ -99,8 +101,8 @@ type Sink interface {
 	Landed(lane Lane, r transfer.Range)
 }
 
-// Grant binds a Sink to (peer, slot, generation) in the backends of the receiver. Backends that write with their own CPU
-// write under a Claim, which holds the Guard. Not to be copied.
+// Grant binds a Sink to (peer, slot, generation) in the backends of the receiver. Backends that
+// write with their own CPU write under a Claim, which holds the Guard. Not to be copied.
 type Grant struct {
 	Peer transfer.Boot
 	Slot transfer.Slot
@@ -148,9 +150,11 @@ type Origin struct {
 // the origin's guard. The lane enters it around each read, so that Close of the origin waits for
 // reads and not for the network.
 type Slice struct {
-	Origin  *Origin
-	Range   transfer.Range
-	Attempt uint32 // 1, 2 ...: a later attempt takes chunks over from an earlier one; 0: a probe, which takes over no chunks
+	Origin *Origin
+	Range  transfer.Range
+	// 1, 2 ...: a later attempt takes chunks over from an earlier one; 0: a probe, which takes over
+	// no chunks
+	Attempt uint32
 	Cookie  uint64 // the executor's; returned unchanged in Result
 }
 

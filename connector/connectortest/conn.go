@@ -14,7 +14,7 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 )
 
-// maxUnread bounds the packets that nobody has asked for yet.
+// maxUnread bounds the packets that the test has not read yet.
 const maxUnread = 1024
 
 // conn is one socket session.
@@ -228,7 +228,8 @@ func (s *Session) Welcome() *msg.Welcome {
 	return s.welcome
 }
 
-// Disconnect closes the socket without a word, as a crash of the socket's owner would, and keeps everything else.
+// Disconnect closes the socket without a word, as a crash of the socket's owner would, and keeps
+// everything else.
 func (s *Session) Disconnect() {
 	s.mu.Lock()
 	c := s.c
@@ -239,7 +240,7 @@ func (s *Session) Disconnect() {
 	}
 }
 
-// Bye says BYE.
+// Bye sends BYE.
 func (s *Session) Bye(reason string) error {
 	c, err := s.conn()
 	if err != nil {
@@ -325,7 +326,7 @@ type Scheduler struct {
 	Session
 }
 
-// SchedulerConfig says who a scheduler is.
+// SchedulerConfig identifies a scheduler.
 type SchedulerConfig struct {
 	Socket string
 	Engine msg.Engine
@@ -374,7 +375,7 @@ func (s *Scheduler) Await(ctx context.Context, xfer [16]byte, hash [32]byte, pee
 	return a, nil
 }
 
-// Decline says that no rank of this engine will ask for the prompt's KV.
+// Decline reports that no rank of this engine will ask for the prompt's KV.
 func (s *Scheduler) Decline(xfer [16]byte, hash [32]byte, peer, reason string) error {
 	c, err := s.conn()
 	if err != nil {

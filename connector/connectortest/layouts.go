@@ -14,7 +14,8 @@ var (
 	never   = time.Time{}
 )
 
-// Shape is a plain cache: one group, equal layers one behind the other in one region, K and V packed by token.
+// Shape is a plain cache: one group, equal layers one behind the other in one region, K and V
+// packed by token.
 type Shape struct {
 	Layers         int
 	NumBlocks      uint32
@@ -45,7 +46,8 @@ func (s Shape) Layout() *layout.Layout {
 	return &layout.Layout{Model: "test", DType: "bfloat16", Groups: []layout.Group{g}, Identity: id}
 }
 
-// Identity is what an engine has to say of its whole model, with other values for the given pairs of key and value.
+// Identity is the identity that an engine must register, with other values for the given pairs
+// of key and value.
 func Identity(pairs ...string) map[string]string {
 	id := map[string]string{
 		parseblock.IdentityModel: "test", parseblock.IdentityWeights: "1", parseblock.IdentityLayers: "4", parseblock.IdentityRope: "10000", parseblock.IdentityGroups: "full",

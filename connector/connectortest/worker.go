@@ -22,7 +22,7 @@ func randomID() (id [16]byte) {
 	return id
 }
 
-// Config says what a worker is and registers.
+// Config describes a worker and its registration.
 type Config struct {
 	Socket  string
 	Engine  msg.Engine
@@ -33,7 +33,7 @@ type Config struct {
 	// Ring sizes, powers of two. 0: 1 MiB and 256 KiB.
 	SubmissionBytes, CompletionBytes int
 	Boot                             [16]byte    // random when zero
-	Min, Max                         msg.Version // what HELLO says; 0: what this code speaks
+	Min, Max                         msg.Version // version in HELLO; 0: the supported one
 	// Tamper may change the REGISTER message and its descriptors before it is sent.
 	Tamper func(*msg.Register, []int) []int
 	NoMark bool // flags of board 1.1, which have no stream mark
@@ -166,8 +166,8 @@ func DialWorker(ctx context.Context, cfg Config) (*Worker, error) {
 	return w, nil
 }
 
-// Connect opens a session with fresh rings and registers. The earlier session, if one is open, is dropped first; its rings
-// are read by nobody from then on.
+// Connect opens a session with fresh rings and registers. The earlier session, if one is open, is
+// dropped first; no goroutine reads its rings from then on.
 func (w *Worker) Connect(ctx context.Context) (*msg.Registered, error) {
 	w.Disconnect()
 	c, err := dial(ctx, w.cfg.Socket)
@@ -285,7 +285,8 @@ func (w *Worker) NewLease() uint64 {
 	return w.lease
 }
 
-// Push writes any record; epoch is the source epoch as of now. bump moves it first, and together with the record.
+// Push writes any record; epoch is the source epoch as of now. bump moves it first, and together
+// with the record.
 func (w *Worker) Push(typ uint16, lease uint64, body []byte, bump bool) error {
 	w.subMu.Lock()
 	defer w.subMu.Unlock()
@@ -374,29 +375,31 @@ func (w *Worker) Cancel(lease uint64, reason string, source bool) error {
 	return w.Push(board.RecCancel, lease, (&msg.Cancel{Reason: reason}).Append(nil), source)
 }
 
-// Preempt moves the source epoch, then says which lease has lost its blocks.
+// Preempt moves the source epoch, then names the lease that has lost its blocks.
 func (w *Worker) Preempt(lease uint64) error {
 	return w.Push(board.RecPreempt, lease, (&msg.Empty{}).Append(nil), true)
 }
 
-// Hold says that the blocks are kept only for the transfer.
+// Hold reports that the blocks are kept only for the transfer.
 func (w *Worker) Hold(lease uint64) error {
 	return w.Push(board.RecHold, lease, (&msg.Empty{}).Append(nil), false)
 }
 
-// BumpEpoch moves the source epoch and writes no record, as a thread that is just about to preempt has done.
+// BumpEpoch moves the source epoch and writes no record, as a thread that is just about to preempt
+// has done.
 func (w *Worker) BumpEpoch() uint64 { return w.flags.BumpSourceEpoch() }
 
-// SignalLayer says that layer l (a flag index) of the step is complete.
+// SignalLayer reports that layer l (a flag index) of the step is complete.
 func (w *Worker) SignalLayer(l int, step uint64) { w.flags.SetLayer(l, step) }
 
 // StartReplay begins a step whose layers come by SignalReplay, as those of a captured graph do.
 func (w *Worker) StartReplay(step uint64) { w.flags.StartReplay(step) }
 
-// SignalReplay says that layer l (a flag index) of the step of StartReplay is complete. It is forgotten with the next StartReplay.
+// SignalReplay reports that layer l (a flag index) of the step of StartReplay is complete. It is
+// forgotten with the next StartReplay.
 func (w *Worker) SignalReplay(l int) { w.flags.SetReplayed(l) }
 
-// SignalStep says that all layers of the step are complete.
+// SignalStep reports that all layers of the step are complete.
 func (w *Worker) SignalStep(step uint64) { w.flags.SetLayer(w.flags.Layers(), step) }
 
 // Poll takes one completion if there is one.

@@ -76,14 +76,17 @@ func seeds(f *testing.F, kind string) {
 	}
 }
 
-// mostDecoded bounds what reading so many bytes may allocate, in all. A list is made when it is announced, if a byte for each element is left: the
-// largest for its bytes is REGISTER.regions, once, as reading ends where an element is not what was announced. What is complete may come again and
-// again: dearest is a map of STATS, of two bytes an entry, with 29 bytes for each byte (TestMostDecoded says them all).
+// mostDecoded bounds what reading so many bytes may allocate, in all. A list is made when it is
+// announced, if a byte for each element is left: the largest for its bytes is REGISTER.regions,
+// once, as reading ends where an element is not what was announced. What is complete may come again
+// and again: dearest is a map of STATS, of two bytes an entry, with 29 bytes for each byte
+// (TestMostDecoded says them all).
 func mostDecoded(n int) uint64 {
 	return uint64(min(n, MaxRegions))*uint64(reflect.TypeFor[Region]().Size()) + 32*uint64(n)
 }
 
-// dear are inputs whose bytes become the most memory: of each list, as many as there may be, again and again.
+// dear are inputs whose bytes become the most memory: of each list, as many as there may be, again
+// and again.
 func dear(size int) (packets, records map[string][]byte) {
 	again := func(key string, value []byte) []byte {
 		one := append(appendStr(nil, key), value...)
@@ -148,8 +151,8 @@ func TestMostDecoded(t *testing.T) {
 	}
 }
 
-// FuzzPacket: no packet makes the decoder fail otherwise than by an error of ours, nor allocate more than its bytes allow, and what decodes
-// encodes to a fixed point.
+// FuzzPacket: no packet makes the decoder fail otherwise than by an error of ours, nor allocate
+// more than its bytes allow, and what decodes encodes to a fixed point.
 func FuzzPacket(f *testing.F) {
 	seeds(f, "socket")
 	f.Fuzz(func(t *testing.T, b []byte) {

@@ -330,7 +330,8 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// TestGoldenDecode speaks the committed vectors: each decodes, and canonical ones encode to the same bytes again.
+// TestGoldenDecode speaks the committed vectors: each decodes, and canonical ones encode to the
+// same bytes again.
 func TestGoldenDecode(t *testing.T) {
 	seen := map[string]bool{}
 	others := otherVersions(t)
@@ -403,8 +404,8 @@ func TestGoldenDecode(t *testing.T) {
 	}
 }
 
-// otherVersions is what the vectors of an older and a newer version mean to us: the default for what is missing, and nothing of what
-// is new.
+// otherVersions is what the vectors of an older and a newer version mean to us: the default for
+// what is missing, and nothing of what is new.
 func otherVersions(t testing.TB) map[string]any {
 	boot, session := b16(0x10), b16(0x80)
 	region := []Region{{Region: b16(0xa0), Kind: KindMemfd, Bytes: 1 << 21, FD: 4}}

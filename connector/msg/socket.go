@@ -261,7 +261,8 @@ func EncodePacket(m Message) ([]byte, error) {
 	return b, nil
 }
 
-// DecodePacket decodes one packet. An unknown type is an *UnknownType, so that a caller can answer and go on.
+// DecodePacket decodes one packet. An unknown type is an *UnknownType, so that a caller can answer
+// and go on.
 func DecodePacket(p []byte) (Message, error) {
 	if len(p) < 4 {
 		return nil, &Error{Message: "packet", Problem: fmt.Sprintf("%d bytes, shorter than its type", len(p))}
@@ -825,7 +826,8 @@ func (r *reader) counts() map[string]uint64 {
 	}
 	out := make(map[string]uint64, n)
 	for range n {
-		k := strings.ToValidUTF8(r.str(MaxNameBytes), "?") // as it would be encoded: keys are sorted before
+		// as it would be encoded: keys are sorted before
+		k := strings.ToValidUTF8(r.str(MaxNameBytes), "?")
 		v := r.u64()
 		if r.err != nil {
 			return nil

@@ -11,12 +11,13 @@ type DestState uint8
 
 // The states of a destination lease.
 const (
-	DestWaiting   DestState = iota // no grant exists: the peer is not connected, or the last grant was fenced
-	DestGranted                    // offered; bytes may land
-	DestLanding                    // bound to a source lease
-	DestClosing                    // closed to writers, the fence is running
-	DestFenced                     // nothing can be written any more
-	DestCompleted                  // the engine has received the result, once
+	// no grant exists: the peer is not connected, or the last grant was fenced
+	DestWaiting   DestState = iota
+	DestGranted             // offered; bytes may land
+	DestLanding             // bound to a source lease
+	DestClosing             // closed to writers, the fence is running
+	DestFenced              // nothing can be written any more
+	DestCompleted           // the engine has received the result, once
 )
 
 var destNames = [...]string{"waiting", "granted", "landing", "closing", "fenced", "completed"}

@@ -6,7 +6,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// Tombs remembers keys whose source leases have ended, so that a late grant is refused at once. Bounded by number and age.
+// Tombs remembers keys whose source leases have ended, so that a late grant is refused at once.
+// Bounded by number and age.
 type Tombs struct {
 	max   int
 	age   time.Duration

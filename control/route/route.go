@@ -1,8 +1,10 @@
-// Package route ranks the ways in which bytes can go from memory here to memory at a peer: transport x local rail x remote rail, and
-// the same with a hop through host memory on either side. It is pure. Which of them carries which slice is package spray's to say; this
-// says which are worth a lane, in which order, and why others are not.
+// Package route ranks the paths for bytes from local memory to a peer's memory: transport x local
+// rail x remote rail, and the same with a stop in host memory on either side. It is pure. Package
+// spray decides which path carries which slice; this package decides which paths are worth a lane,
+// in which order, and why others are not.
 //
-// Invariants: the same input gives the same list; at most MaxCandidates are kept, the best ones; a candidate that cannot be used says why.
+// Invariants: the same input gives the same list. At most MaxCandidates are kept, the best ones. An
+// unusable candidate has a reason.
 package route
 
 import (
@@ -15,40 +17,42 @@ import (
 
 // Bounds.
 const (
-	MaxRails      = 64  // of one side and transport that are looked at
-	MaxPairs      = 64  // of rails of one transport that get lanes
+	MaxRails      = 64  // of one side and transport that are examined
+	MaxPairs      = 64  // rail pairs of one transport that get lanes
 	MaxCandidates = 256 // of one peer
 )
 
-// Transport is what a backend can do, as both sides have it.
+// Transport describes a backend as both sides have it.
 type Transport struct {
 	Name     string
 	Rank     int  // 0 is preferred
 	SameHost bool // works between processes of one host only
-	Device   bool // reads and writes GPU memory itself; others stage it
+	Device   bool // accesses GPU memory itself; others stage it
 }
 
 // Rail is one end.
 type Rail struct {
 	Transport string
 	Name      string
-	Address   string       // host:port where that is what it is; opaque otherwise
-	Prefix    netip.Prefix // of a local rail: what is on its link; invalid: unknown
+	Address   string       // host:port for transports with such addresses; opaque otherwise
+	Prefix    netip.Prefix // of a local rail: its link's network; invalid: unknown
 	Gbps      float64      // 0: unknown
 	Down      bool
-	Tier      int // for the memory at hand; 0: unknown
+	Tier      int // for the memory in question; 0: unknown
 }
 
-// Kind is how bytes get onto the transport and off it.
+// Kind is how bytes get from memory to the transport and back.
 type Kind string
 
 // The kinds.
 const (
 	Direct Kind = "direct"
-	Staged Kind = "staged" // through pinned host memory at this end, whose memory the transport cannot touch; the other end's is its own matter
+	// through pinned host memory at this end, because the transport cannot access this end's
+	// memory; the other end decides for itself
+	Staged Kind = "staged"
 )
 
-// Candidate is one way.
+// Candidate is one path.
 type Candidate struct {
 	Kind      Kind    `json:"kind"`
 	Transport string  `json:"transport"`
@@ -62,10 +66,10 @@ type Candidate struct {
 	rank int
 }
 
-// Usable reports whether lanes may be opened for it, or bytes sent.
+// Usable reports whether lanes may be opened or bytes sent on it.
 func (c *Candidate) Usable() bool { return c.Why == "" }
 
-// Input is what routes are made of.
+// Input is the basis of a ranking.
 type Input struct {
 	Transports []Transport
 	Local      []Rail
@@ -104,7 +108,8 @@ func Rank(in Input) []Candidate {
 	return out[:min(len(out), MaxCandidates)]
 }
 
-// compare orders candidates: what can be used, the preferred transport, without a hop, near memory, on one link, fast.
+// compare orders candidates: usable, preferred transport, without a stop, near memory, on one link,
+// fast.
 func compare(a, b Candidate) int {
 	return cmp.Or(first(b.Usable(), a.Usable()), cmp.Compare(a.rank, b.rank), first(b.Kind == Direct, a.Kind == Direct), cmp.Compare(a.Tier, b.Tier),
 		first(b.OnLink, a.OnLink), cmp.Compare(b.Gbps, a.Gbps), strings.Compare(a.Local, b.Local), strings.Compare(a.Remote, b.Remote))
@@ -136,15 +141,16 @@ func slower(a, b float64) float64 {
 	return min(a, b)
 }
 
-// Pair is two rails by their indices.
+// Pair is two rails by index.
 type Pair struct {
 	Local, Remote int
 	OnLink        bool
 }
 
-// Pairs says which rails of one transport are joined by lanes. Rails on one link belong together: nothing else can be as short, and where
-// links are not routed nothing else works. What is left over is paired in order, the longer list deciding how many there are: so each
-// rail has a partner. Rails that are down keep their partners, so that nobody changes his because a cable was pulled.
+// Pairs decides which rails of one transport are joined by lanes. Rails on one link belong
+// together: no path is shorter, and without routing no other works. The remaining rails are paired
+// in order, as many pairs as the longer list has, so that each rail has a partner. Rails that are
+// down keep their partners, so that pulling a cable changes no other pair.
 func Pairs(local, remote []Rail) (out []Pair) {
 	if len(local) == 0 || len(remote) == 0 {
 		return nil

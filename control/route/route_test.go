@@ -103,7 +103,7 @@ func TestRank(t *testing.T) {
 		"staged tcp eth2>eth2 tier 2: the link of eth2 is down")
 }
 
-// Nothing that a peer says makes the list long.
+// A peer cannot make the list long.
 func TestBounds(t *testing.T) {
 	in := Input{Transports: []Transport{{Name: "tcp"}}, Local: []Rail{here("a", "")}}
 	for i := range 10000 {

@@ -96,7 +96,8 @@ func TestReplayFlags(t *testing.T) {
 	want("no such feature", 6, 5, 0, 4)
 }
 
-// TestReplayFlagsAreNeverEarly: whatever the reader sees of a step and of its flags, the layer was complete in that step.
+// TestReplayFlagsAreNeverEarly: whatever the reader sees of a step and of its flags, the layer was
+// complete in that step.
 func TestReplayFlagsAreNeverEarly(t *testing.T) {
 	const layers = 2
 	f, err := board.InitFlags(make([]byte, board.FlagsBytes(layers)), [16]byte{7}, layers)
@@ -342,7 +343,8 @@ func BenchmarkRing(b *testing.B) {
 	}
 }
 
-// FuzzRings takes any bytes for a rings memory. Whatever they say, nothing outside the slice is touched and the consumer ends.
+// FuzzRings takes any bytes for a rings memory. Whatever they say, nothing outside the slice is
+// touched and the consumer ends.
 func FuzzRings(f *testing.F) {
 	_, mem := newRings(f)
 	r, _ := board.ParseRings(mem)

@@ -6,7 +6,8 @@ import (
 	"sync/atomic"
 )
 
-// Flags is a view of a flags memory: step flags, load flags, the source epoch and, if the shim has them, replay flags and the stream mark.
+// Flags is a view of a flags memory: step flags, load flags, the source epoch and, if the shim has
+// them, replay flags and the stream mark.
 type Flags struct {
 	mem    []byte
 	boot   [16]byte
@@ -164,7 +165,8 @@ func (f *Flags) replayWord(i int) *atomic.Uint64 {
 // Load returns load flag i.
 func (f *Flags) Load(i int) uint64 { return f.loadWord(i).Load() }
 
-// SetLoad stores the step whose data has landed for layer i, unless the flag is poisoned. It reports whether it did.
+// SetLoad stores the step whose data has landed for layer i, unless the flag is poisoned. It
+// reports whether it did.
 func (f *Flags) SetLoad(i int, step uint64) bool {
 	w := f.loadWord(i)
 	for {

@@ -24,7 +24,8 @@ func mix(x uint64) uint64 {
 	return x
 }
 
-// size is the same as size_of in testdata/litmus.c: mostly small, now and then near half the smallest ring.
+// size is the same as size_of in testdata/litmus.c: mostly small, now and then near half the
+// smallest ring.
 func size(seq uint64) int {
 	r := mix(seq)
 	if r%61 == 0 {
@@ -118,7 +119,8 @@ func pipe(n uint64, sub *board.Producer, comp *board.Consumer, door, bell *os.Fi
 			if !comp.Sleep() {
 				continue
 			}
-			_ = bell.SetReadDeadline(time.Now().Add(time.Minute)) // a lost bell shows as this time-out
+			// a lost bell shows as this time-out
+			_ = bell.SetReadDeadline(time.Now().Add(time.Minute))
 			if _, err := bell.Read(count[:]); err != nil {
 				return fmt.Errorf("bell after %d records: %w", seq-1, err)
 			}
@@ -167,7 +169,8 @@ func TestLitmus(t *testing.T) {
 	door, bell := eventfd(t), eventfd(t)
 	cmd := exec.Command(bin, strconv.FormatUint(n, 10))
 	cmd.Stderr = os.Stderr
-	// Fd() takes a file out of the netpoller, and the child shares the descriptions: hand it duplicates.
+	// Fd() takes a file out of the netpoller, and the child shares the descriptions: hand it
+	// duplicates.
 	for _, f := range []*os.File{file, door, bell} {
 		rc, err := f.SyscallConn()
 		if err != nil {

@@ -49,7 +49,8 @@ func ParseWork(b []byte) (*Work, error) {
 	return &Work{b, le.Uint16(h[OffWorkHeaderMinor:]) >= 1}, nil
 }
 
-// WorkRun is Rows rows of Count pieces of Len bytes, the first piece at Off of a region. Strides may run backwards.
+// WorkRun is Rows rows of Count pieces of Len bytes, the first piece at Off of a region. Strides
+// may run backwards.
 type WorkRun struct {
 	Region        int
 	Off           uint64

@@ -93,7 +93,8 @@ func TestWorkSlots(t *testing.T) {
 	}
 }
 
-// Of somebody who takes and somebody who revokes one wins, and of a sleeper and a poster that race one sees the other, every time.
+// Of somebody who takes and somebody who revokes one wins, and of a sleeper and a poster that race
+// one sees the other, every time.
 func TestWorkRaces(t *testing.T) {
 	w, _ := newWork(t)
 	for seq := uint64(1); seq <= 20_000; seq++ {
@@ -124,7 +125,8 @@ func btoi(b bool) int {
 	return 0
 }
 
-// FuzzWork takes any bytes for a work memory: whatever an engine writes, nothing panics, and a slot has ended or not.
+// FuzzWork takes any bytes for a work memory: whatever an engine writes, nothing panics, and a slot
+// has ended or not.
 func FuzzWork(f *testing.F) {
 	_, mem := newWork(f)
 	f.Add(mem[:2048])
@@ -152,7 +154,8 @@ func FuzzWork(f *testing.F) {
 	})
 }
 
-// A run of rows takes two places of a list, byte for byte as board.h says, and is sent to no shim that does not know it.
+// A run of rows takes two places of a list, byte for byte as board.h says, and is sent to no shim
+// that does not know it.
 func TestWorkRows(t *testing.T) {
 	w, raw := newWork(t)
 	rows := board.WorkRun{Region: 5, Off: 1 << 20, Stride: 8192, Outer: ^uint64(511), Len: 512, Count: 8, Rows: 16}
@@ -163,7 +166,8 @@ func TestWorkRows(t *testing.T) {
 		t.Errorf("%+v was read as %+v, then %d", rows, got, next)
 	}
 	got := raw[board.WorkLists+(2*board.WorkRuns+7)*board.SizeWorkRun:][:2*board.SizeWorkRun]
-	want := "0000100000000500" + "0020000000000000" + "00020000" + "08000080" + // where, stride, len, count and the flag
+	// where, stride, len, count and the flag
+	want := "0000100000000500" + "0020000000000000" + "00020000" + "08000080" +
 		"0000000000000000" + "00feffffffffffff" + "00000000" + "10000000"
 	if hex.EncodeToString(got) != want {
 		t.Errorf("%x, want %s", got, want)

@@ -38,7 +38,8 @@ func usage(err error) error { return mistake.Of(err) }
 // errUnhealthy is the result of doctor and check, which have printed the details.
 var errUnhealthy = errors.New("a required check failed")
 
-// Main runs the command line and returns the exit code. A second SIGINT or SIGTERM ends the process at once.
+// Main runs the command line and returns the exit code. A second SIGINT or SIGTERM ends the process
+// at once.
 func Main(args []string, stdout, stderr io.Writer) int {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()

@@ -58,9 +58,9 @@ func TestExitCodes(t *testing.T) {
 		"proxy peers":    {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1", "--prefill-peer", "x:1,y:1"}, exitUsage, "2 sidecars for 1"},
 		"proxy format":   {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"}, exitUsage, "text or json"},
 		"proxy level":    {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"}, exitUsage, "loud"},
-		"empty config":   {[]string{"config", "check", "--config", ""}, exitUsage, `--config "": a variable that is not set?`},
-		"empty socket":   {[]string{"serve", "--socket", ""}, exitUsage, `--socket "": a variable`},
-		"empty listen":   {[]string{"serve", "--listen", ""}, exitUsage, `--listen "": a variable`},
+		"empty config":   {[]string{"config", "check", "--config", ""}, exitUsage, `--config "": empty, maybe an unset variable`},
+		"empty socket":   {[]string{"serve", "--socket", ""}, exitUsage, `--socket "": empty, maybe an unset variable`},
+		"empty listen":   {[]string{"serve", "--listen", ""}, exitUsage, `--listen "": empty, maybe an unset variable`},
 		"empty set":      {[]string{"serve", "--set", ""}, exitUsage, `--set "": not of the form key=value: write for instance`},
 		"set no key":     {[]string{"config", "check", "--set", "=x"}, exitUsage, `--set "=x": not of the form`},
 		"set no value":   {[]string{"config", "check", "--set", "node"}, exitUsage, `--set "node": not of the form`},
@@ -74,7 +74,7 @@ func TestExitCodes(t *testing.T) {
 		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, exitFailure, "no sidecar answers at http://127.0.0.1:1"},
 		"top nowhere":    {[]string{"top", "--once", "--http", "here"}, exitUsage, `--http "here"`},
 		"calibrate out":  {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, exitUsage, "name a file in an existing directory"},
-		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, exitFailure, "name a file in an existing directory"},
+		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, exitFailure, "name a file in a folder"},
 		"no authority":   {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca", "/does/not/exist"}, exitFailure, "keygen ca', or name it with --ca"},
 		"proxy listen":   {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"}, exitFailure, "--listen"},
 	} {
@@ -288,10 +288,10 @@ func TestServeElsewhere(t *testing.T) {
 		"gossip":  {[]string{"--listen", "127.0.0.1:0", "--set", "peer.gossip.listen=" + foreign}, []string{"peer.gossip.listen", foreign, "name an address of this host"}},
 		"rail": {[]string{"--listen", "127.0.0.1:0", "--set", "transports.tcp.rails=lo@" + foreign}, []string{`rail "lo"`, foreign,
 			"name an address of this host"}},
-		"socket folder": {[]string{"--socket", "/proc/x.sock"}, []string{"--socket (engine.socket) /proc/x.sock", "name a folder that this user may write to"}},
+		"socket folder": {[]string{"--socket", "/proc/x.sock"}, []string{"--socket (engine.socket) /proc/x.sock", "name a directory that this user may write to"}},
 		"socket alone": {[]string{"--socket", "/proc/x.sock", "--set", "transports.order=tcp"}, []string{"/proc/x.sock", "--socket (engine.socket)",
-			"choose a path in a folder that this user may write to"}},
-		"shm folder": {[]string{"--set", "transports.shm.dir=/proc"}, []string{"transports.shm.dir", "/proc", "name a folder that this user may write to"}},
+			"choose a path in a directory that this user may write to"}},
+		"shm folder": {[]string{"--set", "transports.shm.dir=/proc"}, []string{"transports.shm.dir", "/proc", "name a directory that this user may write to"}},
 		"taken":      {[]string{"--listen", taken.Addr().String()}, []string{taken.Addr().String(), "another sidecar?", "--listen"}},
 	} {
 		args := append([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--http", "off", "--set", "peer.cluster_key_file=" + key}, c.args...)
@@ -310,7 +310,8 @@ func TestServeElsewhere(t *testing.T) {
 	}
 }
 
-// serve with no configuration but free ports: ready, its metrics are there, and the end of its context drains it.
+// serve with no configuration but free ports: ready, its metrics are there, and the end of its
+// context drains it.
 func TestServe(t *testing.T) {
 	dir, err := os.MkdirTemp("", "kvs") // a socket's path is short
 	if err != nil {

@@ -50,7 +50,8 @@ func TestMistakesTeach(t *testing.T) {
 	}
 }
 
-// Whatever command there will be: an argument too many is refused with what to type, in none of cobra's own words.
+// Whatever command there will be: an argument too many is refused with what to type, in none of
+// cobra's own words.
 func TestEveryCommandTeaches(t *testing.T) {
 	var walk func(*cobra.Command)
 	walk = func(c *cobra.Command) {

@@ -115,7 +115,7 @@ func TestMistakes(t *testing.T) {
 		"gdr mtu":            {"transports: {gdr: {mtu: 1500}}", []string{"transports.gdr.mtu", "1024"}},
 		"gdr timer":          {"transports: {gdr: {dead_path: 1us}}", []string{"transports.gdr.dead_path"}},
 		"transport twice":    {"transports: {order: [tcp, tcp]}", []string{"transports.order[1]", "twice"}},
-		"rail twice":         {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\"}, {name: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[1].name", "one name"}},
+		"rail twice":         {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\"}, {name: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[1].name", "have this name"}},
 		"bad pattern":        {"transports:\n  tcp:\n    rails:\n    - match: \"[a\"", []string{":4", "rails[0].match", "not a pattern"}},
 		"match and listen":   {"transports: {tcp: {rails: [{match: a, listen: \"127.0.0.1:0\"}]}}", []string{"rails[0].match", "beside it"}},
 		"exclude alone":      {"transports: {tcp: {rails: [{name: a, listen: \"127.0.0.1:0\", exclude: true}]}}", []string{"rails[0].exclude", "match"}},
@@ -180,7 +180,8 @@ func TestSet(t *testing.T) {
 	}
 }
 
-// The first entry that an interface fits decides; with no means to authenticate peers there is loopback alone.
+// The first entry that an interface fits decides; with no means to authenticate peers there is
+// loopback alone.
 func TestRailPatterns(t *testing.T) {
 	keyed := "peer: {cluster_key_file: /etc/k}\n"
 	for _, x := range []struct {
@@ -244,7 +245,8 @@ func TestPrintRoundTrip(t *testing.T) {
 	}
 }
 
-// Every field has a key and a meaning, a scalar has a unit or is a name, and all of it stands in docs/config.md.
+// Every field has a key and a meaning, a scalar has a unit or is a name, and all of it stands in
+// docs/config.md.
 func TestEveryFieldIsDocumented(t *testing.T) {
 	var walk func(reflect.Type, string)
 	walk = func(ty reflect.Type, prefix string) {
@@ -348,7 +350,8 @@ func TestCheckFiles(t *testing.T) {
 func TestCheckFilesOfAnother(t *testing.T) {
 	dir := t.TempDir()
 	closed := t.TempDir()
-	for d, mode := range map[string]os.FileMode{filepath.Dir(dir): 0o755, dir: 0o555, closed: 0} { // so that others come to dir
+	// so that others come to dir
+	for d, mode := range map[string]os.FileMode{filepath.Dir(dir): 0o755, dir: 0o555, closed: 0} {
 		if err := os.Chmod(d, mode); err != nil {
 			t.Fatal(err)
 		}
@@ -433,7 +436,7 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// What would end the start half way is said by the check.
+// The check reports errors that would end the start halfway.
 func TestFailsBeforeTheStart(t *testing.T) {
 	for _, sets := range [][]string{
 		{"peer.listen=127.0.0.1:7651"},
@@ -441,7 +444,7 @@ func TestFailsBeforeTheStart(t *testing.T) {
 		{"transports.tcp.rails=a@127.0.0.1:7650"},
 		{"transports.tcp.rails=a@127.0.0.1:5000,b@127.0.0.1:5000"},
 	} {
-		if _, err := Load("", sets...); err == nil || !strings.Contains(err.Error(), "too; choose another port") {
+		if _, err := Load("", sets...); err == nil || !strings.Contains(err.Error(), "also the address of") {
 			t.Errorf("%v: %v", sets, err)
 		}
 	}

@@ -68,7 +68,8 @@ type origin struct {
 	flags map[string]bool
 }
 
-// Load reads a file (none if path is empty), applies "key=value" settings over it, and validates the result.
+// Load reads a file (none if path is empty), applies "key=value" settings over it, and validates
+// the result.
 func Load(path string, sets ...string) (*Config, error) {
 	c := Default()
 	if path != "" {

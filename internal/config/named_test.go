@@ -18,11 +18,13 @@ import (
 // snake is a word that looks like the last part of a setting.
 var snake = regexp.MustCompile(`\b[a-z]+(_[a-z]+)+\b`)
 
-// notSettings look like settings and belong to others: a mode of the kernel's connection manager, and the name in peers' certificates.
+// notSettings look like settings and belong to others: a mode of the kernel's connection manager,
+// and the name in peers' certificates.
 var notSettings = map[string]bool{"cma_roce_mode": true, "peer.kvspray.internal": true}
 
-// TestRemediesNameSettings: a text of the program that names a setting names one that there is: by its whole key anywhere, and in the RDMA
-// transport, where remedies are settings more often than not, by any word that looks like one.
+// TestRemediesNameSettings: a text of the program that names a setting names one that there is: by
+// its whole key anywhere, and in the RDMA transport, where remedies are settings more often than
+// not, by any word that looks like one.
 func TestRemediesNameSettings(t *testing.T) {
 	keys, words, sections := map[string]bool{}, map[string]bool{}, map[string]bool{}
 	for _, f := range Fields() {

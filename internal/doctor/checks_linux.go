@@ -597,7 +597,8 @@ func engines(ctx context.Context, h *Host) []Result {
 		}
 	}
 	cmd := exec.CommandContext(ctx, python, "-I", "-")
-	cmd.Stdin = strings.NewReader(enginePackages) // a program that is not Python would print an argument in its error
+	// a program that is not Python would print an argument in its error
+	cmd.Stdin = strings.NewReader(enginePackages)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()

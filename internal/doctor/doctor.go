@@ -44,8 +44,9 @@ const checkTimeout = 10 * time.Second
 // Host selects the machine to check. The zero value with a Config is this machine; tests use
 // another root.
 type Host struct {
-	Root   string // of /proc, /sys and /dev; empty: the real ones
-	Python string // interpreter in which to look for engines; empty: $VIRTUAL_ENV's, else python3 on the path
+	Root string // of /proc, /sys and /dev; empty: the real ones
+	// interpreter in which to look for engines; empty: $VIRTUAL_ENV's, else python3 on the path
+	Python string
 	Config *config.Config
 	// Links are the interfaces; nil: the kernel's.
 	Links func() ([]topo.Link, error)

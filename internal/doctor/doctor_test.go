@@ -88,7 +88,7 @@ func TestFromFiles(t *testing.T) {
 		"ptrace open":       {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "0\n"}, ptraceScope, Yes, "0:"},
 		"ptrace restricted": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "1\n"}, ptraceScope, No, "1:"},
 		"ptrace strange":    {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "x"}, ptraceScope, Unknown, "x"},
-		"no yama":           {nil, ptraceScope, Yes, "not there"},
+		"no yama":           {nil, ptraceScope, Yes, "absent"},
 		"limit":             {map[string]string{"sys/fs/cgroup/memory.max": "8589934592\n"}, memoryLimit, Yes, "8.0 GiB"},
 		"no limit":          {map[string]string{"sys/fs/cgroup/memory.max": "max"}, memoryLimit, Yes, "none"},
 		"odd limit":         {map[string]string{"sys/fs/cgroup/memory.max": "?"}, memoryLimit, Unknown, "?"},
@@ -327,8 +327,8 @@ func TestGPUTable(t *testing.T) {
 		what  string
 	}{
 		`{"version": 1, "gpus": {"B, driver 2": {}, "A, driver 1": {}}}`: {Yes, "/t.json has A, driver 1; B, driver 2"},
-		`{"version": 1, "gpus": {}}`:                                     {No, "no table of GPUs"},
-		"{":                                                              {No, "no table of GPUs"},
+		`{"version": 1, "gpus": {}}`:                                     {No, "not a table of GPUs"},
+		"{":                                                              {No, "not a table of GPUs"},
 		"":                                                               {No, "no such file"},
 	} {
 		root := t.TempDir()

@@ -39,7 +39,7 @@ const reachBody = `{"node": "p", "boot": "00", "peers": [
   {"transport": "gdr", "local": "mlx5_1", "remote": "mlx5_1", "lanes": 1},
   {"transport": "tcp", "local": "eth0", "remote": "eth0", "lanes": 0, "why": "the peer's \u001b[2J rail is\ndown"}]},
  {"boot": "ff", "endpoint": "10.0.0.7:7650", "dials": false, "pairs": [
-  {"transport": "tcp", "local": "eth0", "remote": "eth0", "lanes": 0, "why": "no lane was opened yet"}]},
+  {"transport": "tcp", "local": "eth0", "remote": "eth0", "lanes": 0, "why": "no lane has been opened yet"}]},
  {"boot": "ee", "node": "d\u001b[2J", "endpoint": "", "claimed": "10.0.0.8:7650", "dials": true, "pairs": []},
  {"boot": "dd", "endpoint": "", "dials": true, "pairs": []}]}`
 
@@ -54,7 +54,7 @@ const reachText = `peer 10.0.0.6:7650 (node "d0", boot 6eb28829)
 peer 10.0.0.7:7650 (boot ff)
   tcp    eth0
     eth0 no [1]
-  [1] no lane was opened yet
+  [1] no lane has been opened yet
   (the peer opens the lanes, because its boot id is lower: see 'kvspray doctor --peers' there)
 peer that connected to this sidecar, and announced the endpoint "10.0.0.8:7650" (node "d\x1b[2J", boot ee)
   no transport in common

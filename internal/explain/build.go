@@ -10,7 +10,7 @@ import (
 	"github.com/kvspray/kvspray/parseblock"
 )
 
-// Side is how one engine serves the model.
+// Side describes how one engine serves the model.
 type Side struct {
 	Block int    `json:"block"` // tokens of a block
 	TP    int    `json:"tp"`
@@ -18,7 +18,7 @@ type Side struct {
 	DType string `json:"dtype"` // bf16, or fp8
 }
 
-// Orders are the strategies that attention layers can be explained with.
+// Orders are the strategies of attention layers that can be explained.
 var Orders = []string{parseblock.PackedNHD, parseblock.PackedHND, parseblock.FlashKVFirst, parseblock.FlashBlockFirst, parseblock.FlashBlockFirstHND,
 	parseblock.FlashToken, parseblock.FlashKVFirstHND}
 
@@ -28,13 +28,13 @@ const (
 	fp8  = "fp8"
 )
 
-// Bounds of what can be asked for.
+// Bounds of requests.
 const (
 	MaxTokens = 1 << 24
 	MaxTP     = 256
 )
 
-// check refuses what no engine has. flag is how the flags that say it begin: "--" or "--to-".
+// check refuses impossible values. flag is the prefix of the flags: "--" or "--to-".
 func (s *Side) check(m *Model, flag string) error {
 	if s.Block < 1 || s.Block > layout.MaxTokensPerBlock {
 		return fmt.Errorf("%sblock %d: a block has 1 to %d tokens, 16 in most engines", flag, s.Block, layout.MaxTokensPerBlock)
@@ -56,8 +56,9 @@ func (s *Side) check(m *Model, flag string) error {
 	return fmt.Errorf("%sorder %q: one of %q", flag, s.Order, Orders)
 }
 
-// remarks name the numbers of ranks over which vLLM and SGLang do not spread these heads, where each rank has as many as any other, or one that
-// equally many ranks have. A plan is made for any: heads are divided as evenly as it goes.
+// remarks name the numbers of ranks over which vLLM and SGLang do not divide these heads: in both,
+// all ranks have equally many heads, or equally many ranks share a head. A plan exists for any
+// number: heads are divided as evenly as possible.
 func (s *Side) remarks(m *Model, name string) (out []string) {
 	add := func(heads string) {
 		if remark := fmt.Sprintf("%s: no engine known to us spreads %s heads over %d ranks", name, heads, s.TP); !slices.Contains(out, remark) {
@@ -75,7 +76,8 @@ func (s *Side) remarks(m *Model, name string) (out []string) {
 	return out
 }
 
-// Layout is what a rank would register for prompts of so many tokens: every layer dense, one behind the other in one region.
+// Layout is the registration of a rank for prompts of the given tokens: dense layers, one after
+// another in one region.
 func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error) {
 	l := &layout.Layout{Model: m.Name, DType: s.DType}
 	elem := int64(2)
@@ -138,7 +140,8 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 			add("layers", strategy, c.Layers, s.Block, n*row, window(map[string]int64{}))
 			if c.Indexer {
 				add("indexer", parseblock.DSAIndexer, c.Layers, s.Block, n*132, map[string]int64{"kernel_tokens": min(n, 64)})
-				l.Groups[len(l.Groups)-1].SameTable = true // vLLM gives both the blocks of one group
+				// in vLLM both use the blocks of one group
+				l.Groups[len(l.Groups)-1].SameTable = true
 			}
 		default:
 			_, kn := parseblock.HeadShare(uint64(c.KHeads), uint64(rank), uint64(s.TP))
@@ -153,17 +156,18 @@ func (m *Model) Layout(s Side, rank, tokens int) (*layout.Layout, uint64, error)
 	return l, at, nil
 }
 
-// slabPage is what vLLM pads pages of DeepSeek-V4 to.
+// slabPage is the padding of DeepSeek-V4's pages in vLLM.
 const slabPage = 576
 
-// compressor is the fp32 state of one that makes entries: key and score of each of the last tokens. block: tokens of one, so that pages
-// come out as large as those of the entries, as in vLLM.
+// compressor is the fp32 state for making entries: key and score of each of the last tokens. block
+// is its tokens per block, so that its pages have the size of the entries' pages, as in vLLM.
 type compressor struct {
 	name               string
 	block, window, row int
 }
 
-// compressors are those of a layer of DeepSeek-V4. With ratio 4 entries overlap: each is made of eight tokens, with two keys and two scores for each.
+// compressors returns those of a layer of DeepSeek-V4. With ratio 4 entries overlap: each is made
+// of eight tokens, with two keys and two scores per token.
 func compressors(c *Cache) []compressor {
 	const latent, index, fp32 = 512, 128, 4
 	switch c.Compress {

@@ -13,29 +13,31 @@ import (
 	"github.com/kvspray/kvspray/parseblock"
 )
 
-// Engine is one engine's registered layouts, a worker each.
+// Engine is one engine's registered layouts, one per worker.
 type Engine struct {
 	Name    string
 	Layouts []*layout.Layout
 }
 
-// Verdict is whether the caches of two engines can be moved from one to the other.
+// Verdict is the result of comparing the caches of two engines.
 type Verdict struct {
 	From        string   `json:"from"`
 	To          string   `json:"to"`
 	Means       []string `json:"differs"`  // in meaning: nothing may move
-	Geometry    []string `json:"geometry"` // in shape: a plan has to bridge it
+	Geometry    []string `json:"geometry"` // in shape: a plan must bridge it
 	Refused     string   `json:"refused,omitempty"`
-	Contributor int      `json:"contributors"` // workers that give to the worst receiver
+	Contributor int      `json:"contributors"` // largest number of sources of a receiver
 
-	// Of the first worker of each: what sidecars compare before they plan. All workers of an engine have the same.
+	// Of the first worker of each engine; all workers of an engine have the same. Sidecars compare
+	// them before they plan.
 	Fingerprints [2]string `json:"fingerprints"`
 }
 
 // OK reports that KV can move.
 func (v *Verdict) OK() bool { return len(v.Means) == 0 && v.Refused == "" }
 
-// Check compares what two engines registered, and plans from all workers of the one to each of the other.
+// Check compares the registrations of two engines, and plans from all workers of one to each worker
+// of the other.
 func Check(from, to *Engine) (*Verdict, error) {
 	reg := parseblock.Default()
 	v := &Verdict{From: from.Name, To: to.Name}
@@ -82,13 +84,15 @@ func Check(from, to *Engine) (*Verdict, error) {
 	return v, nil
 }
 
-// MaxEngineBytes bounds what a sidecar says of its engines.
+// MaxEngineBytes bounds a sidecar's answer about its engines.
 const MaxEngineBytes = 64 << 20
 
-// maxWorkers is the most workers that an engine is believed to have. Each is compared with each, so that their number counts twice.
+// maxWorkers bounds the workers of an engine. Each is compared with each, so their number counts
+// squared.
 const maxWorkers = 1024
 
-// ParseEngine reads what GET /v1/layouts of a sidecar says of the engine with this id, or of the only one where it is empty.
+// ParseEngine reads the engine with this id (or the only one, if empty) from a sidecar's answer to
+// GET /v1/layouts.
 func ParseEngine(name, engine string, r io.Reader) (*Engine, error) {
 	reg := parseblock.Default()
 	var engines []string

@@ -13,10 +13,11 @@ import (
 	"strings"
 )
 
-// MaxConfigBytes is the most that a model's config.json has.
+// MaxConfigBytes bounds a model's config.json.
 const MaxConfigBytes = 1 << 20
 
-// config is what counts of a model's config.json, as the transformers library names it.
+// config holds the relevant fields of a model's config.json, as the transformers library names
+// them.
 type config struct {
 	ModelType string  `json:"model_type"`
 	Text      *config `json:"text_config"`
@@ -75,8 +76,9 @@ type rates struct {
 	Heavy  int `json:"heavily_compressed_attention"`
 }
 
-// unread are fields that give a model's layers other caches than the rest of its config says. A model that sets one is refused by its
-// name: read as if it were not there, most of these would come out as dense layers that do not exist.
+// unread are fields that change the caches of layers beyond the rest of the config. A model with
+// such a field is refused by the field's name: without it, most would be explained as dense layers
+// that do not exist.
 type unread struct {
 	Chunk        json.RawMessage `json:"attention_chunk_size"` // Llama 4
 	SharedKV     json.RawMessage `json:"num_kv_shared_layers"` // Gemma 3n, 4
@@ -101,7 +103,7 @@ type unread struct {
 	AttnConfig   json.RawMessage `json:"attn_config"` // DBRX
 }
 
-// set returns the first field of unread that says something, and what.
+// set returns the first field of unread that has a value, and the value.
 func (u *unread) set() (field, value string) {
 	v := reflect.ValueOf(u).Elem()
 	for i := range v.NumField() {
@@ -115,7 +117,8 @@ func (u *unread) set() (field, value string) {
 	return "", ""
 }
 
-// every is a sliding_window_pattern: each n-th layer sees everything, the others a window. Some models write it as letters, LLLG.
+// every is a sliding_window_pattern: each n-th layer has full attention, the others a window. Some
+// models use letters, LLLG.
 type every int
 
 func (e *every) UnmarshalJSON(b []byte) error {
@@ -132,8 +135,9 @@ func (e *every) UnmarshalJSON(b []byte) error {
 	return nil
 }
 
-// defaults are what transformers takes for fields that a config.json leaves out: published ones do (Gemma 3's of 4 billion parameters says
-// neither heads nor head_dim). Where a model is not listed, KV heads are by default as many as heads, and head_dim hidden_size by heads.
+// defaults are the values of transformers for omitted fields: published configs omit some (Gemma 3
+// of 4 billion parameters omits heads and head_dim). By default KV heads equal heads, and head_dim
+// is hidden_size divided by heads.
 var defaults = map[string]config{
 	"gemma":            {HeadDim: 256},
 	"deepseek_v2":      {LoraRank: 512, RopeDim: number(64)},
@@ -153,14 +157,15 @@ var defaults = map[string]config{
 	deepseekV4:         {HeadDim: 512, RopeDim: number(64), IndexDim: 128, Window: number(128)},
 }
 
-// hybrids are models that have linear layers wherever their config says nothing.
+// hybrids are models with linear layers if their config does not list the layers.
 var hybrids = []string{"kimi_linear", "kimi_k3", "minimax", "olmo_hybrid", "recurrent_gemma"}
 
 const deepseekV4 = "deepseek_v4"
 
 func number(n int) *int { return &n }
 
-// ParseConfig reads a model's config.json. What it does not know the layers of it refuses, rather than guess.
+// ParseConfig reads a model's config.json. It refuses configs whose layers it does not know, rather
+// than guess.
 func ParseConfig(name string, b []byte) (*Model, error) {
 	if len(b) > MaxConfigBytes {
 		return nil, fmt.Errorf("%s: %d bytes, a config.json has at most %d", name, len(b), MaxConfigBytes)
@@ -176,7 +181,9 @@ func ParseConfig(name string, b []byte) (*Model, error) {
 	}
 	if d, ok := defaults[c.ModelType]; ok {
 		if c.MLA != nil && !*c.MLA || c.RopeDim != nil && *c.RopeDim == 0 {
-			d.LoraRank = 0 // the language models of DeepSeek-VL2 and -OCR: their kv_lora_rank is null, and their heads are plain
+			// the language models of DeepSeek-VL2 and -OCR: their kv_lora_rank is null, and their
+			// heads are plain
+			d.LoraRank = 0
 		}
 		c.Layers, c.Heads, c.KVHeads, c.HeadDim = cmp.Or(c.Layers, d.Layers), cmp.Or(c.Heads, d.Heads), cmp.Or(c.KVHeads, d.KVHeads), cmp.Or(c.HeadDim, d.HeadDim)
 		c.LoraRank, c.RopeDim, c.IndexDim = cmp.Or(c.LoraRank, d.LoraRank), cmp.Or(c.RopeDim, d.RopeDim), cmp.Or(c.IndexDim, d.IndexDim)
@@ -199,7 +206,7 @@ func ParseConfig(name string, b []byte) (*Model, error) {
 	return m, nil
 }
 
-// readable is why a file is no config, without this program's types.
+// readable explains why a file is not a config, without this program's types.
 func readable(err error) error {
 	var syntax *json.SyntaxError
 	var typed *json.UnmarshalTypeError
@@ -213,7 +220,7 @@ func readable(err error) error {
 	return err
 }
 
-// negative returns the first field of a config that is below 0, and its value: nothing that is counted or measured is.
+// negative returns the first negative field of a config, and its value.
 func negative(in string, v reflect.Value) (field string, n int64) {
 	for i := range v.NumField() {
 		f, at := v.Type().Field(i), v.Field(i)
@@ -239,7 +246,7 @@ func negative(in string, v reflect.Value) (field string, n int64) {
 const (
 	full    = "full_attention"
 	sliding = "sliding_attention"
-	indexed = "indexed_attention" // as transformers calls the layers of DeepSeek-V3.2
+	indexed = "indexed_attention" // transformers' name of DeepSeek-V3.2's layers
 	linear  = "linear_attention"
 	sparse  = "compressed_sparse_attention" // DeepSeek-V4's
 	heavy   = "heavily_compressed_attention"
@@ -349,7 +356,8 @@ func (c *config) attention() (Cache, error) {
 	return a, nil
 }
 
-// types is what each layer is: what layer_types says, or what transformers makes of the fields that older configs have.
+// types returns the type of each layer, from layer_types or derived as in transformers from the
+// fields of older configs.
 func (c *config) types() ([]string, error) {
 	if len(c.Types) > 0 {
 		if len(c.Types) != c.Layers {
@@ -378,7 +386,7 @@ func (c *config) types() ([]string, error) {
 	case c.Window == nil || *c.Window < 1 || c.UseSWA != nil && !*c.UseSWA:
 		return out, nil
 	}
-	// A window, and no list of the layers that have it.
+	// A window without a list of its layers.
 	n := int(c.Windowed)
 	switch c.ModelType {
 	case "gemma3_text", "gemma3":
@@ -392,7 +400,7 @@ func (c *config) types() ([]string, error) {
 	case "mistral", "mixtral", "phi3", "phimoe", "starcoder2", "ministral":
 		return fill(sliding, func(int) bool { return true })
 	case "qwen2", "qwen3":
-		// Its window is off unless it says on; then the first layers have none.
+		// Its window is off unless enabled; then the first layers have none.
 		first := 28
 		if c.MaxWindow != nil {
 			first = *c.MaxWindow
@@ -410,7 +418,8 @@ func (c *config) types() ([]string, error) {
 	return fill(sliding, func(i int) bool { return (i+1)%n != 0 })
 }
 
-// indexed are layers of MLA of which not all need an indexer: GLM-5's share the choice of an earlier layer, and have no keys of their own.
+// indexed returns layers of MLA of which some need no indexer: in GLM-5 they share the choice of an
+// earlier layer, and have no keys.
 func (c *config) indexed(all Cache) ([]Cache, error) {
 	all.Layers = cmp.Or(all.Layers, c.Layers)
 	own, shared := 0, 0
@@ -453,7 +462,8 @@ func (c *config) indexed(all Cache) ([]Cache, error) {
 	return []Cache{with, without}, nil
 }
 
-// slab are the caches of DeepSeek-V4. Ratios stand in a list, whose entries past the layers are of draft layers, or follow from the layers' types.
+// slab returns the caches of DeepSeek-V4. The ratios are a list, whose entries beyond the layers
+// belong to draft layers, or follow from the layers' types.
 func (c *config) slab() ([]Cache, error) {
 	for _, f := range []struct {
 		field   string
@@ -497,7 +507,7 @@ func (c *config) slab() ([]Cache, error) {
 	return slab(of4, of128, c.Layers, *c.Window), nil
 }
 
-// check refuses lists that do not name each layer once, from 1.
+// check refuses lists that do not contain each layer once, from 1.
 func (k *kimi) check(layers int) error {
 	if len(k.KDA)+len(k.Full) != layers {
 		return fmt.Errorf("linear_attn_config: %d kda_layers and %d full_attn_layers are not %d layers", len(k.KDA), len(k.Full), layers)

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package explain says what a model's KV cache looks like and what a transfer of it costs: bytes per token, the page drawn byte by
-// byte, and the plan from every rank of a prefill engine to every rank of a decode engine.
+// Package explain describes a model's KV cache and the cost of its transfer: bytes per token, a
+// drawing of the page byte by byte, and the plan from every rank of a prefill engine to every rank
+// of a decode engine.
 //
-// It owns the presets (models by name), the reading of a model's config.json (foreign, so bounded), and the layouts that an engine
-// would register for them. What is planned is planned by parseblock from these layouts, by the code that plans transfers; nothing
-// here computes a copy of its own. No I/O but the writer that it is given, no goroutine.
+// It owns the presets (models by name), the parser of a model's config.json (foreign, so bounded),
+// and the layouts that an engine would register. Package parseblock plans from these layouts with
+// the code for transfers; this package has no planner of its own. No I/O but the given writer, no
+// goroutine.
 package explain

@@ -7,17 +7,17 @@ import (
 	"slices"
 )
 
-// part is what is drawn in one colour: the cells of a plane, or the K or the V in them.
+// part is drawn in one colour: the cells of a plane, or the K or the V in them.
 type part struct {
 	role string
 	at   uint64 // of the first cell, in the page
 	cell uint64
-	axes []partAxis // with more than one thing, the widest stride first
+	axes []partAxis // axes of more than one element, the widest stride first
 }
 
-// partAxis is n things, stride bytes apart.
+// partAxis is n elements at distance stride.
 type partAxis struct {
-	name      string // of one of them
+	name      string // of one element
 	n, stride uint64
 }
 
@@ -42,10 +42,10 @@ func (p *Plane) part() part {
 	return out
 }
 
-// halves reports whether the cells of a plane are a K and a V.
+// halves reports whether a cell of a plane consists of K and V.
 func (p *Plane) halves() bool { return p.Role == "kv" && p.CellBytes%2 == 0 }
 
-// parts are those of a page; packed K and V are two.
+// parts returns the parts of a page; packed K and V are two.
 func (p *Page) parts() (out []part) {
 	for i := range p.Planes {
 		k := p.Planes[i].part()
@@ -72,8 +72,8 @@ func (p *part) end() uint64 {
 // extent is bytes [lo, hi).
 type extent struct{ lo, hi uint64 }
 
-// extents yields the bytes of the part in a window, in no order. Pieces less than fine bytes apart are yielded as one with the share of
-// it that they have, so that there are no more than the window has room for.
+// extents yields the bytes of the part in a window, in no order. Pieces less than fine bytes apart
+// are yielded as one with their share of it, which bounds the number of extents.
 func (p *part) extents(in extent, fine uint64, yield func(e extent, share float64)) {
 	axes, piece, share := p.axes, p.cell, 1.0
 	for k := len(axes) - 1; k >= 0 && (axes[k].stride == piece || axes[k].stride < fine); k-- {
@@ -104,11 +104,12 @@ func descend(axes []partAxis, at, piece uint64, in extent, yield func(extent)) {
 	}
 }
 
-// window is what a bar shows: bytes that follow one another, and further ones where planes of a page lie far apart.
+// window is the content of a bar: consecutive bytes, and further ranges if planes of a page lie far
+// apart.
 type window struct {
 	name   string // of what it shows
 	places []extent
-	unit   partAxis // that it is divided into; n is 0 where there is none
+	unit   partAxis // its division; n is 0 without one
 }
 
 func (w *window) bytes() (n uint64) {
@@ -118,14 +119,14 @@ func (w *window) bytes() (n uint64) {
 	return n
 }
 
-// divisions yields the bytes of a place at which the units of a window begin, each with its number.
+// divisions yields the bytes of a place at which units of a window begin, each with its number.
 func (w *window) divisions(place extent, parts []part, yield func(number, at uint64)) {
 	var begun []uint64
 	for i := range parts {
 		p := &parts[i]
 		if p.at < place.lo || p.at >= place.hi || !slices.Contains(p.axes, w.unit) ||
 			slices.ContainsFunc(begun, func(at uint64) bool { return p.at >= at && p.at-at < w.unit.stride }) {
-			continue // V beside its K is in the same units
+			continue // V beside its K has the same units
 		}
 		begun = append(begun, p.at)
 		for k := range w.unit.n {
@@ -137,7 +138,8 @@ func (w *window) divisions(place extent, parts []part, yield func(number, at uin
 // maxBars bounds the bars of a page.
 const maxBars = 3
 
-// windows are what the bars of a page show: the page, the first unit of its first plane, the first unit of that.
+// windows returns the content of a page's bars: the page, the first unit of its first plane, the
+// first unit of that.
 func windows(p *Page, parts []part) []window {
 	parts = slices.Clone(parts)
 	slices.SortStableFunc(parts, func(a, b part) int { return cmp.Compare(a.at, b.at) })
@@ -163,7 +165,7 @@ func windows(p *Page, parts []part) []window {
 	return out
 }
 
-// coloursIn counts the parts that have bytes in a place.
+// coloursIn counts the parts with bytes in a place.
 func coloursIn(parts []part, place extent) (n int) {
 	for i := range parts {
 		has := false
@@ -179,15 +181,15 @@ func coloursIn(parts []part, place extent) (n int) {
 type segment struct {
 	extent
 	roles []string
-	gaps  bool // and to nobody
+	gaps  bool // partly unused
 }
 
-// segments cuts a place where the parts that have it change, no finer than fine bytes.
+// segments divides a place where its set of parts changes, no finer than fine bytes.
 func segments(parts []part, place extent, fine uint64) (out []segment) {
 	type edge struct {
 		at    uint64
 		part  int
-		share float64 // that begins; negative: that ends
+		share float64 // of a part that begins; negative: that ends
 	}
 	var edges []edge
 	for i := range parts {

@@ -27,7 +27,8 @@ func genPart(t *rapid.T) part {
 	return p
 }
 
-// TestExtents: what is drawn of a part in a window are its bytes there; where it is too fine, as many of them.
+// TestExtents: what is drawn of a part in a window are its bytes there; where it is too fine, as
+// many of them.
 func TestExtents(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		p := genPart(t)
@@ -81,7 +82,8 @@ func TestExtents(t *testing.T) {
 	})
 }
 
-// TestFigures: the bars of every preset show each byte of a page once, and what a bar shows below another is inside of it.
+// TestFigures: the bars of every preset show each byte of a page once, and what a bar shows below
+// another is inside of it.
 func TestFigures(t *testing.T) {
 	for _, name := range Presets() {
 		for _, order := range Orders {

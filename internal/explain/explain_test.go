@@ -23,7 +23,8 @@ func side(block, tp int, order, dtype string) Side {
 	return Side{Block: block, TP: tp, Order: order, DType: dtype}
 }
 
-// TestPresets holds the figures that are published for these models against what their pages add up to.
+// TestPresets holds the figures that are published for these models against what their pages add up
+// to.
 func TestPresets(t *testing.T) {
 	for _, c := range []struct {
 		model, dtype string
@@ -45,7 +46,8 @@ func TestPresets(t *testing.T) {
 		{"gpt-oss-120b", "bf16", 36864, 18 * 128 * 2048},
 		{"gpt-oss-20b", "bf16", 24576, 3 << 20},
 		{"gemma-3-27b", "bf16", 81920, 416 << 20},
-		// Entries and keys of 584 and 132 bytes; windows; of each compressor key and score of the last 8 or 128 tokens, twice where entries overlap.
+		// Entries and keys of 584 and 132 bytes; windows; of each compressor key and score of the
+		// last 8 or 128 tokens, twice where entries overlap.
 		{"deepseek-v4-pro", "fp8", 30*716/4.0 + 31*584/128.0, 61*128*584 + 30*8*(8192+2048) + 31*128*4096},
 		{"deepseek-v4-flash", "fp8", 21*716/4.0 + 20*584/128.0, 43*128*584 + 21*8*(8192+2048) + 20*128*4096},
 	} {
@@ -68,8 +70,8 @@ func TestPresets(t *testing.T) {
 	}
 }
 
-// TestPlan: what every receiver gets together is what its cache holds of the prompt, whoever gives it, and the size of writes is what
-// orders and ranks say.
+// TestPlan: what every receiver gets together is what its cache holds of the prompt, whoever gives
+// it, and the size of writes is what orders and ranks say.
 func TestPlan(t *testing.T) {
 	for _, c := range []struct {
 		model           string
@@ -84,7 +86,8 @@ func TestPlan(t *testing.T) {
 		{"llama-3.1-8b", side(16, 2, parseblock.FlashKVFirst, "bf16"), side(16, 1, parseblock.FlashKVFirst, "bf16"), 32768, 4 << 30, 2 * 32 * 65536, 1024, 1024, 2},
 		{"llama-3.1-8b", side(16, 2, parseblock.PackedHND, "bf16"), side(16, 1, parseblock.PackedHND, "bf16"), 32768, 4 << 30, 2 * 32 * 2048, 32768, 32768, 2},
 		{"llama-3.1-8b", side(16, 1, parseblock.PackedNHD, "bf16"), side(16, 4, parseblock.PackedNHD, "bf16"), 4096, 512 << 20, 4 * 32 * 4096, 1024, 1024, 4},
-		// Replicated heads: each of 8 ranks has one of 4 heads; a decode rank takes it from one of two.
+		// Replicated heads: each of 8 ranks has one of 4 heads; a decode rank takes it from one of
+		// two.
 		{"qwen3-30b-a3b", side(16, 8, parseblock.PackedHND, "bf16"), side(16, 1, parseblock.PackedHND, "bf16"), 16, 16 * 98304, 48 * 4, 8192, 8192, 4},
 		// MLA: every rank has everything, one gives.
 		{"deepseek-v3", side(64, 8, parseblock.PackedNHD, "bf16"), side(64, 2, parseblock.PackedNHD, "bf16"), 64, 2 * 64 * 70272, 2 * 61, 64 * 1152, 64 * 1152, 2},
@@ -116,8 +119,8 @@ func perToken(m *Model) (sum uint64) {
 	return sum
 }
 
-// TestAnyRanks: any number of ranks is planned, so it is explained, and what no engine does is said. Every rank gets each head that it has, whatever
-// the other side is.
+// TestAnyRanks: any number of ranks is planned, so it is explained, and what no engine does is
+// said. Every rank gets each head that it has, whatever the other side is.
 func TestAnyRanks(t *testing.T) {
 	const tokens = 33
 	for _, c := range []struct {
@@ -227,7 +230,8 @@ func TestRefusals(t *testing.T) {
 	}
 }
 
-// What engines do is explained without a remark: every rank has as many heads as the others, or one that equally many have.
+// What engines do is explained without a remark: every rank has as many heads as the others, or one
+// that equally many have.
 func TestRanksOfEngines(t *testing.T) {
 	for name, want := range map[string][]int{
 		"llama-3.1-8b":   {1, 2, 4, 8, 16},
@@ -254,7 +258,8 @@ func TestRanksOfEngines(t *testing.T) {
 	}
 }
 
-// published is what config.json of these models says, as far as it counts; DeepSeek-V4's list is written out by the test.
+// published is what config.json of these models says, as far as it counts; DeepSeek-V4's list is
+// written out by the test.
 var published = []struct {
 	model, json string
 	perToken    float64
@@ -293,7 +298,8 @@ var published = []struct {
 		"sliding_window": 128}`, 12 * 2 * 8 * 64 * 2, 12 * 128 * 2 * 8 * 64 * 2},
 	{"gemma-3-27b", `{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
 		"head_dim": 128, "hidden_size": 5376, "sliding_window": 1024}}`, 10 * 2 * 16 * 128 * 2, 52 * 1024 * 2 * 16 * 128 * 2},
-	// Models without a preset. Gemma's of 4 billion parameters says no heads, GLM-5 has indexers in some layers only.
+	// Models without a preset. Gemma's of 4 billion parameters says no heads, GLM-5 has indexers in
+	// some layers only.
 	{"", `{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "sliding_window": 1024}}`,
 		5 * 2 * 4 * 256 * 2, 29 * 1024 * 2 * 4 * 256 * 2},
 	{"", `{"model_type": "gemma3_text", "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "hidden_size": 1152,
@@ -308,8 +314,8 @@ var published = []struct {
 		2*(584+132)/4.0 + 584/128.0, 4*128*584 + 2*8*4*(2048+512) + 128*4*1024},
 }
 
-// TestPublishedConfigs: what is read from a model's config.json is what its cache takes, computed by hand from what the fields mean, and
-// what the preset of that name says.
+// TestPublishedConfigs: what is read from a model's config.json is what its cache takes, computed
+// by hand from what the fields mean, and what the preset of that name says.
 func TestPublishedConfigs(t *testing.T) {
 	seen := map[string]bool{}
 	for _, c := range published {
@@ -351,7 +357,8 @@ func TestPublishedConfigs(t *testing.T) {
 	}
 }
 
-// TestSlabPages: the pages of DeepSeek-V4 are as large as vLLM's with blocks of 256 tokens, which come out alike for entries and states.
+// TestSlabPages: the pages of DeepSeek-V4 are as large as vLLM's with blocks of 256 tokens, which
+// come out alike for entries and states.
 func TestSlabPages(t *testing.T) {
 	m, err := Preset("deepseek-v4-pro")
 	if err != nil {
@@ -478,8 +485,9 @@ func TestParseConfig(t *testing.T) {
 	}
 }
 
-// Bounds of what a foreign description may make this process allocate, in all. Reading takes some times the bytes that are read (a number
-// of a list of two characters is an int, a group of a layout is a struct), explaining what the layers of that many ranks take.
+// Bounds of what a foreign description may make this process allocate, in all. Reading takes some
+// times the bytes that are read (a number of a list of two characters is an int, a group of a
+// layout is a struct), explaining what the layers of that many ranks take.
 const (
 	mostReading    = 192 << 10 // what encoding/json keeps of a type is made when it is first read
 	mostPerByte    = 128
@@ -487,7 +495,8 @@ const (
 	mostPerLayer   = 8 << 10 // of each pair of ranks
 )
 
-// FuzzParseConfig: no file makes a panic, an endless plan, a layout that does not hold together, or more memory than the bounds.
+// FuzzParseConfig: no file makes a panic, an endless plan, a layout that does not hold together, or
+// more memory than the bounds.
 func FuzzParseConfig(f *testing.F) {
 	f.Add([]byte(`{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}`), uint8(16), uint8(2), uint8(3))
 	f.Add([]byte(`{"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "sliding_window": 7}`), uint8(16), uint8(2), uint8(1))

@@ -9,8 +9,8 @@ import (
 	"strings"
 )
 
-// Cache is the cache of a number of equal layers. Which fields count depends on which is set: KVHeads for attention, Latent for
-// MLA, VHeads for linear attention.
+// Cache is the cache of a number of equal layers. The kind follows from the fields: KVHeads for
+// attention, Latent for MLA, VHeads for linear attention.
 type Cache struct {
 	Layers int `json:"layers"`
 
@@ -28,10 +28,10 @@ type Cache struct {
 	VHeads     int    `json:"v_heads,omitempty"`
 	VDim       int    `json:"v_dim,omitempty"`
 	ConvLen    int    `json:"conv_len,omitempty"`
-	StateBytes int    `json:"state_bytes,omitempty"` // of a number of the recurrent state
+	StateBytes int    `json:"state_bytes,omitempty"` // of an element of the recurrent state
 }
 
-// Model is what the caches of a model look like, all ranks together.
+// Model describes the caches of a model, all ranks together.
 type Model struct {
 	Name   string  `json:"name"`
 	Caches []Cache `json:"caches"`
@@ -42,16 +42,17 @@ func dense(layers, heads, dim int) []Cache {
 	return []Cache{{Layers: layers, KVHeads: heads, HeadDim: dim}}
 }
 
-// slab is the cache of DeepSeek-V4: layers whose latents are compressed 4 tokens to one, with an indexer, layers with 128 to one,
-// and a window in every layer. What their compressors remember follows from the ratios (Layout).
+// slab is the cache of DeepSeek-V4: layers with latents compressed 4 to one, with an indexer,
+// layers with 128 to one, and a window in every layer. The compressors' state follows from the
+// ratios (Layout).
 func slab(of4, of128, layers, window int) []Cache {
 	return []Cache{{Layers: of4, Compress: 4, Indexer: true}, {Layers: of128, Compress: 128}, {Layers: layers, Compress: 1, Window: window}}
 }
 
 const slabNote = "without draft layers; the indexer's keys in fp8"
 
-// DType is the dtype of a cache of this model if nobody asks for another. DeepSeek-V4's is fp8: engines refuse others or keep other pages, which no
-// strategy describes.
+// DType is the default dtype of the model's cache. DeepSeek-V4's is fp8: engines refuse others or
+// use other pages, which no strategy describes.
 func (m *Model) DType() string {
 	for i := range m.Caches {
 		if m.Caches[i].Compress > 0 {
@@ -81,7 +82,7 @@ var presets = map[string]Model{
 	"gemma-3-27b":  {Caches: []Cache{{Layers: 10, KVHeads: 16, HeadDim: 128}, {Layers: 52, KVHeads: 16, HeadDim: 128, Window: 1024}}},
 }
 
-// Presets lists the models that are known by name.
+// Presets lists the models known by name.
 func Presets() []string { return slices.Sorted(maps.Keys(presets)) }
 
 // Preset returns a model by name.
@@ -94,13 +95,13 @@ func Preset(name string) (*Model, error) {
 	return &m, nil
 }
 
-// Bounds of a model: past them it is none.
+// Bounds of a model.
 const (
 	maxLayers = 1024
 	maxSize   = 1 << 20
 )
 
-// What a config calls the sizes of a Cache, in their order.
+// A config's names for the sizes of a Cache, in their order.
 var (
 	attentionFields = []string{"num_key_value_heads (or num_attention_heads)", "head_dim (or hidden_size by num_attention_heads)"}
 	linearFields    = map[string][]string{
@@ -112,7 +113,7 @@ var (
 
 const convField = 4 // of linearFields
 
-// check refuses numbers that no model has.
+// check refuses impossible numbers.
 func (m *Model) check() error {
 	caches := m.Caches[:0]
 	total := 0
@@ -123,7 +124,7 @@ func (m *Model) check() error {
 		kinds := 0
 		for _, f := range []struct {
 			set    bool
-			fields []string // as a config has them
+			fields []string // in a config
 			sizes  []int
 		}{
 			{c.KVHeads > 0 || c.HeadDim > 0, attentionFields, []int{c.KVHeads, c.HeadDim}},
@@ -138,7 +139,7 @@ func (m *Model) check() error {
 			for i, v := range f.sizes {
 				least := 1
 				if i == convField {
-					v, least = v+1, 2 // what is kept is one less than the kernel's width
+					v, least = v+1, 2 // the kept history is one less than the kernel's width
 				}
 				if v < least || v > maxSize {
 					return fmt.Errorf("%s = %d, or is missing: want %d to %d", f.fields[i], v, least, maxSize)

@@ -36,7 +36,7 @@ type Page struct {
 	Planes   []Plane `json:"planes"`
 }
 
-// Plane is where a page has its cells.
+// Plane locates the cells of a page.
 type Plane struct {
 	Role       string `json:"role"`
 	Unit       string `json:"unit"`
@@ -55,7 +55,7 @@ type Plane struct {
 	TileStride uint64 `json:"tile_stride"`
 }
 
-// Flow is what one prefill rank gives to one decode rank.
+// Flow is the transfer from one prefill rank to one decode rank.
 type Flow struct {
 	From   int    `json:"from"`
 	To     int    `json:"to"`
@@ -66,7 +66,8 @@ type Flow struct {
 	Most   uint64 `json:"most"`
 }
 
-// Explain plans a prompt of so many tokens. Block tables are scattered, as they are in an engine that has run for a while.
+// Explain plans a prompt of the given tokens. Block tables are scattered, as in an engine that has
+// run for a while.
 func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
 	if err := prefill.check(m, "--"); err != nil {
 		return nil, err
@@ -95,7 +96,7 @@ func Explain(m *Model, prefill, decode Side, tokens int) (*Report, error) {
 	return r, r.plan(reg, sources, receivers)
 }
 
-// ExplainEngines does the same for what two running engines registered.
+// ExplainEngines does the same for the registrations of two running engines.
 func ExplainEngines(prefill, decode *Engine, tokens int) (*Report, error) {
 	if tokens < 1 || tokens > MaxTokens {
 		return nil, fmt.Errorf("a prompt of %d tokens: ask for 1 to %d", tokens, MaxTokens)
@@ -105,7 +106,7 @@ func ExplainEngines(prefill, decode *Engine, tokens int) (*Report, error) {
 	return r, r.plan(parseblock.Default(), prefill.Layouts, decode.Layouts)
 }
 
-// side says of a registered engine what an imagined one is made from.
+// side describes a registered engine like an imagined one.
 func (e *Engine) side() Side {
 	l := e.Layouts[0]
 	return Side{Block: int(l.Groups[0].TokensPerBlock), TP: len(e.Layouts), Order: l.Groups[0].Strategy, DType: l.DType}
@@ -124,7 +125,8 @@ func (r *Report) plan(reg *parseblock.Registry, sources, receivers []*layout.Lay
 			return err
 		}
 	}
-	given := make([]uint64, len(sources)) // what each source gave already: replicas take turns
+	// bytes that each source already sends: replicas alternate
+	given := make([]uint64, len(sources))
 	for to, dst := range receivers {
 		shares, err := parseblock.Assign(reg, sources, dst, func(i int) uint64 { return given[i] })
 		if err == nil {
@@ -148,7 +150,7 @@ func (r *Report) plan(reg *parseblock.Registry, sources, receivers []*layout.Lay
 	return nil
 }
 
-// build makes the layouts of every rank of a side, valid ones only.
+// build makes the layouts of every rank of a side, and checks them.
 func build(reg *parseblock.Registry, m *Model, s Side, tokens int) ([]*layout.Layout, error) {
 	out := make([]*layout.Layout, s.TP)
 	for rank := range out {
@@ -164,7 +166,7 @@ func build(reg *parseblock.Registry, m *Model, s Side, tokens int) ([]*layout.La
 	return out, nil
 }
 
-// sizes are those of the model: every head and every layer once, whichever ranks have them.
+// sizes adds up the model: every head and every layer once, whichever ranks have them.
 func (r *Report) sizes(reg *parseblock.Registry, ranks []*layout.Layout) error {
 	seen := map[string]bool{}
 	for _, l := range ranks {
@@ -258,7 +260,8 @@ func flow(reg *parseblock.Registry, src, dst *layout.Layout, share *parseblock.S
 	return f, nil
 }
 
-// scattered are block tables in which hardly a block follows its neighbour: ids a step apart that is prime to their number.
+// scattered makes block tables in which hardly a block follows its neighbour: ids at a step that is
+// prime to their number.
 func scattered(l *layout.Layout, step uint64, tokens int) ([][]uint32, error) {
 	tables := l.TablesOf()
 	out := make([][]uint32, len(tables))
@@ -279,7 +282,8 @@ func scattered(l *layout.Layout, step uint64, tokens int) ([][]uint32, error) {
 		for i := range table {
 			table[i] = uint32(uint64(i) * s % n)
 		}
-		for i := 0; i+4 < len(table); i += 5 { // the even distance is broken, that runs would merge over
+		// breaks the even distance, over which runs would merge
+		for i := 0; i+4 < len(table); i += 5 {
 			table[i], table[i+2] = table[i+2], table[i]
 		}
 		out[ti] = table

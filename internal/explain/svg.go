@@ -18,9 +18,9 @@ const (
 	figInner   = figWidth - 2*figMargin
 	barHeight  = 28
 	zoomHeight = 42  // between a bar and the one that shows a part of it
-	finest     = 3.0 // what is narrower is drawn as a mixture
-	breakWidth = 24  // where bytes are left out
-	digit      = 6.2 // of a label, about
+	finest     = 3.0 // narrower parts are drawn as a mixture
+	breakWidth = 24  // width of a gap for omitted bytes
+	digit      = 6.2 // approximate width of a label's digit
 	tickSpace  = 40  // between the labels of two ticks, at least
 	lineHeight = 16
 	flowHeight = 240 // at most
@@ -28,8 +28,8 @@ const (
 	nodeWidth  = 10
 )
 
-// roleColours are of Okabe's and Ito's palette, which readers tell apart whatever their eyes are like. Scales are lighter than their
-// values.
+// roleColours are from Okabe's and Ito's palette, which colour-blind readers can distinguish.
+// Scales are lighter than their values.
 var roleColours = map[string]string{
 	"k": "#0072b2", "v": "#e69f00", "k_scale": "#8cc4e0", "v_scale": "#f5d590",
 	"latent": "#009e73", "latent_scale": "#8cd3be", "index": "#cc79a7", "index_scale": "#e8c3d8", "compressor": "#999999",
@@ -47,10 +47,11 @@ const (
 	lineColour = "#9aa0a6"
 )
 
-// flowColours tell the ranks that give apart.
+// flowColours distinguish the sending ranks.
 var flowColours = []string{"#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#6b7280"}
 
-// WriteSVG draws a figure: the pages of both sides to scale, what the first part of each consists of, and the plan between the ranks.
+// WriteSVG draws a figure: the pages of both sides to scale, the content of their first parts, and
+// the plan between the ranks.
 func (r *Report) WriteSVG(w io.Writer) error {
 	f := &figure{y: figMargin + 6, mixtures: map[string]string{}}
 	f.text(figMargin, "title", r.Model)
@@ -89,13 +90,13 @@ func (r *Report) summary() string {
 	return s + fmt.Sprintf("; a prompt of %s tokens", comma(uint64(r.Tokens)))
 }
 
-// drawnPage is a page and who has it.
+// drawnPage is a page with its sides.
 type drawnPage struct {
 	*Page
 	sides string
 }
 
-// drawn are the pages to draw: those that both sides have once.
+// drawn returns the pages to draw; a page of both sides once.
 func (r *Report) drawn() (out []drawnPage) {
 	for i := range r.Pages {
 		p := &r.Pages[i]
@@ -115,7 +116,7 @@ func (p *drawnPage) caption() string {
 	return fmt.Sprintf("%s%s, %s", strings.ToUpper(p.sides[:1]), p.sides[1:], p.Page.caption())
 }
 
-// figure collects what is drawn, from top to bottom.
+// figure collects the drawing from top to bottom.
 type figure struct {
 	b        strings.Builder
 	y        int
@@ -139,7 +140,7 @@ func (f *figure) rect(x, width float64, y, height int, fill, tip string) {
 	f.b.WriteString("</rect>\n")
 }
 
-// fill is a colour, or stripes of several for what is finer than the drawing.
+// fill is a colour, or stripes of several for parts finer than the drawing.
 func (f *figure) fill(colours []string) string {
 	if len(colours) == 1 {
 		return colours[0]
@@ -164,7 +165,7 @@ func (f *figure) defs() string {
 	return b.String()
 }
 
-// scale says where the bytes of a window are drawn.
+// scale maps the bytes of a window to the drawing.
 type scale struct {
 	places []extent
 	px     float64 // of a byte
@@ -174,7 +175,7 @@ func (w *window) scale() scale {
 	return scale{w.places, float64(figInner-breakWidth*(len(w.places)-1)) / float64(w.bytes())}
 }
 
-// left is where a place begins.
+// left is the start of a place.
 func (s *scale) left(place int) float64 {
 	x := float64(figMargin)
 	for _, p := range s.places[:place] {
@@ -192,7 +193,7 @@ func (s *scale) x(at uint64) float64 {
 	return figMargin + figInner
 }
 
-// page draws a page, and below each bar what its first part consists of.
+// page draws a page, and below each bar the content of its first part.
 func (f *figure) page(p *Page) {
 	parts := p.parts()
 	all := windows(p, parts)
@@ -258,7 +259,7 @@ func (f *figure) segment(s scale, g *segment) {
 	f.rect(s.x(g.lo), float64(g.hi-g.lo)*s.px, f.y, barHeight, f.fill(colours), fmt.Sprintf("%s: bytes %s to %s", strings.Join(g.roles, " and "), comma(g.lo), comma(g.hi)))
 }
 
-// name writes what a segment is, where it has room and is one thing; its outline keeps lines out of it.
+// name labels a segment of one part, if there is room; its outline separates it from lines.
 func (f *figure) name(s scale, g *segment) {
 	role, width := g.roles[0], float64(g.hi-g.lo)*s.px
 	if len(g.roles) > 1 || g.gaps || width < digit*float64(len(role))+8 {
@@ -272,14 +273,14 @@ func (f *figure) name(s scale, g *segment) {
 		f.y+barHeight/2+4, ink, roleColours[role], html.EscapeString(role))
 }
 
-// ticks writes below a bar which unit begins where, and the bytes of the window.
+// ticks labels units below a bar, and the bytes of the window.
 func (f *figure) ticks(w *window, s scale, parts []part) {
 	y := f.y
 	total := comma(w.bytes()) + " B"
 	right := float64(figMargin+figInner) - digit*float64(len(total)) - 12
 	f.put(figMargin+figInner, y+13, "tick", "end", "", total)
 	for i, place := range w.places {
-		free := 0.0       // from where on a label has room
+		free := 0.0       // start of the room for a label
 		step := uint64(1) // from a label to the next, in units
 		for float64(step*w.unit.stride)*s.px < tickSpace && step < w.unit.n {
 			step *= 2
@@ -305,7 +306,7 @@ func (f *figure) ticks(w *window, s scale, parts []part) {
 	}
 }
 
-// legend says what a plane is in words.
+// legend describes a plane in words.
 func (f *figure) legend(p *Plane) {
 	colour := roleColours[p.Role]
 	if p.Role == "kv" {
@@ -319,10 +320,10 @@ func (f *figure) legend(p *Plane) {
 	f.put(figMargin+100, f.y, "in", "start", noteColour, strings.Join(words, "; "))
 }
 
-// node is where what a rank gives or takes meets its edge.
+// node is the point at which a rank's flow meets its edge.
 type node struct{ y, px float64 }
 
-// plan draws who gives how much to whom, and lists the writes.
+// plan draws the flows between ranks, and lists the writes.
 func (f *figure) plan(r *Report) {
 	const label = 96.0 // beside a node
 	const left, right = figMargin + label, figMargin + flowWidth - label
@@ -357,7 +358,7 @@ func (f *figure) plan(r *Report) {
 	}
 }
 
-// nodes draws the ranks of a side as tall as what they give or take.
+// nodes draws the ranks of a side, as tall as their bytes.
 func (f *figure) nodes(name string, bytes []uint64, x, height float64, anchor string) []node {
 	var total uint64
 	for _, n := range bytes {

@@ -17,13 +17,14 @@ func (r *Report) WriteJSON(w io.Writer) error {
 	return e.Encode(r)
 }
 
-// maxFlows bounds the lines of a plan that people read.
+// maxFlows bounds the printed lines of a plan.
 const maxFlows = 16
 
 // WriteText writes the report for people.
 func (r *Report) WriteText(w io.Writer) error {
 	t := tabwriter.NewWriter(w, 0, 8, 2, ' ', 0)
-	p := func(format string, a ...any) { _, _ = fmt.Fprintf(t, format, a...) } // Flush says what failed
+	// Flush returns the error
+	p := func(format string, a ...any) { _, _ = fmt.Fprintf(t, format, a...) }
 	p("%s, %s tokens\n", r.Model, comma(uint64(r.Tokens)))
 	if r.Note != "" {
 		p("  note: %s\n", r.Note)
@@ -68,7 +69,7 @@ func (r *Report) WriteText(w io.Writer) error {
 	return t.Flush()
 }
 
-// caption is a page in words.
+// caption describes a page.
 func (p *Page) caption() string {
 	what := fmt.Sprintf("a page of %s tokens", comma(uint64(p.Tokens)))
 	if len(p.Planes) > 0 && p.Planes[0].Unit == "state" {
@@ -83,7 +84,7 @@ func (p *Page) caption() string {
 
 func letter(plane int) rune { return rune('a' + plane) }
 
-// words say what the axes of a plane are.
+// words describe the axes of a plane.
 func (p *Plane) words() []string {
 	head, row := "head", "row"
 	if p.Unit == "state" && p.Role != "recurrent" {
@@ -116,14 +117,14 @@ func axisWords(name string, n uint32, stride uint64) string {
 	return fmt.Sprintf("%s %ss every %s B", comma(uint64(n)), name, comma(stride))
 }
 
-// bar draws a window to scale: the letter of the part that has most of each column, a star where others have nearly as much, a dot where
-// another layer's bytes lie.
+// bar draws a window to scale: the letter of the part with most of each column, a star if others
+// have nearly as much, a dot for another layer's bytes.
 func (w *window) bar(parts []part, width int) string {
-	const star = 0.75 // of a column, that a part needs to give it its letter
+	const star = 0.75 // of a column, for a part's letter
 	out := []rune(strings.Repeat(".", width))
 	all, most := make([]float64, width), make([]float64, width)
 	column := float64(w.bytes()) / float64(width)
-	before := 0.0 // bytes of the places further left
+	before := 0.0 // bytes of earlier places
 	for _, place := range w.places {
 		for k := range parts {
 			share := make([]float64, width)

@@ -8,8 +8,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// LinkSample is what is known, when metrics are read, of a PCIe link over which host memory and a GPU exchange bytes: its own, or that of
-// another GPU, which relays.
+// LinkSample is the current state of a PCIe link over which host memory and a GPU exchange bytes:
+// the GPU's own link, or that of a relay.
 type LinkSample struct {
 	GPU, Link int // by number of the GPU
 	State     string
@@ -19,7 +19,7 @@ type LinkSample struct {
 	Returned  float64 // chunks
 }
 
-// maxGPUs bounds the numbers that make series: a pair of them is one.
+// maxGPUs bounds the GPU numbers in labels: each pair is a series.
 const maxGPUs = 16
 
 type linkCollector struct {
@@ -27,7 +27,7 @@ type linkCollector struct {
 	read   func() []LinkSample
 }
 
-// Links makes reg show what read returns, each time it is gathered. states are all that a link can have.
+// Links registers a collector of read's results. states lists all states of a link.
 func (s *Set) Links(reg prometheus.Registerer, states []string, read func() []LinkSample) error {
 	return reg.Register(linkCollector{states, read})
 }
@@ -38,10 +38,10 @@ func linkDesc(name, help string, labels ...string) *prometheus.Desc {
 
 var (
 	linkBytes    = linkDesc("bytes_total", "Bytes between host memory and a GPU over a PCIe link, its own or a relay's.")
-	linkInFlight = linkDesc("in_flight_bytes", "Bytes that a link has taken and not moved yet.")
+	linkInFlight = linkDesc("in_flight_bytes", "Bytes that a link has accepted and not moved yet.")
 	linkRate     = linkDesc("learned_bytes_per_second", "Learned bandwidth of a link.")
-	linkReturned = linkDesc("chunks_returned_total", "Chunks that a link which failed has given back.")
-	linkState    = linkDesc("state", "1 for the state that a link is in.", "state")
+	linkReturned = linkDesc("chunks_returned_total", "Chunks that a failed link has returned.")
+	linkState    = linkDesc("state", "1 for the current state of a link.", "state")
 )
 
 // Describe implements prometheus.Collector.

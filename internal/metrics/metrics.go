@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package metrics owns the names, labels and buckets of everything that a sidecar counts. Callers get typed methods; a label
-// value that nobody declared ends up as "other", so that no peer can make the number of series grow.
+// Package metrics owns the names, labels and buckets of a sidecar's metrics. Callers get typed
+// methods. An undeclared label value becomes "other", so that no peer can add series.
 //
-// Invariants: all names begin with kvspray_, units are base units, no label carries a request, a lease or a peer's boot id;
-// the set of series is bounded by the configured rails and the constants below. Safe for concurrent use. No goroutines.
+// Invariants: all names begin with kvspray_, units are base units, no label carries a request, a
+// lease or a peer's boot id. The configured rails and the constants below bound the set of series.
+// Safe for concurrent use. No goroutines.
 package metrics
 
 import (
@@ -26,7 +27,7 @@ const (
 	noTransport = "none"
 )
 
-// Side says on which side of a transfer this sidecar was.
+// Side is the side of a transfer that this sidecar had.
 type Side string
 
 // The sides.
@@ -35,7 +36,7 @@ const (
 	SideDestination Side = "destination"
 )
 
-// Outcome is how a transfer or lease ended; the names of enum kvs_status.
+// Outcome is the end of a transfer or lease; the names of enum kvs_status.
 type Outcome string
 
 // The outcomes.
@@ -66,7 +67,8 @@ const (
 	Out Direction = "out"
 )
 
-// Set is the collectors of one sidecar. Tests that start hundreds of sidecars give each its own registry.
+// Set holds the collectors of one sidecar. Tests that start hundreds of sidecars give each its own
+// registry.
 type Set struct {
 	transfers   *prometheus.CounterVec
 	bytes       *prometheus.CounterVec
@@ -94,13 +96,14 @@ type Set struct {
 	draining    prometheus.Gauge
 
 	mu    sync.Mutex
-	rails map[string]bool // names that have series, at most maxRails
+	rails map[string]bool // names with series, at most maxRails
 }
 
 // secondsFast spans 50 us to 26 s.
 func secondsFast() []float64 { return prometheus.ExponentialBuckets(50e-6, 2, 20) }
 
-// New makes the collectors and registers them. It panics on a registry that already has them: a programming error.
+// New makes and registers the collectors. It panics if the registry already has them: a programming
+// error.
 func New(reg prometheus.Registerer) *Set {
 	s := &Set{
 		rails: map[string]bool{},
@@ -108,44 +111,45 @@ func New(reg prometheus.Registerer) *Set {
 			"side", "outcome", "transport"),
 		bytes: counters("transfer", "payload_bytes_total", "Payload bytes that landed (destination) or were confirmed (source), by how their transfer ended.",
 			"side", "outcome", "transport"),
-		duration: prometheus.NewHistogramVec(opts("transfer", "duration_seconds", "From the first word of a transfer to its end."),
+		duration: prometheus.NewHistogramVec(opts("transfer", "duration_seconds", "Time from the start of a transfer to its end."),
 			[]string{"side", "outcome"}),
 		commit: prometheus.NewHistogram(opts("transfer", "flag_to_commit_seconds",
-			"From the last layer flag that a transfer waited for to its commit. Seen where source and destination share a sidecar, else from the receipt of the commit at the source.")),
+			"Time from the last awaited layer flag of a transfer to its commit, or, if the destination has another sidecar, to the commit's receipt at the source.")),
 		railBytes:  counters("rail", "bytes_total", "Payload bytes over a rail.", "transport", "rail", "direction"),
 		railErrors: counters("rail", "errors_total", "Lanes lost and slices failed on a rail.", "transport", "rail"),
 		railLanes:  gauges("rail", "lanes", "Lanes that are up.", "transport", "rail"),
-		slices:     counters("lane", "slices_total", "Attempts to move a slice, by how they ended.", "transport", "outcome", "reason"),
-		refused:    counters("lane", "refused_frames_total", "Frames that were scrapped.", "transport", "reason"),
-		leases:     gauges("lease", "open", "Leases that are open.", "side"),
-		quarantine: prometheus.NewGauge(gaugeOpts("lease", "quarantined", "Parts of leases, at either end, whose fence has failed and is tried again: their blocks stay away from the engine.")),
-		fences:     counters("lease", "fences_total", "Fences, by what started them.", "cause"),
-		fenceTime:  prometheus.NewHistogram(opts("lease", "fence_duration_seconds", "From the revocation of a lease to its last fence acknowledgement.")),
+		slices:     counters("lane", "slices_total", "Attempts to move a slice, by outcome.", "transport", "outcome", "reason"),
+		refused:    counters("lane", "refused_frames_total", "Discarded frames.", "transport", "reason"),
+		leases:     gauges("lease", "open", "Open leases.", "side"),
+		quarantine: prometheus.NewGauge(gaugeOpts("lease", "quarantined", "Parts of leases, at either end, whose fence has failed and is retried: their blocks are withheld from the engine.")),
+		fences:     counters("lease", "fences_total", "Fences, by cause.", "cause"),
+		fenceTime:  prometheus.NewHistogram(opts("lease", "fence_duration_seconds", "Time from the revocation of a lease to its last fence acknowledgement.")),
 		control:    counters("control", "messages_total", "Messages on control lanes.", "direction", "type"),
 		expires: prometheus.NewGauge(gaugeOpts("control", "certificate_expires_seconds",
-			"Unix time at which the certificate of this node, or its authority, ends; 0: never, or there is none.")),
+			"Unix time at which the certificate of this node, or its authority, ends; 0: never, or no certificate.")),
 		hellos: prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kvspray",
 			Subsystem: "control", Name: "hellos_refused_total",
-			Help: "Hellos of sidecars that are of no release that this one works with. " +
-				"The log names which to upgrade."}),
+			Help: "Refused hellos of sidecars with an incompatible release. " +
+				"The log names the sidecar to upgrade."}),
 		peers: prometheus.NewGauge(gaugeOpts("control", "peers",
 			"Peers with an open control session.")),
 		sessions: gauges("engine", "sessions", "Engine sessions.", "role"),
 		records:  counters("engine", "records_total", "Records taken from engines.", "type"),
 		copies: counters("copy", "copies_total",
-			"Copies between two regions of an engine that ended.", "outcome", "path"),
+			"Ended copies between two regions of an engine.", "outcome", "path"),
 		copyBytes: counters("copy", "bytes_total",
-			"Bytes that copies moved, also those that failed.", "path"),
-		copyTime: prometheus.NewHistogramVec(opts("copy", "duration_seconds", "From an engine's word to the end of its copy."),
+			"Bytes that copies moved, including failed ones.", "path"),
+		copyTime: prometheus.NewHistogramVec(opts("copy", "duration_seconds", "Time from an engine's request to the end of its copy."),
 			[]string{"path"}),
-		registerErr: counters("engine", "refusals_total", "Connections, messages and records of engines that were refused.",
+		registerErr: counters("engine", "refusals_total", "Refused connections, messages and records of engines.",
 			"kind"),
-		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining", "1 while no new leases are taken.")),
+		draining: prometheus.NewGauge(gaugeOpts("sidecar", "draining", "1 while new leases are refused.")),
 	}
 	reg.MustRegister(s.transfers, s.bytes, s.duration, s.commit, s.railBytes, s.railErrors, s.railLanes, s.slices, s.refused, s.leases,
 		s.quarantine, s.fences, s.fenceTime, s.control, s.hellos, s.peers, s.expires, s.sessions, s.records,
 		s.copies, s.copyBytes, s.copyTime, s.registerErr, s.draining)
-	// An alert on the growth of a series misses its first value, so those that should stay at zero begin there.
+	// An alert on the growth of a series misses its first value, so series that should stay at zero
+	// start there.
 	for _, transport := range transports {
 		for r := transfer.ReasonNone + 1; int(r) < transfer.NumReasons; r++ {
 			s.refused.WithLabelValues(transport, r.String())
@@ -175,8 +179,8 @@ func opts(subsystem, name, help string) prometheus.HistogramOpts {
 	return prometheus.HistogramOpts{Namespace: "kvspray", Subsystem: subsystem, Name: name, Help: help, Buckets: secondsFast()}
 }
 
-// TransferEnded counts one transfer, and the bytes that it moved before it ended. transport is the one that moved most of it, empty where
-// nothing moved.
+// TransferEnded counts one transfer, and the bytes that it moved. transport is the one that moved
+// most, empty if nothing moved.
 func (s *Set) TransferEnded(side Side, outcome Outcome, transport string, bytes uint64, took time.Duration) {
 	transport = transportLabel(transport)
 	outcome = outcomeLabel(outcome)
@@ -188,7 +192,7 @@ func (s *Set) TransferEnded(side Side, outcome Outcome, transport string, bytes 
 // FlagToCommit observes the time from the last awaited layer flag to the commit.
 func (s *Set) FlagToCommit(d time.Duration) { s.commit.Observe(d.Seconds()) }
 
-// Slice counts one attempt at the source, and its bytes where they landed.
+// Slice counts one attempt at the source, and its bytes if they landed.
 func (s *Set) Slice(transport, rail string, outcome transfer.Outcome, reason transfer.Reason, bytes uint64) {
 	transport = transportLabel(transport)
 	s.slices.WithLabelValues(transport, sliceOutcome(outcome), reason.String()).Inc()
@@ -205,7 +209,7 @@ func (s *Set) Landed(transport, rail string, bytes uint64) {
 	s.railBytes.WithLabelValues(transportLabel(transport), s.railLabel(rail), string(In)).Add(float64(bytes))
 }
 
-// LaneUp and LaneDown count lanes; failed says that the lane was not closed on purpose.
+// LaneUp and LaneDown count lanes; failed: the lane was not closed on purpose.
 func (s *Set) LaneUp(transport, rail string) {
 	s.railLanes.WithLabelValues(transportLabel(transport), s.railLabel(rail)).Inc()
 }
@@ -219,18 +223,18 @@ func (s *Set) LaneDown(transport, rail string, failed bool) {
 	}
 }
 
-// FrameRefused counts a scrapped frame.
+// FrameRefused counts a discarded frame.
 func (s *Set) FrameRefused(transport string, reason transfer.Reason) {
 	s.refused.WithLabelValues(transportLabel(transport), reason.String()).Inc()
 }
 
-// LeasesOpen moves the number of open leases by n, which may be negative.
+// LeasesOpen changes the number of open leases by n, which may be negative.
 func (s *Set) LeasesOpen(side Side, n int) { s.leases.WithLabelValues(string(side)).Add(float64(n)) }
 
-// Quarantined moves the number of parts of leases whose fence has failed by n.
+// Quarantined changes the number of lease parts with a failed fence by n.
 func (s *Set) Quarantined(n int) { s.quarantine.Add(float64(n)) }
 
-// The causes of a fence.
+// Causes of a fence.
 const (
 	CauseCommit     = "commit"
 	CauseCancel     = "cancel"
@@ -265,7 +269,7 @@ func (s *Set) Control(d Direction, typ string) {
 	s.control.WithLabelValues(string(d), typ).Inc()
 }
 
-// HelloRefused counts a hello of a release that this one does not work with.
+// HelloRefused counts a hello of an incompatible release.
 func (s *Set) HelloRefused() { s.hellos.Inc() }
 
 // Peers sets the number of peers with an open control session.
@@ -278,7 +282,7 @@ func (s *Set) Expires(at time.Time) {
 	}
 }
 
-// Sessions moves the number of engine sessions of a role ("worker", "scheduler") by n.
+// Sessions changes the number of engine sessions of a role ("worker", "scheduler") by n.
 func (s *Set) Sessions(role string, n int) {
 	if role != "worker" && role != "scheduler" {
 		role = otherName
@@ -296,14 +300,15 @@ func (s *Set) Record(typ string) {
 	s.records.WithLabelValues(typ).Inc()
 }
 
-// refusedKinds are records, and what comes before them.
+// refusedKinds are records, and the kinds of earlier refusals.
 var refusedKinds = func() map[string]bool {
 	kinds := map[string]bool{"peer": true, "packet": true, "register": true, "unknown": true}
 	maps.Copy(kinds, recordTypes)
 	return kinds
 }()
 
-// EngineRefused counts what was refused of an engine: its process ("peer"), a message, or a record, by type.
+// EngineRefused counts a refusal of an engine: its process ("peer"), a message, or a record, by
+// type.
 func (s *Set) EngineRefused(kind string) {
 	if !refusedKinds[kind] {
 		kind = otherName
@@ -313,7 +318,7 @@ func (s *Set) EngineRefused(kind string) {
 
 var copyPaths = [...]string{"host", "staged", "packed", "peer", "direct", "multipath"}
 
-// CopyEnded counts one copy and what it moved; path is the way that took most of it, empty where nothing moved.
+// CopyEnded counts one copy and its bytes; path is the one that moved most, empty if nothing moved.
 func (s *Set) CopyEnded(outcome Outcome, path string, bytes uint64, took time.Duration) {
 	if path == "" {
 		path = noTransport
@@ -325,7 +330,7 @@ func (s *Set) CopyEnded(outcome Outcome, path string, bytes uint64, took time.Du
 	s.copyTime.WithLabelValues(path).Observe(took.Seconds())
 }
 
-// Draining says whether new leases are refused.
+// Draining sets whether new leases are refused.
 func (s *Set) Draining(on bool) {
 	s.draining.Set(map[bool]float64{true: 1}[on])
 }
@@ -355,7 +360,7 @@ func sliceOutcome(o transfer.Outcome) string {
 	return o.String()
 }
 
-// railLabel lets the first maxRails names through.
+// railLabel passes the first maxRails names.
 func (s *Set) railLabel(name string) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -101,7 +101,7 @@ func TestValues(t *testing.T) {
 	reg := prometheus.NewPedanticRegistry()
 	exercise(New(reg))
 	want := `
-# HELP kvspray_lease_open Leases that are open.
+# HELP kvspray_lease_open Open leases.
 # TYPE kvspray_lease_open gauge
 kvspray_lease_open{side="source"} 1
 # HELP kvspray_rail_bytes_total Payload bytes over a rail.
@@ -149,7 +149,8 @@ func TestOutcomeOf(t *testing.T) {
 	}
 }
 
-// What peers said wrong is there by reason from the beginning, zeros too: an alert on growth misses a series' first value.
+// What peers said wrong is there by reason from the beginning, zeros too: an alert on growth misses
+// a series' first value.
 func TestNonsense(t *testing.T) {
 	reg := prometheus.NewRegistry()
 	s := New(reg)
@@ -157,7 +158,7 @@ func TestNonsense(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := `
-# HELP kvspray_control_nonsense_total What peers said on control lanes that no honest one says, by the field that was wrong. The log has the first of each peer.
+# HELP kvspray_control_nonsense_total Protocol violations of peers on control lanes, by the invalid field. The log has the first of each peer.
 # TYPE kvspray_control_nonsense_total counter
 kvspray_control_nonsense_total{reason="key"} 7
 kvspray_control_nonsense_total{reason="rank"} 0

@@ -4,7 +4,8 @@ package metrics
 
 import "github.com/prometheus/client_golang/prometheus"
 
-// byReason reads counts when it is asked. The reasons are those of package exec: no peer adds one.
+// byReason reads counts when it is collected. The reasons are those of package exec: no peer adds
+// one.
 type byReason struct {
 	desc *prometheus.Desc
 	read func() map[string]uint64
@@ -12,18 +13,18 @@ type byReason struct {
 
 var (
 	nonsense = prometheus.NewDesc("kvspray_control_nonsense_total",
-		"What peers said on control lanes that no honest one says, by the field that was wrong. The log has the first of each peer.", []string{"reason"}, nil)
+		"Protocol violations of peers on control lanes, by the invalid field. The log has the first of each peer.", []string{"reason"}, nil)
 	refusals = prometheus.NewDesc("kvspray_control_grants_refused_total",
-		"Grants of peers that this sidecar refused, by reason. The log has each with its values.",
+		"Refused grants of peers, by reason. The log has each with its values.",
 		[]string{"reason"}, nil)
 )
 
-// Nonsense makes reg show what read returns, each time it is gathered.
+// Nonsense registers a collector of read's results.
 func (*Set) Nonsense(reg prometheus.Registerer, read func() map[string]uint64) error {
 	return reg.Register(byReason{nonsense, read})
 }
 
-// Refusals makes reg show what read returns, each time it is gathered.
+// Refusals registers a collector of read's results.
 func (*Set) Refusals(reg prometheus.Registerer, read func() map[string]uint64) error {
 	return reg.Register(byReason{refusals, read})
 }

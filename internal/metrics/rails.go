@@ -4,7 +4,7 @@ package metrics
 
 import "github.com/prometheus/client_golang/prometheus"
 
-// RailSample is what is known of one local rail when metrics are read.
+// RailSample is the current state of one local rail.
 type RailSample struct {
 	Transport, Rail string
 	Pairs           map[string]float64 // rail pairs to peers, by state
@@ -13,8 +13,8 @@ type RailSample struct {
 	Rate            float64            // bytes per second
 	Error           float64            // |predicted - actual| / actual, mean
 	Retries         map[string]float64
-	Up              float64            // 1, or 0 where its link is down
-	Slices          map[string]float64 // that ended, by how
+	Up              float64            // 1, or 0 if its link is down
+	Slices          map[string]float64 // ended, by outcome
 	Suspicions      float64            // of lanes
 	Hedges          float64
 	Exclusions      float64
@@ -22,13 +22,13 @@ type RailSample struct {
 	Probes          map[string]float64 // by outcome
 }
 
-// railCollector reads samples when it is asked. What it may show is bounded by railLabel.
+// railCollector reads samples when it is collected. railLabel bounds its series.
 type railCollector struct {
 	set  *Set
 	read func() []RailSample
 }
 
-// Rails makes reg show what read returns, each time it is gathered.
+// Rails registers a collector of read's results.
 func (s *Set) Rails(reg prometheus.Registerer, read func() []RailSample) error {
 	return reg.Register(railCollector{s, read})
 }
@@ -38,19 +38,19 @@ func railDesc(name, help string, labels ...string) *prometheus.Desc {
 }
 
 var (
-	railPairs    = railDesc("pairs", "Pairs of rails that have a lane, by state.", "state")
+	railPairs    = railDesc("pairs", "Rail pairs with a lane, by state.", "state")
 	railInFlight = railDesc("in_flight_bytes", "Bytes in flight, over all peers.")
-	railWindow   = railDesc("window_bytes", "Bytes that may be in flight, over all peers.")
-	railRate     = railDesc("learned_bytes_per_second", "Learned bandwidth of the best pair.")
+	railWindow   = railDesc("window_bytes", "In-flight windows in bytes, over all peers.")
+	railRate     = railDesc("learned_bytes_per_second", "Learned bandwidth of the best rail pair.")
 	railError    = railDesc("prediction_error_ratio", "Mean of |predicted - actual| / actual, from post to confirmation.")
 	railUp       = railDesc("link_up", "1 while the link of a rail has a carrier, as far as is known.")
-	railSlices   = railDesc("slices_total", "Slices that were given to a rail and ended, by how.", "outcome")
-	railSuspects = railDesc("suspicions_total", "Lanes that brought nothing for so long that their chunks went to others.")
-	railRetries  = railDesc("retries_total", "Slices that were given out again, by reason.", "reason")
-	railHedges   = railDesc("hedges_total", "Second copies sent over this rail near the end of a transfer.")
-	railExcluded = railDesc("exclusions_total", "Exclusions of a pair of rails.")
-	railAgain    = railDesc("readmissions_total", "Pairs of rails that were taken back after an exclusion.")
-	railProbes   = railDesc("probes_total", "Probes of excluded pairs.", "outcome")
+	railSlices   = railDesc("slices_total", "Slices given to a rail and ended, by outcome.", "outcome")
+	railSuspects = railDesc("suspicions_total", "Lanes without progress for so long that their chunks went to other lanes.")
+	railRetries  = railDesc("retries_total", "Slices given out again, by reason.", "reason")
+	railHedges   = railDesc("hedges_total", "Second copies of late slices near the end of a transfer.")
+	railExcluded = railDesc("exclusions_total", "Exclusions of a rail pair.")
+	railAgain    = railDesc("readmissions_total", "Rail pairs that were readmitted after an exclusion.")
+	railProbes   = railDesc("probes_total", "Probes of excluded rail pairs.", "outcome")
 )
 
 // Describe implements prometheus.Collector.
@@ -67,7 +67,8 @@ func (c railCollector) Collect(out chan<- prometheus.Metric) {
 	for _, r := range c.read() {
 		transport, rail := transportLabel(r.Transport), c.set.railLabel(r.Rail)
 		if seen[[2]string{transport, rail}] {
-			continue // one series each: rails past the bound share a name, and the first stands for them
+			// one series each: rails beyond the bound share a name, and the first stands for them
+			continue
 		}
 		seen[[2]string{transport, rail}] = true
 		put := func(d *prometheus.Desc, typ prometheus.ValueType, v float64, labels ...string) {

@@ -7,10 +7,12 @@ import (
 	"testing"
 )
 
-// allocNoise is what the rest of the process may allocate meanwhile: a fuzz test's engine talks to its parent.
+// allocNoise bounds the allocations of the rest of the process: a fuzz test's engine communicates
+// with its parent.
 const allocNoise = 64 << 10
 
-// Allocates is what f allocates in all, garbage included, with what the rest of the process does at the same time.
+// Allocates returns the bytes that f allocates, garbage included, with those of the rest of the
+// process at the same time.
 func Allocates(f func()) uint64 {
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
@@ -19,8 +21,8 @@ func Allocates(f func()) uint64 {
 	return after.TotalAlloc - before.TotalAlloc
 }
 
-// AllocatesAtMost fails the test if f allocates more than so many bytes in all: what a reader of foreign bytes may take, as a function of
-// what was sent.
+// AllocatesAtMost fails the test if f allocates more than most bytes: the bound of a reader of
+// foreign bytes, as a function of the input.
 func AllocatesAtMost(tb testing.TB, most uint64, what string, f func()) {
 	tb.Helper()
 	if n := Allocates(f); n > most+allocNoise {

@@ -12,24 +12,28 @@ import (
 	"time"
 )
 
-// CollectorBound is how long nothing of ours may hold the garbage collector.
+// CollectorBound is the longest time for which this program may delay the garbage collector.
 const CollectorBound = 50 * time.Millisecond
 
 const (
-	collectorSamples = 20                 // collections that nothing disturbed
-	collectorTime    = 3 * time.Second    // for all of them
-	collectorLeast   = 3                  // undisturbed ones without which nothing was shown
-	collectorHeld    = 2                  // that were held: a loop that can hold one holds others, what the host does to its guest comes once
-	collectorNoise   = CollectorBound / 5 // of waiting for a CPU in one collection, from which on it counts as disturbed
+	collectorSamples = 20              // collections that nothing disturbed
+	collectorTime    = 3 * time.Second // for all of them
+	collectorLeast   = 3               // undisturbed ones that a result needs
+	// delayed ones that fail the test: a loop that can delay one delays others, while a host delays
+	// its guest once
+	collectorHeld = 2
+	// time of waiting for a CPU from which a collection counts as disturbed
+	collectorNoise = CollectorBound / 5
 )
 
-// LetsCollectorIn fails the test if what runs meanwhile, which the caller started and will stop, keeps a garbage collection from
-// ending within CollectorBound.
+// LetsCollectorIn fails the test if the load, which the caller started and will stop, keeps a
+// garbage collection from ending within CollectorBound.
 //
-// The worst collection counts, since a loop may hold the collector only now and then, but only among those that were not disturbed:
-// on a busy machine threads wait for a CPU, and the kernel says how long each of ours has (schedstat). A loop that cannot be
-// preempted runs; it does not wait. So its collections are never taken for disturbed ones. Where the machine is so busy that hardly any is
-// undisturbed the test skips, with "quiet" as the feature that is lacking.
+// The worst collection counts, since a loop may delay the collector only now and then, but only
+// among the undisturbed ones: on a busy machine threads wait for a CPU, and the kernel reports each
+// thread's waits (schedstat). A loop that cannot be preempted runs and does not wait, so its
+// collections never count as disturbed. If the machine is so busy that hardly any collection is
+// undisturbed, the test skips with the missing feature "quiet".
 func LetsCollectorIn(tb testing.TB) {
 	tb.Helper()
 	l := collect(tb)
@@ -44,7 +48,8 @@ func LetsCollectorIn(tb testing.TB) {
 	}
 }
 
-// LetsCollectorInWhile is LetsCollectorIn while loop runs, again and again, in a goroutine of its own that has ended on return.
+// LetsCollectorInWhile is LetsCollectorIn while loop runs repeatedly in a goroutine of its own,
+// which has ended on return.
 func LetsCollectorInWhile(tb testing.TB, loop func()) {
 	tb.Helper()
 	var stop atomic.Bool
@@ -55,22 +60,22 @@ func LetsCollectorInWhile(tb testing.TB, loop func()) {
 			loop()
 		}
 	}()
-	defer func() { // also where the machine is too busy to tell
+	defer func() { // also if the machine is too busy
 		stop.Store(true)
 		<-done
 	}()
 	LetsCollectorIn(tb)
 }
 
-// looked is what a series of collections showed.
+// looked is the result of a series of collections.
 type looked struct {
 	tries, good, held int
 	worst             time.Duration // of the undisturbed ones
 	least             time.Duration // that threads waited for a CPU, in the best of all
-	longest, noise    time.Duration // of those that were held: what it took, and what threads waited meanwhile
+	longest, noise    time.Duration // of the delayed ones: total time, and the threads' waits in it
 }
 
-// collect collects until it knows, or collectorTime is over.
+// collect collects until the result is certain, or collectorTime is over.
 func collect(tb testing.TB) (l looked) {
 	tb.Helper()
 	for end := time.Now().Add(collectorTime); l.good < collectorSamples && l.held < collectorHeld && time.Now().Before(end); l.tries++ {
@@ -82,7 +87,8 @@ func collect(tb testing.TB) (l looked) {
 		if l.tries == 0 || noise < l.least {
 			l.least = noise
 		}
-		// Whatever the machine did, it cannot have made the collection longer than all threads together have waited.
+		// The machine cannot have lengthened the collection by more than all threads' waits
+		// together.
 		if took-noise > CollectorBound {
 			l.held++
 			if took > l.longest {
@@ -111,7 +117,9 @@ func waited(tb testing.TB) (sum time.Duration) {
 	for _, path := range tasks {
 		b, err := os.ReadFile(path)
 		if err != nil {
-			continue // the thread has ended; what it waited is lost, which can only make a collection look less disturbed
+			// the thread has ended; its waits are lost, which can only make a collection look less
+			// disturbed
+			continue
 		}
 		var ran, wait int64
 		if _, err := fmt.Sscan(string(b), &ran, &wait); err != nil {

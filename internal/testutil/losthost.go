@@ -10,9 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// LoseHost makes the kernel drop whatever comes for these connections, before TCP sees it. Given both ends of one, that is what is left of it
-// when a host is lost: no byte, no acknowledgement, no reset. What it returns brings the host back.
-// Some kernels want root for the filter, so a test that calls this first calls InNamespace.
+// LoseHost makes the kernel drop all packets for these connections before TCP sees them. With both
+// ends of a connection, the result equals the loss of a host: no byte, no acknowledgement, no
+// reset. The returned function brings the host back. Some kernels require root for the filter, so a
+// test that calls this first calls InNamespace.
 func LoseHost(tb testing.TB, ends ...net.Conn) (found func()) {
 	tb.Helper()
 	drop := []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K, K: 0}}

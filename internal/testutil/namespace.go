@@ -16,19 +16,21 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// namespaceEnv names, in a child of InNamespace or MainInNamespace, what it is there to run.
+// namespaceEnv names, in a child of InNamespace or MainInNamespace, the test to run.
 const namespaceEnv = "KVSPRAY_TEST_NETNS"
 
-// childOutput bounds how much of a failed child's output is shown, in bytes: the end of it.
+// childOutput bounds the shown output of a failed child, in bytes from its end.
 const childOutput = 16 << 10
 
-// InNamespace runs the calling test again in a child that has a network namespace of its own, whose loopback is up, and reports
-// whether this is the child. A user other than root gets a user namespace with it, in which the child is root. Where the kernel
-// permits neither, the test skips ("netns").
+// InNamespace runs the calling test again in a child that has a network namespace of its own, whose
+// loopback is up, and reports whether this is the child. A user other than root gets a user
+// namespace with it, in which the child is root. Where the kernel permits neither, the test skips
+// ("netns").
 func InNamespace(tb testing.TB) bool {
 	tb.Helper()
 	if os.Getenv(namespaceEnv) == tb.Name() {
-		if err := loopbackUp(); err != nil { // some kernels grant the namespace, and then no rights in it
+		// some kernels grant the namespace without rights in it
+		if err := loopbackUp(); err != nil {
 			Skip(tb, "netns", err.Error())
 		}
 		return true

@@ -12,8 +12,8 @@ import (
 
 const nobody = 65534
 
-// AsNobody calls f where permissions of files count: root does it in a thread that is another user's. f uses no other goroutine and
-// does not end the test.
+// AsNobody calls f with permissions of files in effect: root runs it in a thread of another user. f
+// uses no other goroutine and does not end the test.
 func AsNobody(tb testing.TB, f func()) {
 	tb.Helper()
 	if os.Geteuid() != 0 {

@@ -4,5 +4,6 @@
 
 package testutil
 
-// Race says that the race detector is on: it allocates, and everything takes several times as long.
+// Race reports whether the race detector is on: it allocates, and everything takes several times as
+// long.
 const Race = false

@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// share is what part of a core was used, by all windows of such a length together, and logs how the windows differ. cpu is what was used so far; after each
-// window, if it is not nil, hears how long that was.
+// share returns the used part of a core over all windows together, and logs how the windows differ.
+// cpu returns the time used so far; after, if not nil, is called with the length of each window.
 func share(t *testing.T, what string, windows int, window time.Duration, cpu func() time.Duration, after func(time.Duration)) float64 {
 	t.Helper()
 	var spent, total time.Duration

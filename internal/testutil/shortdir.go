@@ -7,8 +7,9 @@ import (
 	"testing"
 )
 
-// ShortDir is a folder until the end of the test whose path leaves room for a socket's name, 107 bytes in all: that of TempDir has the names of nested
-// tests in it, and a number that is sometimes longer.
+// ShortDir is a directory until the end of the test whose path leaves room for a socket's name, 107
+// bytes in all. The path of TempDir contains the names of nested tests, and a number of varying
+// length.
 func ShortDir(tb testing.TB) string {
 	tb.Helper()
 	dir, err := os.MkdirTemp("", "kvs")

@@ -31,14 +31,15 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 	var held []int
 	count := 0
 	open := func() {
-		// Raw, because ten thousand of net's own would be most of what the test costs.
+		// Raw sockets, because ten thousand of package net's would be most of the test's cost.
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 		if err != nil {
 			tb.Errorf("socket: %v", err)
 			return
 		}
 		_ = unix.SetsockoptInt(fd, unix.SOL_IP, unix.IP_BIND_ADDRESS_NO_PORT, 1)
-		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}) // leaves no port behind
+		// leaves no port behind
+		_ = unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
 		if err = unix.Bind(fd, &unix.SockaddrInet4{Addr: from(count)}); err == nil {
 			err = unix.Connect(fd, to)
 		}
@@ -92,5 +93,5 @@ func Strangers(tb testing.TB, address string, hold, perSecond int, from func(n i
 // OneStranger and ManyStrangers are sources for Strangers.
 func OneStranger(int) [4]byte { return [4]byte{127, 0, 0, 1} }
 
-// ManyStrangers gives each connection an address of its own, for the first 65,536.
+// ManyStrangers returns a separate address for each of the first 65,536 connections.
 func ManyStrangers(n int) [4]byte { return [4]byte(net.IPv4(127, 9, byte(n>>8), byte(n)).To4()) }

@@ -12,14 +12,16 @@ import (
 	"testing"
 )
 
-// MustRunEnv lists features, separated by commas, whose tests must not skip: a machine that is supposed to have them says so.
+// MustRunEnv lists features, separated by commas, whose tests must not skip, for machines that are
+// supposed to have them.
 const MustRunEnv = "KVSPRAY_MUST_RUN"
 
-// SkipsEnv names a file, to which each skipped test adds a line: package, test, feature and reason, with tabs between.
+// SkipsEnv names a file for one line per skipped test: package, test, feature and reason, separated
+// by tabs.
 const SkipsEnv = "KVSPRAY_SKIPS"
 
-// Skip ends the test because this machine lacks feature ("rdma", "vllm", "shm" ...), for the stated reason. Where
-// KVSPRAY_MUST_RUN names the feature, or "all", the test fails instead.
+// Skip ends the test because this machine lacks feature ("rdma", "vllm", "shm" ...), for the stated
+// reason. If KVSPRAY_MUST_RUN names the feature, or "all", the test fails instead.
 func Skip(tb testing.TB, feature, reason string) {
 	tb.Helper()
 	if mustRun(os.Getenv(MustRunEnv), feature) {

@@ -11,8 +11,10 @@ import (
 	"github.com/kvspray/kvspray/internal/slack"
 )
 
-// usualWakeup is what a short sleep takes of a processor where shares of a core are promised: some 10 us on hosts and in most virtual machines. In
-// others it is 50, as each timer and each idle processor is the hypervisor's business, and whatever sleeps often costs so many times as much.
+// usualWakeup is the CPU time of a short sleep on machines for which shares of a core are
+// specified: some 10 us on hosts and in most virtual machines. In others it is 50, because the
+// hypervisor handles each timer and each idle processor, and frequent sleepers cost that many times
+// more.
 const usualWakeup = 15 * time.Microsecond
 
 const (
@@ -25,7 +27,8 @@ func wakeup(t *testing.T) time.Duration {
 	t.Helper()
 	took := make(chan time.Duration)
 	go func() {
-		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine, and its timer slack with it
+		// never unlocked: the thread ends with the goroutine, and its timer slack with it
+		runtime.LockOSThread()
 		_ = unix.Prctl(unix.PR_SET_TIMERSLACK, slack.Nanoseconds, 0, 0, 0)
 		var before, after unix.Timespec
 		pause := unix.NsecToTimespec(int64(wakeupSleep))
@@ -39,8 +42,9 @@ func wakeup(t *testing.T) time.Duration {
 	return <-took
 }
 
-// HoldsShare fails the test unless a process stays under a share of a core (share). Where it does not, the share is that of a usual machine: on one
-// whose wake-ups take more of a processor it may be so many times as much. Not judged with the race detector.
+// HoldsShare fails the test unless a process stays under a share of a core (share). The share
+// applies to a usual machine: if wake-ups cost more CPU time it is scaled by that factor. Not
+// judged with the race detector.
 func HoldsShare(t *testing.T, what string, limit float64, windows int, window time.Duration, cpu func() time.Duration, after func(time.Duration)) {
 	t.Helper()
 	used := share(t, what, windows, window, cpu, after)

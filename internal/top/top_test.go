@@ -54,7 +54,8 @@ func snapshot(at time.Time, moved uint64) *Snapshot {
 		Claimed: map[string]string{caller: "127.0.0.1:7650"}}
 }
 
-// What engines, their clients and peers call themselves does nothing to a terminal, and makes no lines.
+// What engines, their clients and peers call themselves does nothing to a terminal, and makes no
+// lines.
 func TestForeignText(t *testing.T) {
 	const bad = "a\x1b[2J\r\nb\u009b1m"
 	s := snapshot(time.Unix(1000, 0), 2)
@@ -180,7 +181,8 @@ func asJSON(t *testing.T) func(int64, http.ResponseWriter) {
 
 func TestOnce(t *testing.T) {
 	var b bytes.Buffer
-	if err := Once(t.Context(), server(t, asJSON(t)), 20*time.Millisecond, &b); err != nil { // two answers of a few bytes
+	// two answers of a few bytes
+	if err := Once(t.Context(), server(t, asJSON(t)), 20*time.Millisecond, &b); err != nil {
 		t.Fatal(err)
 	}
 	if f := row(t, b.String(), "tcp:rail0"); f[3] != "healthy" || f[4] == "-" || f[4] == "0" {
@@ -297,7 +299,8 @@ func TestLive(t *testing.T) {
 	}
 }
 
-// drawn is a screen that does something once it shows what it waits for. One goroutine writes to it.
+// drawn is a screen that does something once it shows what it waits for. One goroutine writes to
+// it.
 type drawn struct {
 	out  bytes.Buffer
 	want string

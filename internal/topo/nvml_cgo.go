@@ -10,8 +10,8 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// managed asks the driver's management library, which needs no context on the GPU: a busy engine does not notice. fs.ErrNotExist: there is
-// no library here.
+// managed asks the driver's management library, which needs no context on the GPU and does not
+// disturb a busy engine. fs.ErrNotExist: no library here.
 func managed() (out []GPU, err error) {
 	if r := nvml.Init(); r != nvml.SUCCESS {
 		if r == nvml.ERROR_LIBRARY_NOT_FOUND || r == nvml.ERROR_DRIVER_NOT_LOADED {

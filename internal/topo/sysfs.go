@@ -14,7 +14,7 @@ import (
 	"strings"
 )
 
-// Link is what rtnetlink says about one interface.
+// Link is rtnetlink's description of one interface.
 type Link struct {
 	Name   string
 	Index  int
@@ -23,18 +23,20 @@ type Link struct {
 	Admin  bool
 	Link   bool
 	Master int // index; 0: none
-	Parent int // index of what a VLAN is on; 0: none, or in another namespace
+	Parent int // index of a VLAN's parent; 0: none, or in another namespace
 	Addrs  []netip.Prefix
 }
 
-// Options say where to look. The zero value is this machine.
+// Options select the machine. The zero value is this machine.
 type Options struct {
 	Root  string                 // of /sys; empty: the real one
 	Links func() ([]Link, error) // nil: the kernel's
-	GPUs  func() ([]GPU, error)  // what the management library knows: PCI, Index, UUID and Name; nil: the library
+	// from the management library: PCI, Index, UUID and Name; nil: the library
+	GPUs func() ([]GPU, error)
 }
 
-// Discover looks at everything. What could not be read is in Host.Trouble; the error is for a host without interfaces to look at.
+// Discover examines the host. Host.Trouble lists what could not be read; the error means that
+// interfaces could not be listed.
 func Discover(opt Options) (*Host, error) {
 	links := opt.Links
 	if links == nil {
@@ -118,7 +120,8 @@ func (r *reader) nodes() (out []int) {
 
 var pciAddress = regexp.MustCompile(`^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$`)
 
-// seat follows a device link to where the device sits. A virtio device sits where the PCI device below it does.
+// seat follows a device link to the device's place. A virtio device has the place of the PCI device
+// below it.
 func (r *reader) seat(nodes []int, p ...string) (Seat, bool) {
 	s := Seat{Node: Unknown}
 	real, err := filepath.EvalSymlinks(r.path(p...))
@@ -137,7 +140,7 @@ func (r *reader) seat(nodes []int, p ...string) (Seat, bool) {
 		if len(s.Path) == 0 && strings.HasPrefix(c, "pci") || pciAddress.MatchString(c) {
 			s.Path = append(s.Path, c)
 		} else if len(s.Path) > 0 {
-			break // below the PCI device; what is above the host bridge, some machines have, does not matter
+			break // below the PCI device; levels above the host bridge do not matter
 		}
 	}
 	if len(s.Path) > 0 {
@@ -151,15 +154,15 @@ func (r *reader) seat(nodes []int, p ...string) (Seat, bool) {
 		}
 	}
 	if s.Node == Unknown && len(nodes) == 1 {
-		s.Node = nodes[0] // there is no other
+		s.Node = nodes[0] // there is only one
 	}
 	return s, true
 }
 
-// fill makes interfaces of links, with what sysfs says about them.
+// fill makes interfaces of links, with their data from sysfs.
 func (h *Host) fill(root string, links []Link) {
 	if len(links) > MaxNICs {
-		h.Trouble = append(h.Trouble, fmt.Errorf("topo: %d interfaces: the first %d by index are looked at", len(links), MaxNICs))
+		h.Trouble = append(h.Trouble, fmt.Errorf("topo: %d interfaces: only the first %d by index are used", len(links), MaxNICs))
 		slices.SortFunc(links, func(a, b Link) int { return cmp.Compare(a.Index, b.Index) })
 		links = links[:MaxNICs]
 	}
@@ -176,7 +179,7 @@ func (h *Host) fill(root string, links []Link) {
 		}
 		slices.SortFunc(n.Addrs, func(a, b netip.Prefix) int { return a.Addr().Compare(b.Addr()) })
 		if mbps, ok := r.number("class/net", l.Name, "speed"); ok && mbps > 0 && l.Kind != Veth {
-			n.Mbps = mbps // a veth says 10 Gbit/s, whatever it is shaped to
+			n.Mbps = mbps // a veth reports 10 Gbit/s, whatever its shaping
 		}
 		if s, ok := r.seat(h.Nodes, "class/net", l.Name, "device"); ok {
 			n.Seats = []Seat{s}
@@ -203,10 +206,10 @@ func (h *Host) fill(root string, links []Link) {
 	}
 }
 
-// maxDepth bounds stacks of interfaces: a VLAN on a bond on a device is three.
+// maxDepth bounds stacks of interfaces: a VLAN on a bond on a device has three.
 const maxDepth = 8
 
-// settle gives an interface that is made of others their seats.
+// settle gives a composed interface the places of its parts.
 func (n *NIC) settle(h *Host) {
 	if len(n.Seats) == 0 {
 		n.Seats = h.seats(n, maxDepth)
@@ -216,7 +219,7 @@ func (n *NIC) settle(h *Host) {
 		case i == 0:
 			n.Node = s.Node
 		case s.Node != n.Node:
-			n.Node = Unknown // of several
+			n.Node = Unknown // of several parts
 		}
 	}
 }
@@ -238,7 +241,8 @@ func (h *Host) seats(n *NIC, depth int) (out []Seat) {
 	return out
 }
 
-// gpus finds NVIDIA's 3D and VGA controllers in sysfs, and asks the management library who they are.
+// gpus finds NVIDIA's 3D and VGA controllers in sysfs, and identifies them by the management
+// library.
 func (h *Host) gpus(opt *Options) {
 	r := &reader{root: opt.Root}
 	for _, pci := range r.names("bus/pci/devices") {
@@ -254,7 +258,7 @@ func (h *Host) gpus(opt *Options) {
 	ask := opt.GPUs
 	if ask == nil {
 		if opt.Root != "" {
-			return // the library knows this machine only
+			return // the library describes only this machine
 		}
 		ask = managed
 	}
@@ -265,7 +269,7 @@ func (h *Host) gpus(opt *Options) {
 	for _, k := range known {
 		g := h.GPU(k.PCI)
 		if g == nil {
-			// A container may see the device and not its place in sysfs.
+			// A container may see the device without its place in sysfs.
 			h.GPUs = append(h.GPUs, GPU{PCI: k.PCI, Seat: Seat{Node: Unknown}})
 			g = &h.GPUs[len(h.GPUs)-1]
 		}

@@ -1,11 +1,14 @@
-// Package topo knows what a host is made of, as far as moving bytes is concerned: network interfaces with their addresses, speeds and
-// links, GPUs, NUMA nodes, and how far from each other they sit. It reads sysfs, rtnetlink and the NVIDIA management library, and it says
-// when links and addresses appear, vanish, go down or come up.
+// Package topo describes a host for the purpose of moving bytes: network interfaces with their
+// addresses, speeds and links, GPUs, NUMA nodes, and their distances. It reads sysfs, rtnetlink and
+// the NVIDIA management library, and reports when links and addresses appear, vanish, go down or
+// come up.
 //
-// Invariants: a Host is a snapshot and never changes; lists are sorted; what the kernel does not know is unknown and not guessed; at most
-// MaxNICs interfaces are looked at. Discover needs no privilege and changes nothing.
+// Invariants: a Host is a snapshot and never changes. Lists are sorted. Data that the kernel does
+// not provide is unknown, never guessed. At most MaxNICs interfaces are examined. Discover needs no
+// privilege and changes nothing.
 //
-// Goroutines: none. Watch runs in its caller's, and the subscriptions of package netlink in theirs until Watch returns.
+// Goroutines: none. Watch runs in its caller's, and the subscriptions of package netlink in theirs
+// until Watch returns.
 package topo
 
 import (
@@ -15,25 +18,25 @@ import (
 	"strings"
 )
 
-// MaxNICs bounds the interfaces that are looked at: a host of containers has thousands that lead nowhere.
+// MaxNICs bounds the examined interfaces: a host of containers has thousands that lead nowhere.
 const MaxNICs = 1024
 
-// Unknown is the NUMA node of what has none, or of which the kernel does not tell.
+// Unknown is the NUMA node of a device without one, or without data from the kernel.
 const Unknown = -1
 
-// Host is a machine, or what a container or a virtual machine sees of it.
+// Host is a machine, or the part that a container or a virtual machine sees.
 type Host struct {
 	NICs  []NIC // by name
 	GPUs  []GPU // by PCI address
 	Nodes []int // NUMA nodes that are online
-	// Trouble says what could not be read; the rest stands.
+	// Trouble lists what could not be read; the rest is valid.
 	Trouble []error
 }
 
-// Kind is what an interface is made of.
+// Kind is the kind of an interface.
 type Kind string
 
-// The kinds that matter here. Others keep the kernel's word (bridge, tun, wireguard ...).
+// The kinds that matter here. Others keep the kernel's name (bridge, tun, wireguard ...).
 const (
 	Physical Kind = "device" // has a driver of its own, also a virtual one: virtio, ena
 	Loopback Kind = "loopback"
@@ -50,21 +53,21 @@ type NIC struct {
 	Kind   Kind
 	Addrs  []netip.Prefix
 	MTU    int
-	Mbps   int    // 0: the kernel does not tell
+	Mbps   int    // 0: not reported by the kernel
 	Node   int    // NUMA; Unknown
 	RDMA   string // its InfiniBand device, for instance mlx5_0
 	Driver string
-	Admin  bool   // set up by the administrator
+	Admin  bool   // administratively up
 	Link   bool   // and has a carrier: bytes can move
 	Master string // the bond or bridge that it is a port of
-	// Below is what a bond, VLAN or bridge is made of, as names.
+	// Below names the parts of a bond, VLAN or bridge.
 	Below []string
-	// Seats are the PCI paths of the devices that carry its bytes, one for a device, several for a bond; a path goes from the host
-	// bridge to the device. None: not on PCI, as far as is visible.
+	// Seats are the PCI paths of the devices that carry its bytes: one for a device, several for a
+	// bond. A path leads from the host bridge to the device. None: not on PCI, as far as visible.
 	Seats []Seat
 }
 
-// Seat is where a device sits.
+// Seat is the place of a device.
 type Seat struct {
 	Path []string // "pci0000:15", "0000:15:01.0", ..., "0000:18:00.0"
 	Node int
@@ -87,7 +90,7 @@ type GPU struct {
 	Seat  Seat
 }
 
-// Memory is where bytes lie: on a GPU, or in host memory of a NUMA node.
+// Memory is a place of bytes: a GPU, or host memory of a NUMA node.
 type Memory struct {
 	GPU  string // PCI address; empty: host memory
 	Node int    // of host memory; Unknown
@@ -118,7 +121,7 @@ func Between(a, b Seat) Distance {
 	}
 	switch {
 	case n >= 2:
-		// Below what both share, the device itself and a port of the one switch.
+		// Below the common part: the device itself and a port of the one switch.
 		if len(a.Path)-n <= 2 && len(b.Path)-n <= 2 {
 			return Switch
 		}
@@ -133,15 +136,15 @@ func Between(a, b Seat) Distance {
 	return System
 }
 
-// The tiers of a rail for some memory. Being in a far one costs only where a nearer rail exists.
+// The tiers of a rail for some memory. A far rail costs only if a nearer one exists.
 const (
 	Near   = 1 // the same PCIe switch, the same process space
-	Middle = 2 // the same NUMA node, or nothing better is known
+	Middle = 2 // the same NUMA node, or unknown
 	Far    = 3 // another NUMA node
 )
 
-// Tier classifies an interface for some memory. Where it is made of several devices, the farthest counts: nobody knows which of them a
-// byte takes.
+// Tier classifies an interface for some memory. For several devices the farthest counts, because a
+// byte may take any of them.
 func (h *Host) Tier(n *NIC, m Memory) int {
 	if n.Kind == Loopback {
 		return Near
@@ -176,7 +179,7 @@ func (h *Host) Tier(n *NIC, m Memory) int {
 	return worst
 }
 
-// GPU finds a GPU by its PCI address, its UUID, or its index in decimal; nil: there is none.
+// GPU finds a GPU by its PCI address, its UUID, or its index in decimal; nil: none.
 func (h *Host) GPU(name string) *GPU {
 	for i := range h.GPUs {
 		g := &h.GPUs[i]
@@ -187,7 +190,7 @@ func (h *Host) GPU(name string) *GPU {
 	return nil
 }
 
-// NIC finds an interface by its name; nil: there is none.
+// NIC finds an interface by its name; nil: none.
 func (h *Host) NIC(name string) *NIC {
 	i, ok := slices.BinarySearchFunc(h.NICs, name, func(n NIC, name string) int { return strings.Compare(n.Name, name) })
 	if !ok {
@@ -196,7 +199,8 @@ func (h *Host) NIC(name string) *NIC {
 	return &h.NICs[i]
 }
 
-// At finds the interface that has an address; nil: there is none. All of 127.0.0.0/8 is on the loopback interface.
+// At finds the interface with an address; nil: none. All of 127.0.0.0/8 is on the loopback
+// interface.
 func (h *Host) At(a netip.Addr) *NIC {
 	a = a.Unmap().WithZone("")
 	for i := range h.NICs {
@@ -209,7 +213,8 @@ func (h *Host) At(a netip.Addr) *NIC {
 	return nil
 }
 
-// Route is the address that a rail over the interface would have, or why it would be none: as things are, or by its nature.
+// Route returns the address for a rail over the interface, or why the interface is not a rail, now
+// or by its nature.
 func (n *NIC) Route() (netip.Prefix, error) {
 	switch {
 	case n.Master != "":
@@ -238,23 +243,23 @@ func (n *NIC) Route() (netip.Prefix, error) {
 	return six, nil
 }
 
-// equal reports whether nothing that is told about an interface differs.
+// equal reports whether no reported property differs.
 func (n *NIC) equal(o *NIC) bool {
 	return n.Name == o.Name && n.Index == o.Index && n.Kind == o.Kind && slices.Equal(n.Addrs, o.Addrs) && n.MTU == o.MTU && n.Mbps == o.Mbps &&
 		n.Node == o.Node && n.RDMA == o.RDMA && n.Admin == o.Admin && n.Link == o.Link && n.Master == o.Master && slices.Equal(n.Below, o.Below) &&
 		slices.EqualFunc(n.Seats, o.Seats, func(a, b Seat) bool { return a.Node == b.Node && slices.Equal(a.Path, b.Path) })
 }
 
-// Change is what happened to an interface.
+// Change is a kind of change of an interface.
 type Change uint8
 
-// The changes, at most one per interface and look: what matters most.
+// The changes, at most one per interface and look: the most important.
 const (
 	Appeared Change = iota + 1
 	Vanished
 	Down    // the link
 	Up      // the link
-	Changed // addresses, speed or anything else; the link is as before
+	Changed // addresses, speed or other properties; the link is unchanged
 )
 
 func (c Change) String() string {
@@ -267,8 +272,8 @@ type Event struct {
 	NIC    NIC
 }
 
-// Diff is what leads from one snapshot to another, by name. An interface that was made anew under an old name is told as Vanished and
-// Appeared.
+// Diff lists the changes from one snapshot to another, by name. An interface that was remade under
+// an old name is reported as Vanished and Appeared.
 func Diff(old, now *Host) (out []Event) {
 	for i := range old.NICs {
 		o := &old.NICs[i]

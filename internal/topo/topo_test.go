@@ -192,7 +192,8 @@ func TestRoutes(t *testing.T) {
 	}
 }
 
-// Where nothing is known nothing is far: every tier is the same, and the one node that there is is the node.
+// Where nothing is known nothing is far: every tier is the same, and the one node that there is is
+// the node.
 func TestVirtualMachine(t *testing.T) {
 	h := discover(t, machine(t, "h200-vm"))
 	n := h.NIC("eth0")
@@ -264,7 +265,8 @@ func TestDiff(t *testing.T) {
 	}
 }
 
-// More interfaces than anybody has, names that the tree does not know, lists that are nonsense: bounded, said, and the rest stands.
+// More interfaces than anybody has, names that the tree does not know, lists that are nonsense:
+// bounded, said, and the rest stands.
 func TestNonsense(t *testing.T) {
 	var many []Link
 	for i := range 10 * MaxNICs {

@@ -16,17 +16,22 @@ import (
 
 // Times of a watcher.
 const (
-	settle  = 2 * time.Millisecond   // after a look at least, so that a burst of news is one
-	share   = 4                      // times what the look took, at least: a host that makes containers has news all the time
+	// least pause after a look, so that a burst of notifications is one
+	settle = 2 * time.Millisecond
+	// least pause as a multiple of the look's time: a host that makes containers has notifications
+	// all the time
+	share   = 4
 	longest = 40 * time.Millisecond  // pause after a look
-	again   = 100 * time.Millisecond // after a look that failed
-	unasked = 30 * time.Second       // between looks where there is no news: a speed changes without any
-	// upHold passes before a link that came up is told, if it still is up then. The other end's comes up a moment later, and an ARP request
-	// that goes out before is lost: the kernel says it again after a second, whatever connects meanwhile.
+	again   = 100 * time.Millisecond // after a failed look
+	// between looks without notifications: a change of speed causes none
+	unasked = 30 * time.Second
+	// upHold passes before a link that came up is reported, if it is still up then. The other end
+	// comes up a moment later, and an earlier ARP request is lost: the kernel repeats it after a
+	// second, whatever connects meanwhile.
 	upHold = 20 * time.Millisecond
 )
 
-// held reports whether events wait for upHold: a link came up, and none is lost.
+// held reports whether events wait for upHold: a link came up, and none was lost.
 func held(events []Event) (up bool) {
 	for _, e := range events {
 		if e.Change == Down || e.Change == Vanished {
@@ -44,10 +49,11 @@ type kernel struct {
 	sub  *subscription // nil: none
 }
 
-// subscription is one life of the two sockets that news comes from. The library ends it where the kernel had to drop news.
+// subscription is one life of the two notification sockets. The library ends it if the kernel had
+// to drop notifications.
 type subscription struct {
 	done chan struct{}
-	wg   sync.WaitGroup // the two that forward
+	wg   sync.WaitGroup // the two forwarders
 	lost atomic.Bool
 }
 
@@ -79,7 +85,8 @@ func (k *kernel) poke() {
 	}
 }
 
-// subscribe makes news of every change of a link or an address; again where an earlier subscription was lost, which is news too.
+// subscribe subscribes to changes of links and addresses; again after a lost subscription, which
+// counts as a notification.
 func (k *kernel) subscribe() error {
 	if k.sub != nil && !k.sub.lost.Load() {
 		return nil
@@ -101,7 +108,7 @@ func (k *kernel) subscribe() error {
 	return nil
 }
 
-// forward turns updates into news until the subscription ends.
+// forward turns updates into notifications until the subscription ends.
 func forward[T any](in <-chan T, k *kernel) {
 	for range in {
 		k.poke()
@@ -109,8 +116,8 @@ func forward[T any](in <-chan T, k *kernel) {
 	k.poke()
 }
 
-// links lists interfaces and their addresses. The two lists are of different moments: an address of an interface that is in neither is
-// left out, and news of it follows.
+// links lists interfaces and their addresses. The two lists are of different moments: an address of
+// an interface in neither is omitted, and a notification of it follows.
 func (k *kernel) links() ([]Link, error) {
 	list, err := k.h.LinkList()
 	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
@@ -124,7 +131,7 @@ func (k *kernel) links() ([]Link, error) {
 	for _, a := range addrs {
 		ip, ok := netip.AddrFromSlice(a.IP)
 		ones, _ := a.Mask.Size()
-		// A tentative address cannot be bound yet; it is news when it can.
+		// A tentative address cannot be bound yet; a notification follows when it can.
 		if ok && a.Flags&(unix.IFA_F_TENTATIVE|unix.IFA_F_DADFAILED) == 0 {
 			byIndex[a.LinkIndex] = append(byIndex[a.LinkIndex], netip.PrefixFrom(ip.Unmap(), ones))
 		}
@@ -133,19 +140,21 @@ func (k *kernel) links() ([]Link, error) {
 	for _, l := range list {
 		a := l.Attrs()
 		if a.RawFlags&unix.IFF_LOWER_UP != 0 && a.OperState != netlink.OperUp && a.OperState != netlink.OperUnknown {
-			// A carrier that the kernel has not acted on yet, which it may put off for a second: until then nothing can be sent. To ask for
-			// one link, unlike for all, makes it catch up (linkwatch_sync_dev in rtnl_getlink).
+			// The kernel may delay its reaction to a carrier for a second, until which nothing can
+			// be sent. A request for one link, unlike one for all, makes it catch up
+			// (linkwatch_sync_dev in rtnl_getlink).
 			if now, err := k.h.LinkByIndex(a.Index); err == nil {
 				a = now.Attrs()
 			}
 		}
 		x := Link{Name: a.Name, Index: a.Index, Kind: Kind(l.Type()), MTU: a.MTU, Admin: a.Flags&net.FlagUp != 0, Master: a.MasterIndex, Addrs: byIndex[a.Index]}
-		// The loopback interface and others without a carrier of their own have operstate unknown while they work.
+		// The loopback interface and others without a carrier have operstate unknown while they
+		// work.
 		x.Link = x.Admin && a.RawFlags&unix.IFF_LOWER_UP != 0 && (a.OperState == netlink.OperUp || a.OperState == netlink.OperUnknown)
 		if a.Flags&net.FlagLoopback != 0 {
 			x.Kind = Loopback
 		}
-		if a.NetNsID < 0 { // else the parent is in another namespace
+		if a.NetNsID < 0 { // otherwise the parent is in another namespace
 			x.Parent = a.ParentIndex
 		}
 		out = append(out, x)
@@ -153,8 +162,8 @@ func (k *kernel) links() ([]Link, error) {
 	return out, nil
 }
 
-// Watch looks, tells what it found, and then tells every change until ctx ends. The first call of tell has an event Appeared for each
-// interface. The network namespace is that of the calling thread at the time of the call.
+// Watch reports the first look, with an event Appeared for each interface, and then every change
+// until ctx ends. The network namespace is that of the calling thread at the time of the call.
 func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 	k, err := openKernel()
 	if err != nil {
@@ -169,7 +178,7 @@ func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 	}
 	last := &Host{}
 	devices := &Host{Nodes: (&reader{root: opt.Root}).nodes()}
-	devices.gpus(&opt) // they do not come and go
+	devices.gpus(&opt) // GPUs do not come and go
 	for ripe := false; ; {
 		began := time.Now()
 		l, err := opt.Links()
@@ -213,7 +222,7 @@ func Watch(ctx context.Context, opt Options, tell func(*Host, []Event)) error {
 	}
 }
 
-// pause reports whether ctx outlives it.
+// pause reports whether ctx outlives d.
 func pause(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()

@@ -14,7 +14,8 @@ import (
 	"github.com/kvspray/kvspray/internal/testutil"
 )
 
-// TestWatch runs in a network namespace of its own: a link appears, comes up, gets an address, loses its carrier and vanishes.
+// TestWatch runs in a network namespace of its own: a link appears, comes up, gets an address,
+// loses its carrier and vanishes.
 func TestWatch(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return
@@ -66,13 +67,15 @@ func TestWatch(t *testing.T) {
 	must(t, h.LinkSetUp(far))
 	wait("rail0", Up)
 	must(t, h.AddrAdd(veth, &netlink.Addr{IPNet: &net.IPNet{IP: net.IPv4(10, 1, 2, 3), Mask: net.CIDRMask(24, 32)}}))
-	for n, _ := wait("rail0", Changed); ; n, _ = wait("rail0", Changed) { // an address of IPv6 may come first
+	// an address of IPv6 may come first
+	for n, _ := wait("rail0", Changed); ; n, _ = wait("rail0", Changed) {
 		if p, err := n.Route(); err == nil && p.String() == "10.1.2.3/24" {
 			break
 		}
 	}
-	// The other end goes: this one loses its carrier, which must be told within a few milliseconds. Of 20 ms that healing may take in all this
-	// is a part, on a quiet machine; here the median of several shows that nobody polls.
+	// The other end goes: this one loses its carrier, which must be told within a few milliseconds.
+	// Of 20 ms that healing may take in all this is a part, on a quiet machine; here the median of
+	// several shows that nobody polls.
 	const (
 		tries = 11
 		soon  = 200 * time.Millisecond

@@ -22,7 +22,7 @@ import (
 )
 
 const (
-	maxEvents = 64 // that nobody has taken
+	maxEvents = 64 // that nobody has received
 	pollBatch = 64
 	sendBatch = 64
 	psnBits   = 24
@@ -36,7 +36,7 @@ func check(op string, r C.int) error {
 	return fmt.Errorf("verbs: %s: %w", op, syscall.Errno(r))
 }
 
-// Library reports whether libibverbs can be opened, and why not.
+// Library returns why libibverbs cannot be opened, or nil.
 func Library() error {
 	var why *C.char
 	if C.kvv_open_library(&why) != 0 {
@@ -59,7 +59,7 @@ type device struct {
 
 	mu      sync.Mutex
 	closed  bool // guarded by mu
-	domains int  // that were not given back; guarded by mu
+	domains int  // not released yet; guarded by mu
 
 	memories, queuePairs atomic.Int64 // of this process
 }
@@ -118,7 +118,7 @@ func Open(cfg Config) (Device, error) {
 	if cfg.MTU != 0 {
 		d.mtu = min(d.mtu, cfg.MTU)
 	}
-	// What sysfs said and what the provider uses must be the same entry.
+	// sysfs and the provider must use the same entry.
 	if err := d.checkGID(); err != nil {
 		return fail(err)
 	}
@@ -129,7 +129,7 @@ func Open(cfg Config) (Device, error) {
 	return d, nil
 }
 
-// checkGID reports whether the table still holds the GID under the index that queue pairs name.
+// checkGID checks that the table still holds the GID under the index that queue pairs use.
 func (d *device) checkGID() error {
 	var raw [16]byte
 	if err := check(fmt.Sprintf("GID %d of %s", d.gid.Index, d.name),
@@ -142,7 +142,7 @@ func (d *device) checkGID() error {
 	return nil
 }
 
-// watched is a descriptor of its own for the netpoller: libibverbs keeps and closes the original.
+// watched is a duplicate descriptor for the netpoller: libibverbs keeps and closes the original.
 func watched(fd int, name string) (*os.File, error) {
 	dup, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -151,7 +151,8 @@ func watched(fd int, name string) (*os.File, error) {
 	return os.NewFile(uintptr(dup), name), nil
 }
 
-// await calls take, which must not block, each time that the file may be readable, until the file is closed.
+// await calls take, which must not block, whenever the file may be readable, until the file is
+// closed.
 func await(f *os.File, take func() C.int) {
 	raw, err := f.SyscallConn()
 	if err != nil {
@@ -209,7 +210,7 @@ func (d *device) event(kind int, what uint32) {
 			return
 		default:
 		}
-		select { // the oldest goes, unless it is the one that ends everything
+		select { // the oldest is dropped, unless it is the fatal one
 		case old := <-d.events:
 			if old.Kind == DeviceFatal {
 				e = old
@@ -327,7 +328,7 @@ func (p *domain) RegisterDMABuf(fd int, off, n uint64, remote bool) (Memory, err
 	if r != 0 {
 		err := check(fmt.Sprintf("register %d bytes of a dma-buf with %s", n, p.d.name), r)
 		if errors.Is(err, syscall.EOPNOTSUPP) || errors.Is(err, syscall.ENOSYS) {
-			return nil, fmt.Errorf("%w: %w: it takes Linux 5.12, rdma-core 34, and a NIC driver that knows dma-bufs", ErrNotSupported, err)
+			return nil, fmt.Errorf("%w: %w: this needs Linux 5.12, rdma-core 34, and a NIC driver that supports dma-bufs", ErrNotSupported, err)
 		}
 		return nil, p.d.refused(err, n, LockedMemory{Free: true}) // the exporter pins
 	}
@@ -340,7 +341,7 @@ func (p *domain) RegisterPeer(addr, n uint64, remote bool) (Memory, error) {
 	r := C.kvv_register_peer(p.c, C.uint64_t(addr), C.size_t(n), flag(remote), &m.h, (*C.uint32_t)(&m.lkey), (*C.uint32_t)(&m.rkey))
 	if r != 0 {
 		err := check(fmt.Sprintf("register %d bytes of a GPU with %s", n, p.d.name), r)
-		if errors.Is(err, syscall.EFAULT) { // to the kernel there is nothing at that address
+		if errors.Is(err, syscall.EFAULT) { // for the kernel nothing is at that address
 			return nil, fmt.Errorf("%w: %w: load nvidia-peermem", ErrNotSupported, err)
 		}
 		return nil, p.d.refused(err, n, LockedMemory{Free: true})
@@ -546,7 +547,7 @@ func (q *queuePair) ToReadyToReceive(remote Address) error {
 	p := C.struct_kvv_path{qp: C.uint32_t(remote.QP), psn: C.uint32_t(remote.PSN), lid: C.uint16_t(remote.LID), port: C.uint8_t(q.d.cfg.Port),
 		gid_index: C.uint8_t(q.d.gid.Index), mtu: C.uint8_t(min(q.d.mtu, remote.MTU)), traffic_class: C.uint8_t(q.d.cfg.TrafficClass),
 		service_level: C.uint8_t(q.d.cfg.ServiceLevel), hop_limit: hopLimit}
-	// Within an InfiniBand subnet the LID suffices; everything else is routed by GID.
+	// Within an InfiniBand subnet the LID suffices; otherwise routing is by GID.
 	if remote.Type != GIDInfiniBand || remote.LID == 0 {
 		p.is_global = 1
 	}

@@ -120,7 +120,8 @@ func work(a, b *end, id uint64, off, n uint32) verbs.Work {
 		RemoteAddr: b.m.Addr() + uint64(off), RemoteKey: b.m.RemoteKey(), Signaled: true}
 }
 
-// TestWrite moves a batch of more requests than one call of the library takes, and the immediate behind them.
+// TestWrite moves a batch of more requests than one call of the library takes, and the immediate
+// behind them.
 func TestWrite(t *testing.T) {
 	a, b := rail(t)
 	if err := b.q.PostReceive([]uint64{77}); err != nil {
@@ -170,7 +171,8 @@ func TestWrongKey(t *testing.T) {
 	}
 }
 
-// TestForeignDomain: a key of another domain of the same device is worth nothing, whoever has learned it.
+// TestForeignDomain: a key of another domain of the same device is worth nothing, whoever has
+// learned it.
 func TestForeignDomain(t *testing.T) {
 	a, b := rail(t)
 	other := newEndOn(t, b.d)
@@ -201,7 +203,8 @@ func again(t *testing.T, a, b *end) {
 	b.connect(a)
 }
 
-// TestReceiverStops: after the receiver's error state and its flush, nothing arrives, whatever the sender posts.
+// TestReceiverStops: after the receiver's error state and its flush, nothing arrives, whatever the
+// sender posts.
 func TestReceiverStops(t *testing.T) {
 	a, b := rail(t)
 	var batch []verbs.Work
@@ -209,7 +212,8 @@ func TestReceiverStops(t *testing.T) {
 		batch = append(batch, work(a, b, uint64(i), i*8192, 8192))
 	}
 	stopped := false
-	for attempt := 0; !stopped && attempt < 20; attempt++ { // where a processor is shared, all of it may have arrived before the stop
+	// where a processor is shared, all of it may have arrived before the stop
+	for attempt := 0; !stopped && attempt < 20; attempt++ {
 		if err := b.q.PostReceive([]uint64{5}); err != nil {
 			t.Fatal(err)
 		}

@@ -15,7 +15,7 @@ func TestRefusals(t *testing.T) {
 	tight := LockedMemory{Limit: 8 * mib, Locked: 7 * mib}
 	roomy := LockedMemory{Limit: 8 * mib}
 	free := LockedMemory{Limit: 8 * mib, Locked: 7 * mib, Free: true}
-	const memlock, table, size, pairs = "ulimit -l unlimited", "leave it out of transports.gdr.rails", "register in parts", "lower transports.gdr.queue_pairs"
+	const memlock, table, size, pairs = "ulimit -l unlimited", "remove it from transports.gdr.rails", "register in parts", "lower transports.gdr.queue_pairs"
 	all := []string{memlock, table, size, pairs}
 	wrap := func(e syscall.Errno) error { return fmt.Errorf("verbs: it: %w", e) }
 	mr := func(e syscall.Errno, n uint64, own int, lock LockedMemory) error {

@@ -8,7 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lockedMemory asks the kernel. What it does not say counts as no limit.
+// lockedMemory asks the kernel. Missing data counts as no limit.
 func lockedMemory() LockedMemory {
 	var lim unix.Rlimit
 	if unix.Getrlimit(unix.RLIMIT_MEMLOCK, &lim) != nil || lim.Cur == unix.RLIM_INFINITY {
@@ -23,7 +23,8 @@ func lockedMemory() LockedMemory {
 	return l
 }
 
-// lockedIn reads what a status file of /proc says of locked memory: by mlock, and pinned for devices, which RDMA counts apart.
+// lockedIn reads the locked memory from a status file of /proc: memory locked by mlock, and memory
+// pinned for devices, which RDMA counts separately.
 func lockedIn(status string) (l LockedMemory) {
 	for line := range strings.Lines(status) {
 		name, text, _ := strings.Cut(line, ":")

@@ -12,7 +12,7 @@ import (
 	"strings"
 )
 
-// GIDType says which packets a GID makes.
+// GIDType is the kind of packets of a GID.
 type GIDType uint8
 
 // The types of GIDs.
@@ -42,7 +42,7 @@ type GID struct {
 	NetDev string // the interface that it belongs to
 }
 
-// Addr is the GID as an IP address; an IPv4 address where it stands for one.
+// Addr is the GID as an IP address; an IPv4 address if it represents one.
 func (g GID) Addr() netip.Addr { return netip.AddrFrom16(g.Raw).Unmap() }
 
 // Port is one port of an RDMA device, as sysfs shows it.
@@ -57,7 +57,7 @@ type Port struct {
 	GIDs   []GID
 }
 
-// Name is the device's, with the port's number where it is not the first.
+// Name is the device's name, with the port's number unless it is the first.
 func (p *Port) Name() string {
 	if p.Num == 1 {
 		return p.Device
@@ -71,12 +71,13 @@ var ErrNoDevices = errors.New("no RDMA device: is the NIC's driver loaded, and /
 const (
 	maxPorts = 64   // of a host
 	maxGIDs  = 4096 // of a port
-	// maxGap ends the search of a table, which may have a thousand entries with a file each: the kernel fills the first free
-	// one, so what lies behind as many empty ones can only be left from a time with that many addresses.
+	// maxGap ends the search of a table, which may have a thousand entries with a file each: the
+	// kernel fills the first free one, so entries after that many empty ones can only be left over
+	// from a time with that many addresses.
 	maxGap = 64
 )
 
-// Ports lists the ports of this host. root is "/" but in tests.
+// Ports lists the ports of this host. root is "/" except in tests.
 func Ports(root string) ([]Port, error) {
 	base := filepath.Join(root, "sys/class/infiniband")
 	devices, err := os.ReadDir(base)
@@ -161,14 +162,15 @@ func line(dir, file string) string {
 	return strings.TrimSpace(string(b))
 }
 
-// AutoGID lets ChooseGID choose.
+// AutoGID makes ChooseGID choose.
 const AutoGID = -1
 
-// ChooseGID picks the entry that queue pairs of the port use, and says why. pinned is an index, or AutoGID.
+// ChooseGID picks the entry for queue pairs of the port, with the reason. pinned is an index, or
+// AutoGID.
 //
-// On Ethernet: RoCEv2 before RoCEv1, since only UDP is routed and hashed over links; never a link-local address while there
-// is another, since no router forwards it; IPv4 before IPv6, since that is what most fabrics are set up for; then the lowest
-// index, which does not move when addresses are added.
+// On Ethernet: RoCEv2 before RoCEv1, since only UDP is routed and hashed over links; a link-local
+// address only without another, since no router forwards it; IPv4 before IPv6, the usual
+// configuration of fabrics; then the lowest index, which does not change when addresses are added.
 func ChooseGID(p *Port, pinned int) (GID, string, error) {
 	if pinned != AutoGID {
 		for _, g := range p.GIDs {
@@ -176,7 +178,7 @@ func ChooseGID(p *Port, pinned int) (GID, string, error) {
 				return g, fmt.Sprintf("index %d is configured", pinned), nil
 			}
 		}
-		return GID{}, "", fmt.Errorf("verbs: port %s: GID index %d is empty: pin one of %v in transports.gdr.rails, as %s@INDEX, or leave the index out", p.Name(), pinned, indexes(p.GIDs), p.Name())
+		return GID{}, "", fmt.Errorf("verbs: port %s: GID index %d is empty: pin one of %v in transports.gdr.rails, as %s@INDEX, or omit the index", p.Name(), pinned, indexes(p.GIDs), p.Name())
 	}
 	if len(p.GIDs) == 0 {
 		return GID{}, "", fmt.Errorf("verbs: port %s has no GID: give its network interface an address", p.Name())
@@ -204,9 +206,9 @@ func ChooseGID(p *Port, pinned int) (GID, string, error) {
 	})
 	switch {
 	case best.Type != GIDRoCEv2:
-		return GID{}, "", fmt.Errorf("verbs: port %s has RoCEv1 GIDs only: enable RoCEv2 (cma_roce_mode), or pin one of %v in transports.gdr.rails, as %s@INDEX", p.Name(), indexes(p.GIDs), p.Name())
+		return GID{}, "", fmt.Errorf("verbs: port %s has RoCEv1 GIDs only: enable RoCEv2 (cma_roce_mode), or pin a GID of %v in transports.gdr.rails, as %s@INDEX", p.Name(), indexes(p.GIDs), p.Name())
 	case best.Addr().IsLinkLocalUnicast():
-		return GID{}, "", fmt.Errorf("verbs: port %s has link-local GIDs only, which no router forwards: give %s an IP address, or pin one of %v in transports.gdr.rails, as %s@INDEX",
+		return GID{}, "", fmt.Errorf("verbs: port %s has link-local GIDs only, which no router forwards: give %s an IP address, or pin a GID of %v in transports.gdr.rails, as %s@INDEX",
 			p.Name(), best.NetDev, indexes(p.GIDs), p.Name())
 	}
 	why := "RoCEv2, " + best.Addr().String() + " of " + best.NetDev
@@ -223,29 +225,29 @@ func indexes(gids []GID) (out []int) {
 	return out
 }
 
-// CheckPeer reports whether two ends can be connected at all, naming both where they cannot.
+// CheckPeer checks whether two ends can be connected at all; the error names both.
 func CheckPeer(local, remote Address) error {
 	switch {
 	case local.Type != remote.Type:
 		return fmt.Errorf("verbs: this end uses %s (%s), the peer %s (%s): pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX", local.Type, show(local), remote.Type, show(remote))
 	case local.Type == GIDInfiniBand:
 		if remote.LID == 0 && remote.GID == [16]byte{} {
-			return errors.New("verbs: the peer names neither a LID nor a GID")
+			return errors.New("verbs: the peer sent neither a LID nor a GID")
 		}
 		if remote.LID != 0 && [8]byte(local.GID[:8]) != [8]byte(remote.GID[:8]) {
 			return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: two InfiniBand subnets, and a LID leads nowhere in another one: use ports of one subnet, or tcp",
 				show(local), show(remote))
 		}
 	case remote.GID == [16]byte{} || netip.AddrFrom16(remote.GID).Unmap().IsMulticast() || netip.AddrFrom16(remote.GID).Unmap().IsUnspecified():
-		return fmt.Errorf("verbs: the peer's GID %s is no address of a host", show(remote))
+		return fmt.Errorf("verbs: the peer's GID %s is not a host's address", show(remote))
 	case netip.AddrFrom16(local.GID).Is4In6() != netip.AddrFrom16(remote.GID).Is4In6():
 		return fmt.Errorf("verbs: this end's GID is %s, the peer's %s: one is IPv4, one IPv6: pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX", show(local), show(remote))
 	}
 	if !remote.MTU.Valid() {
-		return fmt.Errorf("verbs: the peer names MTU number %d: 1 to %d", remote.MTU, MTU4096)
+		return fmt.Errorf("verbs: the peer sent MTU number %d: 1 to %d", remote.MTU, MTU4096)
 	}
 	if remote.QP == 0 || remote.QP >= 1<<24 || remote.PSN >= 1<<24 {
-		return fmt.Errorf("verbs: the peer names queue pair %#x and sequence number %#x: both have 24 bits", remote.QP, remote.PSN)
+		return fmt.Errorf("verbs: the peer sent queue pair %#x and sequence number %#x: both have 24 bits", remote.QP, remote.PSN)
 	}
 	return nil
 }
@@ -255,18 +257,19 @@ func show(a Address) string { return netip.AddrFrom16(a.GID).Unmap().String() }
 // Config of a device that Open opens.
 type Config struct {
 	Device       string
-	Port         int // 1 and up; 0: the first
+	Port         int // from 1; 0: the first
 	GIDIndex     int // or AutoGID
-	MTU          MTU // at most; 0: the port's
+	MTU          MTU // limit; 0: the port's
 	TrafficClass uint8
 	ServiceLevel uint8
-	// Timer is the exponent of the time-out of an acknowledgement, 4.096us << Timer; Retries is how often a request is
-	// repeated after it. A dead path is noticed after about 2 x (Retries+1) x time-out. Soft-RoCE takes 7 for "for ever".
+	// Timer is the exponent of an acknowledgement's time-out, 4.096us << Timer; Retries is the
+	// number of repetitions after it. A dead path is detected after about 2 x (Retries+1) x
+	// time-out. Soft-RoCE treats 7 as "for ever".
 	Timer   uint8
 	Retries uint8
 }
 
-// Timers that notice a dead path within about 50 ms.
+// Timers that detect a dead path within about 50 ms.
 const (
 	DefaultTimer   = 10 // 4.2 ms
 	DefaultRetries = 3
@@ -277,7 +280,7 @@ const (
 func (c *Config) check() error {
 	switch {
 	case c.Device == "":
-		return errors.New("verbs: no device is named")
+		return errors.New("verbs: the device is missing")
 	case c.MTU > MTU4096:
 		return fmt.Errorf("verbs: MTU number %d: 1 to %d", c.MTU, MTU4096)
 	case c.Timer == 0 || c.Timer > maxTimer:

@@ -26,8 +26,8 @@ func TestChooseGID(t *testing.T) {
 		{"IPv6 before it", "Ethernet", []GID{gid(1, GIDRoCEv2, v6), gid(4, GIDRoCEv2, v4)}, AutoGID, 4, v4},
 		{"IPv6 only", "Ethernet", []GID{gid(0, GIDRoCEv2, local), gid(2, GIDRoCEv2, v6)}, AutoGID, 2, v6},
 		{"two addresses", "Ethernet", []GID{gid(7, GIDRoCEv2, "10.1.2.4"), gid(5, GIDRoCEv2, v4)}, AutoGID, 5, v4},
-		{"RoCEv1 only", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, AutoGID, -1, "enable RoCEv2 (cma_roce_mode), or pin one of [0] in transports.gdr.rails, as mlx5_0@INDEX"},
-		{"routable v1, link-local v2", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(1, GIDRoCEv2, local)}, AutoGID, -1, "give eth0 an IP address, or pin one of [0 1] in transports.gdr.rails, as mlx5_0@INDEX"},
+		{"RoCEv1 only", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, AutoGID, -1, "enable RoCEv2 (cma_roce_mode), or pin a GID of [0] in transports.gdr.rails, as mlx5_0@INDEX"},
+		{"routable v1, link-local v2", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(1, GIDRoCEv2, local)}, AutoGID, -1, "give eth0 an IP address, or pin a GID of [0 1] in transports.gdr.rails, as mlx5_0@INDEX"},
 		{"pinned against it", "Ethernet", []GID{gid(0, GIDRoCEv1, v4), gid(3, GIDRoCEv2, v4)}, 0, 0, "configured"},
 		{"pinned to nothing", "Ethernet", []GID{gid(0, GIDRoCEv1, v4)}, 9, -1, "pin one of [0] in transports.gdr.rails, as mlx5_0@INDEX"},
 		{"empty table", "Ethernet", nil, AutoGID, -1, "no GID"},
@@ -110,9 +110,9 @@ func TestCheckPeer(t *testing.T) {
 		t.Fatal(err)
 	}
 	for says, lie := range map[string]func(*Address){
-		"RoCEv1 (10.0.0.1)":       func(a *Address) { a.Type = GIDRoCEv1 },
-		"no address of a host":    func(a *Address) { a.GID = [16]byte{} },
-		"224.0.0.1 is no address": func(a *Address) { a.GID = netip.MustParseAddr("224.0.0.1").As16() },
+		"RoCEv1 (10.0.0.1)":                 func(a *Address) { a.Type = GIDRoCEv1 },
+		"is not a host's address":           func(a *Address) { a.GID = [16]byte{} },
+		"224.0.0.1 is not a host's address": func(a *Address) { a.GID = netip.MustParseAddr("224.0.0.1").As16() },
 		"one is IPv4, one IPv6: pin a GID at one of them, in its transports.gdr.rails: DEVICE@INDEX": func(a *Address) { a.GID = netip.MustParseAddr("2001:db8::1").As16() },
 		"MTU number 6":              func(a *Address) { a.MTU = 6 },
 		"MTU number 0":              func(a *Address) { a.MTU = 0 },

@@ -13,7 +13,8 @@ import (
 // information.
 var version string
 
-// String returns the version of this build: the tag it was built from, else the revision, else "devel".
+// String returns the version of this build: the tag it was built from, else the revision, else
+// "devel".
 func String() string {
 	if version != "" {
 		return version

@@ -56,8 +56,8 @@ type Header struct {
 	Length  uint64 // bytes that follow, without the trailer
 }
 
-// header layout: magic u32, major u8, kind u8, outcome u8, reason u8, flags u16, slot u16, gen u32, first u32, count u32,
-// attempt u32, seq u32, length u64, reserved u32, check u32.
+// header layout: magic u32, major u8, kind u8, outcome u8, reason u8, flags u16, slot u16, gen u32,
+// first u32, count u32, attempt u32, seq u32, length u64, reserved u32, check u32.
 
 // PutHeader encodes h into the first HeaderBytes of b.
 func PutHeader(b []byte, h *Header) {
@@ -145,7 +145,8 @@ func (h *Header) Entry() Entry {
 	return Entry{Slot: h.Slot, Outcome: h.Outcome, Reason: h.Reason, Gen: h.Gen, Range: h.Range, Attempt: h.Attempt, Seq: h.Seq}
 }
 
-// AppendConfirms appends one message with 1 to MaxConfirms entries. It allocates nothing when dst has room.
+// AppendConfirms appends one message with 1 to MaxConfirms entries. It allocates nothing when dst
+// has room.
 func AppendConfirms(dst []byte, entries []Entry) []byte {
 	if len(entries) == 0 || len(entries) > MaxConfirms {
 		panic(fmt.Sprintf("wire: %d confirmations in one message", len(entries)))
@@ -207,7 +208,8 @@ type Trailer struct {
 	CRC32C uint32 // of the payload, with FlagCRC32C
 }
 
-// trailer layout: magic u32 with the status in its top byte's place, see PutTrailer; seq u32, crc u32, check u32.
+// trailer layout: magic u32 with the status in its top byte's place, see PutTrailer; seq u32, crc
+// u32, check u32.
 
 // PutTrailer encodes t into the first TrailerBytes of b.
 func PutTrailer(b []byte, t *Trailer) {

@@ -279,7 +279,8 @@ func Dial(rw io.ReadWriter, p DialParams) (*Opened, error) {
 // AcceptParams are the acceptor's inputs.
 type AcceptParams struct {
 	Purpose string
-	// Lookup returns the key shared with a peer's boot and the boot of this process; false refuses the lane.
+	// Lookup returns the key shared with a peer's boot and the boot of this process; false refuses
+	// the lane.
 	Lookup   func(peer transfer.Boot) (key [32]byte, self transfer.Boot, ok bool)
 	Versions Versions // zero: Lanes
 	// Attach sees the dialler's unproved Hello and returns this end's attachment; an error refuses

@@ -36,7 +36,8 @@ func open(o *Opener, rec []byte) ([]byte, error) {
 	return out, o.Open(out, rec, n)
 }
 
-// Records open in their order, across changes of the key, in place and elsewhere; no two are alike, whatever they hold.
+// Records open in their order, across changes of the key, in place and elsewhere; no two are alike,
+// whatever they hold.
 func TestSealed(t *testing.T) {
 	s, o := sealed(t, 7)
 	plain := make([]byte, RecordBytes)

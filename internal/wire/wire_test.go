@@ -227,8 +227,10 @@ func TestChoose(t *testing.T) {
 		want         Version
 	}{
 		{Versions{V(1, 0), V(1, 0)}, Versions{V(1, 0), V(1, 0)}, V(1, 0)},
-		{Versions{V(1, 0), V(1, 0)}, Versions{V(0, 9), V(0, 9)}, 0},       // an older peer that knows nothing of ours
-		{Versions{V(1, 0), V(1, 0)}, Versions{V(0, 9), V(1, 7)}, V(1, 0)}, // a newer one that still speaks ours
+		// an older peer that knows nothing of ours
+		{Versions{V(1, 0), V(1, 0)}, Versions{V(0, 9), V(0, 9)}, 0},
+		// a newer one that still speaks ours
+		{Versions{V(1, 0), V(1, 0)}, Versions{V(0, 9), V(1, 7)}, V(1, 0)},
 		{Versions{V(1, 0), V(2, 3)}, Versions{V(1, 0), V(1, 4)}, V(1, 4)}, // we are the newer one
 		{Versions{V(1, 0), V(1, 0)}, Versions{V(2, 0), V(3, 0)}, 0},
 		{Versions{V(1, 0), V(1, 0)}, Versions{V(1, 5), V(1, 0)}, 0}, // empty
@@ -387,8 +389,8 @@ type script struct {
 func (s *script) Read(p []byte) (int, error)  { return s.in.Read(p) }
 func (s *script) Write(p []byte) (int, error) { return s.out.Write(p) }
 
-// What was said on one lane opens no other: a replayed dialer has the old answer's proof, a replayed acceptor another
-// dialer's, and a reflected proof another role's.
+// What was said on one lane opens no other: a replayed dialer has the old answer's proof, a
+// replayed acceptor another dialer's, and a reflected proof another role's.
 func TestOpenReplay(t *testing.T) {
 	d, a := params()
 	_, _, derr, aerr, said, heard := ends(t, d, a)
@@ -492,7 +494,8 @@ func FuzzAccept(f *testing.F) {
 	})
 }
 
-// A peer that answers anything gets nothing out of a dialer but its hello and a proof that is worth nothing elsewhere.
+// A peer that answers anything gets nothing out of a dialer but its hello and a proof that is worth
+// nothing elsewhere.
 func FuzzDial(f *testing.F) {
 	f.Add(goldenBytes(f, "open-acceptor"))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -512,7 +515,8 @@ type tape struct {
 
 func (t *tape) Write(p []byte) (int, error) { return t.heard.Write(p) }
 
-// otherBuild is what builds of other versions say, each with the words that a version after ours may give a meaning to.
+// otherBuild is what builds of other versions say, each with the words that a version after ours
+// may give a meaning to.
 func otherBuild(t *testing.T, versions Versions) (dialer, acceptor []byte) {
 	t.Helper()
 	d, a := params()
@@ -551,8 +555,8 @@ func otherBuild(t *testing.T, versions Versions) (dialer, acceptor []byte) {
 	return dialer, append(acceptor, 0, 0, 7, 7) // OpenOK, and what is reserved today
 }
 
-// The committed bytes of an invented older and a newer build are understood at either end, and one with which we share no version is
-// told so by name.
+// The committed bytes of an invented older and a newer build are understood at either end, and one
+// with which we share no version is told so by name.
 func TestOtherBuilds(t *testing.T) {
 	for name, c := range map[string]struct {
 		versions Versions

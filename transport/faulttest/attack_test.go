@@ -18,9 +18,10 @@ const (
 	attackChunks = 24
 	sliceChunks  = 3
 	hedgeAfter   = 25 * time.Millisecond // a slice that has not ended goes out on the other lane
-	quickTries   = 6                     // then each waits twice as long: it may be the machine that has not got to it
-	maxTries     = 14
-	patience     = time.Minute // of a test that is about to fail
+	// then each waits twice as long: it may be the machine that has not got to it
+	quickTries = 6
+	maxTries   = 14
+	patience   = time.Minute // of a test that is about to fail
 )
 
 func until(t *testing.T, what string, ok func() bool) {
@@ -32,9 +33,10 @@ func until(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// spread moves all chunks of a bind over lanes as a sender with hedging and retries does, and reports whether every slice is
-// said to have landed. Slices that never end are left behind; their lanes are closed later. As a sender does, it gives no lane more than that
-// takes at once: one that is stuck keeps what it has.
+// spread moves all chunks of a bind over lanes as a sender with hedging and retries does, and
+// reports whether every slice is said to have landed. Slices that never end are left behind; their
+// lanes are closed later. As a sender does, it gives no lane more than that takes at once: one that
+// is stuck keeps what it has.
 func spread(p *transporttest.Pair, lanes []transport.Lane, b *transporttest.Bind) bool {
 	var wg sync.WaitGroup
 	all := make([]bool, attackChunks/sliceChunks)
@@ -82,8 +84,8 @@ func spread(p *transporttest.Pair, lanes []transport.Lane, b *transporttest.Bind
 	return true
 }
 
-// TestNoFaultCommits attacks the two promises with each fault alone: a full sink holds every byte, and after the fence the
-// blocks are somebody else's, whatever still comes.
+// TestNoFaultCommits attacks the two promises with each fault alone: a full sink holds every byte,
+// and after the fence the blocks are somebody else's, whatever still comes.
 func TestNoFaultCommits(t *testing.T) {
 	for _, base := range bases {
 		for _, kind := range Kinds() {
@@ -122,7 +124,8 @@ func TestNoFaultCommits(t *testing.T) {
 					said := spread(p, lanes, b)
 					full := b.Sink.Full()
 					if kind == Duplicate && plan.Ghosts(kind, transfer.Landed) == 0 {
-						until(t, "duplicates are gone", plan.Quiet) // before the fence, once: all others race with it
+						// before the fence, once: all others race with it
+						until(t, "duplicates are gone", plan.Quiet)
 					}
 					b.Fence(t)
 					switch {

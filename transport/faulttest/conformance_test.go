@@ -42,8 +42,9 @@ func newTCP(tb testing.TB, cfg tcp.Config) transport.Backend {
 	return b
 }
 
-// retrier is the least that an executor does: it sends again what a fault ended, and hears the first result of a slice
-// only. It lets the contract suite, whose slices must land, run over faults.
+// retrier is the least that an executor does: it sends again what a fault ended, and hears the
+// first result of a slice only. It lets the contract suite, whose slices must land, run over
+// faults.
 type retrier struct {
 	transport.Backend
 	most int // attempts at one slice
@@ -98,8 +99,8 @@ func (h retrierHost) Done(l transport.Lane, res []transport.Result) {
 	}
 }
 
-// survivable are faults that break no promise to the suite, given a retrier. FalseLanded is none: nobody but the receiver can
-// know that such a slice is missing, and the attack test looks at that.
+// survivable are faults that break no promise to the suite, given a retrier. FalseLanded is none:
+// nobody but the receiver can know that such a slice is missing, and the attack test looks at that.
 func survivable(p float64) []Rule {
 	return []Rule{
 		{Kind: Error, Prob: p},
@@ -116,8 +117,8 @@ func survivable(p float64) []Rule {
 	}
 }
 
-// addsFrames are faults that put more frames on the wire than slices were moved; a test that counts refused frames cannot
-// have them.
+// addsFrames are faults that put more frames on the wire than slices were moved; a test that counts
+// refused frames cannot have them.
 func addsFrames(k Kind) bool {
 	switch k {
 	case Duplicate, LateWrite, DropResult, Partial:
@@ -163,7 +164,8 @@ func TestContractUnderFaults(t *testing.T) {
 				if landed+refused+unsent > 0 {
 					counts = append(counts, fmt.Sprintf("(ghosts: %d landed, %d did not, %d never left)", landed, refused, unsent))
 				}
-				if n == 0 && k != FalseLanded && k != Hold { // the suite waits for slices before it fences
+				// the suite waits for slices before it fences
+				if n == 0 && k != FalseLanded && k != Hold {
 					t.Errorf("%s was never injected", k)
 				}
 				if k == LateWrite && refused == 0 {
@@ -175,8 +177,8 @@ func TestContractUnderFaults(t *testing.T) {
 	}
 }
 
-// TestContractLate runs the suite with nothing but delays, and with no retrier: they keep the contract by themselves. Sums change nothing about
-// what comes late, so one tcp is enough.
+// TestContractLate runs the suite with nothing but delays, and with no retrier: they keep the
+// contract by themselves. Sums change nothing about what comes late, so one tcp is enough.
 func TestContractLate(t *testing.T) {
 	for _, base := range bases {
 		if base.name == "tcp" {

@@ -11,7 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// TestScript looks at each fault by itself: how the slice ends, what the receiver has, and that only the scripted one suffers.
+// TestScript looks at each fault by itself: how the slice ends, what the receiver has, and that
+// only the scripted one suffers.
 func TestScript(t *testing.T) {
 	const late = 20 * time.Millisecond
 	for _, c := range []struct {
@@ -93,7 +94,8 @@ func TestScript(t *testing.T) {
 	}
 }
 
-// TestStuckKeepsHalf: a lane that is stuck when half a slice has landed does not make a whole one of it.
+// TestStuckKeepsHalf: a lane that is stuck when half a slice has landed does not make a whole one
+// of it.
 func TestStuckKeepsHalf(t *testing.T) {
 	plan := New(1, Rule{Kind: Partial, At: []int{1}}, Rule{Kind: Stuck, At: []int{1}, After: 20 * time.Millisecond})
 	p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend { return Wrap(bases[2].make(tb), plan) })
@@ -115,7 +117,8 @@ func TestStuckKeepsHalf(t *testing.T) {
 	b.End(t)
 }
 
-// TestStuckUntilClosed: what a stuck lane holds, and what it swallowed the result of, ends with the lane.
+// TestStuckUntilClosed: what a stuck lane holds, and what it swallowed the result of, ends with the
+// lane.
 func TestStuckUntilClosed(t *testing.T) {
 	plan := New(1, Rule{Kind: Stuck, At: []int{3}}, Rule{Kind: DelayResult, At: []int{1}, After: time.Hour}, Rule{Kind: Drop, At: []int{1}})
 	p := transporttest.NewPair(t, func(tb testing.TB) transport.Backend { return Wrap(bases[2].make(tb), plan) })
@@ -124,7 +127,8 @@ func TestStuckUntilClosed(t *testing.T) {
 	src, dst := transporttest.NewMemory(t, s), transporttest.NewMemory(t, s)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
 	var got []<-chan transport.Result
-	for i := range uint32(5) { // a late result, a drop, two that stick; the first rule that fires decides
+	// a late result, a drop, two that stick; the first rule that fires decides
+	for i := range uint32(5) {
 		got = append(got, p.A.Move(l, b.Origin, transfer.Range{First: i, Count: 1}, 1))
 	}
 	for i, c := range got {
@@ -151,7 +155,8 @@ func TestStuckUntilClosed(t *testing.T) {
 	b.End(t)
 }
 
-// TestHold: a slice that is held is in flight for its sender, and leaves once its grant is fenced, or when it is released.
+// TestHold: a slice that is held is in flight for its sender, and leaves once its grant is fenced,
+// or when it is released.
 func TestHold(t *testing.T) {
 	for _, fenced := range []bool{true, false} {
 		plan := New(1, Rule{Kind: Hold, At: []int{1, 2}})

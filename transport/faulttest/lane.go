@@ -306,7 +306,8 @@ func (l *lane) done(res []transport.Result) {
 		}
 		r.Slice = e.s
 		if e.kind() == Partial && e.ghost == 0 && r.Reason != transfer.ReasonLaneLost {
-			r = e.result(transfer.InDoubt, transfer.ReasonTimeout, ErrInjected) // also if a stuck lane keeps it: only half of it moved
+			// also if a stuck lane keeps it: only half of it moved
+			r = e.result(transfer.InDoubt, transfer.ReasonTimeout, ErrInjected)
 		}
 		if l.stuck && !l.ended && e.ghost == 0 {
 			e.stuck = true

@@ -20,18 +20,21 @@ type Kind uint8
 
 // The faults. After is Rule.After.
 const (
-	Error           Kind = iota + 1 // ends NotLanded at once; nothing leaves
-	Delay                           // leaves After later
-	DelayResult                     // leaves at once; its result comes After later
-	Drop                            // never leaves; ends InDoubt after After, with no After only with its lane
-	DropResult                      // leaves; its result is lost and it ends as with Drop
-	Partial                         // ends InDoubt; only the first half of its chunks leaves
-	Duplicate                       // after landing it leaves a second time
-	DuplicateResult                 // its result comes twice
-	FalseLanded                     // ends Landed; nothing leaves
-	LateWrite                       // ends NotLanded at once, and leaves later: see Rule.AfterFence
-	Stuck                           // the lane moves nothing, in either direction, for After, or without After until its end
-	Hold                            // in flight for its sender; leaves when its grant has been fenced, or at Plan.Release
+	Error       Kind = iota + 1 // ends NotLanded at once; nothing leaves
+	Delay                       // leaves After later
+	DelayResult                 // leaves at once; its result comes After later
+	// never leaves; ends InDoubt after After, with no After only with its lane
+	Drop
+	DropResult      // leaves; its result is lost and it ends as with Drop
+	Partial         // ends InDoubt; only the first half of its chunks leaves
+	Duplicate       // after landing it leaves a second time
+	DuplicateResult // its result comes twice
+	FalseLanded     // ends Landed; nothing leaves
+	LateWrite       // ends NotLanded at once, and leaves later: see Rule.AfterFence
+	// the lane moves nothing, in either direction, for After, or without After until its end
+	Stuck
+	// in flight for its sender; leaves when its grant has been fenced, or at Plan.Release
+	Hold
 	numKinds
 )
 
@@ -75,7 +78,8 @@ type Rule struct {
 	Reason transfer.Reason
 }
 
-// Plan decides and counts. Both ends of a pair may share one, and must for AfterFence and Hold. Safe for concurrent use.
+// Plan decides and counts. Both ends of a pair may share one, and must for AfterFence and Hold.
+// Safe for concurrent use.
 type Plan struct {
 	mu       sync.Mutex
 	rng      *rand.Rand

@@ -19,9 +19,10 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// The late write: writes are posted and on the wire, the receiver alone fences, its engine uses the blocks for another prompt,
-// and only then the packets arrive. Nothing of the sender helps: it is frozen, with its lane's mutex held, so that none of its
-// goroutines gets past it, while its NIC goes on.
+// The late write: writes are posted and on the wire, the receiver alone fences, its engine uses the
+// blocks for another prompt, and only then the packets arrive. Nothing of the sender helps: it is
+// frozen, with its lane's mutex held, so that none of its goroutines gets past it, while its NIC
+// goes on.
 
 const (
 	seedOld   = 5
@@ -32,7 +33,8 @@ const (
 // wire holds packets of the sender's first rail back, and lets them go.
 type holder interface {
 	hold(t *testing.T, sender *lane)
-	// held waits until something of the sender's is on the wire. That it was posted says only that its NIC may have it by now.
+	// held waits until something of the sender's is on the wire. That it was posted says only that
+	// its NIC may have it by now.
 	held(t *testing.T, sender *lane)
 	// release returns when what was held has arrived, and says whether there was anything.
 	release(t *testing.T, sender *lane) bool
@@ -52,7 +54,8 @@ func runsOf(t *testing.T, standard int) int {
 
 func open(t *testing.T, p *transporttest.Pair, rail int) *lane {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute) // a guest that gets a twentieth of a processor
+	// a guest that gets a twentieth of a processor
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	peer, _ := p.A.PeerKey(p.B.Boot)
 	for {
@@ -80,7 +83,8 @@ func lateWrite(t *testing.T, p *transporttest.Pair, w holder, src, dst *transpor
 	thaw := sync.OnceFunc(first.mu.Unlock)
 	defer thaw() // whatever fails below: the lane's end waits for it
 	if success {
-		// Another lane brings everything; it takes the chunks over from the frozen one, which the receiver stops.
+		// Another lane brings everything; it takes the chunks over from the frozen one, which the
+		// receiver stops.
 		if r := p.A.MoveWait(open(t, p, 1), b.Origin, src.All(), 2); r.Outcome != transfer.Landed || !b.Sink.Full() {
 			t.Fatalf("the retry: %s %s: %v", r.Outcome, r.Reason, r.Err)
 		}
@@ -157,7 +161,8 @@ func (w fakeWire) release(t *testing.T, l *lane) bool {
 	return held > 0
 }
 
-// lagWire is the fabric where the writes have arrived and are acknowledged, and their bytes are not in memory.
+// lagWire is the fabric where the writes have arrived and are acknowledged, and their bytes are not
+// in memory.
 type lagWire struct{ fakeWire }
 
 func (w lagWire) hold(_ *testing.T, l *lane) {
@@ -171,7 +176,8 @@ func (w lagWire) release(t *testing.T, l *lane) bool {
 	return true
 }
 
-// TestLateDMA is the attack on the fake, with messages on the wire, ten times as often as the others, and with bytes that lag.
+// TestLateDMA is the attack on the fake, with messages on the wire, ten times as often as the
+// others, and with bytes that lag.
 func TestLateDMA(t *testing.T) {
 	t.Run("on the wire", func(t *testing.T) { lateDMA(t, 10*runsOf(t, 20), func(f *fake.Fabric) holder { return fakeWire{f} }) })
 	t.Run("lagging", func(t *testing.T) {
@@ -261,8 +267,8 @@ func TestDeviceLateWrites(t *testing.T) {
 			var rails []Rail
 			for i := range 2 {
 				name := fmt.Sprintf("r%d%s", i, side)
-				// The sockets go over loopback, so that only the NIC's packets are held. The sender's NIC shall not give up before
-				// they are let go.
+				// The sockets go over loopback, so that only the NIC's packets are held. The
+				// sender's NIC shall not give up before they are let go.
 				rails = append(rails, guestRail(name, "127.0.0.1:0"))
 			}
 			return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Minute, Patience: 20 * time.Millisecond, Silence: time.Minute, HostSilence: time.Minute})
@@ -270,8 +276,8 @@ func TestDeviceLateWrites(t *testing.T) {
 	})
 }
 
-// TestKeysEnd: the receiver's registration is invalidated in mid transfer, as where its NIC does not drain. What was under way
-// ends in doubt, and the next lane has keys of another generation.
+// TestKeysEnd: the receiver's registration is invalidated in mid transfer, as where its NIC does
+// not drain. What was under way ends in doubt, and the next lane has keys of another generation.
 func TestKeysEnd(t *testing.T) {
 	f, factory := rig(t)
 	p := transporttest.NewPair(t, factory)
@@ -305,8 +311,9 @@ func TestKeysEnd(t *testing.T) {
 	bind.End(t)
 }
 
-// TestDeviceKeysEnd: the receiver's registration ends in mid transfer on real queue pairs, which costs the lane. What is sent again goes under
-// keys of another generation, and everything lands. That some writes were under way is tried until it is so.
+// TestDeviceKeysEnd: the receiver's registration ends in mid transfer on real queue pairs, which
+// costs the lane. What is sent again goes under keys of another generation, and everything lands.
+// That some writes were under way is tried until it is so.
 func TestDeviceKeysEnd(t *testing.T) {
 	p := transporttest.NewPair(t, ends(t))
 	large := transporttest.Shape{Chunks: 4 * maxInFlight, BlockBytes: 16 << 10, Shuffle: true}
@@ -367,8 +374,8 @@ func TestDeviceKeysEnd(t *testing.T) {
 	}
 }
 
-// TestDeviceEvents: a port that goes down takes its lanes with it at once, and none is opened until it is up; a device that is
-// lost is opened again.
+// TestDeviceEvents: a port that goes down takes its lanes with it at once, and none is opened until
+// it is up; a device that is lost is opened again.
 func TestDeviceEvents(t *testing.T) {
 	f, _ := rig(t)
 	names := []string{"here", "there"}

@@ -20,10 +20,11 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// TestDeviceBandwidth compares lanes with ib_write_bw on the same rails of the guest, with as many queue pairs, in turns.
-// KVSPRAY_BENCH_RDMA is the number of pairs. An emulated processor says nothing about speed; the ratio says what gdr adds to the verbs
-// that both use. ib_write_bw drives all its queue pairs from one thread, a lane of gdr has its own. With KVSPRAY_RDMA_GOAL, say 0.90, a median below
-// it fails.
+// TestDeviceBandwidth compares lanes with ib_write_bw on the same rails of the guest, with as many
+// queue pairs, in turns. KVSPRAY_BENCH_RDMA is the number of pairs. An emulated processor says
+// nothing about speed; the ratio says what gdr adds to the verbs that both use. ib_write_bw drives
+// all its queue pairs from one thread, a lane of gdr has its own. With KVSPRAY_RDMA_GOAL, say 0.90,
+// a median below it fails.
 func TestDeviceBandwidth(t *testing.T) {
 	pairs, err := strconv.Atoi(os.Getenv("KVSPRAY_BENCH_RDMA"))
 	if err != nil {
@@ -52,7 +53,8 @@ func TestDeviceBandwidth(t *testing.T) {
 			t.Run(fmt.Sprintf("%s/%d rails/%d queue pairs", c.name, c.rails, lanes), func(t *testing.T) {
 				const bytesEach = 64 << 20 // of a rail
 				var movers []*transporttest.Mover
-				// In as many slices as there are in the window at least: the first of them register memory.
+				// In as many slices as there are in the window at least: the first of them register
+				// memory.
 				each := func(total int) error {
 					errs := make([]error, len(movers))
 					var all sync.WaitGroup
@@ -75,7 +77,8 @@ func TestDeviceBandwidth(t *testing.T) {
 					}
 					began := time.Now()
 					if err := each(bytesEach); err != nil {
-						movers = nil // what is left of them is fewer queue pairs than there should be
+						// what is left of them is fewer queue pairs than there should be
+						movers = nil
 						for rail := range c.rails {
 							t.Logf("%v; %s counted %s", err, railName(rail), counted(railName(rail)))
 						}
@@ -152,7 +155,8 @@ func TestGoal(t *testing.T) {
 	}
 }
 
-// A run without a figure is made again, so many times, and what never has one is an error that says what it said.
+// A run without a figure is made again, so many times, and what never has one is an error that says
+// what it said.
 func TestUntilFigure(t *testing.T) {
 	starved := errors.New("starved")
 	for _, c := range []struct{ without, repeats int }{{0, 0}, {1, 1}, {writeBWTries - 1, writeBWTries - 1}, {writeBWTries, writeBWTries}} {
@@ -182,8 +186,10 @@ func median(v []float64) float64 { return (v[(len(v)-1)/2] + v[len(v)/2]) / 2 }
 // railName is the device at the sending end.
 func railName(rail int) string { return fmt.Sprintf("r%da", rail) }
 
-// counted is what a soft-RoCE device says of what went wrong on it, for whoever asks why a lane was lost. Its tries are counted by refusals of packets that came
-// out of order, too, and begin anew with an acknowledgement only: of a message of 1 MiB there are few. ib_write_bw sets 7 tries, which are for ever there.
+// counted is what a soft-RoCE device says of what went wrong on it, for whoever asks why a lane was
+// lost. Its tries are counted by refusals of packets that came out of order, too, and begin anew
+// with an acknowledgement only: of a message of 1 MiB there are few. ib_write_bw sets 7 tries,
+// which are for ever there.
 func counted(device string) string {
 	dir := filepath.Join("/sys/class/infiniband", device, "ports/1/hw_counters")
 	all, err := os.ReadDir(dir)
@@ -209,10 +215,12 @@ func railEnds(rail int) transporttest.Factory {
 	}
 }
 
-// writeBWTries is how often ib_write_bw is run for one figure: where it starves it ends with an error, or with a rate of 0.00.
+// writeBWTries is how often ib_write_bw is run for one figure: where it starves it ends with an
+// error, or with a rate of 0.00.
 const writeBWTries = 5
 
-// untilFigure runs once more what ended without a figure, writeBWTries times at most, and counts that.
+// untilFigure runs once more what ended without a figure, writeBWTries times at most, and counts
+// that.
 func untilFigure(run func() (float64, error)) (v float64, repeats int, err error) {
 	for ; repeats < writeBWTries; repeats++ {
 		if v, err = run(); err == nil && v > 0 {
@@ -222,8 +230,9 @@ func untilFigure(run func() (float64, error)) (v float64, repeats int, err error
 	return 0, repeats, fmt.Errorf("no figure in %d runs: %w", writeBWTries, err)
 }
 
-// writeBW runs ib_write_bw with some queue pairs on each rail at once and adds up what they say, in MiB/s. All of them are to have a figure: rails that are measured
-// one after the other are not four at once.
+// writeBW runs ib_write_bw with some queue pairs on each rail at once and adds up what they say, in
+// MiB/s. All of them are to have a figure: rails that are measured one after the other are not four
+// at once.
 func writeBW(rails, lanes, message, total int) (sum float64, err error) {
 	rates, errs := make([]float64, rails), make([]error, rails)
 	var all sync.WaitGroup
@@ -237,7 +246,8 @@ func writeBW(rails, lanes, message, total int) (sum float64, err error) {
 	return sum, errors.Join(errs...)
 }
 
-// writeBWOn runs ib_write_bw on one rail: total bytes over all its queue pairs. An error where it says nothing, or 0.
+// writeBWOn runs ib_write_bw on one rail: total bytes over all its queue pairs. An error where it
+// says nothing, or 0.
 func writeBWOn(rail, lanes, message, total int) (float64, error) {
 	const connecting = 20 * time.Second // until its server listens
 	args := []string{"-F", "-x", "1", "-u", strconv.Itoa(guestTimer), "-s", strconv.Itoa(message), "-n", strconv.Itoa(total / lanes / message), "-q", strconv.Itoa(lanes), "-t", "128", "-p", strconv.Itoa(18515 + rail)}
@@ -245,7 +255,9 @@ func writeBWOn(rail, lanes, message, total int) (float64, error) {
 	if err := server.Start(); err != nil {
 		return 0, err
 	}
-	defer func() { // the client says what counts; a server that nobody came to, or whose client has failed, waits for ever
+	// the client says what counts; a server that nobody came to, or whose client has failed, waits
+	// for ever
+	defer func() {
 		_ = server.Process.Kill()
 		_ = server.Wait()
 	}()

@@ -7,8 +7,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// Both ends of a lane, with blocks of a megabyte over the fabric without a NIC, and with many small ones where nothing is copied at all, so that posting and polling take
-// all the time.
+// Both ends of a lane, with blocks of a megabyte over the fabric without a NIC, and with many small
+// ones where nothing is copied at all, so that posting and polling take all the time.
 func TestWritesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
 		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")

@@ -38,8 +38,8 @@ func ends(t testing.TB) transporttest.Factory {
 	}
 }
 
-// guestTimer is of guests: an emulated processor is slow and shared, and stands still for seconds where its host is busy. Seven times 0.54 s,
-// so that no healthy rail counts as dead.
+// guestTimer is of guests: an emulated processor is slow and shared, and stands still for seconds
+// where its host is busy. Seven times 0.54 s, so that no healthy rail counts as dead.
 const guestTimer = 17
 
 // guestConfig is of lanes that nobody ends: a test that loses one fails.
@@ -57,8 +57,8 @@ func guestRail(device, listen string) Rail {
 
 func TestDeviceConformance(t *testing.T) { transporttest.Conformance(t, ends(t)) }
 
-// TestDeviceConformanceTwo is the suite between two hosts, each of which runs this test: what end B does on its queue pairs, and what lands
-// there, is done and looked at on host 2.
+// TestDeviceConformanceTwo is the suite between two hosts, each of which runs this test: what end B
+// does on its queue pairs, and what lands there, is done and looked at on host 2.
 func TestDeviceConformanceTwo(t *testing.T) {
 	node := os.Getenv("KVSPRAY_RDMA_NODE")
 	if node == "" {

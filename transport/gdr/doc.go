@@ -1,4 +1,5 @@
-// Package gdr is the RDMA transport: the source writes with one-sided operations straight to the final offsets.
+// Package gdr is the RDMA transport: the source writes with one-sided operations straight to the
+// final offsets.
 //
 // How a slice moves. The source sends ASK on the lane's socket. The destination claims the chunks
 // and answers GO with the remote address, length and key of every block that is still to be

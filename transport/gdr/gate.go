@@ -11,10 +11,13 @@ import (
 // another, and three round trips. Dialled and accepted set-ups have separate gates: a dialler holds
 // a place while the other end takes one, so with one gate two ends could wait for each other.
 const (
-	maxSetUps     = 8    // at a time
-	setUpRate     = 250  // per second: a mesh of 64 nodes with 4 queue pairs per rail pair is up within 2 s
-	setUpBurst    = 8    // that may begin at once
-	maxHalfOpen   = 1024 // accepted connections that wait for the dialler's Hello or for a place; further ones are closed, and dialled again
+	maxSetUps = 8 // at a time
+	// per second: a mesh of 64 nodes with 4 queue pairs per rail pair is up within 2 s
+	setUpRate  = 250
+	setUpBurst = 8 // that may begin at once
+	// accepted connections that wait for the dialler's Hello or for a place; further ones are
+	// closed, and dialled again
+	maxHalfOpen   = 1024
 	setUpInterval = time.Second / setUpRate
 )
 

@@ -50,9 +50,10 @@ const (
 
 // Rail is one port under one GID. Lanes are opened at Listen; payload goes through the device.
 type Rail struct {
-	Name   string
-	Open   func() (verbs.Device, error) // called again after the device was lost, or its GID has changed
-	Listen string                       // host and port; empty: a port of the GID's address
+	Name string
+	// called again after the device was lost, or its GID has changed
+	Open   func() (verbs.Device, error)
+	Listen string // host and port; empty: a port of the GID's address
 	Gbps   float64
 	NUMA   int // -1: unknown
 }

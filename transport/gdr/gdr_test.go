@@ -17,7 +17,8 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-// rig returns a fabric that runs by itself, in an order of its own each time, and a factory of backends on it.
+// rig returns a fabric that runs by itself, in an order of its own each time, and a factory of
+// backends on it.
 func rig(tb testing.TB) (*fake.Fabric, transporttest.Factory) {
 	return rigWith(tb, rand.Uint64())
 }
@@ -98,7 +99,8 @@ func TestContent(t *testing.T) {
 	}
 }
 
-// TestFenceAgainstLateWrite: bytes are on the wire when the fence returns, and arrive when the engine owns the blocks again.
+// TestFenceAgainstLateWrite: bytes are on the wire when the fence returns, and arrive when the
+// engine owns the blocks again.
 func TestFenceAgainstLateWrite(t *testing.T) {
 	f, _ := rig(t)
 	p := transporttest.NewPair(t, func(testing.TB) transport.Backend {
@@ -133,7 +135,8 @@ func TestFenceAgainstLateWrite(t *testing.T) {
 	bind.End(t)
 }
 
-// TestSilentNIC: completions never come; closing the origin flushes the queue pair and ends the slices in doubt.
+// TestSilentNIC: completions never come; closing the origin flushes the queue pair and ends the
+// slices in doubt.
 func TestSilentNIC(t *testing.T) {
 	f, factory := rig(t)
 	p := transporttest.NewPair(t, factory)

@@ -14,7 +14,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// gpu is a GPU over host memory, whose driver exports dma-bufs and tells the NIC of its addresses as a test has it.
+// gpu is a GPU over host memory, whose driver exports dma-bufs and tells the NIC of its addresses
+// as a test has it.
 type gpu struct {
 	*transporttest.Device
 	f      *fake.Fabric
@@ -37,7 +38,8 @@ func (g *gpu) ExportDMABuf(addr, n uint64) (int, uint64, error) {
 	if g.noExport {
 		return -1, 0, errGPU
 	}
-	fd, err := unix.MemfdCreate("gpu", unix.MFD_CLOEXEC) // any descriptor: the fabric says what is behind it
+	// any descriptor: the fabric says what is behind it
+	fd, err := unix.MemfdCreate("gpu", unix.MFD_CLOEXEC)
 	if err != nil {
 		return -1, 0, err
 	}
@@ -65,7 +67,8 @@ func (g *gpu) NICWrites() (func() error, error) {
 	}, nil
 }
 
-// onGPU moves the blocks of a test's memory into a GPU's: the test sees the same bytes from the host.
+// onGPU moves the blocks of a test's memory into a GPU's: the test sees the same bytes from the
+// host.
 func onGPU(t *testing.T, f *fake.Fabric, m *transporttest.Memory) *gpu {
 	t.Helper()
 	p, _ := m.Region.Bytes()
@@ -79,7 +82,8 @@ func onGPU(t *testing.T, f *fake.Fabric, m *transporttest.Memory) *gpu {
 	return g
 }
 
-// TestGPUMemory: memory of GPUs at both ends, by each way and without any. What no NIC reaches costs the slice, not the lane.
+// TestGPUMemory: memory of GPUs at both ends, by each way and without any. What no NIC reaches
+// costs the slice, not the lane.
 func TestGPUMemory(t *testing.T) {
 	for name, c := range map[string]struct {
 		change  func(f *fake.Fabric, src, dst *gpu)
@@ -137,7 +141,8 @@ func TestGPUMemory(t *testing.T) {
 	}
 }
 
-// TestGPUFlush: bytes that cannot be made visible have not landed, and what is small is not copied by the CPU as it is posted.
+// TestGPUFlush: bytes that cannot be made visible have not landed, and what is small is not copied
+// by the CPU as it is posted.
 func TestGPUFlush(t *testing.T) {
 	f, p, here, _ := oddPair(t, nil)
 	small := transporttest.Shape{Chunks: 2, BlockBytes: 64, Shuffle: true}

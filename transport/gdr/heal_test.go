@@ -21,8 +21,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// eventLog counts the events of devices that were looked at. One is logged before it is acted upon, so that the next one's line says that
-// this was done.
+// eventLog counts the events of devices that were looked at. One is logged before it is acted upon,
+// so that the next one's line says that this was done.
 type eventLog struct {
 	slog.Handler
 	seen *atomic.Int64
@@ -37,8 +37,8 @@ func (h eventLog) Handle(_ context.Context, r slog.Record) error {
 	return nil
 }
 
-// healPair is a pair whose lanes are opened at the addresses of its devices' GIDs. told counts what the first end's host was told, seen
-// the events that it looked at.
+// healPair is a pair whose lanes are opened at the addresses of its devices' GIDs. told counts what
+// the first end's host was told, seen the events that it looked at.
 func healPair(t *testing.T) (f *fake.Fabric, p *transporttest.Pair, told, seen *atomic.Int64) {
 	t.Helper()
 	f, _ = rig(t)
@@ -79,8 +79,9 @@ func moves(t *testing.T, p *transporttest.Pair, gen transfer.Gen) {
 
 func railOf(e *transporttest.End) RailState { return e.Backend.(*Backend).Rails()[0] }
 
-// TestGIDChange: the address of a port changes under a lane with a slice on it. The lane ends, the choice is made again, the rail is at
-// the new address, the host is told, and lanes work, all without a restart.
+// TestGIDChange: the address of a port changes under a lane with a slice on it. The lane ends, the
+// choice is made again, the rail is at the new address, the host is told, and lanes work, all
+// without a restart.
 func TestGIDChange(t *testing.T) {
 	f, p, told, seen := healPair(t)
 	moves(t, p, 1)
@@ -128,8 +129,8 @@ func TestGIDChange(t *testing.T) {
 	moves(t, p, 4)
 }
 
-// TestRemoval: a device is pulled out in mid transfer, with queue pairs that will never flush. Its slices end in doubt at once, the
-// fence holds, and when it is put back, lanes work.
+// TestRemoval: a device is pulled out in mid transfer, with queue pairs that will never flush. Its
+// slices end in doubt at once, the fence holds, and when it is put back, lanes work.
 func TestRemoval(t *testing.T) {
 	f, p, told, _ := healPair(t)
 	moves(t, p, 1)
@@ -182,8 +183,8 @@ func TestPortState(t *testing.T) {
 	moves(t, p, 1)
 }
 
-// TestDeadPathWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are told of without any wait of gdr's: all of
-// them are longer here than the test has time.
+// TestDeadPathWaitsForNoTimerOfOurs: when the NIC's timers have given a path up, its slices are
+// told of without any wait of gdr's: all of them are longer here than the test has time.
 func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
 	f, p, _, _ := oddPair(t, func(c *Config) { c.Patience, c.Silence, c.Drain = time.Hour, time.Hour, time.Hour })
 	l, _, b, _, res := underWay(t, f, p)
@@ -200,8 +201,9 @@ func TestDeadPathWaitsForNoTimerOfOurs(t *testing.T) {
 	b.End(t)
 }
 
-// TestDeviceDeadPath tells how long it takes until a dead path is noticed, and its slice reported, under the timers of each dead_path, in a
-// guest that does nothing else. It judges no time: an emulated processor has no fixed speed.
+// TestDeviceDeadPath tells how long it takes until a dead path is noticed, and its slice reported,
+// under the timers of each dead_path, in a guest that does nothing else. It judges no time: an
+// emulated processor has no fixed speed.
 func TestDeviceDeadPath(t *testing.T) {
 	ends(t) // or skip
 	drop := func(how string) {
@@ -253,8 +255,9 @@ func TestDeviceDeadPath(t *testing.T) {
 	fmt.Printf("| dead_path | the timers take, ms | noticed after, median (least to most) | slices reported after |\n|---|---|---|---|\n%s", table.String())
 }
 
-// TestDeviceLinkRemoved tells how long it takes until the lane of a link that was taken out in mid slice is down and the slice reported, from the
-// start of the call that takes it out, and until there is a lane again once it was put back. It judges no time.
+// TestDeviceLinkRemoved tells how long it takes until the lane of a link that was taken out in mid
+// slice is down and the slice reported, from the start of the call that takes it out, and until
+// there is a lane again once it was put back. It judges no time.
 func TestDeviceLinkRemoved(t *testing.T) {
 	ends(t) // or skip
 	shell := func(command string) {
@@ -278,7 +281,8 @@ func TestDeviceLinkRemoved(t *testing.T) {
 		open := func() (verbs.Device, error) {
 			return verbs.Open(verbs.Config{Device: name, GIDIndex: verbs.AutoGID, Timer: timer(path), Retries: retries})
 		}
-		rails := []Rail{{Name: name, Open: open, Listen: "127.0.0.1:0", NUMA: -1}} // the sockets do not go with the link
+		// the sockets do not go with the link
+		rails := []Rail{{Name: name, Open: open, Listen: "127.0.0.1:0", NUMA: -1}}
 		return New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Patience: 2 * path})
 	})
 	large := transporttest.Shape{Chunks: 64, BlockBytes: 64 << 10}

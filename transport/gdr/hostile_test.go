@@ -24,7 +24,8 @@ func oddPair(t *testing.T, change func(*Config)) (f *fake.Fabric, p *transportte
 	f, _ = rig(t)
 	here, there = odd(f.Device("here")), odd(f.Device("there"))
 	next := []*oddDevice{here, there}
-	t.Cleanup(func() { // a backend that is closed does not wait for a device that a test left behind
+	// a backend that is closed does not wait for a device that a test left behind
+	t.Cleanup(func() {
 		for _, d := range []*oddDevice{here, there} {
 			d.set(func(d *oddDevice) { d.deaf, d.keepsQPs, d.keepsKeys, d.slow = false, false, false, nil })
 		}
@@ -42,7 +43,8 @@ func oddPair(t *testing.T, change func(*Config)) (f *fake.Fabric, p *transportte
 	return f, p, here, there
 }
 
-// underWay opens a lane and moves a slice whose messages stay on the wire: the receiver has armed it, nothing has arrived.
+// underWay opens a lane and moves a slice whose messages stay on the wire: the receiver has armed
+// it, nothing has arrived.
 func underWay(t *testing.T, f *fake.Fabric, p *transporttest.Pair) (here, there *lane, b *transporttest.Bind, dst *transporttest.Memory, res <-chan transport.Result) {
 	t.Helper()
 	x, y := p.Dial()
@@ -69,7 +71,8 @@ func within(t *testing.T, what string, f func()) {
 	}
 }
 
-// TestCloseWithStuckLane: a queue pair that is neither flushed nor destroyed keeps its memory, and nobody waiting.
+// TestCloseWithStuckLane: a queue pair that is neither flushed nor destroyed keeps its memory, and
+// nobody waiting.
 func TestCloseWithStuckLane(t *testing.T) {
 	f, p, here, there := oddPair(t, nil)
 	_, _, b, _, res := underWay(t, f, p)
@@ -112,7 +115,8 @@ func TestStuckLaneIsTriedAgain(t *testing.T) {
 	_ = there
 }
 
-// TestLaterAttemptPastStuckLane: chunks that a queue pair holds which does not obey are taken from it by ending its keys.
+// TestLaterAttemptPastStuckLane: chunks that a queue pair holds which does not obey are taken from
+// it by ending its keys.
 func TestLaterAttemptPastStuckLane(t *testing.T) {
 	f, p, _, there := oddPair(t, nil)
 	first, _, b, dst, res := underWay(t, f, p)
@@ -135,8 +139,9 @@ func TestLaterAttemptPastStuckLane(t *testing.T) {
 	b.End(t)
 }
 
-// TestLaterAttemptWaits: an attempt that holds chunks and is about to be armed is waited for like one that is. Else it may be armed in the
-// very moment in which it is stopped, and a healthy lane is lost.
+// TestLaterAttemptWaits: an attempt that holds chunks and is about to be armed is waited for like
+// one that is. Else it may be armed in the very moment in which it is stopped, and a healthy lane
+// is lost.
 func TestLaterAttemptWaits(t *testing.T) {
 	_, p, _, there := oddPair(t, func(c *Config) { c.Patience = time.Hour })
 	x, _ := p.Dial()
@@ -144,7 +149,8 @@ func TestLaterAttemptWaits(t *testing.T) {
 	gate := make(chan struct{})
 	free := sync.OnceFunc(func() { close(gate) })
 	defer free()
-	there.set(func(d *oddDevice) { d.slow = gate }) // the first attempt waits for the registration of what it may write
+	// the first attempt waits for the registration of what it may write
+	there.set(func(d *oddDevice) { d.slow = gate })
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
 	src.Write(seedOld)
 	b := transporttest.NewBind(t, p.A, p.B, src, dst, 1, 1)
@@ -184,7 +190,8 @@ type harmless struct{}
 
 func (harmless) Stop() bool { return true }
 
-// TestDeviceThatDoesNotAnswer: a command that a device sits on holds nobody up who only wants to know, or to use another lane.
+// TestDeviceThatDoesNotAnswer: a command that a device sits on holds nobody up who only wants to
+// know, or to use another lane.
 func TestDeviceThatDoesNotAnswer(t *testing.T) {
 	f, p, here, there := oddPair(t, nil)
 	l, _, b, _, res := underWay(t, f, p)
@@ -230,9 +237,11 @@ func TestDeviceThatDoesNotAnswer(t *testing.T) {
 	b.End(t)
 }
 
-// TestDeafNIC: a NIC that does not flush is made to forget the queue pair, and that counts as stopped.
+// TestDeafNIC: a NIC that does not flush is made to forget the queue pair, and that counts as
+// stopped.
 func TestDeafNIC(t *testing.T) {
-	// Between the end of its patience and the verdict there is as much time again, which a busy machine needs.
+	// Between the end of its patience and the verdict there is as much time again, which a busy
+	// machine needs.
 	f, p, here, _ := oddPair(t, func(c *Config) { c.Drain = 3 * time.Second })
 	l, _, b, _, res := underWay(t, f, p)
 	here.set(func(d *oddDevice) { d.deaf = true })
@@ -249,7 +258,8 @@ func TestDeafNIC(t *testing.T) {
 	b.End(t)
 }
 
-// TestKeysEndUnderOthers: keys are invalidated for one grant while slices of other lanes resolve and use the same ones.
+// TestKeysEndUnderOthers: keys are invalidated for one grant while slices of other lanes resolve
+// and use the same ones.
 func TestKeysEndUnderOthers(t *testing.T) {
 	_, p, _, there := oddPair(t, nil)
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
@@ -276,7 +286,8 @@ func TestKeysEndUnderOthers(t *testing.T) {
 	k.put()
 }
 
-// TestFenceWhileSlicesEnd: a fence whose context is over invalidates keys while the lander gives them back.
+// TestFenceWhileSlicesEnd: a fence whose context is over invalidates keys while the lander gives
+// them back.
 func TestFenceWhileSlicesEnd(t *testing.T) {
 	_, p, _, _ := oddPair(t, nil)
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
@@ -302,7 +313,8 @@ func TestFenceWhileSlicesEnd(t *testing.T) {
 	}
 }
 
-// TestKeysThatStay: a registration that the device did not give back is tried again, and counts as long.
+// TestKeysThatStay: a registration that the device did not give back is tried again, and counts as
+// long.
 func TestKeysThatStay(t *testing.T) {
 	f := fake.New()
 	d := odd(f.Device("x"))
@@ -384,7 +396,8 @@ func TestFloodOfAsks(t *testing.T) {
 	}
 }
 
-// TestPartialPost: a device takes a part of a batch. The lane ends, and waits for what was taken and for nothing else.
+// TestPartialPost: a device takes a part of a batch. The lane ends, and waits for what was taken
+// and for nothing else.
 func TestPartialPost(t *testing.T) {
 	f, p, here, _ := oddPair(t, nil)
 	a, _ := p.Dial()
@@ -431,8 +444,8 @@ func TestEventsEnd(t *testing.T) {
 	until(t, "the lane is down", func() bool { return a.(*lane).failure() != nil })
 }
 
-// foreignKey: a peer that has learned the key of another writes nothing with it: its queue pairs are of another domain. With its own it
-// does.
+// foreignKey: a peer that has learned the key of another writes nothing with it: its queue pairs
+// are of another domain. With its own it does.
 func foreignKey(t *testing.T, factory transporttest.Factory) {
 	p := transporttest.NewPair(t, factory)
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
@@ -468,13 +481,15 @@ func foreignKey(t *testing.T, factory transporttest.Factory) {
 			return here.done >= id
 		})
 		if !c.writes {
-			// One packet takes both ends down. Who hears of it from its socket hears it from the other, whose NIC said why.
+			// One packet takes both ends down. Who hears of it from its socket hears it from the
+			// other, whose NIC said why.
 			until(t, "both ends are down", func() bool { return here.failure() != nil && there.failure() != nil })
 			if h, o := here.failure(), there.failure(); !strings.Contains(h.Error(), "remote access") && !strings.Contains(o.Error(), "flushed") {
 				t.Errorf("%v, and at the other end %v", h, o)
 			}
 		}
-		// That the write is complete to the sender does not say that its bytes are there; the end of the key does.
+		// That the write is complete to the sender does not say that its bytes are there; the end
+		// of the key does.
 		if err := theirs.invalidate(); err != nil {
 			t.Fatal(err)
 		}

@@ -16,9 +16,10 @@ import (
 )
 
 const (
-	receives    = maxInFlight + 1 // one verdict per slice, and one that is always left to be flushed
-	receiveMark = 1 << 63         // in the ids of receives
-	batchWorks  = 64              // work requests posted by one call
+	// one verdict per slice, and one that is always left to be flushed
+	receives    = maxInFlight + 1
+	receiveMark = 1 << 63 // in the ids of receives
+	batchWorks  = 64      // work requests posted by one call
 	pollBatch   = 64
 	readBuffer  = 64 << 10
 
@@ -41,8 +42,10 @@ type lane struct {
 	depth  uint64 // of the send queue, without the entries for verdicts
 	most   uint64 // bytes of one write
 
-	drained  chan struct{} // closed when the queue pair touches no memory any more
-	settled  chan struct{} // closed when the follower has done all it can; if the queue pair is not drained by then, it is stuck
+	drained chan struct{} // closed when the queue pair touches no memory any more
+	// closed when the follower has done all it can; if the queue pair is not drained by then, it is
+	// stuck
+	settled  chan struct{}
 	kick     chan struct{} // wakes the follower: something ended or failed without a completion
 	verdicts chan uint32   // from the follower to the lander; has room for every receive
 	asks     sync.WaitGroup
@@ -72,11 +75,12 @@ type lane struct {
 	heard     time.Time     // when a slice was last armed or arrived
 	pace      time.Duration // learned time from arming to arrival of the peer's slices
 	doubted   time.Time     // the progress at which checkProgress has once found the lane silent
-	looked    chan struct{} // closed when the follower has polled completions again; made by the waiter
-	change    chan struct{} // closed when a claim ends; made by the waiter
-	works     [batchWorks]verbs.Work
-	one       [1]verbs.Work
-	oneID     [1]uint64
+	// closed when the follower has polled completions again; made by the waiter
+	looked chan struct{}
+	change chan struct{} // closed when a claim ends; made by the waiter
+	works  [batchWorks]verbs.Work
+	one    [1]verbs.Work
+	oneID  [1]uint64
 }
 
 // ring is a queue of slice ids.

@@ -11,7 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// TestLiars: whatever an authenticated peer says, it loses its own lane at most, and is told apart in the log.
+// TestLiars: whatever an authenticated peer says, it loses its own lane at most, and is told apart
+// in the log.
 func TestLiars(t *testing.T) {
 	_, factory := rig(t)
 	p := transporttest.NewPair(t, factory)
@@ -43,8 +44,8 @@ func TestLiars(t *testing.T) {
 		"a kind that is none":         {frame(head{kind: 9}), "kind 9"},
 		"a reason that is none":       {frame(head{kind: kindEnd, reason: 200}), "reason 200"},
 		"spans behind an ASK":         {frame(head{kind: kindAsk}, span{1, 2, 3}), "1 spans"},
-		"a verdict on nothing":        {verdict(verdictOf(5, 0, 1)), "not under way"},
-		"a verdict beyond the window": {verdict(0xff000000), "not under way"},
+		"a verdict on nothing":        {verdict(verdictOf(5, 0, 1)), "not in flight"},
+		"a verdict beyond the window": {verdict(0xff000000), "not in flight"},
 		"noise": {func(_ *testing.T, l *lane) {
 			l.outMu.Lock()
 			l.outBuf = append(l.outBuf, strings.Repeat("x", headBytes)...)
@@ -52,14 +53,14 @@ func TestLiars(t *testing.T) {
 			l.say(&head{kind: kindEnd}, nil)
 		}, "malformed"},
 		"the same id twice": {func(_ *testing.T, l *lane) {
-			// The second comes while the first is armed: its source never writes. Both leave at once, before the first GO, which nobody
-			// asked for here, ends the lane at this end.
+			// The second comes while the first is armed: its source never writes. Both leave at
+			// once, before the first GO, which nobody asked for here, ends the lane at this end.
 			ask := &head{kind: kindAsk, id: 7, seq: 1, slot: 1, gen: 1, r: one, attempt: 1, bytes: 4096}
 			l.outMu.Lock()
 			l.outBuf = appendHead(appendHead(l.outBuf, ask), ask)
 			l.outMu.Unlock()
 			l.outWake <- struct{}{}
-		}, "under way"},
+		}, "in flight"},
 		"writes through a key that is none": {func(t *testing.T, l *lane) {
 			l.mu.Lock()
 			defer l.mu.Unlock()
@@ -83,7 +84,8 @@ func TestLiars(t *testing.T) {
 			until(t, "the lane is down", func() bool { return there.failure() != nil })
 			err := there.failure()
 			if c.says == "flushed" && !strings.Contains(err.Error(), c.says) {
-				// One packet takes both ends down. The end that hears of it from its socket hears it from the other, whose NIC said why.
+				// One packet takes both ends down. The end that hears of it from its socket hears
+				// it from the other, whose NIC said why.
 				until(t, "the liar's lane is down", func() bool { return a.(*lane).failure() != nil })
 				c.says, err = "remote access", a.(*lane).failure()
 			}
@@ -100,8 +102,8 @@ func TestLiars(t *testing.T) {
 	dst.GapsIntact(t)
 }
 
-// TestWrongGo: an answer for another length than was asked for, or with pieces of no length, ends the lane before anything is
-// written.
+// TestWrongGo: an answer for another length than was asked for, or with pieces of no length, ends
+// the lane before anything is written.
 func TestWrongGo(t *testing.T) {
 	one := transfer.Range{Count: 1}
 	for name, c := range map[string]struct {
@@ -109,9 +111,9 @@ func TestWrongGo(t *testing.T) {
 		says  string
 	}{
 		"too long":                {func(uint32) []span { return []span{{addr: 1, len: 1 << 20, key: 1}} }, "GO for 1048576 bytes"},
-		"nothing at the end":      {func(n uint32) []span { return []span{{addr: 1, len: n, key: 1}, {addr: 1, key: 1}} }, "no length"},
-		"nothing at the start":    {func(n uint32) []span { return []span{{addr: 1, key: 1}, {addr: 1, len: n, key: 1}} }, "no length"},
-		"nothing that is to skip": {func(n uint32) []span { return []span{{len: n}, {}} }, "no length"},
+		"nothing at the end":      {func(n uint32) []span { return []span{{addr: 1, len: n, key: 1}, {addr: 1, key: 1}} }, "empty span"},
+		"nothing at the start":    {func(n uint32) []span { return []span{{addr: 1, key: 1}, {addr: 1, len: n, key: 1}} }, "empty span"},
+		"nothing that is to skip": {func(n uint32) []span { return []span{{len: n}, {}} }, "empty span"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, factory := rig(t)

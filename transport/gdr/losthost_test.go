@@ -13,8 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// The host at the other end is lost while slices have only asked: there is nothing that the NIC's timers watch. All of gdr's own are an hour
-// here, so it is the socket that tells.
+// The host at the other end is lost while slices have only asked: there is nothing that the NIC's
+// timers watch. All of gdr's own are an hour here, so it is the socket that tells.
 func TestLostHost(t *testing.T) {
 	if !testutil.InNamespace(t) {
 		return

@@ -15,7 +15,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// TestGate: a burst begins at once, the rest at the rate, never more at a time than there are places, and who gives up leaves his.
+// TestGate: a burst begins at once, the rest at the rate, never more at a time than there are
+// places, and who gives up leaves his.
 func TestGate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newGate()
@@ -55,7 +56,8 @@ func TestGate(t *testing.T) {
 	})
 }
 
-// meshNode is one of many sidecars, with one rail. It counts queue pairs whose lanes are not up yet.
+// meshNode is one of many sidecars, with one rail. It counts queue pairs whose lanes are not up
+// yet.
 type meshNode struct {
 	b    *Backend
 	boot transfer.Boot
@@ -112,8 +114,9 @@ func (n *meshNode) Origin(transfer.Boot, transfer.Slot, transfer.Gen) (*transpor
 	return nil, transfer.ReasonUnknownSlot
 }
 
-// TestMeshDoesNotHerd: 64 nodes come up at once, and each opens lanes to all of the others. No node has more set-ups under way than its
-// gates let in, nor begins them faster, and every lane is up at the first try. (Under the race detector they are fewer; part bounds of make test has all.)
+// TestMeshDoesNotHerd: 64 nodes come up at once, and each opens lanes to all of the others. No node
+// has more set-ups under way than its gates let in, nor begins them faster, and every lane is up at
+// the first try. (Under the race detector they are fewer; part bounds of make test has all.)
 func TestMeshDoesNotHerd(t *testing.T) {
 	const nodes = meshNodes
 	f := fake.New()
@@ -123,7 +126,8 @@ func TestMeshDoesNotHerd(t *testing.T) {
 		n := &meshNode{Device: f.Device(fmt.Sprintf("n%d", i)), boot: transfer.Boot{byte(i + 1)}}
 		n.ups.Add(nodes - 1)
 		rails := []Rail{{Name: "rail", Open: func() (verbs.Device, error) { return n, nil }, Listen: "127.0.0.1:0", NUMA: -1}}
-		n.b = New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Hour}) // however slow the machine is
+		// however slow the machine is
+		n.b = New(Config{Rails: func() ([]Rail, error) { return rails, nil }, Opening: time.Hour})
 		open, err := n.b.Open(t.Context(), n)
 		if err != nil {
 			t.Fatal(err)
@@ -163,7 +167,8 @@ func TestMeshDoesNotHerd(t *testing.T) {
 		if len(n.began) != nodes-1 {
 			t.Errorf("node %d: %d queue pairs for %d peers: lanes were tried more than once", i, len(n.began), nodes-1)
 		}
-		// Each way in any such time: the burst, what the rate adds, and those who had their turn before and were slow to begin.
+		// Each way in any such time: the burst, what the rate adds, and those who had their turn
+		// before and were slow to begin.
 		const span = 100 * time.Millisecond
 		const bound = 2 * (setUpBurst + int(span/setUpInterval) + maxSetUps)
 		for first := range n.began {
@@ -178,7 +183,8 @@ func TestMeshDoesNotHerd(t *testing.T) {
 		}
 		n.mu.Unlock()
 	}
-	if least := (nodes - 1 - setUpBurst) * setUpInterval; took < least { // the first node dials all of them
+	// the first node dials all of them
+	if least := (nodes - 1 - setUpBurst) * setUpInterval; took < least {
 		t.Errorf("all were up after %s: the rate allows it after %s", took, least)
 	}
 	t.Logf("%d lanes between %d nodes in %s: at most %d set-ups at a time at a node, and %d begun within 100 ms", nodes*(nodes-1)/2, nodes, took.Round(time.Millisecond), most, fastest)

@@ -11,7 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// nullNet joins devices that move no payload: a write completes at once. What is left is what gdr itself costs.
+// nullNet joins devices that move no payload: a write completes at once. What is left is what gdr
+// itself costs.
 type nullNet struct {
 	mu  sync.Mutex
 	qps map[uint32]*nullQP // guarded by mu
@@ -206,7 +207,8 @@ func TestSlicesDoNotAllocate(t *testing.T) {
 	}
 }
 
-// TestWritesAreBounded: a mebibyte without a gap is four writes, or as many as the device's limit asks for.
+// TestWritesAreBounded: a mebibyte without a gap is four writes, or as many as the device's limit
+// asks for.
 func TestWritesAreBounded(t *testing.T) {
 	for _, c := range []struct {
 		message         uint32
@@ -224,7 +226,8 @@ func TestWritesAreBounded(t *testing.T) {
 	}
 }
 
-// BenchmarkNoWire is gdr's own work for a 64 KiB slice of 16 KiB blocks: two ends, sockets and verdicts, no payload.
+// BenchmarkNoWire is gdr's own work for a 64 KiB slice of 16 KiB blocks: two ends, sockets and
+// verdicts, no payload.
 func BenchmarkNoWire(b *testing.B) {
 	m := transporttest.NewMover(b, nullFactory(), transporttest.Shape{Chunks: 1024, BlockBytes: 16 << 10, Shuffle: true})
 	m.Move(64, 1, 16)

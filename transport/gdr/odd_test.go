@@ -13,14 +13,18 @@ type oddDevice struct {
 
 	mu sync.Mutex
 	// guarded by mu
-	deaf       bool            // queue pairs take no error state: nothing is flushed, and what is on the wire still arrives
-	keepsQPs   bool            // nor are they destroyed
-	keepsKeys  bool            // nor registrations given back
-	refuses    error           // what registrations are refused with
-	takes      int             // of the next batch of sends so many are taken, the rest is refused; -1: all
-	badCQ      bool            // completion queues say nothing but errors
-	polls      int             // of completion queues, counted while they are bad or asleep
-	asleep     <-chan struct{} // who polls a completion queue waits for it, as where the process does not run; nil: nobody does
+	// queue pairs take no error state: nothing is flushed, and what is on the wire still arrives
+	deaf      bool
+	keepsQPs  bool  // nor are they destroyed
+	keepsKeys bool  // nor registrations given back
+	refuses   error // what registrations are refused with
+	// of the next batch of sends so many are taken, the rest is refused; -1: all
+	takes int
+	badCQ bool // completion queues say nothing but errors
+	polls int  // of completion queues, counted while they are bad or asleep
+	// who polls a completion queue waits for it, as where the process does not run; nil: nobody
+	// does
+	asleep     <-chan struct{}
 	slow       <-chan struct{} // what asks the device waits for it; nil: it does not
 	waiting    int             // so many do
 	registered int             // registrations that were not given back

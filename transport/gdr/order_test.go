@@ -15,8 +15,9 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// What counts as landed must be in memory, in whatever order hardware does what it may do in any. The fabric's seed draws one; that these
-// runs would find a gdr that relies on too much is shown with three that do.
+// What counts as landed must be in memory, in whatever order hardware does what it may do in any.
+// The fabric's seed draws one; that these runs would find a gdr that relies on too much is shown
+// with three that do.
 
 // watchedSink looks at the memory of what lands while nothing moves.
 type watchedSink struct {
@@ -37,8 +38,9 @@ func (s *watchedSink) Landed(l transport.Lane, r transfer.Range) {
 	s.Sink.Landed(l, r)
 }
 
-// landsIn moves what two slots hold over three lanes at once in the order of a seed, each slice twice and some of them over each other, and
-// counts the chunks that were not there when they counted as landed. change may put something between gdr and its devices.
+// landsIn moves what two slots hold over three lanes at once in the order of a seed, each slice
+// twice and some of them over each other, and counts the chunks that were not there when they
+// counted as landed. change may put something between gdr and its devices.
 func landsIn(t *testing.T, seed uint64, change func(*fake.Fabric) func(verbs.Device) verbs.Device) (wrong, landed int) {
 	f, _ := rigWith(t, seed)
 	wrap := func(d verbs.Device) verbs.Device { return d }
@@ -102,7 +104,8 @@ func TestAnyOrder(t *testing.T) {
 	}
 }
 
-// TestOrderMutants: what counts a slice as landed on anything less than an immediate behind its writes on their own queue pair is found.
+// TestOrderMutants: what counts a slice as landed on anything less than an immediate behind its
+// writes on their own queue pair is found.
 func TestOrderMutants(t *testing.T) {
 	for name, change := range map[string]func(*fake.Fabric) func(verbs.Device) verbs.Device{
 		"the sender's completion is the evidence": func(*fake.Fabric) func(verbs.Device) verbs.Device { return newMutants(false).device },
@@ -127,9 +130,10 @@ func TestOrderMutants(t *testing.T) {
 	}
 }
 
-// mutants are devices under which gdr's verdicts, the immediates, go another way: past the NIC as soon as they are posted, which gdr does
-// when the slice's writes are complete to the sender, or, with twins, over a second queue pair beside each. In their place an empty
-// write without an immediate brings the sender its completion.
+// mutants are devices under which gdr's verdicts, the immediates, go another way: past the NIC as
+// soon as they are posted, which gdr does when the slice's writes are complete to the sender, or,
+// with twins, over a second queue pair beside each. In their place an empty write without an
+// immediate brings the sender its completion.
 type mutants struct {
 	twins bool
 
@@ -231,8 +235,9 @@ type mutantQP struct {
 	twin  verbs.QueuePair // nil: none
 	other uint32          // at the other end
 
-	mu    sync.Mutex
-	posts int // of receives: the first are gdr's stock, the second replaces that of the proof; guarded by mu
+	mu sync.Mutex
+	// of receives: the first are gdr's stock, the second replaces that of the proof; guarded by mu
+	posts int
 }
 
 func (p *mutantDomain) NewQueuePair(cq verbs.CompletionQueue, sends, receives int) (verbs.QueuePair, error) {

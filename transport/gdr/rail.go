@@ -19,7 +19,8 @@ import (
 const (
 	reopenFirst   = 20 * time.Millisecond // after the loss
 	reopenLongest = 2 * time.Second       // between tries
-	maxLost       = 4                     // lost devices of a rail that still have queue pairs; with more, none is opened
+	// lost devices of a rail that still have queue pairs; with more, none is opened
+	maxLost = 4
 )
 
 // rail is a listener with its device. A lost device is reopened in the background, under the GID

@@ -38,7 +38,8 @@ func singles(spans []span) (all []run) {
 	return all
 }
 
-// randomRuns lie anywhere and evenly, in rows and in rows of rows, forwards and backwards, with gaps that have landed between them.
+// randomRuns lie anywhere and evenly, in rows and in rows of rows, forwards and backwards, with
+// gaps that have landed between them.
 func randomRuns(rng *rand.Rand, longest int) (all []run) {
 	for range 1 + rng.IntN(12) {
 		r := single(span{addr: 1<<40 + rng.Uint64N(1<<30), len: 1 + uint32(rng.IntN(longest)), key: 1 + uint32(rng.IntN(3))})
@@ -80,7 +81,8 @@ func TestCellsRoundTrip(t *testing.T) {
 	}
 }
 
-// Golden vector: the cells of a GO of version 1.2, byte for byte: a span, one that is to skip, a run and a run of rows.
+// Golden vector: the cells of a GO of version 1.2, byte for byte: a span, one that is to skip, a
+// run and a run of rows.
 func TestCellsGolden(t *testing.T) {
 	got := hex.EncodeToString(appendCells(nil, []run{
 		single(span{1 << 40, 4096, 7}), single(span{len: 65536}),
@@ -129,7 +131,8 @@ func TestMalformedCells(t *testing.T) {
 	}
 }
 
-// What is posted covers what the GO names, byte for byte, from the source's spans in their order, whatever room the queue has.
+// What is posted covers what the GO names, byte for byte, from the source's spans in their order,
+// whatever room the queue has.
 func TestPlanExpandsRuns(t *testing.T) {
 	for seed := range uint64(100) {
 		rng := rand.New(rand.NewPCG(seed, 8))
@@ -199,7 +202,8 @@ func (p *part) Len() uint64       { return p.len }
 func (p *part) LocalKey() uint32  { return p.key }
 func (p *part) RemoteKey() uint32 { return p.key + 1000 }
 
-// A region is registered in parts. Runs that lie in one go as they are, and of others every byte is named under its own part's key, in order.
+// A region is registered in parts. Runs that lie in one go as they are, and of others every byte is
+// named under its own part's key, in order.
 func TestRunsAcrossParts(t *testing.T) {
 	const size, each = 1 << 16, 1 << 12
 	e := &key{k: &keys{part: each}}
@@ -280,8 +284,10 @@ func TestEvenMemory(t *testing.T) {
 				src, dst := transporttest.NewMemory(t, shapes[0]), transporttest.NewMemory(t, shapes[1])
 				src.Write(5)
 				bind := transporttest.NewBind(t, p.A, p.B, src, dst, transfer.Slot(i), 1)
-				bind.Sink.Seed.Store(5)                                               // Landed compares every chunk
-				for _, r := range []transfer.Range{{First: 3, Count: 4}, src.All()} { // a part first: the rest finds it landed
+				// Landed compares every chunk
+				bind.Sink.Seed.Store(5)
+				// a part first: the rest finds it landed
+				for _, r := range []transfer.Range{{First: 3, Count: 4}, src.All()} {
 					if res := p.A.MoveWait(a, bind.Origin, r, 1); res.Outcome != transfer.Landed {
 						t.Fatalf("%s %s: %v", res.Outcome, res.Reason, res.Err)
 					}
@@ -296,7 +302,8 @@ func TestEvenMemory(t *testing.T) {
 	}
 }
 
-// What a GO names takes three cells for a page that lies across, two to a peer of 1.1 for each of its rows, and one to a peer of 1.0 for each piece.
+// What a GO names takes three cells for a page that lies across, two to a peer of 1.1 for each of
+// its rows, and one to a peer of 1.0 for each piece.
 func TestCellsOfVersions(t *testing.T) {
 	_, p, _, _ := oddPair(t, nil)
 	_, b := p.Dial()
@@ -327,7 +334,8 @@ func TestCellsOfVersions(t *testing.T) {
 	}
 }
 
-// FuzzCells: whatever a receiver sends, what is accepted is bounded, and its spans survive the round trip.
+// FuzzCells: whatever a receiver sends, what is accepted is bounded, and its spans survive the
+// round trip.
 func FuzzCells(f *testing.F) {
 	f.Add(appendCells(nil, []run{{span{1, 16, 3}, mem.Strides{Stride: 32, Count: 3, Rows: 1}}, single(span{0, 5, 0}), single(span{7, 8, 9})}))
 	f.Add(appendCells(nil, []run{{span{1 << 63, 16, 3}, mem.Strides{Stride: 1 << 63, Count: 3, Rows: 1}}}))

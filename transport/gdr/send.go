@@ -28,16 +28,17 @@ const (
 
 // sending is a slice in flight from this end.
 type sending struct {
-	state   state
-	seq     uint16
-	s       transport.Slice
-	at      time.Time
-	bytes   uint64
-	src     []run
-	dst     []run
-	from    cursor // in src
-	to      cursor // in dst
-	inline  int    // largest write that is copied into the request; 0 if the CPU cannot reach the memory
+	state state
+	seq   uint16
+	s     transport.Slice
+	at    time.Time
+	bytes uint64
+	src   []run
+	dst   []run
+	from  cursor // in src
+	to    cursor // in dst
+	// largest write that is copied into the request; 0 if the CPU cannot reach the memory
+	inline  int
 	last    uint64 // its last work request
 	reading bool   // the origin is held
 	keys    []*key

@@ -11,8 +11,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// A process that gets no processor for a while finds all of its lanes silent, and what their NICs have done meanwhile waiting. None of them
-// may be given up for that.
+// A process that gets no processor for a while finds all of its lanes silent, and what their NICs
+// have done meanwhile waiting. None of them may be given up for that.
 
 // stale makes a lane look as if nothing had happened on it for long.
 func stale(l *lane) {
@@ -21,7 +21,8 @@ func stale(l *lane) {
 	l.progress = time.Now().Add(-2 * time.Hour)
 }
 
-// under begins to move chunks over a lane of its own, whose messages stay on the wire once they are there.
+// under begins to move chunks over a lane of its own, whose messages stay on the wire once they are
+// there.
 func under(t *testing.T, f *fake.Fabric, p *transporttest.Pair, b *transporttest.Bind, r transfer.Range) (here, there *lane, res <-chan transport.Result) {
 	t.Helper()
 	x, y := p.Dial()
@@ -46,7 +47,8 @@ func asks(t *testing.T, p *transporttest.Pair, b *transporttest.Bind, attempt ui
 	return res
 }
 
-// TestLaterAttemptLooksFirst: before a later attempt stops a lane that has not moved for long, what has come on it is looked at.
+// TestLaterAttemptLooksFirst: before a later attempt stops a lane that has not moved for long, what
+// has come on it is looked at.
 func TestLaterAttemptLooksFirst(t *testing.T) {
 	f, p, _, there := oddPair(t, func(c *Config) { c.Patience = time.Hour })
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
@@ -80,7 +82,8 @@ func TestLaterAttemptLooksFirst(t *testing.T) {
 	b.End(t)
 }
 
-// TestLaterAttemptStopsNoOther: of two lanes in the way of a later attempt one does not move. It is stopped, once the other one is through.
+// TestLaterAttemptStopsNoOther: of two lanes in the way of a later attempt one does not move. It is
+// stopped, once the other one is through.
 func TestLaterAttemptStopsNoOther(t *testing.T) {
 	f, p, _, _ := oddPair(t, func(c *Config) { c.Patience = time.Hour })
 	src, dst := transporttest.NewMemory(t, shape), transporttest.NewMemory(t, shape)
@@ -116,7 +119,8 @@ func TestLaterAttemptStopsNoOther(t *testing.T) {
 	b.End(t)
 }
 
-// TestSilenceIsDoubtedFirst: a lane is given up as silent at the second look in a row, and not where something came between them.
+// TestSilenceIsDoubtedFirst: a lane is given up as silent at the second look in a row, and not
+// where something came between them.
 func TestSilenceIsDoubtedFirst(t *testing.T) {
 	f, p, _, _ := oddPair(t, nil)
 	l, _, b, _, res := underWay(t, f, p)
@@ -143,8 +147,8 @@ func TestSilenceIsDoubtedFirst(t *testing.T) {
 	b.End(t)
 }
 
-// TestSlowLaneIsWaitedFor: slices that take long teach how long the next one is waited for, and a later attempt does not stop a lane that is no
-// slower than it was.
+// TestSlowLaneIsWaitedFor: slices that take long teach how long the next one is waited for, and a
+// later attempt does not stop a lane that is no slower than it was.
 func TestSlowLaneIsWaitedFor(t *testing.T) {
 	const slow = 20 * time.Millisecond
 	f, p, _, _ := oddPair(t, func(c *Config) { c.Patience, c.Silence = time.Millisecond, time.Hour })

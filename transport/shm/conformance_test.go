@@ -31,7 +31,8 @@ func TestOneAxis(t *testing.T) {
 	})
 }
 
-// With as many workers as a large host has: slices of device memory are asked for by askers, where they are large or follow each other.
+// With as many workers as a large host has: slices of device memory are asked for by askers, where
+// they are large or follow each other.
 func TestDevice(t *testing.T) {
 	transporttest.ConformanceOnDevice(t, func(_ testing.TB, d *transporttest.Device) transporttest.Factory {
 		return func(tb testing.TB) transport.Backend {

@@ -145,7 +145,9 @@ func (m *batch) run() {
 			l.out.kick()
 		}
 	}
-	clear(m.jobs) // releases the memory that jobs refer to; lists of pieces only refer to regions, which are small
+	// releases the memory that jobs refer to; lists of pieces only refer to regions, which are
+	// small
+	clear(m.jobs)
 }
 
 // one moves a job's part of the batch, unless it was moved with the others: a device refuses the

@@ -36,7 +36,8 @@ type deviceMemory struct {
 
 func (m *deviceMemory) Device() mem.Device { return m.region.Device() }
 
-// link is a device between whose memories bytes take as long as on a link of so many GB/s, two moves at once.
+// link is a device between whose memories bytes take as long as on a link of so many GB/s, two
+// moves at once.
 type link struct {
 	instant
 	gbps  float64
@@ -158,7 +159,8 @@ func (s *short) Resolve(dst []mem.Block, r transfer.Range) ([]mem.Block, error) 
 	return dst, err
 }
 
-// Pulls whose two sides are not as long are refused, by themselves: those that share a batch with them land.
+// Pulls whose two sides are not as long are refused, by themselves: those that share a batch with
+// them land.
 func TestBlocksOutOfStep(t *testing.T) {
 	p := newPair(t, Config{Devices: instant{}, Workers: 8})
 	const chunks = 32
@@ -190,8 +192,8 @@ func TestBlocksOutOfStep(t *testing.T) {
 	}
 }
 
-// BenchmarkDevicePull is the cost of a lane beside the copy: slices as the scheduler gives them where a GPU is, in blocks that lie anywhere,
-// or at equal distances.
+// BenchmarkDevicePull is the cost of a lane beside the copy: slices as the scheduler gives them
+// where a GPU is, in blocks that lie anywhere, or at equal distances.
 func BenchmarkDevicePull(b *testing.B) {
 	for _, c := range []struct {
 		name  string
@@ -202,8 +204,8 @@ func BenchmarkDevicePull(b *testing.B) {
 	}
 }
 
-// BenchmarkDeviceLink is how much of a link a lane uses. One lane's share of the CPU decides how fast a link it may be: on a host of two cores
-// some 100 GB/s.
+// BenchmarkDeviceLink is how much of a link a lane uses. One lane's share of the CPU decides how
+// fast a link it may be: on a host of two cores some 100 GB/s.
 func BenchmarkDeviceLink(b *testing.B) {
 	for _, gbps := range []float64{50, 100, 200} {
 		b.Run(fmt.Sprintf("%.0f GB per s", gbps), func(b *testing.B) {

@@ -13,7 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// Who keeps lanes gives one up that is not possible, so only what no other try can mend may be told as that.
+// Who keeps lanes gives one up that is not possible, so only what no other try can mend may be told
+// as that.
 func TestDialThatMayDoLater(t *testing.T) {
 	p := newPair(t, Config{})
 	dial := func(path string) error {

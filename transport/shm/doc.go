@@ -1,5 +1,5 @@
-// Package shm is the transport between two sidecars of one host: the destination's sidecar maps the source's memfds read-only
-// and copies.
+// Package shm is the transport between two sidecars of one host: the destination's sidecar maps the
+// source's memfds read-only and copies.
 //
 // A lane is one unix SOCK_SEQPACKET connection, proved by internal/wire like every lane. It carries
 // requests and answers, and payload only if it is tiny. Move sends a pull (pieces of source

@@ -11,27 +11,31 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// A packet of the lane's socket holds frames one after another: kind, a zero byte, the body's length, the body. Everything is
-// little-endian.
+// A packet of the lane's socket holds frames one after another: kind, a zero byte, the body's
+// length, the body. Everything is little-endian.
 const (
 	maxPacketBytes = 60 << 10 // well below the smallest default send buffer
 	frameHeader    = 4
 	maxCells       = (maxPacketBytes - frameHeader - pullFixed) / cellBytes // of one pull
-	maxPacketFDs   = 16                                                     // descriptors of one packet
+	// descriptors of one packet
+	maxPacketFDs = 16
 )
 
 type kind uint8
 
 const (
-	kindRegion  kind = iota + 1 // source: passes a descriptor; later pulls name the region by index
-	kindForget                  // source: the region is gone; unmap it
-	kindPull                    // source: copy this
-	kindPulled                  // destination: copied, or refused
-	kindVerdict                 // source: the copied bytes were still valid, or the source was invalidated
-	kindConfirm                 // destination: landed, or too late
-	kindDevice                  // source: like kindRegion, for GPU memory: a handle, and a descriptor if the handle needs one
-	kindPush                    // source: a few bytes themselves, which were valid when they were read
-	kindRouse                   // source: awaited pulls follow soon (wake-up hint)
+	kindRegion kind = iota + 1 // source: passes a descriptor; later pulls name the region by index
+	kindForget                 // source: the region is gone; unmap it
+	kindPull                   // source: copy this
+	kindPulled                 // destination: copied, or refused
+	// source: the copied bytes were still valid, or the source was invalidated
+	kindVerdict
+	kindConfirm // destination: landed, or too late
+	// source: like kindRegion, for GPU memory: a handle, and a descriptor if the handle needs one
+	kindDevice
+	// source: a few bytes themselves, which were valid when they were read
+	kindPush
+	kindRouse // source: awaited pulls follow soon (wake-up hint)
 	numKinds
 )
 

@@ -151,7 +151,8 @@ func TestPullGolden(t *testing.T) {
 		run{region: 2, len: 512, off: 1 << 20, Strides: mem.Strides{Stride: 4096, Count: 100, Rows: 1}},
 		run{region: 3, len: 512, off: 1 << 21, Strides: mem.Strides{Stride: 8192, Outer: 1<<64 - 512, Count: 8, Rows: 16}}))
 	want := "03" + "00" + "7c00" + // kind, zero, bytes of the body
-		"0807060504030201" + "0900" + "0600" + "0a000000" + "0b000000" + "0c000000" + "0d000000" + // tag, slot, cells, generation, chunks, attempt
+		// tag, slot, cells, generation, chunks, attempt
+		"0807060504030201" + "0900" + "0600" + "0a000000" + "0b000000" + "0c000000" + "0d000000" +
 		"01000000" + "00100000" + "0000000002000000" + // region, length, offset
 		"02000000" + "00020080" + "0000100000000000" + "0010000000000000" + "64000000" + "00000000" + // flagged; stride, count, no rows
 		"03000000" + "00020080" + "0000200000000000" + "0020000000000000" + "08000000" + "10000000" + // flagged; stride, count, rows

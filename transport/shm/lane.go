@@ -33,11 +33,13 @@ type lane struct {
 
 	done chan struct{} // closed first at the end; the writer leaves
 
-	axes   int            // of the runs that the peer supports
-	eager  bool           // the peer supports pushes
-	rouses bool           // the peer supports wake-up hints
-	asks   chan *moved    // to askers, with room for every slice in flight; nil: Move makes the pulls, as it does for small slices
-	gone   sync.WaitGroup // the askers
+	axes   int  // of the runs that the peer supports
+	eager  bool // the peer supports pushes
+	rouses bool // the peer supports wake-up hints
+	// to askers, with room for every slice in flight; nil: Move makes the pulls, as it does for
+	// small slices
+	asks chan *moved
+	gone sync.WaitGroup // the askers
 
 	moveMu sync.Mutex // serialises Move; taken before mu
 	// guarded by moveMu
@@ -62,8 +64,9 @@ type lane struct {
 	results []transport.Result // the reader's
 	roused  bool               // hint since the reader's last check; the reader's
 	rousing                    // the reader's
-	asked   bool               // the peer wants memory here to be written, since the reader's last check; the reader's
-	handed  bool               // some of that went to a copier or a mover; the reader's
+	// the peer wants memory here to be written, since the reader's last check; the reader's
+	asked  bool
+	handed bool // some of that went to a copier or a mover; the reader's
 }
 
 // moved is a slice that Move accepted.
@@ -82,7 +85,8 @@ type pull struct {
 	m       *moved
 	r       transfer.Range
 	reading bool // the peer may still read the source's memory
-	valid   bool // the verdict was "valid", or it is a push: from here on the peer may have landed it
+	// the verdict was "valid", or it is a push: from here on the peer may have landed it
+	valid bool
 }
 
 // stalled is the rest of a slice that was not requested because all pulls were in flight: slices of
@@ -199,7 +203,8 @@ func (l *lane) Move(batch []transport.Slice) error {
 
 // Rouse implements transport.Rouser.
 func (l *lane) Rouse() {
-	if !l.rouses || l.out.waits() { // a peer with packets to read is awake, and the hint would be late
+	// a peer with packets to read is awake, and the hint would be late
+	if !l.rouses || l.out.waits() {
 		return
 	}
 	var buf [frameHeader]byte
@@ -393,7 +398,8 @@ func (l *lane) list(a *asker, m *moved, r transfer.Range, blocks []mem.Block) (b
 	var next run
 	for len(blocks) > 0 {
 		first := &blocks[0]
-		if first.Region != last { // looking up a map for each block would be most of the cost of large caches
+		// looking up a map for each block would be most of the cost of large caches
+		if first.Region != last {
 			var err error
 			if next.region, err = l.regionIndex(first.Region); err != nil {
 				return false, transfer.ReasonMemory, err
@@ -669,7 +675,8 @@ func (l *lane) stayAwake(in *inbox, now time.Time) {
 		}
 	}
 	if l.handed && in.lingers() {
-		runtime.Gosched() // the woken goroutine starts on this thread; waking another thread takes longer
+		// the woken goroutine starts on this thread; waking another thread takes longer
+		runtime.Gosched()
 	}
 }
 
@@ -704,7 +711,8 @@ func (l *lane) end(err error, writerGone <-chan struct{}) {
 	l.dst.end()
 
 	lost := fmt.Errorf("shm: lane %d to boot %s: %w", l.id, l.peer, errors.Join(net.ErrClosed, err))
-	l.moveMu.Lock() // a concurrent Move, and an asker, find the lane ended and leave their results in late
+	// a concurrent Move, and an asker, find the lane ended and leave their results in late
+	l.moveMu.Lock()
 	if l.asks != nil {
 		close(l.asks)
 		l.gone.Wait()

@@ -16,8 +16,8 @@ import (
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
-// tracks are links to a device that take any list between it and mapped memory of the host. They may be held, and
-// may fail.
+// tracks are links to a device that take any list between it and mapped memory of the host. They
+// may be held, and may fail.
 type tracks struct {
 	*transporttest.Device
 	tb      testing.TB
@@ -131,8 +131,9 @@ func TestDeviceByLinks(t *testing.T) {
 	}
 }
 
-// TestLinksCarry: random blocks between host and device arrive whole, over links where they reach and through buffers where not, or where all links fail;
-// what is host to host, or device to device, never goes over one.
+// TestLinksCarry: random blocks between host and device arrive whole, over links where they reach
+// and through buffers where not, or where all links fail; what is host to host, or device to
+// device, never goes over one.
 func TestLinksCarry(t *testing.T) {
 	for _, c := range []struct {
 		name     string
@@ -183,7 +184,8 @@ func TestLinksCarry(t *testing.T) {
 	}
 }
 
-// TestLinksFence: as long as a link may write, the fence does not end, and what it brings after the grant was revoked does not land.
+// TestLinksFence: as long as a link may write, the fence does not end, and what it brings after the
+// grant was revoked does not land.
 func TestLinksFence(t *testing.T) {
 	l := newTracks(t)
 	l.gate = make(chan struct{})
@@ -222,7 +224,8 @@ func TestLinksFence(t *testing.T) {
 	}
 }
 
-// TestLinksLeaveOut: of a batch, what may not be written any more when its turn comes is left out, and the others' is carried.
+// TestLinksLeaveOut: of a batch, what may not be written any more when its turn comes is left out,
+// and the others' is carried.
 func TestLinksLeaveOut(t *testing.T) {
 	l := newTracks(t)
 	l.gate = make(chan struct{})
@@ -280,8 +283,8 @@ func TestLinksLeaveOut(t *testing.T) {
 	}
 }
 
-// TestLinksAskedInTime: a fence does not end while links are asked for the grant's memory, which they would begin to pin: they are told to forget
-// it after the fence, once.
+// TestLinksAskedInTime: a fence does not end while links are asked for the grant's memory, which
+// they would begin to pin: they are told to forget it after the fence, once.
 func TestLinksAskedInTime(t *testing.T) {
 	l := newTracks(t)
 	p := newPair(t, Config{Devices: l.Device, Links: l, Workers: 8})
@@ -313,7 +316,8 @@ func TestLinksAskedInTime(t *testing.T) {
 	}
 }
 
-// TestLinksDisowned: what was read from blocks that the source has taken back does not land, whichever way it came.
+// TestLinksDisowned: what was read from blocks that the source has taken back does not land,
+// whichever way it came.
 func TestLinksDisowned(t *testing.T) {
 	l := newTracks(t)
 	p := newPair(t, Config{Devices: l.Device, Links: l, Workers: 8})
@@ -331,7 +335,8 @@ func TestLinksDisowned(t *testing.T) {
 	}
 }
 
-// TestLinksForget: a peer's memory that goes is told to the links before it is unmapped, and memory that landed already is not written again.
+// TestLinksForget: a peer's memory that goes is told to the links before it is unmapped, and memory
+// that landed already is not written again.
 func TestLinksForget(t *testing.T) {
 	l := newTracks(t)
 	p := newPair(t, Config{Devices: l.Device, Links: l, Workers: 8})

@@ -9,7 +9,8 @@ import (
 	"github.com/kvspray/kvspray/internal/mem"
 )
 
-// processRegion is memory of this process reached through /proc, as an engine without memfds would lend it.
+// processRegion is memory of this process reached through /proc, as an engine without memfds would
+// lend it.
 func processRegion(t *testing.T) *mem.Region {
 	p, err := syscall.Mmap(-1, 0, 1<<20, syscall.PROT_READ|syscall.PROT_WRITE, syscall.MAP_PRIVATE|syscall.MAP_ANON)
 	if err != nil {

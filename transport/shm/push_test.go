@@ -13,7 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// requests counts the pulls and pushes that a lane has sent, and the regions that it passed on for them.
+// requests counts the pulls and pushes that a lane has sent, and the regions that it passed on for
+// them.
 func requests(l transport.Lane) (n uint64, regions int) {
 	s := l.(*lane)
 	s.mu.Lock()
@@ -21,7 +22,8 @@ func requests(l transport.Lane) (n uint64, regions int) {
 	return s.seq, len(s.regions)
 }
 
-// Few bytes are pushed, more are pulled; an older peer is pulled from only. A region that nobody pulls from is not passed on.
+// Few bytes are pushed, more are pulled; an older peer is pulled from only. A region that nobody
+// pulls from is not passed on.
 func TestFewBytesArePushed(t *testing.T) {
 	older := wire.Versions{Min: wire.V(1, 0), Max: framesRuns}
 	for _, c := range []struct {
@@ -126,7 +128,8 @@ func TestPushToDevice(t *testing.T) {
 		batch = append(batch, transport.Slice{Origin: o, Range: from.space.All(), Attempt: 1, Cookie: uint64(i)})
 		wants, sinks = append(wants, from), append(sinks, to)
 	}
-	// Regions of a fake share their addresses: one at a time, with packets behind it that reuse the reader's buffer.
+	// Regions of a fake share their addresses: one at a time, with packets behind it that reuse the
+	// reader's buffer.
 	for i := range batch {
 		d.mu.Lock()
 		clear(d.held)
@@ -175,7 +178,8 @@ func TestHostilePush(t *testing.T) {
 	}
 }
 
-// BenchmarkSmall is one small slice from Move to its result: the wake-ups of two sidecars and the copy.
+// BenchmarkSmall is one small slice from Move to its result: the wake-ups of two sidecars and the
+// copy.
 func BenchmarkSmall(b *testing.B) {
 	for name, v := range map[string]wire.Versions{"push": frames, "pull": {Min: wire.V(1, 0), Max: framesRuns}} {
 		b.Run(name, func(b *testing.B) {
@@ -186,7 +190,8 @@ func BenchmarkSmall(b *testing.B) {
 			batch := []transport.Slice{{Origin: o, Range: from.space.All(), Attempt: 1}}
 			b.ReportAllocs()
 			for b.Loop() {
-				*g = transport.Grant{Peer: g.Peer, Slot: g.Slot, Gen: g.Gen, Sink: g.Sink} // it has not landed
+				// it has not landed
+				*g = transport.Grant{Peer: g.Peer, Slot: g.Slot, Gen: g.Gen, Sink: g.Sink}
 				if err := p.lane.Move(batch); err != nil {
 					b.Fatal(err)
 				}

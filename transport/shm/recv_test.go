@@ -9,7 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestLinger: an inbox that is to ask on does so until something comes, or its time is over, unless enough others do; else it asks once.
+// TestLinger: an inbox that is to ask on does so until something comes, or its time is over, unless
+// enough others do; else it asks once.
 func TestLinger(t *testing.T) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

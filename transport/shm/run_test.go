@@ -13,7 +13,8 @@ import (
 	"github.com/kvspray/kvspray/transport"
 )
 
-// regular is memory whose blocks lie in rows at equal distances, as pages of heads or of tokens do that another order takes apart.
+// regular is memory whose blocks lie in rows at equal distances, as pages of heads or of tokens do
+// that another order takes apart.
 func regular(tb testing.TB, n, each, stride uint64, row int, back bool) *memory {
 	m := newMemory(tb, n, each, 1)
 	region, count := m.blocks[0].Region, uint64(len(m.blocks))
@@ -71,7 +72,8 @@ func frameOf(t *testing.T, l *lane, m *memory, r transfer.Range) (cells int, got
 	return len(frame) / cellBytes, got
 }
 
-// Regular memory takes a few cells, and scattered memory one for each piece, as it does between sidecars of which one is older.
+// Regular memory takes a few cells, and scattered memory one for each piece, as it does between
+// sidecars of which one is older.
 func TestRegularPullsAreShort(t *testing.T) {
 	p := newPair(t, Config{})
 	l := p.lane.(*lane)
@@ -97,9 +99,10 @@ func TestRegularPullsAreShort(t *testing.T) {
 	}
 }
 
-// Pages of Llama-3.1-8B with heads outside, in the order of those with tokens outside, and the other way round, in blocks that lie anywhere: a
-// run for each block, and to a peer that knows one axis one for each token, or head, of a block. No pull has more bytes, however long the
-// prompt is, and this is what it takes at most.
+// Pages of Llama-3.1-8B with heads outside, in the order of those with tokens outside, and the
+// other way round, in blocks that lie anywhere: a run for each block, and to a peer that knows one
+// axis one for each token, or head, of a block. No pull has more bytes, however long the prompt is,
+// and this is what it takes at most.
 func TestCrosswisePages(t *testing.T) {
 	const each, heads, tokens, pull = 512, 8, 16, 1 << 20
 	l := newPair(t, Config{}).lane.(*lane)
@@ -133,8 +136,8 @@ func TestAxesOfVersions(t *testing.T) {
 	}
 }
 
-// Regular memory on either side arrives, whole and where some of it had landed, and from and to a sidecar
-// that knows no runs, or runs of one axis.
+// Regular memory on either side arrives, whole and where some of it had landed, and from and to a
+// sidecar that knows no runs, or runs of one axis.
 func TestRegularMemory(t *testing.T) {
 	oneAxis := wire.Versions{Min: wire.V(1, 0), Max: framesPush}
 	for _, c := range []struct {
@@ -231,7 +234,8 @@ func TestHostileRuns(t *testing.T) {
 			c.r.len = 0
 		}
 		good := run{region: 3, len: 16, Strides: mem.Single}
-		for n, cells := range [][]run{{c.r}, {good, c.r}, {good, good, c.r, good}} { // first, and behind pieces that are looked at in haste
+		// first, and behind pieces that are looked at in haste
+		for n, cells := range [][]run{{c.r}, {good, c.r}, {good, good, c.r, good}} {
 			f := pullOf(pullFrame{tag: 1}, cells...)
 			var j job
 			j.l = d.l
@@ -246,7 +250,8 @@ func TestHostileRuns(t *testing.T) {
 	}
 }
 
-// Pieces one by one are counted as runs are: a pull takes so many of them, and so many bytes, to the piece.
+// Pieces one by one are counted as runs are: a pull takes so many of them, and so many bytes, to
+// the piece.
 func TestBoundsOfPieces(t *testing.T) {
 	d := dest(1 << 20)
 	piece := func(n uint32) run { return run{region: 3, len: n, Strides: mem.Single} }
@@ -273,7 +278,8 @@ func TestBoundsOfPieces(t *testing.T) {
 	}
 }
 
-// FuzzSource: whatever cells a peer sends, what is accepted names only bytes of its region, as many and in as many pieces as is said.
+// FuzzSource: whatever cells a peer sends, what is accepted names only bytes of its region, as many
+// and in as many pieces as is said.
 func FuzzSource(f *testing.F) {
 	const size = 64 << 10
 	for _, s := range []mem.Strides{{Stride: 64, Count: 100, Rows: 1}, {Stride: 1<<64 - 64, Count: 100, Rows: 1}, {Stride: 1 << 63, Count: 2, Rows: 1},
@@ -301,7 +307,8 @@ func FuzzSource(f *testing.F) {
 	})
 }
 
-// BenchmarkRuns is what a scattered pull costs by itself, without sockets and other cores: its frame, its check, and its list at the device.
+// BenchmarkRuns is what a scattered pull costs by itself, without sockets and other cores: its
+// frame, its check, and its list at the device.
 func BenchmarkRuns(b *testing.B) {
 	d := instant{}
 	const blocks = 256

@@ -27,13 +27,17 @@ import (
 const Name = "shm"
 
 const (
-	sliceBytes      = 1 << 20 // large enough that its four small messages cost nothing beside the copy
-	maxInFlight     = 64      // slices of a lane
-	maxPulls        = 256     // of a lane, each way: a slice of many small pieces or many bytes takes several
-	maxPullBytes    = 1 << 20
-	deviceSlice     = 4 << 20 // of GPU memory, and the bytes of one pull of it: [measured, 2 H200] 1.6 times the rate of 1 MiB
-	maxRegions      = 1024    // of a lane
-	maxOpening      = 16      // connections that have not proved the key yet
+	// large enough that its four small messages cost nothing beside the copy
+	sliceBytes  = 1 << 20
+	maxInFlight = 64 // slices of a lane
+	// of a lane, each way: a slice of many small pieces or many bytes takes several
+	maxPulls     = 256
+	maxPullBytes = 1 << 20
+	// of GPU memory, and the bytes of one pull of it: [measured, 2 H200] 1.6 times the rate of 1
+	// MiB
+	deviceSlice     = 4 << 20
+	maxRegions      = 1024 // of a lane
+	maxOpening      = 16   // connections that have not proved the key yet
 	openTimeout     = 5 * time.Second
 	sweepEvery      = time.Second // time until a freed region is unmapped at the peer
 	maxSocketPath   = 107
@@ -45,14 +49,17 @@ const (
 
 // Config of the backend.
 type Config struct {
-	Dir     string  // holds the 0700 directory of the socket; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
+	// holds the 0700 directory of the socket; default $XDG_RUNTIME_DIR, else /tmp/kvspray-<uid>
+	Dir     string
 	Workers int     // copiers of the whole backend; default the number of processors
 	Devices Devices // imports peers' GPU memory; nil: pulls of it are refused
-	Links   Links   // carries large copies between host memory and GPUs; nil: all of them go through buffers
-	Log     *slog.Logger
+	// carries large copies between host memory and GPUs; nil: all of them go through buffers
+	Links Links
+	Log   *slog.Logger
 
-	versions    wire.Versions // of lanes; default frames; a test's peer may be older
-	pollers     int           // readers that poll at the same time; default a quarter of the processors
+	versions wire.Versions // of lanes; default frames; a test's peer may be older
+	// readers that poll at the same time; default a quarter of the processors
+	pollers     int
 	rouse, stay time.Duration // default rouseFor and stayFor
 	cold        time.Duration // default coldAfter
 }

@@ -328,8 +328,8 @@ func TestRouseOld(t *testing.T) {
 	l.out.mu.Unlock()
 }
 
-// TestStayAwake: a reader lingers for the first pull behind a rouse and for a while behind each, no rouse makes it longer, and one that gained
-// nothing by it is left alone for some time.
+// TestStayAwake: a reader lingers for the first pull behind a rouse and for a while behind each, no
+// rouse makes it longer, and one that gained nothing by it is left alone for some time.
 func TestStayAwake(t *testing.T) {
 	const rouse, asked, refused = 1, 2, 5 // refused: roused, but as many others poll as may
 	type event struct {
@@ -450,7 +450,8 @@ func testRefusals(t *testing.T, n, each uint64) {
 			if n > pushBytes {
 				return
 			}
-			// Of a push nothing is written before it counts, and what the source knows to be gone is not sent at all.
+			// Of a push nothing is written before it counts, and what the source knows to be gone
+			// is not sent at all.
 			if sent, _ := requests(p.lane); (sent == before) != c.known || equal(from, to) {
 				t.Errorf("%d pushes were sent; bytes written: %v", sent-before, equal(from, to))
 			}
@@ -630,8 +631,8 @@ func TestSuperseded(t *testing.T) {
 	}
 }
 
-// BenchmarkRatio alternates moves with the same copies done by as many goroutines without any lane, and reports the ratio of the
-// medians: the machine's mood is in both.
+// BenchmarkRatio alternates moves with the same copies done by as many goroutines without any lane,
+// and reports the ratio of the medians: the machine's mood is in both.
 func BenchmarkRatio(b *testing.B) {
 	for _, each := range []uint64{4 << 10, 16 << 10, 64 << 10, 1 << 20} {
 		b.Run(byteName(each), func(b *testing.B) {

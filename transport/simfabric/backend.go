@@ -14,7 +14,8 @@ import (
 // Name is the backend's.
 const Name = "sim"
 
-// WordSource is a transport.Source whose memory is modelled: one word per chunk stands for its bytes.
+// WordSource is a transport.Source whose memory is modelled: one word per chunk stands for its
+// bytes.
 type WordSource interface {
 	transport.Source
 	ReadWord(chunk uint32) uint64

@@ -14,8 +14,8 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-// paced lets a fabric run by itself for tests that know wall clocks and goroutines only: one goroutine steps it, under a
-// lock that every call takes.
+// paced lets a fabric run by itself for tests that know wall clocks and goroutines only: one
+// goroutine steps it, under a lock that every call takes.
 type paced struct {
 	mu   sync.Mutex
 	f    *Fabric
@@ -95,7 +95,8 @@ func (b *pacedBackend) Dial(ctx context.Context, peer transport.Peer, local, rem
 
 func (b *pacedBackend) Grant(g *transport.Grant) ([]byte, error) { return b.b.Grant(g) }
 
-// Fence waits for the guard without the fabric, whose events are what empties it; what a NIC may still write is the fabric's.
+// Fence waits for the guard without the fabric, whose events are what empties it; what a NIC may
+// still write is the fabric's.
 func (b *pacedBackend) Fence(ctx context.Context, g *transport.Grant) error {
 	err := idle(ctx, &g.Guard)
 	if err == nil {
@@ -145,8 +146,8 @@ func (h pacedHost) Done(l transport.Lane, r []transport.Result) {
 	h.Host.Done(pacedLane{l, h.p}, r)
 }
 
-// TestConformance runs the suite that every transport passes, over a network that is good, and one that is not: a buffer
-// that overflows, loss, jitter that reorders.
+// TestConformance runs the suite that every transport passes, over a network that is good, and one
+// that is not: a buffer that overflows, loss, jitter that reorders.
 func TestConformance(t *testing.T) {
 	for _, c := range []struct {
 		name string

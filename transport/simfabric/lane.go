@@ -175,7 +175,8 @@ func (e *end) Move(batch []transport.Slice) error {
 		}
 		e.queue = append(e.queue, fl)
 		if _, ok := e.signal(); ok && e.f.cfg.OneSided {
-			e.remote.host.After(e.base()/2, func() { e.other.begin(fl) }) // the question where to, ahead of the data
+			// the question where to, ahead of the data
+			e.remote.host.After(e.base()/2, func() { e.other.begin(fl) })
 		}
 	}
 	e.pump()

@@ -104,7 +104,8 @@ func (w *words) Landed(_ transport.Lane, r transfer.Range) {
 	}
 }
 
-// stream lets a send to b over one lane between their rails numbered i, with a window of slices, for good.
+// stream lets a send to b over one lane between their rails numbered i, with a window of slices,
+// for good.
 type stream struct {
 	a     *station
 	lane  transport.Lane
@@ -198,7 +199,8 @@ func TestRateAndDelay(t *testing.T) {
 	s.push()
 	s.stop = true
 	f.Run(time.Second, nil)
-	// Four chunks cut through two links behind each other; the first window lets two of them go before an answer.
+	// Four chunks cut through two links behind each other; the first window lets two of them go
+	// before an answer.
 	want := time.Duration(4*transfer.ChunkBytes*8) + 4*link.Latency
 	if took < want || took > want+4*link.Latency+time.Millisecond {
 		t.Errorf("a slice took %s, want %s and little more", took, want)
@@ -217,8 +219,8 @@ func TestRateAndDelay(t *testing.T) {
 	}
 }
 
-// TestIncast: many senders into one port. With room for their windows they share it fairly; with little they collapse, and
-// that is what whoever drives the fabric has to prevent.
+// TestIncast: many senders into one port. With room for their windows they share it fairly; with
+// little they collapse, and that is what whoever drives the fabric has to prevent.
 func TestIncast(t *testing.T) {
 	const seconds = 4 // the first timeout is one
 	run := func(buffer, windowBytes int) (share, jain float64, overflows uint64) {
@@ -284,8 +286,9 @@ func TestTrunk(t *testing.T) {
 	}
 }
 
-// TestAsymmetric: a rail that loses one direction. What it sends is written and never confirmed, or never comes; either way
-// the lane lives until its silence is too long, and what was under way is in doubt.
+// TestAsymmetric: a rail that loses one direction. What it sends is written and never confirmed, or
+// never comes; either way the lane lives until its silence is too long, and what was under way is
+// in doubt.
 func TestAsymmetric(t *testing.T) {
 	for _, acks := range []bool{false, true} {
 		f := New(Config{Seed: 1, UserTimeout: 3 * time.Second})
@@ -313,7 +316,8 @@ func TestAsymmetric(t *testing.T) {
 	}
 }
 
-// TestFlap: a short pull of the cable is survived by the lane, a longer one is noticed by its own host.
+// TestFlap: a short pull of the cable is survived by the lane, a longer one is noticed by its own
+// host.
 func TestFlap(t *testing.T) {
 	f := New(Config{Seed: 1, Carrier: 5 * time.Millisecond})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 50 * time.Microsecond}
@@ -376,9 +380,10 @@ func TestLateWrite(t *testing.T) {
 	}
 }
 
-// TestFrozenReceiver: a receiver's process stops, and its machine does not. A kernel takes a receive buffer more and no byte beyond it,
-// and nothing is written or confirmed; a NIC writes the slices that it was allowed to before, and none of those that come. A process that
-// goes on finds everything, once.
+// TestFrozenReceiver: a receiver's process stops, and its machine does not. A kernel takes a
+// receive buffer more and no byte beyond it, and nothing is written or confirmed; a NIC writes the
+// slices that it was allowed to before, and none of those that come. A process that goes on finds
+// everything, once.
 func TestFrozenReceiver(t *testing.T) {
 	const buffer = 1 << 20
 	for _, oneSided := range []bool{false, true} {
@@ -416,8 +421,8 @@ func TestFrozenReceiver(t *testing.T) {
 	}
 }
 
-// TestStoppedNIC: what a NIC may still write when its grant is fenced, it does not: its lane ends first. So does that of a slice whose
-// chunks a later attempt takes over.
+// TestStoppedNIC: what a NIC may still write when its grant is fenced, it does not: its lane ends
+// first. So does that of a slice whose chunks a later attempt takes over.
 func TestStoppedNIC(t *testing.T) {
 	for _, how := range []string{"fence", "later attempt"} {
 		t.Run(how, func(t *testing.T) {
@@ -451,7 +456,8 @@ func TestStoppedNIC(t *testing.T) {
 	}
 }
 
-// TestResume: after a silence of seconds one chunk comes through, and the rest when Config.Resume has passed.
+// TestResume: after a silence of seconds one chunk comes through, and the rest when Config.Resume
+// has passed.
 func TestResume(t *testing.T) {
 	const resume = 300 * time.Millisecond
 	f := New(Config{Seed: 1, Resume: resume})
@@ -476,8 +482,9 @@ func TestResume(t *testing.T) {
 	s.stop = true
 }
 
-// TestBarred: where the sender's own stack has no route, what had left arrives, nothing else leaves, and once there is a route again all goes
-// on at the next try: nothing was lost that Linux would look for first.
+// TestBarred: where the sender's own stack has no route, what had left arrives, nothing else
+// leaves, and once there is a route again all goes on at the next try: nothing was lost that Linux
+// would look for first.
 func TestBarred(t *testing.T) {
 	f := New(Config{Seed: 1, Resume: 300 * time.Millisecond})
 	link := LinkSpec{BitsPerSecond: 1e9, Latency: 5 * time.Millisecond}

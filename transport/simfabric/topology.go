@@ -148,7 +148,9 @@ type Host struct {
 	rails  []*Rail
 	watch  func(*Rail) // called for changes of carriers
 	frozen bool
-	held   []event // events that wait for the process; bounded by what lanes have in the network and by the process's own calls
+	// events that wait for the process; bounded by what lanes have in the network and by the
+	// process's own calls
+	held []event
 }
 
 // NewHost adds a host.

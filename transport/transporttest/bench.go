@@ -135,7 +135,8 @@ func (m *Mover) LetsCollectorIn(chunks uint32) {
 	testutil.LetsCollectorInWhile(m.tb, func() { m.Move(16, chunks, 4) })
 }
 
-// Benchmark measures one lane in one process: the latency of one small slice, and throughput with a window of slices.
+// Benchmark measures one lane in one process: the latency of one small slice, and throughput with a
+// window of slices.
 func Benchmark(b *testing.B, f Factory) {
 	b.Run("latency/4KiB", func(b *testing.B) {
 		m := NewMover(b, f, Shape{Chunks: 64, BlockBytes: 4 << 10})

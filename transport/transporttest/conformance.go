@@ -438,7 +438,8 @@ func testRefusals(t *testing.T, f Factory) {
 func testTooMany(t *testing.T, f Factory) {
 	p := NewPair(t, f)
 	a, _ := p.Dial()
-	s := Shape{Chunks: a.MaxInFlight() + 1, BlockBytes: 16 << 10} // one chunk a slice: equal attempts at one chunk supersede each other
+	// one chunk a slice: equal attempts at one chunk supersede each other
+	s := Shape{Chunks: a.MaxInFlight() + 1, BlockBytes: 16 << 10}
 	src, dst := p.A.Memory(s), p.B.Memory(s)
 	src.Write(5)
 	b := NewBind(t, p.A, p.B, src, dst, 1, 1)
@@ -584,7 +585,8 @@ func testFenceContext(t *testing.T, f Factory) {
 	}
 	b.leave()
 	b.Origin.Leave()
-	if err := b.fence(ctx); p.A.Backend.Caps().Guarded && err != nil { // B's Caps are the same; B may be on another host
+	// B's Caps are the same; B may be on another host
+	if err := b.fence(ctx); p.A.Backend.Caps().Guarded && err != nil {
 		t.Errorf("the guard is all that a fence of this backend takes, it is empty, and yet: %v", err)
 	}
 	b.End(t)
@@ -741,8 +743,10 @@ func refusedDial(t *testing.T, p *Pair, peer transport.Peer) {
 
 func testUnknownPeer(t *testing.T, f Factory) {
 	p := NewPair(t, f)
-	refusedDial(t, p, transport.Peer{Boot: p.B.Boot, Self: randomBoot(), Key: p.Key}) // an unknown process
-	refusedDial(t, p, transport.Peer{Boot: randomBoot(), Self: p.A.Boot, Key: p.Key}) // an earlier boot of the peer
+	// an unknown process
+	refusedDial(t, p, transport.Peer{Boot: p.B.Boot, Self: randomBoot(), Key: p.Key})
+	// an earlier boot of the peer
+	refusedDial(t, p, transport.Peer{Boot: randomBoot(), Self: p.A.Boot, Key: p.Key})
 }
 
 func testWrongKey(t *testing.T, f Factory) {

@@ -26,15 +26,17 @@ type far struct {
 	c    *rpc.Client
 	name string // of its backend
 
-	mu    sync.Mutex
-	last  uint64         // id of a memory or a bind
-	binds map[any]uint64 // *transport.Grant or *transport.Origin of this host: the bind on the other host
+	mu   sync.Mutex
+	last uint64 // id of a memory or a bind
+	// *transport.Grant or *transport.Origin of this host: the bind on the other host
+	binds map[any]uint64
 }
 
 // otherHost plays end B of the running suite. Suites do not run in parallel.
 var otherHost atomic.Pointer[far]
 
-// ConformanceBetween runs the contract suite with end B on the host at the other end of c, which runs ServeFar. It closes c.
+// ConformanceBetween runs the contract suite with end B on the host at the other end of c, which
+// runs ServeFar. It closes c.
 func ConformanceBetween(t *testing.T, f Factory, c net.Conn) {
 	x := &far{c: rpc.NewClient(c)}
 	otherHost.Store(x)

@@ -1,5 +1,5 @@
-// Package transporttest is the contract suite that every transport passes, and the benchmarks that compare them. A backend
-// adopts it in a few lines:
+// Package transporttest is the contract suite that every transport passes, and the benchmarks that
+// compare them. A backend adopts it in a few lines:
 //
 //	func TestConformance(t *testing.T) {
 //		transporttest.Conformance(t, func(tb testing.TB) transport.Backend { return newBackend(tb) })
@@ -62,7 +62,8 @@ type End struct {
 
 	far *far // the end plays on another host, and this is its shadow; nil: here
 
-	direct func([]transport.Result) // receives results instead of the bookkeeping below; set before the first lane
+	// receives results instead of the bookkeeping below; set before the first lane
+	direct func([]transport.Result)
 
 	mu      sync.Mutex
 	peers   map[transfer.Boot]transport.Peer
@@ -420,8 +421,9 @@ type Shape struct {
 	TailBytes  int  // of every fourth chunk, which ends a segment; 0: all are whole
 	BlockBytes int  // scattered blocks; ChunkBytes or more: contiguous chunks
 	Shuffle    bool // in random order
-	Across     int  // blocks of a row at a distance of a row's length, like a page in another order; 0: consecutive
-	Gapless    bool // nothing between blocks: without Shuffle, one piece of memory
+	// blocks of a row at a distance of a row's length, like a page in another order; 0: consecutive
+	Across  int
+	Gapless bool // nothing between blocks: without Shuffle, one piece of memory
 }
 
 // lengths of its chunks.
@@ -567,7 +569,8 @@ func word(seed uint64, chunk, i int) uint64 {
 	return x ^ x>>29
 }
 
-// each calls f for every 8-byte word of a chunk, in content order. Chunks and blocks are multiples of 8 bytes.
+// each calls f for every 8-byte word of a chunk, in content order. Chunks and blocks are multiples
+// of 8 bytes.
 func (m *Memory) each(chunk int, f func(i int, p []byte) bool) {
 	i := 0
 	for _, b := range m.blocks[chunk] {

@@ -1,13 +1,15 @@
-// Package fake is RDMA verbs inside one process, deterministic: nothing moves until Step or Run is called, and each hop of a
-// message is a step of its own: the sender's NIC reads, the receiver's takes the message in and acknowledges it, the bytes are in memory,
-// the receiver is told, the sender is told. So a test can stop time between any two of them, lose some, deliver a message long after its
-// sender gave up on it, give a port another address, and pull a device out.
+// Package fake is RDMA verbs inside one process, deterministic: nothing moves until Step or Run is
+// called, and each hop of a message is a step of its own: the sender's NIC reads, the receiver's
+// takes the message in and acknowledges it, the bytes are in memory, the receiver is told, the
+// sender is told. So a test can stop time between any two of them, lose some, deliver a message
+// long after its sender gave up on it, give a port another address, and pull a device out.
 //
-// Without a seed everything goes on in the order in which it was posted. With one (Shuffle), the next step is drawn among all that
-// hardware leaves open: queue pairs overtake each other, bytes come into memory in any order and long after the sender was told that its
-// write is complete. What hardware promises is kept: a queue pair's messages arrive in order, and neither an immediate nor a flush is told
-// before the bytes of what arrived ahead of it on the same queue pair are there. Between queue pairs nothing is promised, and an Unordered
-// port does not even promise that.
+// Without a seed everything goes on in the order in which it was posted. With one (Shuffle), the
+// next step is drawn among all that hardware leaves open: queue pairs overtake each other, bytes
+// come into memory in any order and long after the sender was told that its write is complete. What
+// hardware promises is kept: a queue pair's messages arrive in order, and neither an immediate nor
+// a flush is told before the bytes of what arrived ahead of it on the same queue pair are there.
+// Between queue pairs nothing is promised, and an Unordered port does not even promise that.
 //
 // A Fabric owns everything under one mutex. Only Serve starts a goroutine, which its result joins.
 package fake
@@ -34,20 +36,22 @@ const (
 	maxLagging = 64 // writes of a queue pair
 )
 
-// lagLasts is how long Serve leaves bytes out of memory that nothing forces there, once nothing else moves.
+// lagLasts is how long Serve leaves bytes out of memory that nothing forces there, once nothing
+// else moves.
 const lagLasts = time.Millisecond
 
 // Hop is a step of a message's way.
 type Hop uint8
 
-// The hops, from the sender to the receiver and back. The first two and the last are of the sending queue pair, Show and Tell of the
-// receiving one.
+// The hops, from the sender to the receiver and back. The first two and the last are of the sending
+// queue pair, Show and Tell of the receiving one.
 const (
-	Read   Hop = iota // the sender's NIC reads the bytes: they are on the wire
-	Arrive            // the receiver's NIC takes the message in, looks at its key, and acknowledges it
-	Show              // its bytes are in the receiver's memory
-	Tell              // the receiver's completion
-	Answer            // the sender's completion
+	Read Hop = iota // the sender's NIC reads the bytes: they are on the wire
+	// the receiver's NIC takes the message in, looks at its key, and acknowledges it
+	Arrive
+	Show   // its bytes are in the receiver's memory
+	Tell   // the receiver's completion
+	Answer // the sender's completion
 	numHops
 )
 
@@ -68,7 +72,8 @@ type Fabric struct {
 	mrs     map[uint32]*memory // by key
 	order   []*queuePair       // with sends or messages, oldest first
 	lost    map[uint32]bool    // queue pairs whose answers are lost
-	lags    map[uint32]bool    // queue pairs whose bytes come into memory when something forces them
+	// queue pairs whose bytes come into memory when something forces them
+	lags    map[uint32]bool
 	held    map[step]bool
 	rng     *rand.Rand // nil: everything in order
 	arrived uint64     // messages
@@ -93,8 +98,8 @@ func (f *Fabric) Shuffle(seed uint64) {
 	f.rng = rand.New(rand.NewPCG(seed, 1))
 }
 
-// Unordered makes a port one of a fabric without order, as EFA's: messages of one queue pair overtake each other, and an immediate waits for
-// the bytes of its own message alone.
+// Unordered makes a port one of a fabric without order, as EFA's: messages of one queue pair
+// overtake each other, and an immediate waits for the bytes of its own message alone.
 func (f *Fabric) Unordered(name string) {
 	f.Device(name)
 	f.mu.Lock()
@@ -188,8 +193,8 @@ func (f *Fabric) SetGID(name string, a netip.Addr) {
 	f.Emit(name, verbs.Event{Kind: verbs.GIDChange})
 }
 
-// Remove pulls a device out: its last word is DeviceFatal, its queue pairs neither flush nor move anything, and what belonged to it
-// can only be closed. It cannot be opened until Insert.
+// Remove pulls a device out: its last word is DeviceFatal, its queue pairs neither flush nor move
+// anything, and what belonged to it can only be closed. It cannot be opened until Insert.
 func (f *Fabric) Remove(name string) {
 	f.Device(name)
 	f.Emit(name, verbs.Event{Kind: verbs.DeviceFatal})
@@ -221,8 +226,8 @@ func (f *Fabric) Insert(name string) {
 // maxEvents that nobody has taken; later ones are lost.
 const maxEvents = 64
 
-// Emit makes a device say something, to everybody who has opened it. PortDown and PortUp also change what Active says; what is on
-// the wire stays there.
+// Emit makes a device say something, to everybody who has opened it. PortDown and PortUp also
+// change what Active says; what is on the wire stays there.
 func (f *Fabric) Emit(name string, e verbs.Event) {
 	f.Device(name)
 	f.mu.Lock()
@@ -307,7 +312,8 @@ func (d *device) NewDomain() (verbs.Domain, error) {
 	return &domain{d: d}, nil
 }
 
-// Close of what belonged to a device that was pulled out succeeds: the kernel has taken it down already.
+// Close of what belonged to a device that was pulled out succeeds: the kernel has taken it down
+// already.
 func (p *domain) Close() error {
 	f := p.d.f
 	f.mu.Lock()
@@ -338,14 +344,16 @@ type memory struct {
 	remote bool
 }
 
-// DMABuf says what lies behind a descriptor that RegisterDMABuf will be given; nil: nothing any more.
+// DMABuf says what lies behind a descriptor that RegisterDMABuf will be given; nil: nothing any
+// more.
 func (f *Fabric) DMABuf(fd int, b []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.dmabufs[fd] = b
 }
 
-// Peer says what a GPU has at an address that RegisterPeer will be given, as far as its module is loaded.
+// Peer says what a GPU has at an address that RegisterPeer will be given, as far as its module is
+// loaded.
 func (f *Fabric) Peer(addr uint64, b []byte) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -416,7 +424,8 @@ func (m *memory) RemoteKey() uint32 { return m.key }
 func (m *memory) Close() error {
 	m.f.mu.Lock()
 	defer m.f.mu.Unlock()
-	for _, q := range m.f.order { // what was taken in under the key is there before the key has ended
+	// what was taken in under the key is there before the key has ended
+	for _, q := range m.f.order {
 		q.showAllLocked(func(a *arrival) bool { return a.key == m.key })
 	}
 	delete(m.f.mrs, m.key)
@@ -471,11 +480,12 @@ func (c *completionQueue) addLocked(v verbs.Completion) {
 
 // message is a write on the wire: the sender's memory was read already.
 type message struct {
-	w        verbs.Work
-	data     []byte
-	life     uint32 // of the sender's connection
-	to       uint32
-	expected uint32 // life of the receiver's connection: in another one its sequence numbers are others
+	w    verbs.Work
+	data []byte
+	life uint32 // of the sender's connection
+	to   uint32
+	// life of the receiver's connection: in another one its sequence numbers are others
+	expected uint32
 }
 
 // request is what a sender waits for.
@@ -635,8 +645,8 @@ func (q *queuePair) ToError() error {
 	return nil
 }
 
-// failLocked flushes. What is on the wire stays there: the network does not know of the sender's state. Whether what it was not told of has
-// arrived a flush does not say.
+// failLocked flushes. What is on the wire stays there: the network does not know of the sender's
+// state. Whether what it was not told of has arrived a flush does not say.
 func (q *queuePair) failLocked() {
 	q.state = verbs.Error
 	for i := range q.unacked {
@@ -726,7 +736,8 @@ func (q *queuePair) PostReceive(ids []uint64) error {
 	return nil
 }
 
-// Hold stops a queue pair at some of its hops until Release; without any, its messages stay on the wire.
+// Hold stops a queue pair at some of its hops until Release; without any, its messages stay on the
+// wire.
 func (f *Fabric) Hold(qp uint32, hops ...Hop) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -738,8 +749,9 @@ func (f *Fabric) Hold(qp uint32, hops ...Hop) {
 	}
 }
 
-// Lag keeps bytes that a sending queue pair's messages bring out of the receiver's memory, until Release or until something forces them there:
-// a completion of the receiver's behind them, or the end of its key or queue pair.
+// Lag keeps bytes that a sending queue pair's messages bring out of the receiver's memory, until
+// Release or until something forces them there: a completion of the receiver's behind them, or the
+// end of its key or queue pair.
 func (f *Fabric) Lag(qp uint32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -764,7 +776,8 @@ func (f *Fabric) Release(qp uint32) {
 	f.wakeLocked()
 }
 
-// Held counts the messages of a sending queue pair that have left it, and whose bytes are not in the receiver's memory.
+// Held counts the messages of a sending queue pair that have left it, and whose bytes are not in
+// the receiver's memory.
 func (f *Fabric) Held(qp uint32) (n int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -781,7 +794,8 @@ func (f *Fabric) Held(qp uint32) (n int) {
 	return n
 }
 
-// Serve runs the fabric whenever there may be something to do, until the result is called; for tests that do not drive it themselves.
+// Serve runs the fabric whenever there may be something to do, until the result is called; for
+// tests that do not drive it themselves.
 func (f *Fabric) Serve() (stop func()) {
 	done, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
@@ -820,8 +834,8 @@ func (f *Fabric) LoseAnswers(qp uint32) {
 	f.lost[qp] = true
 }
 
-// TimeOut is the sender's retry counter running out: its oldest request fails, the rest is flushed. What is on the wire still
-// arrives.
+// TimeOut is the sender's retry counter running out: its oldest request fails, the rest is flushed.
+// What is on the wire still arrives.
 func (f *Fabric) TimeOut(qp uint32) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -845,7 +859,8 @@ func (f *Fabric) Run() int {
 	}
 }
 
-// Step makes one hop of one queue pair. Without a seed they take turns in the order in which they were made. False: nothing can move.
+// Step makes one hop of one queue pair. Without a seed they take turns in the order in which they
+// were made. False: nothing can move.
 func (f *Fabric) Step() bool { return f.step(true) }
 
 // step is Step. settle: where nothing else moves, bytes that lag do.
@@ -969,7 +984,8 @@ func (f *Fabric) arriveLocked(q *queuePair) bool {
 		at = f.drawLocked(len(q.wire))
 	}
 	m := q.wire[at]
-	q.wire = slices.Delete(q.wire, at, at+1) // which clears: whoever keeps a queue pair does not keep what it sent
+	// which clears: whoever keeps a queue pair does not keep what it sent
+	q.wire = slices.Delete(q.wire, at, at+1)
 	to := f.qps[m.to]
 	if to == nil || (to.state != verbs.ReadyToReceive && to.state != verbs.ReadyToSend) || to.remote != q.num || to.life != m.expected || q.refused && q.life == m.life {
 		return true // nobody there; the sender's time-out will say so
@@ -1004,8 +1020,8 @@ func (f *Fabric) waitsLocked(q *queuePair, tell, bytes *arrival) bool {
 	return !f.unorderedLocked(q) || tell.at == 0 || tell.at == bytes.at
 }
 
-// showLocked puts the bytes of one arrival into memory: any, but where two lie over each other the earlier one first. What lags waits for a
-// completion that waits for it.
+// showLocked puts the bytes of one arrival into memory: any, but where two lie over each other the
+// earlier one first. What lags waits for a completion that waits for it.
 func (f *Fabric) showLocked(q *queuePair) bool {
 	first := f.drawLocked(len(q.inbound))
 	for i := range q.inbound {

@@ -99,8 +99,9 @@ func TestImmediateFollowsWrites(t *testing.T) {
 	}
 }
 
-// TestLateWriteAfterTimeout is the worst case of the field: the sender's completion says failure, the blocks are about to be
-// reused, and the bytes are still on the wire. The sender's error stops nothing; the receiver's does.
+// TestLateWriteAfterTimeout is the worst case of the field: the sender's completion says failure,
+// the blocks are about to be reused, and the bytes are still on the wire. The sender's error stops
+// nothing; the receiver's does.
 func TestLateWriteAfterTimeout(t *testing.T) {
 	for _, fenced := range []bool{false, true} {
 		f, a, b := newPair(t)
@@ -269,12 +270,14 @@ func TestHops(t *testing.T) {
 	}
 }
 
-// race is what was seen in one seeded run of two queue pairs between two ends: writes and an immediate behind them on the first, an
-// immediate on the second, posted when the first one's writes were complete to the sender.
+// race is what was seen in one seeded run of two queue pairs between two ends: writes and an
+// immediate behind them on the first, an immediate on the second, posted when the first one's
+// writes were complete to the sender.
 type race struct {
-	early     bool // a write was complete to the sender, and its bytes were not there
-	swapped   bool // of two writes the later one was there first
-	elsewhere bool // the second queue pair's immediate was told before the first one's bytes were there
+	early   bool // a write was complete to the sender, and its bytes were not there
+	swapped bool // of two writes the later one was there first
+	// the second queue pair's immediate was told before the first one's bytes were there
+	elsewhere bool
 	own       bool // and so was the first one's
 	steps     int
 }
@@ -340,7 +343,8 @@ func runRace(t *testing.T, seed uint64, unordered bool) (r race) {
 	return r
 }
 
-// TestSeededOrder: over some seeds everything is seen that hardware leaves open, and in none what it rules out.
+// TestSeededOrder: over some seeds everything is seen that hardware leaves open, and in none what
+// it rules out.
 func TestSeededOrder(t *testing.T) {
 	const seeds = 200
 	var ordered, unordered [4]int
@@ -373,8 +377,9 @@ func TestSeededOrder(t *testing.T) {
 	}
 }
 
-// TestSeededEnds: what a receiver may rely on to get its memory back. Behind a flush that it was told of, behind the end of a key, and behind
-// the end of a queue pair, not a byte comes any more, whatever lagged.
+// TestSeededEnds: what a receiver may rely on to get its memory back. Behind a flush that it was
+// told of, behind the end of a key, and behind the end of a queue pair, not a byte comes any more,
+// whatever lagged.
 func TestSeededEnds(t *testing.T) {
 	for name, end := range map[string]func(t *testing.T, f *Fabric, b *end){
 		"flush": func(t *testing.T, f *Fabric, b *end) {
@@ -434,7 +439,8 @@ func TestSeededEnds(t *testing.T) {
 	}
 }
 
-// TestStaleLife: what is left on the wire of a connection that was reset at the receiver does not arrive in the next one.
+// TestStaleLife: what is left on the wire of a connection that was reset at the receiver does not
+// arrive in the next one.
 func TestStaleLife(t *testing.T) {
 	f, a, b := newPair(t)
 	f.Hold(a.q.Num())
