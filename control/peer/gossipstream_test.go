@@ -65,8 +65,10 @@ func TestLongStreamAtGossip(t *testing.T) {
 		t.Fatal(err)
 	}
 	go func() {
-		for b := make([]byte, 64<<10); err == nil; {
-			_, err = c.Write(b)
+		for b := make([]byte, 64<<10); ; {
+			if _, err := c.Write(b); err != nil {
+				return
+			}
 		}
 	}()
 	if err := c.SetReadDeadline(time.Now().Add(patience)); err != nil {
