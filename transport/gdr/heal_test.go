@@ -121,7 +121,7 @@ func TestGIDChange(t *testing.T) {
 	f.SetGID("here", netip.Addr{})
 	until(t, "the rail is down", func() bool { return railOf(p.A).Down })
 	peer, _ := p.A.PeerKey(p.B.Boot)
-	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil || !strings.Contains(err.Error(), "not there again") {
+	if _, err := p.A.Backend.Dial(t.Context(), peer, p.A.Rails[0], p.B.Rails[0]); err == nil || !strings.Contains(err.Error(), "not open again") {
 		t.Errorf("dialled from a port without an address: %v", err)
 	}
 	f.SetGID("here", netip.MustParseAddr("127.0.0.5"))
