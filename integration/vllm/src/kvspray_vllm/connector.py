@@ -331,7 +331,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
 
         def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
             assert self._worker is not None
-                done = self._worker.collect()
+            done = self._worker.collect()
             self._bad_blocks |= done.bad_blocks
             return base.KVConnectorTransferResults(
                 finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
