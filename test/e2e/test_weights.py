@@ -189,12 +189,16 @@ def test_fp8_and_bf16_of_one_model(c: Cluster, workdir: pathlib.Path) -> None:
     for name, model in models.items():
         c.engines[name].stop()
         c.spawn(name, model=model, dtype="bfloat16")  # with fp8 weights vLLM computes in nothing wider
-    c.up()
+    for name in models:
+        c.engines[name].wait_up()
+    c.connected()
     refused_with_both(c, "fp8")
     for name in models:
         c.engines[name].stop()
         c.spawn(name)
-    c.up()
+    for name in models:
+        c.engines[name].wait_up()
+    c.connected()
     prompt = fresh(230, "bf16 again")
     assert exchanged(c, prompt).tokens == c.r.run(prompt, 12).tokens
 

@@ -232,6 +232,10 @@ class Inside:
             self._rig_loads.add(request.request_id)
         self._rig_used.update(b for group in blocks.get_block_ids() for b in group)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        # A load that a step waits for lands in blocks that are no request's.
+        side = getattr(self, "_scheduler", None)
+        for spare in side._spare.values() if side is not None else ():
+            self._rig_used.update(b.block_id for b in spare)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         looks, tables = Looks(), self._kv_cache_manager.get_block_ids
