@@ -142,6 +142,7 @@ else
 		TestMutants TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
+	part receivers '^(ok|FAIL)' go test -count=1 -timeout 10m -run '^TestBenchReceivers$' ./cmd/kvspray
 	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests test/soak
 	part e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e
 	joined python 'passed|failed|error'

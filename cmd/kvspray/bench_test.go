@@ -141,6 +141,9 @@ func TestBenchSim(t *testing.T) {
 
 // A run of one sidecar that sends to three, and takes from them.
 func TestBenchReceivers(t *testing.T) {
+	if testutil.Race {
+		testutil.Skip(t, "norace", "make test runs it where nothing else runs, in its part receivers")
+	}
 	if !testutil.InNamespace(t) {
 		return
 	}
@@ -162,7 +165,7 @@ func TestBenchReceivers(t *testing.T) {
 		if strings.Contains(why, railsbench.ErrVoid.Error()) {
 			testutil.Skip(t, "quiet", why)
 		}
-		t.Fatalf("%v: %s", err, &errs)
+		t.Fatalf("%v: %s\n%s", err, why, &errs)
 	}
 	b, err := os.ReadFile(file)
 	if err != nil {
