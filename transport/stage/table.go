@@ -49,10 +49,10 @@ func LoadTable(path string) (*Table, error) {
 	d.DisallowUnknownFields()
 	t := &Table{}
 	if err := d.Decode(t); err != nil {
-		return nil, fmt.Errorf("stage: table of GPUs %s: %w; make it anew with kvspray calibrate", path, err)
+		return nil, fmt.Errorf("stage: table of GPUs %s: %w; make a new one with kvspray calibrate", path, err)
 	}
 	if err := t.check(); err != nil {
-		return nil, fmt.Errorf("stage: table of GPUs %s: %w; make it anew with kvspray calibrate", path, err)
+		return nil, fmt.Errorf("stage: table of GPUs %s: %w; make a new one with kvspray calibrate", path, err)
 	}
 	return t, nil
 }
