@@ -322,7 +322,6 @@ void proc_kill(kvs_client *c, int i, int64_t now);
 /* The process at the other end of the socket has answered that it still fences what we had: it runs. */
 void proc_alive(kvs_client *c, int64_t now);
 /* Whether it has shown within the grace that it runs. Such a one is not killed: it may serve other engines, and what it does not fence is ours alone. */
-int64_t proc_patience_ms(const kvs_client *c);
 bool proc_runs(const kvs_client *c, int i, int64_t now);
 
 /* ---- flags.c ---- */

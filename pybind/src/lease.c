@@ -170,9 +170,9 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 			c->nudge_ms = now;
 			session_break(c, "a lease is open past its deadline");
 		}
-		/* It has the grace to answer, or what an answer takes. Where we ourselves have not run for a while (a host that was paused), it may not have either. */
-		if (limit < c->nudge_ms + proc_patience_ms(c))
-			limit = c->nudge_ms + proc_patience_ms(c);
+		/* It has the grace to answer. Where we ourselves have not run for a while (a host that was paused), it may not have either. */
+		if (limit < c->nudge_ms + c->info.grace_ms)
+			limit = c->nudge_ms + c->info.grace_ms;
 		if (now >= limit) {
 			guilty |= l->bound;
 			due = earlier(due, now + KILL_RETRY_MS);

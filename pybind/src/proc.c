@@ -109,17 +109,8 @@ void proc_alive(kvs_client *c, int64_t now)
 	}
 }
 
-/* A sidecar that lives answers within a reconnection, 750 ms at most, and a quarter of the grace, for
- * which it waits for its own fences. So much it gets however short the grace is. */
-#define PATIENCE_MIN_MS 2000
-
-int64_t proc_patience_ms(const kvs_client *c)
-{
-	return c->info.grace_ms > PATIENCE_MIN_MS ? c->info.grace_ms : PATIENCE_MIN_MS;
-}
-
 bool proc_runs(const kvs_client *c, int i, int64_t now)
 {
 	const struct proc *p = &c->procs[i];
-	return p->used && !p->dead && p->alive_ms && now < p->alive_ms + proc_patience_ms(c);
+	return p->used && !p->dead && p->alive_ms && now < p->alive_ms + c->info.grace_ms;
 }

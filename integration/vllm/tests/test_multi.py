@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorWorkerMetadata,
 )
 
-from kvspray_vllm import KVSprayConnector
+from kvspray_vllm import KVSprayConnector, signals
 from kvspray_vllm.connector import register
 from kvspray_vllm.meta import Landed, StepMeta
 from kvspray_vllm.signals import GpuSignals
@@ -142,7 +142,7 @@ def test_full_graphs_signal_at_the_end_of_the_step(monkeypatch: pytest.MonkeyPat
     """MultiConnector answers for its children while a graph is captured, and has no step then: no layer's hook is called in
     the capture. The end of the step is signalled behind the replay."""
     capturing = [True]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(signals, "_raw_stream", lambda torch: lambda: 7)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     client = FakeWorker()
     c = object.__new__(KVSprayConnector)
