@@ -70,9 +70,9 @@ func onPath(t *testing.T, to string, change func(record []byte) []byte) string {
 	return ln.Addr().String()
 }
 
-// Whoever is on the path of a control lane and changes, repeats, leaves out or cuts one record of
-// it ends the lane, because the receiver refuses what comes then. No frame is handled that was
-// not sent, none twice and none out of order.
+// An attacker on the path of a control lane changes, repeats, drops or cuts one record. The receiver
+// refuses the record, and the lane ends. The receiver handles no frame that was not sent, none twice
+// and none out of order.
 func TestControlLaneOnPath(t *testing.T) {
 	c, err := keys.NewCluster()
 	if err != nil {

@@ -14,8 +14,8 @@ import (
 	"github.com/kvspray/kvspray/transfer"
 )
 
-// The table of sessions is bounded, and whoever has a key can fill it: by mistake, as a fleet
-// that restarts under new addresses does, or on purpose with boots that are invented. So a
+// The table of sessions is bounded, and any member can fill it: by mistake, as a fleet that restarts
+// under new addresses does, or on purpose with invented boots. So a
 // newcomer takes the place of a session without lanes and leases. Where there is none and a
 // request needs the newcomer, it takes the place of one that has lanes and has done nothing for a
 // while: in a cluster of more than MaxPeers those that work together change.

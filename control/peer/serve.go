@@ -62,7 +62,7 @@ func (m *Mesh) identify(p *grpcpeer.Peer) (id identity, err error) {
 	return keys.Identity(info.State.PeerCertificates[0]), nil
 }
 
-// who is the other end of a Hello, as far as it is known.
+// who identifies the caller of a Hello, as far as the server has learned.
 type who struct {
 	id       identity
 	from     netip.Prefix // its source, for bounds
@@ -273,7 +273,7 @@ func (m *Mesh) call(ctx context.Context, endpoint string, f func(context.Context
 	return fmt.Errorf("peer: call %s: %w", endpoint, err)
 }
 
-// hello introduces us to whoever is at endpoint: once to learn its boot, once to agree on a key
+// hello introduces this process to the peer at endpoint: once to learn its boot, once to agree on a key
 // with it. acquaint: no request needs it. A nil session: ourselves.
 func (m *Mesh) hello(ctx context.Context, endpoint string, acquaint bool) (s *session, err error) {
 	ours := m.opt.Versions

@@ -204,7 +204,7 @@ func TestFourBytesAreNoMessage(t *testing.T) {
 			if _, err := conn.Write(x.say); err != nil {
 				t.Fatal(err)
 			}
-			// Many others that send nothing take the places. Who has sent a message keeps its own.
+			// Many others that send nothing take the places. A connection that has sent a message keeps its own.
 			testutil.Strangers(t, victim.Endpoint(), 3*maxOpening, 1, testutil.ManyStrangers, nil)
 			poll(t, "others made room", func() bool { return victim.gate.Evicted() > maxOpening })
 			if err := conn.SetReadDeadline(time.Now().Add(100 * time.Millisecond)); err != nil {
