@@ -158,7 +158,8 @@ func TestBenchReceivers(t *testing.T) {
 	cmd.Stdout, cmd.Stderr = &out, &errs
 	if err := cmd.Run(); err != nil {
 		// Its progress says of each try that was void, too: what counts is the error.
-		why, _, _ := strings.Cut(errs.String()[strings.LastIndex(errs.String(), "kvspray: ")+1:], "\n")
+		_, why, _ := strings.Cut("\n"+errs.String(), "\nkvspray: ")
+		why, _, _ = strings.Cut(why, "\n")
 		if strings.Contains(why, netrig.ErrNotPermitted.Error()) {
 			testutil.Skip(t, "netns", why)
 		}

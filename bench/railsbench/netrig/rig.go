@@ -55,6 +55,9 @@ type Rig struct {
 	nl    []*netlink.Handle
 	hosts int
 	rates []timeline.Rate
+	// Commands are started by one thread. The kernel kills them when the thread that started them
+	// ends (PR_SET_PDEATHSIG), and Go's runtime ends any thread whose goroutine leaves it locked.
+	starts chan func()
 
 	mu     sync.Mutex // protects all below
 	cond   []timeline.Condition
@@ -76,7 +79,9 @@ func NewFan(rates []timeline.Rate, receivers int) (_ *Rig, err error) {
 	if receivers < 1 || receivers > MaxReceivers {
 		return nil, fmt.Errorf("netrig: %d receivers: must be 1 to %d", receivers, MaxReceivers)
 	}
-	r := &Rig{hosts: 1 + receivers, rates: rates, loss: make([]float64, len(rates)), flaps: make([]*flap, len(rates))}
+	r := &Rig{hosts: 1 + receivers, rates: rates, loss: make([]float64, len(rates)), flaps: make([]*flap, len(rates)),
+		starts: make(chan func())}
+	go r.starter()
 	spaces := r.hosts
 	if receivers > 1 {
 		spaces++
@@ -270,34 +275,54 @@ func (r *Rig) Do(s Side, f func() error) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
-		home, err := netns.Get()
-		if err == nil {
-			defer func() { _ = home.Close() }()
-			err = netns.Set(r.ns[s])
-		}
-		if err != nil {
+		err := r.within(s, f)
+		if !errors.Is(err, errAstray) {
 			runtime.UnlockOSThread()
-			done <- fmt.Errorf("netrig: enter namespace: %w", err)
-			return
 		}
-		err = f()
-		if back := netns.Set(home); back != nil {
-			done <- errors.Join(err, back)
-			return // locked: the thread ends here
-		}
-		runtime.UnlockOSThread()
 		done <- err
 	}()
 	return <-done
 }
 
-// Start starts a command inside one namespace. It is killed when this process dies.
+// errAstray is the error of a thread that could not leave a namespace. Such a thread stays locked,
+// and so ends with its goroutine.
+var errAstray = errors.New("netrig: leave namespace")
+
+// within runs f on the caller's locked thread inside one namespace, and leaves the namespace.
+func (r *Rig) within(s Side, f func() error) error {
+	home, err := netns.Get()
+	if err != nil {
+		return fmt.Errorf("netrig: enter namespace: %w", err)
+	}
+	defer func() { _ = home.Close() }()
+	if err := netns.Set(r.ns[s]); err != nil {
+		return fmt.Errorf("netrig: enter namespace: %w", err)
+	}
+	err = f()
+	if back := netns.Set(home); back != nil {
+		return errors.Join(err, fmt.Errorf("%w: %w", errAstray, back))
+	}
+	return err
+}
+
+// Start starts a command inside one namespace. The command is killed when this process dies or the
+// rig is closed.
 func (r *Rig) Start(s Side, cmd *exec.Cmd) error {
 	if cmd.SysProcAttr == nil {
 		cmd.SysProcAttr = &syscall.SysProcAttr{}
 	}
 	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
-	return r.Do(s, cmd.Start)
+	done := make(chan error, 1)
+	r.starts <- func() { done <- r.within(s, cmd.Start) }
+	return <-done
+}
+
+// starter runs what Start asks for, on one thread, until the rig is closed.
+func (r *Rig) starter() {
+	runtime.LockOSThread() // for good: what it started ends with the thread
+	for start := range r.starts {
+		start()
+	}
 }
 
 // Listen listens inside one namespace.
@@ -331,6 +356,7 @@ func (r *Rig) Close() {
 	for _, f := range flaps {
 		f.end()
 	}
+	close(r.starts)
 	for s := range r.ns {
 		if r.nl[s] != nil {
 			r.nl[s].Close()
