@@ -73,6 +73,7 @@ type Exec struct {
 
 	spray      *spray.Scheduler
 	scan       *timer  // of what is in flight
+	rest       *timer  // of what assign left to the next tick
 	touched    []*peer // peers with new work, until assign
 	touchRails func(*spray.Peer)
 	askLane    func(lane uint64)
@@ -106,6 +107,7 @@ func New(cfg Config) *Exec {
 	e.spray = spray.New(spray.Config{Policy: cfg.Policy, MaxFlights: cfg.MaxSlices, MaxStrikes: cfg.MaxAttempts})
 	e.inflowOf, e.inrails = map[inflowID]*inflow{}, map[railID]*inrail{}
 	e.scan, e.credit = newTimer(e.scanFlights), newTimer(e.creditDue)
+	e.rest = newTimer(func(Instant) {}) // Tick assigns after every timer
 	e.askLane = func(lane uint64) { e.emit(Ask).Lane = lane }
 	e.touchRails = func(p *spray.Peer) { e.touch(p.Owner.(*peer)) }
 	if cfg.Endpoint != "" {

@@ -146,16 +146,27 @@ func (e *Exec) disowned(now Instant, snd *Sending) {
 	e.agenda.arm(snd.lapse, now+disownedWait)
 }
 
-// assign gives work to lanes: those of a peer that has news.
+// maxAssigned is to how many peers one event gives work. The others get theirs with the next tick,
+// which is due at once, so that the driver's lock is free between them.
+const maxAssigned = 128
+
+// assign gives work to lanes of the peers that have new work or a turn at a rail.
 func (e *Exec) assign(now Instant) {
-	for again := true; again; again = e.spray.Wake(now, e.touchRails) {
-		for i := 0; i < len(e.touched); i++ {
+	left := maxAssigned
+	for again := true; again && left > 0; again = left > 0 && e.spray.Wake(now, e.touchRails) {
+		n := min(left, len(e.touched))
+		for i := range n {
 			p := e.touched[i]
 			p.dirty = false
-			e.touched[i] = nil
 			e.assignPeer(now, p)
 		}
-		e.touched = e.touched[:0]
+		left -= n
+		rest := copy(e.touched, e.touched[n:])
+		clear(e.touched[rest:])
+		e.touched = e.touched[:rest]
+	}
+	if left == 0 && !e.rest.Queued() {
+		e.agenda.arm(e.rest, now)
 	}
 	if len(e.late) > 0 {
 		e.out = append(e.out, e.late...)
