@@ -146,7 +146,7 @@ rdma-guest: $(RDMA)/initrd.cpio
 
 .PHONY: test-rdma
 test-rdma: rdma-guest ## Real verbs over soft-RoCE in a QEMU guest: contract suite, attacks, 512 MiB over 4 rails with faults
-	go test -count=1 -race -timeout 30m -exec $(ROOT)/test/rdma/exec.sh ./internal/verbs
+	go test -count=1 -race -timeout 30m -exec $(ROOT)/test/rdma/exec.sh ./internal/sys/verbs
 	RAILS=2 GUEST_MEM=2560 go test -count=1 -race -v -timeout 30m -run Device -exec $(ROOT)/test/rdma/exec.sh ./transport/gdr
 	GUEST_MEM=2560 go test -count=1 -v -timeout 30m -run TestRDMAFaults -exec $(ROOT)/test/rdma/exec.sh ./sidecar
 
@@ -221,10 +221,10 @@ lint-py: $(LINTENV)/.stamp
 generate: $(TOOLS)/.stamp $(LINTENV)/.stamp ## Make all generated code, kernels and documents again
 	$(TOOLS)/protogen -root . -plugins $(TOOLS) api/peer/v1/peer.proto
 	go generate ./internal/board/...
-	$(LINTENV)/bin/python internal/cuda/kernels/generate.py
+	$(LINTENV)/bin/python internal/sys/cuda/kernels/generate.py
 	go run ./cmd/kvspray config print --docs > docs/config.md.new && mv docs/config.md.new docs/config.md
 
-GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go internal/cuda/kernels/kernels.ptx internal/cuda/kernels/kernels.sm_*.cubin \
+GENERATED := api/peer/v1/*.pb.go internal/board/zz_generated*.go internal/sys/cuda/kernels/kernels.ptx internal/sys/cuda/kernels/kernels.sm_*.cubin \
   pybind/src/flag_ptx.h pybind/src/pack_ptx.h docs/config.md
 .PHONY: generate-check
 generate-check: ## Fail if generated files are not what their sources say

@@ -11,7 +11,7 @@ import (
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 func expectAfter(t *testing.T, w *connectortest.Worker, mark, deadlineMS uint64, blocks ...uint32) uint64 {

@@ -8,7 +8,7 @@ import (
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/internal/board"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 // answering completes every intent at once: what is left is the way in and the way out.

@@ -11,7 +11,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 const childEnv = "KVSPRAY_TEST_CHILD_SOCKET"

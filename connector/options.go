@@ -5,7 +5,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/board"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 )

@@ -10,7 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 )

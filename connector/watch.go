@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvspray/kvspray/internal/slack"
+	"github.com/kvspray/kvspray/internal/sys/slack"
 )
 
 // watcher follows the layer flags of every worker with an open step whose layers are awaited. It is

@@ -9,18 +9,18 @@ import (
 	"log/slog"
 	"maps"
 
+	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/transport/stage"
 )
 
 // gpuTable returns the measurements of the GPUs, nil without any. A table that the configuration
 // names must exist; an unusable table at the default path only causes a warning.
-func gpuTable(c *config.Config, log *slog.Logger) (*stage.Table, error) {
+func gpuTable(c *config.Config, log *slog.Logger) (*gpu.Table, error) {
 	path, named := c.Transports.GPU.TablePath()
 	if path == "" {
 		return nil, nil
 	}
-	t, err := stage.LoadTable(path)
+	t, err := gpu.LoadTable(path)
 	switch {
 	case err == nil:
 		log.Info("table of GPUs", "path", path, "models", t.String())
@@ -41,15 +41,15 @@ func CalibrateGPUs(ctx context.Context, c *config.Config, path string, log *slog
 			return "", nil, errors.New("sidecar: calibrate: transports.gpu.table names no file: name one with --out, or set HOME")
 		}
 	}
-	t, err := stage.LoadTable(path)
+	t, err := gpu.LoadTable(path)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		log.Warn("the old table will be replaced", "err", err)
 	}
-	g, err := stage.New(stage.Config{Log: log})
+	g, err := gpu.New(gpu.Config{Log: log})
 	if err != nil {
 		return "", nil, fmt.Errorf("sidecar: calibrate: %w", err)
 	}
-	fresh, err := stage.Calibrate(ctx, g)
+	fresh, err := gpu.Calibrate(ctx, g)
 	if err = errors.Join(err, g.Close()); err != nil {
 		return "", nil, err
 	}

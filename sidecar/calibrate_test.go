@@ -8,8 +8,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/transport/stage"
 )
 
 // TestGPUTable: a table that lies in its place is used; one that was named must be usable, one that
@@ -34,7 +34,7 @@ func TestGPUTable(t *testing.T) {
 		}
 	}
 	want("none there", config.Auto, "", "")
-	if err := (&stage.Table{Version: 1, GPUs: map[string]stage.Limits{"A": {PackBlocks: 7}}}).Save(own); err != nil {
+	if err := (&gpu.Table{Version: 1, GPUs: map[string]gpu.Limits{"A": {PackBlocks: 7}}}).Save(own); err != nil {
 		t.Fatal(err)
 	}
 	want("its own", config.Auto, "A", "models=A")

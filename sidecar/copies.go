@@ -11,8 +11,8 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/internal/mem"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 // copies executes copies that engines request between their own regions: loading caches from host

@@ -13,10 +13,10 @@ import (
 
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
+	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/internal/board"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/mem"
-	"github.com/kvspray/kvspray/transport/stage"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )
 
@@ -123,7 +123,7 @@ func oneByOne() (all []msg.CopyBlock) {
 // TestCopies: host to host without a GPU, with a device's memory at either end; what was asked
 // arrives, once, and nothing beside it changes; the outcome is counted and leaves its line.
 func TestCopies(t *testing.T) {
-	for _, where := range []string{pathHost, stage.PathStaged} {
+	for _, where := range []string{pathHost, gpu.PathStaged} {
 		t.Run(where, func(t *testing.T) {
 			r := start(t, nil)
 			var gpu *heldGPU

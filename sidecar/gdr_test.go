@@ -17,10 +17,10 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/verbs"
-	"github.com/kvspray/kvspray/internal/verbs/fake"
 	"github.com/kvspray/kvspray/transport/gdr"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )

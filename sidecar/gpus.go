@@ -9,24 +9,24 @@ import (
 	"sync/atomic"
 
 	"github.com/kvspray/kvspray/connector"
+	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/mem"
-	"github.com/kvspray/kvspray/transport/stage"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 // gpus opens the CUDA driver when the first engine or peer lends memory of a GPU, or at the start where GPUs are named: the sidecar of
 // CPU engines never loads it.
 type gpus struct {
-	cfg    stage.Config
-	load   func(stage.Config) (*stage.GPUs, error) // stage.New, or what a test has instead
-	copier atomic.Pointer[stage.Copier]            // of opened; nil where a test has put something else there
+	cfg    gpu.Config
+	load   func(gpu.Config) (*gpu.GPUs, error) // gpu.New, or what a test has instead
+	copier atomic.Pointer[gpu.Copier]          // of opened; nil where a test has put something else there
 
 	mu     sync.Mutex // protects all below
 	opened importer
 	closed bool
 }
 
-// importer makes regions of memory that others have lent: *stage.GPUs, or what a test has instead of a GPU.
+// importer makes regions of memory that others have lent: *gpu.GPUs, or what a test has instead of a GPU.
 type importer interface {
 	Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Region, error)
 	Close() error
@@ -38,7 +38,7 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	if t.Enabled == config.Off {
 		return nil, nil
 	}
-	how, err := stage.ParseExecutor(t.Executor)
+	how, err := gpu.ParseExecutor(t.Executor)
 	if err != nil {
 		return nil, fmt.Errorf("sidecar: transports.gpu.executor: %w", err)
 	}
@@ -46,7 +46,7 @@ func newGPUs(c *config.Config, log *slog.Logger) (*gpus, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &gpus{load: stage.New, cfg: stage.Config{Executor: how, Table: table, Buffers: t.Buffers, PeerStage: uint64(t.Stage),
+	return &gpus{load: gpu.New, cfg: gpu.Config{Executor: how, Table: table, Buffers: t.Buffers, PeerStage: uint64(t.Stage),
 		Memory: uint64(t.Memory), Log: log}}, nil
 }
 
@@ -58,7 +58,7 @@ func (g *gpus) start(names []string) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	err := g.openLocked()
-	if opened, ok := g.opened.(*stage.GPUs); ok && err == nil {
+	if opened, ok := g.opened.(*gpu.GPUs); ok && err == nil {
 		err = opened.Use(names)
 	}
 	if err != nil {
@@ -79,7 +79,7 @@ func (g *gpus) openLocked() error {
 		return err
 	}
 	g.opened = opened
-	g.copier.Store(stage.NewCopier(opened))
+	g.copier.Store(gpu.NewCopier(opened))
 	return nil
 }
 
@@ -98,19 +98,19 @@ func (g *gpus) Import(id mem.ID, handle []byte, fd int, size uint64) (*mem.Regio
 
 // asksEngines reports whether engines may be asked to pack in their own contexts.
 func (g *gpus) asksEngines() bool {
-	return g.cfg.Executor == stage.Auto || g.cfg.Executor == stage.InEngine
+	return g.cfg.Executor == gpu.Auto || g.cfg.Executor == gpu.InEngine
 }
 
 // Attach has an engine pack in its own context for the GPU that its regions are of.
 func (g *gpus) Attach(e connector.Engine) (detach func()) {
 	g.mu.Lock()
-	opened, _ := g.opened.(*stage.GPUs)
+	opened, _ := g.opened.(*gpu.GPUs)
 	g.mu.Unlock()
 	if opened == nil {
 		e.End()
 		return nil
 	}
-	return opened.Attach(stage.Engine(e))
+	return opened.Attach(gpu.Engine(e))
 }
 
 // copy moves the bytes of src, block by block, to dst, of which one is a GPU's, and names the way that they took.
@@ -128,11 +128,11 @@ func (g *gpus) copy(dst, src []mem.Block) (path string, err error) {
 	if d == nil {
 		d = mem.DeviceOf(src)
 	}
-	return stage.PathStaged, d.Move(dst, src)
+	return gpu.PathStaged, d.Move(dst, src)
 }
 
 // links is what copies between host memory and GPUs; nil: nothing does. While a GPU is being opened lanes do not wait here.
-func (g *gpus) links() *stage.Copier {
+func (g *gpus) links() *gpu.Copier {
 	if g == nil {
 		return nil
 	}
@@ -155,21 +155,21 @@ func (g *gpus) Carry(dst, src []mem.Block) error {
 }
 
 // linkStates is what is known of each link between host memory and a GPU.
-func (g *gpus) linkStates() []stage.PathState {
+func (g *gpus) linkStates() []gpu.PathState {
 	c := g.links()
 	if c == nil {
-		return []stage.PathState{}
+		return []gpu.PathState{}
 	}
 	return c.State()
 }
 
 // memory is what this process holds of each GPU.
-func (g *gpus) memory() []stage.MemoryState {
+func (g *gpus) memory() []gpu.MemoryState {
 	if g == nil {
 		return nil
 	}
 	g.mu.Lock()
-	opened, _ := g.opened.(*stage.GPUs)
+	opened, _ := g.opened.(*gpu.GPUs)
 	g.mu.Unlock()
 	if opened == nil {
 		return nil
@@ -178,10 +178,10 @@ func (g *gpus) memory() []stage.MemoryState {
 }
 
 // executorStates is what each executor has done on each way from and to a GPU.
-func (g *gpus) executorStates() []stage.WayState {
+func (g *gpus) executorStates() []gpu.WayState {
 	c := g.links()
 	if c == nil {
-		return []stage.WayState{}
+		return []gpu.WayState{}
 	}
 	return c.Ways()
 }

@@ -10,10 +10,10 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/cuda"
-	"github.com/kvspray/kvspray/internal/mem"
-	"github.com/kvspray/kvspray/transport/stage"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 // A sidecar that is told to take GPUs at its start and cannot ends there, with the key, what it names and what to do: an engine that measured
@@ -45,7 +45,7 @@ func TestGPUsThatCannotBeTakenEndTheStart(t *testing.T) {
 func TestTheDriverIsLoadedWhenItIsNeeded(t *testing.T) {
 	t.Parallel()
 	looks := 0
-	g := &gpus{cfg: stage.Config{Log: slog.New(slog.DiscardHandler)}, load: func(stage.Config) (*stage.GPUs, error) {
+	g := &gpus{cfg: gpu.Config{Log: slog.New(slog.DiscardHandler)}, load: func(gpu.Config) (*gpu.GPUs, error) {
 		looks++
 		return nil, cuda.ErrNotSupported
 	}}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"

@@ -6,7 +6,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/topo"
+	"github.com/kvspray/kvspray/internal/sys/topo"
 )
 
 // A start that fails late ends, also where an address was to be bound later: what would do that

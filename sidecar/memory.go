@@ -5,7 +5,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/layout"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"

@@ -20,12 +20,12 @@ import (
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/control/spray"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/gpu"
 	"github.com/kvspray/kvspray/internal/metrics"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/parseblock"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
-	"github.com/kvspray/kvspray/transport/stage"
 )
 
 // publishEvery is the interval of STATS to engines.
@@ -608,9 +608,9 @@ type stateView struct {
 	Releases map[string]string `json:"releases"`
 	Rails    []railView        `json:"our_rails"`
 	// Links are the paths of large copies between host memory and each GPU.
-	Links []stage.PathState `json:"gpu_links"`
+	Links []gpu.PathState `json:"gpu_links"`
 	// Executors are the copy methods for scattered blocks of a GPU, with their bytes.
-	Executors []stage.WayState `json:"gpu_executors"`
+	Executors []gpu.WayState `json:"gpu_executors"`
 	// Control lanes to each peer, each as its two addresses. By boot.
 	Control map[string][]string `json:"control"`
 	// Routes are the paths to each peer, best first, with the reason for each unused one. By boot.

@@ -13,9 +13,9 @@ import (
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/control/spray"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/topo"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/topo"
 	"github.com/kvspray/kvspray/transport"
 )
 

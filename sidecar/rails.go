@@ -15,7 +15,7 @@ import (
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/route"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/topo"
+	"github.com/kvspray/kvspray/internal/sys/topo"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/tcp"

@@ -19,8 +19,8 @@ import (
 	"github.com/kvspray/kvspray/control/peer"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/sys/topo"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/topo"
 	"github.com/kvspray/kvspray/transfer"
 )
 

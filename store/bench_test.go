@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/memory"
 	"github.com/kvspray/kvspray/store/offheap"

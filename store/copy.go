@@ -3,7 +3,7 @@
 package store
 
 import (
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 // copyPiece is how much is copied before its checksum is computed: what the copy has just brought

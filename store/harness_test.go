@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/disk/disktest"
 	"github.com/kvspray/kvspray/store/memory"

@@ -10,7 +10,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/disk"
 	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/memory"

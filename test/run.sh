@@ -94,7 +94,7 @@ bounds() { # the tests whose bounds the race detector would hide, without it and
 	# One that says that the machine was too busy to tell is asked again; any other that did not pass has failed.
 	for ((try = 0; try < 3 && ${#left[@]} > 0; try++)); do
 		KVSPRAY_MUST_RUN=$KVSPRAY_MUST_RUN,kvspray,alloc,norace go test -count=1 -p 1 -v -timeout 5m -run "^($(IFS='|'; echo "${left[*]}"))\$" \
-			./bench/simbench ./connector ./sidecar ./control/peer ./transport/tcp ./transport/shm ./transport/gdr ./transport/stage ./control/exec ./parseblock ./internal/mem 2>&1 | tee "$out" || rc=$?
+			./bench/simbench ./connector ./sidecar ./control/peer ./transport/tcp ./transport/shm ./transport/gdr ./gpu ./control/exec ./parseblock ./internal/sys/mem 2>&1 | tee "$out" || rc=$?
 		cat "$out" >>"$logs/bounds-all.log"
 		left=()
 		for name in "$@"; do

@@ -20,7 +20,7 @@ import (
 	"errors"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 )
 

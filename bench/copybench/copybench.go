@@ -30,7 +30,7 @@ import (
 	"github.com/kvspray/kvspray/bench/machine"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 // Sizes.

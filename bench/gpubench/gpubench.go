@@ -19,8 +19,8 @@ import (
 	"github.com/kvspray/kvspray/bench/machine"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/cuda"
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 // Row is one measured line.

@@ -12,7 +12,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/bench/progress"
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 // TestHTML draws reports of real runs: every row is there, and each bench has a plot.

@@ -14,7 +14,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvspray/kvspray/internal/cuda"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
 // newOwnerCommand is the other process: it stands for an engine that owns a GPU's memory and lends it by an IPC handle.

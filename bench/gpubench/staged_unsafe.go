@@ -11,9 +11,9 @@ import (
 	"sync/atomic"
 	"unsafe"
 
-	"github.com/kvspray/kvspray/internal/cuda"
-	"github.com/kvspray/kvspray/internal/mem"
-	"github.com/kvspray/kvspray/transport/stage"
+	"github.com/kvspray/kvspray/gpu"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 const (
@@ -34,7 +34,7 @@ func (b *bench) staged() error {
 }
 
 // lent is another process's memory as a region.
-func lent(g *stage.GPUs, c *cuda.Context, n uint64) (r *mem.Region, p cuda.Ptr, h cuda.IPCHandle, stop func() error, err error) {
+func lent(g *gpu.GPUs, c *cuda.Context, n uint64) (r *mem.Region, p cuda.Ptr, h cuda.IPCHandle, stop func() error, err error) {
 	p, h, stopOwner, err := owner(c, n)
 	if err != nil {
 		return nil, 0, h, nil, err
@@ -42,7 +42,7 @@ func lent(g *stage.GPUs, c *cuda.Context, n uint64) (r *mem.Region, p cuda.Ptr, 
 	stop = func() error { return errors.Join(c.CloseIPC(p), stopOwner()) }
 	id, err := c.Device.UUID()
 	if err == nil {
-		handle := stage.Handle{Kind: stage.HandleIPC, GPU: id, Alloc: n, IPC: h}
+		handle := gpu.Handle{Kind: gpu.HandleIPC, GPU: id, Alloc: n, IPC: h}
 		r, err = g.Import(mem.NewID(), handle.Append(nil), -1, n)
 	}
 	if err != nil {
@@ -67,8 +67,8 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 		return err
 	}
 	defer s.Destroy()
-	for _, how := range []stage.Executor{stage.Pack, stage.Copy, stage.Auto} {
-		g, err := stage.New(stage.Config{Executor: how})
+	for _, how := range []gpu.Executor{gpu.Pack, gpu.Copy, gpu.Auto} {
+		g, err := gpu.New(gpu.Config{Executor: how})
 		if err != nil {
 			return err
 		}
@@ -84,14 +84,14 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 		for off := cuda.Ptr(0); off < stagedPool && err == nil; off += stagedTotal {
 			err = errors.Join(s.Copy(p+off, hostPtr, stagedTotal), s.Sync())
 		}
-		for _, at := range []struct{ block, slice uint64 }{{4 << 10, stage.HopBytes}, {16 << 10, stage.HopBytes}, {16 << 10, stage.LendBytes}, {64 << 10, stage.HopBytes}} {
-			for _, dir := range []stage.Direction{stage.DeviceToHost, stage.HostToDevice} {
+		for _, at := range []struct{ block, slice uint64 }{{4 << 10, gpu.HopBytes}, {16 << 10, gpu.HopBytes}, {16 << 10, gpu.LendBytes}, {64 << 10, gpu.HopBytes}} {
+			for _, dir := range []gpu.Direction{gpu.DeviceToHost, gpu.HostToDevice} {
 				if err == nil {
 					err = b.hops(r, p, how, at.block, at.slice, dir, s, host, hostPtr)
 				}
 			}
 		}
-		if err == nil && how == stage.Auto {
+		if err == nil && how == gpu.Auto {
 			err = b.moves(g, cs, r, p)
 		}
 		r.Release()
@@ -103,7 +103,7 @@ func (b *bench) stagedRows(cs []*cuda.Context) error {
 }
 
 // hops is stagedTotal in slices, by stagedWorkers at once, to and from pinned memory as a host cache has it.
-func (b *bench) hops(r *mem.Region, p cuda.Ptr, how stage.Executor, block, slice uint64, dir stage.Direction, s *cuda.Stream, host []byte, hostPtr cuda.Ptr) error {
+func (b *bench) hops(r *mem.Region, p cuda.Ptr, how gpu.Executor, block, slice uint64, dir gpu.Direction, s *cuda.Stream, host []byte, hostPtr cuda.Ptr) error {
 	dev := r.Device()
 	perm := rand.New(rand.NewPCG(5, block)).Perm(int(stagedPool / block))[:stagedTotal/block]
 	blocks := make([]mem.Block, len(perm))
@@ -123,7 +123,7 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how stage.Executor, block, slice
 						return
 					}
 					buf := host[uint64(at)*block:][:slice]
-					if dir == stage.DeviceToHost {
+					if dir == gpu.DeviceToHost {
 						errs[w] = dev.Gather(buf, blocks[at:at+per])
 					} else {
 						errs[w] = dev.Scatter(blocks[at:at+per], buf)
@@ -135,7 +135,7 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how stage.Executor, block, slice
 		return errors.Join(errs...)
 	}
 	name, ceiling := "GPU to host", func() error { return errors.Join(s.Copy(hostPtr, p, stagedTotal), s.Sync()) }
-	if dir == stage.HostToDevice {
+	if dir == gpu.HostToDevice {
 		name, ceiling = "host to GPU", func() error { return errors.Join(s.Copy(p, hostPtr, stagedTotal), s.Sync()) }
 	}
 	row := Row{What: fmt.Sprintf("%s, slices of %d MiB, scattered %d KiB, %s", name, slice>>20, block>>10, how), Bytes: stagedTotal, Block: block}
@@ -166,7 +166,7 @@ func (b *bench) hops(r *mem.Region, p cuda.Ptr, how stage.Executor, block, slice
 }
 
 // moves is what shm does between two GPUs, or within one.
-func (b *bench) moves(g *stage.GPUs, cs []*cuda.Context, from *mem.Region, fromPtr cuda.Ptr) error {
+func (b *bench) moves(g *gpu.GPUs, cs []*cuda.Context, from *mem.Region, fromPtr cuda.Ptr) error {
 	last := cs[len(cs)-1]
 	to, _, h, stop, err := lent(g, last, stagedPool)
 	if err != nil {

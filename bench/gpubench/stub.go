@@ -5,7 +5,7 @@ package gpubench
 import (
 	"github.com/spf13/cobra"
 
-	"github.com/kvspray/kvspray/internal/cuda"
+	"github.com/kvspray/kvspray/internal/sys/cuda"
 )
 
 func newOwnerCommand() *cobra.Command { return &cobra.Command{Use: "owner", Hidden: true} }

@@ -13,7 +13,7 @@ import (
 	"github.com/kvspray/kvspray/bench/chart"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 // NewCommand returns the `rails` command.

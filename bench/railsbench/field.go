@@ -24,7 +24,7 @@ import (
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/control/peer/keys"
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 // Bounds of what the sidecars may take.

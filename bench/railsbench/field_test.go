@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 // A baseline that other load disturbed makes a run void, over one rail or over all of them, and a quiet machine's does not.

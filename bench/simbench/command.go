@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/bench/chart"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 // maxResult bounds what is read of a file: an hour's samples of as many rails as there may be are half of it.

@@ -8,7 +8,7 @@ import (
 	"fmt"
 
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/simfabric"

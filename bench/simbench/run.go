@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 	"github.com/kvspray/kvspray/internal/version"
 	"github.com/kvspray/kvspray/test/sim"
 	"github.com/kvspray/kvspray/transfer"

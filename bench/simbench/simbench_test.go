@@ -16,8 +16,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/mistake"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 var four = []timeline.Rate{2e9, 1e9, 500e6, 500e6}

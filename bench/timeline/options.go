@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvspray/kvspray/internal/mistake"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
 )
 
 // Bounds of Options.

@@ -19,8 +19,8 @@ import (
 	"github.com/kvspray/kvspray/bench/railsbench"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/cli"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/internal/ui/cli"
 )
 
 // commandEnv makes this test's binary act as the command: `bench rails` starts sidecars from its

@@ -6,7 +6,7 @@ package main
 import (
 	"os"
 
-	"github.com/kvspray/kvspray/internal/cli"
+	"github.com/kvspray/kvspray/internal/ui/cli"
 )
 
 func main() { os.Exit(cli.Main(os.Args[1:], os.Stdout, os.Stderr)) }

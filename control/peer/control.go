@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/usertimeout"
+	"github.com/kvspray/kvspray/internal/sys/usertimeout"
 	"github.com/kvspray/kvspray/transfer"
 )
 

@@ -13,7 +13,7 @@ import (
 
 	"github.com/cenkalti/backoff/v5"
 
-	"github.com/kvspray/kvspray/internal/usertimeout"
+	"github.com/kvspray/kvspray/internal/sys/usertimeout"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )

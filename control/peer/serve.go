@@ -29,7 +29,7 @@ import (
 	peerv1 "github.com/kvspray/kvspray/api/peer/v1"
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/admit"
-	"github.com/kvspray/kvspray/internal/usertimeout"
+	"github.com/kvspray/kvspray/internal/sys/usertimeout"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 )

@@ -66,7 +66,7 @@ func TestRemediesNameSettings(t *testing.T) {
 			return err
 		}
 		files++
-		rdma := strings.Contains(path, "internal/verbs/") || strings.Contains(path, "transport/gdr/")
+		rdma := strings.Contains(path, "internal/sys/verbs/") || strings.Contains(path, "transport/gdr/")
 		ast.Inspect(f, func(n ast.Node) bool {
 			if _, ok := n.(*ast.ImportSpec); ok {
 				return false

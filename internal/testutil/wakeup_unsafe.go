@@ -8,7 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvspray/kvspray/internal/slack"
+	"github.com/kvspray/kvspray/internal/sys/slack"
 )
 
 // usualWakeup is the CPU time of a short sleep on machines for which shares of a core are

@@ -4,7 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 // StridesCell is the size of the cells by which frames describe memory. The lane defines the first

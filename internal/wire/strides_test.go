@@ -6,7 +6,7 @@ import (
 	"math"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 )
 
 // Golden vectors: what a lane says of how pieces lie, byte for byte.

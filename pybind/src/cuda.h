@@ -104,7 +104,7 @@ enum {
 	POINTER_DEVICE_ORDINAL = 9,
 };
 
-/* The PTX of internal/cuda/kernels/kernels.cu. */
+/* The PTX of internal/sys/cuda/kernels/kernels.cu. */
 extern const char *const cuda_kernels;
 
 /* NULL, or what there is not: the same for the whole life of the process. */

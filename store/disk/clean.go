@@ -5,7 +5,7 @@ package disk
 import (
 	"slices"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/offheap"
 	"github.com/kvspray/kvspray/store/page"

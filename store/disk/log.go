@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"sync"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/index"

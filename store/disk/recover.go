@@ -8,7 +8,7 @@ import (
 	"maps"
 	"slices"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/offheap"
 	"github.com/kvspray/kvspray/store/page"
 )

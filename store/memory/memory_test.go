@@ -11,7 +11,7 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/index"
 	"github.com/kvspray/kvspray/store/page"

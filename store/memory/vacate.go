@@ -3,7 +3,7 @@
 package memory
 
 import (
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/store/catalog"
 	"github.com/kvspray/kvspray/store/evict"
 	"github.com/kvspray/kvspray/store/index"

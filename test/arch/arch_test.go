@@ -178,7 +178,7 @@ func TestForbiddenEdges(t *testing.T) {
 		{"connector", "transport", "what an engine says cannot depend on the wire"},
 		{"transport", "layout", "backends move runs; they do not know what a token is"},
 		{"transport", "control", "a backend never decides routing"},
-		{"transport/tcp", "internal/cuda", "tcp works where no GPU is"},
+		{"transport/tcp", "internal/sys/cuda", "tcp works where no GPU is"},
 		{"layout", "internal", "pure"},
 		{"parseblock", "internal", "pure"},
 		{"transfer", "internal", "pure"},

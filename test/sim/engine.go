@@ -12,7 +12,7 @@ import (
 
 	"github.com/kvspray/kvspray/connector"
 	"github.com/kvspray/kvspray/control/exec"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )

@@ -10,8 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/verbs"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 )
 
 // Options select the ports that become rails, and configure their queue pairs.

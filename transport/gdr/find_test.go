@@ -4,7 +4,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 )
 
 func TestTimer(t *testing.T) {

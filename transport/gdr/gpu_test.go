@@ -8,8 +8,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kvspray/kvspray/internal/mem"
-	"github.com/kvspray/kvspray/internal/verbs/fake"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )

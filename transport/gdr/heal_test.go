@@ -14,8 +14,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 
-	"github.com/kvspray/kvspray/internal/verbs"
-	"github.com/kvspray/kvspray/internal/verbs/fake"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/transporttest"

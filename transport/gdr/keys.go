@@ -10,8 +10,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/mem"
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )

@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )

@@ -9,8 +9,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/verbs"
-	"github.com/kvspray/kvspray/internal/verbs/fake"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )

@@ -6,7 +6,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/transporttest"
 )

@@ -4,7 +4,7 @@ import (
 	"errors"
 	"sync"
 
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 )
 
 // oddDevice is a device of the fake that does not always do what it is told.

@@ -8,8 +8,8 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/verbs"
-	"github.com/kvspray/kvspray/internal/verbs/fake"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 	"github.com/kvspray/kvspray/transport/transporttest"

@@ -8,8 +8,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/usertimeout"
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/usertimeout"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"

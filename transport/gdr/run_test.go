@@ -9,9 +9,9 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/mem"
-	"github.com/kvspray/kvspray/internal/verbs"
-	"github.com/kvspray/kvspray/internal/verbs/fake"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
+	"github.com/kvspray/kvspray/internal/sys/verbs/fake"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"

@@ -7,8 +7,8 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kvspray/kvspray/internal/mem"
-	"github.com/kvspray/kvspray/internal/verbs"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/verbs"
 	"github.com/kvspray/kvspray/transfer"
 	"github.com/kvspray/kvspray/transport"
 )

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/kvspray/kvspray/internal/leaktest"
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/internal/testutil"
 	"github.com/kvspray/kvspray/internal/wire"
 	"github.com/kvspray/kvspray/transfer"

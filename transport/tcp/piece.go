@@ -3,7 +3,7 @@ package tcp
 import (
 	"fmt"
 
-	"github.com/kvspray/kvspray/internal/mem"
+	"github.com/kvspray/kvspray/internal/sys/mem"
 	"github.com/kvspray/kvspray/transfer"
 )
 

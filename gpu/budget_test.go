@@ -1,0 +1,206 @@
+package gpu
+
+import (
+	"bytes"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kvspray/kvspray/internal/sys/mem"
+)
+
+// onDevice is what a fake device has allocated: hosts' memory has addresses of the fake, too, and is told apart by its size.
+func (p *fakePlatform) onDevice(i int) (n int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, d := range p.devices[i] {
+		n += d.allocated
+	}
+	return n
+}
+
+// GPUs that are named are opened, with staging, before anybody lends memory of them; others are not touched.
+func TestNamedGPUsAreTakenAtOnce(t *testing.T) {
+	t.Parallel()
+	named := func(i int) string {
+		id := uuid(i)
+		return fmt.Sprintf("GPU-%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
+	}
+	for _, c := range []struct {
+		names []string
+		want  []int
+	}{{[]string{All}, []int{0, 1, 2}}, {[]string{"2", "0"}, []int{0, 2}}, {[]string{named(1), "1"}, []int{1}}, {nil, nil}} {
+		p := newFakePlatform(3)
+		cfg := small()
+		g := must(newGPUs(p, cfg))(t)
+		if err := g.Use(c.names); err != nil {
+			t.Fatal(err)
+		}
+		var got []int
+		for _, m := range g.Memory() {
+			got = append(got, m.GPU)
+			if m.Staging != uint64(cfg.Hops)*HopBytes || m.Pipelines != 0 || m.PinnedBytes == 0 || m.Limit != defaultMemory {
+				t.Errorf("%v: %+v", c.names, m)
+			}
+		}
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%v opened %v, want %v", c.names, got, c.want)
+		}
+		for i := range 3 {
+			if open := p.onDevice(i) > 0; open != slices.Contains(c.want, i) {
+				t.Errorf("%v: GPU %d: memory is allocated: %v", c.names, i, open)
+			}
+		}
+		if len(c.want) > 0 { // the first import finds it open
+			before := p.onDevice(c.want[0])
+			h, _ := p.lend(c.want[0], 4096, 0)
+			must(g.Import(mem.NewID(), h.Append(nil), -1, 4096))(t).Release()
+			if after := p.onDevice(c.want[0]); after != before {
+				t.Errorf("%v: %d allocations before the import, %d after it", c.names, before, after)
+			}
+		}
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+		if g.Memory() != nil {
+			t.Error("memory is held after Close")
+		}
+	}
+}
+
+func TestGPUsThatAreNotThere(t *testing.T) {
+	t.Parallel()
+	p := newFakePlatform(2)
+	p.fail[1] = true
+	g := must(newGPUs(p, small()))(t)
+	for name, want := range map[string]string{
+		"7": "GPU 7 is not one of the 2 here",
+		"GPU-00000000-0000-0000-0000-000000000000": "name one that nvidia-smi -L lists",
+		"GPU-zz": "name one that nvidia-smi -L lists",
+		"1":      "open GPU 1",
+	} {
+		if err := g.Use([]string{name}); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want %q", name, err, want)
+		}
+	}
+	if err := g.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// However little memory is left for stages, bytes arrive: with one pipeline for two, or through host memory. What is held is what is
+// allocated, and never more than the limit.
+func TestMemoryOfAGPUIsBounded(t *testing.T) {
+	t.Parallel()
+	cfg := small()
+	staging, one := uint64(cfg.Hops)*HopBytes, pipelineBytes(cfg.PeerStage)
+	for _, c := range []struct {
+		same       bool
+		room, want uint64 // beside staging
+	}{
+		{true, 4 * one, 4 * one}, {true, 4*one - 1, 2 * one}, {true, 2*one - 1, 0}, {true, 0, 0},
+		{false, 2 * one, 2 * one}, {false, 2*one - 1, one}, {false, one - 1, 0},
+	} {
+		cfg.Memory = staging + c.room
+		p := newFakePlatform(2)
+		g := must(newGPUs(p, cfg))(t)
+		const size = 1 << 20
+		to := 1
+		if c.same {
+			to = 0
+		}
+		var regions []*mem.Region
+		var content [][]byte
+		for _, i := range []int{0, to} {
+			h, b := p.lend(i, size, 0)
+			regions, content = append(regions, must(g.Import(mem.NewID(), h.Append(nil), -1, size))(t)), append(content, b)
+		}
+		_, _ = rand.Read(content[0])
+		var src, dst []mem.Block
+		for off := uint64(0); off < size; off += 8 << 10 {
+			src = append(src, mem.Block{Region: regions[0], Off: off, Len: 4 << 10})
+			dst = append(dst, mem.Block{Region: regions[1], Off: size - off - 8<<10, Len: 4 << 10})
+		}
+		if err := mem.DeviceOf(src).Move(dst, src); err != nil {
+			t.Fatal(err)
+		}
+		for i := range src {
+			if !bytes.Equal(content[0][src[i].Off:][:src[i].Len], content[1][dst[i].Off:][:dst[i].Len]) {
+				t.Fatalf("%+v: block %d differs", c, i)
+			}
+		}
+		for _, m := range g.Memory() {
+			if m.Staging != staging || m.Pipelines != c.want || m.Staging+m.Pipelines > m.Limit || m.Limit != cfg.Memory {
+				t.Errorf("%+v: %+v", c, m)
+			}
+		}
+		for _, r := range regions {
+			r.Release()
+		}
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	cfg.Memory = staging - 1
+	g := must(newGPUs(newFakePlatform(1), cfg))(t)
+	if err := g.Use([]string{All}); err == nil || !strings.Contains(err.Error(), "raise transports.gpu.memory") {
+		t.Errorf("staging alone exceeds the limit: %v", err)
+	}
+}
+
+// A buffer that takes the place of one that is lost counts, too.
+func TestAHopIsReplacedWithinTheLimit(t *testing.T) {
+	t.Parallel()
+	for _, room := range []uint64{0, HopBytes} {
+		cfg := small()
+		cfg.Memory = uint64(cfg.Hops)*HopBytes + room
+		g := must(newGPUs(newFakePlatform(1), cfg))(t)
+		u := must(g.open(0))(t)
+		h := <-u.hops
+		u.retire(h)
+		if got := h.dense != 0; got != (room > 0) {
+			t.Errorf("with room for %d bytes: replaced %v", room, got)
+		}
+		if m := g.Memory()[0]; m.Staging != uint64(cfg.Hops)*HopBytes+room {
+			t.Errorf("%+v", m)
+		}
+		u.hops <- h
+		if err := g.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// The driver's word about what is left is shown, and its silence is none.
+func TestWhatAGPUHasLeft(t *testing.T) {
+	t.Parallel()
+	g := must(newGPUs(&tellingPlatform{newFakePlatform(2)}, small()))(t)
+	if err := g.Use([]string{All}); err != nil {
+		t.Fatal(err)
+	}
+	if m := g.Memory(); m[0].Free != 5<<30 || m[1].Free != 0 {
+		t.Errorf("%+v", m)
+	}
+	if err := g.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+type tellingPlatform struct{ *fakePlatform }
+
+func (p *tellingPlatform) Open(i int) (card, error) {
+	c, err := p.fakePlatform.Open(i)
+	return tellingCard{c.(*fakeCard)}, err
+}
+
+type tellingCard struct{ *fakeCard }
+
+func (c tellingCard) Free() (uint64, error) {
+	if c.i > 0 {
+		return 0, errors.New("fake: no")
+	}
+	return 5 << 30, nil
+}

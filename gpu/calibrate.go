@@ -1,0 +1,340 @@
+package gpu
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/sys/cuda"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+)
+
+// calibration is what Calibrate measures with, in bytes where nothing else is said. Tests make it smaller.
+type calibration struct {
+	copier   copierShape
+	piece    uint64 // of a kernel's list
+	pieces   int
+	direct   []uint64 // sizes of pieces that copies are tried with, rising
+	bytes    uint64   // that these are scattered over, which no cache holds: a copy finds its memory as an engine's last use left it
+	runs     int      // of each; their median counts
+	loadRuns int      // kernels that the load keeps queued
+}
+
+func fullCalibration() calibration {
+	c := calibration{copier: fullShape(), piece: 16 << 10, pieces: 4096, bytes: 256 << 20, runs: 9, loadRuns: 4}
+	for size := uint64(largePiece); size <= 128<<10; size *= 2 { // smaller ones are not for copy engines
+		c.direct = append(c.direct, size)
+	}
+	return c
+}
+
+// packSizer is a Packer whose kernels can be made narrower.
+type packSizer interface {
+	// PackBlocks is how many thread blocks its kernels run on, and SetPackBlocks changes that.
+	PackBlocks() int
+	SetPackBlocks(n int)
+}
+
+// enough: fewer thread blocks than the best number are as good where they reach so much of its rate. The engine has the rest.
+const enough = 0.95
+
+// Calibrate measures each model of GPU of the host under load: a stream of kernels keeps the GPU busy, as its engine does, since what
+// is best on an idle one is not. It opens every GPU, takes a few hundred MiB of each, and slows down whoever uses them for some seconds.
+func Calibrate(ctx context.Context, g *GPUs) (*Table, error) {
+	return calibrate(ctx, g, fullCalibration())
+}
+
+func calibrate(ctx context.Context, g *GPUs, cal calibration) (_ *Table, err error) {
+	t := &Table{Version: tableVersion, GPUs: map[string]Limits{}}
+	var opened []*GPU
+	var failed []error
+	for i := range g.ids {
+		u, err := g.open(i)
+		if err != nil {
+			failed = append(failed, err)
+			g.cfg.Log.Warn("gpu not measured", "gpu", i, "err", err)
+			continue
+		}
+		opened = append(opened, u)
+	}
+	if len(opened) == 0 {
+		return nil, fmt.Errorf("stage: calibrate: no GPU can be used: %w", errors.Join(failed...))
+	}
+	c := newCopier(g, cal.copier)
+	defer func() { err = errors.Join(err, c.Close()) }()
+	for _, u := range opened {
+		model := g.model(u.index)
+		if model == "" {
+			return nil, fmt.Errorf("stage: calibrate: GPU %d says no name", u.index)
+		}
+		if _, ok := t.GPUs[model]; ok {
+			continue
+		}
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		l, err := cal.gpu(c, u)
+		if err != nil {
+			return nil, fmt.Errorf("stage: calibrate GPU %d: %w", u.index, err)
+		}
+		t.GPUs[model] = l
+		g.cfg.Log.Info("gpu measured", "gpu", u.index, "model", model, "pack_blocks", l.PackBlocks, "direct_bytes", l.DirectBytes, "every_link_bytes", l.EveryLink)
+	}
+	return t, t.check()
+}
+
+// gpu measures one, under load.
+func (cal *calibration) gpu(c *Copier, u *GPU) (l Limits, err error) {
+	stop, err := cal.load(u)
+	if err != nil {
+		return l, err
+	}
+	defer func() { err = errors.Join(err, stop()) }()
+	l = Limits{Measured: time.Now().UTC().Truncate(time.Second), EveryLink: map[int]uint64{}}
+	if l.PackBlocks, err = cal.packBlocks(u); err != nil {
+		return l, err
+	}
+	p, err := c.path(u) // measures where every link begins to pay
+	if err != nil {
+		return l, err
+	}
+	defer p.mu.RUnlock()
+	if n := len(p.relays); n > 0 {
+		l.EveryLink[1+n] = p.m.Threshold()
+	}
+	l.DirectBytes, err = cal.directBytes(c, p, u)
+	return l, err
+}
+
+// packing is a list of scattered pieces on a GPU, and a kernel that packs them.
+type packing struct {
+	d     Packer
+	q     Queue
+	done  Event
+	mem   cuda.Ptr // the pieces, then as much for them packed
+	bases cuda.Ptr
+	n     int
+	piece uint64
+}
+
+func (cal *calibration) packing(u *GPU) (_ *packing, err error) {
+	d, err := u.card.NewPacker()
+	if err != nil {
+		return nil, err
+	}
+	k := &packing{d: d, n: cal.pieces, piece: cal.piece}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, k.close())
+		}
+	}()
+	if k.mem, err = d.Alloc(2 * uint64(k.n) * k.piece); err != nil {
+		return nil, err
+	}
+	list, bases, err := d.AllocHost(8 * k.n)
+	if err != nil {
+		return nil, err
+	}
+	k.bases = bases
+	for i, at := range rand.Perm(k.n) {
+		binary.LittleEndian.PutUint64(list[8*i:], uint64(k.mem)+uint64(at)*k.piece)
+	}
+	if k.q, err = d.NewQueue(); err != nil {
+		return nil, err
+	}
+	k.done, err = d.NewEvent()
+	return k, err
+}
+
+func (k *packing) launch(pack bool) error {
+	f := k.d.UnpackUniform
+	if pack {
+		f = k.d.PackUniform
+	}
+	return f(k.q, k.bases, k.n, k.mem+cuda.Ptr(uint64(k.n)*k.piece), k.piece)
+}
+
+// wait returns when what was launched is done.
+func (k *packing) wait() error { return errors.Join(k.q.Record(k.done), k.done.Sync()) }
+
+func (k *packing) close() error {
+	err := k.d.Close()
+	if k.mem != 0 {
+		err = errors.Join(err, k.d.Free(k.mem))
+	}
+	return err
+}
+
+// load keeps u busy until stop.
+func (cal *calibration) load(u *GPU) (stop func() error, err error) {
+	k, err := cal.packing(u)
+	if err != nil {
+		return nil, err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() {
+		var err error
+		for ctx.Err() == nil && err == nil {
+			for range cal.loadRuns {
+				err = errors.Join(err, k.launch(true))
+			}
+			err = errors.Join(err, k.wait())
+		}
+		ended <- err
+	}()
+	return func() error {
+		cancel()
+		return errors.Join(<-ended, k.close())
+	}, nil
+}
+
+// median of some runs of f, which is told the number of the run.
+func (cal *calibration) median(f func(run int) error) (time.Duration, error) {
+	took := make([]time.Duration, 0, cal.runs)
+	for run := range cal.runs {
+		start := time.Now()
+		if err := f(run); err != nil {
+			return 0, err
+		}
+		took = append(took, time.Since(start))
+	}
+	slices.Sort(took)
+	return took[len(took)/2], nil
+}
+
+// packBlocks finds the fewest thread blocks that pack and unpack about as fast as the best number. 0: the device does not say.
+func (cal *calibration) packBlocks(u *GPU) (n int, err error) {
+	k, err := cal.packing(u)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, k.close()) }()
+	s, ok := k.d.(packSizer)
+	if !ok {
+		return 0, nil
+	}
+	var counts []int
+	var took []time.Duration
+	for most := s.PackBlocks(); most > 0; most /= 2 {
+		s.SetPackBlocks(most)
+		d, err := cal.median(func(int) error { return errors.Join(k.launch(true), k.launch(false), k.wait()) })
+		if err != nil {
+			return 0, err
+		}
+		counts, took = append(counts, most), append(took, d)
+	}
+	return fewest(counts, took), nil
+}
+
+// fewest is the least of the counts that are quick enough.
+func fewest(counts []int, took []time.Duration) int {
+	n := 0
+	for i, count := range counts {
+		if float64(took[i])*enough <= float64(slices.Min(took)) && (n == 0 || count < n) {
+			n = count
+		}
+	}
+	return n
+}
+
+// directBytes finds from what size of pieces on the copy engine takes a list quicker than a kernel packs it and a buffer carries it.
+func (cal *calibration) directBytes(c *Copier, p *paths, u *GPU) (n uint64, err error) {
+	const apart = 2 // pieces lie so many lengths apart, so that none can be joined with its neighbour
+	host, err := mem.NewAnonymous("calibrate", apart*cal.bytes)
+	if err != nil {
+		return 0, err
+	}
+	defer host.Release()
+	defer func() { err = errors.Join(err, c.Forget([]*mem.Region{host})) }()
+	d, err := u.card.NewPacker()
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	at, err := d.Alloc(apart * cal.bytes)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, d.Free(at)) }()
+	far, err := mem.NewDevice(mem.NewID(), mem.DeviceMemory{Device: u, Addr: uint64(at), Size: apart * cal.bytes, FD: -1})
+	if err != nil {
+		return 0, err
+	}
+	defer far.Release()
+	c.mu.Lock()
+	w, err := c.pinLocked(u, host, 0)
+	c.mu.Unlock()
+	if err != nil {
+		return 0, err
+	}
+	if n := uint64(len(w.bytes)); n < host.Size() {
+		return 0, fmt.Errorf("%d of %d bytes are pinned", n, host.Size())
+	}
+	var direct, staged []time.Duration // the slower way of both directions
+	for _, size := range cal.direct {
+		lists := make([]list, cal.runs)
+		for i := range lists {
+			for _, k := range rand.Perm(int(cal.bytes / size))[:min(cal.bytes/size, pieceLimit)] {
+				off := uint64(k) * apart * size
+				lists[i].parts = append(lists[i].parts, Part{Host: w.at + cuda.Ptr(off), Dev: at + cuda.Ptr(off), Len: size})
+				lists[i].near = append(lists[i].near, mem.Block{Region: host, Off: off, Len: size})
+				lists[i].far = append(lists[i].far, mem.Block{Region: far, Off: off, Len: size})
+			}
+		}
+		var a, b time.Duration
+		for _, dir := range []Direction{HostToDevice, DeviceToHost} {
+			x, err := cal.median(func(run int) error { return p.m.copyDirect(dir, lists[run].parts) })
+			if err != nil {
+				return 0, err
+			}
+			y, err := cal.median(func(run int) error {
+				if dir == DeviceToHost {
+					return u.Move(lists[run].near, lists[run].far)
+				}
+				return u.Move(lists[run].far, lists[run].near)
+			})
+			if err != nil {
+				return 0, err
+			}
+			a, b = max(a, x), max(b, y)
+		}
+		direct, staged = append(direct, a), append(staged, b)
+	}
+	return crossover(cal.direct, direct, staged), nil
+}
+
+// list is what one run of directBytes copies, as copy engines and as a buffer's way take it.
+type list struct {
+	parts     []Part
+	near, far []mem.Block
+}
+
+// pieceLimit is how many a list of directBytes has at most.
+const pieceLimit = 4096
+
+// crossover is the least of rising sizes from which on a is never slower than b; twice the greatest where it is slower even there.
+func crossover(sizes []uint64, a, b []time.Duration) uint64 {
+	n := 2 * sizes[len(sizes)-1]
+	for i := len(sizes) - 1; i >= 0 && a[i] <= b[i]; i-- {
+		n = sizes[i]
+	}
+	return n
+}
+
+// modeler is a platform that can say what it measures.
+type modeler interface {
+	// Model names a GPU and its driver; empty: unknown.
+	Model(i int) string
+}
+
+func (g *GPUs) model(i int) string {
+	if m, ok := g.plat.(modeler); ok {
+		return m.Model(i)
+	}
+	return ""
+}

@@ -1,0 +1,10 @@
+//go:build !cgo
+
+package gpu
+
+import "github.com/kvspray/kvspray/internal/sys/cuda"
+
+func openPlatform(*Table) (platform, error) {
+	_, err := cuda.Open()
+	return nil, err
+}

