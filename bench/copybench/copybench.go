@@ -1,4 +1,4 @@
-// Package copybench is `kvspray bench copy`: scattered blocks between two processes through a real backend, beside what the
+// Package copybench is `kvspray-bench copy`: scattered blocks between two processes through a real backend, beside what the
 // same machine does at best at the same moment.
 //
 // The command starts itself a second time: the parent is the source, the child the destination, each with a region of 512
@@ -30,7 +30,7 @@ import (
 	"github.com/kvspray/kvspray/bench/machine"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Sizes.
@@ -66,16 +66,16 @@ func NewCopyCommand() *cobra.Command {
 		Short: "Move scattered blocks between two processes and compare with what the machine can do",
 		Long: `Moves scattered random blocks between two processes through a real transport, in turns with a baseline: for tcp a
 plain Go stream with as many connections, for shm a C memcpy over the same blocks with as many threads. Content is checked.`,
-		Example: `  kvspray bench copy
-  kvspray bench copy --transport shm --conns 4 --blocks 16KiB --json
-  kvspray bench copy --integrity crc32c --total 64MiB --rounds 3`,
+		Example: `  kvspray-bench copy
+  kvspray-bench copy --transport shm --conns 4 --blocks 16KiB --json
+  kvspray-bench copy --integrity crc32c --total 64MiB --rounds 3`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if o.Role == roleSink {
 				return runSink(cmd.Context(), os.Stdin, os.Stdout)
 			}
 			if err := o.parse(blocks, total, slice, cmd.Flags().Changed("slice")); err != nil {
-				return mistake.Of(err)
+				return usage.Of(err)
 			}
 			path := []string{cmd.Name()}
 			for p := cmd.Parent(); p != nil && p.HasParent(); p = p.Parent() {
@@ -251,7 +251,7 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 		}
 		res, err := s.measure(ctx, b, seeds)
 		if err != nil {
-			return nil, fmt.Errorf("bench copy: %s, blocks of %d bytes: %w", o.Transport, b, err)
+			return nil, fmt.Errorf("copy: %s, blocks of %d bytes: %w", o.Transport, b, err)
 		}
 		rep.Results = append(rep.Results, *res)
 		say.Say("%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f", o.Transport, b, res.GBps, res.BaselineGBps, res.Ratio)

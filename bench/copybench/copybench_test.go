@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // The test binary is both processes.
@@ -99,7 +99,7 @@ func TestFlags(t *testing.T) {
 		c.SetOut(new(bytes.Buffer))
 		c.SetErr(new(bytes.Buffer))
 		c.SetArgs(args)
-		if err := c.Execute(); !mistake.Is(err) || !strings.Contains(err.Error(), "--") {
+		if err := c.Execute(); !usage.Is(err) || !strings.Contains(err.Error(), "--") {
 			t.Errorf("%v: %v", args, err)
 		}
 	}

@@ -159,7 +159,7 @@ func (s *source) startChild(ctx context.Context, path []string) error {
 	}
 	if err := s.child.Start(); err != nil {
 		s.child = nil
-		return fmt.Errorf("bench copy: start the second process: %w", err)
+		return fmt.Errorf("copy: start the second process: %w", err)
 	}
 	s.pipes = []io.Closer{in}
 	s.enc, s.dec = json.NewEncoder(in), json.NewDecoder(out)
@@ -169,7 +169,7 @@ func (s *source) startChild(ctx context.Context, path []string) error {
 func dupFile(r *mem.Region) (*os.File, error) {
 	fd, err := unix.FcntlInt(uintptr(r.FD()), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("bench copy: duplicate a memfd: %w", err)
+		return nil, fmt.Errorf("copy: duplicate a memfd: %w", err)
 	}
 	return os.NewFile(uintptr(fd), "memfd"), nil
 }
@@ -388,7 +388,7 @@ func findBaseline(flag string) (string, error) {
 			return filepath.Abs(p)
 		}
 	}
-	return "", fmt.Errorf("bench copy: the C baseline is not at %q; run `make bin/kvspray-memcpy`, or name it with --baseline", tried)
+	return "", fmt.Errorf("copy: the C baseline is not at %q; run `make bin/kvspray-memcpy`, or name it with --baseline", tried)
 }
 
 // cBaseline is the running C program.

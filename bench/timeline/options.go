@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Bounds of Options.
@@ -112,10 +112,10 @@ func AddFlags(cmd *cobra.Command) *Flags {
 	return x
 }
 
-// Options checks the flags. The error is a mistake, and names the flag.
+// Options checks the flags. The error is a usage error that names the flag.
 func (x *Flags) Options() (*Options, error) {
 	o, err := x.options()
-	return o, mistake.Of(err)
+	return o, usage.Of(err)
 }
 
 func (x *Flags) options() (*Options, error) {

@@ -53,7 +53,7 @@ func TestFlags(t *testing.T) {
 	}
 }
 
-// TestFlagsRefused: each mistake is told by its flag and its value.
+// TestFlagsRefused: each usage error names its flag and value.
 func TestFlagsRefused(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "old")
 	if err := os.WriteFile(file, []byte("old"), 0o600); err != nil {

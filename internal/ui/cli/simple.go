@@ -3,20 +3,19 @@
 package cli
 
 import (
-	"encoding/json"
 	"fmt"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/doctor"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
-	"github.com/kvspray/kvspray/internal/version"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 func configCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "config", Short: "Print or check the configuration", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
+		RunE: command.Help}
 
 	var printed configFlags
 	var docs bool
@@ -60,27 +59,6 @@ func configCommand() *cobra.Command {
 	return cmd
 }
 
-// versionText is the output of 'kvspray version' and 'kvspray --version'.
-func versionText() string { return fmt.Sprintf("kvspray %s (%s)\n", version.String(), version.Go()) }
-
-func versionCommand() *cobra.Command {
-	var asJSON bool
-	cmd := &cobra.Command{
-		Use:   "version",
-		Short: "Print the version",
-		Args:  cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if asJSON {
-				return json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"version": version.String(), "go": version.Go()})
-			}
-			_, err := fmt.Fprint(cmd.OutOrStdout(), versionText())
-			return err
-		},
-	}
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	return cmd
-}
-
 func doctorCommand() *cobra.Command {
 	var flags configFlags
 	var asJSON, peers bool
@@ -100,7 +78,7 @@ the reasons for the rest. Exits with 1 if a peer has no lane.`,
 				return err
 			}
 			if python == "" && cmd.Flags().Changed("python") {
-				return mistake.Errorf(`--python "": empty, maybe an unset variable: name an interpreter, or omit it`)
+				return usage.Errorf(`--python "": empty, maybe an unset variable: name an interpreter, or omit it`)
 			}
 			if peers {
 				return doctorPeers(cmd, c, asJSON)
@@ -128,7 +106,7 @@ the reasons for the rest. Exits with 1 if a peer has no lane.`,
 
 func doctorPeers(cmd *cobra.Command, c *config.Config, asJSON bool) error {
 	if c.HTTP.Listen == config.Off {
-		return mistake.Errorf("--peers with http.listen off: configure an address for the running sidecar, and name it with --http")
+		return usage.Errorf("--peers with http.listen off: configure an address for the running sidecar, and name it with --http")
 	}
 	r, err := doctor.Peers(cmd.Context(), c)
 	if err != nil {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/ui/top"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 func topCommand() *cobra.Command {
@@ -31,11 +32,11 @@ access.
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if interval < top.MinInterval || interval > top.MaxInterval {
-				return usage(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval, top.MaxInterval))
+				return usage.Of(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval, top.MaxInterval))
 			}
 			addr, err := top.Address(addr)
 			if err != nil {
-				return usage(err)
+				return usage.Of(err)
 			}
 			if once || !terminal(cmd.OutOrStdout()) {
 				return top.Once(cmd.Context(), addr, interval, cmd.OutOrStdout())

@@ -16,19 +16,23 @@ import (
 	"strings"
 	"testing"
 
+	bench "github.com/kvspray/kvspray/bench/cli"
 	"github.com/kvspray/kvspray/bench/railsbench"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/ui/cli"
+	product "github.com/kvspray/kvspray/internal/ui/cli"
 )
 
-// commandEnv makes this test's binary act as the command: `bench rails` starts sidecars from its
-// own program.
+// commandEnv makes this test's binary act as the command, and as the sidecars that `rails` starts.
 const commandEnv = "KVSPRAY_TEST_COMMAND"
 
 func TestMain(m *testing.M) {
-	if os.Getenv(commandEnv) != "" {
+	switch {
+	case os.Getenv(commandEnv) == "":
+	case len(os.Args) > 1 && os.Args[1] == "serve":
+		os.Exit(product.Main(os.Args[1:], os.Stdout, os.Stderr))
+	default:
 		main()
 	}
 	os.Exit(m.Run())
@@ -51,7 +55,7 @@ const usage, failure = 2, 1
 // Each usage error is reported before anything is built, with its flag, its value and the remedy.
 func TestBenchFlags(t *testing.T) {
 	const two = "--rates 200mbit,100mbit "
-	for _, bench := range []string{"rails", "sim"} {
+	for _, name := range []string{"rails", "sim"} {
 		for _, x := range []struct {
 			args string
 			want []string
@@ -75,22 +79,22 @@ func TestBenchFlags(t *testing.T) {
 			{"somewhere", []string{"somewhere"}},
 		} {
 			var out, errs bytes.Buffer
-			code := cli.Main(append([]string{"bench", bench}, strings.Fields(x.args)...), &out, &errs)
+			code := bench.Main(append([]string{name}, strings.Fields(x.args)...), &out, &errs)
 			if code != usage || out.Len() > 0 {
-				t.Errorf("bench %s %s: exit code %d, and it printed %q", bench, x.args, code, &out)
+				t.Errorf("%s %s: exit code %d, and it printed %q", name, x.args, code, &out)
 			}
 			for _, w := range x.want {
 				if !strings.Contains(errs.String(), w) {
-					t.Errorf("bench %s %s: %q: want %q in it", bench, x.args, &errs, w)
+					t.Errorf("%s %s: %q: want %q in it", name, x.args, &errs, w)
 				}
 			}
 		}
 	}
 	var out, errs bytes.Buffer
-	if code := cli.Main([]string{"bench", "rails", "--plain", "1ms"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
+	if code := bench.Main([]string{"rails", "--plain", "1ms"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
 		t.Errorf("exit code %d: %q", code, &errs)
 	}
-	if code := cli.Main([]string{"bench", "sim", "--nodes", "3"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
+	if code := bench.Main([]string{"sim", "--nodes", "3"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
 		t.Errorf("exit code %d: %q", code, &errs)
 	}
 }
@@ -103,9 +107,9 @@ func TestBenchMistakes(t *testing.T) {
 		"rails --receivers 0", "rails --receivers 65", "rails --receivers 2 --fault 1s:rail0:down", "rails --receivers 2 --html x", "rails --receivers 2 --duration 1ms",
 		"rails --receivers 2 --block 8MiB"} {
 		var out, errs bytes.Buffer
-		code := cli.Main(append([]string{"bench"}, strings.Fields(args)...), &out, &errs)
+		code := bench.Main(strings.Fields(args), &out, &errs)
 		if code != usage || out.Len() > 0 || !strings.HasSuffix(errs.String(), " --help'.\n") {
-			t.Errorf("bench %s: exit code %d, and it printed %q and %q", args, code, &out, &errs)
+			t.Errorf("%s: exit code %d, and it printed %q and %q", args, code, &out, &errs)
 		}
 	}
 }
@@ -115,8 +119,8 @@ func TestBenchSim(t *testing.T) {
 	dir := t.TempDir()
 	json, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
 	var out, errs bytes.Buffer
-	args := append([]string{"bench", "sim", "--rates", "200mbit,100mbit", "--total", "8MiB", "--seed", "3", "--json", json, "--html", html}, flags(faultKinds)...)
-	if code := cli.Main(args, &out, &errs); code != 0 {
+	args := append([]string{"sim", "--rates", "200mbit,100mbit", "--total", "8MiB", "--seed", "3", "--json", json, "--html", html}, flags(faultKinds)...)
+	if code := bench.Main(args, &out, &errs); code != 0 {
 		t.Fatalf("exit code %d: %s", code, &errs)
 	}
 	r := judge(t, json, html, 8<<20, faultKinds)
@@ -131,7 +135,7 @@ func TestBenchSim(t *testing.T) {
 	}
 	// Piped output is the result alone.
 	out.Reset()
-	if code := cli.Main(append(args[:len(args):len(args)], "--json", "-"), &out, &errs); code != 0 {
+	if code := bench.Main(append(args[:len(args):len(args)], "--json", "-"), &out, &errs); code != 0 {
 		t.Fatalf("exit code %d: %s", code, &errs)
 	}
 	if again, err := timeline.Read(&out); err != nil || again.Trace != r.Trace || out.Len() > 0 {
@@ -152,13 +156,13 @@ func TestBenchReceivers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), self, "bench", "rails", "--receivers", "3", "--rates", "60mbit,40mbit", "--duration", "1s", "--plain", "400ms", "--json", file)
+	cmd := exec.CommandContext(t.Context(), self, "rails", "--sidecar", self, "--receivers", "3", "--rates", "60mbit,40mbit", "--duration", "1s", "--plain", "400ms", "--json", file)
 	cmd.Env = append(os.Environ(), commandEnv+"=1")
 	var out, errs bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errs
 	if err := cmd.Run(); err != nil {
 		// Its progress says of each try that was void, too: what counts is the error.
-		_, why, _ := strings.Cut("\n"+errs.String(), "\nkvspray: ")
+		_, why, _ := strings.Cut("\n"+errs.String(), "\nkvspray-bench: ")
 		why, _, _ = strings.Cut(why, "\n")
 		if strings.Contains(why, netrig.ErrNotPermitted.Error()) {
 			testutil.Skip(t, "netns", why)
@@ -214,7 +218,7 @@ func TestBenchRails(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.CommandContext(t.Context(), self, append([]string{"bench", "rails", "--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "400ms", "--json", data, "--html", html},
+	cmd := exec.CommandContext(t.Context(), self, append([]string{"rails", "--sidecar", self, "--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "400ms", "--json", data, "--html", html},
 		flags(faults)...)...)
 	cmd.Env = append(os.Environ(), commandEnv+"=1")
 	var out, errs bytes.Buffer
@@ -229,7 +233,7 @@ func TestBenchRails(t *testing.T) {
 		t.Fatalf("%v: %s", err, &errs)
 	}
 	// An error of the sidecars about --set is a usage error of the bench.
-	wrong := exec.CommandContext(t.Context(), self, "bench", "rails", "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
+	wrong := exec.CommandContext(t.Context(), self, "rails", "--sidecar", self, "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
 	wrong.Env = cmd.Env
 	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage || !strings.Contains(string(said), `nope: "1": unknown key`) {
 		t.Errorf("%v: %s", err, said)
@@ -366,7 +370,7 @@ func TestBenchInterrupted(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, args := range []string{"copy --rounds 1000 --blocks 16KiB --total 16MiB", "sim --duration 1h --rates 1gbit"} {
-		cmd := exec.Command(exe, append([]string{"bench"}, strings.Fields(args)...)...)
+		cmd := exec.Command(exe, strings.Fields(args)...)
 		cmd.Env = append(os.Environ(), commandEnv+"=1")
 		said, err := cmd.StderrPipe()
 		if err != nil {
@@ -384,8 +388,8 @@ func TestBenchInterrupted(t *testing.T) {
 		for lines.Scan() {
 			last = lines.Text()
 		}
-		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray: interrupted" {
-			t.Errorf("bench %s: %v, and the last that it said was %q", args, err, last)
+		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray-bench: interrupted" {
+			t.Errorf("%s: %v, and the last that it said was %q", args, err, last)
 		}
 	}
 }
