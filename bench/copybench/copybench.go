@@ -40,6 +40,7 @@ const (
 	maxRounds   = 1000
 	maxWindow   = 4096 // slices; lanes take fewer
 	minBlock    = 512
+	blockUnit   = 8 // bytes: the content is compared in words
 )
 
 // options are the flags.
@@ -96,7 +97,8 @@ plain Go stream with as many connections, for shm a C memcpy over the same block
 	}
 	f := c.Flags()
 	f.StringVar(&o.Transport, "transport", "tcp", "tcp or shm")
-	f.StringVar(&blocks, "blocks", "4KiB,16KiB,64KiB,1MiB,16MiB", "block sizes, separated by commas")
+	f.StringVar(&blocks, "blocks", "656,4KiB,9KiB,16KiB,28KiB,64KiB,1MiB,16MiB",
+		"block sizes, separated by commas; pages of real models have 656, 9KiB or 28KiB")
 	f.StringVar(&total, "total", "256MiB", "bytes moved in one round, at most 512MiB")
 	f.IntVar(&o.Conns, "conns", 1, "connections, or lanes and copying threads for shm")
 	f.IntVar(&o.Window, "window", 16, "slices under way on each lane")
@@ -156,8 +158,13 @@ func (o *options) check() error {
 		return fmt.Errorf("--slice %s: must be a multiple of %s, at most --total %s", size(o.Slice), size(chunk), size(o.Total))
 	}
 	for _, b := range o.Blocks {
-		if b < minBlock || b&(b-1) != 0 || o.Total%b != 0 {
-			return fmt.Errorf("--blocks %s: must be a power of two, %d bytes at least, that divides --total %s", size(b), minBlock, size(o.Total))
+		switch {
+		case b < minBlock || b%blockUnit != 0 || b > o.Total:
+			return fmt.Errorf("--blocks %s: must be a multiple of %d bytes, from %s to --total %s",
+				size(b), blockUnit, size(minBlock), size(o.Total))
+		case blocks(b, o.Total) > regionBytes/b:
+			return fmt.Errorf("--blocks %s and --total %s: %s have no room for so many blocks: use less of --total",
+				size(b), size(o.Total), size(regionBytes))
 		}
 	}
 	return nil

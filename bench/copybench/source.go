@@ -435,7 +435,8 @@ func (s *source) startC() error {
 		return fmt.Errorf("start %s: %w", s.cpath, err)
 	}
 	s.c = &cBaseline{cmd: cmd, in: in, out: bufio.NewReader(out)}
-	words := []uint64{regionBytes, uint64(s.space.block), uint64(len(s.space.at)), uint64(s.o.Conns)}
+	words := []uint64{regionBytes, uint64(s.space.block), uint64(len(s.space.at)), uint64(s.o.Conns),
+		uint64(s.space.total)}
 	words = append(append(words, s.space.at...), s.dstAt...)
 	return binary.Write(in, binary.LittleEndian, words)
 }

@@ -203,11 +203,11 @@ func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*o
 		return nil, err
 	}
 	defer f.Close()
-	opt := &timeline.Options{Rates: o.rates, Block: block, Total: o.total}
+	opt := &timeline.Options{Rates: o.rates, Block: block, Total: timeline.Whole(o.total, block)}
 	if len(s.faults) > 0 {
 		opt.Faults, opt.Duration = s.faults, o.span
 	}
-	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(), Block: block, Total: o.total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
+	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(), Block: block, Total: opt.Total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
 		Faults: opt.Faults}
 	if res.Rails, res.Together, err = f.Plain(ctx, streamSpan); err != nil {
 		return nil, err

@@ -80,7 +80,7 @@ func TestRefused(t *testing.T) {
 		if x.span == 0 {
 			o.span = 9 * time.Second
 		}
-		if err := o.parse("1gbit,2gbit", "16KiB", "32MiB", x.only, x.faults); err == nil || !strings.Contains(err.Error(), x.want) {
+		if err := o.parse("1gbit,2gbit", "656,9KiB,28KiB", "32MiB", x.only, x.faults); err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%q, %q: %v, want %q", x.faults, x.only, err, x.want)
 		}
 	}

@@ -60,7 +60,7 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 		}
 		if receivers > 1 {
 			if !cmd.Flags().Changed("total") {
-				o.Total = urgentTotal
+				o.Total = timeline.Whole(urgentTotal, o.Block)
 			}
 			if !cmd.Flags().Changed("duration") {
 				o.Duration = phaseSpan

@@ -51,6 +51,9 @@ With --against it runs what a result of 'kvspray-bench rails' says, on rails as 
 		if err != nil {
 			return err
 		}
+		if !cmd.Flags().Changed("total") {
+			o.Total = granules(o.Total)
+		}
 		s := Setup{Options: o, Nodes: nodes, Seed: seed}
 		var real *timeline.Result
 		if against != "" {

@@ -71,6 +71,14 @@ func (s *Setup) check() error {
 	return nil
 }
 
+// granules is total rounded down to what the simulation can move; what is too small stays.
+func granules(total int64) int64 {
+	if total < granule {
+		return total
+	}
+	return total - total%granule
+}
+
 // rails are those of one pair of nodes: rates are of content.
 func (s *Setup) rails() []timeline.Rail {
 	if s.Rails != nil {
