@@ -34,9 +34,17 @@ help: ## Show this list
 	@echo
 
 .PHONY: build
-build: ## Build bin/kvspray
+build: ## Build bin/kvspray and bin/kvspray-bench
 	@mkdir -p bin
-	go build -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray
+	go build -ldflags '$(LDFLAGS)' -o bin/ ./cmd/kvspray ./cmd/kvspray-bench
+
+SIZE_LIMIT := 45000000
+.PHONY: build-size
+build-size: ## Size of the static kvspray as images have it, without symbols; fails above 45 MB
+	@mkdir -p $(B)/size
+	CGO_ENABLED=0 go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/size/ ./cmd/kvspray
+	@size=$$(stat -c %s $(B)/size/kvspray); echo "kvspray: $$size bytes of at most $(SIZE_LIMIT)"; \
+	[ $$size -le $(SIZE_LIMIT) ] || { echo "make $@: too large: go version -m and go tool nm -size -sort size show what it links" >&2; exit 1; }
 
 .PHONY: wireflip
 wireflip:
@@ -239,19 +247,19 @@ bin/kvspray-memcpy: bench/baseline/memcpy.c
 	gcc -std=gnu11 -O2 -Wall -Wextra -Werror -pthread -o $@ $<
 
 .PHONY: bench-copy
-bench-copy: build bin/kvspray-memcpy ## kvspray bench copy, both transports and integrity levels; JSON in .build/bench
+bench-copy: build bin/kvspray-memcpy ## kvspray-bench copy, both transports and integrity levels; JSON in .build/bench
 	@mkdir -p $(B)/bench
 	for t in tcp shm; do for i in off crc32c; do for c in 1 4; do \
 	  [ $$t = shm ] && [ $$i = crc32c ] && continue; \
 	  echo "== $$t, integrity $$i, $$c connections"; \
-	  bin/kvspray bench copy --transport $$t --integrity $$i --conns $$c --json | tee $(B)/bench/copy-$$t-$$i-$$c.json; done; done; done
+	  bin/kvspray-bench copy --transport $$t --integrity $$i --conns $$c --json | tee $(B)/bench/copy-$$t-$$i-$$c.json; done; done; done
 
 .PHONY: bench-sim-check
 bench-sim-check: build ## Is the simulation's word true? Real rails (root), then the same run simulated; fails where they are 7% apart
 	@mkdir -p $(B)/bench
 	for f in "" "--fault 3s:rail0:down --fault 5s:rail0:up" "--fault 3s:rail0:drop --fault 5s:rail0:heal" "--fault 3s:rail0:rate=1/20 --fault 5s:rail0:heal" \
 	  "--fault 3s:rail0:ackdrop --fault 5s:rail0:heal" "--fault 3s:rail0:flap=300ms --fault 5s:rail0:heal" "--fault 3s:rail0:blackhole --fault 5s:rail0:heal"; do \
-	  bin/kvspray bench rails --duration 8s $$f --json $(B)/bench/rails.json && bin/kvspray bench sim --against $(B)/bench/rails.json || exit 1; done
+	  bin/kvspray-bench rails --duration 8s $$f --json $(B)/bench/rails.json && bin/kvspray-bench sim --against $(B)/bench/rails.json || exit 1; done
 
 # Raw results stay out of the tree: this archive is attached to the release whose figures docs/bench has.
 .PHONY: bench-archive
@@ -268,13 +276,13 @@ bench: ## Go benchmarks (ParseBlock, frames, rings ...)
 	go test -run '^$$' -bench . -benchmem ./...
 
 .PHONY: bench-rails
-bench-rails: build ## kvspray bench rails, a rail dying and coming back; JSON and HTML in .build/bench (root)
+bench-rails: build ## kvspray-bench rails, a rail dying and coming back; JSON and HTML in .build/bench (root)
 	@mkdir -p $(B)/bench
-	bin/kvspray bench rails --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --json $(B)/bench/rails.json --html $(B)/bench/rails.html
+	bin/kvspray-bench rails --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --json $(B)/bench/rails.json --html $(B)/bench/rails.html
 
 .PHONY: bench-peers
 bench-peers: build $(B)/venv-peers/.stamp ## The same blocks, rails and faults with NIXL and Mooncake (root; 450 MB to fetch, once)
-	go run -ldflags '$(LDFLAGS)' ./bench/peers -python $(B)/venv-peers/bin/python -out $(B)/bench/peers $(BENCH_ARGS)
+	bin/kvspray-bench peers --python $(B)/venv-peers/bin/python --out $(B)/bench/peers $(BENCH_ARGS)
 
 $(B)/venv-peers/.stamp: bench/peers/requirements.txt
 	@echo "making the environment of the other engines ..."
@@ -289,10 +297,10 @@ bench-latency: build env ## One 4 KiB block between two sidecars, from the engin
 .PHONY: gpu-bin
 gpu-bin: build env ## What test/gpu needs on a host with GPUs and no network: .build/gpu, to be carried there with the sources
 	@mkdir -p $(B)/gpu
-	go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray
+	go build -ldflags '$(LDFLAGS) -s -w' -o $(B)/gpu/ ./cmd/kvspray ./cmd/kvspray-bench
 	rm -rf $(B)/gpu/py && mkdir -p $(B)/gpu/py && cp -r $$($(VENV)/bin/python -c 'import kvspray, pathlib; print(pathlib.Path(kvspray.__file__).parent)') $(B)/gpu/py/
 	@$(MAKE) gpu-engines
-	@du -sh $(B)/gpu/kvspray $(B)/gpu/py $(B)/gpu/pk
+	@du -sh $(B)/gpu/kvspray $(B)/gpu/kvspray-bench $(B)/gpu/py $(B)/gpu/pk
 
 .PHONY: gpu-engines
 gpu-engines: env ## A CUDA vLLM and kvspray as packs for such a host: .build/gpu/pk (1 GB to fetch, 10 minutes, once)

@@ -143,7 +143,7 @@ else
 		TestMembersAmongStrangers TestLanesAmongStrangers
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
-	part receivers '^(ok|FAIL)' go test -count=1 -timeout 10m -run '^TestBenchReceivers$' ./cmd/kvspray
+	part receivers '^(ok|FAIL)' go test -count=1 -timeout 10m -run '^TestBenchReceivers$' ./cmd/kvspray-bench
 	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests test/soak
 	part e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e
 	joined python 'passed|failed|error'

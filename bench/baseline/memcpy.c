@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * memcpy.c: what `kvspray bench copy --transport shm` is measured against: C memcpy of scattered blocks between two memfds, with
+ * memcpy.c: what `kvspray-bench copy --transport shm` is measured against: C memcpy of scattered blocks between two memfds, with
  * as many threads as the transport has lanes.
  *
  * Descriptors 3 and 4 are the source and destination memfds. Standard input, little-endian: u64 region bytes, u64 block bytes,
- * u64 blocks, u64 threads; then u64 source offsets and u64 destination offsets, one per block; then one byte per round. After
+ * u64 blocks, u64 threads, u64 bytes of all (the last block may be used in part); then u64 source offsets and u64 destination offsets, one per block; then one byte per round. After
  * each round two decimal numbers go to standard output: wall nanoseconds and CPU nanoseconds.
  */
 #define _GNU_SOURCE
@@ -17,7 +17,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static uint64_t head[4];
+static uint64_t head[5];
 static uint64_t *from, *to;
 static char *src, *dst;
 static pthread_barrier_t begin, end;
@@ -42,10 +42,11 @@ static void fill(void *p, size_t n)
 static void *copier(void *arg)
 {
 	uint64_t me = (uint64_t)(uintptr_t)arg, bytes = head[1], n = head[2], threads = head[3];
+	uint64_t last = head[4] - (n - 1) * bytes;
 	for (;;) {
 		pthread_barrier_wait(&begin);
 		for (uint64_t i = n * me / threads; i < n * (me + 1) / threads; i++)
-			memcpy(dst + to[i], src + from[i], bytes);
+			memcpy(dst + to[i], src + from[i], i == n - 1 ? last : bytes);
 		pthread_barrier_wait(&end);
 	}
 	return NULL;
@@ -75,7 +76,8 @@ int main(void)
 {
 	char go;
 	fill(head, sizeof head);
-	if (head[1] == 0 || head[2] == 0 || head[2] > (1ull << 26) || head[3] == 0 || head[3] > 256)
+	if (head[1] == 0 || head[2] == 0 || head[2] > (1ull << 26) || head[3] == 0 || head[3] > 256 ||
+	    head[4] <= (head[2] - 1) * head[1] || head[4] > head[2] * head[1])
 		return 2;
 	from = calloc(head[2], 8);
 	to = calloc(head[2], 8);

@@ -1,4 +1,4 @@
-// Package copybench is `kvspray bench copy`: scattered blocks between two processes through a real backend, beside what the
+// Package copybench is `kvspray-bench copy`: scattered blocks between two processes through a real backend, beside what the
 // same machine does at best at the same moment.
 //
 // The command starts itself a second time: the parent is the source, the child the destination, each with a region of 512
@@ -30,7 +30,7 @@ import (
 	"github.com/kvspray/kvspray/bench/machine"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Sizes.
@@ -40,6 +40,7 @@ const (
 	maxRounds   = 1000
 	maxWindow   = 4096 // slices; lanes take fewer
 	minBlock    = 512
+	blockUnit   = 8 // bytes: the content is compared in words
 )
 
 // options are the flags.
@@ -66,16 +67,16 @@ func NewCopyCommand() *cobra.Command {
 		Short: "Move scattered blocks between two processes and compare with what the machine can do",
 		Long: `Moves scattered random blocks between two processes through a real transport, in turns with a baseline: for tcp a
 plain Go stream with as many connections, for shm a C memcpy over the same blocks with as many threads. Content is checked.`,
-		Example: `  kvspray bench copy
-  kvspray bench copy --transport shm --conns 4 --blocks 16KiB --json
-  kvspray bench copy --integrity crc32c --total 64MiB --rounds 3`,
+		Example: `  kvspray-bench copy
+  kvspray-bench copy --transport shm --conns 4 --blocks 16KiB --json
+  kvspray-bench copy --integrity crc32c --total 64MiB --rounds 3`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if o.Role == roleSink {
 				return runSink(cmd.Context(), os.Stdin, os.Stdout)
 			}
 			if err := o.parse(blocks, total, slice, cmd.Flags().Changed("slice")); err != nil {
-				return mistake.Of(err)
+				return usage.Of(err)
 			}
 			path := []string{cmd.Name()}
 			for p := cmd.Parent(); p != nil && p.HasParent(); p = p.Parent() {
@@ -96,7 +97,8 @@ plain Go stream with as many connections, for shm a C memcpy over the same block
 	}
 	f := c.Flags()
 	f.StringVar(&o.Transport, "transport", "tcp", "tcp or shm")
-	f.StringVar(&blocks, "blocks", "4KiB,16KiB,64KiB,1MiB,16MiB", "block sizes, separated by commas")
+	f.StringVar(&blocks, "blocks", "656,4KiB,9KiB,16KiB,28KiB,64KiB,1MiB,16MiB",
+		"block sizes, separated by commas; pages of real models have 656, 9KiB or 28KiB")
 	f.StringVar(&total, "total", "256MiB", "bytes moved in one round, at most 512MiB")
 	f.IntVar(&o.Conns, "conns", 1, "connections, or lanes and copying threads for shm")
 	f.IntVar(&o.Window, "window", 16, "slices under way on each lane")
@@ -156,8 +158,13 @@ func (o *options) check() error {
 		return fmt.Errorf("--slice %s: must be a multiple of %s, at most --total %s", size(o.Slice), size(chunk), size(o.Total))
 	}
 	for _, b := range o.Blocks {
-		if b < minBlock || b&(b-1) != 0 || o.Total%b != 0 {
-			return fmt.Errorf("--blocks %s: must be a power of two, %d bytes at least, that divides --total %s", size(b), minBlock, size(o.Total))
+		switch {
+		case b < minBlock || b%blockUnit != 0 || b > o.Total:
+			return fmt.Errorf("--blocks %s: must be a multiple of %d bytes, from %s to --total %s",
+				size(b), blockUnit, size(minBlock), size(o.Total))
+		case blocks(b, o.Total) > regionBytes/b:
+			return fmt.Errorf("--blocks %s and --total %s: %s have no room for so many blocks: use less of --total",
+				size(b), size(o.Total), size(regionBytes))
 		}
 	}
 	return nil
@@ -251,7 +258,7 @@ func run(ctx context.Context, o options, path []string, stderr io.Writer) (*Repo
 		}
 		res, err := s.measure(ctx, b, seeds)
 		if err != nil {
-			return nil, fmt.Errorf("bench copy: %s, blocks of %d bytes: %w", o.Transport, b, err)
+			return nil, fmt.Errorf("copy: %s, blocks of %d bytes: %w", o.Transport, b, err)
 		}
 		rep.Results = append(rep.Results, *res)
 		say.Say("%s %8d B: %.2f GB/s, baseline %.2f, ratio %.2f", o.Transport, b, res.GBps, res.BaselineGBps, res.Ratio)

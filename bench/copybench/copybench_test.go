@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // The test binary is both processes.
@@ -42,7 +42,7 @@ func TestCopy(t *testing.T) {
 		var out, progress bytes.Buffer
 		c.SetOut(&out)
 		c.SetErr(&progress)
-		c.SetArgs(append(args, "--blocks", "4KiB,1MiB", "--total", "16MiB", "--rounds", "1", "--json"))
+		c.SetArgs(append(args, "--blocks", "656,9KiB,28KiB,1MiB", "--total", "16MiB", "--rounds", "1", "--json"))
 		if err := c.Execute(); err != nil {
 			t.Fatalf("%v: %v\n%s", args, err, progress.String())
 		}
@@ -50,10 +50,10 @@ func TestCopy(t *testing.T) {
 		if err := json.Unmarshal(out.Bytes(), &r); err != nil {
 			t.Fatal(err)
 		}
-		if said := progress.String(); !strings.Contains(said, "4096 bytes: a warm-up and 1 rounds") || !strings.Contains(said, "1048576 B: ") {
+		if said := progress.String(); !strings.Contains(said, "656 bytes: a warm-up and 1 rounds") || !strings.Contains(said, "1048576 B: ") {
 			t.Errorf("%v: of its progress it said %q", args, said)
 		}
-		if len(r.Results) != 2 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 || r.Results[1].CPUPerGB <= 0 || r.Machine.Version == "" || r.Machine.Cores == 0 {
+		if len(r.Results) != 4 || r.Results[0].GBps <= 0 || r.Results[0].BaselineGBps <= 0 || r.Results[3].CPUPerGB <= 0 || r.Machine.Version == "" || r.Machine.Cores == 0 {
 			t.Errorf("%v: %+v", args, r)
 		}
 	}
@@ -80,7 +80,10 @@ func TestNoBaseline(t *testing.T) {
 func TestFlags(t *testing.T) {
 	for _, args := range [][]string{
 		{"--transport", "carrier-pigeon"},
-		{"--blocks", "5KiB"},
+		{"--blocks", "1KiB,660"},
+		{"--blocks", "504"},
+		{"--blocks", "32MiB", "--total", "16MiB"},
+		{"--blocks", "656", "--total", "512MiB"},
 		{"--blocks", "x"},
 		{"--blocks", ""},
 		{"--total", "1GiB"},
@@ -99,7 +102,7 @@ func TestFlags(t *testing.T) {
 		c.SetOut(new(bytes.Buffer))
 		c.SetErr(new(bytes.Buffer))
 		c.SetArgs(args)
-		if err := c.Execute(); !mistake.Is(err) || !strings.Contains(err.Error(), "--") {
+		if err := c.Execute(); !usage.Is(err) || !strings.Contains(err.Error(), "--") {
 			t.Errorf("%v: %v", args, err)
 		}
 	}

@@ -74,14 +74,14 @@ func runSink(ctx context.Context, in io.Reader, out io.Writer) error {
 			if errors.Is(err, io.EOF) {
 				return nil
 			}
-			return fmt.Errorf("bench copy: second process: %w", err)
+			return fmt.Errorf("copy: second process: %w", err)
 		}
 		var r reply
 		if err := s.obey(ctx, &c, &r); err != nil {
 			r.Err = err.Error()
 		}
 		if err := enc.Encode(&r); err != nil {
-			return fmt.Errorf("bench copy: second process: %w", err)
+			return fmt.Errorf("copy: second process: %w", err)
 		}
 	}
 }

@@ -159,7 +159,7 @@ func (s *source) startChild(ctx context.Context, path []string) error {
 	}
 	if err := s.child.Start(); err != nil {
 		s.child = nil
-		return fmt.Errorf("bench copy: start the second process: %w", err)
+		return fmt.Errorf("copy: start the second process: %w", err)
 	}
 	s.pipes = []io.Closer{in}
 	s.enc, s.dec = json.NewEncoder(in), json.NewDecoder(out)
@@ -169,7 +169,7 @@ func (s *source) startChild(ctx context.Context, path []string) error {
 func dupFile(r *mem.Region) (*os.File, error) {
 	fd, err := unix.FcntlInt(uintptr(r.FD()), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("bench copy: duplicate a memfd: %w", err)
+		return nil, fmt.Errorf("copy: duplicate a memfd: %w", err)
 	}
 	return os.NewFile(uintptr(fd), "memfd"), nil
 }
@@ -388,7 +388,7 @@ func findBaseline(flag string) (string, error) {
 			return filepath.Abs(p)
 		}
 	}
-	return "", fmt.Errorf("bench copy: the C baseline is not at %q; run `make bin/kvspray-memcpy`, or name it with --baseline", tried)
+	return "", fmt.Errorf("copy: the C baseline is not at %q; run `make bin/kvspray-memcpy`, or name it with --baseline", tried)
 }
 
 // cBaseline is the running C program.
@@ -435,7 +435,8 @@ func (s *source) startC() error {
 		return fmt.Errorf("start %s: %w", s.cpath, err)
 	}
 	s.c = &cBaseline{cmd: cmd, in: in, out: bufio.NewReader(out)}
-	words := []uint64{regionBytes, uint64(s.space.block), uint64(len(s.space.at)), uint64(s.o.Conns)}
+	words := []uint64{regionBytes, uint64(s.space.block), uint64(len(s.space.at)), uint64(s.o.Conns),
+		uint64(s.space.total)}
 	words = append(append(words, s.space.at...), s.dstAt...)
 	return binary.Write(in, binary.LittleEndian, words)
 }

@@ -13,7 +13,8 @@ import (
 
 const chunk = transfer.ChunkBytes
 
-// space is a transfer space of total bytes whose blocks lie at random places of a region. Both processes know both sides.
+// space is a transfer space of total bytes whose blocks lie at random places of a region. The last
+// block may be used in part. Both processes compute both sides.
 type space struct {
 	region *mem.Region
 	bytes  []byte
@@ -26,12 +27,20 @@ type space struct {
 // scatter picks distinct places for the blocks.
 func scatter(block, total int, seed uint64) []uint64 {
 	r := rand.New(rand.NewPCG(seed, 1))
-	p := r.Perm(regionBytes / block)[:total/block]
+	p := r.Perm(regionBytes / block)[:blocks(block, total)]
 	at := make([]uint64, len(p))
 	for i, x := range p {
 		at[i] = uint64(x) * uint64(block)
 	}
 	return at
+}
+
+// blocks is the number of blocks that hold so many bytes.
+func blocks(block, total int) int { return (total + block - 1) / block }
+
+// used is what the space has of block b.
+func (s *space) used(b int) []byte {
+	return s.bytes[s.at[b]:][:min(s.block, s.total-b*s.block)]
 }
 
 // Resolve implements transport.Sink and transport.Source.
@@ -78,7 +87,7 @@ func (s *space) write(seed uint64) {
 
 //go:noinline
 func (s *space) writeBlock(seed uint64, b int) {
-	p := s.bytes[s.at[b]:][:s.block]
+	p := s.used(b)
 	for i := 0; i < len(p); i += 8 {
 		binary.LittleEndian.PutUint64(p[i:], content(seed, (b*s.block+i)/8))
 	}
@@ -96,7 +105,7 @@ func (s *space) wrong(seed uint64) (n int) {
 
 //go:noinline
 func (s *space) blockHolds(seed uint64, b int) bool {
-	p := s.bytes[s.at[b]:][:s.block]
+	p := s.used(b)
 	for i := 0; i < len(p); i += 8 {
 		if binary.LittleEndian.Uint64(p[i:]) != content(seed, (b*s.block+i)/8) {
 			return false

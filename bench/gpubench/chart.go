@@ -109,13 +109,13 @@ func bars(rows []Row) (string, error) {
 }
 
 var document = template.Must(template.New("page").Funcs(template.FuncMap{"inc": func(i int) int { return i + 1 }}).Parse(`<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>kvspray bench gpu</title>
+<html lang="en"><head><meta charset="utf-8"><title>kvspray-bench gpu</title>
 <style>
 body { font: 15px/1.45 system-ui, sans-serif; color: #202020; background: #fff; max-width: 1120px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin: 2em 0 .3em }
 svg { width: 100%; height: auto } table { border-collapse: collapse } td, th { padding: .2em .8em; text-align: right } td:nth-child(2) { text-align: left }
 </style></head><body>
-<h1>kvspray bench gpu</h1>
+<h1>kvspray-bench gpu</h1>
 <p>{{len .Report.Devices}} x {{index .Report.Devices 0}}, CUDA {{.Report.Driver}}</p>
 {{range .Plots}}<section><h2>{{.Title}}</h2>
 {{.SVG}}

@@ -20,7 +20,7 @@ import (
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/sys/cuda"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Row is one measured line.
@@ -59,7 +59,7 @@ type bench struct {
 	interrupted func() error // the error with which to end, once somebody has asked for that
 }
 
-// NewCommand makes `kvspray bench gpu`.
+// NewCommand makes `kvspray-bench gpu`.
 func NewCommand() *cobra.Command {
 	var repeat int
 	var jsonFile, htmlFile string
@@ -78,14 +78,14 @@ Each repetition is paired with one of its ceiling (the contiguous copy, all link
 		ValidArgs: benches,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if repeat < 1 || repeat > 1000 {
-				return mistake.Errorf("--repeat %d: want 1 to 1000", repeat)
+				return usage.Errorf("--repeat %d: want 1 to 1000", repeat)
 			}
 			for _, out := range []struct{ flag, path string }{{"--json", jsonFile}, {"--html", htmlFile}} {
 				if out.path == "-" { // where the table goes
-					return mistake.Errorf("%s -: name a file; standard output has the table", out.flag)
+					return usage.Errorf("%s -: name a file; standard output has the table", out.flag)
 				}
 				if err := timeline.Writable(out.path); err != nil {
-					return mistake.Errorf("%s: %w", out.flag, err)
+					return usage.Errorf("%s: %w", out.flag, err)
 				}
 			}
 			drv, err := cuda.Open()
@@ -140,11 +140,11 @@ func choose(asked []string, gpus int) (out []string, err error) {
 		case gpus >= need:
 			out = append(out, name)
 		case len(asked) > 0:
-			return nil, fmt.Errorf("bench gpu %s: %d GPUs here, it takes %d or more", name, gpus, need)
+			return nil, fmt.Errorf("gpu %s: %d GPUs here, it takes %d or more", name, gpus, need)
 		}
 	}
 	if len(out) == 0 {
-		return nil, fmt.Errorf("bench gpu: the driver shows no GPU; look at `kvspray doctor`")
+		return nil, fmt.Errorf("gpu: the driver shows no GPU; look at `kvspray doctor`")
 	}
 	return out, nil
 }

@@ -12,7 +12,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/bench/progress"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // TestHTML draws reports of real runs: every row is there, and each bench has a plot.
@@ -71,7 +71,7 @@ func TestMistakes(t *testing.T) {
 		c.SetOut(new(bytes.Buffer))
 		c.SetErr(new(bytes.Buffer))
 		c.SetArgs(args)
-		if err := c.Execute(); !mistake.Is(err) || !strings.HasPrefix(err.Error(), args[0]) {
+		if err := c.Execute(); !usage.Is(err) || !strings.HasPrefix(err.Error(), args[0]) {
 			t.Errorf("%v: %v", args, err)
 		}
 	}
@@ -87,7 +87,7 @@ func TestChoose(t *testing.T) {
 		{nil, 4, benches, ""},
 		{nil, 1, []string{"staged"}, ""},
 		{[]string{"multipath", "staged"}, 2, []string{"staged", "multipath"}, ""},
-		{[]string{"staged", "nvlink"}, 1, nil, "bench gpu nvlink: 1 GPUs here, it takes 2 or more"},
+		{[]string{"staged", "nvlink"}, 1, nil, "gpu nvlink: 1 GPUs here, it takes 2 or more"},
 		{nil, 0, nil, "no GPU"},
 	} {
 		got, err := choose(c.asked, c.gpus)

@@ -4,7 +4,6 @@ package railsbench
 
 import (
 	"fmt"
-	"os"
 	"strings"
 	"time"
 
@@ -13,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/bench/chart"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // NewCommand returns the `rails` command.
@@ -32,10 +31,10 @@ happen. Content is compared after every transfer. Shares are of what plain strea
 With --receivers there is a switch in each rail, and a sidecar at each of its ports. Then it measures what receivers do to each other: how long
 --total (8MiB by default) takes that a decode waits for, alone, beside background to all other receivers, and beside layer streams to them; how
 evenly layer streams to all receivers share the rails; and the same with all of them sending to one. Each of that takes --duration (10s).`,
-		Example: `  kvspray bench rails
-  kvspray bench rails --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --html rails.html
-  kvspray bench rails --receivers 16 --rates 1gbit --json receivers.json
-  kvspray bench rails --policy weighted --claims 2gbit,1gbit,500mbit,500mbit`,
+		Example: `  kvspray-bench rails
+  kvspray-bench rails --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up --html rails.html
+  kvspray-bench rails --receivers 16 --rates 1gbit --json receivers.json
+  kvspray-bench rails --policy weighted --claims 2gbit,1gbit,500mbit,500mbit`,
 		Args: cobra.NoArgs,
 	}
 	flags := timeline.AddFlags(c)
@@ -44,30 +43,30 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 	c.Flags().DurationVar(&plain, "plain", plainSpan, "how long plain streams over all rails at once are measured; over one alone, a second at most")
 	c.Flags().StringArrayVar(&set, "set", nil, "key=value of the sidecars' configuration; repeatable")
 	c.Flags().IntVar(&receivers, "receivers", 1, "sidecars that receive; more than one: measure how they share the rails")
-	c.Flags().StringVar(&sidecar, "sidecar", "", "the program that the sidecars are, for comparing releases (default: this one)")
+	c.Flags().StringVar(&sidecar, SidecarFlag, "", SidecarUsage)
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		o, err := flags.Options()
 		if err != nil {
 			return err
 		}
 		if plain < leastPlain || plain > mostPlain {
-			return mistake.Errorf("--plain %s: must be from %s to %s", plain, leastPlain, mostPlain)
+			return usage.Errorf("--plain %s: must be from %s to %s", plain, leastPlain, mostPlain)
 		}
 		if integrity != "" && integrity != "off" && integrity != "crc32c" && integrity != "aead" {
-			return mistake.Errorf("--integrity %q: want off, crc32c or aead", integrity)
+			return usage.Errorf("--integrity %q: want off, crc32c or aead", integrity)
 		}
 		if receivers < 1 {
-			return mistake.Errorf("--receivers %d: must be 1 to %d", receivers, netrig.MaxReceivers)
+			return usage.Errorf("--receivers %d: must be 1 to %d", receivers, netrig.MaxReceivers)
 		}
 		if receivers > 1 {
 			if !cmd.Flags().Changed("total") {
-				o.Total = urgentTotal
+				o.Total = timeline.Whole(urgentTotal, o.Block)
 			}
 			if !cmd.Flags().Changed("duration") {
 				o.Duration = phaseSpan
 			}
 			if err := checkReceivers(o, receivers); err != nil {
-				return mistake.Of(err)
+				return usage.Of(err)
 			}
 		}
 		s := Setup{Rates: o.Rates, Receivers: receivers, Policy: o.Policy, Integrity: integrity, Set: set, Plain: plain}
@@ -75,18 +74,16 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 			for _, part := range strings.Split(claims, ",") {
 				r, err := timeline.ParseRate(strings.TrimSpace(part))
 				if err != nil {
-					return mistake.Errorf("--claims: %w", err)
+					return usage.Errorf("--claims: %w", err)
 				}
 				s.Claims = append(s.Claims, r)
 			}
 			if len(s.Claims) != len(s.Rates) {
-				return mistake.Errorf("--claims %s: %d rates for the %d rails of --rates: want one for each", claims, len(s.Claims), len(s.Rates))
+				return usage.Errorf("--claims %s: %d rates for the %d rails of --rates: want one for each", claims, len(s.Claims), len(s.Rates))
 			}
 		}
-		if s.Kvspray = sidecar; sidecar == "" {
-			if s.Kvspray, err = os.Executable(); err != nil {
-				return err
-			}
+		if s.Kvspray, err = FindSidecar(sidecar); err != nil {
+			return err
 		}
 		if receivers > 1 {
 			res, err := RunReceivers(cmd.Context(), o, s, cmd.ErrOrStderr())
@@ -102,7 +99,7 @@ evenly layer streams to all receivers share the rails; and the same with all of 
 		if err != nil {
 			return err
 		}
-		if err := o.Save(res, cmd.OutOrStdout(), chart.Of("kvspray bench rails")); err != nil {
+		if err := o.Save(res, cmd.OutOrStdout(), chart.Of("kvspray-bench rails")); err != nil {
 			return err
 		}
 		if res.Failed > 0 {

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
+	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/connector/connectortest"
 	"github.com/kvspray/kvspray/connector/msg"
 	"github.com/kvspray/kvspray/internal/board"
@@ -24,8 +25,7 @@ import (
 
 // Shape of what is moved.
 const (
-	maxLayers      = 32
-	tokensPerBlock = 16
+	tokensPerBlock = timeline.BlockUnit
 	atSource       = 0 // in Pair.region
 	atDest         = 1
 	maxChecks      = 64 // transfers whose content waits to be compared
@@ -78,7 +78,8 @@ type Transfer struct {
 	landed   chan struct{} // closed at Ended
 }
 
-// Engines adds a pair of engines whose transfers have `total` bytes in blocks of `block`, with room for so many at a time.
+// Engines adds a pair of engines whose transfers have `total` bytes in blocks of `block`, rounded down
+// to whole blocks, with room for so many at a time.
 func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) (*Pair, error) {
 	return f.EnginesAt(ctx, netrig.Sender, netrig.Receiver, block, total, slots)
 }
@@ -87,7 +88,7 @@ func (f *Field) Engines(ctx context.Context, block int, total int64, slots int) 
 func (f *Field) EnginesAt(ctx context.Context, from, to netrig.Side, block int, total int64, slots int) (_ *Pair, err error) {
 	pages := int(total / int64(block))
 	layers := 1
-	for layers < maxLayers && pages%(2*layers) == 0 {
+	for layers < timeline.MaxLayers && pages%(2*layers) == 0 {
 		layers *= 2
 	}
 	n := pages / layers

@@ -24,7 +24,7 @@ import (
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/control/peer/keys"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Bounds of what the sidecars may take.
@@ -104,7 +104,7 @@ func Open(ctx context.Context, s Setup) (_ *Field, err error) {
 func atStart(err error, log string) error {
 	why := fmt.Errorf("ended at its start: %w\n%s", err, log)
 	if x := (*exec.ExitError)(nil); errors.As(err, &x) && x.ExitCode() == usageExit && strings.HasSuffix(log, " --help'.") {
-		return mistake.Of(why)
+		return usage.Of(why)
 	}
 	return why
 }

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // A baseline that other load disturbed makes a run void, over one rail or over all of them, and a quiet machine's does not.
@@ -41,8 +41,8 @@ func TestAtStart(t *testing.T) {
 		want      bool
 	}{{"exit 2", hint, true}, {"exit 1", hint, false}, {"exit 2", "panic: nil map\n\ngoroutine 1 [running]:", false}, {"kill -9 $$", hint, false}} {
 		err := exec.CommandContext(t.Context(), "sh", "-c", x.exit).Run()
-		if got := mistake.Is(atStart(err, x.log)); err == nil || got != x.want {
-			t.Errorf("%s after %q: a mistake: %v", x.exit, x.log, got)
+		if got := usage.Is(atStart(err, x.log)); err == nil || got != x.want {
+			t.Errorf("%s after %q: a usage error: %v", x.exit, x.log, got)
 		}
 	}
 }

@@ -172,7 +172,7 @@ func (r *fanRun) run(ctx context.Context) error {
 	var load []*Pair
 	for i := range r.res.Receivers {
 		to := netrig.Receiver + netrig.Side(i)
-		p, err := f.EnginesAt(ctx, netrig.Sender, to, r.o.Block, loadTotal, loadSlots)
+		p, err := f.EnginesAt(ctx, netrig.Sender, to, r.o.Block, timeline.Whole(loadTotal, r.o.Block), loadSlots)
 		if err != nil {
 			return err
 		}
@@ -214,7 +214,7 @@ func (r *fanRun) run(ctx context.Context) error {
 	load = nil
 	for i := range r.res.Receivers {
 		from := netrig.Receiver + netrig.Side(i)
-		p, err := f.EnginesAt(ctx, from, netrig.Sender, r.o.Block, loadTotal, loadSlots)
+		p, err := f.EnginesAt(ctx, from, netrig.Sender, r.o.Block, timeline.Whole(loadTotal, r.o.Block), loadSlots)
 		if err != nil {
 			return err
 		}
@@ -408,8 +408,8 @@ func checkReceivers(o *timeline.Options, n int) error {
 		return fmt.Errorf("--html and --receivers %d: there is no chart of that; use --json", n)
 	case o.Duration < leastPhase:
 		return fmt.Errorf("--duration %s: must be at least %s with --receivers", o.Duration, leastPhase)
-	case loadTotal%o.Block != 0:
-		return fmt.Errorf("--block %s: must divide %s with --receivers",
+	case o.Block > loadTotal:
+		return fmt.Errorf("--block %s: must be at most %s with --receivers",
 			timeline.FormatSize(int64(o.Block)), timeline.FormatSize(loadTotal))
 	}
 	return nil

@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/bench/chart"
 	"github.com/kvspray/kvspray/bench/progress"
 	"github.com/kvspray/kvspray/bench/timeline"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // maxResult bounds what is read of a file: an hour's samples of as many rails as there may be are half of it.
@@ -27,7 +27,7 @@ func NewCommand() *cobra.Command {
 		Use:   "sim",
 		Short: "Move KV blocks over simulated rails between many nodes, while rails fail",
 		Long: `Moves transfers between simulated nodes, with the production executors and schedulers, in virtual time, while the faults
-happen: what 'kvspray bench rails' does with two sidecars and the kernel's rails, for up to thousands of nodes and without
+happen: what 'kvspray-bench rails' does with two sidecars and the kernel's rails, for up to thousands of nodes and without
 privileges. Half of the nodes send, each to one of the others over rails of its own. The same flags and seed give the same run, down to
 the last event.
 
@@ -36,31 +36,34 @@ plain streams over all of those links carry: 1 is all that the links can do. "on
 the links of its own sender carry together: the first one of each sender, whose scheduler knows nothing yet, and the later ones (the median;
 with --duration two are wanted at a time).
 
-With --against it runs what a result of 'kvspray bench rails' says, on rails as they were measured there, and compares.`,
-		Example: `  kvspray bench sim --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up
-  kvspray bench sim --nodes 1000 --rates 25gbit,25gbit,25gbit,25gbit --block 64KiB --seed 7
-  kvspray bench sim --against rails.json`,
+With --against it runs what a result of 'kvspray-bench rails' says, on rails as they were measured there, and compares.`,
+		Example: `  kvspray-bench sim --rates 2gbit,1gbit,500mbit,500mbit --duration 8s --fault 2s:rail0:down --fault 5s:rail0:up
+  kvspray-bench sim --nodes 1000 --rates 25gbit,25gbit,25gbit,25gbit --block 64KiB --seed 7
+  kvspray-bench sim --against rails.json`,
 		Args: cobra.NoArgs,
 	}
 	flags := timeline.AddFlags(c)
 	c.Flags().IntVar(&nodes, "nodes", 2, "simulated nodes, half of which send")
 	c.Flags().Uint64Var(&seed, "seed", 1, "of all that is drawn at random")
-	c.Flags().StringVar(&against, "against", "", "a JSON result of 'kvspray bench rails' that is run again and compared with")
+	c.Flags().StringVar(&against, "against", "", "a JSON result of 'kvspray-bench rails' that is run again and compared with")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		o, err := flags.Options()
 		if err != nil {
 			return err
+		}
+		if !cmd.Flags().Changed("total") {
+			o.Total = granules(o.Total)
 		}
 		s := Setup{Options: o, Nodes: nodes, Seed: seed}
 		var real *timeline.Result
 		if against != "" {
 			for _, f := range []string{"rates", "block", "total", "duration", "policy", "fault", "nodes"} {
 				if cmd.Flags().Changed(f) {
-					return mistake.Errorf("--against %s and --%s: the result says which run it was; leave --%s out", against, f, f)
+					return usage.Errorf("--against %s and --%s: the result says which run it was; leave --%s out", against, f, f)
 				}
 			}
 			if real, err = readResult(against); err != nil {
-				return mistake.Errorf("--against: %w: give the file that 'kvspray bench rails --json FILE' wrote", err)
+				return usage.Errorf("--against: %w: give the file that 'kvspray-bench rails --json FILE' wrote", err)
 			}
 			s = Predict(real, seed)
 			s.Options.JSON, s.Options.HTML = o.JSON, o.HTML
@@ -72,7 +75,7 @@ With --against it runs what a result of 'kvspray bench rails' says, on rails as 
 		if err != nil {
 			return err
 		}
-		if err := o.Save(res, cmd.OutOrStdout(), chart.Of("kvspray bench sim")); err != nil {
+		if err := o.Save(res, cmd.OutOrStdout(), chart.Of("kvspray-bench sim")); err != nil {
 			return err
 		}
 		if real != nil {
@@ -105,10 +108,10 @@ func readResult(path string) (*timeline.Result, error) {
 		o.Rates = append(o.Rates, x.Rate)
 	}
 	if r.Bench != "rails" || len(o.Rates) == 0 || r.Total <= 0 || r.Duration < 0 || r.Together < timeline.MinRate/2 {
-		return nil, fmt.Errorf("%s: no result of 'kvspray bench rails'", path)
+		return nil, fmt.Errorf("%s: no result of 'kvspray-bench rails'", path)
 	}
 	if err := o.Check(); err != nil {
-		return nil, fmt.Errorf("%s: no result of 'kvspray bench rails': %w", path, err)
+		return nil, fmt.Errorf("%s: no result of 'kvspray-bench rails': %w", path, err)
 	}
 	r.Judge() // both runs are judged by one rule, whatever it was when the file was written
 	return r, nil

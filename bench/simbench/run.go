@@ -12,7 +12,7 @@ import (
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/control/exec"
 	"github.com/kvspray/kvspray/control/spray"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/internal/version"
 	"github.com/kvspray/kvspray/test/sim"
 	"github.com/kvspray/kvspray/transfer"
@@ -71,6 +71,14 @@ func (s *Setup) check() error {
 	return nil
 }
 
+// granules is total rounded down to what the simulation can move; what is too small stays.
+func granules(total int64) int64 {
+	if total < granule {
+		return total
+	}
+	return total - total%granule
+}
+
 // rails are those of one pair of nodes: rates are of content.
 func (s *Setup) rails() []timeline.Rail {
 	if s.Rails != nil {
@@ -104,12 +112,12 @@ func (s *Setup) fabric() simfabric.Config {
 // Run measures the rails with plain streams, moves transfers while the faults happen, and judges.
 func Run(ctx context.Context, s Setup) (*timeline.Result, error) {
 	if err := s.check(); err != nil {
-		return nil, mistake.Of(err)
+		return nil, usage.Of(err)
 	}
 	o := s.Options
 	policy, ok := spray.ParsePolicy(o.Policy)
 	if !ok {
-		return nil, mistake.Errorf("--policy %q: unknown", o.Policy)
+		return nil, usage.Errorf("--policy %q: unknown", o.Policy)
 	}
 	pairs := s.Nodes / 2
 	res := &timeline.Result{Bench: "sim", Version: version.String(), Host: fmt.Sprintf("%d simulated nodes", s.Nodes), Nodes: s.Nodes, Seed: s.Seed,

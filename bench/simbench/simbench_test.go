@@ -17,7 +17,7 @@ import (
 
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 var four = []timeline.Rate{2e9, 1e9, 500e6, 500e6}
@@ -244,11 +244,11 @@ func TestAgainst(t *testing.T) {
 		if err := os.WriteFile(odd, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, _, err := command("--against", odd); !mistake.Is(err) || !strings.Contains(err.Error(), odd) || !strings.Contains(err.Error(), "bench rails --json FILE") {
+		if _, _, err := command("--against", odd); !usage.Is(err) || !strings.Contains(err.Error(), odd) || !strings.Contains(err.Error(), "kvspray-bench rails --json FILE") {
 			t.Errorf("a result %s: %v", name, err)
 		}
 	}
-	if _, _, err := command("--against", path+"x"); !mistake.Is(err) || !strings.Contains(err.Error(), "bench rails --json FILE") {
+	if _, _, err := command("--against", path+"x"); !usage.Is(err) || !strings.Contains(err.Error(), "kvspray-bench rails --json FILE") {
 		t.Errorf("a file that is not there: %v", err)
 	}
 	html := filepath.Join(t.TempDir(), "x.html")

@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Bounds of Options.
@@ -19,6 +19,8 @@ const (
 	MaxFaults   = 256
 	MinBlock    = 512
 	MaxBlock    = 16 << 20
+	BlockUnit   = 16 // bytes: a block has 16 tokens
+	MaxLayers   = 32 // of a transfer: a power of two that divides its blocks
 	MaxDuration = time.Hour
 )
 
@@ -102,8 +104,8 @@ func AddFlags(cmd *cobra.Command) *Flags {
 	x := &Flags{cmd: cmd}
 	f := cmd.Flags()
 	f.StringVar(&x.rates, "rates", defaultRates, "the rails' rates, separated by commas")
-	f.StringVar(&x.block, "block", defaultBlock, "bytes of a block of KV cache; blocks lie scattered on both sides")
-	f.StringVar(&x.total, "total", defaultTotal, "bytes of a transfer: one is cold, one warm")
+	f.StringVar(&x.block, "block", defaultBlock, "bytes of a block of KV cache, a multiple of 16; blocks lie scattered on both sides; pages of real models have 656, 9KiB or 28KiB")
+	f.StringVar(&x.total, "total", defaultTotal, "bytes of a transfer: one is cold, one warm; the default is rounded down to whole blocks")
 	f.DurationVar(&x.duration, "duration", 0, "move transfers of "+defaultTotal+" one after the other for so long, instead of --total")
 	f.StringVar(&x.policy, "policy", policies[0], strings.Join(policies, ", "))
 	f.StringArrayVar(&x.faults, "fault", nil, "T:railN:kind; kinds: down, up, drop, ackdrop, rate=1/20, flap=300ms, blackhole, heal; all for railN meets every rail; repeatable")
@@ -112,10 +114,10 @@ func AddFlags(cmd *cobra.Command) *Flags {
 	return x
 }
 
-// Options checks the flags. The error is a mistake, and names the flag.
+// Options checks the flags. The error is a usage error that names the flag.
 func (x *Flags) Options() (*Options, error) {
 	o, err := x.options()
-	return o, mistake.Of(err)
+	return o, usage.Of(err)
 }
 
 func (x *Flags) options() (*Options, error) {
@@ -131,9 +133,12 @@ func (x *Flags) options() (*Options, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--block: %w", err)
 	}
-	o.Block = int(min(block, MaxBlock+1))
+	o.Block = int(block)
 	if o.Total, err = ParseSize(x.total); err != nil {
 		return nil, fmt.Errorf("--total: %w", err)
+	}
+	if !x.cmd.Flags().Changed("total") && o.Block > 0 {
+		o.Total = Whole(o.Total, o.Block)
 	}
 	if changed := x.cmd.Flags().Changed; changed("total") && changed("duration") {
 		return nil, fmt.Errorf("--total %s and --duration %s: give one of them; --duration moves transfers of %s", x.total, x.duration, defaultTotal)
@@ -177,15 +182,36 @@ func Writable(path string) error {
 	return fmt.Errorf("%w: name a file that can be written, in a folder that is there", err)
 }
 
-// Check refuses what no run can be made of. It names flags.
+// Whole is the largest number of bytes up to total that consists of whole blocks, in all layers where
+// there are enough.
+func Whole(total int64, block int) int64 {
+	blocks := total / int64(block)
+	if blocks >= MaxLayers {
+		blocks -= blocks % MaxLayers
+	}
+	return blocks * int64(block)
+}
+
+// CheckBlock refuses block sizes that no cache has. The error has no flag.
+func CheckBlock(block int) error {
+	if block < MinBlock || block > MaxBlock || block%BlockUnit != 0 {
+		return fmt.Errorf("%s: must be a multiple of %d bytes, from %s to %s", FormatSize(int64(block)),
+			BlockUnit, FormatSize(MinBlock), FormatSize(MaxBlock))
+	}
+	return nil
+}
+
+// Check refuses options of which no run can be made. The error names the flag.
 func (o *Options) Check() error {
+	if err := CheckBlock(o.Block); err != nil {
+		return fmt.Errorf("--block %w", err)
+	}
 	switch {
 	case len(o.Rates) > MaxRails:
 		return fmt.Errorf("--rates: %d rails: at most %d", len(o.Rates), MaxRails)
-	case o.Block < MinBlock || o.Block > MaxBlock || o.Block&(o.Block-1) != 0:
-		return fmt.Errorf("--block %s: must be a power of two from %s to %s", FormatSize(int64(o.Block)), FormatSize(MinBlock), FormatSize(MaxBlock))
 	case o.Total%int64(o.Block) != 0:
-		return fmt.Errorf("--total %s: must be a multiple of --block %s", FormatSize(o.Total), FormatSize(int64(o.Block)))
+		return fmt.Errorf("--total %s: must be a multiple of --block %s, such as %s", FormatSize(o.Total),
+			FormatSize(int64(o.Block)), FormatSize(max(Whole(o.Total, o.Block), int64(o.Block))))
 	case o.Duration > MaxDuration:
 		return fmt.Errorf("--duration %s: at most %s", o.Duration, MaxDuration)
 	case len(o.Faults) > MaxFaults:

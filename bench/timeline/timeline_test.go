@@ -48,12 +48,18 @@ func TestFlags(t *testing.T) {
 			t.Errorf("%s: read again it is %v: %v", f, again, err)
 		}
 	}
-	if o, err = parse(t); err != nil || len(o.Rates) != 4 || o.Duration != 0 {
+	if o, err = parse(t); err != nil || len(o.Rates) != 4 || o.Duration != 0 || o.Total != 256<<20 {
 		t.Errorf("no flags: %+v: %v", o, err)
+	}
+	// Blocks of real pages: the default is whole blocks in 32 layers.
+	for block, total := range map[string]int64{"656": 268424704, "9KiB": 268369920, "28KiB": 267911168} {
+		if o, err = parse(t, "--block", block); err != nil || o.Total != total || o.Total%int64(32*o.Block) != 0 {
+			t.Errorf("--block %s: %+v: %v", block, o, err)
+		}
 	}
 }
 
-// TestFlagsRefused: each mistake is told by its flag and its value.
+// TestFlagsRefused: each usage error names its flag and value.
 func TestFlagsRefused(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "old")
 	if err := os.WriteFile(file, []byte("old"), 0o600); err != nil {
@@ -66,8 +72,10 @@ func TestFlagsRefused(t *testing.T) {
 		{"--rates nangbit", `--rates: "nangbit": want a rate`},
 		{"--rates " + strings.Repeat("1gbit,", MaxRails) + "1gbit", "at most 16"},
 		{"--block 16KB", `--block: "16KB": want a size`},
-		{"--block 3KiB", "--block 3KiB: must be a power of two"},
-		{"--block 1GiB", "must be a power of two"},
+		{"--block 3000", "--block 3000: must be a multiple of 16 bytes, from 512 to 16MiB"},
+		{"--block 496", "--block 496: must be a multiple"},
+		{"--block 1GiB", "--block 1GiB: must be a multiple of 16 bytes"},
+		{"--block 656 --total 256MiB", "--total 256MiB: must be a multiple of --block 656, such as 268424704"},
 		{"--total 0", "--total"},
 		{"--total 9999999999GiB", "--total"},
 		{"--total 17KiB", "--total 17KiB: must be a multiple of --block 16KiB"},

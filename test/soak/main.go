@@ -7,7 +7,7 @@
 //
 // `rails` prints one line of JSON with a path to each of its two network namespaces, which live as
 // long as this process, and their addresses. It then reads one fault a line from standard input, as
-// `kvspray bench rails --fault` takes them without the time ("rail0:down"), and answers each with
+// `kvspray-bench rails --fault` takes them without the time ("rail0:down"), and answers each with
 // "ok" or with an error. It ends with its standard input.
 package main
 

@@ -3,67 +3,32 @@
 // Package cli holds the commands of the kvspray binary. Each converts flags to the configuration of
 // one package and runs it; no command does work of its own.
 //
-// Main owns the process's signals. Commands end when their context ends. No goroutines of its own.
+// Commands end when their context ends. No goroutines of its own.
 package cli
 
 import (
-	"context"
 	"errors"
-	"fmt"
 	"io"
 	"log/slog"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/control/peer/keys"
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/command"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
-
-// Exit codes of the binary.
-const (
-	exitOK      = 0
-	exitFailure = 1 // it ran, and failed
-	exitUsage   = 2 // usage error in arguments, flags or configuration: nothing ran
-)
-
-func usage(err error) error { return mistake.Of(err) }
 
 // errUnhealthy is the result of doctor and check, which have printed the details.
 var errUnhealthy = errors.New("a required check failed")
 
-// Main runs the command line and returns the exit code. A second SIGINT or SIGTERM ends the process
-// at once.
+// Main runs the command line and returns the exit code.
 func Main(args []string, stdout, stderr io.Writer) int {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	// After the first signal the default action is restored, so that a second one ends a hanging
-	// process.
-	context.AfterFunc(ctx, stop)
-
-	root := newRoot()
-	root.SetArgs(args)
-	root.SetOut(stdout)
-	root.SetErr(stderr)
-	cmd, err := root.ExecuteContextC(ctx)
-	if err == nil {
-		return exitOK
-	}
-	if errors.Is(err, context.Canceled) && ctx.Err() != nil {
-		err = errors.New("interrupted") // by the user; the place does not matter
-	}
-	_, _ = fmt.Fprintf(stderr, "kvspray: %v\n", err) // no other place for a message
-	if mistake.Is(err) {
-		_, _ = fmt.Fprintf(stderr, "See '%s --help'.\n", cmd.CommandPath())
-		return exitUsage
-	}
-	return exitFailure
+	return command.Run(newRoot(), args, stdout, stderr)
 }
 
 func newRoot() *cobra.Command {
@@ -75,17 +40,29 @@ func newRoot() *cobra.Command {
 Start one next to each engine:        kvspray serve
 Route requests to prefill and decode: kvspray proxy --prefill URL --decode URL
 Check what works on this host:        kvspray doctor`,
-		Version:       versionText(),
-		SilenceErrors: true,
-		SilenceUsage:  true,
-		RunE:          func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	root.SetVersionTemplate("{{.Version}}")
-	root.CompletionOptions.HiddenDefaultCmd = true
-	root.AddCommand(serveCommand(), configCommand(), versionCommand(), doctorCommand(), keygenCommand(), proxyCommand(), benchCommand(), calibrateCommand(), layoutCommand(), topCommand())
-	teach(root)
-	teachHelp(root)
+	root.AddCommand(serveCommand(), configCommand(), doctorCommand(), keygenCommand(), proxyCommand(),
+		benchCommand(), calibrateCommand(), layoutCommand(), topCommand())
+	command.Finish(root)
 	return root
+}
+
+// benchCommand answers the benchmarks' former name.
+func benchCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:                "bench",
+		Hidden:             true,
+		DisableFlagParsing: true,
+		Args:               cobra.ArbitraryArgs,
+		RunE: func(_ *cobra.Command, args []string) error {
+			typed := "kvspray-bench"
+			if len(args) > 0 {
+				typed += " " + strings.Join(args, " ")
+			}
+			return usage.Errorf("benchmarks are a program of their own, which 'make build' puts beside "+
+				"this one: type: %s", typed)
+		},
+	}
 }
 
 // configFlags are the flags of every command with a configuration.
@@ -110,21 +87,21 @@ func (f *configFlags) add(cmd *cobra.Command) {
 func (f *configFlags) load() (*config.Config, error) {
 	for _, s := range f.sets {
 		if key, _, ok := strings.Cut(s, "="); !ok || key == "" {
-			return nil, mistake.Errorf("--set %q: not of the form key=value: write for instance --set transports.tcp.integrity=off", s)
+			return nil, usage.Errorf("--set %q: not of the form key=value: write for instance --set transports.tcp.integrity=off", s)
 		}
 	}
 	sets := f.sets
 	for _, s := range []struct{ flag, key, value string }{{"config", "", f.file}, {"socket", "engine.socket", f.socket}, {"listen", "peer.listen", f.listen}, {"http", "http.listen", f.http}} {
 		switch {
 		case s.value == "" && f.cmd.Flags().Changed(s.flag):
-			return nil, mistake.Errorf(`--%s "": empty, maybe an unset variable: give it a value, or omit it for the default`, s.flag)
+			return nil, usage.Errorf(`--%s "": empty, maybe an unset variable: give it a value, or omit it for the default`, s.flag)
 		case s.value != "" && s.key != "":
 			sets = append(sets, s.key+"="+s.value)
 		}
 	}
 	c, err := config.Load(f.file, sets...)
 	if err != nil {
-		return nil, usage(err)
+		return nil, usage.Of(err)
 	}
 	return c, nil
 }
@@ -145,7 +122,7 @@ func inFolder(flag, path string) error {
 		}
 	}
 	if err != nil {
-		return mistake.Errorf("--%s %q: %w: name a file in an existing directory", flag, path, err)
+		return usage.Errorf("--%s %q: %w: name a file in an existing directory", flag, path, err)
 	}
 	return nil
 }
@@ -161,7 +138,7 @@ func readyFile(path string) error {
 		err = errors.Join(tmp.Close(), os.Remove(tmp.Name()))
 	}
 	if err != nil {
-		return mistake.Errorf("--ready-file %q: %w: name a file in a directory that this user may write to", path, err)
+		return usage.Errorf("--ready-file %q: %w: name a file in a directory that this user may write to", path, err)
 	}
 	return nil
 }
@@ -169,10 +146,10 @@ func readyFile(path string) error {
 // checkFiles checks the files that a configuration names, including keys and certificates.
 func checkFiles(c *config.Config) error {
 	if err := c.CheckFiles(); err != nil {
-		return usage(err)
+		return usage.Of(err)
 	}
 	if _, err := keys.Check(c.Peer.ClusterKeyFile, c.Peer.TLS.Cert, c.Peer.TLS.Key, c.Peer.TLS.CA, time.Now()); err != nil {
-		return usage(err)
+		return usage.Of(err)
 	}
 	return nil
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/leaktest"
 	"github.com/kvspray/kvspray/internal/testutil"
+	"github.com/kvspray/kvspray/internal/ui/command"
 )
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
@@ -41,42 +42,48 @@ func TestExitCodes(t *testing.T) {
 		code int
 		text string // on either stream
 	}{
-		"help":           {nil, exitOK, "kvspray serve"},
-		"version":        {[]string{"version"}, exitOK, "kvspray "},
-		"version json":   {[]string{"version", "--json"}, exitOK, `"version"`},
-		"no command":     {[]string{"sreve"}, exitUsage, "Did you mean"},
-		"no flag":        {[]string{"serve", "--nope"}, exitUsage, "--help"},
-		"argument":       {[]string{"doctor", "x"}, exitUsage, "--help"},
-		"bad file":       {[]string{"config", "check", "--config", bad}, exitUsage, bad + ":2: peer.lisen: \"x\": unknown key; did you mean \"listen\"?"},
-		"bad file serve": {[]string{"serve", "--config", bad}, exitUsage, "peer.lisen"},
-		"open listen":    {[]string{"serve", "--listen", "10.0.0.1:1"}, exitUsage, "keygen"},
-		"no key file":    {[]string{"serve", "--set", "peer.cluster_key_file=/does/not/exist"}, exitUsage, "keygen cluster"},
-		"good":           {[]string{"config", "check"}, exitOK, "ok"},
-		"print":          {[]string{"config", "print", "--set", "node=n1"}, exitOK, "node: n1"},
-		"docs":           {[]string{"config", "print", "--docs"}, exitOK, "| `peer.listen` |"},
-		"proxy nothing":  {[]string{"proxy"}, exitUsage, "--decode"},
-		"proxy peers":    {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1", "--prefill-peer", "x:1,y:1"}, exitUsage, "2 sidecars for 1"},
-		"proxy format":   {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"}, exitUsage, "text or json"},
-		"proxy level":    {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"}, exitUsage, "loud"},
-		"empty config":   {[]string{"config", "check", "--config", ""}, exitUsage, `--config "": empty, maybe an unset variable`},
-		"empty socket":   {[]string{"serve", "--socket", ""}, exitUsage, `--socket "": empty, maybe an unset variable`},
-		"empty listen":   {[]string{"serve", "--listen", ""}, exitUsage, `--listen "": empty, maybe an unset variable`},
-		"empty set":      {[]string{"serve", "--set", ""}, exitUsage, `--set "": not of the form key=value: write for instance`},
-		"set no key":     {[]string{"config", "check", "--set", "=x"}, exitUsage, `--set "=x": not of the form`},
-		"set no value":   {[]string{"config", "check", "--set", "node"}, exitUsage, `--set "node": not of the form`},
-		"ready folder":   {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, exitUsage, "name a file in an existing directory"},
-		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, exitUsage, "is a directory"},
-		"proxy body":     {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"}, exitUsage, "--max-body 0: want a number of bytes"},
-		"proxy address":  {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"}, exitUsage, "write host:port, for instance"},
-		"no python":      {[]string{"doctor", "--python", ""}, exitUsage, `--python ""`},
-		"odd python":     {[]string{"doctor", "--python", "/does/not/exist"}, exitOK, "no such file or directory; name the engine's interpreter with --python"},
-		"peers off":      {[]string{"doctor", "--peers", "--http", "off"}, exitUsage, "name it with --http"},
-		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, exitFailure, "no sidecar answers at http://127.0.0.1:1"},
-		"top nowhere":    {[]string{"top", "--once", "--http", "here"}, exitUsage, `--http "here"`},
-		"calibrate out":  {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, exitUsage, "name a file in an existing directory"},
-		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, exitFailure, "name a file in a folder"},
-		"no authority":   {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca", "/does/not/exist"}, exitFailure, "keygen ca', or name it with --ca"},
-		"proxy listen":   {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"}, exitFailure, "--listen"},
+		"help":           {nil, command.ExitOK, "kvspray serve"},
+		"version":        {[]string{"version"}, command.ExitOK, "kvspray "},
+		"version json":   {[]string{"version", "--json"}, command.ExitOK, `"version"`},
+		"no command":     {[]string{"sreve"}, command.ExitUsage, "Did you mean"},
+		"no flag":        {[]string{"serve", "--nope"}, command.ExitUsage, "--help"},
+		"argument":       {[]string{"doctor", "x"}, command.ExitUsage, "--help"},
+		"bad file":       {[]string{"config", "check", "--config", bad}, command.ExitUsage, bad + ":2: peer.lisen: \"x\": unknown key; did you mean \"listen\"?"},
+		"bad file serve": {[]string{"serve", "--config", bad}, command.ExitUsage, "peer.lisen"},
+		"open listen":    {[]string{"serve", "--listen", "10.0.0.1:1"}, command.ExitUsage, "keygen"},
+		"no key file":    {[]string{"serve", "--set", "peer.cluster_key_file=/does/not/exist"}, command.ExitUsage, "keygen cluster"},
+		"good":           {[]string{"config", "check"}, command.ExitOK, "ok"},
+		"good json":      {[]string{"config", "check", "--json"}, command.ExitOK, `{"ok":true}`},
+		"bad json":       {[]string{"config", "check", "--json", "--set", "nope=1"}, command.ExitUsage, `{"ok":false,"error":"nope: \"1\": unknown key`},
+		"level":          {[]string{"serve", "--log-level", "loud"}, command.ExitUsage, `--log-level "loud" is not debug, info, warn or error`},
+		"level before":   {[]string{"serve", "--log-level", "warn", "--set", "peer.cluster_key_file=/does/not/exist"}, command.ExitUsage, "keygen cluster"},
+		"no empty level": {[]string{"serve", "--log-level", ""}, command.ExitUsage, "--log-level"},
+		"json nowhere":   {[]string{"top", "--json", "--http", "127.0.0.1:1"}, command.ExitFailure, "no sidecar answers at http://127.0.0.1:1"},
+		"print":          {[]string{"config", "print", "--set", "node=n1"}, command.ExitOK, "node: n1"},
+		"docs":           {[]string{"config", "print", "--docs"}, command.ExitOK, "| `peer.listen` |"},
+		"proxy nothing":  {[]string{"proxy"}, command.ExitUsage, "--decode"},
+		"proxy peers":    {[]string{"proxy", "--decode", "http://a:1", "--prefill", "http://b:1", "--prefill-peer", "x:1,y:1"}, command.ExitUsage, "2 sidecars for 1"},
+		"proxy format":   {[]string{"proxy", "--decode", "http://a:1", "--log-format", "xml"}, command.ExitUsage, "text or json"},
+		"proxy level":    {[]string{"proxy", "--decode", "http://a:1", "--log-level", "loud"}, command.ExitUsage, "loud"},
+		"empty config":   {[]string{"config", "check", "--config", ""}, command.ExitUsage, `--config "": empty, maybe an unset variable`},
+		"empty socket":   {[]string{"serve", "--socket", ""}, command.ExitUsage, `--socket "": empty, maybe an unset variable`},
+		"empty listen":   {[]string{"serve", "--listen", ""}, command.ExitUsage, `--listen "": empty, maybe an unset variable`},
+		"empty set":      {[]string{"serve", "--set", ""}, command.ExitUsage, `--set "": not of the form key=value: write for instance`},
+		"set no key":     {[]string{"config", "check", "--set", "=x"}, command.ExitUsage, `--set "=x": not of the form`},
+		"set no value":   {[]string{"config", "check", "--set", "node"}, command.ExitUsage, `--set "node": not of the form`},
+		"ready folder":   {[]string{"serve", "--ready-file", filepath.Join(bad, "x")}, command.ExitUsage, "name a file in an existing directory"},
+		"ready file":     {[]string{"proxy", "--decode", "http://a:1", "--ready-file", filepath.Dir(bad)}, command.ExitUsage, "is a directory"},
+		"proxy body":     {[]string{"proxy", "--decode", "http://a:1", "--max-body", "0"}, command.ExitUsage, "--max-body 0: want a number of bytes"},
+		"proxy address":  {[]string{"proxy", "--decode", "http://a:1", "--listen", "here"}, command.ExitUsage, "write host:port, for instance"},
+		"no python":      {[]string{"doctor", "--python", ""}, command.ExitUsage, `--python ""`},
+		"odd python":     {[]string{"doctor", "--python", "/does/not/exist"}, command.ExitOK, "no such file or directory; name the engine's interpreter with --python"},
+		"peers off":      {[]string{"doctor", "--peers", "--http", "off"}, command.ExitUsage, "name it with --http"},
+		"nobody there":   {[]string{"top", "--once", "--http", "127.0.0.1:1"}, command.ExitFailure, "no sidecar answers at http://127.0.0.1:1"},
+		"top nowhere":    {[]string{"top", "--once", "--http", "here"}, command.ExitUsage, `--http "here"`},
+		"calibrate out":  {[]string{"calibrate", "--out", filepath.Join(bad, "x")}, command.ExitUsage, "name a file in an existing directory"},
+		"key nowhere":    {[]string{"keygen", "cluster", "--out", filepath.Join(bad, "x")}, command.ExitFailure, "name a file in a folder"},
+		"no authority":   {[]string{"keygen", "node", "--name", "n", "--host", "h", "--ca", "/does/not/exist"}, command.ExitFailure, "keygen ca', or name it with --ca"},
+		"proxy listen":   {[]string{"proxy", "--decode", "http://a:1", "--listen", "256.0.0.1:1"}, command.ExitFailure, "--listen"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			code, out, errs := run(c.args...)
@@ -235,11 +242,11 @@ func TestKeygen(t *testing.T) {
 	at := func(name string) string { return filepath.Join(dir, name) }
 	must := func(args ...string) {
 		t.Helper()
-		if code, out, errs := run(args...); code != exitOK {
+		if code, out, errs := run(args...); code != command.ExitOK {
 			t.Fatalf("%v: %d %s%s", args, code, out, errs)
 		}
 	}
-	if code, _, _ := run("keygen", "ca", "--cert", filepath.Join(at("none"), "ca.crt"), "--key", at("ca.key")); code != exitFailure {
+	if code, _, _ := run("keygen", "ca", "--cert", filepath.Join(at("none"), "ca.crt"), "--key", at("ca.key")); code != command.ExitFailure {
 		t.Errorf("a certificate without a folder: %d", code)
 	}
 	must("keygen", "cluster", "--out", at("k")) // and what has failed is not in the way
@@ -252,10 +259,10 @@ func TestKeygen(t *testing.T) {
 		args []string
 		code int
 	}{
-		"overwrite": {[]string{"keygen", "cluster", "--out", at("k")}, exitFailure},
-		"no host":   {[]string{"keygen", "node", "--name", "x"}, exitUsage},
-		"path name": {[]string{"keygen", "node", "--name", "../x", "--host", "h"}, exitUsage},
-		"life":      {[]string{"keygen", "ca", "--valid", "-1h"}, exitUsage},
+		"overwrite": {[]string{"keygen", "cluster", "--out", at("k")}, command.ExitFailure},
+		"no host":   {[]string{"keygen", "node", "--name", "x"}, command.ExitUsage},
+		"path name": {[]string{"keygen", "node", "--name", "../x", "--host", "h"}, command.ExitUsage},
+		"life":      {[]string{"keygen", "ca", "--valid", "-1h"}, command.ExitUsage},
 	} {
 		if code, out, errs := run(c.args...); code != c.code {
 			t.Errorf("%s: %d, want %d: %s%s", name, code, c.code, out, errs)
@@ -271,7 +278,7 @@ func TestServeElsewhere(t *testing.T) {
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	key := filepath.Join(dir, "key")
-	if code, out, errs := run("keygen", "cluster", "--out", key); code != exitOK {
+	if code, out, errs := run("keygen", "cluster", "--out", key); code != command.ExitOK {
 		t.Fatal(out, errs)
 	}
 	taken, err := net.Listen("tcp", net.JoinHostPort(testutil.Loopback(), "0"))
@@ -299,8 +306,8 @@ func TestServeElsewhere(t *testing.T) {
 			args = append(args, "--set", "peer.gossip.listen=off")
 		}
 		code, _, errs := run(args...)
-		if code != exitFailure {
-			t.Errorf("%s: %d, want %d: %s", name, code, exitFailure, errs)
+		if code != command.ExitFailure {
+			t.Errorf("%s: %d, want %d: %s", name, code, command.ExitFailure, errs)
 		}
 		for _, want := range c.want {
 			if !strings.Contains(errs, want) {
@@ -370,7 +377,7 @@ func TestServe(t *testing.T) {
 		if _, err := os.Stat(never); err == nil {
 			t.Errorf("a second one with %s %s says that it is ready", flag, value)
 		}
-		if code != exitFailure || !strings.Contains(errs, value) || !strings.Contains(errs, "another") || !strings.Contains(errs, flag) || strings.Contains(errs, "WARN") {
+		if code != command.ExitFailure || !strings.Contains(errs, value) || !strings.Contains(errs, "another") || !strings.Contains(errs, flag) || strings.Contains(errs, "WARN") {
 			t.Errorf("a second one with %s %s: exit code %d: %s", flag, value, code, errs)
 		}
 	}

@@ -11,6 +11,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/control/peer/keys"
+	"github.com/kvspray/kvspray/internal/ui/command"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 // Default lifetimes of certificates.
@@ -30,7 +32,7 @@ func keygenCommand() *cobra.Command {
 
 An existing file is never overwritten.`,
 		Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		RunE: command.Help,
 	}
 	cmd.AddCommand(keygenCluster(), keygenCA(), keygenNode())
 	return cmd
@@ -93,15 +95,15 @@ func keygenNode() *cobra.Command {
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if name == "" || len(hosts) == 0 {
-				return usage(errors.New("--name and --host are required: the node's name, and every name or address that peers dial"))
+				return usage.Of(errors.New("--name and --host are required: the node's name, and every name or address that peers dial"))
 			}
 			for _, h := range hosts {
 				if err := keys.Host(h); err != nil {
-					return usage(fmt.Errorf("--host %w", err))
+					return usage.Of(fmt.Errorf("--host %w", err))
 				}
 			}
 			if filepath.Base(name) != name {
-				return usage(fmt.Errorf("--name %q is not a plain name", name))
+				return usage.Of(fmt.Errorf("--name %q is not a plain name", name))
 			}
 			if err := lifetime(valid); err != nil {
 				return err
@@ -131,7 +133,7 @@ func keygenNode() *cobra.Command {
 
 func lifetime(valid time.Duration) error {
 	if valid < time.Minute {
-		return usage(fmt.Errorf("--valid %v is less than a minute", valid))
+		return usage.Of(fmt.Errorf("--valid %v is less than a minute", valid))
 	}
 	return nil
 }

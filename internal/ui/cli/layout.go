@@ -16,12 +16,14 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/explain"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 func layoutCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "layout", Short: "Explain KV cache layouts, and compare those of two engines", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
+		RunE: command.Help}
 	cmd.AddCommand(layoutExplainCommand(), layoutCheckCommand())
 	return cmd
 }
@@ -48,7 +50,7 @@ func layoutExplainCommand() *cobra.Command {
 			}
 			m, err := readModel(model)
 			if err != nil {
-				return usage(err)
+				return usage.Of(err)
 			}
 			if !f.Changed("to-block") {
 				decode.Block = prefill.Block
@@ -67,7 +69,7 @@ func layoutExplainCommand() *cobra.Command {
 			}
 			r, err := explain.Explain(m, prefill, decode, tokens)
 			if err != nil {
-				return usage(err)
+				return usage.Of(err)
 			}
 			return writeReport(cmd.OutOrStdout(), r, format)
 		},
@@ -91,10 +93,10 @@ func layoutExplainCommand() *cobra.Command {
 
 func explainEngines(cmd *cobra.Command, from, to, model string, tokens int, format string) error {
 	if model != "" {
-		return usage(errors.New("--model and --engine: pass one of them"))
+		return usage.Of(errors.New("--model and --engine: pass one of them"))
 	}
 	if from == "" {
-		return usage(errors.New("--to-engine without --engine: name the prefill engine's sidecar as well"))
+		return usage.Of(errors.New("--to-engine without --engine: name the prefill engine's sidecar as well"))
 	}
 	if to == "" {
 		to = from
@@ -123,7 +125,7 @@ func writeReport(w io.Writer, r *explain.Report, format string) error {
 	case "svg":
 		return r.WriteSVG(w)
 	}
-	return usage(fmt.Errorf("--format %q: text, json or svg", format))
+	return usage.Of(fmt.Errorf("--format %q: text, json or svg", format))
 }
 
 func readModel(name string) (*explain.Model, error) {
@@ -200,7 +202,7 @@ func fetchEngine(ctx context.Context, address string) (*explain.Engine, error) {
 	defer cancel()
 	q, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(address, "/")+"/v1/layouts", nil)
 	if err != nil {
-		return nil, usage(err)
+		return nil, usage.Of(err)
 	}
 	resp, err := http.DefaultClient.Do(q)
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/kvspray/kvspray/connector/connectortest"
+	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/explain"
 	"github.com/kvspray/kvspray/parseblock"
 )
@@ -27,17 +28,17 @@ func TestLayoutExplain(t *testing.T) {
 		code int
 		text string
 	}{
-		"preset":    {[]string{"--model", "llama-3.1-8b", "--tp", "2", "--to-tp", "1"}, exitOK, "1,048,576  2,048"},
-		"file":      {[]string{"--model", config, "--block", "16", "--to-block", "64", "--tokens", "100"}, exitOK, "256 bytes a token"},
-		"json":      {[]string{"--model", config, "--format", "json"}, exitOK, `"bytes_per_token": 256`},
-		"svg":       {[]string{"--model", config, "--format", "svg"}, exitOK, "<svg "},
-		"no model":  {nil, exitUsage, "--model is missing"},
-		"no preset": {[]string{"--model", "gpt-2"}, exitUsage, "neither a file nor a preset"},
-		"no file":   {[]string{"--model", "./nowhere/config.json"}, exitUsage, "no such file"},
-		"no format": {[]string{"--model", config, "--format", "png"}, exitUsage, "text, json or svg"},
-		"other":     {[]string{"--model", config, "--to-dtype", "fp8"}, exitUsage, "without conversion"},
-		"slab":      {[]string{"--model", "deepseek-v4-pro", "--block", "256"}, exitOK, "deepseek_v4_compressor"},
-		"no slab":   {[]string{"--model", "deepseek-v4-pro", "--dtype", "bf16"}, exitUsage, "give --dtype fp8"},
+		"preset":    {[]string{"--model", "llama-3.1-8b", "--tp", "2", "--to-tp", "1"}, command.ExitOK, "1,048,576  2,048"},
+		"file":      {[]string{"--model", config, "--block", "16", "--to-block", "64", "--tokens", "100"}, command.ExitOK, "256 bytes a token"},
+		"json":      {[]string{"--model", config, "--format", "json"}, command.ExitOK, `"bytes_per_token": 256`},
+		"svg":       {[]string{"--model", config, "--format", "svg"}, command.ExitOK, "<svg "},
+		"no model":  {nil, command.ExitUsage, "--model is missing"},
+		"no preset": {[]string{"--model", "gpt-2"}, command.ExitUsage, "neither a file nor a preset"},
+		"no file":   {[]string{"--model", "./nowhere/config.json"}, command.ExitUsage, "no such file"},
+		"no format": {[]string{"--model", config, "--format", "png"}, command.ExitUsage, "text, json or svg"},
+		"other":     {[]string{"--model", config, "--to-dtype", "fp8"}, command.ExitUsage, "without conversion"},
+		"slab":      {[]string{"--model", "deepseek-v4-pro", "--block", "256"}, command.ExitOK, "deepseek_v4_compressor"},
+		"no slab":   {[]string{"--model", "deepseek-v4-pro", "--dtype", "bf16"}, command.ExitUsage, "give --dtype fp8"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			code, out, errs := run(append([]string{"layout", "explain"}, c.args...)...)
@@ -103,18 +104,18 @@ func TestLayoutExplainEngine(t *testing.T) {
 		code int
 		text string
 	}{
-		"two sidecars":   {[]string{"--engine", two, "--to-engine", one}, exitOK, "prefill TP 2 with 16 tokens a block to decode TP 1 with 64"},
-		"to itself":      {[]string{"--engine", two}, exitOK, "131,072 bytes a token"},
-		"one of several": {[]string{"--engine", many + "#vllm/p", "--to-engine", many + "#vllm/d"}, exitOK, "prefill TP 2 with 16"},
-		"json":           {[]string{"--engine", two, "--format", "json"}, exitOK, `"bytes_per_token": 131072`},
-		"svg":            {[]string{"--engine", two, "--to-engine", one, "--format", "svg"}, exitOK, "<svg "},
-		"which of them":  {[]string{"--engine", many}, exitFailure, "2 engines are registered there"},
-		"not there":      {[]string{"--engine", many + "#vllm/x"}, exitFailure, `engine "vllm/x" is not registered there`},
-		"none there":     {[]string{"--engine", sidecarOf(t, "1", nil)}, exitFailure, "no engine has registered"},
-		"too many":       {[]string{"--engine", two, "--tokens", "9000"}, exitFailure, "ask for 4096 tokens at most"},
-		"model as well":  {[]string{"--engine", two, "--model", "llama-3.1-8b"}, exitUsage, "one of them"},
-		"only decode":    {[]string{"--to-engine", two}, exitUsage, "name the prefill engine's sidecar"},
-		"nobody":         {[]string{"--engine", "127.0.0.1:1"}, exitFailure, "refused"},
+		"two sidecars":   {[]string{"--engine", two, "--to-engine", one}, command.ExitOK, "prefill TP 2 with 16 tokens a block to decode TP 1 with 64"},
+		"to itself":      {[]string{"--engine", two}, command.ExitOK, "131,072 bytes a token"},
+		"one of several": {[]string{"--engine", many + "#vllm/p", "--to-engine", many + "#vllm/d"}, command.ExitOK, "prefill TP 2 with 16"},
+		"json":           {[]string{"--engine", two, "--format", "json"}, command.ExitOK, `"bytes_per_token": 131072`},
+		"svg":            {[]string{"--engine", two, "--to-engine", one, "--format", "svg"}, command.ExitOK, "<svg "},
+		"which of them":  {[]string{"--engine", many}, command.ExitFailure, "2 engines are registered there"},
+		"not there":      {[]string{"--engine", many + "#vllm/x"}, command.ExitFailure, `engine "vllm/x" is not registered there`},
+		"none there":     {[]string{"--engine", sidecarOf(t, "1", nil)}, command.ExitFailure, "no engine has registered"},
+		"too many":       {[]string{"--engine", two, "--tokens", "9000"}, command.ExitFailure, "ask for 4096 tokens at most"},
+		"model as well":  {[]string{"--engine", two, "--model", "llama-3.1-8b"}, command.ExitUsage, "one of them"},
+		"only decode":    {[]string{"--to-engine", two}, command.ExitUsage, "name the prefill engine's sidecar"},
+		"nobody":         {[]string{"--engine", "127.0.0.1:1"}, command.ExitFailure, "refused"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			args := append([]string{"layout", "explain"}, c.args...)
@@ -143,14 +144,14 @@ func TestLayoutCheck(t *testing.T) {
 		code int
 		text string
 	}{
-		"equal":   {[]string{a, a}, exitOK, "ok: pages move as they are"},
-		"ranks":   {[]string{two, a}, exitOK, "2 workers give to one"},
-		"differ":  {[]string{a, b}, exitFailure, `identity.weights: "1" here, "2" there`},
-		"json":    {[]string{"--json", a, b}, exitFailure, `"differs": [`},
-		"empty":   {[]string{none, a}, exitFailure, "no engine has registered"},
-		"one":     {[]string{a}, exitUsage, "--help"},
-		"path":    {[]string{a + "/other", a}, exitFailure, "404"},
-		"nothing": {[]string{"127.0.0.1:1", a}, exitFailure, "refused"},
+		"equal":   {[]string{a, a}, command.ExitOK, "ok: pages move as they are"},
+		"ranks":   {[]string{two, a}, command.ExitOK, "2 workers give to one"},
+		"differ":  {[]string{a, b}, command.ExitFailure, `identity.weights: "1" here, "2" there`},
+		"json":    {[]string{"--json", a, b}, command.ExitFailure, `"differs": [`},
+		"empty":   {[]string{none, a}, command.ExitFailure, "no engine has registered"},
+		"one":     {[]string{a}, command.ExitUsage, "--help"},
+		"path":    {[]string{a + "/other", a}, command.ExitFailure, "404"},
+		"nothing": {[]string{"127.0.0.1:1", a}, command.ExitFailure, "refused"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			code, out, errs := run(append([]string{"layout", "check"}, c.args...)...)

@@ -17,7 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/proxy"
 )
 
@@ -45,20 +45,20 @@ If the prefill engine fails, the decode engine prefills locally.`,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := proxyConfig(prefill, peers, sidecars, decode)
 			if err != nil {
-				return usage(err)
+				return usage.Of(err)
 			}
 			if !slices.Contains([]string{config.FormText, config.FormJSON}, format) {
-				return usage(fmt.Errorf("--log-format %q is not text or json", format))
+				return usage.Of(fmt.Errorf("--log-format %q is not text or json", format))
 			}
 			var severity slog.Level
 			if err := severity.UnmarshalText([]byte(level)); err != nil {
-				return usage(fmt.Errorf("--log-level %q is not debug, info, warn or error", level))
+				return usage.Of(fmt.Errorf("--log-level %q is not debug, info, warn or error", level))
 			}
 			if _, _, err := net.SplitHostPort(listen); err != nil {
-				return mistake.Errorf("--listen %q: %w: write host:port, for instance 127.0.0.1:8000", listen, err)
+				return usage.Errorf("--listen %q: %w: write host:port, for instance 127.0.0.1:8000", listen, err)
 			}
 			if body < 1 {
-				return mistake.Errorf("--max-body %d: want a number of bytes, for instance %d", body, proxy.DefaultBodyBytes)
+				return usage.Errorf("--max-body %d: want a number of bytes, for instance %d", body, proxy.DefaultBodyBytes)
 			}
 			if err := readyFile(ready); err != nil {
 				return err
@@ -69,7 +69,7 @@ If the prefill engine fails, the decode engine prefills locally.`,
 			cfg.Mode, cfg.BodyBytes, cfg.Log, cfg.Registry = proxy.Mode(mode), body, log, reg
 			p, err := proxy.New(cfg)
 			if err != nil {
-				return usage(err)
+				return usage.Of(err)
 			}
 			var lc net.ListenConfig
 			l, err := lc.Listen(cmd.Context(), "tcp", listen)

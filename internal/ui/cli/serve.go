@@ -5,19 +5,21 @@ package cli
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 
+	"github.com/kvspray/kvspray/internal/ui/usage"
 	"github.com/kvspray/kvspray/internal/version"
 	"github.com/kvspray/kvspray/sidecar"
 )
 
 func serveCommand() *cobra.Command {
 	var flags configFlags
-	var ready string
+	var ready, level string
 	cmd := &cobra.Command{
 		Use:   "serve",
 		Short: "Run the sidecar",
@@ -30,6 +32,12 @@ SIGTERM drains: no new leases, open leases continue for at most drain.timeout. A
   kvspray serve --config /etc/kvspray.yaml`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if cmd.Flags().Changed("log-level") {
+				if err := new(slog.Level).UnmarshalText([]byte(level)); err != nil {
+					return usage.Errorf("--log-level %q is not debug, info, warn or error", level)
+				}
+				flags.sets = append(flags.sets, "log.level="+level)
+			}
 			cfg, err := flags.load()
 			if err != nil {
 				return err
@@ -52,6 +60,8 @@ SIGTERM drains: no new leases, open leases continue for at most drain.timeout. A
 		},
 	}
 	flags.add(cmd)
+	cmd.Flags().StringVar(&level, "log-level", "",
+		"debug, info, warn or error; short for --set log.level=")
 	cmd.Flags().StringVar(&ready, "ready-file", "", "file for the bound addresses as JSON, written once serving; for scripts that use port 0")
 	return cmd
 }

@@ -4,19 +4,20 @@ package cli
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/command"
 	"github.com/kvspray/kvspray/internal/ui/doctor"
-	"github.com/kvspray/kvspray/internal/ui/mistake"
-	"github.com/kvspray/kvspray/internal/version"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 func configCommand() *cobra.Command {
 	cmd := &cobra.Command{Use: "config", Short: "Print or check the configuration", Args: cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() }}
+		RunE: command.Help}
 
 	var printed configFlags
 	var docs bool
@@ -39,16 +40,24 @@ func configCommand() *cobra.Command {
 	show.Flags().BoolVar(&docs, "docs", false, "print the reference page of all keys as Markdown instead")
 
 	var checked configFlags
+	var asJSON bool
 	check := &cobra.Command{
 		Use:   "check",
 		Short: "Check the configuration and the files that it names",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := checked.load()
-			if err != nil {
-				return err
+			if err == nil {
+				err = checkFiles(c)
 			}
-			if err := checkFiles(c); err != nil {
+			if asJSON {
+				verdict := checkVerdict{OK: err == nil}
+				if err != nil {
+					verdict.Error = err.Error()
+				}
+				return errors.Join(err, json.NewEncoder(cmd.OutOrStdout()).Encode(verdict))
+			}
+			if err != nil {
 				return err
 			}
 			_, err = fmt.Fprintln(cmd.OutOrStdout(), "ok")
@@ -56,29 +65,15 @@ func configCommand() *cobra.Command {
 		},
 	}
 	checked.add(check)
+	check.Flags().BoolVar(&asJSON, "json", false, "also print the result as JSON on standard output")
 	cmd.AddCommand(show, check)
 	return cmd
 }
 
-// versionText is the output of 'kvspray version' and 'kvspray --version'.
-func versionText() string { return fmt.Sprintf("kvspray %s (%s)\n", version.String(), version.Go()) }
-
-func versionCommand() *cobra.Command {
-	var asJSON bool
-	cmd := &cobra.Command{
-		Use:   "version",
-		Short: "Print the version",
-		Args:  cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if asJSON {
-				return json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"version": version.String(), "go": version.Go()})
-			}
-			_, err := fmt.Fprint(cmd.OutOrStdout(), versionText())
-			return err
-		},
-	}
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print JSON")
-	return cmd
+// checkVerdict is the output of config check --json.
+type checkVerdict struct {
+	OK    bool   `json:"ok"`
+	Error string `json:"error,omitempty"`
 }
 
 func doctorCommand() *cobra.Command {
@@ -88,8 +83,12 @@ func doctorCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "doctor",
 		Short: "Check what works on this host, with remedies for the rest",
-		Long: `Checks what works on this host. Each line is yes, no (with the reason, and the remedy below it), or could not tell.
-Exits with 1 if a required check fails.
+		Long: `Checks what works on this host. Each line is one of:
+  ok    works
+  warn  does not work, or works worse, with the reason and the remedy; the sidecar runs without it
+  fail  the sidecar does not run, with the reason and the remedy
+  skip  this host has or needs nothing of the kind, or it could not be determined
+The last line counts them. Exits with 1 if a check fails.
 
 With --peers it asks the sidecar on this host instead which of its rails reach which rails of each peer, over which transport, with
 the reasons for the rest. Exits with 1 if a peer has no lane.`,
@@ -100,7 +99,7 @@ the reasons for the rest. Exits with 1 if a peer has no lane.`,
 				return err
 			}
 			if python == "" && cmd.Flags().Changed("python") {
-				return mistake.Errorf(`--python "": empty, maybe an unset variable: name an interpreter, or omit it`)
+				return usage.Errorf(`--python "": empty, maybe an unset variable: name an interpreter, or omit it`)
 			}
 			if peers {
 				return doctorPeers(cmd, c, asJSON)
@@ -128,7 +127,7 @@ the reasons for the rest. Exits with 1 if a peer has no lane.`,
 
 func doctorPeers(cmd *cobra.Command, c *config.Config, asJSON bool) error {
 	if c.HTTP.Listen == config.Off {
-		return mistake.Errorf("--peers with http.listen off: configure an address for the running sidecar, and name it with --http")
+		return usage.Errorf("--peers with http.listen off: configure an address for the running sidecar, and name it with --http")
 	}
 	r, err := doctor.Peers(cmd.Context(), c)
 	if err != nil {

@@ -11,11 +11,12 @@ import (
 
 	"github.com/kvspray/kvspray/internal/config"
 	"github.com/kvspray/kvspray/internal/ui/top"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
 func topCommand() *cobra.Command {
 	var addr string
-	var once bool
+	var once, asJSON bool
 	var interval time.Duration
 	cmd := &cobra.Command{
 		Use:   "top",
@@ -27,15 +28,19 @@ access.
 --once prints plain text once, for scripts; so does a standard output that is not a terminal.`,
 		Example: `  kvspray top
   kvspray top --http 127.0.0.1:7661 --interval 500ms
-  kvspray top --once | grep excluded`,
+  kvspray top --once | grep excluded
+  kvspray top --once --json`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if interval < top.MinInterval || interval > top.MaxInterval {
-				return usage(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval, top.MaxInterval))
+				return usage.Of(fmt.Errorf("--interval %v: must be %v to %v", interval, top.MinInterval, top.MaxInterval))
 			}
 			addr, err := top.Address(addr)
 			if err != nil {
-				return usage(err)
+				return usage.Of(err)
+			}
+			if asJSON {
+				return top.OnceJSON(cmd.Context(), addr, cmd.OutOrStdout())
 			}
 			if once || !terminal(cmd.OutOrStdout()) {
 				return top.Once(cmd.Context(), addr, interval, cmd.OutOrStdout())
@@ -45,6 +50,7 @@ access.
 	}
 	cmd.Flags().StringVar(&addr, "http", fmt.Sprintf("127.0.0.1:%d", config.DefaultHTTPPort), "host:port of the sidecar's http.listen")
 	cmd.Flags().BoolVar(&once, "once", false, "print once, as plain text")
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print once, as JSON; counters are totals, without rates")
 	cmd.Flags().DurationVar(&interval, "interval", time.Second, "time between two updates; rates are over one")
 	return cmd
 }

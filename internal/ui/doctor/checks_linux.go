@@ -53,21 +53,21 @@ func (h *Host) read(path string) (string, error) {
 func kernel(_ context.Context, _ *Host) Result {
 	var u unix.Utsname
 	if err := unix.Uname(&u); err != nil {
-		return unknown("uname: %v", err)
+		return skip("", "uname: %v", err)
 	}
 	release := unix.ByteSliceToString(u.Release[:])
 	major, minor, ok := parseKernel(release)
 	if !ok {
-		return unknown("release %q", release)
+		return skip("", "release %q", release)
 	}
 	if major < minKernelMajor || major == minKernelMajor && minor < minKernelMinor {
-		return no(fmt.Sprintf("use a kernel of %d.%d or newer", minKernelMajor, minKernelMinor), "Linux %s has no pidfd_open", release)
+		return fail(fmt.Sprintf("use a kernel of %d.%d or newer", minKernelMajor, minKernelMinor), "Linux %s has no pidfd_open", release)
 	}
-	return yes("Linux %s", release)
+	return good("Linux %s", release)
 }
 
 func memoryCopies(_ context.Context, _ *Host) Result {
-	return yes("chosen by size: %s", strings.Join(mem.CopyChoices(), "; "))
+	return good("chosen by size: %s", strings.Join(mem.CopyChoices(), "; "))
 }
 
 func parseKernel(release string) (major, minor int, ok bool) {
@@ -85,7 +85,7 @@ func parseKernel(release string) (major, minor int, ok bool) {
 }
 
 func cores(_ context.Context, h *Host) Result {
-	return yes("%d usable, threads that copy for shm: %d", runtime.NumCPU(), h.Config.CopyThreads(runtime.NumCPU()))
+	return good("%d usable, threads that copy for shm: %d", runtime.NumCPU(), h.Config.CopyThreads(runtime.NumCPU()))
 }
 
 // transportSHM makes, seals and maps a memfd, the only kernel functions that the backend needs.
@@ -93,44 +93,44 @@ func transportSHM(_ context.Context, _ *Host) Result {
 	const size = 1 << 20 // bytes
 	fd, err := unix.MemfdCreate("kvspray-doctor", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
-		return no("allow memfd_create in the container's seccomp profile", "memfd_create: %v", err)
+		return fail("allow memfd_create in the container's seccomp profile", "memfd_create: %v", err)
 	}
 	defer func() { _ = unix.Close(fd) }() // a memfd holds nothing to flush
 	if err := unix.Ftruncate(fd, size); err != nil {
-		return no("raise the memory limit of the container", "size a memfd of %d bytes: %v", size, err)
+		return fail("raise the memory limit of the container", "size a memfd of %d bytes: %v", size, err)
 	}
 	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK|unix.F_SEAL_GROW|unix.F_SEAL_SEAL); err != nil {
-		return no("use a kernel with memfd seals", "seal a memfd: %v", err)
+		return fail("use a kernel with memfd seals", "seal a memfd: %v", err)
 	}
 	m, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
-		return no("raise the address space limit (ulimit -v)", "map a memfd: %v", err)
+		return fail("raise the address space limit (ulimit -v)", "map a memfd: %v", err)
 	}
 	if err := unix.Munmap(m); err != nil {
-		return unknown("unmap a memfd: %v", err)
+		return skip("", "unmap a memfd: %v", err)
 	}
 	if err := unix.Ftruncate(fd, 0); !errors.Is(err, unix.EPERM) {
-		return no("use a kernel with memfd seals", "a sealed memfd could be truncated (%v)", err)
+		return fail("use a kernel with memfd seals", "a sealed memfd could be truncated (%v)", err)
 	}
-	return yes("memfds can be sealed and mapped")
+	return good("memfds can be sealed and mapped")
 }
 
 func transportTCP(ctx context.Context, _ *Host) Result {
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
-		return no("bring up the loopback interface", "listen on 127.0.0.1: %v", err)
+		return fail("bring up the loopback interface", "listen on 127.0.0.1: %v", err)
 	}
 	defer func() { _ = l.Close() }() // nothing was accepted
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "tcp", l.Addr().String())
 	if err != nil {
-		return no("look for a firewall on the loopback interface", "connect to %s: %v", l.Addr(), err)
+		return fail("look for a firewall on the loopback interface", "connect to %s: %v", l.Addr(), err)
 	}
 	if err := c.Close(); err != nil {
-		return unknown("close: %v", err)
+		return skip("", "close: %v", err)
 	}
-	return yes("listens and connects on loopback")
+	return good("listens and connects on loopback")
 }
 
 func (h *Host) list(dir string) ([]string, error) {
@@ -152,11 +152,11 @@ func rails(_ context.Context, h *Host) []Result {
 	links := h.Links
 	host, err := topo.Discover(topo.Options{Root: h.Root, Links: links})
 	if err != nil {
-		return []Result{unknown("interfaces: %v", err)}
+		return []Result{skip("", "interfaces: %v", err)}
 	}
 	var out []Result
 	for _, err := range host.Trouble {
-		out = append(out, unknown("%v", err))
+		out = append(out, skip("", "%v", err))
 	}
 	wanted := h.Config.RailsOrDefault()
 	found := make([]bool, len(wanted))
@@ -175,7 +175,7 @@ func rails(_ context.Context, h *Host) []Result {
 	}
 	for k, r := range wanted {
 		if host, _, err := net.SplitHostPort(r.Listen); !found[k] && err == nil && !everywhere(host) {
-			out = append(out, named("rail "+r.Name, no("assign the address to an interface, or correct transports.tcp.rails", "no interface has %s", host)))
+			out = append(out, named("rail "+r.Name, warn("assign the address to an interface, or correct transports.tcp.rails", "no interface has %s", host)))
 		}
 	}
 	return out
@@ -218,13 +218,13 @@ func nicLine(h *Host, host *topo.Host, n *topo.NIC, used []string) (Result, bool
 	text := strings.Join(parts, ", ")
 	switch {
 	case auto && why != nil:
-		return named("rail "+n.Name, no("assign an address to it, or exclude it in transports.tcp.rails", "%s", text)), true
+		return named("rail "+n.Name, warn("assign an address to it, or exclude it in transports.tcp.rails", "%s", text)), true
 	case len(used) > 0 && !n.Admin:
-		return named("rail "+n.Name, no("ip link set "+n.Name+" up", "%s; it is administratively down", text)), true
+		return named("rail "+n.Name, warn("ip link set "+n.Name+" up", "%s; it is administratively down", text)), true
 	case len(used) > 0 && !n.Link:
-		return named("rail "+n.Name, no("check cable and switch; transfers use the other rails meanwhile", "%s; its link has no carrier", text)), true
+		return named("rail "+n.Name, warn("check cable and switch; transfers use the other rails meanwhile", "%s; its link has no carrier", text)), true
 	}
-	return named("rail "+n.Name, yes("%s", text)), true
+	return named("rail "+n.Name, good("%s", text)), true
 }
 
 func speedText(n *topo.NIC) string {
@@ -300,18 +300,22 @@ func on(listen string, n *topo.NIC) bool {
 	return slices.ContainsFunc(n.Addrs, func(p netip.Prefix) bool { return p.Addr() == a || a.IsLoopback() && p.Contains(a) })
 }
 
-func memlock(_ context.Context, _ *Host) Result {
+func memlock(_ context.Context, h *Host) Result {
 	var l unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &l); err != nil {
-		return unknown("getrlimit: %v", err)
+		return skip("", "getrlimit: %v", err)
 	}
 	if l.Cur == unix.RLIM_INFINITY {
-		return yes("unlimited")
+		return good("unlimited")
 	}
 	if l.Cur < minMemlock {
-		return no("for RDMA: ulimit -l unlimited, or CAP_IPC_LOCK for the container; tcp and shm do not need it", "%s may be locked", bytesText(l.Cur))
+		result := warn
+		if devices, err := h.list("/sys/class/infiniband"); err != nil || len(devices) == 0 {
+			result = skip // nothing on this host locks memory
+		}
+		return result("for RDMA: ulimit -l unlimited, or CAP_IPC_LOCK for the container; tcp and shm do not need it", "%s may be locked", bytesText(l.Cur))
 	}
-	return yes("%s may be locked", bytesText(l.Cur))
+	return good("%s may be locked", bytesText(l.Cur))
 }
 
 func bytesText(n uint64) string {
@@ -329,47 +333,47 @@ func bytesText(n uint64) string {
 func sharedMemory(_ context.Context, h *Host) Result {
 	var st unix.Statfs_t
 	if err := unix.Statfs(h.path("/dev/shm"), &st); err != nil {
-		return no("mount a tmpfs at /dev/shm; engines use it between their own ranks, kvspray's memfds do not", "/dev/shm: %v", err)
+		return warn("mount a tmpfs at /dev/shm; engines use it between their own ranks, kvspray's memfds do not", "/dev/shm: %v", err)
 	}
 	size, free := st.Blocks*uint64(st.Bsize), st.Bavail*uint64(st.Bsize)
 	if size < minDevShm {
-		return no("docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in a pod; engines with several ranks need it, kvspray's memfds do not",
+		return warn("docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in a pod; engines with several ranks need it, kvspray's memfds do not",
 			"/dev/shm has %s", bytesText(size))
 	}
-	return yes("/dev/shm has %s, %s free; memfds count against the memory limit instead", bytesText(size), bytesText(free))
+	return good("/dev/shm has %s, %s free; memfds count against the memory limit instead", bytesText(size), bytesText(free))
 }
 
 func memoryLimit(_ context.Context, h *Host) Result {
 	text, err := h.read("/sys/fs/cgroup/memory.max")
 	if err != nil {
-		return unknown("no cgroup v2 memory limit to read")
+		return skip("", "no cgroup v2 memory limit to read")
 	}
 	if text == "max" {
-		return yes("none in this cgroup")
+		return good("none in this cgroup")
 	}
 	n, err := strconv.ParseUint(text, 10, 64)
 	if err != nil {
-		return unknown("memory.max is %q", text)
+		return skip("", "memory.max is %q", text)
 	}
-	return yes("%s; an engine's KV cache in a memfd counts for the container that touches it first", bytesText(n))
+	return good("%s; an engine's KV cache in a memfd counts for the container that touches it first", bytesText(n))
 }
 
 func ptraceScope(_ context.Context, h *Host) Result {
 	text, err := h.read("/proc/sys/kernel/yama/ptrace_scope")
 	if errors.Is(err, os.ErrNotExist) {
-		return yes("Yama is absent: processes of one user may read each other")
+		return good("Yama is absent: processes of one user may read each other")
 	}
 	if err != nil {
-		return unknown("%v", err)
+		return skip("", "%v", err)
 	}
 	switch text {
 	case "0":
-		return yes("0: processes of one user may read each other")
+		return good("0: processes of one user may read each other")
 	case "1", "2", "3":
-		return no("not needed: engines share memfds, or pass a descriptor of their own memory",
+		return skip("not needed: engines share memfds, or pass a descriptor of their own memory",
 			"%s: process_vm_readv between siblings is refused", text)
 	}
-	return unknown("ptrace_scope is %q", text)
+	return skip("", "ptrace_scope is %q", text)
 }
 
 // processMemory checks the fallback for caches outside memfds: reading through a descriptor of
@@ -377,18 +381,18 @@ func ptraceScope(_ context.Context, h *Host) Result {
 func processMemory(_ context.Context, _ *Host) Result {
 	f, err := os.OpenFile("/proc/self/mem", os.O_RDWR, 0)
 	if err != nil {
-		return no("let engines allocate their cache in memfds (the plug-in does where it can)", "/proc/self/mem: %v", err)
+		return warn("let engines allocate their cache in memfds (the plug-in does where it can)", "/proc/self/mem: %v", err)
 	}
 	if err := f.Close(); err != nil {
-		return unknown("close: %v", err)
+		return skip("", "close: %v", err)
 	}
-	return yes("an engine can pass a descriptor of its own memory")
+	return good("an engine can pass a descriptor of its own memory")
 }
 
 func peerPidfd(_ context.Context, _ *Host) Result {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return unknown("socketpair: %v", err)
+		return skip("", "socketpair: %v", err)
 	}
 	defer func() { _, _ = unix.Close(fds[0]), unix.Close(fds[1]) }() // nothing was sent
 	fd, err := unix.GetsockoptInt(fds[0], unix.SOL_SOCKET, soPeerPidfd)
@@ -397,19 +401,19 @@ func peerPidfd(_ context.Context, _ *Host) Result {
 	}
 	fd, perr := unix.PidfdOpen(os.Getpid(), 0)
 	if perr != nil {
-		return no("allow pidfd_open in the container's seccomp profile", "SO_PEERPIDFD: %v, pidfd_open: %v", err, perr)
+		return warn("allow pidfd_open in the container's seccomp profile", "SO_PEERPIDFD: %v, pidfd_open: %v", err, perr)
 	}
 	if err := unix.Close(fd); err != nil {
-		return unknown("close: %v", err)
+		return skip("", "close: %v", err)
 	}
-	return no("use Linux 6.5 or later; before it kvspray uses pidfd_open, with a race of a reused pid at connect", "SO_PEERPIDFD: %v", err)
+	return warn("use Linux 6.5 or later; before it kvspray uses pidfd_open, with a race of a reused pid at connect", "SO_PEERPIDFD: %v", err)
 }
 
-func closePidfd(fd int, good string) Result {
+func closePidfd(fd int, detail string) Result {
 	if err := unix.Close(fd); err != nil {
-		return unknown("close: %v", err)
+		return skip("", "close: %v", err)
 	}
-	return yes("%s", good)
+	return good("%s", detail)
 }
 
 // killRight checks whether an engine could kill a stopped sidecar: without that right its blocks
@@ -418,11 +422,11 @@ func killRight(_ context.Context, h *Host) Result {
 	uid := os.Getuid()
 	for _, other := range h.Config.Engine.AllowedUIDs {
 		if other != uid && other != 0 {
-			return no("run both under one user, or give the engine CAP_KILL and a shared process namespace",
+			return warn("run both under one user, or give the engine CAP_KILL and a shared process namespace",
 				"engines of user %d may not signal a sidecar of user %d: blocks of a stopped sidecar stay in quarantine until it ends", other, uid)
 		}
 	}
-	return yes("engines of user %d may", uid)
+	return good("engines of user %d may", uid)
 }
 
 const maxSocketPath = 107 // bytes of sun_path without its end
@@ -430,51 +434,51 @@ const maxSocketPath = 107 // bytes of sun_path without its end
 func engineSocket(_ context.Context, h *Host) Result {
 	path := h.Config.Engine.Socket
 	if len(path) > maxSocketPath {
-		return no("set engine.socket to a shorter path", "%s is longer than %d bytes", path, maxSocketPath)
+		return fail("set engine.socket to a shorter path", "%s is longer than %d bytes", path, maxSocketPath)
 	}
 	dir := filepath.Dir(path)
 	for {
 		st, err := os.Stat(dir)
 		if err == nil {
 			if !st.IsDir() {
-				return no("set engine.socket to a path below a directory", "%s is not a directory", dir)
+				return fail("set engine.socket to a path below a directory", "%s is not a directory", dir)
 			}
 			break
 		}
 		if !errors.Is(err, os.ErrNotExist) || dir == "/" {
-			return no("set engine.socket to a reachable path", "%v", err)
+			return fail("set engine.socket to a reachable path", "%v", err)
 		}
 		dir = filepath.Dir(dir)
 	}
 	if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
-		return no("set engine.socket to a directory that this user owns", "%s cannot be written: %v", dir, err)
+		return fail("set engine.socket to a directory that this user owns", "%s cannot be written: %v", dir, err)
 	}
 	if st, err := os.Lstat(path); err == nil && st.Mode()&os.ModeSocket == 0 {
-		return no("remove the file or choose another path", "%s exists and is not a socket", path)
+		return fail("remove the file or choose another path", "%s exists and is not a socket", path)
 	}
-	return yes("%s", path)
+	return good("%s", path)
 }
 
 func keys(_ context.Context, h *Host) Result {
 	if !h.Config.Secured() {
-		return yes("none configured: loopback only")
+		return good("none configured: loopback only")
 	}
 	if err := h.Config.CheckFiles(); err != nil {
-		return no("see the message; 'kvspray keygen' makes keys and certificates", "%s", strings.ReplaceAll(err.Error(), "\n", "; "))
+		return fail("see the message; 'kvspray keygen' makes keys and certificates", "%s", strings.ReplaceAll(err.Error(), "\n", "; "))
 	}
 	p := h.Config.Peer
 	now := time.Now()
 	expires, err := peerkeys.Check(p.ClusterKeyFile, p.TLS.Cert, p.TLS.Key, p.TLS.CA, now)
 	switch left := expires.Sub(now); {
 	case err != nil:
-		return no("see the message; 'kvspray keygen' makes keys and certificates", "%v", err)
+		return fail("see the message; 'kvspray keygen' makes keys and certificates", "%v", err)
 	case expires.IsZero():
-		return yes("usable, and not readable by others")
+		return good("usable, and not readable by others")
 	case left < renewBefore:
-		return no("issue a new one with 'kvspray keygen node' and replace the file: the sidecar reads it without a restart",
+		return warn("issue a new one with 'kvspray keygen node' and replace the file: the sidecar reads it without a restart",
 			"the certificate ends %s, in %s", expires.Format(time.RFC3339), left.Round(time.Minute))
 	default:
-		return yes("usable, and not readable by others; the certificate ends %s, in %d days", expires.Format(time.RFC3339), int(left.Hours()/24))
+		return good("usable, and not readable by others; the certificate ends %s, in %d days", expires.Format(time.RFC3339), int(left.Hours()/24))
 	}
 }
 
@@ -484,7 +488,7 @@ const renewBefore = 7 * 24 * time.Hour
 func gpu(_ context.Context, h *Host) Result {
 	entries, err := h.list("/dev")
 	if err != nil {
-		return unknown("/dev: %v", err)
+		return skip("", "/dev: %v", err)
 	}
 	n := 0
 	for _, e := range entries {
@@ -494,22 +498,22 @@ func gpu(_ context.Context, h *Host) Result {
 	}
 	version, err := h.read("/proc/driver/nvidia/version")
 	if n == 0 && err != nil {
-		return no("none needed for CPU engines", "no NVIDIA device or driver")
+		return skip("CPU engines need none", "no NVIDIA device or driver")
 	}
 	if n == 0 {
-		return no("give the container its GPUs (for instance --gpus all)", "the driver is loaded, but no /dev/nvidia device is here")
+		return warn("give the container its GPUs (for instance --gpus all)", "the driver is loaded, but no /dev/nvidia device is here")
 	}
 	if err != nil {
-		return unknown("%d device files, but the driver's version cannot be read: %v", n, err)
+		return skip("", "%d device files, but the driver's version cannot be read: %v", n, err)
 	}
 	line, _, _ := strings.Cut(version, "\n")
-	return yes("%d, %s", n, strings.TrimPrefix(line, "NVRM version: "))
+	return good("%d, %s", n, strings.TrimPrefix(line, "NVRM version: "))
 }
 
 // gpus is that line, and one for each GPU.
 func gpus(ctx context.Context, h *Host) []Result {
 	first := gpu(ctx, h)
-	if first.State != Yes || h.Root != "" {
+	if first.State != OK || h.Root != "" {
 		return []Result{first}
 	}
 	return append(append([]Result{first}, gpuDevices()...), named("gpu table", gpuTable(ctx, h)))
@@ -523,37 +527,37 @@ func gpuTable(_ context.Context, h *Host) Result {
 	}
 	path, _ := c.Transports.GPU.TablePath()
 	if path == "" {
-		return unknown("transports.gpu.table is off")
+		return skip("", "transports.gpu.table is off")
 	}
 	text, err := h.read(path)
 	if err != nil {
-		return no("run kvspray calibrate to measure the GPUs; until then kvspray uses built-in values", "%v", err)
+		return warn("run kvspray calibrate to measure the GPUs; until then kvspray uses built-in values", "%v", err)
 	}
 	var t struct {
 		GPUs map[string]json.RawMessage `json:"gpus"`
 	}
 	if err := json.Unmarshal([]byte(text), &t); err != nil || len(t.GPUs) == 0 {
-		return no("make a new one with kvspray calibrate", "%s is not a table of GPUs: %v", path, err)
+		return warn("make a new one with kvspray calibrate", "%s is not a table of GPUs: %v", path, err)
 	}
-	return yes("%s has %s", path, strings.Join(slices.Sorted(maps.Keys(t.GPUs)), "; "))
+	return good("%s has %s", path, strings.Join(slices.Sorted(maps.Keys(t.GPUs)), "; "))
 }
 
 func rdma(_ context.Context, h *Host) Result {
 	devices, err := h.list("/sys/class/infiniband")
 	if err != nil || len(devices) == 0 {
-		return no("none needed for tcp and shm", "no device in /sys/class/infiniband")
+		return skip("tcp and shm need none", "no device in /sys/class/infiniband")
 	}
 	var active, idle []string
 	for _, d := range devices {
 		ports, err := h.list("/sys/class/infiniband/" + d + "/ports")
 		if err != nil {
-			return unknown("%s: %v", d, err)
+			return skip("", "%s: %v", d, err)
 		}
 		for _, port := range ports {
 			base := "/sys/class/infiniband/" + d + "/ports/" + port
 			state, err := h.read(base + "/state")
 			if err != nil {
-				return unknown("%s: %v", d, err)
+				return skip("", "%s: %v", d, err)
 			}
 			rate, err := h.read(base + "/rate")
 			if err != nil {
@@ -567,9 +571,9 @@ func rdma(_ context.Context, h *Host) Result {
 		}
 	}
 	if len(active) == 0 {
-		return no("check cable, switch and subnet manager", "no active port: %s", strings.Join(idle, ", "))
+		return warn("check cable, switch and subnet manager", "no active port: %s", strings.Join(idle, ", "))
 	}
-	return yes("%s", strings.Join(active, ", "))
+	return good("%s", strings.Join(active, ", "))
 }
 
 // enginePackages reads the versions without importing the packages, which takes half a minute for
@@ -593,7 +597,7 @@ func engines(ctx context.Context, h *Host) []Result {
 		} else if p, err := exec.LookPath("python3"); err == nil {
 			python = p
 		} else {
-			return []Result{unknown("no python3 on the path; name the engine's with --python")}
+			return []Result{skip("", "no python3 on the path; name the engine's with --python")}
 		}
 	}
 	cmd := exec.CommandContext(ctx, python, "-I", "-")
@@ -610,7 +614,7 @@ func engines(ctx context.Context, h *Host) []Result {
 	}
 	if err != nil {
 		why := strings.TrimSpace(fmt.Sprintf("%v %s", err, lastLine(stderr.String())))
-		return []Result{unknown("%s: %s; name the engine's interpreter with --python", python, why)}
+		return []Result{skip("", "%s: %s; name the engine's interpreter with --python", python, why)}
 	}
 	var list []string
 	engine := false
@@ -622,11 +626,11 @@ func engines(ctx context.Context, h *Host) []Result {
 	}
 	switch {
 	case !engine:
-		return []Result{no("name the engine's interpreter with --python, for instance --python /venv/bin/python", "neither vllm nor sglang in %s", python)}
+		return []Result{skip("name the engine's interpreter with --python, for instance --python /venv/bin/python", "neither vllm nor sglang in %s", python)}
 	case found["kvspray"] == "":
-		return []Result{no("install kvspray's wheels beside the engine (README)", "%s in %s, without the kvspray package", strings.Join(list, ", "), python)}
+		return []Result{warn("install kvspray's wheels beside the engine (README)", "%s in %s, without the kvspray package", strings.Join(list, ", "), python)}
 	}
-	return []Result{yes("%s in %s", strings.Join(list, ", "), python)}
+	return []Result{good("%s in %s", strings.Join(list, ", "), python)}
 }
 
 func lastLine(s string) string {
@@ -638,16 +642,16 @@ func lastLine(s string) string {
 func running(ctx context.Context, h *Host) Result {
 	addr := h.Config.HTTP.Listen
 	if addr == config.Off {
-		return unknown("http.listen is off")
+		return skip("", "http.listen is off")
 	}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+addr+"/v1/node", nil)
 	if err != nil {
-		return unknown("%v", err)
+		return skip("", "%v", err)
 	}
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	resp, err := client.Do(req)
 	if err != nil {
-		return no("start one with 'kvspray serve', or pass its --config or --http", "none answers at %s", addr)
+		return skip("start one with 'kvspray serve', or pass its --config or --http", "none answers at %s", addr)
 	}
 	defer func() { _ = resp.Body.Close() }() // read to its end
 	var node struct {
@@ -656,10 +660,10 @@ func running(ctx context.Context, h *Host) Result {
 		Sessions []string `json:"sessions"`
 	}
 	if err := json.NewDecoder(io.LimitReader(resp.Body, maxFileBytes)).Decode(&node); err != nil || resp.StatusCode != http.StatusOK {
-		return unknown("another program answers at %s (%s)", addr, resp.Status)
+		return skip("", "another program answers at %s (%s)", addr, resp.Status)
 	}
 	if len(node.Sessions) == 0 {
-		return yes("%s at %s, no engine connected", node.Node, node.Endpoint)
+		return good("%s at %s, no engine connected", node.Node, node.Endpoint)
 	}
-	return yes("%s at %s, engines: %s", node.Node, node.Endpoint, strings.Join(node.Sessions, ", "))
+	return good("%s at %s, engines: %s", node.Node, node.Endpoint, strings.Join(node.Sessions, ", "))
 }

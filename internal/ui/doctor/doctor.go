@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package doctor checks what works on this host, one line per check: yes; no, with the reason and
-// the remedy; or unknown. It tries features rather than guess from versions, changes nothing, and
-// bounds each check in time.
+// Package doctor checks what works on this host, one line per check: ok, warn or fail with the
+// reason and the remedy, or skip. It tries features rather than guess from versions, changes
+// nothing, and bounds each check in time.
 //
 // No goroutines outlive Run.
 package doctor
@@ -24,9 +24,10 @@ type State string
 
 // The states.
 const (
-	Yes     State = "yes"
-	No      State = "no"
-	Unknown State = "could not tell"
+	OK   State = "ok"
+	Warn State = "warn" // something does not work, or works worse; the sidecar runs without it
+	Fail State = "fail" // the sidecar does not run
+	Skip State = "skip" // this host has or needs nothing of the kind, or it could not be determined
 )
 
 // Result is one line.
@@ -34,7 +35,7 @@ type Result struct {
 	Name     string `json:"name"`
 	State    State  `json:"state"`
 	Detail   string `json:"detail"`           // the finding, or the reason
-	Remedy   string `json:"remedy,omitempty"` // of a no
+	Remedy   string `json:"remedy,omitempty"` // always of warn and fail
 	Required bool   `json:"required"`         // nothing works without it
 }
 
@@ -82,7 +83,7 @@ var checks = []check{
 	{"peer pidfd", false, one(peerPidfd)},
 	{"engine can end a stopped sidecar", false, one(killRight)},
 	{"engine socket", true, one(engineSocket)},
-	{"keys", false, one(keys)},
+	{"keys", true, one(keys)},
 	{"gpu", false, gpus},
 	{"rdma devices", false, one(rdma)},
 	{"engine packages", false, engines},
@@ -109,14 +110,27 @@ func Run(ctx context.Context, h *Host) []Result {
 // Healthy reports whether every required check passed.
 func Healthy(results []Result) bool {
 	for _, r := range results {
-		if r.Required && r.State == No {
+		if r.State == Fail {
 			return false
 		}
 	}
 	return true
 }
 
-// WriteText writes one line for each result, with the remedy below it.
+// Summary counts the results by state.
+func Summary(results []Result) string {
+	n := map[State]int{}
+	for _, r := range results {
+		n[r.State]++
+	}
+	verdict := "kvspray runs on this host"
+	if n[Fail] > 0 {
+		verdict = "kvspray does not run on this host: see the lines with fail"
+	}
+	return fmt.Sprintf("%d ok, %d warn, %d fail, %d skip: %s", n[OK], n[Warn], n[Fail], n[Skip], verdict)
+}
+
+// WriteText writes one line for each result, with the remedy below it, and the summary.
 func WriteText(w io.Writer, results []Result) error {
 	width := 0
 	for _, r := range results {
@@ -124,11 +138,12 @@ func WriteText(w io.Writer, results []Result) error {
 	}
 	var b strings.Builder
 	for _, r := range results {
-		fmt.Fprintf(&b, "%-*s  %-14s  %s\n", width, r.Name, r.State, r.Detail)
+		fmt.Fprintf(&b, "%-4s  %-*s  %s\n", r.State, width, r.Name, r.Detail)
 		if r.Remedy != "" {
-			fmt.Fprintf(&b, "%-*s  %-14s  -> %s\n", width, "", "", r.Remedy)
+			fmt.Fprintf(&b, "%-4s  %-*s  -> %s\n", "", width, "", r.Remedy)
 		}
 	}
+	fmt.Fprintf(&b, "\n%s\n", Summary(results))
 	_, err := io.WriteString(w, b.String())
 	return err
 }
@@ -145,14 +160,19 @@ func named(name string, r Result) Result {
 	return r
 }
 
-func yes(format string, args ...any) Result {
-	return Result{State: Yes, Detail: fmt.Sprintf(format, args...)}
+func good(format string, args ...any) Result {
+	return Result{State: OK, Detail: fmt.Sprintf(format, args...)}
 }
 
-func no(remedy, format string, args ...any) Result {
-	return Result{State: No, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
+func warn(remedy, format string, args ...any) Result {
+	return Result{State: Warn, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
 }
 
-func unknown(format string, args ...any) Result {
-	return Result{State: Unknown, Detail: fmt.Sprintf(format, args...)}
+func fail(remedy, format string, args ...any) Result {
+	return Result{State: Fail, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
+}
+
+// skip has a remedy only where there is something to do.
+func skip(remedy, format string, args ...any) Result {
+	return Result{State: Skip, Detail: fmt.Sprintf(format, args...), Remedy: remedy}
 }

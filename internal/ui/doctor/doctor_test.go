@@ -51,7 +51,8 @@ func TestRunHere(t *testing.T) {
 	seen := map[string]bool{}
 	for _, r := range results {
 		seen[r.Name] = true
-		if r.Detail == "" || r.Name == "" || r.State != Yes && r.State != No && r.State != Unknown || (r.State == No) != (r.Remedy != "") {
+		if r.Detail == "" || r.Name == "" || r.State != OK && r.State != Warn && r.State != Fail && r.State != Skip ||
+			(r.State == Warn || r.State == Fail) && r.Remedy == "" || r.State == OK && r.Remedy != "" {
 			t.Errorf("incomplete: %+v", r)
 		}
 	}
@@ -72,8 +73,13 @@ func TestRunHere(t *testing.T) {
 }
 
 func TestHealthy(t *testing.T) {
-	if Healthy([]Result{{State: No, Required: true}}) || !Healthy([]Result{{State: No}, {State: Unknown, Required: true}}) {
-		t.Error("only a required no is unhealthy")
+	all := []Result{{State: OK}, {State: Warn}, {State: Skip}, {State: Skip, Required: true}}
+	if got, want := Summary(all), "1 ok, 1 warn, 0 fail, 2 skip: kvspray runs on this host"; !Healthy(all) || got != want {
+		t.Errorf("%q, want %q", got, want)
+	}
+	all = append(all, Result{State: Fail, Required: true})
+	if got := Summary(all); Healthy(all) || !strings.Contains(got, "1 fail, 2 skip: kvspray does not run on this host") {
+		t.Errorf("%q", got)
 	}
 }
 
@@ -85,23 +91,23 @@ func TestFromFiles(t *testing.T) {
 		state State
 		text  string
 	}{
-		"ptrace open":       {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "0\n"}, ptraceScope, Yes, "0:"},
-		"ptrace restricted": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "1\n"}, ptraceScope, No, "1:"},
-		"ptrace strange":    {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "x"}, ptraceScope, Unknown, "x"},
-		"no yama":           {nil, ptraceScope, Yes, "absent"},
-		"limit":             {map[string]string{"sys/fs/cgroup/memory.max": "8589934592\n"}, memoryLimit, Yes, "8.0 GiB"},
-		"no limit":          {map[string]string{"sys/fs/cgroup/memory.max": "max"}, memoryLimit, Yes, "none"},
-		"odd limit":         {map[string]string{"sys/fs/cgroup/memory.max": "?"}, memoryLimit, Unknown, "?"},
-		"no cgroup":         {nil, memoryLimit, Unknown, "no cgroup"},
-		"no shm":            {nil, sharedMemory, No, "/dev/shm"},
-		"no gpu":            {map[string]string{"dev/null": ""}, gpu, No, "no NVIDIA"},
+		"ptrace open":       {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "0\n"}, ptraceScope, OK, "0:"},
+		"ptrace restricted": {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "1\n"}, ptraceScope, Skip, "1:"},
+		"ptrace strange":    {map[string]string{"proc/sys/kernel/yama/ptrace_scope": "x"}, ptraceScope, Skip, "x"},
+		"no yama":           {nil, ptraceScope, OK, "absent"},
+		"limit":             {map[string]string{"sys/fs/cgroup/memory.max": "8589934592\n"}, memoryLimit, OK, "8.0 GiB"},
+		"no limit":          {map[string]string{"sys/fs/cgroup/memory.max": "max"}, memoryLimit, OK, "none"},
+		"odd limit":         {map[string]string{"sys/fs/cgroup/memory.max": "?"}, memoryLimit, Skip, "?"},
+		"no cgroup":         {nil, memoryLimit, Skip, "no cgroup"},
+		"no shm":            {nil, sharedMemory, Warn, "/dev/shm"},
+		"no gpu":            {map[string]string{"dev/null": ""}, gpu, Skip, "no NVIDIA"},
 		"gpus": {map[string]string{"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "proc/driver/nvidia/version": "NVRM version: X 580\nGCC"},
-			gpu, Yes, "2, X 580"},
-		"gpu not passed": {map[string]string{"dev/null": "", "proc/driver/nvidia/version": "X"}, gpu, No, "no /dev/nvidia"},
-		"gpu no driver":  {map[string]string{"dev/nvidia0": ""}, gpu, Unknown, "1 device"},
-		"no rdma":        {nil, rdma, No, "no device"},
-		"rdma":           {map[string]string{ib + "state": "4: ACTIVE\n", ib + "rate": "400 Gb/sec (4X NDR)\n"}, rdma, Yes, "mlx5_0/1 400 Gb/sec"},
-		"rdma down":      {map[string]string{ib + "state": "1: DOWN\n", ib + "rate": "10 Gb/sec"}, rdma, No, "DOWN"},
+			gpu, OK, "2, X 580"},
+		"gpu not passed": {map[string]string{"dev/null": "", "proc/driver/nvidia/version": "X"}, gpu, Warn, "no /dev/nvidia"},
+		"gpu no driver":  {map[string]string{"dev/nvidia0": ""}, gpu, Skip, "1 device"},
+		"no rdma":        {nil, rdma, Skip, "no device"},
+		"rdma":           {map[string]string{ib + "state": "4: ACTIVE\n", ib + "rate": "400 Gb/sec (4X NDR)\n"}, rdma, OK, "mlx5_0/1 400 Gb/sec"},
+		"rdma down":      {map[string]string{ib + "state": "1: DOWN\n", ib + "rate": "10 Gb/sec"}, rdma, Warn, "DOWN"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := c.check(context.Background(), root(t, c.files))
@@ -128,17 +134,17 @@ func TestGDRRails(t *testing.T) {
 	}
 	r := say(root(t, files))
 	for _, part := range []string{"400 Gbit/s", "GID 2: RoCEv2, 10.1.2.3 of eth7", "0 RoCEv2 fe80::1 eth7", "1 RoCEv1 10.1.2.3 eth7"} {
-		if r.State != Yes || !strings.Contains(r.Detail, part) {
+		if r.State != OK || !strings.Contains(r.Detail, part) {
 			t.Errorf("%+v misses %q", r, part)
 		}
 	}
 	h := root(t, files)
 	h.Config.Transports.GDR.Rails = []string{"mlx5_0@1"}
-	if r := say(h); r.State != Yes || !strings.Contains(r.Detail, "index 1 is configured") {
+	if r := say(h); r.State != OK || !strings.Contains(r.Detail, "index 1 is configured") {
 		t.Errorf("%+v", r)
 	}
 	delete(files, ib+"gids/2")
-	if r := say(root(t, files)); r.State != No || !strings.Contains(r.Remedy, "mlx5_0@INDEX") {
+	if r := say(root(t, files)); r.State != Warn || !strings.Contains(r.Remedy, "mlx5_0@INDEX") {
 		t.Errorf("%+v", r)
 	}
 	if r := gdrRails(context.Background(), root(t, nil)); len(r) != 0 {
@@ -161,11 +167,11 @@ func TestRails(t *testing.T) {
 		{Name: "r2", Listen: "127.0.0.9:0"}, {Name: "r3", Listen: "localhost:0"}, {Name: "r4", Listen: "0.0.0.0:0"}}
 	var lo, missing bool
 	for _, r := range rails(context.Background(), h) {
-		lo = lo || r.Name == "rail lo" && r.State == Yes && strings.Contains(r.Detail, "rail r0, r2, r3")
-		if r.State == No && r.Name != "rail r1" {
+		lo = lo || r.Name == "rail lo" && r.State == OK && strings.Contains(r.Detail, "rail r0, r2, r3")
+		if r.State == Warn && r.Name != "rail r1" {
 			t.Errorf("a rail that works: %+v", r)
 		}
-		missing = missing || r.Name == "rail r1" && r.State == No
+		missing = missing || r.Name == "rail r1" && r.State == Warn
 	}
 	if !lo || !missing {
 		t.Errorf("lo %v, missing %v", lo, missing)
@@ -201,17 +207,17 @@ func TestRailLines(t *testing.T) {
 	h.Config.Transports.TCP.Rails = []config.Rail{{Match: "mgmt", Exclude: true}, {Match: "ib*"}, {Match: "*"}, {Name: "fixed", Listen: "10.7.7.7:0"}}
 	want := map[string]string{
 		"rail lo":    "", // leads nowhere, and is no rail here
-		"rail eth0":  "yes 10.0.0.1, 25 Gbit/s, MTU 9000, rail eth0 by the pattern *",
-		"rail eth1":  "no 10.0.1.1, 100 Gbit/s, MTU 9000, rail eth1 by the pattern *; its link has no carrier",
-		"rail eth2":  "no 10.0.2.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, rail eth2 by the pattern *; it is administratively down",
-		"rail ib0":   "no no address that reaches beyond its link, speed unknown (a virtual interface); set rails[].speed, MTU 9000, not used",
-		"rail mgmt":  "yes 10.9.0.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, excluded by the pattern mgmt",
-		"rail fixed": "no no interface has 10.7.7.7",
+		"rail eth0":  "ok 10.0.0.1, 25 Gbit/s, MTU 9000, rail eth0 by the pattern *",
+		"rail eth1":  "warn 10.0.1.1, 100 Gbit/s, MTU 9000, rail eth1 by the pattern *; its link has no carrier",
+		"rail eth2":  "warn 10.0.2.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, rail eth2 by the pattern *; it is administratively down",
+		"rail ib0":   "warn no address that reaches beyond its link, speed unknown (a virtual interface); set rails[].speed, MTU 9000, not used",
+		"rail mgmt":  "ok 10.9.0.1, speed unknown (a virtual interface); set rails[].speed, MTU 9000, excluded by the pattern mgmt",
+		"rail fixed": "warn no interface has 10.7.7.7",
 	}
 	got := map[string]string{}
 	for _, r := range rails(context.Background(), h) {
 		got[r.Name] = string(r.State) + " " + r.Detail
-		if r.State == No && r.Remedy == "" {
+		if r.State == Warn && r.Remedy == "" {
 			t.Errorf("%s: no remedy", r.Name)
 		}
 	}
@@ -225,11 +231,11 @@ func TestRailLines(t *testing.T) {
 func TestKeys(t *testing.T) {
 	p := filepath.Join(t.TempDir(), "cluster.key")
 	h := &Host{Config: config.Default()}
-	if r := keys(context.Background(), h); r.State != Yes {
+	if r := keys(context.Background(), h); r.State != OK {
 		t.Errorf("%+v", r)
 	}
 	h.Config.Peer.ClusterKeyFile = p
-	for content, want := range map[string]State{strings.Repeat("g", 64): No, strings.Repeat("0a", 32): Yes, "short": No} {
+	for content, want := range map[string]State{strings.Repeat("g", 64): Fail, strings.Repeat("0a", 32): OK, "short": Fail} {
 		if err := os.WriteFile(p, []byte(content), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -246,10 +252,10 @@ func TestEngineSocket(t *testing.T) {
 		t.Fatal(err)
 	}
 	for path, want := range map[string]State{
-		filepath.Join(dir, "a/b/c.sock"): Yes,
-		file:                             No,
-		filepath.Join(file, "c.sock"):    No,
-		"/" + strings.Repeat("x", 120):   No,
+		filepath.Join(dir, "a/b/c.sock"): OK,
+		file:                             Fail,
+		filepath.Join(file, "c.sock"):    Fail,
+		"/" + strings.Repeat("x", 120):   Fail,
 	} {
 		c := config.Default()
 		c.Engine.Socket = path
@@ -268,11 +274,11 @@ func TestEngines(t *testing.T) {
 		return p
 	}
 	for body, want := range map[string]State{
-		`echo '{"vllm": "1.0", "kvspray": "0.1"}'`: Yes,
-		`echo '{"vllm": "1.0"}'`:                   No,
-		`echo '{}'`:                                No,
-		`echo broken`:                              Unknown,
-		`echo oops >&2; exit 3`:                    Unknown,
+		`echo '{"vllm": "1.0", "kvspray": "0.1"}'`: OK,
+		`echo '{"vllm": "1.0"}'`:                   Warn,
+		`echo '{}'`:                                Skip,
+		`echo broken`:                              Skip,
+		`echo oops >&2; exit 3`:                    Skip,
 	} {
 		r := engines(context.Background(), &Host{Python: script(body)})
 		if len(r) != 1 || r[0].State != want {
@@ -281,7 +287,7 @@ func TestEngines(t *testing.T) {
 	}
 	for _, other := range []string{"/bin/ls", "/bin/cat", "/bin/sh", "/bin/true"} {
 		r := engines(context.Background(), &Host{Python: other})
-		if len(r) != 1 || r[0].State != Unknown || !strings.Contains(fmt.Sprint(r), "--python") || strings.Contains(fmt.Sprint(r), "json.dumps") {
+		if len(r) != 1 || r[0].State != Skip || !strings.Contains(fmt.Sprint(r), "--python") || strings.Contains(fmt.Sprint(r), "json.dumps") {
 			t.Errorf("%s: %+v", other, r)
 		}
 	}
@@ -293,19 +299,19 @@ func TestRunningSidecar(t *testing.T) {
 	defer srv.Close()
 	c := config.Default()
 	c.HTTP.Listen = strings.TrimPrefix(srv.URL, "http://")
-	if r := running(context.Background(), &Host{Config: c}); r.State != Yes || !strings.Contains(r.Detail, "vllm/a/tp0") {
+	if r := running(context.Background(), &Host{Config: c}); r.State != OK || !strings.Contains(r.Detail, "vllm/a/tp0") {
 		t.Errorf("%+v", r)
 	}
 	body = "nonsense"
-	if r := running(context.Background(), &Host{Config: c}); r.State != Unknown {
+	if r := running(context.Background(), &Host{Config: c}); r.State != Skip {
 		t.Errorf("%+v", r)
 	}
 	srv.Close()
-	if r := running(context.Background(), &Host{Config: c}); r.State != No {
+	if r := running(context.Background(), &Host{Config: c}); r.State != Skip {
 		t.Errorf("%+v", r)
 	}
 	c.HTTP.Listen = config.Off
-	if r := running(context.Background(), &Host{Config: c}); r.State != Unknown {
+	if r := running(context.Background(), &Host{Config: c}); r.State != Skip {
 		t.Errorf("%+v", r)
 	}
 }
@@ -313,7 +319,7 @@ func TestRunningSidecar(t *testing.T) {
 func TestKillRight(t *testing.T) {
 	c := config.Default()
 	c.Engine.AllowedUIDs = []int{os.Getuid() + 12345}
-	if r := killRight(context.Background(), &Host{Config: c}); r.State != No || !strings.Contains(r.Detail, "quarantine") {
+	if r := killRight(context.Background(), &Host{Config: c}); r.State != Warn || !strings.Contains(r.Detail, "quarantine") {
 		t.Errorf("%+v", r)
 	}
 }
@@ -326,10 +332,10 @@ func TestGPUTable(t *testing.T) {
 		state State
 		what  string
 	}{
-		`{"version": 1, "gpus": {"B, driver 2": {}, "A, driver 1": {}}}`: {Yes, "/t.json has A, driver 1; B, driver 2"},
-		`{"version": 1, "gpus": {}}`:                                     {No, "not a table of GPUs"},
-		"{":                                                              {No, "not a table of GPUs"},
-		"":                                                               {No, "no such file"},
+		`{"version": 1, "gpus": {"B, driver 2": {}, "A, driver 1": {}}}`: {OK, "/t.json has A, driver 1; B, driver 2"},
+		`{"version": 1, "gpus": {}}`:                                     {Warn, "not a table of GPUs"},
+		"{":                                                              {Warn, "not a table of GPUs"},
+		"":                                                               {Warn, "no such file"},
 	} {
 		root := t.TempDir()
 		if text != "" {
@@ -338,12 +344,12 @@ func TestGPUTable(t *testing.T) {
 			}
 		}
 		got := gpuTable(t.Context(), &Host{Root: root, Config: c})
-		if got.State != want.state || !strings.Contains(got.Detail, want.what) || want.state == No && !strings.Contains(got.Remedy, "kvspray calibrate") {
+		if got.State != want.state || !strings.Contains(got.Detail, want.what) || want.state == Warn && !strings.Contains(got.Remedy, "kvspray calibrate") {
 			t.Errorf("%q: %+v", text, got)
 		}
 	}
 	c.Transports.GPU.Table = config.Off
-	if got := gpuTable(t.Context(), &Host{Root: t.TempDir(), Config: c}); got.State != Unknown {
+	if got := gpuTable(t.Context(), &Host{Root: t.TempDir(), Config: c}); got.State != Skip {
 		t.Errorf("off: %+v", got)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -17,13 +18,16 @@ const shownGIDs = 16
 func transportGDR(_ context.Context, h *Host) Result {
 	ports, err := verbs.Ports(cmp.Or(h.Root, "/"))
 	if errors.Is(err, verbs.ErrNoDevices) {
-		return no("use tcp, or a host with an RDMA NIC and its driver", "no RDMA device")
+		if slices.Contains(h.Config.Transports.Order, "gdr") {
+			return warn("use tcp, or a host with an RDMA NIC and its driver", "no RDMA device")
+		}
+		return skip("tcp and shm need none", "no RDMA device")
 	}
 	if err != nil {
-		return unknown("%v", err)
+		return skip("", "%v", err)
 	}
 	if err := verbs.Library(); err != nil {
-		return no("install libibverbs1 and ibverbs-providers (rdma-core)", "%v", err)
+		return warn("install libibverbs1 and ibverbs-providers (rdma-core)", "%v", err)
 	}
 	usable := 0
 	for i := range ports {
@@ -32,9 +36,9 @@ func transportGDR(_ context.Context, h *Host) Result {
 		}
 	}
 	if usable == 0 {
-		return no("see the lines below", "none of %d ports is active and has a usable GID", len(ports))
+		return warn("see the lines below", "none of %d ports is active and has a usable GID", len(ports))
 	}
-	return yes("%d of %d ports", usable, len(ports))
+	return good("%d of %d ports", usable, len(ports))
 }
 
 // pinned is the configured GID index of a port.
@@ -68,11 +72,11 @@ func gdrRails(_ context.Context, h *Host) (out []Result) {
 		name := "gdr rail " + p.Name()
 		switch shown := "; GIDs: " + strings.Join(table, ", "); {
 		case err != nil:
-			out = append(out, named(name, no("assign an IP address to its interface, or pin a GID: transports.gdr.rails=["+p.Name()+"@INDEX]", "%s; %v%s", state, err, shown)))
+			out = append(out, named(name, warn("assign an IP address to its interface, or pin a GID: transports.gdr.rails=["+p.Name()+"@INDEX]", "%s; %v%s", state, err, shown)))
 		case p.State != "ACTIVE":
-			out = append(out, named(name, no("check cable, switch, network interface and subnet manager", "%s; GID %d: %s%s", state, g.Index, why, shown)))
+			out = append(out, named(name, warn("check cable, switch, network interface and subnet manager", "%s; GID %d: %s%s", state, g.Index, why, shown)))
 		default:
-			out = append(out, named(name, yes("%s; GID %d: %s%s", state, g.Index, why, shown)))
+			out = append(out, named(name, good("%s; GID %d: %s%s", state, g.Index, why, shown)))
 		}
 	}
 	return out

@@ -17,12 +17,12 @@ import (
 // disturb a busy engine.
 func gpuDevices() []Result {
 	if r := nvml.Init(); r != nvml.SUCCESS {
-		return []Result{named("gpu devices", unknown("libnvidia-ml.so.1: %s", nvml.ErrorString(r)))}
+		return []Result{named("gpu devices", skip("", "libnvidia-ml.so.1: %s", nvml.ErrorString(r)))}
 	}
 	defer func() { _ = nvml.Shutdown() }() // nothing was changed
 	n, r := nvml.DeviceGetCount()
 	if r != nvml.SUCCESS {
-		return []Result{named("gpu devices", unknown("count: %s", nvml.ErrorString(r)))}
+		return []Result{named("gpu devices", skip("", "count: %s", nvml.ErrorString(r)))}
 	}
 	driver, r := nvml.SystemGetDriverVersion()
 	if r != nvml.SUCCESS {
@@ -33,7 +33,7 @@ func gpuDevices() []Result {
 		name := fmt.Sprintf("gpu %d", i)
 		d, r := nvml.DeviceGetHandleByIndex(i)
 		if r != nvml.SUCCESS {
-			out = append(out, named(name, no("check for an Xid error in the kernel's log; a GPU that fell off the bus needs a restart of the host", "%s", nvml.ErrorString(r))))
+			out = append(out, named(name, warn("check for an Xid error in the kernel's log; a GPU that fell off the bus needs a restart of the host", "%s", nvml.ErrorString(r))))
 			continue
 		}
 		out = append(out, named(name, gpuHealth(d, driver)))
@@ -45,7 +45,7 @@ func gpuDevices() []Result {
 func gpuMemory() (out []Result) {
 	d, err := cuda.Open()
 	if err != nil {
-		return []Result{named("gpu memory", unknown("%v", err))}
+		return []Result{named("gpu memory", skip("", "%v", err))}
 	}
 	for _, dev := range d.Devices {
 		out = append(out, named(fmt.Sprintf("gpu %d memory", dev), sharing(dev.Attribute)))
@@ -61,7 +61,7 @@ func sharing(attribute func(cuda.Attribute) (int, error)) Result {
 		cuda.GPUDirectRDMAWriteOrdering, cuda.GPUDirectRDMAFlushOptions} {
 		var err error
 		if v[i], err = attribute(a); err != nil {
-			return unknown("attribute %d: %v", a, err)
+			return skip("", "attribute %d: %v", a, err)
 		}
 	}
 	can := func(yes int) string {
@@ -77,43 +77,43 @@ func sharing(attribute func(cuda.Attribute) (int, error)) Result {
 	what := fmt.Sprintf("CUDA IPC %s, by descriptor %s; dma-buf %s, GPUDirect RDMA %s (writes are ordered for: %s; flush options %#x)", can(v[0]), can(v[1]),
 		can(v[2]), can(v[3]), ordering, v[5])
 	if v[0] == 0 && v[1] == 0 {
-		return no("use a driver and a virtualisation that share GPU memory between processes; until then engines must keep their cache in host memory", "%s", what)
+		return warn("use a driver and a virtualisation that share GPU memory between processes; until then engines must keep their cache in host memory", "%s", what)
 	}
-	return yes("%s", what)
+	return good("%s", what)
 }
 
 func gpuHealth(d nvml.Device, driver string) Result {
 	product, r := d.GetName()
 	if r != nvml.SUCCESS {
-		return unknown("name: %s", nvml.ErrorString(r))
+		return skip("", "name: %s", nvml.ErrorString(r))
 	}
 	what := product + ", driver " + driver
 	if m, r := d.GetMemoryInfo(); r == nvml.SUCCESS {
 		what += fmt.Sprintf(", %s, %s free", bytesText(m.Total), bytesText(m.Free))
 	}
 	if _, _, pending, failed, r := d.GetRemappedRows(); r == nvml.SUCCESS && (failed || pending) {
-		return no("drain the host and reset the GPU; if that does not help, have it replaced", "%s: rows of its memory wait for remapping (pending %v, failed %v)", what, pending, failed)
+		return warn("drain the host and reset the GPU; if that does not help, have it replaced", "%s: rows of its memory wait for remapping (pending %v, failed %v)", what, pending, failed)
 	}
 	errs, r := d.GetTotalEccErrors(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC)
 	switch {
 	case r == nvml.ERROR_NOT_SUPPORTED:
-		return yes("%s, no ECC", what)
+		return good("%s, no ECC", what)
 	case r != nvml.SUCCESS:
-		return yes("%s, memory errors could not be read (%s)", what, nvml.ErrorString(r))
+		return good("%s, memory errors could not be read (%s)", what, nvml.ErrorString(r))
 	case errs > 0:
-		return no("restart the processes on the GPU, and check for Xid errors in the kernel's log", "%s: %d memory errors that ECC could not correct since the driver was loaded", what, errs)
+		return warn("restart the processes on the GPU, and check for Xid errors in the kernel's log", "%s: %d memory errors that ECC could not correct since the driver was loaded", what, errs)
 	}
-	return yes("%s, no uncorrected memory errors", what)
+	return good("%s, no uncorrected memory errors", what)
 }
 
 // gpuPeers asks CUDA which GPUs can access each other's memory.
 func gpuPeers() Result {
 	d, err := cuda.Open()
 	if err != nil {
-		return unknown("%v", err)
+		return skip("", "%v", err)
 	}
 	if len(d.Devices) < 2 {
-		return yes("CUDA %d.%d, one GPU, no peers", d.Version/1000, d.Version%1000/10)
+		return good("CUDA %d.%d, one GPU, no peers", d.Version/1000, d.Version%1000/10)
 	}
 	var cannot []string
 	for _, a := range d.Devices {
@@ -123,7 +123,7 @@ func gpuPeers() Result {
 			}
 			ok, err := a.CanAccess(b)
 			if err != nil {
-				return unknown("GPU %d to %d: %v", a, b, err)
+				return skip("", "GPU %d to %d: %v", a, b, err)
 			}
 			if !ok {
 				cannot = append(cannot, fmt.Sprintf("%d to %d", a, b))
@@ -131,7 +131,7 @@ func gpuPeers() Result {
 		}
 	}
 	if len(cannot) > 0 {
-		return no("copies between these go through host memory; check the topology (nvidia-smi topo -p2p r) and the IOMMU settings", "no peer access from GPU %s", strings.Join(cannot, ", "))
+		return warn("copies between these go through host memory; check the topology (nvidia-smi topo -p2p r) and the IOMMU settings", "no peer access from GPU %s", strings.Join(cannot, ", "))
 	}
-	return yes("CUDA %d.%d, all %d GPUs reach each other's memory", d.Version/1000, d.Version%1000/10, len(d.Devices))
+	return good("CUDA %d.%d, all %d GPUs reach each other's memory", d.Version/1000, d.Version%1000/10, len(d.Devices))
 }

@@ -22,15 +22,15 @@ func TestSharingOfGPUMemory(t *testing.T) {
 	}
 	h200 := map[cuda.Attribute]int{cuda.IPCEvents: 1, cuda.PosixFDHandles: 1, cuda.DMABufSupported: 1, cuda.GPUDirectRDMASupported: 1,
 		cuda.GPUDirectRDMAWriteOrdering: 100, cuda.GPUDirectRDMAFlushOptions: 1}
-	if r := sharing(ask(h200)); r.State != Yes || !strings.Contains(r.Detail, "ordered for: the GPU itself") {
+	if r := sharing(ask(h200)); r.State != OK || !strings.Contains(r.Detail, "ordered for: the GPU itself") {
 		t.Errorf("an H200: %+v", r)
 	}
 	h200[cuda.IPCEvents], h200[cuda.PosixFDHandles] = 0, 0
-	if r := sharing(ask(h200)); r.State != No || r.Remedy == "" {
+	if r := sharing(ask(h200)); r.State != Warn || r.Remedy == "" {
 		t.Errorf("nothing to share memory by: %+v", r)
 	}
 	delete(h200, cuda.DMABufSupported)
-	if r := sharing(ask(h200)); r.State != Unknown {
+	if r := sharing(ask(h200)); r.State != Skip {
 		t.Errorf("an attribute that the driver does not know: %+v", r)
 	}
 }

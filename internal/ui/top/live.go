@@ -4,6 +4,7 @@ package top
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"strings"
@@ -37,6 +38,17 @@ func Once(ctx context.Context, addr string, interval time.Duration, w io.Writer)
 	}
 	_, err = io.WriteString(w, Render(prev, cur, 0, Plain))
 	return err
+}
+
+// OnceJSON prints the state one time as JSON: what top reads of /debug/state. Counters are totals.
+func OnceJSON(ctx context.Context, addr string, w io.Writer) error {
+	s, err := Fetch(ctx, addr)
+	if err != nil {
+		return err
+	}
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	return enc.Encode(s)
 }
 
 // Live draws the state in a terminal until ctx ends or the user quits.

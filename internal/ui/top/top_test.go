@@ -179,6 +179,20 @@ func asJSON(t *testing.T) func(int64, http.ResponseWriter) {
 	}
 }
 
+func TestOnceJSON(t *testing.T) {
+	var b bytes.Buffer
+	if err := OnceJSON(t.Context(), server(t, asJSON(t)), &b); err != nil {
+		t.Fatal(err)
+	}
+	want, err := json.MarshalIndent(snapshot(time.Time{}, 1), "", "  ")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if d := cmp.Diff(string(want)+"\n", b.String()); d != "" {
+		t.Error(d)
+	}
+}
+
 func TestOnce(t *testing.T) {
 	var b bytes.Buffer
 	// two answers of a few bytes

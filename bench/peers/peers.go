@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command peers puts other transfer engines beside kvspray: NIXL over UCX and Mooncake's transfer engine, as their wheels come, move the
-// same scattered blocks over the same rails of the kernel, healthy and with one rail that fails in each way, in turns with two kvspray sidecars
-// and with plain streams. One table, one chart, and a JSON file with every result (`make bench-peers`). An engine that cannot be started here is
-// left out, and the table says why.
+// Package peers is `kvspray-bench peers`: it compares kvspray with other transfer engines, NIXL over
+// UCX and Mooncake's transfer engine, as their wheels are published. All move the same scattered
+// blocks over the same rails of the kernel, healthy and with one rail that fails in each way, in
+// turns with two kvspray sidecars and with plain streams. The results are one table, one chart, and
+// a JSON file with every result (`make bench-peers`). An engine that cannot be started here is left
+// out, with the reason in the table.
 //
-// What each engine is told: NIXL all devices, once with its own choice of how many to use and once with all of them forced; Mooncake one
-// address, for it takes no more. Their descriptor lists are made before the clock starts; kvspray's clock runs from the engines' word to
-// the engine's ear, checksums included.
+// Configuration of the engines: NIXL gets all devices, once with its own choice of how many to use
+// and once with all of them forced; Mooncake gets one address, as it accepts no more. Their
+// descriptor lists are made before the clock starts; kvspray's clock runs from the engine's request
+// to the engine's completion, checksums included.
 //
-// Goroutines: one reader per driver process, one that samples counters and one that does the faults. All end with main.
-package main
+// Goroutines: one reader per driver process, one that samples counters and one that applies the
+// faults. All end with the command.
+package peers
 
 import (
 	"context"
 	"encoding/json"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"text/tabwriter"
 	"time"
 
@@ -48,34 +49,9 @@ const (
 	healAt  = 5.0 / 9
 )
 
-func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	o := options{machine: machine.Here()}
-	flag.StringVar(&o.kvspray, "kvspray", "bin/kvspray", "the sidecar's binary")
-	flag.StringVar(&o.python, "python", ".build/venv-peers/bin/python", "interpreter with nixl and mooncake-transfer-engine")
-	flag.StringVar(&o.driver, "driver", "bench/peers/driver.py", "the engines' driver")
-	flag.StringVar(&o.out, "out", ".build/bench/peers", "folder for results.json, table.txt and chart.html")
-	flag.IntVar(&o.turns, "turns", 2, "how often every engine has its turn")
-	rates := flag.String("rates", "2gbit,1gbit,500mbit,500mbit", "the rails")
-	blocks := flag.String("blocks", "16KiB,1MiB", "block sizes")
-	total := flag.String("total", "256MiB", "bytes of one transfer")
-	only := flag.String("engines", "", "some of the engines, separated by commas (default: all)")
-	faults := flag.String("faults", defaultFaults, "what happens to a rail, separated by commas: a kind as of kvspray bench rails --fault, of the fastest rail; slowest:KIND of the slowest one")
-	flag.DurationVar(&o.span, "span", 9*time.Second, "how long transfers are moved around a fault, which lasts a third of it")
-	flag.Parse()
-	if err := o.parse(*rates, *blocks, *total, *only, *faults); err != nil {
-		fmt.Fprintln(os.Stderr, "peers:", err)
-		os.Exit(2)
-	}
-	if err := run(ctx, o); err != nil {
-		fmt.Fprintln(os.Stderr, "peers:", err)
-		os.Exit(1)
-	}
-}
-
 type options struct {
-	kvspray, python, driver, out string
+	sidecar, python, driver, out string
+	stdout, stderr               io.Writer
 	turns                        int
 	rates                        []timeline.Rate
 	blocks                       []int
@@ -85,55 +61,6 @@ type options struct {
 	scenarios                    []scenario
 	machine                      machine.Machine
 	unable                       map[string]string // engines that cannot be started here, and why
-}
-
-func (o *options) parse(rates, blocks, total, only, faults string) (err error) {
-	o.unable = map[string]string{}
-	for _, s := range strings.Split(rates, ",") {
-		r, err := timeline.ParseRate(s)
-		if err != nil {
-			return fmt.Errorf("-rates: %w", err)
-		}
-		o.rates = append(o.rates, r)
-	}
-	for _, s := range strings.Split(blocks, ",") {
-		b, err := timeline.ParseSize(s)
-		if err != nil {
-			return fmt.Errorf("-blocks: %w", err)
-		}
-		o.blocks = append(o.blocks, int(b))
-	}
-	if o.total, err = timeline.ParseSize(total); err != nil {
-		return fmt.Errorf("-total: %w", err)
-	}
-	if o.turns < 1 {
-		return fmt.Errorf("-turns %d: must be positive", o.turns)
-	}
-	if o.span < leastSpan || o.span > mostSpan {
-		return fmt.Errorf("-span %s: must be from %s to %s", o.span, leastSpan, mostSpan)
-	}
-	for _, name := range strings.Split(only, ",") {
-		if only != "" && !slices.ContainsFunc(engines, func(e engine) bool { return e.name == name }) {
-			return fmt.Errorf("-engines %q: %q is none of %s", only, name, engineNames())
-		}
-	}
-	for _, e := range engines {
-		if only == "" || slices.Contains(strings.Split(only, ","), e.name) {
-			o.engines = append(o.engines, e)
-		}
-	}
-	o.scenarios = []scenario{{name: "healthy"}}
-	if faults == "" {
-		return nil
-	}
-	for _, f := range strings.Split(faults, ",") {
-		s, err := o.scenario(f)
-		if err != nil {
-			return fmt.Errorf("-faults: %w", err)
-		}
-		o.scenarios = append(o.scenarios, s)
-	}
-	return nil
 }
 
 // engine is one contestant.
@@ -169,7 +96,7 @@ type scenario struct {
 // defaultFaults is each way in which a rail can die.
 const defaultFaults = "down,drop,ackdrop,rate=1/20,flap=300ms,blackhole,slowest:down"
 
-// scenario is one of -faults.
+// scenario is one of --faults.
 func (o *options) scenario(what string) (scenario, error) {
 	which, kind, rail := "fastest", what, 0
 	better := func(a, b timeline.Rate) bool { return a > b }
@@ -252,7 +179,7 @@ func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine
 					case errors.As(err, &no) && ctx.Err() == nil && ran[e.name]:
 						x = &outcome{Engine: e.name, Scenario: s.name, Block: block, Result: &timeline.Result{Faults: s.faults}, Error: "not started: " + no.Error()}
 					case errors.As(err, &no) && ctx.Err() == nil:
-						fmt.Fprintf(os.Stderr, "%-8s is left out: %v\n", e.name, no)
+						_, _ = fmt.Fprintf(o.stderr, "%-8s is left out: %v\n", e.name, no)
 						o.unable[e.name] = no.Error()
 						continue
 					case err != nil:
@@ -260,7 +187,7 @@ func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine
 					}
 					ran[e.name], x.Turn = true, turn
 					done(x)
-					fmt.Fprintf(os.Stderr, "%-8s %-36s %8s: %s of %s, %d failed, during the fault %.2f, stall %v %s\n", e.name, s.name, timeline.FormatSize(int64(block)),
+					_, _ = fmt.Fprintf(o.stderr, "%-8s %-36s %8s: %s of %s, %d failed, during the fault %.2f, stall %v %s\n", e.name, s.name, timeline.FormatSize(int64(block)),
 						x.Result.Goodput, x.Result.Together, x.Result.Failed, x.During, x.Stall.D().Round(10*time.Millisecond), x.Error)
 				}
 			}
@@ -271,16 +198,16 @@ func (o *options) turnsOf(ctx context.Context, take func(context.Context, engine
 
 // turn lets one engine do one thing, on rails of its own.
 func (o *options) turn(ctx context.Context, e engine, s scenario, block int) (*outcome, error) {
-	f, err := railsbench.Open(ctx, railsbench.Setup{Rates: o.rates, Kvspray: o.kvspray})
+	f, err := railsbench.Open(ctx, railsbench.Setup{Rates: o.rates, Kvspray: o.sidecar})
 	if err != nil {
 		return nil, err
 	}
 	defer f.Close()
-	opt := &timeline.Options{Rates: o.rates, Block: block, Total: o.total}
+	opt := &timeline.Options{Rates: o.rates, Block: block, Total: timeline.Whole(o.total, block)}
 	if len(s.faults) > 0 {
 		opt.Faults, opt.Duration = s.faults, o.span
 	}
-	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(), Block: block, Total: o.total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
+	res := &timeline.Result{Bench: "rails", Version: o.machine.Version, Host: o.machine.String(), Block: block, Total: opt.Total, Duration: timeline.Seconds(opt.Duration), Policy: e.name,
 		Faults: opt.Faults}
 	if res.Rails, res.Together, err = f.Plain(ctx, streamSpan); err != nil {
 		return nil, err
@@ -360,7 +287,9 @@ func (o *options) write(all []*outcome) error {
 	if err := os.WriteFile(filepath.Join(o.out, "table.txt"), []byte(text.String()), 0o644); err != nil {
 		return err
 	}
-	fmt.Print(text.String())
+	if _, err := io.WriteString(o.stdout, text.String()); err != nil {
+		return err
+	}
 	f, err := os.Create(filepath.Join(o.out, "chart.html"))
 	if err != nil {
 		return err

@@ -7,10 +7,12 @@ import (
 	"testing"
 
 	"github.com/spf13/cobra"
+
+	"github.com/kvspray/kvspray/internal/ui/command"
 )
 
-// A wrong argument or flag is a mistake with its exit code, and its error says what to type.
-func TestMistakesTeach(t *testing.T) {
+// A wrong argument or flag has the exit code of usage errors, and its error has the correct form.
+func TestUsageErrors(t *testing.T) {
 	const engines = "type: kvspray layout check PREFILL DECODE [flags], for instance: kvspray layout check http://127.0.0.1:7651 http://127.0.0.1:7661"
 	for args, want := range map[string][]string{
 		"layout check":                {"takes 2 arguments, PREFILL DECODE, and got none", engines},
@@ -24,22 +26,19 @@ func TestMistakesTeach(t *testing.T) {
 		"layout explain llama-3.1-8b": {"type: kvspray layout explain --model llama-3.1-8b"},
 		"doctor x":                    {`got "x"`, "type: kvspray doctor [flags]"},
 		"proxy http://a:1":            {"for instance: kvspray proxy --prefill http://"},
-		"bench gpu hops":              {`"hops"`, "staged, nvlink, multipath"},
-		"bench cpoy":                  {`unknown command "cpoy"`, "Did you mean copy?"},
+		"help keygen nope":            {`unknown command "nope" for "kvspray keygen"`},
+		"bench rails --receivers 2":   {"type: kvspray-bench rails --receivers 2", "'make build'"},
 		"keygen me":                   {"There are ca, cluster, node"},
 		"serv --config x":             {`unknown command "serv"`, "Did you mean serve?"},
-		"help bogus":                  {`unknown command "bogus"`, "There are bench"},
-		"help bench nope":             {`unknown command "nope" for "kvspray bench"`},
+		"help bogus":                  {`unknown command "bogus"`, "There are calibrate"},
 		"top --intervall 1s":          {"unknown flag: --intervall. Did you mean --interval?"},
 		"doctor --conf x":             {"Did you mean --config?"},
 		"top --interval 3":            {`--interval "3"`, "500ms, 10s or 2m"},
-		"bench copy --rounds many":    {`--rounds "many"`, "a whole number"},
-		"bench sim --seed -1":         {`--seed "-1"`, "not negative"},
 		"top --once=maybe":            {`--once "maybe"`, "true or false, as --once=true"},
 		"serve --config":              {"flag needs an argument: --config", "YAML"},
 	} {
 		code, out, errs := run(strings.Fields(args)...)
-		if code != exitUsage || out != "" {
+		if code != command.ExitUsage || out != "" {
 			t.Errorf("%s: exit code %d, and it printed %q", args, code, out)
 		}
 		for _, w := range append(want, "--help'") {
@@ -50,9 +49,8 @@ func TestMistakesTeach(t *testing.T) {
 	}
 }
 
-// Whatever command there will be: an argument too many is refused with what to type, in none of
-// cobra's own words.
-func TestEveryCommandTeaches(t *testing.T) {
+// Every command refuses surplus arguments with the correct form, in none of cobra's own words.
+func TestEveryCommandExplains(t *testing.T) {
 	var walk func(*cobra.Command)
 	walk = func(c *cobra.Command) {
 		for _, sub := range c.Commands() {
@@ -62,11 +60,11 @@ func TestEveryCommandTeaches(t *testing.T) {
 			return
 		}
 		code, out, errs := run(append(strings.Fields(c.CommandPath())[1:], "no-such-argument", "none", "none")...)
-		if code != exitUsage || out != "" {
+		if code != command.ExitUsage || out != "" {
 			t.Errorf("%s: exit code %d, and it printed %q", c.CommandPath(), code, out)
 		}
 		if !strings.Contains(errs, "type: kvspray") && !strings.Contains(errs, "There are ") || !strings.Contains(errs, "no-such-argument") {
-			t.Errorf("%s does not say what to type: %s", c.CommandPath(), errs)
+			t.Errorf("%s: the correct form is not in %s", c.CommandPath(), errs)
 		}
 	}
 	walk(newRoot())
@@ -74,7 +72,7 @@ func TestEveryCommandTeaches(t *testing.T) {
 
 func TestVersionFlag(t *testing.T) {
 	_, want, _ := run("version")
-	if code, out, errs := run("--version"); code != exitOK || out != want || want == "" {
+	if code, out, errs := run("--version"); code != command.ExitOK || out != want || want == "" {
 		t.Errorf("exit code %d: %q and %q, want %q", code, out, errs, want)
 	}
 }

@@ -16,19 +16,23 @@ import (
 	"strings"
 	"testing"
 
+	bench "github.com/kvspray/kvspray/bench/cli"
 	"github.com/kvspray/kvspray/bench/railsbench"
 	"github.com/kvspray/kvspray/bench/railsbench/netrig"
 	"github.com/kvspray/kvspray/bench/timeline"
 	"github.com/kvspray/kvspray/internal/testutil"
-	"github.com/kvspray/kvspray/internal/ui/cli"
+	product "github.com/kvspray/kvspray/internal/ui/cli"
 )
 
-// commandEnv makes this test's binary act as the command: `bench rails` starts sidecars from its
-// own program.
+// commandEnv makes this test's binary act as the command, and as the sidecars that `rails` starts.
 const commandEnv = "KVSPRAY_TEST_COMMAND"
 
 func TestMain(m *testing.M) {
-	if os.Getenv(commandEnv) != "" {
+	switch {
+	case os.Getenv(commandEnv) == "":
+	case len(os.Args) > 1 && os.Args[1] == "serve":
+		os.Exit(product.Main(os.Args[1:], os.Stdout, os.Stderr))
+	default:
 		main()
 	}
 	os.Exit(m.Run())
@@ -51,7 +55,7 @@ const usage, failure = 2, 1
 // Each usage error is reported before anything is built, with its flag, its value and the remedy.
 func TestBenchFlags(t *testing.T) {
 	const two = "--rates 200mbit,100mbit "
-	for _, bench := range []string{"rails", "sim"} {
+	for _, name := range []string{"rails", "sim"} {
 		for _, x := range []struct {
 			args string
 			want []string
@@ -75,37 +79,37 @@ func TestBenchFlags(t *testing.T) {
 			{"somewhere", []string{"somewhere"}},
 		} {
 			var out, errs bytes.Buffer
-			code := cli.Main(append([]string{"bench", bench}, strings.Fields(x.args)...), &out, &errs)
+			code := bench.Main(append([]string{name}, strings.Fields(x.args)...), &out, &errs)
 			if code != usage || out.Len() > 0 {
-				t.Errorf("bench %s %s: exit code %d, and it printed %q", bench, x.args, code, &out)
+				t.Errorf("%s %s: exit code %d, and it printed %q", name, x.args, code, &out)
 			}
 			for _, w := range x.want {
 				if !strings.Contains(errs.String(), w) {
-					t.Errorf("bench %s %s: %q: want %q in it", bench, x.args, &errs, w)
+					t.Errorf("%s %s: %q: want %q in it", name, x.args, &errs, w)
 				}
 			}
 		}
 	}
 	var out, errs bytes.Buffer
-	if code := cli.Main([]string{"bench", "rails", "--plain", "1ms"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
+	if code := bench.Main([]string{"rails", "--plain", "1ms"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--plain 1ms: must be from 100ms") {
 		t.Errorf("exit code %d: %q", code, &errs)
 	}
-	if code := cli.Main([]string{"bench", "sim", "--nodes", "3"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
+	if code := bench.Main([]string{"sim", "--nodes", "3"}, &out, &errs); code != usage || !strings.Contains(errs.String(), "--nodes 3: must be even, 2 to") {
 		t.Errorf("exit code %d: %q", code, &errs)
 	}
 }
 
 // Usage errors have one exit code in every bench.
 func TestBenchMistakes(t *testing.T) {
-	for _, args := range []string{"copy --transport rdma", "copy --blocks 5KiB", "copy --total 0", "copy --conns 65", "copy --rounds -1", "copy --integrity md5", "copy --slice 1", "copy --window 0",
+	for _, args := range []string{"copy --transport rdma", "copy --blocks 5001", "copy --total 0", "copy --conns 65", "copy --rounds -1", "copy --integrity md5", "copy --slice 1", "copy --window 0",
 		"gpu --repeat 0", "gpu --json /nowhere/x", "gpu hops", "rails --integrity md5", "rails --claims 1gbit", "rails --claims fast", "rails --html /", "sim --nodes 1",
 		"sim --nodes -2", "sim --against /nowhere/x", "sim --against x --total 1MiB", "sim --total 1KiB", "sim --total 8GiB", "sim --rates 1gbps", "sim --seed x", "sim --duration 1", "rails --plain 1",
 		"rails --receivers 0", "rails --receivers 65", "rails --receivers 2 --fault 1s:rail0:down", "rails --receivers 2 --html x", "rails --receivers 2 --duration 1ms",
-		"rails --receivers 2 --block 8MiB"} {
+		"rails --receivers 2 --block 8MiB", "rails --block 1000", "peers --blocks 1000"} {
 		var out, errs bytes.Buffer
-		code := cli.Main(append([]string{"bench"}, strings.Fields(args)...), &out, &errs)
+		code := bench.Main(strings.Fields(args), &out, &errs)
 		if code != usage || out.Len() > 0 || !strings.HasSuffix(errs.String(), " --help'.\n") {
-			t.Errorf("bench %s: exit code %d, and it printed %q and %q", args, code, &out, &errs)
+			t.Errorf("%s: exit code %d, and it printed %q and %q", args, code, &out, &errs)
 		}
 	}
 }
@@ -115,8 +119,8 @@ func TestBenchSim(t *testing.T) {
 	dir := t.TempDir()
 	json, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
 	var out, errs bytes.Buffer
-	args := append([]string{"bench", "sim", "--rates", "200mbit,100mbit", "--total", "8MiB", "--seed", "3", "--json", json, "--html", html}, flags(faultKinds)...)
-	if code := cli.Main(args, &out, &errs); code != 0 {
+	args := append([]string{"sim", "--rates", "200mbit,100mbit", "--total", "8MiB", "--seed", "3", "--json", json, "--html", html}, flags(faultKinds)...)
+	if code := bench.Main(args, &out, &errs); code != 0 {
 		t.Fatalf("exit code %d: %s", code, &errs)
 	}
 	r := judge(t, json, html, 8<<20, faultKinds)
@@ -131,12 +135,47 @@ func TestBenchSim(t *testing.T) {
 	}
 	// Piped output is the result alone.
 	out.Reset()
-	if code := cli.Main(append(args[:len(args):len(args)], "--json", "-"), &out, &errs); code != 0 {
+	if code := bench.Main(append(args[:len(args):len(args)], "--json", "-"), &out, &errs); code != 0 {
 		t.Fatalf("exit code %d: %s", code, &errs)
 	}
 	if again, err := timeline.Read(&out); err != nil || again.Trace != r.Trace || out.Len() > 0 {
 		t.Errorf("%v: standard output is not the result alone, of trace %s", err, r.Trace)
 	}
+}
+
+// railsCommand is `kvspray-bench rails` with sidecars of this test's binary.
+func railsCommand(t *testing.T, args ...string) *exec.Cmd {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), self, append([]string{"rails", "--sidecar", self}, args...)...)
+	cmd.Env = append(os.Environ(), commandEnv+"=1")
+	return cmd
+}
+
+// rails runs it, and skips the test where this machine permits no rails or is too busy.
+func rails(t *testing.T, args ...string) (out, errs *bytes.Buffer) {
+	t.Helper()
+	cmd := railsCommand(t, args...)
+	out, errs = new(bytes.Buffer), new(bytes.Buffer)
+	cmd.Stdout, cmd.Stderr = out, errs
+	err := cmd.Run()
+	if err == nil {
+		return out, errs
+	}
+	// The progress names each void try, too: the error decides.
+	_, why, _ := strings.Cut("\n"+errs.String(), "\nkvspray-bench: ")
+	why, _, _ = strings.Cut(why, "\n")
+	if strings.Contains(why, netrig.ErrNotPermitted.Error()) {
+		testutil.Skip(t, "netns", why)
+	}
+	if strings.Contains(why, railsbench.ErrVoid.Error()) {
+		testutil.Skip(t, "quiet", why)
+	}
+	t.Fatalf("rails %q: %v: %s", args, err, errs)
+	return nil, nil
 }
 
 // A run of one sidecar that sends to three, and takes from them.
@@ -148,26 +187,8 @@ func TestBenchReceivers(t *testing.T) {
 		return
 	}
 	file := filepath.Join(t.TempDir(), "r.json")
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.CommandContext(t.Context(), self, "bench", "rails", "--receivers", "3", "--rates", "60mbit,40mbit", "--duration", "1s", "--plain", "400ms", "--json", file)
-	cmd.Env = append(os.Environ(), commandEnv+"=1")
-	var out, errs bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &errs
-	if err := cmd.Run(); err != nil {
-		// Its progress says of each try that was void, too: what counts is the error.
-		_, why, _ := strings.Cut("\n"+errs.String(), "\nkvspray: ")
-		why, _, _ = strings.Cut(why, "\n")
-		if strings.Contains(why, netrig.ErrNotPermitted.Error()) {
-			testutil.Skip(t, "netns", why)
-		}
-		if strings.Contains(why, railsbench.ErrVoid.Error()) {
-			testutil.Skip(t, "quiet", why)
-		}
-		t.Fatalf("%v: %s\n%s", err, why, &errs)
-	}
+	out, _ := rails(t, "--receivers", "3", "--block", "9KiB", "--rates", "60mbit,40mbit", "--duration", "1s", "--plain", "400ms",
+		"--json", file)
 	b, err := os.ReadFile(file)
 	if err != nil {
 		t.Fatal(err)
@@ -176,7 +197,7 @@ func TestBenchReceivers(t *testing.T) {
 	if err := json.Unmarshal(b, &r); err != nil {
 		t.Fatal(err)
 	}
-	if r.Bench != "receivers" || r.Receivers != 3 || len(r.Rails) != 2 || r.Failed > 0 || r.Transfers == 0 || r.Total != 8<<20 {
+	if r.Bench != "receivers" || r.Receivers != 3 || len(r.Rails) != 2 || r.Failed > 0 || r.Transfers == 0 || r.Total != timeline.Whole(8<<20, 9<<10) {
 		t.Errorf("%+v", r)
 	}
 	if w := r.Alone; w.Count < 2 || w.P50 <= 0 || w.Most < w.P99 || w.P99 < w.P50 {
@@ -197,7 +218,7 @@ func TestBenchReceivers(t *testing.T) {
 	}
 	for _, w := range []string{"beside background to 2 others: p50", "beside layer streams to 2 others: p50", "layer streams to all receivers: the least gets", "from all of them to the sender"} {
 		if !strings.Contains(out.String(), w) {
-			t.Errorf("it printed %q: want %q in it", &out, w)
+			t.Errorf("it printed %q: want %q in it", out, w)
 		}
 	}
 }
@@ -210,27 +231,16 @@ func TestBenchRails(t *testing.T) {
 	dir := t.TempDir()
 	data, html := filepath.Join(dir, "r.json"), filepath.Join(dir, "r.html")
 	faults := []string{"50ms:rail0:down", "200ms:rail0:up", "250ms:rail1:rate=1/2", "300ms:all:heal"}
-	self, err := os.Executable()
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.CommandContext(t.Context(), self, append([]string{"bench", "rails", "--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "400ms", "--json", data, "--html", html},
-		flags(faults)...)...)
-	cmd.Env = append(os.Environ(), commandEnv+"=1")
-	var out, errs bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &out, &errs
-	if err := cmd.Run(); err != nil {
-		if strings.Contains(errs.String(), netrig.ErrNotPermitted.Error()) {
-			testutil.Skip(t, "netns", errs.String())
-		}
-		if strings.Contains(errs.String(), railsbench.ErrVoid.Error()) {
-			testutil.Skip(t, "quiet", errs.String())
-		}
-		t.Fatalf("%v: %s", err, &errs)
+	out, errs := rails(t, append([]string{"--rates", "100mbit,50mbit", "--total", "4MiB", "--plain", "400ms", "--json", data,
+		"--html", html}, flags(faults)...)...)
+	// Blocks of a real page's size.
+	odd, _ := rails(t, "--rates", "200mbit", "--total", "1259520", "--block", "656", "--plain", "400ms", "--json", "-")
+	if r, err := timeline.Read(odd); err != nil || r.Block != 656 || r.Total != 1259520 || len(r.Transfers) != 2 ||
+		r.Transfers[1].Bytes != 1259520 {
+		t.Errorf("blocks of 656 bytes: %+v, %v", r, err)
 	}
 	// An error of the sidecars about --set is a usage error of the bench.
-	wrong := exec.CommandContext(t.Context(), self, "bench", "rails", "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
-	wrong.Env = cmd.Env
+	wrong := railsCommand(t, "--rates", "100mbit", "--total", "1MiB", "--set", "nope=1")
 	if said, err := wrong.CombinedOutput(); wrong.ProcessState.ExitCode() != usage || !strings.Contains(string(said), `nope: "1": unknown key`) {
 		t.Errorf("%v: %s", err, said)
 	}
@@ -245,12 +255,12 @@ func TestBenchRails(t *testing.T) {
 	}
 	for _, w := range []string{"2 transfers of 4MiB, 0 failed", "rail0:down"} {
 		if !strings.Contains(out.String(), w) {
-			t.Errorf("it printed %q: want %q in it", &out, w)
+			t.Errorf("it printed %q: want %q in it", out, w)
 		}
 	}
 	for _, w := range []string{"making 2 rails and a sidecar at each end", "measuring rail1 of 50mbit with a plain stream", "moving two transfers of 4MiB", "rail0 of 100mbit: a plain stream alone carries", "rail1 of 50mbit", "plain streams over all of them at once carry"} {
 		if !strings.Contains(errs.String(), w) {
-			t.Errorf("of its progress it said %q: want %q in it", &errs, w)
+			t.Errorf("of its progress it said %q: want %q in it", errs, w)
 		}
 	}
 }
@@ -366,7 +376,7 @@ func TestBenchInterrupted(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, args := range []string{"copy --rounds 1000 --blocks 16KiB --total 16MiB", "sim --duration 1h --rates 1gbit"} {
-		cmd := exec.Command(exe, append([]string{"bench"}, strings.Fields(args)...)...)
+		cmd := exec.Command(exe, strings.Fields(args)...)
 		cmd.Env = append(os.Environ(), commandEnv+"=1")
 		said, err := cmd.StderrPipe()
 		if err != nil {
@@ -384,8 +394,8 @@ func TestBenchInterrupted(t *testing.T) {
 		for lines.Scan() {
 			last = lines.Text()
 		}
-		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray: interrupted" {
-			t.Errorf("bench %s: %v, and the last that it said was %q", args, err, last)
+		if err := cmd.Wait(); cmd.ProcessState.ExitCode() != failure || last != "kvspray-bench: interrupted" {
+			t.Errorf("%s: %v, and the last that it said was %q", args, err, last)
 		}
 	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package cli
+package command
 
 import (
 	"errors"
@@ -14,34 +14,35 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/kvspray/kvspray/internal/config"
+	"github.com/kvspray/kvspray/internal/ui/usage"
 )
 
-// teach makes each command below c report the correct form for wrong arguments or flags. Commands
-// describe themselves by Use, Args, Example and flags; only this file makes the messages.
-func teach(c *cobra.Command) {
+// explainUsage makes each command below c report the correct form for wrong arguments or flags.
+// Commands describe themselves by Use, Args, Example and flags; only this file makes the messages.
+func explainUsage(c *cobra.Command) {
 	check := c.Args
 	if check == nil {
 		check = cobra.NoArgs
 	}
 	c.Args = func(c *cobra.Command, args []string) error {
 		if check(c, args) != nil {
-			return usage(argumentError(c, args))
+			return usage.Of(argumentError(c, args))
 		}
 		return nil
 	}
-	c.SetFlagErrorFunc(func(c *cobra.Command, err error) error { return usage(flagError(c, err)) })
+	c.SetFlagErrorFunc(func(c *cobra.Command, err error) error { return usage.Of(flagError(c, err)) })
 	for _, sub := range c.Commands() {
-		teach(sub)
+		explainUsage(sub)
 	}
 }
 
-// teachHelp does the same for cobra's help command, which would ignore unknown arguments.
-func teachHelp(root *cobra.Command) {
+// explainHelp does the same for cobra's help command, which would ignore unknown arguments.
+func explainHelp(root *cobra.Command) {
 	root.InitDefaultHelpCmd()
 	help, _, _ := root.Find([]string{"help"}) // it was just made
 	help.Args = func(_ *cobra.Command, args []string) error {
 		if c, rest, _ := root.Find(args); len(rest) > 0 { // rest starts with the unknown word
-			return usage(unknownCommand(c, rest[0]))
+			return usage.Of(unknownCommand(c, rest[0]))
 		}
 		return nil
 	}

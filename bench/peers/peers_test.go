@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package peers
 
 import (
 	"context"
 	"errors"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -18,7 +19,8 @@ import (
 
 func parsed(t *testing.T, only, faults string) *options {
 	t.Helper()
-	o := &options{turns: 2, span: 9 * time.Second, machine: machine.Here(), out: t.TempDir()}
+	o := &options{turns: 2, span: 9 * time.Second, machine: machine.Here(), out: t.TempDir(),
+		stdout: io.Discard, stderr: io.Discard}
 	if err := o.parse("1gbit,2gbit,500mbit", "16KiB", "32MiB", only, faults); err != nil {
 		t.Fatal(err)
 	}
@@ -66,19 +68,19 @@ func TestRefused(t *testing.T) {
 		faults, only, want string
 		span               time.Duration
 	}{
-		{"explode", "", `-faults: "2s:rail1:explode": kind "explode"`, 0},
+		{"explode", "", `--faults: "2s:rail1:explode": kind "explode"`, 0},
 		{"rate=2", "", `rate "2"`, 0},
-		{"heal", "", `-faults: "heal": nothing fails by that`, 0},
+		{"heal", "", `--faults: "heal": nothing fails by that`, 0},
 		{"slowest:up", "", "nothing fails by that", 0},
 		{"fastest:down", "", "want T:railN:kind", 0},
-		{"down", "nixl,nobody", `-engines "nixl,nobody": "nobody" is none of kvspray`, 0},
-		{"down", "", "-span 1s: must be from 3s to 1m0s", time.Second},
+		{"down", "nixl,nobody", `--engines "nixl,nobody": "nobody" is none of kvspray`, 0},
+		{"down", "", "--span 1s: must be from 3s to 1m0s", time.Second},
 	} {
 		o := &options{turns: 1, span: max(x.span, 0)}
 		if x.span == 0 {
 			o.span = 9 * time.Second
 		}
-		if err := o.parse("1gbit,2gbit", "16KiB", "32MiB", x.only, x.faults); err == nil || !strings.Contains(err.Error(), x.want) {
+		if err := o.parse("1gbit,2gbit", "656,9KiB,28KiB", "32MiB", x.only, x.faults); err == nil || !strings.Contains(err.Error(), x.want) {
 			t.Errorf("%q, %q: %v, want %q", x.faults, x.only, err, x.want)
 		}
 	}
