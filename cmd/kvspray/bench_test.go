@@ -142,7 +142,7 @@ func TestBenchSim(t *testing.T) {
 // A run of one sidecar that sends to three, and takes from them.
 func TestBenchReceivers(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test runs it where nothing else runs, in its part receivers")
+		testutil.Skip(t, "norace", "make test-all runs it where nothing else runs, in its part receivers")
 	}
 	if !testutil.InNamespace(t) {
 		return
