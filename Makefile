@@ -30,7 +30,7 @@ export GOFLAGS := $(strip $(filter-out -trimpath,$(shell go env GOFLAGS)) -trimp
 
 .PHONY: help
 help: ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 
 .PHONY: build
@@ -73,8 +73,19 @@ demo-gpu: ## The same with CUDA engines, on a host with a GPU and what make gpu-
 ##@ Check
 
 .PHONY: test
-test: ## Everything that must pass: lint, generated code, Go with -race, Python, end to end
-	@bash test/run.sh
+test: ## What a change must pass: Go with -race, Python, real engines with one fault of each kind (10 minutes)
+	@bash test/run.sh test
+
+.PHONY: test-all
+test-all: ## All else that needs no special hardware or right: long tests, bounds, rails, RDMA guests, engines
+	@bash test/run.sh all
+
+.PHONY: test-nightly
+test-nightly: ## Hours: attacks, laws, truth, schedules, mutants, releases, fuzzing, a soak of two hours
+	$(MAKE) test-attack
+	$(MAKE) test-sim test-mutants test-skew test-laws test-truth
+	$(MAKE) soak SOAK=2h
+	$(MAKE) test-fuzz
 
 .PHONY: test-attack
 test-attack: build wireflip env ## The late-write attacks and fault tests in full
@@ -181,30 +192,17 @@ test-sglang: build ## SGLang's own pools, moved and read back (an environment of
 	$(HOSTPY) test/rig/env.py --sglang
 	KVSPRAY_MUST_RUN=sglang $(B)/venv-sglang/bin/python -m pytest -q test/sglang
 
-# go vet comes before the other linters of Go: it compiles what they read, which each of them would else compile for itself. `make -j lint`
-# runs those side by side.
-LINT_GO := lint-staticcheck lint-errcheck lint-ineffassign
 LINT_PORTS := lint-nocgo lint-arm64
-.PHONY: lint lint-go lint-vet lint-docs $(LINT_GO) $(LINT_PORTS)
+.PHONY: lint lint-go lint-golangci lint-tools lint-docs $(LINT_PORTS)
 lint: lint-go lint-py lint-docs ## All linters
 
-lint-go: lint-vet $(LINT_GO) $(LINT_PORTS)
+lint-go: lint-golangci lint-tools $(LINT_PORTS)
 
-lint-vet:
-	@bad=$$(gofmt -l $$(git ls-files -co --exclude-standard '*.go')); if [ -n "$$bad" ]; then echo "gofmt -w these:"; echo "$$bad"; exit 1; fi
-	go vet ./...
+lint-golangci: $(TOOLS)/.stamp
+	$(TOOLS)/golangci-lint run ./...
+
+lint-tools:
 	cd tools && go vet ./...
-
-$(LINT_GO): lint-vet $(TOOLS)/.stamp
-
-lint-staticcheck:
-	$(TOOLS)/staticcheck ./...
-
-lint-errcheck:
-	$(TOOLS)/errcheck -ignoretests -exclude tools/errcheck.txt $$(go list ./... | grep -v /bench/)
-
-lint-ineffassign:
-	$(TOOLS)/ineffassign ./...
 
 lint-nocgo:
 	CGO_ENABLED=0 go build ./...
@@ -334,8 +332,8 @@ $(TOOLS)/.stamp: tools/go.mod tools/go.sum $(wildcard tools/protogen/*.go)
 	@mkdir -p $(TOOLS)
 	@echo "building pinned linters and generators ..."
 	cd tools && go build -o $(TOOLS)/ ./protogen google.golang.org/protobuf/cmd/protoc-gen-go \
-	  google.golang.org/grpc/cmd/protoc-gen-go-grpc honnef.co/go/tools/cmd/staticcheck github.com/kisielk/errcheck \
-	  github.com/gordonklaus/ineffassign github.com/vale-cli/vale/v3/cmd/vale
+	  google.golang.org/grpc/cmd/protoc-gen-go-grpc \
+	  github.com/golangci/golangci-lint/v2/cmd/golangci-lint github.com/vale-cli/vale/v3/cmd/vale
 	@touch $@
 
 $(LINTENV)/.stamp: tools/lint-requirements.txt

@@ -13,7 +13,7 @@ import (
 // GPU and the host on one that copies.
 func TestMovesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	const block, n = 16 << 10, 4096
 	t.Run("driver that does nothing", func(t *testing.T) {

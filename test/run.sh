@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# What `make test` and `make test-attack` run: every part even if an earlier one failed, a line for each at the end, and the
-# status of the whole. Output of each part goes to the terminal and to .build/test/PART.log.
+# run.sh MODE: what `make test`, `make test-all` and `make test-attack` run. Every part runs, also after
+# one that failed. The end is a line for each part and the status of the whole. The output of each
+# part goes to the terminal and to .build/test-MODE/PART.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-test}
-logs=.build/test
+target="make test"
+[ "$mode" = test ] || target="make test-$mode"
+logs=.build/test-$mode
 mkdir -p "$logs" && rm -f "$logs"/*.rc "$logs"/*.log
 summary=()
 failed=0
@@ -52,7 +55,7 @@ skips() { # what was skipped: a line with package or file, test, feature and rea
 	sort -u "$KVSPRAY_SKIPS" | while IFS=$'\t' read -r package name feature reason; do
 		grep -qxF "$name" <<<"$ran" || printf '%s\t%s\t%s\t%s\n' "$package" "$name" "$feature" "$reason"
 	done
-	sed -nE 's/^SKIPPED ([^:]+)::(.*) - Skipped: (([a-z0-9+-]+): )?(.*)$/\1\t\2\t\4\t\5/p' "$logs"/{python,e2e,attack-e2e}.log 2>/dev/null
+	sed -nE 's/^SKIPPED ([^:]+)::(.*) - Skipped: (([a-z0-9+-]+): )?(.*)$/\1\t\2\t\4\t\5/p' "$logs"/{python,smoke,e2e,attack-e2e}.log 2>/dev/null
 	sed -nE 's/^rdma: skipped: (.*)/test\/rdma\tquick.sh\trdma\t\1/p' "$logs/rdma.log" 2>/dev/null
 }
 
@@ -121,22 +124,32 @@ go_limit=15m
 py=.build/venv/bin/python
 pytest=(-m pytest -q -rfEs --no-fold-skipped)
 export KVSPRAY_MUST_RUN=${KVSPRAY_MUST_RUN:-vllm,shm,tcp,gcc}
-[ "$mode" = attack ] || test/rdma/quick.sh prepare & # the part rdma waits for it
+unit() { # every Go test that is not long
+	counted -short ./...
+}
+
+long() { # the packages with tests that `make test` leaves out as too long
+	local packages
+	mapfile -t packages < <(git grep -l 'testing\.Short()' -- '*_test.go' | xargs -n1 dirname | sort -u | sed 's,^,./,')
+	counted "${packages[@]}"
+}
+
 beside env make env # fetches for most of its time
-part build '^' make build wireflip
-if [ "$mode" = attack ]; then
-	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}
-	go_limit=60m
+case $mode in
+test)
+	part build '^' make build wireflip
 	joined env 'ready'
-	part attack-go '^attacks' attacks 21 -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA' ./transport/...
-	part attack-node '^attacks' attacks 4 -run '^TestLateWrites$' ./sidecar
-	part attack-rails '^(ok|FAIL)' figures '^TestLateWrites$'
-	part attack-e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e/test_faults.py
-else
-	part lint '^$' make -j"$(($(nproc) < 4 ? $(nproc) : 4))" -k -O lint # each takes up to 2 GB
+	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests test/soak
+	part go '^packages' unit
+	joined python 'passed|failed|error'
+	part smoke 'passed|failed|error' "$py" "${pytest[@]}" test/e2e --part smoke
+	;;
+all)
+	test/rdma/quick.sh prepare & # the part rdma waits for it
+	part build '^' make build wireflip
 	joined env 'ready'
 	part generate '^' make generate-check
-	part go '^packages' counted ./...
+	part long '^packages' long
 	part bounds '^bounds' bounds TestCPU TestServeCPU TestSliceDoesNotAllocate TestRunsAreCheap TestCostOfReshape TestCopyDoesNotHoldTheCollector TestLanesDoNotHoldTheCollector TestPullsDoNotHoldTheCollector \
 		TestWritesDoNotHoldTheCollector TestMovesDoNotHoldTheCollector TestExecDoesNotHoldTheCollector TestPlanningDoesNotHoldTheCollector \
 		TestMutants TestLaws TestPlanLaws TestDraftLaws TestHybrids TestHybridsInStages TestFingerprintIgnores TestMeshDoesNotHerd TestManyNodes TestWord \
@@ -144,17 +157,30 @@ else
 	part rdma '^rdma' make test-rdma-quick
 	part rails '^(ok|FAIL)' figures .
 	part receivers '^(ok|FAIL)' go test -count=1 -timeout 10m -run '^TestBenchReceivers$' ./cmd/kvspray-bench
-	beside python "$py" "${pytest[@]}" pybind/tests integration/vllm/tests test/soak
-	part e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e
-	joined python 'passed|failed|error'
-fi
+	part e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e --part rest
+	;;
+attack)
+	export KVSPRAY_ATTACK_RUNS=${KVSPRAY_ATTACK_RUNS:-1000}
+	go_limit=60m
+	part build '^' make build wireflip
+	joined env 'ready'
+	part attack-go '^attacks' attacks 21 -run 'Conformance/(Fence_attack|Source_rewritten|Late_garbage)|LateDMA' ./transport/...
+	part attack-node '^attacks' attacks 4 -run '^TestLateWrites$' ./sidecar
+	part attack-rails '^(ok|FAIL)' figures '^TestLateWrites$'
+	part attack-e2e 'passed|failed|error' "$py" "${pytest[@]}" test/e2e/test_faults.py
+	;;
+*)
+	echo "run.sh $mode: want test, all or attack" >&2
+	exit 2
+	;;
+esac
 
 echo
 echo "=== summary"
 printf '%s\n' "${summary[@]}"
 told_skips
 if ((failed)); then
-	echo "make $mode: FAILED"
+	echo "$target: FAILED"
 	exit 1
 fi
-echo "make $mode: ok"
+echo "$target: ok"

@@ -94,7 +94,7 @@ func TestFaults(t *testing.T) {
 // TestWord: what was measured on real rails is said to within Tolerance, faults and healing included.
 func TestWord(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test runs it in its part bounds, in a twentieth of the time")
+		testutil.Skip(t, "norace", "make test-all runs it in its part bounds, in a twentieth of the time")
 	}
 	files, err := filepath.Glob("testdata/rails-*.json")
 	if err != nil || len(files) < 5 {
@@ -138,7 +138,7 @@ func TestSame(t *testing.T) {
 // TestManyNodes: what two nodes reach, hundreds do too.
 func TestManyNodes(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test runs it in its part bounds, in a twentieth of the time")
+		testutil.Skip(t, "norace", "make test-all runs it in its part bounds, in a twentieth of the time")
 	}
 	r := must(t, Setup{Options: &timeline.Options{Rates: []timeline.Rate{25e9, 25e9, 25e9, 25e9}, Block: 64 << 10, Total: 64 << 20, Policy: "spray",
 		Faults: faults(t, "2ms:rail2:flap=40ms")}, Nodes: 200, Seed: 1})

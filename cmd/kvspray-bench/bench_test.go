@@ -181,7 +181,7 @@ func rails(t *testing.T, args ...string) (out, errs *bytes.Buffer) {
 // A run of one sidecar that sends to three, and takes from them.
 func TestBenchReceivers(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test runs it where nothing else runs, in its part receivers")
+		testutil.Skip(t, "norace", "make test-all runs it where nothing else runs, in its part receivers")
 	}
 	if !testutil.InNamespace(t) {
 		return

@@ -94,7 +94,7 @@ func p99(d []time.Duration) time.Duration {
 // meet and open lanes as if they were alone.
 func TestMembersAmongStrangers(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	c, err := keys.NewCluster()
 	if err != nil {

@@ -42,6 +42,35 @@ def need(what: str, have: bool, remedy: str) -> None:
     pytest.skip(f"vllm: {what} is missing; {remedy}")
 
 
+# What `make test` runs, beside one test of each fault; `make test-all` runs the rest.
+SMOKE = {
+    "test_lengths",
+    "test_many_at_once",
+    "test_preemption_by_a_full_pool",
+    "test_abort_on_either_side",
+    "test_every_transferred_page_has_one_hash",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=["smoke", "rest"], help="only the smoke tests, or only the others; both without it")
+
+
+def in_smoke(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The tests of SMOKE, and of each test of a fault the first."""
+    smoke: set[pytest.Item] = set()
+    faults: set[str] = set()
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        if item.path.name == "test_tokens.py" and item.originalname in SMOKE:
+            smoke.add(item)
+        if item.path.name == "test_faults.py" and item.originalname not in faults:
+            faults.add(item.originalname)
+            smoke.add(item)
+    return smoke
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Engines are forked from this process. Once tensors were computed here, torch has threads, which a child does not have and waits for
     ever: what computes some comes last, in whatever order files are named.
@@ -51,7 +80,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get("KVSPRAY_ATTACK_RUNS"):
         return
     faults = [item for item in items if item.path.name == "test_faults.py" and isinstance(item, pytest.Function)]
-    left_out = {item for item in faults if odd(item, faults)}
+    left_out: set[pytest.Item] = {item for item in faults if odd(item, faults)}
+    part = config.getoption("--part")
+    if part is not None:
+        smoke = in_smoke([item for item in items if item not in left_out])
+        left_out |= {item for item in items if (item in smoke) != (part == "smoke")}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
 

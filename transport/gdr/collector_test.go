@@ -11,7 +11,7 @@ import (
 // ones where nothing is copied at all, so that posting and polling take all the time.
 func TestWritesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	_, factory := rig(t)
 	t.Log("large blocks, copied")

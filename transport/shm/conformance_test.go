@@ -62,7 +62,7 @@ func (r rouser) Dial(ctx context.Context, peer transport.Peer, local, remote tra
 // Pulls copy many megabytes at a time.
 func TestPullsDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	transporttest.NewMover(t, backend, transporttest.Shape{Chunks: 64, BlockBytes: 1 << 20, Shuffle: true}).LetsCollectorIn(16)
 }

@@ -667,7 +667,7 @@ func TestSliceDoesNotAllocate(t *testing.T) {
 // Lanes at full speed let the garbage collector in.
 func TestLanesDoNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	m := transporttest.NewMover(t, factory(Config{CRC32C: true}), transporttest.Shape{Chunks: 512, BlockBytes: 16 << 10, Shuffle: true})
 	m.LetsCollectorIn(8)

@@ -50,7 +50,7 @@ func dials(t *testing.T, p *transporttest.Pair) time.Duration {
 // lanes over another rail open as if they were alone.
 func TestLanesAmongStrangers(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	for name, from := range map[string]func(int) [4]byte{"one address": testutil.OneStranger, "many addresses": testutil.ManyStrangers} {
 		t.Run(name, func(t *testing.T) {

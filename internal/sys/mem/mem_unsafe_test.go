@@ -375,7 +375,7 @@ func TestCopyAndFill(t *testing.T) {
 // Bulk loops must let the collector in; the same loop written over copy() held it for seconds.
 func TestCopyDoesNotHoldTheCollector(t *testing.T) {
 	if testutil.Race {
-		testutil.Skip(t, "norace", "make test looks at it where nothing else runs, in its part bounds")
+		testutil.Skip(t, "norace", "make test-all looks at it where nothing else runs, in its part bounds")
 	}
 	r, err := NewAnonymous("gc", 256<<20, Populate())
 	if err != nil {
