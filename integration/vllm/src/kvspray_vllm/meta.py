@@ -66,18 +66,21 @@ class Landed(_WorkerMetadata):
     over: set[str] = field(default_factory=set)  # nobody writes their spare blocks any more
     alone: str = ""  # why this worker can neither send nor receive any more
     adapters: dict[int, str] | None = None  # content, by id, of what vLLM has read; None: not asked
+    adapters_question: int = 0  # the question that `adapters` answers
 
     def aggregate(self, other: _WorkerMetadata) -> Landed:
         assert isinstance(other, Landed)
         mine, theirs = self.adapters, other.adapters
-        # What ranks do not have alike is as good as not read.
-        both = None if mine is None or theirs is None else dict(mine.items() & theirs.items())
+        # An adapter counts as read once all ranks have read the same content.
+        same = self.adapters_question == other.adapters_question
+        both = dict(mine.items() & theirs.items()) if same and mine is not None and theirs is not None else None
         return Landed(
             self.answered | other.answered,
             self.failed | other.failed,
             self.over & other.over,
             self.alone or other.alone,
             both,
+            self.adapters_question,
         )
 
 
@@ -96,8 +99,8 @@ class StepMeta(KVConnectorMetadata):
     gains: list[Gain] = field(default_factory=list)
     expects: list[Expect] = field(default_factory=list)
     idle: bool = False  # the engine computes nothing in this step
-    asks_adapters: bool = False  # which adapters the worker has read
+    adapters_question: int = 0  # number of a question which adapters the worker has read; 0: none
 
     def empty(self) -> bool:
         lists = (self.preempts, self.gone, self.lost, self.cancels, self.holds, self.released, self.intents)
-        return not (self.step or self.expects or self.asks_adapters or any(lists))
+        return not (self.step or self.expects or self.adapters_question or any(lists))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
-from kvspray_vllm.adapters import Adapters, Reader
+from kvspray_vllm.adapters import CHECK_WAIT_S, Adapters, Reading
 from kvspray_vllm.layout import backoff_of
 from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, StepMeta
 from kvspray_vllm.settings import Settings
@@ -39,9 +39,10 @@ SYNC_BYTES = 2 << 20
 # For how long after one that did not come in time loads go the other way, on which nobody waits.
 SYNC_REST_S = 10.0
 
-# How long a request waits for the files of its adapter to be read, and for its worker's word of
-# what it has read itself.
-ADAPTER_WAIT_S = 10.0
+# How long a request waits for its adapter's files to be read: less than the other side waits.
+READ_WAIT_S = 2.0
+# How long it waits for the worker's answer which adapters it has read.
+WORKER_WAIT_S = 10.0
 
 EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
 
@@ -75,8 +76,8 @@ class Destination:
     prefilled: bool = False  # all of it is there to be fetched
     sync: bool = False  # waited for in the step that computes on it
     computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
-    asked_worker: bool = False  # which adapters it has read
-    worker_until: float = 0.0  # how long its answer is waited for
+    question: int = 0  # number of the question which adapters the worker has read; 0: not asked
+    worker_until: float = 0.0  # how long the request waits for the answer
 
 
 class SchedulerSide:
@@ -109,9 +110,12 @@ class SchedulerSide:
         self._backoff = backoff_of(windows)
         self._now = now
         self._secret = secrets.token_bytes(16)
-        self._adapters = Adapters(Reader())
-        self._reading: dict[str, tuple[dict[str, Any], float]] = {}  # (params, until): by request
-        self._in_worker: dict[int, str] | None = None  # adapters that it has read; None: not asked
+        self._adapters = Adapters()
+        # By request: what reads its adapter, its params, the end of its wait.
+        self._reading: dict[str, tuple[Reading, dict[str, Any], float]] = {}
+        self._in_worker: dict[int, str] = {}  # adapters that the worker has read, by its last answer
+        self._question = 0  # number of the last question about them
+        self._answered = 0  # number of the last question that was answered
         self._adapter: dict[str, Adapter] = {}  # of requests that take part in a transfer
         self._step = 0
         self._meta = StepMeta()
@@ -141,6 +145,8 @@ class SchedulerSide:
         self._live.add(request.request_id)
         given = request.kv_transfer_params
         if not given:
+            if request.lora_request:
+                self._adapters.prefetch(request.lora_request)
             return
         if not isinstance(given, dict):
             # A client may put anything there (vllm_xargs), and an exception here would end the engine core.
@@ -158,45 +164,79 @@ class SchedulerSide:
                 return
             self._prepare(request, given)
         except spray.ParamsError as err:
-            self._serve_alone(request, err.label, str(err))
+            self._compute_here(request, err.label, str(err))
         except Exception as err:  # a prompt that cannot be hashed, say: nothing that comes with a request ends the engine core
             self._log.exception("kvspray: request %s: its transfer cannot be prepared", request.request_id)
-            self._serve_alone(request, "error", repr(err))
+            self._compute_here(request, "error", repr(err))
 
     def _prepare(self, request: Request, given: dict[str, Any]) -> None:
-        if not given.get("do_remote_decode") and not given.get("do_remote_prefill"):
+        source = bool(given.get("do_remote_decode"))
+        if not source and not given.get("do_remote_prefill"):
             return
-        if request.lora_request and self._adapters.content(request.lora_request) is None:
-            until = self._now() + ADAPTER_WAIT_S
-            self._reading.setdefault(request.request_id, (given, until))
-            return
-        self._reading.pop(request.request_id, None)
+        content = ""
+        if request.lora_request:
+            known = self._adapters.known(request.lora_request)
+            try:
+                reading = self._adapters.ask(request.lora_request)
+                now = self._adapters.content(request.lora_request, reading, CHECK_WAIT_S)
+                if now is None and (known or source):
+                    until = self._now() + READ_WAIT_S
+                    self._reading[request.request_id] = reading, given, until
+                    return
+                if now is None:
+                    raise spray.ParamsError("lora_reading", "its adapter's files are being read")
+            except spray.ParamsError as err:
+                self._decline_adapter(given, str(err))
+                raise
+            content = now
+        self._transfer(request, given, content)
+
+    def _transfer(self, request: Request, given: dict[str, Any], content: str) -> None:
+        """content: of its LoRA adapter; empty: it has none."""
         if given.get("do_remote_decode"):
-            self._new_source(request, given)
+            self._new_source(request, given, content)
         else:
-            self._new_destination(request, given)
+            self._new_destination(request, given, content)
 
     def _still_reading(self, request: Request) -> bool:
-        """Whether the files of a request's adapter are not read yet. Once they are, it is what
-        any new request is."""
+        """Whether the files of a request's adapter are not read yet. Once they are, the request is
+        treated as a new one."""
         waiting = self._reading.get(request.request_id)
         if waiting is None:
             return False
-        given, until = waiting
+        reading, given, until = waiting
+        assert request.lora_request is not None
         try:
-            self._prepare(request, given)
-            if request.request_id in self._reading and self._now() > until:
-                raise spray.ParamsError(
-                    "lora_unknown", f"its adapter's files were not read within {ADAPTER_WAIT_S:g} s"
-                )
+            try:
+                content = self._adapters.content(request.lora_request, reading)
+                if content is None and self._now() > until:
+                    raise spray.ParamsError(
+                        "lora_reading", f"its adapter's files were not read within {READ_WAIT_S:g} s"
+                    )
+            except spray.ParamsError as err:
+                self._decline_adapter(given, str(err))
+                raise
+            if content is None:
+                return True
+            del self._reading[request.request_id]
+            self._transfer(request, given, content)
         except spray.ParamsError as err:
-            self._serve_alone(request, err.label, str(err))
+            self._compute_here(request, err.label, str(err))
         except Exception as err:
             self._log.exception(
                 "kvspray: request %s: its transfer cannot be prepared", request.request_id
             )
-            self._serve_alone(request, "error", repr(err))
-        return request.request_id in self._reading
+            self._compute_here(request, "error", repr(err))
+        return False
+
+    def _decline_adapter(self, given: dict[str, Any], reason: str) -> None:
+        """The prefill engine need not keep the blocks of a prompt whose adapter is not known here.
+        The prompt's hash is not known either, so the decline stands for every prompt."""
+        if given.get("do_remote_decode"):
+            return
+        asked = spray.parse(given)
+        if asked and asked.xfer and asked.peer and self._client.connected:
+            self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, reason)
 
     def _check_role(self, lacks: str, does: str) -> None:
         """vLLM defers the freeing of blocks that a step in flight may still write for consumers only, and for producers holds back what it has
@@ -206,7 +246,7 @@ class SchedulerSide:
                 "role", f"kv_role is {lacks}, which does not {does} KV; set kv_both, or send the request to an engine with the other role"
             )
 
-    def _new_source(self, request: Request, given: dict[str, Any]) -> None:
+    def _new_source(self, request: Request, given: dict[str, Any], content: str) -> None:
         self._check_role("kv_consumer", "send")
         self._check_worker()
         tokens = request.prompt_token_ids
@@ -217,7 +257,7 @@ class SchedulerSide:
         asked = spray.parse(given)
         xfer = asked.xfer if asked and asked.xfer else spray.derive_xfer(self._secret, request.request_id)
         fanout = asked.fanout if asked else 1
-        key = self._key_hash(request)
+        key = self._key_hash(request, content)
         fresh = bool(request.lora_request) and self._adapters.replaced(request.lora_request.lora_int_id)
         adapter = self._adapter.get(request.request_id)
         self._pending[request.request_id] = Source(
@@ -228,7 +268,7 @@ class SchedulerSide:
         if self._alone:
             raise spray.ParamsError("alone", f"this engine's worker serves alone: {self._alone}")
 
-    def _new_destination(self, request: Request, given: dict[str, Any]) -> None:
+    def _new_destination(self, request: Request, given: dict[str, Any], content: str) -> None:
         asked = spray.parse(given)
         if asked is None or asked.xfer is None or asked.peer is None:
             raise spray.ParamsError("no_params", "kv_transfer_params names no kvspray transfer and peer")
@@ -241,9 +281,9 @@ class SchedulerSide:
             self._check_role("kv_producer", "receive")
             self._check_worker()
         except spray.ParamsError as err:
-            self._client.decline(asked.xfer, self._key_hash(request), asked.peer, str(err))
+            self._client.decline(asked.xfer, self._key_hash(request, content), asked.peer, str(err))
             raise
-        key = self._key_hash(request)
+        key = self._key_hash(request, content)
         self._check_adapter(request, asked)
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
@@ -262,16 +302,13 @@ class SchedulerSide:
             raise spray.ParamsError("short_prompt", f"of a prompt of {len(tokens)} token nothing moves: the last {self._backoff} is computed on both sides")
         return len(tokens) - self._backoff
 
-    def _key_hash(self, request: Request) -> bytes:
-        lora = (self._adapters.content(request.lora_request) or "") if request.lora_request else ""
+    def _key_hash(self, request: Request, content: str) -> bytes:
         if request.lora_request:
-            if not lora:
-                raise spray.ParamsError("lora_changed", "its adapter's files change")
-            self._adapter[request.request_id] = request.lora_request.lora_int_id, lora
+            self._adapter[request.request_id] = request.lora_request.lora_int_id, content
         items = [
             (f.identifier, f.mm_position.offset, f.mm_position.length) for f in (request.mm_features or ())
         ]
-        return self._hash(request.prompt_token_ids, lora, request.cache_salt or "", items)
+        return self._hash(request.prompt_token_ids, content, request.cache_salt or "", items)
 
     def _check_adapter(self, request: Request, asked: spray.Spray) -> None:
         """The prefill's answer has the content of its adapter. Other content here would be found by
@@ -309,7 +346,7 @@ class SchedulerSide:
             for _ in range(asked.fanout):
                 self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, "refused by the engine's front end")
 
-    def _serve_alone(self, request: Request, label: str, text: str) -> None:
+    def _compute_here(self, request: Request, label: str, text: str) -> None:
         """This request is served as if there were no other engine."""
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
@@ -334,13 +371,13 @@ class SchedulerSide:
         if missing <= 0:
             return 0, False
         if not self._client.connected:
-            self._serve_alone(request, "no_sidecar", "the sidecar went away")
+            self._compute_here(request, "no_sidecar", "the sidecar went away")
             return 0, False
         try:
             if not self._worker_has(request, dest):
                 return None, False
         except spray.ParamsError as err:
-            self._serve_alone(request, err.label, str(err))
+            self._compute_here(request, err.label, str(err))
             return 0, False
         if dest.ready:
             if self._waits_for(request, dest, computed):
@@ -352,11 +389,11 @@ class SchedulerSide:
             return missing, True
         if answer is not None:
             why = f"{answer.state}: {answer.why or 'no reason given'}{self._adapter_here(request)}"
-            self._serve_alone(request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {why}")
+            self._compute_here(request, "prefill_" + answer.state, f"{dest.peer} was asked for the prefill, {why}")
             return 0, False
         if self._now() - dest.asked > dest.wait:
             why = f"not admitted by the prefill within {dest.wait:g} s{self._adapter_here(request)}"
-            self._serve_alone(request, "admission_timeout", why)
+            self._compute_here(request, "admission_timeout", why)
             return 0, False
         # Blocks only once the prefill has admitted the request, or two full engines could wait for each other for ever.
         return None, False
@@ -369,15 +406,17 @@ class SchedulerSide:
         if adapter is None:
             return True
         id, content = adapter
-        known = self._in_worker or {}
+        known = self._in_worker
         if known.get(id) == content:
             return True
-        if not dest.asked_worker:
-            # What it has said before may be old.
-            dest.asked_worker, dest.worker_until = True, self._now() + ADAPTER_WAIT_S
-            self._in_worker = None
-            self._meta.asks_adapters = True
-        if self._in_worker is None and self._now() <= dest.worker_until:
+        if not dest.question:
+            # The last answer may be old. Requests of one step share a question.
+            if not self._meta.adapters_question:
+                self._question += 1
+                self._meta.adapters_question = self._question
+            dest.question = self._meta.adapters_question
+            dest.worker_until = self._now() + WORKER_WAIT_S
+        if self._answered < dest.question and self._now() <= dest.worker_until:
             return False
         lora = request.lora_request
         name = lora.lora_name if lora is not None else id
@@ -526,6 +565,7 @@ class SchedulerSide:
         self._alone = self._alone or landed.alone
         if landed.adapters is not None:
             self._in_worker = landed.adapters
+            self._answered = max(self._answered, landed.adapters_question)
         for req in landed.answered:
             own = self._computing.pop(req, ())
             if req in landed.failed:

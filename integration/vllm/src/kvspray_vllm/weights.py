@@ -52,7 +52,7 @@ def name_of(config: VllmConfig, log: logging.Logger, path: str | None = None) ->
 
 def _digest(model: str, revision: str | None, config: VllmConfig, load_format: str, log: logging.Logger) -> str:
     try:
-        return digest(folder_of(model, revision, config.load_config.download_dir), load_format)
+        return digest(directory_of(model, revision, config.load_config.download_dir), load_format)
     except CheckpointError as err:
         name = f"named:{model}@{revision or 'main'}"
         if len(name.encode()) > (MAX_NAME_BYTES - 1) // 2:  # two of them, with a sign between
@@ -64,7 +64,7 @@ def _digest(model: str, revision: str | None, config: VllmConfig, load_format: s
         return name
 
 
-def folder_of(model: str, revision: str | None, cache: str | None) -> str:
+def directory_of(model: str, revision: str | None, cache: str | None) -> str:
     """Where the files of a model are on this host. Nothing is fetched."""
     if os.path.exists(model):
         return model

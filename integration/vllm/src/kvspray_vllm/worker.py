@@ -142,8 +142,9 @@ class WorkerSide:
             self.step_failed()  # its end would have come before this
         self.preempts(meta)
         self._idle = meta.idle
-        if meta.asks_adapters:
+        if meta.adapters_question:
             self._landed.adapters = dict(self._loaded_adapters)
+            self._landed.adapters_question = meta.adapters_question
         for req, reason in meta.cancels:
             self._cancel(req, reason)
         for req in meta.holds:
