@@ -24,6 +24,38 @@ static struct await **await_slot(kvs_client *c, const uint8_t xfer[16], const ui
 	return at;
 }
 
+/* The keys that AWAIT and DECLINE share, of a map of n keys. */
+static void write_question(struct mpw *w, uint32_t n, uint64_t id, const uint8_t key[48], const char *peer)
+{
+	mpw_map(w, n);
+	mpw_put_uint(w, "id", id);
+	mpw_put_bin(w, "xfer", key, 16);
+	mpw_put_bin(w, "hash", key + 16, 32);
+	mpw_put_str(w, "peer", peer);
+}
+
+/* Sends the message c->msg + 1. False: the socket has no room now, or the session is replaced. */
+static bool sent(kvs_client *c, uint32_t type, struct mpw *w)
+{
+	int rc = message_send(c, type, w, NULL, 0);
+	int err = errno;
+	mpw_free(w);
+	if (rc == 0)
+		c->msg++;
+	else if (err != EAGAIN && err != EINTR)
+		session_break(c, strerror(err));
+	return rc == 0;
+}
+
+/* Frees the question at *at. */
+static void await_drop(kvs_client *c, struct await **at)
+{
+	struct await *a = *at;
+	*at = a->hash_next;
+	free(a);
+	c->await_count--;
+}
+
 void awaits_ask(kvs_client *c, int64_t now)
 {
 	if (!session_usable(c) || !c->await_unsent)
@@ -33,29 +65,12 @@ void awaits_ask(kvs_client *c, int64_t now)
 			if (a->msg || a->answer.state != KVS_ADMISSION_PENDING || a->end_ms <= now)
 				continue;
 			struct mpw w = {0};
-			uint64_t id = c->msg + 1;
-			mpw_map(&w, 6);
-			mpw_str(&w, "id");
-			mpw_uint(&w, id);
-			mpw_str(&w, "xfer");
-			mpw_bin(&w, a->key, 16);
-			mpw_str(&w, "hash");
-			mpw_bin(&w, a->key + 16, 32);
-			mpw_str(&w, "peer");
-			mpw_str(&w, a->peer);
-			mpw_str(&w, "tokens");
-			mpw_uint(&w, a->tokens);
-			mpw_str(&w, "ttl_ms");
-			mpw_uint(&w, (uint64_t)(a->end_ms - now));
-			int rc = session_send(c, MSG_AWAIT, &w, NULL, 0);
-			int err = errno;
-			mpw_free(&w);
-			if (rc < 0) {
-				if (err != EAGAIN && err != EINTR)
-					session_break(c, strerror(err));
+			write_question(&w, 6, c->msg + 1, a->key, a->peer);
+			mpw_put_uint(&w, "tokens", a->tokens);
+			mpw_put_uint(&w, "ttl_ms", (uint64_t)(a->end_ms - now));
+			if (!sent(c, MSG_AWAIT, &w))
 				return;
-			}
-			a->msg = c->msg = id;
+			a->msg = c->msg;
 		}
 	}
 	c->await_unsent = false;
@@ -69,15 +84,15 @@ void awaits_ask_again(kvs_client *c)
 				a->msg = 0, c->await_unsent = true;
 }
 
-bool awaits_answer(kvs_client *c, uint64_t id, uint32_t state, uint64_t tokens, const char *message, uint32_t bytes)
+bool awaits_answer(kvs_client *c, const struct admitted *m)
 {
-	for (int i = 0; i < BUCKETS && id; i++) {
+	for (int i = 0; i < BUCKETS && m->id; i++) {
 		for (struct await *a = c->await_buckets[i]; a; a = a->hash_next) {
-			if (a->msg != id || a->answer.state != KVS_ADMISSION_PENDING)
+			if (a->msg != m->id || a->answer.state != KVS_ADMISSION_PENDING)
 				continue;
-			a->answer.state = state;
-			a->answer.tokens = tokens > UINT32_MAX ? UINT32_MAX : (uint32_t)tokens;
-			copy_text(a->answer.message, sizeof a->answer.message, message, bytes);
+			a->answer.state = m->state;
+			a->answer.tokens = m->tokens > UINT32_MAX ? UINT32_MAX : (uint32_t)m->tokens;
+			copy_text(a->answer.message, sizeof a->answer.message, m->message, m->message_bytes);
 			return true;
 		}
 	}
@@ -94,9 +109,7 @@ int64_t awaits_watch(kvs_client *c, int64_t now)
 				copy_text(a->answer.message, sizeof a->answer.message, "no answer in time", 17);
 			}
 			if (now >= a->end_ms + AWAIT_KEEP_MS) {
-				*at = a->hash_next;
-				free(a);
-				c->await_count--;
+				await_drop(c, at);
 				continue;
 			}
 			due = earlier(due, a->answer.state == KVS_ADMISSION_PENDING ? a->end_ms : a->end_ms + AWAIT_KEEP_MS);
@@ -124,27 +137,10 @@ void declines_send(kvs_client *c, int64_t now)
 	while (c->declines && session_usable(c)) {
 		struct decline *d = c->declines;
 		struct mpw w = {0};
-		uint64_t id = c->msg + 1;
-		mpw_map(&w, 5);
-		mpw_str(&w, "id");
-		mpw_uint(&w, id);
-		mpw_str(&w, "xfer");
-		mpw_bin(&w, d->key, 16);
-		mpw_str(&w, "hash");
-		mpw_bin(&w, d->key + 16, 32);
-		mpw_str(&w, "peer");
-		mpw_str(&w, d->peer);
-		mpw_str(&w, "reason");
-		mpw_str(&w, d->reason);
-		int rc = session_send(c, MSG_DECLINE, &w, NULL, 0);
-		int err = errno;
-		mpw_free(&w);
-		if (rc < 0) {
-			if (err != EAGAIN && err != EINTR)
-				session_break(c, strerror(err));
+		write_question(&w, 5, c->msg + 1, d->key, d->peer);
+		mpw_put_str(&w, "reason", d->reason);
+		if (!sent(c, MSG_DECLINE, &w))
 			return;
-		}
-		c->msg = id;
 		decline_drop(c);
 	}
 }
@@ -153,12 +149,9 @@ void awaits_free(kvs_client *c)
 {
 	while (c->declines)
 		decline_drop(c);
-	for (int i = 0; i < BUCKETS; i++) {
-		for (struct await *a = c->await_buckets[i], *next; a; a = next) {
-			next = a->hash_next;
-			free(a);
-		}
-	}
+	for (int i = 0; i < BUCKETS; i++)
+		while (c->await_buckets[i])
+			await_drop(c, &c->await_buckets[i]);
 }
 
 /* ---- public ---- */
@@ -171,12 +164,8 @@ static void await_evict(kvs_client *c)
 		for (struct await **at = &c->await_buckets[i]; *at; at = &(*at)->hash_next)
 			if ((*at)->answer.state != KVS_ADMISSION_PENDING && (!oldest || (*at)->end_ms < (*oldest)->end_ms))
 				oldest = at;
-	if (!oldest)
-		return;
-	struct await *a = *oldest;
-	*oldest = a->hash_next;
-	free(a);
-	c->await_count--;
+	if (oldest)
+		await_drop(c, oldest);
 }
 
 int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], const char *peer, uint32_t tokens, uint32_t ttl_ms)
@@ -206,7 +195,7 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 			*at = a;
 			c->await_count++;
 			c->await_unsent = true;
-			wake_fd(c->ctl_fd);
+			kvs_wake(c->ctl_fd);
 		}
 	}
 	pthread_mutex_unlock(&c->mu);
@@ -234,12 +223,9 @@ int kvs_await_forget(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[3
 	if (!xfer || !hash)
 		return KVS_E_ARG;
 	pthread_mutex_lock(&c->mu);
-	struct await **at = await_slot(c, xfer, hash), *a = *at;
-	if (a) {
-		*at = a->hash_next;
-		free(a);
-		c->await_count--;
-	}
+	struct await **at = await_slot(c, xfer, hash);
+	if (*at)
+		await_drop(c, at);
 	pthread_mutex_unlock(&c->mu);
 	return 0;
 }
@@ -259,7 +245,7 @@ int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], c
 	copy_text(d->reason, sizeof d->reason, reason ? reason : "", reason ? strlen(reason) : 0);
 	int rc = 0;
 	pthread_mutex_lock(&c->mu);
-	d->end_ms = kvs_now_ms() + c->info.partner_ms;
+	d->end_ms = kvs_now_ms() + c->info.match_timeout_ms;
 	if (session_usable(c) && !c->can_decline) {
 		rc = KVS_E_UNSUPPORTED;
 	} else if (c->decline_count >= KVS_MAX_DECLINES) {
@@ -269,7 +255,7 @@ int kvs_decline(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], c
 		c->declines_end = &d->next;
 		c->decline_count++;
 		d = NULL;
-		wake_fd(c->ctl_fd);
+		kvs_wake(c->ctl_fd);
 	}
 	pthread_mutex_unlock(&c->mu);
 	free(d);

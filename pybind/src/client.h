@@ -2,14 +2,21 @@
  *
  * client.h: the client, as its files see it.
  *
- *   client.c     its life, the background thread, its log and status
- *   session.c    one connection: handshake, messages, rings
- *   lease.c      open leases and what holds them: the release rule
+ * Its files; each calls only those above it in this list (and ring.c, msgpack.c, system.c, work.h):
+ *
+ *   util.c       log, errors, wake-ups, forks
+ *   message.c    messages on the socket: bodies and packets
+ *   table.c      open leases and their ends
  *   record.c     records of leases in the two rings
- *   proc.c       sidecar processes, and the proof of their end
  *   flags.c      the flags memory of the board, and the watchdog of load flags
- *   admission.c  a scheduler's questions
- *   work.c       packing in the engine's GPU context: a thread and a lock of its own, which is taken after mu
+ *   proc.c       sidecar processes, and the proof that they have ended
+ *   lease.c      the release rule, and the engine's calls on leases
+ *   wait.c       waiting for completions
+ *   admission.c  admission queries and cancellations of a scheduler
+ *   session.c    one connection: handshake, messages, end
+ *   loop.c       the background thread
+ *   client.c     the client's life and status
+ *   gpu.c        flags and streams of a GPU
  *
  * Everything in struct kvs_client below `mu` is guarded by it, and every function here is called with it. The lock is held for
  * copies and non-blocking system calls only, so that an engine thread never waits for the sidecar. Sockets and pidfds are closed by
@@ -209,28 +216,6 @@ extern _Atomic uint32_t kvs_fork_gen; /* grows in a forked child */
 
 /* ---- small things ---- */
 
-static inline void wake_fd(int fd)
-{
-	uint64_t one = 1;
-	/* An eventfd that is full wakes its reader all the same. */
-	ssize_t n = write(fd, &one, sizeof one);
-	(void)n;
-}
-
-static inline void clear_fd(int fd)
-{
-	uint64_t n;
-	ssize_t got = read(fd, &n, sizeof n);
-	(void)got;
-}
-
-static inline void close_fd(int *fd)
-{
-	if (*fd >= 0)
-		close(*fd);
-	*fd = -1;
-}
-
 static inline uint32_t clamp_ms(uint64_t ms, uint32_t otherwise)
 {
 	if (!ms)
@@ -248,20 +233,6 @@ static inline int64_t earlier(int64_t a, int64_t b)
 	return a < b ? a : b;
 }
 
-/* ---- client.c ---- */
-
-/* Frees the client where this was its last user. */
-void client_put(kvs_client *c);
-
-__attribute__((format(printf, 3, 4))) void log_line(kvs_client *c, const char *level, const char *format, ...);
-/* Remembers an error for kvs_status_read, and logs it unless it repeats itself. */
-__attribute__((format(printf, 2, 3))) void log_error(kvs_client *c, const char *format, ...);
-void copy_text(char *dst, size_t cap, const char *s, size_t n); /* cut to cap, zero-terminated */
-/* The background thread must look at something by then. */
-void wake_by(kvs_client *c, int64_t at_ms);
-
-/* ---- session.c ---- */
-
 static inline bool session_usable(const kvs_client *c)
 {
 	return c->state == READY && !c->breaking[0];
@@ -272,31 +243,71 @@ static inline bool session_connected(const kvs_client *c)
 	return session_usable(c) && !c->draining && !c->replaying;
 }
 
-void session_begin(kvs_client *c, int64_t now);
-/* Ends the current session. Leases stay bound to its process. wait_ms: until the next; 0: as long as the last failures suggest. */
-void session_end(kvs_client *c, int64_t now, uint32_t wait_ms);
+/* ---- util.c ---- */
+
+void watch_forks(void);
+__attribute__((format(printf, 3, 4))) void log_line(kvs_client *c, const char *level, const char *format, ...);
+/* Remembers an error for kvs_status_read, and logs it unless it repeats itself. */
+__attribute__((format(printf, 2, 3))) void log_error(kvs_client *c, const char *format, ...);
+void copy_text(char *dst, size_t cap, const char *s, size_t n); /* cut to cap, zero-terminated */
+/* The background thread must look at something by then. */
+void wake_by(kvs_client *c, int64_t at_ms);
+
 /* Has the background thread replace the session. */
 void session_break(kvs_client *c, const char *why);
-/* Reads what the sidecar has sent. */
-void session_receive(kvs_client *c, int64_t now);
-/* One packet to the sidecar, without waiting. -1: errno. */
-int session_send(kvs_client *c, uint32_t type, const struct mpw *body, const int *fds, uint32_t nfds);
 
-/* ---- lease.c ---- */
+/* ---- message.c ---- */
+
+/* Texts are not zero-terminated and lie in the packet. */
+struct welcome {
+	uint64_t id, version, leases, deadline_ms, match_timeout_ms, grace_ms;
+	bool fenced, can_copy, can_work, can_wait, can_decline;
+	const uint8_t *boot;
+	const char *node, *endpoint;
+	uint32_t node_bytes, endpoint_bytes;
+};
+
+struct refusal { /* ERROR */
+	uint64_t id;
+	bool fatal;
+	const char *code, *message, *field, *remedy;
+	uint32_t code_bytes, message_bytes, field_bytes, remedy_bytes;
+};
+
+struct admitted {
+	uint64_t id, tokens;
+	uint32_t state; /* enum kvs_admission_state */
+	const char *message;
+	uint32_t message_bytes;
+};
+
+/* One packet to the sidecar, without waiting. -1: errno. */
+int message_send(kvs_client *c, uint32_t type, const struct mpw *body, const int *fds, uint32_t nfds);
+/* One packet into c->packet, as recvmsg. Descriptors in it are closed: a sidecar has none to give. */
+ssize_t message_receive(kvs_client *c, bool *truncated);
+void write_hello(const kvs_client *c, struct mpw *w);
+/* work: the index of its two descriptors in the packet; 0: there are none. */
+void write_register(const kvs_client *c, struct mpw *w, uint32_t work);
+/* False: the body is malformed. */
+bool read_welcome(const uint8_t *body, size_t bytes, struct welcome *m);
+bool read_registered(const uint8_t *body, size_t bytes, uint64_t *id);
+bool read_error(const uint8_t *body, size_t bytes, struct refusal *m);
+bool read_admitted(const uint8_t *body, size_t bytes, struct admitted *m);
+
+/* ---- table.c ---- */
 
 struct lease *lease_find(kvs_client *c, uint64_t id);
 void lease_free(struct lease *l);
+/* Enters a lease whose record the sidecar has. */
+void lease_add(kvs_client *c, struct lease *l);
+/* Ends a lease that no process holds, with a record of this library. */
+void lease_end(kvs_client *c, struct lease *l, uint16_t status, const char *reason);
+/* Frees a lease whose end the engine has fetched. */
+void lease_delivered(kvs_client *c, struct lease *l);
 /* To the ready list: kvs_poll hands it out. */
 void lease_ready(kvs_client *c, struct lease *l);
 /* Processes that can do nothing more leave every lease's set. `status` is what the engine gets where nothing else ends a lease. */
 void leases_unbind(kvs_client *c, uint32_t gone, uint16_t status, const char *reason);
-/* Whatever open source leases hold is not given away any more. */
-void leases_disown(kvs_client *c, int64_t now);
-/* This process has processors to spare for a wait that looks before it sleeps. */
-bool wait_may_look(void);
-/* Ends what is due, asks a sidecar that has lost track to fence, kills one that is silent. Returns when to look again. */
-int64_t leases_watch(kvs_client *c, int64_t now);
-
 /* ---- record.c ---- */
 
 bool record_fits(const kvs_client *c, uint64_t bytes);
@@ -330,14 +341,43 @@ int flags_make(kvs_client *c); /* -1: errno */
 void loads_poison(kvs_client *c, uint32_t gone); /* those of sidecars that are no more */
 int64_t loads_watch(kvs_client *c, int64_t now); /* returns when to look again */
 
+/* ---- lease.c ---- */
+
+/* Releases all open source leases: their blocks are no longer offered. */
+void leases_disown(kvs_client *c, int64_t now);
+/* Ends what is due, asks a sidecar with late leases to fence them, kills one that is silent. Returns when to look again. */
+int64_t leases_watch(kvs_client *c, int64_t now);
+
+/* ---- wait.c ---- */
+
+/* Whether this process has enough processors for a wait that looks before it sleeps. */
+bool wait_may_look(void);
+
 /* ---- admission.c ---- */
 
 void awaits_ask(kvs_client *c, int64_t now); /* sends what has not been asked in this session */
 void awaits_ask_again(kvs_client *c);        /* another session */
-/* The answer to the question that message `id` asked. False: nobody waits for it any more. */
-bool awaits_answer(kvs_client *c, uint64_t id, uint32_t state, uint64_t tokens, const char *message, uint32_t bytes);
+/* The answer to the question in message m->id. False: the question was forgotten. */
+bool awaits_answer(kvs_client *c, const struct admitted *m);
 int64_t awaits_watch(kvs_client *c, int64_t now); /* returns when to look again */
 void awaits_free(kvs_client *c);
 void declines_send(kvs_client *c, int64_t now);
+
+/* ---- session.c ---- */
+
+void session_begin(kvs_client *c, int64_t now);
+/* Ends the current session. Leases stay bound to its process. wait_ms: until the next; 0: the backoff of the last failures. */
+void session_end(kvs_client *c, int64_t now, uint32_t wait_ms);
+/* Reads what the sidecar has sent. */
+void session_receive(kvs_client *c, int64_t now);
+
+/* ---- loop.c ---- */
+
+void *client_loop(void *client);
+
+/* ---- client.c ---- */
+
+/* Frees the client if this was its last user. */
+void client_put(kvs_client *c);
 
 #endif

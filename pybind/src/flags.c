@@ -3,7 +3,6 @@
  * The flags memory of the board: layers that are complete (the engine writes, the sidecar reads), and layers that have landed (the
  * other way round), with a watchdog for those who wait without a time-out.
  */
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "client.h"
@@ -18,11 +17,8 @@ int flags_make(kvs_client *c)
 	uint64_t mark = replay + (uint64_t)(c->layers + 1) * sizeof(struct kvs_flag);
 	uint64_t total = mark + KVS_CACHE_LINE;
 	total = (total + (uint64_t)page - 1) / (uint64_t)page * (uint64_t)page;
-	c->flags_fd = kvs_memfd("kvspray-flags", total);
-	if (c->flags_fd < 0)
-		return -1;
-	void *at = mmap(NULL, total, PROT_READ | PROT_WRITE, MAP_SHARED, c->flags_fd, 0);
-	if (at == MAP_FAILED)
+	void *at = kvs_shared("kvspray-flags", total, &c->flags_fd);
+	if (!at)
 		return -1;
 	struct kvs_flags_header h = {
 		.magic = KVS_FLAGS_MAGIC,

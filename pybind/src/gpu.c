@@ -27,7 +27,6 @@
 #include "graph.h"
 
 enum {
-	EVENT_DISABLE_TIMING = 2,
 	WAIT_GEQ = 0, /* cyclic: (int64)(flag - value) >= 0, which is why KVS_POISON is the greatest positive number */
 	CAPTURE_NONE = 0,
 	CAPTURE_ACTIVE = 1,

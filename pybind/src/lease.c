@@ -2,120 +2,11 @@
  *
  * Leases: what the engine has handed out, until nothing can touch it any more. See client.h for what holds one.
  */
-#include <errno.h>
-#include <limits.h>
-#include <poll.h>
-#include <sched.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "client.h"
 
-/* ---- the table ---- */
-
-static void list_add(struct lease_list *l, struct lease *x)
-{
-	x->next = NULL;
-	x->prev = l->last;
-	if (l->last)
-		l->last->next = x;
-	else
-		l->first = x;
-	l->last = x;
-}
-
-static void list_del(struct lease_list *l, struct lease *x)
-{
-	if (x->prev)
-		x->prev->next = x->next;
-	else
-		l->first = x->next;
-	if (x->next)
-		x->next->prev = x->prev;
-	else
-		l->last = x->prev;
-}
-
-struct lease *lease_find(kvs_client *c, uint64_t id)
-{
-	struct lease *l = c->buckets[id % BUCKETS];
-	while (l && l->id != id)
-		l = l->hash_next;
-	return l;
-}
-
-void lease_free(struct lease *l)
-{
-	free(l->snap);
-	free(l->body);
-	free(l);
-}
-
-/* Takes a delivered lease out of the table. */
-static void lease_forget(kvs_client *c, struct lease *l)
-{
-	struct lease **at = &c->buckets[l->id % BUCKETS];
-	while (*at != l)
-		at = &(*at)->hash_next;
-	*at = l->hash_next;
-	c->lease_count--;
-	lease_free(l);
-}
-
-void lease_ready(kvs_client *c, struct lease *l)
-{
-	list_del(&c->open, l);
-	list_add(&c->ready, l);
-	c->ready_count++;
-}
-
-/* Ends a lease that no process holds any more, in our own name. */
-static void lease_end(kvs_client *c, struct lease *l, uint16_t status, const char *reason)
-{
-	struct mpw w = {0};
-	mpw_map(&w, 1);
-	mpw_str(&w, "reason");
-	mpw_str(&w, reason);
-	l->done = true;
-	l->status = status;
-	l->synthesised = true;
-	if (w.bad) {
-		mpw_free(&w);
-	} else {
-		l->body = w.buf;
-		l->body_bytes = (uint32_t)w.len;
-	}
-	lease_ready(c, l);
-}
-
-/* A process has left the lease's set. `status` is what the engine gets if nothing else ends the lease. True: it moved to the
- * ready list. */
-static bool lease_unbind(kvs_client *c, struct lease *l, uint32_t gone, uint16_t status, const char *reason)
-{
-	if (!(l->bound & gone))
-		return false;
-	l->bound &= ~gone;
-	if (l->bound)
-		return false;
-	if (l->done)
-		lease_ready(c, l);
-	else if (l->type != KVS_REC_INTENT || l->cancelled)
-		lease_end(c, l, status == KVS_FAILED && l->cancelled ? KVS_CANCELLED : status, reason);
-	else
-		return false; /* a source lease waits for a new session, or for its deadline */
-	return true;
-}
-
-void leases_unbind(kvs_client *c, uint32_t gone, uint16_t status, const char *reason)
-{
-	bool any = false;
-	for (struct lease *l = c->open.first, *next; l; l = next) {
-		next = l->next;
-		any |= lease_unbind(c, l, gone, status, reason);
-	}
-	if (any)
-		wake_fd(c->bell_fd);
-}
+#define REASON_MAX_BYTES 1024
 
 /* ---- the release rule ---- */
 
@@ -181,7 +72,7 @@ int64_t leases_watch(kvs_client *c, int64_t now)
 		}
 	}
 	if (ended)
-		wake_fd(c->bell_fd);
+		kvs_wake(c->bell_fd);
 	if (guilty) {
 		uint32_t kept = 0; /* by processes that live on */
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++) {
@@ -253,10 +144,7 @@ static int open_lease(kvs_client *c, uint16_t type, const void *body, uint32_t b
 	l->end_ms = now + l->deadline_ms;
 	l->bound = proc_bit(c->proc);
 	l->session = c->serial;
-	l->hash_next = c->buckets[l->id % BUCKETS];
-	c->buckets[l->id % BUCKETS] = l;
-	list_add(&c->open, l);
-	c->lease_count++;
+	lease_add(c, l);
 	int64_t limit = lease_limit_ms(c, l);
 	if (limit != INT64_MAX)
 		wake_by(c, limit - c->info.grace_ms / 2);
@@ -351,7 +239,7 @@ static int give_back(kvs_client *c, struct lease *l, const void *body, uint32_t 
 		wake_by(c, lease_limit_ms(c, l) - c->info.grace_ms / 2);
 	} else {
 		lease_end(c, l, KVS_CANCELLED, "cancelled while no sidecar had it");
-		wake_fd(c->bell_fd);
+		kvs_wake(c->bell_fd);
 	}
 	return rc;
 }
@@ -412,9 +300,7 @@ int kvs_cancel(kvs_client *c, uint64_t lease, const char *reason)
 	CHECK(c);
 	int64_t now = kvs_now_ms();
 	struct mpw w = {0};
-	mpw_map(&w, 1);
-	mpw_str(&w, "reason");
-	mpw_strn(&w, reason ? reason : "", reason ? strnlen(reason, 1024) : 0);
+	mpw_reason(&w, reason ? reason : "", REASON_MAX_BYTES);
 	if (w.bad) {
 		mpw_free(&w);
 		return KVS_E_LIMIT;
@@ -478,74 +364,8 @@ int64_t kvs_poll(kvs_client *c, void *buf, uint64_t cap)
 		used += length;
 		c->info.completed++;
 		c->info.synthesised += l->synthesised;
-		list_del(&c->ready, l);
-		c->ready_count--;
-		lease_forget(c, l);
+		lease_delivered(c, l);
 	}
 	pthread_mutex_unlock(&c->mu);
 	return rc < 0 ? rc : (int64_t)used;
-}
-
-/* A transfer of few bytes takes 100 to 300 us, and to be woken costs a tenth to a third of that: so a wait looks first, for about as long. */
-#define LOOK_NS 300000
-/* What a waiting thread burns nobody else gets: not where cores are few. */
-#ifndef LOOK_CPUS
-#define LOOK_CPUS 4
-#endif
-
-static int64_t now_ns(void)
-{
-	struct timespec t;
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-bool wait_may_look(void)
-{
-	cpu_set_t set;
-	return sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) >= LOOK_CPUS;
-}
-
-static void pause_briefly(void)
-{
-	for (int i = 0; i < 16; i++)
-#if defined(__x86_64__)
-		__builtin_ia32_pause();
-#elif defined(__aarch64__)
-		__asm__ volatile("isb");
-#else
-		__asm__ volatile("");
-#endif
-}
-
-int kvs_wait(kvs_client *c, int timeout_ms)
-{
-	CHECK(c);
-	const int64_t began = now_ns();
-	int64_t end = timeout_ms < 0 ? INT64_MAX : began + (int64_t)timeout_ms * 1000000, now = began;
-	for (bool first = true;; first = false) {
-		pthread_mutex_lock(&c->mu);
-		completions_drain(c);
-		bool closing = c->closing, there = c->ready.first != NULL;
-		bool usable = session_usable(c) && c->rings, open = usable && c->open.first, late = now - began >= LOOK_NS;
-		/* For what is open only, and where the last wait was worth it: waits of milliseconds, or for nothing, look once. */
-		bool look = !there && open && !late && c->may_look && !c->wait_was_long;
-		if (!first && (there || (open && late)))
-			c->wait_was_long = late;
-		bool again = !there && !look && usable && !kvs_ring_sleep(&c->comp);
-		pthread_mutex_unlock(&c->mu);
-		if (there)
-			return 1;
-		if (closing || now >= end)
-			return 0;
-		if (look) {
-			pause_briefly();
-		} else if (!again) {
-			struct pollfd p = {.fd = c->bell_fd, .events = POLLIN};
-			int64_t left = end == INT64_MAX ? -1 : earlier((end - now) / 1000000 + 1, INT_MAX);
-			if (poll(&p, 1, (int)left) > 0)
-				clear_fd(c->bell_fd);
-		}
-		now = now_ns();
-	}
 }

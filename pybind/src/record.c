@@ -73,7 +73,7 @@ void completions_drain_and_wake(kvs_client *c)
 	uint32_t before = c->ready_count;
 	completions_drain(c);
 	if (c->ready_count != before)
-		wake_fd(c->bell_fd);
+		kvs_wake(c->bell_fd);
 }
 
 /* ---- the submission ring ---- */
@@ -85,7 +85,7 @@ int submit_record(kvs_client *c, uint16_t type, uint64_t lease, const void *body
 	if (rc == 0) {
 		c->info.submitted++;
 		if (kvs_ring_wake(&c->sub))
-			wake_fd(c->doorbell_fd);
+			kvs_wake(c->doorbell_fd);
 	} else if (rc == KVS_E_FULL) {
 		c->info.full++;
 	} else if (rc == KVS_E_ARG) {
@@ -173,6 +173,6 @@ void leases_replay(kvs_client *c, int64_t now)
 	c->info.connects++;
 	pthread_cond_broadcast(&c->changed);
 	/* Whoever waits for completions must announce its sleep in the new ring. */
-	wake_fd(c->bell_fd);
+	kvs_wake(c->bell_fd);
 	log_line(c, "info", "connected to sidecar %s at %s, pid %u", c->info.node, c->path, c->procs[c->proc].pid);
 }

@@ -65,7 +65,7 @@ def test_session(sidecar: Make, worker: Make) -> None:
     assert reg["regions"][0]["kind"] == "memfd" and "addr" not in reg["regions"][0]
     st = w.status()
     assert st.connected and st.node == "fake" and st.endpoint == "127.0.0.1:7001" and st.sidecar_pid == s.process.pid
-    assert (st.deadline_ms, st.partner_ms, st.grace_ms) == (DEADLINE_MS, 500, 400) and st.version == (1, 0) and not st.error
+    assert (st.deadline_ms, st.match_timeout_ms, st.grace_ms) == (DEADLINE_MS, 500, 400) and st.version == (1, 0) and not st.error
     w.close()
     s.expect("bye")
     assert not w.connected and w.poll() == [] and w.intent(XFER, HASH, 1, [[1]]) == 0

@@ -37,7 +37,7 @@ def test_older_welcome(sidecar: Make, worker: Make) -> None:
     w = worker()
     st = w.status()
     assert st.connected and st.version == (1, 0) and st.node == "" and st.endpoint == "" and not st.error
-    assert (st.deadline_ms, st.partner_ms, st.grace_ms) == (30000, 10000, 5000)
+    assert (st.deadline_ms, st.match_timeout_ms, st.grace_ms) == (30000, 10000, 5000)
     leases = [w.intent(XFER, HASH, 40, [[1, 2, 3]]) for _ in range(20)]  # no limit was named
     assert all(leases)
     s.record("INTENT", lease=leases[-1])
@@ -49,7 +49,7 @@ def test_newer_welcome(sidecar: Make, worker: Make) -> None:
     w = worker()
     st = w.status()
     assert st.connected and st.version == (1, 0) and st.node == "n" and st.endpoint == "h:1" and not st.error
-    assert (st.deadline_ms, st.partner_ms, st.grace_ms) == (1, 2, 3)
+    assert (st.deadline_ms, st.match_timeout_ms, st.grace_ms) == (1, 2, 3)
     leases = [w.intent(XFER, HASH, 40, [[1, 2, 3]], deadline_s=30) for _ in range(10)]
     assert all(leases[:9]) and not leases[9]  # limits.leases is 9
     s.record("INTENT", lease=leases[8])

@@ -85,7 +85,7 @@ class FakeWorker:
 class FakeScheduler:
     connected: bool = True
     endpoint: str | None = "10.1.1.1:7650"
-    partner_s: float = 10.0
+    match_timeout_s: float = 10.0
     answers: dict[bytes, shim.Answer] = field(default_factory=dict)
     asked: list[tuple[bytes, str]] = field(default_factory=list)
     full: bool = False
@@ -437,11 +437,11 @@ def test_a_step_begins_once_however_often_that_is_said(e: Engine) -> None:
 def test_nobody_is_asked_how_long_to_wait_for_a_prefill_that_is_done(e: Engine) -> None:
     class Busy(FakeScheduler):
         @property
-        def partner_s(self) -> float:
+        def match_timeout_s(self) -> float:
             raise AssertionError("asked")
 
-        @partner_s.setter
-        def partner_s(self, value: float) -> None:
+        @match_timeout_s.setter
+        def match_timeout_s(self, value: float) -> None:
             pass
 
     e.scheduler._client = Busy()

@@ -284,7 +284,7 @@ struct kvs_info {
 	uint32_t quarantined; /* leases that wait for the exit of a sidecar that we may not kill */
 	uint32_t sidecar_pid; /* of the current session; 0: none, or not visible here */
 	uint32_t version;     /* chosen by WELCOME, major << 16 | minor */
-	uint32_t deadline_ms, partner_ms, grace_ms;
+	uint32_t deadline_ms, match_timeout_ms, grace_ms;
 	uint32_t leases;      /* open */
 	uint32_t sidecars;    /* processes that may still touch blocks of open leases, the current one included */
 	uint32_t awaits;

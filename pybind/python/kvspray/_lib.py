@@ -70,7 +70,7 @@ class CInfo(ctypes.Structure):
         ("sidecar_pid", c_uint32),
         ("version", c_uint32),
         ("deadline_ms", c_uint32),
-        ("partner_ms", c_uint32),
+        ("match_timeout_ms", c_uint32),
         ("grace_ms", c_uint32),
         ("leases", c_uint32),
         ("sidecars", c_uint32),

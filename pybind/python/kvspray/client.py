@@ -125,7 +125,7 @@ class Status:
     sidecar_pid: int
     version: tuple[int, int]
     deadline_ms: int
-    partner_ms: int
+    match_timeout_ms: int
     grace_ms: int
     leases: int
     sidecars: int
@@ -252,7 +252,7 @@ class _Client:
             sidecar_pid=info.sidecar_pid,
             version=(info.version >> 16, info.version & 0xFFFF),
             deadline_ms=info.deadline_ms,
-            partner_ms=info.partner_ms,
+            match_timeout_ms=info.match_timeout_ms,
             grace_ms=info.grace_ms,
             leases=info.leases,
             sidecars=info.sidecars,
@@ -623,7 +623,7 @@ class WorkerClient(_Client):
         prio: int = 0,
         req: str = "",
         deadline_s: float | None = None,
-        partner_s: float | None = None,
+        match_timeout_s: float | None = None,
         after: int = 0,
     ) -> int:
         """These blocks want this prompt's KV from ``peer``; ``skip`` tokens (of all groups, or per group) are there already.
@@ -639,7 +639,7 @@ class WorkerClient(_Client):
                 f"kvspray: expect: tokens = {tokens}, skip = {skips} for {len(table)} groups; want 1 <= tokens and one "
                 "0 <= skip <= tokens per group"
             )
-        deadline_ms, partner_ms = self._deadlines()
+        deadline_ms, match_timeout_ms = self._deadlines()
         deadline = _ms(deadline_s, self._deadline_ms or deadline_ms)
         body = protocol.pack(
             {
@@ -651,7 +651,7 @@ class WorkerClient(_Client):
                 "blocks": table,
                 "prio": prio,
                 "deadline_ms": deadline,
-                "partner_ms": min(deadline, _ms(partner_s, partner_ms)),
+                "partner_ms": min(deadline, _ms(match_timeout_s, match_timeout_ms)),
                 "req": _req(req),
                 **_after(after),
             }

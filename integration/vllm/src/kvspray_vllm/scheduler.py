@@ -287,7 +287,7 @@ class SchedulerSide:
         self._check_adapter(request, asked)
         # An id of the prefill's request comes only from a prefill that is done; it holds the blocks for us.
         ready = bool(given.get("remote_request_id"))
-        wait = 0.0 if ready else self._settings.admission_s or self._client.partner_s
+        wait = 0.0 if ready else self._settings.admission_s or self._client.match_timeout_s
         dest = Destination(asked.xfer, key, asked.peer, self._moved(tokens), ready, self._now(), wait, ready)
         if not ready:
             try:

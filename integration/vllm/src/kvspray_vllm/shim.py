@@ -19,7 +19,7 @@ Blocks = Sequence[Sequence[int]]
 
 # enum kvs_status of board.h
 OK, FAILED, CANCELLED, EXPIRED, REFUSED, LOST = range(6)
-DEFAULT_PARTNER_MS = 10_000  # before a sidecar has said its own
+DEFAULT_MATCH_TIMEOUT_MS = 10_000  # before a sidecar has said its own
 
 STATUS_NAMES = ("ok", "failed", "cancelled", "expired", "refused", "lost")
 
@@ -87,7 +87,7 @@ class SchedulerShim(Protocol):
     @property
     def endpoint(self) -> str | None: ...
     @property
-    def partner_s(self) -> float: ...
+    def match_timeout_s(self) -> float: ...
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None: ...
     def admission(self, xfer: bytes, hash: bytes) -> Answer | None: ...
     def decline(self, xfer: bytes, hash: bytes, peer: str, reason: str) -> None: ...
@@ -232,8 +232,8 @@ class Scheduler:
         return self._c.endpoint
 
     @property
-    def partner_s(self) -> float:
-        return (self._c.status().partner_ms or DEFAULT_PARTNER_MS) / 1000
+    def match_timeout_s(self) -> float:
+        return (self._c.status().match_timeout_ms or DEFAULT_MATCH_TIMEOUT_MS) / 1000
 
     def await_admission(self, xfer: bytes, hash: bytes, peer: str, tokens: int, ttl_s: float) -> None:
         try:
