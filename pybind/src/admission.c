@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * A scheduler's questions whether a prefill has admitted a request, and the answers, kept for a while; and its word that it will not
- * come for one.
+ * Admission queries of a scheduler (AWAIT) with their answers, and its cancellations before a lease (DECLINE).
  */
 #include <errno.h>
 #include <stdlib.h>
 
 #include "client.h"
 
-#define AWAIT_KEEP_MS 60000      /* an answer outlives its question's ttl by so much */
+#define AWAIT_KEEP_MS 60000      /* how long an answer is kept after its query's ttl */
 
 static struct await **await_slot(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32])
 {
@@ -47,7 +46,7 @@ static bool sent(kvs_client *c, uint32_t type, struct mpw *w)
 	return rc == 0;
 }
 
-/* Frees the question at *at. */
+/* Frees the query at *at. */
 static void await_drop(kvs_client *c, struct await **at)
 {
 	struct await *a = *at;
@@ -131,7 +130,7 @@ static void decline_drop(kvs_client *c)
 
 void declines_send(kvs_client *c, int64_t now)
 {
-	/* Without a sidecar that takes them they are of no use later: by then the source has waited for its partner in vain. */
+	/* After the match timeout a cancellation is useless: the source has given up by itself. */
 	while (c->declines && (c->declines->end_ms <= now || (session_usable(c) && !c->can_decline)))
 		decline_drop(c);
 	while (c->declines && session_usable(c)) {
@@ -156,7 +155,7 @@ void awaits_free(kvs_client *c)
 
 /* ---- public ---- */
 
-/* Makes room for a question: of those that are answered, the one whose time ends first goes. */
+/* Makes room for a query: drops the answered one that expires first. */
 static void await_evict(kvs_client *c)
 {
 	struct await **oldest = NULL;
@@ -179,7 +178,7 @@ int kvs_await(kvs_client *c, const uint8_t xfer[16], const uint8_t hash[32], con
 	struct await **at = await_slot(c, xfer, hash);
 	if (!*at && c->await_count >= KVS_MAX_AWAITS) {
 		await_evict(c);
-		at = await_slot(c, xfer, hash); /* what it pointed into may be gone */
+		at = await_slot(c, xfer, hash); /* it may have pointed into the query that was dropped */
 	}
 	if (!*at) {
 		struct await *a = c->await_count < KVS_MAX_AWAITS ? calloc(1, sizeof *a) : NULL;

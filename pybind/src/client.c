@@ -61,11 +61,11 @@ void client_put(kvs_client *c)
 	if (c->flags)
 		munmap(c->flags, c->flags_bytes);
 	close_fd(&c->sock);
-	close_fd(&c->doorbell_fd);
+	close_fd(&c->sq_eventfd);
 	close_fd(&c->rings_fd);
 	close_fd(&c->new_pidfd);
 	close_fd(&c->flags_fd);
-	close_fd(&c->bell_fd);
+	close_fd(&c->cq_eventfd);
 	close_fd(&c->ctl_fd);
 	free(c->engine_name);
 	free(c->engine_version);
@@ -95,12 +95,12 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 		return KVS_E_SYS;
 	c->users = 1;
 	c->role = config->role;
-	c->layers = worker ? config->layers : 1; /* a scheduler's flags are never passed on */
+	c->layers = worker ? config->layers : 1; /* a scheduler's flags are not sent to a sidecar */
 	c->fork_gen = kvs_fork_gen;
-	c->may_look = wait_may_look();
+	c->may_poll = wait_may_poll();
 	c->submission_bytes = sub;
 	c->completion_bytes = comp;
-	c->flags_fd = c->bell_fd = c->ctl_fd = c->sock = c->doorbell_fd = c->rings_fd = c->new_pidfd = -1;
+	c->flags_fd = c->cq_eventfd = c->ctl_fd = c->sock = c->sq_eventfd = c->rings_fd = c->new_pidfd = -1;
 	c->proc = -1;
 	c->backoff_ms = BACKOFF_MIN_MS;
 	c->refused_ms = REFUSED_MIN_MS;
@@ -123,9 +123,9 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	c->engine_id = strdup(config->engine_id ? config->engine_id : "");
 	c->packet = malloc(KVS_PACKET_MAX_BYTES);
 	c->record = malloc(comp);
-	c->bell_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	c->cq_eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
 	c->ctl_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->packet || !c->record || c->bell_fd < 0 || c->ctl_fd < 0 ||
+	if (!c->engine_name || !c->engine_version || !c->engine_id || !c->packet || !c->record || c->cq_eventfd < 0 || c->ctl_fd < 0 ||
 	    kvs_random(c->boot, sizeof c->boot) < 0 || kvs_random(&c->rng, sizeof c->rng) < 0 || flags_make(c) < 0) {
 		int err = errno;
 		client_put(c);
@@ -143,7 +143,7 @@ int kvs_open(const struct kvs_config *config, kvs_client **out)
 	return 0;
 }
 
-static void work_says(void *client, const char *level, const char *text)
+static void work_log(void *client, const char *level, const char *text)
 {
 	kvs_client *c = client;
 	pthread_mutex_lock(&c->mu);
@@ -217,7 +217,7 @@ static int start_locked(kvs_client *c, const struct kvs_region *regions, uint32_
 	for (uint32_t i = 0; i < n; i++)
 		if (regions[i].kind == KVS_REGION_DEVICE)
 			gpu[i] = (struct work_region){regions[i].addr, regions[i].bytes};
-	c->work = work_start(gpu, n, work_says, work_over, c);
+	c->work = work_start(gpu, n, work_log, work_over, c);
 	return 0;
 }
 
@@ -261,7 +261,7 @@ int kvs_describe(kvs_client *c, const void *layout, uint32_t layout_bytes)
 		c->layout_bytes = layout_bytes;
 		copy = old;
 		leases_disown(c, now);
-		session_break(c, "the layout was described anew");
+		session_break(c, "the layout was replaced");
 	} else {
 		log_error(c, "describe: the client has not been started");
 		rc = KVS_E_ARG;
@@ -279,14 +279,14 @@ void kvs_close(kvs_client *c)
 		client_put(c); /* the thread, and perhaps a held mutex, stayed in the parent */
 		return;
 	}
-	/* Before the watchdog goes: it ends what a stream may wait for, and our own work may be behind that. */
+	/* Before the watchdog ends: it ends waits of streams, and launched work may be queued behind them. */
 	if (c->work)
 		work_stop(c->work);
 	pthread_mutex_lock(&c->mu);
 	c->closing = true;
 	bool started = c->started;
 	kvs_wake(c->ctl_fd);
-	kvs_wake(c->bell_fd);
+	kvs_wake(c->cq_eventfd);
 	pthread_mutex_unlock(&c->mu);
 	if (started)
 		pthread_join(c->thread, NULL);
@@ -349,7 +349,7 @@ int kvs_status_read(kvs_client *c, struct kvs_info *info)
 	info->leases = c->lease_count;
 	info->awaits = c->await_count;
 	for (int i = 0; i < KVS_MAX_SIDECARS; i++)
-		info->sidecars += c->procs[i].used && !c->procs[i].exited && (i == c->proc || proc_bound(c, i));
+		info->sidecars += c->procs[i].used && !c->procs[i].harmless && (i == c->proc || proc_bound(c, i));
 	memcpy(info->boot, c->boot, sizeof info->boot);
 	info->source_epoch = __atomic_load_n(c->source_epoch, __ATOMIC_ACQUIRE);
 	if (c->work)

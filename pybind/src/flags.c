@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * The flags memory of the board: layers that are complete (the engine writes, the sidecar reads), and layers that have landed (the
- * other way round), with a watchdog for those who wait without a time-out.
+ * The flags memory of the board: layer flags, which the engine writes, and load flags, which the sidecar writes. A watchdog ends
+ * waits for load flags, because a GPU stream waits without a time-out.
  */
 #include <unistd.h>
 
@@ -44,7 +44,7 @@ int flags_make(kvs_client *c)
 	return 0;
 }
 
-/* ---- public: layers that are complete ---- */
+/* ---- public: layer flags ---- */
 
 static void raise_flag(struct kvs_flag *f, uint64_t step)
 {
@@ -66,14 +66,6 @@ int kvs_signal_step(kvs_client *c, uint64_t step)
 {
 	CHECK(c);
 	raise_flag(&c->layer_flags[c->layers], step);
-	return 0;
-}
-
-int kvs_signal_all(kvs_client *c, uint64_t step)
-{
-	CHECK(c);
-	for (uint32_t i = 0; i <= c->layers; i++)
-		raise_flag(&c->layer_flags[i], step);
 	return 0;
 }
 
@@ -131,7 +123,7 @@ int64_t loads_watch(kvs_client *c, int64_t now)
 	return due;
 }
 
-/* ---- public: layers that have landed ---- */
+/* ---- public: load flags ---- */
 
 int64_t kvs_load_watch(kvs_client *c, uint32_t first, uint32_t count, uint64_t step, uint32_t timeout_ms)
 {

@@ -294,7 +294,7 @@ int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
 		return KVS_E_ARG;
 	}
 	if (g->graph.at) {
-		snprintf(error, error_bytes, "asked for twice");
+		snprintf(error, error_bytes, "requested twice");
 		return KVS_E_ARG;
 	}
 	if (!g->client->work) {
@@ -310,7 +310,7 @@ int kvs_gpu_pack(kvs_gpu *g, uint32_t blocks, char *error, uint32_t error_bytes)
 	if (rc)
 		snprintf(error, error_bytes, "%s: %s (%d)", call, cuda_error_name(rc), rc);
 	else if ((twice = !work_graph(g->client->work, &g->graph)))
-		snprintf(error, error_bytes, "asked for twice");
+		snprintf(error, error_bytes, "requested twice");
 	if (rc || twice)
 		graph_close(&g->graph);
 	if (pushed)

@@ -22,7 +22,7 @@ void *client_loop(void *arg)
 	while (!c->closing) {
 		int64_t now = kvs_now_ms();
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++)
-			if (c->procs[i].used && c->procs[i].dead && !c->procs[i].exited)
+			if (c->procs[i].used && c->procs[i].exit_proved && !c->procs[i].harmless)
 				proc_exited(c, i);
 		if (c->breaking[0]) {
 			log_line(c, "info", "session is replaced: %s", c->breaking);
@@ -37,7 +37,7 @@ void *client_loop(void *arg)
 		leases_replay(c, now);
 		awaits_ask(c, now);
 		declines_send(c, now);
-		/* Last: they look at what was just presented, too. */
+		/* Last, because they also look at leases that were just presented. */
 		int64_t due = earlier(leases_watch(c, now), earlier(loads_watch(c, now), awaits_watch(c, now)));
 		if (c->state == IDLE)
 			due = earlier(due, c->next_try_ms);
@@ -57,7 +57,7 @@ void *client_loop(void *arg)
 		fds[0].fd = c->ctl_fd;
 		fds[1].fd = c->sock;
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++)
-			if (c->procs[i].used && !c->procs[i].dead)
+			if (c->procs[i].used && !c->procs[i].exit_proved)
 				fds[2 + i].fd = c->procs[i].pidfd;
 		int64_t wait = due == INT64_MAX ? -1 : due > now ? earlier(due - now, INT_MAX) : 0;
 		pthread_mutex_unlock(&c->mu);
@@ -68,7 +68,7 @@ void *client_loop(void *arg)
 		now = kvs_now_ms();
 		if (fds[0].revents)
 			kvs_clear(c->ctl_fd);
-		/* The death first: what follows an end of file is then judged with that knowledge. */
+		/* Exits first: an end of file is judged by whether the exit is proved. */
 		for (int i = 0; i < KVS_MAX_SIDECARS; i++)
 			if (fds[2 + i].revents & POLLIN)
 				proc_exited(c, i);

@@ -62,8 +62,8 @@ static void *populate_part(void *arg)
 	return NULL;
 }
 
-/* Allocates every page of a new shared mapping of fd. A page that cannot be had later kills whoever touches it first with SIGBUS,
- * and until then the first transfer into each block pays for its page faults. 0 or an errno. */
+/* Allocates every page of a new shared mapping of fd. A page that cannot be allocated later raises SIGBUS at its first access, and
+ * without this the first transfer into each block pays for its page faults. 0 or an errno. */
 static int populate(char *at, uint64_t bytes, int fd)
 {
 	struct populate_part parts[POPULATE_THREADS];
@@ -75,7 +75,7 @@ static int populate(char *at, uint64_t bytes, int fd)
 		p->at = at + off;
 		p->bytes = bytes - off < step ? bytes - off : step;
 		if (off + step >= bytes || kvs_thread(&p->thread, populate_part, p) != 0) {
-			populate_part(p); /* the last part, or no thread to be had: here */
+			populate_part(p); /* the last part, or no thread can be created: here */
 			p->thread = pthread_self();
 		}
 	}
@@ -88,7 +88,7 @@ static int populate(char *at, uint64_t bytes, int fd)
 		else if (parts[i].err)
 			err = parts[i].err;
 	}
-	/* Before Linux 5.14: the memory is had all the same, in one thread and without its page table entries. */
+	/* Before Linux 5.14: allocate in one thread, without page table entries. */
 	while (unknown && !err && fallocate(fd, 0, 0, (off_t)bytes) < 0)
 		if (errno != EINTR)
 			err = errno;
@@ -183,7 +183,7 @@ int kvs_region_adopt(uint64_t addr, uint64_t bytes, uint32_t flags, struct kvs_r
 	int fd = kvs_memfd("kvspray-adopted", bytes);
 	if (fd < 0)
 		return KVS_E_SYS;
-	/* write() and not a copy through a second mapping: it reports a fault instead of dying of it. */
+	/* write() reports a fault; a copy through a second mapping would raise a signal. */
 	for (uint64_t at = 0; at < bytes;) {
 		uint64_t want = bytes - at < (1ull << 30) ? bytes - at : 1ull << 30;
 		ssize_t n = pwrite(fd, (const void *)(uintptr_t)(addr + at), want, (off_t)at);
@@ -219,7 +219,7 @@ int kvs_region_process(uint64_t addr, uint64_t bytes, struct kvs_region *out)
 	int fd = open("/proc/self/mem", O_RDWR | O_CLOEXEC);
 	if (fd < 0)
 		return KVS_E_SYS;
-	/* The two ends must be there; what lies between is found out by whoever reads it. */
+	/* Only both ends are checked; a read of a gap between them fails later. */
 	uint8_t b;
 	if (pread(fd, &b, 1, (off_t)addr) != 1 || pread(fd, &b, 1, (off_t)(addr + bytes - 1)) != 1) {
 		close(fd);

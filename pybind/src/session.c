@@ -28,7 +28,7 @@ static int send_hello(kvs_client *c)
 	return rc;
 }
 
-/* Fresh rings and a fresh doorbell for this connection. */
+/* New rings and a new SQ eventfd for this connection. */
 static int make_rings(kvs_client *c)
 {
 	uint64_t completion = sizeof(struct kvs_rings_header) + sizeof(struct kvs_ring) + c->submission_bytes;
@@ -54,13 +54,13 @@ static int make_rings(kvs_client *c)
 	memcpy(at, &h, sizeof h);
 	kvs_ring_attach(&c->sub, (struct kvs_ring *)(c->rings + h.submission), c->submission_bytes);
 	kvs_ring_attach(&c->comp, (struct kvs_ring *)(c->rings + h.completion), c->completion_bytes);
-	c->doorbell_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-	return c->doorbell_fd < 0 ? -1 : 0;
+	c->sq_eventfd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	return c->sq_eventfd < 0 ? -1 : 0;
 }
 
 static int send_register(kvs_client *c)
 {
-	int fds[KVS_PACKET_MAX_FDS] = {c->flags_fd, c->rings_fd, c->doorbell_fd, c->bell_fd};
+	int fds[KVS_PACKET_MAX_FDS] = {c->flags_fd, c->rings_fd, c->sq_eventfd, c->cq_eventfd};
 	uint32_t n = BOARD_FDS + c->region_fd_count, work = 0;
 	memcpy(fds + BOARD_FDS, c->region_fds, sizeof(int) * c->region_fd_count);
 	if (c->work && c->can_work && n + 2 <= KVS_PACKET_MAX_FDS && work_begin(c->work, &fds[n], &fds[n + 1])) {
@@ -84,7 +84,7 @@ void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 	if (c->state == READY)
 		completions_drain_and_wake(c);
 	close_fd(&c->sock);
-	close_fd(&c->doorbell_fd);
+	close_fd(&c->sq_eventfd);
 	close_fd(&c->rings_fd);
 	close_fd(&c->new_pidfd);
 	if (c->work)
@@ -99,21 +99,21 @@ void session_end(kvs_client *c, int64_t now, uint32_t wait_ms)
 	c->breaking[0] = 0;
 	c->draining = false;
 	c->replaying = false;
-	if (c->proc >= 0 && c->procs[c->proc].exited)
+	if (c->proc >= 0 && c->procs[c->proc].harmless)
 		proc_release(&c->procs[c->proc]);
 	c->proc = -1;
 	awaits_ask_again(c);
 	if (!wait_ms) {
 		wait_ms = c->backoff_ms;
 		c->backoff_ms = c->backoff_ms * 2 > BACKOFF_MAX_MS ? BACKOFF_MAX_MS : c->backoff_ms * 2;
-		/* Ranks of one engine must not come back in step. */
+		/* Spread the reconnections of an engine's ranks. */
 		c->rng = c->rng * 6364136223846793005u + 1442695040888963407u;
 		wait_ms += (uint32_t)(c->rng >> 33) % (wait_ms / 2 + 1);
 	}
 	c->next_try_ms = now + wait_ms;
 }
 
-/* Ends a session that will be refused again until somebody mends something. */
+/* Ends a session that will be refused until an operator corrects the cause. */
 static void session_refused(kvs_client *c, int64_t now)
 {
 	session_end(c, now, c->refused_ms);
@@ -143,19 +143,19 @@ void session_begin(kvs_client *c, int64_t now)
 	struct ucred cred = {0};
 	socklen_t len = sizeof cred;
 	if (c->default_path && getsockopt(c->sock, SOL_SOCKET, SO_PEERCRED, &cred, &len) == 0 && cred.uid != 0 && cred.uid != geteuid()) {
-		log_error(c, "%s belongs to uid %u, not to us (%u): name the socket explicitly if that is meant", c->path, cred.uid, geteuid());
+		log_error(c, "%s belongs to uid %u, not to this process's uid %u: configure the socket's path if this is intended", c->path, cred.uid, geteuid());
 		session_refused(c, now);
 		return;
 	}
 	c->new_pidfd = kvs_pidfd_of_peer(c->sock, &c->new_pid);
 	if (c->new_pidfd < 0 && errno == EREMOTE) {
-		log_error(c, "the sidecar at %s is in another pid namespace and this kernel has no SO_PEERPIDFD, so its death could not be proved: share the "
+		log_error(c, "the sidecar at %s is in another pid namespace and this kernel has no SO_PEERPIDFD, so its exit could not be proved: share the "
 		          "pid namespace (shareProcessNamespace in a pod), or use Linux 6.5 or later", c->path);
 		session_refused(c, now);
 		return;
 	}
 	if (c->new_pidfd < 0 && (errno == ESRCH || errno == ENODATA || errno == EINVAL)) {
-		/* The listener died between our connect and now. */
+		/* The listener exited after the connect. */
 		session_end(c, now, 0);
 		return;
 	}
@@ -167,7 +167,7 @@ void session_begin(kvs_client *c, int64_t now)
 	c->state = WELCOMING;
 }
 
-/* The session is up: registered, or a scheduler that was welcomed. */
+/* The session is up: a worker is registered, or a scheduler has its WELCOME. */
 static void session_ready(kvs_client *c, int64_t now)
 {
 	c->state = READY;
@@ -195,7 +195,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 		return;
 	}
 	if (m.version >> 16 != KVS_PROTOCOL_MAJOR || (m.version & 0xffff) > KVS_PROTOCOL_MINOR) {
-		log_error(c, "sidecar chose protocol %u.%u, this library speaks %u.%u: upgrade the older of the two", (unsigned)(m.version >> 16),
+		log_error(c, "sidecar chose protocol %u.%u, this library supports %u.%u: upgrade the older of the two", (unsigned)(m.version >> 16),
 		          (unsigned)(m.version & 0xffff), KVS_PROTOCOL_MAJOR, KVS_PROTOCOL_MINOR);
 		c->info.refusals++;
 		session_refused(c, now);
@@ -204,7 +204,7 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	bool known;
 	int proc = proc_enter(c, m.boot, &known);
 	if (proc < 0) {
-		log_error(c, "%d earlier sidecar processes still hold leases: no further one is admitted", KVS_MAX_SIDECARS);
+		log_error(c, "%d earlier sidecar processes still hold leases: no other one is accepted", KVS_MAX_SIDECARS);
 		session_end(c, now, 0);
 		return;
 	}
@@ -221,12 +221,12 @@ static void on_welcome(kvs_client *c, int64_t now, const uint8_t *body, size_t b
 	}
 	c->proc = proc;
 	if (c->procs[proc].pidfd < 0)
-		log_error(c, "no pidfd of the sidecar: its death cannot be proved, leases may stay in quarantine");
+		log_error(c, "no pidfd of the sidecar: its exit cannot be proved, so leases may stay in quarantine");
 	memcpy(c->info.sidecar_boot, m.boot, 16);
 	copy_text(c->info.node, sizeof c->info.node, m.node, m.node_bytes);
 	if (m.endpoint_bytes >= sizeof c->info.endpoint) {
-		log_error(c, "the sidecar's endpoint has %u bytes, at most %zu: it is not handed out", m.endpoint_bytes, sizeof c->info.endpoint - 1);
-		m.endpoint_bytes = 0; /* a part of it would name somebody else */
+		log_error(c, "the sidecar's endpoint has %u bytes, at most %zu: it is not used", m.endpoint_bytes, sizeof c->info.endpoint - 1);
+		m.endpoint_bytes = 0; /* a part of it would name another host */
 	}
 	copy_text(c->info.endpoint, sizeof c->info.endpoint, m.endpoint, m.endpoint_bytes);
 	c->info.version = (uint32_t)m.version;
@@ -262,11 +262,11 @@ static void on_error(kvs_client *c, int64_t now, const uint8_t *body, size_t byt
 	bool answer = c->state != READY && m.id && (m.id == c->hello_msg || m.id == c->register_msg);
 	if (answer && mp_key(m.code, m.code_bytes, "fencing"))
 		proc_alive(c, now);
-	log_error(c, "sidecar says %.*s: %.*s%s%.*s%s%.*s", (int)m.code_bytes, m.code, (int)m.message_bytes, m.message,
+	log_error(c, "sidecar reports %.*s: %.*s%s%.*s%s%.*s", (int)m.code_bytes, m.code, (int)m.message_bytes, m.message,
 	          m.field_bytes ? "; field " : "", (int)m.field_bytes, m.field, m.remedy_bytes ? "; remedy: " : "", (int)m.remedy_bytes, m.remedy);
 	if (c->role == KVS_SCHEDULER && c->state == READY)
 		awaits_answer(c, &(struct admitted){.id = m.id, .state = KVS_ADMISSION_REFUSED, .message = m.message, .message_bytes = m.message_bytes});
-	/* These pass by themselves; anything else waits for somebody to mend it. */
+	/* These causes end by themselves; an operator must correct the others. */
 	bool passing = mp_key(m.code, m.code_bytes, "fencing") || mp_key(m.code, m.code_bytes, "draining") || mp_key(m.code, m.code_bytes, "state") ||
 		       mp_key(m.code, m.code_bytes, "superseded") || mp_key(m.code, m.code_bytes, "limit");
 	if (!answer && !m.fatal)

@@ -100,7 +100,7 @@ int kvs_pidfd_of_peer(int sock, uint32_t *pid)
 		fcntl(fd, F_SETFD, FD_CLOEXEC);
 		return fd;
 	}
-	/* The process is gone already. */
+	/* The process has exited. */
 	if (errno == ESRCH || errno == ENODATA || errno == EINVAL)
 		return -1;
 	if (!*pid) {

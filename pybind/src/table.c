@@ -71,7 +71,6 @@ void lease_ready(kvs_client *c, struct lease *l)
 	c->ready_count++;
 }
 
-/* Ends a lease that no process holds any more, in our own name. */
 void lease_end(kvs_client *c, struct lease *l, uint16_t status, const char *reason)
 {
 	struct mpw w = {0};
@@ -114,5 +113,5 @@ void leases_unbind(kvs_client *c, uint32_t gone, uint16_t status, const char *re
 		any |= lease_unbind(c, l, gone, status, reason);
 	}
 	if (any)
-		kvs_wake(c->bell_fd);
+		kvs_wake(c->cq_eventfd);
 }

@@ -84,9 +84,9 @@ const char *kvs_strerror(int error)
 	case 0:
 		return "ok";
 	case KVS_KEPT:
-		return "kept until there is a session";
+		return "kept until a session exists";
 	case KVS_E_ARG:
-		return "impossible argument";
+		return "invalid argument";
 	case KVS_E_NOT_CONNECTED:
 		return "not connected to a sidecar";
 	case KVS_E_FULL:
@@ -108,16 +108,11 @@ const char *kvs_strerror(int error)
 	case KVS_E_BUFFER:
 		return "buffer is too small";
 	case KVS_E_UNSUPPORTED:
-		return "the sidecar is older than this library and does not know of it";
+		return "the sidecar is older than this library and does not support it";
 	case KVS_E_GPU:
-		return "the CUDA driver refused, or there is none";
+		return "the CUDA driver refused, or is missing";
 	}
 	return "unknown error";
-}
-
-const char *kvs_library_version(void)
-{
-	return "0.1.0";
 }
 
 static int log_read(kvs_client *c, char *buf, uint64_t cap, bool wait)

@@ -8,14 +8,14 @@
 
 #include "client.h"
 
-/* A transfer of few bytes takes 100 to 300 us, and to be woken costs a tenth to a third of that: so a wait looks first, for about as long. */
+/* A small transfer takes 100 to 300 us, and a wake-up costs a tenth to a third of that: a wait polls for about as long first. */
 #define LOOK_NS 300000
-/* What a waiting thread burns nobody else gets: not where cores are few. */
+/* A polling thread occupies a core: not on hosts with few. */
 #ifndef LOOK_CPUS
 #define LOOK_CPUS 4
 #endif
 
-bool wait_may_look(void)
+bool wait_may_poll(void)
 {
 	cpu_set_t set;
 	return sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) >= LOOK_CPUS;
@@ -43,8 +43,8 @@ int kvs_wait(kvs_client *c, int timeout_ms)
 		completions_drain(c);
 		bool closing = c->closing, there = c->ready.first != NULL;
 		bool usable = session_usable(c) && c->rings, open = usable && c->open.first, late = now - began >= LOOK_NS;
-		/* For what is open only, and where the last wait was worth it: waits of milliseconds, or for nothing, look once. */
-		bool look = !there && open && !late && c->may_look && !c->wait_was_long;
+		/* Only for open leases, and if the last wait was short. */
+		bool look = !there && open && !late && c->may_poll && !c->wait_was_long;
 		if (!first && (there || (open && late)))
 			c->wait_was_long = late;
 		bool again = !there && !look && usable && !kvs_ring_sleep(&c->comp);
@@ -56,10 +56,10 @@ int kvs_wait(kvs_client *c, int timeout_ms)
 		if (look) {
 			pause_briefly();
 		} else if (!again) {
-			struct pollfd p = {.fd = c->bell_fd, .events = POLLIN};
+			struct pollfd p = {.fd = c->cq_eventfd, .events = POLLIN};
 			int64_t left = end == INT64_MAX ? -1 : earlier((end - now) / 1000000 + 1, INT_MAX);
 			if (poll(&p, 1, (int)left) > 0)
-				kvs_clear(c->bell_fd);
+				kvs_clear(c->cq_eventfd);
 		}
 		now = kvs_now_ns();
 	}

@@ -19,7 +19,7 @@ enum {
 	CAPTURE_RELAXED = 2,   /* CU_STREAM_CAPTURE_MODE_RELAXED */
 };
 
-/* The session is over: what runs is waited for, and its memory is let go. */
+/* Waits for the session's work, and releases its memory. */
 static void close_board(struct work *w, struct board *b)
 {
 	work_take_back(w, b);
@@ -41,7 +41,7 @@ static void close_board(struct work *w, struct board *b)
 
 /* ---- the thread ---- */
 
-/* Other graphs, or none: what is armed is taken back first. */
+/* Changes to other graphs, or to none: armed lists are taken back first. */
 static void change_graph(struct work *w, struct graph *to)
 {
 	work_take_back(w, NULL);
@@ -80,7 +80,7 @@ static void *run(void *arg)
 	int mode = CAPTURE_RELAXED;
 	bool stop = false;
 	prctl(PR_SET_NAME, "kvspray-work");
-	/* While the engine captures a graph in the strict mode, a call of another thread would spoil its capture. */
+	/* While the engine captures a graph in the strict mode, a call of another thread would invalidate the capture. */
 	work_fail(w, cu.ThreadExchangeStreamCaptureMode(&mode), "cuThreadExchangeStreamCaptureMode");
 	for (;;) {
 		struct board *b = current(w, &stop);
@@ -164,7 +164,7 @@ bool work_begin(struct work *w, int *memfd, int *bell)
 		*bell = w->bell;
 	}
 	pthread_mutex_unlock(&w->mu);
-	kvs_wake(w->bell); /* it looks at no board that it does not know */
+	kvs_wake(w->bell); /* the thread now finds the new board */
 	return at != NULL;
 }
 

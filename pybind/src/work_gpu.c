@@ -11,13 +11,12 @@
 
 enum { IPC_LAZY_PEER_ACCESS = 1 };
 
-/* What fails first is logged, and ends what we do on the GPU. */
 bool work_fail(struct work *w, int rc, const char *call)
 {
 	char line[256];
 	if (rc == 0)
 		return false;
-	snprintf(line, sizeof line, "the sidecar packs by itself, which slows this engine: in the engine's context %s: %s (%d)", call, cuda_error_name(rc), rc);
+	snprintf(line, sizeof line, "the sidecar packs in its own context, which slows this engine: in the engine's context %s: %s (%d)", call, cuda_error_name(rc), rc);
 	if (!w->off)
 		w->log(w->arg, "warn", line);
 	w->off = true;
@@ -45,7 +44,7 @@ static bool set_up(struct work *w)
 	for (uint32_t i = first; i < w->region_count; i++)
 		if (w->regions[i].bytes && (cu.PointerGetAttribute(&device, POINTER_DEVICE_ORDINAL, w->regions[i].addr) != 0 || device != w->device))
 			w->regions[i].bytes = 0;
-	/* Memory of cuMemCreate belongs to no context: then the one that the runtime API uses. */
+	/* Memory of cuMemCreate belongs to no context: use the runtime API's. */
 	if (cu.PointerGetAttribute(&w->context, POINTER_CONTEXT, addr) != 0 || !w->context) {
 		if (FAILS(w, DevicePrimaryCtxRetain, &w->context, w->device))
 			return false;
@@ -58,7 +57,7 @@ static bool set_up(struct work *w)
 	void *own = mmap(NULL, sizeof *w->own, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (own == MAP_FAILED)
 		return !work_fail(w, 2 /* CUDA_ERROR_OUT_OF_MEMORY */, "mmap");
-	/* Where the kernel does not copy pinned pages for the child of a fork, our next store would go to a fresh page, and the GPU read the old list. */
+	/* If the kernel does not copy pinned pages for the child of a fork, the next store here goes to a new page, and the GPU reads the old list. */
 	if (madvise(own, sizeof *w->own, MADV_DONTFORK) != 0) {
 		munmap(own, sizeof *w->own);
 		return !work_fail(w, 2 /* CUDA_ERROR_OUT_OF_MEMORY */, "madvise");
@@ -98,7 +97,6 @@ void work_tear_down(struct work *w)
 		cu.DevicePrimaryCtxRelease(w->device);
 }
 
-/* Maps the sidecar's dense buffer. False: not; w->off says whether that is the driver's word. */
 bool work_open_staging(struct work *w, struct board *b, const struct kvs_work_slot *slot, const struct kvs_work_run *list)
 {
 	struct ipc_handle h;
@@ -114,23 +112,21 @@ bool work_open_staging(struct work *w, struct board *b, const struct kvs_work_sl
 	if (FAILS(w, MemHostGetDevicePointer, &b->first, b->at, 0))
 		return false;
 	if (cu.IpcOpenMemHandle(&p, h, IPC_LAZY_PEER_ACCESS) != 0)
-		return false; /* a handle that names nothing is no fault of this context */
+		return false; /* an unknown handle is no error of this context */
 	b->staging = p;
-	/* Its word is not taken for the length: a kernel past the end would take the engine's context. */
+	/* The sidecar's length is checked: a kernel past the end would destroy the engine's context. */
 	if (FAILS(w, MemGetAddressRange, &base, &size, p))
 		return false;
 	b->staging_bytes = base == p && bytes <= size ? bytes : 0;
 	return b->staging_bytes != 0;
 }
 
-/* Nothing of this list runs or will run. */
 void work_forget(struct work *w, uint32_t i)
 {
 	w->tickets[i] = __atomic_load_n(&w->own->done[i].value, __ATOMIC_ACQUIRE);
 	w->seqs[i] = 0;
 }
 
-/* False: the driver refused, and nothing of it runs. */
 bool work_launch(struct work *w, const struct board *b, uint32_t i, bool unpack, uint64_t seq, uint32_t blocks)
 {
 	const struct work_list *l = &w->own->lists[i];
@@ -142,7 +138,7 @@ bool work_launch(struct work *w, const struct board *b, uint32_t i, bool unpack,
 	w->tickets[i] = ++w->ticket;
 	w->seqs[i] = seq;
 	w->running = true;
-	/* The sidecar's word comes last: it may post the slot anew as soon as it is there. A slot is always in the same stream. */
+	/* The sidecar's done word comes last: the sidecar may then post the slot again. A slot always uses the same stream. */
 	if (!FAILS(w, LaunchKernel, kernel, blocks, 1, 1, PACK_THREADS, 1, 1, 0, stream, len ? by_bases : by_runs, NULL) &&
 	    !FAILS(w, StreamWriteValue64, stream, w->own_dev + offsetof(struct own, done) + i * sizeof(struct kvs_flag), w->ticket, 0) &&
 	    !FAILS(w, StreamWriteValue64, stream, b->first + KVS_WORK_DONE + i * sizeof(struct kvs_flag), seq, 0)) {

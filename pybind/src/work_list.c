@@ -4,7 +4,7 @@
  */
 #include "work_state.h"
 
-/* Takes what an axis needs off the room on its side, if there is as much. */
+/* Subtracts the span of an axis from the room on its side. False: there is less room. */
 static bool reach(uint64_t *before, uint64_t *behind, uint64_t stride, uint32_t steps)
 {
 	bool back = stride >> 63;

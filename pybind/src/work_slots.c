@@ -6,7 +6,7 @@
 
 #include "work_state.h"
 
-#ifndef ARMED_US /* a test has replays that come by at about that time */
+#ifndef ARMED_US /* a test has replays at about that time */
 #define ARMED_US 300
 #endif
 
@@ -19,7 +19,7 @@ static void refuse(const struct board *b, uint32_t i, uint64_t seq, uint32_t why
 	__atomic_store_n(&s->state, seq << KVS_WORK_STATE_BITS | KVS_WORK_REFUSED, __ATOMIC_RELEASE);
 }
 
-/* Whether the sidecar has been told so. */
+/* Whether the sidecar has its done word. */
 static bool told(const struct work *w, const struct board *b, uint32_t i)
 {
 	const struct kvs_flag *done = (const struct kvs_flag *)(b->at + KVS_WORK_DONE);
@@ -38,7 +38,7 @@ static uint64_t pulse(const struct work *w)
 	return __atomic_load_n(&w->graph->at->pulse, __ATOMIC_RELAXED);
 }
 
-/* Leaves a list to the next layer of a replay. False: there are none. */
+/* Leaves a list to the next layer of a replay. False: no graph is replayed. */
 static bool arm(struct work *w, struct board *b, uint32_t i, bool unpack, uint64_t seq, uint32_t blocks)
 {
 	if (!w->graph || w->graph->context != w->context || pulse(w) == w->missed)
@@ -77,14 +77,14 @@ static bool taken(const struct work *w, uint32_t i)
 
 enum fate { ARMED, MOVED, OURS };
 
-/* What became of a list that is armed. OURS: no graph has taken it, or will. */
+/* The state of an armed list. OURS: no graph has taken it or will. */
 static enum fate fate(struct work *w, uint32_t i, bool revoke)
 {
 	struct graph_slot *s = graph_slot(w, i);
 	uint64_t ticket = w->tickets[i];
 	if (revoke && !w->arms[i].revoked) {
 		w->arms[i].revoked = true;
-		__atomic_store_n(&s->revoked, ticket, __ATOMIC_SEQ_CST); /* not behind what is looked at next */
+		__atomic_store_n(&s->revoked, ticket, __ATOMIC_SEQ_CST); /* ordered before the next load */
 		if (!taken(w, i)) {
 			w->missed = pulse(w);
 			return OURS;
@@ -97,7 +97,7 @@ static enum fate fate(struct work *w, uint32_t i, bool revoke)
 	return __atomic_load_n(&s->skipped, __ATOMIC_ACQUIRE) == ticket ? OURS : ARMED;
 }
 
-/* Waits for that. ARMED: the context is lost, and runs nothing any more. */
+/* Waits until the list is no longer armed. ARMED: the context is lost and runs nothing more. */
 static enum fate await_fate(struct work *w, uint32_t i, bool revoke)
 {
 	const struct timespec pause = {.tv_nsec = 1000};
@@ -111,7 +111,6 @@ static enum fate await_fate(struct work *w, uint32_t i, bool revoke)
 	return f;
 }
 
-/* Looks at what is armed, and launches what no replay came by for. */
 void work_settle(struct work *w)
 {
 	int64_t now = w->armed ? kvs_now_ns() : 0;
@@ -126,7 +125,6 @@ void work_settle(struct work *w)
 	}
 }
 
-/* No graph has, or will have, anything of what is armed for a board, or for any. What no graph has taken is launched: whoever posted it waits for it. */
 void work_take_back(struct work *w, const struct board *b)
 {
 	for (uint32_t i = 0; i < KVS_WORK_SLOTS; i++) {
@@ -138,9 +136,9 @@ void work_take_back(struct work *w, const struct board *b)
 		disarm(w, i);
 		if (f == MOVED || (f == OURS && work_launch(w, of, i, a.unpack, a.seq, a.blocks)))
 			continue;
-		bool knows = told(w, of, i);
+		bool informed = told(w, of, i);
 		work_forget(w, i);
-		if (!knows)
+		if (!informed)
 			refuse(of, i, a.seq, KVS_WORK_GPU);
 	}
 }
@@ -151,7 +149,7 @@ static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
 	const struct kvs_work_slot *s = slot_at(b, i);
 	uint32_t op = READ(s->op), blocks = READ(s->blocks), why = KVS_WORK_BAD;
 	bool ok = false;
-	/* A graph stores the sidecar's word first, and ours right behind it. That word alone proves nothing: the sidecar could have written it. */
+	/* A graph stores the sidecar's done word first, and this process's directly behind it. The former proves nothing: the sidecar can write it. */
 	if (w->arms[i].board && told(w, b, i) && taken(w, i) && await_fate(w, i, false) == MOVED)
 		disarm(w, i);
 	if (op == KVS_WORK_OPEN) {
@@ -168,12 +166,11 @@ static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
 	if (w->off)
 		why = KVS_WORK_GPU;
 	else if (!b->defect)
-		w->log(w->arg, "warn", "the sidecar asked for work on the GPU that is impossible; this is a defect of it, and said once in a session");
+		w->log(w->arg, "warn", "protocol violation: the sidecar requested invalid work on the GPU; logged once in a session");
 	b->defect = true;
 	refuse(b, i, seq, why);
 }
 
-/* Takes what is posted. Returns whether there was anything. */
 bool work_take(struct work *w, struct board *b)
 {
 	bool any = false;
@@ -189,8 +186,6 @@ bool work_take(struct work *w, struct board *b)
 	return any;
 }
 
-/* A context that broke runs nothing any more, and writes no done word: whoever waits for one is told, also where the break came between our
- * word and the sidecar's. */
 void work_look(struct work *w, struct board *b)
 {
 	bool broken[STREAMS] = {false};
@@ -204,13 +199,13 @@ void work_look(struct work *w, struct board *b)
 	}
 	for (uint32_t i = 0; b && i < KVS_WORK_SLOTS; i++) {
 		uint64_t seq = w->seqs[i];
-		bool knows = told(w, b, i);
-		if (!broken[i % STREAMS] || (idle(w, i) && knows))
+		bool informed = told(w, b, i);
+		if (!broken[i % STREAMS] || (idle(w, i) && informed))
 			continue;
 		if (w->arms[i].board)
 			disarm(w, i);
 		work_forget(w, i);
-		if (!knows) /* who does may have posted the slot anew */
+		if (!informed) /* else the sidecar may have posted the slot again */
 			refuse(b, i, seq, KVS_WORK_GPU);
 	}
 }

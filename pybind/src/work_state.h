@@ -26,17 +26,17 @@ enum {
 enum board_state { BOARD_NONE, BOARD_LIVE, BOARD_ENDING };
 
 struct board {
-	enum board_state state; /* guarded by mu; NONE and LIVE: nobody but work_begin and work_end leave them, ENDING: nobody but the thread */
+	enum board_state state; /* guarded by mu; work_begin leaves NONE, work_end leaves LIVE, the thread leaves ENDING */
 	uint8_t *at;
 	/* the thread's own */
 	bool registered; /* the first page is */
-	bool defect;     /* that the sidecar asked for what is impossible was said */
-	devptr first;    /* the first page, as the GPU sees it; 0: OPEN has not come so far */
+	bool defect;     /* a protocol violation was logged */
+	devptr first;    /* the first page, as the GPU sees it; 0: OPEN was not served */
 	devptr staging; /* the sidecar's dense buffer; 0: not opened */
 	uint64_t staging_bytes;
 };
 
-/* Behind the lists, in memory that the GPU reads and writes and no other process sees. */
+/* Memory that the GPU reads and writes and that no other process sees. */
 struct own {
 	struct work_list lists[KVS_WORK_SLOTS];
 	struct kvs_flag done[KVS_WORK_SLOTS]; /* tickets */
@@ -83,7 +83,7 @@ struct work {
 	struct arm arms[KVS_WORK_SLOTS];
 	uint32_t armed;  /* of arms */
 	int64_t look_ns; /* while something is armed: not before */
-	uint64_t missed; /* pulse of the graph when a list was not taken: no replay has come by since */
+	uint64_t missed; /* pulse of the graph when a list was not taken: no replay has run since */
 };
 
 #define READ(field) __atomic_load_n(&(field), __ATOMIC_RELAXED)

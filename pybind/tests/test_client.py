@@ -361,7 +361,7 @@ assert sys.stdin.readline() == "stopped\\n"
 lease = w.expect(b"x" * 16, b"h" * 32, "a:1", 40, 0, [[1, 2, 3]], deadline_s=0.2)
 assert lease
 until(lambda: w.status().quarantined == 1, "quarantine")
-assert "may not be killed" in w.status().error, w.status().error
+assert "cannot be killed" in w.status().error, w.status().error
 assert w.poll() == [] and w.status().leases == 1 and w.status().counters["kills"] == 0
 print("quarantined", flush=True)
 assert w.wait(30)

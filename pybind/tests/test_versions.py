@@ -65,14 +65,14 @@ def test_registered(sidecar: Make, worker: Make, version: str) -> None:
     s.expect("record", name="INTENT")
 
 
-@pytest.mark.parametrize(("version", "told"), [("older", "sidecar says protocol: no"), ("newer", "sidecar says from-the-future: ?")])
-def test_error(sidecar: Make, worker: Make, version: str, told: str) -> None:
+@pytest.mark.parametrize(("version", "reported"), [("older", "sidecar reports protocol: no"), ("newer", "sidecar reports from-the-future: ?")])
+def test_error(sidecar: Make, worker: Make, version: str, reported: str) -> None:
     """Neither says that it is fatal: the session stays."""
     s: Sidecar = sidecar()
     w = worker()
     hears(s, f"error-{version}")
     until(lambda: w.status().counters["refusals"] == 1, "the error is counted")
-    assert w.status().error == told
+    assert w.status().error == reported
     s.tell("ping")
     s.expect("pong")
     assert w.connected and w.status().counters["protocol_errors"] == 0 and w.intent(XFER, HASH, 40, [[1]])

@@ -66,7 +66,6 @@ enum kvs_error {
 #define KVS_KEPT 1
 
 const char *kvs_strerror(int error);
-const char *kvs_library_version(void);
 
 /* ---- memory that the sidecar may reach ---------------------------------------------------------------------------- */
 
@@ -157,8 +156,6 @@ int kvs_wait_connected(kvs_client *c, int timeout_ms);
 /* Flags. Monotonic per layer; layer == layers is the end of the step. No lock, no system call. */
 int kvs_signal_layer(kvs_client *c, uint32_t layer, uint64_t step);
 int kvs_signal_step(kvs_client *c, uint64_t step);
-/* All layers and the step end at once. */
-int kvs_signal_all(kvs_client *c, uint64_t step);
 /* The board's flags memfd, for registration with a GPU; valid until kvs_close. */
 void *kvs_flags(kvs_client *c, uint64_t *bytes);
 
