@@ -18,8 +18,8 @@ import ctypes
 import logging
 
 from ._lib import E_GPU, lib, strerror
-from .client import WorkerClient
 from .region import KvsprayError
+from .worker import WorkerClient
 
 _ERROR_BYTES = 256
 
