@@ -169,7 +169,7 @@ def test_a_prompt_s_hash_has_the_content(e: Engine, one: pathlib.Path) -> None: 
     assert e.scheduler._adapter == {}
 
 
-def test_an_adapter_that_cannot_be_told_is_served_alone(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
+def test_the_prompt_of_an_unreadable_adapter_is_prefilled_locally(e: Engine, tmp_path: pathlib.Path) -> None:  # noqa: F811
     add(e, "r", 40, dict(DECODE), lora(tmp_path / "none"))
     assert not e.meta({"r": 40}).intents
     stats = e.scheduler.take_stats()
@@ -346,7 +346,7 @@ def test_a_question_leaves_the_last_answer_in_place(e: Engine, one: pathlib.Path
     known, _ = add(e, "known", 40, prefill_first(), lora(one))
     assert e.scheduler.matched(known, 0) == (40, True)
     # An answer to the question before is not one to this.
-    e.scheduler.worker_said((), (), Landed(adapters={1: digest(one)}, adapters_question=1))
+    e.scheduler.worker_reported((), (), Landed(adapters={1: digest(one)}, adapters_question=1))
     assert e.scheduler.matched(other, 0) == (None, False)
     worker_read(e, 2, digest(two))
     late, _ = add(e, "late", 40, prefill_first(), lora(two, "two", 2))

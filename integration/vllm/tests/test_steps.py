@@ -148,7 +148,7 @@ class Engine:
                 self.worker.layer_done(name)
         self.worker.step_done()
         done = self.worker.collect()
-        self.scheduler.worker_said(done.sent, done.received, self.worker.take_landed())
+        self.scheduler.worker_reported(done.sent, done.received, self.worker.take_landed())
         return done
 
     def step(self, scheduled: dict[str, int] | None = None, preempted: set[str] | None = None) -> Results:
@@ -225,7 +225,7 @@ class Waiting(Engine):
             self.worker.layer_done(name)
         self.worker.step_done()
         done = self.worker.collect()
-        self.scheduler.worker_said(done.sent, done.received, self.worker.take_landed())
+        self.scheduler.worker_reported(done.sent, done.received, self.worker.take_landed())
         return done
 
     def load(self, n: int = 40, computed: int = 0, req: str = "d") -> StepMeta:
@@ -332,7 +332,7 @@ def test_a_request_that_ends_with_the_token_of_that_step_leaves_what_came_in_the
     w.worker.finish_loads()
     done = w.worker.collect()
     assert w.finish("d") == (False, None)  # vLLM takes the tokens before it hands on what the worker says
-    w.scheduler.worker_said(done.sent, done.received, w.worker.take_landed())
+    w.scheduler.worker_reported(done.sent, done.received, w.worker.take_landed())
     assert w.pool.evicted == (set() if came else {1, 2, 3}) and len(w.pool.free) == 100
 
 
@@ -685,7 +685,7 @@ def test_the_real_scheduler_shim_says_what_it_cannot_ask(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize("kv", [dict(DECODE), prefill_first()])
-def test_a_prompt_that_cannot_be_hashed_is_served_alone(kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_hashed_is_prefilled_locally(kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     e = Engine()
     monkeypatch.setattr(e.scheduler, "_hash", shim.prefix_hash)
     r = SimpleNamespace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's configuration tells of its KV cache: which engines are served, and the identity that prefill and decode compare. What
+"""What follows from vLLM's configuration for its KV cache: which engines are supported, and the identity that prefill and decode compare. What
 pages hold is in strategies.py, and where they lie in caches.py.
 """
 
@@ -113,7 +113,7 @@ def backoff_of(windows: Sequence[int]) -> int:
 
 def cpu_packing(config: VllmConfig) -> str:
     """The CPU backend packs pages for the vector units of its host: pages of one packing mean nothing to another. MLA's are not packed, and
-    those of other devices are not for their hosts. Asked of the model: a pipeline stage may lack the layers that would tell."""
+    those of other devices are not for their hosts. Derived from the model, because a pipeline stage may lack the layers that show it."""
     import torch
 
     m, cache = config.model_config, config.cache_config
@@ -131,7 +131,7 @@ def cpu_packing(config: VllmConfig) -> str:
 
 
 def _short(text: str) -> str:
-    """Long values are told apart by their hash, and short ones can be read."""
+    """Long values are replaced by their hash; short ones stay readable."""
     return text if len(text) <= 512 else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 

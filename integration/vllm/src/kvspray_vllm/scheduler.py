@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side: which requests give KV away, which wait for KV, and what the worker has to say about it in each step.
+"""The scheduler's side: which requests offer KV, which wait for KV, and what the worker reports in each step.
 
-It owns no blocks. A *source* is a request whose prompt KV another engine wants; it exists from the first step that schedules
+It owns no blocks. A *source* is a request whose prompt KV another engine requests; it exists from the first step that schedules
 the request until vLLM has freed its blocks. A *destination* is a request whose prompt KV comes from elsewhere.
 Everything runs on the engine core's thread.
 """
@@ -12,7 +12,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvspray_vllm import params as spray
@@ -22,6 +21,7 @@ from kvspray_vllm.meta import Adapter, Blocks, Expect, Gain, Intent, Landed, Ste
 from kvspray_vllm.settings import Settings
 from kvspray_vllm.shim import SchedulerShim, ShimError
 from kvspray_vllm.stats import KVSprayStats
+from kvspray_vllm.transfers import Destination, Source
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -36,7 +36,7 @@ HashFn = Callable[[Sequence[int], str, str, Sequence[tuple[str, int, int]]], byt
 # milliseconds on loopback, as long as vLLM takes to put a request aside and come back to it; at 4 MiB the copy out of the spare blocks costs what the
 # wait saves.
 SYNC_BYTES = 2 << 20
-# For how long after one that did not come in time loads go the other way, on which nobody waits.
+# After a load that did not arrive in time, no step waits for loads for so long.
 SYNC_REST_S = 10.0
 
 # How long a request waits for its adapter's files to be read: less than the other side waits.
@@ -47,37 +47,6 @@ WORKER_WAIT_S = 10.0
 EVERY_PROMPT = bytes(32)  # in place of a prompt's hash
 
 DELIVERED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
-
-
-@dataclass
-class Source:
-    request: Request
-    xfer: bytes
-    hash: bytes
-    tokens: int
-    fanout: int
-    fresh: bool = False  # offered only where it begins with no cached block: its adapter was replaced under its id
-    adapter: str | None = None  # content of its LoRA adapter
-    end: int = 0  # tokens that the steps so far have announced, in this attempt
-    finished: bool = False
-    lost: bool = False  # its blocks went, or mean nothing any more
-    oldest: tuple[int, ...] = ()  # once all of it is announced: the first block that is sent, of each group with a window
-
-
-@dataclass
-class Destination:
-    xfer: bytes
-    hash: bytes
-    peer: str
-    tokens: int  # that move: all of the prompt, less the back-off
-    ready: bool  # the prefill is done: nothing to ask
-    asked: float  # when admission was asked for
-    wait: float  # how long for, seconds
-    prefilled: bool = False  # all of it is there to be fetched
-    sync: bool = False  # waited for in the step that computes on it
-    computed: int = 0  # what the engine has itself: a load begins behind it, wherever it ends
-    question: int = 0  # number of the question which adapters the worker has read; 0: not asked
-    worker_until: float = 0.0  # how long the request waits for the answer
 
 
 class SchedulerSide:
@@ -126,7 +95,7 @@ class SchedulerSide:
         self._ending: set[str] = set()  # of these, whose request is over
         self._stats = KVSprayStats()
         self._live: set[str] = set()
-        self._alone = ""  # why the worker takes part in no transfer
+        self._disabled = ""  # why the worker takes part in no transfer
         self._sync_block = sync_block
         self._sync_from = 0.0
         self._pool: BlockPool | None = None
@@ -152,9 +121,9 @@ class SchedulerSide:
             # A client may put anything there (vllm_xargs), and an exception here would end the engine core.
             request.kv_transfer_params = None
             self._stats.local("bad_params")
-            self._log.warning("kvspray: kv_transfer_params is a %s, not a map; the request is served alone", type(given).__name__)
+            self._log.warning("kvspray: kv_transfer_params is a %s, not a map; the prompt is prefilled locally", type(given).__name__)
             return
-        # The samples of one request (n > 1), and the prompts of a list, come with one and the same dict.
+        # The samples of one request (n > 1), and the prompts of a list, share one dict.
         given = request.kv_transfer_params = dict(given)
         try:
             # Of a request that its front end has refused vLLM makes one that it aborts at once, for connectors that hold something. Ours holds nothing for
@@ -165,7 +134,7 @@ class SchedulerSide:
             self._prepare(request, given)
         except spray.ParamsError as err:
             self._compute_here(request, err.label, str(err))
-        except Exception as err:  # a prompt that cannot be hashed, say: nothing that comes with a request ends the engine core
+        except Exception as err:  # for example a prompt that cannot be hashed: no request may end the engine core
             self._log.exception("kvspray: request %s: its transfer cannot be prepared", request.request_id)
             self._compute_here(request, "error", repr(err))
 
@@ -251,7 +220,7 @@ class SchedulerSide:
         self._check_worker()
         tokens = request.prompt_token_ids
         if not tokens:
-            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
+            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) has no name that another engine could use")
         if not self._client.connected or not self._client.endpoint:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         asked = spray.parse(given)
@@ -265,8 +234,8 @@ class SchedulerSide:
         )
 
     def _check_worker(self) -> None:
-        if self._alone:
-            raise spray.ParamsError("alone", f"this engine's worker serves alone: {self._alone}")
+        if self._disabled:
+            raise spray.ParamsError("disabled", f"this engine takes part in no transfer: {self._disabled}")
 
     def _new_destination(self, request: Request, given: dict[str, Any], content: str) -> None:
         asked = spray.parse(given)
@@ -274,7 +243,7 @@ class SchedulerSide:
             raise spray.ParamsError("no_params", "kv_transfer_params names no kvspray transfer and peer")
         tokens = request.prompt_token_ids
         if not tokens:
-            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) cannot be named to another engine")
+            raise spray.ParamsError("no_token_ids", "a prompt without token ids (embeddings) has no name that another engine could use")
         if not self._client.connected:
             raise spray.ParamsError("no_sidecar", "no sidecar is connected")
         try:
@@ -328,26 +297,26 @@ class SchedulerSide:
         raise spray.ParamsError("lora_differs", text)
 
     def _adapter_here(self, request: Request) -> str:
-        """What tells the adapter of a request that was refused, where nobody has both names."""
+        """Names the adapter of a refused request in the log: no process has the names of both engines."""
         own = self._adapter.get(request.request_id)
         if own is None or not request.lora_request:
             return ""
         return f"; its LoRA adapter {request.lora_request.lora_name!r} is {own[1]} here"
 
     def _decline(self, dest: Destination, reason: str) -> None:
-        """Nobody of this engine will come for that prompt, so the prefill's need not keep its blocks. Only for what no worker was given an EXPECT for, which
-        says it itself. It goes by the scheduler's own session: one word for all ranks, also where vLLM steps no worker."""
+        """No rank of this engine will fetch that prompt, so the prefill engine need not keep its blocks. Only for requests without an EXPECT, which
+        a worker cancels itself. The scheduler's session sends it: one message for all ranks, also if vLLM steps no worker."""
         self._client.decline(dest.xfer, dest.hash, dest.peer, reason)
 
     def _decline_refused(self, given: dict[str, Any]) -> None:
-        """The same for a request whose prompt vLLM keeps to itself: every prompt of its transfer, and every sample."""
+        """The same for a request whose prompt vLLM does not pass on: every prompt of its transfer, and every sample."""
         asked = spray.parse(given)
         if given.get("do_remote_prefill") and not given.get("do_remote_decode") and asked and asked.xfer and asked.peer:
             for _ in range(asked.fanout):
                 self._client.decline(asked.xfer, EVERY_PROMPT, asked.peer, "refused by the engine's front end")
 
     def _compute_here(self, request: Request, label: str, text: str) -> None:
-        """This request is served as if there were no other engine."""
+        """This request is prefilled locally."""
         if request.kv_transfer_params:
             request.kv_transfer_params["do_remote_prefill"] = False
         dest = self._destinations.pop(request.request_id, None)
@@ -356,7 +325,7 @@ class SchedulerSide:
         self._pending.pop(request.request_id, None)
         self._reading.pop(request.request_id, None)
         self._stats.local(label)
-        self._log.info("kvspray: request %s is served without a transfer: %s", request.request_id, text)
+        self._log.info("kvspray: request %s is prefilled without a transfer: %s", request.request_id, text)
 
     # ---- decode: how much can come from elsewhere
 
@@ -428,8 +397,9 @@ class SchedulerSide:
         )
 
     def _waits_for(self, request: Request, dest: Destination, computed: int) -> bool:
-        """Whether the step that computes on this load may wait for it. vLLM computes in the blocks of a synchronous load as soon as that is said to have
-        failed, whoever may still write them. So it lands in others, which are ours until it is over; what lacks is known within a bound."""
+        """Whether the step that computes on this load may wait for it. vLLM computes in the blocks of a synchronous load as soon as that is reported as
+        failed, although it may still be written. So the load goes to spare blocks, which stay reserved until it is over; a failure is reported within
+        a bound."""
         dest.sync = False
         if not dest.prefilled or not self._sync_block or self._pool is None or self._spare or len(self._live) != 1 or self._now() < self._sync_from:
             return False
@@ -463,7 +433,7 @@ class SchedulerSide:
         short = next((g for g, size in enumerate(self._block_sizes) if len(table[g]) * size < dest.tokens), None)
         refused = ""
         if short is not None:
-            # The partner sends a prompt as a whole, and this part of it has no block to go to.
+            # The other side sends the whole prompt, and this part of it has no block here.
             refused = (
                 f"the engine takes {external} tokens behind its own {dest.computed}, and group {short} has {len(table[short])} blocks of "
                 f"{self._block_sizes[short]} for the {dest.tokens} that are sent"
@@ -517,7 +487,7 @@ class SchedulerSide:
                     Intent(req, source.xfer, source.hash, source.tokens, source.fanout, self._cut(tables(req), source.tokens), self._adapter.get(req))
                 )
             if source.end >= source.tokens:
-                # It decodes here, and its windows move on: vLLM may have given blocks that are being sent to somebody else.
+                # It decodes here, and its windows move on: vLLM may have reused blocks that are being sent.
                 if self._windows and not source.lost and self._oldest(source, tables(req)) != source.oldest:
                     self._lose(req, source, "a sliding window has moved on while the request decodes here")
                 continue
@@ -544,7 +514,7 @@ class SchedulerSide:
         self._meta.lost.append((req, reason))
 
     def reset(self) -> None:
-        """vLLM throws away what it has cached, because it means nothing any more (other weights, say). So does what waits to be fetched."""
+        """vLLM discards its caches because they are invalid (for example after other weights). So are the prompts that wait to be fetched."""
         for req, source in self._sources.items():
             if not source.lost:
                 self._lose(req, source, "the engine's caches were reset")
@@ -554,7 +524,7 @@ class SchedulerSide:
             tuple(group[: -(-tokens // size)]) for group, size in zip(table, self._block_sizes, strict=True)
         )
 
-    def worker_said(self, sent: Iterable[str], received: Iterable[str], landed: Landed | None = None) -> None:
+    def worker_reported(self, sent: Iterable[str], received: Iterable[str], landed: Landed | None = None) -> None:
         for req in sent:
             self._sources.pop(req, None)
         for req in received:
@@ -562,7 +532,7 @@ class SchedulerSide:
             self._ending.discard(req)
         if landed is None:
             return
-        self._alone = self._alone or landed.alone
+        self._disabled = self._disabled or landed.disabled
         if landed.adapters is not None:
             self._in_worker = landed.adapters
             self._answered = max(self._answered, landed.adapters_question)
@@ -595,7 +565,7 @@ class SchedulerSide:
             self._meta.gone.append(req)
         if request.status.name not in DELIVERED:
             self._forget(self._computing.pop(req, ()))
-        # Where a request ends with the first token, vLLM says so before it hands on what the worker says, which decides then: what came stays cached.
+        # If a request ends with the first token, vLLM reports that before it passes on the worker's report, which decides whether the load stays cached.
         if req in self._loading:
             # vLLM keeps the blocks until the worker reports the end of the load; ask for that end now.
             self._meta.cancels.append((req, "request finished: " + request.status.name))

@@ -109,7 +109,7 @@ class GpuSignals:
         return self._flags.mark(self._stream()) or None
 
     def close(self) -> None:
-        # Flags may still be on their way, to memory that is given back now. A context that has failed runs nothing any more.
+        # The GPU may still write flags to memory that is released now. A context that has failed runs nothing more.
         with contextlib.suppress(RuntimeError):
             self._synchronize()
         self._flags.close()
