@@ -128,4 +128,5 @@ def test_client_under_address_sanitizer(tmp_path: pathlib.Path) -> None:
     # Python's own allocations look like leaks, and its fork test is about another library.
     env = {"LD_PRELOAD": asan, "KVSPRAY_LIBRARY": str(library), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
     chosen = "session or source_lease or killed_sidecar or malformed or broken or scheduler or full_ring or regions or drain"
-    run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", ROOT / "tests" / "test_client.py", "-k", chosen, env=env)
+    tests = sorted((ROOT / "tests").glob("test_client*.py"))
+    run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, "-k", chosen, env=env)

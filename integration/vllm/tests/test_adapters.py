@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import DECODE, Engine, e, fake_hash, prefill_first  # noqa: F401
 from safetensors.torch import save_file
-from test_steps import DECODE, Engine, e, fake_hash, prefill_first  # noqa: F401
 
 from kvspray.weights import CheckpointError, digest
 from kvspray_vllm import adapters, shim

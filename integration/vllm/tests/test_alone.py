@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_steps import FakeWorker
+from fakes import FakeWorker
 
 import kvspray
 from kvspray_vllm import caches, connector, layout, shim

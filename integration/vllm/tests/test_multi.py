@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import LOG, Engine, prefill_first
 from test_signals import FakeFlags, FakeWorker
-from test_steps import LOG, Engine, prefill_first
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_steps import DECODE, LOG, Engine, FakeWorker, prefill_first
+from fakes import DECODE, LOG, Engine, FakeWorker, prefill_first
 
 from kvspray_vllm import layout, signals
 from kvspray_vllm.connector import KVSprayConnector

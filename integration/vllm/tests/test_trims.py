@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_steps import BLOCK, FakePool, FakeScheduler, FakeWorker, fake_hash, prefill_first
+from fakes import BLOCK, FakePool, FakeScheduler, FakeWorker, fake_hash, prefill_first
 
 from kvspray_vllm import shim
 from kvspray_vllm.scheduler import SchedulerSide

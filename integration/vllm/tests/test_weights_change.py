@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from test_steps import DECODE, Engine, e, prefill_first  # noqa: F401
+from fakes import DECODE, Engine, e, prefill_first  # noqa: F401
 
 from kvspray_vllm import KVSprayConnector, shim
 
