@@ -47,7 +47,7 @@ static void *populate_part(void *arg)
 	struct populate_part *p = arg;
 	p->err = 0;
 	/* Scattered blocks miss the TLB at each small page. One small page in each huge one, of which the kernel then makes a whole one, is also
-	 * ten times faster than 512 faults, and works where shmem_enabled says never. Where it does not work, small pages follow. */
+	 * ten times faster than 512 faults, and works with shmem_enabled=never. If it fails, small pages follow. */
 	if (p->bytes >= HUGE) {
 		for (size_t off = 0; off + HUGE <= p->bytes; off += HUGE)
 			madvise(p->at + off, 1, MADV_POPULATE_WRITE);

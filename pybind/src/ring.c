@@ -30,7 +30,7 @@ int kvs_ring_push(struct kvs_ring_end *e, uint16_t type, uint16_t status, uint64
 	uint64_t need = rest < length ? rest + length : length;
 	if (e->bytes - (e->head - e->tail) < need) {
 		uint64_t tail = load64(&e->ring->tail);
-		/* It may only have moved from what it was towards our head, by whole records. */
+		/* It may only have moved towards the head, by whole records. */
 		if (tail - e->tail > e->head - e->tail || tail % 8)
 			return KVS_E_ARG;
 		e->tail = tail;

@@ -149,7 +149,7 @@ static void serve(struct work *w, struct board *b, uint32_t i, uint64_t seq)
 	const struct kvs_work_slot *s = slot_at(b, i);
 	uint32_t op = READ(s->op), blocks = READ(s->blocks), why = KVS_WORK_BAD;
 	bool ok = false;
-	/* A graph stores the sidecar's done word first, and this process's directly behind it. The former proves nothing: the sidecar can write it. */
+	/* A graph stores the sidecar's done word first, and this process's directly behind it. The former is no proof, because the sidecar can write it. */
 	if (w->arms[i].board && told(w, b, i) && taken(w, i) && await_fate(w, i, false) == MOVED)
 		disarm(w, i);
 	if (op == KVS_WORK_OPEN) {

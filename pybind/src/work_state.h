@@ -98,7 +98,7 @@ static inline struct kvs_work_run *list_at(const struct board *b, uint32_t i)
 	return (struct kvs_work_run *)(b->at + KVS_WORK_LISTS) + (size_t)i * KVS_WORK_RUNS;
 }
 
-/* Whether the last launch that reads this list is complete, by our own done word. */
+/* Whether the last launch that reads this list is complete, by the private done word. */
 static inline bool idle(const struct work *w, uint32_t i)
 {
 	return __atomic_load_n(&w->own->done[i].value, __ATOMIC_ACQUIRE) == w->tickets[i];
