@@ -27,12 +27,12 @@ from kvspray_vllm.meta import Landed
 from kvspray_vllm.params import ParamsError
 
 
-def saved(folder: pathlib.Path, value: float, base: str = "m") -> pathlib.Path:
-    folder.mkdir(exist_ok=True)
-    config = folder / "adapter_config.json"
+def saved(directory: pathlib.Path, value: float, base: str = "m") -> pathlib.Path:
+    directory.mkdir(exist_ok=True)
+    config = directory / "adapter_config.json"
     config.write_text(json.dumps({"r": 8, "base_model_name_or_path": base}))
-    save_file({"a": torch.full((8, 8), value)}, folder / "adapter_model.safetensors")
-    return folder
+    save_file({"a": torch.full((8, 8), value)}, directory / "adapter_model.safetensors")
+    return directory
 
 
 def lora(path: pathlib.Path, name: str = "tuned", id: int = 1, inplace: bool = False) -> Any:

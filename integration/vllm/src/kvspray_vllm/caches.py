@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tensors of vLLM's KV cache lie, in kvspray's words: per layer a region, a base, a block
+"""Where the tensors of vLLM's KV cache lie, in kvspray's terms: per layer a region, a base, a block
 stride and the bytes of a page.
 
 Shapes are never described: engines keep changing them, and the bytes stay. The strategy, named

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KVSprayConnector: vLLM's KV connector interface on top of kvspray's shim. Only glue: what happens when is in scheduler.py and
+"""KVSprayConnector: vLLM's KV connector interface on top of kvspray's shim. Only glue: the logic is in scheduler.py and
 worker.py."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ HAS_CACHE_MANAGER = hasattr(KVConnectorBase_V1, "bind_kv_cache_manager")
 
 
 class _SharedZeros(TorchFunctionMode):
-    """Answers the one torch.zeros call that makes vLLM's KV cache with memory that the sidecar can map."""
+    """Replaces the torch.zeros call that allocates vLLM's KV cache by memory that the sidecar can map."""
 
     def __init__(self, owner: KVSprayConnector, nbytes: int) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         )  # fmt: skip
 
     def set_weights(self, name: str) -> str:
-        """The worker has other weights from now on, which are called that; see kvspray_vllm.set_weights."""
+        """Names the weights that have replaced the worker's; see kvspray_vllm.set_weights."""
         if self._generation is None:
             raise ValueError("kvspray: set_weights is for workers whose KV cache is registered")
         before = str(self._generation)
@@ -239,8 +239,8 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         return before
 
     def _weights_changed(self) -> None:
-        """The cache means something else now. Leases of what it meant before end, and peers learn the new fingerprint. Called while vLLM
-        loads: nothing may be raised."""
+        """The cache is of other weights now. Leases of the previous ones end, and peers get the new fingerprint. Called while vLLM
+        loads: it must not raise."""
         assert self._worker is not None and self._worker_client is not None
         self._worker.outdate()
         self._layout["identity"] = {**self._layout["identity"], "weights": str(self._generation)}
@@ -298,7 +298,7 @@ class KVSprayConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.finish_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing waits here: all of a load is there before the first layer."""
+        """Does not wait: a load is complete before the first layer."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any) -> None:
         assert self._worker is not None

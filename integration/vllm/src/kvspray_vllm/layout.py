@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuses at start what would otherwise go wrong in a request."""
+    """Refuses at start what would fail in a request."""
     p = config.parallel_config
     for name, value in (
         ("decode_context_parallel_size", getattr(p, "decode_context_parallel_size", 1)),
@@ -98,7 +98,7 @@ def spec_of(group: KVCacheGroupSpec, layer: str | None = None) -> KVCacheSpec:
 
 
 def windows_of(kv: KVCacheConfig) -> tuple[int, ...]:
-    """Per cache group, how many tokens its layers look back: vLLM frees what lies before. 0: it keeps everything."""
+    """Window of each cache group in tokens; vLLM frees blocks before it. 0: no window."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     specs = [spec_of(g) for g in kv.kv_cache_groups]
@@ -112,7 +112,7 @@ def backoff_of(windows: Sequence[int]) -> int:
 
 
 def cpu_packing(config: VllmConfig) -> str:
-    """The CPU backend packs pages for the vector units of its host: pages of one packing mean nothing to another. MLA's are not packed, and
+    """The CPU backend packs pages for the vector units of its host: another packing cannot read its pages. MLA's are not packed, and
     those of other devices are not for their hosts. Derived from the model, because a pipeline stage may lack the layers that show it."""
     import torch
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Unsupported(ValueError):
-    """This engine's configuration cannot be served; the text names the setting and the remedy."""
+    """This engine's configuration is not supported; the text names the setting and the remedy."""
 
 
 CPU_ATTN = "CPU_ATTN"  # of every layer of a CPU engine but MLA's
