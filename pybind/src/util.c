@@ -80,39 +80,25 @@ void session_break(kvs_client *c, const char *why)
 
 const char *kvs_strerror(int error)
 {
-	switch (error) {
-	case 0:
-		return "ok";
-	case KVS_KEPT:
+	static const char *const texts[] = {
+		[0] = "ok",
+		[-KVS_E_ARG] = "invalid argument",
+		[-KVS_E_NOT_CONNECTED] = "not connected to a sidecar",
+		[-KVS_E_FULL] = "submission ring is full",
+		[-KVS_E_DEGRADED] = "session is being replaced or the sidecar drains",
+		[-KVS_E_TOO_BIG] = "record exceeds 1 MiB or half the submission ring",
+		[-KVS_E_UNKNOWN] = "no such open lease",
+		[-KVS_E_LIMIT] = "too many open leases, questions or watches",
+		[-KVS_E_FORKED] = "client belongs to the parent process",
+		[-KVS_E_CLOSED] = "client is closed",
+		[-KVS_E_SYS] = "system call failed",
+		[-KVS_E_BUFFER] = "buffer is too small",
+		[-KVS_E_UNSUPPORTED] = "the sidecar is older than this library and does not support it",
+		[-KVS_E_GPU] = "the CUDA driver refused, or is missing",
+	};
+	if (error == KVS_KEPT)
 		return "kept until a session exists";
-	case KVS_E_ARG:
-		return "invalid argument";
-	case KVS_E_NOT_CONNECTED:
-		return "not connected to a sidecar";
-	case KVS_E_FULL:
-		return "submission ring is full";
-	case KVS_E_DEGRADED:
-		return "session is being replaced or the sidecar drains";
-	case KVS_E_TOO_BIG:
-		return "record exceeds 1 MiB or half the submission ring";
-	case KVS_E_UNKNOWN:
-		return "no such open lease";
-	case KVS_E_LIMIT:
-		return "too many open leases, questions or watches";
-	case KVS_E_FORKED:
-		return "client belongs to the parent process";
-	case KVS_E_CLOSED:
-		return "client is closed";
-	case KVS_E_SYS:
-		return "system call failed";
-	case KVS_E_BUFFER:
-		return "buffer is too small";
-	case KVS_E_UNSUPPORTED:
-		return "the sidecar is older than this library and does not support it";
-	case KVS_E_GPU:
-		return "the CUDA driver refused, or is missing";
-	}
-	return "unknown error";
+	return error <= 0 && error > -(int)(sizeof texts / sizeof *texts) ? texts[-error] : "unknown error";
 }
 
 static int log_read(kvs_client *c, char *buf, uint64_t cap, bool wait)
