@@ -511,6 +511,19 @@ def test_an_answer_is_for_the_files_of_its_question(one: pathlib.Path, gate: Gat
     assert second.result(60) == digest(one)
 
 
+def test_a_thread_that_cannot_be_started_is_an_error_of_the_request(one: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    a = Adapters()
+    with monkeypatch.context() as m:
+        m.setattr(threading.Thread, "start", start)
+        with pytest.raises(ParamsError, match="can't start new thread"):
+            a.ask(lora(one))
+        a.prefetch(lora(one))
+    assert content(a, lora(one)) == digest(one)
+
+
 def test_readings_are_bounded(tmp_path: pathlib.Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "MAX_READING", 2)
     a = Adapters()

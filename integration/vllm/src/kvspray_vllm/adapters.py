@@ -116,9 +116,14 @@ class Reader:
                 raise CheckpointError(f"{path}: {MAX_READING} adapters are being read; use fewer")
             reading = self._waiting[path] = Reading(path)
             if self._threads < READERS:
-                self._threads += 1
                 # A daemon: the file system may hang, and the engine must be able to exit.
-                threading.Thread(target=self._run, name="kvspray-adapters", daemon=True).start()
+                thread = threading.Thread(target=self._run, name="kvspray-adapters", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as err:  # the process has too many
+                    del self._waiting[path]
+                    raise CheckpointError(f"{path}: {err}") from err
+                self._threads += 1
             return reading
 
     def knows(self, path: str) -> bool:
@@ -147,7 +152,7 @@ class Reader:
 
 
 class Adapters:
-    """The scheduler's view of adapters. One thread uses it, and makes no call to the file system."""
+    """The scheduler's view of adapters, for one thread. It makes no call to the file system."""
 
     def __init__(self) -> None:
         self._reader = Reader()
@@ -155,7 +160,7 @@ class Adapters:
         self._replaced: set[int] = set()  # bounded: only ids that _loaded has had
 
     def known(self, lora: LoRARequest) -> bool:
-        """Whether its files were read once, so that a reading only checks that they are the same."""
+        """Whether its files were read once: a reading only checks that they are the same."""
         return self._reader.knows(str(lora.lora_path))
 
     def prefetch(self, lora: LoRARequest) -> None:
